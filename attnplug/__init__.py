@@ -1,0 +1,1 @@
+"""attnplug: pluggable attention ops for PyTorch compile."""

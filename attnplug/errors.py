@@ -1,0 +1,39 @@
+"""Every exception that a user of attnplug can meet. Each message says what came, what is needed,
+and what to do about it."""
+
+
+class AttnplugError(Exception):
+    """Base of all errors raised by attnplug."""
+
+
+class ArgumentError(AttnplugError, ValueError):
+    """An op got a tensor or an option that it cannot take (shape, dtype, device, range)."""
+
+
+class GradientError(AttnplugError, RuntimeError):
+    """An op was called where autograd would need its gradient; attnplug is inference only."""
+
+
+class PolicyError(AttnplugError, ValueError):
+    """A policy string, object or mapping could not be understood."""
+
+
+class UnsupportedModelError(AttnplugError, ValueError):
+    """The model does not go through transformers' attention interface, or uses it in a way that
+    attnplug cannot serve correctly."""
+
+
+class UnsupportedCallError(AttnplugError, RuntimeError):
+    """A supported model was called in a way that attnplug cannot serve correctly."""
+
+
+class AlreadyAppliedError(AttnplugError, RuntimeError):
+    """`attnplug.apply` was called on a model that has a policy already."""
+
+
+class NotAppliedError(AttnplugError, RuntimeError):
+    """`attnplug.remove` or `attnplug.report` was called on a model without a policy."""
+
+
+class WeightsUnavailableError(AttnplugError, OSError):
+    """The weights of a named model are neither in the cache nor to be fetched."""
