@@ -30,7 +30,7 @@ def define_op(
 
     `schema` is a torch schema without default values (the dispatcher drops trailing arguments that
     equal their default). `allocate(*args)` checks the arguments and returns the empty outputs, a
-    tensor, a tuple of tensors, or `()` for an op that only mutates; traced, it is the fake, and it
+    tensor, a tuple of tensors, or None for an op that only mutates; traced, it is the fake, and it
     is the first step of every real call. `cpu(*args, *outputs)` and `cuda(*args, *outputs)` fill
     the outputs.
     """
@@ -43,6 +43,8 @@ def define_op(
 
 
 def _outputs(allocated: Any) -> tuple[torch.Tensor, ...]:
+    if allocated is None:
+        return ()
     return (allocated,) if isinstance(allocated, torch.Tensor) else tuple(allocated)
 
 
@@ -50,7 +52,7 @@ def _run(allocate: Callable[..., Any], fill: Callable[..., None]) -> Callable[..
     def run(*args: Any) -> Any:
         allocated = allocate(*args)
         fill(*args, *_outputs(allocated))
-        return None if allocated == () else allocated
+        return allocated
 
     return run
 

@@ -1,0 +1,46 @@
+"""What every test needs before anything is imported: Triton's interpreter where there is no GPU,
+NaN-filled `torch.empty`, and the device and path parametrisations."""
+
+import os
+
+import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import hypothesis
+import pytest
+
+hypothesis.settings.register_profile("ci", max_examples=15, deadline=None, derandomize=True)
+hypothesis.settings.register_profile("long", max_examples=300, deadline=None)
+hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+# On a CPU an op has two implementations to hold: the numba reference that runs, and the Triton
+# kernel in the interpreter. On a GPU the op is the compiled kernel.
+DEVICE_PATHS = [
+    ("cpu", "reference"),
+    ("cpu", "kernel"),
+    pytest.param(("cuda", "kernel"), marks=pytest.mark.gpu),
+]
+
+
+@pytest.fixture(params=DEVICES)
+def device(request):
+    return request.param
+
+
+@pytest.fixture(params=DEVICE_PATHS, ids=["cpu-reference", "cpu-kernel", "cuda-kernel"])
+def device_path(request):
+    """(device, path): path "reference" is the op on CPU, "kernel" the Triton launcher."""
+    return request.param
+
+
+@pytest.fixture(autouse=True)
+def nan_filled_empty():
+    """`torch.empty` is NaN-filled, so that an output element nobody wrote shows."""
+    torch.use_deterministic_algorithms(True, warn_only=False)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    yield
+    torch.use_deterministic_algorithms(False)
