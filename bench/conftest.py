@@ -1,0 +1,205 @@
+"""The GPU timing fixture: CUDA events over graph replays, ours and the peer's in turn.
+
+pytest-benchmark keeps the rows. Its timer is replaced by a clock that moves by device time, so its
+own statistics are those of the same samples that `extra_info` summarises.
+"""
+
+import itertools
+import statistics
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from _provenance import KEYS, ceiling_fraction, ceilings, provenance
+
+ROUNDS = 25
+ROUND_US = 2000.0  # device time between two events of one sample
+FLUSH_BYTES = 512 << 20
+ROTATION_BYTES = 180 << 20  # three times the H200's L2
+
+
+class DeviceClock:
+    """Seconds of device time recorded so far; `advance` moves it, calling it reads it."""
+
+    def __init__(self):
+        self.seconds = 0.0
+
+    def advance(self, seconds: float) -> None:
+        self.seconds += seconds
+
+
+CLOCK = DeviceClock()
+
+
+def device_clock() -> float:
+    return CLOCK.seconds
+
+
+def pytest_collection_modifyitems(items):
+    here = Path(__file__).parent
+    for item in items:
+        if here in item.path.parents:
+            item.add_marker(pytest.mark.benchmark(timer=device_clock))
+
+
+def pytest_benchmark_update_machine_info(config, machine_info):
+    machine_info.pop("node", None)
+    if torch.cuda.is_available():
+        machine_info["ceilings"] = ceilings()
+
+
+@pytest.fixture(scope="session")
+def cuda():
+    if not torch.cuda.is_available():
+        pytest.fail("bench needs a CUDA device and torch sees none", pytrace=False)
+
+
+@pytest.fixture
+def gpu_bench(cuda, benchmark):
+    """Call it once per test: `gpu_bench(op=, ..., fns=[...], peer=, peer_fns=[...])` measures, and
+    `gpu_bench.record(..., times_us=[...], peer_times_us=[...])` takes times measured elsewhere."""
+    return GpuBench(benchmark)
+
+
+class GpuBench:
+    def __init__(self, benchmark):
+        self.benchmark = benchmark
+
+    @staticmethod
+    def sets(nbytes: int) -> int:
+        """How many rotated sets of inputs of `nbytes` each keep a run from reading the L2."""
+        return max(1, -(-ROTATION_BYTES // nbytes))
+
+    def __call__(
+        self,
+        *,
+        fns: Sequence[Callable[[], Any]],
+        peer: str | None = None,
+        peer_fns: Sequence[Callable[[], Any]] | None = None,
+        replays: int | None = None,
+        rounds: int = ROUNDS,
+        graph: bool = True,
+        peer_graph: bool | None = None,
+        **row: Any,
+    ) -> dict[str, Any]:
+        """Time `fns` (zero-argument, one per rotated set of inputs) and `peer_fns` alternately.
+
+        Each list becomes one CUDA graph that runs all its sets in order; a sample is the device
+        time of `replays` graph replays divided by the calls in them. `replays=None` takes enough
+        for 2 ms. `graph=False` (for both) and `peer_graph=False` call without capture, for what
+        cannot be captured and runs longer than a millisecond. Returns the row.
+        """
+        runs = [_runner(fns, graph)]
+        if peer_fns:
+            runs.append(_runner(peer_fns, graph if peer_graph is None else peer_graph))
+        counts = [len(fns), len(peer_fns or ())]
+        flush = torch.zeros(FLUSH_BYTES // 4, dtype=torch.int32, device="cuda")
+        repeats = [replays or _replays(run, flush) for run in runs]
+        samples: list[list[float]] = [[], []]
+        for _ in range(rounds):
+            for which, run in enumerate(runs):
+                elapsed = _sample_us(run, repeats[which], flush)
+                samples[which].append(elapsed / (repeats[which] * counts[which]))
+        return self.record(times_us=samples[0], peer=peer, peer_times_us=samples[1] or None, **row)
+
+    def record(
+        self,
+        *,
+        op: str,
+        case: str,
+        n: int,
+        batch: int,
+        heads_q: int,
+        heads_kv: int,
+        head_dim: int,
+        dtype: torch.dtype | str,
+        times_us: Sequence[float],
+        bytes: float,
+        flops: float,
+        options: str = "",
+        peer: str | None = None,
+        peer_times_us: Sequence[float] | None = None,
+    ) -> dict[str, Any]:
+        """Write the row of `times_us` (one sample a round, microseconds a call)."""
+        if (peer is None) != (peer_times_us is None):
+            raise ValueError("peer and its functions (or times) come together")
+        p20, p50, p80 = quantiles(times_us)
+        peer_p50 = statistics.median(peer_times_us) if peer_times_us else None
+        row = dict(
+            op=op, case=case, n=n, batch=batch, heads_q=heads_q, heads_kv=heads_kv,
+            head_dim=head_dim, dtype=str(dtype).removeprefix("torch."), options=options,
+            p20_us=p20, p50_us=p50, p80_us=p80, peer=peer, peer_p50_us=peer_p50,
+            ratio=peer_p50 / p50 if peer_p50 else None, bytes=bytes, flops=flops,
+            ceiling_fraction=ceiling_fraction(bytes, flops, p50 * 1e-6), **provenance(),
+        )  # fmt: skip
+        assert list(row) == KEYS
+        feed = itertools.cycle(times_us)
+        self.benchmark.pedantic(lambda: CLOCK.advance(next(feed) * 1e-6), rounds=len(times_us))
+        self.benchmark.extra_info.update(row)
+        print(summary(row))
+        return row
+
+
+def quantiles(times: Sequence[float]) -> tuple[float, float, float]:
+    """p20, p50, p80."""
+    if len(times) == 1:
+        return (times[0],) * 3
+    cuts = statistics.quantiles(times, n=10, method="inclusive")
+    return cuts[1], cuts[4], cuts[7]
+
+
+def summary(row: dict[str, Any]) -> str:
+    """One line for the terminal (pytest -s)."""
+    line = (
+        f"{row['op']} {row['case']} n={row['n']} batch={row['batch']} "
+        f"{row['heads_q']}/{row['heads_kv']}x{row['head_dim']} {row['dtype']} {row['options']} "
+        f"p50={row['p50_us']:.2f}us ceiling={row['ceiling_fraction']:.2f}"
+    )
+    if row["peer"]:
+        line += f" {row['peer']}={row['peer_p50_us']:.2f}us ratio={row['ratio']:.3f}"
+    return line
+
+
+def _runner(fns: Sequence[Callable[[], Any]], graph: bool) -> Callable[[], None]:
+    """A function that runs every fn once, through one CUDA graph when `graph`."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):  # compiles kernels and fills workspaces before the capture
+        for fn in fns:
+            fn()
+            fn()
+    torch.cuda.current_stream().wait_stream(stream)
+    torch.cuda.synchronize()
+    if not graph:
+
+        def call() -> None:
+            for fn in fns:
+                fn()
+
+        return call
+    captured = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(captured):
+        for fn in fns:
+            fn()
+    return captured.replay
+
+
+def _replays(run: Callable[[], None], flush: torch.Tensor) -> int:
+    once = min(_sample_us(run, 1, flush) for _ in range(3))
+    return max(1, min(200, round(ROUND_US / once)))
+
+
+def _sample_us(run: Callable[[], None], repeats: int, flush: torch.Tensor) -> float:
+    """Device microseconds of `repeats` runs. The reductions before the first event empty the L2 of
+    what the other side left there, and keep the device busy while the host enqueues."""
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    flush.amax()
+    flush.amax()
+    begin.record()
+    for _ in range(repeats):
+        run()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) * 1e3
