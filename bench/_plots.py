@@ -1,0 +1,230 @@
+"""The plots of bench/report.py. One figure an op and case: time against tokens, the ratio below."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+
+Row = dict[str, Any]
+
+COLORS = ("#0b6e99", "#c4511b", "#3d8b37", "#7b4ea3", "#a8821a", "#b0306a")
+INK, GRID, PEER = "#222222", "#dddddd", "#7a7a7a"
+PEERS = {
+    "cudnn": "cuDNN SDPA",
+    "fa3": "FlashAttention-3",
+    "flashinfer": "FlashInfer",
+    "stock": "stock transformers",
+    "torch.topk": "torch.topk",
+    "dense": "dense",
+}
+MAX_PANELS = 3
+
+
+def tokens(n: float) -> str:
+    """8192 as 8K, 1048576 as 1M, anything else as it is."""
+    for unit, size in (("M", 1 << 20), ("K", 1 << 10)):
+        if n >= size and n % size == 0:
+            return f"{int(n // size)}{unit}"
+    return f"{int(n):,}"
+
+
+def duration(us: float) -> str:
+    """Microseconds in the unit that reads best, three digits."""
+    for unit, size in (("s", 1e6), ("ms", 1e3)):
+        if us >= size:
+            return f"{us / size:.3g} {unit}"
+    return f"{us:.3g} us"
+
+
+def heads(row: Row) -> str:
+    return f"{row['heads_q']}/{row['heads_kv']}"
+
+
+def draw_all(rows: Sequence[Row], quality: Sequence[Row], folder: Path) -> list[str]:
+    """Draw every figure into `folder`; returns the file names, sorted."""
+    folder.mkdir(parents=True, exist_ok=True)
+    figures = {}
+    for (op, case), group in grouped(rows, "op", "case").items():
+        if len({row["n"] for row in group}) > 1:
+            figures[image_name(op, case)] = draw_timing(op, case, group)
+    if quality:
+        figures["quality.png"] = draw_quality(quality)
+    for name, figure in figures.items():
+        # without Software the bytes depend on the data alone
+        figure.savefig(folder / name, dpi=160, metadata={"Software": None})
+    return sorted(figures)
+
+
+def image_name(op: str, case: str) -> str:
+    return f"{op}.png" if case == "op" else f"{op}-{case}.png"
+
+
+def grouped(rows: Iterable[Row], *keys: str) -> dict[tuple[Any, ...], list[Row]]:
+    """Rows by the values of some keys, in sorted order."""
+    found: dict[tuple[Any, ...], list[Row]] = defaultdict(list)
+    for row in rows:
+        found[tuple(row[key] for key in keys)].append(row)
+    return dict(sorted(found.items()))
+
+
+def draw_timing(op: str, case: str, rows: Sequence[Row]) -> Figure:
+    """One column a head count, the largest groups first; time above, ratio to the peer below."""
+    panels = grouped(rows, "heads_q", "heads_kv", "head_dim", "dtype")
+    shown = sorted(panels, key=lambda key: (-len(panels[key]), key))[:MAX_PANELS]
+    figure = Figure(figsize=(6.4 * len(shown), 6.2), layout="constrained")
+    axes = figure.subplots(2, len(shown), squeeze=False, sharex="col", height_ratios=[3, 1.6])
+    for column, key in enumerate(shown):
+        group = panels[key]
+        upper, lower = axes[0][column], axes[1][column]
+        kind = "per token" if case == "e2e-decode" else "per call"
+        upper.set_title(
+            f"{op}{'' if case == 'op' else f' ({case})'}, {heads(group[0])} heads of {key[2]}, "
+            f"{key[3]}",
+            loc="left", fontsize=12, color=INK,
+        )  # fmt: skip
+        _plot_times(upper, group)
+        _plot_ratios(lower, group)
+        if column == 0:
+            upper.set_ylabel(f"time {kind}", fontsize=11)
+            lower.set_ylabel("times faster than\nthe fastest peer", fontsize=11)
+    return figure
+
+
+def _plot_times(axes: Axes, rows: Sequence[Row]) -> None:
+    labels: list[tuple[float, float, str, str]] = []
+    drawn: set[tuple[Any, ...]] = set()
+    for index, ((batch, options), line) in enumerate(_series(rows)):
+        color = COLORS[index % len(COLORS)]
+        ours = _hardest(line)
+        x, y = [row["n"] for row in ours], [row["p50_us"] for row in ours]
+        axes.fill_between(
+            x,
+            [r["p20_us"] for r in ours],
+            [r["p80_us"] for r in ours],
+            color=color,
+            alpha=0.2,
+            lw=0,
+        )
+        axes.plot(x, y, "o-", color=color, lw=2, ms=5)
+        labels.append((x[-1], y[-1], _label("attnplug", batch, options), color))
+        for (peer,), beside in grouped([r for r in line if r["peer"]], "peer").items():
+            if (batch, peer) in drawn:  # other options meet the same peer
+                continue
+            drawn.add((batch, peer))
+            x, y = [row["n"] for row in beside], [row["peer_p50_us"] for row in beside]
+            axes.plot(x, y, "s--", color=PEER, lw=1.5, ms=4, mfc="white")
+            labels.append((x[-1], y[-1], _label(PEERS.get(peer, peer), batch, ""), PEER))
+    axes.set_yscale("log")
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda us, _: duration(us)))
+    _style(axes, sorted({row["n"] for row in rows}))
+    _label_ends(axes, labels)
+
+
+def _plot_ratios(axes: Axes, rows: Sequence[Row]) -> None:
+    axes.axhline(1, color=INK, lw=1)
+    ratios = []
+    for index, (_, line) in enumerate(_series(rows)):
+        measured = [row for row in _hardest(line) if row["ratio"]]
+        ratios += [row["ratio"] for row in measured]
+        axes.plot(
+            [row["n"] for row in measured], [row["ratio"] for row in measured],
+            "o-", color=COLORS[index % len(COLORS)], lw=2, ms=5,
+        )  # fmt: skip
+    if ratios and max(ratios) / min(ratios) > 4:
+        axes.set_yscale("log", base=2)
+        axes.yaxis.set_minor_locator(NullLocator())
+    low, high = axes.get_ylim()
+    axes.set_ylim(min(low, 0.8), max(high, 1.25))  # a percent of noise must not look like a hill
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}x"))
+    _style(axes, sorted({row["n"] for row in rows}))
+    axes.set_xlabel("tokens", fontsize=11)
+
+
+def _series(rows: Sequence[Row]) -> list[tuple[tuple[Any, ...], list[Row]]]:
+    """Rows of one line each, by batch and options, in order of n."""
+    keys = grouped(rows, "batch", "options")
+    lines = []
+    for batch, options in sorted(keys, key=lambda key: (key[0], natural(key[1]))):
+        group = keys[batch, options]
+        lines.append(((batch, options), sorted(group, key=lambda row: row["n"])))
+    return lines
+
+
+def _hardest(line: Sequence[Row]) -> list[Row]:
+    """Of each n the row against the fastest peer."""
+    return [
+        min(rows, key=lambda row: row["ratio"] or math.inf) for rows in grouped(line, "n").values()
+    ]
+
+
+def natural(text: str) -> list[tuple[int, str]]:
+    """A sorting key by which k=8 comes before k=32."""
+    parts = re.findall(r"\d+|\D+", text)
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in parts]
+
+
+def _label(name: str, batch: int, options: str) -> str:
+    return f"{name}, batch {batch}" + (f", {options}" if options else "")
+
+
+def _style(axes: Axes, ns: Sequence[int]) -> None:
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_locator(FixedLocator(ns))
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda n, _: tokens(n)))
+    axes.grid(True, which="major", color=GRID, lw=0.8)
+    axes.set_axisbelow(True)
+    axes.tick_params(labelsize=10, colors=INK)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+
+
+def _label_ends(axes: Axes, labels: Sequence[tuple[float, float, str, str]]) -> None:
+    """Write each line's name at its right end, apart from its neighbours."""
+    if not labels:
+        return
+    low, high = axes.get_ylim()
+    span = math.log(high / low)
+    gap = 0.062  # of the axes' height: one line of text
+    heights = [(math.log(y / low) / span, x, text, color) for x, y, text, color in labels]
+    placed: list[float] = []
+    for height, *_ in sorted(heights):
+        placed.append(max(height, placed[-1] + gap) if placed else height)
+    overflow = max(0.0, placed[-1] - 0.985)
+    for index in reversed(range(len(placed))):  # push down what left the top
+        limit = placed[index + 1] - gap if index + 1 < len(placed) else placed[-1] - overflow
+        placed[index] = min(placed[index], limit)
+    for where, (_, x, text, color) in zip(placed, sorted(heights), strict=True):
+        axes.annotate(
+            text, xy=(x, 0), xycoords=("data", "axes fraction"), xytext=(9, where),
+            textcoords=("offset points", "axes fraction"), fontsize=10, color=color, va="center",
+            annotation_clip=False,
+        )  # fmt: skip
+
+
+def draw_quality(rows: Sequence[Row]) -> Figure:
+    """Score of each policy with its interval, and the dense score it is paired with."""
+    ordered = sorted(rows, key=lambda r: (r["model"], r["task"], r["n"], r["policy"]))[::-1]
+    figure = Figure(figsize=(9, 1.4 + 0.34 * len(ordered)), layout="constrained")
+    axes = figure.subplots()
+    for place, row in enumerate(ordered):
+        axes.plot([row["low"], row["high"]], [place, place], color=COLORS[0], lw=2)
+        axes.plot(row["value"], place, "o", color=COLORS[0], ms=7)
+        axes.plot(row["dense"], place, "|", color=INK, ms=14, mew=2)
+    names = [f"{r['model']}, {r['task']}, {tokens(r['n'])}: {r['policy']}" for r in ordered]
+    axes.set_yticks(range(len(names)), names)
+    axes.set_xlabel("score, with its 95% interval; the bar is dense", fontsize=11)
+    axes.grid(True, axis="x", color=GRID, lw=0.8)
+    axes.set_axisbelow(True)
+    axes.tick_params(labelsize=10, colors=INK)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    return figure

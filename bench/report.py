@@ -1,0 +1,232 @@
+"""Tables and plots from bench/results/*.json: docs/results.md, docs/img/*.png, and whatever stands
+between `<!-- results FILTERS -->` and `<!-- /results -->` in README.md and docs/*.md.
+
+    python bench/report.py            # write
+    python bench/report.py --check    # exit 1 where a page is not what the JSON says
+
+FILTERS is any number of key=value[,value...], such as `op=dense_decode batch=1 n=8192,131072
+heads=28/4`; none means every row. Files are pytest-benchmark's JSON (rows in `extra_info`) or
+`{"rows": [...]}` with quality rows (`task, model, n, trials, dense, policy, value, low, high`).
+Where two rows ask the same question, the later one stands.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import re
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from _plots import PEERS, draw_all, duration, heads, image_name, natural, tokens
+
+Row = dict[str, Any]
+
+ROOT = Path(__file__).resolve().parent.parent
+TIMING = (
+    "op", "case", "n", "batch", "heads_q", "heads_kv", "head_dim", "dtype", "options", "peer"
+)  # fmt: skip
+QUALITY = ("task", "model", "n", "trials", "policy")
+RUN = ("gpu", "torch", "triton", "commit", "date")
+MARKED = re.compile(r"(<!-- results\b(.*?)-->\n).*?(<!-- /results -->)", re.DOTALL)
+Column = tuple[str, Callable[[Row], str]]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="Tables and plots from bench/results.")
+    parser.add_argument("--results", type=Path, default=ROOT / "bench" / "results")
+    parser.add_argument("--root", type=Path, default=ROOT, help="holds README.md and docs/")
+    parser.add_argument("--check", action="store_true", help="write nothing, compare the pages")
+    options = parser.parse_args(arguments)
+    timing, quality = load(options.results)
+    images: list[str] = []
+    if not options.check:
+        images = draw_all(timing, quality, options.root / "docs" / "img")
+    pages = {options.root / "docs" / "results.md": results_page(timing, quality)}
+    for page in [options.root / "README.md", *sorted((options.root / "docs").rglob("*.md"))]:
+        if page.exists() and page not in pages:
+            pages[page] = fill_markers(page.read_text(), timing, quality)
+    stale = [p for p, text in pages.items() if not p.exists() or p.read_text() != text]
+    for page in stale:
+        if not options.check:
+            page.parent.mkdir(parents=True, exist_ok=True)
+            page.write_text(pages[page])
+        print(f"{'stale' if options.check else 'wrote'} {page.relative_to(options.root)}")
+    for image in images:
+        print(f"drew docs/img/{image}")
+    return 1 if options.check and stale else 0
+
+
+def load(folder: Path) -> tuple[list[Row], list[Row]]:
+    """Timing rows and quality rows of all JSON files, each question once, in a fixed order."""
+    timing: dict[tuple[Any, ...], Row] = {}
+    quality: dict[tuple[Any, ...], Row] = {}
+    found = [(row.get("date", ""), path.name, row) for path, row in _rows(folder)]
+    for _, _, row in sorted(found, key=lambda entry: entry[:2]):
+        if "task" in row:
+            quality[tuple(row[key] for key in QUALITY)] = row
+        else:
+            timing[tuple(row[key] for key in TIMING)] = row
+    return sorted(timing.values(), key=_timing_order), sorted(quality.values(), key=_quality_order)
+
+
+def _rows(folder: Path) -> Iterable[tuple[Path, Row]]:
+    for path in sorted(folder.glob("*.json")):
+        content = json.loads(path.read_text())
+        if not isinstance(content, dict) or not {"benchmarks", "rows"} & set(content):
+            raise SystemExit(f"{path}: neither pytest-benchmark's JSON nor an object with 'rows'")
+        for bench in content.get("benchmarks", ()):
+            if "op" in bench["extra_info"]:
+                yield path, bench["extra_info"]
+        for row in content.get("rows", ()):
+            yield path, row
+
+
+def _timing_order(row: Row) -> tuple[Any, ...]:
+    return (
+        row["op"], row["case"] != "op", row["case"], row["heads_q"], row["heads_kv"],
+        row["head_dim"], row["dtype"], row["batch"], natural(row["options"]), row["n"],
+        row["peer"] or "",
+    )  # fmt: skip
+
+
+def _quality_order(row: Row) -> tuple[Any, ...]:
+    return row["model"], row["task"], row["n"], natural(row["policy"]), row["trials"]
+
+
+def results_page(timing: Sequence[Row], quality: Sequence[Row]) -> str:
+    """The whole of docs/results.md."""
+    runs = _runs(timing)
+    parts = [
+        "# Results",
+        "Written by `python bench/report.py` from `bench/results/*.json`: edit those, not this.\n"
+        "Times are medians of device time (20th to 80th percentile in brackets). The ratio is\n"
+        "the peer's time over ours in the same run: above 1 is faster than the peer. The ceiling\n"
+        "is the fraction reached of the measured memory bandwidth or matrix rate, whichever is\n"
+        "nearer.",
+    ]
+    for (op, case), each in itertools.groupby(timing, key=lambda row: (row["op"], row["case"])):
+        rows = list(each)
+        parts.append(f"## {op}" + ("" if case == "op" else f", {case}"))
+        if len({row["n"] for row in rows}) > 1:
+            parts.append(f"![{op}: time and ratio against tokens](img/{image_name(op, case)})")
+        run = ("run", lambda row: f"[{runs[_run(row)]}](#runs)")
+        parts.append(table(rows, [*TIMING_COLUMNS[2:], run]))
+    if quality:
+        parts += ["## Quality", "![scores beside dense](img/quality.png)"]
+        parts.append(table(quality, QUALITY_COLUMNS))
+    if runs:
+        named = [dict(zip(RUN, run, strict=True), run=number) for run, number in runs.items()]
+        columns = [(key, lambda row, key=key: str(row[key])) for key in ("run", *RUN)]
+        parts += ["## Runs", table(named, columns)]
+    if not timing and not quality:
+        parts.append("Nothing has been measured yet.")
+    return "\n\n".join(parts) + "\n"
+
+
+def _run(row: Row) -> tuple[str, ...]:
+    return tuple(row[key] for key in RUN)
+
+
+def _runs(timing: Sequence[Row]) -> dict[tuple[str, ...], int]:
+    """The machines, versions and commits of the rows, numbered from the newest."""
+    runs = sorted({_run(row) for row in timing}, key=lambda run: (run[-1], run), reverse=True)
+    return {run: number for number, run in enumerate(runs, 1)}
+
+
+def fill_markers(text: str, timing: Sequence[Row], quality: Sequence[Row]) -> str:
+    """Replace what stands between each pair of markers by the table its filters ask for."""
+
+    def fill(match: re.Match[str]) -> str:
+        wanted = filters(match[2])
+        rows, columns = (quality, QUALITY_COLUMNS) if "task" in wanted else (timing, TIMING_COLUMNS)
+        rows = [row for row in rows if _passes(row, wanted)]
+        body = table(rows, _varying(rows, columns)) if rows else "Not measured yet."
+        return f"{match[1]}\n{body}\n\n{match[3]}"
+
+    return MARKED.sub(fill, text)
+
+
+def filters(text: str) -> dict[str, set[str]]:
+    """`op=momo n=8192,32768` as {"op": {"momo"}, "n": {"8192", "32768"}}."""
+    found = {}
+    for term in text.split():
+        key, equals, values = term.partition("=")
+        if not equals:
+            raise SystemExit(f"<!-- results{text}-->: {term!r} is not key=value")
+        found[key] = set(values.split(","))
+    return found
+
+
+def _passes(row: Row, wanted: dict[str, set[str]]) -> bool:
+    values = row | ({"heads": heads(row)} if "heads_q" in row else {})
+    unknown = set(wanted) - set(values)
+    if unknown:
+        raise SystemExit(f"<!-- results -->: rows have no {', '.join(sorted(unknown))}")
+    # options hold commas and spaces of their own: compare them without
+    return all(
+        "*" in allowed or re.sub(r"[ ,]+", ";", str(values[key])) in allowed
+        for key, allowed in wanted.items()
+    )
+
+
+def _varying(rows: Sequence[Row], columns: Sequence[Column]) -> list[Column]:
+    """The columns that say something: not empty throughout, nor a dtype or size all rows share."""
+    kept = []
+    for title, show in columns:
+        values = {show(row) for row in rows}
+        dull = values == {""} or (title in ("dtype", "D", "options", "case") and len(values) == 1)
+        if not dull or title in ("op", "n"):
+            kept.append((title, show))
+    return kept
+
+
+def table(rows: Sequence[Row], columns: Sequence[Column]) -> str:
+    """A Markdown table."""
+    lines = ["| " + " | ".join(title for title, _ in columns) + " |"]
+    lines.append("|" + "|".join(" --- " for _ in columns) + "|")
+    lines += ["| " + " | ".join(show(row) for _, show in columns) + " |" for row in rows]
+    return "\n".join(lines)
+
+
+def _time(row: Row) -> str:
+    return f"{duration(row['p50_us'])} ({duration(row['p20_us'])} to {duration(row['p80_us'])})"
+
+
+def _ratio(row: Row) -> str:
+    if row["ratio"] is None:
+        return ""
+    text = f"{row['ratio']:.2f}x"
+    return f"**{text}**" if row["ratio"] >= 1 else text
+
+
+TIMING_COLUMNS: list[Column] = [
+    ("op", lambda row: f"`{row['op']}`"),
+    ("case", lambda row: "" if row["case"] == "op" else row["case"]),
+    ("tokens", lambda row: tokens(row["n"])),
+    ("batch", lambda row: str(row["batch"])),
+    ("heads", heads),
+    ("D", lambda row: str(row["head_dim"])),
+    ("dtype", lambda row: row["dtype"]),
+    ("options", lambda row: row["options"]),
+    ("time", _time),
+    ("peer", lambda row: PEERS.get(row["peer"], row["peer"] or "")),
+    ("peer's time", lambda row: duration(row["peer_p50_us"]) if row["peer"] else ""),
+    ("ratio", _ratio),
+    ("ceiling", lambda row: f"{row['ceiling_fraction']:.0%}"),
+]
+QUALITY_COLUMNS: list[Column] = [
+    ("task", lambda row: row["task"]),
+    ("model", lambda row: row["model"]),
+    ("tokens", lambda row: tokens(row["n"])),
+    ("trials", lambda row: str(row["trials"])),
+    ("policy", lambda row: f"`{row['policy']}`"),
+    ("score (95% interval)", lambda r: f"{r['value']:.3g} ({r['low']:.3g} to {r['high']:.3g})"),
+    ("dense", lambda row: f"{row['dense']:.3g}"),
+]
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,150 @@
+"""bench/report.py: JSON rows to pages and plots."""
+
+import importlib
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCH = Path(__file__).parent.parent / "bench"
+
+
+@pytest.fixture
+def report(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCH))
+    yield importlib.import_module("report")
+    for name in ("report", "_plots"):
+        sys.modules.pop(name, None)
+
+
+def timing(n, p50=10.0, **changes):
+    row = dict(
+        op="dense_decode", case="op", n=n, batch=1, heads_q=28, heads_kv=4, head_dim=128,
+        dtype="bfloat16", options="", p20_us=0.9 * p50, p50_us=p50, p80_us=1.2 * p50, peer="cudnn",
+        peer_p50_us=15.0, ratio=15.0 / p50, bytes=1, flops=1, ceiling_fraction=0.8134, gpu="H200",
+        torch="2.11", triton="3.6", commit="abc", date="2026-01-02",
+    )  # fmt: skip
+    return row | changes
+
+
+QUALITY = dict(
+    task="needle", model="smollm2", n=4096, trials=20, dense=0.95, policy="momo(gamma=16)",
+    value=0.9, low=0.7, high=0.98,
+)  # fmt: skip
+
+
+@pytest.fixture
+def tree(tmp_path):
+    """A project: results of two runs, a README and a page with markers."""
+    results = tmp_path / "bench" / "results"
+    results.mkdir(parents=True)
+
+    def write(name, rows):
+        benches = [{"name": "test", "extra_info": row, "stats": {}} for row in rows]
+        (results / name).write_text(json.dumps({"benchmarks": [*benches, {"extra_info": {}}]}))
+
+    write("a.json", [timing(8192, 99.0), timing(131072, 12.0), timing(8192, 20.0, batch=8)])
+    write("b.json", [timing(8192, 7.5, date="2026-01-03", commit="def")])
+    momo = dict(op="momo", peer=None, peer_p50_us=None, ratio=None, options="k=8, gamma=16")
+    write("c.json", [timing(1 << 20, 4e6, **momo)])
+    (results / "quality.json").write_text(json.dumps({"rows": [QUALITY]}))
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "README.md").write_text(
+        "Before.\n<!-- results op=dense_decode heads=28/4 batch=1 -->\n"
+        "old\n<!-- /results -->\nAfter.\n"
+    )
+    (tmp_path / "docs" / "momo.md").write_text("<!-- results task=* -->\n<!-- /results -->\n")
+    return tmp_path
+
+
+def run(report, tree, *more):
+    where = ["--root", str(tree), "--results", str(tree / "bench" / "results")]
+    return report.main([*where, *more])
+
+
+def test_the_results_page_holds_every_row_once(report, tree):
+    assert run(report, tree) == 0
+    page = (tree / "docs" / "results.md").read_text()
+    line = "| 8K | 1 | 28/4 | 128 | bfloat16 |  | 7.5 us (6.75 us to 9 us) | cuDNN SDPA | 15 us |"
+    assert f"{line} **2.00x** | 81% | [1](#runs) |" in page
+    assert "| 8K | 8 | 28/4 | 128 | bfloat16 |  | 20 us (18 us to 24 us) |" in page
+    assert "| 0.75x | 81% | [2](#runs) |" in page
+    assert "99" not in page  # the older answer to the same question
+    assert "| 1M | 1 | 28/4 | 128 | bfloat16 | k=8, gamma=16 | 4 s (3.6 s to 4.8 s) |  |  |" in page
+    assert "| 1 | H200 | 2.11 | 3.6 | def | 2026-01-03 |" in page
+    assert "| needle | smollm2 | 4K | 20 | `momo(gamma=16)` | 0.9 (0.7 to 0.98) | 0.95 |" in page
+    assert page.index("## dense_decode") < page.index("## momo") < page.index("## Quality")
+
+
+def test_plots_are_drawn_where_there_is_a_line_to_draw(report, tree):
+    run(report, tree)
+    images = sorted(path.name for path in (tree / "docs" / "img").iterdir())
+    assert images == ["dense_decode.png", "quality.png"]
+    page = (tree / "docs" / "results.md").read_text()
+    assert all(f"](img/{name})" in page for name in images) and "img/momo.png" not in page
+
+
+def test_markers_are_filled_by_their_filters_and_nothing_else_moves(report, tree):
+    run(report, tree)
+    text = (tree / "README.md").read_text()
+    assert text.startswith("Before.\n<!-- results op=dense_decode heads=28/4 batch=1 -->\n\n| op |")
+    assert text.endswith("|\n\n<!-- /results -->\nAfter.\n") and "old" not in text
+    assert text.count("`dense_decode`") == 2 and "momo" not in text
+    assert "dtype" not in text  # all rows share it
+    assert "| needle | smollm2 |" in (tree / "docs" / "momo.md").read_text()
+
+
+def test_the_output_is_a_function_of_the_input(report, tree):
+    def everything():
+        return {p: p.read_bytes() for p in sorted(tree.rglob("*")) if p.is_file()}
+
+    run(report, tree)
+    first = everything()
+    run(report, tree)
+    assert everything() == first
+
+
+def test_check_sees_a_stale_page_and_writes_nothing(report, tree, capsys):
+    assert run(report, tree, "--check") == 1
+    assert not (tree / "docs" / "results.md").exists() and not (tree / "docs" / "img").exists()
+    run(report, tree)
+    capsys.readouterr()
+    assert run(report, tree, "--check") == 0 and capsys.readouterr().out == ""
+    page = tree / "docs" / "results.md"
+    page.write_text(page.read_text().replace("2.00x", "9.00x"))
+    assert run(report, tree, "--check") == 1
+    assert "stale docs/results.md" in capsys.readouterr().out
+
+
+def test_no_results_is_said(report, tmp_path):
+    (tmp_path / "README.md").write_text("<!-- results op=momo -->\n<!-- /results -->\n")
+    assert run(report, tmp_path) == 0
+    assert "Nothing has been measured yet." in (tmp_path / "docs" / "results.md").read_text()
+    assert "Not measured yet." in (tmp_path / "README.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("marker", "message"),
+    [("dense_decode", "'dense_decode' is not key=value"), ("color=red", "rows have no color")],
+)
+def test_a_wrong_filter_is_refused(report, tree, marker, message):
+    (tree / "README.md").write_text(f"<!-- results {marker} -->\n<!-- /results -->\n")
+    with pytest.raises(SystemExit, match=message):
+        run(report, tree)
+
+
+def test_a_foreign_json_is_refused(report, tree):
+    (tree / "bench" / "results" / "x.json").write_text("[1]")
+    with pytest.raises(SystemExit, match=r"x\.json: neither"):
+        run(report, tree)
+
+
+def test_numbers_read_well(report):
+    plots = sys.modules["_plots"]
+    assert [plots.tokens(n) for n in (1000, 1024, 8192, 131072, 1 << 20)] == [
+        "1,000", "1K", "8K", "128K", "1M",
+    ]  # fmt: skip
+    assert [plots.duration(us) for us in (7.456, 123.4, 1500, 41700, 2.5e6)] == [
+        "7.46 us", "123 us", "1.5 ms", "41.7 ms", "2.5 s",
+    ]  # fmt: skip
