@@ -1,1 +1,45 @@
-"""attnplug: pluggable attention ops for PyTorch compile."""
+"""attnplug: pluggable attention ops for PyTorch compile.
+
+    model = attnplug.apply(model, policy="momo")
+
+Long-context inference on a Hugging Face model as it is: training-free policies over ops that
+torch.compile sees as single nodes.
+"""
+
+from attnplug.api import LayerReport, Report, applied, apply, make_cache, remove, report
+from attnplug.errors import (
+    AlreadyAppliedError,
+    ArgumentError,
+    AttnplugError,
+    GradientError,
+    NotAppliedError,
+    PolicyError,
+    UnsupportedCallError,
+    UnsupportedModelError,
+    WeightsUnavailableError,
+)
+from attnplug.policies import Dense, Momo, Policy
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AlreadyAppliedError",
+    "ArgumentError",
+    "AttnplugError",
+    "Dense",
+    "GradientError",
+    "LayerReport",
+    "Momo",
+    "NotAppliedError",
+    "Policy",
+    "PolicyError",
+    "Report",
+    "UnsupportedCallError",
+    "UnsupportedModelError",
+    "WeightsUnavailableError",
+    "applied",
+    "apply",
+    "make_cache",
+    "remove",
+    "report",
+]

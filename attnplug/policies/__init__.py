@@ -1,1 +1,77 @@
+"""The methods by name: `names()` lists them, `register` adds one, `parse` reads a policy string.
 
+Third parties register theirs with `register` or with an entry point in the group
+`attnplug.policies` whose value is the method's class.
+"""
+
+from importlib.metadata import entry_points
+
+from attnplug.errors import PolicyError
+from attnplug.policies.base import AttentionCall, LayerShape, Phase, Policy, parse_policy
+from attnplug.policies.dense import Dense
+from attnplug.policies.momo import Momo
+
+__all__ = [
+    "AttentionCall",
+    "Dense",
+    "LayerShape",
+    "Momo",
+    "Phase",
+    "Policy",
+    "methods",
+    "names",
+    "parse",
+    "register",
+]
+
+_METHODS: dict[str, type[Phase]] = {cls.name: cls for cls in (Dense, Momo)}
+
+
+def register(cls: type[Phase]) -> type[Phase]:
+    """Add a method under its `name`, so that policy strings can use it. Usable as a decorator.
+
+    Raises PolicyError if the class is not a Phase with a name and phases, or the name is taken.
+    """
+    if not (isinstance(cls, type) and issubclass(cls, Phase)):
+        raise PolicyError(f"register: {cls!r} is not a subclass of attnplug.policies.Phase")
+    name, phases = getattr(cls, "name", None), getattr(cls, "phases", frozenset())
+    if not (isinstance(name, str) and name.isidentifier()):
+        raise PolicyError(f"register: {cls.__name__}.name is {name!r}, needs an identifier")
+    if not phases or not phases <= {"prefill", "decode"}:
+        raise PolicyError(
+            f"register: {cls.__name__}.phases is {phases!r}, needs 'prefill', 'decode' or both"
+        )
+    if _METHODS.get(name, cls) is not cls:
+        raise PolicyError(f"register: the name {name!r} is taken by {_METHODS[name].__name__}")
+    _METHODS[name] = cls
+    return cls
+
+
+def methods() -> dict[str, type[Phase]]:
+    """Every method by its name, those of installed packages' entry points included."""
+    for entry in entry_points(group="attnplug.policies"):
+        if entry.name not in _METHODS:
+            register(entry.load())
+    return dict(_METHODS)
+
+
+def names() -> list[str]:
+    """The names that a policy string can use, sorted."""
+    return sorted(methods())
+
+
+def parse(policy: "str | Phase | Policy") -> Policy:
+    """A Policy from a string, a single method, or a Policy.
+
+    Raises PolicyError for anything else, unknown names and unknown options.
+    """
+    if isinstance(policy, Policy):
+        return policy
+    if isinstance(policy, str):
+        return parse_policy(policy, methods())
+    if isinstance(policy, Phase):
+        return Policy(**dict.fromkeys(sorted(policy.phases), policy))
+    raise PolicyError(
+        f"a policy is a string, a method or a Policy, not {type(policy).__name__}; "
+        f"methods are {', '.join(names())}"
+    )

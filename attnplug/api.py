@@ -1,0 +1,282 @@
+"""apply, remove, applied and report: a policy on a Hugging Face model and off again."""
+
+import fnmatch
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+from rich.table import Table
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from attnplug.errors import (
+    AlreadyAppliedError,
+    NotAppliedError,
+    PolicyError,
+    UnsupportedModelError,
+)
+from attnplug.models.cache import PlugCache, PlugLayer
+from attnplug.models.generate import bind_generate, unbind_generate
+from attnplug.models.hf import ATTENTION_NAME, BINDING, Binding, register_names
+from attnplug.models.hook import PolicyHook
+from attnplug.models.layers import AttentionLayer, find_attention_layers
+from attnplug.policies import Phase, Policy, parse
+
+STATE = "_attnplug_state"
+LayerKey = int | range | str
+PolicyLike = str | Phase | Policy
+Model = TypeVar("Model", bound=torch.nn.Module)
+
+
+@dataclass(frozen=True)
+class LayerReport:
+    """One attention layer: what serves its prefill and its decode, and why not the policy."""
+
+    index: int
+    name: str
+    kind: str
+    prefill: str
+    decode: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Report:
+    """What runs where: one LayerReport a layer. `str()` gives text, `table()` a rich table."""
+
+    policy: str
+    layers: tuple[LayerReport, ...]
+
+    def table(self) -> Table:
+        """The report as a rich table; runs of layers alike but for their index share a row."""
+        table = Table(title=f"attnplug: {self.policy}")
+        for column in ("layers", "kind", "prefill", "decode", "why / note"):
+            table.add_column(column)
+        for span, layer in self._spans():
+            table.add_row(span, layer.kind, layer.prefill, layer.decode, layer.reason)
+        return table
+
+    def __str__(self) -> str:
+        lines = [f"policy {self.policy}"]
+        for span, layer in self._spans():
+            line = f"layers {span} ({layer.kind}): prefill {layer.prefill}, decode {layer.decode}"
+            lines.append(f"{line}; {layer.reason}" if layer.reason else line)
+        return "\n".join(lines)
+
+    def _spans(self) -> list[tuple[str, LayerReport]]:
+        spans: list[list[LayerReport]] = []
+        for layer in self.layers:
+            if spans and _looks(spans[-1][-1]) == _looks(layer):
+                spans[-1].append(layer)
+            else:
+                spans.append([layer])
+        return [
+            (f"{s[0].index}-{s[-1].index}" if len(s) > 1 else str(s[0].index), s[0]) for s in spans
+        ]
+
+
+def _looks(layer: LayerReport) -> tuple[str, ...]:
+    return (layer.kind, layer.prefill, layer.decode, layer.reason)
+
+
+@dataclass
+class _Applied:
+    """What `apply` did to a model, so that `remove` can undo exactly that."""
+
+    report: Report
+    hooks: list[tuple[PolicyHook, torch.nn.Module]] = field(default_factory=list)
+    implementations: list[tuple[PreTrainedConfig, Any]] = field(default_factory=list)
+    methods: list[str] = field(default_factory=list)
+    make_layer: Any = None
+
+
+def apply(model: Model, policy: PolicyLike | Mapping[LayerKey, PolicyLike]) -> Model:
+    """Serve a Hugging Face model's attention by a policy. Training-free; the weights stay.
+
+    `policy` is a string ("momo", "momo(gamma=32)", "momo+dense"), a method (`attnplug.Momo()`), a
+    `Policy`, or a mapping from layer index, range, "4-7" or a glob on module names to any of
+    these (first match wins; layers without a match stay dense). The model is changed in place
+    and returned; `torch.compile(fullgraph=True)` and generate keep working, and `generate`
+    prepares a static cache unless told otherwise. `report(model)` says what runs where.
+
+    Raises PolicyError, UnsupportedModelError or AlreadyAppliedError; the model is then unchanged.
+    """
+    target = _unwrap(model)
+    if STATE in target.__dict__:
+        raise AlreadyAppliedError(
+            f"this model already has the policy {target.__dict__[STATE].report.policy!r}; call "
+            "attnplug.remove(model) first"
+        )
+    resolver = _Resolver(policy)
+    layers = find_attention_layers(target)
+    plan = [(layer, _bind(target, layer, resolver.policy_for(layer))) for layer in layers]
+    resolver.check_all_used()
+    register_names()
+    applied = _Applied(Report(resolver.text, tuple(_report(*entry) for entry in plan)))
+    for layer, binding in plan:
+        setattr(layer.module, BINDING, binding)
+        hook = PolicyHook(layer.index)
+        hook.init_hook(layer.module)
+        applied.hooks.append((hook, layer.module))
+    applied.implementations = _switch_attention(layers)
+    applied.make_layer = _layer_maker(plan)
+    applied.methods = bind_generate(target, applied.make_layer)
+    target.__dict__[STATE] = applied
+    return model
+
+
+def remove(model: Model) -> Model:
+    """Undo `apply`: the model is bit for bit what it was. Raises NotAppliedError."""
+    target = _unwrap(model)
+    applied = _applied(target)
+    unbind_generate(target, applied.methods)
+    for config, implementation in applied.implementations:
+        config._attn_implementation_internal = implementation
+    for hook, module in applied.hooks:
+        hook.detach_hook(module)
+        delattr(module, BINDING)
+    del target.__dict__[STATE]
+    return model
+
+
+@contextmanager
+def applied(
+    model: Model, policy: PolicyLike | Mapping[LayerKey, PolicyLike]
+) -> Iterator[Model]:
+    """`with applied(model, policy):` applies the policy and removes it at the end."""
+    apply(model, policy)
+    try:
+        yield model
+    finally:
+        remove(model)
+
+
+def report(model: torch.nn.Module) -> Report:
+    """What runs where on a model that has a policy, and why not. Raises NotAppliedError."""
+    return _applied(_unwrap(model)).report
+
+
+def make_cache(model: torch.nn.Module, max_length: int) -> PlugCache:
+    """An empty static cache of `max_length` tokens for a model that has a policy, with its
+    methods' own state, for use without generate. Raises NotAppliedError."""
+    target = _unwrap(model)
+    return PlugCache.for_config(target.config, max_length, _applied(target).make_layer)
+
+
+def _unwrap(model: torch.nn.Module) -> PreTrainedModel:
+    """The PreTrainedModel itself, out of torch.compile's wrapper."""
+    inner = getattr(model, "_orig_mod", model)
+    if not isinstance(inner, PreTrainedModel):
+        hint = "pass its get_base_model()" if hasattr(inner, "get_base_model") else "load one"
+        raise UnsupportedModelError(
+            f"a {type(inner).__name__} is not a transformers PreTrainedModel; {hint}"
+        )
+    return inner
+
+
+def _applied(target: PreTrainedModel) -> _Applied:
+    if STATE not in target.__dict__:
+        raise NotAppliedError("this model has no policy; call attnplug.apply(model, policy) first")
+    return target.__dict__[STATE]
+
+
+class _Resolver:
+    """Finds a layer's policy in what the user gave to `apply`."""
+
+    def __init__(self, policy: PolicyLike | Mapping[LayerKey, PolicyLike]):
+        entries = policy if isinstance(policy, Mapping) else {"*": policy}
+        self.entries = [(key, parse(value)) for key, value in entries.items()]
+        self.unused = [key for key, _ in self.entries]
+        if not self.entries:
+            raise PolicyError("the policy mapping is empty; give at least one layer a policy")
+        named = [f"{_key_text(key)}: {value}" for key, value in self.entries]
+        mapping = "{" + ", ".join(named) + "}"
+        self.text = mapping if isinstance(policy, Mapping) else str(self.entries[0][1])
+
+    def policy_for(self, layer: AttentionLayer) -> Policy | None:
+        hits = [(key, policy) for key, policy in self.entries if _matches(key, layer)]
+        for key, _ in hits:
+            if key in self.unused:
+                self.unused.remove(key)
+        return hits[0][1] if hits else None
+
+    def check_all_used(self) -> None:
+        if self.unused:
+            keys = ", ".join(_key_text(key) for key in self.unused)
+            raise PolicyError(f"no attention layer matches the policy mapping's {keys}")
+
+
+def _key_text(key: LayerKey) -> str:
+    return f"{key.start}-{key.stop - 1}" if isinstance(key, range) else str(key)
+
+
+def _matches(key: LayerKey, layer: AttentionLayer) -> bool:
+    if isinstance(key, int):
+        return key == layer.index
+    if isinstance(key, range):
+        return layer.index in key
+    if isinstance(key, str):
+        span = re.fullmatch(r"(\d+)-(\d+)", key)
+        if span:
+            return int(span[1]) <= layer.index <= int(span[2])
+        return fnmatch.fnmatchcase(layer.name, key)
+    raise PolicyError(
+        f"policy mapping: the key {key!r} is a {type(key).__name__}; use a layer index, a range, "
+        'a string such as "4-7", or a glob such as "*layers.3.*"'
+    )
+
+
+def _bind(model: PreTrainedModel, layer: AttentionLayer, policy: Policy | None) -> Binding:
+    implementation = layer.module.config._attn_implementation
+    supports_sdpa = getattr(model, "_supports_sdpa", False)
+    stock = (
+        implementation
+        if implementation in ("sdpa", "eager")
+        else ("sdpa" if supports_sdpa else "eager")
+    )
+    if layer.reason:
+        return Binding(None, layer.reason, stock)
+    if policy is None:
+        return Binding(None, "the policy mapping names no policy for it", stock)
+    for phase in (policy.prefill, policy.decode):
+        refusal = phase.refusal(layer.shape) if phase is not None else None
+        if refusal:
+            return Binding(None, refusal, stock)
+    return Binding(policy, "", stock)
+
+
+def _report(layer: AttentionLayer, binding: Binding) -> LayerReport:
+    if binding.policy is None:
+        dense = f"{binding.stock} (dense)"
+        return LayerReport(layer.index, layer.name, layer.kind, dense, dense, binding.reason)
+    prefill, decode = binding.policy.prefill, binding.policy.decode
+    assert prefill is not None and decode is not None  # filled by Policy
+    notes = [f"{p.name}: {p.note(layer.shape)}" for p in (prefill, decode) if p.note(layer.shape)]
+    return LayerReport(
+        layer.index, layer.name, layer.kind, str(prefill), str(decode), "; ".join(notes)
+    )
+
+
+def _switch_attention(layers: list[AttentionLayer]) -> list[tuple[PreTrainedConfig, Any]]:
+    """Point the configs that the attention modules and the mask code read at attnplug."""
+    configs = {id(layer.module.config): layer.module.config for layer in layers}
+    previous = [(config, config._attn_implementation_internal) for config in configs.values()]
+    for config, _ in previous:
+        config._attn_implementation_internal = ATTENTION_NAME
+    return previous
+
+
+def _layer_maker(plan: list[tuple[AttentionLayer, Binding]]) -> Any:
+    policies = {layer.index: binding.policy for layer, binding in plan}
+
+    def make_layer(index: int, max_length: int) -> PlugLayer:
+        policy = policies.get(index)
+        if policy is not None and policy.decode is not None:
+            layer = policy.decode.cache_layer(max_length)
+            if layer is not None:
+                return layer
+        return PlugLayer(max_cache_len=max_length)
+
+    return make_layer

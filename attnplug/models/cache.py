@@ -1,0 +1,100 @@
+"""The KV cache that attnplug gives to generate: transformers' static layers, which torch.compile
+and CUDA graphs want, made to crop and to reorder in place.
+
+`PlugLayer` is one full-attention layer's keys, values and length. A method with state of its own
+subclasses it. Sliding-window and other layers stay what transformers makes them.
+"""
+
+from collections.abc import Callable
+
+import torch
+from transformers import Cache, PreTrainedConfig, StaticCache
+from transformers.cache_utils import StaticLayer
+
+
+class PlugLayer(StaticLayer):
+    """Keys and values `[B,Hkv,max_length,D]`, allocated once, and the number of tokens in them.
+
+    Unlike its base it can be cropped (speculative decoding), reorders beams without moving (the
+    base binds new tensors, and a CUDA graph keeps reading the old ones), and serves batch
+    repetition and selection.
+    """
+
+    is_croppable = True
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the last `-tokens_to_remove` tokens; 0 forgets none. Positive: ValueError."""
+        if tokens_to_remove > 0:
+            raise ValueError(
+                f"crop({tokens_to_remove}): pass a negative number, the count of tokens to forget"
+            )
+        if self.is_initialized:
+            self.cumulative_length.add_(tokens_to_remove).clamp_(min=0)
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        """Give each row the content of row `beam_idx[row]`, in place."""
+        if self.is_initialized:
+            index = beam_idx.to(self.device)
+            self.keys.copy_(self.keys.index_select(0, index))
+            self.values.copy_(self.values.index_select(0, index))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat each row `repeats` times; allocates, as the batch grows."""
+        if self.is_initialized:
+            self._rebind(
+                self.keys.repeat_interleave(repeats, 0), self.values.repeat_interleave(repeats, 0)
+            )
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keep the rows `indices`; allocates, as the batch changes."""
+        if self.is_initialized:
+            self._rebind(self.keys[indices], self.values[indices])
+
+    def _rebind(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        self.keys, self.values = keys, values
+        self.batch_size = keys.shape[0]
+        torch._dynamo.mark_static_address(self.keys)
+        torch._dynamo.mark_static_address(self.values)
+
+
+class PlugCache(Cache):
+    """A static cache whose full-attention layers are PlugLayers (or a method's subclass).
+
+    `layers` come from transformers' own StaticCache, so that every other kind of layer is what the
+    model expects.
+    """
+
+    @classmethod
+    def from_static(
+        cls, cache: StaticCache, make_layer: Callable[[int, int], PlugLayer]
+    ) -> "PlugCache":
+        """Replace the full-attention layers of a fresh static cache.
+
+        `make_layer(index, max_length)` makes the layer for that index.
+        """
+        layers = [
+            _adopt(layer, make_layer(index, layer.max_cache_len))
+            if type(layer) is StaticLayer
+            else layer
+            for index, layer in enumerate(cache.layers)
+        ]
+        return cls(layers=layers)
+
+    @classmethod
+    def for_config(
+        cls,
+        config: PreTrainedConfig,
+        max_length: int,
+        make_layer: Callable[[int, int], PlugLayer] | None = None,
+    ) -> "PlugCache":
+        """An empty cache of `max_length` tokens for a model's config."""
+        make = make_layer or (lambda index, length: PlugLayer(max_cache_len=length))
+        return cls.from_static(StaticCache(config, max_cache_len=max_length), make)
+
+
+def _adopt(old: StaticLayer, new: PlugLayer) -> PlugLayer:
+    """Initialise the new layer where the old one already was (generate does so early for chunked
+    prefill), so that no allocation happens inside a compiled region."""
+    if old.is_initialized:
+        new.lazy_initialization(old.keys[:, :, :0], old.values[:, :, :0])
+    return new

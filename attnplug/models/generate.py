@@ -1,0 +1,107 @@
+"""What `apply` changes about a model's own generate, on the instance only: the cache it prepares,
+and refusals of the modes that would lose the policy."""
+
+import copy
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+from transformers import Cache, PreTrainedModel, StaticCache
+from transformers.generation.configuration_utils import GenerationMode
+
+from attnplug.errors import UnsupportedCallError
+from attnplug.models.cache import PlugCache, PlugLayer
+
+CACHE_METHOD = "_prepare_cache_for_generation"
+BATCHING_METHODS = (
+    "generate_batch",
+    "init_continuous_batching",
+    "continuous_batching_context_manager",
+)
+
+
+def bind_generate(
+    model: PreTrainedModel, make_layer: Callable[[int, int], PlugLayer]
+) -> list[str]:
+    """Give this instance its own cache preparation. Returns the attribute names that were set,
+    which `unbind_generate` deletes again."""
+    names = []
+    stock: Callable[..., None] | None = getattr(model, CACHE_METHOD, None)
+    if stock is not None:
+        model.__dict__[CACHE_METHOD] = _cache_preparation(stock, make_layer)
+        names.append(CACHE_METHOD)
+    for name in BATCHING_METHODS:
+        if hasattr(model, name):
+            model.__dict__[name] = _refuse_batching
+            names.append(name)
+    return names
+
+
+def unbind_generate(model: PreTrainedModel, names: list[str]) -> None:
+    """Undo `bind_generate`."""
+    for name in names:
+        del model.__dict__[name]
+
+
+def _cache_preparation(
+    stock: Callable[..., None], make_layer: Callable[[int, int], PlugLayer]
+) -> Callable[..., None]:
+    def prepare(
+        generation_config: Any,
+        model_kwargs: dict[str, Any],
+        generation_mode: Any,
+        batch_size: int,
+        max_cache_length: int,
+    ) -> None:
+        given = model_kwargs.get("past_key_values") is not None
+        chosen = generation_config.cache_implementation not in (None, "static")
+        if given or chosen or generation_config.use_cache is False:
+            stock(generation_config, model_kwargs, generation_mode, batch_size, max_cache_length)
+            return
+        # The stock method sizes the static cache (beams, max_cache_len, earlier calls); its
+        # full-attention layers are then replaced. The caller's config stays as it was.
+        static = copy.copy(generation_config)
+        static.cache_implementation = "static"
+        fresh = dict(model_kwargs)
+        length = max_cache_length + _speculated(generation_config, generation_mode)
+        stock(static, fresh, generation_mode, batch_size, length)
+        cache = PlugCache.from_static(_static_cache(fresh), make_layer)
+        # Rolling windows cannot be cropped, which assisted decoding needs.
+        if _must_crop(generation_config, generation_mode) and not _croppable(cache):
+            stock(generation_config, model_kwargs, generation_mode, batch_size, max_cache_length)
+            return
+        model_kwargs["past_key_values"] = cache
+
+    return prepare
+
+
+def _static_cache(model_kwargs: dict[str, Any]) -> StaticCache:
+    cache = model_kwargs.get("past_key_values")
+    if not isinstance(cache, StaticCache):
+        raise UnsupportedCallError(
+            f"generate prepared a {type(cache).__name__} where a StaticCache was asked for; pass "
+            "past_key_values yourself"
+        )
+    return cache
+
+
+def _must_crop(generation_config: Any, generation_mode: Any) -> bool:
+    return generation_mode == GenerationMode.ASSISTED_GENERATION or generation_config.is_assistant
+
+
+def _speculated(generation_config: Any, generation_mode: Any) -> int:
+    """Tokens that a verification step may write past the final length before it crops them."""
+    if generation_mode != GenerationMode.ASSISTED_GENERATION:
+        return 0
+    counts = (generation_config.prompt_lookup_num_tokens, generation_config.num_assistant_tokens)
+    return 1 + max(count or 0 for count in counts)
+
+
+def _croppable(cache: Cache) -> bool:
+    return all(isinstance(layer, PlugLayer) for layer in cache.layers)
+
+
+def _refuse_batching(*args: Any, **kwargs: Any) -> NoReturn:
+    raise UnsupportedCallError(
+        "continuous batching replaces the model's attention and would drop the policy. Call "
+        "generate, or attnplug.remove(model) first."
+    )

@@ -1,0 +1,226 @@
+"""The only place that knows how transformers calls attention: the mask function and the attention
+function registered under one name, and the way back to the model's own attention.
+
+The mask function keeps a plain causal mask small: None where nothing is padded, else which keys
+are real, `[B,1,1,S]` bool. Everything else (sliding windows, packed sequences, custom masks)
+stays the 4-dimensional mask of transformers, and layers that get one run the model's own
+attention.
+"""
+
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.cache_utils import StaticLayer, StaticSlidingWindowLayer
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import causal_mask_function, sdpa_mask
+
+from attnplug.errors import GradientError, UnsupportedCallError
+from attnplug.policies.base import AttentionCall, Policy
+from attnplug.policies.dense import causal_mask
+
+ATTENTION_NAME = "attnplug"
+BINDING = "_attnplug_binding"
+
+
+@dataclass(frozen=True)
+class Binding:
+    """What `apply` decided for one attention module: its policy, or why it stays dense, and the
+    model's own attention ("sdpa" or "eager") for that case."""
+
+    policy: Policy | None
+    reason: str
+    stock: str
+
+
+def register_names() -> None:
+    """Make transformers know the name "attnplug" (idempotent; the registries are its own)."""
+    AttentionInterface.register(ATTENTION_NAME, plug_attention)
+    AttentionMaskInterface.register(ATTENTION_NAME, plug_mask)
+
+
+def plug_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | torch.Tensor = 0,
+    kv_offset: int = 0,
+    mask_function: Any = causal_mask_function,
+    attention_mask: torch.Tensor | None = None,
+    local_size: int | None = None,
+    allow_is_causal_skip: bool = True,
+    use_vmap: bool = False,
+    **kwargs: Any,
+) -> torch.Tensor | None:
+    """transformers' mask function. Plain causal: None, or real keys `[B,1,1,kv_length]` bool."""
+    plain = local_size is None and not use_vmap and mask_function is causal_mask_function
+    if not plain:
+        return sdpa_mask(
+            batch_size=batch_size,
+            q_length=q_length,
+            kv_length=kv_length,
+            q_offset=q_offset,  # pyright: ignore[reportArgumentType]
+            kv_offset=kv_offset,
+            mask_function=mask_function,
+            attention_mask=attention_mask,
+            local_size=local_size,
+            allow_is_causal_skip=allow_is_causal_skip,
+            use_vmap=use_vmap,
+            **kwargs,
+        )
+    if attention_mask is None:
+        return None
+    # One host sync a prefill buys the unmasked kernels; decode steps and traced code never sync.
+    if q_length > 1 and _may_sync(attention_mask) and bool(attention_mask.all()):
+        return None
+    missing = kv_offset + kv_length - attention_mask.shape[-1]
+    if missing > 0:
+        attention_mask = torch.nn.functional.pad(attention_mask, (0, missing))
+    keys = attention_mask[:, kv_offset : kv_offset + kv_length]
+    return keys.to(torch.bool)[:, None, None, :]
+
+
+def _may_sync(tensor: torch.Tensor) -> bool:
+    if torch.compiler.is_compiling():
+        return False
+    return not (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
+
+
+def plug_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    attnplug_state: Any = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """transformers' attention function: runs the module's policy, or its own dense attention
+    where `apply` or the mask says so. Returns `[B,T,Hq,D]` and no weights."""
+    _refuse(query, dropout, kwargs)
+    binding: Binding | None = getattr(module, BINDING, None)
+    state = attnplug_state
+    key, value, lengths = _valid_part(query, key, value, state)
+    call = AttentionCall(
+        query,
+        key,
+        value,
+        scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
+        softcap=softcap or 0.0,
+        sinks=s_aux,
+        lengths=lengths,
+        state=state if isinstance(state, StaticLayer) else None,
+    )
+    compact = _set_key_mask(call, attention_mask)
+    if binding is None or binding.policy is None or not compact or _exotic(kwargs):
+        return _stock(module, binding, call, attention_mask, compact, kwargs)
+    out = binding.policy.attend(call)
+    return out.transpose(1, 2).contiguous(), None
+
+
+def _refuse(query: torch.Tensor, dropout: float, kwargs: dict[str, Any]) -> None:
+    if torch.is_grad_enabled() and query.requires_grad:
+        raise GradientError(
+            "attnplug is inference only, and this forward pass records gradients. Call the model "
+            "under torch.no_grad() or torch.inference_mode()."
+        )
+    if dropout:
+        raise UnsupportedCallError(
+            f"attention dropout is {dropout}: attnplug is inference only. Call model.eval() first."
+        )
+    if kwargs.get("output_attentions"):
+        raise UnsupportedCallError(
+            "output_attentions=True: attnplug never builds the attention matrix. Remove the policy "
+            "(attnplug.remove) and load the model with attn_implementation='eager' to see it."
+        )
+    if kwargs.get("cache") is not None:
+        raise UnsupportedCallError(
+            "continuous batching hands attention a paged cache, which attnplug does not serve. "
+            "Call generate, or remove the policy first."
+        )
+
+
+def _valid_part(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, state: Any
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Keys and values, and how many of them are valid where a static cache returned its buffer."""
+    if not isinstance(state, StaticLayer) or isinstance(state, StaticSlidingWindowLayer):
+        return key, value, None
+    lengths = state.cumulative_length.reshape(1)
+    queries = query.shape[2]
+    # A first prefill attends to its own tokens only: with that known, dense kernels need no mask.
+    if queries > 1 and _may_sync(lengths) and int(lengths) == queries:
+        return key[:, :, :queries], value[:, :, :queries], None
+    return key, value, lengths
+
+
+def _set_key_mask(call: AttentionCall, mask: torch.Tensor | None) -> bool:
+    """Put a compact mask into the call. False where the mask is not a compact one."""
+    if mask is None:
+        return True
+    if mask.dtype != torch.bool or mask.shape[2] != 1 or mask.shape[1] != 1:
+        return False
+    batch, keys = call.k.shape[0], call.k.shape[2]
+    call.key_mask = mask[:, 0, 0, :keys].expand(batch, keys)
+    if call.q.shape[2] > 1:
+        call.start = call.key_mask.int().argmax(-1).to(torch.int32)
+    return True
+
+
+def _exotic(kwargs: dict[str, Any]) -> bool:
+    return kwargs.get("position_bias") is not None or kwargs.get("is_causal") is False
+
+
+def _stock(
+    module: torch.nn.Module,
+    binding: Binding | None,
+    call: AttentionCall,
+    mask: torch.Tensor | None,
+    compact: bool,
+    kwargs: dict[str, Any],
+) -> tuple[torch.Tensor, None]:
+    """The model's own dense attention, given the mask that it expects."""
+    needs_eager = call.softcap != 0.0 or call.sinks is not None
+    stock = binding.stock if binding is not None else ("eager" if needs_eager else "sdpa")
+    windowed = kwargs.get("sliding_window") is not None
+    queries = call.q.shape[2]
+    if compact and queries > 1 and not windowed and not (call.whole and call.key_mask is None):
+        mask = causal_mask(call)
+    if stock == "sdpa":
+        out, _ = sdpa_attention_forward(
+            module, call.q, call.k, call.v, mask, scaling=call.scale, **kwargs
+        )
+        return out, None
+    if mask is None and queries > 1:
+        mask = torch.ones(
+            queries, call.k.shape[2], dtype=torch.bool, device=call.q.device
+        ).tril()[None, None]
+    out, _ = _eager_function(module)(
+        module,
+        call.q,
+        call.k,
+        call.v,
+        _additive(mask, call.q.dtype),
+        scaling=call.scale,
+        softcap=call.softcap or None,
+        s_aux=call.sinks,
+        **kwargs,
+    )
+    return out, None
+
+
+def _eager_function(module: torch.nn.Module) -> Any:
+    return sys.modules[type(module).__module__].eager_attention_forward
+
+
+def _additive(mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
+    if mask is None or mask.dtype != torch.bool:
+        return mask
+    zero = torch.zeros((), dtype=dtype, device=mask.device)
+    return torch.where(mask, zero, torch.finfo(dtype).min)

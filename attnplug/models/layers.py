@@ -1,0 +1,110 @@
+"""Finds a model's attention layers and says of each what it is and whether a policy can serve it."""
+
+import inspect
+import sys
+from dataclasses import dataclass
+
+import torch
+from transformers import PreTrainedModel
+
+from attnplug.errors import UnsupportedModelError
+from attnplug.ops._define import HEAD_DIMS
+from attnplug.policies.base import LayerShape
+
+
+@dataclass(frozen=True)
+class AttentionLayer:
+    """One attention module: where it is, what it looks like, and why it must stay dense ("" if a
+    policy can serve it)."""
+
+    index: int
+    name: str
+    module: torch.nn.Module
+    kind: str
+    shape: LayerShape
+    reason: str
+
+
+def find_attention_layers(model: PreTrainedModel) -> list[AttentionLayer]:
+    """The attention layers of a decoder, by layer index.
+
+    Raises UnsupportedModelError if the model has none that go through transformers' attention
+    interface, or is an encoder-decoder.
+    """
+    family = type(model).__name__
+    if model.config.is_encoder_decoder:
+        raise UnsupportedModelError(
+            f"{family} is an encoder-decoder; attnplug serves decoder-only models."
+        )
+    found = [
+        _describe(name, module) for name, module in model.named_modules() if _is_attention(module)
+    ]
+    if not found:
+        raise UnsupportedModelError(
+            f"{family}: no attention layer goes through transformers' attention interface "
+            "(AttentionInterface), so no policy can reach it. Models such as Llama, Qwen, Mistral, "
+            "Gemma, Phi, OLMo, Granite and gpt-oss do."
+        )
+    return sorted(found, key=lambda layer: layer.index)
+
+
+def _is_attention(module: torch.nn.Module) -> bool:
+    source = sys.modules[type(module).__module__]
+    return (
+        isinstance(getattr(module, "layer_idx", None), int)
+        and hasattr(module, "is_causal")
+        and hasattr(source, "ALL_ATTENTION_FUNCTIONS")
+    )
+
+
+def _describe(name: str, module: torch.nn.Module) -> AttentionLayer:
+    index: int = module.layer_idx  # pyright: ignore[reportAssignmentType]
+    shape = _shape(module)
+    kind = _kind(module, index)
+    return AttentionLayer(index, name, module, kind, shape, _reason(module, kind, shape))
+
+
+def _shape(module: torch.nn.Module) -> LayerShape:
+    config = module.config
+    heads = getattr(config, "num_attention_heads", 0)
+    hidden = getattr(config, "hidden_size", 0)
+    head_dim = getattr(module, "head_dim", None) or getattr(config, "head_dim", None)
+    softcap = getattr(module, "attn_logit_softcapping", None)
+    return LayerShape(
+        heads_q=heads,
+        heads_kv=getattr(config, "num_key_value_heads", None) or heads,
+        head_dim=head_dim or (hidden // heads if heads else 0),
+        softcap=softcap or 0.0,
+        sinks=hasattr(module, "sinks"),
+        device=next(module.parameters()).device,
+    )
+
+
+def _kind(module: torch.nn.Module, index: int) -> str:
+    """ "full", "sliding", "chunked" and so on, as the config's layer types say it."""
+    config = module.config
+    types = getattr(config, "layer_types", None)
+    if types:
+        return str(types[index]).removesuffix("_attention")
+    if getattr(module, "sliding_window", None) is not None:
+        return "sliding"
+    uses_window = getattr(config, "use_sliding_window", True)
+    if uses_window and getattr(config, "sliding_window", None) is not None:
+        return "sliding"
+    return "full"
+
+
+def _reason(module: torch.nn.Module, kind: str, shape: LayerShape) -> str:
+    parameters = inspect.signature(type(module).forward).parameters.values()
+    if not any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters):
+        return f"{type(module).__name__}.forward takes no extra keyword arguments"
+    if kind != "full":
+        return f"{kind} attention reads few keys already"
+    if not module.is_causal:
+        return "attention is not causal"
+    if hasattr(module, "kv_lora_rank"):
+        return "multi-head latent attention"
+    if shape.head_dim not in HEAD_DIMS:
+        sizes = ", ".join(map(str, HEAD_DIMS))
+        return f"head dimension {shape.head_dim} is not one of {sizes}"
+    return ""

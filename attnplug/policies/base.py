@@ -1,0 +1,204 @@
+"""What a policy is: the call it gets, the phase protocol, the composition of phases, and the
+grammar of policy strings ("momo(gamma=16)+gather(k=32)")."""
+
+import ast
+import dataclasses
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+
+from attnplug.errors import PolicyError
+
+if TYPE_CHECKING:
+    from attnplug.models.cache import PlugLayer
+
+
+@dataclasses.dataclass
+class AttentionCall:
+    """One attention layer's work in one forward pass, as a policy sees it.
+
+    q is `[B,Hq,T,D]`; k, v are `[B,Hkv,S,D]`, not repeated, and may be longer than what is valid:
+    `lengths` (`[1]`, int64, or None for S) counts the valid keys, the T queries being the last of
+    them. `key_mask` `[B,S]` is False where a key must not be seen (padding), `start` `[B]` is the
+    first key it lets through. The attention is causal; a policy returns `[B,Hq,T,D]`.
+    """
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    scale: float
+    softcap: float = 0.0
+    sinks: torch.Tensor | None = None
+    lengths: torch.Tensor | None = None
+    start: torch.Tensor | None = None
+    key_mask: torch.Tensor | None = None
+    state: "PlugLayer | None" = None  # the layer's cache, where the policy has its own
+
+    @property
+    def whole(self) -> bool:
+        """Whether the queries are the whole sequence (a first prefill), known from shapes."""
+        return self.lengths is None and self.q.shape[2] == self.k.shape[2]
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerShape:
+    """What is known of an attention layer before it runs."""
+
+    heads_q: int
+    heads_kv: int
+    head_dim: int
+    softcap: float
+    sinks: bool
+    device: torch.device
+
+
+class Phase:
+    """One method: a frozen dataclass of options with `attend`. Subclass it and register it with
+    `attnplug.policies.register`.
+
+    `phases` names what it can serve, of "prefill" (T > 1) and "decode" (T = 1). A phase holds no
+    tensors: what it must remember lives in the cache layer that `cache_layer` makes.
+    """
+
+    name: ClassVar[str]
+    phases: ClassVar[frozenset[str]]
+
+    def attend(self, call: AttentionCall) -> torch.Tensor:
+        """The attention output `[B,Hq,T,D]` of one call."""
+        raise NotImplementedError(f"{type(self).__name__} has no attend")
+
+    def refusal(self, shape: LayerShape) -> str | None:
+        """Why this method cannot serve such a layer (which then stays dense), or None."""
+        return None
+
+    def note(self, shape: LayerShape) -> str:
+        """What `report` says of this method on such a layer, such as where it runs dense."""
+        return ""
+
+    def cache_layer(self, max_length: int) -> "PlugLayer | None":
+        """The cache layer with this method's state, or None where it needs none."""
+        return None
+
+    def __str__(self) -> str:
+        options = [
+            f"{field.name}={getattr(self, field.name)!r}"
+            for field in dataclasses.fields(self)  # pyright: ignore[reportArgumentType]
+            if getattr(self, field.name) != field.default
+        ]
+        return f"{self.name}({', '.join(options)})" if options else self.name
+
+
+def check_option(method: str, option: str, value: object, valid: bool, needed: str) -> None:
+    """Raise PolicyError naming the method, the option, the value that came and what is needed."""
+    if not valid:
+        raise PolicyError(f"{method}: {option}={value!r}, needs {needed}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Policy:
+    """A composition of methods: one for prefill, one for decode, optionally one that traces.
+
+    >>> str(Policy(prefill=Momo(gamma=32)))
+    'momo(gamma=32)'
+    """
+
+    prefill: Phase | None = None
+    decode: Phase | None = None
+    trace: Phase | None = None
+
+    def __post_init__(self) -> None:
+        from attnplug.policies.dense import Dense  # dense is a policy itself: it imports this file
+
+        for slot in ("prefill", "decode"):
+            phase = getattr(self, slot)
+            if phase is None:
+                object.__setattr__(self, slot, Dense())
+            elif not isinstance(phase, Phase):
+                raise PolicyError(
+                    f"Policy: {slot} is {phase!r}, needs a method such as attnplug.Dense()"
+                )
+            elif slot not in phase.phases:
+                raise PolicyError(
+                    f"Policy: {phase.name} cannot be the {slot} method, it serves "
+                    f"{' and '.join(sorted(phase.phases))}"
+                )
+        if self.trace is not None:
+            raise PolicyError("Policy: no tracing method is installed; trace must be None")
+
+    def attend(self, call: AttentionCall) -> torch.Tensor:
+        """Run the phase that the static shape of the queries asks for."""
+        phase = self.decode if call.q.shape[2] == 1 else self.prefill
+        assert phase is not None  # filled by __post_init__
+        return phase.attend(call)
+
+    def __str__(self) -> str:
+        prefill, decode = self.prefill, self.decode
+        if prefill == decode:
+            return str(prefill)
+        named = [str(p) for p in (prefill, decode) if p is not None and str(p) != "dense"]
+        return "+".join(named) or "dense"
+
+
+def parse_policy(text: str, methods: Mapping[str, type[Phase]]) -> Policy:
+    """The Policy that a string such as "momo(gamma=16)+gather(k=32)" describes.
+
+    Terms are joined with "+"; each is a method's name, with options as Python keywords. A method
+    takes the phases that it serves and no other term claims; the rest is dense.
+    """
+    terms = [_parse_term(node, text, methods) for node in _terms(text)]
+    slots: dict[str, Phase] = {}
+    for phase in sorted(terms, key=lambda term: len(term.phases)):
+        free = [slot for slot in sorted(phase.phases) if slot not in slots]
+        if not free:
+            taken = slots[min(phase.phases)]
+            raise PolicyError(
+                f"policy {text!r}: {taken.name} and {phase.name} both want to be the "
+                f"{'/'.join(sorted(phase.phases))} method; keep one"
+            )
+        slots.update(dict.fromkeys(free, phase))
+    return Policy(**slots)
+
+
+def _terms(text: str) -> list[ast.expr]:
+    try:
+        node = ast.parse(text.strip(), mode="eval").body
+    except SyntaxError as error:
+        raise PolicyError(
+            f"policy {text!r} cannot be read ({error.msg}); write for example "
+            '"momo(gamma=16)" or "momo+dense"'
+        ) from error
+    terms: list[ast.expr] = []
+    while isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+        terms.insert(0, node.right)
+        node = node.left
+    return [node, *terms]
+
+
+def _parse_term(node: ast.expr, text: str, methods: Mapping[str, type[Phase]]) -> Phase:
+    call = node if isinstance(node, ast.Call) else ast.Call(func=node, args=[], keywords=[])
+    if not isinstance(call.func, ast.Name):
+        raise PolicyError(f"policy {text!r}: {ast.unparse(node)!r} is not a method's name")
+    if call.func.id not in methods:
+        raise PolicyError(
+            f"policy {text!r}: there is no method {call.func.id!r}; there are "
+            f"{', '.join(sorted(methods))}"
+        )
+    if call.args:
+        raise PolicyError(f"policy {text!r}: options need their names, as in momo(gamma=16)")
+    cls = methods[call.func.id]
+    known = [field.name for field in dataclasses.fields(cls)]  # pyright: ignore[reportArgumentType]
+    options: dict[str, Any] = {}
+    for keyword in call.keywords:
+        if keyword.arg not in known:
+            raise PolicyError(
+                f"policy {text!r}: {cls.name} has no option {keyword.arg!r}; it has "
+                f"{', '.join(known) or 'none'}"
+            )
+        try:
+            options[keyword.arg] = ast.literal_eval(keyword.value)
+        except ValueError as error:
+            raise PolicyError(
+                f"policy {text!r}: {keyword.arg}={ast.unparse(keyword.value)} is not a literal"
+            ) from error
+    return cls(**options)

@@ -1,0 +1,106 @@
+"""dense: exact attention, by the fastest kernel for the shape at hand.
+
+Prefill is torch's scaled_dot_product_attention where that is exact (no softcap, no sinks, the
+whole sequence at once), else attnplug's own flash kernel, which reads lengths and padding on the
+device. Decode is `dense_decode`, which reads only the valid part of a static cache.
+"""
+
+import dataclasses
+from typing import ClassVar
+
+import torch
+
+from attnplug.ops import dense_decode, query_sparse_attention
+from attnplug.policies.base import AttentionCall, Phase
+
+# Up to this many queries (speculative verification) splitting the keys over the GPU beats a
+# program per query tile.
+MAX_DECODE_QUERIES = 16
+
+
+@dataclasses.dataclass(frozen=True)
+class Dense(Phase):
+    """Exact causal attention, softmax(scale q k^T) v, for prefill and decode."""
+
+    name: ClassVar[str] = "dense"
+    phases: ClassVar[frozenset[str]] = frozenset({"prefill", "decode"})
+
+    def attend(self, call: AttentionCall) -> torch.Tensor:
+        queries = call.q.shape[2]
+        if queries <= MAX_DECODE_QUERIES:
+            return _decode(call)
+        plain = call.whole and call.softcap == 0.0 and call.sinks is None
+        if plain and call.key_mask is None:
+            return _sdpa(call, None)
+        if plain and call.q.device.type == "cpu":
+            return _sdpa(call, causal_mask(call))
+        return _flash(call)
+
+
+def _decode(call: AttentionCall) -> torch.Tensor:
+    out, _ = dense_decode(
+        call.q,
+        call.k,
+        call.v,
+        scale=call.scale,
+        lengths=call.lengths,
+        key_mask=call.key_mask,
+        softcap=call.softcap,
+        sinks=call.sinks,
+    )
+    return out
+
+
+def _sdpa(call: AttentionCall, mask: torch.Tensor | None) -> torch.Tensor:
+    k, v = call.k, call.v
+    groups = call.q.shape[1] // k.shape[1]
+    if mask is not None and groups > 1:  # with a mask, enable_gqa means the slow math kernel
+        k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+    return torch.nn.functional.scaled_dot_product_attention(
+        call.q,
+        k,
+        v,
+        attn_mask=mask,
+        is_causal=mask is None,
+        scale=call.scale,
+        enable_gqa=k.shape[1] != call.q.shape[1],
+    )
+
+
+def _flash(call: AttentionCall) -> torch.Tensor:
+    out, lse, _, _ = query_sparse_attention(
+        call.q,
+        call.k,
+        call.v,
+        scale=call.scale,
+        gamma=1,
+        top_k=0,
+        exact_k=0,
+        lengths=call.lengths,
+        # Not start: it would shift the rows of a padded sequence, and the key mask says the same.
+        key_mask=call.key_mask,
+        softcap=call.softcap,
+    )
+    return apply_sinks(out, lse, call.sinks)
+
+
+def apply_sinks(
+    out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor | None
+) -> torch.Tensor:
+    """Add one logit per head to the softmax's denominator after the fact: out `[B,H,T,D]` times
+    exp(lse) / (exp(lse) + exp(sink)), with the natural log-sum-exp lse `[B,H,T]`."""
+    if sinks is None:
+        return out
+    weight = torch.sigmoid(lse - sinks.float().view(1, -1, 1))
+    return (out.float() * weight.unsqueeze(-1)).to(out.dtype)
+
+
+def causal_mask(call: AttentionCall) -> torch.Tensor:
+    """`[B or 1,1,T,S]` bool: which keys each query sees, from lengths and key mask."""
+    length = call.k.shape[2] if call.lengths is None else call.lengths.view(-1, 1, 1, 1)
+    queries = torch.arange(call.q.shape[2], device=call.q.device) - call.q.shape[2]
+    keys = torch.arange(call.k.shape[2], device=call.q.device)
+    visible = keys <= (queries + length).reshape(-1, 1, call.q.shape[2], 1)
+    if call.key_mask is not None:
+        visible = visible & call.key_mask[:, None, None, :]
+    return visible

@@ -1,0 +1,151 @@
+"""momo: block-sparse prefill that measures once and masks once.
+
+A query-sparse pass attends densely from every gamma-th query and keeps, online, the key blocks
+that matter to it; the lists of a query block are merged and trimmed; a block-sparse pass attends
+from every query; and the query-sparse rows correct it by their difference (delta correction):
+
+    O[i] = O_*[i] + O_g[i // gamma] - O_*[(i // gamma) gamma]
+
+Source: "Measure Once, Mask Once: Delta Refined Block Sparse Attention" (shared/papers/003).
+Decode is another phase's business.
+"""
+
+import dataclasses
+from typing import ClassVar, NamedTuple
+
+import torch
+
+from attnplug.ops import (
+    block_sparse_attention,
+    delta_correct,
+    merge_block_rows,
+    query_sparse_attention,
+)
+from attnplug.policies.base import AttentionCall, LayerShape, Phase, check_option
+from attnplug.policies.dense import Dense, apply_sinks
+
+# Query tokens from which momo beats dense attention, measured (docs/log.md); below, dense runs.
+CROSSOVER_TOKENS = {"cuda": 32768, "cpu": 16384}
+
+
+@dataclasses.dataclass(frozen=True)
+class Momo(Phase):
+    """Block-sparse prefill with a mask measured by its own query-sparse pass.
+
+    gamma: every gamma-th query is dense. block: keys a block (beta). query_block: queries that
+    share a mask (chi). top_k: blocks kept per row and per query block, of which exact_k by exact
+    top-k when topk is "estimated" ("exact" and "tournament" are exact throughout). merge: how the
+    rows of a query block vote, by summed attention mass, or by mean score as the paper does.
+    sink: first key blocks that are always read. window: keys before the query block always read.
+    min_tokens: query tokens below which dense attention runs instead; None is the measured
+    crossover of the device.
+    """
+
+    gamma: int = 16
+    block: int = 64
+    query_block: int = 128
+    top_k: int = 128
+    exact_k: int = 8
+    topk: str = "estimated"
+    merge: str = "mass"
+    sink: int = 1
+    window: int = 0
+    min_tokens: int | None = None
+
+    name: ClassVar[str] = "momo"
+    phases: ClassVar[frozenset[str]] = frozenset({"prefill"})
+
+    def __post_init__(self) -> None:
+        def check(option: str, valid: bool, needed: str) -> None:
+            check_option(self.name, option, getattr(self, option), valid, needed)
+
+        for option in ("gamma", "block", "query_block", "top_k", "exact_k", "sink", "window"):
+            check(option, isinstance(getattr(self, option), int), "an integer")
+        check("gamma", self.gamma >= 1, "at least 1")
+        check("block", self.block in (16, 32, 64, 128), "16, 32, 64 or 128")
+        check("top_k", 1 <= self.top_k <= 1024, "1 to 1024")
+        check("exact_k", 0 <= self.exact_k <= self.top_k, f"0 to top_k={self.top_k}")
+        check(
+            "query_block",
+            self.query_block > 0 and self.query_block % self.gamma == 0,
+            f"a multiple of gamma={self.gamma}",
+        )
+        check("sink", self.sink >= 0, "at least 0")
+        check("window", self.window >= 0, "at least 0")
+        algorithms = ("exact", "tournament", "estimated")
+        check("topk", self.topk in algorithms, ", ".join(algorithms))
+        merges = ("mass", "mean", "mean_normalised")
+        check("merge", self.merge in merges, ", ".join(merges))
+        check("min_tokens", self.min_tokens is None or self.min_tokens >= 0, "None or >= 0")
+
+    def crossover(self, device: torch.device) -> int:
+        """Query tokens below which dense attention runs on such a device."""
+        return CROSSOVER_TOKENS[device.type] if self.min_tokens is None else self.min_tokens
+
+    def note(self, shape: LayerShape) -> str:
+        tokens = self.crossover(shape.device)
+        return f"dense below {tokens:,} query tokens" if tokens else ""
+
+    def attend(self, call: AttentionCall) -> torch.Tensor:
+        if call.q.shape[2] < self.crossover(call.q.device):
+            return Dense().attend(call)
+        rows = self.select(call)
+        sparse, lse = block_sparse_attention(
+            call.q,
+            call.k,
+            call.v,
+            rows.blocks,
+            scale=call.scale,
+            query_block=self.query_block,
+            block=self.block,
+            sink=self.sink,
+            window=self.window,
+            lengths=call.lengths,
+            start=call.start,
+            key_mask=call.key_mask,
+            softcap=call.softcap,
+        )
+        return delta_correct(
+            apply_sinks(sparse, lse, call.sinks),
+            apply_sinks(rows.out, rows.lse, call.sinks),
+            gamma=self.gamma,
+            lengths=call.lengths,
+            start=call.start,
+            kv_length=call.k.shape[2],
+        )
+
+    def select(self, call: AttentionCall) -> "MeasuredRows":
+        """The query-sparse pass and the block mask measured by it."""
+        out, lse, index, score = query_sparse_attention(
+            call.q,
+            call.k,
+            call.v,
+            scale=call.scale,
+            gamma=self.gamma,
+            block=self.block,
+            top_k=self.top_k,
+            exact_k=self.exact_k,
+            algorithm=self.topk,
+            lengths=call.lengths,
+            start=call.start,
+            key_mask=call.key_mask,
+            softcap=call.softcap,
+        )
+        blocks = merge_block_rows(
+            index,
+            score,
+            lse,
+            rows=self.query_block // self.gamma,
+            trim=self.top_k,
+            merge=self.merge,
+        )
+        return MeasuredRows(out, lse, blocks)
+
+
+class MeasuredRows(NamedTuple):
+    """Output `[B,Hq,R,D]` and log-sum-exp `[B,Hq,R]` of the dense rows, and the key blocks
+    `[B,Hq,NQ,k]` (int32, ascending, -1 = none) of every query block."""
+
+    out: torch.Tensor
+    lse: torch.Tensor
+    blocks: torch.Tensor

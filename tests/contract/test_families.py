@@ -1,0 +1,160 @@
+"""Every model family against the policies: dense serves each exactly, momo with a budget that
+covers the prompt as well, and layers that a policy must not serve stay dense and are named."""
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from families import FAMILIES, VOCABULARY, Family
+from transformers import DynamicCache, PreTrainedModel, StaticCache
+
+import attnplug
+
+TOKENS = 37
+MOMO_ALL = "momo(gamma=4, block=16, query_block=16, top_k=8, exact_k=8, min_tokens=0)"
+EXACT_POLICIES = ["dense", MOMO_ALL]
+
+
+@pytest.fixture(params=FAMILIES, ids=lambda family: family.name)
+def family(request) -> Family:
+    return request.param
+
+
+@pytest.fixture(params=EXACT_POLICIES, ids=["dense", "momo"])
+def policy(request) -> str:
+    return request.param
+
+
+@cache
+def stock_model(family: Family, device: str) -> PreTrainedModel:
+    return family.build(device)
+
+
+Family.__hash__ = lambda self: hash(self.name)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def prompt(device: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Two rows of ids, the first left-padded, and their attention mask."""
+    ids = torch.randint(3, VOCABULARY, (2, TOKENS), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones_like(ids)
+    mask[0, :5] = 0
+    return ids.to(device), mask.to(device)
+
+
+@torch.no_grad()
+def logits(model: PreTrainedModel, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    out = model(ids, attention_mask=mask, position_ids=positions).logits
+    return out[mask.bool()].double()
+
+
+@torch.no_grad()
+def generate(model: PreTrainedModel, ids: torch.Tensor, mask: torch.Tensor, **options: Any):
+    return model.generate(
+        ids,
+        attention_mask=mask,
+        max_new_tokens=6,
+        do_sample=False,
+        disable_compile=True,
+        **options,
+    )
+
+
+def test_logits_equal_the_stock_models(family, policy, device):
+    model = stock_model(family, device)
+    ids, mask = prompt(device)
+    for each in (mask, torch.ones_like(mask)):
+        wanted = logits(model, ids, each)
+        with attnplug.applied(model, policy):
+            found = logits(model, ids, each)
+        assert (found - wanted).abs().max() < 3e-5 * wanted.abs().max().clamp(min=1)
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "static": {"cache_implementation": "static"},
+    "beams": {"num_beams": 3},
+    "chunked": {"prefill_chunk_size": 16},
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_generate_gives_the_stock_tokens(family, policy, way, device):
+    model = stock_model(family, device)
+    ids, mask = prompt(device)
+    wanted = generate(model, ids, mask, **WAYS[way])
+    with attnplug.applied(model, policy):
+        assert torch.equal(generate(model, ids, mask, **WAYS[way]), wanted)
+
+
+def test_prompt_lookup_gives_the_stock_tokens(family, policy):
+    model = stock_model(family, "cpu")
+    ids = prompt("cpu")[0][1:, :12].repeat(1, 3)
+    options = {"prompt_lookup_num_tokens": 3}
+    wanted = generate(model, ids, torch.ones_like(ids), **options)
+    with attnplug.applied(model, policy):
+        assert torch.equal(generate(model, ids, torch.ones_like(ids), **options), wanted)
+
+
+def test_caches_that_the_user_passes(family, policy, device):
+    model = stock_model(family, device)
+    ids, mask = prompt(device)
+    wanted = generate(model, ids, mask)
+    with attnplug.applied(model, policy):
+        static = StaticCache(model.config, max_cache_len=TOKENS + 20)
+        assert torch.equal(generate(model, ids, mask, past_key_values=static), wanted)
+        dynamic = DynamicCache(config=model.config)
+        assert torch.equal(generate(model, ids, mask, past_key_values=dynamic), wanted)
+
+
+def test_report_names_what_stays_dense(family, policy):
+    model = stock_model(family, "cpu")
+    with attnplug.applied(model, policy):
+        report = attnplug.report(model)
+    for layer in report.layers:
+        if layer.index in family.served:
+            assert layer.prefill.startswith(policy.partition("(")[0])
+        else:
+            assert layer.kind == "sliding"
+            assert layer.prefill.endswith("(dense)")
+            assert "sliding" in layer.reason and "sliding" in str(report)
+
+
+def test_remove_restores_bit_for_bit(family, policy):
+    model = stock_model(family, "cpu")
+    ids, mask = prompt("cpu")
+    before, implementation = logits(model, ids, mask), model.config._attn_implementation
+    with attnplug.applied(model, policy):
+        logits(model, ids, mask)
+    assert torch.equal(logits(model, ids, mask), before)
+    assert model.config._attn_implementation == implementation
+
+
+@torch.no_grad()
+def test_compiles_whole_and_does_not_recompile(family, policy):
+    """Dynamo alone: one graph a phase, none more as the sequence grows. Inductor and CUDA graphs
+    are test_policies.py's."""
+    model = stock_model(family, "cpu")
+    ids, mask = prompt("cpu")
+    torch._dynamo.reset()
+    with attnplug.applied(model, policy):
+        wanted = logits(model, ids, mask)
+        forward = torch.compile(model, backend="eager", fullgraph=True)
+        positions = (mask.cumsum(-1) - 1).clamp(min=0)
+        found = forward(ids, attention_mask=mask, position_ids=positions).logits
+        assert (found[mask.bool()] - wanted).abs().max() < 1e-4
+        eager, compiled = (_decode(model, step, ids) for step in (model, forward))
+    torch._dynamo.reset()
+    for a, b in zip(eager, compiled, strict=True):
+        assert (a - b).abs().max() < 1e-4
+
+
+def _decode(model: PreTrainedModel, step: Any, ids: torch.Tensor) -> list[torch.Tensor]:
+    """The logits of eight decode steps over a static cache; the last six must not recompile."""
+    cache = attnplug.make_cache(model, TOKENS + 8)
+    model(ids, past_key_values=cache)
+    outputs = [step(ids[:, :1], past_key_values=cache).logits for _ in range(2)]
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        outputs += [step(ids[:, :1], past_key_values=cache).logits for _ in range(6)]
+    return outputs

@@ -1,0 +1,32 @@
+"""Every policy against every promise of the contract that one policy can be held to.
+
+Policies that are approximations get, as `exact`, the setting whose budget covers everything.
+"""
+
+import pytest
+
+from attnplug.testing import check_policy
+
+# policy, and the same method with a budget large enough to be exact
+POLICIES = {
+    "dense": ("dense", "dense"),
+    "momo": (
+        "momo(gamma=8, block=16, query_block=16, top_k=2, exact_k=1, min_tokens=0)",
+        "momo(gamma=8, block=16, query_block=16, top_k=8, exact_k=8, min_tokens=0)",
+    ),
+}
+GROUPS = {
+    "exactness": (1, 3, 8),
+    "rows": (2,),
+    "compile": (4,),
+    "generate": (5,),
+    "housekeeping": (6, 7),
+}
+
+
+@pytest.mark.parametrize("group", GROUPS)
+@pytest.mark.parametrize("name", POLICIES)
+def test_policy_keeps_its_promises(name, group, device):
+    policy, exact = POLICIES[name]
+    report = check_policy(policy, exact=exact, promises=GROUPS[group], device=device)
+    print(report)
