@@ -142,9 +142,7 @@ def remove(model: Model) -> Model:
 
 
 @contextmanager
-def applied(
-    model: Model, policy: PolicyLike | Mapping[LayerKey, PolicyLike]
-) -> Iterator[Model]:
+def applied(model: Model, policy: PolicyLike | Mapping[LayerKey, PolicyLike]) -> Iterator[Model]:
     """`with applied(model, policy):` applies the policy and removes it at the end."""
     apply(model, policy)
     try:

@@ -19,9 +19,7 @@ BATCHING_METHODS = (
 )
 
 
-def bind_generate(
-    model: PreTrainedModel, make_layer: Callable[[int, int], PlugLayer]
-) -> list[str]:
+def bind_generate(model: PreTrainedModel, make_layer: Callable[[int, int], PlugLayer]) -> list[str]:
     """Give this instance its own cache preparation. Returns the attribute names that were set,
     which `unbind_generate` deletes again."""
     names = []

@@ -198,9 +198,9 @@ def _stock(
         )
         return out, None
     if mask is None and queries > 1:
-        mask = torch.ones(
-            queries, call.k.shape[2], dtype=torch.bool, device=call.q.device
-        ).tril()[None, None]
+        mask = torch.ones(queries, call.k.shape[2], dtype=torch.bool, device=call.q.device).tril()[
+            None, None
+        ]
     out, _ = _eager_function(module)(
         module,
         call.q,

@@ -1,4 +1,4 @@
-"""Finds a model's attention layers and says of each what it is and whether a policy can serve it."""
+"""Finds a model's attention layers and says of each whether a policy can serve it, or why not."""
 
 import inspect
 import sys

@@ -92,9 +92,7 @@ def check_attention_inputs(name: str, q: torch.Tensor, k: torch.Tensor, v: torch
             name,
             f"{label} is {tensor.dtype}, needs float32, float16 or bfloat16",
         )
-        require(
-            tensor.dtype == q.dtype, name, f"{label} is {tensor.dtype} but q is {q.dtype}"
-        )
+        require(tensor.dtype == q.dtype, name, f"{label} is {tensor.dtype} but q is {q.dtype}")
         require(
             tensor.device == q.device,
             name,
@@ -144,9 +142,7 @@ def check_sequence_inputs(
             name,
             f"{label} has shape {tuple(tensor.shape)}, needs [1] or [B] = [{q.shape[0]}]",
         )
-        require(
-            tensor.device == q.device, name, f"{label} is on {tensor.device}, q on {q.device}"
-        )
+        require(tensor.device == q.device, name, f"{label} is on {tensor.device}, q on {q.device}")
     if key_mask is not None:
         require(key_mask.dtype == torch.bool, name, f"key_mask is {key_mask.dtype}, needs bool")
         require(

@@ -84,9 +84,7 @@ def _flash(call: AttentionCall) -> torch.Tensor:
     return apply_sinks(out, lse, call.sinks)
 
 
-def apply_sinks(
-    out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor | None
-) -> torch.Tensor:
+def apply_sinks(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
     """Add one logit per head to the softmax's denominator after the fact: out `[B,H,T,D]` times
     exp(lse) / (exp(lse) + exp(sink)), with the natural log-sum-exp lse `[B,H,T]`."""
     if sinks is None:

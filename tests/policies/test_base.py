@@ -1,0 +1,110 @@
+"""The policy grammar, composition and registration."""
+
+import dataclasses
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from attnplug import Dense, Momo, Policy, PolicyError
+from attnplug.policies import Phase, methods, names, parse, register
+
+OPTIONS = st.fixed_dictionaries(
+    {},
+    optional={
+        "gamma": st.sampled_from([1, 2, 8, 32]),
+        "top_k": st.integers(8, 512),
+        "topk": st.sampled_from(["exact", "tournament", "estimated"]),
+        "merge": st.sampled_from(["mass", "mean", "mean_normalised"]),
+        "min_tokens": st.none() | st.integers(0, 10**6),
+        "window": st.integers(0, 512),
+    },
+)
+
+
+@given(OPTIONS)
+def test_text_and_object_are_the_same_policy(options):
+    policy = Policy(prefill=Momo(**options))
+    assert parse(str(policy)) == policy
+
+
+@pytest.mark.parametrize(
+    "text, same",
+    [
+        ("dense", "dense"),
+        ("momo", "momo"),
+        ("momo()", "momo"),
+        ("momo+dense", "momo"),
+        ("dense + momo", "momo"),
+        ("momo(gamma=16)", "momo"),
+        (" momo( topk = 'exact' ) ", "momo(topk='exact')"),
+    ],
+)
+def test_a_policy_has_one_spelling(text, same):
+    assert str(parse(text)) == same
+
+
+def test_missing_phases_are_dense():
+    assert parse("momo").decode == Dense()
+    assert Policy().prefill == Dense()
+
+
+def test_a_method_in_the_wrong_phase_is_refused():
+    with pytest.raises(PolicyError, match="momo cannot be the decode method, it serves prefill"):
+        Policy(decode=Momo())
+    with pytest.raises(PolicyError, match="prefill is 'momo', needs a method"):
+        Policy(prefill="momo")  # pyright: ignore[reportArgumentType]
+
+
+@pytest.fixture
+def clean_registry(monkeypatch):
+    import attnplug.policies as registry
+
+    monkeypatch.setattr(registry, "_METHODS", dict(registry._METHODS))
+
+
+def method(name: object, phases: object) -> type[Phase]:
+    body = {"name": name, "phases": phases, "__doc__": "Someone else's."}
+    return dataclasses.dataclass(frozen=True)(type("Theirs", (Phase,), body))
+
+
+@pytest.mark.usefixtures("clean_registry")
+def test_a_registered_method_is_usable_by_name():
+    theirs = register(method("theirs", frozenset({"decode"})))
+    assert "theirs" in names()
+    assert parse("momo+theirs") == Policy(prefill=Momo(), decode=theirs())
+    register(theirs)  # again is harmless
+
+
+@pytest.mark.usefixtures("clean_registry")
+@pytest.mark.parametrize(
+    "name, phases, message",
+    [
+        ("momo", frozenset({"decode"}), "the name 'momo' is taken by Momo"),
+        ("not a name", frozenset({"decode"}), "needs an identifier"),
+        ("theirs", frozenset(), "needs 'prefill', 'decode' or both"),
+        ("theirs", frozenset({"encode"}), "needs 'prefill', 'decode' or both"),
+    ],
+)
+def test_a_bad_registration_is_refused(name, phases, message):
+    with pytest.raises(PolicyError, match=message):
+        register(method(name, phases))
+
+
+def test_registering_something_else_is_refused():
+    with pytest.raises(PolicyError, match="is not a subclass"):
+        register(dict)  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.usefixtures("clean_registry")
+def test_entry_points_are_found(monkeypatch):
+    import attnplug.policies as registry
+
+    class Entry:
+        name = "packaged"
+
+        def load(self):
+            return method("packaged", frozenset({"prefill"}))
+
+    monkeypatch.setattr(registry, "entry_points", lambda group: [Entry()])
+    assert "packaged" in methods()

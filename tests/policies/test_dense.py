@@ -1,0 +1,58 @@
+"""dense: every route to exact attention gives the same answer."""
+
+import pytest
+import torch
+
+from attnplug.policies import AttentionCall, Dense
+
+
+def call(queries: int, keys: int, *, device: str, padded: bool = False, **options) -> AttentionCall:
+    random = torch.Generator().manual_seed(queries)
+    q = torch.randn(2, 4, queries, 64, generator=random).to(device)
+    k, v = (torch.randn(2, 2, keys, 64, generator=random).to(device) for _ in range(2))
+    c = AttentionCall(q, k, v, scale=0.125, **options)
+    if padded:
+        c.start = torch.tensor([0, 5], dtype=torch.int32, device=device)
+        c.key_mask = torch.arange(keys, device=device) >= c.start[:, None]
+    return c
+
+
+def exact(c: AttentionCall) -> torch.Tensor:
+    """fp64 attention with lengths, key mask, softcap and sinks."""
+    k, v = (x.double().repeat_interleave(2, 1) for x in (c.k, c.v))
+    scores = c.q.double() @ k.transpose(2, 3) * c.scale
+    if c.softcap:
+        scores = c.softcap * torch.tanh(scores / c.softcap)
+    length = c.k.shape[2] if c.lengths is None else int(c.lengths)
+    keys = torch.arange(c.k.shape[2], device=scores.device)
+    rows = torch.arange(c.q.shape[2], device=scores.device) + length - c.q.shape[2]
+    seen = keys <= rows[:, None]
+    if c.key_mask is not None:
+        seen = seen & c.key_mask[:, None, None]
+    scores = scores.masked_fill(~seen, -torch.inf)
+    if c.sinks is not None:
+        sink = c.sinks.double().view(1, -1, 1, 1).expand(2, -1, c.q.shape[2], 1)
+        return torch.cat([scores, sink], -1).softmax(-1)[..., :-1].nan_to_num() @ v
+    return scores.softmax(-1).nan_to_num() @ v
+
+
+SINKS = torch.tensor([0.5, -1.0, 2.0, 0.0])
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("queries, keys", [(1, 40), (7, 40), (40, 40), (33, 70)])
+@pytest.mark.parametrize("feature", ["plain", "softcap", "sinks"])
+def test_every_route_is_exact(queries, keys, padded, feature, device):
+    c = call(queries, keys, padded=padded, device=device)
+    c.softcap = 4.0 if feature == "softcap" else 0.0
+    c.sinks = SINKS.to(device) if feature == "sinks" else None
+    assert (Dense().attend(c) - exact(c)).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("queries", [1, 5, 24])
+def test_a_larger_buffer_changes_nothing(queries, device):
+    c = call(queries, 40, device=device)
+    wanted = Dense().attend(c)
+    c.k, c.v = (torch.nn.functional.pad(x, (0, 0, 0, 50), value=torch.nan) for x in (c.k, c.v))
+    c.lengths = torch.tensor([40], device=device)
+    assert (Dense().attend(c) - wanted).abs().max() < 1e-5

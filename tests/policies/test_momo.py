@@ -1,0 +1,121 @@
+"""momo as a whole: what its paper and methods/momo.md say must be true."""
+
+import dataclasses
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from attnplug import Momo
+from attnplug.ops import block_sparse_attention
+from attnplug.policies import AttentionCall, Dense, LayerShape
+
+MOMO = Momo(gamma=8, block=16, query_block=32, top_k=3, exact_k=1, min_tokens=0)
+
+
+def call(tokens: int, *, heads=(4, 2), dim=64, batch=1, seed=0, device="cpu") -> AttentionCall:
+    random = torch.Generator().manual_seed(seed)
+    q, k, v = (
+        torch.randn(batch, h, tokens, dim, generator=random).to(device)
+        for h in (heads[0], heads[1], heads[1])
+    )
+    return AttentionCall(q, k, v, scale=dim**-0.5)
+
+
+def exact(c: AttentionCall) -> torch.Tensor:
+    """fp64 causal attention."""
+    groups = c.q.shape[1] // c.k.shape[1]
+    k, v = (x.double().repeat_interleave(groups, 1) for x in (c.k, c.v))
+    scores = c.q.double() @ k.transpose(2, 3) * c.scale
+    seen = torch.ones(scores.shape[-2:], device=scores.device).tril(c.k.shape[2] - c.q.shape[2])
+    return scores.masked_fill(seen == 0, -torch.inf).softmax(-1) @ v
+
+
+TOPK = st.sampled_from(["exact", "tournament", "estimated"])
+
+
+@given(tokens=st.integers(1, 150), topk=TOPK, seed=st.integers(0, 9))
+def test_a_budget_that_covers_everything_is_dense(tokens, topk, seed):
+    c = call(tokens, seed=seed)
+    covering = dataclasses.replace(MOMO, top_k=16, exact_k=16, topk=topk)
+    assert (covering.attend(c) - exact(c)).abs().max() < 1e-4
+
+
+@given(tokens=st.integers(1, 150), topk=TOPK, seed=st.integers(0, 9))
+def test_measured_rows_are_dense_at_any_budget(tokens, topk, seed):
+    c = call(tokens, seed=seed)
+    found = dataclasses.replace(MOMO, topk=topk).attend(c)
+    assert (found - exact(c))[:, :, :: MOMO.gamma].abs().max() < 1e-4
+
+
+def test_delta_brings_the_rows_between_nearer_to_dense(device):
+    """On queries that vary slowly a measured row's error is its neighbours' too."""
+    c = call(512, device=device)
+    c.q = c.q[:, :, :1] + 0.3 * c.q
+    blocks = MOMO.select(c).blocks
+    sparse, _ = block_sparse_attention(
+        c.q, c.k, c.v, blocks, scale=c.scale, query_block=32, block=16, sink=1
+    )
+    wanted = exact(c)
+    assert (MOMO.attend(c) - wanted).norm() < 0.7 * (sparse - wanted).norm()
+
+
+def test_no_future_block_is_selected(device):
+    c = call(300, device=device)
+    blocks = MOMO.select(c).blocks
+    first = torch.arange(blocks.shape[2], device=device) * MOMO.query_block
+    last_seen = (first + MOMO.query_block - 1).clamp(max=299)[None, None, :, None]
+    assert (blocks * MOMO.block <= last_seen).all()
+    assert (blocks >= -1).all() and (blocks[:, :, 3:] >= 0).any()
+
+
+def test_left_padding_does_not_change_a_row(device):
+    padded = call(150, batch=2, device=device)
+    padded.start = torch.tensor([0, 37], dtype=torch.int32, device=device)
+    padded.key_mask = torch.arange(150, device=device) >= padded.start[:, None]
+    found = MOMO.attend(padded)
+    alone = AttentionCall(*(x[1:, :, 37:] for x in (padded.q, padded.k, padded.v)), padded.scale)
+    assert (found[1, :, 37:] - MOMO.attend(alone)[0]).abs().max() < 1e-5
+    assert (found[1, :, :37] == 0).all()
+
+
+def test_a_chunk_of_a_static_cache_equals_the_whole(device):
+    whole = call(160, device=device)
+    wanted = MOMO.attend(whole)
+    buffer = [torch.full((1, 2, 200, 64), torch.nan, device=device) for _ in range(2)]
+    for target, source in zip(buffer, (whole.k, whole.v), strict=True):
+        target[:, :, :160] = source
+    chunk = AttentionCall(
+        whole.q[:, :, 96:], *buffer, whole.scale, lengths=torch.tensor([160], device=device)
+    )
+    assert (MOMO.attend(chunk) - wanted[:, :, 96:]).abs().max() < 1e-5
+
+
+def test_sinks_and_softcap_reach_both_passes(device):
+    c = call(120, device=device)
+    c.softcap, c.sinks = 3.0, torch.tensor([0.5, -1.0, 2.0, 0.0], device=device)
+    covering = dataclasses.replace(MOMO, top_k=16, exact_k=16)
+    assert (covering.attend(c) - Dense().attend(c)).abs().max() < 1e-4
+
+
+def test_below_the_crossover_it_is_dense(device):
+    c = call(100, device=device)
+    late = dataclasses.replace(MOMO, min_tokens=101)
+    assert torch.equal(late.attend(c), Dense().attend(c))
+    assert not torch.equal(dataclasses.replace(MOMO, min_tokens=100).attend(c), Dense().attend(c))
+
+
+def test_the_note_names_the_crossover():
+    shape = LayerShape(4, 2, 64, 0.0, False, torch.device("cpu"))
+    assert (
+        dataclasses.replace(MOMO, min_tokens=4096).note(shape) == "dense below 4,096 query tokens"
+    )
+    assert MOMO.note(shape) == ""
+
+
+@pytest.mark.parametrize("merge", ["mass", "mean", "mean_normalised"])
+def test_every_merge_attends(merge, device):
+    c = call(200, device=device)
+    found = dataclasses.replace(MOMO, merge=merge).attend(c)
+    assert (found - exact(c)).norm() < exact(c).norm()
