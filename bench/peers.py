@@ -1,7 +1,14 @@
 """The other implementations that the ops are timed against, called as a user would call them."""
 
+from collections.abc import Callable
+from pathlib import Path
+
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
+
+# FlashAttention-3 as the PyPI wheel vllm 0.20.2 ships it (torch 2.11, CUDA 13): copy that one file
+# here to bench against it. It is never committed.
+FA3_LIBRARY = Path(__file__).resolve().parent.parent / ".peers" / "_vllm_fa3_C.abi3.so"
 
 
 def cudnn_attention(
@@ -14,3 +21,51 @@ def cudnn_attention(
         return torch.nn.functional.scaled_dot_product_attention(
             q, k, v, scale=scale, enable_gqa=True
         )
+
+
+def causal_peers() -> list[str]:
+    """The peers for causal prefill that this checkout has."""
+    return ["cudnn", "fa3"] if FA3_LIBRARY.exists() else ["cudnn"]
+
+
+def causal(
+    peer: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
+) -> Callable[[], torch.Tensor]:
+    """A zero-argument function that runs causal attention, inputs laid out as the peer likes."""
+    return {"cudnn": _cudnn_causal, "fa3": _fa3_causal}[peer](q, k, v, scale)
+
+
+def _cudnn_causal(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
+) -> Callable[[], torch.Tensor]:
+    def run() -> torch.Tensor:
+        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+            return torch.nn.functional.scaled_dot_product_attention(
+                q, k, v, is_causal=True, scale=scale, enable_gqa=True
+            )
+
+    return run
+
+
+def _fa3_causal(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
+) -> Callable[[], torch.Tensor]:
+    torch.ops.load_library(str(FA3_LIBRARY))
+    batch, _, tokens, _ = q.shape
+    q, k, v = (x.transpose(1, 2).flatten(0, 1).contiguous() for x in (q, k, v))
+    ends = torch.arange(0, (batch + 1) * tokens, tokens, dtype=torch.int32, device=q.device)
+
+    def run() -> torch.Tensor:
+        out, *_ = torch.ops._vllm_fa3_C.fwd(
+            q, k, v,
+            None, None, None, None,  # new keys, new values, q of values, out
+            ends, ends, None, None, None,  # row ends of q and k, of new keys; lengths used
+            tokens, tokens,
+            None, None, None, None, None, None,  # page table, batch index, padding, rotary
+            None, None, None,  # scales of fp8
+            scale, True, -1, -1, 0.0,  # causal, window, softcap
+            True, None, 1, None, 0, None, 1, 0, None,  # rotary kind, scheduler, one split
+        )  # fmt: skip
+        return out
+
+    return run

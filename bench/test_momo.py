@@ -4,7 +4,7 @@ easier for the kernels than a real model's."""
 
 import functools
 
-import _peers
+import peers
 import pytest
 import torch
 
@@ -34,7 +34,7 @@ def work(momo: Momo, n: int) -> tuple[int, int]:
 
 @pytest.mark.parametrize("top_k", [128, 64])
 @pytest.mark.parametrize("n", [8192, 32768, 131072, 524288])
-@pytest.mark.parametrize("peer", _peers.causal_peers())
+@pytest.mark.parametrize("peer", peers.causal_peers())
 def test_momo(gpu_bench, peer, n, top_k):
     momo = Momo(top_k=top_k, min_tokens=0)
     nbytes, flops = work(momo, n)
@@ -53,7 +53,7 @@ def test_momo(gpu_bench, peer, n, top_k):
         options=f"gamma={momo.gamma}, k={top_k}",
         fns=[functools.partial(momo.attend, AttentionCall(*qkv, scale=scale)) for qkv in sets],
         peer=peer,
-        peer_fns=[_peers.causal(peer, *qkv, scale) for qkv in sets],
+        peer_fns=[peers.causal(peer, *qkv, scale) for qkv in sets],
         graph=captured,
         rounds=15 if captured else 5,
         bytes=nbytes,
