@@ -1,0 +1,113 @@
+"""Needle prompts: one sentence with a magic number, hidden in a long text, and the question for it.
+
+Two haystacks: "noise" repeats five short sentences (RULER's niah_single_1), "prose" is a run of
+English paragraphs (chapters of a textbook, see data/NOTICE.md), at a random place of it. Everything
+follows from the seed."""
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+from typing import Any, Literal
+
+import torch
+
+NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
+CITIES = (
+    "Paris London Berlin Madrid Rome Vienna Lisbon Dublin Oslo Athens Cairo Tokyo Delhi Lima "
+    "Boston Chicago Denver Seattle Toronto Sydney"
+).split()
+SHORTEST = 160
+
+
+@dataclass(frozen=True)
+class Needle:
+    """A prompt: token ids `[1,T]` (int64), the digits that answer it, and the whole text."""
+
+    ids: torch.Tensor
+    answer: str
+    text: str
+
+    def found_in(self, reply: str) -> bool:
+        """Whether a decoded reply names the number (thousands separators allowed)."""
+        return self.answer in reply.replace(",", "")
+
+
+def needle_prompt(
+    tokenizer: Any,
+    target_tokens: int,
+    depth: float = 0.5,
+    seed: int = 0,
+    haystack: Literal["noise", "prose"] = "noise",
+) -> Needle:
+    """A prompt of 90 to 100% of `target_tokens`, the needle at `depth` (0 first, 1 last) of it.
+
+    A tokenizer with a chat template gets the prompt as a user's turn, with the assistant's turn
+    opened; another gets the start of the answer's sentence. Raises ValueError for a depth outside
+    [0, 1], an unknown haystack, a target below 160 tokens or beyond what the prose has."""
+    if not 0 <= depth <= 1:
+        raise ValueError(f"depth is {depth}, needs 0 to 1")
+    if target_tokens < SHORTEST:
+        raise ValueError(f"target_tokens is {target_tokens}, needs at least {SHORTEST}")
+    if haystack not in ("noise", "prose"):
+        raise ValueError(f"haystack is {haystack!r}, needs 'noise' or 'prose'")
+    rng = random.Random(seed)
+    city, answer = rng.choice(CITIES), str(rng.randint(10_000, 99_999))
+    frame = _Frame(tokenizer, city, answer)
+    budget = target_tokens - len(frame.ids([], 0.0))
+    pieces: list[str] = []
+    for piece in _pieces(haystack, rng):
+        # The pieces are counted one by one, which can only overcount what they cost joined.
+        budget -= len(tokenizer(piece + "\n", add_special_tokens=False).input_ids)
+        if budget < 0:
+            break
+        pieces.append(piece)
+    else:
+        raise ValueError(f"target_tokens is {target_tokens}, more than the {haystack} text has")
+    ids = frame.ids(pieces, depth)
+    return Needle(torch.tensor([ids]), answer, frame.text(pieces, depth))
+
+
+class _Frame:
+    """Everything of a prompt but the haystack."""
+
+    def __init__(self, tokenizer: Any, city: str, answer: str) -> None:
+        self.tokenizer = tokenizer
+        self.needle = f"The special magic number for {city} is {answer}."
+        self.question = f"What is the special magic number for {city} mentioned in the text?"
+        self.lead = f"The special magic number for {city} mentioned in the text is"
+
+    def text(self, pieces: list[str], depth: float) -> str:
+        place = round(depth * len(pieces))
+        body = "\n".join([*pieces[:place], self.needle, *pieces[place:]])
+        intro = "A special magic number is hidden in the following text. Remember it.\n"
+        user = f"{intro}{body}\n{self.question}"
+        if self.tokenizer.chat_template is None:
+            return f"{user} {self.lead}"
+        turn = [{"role": "user", "content": user}]
+        opened = self.tokenizer.apply_chat_template(
+            turn, add_generation_prompt=True, tokenize=False
+        )
+        return opened + self.lead
+
+    def ids(self, pieces: list[str], depth: float) -> list[int]:
+        # A chat template writes the special tokens itself.
+        plain = self.tokenizer.chat_template is None
+        return self.tokenizer(self.text(pieces, depth), add_special_tokens=plain).input_ids
+
+
+def _pieces(haystack: str, rng: random.Random) -> Iterator[str]:
+    if haystack == "noise":
+        while True:
+            yield NOISE
+    text = prose()
+    start = rng.randrange(len(text))
+    yield from (text[(start + i) % len(text)] for i in range(len(text)))
+
+
+@cache
+def prose() -> tuple[str, ...]:
+    """The paragraphs of the prose haystack, about 68,000 SmolLM2 tokens in all."""
+    text = files("attnplug.eval").joinpath("data/rust_book.txt").read_text(encoding="utf-8")
+    return tuple(text.strip().split("\n\n"))
