@@ -6,7 +6,7 @@ import functools
 
 import pytest
 import torch
-from _peers import causal, causal_peers
+from peers import causal, causal_peers
 
 from attnplug.ops.block_sparse_attention import block_sparse_attention
 from attnplug.ops.delta_correct import delta_correct
