@@ -1,0 +1,40 @@
+"""query_sparse_attention beside dense causal prefill of the same inputs: with gamma=1 and top_k=0 it
+is the same work, the other rows are the first step of momo."""
+
+import pytest
+import torch
+from peers import causal, causal_peers
+
+from attnplug.ops.query_sparse_attention import query_sparse_attention
+
+HEADS, KV_HEADS, DIM = 32, 8, 128
+CASES = {
+    "gamma=1 k=0": dict(gamma=1, top_k=0),
+    "gamma=16 k=0": dict(gamma=16, top_k=0),
+    "gamma=16 k=128 estimated": dict(gamma=16, top_k=128, exact_k=8, algorithm="estimated"),
+    "gamma=16 k=128 exact": dict(gamma=16, top_k=128, algorithm="exact"),
+    "gamma=16 k=128 tournament": dict(gamma=16, top_k=128, algorithm="tournament"),
+}
+
+
+@pytest.mark.parametrize("peer", causal_peers())
+@pytest.mark.parametrize("n", [8192, 32768, 131072])
+@pytest.mark.parametrize("options", CASES)
+def test_query_sparse_attention(gpu_bench, options, n, peer):
+    chosen = CASES[options]
+    rows, top_k = n // chosen["gamma"], chosen["top_k"]
+    torch.manual_seed(0)
+    q, k, v = (
+        torch.randn(1, heads, n, DIM, device="cuda", dtype=torch.bfloat16)
+        for heads in (HEADS, KV_HEADS, KV_HEADS)
+    )
+    gpu_bench(
+        op="query_sparse_attention", case="op", n=n, batch=1, heads_q=HEADS, heads_kv=KV_HEADS,
+        head_dim=DIM, dtype=torch.bfloat16, options=options,
+        fns=[lambda: query_sparse_attention(q, k, v, scale=DIM**-0.5, **chosen)],
+        peer=peer, peer_fns=[causal(peer, q, k, v, DIM**-0.5)], peer_graph=False,
+        # each input once, out and lse, the lists; causal: half of each row's products
+        bytes=2 * DIM * (2 * HEADS * rows + 2 * KV_HEADS * n) + HEADS * rows * (4 + 8 * top_k),
+        flops=2 * DIM * HEADS * rows * n,
+        rounds=25 if n < 100_000 else 5,
+    )  # fmt: skip
