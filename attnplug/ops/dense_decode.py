@@ -292,12 +292,12 @@ def _attend(
     top = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, DP], tl.float32)
+    if key_mask is not None:
+        flag_at = key_mask + b * mask_b + low + n
+        flag = tl.load(flag_at + first * TILE, mask=low + first * TILE + n < high, other=0)
     for i in tl.range(first, last, num_stages=STAGES):
         at = low + i * TILE
         readable = at + n < high
-        if key_mask is not None:
-            flag = tl.load(key_mask + b * mask_b + at + n, mask=readable, other=0)
-            readable = readable & (flag != 0)
         loadable = readable[:, None] & in_width[None, :]
         key = tl.load(k_at + at.to(tl.int64) * k_s, mask=loadable, other=0.0)
         s = tl.dot(query, key.T, input_precision="ieee") * scale
@@ -306,6 +306,8 @@ def _attend(
         seen = readable[None, :] & ((at + n)[None, :] <= position[:, None])
         if WINDOWED:
             seen = seen & ((at + n)[None, :] > position[:, None] - window)
+        if key_mask is not None:
+            seen = seen & (flag != 0)[None, :]
         s = tl.where(seen, s, float("-inf"))
         best = tl.maximum(top, tl.max(s, 1))
         shift = tl.where(best == float("-inf"), 0.0, best)
@@ -315,6 +317,10 @@ def _attend(
         top = best
         total = total * decay + tl.sum(p, 1)
         value = tl.load(v_at + at.to(tl.int64) * v_s, mask=loadable, other=0.0)
+        if key_mask is not None:
+            value = tl.where((flag != 0)[:, None], value, 0.0)  # 0 times a hidden NaN is NaN
+            # A tile ahead: bytes cannot be copied asynchronously, their latency hides in the step.
+            flag = tl.load(flag_at + at - low + TILE, mask=at + TILE + n < high, other=0)
         acc = tl.dot(p.to(value.dtype), value, acc * decay[:, None], input_precision="ieee")
 
     heads = tl.num_programs(1) * GROUP
@@ -389,7 +395,7 @@ def plan_for(
     """The pre-tuned plan of a shape. `size` is that of the cache: its valid length is unknown."""
     padded = triton.next_power_of_2(width)
     pairs = heads // kv_heads * queries
-    rows = min(max(16, triton.next_power_of_2(pairs)), 128 if padded <= 128 else 64)
+    rows = 16 if pairs <= 16 else 64 if pairs <= 64 or padded > 128 else 128  # 32: slower than 64
     tile = min(max(16, 16384 // (padded * itemsize)), 128)  # 16 KiB of keys a step
     tiles = triton.cdiv(size, tile)
     programs = batch * kv_heads * triton.cdiv(pairs, rows)
@@ -404,7 +410,7 @@ def plan_for(
         splits=splits,
         warps=8 if rows == 128 or itemsize == 4 else 4,
         stages=3 if tiles <= 4 * splits else 4,
-        columns=32 if splits > 8 else padded,
+        columns=32 if batch * heads * queries <= 4096 else padded,
     )
 
 

@@ -236,6 +236,7 @@ def test_opcheck(device):
         torch.library.opcheck(overload, (q, k, v, SCALE, *extra))
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # inductor's own, torch 2.11
 def test_compiles_without_a_break_or_a_recompilation(device):
     torch._dynamo.reset()
     backend = "inductor" if device == "cuda" else "aot_eager"
