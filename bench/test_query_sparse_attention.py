@@ -1,5 +1,5 @@
-"""query_sparse_attention beside dense causal prefill of the same inputs: with gamma=1 and top_k=0 it
-is the same work, the other rows are the first step of momo."""
+"""query_sparse_attention beside dense causal prefill: gamma=1, top_k=0 is the same work, the other
+rows are the first step of momo."""
 
 import pytest
 import torch
