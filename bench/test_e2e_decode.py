@@ -2,9 +2,10 @@
 
 The shape is Qwen2.5-7B's with random bf16 weights; the cache is filled with random keys and values
 to n tokens, no prefill runs. Stock is what a user gets from generate with a static cache: SDPA, the
-forward compiled with mode="reduce-overhead", inputs and mask prepared as generate prepares them.
-Ours is the same model after `attnplug.apply(model, "dense")`, same weights, same cache contents,
-same loop. A sample is one token, between CUDA events, with no host synchronisation.
+forward compiled with mode="reduce-overhead", inputs and mask prepared as its generate prepares them
+(transformers 5.17 keeps a mask of ones, 5.23 drops it). Ours is the same model after
+`attnplug.apply(model, "dense")`: same weights, same cache contents, same loop. A sample is one
+token, between CUDA events, with no host synchronisation.
 """
 
 import functools
@@ -70,6 +71,26 @@ def fill(cache: Cache, config: Qwen2Config, n: int, device: str) -> Cache:
     return cache
 
 
+def keeps_mask(model: Qwen2ForCausalLM) -> bool:
+    """Whether this model's generate hands an all-ones attention mask on to its decode steps."""
+    prepare = model.prepare_inputs_for_generation
+    masked = []
+
+    @functools.wraps(prepare)
+    def record(*args: Any, **kwargs: Any) -> Any:
+        masked.append(kwargs.get("attention_mask") is not None)
+        return prepare(*args, **kwargs)
+
+    model.prepare_inputs_for_generation = record
+    try:
+        prompt = torch.full((1, 4), 7, device=model.device)
+        options: dict[str, Any] = dict(cache_implementation="static", disable_compile=True)
+        model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=3, **options)
+    finally:
+        del model.prepare_inputs_for_generation
+    return masked[-1]
+
+
 class Decoder:
     """Greedy decoding, one compiled step a call, as generate's loop does it."""
 
@@ -78,7 +99,9 @@ class Decoder:
         self.forward = torch.compile(model.__call__, mode="reduce-overhead", fullgraph=True)
         device = model.device
         self.token = torch.full((1, 1), 7, device=device)
-        self.mask = torch.ones(1, n + 1, dtype=torch.long, device=device)
+        self.mask = None
+        if keeps_mask(model):
+            self.mask = torch.ones(1, n + 1, dtype=torch.long, device=device)
         self.position = torch.full((1, 1), n, device=device)
 
     @torch.no_grad()
@@ -94,7 +117,8 @@ class Decoder:
         )
         logits = self.forward(**inputs, return_dict=True).logits[:, -1].float()
         self.token = logits.argmax(-1, keepdim=True)
-        self.mask = torch.nn.functional.pad(self.mask, (0, 1), value=1)
+        if self.mask is not None:
+            self.mask = torch.nn.functional.pad(self.mask, (0, 1), value=1)
         self.position = self.position + 1
         return logits
 
