@@ -36,7 +36,9 @@ def capture_layers(
     forward pass over `ids` `[B,T]`. Only the decoder runs; no logits are made. The model must have
     no policy applied."""
     recorders = {layer: Recorder() for layer in layers}
-    policies = {layer: Policy(prefill=recorder) for layer, recorder in recorders.items()}
+    policies: dict[int | range | str, Policy] = {
+        layer: Policy(prefill=recorder) for layer, recorder in recorders.items()
+    }
     with applied(model, policies), torch.inference_mode():
         model.base_model(ids, use_cache=False)
     return {layer: recorder.calls[0] for layer, recorder in recorders.items()}

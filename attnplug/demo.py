@@ -1,0 +1,278 @@
+"""`attnplug demo`: SmolLM2 finds a needle in a long prompt, dense and with momo's block-sparse
+prefill, side by side, with what the mask read and what it kept."""
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from transformers.generation.streamers import BaseStreamer
+
+from attnplug.api import applied
+from attnplug.errors import ArgumentError
+from attnplug.eval.capture import capture_layers
+from attnplug.eval.mass import (
+    BlockMass,
+    block_mass,
+    captured_mass,
+    mask_density,
+    oracle_blocks,
+    visible_blocks,
+)
+from attnplug.eval.needle import SHORTEST, Needle, needle_prompt
+from attnplug.models.pretrained import load
+from attnplug.policies import Momo, Policy
+
+MODEL = "smollm2-135m"
+TOKENS = {"cpu": 4096, "cuda": 8192}
+LONGEST = 8192  # SmolLM2's positions
+NEW_TOKENS = 12
+LAYERS = 4
+
+
+@dataclass(frozen=True)
+class Run:
+    """One generation: seconds to the first token, seconds a later token, and the reply."""
+
+    reply: str
+    found: bool
+    prefill_s: float
+    decode_s: float
+
+
+@dataclass(frozen=True)
+class LayerMask:
+    """A layer's exact masses, momo's lists and the oracle's `[1,Hq,NQ,K]`, and their averages."""
+
+    layer: int
+    mass: BlockMass
+    index: torch.Tensor
+    density: float
+    captured: float
+    oracle: float
+
+
+@dataclass(frozen=True)
+class DemoResult:
+    """What `run` measured; `table()` shows it."""
+
+    policy: str
+    device: str
+    needle: Needle
+    dense: Run
+    momo: Run
+    layers: list[LayerMask]
+    image: Path
+
+    @property
+    def density(self) -> float:
+        return sum(layer.density for layer in self.layers) / len(self.layers)
+
+    @property
+    def captured(self) -> float:
+        return sum(layer.captured for layer in self.layers) / len(self.layers)
+
+    @property
+    def oracle(self) -> float:
+        return sum(layer.oracle for layer in self.layers) / len(self.layers)
+
+    def table(self) -> Table:
+        tokens = self.needle.ids.shape[1]
+        table = Table(
+            title=f"{MODEL}, {tokens:,} tokens, {self.device}: which number hides in the text? "
+            f"({self.needle.answer})",
+            caption=self.policy,
+        )
+        table.add_column("")
+        table.add_column("dense", justify="right")
+        table.add_column("momo", justify="right")
+        pair = (self.dense, self.momo)
+        table.add_row("answer", *(_answer(run) for run in pair))
+        table.add_row("prefill", *(f"{run.prefill_s:.2f} s" for run in pair))
+        table.add_row("decode, per token", *(f"{run.decode_s * 1e3:.1f} ms" for run in pair))
+        table.add_row("key blocks read", "100%", f"{self.density:.1%}")
+        table.add_row("attention kept", "100%", f"{self.captured:.2%}")
+        table.add_row("best possible at that size", "", f"{self.oracle:.2%}")
+        return table
+
+    def notes(self) -> str:
+        names = ", ".join(str(layer.layer) for layer in self.layers)
+        crossover = Momo().crossover(torch.device(self.device))
+        return (
+            f"Key blocks and attention are means over layers {names}, all heads and query blocks; "
+            "the pass that finds the mask reads every key on top, from every 16th query. Unforced, "
+            f"momo runs from {crossover:,} prompt tokens on {self.device} and leaves shorter "
+            "prompts dense: this run shows what it does, not that it pays here. Picture of one "
+            f"head's mask: {self.image}"
+        )
+
+
+def run(
+    tokens: int | None = None,
+    *,
+    top_k: int = 16,
+    haystack: Literal["noise", "prose"] = "prose",
+    seed: int = 2,
+    device: str | None = None,
+    image: str | Path = "attnplug-demo.png",
+    console: Console | None = None,
+) -> DemoResult:
+    """Run the demo and save the picture of one head's block mask to `image` (PNG).
+
+    `tokens` is the prompt's length (4,096 on CPU, 8,192 on CUDA; 160 to 8,192), `top_k` momo's
+    blocks a query block. Raises ArgumentError, WeightsUnavailableError."""
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    tokens = tokens or TOKENS.get(device, TOKENS["cpu"])
+    if not SHORTEST <= tokens <= LONGEST:
+        raise ArgumentError(f"tokens is {tokens}, needs {SHORTEST} to {LONGEST} ({MODEL}'s length)")
+    console = console or Console(stderr=True)
+    policy = Momo(top_k=top_k, exact_k=min(top_k, Momo.exact_k), min_tokens=0)
+    model, tokenizer = load(MODEL, device=device)
+    needle = needle_prompt(tokenizer, tokens, 0.4, seed, haystack)
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as bar:
+        step = bar.add_task("compiling kernels on a short prompt", total=None)
+        # On CUDA the first run at a length still tunes cuBLAS; there a full warm-up costs little.
+        warm = needle if device == "cuda" else needle_prompt(tokenizer, SHORTEST, seed=seed)
+        _generate(model, tokenizer, warm, None)
+        _generate(model, tokenizer, warm, policy)
+        bar.update(step, description=f"dense: {needle.ids.shape[1]:,} tokens")
+        dense = _generate(model, tokenizer, needle, None)
+        bar.update(step, description=f"{policy}: {needle.ids.shape[1]:,} tokens")
+        momo = _generate(model, tokenizer, needle, policy)
+        bar.update(step, description="exact attention mass inside the mask")
+        layers = _masks(model, needle.ids.to(device), policy)
+        bar.update(step, description="drawing the mask")
+        _draw(layers, policy, Path(image))
+    return DemoResult(str(policy), device, needle, dense, momo, layers, Path(image))
+
+
+class _Clock(BaseStreamer):
+    """Notes when tokens arrive (generate copies them to the host, so the GPU has finished)."""
+
+    def __init__(self) -> None:
+        self.times = [time.perf_counter()]
+
+    def put(self, value: torch.Tensor) -> None:
+        self.times.append(time.perf_counter())
+
+    def end(self) -> None:
+        pass
+
+
+def _generate(model: Any, tokenizer: Any, needle: Needle, policy: Momo | None) -> Run:
+    ids, clock = needle.ids.to(model.device), _Clock()
+    options = dict(max_new_tokens=NEW_TOKENS, min_new_tokens=NEW_TOKENS, do_sample=False)
+
+    def generate() -> torch.Tensor:
+        return model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            streamer=clock,
+            disable_compile=True,
+            **options,
+        )
+
+    if policy is None:
+        out = generate()
+    else:
+        with applied(model, Policy(prefill=policy)):
+            out = generate()
+    reply = tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)
+    _, prompt, first, *rest = clock.times  # the start, generate's echo of the prompt, the tokens
+    return Run(reply, needle.found_in(reply), first - prompt, (rest[-1] - first) / len(rest))
+
+
+def _masks(model: Any, ids: torch.Tensor, policy: Momo) -> list[LayerMask]:
+    """Momo's mask against exact attention in a few layers, spread over the depth."""
+    count = model.config.num_hidden_layers
+    chosen = sorted({round((i + 0.5) * count / LAYERS) for i in range(LAYERS)})
+    return [
+        layer_mask(number, call, policy)
+        for number, call in capture_layers(model, ids, chosen).items()
+    ]
+
+
+def layer_mask(number: int, call: Any, policy: Momo) -> LayerMask:
+    """One layer's mask, from its captured call."""
+    mass = block_mass(
+        call.q,
+        call.k,
+        scale=call.scale,
+        query_block=policy.query_block,
+        block=policy.block,
+        sink=policy.sink,
+        window=policy.window,
+        dtype=torch.float32,
+    )
+    index = policy.select(call).blocks
+    best = oracle_blocks(mass, policy.top_k)
+    return LayerMask(
+        number,
+        mass,
+        index,
+        mask_density(mass, index),
+        captured_mass(mass, index).mean().item(),
+        captured_mass(mass, best).mean().item(),
+    )
+
+
+def _answer(run: Run) -> str:
+    text = " ".join(run.reply.split())
+    return f"[green]{text}[/]" if run.found else f"[red]{text}[/] (not found)"
+
+
+def _draw(layers: list[LayerMask], policy: Momo, path: Path) -> None:
+    """Exact attention beside the mask, for the head where choosing matters most."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.colors import ListedColormap, LogNorm
+    from matplotlib.figure import Figure
+
+    layer, head = _telling_head(layers)
+    values = layer.mass.values[0, head].float().cpu()
+    seen = visible_blocks(layer.mass, layer.index)[0, head].cpu().int()
+    causal, fixed = layer.mass.causal().cpu().int(), layer.mass.fixed().cpu().int()
+    shown = causal + seen + seen * (1 - fixed)  # 0 future, 1 skipped, 2 always read, 3 chosen
+    kept = captured_mass(layer.mass, layer.index)[0, head].mean().item()
+
+    figure = Figure(figsize=(11, 4.4), dpi=110, layout="constrained")
+    left, right = figure.subplots(1, 2)
+    heat = left.imshow(
+        values.masked_fill(causal == 0, float("nan")).clamp(min=1e-4),
+        norm=LogNorm(1e-4, 1),
+        cmap="magma",
+        aspect="auto",
+        interpolation="nearest",
+    )
+    figure.colorbar(heat, ax=left, label="share of a query's attention")
+    left.set_title(f"{MODEL}, layer {layer.layer}, head {head}: exact attention")
+    colours = ListedColormap(["white", "#e4e7ec", "#98a8bf", "#c2410c"])
+    right.imshow(shown, cmap=colours, vmin=0, vmax=3, aspect="auto", interpolation="nearest")
+    share = (seen.sum() / causal.sum()).item()
+    right.set_title(f"{share:.0%} of the key blocks read, {kept:.1%} of the attention kept")
+    labels = (f"chosen (top {policy.top_k})", "always read", "skipped")
+    marks = [right.plot([], [], "s", color=colours(c))[0] for c in (3, 2, 1)]
+    right.legend(marks, labels, loc="upper right")
+    for axes in (left, right):
+        axes.set_xlabel(f"key block ({policy.block} tokens)")
+        axes.set_ylabel(f"query block ({policy.query_block} tokens)")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    FigureCanvasAgg(figure).print_png(str(path))
+
+
+def _telling_head(layers: list[LayerMask]) -> tuple[LayerMask, int]:
+    """The layer and head whose list keeps most beyond what a random list of its size would."""
+
+    def gain(layer: LayerMask) -> torch.Tensor:
+        free = layer.mass.causal() & ~layer.mass.fixed()
+        listed = visible_blocks(layer.mass, layer.index) & free
+        part = listed.sum(-1) / free.sum(-1).clamp(min=1)
+        kept, outside = (layer.mass.values * where for where in (listed, free))
+        return (kept.sum(-1) - outside.sum(-1) * part).mean(-1)[0]
+
+    layer = max(layers, key=lambda layer: gain(layer).max().item())
+    return layer, int(gain(layer).argmax().item())
