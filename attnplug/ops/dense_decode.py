@@ -28,6 +28,7 @@ from attnplug.ops._define import (
     refuse_gradients,
     require,
 )
+from attnplug.ops._product import add_product
 
 LOG2E = 1.4426950408889634
 
@@ -106,23 +107,6 @@ def _check_sinks(name, q, sinks):
 
 
 @numba.njit(cache=True)
-def _add_product(a, b, c):
-    """c += a b for small float32 matrices: BLAS must not be called from numba's threads."""
-    inner = a.shape[1]
-    whole = inner // 4 * 4
-    for r in range(a.shape[0]):
-        row = c[r]
-        for i in range(0, whole, 4):
-            a0, a1, a2, a3 = a[r, i], a[r, i + 1], a[r, i + 2], a[r, i + 3]
-            b0, b1, b2, b3 = b[i], b[i + 1], b[i + 2], b[i + 3]
-            for j in range(row.shape[0]):
-                row[j] += (a0 * b0[j] + a1 * b1[j]) + (a2 * b2[j] + a3 * b3[j])
-        for i in range(whole, inner):
-            for j in range(row.shape[0]):
-                row[j] += a[r, i] * b[i, j]
-
-
-@numba.njit(cache=True)
 def _reference_rows(q, k, v, mask, position, start, window, sinks, scale, softcap, out, lse):
     """Online softmax of one block of queries `q [G, t, D]`, a group's heads, over the tiles of
     `k, v [S, D]`; `position` is that of the first query. Empty `mask`, `sinks` stand for none."""
@@ -141,7 +125,7 @@ def _reference_rows(q, k, v, mask, position, start, window, sinks, scale, softca
         keys = np.ascontiguousarray(k[n0 : n0 + size].T)
         values = v[n0 : n0 + size].copy()
         s = np.zeros((group * queries, size), np.float32)
-        _add_product(scaled, keys, s)
+        add_product(scaled, keys, s)
         for r in range(group * queries):
             here = position + r % queries
             best = top[r]
@@ -164,7 +148,7 @@ def _reference_rows(q, k, v, mask, position, start, window, sinks, scale, softca
             for i in range(size):
                 s[r, i] = np.exp(s[r, i] - shift)
                 total[r] += s[r, i]
-        _add_product(s, values, acc)
+        add_product(s, values, acc)
     for r in range(group * queries):
         head, t = r // queries, r % queries
         seen = total[r] != 0
@@ -292,10 +276,11 @@ def _attend(
     top = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, DP], tl.float32)
+    flag, flag_at = 0, key_mask
     if key_mask is not None:
         flag_at = key_mask + b * mask_b + low + n
         flag = tl.load(flag_at + first * TILE, mask=low + first * TILE + n < high, other=0)
-    for i in tl.range(first, last, num_stages=STAGES):
+    for i in tl.range(first, last, num_stages=STAGES):  # pyright: ignore[reportGeneralTypeIssues]
         at = low + i * TILE
         readable = at + n < high
         loadable = readable[:, None] & in_width[None, :]
@@ -390,7 +375,7 @@ def _machine(device: torch.device) -> tuple[int, bool]:
 @functools.lru_cache(maxsize=1024)
 def plan_for(
     batch: int, heads: int, kv_heads: int, queries: int, size: int, width: int, itemsize: int,
-    multiprocessors: int,
+    multiprocessors: int, masked: bool,
 ) -> Plan:  # fmt: skip
     """The pre-tuned plan of a shape. `size` is that of the cache: its valid length is unknown."""
     padded = triton.next_power_of_2(width)
@@ -399,8 +384,9 @@ def plan_for(
     tile = min(max(16, 16384 // (padded * itemsize)), 128)  # 16 KiB of keys a step
     tiles = triton.cdiv(size, tile)
     programs = batch * kv_heads * triton.cdiv(pairs, rows)
-    # One program a multiprocessor reads fastest, unless that would leave a tenth of them idle.
-    splits = multiprocessors // programs
+    # One program a multiprocessor reads fastest, unless that would leave a tenth of them idle or
+    # there is a key mask, whose bytes are waited for.
+    splits = (2 if masked else 1) * multiprocessors // programs
     if splits * programs < 0.9 * multiprocessors:
         splits = 2 * multiprocessors // programs
     splits = max(1, min(splits, tiles))
@@ -409,7 +395,7 @@ def plan_for(
         tile=tile,
         splits=splits,
         warps=8 if rows == 128 or itemsize == 4 else 4,
-        stages=3 if tiles <= 4 * splits else 4,
+        stages=3 if masked or tiles <= 4 * splits else 4,
         columns=32 if batch * heads * queries <= 4096 else padded,
     )
 
@@ -423,8 +409,9 @@ def launch_dense_decode(
     multiprocessors, pdl = _machine(q.device)
     if plan is None:
         plan = plan_for(
-            batch, heads, kv_heads, queries, size, width, q.element_size(), multiprocessors
-        )
+            batch, heads, kv_heads, queries, size, width, q.element_size(), multiprocessors,
+            key_mask is not None,
+        )  # fmt: skip
     q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k, v))
     if key_mask is not None:
         key_mask = (key_mask if key_mask.stride(1) == 1 else key_mask.contiguous()).view(
@@ -445,12 +432,12 @@ def launch_dense_decode(
         0 if key_mask is None else key_mask.stride(0),
         group, width, triton.next_power_of_2(width), plan.rows, plan.tile, plan.stages,
         softcap > 0, window > 0, _step(lengths), _step(start), pdl,
-        num_warps=plan.warps,
+        num_warps=plan.warps,  # pyright: ignore[reportCallIssue]
     )  # fmt: skip
     _reduce[(rows, triton.cdiv(width, plan.columns))](
         partial, sinks, out, lse, heads, queries, plan.splits,
         width, plan.columns, triton.next_power_of_2(plan.splits), pdl,
-        num_warps=4, **({"launch_pdl": True} if pdl else {}),
+        **({"num_warps": 4, "launch_pdl": True} if pdl else {"num_warps": 4}),
     )  # fmt: skip
 
 

@@ -168,7 +168,7 @@ def test_queries_that_see_nothing(device_path):
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("where", ["q", "k", "v"])
-@pytest.mark.parametrize("key", [0, 70, 199])
+@pytest.mark.parametrize("key", [0, 199])
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, under the interpreter
 def test_bad_numbers_surface(device_path, where, bad, key):
     """In the rows that see them, finite or not just where dense attention is."""
@@ -221,10 +221,13 @@ def test_any_plan_gives_the_same(device_path, splits):
 
 def test_plan_fills_the_machine_once():
     for batch, kv_heads in [(1, 4), (8, 4), (8, 8), (1, 8), (3, 5), (20, 4)]:
-        plan = op.plan_for(batch, 4 * kv_heads, kv_heads, 1, 1 << 20, 128, 2, 132)
+        plan = op.plan_for(batch, 4 * kv_heads, kv_heads, 1, 1 << 20, 128, 2, 132, False)
         assert 0.9 * 132 <= plan.splits * batch * kv_heads <= 2 * 132
-    assert op.plan_for(64, 32, 8, 1, 1 << 20, 128, 2, 132).splits == 1
-    assert op.plan_for(1, 28, 4, 1, 100, 128, 2, 132).splits == 2  # no more than there are tiles
+    assert op.plan_for(1, 28, 4, 1, 1 << 20, 128, 2, 132, True).splits == 66
+    assert op.plan_for(64, 32, 8, 1, 1 << 20, 128, 2, 132, False).splits == 1
+    assert (
+        op.plan_for(1, 28, 4, 1, 100, 128, 2, 132, False).splits == 2
+    )  # no more than there are tiles
 
 
 def test_opcheck(device):
