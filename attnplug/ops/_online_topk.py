@@ -214,12 +214,12 @@ def offer_slots(value, block, offered, s, t, low, low_t):
     took = offered & _beats(value, block, low, low_t)
     loser = tl.where(took, low, value)
     loser_t = tl.where(took, low_t, block)
-    if tl.max(took.to(tl.int32), 0) > 0:
-        # the block indices in a buffer are distinct: low_t names the slot
-        hit = took[:, None] & (t == low_t[:, None])
-        s = tl.where(hit, value[:, None], s)
-        t = tl.where(hit, block, t)
-        low, low_t = lowest(s, t)
+    # No branch on "any row took": asking that of the whole tile costs more than doing it. The block
+    # indices in a buffer are distinct: low_t names the slot.
+    hit = took[:, None] & (t == low_t[:, None])
+    s = tl.where(hit, value[:, None], s)
+    t = tl.where(hit, block, t)
+    low, low_t = lowest(s, t)
     return s, t, low, low_t, loser, loser_t
 
 

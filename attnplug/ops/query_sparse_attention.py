@@ -470,15 +470,15 @@ def _kernel(
 
 
 def configuration(head_dim, itemsize, block, top_k, algorithm, packed_rows):
-    """Tile rows and keys, warps and stages, measured on an H200 for 16-bit inputs and D = 128.
-    `packed_rows` counts the rows of all tiles of the call."""
-    rows, warps = 128, 8
-    keys, stages = max(block, 64) if top_k else 64, 3
+    """Tile rows and keys, warps and stages, measured on an H200 in bfloat16. `head_dim` is a power
+    of two, `packed_rows` counts the rows of all tiles of the call."""
+    rows, keys, warps, stages = 128, max(block, 64) if top_k else 64, 8, 3
+    light = algorithm == "estimated" if top_k else head_dim == 64 or packed_rows < 128 * 2048
     if itemsize == 4:
         rows = 32  # below wgmma's 64: it would keep two shared copies of an operand for tf32x3
     elif head_dim > 128:
-        rows = 64
-    elif keys == 64 and (algorithm == "estimated" if top_k else packed_rows < 128 * 2048):
+        rows = 128 if keys == 64 else 64
+    elif keys == 64 and light:
         rows, warps = 64, 4
     while stages > 1 and head_dim * itemsize * (rows + 2 * keys * stages) > 200_000:
         stages -= 1
@@ -497,8 +497,9 @@ def launch_query_sparse_attention(
     rows, group = out.shape[2], heads // kv_heads
     tree = top_k > 0 and algorithm == "tournament"
     exact = {"exact": top_k, "tournament": 0, "estimated": min(exact_k, top_k)}[algorithm]
+    width = triton.next_power_of_2(dim)
     M, N, warps, stages = configuration(
-        dim, q.element_size(), block, top_k, algorithm, batch * heads * rows
+        width, q.element_size(), block, top_k, algorithm, batch * heads * rows
     )
     tiles = triton.cdiv(rows * group, M)
     dummy = lse
@@ -516,7 +517,7 @@ def launch_query_sparse_attention(
         0 if start is None or len(start) == 1 else start.stride(0),
         before.stride(0), batch, kv_heads, queries, keys, rows, tiles, gamma,
         scale * LOG2E * (2.0 / softcap if softcap else 1.0), softcap * LOG2E,
-        G=group, D=dim, DP=triton.next_power_of_2(dim), M=M, N=N, BLOCK=block if top_k else N,
+        G=group, D=dim, DP=width, M=M, N=N, BLOCK=block if top_k else N,
         TOP_K=top_k, EXACT_K=exact,
         P=triton.next_power_of_2(max(exact, 1)) if exact < top_k else 1,
         LEVELS=(2 * top_k - 1).bit_length() - 1 if tree else -1, CAP=softcap > 0,

@@ -196,7 +196,7 @@ def test_dense_prefill(device_path, dim):
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 @pytest.mark.parametrize("block", [16, 64, 128])
 def test_algorithms(device_path, algorithm, block):
-    q, k, v = inputs(2, 4, 2, 8 * block + 5, 8 * block + 5, 64)
+    q, k, v = inputs(2, 2, 1, 8 * block + 5, 8 * block + 5, 64)
     for top_k in (1, 5):
         check(
             device_path, q, k, v, 0.3, gamma=block, block=block, top_k=top_k,
@@ -217,7 +217,7 @@ def test_ties_keep_the_lower_block(device_path):
     q, k, v = tied_inputs(24, 16, 64)
     _, _, scores = oracle(q, k, v, 0.125, gamma=16)
     order = torch.sort(scores, dim=-1, descending=True, stable=True)
-    for top_k in (1, 6, 7):
+    for top_k in (1, 6):
         best = torch.where(order.values > -math.inf, order.indices, -1)[..., :top_k]
         for algorithm in ("exact", "tournament"):
             options = dict(gamma=16, top_k=top_k, algorithm=algorithm)
