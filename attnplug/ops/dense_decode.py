@@ -437,7 +437,8 @@ def launch_dense_decode(
     _reduce[(rows, triton.cdiv(width, plan.columns))](
         partial, sinks, out, lse, heads, queries, plan.splits,
         width, plan.columns, triton.next_power_of_2(plan.splits), pdl,
-        **({"num_warps": 4, "launch_pdl": True} if pdl else {"num_warps": 4}),
+        num_warps=4,  # pyright: ignore[reportCallIssue]
+        **({"launch_pdl": True} if pdl else {}),
     )  # fmt: skip
 
 
