@@ -8,12 +8,20 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# cuBLAS is deterministic only with a fixed workspace, and the tests ask for determinism.
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 import hypothesis
 import pytest
 
-hypothesis.settings.register_profile("ci", max_examples=15, deadline=None, derandomize=True)
-hypothesis.settings.register_profile("long", max_examples=300, deadline=None)
+# `device` and `device_path` are the same for every example of a test.
+CHECKS = [hypothesis.HealthCheck.function_scoped_fixture, hypothesis.HealthCheck.too_slow]
+hypothesis.settings.register_profile(
+    "ci", max_examples=15, deadline=None, derandomize=True, suppress_health_check=CHECKS
+)
+hypothesis.settings.register_profile(
+    "long", max_examples=300, deadline=None, suppress_health_check=CHECKS
+)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]

@@ -84,39 +84,37 @@ def require(condition: bool, name: str, message: str) -> None:
 
 
 def check_attention_inputs(name: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-    """The checks every attention op makes of q `[B,Hq,T,D]` and k, v `[B,Hkv,S,D]`."""
+    """The checks every attention op makes of q `[B,Hq,T,D]` and k, v `[B,Hkv,S,D]`.
+
+    Messages are built only where a check fails: this runs at every eager call.
+    """
     for label, tensor in (("q", q), ("k", k), ("v", v)):
-        require(tensor.dim() == 4, name, f"{label} has {tensor.dim()} dimensions, needs [B,H,S,D]")
-        require(
-            tensor.dtype in DTYPES,
-            name,
-            f"{label} is {tensor.dtype}, needs float32, float16 or bfloat16",
+        if tensor.dim() != 4:
+            raise ArgumentError(f"{name}: {label} has {tensor.dim()} dimensions, needs [B,H,S,D]")
+        if tensor.dtype not in DTYPES:
+            raise ArgumentError(
+                f"{name}: {label} is {tensor.dtype}, needs float32, float16 or bfloat16"
+            )
+        if tensor.dtype != q.dtype:
+            raise ArgumentError(f"{name}: {label} is {tensor.dtype} but q is {q.dtype}")
+        if tensor.device != q.device:
+            raise ArgumentError(
+                f"{name}: {label} is on {tensor.device} but q is on {q.device}; move them to one "
+                "device"
+            )
+    if k.shape != v.shape:
+        raise ArgumentError(f"{name}: k {tuple(k.shape)} and v {tuple(v.shape)} differ in shape")
+    if q.shape[0] != k.shape[0]:
+        raise ArgumentError(f"{name}: q has batch {q.shape[0]} but k has batch {k.shape[0]}")
+    if q.shape[3] != k.shape[3]:
+        raise ArgumentError(f"{name}: q has head dimension {q.shape[3]} but k has {k.shape[3]}")
+    if q.shape[3] not in HEAD_DIMS:
+        sizes = ", ".join(map(str, HEAD_DIMS))
+        raise ArgumentError(f"{name}: head dimension {q.shape[3]} is not one of {sizes}")
+    if q.shape[1] % k.shape[1] != 0:
+        raise ArgumentError(
+            f"{name}: {q.shape[1]} query heads are not a multiple of {k.shape[1]} KV heads"
         )
-        require(tensor.dtype == q.dtype, name, f"{label} is {tensor.dtype} but q is {q.dtype}")
-        require(
-            tensor.device == q.device,
-            name,
-            f"{label} is on {tensor.device} but q is on {q.device}; move them to one device",
-        )
-    require(k.shape == v.shape, name, f"k {tuple(k.shape)} and v {tuple(v.shape)} differ in shape")
-    require(
-        q.shape[0] == k.shape[0], name, f"q has batch {q.shape[0]} but k has batch {k.shape[0]}"
-    )
-    require(
-        q.shape[3] == k.shape[3],
-        name,
-        f"q has head dimension {q.shape[3]} but k has {k.shape[3]}",
-    )
-    require(
-        q.shape[3] in HEAD_DIMS,
-        name,
-        f"head dimension {q.shape[3]} is not one of {', '.join(map(str, HEAD_DIMS))}",
-    )
-    require(
-        q.shape[1] % k.shape[1] == 0,
-        name,
-        f"{q.shape[1]} query heads are not a multiple of {k.shape[1]} KV heads",
-    )
 
 
 def check_sequence_inputs(
@@ -127,30 +125,28 @@ def check_sequence_inputs(
     start: torch.Tensor | None,
     key_mask: torch.Tensor | None,
 ) -> None:
-    """The checks of the per-sequence tensors: `lengths` [1] or [B], `start` [B], `key_mask`
+    """The checks of the per-sequence tensors: `lengths` and `start`, [1] or [B], and `key_mask`
     [B,S] bool."""
     for label, tensor in (("lengths", lengths), ("start", start)):
         if tensor is None:
             continue
-        require(
-            tensor.dtype in (torch.int32, torch.int64),
-            name,
-            f"{label} is {tensor.dtype}, needs int32 or int64",
+        if tensor.dtype not in (torch.int32, torch.int64):
+            raise ArgumentError(f"{name}: {label} is {tensor.dtype}, needs int32 or int64")
+        if tensor.dim() != 1 or tensor.shape[0] not in (1, q.shape[0]):
+            raise ArgumentError(
+                f"{name}: {label} has shape {tuple(tensor.shape)}, needs [1] or [B] = "
+                f"[{q.shape[0]}]"
+            )
+        if tensor.device != q.device:
+            raise ArgumentError(f"{name}: {label} is on {tensor.device}, q on {q.device}")
+    if key_mask is None:
+        return
+    if key_mask.dtype != torch.bool:
+        raise ArgumentError(f"{name}: key_mask is {key_mask.dtype}, needs bool")
+    if tuple(key_mask.shape) != (k.shape[0], k.shape[2]):
+        raise ArgumentError(
+            f"{name}: key_mask has shape {tuple(key_mask.shape)}, needs [B,S] = "
+            f"[{k.shape[0]}, {k.shape[2]}]"
         )
-        require(
-            tensor.dim() == 1 and tensor.shape[0] in (1, q.shape[0]),
-            name,
-            f"{label} has shape {tuple(tensor.shape)}, needs [1] or [B] = [{q.shape[0]}]",
-        )
-        require(tensor.device == q.device, name, f"{label} is on {tensor.device}, q on {q.device}")
-    if key_mask is not None:
-        require(key_mask.dtype == torch.bool, name, f"key_mask is {key_mask.dtype}, needs bool")
-        require(
-            tuple(key_mask.shape) == (k.shape[0], k.shape[2]),
-            name,
-            f"key_mask has shape {tuple(key_mask.shape)}, needs [B,S] = "
-            f"[{k.shape[0]}, {k.shape[2]}]",
-        )
-        require(
-            key_mask.device == q.device, name, f"key_mask is on {key_mask.device}, q on {q.device}"
-        )
+    if key_mask.device != q.device:
+        raise ArgumentError(f"{name}: key_mask is on {key_mask.device}, q on {q.device}")
