@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
 
 from attnplug.testing.inputs import LAYOUTS, AttentionInputs, lay_out, odd_inputs
 from attnplug.testing.oracle import largest, oracle_attention, tolerance
@@ -107,10 +108,7 @@ class _Recorder(TorchDispatchMode):
 
 
 def _cloned(tree: Any) -> Any:
-    keep = torch.preserve_format
-    return torch.utils._pytree.tree_map_only(
-        torch.Tensor, lambda t: t.clone(memory_format=keep), tree
-    )
+    return tree_map_only(torch.Tensor, torch.clone, tree)
 
 
 def _opcheck(call: Callable[[AttentionInputs], Any], inputs: AttentionInputs) -> None:
@@ -131,14 +129,13 @@ def _compiles(
     eager = call(inputs)
     torch._dynamo.reset()  # earlier shapes must not count against the recompilation limit
     names = list(inputs.options())
-    tensors = [inputs.q, inputs.k, inputs.v]
 
     def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, values: list[Any]) -> Any:
         options = dict(zip(names, values, strict=True))
         return call(AttentionInputs(q, k, v, **options))
 
     compiled = torch.compile(run, fullgraph=True, backend=backend)
-    found = compiled(*tensors, list(inputs.options().values()))
+    found = compiled(inputs.q, inputs.k, inputs.v, list(inputs.options().values()))
     torch._dynamo.reset()
     torch.testing.assert_close(tuple(found), eager, equal_nan=True)
 

@@ -47,7 +47,7 @@ def tiny_model(
     )
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        model = LlamaForCausalLM(LlamaConfig(**(fields | config)))
+        model: Any = LlamaForCausalLM(LlamaConfig(**(fields | config)))
     return model.eval().to(device, dtype)
 
 
@@ -106,7 +106,13 @@ class _Subject:
     backend: str
     factor: float
 
-    def model(self, **options: Any) -> LlamaForCausalLM:
+    @property
+    def mode(self) -> str | None:
+        """CUDA graphs where there are any: only inductor knows modes."""
+        graphs = self.device != "cpu" and self.backend == "inductor"
+        return "reduce-overhead" if graphs else None
+
+    def model(self, **options: Any) -> Any:
         return tiny_model(device=self.device, **options)
 
     def ids(self, *shape: int, seed: int = 1) -> torch.Tensor:
@@ -206,9 +212,11 @@ class _Subject:
             wanted = _stepwise(model, ids, eager_cache, prefill=16)
             config = model.config
             cache.early_initialization(
-                2, config.num_key_value_heads, config.head_dim, torch.float32, self.device
+                2, config.num_key_value_heads, config.head_dim, torch.float32, model.device
             )
-            compiled = torch.compile(model.forward, fullgraph=True, backend=self.backend)
+            compiled = torch.compile(
+                model.forward, fullgraph=True, backend=self.backend, mode=self.mode
+            )
             found = [_step(compiled, ids[:, at : at + 8], cache) for at in (0, 8)]
             found += [_step(compiled, ids[:, at : at + 1], cache) for at in (16, 17)]
             with torch._dynamo.config.patch(error_on_recompile=True):
@@ -221,7 +229,8 @@ class _Subject:
     def compiled_generate(self) -> None:
         model = self.model()
         ids, mask = self.padded()
-        compiling = CompileConfig(fullgraph=True, backend=self.backend, mode=None)
+        compiling: Any = CompileConfig(fullgraph=True, backend=self.backend)
+        compiling.mode = self.mode
         compiling._compile_all_devices = True
         with attnplug.applied(model, self.policy), _fresh_dynamo():
             eager = _generate(model, ids, mask, cache_implementation="static", disable_compile=True)
@@ -315,7 +324,7 @@ class _Subject:
 NEW_TOKENS = 9
 
 
-def _double(model: LlamaForCausalLM) -> LlamaForCausalLM:
+def _double(model: Any) -> Any:
     """The same weights in fp64 (SDPA: eager attention takes its softmax in fp32)."""
     config = dict(model.config.to_dict(), attn_implementation="sdpa")
     wide = LlamaForCausalLM(LlamaConfig(**config)).eval().to(model.device, torch.float64)
@@ -328,9 +337,7 @@ def _positions(mask: torch.Tensor) -> torch.Tensor:
 
 
 @torch.no_grad()
-def _logits(
-    model: LlamaForCausalLM, ids: torch.Tensor, mask: torch.Tensor | None = None
-) -> torch.Tensor:
+def _logits(model: Any, ids: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
     """fp64 copies of the logits `[B,T,V]` of one forward pass without a cache."""
     positions = None if mask is None else _positions(mask)
     out = model(ids, attention_mask=mask, position_ids=positions, use_cache=False)
@@ -342,21 +349,21 @@ def _step(forward: Any, ids: torch.Tensor, cache: Any) -> torch.Tensor:
     return forward(ids.contiguous(), past_key_values=cache, use_cache=True).logits.double()
 
 
-def _stepwise(model: LlamaForCausalLM, ids: torch.Tensor, cache: Any, prefill: int) -> torch.Tensor:
+def _stepwise(model: Any, ids: torch.Tensor, cache: Any, prefill: int) -> torch.Tensor:
     """The logits of a prefill of the first tokens and then one step for each that follows."""
     found = [_step(model, ids[:, :prefill], cache)] if prefill else []
     found += [_step(model, ids[:, at : at + 1], cache) for at in range(prefill, ids.shape[1])]
     return torch.cat(found, 1)
 
 
-def _caches(model: LlamaForCausalLM, tokens: int) -> list[Any]:
+def _caches(model: Any, tokens: int) -> list[Any]:
     """What a user may pass: a dynamic cache and a static one with room to spare."""
     return [DynamicCache(), StaticCache(model.config, max_cache_len=tokens + 13)]
 
 
 @torch.no_grad()
 def _generate(
-    model: LlamaForCausalLM, ids: torch.Tensor, mask: torch.Tensor | None = None, **options: Any
+    model: Any, ids: torch.Tensor, mask: torch.Tensor | None = None, **options: Any
 ) -> torch.Tensor:
     """The new tokens of a greedy generate."""
     mask = torch.ones_like(ids) if mask is None else mask
@@ -367,7 +374,7 @@ def _generate(
     return out[:, ids.shape[1] :]
 
 
-def _state(model: torch.nn.Module) -> dict[str, Any]:
+def _state(model: Any) -> dict[str, Any]:
     """All that apply could leave behind: every module's hooks and attributes, and the attention
     implementation."""
     state: dict[str, Any] = {"attention implementation": model.config._attn_implementation}
