@@ -1,0 +1,81 @@
+"""On a GPU: compiled decode runs as CUDA graphs, gives eager's tokens and does not recompile."""
+
+import pytest
+import torch
+from families import FAMILIES, VOCABULARY
+from torch._dynamo.utils import counters
+
+import attnplug
+
+POLICIES = ["dense", "momo(gamma=8, block=16, query_block=16, top_k=4, exact_k=1, min_tokens=0)"]
+pytestmark = [
+    pytest.mark.gpu,
+    # Inductor imports what it deprecates, and says so where the machine is small.
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::UserWarning"),
+]
+
+
+@pytest.fixture
+def fresh_dynamo():
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.parametrize("policy", POLICIES, ids=["dense", "momo"])
+@pytest.mark.parametrize("family", [FAMILIES[0], FAMILIES[6]], ids=lambda family: family.name)
+def test_generate_compiles_to_cuda_graphs(family, policy):
+    """transformers compiles decode by itself, with mode "reduce-overhead", for a static cache."""
+    model = family.build("cuda")
+    ids = torch.randint(3, VOCABULARY, (2, 50), device="cuda")
+    mask = torch.ones_like(ids)
+    mask[0, :7] = 0
+    options = dict(attention_mask=mask, max_new_tokens=24, do_sample=False)
+    with attnplug.applied(model, policy):
+        wanted = model.generate(ids, disable_compile=True, **options)
+        found = model.generate(ids, **options)
+    assert torch.equal(found, wanted)
+    assert counters["stats"]["unique_graphs"] == 1
+    assert counters["inductor"]["cudagraph_skips"] == 0
+
+
+@torch.no_grad()
+@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.parametrize("policy", POLICIES, ids=["dense", "momo"])
+def test_decode_replays_one_graph_as_the_sequence_grows(policy):
+    model = FAMILIES[0].build("cuda").to(torch.bfloat16)
+    ids = torch.randint(3, VOCABULARY, (1, 40), device="cuda")
+    with attnplug.applied(model, policy):
+        cache = attnplug.make_cache(model, 128)
+        model(ids, past_key_values=cache)
+        step = torch.compile(model, mode="reduce-overhead", fullgraph=True)
+        token = ids[:, :1]
+        for _ in range(3):
+            step(token, past_key_values=cache)
+        with torch._dynamo.config.patch(error_on_recompile=True):
+            compiled = torch.cat(
+                [step(token, past_key_values=cache).logits.clone() for _ in range(40)], 1
+            )
+        again = attnplug.make_cache(model, 128)
+        model(torch.cat([ids, token.expand(1, 3)], 1), past_key_values=again)
+        eager = torch.cat([model(token, past_key_values=again).logits for _ in range(40)], 1)
+    assert counters["inductor"]["cudagraph_skips"] == 0
+    assert (compiled - eager).abs().max() < 0.02 * eager.abs().max()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("policy", POLICIES, ids=["dense", "momo"])
+def test_a_prefill_can_be_captured_by_hand(policy):
+    """Nothing in a prefill of known tokens syncs with the host under capture."""
+    model = FAMILIES[0].build("cuda").to(torch.bfloat16)
+    ids = torch.randint(3, VOCABULARY, (1, 70), device="cuda")
+    with attnplug.applied(model, policy):
+        wanted = model(ids, use_cache=False).logits
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            found = model(ids, use_cache=False).logits
+        graph.replay()
+    assert (found - wanted).abs().max() <= 0.02 * wanted.abs().max()
