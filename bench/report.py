@@ -64,8 +64,7 @@ def load(folder: Path) -> tuple[list[Row], list[Row]]:
     """Timing rows and quality rows of all JSON files, each question once, in a fixed order."""
     timing: dict[tuple[Any, ...], Row] = {}
     quality: dict[tuple[Any, ...], Row] = {}
-    found = [(row.get("date", ""), path.name, row) for path, row in _rows(folder)]
-    for _, _, row in sorted(found, key=lambda entry: entry[:2]):
+    for _, _, row in sorted(_rows(folder), key=lambda entry: entry[:2]):
         if "task" in row:
             quality[tuple(row[key] for key in QUALITY)] = row
         else:
@@ -73,16 +72,15 @@ def load(folder: Path) -> tuple[list[Row], list[Row]]:
     return sorted(timing.values(), key=_timing_order), sorted(quality.values(), key=_quality_order)
 
 
-def _rows(folder: Path) -> Iterable[tuple[Path, Row]]:
+def _rows(folder: Path) -> Iterable[tuple[str, str, Row]]:
+    """Each row with the moment of its run (or its day) and its file's name."""
     for path in sorted(folder.glob("*.json")):
         content = json.loads(path.read_text())
         if not isinstance(content, dict) or not {"benchmarks", "rows"} & set(content):
             raise SystemExit(f"{path}: neither pytest-benchmark's JSON nor an object with 'rows'")
-        for bench in content.get("benchmarks", ()):
-            if "op" in bench["extra_info"]:
-                yield path, bench["extra_info"]
-        for row in content.get("rows", ()):
-            yield path, row
+        rows = [bench["extra_info"] for bench in content.get("benchmarks", ())]
+        for row in [row for row in rows if "op" in row] + content.get("rows", []):
+            yield content.get("datetime", row.get("date", "")), path.name, row
 
 
 def _timing_order(row: Row) -> tuple[Any, ...]:

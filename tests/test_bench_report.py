@@ -77,6 +77,19 @@ def test_the_results_page_holds_every_row_once(report, tree):
     assert page.index("## dense_decode") < page.index("## momo") < page.index("## Quality")
 
 
+def test_of_one_day_the_later_run_stands(report, tree):
+    results = tree / "bench" / "results"
+    for name, moment, p50 in (
+        ("x", "2026-01-03T10:00:00", 30.0),
+        ("y", "2026-01-03T09:00:00", 31.0),
+    ):
+        rows = [{"extra_info": timing(8192, p50, date="2026-01-03")}]
+        (results / f"{name}.json").write_text(json.dumps({"benchmarks": rows, "datetime": moment}))
+    run(report, tree)
+    page = (tree / "docs" / "results.md").read_text()
+    assert "| 30 us (" in page and "| 31 us (" not in page and "| 7.5 us (" not in page
+
+
 def test_plots_are_drawn_where_there_is_a_line_to_draw(report, tree):
     run(report, tree)
     images = sorted(path.name for path in (tree / "docs" / "img").iterdir())
