@@ -249,11 +249,12 @@ def _draw(layers: list[LayerMask], policy: Momo, path: Path) -> None:
         interpolation="nearest",
     )
     figure.colorbar(heat, ax=left, label="share of a query's attention")
-    left.set_title(f"{MODEL}, layer {layer.layer}, head {head}: exact attention")
+    left.set_title(f"{MODEL}, layer {layer.layer}, head {head}: exact attention", fontsize=10)
     colours = ListedColormap(["white", "#e4e7ec", "#98a8bf", "#c2410c"])
     right.imshow(shown, cmap=colours, vmin=0, vmax=3, aspect="auto", interpolation="nearest")
     share = (seen.sum() / causal.sum()).item()
-    right.set_title(f"{share:.0%} of the key blocks read, {kept:.1%} of the attention kept")
+    kept_text = f"{share:.0%} of the key blocks read, {kept:.1%} of the attention kept"
+    right.set_title(kept_text, fontsize=10)
     labels = (f"chosen (top {policy.top_k})", "always read", "skipped")
     marks = [right.plot([], [], "s", color=colours(c))[0] for c in (3, 2, 1)]
     right.legend(marks, labels, loc="upper right")

