@@ -70,7 +70,8 @@ def oracle(q, k, v, scale, *, dtype=torch.float64, **options):
     rows = -(-queries // gamma)
     out = torch.zeros(batch, heads, rows, dim, dtype=dtype)
     lse = torch.full((batch, heads, rows), -math.inf, dtype=torch.float64)
-    scores = torch.full((batch, heads, rows, k.shape[2] // block), -math.inf, dtype=torch.float64)
+    slots = max(1, k.shape[2] // block)
+    scores = torch.full((batch, heads, rows, slots), -math.inf, dtype=torch.float64)
     for b, (start, length, t, pos) in enumerate(rows_of(q, k, **options)):
         kb = k[b, :, start:length].to(dtype).repeat_interleave(group, 0)
         vb = v[b, :, start:length].to(dtype).repeat_interleave(group, 0)
