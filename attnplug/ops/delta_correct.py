@@ -210,14 +210,13 @@ def _unit_last(x: torch.Tensor) -> torch.Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def launch_delta_correct(
-    out_sparse, out_rows, gamma, lengths, start, kv_length, out, tile=16, warps=4
-):
+def launch_delta_correct(out_sparse, out_rows, gamma, lengths, start, kv_length, out):
     """Fill `out` with the Triton kernel."""
     batch, heads, queries, dim = out.shape
     if out.numel() == 0:
         return
     sparse, rows = _unit_last(out_sparse), _unit_last(out_rows)
+    tile = 16
     _delta_kernel[(batch * heads * triton.cdiv(queries, tile),)](
         sparse,
         rows,
@@ -236,7 +235,7 @@ def launch_delta_correct(
         D=dim,
         D_PAD=triton.next_power_of_2(dim),
         TILE=tile,
-        num_warps=warps,
+        num_warps=4,
     )
 
 

@@ -261,8 +261,9 @@ def _merge_kernel(
 
 
 def _warps(entries: int) -> int:
-    # 32 entries a lane: what a lane holds is compared without a shuffle.
-    return max(1, entries // 1024)
+    # 32 entries a lane are fastest (what a lane holds is compared without a shuffle); beyond 1024
+    # entries 16, or the sort takes minutes to compile.
+    return 1 if entries <= 1024 else entries // 512
 
 
 def launch_merge_block_rows(index, score, lse, rows, trim, merge, out):

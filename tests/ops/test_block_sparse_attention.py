@@ -159,9 +159,7 @@ def test_matches_fp64(device_path, case):
                 x[b, :, int(case["lengths"].expand(case["batch"])[b]) :] = torch.nan
     options = case["options"] | dict(lengths=case["lengths"], start=case["start"])
     if case["masked"]:
-        options["key_mask"] = (
-            torch.rand(case["batch"], case["keys"], generator=generator) < 0.7
-        )
+        options["key_mask"] = torch.rand(case["batch"], case["keys"], generator=generator) < 0.7
     query_blocks = -(-case["queries"] // options["query_block"])
     index = torch.randint(
         -1,
@@ -215,9 +213,7 @@ def test_left_padded_row_equals_row_alone(device_path):
     pad = 21
     index = torch.randint(-1, 8, (2, 2, 4, 3), generator=generator, dtype=torch.int32)
     k[1, :, :pad] = torch.nan
-    out, lse = call(
-        device_path, q, k, v, index, 0.125, start=torch.tensor([0, pad]), window=5
-    )
+    out, lse = call(device_path, q, k, v, index, 0.125, start=torch.tensor([0, pad]), window=5)
     alone = [x[1:, :, pad:] for x in (q, k, v)]
     want, want_lse = call(device_path, *alone, index[1:, :, :3], 0.125, window=5)
     torch.testing.assert_close(out[1:, :, pad:], want, rtol=0, atol=1e-6)
@@ -339,11 +335,11 @@ def test_opcheck(device):
         (dict(index=torch.zeros(1, 2, 3, 4, dtype=torch.int32)), r"index has shape \(1, 2, 3, 4\)"),
         (dict(index=torch.zeros(1, 2, 2, 4)), "index is torch.float32, needs int32"),
         (dict(index=torch.zeros(1, 2, 2, 9000, dtype=torch.int32)), "names 9000 blocks"),
-        (dict(block=0), "block is 0"),
-        (dict(query_block=0), "query_block is 0"),
-        (dict(sink=-1), "sink is -1"),
-        (dict(window=-1), "window is -1"),
-        (dict(softcap=-1.0), "softcap is -1.0"),
+        (dict(block=0), "block is 0, needs at least 1"),
+        (dict(query_block=0), "query_block is 0, needs at least 1"),
+        (dict(sink=-1), "sink is -1, needs at least 0"),
+        (dict(window=-1), "window is -1, needs at least 0"),
+        (dict(softcap=-1.0), "softcap is -1.0, needs at least 0"),
         (dict(k=torch.zeros(1, 1, 40, 80)), "head dimension 64 but k has 80"),
         (dict(lengths=torch.tensor([41])), "lengths go to 41"),
         (dict(start=torch.tensor([-1])), "start from -1"),

@@ -130,6 +130,18 @@ def test_mass_counts_absent_rows_as_nothing(device_path):
         assert call(device_path, index, score, lse, 4, 1, merge).tolist() == [[[[best]]]]
 
 
+def test_a_nan_row_takes_no_mass_away(device_path):
+    index = torch.tensor([[[[3], [3], [4]]]], dtype=torch.int32)
+    score = torch.tensor([[[[torch.nan], [5.0], [1.0]]]])
+    assert call(device_path, index, score, torch.full((1, 1, 3), 6.0), 3, 1, "mass").item() == 3
+
+
+def test_minus_zero_ties_with_zero(device_path):
+    index = torch.tensor([[[[1, 2]]]], dtype=torch.int32)
+    score = torch.tensor([[[[-0.0, 0.0]]]])
+    assert call(device_path, index, score, torch.zeros(1, 1, 1), 1, 1, "mean").item() == 1
+
+
 def test_normalisers_matter(device_path):
     """Raw scores prefer the row with the large normaliser, normalised ones do not."""
     index = torch.tensor([[[[1], [2]]]], dtype=torch.int32)
