@@ -227,13 +227,7 @@ def _matches(key: LayerKey, layer: AttentionLayer) -> bool:
 
 
 def _bind(model: PreTrainedModel, layer: AttentionLayer, policy: Policy | None) -> Binding:
-    implementation = layer.module.config._attn_implementation
-    supports_sdpa = getattr(model, "_supports_sdpa", False)
-    stock = (
-        implementation
-        if implementation in ("sdpa", "eager")
-        else ("sdpa" if supports_sdpa else "eager")
-    )
+    stock = _stock_attention(model, layer)
     if layer.reason:
         return Binding(None, layer.reason, stock)
     if policy is None:
@@ -243,6 +237,16 @@ def _bind(model: PreTrainedModel, layer: AttentionLayer, policy: Policy | None) 
         if refusal:
             return Binding(None, refusal, stock)
     return Binding(policy, "", stock)
+
+
+def _stock_attention(model: PreTrainedModel, layer: AttentionLayer) -> str:
+    """Which of the model's own dense attentions serves a layer that a policy does not."""
+    if layer.shape.softcap or layer.shape.sinks:
+        return "eager"  # sdpa has neither
+    implementation = layer.module.config._attn_implementation
+    if implementation in ("sdpa", "eager"):
+        return implementation
+    return "sdpa" if getattr(model, "_supports_sdpa", False) else "eager"
 
 
 def _report(layer: AttentionLayer, binding: Binding) -> LayerReport:

@@ -68,8 +68,17 @@ def _cache_preparation(
             stock(generation_config, model_kwargs, generation_mode, batch_size, max_cache_length)
             return
         model_kwargs["past_key_values"] = cache
+        _drop_full_mask(model_kwargs)
 
     return prepare
+
+
+def _drop_full_mask(model_kwargs: dict[str, Any]) -> None:
+    """Forget a mask that masks nothing, once a generate: transformers before 5.23 carries it
+    through decode, where dense_decode would read it at every step."""
+    mask = model_kwargs.get("attention_mask")
+    if mask is not None and mask.dim() == 2 and bool(mask.all()):
+        del model_kwargs["attention_mask"]
 
 
 def _static_cache(model_kwargs: dict[str, Any]) -> StaticCache:

@@ -186,8 +186,9 @@ def _stock(
     kwargs: dict[str, Any],
 ) -> tuple[torch.Tensor, None]:
     """The model's own dense attention, given the mask that it expects."""
+    # sdpa has neither softcaps nor sinks, and older transformers drops them silently.
     needs_eager = call.softcap != 0.0 or call.sinks is not None
-    stock = binding.stock if binding is not None else ("eager" if needs_eager else "sdpa")
+    stock = "eager" if needs_eager else "sdpa" if binding is None else binding.stock
     windowed = kwargs.get("sliding_window") is not None
     queries = call.q.shape[2]
     if compact and queries > 1 and not windowed and not (call.whole and call.key_mask is None):

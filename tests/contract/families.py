@@ -77,7 +77,13 @@ FAMILIES = [
         Gemma2ForCausalLM,
         Gemma2Config,
         (1,),
-        {"sliding_window": 8, "query_pre_attn_scalar": 64, "attn_logit_softcapping": 2.0},
+        {
+            "sliding_window": 8,
+            "query_pre_attn_scalar": 64,
+            "attn_logit_softcapping": 2.0,
+            # transformers 5.17 defaults to sdpa here, which drops the softcap
+            "attn_implementation": "eager",
+        },
     ),
     Family(
         "gemma3",
