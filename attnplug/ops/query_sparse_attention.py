@@ -52,6 +52,7 @@ from attnplug.ops._online_topk import (
     write_slots,
     write_tree,
 )
+from attnplug.ops._product import add_product
 
 NAME = "query_sparse_attention"
 BLOCKS = (16, 32, 64, 128)
@@ -224,8 +225,8 @@ def _reference_tile(
     for lo in range(start, end, width):
         hi = min(lo + width, end)
         j = (lo - start) // width
-        p = np.dot(q, k[lo:hi].T)
-        kept, added = np.ones(height, np.float32), np.zeros(height, np.float32)
+        p = np.zeros((height, hi - lo), np.float32)
+        add_product(q, np.ascontiguousarray(k[lo:hi].T), p)
         for m in range(height):
             tile_peak, tile_mass = _exponentials(
                 p[m], min(hi, pos[m] + 1) - lo, mask[:, lo:hi], scale, softcap
@@ -238,11 +239,14 @@ def _reference_tile(
                 offer(algorithm, s[m], t[m], leaf[m], numbers[m], exact_k, value, j, offered)
             higher = max(peak[m], tile_peak)
             shift = higher if higher > -np.inf else np.float32(0.0)
-            kept[m], added[m] = math.exp(peak[m] - shift), math.exp(tile_peak - shift)
+            kept = np.float32(math.exp(peak[m] - shift))
+            added = np.float32(math.exp(tile_peak - shift))
             # a tile of NaN has no peak: its mass alone carries the NaN
-            mass[m] = mass[m] * kept[m] + tile_mass * added[m]
+            mass[m] = mass[m] * kept + tile_mass * added
             peak[m] = higher
-        acc = acc * kept[:, None] + np.dot(p, v[lo:hi]) * added[:, None]
+            acc[m] *= kept
+            p[m] *= added
+        add_product(p, v[lo:hi], acc)
     lse = np.full(height, -np.inf, np.float32)
     for m in range(height):
         if mass[m] != 0.0:
