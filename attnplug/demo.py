@@ -14,15 +14,8 @@ from transformers.generation.streamers import BaseStreamer
 
 from attnplug.api import applied
 from attnplug.errors import ArgumentError
-from attnplug.eval.capture import capture_layers
-from attnplug.eval.mass import (
-    BlockMass,
-    block_mass,
-    captured_mass,
-    mask_density,
-    oracle_blocks,
-    visible_blocks,
-)
+from attnplug.eval.fidelity import LayerMask, measure_masks
+from attnplug.eval.mass import captured_mass, visible_blocks
 from attnplug.eval.needle import SHORTEST, Needle, needle_prompt
 from attnplug.models.pretrained import load
 from attnplug.policies import Momo, Policy
@@ -31,7 +24,6 @@ MODEL = "smollm2-135m"
 TOKENS = {"cpu": 4096, "cuda": 8192}
 LONGEST = 8192  # SmolLM2's positions
 NEW_TOKENS = 12
-LAYERS = 4
 
 
 @dataclass(frozen=True)
@@ -42,18 +34,6 @@ class Run:
     found: bool
     prefill_s: float
     decode_s: float
-
-
-@dataclass(frozen=True)
-class LayerMask:
-    """A layer's exact masses, momo's lists and the oracle's `[1,Hq,NQ,K]`, and their averages."""
-
-    layer: int
-    mass: BlockMass
-    index: torch.Tensor
-    density: float
-    captured: float
-    oracle: float
 
 
 @dataclass(frozen=True)
@@ -145,7 +125,7 @@ def run(
         bar.update(step, description=f"{policy}: {needle.ids.shape[1]:,} tokens")
         momo = _generate(model, tokenizer, needle, policy)
         bar.update(step, description="exact attention mass inside the mask")
-        layers = _masks(model, needle.ids.to(device), policy)
+        layers = measure_masks(model, needle.ids.to(device), policy)
         bar.update(step, description="drawing the mask")
         _draw(layers, policy, Path(image))
     return DemoResult(str(policy), device, needle, dense, momo, layers, Path(image))
@@ -185,40 +165,6 @@ def _generate(model: Any, tokenizer: Any, needle: Needle, policy: Momo | None) -
     reply = tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)
     _, prompt, first, *rest = clock.times  # the start, generate's echo of the prompt, the tokens
     return Run(reply, needle.found_in(reply), first - prompt, (rest[-1] - first) / len(rest))
-
-
-def _masks(model: Any, ids: torch.Tensor, policy: Momo) -> list[LayerMask]:
-    """Momo's mask against exact attention in a few layers, spread over the depth."""
-    count = model.config.num_hidden_layers
-    chosen = sorted({round((i + 0.5) * count / LAYERS) for i in range(LAYERS)})
-    return [
-        layer_mask(number, call, policy)
-        for number, call in capture_layers(model, ids, chosen).items()
-    ]
-
-
-def layer_mask(number: int, call: Any, policy: Momo) -> LayerMask:
-    """One layer's mask, from its captured call."""
-    mass = block_mass(
-        call.q,
-        call.k,
-        scale=call.scale,
-        query_block=policy.query_block,
-        block=policy.block,
-        sink=policy.sink,
-        window=policy.window,
-        dtype=torch.float32,
-    )
-    index = policy.select(call).blocks
-    best = oracle_blocks(mass, policy.top_k)
-    return LayerMask(
-        number,
-        mass,
-        index,
-        mask_density(mass, index),
-        captured_mass(mass, index).mean().item(),
-        captured_mass(mass, best).mean().item(),
-    )
 
 
 def _answer(run: Run) -> str:

@@ -76,13 +76,13 @@ class _Frame:
         self.tokenizer = tokenizer
         self.needle = f"The special magic number for {city} is {answer}."
         self.question = f"What is the special magic number for {city} mentioned in the text?"
+        self.intro = f"The special magic number for {city} is hidden in this text. Remember it."
         self.lead = f"The special magic number for {city} mentioned in the text is"
 
     def text(self, pieces: list[str], depth: float) -> str:
         place = round(depth * len(pieces))
         body = "\n".join([*pieces[:place], self.needle, *pieces[place:]])
-        intro = "A special magic number is hidden in the following text. Remember it.\n"
-        user = f"{intro}{body}\n{self.question}"
+        user = f"{self.intro}\n{body}\n{self.question}"
         if self.tokenizer.chat_template is None:
             return f"{user} {self.lead}"
         turn = [{"role": "user", "content": user}]

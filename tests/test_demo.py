@@ -1,0 +1,61 @@
+"""The demo end to end on a short prompt: both answers, what the mask read, the table, the PNG."""
+
+import pytest
+from matplotlib import image
+from rich.console import Console
+
+from attnplug import demo
+from attnplug.errors import ArgumentError
+
+
+@pytest.fixture(scope="module")
+def result(tmp_path_factory):
+    path = tmp_path_factory.mktemp("demo") / "pictures" / "mask.png"
+    return demo.run(1024, top_k=4, device="cpu", image=path)
+
+
+def test_both_find_the_answer(result):
+    assert 920 <= result.needle.ids.shape[1] <= 1024
+    assert result.dense.found and result.momo.found
+    assert result.needle.answer in result.dense.reply
+    assert result.needle.answer in result.momo.reply
+
+
+def test_times_are_times(result):
+    for run in (result.dense, result.momo):
+        assert 0 < run.decode_s < run.prefill_s
+
+
+def test_the_mask_reads_a_part_and_keeps_nearly_what_the_best_one_keeps(result):
+    assert [layer.layer for layer in result.layers] == [3, 11, 18, 26]
+    # 8 query blocks, 72 causal key blocks; the sink, two diagonal blocks and four chosen: 49.
+    assert 0.6 < result.density <= 49 / 72
+    assert 0.9 < result.captured <= result.oracle < 1
+    assert result.captured / result.oracle > 0.985
+
+
+def test_the_table_shows_what_was_measured(result):
+    console = Console(width=200)
+    with console.capture() as caught:
+        console.print(result.table())
+        console.print(result.notes())
+    text = caught.get()
+    for word in (result.needle.answer, "momo(top_k=4, exact_k=4", f"{result.captured:.2%}"):
+        assert word in text
+    assert "not that it pays here" in text
+
+
+def test_the_picture_is_a_png_with_both_panels(result):
+    picture = image.imread(result.image)
+    height, width = picture.shape[:2]
+    assert (width, height) == (1210, 484)
+    right = picture[:, width // 2 :, :3].reshape(-1, 3)
+    orange, grey = (0xC2 / 255, 0x41 / 255, 0x0C / 255), (0xE4 / 255, 0xE7 / 255, 0xEC / 255)
+    for colour in (orange, grey):
+        assert (abs(right - colour).max(-1) < 0.01).sum() > 1000
+
+
+@pytest.mark.parametrize("tokens", [100, 8193])
+def test_a_length_that_the_model_does_not_have_is_refused(tokens):
+    with pytest.raises(ArgumentError, match=f"tokens is {tokens}, needs 160 to 8192"):
+        demo.run(tokens)
