@@ -30,6 +30,7 @@ from attnplug.ops._define import (
     refuse_gradients,
     require,
 )
+from attnplug.ops._product import add_product
 
 NAME = "block_sparse_attention"
 # One program sorts a query block's whole list in registers.
@@ -163,21 +164,23 @@ def _query_block(q, k, v, keys, local_keys, position, scale, softcap, out, lse):
     for chunk in range(0, keys.size, 512):
         here = keys[chunk : chunk + 512]
         values = v[here]
-        weights = np.dot(q, k[here].T)
+        weights = np.zeros((queries, here.size), np.float32)
+        add_product(q, np.ascontiguousarray(k[here].T), weights)
         for row in range(queries):
             for n in range(here.size):
                 weights[row, n] = _logit(weights[row, n], scale, softcap)
             acc[row] *= _weigh(weights[row], row, best, total)
-        acc += np.dot(weights, values)
-    near, values = k[local_keys], v[local_keys]
+        add_product(weights, values, acc)
+    values = v[local_keys]
+    near = np.zeros((queries, local_keys.size), np.float32)
+    add_product(q, np.ascontiguousarray(k[local_keys].T), near)
     for row in range(queries):
         seen = np.searchsorted(local_keys, position + row, side="right")
         if seen > 0:
-            weights = np.dot(near[:seen], q[row])
             for n in range(seen):
-                weights[n] = _logit(weights[n], scale, softcap)
-            acc[row] *= _weigh(weights, row, best, total)
-            acc[row] += np.dot(weights, values[:seen])
+                near[row, n] = _logit(near[row, n], scale, softcap)
+            acc[row] *= _weigh(near[row, :seen], row, best, total)
+            add_product(near[row : row + 1, :seen], values[:seen], acc[row : row + 1])
         if keys.size + seen == 0:
             out[row] = 0.0
             lse[row] = -np.inf
