@@ -24,8 +24,10 @@ from attnplug.ops import (
 from attnplug.policies.base import AttentionCall, LayerShape, Phase, check_option
 from attnplug.policies.dense import Dense, apply_sinks
 
-# Query tokens from which momo beats dense attention, measured (docs/log.md); below, dense runs.
-CROSSOVER_TOKENS = {"cuda": 32768, "cpu": 16384}
+# Below this many query tokens for each key that a query block may read, dense attention is
+# faster, and below so many tokens in any case; measured (docs/log.md).
+CROSSOVER_FACTOR = {"cuda": 4, "cpu": 8}
+CROSSOVER_FLOOR = {"cuda": 8192, "cpu": 4096}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,8 +39,8 @@ class Momo(Phase):
     top-k when topk is "estimated" ("exact" and "tournament" are exact throughout). merge: how the
     rows of a query block vote, by summed attention mass, or by mean score as the paper does.
     sink: first key blocks that are always read. window: keys before the query block always read.
-    min_tokens: query tokens below which dense attention runs instead; None is the measured
-    crossover of the device.
+    min_tokens: query tokens below which dense attention runs instead; None is the crossover
+    measured on the kind of device, a multiple of the budget top_k x block.
     """
 
     gamma: int = 16
@@ -80,7 +82,10 @@ class Momo(Phase):
 
     def crossover(self, device: torch.device) -> int:
         """Query tokens below which dense attention runs on such a device."""
-        return CROSSOVER_TOKENS[device.type] if self.min_tokens is None else self.min_tokens
+        if self.min_tokens is not None:
+            return self.min_tokens
+        budget = self.top_k * self.block
+        return max(CROSSOVER_FLOOR[device.type], CROSSOVER_FACTOR[device.type] * budget)
 
     def note(self, shape: LayerShape) -> str:
         tokens = self.crossover(shape.device)
