@@ -1,0 +1,195 @@
+"""The documentation is true: its examples run and print what it says, links resolve, every option
+of every method stands on the method's page, and no figure is quoted outside the results."""
+
+import dataclasses
+import importlib.util
+import re
+import sys
+import tomllib
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+import attnplug
+import attnplug.models.pretrained
+from attnplug.cli import app
+from attnplug.testing import tiny_model
+
+DOCS = Path(__file__).parent.parent / "docs"
+PAGES = sorted(DOCS.glob("*.md"))
+OTHERS = {"results.md", "log.md"}  # generated, and notes of what was tried: nothing to run there
+PROSE = [page for page in PAGES if page.name not in OTHERS]
+RUN = [page for page in PROSE if "```python" in page.read_text()]
+FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"(?<!!)\[[^\]]*\]\(([^)\s]+)\)")
+
+
+def blocks(page: Path) -> list[tuple[str, str]]:
+    """(language, text) of every fenced block, in order."""
+    return FENCED.findall(page.read_text())
+
+
+def prose(page: Path) -> str:
+    """The page without its fenced blocks and generated tables."""
+    text = FENCED.sub("", page.read_text())
+    return re.sub(r"<!-- results\b.*?<!-- /results -->", "", text, flags=re.DOTALL)
+
+
+def import_page(page: Path, folder: Path):
+    """Import all Python blocks of a page as one module. Triton and numba read a kernel's source
+    from its file, and dataclasses look their module up, so it is a real one."""
+    name = "docs_" + page.stem.replace("-", "_")
+    path = folder / f"{name}.py"
+    path.write_text("\n\n".join(text for language, text in blocks(page) if language == "python"))
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """One token a byte, so that no vocabulary has to be fetched."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {letter: index + 1 for index, letter in enumerate(letters)}
+    tokenizer = Tokenizer(models.BPE(vocab={"<pad>": 0, **vocabulary}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", padding_side="left"
+    )
+
+
+@pytest.fixture
+def own_methods(monkeypatch):
+    """What a page registers is gone after the test."""
+    methods = dict(attnplug.policies._METHODS)
+    monkeypatch.setattr(attnplug.policies, "_METHODS", methods)
+
+
+@pytest.fixture
+def small_world(monkeypatch):
+    """`load` gives a tiny model of SmolLM2's depth, and torch.compile without a backend gives the
+    function itself: thirty layers take Dynamo half a minute, and the contract tests compile."""
+    model = tiny_model(num_hidden_layers=30, vocab_size=300)
+    monkeypatch.setattr(attnplug.models.pretrained, "load", lambda name: (model, byte_tokenizer()))
+    compile = torch.compile
+    monkeypatch.setattr(
+        torch, "compile", lambda fn, **o: compile(fn, **o) if "backend" in o else fn
+    )
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # on a busy machine, threads that wait for each other cost the most
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.usefixtures("own_methods", "small_world")
+@pytest.mark.parametrize("page", RUN, ids=lambda page: page.name)
+def test_examples_run_and_print_what_the_page_says(page, tmp_path, capsys):
+    import_page(page, tmp_path)
+    printed = capsys.readouterr().out
+    for (language, _), (kind, text) in pairwise(blocks(page)):
+        if language == "python" and kind == "text":
+            assert text in printed
+            printed = printed.partition(text)[2]
+    assert not printed.strip(), "the page does not show all that it prints"
+
+
+@pytest.mark.usefixtures("own_methods")
+def test_the_entry_point_of_the_page_brings_the_method(tmp_path, monkeypatch):
+    """An installed package with the page's method and the page's pyproject table."""
+    page = DOCS / "add-a-policy.md"
+    code = next(text for language, text in blocks(page) if "class Recent" in text)
+    table = tomllib.loads(next(text for language, text in blocks(page) if language == "toml"))
+    info = tmp_path / "recent_keys-0.1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: recent-keys\nVersion: 0.1\n")
+    groups = table["project"]["entry-points"]
+    lines = [f"{key} = {value}" for key, value in groups["attnplug.policies"].items()]
+    (info / "entry_points.txt").write_text("\n".join(["[attnplug.policies]", *lines]))
+    (tmp_path / "recent_keys.py").write_text(code)
+    assert "recent" not in attnplug.policies.names()
+    monkeypatch.syspath_prepend(tmp_path)
+    assert attnplug.policies.names() == ["dense", "momo", "recent"]
+    assert str(attnplug.policies.parse("recent(window=8)")) == "recent(window=8)"
+    monkeypatch.delitem(sys.modules, "recent_keys")
+
+
+@pytest.mark.parametrize("method", sorted(attnplug.policies._METHODS))
+def test_every_option_stands_on_its_methods_page(method):
+    text = (DOCS / f"{method}.md").read_text()
+    for option in dataclasses.fields(attnplug.policies.methods()[method]):
+        assert f"| `{option.name}` | `{option.default!r}` |" in text
+
+
+@pytest.mark.parametrize("error", [e for e in attnplug.__all__ if e.endswith("Error")])
+def test_every_error_is_explained(error):
+    assert re.search(rf"`(attnplug\.)?{error}`", (DOCS / "quickstart.md").read_text())
+
+
+def test_commands_exist():
+    commands = {command.callback.__name__ for command in app.registered_commands}
+    for page in PROSE:
+        named = re.findall(r"(?:`|&& )attnplug ([a-z]+)", page.read_text())
+        assert set(named) <= commands
+
+
+def test_every_family_of_the_contract_is_named():
+    source = (Path(__file__).parent / "contract" / "families.py").read_text()
+    table = (DOCS / "concepts.md").read_text().partition("## What is served")[2]
+    table = re.sub(r"[ -]", "", table.partition("\n\nOther decoders")[0]).lower()
+    families = re.findall(r'Family\(\s*"([\w-]+)"', source)
+    assert len(families) > 9
+    for family in families:
+        assert family.removesuffix("-sliding").replace("-", "") in table
+
+
+def test_every_page_is_in_the_navigation():
+    def files(entry) -> list[str]:
+        if isinstance(entry, str):
+            return [entry]
+        parts = entry.values() if isinstance(entry, dict) else entry
+        return [name for part in parts for name in files(part)]
+
+    nav = files(yaml.safe_load((DOCS.parent / "mkdocs.yml").read_text())["nav"])
+    assert len(nav) == len(set(nav))
+    assert {page.name for page in PAGES} | OTHERS == set(nav)
+
+
+@pytest.mark.parametrize("page", PROSE, ids=lambda page: page.name)
+def test_internal_links_resolve(page):
+    for target in LINK.findall(prose(page)):
+        if target.startswith("http"):
+            continue
+        name, _, anchor = target.partition("#")
+        linked = DOCS / name if name else page
+        assert name in OTHERS or linked.is_file(), target
+        if anchor:
+            assert anchor in anchors(linked), target
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors that mkdocs gives to the headings of a page."""
+    headings = re.findall(r"^#+ (.*)$", FENCED.sub("", page.read_text()), re.MULTILINE)
+    return {re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", h).strip().lower()) for h in headings}
+
+
+FIGURE = re.compile(r"\b\d[\d.,]*\s?(?:x|×|us|µs|ms|s|[GT]B/s|TFLOP\S*|%)(?!\w)")
+
+
+@pytest.mark.parametrize("page", PROSE, ids=lambda page: page.name)
+def test_no_figure_outside_the_results(page):
+    assert not FIGURE.findall(prose(page))
+
+
+def test_figures_are_recognised():
+    for text in ("1.3x faster", "ran in 12 us", "4.0 TB/s", "430 TFLOP/s", "captures 91%"):
+        assert FIGURE.search(text)
+    for text in ("2 Hq T^2 D", "128K", "8 heads", "float32", "gamma = 16", "`4 NQ top_k`"):
+        assert not FIGURE.search(text)
