@@ -1,6 +1,7 @@
 """`attnplug demo`: SmolLM2 finds a needle in a long prompt, dense and with momo's block-sparse
 prefill, side by side, with what the mask read and what it kept."""
 
+import dataclasses
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,6 +43,7 @@ class DemoResult:
 
     policy: str
     device: str
+    crossover: int
     needle: Needle
     dense: Run
     momo: Run
@@ -81,13 +83,11 @@ class DemoResult:
 
     def notes(self) -> str:
         names = ", ".join(str(layer.layer) for layer in self.layers)
-        crossover = Momo().crossover(torch.device(self.device))
         return (
             f"Key blocks and attention are means over layers {names}, all heads and query blocks; "
             "the pass that finds the mask reads every key on top, from every 16th query. Unforced, "
-            f"momo runs from {crossover:,} prompt tokens on {self.device} and leaves shorter "
-            "prompts dense: this run shows what it does, not that it pays here. Picture of one "
-            f"head's mask: {self.image}"
+            f"this momo runs from {self.crossover:,} prompt tokens on {self.device} and leaves "
+            f"shorter prompts dense. Picture of one head's mask: {self.image}"
         )
 
 
@@ -106,7 +106,7 @@ def run(
     `tokens` is the prompt's length (4,096 on CPU, 8,192 on CUDA; 160 to 8,192), `top_k` momo's
     blocks a query block. Raises ArgumentError, WeightsUnavailableError."""
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    tokens = tokens or TOKENS.get(device, TOKENS["cpu"])
+    tokens = tokens or TOKENS["cuda" if device.startswith("cuda") else "cpu"]
     if not SHORTEST <= tokens <= LONGEST:
         raise ArgumentError(f"tokens is {tokens}, needs {SHORTEST} to {LONGEST} ({MODEL}'s length)")
     console = console or Console(stderr=True)
@@ -117,7 +117,9 @@ def run(
     with Progress(*columns, console=console, transient=True) as bar:
         step = bar.add_task("compiling kernels on a short prompt", total=None)
         # On CUDA the first run at a length still tunes cuBLAS; there a full warm-up costs little.
-        warm = needle if device == "cuda" else needle_prompt(tokenizer, SHORTEST, seed=seed)
+        warm = (
+            needle if device.startswith("cuda") else needle_prompt(tokenizer, SHORTEST, seed=seed)
+        )
         _generate(model, tokenizer, warm, None)
         _generate(model, tokenizer, warm, policy)
         bar.update(step, description=f"dense: {needle.ids.shape[1]:,} tokens")
@@ -128,7 +130,8 @@ def run(
         layers = measure_masks(model, needle.ids.to(device), policy)
         bar.update(step, description="drawing the mask")
         _draw(layers, policy, Path(image))
-    return DemoResult(str(policy), device, needle, dense, momo, layers, Path(image))
+    unforced = dataclasses.replace(policy, min_tokens=None).crossover(torch.device(device))
+    return DemoResult(str(policy), device, unforced, needle, dense, momo, layers, Path(image))
 
 
 class _Clock(BaseStreamer):
@@ -188,7 +191,7 @@ def _draw(layers: list[LayerMask], policy: Momo, path: Path) -> None:
     figure = Figure(figsize=(11, 4.4), dpi=110, layout="constrained")
     left, right = figure.subplots(1, 2)
     heat = left.imshow(
-        values.masked_fill(causal == 0, float("nan")).clamp(min=1e-4),
+        values.masked_fill(causal == 0, float("nan")).clamp(min=1e-4).numpy(),
         norm=LogNorm(1e-4, 1),
         cmap="magma",
         aspect="auto",
@@ -197,7 +200,9 @@ def _draw(layers: list[LayerMask], policy: Momo, path: Path) -> None:
     figure.colorbar(heat, ax=left, label="share of a query's attention")
     left.set_title(f"{MODEL}, layer {layer.layer}, head {head}: exact attention", fontsize=10)
     colours = ListedColormap(["white", "#e4e7ec", "#98a8bf", "#c2410c"])
-    right.imshow(shown, cmap=colours, vmin=0, vmax=3, aspect="auto", interpolation="nearest")
+    right.imshow(
+        shown.numpy(), cmap=colours, vmin=0, vmax=3, aspect="auto", interpolation="nearest"
+    )
     share = (seen.sum() / causal.sum()).item()
     kept_text = f"{share:.0%} of the key blocks read, {kept:.1%} of the attention kept"
     right.set_title(kept_text, fontsize=10)

@@ -27,7 +27,7 @@ from attnplug.models.pretrained import load
 MODEL = "smollm2-135m"
 HAYSTACKS = ("noise", "prose")
 RESULTS = Path(__file__).parent / "results" / "momo_fidelity.json"
-CONSOLE = Console()
+CONSOLE = Console(width=140)  # a run's log is no terminal, and would be cut at 80
 
 
 def main() -> None:

@@ -35,6 +35,7 @@ def test_report_shows_what_runs_where():
         (("report", "no/such-model"), "no model could be loaded from 'no/such-model'"),
         (("demo", "--tokens", "99999"), "tokens is 99999, needs 160 to 8192"),
         (("demo", "--top-k", "0"), "momo: top_k=0, needs 1 to 1024"),
+        (("demo", "--device", "abacus"), "device is 'abacus', needs cpu or cuda"),
     ],
 )
 def test_an_error_is_one_line_and_exit_code_1(arguments, message):

@@ -28,10 +28,10 @@ def test_times_are_times(result):
 
 def test_the_mask_reads_a_part_and_keeps_nearly_what_the_best_one_keeps(result):
     assert [layer.layer for layer in result.layers] == [3, 11, 18, 26]
-    # 8 query blocks, 72 causal key blocks; the sink, two diagonal blocks and four chosen: 49.
-    assert 0.6 < result.density <= 49 / 72
+    # 72 causal key blocks: 23 of the sink and the diagonal, at most 26 (0 2 4 4 4 4 4 4) chosen.
+    assert 23 / 72 < result.density <= 49 / 72
     assert 0.9 < result.captured <= result.oracle < 1
-    assert result.captured / result.oracle > 0.985
+    assert result.captured / result.oracle > 0.96
 
 
 def test_the_table_shows_what_was_measured(result):
@@ -39,10 +39,10 @@ def test_the_table_shows_what_was_measured(result):
     with console.capture() as caught:
         console.print(result.table())
         console.print(result.notes())
-    text = caught.get()
+    text = " ".join(caught.get().split())
     for word in (result.needle.answer, "momo(top_k=4, exact_k=4", f"{result.captured:.2%}"):
         assert word in text
-    assert "not that it pays here" in text
+    assert f"runs from {result.crossover:,} prompt tokens on cpu" in text
 
 
 def test_the_picture_is_a_png_with_both_panels(result):

@@ -26,7 +26,7 @@ import torch
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from attnplug.errors import WeightsUnavailableError
+from attnplug.errors import ArgumentError, WeightsUnavailableError
 
 # Part of the folder's name: a change of what the cache holds must not meet an older cache.
 FORMAT = "fp16-1"
@@ -92,10 +92,11 @@ def load(
 
     `name` is one of `names()`, or anything that `AutoModelForCausalLM.from_pretrained` takes.
     `device` defaults to CUDA when there is one, else CPU; `dtype` to bfloat16 on CUDA and float32
-    elsewhere. Raises `WeightsUnavailableError` when the weights are neither here nor to be had."""
+    elsewhere. Raises `WeightsUnavailableError` when the weights are neither here nor to be had, and
+    `ArgumentError` for a device that is not here."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    device = _device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     dtype = dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
     source = fetch(name) if name in WEIGHTS else name
     with _quiet_transformers():
@@ -116,6 +117,16 @@ def load(
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return model.to(device).eval(), tokenizer
+
+
+def _device(device: str | torch.device) -> torch.device:
+    try:
+        found = torch.device(device)
+    except RuntimeError as error:
+        raise ArgumentError(f"device is {device!r}, needs cpu or cuda") from error
+    if found.type == "cuda" and not torch.cuda.is_available():
+        raise ArgumentError(f"device is {device!r} but torch sees no GPU here; use cpu")
+    return found
 
 
 def fetch(name: str) -> Path:
