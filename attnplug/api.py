@@ -115,9 +115,9 @@ def apply(model: Model, policy: PolicyLike | Mapping[LayerKey, PolicyLike]) -> M
     resolver.check_all_used()
     register_names()
     applied = _Applied(Report(resolver.text, tuple(_report(*entry) for entry in plan)))
-    for layer, binding in plan:
+    for place, (layer, binding) in enumerate(plan):
         setattr(layer.module, BINDING, binding)
-        hook = PolicyHook(layer.index)
+        hook = PolicyHook(layer.index, first=place == 0)
         hook.init_hook(layer.module)
         applied.hooks.append((hook, layer.module))
     applied.implementations = _switch_attention(layers)

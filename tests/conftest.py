@@ -11,6 +11,12 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # cuBLAS is deterministic only with a fixed workspace, and the tests ask for determinism.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
+# Workers share the cores: each takes its part, or their thread pools wait for one another.
+if "PYTEST_XDIST_WORKER_COUNT" in os.environ:
+    share = max(1, (os.cpu_count() or 1) // int(os.environ["PYTEST_XDIST_WORKER_COUNT"]))
+    torch.set_num_threads(share)
+    os.environ.setdefault("NUMBA_NUM_THREADS", str(max(2, share)))
+
 import hypothesis
 import pytest
 

@@ -65,7 +65,7 @@ def test_the_first_match_wins(model):
 
 def test_report_says_where_momo_runs_dense(model):
     attnplug.apply(model, "momo(min_tokens=4096)")
-    assert "dense below 4,096 query tokens" in str(attnplug.report(model))
+    assert "dense below 4,096 query tokens a call" in str(attnplug.report(model))
 
 
 REFUSALS = {
@@ -73,6 +73,14 @@ REFUSALS = {
     "unknown option": ("momo(gama=2)", attnplug.PolicyError, "no option 'gama'; it has gamma,"),
     "bad value": ("momo(gamma=0)", attnplug.PolicyError, "gamma=0, needs at least 1"),
     "bad multiple": ("momo(gamma=24)", attnplug.PolicyError, "query_block=128, needs a multiple"),
+    "bool": ("momo(gamma=True)", attnplug.PolicyError, "gamma=True, needs an integer"),
+    "tokens": ("momo(min_tokens='4')", attnplug.PolicyError, "min_tokens='4', needs None or"),
+    "slots": ("momo(exact_k=65)", attnplug.PolicyError, "exact_k=65, needs 0 to 64 here"),
+    "entries": (
+        "momo(gamma=1, query_block=256)",
+        attnplug.PolicyError,
+        "top_k = 32768 to be at most 16384",
+    ),
     "not a literal": ("momo(gamma=x)", attnplug.PolicyError, "gamma=x is not a literal"),
     "positional": ("momo(16)", attnplug.PolicyError, "options need their names"),
     "syntax": ("momo(", attnplug.PolicyError, "cannot be read"),

@@ -99,6 +99,7 @@ def plug_attention(
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
     attnplug_state: Any = None,
+    attnplug_fresh: bool = False,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """transformers' attention function: runs the module's policy, or its own dense attention
@@ -106,7 +107,7 @@ def plug_attention(
     _refuse(query, dropout, kwargs)
     binding: Binding | None = getattr(module, BINDING, None)
     state = attnplug_state
-    key, value, lengths = _valid_part(query, key, value, state)
+    key, value, lengths = _valid_part(query, key, value, state, attnplug_fresh)
     call = AttentionCall(
         query,
         key,
@@ -147,17 +148,16 @@ def _refuse(query: torch.Tensor, dropout: float, kwargs: dict[str, Any]) -> None
 
 
 def _valid_part(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, state: Any
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, state: Any, fresh: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Keys and values, and how many of them are valid where a static cache returned its buffer."""
     if not isinstance(state, StaticLayer) or isinstance(state, StaticSlidingWindowLayer):
         return key, value, None
-    lengths = state.cumulative_length.reshape(1)
-    queries = query.shape[2]
-    # A first prefill attends to its own tokens only: with that known, dense kernels need no mask.
-    if queries > 1 and _may_sync(lengths) and int(lengths) == queries:
+    if fresh:
+        # A first prefill attends to its own tokens only: with that known, dense needs no mask.
+        queries = query.shape[2]
         return key[:, :, :queries], value[:, :, :queries], None
-    return key, value, lengths
+    return key, value, state.cumulative_length.reshape(1)
 
 
 def _set_key_mask(call: AttentionCall, mask: torch.Tensor | None) -> bool:

@@ -98,6 +98,8 @@ def _reason(module: torch.nn.Module, kind: str, shape: LayerShape) -> str:
     parameters = inspect.signature(type(module).forward).parameters.values()
     if not any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters):
         return f"{type(module).__name__}.forward takes no extra keyword arguments"
+    if shape.device.type not in ("cpu", "cuda", "meta"):
+        return f"attnplug has no kernels for the device {shape.device.type}"
     if kind != "full":
         return f"{kind} attention reads few keys already"
     if not module.is_causal:

@@ -4,11 +4,19 @@ Third parties register theirs with `register` or with an entry point in the grou
 `attnplug.policies` whose value is the method's class.
 """
 
+import dataclasses
 from importlib.metadata import entry_points
 
 from attnplug.errors import PolicyError
-from attnplug.policies.base import AttentionCall, LayerShape, Phase, Policy, parse_policy
-from attnplug.policies.dense import Dense
+from attnplug.policies.base import (
+    AttentionCall,
+    LayerShape,
+    Phase,
+    Policy,
+    check_option,
+    parse_policy,
+)
+from attnplug.policies.dense import Dense, apply_sinks
 from attnplug.policies.momo import Momo
 
 __all__ = [
@@ -18,6 +26,8 @@ __all__ = [
     "Momo",
     "Phase",
     "Policy",
+    "apply_sinks",
+    "check_option",
     "methods",
     "names",
     "parse",
@@ -32,8 +42,10 @@ def register(cls: type[Phase]) -> type[Phase]:
 
     Raises PolicyError if the class is not a Phase with a name and phases, or the name is taken.
     """
-    if not (isinstance(cls, type) and issubclass(cls, Phase)):
-        raise PolicyError(f"register: {cls!r} is not a subclass of attnplug.policies.Phase")
+    if not (isinstance(cls, type) and issubclass(cls, Phase) and dataclasses.is_dataclass(cls)):
+        raise PolicyError(
+            f"register: {cls!r} is not a dataclass that subclasses attnplug.policies.Phase"
+        )
     name, phases = getattr(cls, "name", None), getattr(cls, "phases", frozenset())
     if not (isinstance(name, str) and name.isidentifier()):
         raise PolicyError(f"register: {cls.__name__}.name is {name!r}, needs an identifier")
@@ -51,7 +63,12 @@ def methods() -> dict[str, type[Phase]]:
     """Every method by its name, those of installed packages' entry points included."""
     for entry in entry_points(group="attnplug.policies"):
         if entry.name not in _METHODS:
-            register(entry.load())
+            cls = register(entry.load())
+            if cls.name != entry.name:
+                raise PolicyError(
+                    f"the entry point {entry.name!r} in attnplug.policies loads {cls.__name__}, "
+                    f"whose name is {cls.name!r}; the two must agree"
+                )
     return dict(_METHODS)
 
 

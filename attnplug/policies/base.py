@@ -11,6 +11,8 @@ import torch
 from attnplug.errors import PolicyError
 
 if TYPE_CHECKING:
+    from transformers.cache_utils import StaticLayer
+
     from attnplug.models.cache import PlugLayer
 
 
@@ -20,8 +22,10 @@ class AttentionCall:
 
     q is `[B,Hq,T,D]`; k, v are `[B,Hkv,S,D]`, not repeated, and may be longer than what is valid:
     `lengths` (`[1]`, int64, or None for S) counts the valid keys, the T queries being the last of
-    them. `key_mask` `[B,S]` is False where a key must not be seen (padding), `start` `[B]` is the
-    first key it lets through. The attention is causal; a policy returns `[B,Hq,T,D]`.
+    them. `key_mask` `[B,S]` is False where a key must not be seen (padding); `start` `[B]` is the
+    first key it lets through, given for T > 1 only. `state` is the layer's static cache, a method's
+    own layer where generate or `make_cache` made it, or None. The attention is causal; a policy
+    returns `[B,Hq,T,D]`.
     """
 
     q: torch.Tensor
@@ -33,7 +37,7 @@ class AttentionCall:
     lengths: torch.Tensor | None = None
     start: torch.Tensor | None = None
     key_mask: torch.Tensor | None = None
-    state: "PlugLayer | None" = None  # the layer's cache, where the policy has its own
+    state: "StaticLayer | None" = None
 
     @property
     def whole(self) -> bool:
@@ -134,19 +138,34 @@ class Policy:
 
     def __str__(self) -> str:
         prefill, decode = self.prefill, self.decode
+        assert prefill is not None and decode is not None  # filled by __post_init__
         if prefill == decode:
             return str(prefill)
-        named = [str(p) for p in (prefill, decode) if p is not None and str(p) != "dense"]
-        return "+".join(named) or "dense"
+        named = [phase for phase in (prefill, decode) if phase.name != "dense"]
+        if any(len(phase.phases) > 1 for phase in named):
+            return f"prefill={prefill}, decode={decode}"
+        return "+".join(map(str, named))
 
 
 def parse_policy(text: str, methods: Mapping[str, type[Phase]]) -> Policy:
     """The Policy that a string such as "momo(gamma=16)+gather(k=32)" describes.
 
     Terms are joined with "+"; each is a method's name, with options as Python keywords. A method
-    takes the phases that it serves and no other term claims; the rest is dense.
+    takes the phases that it serves and no other term claims; the rest is dense. Phases can also be
+    named: "prefill=momo, decode=dense".
     """
-    terms = [_parse_term(node, text, methods) for node in _terms(text)]
+    whole = _parse_call(text)
+    if whole.keywords and not whole.args:
+        named = {str(keyword.arg): keyword.value for keyword in whole.keywords}
+        if not named.keys() <= {"prefill", "decode"}:
+            raise PolicyError(
+                f"policy {text!r}: a phase is prefill or decode, not "
+                f"{', '.join(named.keys() - {'prefill', 'decode'})}"
+            )
+        return Policy(**{slot: _parse_term(node, text, methods) for slot, node in named.items()})
+    if len(whole.args) != 1 or whole.keywords:
+        raise PolicyError(f"policy {text!r}: join methods with '+', as in momo+dense")
+    terms = [_parse_term(node, text, methods) for node in _terms(whole.args[0])]
     slots: dict[str, Phase] = {}
     for phase in sorted(terms, key=lambda term: len(term.phases)):
         free = [slot for slot in sorted(phase.phases) if slot not in slots]
@@ -160,14 +179,21 @@ def parse_policy(text: str, methods: Mapping[str, type[Phase]]) -> Policy:
     return Policy(**slots)
 
 
-def _terms(text: str) -> list[ast.expr]:
+def _parse_call(text: str) -> ast.Call:
+    """The text as the arguments of a call."""
     try:
-        node = ast.parse(text.strip(), mode="eval").body
+        node = ast.parse(f"_({text.strip()})", mode="eval").body
     except SyntaxError as error:
         raise PolicyError(
             f"policy {text!r} cannot be read ({error.msg}); write for example "
             '"momo(gamma=16)" or "momo+dense"'
         ) from error
+    if not isinstance(node, ast.Call):
+        raise PolicyError(f"policy {text!r} cannot be read; write for example 'momo+dense'")
+    return node
+
+
+def _terms(node: ast.expr) -> list[ast.expr]:
     terms: list[ast.expr] = []
     while isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
         terms.insert(0, node.right)

@@ -21,6 +21,8 @@ from attnplug.ops import (
     merge_block_rows,
     query_sparse_attention,
 )
+from attnplug.ops.merge_block_rows import MAX_ENTRIES
+from attnplug.ops.query_sparse_attention import MAX_EXACT
 from attnplug.policies.base import AttentionCall, LayerShape, Phase, check_option
 from attnplug.policies.dense import Dense, apply_sinks
 
@@ -62,15 +64,22 @@ class Momo(Phase):
             check_option(self.name, option, getattr(self, option), valid, needed)
 
         for option in ("gamma", "block", "query_block", "top_k", "exact_k", "sink", "window"):
-            check(option, isinstance(getattr(self, option), int), "an integer")
+            check(option, type(getattr(self, option)) is int, "an integer")
         check("gamma", self.gamma >= 1, "at least 1")
         check("block", self.block in (16, 32, 64, 128), "16, 32, 64 or 128")
         check("top_k", 1 <= self.top_k <= 1024, "1 to 1024")
-        check("exact_k", 0 <= self.exact_k <= self.top_k, f"0 to top_k={self.top_k}")
+        most = min(self.top_k, MAX_EXACT if self.topk == "estimated" else self.top_k)
+        check("exact_k", 0 <= self.exact_k <= most, f"0 to {most} here (top_k={self.top_k})")
         check(
             "query_block",
             self.query_block > 0 and self.query_block % self.gamma == 0,
             f"a multiple of gamma={self.gamma}",
+        )
+        entries = self.query_block // self.gamma * self.top_k
+        check(
+            "top_k",
+            entries <= MAX_ENTRIES,
+            f"query_block / gamma * top_k = {entries} to be at most {MAX_ENTRIES}",
         )
         check("sink", self.sink >= 0, "at least 0")
         check("window", self.window >= 0, "at least 0")
@@ -78,18 +87,20 @@ class Momo(Phase):
         check("topk", self.topk in algorithms, ", ".join(algorithms))
         merges = ("mass", "mean", "mean_normalised")
         check("merge", self.merge in merges, ", ".join(merges))
-        check("min_tokens", self.min_tokens is None or self.min_tokens >= 0, "None or >= 0")
+        tokens = self.min_tokens
+        valid = tokens is None or (type(tokens) is int and tokens >= 0)
+        check("min_tokens", valid, "None or an integer, at least 0")
 
     def crossover(self, device: torch.device) -> int:
         """Query tokens below which dense attention runs on such a device."""
         if self.min_tokens is not None:
             return self.min_tokens
-        budget = self.top_k * self.block
-        return max(CROSSOVER_FLOOR[device.type], CROSSOVER_FACTOR[device.type] * budget)
+        kind = "cpu" if device.type == "cpu" else "cuda"
+        return max(CROSSOVER_FLOOR[kind], CROSSOVER_FACTOR[kind] * self.top_k * self.block)
 
     def note(self, shape: LayerShape) -> str:
         tokens = self.crossover(shape.device)
-        return f"dense below {tokens:,} query tokens" if tokens else ""
+        return f"dense below {tokens:,} query tokens a call" if tokens else ""
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
         if call.q.shape[2] < self.crossover(call.q.device):

@@ -34,11 +34,15 @@ def test_generate_compiles_to_cuda_graphs(family, policy):
     mask = torch.ones_like(ids)
     mask[0, :7] = 0
     options = dict(attention_mask=mask, max_new_tokens=24, do_sample=False)
+    model.generate(ids, cache_implementation="static", **options)
+    stock_graphs = counters["stats"]["unique_graphs"]  # rolling windows take transformers two
+    torch._dynamo.reset()
+    counters.clear()
     with attnplug.applied(model, policy):
         wanted = model.generate(ids, disable_compile=True, **options)
         found = model.generate(ids, **options)
     assert torch.equal(found, wanted)
-    assert counters["stats"]["unique_graphs"] == 1
+    assert counters["stats"]["unique_graphs"] == stock_graphs
     assert counters["inductor"]["cudagraph_skips"] == 0
 
 

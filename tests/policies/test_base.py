@@ -38,6 +38,8 @@ def test_text_and_object_are_the_same_policy(options):
         ("dense + momo", "momo"),
         ("momo(gamma=16)", "momo"),
         (" momo( topk = 'exact' ) ", "momo(topk='exact')"),
+        ("prefill=momo(gamma=8), decode=dense", "momo(gamma=8)"),
+        ("decode=dense", "dense"),
     ],
 )
 def test_a_policy_has_one_spelling(text, same):
@@ -77,6 +79,33 @@ def test_a_registered_method_is_usable_by_name():
 
 
 @pytest.mark.usefixtures("clean_registry")
+def test_a_method_of_both_phases_has_a_spelling_in_each():
+    both = register(method("both", frozenset({"prefill", "decode"})))
+    for policy in (
+        Policy(both(), both()),
+        Policy(prefill=both()),
+        Policy(prefill=Momo(), decode=both()),
+    ):
+        assert parse(str(policy)) == policy
+    assert str(Policy(prefill=both())) == "prefill=both, decode=dense"
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ("prefill=momo, trace=momo", "a phase is prefill or decode, not trace"),
+        ("momo, dense", "join methods with"),
+        ("decode=momo", "momo cannot be the decode method"),
+        ("", "join methods with"),
+        ("momo) + (dense", "cannot be read"),
+    ],
+)
+def test_a_bad_composition_is_refused(text, message):
+    with pytest.raises(PolicyError, match=message):
+        parse(text)
+
+
+@pytest.mark.usefixtures("clean_registry")
 @pytest.mark.parametrize(
     "name, phases, message",
     [
@@ -92,8 +121,12 @@ def test_a_bad_registration_is_refused(name, phases, message):
 
 
 def test_registering_something_else_is_refused():
-    with pytest.raises(PolicyError, match="is not a subclass"):
-        register(dict)  # pyright: ignore[reportArgumentType]
+    class Plain(Phase):
+        name, phases = "plain", frozenset({"decode"})
+
+    for cls in (dict, Plain):
+        with pytest.raises(PolicyError, match="is not a dataclass that subclasses"):
+            register(cls)  # pyright: ignore[reportArgumentType]
 
 
 @pytest.mark.usefixtures("clean_registry")
@@ -101,10 +134,15 @@ def test_entry_points_are_found(monkeypatch):
     import attnplug.policies as registry
 
     class Entry:
-        name = "packaged"
+        def __init__(self, name):
+            self.name = name
 
         def load(self):
             return method("packaged", frozenset({"prefill"}))
 
-    monkeypatch.setattr(registry, "entry_points", lambda group: [Entry()])
+    monkeypatch.setattr(registry, "entry_points", lambda group: [Entry("packaged")])
     assert "packaged" in methods()
+    monkeypatch.setattr(registry, "_METHODS", {})
+    monkeypatch.setattr(registry, "entry_points", lambda group: [Entry("other")])
+    with pytest.raises(PolicyError, match="the two must agree"):
+        methods()

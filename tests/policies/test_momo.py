@@ -109,7 +109,8 @@ def test_below_the_crossover_it_is_dense(device):
 def test_the_note_names_the_crossover():
     shape = LayerShape(4, 2, 64, 0.0, False, torch.device("cpu"))
     assert (
-        dataclasses.replace(MOMO, min_tokens=4096).note(shape) == "dense below 4,096 query tokens"
+        dataclasses.replace(MOMO, min_tokens=4096).note(shape)
+        == "dense below 4,096 query tokens a call"
     )
     assert MOMO.note(shape) == ""
 
