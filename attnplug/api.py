@@ -243,7 +243,7 @@ def _stock_attention(model: PreTrainedModel, layer: AttentionLayer) -> str:
     """Which of the model's own dense attentions serves a layer that a policy does not."""
     if layer.shape.softcap or layer.shape.sinks:
         return "eager"  # sdpa has neither
-    implementation = layer.module.config._attn_implementation
+    implementation = layer.config._attn_implementation
     if implementation in ("sdpa", "eager"):
         return implementation
     return "sdpa" if getattr(model, "_supports_sdpa", False) else "eager"
@@ -263,7 +263,7 @@ def _report(layer: AttentionLayer, binding: Binding) -> LayerReport:
 
 def _switch_attention(layers: list[AttentionLayer]) -> list[tuple[PreTrainedConfig, Any]]:
     """Point the configs that the attention modules and the mask code read at attnplug."""
-    configs = {id(layer.module.config): layer.module.config for layer in layers}
+    configs = {id(layer.config): layer.config for layer in layers}
     previous = [(config, config._attn_implementation_internal) for config in configs.values()]
     for config, _ in previous:
         config._attn_implementation_internal = ATTENTION_NAME

@@ -34,21 +34,22 @@ class PlugLayer(StaticLayer):
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         """Give each row the content of row `beam_idx[row]`, in place."""
         if self.is_initialized:
-            index = beam_idx.to(self.device)
-            self.keys.copy_(self.keys.index_select(0, index))
-            self.values.copy_(self.values.index_select(0, index))
+            for buffer in self._buffers():
+                buffer.copy_(buffer.index_select(0, beam_idx.to(buffer.device)))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat each row `repeats` times; allocates, as the batch grows."""
         if self.is_initialized:
-            self._rebind(
-                self.keys.repeat_interleave(repeats, 0), self.values.repeat_interleave(repeats, 0)
-            )
+            self._rebind(*(buffer.repeat_interleave(repeats, 0) for buffer in self._buffers()))
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keep the rows `indices`; allocates, as the batch changes."""
         if self.is_initialized:
-            self._rebind(self.keys[indices], self.values[indices])
+            self._rebind(*(buffer[indices] for buffer in self._buffers()))
+
+    def _buffers(self) -> tuple[torch.Tensor, torch.Tensor]:
+        assert self.keys is not None and self.values is not None  # is_initialized was checked
+        return self.keys, self.values
 
     def _rebind(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         self.keys, self.values = keys, values
@@ -96,5 +97,6 @@ def _adopt(old: StaticLayer, new: PlugLayer) -> PlugLayer:
     """Initialise the new layer where the old one already was (generate does so early for chunked
     prefill), so that no allocation happens inside a compiled region."""
     if old.is_initialized:
+        assert old.keys is not None and old.values is not None
         new.lazy_initialization(old.keys[:, :, :0], old.values[:, :, :0])
     return new

@@ -5,7 +5,7 @@ import sys
 from dataclasses import dataclass
 
 import torch
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from attnplug.errors import UnsupportedModelError
 from attnplug.ops._define import HEAD_DIMS
@@ -20,6 +20,7 @@ class AttentionLayer:
     index: int
     name: str
     module: torch.nn.Module
+    config: PreTrainedConfig
     kind: str
     shape: LayerShape
     reason: str
@@ -61,11 +62,18 @@ def _describe(name: str, module: torch.nn.Module) -> AttentionLayer:
     index: int = module.layer_idx  # pyright: ignore[reportAssignmentType]
     shape = _shape(module)
     kind = _kind(module, index)
-    return AttentionLayer(index, name, module, kind, shape, _reason(module, kind, shape))
+    reason = _reason(module, kind, shape)
+    return AttentionLayer(index, name, module, _config(module), kind, shape, reason)
+
+
+def _config(module: torch.nn.Module) -> PreTrainedConfig:
+    config = module.config
+    assert isinstance(config, PreTrainedConfig)  # every attention of transformers has one
+    return config
 
 
 def _shape(module: torch.nn.Module) -> LayerShape:
-    config = module.config
+    config = _config(module)
     heads = getattr(config, "num_attention_heads", 0)
     hidden = getattr(config, "hidden_size", 0)
     head_dim = getattr(module, "head_dim", None) or getattr(config, "head_dim", None)
@@ -82,7 +90,7 @@ def _shape(module: torch.nn.Module) -> LayerShape:
 
 def _kind(module: torch.nn.Module, index: int) -> str:
     """ "full", "sliding", "chunked" and so on, as the config's layer types say it."""
-    config = module.config
+    config = _config(module)
     types = getattr(config, "layer_types", None)
     if types:
         return str(types[index]).removesuffix("_attention")
