@@ -221,7 +221,7 @@ def draw_quality(rows: Sequence[Row]) -> Figure:
         axes.plot(row["dense"], place, "|", color=INK, ms=14, mew=2)
     names = [f"{r['model']}, {r['task']}, {tokens(r['n'])}: {r['policy']}" for r in ordered]
     axes.set_yticks(range(len(names)), names)
-    axes.set_xlabel("score, with its 95% interval; the bar is dense", fontsize=11)
+    axes.set_xlabel("score and 95% interval (bar: dense)", fontsize=11)
     axes.grid(True, axis="x", color=GRID, lw=0.8)
     axes.set_axisbelow(True)
     axes.tick_params(labelsize=10, colors=INK)
