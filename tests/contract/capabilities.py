@@ -30,7 +30,8 @@ def table() -> str:
     """The table in Markdown, one row a family."""
     lines = [
         "",
-        f"Tested with {WAYS}, and `torch.compile(fullgraph=True)`; `report` names what stays dense.",
+        f"Tested with {WAYS}, and",
+        "`torch.compile(fullgraph=True)`; `report` names what stays dense.",
         "",
         f"| family | {' | '.join(f'`{policy}` serves' for policy in POLICIES)} |",
         f"| --- {'| --- ' * len(POLICIES)}|",
