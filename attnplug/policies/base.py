@@ -44,6 +44,16 @@ class AttentionCall:
         """Whether the queries are the whole sequence (a first prefill), known from shapes."""
         return self.lengths is None and self.q.shape[2] == self.k.shape[2]
 
+    @property
+    def options(self) -> dict[str, Any]:
+        """What every attention op takes of the call: scale, softcap, lengths and key mask."""
+        return {
+            "scale": self.scale,
+            "softcap": self.softcap,
+            "lengths": self.lengths,
+            "key_mask": self.key_mask,
+        }
+
 
 @dataclasses.dataclass(frozen=True)
 class LayerShape:

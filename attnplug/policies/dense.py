@@ -38,16 +38,7 @@ class Dense(Phase):
 
 
 def _decode(call: AttentionCall) -> torch.Tensor:
-    out, _ = dense_decode(
-        call.q,
-        call.k,
-        call.v,
-        scale=call.scale,
-        lengths=call.lengths,
-        key_mask=call.key_mask,
-        softcap=call.softcap,
-        sinks=call.sinks,
-    )
+    out, _ = dense_decode(call.q, call.k, call.v, sinks=call.sinks, **call.options)
     return out
 
 
@@ -68,18 +59,9 @@ def _sdpa(call: AttentionCall, mask: torch.Tensor | None) -> torch.Tensor:
 
 
 def _flash(call: AttentionCall) -> torch.Tensor:
+    # Without start: it would shift the rows of a padded sequence, and the key mask says the same.
     out, lse, _, _ = query_sparse_attention(
-        call.q,
-        call.k,
-        call.v,
-        scale=call.scale,
-        gamma=1,
-        top_k=0,
-        exact_k=0,
-        lengths=call.lengths,
-        # Not start: it would shift the rows of a padded sequence, and the key mask says the same.
-        key_mask=call.key_mask,
-        softcap=call.softcap,
+        call.q, call.k, call.v, gamma=1, top_k=0, exact_k=0, **call.options
     )
     return apply_sinks(out, lse, call.sinks)
 
