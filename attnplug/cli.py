@@ -1,4 +1,5 @@
-"""The `attnplug` command: demo, report, doctor. Errors are one line on stderr and exit code 1."""
+"""The `attnplug` command: demo, report, eval, doctor. Errors are one line on stderr and exit code
+1."""
 
 import contextlib
 from collections.abc import Iterator
@@ -72,6 +73,35 @@ def report(
         network, _ = load(model, dtype=torch.bfloat16, device=device)
         with api.applied(network, parsed):
             Console().print(api.report(network).table())
+
+
+@app.command()
+def eval(
+    model: Annotated[str, typer.Argument(help="smollm2-135m, gemma3-270m, a folder or a hub id.")],
+    policy: Annotated[
+        list[str], typer.Option(help='Such as "momo" or "random_blocks"; may be repeated.')
+    ],
+    tasks: Annotated[
+        str, typer.Option(help="Task names with commas between, or: all.")
+    ] = "needle-noise,needle-prose",
+    lengths: Annotated[str, typer.Option(help="Prompt lengths with commas between.")] = "1024",
+    trials: Annotated[int, typer.Option(help="Prompts for each task and length.")] = 10,
+    seed: Annotated[int, typer.Option(help="Other prompts for another seed.")] = 0,
+    batch: Annotated[int, typer.Option(help="Prompts at once; 0: what the device takes.")] = 0,
+    limit_seconds: Annotated[
+        float | None, typer.Option(help="Begin no batch after that many seconds.")
+    ] = None,
+    out: Annotated[Path, typer.Option(help="Folder for samples and results.")] = Path(
+        "attnplug-eval"
+    ),
+    device: Device = None,
+) -> None:
+    """Dense and policies on the same prompts: scores, paired statistics, tables, a heat map."""
+    with _clear_errors():
+        from attnplug.eval import command
+
+        study = command.make_study(policy, tasks, lengths, trials, seed, batch, limit_seconds)
+        command.run(model, study, out, device, Console())
 
 
 @app.command()

@@ -17,7 +17,8 @@ def test_help_names_the_commands_that_work():
     result = run("--help")
     assert result.exit_code == 0
     commands = [line.split()[1] for line in result.output.splitlines() if line.startswith("│ ")]
-    assert [name for name in commands if not name.startswith("-")] == ["demo", "report", "doctor"]
+    named = [name for name in commands if not name.startswith("-")]
+    assert named == ["demo", "report", "eval", "doctor"]
 
 
 def test_report_shows_what_runs_where():
@@ -35,6 +36,9 @@ def test_report_shows_what_runs_where():
         (("report", "no/such-model"), "no model could be loaded from 'no/such-model'"),
         (("demo", "--tokens", "99999"), "tokens is 99999, needs 160 to 8192"),
         (("demo", "--top-k", "0"), "momo: top_k=0, needs 1 to 1024"),
+        (("eval", "m", "--policy", "momo", "--tasks", "niah"), "task is 'niah', needs one of"),
+        (("eval", "m", "--policy", "momo", "--lengths", "4K"), "lengths is '4K', needs numbers"),
+        (("eval", "m", "--policy", "moomoo"), "there is no method 'moomoo'"),
         (("demo", "--device", "abacus"), "device is 'abacus', needs cpu or cuda"),
     ],
 )

@@ -1,19 +1,54 @@
-"""What momo reads and keeps of a real model's attention, against the best mask of its size."""
+"""What a block mask reads and keeps of a real model's attention, against the best mask of its
+size."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
+from attnplug.errors import ArgumentError
 from attnplug.eval.capture import capture_layers
 from attnplug.eval.mass import BlockMass, block_mass, captured_mass, mask_density, oracle_blocks
-from attnplug.policies import AttentionCall, Momo
+from attnplug.models.layers import find_attention_layers
+from attnplug.policies import AttentionCall
+
+
+class Blocks(Protocol):
+    """What a block mask's `select` returns."""
+
+    @property
+    def blocks(self) -> torch.Tensor:
+        """Key blocks `[B,Hq,NQ,k]` of every query block, -1 = none."""
+        ...
+
+
+class BlockMask(Protocol):
+    """A prefill method that reads whole key blocks, listed by `select(call).blocks`, beside a sink
+    and a local part: momo, or anyone's."""
+
+    @property
+    def top_k(self) -> int: ...
+    @property
+    def block(self) -> int: ...
+    @property
+    def query_block(self) -> int: ...
+    @property
+    def sink(self) -> int: ...
+    @property
+    def window(self) -> int: ...
+    def select(self, call: AttentionCall) -> Blocks: ...
+
+
+def has_block_mask(method: Any) -> bool:
+    """Whether a prefill method's mask can be measured: it has what `BlockMask` has."""
+    needed = ("top_k", "block", "query_block", "sink", "window", "select")
+    return all(hasattr(method, name) for name in needed)
 
 
 @dataclass(frozen=True)
 class LayerMask:
-    """One layer: its exact masses, momo's lists `[1,Hq,NQ,K]`, the share of causal key blocks that
-    they read, and the mean share of attention that they and the oracle's lists keep."""
+    """One layer: its exact masses, the mask's lists `[1,Hq,NQ,K]`, the share of causal key blocks
+    that they read, and the mean share of attention that they and the oracle's lists keep."""
 
     layer: int
     mass: BlockMass
@@ -23,29 +58,33 @@ class LayerMask:
     oracle: float
 
 
-def measure_masks(model: Any, ids: torch.Tensor, momo: Momo, count: int = 4) -> list[LayerMask]:
-    """The masks of `count` layers, spread over the depth, for the prompt `ids` `[1,T]`. All heads,
-    all query blocks, float32."""
-    depth = model.config.num_hidden_layers
-    chosen = sorted({int((i + 0.5) * depth / count) for i in range(count)})
+def measure_masks(
+    model: Any, ids: torch.Tensor, mask: BlockMask, count: int = 4
+) -> list[LayerMask]:
+    """The masks of `count` layers, spread over those that a policy can serve, for the prompt `ids`
+    `[1,T]`. All heads, all query blocks, float32. Raises ArgumentError where no layer is served."""
+    served = [layer.index for layer in find_attention_layers(model) if not layer.reason]
+    if not served:
+        raise ArgumentError("no attention layer of this model can be served by a block mask")
+    chosen = sorted({served[int((i + 0.5) * len(served) / count)] for i in range(count)})
     calls = capture_layers(model, ids, chosen)
-    return [measure_mask(layer, call, momo) for layer, call in calls.items()]
+    return [measure_mask(layer, call, mask) for layer, call in calls.items()]
 
 
-def measure_mask(layer: int, call: AttentionCall, momo: Momo) -> LayerMask:
+def measure_mask(layer: int, call: AttentionCall, mask: BlockMask) -> LayerMask:
     """One layer's mask from its captured call."""
     mass = block_mass(
         call.q,
         call.k,
         scale=call.scale,
-        query_block=momo.query_block,
-        block=momo.block,
-        sink=momo.sink,
-        window=momo.window,
+        query_block=mask.query_block,
+        block=mask.block,
+        sink=mask.sink,
+        window=mask.window,
         dtype=torch.float32,
     )
-    index = momo.select(call).blocks
-    best = oracle_blocks(mass, momo.top_k)
+    index = mask.select(call).blocks
+    best = oracle_blocks(mass, mask.top_k)
     return LayerMask(
         layer,
         mass,

@@ -5,6 +5,7 @@ English paragraphs (chapters of a textbook, see data/NOTICE.md), at a random pla
 follows from the seed."""
 
 import random
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -13,12 +14,14 @@ from typing import Any, Literal
 
 import torch
 
+from attnplug.errors import ArgumentError
+from attnplug.eval.prompts import LOW, SHORTEST, encode, render
+
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 CITIES = (
     "Paris London Berlin Madrid Rome Vienna Lisbon Dublin Oslo Athens Cairo Tokyo Delhi Lima "
     "Boston Chicago Denver Seattle Toronto Sydney"
 ).split()
-SHORTEST = 160
 
 
 @dataclass(frozen=True)
@@ -30,8 +33,9 @@ class Needle:
     text: str
 
     def found_in(self, reply: str) -> bool:
-        """Whether a decoded reply names the number (thousands separators allowed)."""
-        return self.answer in reply.replace(",", "")
+        """Whether a decoded reply names the number, not as a part of a longer one (thousands
+        separators allowed)."""
+        return re.search(rf"(?<!\d){self.answer}(?!\d)", reply.replace(",", "")) is not None
 
 
 def needle_prompt(
@@ -44,14 +48,14 @@ def needle_prompt(
     """A prompt of 90 to 100% of `target_tokens`, the needle at `depth` (0 first, 1 last) of it.
 
     A tokenizer with a chat template gets the prompt as a user's turn, with the assistant's turn
-    opened; another gets the start of the answer's sentence. Raises ValueError for a depth outside
-    [0, 1], an unknown haystack, a target below 160 tokens or beyond what the prose has."""
+    opened; another gets the start of the answer's sentence. Raises ArgumentError for a depth
+    outside [0, 1], an unknown haystack, a target below 160 tokens or beyond what the prose has."""
     if not 0 <= depth <= 1:
-        raise ValueError(f"depth is {depth}, needs 0 to 1")
+        raise ArgumentError(f"depth is {depth}, needs 0 to 1")
     if target_tokens < SHORTEST:
-        raise ValueError(f"target_tokens is {target_tokens}, needs at least {SHORTEST}")
+        raise ArgumentError(f"target_tokens is {target_tokens}, needs at least {SHORTEST}")
     if haystack not in ("noise", "prose"):
-        raise ValueError(f"haystack is {haystack!r}, needs 'noise' or 'prose'")
+        raise ArgumentError(f"haystack is {haystack!r}, needs 'noise' or 'prose'")
     rng = random.Random(seed)
     city, answer = rng.choice(CITIES), str(rng.randint(10_000, 99_999))
     frame = _Frame(tokenizer, city, answer)
@@ -59,12 +63,15 @@ def needle_prompt(
     pieces: list[str] = []
     for piece in _pieces(haystack, rng):
         # The pieces are counted one by one, which can only overcount what they cost joined.
-        budget -= len(tokenizer(piece + "\n", add_special_tokens=False).input_ids)
-        if budget < 0:
+        cost = _cost(tokenizer, piece)
+        if cost > budget:
+            if budget > (1 - LOW) * target_tokens:  # a long paragraph: its first sentences fit
+                pieces += _beginning(tokenizer, piece, budget)
             break
+        budget -= cost
         pieces.append(piece)
     else:
-        raise ValueError(f"target_tokens is {target_tokens}, more than the {haystack} text has")
+        raise ArgumentError(f"target_tokens is {target_tokens}, more than the {haystack} text has")
     ids = frame.ids(pieces, depth)
     return Needle(torch.tensor([ids]), answer, frame.text(pieces, depth))
 
@@ -83,18 +90,22 @@ class _Frame:
         place = round(depth * len(pieces))
         body = "\n".join([*pieces[:place], self.needle, *pieces[place:]])
         user = f"{self.intro}\n{body}\n{self.question}"
-        if self.tokenizer.chat_template is None:
-            return f"{user} {self.lead}"
-        turn = [{"role": "user", "content": user}]
-        opened = self.tokenizer.apply_chat_template(
-            turn, add_generation_prompt=True, tokenize=False
-        )
-        return opened + self.lead
+        return render(self.tokenizer, user, self.lead)
 
     def ids(self, pieces: list[str], depth: float) -> list[int]:
-        # A chat template writes the special tokens itself.
-        plain = self.tokenizer.chat_template is None
-        return self.tokenizer(self.text(pieces, depth), add_special_tokens=plain).input_ids
+        return encode(self.tokenizer, self.text(pieces, depth))
+
+
+def _cost(tokenizer: Any, piece: str) -> int:
+    return len(tokenizer(piece + "\n", add_special_tokens=False).input_ids)
+
+
+def _beginning(tokenizer: Any, piece: str, budget: int) -> list[str]:
+    """As many of a paragraph's first sentences as fit, as one piece."""
+    sentences = re.split(r"(?<=[.!?]) ", piece)
+    while sentences and _cost(tokenizer, " ".join(sentences)) > budget:
+        sentences.pop()
+    return [" ".join(sentences)] if sentences else []
 
 
 def _pieces(haystack: str, rng: random.Random) -> Iterator[str]:

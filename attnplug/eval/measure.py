@@ -1,0 +1,115 @@
+"""Measurements on the prose that need no answers: sliding-window perplexity, fidelity of the decode
+steps against dense, and the attention that a block mask keeps.
+
+Perplexity: window i is `tokens` tokens long and starts `i * STRIDE` tokens into the prose; its last
+STRIDE tokens are scored, each after at least `tokens - STRIDE` others (half the window where that
+is shorter than two strides), so that no token is scored twice.
+
+Fidelity: both sides prefill the same tokens, then read the same next STEPS tokens one at a time
+(teacher forcing), each through its real decode step, over its static cache for a policy. From the
+logits of every step, p dense's and r the policy's distribution:
+
+    agreement = 1 where both have the same most likely token
+    agreement-at-margin = the same, over steps where dense's best logit leads by more than 1
+    kl = sum p (log p - log r), in nats          total-variation = sum |p - r| / 2"""
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from attnplug.api import applied, make_cache
+from attnplug.errors import ArgumentError
+from attnplug.eval.fidelity import BlockMask, measure_masks
+from attnplug.eval.mass import captured_mass, oracle_blocks
+from attnplug.eval.needle import prose
+from attnplug.policies import Policy
+
+STRIDE, STEPS = 512, 32
+MARGIN = 1.0
+
+
+@lru_cache(maxsize=4)
+def _prose_tokens(tokenizer: Any) -> tuple[list[int], list[int]]:
+    """The special tokens that a text starts with, and the prose's tokens."""
+    whole = tokenizer("\n\n".join(prose()), add_special_tokens=False, verbose=False).input_ids
+    return tokenizer("").input_ids, whole
+
+
+def prose_window(tokenizer: Any, tokens: int, number: int) -> torch.Tensor:
+    """Window `number` of the prose, `[1,tokens]`, STRIDE tokens after the one before, led by the
+    tokenizer's special tokens. Raises ArgumentError past the prose's end."""
+    first, whole = _prose_tokens(tokenizer)
+    stride = min(STRIDE, tokens // 2)
+    start, end = number * stride, number * stride + tokens - len(first)
+    if end > len(whole):
+        raise ArgumentError(f"window {number} ends at token {end}, the prose has {len(whole)}")
+    return torch.tensor([first + whole[start:end]])
+
+
+@torch.inference_mode()
+def window_nll(model: Any, ids: torch.Tensor) -> float:
+    """Mean negative log-likelihood (nats) of the window's last tokens, by whatever attention the
+    model has now. Its exponential is the perplexity."""
+    scored = min(STRIDE, ids.shape[1] // 2)
+    logits = model(ids, use_cache=False, logits_to_keep=scored + 1).logits[0, :-1]
+    return torch.nn.functional.cross_entropy(logits.float(), ids[0, -scored:]).item()
+
+
+@torch.inference_mode()
+def step_logits(model: Any, ids: torch.Tensor, policy: Policy | None) -> torch.Tensor:
+    """Logits `[STEPS,V]` (float32, CPU) of the last STEPS tokens of `ids` `[1,T]`, read one at a
+    time after a prefill of the others. Without a policy: the model's own attention and cache."""
+    if policy is not None:
+        with applied(model, policy):
+            return _steps(model, ids, make_cache(model, ids.shape[1]))
+    return _steps(model, ids, None)
+
+
+def _steps(model: Any, ids: torch.Tensor, cache: Any) -> torch.Tensor:
+    prompt, rest = ids[:, :-STEPS], ids[:, -STEPS:]
+    out = model(prompt, past_key_values=cache, use_cache=True, logits_to_keep=1)
+    logits = []
+    for step in range(STEPS):
+        token = rest[:, step : step + 1]
+        out = model(token, past_key_values=out.past_key_values, use_cache=True)
+        logits.append(out.logits[0, -1].float().cpu())
+    return torch.stack(logits)
+
+
+def compare_logits(dense: torch.Tensor, policy: torch.Tensor) -> dict[str, float]:
+    """The means over steps of the measures above, for logits `[steps,V]`. `agreement-at-margin` is
+    missing where no step has such a margin."""
+    p, r = (logits.double().log_softmax(-1) for logits in (dense, policy))
+    same = (dense.argmax(-1) == policy.argmax(-1)).double()
+    best = dense.topk(2, dim=-1).values
+    sure = best[:, 0] - best[:, 1] > MARGIN
+    values = {
+        "agreement": same.mean().item(),
+        "kl": (p.exp() * (p - r)).sum(-1).mean().item(),
+        "total-variation": ((p.exp() - r.exp()).abs().sum(-1) / 2).mean().item(),
+    }
+    if sure.any():
+        values["agreement-at-margin"] = same[sure].mean().item()
+    return values
+
+
+def mask_values(
+    model: Any, ids: torch.Tensor, mask: BlockMask
+) -> tuple[dict[str, float], list[dict[str, Any]]]:
+    """What the block mask keeps of exact attention in the prefill of `ids` `[1,T]`: the means, and
+    for each measured layer `captured` and `oracle` (best lists of that size) head by head."""
+    layers = measure_masks(model, ids, mask)
+    detail = []
+    for layer in layers:
+        best = oracle_blocks(layer.mass, mask.top_k)
+        kept, most = (captured_mass(layer.mass, lists) for lists in (layer.index, best))
+        heads = {
+            "captured": [round(x, 6) for x in kept.mean((0, 2)).tolist()],
+            "oracle": [round(x, 6) for x in most.mean((0, 2)).tolist()],
+        }
+        detail.append({"layer": layer.layer, "density": layer.density} | heads)
+    captured = sum(layer.captured for layer in layers) / len(layers)
+    oracle = sum(layer.oracle for layer in layers) / len(layers)
+    values = {"captured-mass": captured, "captured-mass-of-oracle": captured / oracle}
+    return values, detail

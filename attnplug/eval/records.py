@@ -1,0 +1,40 @@
+"""The log of a study: one JSON line a sample and policy, appended as soon as it is known."""
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+Record = dict[str, Any]
+# What makes two records the same question. A run that changes any of these asks anew. The batch
+# counts: in low precision a row's result may depend on its batch mates' lengths.
+KEY = ("task", "model", "n", "trial", "seed", "policy", "batch", "device", "dtype")
+
+
+def key_of(record: Record) -> tuple[Any, ...]:
+    return tuple(record[name] for name in KEY)
+
+
+class Records:
+    """The samples of a JSONL file, by key; `add` appends. A last line that an interruption cut off
+    is dropped."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.known: dict[tuple[Any, ...], Record] = {}
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if not path.exists():
+            return
+        whole, _, torn = path.read_bytes().rpartition(b"\n")
+        if torn:
+            path.write_bytes(whole + b"\n" if whole else b"")
+        for line in whole.decode().splitlines():
+            record = json.loads(line)
+            self.known[key_of(record)] = record
+
+    def add(self, records: Iterable[Record]) -> None:
+        """Append the records that are not known yet."""
+        fresh = [record for record in records if key_of(record) not in self.known]
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write("".join(json.dumps(record) + "\n" for record in fresh))
+        self.known |= {key_of(record): record for record in fresh}

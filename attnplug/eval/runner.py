@@ -1,0 +1,286 @@
+"""Dense and every policy on the same prompts: what `attnplug eval` runs.
+
+A cell is a task at a length. Its trials go in batches; a batch is finished for the model's own
+attention ("stock") and for every policy before the next one begins, so that a run that stops has
+complete pairs. A batch's records are written at once and a batch is run whole or not at all, so
+that a resumed run gives the rows of an uninterrupted one."""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from attnplug.api import applied
+from attnplug.errors import ArgumentError
+from attnplug.eval.control import RandomBlocks
+from attnplug.eval.fidelity import has_block_mask
+from attnplug.eval.measure import (
+    STEPS,
+    compare_logits,
+    mask_values,
+    prose_window,
+    step_logits,
+    window_nll,
+)
+from attnplug.eval.prompts import SHORTEST, digest, template_name
+from attnplug.eval.records import KEY, Record, Records
+from attnplug.eval.tasks import TASKS, Sample, make_sample
+from attnplug.policies import Policy, methods, parse
+from attnplug.policies.base import parse_policy
+
+STOCK = "stock"
+MEASURES = ("perplexity", "fidelity", "captured-mass")
+BATCH_TOKENS = 131_072  # prompt tokens of a batch on CUDA; a prefill of that many fills the GPU
+
+
+@dataclass(frozen=True)
+class Study:
+    """What to run. `policies` are strings, methods or Policies; `batch` 0 chooses by the device."""
+
+    policies: Sequence[Any]
+    tasks: Sequence[str] = ("needle-noise", "needle-prose")
+    lengths: Sequence[int] = (1024,)
+    trials: int = 10
+    seed: int = 0
+    batch: int = 0
+    limit_seconds: float | None = None
+
+    def __post_init__(self) -> None:
+        known = [*TASKS, *MEASURES]
+        for task in self.tasks:
+            if task not in known:
+                raise ArgumentError(f"task is {task!r}, needs one of {', '.join(known)}")
+        for name, values in (("tasks", self.tasks), ("lengths", self.lengths)):
+            if not values:
+                raise ArgumentError(f"{name} is empty, needs at least one")
+        for length in self.lengths:
+            if length < SHORTEST:
+                raise ArgumentError(f"length is {length} tokens, needs at least {SHORTEST}")
+        if self.trials < 1 or self.batch < 0 or self.seed < 0:
+            raise ArgumentError(
+                f"trials is {self.trials}, batch {self.batch}, seed {self.seed}; needs at least 1, "
+                "0 and 0"
+            )
+
+    def parsed(self) -> dict[str, Policy]:
+        """Each policy by its text. Raises PolicyError."""
+        return {str(policy): policy for policy in map(parse_with_control, self.policies)}
+
+
+def parse_with_control(policy: Any) -> Policy:
+    """`attnplug.policies.parse`, where "random_blocks" is known too: a policy that is broken on
+    purpose and so belongs to no one's methods."""
+    if isinstance(policy, str):
+        return parse_policy(policy, methods() | {RandomBlocks.name: RandomBlocks})
+    return parse(policy)
+
+
+@dataclass
+class Outcome:
+    """The records of the study that ran (or were there already), the cells that were left out, with
+    the reason, and whether the time limit stopped the run."""
+
+    records: list[Record] = field(default_factory=list)
+    left_out: dict[str, str] = field(default_factory=dict)
+    stopped: bool = False
+
+
+def run_study(
+    model: Any,
+    tokenizer: Any,
+    name: str,
+    study: Study,
+    path: Path,
+    *,
+    console: Console | None = None,
+    clock: Callable[[], float] = time.monotonic,
+) -> Outcome:
+    """Run what `path` (JSONL) does not have yet of the study, and append it there.
+
+    `model` has no policy applied; `name` is what rows call it. Raises PolicyError and
+    UnsupportedModelError before anything runs."""
+    policies = study.parsed()
+    for policy in policies.values():
+        with applied(model, policy):
+            pass  # a model that cannot be served should say so now
+    records, outcome, begin = Records(path), Outcome(), clock()
+    if "captured-mass" in study.tasks:
+        for text, policy in policies.items():
+            if not has_block_mask(policy.prefill):
+                outcome.left_out[f"captured-mass of {text}"] = "its prefill has no block mask"
+    cells = [(task, length) for length in study.lengths for task in study.tasks]
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    with Progress(*columns, TimeElapsedColumn(), console=console or Console(stderr=True)) as bar:
+        step = bar.add_task("samples", total=len(cells) * study.trials)
+        for task, length in cells:
+            cell = _Cell(model, tokenizer, name, study, policies, task, length)
+            bar.update(step, description=f"{task} at {length:,}")
+            try:
+                for done, batch in cell.batches(records):
+                    late = study.limit_seconds is not None and clock() - begin > study.limit_seconds
+                    if batch is not None and late:
+                        outcome.stopped = True
+                        break
+                    if batch is not None:
+                        records.add(batch())
+                    bar.advance(step, done)
+            except ArgumentError as error:
+                outcome.left_out[f"{task} at {length}"] = str(error)
+                bar.advance(step, study.trials)
+            outcome.records += cell.known(records)
+            if outcome.stopped:
+                break
+    return outcome
+
+
+@dataclass
+class _Cell:
+    """One task at one length."""
+
+    model: Any
+    tokenizer: Any
+    name: str
+    study: Study
+    policies: dict[str, Policy]
+    task: str
+    length: int
+
+    def batches(self, records: Records) -> Iterator[tuple[int, Callable[[], list[Record]] | None]]:
+        """(number of trials, what runs them) for each batch; None where all of it is known."""
+        self._check()
+        size = self.batch_size()
+        for first in range(0, self.study.trials, size):
+            trials = range(first, min(first + size, self.study.trials))
+            wanted = [STOCK, *self.policies]
+            missing = [
+                p for p in wanted if any(self.key(t, p) not in records.known for t in trials)
+            ]
+            yield len(trials), partial(self.run, trials, missing) if missing else None
+
+    def _check(self) -> None:
+        limit = getattr(self.model.config, "max_position_embeddings", None)
+        if limit is not None and self.length > limit:
+            raise ArgumentError(f"the model has {limit} positions")
+        last = self.study.trials - 1
+        if self.task in TASKS:
+            make_sample(self.tokenizer, self.task, self.length, last, self.study.seed)
+        else:
+            prose_window(self.tokenizer, self.length, last)
+
+    def batch_size(self) -> int:
+        if self.task not in TASKS:
+            return 1
+        if self.study.batch:
+            return self.study.batch
+        cuda = self.model.device.type == "cuda"
+        return max(1, BATCH_TOKENS // self.length) if cuda else 1
+
+    def run(self, trials: Sequence[int], missing: Sequence[str]) -> list[Record]:
+        if self.task in TASKS:
+            return self._generate(trials, missing)
+        return [record for trial in trials for record in self._measure(trial, missing)]
+
+    def _generate(self, trials: Sequence[int], missing: Sequence[str]) -> list[Record]:
+        samples = [
+            make_sample(self.tokenizer, self.task, self.length, trial, self.study.seed)
+            for trial in trials
+        ]
+        made = []
+        for policy in missing:
+            replies = generate(
+                self.model,
+                self.tokenizer,
+                [sample.ids for sample in samples],
+                self.policies.get(policy),
+                TASKS[self.task].new_tokens,
+            )
+            made += [
+                self.record(sample.trial, policy, sample.ids, sample.text) | _scored(sample, reply)
+                for sample, reply in zip(samples, replies, strict=True)
+            ]
+        return made
+
+    def _measure(self, trial: int, missing: Sequence[str]) -> Iterator[Record]:
+        ids = prose_window(self.tokenizer, self.length, trial)
+        on_device = ids.to(self.model.device)
+        dense = None
+        for name in missing:
+            policy = self.policies.get(name)
+            record = self.record(trial, name, ids, str(ids[0].tolist()))
+            if self.task == "perplexity":
+                with applied(self.model, policy) if policy is not None else nullcontext():
+                    record["values"] = {"nll": window_nll(self.model, on_device)}
+            elif self.task == "fidelity" and policy is not None:
+                if dense is None:
+                    dense = step_logits(self.model, on_device, None)
+                record |= {"steps": STEPS}
+                record["values"] = compare_logits(dense, step_logits(self.model, on_device, policy))
+            elif self.task == "captured-mass" and policy and has_block_mask(policy.prefill):
+                mask: Any = policy.prefill
+                record["values"], record["layers"] = mask_values(self.model, on_device, mask)
+            else:
+                record["values"] = {}  # nothing to compare: dense with itself, or no block mask
+            yield record
+
+    def record(self, trial: int, policy: str, ids: torch.Tensor, text: str) -> Record:
+        """What every record says: its key, and where its prompt came from."""
+        return dict(zip(KEY, self.key(trial, policy), strict=True)) | {
+            "tokens": ids.shape[1],
+            "prompt_hash": digest(text),
+            "tokenizer": f"{type(self.tokenizer).__name__}-{len(self.tokenizer)}",
+            "template": template_name(self.tokenizer) if self.task in TASKS else "plain",
+        }
+
+    def key(self, trial: int, policy: str) -> tuple[Any, ...]:
+        dtype = str(self.model.dtype).removeprefix("torch.")
+        facts = (self.task, self.name, self.length, trial, self.study.seed, policy)
+        return (*facts, self.batch_size(), self.model.device.type, dtype)
+
+    def known(self, records: Records) -> list[Record]:
+        keys = [self.key(t, p) for t in range(self.study.trials) for p in (STOCK, *self.policies)]
+        return [records.known[key] for key in keys if key in records.known]
+
+
+def _scored(sample: Sample, reply: str) -> Record:
+    return {
+        "depths": list(sample.depths),
+        "answers": list(sample.answers),
+        "reply": reply,
+        "found": sample.found(reply),
+        "score": sample.score(reply),
+    }
+
+
+@torch.inference_mode()
+def generate(
+    model: Any,
+    tokenizer: Any,
+    prompts: Sequence[torch.Tensor],
+    policy: Policy | None,
+    new_tokens: int,
+) -> list[str]:
+    """Greedy replies to prompts `[1,T]`, as one left-padded batch, with a policy or without."""
+    longest = max(ids.shape[1] for ids in prompts)
+    ids = torch.full((len(prompts), longest), tokenizer.pad_token_id)
+    mask = torch.zeros_like(ids)
+    for row, prompt in enumerate(prompts):
+        ids[row, longest - prompt.shape[1] :] = prompt[0]
+        mask[row, longest - prompt.shape[1] :] = 1
+    with applied(model, policy) if policy is not None else nullcontext():
+        out = model.generate(
+            ids.to(model.device),
+            attention_mask=mask.to(model.device),
+            max_new_tokens=new_tokens,
+            do_sample=False,
+            num_beams=1,
+            disable_compile=True,
+            pad_token_id=tokenizer.pad_token_id,
+        )
+    return tokenizer.batch_decode(out[:, longest:].cpu(), skip_special_tokens=True)

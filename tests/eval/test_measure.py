@@ -1,0 +1,92 @@
+"""Perplexity, fidelity and rows against values computed by hand."""
+
+import math
+
+import pytest
+import torch
+
+from attnplug.errors import ArgumentError
+from attnplug.eval.measure import STEPS, compare_logits, prose_window, step_logits, window_nll
+from attnplug.eval.output import markdown, write_outputs
+from attnplug.eval.rows import make_rows
+from attnplug.eval.runner import Outcome
+from attnplug.policies import parse
+
+
+def test_windows_slide_by_the_stride(tokenizer):
+    one, two = (prose_window(tokenizer, 1500, number) for number in (0, 1))
+    assert one.shape == (1, 1500) and torch.equal(one[0, 512:], two[0, : 1500 - 512])
+    with pytest.raises(ArgumentError, match="the prose has"):
+        prose_window(tokenizer, 1500, 1000)
+
+
+def test_the_loss_is_that_of_the_last_tokens(tiny, tokenizer):
+    ids = prose_window(tokenizer, 200, 0)
+    with torch.no_grad():
+        logits = tiny(ids).logits[0].double().log_softmax(-1)
+    wanted = -sum(logits[at - 1, ids[0, at]].item() for at in range(100, 200)) / 100
+    assert window_nll(tiny, ids) == pytest.approx(wanted, rel=1e-5)
+
+
+def test_fidelity_of_two_hand_made_steps():
+    dense = torch.tensor([[2.0, 0.0], [0.5, 0.0]]).log_softmax(-1)
+    policy = torch.tensor([[2.0, 0.0], [0.0, 0.5]]).log_softmax(-1)
+    found = compare_logits(dense, policy)
+    high = 1 / (1 + math.exp(-0.5))
+    assert found["agreement"] == 0.5
+    assert found["agreement-at-margin"] == 1.0  # the second step's margin is 0.5
+    # second step: p = (high, 1 - high), r = (1 - high, high); the first step adds 0
+    assert found["total-variation"] == pytest.approx((2 * high - 1) / 2, abs=1e-6)
+    assert found["kl"] == pytest.approx((2 * high - 1) * 0.5 / 2, abs=1e-6)
+    assert "agreement-at-margin" not in compare_logits(dense[1:], policy[1:])
+
+
+def test_dense_through_its_decode_steps_is_the_models_own(tiny, tokenizer):
+    ids = prose_window(tokenizer, 200, 1)
+    stock, dense = (step_logits(tiny, ids, policy) for policy in (None, parse("dense")))
+    with torch.no_grad():
+        whole = tiny(ids).logits[0, -STEPS:]
+    torch.testing.assert_close(stock, whole, rtol=1e-3, atol=1e-3)
+    found = compare_logits(stock, dense)
+    assert found["agreement"] == 1 and found["kl"] < 1e-6 and found["total-variation"] < 1e-3
+
+
+def record(task: str, policy: str, trial: int, **payload):
+    facts = dict(task=task, model="m", n=1024, trial=trial, seed=0, policy=policy, batch=1)
+    return facts | dict(device="cpu", dtype="float32", template="plain", tokenizer="t") | payload
+
+
+def scores(policy: str, found: list[list[bool]]):
+    return [
+        record("multi-value", policy, i, found=f, score=sum(f) / 2, depths=[0.05, 0.95])
+        for i, f in enumerate(found)
+    ]
+
+
+def test_rows_pair_samples_and_count_depths(tmp_path):
+    dense = scores("stock", [[True, True], [True, True], [True, False], [False, False]])
+    policy = scores("p", [[True, True], [False, True], [True, True]])
+    rows = make_rows(dense + policy)
+    assert [row["trials"] for row in rows] == [4, 3]
+    row = rows[1]
+    assert (row["dense"], row["value"]) == (pytest.approx(5 / 6), pytest.approx(5 / 6))
+    assert (row["dense_only"], row["policy_only"], row["p_value"]) == (1, 1, 1.0)
+    assert (row["dense_solved"], row["solved"]) == (pytest.approx(2 / 3), pytest.approx(2 / 3))
+    assert row["depths"] == {"0.0": [2, 3], "0.9": [3, 3]}
+    assert row["diff"] == 0 and row["diff_low"] == -0.5 and row["diff_high"] == 0.5
+    needed = {"task", "model", "n", "trials", "dense", "policy", "value", "low", "high"}
+    assert needed <= row.keys()
+    text = markdown(rows, Outcome(left_out={"x at 1": "no room"}, stopped=True))
+    assert "| multi-value | 1,024 | p | 2/3 | - |" in text
+    assert "- x at 1: no room" in text and "Stopped at the time limit" in text
+    written = write_outputs(rows, Outcome(), tmp_path)
+    assert [path.name for path in written] == ["rows.json", "tables.md", "heatmap.png"]
+    assert written[2].read_bytes().startswith(b"\x89PNG")
+
+
+def test_perplexity_rows_are_of_the_mean_loss():
+    dense = [record("perplexity", "stock", i, values={"nll": x}) for i, x in enumerate((2.0, 3.0))]
+    policy = [record("perplexity", "p", i, values={"nll": x}) for i, x in enumerate((2.1, 3.1))]
+    row = make_rows(dense + policy)[1]
+    assert row["dense"] == pytest.approx(math.exp(2.5))
+    assert row["value"] == row["low"] == row["high"] == pytest.approx(math.exp(2.6))

@@ -1,0 +1,172 @@
+"""Studies: paired, repeatable, resumable; broken policies are told apart from dense."""
+
+import dataclasses
+import json
+from collections import Counter
+from typing import ClassVar
+
+import pytest
+import torch
+
+from attnplug.errors import ArgumentError, PolicyError
+from attnplug.eval.control import RandomBlocks
+from attnplug.eval.rows import make_rows
+from attnplug.eval.runner import STOCK, Outcome, Study, generate, run_study
+from attnplug.policies import AttentionCall, Dense, Phase
+from attnplug.policies.dense import causal_mask
+
+CONTROL = "random_blocks(top_k=1)"
+
+
+@dataclasses.dataclass(frozen=True)
+class Nearsighted(Phase):
+    """Sees the last 16 keys only: a third party's policy, broken."""
+
+    name: ClassVar[str] = "nearsighted"
+    phases: ClassVar[frozenset[str]] = frozenset({"prefill", "decode"})
+
+    def attend(self, call: AttentionCall) -> torch.Tensor:
+        groups = call.q.shape[1] // call.k.shape[1]
+        k, v = (x.nan_to_num().repeat_interleave(groups, 1) for x in (call.k, call.v))
+        near = causal_mask(call)
+        far = near.flip(-1).cumsum(-1).flip(-1) > 16
+        return torch.nn.functional.scaled_dot_product_attention(
+            call.q, k, v, attn_mask=near & ~far, scale=call.scale
+        )
+
+
+def study(**options) -> Study:
+    defaults = dict(policies=[CONTROL], tasks=["needle-noise"], lengths=[200], trials=4)
+    return Study(**(defaults | options))
+
+
+def run(model, tokenizer, path, **options) -> Outcome:
+    clock = {"clock": options.pop("clock")} if "clock" in options else {}
+    return run_study(model, tokenizer, "tiny", study(**options), path, **clock)
+
+
+def undated(rows):
+    return [{key: value for key, value in row.items() if key != "date"} for row in rows]
+
+
+def test_every_policy_and_dense_get_the_same_prompts(tiny, tokenizer, tmp_path):
+    outcome = run(tiny, tokenizer, tmp_path / "s.jsonl", policies=[CONTROL, Dense()])
+    assert Counter(r["policy"] for r in outcome.records) == {STOCK: 4, CONTROL: 4, "dense": 4}
+    for trial in range(4):
+        mine = [r for r in outcome.records if r["trial"] == trial]
+        assert len({r["prompt_hash"] for r in mine}) == 1
+        assert len({r["reply"] for r in mine if r["policy"] != CONTROL}) == 1
+    record = outcome.records[0]
+    assert record["template"].startswith("chat-") and record["tokenizer"].endswith("-49152")
+    assert (record["seed"], record["depths"], record["n"]) == (0, [0.45], 200)
+    assert 180 <= record["tokens"] <= 200
+
+
+def test_two_runs_give_the_same_samples_and_rows(tiny, tokenizer, tmp_path):
+    options = dict(tasks=["needle-noise", "perplexity", "fidelity", "captured-mass"], lengths=[300])
+    one = run(tiny, tokenizer, tmp_path / "one.jsonl", trials=2, **options)
+    two = run(tiny, tokenizer, tmp_path / "two.jsonl", trials=2, **options)
+    assert (tmp_path / "one.jsonl").read_bytes() == (tmp_path / "two.jsonl").read_bytes()
+    assert undated(make_rows(one.records)) == undated(make_rows(two.records))
+    tasks = {row["task"] for row in make_rows(one.records)}
+    assert {"needle-noise", "perplexity", "agreement", "kl", "total-variation"} <= tasks
+    assert {"captured-mass", "captured-mass-of-oracle"} <= tasks
+
+
+def test_a_stopped_run_resumes_to_the_same_rows(tiny, tokenizer, tmp_path):
+    whole = run(tiny, tokenizer, tmp_path / "whole.jsonl", trials=6, batch=2)
+    ticks = iter(range(100))
+    path = tmp_path / "part.jsonl"
+    options = dict(trials=6, batch=2)
+    part = run(tiny, tokenizer, path, limit_seconds=1.5, clock=lambda: next(ticks), **options)
+    assert part.stopped and len(part.records) == 4  # one batch of two, dense and the policy
+    assert all(row["trials"] == 2 for row in make_rows(part.records))
+    # An interruption in the middle of a write: a torn line, and a batch known in part.
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(lines[:3]) + lines[3][:40])
+    resumed = run(tiny, tokenizer, path, **options)
+    assert not resumed.stopped
+    assert undated(make_rows(resumed.records)) == undated(make_rows(whole.records))
+    assert sorted(path.read_text().splitlines()) == sorted(
+        (tmp_path / "whole.jsonl").read_text().splitlines()
+    )
+
+
+def test_what_is_known_is_not_run_again(tiny, tokenizer, tmp_path, monkeypatch):
+    path = tmp_path / "s.jsonl"
+    run(tiny, tokenizer, path, trials=2)
+    before = path.read_bytes()
+    monkeypatch.setattr(tiny, "generate", None)
+    again = run(tiny, tokenizer, path, trials=2)
+    assert len(again.records) == 4 and path.read_bytes() == before
+
+
+def test_more_trials_and_another_seed_ask_new_questions(tiny, tokenizer, tmp_path):
+    path = tmp_path / "s.jsonl"
+    run(tiny, tokenizer, path, trials=2)
+    run(tiny, tokenizer, path, trials=3)
+    run(tiny, tokenizer, path, trials=2, seed=1)
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    assert Counter(r["seed"] for r in records) == {0: 6, 1: 4}
+    assert len({r["prompt_hash"] for r in records}) == 5
+
+
+def test_a_batch_answers_as_its_rows_alone(tiny, tokenizer):
+    ids = torch.randint(100, 1000, (2, 150), generator=torch.Generator().manual_seed(0))
+    prompts = [ids[:1], ids[1:, :120]]
+    for policy in (None, study(policies=["dense"]).parsed()["dense"]):
+        together = generate(tiny, tokenizer, prompts, policy, 6)
+        assert together == [generate(tiny, tokenizer, [p], policy, 6)[0] for p in prompts]
+
+
+def test_cells_that_cannot_be_are_left_out_and_named(tiny, tokenizer, tmp_path):
+    options = dict(tasks=["common-words", "needle-noise", "captured-mass"], lengths=[200, 2000])
+    outcome = run(tiny, tokenizer, tmp_path / "s.jsonl", policies=["dense"], trials=1, **options)
+    assert "needs at least 1" in outcome.left_out["common-words at 200"]
+    assert outcome.left_out["needle-noise at 2000"] == "the model has 1024 positions"
+    assert outcome.left_out["captured-mass of dense"] == "its prefill has no block mask"
+    assert {row["task"] for row in make_rows(outcome.records)} == {"needle-noise"}
+
+
+def test_a_nearsighted_policy_is_told_apart_from_dense(smollm2, tmp_path):
+    outcome = run(*smollm2, tmp_path / "s.jsonl", policies=[Nearsighted()], trials=6)
+    stock, broken = make_rows(outcome.records)
+    assert stock["value"] == 1 and stock["p_value"] == 1
+    assert broken["value"] == 0 and broken["dense"] == 1
+    assert (broken["dense_only"], broken["policy_only"]) == (6, 0)
+    assert broken["p_value"] == pytest.approx(1 / 32) and broken["high"] < stock["low"]
+
+
+def test_random_blocks_are_told_apart_from_dense(smollm2, tmp_path):
+    options = dict(tasks=["perplexity"], lengths=[512], trials=4)
+    outcome = run(*smollm2, tmp_path / "s.jsonl", policies=["dense", CONTROL], **options)
+    rows = {row["policy"]: row for row in make_rows(outcome.records)}
+    assert rows["dense"]["value"] == pytest.approx(rows[STOCK]["value"], rel=1e-3)
+    assert rows[CONTROL]["diff_low"] > 0.02
+    assert rows[CONTROL]["low"] > rows["dense"]["high"]
+
+
+def test_the_control_lists_earlier_blocks_once_and_needs_no_registration():
+    q = torch.zeros(1, 2, 500, 64)
+    lists = RandomBlocks(top_k=3).select(AttentionCall(q, q, q, 1.0)).blocks
+    assert lists.shape == (1, 2, 4, 3) and lists.dtype == torch.int32
+    for row, picked in enumerate(lists[0, 0].tolist()):
+        real = [block for block in picked if block >= 0]
+        assert len(real) == min(3, 2 * row) and real == sorted(set(real))
+        assert all((block + 1) * 64 <= row * 128 for block in real)
+    with pytest.raises(PolicyError, match="top_k=0"):
+        study(policies=["random_blocks(top_k=0)"]).parsed()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(tasks=["niah"]), "task is 'niah'"),
+        (dict(tasks=[]), "tasks is empty"),
+        (dict(lengths=[100]), "length is 100 tokens, needs at least 160"),
+        (dict(trials=0), "trials is 0"),
+    ],
+)
+def test_a_study_that_cannot_be_is_refused(options, message):
+    with pytest.raises(ArgumentError, match=message):
+        study(**options)
