@@ -1,5 +1,6 @@
 """apply, remove, applied and report: a policy on a Hugging Face model and off again."""
 
+import copy
 import fnmatch
 import re
 from collections.abc import Iterator, Mapping
@@ -21,7 +22,7 @@ from attnplug.models.cache import PlugCache, PlugLayer
 from attnplug.models.generate import bind_generate, unbind_generate
 from attnplug.models.hf import ATTENTION_NAME, BINDING, Binding, register_names
 from attnplug.models.hook import PolicyHook
-from attnplug.models.layers import AttentionLayer, find_attention_layers
+from attnplug.models.layers import AttentionLayer, find_attention_layers, takes_cache
 from attnplug.policies import Phase, Policy, parse
 
 STATE = "_attnplug_state"
@@ -87,7 +88,7 @@ class _Applied:
 
     report: Report
     hooks: list[tuple[PolicyHook, torch.nn.Module]] = field(default_factory=list)
-    implementations: list[tuple[PreTrainedConfig, Any]] = field(default_factory=list)
+    configs: list[tuple[torch.nn.Module, PreTrainedConfig]] = field(default_factory=list)
     methods: list[str] = field(default_factory=list)
     make_layer: Any = None
 
@@ -111,6 +112,10 @@ def apply(model: Model, policy: PolicyLike | Mapping[LayerKey, PolicyLike]) -> M
         )
     resolver = _Resolver(policy)
     layers = find_attention_layers(target)
+    if any(hasattr(layer.module, BINDING) for layer in layers):
+        raise AlreadyAppliedError(
+            "a part of this model already has a policy; call attnplug.remove on that part first"
+        )
     plan = [(layer, _bind(target, layer, resolver.policy_for(layer))) for layer in layers]
     resolver.check_all_used()
     register_names()
@@ -120,9 +125,11 @@ def apply(model: Model, policy: PolicyLike | Mapping[LayerKey, PolicyLike]) -> M
         hook = PolicyHook(layer.index, first=place == 0)
         hook.init_hook(layer.module)
         applied.hooks.append((hook, layer.module))
-    applied.implementations = _switch_attention(layers)
+    applied.configs = _switch_attention(target, layers)
     applied.make_layer = _layer_maker(plan)
-    applied.methods = bind_generate(target, applied.make_layer)
+    # A static cache helps nobody where some layer cannot be told how much of it is valid.
+    told = all(takes_cache(layer.module) for layer in layers)
+    applied.methods = bind_generate(target, applied.make_layer if told else None)
     target.__dict__[STATE] = applied
     return model
 
@@ -132,8 +139,8 @@ def remove(model: Model) -> Model:
     target = _unwrap(model)
     applied = _applied(target)
     unbind_generate(target, applied.methods)
-    for config, implementation in applied.implementations:
-        config._attn_implementation_internal = implementation
+    for module, config in applied.configs:
+        vars(module)["config"] = config
     for hook, module in applied.hooks:
         hook.detach_hook(module)
         delattr(module, BINDING)
@@ -261,12 +268,22 @@ def _report(layer: AttentionLayer, binding: Binding) -> LayerReport:
     )
 
 
-def _switch_attention(layers: list[AttentionLayer]) -> list[tuple[PreTrainedConfig, Any]]:
-    """Point the configs that the attention modules and the mask code read at attnplug."""
-    configs = {id(layer.config): layer.config for layer in layers}
-    previous = [(config, config._attn_implementation_internal) for config in configs.values()]
-    for config, _ in previous:
-        config._attn_implementation_internal = ATTENTION_NAME
+def _switch_attention(
+    model: PreTrainedModel, layers: list[AttentionLayer]
+) -> list[tuple[torch.nn.Module, PreTrainedConfig]]:
+    """Give the model's modules configs of their own that say attnplug: another model may share the
+    object. Returns every module with the config it had."""
+    copies: dict[int, Any] = {}
+    copy.deepcopy(model.config, copies)  # a memo: text configs stay one object with their parts
+    served = {id(layer.config) for layer in layers}
+    previous = []
+    for module in model.modules():
+        config = vars(module).get("config")
+        if isinstance(config, PreTrainedConfig):
+            previous.append((module, config))
+            vars(module)["config"] = copy.deepcopy(config, copies)
+    for key in served:
+        copies[key]._attn_implementation_internal = ATTENTION_NAME
     return previous
 
 

@@ -3,6 +3,7 @@ and refusals of the modes that would lose the policy."""
 
 import copy
 from collections.abc import Callable
+from types import MethodType
 from typing import Any, NoReturn
 
 from transformers import Cache, PreTrainedModel, StaticCache
@@ -11,6 +12,8 @@ from transformers.generation.configuration_utils import GenerationMode
 from attnplug.errors import UnsupportedCallError
 from attnplug.models.cache import PlugCache, PlugLayer
 
+MakeLayer = Callable[[int, int], PlugLayer]
+LAYER_MAKER = "_attnplug_make_layer"
 CACHE_METHOD = "_prepare_cache_for_generation"
 BATCHING_METHODS = (
     "generate_batch",
@@ -19,17 +22,17 @@ BATCHING_METHODS = (
 )
 
 
-def bind_generate(model: PreTrainedModel, make_layer: Callable[[int, int], PlugLayer]) -> list[str]:
-    """Give this instance its own cache preparation. Returns the attribute names that were set,
-    which `unbind_generate` deletes again."""
+def bind_generate(model: PreTrainedModel, make_layer: MakeLayer | None) -> list[str]:
+    """Give this instance its own cache preparation, unless make_layer is None. Returns the names of
+    the attributes that were set, which `unbind_generate` deletes again."""
     names = []
-    stock: Callable[..., None] | None = getattr(model, CACHE_METHOD, None)
-    if stock is not None:
-        model.__dict__[CACHE_METHOD] = _cache_preparation(stock, make_layer)
-        names.append(CACHE_METHOD)
+    if make_layer is not None and hasattr(model, CACHE_METHOD):
+        vars(model)[LAYER_MAKER] = make_layer
+        vars(model)[CACHE_METHOD] = MethodType(_prepare_cache_for_generation, model)
+        names += [LAYER_MAKER, CACHE_METHOD]
     for name in BATCHING_METHODS:
         if hasattr(model, name):
-            model.__dict__[name] = _refuse_batching
+            vars(model)[name] = _refuse_batching
             names.append(name)
     return names
 
@@ -40,37 +43,35 @@ def unbind_generate(model: PreTrainedModel, names: list[str]) -> None:
         del model.__dict__[name]
 
 
-def _cache_preparation(
-    stock: Callable[..., None], make_layer: Callable[[int, int], PlugLayer]
-) -> Callable[..., None]:
-    def prepare(
-        generation_config: Any,
-        model_kwargs: dict[str, Any],
-        generation_mode: Any,
-        batch_size: int,
-        max_cache_length: int,
-    ) -> None:
-        given = model_kwargs.get("past_key_values") is not None
-        chosen = generation_config.cache_implementation not in (None, "static")
-        if given or chosen or generation_config.use_cache is False:
-            stock(generation_config, model_kwargs, generation_mode, batch_size, max_cache_length)
-            return
-        # The stock method sizes the static cache (beams, max_cache_len, earlier calls); its
-        # full-attention layers are then replaced. The caller's config stays as it was.
-        static = copy.copy(generation_config)
-        static.cache_implementation = "static"
-        fresh = dict(model_kwargs)
-        length = max_cache_length + _speculated(generation_config, generation_mode)
-        stock(static, fresh, generation_mode, batch_size, length)
-        cache = PlugCache.from_static(_static_cache(fresh), make_layer)
-        # Rolling windows cannot be cropped, which assisted decoding needs.
-        if _must_crop(generation_config, generation_mode) and not _croppable(cache):
-            stock(generation_config, model_kwargs, generation_mode, batch_size, max_cache_length)
-            return
-        model_kwargs["past_key_values"] = cache
-        _drop_full_mask(model_kwargs)
-
-    return prepare
+def _prepare_cache_for_generation(
+    model: Any,
+    generation_config: Any,
+    model_kwargs: dict[str, Any],
+    generation_mode: Any,
+    batch_size: int,
+    max_cache_length: int,
+) -> None:
+    """What generate calls on the instance: a PlugCache where the user did not choose otherwise."""
+    stock = MethodType(getattr(type(model), CACHE_METHOD), model)
+    given = model_kwargs.get("past_key_values") is not None
+    chosen = generation_config.cache_implementation not in (None, "static")
+    if given or chosen or generation_config.use_cache is False:
+        stock(generation_config, model_kwargs, generation_mode, batch_size, max_cache_length)
+        return
+    # The stock method sizes the static cache (beams, max_cache_len, earlier calls); its
+    # full-attention layers are then replaced. The caller's config stays as it was.
+    static = copy.copy(generation_config)
+    static.cache_implementation = "static"
+    fresh = dict(model_kwargs)
+    length = max_cache_length + _speculated(generation_config, generation_mode)
+    stock(static, fresh, generation_mode, batch_size, length)
+    cache = PlugCache.from_static(_static_cache(fresh), vars(model)[LAYER_MAKER])
+    # Rolling windows cannot be cropped, which assisted decoding needs.
+    if _must_crop(generation_config, generation_mode) and not _croppable(cache):
+        stock(generation_config, model_kwargs, generation_mode, batch_size, max_cache_length)
+        return
+    model_kwargs["past_key_values"] = cache
+    _drop_full_mask(model_kwargs)
 
 
 def _drop_full_mask(model_kwargs: dict[str, Any]) -> None:

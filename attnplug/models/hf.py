@@ -2,7 +2,8 @@
 function registered under one name, and the way back to the model's own attention.
 
 The mask function keeps a plain causal mask small: None where nothing is padded, else which keys
-are real, `[B,1,1,S]` bool. Everything else (sliding windows, packed sequences, custom masks)
+are real, `[B,1,1,S]`: uint8 for several queries, so that no mask of a user's is taken for it, and
+bool for one, whose row it is. Everything else (sliding windows, packed sequences, custom masks)
 stays the 4-dimensional mask of transformers, and layers that get one run the model's own
 attention.
 """
@@ -54,7 +55,7 @@ def plug_mask(
     use_vmap: bool = False,
     **kwargs: Any,
 ) -> torch.Tensor | None:
-    """transformers' mask function. Plain causal: None, or real keys `[B,1,1,kv_length]` bool."""
+    """transformers' mask function. Plain causal: None, or real keys `[B,1,1,kv_length]`."""
     plain = local_size is None and not use_vmap and mask_function is causal_mask_function
     if not plain:
         return sdpa_mask(
@@ -72,14 +73,15 @@ def plug_mask(
         )
     if attention_mask is None:
         return None
-    # One host sync a prefill buys the unmasked kernels; decode steps and traced code never sync.
+    # Host syncs once a prefill buy the unmasked kernels; decode steps and traced code never sync.
     if q_length > 1 and _may_sync(attention_mask) and bool(attention_mask.all()):
-        return None
+        if attention_mask.shape[-1] >= int(q_offset) + q_length:  # else the missing tail is hidden
+            return None
     missing = kv_offset + kv_length - attention_mask.shape[-1]
     if missing > 0:
         attention_mask = torch.nn.functional.pad(attention_mask, (0, missing))
     keys = attention_mask[:, kv_offset : kv_offset + kv_length]
-    return keys.to(torch.bool)[:, None, None, :]
+    return keys.to(torch.bool if q_length == 1 else torch.uint8)[:, None, None, :]
 
 
 def _may_sync(tensor: torch.Tensor) -> bool:
@@ -119,6 +121,13 @@ def plug_attention(
         state=state if isinstance(state, StaticLayer) else None,
     )
     compact = _set_key_mask(call, attention_mask)
+    blind = state is None and key.shape[2] != query.shape[2] and getattr(module, "is_causal", True)
+    if blind and compact and not _exotic(kwargs):
+        raise UnsupportedCallError(
+            f"{type(module).__name__} got {key.shape[2]} keys for {query.shape[2]} queries and no "
+            "cache that attnplug can see, so it cannot know which keys are valid. Pass the cache "
+            "as past_key_values."
+        )
     if binding is None or binding.policy is None or not compact or _exotic(kwargs):
         return _stock(module, binding, call, attention_mask, compact, kwargs)
     out = binding.policy.attend(call)
@@ -164,10 +173,10 @@ def _set_key_mask(call: AttentionCall, mask: torch.Tensor | None) -> bool:
     """Put a compact mask into the call. False where the mask is not a compact one."""
     if mask is None:
         return True
-    if mask.dtype != torch.bool or mask.shape[2] != 1 or mask.shape[1] != 1:
+    if mask.dtype != (torch.bool if call.q.shape[2] == 1 else torch.uint8) or mask.shape[1] != 1:
         return False
     batch, keys = call.k.shape[0], call.k.shape[2]
-    call.key_mask = mask[:, 0, 0, :keys].expand(batch, keys)
+    call.key_mask = mask[:, 0, 0, :keys].bool().expand(batch, keys)
     if call.q.shape[2] > 1:
         call.start = call.key_mask.int().argmax(-1).to(torch.int32)
     return True
@@ -191,8 +200,11 @@ def _stock(
     stock = "eager" if needs_eager else "sdpa" if binding is None else binding.stock
     windowed = kwargs.get("sliding_window") is not None
     queries = call.q.shape[2]
-    if compact and queries > 1 and not windowed and not (call.whole and call.key_mask is None):
+    masked = call.lengths is not None or call.key_mask is not None
+    if compact and not windowed and (masked or (queries > 1 and not call.whole)):
         mask = causal_mask(call)
+    elif mask is not None:
+        mask = mask[..., : call.k.shape[2]]  # a first prefill has left the empty slots out
     if stock == "sdpa":
         out, _ = sdpa_attention_forward(
             module, call.q, call.k, call.v, mask, scaling=call.scale, **kwargs

@@ -13,8 +13,11 @@ import torch
 from accelerate.hooks import ModelHook
 from torch.utils.hooks import RemovableHandle
 from transformers import Cache
-from transformers.cache_utils import StaticLayer
+from transformers.cache_utils import CacheLayerMixin, StaticLayer, StaticSlidingWindowLayer
 
+from attnplug.errors import UnsupportedCallError
+
+CACHE_ARGUMENTS = ("past_key_values", "layer_past")  # the latter in GPT-NeoX and GPTBigCode
 STATE_ARGUMENT = "attnplug_state"
 FRESH_ARGUMENT = "attnplug_fresh"
 
@@ -42,13 +45,13 @@ class PolicyHook(ModelHook):
     def pre_forward(
         self, module: torch.nn.Module, *args: Any, **kwargs: Any
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        cache = kwargs.get("past_key_values")
-        if isinstance(cache, Cache) and self.layer_index < len(cache.layers):
-            state = cache.layers[self.layer_index]
-            kwargs[STATE_ARGUMENT] = state
-            if not torch.compiler.is_compiling() and _hidden_states(args, kwargs).shape[1] > 1:
+        cache = next((kwargs[n] for n in CACHE_ARGUMENTS if isinstance(kwargs.get(n), Cache)), None)
+        if cache is not None:
+            kwargs[STATE_ARGUMENT] = _state(cache, self.layer_index)
+            tokens = _hidden_states(args, kwargs).shape[1]
+            if tokens > 1 and not torch.compiler.is_compiling():
                 if self.first:
-                    vars(cache)[FRESH_ARGUMENT] = _is_empty(state)
+                    vars(cache)[FRESH_ARGUMENT] = _is_empty(cache, tokens)
                 kwargs[FRESH_ARGUMENT] = vars(cache).get(FRESH_ARGUMENT, False)
         return args, kwargs
 
@@ -62,13 +65,37 @@ def _hidden_states(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tenso
     return args[0] if args else kwargs["hidden_states"]
 
 
-def _is_empty(state: Any) -> bool:
-    """Whether a static layer holds no token yet; False where asking would sync under capture."""
-    if not isinstance(state, StaticLayer):
+def _is_full_static(layer: Any) -> bool:
+    return isinstance(layer, StaticLayer) and not isinstance(layer, StaticSlidingWindowLayer)
+
+
+def _state(cache: Cache, index: int) -> Any:
+    """The layer's cache object. A layer that shares another's keys (Gemma 3n) has none of its own:
+    it gets that of the full-attention layer before it, whose length is the same."""
+    if index < len(cache.layers) and isinstance(cache.layers[index], CacheLayerMixin):
+        return cache.layers[index]
+    before = [layer for layer in cache.layers[:index] if _is_full_static(layer)]
+    return before[-1] if before else cache
+
+
+def _is_empty(cache: Cache, tokens: int) -> bool:
+    """Whether a static cache holds no token yet; False where asking would sync under capture.
+
+    Asks a full-attention layer: a rolling window stops counting on the device once it is full.
+    Raises UnsupportedCallError if the new tokens do not fit.
+    """
+    layer: Any = next((layer for layer in cache.layers if _is_full_static(layer)), None)
+    if layer is None:
         return False
-    if not state.is_initialized:
-        return True
-    length = state.cumulative_length
-    if length.is_cuda and torch.cuda.is_current_stream_capturing():
-        return False
-    return int(length) == 0
+    length = 0
+    if layer.is_initialized:
+        if layer.cumulative_length.is_cuda and torch.cuda.is_current_stream_capturing():
+            return False
+        length = int(layer.cumulative_length)
+    if length + tokens > layer.max_cache_len:
+        raise UnsupportedCallError(
+            f"the static cache holds {length} of at most {layer.max_cache_len} tokens and {tokens} "
+            "more do not fit. Make a larger one with attnplug.make_cache(model, max_length), or "
+            "pass cache_implementation='dynamic' to generate."
+        )
+    return length == 0

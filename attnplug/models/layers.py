@@ -8,6 +8,7 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from attnplug.errors import UnsupportedModelError
+from attnplug.models.hook import CACHE_ARGUMENTS
 from attnplug.ops._define import HEAD_DIMS
 from attnplug.policies.base import LayerShape
 
@@ -102,18 +103,30 @@ def _kind(module: torch.nn.Module, index: int) -> str:
     return "full"
 
 
+def takes_cache(module: torch.nn.Module) -> bool:
+    """Whether the module is handed its cache under a name that the hook knows."""
+    return not inspect.signature(type(module).forward).parameters.keys().isdisjoint(CACHE_ARGUMENTS)
+
+
 def _reason(module: torch.nn.Module, kind: str, shape: LayerShape) -> str:
     parameters = inspect.signature(type(module).forward).parameters.values()
     if not any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters):
         return f"{type(module).__name__}.forward takes no extra keyword arguments"
     if shape.device.type not in ("cpu", "cuda", "meta"):
         return f"attnplug has no kernels for the device {shape.device.type}"
-    if kind != "full":
+    if kind in ("sliding", "chunked"):
         return f"{kind} attention reads few keys already"
+    if kind != "full":
+        return f"attnplug has no kernel for {kind} attention"
     if not module.is_causal:
         return "attention is not causal"
     if hasattr(module, "kv_lora_rank"):
         return "multi-head latent attention"
+    value_dim = getattr(module, "v_head_dim", None) or shape.head_dim
+    if value_dim != shape.head_dim:
+        return f"keys of {shape.head_dim} and values of {value_dim} channels"
+    if not takes_cache(module):
+        return "its cache argument has a name that attnplug does not know"
     if shape.head_dim not in HEAD_DIMS:
         sizes = ", ".join(map(str, HEAD_DIMS))
         return f"head dimension {shape.head_dim} is not one of {sizes}"
