@@ -1,7 +1,7 @@
 """Paired statistics: Wilson's interval, McNemar's exact test, the paired bootstrap. All 95%."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from scipy import stats
@@ -53,13 +53,14 @@ def bootstrap_mean(values: Sequence[float]) -> Interval:
     Zero width where all values are equal."""
     if len(set(values)) == 1:  # one value too: nothing to resample
         return Interval(*[float(values[0])] * 3)
+    seeded: Any = {"random_state": np.random.default_rng(0)}  # `rng` only from scipy 1.15 on
     found = stats.bootstrap(
         (np.asarray(values, dtype=np.float64),),
         np.mean,
         confidence_level=CONFIDENCE,
         n_resamples=RESAMPLES,
         method="percentile",
-        rng=np.random.default_rng(0),
+        **seeded,
     ).confidence_interval
     return Interval(float(np.mean(values)), float(found.low), float(found.high))
 

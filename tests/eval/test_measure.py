@@ -66,7 +66,8 @@ def scores(policy: str, found: list[list[bool]]):
 def test_rows_pair_samples_and_count_depths(tmp_path):
     dense = scores("stock", [[True, True], [True, True], [True, False], [False, False]])
     policy = scores("p", [[True, True], [False, True], [True, True]])
-    rows = make_rows(dense + policy)
+    alone = record("multi-value", "p", 9, found=[True, True], score=1.0, depths=[0.05, 0.95])
+    rows = make_rows([*dense, *policy, alone])
     assert [row["trials"] for row in rows] == [4, 3]
     row = rows[1]
     assert (row["dense"], row["value"]) == (pytest.approx(5 / 6), pytest.approx(5 / 6))
