@@ -28,6 +28,7 @@ import torch
 import triton
 import triton.language as tl
 
+from attnplug.errors import ArgumentError
 from attnplug.ops._define import (
     check_attention_inputs,
     check_sequence_inputs,
@@ -162,6 +163,11 @@ def _cpu(
 
     length, first = per_row(lengths, keys), per_row(start, 0)
     used = int(length.max(initial=0))
+    if used > keys or first.min(initial=0) < 0:
+        raise ArgumentError(
+            f"{NAME}: lengths go to {used} and start from {first.min(initial=0)}, but k and v hold "
+            f"keys 0 to {keys - 1}"
+        )
     k, v = k[:, :, :used].float(), v[:, :, :used].float()
     mask = np.ones((0, 0), np.bool_)
     before = np.zeros((0, 0), np.int32)

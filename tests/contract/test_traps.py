@@ -142,7 +142,7 @@ def test_a_mask_shorter_than_the_keys_hides_the_rest():
     mask = torch.ones(2, 10, dtype=torch.long)
     wanted = model(ids, attention_mask=mask).logits
     with attnplug.applied(model, "dense"):
-        close(model(ids, attention_mask=mask).logits[:, :10], wanted[:, :10])
+        close(model(ids, attention_mask=mask).logits, wanted)
 
 
 def test_a_part_with_a_policy_is_refused_in_the_whole():

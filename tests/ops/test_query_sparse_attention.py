@@ -409,3 +409,16 @@ def test_many_rows(algorithm, top_k):
         scores = x.unflatten(-1, (256, 64)).logsumexp(-1).masked_fill(~whole, -math.inf)
         assert_lists(index[0, h], score[0, h], scores, top_k, 1e-3)
         assert_best(score[0, h, :, : 8 if algorithm == "estimated" else top_k], scores, 1e-3)
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"lengths": torch.tensor([41])}, "lengths go to 41"),
+        ({"start": torch.tensor([-1])}, "start from -1"),
+    ],
+)
+def test_keys_that_are_not_there_are_refused_on_a_cpu(options, message):
+    q, k = torch.randn(1, 2, 8, 64), torch.randn(1, 1, 40, 64)
+    with pytest.raises(ArgumentError, match=message):
+        query_sparse_attention(q, k, k, scale=0.1, gamma=1, top_k=0, exact_k=0, **options)
