@@ -18,7 +18,7 @@ from attnplug.errors import (
     PolicyError,
     UnsupportedModelError,
 )
-from attnplug.models.cache import PlugCache, PlugLayer
+from attnplug.models.cache import MakeLayer, PlugCache, PlugLayer
 from attnplug.models.generate import bind_generate, unbind_generate
 from attnplug.models.hf import ATTENTION_NAME, BINDING, Binding, register_names
 from attnplug.models.hook import PolicyHook
@@ -87,10 +87,10 @@ class _Applied:
     """What `apply` did to a model, so that `remove` can undo exactly that."""
 
     report: Report
+    make_layer: MakeLayer
     hooks: list[tuple[PolicyHook, torch.nn.Module]] = field(default_factory=list)
     configs: list[tuple[torch.nn.Module, PreTrainedConfig]] = field(default_factory=list)
     methods: list[str] = field(default_factory=list)
-    make_layer: Any = None
 
 
 def apply(model: Model, policy: PolicyLike | Mapping[LayerKey, PolicyLike]) -> Model:
@@ -119,14 +119,14 @@ def apply(model: Model, policy: PolicyLike | Mapping[LayerKey, PolicyLike]) -> M
     plan = [(layer, _bind(target, layer, resolver.policy_for(layer))) for layer in layers]
     resolver.check_all_used()
     register_names()
-    applied = _Applied(Report(resolver.text, tuple(_report(*entry) for entry in plan)))
+    what_runs = Report(resolver.text, tuple(_report(*entry) for entry in plan))
+    applied = _Applied(what_runs, _layer_maker(plan))
     for place, (layer, binding) in enumerate(plan):
         setattr(layer.module, BINDING, binding)
         hook = PolicyHook(layer.index, first=place == 0)
         hook.init_hook(layer.module)
         applied.hooks.append((hook, layer.module))
     applied.configs = _switch_attention(target, layers)
-    applied.make_layer = _layer_maker(plan)
     # A static cache helps nobody where some layer cannot be told how much of it is valid.
     told = all(takes_cache(layer.module) for layer in layers)
     applied.methods = bind_generate(target, applied.make_layer if told else None)
@@ -287,7 +287,7 @@ def _switch_attention(
     return previous
 
 
-def _layer_maker(plan: list[tuple[AttentionLayer, Binding]]) -> Any:
+def _layer_maker(plan: list[tuple[AttentionLayer, Binding]]) -> MakeLayer:
     policies = {layer.index: binding.policy for layer, binding in plan}
 
     def make_layer(index: int, max_length: int) -> PlugLayer:

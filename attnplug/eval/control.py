@@ -42,14 +42,12 @@ class RandomBlocks(Phase):
             call.k,
             call.v,
             self.select(call).blocks,
-            scale=call.scale,
             query_block=self.query_block,
             block=self.block,
             sink=self.sink,
             window=self.window,
             start=call.start,
-            key_mask=call.key_mask,
-            softcap=call.softcap,
+            **call.options,
         )
         return out
 

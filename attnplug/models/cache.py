@@ -58,6 +58,9 @@ class PlugLayer(StaticLayer):
         torch._dynamo.mark_static_address(self.values)
 
 
+MakeLayer = Callable[[int, int], PlugLayer]  # of the layer's index and max_length
+
+
 class PlugCache(Cache):
     """A static cache whose full-attention layers are PlugLayers (or a method's subclass).
 
@@ -66,9 +69,7 @@ class PlugCache(Cache):
     """
 
     @classmethod
-    def from_static(
-        cls, cache: StaticCache, make_layer: Callable[[int, int], PlugLayer]
-    ) -> "PlugCache":
+    def from_static(cls, cache: StaticCache, make_layer: MakeLayer) -> "PlugCache":
         """Replace the full-attention layers of a fresh static cache.
 
         `make_layer(index, max_length)` makes the layer for that index.
@@ -83,14 +84,10 @@ class PlugCache(Cache):
 
     @classmethod
     def for_config(
-        cls,
-        config: PreTrainedConfig,
-        max_length: int,
-        make_layer: Callable[[int, int], PlugLayer] | None = None,
+        cls, config: PreTrainedConfig, max_length: int, make_layer: MakeLayer
     ) -> "PlugCache":
         """An empty cache of `max_length` tokens for a model's config."""
-        make = make_layer or (lambda index, length: PlugLayer(max_cache_len=length))
-        return cls.from_static(StaticCache(config, max_cache_len=max_length), make)
+        return cls.from_static(StaticCache(config, max_cache_len=max_length), make_layer)
 
 
 def _adopt(old: StaticLayer, new: PlugLayer) -> PlugLayer:

@@ -2,7 +2,6 @@
 and refusals of the modes that would lose the policy."""
 
 import copy
-from collections.abc import Callable
 from types import MethodType
 from typing import Any, NoReturn
 
@@ -10,9 +9,8 @@ from transformers import Cache, PreTrainedModel, StaticCache
 from transformers.generation.configuration_utils import GenerationMode
 
 from attnplug.errors import UnsupportedCallError
-from attnplug.models.cache import PlugCache, PlugLayer
+from attnplug.models.cache import MakeLayer, PlugCache, PlugLayer
 
-MakeLayer = Callable[[int, int], PlugLayer]
 LAYER_MAKER = "_attnplug_make_layer"
 CACHE_METHOD = "_prepare_cache_for_generation"
 BATCHING_METHODS = (

@@ -19,6 +19,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from attnplug.errors import GradientError, UnsupportedCallError
+from attnplug.models.hook import may_sync
 from attnplug.policies.base import AttentionCall, Policy
 from attnplug.policies.dense import causal_mask
 
@@ -74,7 +75,7 @@ def plug_mask(
     if attention_mask is None:
         return None
     # Host syncs once a prefill buy the unmasked kernels; decode steps and traced code never sync.
-    if q_length > 1 and _may_sync(attention_mask) and bool(attention_mask.all()):
+    if q_length > 1 and may_sync(attention_mask) and bool(attention_mask.all()):
         if attention_mask.shape[-1] >= int(q_offset) + q_length:  # else the missing tail is hidden
             return None
     missing = kv_offset + kv_length - attention_mask.shape[-1]
@@ -82,12 +83,6 @@ def plug_mask(
         attention_mask = torch.nn.functional.pad(attention_mask, (0, missing))
     keys = attention_mask[:, kv_offset : kv_offset + kv_length]
     return keys.to(torch.bool if q_length == 1 else torch.uint8)[:, None, None, :]
-
-
-def _may_sync(tensor: torch.Tensor) -> bool:
-    if torch.compiler.is_compiling():
-        return False
-    return not (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
 def plug_attention(

@@ -61,6 +61,13 @@ class PolicyHook(ModelHook):
         return self.pre_forward(module, *args, **kwargs)
 
 
+def may_sync(tensor: torch.Tensor) -> bool:
+    """Whether the host may read the tensor here: not in traced code, nor under graph capture."""
+    if torch.compiler.is_compiling():
+        return False
+    return not (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
+
+
 def _hidden_states(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
     return args[0] if args else kwargs["hidden_states"]
 
@@ -89,7 +96,7 @@ def _is_empty(cache: Cache, tokens: int) -> bool:
         return False
     length = 0
     if layer.is_initialized:
-        if layer.cumulative_length.is_cuda and torch.cuda.is_current_stream_capturing():
+        if not may_sync(layer.cumulative_length):
             return False
         length = int(layer.cumulative_length)
     if length + tokens > layer.max_cache_len:
