@@ -91,6 +91,7 @@ class _Applied:
     hooks: list[tuple[PolicyHook, torch.nn.Module]] = field(default_factory=list)
     configs: list[tuple[torch.nn.Module, PreTrainedConfig]] = field(default_factory=list)
     methods: list[str] = field(default_factory=list)
+    compiled: dict[str, Any] = field(default_factory=dict)
 
 
 def apply(model: Model, policy: PolicyLike | Mapping[LayerKey, PolicyLike]) -> Model:
@@ -130,6 +131,7 @@ def apply(model: Model, policy: PolicyLike | Mapping[LayerKey, PolicyLike]) -> M
     # A static cache helps nobody where some layer cannot be told how much of it is valid.
     told = all(takes_cache(layer.module) for layer in layers)
     applied.methods = bind_generate(target, applied.make_layer if told else None)
+    applied.compiled = _take_compiled(target)
     target.__dict__[STATE] = applied
     return model
 
@@ -139,6 +141,8 @@ def remove(model: Model) -> Model:
     target = _unwrap(model)
     applied = _applied(target)
     unbind_generate(target, applied.methods)
+    _take_compiled(target)
+    vars(target).update(applied.compiled)
     for module, config in applied.configs:
         vars(module)["config"] = config
     for hook, module in applied.hooks:
@@ -285,6 +289,13 @@ def _switch_attention(
     for key in served:
         copies[key]._attn_implementation_internal = ATTENTION_NAME
     return previous
+
+
+def _take_compiled(model: PreTrainedModel) -> dict[str, Any]:
+    """Take off the model what generate keeps of its own compiled decode step: a step compiled with
+    a policy must not outlive it, nor one without."""
+    kept = ("_compiled_call", "_last_compile_config")
+    return {name: vars(model).pop(name) for name in kept if name in vars(model)}
 
 
 def _layer_maker(plan: list[tuple[AttentionLayer, Binding]]) -> MakeLayer:

@@ -237,3 +237,15 @@ def test_a_mask_of_the_users_own_runs_the_models_attention(model):
     wanted = model(ids(), attention_mask=mask).logits
     with attnplug.applied(model, "momo(min_tokens=0)"):
         assert torch.equal(model(ids(), attention_mask=mask).logits, wanted)
+
+
+def test_a_compiled_decode_step_stays_with_its_policy(model):
+    """generate keeps the step it compiles on the model."""
+    stock = model.get_compiled_call(None)
+    attnplug.apply(model, "momo")
+    assert model.get_compiled_call(None) is not stock
+    attnplug.remove(model)
+    assert model.get_compiled_call(None) is stock
+    with attnplug.applied(tiny := tiny_model(), "dense"):
+        tiny.get_compiled_call(None)
+    assert not {"_compiled_call", "_last_compile_config"} & vars(tiny).keys()

@@ -384,7 +384,7 @@ def _state(model: Any) -> dict[str, Any]:
         for key, value in vars(module).items():
             if key.endswith("_hooks"):
                 state[f"{name}.{key}"] = len(value)
-            elif key not in ("_parameters", "_buffers", "_modules", "_compiled_call"):
+            elif key not in ("_parameters", "_buffers", "_modules"):
                 state[f"{name}.{key}"] = id(value) if callable(value) else type(value)
     return state
 
