@@ -21,6 +21,7 @@ from attnplug.api import applied
 from attnplug.errors import ArgumentError
 from attnplug.eval.control import RandomBlocks
 from attnplug.eval.fidelity import has_block_mask
+from attnplug.eval.generate import replies
 from attnplug.eval.measure import (
     STEPS,
     compare_logits,
@@ -192,20 +193,18 @@ class _Cell:
             make_sample(self.tokenizer, self.task, self.length, trial, self.study.seed)
             for trial in trials
         ]
-        made = []
-        for policy in missing:
-            replies = generate(
-                self.model,
-                self.tokenizer,
-                [sample.ids for sample in samples],
-                self.policies.get(policy),
-                TASKS[self.task].new_tokens,
-            )
-            made += [
-                self.record(sample.trial, policy, sample.ids, sample.text) | _scored(sample, reply)
-                for sample, reply in zip(samples, replies, strict=True)
-            ]
-        return made
+        texts = replies(
+            self.model,
+            self.tokenizer,
+            [sample.ids for sample in samples],
+            {policy: self.policies.get(policy) for policy in missing},
+            TASKS[self.task].new_tokens,
+        )
+        return [
+            self.record(sample.trial, policy, sample.ids, sample.text) | _scored(sample, reply)
+            for policy in missing
+            for sample, reply in zip(samples, texts[policy], strict=True)
+        ]
 
     def _measure(self, trial: int, missing: Sequence[str]) -> Iterator[Record]:
         ids = prose_window(self.tokenizer, self.length, trial)
@@ -256,31 +255,3 @@ def _scored(sample: Sample, reply: str) -> Record:
         "found": sample.found(reply),
         "score": sample.score(reply),
     }
-
-
-@torch.inference_mode()
-def generate(
-    model: Any,
-    tokenizer: Any,
-    prompts: Sequence[torch.Tensor],
-    policy: Policy | None,
-    new_tokens: int,
-) -> list[str]:
-    """Greedy replies to prompts `[1,T]`, as one left-padded batch, with a policy or without."""
-    longest = max(ids.shape[1] for ids in prompts)
-    ids = torch.full((len(prompts), longest), tokenizer.pad_token_id)
-    mask = torch.zeros_like(ids)
-    for row, prompt in enumerate(prompts):
-        ids[row, longest - prompt.shape[1] :] = prompt[0]
-        mask[row, longest - prompt.shape[1] :] = 1
-    with applied(model, policy) if policy is not None else nullcontext():
-        out = model.generate(
-            ids.to(model.device),
-            attention_mask=mask.to(model.device),
-            max_new_tokens=new_tokens,
-            do_sample=False,
-            num_beams=1,
-            disable_compile=True,
-            pad_token_id=tokenizer.pad_token_id,
-        )
-    return tokenizer.batch_decode(out[:, longest:].cpu(), skip_special_tokens=True)

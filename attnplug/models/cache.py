@@ -5,6 +5,7 @@ and CUDA graphs want, made to crop and to reorder in place.
 subclasses it. Sliding-window and other layers stay what transformers makes them.
 """
 
+import copy
 from collections.abc import Callable
 
 import torch
@@ -47,6 +48,13 @@ class PlugLayer(StaticLayer):
         if self.is_initialized:
             self._rebind(*(buffer[indices] for buffer in self._buffers()))
 
+    def adopt(self, source: StaticLayer) -> None:
+        """Append the tokens of another layer. Reads their number on the host."""
+        if source.is_initialized:
+            assert source.keys is not None and source.values is not None
+            tokens = int(source.cumulative_length)
+            self.update(source.keys[:, :, :tokens], source.values[:, :, :tokens])
+
     def _buffers(self) -> tuple[torch.Tensor, torch.Tensor]:
         assert self.keys is not None and self.values is not None  # is_initialized was checked
         return self.keys, self.values
@@ -88,6 +96,19 @@ class PlugCache(Cache):
     ) -> "PlugCache":
         """An empty cache of `max_length` tokens for a model's config."""
         return cls.from_static(StaticCache(config, max_cache_len=max_length), make_layer)
+
+    def adopt(self, source: "PlugCache") -> None:
+        """Take over what a cache of the same model holds, so that one prefill serves the decodes of
+        several policies. Raises ValueError where this cache is not empty."""
+        if any(layer.is_initialized for layer in self.layers):
+            raise ValueError("adopt needs an empty cache; make one with attnplug.make_cache")
+        for index, layer in enumerate(source.layers):
+            mine = self.layers[index]
+            if isinstance(mine, PlugLayer):
+                assert isinstance(layer, StaticLayer)  # both caches come from one config
+                mine.adopt(layer)
+            else:
+                self.layers[index] = copy.deepcopy(layer)
 
 
 def _adopt(old: StaticLayer, new: PlugLayer) -> PlugLayer:

@@ -25,6 +25,7 @@ from attnplug.policies.dense import causal_mask
 
 ATTENTION_NAME = "attnplug"
 BINDING = "_attnplug_binding"
+BAND = 1024  # queries of a sliding-window layer that attend together; fewer fill no GPU
 
 
 @dataclass(frozen=True)
@@ -200,6 +201,8 @@ def _stock(
         mask = causal_mask(call)
     elif mask is not None:
         mask = mask[..., : call.k.shape[2]]  # a first prefill has left the empty slots out
+    if stock == "sdpa" and mask is not None and windowed and _pays_in_bands(call, mask, kwargs):
+        return _banded(module, call, mask, kwargs), None
     if stock == "sdpa":
         out, _ = sdpa_attention_forward(
             module, call.q, call.k, call.v, mask, scaling=call.scale, **kwargs
@@ -221,6 +224,38 @@ def _stock(
         **kwargs,
     )
     return out, None
+
+
+def _pays_in_bands(call: AttentionCall, mask: torch.Tensor, kwargs: dict[str, Any]) -> bool:
+    """Whether a long first prefill of a sliding-window layer can leave out what no query sees.
+    Traced code would be compiled anew for every number of bands."""
+    long = call.q.shape[2] > 2 * max(BAND, kwargs["sliding_window"])
+    square = mask.shape[-2:] == (call.q.shape[2], call.k.shape[2]) and call.whole
+    return long and square and not torch.compiler.is_compiling()
+
+
+def _banded(
+    module: torch.nn.Module, call: AttentionCall, mask: torch.Tensor, kwargs: dict[str, Any]
+) -> torch.Tensor:
+    """sdpa band by band: queries of a band see no key more than a window before it, so time is
+    T (band + window) instead of T T. Returns `[B,T,Hq,D]`."""
+    window, tokens = kwargs["sliding_window"], call.q.shape[2]
+    band = max(BAND, window)
+    out = []
+    for begin in range(0, tokens, band):
+        queries = slice(begin, begin + band)
+        keys = slice(max(0, begin - window) // 64 * 64, begin + band)  # kernels like it aligned
+        part, _ = sdpa_attention_forward(
+            module,
+            call.q[:, :, queries],
+            call.k[:, :, keys],
+            call.v[:, :, keys],
+            mask[..., queries, keys],
+            scaling=call.scale,
+            **kwargs,
+        )
+        out.append(part)
+    return torch.cat(out, 1)
 
 
 def _eager_function(module: torch.nn.Module) -> Any:

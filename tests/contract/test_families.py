@@ -10,6 +10,7 @@ from families import FAMILIES, VOCABULARY, Family
 from transformers import DynamicCache, PreTrainedModel, StaticCache
 
 import attnplug
+from attnplug.models import hf
 
 TOKENS = 37
 MOMO_ALL = "momo(gamma=4, block=16, query_block=16, top_k=8, exact_k=8, min_tokens=0)"
@@ -34,9 +35,9 @@ def stock_model(family: Family, device: str) -> PreTrainedModel:
 Family.__hash__ = lambda self: hash(self.name)  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def prompt(device: str) -> tuple[torch.Tensor, torch.Tensor]:
+def prompt(device: str, tokens: int = TOKENS) -> tuple[torch.Tensor, torch.Tensor]:
     """Two rows of ids, the first left-padded, and their attention mask."""
-    ids = torch.randint(3, VOCABULARY, (2, TOKENS), generator=torch.Generator().manual_seed(0))
+    ids = torch.randint(3, VOCABULARY, (2, tokens), generator=torch.Generator().manual_seed(0))
     mask = torch.ones_like(ids)
     mask[0, :5] = 0
     return ids.to(device), mask.to(device)
@@ -69,6 +70,27 @@ def test_logits_equal_the_stock_models(family, policy, device):
         with attnplug.applied(model, policy):
             found = logits(model, ids, each)
         assert (found - wanted).abs().max() < 3e-5 * wanted.abs().max().clamp(min=1)
+
+
+@pytest.mark.parametrize("name", ["mistral-sliding", "gemma3"])
+def test_long_sliding_prefills_run_in_bands(name, device, monkeypatch):
+    """The same logits, padding included, from keys that no band's query would see left out."""
+    model = stock_model(next(f for f in FAMILIES if f.name == name), device)
+    seen = []
+    attend = hf.sdpa_attention_forward
+    monkeypatch.setattr(hf, "BAND", 4)
+    monkeypatch.setattr(
+        hf,
+        "sdpa_attention_forward",
+        lambda *a, **k: seen.append(a[2].shape[2]) or attend(*a, **k),
+    )
+    ids, mask = prompt(device, 200)
+    for each in (mask, torch.ones_like(mask)):
+        wanted = logits(model, ids, each)
+        with attnplug.applied(model, "dense"):
+            found = logits(model, ids, each)
+        assert (found - wanted).abs().max() < 3e-5 * wanted.abs().max().clamp(min=1)
+    assert seen and max(seen) < ids.shape[1]
 
 
 WAYS: dict[str, dict[str, Any]] = {

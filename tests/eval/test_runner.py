@@ -10,9 +10,11 @@ import torch
 
 from attnplug.errors import ArgumentError, PolicyError
 from attnplug.eval.control import RandomBlocks
+from attnplug.eval.generate import replies
 from attnplug.eval.rows import make_rows
-from attnplug.eval.runner import STOCK, Outcome, Study, generate, run_study
-from attnplug.policies import AttentionCall, Dense, Phase
+from attnplug.eval.runner import STOCK, Outcome, Study, run_study
+from attnplug.eval.tasks import make_sample
+from attnplug.policies import AttentionCall, Dense, Phase, Policy, parse
 from attnplug.policies.dense import causal_mask
 
 CONTROL = "random_blocks(top_k=1)"
@@ -114,9 +116,48 @@ def test_more_trials_and_another_seed_ask_new_questions(tiny, tokenizer, tmp_pat
 def test_a_batch_answers_as_its_rows_alone(tiny, tokenizer):
     ids = torch.randint(100, 1000, (2, 150), generator=torch.Generator().manual_seed(0))
     prompts = [ids[:1], ids[1:, :120]]
-    for policy in (None, study(policies=["dense"]).parsed()["dense"]):
-        together = generate(tiny, tokenizer, prompts, policy, 6)
-        assert together == [generate(tiny, tokenizer, [p], policy, 6)[0] for p in prompts]
+    policies = {STOCK: None} | study(policies=["dense"]).parsed()
+    together = replies(tiny, tokenizer, prompts, policies, 6)
+    alone = [replies(tiny, tokenizer, [prompt], policies, 6) for prompt in prompts]
+    for policy, found in together.items():
+        assert found == [each[policy][0] for each in alone]
+
+
+@dataclasses.dataclass(frozen=True)
+class FarsightedDecode(Phase):
+    """Dense decode that forgets the last 40 keys: a decode method unlike dense."""
+
+    name: ClassVar[str] = "farsighted"
+    phases: ClassVar[frozenset[str]] = frozenset({"decode"})
+
+    def attend(self, call: AttentionCall) -> torch.Tensor:
+        assert call.lengths is not None
+        return Dense().attend(dataclasses.replace(call, lengths=call.lengths - 40))
+
+
+def test_policies_that_share_a_prefill_run_it_once(smollm2, monkeypatch):
+    model, tokenizer = smollm2
+    samples = [make_sample(tokenizer, "needle-noise", 200, trial) for trial in range(2)]
+    prompts = [samples[0].ids, samples[1].ids[:, 20:]]
+    policies = {"dense": parse("dense"), "far": Policy(decode=FarsightedDecode()), STOCK: None}
+    wanted = {name: replies(model, tokenizer, prompts, {name: p}, 8)[name]
+              for name, p in policies.items()}  # fmt: skip
+    prefills = []
+    attend = Dense.attend
+    count = lambda self, call: prefills.append(call.q.shape[2]) or attend(self, call)  # noqa: E731
+    monkeypatch.setattr(Dense, "attend", count)
+    assert replies(model, tokenizer, prompts, policies, 8) == wanted
+    assert sum(tokens > 1 for tokens in prefills) == model.config.num_hidden_layers
+    assert wanted["dense"] != wanted["far"]
+
+
+def test_a_reply_ends_where_the_model_ended_it(tiny, tokenizer, monkeypatch):
+    """Also where the first token, which the shared prefill gives, is the end."""
+    ids = torch.randint(100, 1000, (1, 50), generator=torch.Generator().manual_seed(0))
+    policies = {"dense": parse("dense"), "far": Policy(decode=FarsightedDecode())}
+    first = tiny(ids).logits[0, -1].argmax().item()
+    monkeypatch.setattr(tiny.generation_config, "eos_token_id", [first, 5])
+    assert replies(tiny, tokenizer, [ids], policies, 8) == {"dense": [""], "far": [""]}
 
 
 def test_cells_that_cannot_be_are_left_out_and_named(tiny, tokenizer, tmp_path):

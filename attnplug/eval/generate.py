@@ -1,0 +1,119 @@
+"""Greedy replies to a batch of prompts, by the model itself and by policies. Policies that share a
+prefill method share the prefill: its cache is handed on to each one's own decode."""
+
+from collections.abc import Mapping, Sequence
+from itertools import groupby
+from typing import Any, NamedTuple
+
+import torch
+
+from attnplug.api import applied, make_cache
+from attnplug.models.cache import PlugCache
+from attnplug.policies import Policy
+
+
+class Batch(NamedTuple):
+    """Left-padded prompts on the model's device: ids and mask `[B,T]`, tokens to add, padding."""
+
+    ids: torch.Tensor
+    mask: torch.Tensor
+    new_tokens: int
+    pad: int
+
+
+@torch.inference_mode()
+def replies(
+    model: Any,
+    tokenizer: Any,
+    prompts: Sequence[torch.Tensor],
+    policies: Mapping[str, Policy | None],
+    new_tokens: int,
+) -> dict[str, list[str]]:
+    """Replies to prompts `[1,T]` for each policy by its name; None is the model without one."""
+    batch = _batch(model, tokenizer, prompts, new_tokens)
+    texts: dict[str, list[str]] = {}
+
+    def prefill_of(name: str) -> str:
+        policy = policies[name]
+        return "" if policy is None else str(policy.prefill)
+
+    for prefill, group in groupby(sorted(policies, key=prefill_of), key=prefill_of):
+        names = list(group)
+        if prefill and len(names) > 1:
+            tokens = _after_one_prefill(model, batch, {n: policies[n] for n in names})
+        else:
+            tokens = {name: _alone(model, batch, policies[name]) for name in names}
+        for name in names:
+            texts[name] = [_text(model, tokenizer, row) for row in tokens[name].cpu()]
+    return {name: texts[name] for name in policies}
+
+
+def _batch(model: Any, tokenizer: Any, prompts: Sequence[torch.Tensor], new_tokens: int) -> Batch:
+    longest = max(ids.shape[1] for ids in prompts)
+    pad = tokenizer.pad_token_id
+    ids = torch.full((len(prompts), longest), pad)
+    mask = torch.zeros_like(ids)
+    for row, prompt in enumerate(prompts):
+        ids[row, longest - prompt.shape[1] :] = prompt[0]
+        mask[row, longest - prompt.shape[1] :] = 1
+    return Batch(ids.to(model.device), mask.to(model.device), new_tokens, pad)
+
+
+def _alone(model: Any, batch: Batch, policy: Policy | None) -> torch.Tensor:
+    if policy is None:
+        return _generate(model, batch)
+    with applied(model, policy):
+        return _generate(model, batch)
+
+
+def _after_one_prefill(
+    model: Any, batch: Batch, policies: Mapping[str, Any]
+) -> dict[str, torch.Tensor]:
+    """New tokens `[B,N]` of policies that differ in their decode only."""
+    first, *_ = policies.values()
+    length = batch.ids.shape[1] + batch.new_tokens
+    with applied(model, first):
+        source = make_cache(model, length)
+        logits = model(
+            batch.ids,
+            attention_mask=batch.mask,
+            position_ids=(batch.mask.cumsum(-1) - 1).clamp(min=0),
+            past_key_values=source,
+            logits_to_keep=1,
+        ).logits
+    token = logits[:, -1].argmax(-1, keepdim=True)
+    seen = torch.cat([batch.mask, torch.ones_like(token)], 1)
+    then = Batch(torch.cat([batch.ids, token], 1), seen, batch.new_tokens - 1, batch.pad)
+    tokens = {}
+    for name, policy in policies.items():
+        with applied(model, policy):
+            cache = make_cache(model, length)
+            cache.adopt(source)
+            tokens[name] = torch.cat([token, _generate(model, then, cache)], 1)
+    return tokens
+
+
+def _generate(model: Any, batch: Batch, cache: PlugCache | None = None) -> torch.Tensor:
+    """New tokens `[B,N]`. The cache has seen all of the batch but its last token."""
+    if batch.new_tokens == 0:
+        return batch.ids[:, :0]
+    out = model.generate(
+        batch.ids,
+        attention_mask=batch.mask,
+        past_key_values=cache,
+        max_new_tokens=batch.new_tokens,
+        do_sample=False,
+        num_beams=1,
+        disable_compile=True,
+        pad_token_id=batch.pad,
+    )
+    return out[:, batch.ids.shape[1] :]
+
+
+def _text(model: Any, tokenizer: Any, tokens: torch.Tensor) -> str:
+    """The text of new tokens `[N]` up to the first that ends a reply."""
+    ends = model.generation_config.eos_token_id
+    ends = torch.tensor([] if ends is None else ends).reshape(-1)
+    over = torch.isin(tokens, ends).nonzero()
+    whole = tokens[: int(over[0])] if len(over) else tokens
+    return tokenizer.decode(whole, skip_special_tokens=True)
