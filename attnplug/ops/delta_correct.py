@@ -132,7 +132,12 @@ def _first_queries(out_sparse, lengths, start, kv_length) -> np.ndarray:
 
 
 def _cpu(out_sparse, out_rows, gamma, lengths, start, kv_length, out):
-    wide = torch.empty(out.shape, dtype=torch.float32)
+    out.copy_(correct_on_cpu(out_sparse, out_rows, gamma, lengths, start, kv_length))
+
+
+def correct_on_cpu(out_sparse, out_rows, gamma, lengths, start, kv_length) -> torch.Tensor:
+    """The numba reference, float32."""
+    wide = torch.empty(out_sparse.shape, dtype=torch.float32)
     _reference(
         out_sparse.float().contiguous().numpy(),
         out_rows.float().contiguous().numpy(),
@@ -140,7 +145,7 @@ def _cpu(out_sparse, out_rows, gamma, lengths, start, kv_length, out):
         _first_queries(out_sparse, lengths, start, kv_length),
         wide.numpy(),
     )
-    out.copy_(wide)
+    return wide
 
 
 # ---- Triton -------------------------------------------------------------------------------------

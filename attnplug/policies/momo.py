@@ -11,6 +11,7 @@ Decode is another phase's business.
 """
 
 import dataclasses
+import functools
 from typing import ClassVar, NamedTuple
 
 import torch
@@ -30,6 +31,8 @@ from attnplug.policies.dense import Dense, apply_sinks
 # faster, and below so many tokens in any case; measured (docs/log.md).
 CROSSOVER_FACTOR = {"cuda": 4, "cpu": 8}
 CROSSOVER_FLOOR = {"cuda": 8192, "cpu": 4096}
+# The row lists of so many heads are in memory at a time (at 1M tokens, 32 heads: a quarter).
+LIST_BYTES = 600 << 20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,7 +109,8 @@ class Momo(Phase):
         if call.q.shape[2] < self.crossover(call.q.device):
             return Dense().attend(call)
         rows = self.select(call)
-        sparse, lse = block_sparse_attention(
+        attend = functools.partial(
+            block_sparse_attention,
             call.q,
             call.k,
             call.v,
@@ -118,6 +122,9 @@ class Momo(Phase):
             start=call.start,
             **call.options,
         )
+        if call.sinks is None:
+            return attend(rows=rows.out, gamma=self.gamma)[0]
+        sparse, lse = attend()
         return delta_correct(
             apply_sinks(sparse, lse, call.sinks),
             apply_sinks(rows.out, rows.lse, call.sinks),
@@ -129,6 +136,31 @@ class Momo(Phase):
 
     def select(self, call: AttentionCall) -> "MeasuredRows":
         """The query-sparse pass and the block mask measured by it."""
+        parts = [self._select(part) for part in self._by_heads(call)]
+        if len(parts) == 1:
+            return parts[0]
+        return MeasuredRows(*(torch.cat(tensors, 1) for tensors in zip(*parts, strict=True)))
+
+    def _by_heads(self, call: AttentionCall) -> list[AttentionCall]:
+        """The call in groups of KV heads whose row lists (8 bytes a slot) fit LIST_BYTES."""
+        batch, heads_q, queries, _ = call.q.shape
+        heads = call.k.shape[1]
+        nbytes = 8 * batch * heads_q * (queries + self.gamma - 1) // self.gamma * self.top_k
+        each = heads if nbytes <= LIST_BYTES else max(1, heads * LIST_BYTES // nbytes)
+        if each == heads:
+            return [call]
+        group = heads_q // heads
+        return [
+            dataclasses.replace(
+                call,
+                q=call.q[:, first * group : (first + each) * group],
+                k=call.k[:, first : first + each],
+                v=call.v[:, first : first + each],
+            )
+            for first in range(0, heads, each)
+        ]
+
+    def _select(self, call: AttentionCall) -> "MeasuredRows":
         out, lse, index, score = query_sparse_attention(
             call.q,
             call.k,

@@ -17,8 +17,9 @@ op = importlib.import_module("attnplug.ops.block_sparse_attention")
 interpreted = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 DEFAULTS = dict(
-    query_block=16, block=8, sink=1, window=0, lengths=None, start=None, key_mask=None, softcap=0.0
-)
+    query_block=16, block=8, sink=1, window=0, lengths=None, start=None, key_mask=None,
+    softcap=0.0, rows=None, gamma=16,
+)  # fmt: skip
 # Each line is one compiled kernel on CUDA: head dimension, dtype, query block, block, KV heads,
 # heads a group, softcap, key mask.
 VARIANTS = [
@@ -53,7 +54,7 @@ def usable(dtype, device_path):
     return torch.float16 if dtype == torch.bfloat16 and interpreted else dtype
 
 
-def visible(q, k, index, query_block, block, sink, window, lengths, start, key_mask, softcap):
+def visible(q, k, index, query_block, block, sink, window, lengths, start, key_mask, **_):
     """[B,Hq,T,S] bool: query t sees key s."""
     batch, heads, queries, _ = q.shape
     mask = torch.zeros(batch, heads, queries, k.shape[2], dtype=torch.bool)
@@ -246,6 +247,25 @@ def test_strides_are_honoured(device_path):
     assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1])
 
 
+@pytest.mark.parametrize("gamma", [1, 4, 7])
+def test_rows_correct_the_output(device_path, gamma):
+    """With `rows` it is delta_correct of what it gives without."""
+    (q, k, v), generator = draw_tensors(12, 2, 4, 2, 45, 70, 64, torch.float32)
+    index = torch.randint(-1, 8, (2, 4, 3, 3), generator=generator, dtype=torch.int32)
+    rows = torch.randn(2, 4, -(-45 // gamma), 64, generator=generator)
+    options = dict(lengths=torch.tensor([66]), start=torch.tensor([0, 30]))
+    sparse, lse = call(device_path, q, k, v, index, 0.125, **options)
+    got, got_lse = call(device_path, q, k, v, index, 0.125, rows=rows, gamma=gamma, **options)
+    assert torch.equal(got_lse, lse)
+    for b, first in ((0, 0), (1, 9)):
+        t = torch.arange(first, 45)
+        row = (t - first) // gamma
+        want = sparse[b, :, t] + rows[b][:, row] - sparse[b][:, first + row * gamma]
+        torch.testing.assert_close(got[b, :, t], want, rtol=0, atol=1e-5)
+        exact = torch.equal(got[b, :, first::gamma], rows[b][:, : len(range(first, 45, gamma))])
+        assert exact and (got[b, :, :first] == 0).all()
+
+
 @interpreted
 @pytest.mark.parametrize("where", ["q", "k", "v"])
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
@@ -325,8 +345,11 @@ def test_opcheck(device):
     lengths = torch.tensor([33], device=device)
     start = torch.tensor([4], device=device)
     mask = torch.ones(1, 40, dtype=torch.bool, device=device)
-    for extra in ((None, None, None, 0.0), (lengths, start, mask, 3.0)):
+    for extra in ((None, None, None, 0.0, None, 16), (lengths, start, mask, 3.0, None, 16)):
         torch.library.opcheck(op._OP, (q, k, v, index, 0.125, 16, 8, 1, 4, *extra))
+    rows = torch.randn(1, 2, 5, 64, device=device)
+    plain = (None, None, None, 0.0, rows, 4)
+    torch.library.opcheck(op._OP, (q, k, v, index, 0.125, 16, 8, 1, 4, *plain))
 
 
 @pytest.mark.parametrize(
@@ -340,6 +363,8 @@ def test_opcheck(device):
         (dict(sink=-1), "sink is -1, needs at least 0"),
         (dict(window=-1), "window is -1, needs at least 0"),
         (dict(softcap=-1.0), "softcap is -1.0, needs at least 0"),
+        (dict(gamma=0), "gamma is 0, needs at least 1"),
+        (dict(rows=torch.zeros(1, 2, 3, 64)), r"rows is \(1, 2, 3, 64\)"),
         (dict(k=torch.zeros(1, 1, 40, 80)), "head dimension 64 but k has 80"),
         (dict(lengths=torch.tensor([41])), "lengths go to 41"),
         (dict(start=torch.tensor([-1])), "start from -1"),
