@@ -1,16 +1,22 @@
 """The ops: each a torch.library op with a Triton kernel (CUDA), a numba reference (CPU) and a fake
 (tracing), in a file of its own name."""
 
+from attnplug.ops.block_bounds import block_bounds
 from attnplug.ops.block_sparse_attention import block_sparse_attention
 from attnplug.ops.delta_correct import delta_correct
 from attnplug.ops.dense_decode import dense_decode
+from attnplug.ops.gather_attention import gather_attention
 from attnplug.ops.merge_block_rows import merge_block_rows
 from attnplug.ops.query_sparse_attention import query_sparse_attention
+from attnplug.ops.select_blocks import select_blocks
 
 __all__ = [
+    "block_bounds",
     "block_sparse_attention",
     "delta_correct",
     "dense_decode",
+    "gather_attention",
     "merge_block_rows",
     "query_sparse_attention",
+    "select_blocks",
 ]
