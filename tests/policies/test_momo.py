@@ -115,6 +115,17 @@ def test_the_note_names_the_crossover():
     assert MOMO.note(shape) == ""
 
 
+@pytest.mark.parametrize("limit", [1, 10_000])
+def test_heads_in_parts_equal_all_heads_at_once(device, monkeypatch, limit):
+    """Row lists that are too large for memory are made some KV heads at a time."""
+    c = call(200, heads=(10, 5), batch=2, device=device)
+    wanted = MOMO.attend(c)
+    monkeypatch.setattr("attnplug.policies.momo.LIST_BYTES", limit)
+    parts = MOMO._by_heads(c)
+    assert [part.k.shape[1] for part in parts] == ([1] * 5 if limit == 1 else [4, 1])
+    assert torch.equal(MOMO.attend(c), wanted)
+
+
 @pytest.mark.parametrize("merge", ["mass", "mean", "mean_normalised"])
 def test_every_merge_attends(merge, device):
     c = call(200, device=device)
