@@ -43,9 +43,10 @@ def attended(lists):
     return int((listed * QUERY_BLOCK + causal_part).sum())
 
 
-@pytest.mark.parametrize("peer", causal_peers())
+@pytest.mark.parametrize("corrected", [False, True])
 @pytest.mark.parametrize("n", [32768, 131072, 524288])
-def test_block_sparse_attention(gpu_bench, n, peer):
+def test_block_sparse_attention(gpu_bench, n, corrected):
+    peer = causal_peers()[-1]
     torch.manual_seed(0)
     q, k, v = (
         torch.randn(1, heads, n, WIDTH, dtype=torch.bfloat16, device="cuda")
@@ -53,11 +54,14 @@ def test_block_sparse_attention(gpu_bench, n, peer):
     )
     lists = random_lists(n)
     scale = WIDTH**-0.5
+    rows = torch.randn_like(q[:, :, ::GAMMA]).contiguous() if corrected else None
+    attend = functools.partial(block_sparse_attention, q, k, v, lists, scale=scale, rows=rows)
     gpu_bench(
-        op="block_sparse_attention", n=n, options=OPTIONS, **SHAPE,
-        fns=[functools.partial(block_sparse_attention, q, k, v, lists, scale=scale)],
+        op="block_sparse_attention", n=n, **SHAPE,
+        options=OPTIONS + (" corrected" if corrected else ""),
+        fns=[attend],
         peer=peer, peer_fns=[causal(peer, q, k, v, scale)], peer_graph=False,
-        rounds=25 if n < 500_000 else 3,
+        rounds=10 if n < 500_000 else 1, replays=1 if n > 500_000 else None,
         bytes=(2 * HEADS + 2 * KV_HEADS) * n * WIDTH * 2 + lists.nbytes,
         flops=4 * WIDTH * attended(lists),
     )  # fmt: skip

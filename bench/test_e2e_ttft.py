@@ -1,0 +1,117 @@
+"""Time to first token of a whole model: stock transformers with cuDNN's attention, the fastest
+dense prefill in torch, against policy momo.
+
+The shape is Llama-3.1-8B's with random bf16 weights, batch 1, a prompt of n random tokens. Both run
+the same compiled forward pass, which fills a cache and computes the logits of the last token.
+ATTNPLUG_BENCH_TOKENS names the lengths ("131072,32768").
+"""
+
+import os
+import time
+
+import pytest
+import test_momo
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import attnplug
+
+TOKENS = [int(n) for n in os.environ.get("ATTNPLUG_BENCH_TOKENS", "131072,32768,262144").split(",")]
+WANTED = {131072: 1.8}  # what issue 8 asks for
+CONFIG = LlamaConfig(
+    hidden_size=4096,
+    num_hidden_layers=32,
+    num_attention_heads=32,
+    num_key_value_heads=8,
+    intermediate_size=14336,
+    vocab_size=128256,
+    max_position_embeddings=262144,
+    rope_parameters={"rope_type": "default", "rope_theta": 5e5},
+    tie_word_embeddings=False,
+    attn_implementation="sdpa",
+)
+
+
+@pytest.fixture(scope="module")
+def model():
+    """Random weights made on the device: no initialisation, no copy."""
+    with torch.device("meta"):
+        model = LlamaForCausalLM(CONFIG).to(torch.bfloat16)
+    model.to_empty(device="cuda").eval().requires_grad_(False)
+    with torch.device("cuda"):  # to_empty left its buffers unset
+        model.model.rotary_emb = type(model.model.rotary_emb)(CONFIG)
+    for name, parameter in model.named_parameters():
+        if name.endswith("norm.weight"):
+            parameter.fill_(1)
+        else:
+            parameter.normal_(0, 0.02)
+    return model
+
+
+def measure(model, tokens, rounds):
+    """Microseconds of `rounds` prefills, after one that compiles; and the last logits."""
+    torch.compiler.reset()
+    forward = torch.compile(model.__call__, fullgraph=True)
+
+    @torch.no_grad()
+    def prefill():
+        return forward(tokens, use_cache=True, logits_to_keep=1).logits
+
+    begun = time.perf_counter()
+    logits = prefill().float()
+    torch.cuda.synchronize()
+    print(f"first call, compilation included: {time.perf_counter() - begun:.1f} s", flush=True)
+    times = []
+    for _ in range(rounds):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        prefill()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end) * 1e3)
+    torch.cuda.empty_cache()
+    return times, logits
+
+
+def work(n):
+    """Bytes (weights once, the cache written) and FLOPs that the model with momo needs."""
+    embedding = CONFIG.vocab_size * CONFIG.hidden_size
+    cache = 2 * LAYERS * CONFIG.num_key_value_heads * DIM * n
+    _, attention = test_momo.work(test_momo.LLAMA, attnplug.Momo(), n)
+    return 2 * (LAYERS * LINEAR + embedding + cache), LAYERS * (2 * LINEAR * n + attention)
+
+
+LAYERS, DIM = CONFIG.num_hidden_layers, 128
+LINEAR = CONFIG.hidden_size * (  # weights of a layer's products
+    2 * CONFIG.hidden_size + 2 * CONFIG.num_key_value_heads * DIM + 3 * CONFIG.intermediate_size
+)
+
+
+@pytest.mark.parametrize("n", TOKENS)
+def test_e2e_ttft(gpu_bench, model, n):
+    tokens = torch.randint(0, CONFIG.vocab_size, (1, n), device="cuda")
+    rounds = 5 if n < 100_000 else 2
+    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+        dense, _ = measure(model, tokens, rounds)
+    with attnplug.applied(model, "momo"):
+        ours, logits = measure(model, tokens, rounds)
+    assert logits.isfinite().all()
+    nbytes, flops = work(n)
+    row = gpu_bench.record(
+        op="momo",
+        case="e2e-ttft",
+        n=n,
+        batch=1,
+        heads_q=CONFIG.num_attention_heads,
+        heads_kv=CONFIG.num_key_value_heads,
+        head_dim=DIM,
+        dtype=torch.bfloat16,
+        options="gamma=16, k=128",
+        times_us=ours,
+        peer="cudnn",
+        peer_times_us=dense,
+        bytes=nbytes,
+        flops=flops,
+    )
+    assert row["ratio"] >= WANTED.get(n, 1.0)
