@@ -18,7 +18,7 @@ from attnplug.errors import (
     UnsupportedModelError,
     WeightsUnavailableError,
 )
-from attnplug.policies import Dense, Momo, Policy
+from attnplug.policies import Dense, Gather, Momo, Policy
 
 __version__ = "0.1.0"
 
@@ -27,6 +27,7 @@ __all__ = [
     "ArgumentError",
     "AttnplugError",
     "Dense",
+    "Gather",
     "GradientError",
     "LayerReport",
     "Momo",

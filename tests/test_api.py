@@ -69,7 +69,7 @@ def test_report_says_where_momo_runs_dense(model):
 
 
 REFUSALS = {
-    "unknown method": ("mojo", attnplug.PolicyError, "no method 'mojo'; there are dense, momo"),
+    "unknown method": ("mojo", attnplug.PolicyError, "no method 'mojo'; there are dense, gather"),
     "unknown option": ("momo(gama=2)", attnplug.PolicyError, "no option 'gama'; it has gamma,"),
     "bad value": ("momo(gamma=0)", attnplug.PolicyError, "gamma=0, needs at least 1"),
     "bad multiple": ("momo(gamma=24)", attnplug.PolicyError, "query_block=128, needs a multiple"),

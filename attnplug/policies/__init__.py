@@ -17,11 +17,13 @@ from attnplug.policies.base import (
     parse_policy,
 )
 from attnplug.policies.dense import Dense, apply_sinks
+from attnplug.policies.gather import Gather
 from attnplug.policies.momo import Momo
 
 __all__ = [
     "AttentionCall",
     "Dense",
+    "Gather",
     "LayerShape",
     "Momo",
     "Phase",
@@ -34,7 +36,7 @@ __all__ = [
     "register",
 ]
 
-_METHODS: dict[str, type[Phase]] = {cls.name: cls for cls in (Dense, Momo)}
+_METHODS: dict[str, type[Phase]] = {cls.name: cls for cls in (Dense, Gather, Momo)}
 
 
 def register(cls: type[Phase]) -> type[Phase]:

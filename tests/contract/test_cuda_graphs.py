@@ -7,7 +7,12 @@ from torch._dynamo.utils import counters
 
 import attnplug
 
-POLICIES = ["dense", "momo(gamma=8, block=16, query_block=16, top_k=4, exact_k=1, min_tokens=0)"]
+POLICIES = [
+    "dense",
+    "momo(gamma=8, block=16, query_block=16, top_k=4, exact_k=1, min_tokens=0)",
+    "gather(k=1, block=16, local=2, min_tokens=0)",
+]
+NAMES = ["dense", "momo", "gather"]
 pytestmark = [
     pytest.mark.gpu,
     # Inductor imports what it deprecates, and says so where the machine is small.
@@ -25,7 +30,7 @@ def fresh_dynamo():
 
 
 @pytest.mark.usefixtures("fresh_dynamo")
-@pytest.mark.parametrize("policy", POLICIES, ids=["dense", "momo"])
+@pytest.mark.parametrize("policy", POLICIES, ids=NAMES)
 @pytest.mark.parametrize("family", [FAMILIES[0], FAMILIES[6]], ids=lambda family: family.name)
 def test_generate_compiles_to_cuda_graphs(family, policy):
     """transformers compiles decode by itself, with mode "reduce-overhead", for a static cache."""
@@ -48,7 +53,7 @@ def test_generate_compiles_to_cuda_graphs(family, policy):
 
 @torch.no_grad()
 @pytest.mark.usefixtures("fresh_dynamo")
-@pytest.mark.parametrize("policy", POLICIES, ids=["dense", "momo"])
+@pytest.mark.parametrize("policy", POLICIES, ids=NAMES)
 def test_decode_replays_one_graph_as_the_sequence_grows(policy):
     model = FAMILIES[0].build("cuda").to(torch.bfloat16)
     ids = torch.randint(3, VOCABULARY, (1, 40), device="cuda")
@@ -71,7 +76,7 @@ def test_decode_replays_one_graph_as_the_sequence_grows(policy):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("policy", POLICIES, ids=["dense", "momo"])
+@pytest.mark.parametrize("policy", POLICIES, ids=NAMES)
 def test_a_prefill_can_be_captured_by_hand(policy):
     """Nothing in a prefill of known tokens syncs with the host under capture."""
     model = FAMILIES[0].build("cuda").to(torch.bfloat16)

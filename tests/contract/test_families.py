@@ -1,5 +1,6 @@
-"""Every model family against the policies: dense serves each exactly, momo with a budget that
-covers the prompt as well, and layers that a policy must not serve stay dense and are named."""
+"""Every model family against the policies: dense serves each exactly, momo and gather with a
+budget that covers the prompt as well, and layers that a policy must not serve stay dense and are
+named."""
 
 from functools import cache
 from typing import Any
@@ -14,7 +15,8 @@ from attnplug.models import hf
 
 TOKENS = 37
 MOMO_ALL = "momo(gamma=4, block=16, query_block=16, top_k=8, exact_k=8, min_tokens=0)"
-EXACT_POLICIES = ["dense", MOMO_ALL]
+GATHER_ALL = "gather(k=4, block=16, sink=0, local=1, min_tokens=0)"
+EXACT_POLICIES = ["dense", MOMO_ALL, GATHER_ALL]
 
 
 @pytest.fixture(params=FAMILIES, ids=lambda family: family.name)
@@ -22,7 +24,7 @@ def family(request) -> Family:
     return request.param
 
 
-@pytest.fixture(params=EXACT_POLICIES, ids=["dense", "momo"])
+@pytest.fixture(params=EXACT_POLICIES, ids=["dense", "momo", "gather"])
 def policy(request) -> str:
     return request.param
 
@@ -136,7 +138,8 @@ def test_report_names_what_stays_dense(family, policy):
         report = attnplug.report(model)
     for layer in report.layers:
         if layer.index in family.served:
-            assert layer.prefill.startswith(policy.partition("(")[0])
+            name = policy.partition("(")[0]
+            assert layer.prefill.startswith(name) or layer.decode.startswith(name)
         else:
             assert layer.kind == "sliding"
             assert layer.prefill.endswith("(dense)")

@@ -14,6 +14,16 @@ POLICIES = {
         "momo(gamma=8, block=16, query_block=16, top_k=2, exact_k=1, min_tokens=0)",
         "momo(gamma=8, block=16, query_block=16, top_k=8, exact_k=8, min_tokens=0)",
     ),
+    "gather": (
+        "gather(k=1, block=16, local=2, min_tokens=0)",
+        "gather(k=8, block=16, local=2, min_tokens=0)",
+    ),
+    "momo+gather": (
+        "momo(gamma=8, block=16, query_block=16, top_k=2, exact_k=1, min_tokens=0)"
+        "+gather(k=1, block=16, local=2, min_tokens=0)",
+        "momo(gamma=8, block=16, query_block=16, top_k=8, exact_k=8, min_tokens=0)"
+        "+gather(k=8, block=16, local=2, min_tokens=0)",
+    ),
 }
 GROUPS = {
     "exactness": (1, 3, 8),

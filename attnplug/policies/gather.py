@@ -1,0 +1,190 @@
+"""gather: decode whose cost does not depend on the context.
+
+A step reads the sink, the last blocks and, of the blocks between, the best k of each KV head,
+chosen by summaries of their keys that live beside the cache:
+
+    keep = blocks 0..sink-1, the last `local`, and the top k of the others by score
+
+Source: "Attention Pays Its Bill" (shared/papers/000); Quest's bounds (Tang et al., 2024).
+Prefill is another phase's business.
+"""
+
+import dataclasses
+from typing import Any, ClassVar
+
+import torch
+
+from attnplug.models.cache import PlugLayer
+from attnplug.ops import gather_attention, select_blocks
+from attnplug.ops.block_bounds import BLOCKS
+from attnplug.ops.select_blocks import MAX_BLOCKS, SCORINGS
+from attnplug.policies.base import AttentionCall, LayerShape, Phase, check_option
+from attnplug.policies.dense import Dense
+
+# A cache smaller than this many times the keys that a step keeps is read whole, and one below so
+# many tokens in any case.
+CROSSOVER_FACTOR = 2
+CROSSOVER_FLOOR = {"cuda": 8192, "cpu": 4096}
+
+
+@dataclasses.dataclass(frozen=True)
+class Gather(Phase):
+    """Decode over a keep set of constant size.
+
+    k: distant blocks that each KV head reads; 0 is a sliding window. block: keys a block. sink:
+    first blocks that are always read. local: last blocks that are always read, the query's own
+    included. scoring: how a block's summary ranks it, by an upper bound of its keys' scores
+    ("bounds"), by the attention it is expected to get ("estimate"), or by its mean key ("mean").
+    min_tokens: caches below so many tokens are read whole, by `dense`; None is a multiple of the
+    keep set, but not below a floor for the kind of device.
+    """
+
+    k: int = 32
+    block: int = 128
+    sink: int = 1
+    local: int = 4
+    scoring: str = "bounds"
+    min_tokens: int | None = None
+
+    name: ClassVar[str] = "gather"
+    phases: ClassVar[frozenset[str]] = frozenset({"decode"})
+
+    def __post_init__(self) -> None:
+        def check(option: str, valid: bool, needed: str) -> None:
+            check_option(self.name, option, getattr(self, option), valid, needed)
+
+        for option in ("k", "block", "sink", "local"):
+            check(option, type(getattr(self, option)) is int, "an integer")
+        check("k", 0 <= self.k <= MAX_BLOCKS, f"0 to {MAX_BLOCKS}")
+        check("block", self.block in BLOCKS, ", ".join(map(str, BLOCKS)))
+        check("sink", self.sink >= 0, "at least 0")
+        check("local", self.local >= 1, "at least 1, the query's own block")
+        check("scoring", self.scoring in SCORINGS, ", ".join(SCORINGS))
+        tokens = self.min_tokens
+        valid = tokens is None or (type(tokens) is int and tokens >= 0)
+        check("min_tokens", valid, "None or an integer, at least 0")
+
+    def crossover(self, device: torch.device) -> int:
+        """Tokens of a cache below which dense attention runs on such a device."""
+        if self.min_tokens is not None:
+            return self.min_tokens
+        kept = (self.sink + self.local + self.k) * self.block
+        kind = "cpu" if device.type == "cpu" else "cuda"
+        return max(CROSSOVER_FLOOR[kind], CROSSOVER_FACTOR * kept)
+
+    def note(self, shape: LayerShape) -> str:
+        kept, tokens = self.sink + self.local + self.k, self.crossover(shape.device)
+        small = f" below {tokens:,} tokens and" if tokens else ""
+        return (
+            f"reads {kept} blocks of {self.block} keys; dense in caches{small} that attnplug did "
+            "not make for it"
+        )
+
+    def cache_layer(self, max_length: int) -> "GatherLayer":
+        return GatherLayer(max_length, self.block, 1 if self.scoring == "mean" else 2)
+
+    def attend(self, call: AttentionCall) -> torch.Tensor:
+        state = call.state
+        if call.k.shape[2] < self.crossover(call.q.device) or not self._serves(state, call.k):
+            return Dense().attend(call)
+        assert isinstance(state, GatherLayer)
+        options: dict[str, Any] = {
+            "scale": call.scale,
+            "block": self.block,
+            "sink": self.sink,
+            "local": self.local,
+            "lengths": call.lengths,
+            # A step is told the mask and not where it begins; blocks are counted from there.
+            "start": None if call.key_mask is None else first_key(call.key_mask),
+            "key_mask": call.key_mask,
+        }
+        if self.k == 0:
+            index = call.q.new_empty((*call.k.shape[:2], 1, 0), dtype=torch.int32)
+        else:
+            index = select_blocks(
+                call.q,
+                call.k,
+                state.bounds,
+                state.progress,
+                top_k=self.k,
+                scoring=self.scoring,
+                **options,
+            )
+        out, _ = gather_attention(
+            call.q, call.k, call.v, index, softcap=call.softcap, sinks=call.sinks, **options
+        )
+        return out
+
+    def _serves(self, state: object, k: torch.Tensor) -> bool:
+        """Whether the layer's summaries are those of these keys: the layer is one that this method
+        made, and not lent to another layer's keys (Gemma 3n shares some)."""
+        if not isinstance(state, GatherLayer):
+            return False
+        parts = 1 if self.scoring == "mean" else 2
+        return state.keys is k and (state.block, state.parts) == (self.block, parts)
+
+
+def first_key(key_mask: torch.Tensor) -> torch.Tensor:
+    """The first True of each row `[B,S]`, int32 `[B]`."""
+    return key_mask.view(torch.uint8).argmax(-1).to(torch.int32)
+
+
+class GatherLayer(PlugLayer):
+    """Keys, values, and summaries of the key blocks: `bounds` `[B,Hkv,blocks,parts,D]`, and for
+    each row how many leading blocks are done and the start that they are counted from, `progress`
+    `[B,2]` int32.
+
+    `update` writes keys and values only. `select_blocks` makes the summaries that a step lacks from
+    complete blocks, which do not change: what shortens a row lowers its count, what moves rows
+    moves them along, and another padding is seen by its start.
+    """
+
+    bounds: torch.Tensor
+    progress: torch.Tensor
+
+    def __init__(self, max_cache_len: int, block: int, parts: int):
+        super().__init__(max_cache_len=max_cache_len)
+        self.block, self.parts = block, parts
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        super().lazy_initialization(key_states, value_states)
+        assert self.keys is not None
+        batch, heads, size, width = self.keys.shape
+        blocks = -(-size // self.block)
+        self._bind(
+            self.keys.new_zeros((batch, heads, blocks, self.parts, width)),
+            torch.zeros((batch, 2), dtype=torch.int32, device=self.keys.device),
+        )
+
+    def reset(self) -> None:
+        super().reset()
+        if self.is_initialized:
+            self.progress.zero_()
+
+    def crop(self, tokens_to_remove: int) -> None:
+        super().crop(tokens_to_remove)
+        if self.is_initialized:
+            whole = (self.cumulative_length - self.progress[:, 1]).clamp(min=0) // self.block
+            self.progress[:, 0] = torch.minimum(self.progress[:, 0], whole)
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        super().reorder_cache(beam_idx)
+        if self.is_initialized:
+            for buffer in (self.bounds, self.progress):
+                buffer.copy_(buffer.index_select(0, beam_idx.to(buffer.device)))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        super().batch_repeat_interleave(repeats)
+        if self.is_initialized:
+            self._bind(*(b.repeat_interleave(repeats, 0) for b in (self.bounds, self.progress)))
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        super().batch_select_indices(indices)
+        if self.is_initialized:
+            self._bind(self.bounds[indices], self.progress[indices])
+
+    def _bind(self, bounds: torch.Tensor, progress: torch.Tensor) -> None:
+        self.bounds, self.progress = bounds, progress
+        if not torch.compiler.is_compiling():  # as the base does: it cannot be traced
+            torch._dynamo.mark_static_address(self.bounds)
+            torch._dynamo.mark_static_address(self.progress)
