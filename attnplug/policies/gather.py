@@ -74,7 +74,7 @@ class Gather(Phase):
 
     def note(self, shape: LayerShape) -> str:
         kept, tokens = self.sink + self.local + self.k, self.crossover(shape.device)
-        small = f" below {tokens:,} tokens and" if tokens else ""
+        small = f" below {tokens:,} tokens and in those" if tokens else ""
         return (
             f"reads {kept} blocks of {self.block} keys; dense in caches{small} that attnplug did "
             "not make for it"

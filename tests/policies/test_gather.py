@@ -1,0 +1,364 @@
+"""gather as a whole, and its cache layer: what methods/gather.md says must be true."""
+
+import dataclasses
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers.cache_utils import StaticLayer
+
+import attnplug
+from attnplug import Dense, Gather, PolicyError
+from attnplug.models.cache import PlugLayer
+from attnplug.policies import AttentionCall, LayerShape
+from attnplug.policies.gather import GatherLayer
+from attnplug.testing import oracle_attention, tiny_model
+
+GATHER = Gather(k=2, block=16, local=2, min_tokens=0)
+SIZE, HEADS, KV_HEADS, DIM = 200, 4, 2, 64
+
+
+def random(seed: int, *shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def tokens(seed: int, count: int, batch: int = 1, device: str = "cpu") -> torch.Tensor:
+    """Keys and values of `count` new tokens, `[2,B,Hkv,count,D]`; neighbours are alike, so that
+    blocks differ."""
+    drift = random(seed, 2, batch, KV_HEADS, count // 8 + 1, DIM).repeat_interleave(8, 3)
+    return (drift[:, :, :, :count] + 0.5 * random(seed + 1, 2, batch, KV_HEADS, count, DIM)).to(
+        device
+    )
+
+
+def filled(policy: Gather, kv: torch.Tensor, size: int = SIZE) -> GatherLayer:
+    """The policy's cache layer with these keys and values in it."""
+    layer = policy.cache_layer(size)
+    layer.update(kv[0], kv[1])
+    return layer
+
+
+def step(layer: StaticLayer, seed: int = 0, mask: torch.Tensor | None = None, **options):
+    """The call of a decode step whose token is in the layer already."""
+    keys, values = layer.keys, layer.values
+    assert keys is not None and values is not None
+    q = random(seed, keys.shape[0], HEADS, 1, DIM).to(keys.device)
+    lengths = layer.cumulative_length.reshape(1)
+    return AttentionCall(
+        q, keys, values, DIM**-0.5, lengths=lengths, key_mask=mask, state=layer, **options
+    )
+
+
+def expected(call: AttentionCall, policy: Gather) -> torch.Tensor:
+    """fp64 attention over the keep set that the keys themselves tell."""
+    length = int(call.lengths)
+    group, kept = HEADS // KV_HEADS, torch.zeros(*call.k.shape[:3], dtype=torch.bool)
+    for b in range(call.k.shape[0]):
+        visible = torch.arange(call.k.shape[2]) < length
+        if call.key_mask is not None:
+            visible = visible & call.key_mask[b].cpu()
+        start = int(visible.int().argmax())
+        own = (length - 1 - start) // policy.block
+        for h in range(KV_HEADS):
+            query = call.q[b, h * group : h * group + group, 0].double().cpu()
+            bound = {}
+            for j in range(policy.sink, own - policy.local + 1):
+                at = start + torch.arange(j * policy.block, (j + 1) * policy.block)
+                keys = call.k[b, h, at[visible[at]]].double().cpu()
+                if len(keys):
+                    above = query.clamp(min=0) @ keys.amax(0) + query.clamp(max=0) @ keys.amin(0)
+                    bound[j] = float(above.max())
+            chosen = sorted(bound, key=lambda j: -bound[j])[: policy.k]
+            for j in [
+                *range(policy.sink),
+                *range(max(own - policy.local + 1, 0), own + 1),
+                *chosen,
+            ]:
+                kept[b, h, start + j * policy.block : start + (j + 1) * policy.block] = True
+        kept[b] &= visible
+    parts = [
+        oracle_attention(
+            call.q[:, h * group : h * group + group].cpu(),
+            call.k[:, h : h + 1].cpu(),
+            call.v[:, h : h + 1].cpu(),
+            scale=call.scale,
+            softcap=call.softcap,
+            sinks=None if call.sinks is None else call.sinks.cpu()[h * group : h * group + group],
+            lengths=call.lengths.cpu(),
+            key_mask=kept[:, h],
+        )[0]
+        for h in range(KV_HEADS)
+    ]
+    return torch.cat(parts, 1)
+
+
+def hold(policy: Gather, call: AttentionCall) -> None:
+    found = policy.attend(call).cpu()
+    assert (found - expected(call, policy)).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("length", [1, 15, 16, 17, 48, 49, 64, 65, 130, 199, 200])
+def test_a_step_attends_to_the_keep_set(length, device):
+    layer = filled(GATHER, tokens(0, length, batch=2, device=device))
+    hold(GATHER, step(layer))
+    hold(GATHER, step(layer, softcap=3.0, sinks=random(5, HEADS).to(device)))
+
+
+def test_the_budget_is_felt(device):
+    layer = filled(GATHER, tokens(0, 190, device=device))
+    call = step(layer)
+    assert (GATHER.attend(call) - Dense().attend(call)).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("scoring", ["bounds", "estimate", "mean"])
+@given(length=st.integers(1, SIZE), seed=st.integers(0, 99))
+def test_a_keep_set_of_everything_is_dense(scoring, length, seed):
+    covering = dataclasses.replace(GATHER, k=12, scoring=scoring)
+    call = step(filled(covering, tokens(seed, length)), seed)
+    assert (covering.attend(call) - Dense().attend(call)).abs().max() < 2e-6
+
+
+@pytest.mark.parametrize("scoring", ["bounds", "estimate", "mean"])
+def test_left_padding_does_not_change_a_row(scoring, device):
+    policy = dataclasses.replace(GATHER, scoring=scoring)
+    kv = tokens(0, 170, batch=3, device=device)
+    starts = (0, 37, 169)
+    mask = torch.arange(SIZE, device=device) >= torch.tensor(starts, device=device)[:, None]
+    call = step(filled(policy, kv), mask=mask)
+    together = policy.attend(call)
+    for row, start in enumerate(starts):
+        alone = step(filled(policy, kv[:, row : row + 1, :, start:]))
+        alone.q = call.q[row : row + 1]
+        assert (policy.attend(alone) - together[row]).abs().max() < 1e-6
+
+
+def test_a_hole_in_the_mask_is_neither_read_nor_summarised(device):
+    kv = tokens(0, 170, device=device)
+    kv[:, :, :, 90] = torch.nan
+    kv[:, :, :, 40:64] = 1e3  # a whole block and a half
+    mask = torch.ones(1, SIZE, dtype=torch.bool, device=device)
+    mask[:, 90] = mask[:, 40:64] = False
+    hold(GATHER, step(filled(GATHER, kv), mask=mask))
+
+
+def test_padding_that_appears_later_is_seen(device):
+    """A step without a mask and then one with: the blocks are counted anew, and back again."""
+    layer = filled(GATHER, tokens(0, 170, device=device))
+    mask = torch.arange(SIZE, device=device)[None] >= 21
+    for each in (None, mask, None):
+        hold(GATHER, step(layer, mask=each))
+    assert layer.progress.tolist() == [[(169 // 16) - 1, 0]]
+
+
+def test_no_distant_blocks_is_a_window(device):
+    window = dataclasses.replace(GATHER, k=0)
+    hold(window, step(filled(window, tokens(0, 190, device=device))))
+
+
+ACTIONS = st.lists(
+    st.one_of(
+        st.tuples(st.just("append"), st.integers(1, 60)),
+        st.tuples(st.just("step"), st.integers(1, 3)),
+        st.tuples(st.just("crop"), st.integers(0, 50)),
+        st.tuples(st.just("reorder"), st.integers(0, 8)),
+        st.tuples(st.just("repeat"), st.integers(1, 2)),
+        st.tuples(st.just("select"), st.integers(0, 3)),
+        st.tuples(st.just("reset"), st.just(0)),
+    ),
+    min_size=3,
+    max_size=12,
+)
+
+
+@settings(max_examples=40)
+@given(actions=ACTIONS, padded=st.booleans(), early=st.booleans())
+def test_summaries_follow_whatever_happens_to_the_cache(actions, padded, early):
+    """Prefills in chunks, steps, crops, beams, batch changes, resets: a step gives what it gives
+    with a cache made at once from the same tokens, and every summary that counts is right."""
+    layer, rows, seed = GATHER.cache_layer(SIZE), tokens(0, 30, batch=2), 1
+    if early:
+        layer.lazy_initialization(rows[0, :, :, :0], rows[1, :, :, :0])
+    layer.update(rows[0], rows[1])
+    pads = torch.tensor([0, 5]) if padded else torch.tensor([0, 0])
+    for action, number in actions:
+        length, seed = rows.shape[3], seed + 2
+        if action in ("append", "step"):
+            spans = [number] if action == "append" else [1] * number
+            for span in spans:
+                if rows.shape[3] + span > SIZE:
+                    break
+                new = tokens(seed := seed + 2, span, batch=rows.shape[1])
+                layer.update(new[0], new[1])
+                rows = torch.cat([rows, new], 3)
+                if action == "step":
+                    check(layer, rows, pads, seed)
+        elif action == "crop":
+            layer.crop(-min(number, length - 6))
+            rows = rows[:, :, :, : length - min(number, length - 6)]
+        elif action == "reorder":
+            order = torch.tensor(
+                [number * (row + 1) // 3 % rows.shape[1] for row in range(len(pads))]
+            )
+            layer.reorder_cache(order)
+            rows, pads = rows[:, order], pads[order]
+        elif action == "repeat" and len(pads) < 5:
+            layer.batch_repeat_interleave(number)
+            rows, pads = rows.repeat_interleave(number, 1), pads.repeat_interleave(number)
+        elif action == "select":
+            chosen = torch.arange(len(pads))[: number + 1].flip(0)
+            layer.batch_select_indices(chosen)
+            rows, pads = rows[:, chosen], pads[chosen]
+        elif action == "reset":
+            layer.reset()
+            rows = tokens(seed, 33, batch=len(pads))
+            layer.update(rows[0], rows[1])
+    check(layer, rows, pads, seed)
+
+
+def check(layer: GatherLayer, rows: torch.Tensor, pads: torch.Tensor, seed: int) -> None:
+    mask = torch.arange(SIZE) >= pads[:, None] if bool(pads.any()) else None
+    call, fresh = (step(x, seed, mask) for x in (layer, filled(GATHER, rows)))
+    assert torch.equal(GATHER.attend(call), GATHER.attend(fresh))
+    length = rows.shape[3]
+    for row, (done, start) in enumerate(layer.progress.tolist()):
+        assert start == (int(pads[row]) if mask is not None else 0)
+        assert (length - 1 - start) // 16 - 1 <= max(done, 0) <= (length - start) // 16
+        keys = rows[0, row, :, start : start + done * 16].unflatten(1, (done, 16)) if done else None
+        if keys is not None:
+            assert torch.equal(layer.bounds[row, :, :done, 0], keys.amax(2))
+            assert torch.equal(layer.bounds[row, :, :done, 1], keys.amin(2))
+
+
+def test_beams_are_reordered_in_place(device):
+    """A CUDA graph goes on reading the old addresses."""
+    layer = filled(GATHER, tokens(0, 150, batch=3, device=device))
+    GATHER.attend(step(layer))
+    before = [x.data_ptr() for x in (layer.keys, layer.bounds, layer.progress)]
+    layer.reorder_cache(torch.tensor([2, 0, 0]))
+    assert before == [x.data_ptr() for x in (layer.keys, layer.bounds, layer.progress)]
+
+
+def test_the_layer_is_sized_once():
+    layer = GATHER.cache_layer(SIZE)
+    layer.crop(-3)  # of nothing, as generate may
+    layer.reset()
+    layer.reorder_cache(torch.tensor([0]))
+    layer.batch_repeat_interleave(2)
+    layer.batch_select_indices(torch.tensor([0]))
+    assert not layer.is_initialized
+    kv = tokens(0, 3).bfloat16()
+    layer.update(kv[0], kv[1])
+    assert layer.bounds.shape == (1, KV_HEADS, 13, 2, DIM) and layer.bounds.dtype == torch.bfloat16
+    assert layer.progress.shape == (1, 2)
+    mean = dataclasses.replace(GATHER, scoring="mean", block=128).cache_layer(SIZE)
+    mean.update(kv[0], kv[1])
+    assert mean.bounds.shape == (1, KV_HEADS, 2, 1, DIM)
+
+
+def foreign_layers(kv: torch.Tensor) -> dict[str, StaticLayer | None]:
+    """Layers whose summaries, if any, are not those of the call's keys under GATHER."""
+    layers = {
+        "static": StaticLayer(max_cache_len=SIZE),
+        "plug": PlugLayer(max_cache_len=SIZE),
+        "another block": dataclasses.replace(GATHER, block=32).cache_layer(SIZE),
+        "another scoring": dataclasses.replace(GATHER, scoring="mean").cache_layer(SIZE),
+    }
+    for layer in layers.values():
+        layer.update(kv[0], kv[1])
+    return layers
+
+
+@pytest.mark.parametrize("kind", foreign_layers(tokens(0, 1)))
+def test_without_summaries_of_its_own_it_is_dense(kind, device):
+    call = step(foreign_layers(tokens(0, 190, device=device))[kind])
+    assert torch.equal(GATHER.attend(call), Dense().attend(call))
+
+
+def test_without_a_static_cache_it_is_dense(device):
+    call = step(filled(GATHER, tokens(0, 190, device=device)))
+    call.state, call.lengths = None, None
+    call.k, call.v = call.k[:, :, :190], call.v[:, :, :190]
+    assert torch.equal(GATHER.attend(call), Dense().attend(call))
+
+
+def test_another_layers_keys_are_not_read_by_this_ones_summaries(device):
+    """Gemma 3n's last layers attend to keys of a layer that is not the one they are handed."""
+    call = step(filled(GATHER, tokens(0, 190, device=device)))
+    other = filled(GATHER, tokens(9, 190, device=device))
+    call.k, call.v = other.keys, other.values
+    assert torch.equal(GATHER.attend(call), Dense().attend(call))
+
+
+def test_a_small_cache_is_read_whole(device):
+    call = step(filled(GATHER, tokens(0, 190, device=device)))
+    late = dataclasses.replace(GATHER, min_tokens=SIZE + 1)
+    assert torch.equal(late.attend(call), Dense().attend(call))
+    early = dataclasses.replace(GATHER, min_tokens=SIZE)
+    assert not torch.equal(early.attend(call), Dense().attend(call))
+
+
+def test_the_crossover_grows_with_the_keep_set():
+    cpu, cuda = torch.device("cpu"), torch.device("cuda")
+    assert Gather(k=8).crossover(cpu) == 4096 and Gather(k=8).crossover(cuda) == 8192
+    assert Gather().crossover(cuda) == 2 * 37 * 128
+    assert dataclasses.replace(GATHER, min_tokens=5).crossover(cuda) == 5
+
+
+def test_the_report_says_what_is_read_and_where_it_is_dense():
+    shape = LayerShape(4, 2, 64, 0.0, False, torch.device("cpu"))
+    assert Gather(k=8).note(shape) == (
+        "reads 13 blocks of 128 keys; dense in caches below 4,096 tokens and in those that "
+        "attnplug did not make for it"
+    )
+    model = attnplug.apply(tiny_model(), GATHER)
+    assert "decode gather(k=2, block=16, local=2, min_tokens=0); gather: reads 5 blocks" in str(
+        attnplug.report(model)
+    )
+
+
+@pytest.mark.parametrize("prefill", ["", "momo(gamma=8, block=16, top_k=2, exact_k=1)+"])
+def test_generate_runs_it_step_by_step(prefill):
+    """generate's own cache has the summaries: its tokens are those of steps made by hand, and not
+    dense's; chunked prefill changes nothing."""
+    model = tiny_model()
+    ids = torch.randint(2, 90, (2, 150), generator=torch.Generator().manual_seed(0))
+    options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 24, "do_sample": False}
+    dense = model.generate(ids, **options)
+    with attnplug.applied(model, f"{prefill}gather(k=1, block=16, local=1, min_tokens=0)"):
+        found = model.generate(ids, **options)
+        chunked = model.generate(ids, prefill_chunk_size=40, **options)
+        cache, by_hand = attnplug.make_cache(model, 180), ids
+        with torch.no_grad():
+            logits = model(ids, past_key_values=cache).logits
+            for _ in range(24):
+                token = logits[:, -1:].argmax(-1)
+                by_hand = torch.cat([by_hand, token], 1)
+                logits = model(token, past_key_values=cache).logits
+    assert torch.equal(found, by_hand) and torch.equal(found, chunked)
+    assert not torch.equal(found, dense)
+
+
+WRONG = [
+    ({"k": -1}, "k=-1, needs 0 to 256"),
+    ({"k": 257}, "k=257, needs 0 to 256"),
+    ({"k": True}, "k=True, needs an integer"),
+    ({"k": 8.0}, "k=8.0, needs an integer"),
+    ({"block": 100}, "block=100, needs 16, 32, 64, 128"),
+    ({"sink": -1}, "sink=-1, needs at least 0"),
+    ({"local": 0}, "local=0, needs at least 1"),
+    ({"scoring": "max"}, "scoring='max', needs bounds, estimate, mean"),
+    ({"min_tokens": -1}, "min_tokens=-1, needs None or"),
+    ({"min_tokens": "8K"}, "min_tokens='8K', needs None or"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), WRONG)
+def test_refuses(options, message):
+    with pytest.raises(PolicyError, match=f"gather: {message}"):
+        Gather(**options)
+
+
+def test_there_is_no_host_tier_yet():
+    with pytest.raises(PolicyError, match="gather has no option 'kv'"):
+        attnplug.policies.parse("gather(kv='host')")
