@@ -16,6 +16,7 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 Row = dict[str, Any]
 
 COLORS = ("#0b6e99", "#c4511b", "#3d8b37", "#7b4ea3", "#a8821a", "#b0306a")
+STOCK = "stock"  # the policy of a row about the model itself
 INK, GRID, PEER = "#222222", "#dddddd", "#7a7a7a"
 PEERS = {
     "cudnn": "cuDNN SDPA",
@@ -55,8 +56,8 @@ def draw_all(rows: Sequence[Row], quality: Sequence[Row], folder: Path) -> list[
     for (op, case), group in grouped(rows, "op", "case").items():
         if len({row["n"] for row in group}) > 1:
             figures[image_name(op, case)] = draw_timing(op, case, group)
-    if quality:
-        figures["quality.png"] = draw_quality(quality)
+    for (model,), group in grouped(quality, "model").items():
+        figures[quality_name(model)] = draw_quality(group)
     for name, figure in figures.items():
         # without Software the bytes depend on the data alone
         figure.savefig(folder / name, dpi=160, metadata={"Software": None})
@@ -210,21 +211,50 @@ def _label_ends(axes: Axes, labels: Sequence[tuple[float, float, str, str]]) -> 
         )  # fmt: skip
 
 
+def quality_name(model: str) -> str:
+    return f"quality-{model}.png"
+
+
 def draw_quality(rows: Sequence[Row]) -> Figure:
-    """Score of each policy with its interval, and the dense score it is paired with."""
-    ordered = sorted(rows, key=lambda r: (r["model"], r["task"], r["n"], r["policy"]))[::-1]
-    figure = Figure(figsize=(9, 1.4 + 0.34 * len(ordered)), layout="constrained")
-    axes = figure.subplots()
-    for place, row in enumerate(ordered):
-        axes.plot([row["low"], row["high"]], [place, place], color=COLORS[0], lw=2)
-        axes.plot(row["value"], place, "o", color=COLORS[0], ms=7)
-        axes.plot(row["dense"], place, "|", color=INK, ms=14, mew=2)
-    names = [f"{r['model']}, {r['task']}, {tokens(r['n'])}: {r['policy']}" for r in ordered]
-    axes.set_yticks(range(len(names)), names)
-    axes.set_xlabel("score and 95% interval (bar: dense)", fontsize=11)
-    axes.grid(True, axis="x", color=GRID, lw=0.8)
+    """One model: a panel for each task, each policy's score with its interval against tokens, and
+    the dense score it is paired with."""
+    tasks = list(dict.fromkeys(row["task"] for row in rows))
+    policies = list(dict.fromkeys(row["policy"] for row in rows if row["policy"] != STOCK))
+    lines = -(-len(tasks) // 3)
+    figure = Figure(figsize=(12, 1.0 + 2.6 * lines), layout="constrained")
+    panels = figure.subplots(lines, 3, squeeze=False).flatten()
+    for axes, task in zip(panels, tasks, strict=False):
+        mine = [row for row in rows if row["task"] == task]
+        _plot_scores(axes, mine, policies)
+        axes.set_title(task, fontsize=11, color=INK)
+    for axes in panels[len(tasks) :]:
+        axes.set_axis_off()
+    handles = {
+        label: handle
+        for axes in panels
+        for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)
+    }
+    figure.legend(handles.values(), handles.keys(), loc="outside upper center", ncols=3)
+    return figure
+
+
+def _plot_scores(axes: Axes, rows: Sequence[Row], policies: Sequence[str]) -> None:
+    ns = sorted({row["n"] for row in rows})
+    for place, policy in enumerate(policies):
+        mine = sorted((r for r in rows if r["policy"] == policy), key=lambda r: r["n"])
+        # side by side, as intervals overlap
+        at = [r["n"] * 2 ** (0.12 * (place - (len(policies) - 1) / 2)) for r in mine]
+        spread = [[r["value"] - r["low"] for r in mine], [r["high"] - r["value"] for r in mine]]
+        color = COLORS[place % len(COLORS)]
+        axes.errorbar(at, [r["value"] for r in mine], spread, fmt="o", color=color, label=policy)
+    for row in rows:
+        edges = [row["n"] / 2**0.3, row["n"] * 2**0.3]
+        axes.plot(edges, [row["dense"]] * 2, color=INK, lw=1.5, label="dense")
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(ns, [tokens(n) for n in ns])
+    axes.minorticks_off()
+    axes.grid(True, axis="y", color=GRID, lw=0.8)
     axes.set_axisbelow(True)
     axes.tick_params(labelsize=10, colors=INK)
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
-    return figure

@@ -1,11 +1,13 @@
 """Tables and plots from bench/results/*.json: docs/results.md, docs/img/*.png, and whatever stands
-between `<!-- results FILTERS -->` and `<!-- /results -->` in README.md and docs/*.md.
+between `<!-- results FILTERS -->` and `<!-- /results -->`, or `<!-- scores FILTERS -->` and
+`<!-- /scores -->` (quality rows, a line a task and policy, a column a length), in README.md and
+docs/*.md.
 
     python bench/report.py            # write
     python bench/report.py --check    # exit 1 where a page is not what the JSON says
 
 FILTERS is any number of key=value[,value...], such as `op=dense_decode batch=1 n=8192,131072
-heads=28/4`; none means every row. Files are pytest-benchmark's JSON (rows in `extra_info`) or
+heads=28/4`; none means every row. `show=diff` gives scores their distance from dense. Files are pytest-benchmark's JSON (rows in `extra_info`) or
 `{"rows": [...]}` with quality rows (`task, model, n, trials, dense, policy, value, low, high`).
 Where two rows ask the same question, the later one stands.
 """
@@ -21,7 +23,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from _plots import PEERS, draw_all, duration, heads, image_name, natural, tokens
+from _plots import PEERS, draw_all, duration, heads, image_name, natural, quality_name, tokens
 
 Row = dict[str, Any]
 
@@ -31,7 +33,7 @@ TIMING = (
 )  # fmt: skip
 QUALITY = ("task", "model", "n", "trials", "policy")
 RUN = ("gpu", "torch", "triton", "commit", "date")
-MARKED = re.compile(r"(<!-- results\b(.*?)-->\n).*?(<!-- /results -->)", re.DOTALL)
+MARKED = re.compile(r"(<!-- (results|scores)\b(.*?)-->\n).*?(<!-- /\2 -->)", re.DOTALL)
 Column = tuple[str, Callable[[Row], str]]
 
 
@@ -113,9 +115,9 @@ def results_page(timing: Sequence[Row], quality: Sequence[Row]) -> str:
             parts.append(f"![{op}: time and ratio against tokens](img/{image_name(op, case)})")
         run = ("run", lambda row: f"[{runs[_run(row)]}](#runs)")
         parts.append(table(rows, [*TIMING_COLUMNS[2:], run]))
-    if quality:
-        parts += ["## Quality", "![scores beside dense](img/quality.png)"]
-        parts.append(table(quality, QUALITY_COLUMNS))
+    for model, each in itertools.groupby(quality, key=lambda row: row["model"]):
+        parts += [f"## Quality, {model}", f"![scores beside dense](img/{quality_name(model)})"]
+        parts.append(table(list(each), [c for c in QUALITY_COLUMNS if c[0] != "model"]))
     if runs:
         named = [dict(zip(RUN, run, strict=True), run=number) for run, number in runs.items()]
         columns = [(key, lambda row, key=key: str(row[key])) for key in ("run", *RUN)]
@@ -139,11 +141,18 @@ def fill_markers(text: str, timing: Sequence[Row], quality: Sequence[Row]) -> st
     """Replace what stands between each pair of markers by the table its filters ask for."""
 
     def fill(match: re.Match[str]) -> str:
-        wanted = filters(match[2])
-        rows, columns = (quality, QUALITY_COLUMNS) if "task" in wanted else (timing, TIMING_COLUMNS)
+        wanted = filters(match[3])
+        pivot = match[2] == "scores"
+        (show,) = wanted.pop("show", {"value"}) if pivot else ("",)
+        rows, columns = (
+            (quality, QUALITY_COLUMNS) if pivot or "task" in wanted else (timing, TIMING_COLUMNS)
+        )
         rows = [row for row in rows if _passes(row, wanted)]
-        body = table(rows, _varying(rows, columns)) if rows else "Not measured yet."
-        return f"{match[1]}\n{body}\n\n{match[3]}"
+        if not rows:
+            body = "Not measured yet."
+        else:
+            body = scores(rows, show) if pivot else table(rows, _varying(rows, columns))
+        return f"{match[1]}\n{body}\n\n{match[4]}"
 
     return MARKED.sub(fill, text)
 
@@ -188,6 +197,31 @@ def table(rows: Sequence[Row], columns: Sequence[Column]) -> str:
     lines.append("|" + "|".join(" --- " for _ in columns) + "|")
     lines += ["| " + " | ".join(show(row) for _, show in columns) + " |" for row in rows]
     return "\n".join(lines)
+
+
+def scores(rows: Sequence[Row], show: str) -> str:
+    """A Markdown table with a line for each model, task and policy, and a column for each length.
+    `show` is a value whose interval is `low` to `high` or `SHOW_low` to `SHOW_high`."""
+    lengths = sorted({row["n"] for row in rows})
+    lines: dict[tuple[str, ...], Row] = {}
+    for row in rows:
+        lines.setdefault((row["model"], row["task"], row["policy"]), {})[row["n"]] = row
+    low, high = ("low", "high") if show == "value" else (f"{show}_low", f"{show}_high")
+
+    def cell(row: Row | None) -> str:
+        if row is None or show not in row:
+            return ""
+        value, *span = (0.0 if abs(row[key]) < 1e-12 else row[key] for key in (show, low, high))
+        return f"{value:.3g} ({span[0]:.3g} to {span[1]:.3g})"
+
+    whole = [dict(model=m, task=t, policy=p, **{"": line}) for (m, t, p), line in lines.items()]
+    columns: list[Column] = [
+        (key, lambda line, key=key: f"`{line[key]}`" if key == "policy" else line[key])
+        for key in ("model", "task", "policy")
+        if len({line[key] for line in whole}) > 1 or key == "task"
+    ]
+    columns += [(tokens(n), lambda line, n=n: cell(line[""].get(n))) for n in lengths]
+    return table(whole, columns)
 
 
 def _time(row: Row) -> str:

@@ -7,14 +7,12 @@ from collections.abc import Sequence
 from statistics import fmean
 from typing import Any
 
-import torch
-import triton
-
 from attnplug.eval.records import Record
 from attnplug.eval.runner import STOCK
 from attnplug.eval.stats import Interval, bootstrap_mean, mcnemar, paired_difference, wilson
 
 Row = dict[str, Any]
+MACHINE = ("gpu", "torch", "triton", "transformers")
 Pair = tuple[Record, Record]
 # What a measure of fidelity is for dense itself.
 DENSE_VALUE = {
@@ -51,18 +49,14 @@ def make_rows(records: Sequence[Record]) -> list[Row]:
 
 
 def _base(record: Record, task: str, trials: int) -> Row:
-    cuda = record["device"] == "cuda" and torch.cuda.is_available()
-    kept = {key: record[key] for key in ("seed", "template", "tokenizer", "batch", "dtype")}
+    kept = ("seed", "template", "tokenizer", "batch", "dtype", *MACHINE)
     return {
         "task": task,
         "model": record["model"],
         "n": record["n"],
         "trials": trials,
         "policy": record["policy"],
-        **kept,
-        "gpu": torch.cuda.get_device_name() if cuda else "none",
-        "torch": torch.__version__,
-        "triton": triton.__version__,
+        **{key: record[key] for key in kept},
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
     }
 

@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
+import triton
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -238,6 +240,7 @@ class _Cell:
             "prompt_hash": digest(text),
             "tokenizer": f"{type(self.tokenizer).__name__}-{len(self.tokenizer)}",
             "template": template_name(self.tokenizer) if self.task in TASKS else "plain",
+            **machine(self.model.device.type),
         }
 
     def key(self, trial: int, policy: str) -> tuple[Any, ...]:
@@ -248,6 +251,16 @@ class _Cell:
     def known(self, records: Records) -> list[Record]:
         keys = [self.key(t, p) for t in range(self.study.trials) for p in (STOCK, *self.policies)]
         return [records.known[key] for key in keys if key in records.known]
+
+
+def machine(device: str) -> Record:
+    """Where a record was made: a study may go on elsewhere."""
+    return {
+        "gpu": torch.cuda.get_device_name() if device == "cuda" else "none",
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "transformers": transformers.__version__,
+    }
 
 
 def _scored(sample: Sample, reply: str) -> Record:

@@ -1,6 +1,7 @@
 """The Hopper kernel of query_sparse_attention and block_sparse_attention, through the public ops,
 on many tiles and on odd shapes: against fp64, and against the Triton kernels of the rest."""
 
+import importlib
 import math
 
 import pytest
@@ -36,8 +37,9 @@ def only_hopper(monkeypatch):
     def refuse(*_args):
         raise AssertionError("the Triton kernel was launched")
 
-    monkeypatch.setattr("attnplug.ops.query_sparse_attention.launch_triton", refuse)
-    monkeypatch.setattr("attnplug.ops.block_sparse_attention.launch_triton", refuse)
+    for name in ("query_sparse_attention", "block_sparse_attention"):
+        module = importlib.import_module(f"attnplug.ops.{name}")
+        monkeypatch.setattr(module, "launch_triton", refuse)
 
 
 def logits_of(q, k, scale, b, t, length):
