@@ -10,7 +10,7 @@ import attnplug
 POLICIES = [
     "dense",
     "momo(gamma=8, block=16, query_block=16, top_k=4, exact_k=1, min_tokens=0)",
-    "gather(k=1, block=16, local=2, min_tokens=0)",
+    "gather(k=8, block=16, local=2, min_tokens=0)",
 ]
 NAMES = ["dense", "momo", "gather"]
 pytestmark = [

@@ -176,11 +176,12 @@ ACTIONS = st.lists(
 def test_summaries_follow_whatever_happens_to_the_cache(actions, padded, early):
     """Prefills in chunks, steps, crops, beams, batch changes, resets: a step gives what it gives
     with a cache made at once from the same tokens, and every summary that counts is right."""
-    layer, rows, seed = GATHER.cache_layer(SIZE), tokens(0, 30, batch=2), 1
+    layer, rows, seed = GATHER.cache_layer(SIZE), tokens(0, 100, batch=2), 1
     if early:
         layer.lazy_initialization(rows[0, :, :, :0], rows[1, :, :, :0])
     layer.update(rows[0], rows[1])
     pads = torch.tensor([0, 5]) if padded else torch.tensor([0, 0])
+    check(layer, rows, pads, seed)
     for action, number in actions:
         length, seed = rows.shape[3], seed + 2
         if action in ("append", "step"):
@@ -211,9 +212,9 @@ def test_summaries_follow_whatever_happens_to_the_cache(actions, padded, early):
             rows, pads = rows[:, chosen], pads[chosen]
         elif action == "reset":
             layer.reset()
-            rows = tokens(seed, 33, batch=len(pads))
+            rows = tokens(seed, 70, batch=len(pads))
             layer.update(rows[0], rows[1])
-    check(layer, rows, pads, seed)
+        check(layer, rows, pads, seed)
 
 
 def check(layer: GatherLayer, rows: torch.Tensor, pads: torch.Tensor, seed: int) -> None:
@@ -233,10 +234,13 @@ def check(layer: GatherLayer, rows: torch.Tensor, pads: torch.Tensor, seed: int)
 def test_beams_are_reordered_in_place(device):
     """A CUDA graph goes on reading the old addresses."""
     layer = filled(GATHER, tokens(0, 150, batch=3, device=device))
-    GATHER.attend(step(layer))
+    starts = torch.tensor([0, 9, 30], device=device)
+    GATHER.attend(step(layer, mask=torch.arange(SIZE, device=device) >= starts[:, None]))
     before = [x.data_ptr() for x in (layer.keys, layer.bounds, layer.progress)]
+    assert layer.progress.tolist() == [[8, 0], [7, 9], [6, 30]]
     layer.reorder_cache(torch.tensor([2, 0, 0]))
     assert before == [x.data_ptr() for x in (layer.keys, layer.bounds, layer.progress)]
+    assert layer.progress.tolist() == [[6, 30], [8, 0], [8, 0]]
 
 
 def test_the_layer_is_sized_once():
