@@ -3,6 +3,9 @@ on many tiles and on odd shapes: against fp64, and against the Triton kernels of
 
 import importlib
 import math
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -267,3 +270,46 @@ def test_compiled_equals_eager(only_hopper):
 
     compiled = torch.compile(attend, fullgraph=True)
     assert torch.equal(compiled(q, k, v), attend(q, k, v))
+
+
+COMPILE = """
+import torch, triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver, jit
+from attnplug.ops import _hopper
+
+class Hopper:  # a driver that knows its target and has no device
+    get_current_target = staticmethod(lambda: GPUTarget("cuda", 90, 32))
+    get_current_device = staticmethod(lambda: 0)
+    get_current_stream = staticmethod(lambda _device: 0)
+    get_active_torch_device = staticmethod(lambda: torch.device("cpu"))
+
+driver.set_active(Hopper())
+run = jit.JITFunction.run
+compiled = []
+jit.JITFunction.run = lambda self, *a, grid, warmup, **k: compiled.append(
+    run(self, *a, grid=grid, warmup=True, **k))
+q, k, v = (torch.zeros(1, heads, 256, 128, dtype=torch.bfloat16) for heads in (4, 1, 1))
+lengths, index = torch.tensor([256]), torch.zeros(1, 4, 16, 5, dtype=torch.int32)
+lse, score = torch.zeros(1, 4, 16), torch.zeros(1, 4, 16, 5)
+_hopper.launch_query_sparse(q, k, v, 0.1, 16, 3, lengths, q[:, :, :16].clone(), lse, index, score)
+lists, count = torch.zeros(1, 4, 2, 5, dtype=torch.int32), torch.zeros(1, 4, 2, dtype=torch.int32)
+lse = torch.zeros(1, 4, 256)
+_hopper.launch_block_sparse(
+    q, k, v, lists, count, 0.1, 0, lengths, q[:, :, :16].clone(), 16, q.clone(), lse)
+print([("wgmma.mma_async" in kernel.asm["ptx"], "setmaxnreg" in kernel.asm["ptx"])
+       for kernel in compiled if kernel is not None and kernel.asm["ptx"].count("mbarrier")])
+"""
+
+
+def test_compiles_without_a_gpu():
+    """For sm_90, by the Triton that is installed: its Gluon has changed names before."""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    found = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", COMPILE],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert found.stdout.strip() == "[(True, True), (True, True)]", found.stderr[-2000:]
