@@ -151,6 +151,16 @@ def test_padding_that_appears_later_is_seen(device):
     assert layer.progress.tolist() == [[(169 // 16) - 1, 0]]
 
 
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_a_bad_key_surfaces_wherever_it_is(bad, device):
+    """Its block ranks first, so that no budget can hide it."""
+    kv = tokens(0, 190, device=device)
+    kv[0, 0, 1, 77] = bad
+    call = step(filled(GATHER, kv))
+    found, dense = GATHER.attend(call), Dense().attend(call)
+    assert dense[:, 2:].isnan().any() and torch.equal(found.isnan(), dense.isnan())
+
+
 def test_no_distant_blocks_is_a_window(device):
     window = dataclasses.replace(GATHER, k=0)
     hold(window, step(filled(window, tokens(0, 190, device=device))))
