@@ -313,3 +313,42 @@ def test_refuses_gradients():
     q = torch.zeros(1, 4, 1, 64, requires_grad=True)
     with pytest.raises(GradientError, match="select_blocks"):
         op.select_blocks(q, k, *empty(k, 16), **DEFAULTS)
+
+
+@pytest.mark.gpu
+def test_a_million_tokens_times_eight():
+    """Offsets past 2^31: near the end of each row and head stands one key, and its block wins."""
+    size = 1 << 20
+    q = random(0, 8, 28, 1, 128, dtype=torch.bfloat16).cuda()
+    k = torch.zeros(8, 4, size, 128, dtype=torch.bfloat16, device="cuda")
+    at = size - 1000 - 128 * torch.arange(32, device="cuda").view(8, 4)
+    for b, h in itertools.product(range(8), range(4)):
+        k[b, h, at[b, h]] = q[b, 7 * h, 0]
+    bounds = torch.full((8, 4, size // 128, 2, 128), torch.nan, dtype=k.dtype, device="cuda")
+    progress = torch.zeros(8, 2, dtype=torch.int32, device="cuda")
+    for scoring in ("bounds", "estimate", "bounds"):
+        options = {"scale": SCALE, "block": 128, "top_k": 8, "scoring": scoring}
+        index = op.select_blocks(q, k, bounds, progress, **options)
+        assert torch.equal(index[:, :, 0, 0].long(), at // 128)
+    assert progress.tolist() == [[size // 128 - 4, 0]] * 8
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("scoring", ["bounds", "estimate"])
+def test_thousands_of_rows_are_repeatable(scoring):
+    """Keys cross from one kernel to the next, early launched one, and counts are read and written
+    by several warps: no row may be torn, with fresh summaries or kept ones."""
+    q = random(0, 1300, 8, 1, 64, dtype=torch.float16).cuda()
+    k = random(1, 1300, 2, 600, 64, dtype=torch.float16).cuda()
+    bounds, progress = (x.cuda() for x in empty(k, 16))
+    first = None
+    for turn in range(20):
+        if turn % 3 == 0:
+            progress.zero_()
+        options = DEFAULTS | {"top_k": 6, "scoring": scoring}
+        index = op.select_blocks(q, k, bounds, progress, **options)
+        first = index if first is None else first
+        assert torch.equal(first, index)
+        assert (progress[:, 0] == 36).all()
+    rows = slice(0, 1300, 431)
+    hold(index[rows].cpu(), q[rows].cpu(), k[rows].cpu(), top_k=6, scoring=scoring)
