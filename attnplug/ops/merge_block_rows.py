@@ -11,6 +11,9 @@ blocks is ranked and its best `trim` are kept:
 mass that the rows were seen to give the block; on SmolLM2 it captures more (0.9126 against 0.9007
 at 8 blocks), because scores of different rows have different normalisers.
 
+Blocks that are read anyway, the sink and the local part, can be left out (`sink`, `before`): named,
+they would take places of the list from blocks that nothing else reads.
+
 The CUDA path is one kernel, one program a query block, no memory beyond the output: entries are
 packed as 64-bit (index, value) keys and sorted in registers, runs of one index are summed by a
 segmented scan, a partial sort of (rank, index) keys keeps the best, and these are sorted by index.
@@ -44,13 +47,16 @@ def merge_block_rows(
     rows: int,
     trim: int,
     merge: str = "mass",
+    sink: int = 0,
+    before: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Merge the block lists of `rows` neighbouring sparse rows and keep the best `trim` blocks.
 
     index `[B,H,R,K]` int32 key-block numbers, -1 (any negative) for an empty slot; score
     `[B,H,R,K]` fp32, log of the block's softmax mass before normalisation; lse `[B,H,R]` fp32, the
     row's natural log-sum-exp. A NaN score counts as -inf: named, but ranked last. `rows * K` may be
-    at most 16384.
+    at most 16384. Blocks below `sink`, and from `before` `[1 or B,ceil(R/rows)]` (int32) on, count
+    as not named.
 
     Returns int32 `[B,H,ceil(R/rows),trim]`: blocks in ascending order, no block twice, -1 last.
     Ties in rank go to the lower block index. Deterministic, whatever the order inside the rows.
@@ -58,11 +64,18 @@ def merge_block_rows(
     Source: MOMO (Measure Once, Mask Once), appendix B, Algorithm 2, for merge="mean".
     """
     refuse_gradients(NAME, score, lse)
-    return _OP(index, score, lse, rows, trim, merge)
+    return _OP(index, score, lse, rows, trim, merge, sink, before)
 
 
 def _allocate(
-    index: torch.Tensor, score: torch.Tensor, lse: torch.Tensor, rows: int, trim: int, merge: str
+    index: torch.Tensor,
+    score: torch.Tensor,
+    lse: torch.Tensor,
+    rows: int,
+    trim: int,
+    merge: str,
+    sink: int,
+    before: torch.Tensor | None,
 ) -> torch.Tensor:
     require(index.dim() == 4, NAME, f"index has {index.dim()} dimensions, needs [B,H,R,K]")
     require(index.dtype == torch.int32, NAME, f"index is {index.dtype}, needs int32")
@@ -94,6 +107,18 @@ def _allocate(
         "program; use a smaller query block, a larger gamma or fewer blocks a row",
     )
     blocks = (index.shape[2] + rows - 1) // rows
+    require(sink >= 0, NAME, f"sink is {sink}, needs at least 0")
+    if before is not None:
+        require(
+            before.dim() == 2
+            and before.shape[0] in (1, index.shape[0])
+            and before.shape[1] == blocks
+            and before.dtype == torch.int32
+            and before.device == index.device,
+            NAME,
+            f"before is {tuple(before.shape)} {before.dtype} on {before.device}, needs "
+            f"[1 or B,ceil(R/rows)] = [{index.shape[0]},{blocks}] int32 on {index.device}",
+        )
     return index.new_empty((index.shape[0], index.shape[1], blocks, trim))
 
 
@@ -101,7 +126,7 @@ def _allocate(
 
 
 @numba.njit(cache=True)
-def _merge_one(index, score, lse, trim, mass, normalise, out):
+def _merge_one(index, score, lse, trim, mass, normalise, sink, before, out):
     """Merge index, score `[rows, K]` with lse `[rows]` into out `[trim]`."""
     out[:] = -1
     # Sorting values inside a run makes its sum independent of the order of the rows.
@@ -111,7 +136,7 @@ def _merge_one(index, score, lse, trim, mass, normalise, out):
     used = 0
     for row in range(index.shape[0]):
         for slot in range(index.shape[1]):
-            if index[row, slot] < 0:
+            if not sink <= index[row, slot] < before:
                 continue
             value[0] = score[row, slot] - lse[row] if normalise else score[row, slot]
             if np.isnan(value[0]):
@@ -146,8 +171,9 @@ def _merge_one(index, score, lse, trim, mass, normalise, out):
 
 
 @numba.njit(parallel=True, cache=True)
-def _reference(index, score, lse, rows, trim, mass, normalise, out):
-    """index, score `[H,R,K]`, lse `[H,R]`, out `[H,blocks,trim]`, heads and batch in one axis."""
+def _reference(index, score, lse, rows, trim, mass, normalise, sink, before, out):
+    """index, score `[H,R,K]`, lse `[H,R]`, before `[H,blocks]`, out `[H,blocks,trim]`, heads and
+    batch in one axis."""
     blocks = out.shape[1]
     for item in numba.prange(index.shape[0] * blocks):
         head, block = item // blocks, item % blocks
@@ -159,13 +185,16 @@ def _reference(index, score, lse, rows, trim, mass, normalise, out):
             trim,
             mass,
             normalise,
+            sink,
+            before[head, block],
             out[head, block],
         )
 
 
-def _cpu(index, score, lse, rows, trim, merge, out):
+def _cpu(index, score, lse, rows, trim, merge, sink, before, out):
     if out.numel() == 0:
         return
+    limit = torch.full((1, 1), _NO_BLOCK, dtype=torch.int64) if before is None else before.long()
     _reference(
         index.flatten(0, 1).contiguous().numpy(),
         score.flatten(0, 1).contiguous().numpy(),
@@ -174,6 +203,8 @@ def _cpu(index, score, lse, rows, trim, merge, out):
         trim,
         merge == "mass",
         merge != "mean",
+        sink,
+        limit[:, None].expand(out.shape[:3]).flatten(0, 1).contiguous().numpy(),
         out.flatten(0, 1).numpy(),
     )
 
@@ -197,14 +228,20 @@ def _count_run(block_a, named_a, block_b, named_b):
     return block_b, tl.where(block_a == block_b, named_a + named_b, named_b)
 
 
-@triton.jit
+# Two sorts take long to compile: once, whatever the sizes.
+@triton.jit(do_not_specialize=["R", "BLOCKS", "HEADS", "before_b", "before_p", "sink"])
 def _merge_kernel(
     INDEX,
     SCORE,
     LSE,
     OUT,
+    BEFORE,
     R,
     BLOCKS,
+    HEADS,
+    before_b,
+    before_p,
+    sink,
     K: tl.constexpr,
     ROWS: tl.constexpr,
     TRIM: tl.constexpr,
@@ -219,7 +256,10 @@ def _merge_kernel(
     rows_left = tl.minimum(R - program % BLOCKS * ROWS, ROWS)
     inside = entry < rows_left * K
     block = tl.load(INDEX + row * K + entry, mask=inside, other=-1)
-    named = block >= 0
+    named = block >= sink
+    if BEFORE is not None:
+        batch = program // BLOCKS // HEADS
+        named &= block < tl.load(BEFORE + batch * before_b + program % BLOCKS * before_p)
     value = tl.load(SCORE + row * K + entry, mask=named, other=float("-inf"))
     if NORMALISE:
         value -= tl.load(LSE + row + entry // K, mask=named, other=0.0)
@@ -266,7 +306,7 @@ def _warps(entries: int) -> int:
     return 1 if entries <= 1024 else entries // 512
 
 
-def launch_merge_block_rows(index, score, lse, rows, trim, merge, out):
+def launch_merge_block_rows(index, score, lse, rows, trim, merge, sink, before, out):
     """Fill `out` with the Triton kernel; no allocation unless an input is not contiguous."""
     heads, blocks = out.shape[0] * out.shape[1], out.shape[2]
     if out.numel() == 0:
@@ -280,8 +320,13 @@ def launch_merge_block_rows(index, score, lse, rows, trim, merge, out):
         score.contiguous(),
         lse.contiguous(),
         out,
+        before,
         index.shape[2],
         blocks,
+        out.shape[1],
+        0 if before is None or before.shape[0] == 1 else before.stride(0),
+        0 if before is None else before.stride(1),
+        sink,
         K=index.shape[3],
         ROWS=rows,
         TRIM=trim,
@@ -294,7 +339,8 @@ def launch_merge_block_rows(index, score, lse, rows, trim, merge, out):
 
 
 _OP = define_op(
-    f"{NAME}(Tensor index, Tensor score, Tensor lse, int rows, int trim, str merge) -> Tensor",
+    f"{NAME}(Tensor index, Tensor score, Tensor lse, int rows, int trim, str merge, "
+    "int sink, Tensor? before) -> Tensor",
     allocate=_allocate,
     cpu=_cpu,
     cuda=launch_merge_block_rows,

@@ -180,8 +180,23 @@ class Momo(Phase):
             rows=self.query_block // self.gamma,
             trim=self.top_k,
             merge=self.merge,
+            sink=self.sink,
+            before=self._first_local(call),
         )
         return MeasuredRows(out, lse, blocks)
+
+    def _first_local(self, call: AttentionCall) -> torch.Tensor:
+        """`[1 or B,NQ]` int32: the first key block of each query block's local part, which is read
+        anyway, as block_sparse_attention counts it."""
+        queries = call.q.shape[2]
+        place = torch.arange(0, queries, self.query_block, device=call.q.device)[None]
+        length = call.k.shape[2] if call.lengths is None else call.lengths[:, None]
+        position = length - queries + place  # of the query block's first query
+        if call.start is not None:
+            # from the row's first valid key on, and query blocks from its first query on
+            skipped = call.start[:, None] - (length - queries)
+            position = position + skipped.clamp(min=0) - call.start[:, None]
+        return ((position - self.window).clamp(min=0) // self.block).to(torch.int32)
 
 
 class MeasuredRows(NamedTuple):

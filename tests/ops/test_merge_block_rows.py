@@ -17,13 +17,16 @@ op = importlib.import_module("attnplug.ops.merge_block_rows")
 SIZES = [(1, 5, 3), (4, 5, 6), (3, 2, 16), (4, 8, 32), (2, 3, 1)]
 
 
-def call(device_path, index, score, lse, rows, trim, merge):
+def call(device_path, index, score, lse, rows, trim, merge, sink=0, before=None):
     device, path = device_path
     index, score, lse = (x.to(device) for x in (index, score, lse))
+    before = None if before is None else before.to(device)
     if path == "reference" or device == "cuda":
-        return merge_block_rows(index, score, lse, rows=rows, trim=trim, merge=merge).cpu()
-    out = op._allocate(index, score, lse, rows, trim, merge)
-    op.launch_merge_block_rows(index, score, lse, rows, trim, merge, out)
+        options = dict(rows=rows, trim=trim, merge=merge, sink=sink, before=before)
+        return merge_block_rows(index, score, lse, **options).cpu()
+    args = (index, score, lse, rows, trim, merge, sink, before)
+    out = op._allocate(*args)
+    op.launch_merge_block_rows(*args, out)
     return out
 
 
@@ -182,6 +185,23 @@ def test_empty_rows_give_no_block(device_path, merge):
     assert (call(device_path, index, score, lse, 4, 6, merge) == -1).all()
 
 
+@pytest.mark.parametrize("shared", [True, False])
+def test_what_is_read_anyway_is_left_out(device_path, shared):
+    """`sink` and `before` are as if the blocks outside had not been named."""
+    generator = torch.Generator().manual_seed(6)
+    index = torch.randint(-1, 12, (2, 3, 10, 5), generator=generator, dtype=torch.int32)
+    score, lse = torch.randn(2, 3, 10, 5, generator=generator), torch.zeros(2, 3, 10)
+    before = torch.tensor([[0, 4, 9], [12, 6, 2]], dtype=torch.int32)[: 1 if shared else 2]
+    got = call(device_path, index, score, lse, 4, 3, "mass", sink=2, before=before)
+    limit = before.repeat_interleave(4, 1)[:, None, :10, None]
+    unnamed = index.masked_fill((index < 2) | (index >= limit), -1)
+    assert torch.equal(got, call(device_path, unnamed, score, lse, 4, 3, "mass"))
+    assert (got[:, :, 1] >= 2).any() and not ((got >= 0) & (got < 2)).any()
+    # a view with strides of its own
+    doubled = before.repeat_interleave(2, 1)[:, ::2]
+    assert torch.equal(got, call(device_path, index, score, lse, 4, 3, "mass", 2, doubled))
+
+
 def test_padded_row_equals_row_alone(device_path):
     """Empty rows at the end (a left-padded sequence has fewer rows) change nothing."""
     generator = torch.Generator().manual_seed(4)
@@ -211,7 +231,9 @@ def test_opcheck(device):
     index = torch.randint(-1, 9, (1, 2, 6, 4), dtype=torch.int32, device=device)
     score, lse = torch.randn(1, 2, 6, 4, device=device), torch.zeros(1, 2, 6, device=device)
     for merge in op.MERGES:
-        torch.library.opcheck(op._OP, (index, score, lse, 4, 5, merge))
+        torch.library.opcheck(op._OP, (index, score, lse, 4, 5, merge, 0, None))
+    before = torch.tensor([[3, 7]], dtype=torch.int32, device=device)
+    torch.library.opcheck(op._OP, (index, score, lse, 4, 5, "mass", 2, before))
 
 
 @pytest.mark.parametrize(
@@ -224,6 +246,9 @@ def test_opcheck(device):
         (dict(rows=0), "rows is 0"),
         (dict(trim=0), "trim is 0"),
         (dict(merge="max"), "merge is 'max', needs one of mass, mean, mean_normalised"),
+        (dict(sink=-1), "sink is -1, needs at least 0"),
+        (dict(before=torch.zeros(1, 2)), r"before is \(1, 2\) torch.float32"),
+        (dict(before=torch.zeros(1, 3, dtype=torch.int32)), r"needs .* = \[1,2\] int32"),
         (dict(rows=5000), "5000 . 4 = 20000 entries, at most 16384"),
     ],
 )

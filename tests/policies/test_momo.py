@@ -70,6 +70,25 @@ def test_no_future_block_is_selected(device):
     assert (blocks >= -1).all() and (blocks[:, :, 3:] >= 0).any()
 
 
+def test_lists_name_nothing_that_is_read_anyway(device):
+    """Neither the sink nor the local part takes a place, whatever offset and padding are."""
+    whole = call(320, device=device)
+    policy = dataclasses.replace(MOMO, sink=2, window=20)
+    blocks = policy.select(whole).blocks
+    first = torch.arange(10, device=device)[None, None, :, None] * 32
+    assert (blocks[blocks >= 0] >= 2).all() and (blocks < ((first - 20).clamp(min=0) // 16)).all()
+    full = (first[..., 0] - 20) // 16 - 2 >= 3
+    assert torch.equal((blocks >= 0).all(-1), full.expand(1, 4, -1))
+    chunk = dataclasses.replace(whole, q=whole.q[:, :, 96:])
+    assert torch.equal(policy.select(chunk).blocks, blocks[:, :, 3:])
+    padded = call(320, batch=2, device=device)
+    padded.start = torch.tensor([0, 64], dtype=torch.int32, device=device)
+    padded.key_mask = torch.arange(320, device=device) >= padded.start[:, None]
+    alone = AttentionCall(*(x[1:, :, 64:] for x in (padded.q, padded.k, padded.v)), padded.scale)
+    found = policy.select(padded).blocks[1:, :, :8]
+    assert torch.equal(found, policy.select(alone).blocks)
+
+
 def test_left_padding_does_not_change_a_row(device):
     padded = call(150, batch=2, device=device)
     padded.start = torch.tensor([0, 37], dtype=torch.int32, device=device)
