@@ -7,9 +7,10 @@ docs/*.md.
     python bench/report.py --check    # exit 1 where a page is not what the JSON says
 
 FILTERS is any number of key=value[,value...], such as `op=dense_decode batch=1 n=8192,131072
-heads=28/4`; none means every row. `show=diff` gives scores their distance from dense. Files are pytest-benchmark's JSON (rows in `extra_info`) or
-`{"rows": [...]}` with quality rows (`task, model, n, trials, dense, policy, value, low, high`).
-Where two rows ask the same question, the later one stands.
+heads=28/4`; none means every row. `show=diff` gives scores their distance from dense. Files are
+pytest-benchmark's JSON (rows in `extra_info`) or `{"rows": [...]}` with quality rows (`task, model,
+n, trials, dense, policy, value, low, high`). Where two rows ask the same question, the later one
+stands.
 """
 
 from __future__ import annotations

@@ -73,8 +73,8 @@ def test_the_results_page_holds_every_row_once(report, tree):
     assert "99" not in page  # the older answer to the same question
     assert "| 1M | 1 | 28/4 | 128 | bfloat16 | k=8, gamma=16 | 4 s (3.6 s to 4.8 s) |  |  |" in page
     assert "| 1 | H200 | 2.11 | 3.6 | def | 2026-01-03 |" in page
-    assert "| needle | smollm2 | 4K | 20 | `momo(gamma=16)` | 0.9 (0.7 to 0.98) | 0.95 |" in page
-    assert page.index("## dense_decode") < page.index("## momo") < page.index("## Quality")
+    assert "| needle | 4K | 20 | `momo(gamma=16)` | 0.9 (0.7 to 0.98) | 0.95 |" in page
+    assert page.index("## dense_decode") < page.index("## momo") < page.index("## Quality, smollm2")
 
 
 def test_of_one_day_the_later_run_stands(report, tree):
@@ -93,7 +93,7 @@ def test_of_one_day_the_later_run_stands(report, tree):
 def test_plots_are_drawn_where_there_is_a_line_to_draw(report, tree):
     run(report, tree)
     images = sorted(path.name for path in (tree / "docs" / "img").iterdir())
-    assert images == ["dense_decode.png", "quality.png"]
+    assert images == ["dense_decode.png", "quality-smollm2.png"]
     page = (tree / "docs" / "results.md").read_text()
     assert all(f"](img/{name})" in page for name in images) and "img/momo.png" not in page
 
@@ -106,6 +106,27 @@ def test_markers_are_filled_by_their_filters_and_nothing_else_moves(report, tree
     assert text.count("`dense_decode`") == 2 and "momo" not in text
     assert "dtype" not in text  # all rows share it
     assert "| needle | smollm2 |" in (tree / "docs" / "momo.md").read_text()
+
+
+def test_scores_have_a_line_a_policy_and_a_column_a_length(report, tree):
+    rows = [
+        QUALITY,
+        QUALITY
+        | dict(n=8192, value=0.5, low=0.4, high=0.6, diff=-1e-18, diff_low=-0.1, diff_high=0),
+        QUALITY | dict(policy="stock", value=0.95, low=0.9, high=1.0),
+    ]
+    (tree / "bench" / "results" / "quality.json").write_text(json.dumps({"rows": rows}))
+    page = tree / "docs" / "momo.md"
+    page.write_text(
+        "<!-- scores policy=* -->\n<!-- /scores -->\n"
+        "<!-- scores n=8192 show=diff -->\n<!-- /scores -->"
+    )
+    run(report, tree)
+    text = page.read_text()
+    assert "| task | policy | 4K | 8K |" in text  # one model: no column for it
+    assert "| needle | `momo(gamma=16)` | 0.9 (0.7 to 0.98) | 0.5 (0.4 to 0.6) |" in text
+    assert "| needle | `stock` | 0.95 (0.9 to 1) |  |" in text
+    assert "| needle | 0 (-0.1 to 0) |" in text
 
 
 def test_the_output_is_a_function_of_the_input(report, tree):
