@@ -319,7 +319,7 @@ def _attend(
 
 @functools.lru_cache(maxsize=1024)
 def plan_for(
-    rows: int, group: int, keys: int, block: int, width: int, itemsize: int, multiprocessors: int
+    rows: int, group: int, keys: int, width: int, itemsize: int, multiprocessors: int
 ) -> Plan:
     """The pre-tuned plan of a shape: `rows` (sequence, KV head, query) triples keep `keys` each."""
     padded = triton.next_power_of_2(width)
@@ -332,8 +332,9 @@ def plan_for(
         tile=tile,
         splits=splits,
         warps=4 if group <= 16 else 8,
-        # Not pipelined where keys are gathered: Triton 3.6 compiles such loops to wrong code.
-        stages=1 if block % tile or splits == tiles else 2,
+        # Not pipelined: Triton 3.6 compiled such a loop over gathered keys to wrong code, without
+        # a word (block_sparse_attention), and where the tiles are enough there is one step a piece.
+        stages=1,
         columns=32 if rows * group <= 4096 else padded,
     )
 
@@ -349,7 +350,7 @@ def launch_gather_attention(
     multiprocessors, pdl = _machine(q.device)
     if plan is None:
         keys = (sink + local + listed) * block
-        plan = plan_for(rows, group, keys, block, width, q.element_size(), multiprocessors)
+        plan = plan_for(rows, group, keys, width, q.element_size(), multiprocessors)
     dependent = {"launch_pdl": True} if pdl else {}
     q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k, v))
     index, key_mask = index.contiguous(), mask_bytes(key_mask)

@@ -489,15 +489,14 @@ def _select(
         note_progress(progress, b, low, tl.maximum(last, 0))
 
 
-def plan_for(rows: int, blocks: int, width: int, itemsize: int) -> Plan:
+def plan_for(rows: int, blocks: int, top_k: int, width: int, itemsize: int) -> Plan:
     """The pre-tuned plan of a shape. `blocks` is how many the cache has room for."""
     chunk = 16 if rows * blocks <= 4096 else 32 if rows * blocks <= 16384 else 64
-    if width > 128 or itemsize == 4:
-        chunk = min(chunk, 32)
+    chunk = min(chunk, 16384 // (triton.next_power_of_2(width) * itemsize))  # 16 KiB of maxima
     members = 0
     if triton.next_power_of_2(blocks) > 512:  # flat, larger ones take long
         members = min(chunk, 16 if blocks <= 16384 else 32)
-    return Plan(chunk, members, warps=4, select_warps=4)
+    return Plan(chunk, members, warps=4, select_warps=4 if top_k <= 64 else 8)
 
 
 def launch_select_blocks(
@@ -509,7 +508,7 @@ def launch_select_blocks(
     kv_heads, size, blocks = k.shape[1], k.shape[2], bounds.shape[2]
     group, rows = heads // kv_heads, batch * kv_heads * queries
     if plan is None:
-        plan = plan_for(rows, blocks, width, q.element_size())
+        plan = plan_for(rows, blocks, top_k, width, q.element_size())
     pdl = _machine(q.device)[1]
     dependent = {"launch_pdl": True} if pdl else {}
     q, k = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k))
