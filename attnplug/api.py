@@ -163,8 +163,18 @@ def applied(model: Model, policy: PolicyLike | Mapping[LayerKey, PolicyLike]) ->
 
 
 def report(model: torch.nn.Module) -> Report:
-    """What runs where on a model that has a policy, and why not. Raises NotAppliedError."""
-    return _applied(_unwrap(model)).report
+    """What runs where on a model that has a policy, and why not. Raises NotAppliedError, and
+    UnsupportedModelError where the attention was switched since."""
+    target = _unwrap(model)
+    applied = _applied(target)
+    for layer in find_attention_layers(target):
+        now = layer.config._attn_implementation
+        if now != ATTENTION_NAME:
+            raise UnsupportedModelError(
+                f"{layer.name} was switched to attention {now!r} after apply, which bypasses the "
+                "policy; call attnplug.remove(model) and apply again"
+            )
+    return applied.report
 
 
 def make_cache(model: torch.nn.Module, max_length: int) -> PlugCache:

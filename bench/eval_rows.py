@@ -1,41 +1,59 @@
 """Rows and heat map of an eval study that ran in several folders, or on several machines.
 
-    python bench/eval_rows.py smollm2-135m FOLDER/samples.jsonl ...
+    python bench/eval_rows.py smollm2-135m [FOLDER/samples.jsonl ...]
 
-Writes bench/results/eval-NAME.json (quality rows, one a line) and docs/img/eval-NAME.png from the
-samples alone. `attnplug eval` writes the same of one folder."""
+Adds the samples to bench/results/samples/NAME.jsonl.xz, which holds every prompt's hash, reply and
+score, and writes from it alone bench/results/eval-NAME.json (quality rows, one a line) and
+docs/img/eval-NAME.png. `attnplug eval` goes on from the samples, unpacked as OUT/samples.jsonl."""
 
 import argparse
 import json
+import lzma
 from pathlib import Path
+from typing import Any
 
 from attnplug.eval.output import draw_heatmap
-from attnplug.eval.records import Records
+from attnplug.eval.records import Record, Records, key_of
 from attnplug.eval.rows import make_rows
-from attnplug.eval.runner import MEASURES
+from attnplug.eval.runner import MEASURES, STOCK
 from attnplug.eval.tasks import TASKS
 
 ROOT = Path(__file__).resolve().parent.parent
+ORDER = [*TASKS, *MEASURES]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("name")
-    parser.add_argument("samples", nargs="+", type=Path)
+    parser.add_argument("samples", nargs="*", type=Path)
     options = parser.parse_args()
-    known = {}
+    packed = ROOT / "bench" / "results" / "samples" / f"{options.name}.jsonl.xz"
+    known = read_packed(packed)
     for path in options.samples:
         known |= Records(path).known
-    order = [*TASKS, *MEASURES]
-    rows = make_rows(
-        sorted(known.values(), key=lambda r: (order.index(r["task"]), r["n"], r["trial"]))
-    )
+    records = sorted(known.values(), key=_order)
+    packed.parent.mkdir(exist_ok=True)
+    text = "".join(json.dumps(record) + "\n" for record in records)
+    packed.write_bytes(lzma.compress(text.encode(), preset=9))
+    rows = make_rows(records)
     lines = ",\n".join(json.dumps(row) for row in rows)
     results = ROOT / "bench" / "results" / f"eval-{options.name}.json"
     results.write_text(f'{{"rows": [\n{lines}\n]}}\n')
     image = ROOT / "docs" / "img" / f"eval-{options.name}.png"
     draw_heatmap(rows, image)
-    print(f"{len(known)} samples, {len(rows)} rows: {results.relative_to(ROOT)}, {image.name}")
+    print(f"{len(records)} samples, {len(rows)} rows: {results.relative_to(ROOT)}, {image.name}")
+
+
+def read_packed(path: Path) -> dict[tuple[Any, ...], Record]:
+    if not path.exists():
+        return {}
+    records = [json.loads(line) for line in lzma.decompress(path.read_bytes()).splitlines()]
+    return {key_of(record): record for record in records}
+
+
+def _order(record: Record) -> tuple[Any, ...]:
+    policy = (record["policy"] != STOCK, record["policy"])
+    return (ORDER.index(record["task"]), record["n"], record["trial"], *policy, str(key_of(record)))
 
 
 if __name__ == "__main__":

@@ -249,3 +249,16 @@ def test_a_compiled_decode_step_stays_with_its_policy(model):
     with attnplug.applied(tiny := tiny_model(), "dense"):
         tiny.get_compiled_call(None)
     assert not {"_compiled_call", "_last_compile_config"} & vars(tiny).keys()
+
+
+def test_switching_the_attention_is_refused_or_reported(model):
+    attnplug.apply(model, "momo")
+    with pytest.raises(attnplug.UnsupportedCallError, match=r"attnplug\.remove"):
+        model.set_attn_implementation("eager")
+    attnplug.report(model)
+    model.config._attn_implementation = "eager"  # what nobody can refuse
+    with pytest.raises(attnplug.UnsupportedModelError, match="switched to attention 'eager'"):
+        attnplug.report(model)
+    attnplug.remove(model)
+    assert model.config._attn_implementation == "sdpa"
+    model.set_attn_implementation("eager")

@@ -1,5 +1,5 @@
-"""What `apply` changes about a model's own generate, on the instance only: the cache it prepares,
-and refusals of the modes that would lose the policy."""
+"""What `apply` changes about a model's own methods, on the instance only: the cache that generate
+prepares, and refusals of what would lose the policy."""
 
 import copy
 from types import MethodType
@@ -13,6 +13,7 @@ from attnplug.models.cache import MakeLayer, PlugCache, PlugLayer
 
 LAYER_MAKER = "_attnplug_make_layer"
 CACHE_METHOD = "_prepare_cache_for_generation"
+SWITCH_METHOD = "set_attn_implementation"
 BATCHING_METHODS = (
     "generate_batch",
     "init_continuous_batching",
@@ -21,8 +22,8 @@ BATCHING_METHODS = (
 
 
 def bind_generate(model: PreTrainedModel, make_layer: MakeLayer | None) -> list[str]:
-    """Give this instance its own cache preparation, unless make_layer is None. Returns the names of
-    the attributes that were set, which `unbind_generate` deletes again."""
+    """Give this instance its own cache preparation, unless make_layer is None, and refusals. Returns
+    the names of the attributes that were set, which `unbind_generate` deletes again."""
     names = []
     if make_layer is not None and hasattr(model, CACHE_METHOD):
         vars(model)[LAYER_MAKER] = make_layer
@@ -32,7 +33,8 @@ def bind_generate(model: PreTrainedModel, make_layer: MakeLayer | None) -> list[
         if hasattr(model, name):
             vars(model)[name] = _refuse_batching
             names.append(name)
-    return names
+    vars(model)[SWITCH_METHOD] = _refuse_switch
+    return [*names, SWITCH_METHOD]
 
 
 def unbind_generate(model: PreTrainedModel, names: list[str]) -> None:
@@ -110,4 +112,10 @@ def _refuse_batching(*args: Any, **kwargs: Any) -> NoReturn:
     raise UnsupportedCallError(
         "continuous batching replaces the model's attention and would drop the policy. Call "
         "generate, or attnplug.remove(model) first."
+    )
+
+
+def _refuse_switch(*args: Any, **kwargs: Any) -> NoReturn:
+    raise UnsupportedCallError(
+        "set_attn_implementation would drop the policy. Call attnplug.remove(model) first."
     )
