@@ -100,7 +100,7 @@ class PlugCache(Cache):
     def adopt(self, source: "PlugCache") -> None:
         """Take over what a cache of the same model holds, so that one prefill serves the decodes of
         several policies. Raises ValueError where this cache is not empty."""
-        if any(layer.is_initialized for layer in self.layers):
+        if any(isinstance(layer, PlugLayer) and layer.is_initialized for layer in self.layers):
             raise ValueError("adopt needs an empty cache; make one with attnplug.make_cache")
         for index, layer in enumerate(source.layers):
             mine = self.layers[index]
