@@ -261,8 +261,8 @@ class Plan(NamedTuple):
 
 @triton.jit
 def _key(score, index):
-    """int64 whose order is: larger score first, then lower index; NaN as infinity."""
-    bits = tl.where(score == score, score, float("inf")).to(tl.int32, bitcast=True)
+    """int64 whose order is: larger score first, then lower index. No NaN may come here."""
+    bits = score.to(tl.int32, bitcast=True)
     bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)
     return (bits.to(tl.int64) << 32) | (0x7FFFFFFF - index).to(tl.int64)
 

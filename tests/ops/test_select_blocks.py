@@ -136,7 +136,9 @@ def test_selects_the_oracles_set(device_path, data):
     if draw(st.booleans()):
         options["key_mask"] = random(seed + 1, batch, size) > draw(st.sampled_from([-0.5, 1.8]))
     q = random(seed, batch, queries, heads, width, dtype=dtype).transpose(1, 2)
-    k = random(seed + 2, batch, size, kv_heads, width, dtype=dtype).transpose(1, 2)
+    k = random(seed + 2, batch, size, kv_heads, width)
+    k *= random(seed + 3, batch, size // 16 + 1, 1, 1).exp().repeat_interleave(16, 1)[:, :size]
+    k = k.to(dtype).transpose(1, 2)  # blocks of different spread
     hold(select(device_path, q, k, **options), q, k, **options)
 
 
