@@ -13,9 +13,9 @@ themselves (refine). Where no threshold fits C, a radix search over the row find
 
 The paper's kernel is one program a row, tries thresholds one after the other, and leaves ties to
 chance. The reference below follows it, with ties resolved. The CUDA path gives a row many programs
-and tries 254 thresholds in one pass, the edges of a histogram between the hint's extremes, and its
-radix search is decided on the device; `_topk_kernels.py` says how. Long batches count only the
-maximum of every 16 neighbours: if k maxima reach t, then k scores do.
+and tries 126 thresholds in one pass, the edges of a histogram between the hint's extremes, and its
+radix search is decided on the device (`_topk_kernels.py`, `_topk_select.py`). Long batches count
+only the maximum of every 16 neighbours: if k maxima reach t, then k scores do.
 """
 
 import functools
@@ -27,6 +27,7 @@ import torch
 import triton
 
 from attnplug.ops import _topk_kernels as kernels
+from attnplug.ops import _topk_select as select
 from attnplug.ops._define import define_op, refuse_gradients, require
 
 NAME = "topk"
@@ -116,7 +117,7 @@ def _allocate(scores, k, hint, lengths, sorted):
 
 # ---- numba: the specification -------------------------------------------------------------------
 
-ALL, GVR, RADIX = kernels.ALL, kernels.GVR, kernels.RADIX
+ALL, GVR, RADIX = select.ALL, select.GVR, select.RADIX
 TRIES = 16
 SAMPLE = 256
 
@@ -313,7 +314,7 @@ def launch_topk(scores, k, hint, lengths, sorted, indices, values, how, plan=Non
         scores = scores.contiguous()
     if plan.whole_row:
         padded = max(32, triton.next_power_of_2(size))
-        kernels.whole_row[(rows,)](
+        select.whole_row[(rows,)](
             scores, lengths, indices, values, how, size, scores.stride(0),
             k, max(2, triton.next_power_of_2(k)), padded, _step(lengths),
             num_warps=min(32, max(1, padded // 256)),
@@ -326,7 +327,7 @@ def launch_topk(scores, k, hint, lengths, sorted, indices, values, how, plan=Non
         _launch_programs(scores, k, hint, lengths, indices, values, how, plan, pdl)
     if sorted:
         padded = max(2, triton.next_power_of_2(k))
-        kernels.order[(rows,)](indices, values, k, padded, num_warps=min(16, max(1, padded // 128)))
+        select.order[(rows,)](indices, values, k, padded, num_warps=min(16, max(1, padded // 128)))
 
 
 def _launch_programs(scores, k, hint, lengths, indices, values, how, plan, pdl):
@@ -361,7 +362,7 @@ def _launch_programs(scores, k, hint, lengths, indices, values, how, plan, pdl):
         plan.collect_tile, plan.collect_tiles, plan.group, plan.batch, plan.capacity, slots, step,
         pdl, num_warps=plan.collect_warps, num_stages=1, **early,
     )  # fmt: skip
-    kernels.refine[(rows,)](
+    select.refine[(rows,)](
         scores, lengths, words, ranges, list_i, list_x, indices, values, how, size,
         scores.stride(0),
         collectors, k, max(2, triton.next_power_of_2(k)), plan.refine_tile, plan.capacity,

@@ -1,0 +1,353 @@
+"""What one program of `topk` does alone: select the best of a short row, or of the list that the
+programs of a long row collected, or search the row where that list overflowed; and sort the picks.
+
+Scores are compared as int32 keys that order like the scores: NaN is -inf, -0.0 is 0.0.
+"""
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_wait
+
+# Word of a program of `collect`: ready, sure scores, scores in the bin. No overflow: 31 bits each.
+READY = tl.constexpr(1 << 62)
+LOW = tl.constexpr((1 << 31) - 1)
+LEAST = tl.constexpr(-0x7F800001)  # key of -inf
+MOST = tl.constexpr(0x7F800000)  # key of +inf
+_EMPTY = tl.constexpr(-(2**63))
+
+# The ways of a row, as stats has them.
+ALL, WHOLE_ROW, GVR, RADIX = range(4)
+_ALL, _WHOLE_ROW, _GVR, _RADIX = (tl.constexpr(path) for path in range(4))
+
+
+# ---- scores and keys ----------------------------------------------------------------------------
+
+
+@triton.jit
+def clean(x):
+    return tl.where(x == x, x, float("-inf")) + 0.0
+
+
+@triton.jit
+def key_of(x):
+    """int32 that orders like the clean score x."""
+    u = x.to(tl.int32, bitcast=True)
+    return u ^ ((u >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def score_of(key):
+    u = key ^ ((key >> 31) & 0x7FFFFFFF)
+    return u.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def length_of(lengths, r, N, LENGTH_STEP):
+    n = N
+    if lengths is not None:
+        n = tl.minimum(tl.maximum(tl.load(lengths + r * LENGTH_STEP), 0), N).to(tl.int32)
+    return n
+
+
+@triton.jit
+def _take_all(x_at, n, out_i, out_x, K, K_PAD: tl.constexpr):
+    """The row is no longer than k: all of it, then -1."""
+    q = tl.arange(0, K_PAD)
+    x = clean(tl.load(x_at + q, mask=(q < n) & (q < K), other=float("-inf")))
+    tl.store(out_i + q, tl.where(q < n, q, -1), mask=q < K)
+    tl.store(out_x + q, x, mask=q < K)
+
+
+# ---- thresholds ---------------------------------------------------------------------------------
+
+
+@triton.jit
+def _cut(low, high, part, linear):
+    """A key between low and high (exclusive), `part` fifths of the way: of the scores' way where
+    `linear`, of the keys' way otherwise, which halves what is left whatever the scores are."""
+    key = low + (high - low) * part // 5
+    a = score_of(low.to(tl.int32))
+    z = score_of((high - 1).to(tl.int32))
+    x = a + (z - a) * (part * 0.2)
+    key = tl.where(linear & (tl.abs(x) < float("inf")), key_of(x + 0.0).to(tl.int64), key)
+    return tl.minimum(tl.maximum(key, low + 1), high - 1)
+
+
+@triton.jit
+def _tighten(low, high, at_low, at_high, t, count, need):
+    """count = number of keys >= t. Keeps at_low >= need > at_high."""
+    enough = count >= need
+    low = tl.where(enough, tl.maximum(low, t), low)
+    at_low = tl.where(enough, tl.minimum(at_low, count), at_low)
+    high = tl.where(enough, high, tl.minimum(high, t))
+    at_high = tl.where(enough, at_high, tl.maximum(at_high, count))
+    return low, high, at_low, at_high
+
+
+@triton.jit
+def _four(key, ok, t1, t2, t3, t4):
+    """Which of four thresholds each key reaches, as four 16-bit counts."""
+    return (
+        (ok & (key >= t1.to(tl.int32))).to(tl.int64)
+        + ((ok & (key >= t2.to(tl.int32))).to(tl.int64) << 16)
+        + ((ok & (key >= t3.to(tl.int32))).to(tl.int64) << 32)
+        + ((ok & (key >= t4.to(tl.int32))).to(tl.int64) << 48)
+    )
+
+
+@triton.jit
+def key_range(key, ok):
+    """Least and largest of the keys that are ok."""
+    return tl.min(tl.where(ok, key, MOST), 0), tl.max(tl.where(ok, key, LEAST), 0)
+
+
+@triton.jit
+def _narrow(key, ok, m, need):
+    """Keys low, high of the m keys that are ok: fewer than `need` are >= high, and those that are
+    >= low are just as many as needed, or all those between are equal. Also the rounds it took."""
+    least, most = key_range(key, ok)
+    low = least.to(tl.int64)
+    high = most.to(tl.int64) + 1
+    at_low = m
+    at_high = m * 0
+    rounds = m * 0
+    while (at_low > need) & (high - low > 1):
+        linear = rounds < 3
+        if rounds >= 3:  # no easy row: equal scores with nothing between must not take 14 rounds
+            between = ok & (key >= low.to(tl.int32)) & (key < high.to(tl.int32))
+            least, most = key_range(key, between)
+            low = least.to(tl.int64)
+            high = most.to(tl.int64) + 1
+        t1 = _cut(low, high, 1, linear)
+        t2 = _cut(low, high, 2, linear)
+        t3 = _cut(low, high, 3, linear)
+        t4 = _cut(low, high, 4, linear)
+        c = tl.sum(_four(key, ok, t1, t2, t3, t4), 0)
+        low, high, at_low, at_high = _tighten(
+            low, high, at_low, at_high, t1, (c & 0xFFFF).to(tl.int32), need
+        )
+        low, high, at_low, at_high = _tighten(
+            low, high, at_low, at_high, t2, ((c >> 16) & 0xFFFF).to(tl.int32), need
+        )
+        low, high, at_low, at_high = _tighten(
+            low, high, at_low, at_high, t3, ((c >> 32) & 0xFFFF).to(tl.int32), need
+        )
+        low, high, at_low, at_high = _tighten(
+            low, high, at_low, at_high, t4, ((c >> 48) & 0xFFFF).to(tl.int32), need
+        )
+        rounds += 1
+    return low, high, rounds
+
+
+@triton.jit
+def _pick(x, i, ok, m, need, out_i, out_x):
+    """Store the best `need` of the m scores x (clean) with indices i that are ok, in the order of
+    the tensors (of equals the first): first those above the threshold, then those at it."""
+    key = key_of(x)
+    low, high, rounds = _narrow(key, ok, m, need)
+    above = ok & (key >= high.to(tl.int32))
+    at = ok & (key >= low.to(tl.int32)) & (key < high.to(tl.int32))
+    flags = above.to(tl.int32) + (at.to(tl.int32) << 16)
+    place = tl.cumsum(flags, 0)
+    sure = tl.sum(flags, 0) & 0xFFFF
+    keep = above | (at & ((place >> 16) <= need - sure))
+    slot = tl.where(above, place & 0xFFFF, sure + (place >> 16)) - 1
+    tl.store(out_i + slot, i, mask=keep)
+    tl.store(out_x + slot, x, mask=keep)
+    return rounds
+
+
+# ---- a short row, alone -------------------------------------------------------------------------
+
+
+@triton.jit
+def whole_row(
+    scores, lengths, out_i, out_x, stats, N, x_r,
+    K, K_PAD: tl.constexpr, SIZE: tl.constexpr, LENGTH_STEP: tl.constexpr,
+):  # fmt: skip
+    r = tl.program_id(0).to(tl.int64)
+    n = length_of(lengths, r, N, LENGTH_STEP)
+    x_at = scores + r * x_r
+    i = tl.arange(0, SIZE)
+    x = tl.load(x_at + i, mask=i < n, other=float("-inf"))
+    if n <= K:
+        _take_all(x_at, n, out_i + r * K, out_x + r * K, K, K_PAD)
+        tl.store(stats + r * 3, _ALL)
+        tl.store(stats + r * 3 + 1, 0)
+        tl.store(stats + r * 3 + 2, n)
+    else:
+        m = tl.full([], 0, tl.int32) + n
+        rounds = _pick(clean(x), i, i < n, m, K, out_i + r * K, out_x + r * K)
+        tl.store(stats + r * 3, _WHOLE_ROW)
+        tl.store(stats + r * 3 + 1, rounds)
+        tl.store(stats + r * 3 + 2, n)
+
+
+# ---- a list -------------------------------------------------------------------------------------
+
+
+@triton.jit
+def write(
+    x, i, flags, sure, inbin, out_i, out_x, list_i, list_x,
+    K, CAPACITY: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """Sure scores to the output, from place `sure` on, those in the bin to the list. Counting only
+    maxima, more than k may be above the bin: these are then what is selected from."""
+    place = tl.cumsum(flags, 0)
+    a = sure + (place & 0xFFFF) - 1
+    b = inbin + (place >> 16) - 1
+    is_sure = (flags & 1) > 0
+    tl.store(out_i + a, i, mask=is_sure & (a < K))
+    tl.store(out_x + a, x, mask=is_sure & (a < K))
+    if GROUP > 1:
+        tl.store(list_i + a, i, mask=is_sure & (a < CAPACITY))
+        tl.store(list_x + a, x, mask=is_sure & (a < CAPACITY))
+    held = (flags > 0xFFFF) & (b < CAPACITY)
+    tl.store(list_i + CAPACITY + b, i, mask=held)
+    tl.store(list_x + CAPACITY + b, x, mask=held)
+    total = tl.sum(flags, 0)
+    return sure + (total & 0xFFFF), inbin + (total >> 16)
+
+
+# ---- refine -------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _search(
+    x_at, n, low, high, at_low, at_high, out_i, out_x, list_i, list_x,
+    K, CAPACITY: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Radix path: split the keys low..high in five, pass by pass over the row, until the part with
+    the k-th fits the list, or is a single key. Then write output and list as collect would."""
+    lane = tl.arange(0, TILE)
+    passes = at_low * 0 + 1
+    while (at_low - at_high > CAPACITY) & (high - low > 1):
+        t1 = _cut(low, high, 1, False)
+        t2 = _cut(low, high, 2, False)
+        t3 = _cut(low, high, 3, False)
+        t4 = _cut(low, high, 4, False)
+        sums = tl.zeros([TILE], tl.int64)  # a lane sees n / TILE scores: 16 bits hold the count
+        for s in range(0, n, TILE):
+            i = s + lane
+            x = clean(tl.load(x_at + i, mask=i < n, other=float("-inf")))
+            sums += _four(key_of(x), i < n, t1, t2, t3, t4)
+        c1 = tl.sum((sums & 0xFFFF).to(tl.int32), 0)
+        c2 = tl.sum(((sums >> 16) & 0xFFFF).to(tl.int32), 0)
+        c3 = tl.sum(((sums >> 32) & 0xFFFF).to(tl.int32), 0)
+        c4 = tl.sum(((sums >> 48) & 0xFFFF).to(tl.int32), 0)
+        low, high, at_low, at_high = _tighten(low, high, at_low, at_high, t1, c1, K)
+        low, high, at_low, at_high = _tighten(low, high, at_low, at_high, t2, c2, K)
+        low, high, at_low, at_high = _tighten(low, high, at_low, at_high, t3, c3, K)
+        low, high, at_low, at_high = _tighten(low, high, at_low, at_high, t4, c4, K)
+        passes += 1
+    sure = at_low * 0
+    inbin = at_low * 0
+    for s in range(0, n, TILE):
+        i = s + lane
+        x = clean(tl.load(x_at + i, mask=i < n, other=float("-inf")))
+        key = key_of(x)
+        f = tl.where(key >= high.to(tl.int32), 1, tl.where(key >= low.to(tl.int32), 1 << 16, 0))
+        f = tl.where(i < n, f, 0)
+        sure, inbin = write(x, i, f, sure, inbin, out_i, out_x, list_i, list_x, K, CAPACITY, 1)
+    return sure, inbin, passes
+
+
+@triton.jit
+def _from_list(list_i, list_x, m, need, out_i, out_x, SIZE: tl.constexpr):
+    q = tl.arange(0, SIZE)
+    i = tl.load(list_i + q, mask=q < m, other=0, cache_modifier=".cg")
+    x = tl.load(list_x + q, mask=q < m, other=float("-inf"), cache_modifier=".cg")
+    _pick(x, i, q < m, m, need, out_i, out_x)
+
+
+@triton.jit
+def refine(
+    scores, lengths, words, ranges, list_i, list_x, out_i, out_x, stats, N, x_r,
+    P, K, K_PAD: tl.constexpr, TILE: tl.constexpr,
+    CAPACITY: tl.constexpr, SMALL: tl.constexpr, SLOTS: tl.constexpr, LENGTH_STEP: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    r = tl.program_id(0).to(tl.int64)
+    n = length_of(lengths, r, N, LENGTH_STEP)
+    x_at = scores + r * x_r
+    list_i += r * 2 * CAPACITY
+    list_x += r * 2 * CAPACITY
+    out_i += r * K
+    out_x += r * K
+    stats += r * 3
+    if PDL:
+        gdc_wait()
+    if n <= K:
+        _take_all(x_at, n, out_i, out_x, K, K_PAD)
+        tl.store(stats, _ALL)
+        tl.store(stats + 1, 0)
+        tl.store(stats + 2, n)
+    else:
+        q = tl.arange(0, SLOTS)
+        w = tl.load(words + r * P + q, mask=q < P, other=READY, cache_modifier=".cg")
+        counted = tl.sum(w & (READY - 1), 0)
+        sure = (counted >> 31).to(tl.int32)
+        m = (counted & LOW).to(tl.int32)
+        at = tl.full([], CAPACITY, tl.int32)
+        path = tl.full([], _GVR, tl.int32)
+        passes = tl.full([], 1, tl.int32)
+        candidates = sure + m
+        low = tl.full([], LEAST, tl.int64)
+        high = tl.full([], MOST + 1, tl.int64)
+        at_low = tl.full([], 0, tl.int32) + n
+        at_high = tl.full([], 0, tl.int32)
+        if sure >= K:  # maxima were counted, and k scores are above the bin: select from those
+            m = sure
+            sure = at_high
+            at = at_high
+            candidates = m
+        elif m > CAPACITY:
+            key_low = tl.load(
+                ranges + (r * P + q) * 2, mask=q < P, other=MOST, cache_modifier=".cg"
+            )
+            key_high = tl.load(
+                ranges + (r * P + q) * 2 + 1, mask=q < P, other=LEAST, cache_modifier=".cg"
+            )
+            low = tl.min(key_low, 0).to(tl.int64)
+            high = tl.max(key_high, 0).to(tl.int64) + 1
+            at_low = sure + m
+            at_high = sure
+        # Equal scores need no search: the list has the first of them, which are the winners.
+        if (m > CAPACITY) & (high - low > 1):
+            sure, m, passes = _search(
+                x_at, n, low, high, at_low, at_high, out_i, out_x, list_i, list_x,
+                K, CAPACITY, TILE,
+            )  # fmt: skip
+            at = tl.full([], CAPACITY, tl.int32)
+            path = tl.full([], _RADIX, tl.int32)
+            candidates = sure + m
+            tl.debug_barrier()
+        m = tl.minimum(m, CAPACITY)
+        need = K - sure
+        if m <= SMALL:
+            _from_list(list_i + at, list_x + at, m, need, out_i + sure, out_x + sure, SMALL)
+        else:
+            _from_list(list_i + at, list_x + at, m, need, out_i + sure, out_x + sure, CAPACITY)
+        tl.store(stats, path)
+        tl.store(stats + 1, passes)
+        tl.store(stats + 2, candidates)
+
+
+# ---- in order -----------------------------------------------------------------------------------
+
+
+@triton.jit
+def order(out_i, out_x, K, K_PAD: tl.constexpr):
+    """Sort a row's picks: largest score first, of equals the lower index, -1 last."""
+    r = tl.program_id(0).to(tl.int64)
+    q = tl.arange(0, K_PAD)
+    i = tl.load(out_i + r * K + q, mask=q < K, other=-1)
+    x = tl.load(out_x + r * K + q, mask=q < K, other=float("-inf"))
+    both = (key_of(x).to(tl.int64) << 32) | (0x7FFFFFFF - i).to(tl.int64)
+    both = tl.sort(tl.where(i < 0, _EMPTY, both), descending=True)
+    tl.debug_barrier()  # every warp has read before one of them writes
+    empty = both == _EMPTY
+    i = tl.where(empty, -1, 0x7FFFFFFF - (both & 0x7FFFFFFF).to(tl.int32))
+    x = tl.where(empty, float("-inf"), score_of((both >> 32).to(tl.int32)))
+    tl.store(out_i + r * K + q, i, mask=q < K)
+    tl.store(out_x + r * K + q, x, mask=q < K)

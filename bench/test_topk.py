@@ -1,0 +1,98 @@
+"""topk against FlashInfer, SGLang and torch.topk: long rows with a hint of known overlap at k=2048,
+and the small k of the block selectors.
+
+FlashInfer is timed where `flashinfer` can be imported (0.6.13; it compiles with nvcc), SGLang where
+its library lies at `.peers/common_ops.abi3.so` (sglang-kernel 0.4.2.post2, needs libnuma; its k is
+2048, and past 128K its set is wrong).
+"""
+
+import functools
+import importlib.util
+from pathlib import Path
+
+import pytest
+import torch
+
+from attnplug.ops import topk
+
+K = 2048
+LENGTHS = [8192, 32768, 65536, 131072, 262144, 1048576]
+SGLANG_LIBRARY = Path(__file__).resolve().parent.parent / ".peers" / "common_ops.abi3.so"
+PEERS = ["torch.topk"]
+PEERS += ["flashinfer"] if importlib.util.find_spec("flashinfer") else []
+PEERS += ["sglang"] if SGLANG_LIBRARY.exists() else []
+
+
+def torch_topk(scores, k):
+    return torch.topk(scores, k, dim=1, sorted=False)
+
+
+def peer_of(name):
+    """A function of (scores, k) that runs the peer as its users do."""
+    if name == "torch.topk":
+        return torch_topk
+    if name == "flashinfer":
+        from flashinfer.topk import top_k
+
+        return top_k
+    torch.ops.load_library(str(SGLANG_LIBRARY))
+
+    def fast_topk(scores, k):
+        picks = torch.empty(scores.shape[0], k, dtype=torch.int32, device="cuda")
+        lengths = torch.full((scores.shape[0],), scores.shape[1], device="cuda").int()
+        torch.ops.sgl_kernel.fast_topk(scores, picks, lengths, None)
+        return picks
+
+    return fast_topk
+
+
+def hint_of(scores, k, overlap):
+    """Picks of a step before: `overlap` per cent are still picks; of the others half rank up to 4k
+    (where they overlap at all), the rest are anywhere."""
+    rows, n = scores.shape
+    order = scores.topk(min(4 * k, n), dim=1).indices
+    kept = round(k * overlap / 100)
+    near = (k - kept) // 2 if overlap >= 40 and n > 4 * k else 0
+    parts = [
+        order[:, torch.randperm(k, device="cuda")[:kept]],
+        order[:, k + torch.randperm(max(order.shape[1] - k, 1), device="cuda")[:near]],
+        torch.randint(0, n, (rows, k - kept - near), device="cuda"),
+    ]
+    hint = torch.cat(parts, 1)
+    return hint[:, torch.randperm(k, device="cuda")].int().contiguous()
+
+
+def run(gpu_bench, batch, n, k, overlap, peer):
+    nbytes = batch * n * 4
+    theirs = peer_of(peer)
+    fns, peer_fns = [], []
+    for seed in range(min(gpu_bench.sets(nbytes), 64)):  # 64 small ones stay in the L2, as they do
+        torch.manual_seed(seed)
+        scores = torch.randn(batch, n, device="cuda")
+        hint = None if overlap is None else hint_of(scores, k, overlap)
+        fns.append(functools.partial(topk, scores, k, hint=hint))
+        peer_fns.append(functools.partial(theirs, scores, k))
+    options = f"k={k}" + (f" overlap={overlap}" if overlap is not None else "")
+    gpu_bench(
+        op="topk", case="op", n=n, batch=batch, heads_q=1, heads_kv=1, head_dim=0,
+        dtype=torch.float32, options=options, fns=fns, peer=peer, peer_fns=peer_fns,
+        bytes=nbytes + 8 * batch * k, flops=0,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("n", LENGTHS)
+@pytest.mark.parametrize("batch", [1, 8, 64])
+@pytest.mark.parametrize("overlap", [None, 0, 3, 40, 90])
+@pytest.mark.parametrize("peer", PEERS)
+def test_topk(gpu_bench, peer, overlap, batch, n):
+    if peer == "sglang" and n > 131072:
+        return
+    run(gpu_bench, batch, n, K, overlap, peer)
+
+
+@pytest.mark.parametrize("n", [256, 1024, 8192, 65536])
+@pytest.mark.parametrize("batch", [4, 64, 512])
+@pytest.mark.parametrize("k", [8, 64])
+def test_small_k(gpu_bench, k, batch, n):
+    """Block scores, many rows, no hint."""
+    run(gpu_bench, batch, n, k, None, "torch.topk")
