@@ -272,6 +272,44 @@ def test_compiled_equals_eager(only_hopper):
     assert torch.equal(compiled(q, k, v), attend(q, k, v))
 
 
+BIG = pytest.param("cuda", 1 << 20, (32, 8), BF16, marks=pytest.mark.gpu, id="1M")
+
+
+@pytest.mark.parametrize(("device", "tokens", "heads", "dtype"), [
+    pytest.param("cpu", 1280, (4, 2), torch.float32, id="small"), BIG,
+])  # fmt: skip
+def test_offsets_past_2_to_the_31(device, tokens, heads, dtype):
+    """momo's queries and outputs of 32 heads at 1M tokens have 2 ** 32 elements: some queries of
+    the first and the last head, one key at a time."""
+    q, k, v = tensors(1, *heads, tokens, tokens, 128, dtype, None, False, device)
+    momo = Momo(top_k=6, exact_k=4, min_tokens=0)
+    call = AttentionCall(q, k, v, scale=0.4)  # so sharp that no output is near 0
+    out = momo.attend(call)
+    blocks = momo.select(call).blocks
+    tolerance = 0.04 if dtype == BF16 else 1e-4
+
+    def attend(head, t, keys):
+        key, value = (x[0, head * heads[1] // heads[0], keys].double() for x in (k, v))
+        return (key @ q[0, head, t].double() * 0.4).softmax(0) @ value
+
+    def sparse(head, t):
+        local = t // 128 * 2
+        listed = blocks[0, head, t // 128]
+        named = torch.cat([listed[listed >= 0].long(), torch.zeros(1).long().to(device)])
+        past = named[named < local].unique()
+        keys = (past[:, None] * 64 + torch.arange(64, device=device)).flatten()
+        return attend(head, t, torch.cat([keys, torch.arange(local * 64, t + 1, device=device)]))
+
+    for head in (0, heads[0] - 1):
+        for t in (5, tokens // 2 + 77, tokens - 1):
+            base = t // 16 * 16
+            row = attend(head, base, torch.arange(base + 1, device=device))
+            assert row.abs().max() > 0.1
+            assert (out[0, head, base].double() - row).abs().max() < tolerance
+            want = sparse(head, t) + row - sparse(head, base)
+            assert (out[0, head, t].double() - want).abs().max() < 2 * tolerance
+
+
 COMPILE = """
 import torch, triton
 from triton.backends.compiler import GPUTarget
