@@ -227,6 +227,19 @@ def test_paths(device_path):
     assert passes[3] == 0 and candidates[3] == k
 
 
+@pytest.mark.parametrize("plan", ["programs", "tiles", "groups"])
+def test_a_sample_that_lies(device_path, plan):
+    """Only the sampled scores are high, and they are fewer than k: the range is above the k-th,
+    and what lies below it does not fit the list."""
+    k, size, sample = 40, 301, SMALL["sample"]
+    scores = torch.randn(1, size, generator=torch.Generator().manual_seed(14))
+    scores[0, (2 * torch.arange(sample) + 1) * size // (2 * sample)] += 50
+    found = call(device_path, scores, k, plan=PLANS[plan])
+    assert_exact(found, scores, k)
+    if device_path[1] == "kernel":
+        assert path_of(found) == ["radix"]
+
+
 def test_a_short_row_in_a_long_buffer(device_path):
     """Too few groups for the maxima to say anything: the scores themselves are counted."""
     generator = torch.Generator().manual_seed(7)
