@@ -9,7 +9,7 @@ from attnplug.errors import ArgumentError
 from attnplug.eval.measure import STEPS, compare_logits, prose_window, step_logits, window_nll
 from attnplug.eval.output import markdown, write_outputs
 from attnplug.eval.rows import make_rows
-from attnplug.eval.runner import Outcome
+from attnplug.eval.runner import Outcome, machine
 from attnplug.policies import parse
 
 
@@ -53,7 +53,8 @@ def test_dense_through_its_decode_steps_is_the_models_own(tiny, tokenizer):
 
 def record(task: str, policy: str, trial: int, **payload):
     facts = dict(task=task, model="m", n=1024, trial=trial, seed=0, policy=policy, batch=1)
-    return facts | dict(device="cpu", dtype="float32", template="plain", tokenizer="t") | payload
+    facts |= dict(device="cpu", dtype="float32", template="plain", tokenizer="t")
+    return facts | machine("cpu") | payload
 
 
 def scores(policy: str, found: list[list[bool]]):
