@@ -22,7 +22,7 @@ BATCHING_METHODS = (
 
 
 def bind_generate(model: PreTrainedModel, make_layer: MakeLayer | None) -> list[str]:
-    """Give this instance its own cache preparation, unless make_layer is None, and refusals. Returns
+    """Give this instance refusals, and its own cache preparation unless make_layer is None. Returns
     the names of the attributes that were set, which `unbind_generate` deletes again."""
     names = []
     if make_layer is not None and hasattr(model, CACHE_METHOD):

@@ -92,3 +92,9 @@ def test_perplexity_rows_are_of_the_mean_loss():
     row = make_rows(dense + policy)[1]
     assert row["dense"] == pytest.approx(math.exp(2.5))
     assert row["value"] == row["low"] == row["high"] == pytest.approx(math.exp(2.6))
+
+
+def test_rows_name_the_machine_that_made_the_records():
+    there = dict(gpu="H200", torch="2.11", triton="3.6", transformers="5.17")
+    records = [record("perplexity", p, 0, values={"nll": 1.0}) | there for p in ("stock", "p")]
+    assert all(there.items() <= row.items() for row in make_rows(records))
