@@ -83,7 +83,7 @@ def assert_exact(found, scores, k, lengths=None, sorted=False):
 
 KINDS = (
     "normal", "constant", "ascending", "descending", "two", "relu", "denormal", "odd", "cluster",
-    "heavy", "sink", "masked", "wide", "together",
+    "heavy", "sink", "masked", "wide", "together", "pile",
 )  # fmt: skip
 
 
@@ -120,6 +120,11 @@ def make(kind, size, k, generator, rows=1):
         x[:, i > size // 2] = torch.finfo(torch.float32).min
     elif kind == "wide":
         x = x.sign() * torch.exp2(40 * x)
+    elif kind == "pile":  # the k-th is one of many equals, and what is near shares their bin
+        near = torch.rand(rows, size, generator=generator) < 0.3
+        x = torch.where(near, 1 - 1e-5 * torch.rand(rows, size, generator=generator), 1.0)
+        x[:, i % 61 == 3] = -100.0
+        x[:, i % 67 == 4] = 100.0
     elif kind == "together":
         x[:, size // 3 : size // 3 + k] += 9
     return x
