@@ -28,6 +28,7 @@ from attnplug.ops._define import (
     define_op,
     refuse_gradients,
 )
+from attnplug.ops._splits import LOG2E, check_sinks, machine, merge_splits, reference_rows
 from attnplug.ops.block_bounds import (
     BLOCKS,
     NO_MASK,
@@ -36,7 +37,6 @@ from attnplug.ops.block_bounds import (
     row_span,
     rows_on_cpu,
 )
-from attnplug.ops.dense_decode import LOG2E, _check_sinks, _machine, _reduce, _reference_rows
 
 
 def gather_attention(
@@ -111,7 +111,7 @@ def _allocate(
     if not softcap >= 0:
         raise ArgumentError(f"{name}: softcap is {softcap}, needs 0 (off) or a positive cap")
     if sinks is not None:
-        _check_sinks(name, q, sinks)
+        check_sinks(name, q, sinks)
     return (
         q.new_empty((batch, heads, queries, width)),
         q.new_empty((batch, heads, queries), dtype=torch.float32),
@@ -165,7 +165,7 @@ def _reference(
         values = np.empty((len(kept), width), np.float32)
         for i in range(len(kept)):
             keys[i], values[i] = k[b, h, kept[i]], v[b, h, kept[i]]
-        _reference_rows(
+        reference_rows(
             q[b, g : g + group, t : t + 1],
             keys,
             values,
@@ -347,7 +347,7 @@ def launch_gather_attention(
     batch, heads, queries, width = q.shape
     kv_heads, size, listed = k.shape[1], k.shape[2], index.shape[3]
     group, rows = heads // kv_heads, batch * kv_heads * queries
-    multiprocessors, pdl = _machine(q.device)
+    multiprocessors, pdl = machine(q.device)
     if plan is None:
         keys = (sink + local + listed) * block
         plan = plan_for(rows, group, keys, width, q.element_size(), multiprocessors)
@@ -370,7 +370,7 @@ def launch_gather_attention(
         num_warps=plan.warps, **dependent,  # pyright: ignore[reportCallIssue]
     )  # fmt: skip
     if not fused:
-        _reduce[(rows * group, triton.cdiv(width, plan.columns))](
+        merge_splits[(rows * group, triton.cdiv(width, plan.columns))](
             partial, sinks, out, lse, heads, queries, plan.splits,
             width, plan.columns, triton.next_power_of_2(plan.splits), pdl,
             num_warps=4, **dependent,  # pyright: ignore[reportCallIssue]

@@ -29,6 +29,7 @@ from attnplug.ops._define import (
     define_op,
     refuse_gradients,
 )
+from attnplug.ops._splits import machine
 from attnplug.ops.block_bounds import (
     NO_MASK,
     blocks_done,
@@ -41,7 +42,6 @@ from attnplug.ops.block_bounds import (
     row_span,
     rows_on_cpu,
 )
-from attnplug.ops.dense_decode import _machine
 
 SCORINGS = ("bounds", "estimate", "mean")
 MAX_BLOCKS = 256
@@ -509,7 +509,7 @@ def launch_select_blocks(
     group, rows = heads // kv_heads, batch * kv_heads * queries
     if plan is None:
         plan = plan_for(rows, blocks, top_k, width, q.element_size())
-    pdl = _machine(q.device)[1]
+    pdl = machine(q.device)[1]
     dependent = {"launch_pdl": True} if pdl else {}
     q, k = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k))
     key_mask = mask_bytes(key_mask)
