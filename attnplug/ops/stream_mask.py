@@ -296,6 +296,8 @@ class Plan(NamedTuple):
     tile: int  # keys of one step
     seed_warps: int
     warps: int
+    # Not pipelined: Triton 3.6 compiled a loop over gathered keys to wrong code, without a word
+    # (block_sparse_attention).
 
 
 def plan_for(rows: int, group: int, block: int, width: int, itemsize: int, alike: bool) -> Plan:
@@ -356,12 +358,12 @@ def launch_stream_mask(
     )  # fmt: skip
     kernels.seed[(slots, kv_heads * chunks, batch)](
         *arguments, plan.heads,
-        num_warps=plan.seed_warps,  # pyright: ignore[reportCallIssue]
+        num_warps=plan.seed_warps, num_stages=1,  # pyright: ignore[reportCallIssue]
     )  # fmt: skip
     kernels.refine[(slots, heads, batch)](
         *arguments,
-        num_warps=plan.warps,  # pyright: ignore[reportCallIssue]
-    )
+        num_warps=plan.warps, num_stages=1,  # pyright: ignore[reportCallIssue]
+    )  # fmt: skip
 
 
 _stream_mask = define_op(
