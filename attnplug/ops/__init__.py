@@ -9,6 +9,7 @@ from attnplug.ops.gather_attention import gather_attention
 from attnplug.ops.merge_block_rows import merge_block_rows
 from attnplug.ops.query_sparse_attention import query_sparse_attention
 from attnplug.ops.select_blocks import select_blocks
+from attnplug.ops.stream_edges import stream_edges
 from attnplug.ops.stream_mask import stream_mask
 from attnplug.ops.topk import topk
 
@@ -21,6 +22,7 @@ __all__ = [
     "merge_block_rows",
     "query_sparse_attention",
     "select_blocks",
+    "stream_edges",
     "stream_mask",
     "topk",
 ]

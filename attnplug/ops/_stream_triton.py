@@ -147,7 +147,7 @@ def _start(
 
 
 @triton.jit
-def _scope(
+def scope(
     program, h, b, lengths, start, budget, T, S, budget_b, budget_h, budget_q,
     QUERY_BLOCK: tl.constexpr, K: tl.constexpr,
     LENGTH_STEP: tl.constexpr, START_STEP: tl.constexpr,
@@ -190,7 +190,7 @@ def _row_maxima(
 
 
 @triton.jit
-def _optional(pointer, offset):
+def optional(pointer, offset):
     """pointer + offset, None where it is."""
     if pointer is None:
         return None
@@ -217,16 +217,16 @@ def seed(
     g = tl.program_id(1) % CHUNKS * HEADS
     h = (kv * GROUP + g).to(tl.int64)
     heads = tl.num_programs(1) // CHUNKS * GROUP
-    t, offset, low, top, branches = _scope(
+    t, offset, low, top, branches = scope(
         program, h, b, lengths, start, budget, T, S, budget_b, budget_h, budget_q,
         QUERY_BLOCK, K, LENGTH_STEP, START_STEP,
     )  # fmt: skip
     if branches > 0:
         to_block = b * allowed_b + h * allowed_h + program.to(tl.int64) * allowed_q
-        allowed_at = _optional(block_mask, to_block)
-        after_at = _optional(after, b * S)
-        before_at = _optional(before, b * S)
-        mask_at = _optional(key_mask, b * mask_b)
+        allowed_at = optional(block_mask, to_block)
+        after_at = optional(after, b * S)
+        before_at = optional(before, b * S)
+        mask_at = optional(key_mask, b * mask_b)
         first, width = _interval(allowed_at, after_at, before_at, top, low, allowed_k, BLOCK)
         rep, other = _start(
             first, width, branches, allowed_at, after_at, top, low, allowed_k, BLOCK, KP
@@ -273,7 +273,7 @@ def refine(
     program = tl.program_id(0)
     h = tl.program_id(1).to(tl.int64)
     b = tl.program_id(2).to(tl.int64)
-    t, offset, low, top, branches = _scope(
+    t, offset, low, top, branches = scope(
         program, h, b, lengths, start, budget, T, S, budget_b, budget_h, budget_q,
         QUERY_BLOCK, K, LENGTH_STEP, START_STEP,
     )  # fmt: skip
@@ -282,10 +282,10 @@ def refine(
     key = _pack(tl.full([KP], float("-inf"), tl.float32), tl.full([KP], NONE, tl.int32))
     if branches > 0:
         to_block = b * allowed_b + h * allowed_h + program.to(tl.int64) * allowed_q
-        allowed_at = _optional(block_mask, to_block)
-        after_at = _optional(after, b * S)
-        before_at = _optional(before, b * S)
-        mask_at = _optional(key_mask, b * mask_b)
+        allowed_at = optional(block_mask, to_block)
+        after_at = optional(after, b * S)
+        before_at = optional(before, b * S)
+        mask_at = optional(key_mask, b * mask_b)
         first, width = _interval(allowed_at, after_at, before_at, top, low, allowed_k, BLOCK)
         rep, other = _start(
             first, width, branches, allowed_at, after_at, top, low, allowed_k, BLOCK, KP
