@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from _models import random_model
 from transformers import Cache, Qwen2Config, Qwen2ForCausalLM, StaticCache
 
 import attnplug
@@ -37,24 +38,9 @@ CONFIG = Qwen2Config(
 )
 
 
-def random_model(config: Qwen2Config, device: str) -> Qwen2ForCausalLM:
-    """A model with random bf16 weights, made on the device: no initialisation, no copy."""
-    with torch.device("meta"):
-        model = Qwen2ForCausalLM(config).to(torch.bfloat16)
-    model.to_empty(device=device).eval().requires_grad_(False)
-    with torch.device(device):  # to_empty left its buffers unset
-        model.model.rotary_emb = type(model.model.rotary_emb)(config)
-    for name, parameter in model.named_parameters():
-        if name.endswith("norm.weight"):
-            parameter.fill_(1)
-        else:
-            parameter.normal_(0, 0.02)
-    return model
-
-
 @functools.cache
 def model() -> Qwen2ForCausalLM:
-    return random_model(CONFIG, "cuda")
+    return random_model(Qwen2ForCausalLM, CONFIG, "cuda")
 
 
 def fill(cache: Cache, config: Qwen2Config, n: int, device: str) -> Cache:

@@ -12,6 +12,7 @@ import time
 import pytest
 import test_momo
 import torch
+from _models import random_model
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -35,18 +36,7 @@ CONFIG = LlamaConfig(
 
 @pytest.fixture(scope="module")
 def model():
-    """Random weights made on the device: no initialisation, no copy."""
-    with torch.device("meta"):
-        model = LlamaForCausalLM(CONFIG).to(torch.bfloat16)
-    model.to_empty(device="cuda").eval().requires_grad_(False)
-    with torch.device("cuda"):  # to_empty left its buffers unset
-        model.model.rotary_emb = type(model.model.rotary_emb)(CONFIG)
-    for name, parameter in model.named_parameters():
-        if name.endswith("norm.weight"):
-            parameter.fill_(1)
-        else:
-            parameter.normal_(0, 0.02)
-    return model
+    return random_model(LlamaForCausalLM, CONFIG, "cuda")
 
 
 def measure(model, tokens, rounds):

@@ -29,6 +29,7 @@ import triton
 from attnplug.ops import _topk_kernels as kernels
 from attnplug.ops import _topk_select as select
 from attnplug.ops._define import define_op, refuse_gradients, require
+from attnplug.ops._splits import machine
 
 NAME = "topk"
 MAX_K = 4096
@@ -294,21 +295,12 @@ def plan_for(rows: int, size: int, k: int, multiprocessors: int) -> Plan:
     )  # fmt: skip
 
 
-@functools.cache
-def _machine(device: torch.device) -> tuple[int, bool]:
-    """(multiprocessors, programmatic dependent launch); the interpreter gets 8 and False."""
-    if device.type != "cuda":
-        return 8, False
-    properties = torch.cuda.get_device_properties(device)
-    return properties.multi_processor_count, properties.major >= 9
-
-
 def launch_topk(scores, k, hint, lengths, sorted, indices, values, how, plan=None):
     """Run the kernels; tensors as in `topk`, on a GPU or in Triton's interpreter."""
     rows, size = scores.shape
     if rows == 0:
         return
-    multiprocessors, pdl = _machine(scores.device)
+    multiprocessors, pdl = machine(scores.device)
     plan = plan or plan_for(rows, size, k, multiprocessors)
     if scores.stride(1) != 1:
         scores = scores.contiguous()

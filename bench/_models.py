@@ -1,0 +1,21 @@
+"""Models of a real shape with random weights, for the end-to-end benches."""
+
+from typing import Any
+
+import torch
+from transformers import PreTrainedConfig
+
+
+def random_model(model_class: type, config: PreTrainedConfig, device: str) -> Any:
+    """Random bf16 weights, made on the device: no initialisation, no copy."""
+    with torch.device("meta"):
+        model = model_class(config).to(torch.bfloat16)
+    model.to_empty(device=device).eval().requires_grad_(False)
+    with torch.device(device):  # to_empty left its buffers unset
+        model.model.rotary_emb = type(model.model.rotary_emb)(config)
+    for name, parameter in model.named_parameters():
+        if name.endswith("norm.weight"):
+            parameter.fill_(1)
+        else:
+            parameter.normal_(0, 0.02)
+    return model
