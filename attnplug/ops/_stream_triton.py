@@ -102,7 +102,7 @@ def _interval(allowed_at, after_at, before_at, top, low, blocks_s, BLOCK: tl.con
 
 
 @triton.jit
-def _descend(rep, first, width, branches, splits, KP: tl.constexpr):
+def _descend(rep, first, width, branches, splits):
     """The interval [a, b) of the branch that `rep` lies in, `splits` splits after the start."""
     size = width // tl.maximum(branches, 1)
     more = width - size * branches  # branches that are one longer
@@ -190,15 +190,6 @@ def _row_maxima(
 
 
 @triton.jit
-def optional(pointer, offset):
-    """pointer + offset, None where it is."""
-    if pointer is None:
-        return None
-    else:
-        return pointer + offset
-
-
-@triton.jit
 def seed(
     q, k, index, score, lengths, start, key_mask, after, before, block_mask, budget, T, S,
     q_b, q_h, q_t, k_b, k_h, k_s, mask_b, allowed_b, allowed_h, allowed_q, allowed_k,
@@ -223,10 +214,16 @@ def seed(
     )  # fmt: skip
     if branches > 0:
         to_block = b * allowed_b + h * allowed_h + program.to(tl.int64) * allowed_q
-        allowed_at = optional(block_mask, to_block)
-        after_at = optional(after, b * S)
-        before_at = optional(before, b * S)
-        mask_at = optional(key_mask, b * mask_b)
+        allowed_at = block_mask
+        if block_mask is not None:
+            allowed_at = block_mask + to_block
+        mask_at = key_mask
+        after_at = after
+        before_at = before
+        if key_mask is not None:
+            mask_at = key_mask + b * mask_b
+            after_at = after + b * S
+            before_at = before + b * S
         first, width = _interval(allowed_at, after_at, before_at, top, low, allowed_k, BLOCK)
         rep, other = _start(
             first, width, branches, allowed_at, after_at, top, low, allowed_k, BLOCK, KP
@@ -282,10 +279,16 @@ def refine(
     key = _pack(tl.full([KP], float("-inf"), tl.float32), tl.full([KP], NONE, tl.int32))
     if branches > 0:
         to_block = b * allowed_b + h * allowed_h + program.to(tl.int64) * allowed_q
-        allowed_at = optional(block_mask, to_block)
-        after_at = optional(after, b * S)
-        before_at = optional(before, b * S)
-        mask_at = optional(key_mask, b * mask_b)
+        allowed_at = block_mask
+        if block_mask is not None:
+            allowed_at = block_mask + to_block
+        mask_at = key_mask
+        after_at = after
+        before_at = before
+        if key_mask is not None:
+            mask_at = key_mask + b * mask_b
+            after_at = after + b * S
+            before_at = before + b * S
         first, width = _interval(allowed_at, after_at, before_at, top, low, allowed_k, BLOCK)
         rep, other = _start(
             first, width, branches, allowed_at, after_at, top, low, allowed_k, BLOCK, KP
@@ -310,7 +313,7 @@ def refine(
         longest = (tl.cdiv(width, branches) + 1) // 2
         while longest > 1:
             rep = _rep(key)
-            begin, end = _descend(rep, first, width, branches, splits, KP)
+            begin, end = _descend(rep, first, width, branches, splits)
             other = _other_part(
                 rep, begin, end, allowed_at, after_at, top, low, allowed_k, BLOCK, KP
             )

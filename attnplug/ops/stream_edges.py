@@ -30,7 +30,7 @@ from attnplug.ops._define import (
     refuse_gradients,
 )
 from attnplug.ops._product import add_product
-from attnplug.ops._stream_triton import optional, scope
+from attnplug.ops._stream_triton import scope
 from attnplug.ops.block_bounds import NO_MASK, length_step, mask_bytes, rows_on_cpu
 from attnplug.ops.stream_mask import BLOCKS
 
@@ -307,7 +307,9 @@ def _edges(
     position = tl.where(live, offset + row, -1)
     k_at = k + b * k_b + h // GROUP * k_h
     v_at = v + b * v_b + h // GROUP * v_h
-    mask_at = optional(key_mask, b * mask_b)
+    mask_at = key_mask
+    if key_mask is not None:
+        mask_at = key_mask + b * mask_b
     edge = ((b * tl.num_programs(1) + h) * tl.num_programs(0) + program) * K
     high = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
