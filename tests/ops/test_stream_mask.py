@@ -340,6 +340,20 @@ def test_a_decode_step_names_the_needle(device_path):
     assert torch.allclose(score[..., 0], q[0, 0, 0].square().sum())
 
 
+@pytest.mark.parametrize("top_k", [1, 3, 8])
+def test_blocks_without_a_visible_key(device_path, top_k):
+    """In front, between and behind; and the same where a block mask says nothing on top."""
+    q, k = pair(top_k, 2, 2, 1, 17, 500)
+    mask = random(7, 2, 500) > 1.9
+    mask[:, :40] = mask[:, 480:] = False
+    mask[0, 499] = True
+    options = {"top_k": top_k, "key_mask": mask}
+    wanted = specified(q, k, **options)[:2]
+    same(trace(device_path, q, k, **options), wanted)
+    allowed = torch.ones(1, 1, 2, 32, dtype=torch.bool)
+    same(trace(device_path, q, k, block_mask=allowed, **options), wanted)
+
+
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, under the interpreter
 def test_a_nan_counts_as_minus_infinity(device_path, bad):
