@@ -8,6 +8,8 @@ import torch
 import triton
 import triton.language as tl
 
+from attnplug.ops._define import row_step
+
 _LOG2E = math.log2(math.e)
 _LN2 = tl.constexpr(math.log(2.0))
 _NO_BLOCK = tl.constexpr(0x7FFFFFFF)
@@ -265,8 +267,8 @@ def build_lists(index, query_block, block, sink, window, lengths, start, queries
 
 def _row_strides(lengths, start) -> dict[str, int]:
     return dict(
-        LENGTH_STRIDE=0 if lengths is None or lengths.shape[0] == 1 else lengths.stride(0),
-        START_STRIDE=0 if start is None or start.shape[0] == 1 else start.stride(0),
+        LENGTH_STRIDE=row_step(lengths),
+        START_STRIDE=row_step(start),
     )
 
 

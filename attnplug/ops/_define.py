@@ -150,3 +150,26 @@ def check_sequence_inputs(
         )
     if key_mask.device != q.device:
         raise ArgumentError(f"{name}: key_mask is on {key_mask.device}, q on {q.device}")
+
+
+def row_step(tensor: torch.Tensor | None) -> int:
+    """What a row adds to the address of its entry in `[1 or B, ...]`: 0 where all share one."""
+    return 0 if tensor is None or tensor.shape[0] == 1 else tensor.stride(0)
+
+
+def rows_on_cpu(
+    k: torch.Tensor, lengths: torch.Tensor | None, start: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(lengths, start) as int64 `[B]`, both within the buffer."""
+    batch, size = k.shape[0], k.shape[2]
+    lengths = torch.tensor([size]) if lengths is None else lengths.to(torch.int64)
+    start = torch.tensor([0]) if start is None else start.to(torch.int64)
+    lengths, start = lengths.clamp(max=size), start.clamp(min=0)
+    return lengths.expand(batch).contiguous(), start.expand(batch).contiguous()
+
+
+def mask_bytes(key_mask: torch.Tensor | None) -> torch.Tensor | None:
+    """The key mask as bytes, its rows contiguous."""
+    if key_mask is None:
+        return None
+    return (key_mask if key_mask.stride(1) == 1 else key_mask.contiguous()).view(torch.uint8)

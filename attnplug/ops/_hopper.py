@@ -30,6 +30,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from attnplug.ops._define import row_step
 from attnplug.ops._hopper_select import selector
 from attnplug.ops._hopper_tiles import consumer, producer, reinterpret
 
@@ -191,7 +192,7 @@ def _launch(
     q, k, v, out, lse, scale, lengths, *, items, across, gamma, programs, pack, sparse,
     lists=None, count=None, window=0, dense=None, delta=0, index=None, score=None, exact=0,
 ):  # fmt: skip
-    stride = 0 if lengths is None or lengths.shape[0] == 1 else lengths.stride(0)
+    stride = row_step(lengths)
     values = _descriptor(v, 64)
     tail = values if lengths is None else _descriptor(_values_tail(v, lengths, stride), 64)
     group = q.shape[1] // k.shape[1]

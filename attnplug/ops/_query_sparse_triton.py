@@ -5,6 +5,7 @@ import torch
 import triton
 import triton.language as tl
 
+from attnplug.ops._define import row_step
 from attnplug.ops._online_topk import (
     NO_BLOCK,
     fill_lists,
@@ -272,8 +273,8 @@ def launch_triton(
         dummy if lengths is None else lengths, dummy if start is None else start,
         dummy if key_mask is None else key_mask.view(torch.uint8), before,
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],
-        0 if lengths is None or len(lengths) == 1 else lengths.stride(0),
-        0 if start is None or len(start) == 1 else start.stride(0),
+        row_step(lengths),
+        row_step(start),
         before.stride(0), batch, kv_heads, queries, keys, rows, tiles, gamma,
         scale * LOG2E * (2.0 / softcap if softcap else 1.0), softcap * LOG2E,
         G=group, D=dim, DP=width, M=M, N=N, BLOCK=block if top_k else N,

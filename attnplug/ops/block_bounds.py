@@ -22,8 +22,11 @@ from attnplug.ops._define import (
     HEAD_DIMS,
     check_sequence_inputs,
     define_op,
+    mask_bytes,
     refuse_gradients,
     require,
+    row_step,
+    rows_on_cpu,
 )
 
 BLOCKS = (16, 32, 64, 128)
@@ -171,15 +174,6 @@ def _cpu(k, bounds, progress, lengths, start, key_mask, block):
     )
 
 
-def rows_on_cpu(k, lengths, start):
-    """(lengths, start) as int64 `[B]`, both within the buffer."""
-    batch, size = k.shape[0], k.shape[2]
-    lengths = torch.tensor([size]) if lengths is None else lengths.to(torch.int64)
-    start = torch.tensor([0]) if start is None else start.to(torch.int64)
-    lengths, start = lengths.clamp(max=size), start.clamp(min=0)
-    return lengths.expand(batch).contiguous(), start.expand(batch).contiguous()
-
-
 # --- CUDA ------------------------------------------------------------------------------------
 
 
@@ -301,7 +295,7 @@ def launch_block_bounds(k, bounds, progress, lengths, start, key_mask, block):
     key_mask = mask_bytes(key_mask)
     # Enough programs to fill a GPU when a whole prompt is new, few where nothing is.
     programs = max(1, min(512 // (batch * heads), bounds.shape[2]))
-    steps = length_step(lengths), length_step(start)
+    steps = row_step(lengths), row_step(start)
     _refresh[(programs, heads, batch)](
         k, bounds, progress, lengths, start, key_mask, size, bounds.shape[2], programs,
         *k.stride()[:3], 0 if key_mask is None else key_mask.stride(0),
@@ -309,18 +303,6 @@ def launch_block_bounds(k, bounds, progress, lengths, start, key_mask, block):
         num_warps=4,  # pyright: ignore[reportCallIssue]
     )  # fmt: skip
     _note[(batch,)](progress, lengths, start, size, block, *steps, num_warps=1)
-
-
-def length_step(tensor: torch.Tensor | None) -> int:
-    """What a row adds to the address of its length or start: 0 where all rows share one."""
-    return 0 if tensor is None or tensor.shape[0] == 1 else 1
-
-
-def mask_bytes(key_mask: torch.Tensor | None) -> torch.Tensor | None:
-    """The key mask as bytes, its rows contiguous."""
-    if key_mask is None:
-        return None
-    return (key_mask if key_mask.stride(1) == 1 else key_mask.contiguous()).view(torch.uint8)
 
 
 _block_bounds = define_op(

@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from attnplug.ops._define import DTYPES, define_op, refuse_gradients, require
+from attnplug.ops._define import DTYPES, define_op, refuse_gradients, require, row_step
 
 NAME = "delta_correct"
 
@@ -234,8 +234,8 @@ def launch_delta_correct(out_sparse, out_rows, gamma, lengths, start, kv_length,
         kv_length,
         *sparse.stride()[:3],
         *rows.stride()[:3],
-        LENGTH_STRIDE=0 if lengths is None or lengths.shape[0] == 1 else lengths.stride(0),
-        START_STRIDE=0 if start is None or start.shape[0] == 1 else start.stride(0),
+        LENGTH_STRIDE=row_step(lengths),
+        START_STRIDE=row_step(start),
         GAMMA=gamma,
         D=dim,
         D_PAD=triton.next_power_of_2(dim),

@@ -25,7 +25,10 @@ from attnplug.ops._define import (
     check_attention_inputs,
     check_sequence_inputs,
     define_op,
+    mask_bytes,
     refuse_gradients,
+    row_step,
+    rows_on_cpu,
 )
 from attnplug.ops._splits import LOG2E, check_sinks, machine, merge_splits, reference_rows
 
@@ -123,16 +126,15 @@ def _reference(q, k, v, lengths, start, mask, window, sinks, scale, softcap, out
 
 
 def _cpu(q, k, v, scale, lengths, start, key_mask, window, softcap, sinks, out, lse):
-    batch, size = k.shape[0], k.shape[2]
-    lengths = _per_row(lengths, batch, size)
-    valid = min(int(lengths.max()), size)
+    lengths, start = rows_on_cpu(k, lengths, start)
+    valid = int(lengths.max())
     result = torch.empty(out.shape, dtype=torch.float32)
     _reference(
         q.float().contiguous().numpy(),
         k[:, :, :valid].float().numpy(),
         v[:, :, :valid].float().numpy(),
-        lengths.clamp(max=size).numpy(),
-        _per_row(start, batch, 0).numpy(),
+        lengths.numpy(),
+        start.numpy(),
         np.empty((1, 0), np.bool_) if key_mask is None else key_mask.numpy(),
         window,
         np.empty(0, np.float32) if sinks is None else sinks.float().numpy(),
@@ -142,12 +144,6 @@ def _cpu(q, k, v, scale, lengths, start, key_mask, window, softcap, sinks, out, 
         lse.numpy(),
     )
     out.copy_(result)
-
-
-def _per_row(tensor: torch.Tensor | None, batch: int, default: int) -> torch.Tensor:
-    if tensor is None:
-        return torch.full((batch,), default, dtype=torch.int64)
-    return tensor.to(torch.int64).expand(batch).contiguous()
 
 
 # --- CUDA: attend, then reduce ---------------------------------------------------------------
@@ -298,10 +294,7 @@ def launch_dense_decode(
             key_mask is not None,
         )  # fmt: skip
     q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k, v))
-    if key_mask is not None:
-        key_mask = (key_mask if key_mask.stride(1) == 1 else key_mask.contiguous()).view(
-            torch.uint8
-        )
+    key_mask = mask_bytes(key_mask)
     rows = batch * heads * queries
     partial = torch.empty(rows * plan.splits * (width + 1), dtype=torch.float32, device=q.device)
     q_b, q_h, q_t, _ = q.stride()
@@ -316,7 +309,7 @@ def launch_dense_decode(
         q_b, q_h, q_t, k_b, k_h, k_s, v_b, v_h, v_s,
         0 if key_mask is None else key_mask.stride(0),
         group, width, triton.next_power_of_2(width), plan.rows, plan.tile, plan.stages,
-        softcap > 0, window > 0, _step(lengths), _step(start), pdl,
+        softcap > 0, window > 0, row_step(lengths), row_step(start), pdl,
         num_warps=plan.warps,  # pyright: ignore[reportCallIssue]
     )  # fmt: skip
     merge_splits[(rows, triton.cdiv(width, plan.columns))](
@@ -325,10 +318,6 @@ def launch_dense_decode(
         num_warps=4,  # pyright: ignore[reportCallIssue]
         **({"launch_pdl": True} if pdl else {}),
     )  # fmt: skip
-
-
-def _step(tensor: torch.Tensor | None) -> int:
-    return 0 if tensor is None or tensor.shape[0] == 1 else 1
 
 
 _dense_decode = define_op(

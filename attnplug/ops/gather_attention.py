@@ -26,16 +26,16 @@ from attnplug.ops._define import (
     check_attention_inputs,
     check_sequence_inputs,
     define_op,
+    mask_bytes,
     refuse_gradients,
+    row_step,
+    rows_on_cpu,
 )
 from attnplug.ops._splits import LOG2E, check_sinks, machine, merge_splits, reference_rows
 from attnplug.ops.block_bounds import (
     BLOCKS,
     NO_MASK,
-    length_step,
-    mask_bytes,
     row_span,
-    rows_on_cpu,
 )
 
 
@@ -366,7 +366,7 @@ def launch_gather_attention(
         0 if key_mask is None else key_mask.stride(0),
         group, max(16, triton.next_power_of_2(group)), width, triton.next_power_of_2(width),
         block, sink, local, listed, plan.tile, plan.stages, softcap > 0, fused,
-        length_step(lengths), length_step(start), pdl,
+        row_step(lengths), row_step(start), pdl,
         num_warps=plan.warps, **dependent,  # pyright: ignore[reportCallIssue]
     )  # fmt: skip
     if not fused:

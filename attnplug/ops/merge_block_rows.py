@@ -25,7 +25,7 @@ import torch
 import triton
 import triton.language as tl
 
-from attnplug.ops._define import define_op, refuse_gradients, require
+from attnplug.ops._define import define_op, refuse_gradients, require, row_step
 
 NAME = "merge_block_rows"
 MERGES = ("mass", "mean", "mean_normalised")
@@ -324,7 +324,7 @@ def launch_merge_block_rows(index, score, lse, rows, trim, merge, sink, before, 
         index.shape[2],
         blocks,
         out.shape[1],
-        0 if before is None or before.shape[0] == 1 else before.stride(0),
+        row_step(before),
         0 if before is None else before.stride(1),
         sink,
         K=index.shape[3],

@@ -26,16 +26,16 @@ from attnplug.ops._define import (
     check_attention_inputs,
     check_sequence_inputs,
     define_op,
+    mask_bytes,
     refuse_gradients,
+    row_step,
+    rows_on_cpu,
 )
 from attnplug.ops._splits import machine
 from attnplug.ops.block_bounds import (
     NO_MASK,
     check_bounds,
-    length_step,
-    mask_bytes,
     refresh_on_cpu,
-    rows_on_cpu,
 )
 
 SCORINGS = ("bounds", "estimate", "mean")
@@ -290,7 +290,7 @@ def launch_select_blocks(
         places = rows * group * (blocks + chunks)
         per_head = torch.empty(places, dtype=torch.float32, device=q.device)
     padded = max(16, triton.next_power_of_2(group))
-    steps = length_step(lengths), length_step(start)
+    steps = row_step(lengths), row_step(start)
     kernels.score_blocks[(chunks, kv_heads * queries, batch)](
         q, k, bounds, progress, lengths, start, key_mask, scores, best, per_head, scale,
         queries, size, blocks, chunks, *q.stride()[:3], *k.stride()[:3],

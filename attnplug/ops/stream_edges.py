@@ -27,11 +27,14 @@ from attnplug.ops._define import (
     check_attention_inputs,
     check_sequence_inputs,
     define_op,
+    mask_bytes,
     refuse_gradients,
+    row_step,
+    rows_on_cpu,
 )
 from attnplug.ops._product import add_product
 from attnplug.ops._stream_triton import scope
-from attnplug.ops.block_bounds import NO_MASK, length_step, mask_bytes, rows_on_cpu
+from attnplug.ops.block_bounds import NO_MASK
 from attnplug.ops.stream_mask import BLOCKS
 
 NAME = "stream_edges"
@@ -404,7 +407,7 @@ def launch_stream_edges(
         queries, k.shape[2], index.shape[3], *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],
         0 if key_mask is None else key_mask.stride(0),
         group, width, triton.next_power_of_2(width), query_block, rows, block, plan.tile,
-        WEIGHTS.index(weights), output, length_step(lengths), length_step(start),
+        WEIGHTS.index(weights), output, row_step(lengths), row_step(start),
         num_warps=plan.warps, num_stages=1,  # pyright: ignore[reportCallIssue]
     )  # fmt: skip
 

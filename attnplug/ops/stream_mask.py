@@ -29,10 +29,13 @@ from attnplug.ops._define import (
     check_attention_inputs,
     check_sequence_inputs,
     define_op,
+    mask_bytes,
     refuse_gradients,
+    row_step,
+    rows_on_cpu,
 )
 from attnplug.ops._product import add_product
-from attnplug.ops.block_bounds import NO_MASK, length_step, mask_bytes, rows_on_cpu
+from attnplug.ops.block_bounds import NO_MASK
 
 NAME = "stream_mask"
 BLOCKS = (16, 32, 64, 128)
@@ -354,7 +357,7 @@ def launch_stream_mask(
         queries, k.shape[2], *q.stride()[:3], *k.stride()[:3],
         0 if key_mask is None else key_mask.stride(0), *_steps(block_mask), *_steps(budget)[:3],
         group, width, triton.next_power_of_2(width), query_block, rows, block, plan.tile, top_k,
-        max(2, triton.next_power_of_2(top_k)), length_step(lengths), length_step(start),
+        max(2, triton.next_power_of_2(top_k)), row_step(lengths), row_step(start),
     )  # fmt: skip
     kernels.seed[(slots, kv_heads * chunks, batch)](
         *arguments, plan.heads,

@@ -28,7 +28,7 @@ import triton
 
 from attnplug.ops import _topk_kernels as kernels
 from attnplug.ops import _topk_select as select
-from attnplug.ops._define import define_op, refuse_gradients, require
+from attnplug.ops._define import define_op, refuse_gradients, require, row_step
 from attnplug.ops._splits import machine
 
 NAME = "topk"
@@ -308,7 +308,7 @@ def launch_topk(scores, k, hint, lengths, sorted, indices, values, how, plan=Non
         padded = max(32, triton.next_power_of_2(size))
         select.whole_row[(rows,)](
             scores, lengths, indices, values, how, size, scores.stride(0),
-            k, max(2, triton.next_power_of_2(k)), padded, _step(lengths),
+            k, max(2, triton.next_power_of_2(k)), padded, row_step(lengths),
             num_warps=min(32, max(1, padded // 256)),
         )  # fmt: skip
     else:
@@ -337,7 +337,7 @@ def _launch_programs(scores, k, hint, lengths, indices, values, how, plan, pdl):
     list_x = new((rows, 2, plan.capacity), dtype=torch.float32)
     maxima = new((rows, groups_r), dtype=torch.float32) if plan.group > 1 else None
     groups = new((rows, groups_r), dtype=torch.int32) if plan.group > 1 else None
-    step = _step(lengths)
+    step = row_step(lengths)
     early = {"launch_pdl": True} if pdl else {}
     kernels.verify[(plan.verifiers * rows,)](
         scores, hint, lengths, edges, counts, words, maxima, size,
@@ -360,10 +360,6 @@ def _launch_programs(scores, k, hint, lengths, indices, values, how, plan, pdl):
         collectors, k, max(2, triton.next_power_of_2(k)), plan.refine_tile, plan.capacity,
         plan.small, slots, step, pdl, num_warps=plan.refine_warps, num_stages=1, **early,
     )  # fmt: skip
-
-
-def _step(tensor: torch.Tensor | None) -> int:
-    return 0 if tensor is None or tensor.shape[0] == 1 else 1
 
 
 _topk = define_op(

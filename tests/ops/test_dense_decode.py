@@ -334,3 +334,14 @@ def test_ten_thousand_rows_are_repeatable():
         first = out.clone() if first is None else first
         assert torch.equal(first, out)
     hold((first.cpu(), lse.cpu()), q.cpu(), k.cpu(), v.cpu(), scale=SCALE)
+
+
+@pytest.mark.parametrize("start", [None, torch.tensor([3, 3, 0, 0])[::2]])
+def test_lengths_and_starts_of_any_stride(device_path, start):
+    """A row's length lies a stride away from the one before, not always the next in memory."""
+    q, k, v = (torch.randn(2, h, s, 64) for h, s in ((4, 1), (2, 60), (2, 60)))
+    for lengths in (torch.tensor([40, 7, 55, 9])[::2], torch.tensor([33]).expand(2)):
+        options = dict(scale=0.2, start=start)
+        found = attend(device_path, q, k, v, lengths=lengths, **options)
+        wanted = attend(device_path, q, k, v, lengths=lengths.clone().contiguous(), **options)
+        assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
