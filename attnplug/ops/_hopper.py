@@ -189,7 +189,7 @@ def _values_tail(v: torch.Tensor, lengths: torch.Tensor, stride: int) -> torch.T
 
 
 def _launch(
-    q, k, v, out, lse, scale, lengths, *, items, across, gamma, programs, pack, sparse,
+    q, k, v, out, lse, scale, lengths, *, items, across, gamma, pack, sparse,
     lists=None, count=None, window=0, dense=None, delta=0, index=None, score=None, exact=0,
 ):  # fmt: skip
     stride = row_step(lengths)
@@ -197,7 +197,7 @@ def _launch(
     tail = values if lengths is None else _descriptor(_values_tail(v, lengths, stride), 64)
     group = q.shape[1] // k.shape[1]
     select = index is not None
-    attention_kernel[(min(items, programs),)](
+    attention_kernel[(items,)](
         _descriptor(q, 32 if pack == 4 else 64, 1 if sparse else gamma),
         _descriptor(k, 64), values, tail, out, lse, out if dense is None else dense,
         lse if lists is None else lists, lse if count is None else count,
@@ -221,7 +221,7 @@ def launch_query_sparse(q, k, v, scale, gamma, exact_k, lengths, out, lse, index
     items = triton.cdiv(out.shape[2], QUERY_BLOCK // pack) * across
     top_k = index.shape[3]
     _launch(
-        q, k, v, out, lse, scale, lengths, items=items, across=across, gamma=gamma, programs=items,
+        q, k, v, out, lse, scale, lengths, items=items, across=across, gamma=gamma,
         pack=pack, sparse=False, index=index if top_k else None, score=score if top_k else None,
         exact=exact_k if top_k else 0,
     )  # fmt: skip
@@ -234,6 +234,6 @@ def launch_block_sparse(q, k, v, lists, count, scale, window, lengths, dense, ga
     items = q.shape[0] * q.shape[1] * triton.cdiv(q.shape[2], QUERY_BLOCK)
     _launch(
         q, k, v, out, lse, scale, lengths, items=items, across=1,
-        gamma=gamma if dense is not None else 1, programs=items, pack=1, sparse=True, lists=lists,
+        gamma=gamma if dense is not None else 1, pack=1, sparse=True, lists=lists,
         count=count, window=window, dense=dense, delta=0 if dense is None else gamma,
     )  # fmt: skip
