@@ -126,7 +126,7 @@ class Gather(Phase):
 
 def first_key(key_mask: torch.Tensor) -> torch.Tensor:
     """The first True of each row `[B,S]`, int32 `[B]`."""
-    return key_mask.view(torch.uint8).argmax(-1).to(torch.int32)
+    return key_mask.to(torch.uint8).argmax(-1).to(torch.int32)
 
 
 class GatherLayer(PlugLayer):
