@@ -243,16 +243,16 @@ def _collect_groups(
     key_low = tl.full([], MOST, tl.int32)
     key_high = tl.full([], LEAST, tl.int32)
     for s in range(0, hits, BATCH):
-        x, i, inside = _gather(x_at, named, s, hits, n, GROUP, BATCH)
-        f = _flags(x, inside, j, low, scale, BINS)
+        x, i, ok = _gather(x_at, named, s, hits, n, GROUP, BATCH)
+        f = _flags(x, ok, j, low, scale, BINS)
         total += _wide(f)
         key_low, key_high = _spread(x, f, key_low, key_high)
     tl.store(ranges, key_low)
     tl.store(ranges + 1, key_high)
     sure, inbin = _look_back(words, c, total, SLOTS)
     for s in range(0, hits, BATCH):
-        x, i, inside = _gather(x_at, named, s, hits, n, GROUP, BATCH)
-        f = _flags(x, inside, j, low, scale, BINS)
+        x, i, ok = _gather(x_at, named, s, hits, n, GROUP, BATCH)
+        f = _flags(x, ok, j, low, scale, BINS)
         sure, inbin = write(x, i, f, sure, inbin, out_i, out_x, list_i, list_x, K, CAPACITY, GROUP)
 
 
