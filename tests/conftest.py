@@ -5,6 +5,12 @@ import os
 
 import torch
 
+# Workers spread over the machine's GPUs where it has several; before CUDA looks for them.
+if "ATTNPLUG_TEST_GPUS" in os.environ and "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ["CUDA_VISIBLE_DEVICES"] = str(
+        int(os.environ["PYTEST_XDIST_WORKER"].removeprefix("gw"))
+        % int(os.environ["ATTNPLUG_TEST_GPUS"])
+    )
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")

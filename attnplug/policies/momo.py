@@ -44,6 +44,7 @@ class Momo(Phase):
     top-k when topk is "estimated" ("exact" and "tournament" are exact throughout). merge: how the
     rows of a query block vote, by summed attention mass, or by mean score as the paper does.
     sink: first key blocks that are always read. window: keys before the query block always read.
+    delta: correct the sparse rows by the measured ones; False is block-sparse attention alone.
     min_tokens: query tokens below which dense attention runs instead; None is the crossover
     measured on the kind of device, a multiple of the budget top_k x block.
     """
@@ -57,6 +58,7 @@ class Momo(Phase):
     merge: str = "mass"
     sink: int = 1
     window: int = 0
+    delta: bool = True
     min_tokens: int | None = None
 
     name: ClassVar[str] = "momo"
@@ -90,6 +92,7 @@ class Momo(Phase):
         check("topk", self.topk in algorithms, ", ".join(algorithms))
         merges = ("mass", "mean", "mean_normalised")
         check("merge", self.merge in merges, ", ".join(merges))
+        check("delta", type(self.delta) is bool, "True or False")
         tokens = self.min_tokens
         valid = tokens is None or (type(tokens) is int and tokens >= 0)
         check("min_tokens", valid, "None or an integer, at least 0")
@@ -122,11 +125,14 @@ class Momo(Phase):
             start=call.start,
             **call.options,
         )
-        if call.sinks is None:
+        if call.sinks is None and self.delta:
             return attend(rows=rows.out, gamma=self.gamma)[0]
         sparse, lse = attend()
+        sparse = apply_sinks(sparse, lse, call.sinks)
+        if not self.delta:
+            return sparse
         return delta_correct(
-            apply_sinks(sparse, lse, call.sinks),
+            sparse,
             apply_sinks(rows.out, rows.lse, call.sinks),
             gamma=self.gamma,
             lengths=call.lengths,

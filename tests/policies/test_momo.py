@@ -57,6 +57,7 @@ def test_delta_brings_the_rows_between_nearer_to_dense(device):
     sparse, _ = block_sparse_attention(
         c.q, c.k, c.v, blocks, scale=c.scale, query_block=32, block=16, sink=1
     )
+    assert torch.equal(dataclasses.replace(MOMO, delta=False).attend(c), sparse)
     wanted = exact(c)
     assert (MOMO.attend(c) - wanted).norm() < 0.7 * (sparse - wanted).norm()
 
