@@ -5,12 +5,11 @@ import os
 
 import torch
 
-# Workers spread over the machine's GPUs where it has several; before CUDA looks for them.
+# Workers spread over the GPUs named, such as "0,1"; before CUDA looks for them.
 if "ATTNPLUG_TEST_GPUS" in os.environ and "PYTEST_XDIST_WORKER" in os.environ:
-    os.environ["CUDA_VISIBLE_DEVICES"] = str(
-        int(os.environ["PYTEST_XDIST_WORKER"].removeprefix("gw"))
-        % int(os.environ["ATTNPLUG_TEST_GPUS"])
-    )
+    gpus = os.environ["ATTNPLUG_TEST_GPUS"].split(",")
+    worker = int(os.environ["PYTEST_XDIST_WORKER"].removeprefix("gw"))
+    os.environ["CUDA_VISIBLE_DEVICES"] = gpus[worker % len(gpus)]
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
