@@ -5,7 +5,7 @@ import fnmatch
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import torch
@@ -257,6 +257,9 @@ def _bind(model: PreTrainedModel, layer: AttentionLayer, policy: Policy | None) 
         refusal = phase.refusal(layer.shape) if phase is not None else None
         if refusal:
             return Binding(None, refusal, stock)
+    untraced = policy.trace.refusal(layer.shape) if policy.trace is not None else None
+    if untraced:
+        return Binding(replace(policy, trace=None), f"not traced: {untraced}", stock)
     return Binding(policy, "", stock)
 
 
@@ -277,6 +280,9 @@ def _report(layer: AttentionLayer, binding: Binding) -> LayerReport:
     prefill, decode = binding.policy.prefill, binding.policy.decode
     assert prefill is not None and decode is not None  # filled by Policy
     notes = [f"{p.name}: {p.note(layer.shape)}" for p in (prefill, decode) if p.note(layer.shape)]
+    if binding.policy.trace is not None:
+        notes.append(f"traced by {binding.policy.trace}")
+    notes += [binding.reason] if binding.reason else []
     return LayerReport(
         layer.index, layer.name, layer.kind, str(prefill), str(decode), "; ".join(notes)
     )

@@ -20,7 +20,7 @@ from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from attnplug.errors import GradientError, UnsupportedCallError
 from attnplug.models.hook import may_sync
-from attnplug.policies.base import AttentionCall, Policy
+from attnplug.policies.base import AttentionCall, Policy, Sink
 from attnplug.policies.dense import causal_mask
 
 ATTENTION_NAME = "attnplug"
@@ -31,11 +31,13 @@ BAND = 1024  # queries of a sliding-window layer that attend together; fewer fil
 @dataclass(frozen=True)
 class Binding:
     """What `apply` decided for one attention module: its policy, or why it stays dense, and the
-    model's own attention ("sdpa" or "eager") for that case."""
+    model's own attention ("sdpa" or "eager") for that case. `sink` is there while someone records
+    a trace."""
 
     policy: Policy | None
     reason: str
     stock: str
+    sink: Sink | None = None
 
 
 def register_names() -> None:
@@ -126,6 +128,7 @@ def plug_attention(
         )
     if binding is None or binding.policy is None or not compact or _exotic(kwargs):
         return _stock(module, binding, call, attention_mask, compact, kwargs)
+    call.sink = binding.sink
     out = binding.policy.attend(call)
     return out.transpose(1, 2).contiguous(), None
 

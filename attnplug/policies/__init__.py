@@ -9,25 +9,34 @@ from importlib.metadata import entry_points
 
 from attnplug.errors import PolicyError
 from attnplug.policies.base import (
+    SLOTS,
     AttentionCall,
+    Edges,
     LayerShape,
     Phase,
     Policy,
+    Reads,
+    Sink,
     check_option,
     parse_policy,
 )
 from attnplug.policies.dense import Dense, apply_sinks
 from attnplug.policies.gather import Gather
 from attnplug.policies.momo import Momo
+from attnplug.policies.stream import Stream
 
 __all__ = [
     "AttentionCall",
     "Dense",
+    "Edges",
     "Gather",
     "LayerShape",
     "Momo",
     "Phase",
     "Policy",
+    "Reads",
+    "Sink",
+    "Stream",
     "apply_sinks",
     "check_option",
     "methods",
@@ -36,7 +45,7 @@ __all__ = [
     "register",
 ]
 
-_METHODS: dict[str, type[Phase]] = {cls.name: cls for cls in (Dense, Gather, Momo)}
+_METHODS: dict[str, type[Phase]] = {cls.name: cls for cls in (Dense, Gather, Momo, Stream)}
 
 
 def register(cls: type[Phase]) -> type[Phase]:
@@ -51,9 +60,10 @@ def register(cls: type[Phase]) -> type[Phase]:
     name, phases = getattr(cls, "name", None), getattr(cls, "phases", frozenset())
     if not (isinstance(name, str) and name.isidentifier()):
         raise PolicyError(f"register: {cls.__name__}.name is {name!r}, needs an identifier")
-    if not phases or not phases <= {"prefill", "decode"}:
+    if not phases or not phases <= SLOTS:
         raise PolicyError(
-            f"register: {cls.__name__}.phases is {phases!r}, needs 'prefill', 'decode' or both"
+            f"register: {cls.__name__}.phases is {phases!r}, needs some of 'prefill', 'decode', "
+            "'trace'"
         )
     if _METHODS.get(name, cls) is not cls:
         raise PolicyError(f"register: the name {name!r} is taken by {_METHODS[name].__name__}")

@@ -4,7 +4,7 @@ grammar of policy strings ("momo(gamma=16)+gather(k=32)")."""
 import ast
 import dataclasses
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import torch
 
@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from attnplug.models.cache import PlugLayer
 
 
+SLOTS = frozenset({"prefill", "decode", "trace"})
+
+
 @dataclasses.dataclass
 class AttentionCall:
     """One attention layer's work in one forward pass, as a policy sees it.
@@ -24,8 +27,9 @@ class AttentionCall:
     `lengths` (`[1]`, int64, or None for S) counts the valid keys, the T queries being the last of
     them. `key_mask` `[B,S]` is False where a key must not be seen (padding); `start` `[B]` is the
     first key it lets through, given for T > 1 only. `state` is the layer's static cache, a method's
-    own layer where generate or `make_cache` made it, or None. The attention is causal; a policy
-    returns `[B,Hq,T,D]`.
+    own layer where generate or `make_cache` made it, or None. `sink` takes the edges that a tracing
+    method finds, while `attnplug.trace.record` is on. The attention is causal; a policy returns
+    `[B,Hq,T,D]`.
     """
 
     q: torch.Tensor
@@ -38,6 +42,7 @@ class AttentionCall:
     start: torch.Tensor | None = None
     key_mask: torch.Tensor | None = None
     state: "StaticLayer | None" = None
+    sink: "Sink | None" = None
 
     @property
     def whole(self) -> bool:
@@ -56,6 +61,39 @@ class AttentionCall:
 
 
 @dataclasses.dataclass(frozen=True)
+class Edges:
+    """What a tracing method found in one call: the key blocks `index` (int32 `[B,Hq,NQ,K]`, -1 =
+    none) that each query block attends to and what they weigh (float32, like index), in blocks of
+    `query_block` queries and `block` keys; what a weight means; and, where it was measured, how
+    much of the attention they hold: the sum over some queries and their number, `[B,Hq,2]`."""
+
+    index: torch.Tensor
+    weight: torch.Tensor
+    query_block: int
+    block: int
+    weights: str
+    captured: torch.Tensor | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Reads:
+    """The key blocks that a method reads for each query block: int32 `[B,Hq,NQ,K]`, no block
+    twice, -1 = none, in blocks of `query_block` queries and `block` keys."""
+
+    index: torch.Tensor
+    query_block: int
+    block: int
+
+
+class Sink(Protocol):
+    """Where one layer's edges go, on the host."""
+
+    def emit(self, call: AttentionCall, edges: Edges) -> None:
+        """Take the edges of a call."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
 class LayerShape:
     """What is known of an attention layer before it runs."""
 
@@ -71,16 +109,28 @@ class Phase:
     """One method: a frozen dataclass of options with `attend`. Subclass it and register it with
     `attnplug.policies.register`.
 
-    `phases` names what it can serve, of "prefill" (T > 1) and "decode" (T = 1). A phase holds no
-    tensors: what it must remember lives in the cache layer that `cache_layer` makes.
+    `phases` names what it can serve, of "prefill" (T > 1), "decode" (T = 1) and "trace" (look on
+    while another serves); `on_request` what it serves only where a policy says so by the phase's
+    name. A phase holds no tensors: what it must remember lives in the cache layer that
+    `cache_layer` makes.
     """
 
     name: ClassVar[str]
     phases: ClassVar[frozenset[str]]
+    on_request: ClassVar[frozenset[str]] = frozenset()
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
         """The attention output `[B,Hq,T,D]` of one call."""
         raise NotImplementedError(f"{type(self).__name__} has no attend")
+
+    def observe(self, call: AttentionCall, served: "Phase") -> Edges | None:
+        """The edges of a call that the phase `served` has served; None where there are none to
+        tell. Must leave the call's tensors as they are."""
+        raise NotImplementedError(f"{type(self).__name__} has no observe")
+
+    def reads(self, call: AttentionCall) -> Reads | None:
+        """The key blocks that serving this call reads; None where it reads all of them."""
+        return None
 
     def refusal(self, shape: LayerShape) -> str | None:
         """Why this method cannot serve such a layer (which then stays dense), or None."""
@@ -124,37 +174,45 @@ class Policy:
     def __post_init__(self) -> None:
         from attnplug.policies.dense import Dense  # dense is a policy itself: it imports this file
 
-        for slot in ("prefill", "decode"):
+        for slot in ("prefill", "decode", "trace"):
             phase = getattr(self, slot)
             if phase is None:
-                object.__setattr__(self, slot, Dense())
+                object.__setattr__(self, slot, None if slot == "trace" else Dense())
             elif not isinstance(phase, Phase):
                 raise PolicyError(
                     f"Policy: {slot} is {phase!r}, needs a method such as attnplug.Dense()"
                 )
-            elif slot not in phase.phases:
+            elif slot not in phase.phases | phase.on_request:
                 raise PolicyError(
                     f"Policy: {phase.name} cannot be the {slot} method, it serves "
-                    f"{' and '.join(sorted(phase.phases))}"
+                    f"{' and '.join(sorted(phase.phases | phase.on_request))}"
                 )
-        if self.trace is not None:
-            raise PolicyError("Policy: no tracing method is installed; trace must be None")
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
-        """Run the phase that the static shape of the queries asks for."""
+        """Run the phase that the static shape of the queries asks for, and let the tracing method
+        look on where someone records."""
         phase = self.decode if call.q.shape[2] == 1 else self.prefill
         assert phase is not None  # filled by __post_init__
-        return phase.attend(call)
+        out = phase.attend(call)
+        if self.trace is not None and call.sink is not None:
+            edges = self.trace.observe(call, phase)
+            if edges is not None:
+                call.sink.emit(call, edges)
+        return out
 
     def __str__(self) -> str:
         prefill, decode = self.prefill, self.decode
         assert prefill is not None and decode is not None  # filled by __post_init__
-        if prefill == decode:
-            return str(prefill)
-        named = [phase for phase in (prefill, decode) if phase.name != "dense"]
-        if any(len(phase.phases) > 1 for phase in named):
-            return f"prefill={prefill}, decode={decode}"
-        return "+".join(map(str, named))
+        slots = {"prefill": prefill, "decode": decode}
+        if self.trace is not None:
+            slots["trace"] = self.trace
+        served = [prefill] if prefill == decode else [prefill, decode]
+        named = [phase for phase in served if phase.name != "dense"]
+        asked = any(slot in phase.on_request for slot, phase in slots.items())
+        if asked or (len(served) > 1 and any(len(phase.phases) > 1 for phase in named)):
+            return ", ".join(f"{slot}={phase}" for slot, phase in slots.items())
+        traced = [] if self.trace is None else [self.trace]
+        return "+".join(map(str, [*named, *traced] or served[:1]))
 
 
 def parse_policy(text: str, methods: Mapping[str, type[Phase]]) -> Policy:
@@ -162,15 +220,15 @@ def parse_policy(text: str, methods: Mapping[str, type[Phase]]) -> Policy:
 
     Terms are joined with "+"; each is a method's name, with options as Python keywords. A method
     takes the phases that it serves and no other term claims; the rest is dense. Phases can also be
-    named: "prefill=momo, decode=dense".
+    named: "prefill=momo, decode=dense, trace=stream".
     """
     whole = _parse_call(text)
     if whole.keywords and not whole.args:
         named = {str(keyword.arg): keyword.value for keyword in whole.keywords}
-        if not named.keys() <= {"prefill", "decode"}:
+        if not named.keys() <= SLOTS:
             raise PolicyError(
-                f"policy {text!r}: a phase is prefill or decode, not "
-                f"{', '.join(named.keys() - {'prefill', 'decode'})}"
+                f"policy {text!r}: a phase is prefill, decode or trace, not "
+                f"{', '.join(sorted(named.keys() - SLOTS))}"
             )
         return Policy(**{slot: _parse_term(node, text, methods) for slot, node in named.items()})
     if len(whole.args) != 1 or whole.keywords:

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from attnplug import Dense, Momo, Policy, PolicyError
-from attnplug.policies import Phase, methods, names, parse, register
+from attnplug.policies import Phase, Stream, methods, names, parse, register
 
 OPTIONS = st.fixed_dictionaries(
     {},
@@ -40,6 +40,11 @@ def test_text_and_object_are_the_same_policy(options):
         (" momo( topk = 'exact' ) ", "momo(topk='exact')"),
         ("prefill=momo(gamma=8), decode=dense", "momo(gamma=8)"),
         ("decode=dense", "dense"),
+        ("stream+dense", "stream"),
+        ("stream(top_k=8) + gather + momo", "momo+gather+stream(top_k=8)"),
+        ("trace=stream, decode=gather", "gather+stream"),
+        ("prefill=stream", "prefill=stream, decode=dense"),
+        ("trace=stream, prefill=stream", "prefill=stream, decode=dense, trace=stream"),
     ],
 )
 def test_a_policy_has_one_spelling(text, same):
@@ -85,6 +90,8 @@ def test_a_method_of_both_phases_has_a_spelling_in_each():
         Policy(both(), both()),
         Policy(prefill=both()),
         Policy(prefill=Momo(), decode=both()),
+        Policy(prefill=Momo(), decode=both(), trace=Stream()),
+        Policy(both(), both(), Stream()),
     ):
         assert parse(str(policy)) == policy
     assert str(Policy(prefill=both())) == "prefill=both, decode=dense"
@@ -93,7 +100,10 @@ def test_a_method_of_both_phases_has_a_spelling_in_each():
 @pytest.mark.parametrize(
     "text, message",
     [
-        ("prefill=momo, trace=momo", "a phase is prefill or decode, not trace"),
+        ("prefill=momo, encode=momo", "a phase is prefill, decode or trace, not encode"),
+        ("trace=momo", "momo cannot be the trace method, it serves prefill"),
+        ("decode=stream", "stream cannot be the decode method, it serves prefill and trace"),
+        ("stream+stream(top_k=8)", "both want to be the trace method"),
         ("momo, dense", "join methods with"),
         ("decode=momo", "momo cannot be the decode method"),
         ("", "join methods with"),
@@ -111,8 +121,8 @@ def test_a_bad_composition_is_refused(text, message):
     [
         ("momo", frozenset({"decode"}), "the name 'momo' is taken by Momo"),
         ("not a name", frozenset({"decode"}), "needs an identifier"),
-        ("theirs", frozenset(), "needs 'prefill', 'decode' or both"),
-        ("theirs", frozenset({"encode"}), "needs 'prefill', 'decode' or both"),
+        ("theirs", frozenset(), "needs some of 'prefill', 'decode', 'trace'"),
+        ("theirs", frozenset({"encode"}), "needs some of 'prefill', 'decode', 'trace'"),
     ],
 )
 def test_a_bad_registration_is_refused(name, phases, message):

@@ -1,0 +1,183 @@
+"""stream: looks on while another method serves, and tells which key blocks each query block attends
+to, in near-linear time.
+
+Beside any method, `trace=Stream()` finds by hierarchical refinement the `top_k` key blocks with the
+largest q.k of every query block and head (`attnplug.ops.stream_mask`) and weighs them
+(`attnplug.ops.stream_edges`). Nothing is computed unless `attnplug.trace.record` is on, and what
+the model computes stays bit for bit the same.
+
+Asked for by name, `prefill=stream`, it serves: attention over the named blocks alone, with the
+softmax over them. That is an approximation, and no fast one.
+
+Source: STREAM (Rosser et al., 2025), shared/papers/004.
+"""
+
+import dataclasses
+from typing import Any, ClassVar
+
+import torch
+
+from attnplug.ops import query_sparse_attention, stream_edges, stream_mask
+from attnplug.ops.stream_edges import WEIGHTS
+from attnplug.ops.stream_mask import BLOCKS, MAX_BRANCHES
+from attnplug.policies.base import AttentionCall, Edges, LayerShape, Phase, check_option
+from attnplug.policies.dense import apply_sinks
+
+SUBJECTS = ("model", "policy")
+
+
+@dataclasses.dataclass(frozen=True)
+class Stream(Phase):
+    """A trace of the attention, edge by edge.
+
+    top_k: key blocks that are kept of each query block. block: keys a block. query_block: queries a
+    block. weights: what an edge weighs, its largest score ("score"), its share of the named
+    blocks' attention ("mass"), or the length of what it adds to the output ("value"). of: whose
+    blocks, those that the model attends to ("model"), or those that the serving method has picked
+    ("policy"), which has blocks of its own. measure: on every so many-th query, how much of dense
+    attention the named blocks hold; 0 measures none.
+    """
+
+    top_k: int = 32
+    block: int = 64
+    query_block: int = 64
+    weights: str = "mass"
+    of: str = "model"
+    measure: int = 0
+
+    name: ClassVar[str] = "stream"
+    phases: ClassVar[frozenset[str]] = frozenset({"trace"})
+    on_request: ClassVar[frozenset[str]] = frozenset({"prefill"})
+
+    def __post_init__(self) -> None:
+        def check(option: str, valid: bool, needed: str) -> None:
+            check_option(self.name, option, getattr(self, option), valid, needed)
+
+        for option in ("top_k", "block", "query_block", "measure"):
+            check(option, type(getattr(self, option)) is int, "an integer")
+        check("top_k", 1 <= self.top_k <= MAX_BRANCHES, f"1 to {MAX_BRANCHES}")
+        for option in ("block", "query_block"):
+            check(option, getattr(self, option) in BLOCKS, ", ".join(map(str, BLOCKS)))
+        check("weights", self.weights in WEIGHTS, ", ".join(WEIGHTS))
+        check("of", self.of in SUBJECTS, ", ".join(SUBJECTS))
+        check("measure", self.measure >= 0, "at least 0")
+
+    def refusal(self, shape: LayerShape) -> str | None:
+        return "stream knows no softcap" if shape.softcap else None
+
+    def note(self, shape: LayerShape) -> str:
+        return (
+            f"attends to {self.top_k} blocks of {self.block} keys, an approximation: "
+            "stream(measure=16) as trace tells how much they hold"
+        )
+
+    def attend(self, call: AttentionCall) -> torch.Tensor:
+        """Attention over the named blocks alone."""
+        options, blocks = self._options(call), self._blocks()
+        index, _ = stream_mask(call.q, call.k, top_k=self.top_k, **blocks, **options)
+        _, out, lse = stream_edges(
+            call.q, call.k, call.v, index, scale=call.scale, output=True, **blocks, **options
+        )
+        out = apply_sinks(out, lse, call.sinks)
+        return out + _poison(call, options["start"]).to(out.dtype)
+
+    def observe(self, call: AttentionCall, served: Phase) -> Edges | None:
+        options, blocks = self._options(call), self._blocks()
+        if self.of == "policy":
+            reads = served.reads(call)
+            if reads is None:
+                return None
+            index, score = reads.index, None
+            blocks = {"query_block": reads.query_block, "block": reads.block}
+        else:
+            index, score = stream_mask(call.q, call.k, top_k=self.top_k, **blocks, **options)
+        captured = None
+        if score is not None and self.weights == "score" and not self.measure:
+            weight = score
+        else:
+            weight, lse = self._weigh(call, index, options | blocks)
+            if lse is not None:
+                captured = self._captured(call, lse, options)
+        return Edges(index, weight, **blocks, weights=self.weights, captured=captured)
+
+    def _weigh(
+        self, call: AttentionCall, index: torch.Tensor, options: dict[str, Any]
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The edges' weights, and where the captured share is wanted the log-sum-exps over the
+        named blocks `[B,Hq,T]`."""
+        found = stream_edges(
+            call.q,
+            call.k,
+            call.v,
+            index,
+            scale=call.scale,
+            weights=self.weights,
+            output=self.measure > 0,
+            **options,
+        )
+        return (found[0], found[2]) if isinstance(found, tuple) else (found, None)
+
+    def _captured(
+        self, call: AttentionCall, lse: torch.Tensor, options: dict[str, Any]
+    ) -> torch.Tensor:
+        """`[B,Hq,2]`: the shares of dense attention that the named blocks hold, summed over every
+        `measure`-th query, and how many these are."""
+        _, dense, _, _ = query_sparse_attention(
+            call.q,
+            call.k,
+            call.v,
+            scale=call.scale,
+            gamma=self.measure,
+            top_k=0,
+            exact_k=0,
+            **options,
+        )
+        batch, heads, queries = lse.shape
+        length = call.k.shape[2] if call.lengths is None else call.lengths
+        start = options["start"]
+        first = torch.zeros(1, dtype=torch.int64, device=lse.device)
+        if start is not None:
+            first = (start - (length - queries)).clamp(min=0)
+        rows = first[:, None] + self.measure * torch.arange(dense.shape[2], device=lse.device)
+        at = rows.clamp(max=queries - 1)[:, None].expand(batch, heads, -1)
+        real = (rows < queries)[:, None] & (dense > -torch.inf)
+        share = (lse.gather(2, at) - dense).exp()
+        share = torch.where(real, share, 0.0)
+        return torch.stack([share.sum(-1), real.sum(-1).float()], -1)
+
+    def _blocks(self) -> dict[str, int]:
+        return {"query_block": self.query_block, "block": self.block}
+
+    def _options(self, call: AttentionCall) -> dict[str, Any]:
+        return {
+            "lengths": call.lengths,
+            "start": first_key(call),
+            "key_mask": call.key_mask,
+        }
+
+
+def first_key(call: AttentionCall) -> torch.Tensor | None:
+    """The first real key of each row, int32 `[B]`, or None for 0: blocks count from there. A decode
+    step is told the mask and not where it begins."""
+    if call.start is not None or call.key_mask is None:
+        return call.start
+    return call.key_mask.to(torch.uint8).argmax(-1).to(torch.int32)
+
+
+def _poison(call: AttentionCall, start: torch.Tensor | None) -> torch.Tensor:
+    """`[B,Hq,T,1]`: NaN where a query sees a key or value that is not finite, else 0. Dense
+    attention would show it; a block that is not read would hide it."""
+    sums = call.k.sum(-1, dtype=torch.float32) + call.v.sum(-1, dtype=torch.float32)
+    bad = ~sums.isfinite()
+    at = torch.arange(bad.shape[2], device=bad.device)
+    if call.key_mask is not None:
+        bad = bad & call.key_mask[:, None]
+    if start is not None:
+        bad = bad & (at >= start[:, None])[:, None]
+    queries = call.q.shape[2]
+    length = bad.shape[2] if call.lengths is None else call.lengths[:, None]
+    position = (length - queries + at[None, :queries]).clamp(min=0)
+    seen = bad.int().cummax(-1).values.bool()
+    seen = seen.gather(2, position[:, None].expand(*seen.shape[:2], -1))
+    group = call.q.shape[1] // call.k.shape[1]
+    return torch.where(seen, torch.nan, 0.0).repeat_interleave(group, 1)[..., None]
