@@ -6,10 +6,11 @@
 
 and `refine` (_topk_select.py), one program a row, selects the rest from the list.
 
-The programs of a row learn their places in its output by looking back at what the programs before
-them counted, so that picks and lists stand in the same order in every run. Programs start in the
-order of their number (CUB's decoupled look-back relies on the same): nobody waits for one that
-cannot start.
+A program of `collect` knows its places in the output and the list from what the programs of
+`verify` counted in the parts before its own, so picks and lists stand in the same order in every
+run. Where only maxima were counted it looks back at what the programs before it have found;
+programs start in the order of their number (CUB's decoupled look-back relies on the same): nobody
+waits for one that cannot start.
 """
 
 import triton
@@ -92,6 +93,13 @@ def _grouped(n, K, GROUP):
 
 
 @triton.jit
+def _part(n, c, P, TILE: tl.constexpr):
+    """Where part c of P of a row begins and ends; parts are whole tiles."""
+    first = c * (tl.cdiv(tl.cdiv(n, TILE), P) * TILE)
+    return first, tl.minimum(first + tl.cdiv(tl.cdiv(n, TILE), P) * TILE, n)
+
+
+@triton.jit
 def _count(x, low, scale, BINS: tl.constexpr):
     b = _bin(x, low, scale, BINS)
     return tl.histogram(b, BINS, mask=b > 0)  # bin 0 has the most, and nobody asks for its count
@@ -103,14 +111,14 @@ def _count_maxima(
 ):
     GROUPS: tl.constexpr = TILE // GROUP
     top = tl.max(tl.reshape(x, [GROUPS, GROUP]), 1)
-    g = s * GROUPS + tl.arange(0, GROUPS)
+    g = s // GROUP + tl.arange(0, GROUPS)
     tl.store(maxima + g, top, mask=g < tl.cdiv(n, GROUP))
     return _count(top, low, scale, BINS)
 
 
 @triton.jit
 def verify(
-    scores, hint, lengths, edges, counts, words, maxima, N, M, collectors, groups_r, x_r, hint_r,
+    scores, hint, lengths, edges, counts, words, maxima, N, M, programs, groups_r, x_r, hint_r,
     P, K, BINS: tl.constexpr, SAMPLE: tl.constexpr, TILE: tl.constexpr,
     GROUP: tl.constexpr, WORDS: tl.constexpr, LENGTH_STEP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -120,19 +128,17 @@ def verify(
     r = (tl.program_id(0) // P).to(tl.int64)
     if PDL:
         gdc_launch_dependents()
-    each = tl.cdiv(collectors, P)
+    each = tl.cdiv(programs, P)
     w = tl.arange(0, WORDS)
-    mine = (w < each) & (c * each + w < collectors)
-    tl.store(words + r * collectors + c * each + w, tl.zeros([WORDS], tl.int64), mask=mine)
+    mine = (w < each) & (c * each + w < programs)
+    tl.store(words + r * programs + c * each + w, tl.zeros([WORDS], tl.int64), mask=mine)
     n = length_of(lengths, r, N, LENGTH_STEP)
     if n > K:
         x_at = scores + r * x_r
-        tiles = tl.cdiv(n, TILE)
-        first = c * tl.cdiv(tiles, P)
-        last = tl.minimum(first + tl.cdiv(tiles, P), tiles)
+        first, last = _part(n, c, P, TILE)
         lane = tl.arange(0, TILE)
-        i = first * TILE + lane
-        x = tl.load(x_at + i, mask=i < n, other=float("-inf"))
+        i = first + lane
+        x = tl.load(x_at + i, mask=i < last, other=float("-inf"))
         hint_at = None
         if hint is not None:
             hint_at = hint + r * hint_r
@@ -141,9 +147,9 @@ def verify(
             tl.store(edges + r * 2, low)
             tl.store(edges + r * 2 + 1, scale)
         count = tl.zeros([BINS], tl.int32)
-        for s in range(first, last):
-            i = (s + 1) * TILE + lane  # the next tile is under way while this one is counted
-            y = tl.load(x_at + i, mask=i < tl.minimum(last * TILE, n), other=float("-inf"))
+        for s in range(first, last, TILE):
+            i = s + TILE + lane  # the next tile is under way while this one is counted
+            y = tl.load(x_at + i, mask=i < last, other=float("-inf"))
             x = clean(x)
             if GROUP > 1:
                 if _grouped(n, K, GROUP):
@@ -155,9 +161,11 @@ def verify(
             else:
                 count += _count(x, low, scale, BINS)
             x = y
-        # Saturated counts are still above any k.
-        kept = tl.minimum(count, 32767).to(tl.int16)
-        tl.store(counts + (r * P + c) * BINS + tl.arange(0, BINS), kept)
+        # int16 where a part fits it; of maxima, saturated counts are still above any k.
+        if counts.dtype.element_ty == tl.int16:
+            count = tl.minimum(count, 32767)
+        at = counts + (r * P + c) * BINS + tl.arange(0, BINS)
+        tl.store(at, count.to(counts.dtype.element_ty))
 
 
 # ---- collect ------------------------------------------------------------------------------------
@@ -198,18 +206,21 @@ def _wide(flags):
 
 
 @triton.jit
-def _find_bin(counts, r, K, BINS: tl.constexpr, P, P_PAD: tl.constexpr):
-    """The bin that holds the k-th counted score, and how many it holds (0: not counted)."""
+def _find_bin(counts, r, c, K, BINS: tl.constexpr, P, P_PAD: tl.constexpr):
+    """The bin that holds the k-th counted score, and how many scores are in it and above it: of all
+    parts in the upper half of an int64, of those before part c in the lower. Bin 0 counts none."""
     p = tl.arange(0, P_PAD)
     t = tl.arange(0, BINS)
     h = tl.load(
         counts + (r * P + p[:, None]) * BINS + t[None, :], mask=p[:, None] < P, other=0,
         cache_modifier=".cg",
-    )  # fmt: skip
-    h = tl.sum(h.to(tl.int32), 0)
+    ).to(tl.int32)  # fmt: skip
+    before = tl.sum(tl.where(p[:, None] < c, h, 0), 0).to(tl.int64)
+    h = tl.sum(h, 0)
     reach = tl.cumsum(h, 0, reverse=True)  # in bin t and above
-    j = tl.sum(((reach >= K) & (t > 0)).to(tl.int32), 0)  # bin 0 was not counted: it has the rest
-    return j, tl.sum(tl.where(t == j, h, 0), 0)
+    j = tl.sum(((reach >= K) & (t > 0)).to(tl.int32), 0)
+    both = (h.to(tl.int64) << 32) + before
+    return j, tl.sum(tl.where(t == j, both, 0), 0), tl.sum(tl.where(t > j, both, 0), 0)
 
 
 @triton.jit
@@ -257,33 +268,35 @@ def _collect_groups(
 
 
 @triton.jit
-def _collect_tiles(
-    x_at, n, c, words, ranges, j, low, scale, crowded, out_i, out_x, list_i, list_x,
-    K, BINS: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr,
-    GROUP: tl.constexpr, CAPACITY: tl.constexpr, SLOTS: tl.constexpr,
+def _collect_part(
+    x, x_at, first, last, n, c, words, ranges, j, held, above, low, scale,
+    out_i, out_x, list_i, list_x,
+    K, BINS: tl.constexpr, TILE: tl.constexpr, GROUP: tl.constexpr, CAPACITY: tl.constexpr,
 ):  # fmt: skip
-    """Read TILES tiles of the row, twice: to count, and to write."""
+    """Part first..last of the row, of which x is the first tile."""
     lane = tl.arange(0, TILE)
-    first = c * TILES * TILE
-    last = tl.minimum(first + TILES * TILE, n)
-    total = tl.full([], 0, tl.int64)
+    all_sure = (above >> 32).to(tl.int32)
+    sure = (above & 0xFFFFFFFF).to(tl.int32)
+    # Bin 0, where the k-th is below the range, has what is in no other.
+    all_held = tl.where(j > 0, (held >> 32).to(tl.int32), n - all_sure)
+    inbin = tl.where(j > 0, (held & 0xFFFFFFFF).to(tl.int32), tl.minimum(first, n) - sure)
+    if c == 0:
+        tl.store(words, (all_sure.to(tl.int64) << 31) + all_held + READY)
     key_low = tl.full([], MOST, tl.int32)
     key_high = tl.full([], LEAST, tl.int32)
     for s in range(first, last, TILE):
+        i = s + TILE + lane
+        y = tl.load(x_at + i, mask=i < last, other=float("-inf"))
+        x = clean(x)
         i = s + lane
-        x = clean(tl.load(x_at + i, mask=i < n, other=float("-inf")))
-        f = _flags(x, i < n, j, low, scale, BINS)
-        total += _wide(f)
-        if crowded:
+        f = _flags(x, i < last, j, low, scale, BINS)
+        if all_held > CAPACITY:  # the list overflows: refine wants its range
             key_low, key_high = _spread(x, f, key_low, key_high)
-    tl.store(ranges, key_low)
-    tl.store(ranges + 1, key_high)
-    sure, inbin = _look_back(words, c, total, SLOTS)
-    for s in range(first, last, TILE):
-        i = s + lane
-        x = clean(tl.load(x_at + i, mask=i < n, other=float("-inf")))
-        f = _flags(x, i < n, j, low, scale, BINS)
         sure, inbin = write(x, i, f, sure, inbin, out_i, out_x, list_i, list_x, K, CAPACITY, GROUP)
+        x = y
+    if all_held > CAPACITY:
+        tl.store(ranges, key_low)
+        tl.store(ranges + 1, key_high)
 
 
 @triton.jit
@@ -291,63 +304,47 @@ def collect(
     scores, lengths, edges, counts, words, ranges, maxima, groups, list_i, list_x, out_i, out_x,
     N, groups_r, x_r,
     P, K, BINS: tl.constexpr, verifiers,
-    VERIFIERS_PAD: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr, GROUP: tl.constexpr,
+    VERIFIERS_PAD: tl.constexpr, VERIFY_TILE: tl.constexpr, TILE: tl.constexpr,
+    HERE: tl.constexpr, GROUP: tl.constexpr,
     BATCH: tl.constexpr, CAPACITY: tl.constexpr, SLOTS: tl.constexpr, LENGTH_STEP: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program c of P of row r: its TILES * TILE scores."""
+    """Program c of P of row r: the part that program c of `verify` counted, or HERE groups."""
     c = tl.program_id(0) % P
     r = (tl.program_id(0) // P).to(tl.int64)
     n = length_of(lengths, r, N, LENGTH_STEP)
     x_at = scores + r * x_r
-    lane = tl.arange(0, TILE)
-    first = c * TILES * TILE
-    i = first + lane
-    x = tl.zeros([TILE], tl.float32)
-    if TILES == 1:  # the scores are an input: no need to wait for the counts
-        x = tl.load(x_at + i, mask=i < n, other=float("-inf"))
+    first, last = _part(n, c, verifiers, VERIFY_TILE)
+    # The scores are an input: no need to wait for the counts.
+    i = first + tl.arange(0, TILE)
+    x = tl.load(x_at + i, mask=i < last, other=float("-inf"))
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
     if n > K:
         low = tl.load(edges + r * 2, cache_modifier=".cg")
         scale = tl.load(edges + r * 2 + 1, cache_modifier=".cg")
-        j, held = _find_bin(counts, r, K, BINS, verifiers, VERIFIERS_PAD)
+        j, held, above = _find_bin(counts, r, c, K, BINS, verifiers, VERIFIERS_PAD)
         words += r * P
         ranges += (r * P + c) * 2
         list_i += r * 2 * CAPACITY
         list_x += r * 2 * CAPACITY
         out_i += r * K
         out_x += r * K
-        crowded = (j == 0) | (held > CAPACITY)  # the list may overflow: refine wants its range
-        if TILES == 1:
-            x = clean(x)
-            f = _flags(x, i < n, j, low, scale, BINS)
-            if crowded:
-                key_low = tl.full([], MOST, tl.int32)
-                key_high = tl.full([], LEAST, tl.int32)
-                key_low, key_high = _spread(x, f, key_low, key_high)
-                tl.store(ranges, key_low)
-                tl.store(ranges + 1, key_high)
-            sure, inbin = _look_back(words, c, _wide(f), SLOTS)
-            write(x, i, f, sure, inbin, out_i, out_x, list_i, list_x, K, CAPACITY, GROUP)
-        else:
-            if GROUP > 1:
-                if _grouped(n, K, GROUP):
-                    _collect_groups(
-                        x_at, n, c, words, ranges, maxima + r * groups_r, groups + r * groups_r,
-                        j, low, scale, out_i, out_x, list_i, list_x,
-                        K, BINS, TILE * TILES // GROUP, GROUP, BATCH, CAPACITY, SLOTS,
-                    )  # fmt: skip
-                else:
-                    _collect_tiles(
-                        x_at, n, c, words, ranges, j, low, scale, crowded,
-                        out_i, out_x, list_i, list_x,
-                        K, BINS, TILE, TILES, GROUP, CAPACITY, SLOTS,
-                    )  # fmt: skip
-            else:
-                _collect_tiles(
-                    x_at, n, c, words, ranges, j, low, scale, crowded,
-                    out_i, out_x, list_i, list_x,
-                    K, BINS, TILE, TILES, GROUP, CAPACITY, SLOTS,
+        if GROUP > 1:
+            if _grouped(n, K, GROUP):
+                _collect_groups(
+                    x_at, n, c, words, ranges, maxima + r * groups_r, groups + r * groups_r,
+                    j, low, scale, out_i, out_x, list_i, list_x,
+                    K, BINS, HERE, GROUP, BATCH, CAPACITY, SLOTS,
                 )  # fmt: skip
+            else:
+                _collect_part(
+                    x, x_at, first, last, n, c, words, ranges, j, held, above, low, scale,
+                    out_i, out_x, list_i, list_x, K, BINS, TILE, GROUP, CAPACITY,
+                )  # fmt: skip
+        else:
+            _collect_part(
+                x, x_at, first, last, n, c, words, ranges, j, held, above, low, scale,
+                out_i, out_x, list_i, list_x, K, BINS, TILE, GROUP, CAPACITY,
+            )  # fmt: skip

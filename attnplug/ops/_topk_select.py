@@ -13,6 +13,7 @@ READY = tl.constexpr(1 << 62)
 LOW = tl.constexpr((1 << 31) - 1)
 LEAST = tl.constexpr(-0x7F800001)  # key of -inf
 MOST = tl.constexpr(0x7F800000)  # key of +inf
+OUTSIDE = tl.constexpr(-0x80000000)  # below every key: no score
 _EMPTY = tl.constexpr(-(2**63))
 
 # The ways of a row, as stats has them.
@@ -62,15 +63,16 @@ def _take_all(x_at, n, out_i, out_x, K, K_PAD: tl.constexpr):
 
 
 @triton.jit
-def _cut(low, high, part, linear):
-    """A key between low and high (exclusive), `part` fifths of the way: of the scores' way where
-    `linear`, of the keys' way otherwise, which halves what is left whatever the scores are."""
-    key = low + (high - low) * part // 5
-    a = score_of(low.to(tl.int32))
-    z = score_of((high - 1).to(tl.int32))
-    x = a + (z - a) * (part * 0.2)
-    key = tl.where(linear & (tl.abs(x) < float("inf")), key_of(x + 0.0).to(tl.int64), key)
-    return tl.minimum(tl.maximum(key, low + 1), high - 1)
+def _fifth(low, high, part):
+    """A key between low and high (exclusive), `part` fifths of the keys' way: however the scores
+    are spread, what is left shrinks."""
+    return tl.minimum(tl.maximum(low + (high - low) * part // 5, low + 1), high - 1)
+
+
+@triton.jit
+def _cut(x, low, high):
+    """Key of the score x, moved between low and high (exclusive)."""
+    return tl.minimum(tl.maximum(key_of(x + 0.0).to(tl.int64), low + 1), high - 1)
 
 
 @triton.jit
@@ -85,75 +87,111 @@ def _tighten(low, high, at_low, at_high, t, count, need):
 
 
 @triton.jit
-def _four(key, ok, t1, t2, t3, t4):
-    """Which of four thresholds each key reaches, as four 16-bit counts."""
-    return (
-        (ok & (key >= t1.to(tl.int32))).to(tl.int64)
-        + ((ok & (key >= t2.to(tl.int32))).to(tl.int64) << 16)
-        + ((ok & (key >= t3.to(tl.int32))).to(tl.int64) << 32)
-        + ((ok & (key >= t4.to(tl.int32))).to(tl.int64) << 48)
-    )
-
-
-@triton.jit
 def key_range(key, ok):
     """Least and largest of the keys that are ok."""
     return tl.min(tl.where(ok, key, MOST), 0), tl.max(tl.where(ok, key, LEAST), 0)
 
 
 @triton.jit
-def _narrow(key, ok, m, need):
-    """Keys low, high of the m keys that are ok: fewer than `need` are >= high, and those that are
-    >= low are just as many as needed, or all those between are equal. Also the rounds it took."""
-    least, most = key_range(key, ok)
-    low = least.to(tl.int64)
-    high = most.to(tl.int64) + 1
+def _bell(count, m, mean, deviation):
+    """The score that `count` of m reach, were they a normal sample (Abramowitz and Stegun,
+    26.2.22)."""
+    part = tl.minimum(tl.maximum(count, 0.5), m - 0.5) / m
+    tail = tl.minimum(part, 1 - part)
+    t = tl.sqrt(-1.3862943611198906 * tl.log2(tail))
+    z = t - (2.30753 + 0.27061 * t) / (1 + t * (0.99229 + 0.04481 * t))
+    return mean + deviation * tl.where(part < 0.5, z, -z)
+
+
+@triton.jit
+def _try(key, low, high, at_low, at_high, t1, t2, t3, t4, need):
+    """Count the keys at four thresholds, two 16-bit counts a sum."""
+    c = tl.sum(
+        (key >= t1.to(tl.int32)).to(tl.int32) + ((key >= t2.to(tl.int32)).to(tl.int32) << 16), 0
+    )
+    d = tl.sum(
+        (key >= t3.to(tl.int32)).to(tl.int32) + ((key >= t4.to(tl.int32)).to(tl.int32) << 16), 0
+    )
+    low, high, at_low, at_high = _tighten(low, high, at_low, at_high, t1, c & 0xFFFF, need)
+    low, high, at_low, at_high = _tighten(low, high, at_low, at_high, t2, c >> 16, need)
+    low, high, at_low, at_high = _tighten(low, high, at_low, at_high, t3, d & 0xFFFF, need)
+    return _tighten(low, high, at_low, at_high, t4, d >> 16, need)
+
+
+@triton.jit
+def _narrow(key, m, need, BELL: tl.constexpr):
+    """Keys low, high of the m keys above OUTSIDE: fewer than `need` are >= high, and those that are
+    >= low are just as many as needed, or all those between are equal. Also the rounds it took.
+
+    A round tries four thresholds about the place where the k-th would be, were the scores normal
+    (the first round of a whole row) or evenly spread between the two that are known; the outer two
+    at twice its standard deviation. Where that does not halve what is left: fifths of the true
+    range, in turn of the scores and of their keys."""
+    low = tl.full([], LEAST, tl.int64)
+    high = tl.full([], MOST + 1, tl.int64)
     at_low = m
     at_high = m * 0
     rounds = m * 0
+    stuck = rounds != 0
+    if BELL:
+        x = tl.where(key > OUTSIDE, score_of(key), 0.0)
+        mean = tl.sum(x, 0) / m
+        deviation = tl.sqrt(tl.maximum(tl.sum(x * x, 0) / m - mean * mean, 0.0))
+        if (at_low > need) & (deviation < float("inf")):
+            step = tl.sqrt(need * (1 - need / m)) + 1
+            t1 = _cut(_bell(need + 2.2 * step, m, mean, deviation), low, high)
+            t2 = _cut(_bell(need + 0.4 * step, m, mean, deviation), low, high)
+            t3 = _cut(_bell(need - 0.4 * step, m, mean, deviation), low, high)
+            t4 = _cut(_bell(need - 2.2 * step, m, mean, deviation), low, high)
+            low, high, at_low, at_high = _try(key, low, high, at_low, at_high, t1, t2, t3, t4, need)
+            rounds += 1
+        stuck = (at_low - at_high) * 2 > m
     while (at_low > need) & (high - low > 1):
-        linear = rounds < 3
-        if rounds >= 3:  # no easy row: equal scores with nothing between must not take 14 rounds
-            between = ok & (key >= low.to(tl.int32)) & (key < high.to(tl.int32))
+        a = score_of(low.to(tl.int32))
+        z = score_of((high - 1).to(tl.int32))
+        if stuck | ~(tl.abs(z - a) < float("inf")):
+            between = (key >= low.to(tl.int32)) & (key < high.to(tl.int32))
             least, most = key_range(key, between)
             low = least.to(tl.int64)
             high = most.to(tl.int64) + 1
-        t1 = _cut(low, high, 1, linear)
-        t2 = _cut(low, high, 2, linear)
-        t3 = _cut(low, high, 3, linear)
-        t4 = _cut(low, high, 4, linear)
-        c = tl.sum(_four(key, ok, t1, t2, t3, t4), 0)
-        low, high, at_low, at_high = _tighten(
-            low, high, at_low, at_high, t1, (c & 0xFFFF).to(tl.int32), need
-        )
-        low, high, at_low, at_high = _tighten(
-            low, high, at_low, at_high, t2, ((c >> 16) & 0xFFFF).to(tl.int32), need
-        )
-        low, high, at_low, at_high = _tighten(
-            low, high, at_low, at_high, t3, ((c >> 32) & 0xFFFF).to(tl.int32), need
-        )
-        low, high, at_low, at_high = _tighten(
-            low, high, at_low, at_high, t4, ((c >> 48) & 0xFFFF).to(tl.int32), need
-        )
+            a = score_of(least)
+            z = score_of(most)
+        before = at_low - at_high
+        p = (at_low - need) / before  # of the way up
+        step = tl.sqrt(p * (1 - p) / before) + 0.3 / before
+        width = z - a
+        if ~(width < float("inf")) | (stuck & (rounds % 2 == 0)):
+            t1 = _fifth(low, high, 1)
+            t2 = _fifth(low, high, 2)
+            t3 = _fifth(low, high, 3)
+            t4 = _fifth(low, high, 4)
+        else:
+            t1 = _cut(a + width * tl.where(stuck, 0.2, tl.maximum(p - 1.5 * step, 0.0)), low, high)
+            t2 = _cut(a + width * tl.where(stuck, 0.4, tl.maximum(p - 0.3 * step, 0.0)), low, high)
+            t3 = _cut(a + width * tl.where(stuck, 0.6, tl.minimum(p + 0.3 * step, 1.0)), low, high)
+            t4 = _cut(a + width * tl.where(stuck, 0.8, tl.minimum(p + 1.5 * step, 1.0)), low, high)
+        low, high, at_low, at_high = _try(key, low, high, at_low, at_high, t1, t2, t3, t4, need)
+        stuck = (at_low - at_high) * 2 > before
         rounds += 1
     return low, high, rounds
 
 
 @triton.jit
-def _pick(x, i, ok, m, need, out_i, out_x):
+def _pick(x, i, ok, m, need, out_i, out_x, BELL: tl.constexpr):
     """Store the best `need` of the m scores x (clean) with indices i that are ok, in the order of
     the tensors (of equals the first): first those above the threshold, then those at it."""
-    key = key_of(x)
-    low, high, rounds = _narrow(key, ok, m, need)
-    above = ok & (key >= high.to(tl.int32))
-    at = ok & (key >= low.to(tl.int32)) & (key < high.to(tl.int32))
+    key = tl.where(ok, key_of(x), OUTSIDE)
+    low, high, rounds = _narrow(key, m, need, BELL)
+    above = key >= high.to(tl.int32)
+    at = (key >= low.to(tl.int32)) & ~above
     flags = above.to(tl.int32) + (at.to(tl.int32) << 16)
     place = tl.cumsum(flags, 0)
     sure = tl.sum(flags, 0) & 0xFFFF
     keep = above | (at & ((place >> 16) <= need - sure))
     slot = tl.where(above, place & 0xFFFF, sure + (place >> 16)) - 1
-    tl.store(out_i + slot, i, mask=keep)
-    tl.store(out_x + slot, x, mask=keep)
+    slot = tl.where(keep, slot, -1).to(tl.int64)
+    tl.store(out_i + slot, i, mask=slot >= 0)
+    tl.store(out_x + slot, score_of(key), mask=slot >= 0)
     return rounds
 
 
@@ -177,7 +215,7 @@ def whole_row(
         tl.store(stats + r * 3 + 2, n)
     else:
         m = tl.full([], 0, tl.int32) + n
-        rounds = _pick(clean(x), i, i < n, m, K, out_i + r * K, out_x + r * K)
+        rounds = _pick(clean(x), i, i < n, m, K, out_i + r * K, out_x + r * K, True)
         tl.store(stats + r * 3, _WHOLE_ROW)
         tl.store(stats + r * 3 + 1, rounds)
         tl.store(stats + r * 3 + 2, n)
@@ -194,22 +232,31 @@ def write(
     """Sure scores to the output, from place `sure` on, those in the bin to the list. Counting only
     maxima, more than k may be above the bin: these are then what is selected from."""
     place = tl.cumsum(flags, 0)
-    a = sure + (place & 0xFFFF) - 1
-    b = inbin + (place >> 16) - 1
-    is_sure = (flags & 1) > 0
-    tl.store(out_i + a, i, mask=is_sure & (a < K))
-    tl.store(out_x + a, x, mask=is_sure & (a < K))
+    a = tl.where((flags & 1) > 0, sure + (place & 0xFFFF) - 1, CAPACITY + K).to(tl.int64)
+    b = tl.where(flags > 0xFFFF, inbin + (place >> 16) - 1, CAPACITY).to(tl.int64)
+    tl.store(out_i + a, i, mask=a < K)
+    tl.store(out_x + a, x, mask=a < K)
     if GROUP > 1:
-        tl.store(list_i + a, i, mask=is_sure & (a < CAPACITY))
-        tl.store(list_x + a, x, mask=is_sure & (a < CAPACITY))
-    held = (flags > 0xFFFF) & (b < CAPACITY)
-    tl.store(list_i + CAPACITY + b, i, mask=held)
-    tl.store(list_x + CAPACITY + b, x, mask=held)
+        tl.store(list_i + a, i, mask=a < CAPACITY)
+        tl.store(list_x + a, x, mask=a < CAPACITY)
+    tl.store(list_i + CAPACITY + b, i, mask=b < CAPACITY)
+    tl.store(list_x + CAPACITY + b, x, mask=b < CAPACITY)
     total = tl.sum(flags, 0)
     return sure + (total & 0xFFFF), inbin + (total >> 16)
 
 
 # ---- refine -------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _four(key, ok, t1, t2, t3, t4):
+    """Which of four thresholds each key reaches, as four 16-bit counts."""
+    return (
+        (ok & (key >= t1.to(tl.int32))).to(tl.int64)
+        + ((ok & (key >= t2.to(tl.int32))).to(tl.int64) << 16)
+        + ((ok & (key >= t3.to(tl.int32))).to(tl.int64) << 32)
+        + ((ok & (key >= t4.to(tl.int32))).to(tl.int64) << 48)
+    )
 
 
 @triton.jit
@@ -222,10 +269,10 @@ def _search(
     lane = tl.arange(0, TILE)
     passes = at_low * 0 + 1
     while (at_low - at_high > CAPACITY) & (high - low > 1):
-        t1 = _cut(low, high, 1, False)
-        t2 = _cut(low, high, 2, False)
-        t3 = _cut(low, high, 3, False)
-        t4 = _cut(low, high, 4, False)
+        t1 = _fifth(low, high, 1)
+        t2 = _fifth(low, high, 2)
+        t3 = _fifth(low, high, 3)
+        t4 = _fifth(low, high, 4)
         sums = tl.zeros([TILE], tl.int64)  # a lane sees n / TILE scores: 16 bits hold the count
         for s in range(0, n, TILE):
             i = s + lane
@@ -257,7 +304,7 @@ def _from_list(list_i, list_x, m, need, out_i, out_x, SIZE: tl.constexpr):
     q = tl.arange(0, SIZE)
     i = tl.load(list_i + q, mask=q < m, other=0, cache_modifier=".cg")
     x = tl.load(list_x + q, mask=q < m, other=float("-inf"), cache_modifier=".cg")
-    _pick(x, i, q < m, m, need, out_i, out_x)
+    _pick(x, i, q < m, m, need, out_i, out_x, False)
 
 
 @triton.jit

@@ -259,9 +259,9 @@ class Plan(NamedTuple):
     verify_tile: int = 2048
     verify_warps: int = 8
     collect_tile: int = 2048
-    collect_tiles: int = 1  # of one program of `collect`
     collect_warps: int = 8
     group: int = 1  # neighbours of which only the maximum is counted
+    here: int = 1024  # groups of one program of `collect`
     batch: int = 64  # groups that `collect` reads at once
     capacity: int = 4096  # of the list that `refine` selects from
     small: int = 512  # up to so many it holds fewer registers
@@ -273,24 +273,22 @@ class Plan(NamedTuple):
 
 WHOLE_ROW = 8192
 GROUPED = 2**21  # scores of a batch from which on maxima are counted
-COLLECTORS = 1024  # most programs a row, which look back at one another
+COLLECTORS = 1024  # most programs a row that look back at one another
 
 
 @functools.lru_cache(maxsize=1024)
 def plan_for(rows: int, size: int, k: int, multiprocessors: int) -> Plan:
     """The pre-tuned plan of a shape. `size` is that of the buffer: true lengths are unknown."""
     if size <= WHOLE_ROW:
-        return Plan(True)
+        return Plan(True, refine_warps=min(32, max(1, triton.next_power_of_2(size) // 256)))
     total = rows * size
     group = 16 if total >= GROUPED and size >= 32 * k else 1
-    verify_tile = 1024 if total <= 2**17 else 2048 if total <= 2**18 else 4096
+    tile = 1024 if total <= 2**16 else 2048 if group == 1 else 4096
     programs = triton.cdiv(4 * multiprocessors, rows)
-    verifiers = max(1, min(64, programs, triton.cdiv(size, verify_tile)))
-    tile = 1024 if total <= 2**17 else 2048
-    tiles = 8 if group > 1 else 1
-    tiles = max(tiles, triton.next_power_of_2(triton.cdiv(size, tile * COLLECTORS)))
+    verifiers = max(1, min(64, programs, triton.cdiv(size, tile)))
+    here = max(1024, triton.next_power_of_2(triton.cdiv(size, group * COLLECTORS)))
     return Plan(
-        False, verifiers, verify_tile, 8, tile, tiles, 8, group,
+        False, verifiers, tile, 8, min(tile, 2048), 8, group, here,
         capacity=max(4096, 2 * triton.next_power_of_2(k)),
     )  # fmt: skip
 
@@ -305,11 +303,10 @@ def launch_topk(scores, k, hint, lengths, sorted, indices, values, how, plan=Non
     if scores.stride(1) != 1:
         scores = scores.contiguous()
     if plan.whole_row:
-        padded = max(32, triton.next_power_of_2(size))
         select.whole_row[(rows,)](
             scores, lengths, indices, values, how, size, scores.stride(0),
-            k, max(2, triton.next_power_of_2(k)), padded, row_step(lengths),
-            num_warps=min(32, max(1, padded // 256)),
+            k, max(2, triton.next_power_of_2(k)), max(32, triton.next_power_of_2(size)),
+            row_step(lengths), num_warps=plan.refine_warps,
         )  # fmt: skip
     else:
         if hint is not None and hint.shape[1] == 0:
@@ -325,39 +322,44 @@ def launch_topk(scores, k, hint, lengths, sorted, indices, values, how, plan=Non
 def _launch_programs(scores, k, hint, lengths, indices, values, how, plan, pdl):
     """The three kernels of a long row, and what they hand on."""
     rows, size = scores.shape
-    collectors = triton.cdiv(size, plan.collect_tile * plan.collect_tiles)
-    slots = triton.next_power_of_2(collectors)
-    groups_r = triton.cdiv(size, plan.group) if plan.group > 1 else 0
+    grouped = plan.group > 1
+    groups_r = triton.cdiv(size, plan.group) if grouped else 0
+    programs = max(plan.verifiers, triton.cdiv(groups_r, plan.here))  # of `collect`, a row
+    slots = triton.next_power_of_2(programs)
+    counted = min(size, 2 * plan.group * k) if grouped else size  # most that is counted one by one
+    part = triton.cdiv(triton.cdiv(counted, plan.verify_tile), plan.verifiers) * plan.verify_tile
     new = functools.partial(torch.empty, device=scores.device)
     edges = new((rows, 2), dtype=torch.float32)
-    counts = new((rows, plan.verifiers, plan.bins), dtype=torch.int16)
-    words = new((rows, collectors), dtype=torch.int64)
-    ranges = new((rows, collectors, 2), dtype=torch.int32)
+    counts = new(
+        (rows, plan.verifiers, plan.bins), dtype=torch.int16 if part < 2**15 else torch.int32
+    )
+    words = new((rows, programs), dtype=torch.int64)
+    ranges = new((rows, programs, 2), dtype=torch.int32)
     list_i = new((rows, 2, plan.capacity), dtype=torch.int32)
     list_x = new((rows, 2, plan.capacity), dtype=torch.float32)
-    maxima = new((rows, groups_r), dtype=torch.float32) if plan.group > 1 else None
-    groups = new((rows, groups_r), dtype=torch.int32) if plan.group > 1 else None
+    maxima = new((rows, groups_r), dtype=torch.float32) if grouped else None
+    groups = new((rows, groups_r), dtype=torch.int32) if grouped else None
     step = row_step(lengths)
     early = {"launch_pdl": True} if pdl else {}
     kernels.verify[(plan.verifiers * rows,)](
         scores, hint, lengths, edges, counts, words, maxima, size,
-        0 if hint is None else hint.shape[1], collectors, groups_r, scores.stride(0),
+        0 if hint is None else hint.shape[1], programs, groups_r, scores.stride(0),
         0 if hint is None else hint.stride(0),
         plan.verifiers, k, plan.bins, plan.sample, plan.verify_tile, plan.group,
-        triton.next_power_of_2(triton.cdiv(collectors, plan.verifiers)), step, pdl,
+        triton.next_power_of_2(triton.cdiv(programs, plan.verifiers)), step, pdl,
         num_warps=plan.verify_warps, num_stages=1,
     )  # fmt: skip
-    kernels.collect[(collectors * rows,)](
+    kernels.collect[(programs * rows,)](
         scores, lengths, edges, counts, words, ranges, maxima, groups, list_i, list_x, indices,
         values, size, groups_r, scores.stride(0),
-        collectors, k, plan.bins, plan.verifiers, triton.next_power_of_2(plan.verifiers),
-        plan.collect_tile, plan.collect_tiles, plan.group, plan.batch, plan.capacity, slots, step,
-        pdl, num_warps=plan.collect_warps, num_stages=1, **early,
+        programs, k, plan.bins, plan.verifiers, triton.next_power_of_2(plan.verifiers),
+        plan.verify_tile, plan.collect_tile, plan.here, plan.group, plan.batch, plan.capacity,
+        slots, step, pdl, num_warps=plan.collect_warps, num_stages=1, **early,
     )  # fmt: skip
     select.refine[(rows,)](
         scores, lengths, words, ranges, list_i, list_x, indices, values, how, size,
         scores.stride(0),
-        collectors, k, max(2, triton.next_power_of_2(k)), plan.refine_tile, plan.capacity,
+        programs, k, max(2, triton.next_power_of_2(k)), plan.refine_tile, plan.capacity,
         plan.small, slots, step, pdl, num_warps=plan.refine_warps, num_stages=1, **early,
     )  # fmt: skip
 

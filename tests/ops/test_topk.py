@@ -28,8 +28,8 @@ PLANS = {
     "default": None,
     "whole_row": op.Plan(True),
     "programs": op.Plan(False, **SMALL),
-    "tiles": op.Plan(False, collect_tiles=2, **SMALL),
-    "groups": op.Plan(False, collect_tiles=2, group=4, **SMALL),
+    "tiles": op.Plan(False, **SMALL | {"verifiers": 5, "collect_tile": 32}),
+    "groups": op.Plan(False, group=4, here=32, **SMALL),
 }
 
 
