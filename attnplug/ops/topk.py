@@ -325,7 +325,7 @@ def _launch_programs(scores, k, hint, lengths, indices, values, how, plan, pdl):
     grouped = plan.group > 1
     groups_r = triton.cdiv(size, plan.group) if grouped else 0
     programs = max(plan.verifiers, triton.cdiv(groups_r, plan.here))  # of `collect`, a row
-    slots = triton.next_power_of_2(programs)
+    slots = max(128, triton.next_power_of_2(programs))  # few sizes: few kernels to compile
     counted = min(size, 2 * plan.group * k) if grouped else size  # most that is counted one by one
     part = triton.cdiv(triton.cdiv(counted, plan.verify_tile), plan.verifiers) * plan.verify_tile
     new = functools.partial(torch.empty, device=scores.device)
