@@ -1,5 +1,5 @@
-"""The `attnplug` command: demo, report, eval, doctor. Errors are one line on stderr and exit code
-1."""
+"""The `attnplug` command: demo, report, eval, trace, doctor. Errors are one line on stderr and exit
+code 1."""
 
 import contextlib
 from collections.abc import Iterator
@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
+from typer.core import TyperGroup
 
 from attnplug.errors import AttnplugError
 
@@ -102,6 +103,49 @@ def eval(
 
         study = command.make_study(policy, tasks, lengths, trials, seed, batch, limit_seconds)
         command.run(model, study, out, device, Console())
+
+
+class _TraceGroup(TyperGroup):
+    """`attnplug trace MODEL` is `attnplug trace record MODEL`."""
+
+    def resolve_command(self, ctx, args):
+        if args and args[0] not in self.commands and "record" in self.commands:
+            args = ["record", *args]
+        return super().resolve_command(ctx, args)
+
+
+trace = typer.Typer(cls=_TraceGroup, no_args_is_help=True, help="Record and view attention.")
+app.add_typer(trace, name="trace")
+
+
+@trace.command()
+def view(
+    file: Annotated[Path, typer.Argument(help="A trace that attnplug trace wrote.")],
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", help="The page; next to the trace otherwise.")
+    ] = None,
+    mask: Annotated[
+        list[str] | None,
+        typer.Option(help="NAME=FILE, a trace of what a policy selects; may be repeated."),
+    ] = None,
+    layers: Annotated[str | None, typer.Option(help="Such as 0-3,7; all layers otherwise.")] = None,
+    sequence: Annotated[int, typer.Option(help="Row of the batch.")] = 0,
+    limit_mb: Annotated[float, typer.Option(help="Megabytes that the page may have.")] = 32.0,
+) -> None:
+    """Make the page of a trace: one HTML file for any browser, without a network."""
+    with _clear_errors():
+        from attnplug.trace import view as module
+
+        page = out or file.with_suffix(".html")
+        size = module.write_page(
+            file,
+            page,
+            masks=module.parse_masks(mask or []),
+            layers=module.parse_layers(layers),
+            sequence=sequence,
+            limit_mb=limit_mb,
+        )
+        Console().print(f"{page}: {size / 1e6:.1f} MB; open it in a browser", highlight=False)
 
 
 @app.command()
