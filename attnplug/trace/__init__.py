@@ -50,7 +50,8 @@ dates, no random names, one writing order. Every page carries a CRC besides.
 
 from attnplug.trace.layout import Layout
 from attnplug.trace.reader import Trace, read
+from attnplug.trace.record import Recording, record
 from attnplug.trace.synthetic import synthesize
 from attnplug.trace.writer import Writer
 
-__all__ = ["Layout", "Trace", "Writer", "read", "synthesize"]
+__all__ = ["Layout", "Recording", "Trace", "Writer", "read", "record", "synthesize"]

@@ -81,6 +81,16 @@ class Trace:
         """Keys a block."""
         return self.meta["block"]
 
+    @property
+    def density(self) -> float:
+        """Edges for each pair of a query block and a key block that a query of it sees."""
+        pairs = 0
+        for sequence in range(self.meta["sequences"]):
+            spans = self.query_blocks(sequence)
+            real = spans[spans[:, 1] > spans[:, 0]]
+            pairs += int(((real[:, 1] - 1) // self.block + 1).sum())
+        return self.meta["edges"] / max(1, pairs * len(self.layers) * self.heads)
+
     def key_count(self, sequence: int = 0) -> int:
         """Key blocks of a sequence."""
         return -(-self.meta["tokens"][sequence] // self.block)
