@@ -6,7 +6,9 @@ from attnplug.ops.block_sparse_attention import block_sparse_attention
 from attnplug.ops.delta_correct import delta_correct
 from attnplug.ops.dense_decode import dense_decode
 from attnplug.ops.gather_attention import gather_attention
+from attnplug.ops.gather_decode import gather_decode
 from attnplug.ops.merge_block_rows import merge_block_rows
+from attnplug.ops.quantize_kv import QuantizedKV, quantize_kv
 from attnplug.ops.query_sparse_attention import query_sparse_attention
 from attnplug.ops.select_blocks import select_blocks
 from attnplug.ops.stream_edges import stream_edges
@@ -14,12 +16,15 @@ from attnplug.ops.stream_mask import stream_mask
 from attnplug.ops.topk import topk
 
 __all__ = [
+    "QuantizedKV",
     "block_bounds",
     "block_sparse_attention",
     "delta_correct",
     "dense_decode",
     "gather_attention",
+    "gather_decode",
     "merge_block_rows",
+    "quantize_kv",
     "query_sparse_attention",
     "select_blocks",
     "stream_edges",
