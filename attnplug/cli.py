@@ -144,6 +144,7 @@ def view(
             layers=module.parse_layers(layers),
             sequence=sequence,
             limit_mb=limit_mb,
+            progress=True,
         )
         Console().print(f"{page}: {size / 1e6:.1f} MB; open it in a browser", highlight=False)
 

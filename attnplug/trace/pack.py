@@ -206,15 +206,15 @@ class Mask:
         size, block = packer.trace.block, self.trace.block
         kept, pairs = np.zeros(len(edges.row)), np.zeros(len(edges.row))
         for i in range(int((row1 - row0)[there].max(initial=-1)) + 1):
-            row = np.where(there, np.minimum(row0 + i, row1), 0)
-            high = np.minimum(end, self.spans[row, 1])
-            queries = np.where(there & (row0 + i <= row1), high, 0)
-            queries = np.maximum(queries - np.maximum(first, self.spans[row, 0]), 0)
-            low, last = edges.k * size, np.minimum((edges.k + 1) * size, high)
+            there &= row0 + i <= row1
+            row = np.where(there, row0 + i, 0)
+            low = np.where(there, np.maximum(first, self.spans[row, 0]), 0)
+            high = np.where(there, np.maximum(np.minimum(end, self.spans[row, 1]), low), 0)
             for j in range((size - 2) // block + 2):
-                cell = low // block + j
-                width = np.minimum(last, (cell + 1) * block) - np.maximum(low, cell * block)
-                count = queries * np.maximum(width, 0)
+                cell = edges.k * size // block + j
+                begin = np.maximum(edges.k * size, cell * block)
+                stop = np.maximum(np.minimum((edges.k + 1) * size, (cell + 1) * block), begin)
+                count = _causal_pairs(low, high, stop) - _causal_pairs(low, high, begin)
                 code = (head * len(self.spans) + row) * KEY_BLOCKS + cell
                 place = np.minimum(np.searchsorted(keys, code), max(len(keys) - 1, 0))
                 pairs += count
@@ -224,3 +224,9 @@ class Mask:
     def _rows(self, token: np.ndarray) -> np.ndarray:
         inside = np.clip(token, 0, len(self.row_of) - 1)
         return np.where((token >= 0) & (token < len(self.row_of)), self.row_of[inside], -1)
+
+
+def _causal_pairs(low: np.ndarray, high: np.ndarray, keys: np.ndarray) -> np.ndarray:
+    """Pairs of a query t in [low, high) and a key s < keys with s <= t."""
+    turn = np.clip(keys, low, high)  # from here on a query sees all of the keys
+    return (turn * (turn + 1) - low * (low + 1)) // 2 + (high - turn) * keys

@@ -12,22 +12,23 @@ import html
 import importlib.resources
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from rich.console import Console
+from rich.progress import track
 
 from attnplug.errors import ArgumentError
 from attnplug.trace.pack import KEY_BLOCKS, MOST_EDGES, Grid, Mask, Packer
 from attnplug.trace.reader import Trace, read
 
 SCRIPTS = ("data.js", "colors.js", "map.js", "heads.js", "panel.js", "app.js")
-# base64 makes 4 bytes of 3; gzip cannot add more than 1 in 1,000 and a few.
-GROWTH = 4 / 3 * 1.001
+USUAL = 0.7  # of the bytes of edges, what gzip leaves of most traces
 OWN = 128 << 10  # the page's own code, and each layer's tags and numbers, with room
-FEW_CELLS, MANY_CELLS = 128, 256  # a side of the grid
+CELLS = 256  # a side of the grid, at most
 
 
 def write_page(
@@ -39,6 +40,7 @@ def write_page(
     sequence: int = 0,
     limit_mb: float = 32.0,
     title: str | None = None,
+    progress: bool = False,
 ) -> int:
     """Write the page of a trace to `out` and return its size in bytes.
 
@@ -50,30 +52,54 @@ def write_page(
         sequence: which sequence of the batch.
         limit_mb: megabytes (1e6 bytes) that the page may have.
         title: heading; None for the model's name.
+        progress: whether to show a progress bar on stderr.
 
     Raises:
-        ArgumentError: a file is no trace, a layer or sequence is not in it, or the text alone does
-            not fit.
+        ArgumentError: a file is no trace, a layer or sequence is not in it, or less than one
+            edge of each query block fits.
     """
     trace = trace if isinstance(trace, Trace) else read(trace)
     chosen = _chosen_layers(trace, layers)
     spans, keys = _sizes(trace, sequence)
     others = [Mask(name, _opened(mask), sequence) for name, mask in (masks or {}).items()]
-    data = dict(_text(trace, sequence))
+    texts = _text(trace, sequence)
     library = _library()
-    used = len(library.encode()) + sum(map(len, data.values())) + OWN + 256 * len(spans)
+    used = len(library.encode()) + sum(map(len, texts.values())) + OWN + 256 * len(chosen)
     room = int(limit_mb * 1e6) - used
-    keep, grid = _fit(trace, chosen, sequence, len(spans), keys, len(others), room)
-    packer = Packer(trace, sequence, spans, keep, grid, others)
-    about = []
-    for place, layer in enumerate(chosen):
-        body, notes = packer.layer(layer)
-        data[f"layer-{place}"] = _packed(body)
-        about.append(notes)
-    meta = _meta(trace, sequence, packer, keys, about) | {"text": "text" in data}
-    page = _render(title or trace.meta["model"] or "trace", meta, data, library)
+    for keep, grid in _plans(trace, chosen, sequence, len(spans), keys, len(others), room):
+        packer = Packer(trace, sequence, spans, keep, grid, others)
+        packed = _pack(packer, chosen, room, progress)
+        if packed is not None:
+            break
+    else:
+        raise ArgumentError(
+            f"view: {len(chosen)} layers of {trace.heads} heads and {len(spans)} query blocks do "
+            f"not fit: the limit leaves {room / 1e6:.1f} MB for edges; name fewer layers or raise "
+            "the limit"
+        )
+    bodies, about = packed
+    meta = _meta(trace, sequence, packer, keys, about) | {"text": "text" in texts}
+    page = _render(title or trace.meta["model"] or "trace", meta, {**texts, **bodies}, library)
     Path(out).write_text(page, encoding="utf-8", newline="\n")
     return len(page.encode())
+
+
+def _pack(
+    packer: Packer, layers: list[int], room: int, progress: bool
+) -> tuple[dict[str, str], list[dict[str, Any]]] | None:
+    """The layers' elements, and what the page says of them; None where they do not fit."""
+    bodies, about = {}, []
+    console = Console(stderr=True)
+    for place, layer in enumerate(
+        track(layers, "packing layers", console=console, transient=True, disable=not progress)
+    ):
+        body, notes = packer.layer(layer)
+        bodies[f"layer-{place}"] = _packed(body)
+        about.append(notes)
+        room -= len(bodies[f"layer-{place}"]) + len(json.dumps(notes))
+        if room < 0:
+            return None
+    return bodies, about
 
 
 def parse_masks(options: Iterable[str]) -> dict[str, str]:
@@ -125,26 +151,28 @@ def _sizes(trace: Trace, sequence: int) -> tuple[np.ndarray, int]:
     return trace.query_blocks(sequence), keys
 
 
-def _fit(
+def _plans(
     trace: Trace, layers: list[int], sequence: int, queries: int, keys: int, masks: int, room: int
-) -> tuple[int, Grid | None]:
-    """How many edges of a row the page keeps, and the grid it needs where those are not all."""
+) -> Iterator[tuple[int, Grid | None]]:
+    """How many edges of a row the page keeps, and the grid it needs where those are not all: from
+    what gzip may make fit to what fits whatever the edges."""
     heads, rows = len(layers) * trace.heads, len(layers) * trace.heads * queries
-    space = int(room / GROWTH) - rows
-    if _edge_count(trace, layers, sequence) * (3 + masks) <= space:
-        return MOST_EDGES, None
-    side = MANY_CELLS if heads <= 64 else FEW_CELLS
+    space = room * 3 / 4 - rows
+    if _edge_count(trace, layers, sequence) * (3 + masks) * USUAL <= space:
+        yield MOST_EDGES, None
+    side = CELLS
+    while side > 32 and heads * side**2 / 2 * (1 + masks) > space / 4:
+        side //= 2
     q_step, k_step = _step(queries, side), _step(keys, side)
     grid = Grid(q_step, k_step, -(-queries // q_step), -(-keys // k_step))
     # Causal: the cells above the diagonal are zeros, which gzip makes next to nothing of.
-    cells = heads * grid.rows * grid.columns * (1 + masks) * 0.6
-    keep = int((space - cells) / max(rows, 1) / (3 + masks))
-    if keep < 1:
-        raise ArgumentError(
-            f"view: {len(layers)} layers of {trace.heads} heads and {queries} query blocks do not "
-            f"fit: the limit leaves {room / 1e6:.1f} MB for edges. Name fewer layers or raise it"
-        )
-    return min(keep, MOST_EDGES), grid
+    space -= heads * grid.rows * grid.columns * (1 + masks) / 2
+    most = space / max(rows, 1) / (3 + masks)
+    for keep in sorted(
+        {int(most / USUAL), int(most / USUAL * 0.85), int(most * 0.98)}, reverse=True
+    ):
+        if keep >= 1:
+            yield min(keep, MOST_EDGES), grid
 
 
 def _edge_count(trace: Trace, layers: list[int], sequence: int) -> int:

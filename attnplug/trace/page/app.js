@@ -93,7 +93,13 @@ const app = (() => {
 
   // --- the address keeps what is shown, so that a view can be sent to others
 
+  let noting = null;
   function remember() {
+    clearTimeout(noting);
+    noting = setTimeout(note, 300); // browsers refuse an address that changes many times a second
+  }
+
+  function note() {
     const { layer, head, q, k } = state;
     const { x, y } = map.view();
     const entries = { layer: layer ?? "all", head: head ?? "all", q, k };
@@ -167,11 +173,11 @@ const app = (() => {
     const parts = [
       `${number(meta.tokens)} tokens`,
       `${number(meta.layers.length)} ${meta.layers.length === 1 ? "layer" : "layers"} of ${meta.heads} heads`,
-      `blocks of ${meta.queryBlock} queries and ${meta.keyBlock} keys`,
+      meta.queryBlock === meta.keyBlock ? `blocks of ${meta.keyBlock}` : `blocks of ${meta.queryBlock} queries and ${meta.keyBlock} keys`,
     ];
     if (sizes.has(false)) parts.push(`${number(meta.steps.filter(([, n]) => n === 1).length)} decode steps`);
     if (meta.policy) parts.push(`policy ${meta.policy}`);
-    parts.push(complete ? "every edge is in this page" : `the ${meta.keep} heaviest edges of each query block are in this page (${percent(keptShare())} of the weight)`);
+    parts.push(complete ? "every edge in this page" : `in this page: each query block's ${meta.keep} heaviest edges, ${percent(keptShare())} of the weight`);
     return parts.join(" · ");
   }
 
@@ -208,8 +214,8 @@ const app = (() => {
     get("layer").add(new Option("all layers", "all"));
     for (let head = 0; head < meta.heads; head++) get("head").add(new Option(head, head));
     get("head").add(new Option("all heads", "all"));
-    get("mask").add(new Option("nothing: show all alike", "none"));
-    meta.masks.forEach((name, index) => get("mask").add(new Option(name, index)));
+    get("mask").add(new Option("none", "none"));
+    meta.masks.forEach((name, index) => get("mask").add(new Option(`missed by ${name}`, index)));
     get("mask-field").hidden = meta.masks.length === 0;
     for (const [shown, what] of [...onMap, ...keys]) {
       get("keys").append(panel.make("dt", {}, panel.make("kbd", {}, shown)), panel.make("dd", {}, what));
