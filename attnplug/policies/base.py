@@ -50,6 +50,14 @@ class AttentionCall:
         return self.lengths is None and self.q.shape[2] == self.k.shape[2]
 
     @property
+    def first_key(self) -> torch.Tensor | None:
+        """The first real key of each row, int32 `[B]`, or None for 0: blocks count from there. A
+        decode step is told the mask and not where it begins."""
+        if self.start is not None or self.key_mask is None:
+            return self.start
+        return self.key_mask.to(torch.uint8).argmax(-1).to(torch.int32)
+
+    @property
     def options(self) -> dict[str, Any]:
         """What every attention op takes of the call: scale, softcap, lengths and key mask."""
         return {

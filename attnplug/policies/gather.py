@@ -18,7 +18,8 @@ from attnplug.models.cache import PlugLayer
 from attnplug.ops import gather_attention, select_blocks
 from attnplug.ops.block_bounds import BLOCKS
 from attnplug.ops.select_blocks import MAX_BLOCKS, SCORINGS
-from attnplug.policies.base import AttentionCall, LayerShape, Phase, check_option
+from attnplug.policies._reads import query_positions, read_blocks
+from attnplug.policies.base import AttentionCall, LayerShape, Phase, Reads, check_option
 from attnplug.policies.dense import Dense
 
 # A cache smaller than this many times the keys that a step keeps is read whole, and one below so
@@ -114,6 +115,39 @@ class Gather(Phase):
             call.q, call.k, call.v, index, softcap=call.softcap, sinks=call.sinks, **options
         )
         return out
+
+    def reads(self, call: AttentionCall) -> Reads | None:
+        state, start = call.state, call.first_key
+        if call.k.shape[2] < self.crossover(call.q.device) or not self._serves(state, call.k):
+            return None
+        assert isinstance(state, GatherLayer)
+        index = call.q.new_empty((*call.k.shape[:2], 1, 0), dtype=torch.int32)
+        if self.k > 0:
+            index = select_blocks(
+                call.q,
+                call.k,
+                state.bounds,
+                state.progress,
+                scale=call.scale,
+                block=self.block,
+                top_k=self.k,
+                scoring=self.scoring,
+                sink=self.sink,
+                local=self.local,
+                lengths=call.lengths,
+                start=start,
+                key_mask=call.key_mask,
+            )
+        local = query_positions(call, 1) // self.block - self.local + 1
+        return read_blocks(
+            call,
+            index,
+            local.clamp(min=0),
+            query_block=64,  # one query is a block of any size
+            block=self.block,
+            sink=self.sink,
+            most=self.local,
+        )
 
     def _serves(self, state: object, k: torch.Tensor) -> bool:
         """Whether the layer's summaries are those of these keys: the layer is one that this method

@@ -24,7 +24,8 @@ from attnplug.ops import (
 )
 from attnplug.ops.merge_block_rows import MAX_ENTRIES
 from attnplug.ops.query_sparse_attention import MAX_EXACT
-from attnplug.policies.base import AttentionCall, LayerShape, Phase, check_option
+from attnplug.policies._reads import query_positions, read_blocks
+from attnplug.policies.base import AttentionCall, LayerShape, Phase, Reads, check_option
 from attnplug.policies.dense import Dense, apply_sinks
 
 # Below this many query tokens for each key that a query block may read, dense attention is
@@ -140,6 +141,19 @@ class Momo(Phase):
             kv_length=call.k.shape[2],
         )
 
+    def reads(self, call: AttentionCall) -> Reads | None:
+        if call.q.shape[2] < self.crossover(call.q.device):
+            return None
+        return read_blocks(
+            call,
+            self.select(call).blocks,
+            self._first_local(call),
+            query_block=self.query_block,
+            block=self.block,
+            sink=self.sink,
+            most=(self.query_block - 1 + self.window) // self.block + 2,
+        )
+
     def select(self, call: AttentionCall) -> "MeasuredRows":
         """The query-sparse pass and the block mask measured by it."""
         parts = [self._select(part) for part in self._by_heads(call)]
@@ -194,14 +208,7 @@ class Momo(Phase):
     def _first_local(self, call: AttentionCall) -> torch.Tensor:
         """`[1 or B,NQ]` int32: the first key block of each query block's local part, which is read
         anyway, as block_sparse_attention counts it."""
-        queries = call.q.shape[2]
-        place = torch.arange(0, queries, self.query_block, device=call.q.device)[None]
-        length = call.k.shape[2] if call.lengths is None else call.lengths[:, None]
-        position = length - queries + place  # of the query block's first query
-        if call.start is not None:
-            # from the row's first valid key on, and query blocks from its first query on
-            skipped = call.start[:, None] - (length - queries)
-            position = position + skipped.clamp(min=0) - call.start[:, None]
+        position = query_positions(call, self.query_block)
         return ((position - self.window).clamp(min=0) // self.block).to(torch.int32)
 
 

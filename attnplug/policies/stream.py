@@ -151,17 +151,9 @@ class Stream(Phase):
     def _options(self, call: AttentionCall) -> dict[str, Any]:
         return {
             "lengths": call.lengths,
-            "start": first_key(call),
+            "start": call.first_key,
             "key_mask": call.key_mask,
         }
-
-
-def first_key(call: AttentionCall) -> torch.Tensor | None:
-    """The first real key of each row, int32 `[B]`, or None for 0: blocks count from there. A decode
-    step is told the mask and not where it begins."""
-    if call.start is not None or call.key_mask is None:
-        return call.start
-    return call.key_mask.to(torch.uint8).argmax(-1).to(torch.int32)
 
 
 def _poison(call: AttentionCall, start: torch.Tensor | None) -> torch.Tensor:

@@ -24,7 +24,6 @@ from attnplug.models.hf import BINDING, Binding
 from attnplug.models.hook import may_sync
 from attnplug.models.layers import AttentionLayer, find_attention_layers
 from attnplug.policies import AttentionCall, Edges
-from attnplug.policies.stream import first_key
 from attnplug.trace.layout import Layout
 from attnplug.trace.tokens import token_bytes
 from attnplug.trace.writer import Writer
@@ -166,6 +165,8 @@ class Recording:
                 "see; call the model eagerly while you record"
             )
         layout = Layout(edges.query_block, edges.block, edges.weights)
+        if self._writer is not None and call.q.shape[2] == 1:  # one query is a block of any size
+            layout = dataclasses.replace(layout, query_block=self._writer.layout.query_block)
         if self._writer is None:
             self._writer = Writer(self.path, layout, **self._about)
             self._thread.start()
@@ -220,7 +221,7 @@ class Recording:
         assert self._writer is not None  # made before
         batch, _, queries, _ = call.q.shape
         size = call.k.shape[2]
-        start, length = first_key(call), call.lengths
+        start, length = call.first_key, call.lengths
         starts = [0] * batch if start is None else start.expand(batch).tolist()
         lengths = [size] * batch if length is None else length.expand(batch).tolist()
         first, real = [], []

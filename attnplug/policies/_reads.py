@@ -1,0 +1,53 @@
+"""The key blocks that a block-sparse method reads, list, sink and local part together, for a trace
+of its choices."""
+
+import torch
+
+from attnplug.policies.base import AttentionCall, Reads
+
+
+def query_positions(call: AttentionCall, query_block: int) -> torch.Tensor:
+    """`[1 or B,NQ]`: the position of each query block's first query, from the row's first valid
+    key on; query blocks count from the row's first query."""
+    queries = call.q.shape[2]
+    place = torch.arange(0, queries, query_block, device=call.q.device)[None]
+    length = call.k.shape[2] if call.lengths is None else call.lengths[:, None]
+    position = length - queries + place
+    start = call.first_key
+    if start is not None:
+        skipped = start[:, None] - (length - queries)
+        position = position + skipped.clamp(min=0) - start[:, None]
+    return position
+
+
+def read_blocks(
+    call: AttentionCall,
+    index: torch.Tensor,
+    local: torch.Tensor,
+    *,
+    query_block: int,
+    block: int,
+    sink: int,
+    most: int,
+) -> Reads:
+    """The lists `index` (`[B,Hq or Hkv,NQ,K]`, -1 = none), the first `sink` blocks, and the local
+    part: from block `local` (`[1 or B,NQ]`, at most `most` blocks) to the query block's end."""
+    batch, heads = call.q.shape[:2]
+    device = index.device
+    length = call.k.shape[2] if call.lengths is None else call.lengths[:, None]
+    start = call.first_key
+    end = length - 1 if start is None else length - 1 - start[:, None]
+    position = query_positions(call, query_block)
+    real = position <= end
+    last = ((position + query_block - 1).clamp(max=end) // block)[..., None]
+    local = local[..., None].long()
+    first = torch.arange(sink, device=device).expand(*local.shape[:2], sink)
+    first = torch.where((first < local) & (first <= last), first, -1)
+    rest = local + torch.arange(most, device=device)
+    rest = torch.where(rest <= last, rest, -1)
+    fixed = torch.where(real[..., None], torch.cat([first, rest], -1), -1)
+    listed = index.repeat_interleave(heads // index.shape[1], 1)
+    kept = (listed >= sink) & (listed < local[:, None])
+    listed = torch.where(kept, listed, -1)
+    fixed = fixed[:, None].expand(batch, heads, -1, -1)
+    return Reads(torch.cat([fixed, listed], -1).to(torch.int32), query_block, block)
