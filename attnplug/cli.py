@@ -119,6 +119,47 @@ app.add_typer(trace, name="trace")
 
 
 @trace.command()
+def record(
+    model: Annotated[str, typer.Argument(help="smollm2-135m, gemma3-270m, a folder or a hub id.")],
+    prompt: Annotated[str | None, typer.Option(help="The text itself.")] = None,
+    file: Annotated[Path | None, typer.Option(help="A text file, UTF-8.")] = None,
+    out: Annotated[Path, typer.Option("--out", "-o", help="The trace.")] = Path("trace.parquet"),
+    policy: Annotated[
+        str, typer.Option(help='What serves; "momo+stream(top_k=8)" sets how to trace, too.')
+    ] = "dense",
+    top_k: Annotated[int, typer.Option(help="Key blocks that are kept of a query block.")] = 32,
+    block: Annotated[int, typer.Option(help="Tokens a block: 16, 32, 64 or 128.")] = 64,
+    weights: Annotated[str, typer.Option(help="score, mass or value.")] = "mass",
+    measure: Annotated[
+        int, typer.Option(help="Measure what the edges hold on every so many-th query; 0: don't.")
+    ] = 0,
+    max_tokens: Annotated[int, typer.Option(help="Cut the text to so many tokens.")] = 0,
+    new_tokens: Annotated[int, typer.Option(help="Generate so many tokens, traced too.")] = 0,
+    compare: Annotated[bool, typer.Option(help="Run it untraced first, and compare.")] = False,
+    device: Device = None,
+) -> None:
+    """Record which blocks of a text a model attends to, for `attnplug trace view`."""
+    with _clear_errors():
+        from attnplug.policies import Stream
+        from attnplug.trace import command
+
+        method = Stream(top_k, block, block, weights, measure=measure)
+        parsed = command.traced(policy, method)  # a typing mistake should not wait for the weights
+        outcome = command.run(
+            model,
+            command.read_text(prompt, file),
+            parsed,
+            out,
+            max_tokens=max_tokens,
+            new_tokens=new_tokens,
+            compare=compare,
+            device=device,
+        )
+        Console().print(outcome.table())
+        Console().print(f"see it: attnplug trace view {out}", highlight=False)
+
+
+@trace.command()
 def view(
     file: Annotated[Path, typer.Argument(help="A trace that attnplug trace wrote.")],
     out: Annotated[
