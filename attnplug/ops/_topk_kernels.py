@@ -22,6 +22,7 @@ from attnplug.ops._topk_select import (
     LOW,
     MOST,
     READY,
+    add_three,
     clean,
     key_of,
     key_range,
@@ -44,12 +45,24 @@ def _bin(x, low, scale, BINS: tl.constexpr):
 
 
 @triton.jit
+def _merge_four(n1, s1, l1, m1, n2, s2, l2, m2):
+    return n1 + n2, s1 + s2, tl.minimum(l1, l2), tl.maximum(m1, m2)
+
+
+@triton.jit
 def _outline(v, ok):
     """Number, mean, least and largest of the scores that are ok."""
-    count = tl.sum(ok.to(tl.int32), 0)
-    mean = tl.sum(tl.where(ok, v, 0.0), 0) / tl.maximum(count, 1)
-    least = tl.min(tl.where(ok, v, float("inf")), 0)
-    return count, mean, least, tl.max(tl.where(ok, v, float("-inf")), 0)
+    count, total, least, most = tl.reduce(
+        (
+            ok.to(tl.float32),
+            tl.where(ok, v, 0.0),
+            tl.where(ok, v, float("inf")),
+            tl.where(ok, v, float("-inf")),
+        ),
+        0,
+        _merge_four,
+    )
+    return count, total / tl.maximum(count, 1.0), least, most
 
 
 @triton.jit
@@ -65,22 +78,37 @@ def _guess(x_at, hint_at, n, M, K, BINS: tl.constexpr, SAMPLE: tl.constexpr):
     """low and scale of bins in which to look for the row's k-th score, from the scores at the hint
     and from a sample of the row. Whatever comes out, the answer is exact; it may take longer."""
     e = 2 * tl.arange(0, SAMPLE).to(tl.int64) + 1
+    j = tl.zeros([SAMPLE], tl.int32)
+    if hint_at is not None:
+        j = tl.load(hint_at + e * M // (2 * SAMPLE))
     s = clean(tl.load(x_at + e * n // (2 * SAMPLE)))
     usable = tl.abs(s) < _HUGE
     _, mean, low, top = _inner(s, usable)
+    raised = mean + 0.4 * (top - mean)
+    lowest = mean
     high = top + 0.5 * (top - mean)  # the k-th may lie above all of the sample
     if hint_at is not None:
-        j = tl.load(hint_at + e * M // (2 * SAMPLE))
         named = (j >= 0) & (j < n)
         v = clean(tl.load(x_at + j, mask=named, other=float("-inf")))
         hits, middle, least, most = _inner(v, named & (tl.abs(v) < _HUGE))
-        lowest = least - 0.15 * (most - least)
-        # Are there k scores above it? A hint of few distinct or only the best scores has too few.
-        seen = tl.sum((usable & (s >= lowest)).to(tl.int32), 0)
-        few = seen.to(tl.float32) * n < 2.0 * K * SAMPLE
-        low = tl.where(hits >= 8, tl.where(few, tl.minimum(lowest, mean), lowest), low)
         highest = tl.maximum(tl.minimum(most, middle + 8 * (middle - least)), top)
+        lowest = tl.where(hits >= 8, least - 0.15 * (most - least), lowest)
         high = tl.where(hits >= 8, highest, high)
+    # The highest of these that surely has k scores above it. The sample says so; the hint cannot:
+    # it may hold few distinct scores, or the best alone.
+    above_raised, above_mean, above_lowest = tl.reduce(
+        (
+            (usable & (s >= raised)).to(tl.float32),
+            (usable & (s >= mean)).to(tl.float32),
+            (usable & (s >= lowest)).to(tl.float32),
+        ),
+        0,
+        add_three,
+    )
+    share = K / n * SAMPLE
+    low = tl.where(above_mean > 3 * share + 4, mean, low)
+    low = tl.where(above_raised > 3 * share + 4, tl.maximum(raised, low), low)
+    low = tl.where(above_lowest > 2 * share, tl.maximum(lowest, low), low)
     low = tl.where(tl.abs(low) < float("inf"), low, 0.0)
     width = tl.where(high > low, tl.minimum(high - low, 1e32), 0.0)
     return low, (BINS - 2) / tl.maximum(width, 1e-30)
@@ -208,19 +236,28 @@ def _wide(flags):
 @triton.jit
 def _find_bin(counts, r, c, K, BINS: tl.constexpr, P, P_PAD: tl.constexpr):
     """The bin that holds the k-th counted score, and how many scores are in it and above it: of all
-    parts in the upper half of an int64, of those before part c in the lower. Bin 0 counts none."""
+    parts in the lower half of an int64, of those before part c in the upper. Bin 0 counts none."""
     p = tl.arange(0, P_PAD)
     t = tl.arange(0, BINS)
     h = tl.load(
         counts + (r * P + p[:, None]) * BINS + t[None, :], mask=p[:, None] < P, other=0,
         cache_modifier=".cg",
-    ).to(tl.int32)  # fmt: skip
-    before = tl.sum(tl.where(p[:, None] < c, h, 0), 0).to(tl.int64)
-    h = tl.sum(h, 0)
+    ).to(tl.int64)  # fmt: skip
+    both = tl.sum(h + (tl.where(p[:, None] < c, h, 0) << 32), 0)
+    h = (both & 0x7FFFFFFF).to(tl.int32)
     reach = tl.cumsum(h, 0, reverse=True)  # in bin t and above
-    j = tl.sum(((reach >= K) & (t > 0)).to(tl.int32), 0)
-    both = (h.to(tl.int64) << 32) + before
-    return j, tl.sum(tl.where(t == j, both, 0), 0), tl.sum(tl.where(t > j, both, 0), 0)
+    counted = t > 0
+    enough = counted & (reach >= K)
+    last = enough & (reach - h < K)  # bin j
+    return tl.reduce(
+        (
+            enough.to(tl.int32),
+            tl.where(last, both, 0),
+            tl.where(counted & (reach < K), both, 0),
+        ),
+        0,
+        add_three,
+    )
 
 
 @triton.jit
@@ -275,11 +312,11 @@ def _collect_part(
 ):  # fmt: skip
     """Part first..last of the row, of which x is the first tile."""
     lane = tl.arange(0, TILE)
-    all_sure = (above >> 32).to(tl.int32)
-    sure = (above & 0xFFFFFFFF).to(tl.int32)
+    all_sure = (above & 0x7FFFFFFF).to(tl.int32)
+    sure = (above >> 32).to(tl.int32)
     # Bin 0, where the k-th is below the range, has what is in no other.
-    all_held = tl.where(j > 0, (held >> 32).to(tl.int32), n - all_sure)
-    inbin = tl.where(j > 0, (held & 0xFFFFFFFF).to(tl.int32), tl.minimum(first, n) - sure)
+    all_held = tl.where(j > 0, (held & 0x7FFFFFFF).to(tl.int32), n - all_sure)
+    inbin = tl.where(j > 0, (held >> 32).to(tl.int32), tl.minimum(first, n) - sure)
     if c == 0:
         tl.store(words, (all_sure.to(tl.int64) << 31) + all_held + READY)
     key_low = tl.full([], MOST, tl.int32)

@@ -13,7 +13,6 @@ READY = tl.constexpr(1 << 62)
 LOW = tl.constexpr((1 << 31) - 1)
 LEAST = tl.constexpr(-0x7F800001)  # key of -inf
 MOST = tl.constexpr(0x7F800000)  # key of +inf
-OUTSIDE = tl.constexpr(-0x80000000)  # below every key: no score
 _EMPTY = tl.constexpr(-(2**63))
 
 # The ways of a row, as stats has them.
@@ -26,7 +25,8 @@ _ALL, _WHOLE_ROW, _GVR, _RADIX = (tl.constexpr(path) for path in range(4))
 
 @triton.jit
 def clean(x):
-    return tl.where(x == x, x, float("-inf")) + 0.0
+    """NaN becomes -inf, -0.0 becomes 0.0."""
+    return tl.maximum(x, float("-inf")) + 0.0
 
 
 @triton.jit
@@ -57,6 +57,16 @@ def _take_all(x_at, n, out_i, out_x, K, K_PAD: tl.constexpr):
     x = clean(tl.load(x_at + q, mask=(q < n) & (q < K), other=float("-inf")))
     tl.store(out_i + q, tl.where(q < n, q, -1), mask=q < K)
     tl.store(out_x + q, x, mask=q < K)
+
+
+@triton.jit
+def _add_two(a, b, c, d):
+    return a + c, b + d
+
+
+@triton.jit
+def add_three(a, b, c, d, e, f):
+    return a + d, b + e, c + f
 
 
 # ---- thresholds ---------------------------------------------------------------------------------
@@ -104,14 +114,16 @@ def _bell(count, m, mean, deviation):
 
 
 @triton.jit
-def _try(key, low, high, at_low, at_high, t1, t2, t3, t4, need):
-    """Count the keys at four thresholds, two 16-bit counts a sum."""
-    c = tl.sum(
-        (key >= t1.to(tl.int32)).to(tl.int32) + ((key >= t2.to(tl.int32)).to(tl.int32) << 16), 0
-    )
-    d = tl.sum(
-        (key >= t3.to(tl.int32)).to(tl.int32) + ((key >= t4.to(tl.int32)).to(tl.int32) << 16), 0
-    )
+def _reach(x, t):
+    """Which clean scores reach the key t; MOST + 1 is the key of a NaN, which none reaches."""
+    return x >= score_of(t.to(tl.int32))
+
+
+@triton.jit
+def _try(x, low, high, at_low, at_high, t1, t2, t3, t4, need):
+    """Count the scores at four thresholds, two 16-bit counts a sum."""
+    c = tl.sum(_reach(x, t1).to(tl.int32) + (_reach(x, t2).to(tl.int32) << 16), 0)
+    d = tl.sum(_reach(x, t3).to(tl.int32) + (_reach(x, t4).to(tl.int32) << 16), 0)
     low, high, at_low, at_high = _tighten(low, high, at_low, at_high, t1, c & 0xFFFF, need)
     low, high, at_low, at_high = _tighten(low, high, at_low, at_high, t2, c >> 16, need)
     low, high, at_low, at_high = _tighten(low, high, at_low, at_high, t3, d & 0xFFFF, need)
@@ -119,9 +131,9 @@ def _try(key, low, high, at_low, at_high, t1, t2, t3, t4, need):
 
 
 @triton.jit
-def _narrow(key, m, need, BELL: tl.constexpr):
-    """Keys low, high of the m keys above OUTSIDE: fewer than `need` are >= high, and those that are
-    >= low are just as many as needed, or all those between are equal. Also the rounds it took.
+def _narrow(x, ok, m, need, BELL: tl.constexpr):
+    """Keys low, high of the m scores that are ok (the others are -inf): at_high, fewer than needed,
+    reach high; at_low reach low, just as many as needed or all between are equal. And the rounds.
 
     A round tries four thresholds about the place where the k-th would be, were the scores normal
     (the first round of a whole row) or evenly spread between the two that are known; the outer two
@@ -134,31 +146,31 @@ def _narrow(key, m, need, BELL: tl.constexpr):
     rounds = m * 0
     stuck = rounds != 0
     if BELL:
-        x = tl.where(key > OUTSIDE, score_of(key), 0.0)
-        mean = tl.sum(x, 0) / m
-        deviation = tl.sqrt(tl.maximum(tl.sum(x * x, 0) / m - mean * mean, 0.0))
+        y = tl.where(ok, x, 0.0)
+        total, squares = tl.reduce((y, y * y), 0, _add_two)
+        mean = total / m
+        deviation = tl.sqrt(tl.maximum(squares / m - mean * mean, 0.0))
         if (at_low > need) & (deviation < float("inf")):
             step = tl.sqrt(need * (1 - need / m)) + 1
             t1 = _cut(_bell(need + 2.2 * step, m, mean, deviation), low, high)
-            t2 = _cut(_bell(need + 0.4 * step, m, mean, deviation), low, high)
-            t3 = _cut(_bell(need - 0.4 * step, m, mean, deviation), low, high)
+            t2 = _cut(_bell(need + 0.7 * step, m, mean, deviation), low, high)
+            t3 = _cut(_bell(need - 0.7 * step, m, mean, deviation), low, high)
             t4 = _cut(_bell(need - 2.2 * step, m, mean, deviation), low, high)
-            low, high, at_low, at_high = _try(key, low, high, at_low, at_high, t1, t2, t3, t4, need)
+            low, high, at_low, at_high = _try(x, low, high, at_low, at_high, t1, t2, t3, t4, need)
             rounds += 1
         stuck = (at_low - at_high) * 2 > m
     while (at_low > need) & (high - low > 1):
         a = score_of(low.to(tl.int32))
         z = score_of((high - 1).to(tl.int32))
         if stuck | ~(tl.abs(z - a) < float("inf")):
-            between = (key >= low.to(tl.int32)) & (key < high.to(tl.int32))
-            least, most = key_range(key, between)
+            least, most = key_range(key_of(x), ok & _reach(x, low) & ~_reach(x, high))
             low = least.to(tl.int64)
             high = most.to(tl.int64) + 1
             a = score_of(least)
             z = score_of(most)
         before = at_low - at_high
         p = (at_low - need) / before  # of the way up
-        step = tl.sqrt(p * (1 - p) / before) + 0.3 / before
+        step = tl.sqrt(p * (1 - p) / before) + 0.6 / before
         width = z - a
         if ~(width < float("inf")) | (stuck & (rounds % 2 == 0)):
             t1 = _fifth(low, high, 1)
@@ -170,28 +182,26 @@ def _narrow(key, m, need, BELL: tl.constexpr):
             t2 = _cut(a + width * tl.where(stuck, 0.4, tl.maximum(p - 0.3 * step, 0.0)), low, high)
             t3 = _cut(a + width * tl.where(stuck, 0.6, tl.minimum(p + 0.3 * step, 1.0)), low, high)
             t4 = _cut(a + width * tl.where(stuck, 0.8, tl.minimum(p + 1.5 * step, 1.0)), low, high)
-        low, high, at_low, at_high = _try(key, low, high, at_low, at_high, t1, t2, t3, t4, need)
+        low, high, at_low, at_high = _try(x, low, high, at_low, at_high, t1, t2, t3, t4, need)
         stuck = (at_low - at_high) * 2 > before
         rounds += 1
-    return low, high, rounds
+    return low, high, at_low, at_high, rounds
 
 
 @triton.jit
 def _pick(x, i, ok, m, need, out_i, out_x, BELL: tl.constexpr):
-    """Store the best `need` of the m scores x (clean) with indices i that are ok, in the order of
-    the tensors (of equals the first): first those above the threshold, then those at it."""
-    key = tl.where(ok, key_of(x), OUTSIDE)
-    low, high, rounds = _narrow(key, m, need, BELL)
-    above = key >= high.to(tl.int32)
-    at = (key >= low.to(tl.int32)) & ~above
-    flags = above.to(tl.int32) + (at.to(tl.int32) << 16)
-    place = tl.cumsum(flags, 0)
-    sure = tl.sum(flags, 0) & 0xFFFF
-    keep = above | (at & ((place >> 16) <= need - sure))
-    slot = tl.where(above, place & 0xFFFF, sure + (place >> 16)) - 1
-    slot = tl.where(keep, slot, -1).to(tl.int64)
-    tl.store(out_i + slot, i, mask=slot >= 0)
-    tl.store(out_x + slot, score_of(key), mask=slot >= 0)
+    """Store the best `need` of the m scores x (clean, and -inf where not ok) with indices i, in the
+    order of the tensors; of equals the first."""
+    low, high, at_low, at_high, rounds = _narrow(x, ok, m, need, BELL)
+    keep = ok & _reach(x, low)
+    if at_low > need:
+        above = _reach(x, high)
+        first = tl.cumsum((keep & ~above).to(tl.int32), 0) <= need - at_high
+        keep = above | (keep & first)
+    slot = tl.cumsum(keep.to(tl.int32), 0)
+    slot = tl.where(keep, slot, 0).to(tl.int64)  # one conversion of layouts, not two
+    tl.store(out_i + slot - 1, i, mask=slot > 0)
+    tl.store(out_x + slot - 1, x, mask=slot > 0)
     return rounds
 
 
@@ -308,11 +318,19 @@ def _from_list(list_i, list_x, m, need, out_i, out_x, SIZE: tl.constexpr):
 
 
 @triton.jit
+def _hold(list_i, list_x, SIZE: tl.constexpr):
+    """The first of a list, whose length is on its way too."""
+    q = tl.arange(0, SIZE)
+    i = tl.load(list_i + q, cache_modifier=".cg")
+    return i, tl.load(list_x + q, cache_modifier=".cg")
+
+
+@triton.jit
 def refine(
     scores, lengths, words, ranges, list_i, list_x, out_i, out_x, stats, N, x_r,
     P, K, K_PAD: tl.constexpr, TILE: tl.constexpr,
-    CAPACITY: tl.constexpr, SMALL: tl.constexpr, SLOTS: tl.constexpr, LENGTH_STEP: tl.constexpr,
-    PDL: tl.constexpr,
+    CAPACITY: tl.constexpr, SMALL: tl.constexpr, SLOTS: tl.constexpr, LOOKED_BACK: tl.constexpr,
+    LENGTH_STEP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     r = tl.program_id(0).to(tl.int64)
     n = length_of(lengths, r, N, LENGTH_STEP)
@@ -330,9 +348,13 @@ def refine(
         tl.store(stats + 1, 0)
         tl.store(stats + 2, n)
     else:
+        first_i, first_x = _hold(list_i + CAPACITY, list_x + CAPACITY, SMALL)
         q = tl.arange(0, SLOTS)
-        w = tl.load(words + r * P + q, mask=q < P, other=READY, cache_modifier=".cg")
-        counted = tl.sum(w & (READY - 1), 0)
+        if LOOKED_BACK:  # each program left a word; otherwise the first one the totals
+            w = tl.load(words + r * P + q, mask=q < P, other=READY, cache_modifier=".cg")
+            counted = tl.sum(w & (READY - 1), 0)
+        else:
+            counted = tl.load(words + r * P, cache_modifier=".cg") & (READY - 1)
         sure = (counted >> 31).to(tl.int32)
         m = (counted & LOW).to(tl.int32)
         at = tl.full([], CAPACITY, tl.int32)
@@ -371,8 +393,10 @@ def refine(
             tl.debug_barrier()
         m = tl.minimum(m, CAPACITY)
         need = K - sure
-        if m <= SMALL:
-            _from_list(list_i + at, list_x + at, m, need, out_i + sure, out_x + sure, SMALL)
+        if (m <= SMALL) & (path == _GVR) & (at == CAPACITY):
+            ok = tl.arange(0, SMALL) < m
+            x = tl.where(ok, first_x, float("-inf"))
+            _pick(x, first_i, ok, m, need, out_i + sure, out_x + sure, False)
         else:
             _from_list(list_i + at, list_x + at, m, need, out_i + sure, out_x + sure, CAPACITY)
         tl.store(stats, path)

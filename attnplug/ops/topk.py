@@ -265,31 +265,34 @@ class Plan(NamedTuple):
     batch: int = 64  # groups that `collect` reads at once
     capacity: int = 4096  # of the list that `refine` selects from
     small: int = 512  # up to so many it holds fewer registers
-    refine_tile: int = 4096  # of its search over the row
-    refine_warps: int = 16
-    bins: int = 128
+    refine_tile: int = 2048  # of its search over the row
+    refine_warps: int = 4
+    bins: int = 64
     sample: int = 256  # of the hint, and of the row
 
 
 WHOLE_ROW = 8192
-GROUPED = 2**21  # scores of a batch from which on maxima are counted
+GROUPED = 2**20  # scores of a batch from which on maxima are counted
 COLLECTORS = 1024  # most programs a row that look back at one another
 
 
 @functools.lru_cache(maxsize=1024)
 def plan_for(rows: int, size: int, k: int, multiprocessors: int) -> Plan:
     """The pre-tuned plan of a shape. `size` is that of the buffer: true lengths are unknown."""
-    if size <= WHOLE_ROW:
-        return Plan(True, refine_warps=min(32, max(1, triton.next_power_of_2(size) // 256)))
-    total = rows * size
-    group = 16 if total >= GROUPED and size >= 32 * k else 1
-    tile = 1024 if total <= 2**16 else 2048 if group == 1 else 4096
-    programs = triton.cdiv(4 * multiprocessors, rows)
-    verifiers = max(1, min(64, programs, triton.cdiv(size, tile)))
+    if size <= WHOLE_ROW:  # many scores a thread: what one warp has, no barrier must bring together
+        return Plan(True, refine_warps=max(1, triton.next_power_of_2(size) // 1024))
+    group = 16 if rows * size >= GROUPED and size >= 256 * k else 1
+    each = max(4, 128 // rows)  # programs a row: about one for a multiprocessor
+    if group > 1:
+        each = min(128, 2 * each)
+    smallest = 1024 if size <= 2**16 else 2048
+    verifiers = min(each, triton.cdiv(size, smallest))
+    tile = min(4096, max(smallest, triton.next_power_of_2(triton.cdiv(size, verifiers))))
     here = max(1024, triton.next_power_of_2(triton.cdiv(size, group * COLLECTORS)))
+    capacity = max(4096, 2 * triton.next_power_of_2(k))
     return Plan(
-        False, verifiers, tile, 8, min(tile, 2048), 8, group, here,
-        capacity=max(4096, 2 * triton.next_power_of_2(k)),
+        False, verifiers, tile, 8, min(tile, 2048), 4 if group == 1 else 8, group, here,
+        capacity=capacity, refine_warps=4 if capacity <= 4096 else 8,
     )  # fmt: skip
 
 
@@ -360,7 +363,7 @@ def _launch_programs(scores, k, hint, lengths, indices, values, how, plan, pdl):
         scores, lengths, words, ranges, list_i, list_x, indices, values, how, size,
         scores.stride(0),
         programs, k, max(2, triton.next_power_of_2(k)), plan.refine_tile, plan.capacity,
-        plan.small, slots, step, pdl, num_warps=plan.refine_warps, num_stages=1, **early,
+        plan.small, slots, grouped, step, pdl, num_warps=plan.refine_warps, num_stages=1, **early,
     )  # fmt: skip
 
 
