@@ -14,8 +14,23 @@ const app = (() => {
 
   // --- choices
 
+  let turn = 0;
+  let running = 0;
+
   async function refresh() {
-    selection = await trace.select(state.layer, state.head);
+    running += 1;
+    try {
+      await follow(++turn);
+    } finally {
+      running -= 1;
+    }
+  }
+
+  // Shows what is chosen, unless something else was chosen while its layers were unpacked.
+  async function follow(mine) {
+    const found = await trace.select(state.layer, state.head);
+    if (mine !== turn) return;
+    selection = found;
     get("layer").value = state.layer ?? "all";
     get("head").value = state.head ?? "all";
     get("mask").value = state.mask ?? "none";
@@ -308,7 +323,7 @@ const app = (() => {
     document.body.dataset.ready = Math.round(performance.now());
   }
 
-  return { start, complete };
+  return { start, complete, selectBlocks, busy: () => running > 0, shown: () => ({ ...state }) };
 })();
 
 app.start();

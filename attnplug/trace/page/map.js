@@ -225,7 +225,9 @@ const map = (() => {
     ];
   }
 
+  let drawing = 0;
   async function draw(selection, mask) {
+    drawing += 1;
     const frame = window_();
     const started = performance.now();
     const values = cells(selection, frame, mask);
@@ -236,6 +238,7 @@ const map = (() => {
       doubleClick: false,
     };
     await Plotly.react(element, traces(frame, values, mask), layout(mask), config);
+    drawing -= 1;
     element.dataset.milliseconds = Math.round(performance.now() - started);
     for (const listener of listeners.view) listener(frame);
   }
@@ -295,7 +298,7 @@ const map = (() => {
     const box = element.getBoundingClientRect();
     const k = Math.floor(xaxis.p2d(event.clientX - box.left - xaxis._offset));
     const q = Math.floor(yaxis.p2d(event.clientY - box.top - yaxis._offset));
-    return q < 0 || k < 0 || q >= size.y || k >= size.x ? null : { q, k };
+    return q >= 0 && k >= 0 && q < size.y && k < size.x ? { q, k } : null;
   }
 
   function heaviest({ q, k }) {
@@ -340,11 +343,16 @@ const map = (() => {
       const { xaxis, yaxis } = element.layout;
       setView([...xaxis.range], [yaxis.range[1], yaxis.range[0]]);
     });
-    element.on("plotly_click", ({ event }) => {
-      const place = at(event);
-      if (place) onSelect(heaviest(place));
+    // What Plotly hands on of a click has no place on the screen in every version of it.
+    let pressed = null;
+    element.addEventListener("pointerdown", (event) => (pressed = event), { capture: true });
+    element.on("plotly_click", () => {
+      const place = pressed && at(pressed);
+      if (!place) return;
+      const { q, k } = heaviest(place);
+      onSelect(q, k);
     });
-    element.addEventListener("dblclick", () => zoomTo());
+    element.on("plotly_doubleclick", () => zoomTo());
     element.addEventListener("mousemove", (event) => {
       const place = at(event);
       onRead(place && read(place));
@@ -364,6 +372,7 @@ const map = (() => {
     step: () => drawn.frame,
     reset: () => setView([0, size.x], [0, size.y]),
     view: () => view,
+    busy: () => drawing > 0 || pending !== null,
     setView,
     onView: (listener) => listeners.view.push(listener),
     mark(matches) {
