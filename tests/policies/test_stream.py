@@ -1,0 +1,244 @@
+"""stream: what it traces and what it serves, against dense formulas; and the blocks that momo and
+gather say they read, against what they attend to."""
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from attnplug import Dense, Gather, Momo, Policy, PolicyError
+from attnplug.policies import AttentionCall, Edges, LayerShape, Stream
+from attnplug.testing import oracle_attention
+
+STREAM = Stream(top_k=2, block=16, query_block=16)
+MOMO = Momo(gamma=8, block=16, query_block=32, top_k=2, exact_k=1, window=20, min_tokens=0)
+GATHER = Gather(k=2, block=16, local=2, min_tokens=0)
+
+
+class Held:
+    """A sink that holds what it gets."""
+
+    def __init__(self):
+        self.edges: list[Edges] = []
+
+    def emit(self, call: AttentionCall, edges: Edges) -> None:
+        self.edges.append(edges)
+
+
+def call(tokens: int, *, batch=2, queries=0, start=None, device="cpu", seed=0) -> AttentionCall:
+    """`queries` (0: all) of `tokens` tokens, rows padded to begin at `start`; a decode step is told
+    the mask only, as transformers has it."""
+    random = torch.Generator().manual_seed(seed)
+    q, k, v = (torch.randn(batch, h, tokens, 64, generator=random) for h in (4, 2, 2))
+    found = AttentionCall(q[:, :, tokens - (queries or tokens) :], k, v, scale=0.125)
+    if start is not None:
+        found.key_mask = torch.arange(tokens) >= torch.tensor(start)[:, None]
+        found.start = None if queries == 1 else torch.tensor(start, dtype=torch.int32)
+    for name in ("q", "k", "v", "start", "key_mask"):
+        value = getattr(found, name)
+        setattr(found, name, None if value is None else value.to(device))
+    return found
+
+
+def probabilities(c: AttentionCall, named: torch.Tensor | None = None) -> torch.Tensor:
+    """fp64 softmax `[B,Hq,T,S]` over the seen keys, only those `named` `[B,Hq,T,S]` if given; 0
+    where a query sees none."""
+    group, size = c.q.shape[1] // c.k.shape[1], c.k.shape[2]
+    scores = c.q.double().cpu() @ c.k.double().cpu().repeat_interleave(group, 1).mT * c.scale
+    at, to = torch.arange(size - c.q.shape[2], size), torch.arange(size)
+    seen = (to <= at[:, None]).expand(scores.shape).clone()
+    if c.key_mask is not None:
+        seen &= c.key_mask.cpu()[:, None, None]
+        seen &= c.key_mask.cpu()[:, at][:, None, :, None]  # padding queries see nothing
+    if named is not None:
+        seen &= named
+    return scores.masked_fill(~seen, -torch.inf).softmax(-1).nan_to_num(0)
+
+
+def named_keys(c: AttentionCall, index: torch.Tensor, query_block: int, block: int):
+    """Which keys `[B,Hq,T,S]` the lists name for each query."""
+    batch, heads, queries, _ = c.q.shape
+    size = c.k.shape[2]
+    named = torch.zeros(batch, heads, queries, size, dtype=torch.bool)
+    first = [0] * batch if c.first_key is None else c.first_key.tolist()
+    for b, h, i, t in torch.nonzero(index >= 0).tolist():
+        at = max(0, first[b] - (size - queries)) + i * query_block
+        key = first[b] + int(index[b, h, i, t]) * block
+        assert not named[b, h, at, key], "a block is listed twice"
+        named[b, h, at : at + query_block, key : key + block] = True
+    return named
+
+
+def output(c: AttentionCall, index: torch.Tensor, query_block: int, block: int) -> torch.Tensor:
+    """fp64 attention over the named blocks."""
+    weights = probabilities(c, named_keys(c, index.cpu(), query_block, block))
+    group = c.q.shape[1] // c.k.shape[1]
+    return weights @ c.v.double().cpu().repeat_interleave(group, 1)
+
+
+CALLS = {
+    "whole": {"tokens": 100},
+    "padded": {"tokens": 100, "start": [0, 37]},
+    "chunk": {"tokens": 100, "queries": 33, "start": [5, 70]},
+    "step": {"tokens": 100, "queries": 1, "start": [0, 37]},
+}
+
+
+@pytest.mark.parametrize("shape", CALLS.values(), ids=CALLS)
+def test_mass_is_the_share_of_the_named_blocks(shape, device):
+    c = call(**shape, device=device)
+    edges = STREAM.observe(c, Dense())
+    assert edges is not None
+    weights = probabilities(c, named_keys(c, edges.index.cpu(), 16, 16))
+    queries, size = c.q.shape[2], c.k.shape[2]
+    first = [0] * 2 if c.first_key is None else c.first_key.tolist()
+    for b, h, i, t in torch.nonzero(edges.index >= 0).tolist():
+        at = max(0, first[b] - (size - queries)) + i * 16
+        key = first[b] + int(edges.index[b, h, i, t]) * 16
+        wanted = weights[b, h, at : at + 16, key : key + 16].sum()
+        assert abs(float(edges.weight[b, h, i, t]) - float(wanted)) < 1e-4
+    assert edges.captured is None
+
+
+@pytest.mark.parametrize("shape", CALLS.values(), ids=CALLS)
+@pytest.mark.parametrize("measure", [1, 5])
+def test_captured_is_the_share_of_dense_attention(shape, measure, device):
+    c = call(**shape, device=device)
+    edges = dataclasses.replace(STREAM, measure=measure).observe(c, Dense())
+    assert edges is not None and edges.captured is not None
+    named = named_keys(c, edges.index.cpu(), 16, 16)
+    share = (probabilities(c) * named).sum(-1)
+    size, queries = c.k.shape[2], c.q.shape[2]
+    for b in range(2):
+        low = 0 if c.first_key is None else int(c.first_key[b])
+        rows = torch.arange(max(0, low - (size - queries)), queries, measure)
+        wanted = torch.stack([share[b][:, rows].sum(-1), torch.full((4,), float(len(rows)))], -1)
+        assert torch.allclose(edges.captured[b].double().cpu(), wanted.double(), atol=1e-3)
+
+
+@pytest.mark.parametrize("weights", ["score", "mass", "value"])
+def test_score_and_its_op_agree(weights):
+    """The score comes from the mask itself where nothing else is asked for."""
+    c = call(100)
+    stream = dataclasses.replace(STREAM, weights=weights)
+    plain, measured = stream.observe(c, Dense()), dataclasses.replace(stream, measure=4)
+    other = measured.observe(c, Dense())
+    assert plain is not None and other is not None and plain.weights == weights
+    assert torch.equal(plain.index, other.index) and torch.equal(plain.weight, other.weight)
+
+
+@pytest.mark.parametrize("shape", [s for n, s in CALLS.items() if n != "step"])
+@given(top_k=st.sampled_from([1, 3, 7]))
+def test_as_prefill_it_attends_to_the_named_blocks(shape, device, top_k):
+    c = call(**shape, device=device)
+    stream = dataclasses.replace(STREAM, top_k=top_k)
+    edges = stream.observe(c, Dense())
+    assert edges is not None
+    wanted = output(c, edges.index, 16, 16)
+    assert (stream.attend(c).double().cpu() - wanted).abs().max() < 1e-4
+    if top_k == 7:  # all there are
+        dense = oracle_attention(c.q, c.k, c.v, scale=c.scale, start=c.start, key_mask=c.key_mask)
+        assert (stream.attend(c).double() - dense[0]).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("where", ["q", "k", "v"])
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_as_prefill_it_hides_nothing_that_is_not_finite(where, bad):
+    """Also in a block that is not read; and padding may hold what it will."""
+    c = call(100, start=[0, 37])
+    getattr(c, where)[1, 0, 10] = bad  # padding
+    if where != "q":
+        assert STREAM.attend(c).isfinite().all()
+    getattr(c, where)[0, 0, 50] = bad
+    shown = torch.zeros(4, 100, dtype=torch.bool)
+    if where == "q":
+        shown[0, 50] = True
+    else:
+        shown[:2, 50:] = True  # the heads of the first KV head
+    assert torch.equal(~STREAM.attend(c)[0].isfinite().any(-1), shown)
+    assert torch.equal(~STREAM.attend(c)[0].isfinite().all(-1), shown)
+
+
+@pytest.mark.parametrize("shape", [s for n, s in CALLS.items() if n != "step"])
+def test_momo_reads_what_it_attends_to(shape, device):
+    c = call(**shape, device=device)
+    reads = MOMO.reads(c)
+    assert reads is not None and (reads.query_block, reads.block) == (32, 16)
+    found = dataclasses.replace(MOMO, delta=False).attend(c)
+    assert (found.double().cpu() - output(c, reads.index, 32, 16)).abs().max() < 1e-4
+    assert dataclasses.replace(MOMO, min_tokens=1000).reads(c) is None  # dense
+
+
+@pytest.mark.parametrize("k", [0, 2])
+@pytest.mark.parametrize("start", [None, [0, 37]])
+def test_gather_reads_what_it_attends_to(k, start, device):
+    gather = dataclasses.replace(GATHER, k=k)
+    c = call(100, queries=1, start=start, device=device)
+    layer = gather.cache_layer(100)
+    layer.update(c.k, c.v)
+    assert layer.keys is not None and layer.values is not None
+    c.k, c.v, c.state = layer.keys, layer.values, layer
+    reads = gather.reads(c)
+    assert reads is not None
+    wanted = output(c, reads.index, reads.query_block, 16)
+    assert (gather.attend(c).double().cpu() - wanted).abs().max() < 1e-4
+    c.state = None
+    assert gather.reads(c) is None  # dense
+
+
+def test_of_policy_traces_the_blocks_that_are_read():
+    c = call(100)
+    stream = dataclasses.replace(STREAM, of="policy")
+    edges, reads = stream.observe(c, MOMO), MOMO.reads(c)
+    assert edges is not None and reads is not None
+    assert torch.equal(edges.index, reads.index) and (edges.query_block, edges.block) == (32, 16)
+    assert (edges.weight.sum(-1) - torch.tensor([32.0, 32, 32, 4])).abs().max() < 1e-3
+    assert stream.observe(c, Dense()) is None
+
+
+@pytest.mark.parametrize("phase", [Dense(), MOMO])
+def test_a_look_changes_nothing(phase, device):
+    """Bit for bit, and only where someone records."""
+    c, sink = call(100, start=[0, 37], device=device), Held()
+    before = [x.clone() for x in (c.q, c.k, c.v)]
+    wanted = phase.attend(c)
+    policy = Policy(prefill=phase, trace=dataclasses.replace(STREAM, measure=4))
+    assert torch.equal(policy.attend(c), wanted) and not sink.edges
+    c.sink = sink
+    assert torch.equal(policy.attend(c), wanted) and len(sink.edges) == 1
+    assert all(torch.equal(a, b) for a, b in zip(before, (c.q, c.k, c.v), strict=True))
+
+
+def test_phases():
+    assert Policy(trace=Stream()).prefill == Dense()
+    assert Policy(prefill=Stream()).trace is None
+    with pytest.raises(PolicyError, match="stream cannot be the decode method"):
+        Policy(decode=Stream())
+    with pytest.raises(NotImplementedError, match="Dense has no observe"):
+        Dense().observe(call(20), Dense())
+
+
+def test_a_softcap_is_refused():
+    shape = dict(heads_q=4, heads_kv=2, head_dim=64, sinks=False, device=torch.device("cpu"))
+    assert STREAM.refusal(LayerShape(softcap=50.0, **shape)) == "stream knows no softcap"
+    assert STREAM.refusal(LayerShape(softcap=0.0, **shape)) is None
+
+
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"top_k": 0}, r"stream: top_k=0, needs 1 to 128"),
+    ({"top_k": 3.0}, r"stream: top_k=3.0, needs an integer"),
+    ({"block": 48}, r"stream: block=48, needs 16, 32, 64, 128"),
+    ({"query_block": 256}, r"stream: query_block=256, needs 16"),
+    ({"weights": "sum"}, r"stream: weights='sum', needs score, mass, value"),
+    ({"of": "all"}, r"stream: of='all', needs model, policy"),
+    ({"measure": -1}, r"stream: measure=-1, needs at least 0"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), WRONG, ids=lambda x: str(x))
+def test_wrong_options(options, message):
+    with pytest.raises(PolicyError, match=message):
+        Stream(**options)
