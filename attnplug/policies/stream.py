@@ -75,8 +75,11 @@ class Stream(Phase):
         """Attention over the named blocks alone."""
         options, blocks = self._options(call), self._blocks()
         index, _ = stream_mask(call.q, call.k, top_k=self.top_k, **blocks, **options)
+        # 0 times NaN is NaN, for the queries of a block that do not see the key; _poison shows it
+        # to those that do.
+        v = torch.nan_to_num(call.v, nan=0.0, posinf=0.0, neginf=0.0)
         _, out, lse = stream_edges(
-            call.q, call.k, call.v, index, scale=call.scale, output=True, **blocks, **options
+            call.q, call.k, v, index, scale=call.scale, output=True, **blocks, **options
         )
         out = apply_sinks(out, lse, call.sinks)
         return out + _poison(call, options["start"]).to(out.dtype)
