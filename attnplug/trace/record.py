@@ -241,6 +241,8 @@ class Recording:
             return
         if not self._tokens:
             self._tokens = [np.zeros(0, np.int32) for _ in first]
+        if len(self._tokens) != len(first):
+            return  # the writer refuses the step
         for b, (begin, count) in enumerate(zip(first, real, strict=True)):
             row = np.full(max(len(self._tokens[b]), begin + count), -1, np.int32)
             row[: len(self._tokens[b])] = self._tokens[b]
