@@ -18,7 +18,7 @@ from attnplug.errors import (
     UnsupportedModelError,
     WeightsUnavailableError,
 )
-from attnplug.policies import Dense, Gather, Momo, Policy
+from attnplug.policies import Dense, Gather, Gvr, Momo, Policy
 
 __version__ = "0.1.0"
 
@@ -29,6 +29,7 @@ __all__ = [
     "Dense",
     "Gather",
     "GradientError",
+    "Gvr",
     "LayerReport",
     "Momo",
     "NotAppliedError",

@@ -7,9 +7,11 @@ from attnplug.ops.delta_correct import delta_correct
 from attnplug.ops.dense_decode import dense_decode
 from attnplug.ops.gather_attention import gather_attention
 from attnplug.ops.gather_decode import gather_decode
+from attnplug.ops.gather_tokens_attention import gather_tokens_attention
 from attnplug.ops.merge_block_rows import merge_block_rows
 from attnplug.ops.quantize_kv import QuantizedKV, quantize_kv
 from attnplug.ops.query_sparse_attention import query_sparse_attention
+from attnplug.ops.score_tokens import score_tokens
 from attnplug.ops.select_blocks import select_blocks
 from attnplug.ops.stream_edges import stream_edges
 from attnplug.ops.stream_mask import stream_mask
@@ -23,9 +25,11 @@ __all__ = [
     "dense_decode",
     "gather_attention",
     "gather_decode",
+    "gather_tokens_attention",
     "merge_block_rows",
     "quantize_kv",
     "query_sparse_attention",
+    "score_tokens",
     "select_blocks",
     "stream_edges",
     "stream_mask",

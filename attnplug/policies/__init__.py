@@ -22,6 +22,7 @@ from attnplug.policies.base import (
 )
 from attnplug.policies.dense import Dense, apply_sinks
 from attnplug.policies.gather import Gather
+from attnplug.policies.gvr import Gvr
 from attnplug.policies.momo import Momo
 from attnplug.policies.stream import Stream
 
@@ -30,6 +31,7 @@ __all__ = [
     "Dense",
     "Edges",
     "Gather",
+    "Gvr",
     "LayerShape",
     "Momo",
     "Phase",
@@ -45,7 +47,7 @@ __all__ = [
     "register",
 ]
 
-_METHODS: dict[str, type[Phase]] = {cls.name: cls for cls in (Dense, Gather, Momo, Stream)}
+_METHODS: dict[str, type[Phase]] = {cls.name: cls for cls in (Dense, Gather, Gvr, Momo, Stream)}
 
 
 def register(cls: type[Phase]) -> type[Phase]:

@@ -1,0 +1,351 @@
+"""gvr as a whole, and its cache layer: what methods/gvr.md says must be true."""
+
+import dataclasses
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers.cache_utils import StaticLayer
+
+import attnplug
+from attnplug import Dense, Gvr, PolicyError
+from attnplug.models.cache import PlugLayer
+from attnplug.ops.score_tokens import quantize_keys
+from attnplug.policies import AttentionCall, LayerShape
+from attnplug.policies.gvr import GvrLayer
+from attnplug.testing import oracle_attention, tiny_model
+
+GVR = Gvr(k=24, sink=4, window=20, min_tokens=0)
+SIZE, HEADS, KV_HEADS, DIM = 200, 4, 2, 64
+
+
+def random(seed: int, *shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def tokens(seed: int, count: int, batch: int = 1, device: str = "cpu") -> torch.Tensor:
+    """Keys and values of `count` new tokens, `[2,B,Hkv,count,D]`."""
+    return random(seed, 2, batch, KV_HEADS, count, DIM).to(device)
+
+
+def filled(policy: Gvr, kv: torch.Tensor, size: int = SIZE) -> GvrLayer:
+    """The policy's cache layer with these keys and values in it."""
+    layer = policy.cache_layer(size)
+    layer.update(kv[0], kv[1])
+    return layer
+
+
+def step(layer: StaticLayer, seed: int = 0, mask: torch.Tensor | None = None, **options):
+    """The call of a decode step whose token is in the layer already."""
+    keys, values = layer.keys, layer.values
+    assert keys is not None and values is not None
+    q = random(seed, keys.shape[0], HEADS, 1, DIM).to(keys.device)
+    lengths = layer.cumulative_length.reshape(1)
+    return AttentionCall(
+        q, keys, values, DIM**-0.5, lengths=lengths, key_mask=mask, state=layer, **options
+    )
+
+
+def expected(call: AttentionCall, policy: Gvr) -> torch.Tensor:
+    """fp64 attention over the keep set that the rounded keys tell."""
+    length = int(call.lengths)
+    group, kept = HEADS // KV_HEADS, torch.zeros(*call.k.shape[:3], dtype=torch.bool)
+    codes, steps = (x.cpu() for x in quantize_keys(call.k))
+    keys = codes.double() * steps.double()[..., None]
+    at = torch.arange(call.k.shape[2])
+    for b in range(call.k.shape[0]):
+        visible = at < length
+        if call.key_mask is not None:
+            visible = visible & call.key_mask[b].cpu()
+        start = int(visible.int().argmax())
+        near = (at < start + policy.sink) | (at >= length - policy.window)
+        for h in range(KV_HEADS):
+            query = call.q[b, h * group : h * group + group, 0].double().cpu()
+            score = (query @ keys[b, h].T).amax(0)
+            score = torch.where(visible & ~near, score, -torch.inf)
+            kept[b, h, score.topk(policy.k).indices] = True
+            kept[b, h] = (kept[b, h] | near) & visible
+    parts = [
+        oracle_attention(
+            call.q[:, h * group : h * group + group].cpu(),
+            call.k[:, h : h + 1].cpu(),
+            call.v[:, h : h + 1].cpu(),
+            scale=call.scale,
+            softcap=call.softcap,
+            sinks=None if call.sinks is None else call.sinks.cpu()[h * group : h * group + group],
+            lengths=call.lengths.cpu(),
+            key_mask=kept[:, h],
+        )[0]
+        for h in range(KV_HEADS)
+    ]
+    return torch.cat(parts, 1)
+
+
+def hold(policy: Gvr, call: AttentionCall) -> None:
+    found = policy.attend(call).cpu()
+    assert (found - expected(call, policy)).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("length", [1, 4, 5, 20, 24, 25, 48, 49, 130, 199, 200])
+def test_a_step_attends_to_the_keep_set(length, device):
+    layer = filled(GVR, tokens(0, length, batch=2, device=device))
+    hold(GVR, step(layer))
+    hold(GVR, step(layer, softcap=3.0, sinks=random(5, HEADS).to(device)))
+
+
+def test_the_budget_is_felt(device):
+    call = step(filled(GVR, tokens(0, 190, device=device)))
+    assert (GVR.attend(call) - Dense().attend(call)).abs().max() > 1e-2
+
+
+@given(length=st.integers(1, SIZE), seed=st.integers(0, 99))
+def test_a_keep_set_of_everything_is_dense(length, seed):
+    covering = dataclasses.replace(GVR, k=SIZE)
+    call = step(filled(covering, tokens(seed, length)), seed)
+    assert (covering.attend(call) - Dense().attend(call)).abs().max() < 2e-6
+
+
+def test_the_hint_changes_nothing(device):
+    """Steps with the picks of other steps in the layer, or with none."""
+    kv = tokens(0, 190, device=device)
+    used = filled(GVR, kv)
+    for seed in range(4):
+        found = GVR.attend(step(used, seed))
+        assert torch.equal(found, GVR.attend(step(filled(GVR, kv), seed)))
+
+
+def test_left_padding_does_not_change_a_row(device):
+    kv = tokens(0, 170, batch=3, device=device)
+    starts = (0, 37, 169)
+    mask = torch.arange(SIZE, device=device) >= torch.tensor(starts, device=device)[:, None]
+    call = step(filled(GVR, kv), mask=mask)
+    together = GVR.attend(call)
+    for row, start in enumerate(starts):
+        alone = step(filled(GVR, kv[:, row : row + 1, :, start:]))
+        alone.q = call.q[row : row + 1]
+        assert (GVR.attend(alone) - together[row]).abs().max() < 1e-6
+
+
+def test_a_hole_in_the_mask_is_not_read(device):
+    kv = tokens(0, 170, device=device)
+    kv[:, :, :, 90] = torch.nan
+    kv[:, :, :, 40:64] = 1e3
+    mask = torch.ones(1, SIZE, dtype=torch.bool, device=device)
+    mask[:, 90] = mask[:, 40:64] = False
+    found = GVR.attend(step(filled(GVR, kv), mask=mask))
+    kv[:, :, :, 90] = kv[:, :, :, 40:64] = 0.0
+    hold(GVR, step(filled(GVR, kv), mask=mask))
+    assert torch.equal(found, GVR.attend(step(filled(GVR, kv), mask=mask)))
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_a_bad_key_surfaces_wherever_it_is(bad, device):
+    """It ranks first, so that no budget can hide it."""
+    kv = tokens(0, 190, device=device)
+    kv[0, 0, 1, 77] = bad
+    call = step(filled(GVR, kv))
+    found, dense = GVR.attend(call), Dense().attend(call)
+    assert dense[:, 2:].isnan().any() and torch.equal(found.isnan(), dense.isnan())
+
+
+ACTIONS = st.lists(
+    st.one_of(
+        st.tuples(st.just("append"), st.integers(1, 60)),
+        st.tuples(st.just("step"), st.integers(1, 3)),
+        st.tuples(st.just("crop"), st.integers(0, 50)),
+        st.tuples(st.just("reorder"), st.integers(0, 8)),
+        st.tuples(st.just("repeat"), st.integers(1, 2)),
+        st.tuples(st.just("select"), st.integers(0, 3)),
+        st.tuples(st.just("reset"), st.just(0)),
+    ),
+    min_size=3,
+    max_size=12,
+)
+
+
+@settings(max_examples=20)
+@given(actions=ACTIONS, padded=st.booleans())
+def test_codes_follow_whatever_happens_to_the_cache(actions, padded):
+    """Prefills in chunks, steps, crops, beams, batch changes, resets: a step gives what it gives
+    with a cache made at once from the same tokens."""
+    layer, rows, seed = GVR.cache_layer(SIZE), tokens(0, 100, batch=2), 1
+    layer.update(rows[0], rows[1])
+    pads = torch.tensor([0, 5]) if padded else torch.tensor([0, 0])
+    check(layer, rows, pads, seed)
+    for action, number in actions:
+        length, seed = rows.shape[3], seed + 2
+        if action in ("append", "step"):
+            for span in [number] if action == "append" else [1] * number:
+                if rows.shape[3] + span > SIZE:
+                    break
+                new = tokens(seed := seed + 2, span, batch=rows.shape[1])
+                layer.update(new[0], new[1])
+                rows = torch.cat([rows, new], 3)
+        elif action == "crop":
+            layer.crop(-min(number, length - 6))
+            rows = rows[:, :, :, : length - min(number, length - 6)]
+        elif action == "reorder":
+            order = torch.tensor(
+                [number * (row + 1) // 3 % rows.shape[1] for row in range(len(pads))]
+            )
+            layer.reorder_cache(order)
+            rows, pads = rows[:, order], pads[order]
+        elif action == "repeat" and len(pads) < 5:
+            layer.batch_repeat_interleave(number)
+            rows, pads = rows.repeat_interleave(number, 1), pads.repeat_interleave(number)
+        elif action == "select":
+            chosen = torch.arange(len(pads))[: number + 1].flip(0)
+            layer.batch_select_indices(chosen)
+            rows, pads = rows[:, chosen], pads[chosen]
+        elif action == "reset":
+            layer.reset()
+            rows = tokens(seed, 70, batch=len(pads))
+            layer.update(rows[0], rows[1])
+        check(layer, rows, pads, seed)
+
+
+def check(layer: GvrLayer, rows: torch.Tensor, pads: torch.Tensor, seed: int) -> None:
+    mask = torch.arange(SIZE) >= pads[:, None] if bool(pads.any()) else None
+    call, fresh = (step(x, seed, mask) for x in (layer, filled(GVR, rows)))
+    assert torch.equal(GVR.attend(call), GVR.attend(fresh))
+    codes, steps = quantize_keys(rows[0])
+    length = rows.shape[3]
+    assert torch.equal(layer.codes[:, :, :length], codes)
+    assert torch.equal(layer.steps[:, :, :length], steps)
+
+
+def test_beams_are_reordered_in_place(device):
+    """A CUDA graph goes on reading the old addresses."""
+    layer = filled(GVR, tokens(0, 150, batch=3, device=device))
+    GVR.attend(step(layer))
+    buffers = ("keys", "codes", "steps", "picks", "before")
+    addresses = [getattr(layer, name).data_ptr() for name in buffers]
+    want = [getattr(layer, name)[[2, 0, 0]] for name in buffers]
+    layer.reorder_cache(torch.tensor([2, 0, 0]))
+    assert addresses == [getattr(layer, name).data_ptr() for name in buffers]
+    assert all(map(torch.equal, want, (getattr(layer, name) for name in buffers)))
+
+
+def test_the_layer_is_sized_once():
+    layer = GVR.cache_layer(SIZE)
+    layer.crop(-3)  # of nothing, as generate may
+    layer.reset()
+    layer.reorder_cache(torch.tensor([0]))
+    layer.batch_repeat_interleave(2)
+    layer.batch_select_indices(torch.tensor([0]))
+    assert not layer.is_initialized
+    kv = tokens(0, 3).bfloat16()
+    layer.update(kv[0], kv[1])
+    assert layer.codes.shape == (1, KV_HEADS, SIZE, DIM) and layer.codes.dtype == torch.int8
+    assert layer.steps.shape == (1, KV_HEADS, SIZE) and layer.steps.dtype == torch.float32
+    assert layer.picks.shape == layer.before.shape == (1, KV_HEADS, 24)
+
+
+def test_overlap_and_density():
+    layer = filled(GVR, tokens(0, 190))
+    assert torch.isnan(torch.tensor(layer.overlap()))
+    GVR.attend(step(layer, 1))
+    assert torch.isnan(torch.tensor(layer.overlap()))  # one step has nothing to be compared with
+    GVR.attend(step(layer, 1))
+    assert layer.overlap() == 1.0
+    GVR.attend(step(layer, 2))
+    now, before = layer.picks[0], layer.before[0]
+    shares = [len({*a.tolist()} & {*b.tolist()}) / 24 for a, b in zip(now, before, strict=True)]
+    assert layer.overlap() == pytest.approx(sum(shares) / 2) and layer.overlap() < 0.9
+    assert layer.density(GVR) == pytest.approx(48 / 190)
+    assert filled(GVR, tokens(0, 30)).density(GVR) == 1.0
+    layer.reset()
+    assert torch.isnan(torch.tensor(layer.overlap()))
+
+
+def foreign_layers(kv: torch.Tensor) -> dict[str, StaticLayer | None]:
+    """Layers whose codes, if any, are not those of the call's keys under GVR."""
+    layers = {
+        "static": StaticLayer(max_cache_len=SIZE),
+        "plug": PlugLayer(max_cache_len=SIZE),
+        "another k": dataclasses.replace(GVR, k=25).cache_layer(SIZE),
+    }
+    for layer in layers.values():
+        layer.update(kv[0], kv[1])
+    return layers
+
+
+@pytest.mark.parametrize("kind", foreign_layers(tokens(0, 1)))
+def test_without_codes_of_its_own_it_is_dense(kind, device):
+    call = step(foreign_layers(tokens(0, 190, device=device))[kind])
+    assert torch.equal(GVR.attend(call), Dense().attend(call))
+
+
+def test_without_a_static_cache_it_is_dense(device):
+    call = step(filled(GVR, tokens(0, 190, device=device)))
+    call.state, call.lengths = None, None
+    call.k, call.v = call.k[:, :, :190], call.v[:, :, :190]
+    assert torch.equal(GVR.attend(call), Dense().attend(call))
+
+
+def test_another_layers_keys_are_not_read_by_this_ones_codes(device):
+    """Gemma 3n's last layers attend to keys of a layer that is not the one they are handed."""
+    call = step(filled(GVR, tokens(0, 190, device=device)))
+    other = filled(GVR, tokens(9, 190, device=device))
+    call.k, call.v = other.keys, other.values
+    assert torch.equal(GVR.attend(call), Dense().attend(call))
+
+
+def test_a_small_cache_is_read_whole(device):
+    call = step(filled(GVR, tokens(0, 190, device=device)))
+    late = dataclasses.replace(GVR, min_tokens=SIZE + 1)
+    assert torch.equal(late.attend(call), Dense().attend(call))
+    early = dataclasses.replace(GVR, min_tokens=SIZE)
+    assert not torch.equal(early.attend(call), Dense().attend(call))
+
+
+def test_the_report_says_what_is_read_and_where_it_is_dense():
+    shape = LayerShape(4, 2, 64, 0.0, False, torch.device("cpu"))
+    assert Gvr().note(shape) == (
+        "reads 2,320 tokens, 1.8% of 131,072, and INT8 keys to choose them; dense in caches below "
+        "9,280 tokens and in those that attnplug did not make for it"
+    )
+    model = attnplug.apply(tiny_model(), GVR)
+    assert "gvr(k=24, sink=4, window=20, min_tokens=0); gvr: reads 48 tokens" in str(
+        attnplug.report(model)
+    )
+
+
+@pytest.mark.parametrize("prefill", ["", "momo(gamma=8, block=16, top_k=2, exact_k=1)+"])
+def test_generate_runs_it_step_by_step(prefill):
+    """generate's own cache has the codes: its tokens are those of steps made by hand, and not
+    dense's; chunked prefill changes nothing."""
+    model = tiny_model()
+    ids = torch.randint(2, 90, (2, 150), generator=torch.Generator().manual_seed(0))
+    options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 24, "do_sample": False}
+    dense = model.generate(ids, **options)
+    with attnplug.applied(model, f"{prefill}gvr(k=8, sink=2, window=4, min_tokens=0)"):
+        found = model.generate(ids, **options)
+        chunked = model.generate(ids, prefill_chunk_size=40, **options)
+        cache, by_hand = attnplug.make_cache(model, 180), ids
+        with torch.no_grad():
+            logits = model(ids, past_key_values=cache).logits
+            for _ in range(24):
+                token = logits[:, -1:].argmax(-1)
+                by_hand = torch.cat([by_hand, token], 1)
+                logits = model(token, past_key_values=cache).logits
+    assert torch.equal(found, by_hand) and torch.equal(found, chunked)
+    assert not torch.equal(found, dense)
+
+
+WRONG = [
+    ({"k": 0}, "k=0, needs 1 to 4096"),
+    ({"k": 4097}, "k=4097, needs 1 to 4096"),
+    ({"k": True}, "k=True, needs an integer"),
+    ({"window": 0}, "window=0, needs at least 1"),
+    ({"sink": -1}, "sink=-1, needs at least 0"),
+    ({"min_tokens": -1}, "min_tokens=-1, needs None or"),
+    ({"min_tokens": "8K"}, "min_tokens='8K', needs None or"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), WRONG)
+def test_refuses(options, message):
+    with pytest.raises(PolicyError, match=f"gvr: {message}"):
+        Gvr(**options)
