@@ -249,7 +249,7 @@ TIMING_COLUMNS: list[Column] = [
     ("peer", lambda row: PEERS.get(row["peer"], row["peer"] or "")),
     ("peer's time", lambda row: duration(row["peer_p50_us"]) if row["peer"] else ""),
     ("ratio", _ratio),
-    ("ceiling", lambda row: f"{row['ceiling_fraction']:.0%}"),
+    ("ceiling", lambda row: "" if (c := row["ceiling_fraction"]) is None else f"{c:.0%}"),
 ]
 QUALITY_COLUMNS: list[Column] = [
     ("task", lambda row: row["task"]),

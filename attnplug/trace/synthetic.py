@@ -45,20 +45,21 @@ def synthesize(
             first = tokens + step - 1 if step else 0
             writer.begin([first], [1 if step else tokens])
             ends = np.array([first]) if step else np.arange(0, tokens, block)
+            queries = np.minimum(tokens - ends, block) if not step else np.ones(1)
             for layer in range(layers):
                 lists = [
                     _lists(rng, ends // block, top_k, place if layer % 2 and h == heads - 1 else -1)
                     for h in range(heads)
                 ]
-                index, weight = (np.stack(parts)[None] for parts in zip(*lists, strict=True))
-                writer.append(layer, index, weight)
+                index, share = (np.stack(parts)[None] for parts in zip(*lists, strict=True))
+                writer.append(layer, index, (share * queries[:, None]).astype(np.float32))
     return place
 
 
 def _lists(
     rng: np.random.Generator, last: np.ndarray, top_k: int, needle: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Key blocks int32 `[NQ,K]` and their masses of query blocks whose own block is `last`."""
+    """Key blocks int32 `[NQ,K]` and their shares, of query blocks whose own block is `last`."""
     count = len(last)
     columns = rng.integers(0, last.max() + 1, 4)
     index = rng.integers(0, last[:, None] + 1, (count, top_k))
@@ -81,4 +82,4 @@ def _lists(
     np.put_along_axis(index, same, np.where(twice, -1, row), 1)
     score[index < 0] = 0
     total = np.maximum(score.sum(1, keepdims=True), 1e-9)
-    return index.astype(np.int32), (score / total * 64).astype(np.float32)
+    return index.astype(np.int32), score / total

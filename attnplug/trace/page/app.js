@@ -183,6 +183,12 @@ const app = (() => {
 
   // --- the page
 
+  const weighs = {
+    mass: "weighed by the share of attention among the blocks that the trace names",
+    value: "weighed by the length of what they add to the output",
+    score: "weighed by their highest product of query and key",
+  };
+
   function facts() {
     const sizes = new Set(meta.steps.map(([, queries]) => queries > 1));
     const parts = [
@@ -236,7 +242,7 @@ const app = (() => {
       get("keys").append(panel.make("dt", {}, panel.make("kbd", {}, shown)), panel.make("dd", {}, what));
     }
     const versions = Object.entries(meta.versions).map(([name, value]) => `${name} ${value}`);
-    get("provenance").textContent = `${number(meta.edges)} edges in the trace, weights: ${meta.weights}. ${versions.join(", ")}. ${meta.checksum}`;
+    get("provenance").textContent = `${number(meta.edges)} edges in the trace, ${weighs[meta.weights]}. ${versions.join(", ")}. ${meta.checksum}`;
   }
 
   function wire() {

@@ -147,7 +147,7 @@ const map = (() => {
 
   function tokenLabel(token) {
     if (token >= 1 << 20 && token % (1 << 18) === 0) return `${token / (1 << 20)}M`;
-    return token >= 1024 && token % 1024 === 0 ? `${token / 1024}K` : number(token);
+    return token >= 512 && token % 512 === 0 ? `${token / 1024}K` : number(token);
   }
 
   function layout(mask) {
