@@ -4,6 +4,7 @@ import contextlib
 import hashlib
 import os
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -49,6 +50,7 @@ class Writer:
         self.vocabulary: dict[int, bytes] = {}
         self.captured: dict[str, list[float]] = {}
         self._checksum = Checksum()
+        self._hasher = ThreadPoolExecutor(1, "attnplug-checksum")
         self._held: list[pa.Table] = []
         self._held_rows = 0
         self._part = self.path.with_name(self.path.name + ".part")
@@ -111,10 +113,12 @@ class Writer:
             {META: to_json(meta), TOKENS: tokens, VOCABULARY: vocabulary}
         )
         self._file.close()
+        self._hasher.shutdown()
         os.replace(self._part, self.path)
 
     def discard(self) -> None:
         """Leave no file."""
+        self._hasher.shutdown()
         with contextlib.suppress(OSError):
             self._file.close()
         self._part.unlink(missing_ok=True)
@@ -173,9 +177,10 @@ class Writer:
             return
         table = pa.concat_tables(self._held).combine_chunks()
         self._held, self._held_rows = [], 0
-        self._checksum.update(table)
         self.rows += table.num_rows
+        summed = self._hasher.submit(self._checksum.update, table)  # both run without the GIL
         self._file.write_table(table, row_group_size=GROUP)
+        summed.result()
 
 
 def _table(
