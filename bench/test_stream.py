@@ -1,0 +1,178 @@
+"""stream_mask against one dense causal forward, on Gaussian data: blocks of 64, the 32 best, 32/8
+heads of 128. And what a trace adds to the forward pass of a whole model (32 layers of
+Llama-3.1-8B's shape, random weights, momo serving) and, at 1M tokens, to one attention layer: mask,
+masses, copy to the host and the file's writing included; its peer is the same pass untraced.
+
+ATTNPLUG_BENCH_STREAM names the tests' lengths ("131072,1048576")."""
+
+import functools
+import os
+import time
+
+import peers
+import pytest
+import test_momo
+import torch
+
+import attnplug
+import attnplug.trace
+from attnplug import Momo, Policy
+from attnplug.ops import stream_mask
+from attnplug.policies import AttentionCall, Stream
+from attnplug.trace.record import LayerSink, Recording
+
+TOKENS = [int(n) for n in os.environ.get("ATTNPLUG_BENCH_STREAM", "131072,1048576").split(",")]
+LONG = 524288  # from here on the dense peer runs once, while ours is compiled
+ROUNDS = 5
+BLOCK, TOP_K = 64, 32
+WANTED = {131072: 3.0, 1048576: 15.0}  # issue 6
+SHAPE = test_momo.LLAMA
+OPTIONS = f"b={BLOCK}, k={TOP_K}"
+
+
+def scored_blocks(n: int) -> int:
+    """Key blocks that a query block scores, summed over the query blocks of one head."""
+    total = 0
+    for width in range(1, -(-n // BLOCK) + 1):
+        branches = min(TOP_K, width)
+        total += branches + min(width - branches, branches)
+        longest = (-(-width // TOP_K) + 1) // 2
+        while longest > 1:
+            total += TOP_K
+            longest = (longest + 1) // 2
+    return total
+
+
+def work(n: int) -> tuple[int, int]:
+    """Bytes (q and k once, the outputs) and FLOPs of the scores that are needed."""
+    lists = 8 * TOP_K * SHAPE.heads_q * n // BLOCK
+    nbytes = 2 * n * SHAPE.dim * (SHAPE.heads_q + SHAPE.heads_kv) + lists
+    return nbytes, 2 * BLOCK * BLOCK * SHAPE.dim * SHAPE.heads_q * scored_blocks(n)
+
+
+def timed(fn) -> tuple[torch.cuda.Event, torch.cuda.Event]:
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    fn()
+    end.record()
+    return begin, end
+
+
+@pytest.mark.parametrize("n", TOKENS)
+def test_stream_mask(gpu_bench, n):
+    peer = "fa3" if "fa3" in peers.causal_peers() else "cudnn"
+    q, k, v = test_momo.inputs(SHAPE, n, 0)
+    dense = peers.causal(peer, q, k, v, SHAPE.dim**-0.5)
+    if n < LONG:
+        dense()
+    theirs = [timed(dense) for _ in range(1 if n >= LONG else ROUNDS)]
+    ours = functools.partial(stream_mask, q, k, block=BLOCK, query_block=BLOCK, top_k=TOP_K)
+    ours()  # compiled while the peer runs
+    times = [timed(ours) for _ in range(3 if n >= LONG else ROUNDS)]
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    index, score = ours()
+    auxiliary = torch.cuda.max_memory_allocated() - before - index.nbytes - score.nbytes
+    print(f"{n}: lists {index.nbytes + score.nbytes:,} bytes, memory beside them {auxiliary:,}")
+    assert auxiliary <= 8 * n
+    nbytes, flops = work(n)
+    row = gpu_bench.record(
+        op="stream_mask",
+        case="op",
+        n=n,
+        batch=1,
+        heads_q=SHAPE.heads_q,
+        heads_kv=SHAPE.heads_kv,
+        head_dim=SHAPE.dim,
+        dtype=torch.bfloat16,
+        options=OPTIONS,
+        times_us=[begin.elapsed_time(end) * 1e3 for begin, end in times],
+        peer=peer,
+        peer_times_us=[begin.elapsed_time(end) * 1e3 for begin, end in theirs],
+        bytes=nbytes,
+        flops=flops,
+    )
+    assert row["ratio"] >= WANTED.get(n, 1.0)
+
+
+def seconds(fn) -> float:
+    torch.cuda.synchronize()
+    begin = time.perf_counter()
+    fn()
+    torch.cuda.synchronize()
+    return time.perf_counter() - begin
+
+
+def record_row(gpu_bench, n: int, layers: int, path, edges: int, traced: float, plain: float):
+    size = path.stat().st_size
+    print(f"{n} tokens, {layers} layers: {plain:.2f} s, traced {traced:.2f} s, {edges:,} edges, ")
+    print(f"{size:,} bytes")
+    nbytes, flops = work(n)
+    gpu_bench.record(
+        op="stream_mask",
+        case="trace",
+        n=n,
+        batch=1,
+        heads_q=SHAPE.heads_q,
+        heads_kv=SHAPE.heads_kv,
+        head_dim=SHAPE.dim,
+        dtype=torch.bfloat16,
+        options=f"{layers} layers, {edges / 1e6:.1f}M edges, {size / 1e6:.0f} MB",
+        times_us=[traced * 1e6],
+        peer="untraced",
+        peer_times_us=[plain * 1e6],
+        bytes=layers * nbytes,
+        flops=layers * flops,
+    )
+
+
+@torch.no_grad()
+def test_trace_of_a_model(gpu_bench, tmp_path):
+    from _models import random_model
+    from test_e2e_ttft import CONFIG
+    from transformers import LlamaForCausalLM
+
+    n = 131072
+    model = random_model(LlamaForCausalLM, CONFIG, "cuda")
+    ids = torch.randint(0, CONFIG.vocab_size, (1, n), device="cuda")
+    path = tmp_path / "run.parquet"
+
+    def forward():
+        return model.base_model(ids, use_cache=False)
+
+    def traced():
+        with attnplug.trace.record(model, path) as recording:
+            forward()
+        return recording
+
+    with attnplug.applied(model, f"momo+stream(top_k={TOP_K})"):
+        model.base_model(ids[:, :32768], use_cache=False)  # compiles momo's kernels
+        plain = seconds(forward)
+        with attnplug.trace.record(model, path):
+            model.base_model(ids[:, :8192], use_cache=False)
+        full = seconds(traced)
+    found = attnplug.trace.read(path)
+    record_row(gpu_bench, n, CONFIG.num_hidden_layers, path, found.meta["edges"], full, plain)
+
+
+@torch.no_grad()
+def test_trace_of_a_layer(gpu_bench, tmp_path):
+    """A million tokens of 8B's shape do not fit a GPU with their MLP; their attention does."""
+    n = 1048576
+    q, k, v = test_momo.inputs(SHAPE, n, 0)
+    policy = Policy(prefill=Momo(), trace=Stream(top_k=TOP_K))
+    call = AttentionCall(q, k, v, scale=SHAPE.dim**-0.5)
+    path = tmp_path / "run.parquet"
+    recording = Recording(path, {})
+
+    def traced():
+        call.sink = LayerSink(recording, 0)
+        policy.attend(call)
+        recording.finish(None)
+
+    stream_mask(q, k)
+    policy.attend(call)
+    plain = seconds(lambda: policy.attend(call))
+    full = seconds(traced)
+    record_row(gpu_bench, n, 1, path, recording.edges, full, plain)
