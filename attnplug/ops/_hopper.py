@@ -31,7 +31,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from attnplug.ops._define import row_step
-from attnplug.ops._hopper_select import selector
+from attnplug.ops._hopper_select import keeper, selector
 from attnplug.ops._hopper_tiles import consumer, producer, reinterpret
 
 BLOCK = 64  # keys a block
@@ -54,6 +54,7 @@ def attention_kernel(
     SELECT: gl.constexpr, EXACT: gl.constexpr, DELTA: gl.constexpr, HAS_LENGTHS: gl.constexpr,
     ST: gl.constexpr, RING: gl.constexpr,
 ):  # fmt: skip
+    # SELECT: 0 nothing, 1 the lists (`selector`), 2 all scores (`keeper`)
     DTYPE: gl.constexpr = OUT.dtype.element_ty
     KL: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     PL: gl.constexpr = gl.NVMMASharedLayout(128, 16, 4)
@@ -88,7 +89,7 @@ def attention_kernel(
     mbarrier.init(qe, count=2)
     fence_async_shared()
     # The tuples stand inside the call: under a name of their own, constexprs decay to tensors.
-    if SELECT:
+    if SELECT == 1:
         gl.warp_specialize([
             (consumer, (OUT, LSE, DENSE, COUNT, LENGTHS, q_s, k_s, v_s, ring, kf, ke, vf, ve, qf,
                          qe, sf, se, lengths_stride, T, S, R, NQ, HK, across, window, gamma, items,
@@ -105,6 +106,22 @@ def attention_kernel(
                          HK, across, window, gamma, items, free, GROUP, PACK, EXACT, HAS_LENGTHS,
                          RING)),
         ], [4, 4, 4], [208, 24, 72])  # fmt: skip
+    elif SELECT == 2:
+        gl.warp_specialize([
+            (consumer, (OUT, LSE, DENSE, COUNT, LENGTHS, q_s, k_s, v_s, ring, kf, ke, vf, ve, qf,
+                         qe, sf, se, lengths_stride, T, S, R, NQ, HK, across, window, gamma, items,
+                         scale, gl.constexpr(0), SPARSE, D, GROUP, PACK, SELECT, DELTA,
+                         HAS_LENGTHS, ST, RING)),
+            (consumer, (OUT, LSE, DENSE, COUNT, LENGTHS, q_s, k_s, v_s, ring, kf, ke, vf, ve, qf,
+                         qe, sf, se, lengths_stride, T, S, R, NQ, HK, across, window, gamma, items,
+                         scale, gl.constexpr(1), SPARSE, D, GROUP, PACK, SELECT, DELTA,
+                         HAS_LENGTHS, ST, RING)),
+            (producer, (QD, KD, VD, TD, LIST, COUNT, LENGTHS, q_p, k_p, v_p, kf, ke, vf, ve, qf,
+                         qe, lengths_stride, T, S, R, NQ, HK, across, window, gamma, items, listed,
+                         SPARSE, D, GROUP, PACK, HAS_LENGTHS, ST)),
+            (keeper, (SCORE, COUNT, LENGTHS, ring, sf, se, lengths_stride, T, S, R, NQ, HK, across,
+                      window, gamma, items, free, GROUP, PACK, HAS_LENGTHS, RING)),
+        ], [4, 4, 4], [216, 24, 56])  # fmt: skip
     else:
         gl.warp_specialize([
             (consumer, (OUT, LSE, DENSE, COUNT, LENGTHS, q_s, k_s, v_s, ring, kf, ke, vf, ve, qf,
@@ -191,12 +208,13 @@ def _values_tail(v: torch.Tensor, lengths: torch.Tensor, stride: int) -> torch.T
 def _launch(
     q, k, v, out, lse, scale, lengths, *, items, across, gamma, pack, sparse,
     lists=None, count=None, window=0, dense=None, delta=0, index=None, score=None, exact=0,
+    kept=0,
 ):  # fmt: skip
     stride = row_step(lengths)
     values = _descriptor(v, 64)
     tail = values if lengths is None else _descriptor(_values_tail(v, lengths, stride), 64)
     group = q.shape[1] // k.shape[1]
-    select = index is not None
+    select = 1 if index is not None else 2 if score is not None else 0
     attention_kernel[(items,)](
         _descriptor(q, 32 if pack == 4 else 64, 1 if sparse else gamma),
         _descriptor(k, 64), values, tail, out, lse, out if dense is None else dense,
@@ -205,25 +223,39 @@ def _launch(
         lse if score is None else score, stride, q.shape[2], k.shape[2],
         (q.shape[2] + gamma - 1) // gamma, triton.cdiv(q.shape[2], QUERY_BLOCK), k.shape[1],
         across, window, gamma, items, 0 if lists is None else lists.shape[3],
-        index.shape[3] - exact if select else 0, scale * LOG2E,
+        (0, 0 if index is None else index.shape[3] - exact, kept)[select], scale * LOG2E,
         SPARSE=sparse, D=q.shape[3], GROUP=group, PACK=pack, SELECT=select, EXACT=exact,
         DELTA=delta, HAS_LENGTHS=lengths is not None, ST=2, RING=4, num_warps=4,
     )  # fmt: skip
 
 
+def _packed(q, k, rows):
+    """How many heads of a group share a program, program columns, and programs of `rows` rows."""
+    group = q.shape[1] // k.shape[1]
+    pack = 4 if group % 4 == 0 else 2 if group % 2 == 0 else 1
+    across = q.shape[0] * q.shape[1] // pack
+    return pack, across, triton.cdiv(rows, QUERY_BLOCK // pack) * across
+
+
 def launch_query_sparse(q, k, v, scale, gamma, exact_k, lengths, out, lse, index, score):
     """query_sparse_attention's "estimated" selection with at most MAX_EXACT exact slots, or none
     (index with no slots); blocks of BLOCK keys."""
-    batch, heads, kv_heads = q.shape[0], q.shape[1], k.shape[1]
-    group = heads // kv_heads
-    pack = 4 if group % 4 == 0 else 2 if group % 2 == 0 else 1
-    across = batch * heads // pack
-    items = triton.cdiv(out.shape[2], QUERY_BLOCK // pack) * across
+    pack, across, items = _packed(q, k, out.shape[2])
     top_k = index.shape[3]
     _launch(
         q, k, v, out, lse, scale, lengths, items=items, across=across, gamma=gamma,
         pack=pack, sparse=False, index=index if top_k else None, score=score if top_k else None,
         exact=exact_k if top_k else 0,
+    )  # fmt: skip
+
+
+def launch_scores(q, k, v, scale, gamma, lengths, out, lse, score):
+    """The same rows, and the scores of all their complete blocks of BLOCK keys: score
+    `[B,Hq,blocks,R]` float16, written nowhere else."""
+    pack, across, items = _packed(q, k, out.shape[2])
+    _launch(
+        q, k, v, out, lse, scale, lengths, items=items, across=across, gamma=gamma,
+        pack=pack, sparse=False, score=score, kept=score.shape[2],
     )  # fmt: skip
 
 

@@ -1,4 +1,5 @@
-"""The selector of the Hopper kernel (`_hopper.py`): the online top-k of query_sparse_attention."""
+"""What the Hopper kernel (`_hopper.py`) does with block scores, in a warpgroup of its own: the
+online top-k of query_sparse_attention, or every score to memory for measure_blocks."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -6,6 +7,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from attnplug.ops._hopper_tiles import LN2, work_item
 
+MOST = gl.constexpr(65504.0)  # float16's largest
 NOT_FINITE = gl.constexpr(-3e38)  # stands for the score of a block whose logits are not finite
 
 
@@ -165,3 +167,39 @@ def selector(
                 gl.store(INDEX + slots + EXACT + c, gl.full([128], -1, gl.int32, B), mask=empty)
                 nothing = gl.full([128], -float("inf"), gl.float32, B)
                 gl.store(SCORE + slots + EXACT + c, nothing, mask=empty)
+
+
+@gluon.jit
+def keeper(
+    SCORE, COUNT, LENGTHS, ring, sf, se,
+    lengths_stride, T, S, R, NQ, HK, across, window, gamma, items, blocks_kept,
+    GROUP: gl.constexpr, PACK: gl.constexpr, HAS_LENGTHS: gl.constexpr, RING: gl.constexpr,
+):  # fmt: skip
+    """Every complete block's score, natural log in float16, to SCORE `[B,Hq,blocks_kept,R]`: the
+    threads of a warp are neighbouring rows, so that they write together."""
+    B: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    ROWS: gl.constexpr = 128 // PACK
+    m_row = gl.arange(0, 128, B)
+    it = 0
+    for t in range(gl.program_id(0), items, gl.num_programs(0)):
+        b, _kv, head, row, start, n, _edge, _local, _front, _near = work_item(
+            t, COUNT, LENGTHS, lengths_stride, T, S, R, NQ, HK, across, window, gamma,
+            False, GROUP, PACK, HAS_LENGTHS,
+        )  # fmt: skip
+        r = row + m_row % ROWS
+        live = r < R
+        blocks = (start + m_row % ROWS * gamma + 1) // 64
+        place = (b * HK * GROUP + head + m_row // ROWS) * blocks_kept.to(gl.int64) * R + r
+        for i in range(n):
+            slot = it % RING
+            mbarrier.wait(sf.index(slot), (it // RING) & 1)
+            it += 1
+            m = ring.index(slot * 3).load(B)
+            sums = ring.index(slot * 3 + 1).load(B)
+            sums_b = ring.index(slot * 3 + 2).load(B)
+            mbarrier.arrive(se.index(slot))
+            for u in gl.static_range(2):
+                j = i * 2 + u
+                x = (m + gl.log2(sums if u == 0 else sums_b)) * LN2
+                x = gl.where(x > MOST, MOST, x)
+                gl.store(SCORE + (place + j * R), x.to(gl.float16), mask=live & (j < blocks))

@@ -37,6 +37,7 @@ import triton.language as tl
 
 ALGORITHMS = ("exact", "tournament", "estimated")
 EXACT, TOURNAMENT, ESTIMATED = range(3)
+EVERY = 3  # keeps every block's score in the slot of its number: measure_blocks' reference
 # The index of an empty slot: above every block, so that empty slots are displaced first. The
 # Triton buffers add the slot's distance from the last one, which makes the indices distinct.
 EMPTY = 1 << 30
@@ -141,7 +142,9 @@ def offer(algorithm, s, t, leaf, state, exact_k, value, block, offered):
     """Offer one block to one row; `offered` is how many blocks the row is offered in all."""
     if not np.isfinite(value):
         value = np.float32(-np.inf)
-    if algorithm == TOURNAMENT:
+    if algorithm == EVERY:
+        s[block], t[block] = value, block
+    elif algorithm == TOURNAMENT:
         _offer_tournament(s, t, leaf, value, block)
     elif algorithm == EXACT:
         _offer_exact(s, t, state, len(s), value, block)

@@ -38,15 +38,15 @@ def offered_before(key_mask, start, block):
 @triton.jit
 def _scan(
     q, K, V, k_s, v_s, MASK, BEFORE, first, last, start, end, pos, blocks, total, acc, peak, mass,
-    s, t, low, low_t, seen, slot, finite, mean, squares, INDEX, SCORE, TREE, scale, cap,
+    s, t, low, low_t, seen, slot, finite, mean, squares, INDEX, SCORE, TREE, kept_r, scale, cap,
     D: tl.constexpr, M: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr, TOP_K: tl.constexpr,
     EXACT_K: tl.constexpr, LEVELS: tl.constexpr, CAP: tl.constexpr, DIAGONAL: tl.constexpr,
     HAS_MASK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Tiles first..last-1 of N keys; the running softmax and selection in, and out again. Logits
-    (x * unit) are in units of log 2. `slot` is how many blocks were appended ("estimated", EXACT_K
-    < TOP_K), the lowest slot ("exact", EXACT_K = TOP_K) or the root's leaf ("tournament", LEVELS
-    >= 0)."""
+    (x * unit) are in units of log 2. TOP_K < 0 stores every score and selects nothing. `slot` is
+    how many blocks were appended ("estimated", EXACT_K < TOP_K), the lowest slot ("exact", EXACT_K
+    = TOP_K) or the root's leaf ("tournament", LEVELS >= 0)."""
     d = tl.arange(0, q.shape[1])
     column = tl.arange(0, N)
     PER: tl.constexpr = N // BLOCK
@@ -90,7 +90,13 @@ def _scan(
             value = tl.where(
                 finite_mass & (tl.abs(value) < float("inf")), value * LN2, -float("inf")
             )
-            for u in tl.static_range(PER):
+            if TOP_K < 0:
+                j = tile * PER + tl.arange(0, PER)[None, :]
+                least = tl.minimum(value, 65504.0)  # float16's largest
+                tl.store(
+                    SCORE[:, None] + j * kept_r, least.to(tl.float16), mask=j < blocks[:, None]
+                )
+            for u in tl.static_range(PER if TOP_K > 0 else 0):
                 j = tile * PER + u
                 offered = j < blocks
                 if HAS_MASK:
@@ -134,11 +140,11 @@ def _scan(
     return acc, peak, mass, s, t, low, low_t, seen, slot, finite, mean, squares
 
 
-@triton.jit(do_not_specialize=["T", "S", "R", "tiles", "gamma"])
+@triton.jit(do_not_specialize=["T", "S", "R", "tiles", "gamma", "kept"])
 def _kernel(
     Q, K, V, OUT, LSE, INDEX, SCORE, TREE, LENGTHS, START, MASK, BEFORE,
     q_b, q_h, q_t, k_b, k_h, k_s, v_b, v_h, v_s, lengths_b, start_b, before_b,
-    B, HK, T, S, R, tiles, gamma, scale, cap,
+    B, HK, T, S, R, tiles, gamma, kept, scale, cap,
     G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
     BLOCK: tl.constexpr, TOP_K: tl.constexpr, EXACT_K: tl.constexpr, P: tl.constexpr,
     LEVELS: tl.constexpr, CAP: tl.constexpr, HAS_LENGTHS: tl.constexpr, HAS_START: tl.constexpr,
@@ -174,7 +180,10 @@ def _kernel(
     BEFORE += b.to(tl.int64) * before_b
     out_row = (b * HK * G + head).to(tl.int64) * R + row
     INDEX += out_row * TOP_K
-    SCORE += out_row * TOP_K
+    if TOP_K < 0:  # [B,Hq,kept,R]
+        SCORE += (b * HK * G + head).to(tl.int64) * kept * R + row
+    else:
+        SCORE += out_row * TOP_K
     TREE += out_row * (6 * TOP_K)
 
     end = tl.max(pos, 0) + 1
@@ -206,13 +215,13 @@ def _kernel(
         acc, peak, mass, sel_s, sel_t, low, low_t, seen, slot, finite, mean, squares = _scan(
             q, K, V, k_s, v_s, MASK, BEFORE, 0, full, start, end, pos, blocks, total,
             acc, peak, mass, sel_s, sel_t, low, low_t, seen, slot, finite, mean, squares,
-            INDEX, SCORE, TREE, scale, cap,
+            INDEX, SCORE, TREE, R, scale, cap,
             D, M, N, BLOCK, TOP_K, EXACT_K, LEVELS, CAP, False, False, PRECISION,
         )  # fmt: skip
     acc, peak, mass, sel_s, sel_t, low, low_t, seen, slot, finite, mean, squares = _scan(
         q, K, V, k_s, v_s, MASK, BEFORE, full, last, start, end, pos, blocks, total,
         acc, peak, mass, sel_s, sel_t, low, low_t, seen, slot, finite, mean, squares,
-        INDEX, SCORE, TREE, scale, cap,
+        INDEX, SCORE, TREE, R, scale, cap,
         D, M, N, BLOCK, TOP_K, EXACT_K, LEVELS, CAP, True, HAS_MASK, PRECISION,
     )  # fmt: skip
 
@@ -224,7 +233,7 @@ def _kernel(
     tl.store(op, acc.to(OUT.dtype.element_ty), mask=exists[:, None] & (d < D)[None, :])
     if LEVELS >= 0:
         write_tree(TREE, INDEX, SCORE, exists, TOP_K)
-    elif EXACT_K < TOP_K:
+    elif EXACT_K < TOP_K and TOP_K > 0:
         if EXACT_K:
             write_slots(sel_s, sel_t, INDEX, SCORE, exists, EXACT_K, P)
         # disjoint from every store before, so that no order between them matters
@@ -251,7 +260,8 @@ def launch_triton(
     q, k, v, scale, gamma, block, top_k, exact_k, algorithm, lengths, start, key_mask, softcap,
     out, lse, index, score,
 ):  # fmt: skip
-    """The kernel on the current device, or interpreted on CPU tensors (TRITON_INTERPRET=1)."""
+    """The kernel on the current device, or interpreted on CPU tensors (TRITON_INTERPRET=1). With
+    `top_k` -1 score is `[B,Hq,blocks,R]` float16, where complete blocks' scores are stored."""
     q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k, v))
     (batch, heads, queries, dim), kv_heads, keys = q.shape, k.shape[1], k.shape[2]
     rows, group = out.shape[2], heads // kv_heads
@@ -276,6 +286,7 @@ def launch_triton(
         row_step(lengths),
         row_step(start),
         before.stride(0), batch, kv_heads, queries, keys, rows, tiles, gamma,
+        score.shape[2] if top_k < 0 else 0,
         scale * LOG2E * (2.0 / softcap if softcap else 1.0), softcap * LOG2E,
         G=group, D=dim, DP=width, M=M, N=N, BLOCK=block if top_k else N,
         TOP_K=top_k, EXACT_K=exact,

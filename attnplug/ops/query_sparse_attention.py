@@ -126,6 +126,18 @@ def _cpu(
     q, k, v, scale, gamma, block, top_k, exact_k, algorithm, lengths, start, key_mask, softcap,
     out, lse, index, score,
 ):  # fmt: skip
+    run_reference(
+        NAME, q, k, v, scale, gamma, block, exact_k, ALGORITHMS.index(algorithm), lengths, start,
+        key_mask, softcap, out, lse, index, score,
+    )  # fmt: skip
+
+
+def run_reference(
+    name, q, k, v, scale, gamma, block, exact_k, algorithm, lengths, start, key_mask, softcap,
+    out, lse, index, score,
+):  # fmt: skip
+    """Fill out, lse, index and score on the CPU. `algorithm` is the number of one of
+    `_online_topk.py`, `name` the op that errors speak of."""
     batch, keys = q.shape[0], k.shape[2]
 
     def per_row(value, default):
@@ -136,7 +148,7 @@ def _cpu(
     used = int(length.max(initial=0))
     if used > keys or first.min(initial=0) < 0:
         raise ArgumentError(
-            f"{NAME}: lengths go to {used} and start from {first.min(initial=0)}, but k and v hold "
+            f"{name}: lengths go to {used} and start from {first.min(initial=0)}, but k and v hold "
             f"keys 0 to {keys - 1}"
         )
     k, v = k[:, :, :used].float(), v[:, :, :used].float()
@@ -150,8 +162,8 @@ def _cpu(
     result = torch.empty(out.shape, dtype=torch.float32)
     _reference(
         q.float().contiguous().numpy(), k.contiguous().numpy(), v.contiguous().numpy(),
-        length, first, mask, before, scale, gamma, block, exact_k, ALGORITHMS.index(algorithm),
-        softcap, result.numpy(), lse.numpy(), index.numpy(), score.numpy(),
+        length, first, mask, before, scale, gamma, block, exact_k, algorithm, softcap,
+        result.numpy(), lse.numpy(), index.numpy(), score.numpy(),
     )  # fmt: skip
     out.copy_(result)
 

@@ -1,8 +1,8 @@
 """momo: block-sparse prefill that measures once and masks once.
 
-A query-sparse pass attends densely from every gamma-th query and keeps, online, the key blocks
-that matter to it; the lists of a query block are merged and trimmed; a block-sparse pass attends
-from every query; and the query-sparse rows correct it by their difference (delta correction):
+A query-sparse pass attends densely from every gamma-th query and scores the key blocks; the rows
+of a query block choose the ones that matter to them; a block-sparse pass attends from every query;
+and the query-sparse rows correct it by their difference (delta correction):
 
     O[i] = O_*[i] + O_g[i // gamma] - O_*[(i // gamma) gamma]
 
@@ -19,6 +19,7 @@ import torch
 from attnplug.ops import (
     block_sparse_attention,
     delta_correct,
+    measure_blocks,
     merge_block_rows,
     query_sparse_attention,
 )
@@ -41,9 +42,10 @@ class Momo(Phase):
     """Block-sparse prefill with a mask measured by its own query-sparse pass.
 
     gamma: every gamma-th query is dense. block: keys a block (beta). query_block: queries that
-    share a mask (chi). top_k: blocks kept per row and per query block, of which exact_k by exact
-    top-k when topk is "estimated" ("exact" and "tournament" are exact throughout). merge: how the
-    rows of a query block vote, by summed attention mass, or by mean score as the paper does.
+    share a mask (chi). top_k: blocks kept per query block. topk: the rows of a query block choose
+    them together ("joint"), or every row keeps a list of top_k online, by the paper's "exact",
+    "tournament" or "estimated" selection (the last one exact for exact_k of them), and merge says
+    how their lists vote: by summed attention mass, or by mean score as the paper does.
     sink: first key blocks that are always read. window: keys before the query block always read.
     delta: correct the sparse rows by the measured ones; False is block-sparse attention alone.
     min_tokens: query tokens below which dense attention runs instead; None is the crossover
@@ -55,7 +57,7 @@ class Momo(Phase):
     query_block: int = 128
     top_k: int = 128
     exact_k: int = 8
-    topk: str = "estimated"
+    topk: str = "joint"
     merge: str = "mass"
     sink: int = 1
     window: int = 0
@@ -84,15 +86,17 @@ class Momo(Phase):
         entries = self.query_block // self.gamma * self.top_k
         check(
             "top_k",
-            entries <= MAX_ENTRIES,
+            self.topk == "joint" or entries <= MAX_ENTRIES,
             f"query_block / gamma * top_k = {entries} to be at most {MAX_ENTRIES}",
         )
         check("sink", self.sink >= 0, "at least 0")
         check("window", self.window >= 0, "at least 0")
-        algorithms = ("exact", "tournament", "estimated")
+        algorithms = ("joint", "exact", "tournament", "estimated")
         check("topk", self.topk in algorithms, ", ".join(algorithms))
         merges = ("mass", "mean", "mean_normalised")
         check("merge", self.merge in merges, ", ".join(merges))
+        joint = self.topk == "joint"
+        check("merge", not joint or self.merge == "mass", "'mass' where topk='joint'")
         check("delta", type(self.delta) is bool, "True or False")
         tokens = self.min_tokens
         valid = tokens is None or (type(tokens) is int and tokens >= 0)
@@ -156,10 +160,29 @@ class Momo(Phase):
 
     def select(self, call: AttentionCall) -> "MeasuredRows":
         """The query-sparse pass and the block mask measured by it."""
+        if self.topk == "joint":
+            return self._measure(call)
         parts = [self._select(part) for part in self._by_heads(call)]
         if len(parts) == 1:
             return parts[0]
         return MeasuredRows(*(torch.cat(tensors, 1) for tensors in zip(*parts, strict=True)))
+
+    def _measure(self, call: AttentionCall) -> "MeasuredRows":
+        return MeasuredRows(
+            *measure_blocks(
+                call.q,
+                call.k,
+                call.v,
+                self._first_local(call),
+                gamma=self.gamma,
+                block=self.block,
+                query_block=self.query_block,
+                top_k=self.top_k,
+                sink=self.sink,
+                start=call.start,
+                **call.options,
+            )
+        )
 
     def _by_heads(self, call: AttentionCall) -> list[AttentionCall]:
         """The call in groups of KV heads whose row lists (8 bytes a slot) fit LIST_BYTES."""

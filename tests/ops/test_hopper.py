@@ -11,7 +11,12 @@ import pytest
 import torch
 
 from attnplug import Momo
-from attnplug.ops import _hopper, block_sparse_attention, query_sparse_attention
+from attnplug.ops import (
+    _hopper,
+    block_sparse_attention,
+    measure_blocks,
+    query_sparse_attention,
+)
 from attnplug.policies.base import AttentionCall
 
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -40,7 +45,7 @@ def only_hopper(monkeypatch):
     def refuse(*_args):
         raise AssertionError("the Triton kernel was launched")
 
-    for name in ("query_sparse_attention", "block_sparse_attention"):
+    for name in ("query_sparse_attention", "block_sparse_attention", "measure_blocks"):
         module = importlib.import_module(f"attnplug.ops.{name}")
         monkeypatch.setattr(module, "launch_triton", refuse)
 
@@ -102,6 +107,55 @@ def test_query_sparse(only_hopper, case):
                 t + length - queries + 1
             )[:, None]
             check_lists(index[b].long(), score[b], scores.masked_fill(~whole, -math.inf), exact_k)
+
+
+# batch, heads, KV heads, queries, keys, dim, dtype, lengths, strided, gamma, query block, top_k
+JOINT = [
+    (1, 8, 2, 4096, 4096, 128, BF16, None, False, 16, 128, 16),
+    (1, 4, 1, 16384, 16384, 128, BF16, None, True, 16, 128, 100),
+    (1, 7, 1, 3000, 3000, 128, FP16, None, False, 16, 64, 16),  # one head a tile
+    (2, 4, 2, 1000, 1300, 64, FP16, [1100, 1203], True, 16, 48, 12),  # two heads a tile
+    (2, 8, 1, 500, 777, 128, BF16, [777], False, 4, 128, 5),
+    (1, 4, 1, 130, 20000, 128, BF16, [19001], True, 1, 128, 128),
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("parts", [1, 3])
+@pytest.mark.parametrize("case", JOINT, ids=str)
+def test_measure_blocks(only_hopper, monkeypatch, case, parts):
+    batch, heads, kv_heads, queries, keys, dim, dtype, lengths, strided, gamma, chi, top_k = case
+    q, k, v = tensors(batch, heads, kv_heads, queries, keys, dim, dtype, lengths, strided)
+    scale = 0.3 * (64 / dim) ** 0.5
+    on_device = None if lengths is None else torch.tensor(lengths, device="cuda")
+    module = importlib.import_module("attnplug.ops.measure_blocks")
+    rows = -(-queries // gamma)
+    monkeypatch.setattr(module, "SCORE_BYTES", 2 * rows * (keys // 64) * batch * heads // parts)
+    call = AttentionCall(q, k, v, scale, lengths=on_device)
+    before = Momo(gamma=gamma, query_block=chi)._first_local(call)
+    out, lse, blocks = measure_blocks(
+        q, k, v, before, scale=scale, gamma=gamma, query_block=chi, top_k=top_k, lengths=on_device
+    )
+    for b in range(batch):
+        length = lengths[b % len(lengths)] if lengths else keys
+        t = torch.arange(0, queries, gamma, device="cuda")
+        x = logits_of(q, k, scale, b, t, length)
+        weights = x.softmax(-1)
+        assert_near(out[b], weights @ values_of(q, v, b, length), dtype)
+        torch.testing.assert_close(lse[b].double(), x.logsumexp(-1), atol=1e-4, rtol=1e-5)
+        full = length // 64
+        masses = weights[..., : 64 * full].unflatten(-1, (full, 64)).sum(-1)
+        edges = before.expand(batch, -1)[b]
+        for n in range(before.shape[1]):
+            edge = edges[n].item()
+            mass = masses[:, n * chi // gamma : (n + 1) * chi // gamma].sum(1)[:, 1:edge]
+            count = min(max(edge - 1, 0), top_k)
+            listed = blocks[b, :, n]
+            assert (listed[:, count:] == -1).all() and (listed[:, :count] >= 1).all()
+            assert (listed[:, 1:count] > listed[:, : count - 1]).all() if count > 1 else True
+            if count:
+                kept = mass.gather(1, listed[:, :count].long() - 1).sum(1)
+                assert (kept > 0.999 * mass.topk(count, -1).values.sum(1)).all()
 
 
 def check_lists(index, score, scores, exact_k):
@@ -331,6 +385,8 @@ q, k, v = (torch.zeros(1, heads, 256, 128, dtype=torch.bfloat16) for heads in (4
 lengths, index = torch.tensor([256]), torch.zeros(1, 4, 16, 5, dtype=torch.int32)
 lse, score = torch.zeros(1, 4, 16), torch.zeros(1, 4, 16, 5)
 _hopper.launch_query_sparse(q, k, v, 0.1, 16, 3, lengths, q[:, :, :16].clone(), lse, index, score)
+every = torch.zeros(1, 4, 4, 16, dtype=torch.float16)
+_hopper.launch_scores(q, k, v, 0.1, 16, lengths, q[:, :, :16].clone(), lse, every)
 lists, count = torch.zeros(1, 4, 2, 5, dtype=torch.int32), torch.zeros(1, 4, 2, dtype=torch.int32)
 lse = torch.zeros(1, 4, 256)
 _hopper.launch_block_sparse(
@@ -350,4 +406,4 @@ def test_compiles_without_a_gpu():
         text=True,
         check=False,
     )
-    assert found.stdout.strip() == "[(True, True), (True, True)]", found.stderr[-2000:]
+    assert found.stdout.strip() == str([(True, True)] * 3), found.stderr[-2000:]

@@ -13,7 +13,7 @@ OPTIONS = st.fixed_dictionaries(
     {},
     optional={
         "gamma": st.sampled_from([1, 2, 8, 32]),
-        "top_k": st.integers(8, 512),
+        "top_k": st.integers(8, 128),
         "topk": st.sampled_from(["exact", "tournament", "estimated"]),
         "merge": st.sampled_from(["mass", "mean", "mean_normalised"]),
         "min_tokens": st.none() | st.integers(0, 10**6),
@@ -24,6 +24,8 @@ OPTIONS = st.fixed_dictionaries(
 
 @given(OPTIONS)
 def test_text_and_object_are_the_same_policy(options):
+    if "merge" in options:  # of rows with lists
+        options.setdefault("topk", "exact")
     policy = Policy(prefill=Momo(**options))
     assert parse(str(policy)) == policy
 

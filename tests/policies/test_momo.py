@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attnplug import Momo
+from attnplug import Momo, PolicyError
 from attnplug.ops import block_sparse_attention
 from attnplug.policies import AttentionCall, Dense, LayerShape
 
@@ -32,7 +32,7 @@ def exact(c: AttentionCall) -> torch.Tensor:
     return scores.masked_fill(seen == 0, -torch.inf).softmax(-1) @ v
 
 
-TOPK = st.sampled_from(["exact", "tournament", "estimated"])
+TOPK = st.sampled_from(["joint", "exact", "tournament", "estimated"])
 
 
 @given(tokens=st.integers(1, 150), topk=TOPK, seed=st.integers(0, 9))
@@ -60,6 +60,35 @@ def test_delta_brings_the_rows_between_nearer_to_dense(device):
     assert torch.equal(dataclasses.replace(MOMO, delta=False).attend(c), sparse)
     wanted = exact(c)
     assert (MOMO.attend(c) - wanted).norm() < 0.7 * (sparse - wanted).norm()
+
+
+def test_joint_lists_keep_at_least_what_merged_ones_do(device):
+    """Of the measured rows, joint lists are the best of their size, whatever the rows list."""
+    c = call(1024, device=device)
+    weights = exact_weights(c)[:, :, :: MOMO.gamma]
+    masses = weights.unflatten(-1, (-1, MOMO.block)).sum(-1)
+    masses = masses.unflatten(2, (-1, MOMO.query_block // MOMO.gamma)).sum(3)
+    kept = {}
+    for topk in ("joint", "exact", "estimated"):
+        blocks = dataclasses.replace(MOMO, topk=topk).select(c).blocks.long()
+        listed = masses.gather(-1, blocks.clamp(min=0)).masked_fill(blocks < 0, 0.0)
+        kept[topk] = listed.sum(-1)
+    for topk in ("exact", "estimated"):
+        assert (kept["joint"] >= kept[topk] * 0.999).all()
+        assert (kept["joint"] > kept[topk] * 1.001).any()
+
+
+def exact_weights(c: AttentionCall) -> torch.Tensor:
+    """fp64 softmax weights `[B,Hq,T,S]`."""
+    k = c.k.double().repeat_interleave(c.q.shape[1] // c.k.shape[1], 1)
+    seen = torch.ones(c.q.shape[2], c.k.shape[2], device=c.q.device).tril()
+    scores = (c.q.double() @ k.transpose(2, 3) * c.scale).masked_fill(seen == 0, -torch.inf)
+    return scores.softmax(-1)
+
+
+def test_merge_is_for_rows_with_lists():
+    with pytest.raises(PolicyError, match="merge='mean', needs 'mass' where topk='joint'"):
+        Momo(merge="mean")
 
 
 def test_no_future_block_is_selected(device):
@@ -149,5 +178,5 @@ def test_heads_in_parts_equal_all_heads_at_once(device, monkeypatch, limit):
 @pytest.mark.parametrize("merge", ["mass", "mean", "mean_normalised"])
 def test_every_merge_attends(merge, device):
     c = call(200, device=device)
-    found = dataclasses.replace(MOMO, merge=merge).attend(c)
+    found = dataclasses.replace(MOMO, topk="exact", merge=merge).attend(c)
     assert (found - exact(c)).norm() < exact(c).norm()
