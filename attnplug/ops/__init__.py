@@ -8,6 +8,7 @@ from attnplug.ops.dense_decode import dense_decode
 from attnplug.ops.gather_attention import gather_attention
 from attnplug.ops.gather_decode import gather_decode
 from attnplug.ops.gather_tokens_attention import gather_tokens_attention
+from attnplug.ops.measure_blocks import measure_blocks
 from attnplug.ops.merge_block_rows import merge_block_rows
 from attnplug.ops.quantize_kv import QuantizedKV, quantize_kv
 from attnplug.ops.query_sparse_attention import query_sparse_attention
@@ -26,6 +27,7 @@ __all__ = [
     "gather_attention",
     "gather_decode",
     "gather_tokens_attention",
+    "measure_blocks",
     "merge_block_rows",
     "quantize_kv",
     "query_sparse_attention",
