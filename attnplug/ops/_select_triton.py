@@ -43,32 +43,55 @@ def _seen(key_mask, b, mask_b, low, j, limit, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _head_scores(
-    query, bounds_at, j, limit, in_width, scale,
-    D: tl.constexpr, DP: tl.constexpr, SCORING: tl.constexpr,
+def _summaries(
+    bounds_at, j, limit, D: tl.constexpr, DP: tl.constexpr, SCORING: tl.constexpr
 ):  # fmt: skip
-    """[ROWS, CHUNK] scores of blocks j for every head; for "mean", row 0 is that of the mean."""
+    """(maxima, minima) `[CHUNK, DP]` of blocks j, or their means twice. .cg: they are read once."""
     PARTS: tl.constexpr = 1 if SCORING == 2 else 2
-    at = bounds_at + j[:, None] * (PARTS * D) + tl.arange(0, DP)[None, :]
-    readable = (j < limit)[:, None] & in_width[None, :]
-    high = tl.load(at, mask=readable, other=0.0)
+    d = tl.arange(0, DP)
+    at = bounds_at + j[:, None] * (PARTS * D) + d[None, :]
+    readable = (j < limit)[:, None] & (d < D)[None, :]
+    high = tl.load(at, mask=readable, other=0.0, cache_modifier=".cg")
+    low = high
+    if SCORING != 2:
+        low = tl.load(at + D, mask=readable, other=0.0, cache_modifier=".cg")
+    return high, low
+
+
+@triton.jit
+def _head_scores(query, high, low, scale, SCORING: tl.constexpr):
+    """[ROWS, CHUNK] scores of blocks for every head; for "mean", row 0 is that of the mean."""
     if SCORING == 2:
         score = tl.dot(query, high.to(query.dtype).T, input_precision="ieee")
+    elif SCORING == 0:
+        zero = query * 0  # a NaN stays one
+        above = tl.where(query > 0, query, zero).to(high.dtype)
+        below = tl.where(query < 0, query, zero).to(high.dtype)
+        score = tl.dot(above, high.T, input_precision="ieee")
+        score = tl.dot(below, low.T, score, input_precision="ieee")
     else:
-        low = tl.load(at + D, mask=readable, other=0.0)
-        if SCORING == 0:
-            zero = query * 0  # a NaN stays one
-            above = tl.where(query > 0, query, zero).to(high.dtype)
-            below = tl.where(query < 0, query, zero).to(high.dtype)
-            score = tl.dot(above, high.T, input_precision="ieee")
-            score = tl.dot(below, low.T, score, input_precision="ieee")
-        else:
-            score = tl.dot(query, high.T, input_precision="ieee")
-            score = tl.dot(query, low.T, score, input_precision="ieee") * (0.5 * scale)
-            step = query.to(tl.float32) * scale
-            spread = (high.to(tl.float32) - low.to(tl.float32)) * 0.25
-            score += 0.5 * tl.dot(step * step, (spread * spread).T, input_precision="tf32")
+        score = tl.dot(query, high.T, input_precision="ieee")
+        score = tl.dot(query, low.T, score, input_precision="ieee") * (0.5 * scale)
+        step = query.to(tl.float32) * scale
+        spread = (high.to(tl.float32) - low.to(tl.float32)) * 0.25
+        score += 0.5 * tl.dot(step * step, (spread * spread).T, input_precision="tf32")
     return score
+
+
+@triton.jit
+def _store_heads(
+    score, usable, j, limit, own, chunk_at, in_group, GROUP: tl.constexpr
+):  # fmt: skip
+    """A chunk's scores of each head, and their log-sum-exp, for combine_heads."""
+    score = tl.where(usable[None, :], score, float("-inf"))
+    at = own[:, None] + j[None, :] * GROUP
+    tl.store(at, score, mask=in_group[:, None] & (j < limit)[None, :])
+    finite = tl.where(score < float("inf"), score, float("-inf"))  # neither NaN nor inf
+    top = tl.max(finite, 1)
+    shift = tl.where(top == float("-inf"), 0.0, top)
+    total = tl.sum(tl.exp(finite - shift[:, None]), 1)
+    lse = shift + tl.log(tl.where(total > 0, total, 1.0))
+    tl.store(chunk_at, tl.where(total > 0, lse, float("-inf")), mask=in_group)
 
 
 @triton.jit
@@ -77,84 +100,96 @@ def score_blocks(
     T, S, N, chunks, q_b, q_h, q_t, k_b, k_h, k_s, mask_b,
     GROUP: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
     BLOCK: tl.constexpr, SINK: tl.constexpr, LOCAL: tl.constexpr, SCORING: tl.constexpr,
-    CHUNK: tl.constexpr, MEMBERS: tl.constexpr,
-    LENGTH_STEP: tl.constexpr, START_STEP: tl.constexpr, PDL: tl.constexpr,
+    CHUNK: tl.constexpr, MEMBERS: tl.constexpr, REPEAT: tl.constexpr, STAGES: tl.constexpr,
+    SOON: tl.constexpr, NEW: tl.constexpr, LENGTH_STEP: tl.constexpr, START_STEP: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """One chunk of blocks of one query and KV head: summaries that are missing, then scores."""
+    """REPEAT chunks of blocks of one query and KV head: summaries that are missing, then scores."""
     PARTS: tl.constexpr = 1 if SCORING == 2 else 2
-    chunk = tl.program_id(0)
+    chunk = tl.program_id(0) * REPEAT
     t = tl.program_id(1) % T
     h = tl.program_id(1) // T
     b = tl.program_id(2).to(tl.int64)
     if PDL:
+        if NEW > 0:
+            gdc_wait()  # launched early itself
         gdc_launch_dependents()  # the next kernel waits for the end of this grid
-    length, low = row_span(lengths, start, b, S, LENGTH_STEP, START_STEP)
+    kv_heads = tl.num_programs(1) // T
+    row = (b * kv_heads + h) * T + t
+    bounds_at = bounds + (b * kv_heads + h) * N * (PARTS * D)
+    length, low = row_span(lengths, start, b, S, LENGTH_STEP, START_STEP, NEW)
+    done = blocks_done(progress, b, low)
+    if SOON:  # while the length is on its way; what lies past it counts for nothing
+        high, deep = _summaries(bounds_at, chunk * CHUNK + tl.arange(0, CHUNK), N, D, DP, SCORING)
+    g = tl.arange(0, ROWS)
+    d = tl.arange(0, DP)
+    in_group = g < GROUP
+    q_at = q + b * q_b + (h * GROUP + g).to(tl.int64)[:, None] * q_h + t * q_t + d[None, :]
+    query = tl.load(
+        q_at, mask=in_group[:, None] & (d < D)[None, :], other=0.0, cache_modifier=".cg"
+    )
     limit = (length - T + t - low) // BLOCK - LOCAL + 1
-    j = chunk * CHUNK + tl.arange(0, CHUNK)
-    if chunk * CHUNK < limit:
-        kv_heads = tl.num_programs(1) // T
-        row = (b * kv_heads + h) * T + t
-        bounds_at = bounds + (b * kv_heads + h) * N * (PARTS * D)
-        done = blocks_done(progress, b, low)
-        end = tl.minimum((chunk + 1) * CHUNK, limit)
-        if done < end:
+    # No way out for who reads soon: the compiler would move the reads behind it.
+    if SOON or chunk * CHUNK < limit:
+        end = tl.minimum((chunk + REPEAT) * CHUNK, limit)
+        begin = tl.maximum(chunk * CHUNK, done)
+        if begin < end:
             mask_at = k
             if key_mask is not None:
                 mask_at = key_mask + b * mask_b
             # The queries of one row may do the same blocks at once: they write the same.
             refresh_blocks(
-                k + b * k_b + h.to(tl.int64) * k_h, mask_at, bounds_at,
-                tl.maximum(chunk * CHUNK, done), end, 1, low, k_s,
+                k + b * k_b + h.to(tl.int64) * k_h, mask_at, bounds_at, begin, end, 1, low, k_s,
                 D, DP, BLOCK, PARTS, key_mask is not None,
             )  # fmt: skip
             tl.debug_barrier()  # other warps load what one has stored
-        g = tl.arange(0, ROWS)
-        d = tl.arange(0, DP)
-        in_width = d < D
-        in_group = g < GROUP
-        q_at = q + b * q_b + (h * GROUP + g).to(tl.int64)[:, None] * q_h + t * q_t + d[None, :]
-        query = tl.load(q_at, mask=in_group[:, None] & in_width[None, :], other=0.0)
+            if SOON:
+                j = chunk * CHUNK + tl.arange(0, CHUNK)
+                high, deep = _summaries(bounds_at, j, N, D, DP, SCORING)
         if SCORING == 2:  # the mean over the group is a product with ones: every row holds it
             mean = tl.sum(query.to(tl.float32), 0) / GROUP
             query = tl.zeros([ROWS, DP], tl.float32) + mean[None, :]
-        score = _head_scores(query, bounds_at, j, limit, in_width, scale, D, DP, SCORING)
+        own = heads_at
         if SCORING == 1:
-            usable = (j >= SINK) & (j < limit)
-            if key_mask is not None:
-                usable = usable & _seen(key_mask, b, mask_b, low, j, limit, BLOCK)
-            score = tl.where(usable[None, :], score, float("-inf"))
             own = heads_at + row * GROUP * (N + chunks) + g
-            tl.store(
-                own[:, None] + j[None, :] * GROUP,
-                score,
-                mask=in_group[:, None] & (j < limit)[None, :],
-            )
-            finite = tl.where(score < float("inf"), score, float("-inf"))  # neither NaN nor inf
-            top = tl.max(finite, 1)
-            shift = tl.where(top == float("-inf"), 0.0, top)
-            total = tl.sum(tl.exp(finite - shift[:, None]), 1)
-            lse = shift + tl.log(tl.where(total > 0, total, 1.0))
-            lse = tl.where(total > 0, lse, float("-inf"))
-            tl.store(own + (N + chunk) * GROUP, lse, mask=in_group)
-        else:
-            number = in_group[:, None] & (score == score)
-            odd = tl.sum((in_group[:, None] & (score != score)).to(tl.int32), 0) > 0
-            score = tl.max(tl.where(number, score, float("-inf")), 0)
-            score = tl.where(odd, float("inf"), score)
+        best_at = best
+        if MEMBERS > 0:
+            best_at = best + row * tl.cdiv(N, MEMBERS)
+        for i in tl.range(0, REPEAT, num_stages=STAGES):  # pyright: ignore[reportGeneralTypeIssues]
+            j = (chunk + i) * CHUNK + tl.arange(0, CHUNK)
+            if not SOON:
+                high, deep = _summaries(bounds_at, j, limit, D, DP, SCORING)
+            score = _head_scores(query, high, deep, scale, SCORING)  # pyright: ignore[reportPossiblyUnboundVariable]
             usable = (j >= SINK) & (j < limit)
             if key_mask is not None:
                 usable = usable & _seen(key_mask, b, mask_b, low, j, limit, BLOCK)
-            best_at = best
-            if MEMBERS > 0:
-                best_at = best + row * tl.cdiv(N, MEMBERS)
-            _hand_on(score, j, usable, scores + row * N, best_at, limit, CHUNK, MEMBERS)
+            if SCORING == 1:
+                chunk_at = own + (N + chunk + i) * GROUP
+                _store_heads(score, usable, j, limit, own, chunk_at, in_group, GROUP)
+            else:
+                score = tl.where(score == score, score, float("inf"))
+                score = tl.max(tl.where(in_group[:, None], score, float("-inf")), 0)
+                _hand_on(score, j, usable, scores + row * N, best_at, limit, CHUNK, MEMBERS)
+
+
+@triton.jit
+def _row_limit(
+    lengths, start, row, T, S, kv_heads, BLOCK: tl.constexpr, LOCAL: tl.constexpr,
+    NEW: tl.constexpr, LENGTH_STEP: tl.constexpr, START_STEP: tl.constexpr,
+):  # fmt: skip
+    """(sequence of the row, its start, end of the query's candidates, end of the last query's)."""
+    b = row // (kv_heads * T)
+    length, low = row_span(lengths, start, b, S, LENGTH_STEP, START_STEP, NEW)
+    limit = (length - T + row.to(tl.int32) % T - low) // BLOCK - LOCAL + 1
+    last = tl.maximum((length - 1 - low) // BLOCK - LOCAL + 1, 0)
+    return b, low, limit, last
 
 
 @triton.jit
 def combine_heads(
     scores, best, heads_at, lengths, start, T, S, N, chunks, kv_heads,
     GROUP: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, LOCAL: tl.constexpr,
-    CHUNK: tl.constexpr, CHUNKS: tl.constexpr, MEMBERS: tl.constexpr,
+    CHUNK: tl.constexpr, CHUNKS: tl.constexpr, MEMBERS: tl.constexpr, NEW: tl.constexpr,
     LENGTH_STEP: tl.constexpr, START_STEP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """log sum over the heads of each one's softmax over the candidates, for one chunk."""
@@ -163,8 +198,9 @@ def combine_heads(
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    length, low = row_span(lengths, start, row // (kv_heads * T), S, LENGTH_STEP, START_STEP)
-    limit = (length - T + row.to(tl.int32) % T - low) // BLOCK - LOCAL + 1
+    _, _, limit, _ = _row_limit(
+        lengths, start, row, T, S, kv_heads, BLOCK, LOCAL, NEW, LENGTH_STEP, START_STEP
+    )
     if chunk * CHUNK < limit:
         g = tl.arange(0, ROWS)
         c = tl.arange(0, CHUNKS)
@@ -202,37 +238,107 @@ def combine_heads(
 
 
 @triton.jit
+def _ranks(key, other):
+    """How many of `other` are larger than each key."""
+    return tl.sum((other[None, :] > key[:, None]).to(tl.int32), 1)
+
+
+@triton.jit
+def _largest(key, other, KP: tl.constexpr, SIZE: tl.constexpr):
+    """The KP largest of SIZE keys, given twice, largest first: by comparing all with all, or, where
+    they are many, by sorting."""
+    if SIZE <= 128:
+        rank = _ranks(key, other)
+        hit = rank[None, :] == tl.arange(0, KP)[:, None]
+        none = -0x7FFFFFFFFFFFFFFF  # such keys share a rank
+        largest = tl.max(tl.where(hit, key[None, :], none), 1)
+    else:
+        largest = tl.topk(key, KP)
+    return largest
+
+
+@triton.jit
+def _load_keys(at, inside):
+    """.cg: an L1 line may be older than the keys, which other multiprocessors wrote."""
+    return tl.load(at, mask=inside, other=-0x7FFFFFFFFFFFFFFF, cache_modifier=".cg")
+
+
+@triton.jit
+def _finalists(
+    best_at, limit, KP: tl.constexpr, WIDE: tl.constexpr, MEMBERS: tl.constexpr
+):  # fmt: skip
+    """The members [KP * MEMBERS] of the KP groups with the best maxima, and which of them there
+    are: among them are the KP best keys, as keys are distinct."""
+    i = tl.arange(0, WIDE)
+    at, inside = best_at + i, i * MEMBERS < limit
+    group = _largest(_load_keys(at, inside), _load_keys(at, inside), KP, WIDE)
+    j = (_index(group) // MEMBERS)[:, None] * MEMBERS + tl.arange(0, MEMBERS)[None, :]
+    inside = (group > -0x7FFFFFFFFFFFFFFF)[:, None] & (j < limit)
+    j = tl.where(inside, j, limit)
+    return tl.reshape(j, [KP * MEMBERS])
+
+
+@triton.jit
+def best_keys(
+    scores_at, best_at, limit, KP: tl.constexpr, WIDE: tl.constexpr, MEMBERS: tl.constexpr
+):  # fmt: skip
+    """The KP largest of a row's keys, largest first."""
+    SIZE: tl.constexpr = WIDE if MEMBERS == 0 else KP * MEMBERS
+    j = tl.arange(0, SIZE)
+    if MEMBERS > 0:
+        j = _finalists(best_at, limit, KP, WIDE, MEMBERS)
+    at, inside = scores_at + j, j < limit
+    return _largest(_load_keys(at, inside), _load_keys(at, inside), KP, SIZE)
+
+
+@triton.jit
+def block_of(key):
+    """The blocks that keys name; -1 for none."""
+    return tl.where(key > -0x7FFFFFFFFFFFFFFF, _index(key), -1)
+
+
+@triton.jit
+def nth_best(
+    n, scores_at, best_at, limit, KP: tl.constexpr, WIDE: tl.constexpr, MEMBERS: tl.constexpr
+):  # fmt: skip
+    """The block of rank n among a row's keys; -1 where there are not so many."""
+    SIZE: tl.constexpr = WIDE if MEMBERS == 0 else KP * MEMBERS
+    if SIZE <= 128:
+        j = tl.arange(0, SIZE)
+        if MEMBERS > 0:
+            j = _finalists(best_at, limit, KP, WIDE, MEMBERS)
+        at, inside = scores_at + j, j < limit
+        key = _load_keys(at, inside)
+        rank = _ranks(key, _load_keys(at, inside))
+    else:
+        key = best_keys(scores_at, best_at, limit, KP, WIDE, MEMBERS)
+        rank = tl.arange(0, KP)
+    return tl.max(tl.where(rank == n, block_of(key), -1), 0)
+
+
+@triton.jit
 def select_best(
     scores, best, progress, lengths, start, out, T, S, N, kv_heads,
-    BLOCK: tl.constexpr, SINK: tl.constexpr, LOCAL: tl.constexpr, K: tl.constexpr,
-    KP: tl.constexpr, WIDE: tl.constexpr, MEMBERS: tl.constexpr,
+    BLOCK: tl.constexpr, LOCAL: tl.constexpr, K: tl.constexpr,
+    KP: tl.constexpr, WIDE: tl.constexpr, MEMBERS: tl.constexpr, NEW: tl.constexpr,
     LENGTH_STEP: tl.constexpr, START_STEP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The best K of one row's keys; its first program notes which summaries are done now."""
     row = tl.program_id(0).to(tl.int64)
     if PDL:
-        gdc_wait()
+        if NEW == 0:
+            gdc_wait()
         gdc_launch_dependents()
-    b = row // (kv_heads * T)
-    length, low = row_span(lengths, start, b, S, LENGTH_STEP, START_STEP)
-    limit = (length - T + row.to(tl.int32) % T - low) // BLOCK - LOCAL + 1
-    none = -0x7FFFFFFFFFFFFFFF
-    i = tl.arange(0, WIDE)
-    # .cg: an L1 line may be older than the keys, which other multiprocessors wrote.
-    if MEMBERS == 0:
-        key = tl.load(scores + row * N + i, mask=i < limit, other=none, cache_modifier=".cg")
-    else:
-        # The K best are in the K groups with the best maxima: keys are distinct.
-        at = best + row * tl.cdiv(N, MEMBERS) + i
-        group = tl.load(at, mask=i * MEMBERS < limit, other=none, cache_modifier=".cg")
-        group = tl.topk(group, KP)
-        j = (_index(group) // MEMBERS)[:, None] * MEMBERS + tl.arange(0, MEMBERS)[None, :]
-        inside = (group > none)[:, None] & (j < limit)
-        key = tl.load(scores + row * N + j, mask=inside, other=none, cache_modifier=".cg")
-        key = tl.reshape(key, [KP * MEMBERS])
-    key = tl.topk(key, KP)
+    b, low, limit, last = _row_limit(
+        lengths, start, row, T, S, kv_heads, BLOCK, LOCAL, NEW, LENGTH_STEP, START_STEP
+    )
+    if PDL and NEW > 0:
+        gdc_wait()
+    best_at = best
+    if MEMBERS > 0:
+        best_at = best + row * tl.cdiv(N, MEMBERS)
+    key = best_keys(scores + row * N, best_at, limit, KP, WIDE, MEMBERS)
     n = tl.arange(0, KP)
-    tl.store(out + row * K + n, tl.where(key > none, _index(key), -1), mask=n < K)
+    tl.store(out + row * K + n, block_of(key), mask=n < K)
     if row % (kv_heads * T) == 0:
-        last = (length - 1 - low) // BLOCK - LOCAL + 1
-        note_progress(progress, b, low, tl.maximum(last, 0))
+        note_progress(progress, b, low, last)

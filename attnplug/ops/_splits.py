@@ -88,8 +88,10 @@ def reference_rows(q, k, v, mask, position, start, window, sinks, scale, softcap
 def merge_splits(
     partial, sinks, out, lse, heads, T, splits,
     D: tl.constexpr, COLUMNS: tl.constexpr, SPLITS: tl.constexpr, PDL: tl.constexpr,
+    lengths=None, counters: tl.constexpr = 0,
 ):  # fmt: skip
-    """Merge the pieces of one (row, slice of the head dimension) by their log-sum-exps."""
+    """Merge the pieces of one (row, slice of the head dimension) by their log-sum-exps. Where there
+    are `lengths`, of so many rows, count the token of the step in them: their readers are done."""
     row = tl.program_id(0).to(tl.int64)
     d = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     j = tl.arange(0, SPLITS)
@@ -122,6 +124,9 @@ def merge_splits(
     tl.store(out + row * D + d, merged.to(out.dtype.element_ty), mask=d < D)
     if tl.program_id(1) == 0:
         tl.store(lse + row, result * 0.6931471805599453)
+        if lengths is not None:
+            if row < counters:
+                tl.atomic_add(lengths + row, 1, sem="relaxed")
 
 
 @functools.cache

@@ -178,22 +178,31 @@ def _cpu(k, bounds, progress, lengths, start, key_mask, block):
 
 
 @triton.jit
-def row_span(lengths, start, b, S, LENGTH_STEP: tl.constexpr, START_STEP: tl.constexpr):
-    """(length, first real key) of row b, int32."""
+def row_span(
+    lengths, start, b, S, LENGTH_STEP: tl.constexpr, START_STEP: tl.constexpr,
+    NEW: tl.constexpr = 0,
+):  # fmt: skip
+    """(length, first real key) of row b, int32. NEW tokens are not in `lengths` yet; S + NEW then
+    says that the cache is full.
+
+    .cg: another multiprocessor's kernel, early launched ones after it, may have counted a token.
+    """
     length = S
     if lengths is not None:
-        length = tl.minimum(tl.load(lengths + b * LENGTH_STEP).to(tl.int32), S)
+        length = tl.load(lengths + b * LENGTH_STEP, cache_modifier=".cg").to(tl.int32)
+        length = tl.minimum(length, S) + NEW
     low = 0
     if start is not None:
-        low = tl.maximum(tl.load(start + b * START_STEP).to(tl.int32), 0)
+        low = tl.load(start + b * START_STEP, cache_modifier=".cg").to(tl.int32)
+        low = tl.maximum(low, 0)
     return length, low
 
 
 @triton.jit
 def blocks_done(progress, b, low):
     """Leading blocks that row b has summaries of, when counted from `low`."""
-    counted = tl.load(progress + b * 2)
-    return tl.where(tl.load(progress + b * 2 + 1) == low, counted, 0)
+    counted = tl.load(progress + b * 2, cache_modifier=".cg")
+    return tl.where(tl.load(progress + b * 2 + 1, cache_modifier=".cg") == low, counted, 0)
 
 
 @triton.jit
@@ -212,17 +221,21 @@ def refresh_blocks(
     D: tl.constexpr, DP: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr,
     MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Summarise blocks begin, begin + step, ... before end of one row's head."""
-    STEP: tl.constexpr = 32 if BLOCK > 32 else BLOCK
+    """Summarise blocks begin, begin + step, ... before end of one row's head.
+
+    Elementwise over STEP keys at a time and across them at the end: the kernels that do this once
+    in a block's life must not be made large by it.
+    """
+    STEP: tl.constexpr = 8
     d = tl.arange(0, DP)
     n = tl.arange(0, STEP)
     in_width = d < D
     for j in range(begin, end, step):
-        high = tl.full([DP], float("-inf"), tl.float32)
-        deep = tl.full([DP], float("inf"), tl.float32)
-        total = tl.zeros([DP], tl.float32)
-        odd = tl.zeros([DP], tl.int32)
-        count = 0
+        high = tl.full([STEP, DP], float("-inf"), tl.float32)
+        deep = tl.full([STEP, DP], float("inf"), tl.float32)
+        count = tl.zeros([STEP], tl.int32)
+        if PARTS == 1:
+            high = tl.zeros([STEP, DP], tl.float32)
         for i in range(0, BLOCK, STEP):
             at = low + j * BLOCK + i + n
             key = tl.load(
@@ -233,22 +246,27 @@ def refresh_blocks(
             seen = at >= 0
             if MASKED:
                 seen = tl.load(mask_at + at) != 0
-            count += tl.sum(seen.to(tl.int32), 0)
+            count += seen.to(tl.int32)
             if PARTS == 1:
-                total += tl.sum(tl.where(seen[:, None], key, 0.0), 0)
-            else:  # a maximum may drop a NaN
-                number = seen[:, None] & (key == key)
-                high = tl.maximum(high, tl.max(tl.where(number, key, float("-inf")), 0))
-                deep = tl.minimum(deep, tl.min(tl.where(number, key, float("inf")), 0))
-                odd += tl.sum((seen[:, None] & (key != key)).to(tl.int32), 0)
+                high += tl.where(seen[:, None], key, 0.0)
+            else:  # a NaN comes in and stays
+                shown = seen[:, None]
+                above, below = (
+                    tl.where(shown, key, float("-inf")),
+                    tl.where(shown, key, float("inf")),
+                )
+                high = tl.maximum(high, above, propagate_nan=tl.PropagateNan.ALL)
+                deep = tl.minimum(deep, below, propagate_nan=tl.PropagateNan.ALL)
         out = bounds_at + j * (PARTS * D) + d
+        seen_keys = tl.sum(count, 0)
         if PARTS == 1:
-            tl.store(out, total / tl.maximum(count, 1), mask=in_width)
-        else:
-            high = tl.where(odd > 0, float("nan"), tl.where(count > 0, high, 0.0))
-            deep = tl.where(odd > 0, float("nan"), tl.where(count > 0, deep, 0.0))
-            tl.store(out, high, mask=in_width)
-            tl.store(out + D, deep, mask=in_width)
+            tl.store(out, tl.sum(high, 0) / tl.maximum(seen_keys, 1), mask=in_width)
+        else:  # the maximum across drops a NaN
+            odd = tl.sum((high != high).to(tl.int32), 0) > 0
+            top = tl.where(seen_keys > 0, tl.max(high, 0), 0.0)
+            bottom = tl.where(seen_keys > 0, tl.min(deep, 0), 0.0)
+            tl.store(out, tl.where(odd, float("nan"), top), mask=in_width)
+            tl.store(out + D, tl.where(odd, float("nan"), bottom), mask=in_width)
 
 
 @triton.jit

@@ -18,10 +18,9 @@ import numba
 import numpy as np
 import torch
 import triton
-import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from attnplug.errors import ArgumentError
+from attnplug.ops import _gather_triton as kernels
 from attnplug.ops._define import (
     check_attention_inputs,
     check_sequence_inputs,
@@ -32,11 +31,8 @@ from attnplug.ops._define import (
     rows_on_cpu,
 )
 from attnplug.ops._splits import LOG2E, check_sinks, machine, merge_splits, reference_rows
-from attnplug.ops.block_bounds import (
-    BLOCKS,
-    NO_MASK,
-    row_span,
-)
+from attnplug.ops.block_bounds import BLOCKS, NO_MASK
+from attnplug.ops.select_blocks import Scores, early
 
 
 def gather_attention(
@@ -220,161 +216,97 @@ class Plan(NamedTuple):
     columns: int  # of the head dimension, for one program of the reduction
 
 
-@triton.jit
-def _attend(
-    q, k, v, index, lengths, start, key_mask, sinks, partial, out, lse, scale, cap, T, S, splits,
-    q_b, q_h, q_t, k_b, k_h, k_s, v_b, v_h, v_s, mask_b,
-    GROUP: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
-    BLOCK: tl.constexpr, SINK: tl.constexpr, LOCAL: tl.constexpr, K: tl.constexpr,
-    TILE: tl.constexpr, STAGES: tl.constexpr, CAPPED: tl.constexpr, FUSED: tl.constexpr,
-    LENGTH_STEP: tl.constexpr, START_STEP: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """All heads of one query and KV head against one piece of the kept keys."""
-    split = tl.program_id(0)
-    t = tl.program_id(1) % T
-    h = tl.program_id(1) // T
-    b = tl.program_id(2).to(tl.int64)
-    if PDL:
-        gdc_wait()  # for the list, and for whatever else the kernels before have written
-        gdc_launch_dependents()
-    length, low = row_span(lengths, start, b, S, LENGTH_STEP, START_STEP)
-    position = length - T + t
-    own = tl.maximum(position - low, 0) // BLOCK
-    edge = tl.maximum(own - LOCAL + 1, SINK)
-    index_at = index + ((b * tl.num_programs(1)) + tl.program_id(1)) * K
-
-    g = tl.arange(0, ROWS)
-    d = tl.arange(0, DP)
-    n = tl.arange(0, TILE)
-    head = h * GROUP + g
-    in_group = g < GROUP
-    in_width = d < D
-    q_at = q + b * q_b + head.to(tl.int64)[:, None] * q_h + t * q_t + d[None, :]
-    query = tl.load(q_at, mask=in_group[:, None] & in_width[None, :], other=0.0)
-    k_at = k + b * k_b + h.to(tl.int64) * k_h + d[None, :]
-    v_at = v + b * v_b + h.to(tl.int64) * v_h + d[None, :]
-    top = tl.full([ROWS], float("-inf"), tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
-    acc = tl.zeros([ROWS, DP], tl.float32)
-    TILES: tl.constexpr = ((SINK + LOCAL + K) * BLOCK + TILE - 1) // TILE
-    first = split * TILES // splits
-    last = (split + 1) * TILES // splits
-    for i in tl.range(first, last, num_stages=STAGES):  # pyright: ignore[reportGeneralTypeIssues]
-        place = i * TILE + n
-        if BLOCK % TILE == 0:  # the tile lies in one block: one scalar, not a gather
-            slot = i * TILE // BLOCK
-        else:
-            slot = place // BLOCK
-        # Slots are the sink's blocks, then the local ones, then the list; no block counts twice.
-        in_list = (slot >= SINK + LOCAL) & (slot < SINK + LOCAL + K)
-        listed = tl.load(index_at + slot - SINK - LOCAL, mask=in_list, other=-1)
-        nearby = own - LOCAL + 1 + slot - SINK
-        name = tl.where(slot < SINK, slot, tl.where(slot < SINK + LOCAL, nearby, listed))
-        # What a slot lets be seen: to the query's own position, or nothing.
-        until = tl.where((slot < SINK + LOCAL) | (name < edge), position, -0x7FFFFFFF)
-        until = tl.where((slot < SINK) | (name >= SINK), until, -0x7FFFFFFF)
-        at = low + name * BLOCK + place % BLOCK
-        seen = at <= until
-        if key_mask is not None:
-            seen = seen & (tl.load(key_mask + b * mask_b + at, mask=seen, other=0) != 0)
-        loadable = seen[:, None] & in_width[None, :]
-        key = tl.load(k_at + at.to(tl.int64)[:, None] * k_s, mask=loadable, other=0.0)
-        value = tl.load(v_at + at.to(tl.int64)[:, None] * v_s, mask=loadable, other=0.0)
-        s = tl.dot(query, key.T, input_precision="ieee") * scale
-        if CAPPED:  # cap tanh(y), tanh(y) = 1 - 2 / (exp(2y) + 1); scale holds 2 log2(e) / cap
-            s = cap * (1 - 2 / (tl.exp2(s) + 1))
-        s = tl.where(seen[None, :], s, float("-inf"))
-        best = tl.maximum(top, tl.max(s, 1))
-        shift = tl.where(best == float("-inf"), 0.0, best)
-        # A NaN score may be dropped by the maximum; it comes back through p.
-        p = tl.exp2(s - shift[:, None])
-        decay = tl.exp2(top - shift)
-        top = best
-        total = total * decay + tl.sum(p, 1)
-        acc = tl.dot(p.to(value.dtype), value, acc * decay[:, None], input_precision="ieee")
-
-    heads = (tl.num_programs(1) // T) * GROUP
-    row = (b * heads + head) * T + t
-    empty = total == 0
-    divisor = tl.where(empty, 1.0, total)
-    base = tl.where(top == float("-inf"), 0.0, top)
-    result = tl.where(empty, float("-inf"), base + tl.log2(divisor))
-    if FUSED:
-        if sinks is not None:
-            logit = tl.load(sinks + head, mask=in_group, other=float("-inf")).to(tl.float32)
-            divisor += tl.exp2(logit * 1.4426950408889634 - base)
-        tl.store(lse + row, result * 0.6931471805599453, mask=in_group)
-        out_at = out + row[:, None] * D + d[None, :]
-    else:  # as dense_decode's reduction reads them
-        row = row * splits + split
-        pieces = tl.num_programs(2).to(tl.int64) * heads * T * splits
-        tl.store(partial + pieces * D + row, result, mask=in_group)
-        out_at = partial + row[:, None] * D + d[None, :]
-    tl.store(
-        out_at,
-        (acc / divisor[:, None]).to(out_at.dtype.element_ty),
-        mask=in_group[:, None] & in_width[None, :],
-    )
-
-
 @functools.lru_cache(maxsize=1024)
 def plan_for(
-    rows: int, group: int, keys: int, width: int, itemsize: int, multiprocessors: int
+    rows: int, group: int, keys: int, block: int, width: int, itemsize: int, multiprocessors: int
 ) -> Plan:
-    """The pre-tuned plan of a shape: `rows` (sequence, KV head, query) triples keep `keys` each."""
-    padded = triton.next_power_of_2(width)
-    tile = 64 if padded * itemsize <= 256 else 32  # two programs for a block of 128
+    """The pre-tuned plan of a shape: `rows` (sequence, KV head, query) triples keep `keys` each, in
+    blocks of `block`."""
+    row_bytes = triton.next_power_of_2(width) * itemsize
+    tile = 64 if row_bytes <= 256 else 32  # two programs for a block of 128
     tiles = -(-keys // tile)
-    splits = tiles
-    if rows * tiles > 32 * multiprocessors:  # enough to fill it: fewer pieces to write and merge
+    # Pipelined is what a GPU has compared: Triton 3.6 compiled a loop over gathered keys to wrong
+    # code, without a word (block_sparse_attention).
+    pipelined = row_bytes <= 256 and block % tile == 0
+    splits, stages = tiles, 2 if pipelined else 1  # one step: key and value on their way at once
+    if pipelined and rows * tiles > 8 * multiprocessors:  # bandwidth counts: few that read on
+        splits, stages = max(1, min(tiles, 2 * multiprocessors // rows)), 4
+    elif rows * tiles > 32 * multiprocessors:
         splits = max(1, min(tiles, 16 * multiprocessors // rows))
     return Plan(
         tile=tile,
         splits=splits,
         warps=4 if group <= 16 else 8,
-        # Not pipelined: Triton 3.6 compiled such a loop over gathered keys to wrong code, without
-        # a word (block_sparse_attention), and where the tiles are enough there is one step a piece.
-        stages=1,
-        columns=32 if rows * group <= 4096 else padded,
+        stages=stages,
+        columns=32 if rows * group <= 4096 else triton.next_power_of_2(width),
     )
+
+
+class Step(NamedTuple):
+    """What `gather_decode` knows beyond a list: the token that is not in the cache yet, and where
+    no kernel has selected, the scores to pick from."""
+
+    new_k: torch.Tensor
+    new_v: torch.Tensor
+    progress: torch.Tensor
+    scores: Scores | None = None
+    top_k: int = 0
 
 
 def launch_gather_attention(
     q, k, v, index, scale, block, sink, local, lengths, start, key_mask, softcap, sinks, out, lse,
-    plan=None,
+    plan=None, step=None,
 ):  # fmt: skip
-    """Run the kernels; tensors as in `gather_attention`, on a GPU or in Triton's interpreter."""
+    """Run the kernels; tensors as in `gather_attention`, on a GPU or in Triton's interpreter. With
+    a `step` they write its token and count it, and `index` may be None."""
     batch, heads, queries, width = q.shape
-    kv_heads, size, listed = k.shape[1], k.shape[2], index.shape[3]
+    kv_heads, size = k.shape[1], k.shape[2]
+    assert index is not None or step is not None
+    listed = index.shape[3] if index is not None else step.top_k  # pyright: ignore[reportOptionalMemberAccess]
     group, rows = heads // kv_heads, batch * kv_heads * queries
-    multiprocessors, pdl = machine(q.device)
+    pdl, dependent = early(q.device)
+    keys = (sink + local + listed) * block
     if plan is None:
-        keys = (sink + local + listed) * block
-        plan = plan_for(rows, group, keys, width, q.element_size(), multiprocessors)
-    dependent = {"launch_pdl": True} if pdl else {}
+        processors = machine(q.device)[0]
+        plan = plan_for(rows, group, keys, block, width, q.element_size(), processors)
     q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k, v))
-    index, key_mask = index.contiguous(), mask_bytes(key_mask)
+    index, key_mask = None if index is None else index.contiguous(), mask_bytes(key_mask)
     fused = plan.splits == 1
     partial = out
     if not fused:
         places = rows * group * plan.splits * (width + 1)
         partial = torch.empty(places, dtype=torch.float32, device=q.device)
-    _attend[(plan.splits, kv_heads * queries, batch)](
-        q, k, v, index, lengths, start, key_mask, sinks, partial, out, lse,
+    new_k = new_v = progress = scores = best = None
+    blocks = members = kept = wide = 0
+    if step is not None:
+        new_k, new_v, progress = step.new_k, step.new_v, step.progress
+        if step.scores is not None:
+            scores, best, members = step.scores.keys, step.scores.best, step.scores.plan.members
+            blocks = scores.numel() // rows
+            kept, wide = step.scores.widths(listed, blocks)
+    kernels.attend_kept[(plan.splits, kv_heads * queries, batch)](
+        q, k, v, new_k, new_v, index, scores, best, progress, lengths, start, key_mask, sinks,
+        partial, out, lse,
         scale * LOG2E if softcap == 0 else 2 * LOG2E * scale / softcap, softcap * LOG2E,
-        queries, size, plan.splits, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],
+        queries, size, blocks, plan.splits,
+        *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],
+        *((0,) * 4 if step is None else (*step.new_k.stride()[:2], *step.new_v.stride()[:2])),
         0 if key_mask is None else key_mask.stride(0),
         group, max(16, triton.next_power_of_2(group)), width, triton.next_power_of_2(width),
-        block, sink, local, listed, plan.tile, plan.stages, softcap > 0, fused,
-        row_step(lengths), row_step(start), pdl,
+        block, sink, local, listed, triton.next_power_of_2(max(1, listed)), plan.tile,
+        plan.stages, softcap > 0, fused, plan.splits * plan.tile == keys, kept, wide, members,
+        step is not None and listed > 0, row_step(lengths), row_step(start), pdl,
         num_warps=plan.warps, **dependent,  # pyright: ignore[reportCallIssue]
     )  # fmt: skip
     if not fused:
         merge_splits[(rows * group, triton.cdiv(width, plan.columns))](
             partial, sinks, out, lse, heads, queries, plan.splits,
             width, plan.columns, triton.next_power_of_2(plan.splits), pdl,
+            None if step is None else lengths, 0 if step is None else lengths.shape[0],
             num_warps=4, **dependent,  # pyright: ignore[reportCallIssue]
         )  # fmt: skip
+    elif step is not None:
+        lengths.add_(1)
 
 
 _gather_attention = define_op(

@@ -248,40 +248,80 @@ def _cpu(
 class Plan(NamedTuple):
     """How the kernels cut the work; chosen from static shapes alone."""
 
-    chunk: int  # blocks of one program of the score kernel
+    chunk: int  # blocks that are scored together
     members: int  # blocks whose maximum the score kernel hands on; 0: none, the selection is flat
     warps: int
     select_warps: int
+    repeat: int = 1  # chunks of one program of the score kernel
+    stages: int = 1  # of its pipeline
+    soon: bool = False  # read summaries before the length is known; one chunk a program
+    registers: int | None = None  # most of a thread of the score kernel; few programs fit otherwise
 
 
-def plan_for(rows: int, blocks: int, top_k: int, width: int, itemsize: int) -> Plan:
-    """The pre-tuned plan of a shape. `blocks` is how many the cache has room for."""
-    chunk = 16 if rows * blocks <= 4096 else 32 if rows * blocks <= 16384 else 64
-    chunk = min(chunk, 16384 // (triton.next_power_of_2(width) * itemsize))  # 16 KiB of maxima
+FLAT = 512  # candidates up to which one program selects among all of them
+FEW = 8192  # blocks of all rows up to which latency counts, and not bandwidth
+
+
+def plan_for(
+    rows: int, blocks: int, top_k: int, width: int, itemsize: int, pipelined: bool
+) -> Plan:
+    """The pre-tuned plan of a shape. `blocks` is how many the cache has room for. `pipelined`
+    allows a pipeline, which only what a GPU has compared gets (Triton 3.6 compiles some wrong)."""
+    total, row_bytes = rows * blocks, triton.next_power_of_2(width) * itemsize
+    chunk = 32 if total <= FEW else 64
+    chunk = max(16, min(chunk, (8192 if total <= FEW else 16384) // row_bytes))
     members = 0
-    if triton.next_power_of_2(blocks) > 512:  # flat, larger ones take long
-        members = min(chunk, 16 if blocks <= 16384 else 32)
-    return Plan(chunk, members, warps=4, select_warps=4 if top_k <= 64 else 8)
+    if triton.next_power_of_2(blocks) > FLAT:
+        members = min(chunk, 32 if (blocks > 4096 and top_k <= 8) or blocks > 16384 else 16)
+    select_warps = 8 if top_k > 64 or (top_k > 8 and blocks > 4096) else 4
+    plan = Plan(chunk, members, 4, select_warps)
+    if total <= FEW:
+        return plan._replace(soon=True)
+    if pipelined and row_bytes <= 256:
+        return plan._replace(repeat=2 if total <= 2**17 else 4, stages=3, registers=128)
+    return plan
 
 
-def launch_select_blocks(
+class Scores(NamedTuple):
+    """What the score kernel leaves: int64 keys of all blocks, and the maxima of groups of them."""
+
+    keys: torch.Tensor
+    best: torch.Tensor
+    plan: Plan
+
+    def widths(self, top_k: int, blocks: int) -> tuple[int, int]:
+        """(padded top_k, padded number of keys that the first level selects from)."""
+        members, kept = self.plan.members, max(2, triton.next_power_of_2(top_k))
+        wide = triton.cdiv(blocks, members) if members else blocks
+        return kept, max(2 * kept, triton.next_power_of_2(wide))
+
+
+def early(device: torch.device) -> tuple[bool, dict[str, bool]]:
+    """Whether kernels can be launched early on the device, and the option that does."""
+    pdl = machine(device)[1]
+    return pdl, {"launch_pdl": True} if pdl else {}
+
+
+def launch_scores(
     q, k, bounds, progress, scale, block, top_k, sink, local, scoring, lengths, start, key_mask,
-    out, plan=None,
+    plan=None, new=0,
 ):  # fmt: skip
-    """Run the kernels; tensors as in `select_blocks`, on a GPU or in Triton's interpreter."""
+    """Bring the summaries up to date and score the blocks. `new` tokens are neither in the cache
+    nor counted by `lengths` yet: a chain of kernels begins, of which each may start early."""
     batch, heads, queries, width = q.shape
     kv_heads, size, blocks = k.shape[1], k.shape[2], bounds.shape[2]
     group, rows = heads // kv_heads, batch * kv_heads * queries
     if plan is None:
-        plan = plan_for(rows, blocks, top_k, width, q.element_size())
-    pdl = machine(q.device)[1]
-    dependent = {"launch_pdl": True} if pdl else {}
+        plain = scoring == "bounds" and key_mask is None
+        plan = plan_for(rows, blocks, top_k, width, q.element_size(), plain)
+    pdl, dependent = early(q.device)
     q, k = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k))
     key_mask = mask_bytes(key_mask)
-    chunks = triton.cdiv(blocks, plan.chunk)
+    programs = triton.cdiv(blocks, plan.chunk * plan.repeat)
+    chunks = programs * plan.repeat
     mode = SCORINGS.index(scoring)
-    scores = torch.empty(rows * blocks, dtype=torch.int64, device=q.device)
-    best = scores
+    keys = torch.empty(rows * blocks, dtype=torch.int64, device=q.device)
+    best = keys
     if plan.members:
         groups = rows * triton.cdiv(blocks, plan.members)
         best = torch.empty(groups, dtype=torch.int64, device=q.device)
@@ -291,29 +331,50 @@ def launch_select_blocks(
         per_head = torch.empty(places, dtype=torch.float32, device=q.device)
     padded = max(16, triton.next_power_of_2(group))
     steps = row_step(lengths), row_step(start)
-    kernels.score_blocks[(chunks, kv_heads * queries, batch)](
-        q, k, bounds, progress, lengths, start, key_mask, scores, best, per_head, scale,
+    kernels.score_blocks[(programs, kv_heads * queries, batch)](
+        q, k, bounds, progress, lengths, start, key_mask, keys, best, per_head, scale,
         queries, size, blocks, chunks, *q.stride()[:3], *k.stride()[:3],
         0 if key_mask is None else key_mask.stride(0),
         group, padded, width, triton.next_power_of_2(width), block, sink, local, mode,
-        plan.chunk, plan.members, *steps, pdl,
-        num_warps=plan.warps,  # pyright: ignore[reportCallIssue]
+        plan.chunk, plan.members, plan.repeat, plan.stages, plan.soon, new, *steps, pdl,
+        num_warps=plan.warps, maxnreg=plan.registers,  # pyright: ignore[reportCallIssue]
+        **(dependent if new else {}),
     )  # fmt: skip
     if mode == 1:
         kernels.combine_heads[(chunks, rows)](
-            scores, best, per_head, lengths, start, queries, size, blocks, chunks, kv_heads,
+            keys, best, per_head, lengths, start, queries, size, blocks, chunks, kv_heads,
             group, padded, block, local, plan.chunk, triton.next_power_of_2(chunks), plan.members,
-            *steps, pdl,
+            new, *steps, pdl,
             num_warps=plan.warps, **dependent,  # pyright: ignore[reportCallIssue]
         )  # fmt: skip
-    kept = max(2, triton.next_power_of_2(top_k))
-    wide = triton.cdiv(blocks, plan.members) if plan.members else blocks
+    return Scores(keys, best, plan)
+
+
+def launch_choice(scores, k, progress, block, top_k, local, lengths, start, blocks, out, new=0):
+    """Select from what `launch_scores` left, into `out [B,Hkv,T,top_k]`."""
+    batch, kv_heads, queries, _ = out.shape
+    plan, size, rows = scores.plan, k.shape[2], batch * kv_heads * queries
+    kept, wide = scores.widths(top_k, blocks)
+    pdl, dependent = early(k.device)
+    steps = row_step(lengths), row_step(start)
     kernels.select_best[(rows,)](
-        scores, best, progress, lengths, start, out, queries, size, blocks, kv_heads,
-        block, sink, local, top_k, kept, max(2 * kept, triton.next_power_of_2(wide)),
-        plan.members, *steps, pdl,
+        scores.keys, scores.best, progress, lengths, start, out, queries, size, blocks, kv_heads,
+        block, local, top_k, kept, wide, plan.members, new, *steps, pdl,
         num_warps=plan.select_warps, **dependent,  # pyright: ignore[reportCallIssue]
     )  # fmt: skip
+
+
+def launch_select_blocks(
+    q, k, bounds, progress, scale, block, top_k, sink, local, scoring, lengths, start, key_mask,
+    out, plan=None, new=0,
+):  # fmt: skip
+    """Run the kernels; tensors as in `select_blocks`, on a GPU or in Triton's interpreter."""
+    scores = launch_scores(
+        q, k, bounds, progress, scale, block, top_k, sink, local, scoring, lengths, start,
+        key_mask, plan, new,
+    )  # fmt: skip
+    blocks = bounds.shape[2]
+    launch_choice(scores, k, progress, block, top_k, local, lengths, start, blocks, out, new)
 
 
 _select_blocks = define_op(

@@ -217,16 +217,17 @@ def test_round_sizes(device_path):
     index = lists(2, k, 1, 16)
     plan = None
     if device_path[1] == "kernel":
-        plan = op.plan_for(4000, 4, 19 * 16, 64, 4, 132)._replace(splits=1)
+        plan = op.plan_for(4000, 4, 19 * 16, 16, 64, 4, 132)._replace(splits=1)
     hold(attend(device_path, q, k, v, index, plan), q, k, v, index)
 
 
 def test_plans_fill_the_machine():
-    assert op.plan_for(4, 7, 13 * 128, 128, 2, 132).splits == 26  # two programs a block
-    assert op.plan_for(32, 7, 37 * 128, 128, 2, 132).splits == 74
-    many = op.plan_for(512, 7, 37 * 128, 128, 2, 132)
-    assert 1 < many.splits < 74 and 512 * many.splits >= 2 * 132
-    assert op.plan_for(4096, 7, 13 * 128, 128, 2, 132).splits == 1
+    assert op.plan_for(4, 7, 13 * 128, 128, 128, 2, 132).splits == 26  # two programs a block
+    assert op.plan_for(32, 7, 13 * 128, 128, 128, 2, 132).splits == 26
+    assert op.plan_for(32, 7, 37 * 128, 128, 128, 2, 132).splits == 8  # two a multiprocessor
+    assert op.plan_for(256, 7, 13 * 128, 128, 128, 2, 132).splits == 1
+    pages = op.plan_for(512, 7, 37 * 128, 16, 128, 2, 132)  # gathered: not pipelined
+    assert pages.stages == 1 and 1 < pages.splits < 74 and 512 * pages.splits >= 2 * 132
 
 
 def test_opcheck(device):
