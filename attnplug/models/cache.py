@@ -7,6 +7,7 @@ subclasses it. Sliding-window and other layers stay what transformers makes them
 
 import copy
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from transformers import Cache, PreTrainedConfig, StaticCache
@@ -19,9 +20,43 @@ class PlugLayer(StaticLayer):
     Unlike its base it can be cropped (speculative decoding), reorders beams without moving (the
     base binds new tensors, and a CUDA graph keeps reading the old ones), and serves batch
     repetition and selection.
+
+    A subclass that sets `can_hold` may leave the writing of a step's token to the op that attends:
+    where `hold_next` was set, `update` keeps the token in `held` and returns the buffers without
+    it. The attention that follows takes it (`take_held`) or writes it (`settle`), and whatever else
+    touches the layer writes it first. Between two forward passes nothing is held.
     """
 
     is_croppable = True
+    can_hold = False
+    hold_next = False  # for one update: PolicyHook sets it where plug_attention will follow
+    lent = False  # attention has been seen to get the buffers themselves, and no copy of them
+    held: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self.settle()
+        hold, self.hold_next = self.hold_next, False
+        if hold and self.is_initialized and key_states.shape[2] == 1:
+            self.held = key_states, value_states
+            return self._buffers()
+        return super().update(key_states, value_states, *args, **kwargs)
+
+    def take_held(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """The token that `update` has held back, for an op that will write and count it."""
+        held, self.held = self.held, None
+        return held
+
+    def settle(self) -> None:
+        """Write the token that `update` has held back, if there is one."""
+        held = self.take_held()
+        if held is not None:
+            super().update(*held)
+
+    def reset(self) -> None:
+        self.take_held()
+        super().reset()
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last `-tokens_to_remove` tokens; 0 forgets none. Positive: ValueError."""
@@ -29,27 +64,34 @@ class PlugLayer(StaticLayer):
             raise ValueError(
                 f"crop({tokens_to_remove}): pass a negative number, the count of tokens to forget"
             )
+        self.settle()
         if self.is_initialized:
             self.cumulative_length.add_(tokens_to_remove).clamp_(min=0)
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         """Give each row the content of row `beam_idx[row]`, in place."""
+        self.settle()
         if self.is_initialized:
             for buffer in self._buffers():
                 buffer.copy_(buffer.index_select(0, beam_idx.to(buffer.device)))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat each row `repeats` times; allocates, as the batch grows."""
+        self.settle()
         if self.is_initialized:
             self._rebind(*(buffer.repeat_interleave(repeats, 0) for buffer in self._buffers()))
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keep the rows `indices`; allocates, as the batch changes."""
+        self.settle()
         if self.is_initialized:
             self._rebind(*(buffer[indices] for buffer in self._buffers()))
 
     def adopt(self, source: StaticLayer) -> None:
         """Append the tokens of another layer. Reads their number on the host."""
+        if isinstance(source, PlugLayer):
+            source.settle()
+            self.lent = source.lent
         if source.is_initialized:
             assert source.keys is not None and source.values is not None
             tokens = int(source.cumulative_length)

@@ -19,11 +19,11 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from attnplug.errors import GradientError, UnsupportedCallError
-from attnplug.models.hook import may_sync
+from attnplug.models.cache import PlugLayer
+from attnplug.models.hook import ATTENTION_NAME, may_sync
 from attnplug.policies.base import AttentionCall, Policy, Sink
 from attnplug.policies.dense import causal_mask
 
-ATTENTION_NAME = "attnplug"
 BINDING = "_attnplug_binding"
 BAND = 1024  # queries of a sliding-window layer that attend together; fewer fill no GPU
 
@@ -107,6 +107,8 @@ def plug_attention(
     _refuse(query, dropout, kwargs)
     binding: Binding | None = getattr(module, BINDING, None)
     state = attnplug_state
+    if isinstance(state, PlugLayer) and query.shape[2] > 1:  # a prefill tells, a step relies on it
+        state.lent = key is state.keys and value is state.values
     key, value, lengths = _valid_part(query, key, value, state, attnplug_fresh)
     call = AttentionCall(
         query,
@@ -127,6 +129,7 @@ def plug_attention(
             "as past_key_values."
         )
     if binding is None or binding.policy is None or not compact or _exotic(kwargs):
+        call.settle()
         return _stock(module, binding, call, attention_mask, compact, kwargs)
     call.sink = binding.sink
     out = binding.policy.attend(call)

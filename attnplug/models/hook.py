@@ -16,7 +16,9 @@ from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin, StaticLayer, StaticSlidingWindowLayer
 
 from attnplug.errors import UnsupportedCallError
+from attnplug.models.cache import PlugLayer
 
+ATTENTION_NAME = "attnplug"
 CACHE_ARGUMENTS = ("past_key_values", "layer_past")  # the latter in GPT-NeoX and GPTBigCode
 STATE_ARGUMENT = "attnplug_state"
 FRESH_ARGUMENT = "attnplug_fresh"
@@ -47,13 +49,24 @@ class PolicyHook(ModelHook):
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         cache = next((kwargs[n] for n in CACHE_ARGUMENTS if isinstance(kwargs.get(n), Cache)), None)
         if cache is not None:
-            kwargs[STATE_ARGUMENT] = _state(cache, self.layer_index)
+            state = kwargs[STATE_ARGUMENT] = _state(cache, self.layer_index)
             tokens = _hidden_states(args, kwargs).shape[1]
+            if tokens == 1 and self._may_hold(module, cache, state):
+                state.hold_next = True
             if tokens > 1 and not torch.compiler.is_compiling():
                 if self.first:
                     vars(cache)[FRESH_ARGUMENT] = _is_empty(cache, tokens)
                 kwargs[FRESH_ARGUMENT] = vars(cache).get(FRESH_ARGUMENT, False)
         return args, kwargs
+
+    def _may_hold(self, module: torch.nn.Module, cache: Cache, state: Any) -> bool:
+        """Whether this layer's cache may leave its token to the attention that follows: the layer
+        is the module's own, that attention is attnplug's, and it gets the buffers themselves."""
+        if not (isinstance(state, PlugLayer) and state.can_hold and state.lent):
+            return False
+        own = self.layer_index < len(cache.layers) and cache.layers[self.layer_index] is state
+        config = getattr(module, "config", None)
+        return own and getattr(config, "_attn_implementation", None) == ATTENTION_NAME
 
     def _before_forward(
         self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]

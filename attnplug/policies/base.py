@@ -44,6 +44,13 @@ class AttentionCall:
     state: "StaticLayer | None" = None
     sink: "Sink | None" = None
 
+    def settle(self) -> None:
+        """Write the token that the cache layer still holds (see `PlugLayer`): whoever reads k, v or
+        `lengths` and does not take it himself must call this first."""
+        settle = getattr(self.state, "settle", None)
+        if settle is not None:
+            settle()
+
     @property
     def whole(self) -> bool:
         """Whether the queries are the whole sequence (a first prefill), known from shapes."""
@@ -125,6 +132,7 @@ class Phase:
 
     name: ClassVar[str]
     phases: ClassVar[frozenset[str]]
+    takes_held: ClassVar[bool] = False  # writes the token that a cache layer holds, or settles it
     on_request: ClassVar[frozenset[str]] = frozenset()
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
@@ -201,6 +209,8 @@ class Policy:
         look on where someone records."""
         phase = self.decode if call.q.shape[2] == 1 else self.prefill
         assert phase is not None  # filled by __post_init__
+        if not phase.takes_held:
+            call.settle()
         out = phase.attend(call)
         if self.trace is not None and call.sink is not None:
             edges = self.trace.observe(call, phase)

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import torch
 
 from attnplug.models.cache import PlugLayer
-from attnplug.ops import gather_attention, select_blocks
+from attnplug.ops import gather_attention, gather_decode, select_blocks
 from attnplug.ops.block_bounds import BLOCKS
 from attnplug.ops.select_blocks import MAX_BLOCKS, SCORINGS
 from attnplug.policies._reads import query_positions, read_blocks
@@ -49,6 +49,7 @@ class Gather(Phase):
 
     name: ClassVar[str] = "gather"
     phases: ClassVar[frozenset[str]] = frozenset({"decode"})
+    takes_held: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         def check(option: str, valid: bool, needed: str) -> None:
@@ -87,6 +88,7 @@ class Gather(Phase):
     def attend(self, call: AttentionCall) -> torch.Tensor:
         state = call.state
         if call.k.shape[2] < self.crossover(call.q.device) or not self._serves(state, call.k):
+            call.settle()
             return Dense().attend(call)
         assert isinstance(state, GatherLayer)
         options: dict[str, Any] = {
@@ -94,11 +96,29 @@ class Gather(Phase):
             "block": self.block,
             "sink": self.sink,
             "local": self.local,
-            "lengths": call.lengths,
             # A step is told the mask and not where it begins; blocks are counted from there.
             "start": None if call.key_mask is None else first_key(call.key_mask),
             "key_mask": call.key_mask,
         }
+        more = {"softcap": call.softcap, "sinks": call.sinks}
+        held = state.take_held()
+        if held is not None:
+            assert call.lengths is not None  # a static layer's
+            out, _ = gather_decode(
+                call.q,
+                call.k,
+                call.v,
+                *held,
+                state.bounds,
+                state.progress,
+                call.lengths,
+                top_k=self.k,
+                scoring=self.scoring,
+                **more,
+                **options,
+            )
+            return out
+        options["lengths"] = call.lengths
         if self.k == 0:
             index = call.q.new_empty((*call.k.shape[:2], 1, 0), dtype=torch.int32)
         else:
@@ -111,9 +131,7 @@ class Gather(Phase):
                 scoring=self.scoring,
                 **options,
             )
-        out, _ = gather_attention(
-            call.q, call.k, call.v, index, softcap=call.softcap, sinks=call.sinks, **options
-        )
+        out, _ = gather_attention(call.q, call.k, call.v, index, **more, **options)
         return out
 
     def reads(self, call: AttentionCall) -> Reads | None:
@@ -168,10 +186,13 @@ class GatherLayer(PlugLayer):
     each row how many leading blocks are done and the start that they are counted from, `progress`
     `[B,2]` int32.
 
-    `update` writes keys and values only. `select_blocks` makes the summaries that a step lacks from
+    `update` writes keys and values only, and leaves a step's token to `gather_decode` where it may
+    (`PlugLayer`). `select_blocks` and `gather_decode` make the summaries that a step lacks from
     complete blocks, which do not change: what shortens a row lowers its count, what moves rows
     moves them along, and another padding is seen by its start.
     """
+
+    can_hold = True
 
     bounds: torch.Tensor
     progress: torch.Tensor
