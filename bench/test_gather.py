@@ -1,95 +1,158 @@
-"""gather decode of one layer (append, selector, attention over the keep set), against cuDNN's dense
-decode over the valid keys: one query a sequence, bf16, 28/4 heads of 128, 8K to 1M tokens. Gaussian
-keys: which blocks are kept is random, which is no easier for the memory than a real model's choice.
-Every call reads inputs that are not in the L2, and with `warm` in its options such that are; the
-summaries are made before the first, as they are after a prefill."""
+"""A gather decode step of one layer, whole (append, bounds, selection, attention over the keep set,
+count of the token), against the fastest dense decode of the same run over the same cache: one query
+a sequence, bf16, 28/4 heads of 128, 8K to 1M tokens. Gaussian keys: which blocks are kept is
+random, which is no easier for the memory than a real model's choice.
+
+The dense peer, cuDNN's or attnplug's own, only attends; with `dense appends` in the options it also
+writes its token, as a static cache does. Every call reads inputs that are not in the L2, and with
+`warm` in its options such that are; summaries are made before the first, as after a prefill."""
 
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from peers import cudnn_attention
 
-from attnplug import Gather
+from attnplug import Dense, Gather
 from attnplug.policies import AttentionCall
 
 HEADS_Q, HEADS_KV, WIDTH = 28, 4, 128
 SCALE = WIDTH**-0.5
-LENGTHS = [8192, 32768, 131072, 524288, 1048576]
+ROOM = 64  # tokens that a graph may append before it starts from the same length again
+CALLS = 32  # in one graph
+# (k, batch, tokens)
+SHAPES = [
+    *((8, 1, n) for n in (8192, 32768, 131072, 524288, 1048576)),
+    *((32, 1, n) for n in (8192, 32768, 131072, 1048576)),
+    *((k, 8, n) for k in (8, 32) for n in (131072, 1048576)),
+    (8, 64, 8192),
+]
 
 
-def inputs(policy: Gather, batch: int, n: int, seed: int):
-    """(layer with n valid tokens, call of a step, new key and value of its token)."""
-    random = torch.Generator("cuda").manual_seed(seed)
-    normal = functools.partial(torch.randn, dtype=torch.bfloat16, device="cuda", generator=random)
-    layer = policy.cache_layer(n)
-    empty = torch.empty(batch, HEADS_KV, 0, WIDTH, dtype=torch.bfloat16, device="cuda")
-    layer.lazy_initialization(empty, empty)
-    for buffer in (layer.keys, layer.values):
-        buffer.normal_(generator=random)
-    layer.cumulative_length.fill_(n)
-    call = AttentionCall(
-        normal(batch, HEADS_Q, 1, WIDTH),
-        layer.keys,
-        layer.values,
-        SCALE,
-        lengths=layer.cumulative_length.reshape(1),
-        state=layer,
-    )
-    return layer, call, normal(2, batch, HEADS_KV, 1, WIDTH)
+class Caches:
+    """Layers with room for n tokens, all but ROOM of them there, and the call of a step on each."""
+
+    def __init__(self, policy: Gather, batch: int, n: int, count: int):
+        self.policy, self.n = policy, n
+        self.lengths = torch.full((count,), n - ROOM, device="cuda")
+        self.made = [self._make(batch, seed) for seed in range(count)]
+
+    def _make(self, batch: int, seed: int) -> tuple[Any, AttentionCall, torch.Tensor]:
+        random = torch.Generator("cuda").manual_seed(seed)
+        normal = functools.partial(
+            torch.randn, dtype=torch.bfloat16, device="cuda", generator=random
+        )
+        layer = self.policy.cache_layer(self.n)
+        empty = torch.empty(batch, HEADS_KV, 0, WIDTH, dtype=torch.bfloat16, device="cuda")
+        layer.lazy_initialization(empty, empty)
+        for buffer in layer._buffers():
+            buffer.normal_(generator=random)
+        layer.cumulative_length = self.lengths[seed]
+        call = AttentionCall(
+            normal(batch, HEADS_Q, 1, WIDTH),
+            *layer._buffers(),
+            SCALE,
+            lengths=layer.cumulative_length.reshape(1),
+            state=layer,
+        )
+        return layer, call, normal(2, batch, HEADS_KV, 1, WIDTH)
+
+    def graph(self, step: Callable[..., Any]) -> list[Callable[[], Any]]:
+        """`step` on every cache in turn, CALLS times or so; the first call resets the lengths."""
+        calls = [functools.partial(step, *made) for made in self.made]
+        calls *= max(1, CALLS // len(calls))
+        first = calls[0]
+
+        def reset() -> Any:
+            self.lengths.fill_(self.n - ROOM)
+            return first()
+
+        return [reset, *calls[1:]]
+
+    def step(self, layer: Any, call: AttentionCall, new: torch.Tensor) -> torch.Tensor:
+        """What a step does where `PolicyHook` lets the layer hold its token."""
+        layer.held = new[0], new[1]
+        return self.policy.attend(call)
 
 
-def step(policy: Gather, layer, call: AttentionCall, new: torch.Tensor) -> torch.Tensor:
-    """Write the token where it goes, as the cache does, and attend."""
-    last = layer.cumulative_length.reshape(1) - 1
-    layer.keys.index_copy_(2, last, new[0])
-    layer.values.index_copy_(2, last, new[1])
-    return policy.attend(call)
+def cudnn(layer: Any, call: AttentionCall, new: torch.Tensor) -> torch.Tensor:
+    return cudnn_attention(call.q, call.k, call.v, scale=SCALE)
 
 
-def run(gpu_bench, policy: Gather, batch: int, n: int, options: str, warm: bool = False):
+def dense(layer: Any, call: AttentionCall, new: torch.Tensor) -> torch.Tensor:
+    return Dense().attend(call)
+
+
+def dense_step(layer: Any, call: AttentionCall, new: torch.Tensor) -> torch.Tensor:
+    layer.update(new[0], new[1])
+    return Dense().attend(call)
+
+
+def fastest(caches: Caches) -> Callable[..., torch.Tensor]:
+    """Of the dense peers, by a few replays."""
+    times = {}
+    for peer in (cudnn, dense):
+        calls = caches.graph(peer)
+        calls[0]()
+        torch.cuda.synchronize()
+        captured = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(captured):
+            for call in calls:
+                call()
+        marks = [torch.cuda.Event(enable_timing=True) for _ in range(4)]
+        for mark in marks:
+            captured.replay()
+            mark.record()
+        torch.cuda.synchronize()
+        times[peer] = marks[0].elapsed_time(marks[-1])
+    return min(times, key=times.__getitem__)
+
+
+def run(
+    gpu_bench, policy: Gather, batch: int, n: int, options: str, warm: bool, appends: bool = False
+) -> None:
     kept = min((policy.sink + policy.local + policy.k) * policy.block, n)
     summaries = n // policy.block if policy.k else 0
     parts = 1 if policy.scoring == "mean" else 2
     row_bytes = 2 * HEADS_KV * WIDTH * (2 * kept + parts * summaries)
     nbytes = batch * (row_bytes + 2 * 2 * HEADS_Q * WIDTH)
     flops = 4 * batch * HEADS_Q * WIDTH * (kept + summaries * parts / 2)
-    sets = 1 if warm else gpu_bench.sets(nbytes)
-    made = [inputs(policy, batch, n, seed) for seed in range(sets)]
+    room = torch.cuda.get_device_properties(0).total_memory * 6 // 10
+    sets = min(gpu_bench.sets(nbytes), room // (4 * batch * HEADS_KV * n * WIDTH))
+    caches = Caches(policy, batch, n, 1 if warm else max(1, sets))
+    peer = dense_step if appends else fastest(caches)
     gpu_bench(
         op="gather", case="op", n=n, batch=batch, heads_q=HEADS_Q, heads_kv=HEADS_KV,
-        head_dim=WIDTH, dtype=torch.bfloat16, options=options + ", warm" * warm,
-        fns=[functools.partial(step, policy, *each) for each in made], peer="cudnn",
-        peer_fns=[
-            functools.partial(cudnn_attention, call.q, call.k, call.v, scale=SCALE)
-            for _, call, _ in made
-        ],
-        bytes=nbytes, flops=flops,
+        head_dim=WIDTH, dtype=torch.bfloat16,
+        options=options + ", warm" * warm + ", dense appends" * appends,
+        fns=caches.graph(caches.step), peer="cudnn" if peer is cudnn else "dense",
+        peer_fns=caches.graph(peer), bytes=nbytes, flops=flops,
     )  # fmt: skip
 
 
 @pytest.mark.parametrize("warm", [False, True], ids=["cold", "warm"])
-@pytest.mark.parametrize("n", LENGTHS)
-@pytest.mark.parametrize("batch", [1, 8])
-@pytest.mark.parametrize("k", [8, 32])
+@pytest.mark.parametrize(("k", "batch", "n"), SHAPES)
 def test_gather(gpu_bench, k, batch, n, warm):
     run(gpu_bench, Gather(k=k, min_tokens=0), batch, n, f"k={k}", warm)
 
 
-@pytest.mark.parametrize("n", [32768, 131072, 1048576])
+@pytest.mark.parametrize(("k", "batch", "n"), [s for s in SHAPES if s[1] == 1])
+def test_against_a_dense_step(gpu_bench, k, batch, n):
+    run(gpu_bench, Gather(k=k, min_tokens=0), batch, n, f"k={k}", True, appends=True)
+
+
 @pytest.mark.parametrize("scoring", ["estimate", "mean"])
-def test_scorings(gpu_bench, scoring, n):
+def test_scorings(gpu_bench, scoring):
     policy = Gather(k=8, scoring=scoring, min_tokens=0)
-    run(gpu_bench, policy, 1, n, f"k=8, scoring={scoring}")
+    run(gpu_bench, policy, 1, 131072, f"k=8, scoring={scoring}", False)
 
 
-@pytest.mark.parametrize("n", [32768, 131072, 1048576])
-@pytest.mark.parametrize("batch", [1, 8])
-def test_pages_of_16(gpu_bench, batch, n):
+def test_pages_of_16(gpu_bench):
     policy = Gather(k=64, block=16, local=32, min_tokens=0)
-    run(gpu_bench, policy, batch, n, "k=64, block=16, local=32")
+    run(gpu_bench, policy, 1, 131072, "k=64, block=16, local=32", False)
 
 
-@pytest.mark.parametrize("n", [8192, 131072])
-def test_window_only(gpu_bench, n):
-    run(gpu_bench, Gather(k=0, min_tokens=0), 1, n, "k=0")
+def test_window_only(gpu_bench):
+    run(gpu_bench, Gather(k=0, min_tokens=0), 1, 131072, "k=0", False)
