@@ -154,7 +154,8 @@ def verify(
     (and keeps) only the maximum of every GROUP neighbours."""
     c = tl.program_id(0) % P
     r = (tl.program_id(0) // P).to(tl.int64)
-    if PDL:
+    if PDL:  # the wait first: what starts early may count on the scores being there
+        gdc_wait()
         gdc_launch_dependents()
     each = tl.cdiv(programs, P)
     w = tl.arange(0, WORDS)
@@ -354,7 +355,7 @@ def collect(
     first, last = _part(n, c, verifiers, VERIFY_TILE)
     # The scores are an input: no need to wait for the counts.
     i = first + tl.arange(0, TILE)
-    x = tl.load(x_at + i, mask=i < last, other=float("-inf"))
+    x = tl.load(x_at + i, mask=i < last, other=float("-inf"), cache_modifier=".cg")
     if PDL:
         gdc_wait()
         gdc_launch_dependents()

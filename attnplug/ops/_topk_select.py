@@ -6,7 +6,7 @@ Scores are compared as int32 keys that order like the scores: NaN is -inf, -0.0 
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_wait
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 # Word of a program of `collect`: ready, sure scores, scores in the bin. No overflow: 31 bits each.
 READY = tl.constexpr(1 << 62)
@@ -46,7 +46,8 @@ def score_of(key):
 def length_of(lengths, r, N, LENGTH_STEP):
     n = N
     if lengths is not None:
-        n = tl.minimum(tl.maximum(tl.load(lengths + r * LENGTH_STEP), 0), N).to(tl.int32)
+        n = tl.load(lengths + r * LENGTH_STEP, cache_modifier=".cg")
+        n = tl.minimum(tl.maximum(n, 0), N).to(tl.int32)
     return n
 
 
@@ -211,9 +212,12 @@ def _pick(x, i, ok, m, need, out_i, out_x, BELL: tl.constexpr):
 @triton.jit
 def whole_row(
     scores, lengths, out_i, out_x, stats, N, x_r,
-    K, K_PAD: tl.constexpr, SIZE: tl.constexpr, LENGTH_STEP: tl.constexpr,
+    K, K_PAD: tl.constexpr, SIZE: tl.constexpr, LENGTH_STEP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     r = tl.program_id(0).to(tl.int64)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     n = length_of(lengths, r, N, LENGTH_STEP)
     x_at = scores + r * x_r
     i = tl.arange(0, SIZE)
@@ -333,7 +337,6 @@ def refine(
     LENGTH_STEP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     r = tl.program_id(0).to(tl.int64)
-    n = length_of(lengths, r, N, LENGTH_STEP)
     x_at = scores + r * x_r
     list_i += r * 2 * CAPACITY
     list_x += r * 2 * CAPACITY
@@ -342,6 +345,8 @@ def refine(
     stats += r * 3
     if PDL:
         gdc_wait()
+        gdc_launch_dependents()
+    n = length_of(lengths, r, N, LENGTH_STEP)
     if n <= K:
         _take_all(x_at, n, out_i, out_x, K, K_PAD)
         tl.store(stats, _ALL)

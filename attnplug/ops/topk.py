@@ -302,6 +302,7 @@ def launch_topk(scores, k, hint, lengths, sorted, indices, values, how, plan=Non
     if rows == 0:
         return
     multiprocessors, pdl = machine(scores.device)
+    early = {"launch_pdl": True} if pdl else {}
     plan = plan or plan_for(rows, size, k, multiprocessors)
     if scores.stride(1) != 1:
         scores = scores.contiguous()
@@ -309,20 +310,20 @@ def launch_topk(scores, k, hint, lengths, sorted, indices, values, how, plan=Non
         select.whole_row[(rows,)](
             scores, lengths, indices, values, how, size, scores.stride(0),
             k, max(2, triton.next_power_of_2(k)), max(32, triton.next_power_of_2(size)),
-            row_step(lengths), num_warps=plan.refine_warps,
+            row_step(lengths), pdl, num_warps=plan.refine_warps, **early,
         )  # fmt: skip
     else:
         if hint is not None and hint.shape[1] == 0:
             hint = None
         if hint is not None and hint.stride(1) != 1:
             hint = hint.contiguous()
-        _launch_programs(scores, k, hint, lengths, indices, values, how, plan, pdl)
+        _launch_programs(scores, k, hint, lengths, indices, values, how, plan, pdl, early)
     if sorted:
         padded = max(2, triton.next_power_of_2(k))
         select.order[(rows,)](indices, values, k, padded, num_warps=min(16, max(1, padded // 128)))
 
 
-def _launch_programs(scores, k, hint, lengths, indices, values, how, plan, pdl):
+def _launch_programs(scores, k, hint, lengths, indices, values, how, plan, pdl, early):
     """The three kernels of a long row, and what they hand on."""
     rows, size = scores.shape
     grouped = plan.group > 1
@@ -343,14 +344,13 @@ def _launch_programs(scores, k, hint, lengths, indices, values, how, plan, pdl):
     maxima = new((rows, groups_r), dtype=torch.float32) if grouped else None
     groups = new((rows, groups_r), dtype=torch.int32) if grouped else None
     step = row_step(lengths)
-    early = {"launch_pdl": True} if pdl else {}
     kernels.verify[(plan.verifiers * rows,)](
         scores, hint, lengths, edges, counts, words, maxima, size,
         0 if hint is None else hint.shape[1], programs, groups_r, scores.stride(0),
         0 if hint is None else hint.stride(0),
         plan.verifiers, k, plan.bins, plan.sample, plan.verify_tile, plan.group,
         triton.next_power_of_2(triton.cdiv(programs, plan.verifiers)), step, pdl,
-        num_warps=plan.verify_warps, num_stages=1,
+        num_warps=plan.verify_warps, num_stages=1, **early,
     )  # fmt: skip
     kernels.collect[(programs * rows,)](
         scores, lengths, edges, counts, words, ranges, maxima, groups, list_i, list_x, indices,
