@@ -3,6 +3,7 @@
 
 from attnplug.ops.block_bounds import block_bounds
 from attnplug.ops.block_sparse_attention import block_sparse_attention
+from attnplug.ops.certified_attention import CertifiedOutput, certified_attention
 from attnplug.ops.delta_correct import delta_correct
 from attnplug.ops.dense_decode import dense_decode
 from attnplug.ops.gather_attention import gather_attention
@@ -19,9 +20,11 @@ from attnplug.ops.stream_mask import stream_mask
 from attnplug.ops.topk import topk
 
 __all__ = [
+    "CertifiedOutput",
     "QuantizedKV",
     "block_bounds",
     "block_sparse_attention",
+    "certified_attention",
     "delta_correct",
     "dense_decode",
     "gather_attention",

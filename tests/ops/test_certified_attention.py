@@ -1,0 +1,472 @@
+"""certified_attention against fp64 torch: no bound is violated, each rung is reached and repairs,
+no fault ends in a silent answer; on the numba reference and on the Triton kernels."""
+
+import importlib
+
+import pytest
+import torch
+from certified_cases import LOOSE, OPTIONS, Case, adversary, attend, errors, gaussian, hold, random
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from attnplug.errors import ArgumentError, GradientError
+from attnplug.ops import QuantizedKV, dense_decode, quantize_kv
+from attnplug.testing import plain_attention
+
+op = importlib.import_module("attnplug.ops.certified_attention")
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, in the interpreter
+
+
+def rungs(found, name):
+    return (found.rungs & op.RUNGS[name]) > 0
+
+
+def exact(found, case):
+    """The heads that are as dense attention in their dtype would be."""
+    want = case.oracle()[0]
+    plain, _ = plain_attention(case.q, case.k, case.v, scale=case.scale, **case.more)
+    allowed = 2 * (plain[:, :, 0].double() - want).abs().amax(-1)
+    allowed = allowed + 4 * torch.finfo(case.q.dtype).eps * want.abs().amax(-1) + 1e-6
+    return (found.out[:, :, 0].double() - want).abs().amax(-1) <= allowed
+
+
+def dtypes(device_path):
+    """Triton's interpreter cannot multiply bfloat16."""
+    narrow = [torch.float32, torch.float16]
+    return narrow if device_path == ("cpu", "kernel") else [*narrow, torch.bfloat16]
+
+
+@settings(max_examples=settings.default.max_examples // 2)  # the interpreter takes a second each
+@given(data=st.data())
+def test_bounds_hold(device_path, data):
+    """Any shape, padding, mask and option: each head is within its bound, or exact."""
+    draw = data.draw
+    kv_heads, group = draw(st.integers(1, 2)), draw(st.sampled_from([1, 3, 7]))
+    case = gaussian(
+        draw(st.integers(0, 999)),
+        draw(st.sampled_from(dtypes(device_path))),
+        draw(st.integers(1, 2)),
+        kv_heads,
+        group,
+        draw(st.integers(1, 200)),
+        draw(st.sampled_from([64, 80, 128])),
+    )
+    size, batch = case.k.shape[2], case.k.shape[0]
+    case.block = draw(st.sampled_from([16, 32, 64]))
+    case.scale *= draw(st.sampled_from([0.2, 1.0, 3.0]))
+    if draw(st.booleans()):
+        case.more["lengths"] = torch.tensor([draw(st.integers(1, size)) for _ in range(batch)])
+        case.more["start"] = torch.tensor([draw(st.integers(0, size)) for _ in range(batch)])
+    if draw(st.booleans()):
+        case.more["key_mask"] = random(3, batch, size) > -0.5
+    if draw(st.booleans()):
+        case.more["softcap"] = 2.5
+    if draw(st.booleans()):
+        case.more["sinks"] = 3 * random(4, kv_heads * group, dtype=case.q.dtype)
+    options = {
+        "coverage": draw(st.sampled_from([0.0, 0.5, 0.995])),
+        "k_min": draw(st.sampled_from([1, 2])),
+        "k_max": draw(st.sampled_from([2, 128])),
+        "v_tol": draw(st.sampled_from([0.01, 0.05, 1e30])),
+        "key_tolerance": draw(st.sampled_from([0.01, float("inf")])),
+        "value_budget": draw(st.sampled_from([0.05, float("inf")])),
+        "tolerance": draw(st.sampled_from([0.3, float("inf")])),
+        "ranking": draw(st.sampled_from([0, 1])),
+        "explore": draw(st.sampled_from([0.0, 0.3])),
+    }
+    found = attend(device_path, case, **options)
+    hold(found, case)
+    again = rungs(found, "head") | rungs(found, "row")
+    assert not rungs(found, "row").any()
+    assert (exact(found, case) | ~again).all()
+    whole = found.bounds[..., :3].sum(-1)
+    assert (again | (found.rungs[..., None] < 0).all(-1) | (whole <= options["tolerance"])
+            | (found.bounds[..., 3:5] == 0).all(-1)).all()  # fmt: skip
+    assert (again | (found.bounds[..., 1] <= options["value_budget"])).all()
+    lse = case.oracle()[1]
+    assert torch.equal(found.lse[:, :, 0] == -torch.inf, lse == -torch.inf)
+    assert (found.out[:, :, 0][lse == -torch.inf] == 0).all()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_adversaries_do_not_violate(device_path, seed):
+    """Bounds that are nearly reached, with everything quantized and with the ladder."""
+    case = adversary(seed, dtypes(device_path)[seed % 2], batch=2, kv_heads=2, group=2)
+    for options in (LOOSE, LOOSE | {"coverage": 0.6, "k_min": 1, "k_max": 4}, {}):
+        hold(attend(device_path, case, **options), case)
+
+
+def test_the_tight_bound_is_tight_and_below_the_papers():
+    """Adversaries come near it; the paper's form is never below it."""
+    shares = []
+    for seed in range(30):
+        case = adversary(seed)
+        found = attend(("cpu", "reference"), case, **LOOSE)
+        shares.append(hold(found, case).max())
+        tight, paper = found.bounds[..., 3], found.bounds[..., 5]
+        assert (tight <= paper * (1 + 1e-3) + 1e-5 * found.bounds[..., 2]).all()
+    assert max(shares) > 0.3
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_kernel_equals_reference(dtype):
+    """The same decisions and, but for float arithmetic, the same numbers."""
+    for seed, options in enumerate(({}, LOOSE, {"coverage": 0.8, "key_tolerance": 0.05})):
+        case = gaussian(seed, dtype)
+        case.more |= {"lengths": torch.tensor([200, 150]), "start": torch.tensor([3, 20])}
+        one, two = (attend(("cpu", path), case, **options) for path in ("reference", "kernel"))
+        assert torch.equal(one.rungs, two.rungs)
+        assert (one.out.float() - two.out.float()).abs().max() < 4 * torch.finfo(dtype).eps + 2e-3
+        assert (one.lse - two.lse).abs().max() < 1e-4
+        for i in (3, 4, 5):
+            off = (one.bounds[..., i] - two.bounds[..., i]).abs()
+            assert (off <= 0.03 * one.bounds[..., i] + 1e-4).all(), i
+
+
+@pytest.mark.parametrize("block", [16, 64])
+def test_all_promoted_equals_dense(device_path, block):
+    case = gaussian(0, size=230)
+    case.block = block
+    found = attend(device_path, case, coverage=1.0, k_min=128, v_tol=0.0)
+    want, lse = dense_decode(case.q, case.k, case.v, scale=case.scale)
+    assert (found.out - want).abs().max() < 2e-5 and (found.lse - lse).abs().max() < 1e-5
+    assert (found.bounds[..., :2] == 0).all() and not rungs(found, "head").any()
+
+
+def test_what_is_not_quantized_is_read_exactly(device_path):
+    """A tier that is behind, or counted from another start, costs speed and nothing else."""
+    case = gaussian(1, size=100)
+    want = case.oracle()[0]
+    for done, start in ((0, 0), (2, 0), (6, 5)):
+        tier = case.tier()
+        tier.progress.copy_(torch.tensor([done, start]))
+        found = attend(device_path, case, tier, **LOOSE)
+        hold(found, case)
+        if done != 2:
+            assert (found.out[:, :, 0] - want).abs().max() < 1e-5
+            assert (found.bounds[..., :2] == 0).all()
+
+
+def test_left_padding_does_not_change_a_row(device_path):
+    case = gaussian(2)
+    case.more["start"] = torch.tensor([0, 37])
+    options = {"explore": 0.0}
+    found = attend(device_path, case, **options)
+    alone = Case(case.q[1:], case.k[1:, :, 37:], case.v[1:, :, 37:], scale=case.scale)
+    for a, b in zip(attend(device_path, alone, **options), found, strict=True):
+        assert (a.float() - b[1:].float()).abs().max() < 2e-5
+
+
+# --- the ladder: each rung is reached and does its work ---------------------------------------
+
+
+def peaked(seed=0):
+    """Attention that is spread over 12 blocks, two of them ahead."""
+    case = gaussian(seed, batch=1, size=192)
+    for block, gain in ((2, 4.0), (7, 3.0)):
+        direction = case.q.unflatten(1, (2, 2)).mean(2)  # [B,Hkv,1,D]
+        case.k[:, :, block * 16 : block * 16 + 4] += gain * direction / 2
+    return case
+
+
+def test_coverage_promotes_and_shrinks_the_key_bound(device_path):
+    case = peaked()
+    options = LOOSE | {"k_min": 1}
+    few, many = (attend(device_path, case, **options | {"coverage": c}) for c in (0.1, 0.9))
+    assert (many.bounds[..., 3] < few.bounds[..., 3]).all()
+    assert (errors(many, case) < errors(few, case)).any()
+
+
+def test_rung_1_expands(device_path):
+    case = peaked()
+    options = LOOSE | {"coverage": 0.3, "k_min": 1, "k_max": 4}
+    before = attend(device_path, case, **options)
+    limit = float(before.bounds[..., 3].min()) / 2
+    after = attend(device_path, case, **options, key_tolerance=limit)
+    assert not rungs(before, "expanded").any() and rungs(after, "expanded").all()
+    assert (after.bounds[..., 3] < before.bounds[..., 3]).all()
+    hold(after, case)
+
+
+def test_rung_2_reads_values(device_path):
+    case = peaked()
+    options = LOOSE | {"coverage": 0.3, "k_min": 1}
+    before = attend(device_path, case, **options)
+    after = attend(device_path, case, **options | {"v_tol": 0.02})
+    assert not rungs(before, "values").any() and rungs(after, "values").all()
+    assert (after.bounds[..., 4] < before.bounds[..., 4]).all()
+    hold(after, case)
+
+
+@pytest.mark.parametrize("budget", [0.3, 0.1, 0.02, 0.0])
+def test_the_value_budget_is_hard(device_path, budget):
+    case = peaked()
+    found = attend(device_path, case, **LOOSE | {"value_budget": budget})
+    again = rungs(found, "head")
+    assert (again | (found.bounds[..., 1] <= budget)).all()
+    assert not again.all() or budget == 0.0
+    assert rungs(found, "values").any() and (exact(found, case) | ~again).all()
+
+
+def test_rung_3_ranking(device_path):
+    """Two blocks that quantization ranks the wrong way round: the head is recomputed."""
+    case = gaussian(0, batch=1, kv_heads=1, group=1, size=64)
+    direction = case.q[0, 0, 0] / case.q[0, 0, 0].norm()
+    case.k *= 0.05
+    case.k[0, 0, 5], case.k[0, 0, 25] = 10 * direction, 9.999 * direction
+    tier = case.tier()
+    step = tier.k_meta[0, 0, :, 0].float()
+    # Within half a step of each code, so that no bound is broken: block 0 looks worse than it is.
+    case.k[0, 0, 5] = tier.k_meta[0, 0, 0, 1].float() + step[0] * tier.k_codes[0, 0, 0, 5].float()
+    case.k[0, 0, 25] = case.k[0, 0, 5]
+    tier = case.tier()
+    found = attend(device_path, case, tier, explore=0.0)
+    again = rungs(found, "head")
+    assert again.all() == (rungs(found, "ranking") | rungs(found, "boundary")).all()
+    hold(found, case)
+    flipped = case.tier()
+    flipped.k_codes[0, 0, 1, 9] = flipped.k_codes[0, 0, 1, 9].sign()
+    agree = gaussian(0, batch=1, kv_heads=1, group=1, size=64)
+    assert not rungs(attend(device_path, agree, explore=0.0), "ranking").any()
+
+
+def test_rung_3_boundary(device_path):
+    """A block left quantized that could be the first one."""
+    case = gaussian(0, batch=1, size=192)
+    case.q *= 0.1
+    found = attend(device_path, case, **LOOSE | {"k_min": 1, "k_max": 2, "ranking": 1})
+    assert (rungs(found, "boundary") & rungs(found, "head")).all()
+    assert exact(found, case).all() and (found.bounds[..., :2] == 0).all()
+    assert (found.bounds[..., 3] > 0).all()  # what it would have been
+
+
+def test_rung_3_tolerance(device_path):
+    case = peaked()
+    before = attend(device_path, case, **LOOSE)
+    whole = before.bounds[..., :3].sum(-1)
+    limit = float(whole.median())
+    after = attend(device_path, case, **LOOSE, tolerance=limit)
+    assert torch.equal(rungs(after, "head"), whole > limit)
+    assert rungs(after, "head").any() and not rungs(after, "head").all()
+    assert (exact(after, case) == rungs(after, "head")).all()
+    kept = ~rungs(after, "head")
+    assert torch.equal(after.out[kept], before.out[kept])
+
+
+def test_rung_3_capacity(device_path):
+    case = gaussian(0, batch=1, size=3000 if device_path[1] == "reference" else 700)
+    found = attend(device_path, case, **LOOSE | {"k_max": 1, "v_tol": 0.0})
+    assert (rungs(found, "capacity") & rungs(found, "head")).all()
+    assert exact(found, case).all()
+
+
+# --- faults: fallback or error, never a silent answer ------------------------------------------
+
+FAULTS = {
+    "key code": lambda t: t.k_codes[0, 1, 3].view(-1)[77:78].add_(1),
+    "key scale": lambda t: t.k_meta[0, 1, 3, 0, 5:6].mul_(2),
+    "key zero": lambda t: t.k_meta[0, 1, 3, 1, 5:6].add_(1),
+    "value code": lambda t: t.v_codes[0, 1, 3].view(-1)[77:78].bitwise_xor_(0x30),
+    "value scale": lambda t: t.v_meta[0, 1, 3].view(-1)[7:8].bitwise_xor_(0x0400),
+    "value zero": lambda t: t.v_meta[0, 1, 3].view(-1)[7:8].bitwise_xor_(0x04000000),
+    "eta": lambda t: t.summary[0, 1, 3, 0:1].mul_(0.5),
+    "nu": lambda t: t.summary[0, 1, 3, 1:2].mul_(0.5),
+    "check": lambda t: t.check[0, 1, 3, 0:1].add_(1),
+    "second check": lambda t: t.check[0, 1, 3, 1:2].add_(1),
+    "count": lambda t: t.progress[0, 0:1].fill_(99),
+    "other block": lambda t: t.k_codes[0, 1, 3].copy_(t.k_codes[0, 1, 4]),
+    "swapped": lambda t: [x[0, 1, 3:5].copy_(x[0, 1, 3:5].flip(0)) for x in t[:6]],
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_corrupted_tier_is_noticed(device_path, fault):
+    """The whole row is recomputed exactly; the other row is not touched."""
+    case = gaussian(0, size=120)
+    case.more["lengths"] = torch.tensor([100, 120])
+    tier = case.tier()
+    clean = attend(device_path, case, tier, **LOOSE)
+    FAULTS[fault](tier)
+    found = attend(device_path, case, tier, **LOOSE)
+    if fault == "count":  # more blocks than there are tokens: clamped
+        assert torch.equal(found.out, clean.out)
+        return
+    row = rungs(found, "row") & rungs(found, "check")
+    assert row[0].all() and not row[1].any()
+    assert exact(found, case)[0].all() and (found.bounds[0, :, :2] == 0).all()
+    assert torch.equal(found.out[1], clean.out[1])
+
+
+def resealed(tier, row, head, block):
+    """The tier with check words that fit whatever was written to one block."""
+    reference = importlib.import_module("attnplug.ops._certified_reference")
+    parts = (tier.k_codes, tier.k_meta.view(torch.int16), tier.v_codes, tier.v_meta, tier.summary)
+    words = reference.check_words(block, *(x[row, head, block].numpy() for x in parts))
+    tier.check[row, head, block] = torch.tensor(words).int()
+    return tier
+
+
+@pytest.mark.parametrize("what", ["scale", "value"])
+def test_a_wrong_tier_under_a_right_check_is_noticed(device_path, what):
+    """Quantized wrongly in the first place: exact scores and values of promoted blocks disagree."""
+    case = gaussian(0, size=120)
+    tier = case.tier()
+    if what == "scale":
+        tier.k_meta[1, 0, 2, 0] *= 1.5
+    else:
+        tier.v_meta[1, 0, 2] += 0x0200  # larger scales
+    tier = resealed(tier, 1, 0, 2)
+    found = attend(device_path, case, tier, coverage=1.0, k_min=64, v_tol=0.0)
+    row = rungs(found, "row") & rungs(found, "score")
+    assert row[1].all() and not row[0].any() and exact(found, case).all()
+
+
+def test_exploration_finds_what_nothing_else_reads(device_path):
+    """A block of no mass, quantized wrongly under a right check."""
+    case = gaussian(0, batch=1, size=120)
+    options = LOOSE | {"coverage": 0.5, "k_min": 1}
+    tier = case.tier()
+    tier.k_codes[0, 0, 5] = tier.k_codes[0, 0, 5].roll(1, -1)
+    tier = resealed(tier, 0, 0, 5)
+    found = attend(device_path, case, tier, **options | {"explore": 1.0})
+    assert rungs(found, "score").all() and exact(found, case).all()
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+@pytest.mark.parametrize("where", ["q", "k", "v"])
+@pytest.mark.parametrize("key", [20, 118])  # in a block, in the tail
+def test_bad_numbers_surface_as_in_dense(device_path, bad, where, key):
+    case = gaussian(0, size=120)
+    getattr(case, where)[0, 1, 0 if where == "q" else key, 3] = bad
+    found = attend(device_path, case)
+    want, lse = dense_decode(case.q, case.k, case.v, scale=case.scale)
+    assert torch.equal(found.out.isnan(), want.isnan())
+    assert torch.equal(found.out.isinf(), want.isinf())
+    assert torch.equal(found.lse.isnan(), lse.isnan())
+    assert want.isnan().any() or want.isinf().any()
+    good = ~want.isnan().any(-1)[..., 0] & ~want.isinf().any(-1)[..., 0]
+    assert (found.out - want)[good].abs().max() < 0.3
+
+
+def test_a_nan_in_the_tier_is_not_believed(device_path):
+    """A scale that became NaN under a right check."""
+    case = gaussian(0, size=120)
+    tier = case.tier()
+    tier.k_meta[0, 0, 2, 0, 7] = torch.nan
+    found = attend(device_path, case, resealed(tier, 0, 0, 2))
+    assert found.out.isfinite().all() and exact(found, case)[0, :2].all()
+    assert (rungs(found, "head") | rungs(found, "row"))[0, :2].all()
+
+
+# --- telemetry and the rest ----------------------------------------------------------------------
+
+
+def test_telemetry_counts_what_the_rungs_say(device_path):
+    case = peaked()
+    telemetry = torch.zeros(1, 2, 5, 16, dtype=torch.float64, device=device_path[0])
+    every = [
+        attend(device_path, case, telemetry=telemetry, **options)
+        for options in ({}, LOOSE, LOOSE | {"tolerance": 0.3}, LOOSE | {"k_min": 1, "ranking": 1})
+    ]
+    assert (telemetry[:, :, 2:] == 0).all()
+    rows = telemetry[:, :, :2].flatten(1, 2).cpu()
+    got = dict(zip(op.TELEMETRY, rows.unbind(-1), strict=True))
+    assert (got["steps"] == 4).all()
+    for name in ("expanded", "values", "head", "row", "ranking", "boundary", "bound"):
+        assert torch.equal(got[name], sum(rungs(x, name).double() for x in every)), name
+    for i, name in enumerate(("key", "value")):
+        returned = torch.stack([x.bounds[..., i].double() for x in every])
+        assert torch.allclose(got[f"{name}_sum"], returned.sum(0), rtol=1e-5)
+        assert torch.allclose(got[f"{name}_max"], returned.amax(0), rtol=1e-5)
+    assert (got["key_tokens"][0, ::2] > 0).all() and (got["key_tokens"][0, 1::2] == 0).all()
+
+
+def test_the_tighter_bound_saves_recomputations():
+    case = peaked()
+    found = attend(("cpu", "reference"), case, **LOOSE)
+    rest = found.bounds[..., 4] + found.bounds[..., 2]
+    tight, paper = found.bounds[..., 3] + rest, found.bounds[..., 5] + rest
+    limit = float((tight.max() + paper.min()) / 2)
+    assert (tight <= limit).all() and (paper > limit).all()
+    telemetry = torch.zeros(1, 2, 2, 16, dtype=torch.float64)
+    attend(("cpu", "reference"), case, telemetry=telemetry, **LOOSE, tolerance=limit)
+    fields = dict(zip(op.TELEMETRY, telemetry.unbind(-1), strict=True))
+    assert (fields["saved"] == 1).all() and (fields["head"] == 0).all()
+
+
+def test_opcheck(device):
+    case = gaussian(0, size=70)
+    q, k, v = (x.to(device) for x in (case.q, case.k, case.v))
+    rows = torch.tensor([60, 70], device=device)
+    mask = torch.ones(2, 70, dtype=torch.bool, device=device)
+    telemetry = torch.zeros(2, 2, 2, 16, dtype=torch.float64, device=device)
+    plain = (None, None, None, 0.0, None, None)
+    full = (rows, rows - 60, mask, 3.0, q[0, :, 0, 0], telemetry)
+    overload = torch.ops.attnplug.certified_attention.default
+    for extra in (plain, full):
+        args = (q, k, v, *case.tier(device), 0.125, 16, *OPTIONS.values(), *extra)
+        torch.library.opcheck(overload, args)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # inductor's own, torch 2.11
+def test_compiles_without_a_break_or_a_recompilation(device):
+    torch._dynamo.reset()
+    case = gaussian(0, batch=1, size=90)
+    tier = QuantizedKV.empty(1, 2, 90, 64, 16, device)
+
+    @torch.compile(fullgraph=True, backend="inductor" if device == "cuda" else "aot_eager")
+    def step(q, k, v, tier, lengths):
+        quantize_kv(k, v, tier, block=16, lengths=lengths)
+        return op.certified_attention(q, k, v, tier, scale=0.125, block=16, lengths=lengths)
+
+    args = [x.to(device) for x in (case.q, case.k, case.v)]
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for length in (1, 33, 90):
+            lengths = torch.tensor([length], device=device)
+            got = step(*args, tier, lengths)
+            want = op.certified_attention(*args, tier, scale=0.125, block=16, lengths=lengths)
+            assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+WRONG = [
+    ({"q": torch.zeros(1, 2, 2, 64)}, "q has 2 queries, needs 1"),
+    ({"coverage": 1.5}, "coverage is 1.5, needs 0 to 1"),
+    ({"k_min": 0}, "k_min is 0, needs at least ranking"),
+    ({"k_max": 1}, "k_max is 1, needs k_min to 1024"),
+    ({"v_tol": float("nan")}, "v_tol is nan"),
+    ({"tolerance": -1.0}, "tolerance is -1.0"),
+    ({"ranking": 9}, "k_min is 2|ranking is 9"),
+    ({"explore": 2.0}, "explore is 2.0"),
+    ({"block": 48}, "block is 48, needs 16, 32, 64, 128"),
+    ({"telemetry": torch.zeros(1, 2, 3)}, "telemetry is torch.float32"),
+    ({"tier": QuantizedKV.empty(1, 1, 64, 64, 32, "cpu")}, "k_codes is torch.int8"),
+    ({"lengths": torch.tensor([1.0])}, "lengths is torch.float32"),
+]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"), WRONG, ids=lambda x: next(iter(x)) if isinstance(x, dict) else ""
+)
+def test_refuses(change, message):
+    k = torch.zeros(1, 1, 64, 64)
+    inputs = {"q": torch.zeros(1, 2, 1, 64), "k": k, "v": k, "scale": 0.1, "block": 16}
+    inputs["tier"] = QuantizedKV.empty(1, 1, 64, 64, 16, "cpu")
+    with pytest.raises(ArgumentError, match=f"^certified_attention: .*({message})"):
+        op.certified_attention(**(inputs | change))
+
+
+def test_originals_on_another_device_are_refused():
+    """Tier 2 must be where the device can read it."""
+    k = torch.zeros(1, 1, 64, 64)
+    tier = QuantizedKV.empty(1, 1, 64, 64, 16, "cpu")
+    gone = torch.empty(1, 1, 64, 64, device="meta")
+    with pytest.raises(ArgumentError, match="k is on meta but q is on cpu"):
+        op.certified_attention(torch.zeros(1, 1, 1, 64), gone, k, tier, scale=0.1, block=16)
+
+
+def test_refuses_gradients():
+    k = torch.zeros(1, 1, 64, 64)
+    q = torch.zeros(1, 1, 1, 64, requires_grad=True)
+    tier = QuantizedKV.empty(1, 1, 64, 64, 16, "cpu")
+    with pytest.raises(GradientError, match="certified_attention"):
+        op.certified_attention(q, k, k, tier, scale=0.1, block=16)
