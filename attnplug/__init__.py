@@ -12,13 +12,14 @@ from attnplug.errors import (
     ArgumentError,
     AttnplugError,
     GradientError,
+    HostMemoryError,
     NotAppliedError,
     PolicyError,
     UnsupportedCallError,
     UnsupportedModelError,
     WeightsUnavailableError,
 )
-from attnplug.policies import Dense, Gather, Gvr, Momo, Policy
+from attnplug.policies import Certified, Dense, Gather, Gvr, Momo, Policy
 
 __version__ = "0.1.0"
 
@@ -26,10 +27,12 @@ __all__ = [
     "AlreadyAppliedError",
     "ArgumentError",
     "AttnplugError",
+    "Certified",
     "Dense",
     "Gather",
     "GradientError",
     "Gvr",
+    "HostMemoryError",
     "LayerReport",
     "Momo",
     "NotAppliedError",

@@ -37,3 +37,7 @@ class NotAppliedError(AttnplugError, RuntimeError):
 
 class WeightsUnavailableError(AttnplugError, OSError):
     """The weights of a named model are neither in the cache nor to be fetched."""
+
+
+class HostMemoryError(AttnplugError, MemoryError):
+    """A cache that keeps its originals in pinned host memory could not be given any."""

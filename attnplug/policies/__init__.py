@@ -20,6 +20,7 @@ from attnplug.policies.base import (
     check_option,
     parse_policy,
 )
+from attnplug.policies.certified import Certified, certificates
 from attnplug.policies.dense import Dense, apply_sinks
 from attnplug.policies.gather import Gather
 from attnplug.policies.gvr import Gvr
@@ -28,6 +29,7 @@ from attnplug.policies.stream import Stream
 
 __all__ = [
     "AttentionCall",
+    "Certified",
     "Dense",
     "Edges",
     "Gather",
@@ -40,6 +42,7 @@ __all__ = [
     "Sink",
     "Stream",
     "apply_sinks",
+    "certificates",
     "check_option",
     "methods",
     "names",
@@ -47,7 +50,9 @@ __all__ = [
     "register",
 ]
 
-_METHODS: dict[str, type[Phase]] = {cls.name: cls for cls in (Dense, Gather, Gvr, Momo, Stream)}
+_METHODS: dict[str, type[Phase]] = {
+    cls.name: cls for cls in (Certified, Dense, Gather, Gvr, Momo, Stream)
+}
 
 
 def register(cls: type[Phase]) -> type[Phase]:

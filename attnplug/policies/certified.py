@@ -1,0 +1,296 @@
+"""certified: decode from a quantized cache that cannot lie.
+
+The GPU holds keys as INT8 and values as INT4 (half of the cache), the host the originals. Every
+head of every step is returned with a bound on its distance from exact attention, or is exact:
+
+    ||out^ - out||_2 <= E_key + E_val + E_round
+
+Source: "Runtime-Certified Bounded-Error Quantized Attention" (shared/papers/001); docs/certified.md
+has the bounds, their proofs and the ladder. Prefill is another phase's business.
+"""
+
+import dataclasses
+from typing import Any, ClassVar
+
+import torch
+from transformers import Cache
+
+from attnplug.models.cache import PlugLayer
+from attnplug.models.pinned import host_zeros
+from attnplug.ops import QuantizedKV, certified_attention, quantize_kv
+from attnplug.ops.block_bounds import BLOCKS
+from attnplug.ops.certified_attention import MAX_RANKING, TELEMETRY
+from attnplug.policies.base import AttentionCall, LayerShape, Phase, check_option
+from attnplug.policies.dense import Dense
+from attnplug.policies.gather import first_key
+
+# Caches below so many tokens keep their originals on the device and are read by `dense`: there is
+# little memory to save, and seven small kernels take longer than one.
+CROSSOVER = {"cuda": 16384, "cpu": 4096}
+HEADS = 32  # query heads a KV head whose telemetry is kept; more are served without
+
+
+@dataclasses.dataclass(frozen=True)
+class Certified(Phase):
+    """Decode over a two-tier cache, each head certified or exact.
+
+    block: keys a block. coverage, k_min, k_max: blocks are read exactly until they hold this share
+    of the attention, clamped. v_tol: a block whose mass times value error is above it is read with
+    exact values. value_budget: a hard limit on E_val. key_tolerance: twice the blocks are read
+    where E_key is above it. tolerance: a head whose whole bound is above it is recomputed exactly.
+    ranking: to which depth quantized and exact blocks must rank alike, else the head is recomputed.
+    explore: share of the blocks that is spot-checked. originals: "host" (pinned) or "device".
+    min_tokens: caches below so many tokens are dense.
+    """
+
+    block: int = 64
+    coverage: float = 0.995
+    k_min: int = 2
+    k_max: int = 128
+    v_tol: float = 0.05
+    value_budget: float | None = None
+    key_tolerance: float | None = None
+    tolerance: float | None = None
+    ranking: int = 1
+    explore: float = 0.02
+    originals: str = "host"
+    min_tokens: int | None = None
+
+    name: ClassVar[str] = "certified"
+    phases: ClassVar[frozenset[str]] = frozenset({"decode"})
+
+    def __post_init__(self) -> None:
+        def check(option: str, valid: bool, needed: str) -> None:
+            check_option(self.name, option, getattr(self, option), valid, needed)
+
+        for option in ("block", "k_min", "k_max", "ranking"):
+            check(option, type(getattr(self, option)) is int, "an integer")
+        check("block", self.block in BLOCKS, ", ".join(map(str, BLOCKS)))
+        check("coverage", 0 <= self.coverage <= 1, "0 to 1")
+        check("ranking", 0 <= self.ranking <= MAX_RANKING, f"0 to {MAX_RANKING}")
+        check("k_min", self.k_min >= self.ranking, "at least ranking")
+        check("k_max", max(self.k_min, 1) <= self.k_max <= 1024, "k_min to 1024")
+        check("v_tol", self.v_tol >= 0, "at least 0")
+        for option in ("value_budget", "key_tolerance", "tolerance"):
+            value = getattr(self, option)
+            check(option, value is None or value >= 0, "None or at least 0")
+        check("explore", 0 <= self.explore <= 1, "0 to 1")
+        check("originals", self.originals in ("host", "device"), "'host' or 'device'")
+        tokens = self.min_tokens
+        valid = tokens is None or (type(tokens) is int and tokens >= 0)
+        check("min_tokens", valid, "None or an integer, at least 0")
+
+    def crossover(self, device: torch.device) -> int:
+        """Tokens of a cache below which dense attention runs on such a device."""
+        if self.min_tokens is not None:
+            return self.min_tokens
+        return CROSSOVER["cpu" if device.type == "cpu" else "cuda"]
+
+    def note(self, shape: LayerShape) -> str:
+        tokens = self.crossover(shape.device)
+        small = f" below {tokens:,} tokens and in those" if tokens else ""
+        return (
+            f"INT8 keys, INT4 values in blocks of {self.block}, originals on the {self.originals}; "
+            f"dense in caches{small} that attnplug did not make for it"
+        )
+
+    def cache_layer(self, max_length: int) -> "CertifiedLayer":
+        return CertifiedLayer(max_length, self)
+
+    def attend(self, call: AttentionCall) -> torch.Tensor:
+        state = call.state
+        if not (isinstance(state, CertifiedLayer) and state.serves(self, call.k)):
+            return Dense().attend(call)
+        rows: dict[str, Any] = {
+            "block": self.block,
+            "lengths": call.lengths,
+            # A step is told the mask and not where it begins; blocks are counted from there.
+            "start": None if call.key_mask is None else first_key(call.key_mask),
+            "key_mask": call.key_mask,
+        }
+        assert state.tier is not None  # serves() said so
+        quantize_kv(call.k, call.v, state.tier, **rows)
+        found = certified_attention(
+            call.q,
+            call.k,
+            call.v,
+            state.tier,
+            scale=call.scale,
+            coverage=self.coverage,
+            k_min=self.k_min,
+            k_max=self.k_max,
+            v_tol=self.v_tol,
+            value_budget=self.value_budget,
+            key_tolerance=self.key_tolerance,
+            tolerance=self.tolerance,
+            ranking=self.ranking,
+            explore=self.explore,
+            softcap=call.softcap,
+            sinks=call.sinks,
+            telemetry=state.telemetry if call.q.shape[1] <= HEADS * call.k.shape[1] else None,
+            **rows,
+        )
+        return found.out
+
+
+class CertifiedLayer(PlugLayer):
+    """Originals (`keys`, `values`, in host memory where a GPU computes), their quantized tier, and
+    what the steps measured, `telemetry` `[B,Hkv,32,16]` float64.
+
+    `update` writes originals only. A step quantizes what has become a complete block; complete
+    blocks do not change, so that what shortens a row lowers its count and what moves rows moves
+    them along. Caches below the policy's crossover have no tier, and their originals on the device.
+    """
+
+    def __init__(self, max_cache_len: int, policy: Certified):
+        super().__init__(max_cache_len=max_cache_len)
+        self.policy = policy
+        self.tier: QuantizedKV | None = None
+        self.telemetry: torch.Tensor | None = None
+
+    def serves(self, policy: Certified, keys: torch.Tensor) -> bool:
+        """Whether the tier is one of these keys (Gemma 3n lends some), made for that policy."""
+        return self.tier is not None and self.keys is keys and self.policy.block == policy.block
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        device = key_states.device
+        if self.max_cache_len < self.policy.crossover(device):
+            super().lazy_initialization(key_states, value_states)
+            return
+        # As the base does, which would allocate the originals on the device.
+        self.dtype, self.device = key_states.dtype, device
+        self.batch_size, self.num_heads = key_states.shape[:2]
+        self.k_head_dim, self.v_head_dim = key_states.shape[-1], value_states.shape[-1]
+        shape = (self.batch_size, self.num_heads, self.max_cache_len)
+        where = torch.zeros if self.policy.originals == "device" else host_zeros
+        self.keys = where((*shape, self.k_head_dim), dtype=self.dtype, device=device)
+        self.values = where((*shape, self.v_head_dim), dtype=self.dtype, device=device)
+        self.cumulative_length = self.cumulative_length.to(device)
+        tier = QuantizedKV.empty(*shape, self.k_head_dim, self.policy.block, device)
+        rows = (self.batch_size, self.num_heads, HEADS, len(TELEMETRY))
+        self._bind(tier, torch.zeros(rows, dtype=torch.float64, device=device))
+        if not torch.compiler.is_compiling():  # as the base does: it cannot be traced
+            for tensor in (self.keys, self.values, self.cumulative_length):
+                torch._dynamo.mark_static_address(tensor)
+        self.is_initialized = True
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write the tokens. For several queries on a GPU the keys and values come back in its own
+        memory, as prefill methods read them many times: the new ones where there are no others."""
+        keys, values = super().update(key_states, value_states, *args, **kwargs)
+        queries = key_states.shape[2]
+        near = self.tier is None or self.policy.originals == "device" or not keys.is_cuda
+        if near or queries == 1:
+            return keys, values
+        if torch.compiler.is_compiling() or torch.cuda.is_current_stream_capturing():
+            return keys.clone(), values.clone()
+        tokens = int(self.cumulative_length)
+        if tokens == queries:
+            return key_states, value_states
+        return keys[:, :, :tokens].clone(), values[:, :, :tokens].clone()
+
+    def reset(self) -> None:
+        super().reset()
+        if self.tier is not None and self.telemetry is not None:
+            self.tier.progress.zero_()
+            self.telemetry.zero_()
+
+    def crop(self, tokens_to_remove: int) -> None:
+        super().crop(tokens_to_remove)
+        if self.tier is not None:
+            done, start = self.tier.progress.unbind(1)
+            whole = (self.cumulative_length - start).clamp(min=0) // self.policy.block
+            done.copy_(torch.minimum(done, whole))
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        super().reorder_cache(beam_idx)
+        for buffer in self._more():
+            buffer.copy_(buffer.index_select(0, beam_idx.to(buffer.device)))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        super().batch_repeat_interleave(repeats)
+        self._rebind_more([b.repeat_interleave(repeats, 0) for b in self._more()])
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        super().batch_select_indices(indices)
+        self._rebind_more([b[indices] for b in self._more()])
+
+    def _rebind(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        if self.tier is not None and self.policy.originals == "host":
+            keys, values = (host_zeros(x.shape, x.dtype, x.device).copy_(x) for x in (keys, values))
+        super()._rebind(keys, values)
+
+    def _more(self) -> list[torch.Tensor]:
+        return [] if self.tier is None or self.telemetry is None else [*self.tier, self.telemetry]
+
+    def _rebind_more(self, buffers: list[torch.Tensor]) -> None:
+        if buffers:
+            self._bind(QuantizedKV(*buffers[:-1]), buffers[-1])
+
+    def _bind(self, tier: QuantizedKV, telemetry: torch.Tensor) -> None:
+        self.tier, self.telemetry = tier, telemetry
+        if not torch.compiler.is_compiling():
+            for tensor in (*tier, telemetry):
+                torch._dynamo.mark_static_address(tensor)
+
+
+@dataclasses.dataclass(frozen=True)
+class Certificates:
+    """What the steps of one layer's cache were certified to, over its heads. Bounds are in units of
+    the values; `exact` is the share of head-steps that were recomputed from the originals."""
+
+    layer: int
+    head_steps: int
+    key_mean: float
+    key_max: float
+    value_mean: float
+    value_max: float
+    expanded: int
+    values: int
+    head: int
+    row: int
+    saved: int
+    link_bytes: int
+    tier_bytes: int
+
+    @property
+    def exact(self) -> float:
+        return (self.head + self.row) / max(1, self.head_steps)
+
+
+def certificates(cache: Cache) -> list[Certificates]:
+    """The telemetry of every certified layer of a cache. Reads it on the host: not for a step."""
+    return [
+        _summary(index, layer)
+        for index, layer in enumerate(cache.layers)
+        if isinstance(layer, CertifiedLayer) and layer.telemetry is not None
+    ]
+
+
+def _summary(index: int, layer: CertifiedLayer) -> Certificates:
+    assert layer.telemetry is not None and layer.tier is not None and layer.keys is not None
+    rows = layer.telemetry.cpu().flatten(0, 2)
+    rows = rows[rows[:, 0] > 0]
+    fields = dict(zip(TELEMETRY, rows.unbind(-1), strict=True))
+    total = {name: float(column.sum()) for name, column in fields.items()}
+    peak = {name: float(column.max()) if len(column) else 0.0 for name, column in fields.items()}
+    steps = max(1.0, total["steps"])
+    # A head recomputed for its row's sake counts there.
+    both = (total["key_tokens"] + total["value_tokens"]) * layer.keys.shape[3]
+    return Certificates(
+        layer=index,
+        head_steps=int(total["steps"]),
+        key_mean=total["key_sum"] / steps,
+        key_max=peak["key_max"],
+        value_mean=total["value_sum"] / steps,
+        value_max=peak["value_max"],
+        expanded=int(total["expanded"]),
+        values=int(total["values"]),
+        head=int(total["head"]),
+        row=int(total["row"]),
+        saved=int(total["saved"]),
+        link_bytes=int(both) * layer.keys.element_size(),
+        tier_bytes=layer.tier.nbytes(),
+    )
