@@ -7,7 +7,8 @@ docs/*.md.
     python bench/report.py --check    # exit 1 where a page is not what the JSON says
 
 FILTERS is any number of key=value[,value...], such as `op=dense_decode batch=1 n=8192,131072
-heads=28/4`; none means every row. `show=diff` gives scores their distance from dense. Files are
+heads=28/4`; none means every row. `show=diff` gives scores their distance from dense, `across=task`
+a column for each task instead of each length. Files are
 pytest-benchmark's JSON (rows in `extra_info`) or `{"rows": [...]}` with quality rows (`task, model,
 n, trials, dense, policy, value, low, high`). Where two rows ask the same question, the later one
 stands.
@@ -145,6 +146,7 @@ def fill_markers(text: str, timing: Sequence[Row], quality: Sequence[Row]) -> st
         wanted = filters(match[3])
         pivot = match[2] == "scores"
         (show,) = wanted.pop("show", {"value"}) if pivot else ("",)
+        (across,) = wanted.pop("across", {"n"}) if pivot else ("",)
         rows, columns = (
             (quality, QUALITY_COLUMNS) if pivot or "task" in wanted else (timing, TIMING_COLUMNS)
         )
@@ -152,7 +154,7 @@ def fill_markers(text: str, timing: Sequence[Row], quality: Sequence[Row]) -> st
         if not rows:
             body = "Not measured yet."
         else:
-            body = scores(rows, show) if pivot else table(rows, _varying(rows, columns))
+            body = scores(rows, show, across) if pivot else table(rows, _varying(rows, columns))
         return f"{match[1]}\n{body}\n\n{match[4]}"
 
     return MARKED.sub(fill, text)
@@ -200,13 +202,17 @@ def table(rows: Sequence[Row], columns: Sequence[Column]) -> str:
     return "\n".join(lines)
 
 
-def scores(rows: Sequence[Row], show: str) -> str:
-    """A Markdown table with a line for each model, task and policy, and a column for each length.
-    `show` is a value whose interval is `low` to `high` or `SHOW_low` to `SHOW_high`."""
-    lengths = sorted({row["n"] for row in rows})
-    lines: dict[tuple[str, ...], Row] = {}
+def scores(rows: Sequence[Row], show: str, across: str) -> str:
+    """A Markdown table with a line for each model, task and policy, and a column for each length
+    (`across` "n"), or with a column for each task and a line for each of the rest ("task"). `show`
+    is a value whose interval is `low` to `high` or `SHOW_low` to `SHOW_high`."""
+    if across not in ("n", "task"):
+        raise SystemExit(f"<!-- scores -->: across={across} is neither n nor task")
+    keys = [key for key in ("model", "n", "task", "policy") if key != across]
+    heads = sorted({row[across] for row in rows})
+    lines: dict[tuple[Any, ...], Row] = {}
     for row in rows:
-        lines.setdefault((row["model"], row["task"], row["policy"]), {})[row["n"]] = row
+        lines.setdefault(tuple(row[key] for key in keys), {})[row[across]] = row
     low, high = ("low", "high") if show == "value" else (f"{show}_low", f"{show}_high")
 
     def cell(row: Row | None) -> str:
@@ -215,13 +221,21 @@ def scores(rows: Sequence[Row], show: str) -> str:
         value, *span = (0.0 if abs(row[key]) < 1e-12 else row[key] for key in (show, low, high))
         return f"{value:.3g} ({span[0]:.3g} to {span[1]:.3g})"
 
-    whole = [dict(model=m, task=t, policy=p, **{"": line}) for (m, t, p), line in lines.items()]
+    def name(line: Row, key: str) -> str:
+        shown = {"policy": f"`{line[key]}`", "n": tokens(line["n"]) if "n" in line else ""}
+        return shown.get(key, line[key])
+
+    whole = [dict(zip(keys, values, strict=True)) | {"": line} for values, line in lines.items()]
     columns: list[Column] = [
-        (key, lambda line, key=key: f"`{line[key]}`" if key == "policy" else line[key])
-        for key in ("model", "task", "policy")
-        if len({line[key] for line in whole}) > 1 or key == "task"
+        (key, lambda line, key=key: name(line, key))
+        for key in keys
+        if len({line[key] for line in whole}) > 1 or key in ("task", "policy")
     ]
-    columns += [(tokens(n), lambda line, n=n: cell(line[""].get(n))) for n in lengths]
+    columns = [c for c in columns if c[0] != "policy" or len({x["policy"] for x in whole}) > 1]
+    columns += [
+        (tokens(head) if across == "n" else head, lambda line, head=head: cell(line[""].get(head)))
+        for head in heads
+    ]
     return table(whole, columns)
 
 
