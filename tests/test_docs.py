@@ -135,6 +135,7 @@ def test_every_error_is_explained(error):
 
 def test_commands_exist():
     commands = {command.callback.__name__ for command in app.registered_commands}
+    commands |= {group.name for group in app.registered_groups}
     for page in PROSE:
         named = re.findall(r"(?:`|&& )attnplug ([a-z]+)", page.read_text())
         assert set(named) <= commands

@@ -472,4 +472,9 @@ def test_a_million_tokens_stay_light(tmp_path, open_page):
     settled(page)
     assert f"Block {needle:,}" in page.inner_text("#cards h2")
     assert needle in listed(page, "out") or trace.dense(1, (needle, needle + 1))[1, 0, needle] == 0
+    page.click("#zoom-reset")
+    page.fill("#search", "the")
+    until(page, "document.querySelectorAll('#results li').length === 100")
+    settled(page)
+    assert page.inner_text("#search-status") == f"match 1 of {len(trace.find('the')):,}"
     assert page.evaluate("document.querySelectorAll('*').length") < 5000

@@ -2,7 +2,7 @@
 "use strict";
 
 const app = (() => {
-  const MOST_MATCHES = 10000;
+  const MOST_MATCHES = 100000;
   const get = (id) => document.getElementById(id);
   const state = { layer: 0, head: 0, q: 0, k: 0, mask: null, hits: [], hit: -1 };
   const complete = meta.layers.every((layer) => layer.kept.every((share) => share >= 0.99995));
@@ -236,7 +236,7 @@ const app = (() => {
     for (let head = 0; head < meta.heads; head++) get("head").add(new Option(head, head));
     get("head").add(new Option("all heads", "all"));
     get("mask").add(new Option("none", "none"));
-    meta.masks.forEach((name, index) => get("mask").add(new Option(`missed by ${name}`, index)));
+    meta.masks.forEach((name, index) => get("mask").add(new Option(name, index)));
     get("mask-field").hidden = meta.masks.length === 0;
     for (const [shown, what] of [...onMap, ...keys]) {
       get("keys").append(panel.make("dt", {}, panel.make("kbd", {}, shown)), panel.make("dd", {}, what));
@@ -332,4 +332,7 @@ const app = (() => {
   return { start, complete, selectBlocks, busy: () => running > 0, shown: () => ({ ...state }) };
 })();
 
-app.start();
+app.start().catch((error) => {
+  document.getElementById("shown").textContent = `This browser cannot show the trace: ${error.message}`;
+  throw error;
+});

@@ -323,7 +323,7 @@ const measure = {
 function percent(share) {
   const value = 100 * share;
   if (value === 0) return "0 %";
-  if (value < 0.001) return "< 0.001 %";
+  if (value < 0.00995) return "< 0.01 %";
   return `${Number(value.toPrecision(2))} %`;
 }
 

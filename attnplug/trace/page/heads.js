@@ -6,26 +6,30 @@ const overview = (() => {
   const menu = document.getElementById("measure");
   const shared = measure.share ? "attention" : "weight";
 
-  // [name, text, values(state) -> rows of layers]
+  // [name, text, the same at length, values(state) -> rows of layers]
   const stored = (name) => () => meta.layers.map((layer) => layer[name]);
   const measures = [
-    ["far", `${shared} beyond the first and the last two blocks`, stored("far")],
-    ["sink", `${shared} to the first block`, stored("sink")],
-    ["local", `${shared} to the own block and the one before`, stored("local")],
+    ["far", `${shared} far back`, `${shared} beyond the first and the last two blocks`, stored("far")],
+    ["sink", `${shared} to block 0`, `${shared} to the first block`, stored("sink")],
+    ["local", `${shared} nearby`, `${shared} to the own block and the one before`, stored("local")],
   ];
   if (meta.layers.every((layer) => layer.captured)) {
-    measures.push(["captured", "dense attention on the named blocks", stored("captured")]);
+    const words = "share of dense attention that the named blocks hold";
+    measures.push(["captured", "dense attention held", words, stored("captured")]);
   }
   meta.masks.forEach((name, index) => {
     const values = () => meta.layers.map((layer) => layer.missed[index]);
-    measures.push([`missed-${index}`, `missed by ${name}`, values]);
+    const words = `share of the ${shared} that ${name} misses`;
+    measures.push([`missed-${index}`, `missed by ${name}`, words, values]);
   });
   measures.push(
-    ["edge", "selected query block to key block", (state) => ofEdge(state)],
-    ["block", "all queries to the selected key block", (state) => ofBlock(state)],
+    ["edge", "selected query → key block", `${shared} of the selected query block to the selected key block`, (state) => ofEdge(state)],
+    ["block", "all queries → key block", `${shared} of all later queries to the selected key block`, (state) => ofBlock(state)],
   );
 
-  for (const [name, label] of measures) menu.add(new Option(label, name));
+  for (const [name, label, words] of measures) {
+    menu.add(Object.assign(new Option(label, name), { title: words }));
+  }
 
   async function perHead(visit) {
     const rows = [];
@@ -63,7 +67,7 @@ const overview = (() => {
   let drawn = 0;
   async function draw(state) {
     const turn = ++drawn;
-    const [, label, values] = measures.find(([name]) => name === menu.value);
+    const [, , words, values] = measures.find(([name]) => name === menu.value);
     const rows = await values(state);
     if (turn !== drawn) return; // a later wish came meanwhile
     const theme = colors.now();
@@ -110,7 +114,7 @@ const overview = (() => {
       },
     };
     await Plotly.react(element, [cells], layout, { displayModeBar: false });
-    element.setAttribute("aria-label", describe(rows, formatted, label));
+    element.setAttribute("aria-label", describe(rows, formatted, words));
     element.dataset.measure = menu.value;
   }
 
@@ -127,14 +131,14 @@ const overview = (() => {
     return { tickvals, ticktext: tickvals };
   }
 
-  function describe(rows, formatted, label) {
+  function describe(rows, formatted, words) {
     let best = [0, 0];
     rows.forEach((row, i) => row.forEach((value, j) => {
       if (value > rows[best[0]][best[1]]) best = [i, j];
     }));
     const [i, j] = best;
     const top = `highest in layer ${meta.layers[i].layer}, head ${j}: ${formatted[i][j]}`;
-    return `Layers and heads by ${label}; ${top}`;
+    return `Layers and heads by ${words}; ${top}`;
   }
 
   function frame({ layer, head }, theme) {

@@ -124,10 +124,19 @@ const map = (() => {
     return list;
   }
 
-  // Matches of the search: ticks along the upper and the left side.
+  // Matches of the search: ticks along the upper and the left side, as many as can be told apart.
   function hitMarks(theme) {
-    const keys = [...new Set(hits.map((hit) => blocks.keyAt(hit.token) + 0.5))];
-    const queries = [...new Set(hits.map((hit) => blocks.queryAt(hit.token) + 0.5))];
+    const marks = ([low, high], blockOf) => {
+      const by = Math.max(1, (high - low) / 300);
+      const places = new Set();
+      for (const { token } of hits) {
+        const block = blockOf(token);
+        if (block >= low - 1 && block < high) places.add(Math.floor(block / by));
+      }
+      return [...places].map((place) => (place + 0.5) * by);
+    };
+    const keys = marks(view.x, blocks.keyAt);
+    const queries = marks(view.y, blocks.queryAt);
     const marker = { color: theme.hit, size: 0.9 * fontSize() };
     const common = { type: "scatter", mode: "markers", hoverinfo: "none", cliponaxis: true };
     return [
