@@ -3,7 +3,7 @@
 import pytest
 from typer.testing import CliRunner
 
-from attnplug import doctor
+from attnplug import doctor, trace
 from attnplug.cli import app
 
 runner = CliRunner(env={"COLUMNS": "200", "NO_COLOR": "1"})
@@ -18,7 +18,7 @@ def test_help_names_the_commands_that_work():
     assert result.exit_code == 0
     commands = [line.split()[1] for line in result.output.splitlines() if line.startswith("│ ")]
     named = [name for name in commands if not name.startswith("-")]
-    assert named == ["demo", "report", "eval", "doctor"]
+    assert named == ["demo", "report", "eval", "doctor", "trace"]
 
 
 def test_report_shows_what_runs_where():
@@ -39,6 +39,12 @@ def test_report_shows_what_runs_where():
         (("eval", "m", "--policy", "momo", "--tasks", "niah"), "task is 'niah', needs one of"),
         (("eval", "m", "--policy", "momo", "--lengths", "4K"), "lengths is '4K', needs numbers"),
         (("eval", "m", "--policy", "moomoo"), "there is no method 'moomoo'"),
+        (("trace", "m", "--prompt", "a b", "--policy", "moo"), "there is no method 'moo'"),
+        (("trace", "m", "--prompt", "a b", "--block", "48"), "stream: block=48, needs 16, 32"),
+        (("trace", "m"), "give the text with --prompt TEXT or with --file PATH, one of them"),
+        (("trace", "m", "--file", "no.txt"), "no.txt cannot be read as text: "),
+        (("trace", "m", "--prompt", "a b", "--out", "no/x"), "no is no folder; make it"),
+        (("trace", "view", "none.parquet"), "none.parquet cannot be read as a trace: "),
         (("demo", "--device", "abacus"), "device is 'abacus', needs cpu or cuda"),
     ],
 )
@@ -95,3 +101,19 @@ def test_doctor_names_a_package_that_is_too_old(monkeypatch):
     old, missing = doctor._packages()
     assert old.status == "fail" and old.detail.endswith("needs >=99; pip install 'numpy>=99'")
     assert missing.status == "fail" and "pip install 'no-such-package>=1'" in missing.detail
+
+
+def test_trace_writes_a_file_and_says_what_is_in_it(tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("The needle is a pin. " * 12)
+    out = tmp_path / "run.parquet"
+    options = ("--new-tokens", "2", "--block", "16", "--top-k", "4", "--measure", "8", "--compare")
+    result = run("trace", "smollm2-135m", "--file", str(text), "--out", str(out), *options)
+    assert result.exit_code == 0, result.output
+    found = trace.read(out)
+    found.verify()
+    assert found.find("needle")[0][0] == 1 and found.meta["model"] == "smollm2-135m"
+    assert len(found.meta["steps"]) == 2 and found.layers == list(range(30))
+    for words in (f"{found.meta['edges']:,}", "attention that they hold", "the trace adds"):
+        assert words in result.output
+    assert f"attnplug trace view {out}" in result.output.replace("\n", "")
