@@ -2,6 +2,9 @@
 
     python bench/eval_rows.py smollm2-135m [FOLDER/samples.jsonl ...]
 
+With `--study momo`: rows of a comparison of their own, which tables show where their filters say
+`study=momo` and plots leave out. NAME is then the study's file, such as momo-smollm2-135m.
+
 Adds the samples to bench/results/samples/NAME.jsonl.xz, which holds every prompt's hash, reply and
 score, and writes from it alone bench/results/eval-NAME.json (quality rows, one a line) and
 docs/img/eval-NAME.png. `attnplug eval` goes on from the samples, unpacked as OUT/samples.jsonl."""
@@ -26,6 +29,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("name")
     parser.add_argument("samples", nargs="*", type=Path)
+    parser.add_argument("--study", default="")
     options = parser.parse_args()
     packed = ROOT / "bench" / "results" / "samples" / f"{options.name}.jsonl.xz"
     known = read_packed(packed)
@@ -35,13 +39,13 @@ def main() -> None:
     packed.parent.mkdir(exist_ok=True)
     text = "".join(json.dumps(record) + "\n" for record in records)
     packed.write_bytes(lzma.compress(text.encode(), preset=9))
-    rows = make_rows(records)
+    rows = [{"study": options.study} | row if options.study else row for row in make_rows(records)]
     lines = ",\n".join(json.dumps(row) for row in rows)
     results = ROOT / "bench" / "results" / f"eval-{options.name}.json"
     results.write_text(f'{{"rows": [\n{lines}\n]}}\n')
-    image = ROOT / "docs" / "img" / f"eval-{options.name}.png"
-    draw_heatmap(rows, image)
-    print(f"{len(records)} samples, {len(rows)} rows: {results.relative_to(ROOT)}, {image.name}")
+    print(f"{len(records)} samples, {len(rows)} rows: {results.relative_to(ROOT)}")
+    if not options.study:
+        draw_heatmap(rows, ROOT / "docs" / "img" / f"eval-{options.name}.png")
 
 
 def read_packed(path: Path) -> dict[tuple[Any, ...], Record]:

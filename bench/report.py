@@ -7,11 +7,11 @@ docs/*.md.
     python bench/report.py --check    # exit 1 where a page is not what the JSON says
 
 FILTERS is any number of key=value[,value...], such as `op=dense_decode batch=1 n=8192,131072
-heads=28/4`; none means every row. `show=diff` gives scores their distance from dense, `across=task`
-a column for each task instead of each length. Files are
-pytest-benchmark's JSON (rows in `extra_info`) or `{"rows": [...]}` with quality rows (`task, model,
-n, trials, dense, policy, value, low, high`). Where two rows ask the same question, the later one
-stands.
+heads=28/4`; none means every row. `study=NAME` takes the quality rows of that study, else those of
+none. `show=diff` gives scores their distance from dense, `across=task` a column for each task
+instead of each length. Files are pytest-benchmark's JSON (rows in `extra_info`) or `{"rows":
+[...]}` with quality rows (`task, model, n, trials, dense, policy, value, low, high`). Where two
+rows ask the same question, the later one stands.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ ROOT = Path(__file__).resolve().parent.parent
 TIMING = (
     "op", "case", "n", "batch", "heads_q", "heads_kv", "head_dim", "dtype", "options", "peer"
 )  # fmt: skip
-QUALITY = ("task", "model", "n", "trials", "policy")
+QUALITY = ("study", "task", "model", "n", "trials", "policy")
 RUN = ("gpu", "torch", "triton", "commit", "date")
 MARKED = re.compile(r"(<!-- (results|scores)\b(.*?)-->\n).*?(<!-- /\2 -->)", re.DOTALL)
 Column = tuple[str, Callable[[Row], str]]
@@ -47,9 +47,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     timing, quality = load(options.results)
     images: list[str] = []
+    main_rows = [row for row in quality if not row["study"]]
     if not options.check:
-        images = draw_all(timing, quality, options.root / "docs" / "img")
-    pages = {options.root / "docs" / "results.md": results_page(timing, quality)}
+        images = draw_all(timing, main_rows, options.root / "docs" / "img")
+    pages = {options.root / "docs" / "results.md": results_page(timing, main_rows)}
     for page in [options.root / "README.md", *sorted((options.root / "docs").rglob("*.md"))]:
         if page.exists() and page not in pages:
             pages[page] = fill_markers(page.read_text(), timing, quality)
@@ -70,6 +71,7 @@ def load(folder: Path) -> tuple[list[Row], list[Row]]:
     quality: dict[tuple[Any, ...], Row] = {}
     for _, _, row in sorted(_rows(folder), key=lambda entry: entry[:2]):
         if "task" in row:
+            row.setdefault("study", "")
             quality[tuple(row[key] for key in QUALITY)] = row
         else:
             timing[tuple(row[key] for key in TIMING)] = row
@@ -150,6 +152,8 @@ def fill_markers(text: str, timing: Sequence[Row], quality: Sequence[Row]) -> st
         rows, columns = (
             (quality, QUALITY_COLUMNS) if pivot or "task" in wanted else (timing, TIMING_COLUMNS)
         )
+        if rows is quality:  # a study's rows stand in its own tables
+            wanted.setdefault("study", {""})
         rows = [row for row in rows if _passes(row, wanted)]
         if not rows:
             body = "Not measured yet."
@@ -219,7 +223,8 @@ def scores(rows: Sequence[Row], show: str, across: str) -> str:
         if row is None or show not in row:
             return ""
         value, *span = (0.0 if abs(row[key]) < 1e-12 else row[key] for key in (show, low, high))
-        return f"{value:.3g} ({span[0]:.3g} to {span[1]:.3g})"
+        digits = 3 if abs(value) < 10 else 4  # of a perplexity, the second decimal
+        return f"{value:.{digits}g} ({span[0]:.{digits}g} to {span[1]:.{digits}g})"
 
     def name(line: Row, key: str) -> str:
         shown = {"policy": f"`{line[key]}`", "n": tokens(line["n"]) if "n" in line else ""}
