@@ -312,12 +312,14 @@ class _Subject:
             model.get_input_embeddings().weight[poison] = torch.nan
         wanted = _logits(model, ids).isnan().all(-1)
         assert wanted.any() and not wanted.all(), "the stock model hides the NaN"
+        sees = torch.zeros_like(wanted)  # a stock kernel may show it to earlier queries as well
+        sees[0, self.tokens // 3 :] = True
         with attnplug.applied(model, self.policy):
             for label, found in (
                 ("prefill", _logits(model, ids)),
                 ("decode", _stepwise(model, ids, DynamicCache(), self.tokens * 2 // 3)),
             ):
-                hidden = wanted & ~found.isnan().all(-1)
+                hidden = wanted & sees & ~found.isnan().all(-1)
                 assert not hidden.any(), f"{label}: hidden at {hidden.nonzero().tolist()[:4]}"
                 leaked = found.isnan().any(-1) & ~wanted
                 assert not leaked.any(), f"{label}: leaked to {leaked.nonzero().tolist()[:4]}"
