@@ -24,6 +24,16 @@ POLICIES = {
         "momo(gamma=8, block=16, query_block=16, top_k=8, exact_k=8, min_tokens=0)"
         "+gather(k=8, block=16, local=2, min_tokens=0)",
     ),
+    "momo+gather+stream": (
+        "momo(gamma=8, block=16, query_block=16, top_k=2, exact_k=1, min_tokens=0)"
+        "+gather(k=1, block=16, local=2, min_tokens=0)+stream(top_k=2, block=16)",
+        "momo(gamma=8, block=16, query_block=16, top_k=8, exact_k=8, min_tokens=0)"
+        "+gather(k=8, block=16, local=2, min_tokens=0)+stream(top_k=2, block=16)",
+    ),
+    "prefill=stream": (
+        "prefill=stream(top_k=2, block=16, query_block=16)",
+        "prefill=stream(top_k=8, block=16, query_block=16)",
+    ),
 }
 GROUPS = {
     "exactness": (1, 3, 8),
