@@ -256,22 +256,24 @@ def _cpu(
     blocks = torch.where(progress[:, 1] == start, torch.minimum(progress[:, 0], complete), 0).long()
     valid, count = int(lengths.max()), int(blocks.max())
     start = torch.minimum(start, lengths)  # a row of padding only
-    tier = [x[:, :, :count] for x in (k_codes, k_meta.float(), v_codes, _halves(v_meta), summary)]
-    raw = [x[:, :, :count] for x in (k_meta.view(torch.int16), v_meta, check)]
+    # All contiguous: numba would compile the whole for every other layout.
+    near = [x[:, :, :count].contiguous() for x in (k_meta, v_meta)]
+    tier = [k_codes, near[0].float(), v_codes, _halves(near[1]), summary]
+    raw = [k_meta.view(torch.int16), v_meta, check]
     result = torch.empty(q.shape[:2] + q.shape[3:], dtype=torch.float32)
     counts = torch.zeros(*k.shape[:2], 2, dtype=torch.int64)
     capacity = capacity_for(check.shape[2], k_max, explore)
     options = (coverage, k_min, k_max, v_tol, value_budget, key_tolerance, explore)
     _reference(
         q[:, :, 0].float().contiguous().numpy(),
-        k[:, :, :valid].float().numpy(),
-        v[:, :, :valid].float().numpy(),
+        k[:, :, :valid].float().contiguous().numpy(),
+        v[:, :, :valid].float().contiguous().numpy(),
         tuple(x.numpy() for x in tier),
         tuple(x.numpy() for x in raw),
         blocks.numpy(),
         lengths.numpy(),
         start.numpy(),
-        NO_MASK if key_mask is None else key_mask.numpy(),
+        NO_MASK if key_mask is None else key_mask.contiguous().numpy(),
         np.float32(scale),
         np.float32(softcap),
         np.empty(0, np.float32) if sinks is None else sinks.float().numpy(),

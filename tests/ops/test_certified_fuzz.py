@@ -1,0 +1,94 @@
+"""A long search for a violated bound: adversaries of `certified_cases`, every dtype, all blocks
+quantized, with the ladder, and with faults of the tier. HYPOTHESIS_PROFILE=long takes fifty times
+the cases; `-s` shows the count."""
+
+import hypothesis
+import pytest
+import torch
+from certified_cases import LOOSE, adversary, attend, errors, gaussian, op, random
+
+LONG = hypothesis.settings.default.max_examples >= 300
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+SETTINGS = [
+    LOOSE,
+    LOOSE | {"coverage": 0.6, "k_min": 1, "k_max": 3},
+    {"ranking": 0, "explore": 0.2},
+    {"tolerance": 0.5, "value_budget": 0.2, "key_tolerance": 0.1},
+]
+
+
+def search(device, seeds, make, fault=None):
+    """(head-steps, violations, largest error / bound, head-steps that were recomputed)."""
+    cases, violated, worst, again = 0, 0, 0.0, 0
+    for seed in range(seeds):
+        case = make(seed, DTYPES[seed % 3])
+        tier = case.tier(device)
+        if fault is not None:
+            fault(tier, seed)
+        for options in SETTINGS:
+            path = (device, "kernel" if device == "cuda" else "reference")
+            found = attend(path, case, tier, **options)
+            bound = found.bounds[..., :3].double().sum(-1)
+            share = errors(found, case) / bound
+            cases += share.numel()
+            violated += int((~(share <= 1)).sum())
+            worst = max(worst, float(share.max()))
+            again += int(((found.rungs & (op.HEAD | op.ROW)) > 0).sum())
+    print(f"{cases} head-steps, {violated} violated, error / bound {worst:.3f}, {again} recomputed")
+    return cases, violated, worst, again
+
+
+def test_no_adversary_violates_a_bound(device):
+    seeds = 1200 if LONG else 24
+    cases, violated, worst, _ = search(device, seeds, adversary)
+    assert violated == 0 and cases >= 16 * 4 * seeds and worst > 0.3
+
+
+def test_no_gaussian_cache_violates_a_bound(device):
+    """Wide, narrow and peaked attention, ties included."""
+
+    def make(seed, dtype):
+        case = gaussian(seed, dtype, batch=4, kv_heads=2, group=3, size=150)
+        case.q *= 10 ** (seed % 5 - 2)
+        if seed % 4 == 0:
+            case.k[:, :, 32:64] = case.k[:, :, 64:96]  # blocks alike
+        if seed % 7 == 0:
+            case.v[..., 5] *= 100
+        return case
+
+    cases, violated, _, _ = search(device, 400 if LONG else 8, make)
+    assert violated == 0 and cases >= 24 * 4 * 8
+
+
+def corrupt(tier, seed):
+    """Flip bits of one tensor of the tier at some places, as a faulty memory would."""
+    tensor = tier[seed % 6]
+    flat = tensor.view(torch.uint8).flatten()
+    places = torch.randint(0, flat.numel(), (3,), generator=torch.Generator().manual_seed(seed))
+    flat[places.to(flat.device)] ^= 1 << seed % 8
+
+
+def test_no_flipped_bit_is_believed(device):
+    """Rows whose quantized blocks were written to are exact; nothing violates a bound."""
+    cases, violated, _, again = search(
+        device, 600 if LONG else 12, lambda seed, dtype: gaussian(seed, dtype, size=160), corrupt
+    )
+    assert violated == 0 and again > cases / 4
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_huge_and_tiny_scales(device, dtype):
+    """Down to where float16 metadata vanishes and up to where it overflows."""
+    for exponent in (-30, -12, -5, 4, 6, 15):
+        case = gaussian(1, torch.float32, size=100)
+        limit = torch.finfo(dtype).max / 4
+        case.k = (case.k * 10.0**exponent).clamp(-limit, limit)
+        case.v = (case.v * 10.0 ** min(exponent, 4)).clamp(-limit, limit)
+        case.scale = 0.125 / float(case.k.abs().max())
+        case.q = random(2, *case.q.shape)
+        case.q, case.k, case.v = (x.to(dtype) for x in (case.q, case.k, case.v))
+        for options in SETTINGS:
+            path = (device, "kernel" if device == "cuda" else "reference")
+            found = attend(path, case, **options)
+            bound = found.bounds[..., :3].double().sum(-1)
+            assert bound.isfinite().all() and (errors(found, case) <= bound).all(), exponent
