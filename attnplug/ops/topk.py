@@ -13,7 +13,7 @@ themselves (refine). Where no threshold fits C, a radix search over the row find
 
 The paper's kernel is one program a row, tries thresholds one after the other, and leaves ties to
 chance. The reference below follows it, with ties resolved. The CUDA path gives a row many programs
-and tries 126 thresholds in one pass, the edges of a histogram between the hint's extremes, and its
+and tries 62 thresholds in one pass, the edges of a histogram between the hint's extremes, and its
 radix search is decided on the device (`_topk_kernels.py`, `_topk_select.py`). Long batches count
 only the maximum of every 16 neighbours: if k maxima reach t, then k scores do.
 """

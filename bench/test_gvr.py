@@ -1,0 +1,64 @@
+"""A gvr decode step of one layer (scores from INT8 keys, exact top-k with the last picks as hint,
+attention over the picks) against the fastest dense decode of the same run over the same cache: one
+query a sequence, bf16, 28/4 heads of 128. Gaussian keys: which tokens are picked is random, and as
+the query stays the same, so do the picks. Writing the token is not in it, on either side."""
+
+import functools
+
+import pytest
+import torch
+from peers import cudnn_attention
+
+from attnplug import Dense, Gvr
+from attnplug.policies import AttentionCall
+
+HEADS_Q, HEADS_KV, WIDTH = 28, 4, 128
+SCALE = WIDTH**-0.5
+CALLS = 8  # in one graph
+CHUNK = 65536
+# (k, batch, tokens)
+SHAPES = [
+    *((2048, 1, n) for n in (32768, 65536, 131072, 524288, 1048576)),
+    (512, 1, 131072),
+    (2048, 8, 131072),
+]
+
+
+def call_of(policy: Gvr, batch: int, n: int, seed: int) -> AttentionCall:
+    """A step on a cache of n tokens, all of them there."""
+    random = torch.Generator("cuda").manual_seed(seed)
+    normal = functools.partial(torch.randn, dtype=torch.bfloat16, device="cuda", generator=random)
+    layer = policy.cache_layer(n)
+    for _ in range(0, n, CHUNK):
+        layer.update(*normal(2, batch, HEADS_KV, min(n, CHUNK), WIDTH))
+    assert layer.keys is not None and layer.values is not None
+    return AttentionCall(
+        normal(batch, HEADS_Q, 1, WIDTH),
+        layer.keys,
+        layer.values,
+        SCALE,
+        lengths=layer.cumulative_length.reshape(1),
+        state=layer,
+    )
+
+
+@pytest.mark.parametrize("peer", ["dense", "cudnn"])
+@pytest.mark.parametrize("k, batch, n", SHAPES)
+def test_gvr(gpu_bench, k, batch, n, peer):
+    policy = Gvr(k=k, min_tokens=0)
+    cache_bytes = batch * HEADS_KV * n * (5 * WIDTH + 4)
+    count = min(gpu_bench.sets(cache_bytes), 4)
+    calls = [call_of(policy, batch, n, seed) for seed in range(count)]
+    theirs = Dense().attend if peer == "dense" else cudnn
+    scanned = n * (WIDTH + 4) + min(policy.kept, n) * 4 * WIDTH
+    calls *= max(1, CALLS // count)
+    gpu_bench(
+        op="gvr", case="op", n=n, batch=batch, heads_q=HEADS_Q, heads_kv=HEADS_KV, head_dim=WIDTH,
+        dtype=torch.bfloat16, options=f"k={k}", fns=[functools.partial(policy.attend, c) for c in calls],
+        peer=peer, peer_fns=[functools.partial(theirs, c) for c in calls],
+        bytes=batch * (HEADS_KV * scanned + 4 * HEADS_Q * WIDTH), flops=0,
+    )  # fmt: skip
+
+
+def cudnn(call: AttentionCall) -> torch.Tensor:
+    return cudnn_attention(call.q, call.k, call.v, scale=SCALE)
