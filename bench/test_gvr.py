@@ -54,7 +54,8 @@ def test_gvr(gpu_bench, k, batch, n, peer):
     calls *= max(1, CALLS // count)
     gpu_bench(
         op="gvr", case="op", n=n, batch=batch, heads_q=HEADS_Q, heads_kv=HEADS_KV, head_dim=WIDTH,
-        dtype=torch.bfloat16, options=f"k={k}", fns=[functools.partial(policy.attend, c) for c in calls],
+        dtype=torch.bfloat16, options=f"k={k}",
+        fns=[functools.partial(policy.attend, c) for c in calls],
         peer=peer, peer_fns=[functools.partial(theirs, c) for c in calls],
         bytes=batch * (HEADS_KV * scanned + 4 * HEADS_Q * WIDTH), flops=0,
     )  # fmt: skip

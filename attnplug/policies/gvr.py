@@ -12,7 +12,7 @@ business.
 """
 
 import dataclasses
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
@@ -89,13 +89,18 @@ class Gvr(Phase):
         if call.k.shape[2] < self.crossover(call.q.device) or not self._serves(state, call.k):
             return Dense().attend(call)
         assert isinstance(state, GvrLayer)
-        options = {"lengths": call.lengths, "start": call.first_key, "key_mask": call.key_mask}
+        options: dict[str, Any] = {
+            "sink": self.sink,
+            "window": self.window,
+            "lengths": call.lengths,
+            "start": call.first_key,
+            "key_mask": call.key_mask,
+        }
         rows = call.lengths
         if rows is not None and rows.shape[0] > 1:  # topk's rows are (sequence, KV head) pairs
             rows = rows.repeat_interleave(call.k.shape[1])
-        kept = {"sink": self.sink, "window": self.window}
         # Not by the softcap: it changes no order.
-        scores = score_tokens(call.q, state.codes, state.steps, **kept, **options)
+        scores = score_tokens(call.q, state.codes, state.steps, **options)
         # Where a row has fewer than k others, -inf is picked too; attention passes over those.
         picks, _ = topk(scores, self.k, hint=state.picks.flatten(0, 1), lengths=rows)
         picks = picks.view(state.picks.shape)
@@ -108,7 +113,6 @@ class Gvr(Phase):
             scale=call.scale,
             softcap=call.softcap,
             sinks=call.sinks,
-            **kept,
             **options,
         )
         return out
