@@ -103,8 +103,8 @@ class Reads:
 class Sink(Protocol):
     """Where one layer's edges go, on the host."""
 
-    def emit(self, call: AttentionCall, edges: Edges) -> None:
-        """Take the edges of a call."""
+    def emit(self, call: AttentionCall, edges: Edges | None) -> None:
+        """Take the edges of a call, None where there are none to tell."""
         ...
 
 
@@ -213,9 +213,7 @@ class Policy:
             call.settle()
         out = phase.attend(call)
         if self.trace is not None and call.sink is not None:
-            edges = self.trace.observe(call, phase)
-            if edges is not None:
-                call.sink.emit(call, edges)
+            call.sink.emit(call, self.trace.observe(call, phase))
         return out
 
     def __str__(self) -> str:

@@ -122,8 +122,8 @@ class LayerSink:
     recording: "Recording"
     layer: int
 
-    def emit(self, call: AttentionCall, edges: Edges) -> None:
-        """Take the edges of a call."""
+    def emit(self, call: AttentionCall, edges: Edges | None) -> None:
+        """Take the edges of a call, None where there are none."""
         self.recording.emit(self.layer, call, edges)
 
 
@@ -146,6 +146,7 @@ class Recording:
         self._tokens: list[np.ndarray] | None = []
         self._captured: dict[int, np.ndarray] = {}
         self._writer: Writer | None = None
+        self._begun: list[tuple[list[int], list[int]]] = []
         self._jobs: queue.Queue[Callable[[], None] | None] = queue.Queue(WAITING)
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._work, name="attnplug-trace", daemon=True)
@@ -157,43 +158,51 @@ class Recording:
         if isinstance(ids, torch.Tensor) and ids.dim() == 2 and may_sync(ids):
             self._ids = ids.cpu().numpy()
 
-    def emit(self, layer: int, call: AttentionCall, edges: Edges) -> None:
-        """Take the edges of one layer's call."""
+    def emit(self, layer: int, call: AttentionCall, edges: Edges | None) -> None:
+        """Take the edges of one layer's call, None where there are none."""
         if not may_sync(call.q):
             raise UnsupportedCallError(
                 "this forward pass is being captured into a CUDA graph, whose replays no trace can "
                 "see; call the model eagerly while you record"
             )
+        if self._layer is None or layer <= self._layer:
+            self._begin(call)
+        self._layer = layer
+        if edges is not None:
+            self._take(layer, edges, single=call.q.shape[2] == 1)
+        if self._progress is not None:
+            self._progress(layer)
+
+    def _take(self, layer: int, edges: Edges, *, single: bool) -> None:
         layout = Layout(edges.query_block, edges.block, edges.weights)
-        if self._writer is not None and call.q.shape[2] == 1:  # one query is a block of any size
-            layout = dataclasses.replace(layout, query_block=self._writer.layout.query_block)
         if self._writer is None:
             self._writer = Writer(self.path, layout, **self._about)
             self._thread.start()
-        elif layout != self._writer.layout:
+        if single:  # one query is a block of any size
+            layout = dataclasses.replace(layout, query_block=self._writer.layout.query_block)
+        if layout != self._writer.layout:
             raise ArgumentError(
                 f"trace: layer {layer} has {layout} and the file {self._writer.layout}; give the "
                 "methods the same blocks, or record them one by one"
             )
-        if self._layer is None or layer <= self._layer:
-            self._begin(call)
-        self._layer = layer
+        while self._begun:  # they waited for the layout
+            self._put(partial(self._writer.begin, *self._begun.pop(0)))
         index, weight = edges.index.cpu().numpy(), edges.weight.cpu().numpy()
         self.edges += int((index >= 0).sum())
         if edges.captured is not None:
             found = edges.captured.double().sum(0).cpu().numpy()
             self._captured[layer] = self._captured.get(layer, 0.0) + found
         self._put(partial(self._writer.append, layer, index, weight))
-        if self._progress is not None:
-            self._progress(layer)
 
     def finish(self, tokenizer: Any) -> None:
         """Wait for the writer and close the file."""
         if self._writer is None:
             raise UnsupportedCallError(
-                "no forward pass went through a traced layer while recording; call the model (or "
-                "generate) inside the with block"
+                "no forward pass went through a traced layer while recording, or the method reads "
+                "every block; call the model (or generate) inside the with block"
             )
+        while self._begun:
+            self._put(partial(self._writer.begin, *self._begun.pop(0)))
         self._jobs.put(None)
         self._thread.join()
         self._raise()
@@ -218,7 +227,6 @@ class Recording:
 
     def _begin(self, call: AttentionCall) -> None:
         """A forward pass begins: where its queries stand in each sequence."""
-        assert self._writer is not None  # made before
         batch, _, queries, _ = call.q.shape
         size = call.k.shape[2]
         start, length = call.first_key, call.lengths
@@ -231,7 +239,7 @@ class Recording:
             real.append(queries - skipped)
         self.steps += 1
         self._note_tokens(first, real, queries)
-        self._put(partial(self._writer.begin, first, real))
+        self._begun.append((first, real))
 
     def _note_tokens(self, first: list[int], real: list[int], queries: int) -> None:
         """Put the step's token ids into each sequence."""

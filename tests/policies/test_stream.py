@@ -24,7 +24,8 @@ class Held:
     def __init__(self):
         self.edges: list[Edges] = []
 
-    def emit(self, call: AttentionCall, edges: Edges) -> None:
+    def emit(self, call: AttentionCall, edges: Edges | None) -> None:
+        assert edges is not None
         self.edges.append(edges)
 
 

@@ -163,6 +163,19 @@ def test_a_methods_own_blocks_are_traced(tmp_path):
     frame = found.to_pandas(0, 0, sequence=0)
     last = frame[frame["q_block"] == found.query_blocks().shape[0] - 1]
     assert {0, 3, 4} <= set(last["k_block"]) and len(last) == 4  # sink, local, one more
+    with attnplug.applied(model, f"{GATHER}+stream(of='policy')"):
+        with trace.record(model, tmp_path / "steps.parquet"):
+            run(model, ids, mask)
+    steps = trace.read(tmp_path / "steps.parquet")  # a dense prefill has no list
+    tokens = [row.tolist() for row in steps.token_ids or ()]
+    assert tokens == [ids[0].tolist(), ids[1, 25:].tolist()]
+    frame = steps.to_pandas(sequence=0)
+    spans = steps.query_blocks()[frame["q_block"].unique()]
+    assert spans.tolist() == [[67, 68], [68, 69], [69, 70]]
+    with attnplug.applied(model, "dense+stream(of='policy')"):
+        with pytest.raises(UnsupportedCallError, match="or the method reads every block"):
+            with trace.record(model, tmp_path / "none.parquet"):
+                run(model, ids, mask)
     with attnplug.applied(model, "momo(min_tokens=0)+gather(min_tokens=0)+stream(of='policy')"):
         with pytest.raises(ArgumentError, match="give the methods the same blocks"):
             with trace.record(model, tmp_path / "other.parquet"):
