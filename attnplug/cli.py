@@ -1,4 +1,4 @@
-"""The `attnplug` command: demo, report, eval, trace, doctor. Errors are one line on stderr and exit
+"""The `attnplug` command: demo, report, eval, plan, trace, doctor. Errors are one line on stderr and exit
 code 1."""
 
 import contextlib
@@ -61,6 +61,10 @@ def demo(
 def report(
     model: Annotated[str, typer.Argument(help="smollm2-135m, gemma3-270m, a folder or a hub id.")],
     policy: Annotated[str, typer.Option(help='Such as "momo" or "momo(gamma=32)".')] = "momo",
+    steps: Annotated[
+        int, typer.Option(help="Decode so many tokens, and show certified's certificates.")
+    ] = 0,
+    tokens: Annotated[int, typer.Option(help="Tokens of prose before those steps.")] = 512,
     device: Device = "cpu",
 ) -> None:
     """What a policy would do on each attention layer of a model, and why not where it would not."""
@@ -71,9 +75,13 @@ def report(
         from attnplug.models.pretrained import load
 
         parsed = policies.parse(policy)  # a typing mistake should not wait for the weights
-        network, _ = load(model, dtype=torch.bfloat16, device=device)
+        network, tokenizer = load(model, dtype=torch.bfloat16, device=device)
         with api.applied(network, parsed):
             Console().print(api.report(network).table())
+            if steps > 0:
+                from attnplug import certify
+
+                Console().print(certify.run(network, tokenizer, tokens, steps))
 
 
 @app.command()
@@ -103,6 +111,42 @@ def eval(
 
         study = command.make_study(policy, tasks, lengths, trials, seed, batch, limit_seconds)
         command.run(model, study, out, device, Console())
+
+
+@app.command()
+def plan(
+    model: Annotated[str, typer.Argument(help="qwen2.5-7b, llama-3.1-8b, a folder or a hub id.")],
+    context: Annotated[
+        str, typer.Option(help="Tokens of context, with commas between.")
+    ] = "8192,32768,131072,524288,1048576",
+    batch: Annotated[int, typer.Option(help="Sequences that are decoded together.")] = 1,
+    policy: Annotated[str, typer.Option(help='A gather policy, such as "gather(k=8)".')] = "gather",
+    rows: Annotated[
+        list[Path] | None,
+        typer.Option(help="Benchmark JSON to fit the bill to; an H200's bill without."),
+    ] = None,
+    image: Annotated[
+        Path | None, typer.Option(help="Where to save a map over contexts and batches.")
+    ] = None,
+) -> None:
+    """What decode would cost with dense attention and with gather, and from which length it pays.
+
+    Reads no weights and runs nothing: a bill of bytes, fitted to measured steps of a machine."""
+    with _clear_errors():
+        from attnplug import plan as module
+
+        console = Console()
+        contexts, method = module.read_options(context, batch, policy)
+        shape, bill = module.shape_of(model), module.H200
+        if rows:
+            fitted = module.fit(module.read_rows(rows))
+            bill = fitted.bill
+            console.print(module.summary(fitted), highlight=False)
+        console.print(module.table(shape, bill, method, batch, contexts))
+        console.print(module.notes(shape, bill, method, batch), highlight=False)
+        if image is not None:
+            module.draw_map(shape, bill, method, image)
+            console.print(f"map: {image}", highlight=False)
 
 
 class _TraceGroup(TyperGroup):

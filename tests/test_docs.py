@@ -116,7 +116,15 @@ def test_the_entry_point_of_the_page_brings_the_method(tmp_path, monkeypatch):
     (tmp_path / "recent_keys.py").write_text(code)
     assert "recent" not in attnplug.policies.names()
     monkeypatch.syspath_prepend(tmp_path)
-    assert attnplug.policies.names() == ["dense", "gather", "gvr", "momo", "recent", "stream"]
+    assert attnplug.policies.names() == [
+        "certified",
+        "dense",
+        "gather",
+        "gvr",
+        "momo",
+        "recent",
+        "stream",
+    ]
     assert str(attnplug.policies.parse("recent(window=8)")) == "recent(window=8)"
     monkeypatch.delitem(sys.modules, "recent_keys")
 

@@ -52,7 +52,7 @@ class Certified(Phase):
     key_tolerance: float | None = None
     tolerance: float | None = None
     ranking: int = 1
-    explore: float = 0.02
+    explore: float = 0.001
     originals: str = "host"
     min_tokens: int | None = None
 

@@ -1,0 +1,257 @@
+"""The policy certified and its two-tier cache layer."""
+
+import copy
+import dataclasses
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import attnplug
+from attnplug import Certified, Dense, HostMemoryError, PolicyError, certify
+from attnplug.models import pinned
+from attnplug.models.cache import PlugLayer
+from attnplug.policies import AttentionCall, LayerShape, certificates
+from attnplug.policies.certified import CertifiedLayer
+from attnplug.testing import oracle_attention, tiny_model
+
+EXACT = Certified(block=16, coverage=1.0, k_min=64, v_tol=0.0, min_tokens=0)
+LOOSE = Certified(
+    block=16, coverage=0.0, k_min=0, v_tol=1e30, ranking=0, explore=0.0, min_tokens=0
+)  # fmt: skip
+SIZE, HEADS, KV_HEADS, DIM = 200, 4, 2, 64
+
+
+def random(seed: int, *shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def tokens(seed: int, count: int, batch: int = 1, device: str = "cpu") -> torch.Tensor:
+    return random(seed, 2, batch, KV_HEADS, count, DIM).to(device)
+
+
+def filled(policy: Certified, kv: torch.Tensor, size: int = SIZE) -> CertifiedLayer:
+    layer = policy.cache_layer(size)
+    layer.update(kv[0], kv[1])
+    return layer
+
+
+def step(layer: CertifiedLayer, seed: int = 0, mask: torch.Tensor | None = None, **options):
+    keys, values = layer.keys, layer.values
+    assert keys is not None and values is not None
+    q = random(seed, keys.shape[0], HEADS, 1, DIM).to(keys.device)
+    lengths = layer.cumulative_length.reshape(1)
+    return AttentionCall(
+        q, keys, values, DIM**-0.5, lengths=lengths, key_mask=mask, state=layer, **options
+    )
+
+
+def oracle(call: AttentionCall) -> torch.Tensor:
+    rows = {"lengths": call.lengths, "key_mask": call.key_mask}
+    rows = {name: None if x is None else x.cpu() for name, x in rows.items()}
+    every = [x.cpu() for x in (call.q, call.k, call.v)]
+    return oracle_attention(*every, scale=call.scale, softcap=call.softcap, **rows)[0]
+
+
+def hold(policy: Certified, call: AttentionCall) -> None:
+    """What the layer's telemetry says of the step is true of it."""
+    layer = call.state
+    assert isinstance(layer, CertifiedLayer) and layer.telemetry is not None
+    layer.telemetry.zero_()
+    found = policy.attend(call).double().cpu()
+    error = (found - oracle(call))[:, :, 0].norm(dim=-1)
+    heads = layer.telemetry[:, :, : HEADS // KV_HEADS].flatten(1, 2).cpu()
+    assert (heads[..., 0] == 1).all()
+    assert (error <= heads[..., 8] + heads[..., 10] + heads[..., 12] + 1e-5).all()
+
+
+@pytest.mark.parametrize("length", [1, 15, 16, 17, 48, 130, 199, 200])
+def test_steps_are_certified_or_exact(length, device):
+    layer = filled(LOOSE, tokens(0, length, batch=2, device=device))
+    hold(LOOSE, step(layer))
+    hold(LOOSE, step(layer, softcap=3.0))
+    exact = step(filled(EXACT, tokens(0, length, batch=2, device=device)))
+    assert (EXACT.attend(exact).cpu() - oracle(exact)).abs().max() < 1e-5
+
+
+def test_the_quantized_tier_is_felt(device):
+    call = step(filled(LOOSE, tokens(0, 190, device=device)))
+    assert 1e-3 < (LOOSE.attend(call) - Dense().attend(call)).abs().max() < 0.5
+
+
+def test_left_padding_does_not_change_a_row(device):
+    kv = tokens(0, 170, batch=3, device=device)
+    starts = (0, 37, 169)
+    mask = torch.arange(SIZE, device=device) >= torch.tensor(starts, device=device)[:, None]
+    call = step(filled(LOOSE, kv), mask=mask)
+    together = LOOSE.attend(call)
+    for row, start in enumerate(starts):
+        alone = step(filled(LOOSE, kv[:, row : row + 1, :, start:]))
+        alone.q = call.q[row : row + 1]
+        assert (LOOSE.attend(alone) - together[row]).abs().max() < 1e-5
+
+
+def test_growth_in_any_portions_is_one_tier(device):
+    """Prefilled at once, in chunks, or token by token: the same blocks, the same output."""
+    kv = tokens(0, 100, device=device)
+    whole = filled(LOOSE, kv)
+    want = LOOSE.attend(step(whole))
+    for spans in ([37, 63], [16] * 6 + [4], [60] + [1] * 40):
+        layer, at = LOOSE.cache_layer(SIZE), 0
+        for span in spans:
+            layer.update(*kv[:, :, :, at : at + span])
+            at += span
+            LOOSE.attend(step(layer))
+        assert torch.equal(LOOSE.attend(step(layer)), want)
+        assert all(torch.equal(a, b) for a, b in zip(layer.tier, whole.tier, strict=True))
+
+
+def test_crop_forgets_blocks_and_requantizes_what_comes(device):
+    layer = filled(LOOSE, tokens(0, 100, device=device))
+    LOOSE.attend(step(layer))
+    layer.crop(-30)
+    assert layer.tier.progress[:, 0].tolist() == [4]
+    layer.update(*tokens(1, 20, device=device))
+    kv = torch.cat([tokens(0, 100)[:, :, :, :70], tokens(1, 20)], 3).to(device)
+    assert torch.equal(LOOSE.attend(step(layer)), LOOSE.attend(step(filled(LOOSE, kv))))
+
+
+@pytest.mark.parametrize(
+    ("change", "order"),
+    [
+        (lambda layer: layer.reorder_cache(torch.tensor([2, 0, 0])), [2, 0, 0]),
+        (lambda layer: layer.batch_repeat_interleave(2), [0, 0, 1, 1, 2, 2]),
+        (lambda layer: layer.batch_select_indices(torch.tensor([2, 1])), [2, 1]),
+    ],
+    ids=["reorder", "repeat", "select"],
+)
+def test_rows_move_with_their_tier(change, order, device):
+    kv = tokens(0, 90, batch=3, device=device)
+    layer = filled(LOOSE, kv)
+    LOOSE.attend(step(layer))
+    pointers = [x.data_ptr() for x in (layer.keys, *layer.tier)]
+    change(layer)
+    if len(order) == 3:
+        assert [x.data_ptr() for x in (layer.keys, *layer.tier)] == pointers
+    q = random(7, len(order), HEADS, 1, DIM).to(device)
+    found, fresh = step(layer), step(filled(LOOSE, kv[:, order]))
+    found.q = fresh.q = q
+    assert torch.equal(LOOSE.attend(found), LOOSE.attend(fresh))
+
+
+def test_reset_empties_the_layer(device):
+    layer = filled(LOOSE, tokens(0, 90, device=device))
+    LOOSE.attend(step(layer))
+    layer.reset()
+    assert int(layer.tier.progress.sum()) == 0 and float(layer.telemetry.sum()) == 0
+    layer.update(*tokens(1, 40, device=device))
+    want = LOOSE.attend(step(filled(LOOSE, tokens(1, 40, device=device))))
+    assert torch.equal(LOOSE.attend(step(layer)), want)
+
+
+def test_dense_where_there_is_no_tier_of_these_keys(device):
+    kv = tokens(0, 90, device=device)
+    plain = PlugLayer(max_cache_len=SIZE)
+    plain.update(*kv)
+    small = filled(dataclasses.replace(LOOSE, min_tokens=SIZE + 1), kv)
+    other = filled(dataclasses.replace(LOOSE, block=32), kv)
+    lent = step(filled(LOOSE, kv))
+    lent.k = lent.k.clone()
+    for call in (step(plain), step(small), step(other), lent):
+        assert torch.equal(LOOSE.attend(call), Dense().attend(call))
+    assert small.tier is None
+
+
+def test_the_tier_is_half_of_the_cache():
+    layer = filled(Certified(min_tokens=0), tokens(0, 64).bfloat16(), 4096)
+    assert layer.tier.nbytes() < 0.48 * (layer.keys.nbytes + layer.values.nbytes)
+
+
+def test_no_host_memory_is_an_error_at_allocation(monkeypatch):
+    """On a GPU whose host has none left to pin."""
+    real = torch.zeros
+
+    def full(*args, pin_memory=False, **options):
+        if pin_memory:
+            raise RuntimeError("CUDA error: out of memory")
+        return real(*args, **options)
+
+    monkeypatch.setattr(pinned.torch, "zeros", full)
+    monkeypatch.setattr(pinned.torch.cuda, "device", lambda device: monkeypatch.context())
+    with pytest.raises(HostMemoryError, match=r"1\.00 GiB of pinned host memory cannot be had"):
+        pinned.host_zeros((2**28,), torch.float32, "cuda")
+
+
+@pytest.mark.gpu
+def test_originals_are_in_host_memory():
+    before = torch.cuda.memory_allocated()
+    x = pinned.host_zeros((1 << 24,), torch.bfloat16, "cuda")
+    assert x.is_cuda and torch.cuda.memory_allocated() == before
+    x.fill_(3)
+    torch.cuda.synchronize()
+    assert float(x[123]) == 3 and x.clone().data_ptr() != x.data_ptr()
+    layer = filled(dataclasses.replace(LOOSE, originals="host"), tokens(0, 90, device="cuda"))
+    assert layer.keys.is_cuda and copy.copy(layer).keys is layer.keys
+
+
+def test_a_model_generates_and_its_certificates_are_reported(device):
+    model = tiny_model(device=device)
+    ids = torch.randint(2, 96, (2, 60), generator=torch.Generator().manual_seed(0)).to(device)
+    with attnplug.applied(model, EXACT), torch.no_grad():
+        cache = attnplug.make_cache(model, 128)
+        model(ids, past_key_values=cache)
+        for _ in range(5):
+            model(ids[:, :1], past_key_values=cache)
+        rows = certificates(cache)
+    assert [row.layer for row in rows] == [0, 1]
+    for row in rows:
+        assert row.head_steps == 5 * 2 * 4 and row.key_max == row.value_max == 0.0
+        assert row.values > 0 and row.link_bytes > 0 and 0 <= row.exact <= 1
+        assert row.tier_bytes == cache.layers[row.layer].tier.nbytes()
+
+
+def test_the_report_decodes_and_shows_certificates():
+    """What `attnplug report MODEL --policy certified --steps 3` prints."""
+
+    def tokenizer(text, return_tensors):
+        return SimpleNamespace(input_ids=torch.tensor([list(text.encode())]) % 90 + 2)
+
+    with attnplug.applied(tiny_model(), EXACT) as model:
+        shown = certify.run(model, tokenizer, 40, 3)
+    assert shown.row_count == 2
+    cells = {column.header: list(column.cells) for column in shown.columns}
+    assert cells["head-steps"] == ["12", "12"] and cells["rung 4"] == ["0", "0"]
+    with attnplug.applied(tiny_model(), "certified") as model:
+        assert certify.run(model, tokenizer, 40, 1).row_count == 0
+
+
+def test_it_composes_with_momo():
+    policy = attnplug.policies.parse("momo(gamma=8)+certified(block=16)")
+    assert str(policy) == "momo(gamma=8)+certified(block=16)"
+    assert isinstance(policy.decode, Certified) and policy.prefill.name == "momo"
+
+
+def test_note_says_what_is_where():
+    shape = LayerShape(4, 2, 64, 0.0, False, torch.device("cuda"))
+    note = Certified().note(shape)
+    assert "originals on the host" in note and "16,384 tokens" in note
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"block": 48}, "block=48, needs 16, 32, 64, 128"),
+        ({"coverage": 2}, "coverage=2, needs 0 to 1"),
+        ({"k_min": 0}, "k_min=0, needs at least ranking"),
+        ({"k_max": 1}, "k_max=1, needs k_min to 1024"),
+        ({"ranking": 5}, "ranking=5, needs 0 to 4"),
+        ({"tolerance": -1.0}, "tolerance=-1.0, needs None or at least 0"),
+        ({"explore": 1.5}, "explore=1.5, needs 0 to 1"),
+        ({"originals": "disk"}, "originals='disk', needs 'host' or 'device'"),
+        ({"min_tokens": 1.5}, "min_tokens=1.5, needs None or an integer"),
+    ],
+    ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
+)
+def test_refuses(options, message):
+    with pytest.raises(PolicyError, match=message):
+        Certified(**options)
