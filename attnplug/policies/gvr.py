@@ -174,7 +174,8 @@ class GvrLayer(PlugLayer):
         host. NaN before the second step."""
         now, before = (x.flatten(0, 1).cpu() for x in (self.picks, self.before))
         shares = [
-            torch.isin(a[a >= 0], b[b >= 0]).float().mean() for a, b in zip(now, before, strict=True)
+            torch.isin(a[a >= 0], b[b >= 0]).float().mean()
+            for a, b in zip(now, before, strict=True)
         ]
         return float(torch.stack(shares).mean()) if (before >= 0).any() else float("nan")
 
