@@ -1,0 +1,98 @@
+"""certified decode of one layer (quantize what is due, attend, bound, check) against cuDNN's dense
+decode in the same run: one query a sequence, bf16, 32/8 heads of 128. Originals in pinned host
+memory, as a user has them, and on the device.
+
+Gaussian keys and values, with one key that most of the attention goes to: attention that is spread
+evenly has no first block, so that the ranking check would recompute every head from the host.
+`bound` promotes two blocks and leaves the rest to the certificate; `paper` are the paper's options.
+Every call reads inputs that are not in the L2. `tier_bytes` and `link_bytes` stand in `options`.
+"""
+
+import dataclasses
+import functools
+
+import pytest
+import torch
+from peers import cudnn_attention
+
+from attnplug import Certified
+from attnplug.ops.certified_attention import TELEMETRY
+from attnplug.policies import AttentionCall
+
+HEADS_Q, HEADS_KV, WIDTH = 32, 8, 128
+SCALE = WIDTH**-0.5
+BOUND = Certified(coverage=0.0, v_tol=1e30, explore=0.0, min_tokens=0)
+PAPER = Certified(explore=0.0, min_tokens=0)
+
+
+def inputs(policy: Certified, batch: int, n: int, seed: int):
+    """(layer with n valid tokens, quantized; call of a step)."""
+    random = torch.Generator("cuda").manual_seed(seed)
+    normal = functools.partial(torch.randn, dtype=torch.bfloat16, device="cuda", generator=random)
+    q = normal(batch, HEADS_Q, 1, WIDTH)
+    k, v = (normal(batch, HEADS_KV, n, WIDTH) for _ in range(2))
+    heads = q.float().unflatten(1, (HEADS_KV, -1))[:, :, :, 0]
+    middle = heads.mean(2)
+    least = (heads * middle.unsqueeze(2)).sum(-1).amin(-1, keepdim=True) * SCALE
+    k[:, :, 3] = (13 * middle / least).to(k.dtype)
+    layer = policy.cache_layer(n)
+    layer.update(k, v)
+    call = AttentionCall(
+        q,
+        layer.keys,
+        layer.values,
+        SCALE,
+        lengths=layer.cumulative_length.reshape(1),
+        state=layer,
+    )
+    policy.attend(call)  # quantizes
+    layer.telemetry.zero_()
+    return layer, call, k, v
+
+
+def run(gpu_bench, policy: Certified, batch: int, n: int, options: str):
+    row_bytes = HEADS_KV * n * (WIDTH + 4 * WIDTH // policy.block + WIDTH // 2 + WIDTH // 4)
+    sets = gpu_bench.sets(batch * row_bytes)
+    made = [inputs(policy, batch, n, seed) for seed in range(sets)]
+    for _, call, _, _ in made:
+        policy.attend(call)
+    layer = made[0][0]
+    fields = dict(zip(TELEMETRY, layer.telemetry.sum((0, 1, 2)).tolist(), strict=True))
+    link = (fields["key_tokens"] + fields["value_tokens"]) * WIDTH * 2
+    share = layer.tier.nbytes() / (2 * made[0][2].nbytes)
+    again = (fields["head"] + fields["row"]) / max(1.0, fields["steps"])
+    gpu_bench(
+        op="certified", case="op", n=n, batch=batch, heads_q=HEADS_Q, heads_kv=HEADS_KV,
+        head_dim=WIDTH, dtype=torch.bfloat16,
+        options=f"{options}, link {link / 2**20:.2f} MiB, tier {share:.3f}, exact {again:.3f}",
+        fns=[functools.partial(policy.attend, call) for _, call, _, _ in made], peer="cudnn",
+        peer_fns=[
+            functools.partial(cudnn_attention, call.q, k, v, scale=SCALE)
+            for _, call, k, v in made
+        ],
+        bytes=batch * row_bytes, flops=4 * batch * n * HEADS_Q * WIDTH,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("n", [8192, 32768, 65536, 131072])
+@pytest.mark.parametrize("batch", [1, 4])
+@pytest.mark.parametrize("originals", ["host", "device"])
+def test_certified(gpu_bench, originals, batch, n):
+    policy = dataclasses.replace(BOUND, originals=originals)
+    run(gpu_bench, policy, batch, n, f"bound, block=64, originals={originals}")
+
+
+@pytest.mark.parametrize("n", [65536, 131072])
+@pytest.mark.parametrize("originals", ["host", "device"])
+def test_the_papers_options(gpu_bench, originals, n):
+    policy = dataclasses.replace(PAPER, originals=originals)
+    run(gpu_bench, policy, 1, n, f"paper, block=64, originals={originals}")
+
+
+@pytest.mark.parametrize("n", [65536, 131072])
+def test_blocks_of_16(gpu_bench, n):
+    run(gpu_bench, dataclasses.replace(BOUND, block=16), 1, n, "bound, block=16, originals=host")
+
+
+def test_256k(gpu_bench):
+    run(gpu_bench, BOUND, 1, 262144, "bound, block=64, originals=host")
