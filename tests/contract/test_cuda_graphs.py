@@ -11,8 +11,9 @@ POLICIES = [
     "dense",
     "momo(gamma=8, block=16, query_block=16, top_k=4, exact_k=1, min_tokens=0)",
     "gather(k=8, block=16, local=2, min_tokens=0)",
+    "certified(block=16, coverage=1.0, k_min=64, v_tol=0.0, min_tokens=0)",
 ]
-NAMES = ["dense", "momo", "gather"]
+NAMES = ["dense", "momo", "gather", "certified"]
 pytestmark = [
     pytest.mark.gpu,
     # Inductor imports what it deprecates, and says so where the machine is small.

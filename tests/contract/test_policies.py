@@ -18,6 +18,16 @@ POLICIES = {
         "gather(k=1, block=16, local=2, min_tokens=0)",
         "gather(k=8, block=16, local=2, min_tokens=0)",
     ),
+    "certified": (
+        "certified(block=16, min_tokens=0)",
+        "certified(block=16, coverage=1.0, k_min=64, v_tol=0.0, min_tokens=0)",
+    ),
+    "momo+certified": (
+        "momo(gamma=8, block=16, query_block=16, top_k=2, exact_k=1, min_tokens=0)"
+        "+certified(block=16, min_tokens=0)",
+        "momo(gamma=8, block=16, query_block=16, top_k=8, exact_k=8, min_tokens=0)"
+        "+certified(block=16, coverage=1.0, k_min=64, v_tol=0.0, min_tokens=0)",
+    ),
     "momo+gather": (
         "momo(gamma=8, block=16, query_block=16, top_k=2, exact_k=1, min_tokens=0)"
         "+gather(k=1, block=16, local=2, min_tokens=0)",
