@@ -47,7 +47,7 @@ TIMED = """async (action) => {
   if (action === "select a block")
     app.selectBlocks(Math.floor(meta.queryBlocks * (0.5 + Math.random() / 2)), 3);
   const results = document.getElementById("results");
-  if (action === "search") { results.replaceChildren(); value("search", "number is"); }
+  if (action === "search") { results.replaceChildren(); value("search", "the"); }
   do await frame();
   while (map.busy() || app.busy() || (action === "search" && !results.children.length));
   await frame();
