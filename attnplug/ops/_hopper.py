@@ -49,7 +49,7 @@ INTEGERS = (
 @gluon.jit(do_not_specialize=INTEGERS)
 def attention_kernel(
     QD, KD, VD, TD, OUT, LSE, DENSE, LIST, COUNT, LENGTHS, INDEX, SCORE,
-    lengths_stride, T, S, R, NQ, HK, across, window, gamma, items, listed, free, scale,
+    lengths_stride, T, S, R, NQ, HK, across, window, gamma, items, listed, free, scale, weight,
     SPARSE: gl.constexpr, D: gl.constexpr, GROUP: gl.constexpr, PACK: gl.constexpr,
     SELECT: gl.constexpr, EXACT: gl.constexpr, DELTA: gl.constexpr, HAS_LENGTHS: gl.constexpr,
     ST: gl.constexpr, RING: gl.constexpr,
@@ -93,11 +93,11 @@ def attention_kernel(
         gl.warp_specialize([
             (consumer, (OUT, LSE, DENSE, COUNT, LENGTHS, q_s, k_s, v_s, ring, kf, ke, vf, ve, qf,
                          qe, sf, se, lengths_stride, T, S, R, NQ, HK, across, window, gamma, items,
-                         scale, gl.constexpr(0), SPARSE, D, GROUP, PACK, SELECT, DELTA,
+                         scale, weight, gl.constexpr(0), SPARSE, D, GROUP, PACK, SELECT, DELTA,
                          HAS_LENGTHS, ST, RING)),
             (consumer, (OUT, LSE, DENSE, COUNT, LENGTHS, q_s, k_s, v_s, ring, kf, ke, vf, ve, qf,
                          qe, sf, se, lengths_stride, T, S, R, NQ, HK, across, window, gamma, items,
-                         scale, gl.constexpr(1), SPARSE, D, GROUP, PACK, SELECT, DELTA,
+                         scale, weight, gl.constexpr(1), SPARSE, D, GROUP, PACK, SELECT, DELTA,
                          HAS_LENGTHS, ST, RING)),
             (producer, (QD, KD, VD, TD, LIST, COUNT, LENGTHS, q_p, k_p, v_p, kf, ke, vf, ve, qf,
                          qe, lengths_stride, T, S, R, NQ, HK, across, window, gamma, items, listed,
@@ -110,11 +110,11 @@ def attention_kernel(
         gl.warp_specialize([
             (consumer, (OUT, LSE, DENSE, COUNT, LENGTHS, q_s, k_s, v_s, ring, kf, ke, vf, ve, qf,
                          qe, sf, se, lengths_stride, T, S, R, NQ, HK, across, window, gamma, items,
-                         scale, gl.constexpr(0), SPARSE, D, GROUP, PACK, SELECT, DELTA,
+                         scale, weight, gl.constexpr(0), SPARSE, D, GROUP, PACK, SELECT, DELTA,
                          HAS_LENGTHS, ST, RING)),
             (consumer, (OUT, LSE, DENSE, COUNT, LENGTHS, q_s, k_s, v_s, ring, kf, ke, vf, ve, qf,
                          qe, sf, se, lengths_stride, T, S, R, NQ, HK, across, window, gamma, items,
-                         scale, gl.constexpr(1), SPARSE, D, GROUP, PACK, SELECT, DELTA,
+                         scale, weight, gl.constexpr(1), SPARSE, D, GROUP, PACK, SELECT, DELTA,
                          HAS_LENGTHS, ST, RING)),
             (producer, (QD, KD, VD, TD, LIST, COUNT, LENGTHS, q_p, k_p, v_p, kf, ke, vf, ve, qf,
                          qe, lengths_stride, T, S, R, NQ, HK, across, window, gamma, items, listed,
@@ -126,11 +126,11 @@ def attention_kernel(
         gl.warp_specialize([
             (consumer, (OUT, LSE, DENSE, COUNT, LENGTHS, q_s, k_s, v_s, ring, kf, ke, vf, ve, qf,
                          qe, sf, se, lengths_stride, T, S, R, NQ, HK, across, window, gamma, items,
-                         scale, gl.constexpr(0), SPARSE, D, GROUP, PACK, SELECT, DELTA,
+                         scale, weight, gl.constexpr(0), SPARSE, D, GROUP, PACK, SELECT, DELTA,
                          HAS_LENGTHS, ST, RING)),
             (consumer, (OUT, LSE, DENSE, COUNT, LENGTHS, q_s, k_s, v_s, ring, kf, ke, vf, ve, qf,
                          qe, sf, se, lengths_stride, T, S, R, NQ, HK, across, window, gamma, items,
-                         scale, gl.constexpr(1), SPARSE, D, GROUP, PACK, SELECT, DELTA,
+                         scale, weight, gl.constexpr(1), SPARSE, D, GROUP, PACK, SELECT, DELTA,
                          HAS_LENGTHS, ST, RING)),
             (producer, (QD, KD, VD, TD, LIST, COUNT, LENGTHS, q_p, k_p, v_p, kf, ke, vf, ve, qf,
                          qe, lengths_stride, T, S, R, NQ, HK, across, window, gamma, items, listed,
@@ -207,7 +207,7 @@ def _values_tail(v: torch.Tensor, lengths: torch.Tensor, stride: int) -> torch.T
 
 def _launch(
     q, k, v, out, lse, scale, lengths, *, items, across, gamma, pack, sparse,
-    lists=None, count=None, window=0, dense=None, delta=0, index=None, score=None, exact=0,
+    lists=None, count=None, window=0, dense=None, delta=0, weight=1.0, index=None, score=None, exact=0,
     kept=0,
 ):  # fmt: skip
     stride = row_step(lengths)
@@ -224,6 +224,7 @@ def _launch(
         (q.shape[2] + gamma - 1) // gamma, triton.cdiv(q.shape[2], QUERY_BLOCK), k.shape[1],
         across, window, gamma, items, 0 if lists is None else lists.shape[3],
         (0, 0 if index is None else index.shape[3] - exact, kept)[select], scale * LOG2E,
+        float(weight),
         SPARSE=sparse, D=q.shape[3], GROUP=group, PACK=pack, SELECT=select, EXACT=exact,
         DELTA=delta, HAS_LENGTHS=lengths is not None, ST=2, RING=4, num_warps=4,
     )  # fmt: skip
@@ -259,13 +260,15 @@ def launch_scores(q, k, v, scale, gamma, lengths, out, lse, score):
     )  # fmt: skip
 
 
-def launch_block_sparse(q, k, v, lists, count, scale, window, lengths, dense, gamma, out, lse):
+def launch_block_sparse(
+    q, k, v, lists, count, scale, window, lengths, dense, gamma, weight, out, lse
+):
     """block_sparse_attention with QUERY_BLOCK queries and BLOCK keys a block, over lists of
     distinct blocks before the local part. `dense` `[B,Hq,ceil(T/gamma),D]` or None: correct by it
-    (delta_correct), gamma a power of two up to MAX_DELTA."""
+    with that weight (delta_correct), gamma a power of two up to MAX_DELTA."""
     items = q.shape[0] * q.shape[1] * triton.cdiv(q.shape[2], QUERY_BLOCK)
     _launch(
         q, k, v, out, lse, scale, lengths, items=items, across=1,
         gamma=gamma if dense is not None else 1, pack=1, sparse=True, lists=lists,
-        count=count, window=window, dense=dense, delta=0 if dense is None else gamma,
+        count=count, window=window, dense=dense, delta=0 if dense is None else gamma, weight=weight,
     )  # fmt: skip

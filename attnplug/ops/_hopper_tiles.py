@@ -185,7 +185,7 @@ def _emit(p, m, ring, sf, se, it, W: gl.constexpr, RL: gl.constexpr, RING: gl.co
 @gluon.jit
 def consumer(
     OUT, LSE, DENSE, COUNT, LENGTHS, q_s, k_s, v_s, ring, kf, ke, vf, ve, qf, qe, sf, se,
-    lengths_stride, T, S, R, NQ, HK, across, window, gamma, items, scale,
+    lengths_stride, T, S, R, NQ, HK, across, window, gamma, items, scale, weight,
     W: gl.constexpr, SPARSE: gl.constexpr, D: gl.constexpr, GROUP: gl.constexpr,
     PACK: gl.constexpr, SELECT: gl.constexpr, DELTA: gl.constexpr, HAS_LENGTHS: gl.constexpr,
     ST: gl.constexpr, RING: gl.constexpr,
@@ -273,14 +273,14 @@ def consumer(
         acc = warpgroup_mma_wait(0, deps=[acc])
         mbarrier.arrive(ve.index(slot))
         _finish(
-            acc, m, total, OUT, LSE, DENSE, b * HK * GROUP + head, row, T, R,
+            acc, m, total, OUT, LSE, DENSE, b * HK * GROUP + head, row, T, R, weight,
             W, SPARSE, D, PACK, DELTA,
         )  # fmt: skip
 
 
 @gluon.jit
 def _finish(
-    acc, m, total, OUT, LSE, DENSE, head, row, T, R,
+    acc, m, total, OUT, LSE, DENSE, head, row, T, R, weight,
     W: gl.constexpr, SPARSE: gl.constexpr, D: gl.constexpr, PACK: gl.constexpr,
     DELTA: gl.constexpr,
 ):  # fmt: skip
@@ -300,7 +300,7 @@ def _finish(
         place = (head + m_row // ROWS) * R.to(gl.int64) + r
     out = acc / total[:, None]
     if DELTA:
-        # a group's rows are one warp's: out[t] + (dense[i] - out[first of group i]), in registers
+        # a group's rows are one warp's: out[t] + weight (dense[i] - out[first of group i])
         first = (m_row % DELTA == 0)[:, None]
         groups = gl.where(first, out, 0.0).reshape([64 // DELTA, DELTA, D])
         base, _ = gl.broadcast(gl.sum(groups, 1).expand_dims(1), groups)
@@ -308,6 +308,6 @@ def _finish(
         dense_row = head * R.to(gl.int64) + r // DELTA
         dense = gl.load(DENSE + dense_row[:, None] * D + d[None, :], mask=live[:, None], other=0.0)
         dense = dense.to(gl.float32)
-        out = gl.where(first, dense, out + (dense - base))
+        out = gl.where(first, dense, out + weight * (dense - base))
     gl.store(OUT + place[:, None] * D + d[None, :], out.to(OUT.dtype.element_ty), live[:, None])
     gl.store(LSE + place, (m + gl.log2(total)) * LN2, mask=live)

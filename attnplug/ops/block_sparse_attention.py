@@ -55,6 +55,7 @@ def block_sparse_attention(
     softcap: float = 0.0,
     rows: torch.Tensor | None = None,
     gamma: int = 16,
+    weight: float = 1.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Exact causal softmax attention over listed key blocks, the sink and a local part.
 
@@ -69,7 +70,8 @@ def block_sparse_attention(
     window in tokens. softcap > 0: logits become softcap * tanh(logit / softcap).
 
     rows `[B,Hq,ceil(T/gamma),D]`: the dense outputs of every gamma-th query. Given, out is
-    corrected by them as delta_correct does; lse stays that of the sparse attention.
+    corrected by them as delta_correct does, with its gamma and weight; lse stays that of the
+    sparse attention.
 
     Returns out `[B,Hq,T,D]` in q's dtype and lse `[B,Hq,T]` fp32 (natural log). A query that sees
     no key (padding, all masked) gives 0 and -inf.
@@ -79,7 +81,7 @@ def block_sparse_attention(
     refuse_gradients(NAME, q, k, v, rows)
     return _OP(
         q, k, v, index, scale, query_block, block, sink, window, lengths, start, key_mask, softcap,
-        rows, gamma,
+        rows, gamma, weight,
     )  # fmt: skip
 
 
@@ -99,6 +101,7 @@ def _allocate(
     softcap,
     rows,
     gamma,
+    weight,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     check_attention_inputs(NAME, q, k, v)
     check_sequence_inputs(NAME, q, k, lengths, start, key_mask)
@@ -122,6 +125,7 @@ def _allocate(
         f"index names {index.shape[3]} blocks a query block, at most {MAX_BLOCKS} are sorted",
     )
     require(gamma >= 1, NAME, f"gamma is {gamma}, needs at least 1")
+    require(0 <= weight <= 1, NAME, f"weight is {weight}, needs 0 to 1")
     if rows is not None:
         shape = (*q.shape[:2], (q.shape[2] + gamma - 1) // gamma, q.shape[3])
         require(
@@ -247,7 +251,7 @@ def _reference(
 
 def _cpu(
     q, k, v, index, scale, query_block, block, sink, window, lengths, start, key_mask, softcap,
-    rows, gamma, out, lse,
+    rows, gamma, weight, out, lse,
 ):  # fmt: skip
     batch, keys = k.shape[0], k.shape[2]
     length = torch.full((batch,), keys) if lengths is None else lengths.long().expand(batch)
@@ -271,7 +275,7 @@ def _cpu(
         wide.numpy(), lse.numpy(),
     )  # fmt: skip
     if rows is not None:
-        wide = correct_on_cpu(wide, rows, gamma, lengths, start, keys)
+        wide = correct_on_cpu(wide, rows, gamma, weight, lengths, start, keys)
     out.copy_(wide)
 
 
@@ -280,7 +284,7 @@ def _cpu(
 
 def launch_block_sparse_attention(
     q, k, v, index, scale, query_block, block, sink, window, lengths, start, key_mask, softcap,
-    rows, gamma, out, lse,
+    rows, gamma, weight, out, lse,
 ):  # fmt: skip
     """Fill `out` and `lse`; allocates the lists, nothing data dependent. Which kernel runs is
     decided by what the host knows, no value is read."""
@@ -297,8 +301,8 @@ def launch_block_sparse_attention(
     sparse = out if rows is None or fused else torch.empty_like(out)
     if hopper:
         _hopper.launch_block_sparse(
-            q, k, v, lists, count, scale, window, lengths, rows if fused else None, gamma, sparse,
-            lse,
+            q, k, v, lists, count, scale, window, lengths, rows if fused else None, gamma, weight,
+            sparse, lse,
         )  # fmt: skip
     else:
         launch_triton(
@@ -306,13 +310,13 @@ def launch_block_sparse_attention(
             softcap, sparse, lse,
         )  # fmt: skip
     if sparse is not out:
-        launch_delta_correct(sparse, rows, gamma, lengths, start, keys, out)
+        launch_delta_correct(sparse, rows, gamma, weight, lengths, start, keys, out)
 
 
 _OP = define_op(
     f"{NAME}(Tensor q, Tensor k, Tensor v, Tensor index, float scale, int query_block, int block, "
     "int sink, int window, Tensor? lengths, Tensor? start, Tensor? key_mask, float softcap, "
-    "Tensor? rows, int gamma) -> (Tensor, Tensor)",
+    "Tensor? rows, int gamma, float weight) -> (Tensor, Tensor)",
     allocate=_allocate,
     cpu=_cpu,
     cuda=launch_block_sparse_attention,

@@ -1,12 +1,13 @@
 """Delta correction: what dense attention adds at every gamma-th query, spread over its followers.
 
-    O[t] = O_*[t] + (O_g[i] - O_*[first + gamma i]),   i = (t - first) // gamma
+    O[t] = O_*[t] + weight (O_g[i] - O_*[first + gamma i]),   i = (t - first) // gamma
 
 O_* is the block-sparse output, O_g the dense output of the sparse rows, `first` the first query
-that is no padding. Rows first + gamma i are O_g[i] itself, bit for bit.
+that is no padding. Rows first + gamma i are O_g[i] itself, bit for bit, at any weight.
 
 Source: MOMO (Measure Once, Mask Once), section 3, Eq. (3), after Delta Attention (Willette et al.,
-2025).
+2025), for weight 1. What a row misses resembles what its followers miss only in part (docs/log.md):
+the whole difference then adds more error than it takes away, half of it does not.
 """
 
 import numba
@@ -25,15 +26,16 @@ def delta_correct(
     out_rows: torch.Tensor,
     *,
     gamma: int,
+    weight: float = 1.0,
     lengths: torch.Tensor | None = None,
     start: torch.Tensor | None = None,
     kv_length: int | None = None,
 ) -> torch.Tensor:
-    """O[t] = O_*[t] + O_g[(t-first)//gamma] - O_*[first + (t-first)//gamma*gamma].
+    """O[t] = O_*[t] + weight (O_g[(t-first)//gamma] - O_*[first + (t-first)//gamma*gamma]).
 
     out_sparse `[B,H,T,D]` is O_*, out_rows `[B,H,R,D]` is O_g with R = ceil(T/gamma), one dtype
-    (fp32, fp16, bf16); the sum is fp32 arithmetic, rounded once. lengths `[1]` or `[B]` and start
-    `[1]` or `[B]`, integers, as in the attention ops: the T queries are the last T of `lengths`
+    (fp32, fp16, bf16); the sum is fp32 arithmetic, rounded once. weight is 0 to 1. lengths `[1]` or
+    `[B]` and start `[1]` or `[B]`, integers, as in the attention ops: the T queries are the last T of `lengths`
     tokens (None: of `kv_length`, the S of k and v; None again: of T), and first = max(0, start -
     (length - T)). Queries before `first` are padding and give 0.
 
@@ -44,13 +46,14 @@ def delta_correct(
     refuse_gradients(NAME, out_sparse, out_rows)
     if kv_length is None:
         kv_length = out_sparse.shape[2]
-    return _OP(out_sparse, out_rows, gamma, lengths, start, kv_length)
+    return _OP(out_sparse, out_rows, gamma, weight, lengths, start, kv_length)
 
 
 def _allocate(
     out_sparse: torch.Tensor,
     out_rows: torch.Tensor,
     gamma: int,
+    weight: float,
     lengths: torch.Tensor | None,
     start: torch.Tensor | None,
     kv_length: int,
@@ -73,6 +76,7 @@ def _allocate(
         f"out_rows is on {out_rows.device}, out_sparse on {out_sparse.device}",
     )
     require(gamma >= 1, NAME, f"gamma is {gamma}, needs at least 1")
+    require(0 <= weight <= 1, NAME, f"weight is {weight}, needs 0 to 1")
     batch, heads, queries, dim = out_sparse.shape
     rows = (queries + gamma - 1) // gamma
     require(
@@ -106,7 +110,7 @@ def _allocate(
 
 
 @numba.njit(parallel=True, cache=True)
-def _reference(out_sparse, out_rows, gamma, first, out):
+def _reference(out_sparse, out_rows, gamma, weight, first, out):
     batch, heads, queries, dim = out_sparse.shape
     for item in numba.prange(batch * heads):
         b, h = item // heads, item % heads
@@ -121,7 +125,7 @@ def _reference(out_sparse, out_rows, gamma, first, out):
             else:
                 for d in range(dim):
                     delta = out_rows[b, h, row, d] - out_sparse[b, h, base, d]
-                    out[b, h, t, d] = out_sparse[b, h, t, d] + delta
+                    out[b, h, t, d] = out_sparse[b, h, t, d] + weight * delta
 
 
 def _first_queries(out_sparse, lengths, start, kv_length) -> np.ndarray:
@@ -131,17 +135,18 @@ def _first_queries(out_sparse, lengths, start, kv_length) -> np.ndarray:
     return (begin - (length - queries)).clamp(min=0).numpy()
 
 
-def _cpu(out_sparse, out_rows, gamma, lengths, start, kv_length, out):
-    out.copy_(correct_on_cpu(out_sparse, out_rows, gamma, lengths, start, kv_length))
+def _cpu(out_sparse, out_rows, gamma, weight, lengths, start, kv_length, out):
+    out.copy_(correct_on_cpu(out_sparse, out_rows, gamma, weight, lengths, start, kv_length))
 
 
-def correct_on_cpu(out_sparse, out_rows, gamma, lengths, start, kv_length) -> torch.Tensor:
+def correct_on_cpu(out_sparse, out_rows, gamma, weight, lengths, start, kv_length) -> torch.Tensor:
     """The numba reference, float32."""
     wide = torch.empty(out_sparse.shape, dtype=torch.float32)
     _reference(
         out_sparse.float().contiguous().numpy(),
         out_rows.float().contiguous().numpy(),
         gamma,
+        np.float32(weight),
         _first_queries(out_sparse, lengths, start, kv_length),
         wide.numpy(),
     )
@@ -162,6 +167,7 @@ def _delta_kernel(
     R,
     HEADS,
     kv_length,
+    weight,
     stride_sb,
     stride_sh,
     stride_st,
@@ -204,7 +210,7 @@ def _delta_kernel(
     own = tl.load(sparse + t.to(tl.int64)[:, None] * stride_st + d, mask=moved, other=0.0)
     anchor = tl.load(sparse + base.to(tl.int64)[:, None] * stride_st + d, mask=moved, other=0.0)
     delta = target.to(tl.float32) - anchor.to(tl.float32)
-    result = (own.to(tl.float32) + delta).to(OUT.dtype.element_ty)
+    result = (own.to(tl.float32) + weight * delta).to(OUT.dtype.element_ty)
     result = tl.where((t == base)[:, None], target, result)
     result = tl.where(live[:, None], result, 0.0)
     place = (bh * T + t)[:, None] * D + d
@@ -215,7 +221,7 @@ def _unit_last(x: torch.Tensor) -> torch.Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def launch_delta_correct(out_sparse, out_rows, gamma, lengths, start, kv_length, out):
+def launch_delta_correct(out_sparse, out_rows, gamma, weight, lengths, start, kv_length, out):
     """Fill `out` with the Triton kernel."""
     batch, heads, queries, dim = out.shape
     if out.numel() == 0:
@@ -232,6 +238,7 @@ def launch_delta_correct(out_sparse, out_rows, gamma, lengths, start, kv_length,
         rows.shape[2],
         heads,
         kv_length,
+        float(weight),
         *sparse.stride()[:3],
         *rows.stride()[:3],
         LENGTH_STRIDE=row_step(lengths),
@@ -245,8 +252,8 @@ def launch_delta_correct(out_sparse, out_rows, gamma, lengths, start, kv_length,
 
 
 _OP = define_op(
-    f"{NAME}(Tensor out_sparse, Tensor out_rows, int gamma, Tensor? lengths, Tensor? start, "
-    "SymInt kv_length) -> Tensor",
+    f"{NAME}(Tensor out_sparse, Tensor out_rows, int gamma, float weight, Tensor? lengths, "
+    "Tensor? start, SymInt kv_length) -> Tensor",
     allocate=_allocate,
     cpu=_cpu,
     cuda=launch_delta_correct,

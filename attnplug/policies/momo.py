@@ -4,7 +4,7 @@ A query-sparse pass attends densely from every gamma-th query and scores the key
 of a query block choose the ones that matter to them; a block-sparse pass attends from every query;
 and the query-sparse rows correct it by their difference (delta correction):
 
-    O[i] = O_*[i] + O_g[i // gamma] - O_*[(i // gamma) gamma]
+    O[i] = O_*[i] + delta (O_g[i // gamma] - O_*[(i // gamma) gamma])
 
 Source: "Measure Once, Mask Once: Delta Refined Block Sparse Attention" (shared/papers/003).
 Decode is another phase's business.
@@ -47,7 +47,8 @@ class Momo(Phase):
     "tournament" or "estimated" selection (the last one exact for exact_k of them), and merge says
     how their lists vote: by summed attention mass, or by mean score as the paper does.
     sink: first key blocks that are always read. window: keys before the query block always read.
-    delta: correct the sparse rows by the measured ones; False is block-sparse attention alone.
+    delta: how much of a measured row's difference from its sparse self its followers get; 1 is the
+    paper's correction, 0 leaves them block-sparse. Measured rows are dense at any.
     min_tokens: query tokens below which dense attention runs instead; None is the crossover
     measured on the kind of device, a multiple of the budget top_k x block.
     """
@@ -61,7 +62,7 @@ class Momo(Phase):
     merge: str = "mass"
     sink: int = 1
     window: int = 0
-    delta: bool = True
+    delta: float = 0.5
     min_tokens: int | None = None
 
     name: ClassVar[str] = "momo"
@@ -97,7 +98,8 @@ class Momo(Phase):
         check("merge", self.merge in merges, ", ".join(merges))
         joint = self.topk == "joint"
         check("merge", not joint or self.merge == "mass", "'mass' where topk='joint'")
-        check("delta", type(self.delta) is bool, "True or False")
+        share = type(self.delta) in (int, float) and 0 <= self.delta <= 1
+        check("delta", share, "0 to 1")
         tokens = self.min_tokens
         valid = tokens is None or (type(tokens) is int and tokens >= 0)
         check("min_tokens", valid, "None or an integer, at least 0")
@@ -130,16 +132,14 @@ class Momo(Phase):
             start=call.start,
             **call.options,
         )
-        if call.sinks is None and self.delta:
-            return attend(rows=rows.out, gamma=self.gamma)[0]
+        if call.sinks is None:
+            return attend(rows=rows.out, gamma=self.gamma, weight=self.delta)[0]
         sparse, lse = attend()
-        sparse = apply_sinks(sparse, lse, call.sinks)
-        if not self.delta:
-            return sparse
         return delta_correct(
-            sparse,
+            apply_sinks(sparse, lse, call.sinks),
             apply_sinks(rows.out, rows.lse, call.sinks),
             gamma=self.gamma,
+            weight=self.delta,
             lengths=call.lengths,
             start=call.start,
             kv_length=call.k.shape[2],

@@ -18,7 +18,7 @@ interpreted = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 DEFAULTS = dict(
     query_block=16, block=8, sink=1, window=0, lengths=None, start=None, key_mask=None,
-    softcap=0.0, rows=None, gamma=16,
+    softcap=0.0, rows=None, gamma=16, weight=1.0,
 )  # fmt: skip
 # Each line is one compiled kernel on CUDA: head dimension, dtype, query block, block, KV heads,
 # heads a group, softcap, key mask.
@@ -255,12 +255,13 @@ def test_rows_correct_the_output(device_path, gamma):
     rows = torch.randn(2, 4, -(-45 // gamma), 64, generator=generator)
     options = dict(lengths=torch.tensor([66]), start=torch.tensor([0, 30]))
     sparse, lse = call(device_path, q, k, v, index, 0.125, **options)
-    got, got_lse = call(device_path, q, k, v, index, 0.125, rows=rows, gamma=gamma, **options)
+    correction = dict(rows=rows, gamma=gamma, weight=0.5)
+    got, got_lse = call(device_path, q, k, v, index, 0.125, **correction, **options)
     assert torch.equal(got_lse, lse)
     for b, first in ((0, 0), (1, 9)):
         t = torch.arange(first, 45)
         row = (t - first) // gamma
-        want = sparse[b, :, t] + rows[b][:, row] - sparse[b][:, first + row * gamma]
+        want = sparse[b, :, t] + 0.5 * (rows[b][:, row] - sparse[b][:, first + row * gamma])
         torch.testing.assert_close(got[b, :, t], want, rtol=0, atol=1e-5)
         exact = torch.equal(got[b, :, first::gamma], rows[b][:, : len(range(first, 45, gamma))])
         assert exact and (got[b, :, :first] == 0).all()

@@ -13,29 +13,32 @@ from attnplug.ops.delta_correct import delta_correct
 op = importlib.import_module("attnplug.ops.delta_correct")
 
 
-def call(device_path, out_sparse, out_rows, gamma, lengths=None, start=None, kv_length=None):
+def call(
+    device_path, out_sparse, out_rows, gamma, lengths=None, start=None, kv_length=None, weight=1.0
+):
     device, path = device_path
     move = lambda x: x if x is None else x.to(device)  # noqa: E731
     tensors = [move(x) for x in (out_sparse, out_rows)]
     lengths, start = move(lengths), move(start)
     if path == "reference" or device == "cuda":
         return delta_correct(
-            *tensors, gamma=gamma, lengths=lengths, start=start, kv_length=kv_length
+            *tensors, gamma=gamma, weight=weight, lengths=lengths, start=start, kv_length=kv_length
         ).cpu()
-    args = (*tensors, gamma, lengths, start, kv_length or out_sparse.shape[2])
+    args = (*tensors, gamma, weight, lengths, start, kv_length or out_sparse.shape[2])
     out = op._allocate(*args)
     op.launch_delta_correct(*args, out)
     return out
 
 
-def oracle(out_sparse, out_rows, gamma, firsts):
+def oracle(out_sparse, out_rows, gamma, firsts, weight):
     """-> fp64 result, and per batch row the queries that are rows."""
     want = torch.zeros(out_sparse.shape, dtype=torch.float64)
     wide, rows = out_sparse.double(), out_rows.double()
     for b, first in enumerate(firsts):
         t = torch.arange(first, out_sparse.shape[2])
         row = (t - first) // gamma
-        want[b, :, t] = wide[b, :, t] + (rows[b, :, row] - wide[b, :, first + row * gamma])
+        want[b, :, t] = wide[b, :, t] + weight * (rows[b, :, row] - wide[b, :, first + row * gamma])
+        want[b, :, first::gamma] = rows[b, :, : len(t[::gamma])]
     return want
 
 
@@ -44,13 +47,16 @@ def oracle(out_sparse, out_rows, gamma, firsts):
     dim=st.sampled_from([64, 80, 128]),
     dtype=st.sampled_from([torch.float32, torch.float16, torch.bfloat16]),
     gamma=st.sampled_from([1, 4, 16]),
+    weight=st.sampled_from([0.0, 0.3, 0.5, 1.0]),
     queries=st.integers(1, 70),
     extra=st.integers(0, 30),
     by_tensor=st.booleans(),
     begins=st.lists(st.integers(0, 90), min_size=2, max_size=2),
     seed=st.integers(0, 2**31),
 )
-def test_matches_fp64(device_path, dim, dtype, gamma, queries, extra, by_tensor, begins, seed):
+def test_matches_fp64(
+    device_path, dim, dtype, gamma, weight, queries, extra, by_tensor, begins, seed
+):
     if device_path == ("cpu", "kernel") and dtype == torch.bfloat16:
         dtype = torch.float16  # the interpreter truncates when it rounds to bfloat16
     generator = torch.Generator().manual_seed(seed)
@@ -59,9 +65,10 @@ def test_matches_fp64(device_path, dim, dtype, gamma, queries, extra, by_tensor,
     out_rows = torch.randn(2, 3, rows, dim, generator=generator).to(dtype)
     length = queries + extra
     where = dict(lengths=torch.tensor([length])) if by_tensor else dict(kv_length=length)
+    where["weight"] = weight
     got = call(device_path, out_sparse, out_rows, gamma, start=torch.tensor(begins), **where)
     firsts = [min(max(0, begin - extra), queries) for begin in begins]
-    want = oracle(out_sparse, out_rows, gamma, firsts)
+    want = oracle(out_sparse, out_rows, gamma, firsts, weight)
     assert got.dtype == dtype
     # fp32 arithmetic and one rounding.
     slack = 0.51 * torch.finfo(dtype).eps * want.abs() + 1e-6
@@ -118,7 +125,7 @@ def test_opcheck(device):
     out_rows = torch.randn(2, 2, 3, 64, device=device)
     lengths, start = (torch.tensor([x], device=device) for x in (30, 12))
     for extra in ((None, None), (lengths, start)):
-        torch.library.opcheck(op._OP, (out_sparse, out_rows, 8, *extra, 20))
+        torch.library.opcheck(op._OP, (out_sparse, out_rows, 8, 0.5, *extra, 20))
 
 
 @pytest.mark.parametrize(
@@ -128,6 +135,7 @@ def test_opcheck(device):
         (dict(out_rows=torch.zeros(1, 2, 3, 64).half()), "out_rows is torch.float16"),
         (dict(out_sparse=torch.zeros(1, 2, 20, 64).long()), "out_sparse is torch.int64"),
         (dict(gamma=0), "gamma is 0"),
+        (dict(weight=1.5), "weight is 1.5, needs 0 to 1"),
         (dict(start=torch.tensor([1, 2])), r"start has shape \(2,\)"),
         (dict(lengths=torch.tensor([1.0])), "lengths is torch.float32"),
     ],

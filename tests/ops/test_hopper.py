@@ -211,7 +211,9 @@ def test_block_sparse(only_hopper, case):
         rows = torch.randn(batch, heads, -(-queries // gamma), dim, device="cuda").to(dtype)
     scale = 0.3 * (64 / dim) ** 0.5
     on_device = None if lengths is None else torch.tensor(lengths, device="cuda")
-    options = dict(scale=scale, window=window, lengths=on_device, rows=rows, gamma=gamma or 16)
+    options = dict(
+        scale=scale, window=window, lengths=on_device, rows=rows, gamma=gamma or 16, weight=0.5
+    )
     out, lse = block_sparse_attention(q, k, v, index, **options)
     t = torch.arange(queries, device="cuda")
     for b in range(batch):
@@ -229,7 +231,7 @@ def test_block_sparse(only_hopper, case):
         want = x.softmax(-1) @ values_of(q, v, b, length)
         torch.testing.assert_close(lse[b].double(), x.logsumexp(-1), atol=1e-4, rtol=1e-5)
         if rows is not None:
-            want = want + rows[b].double()[:, t // gamma] - want[:, t // gamma * gamma]
+            want = want + 0.5 * (rows[b].double()[:, t // gamma] - want[:, t // gamma * gamma])
             assert torch.equal(out[b, :, ::gamma], rows[b])
         assert_near(out[b], want, dtype)
 
@@ -360,7 +362,7 @@ def test_offsets_past_2_to_the_31(device, tokens, heads, dtype):
             row = attend(head, base, torch.arange(base + 1, device=device))
             assert row.abs().max() > 0.1
             assert (out[0, head, base].double() - row).abs().max() < tolerance
-            want = sparse(head, t) + row - sparse(head, base)
+            want = sparse(head, t) + momo.delta * (row - sparse(head, base))
             assert (out[0, head, t].double() - want).abs().max() < 2 * tolerance
 
 
@@ -390,7 +392,7 @@ _hopper.launch_scores(q, k, v, 0.1, 16, lengths, q[:, :, :16].clone(), lse, ever
 lists, count = torch.zeros(1, 4, 2, 5, dtype=torch.int32), torch.zeros(1, 4, 2, dtype=torch.int32)
 lse = torch.zeros(1, 4, 256)
 _hopper.launch_block_sparse(
-    q, k, v, lists, count, 0.1, 0, lengths, q[:, :, :16].clone(), 16, q.clone(), lse)
+    q, k, v, lists, count, 0.1, 0, lengths, q[:, :, :16].clone(), 16, 0.5, q.clone(), lse)
 print([("wgmma.mma_async" in kernel.asm["ptx"], "setmaxnreg" in kernel.asm["ptx"])
        for kernel in compiled if kernel is not None and kernel.asm["ptx"].count("mbarrier")])
 """
