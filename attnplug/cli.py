@@ -1,5 +1,5 @@
-"""The `attnplug` command: demo, report, eval, plan, trace, doctor. Errors are one line on stderr and exit
-code 1."""
+"""The `attnplug` command: demo, report, eval, plan, trace, doctor. Errors are one line on stderr
+and exit code 1."""
 
 import contextlib
 from collections.abc import Iterator

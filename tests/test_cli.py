@@ -18,7 +18,7 @@ def test_help_names_the_commands_that_work():
     assert result.exit_code == 0
     commands = [line.split()[1] for line in result.output.splitlines() if line.startswith("│ ")]
     named = [name for name in commands if not name.startswith("-")]
-    assert named == ["demo", "report", "eval", "doctor", "trace"]
+    assert named == ["demo", "report", "eval", "plan", "doctor", "trace"]
 
 
 def test_report_shows_what_runs_where():
@@ -39,6 +39,11 @@ def test_report_shows_what_runs_where():
         (("eval", "m", "--policy", "momo", "--tasks", "niah"), "task is 'niah', needs one of"),
         (("eval", "m", "--policy", "momo", "--lengths", "4K"), "lengths is '4K', needs numbers"),
         (("eval", "m", "--policy", "moomoo"), "there is no method 'moomoo'"),
+        (("plan", "qwen2.5-7b", "--context", "8K"), "context is '8K', needs numbers with commas"),
+        (("plan", "qwen2.5-7b", "--batch", "0"), "batch is 0, needs at least 1"),
+        (("plan", "qwen2.5-7b", "--policy", "momo"), "'momo' does not decode with gather"),
+        (("plan", "no/such-model"), "'no/such-model' is none of qwen2.5-7b, llama-3.1-8b and has"),
+        (("plan", "qwen2.5-7b", "--rows", "none.json"), "none.json cannot be read as benchmark"),
         (("trace", "m", "--prompt", "a b", "--policy", "moo"), "there is no method 'moo'"),
         (("trace", "m", "--prompt", "a b", "--block", "48"), "stream: block=48, needs 16, 32"),
         (("trace", "m"), "give the text with --prompt TEXT or with --file PATH, one of them"),

@@ -1,0 +1,259 @@
+"""The bill: what a decode step costs with dense attention and with `gather`, before it is run.
+
+    t_dense(n, B)  = (W + B A_d(n)) / beta + c0,        A_d = 2 L Hkv D bytes n
+    t_gather(n, B) = (W + B A_g(n)) / beta + c0 + c1,   A_g = the keep set and the summaries
+
+W are the weights that a step reads, A the cache that one sequence of n tokens reads, both in bytes;
+beta is the bandwidth, c0 what a step takes beside reading, c1 what gather adds to that. beta and c0
+come from measured dense steps alone, c1 from gather's. Source: "Attention Pays Its Bill"
+(shared/papers/000).
+"""
+
+import dataclasses
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from rich.table import Table
+
+from attnplug.errors import ArgumentError
+from attnplug.policies.gather import Gather
+
+CONTEXTS = tuple(1 << power for power in range(12, 21))
+BATCHES = (1, 2, 4, 8, 16, 32, 64)
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """What of a model the bill needs: layers of full attention, KV heads, head dimension, bytes of
+    weights that a step reads, and bytes an element of the cache."""
+
+    layers: int
+    heads_kv: int
+    head_dim: int
+    weights: float
+    itemsize: int = 2
+
+    def cached(self, tokens: float) -> float:
+        """Bytes of keys and values of so many tokens."""
+        return 2 * self.layers * self.heads_kv * self.head_dim * self.itemsize * tokens
+
+    def gathered(self, policy: Gather, tokens: int) -> float:
+        """Bytes that a step of `policy` reads of one sequence."""
+        kept = min((policy.sink + policy.local + policy.k) * policy.block, tokens)
+        summaries = tokens // policy.block if policy.k else 0
+        return self.cached(kept + summaries * (0.5 if policy.scoring == "mean" else 1.0))
+
+
+SHAPES = {
+    "qwen2.5-7b": Shape(28, 4, 128, 14_141_238_272),
+    "llama-3.1-8b": Shape(32, 8, 128, 15_009_849_344),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Bill:
+    """Of one machine: bytes a second, seconds a step beside reading, and gather's extra seconds."""
+
+    bandwidth: float
+    fixed: float
+    extra: float = 0.0
+    source: str = ""
+
+    def dense(self, shape: Shape, tokens: int, batch: int) -> float:
+        """Seconds of a step with dense attention."""
+        return (shape.weights + batch * shape.cached(tokens)) / self.bandwidth + self.fixed
+
+    def gather(self, shape: Shape, tokens: int, batch: int, policy: Gather) -> float:
+        """Seconds of a step with `policy`, were it to run at every length."""
+        read = shape.weights + batch * shape.gathered(policy, tokens)
+        return read / self.bandwidth + self.fixed + self.extra
+
+    def speedup(self, shape: Shape, tokens: int, batch: int, policy: Gather) -> float:
+        return self.dense(shape, tokens, batch) / self.gather(shape, tokens, batch, policy)
+
+    def crossover(self, shape: Shape, batch: int, policy: Gather) -> int | None:
+        """The fewest tokens, a multiple of the block, from which on gather is faster; None where
+        that is beyond 16M tokens. Past the keep set dense grows faster, so there is one point."""
+        low, high = 0, (1 << 24) // policy.block
+        if self.speedup(shape, high * policy.block, batch, policy) <= 1:
+            return None
+        while high - low > 1:
+            middle = (low + high) // 2
+            if self.speedup(shape, middle * policy.block, batch, policy) > 1:
+                high = middle
+            else:
+                low = middle
+        return high * policy.block
+
+
+# Fitted to the two dense rows of bench/results/e2e_decode.json (batch 1, 8K and 128K tokens).
+H200 = Bill(
+    4.291e12, 1.849e-3, source="one NVIDIA H200, compiled decode; gather's extra unmeasured"
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Fit:
+    """A bill and how well it tells the rows: R2 on the dense ones, and for every batch size the
+    mean relative error of a fit without it (none where too few rows are left)."""
+
+    bill: Bill
+    r2: float
+    held_out: dict[int, float]
+
+
+def fit(rows: Iterable[Mapping[str, Any]]) -> Fit:
+    """Fit a bill to end-to-end decode rows of one machine, as `bench` writes them (`case`, `op`,
+    `batch`, `bytes`, `p50_us`). Raises ArgumentError with fewer than two dense lengths."""
+    steps = [row for row in rows if row["case"] == "e2e-decode"]
+    dense = [row for row in steps if row["op"] == "dense_decode"]
+    if len({row["bytes"] for row in dense}) < 2:
+        raise ArgumentError("plan: a bill needs dense e2e-decode rows of at least two lengths")
+    read, seconds = _columns(dense)
+    slope, fixed = np.polyfit(read, seconds, 1)
+    rest = ((seconds - slope * read - fixed) ** 2).sum()
+    r2 = float(1 - rest / ((seconds - seconds.mean()) ** 2).sum())
+    held_out = {}
+    for batch in sorted({row["batch"] for row in dense}):
+        left = [row for row in dense if row["batch"] != batch]
+        if len({row["bytes"] for row in left}) >= 2:
+            line = np.polyfit(*_columns(left), 1)
+            read, seconds = _columns([row for row in dense if row["batch"] == batch])
+            held_out[batch] = float(np.abs(np.polyval(line, read) / seconds - 1).mean())
+    sparse = [row for row in steps if row["op"] == "gather"]
+    extra = 0.0
+    if sparse:
+        read, seconds = _columns(sparse)
+        extra = float((seconds - slope * read - fixed).mean())
+    source = f"{len(dense)} dense and {len(sparse)} gather rows"
+    return Fit(Bill(float(1 / slope), float(fixed), extra, source), r2, held_out)
+
+
+def _columns(rows: Iterable[Mapping[str, Any]]) -> tuple[np.ndarray, np.ndarray]:
+    """(bytes, seconds) of the rows."""
+    pairs = np.array([(row["bytes"], row["p50_us"] * 1e-6) for row in rows], np.float64)
+    return pairs[:, 0], pairs[:, 1]
+
+
+def read_rows(paths: Iterable[Path]) -> list[dict[str, Any]]:
+    """The rows of benchmark files. Raises ArgumentError where one cannot be read."""
+    rows = []
+    for path in paths:
+        try:
+            facts = json.loads(path.read_text())
+            rows += [each["extra_info"] for each in facts["benchmarks"]]
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ArgumentError(
+                f"plan: {path} cannot be read as benchmark rows: {error}"
+            ) from error
+    return rows
+
+
+def shape_of(model: str) -> Shape:
+    """The shape of a model: a name of SHAPES, or a folder or hub id with a config. Raises
+    ArgumentError where there is none."""
+    if model in SHAPES:
+        return SHAPES[model]
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    try:
+        config = AutoConfig.from_pretrained(model).get_text_config(decoder=True)
+        with torch.device("meta"):
+            network = AutoModelForCausalLM.from_config(config)
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ArgumentError(
+            f"plan: {model!r} is none of {', '.join(SHAPES)} and has no config: {reason}"
+        ) from error
+    count = sum(p.numel() for p in network.parameters())
+    if not config.tie_word_embeddings:  # of an embedding table a step reads one row
+        count -= network.get_input_embeddings().weight.numel()
+    types = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
+    dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return Shape(types.count("full_attention"), config.num_key_value_heads, dim, 2 * count)
+
+
+def read_options(context: str, batch: int, policy: str) -> tuple[list[int], Gather]:
+    """The command's options. Raises ArgumentError, or PolicyError for the policy's text."""
+    from attnplug.policies import parse
+
+    try:
+        contexts = [int(part) for part in context.split(",")]
+    except ValueError:
+        contexts = []
+    if not contexts or min(contexts) < 1:
+        raise ArgumentError(f"plan: context is {context!r}, needs numbers with commas between")
+    if batch < 1:
+        raise ArgumentError(f"plan: batch is {batch}, needs at least 1")
+    method = parse(policy).decode
+    if not isinstance(method, Gather):
+        raise ArgumentError(f"plan: {policy!r} does not decode with gather, which this bill is of")
+    return contexts, method
+
+
+def summary(fitted: Fit) -> str:
+    """The bill in a sentence, and how far it is to be trusted."""
+    bill = fitted.bill
+    text = (
+        f"fitted to {bill.source}: {bill.bandwidth / 1e12:.2f} TB/s, {bill.fixed * 1e3:.2f} ms "
+        f"beside reading, gather {bill.extra * 1e3:+.2f} ms; R2 {fitted.r2:.4f}"
+    )
+    for batch, error in fitted.held_out.items():
+        text += f"; batch {batch} left out: {error:.1%} off"
+    return text
+
+
+def notes(shape: Shape, bill: Bill, policy: Gather, batch: int) -> str:
+    """From where on it pays, and what the bill leaves out."""
+    crossover = bill.crossover(shape, batch, policy)
+    pays = "does not pay at any length up to 16M tokens"
+    if crossover is not None:
+        pays = f"pays from {crossover:,} tokens on"
+    return (
+        f"By bytes {policy} {pays}. attnplug runs dense in caches below "
+        f"{policy.crossover(torch.device('cuda')):,} tokens. Bill of: {bill.source}."
+    )
+
+
+def table(shape: Shape, bill: Bill, policy: Gather, batch: int, contexts: Iterable[int]) -> Table:
+    """Milliseconds a step and the speed-up, for each context."""
+    printed = Table(title=f"{policy}, batch {batch}")
+    for title in ("tokens", "dense ms", "gather ms", "speed-up", "gather tokens/s"):
+        printed.add_column(title, justify="right")
+    for tokens in contexts:
+        dense, sparse = bill.dense(shape, tokens, batch), bill.gather(shape, tokens, batch, policy)
+        printed.add_row(
+            f"{tokens:,}",
+            f"{dense * 1e3:.2f}",
+            f"{sparse * 1e3:.2f}",
+            f"{dense / sparse:.2f}",
+            f"{batch / sparse:,.0f}",
+        )
+    return printed
+
+
+def draw_map(shape: Shape, bill: Bill, policy: Gather, path: Path) -> None:
+    """Context across, batch up, the speed-up as colour and number; a line where it is 1."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    gains = np.array([[bill.speedup(shape, n, b, policy) for n in CONTEXTS] for b in BATCHES])
+    figure = Figure(figsize=(7.5, 4.2), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    axes.imshow(np.log2(gains), origin="lower", cmap="viridis", aspect="auto")
+    for (row, column), gain in np.ndenumerate(gains):
+        dark = np.log2(gain) < 0.6 * np.log2(gains.max())
+        axes.text(column, row, f"{gain:.3g}", ha="center", va="center", color="w" if dark else "k")
+    if gains.min() < 1 < gains.max():
+        axes.contour(np.log2(gains), levels=[0.0], colors="red")
+    axes.set_xticks(range(len(CONTEXTS)), [f"{n // 1024}K" for n in CONTEXTS])
+    axes.set_yticks(range(len(BATCHES)), [str(b) for b in BATCHES])
+    axes.set_xlabel("tokens of context")
+    axes.set_ylabel("sequences")
+    axes.set_title(f"predicted decode speed-up of {policy} over dense")
+    figure.savefig(path, dpi=150)

@@ -1,0 +1,137 @@
+"""The bill: it is the equation, a fit finds what made the rows, and the command says so."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from transformers import Gemma3TextConfig, LlamaConfig, LlamaForCausalLM
+from typer.testing import CliRunner
+
+from attnplug import Gather, plan
+from attnplug.cli import app
+from attnplug.errors import ArgumentError
+
+SHAPE = plan.Shape(layers=3, heads_kv=2, head_dim=64, weights=1e9)
+BILL = plan.Bill(2e12, 1e-3, 2e-4)
+ROWS = Path(__file__).parent.parent / "bench/results/e2e_decode.json"
+
+
+def row(op: str, batch: int, nbytes: float, seconds: float) -> dict:
+    return dict(case="e2e-decode", op=op, batch=batch, bytes=nbytes, p50_us=seconds * 1e6)
+
+
+def rows(bill: plan.Bill, batches=(1, 4), noise: float = 0.0) -> list[dict]:
+    """What a machine of that bill would measure."""
+    random = np.random.default_rng(0)
+    made = []
+    for batch in batches:
+        for n in (1 << 14, 1 << 17, 1 << 20):
+            for op, read, extra in (
+                ("dense_decode", SHAPE.cached(n), 0.0),
+                ("gather", SHAPE.gathered(Gather(), n), bill.extra),
+            ):
+                nbytes = SHAPE.weights + batch * read
+                seconds = nbytes / bill.bandwidth + bill.fixed + extra
+                made.append(row(op, batch, nbytes, seconds * (1 + noise * random.normal())))
+    return made
+
+
+def test_bytes_are_those_of_the_cache():
+    assert SHAPE.cached(10) == 10 * 3 * 2 * 2 * 64 * 2
+    kept = (1 + 4 + 8) * 128
+    assert SHAPE.gathered(Gather(k=8), 1 << 17) == SHAPE.cached(kept + 1024)
+    assert SHAPE.gathered(Gather(k=8, scoring="mean"), 1 << 17) == SHAPE.cached(kept + 512)
+    assert SHAPE.gathered(Gather(k=0), 1 << 17) == SHAPE.cached(5 * 128)
+    assert SHAPE.gathered(Gather(k=8), 256) == SHAPE.cached(256 + 2)
+
+
+def test_the_bill_is_the_equation():
+    n, batch, policy = 1 << 17, 4, Gather()
+    dense = (1e9 + batch * SHAPE.cached(n)) / 2e12 + 1e-3
+    gather = (1e9 + batch * SHAPE.gathered(policy, n)) / 2e12 + 1e-3 + 2e-4
+    assert BILL.dense(SHAPE, n, batch) == pytest.approx(dense)
+    assert BILL.gather(SHAPE, n, batch, policy) == pytest.approx(gather)
+    assert BILL.speedup(SHAPE, n, batch, policy) == pytest.approx(dense / gather)
+
+
+@pytest.mark.parametrize("batch", [1, 8])
+@pytest.mark.parametrize("k", [8, 32])
+def test_the_crossover_is_where_it_begins_to_pay(batch, k):
+    policy = Gather(k=k)
+    n = BILL.crossover(SHAPE, batch, policy)
+    assert BILL.speedup(SHAPE, n, batch, policy) > 1 >= BILL.speedup(SHAPE, n - 128, batch, policy)
+
+
+def test_it_never_pays_where_the_extra_is_more_than_the_cache():
+    bill = plan.Bill(1e18, 1e-3, 1e-2)
+    assert bill.crossover(SHAPE, 1, Gather()) is None
+    assert "does not pay at any length" in plan.notes(SHAPE, bill, Gather(), 1)
+
+
+def test_a_fit_finds_the_bill():
+    fitted = plan.fit(rows(BILL))
+    found = fitted.bill
+    assert (found.bandwidth, found.fixed, found.extra) == pytest.approx((2e12, 1e-3, 2e-4))
+    assert fitted.r2 == pytest.approx(1) and fitted.held_out == pytest.approx(
+        {1: 0, 4: 0}, abs=1e-9
+    )
+
+
+def test_gather_rows_move_nothing_but_the_extra():
+    slow = [dict(r, p50_us=r["p50_us"] * (3 if r["op"] == "gather" else 1)) for r in rows(BILL)]
+    fitted = plan.fit(slow).bill
+    assert (fitted.bandwidth, fitted.fixed) == pytest.approx((2e12, 1e-3))
+    assert fitted.extra > 10 * BILL.extra
+
+
+def test_noise_shows_in_what_a_fit_says_of_itself():
+    fitted = plan.fit(rows(BILL, batches=(1, 2, 4, 8), noise=0.05))
+    assert 0.9 < fitted.r2 < 1 and all(0 < e < 0.5 for e in fitted.held_out.values())
+    assert "left out" in plan.summary(fitted)
+
+
+def test_one_length_makes_no_bill():
+    with pytest.raises(ArgumentError, match="at least two lengths"):
+        plan.fit(rows(BILL)[:2])
+
+
+def test_the_h200s_bill_is_that_of_the_committed_rows():
+    """Its dense rows; gather's, where there are some, may only change the extra."""
+    found = plan.fit(plan.read_rows([ROWS])).bill
+    assert found.bandwidth == pytest.approx(plan.H200.bandwidth, rel=1e-3)
+    assert found.fixed == pytest.approx(plan.H200.fixed, rel=1e-3)
+
+
+def test_a_config_gives_the_shape(tmp_path):
+    sizes = dict(hidden_size=64, num_hidden_layers=3, num_attention_heads=4, vocab_size=90)
+    config = LlamaConfig(
+        num_key_value_heads=2, intermediate_size=48, tie_word_embeddings=False, **sizes
+    )
+    config.save_pretrained(tmp_path / "llama")
+    shape = plan.shape_of(str(tmp_path / "llama"))
+    count = sum(p.numel() for p in LlamaForCausalLM(config).parameters())
+    assert shape == plan.Shape(3, 2, 16, 2 * (count - 90 * 64))
+    hybrid = Gemma3TextConfig(
+        num_key_value_heads=1, intermediate_size=48, head_dim=32, **sizes,
+        layer_types=["sliding_attention", "sliding_attention", "full_attention"],
+    )  # fmt: skip
+    hybrid.save_pretrained(tmp_path / "gemma")
+    shape = plan.shape_of(str(tmp_path / "gemma"))
+    assert (shape.layers, shape.heads_kv, shape.head_dim) == (1, 1, 32)
+
+
+def test_the_command(tmp_path):
+    (tmp_path / "rows.json").write_text(
+        json.dumps({"benchmarks": [{"extra_info": r} for r in rows(BILL)]})
+    )
+    arguments = ["plan", "qwen2.5-7b", "--context", "8192,1048576", "--policy", "momo+gather(k=8)"]
+    runner = CliRunner(env={"COLUMNS": "200", "NO_COLOR": "1"})
+    result = runner.invoke(app, [*arguments, "--image", str(tmp_path / "map.png")])
+    assert result.exit_code == 0, result.output
+    shape, policy = plan.SHAPES["qwen2.5-7b"], Gather(k=8)
+    line = next(x for x in result.output.splitlines() if "1,048,576" in x)
+    assert f"{plan.H200.speedup(shape, 1 << 20, 1, policy):.2f}" in line
+    assert "pays from" in result.output and (tmp_path / "map.png").stat().st_size > 10_000
+    result = runner.invoke(app, [*arguments, "--rows", str(tmp_path / "rows.json")])
+    assert result.exit_code == 0 and "2.00 TB/s" in result.output and "R2 1.0000" in result.output
