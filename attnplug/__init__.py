@@ -6,6 +6,9 @@ Long-context inference on a Hugging Face model as it is: training-free policies 
 torch.compile sees as single nodes.
 """
 
+import importlib
+from typing import Any
+
 from attnplug.api import LayerReport, Report, applied, apply, make_cache, remove, report
 from attnplug.errors import (
     AlreadyAppliedError,
@@ -19,7 +22,7 @@ from attnplug.errors import (
     UnsupportedModelError,
     WeightsUnavailableError,
 )
-from attnplug.policies import Certified, Dense, Gather, Gvr, Momo, Policy
+from attnplug.policies import Certified, Dense, Gather, Gvr, Momo, Policy, Stream
 
 __version__ = "0.1.0"
 
@@ -39,6 +42,7 @@ __all__ = [
     "Policy",
     "PolicyError",
     "Report",
+    "Stream",
     "UnsupportedCallError",
     "UnsupportedModelError",
     "WeightsUnavailableError",
@@ -48,3 +52,10 @@ __all__ = [
     "remove",
     "report",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """`attnplug.trace`, imported when it is first asked for: pyarrow takes its time."""
+    if name == "trace":
+        return importlib.import_module("attnplug.trace")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

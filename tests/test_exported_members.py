@@ -1,6 +1,8 @@
 """What the package exports is what it says: sorted, complete, documented."""
 
 import inspect
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -56,3 +58,11 @@ def test_the_ops_are_torch_ops():
     functions = [n for n in attnplug.ops.__all__ if not inspect.isclass(getattr(attnplug.ops, n))]
     for name in functions:
         assert isinstance(getattr(torch.ops.attnplug, name).default, torch._ops.OpOverload)
+
+
+def test_trace_is_there_without_an_import_of_its_own():
+    code = "import attnplug, sys; assert 'pyarrow' not in sys.modules; print(attnplug.trace.read)"
+    found = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert "function read" in found.stdout
+    with pytest.raises(AttributeError, match="has no attribute 'traces'"):
+        attnplug.traces  # noqa: B018  # pyright: ignore[reportAttributeAccessIssue]
