@@ -12,8 +12,9 @@ POLICIES = [
     "momo(gamma=8, block=16, query_block=16, top_k=4, exact_k=1, min_tokens=0)",
     "gather(k=8, block=16, local=2, min_tokens=0)",
     "certified(block=16, coverage=1.0, k_min=64, v_tol=0.0, min_tokens=0)",
+    "gvr(k=64, sink=2, window=8, min_tokens=0)",
 ]
-NAMES = ["dense", "momo", "gather", "certified"]
+NAMES = ["dense", "momo", "gather", "certified", "gvr"]
 pytestmark = [
     pytest.mark.gpu,
     # Inductor imports what it deprecates, and says so where the machine is small.

@@ -16,7 +16,8 @@ from attnplug.models import hf
 TOKENS = 37
 MOMO_ALL = "momo(gamma=4, block=16, query_block=16, top_k=8, exact_k=8, min_tokens=0)"
 GATHER_ALL = "gather(k=4, block=16, sink=0, local=1, min_tokens=0)"
-EXACT_POLICIES = ["dense", MOMO_ALL, GATHER_ALL]
+GVR_ALL = "gvr(k=128, sink=2, window=4, min_tokens=0)"
+EXACT_POLICIES = ["dense", MOMO_ALL, GATHER_ALL, GVR_ALL]
 
 
 @pytest.fixture(params=FAMILIES, ids=lambda family: family.name)
@@ -24,7 +25,7 @@ def family(request) -> Family:
     return request.param
 
 
-@pytest.fixture(params=EXACT_POLICIES, ids=["dense", "momo", "gather"])
+@pytest.fixture(params=EXACT_POLICIES, ids=["dense", "momo", "gather", "gvr"])
 def policy(request) -> str:
     return request.param
 

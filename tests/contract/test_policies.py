@@ -18,6 +18,10 @@ POLICIES = {
         "gather(k=1, block=16, local=2, min_tokens=0)",
         "gather(k=8, block=16, local=2, min_tokens=0)",
     ),
+    "gvr": (
+        "gvr(k=4, sink=2, window=8, min_tokens=0)",
+        "gvr(k=512, sink=2, window=8, min_tokens=0)",
+    ),
     "certified": (
         "certified(block=16, min_tokens=0)",
         "certified(block=16, coverage=1.0, k_min=64, v_tol=0.0, min_tokens=0)",
