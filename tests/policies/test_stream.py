@@ -148,9 +148,13 @@ def test_as_prefill_it_attends_to_the_named_blocks(shape, device, top_k):
 @pytest.mark.parametrize("where", ["q", "k", "v"])
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 def test_as_prefill_it_hides_nothing_that_is_not_finite(where, bad):
-    """Also in a block that is not read; and padding may hold what it will."""
+    """Also in a block that is not read; and what the mask hides may hold what it will."""
     c = call(100, start=[0, 37])
     getattr(c, where)[1, 0, 10] = bad  # padding
+    if where != "q":
+        assert c.key_mask is not None
+        getattr(c, where)[0, 0, 20] = bad
+        c.key_mask[0, 20] = False
     if where != "q":
         assert STREAM.attend(c).isfinite().all()
     getattr(c, where)[0, 0, 50] = bad
