@@ -454,7 +454,13 @@ def test_a_trace_without_text_or_masks_or_mass(tmp_path, open_page):
 def test_a_million_tokens_stay_light(tmp_path, open_page):
     needle = synthesize(tmp_path / "t.parquet", tokens=1 << 20, layers=2, heads=2, top_k=8)
     trace = read(tmp_path / "t.parquet")
-    assert write_page(trace, tmp_path / "t.html", limit_mb=8) <= 8e6
+    with Writer(tmp_path / "mask.parquet", Layout(64, 64, "mass")) as writer:
+        writer.begin([0], [1 << 20])
+        for layer in (0, 1):  # keeps nothing but the first block
+            index = np.zeros((1, 2, 1 << 14, 1), np.int32)
+            writer.append(layer, index, np.ones(index.shape, np.float32))
+    masks = {"sink": tmp_path / "mask.parquet"}
+    assert write_page(trace, tmp_path / "t.html", limit_mb=8, masks=masks) <= 8e6
     started = time.perf_counter()
     page = open_page(tmp_path / "t.html", fragment="#layer=1&head=1")
     assert time.perf_counter() - started < LOAD_SECONDS
@@ -464,6 +470,13 @@ def test_a_million_tokens_stay_light(tmp_path, open_page):
     oracle = trace.heatmap(1, 1, rows=grid["rows"], columns=grid["columns"])
     mean = oracle / (64 * grid["qStep"])
     np.testing.assert_allclose(10 ** np.nan_to_num(values, nan=-99), mean, rtol=0.034, atol=1e-6)
+    page.select_option("#mask", "0")
+    until(page, "document.getElementById('map').data.length === 4")
+    kept, _ = cells(page)
+    missed, _ = cells(page, place=1)
+    np.testing.assert_array_equal(np.isnan(kept[:, 1:]), True)
+    np.testing.assert_array_equal(missed[:, 1:], values[:, 1:])
+    page.select_option("#mask", "none")
     page.fill("#search", "special magic number")
     page.wait_for_selector("#results li")
     settled(page)
@@ -471,7 +484,8 @@ def test_a_million_tokens_stay_light(tmp_path, open_page):
     until(page, "map.view().x[1] - map.view().x[0] === 32")
     settled(page)
     assert f"Block {needle:,}" in page.inner_text("#cards h2")
-    assert needle in listed(page, "out") or trace.dense(1, (needle, needle + 1))[1, 0, needle] == 0
+    row = trace.dense(1, (needle, needle + 1))[1, 0]
+    assert listed(page, "out") == np.argsort(-row)[: page.evaluate("meta.keep")].tolist()
     page.click("#zoom-reset")
     page.fill("#search", "the")
     until(page, "document.querySelectorAll('#results li').length === 100")

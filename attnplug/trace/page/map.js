@@ -5,6 +5,7 @@ const map = (() => {
   const element = document.getElementById("map");
   const MOST_CELLS = 600;
   const FEWEST_BLOCKS = 4;
+  const GRID_CELLS = 96;
   const size = { x: meta.keyBlocks, y: meta.queryBlocks };
   let view = { x: [0, size.x], y: [0, size.y] }; // in blocks; y from the top down
   let drawn = null; // what the last draw was made of
@@ -24,10 +25,12 @@ const map = (() => {
     const [q0, q1] = view.y;
     let kStep = step(k1 - k0);
     let qStep = step(q1 - q0);
-    // Where the page lacks edges, the grid's own cells are the truth at every scale near theirs.
-    if (meta.grid && kStep * 2 >= meta.grid.kStep && qStep * 2 >= meta.grid.qStep) {
-      kStep = Math.max(kStep, meta.grid.kStep);
-      qStep = Math.max(qStep, meta.grid.qStep);
+    // Where the page lacks edges, the grid's cells are the truth until they get too large to read.
+    const many = (length, most, by) => length / by >= GRID_CELLS || length >= 0.6 * most;
+    const { grid } = meta;
+    if (grid && many(k1 - k0, size.x, grid.kStep) && many(q1 - q0, size.y, grid.qStep)) {
+      kStep = Math.max(kStep, grid.kStep);
+      qStep = Math.max(qStep, grid.qStep);
     }
     const down = (value, by) => Math.max(0, Math.floor(value / by) * by);
     const up = (value, by, most) => Math.min(most, Math.ceil(value / by) * by);
