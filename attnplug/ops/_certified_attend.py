@@ -121,7 +121,7 @@ def prepare(
         tl.store(noise + out_at + j[None, :], quiet, mask=mask)
         tl.store(delta + out_at + j[None, :], half * 1.0234375 + quiet, mask=mask)
         raw = 3 * (scale_bits & 0xFFFF) + 5 * (zero_bits & 0xFFFF)
-        words = 100000007 + tl.sum(weight[None, :] * raw, 1)
+        words = 100000007 + 7919 * j + tl.sum(weight[None, :] * raw, 1)
         eta = tl.load(summary + (first + j) * 2, mask=there, other=0.0)
         nu = tl.load(summary + (first + j) * 2 + 1, mask=there, other=0.0)
         words += fold_bits(eta) + 7 * fold_bits(nu)

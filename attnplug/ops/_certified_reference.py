@@ -34,7 +34,7 @@ def explored(j, row, length, share):
 def check_words(j, k_codes, k_bits, v_codes, v_words, summary):
     """Both check words of one block, as `quantize_kv` writes them."""
     size, width = k_codes.shape
-    first, second = np.int64(100_000_007 + 7919 * j), np.int64(100_000_007)
+    first = second = np.int64(100_000_007 + 7919 * j)
     for n in range(size):
         for d in range(width):
             first += (1 + d % 31) * np.int64(k_codes[n, d])

@@ -294,8 +294,9 @@ def _reference(
             )
             summary[b, h, j, 0], summary[b, h, j, 1] = eta, nu
             bits = summary[b, h, j].view(np.int32)
-            check[b, h, j, 0] = CHECK_SEED + CHECK_STEP * j + one + three
-            check[b, h, j, 1] = CHECK_SEED + two + _fold(bits[0]) + 7 * _fold(bits[1])
+            seed = CHECK_SEED + CHECK_STEP * j
+            check[b, h, j, 0] = seed + one + three
+            check[b, h, j, 1] = seed + two + _fold(bits[0]) + 7 * _fold(bits[1])
 
 
 def _cpu(
@@ -489,7 +490,8 @@ def _quantize(
         tl.store(summary + block * 2, eta)
         tl.store(summary + block * 2 + 1, nu)
         tl.store(check + block * 2, 100000007 + 7919 * j + first)
-        tl.store(check + block * 2 + 1, 100000007 + second + fold_bits(eta) + 7 * fold_bits(nu))
+        second += 100000007 + 7919 * j + fold_bits(eta) + 7 * fold_bits(nu)
+        tl.store(check + block * 2 + 1, second)
 
 
 @triton.jit

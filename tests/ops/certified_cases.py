@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from attnplug.ops import QuantizedKV, quantize_kv
+from attnplug.ops._certified_triton import Plan
 from attnplug.testing import oracle_attention
 
 op = importlib.import_module("attnplug.ops.certified_attention")
@@ -69,7 +70,7 @@ def attend(device_path, case: Case, tier=None, telemetry=None, **options):
         found = op.CertifiedOutput(*torch.ops.attnplug.certified_attention(*args))
     else:
         found = op.CertifiedOutput(*op._allocate(*args))
-        op.launch(*args, *found, splits=3, pieces=2)
+        op.launch(*args, *found, Plan(splits=3, pieces=2))
     return op.CertifiedOutput(*(x.cpu() for x in found))
 
 
