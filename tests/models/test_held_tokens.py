@@ -212,3 +212,25 @@ def test_compiled_steps_hold_without_recompiling():
                 got, want = step(token, one), model(token, past_key_values=two).logits
                 assert (got - want).abs().max() < 1e-5
     same(two.layers[0], one.layers[0])
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # inductor's own, torch 2.11
+@torch.no_grad()
+def test_compiled_code_copies_no_cache():
+    """The op's writes reach the cache itself: nothing of its size is allocated."""
+    from torch._inductor.utils import run_and_get_code
+
+    torch._dynamo.reset()
+    model, ids = tiny_model().cuda(), padded(1)[0].cuda()
+    with attnplug.applied(model, Policy(decode=GATHER)):
+        cache = attnplug.make_cache(model, SIZE)
+        model(ids[:, :50], past_key_values=cache)
+        step = torch.compile(
+            lambda token, cache: model(token, past_key_values=cache).logits, fullgraph=True
+        )
+        _, codes = run_and_get_code(step, ids[:, 50:51], cache)
+    assert any("gather_decode" in code for code in codes)
+    made = [line for code in codes for line in code.splitlines() if "= empty_strided" in line]
+    assert made and not any(f" {SIZE}, " in line for line in made)
+    assert int(cache.layers[0].cumulative_length) == 51
