@@ -246,6 +246,32 @@ def test_a_sample_that_lies(device_path, plan):
         assert path_of(found) == ["radix"]
 
 
+@pytest.mark.parametrize("plan", ["whole_row", "programs", "tiles", "groups"])
+def test_just_k_above_a_gap(device_path, plan):
+    """Bins between hold nothing, and the one below the gap begins where the k-th ends."""
+    k, size = 32, 300
+    generator = torch.Generator().manual_seed(15)
+    scores = torch.rand(1, size, generator=generator)
+    scores[0, torch.randperm(size, generator=generator)[:k]] += 9
+    hint = torch.arange(0, size, 3, dtype=torch.int32)[None]
+    found = call(device_path, scores, k, hint, plan=PLANS[plan])
+    assert_exact(found, scores, k)
+    if device_path[1] == "kernel" and plan in ("programs", "tiles"):
+        assert path_of(found) == ["gvr"] and found[2][0, 2] == k
+
+
+@pytest.mark.parametrize("plan", ["programs", "tiles"])
+def test_all_below_the_range_fits_the_list(device_path, plan):
+    """As where the sample lies, in a row so short that no search is needed."""
+    k, size, sample = 40, 90, SMALL["sample"]
+    scores = torch.randn(1, size, generator=torch.Generator().manual_seed(16))
+    scores[0, (2 * torch.arange(sample) + 1) * size // (2 * sample)] += 50
+    found = call(device_path, scores, k, plan=PLANS[plan])
+    assert_exact(found, scores, k)
+    if device_path[1] == "kernel":
+        assert path_of(found) == ["gvr"] and found[2][0, 2] == size
+
+
 def test_a_short_row_in_a_long_buffer(device_path):
     """Too few groups for the maxima to say anything: the scores themselves are counted."""
     generator = torch.Generator().manual_seed(7)
