@@ -1,5 +1,6 @@
 """A recording: what the model computes stays the same, and the file says what the ops say."""
 
+import sys
 import threading
 
 import numpy as np
@@ -281,15 +282,29 @@ def test_the_file_can_be_searched(tmp_path):
     assert found.find("needle") == [(4, 10)] and found.text(0, 99) == "the needle is a pin"
 
 
+@torch.no_grad()
+def test_a_host_that_may_not_look_is_refused(tmp_path, monkeypatch):
+    model = tiny_model()
+    monkeypatch.setattr(sys.modules["attnplug.trace.record"], "may_sync", lambda tensor: False)
+    with attnplug.applied(model, STREAM):
+        with pytest.raises(UnsupportedCallError, match="captured into a CUDA graph"):
+            with trace.record(model, tmp_path / "run"):
+                model(ids_of(1, 20))
+
+
 @pytest.mark.gpu
 @torch.no_grad()
 def test_a_capture_is_refused(tmp_path):
+    """With a cache: without one, transformers makes a mask of its own under capture, and the layers
+    run the model's attention."""
     model = tiny_model(device="cuda").to(torch.bfloat16)
     ids = ids_of(1, 70, device="cuda")
     with attnplug.applied(model, STREAM):
+        cache = attnplug.make_cache(model, 128)
         with trace.record(model, tmp_path / "run"):  # what is compiled is not captured
-            model(ids, use_cache=False)
+            model(ids[:, :20], past_key_values=cache)
+            model(ids[:, 20:40], past_key_values=cache)
         with pytest.raises(UnsupportedCallError, match="captured into a CUDA graph"):
             with trace.record(model, tmp_path / "run"):
                 with torch.cuda.graph(torch.cuda.CUDAGraph()):
-                    model(ids, use_cache=False)
+                    model(ids[:, 40:60], past_key_values=cache)
