@@ -78,7 +78,8 @@ def measure_blocks(
 
     Returns:
         out `[B,Hq,R,D]` in q's dtype, lse `[B,Hq,R]` float32 (natural log), R = ceil(T / gamma),
-        and blocks int32 `[B,Hq,NQ,top_k]`: ascending, no block twice, -1 last.
+        and blocks int32 `[B,Hq,NQ,top_k]`: ascending, no block twice, -1 last; all -1 past a padded
+        row's end.
 
     Raises:
         ArgumentError: a shape, dtype, device or option that the text above excludes.
@@ -164,6 +165,8 @@ def _choose(score, lse, before, rows, sink, out):
     for item in numba.prange(out.shape[0] * query_blocks):
         head, place = item // query_blocks, item % query_blocks
         edge = min(before[head, place], score.shape[2])
+        if not (lse[head, place * rows : (place + 1) * rows] != -np.inf).any():
+            edge = 0  # past a padded row's end: no row, no list
         mass = np.zeros(max(edge - sink, 0), np.float32)
         for row in range(place * rows, min((place + 1) * rows, score.shape[1])):
             for j in range(len(mass)):
@@ -207,17 +210,24 @@ def _mass_kernel(
     tl.store(at, mass, mask=(j < kept)[:, None] & (place < NQ)[None, :])
 
 
-@triton.jit(do_not_specialize=["NQ", "kept", "place0", "heads", "before_b", "all_places", "sink"])
+@triton.jit(
+    do_not_specialize=["R", "NQ", "kept", "place0", "heads", "before_b", "all_places", "sink"]
+)
 def _choose_kernel(
-    MASS, BEFORE, OUT,
-    NQ, kept, place0, heads, before_b, before_p, all_places, sink,
-    TOP_K: tl.constexpr, N: tl.constexpr, PAD_K: tl.constexpr,
+    MASS, LSE, BEFORE, OUT,
+    R, NQ, kept, place0, heads, before_b, before_p, all_places, sink,
+    ROWS: tl.constexpr, PAD: tl.constexpr, TOP_K: tl.constexpr, N: tl.constexpr,
+    PAD_K: tl.constexpr,
 ):  # fmt: skip
     """The TOP_K largest of one query block's masses, by bisection over their bits: those of floats
     that are not negative are ordered as the floats are."""
     program = tl.program_id(0).to(tl.int64)
     head, place = program // NQ, place0 + program % NQ
     edge = tl.load(BEFORE + head // heads * before_b + place * before_p)
+    slot = tl.arange(0, PAD)
+    row = program % NQ * ROWS + slot
+    lse = tl.load(LSE + head * R + row, mask=(slot < ROWS) & (row < R), other=-float("inf"))
+    edge = tl.where(tl.max((lse != -float("inf")).to(tl.int32), 0) == 1, edge, 0)
     j = tl.arange(0, N)
     candidate = (j >= sink) & (j < tl.minimum(edge, kept))
     mass = tl.load(MASS + program * kept + j, mask=candidate, other=0.0)
@@ -339,10 +349,10 @@ def _launch_part(
     )  # fmt: skip
     width = max(2, triton.next_power_of_2(kept))
     _choose_kernel[(heads * places,)](
-        mass, before, blocks, places, kept, place0, out.shape[1], before.stride(0),
+        mass, lse, before, blocks, rows, places, kept, place0, out.shape[1], before.stride(0),
         before.stride(1), blocks.shape[2], sink,
-        TOP_K=blocks.shape[3], N=width, PAD_K=triton.next_power_of_2(blocks.shape[3]),
-        num_warps=min(16, max(1, width // 512)),
+        ROWS=each, PAD=pad, TOP_K=blocks.shape[3], N=width,
+        PAD_K=triton.next_power_of_2(blocks.shape[3]), num_warps=min(16, max(1, width // 512)),
     )  # fmt: skip
 
 
