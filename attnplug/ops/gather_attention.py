@@ -243,12 +243,13 @@ def plan_for(
 
 
 class Step(NamedTuple):
-    """What `gather_decode` knows beyond a list: the token that is not in the cache yet, and where
-    no kernel has selected, the scores to pick from."""
+    """What `gather_decode` knows beyond a list: the token that is not in the cache yet, whether to
+    count it in `lengths`, and where no kernel has selected, the scores to pick from."""
 
     new_k: torch.Tensor
     new_v: torch.Tensor
     progress: torch.Tensor
+    counts: bool
     scores: Scores | None = None
     top_k: int = 0
 
@@ -271,7 +272,7 @@ def launch_gather_attention(
         plan = plan_for(rows, group, keys, block, width, q.element_size(), processors)
     q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k, v))
     index, key_mask = None if index is None else index.contiguous(), mask_bytes(key_mask)
-    fused = plan.splits == 1
+    fused, counts = plan.splits == 1, step is not None and step.counts
     partial = out
     if not fused:
         places = rows * group * plan.splits * (width + 1)
@@ -302,10 +303,10 @@ def launch_gather_attention(
         merge_splits[(rows * group, triton.cdiv(width, plan.columns))](
             partial, sinks, out, lse, heads, queries, plan.splits,
             width, plan.columns, triton.next_power_of_2(plan.splits), pdl,
-            None if step is None else lengths, 0 if step is None else lengths.shape[0],
+            lengths if counts else None, lengths.shape[0] if counts else 0,
             num_warps=4, **dependent,  # pyright: ignore[reportCallIssue]
         )  # fmt: skip
-    elif step is not None:
+    elif counts:
         lengths.add_(1)
 
 

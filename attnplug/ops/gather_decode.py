@@ -51,6 +51,7 @@ def gather_decode(
     key_mask: torch.Tensor | None = None,
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,
+    count: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Write one token to the cache and attend from it, over the keep set, as `select_blocks` and
     `gather_attention` would with the token in the cache.
@@ -60,12 +61,16 @@ def gather_decode(
         k, v: `[B, Hkv, S, D]` like q, the cache; written. Neighbours in D next to each other.
         new_k, new_v: `[B, Hkv, 1, D]` like q, the token's key and value.
         bounds, progress: as `select_blocks` has them; written.
-        lengths: int32 or int64 `[1]` or `[B]`, contiguous: tokens before this one; one more after
-            the call. The output of a row that has S already is NaN, and nothing of it is written.
+        lengths: int32 or int64 `[]`, `[1]` or `[B]`, contiguous: tokens before this one; one
+            more after the call, with `count`. The output of a row that has S already is NaN, and
+            nothing of it is written.
         scale, block, top_k, sink, local, scoring: as `select_blocks` has them.
         start: int32 or int64 `[1]` or `[B]`, first real key of a left-padded row. None: 0.
         key_mask: bool `[B, S]`, False where a key must not be seen.
         softcap, sinks: as `gather_attention` has them.
+        count: whether to count the token. Compiled code must count it itself where it reads
+            `lengths` elsewhere: inductor (2.11 to 2.13) moves such reads, a position's say, behind
+            an op that writes what they read.
 
     Returns:
         out `[B, Hq, 1, D]` of q's dtype and lse `[B, Hq, 1]` float32, as `gather_attention`.
@@ -75,7 +80,7 @@ def gather_decode(
         GradientError: an input requires grad.
     """
     refuse_gradients(NAME, q, k, v, new_k, new_v, sinks)
-    return _gather_decode(
+    return (_gather_decode if count else _gather_decode_uncounted)(
         q, k, v, new_k, new_v, bounds, progress, lengths, scale, block, top_k, sink, local, scoring,
         start, key_mask, softcap, sinks,
     )  # fmt: skip
@@ -85,6 +90,8 @@ def _allocate(
     q, k, v, new_k, new_v, bounds, progress, lengths, scale, block, top_k, sink, local, scoring,
     start, key_mask, softcap, sinks,
 ):  # fmt: skip
+    if lengths.dim() == 0:
+        lengths = lengths.reshape(1)
     index = _allocate_index(
         q, k, bounds, progress, scale, block, top_k, sink, local, scoring, lengths, start, key_mask
     )
@@ -110,23 +117,23 @@ def _allocate(
 
 def _cpu(
     q, k, v, new_k, new_v, bounds, progress, lengths, scale, block, top_k, sink, local, scoring,
-    start, key_mask, softcap, sinks, out, lse,
+    start, key_mask, softcap, sinks, out, lse, count=True,
 ):  # fmt: skip
+    lengths = lengths.reshape(-1)
     full = (lengths >= k.shape[2]).expand(q.shape[0])
     for b, at in enumerate(lengths.expand(q.shape[0]).tolist()):
         if not full[b]:
             k[b, :, at], v[b, :, at] = new_k[b, :, 0], new_v[b, :, 0]
-    lengths.add_(1)
+    now = lengths.add_(1) if count else lengths + 1
     index = q.new_empty((*k.shape[:2], 1, top_k), dtype=torch.int32)
     if top_k > 0:
         _select_on_cpu(
-            q, k, bounds, progress, scale, block, top_k, sink, local, scoring, lengths, start,
+            q, k, bounds, progress, scale, block, top_k, sink, local, scoring, now, start,
             key_mask, index,
         )  # fmt: skip
     _attend_on_cpu(
-        q, k, v, index, scale, block, sink, local, lengths, start, key_mask, softcap, sinks, out,
-        lse,
-    )  # fmt: skip
+        q, k, v, index, scale, block, sink, local, now, start, key_mask, softcap, sinks, out, lse
+    )
     out[full], lse[full] = torch.nan, torch.nan
 
 
@@ -158,9 +165,10 @@ def plan_for(
 
 def launch_gather_decode(
     q, k, v, new_k, new_v, bounds, progress, lengths, scale, block, top_k, sink, local, scoring,
-    start, key_mask, softcap, sinks, out, lse, plan=None,
+    start, key_mask, softcap, sinks, out, lse, plan=None, count=True,
 ):  # fmt: skip
     """Run the kernels; tensors as in `gather_decode`, on a GPU or in Triton's interpreter."""
+    lengths = lengths.reshape(-1)
     batch, heads, _, width = q.shape
     kv_heads, blocks = k.shape[1], bounds.shape[2]
     if plan is None:
@@ -170,7 +178,7 @@ def launch_gather_decode(
         )  # fmt: skip
     new_k, new_v = (x if x.stride(3) == 1 else x.contiguous() for x in (new_k, new_v))
     index = q.new_empty((batch, kv_heads, 1, top_k), dtype=torch.int32)
-    step = Step(new_k, new_v, progress)
+    step = Step(new_k, new_v, progress, count)
     if top_k > 0:
         scores = launch_scores(
             q, k, bounds, progress, scale, block, top_k, sink, local, scoring, lengths, start,
@@ -188,12 +196,23 @@ def launch_gather_decode(
     )  # fmt: skip
 
 
+SCHEMA = (
+    "(Tensor q, Tensor(a!) k, Tensor(b!) v, Tensor new_k, Tensor new_v, Tensor(c!) bounds, "
+    "Tensor(d!) progress, {lengths} lengths, float scale, int block, int top_k, int sink, "
+    "int local, str scoring, Tensor? start, Tensor? key_mask, float softcap, Tensor? sinks) "
+    "-> (Tensor, Tensor)"
+)
+
 _gather_decode = define_op(
-    "gather_decode(Tensor q, Tensor(a!) k, Tensor(b!) v, Tensor new_k, Tensor new_v, "
-    "Tensor(c!) bounds, Tensor(d!) progress, Tensor(e!) lengths, float scale, int block, "
-    "int top_k, int sink, int local, str scoring, Tensor? start, Tensor? key_mask, "
-    "float softcap, Tensor? sinks) -> (Tensor, Tensor)",
+    "gather_decode" + SCHEMA.format(lengths="Tensor(e!)"),
     allocate=_allocate,
     cpu=_cpu,
     cuda=launch_gather_decode,
+)
+
+_gather_decode_uncounted = define_op(
+    "gather_decode_uncounted" + SCHEMA.format(lengths="Tensor"),
+    allocate=_allocate,
+    cpu=functools.partial(_cpu, count=False),
+    cuda=functools.partial(launch_gather_decode, count=False),
 )

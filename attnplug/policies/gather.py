@@ -103,7 +103,7 @@ class Gather(Phase):
         more = {"softcap": call.softcap, "sinks": call.sinks}
         held = state.take_held()
         if held is not None:
-            assert call.lengths is not None  # a static layer's
+            count = not torch.compiler.is_compiling()  # the model reads its positions off it
             out, _ = gather_decode(
                 call.q,
                 call.k,
@@ -111,12 +111,15 @@ class Gather(Phase):
                 *held,
                 state.bounds,
                 state.progress,
-                call.lengths,
+                state.cumulative_length,
                 top_k=self.k,
                 scoring=self.scoring,
+                count=count,
                 **more,
                 **options,
             )
+            if not count:
+                state.cumulative_length.add_(1)
             return out
         options["lengths"] = call.lengths
         if self.k == 0:

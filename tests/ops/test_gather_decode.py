@@ -174,6 +174,18 @@ def test_growth_over_block_edges(device_path):
     assert cache.lengths.tolist() == [90] and cache.progress.tolist() == [[4, 0]]
 
 
+def test_the_count_can_be_the_callers(device):
+    cache = Cache(0, 2, 2, 200, 64, [130]).copy(device)
+    q, new = random(0, 2, 6, 1, 64).to(device), random(9, 2, 2, 2, 1, 64).to(device)
+    want = apart(cache.copy(), q.cpu(), new.cpu())
+    options = {x: DEFAULTS[x] for x in ("scale", "block", "top_k", "sink", "local")}
+    args = (cache.k, cache.v, *new, cache.bounds, cache.progress, cache.lengths.reshape(()))
+    got = op.gather_decode(q, *args, count=False, **options)
+    assert cache.lengths.tolist() == [130]
+    cache.lengths += 1
+    hold((got[0].cpu(), got[1].cpu(), cache.copy()), want)
+
+
 def test_ties_go_to_the_lower_block(device_path):
     """Ranks and sorts agree on who is first among equals."""
     cache = Cache(0, 1, 1, 330, 64, [320])
@@ -221,7 +233,8 @@ def test_opcheck(device):
     for extra in [(None, None, 0.0, None), (rows, mask, 3.0, q[0, :, 0, 0])]:
         args = (q, cache.k, cache.v, *new, cache.bounds, cache.progress, cache.lengths)
         options = (0.125, 16, 3, 1, 2, "bounds")
-        torch.library.opcheck(torch.ops.attnplug.gather_decode.default, (*args, *options, *extra))
+        for overload in (op._gather_decode, op._gather_decode_uncounted):
+            torch.library.opcheck(overload, (*args, *options, *extra))
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # inductor's own, torch 2.11
