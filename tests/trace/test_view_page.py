@@ -6,7 +6,6 @@ import time
 
 import numpy as np
 import pytest
-from playwright.sync_api import sync_playwright
 
 from attnplug.trace import Layout, Writer, read, synthesize
 from attnplug.trace.view import write_page
@@ -24,6 +23,8 @@ LOAD_SECONDS = 60  # unmarked: what a shared machine may take; docs/trace-viewer
 @pytest.fixture(scope="module")
 def browser():
     """Chromium from the PATH (apt-get install chromium), else the one of `playwright install`."""
+    from playwright.sync_api import sync_playwright  # a machine for GPU tests need not have it
+
     with sync_playwright() as playwright:
         path = next(filter(None, map(shutil.which, BROWSERS)), None)
         browser = playwright.chromium.launch(executable_path=path, args=FLAGS)
