@@ -1,5 +1,5 @@
 """certified on a small real model, on a CPU: how tight the bounds are, what the tighter form saves,
-and what quantization without certification loses. Writes bench/results/certified_fidelity.json.
+and what quantization without certification loses. Writes bench/results/certified/fidelity.json.
 
     python bench/certified_fidelity.py [context tokens] [steps]
 
@@ -34,6 +34,7 @@ POLICIES = {
     "naive": Certified(min_tokens=0, **NAIVE),
 }
 TOLERANCES = (0.1, 0.2, 0.5, 1.0)
+RESULTS = ROOT / "bench/results/certified/fidelity.json"
 HEADS: dict[str, list[torch.Tensor]] = {}
 
 
@@ -152,7 +153,7 @@ def main(context: int = 1024, steps: int = 64, name: str = "smollm2-135m") -> No
         }  # fmt: skip
         rows.append(row)
         print(json.dumps(row), flush=True)
-    (ROOT / "bench/results/certified_fidelity.json").write_text(json.dumps(rows, indent=1) + "\n")
+        RESULTS.write_text(json.dumps(rows, indent=1) + "\n")
 
 
 if __name__ == "__main__":
