@@ -93,7 +93,8 @@ def _guess(x_at, hint_at, n, M, K, BINS: tl.constexpr, SAMPLE: tl.constexpr):
         hits, middle, least, most = _inner(v, named & (tl.abs(v) < _HUGE))
         highest = tl.maximum(tl.minimum(most, middle + 8 * (middle - least)), top)
         lowest = tl.where(hits >= 8, least - 0.15 * (most - least), lowest)
-        high = tl.where(hits >= 8, highest, high)
+        # Not below the row's own: nothing says that the hint has seen the best.
+        high = tl.where(hits >= 8, tl.maximum(highest, high), high)
     # The highest of these that surely has k scores above it. The sample says so; the hint cannot:
     # it may hold few distinct scores, or the best alone.
     above_raised, above_mean, above_lowest = tl.reduce(

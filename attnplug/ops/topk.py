@@ -281,17 +281,19 @@ def plan_for(rows: int, size: int, k: int, multiprocessors: int) -> Plan:
     """The pre-tuned plan of a shape. `size` is that of the buffer: true lengths are unknown."""
     if size <= WHOLE_ROW:  # many scores a thread: what one warp has, no barrier must bring together
         return Plan(True, refine_warps=max(1, triton.next_power_of_2(size) // 1024))
-    group = 16 if rows * size >= GROUPED and size >= 256 * k else 1
-    each = max(4, 128 // rows)  # programs a row: about one for a multiprocessor
-    if group > 1:
-        each = min(128, 2 * each)
-    smallest = 1024 if size <= 2**16 else 2048
+    total = rows * size
+    group = 16 if total >= GROUPED and size >= 256 * k else 1
+    # Programs a row: all their samples of the row cost more than what some multiprocessors idle.
+    each = max(4, min(128, 256 // rows))
+    smallest = 1024 if total <= 2**16 else 2048 if total <= 2**18 else 4096
     verifiers = min(each, triton.cdiv(size, smallest))
     tile = min(4096, max(smallest, triton.next_power_of_2(triton.cdiv(size, verifiers))))
-    here = max(1024, triton.next_power_of_2(triton.cdiv(size, group * COLLECTORS)))
+    here = 1024 if rows == 1 else 2048
+    here = max(here, triton.next_power_of_2(triton.cdiv(size, group * COLLECTORS)))
+    warps = 8 if group > 1 or (rows == 1 and tile > 1024) else 4  # of `collect`
     capacity = max(4096, 2 * triton.next_power_of_2(k))
     return Plan(
-        False, verifiers, tile, 8, min(tile, 2048), 4 if group == 1 else 8, group, here,
+        False, verifiers, tile, 8, min(tile, 2048), warps, group, here,
         capacity=capacity, refine_warps=4 if capacity <= 4096 else 8,
     )  # fmt: skip
 
