@@ -415,3 +415,54 @@ def exact_group(q, k, v, mask, low, length, scale, softcap, sinks, unit, out, ls
             bounds[g, 0], bounds[g, 1] = 0.0, 0.0
             size = np.sqrt((out[g].astype(np.float64) ** 2).sum())
             bounds[g, 2] = rounding(widest, noise[g] + sums, size, unit)
+
+
+@numba.njit(parallel=True, cache=True)
+def reference(
+    q, k, v, tier, raw, blocks, lengths, start, mask, scale, softcap, sinks, depth, capacity,
+    tolerance, unit, options, out, lse, bounds, rungs, counts,
+):  # fmt: skip
+    """Certify every (row, KV head), then recompute what failed; both in parallel."""
+    batch, heads, _ = q.shape
+    kv_heads = k.shape[1]
+    group = heads // kv_heads
+    wrong = np.zeros(batch * kv_heads, np.int32)
+    codes, meta, v_codes, v_meta, summary = tier
+    k_bits, v_words, check = raw
+    for item in numba.prange(batch * kv_heads):
+        b, h = item // kv_heads, item % kv_heads
+        own = slice(h * group, h * group + group)
+        shown = np.ones(k.shape[2], np.bool_)
+        if mask.shape[1] > 0:
+            shown = mask[b, : k.shape[2]]
+        n = blocks[b]
+        for j in range(n):
+            words = check_words(
+                j, codes[b, h, j], k_bits[b, h, j], v_codes[b, h, j], v_words[b, h, j],
+                summary[b, h, j],
+            )  # fmt: skip
+            for i in range(2):
+                if (words[i] - check[b, h, j, i]) & 0xFFFFFFFF != 0:
+                    wrong[item] |= CHECK
+        if certify_group(
+            q[b, own], k[b, h], v[b, h], shown, codes[b, h, :n], meta[b, h, :n],
+            v_codes[b, h, :n], v_meta[b, h, :n], summary[b, h, :n], start[b], lengths[b], item,
+            scale, softcap, sinks[own], depth, capacity, tolerance, unit, options, out[b, own],
+            lse[b, own], bounds[b, own], rungs[b, own], counts[b, h],
+        ):  # fmt: skip
+            wrong[item] |= SCORE
+    for item in numba.prange(batch * kv_heads):
+        b, h = item // kv_heads, item % kv_heads
+        own = slice(h * group, h * group + group)
+        row = 0
+        for i in range(b * kv_heads, b * kv_heads + kv_heads):
+            row |= wrong[i]
+        for i in range(h * group, h * group + group):
+            if rungs[b, i] & (RANKING | BOUNDARY | BOUND | CAPACITY) > 0:
+                rungs[b, i] |= HEAD
+            if row > 0:
+                rungs[b, i] |= row | ROW
+        exact_group(
+            q[b, own], k[b, h], v[b, h], mask[b * len(mask) // batch], start[b], lengths[b], scale,
+            softcap, sinks[own], unit, out[b, own], lse[b, own], bounds[b, own], rungs[b, own],
+        )  # fmt: skip

@@ -13,7 +13,6 @@ Bounded-Error Quantized Attention" (shared/papers/001); the bound that decides i
 
 from typing import NamedTuple
 
-import numba
 import numpy as np
 import torch
 
@@ -29,9 +28,7 @@ from attnplug.ops._certified_reference import (
     ROW,
     SCORE,
     VALUES,
-    certify_group,
-    check_words,
-    exact_group,
+    reference,
 )
 from attnplug.ops._certified_triton import capacity_for, launch
 from attnplug.ops._define import (
@@ -192,58 +189,7 @@ def _allocate(
     )
 
 
-# --- CPU: the specification ------------------------------------------------------------------
-
-
-@numba.njit(parallel=True, cache=True)
-def _reference(
-    q, k, v, tier, raw, blocks, lengths, start, mask, scale, softcap, sinks, depth, capacity,
-    tolerance, unit, options, out, lse, bounds, rungs, counts,
-):  # fmt: skip
-    """Certify every (row, KV head), then recompute what failed; both in parallel."""
-    batch, heads, _ = q.shape
-    kv_heads = k.shape[1]
-    group = heads // kv_heads
-    wrong = np.zeros(batch * kv_heads, np.int32)
-    codes, meta, v_codes, v_meta, summary = tier
-    k_bits, v_words, check = raw
-    for item in numba.prange(batch * kv_heads):
-        b, h = item // kv_heads, item % kv_heads
-        own = slice(h * group, h * group + group)
-        shown = np.ones(k.shape[2], np.bool_)
-        if mask.shape[1] > 0:
-            shown = mask[b, : k.shape[2]]
-        n = blocks[b]
-        for j in range(n):
-            words = check_words(
-                j, codes[b, h, j], k_bits[b, h, j], v_codes[b, h, j], v_words[b, h, j],
-                summary[b, h, j],
-            )  # fmt: skip
-            for i in range(2):
-                if (words[i] - check[b, h, j, i]) & 0xFFFFFFFF != 0:
-                    wrong[item] |= CHECK
-        if certify_group(
-            q[b, own], k[b, h], v[b, h], shown, codes[b, h, :n], meta[b, h, :n],
-            v_codes[b, h, :n], v_meta[b, h, :n], summary[b, h, :n], start[b], lengths[b], item,
-            scale, softcap, sinks[own], depth, capacity, tolerance, unit, options, out[b, own],
-            lse[b, own], bounds[b, own], rungs[b, own], counts[b, h],
-        ):  # fmt: skip
-            wrong[item] |= SCORE
-    for item in numba.prange(batch * kv_heads):
-        b, h = item // kv_heads, item % kv_heads
-        own = slice(h * group, h * group + group)
-        row = 0
-        for i in range(b * kv_heads, b * kv_heads + kv_heads):
-            row |= wrong[i]
-        for i in range(h * group, h * group + group):
-            if rungs[b, i] & (RANKING | BOUNDARY | BOUND | CAPACITY) > 0:
-                rungs[b, i] |= HEAD
-            if row > 0:
-                rungs[b, i] |= row | ROW
-        exact_group(
-            q[b, own], k[b, h], v[b, h], mask[b * len(mask) // batch], start[b], lengths[b], scale,
-            softcap, sinks[own], unit, out[b, own], lse[b, own], bounds[b, own], rungs[b, own],
-        )  # fmt: skip
+# --- CPU: `_certified_reference` is the specification -------------------------------------------
 
 
 def _cpu(
@@ -264,7 +210,7 @@ def _cpu(
     counts = torch.zeros(*k.shape[:2], 2, dtype=torch.int64)
     capacity = capacity_for(check.shape[2], k_max, explore)
     options = (coverage, k_min, k_max, v_tol, value_budget, key_tolerance, explore)
-    _reference(
+    reference(
         q[:, :, 0].float().contiguous().numpy(),
         k[:, :, :valid].float().contiguous().numpy(),
         v[:, :, :valid].float().contiguous().numpy(),
