@@ -238,26 +238,6 @@ def combine_heads(
 
 
 @triton.jit
-def _ranks(key, other):
-    """How many of `other` are larger than each key."""
-    return tl.sum((other[None, :] > key[:, None]).to(tl.int32), 1)
-
-
-@triton.jit
-def _largest(key, other, KP: tl.constexpr, SIZE: tl.constexpr):
-    """The KP largest of SIZE keys, given twice, largest first: by comparing all with all, or, where
-    they are many, by sorting."""
-    if SIZE <= 128:
-        rank = _ranks(key, other)
-        hit = rank[None, :] == tl.arange(0, KP)[:, None]
-        none = -0x7FFFFFFFFFFFFFFF  # such keys share a rank
-        largest = tl.max(tl.where(hit, key[None, :], none), 1)
-    else:
-        largest = tl.topk(key, KP)
-    return largest
-
-
-@triton.jit
 def _load_keys(at, inside):
     """.cg: an L1 line may be older than the keys, which other multiprocessors wrote."""
     return tl.load(at, mask=inside, other=-0x7FFFFFFFFFFFFFFF, cache_modifier=".cg")
@@ -270,8 +250,7 @@ def _finalists(
     """The members [KP * MEMBERS] of the KP groups with the best maxima, and which of them there
     are: among them are the KP best keys, as keys are distinct."""
     i = tl.arange(0, WIDE)
-    at, inside = best_at + i, i * MEMBERS < limit
-    group = _largest(_load_keys(at, inside), _load_keys(at, inside), KP, WIDE)
+    group = tl.topk(_load_keys(best_at + i, i * MEMBERS < limit), KP)
     j = (_index(group) // MEMBERS)[:, None] * MEMBERS + tl.arange(0, MEMBERS)[None, :]
     inside = (group > -0x7FFFFFFFFFFFFFFF)[:, None] & (j < limit)
     j = tl.where(inside, j, limit)
@@ -287,8 +266,7 @@ def best_keys(
     j = tl.arange(0, SIZE)
     if MEMBERS > 0:
         j = _finalists(best_at, limit, KP, WIDE, MEMBERS)
-    at, inside = scores_at + j, j < limit
-    return _largest(_load_keys(at, inside), _load_keys(at, inside), KP, SIZE)
+    return tl.topk(_load_keys(scores_at + j, j < limit), KP)
 
 
 @triton.jit
@@ -302,14 +280,11 @@ def nth_best(
     n, scores_at, best_at, limit, KP: tl.constexpr, WIDE: tl.constexpr, MEMBERS: tl.constexpr
 ):  # fmt: skip
     """The block of rank n among a row's keys; -1 where there are not so many."""
-    SIZE: tl.constexpr = WIDE if MEMBERS == 0 else KP * MEMBERS
-    if SIZE <= 128:
-        j = tl.arange(0, SIZE)
-        if MEMBERS > 0:
-            j = _finalists(best_at, limit, KP, WIDE, MEMBERS)
+    if MEMBERS == 0 and WIDE <= 64:  # by comparing all with all; from 128 on a sort is faster
+        j = tl.arange(0, WIDE)
         at, inside = scores_at + j, j < limit
         key = _load_keys(at, inside)
-        rank = _ranks(key, _load_keys(at, inside))
+        rank = tl.sum((_load_keys(at, inside)[None, :] > key[:, None]).to(tl.int32), 1)
     else:
         key = best_keys(scores_at, best_at, limit, KP, WIDE, MEMBERS)
         rank = tl.arange(0, KP)
