@@ -47,7 +47,7 @@ def read_blocks(
     rest = torch.where(rest <= last, rest, -1)
     fixed = torch.where(real[..., None], torch.cat([first, rest], -1), -1)
     listed = index.repeat_interleave(heads // index.shape[1], 1)
-    kept = (listed >= sink) & (listed < local[:, None])
+    kept = (listed >= sink) & (listed < local[:, None]) & real[:, None, :, None]
     listed = torch.where(kept, listed, -1)
     fixed = fixed[:, None].expand(batch, heads, -1, -1)
     return Reads(torch.cat([fixed, listed], -1).to(torch.int32), query_block, block)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from attnplug import Dense, Gather, Momo, Policy, PolicyError
 from attnplug.policies import AttentionCall, Edges, LayerShape, Stream
+from attnplug.policies._reads import query_positions, read_blocks
 from attnplug.testing import oracle_attention
 
 STREAM = Stream(top_k=2, block=16, query_block=16)
@@ -180,6 +181,16 @@ def test_momo_reads_what_it_attends_to(shape, device):
         followers = (torch.arange(len(row)) - first) % MOMO.gamma != 0  # the others are dense
         assert row[followers].max() < 1e-4
     assert dataclasses.replace(MOMO, min_tokens=1000).reads(c) is None  # dense
+
+
+def test_a_list_may_name_what_is_read_anyway():
+    """Of all blocks, none is read twice."""
+    c = call(100, start=[0, 37])
+    index = torch.arange(7, dtype=torch.int32).expand(2, 2, 4, 7)
+    local = query_positions(c, 32) // 16
+    reads = read_blocks(c, index, local, query_block=32, block=16, sink=1, most=3)
+    dense = oracle_attention(c.q, c.k, c.v, scale=c.scale, start=c.start, key_mask=c.key_mask)[0]
+    assert (output(c, reads.index, 32, 16) - dense).abs().max() < 1e-6
 
 
 @pytest.mark.parametrize("k", [0, 2])
