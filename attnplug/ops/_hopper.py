@@ -207,8 +207,8 @@ def _values_tail(v: torch.Tensor, lengths: torch.Tensor, stride: int) -> torch.T
 
 def _launch(
     q, k, v, out, lse, scale, lengths, *, items, across, gamma, pack, sparse,
-    lists=None, count=None, window=0, dense=None, delta=0, weight=1.0, index=None, score=None, exact=0,
-    kept=0,
+    lists=None, count=None, window=0, dense=None, delta=0, weight=1.0, index=None,
+    score=None, exact=0, kept=0,
 ):  # fmt: skip
     stride = row_step(lengths)
     values = _descriptor(v, 64)
