@@ -12,7 +12,7 @@ import attnplug
 
 ROOT = Path(__file__).resolve().parents[2]
 BEGIN, END = "<!-- capabilities -->\n", "<!-- /capabilities -->"
-POLICIES = ("dense", "momo", "gather")
+POLICIES = ("dense", "momo", "gather", "gvr", "certified")
 WAYS = "greedy, beams, prompt lookup, chunked prefill, static and dynamic caches, left padding"
 
 
