@@ -378,14 +378,15 @@ def _quantize_key_tile(key, seen, in_width, d):
     zero_bits = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16
     zero = bf16_value(zero_bits)
     half = tl.maximum(high - zero, zero - low) * 1.00001
-    least = tl.maximum(half / 127.0, 7.888609052210118e-31)  # 2^-100
+    # rounded to nearest, as the reference divides: a compiled `/` is an approximation
+    least = tl.maximum(tl.div_rn(half, 127.0), 7.888609052210118e-31)  # 2^-100
     scale_bits = (least.to(tl.int32, bitcast=True) + 0xFFFF) >> 16
     scale_bits = tl.where(half > 0, scale_bits, 0)
     scale_bits = tl.where(odd > 0, 0x7FC0, scale_bits)
     zero_bits = tl.where(odd > 0, 0, zero_bits)
     scale = bf16_value(scale_bits)
     usable = finite & ((scale > 0) & in_width)[None, :]
-    x = (key - zero[None, :]) / tl.where(scale > 0, scale, 1.0)[None, :]
+    x = tl.div_rn(key - zero[None, :], tl.where(scale > 0, scale, 1.0)[None, :])
     x = tl.where(usable, tl.floor(x + 0.5), 0.0)
     codes = tl.minimum(tl.maximum(x, -127.0), 127.0).to(tl.int32)
     weight = tl.where(in_width, 1 + d % 31, 0)
@@ -405,10 +406,10 @@ def _quantize_value_tile(value, seen, in_groups):
     low = tl.where(odd, float("nan"), low)
     zero = low.to(tl.float16)
     base = zero.to(tl.float32)
-    scale = tl.maximum((high - base) / 15.0, 0.0).to(tl.float16)
+    scale = tl.maximum(tl.div_rn(high - base, 15.0), 0.0).to(tl.float16)
     step = scale.to(tl.float32)
     good = (step > 0) & (step < float("inf"))
-    x = tl.floor((value - base[:, :, None]) / tl.where(good, step, 1.0)[:, :, None] + 0.5)
+    x = tl.floor(tl.div_rn(value - base[:, :, None], tl.where(good, step, 1.0)[:, :, None]) + 0.5)
     x = tl.where(good[:, :, None] & (x == x), x, 0.0)
     codes = tl.minimum(tl.maximum(x, 0.0), 15.0).to(tl.int32)
     keep = seen[:, None] & in_groups[None, :]
