@@ -153,8 +153,13 @@ def test_left_padding_does_not_change_a_row(device_path):
     options = {"explore": 0.0}
     found = attend(device_path, case, **options)
     alone = Case(case.q[1:], case.k[1:, :, 37:], case.v[1:, :, 37:], scale=case.scale)
-    for a, b in zip(attend(device_path, alone, **options), found, strict=True):
-        assert (a.float() - b[1:].float()).abs().max() < 2e-5
+    kept = [0, 1, 3, 4, 5]  # not E_round, which counts the partial sums of a launch
+    for name, a, b in zip(found._fields, attend(device_path, alone, **options), found, strict=True):
+        a, b = a.float(), b[1:].float()
+        if name == "bounds":
+            torch.testing.assert_close(a[..., 2], b[..., 2], rtol=0.02, atol=0)
+            a, b = a[..., kept], b[..., kept]
+        assert (a - b).abs().max() < 2e-5, name
 
 
 # --- the ladder: each rung is reached and does its work ---------------------------------------
