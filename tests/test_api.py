@@ -69,15 +69,23 @@ def test_report_says_where_momo_runs_dense(model):
 
 
 REFUSALS = {
-    "unknown method": ("mojo", attnplug.PolicyError, "no method 'mojo'; there are dense, gather"),
+    "unknown method": (
+        "mojo",
+        attnplug.PolicyError,
+        "no method 'mojo'; there are certified,",
+    ),
     "unknown option": ("momo(gama=2)", attnplug.PolicyError, "no option 'gama'; it has gamma,"),
     "bad value": ("momo(gamma=0)", attnplug.PolicyError, "gamma=0, needs at least 1"),
     "bad multiple": ("momo(gamma=24)", attnplug.PolicyError, "query_block=128, needs a multiple"),
     "bool": ("momo(gamma=True)", attnplug.PolicyError, "gamma=True, needs an integer"),
     "tokens": ("momo(min_tokens='4')", attnplug.PolicyError, "min_tokens='4', needs None or"),
-    "slots": ("momo(exact_k=65)", attnplug.PolicyError, "exact_k=65, needs 0 to 64 here"),
+    "slots": (
+        "momo(topk='estimated', exact_k=65)",
+        attnplug.PolicyError,
+        "exact_k=65, needs 0 to 64 here",
+    ),
     "entries": (
-        "momo(gamma=1, query_block=256)",
+        "momo(topk='exact', gamma=1, query_block=256)",
         attnplug.PolicyError,
         "top_k = 32768 to be at most 16384",
     ),
