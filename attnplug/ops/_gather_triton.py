@@ -5,6 +5,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from attnplug.ops._select_triton import best_keys, block_of, nth_best
+from attnplug.ops._splits import attend_tile, store_piece
 from attnplug.ops.block_bounds import note_progress, row_span
 
 
@@ -23,25 +24,6 @@ def _rows(cache, new, at, position, s_step):
     if new is not None:
         rows = tl.where(at == position, new, rows)
     return rows
-
-
-@triton.jit
-def _attend_tile(
-    query, key, value, seen, top, total, acc, scale, cap, CAPPED: tl.constexpr
-):  # fmt: skip
-    """One step of the online softmax over a tile of keys."""
-    s = tl.dot(query, key.T, input_precision="ieee") * scale
-    if CAPPED:  # cap tanh(y), tanh(y) = 1 - 2 / (exp(2y) + 1); scale holds 2 log2(e) / cap
-        s = cap * (1 - 2 / (tl.exp2(s) + 1))
-    s = tl.where(seen[None, :], s, float("-inf"))
-    best = tl.maximum(top, tl.max(s, 1))
-    shift = tl.where(best == float("-inf"), 0.0, best)
-    # A NaN score may be dropped by the maximum; it comes back through p.
-    p = tl.exp2(s - shift[:, None])
-    decay = tl.exp2(top - shift)
-    total = total * decay + tl.sum(p, 1)
-    acc = tl.dot(p.to(value.dtype), value, acc * decay[:, None], input_precision="ieee")
-    return best, total, acc
 
 
 @triton.jit
@@ -170,30 +152,13 @@ def attend_kept(
             _rows(v_at, fresh_v, at, position, v_s)[:, None] + d[None, :],
             mask=loadable, other=0.0, cache_modifier=".cg",
         )  # fmt: skip
-        top, total, acc = _attend_tile(query, key, value, seen, top, total, acc, scale, cap, CAPPED)
+        top, total, acc = attend_tile(query, key, value, seen, top, total, acc, scale, cap, CAPPED)
 
     if scores is not None:  # no kernel has selected, so nobody has noted it
         if (h == 0) & (split == splits - 1):  # reads the list, hence has waited
             note_progress(progress, b, low, tl.maximum(limit, 0))
     heads = (tl.num_programs(1) // T) * GROUP
-    place = (b * heads + head) * T + t
-    empty = total == 0
-    divisor = tl.where(empty, 1.0, total)
-    base = tl.where(top == float("-inf"), 0.0, top)
-    result = tl.where(empty, float("-inf"), base + tl.log2(divisor))
-    if FUSED:
-        if sinks is not None:
-            logit = tl.load(sinks + head, mask=in_group, other=float("-inf")).to(tl.float32)
-            divisor += tl.exp2(logit * 1.4426950408889634 - base)
-        tl.store(lse + place, result * 0.6931471805599453, mask=in_group)
-        out_at = out + place[:, None] * D + d[None, :]
-    else:  # as dense_decode's reduction reads them
-        place = place * splits + split
-        pieces = tl.num_programs(2).to(tl.int64) * heads * T * splits
-        tl.store(partial + pieces * D + place, result, mask=in_group)
-        out_at = partial + place[:, None] * D + d[None, :]
-    tl.store(
-        out_at,
-        (acc / divisor[:, None]).to(out_at.dtype.element_ty),
-        mask=in_group[:, None] & in_width[None, :],
-    )
+    store_piece(
+        top, total, acc, sinks, partial, out, lse, head, (b * heads + head) * T + t,
+        tl.num_programs(2).to(tl.int64) * heads * T, d, in_group, in_width, split, splits, D, FUSED,
+    )  # fmt: skip

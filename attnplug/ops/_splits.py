@@ -1,5 +1,6 @@
-"""What `dense_decode` and `gather_attention` share: attention of few queries whose keys are cut in
-pieces ("splits"), a program each, and the merge of the pieces by their log-sum-exps.
+"""What `dense_decode`, `gather_attention` and `gather_tokens_attention` share: attention of few
+queries whose keys are cut in pieces ("splits"), a program each, and the merge of the pieces by
+their log-sum-exps.
 
     lse = log sum over pieces of exp(lse_i),   out = sum over pieces of exp(lse_i - lse) out_i
 
@@ -82,6 +83,64 @@ def reference_rows(q, k, v, mask, position, start, window, sinks, scale, softcap
             total[r] += np.exp(sinks[head] - top[r])
         for d in range(width):
             out[head, t, d] = acc[r, d] / total[r] if seen else 0.0
+
+
+@numba.njit(cache=True)
+def reference_kept(q, k, v, kept, sinks, scale, softcap, out, lse):
+    """`reference_rows` of one query `q [G, 1, D]` over the keys `kept` of k, v `[S, D]`."""
+    keys = np.empty((len(kept), q.shape[2]), np.float32)
+    values = np.empty((len(kept), q.shape[2]), np.float32)
+    for i in range(len(kept)):
+        keys[i], values[i] = k[kept[i]], v[kept[i]]
+    unmasked = np.empty(0, np.bool_)
+    reference_rows(q, keys, values, unmasked, len(kept) - 1, 0, 0, sinks, scale, softcap, out, lse)
+
+
+@triton.jit
+def attend_tile(
+    query, key, value, seen, top, total, acc, scale, cap, CAPPED: tl.constexpr
+):  # fmt: skip
+    """One step of the online softmax over a tile of keys that all rows of `query` see alike."""
+    s = tl.dot(query, key.T, input_precision="ieee") * scale
+    if CAPPED:  # cap tanh(y), tanh(y) = 1 - 2 / (exp(2y) + 1); scale holds 2 log2(e) / cap
+        s = cap * (1 - 2 / (tl.exp2(s) + 1))
+    s = tl.where(seen[None, :], s, float("-inf"))
+    best = tl.maximum(top, tl.max(s, 1))
+    shift = tl.where(best == float("-inf"), 0.0, best)
+    # A NaN score may be dropped by the maximum; it comes back through p.
+    p = tl.exp2(s - shift[:, None])
+    decay = tl.exp2(top - shift)
+    total = total * decay + tl.sum(p, 1)
+    acc = tl.dot(p.to(value.dtype), value, acc * decay[:, None], input_precision="ieee")
+    return best, total, acc
+
+
+@triton.jit
+def store_piece(
+    top, total, acc, sinks, partial, out, lse, head, row, rows, d, in_group, in_width, split,
+    splits, D: tl.constexpr, FUSED: tl.constexpr,
+):  # fmt: skip
+    """The result of one of `splits` pieces of a row, one of `rows`: what `merge_splits` reads, or
+    if FUSED (one piece) the output and its natural log-sum-exp."""
+    empty = total == 0
+    divisor = tl.where(empty, 1.0, total)
+    base = tl.where(top == float("-inf"), 0.0, top)
+    result = tl.where(empty, float("-inf"), base + tl.log2(divisor))
+    if FUSED:
+        if sinks is not None:
+            logit = tl.load(sinks + head, mask=in_group, other=float("-inf")).to(tl.float32)
+            divisor += tl.exp2(logit * 1.4426950408889634 - base)
+        tl.store(lse + row, result * 0.6931471805599453, mask=in_group)
+        out_at = out + row[:, None] * D + d[None, :]
+    else:
+        row = row * splits + split
+        tl.store(partial + rows * splits * D + row, result, mask=in_group)
+        out_at = partial + row[:, None] * D + d[None, :]
+    tl.store(
+        out_at,
+        (acc / divisor[:, None]).to(out_at.dtype.element_ty),
+        mask=in_group[:, None] & in_width[None, :],
+    )
 
 
 @triton.jit

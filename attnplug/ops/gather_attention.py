@@ -30,7 +30,7 @@ from attnplug.ops._define import (
     row_step,
     rows_on_cpu,
 )
-from attnplug.ops._splits import LOG2E, check_sinks, machine, merge_splits, reference_rows
+from attnplug.ops._splits import LOG2E, check_sinks, machine, merge_splits, reference_kept
 from attnplug.ops.block_bounds import BLOCKS, NO_MASK
 from attnplug.ops.select_blocks import Scores, early
 
@@ -146,7 +146,7 @@ def _reference(
     q, k, v, index, lengths, start, mask, block, sink, local, sinks, scale, softcap, out, lse
 ):
     """Dense attention over the kept keys, for every (row, KV head, query) in parallel."""
-    batch, heads, queries, width = q.shape
+    batch, heads, queries, _ = q.shape
     kv_heads = k.shape[1]
     group = heads // kv_heads
     for item in numba.prange(batch * kv_heads * queries):
@@ -157,18 +157,11 @@ def _reference(
         hidden = mask[b * len(mask) // batch]
         position = lengths[b] - queries + t
         kept = _kept_keys(index[b, h, t], position, start[b], hidden, block, sink, local)
-        keys = np.empty((len(kept), width), np.float32)
-        values = np.empty((len(kept), width), np.float32)
-        for i in range(len(kept)):
-            keys[i], values[i] = k[b, h, kept[i]], v[b, h, kept[i]]
-        reference_rows(
+        reference_kept(
             q[b, g : g + group, t : t + 1],
-            keys,
-            values,
-            hidden[:0],
-            len(kept) - 1,
-            0,
-            0,
+            k[b, h],
+            v[b, h],
+            kept,
             sinks[g : g + group],
             scale,
             softcap,

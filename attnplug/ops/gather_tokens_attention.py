@@ -32,7 +32,15 @@ from attnplug.ops._define import (
     row_step,
     rows_on_cpu,
 )
-from attnplug.ops._splits import LOG2E, check_sinks, machine, merge_splits, reference_rows
+from attnplug.ops._splits import (
+    LOG2E,
+    attend_tile,
+    check_sinks,
+    machine,
+    merge_splits,
+    reference_kept,
+    store_piece,
+)
 from attnplug.ops.block_bounds import NO_MASK, row_span
 
 NAME = "gather_tokens_attention"
@@ -130,7 +138,7 @@ def _kept_keys(listed, position, start, mask, sink, window):
 @numba.njit(parallel=True, cache=True)
 def _reference(q, k, v, index, lengths, start, mask, sink, window, sinks, scale, softcap, out, lse):
     """Dense attention over the kept keys, for every (row, KV head, query) in parallel."""
-    batch, heads, queries, width = q.shape
+    batch, heads, queries, _ = q.shape
     kv_heads = k.shape[1]
     group = heads // kv_heads
     for item in numba.prange(batch * kv_heads * queries):
@@ -141,18 +149,11 @@ def _reference(q, k, v, index, lengths, start, mask, sink, window, sinks, scale,
         hidden = mask[b * len(mask) // batch]
         position = lengths[b] - queries + t
         kept = _kept_keys(index[b, h, t], position, start[b], hidden, sink, window)
-        keys = np.empty((len(kept), width), np.float32)
-        values = np.empty((len(kept), width), np.float32)
-        for i in range(len(kept)):
-            keys[i], values[i] = k[b, h, kept[i]], v[b, h, kept[i]]
-        reference_rows(
+        reference_kept(
             q[b, g : g + group, t : t + 1],
-            keys,
-            values,
-            hidden[:0],
-            len(kept) - 1,
-            0,
-            0,
+            k[b, h],
+            v[b, h],
+            kept,
             sinks[g : g + group],
             scale,
             softcap,
@@ -251,41 +252,13 @@ def _attend(
         loadable = seen[:, None] & in_width[None, :]
         key = tl.load(k_at + at.to(tl.int64)[:, None] * k_s, mask=loadable, other=0.0)
         value = tl.load(v_at + at.to(tl.int64)[:, None] * v_s, mask=loadable, other=0.0)
-        s = tl.dot(query, key.T, input_precision="ieee") * scale
-        if CAPPED:  # cap tanh(y), tanh(y) = 1 - 2 / (exp(2y) + 1); scale holds 2 log2(e) / cap
-            s = cap * (1 - 2 / (tl.exp2(s) + 1))
-        s = tl.where(seen[None, :], s, float("-inf"))
-        best = tl.maximum(top, tl.max(s, 1))
-        shift = tl.where(best == float("-inf"), 0.0, best)
-        # A NaN score may be dropped by the maximum; it comes back through p.
-        p = tl.exp2(s - shift[:, None])
-        decay = tl.exp2(top - shift)
-        top = best
-        total = total * decay + tl.sum(p, 1)
-        acc = tl.dot(p.to(value.dtype), value, acc * decay[:, None], input_precision="ieee")
+        top, total, acc = attend_tile(query, key, value, seen, top, total, acc, scale, cap, CAPPED)
 
     heads = (tl.num_programs(1) // T) * GROUP
-    row = (b * heads + head) * T + t
-    empty = total == 0
-    divisor = tl.where(empty, 1.0, total)
-    base = tl.where(top == float("-inf"), 0.0, top)
-    result = tl.where(empty, float("-inf"), base + tl.log2(divisor))
-    if FUSED:
-        if sinks is not None:
-            logit = tl.load(sinks + head, mask=in_group, other=float("-inf")).to(tl.float32)
-            divisor += tl.exp2(logit * 1.4426950408889634 - base)
-        tl.store(lse + row, result * 0.6931471805599453, mask=in_group)
-        out_at = out + row[:, None] * D + d[None, :]
-    else:  # as dense_decode's reduction reads them
-        row = row * splits + split
-        pieces = tl.num_programs(2).to(tl.int64) * heads * T * splits
-        tl.store(partial + pieces * D + row, result, mask=in_group)
-        out_at = partial + row[:, None] * D + d[None, :]
-    tl.store(
-        out_at,
-        (acc / divisor[:, None]).to(out_at.dtype.element_ty),
-        mask=in_group[:, None] & in_width[None, :],
-    )
+    store_piece(
+        top, total, acc, sinks, partial, out, lse, head, (b * heads + head) * T + t,
+        tl.num_programs(2).to(tl.int64) * heads * T, d, in_group, in_width, split, splits, D, FUSED,
+    )  # fmt: skip
 
 
 @functools.lru_cache(maxsize=1024)

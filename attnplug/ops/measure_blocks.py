@@ -37,6 +37,7 @@ from attnplug.ops._define import (
 )
 from attnplug.ops._online_topk import EVERY
 from attnplug.ops._query_sparse_triton import launch_triton
+from attnplug.ops.merge_block_rows import check_before
 from attnplug.ops.query_sparse_attention import BLOCKS, run_reference
 
 NAME = "measure_blocks"
@@ -116,16 +117,7 @@ def _allocate(
     )
     shape = (q.shape[0], q.shape[1], (q.shape[2] + gamma - 1) // gamma)
     query_blocks = (q.shape[2] + query_block - 1) // query_block
-    require(
-        before.dim() == 2
-        and before.shape[0] in (1, q.shape[0])
-        and before.shape[1] == query_blocks
-        and before.dtype == torch.int32
-        and before.device == q.device,
-        NAME,
-        f"before is {tuple(before.shape)} {before.dtype} on {before.device}, needs "
-        f"[1 or B,ceil(T/query_block)] = [{q.shape[0]},{query_blocks}] int32 on {q.device}",
-    )
+    check_before(NAME, before, q.shape[0], query_blocks, q.device)
     return (
         q.new_empty((*shape, q.shape[3])),
         q.new_empty(shape, dtype=torch.float32),

@@ -109,17 +109,24 @@ def _allocate(
     blocks = (index.shape[2] + rows - 1) // rows
     require(sink >= 0, NAME, f"sink is {sink}, needs at least 0")
     if before is not None:
-        require(
-            before.dim() == 2
-            and before.shape[0] in (1, index.shape[0])
-            and before.shape[1] == blocks
-            and before.dtype == torch.int32
-            and before.device == index.device,
-            NAME,
-            f"before is {tuple(before.shape)} {before.dtype} on {before.device}, needs "
-            f"[1 or B,ceil(R/rows)] = [{index.shape[0]},{blocks}] int32 on {index.device}",
-        )
+        check_before(NAME, before, index.shape[0], blocks, index.device)
     return index.new_empty((index.shape[0], index.shape[1], blocks, trim))
+
+
+def check_before(
+    name: str, before: torch.Tensor, batch: int, query_blocks: int, device: torch.device
+) -> None:
+    """Raise ArgumentError unless `before` bounds the candidates of so many query blocks."""
+    require(
+        before.dim() == 2
+        and before.shape[0] in (1, batch)
+        and before.shape[1] == query_blocks
+        and before.dtype == torch.int32
+        and before.device == device,
+        name,
+        f"before is {tuple(before.shape)} {before.dtype} on {before.device}, needs "
+        f"[1 or B,query blocks] = [{batch},{query_blocks}] int32 on {device}",
+    )
 
 
 # ---- numba: the specification -------------------------------------------------------------------

@@ -22,7 +22,6 @@ from attnplug.ops.block_bounds import BLOCKS
 from attnplug.ops.certified_attention import MAX_RANKING, TELEMETRY
 from attnplug.policies.base import AttentionCall, LayerShape, Phase, check_option
 from attnplug.policies.dense import Dense
-from attnplug.policies.gather import first_key
 
 # Caches below so many tokens keep their originals on the device and are read by `dense`: there is
 # little memory to save, and seven small kernels take longer than one.
@@ -104,8 +103,7 @@ class Certified(Phase):
         rows: dict[str, Any] = {
             "block": self.block,
             "lengths": call.lengths,
-            # A step is told the mask and not where it begins; blocks are counted from there.
-            "start": None if call.key_mask is None else first_key(call.key_mask),
+            "start": call.first_key,
             "key_mask": call.key_mask,
         }
         assert state.tier is not None  # serves() said so

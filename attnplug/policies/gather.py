@@ -96,8 +96,7 @@ class Gather(Phase):
             "block": self.block,
             "sink": self.sink,
             "local": self.local,
-            # A step is told the mask and not where it begins; blocks are counted from there.
-            "start": None if call.key_mask is None else first_key(call.key_mask),
+            "start": call.first_key,
             "key_mask": call.key_mask,
         }
         more = {"softcap": call.softcap, "sinks": call.sinks}
@@ -177,11 +176,6 @@ class Gather(Phase):
             return False
         parts = 1 if self.scoring == "mean" else 2
         return state.keys is k and (state.block, state.parts) == (self.block, parts)
-
-
-def first_key(key_mask: torch.Tensor) -> torch.Tensor:
-    """The first True of each row `[B,S]`, int32 `[B]`."""
-    return key_mask.to(torch.uint8).argmax(-1).to(torch.int32)
 
 
 class GatherLayer(PlugLayer):
