@@ -5,6 +5,8 @@ own statistics are those of the same samples that `extra_info` summarises.
 """
 
 import itertools
+import json
+import os
 import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -140,6 +142,9 @@ class GpuBench:
         feed = itertools.cycle(times_us)
         self.benchmark.pedantic(lambda: CLOCK.advance(next(feed) * 1e-6), rounds=len(times_us))
         self.benchmark.extra_info.update(row)
+        if file := os.environ.get("ATTNPLUG_BENCH_ROWS"):
+            with open(file, "a") as rows:  # pytest-benchmark writes at the end of a session only
+                print(json.dumps(row), file=rows)
         print(summary(row))
         return row
 
