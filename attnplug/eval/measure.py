@@ -11,7 +11,10 @@ logits of every step, p dense's and r the policy's distribution:
 
     agreement = 1 where both have the same most likely token
     agreement-at-margin = the same, over steps where dense's best logit leads by more than 1
-    kl = sum p (log p - log r), in nats          total-variation = sum |p - r| / 2"""
+    kl = sum p (log p - log r), in nats          total-variation = sum |p - r| / 2
+
+and of either side the mean loss of the tokens that the steps predict, whose exponential is the
+perplexity of a policy's decode."""
 
 from functools import lru_cache
 from typing import Any
@@ -75,6 +78,12 @@ def _steps(model: Any, ids: torch.Tensor, cache: Any) -> torch.Tensor:
         out = model(token, past_key_values=out.past_key_values, use_cache=True)
         logits.append(out.logits[0, -1].float().cpu())
     return torch.stack(logits)
+
+
+def step_nll(logits: torch.Tensor, ids: torch.Tensor) -> float:
+    """Mean negative log-likelihood (nats) that `step_logits` of `ids` give to the tokens after
+    those that were read; the last step has none."""
+    return torch.nn.functional.cross_entropy(logits[:-1], ids[0, 1 - STEPS :].cpu()).item()
 
 
 def compare_logits(dense: torch.Tensor, policy: torch.Tensor) -> dict[str, float]:

@@ -43,8 +43,13 @@ def make_rows(records: Sequence[Record]) -> list[Row]:
             rows.append(_base(pairs[0][1], task, len(pairs)) | _task_values(pairs))
         elif task == "perplexity":
             rows.append(_base(pairs[0][1], task, len(pairs)) | _perplexity(pairs))
-        elif policy != STOCK:
-            rows += _measured([record for _, record in pairs])
+        else:
+            if policy != STOCK:
+                rows += _measured([record for _, record in pairs])
+            pairs = [pair for pair in pairs if all("nll" in side["values"] for side in pair)]
+            if pairs:
+                name = "decode-perplexity"
+                rows.append(_base(pairs[0][1], name, len(pairs)) | _perplexity(pairs))
     return rows
 
 
@@ -104,6 +109,7 @@ def _perplexity(pairs: Sequence[Pair]) -> Row:
 def _measured(records: Sequence[Record]) -> list[Row]:
     """One row for each value that the records have."""
     names = dict.fromkeys(name for record in records for name in record["values"])
+    names.pop("nll", None)  # a row of its own, beside dense's
     rows = []
     for name in names:
         values = [record["values"][name] for record in records if name in record["values"]]

@@ -30,6 +30,7 @@ from attnplug.eval.measure import (
     mask_values,
     prose_window,
     step_logits,
+    step_nll,
     window_nll,
 )
 from attnplug.eval.prompts import SHORTEST, digest, template_name
@@ -221,11 +222,12 @@ class _Cell:
             if self.task == "perplexity":
                 with applied(self.model, policy) if policy is not None else nullcontext():
                     record["values"] = {"nll": window_nll(self.model, on_device)}
-            elif self.task == "fidelity" and policy is not None:
+            elif self.task == "fidelity":
                 if dense is None:
                     dense = step_logits(self.model, on_device, None)
-                record |= {"steps": STEPS}
-                record["values"] = compare_logits(dense, step_logits(self.model, on_device, policy))
+                logits = dense if policy is None else step_logits(self.model, on_device, policy)
+                measured = {} if policy is None else compare_logits(dense, logits)
+                record |= {"steps": STEPS, "values": measured | {"nll": step_nll(logits, ids)}}
             elif self.task == "captured-mass" and policy and has_block_mask(policy.prefill):
                 mask: Any = policy.prefill
                 record["values"], record["layers"] = mask_values(self.model, on_device, mask)

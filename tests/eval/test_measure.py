@@ -6,7 +6,14 @@ import pytest
 import torch
 
 from attnplug.errors import ArgumentError
-from attnplug.eval.measure import STEPS, compare_logits, prose_window, step_logits, window_nll
+from attnplug.eval.measure import (
+    STEPS,
+    compare_logits,
+    prose_window,
+    step_logits,
+    step_nll,
+    window_nll,
+)
 from attnplug.eval.output import markdown, write_outputs
 from attnplug.eval.rows import make_rows
 from attnplug.eval.runner import Outcome, machine
@@ -49,6 +56,9 @@ def test_dense_through_its_decode_steps_is_the_models_own(tiny, tokenizer):
     torch.testing.assert_close(stock, whole, rtol=1e-3, atol=1e-3)
     found = compare_logits(stock, dense)
     assert found["agreement"] == 1 and found["kl"] < 1e-6 and found["total-variation"] < 1e-3
+    steps = range(200 - STEPS, 199)
+    wanted = -sum(whole.log_softmax(-1)[at + STEPS - 200, ids[0, at + 1]].item() for at in steps)
+    assert step_nll(dense, ids) == pytest.approx(wanted / (STEPS - 1), rel=1e-3)
 
 
 def record(task: str, policy: str, trial: int, **payload):
@@ -92,6 +102,19 @@ def test_perplexity_rows_are_of_the_mean_loss():
     row = make_rows(dense + policy)[1]
     assert row["dense"] == pytest.approx(math.exp(2.5))
     assert row["value"] == row["low"] == row["high"] == pytest.approx(math.exp(2.6))
+
+
+def test_the_loss_of_decode_steps_has_a_row_where_both_sides_have_it():
+    dense = [record("fidelity", "stock", i, values={"nll": x}) for i, x in enumerate((2.0, 3.0))]
+    old = record("fidelity", "stock", 2, values={})  # from before there was such a row
+    policy = [record("fidelity", "p", i, values={"nll": 2.6, "kl": 0.1}) for i in range(3)]
+    rows = {(row["policy"], row["task"]): row for row in make_rows([*dense, old, *policy])}
+    assert set(rows) == {("stock", "decode-perplexity"), ("p", "kl"), ("p", "decode-perplexity")}
+    row = rows["p", "decode-perplexity"]
+    assert row["dense"] == pytest.approx(math.exp(2.5)) and row["value"] == pytest.approx(
+        math.exp(2.6)
+    )
+    assert (row["trials"], rows["p", "kl"]["trials"]) == (2, 3)
 
 
 def test_rows_name_the_machine_that_made_the_records():
