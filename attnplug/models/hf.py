@@ -62,6 +62,9 @@ def plug_mask(
     """transformers' mask function. Plain causal: None, or real keys `[B,1,1,kv_length]`."""
     plain = local_size is None and not use_vmap and mask_function is causal_mask_function
     if not plain:
+        cacheless = isinstance(q_offset, int) and q_offset == 0 and q_length == kv_length
+        if cacheless and attention_mask is None and local_size is None and not use_vmap:
+            _refuse_unknown_packing()
         return sdpa_mask(
             batch_size=batch_size,
             q_length=q_length,
@@ -88,6 +91,18 @@ def plug_mask(
     return keys.to(torch.bool if q_length == 1 else torch.uint8)[:, None, None, :]
 
 
+def _refuse_unknown_packing() -> None:
+    """In code that is compiled or captured transformers cannot look whether position ids restart:
+    a call with neither cache nor mask gets a mask for packed sequences, whatever its tokens are."""
+    captured = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+    if torch.compiler.is_compiling() or captured:
+        raise UnsupportedCallError(
+            "compiled or captured, with neither a cache nor an attention mask, transformers treats the prompt "
+            "as packed sequences, which attnplug does not serve. Pass use_cache=True (fastest) or "
+            "attention_mask=torch.ones_like(input_ids); packed sequences need the policy removed."
+        )
+
+
 def plug_attention(
     module: torch.nn.Module,
     query: torch.Tensor,
@@ -108,7 +123,7 @@ def plug_attention(
     binding: Binding | None = getattr(module, BINDING, None)
     state = attnplug_state
     if isinstance(state, PlugLayer) and query.shape[2] > 1:  # a prefill tells, a step relies on it
-        state.lent = key is state.keys and value is state.values
+        state.note_lent(key, value)
     key, value, lengths = _valid_part(query, key, value, state, attnplug_fresh)
     call = AttentionCall(
         query,

@@ -77,8 +77,10 @@ class Momo(Phase):
         check("gamma", self.gamma >= 1, "at least 1")
         check("block", self.block in (16, 32, 64, 128), "16, 32, 64 or 128")
         check("top_k", 1 <= self.top_k <= 1024, "1 to 1024")
-        most = min(self.top_k, MAX_EXACT if self.topk == "estimated" else self.top_k)
-        check("exact_k", 0 <= self.exact_k <= most, f"0 to {most} here (top_k={self.top_k})")
+        check("exact_k", self.exact_k >= 0, "at least 0")
+        most = min(self.top_k, MAX_EXACT)
+        fits = self.topk != "estimated" or self.exact_k <= most  # nobody else reads it
+        check("exact_k", fits, f"0 to {most} here (top_k={self.top_k})")
         check(
             "query_block",
             self.query_block > 0 and self.query_block % self.gamma == 0,
@@ -211,7 +213,7 @@ class Momo(Phase):
             gamma=self.gamma,
             block=self.block,
             top_k=self.top_k,
-            exact_k=self.exact_k,
+            exact_k=min(self.exact_k, self.top_k),
             algorithm=self.topk,
             start=call.start,
             **call.options,

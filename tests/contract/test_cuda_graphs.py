@@ -6,6 +6,7 @@ from families import FAMILIES, VOCABULARY
 from torch._dynamo.utils import counters
 
 import attnplug
+from attnplug import UnsupportedCallError
 
 POLICIES = [
     "dense",
@@ -84,9 +85,21 @@ def test_a_prefill_can_be_captured_by_hand(policy):
     model = FAMILIES[0].build("cuda").to(torch.bfloat16)
     ids = torch.randint(3, VOCABULARY, (1, 70), device="cuda")
     with attnplug.applied(model, policy):
-        wanted = model(ids, use_cache=False).logits
+        wanted = model(ids, use_cache=True).logits
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            found = model(ids, use_cache=False).logits
+            found = model(ids, use_cache=True).logits
         graph.replay()
     assert (found - wanted).abs().max() <= 0.02 * wanted.abs().max()
+
+
+@torch.no_grad()
+def test_a_capture_without_cache_and_mask_is_refused():
+    """As in compiled code: see test_traps."""
+    model = FAMILIES[0].build("cuda").to(torch.bfloat16)
+    ids = torch.randint(3, VOCABULARY, (1, 70), device="cuda")
+    with attnplug.applied(model, "dense"):
+        model(ids, use_cache=True)
+        with torch.cuda.graph(torch.cuda.CUDAGraph()):
+            with pytest.raises(UnsupportedCallError, match="packed sequences"):
+                model(ids, use_cache=False)

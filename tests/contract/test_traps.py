@@ -137,6 +137,21 @@ def test_a_row_mask_of_the_users_own_is_not_taken_for_padding():
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("policy", ["dense", "momo(min_tokens=0)"])
+def test_compiled_without_cache_and_mask_is_refused(policy):
+    """transformers hands traced code a mask for packed sequences there, and a layer that gets a
+    mask it does not know runs the model's own attention: the policy would be gone, silently."""
+    model = tiny_model()
+    with attnplug.applied(model, policy):
+        compiled = torch.compile(model, fullgraph=True, backend="eager")
+        with pytest.raises(torch._dynamo.exc.Unsupported, match=r"UnsupportedCallError.*use_cache"):
+            compiled(ids, use_cache=False)
+        close(compiled(ids, use_cache=True).logits, model(ids, use_cache=False).logits)
+        mask = torch.ones_like(ids)
+        close(compiled(ids, use_cache=False, attention_mask=mask).logits, compiled(ids).logits)
+
+
+@torch.no_grad()
 def test_a_mask_shorter_than_the_keys_hides_the_rest():
     model = tiny_model()
     mask = torch.ones(2, 10, dtype=torch.long)

@@ -42,6 +42,16 @@ def test_a_budget_that_covers_everything_is_dense(tokens, topk, seed):
     assert (covering.attend(c) - exact(c)).abs().max() < 1e-4
 
 
+@pytest.mark.parametrize("topk", ["joint", "exact", "tournament"])
+def test_only_estimated_minds_exact_k(topk):
+    few = Momo(gamma=8, block=16, query_block=32, top_k=2, topk=topk, min_tokens=0)
+    assert few.exact_k > few.top_k
+    least = dataclasses.replace(few, exact_k=0)
+    assert torch.equal(few.attend(call(150)), least.attend(call(150)))
+    with pytest.raises(PolicyError, match="exact_k=8, needs 0 to 2"):
+        dataclasses.replace(few, topk="estimated")
+
+
 @given(tokens=st.integers(1, 150), topk=TOPK, seed=st.integers(0, 9))
 def test_measured_rows_are_dense_at_any_budget(tokens, topk, seed):
     c = call(tokens, seed=seed)

@@ -295,8 +295,7 @@ def test_a_host_that_may_not_look_is_refused(tmp_path, monkeypatch):
 @pytest.mark.gpu
 @torch.no_grad()
 def test_a_capture_is_refused(tmp_path):
-    """With a cache: without one, transformers makes a mask of its own under capture, and the layers
-    run the model's attention."""
+    """With a cache: without one, the call itself is refused."""
     model = tiny_model(device="cuda").to(torch.bfloat16)
     ids = ids_of(1, 70, device="cuda")
     with attnplug.applied(model, STREAM):
