@@ -13,6 +13,8 @@ import torch
 from transformers import Cache, PreTrainedConfig, StaticCache
 from transformers.cache_utils import StaticLayer
 
+MakeBuffer = Callable[[tuple[int, ...], torch.dtype, torch.device], torch.Tensor]
+
 
 class PlugLayer(StaticLayer):
     """Keys and values `[B,Hkv,max_length,D]`, allocated once, and the number of tokens in them.
@@ -41,7 +43,17 @@ class PlugLayer(StaticLayer):
         if hold and self.is_initialized and key_states.shape[2] == 1:
             self.held = key_states, value_states
             return self._buffers()
+        return self._write(key_states, value_states, *args, **kwargs)
+
+    def _write(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Put tokens into the buffers and count them; whatever writes tokens comes through here."""
         return super().update(key_states, value_states, *args, **kwargs)
+
+    def note_lent(self, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Called with what a prefill's attention got, after the `update` that returned it."""
+        self.lent = key is self.keys and value is self.values
 
     def take_held(self) -> tuple[torch.Tensor, torch.Tensor] | None:
         """The token that `update` has held back, for an op that will write and count it."""
@@ -52,7 +64,7 @@ class PlugLayer(StaticLayer):
         """Write the token that `update` has held back, if there is one."""
         held = self.take_held()
         if held is not None:
-            super().update(*held)
+            self._write(*held)
 
     def reset(self) -> None:
         self.take_held()
@@ -100,6 +112,23 @@ class PlugLayer(StaticLayer):
     def _buffers(self) -> tuple[torch.Tensor, torch.Tensor]:
         assert self.keys is not None and self.values is not None  # is_initialized was checked
         return self.keys, self.values
+
+    def _initialize(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, zeros: MakeBuffer
+    ) -> None:
+        """`lazy_initialization`, which would allocate on the device, with buffers that `zeros`
+        makes."""
+        self.dtype, self.device = key_states.dtype, key_states.device
+        self.batch_size, self.num_heads = key_states.shape[:2]
+        self.k_head_dim, self.v_head_dim = key_states.shape[-1], value_states.shape[-1]
+        shape = (self.batch_size, self.num_heads, self.max_cache_len)
+        self.keys = zeros((*shape, self.k_head_dim), self.dtype, self.device)
+        self.values = zeros((*shape, self.v_head_dim), self.dtype, self.device)
+        self.cumulative_length = self.cumulative_length.to(self.device)
+        if not torch.compiler.is_compiling():  # as the base does: it cannot be traced
+            for tensor in (self.keys, self.values, self.cumulative_length):
+                torch._dynamo.mark_static_address(tensor)
+        self.is_initialized = True
 
     def _rebind(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         self.keys, self.values = keys, values

@@ -26,12 +26,17 @@ class _HostMemory:
 
 
 def host_zeros(
-    shape: Sequence[int], dtype: torch.dtype, device: torch.device | str
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    device: torch.device | str,
+    *,
+    instead: str = "keep the originals on the GPU: originals='device'",
 ) -> torch.Tensor:
     """Zeros `shape` that kernels of `device` can read and write in place, in host memory.
 
     On a CPU, ordinary memory. Raises HostMemoryError where the memory cannot be had or the GPU
-    cannot reach it: a cache that promises its originals must not begin without them.
+    cannot reach it, which also says what can be done `instead`: a cache that promises its originals
+    must not begin without them.
     """
     device = torch.device(device)
     if device.type != "cuda":
@@ -44,7 +49,7 @@ def host_zeros(
     except (RuntimeError, MemoryError) as error:
         raise HostMemoryError(
             f"{count / 2**30:.2f} GiB of pinned host memory cannot be had ({error}). Free some, "
-            "make a shorter cache, or keep the originals on the GPU: originals='device'."
+            f"make a shorter cache, or {instead}."
         ) from error
     if there.data_ptr() != host.data_ptr():
         raise HostMemoryError(f"{device} cannot read pinned host memory in place")

@@ -17,10 +17,12 @@ from attnplug.ops.score_tokens import score_tokens
 from attnplug.ops.select_blocks import select_blocks
 from attnplug.ops.stream_edges import stream_edges
 from attnplug.ops.stream_mask import stream_mask
+from attnplug.ops.tiered_decode import Near, tiered_decode
 from attnplug.ops.topk import topk
 
 __all__ = [
     "CertifiedOutput",
+    "Near",
     "QuantizedKV",
     "block_bounds",
     "block_sparse_attention",
@@ -38,5 +40,6 @@ __all__ = [
     "select_blocks",
     "stream_edges",
     "stream_mask",
+    "tiered_decode",
     "topk",
 ]

@@ -288,6 +288,8 @@ class Scores(NamedTuple):
     keys: torch.Tensor
     best: torch.Tensor
     plan: Plan
+    # Kept alive with the rest: kernels that start early must not be given its memory.
+    heads: torch.Tensor | None = None
 
     def widths(self, top_k: int, blocks: int) -> tuple[int, int]:
         """(padded top_k, padded number of keys that the first level selects from)."""
@@ -347,7 +349,7 @@ def launch_scores(
             new, *steps, pdl,
             num_warps=plan.warps, **dependent,  # pyright: ignore[reportCallIssue]
         )  # fmt: skip
-    return Scores(keys, best, plan)
+    return Scores(keys, best, plan, per_head)
 
 
 def launch_choice(scores, k, progress, block, top_k, local, lengths, start, blocks, out, new=0):

@@ -8,6 +8,7 @@ import dataclasses
 from importlib.metadata import entry_points
 
 from attnplug.errors import PolicyError
+from attnplug.policies._gather_layers import residency
 from attnplug.policies.base import (
     SLOTS,
     AttentionCall,
@@ -48,6 +49,7 @@ __all__ = [
     "names",
     "parse",
     "register",
+    "residency",
 ]
 
 _METHODS: dict[str, type[Phase]] = {

@@ -14,10 +14,10 @@ from typing import Any, ClassVar
 
 import torch
 
-from attnplug.models.cache import PlugLayer
-from attnplug.ops import gather_attention, gather_decode, select_blocks
+from attnplug.ops import gather_attention, gather_decode, select_blocks, tiered_decode
 from attnplug.ops.block_bounds import BLOCKS
 from attnplug.ops.select_blocks import MAX_BLOCKS, SCORINGS
+from attnplug.policies._gather_layers import GatherLayer, HostGatherLayer
 from attnplug.policies._reads import query_positions, read_blocks
 from attnplug.policies.base import AttentionCall, LayerShape, Phase, Reads, check_option
 from attnplug.policies.dense import Dense
@@ -26,6 +26,7 @@ from attnplug.policies.dense import Dense
 # many tokens in any case.
 CROSSOVER_FACTOR = 2
 CROSSOVER_FLOOR = {"cuda": 8192, "cpu": 4096}
+RESIDENT = 256  # blocks of each KV head that a cache in host memory keeps on the GPU
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +38,10 @@ class Gather(Phase):
     included. scoring: how a block's summary ranks it, by an upper bound of its keys' scores
     ("bounds"), by the attention it is expected to get ("estimate"), or by its mean key ("mean").
     min_tokens: caches below so many tokens are read whole, by `dense`; None is a multiple of the
-    keep set, but not below a floor for the kind of device.
+    keep set, but not below a floor for the kind of device. kv: where keys and values live, "gpu" or
+    "host" (pinned memory, read over the link). resident: blocks of each KV head that a cache in
+    host memory keeps on the GPU beside the last; None is 256, or what a step wants where that is
+    more.
     """
 
     k: int = 32
@@ -46,6 +50,8 @@ class Gather(Phase):
     local: int = 4
     scoring: str = "bounds"
     min_tokens: int | None = None
+    kv: str = "gpu"
+    resident: int | None = None
 
     name: ClassVar[str] = "gather"
     phases: ClassVar[frozenset[str]] = frozenset({"decode"})
@@ -65,6 +71,11 @@ class Gather(Phase):
         tokens = self.min_tokens
         valid = tokens is None or (type(tokens) is int and tokens >= 0)
         check("min_tokens", valid, "None or an integer, at least 0")
+        check("kv", self.kv in ("gpu", "host"), "'gpu' or 'host'")
+        if self.resident is not None:
+            check("resident", self.kv == "host", "kv='host'; a cache on the GPU is all there")
+            enough = type(self.resident) is int and self.resident >= self.sink + self.k
+            check("resident", enough, f"an integer, at least sink + k = {self.sink + self.k}")
 
     def crossover(self, device: torch.device) -> int:
         """Tokens of a cache below which dense attention runs on such a device."""
@@ -77,13 +88,25 @@ class Gather(Phase):
     def note(self, shape: LayerShape) -> str:
         kept, tokens = self.sink + self.local + self.k, self.crossover(shape.device)
         small = f" below {tokens:,} tokens and in those" if tokens else ""
+        where = ""
+        if self.kv == "host":
+            where = f" from host memory, {self._slots} blocks a KV head cached on the device"
         return (
-            f"reads {kept} blocks of {self.block} keys; dense in caches{small} that attnplug did "
-            "not make for it"
+            f"reads {kept} blocks of {self.block} keys{where}; dense in caches{small} that "
+            "attnplug did not make for it"
         )
 
-    def cache_layer(self, max_length: int) -> "GatherLayer":
-        return GatherLayer(max_length, self.block, 1 if self.scoring == "mean" else 2)
+    @property
+    def _slots(self) -> int:
+        return max(RESIDENT, self.sink + self.k) if self.resident is None else self.resident
+
+    def cache_layer(self, max_length: int) -> GatherLayer:
+        parts = 1 if self.scoring == "mean" else 2
+        if self.kv == "gpu":
+            return GatherLayer(max_length, self.block, parts)
+        return HostGatherLayer(
+            max_length, self.block, parts, self.local, self._slots, self.crossover
+        )
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
         state = call.state
@@ -101,6 +124,24 @@ class Gather(Phase):
         }
         more = {"softcap": call.softcap, "sinks": call.sinks}
         held = state.take_held()
+        if isinstance(state, HostGatherLayer) and state.near is not None:
+            out, _ = tiered_decode(
+                call.q,
+                call.k,
+                call.v,
+                state.bounds,
+                state.progress,
+                state.near,
+                top_k=self.k,
+                scoring=self.scoring,
+                lengths=state.cumulative_length.reshape(1),
+                new=held,
+                **more,
+                **options,
+            )
+            if held is not None:
+                state.cumulative_length.add_(1)
+            return out
         if held is not None:
             count = not torch.compiler.is_compiling()  # the model reads its positions off it
             out, _ = gather_decode(
@@ -175,68 +216,9 @@ class Gather(Phase):
         if not isinstance(state, GatherLayer):
             return False
         parts = 1 if self.scoring == "mean" else 2
+        if isinstance(state, HostGatherLayer) and state.near is not None:
+            blocks = state.near.table.shape[2]
+            enough = state.near.owner.shape[2] >= min(self.sink + self.k, blocks)
+            if not enough or state.local != self.local:
+                return False
         return state.keys is k and (state.block, state.parts) == (self.block, parts)
-
-
-class GatherLayer(PlugLayer):
-    """Keys, values, and summaries of the key blocks: `bounds` `[B,Hkv,blocks,parts,D]`, and for
-    each row how many leading blocks are done and the start that they are counted from, `progress`
-    `[B,2]` int32.
-
-    `update` writes keys and values only, and leaves a step's token to `gather_decode` where it may
-    (`PlugLayer`). `select_blocks` and `gather_decode` make the summaries that a step lacks from
-    complete blocks, which do not change: what shortens a row lowers its count, what moves rows
-    moves them along, and another padding is seen by its start.
-    """
-
-    can_hold = True
-
-    bounds: torch.Tensor
-    progress: torch.Tensor
-
-    def __init__(self, max_cache_len: int, block: int, parts: int):
-        super().__init__(max_cache_len=max_cache_len)
-        self.block, self.parts = block, parts
-
-    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        super().lazy_initialization(key_states, value_states)
-        assert self.keys is not None
-        batch, heads, size, width = self.keys.shape
-        blocks = -(-size // self.block)
-        self._bind(
-            self.keys.new_zeros((batch, heads, blocks, self.parts, width)),
-            torch.zeros((batch, 2), dtype=torch.int32, device=self.keys.device),
-        )
-
-    def reset(self) -> None:
-        super().reset()
-        if self.is_initialized:
-            self.progress.zero_()
-
-    def crop(self, tokens_to_remove: int) -> None:
-        super().crop(tokens_to_remove)
-        if self.is_initialized:
-            whole = (self.cumulative_length - self.progress[:, 1]).clamp(min=0) // self.block
-            self.progress[:, 0] = torch.minimum(self.progress[:, 0], whole)
-
-    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
-        super().reorder_cache(beam_idx)
-        if self.is_initialized:
-            for buffer in (self.bounds, self.progress):
-                buffer.copy_(buffer.index_select(0, beam_idx.to(buffer.device)))
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        super().batch_repeat_interleave(repeats)
-        if self.is_initialized:
-            self._bind(*(b.repeat_interleave(repeats, 0) for b in (self.bounds, self.progress)))
-
-    def batch_select_indices(self, indices: torch.Tensor) -> None:
-        super().batch_select_indices(indices)
-        if self.is_initialized:
-            self._bind(self.bounds[indices], self.progress[indices])
-
-    def _bind(self, bounds: torch.Tensor, progress: torch.Tensor) -> None:
-        self.bounds, self.progress = bounds, progress
-        if not torch.compiler.is_compiling():  # as the base does: it cannot be traced
-            torch._dynamo.mark_static_address(self.bounds)
-            torch._dynamo.mark_static_address(self.progress)

@@ -364,6 +364,10 @@ WRONG = [
     ({"scoring": "max"}, "scoring='max', needs bounds, estimate, mean"),
     ({"min_tokens": -1}, "min_tokens=-1, needs None or"),
     ({"min_tokens": "8K"}, "min_tokens='8K', needs None or"),
+    ({"kv": "disk"}, "kv='disk', needs 'gpu' or 'host'"),
+    ({"resident": 64}, "resident=64, needs kv='host'"),
+    ({"kv": "host", "resident": 32}, "resident=32, needs an integer, at least sink \\+ k = 33"),
+    ({"kv": "host", "resident": 64.0}, "resident=64.0, needs an integer"),
 ]
 
 
@@ -371,8 +375,3 @@ WRONG = [
 def test_refuses(options, message):
     with pytest.raises(PolicyError, match=f"gather: {message}"):
         Gather(**options)
-
-
-def test_there_is_no_host_tier_yet():
-    with pytest.raises(PolicyError, match="gather has no option 'kv'"):
-        attnplug.policies.parse("gather(kv='host')")

@@ -1,0 +1,244 @@
+"""gather's cache layers: keys, values and summaries of the key blocks on the GPU, or keys and
+values in host memory with what steps read most on the GPU."""
+
+import dataclasses
+from typing import Any
+
+import torch
+from transformers import Cache
+
+from attnplug.models.cache import PlugLayer
+from attnplug.models.pinned import host_zeros
+from attnplug.ops import Near
+
+
+class GatherLayer(PlugLayer):
+    """Keys, values, and summaries of the key blocks: `bounds` `[B,Hkv,blocks,parts,D]`, and for
+    each row how many leading blocks are done and the start that they are counted from, `progress`
+    `[B,2]` int32.
+
+    `update` writes keys and values only, and leaves a step's token to `gather_decode` where it may
+    (`PlugLayer`). `select_blocks` and `gather_decode` make the summaries that a step lacks from
+    complete blocks, which do not change: what shortens a row lowers its count, what moves rows
+    moves them along, and another padding is seen by its start.
+    """
+
+    can_hold = True
+
+    bounds: torch.Tensor
+    progress: torch.Tensor
+
+    def __init__(self, max_cache_len: int, block: int, parts: int):
+        super().__init__(max_cache_len=max_cache_len)
+        self.block, self.parts = block, parts
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        super().lazy_initialization(key_states, value_states)
+        self._make_summaries()
+
+    def _make_summaries(self) -> None:
+        assert self.keys is not None
+        batch, heads, size, width = self.keys.shape
+        blocks = -(-size // self.block)
+        self._bind(
+            self.keys.new_zeros((batch, heads, blocks, self.parts, width)),
+            torch.zeros((batch, 2), dtype=torch.int32, device=self.keys.device),
+        )
+
+    def reset(self) -> None:
+        super().reset()
+        if self.is_initialized:
+            self.progress.zero_()
+
+    def crop(self, tokens_to_remove: int) -> None:
+        super().crop(tokens_to_remove)
+        if self.is_initialized:
+            whole = (self.cumulative_length - self.progress[:, 1]).clamp(min=0) // self.block
+            self.progress[:, 0] = torch.minimum(self.progress[:, 0], whole)
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        super().reorder_cache(beam_idx)
+        if self.is_initialized:
+            for buffer in (self.bounds, self.progress):
+                buffer.copy_(buffer.index_select(0, beam_idx.to(buffer.device)))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        super().batch_repeat_interleave(repeats)
+        if self.is_initialized:
+            self._bind(*(b.repeat_interleave(repeats, 0) for b in (self.bounds, self.progress)))
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        super().batch_select_indices(indices)
+        if self.is_initialized:
+            self._bind(self.bounds[indices], self.progress[indices])
+
+    def _bind(self, bounds: torch.Tensor, progress: torch.Tensor) -> None:
+        self.bounds, self.progress = bounds, progress
+        if not torch.compiler.is_compiling():  # as the base does: it cannot be traced
+            torch._dynamo.mark_static_address(self.bounds)
+            torch._dynamo.mark_static_address(self.progress)
+
+
+class HostGatherLayer(GatherLayer):
+    """Keys and values in pinned host memory; on the GPU the summaries, the last tokens, and the
+    blocks that steps wanted lately (`near`).
+
+    New tokens go to the host and to the ring. A prefill of several chunks copies what came before
+    back to the GPU, for one layer at a time. Caches below `crossover` tokens are on the GPU, as
+    dense reads them whole: they have no `near`.
+    """
+
+    near: Near | None = None
+    given: tuple[torch.Tensor, torch.Tensor] | None = None  # what `update` has returned last
+
+    def __init__(
+        self, max_cache_len: int, block: int, parts: int, local: int, resident: int, crossover: Any
+    ):
+        super().__init__(max_cache_len, block, parts)
+        self.local, self.resident, self.crossover = local, resident, crossover
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        device = key_states.device
+        if self.max_cache_len < self.crossover(device):
+            super().lazy_initialization(key_states, value_states)
+            return
+        self._initialize(key_states, value_states, self._host)
+        self._make_summaries()
+        batch, heads, _, width = key_states.shape
+        slots = min(self.resident, -(-self.max_cache_len // self.block))
+        rows = batch, heads, self.max_cache_len, width
+        near = Near.empty(*rows, self.block, self.local, slots, key_states.dtype, device)
+        self._bind_near(near)
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write the tokens. For several queries on a GPU the keys and values come back in its own
+        memory, as prefill methods read them many times: the new ones where there are no others."""
+        keys, values = super().update(key_states, value_states, *args, **kwargs)
+        queries = key_states.shape[2]
+        if self.near is not None and queries > 1 and keys.is_cuda:
+            keys, values = self._on_device(key_states, value_states)
+        self.given = (keys, values) if queries > 1 else None
+        return keys, values
+
+    def _on_device(
+        self, key_states: torch.Tensor, value_states: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        keys, values = self._buffers()
+        if torch.compiler.is_compiling() or torch.cuda.is_current_stream_capturing():
+            return keys.clone(), values.clone()
+        tokens = int(self.cumulative_length)
+        if tokens == key_states.shape[2]:
+            return key_states, value_states
+        return keys[:, :, :tokens].clone(), values[:, :, :tokens].clone()
+
+    def note_lent(self, key: torch.Tensor, value: torch.Tensor) -> None:
+        given, self.given = self.given, None
+        self.lent = given is not None and key is given[0] and value is given[1]
+
+    def reset(self) -> None:
+        super().reset()
+        self.given = None
+        if self.near is not None:
+            self._forget()
+            self.near.counters.zero_()
+
+    def crop(self, tokens_to_remove: int) -> None:
+        super().crop(tokens_to_remove)
+        if self.near is None:
+            return
+        length, owner = self.cumulative_length, self.near.owner
+        owner.masked_fill_(owner + self.block > length, -1)
+        width = self.near.ring.shape[3]
+        at = (torch.arange(width, device=owner.device) + length - width).clamp(min=0)
+        last = torch.stack([buffer.index_select(2, at) for buffer in self._buffers()], 2)
+        self.near.ring.index_copy_(3, at % width, last)
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        super().reorder_cache(beam_idx)
+        for buffer in self.near or ():
+            buffer.copy_(buffer.index_select(0, beam_idx.to(buffer.device)))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        super().batch_repeat_interleave(repeats)
+        if self.near is not None:
+            self._bind_near(Near(*(x.repeat_interleave(repeats, 0) for x in self.near)))
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        super().batch_select_indices(indices)
+        if self.near is not None:
+            self._bind_near(Near(*(x[indices] for x in self.near)))
+
+    def _write(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        buffers = super()._write(key_states, value_states, *args, **kwargs)
+        if self.near is not None:
+            width = self.near.ring.shape[3]
+            new = torch.stack([key_states, value_states], 2)[:, :, :, -width:]
+            count = new.shape[3]
+            at = torch.arange(count, device=new.device) + self.cumulative_length - count
+            self.near.ring.index_copy_(3, at % width, new)
+        return buffers
+
+    def _forget(self) -> None:
+        assert self.near is not None
+        self.near.owner.fill_(-1)
+        self.near.used.zero_()
+
+    def _host(
+        self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        return host_zeros(shape, dtype, device, instead="keep keys and values on the GPU: kv='gpu'")
+
+    def _rebind(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        if self.near is not None:
+            there = (self._host(tuple(x.shape), x.dtype, x.device) for x in (keys, values))
+            keys, values = (x.copy_(y) for x, y in zip(there, (keys, values), strict=True))
+        super()._rebind(keys, values)
+
+    def _bind_near(self, near: Near) -> None:
+        self.near = near
+        if not torch.compiler.is_compiling():
+            for tensor in near:
+                torch._dynamo.mark_static_address(tensor)
+
+
+@dataclasses.dataclass(frozen=True)
+class Residency:
+    """What the steps of one layer's cache in host memory wanted of it, over its rows and KV heads:
+    blocks wanted (sink and listed), how many of them were on the GPU already, bytes that crossed
+    the link for the others, and bytes that the layer takes on the GPU and on the host."""
+
+    layer: int
+    wanted: int
+    found: int
+    link_bytes: int
+    device_bytes: int
+    host_bytes: int
+
+    @property
+    def hit_rate(self) -> float:
+        return self.found / max(1, self.wanted)
+
+
+def residency(cache: Cache) -> list[Residency]:
+    """The telemetry of every layer in host memory. Reads it on the host: not for a step."""
+    rows = []
+    for index, layer in enumerate(cache.layers):
+        if not isinstance(layer, HostGatherLayer) or layer.near is None:
+            continue
+        wanted, found, _ = layer.near.counters.sum((0, 1)).tolist()
+        block = layer.near.slots[0, 0, 0]
+        rows.append(
+            Residency(
+                layer=index,
+                wanted=wanted,
+                found=found,
+                link_bytes=(wanted - found) * block.numel() * block.element_size(),
+                device_bytes=sum(x.nbytes for x in (*layer.near, layer.bounds)),
+                host_bytes=sum(buffer.nbytes for buffer in layer._buffers()),
+            )
+        )
+    return rows

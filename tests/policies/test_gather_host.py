@@ -1,0 +1,316 @@
+"""gather with keys and values in host memory: what a cache on the GPU gives, from fewer of its
+bytes."""
+
+import dataclasses
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import attnplug
+from attnplug import Dense, Gather, HostMemoryError
+from attnplug.models import pinned
+from attnplug.policies import AttentionCall, LayerShape, residency
+from attnplug.policies._gather_layers import GatherLayer, HostGatherLayer
+from attnplug.testing import tiny_model
+
+SIZE, HEADS, KV_HEADS, DIM = 240, 4, 2, 64
+GPU = Gather(k=2, block=16, local=2, min_tokens=0)
+HOST = dataclasses.replace(GPU, kv="host", resident=5)
+
+
+def random(seed: int, *shape: int, device: str = "cpu") -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(device)
+
+
+def pair(kv: torch.Tensor, host: Gather = HOST) -> list[tuple[Gather, GatherLayer]]:
+    """The policy and its layer with these keys and values `[2,B,Hkv,n,D]`, on the GPU and not."""
+    both = []
+    for policy in (dataclasses.replace(host, kv="gpu", resident=None), host):
+        layer = policy.cache_layer(SIZE)
+        layer.update(kv[0], kv[1])
+        both.append((policy, layer))
+    return both
+
+
+def attend(policy: Gather, layer: GatherLayer, q: torch.Tensor, mask=None, **options):
+    keys, values = layer._buffers()
+    lengths = layer.cumulative_length.reshape(1)
+    call = AttentionCall(
+        q, keys, values, DIM**-0.5, lengths=lengths, key_mask=mask, state=layer, **options
+    )
+    return policy.attend(call)
+
+
+def same(both, seed: int, batch: int, mask=None, **options) -> None:
+    device = both[0][1].keys.device
+    q = random(seed, batch, HEADS, 1, DIM).to(device)
+    ours, wanted = (attend(*each, q, mask, **options) for each in reversed(both))
+    if device.type == "cpu":
+        assert torch.equal(ours, wanted)
+    else:
+        assert (ours - wanted).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("scoring", ["bounds", "estimate", "mean"])
+@pytest.mark.parametrize("held", [False, True])
+def test_steps_are_those_of_a_cache_on_the_gpu(scoring, held, device):
+    """To the bit on a CPU, over more blocks than there are slots, and as the sequence grows."""
+    both = pair(
+        random(0, 2, 2, KV_HEADS, 150, DIM, device=device),
+        dataclasses.replace(HOST, scoring=scoring),
+    )
+    for seed in range(80):
+        new = random(seed, 2, 2, KV_HEADS, 1, DIM, device=device)
+        for _, layer in both:
+            layer.hold_next = held
+            layer.update(new[0], new[1])
+            assert (layer.held is not None) == held
+        same(both, seed, 2, softcap=5.0 * (seed % 2), sinks=random(9, HEADS, device=device))
+    (_, near), (_, far) = both
+    assert torch.equal(near.keys, far.keys) and torch.equal(near.values, far.values)
+    assert torch.equal(near.cumulative_length, far.cumulative_length)
+
+
+@pytest.mark.parametrize("length", [1, 15, 16, 17, 33, 48, 49, 64, 239, 240])
+@pytest.mark.parametrize(("k", "sink"), [(2, 1), (0, 1), (0, 0), (3, 0), (2, 3)])
+def test_any_length_and_budget(length, k, sink, device):
+    policy = dataclasses.replace(HOST, k=k, sink=sink)
+    both = pair(random(length, 2, 1, KV_HEADS, length, DIM, device=device), policy)
+    for seed in range(3):
+        same(both, seed, 1)
+
+
+def test_padding_and_holes(device):
+    kv = random(0, 2, 3, KV_HEADS, 190, DIM, device=device)
+    kv[:, 0, :, 100] = torch.nan  # hidden below
+    both = pair(kv)
+    starts = torch.tensor([0, 37, 150], device=device)
+    mask = torch.arange(SIZE, device=device) >= starts[:, None]
+    mask[0, 100] = mask[1, 64:90] = False
+    for seed in range(12):
+        same(both, seed, 3, mask)
+
+
+def test_what_a_mask_hides_is_in_the_slots_all_the_same(device):
+    """A block that was read behind a mask and is then asked for without it."""
+    both = pair(random(0, 2, 1, KV_HEADS, 190, DIM, device=device))
+    mask = torch.ones(1, SIZE, dtype=torch.bool, device=device)
+    mask[0, 5:120:2] = False
+    for each in (mask, None, mask, None):
+        same(both, 3, 1, each)
+
+
+ACTIONS = st.lists(
+    st.one_of(
+        st.tuples(st.just("append"), st.integers(1, 60)),
+        st.tuples(st.just("step"), st.integers(1, 20)),
+        st.tuples(st.just("crop"), st.integers(0, 90)),
+        st.tuples(st.just("reorder"), st.integers(0, 8)),
+        st.tuples(st.just("repeat"), st.integers(1, 2)),
+        st.tuples(st.just("select"), st.integers(0, 3)),
+        st.tuples(st.just("reset"), st.just(0)),
+    ),
+    min_size=3,
+    max_size=10,
+)
+
+
+@settings(max_examples=40)
+@given(actions=ACTIONS, padded=st.booleans())
+def test_slots_and_ring_follow_whatever_happens_to_the_cache(actions, padded):
+    """Nothing that a step reads on the GPU may be older than what the host has."""
+    both, batch, length, seed = pair(random(0, 2, 2, KV_HEADS, 100, DIM)), 2, 100, 1
+    for action, number in actions:
+        seed += 1
+        if action in ("append", "step"):
+            for span in [number] if action == "append" else [1] * number:
+                if length + span > SIZE:
+                    break
+                seed, length = seed + 1, length + span
+                new = random(seed, 2, batch, KV_HEADS, span, DIM)
+                for _, layer in both:
+                    layer.hold_next = span == 1 and seed % 2 == 0
+                    layer.update(new[0], new[1])
+                if action == "step":
+                    same(both, seed, batch, visible(batch) if padded else None)
+        elif action == "crop":
+            length -= min(number, length - 6)
+            for _, layer in both:
+                layer.crop(length - int(layer.cumulative_length))
+        elif action == "reorder":
+            order = torch.tensor([number * (row + 1) // 3 % batch for row in range(batch)])
+            for _, layer in both:
+                layer.reorder_cache(order)
+        elif action == "repeat" and batch < 5:
+            batch *= number
+            for _, layer in both:
+                layer.batch_repeat_interleave(number)
+        elif action == "select":
+            rows = torch.arange(batch)[: number + 1].flip(0)
+            batch = len(rows)
+            for _, layer in both:
+                layer.batch_select_indices(rows)
+        elif action == "reset":
+            length = 70
+            new = random(seed, 2, batch, KV_HEADS, length, DIM)
+            for _, layer in both:
+                layer.reset()
+                layer.update(new[0], new[1])
+        same(both, seed, batch, visible(batch) if padded else None)
+
+
+def visible(batch: int) -> torch.Tensor:
+    return torch.arange(SIZE) >= 3 * torch.arange(batch)[:, None]
+
+
+def test_a_block_that_is_wanted_again_is_found(device):
+    """The hit rate, counted by hand: the same query again finds all that it brought."""
+    (_, _), (policy, layer) = pair(random(0, 2, 1, KV_HEADS, 200, DIM, device=device))
+    q = random(1, 1, HEADS, 1, DIM, device=device)
+    for step in range(4):
+        attend(policy, layer, q)
+        counted = layer.near.counters[0, :, :2].tolist()
+        assert counted == [[3 * (step + 1), 3 * step]] * KV_HEADS
+    layer.crop(-180)
+    attend(policy, layer, q)  # 20 tokens: the ring has them all
+    assert layer.near.counters[0, :, :2].tolist() == counted
+
+
+def test_blocks_that_are_wanted_often_stay():
+    """Of three slots that of a block which each second step wants is never given to the others."""
+    (_, _), (policy, layer) = pair(
+        random(0, 2, 1, 1, 240, DIM), dataclasses.replace(HOST, k=1, sink=0, resident=3)
+    )
+    keys = layer.keys
+    found = []
+    for step in range(24):
+        favourite = 20 if step % 2 else 32 + 16 * (step // 2 % 6)
+        attend(policy, layer, (10 * keys[:, :, favourite : favourite + 1]).repeat(1, 4, 1, 1))
+        found.append(int(layer.near.counters[0, 0, 1]))
+    hits = [b - a for a, b in zip([0, *found], found, strict=False)]
+    assert hits[3::2] == [1] * 11  # the favourite, once it has been there
+    assert sum(hits[0::2]) < 6  # others take turns in what is left
+
+
+def test_the_memory_is_where_it_should_be():
+    layer = HOST.cache_layer(SIZE)
+    layer.update(*random(0, 2, 1, KV_HEADS, 3, DIM).bfloat16())
+    assert layer.near.ring.shape == (1, KV_HEADS, 2, 32, DIM)
+    assert layer.near.slots.shape == (1, KV_HEADS, 5, 2, 16, DIM)
+    assert layer.near.slots.dtype == torch.bfloat16
+    many = dataclasses.replace(HOST, resident=900).cache_layer(SIZE)
+    many.update(*random(0, 2, 1, KV_HEADS, 3, DIM))
+    assert many.near.slots.shape[2] == 15  # all there are
+    assert Gather(kv="host")._slots == 256 and Gather(kv="host", k=256, sink=9)._slots == 265
+
+
+def test_a_small_cache_is_on_the_gpu():
+    """Dense reads it whole."""
+    layer = dataclasses.replace(HOST, min_tokens=SIZE + 1).cache_layer(SIZE)
+    layer.update(*random(0, 2, 1, KV_HEADS, 190, DIM))
+    assert layer.near is None
+    q = random(1, 1, HEADS, 1, DIM)
+    assert torch.equal(attend(HOST, layer, q), attend(GPU, layer, q))
+
+
+@pytest.mark.parametrize("change", [{"local": 3}, {"k": 9, "resident": 10}])
+def test_a_layer_made_for_other_options_is_read_whole(change):
+    _, (_, layer) = pair(random(0, 2, 1, KV_HEADS, 190, DIM))
+    q = random(1, 1, HEADS, 1, DIM)
+    found = attend(dataclasses.replace(HOST, **change), layer, q)
+    keys, values = layer._buffers()
+    lengths = layer.cumulative_length.reshape(1)
+    assert torch.equal(
+        found, Dense().attend(AttentionCall(q, keys, values, DIM**-0.5, lengths=lengths))
+    )
+
+
+def test_no_host_memory_is_an_error_that_says_what_to_do(monkeypatch):
+    def full(*args, **options):
+        raise RuntimeError("CUDA error: out of memory")
+
+    layer = HOST.cache_layer(1 << 20)
+    monkeypatch.setattr(pinned.torch, "zeros", full)
+    monkeypatch.setattr(pinned.torch.cuda, "device", lambda device: monkeypatch.context())
+    with pytest.raises(HostMemoryError, match=r"0\.50 GiB of pinned host.*: kv='gpu'"):
+        layer._host((1, 4, 1 << 20, 64), torch.bfloat16, torch.device("cuda"))
+
+
+@pytest.mark.parametrize("prefill", ["", "momo(gamma=8, block=16, top_k=2, exact_k=1)+"])
+def test_generate_gives_the_tokens_of_a_cache_on_the_gpu(prefill, device):
+    """Whole and chunked prefill, beams, prompt lookup."""
+    model = tiny_model(device=device)
+    ids = torch.randint(2, 90, (2, 150), generator=torch.Generator().manual_seed(0)).to(device)
+    kept = "k=1, block=16, local=1, min_tokens=0"
+    found = []
+    for where in ("", ", kv='host', resident=3"):
+        with attnplug.applied(model, f"{prefill}gather({kept}{where})"):
+            for rows, options in (
+                (ids, {}),
+                (ids, {"prefill_chunk_size": 40}),
+                (ids, {"num_beams": 3}),
+                (ids[:1], {"prompt_lookup_num_tokens": 3}),
+            ):
+                found.append(
+                    model.generate(
+                        rows,
+                        attention_mask=torch.ones_like(rows),
+                        max_new_tokens=20,
+                        do_sample=False,
+                        **options,
+                    )
+                )
+    for near, far in zip(found[:4], found[4:], strict=True):
+        assert torch.equal(near, far)
+
+
+def test_its_telemetry_is_reported(device):
+    model = tiny_model(device=device)
+    ids = torch.randint(2, 90, (1, 150), generator=torch.Generator().manual_seed(0)).to(device)
+    with attnplug.applied(model, HOST), torch.no_grad():
+        cache = attnplug.make_cache(model, 200)
+        model(ids, past_key_values=cache)
+        assert [row.wanted for row in residency(cache)] == [0, 0]
+        for _ in range(6):
+            model(ids[:, :1], past_key_values=cache)
+        rows = residency(cache)
+        assert "host memory, 5 blocks" in str(attnplug.report(model))
+    assert [row.layer for row in rows] == [0, 1]
+    for row in rows:
+        assert row.wanted == 6 * 2 * 3 and 0 < row.found < row.wanted
+        assert row.hit_rate == row.found / row.wanted
+        assert row.link_bytes == (row.wanted - row.found) * 2 * 16 * 64 * 4
+        assert row.host_bytes == 2 * 2 * 200 * 64 * 4
+        near = cache.layers[row.layer].near
+        assert (
+            row.device_bytes == sum(x.nbytes for x in near) + cache.layers[row.layer].bounds.nbytes
+        )
+    with attnplug.applied(model, GPU):
+        assert residency(attnplug.make_cache(model, 200)) == []
+
+
+def test_note_says_where_the_cache_is():
+    shape = LayerShape(4, 2, 64, 0.0, False, torch.device("cuda"))
+    note = Gather(kv="host").note(shape)
+    assert "from host memory, 256 blocks a KV head cached on the device" in note
+    assert str(Gather(kv="host", resident=64)) == "gather(kv='host', resident=64)"
+    assert attnplug.policies.parse("momo+gather(kv='host')").decode == Gather(kv="host")
+
+
+@pytest.mark.gpu
+def test_a_prefill_in_chunks_reads_back_and_the_cache_is_not_on_the_gpu():
+    model = tiny_model(device="cuda", dtype=torch.bfloat16, max_position_embeddings=1 << 17)
+    ids = torch.randint(2, 90, (1, 3000), generator=torch.Generator().manual_seed(0)).cuda()
+    before = torch.cuda.memory_allocated()
+    with attnplug.applied(model, HOST), torch.no_grad():
+        cache = attnplug.make_cache(model, 1 << 16)
+        for chunk in ids.split(1024, 1):
+            logits = model(chunk, past_key_values=cache).logits[:, -1].float()
+        assert isinstance(cache.layers[0], HostGatherLayer) and cache.layers[0].lent
+        used = torch.cuda.memory_allocated() - before
+    with attnplug.applied(model, GPU), torch.no_grad():
+        wanted = model(ids, past_key_values=attnplug.make_cache(model, 1 << 16)).logits[:, -1]
+    assert (logits - wanted.float()).abs().max() < 0.05 * wanted.float().abs().max()
+    assert used < cache.layers[0].keys.nbytes
