@@ -22,6 +22,7 @@ PEERS = {
     "cudnn": "cuDNN SDPA",
     "fa3": "FlashAttention-3",
     "flashinfer": "FlashInfer",
+    "minference": "MInference block-sparse",
     "stock": "stock transformers",
     "torch.topk": "torch.topk",
     "dense": "dense",

@@ -1,5 +1,8 @@
 """The other implementations that the ops are timed against, called as a user would call them."""
 
+import functools
+import importlib.util
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,6 +12,27 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 # FlashAttention-3 as the PyPI wheel vllm 0.20.2 ships it (torch 2.11, CUDA 13): copy that one file
 # here to bench against it. It is never committed.
 FA3_LIBRARY = Path(__file__).resolve().parent.parent / ".peers" / "_vllm_fa3_C.abi3.so"
+
+
+# MInference's block-sparse prefill (github.com/microsoft/MInference, MIT, commit of 2025-08-11):
+# its minference/ops/block_sparse_flash_attention.py, copied here. Never committed either.
+MINFERENCE = FA3_LIBRARY.with_name("minference_block_sparse.py")
+
+
+def minference_block_sparse(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, top_k: int
+) -> Callable[[], torch.Tensor]:
+    """Its whole block-sparse pipeline: mean-pooled blocks of 64 queries and keys, the top_k best
+    of each row, one attention kernel. It wants K and V repeated for every query head, which is
+    done beforehand and not timed."""
+    name = MINFERENCE.stem
+    spec = importlib.util.spec_from_file_location(name, MINFERENCE)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # Triton finds a kernel's globals through it
+    spec.loader.exec_module(module)
+    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+    return functools.partial(module.block_sparse_attention, q, k, v, top_k)
 
 
 def cudnn_attention(

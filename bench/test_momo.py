@@ -53,6 +53,17 @@ def work(shape: Shape, momo: Momo, n: int) -> tuple[int, int]:
     return nbytes, int(4 * dim * batch * heads_q * (rows + pairs))
 
 
+# Another block-sparse prefill of the same budget, where this checkout has it.
+if peers.MINFERENCE.exists():
+    PEERED += [("minference", LLAMA, n, 128) for n in (32768, 131072)]
+
+
+def peer_call(peer: str, qkv: tuple[torch.Tensor, ...], top_k: int, scale: float):
+    if peer == "minference":
+        return peers.minference_block_sparse(*qkv, top_k)
+    return peers.causal(peer, *qkv, scale)
+
+
 @pytest.mark.parametrize(("peer", "shape", "n", "top_k"), PEERED)
 def test_momo(gpu_bench, peer, shape, n, top_k):
     momo = Momo(top_k=top_k, min_tokens=0)
@@ -78,8 +89,9 @@ def test_momo(gpu_bench, peer, shape, n, top_k):
         options=f"gamma={momo.gamma}, k={top_k}",
         fns=[functools.partial(momo.attend, AttentionCall(*qkv, scale=scale)) for qkv in sets],
         peer=peer,
-        peer_fns=[peers.causal(peer, *qkv, scale) for qkv in sets],
+        peer_fns=[peer_call(peer, qkv, top_k, scale) for qkv in sets],
         graph=n <= CAPTURED,
+        peer_graph=n <= CAPTURED and peer != "minference",  # it makes tensors from host data
         replays=1 if n > CAPTURED else None,
         rounds=ROUNDS[n],
         bytes=nbytes,
