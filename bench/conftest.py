@@ -125,8 +125,10 @@ class GpuBench:
         options: str = "",
         peer: str | None = None,
         peer_times_us: Sequence[float] | None = None,
+        ceiling: Callable[[float], float] | None = None,
     ) -> dict[str, Any]:
-        """Write the row of `times_us` (one sample a round, microseconds a call)."""
+        """Write the row of `times_us` (one sample a round, microseconds a call). `ceiling` gives
+        the share of another ceiling than the GPU's own, of the seconds of a call."""
         if (peer is None) != (peer_times_us is None):
             raise ValueError("peer and its functions (or times) come together")
         p20, p50, p80 = quantiles(times_us)
@@ -136,7 +138,10 @@ class GpuBench:
             head_dim=head_dim, dtype=str(dtype).removeprefix("torch."), options=options,
             p20_us=p20, p50_us=p50, p80_us=p80, peer=peer, peer_p50_us=peer_p50,
             ratio=peer_p50 / p50 if peer_p50 else None, bytes=bytes, flops=flops,
-            ceiling_fraction=ceiling_fraction(bytes, flops, p50 * 1e-6), **provenance(),
+            ceiling_fraction=(
+                ceiling(p50 * 1e-6) if ceiling else ceiling_fraction(bytes, flops, p50 * 1e-6)
+            ),
+            **provenance(),
         )  # fmt: skip
         assert list(row) == KEYS
         feed = itertools.cycle(times_us)

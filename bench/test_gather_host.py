@@ -1,0 +1,209 @@
+"""gather decode from a cache in pinned host memory: one layer, and a whole model at 1M tokens.
+
+The ceiling of these rows is the link: bytes that crossed it a second, beside a plain copy of pinned
+memory in the same run. Keys and values are Gaussian, so that which blocks a step wants hangs on its
+query alone. `random` queries have nothing to do with one another, and next to no block is wanted
+again while it is there; `drift` queries turn a little from step to step (cosine 0.99), as those of
+a text do. Both stand in `options` with the hit rate that was counted.
+
+The whole model has the shape of Qwen2.5-7B with random bf16 weights and 1M tokens of keys and
+values, 60 GB, in host memory; the allocator may take 24 GB of the GPU. No prefill runs. Its tokens
+are drawn at random, or greedy, which soon repeat themselves. The peer is dense attention over the
+same cache, read from the host: one layer's, measured, times the layers."""
+
+import functools
+import itertools
+import statistics
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from test_e2e_decode import CONFIG, Decoder, model, work
+
+import attnplug
+from attnplug import Dense, Gather
+from attnplug.policies import AttentionCall, residency
+
+HEADS_Q, HEADS_KV, WIDTH = 28, 4, 128
+MILLION = 1 << 20
+STEPS, ROOM = 32, 64  # queries in turn; tokens that they may append
+LIMIT = 24e9  # bytes of GPU memory for the whole model
+WARMUP, TOKENS = 24, 60
+
+
+@functools.cache
+def link() -> float:
+    """Bytes a second of a plain copy from pinned memory."""
+    host = torch.empty(1 << 29, dtype=torch.uint8, pin_memory=True)
+    there = torch.empty_like(host, device="cuda")
+    times = [timed(lambda: there.copy_(host, non_blocking=True)) for _ in range(6)]
+    return host.nbytes / statistics.median(times[1:])
+
+
+def timed(fn: Callable[[], Any]) -> float:
+    """Seconds of the device."""
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    fn()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) * 1e-3
+
+
+def fill(layer: Any, tokens: int, seed: int) -> None:
+    """Random keys and values, as many tokens as an update would have left there."""
+    random = torch.Generator("cuda").manual_seed(seed)
+    chunk = torch.empty(1, HEADS_KV, 1 << 17, WIDTH, dtype=torch.bfloat16, device="cuda")
+    for buffer in layer._buffers():
+        for part in buffer.split(chunk.shape[2], 2):
+            part.copy_(chunk.normal_(generator=random)[:, :, : part.shape[2]])
+    layer.cumulative_length.fill_(tokens)
+    layer.crop(0)  # the ring, from the host
+    layer.lent = True  # as a prefill would have found
+
+
+def turning(kind: str, batch: int) -> torch.Tensor:
+    """`[STEPS,B,Hq,1,D]` queries."""
+    random = torch.Generator("cuda").manual_seed(7)
+    noise = torch.randn(STEPS, batch, HEADS_Q, 1, WIDTH, device="cuda", generator=random)
+    stay = {"random": 0.0, "drift": 0.99}[kind]
+    for before, now in itertools.pairwise(noise):
+        now.mul_((1 - stay**2) ** 0.5).add_(before, alpha=stay)
+    return noise.bfloat16()
+
+
+class Layer:
+    """One layer's cache in host memory, and a step on it for each query."""
+
+    def __init__(self, policy: Gather, batch: int, n: int, kind: str):
+        self.policy, self.n = policy, n
+        self.layer = policy.cache_layer(n)
+        empty = torch.empty(batch, HEADS_KV, 0, WIDTH, dtype=torch.bfloat16, device="cuda")
+        self.layer.lazy_initialization(empty, empty)
+        fill(self.layer, n - ROOM, 0)
+        self.new = torch.randn(2, batch, HEADS_KV, 1, WIDTH, device="cuda").bfloat16()
+        self.queries = turning(kind, batch)
+
+    def call(self, step: int) -> AttentionCall:
+        length = self.layer.cumulative_length.reshape(1)
+        q, keys_values = self.queries[step], self.layer._buffers()
+        return AttentionCall(q, *keys_values, WIDTH**-0.5, lengths=length, state=self.layer)
+
+    def step(self, step: int) -> torch.Tensor:
+        if step == 0:
+            self.layer.cumulative_length.fill_(self.n - ROOM)
+        self.layer.held = self.new[0], self.new[1]
+        return self.policy.attend(self.call(step))
+
+    def dense(self) -> torch.Tensor:
+        return Dense().attend(self.call(0))
+
+    def steps(self) -> list[Callable[[], Any]]:
+        return [functools.partial(self.step, step) for step in range(STEPS)]
+
+    def count(self) -> tuple[float, float]:
+        """(hit rate, bytes over the link a step) once what came before is forgotten."""
+        for turn in range(2):
+            if turn == 1:
+                self.layer.near.counters[..., :2] = 0
+            for step in self.steps():
+                step()
+        counted = self.layer.near.counters.sum((0, 1))
+        block = self.layer.near.slots[0, 0, 0].nbytes
+        return float(counted[1] / counted[0]), float(counted[0] - counted[1]) * block / STEPS
+
+
+@pytest.mark.parametrize("kind", ["random", "drift"])
+@pytest.mark.parametrize(
+    ("k", "batch", "n"), [(8, 1, 131072), (32, 1, 131072), (32, 1, MILLION), (32, 4, 131072)]
+)
+def test_one_layer(gpu_bench, k, batch, n, kind):
+    policy = Gather(k=k, kv="host", min_tokens=0)
+    made = Layer(policy, batch, n, kind)
+    hits, crossed = made.count()
+    summaries = batch * HEADS_KV * n // policy.block * 2 * WIDTH * 2
+    gpu_bench(
+        op="tiered", case="op", n=n, batch=batch, heads_q=HEADS_Q, heads_kv=HEADS_KV,
+        head_dim=WIDTH, dtype=torch.bfloat16,
+        options=f"k={k}, {kind} queries, hits {hits:.3f}, link {link() / 1e9:.1f} GB/s",
+        fns=made.steps(), peer="dense from host", peer_fns=[made.dense], rounds=15,
+        bytes=crossed + summaries, flops=4 * batch * HEADS_Q * WIDTH * policy.block * (5 + k),
+        ceiling=lambda seconds: crossed / seconds / link(),
+    )  # fmt: skip
+
+
+class Random(Decoder):
+    """A token that nobody can foresee, at each step."""
+
+    def step(self) -> torch.Tensor:
+        self.token = torch.randint(2, CONFIG.vocab_size, (1, 1), device=self.model.device)
+        return super().step()
+
+
+@functools.cache
+def million() -> dict[str, tuple[list[float], float, float, float]]:
+    """Of each kind of tokens: microseconds of each step, hit rate, bytes over the link a step; and
+    under "dense" the microseconds of one layer, read whole."""
+    total = torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.empty_cache()
+    torch.cuda.set_per_process_memory_fraction(LIMIT / total)
+    found = {}
+    with attnplug.applied(model(), "gather(kv='host')"), torch.no_grad():
+        cache = attnplug.make_cache(model(), MILLION)
+        cache.early_initialization(1, HEADS_KV, WIDTH, torch.bfloat16, torch.device("cuda"))
+        for index, layer in enumerate(cache.layers):
+            fill(layer, MILLION - 4 * (WARMUP + TOKENS), index)
+        first = cache.layers[0]
+        call = AttentionCall(
+            torch.randn(1, HEADS_Q, 1, WIDTH, device="cuda").bfloat16(), *first._buffers(),
+            WIDTH**-0.5, lengths=first.cumulative_length.reshape(1),
+        )  # fmt: skip
+        dense = [timed(lambda: Dense().attend(call)) * 1e6 for _ in range(4)]
+        found["dense"] = dense[1:], 0.0, first.keys.nbytes * 2.0, 0.0
+        decoder = None
+        for kind, made in (("random", Random), ("greedy", Decoder)):
+            forward = None if decoder is None else decoder.forward
+            length = int(first.cumulative_length)
+            decoder = made(model(), cache, length)
+            decoder.forward = forward or decoder.forward  # compiled once
+            found[kind] = measure(decoder, cache)
+    torch.cuda.set_per_process_memory_fraction(1.0)
+    return found
+
+
+def measure(decoder: Decoder, cache: Any) -> tuple[list[float], float, float, float]:
+    for _ in range(WARMUP):
+        decoder.step()
+    for layer in cache.layers:
+        layer.near.counters[..., :2] = 0
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(TOKENS + 1)]
+    torch.cuda.synchronize()
+    events[0].record()
+    for event in events[1:]:
+        decoder.step()
+        event.record()
+    torch.cuda.synchronize()
+    times = [a.elapsed_time(b) * 1e3 for a, b in itertools.pairwise(events)]
+    rows = residency(cache)
+    hits = sum(row.found for row in rows) / sum(row.wanted for row in rows)
+    taken = torch.cuda.max_memory_reserved() / 1e9
+    return times, hits, sum(row.link_bytes for row in rows) / TOKENS, taken
+
+
+@pytest.mark.parametrize("kind", ["random", "greedy"])
+def test_a_million_tokens(gpu_bench, kind):
+    found = million()
+    times, hits, crossed, taken = found[kind]
+    weights, flops = work(0)
+    layers = CONFIG.num_hidden_layers
+    gpu_bench.record(
+        op="tiered", case="e2e-decode", n=MILLION, batch=1, heads_q=HEADS_Q, heads_kv=HEADS_KV,
+        head_dim=WIDTH, dtype=torch.bfloat16,
+        options=f"k=32, {kind} tokens, hits {hits:.3f}, link {link() / 1e9:.1f} GB/s, "
+        f"GPU memory {taken:.1f} GB",
+        times_us=times, peer="dense from host",
+        peer_times_us=[layers * time for time in found["dense"][0]],
+        bytes=weights + crossed, flops=flops, ceiling=lambda seconds: crossed / seconds / link(),
+    )  # fmt: skip
+    assert taken < LIMIT / 1e9
