@@ -11,7 +11,7 @@ from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+from matplotlib.ticker import FixedLocator, FuncFormatter, NullFormatter, NullLocator
 
 Row = dict[str, Any]
 
@@ -28,6 +28,7 @@ PEERS = {
     "dense": "dense",
 }
 MAX_PANELS = 3
+SHAPE = ("heads_q", "heads_kv", "head_dim", "dtype")
 
 
 def tokens(n: float) -> str:
@@ -61,7 +62,7 @@ def draw_all(rows: Sequence[Row], quality: Sequence[Row], folder: Path) -> list[
         figures[quality_name(model)] = draw_quality(group)
     for name, figure in figures.items():
         # without Software the bytes depend on the data alone
-        figure.savefig(folder / name, dpi=160, metadata={"Software": None})
+        figure.savefig(folder / name, dpi=130, metadata={"Software": None})
     return sorted(figures)
 
 
@@ -78,18 +79,22 @@ def grouped(rows: Iterable[Row], *keys: str) -> dict[tuple[Any, ...], list[Row]]
 
 
 def draw_timing(op: str, case: str, rows: Sequence[Row]) -> Figure:
-    """One column a head count, the largest groups first; time above, ratio to the peer below."""
-    panels = grouped(rows, "heads_q", "heads_kv", "head_dim", "dtype")
+    """One column a head count (and a batch, where there would be more lines than colors), the
+    largest groups first; time above, ratio to the peer below."""
+    panels = grouped(rows, *SHAPE)
+    if any(len(_series(group)) > len(COLORS) for group in panels.values()):
+        panels = grouped(rows, *SHAPE, "batch")
+    panels = {key: group for key, group in panels.items() if len({row["n"] for row in group}) > 1}
     shown = sorted(panels, key=lambda key: (-len(panels[key]), key))[:MAX_PANELS]
-    figure = Figure(figsize=(6.4 * len(shown), 6.2), layout="constrained")
+    figure = Figure(figsize=(8.4 * len(shown), 6.2), layout="constrained")
     axes = figure.subplots(2, len(shown), squeeze=False, sharex="col", height_ratios=[3, 1.6])
     for column, key in enumerate(shown):
-        group = panels[key]
+        group = _legible(panels[key])
         upper, lower = axes[0][column], axes[1][column]
         kind = "per token" if case == "e2e-decode" else "per call"
         upper.set_title(
             f"{op}{'' if case == 'op' else f' ({case})'}, {heads(group[0])} heads of {key[2]}, "
-            f"{key[3]}",
+            f"{key[3]}{f', batch {key[4]}' if len(key) > len(SHAPE) else ''}",
             loc="left", fontsize=12, color=INK,
         )  # fmt: skip
         _plot_times(upper, group)
@@ -101,7 +106,7 @@ def draw_timing(op: str, case: str, rows: Sequence[Row]) -> Figure:
 
 
 def _plot_times(axes: Axes, rows: Sequence[Row]) -> None:
-    labels: list[tuple[float, float, str, str]] = []
+    labels: list[tuple[float, str, str]] = []
     drawn: set[tuple[Any, ...]] = set()
     for index, ((batch, options), line) in enumerate(_series(rows)):
         color = COLORS[index % len(COLORS)]
@@ -116,16 +121,17 @@ def _plot_times(axes: Axes, rows: Sequence[Row]) -> None:
             lw=0,
         )
         axes.plot(x, y, "o-", color=color, lw=2, ms=5)
-        labels.append((x[-1], y[-1], _label("attnplug", batch, options), color))
+        labels.append((y[-1], _label("attnplug", batch, options), color))
         for (peer,), beside in grouped([r for r in line if r["peer"]], "peer").items():
             if (batch, peer) in drawn:  # other options meet the same peer
                 continue
             drawn.add((batch, peer))
             x, y = [row["n"] for row in beside], [row["peer_p50_us"] for row in beside]
             axes.plot(x, y, "s--", color=PEER, lw=1.5, ms=4, mfc="white")
-            labels.append((x[-1], y[-1], _label(PEERS.get(peer, peer), batch, ""), PEER))
+            labels.append((y[-1], _label(PEERS.get(peer, peer), batch, ""), PEER))
     axes.set_yscale("log")
     axes.yaxis.set_major_formatter(FuncFormatter(lambda us, _: duration(us)))
+    axes.yaxis.set_minor_formatter(NullFormatter())
     _style(axes, sorted({row["n"] for row in rows}))
     _label_ends(axes, labels)
 
@@ -160,6 +166,16 @@ def _series(rows: Sequence[Row]) -> list[tuple[tuple[Any, ...], list[Row]]]:
     return lines
 
 
+def _legible(rows: Sequence[Row]) -> list[Row]:
+    """The rows of as many lines as there are colors, the longest first. Single points are left to
+    the tables where there are lines, and so is the rest."""
+    lines = _series(rows)
+    points = [len({row["n"] for row in line}) for _, line in lines]
+    longest = sorted(range(len(lines)), key=lambda index: -points[index])[: len(COLORS)]
+    kept = [index for index in sorted(longest) if points[index] > 1 or max(points) == 1]
+    return [row for index in kept for row in lines[index][1]]
+
+
 def _hardest(line: Sequence[Row]) -> list[Row]:
     """Of each n the row against the fastest peer."""
     return [
@@ -189,14 +205,14 @@ def _style(axes: Axes, ns: Sequence[int]) -> None:
         axes.spines[side].set_visible(False)
 
 
-def _label_ends(axes: Axes, labels: Sequence[tuple[float, float, str, str]]) -> None:
-    """Write each line's name at its right end, apart from its neighbours."""
+def _label_ends(axes: Axes, labels: Sequence[tuple[float, str, str]]) -> None:
+    """Write each line's name right of the axes at the height of its end, apart from the others."""
     if not labels:
         return
     low, high = axes.get_ylim()
     span = math.log(high / low)
     gap = 0.062  # of the axes' height: one line of text
-    heights = [(math.log(y / low) / span, x, text, color) for x, y, text, color in labels]
+    heights = [(math.log(y / low) / span, text, color) for y, text, color in labels]
     placed: list[float] = []
     for height, *_ in sorted(heights):
         placed.append(max(height, placed[-1] + gap) if placed else height)
@@ -204,11 +220,10 @@ def _label_ends(axes: Axes, labels: Sequence[tuple[float, float, str, str]]) -> 
     for index in reversed(range(len(placed))):  # push down what left the top
         limit = placed[index + 1] - gap if index + 1 < len(placed) else placed[-1] - overflow
         placed[index] = min(placed[index], limit)
-    for where, (_, x, text, color) in zip(placed, sorted(heights), strict=True):
+    for where, (_, text, color) in zip(placed, sorted(heights), strict=True):
         axes.annotate(
-            text, xy=(x, 0), xycoords=("data", "axes fraction"), xytext=(9, where),
-            textcoords=("offset points", "axes fraction"), fontsize=10, color=color, va="center",
-            annotation_clip=False,
+            text, xy=(1.01, where), xycoords="axes fraction", fontsize=10, color=color,
+            va="center", annotation_clip=False,
         )  # fmt: skip
 
 
