@@ -167,26 +167,28 @@ def scope(
 
 @triton.jit
 def _row_maxima(
-    query, position, k_at, mask_at, r, low, top, k_s,
-    M: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
+    query, position, floor, k_at, mask_at, r, begin, low, top, k_s,
+    D: tl.constexpr, DP: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Each query's largest product with the keys that it sees of block r, `[M]`."""
+    """Each query's largest product with the keys that it sees of block r from key `begin` on, TILE
+    of them. Every query sees the keys up to `floor`: only a tile beyond has pairs to leave out."""
     d = tl.arange(0, DP)
-    best = tl.full([M], float("-inf"), tl.float32)
-    for begin in range(0, BLOCK, TILE):
-        at = low + r * BLOCK + begin + tl.arange(0, TILE)
-        seen = at <= top
-        if mask_at is not None:
-            seen = seen & (tl.load(mask_at + at, mask=seen, other=0) != 0)
-        key = tl.load(
-            k_at + at.to(tl.int64)[None, :] * k_s + d[:, None],
-            mask=seen[None, :] & (d < D)[:, None],
-            other=0.0,
-        )
-        s = tl.dot(query, key, input_precision="ieee")
-        counts = seen[None, :] & (at[None, :] <= position[:, None]) & (s == s)  # no NaN
-        best = tl.maximum(best, tl.max(tl.where(counts, s, float("-inf")), 1))
-    return best
+    since = low + tl.where(r == NONE, 0, r) * BLOCK + begin
+    at = since + tl.arange(0, TILE)
+    seen = at <= tl.where(r == NONE, -1, top)
+    if mask_at is not None:
+        seen = seen & (tl.load(mask_at + at, mask=seen, other=0) != 0)
+    key = tl.load(
+        k_at + at.to(tl.int64)[None, :] * k_s + d[:, None],
+        mask=seen[None, :] & (d < D)[:, None],
+        other=0.0,
+    )
+    s = tl.dot(query, key, input_precision="ieee")
+    if mask_at is not None:
+        s = tl.where(seen[None, :] & (at[None, :] <= position[:, None]), s, float("-inf"))
+    elif since + TILE - 1 > floor:
+        s = tl.where(at[None, :] <= position[:, None], s, float("-inf"))
+    return tl.maximum(tl.max(s, 1), float("-inf"))  # no NaN
 
 
 @triton.jit
@@ -196,7 +198,8 @@ def seed(
     budget_b, budget_h, budget_q,
     GROUP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, QUERY_BLOCK: tl.constexpr,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, K: tl.constexpr,
-    KP: tl.constexpr, LENGTH_STEP: tl.constexpr, START_STEP: tl.constexpr, HEADS: tl.constexpr,
+    KP: tl.constexpr, LENGTH_STEP: tl.constexpr, START_STEP: tl.constexpr, STAGES: tl.constexpr,
+    HEADS: tl.constexpr,
 ):  # fmt: skip
     """The scores that the first iteration needs, a key tile for HEADS heads of a group at once,
     since they all begin with the same branches. The branches' own go to `score`; those of their
@@ -241,19 +244,27 @@ def seed(
         i = tl.arange(0, KP)
         own = tl.arange(0, HEADS)
         out = ((b * heads + h + own) * tl.num_programs(0) + program) * K
-        for step in range(2 * branches):
-            slot = step // 2
-            name = tl.sum(tl.where(i == slot, tl.where(step % 2 == 0, rep, other), 0), 0)
-            if name != NONE:
-                best = _row_maxima(
-                    query, position, k_at, mask_at, name, low, top, k_s,
-                    HEADS * ROWS, D, DP, BLOCK, TILE,
-                )  # fmt: skip
-                best = tl.max(tl.reshape(best, [HEADS, ROWS]), 1)
-                here = g + own < GROUP
-                tl.store(score + out + slot, best, mask=here & (step % 2 == 0))
-                bits = best.to(tl.int32, bitcast=True)
-                tl.store(index + out + slot, bits, mask=here & (step % 2 == 1))
+        PARTS: tl.constexpr = BLOCK // TILE
+        floor = tl.where((t + ROWS <= T) & (g + HEADS <= GROUP), offset + t, -1)
+        if ROWS != QUERY_BLOCK:
+            floor = -1
+        best = tl.full([HEADS * ROWS], float("-inf"), tl.float32)
+        steps = 2 * PARTS * branches
+        for step in tl.range(0, steps, num_stages=STAGES):  # pyright: ignore[reportGeneralTypeIssues]
+            slot = step // (2 * PARTS)
+            second = step // PARTS % 2
+            name = tl.sum(tl.where(i == slot, tl.where(second == 1, other, rep), 0), 0)
+            part = _row_maxima(
+                query, position, floor, k_at, mask_at, name, step % PARTS * TILE, low, top, k_s,
+                D, DP, BLOCK, TILE,
+            )  # fmt: skip
+            best = tl.maximum(part, tl.where(step % PARTS == 0, float("-inf"), best))
+            most = tl.max(tl.reshape(best, [HEADS, ROWS]), 1)
+            heads_in = tl.where(step % PARTS == PARTS - 1, tl.where(name == NONE, 0, GROUP), 0)
+            here = g + own < tl.where(second == 0, heads_in, 0)
+            tl.store(score + out + slot, most, mask=here)
+            here = g + own < tl.where(second == 1, heads_in, 0)
+            tl.store(index + out + slot, most.to(tl.int32, bitcast=True), mask=here)
 
 
 @triton.jit
@@ -263,7 +274,7 @@ def refine(
     budget_b, budget_h, budget_q,
     GROUP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, QUERY_BLOCK: tl.constexpr,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, K: tl.constexpr,
-    KP: tl.constexpr, LENGTH_STEP: tl.constexpr, START_STEP: tl.constexpr,
+    KP: tl.constexpr, LENGTH_STEP: tl.constexpr, START_STEP: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """The selection of one query block and head. It ends when every branch is one block: a further
     iteration would keep what there is."""
@@ -309,6 +320,10 @@ def refine(
         )
         position = tl.where(live, offset + row, -1)
         k_at = k + b * k_b + h // GROUP * k_h
+        PARTS: tl.constexpr = BLOCK // TILE
+        floor = tl.where(t + ROWS <= T, offset + t, -1)
+        if ROWS != QUERY_BLOCK:
+            floor = -1
         splits = 1
         longest = (tl.cdiv(width, branches) + 1) // 2
         while longest > 1:
@@ -318,14 +333,15 @@ def refine(
                 rep, begin, end, allowed_at, after_at, top, low, allowed_k, BLOCK, KP
             )
             new = tl.full([KP], float("-inf"), tl.float32)
-            for slot in range(branches):
+            steps = PARTS * branches
+            for step in tl.range(0, steps, num_stages=STAGES):  # pyright: ignore[reportGeneralTypeIssues]
+                slot = step // PARTS
                 name = tl.sum(tl.where(i == slot, other, 0), 0)
-                if name != NONE:
-                    best = _row_maxima(
-                        query, position, k_at, mask_at, name, low, top, k_s,
-                        ROWS, D, DP, BLOCK, TILE,
-                    )  # fmt: skip
-                    new = tl.where(i == slot, tl.max(best, 0), new)
+                part = _row_maxima(
+                    query, position, floor, k_at, mask_at, name, step % PARTS * TILE, low, top,
+                    k_s, D, DP, BLOCK, TILE,
+                )  # fmt: skip
+                new = tl.where(i == slot, tl.maximum(new, tl.max(part, 0)), new)
             key = _best(key, _pack(new, other), branches, KP)
             splits += 1
             longest = (longest + 1) // 2

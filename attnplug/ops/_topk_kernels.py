@@ -4,7 +4,7 @@
     collect  finds the bin that holds the k-th score; what lies above it is sure and goes to the
              output, what lies in it goes to a list
 
-and `refine` (_topk_select.py), one program a row, selects the rest from the list.
+and `refine` (_topk_refine.py), one program a row, selects the rest from the list.
 
 A program of `collect` knows its places in the output and the list from what the programs of
 `verify` counted in the parts before its own, so picks and lists stand in the same order in every

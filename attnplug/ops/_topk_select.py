@@ -1,5 +1,5 @@
-"""What one program of `topk` does alone: select the best of a short row, or of the list that the
-programs of a long row collected, or search the row where that list overflowed; and sort the picks.
+"""What one program of `topk` does alone: select the best of a short row, and sort the picks; and
+what it shares with the programs of a long row.
 
 Scores are compared as int32 keys that order like the scores: NaN is -inf, -0.0 is 0.0.
 """
@@ -17,7 +17,7 @@ _EMPTY = tl.constexpr(-(2**63))
 
 # The ways of a row, as stats has them.
 ALL, WHOLE_ROW, GVR, RADIX = range(4)
-_ALL, _WHOLE_ROW, _GVR, _RADIX = (tl.constexpr(path) for path in range(4))
+_ALL, _WHOLE_ROW = tl.constexpr(ALL), tl.constexpr(WHOLE_ROW)
 
 
 # ---- scores and keys ----------------------------------------------------------------------------
@@ -52,17 +52,12 @@ def length_of(lengths, r, N, LENGTH_STEP):
 
 
 @triton.jit
-def _take_all(x_at, n, out_i, out_x, K, K_PAD: tl.constexpr):
+def take_all(x_at, n, out_i, out_x, K, K_PAD: tl.constexpr):
     """The row is no longer than k: all of it, then -1."""
     q = tl.arange(0, K_PAD)
     x = clean(tl.load(x_at + q, mask=(q < n) & (q < K), other=float("-inf")))
     tl.store(out_i + q, tl.where(q < n, q, -1), mask=q < K)
     tl.store(out_x + q, x, mask=q < K)
-
-
-@triton.jit
-def _add_two(a, b, c, d):
-    return a + c, b + d
 
 
 @triton.jit
@@ -74,7 +69,7 @@ def add_three(a, b, c, d, e, f):
 
 
 @triton.jit
-def _fifth(low, high, part):
+def fifth(low, high, part):
     """A key between low and high (exclusive), `part` fifths of the keys' way: however the scores
     are spread, what is left shrinks."""
     return tl.minimum(tl.maximum(low + (high - low) * part // 5, low + 1), high - 1)
@@ -87,7 +82,7 @@ def _cut(x, low, high):
 
 
 @triton.jit
-def _tighten(low, high, at_low, at_high, t, count, need):
+def tighten(low, high, at_low, at_high, t, count, need):
     """count = number of keys >= t. Keeps at_low >= need > at_high."""
     enough = count >= need
     low = tl.where(enough, tl.maximum(low, t), low)
@@ -125,21 +120,23 @@ def _try(x, low, high, at_low, at_high, t1, t2, t3, t4, need):
     """Count the scores at four thresholds, two 16-bit counts a sum."""
     c = tl.sum(_reach(x, t1).to(tl.int32) + (_reach(x, t2).to(tl.int32) << 16), 0)
     d = tl.sum(_reach(x, t3).to(tl.int32) + (_reach(x, t4).to(tl.int32) << 16), 0)
-    low, high, at_low, at_high = _tighten(low, high, at_low, at_high, t1, c & 0xFFFF, need)
-    low, high, at_low, at_high = _tighten(low, high, at_low, at_high, t2, c >> 16, need)
-    low, high, at_low, at_high = _tighten(low, high, at_low, at_high, t3, d & 0xFFFF, need)
-    return _tighten(low, high, at_low, at_high, t4, d >> 16, need)
+    low, high, at_low, at_high = tighten(low, high, at_low, at_high, t1, c & 0xFFFF, need)
+    low, high, at_low, at_high = tighten(low, high, at_low, at_high, t2, c >> 16, need)
+    low, high, at_low, at_high = tighten(low, high, at_low, at_high, t3, d & 0xFFFF, need)
+    return tighten(low, high, at_low, at_high, t4, d >> 16, need)
 
 
 @triton.jit
-def _narrow(x, ok, m, need, BELL: tl.constexpr):
+def _narrow(x, ok, m, need, LEFT: tl.constexpr, BELL: tl.constexpr):
     """Keys low, high of the m scores that are ok (the others are -inf): at_high, fewer than needed,
-    reach high; at_low reach low, just as many as needed or all between are equal. And the rounds.
+    reach high; at_low reach low, and these are just as many as needed, or all between are equal, or
+    no more than LEFT are between. And the rounds.
 
-    A round tries four thresholds about the place where the k-th would be, were the scores normal
-    (the first round of a whole row) or evenly spread between the two that are known; the outer two
-    at twice its standard deviation. Where that does not halve what is left: fifths of the true
-    range, in turn of the scores and of their keys."""
+    A round tries four thresholds about the place where the k-th would be, were the finite scores
+    normal (the first round of a whole row) or evenly spread between the two that are known. The
+    outer two are then at twice its standard deviation; of a bell, which fits real scores badly, so
+    far out that LEFT is what falls between. Where that does not halve what is left: fifths of the
+    true range, in turn of the scores and of their keys."""
     low = tl.full([], LEAST, tl.int64)
     high = tl.full([], MOST + 1, tl.int64)
     at_low = m
@@ -147,20 +144,21 @@ def _narrow(x, ok, m, need, BELL: tl.constexpr):
     rounds = m * 0
     stuck = rounds != 0
     if BELL:
-        y = tl.where(ok, x, 0.0)
-        total, squares = tl.reduce((y, y * y), 0, _add_two)
-        mean = total / m
-        deviation = tl.sqrt(tl.maximum(squares / m - mean * mean, 0.0))
+        finite = tl.abs(x) < 1e30
+        y = tl.where(finite, x, 0.0)
+        count, total, squares = tl.reduce((finite.to(tl.float32), y, y * y), 0, add_three)
+        mean = total / count
+        deviation = tl.sqrt(tl.maximum(squares / count - mean * mean, 0.0))
         if (at_low > need) & (deviation < float("inf")):
             step = tl.sqrt(need * (1 - need / m)) + 1
-            t1 = _cut(_bell(need + 2.2 * step, m, mean, deviation), low, high)
-            t2 = _cut(_bell(need + 0.7 * step, m, mean, deviation), low, high)
-            t3 = _cut(_bell(need - 0.7 * step, m, mean, deviation), low, high)
-            t4 = _cut(_bell(need - 2.2 * step, m, mean, deviation), low, high)
+            t1 = _cut(_bell(need + 10 * step, count, mean, deviation), low, high)
+            t2 = _cut(_bell(need + 3 * step, count, mean, deviation), low, high)
+            t3 = _cut(_bell(need - 3 * step, count, mean, deviation), low, high)
+            t4 = _cut(_bell(need - 10 * step, count, mean, deviation), low, high)
             low, high, at_low, at_high = _try(x, low, high, at_low, at_high, t1, t2, t3, t4, need)
             rounds += 1
         stuck = (at_low - at_high) * 2 > m
-    while (at_low > need) & (high - low > 1):
+    while (at_low > need) & (high - low > 1) & (at_low - at_high > LEFT):
         a = score_of(low.to(tl.int32))
         z = score_of((high - 1).to(tl.int32))
         if stuck | ~(tl.abs(z - a) < float("inf")):
@@ -174,10 +172,10 @@ def _narrow(x, ok, m, need, BELL: tl.constexpr):
         step = tl.sqrt(p * (1 - p) / before) + 0.6 / before
         width = z - a
         if ~(width < float("inf")) | (stuck & (rounds % 2 == 0)):
-            t1 = _fifth(low, high, 1)
-            t2 = _fifth(low, high, 2)
-            t3 = _fifth(low, high, 3)
-            t4 = _fifth(low, high, 4)
+            t1 = fifth(low, high, 1)
+            t2 = fifth(low, high, 2)
+            t3 = fifth(low, high, 3)
+            t4 = fifth(low, high, 4)
         else:
             t1 = _cut(a + width * tl.where(stuck, 0.2, tl.maximum(p - 1.5 * step, 0.0)), low, high)
             t2 = _cut(a + width * tl.where(stuck, 0.4, tl.maximum(p - 0.3 * step, 0.0)), low, high)
@@ -190,10 +188,10 @@ def _narrow(x, ok, m, need, BELL: tl.constexpr):
 
 
 @triton.jit
-def _pick(x, i, ok, m, need, out_i, out_x, BELL: tl.constexpr):
+def pick(x, i, ok, m, need, out_i, out_x):
     """Store the best `need` of the m scores x (clean, and -inf where not ok) with indices i, in the
     order of the tensors; of equals the first."""
-    low, high, at_low, at_high, rounds = _narrow(x, ok, m, need, BELL)
+    low, high, at_low, at_high, _ = _narrow(x, ok, m, need, 0, False)
     keep = ok & _reach(x, low)
     if at_low > need:
         above = _reach(x, high)
@@ -203,16 +201,44 @@ def _pick(x, i, ok, m, need, out_i, out_x, BELL: tl.constexpr):
     slot = tl.where(keep, slot, 0).to(tl.int64)  # one conversion of layouts, not two
     tl.store(out_i + slot - 1, i, mask=slot > 0)
     tl.store(out_x + slot - 1, x, mask=slot > 0)
-    return rounds
 
 
 # ---- a short row, alone -------------------------------------------------------------------------
 
 
 @triton.jit
+def _pick_whole(x, i, ok, m, need, out_i, out_x, list_i, list_x, LIST: tl.constexpr):
+    """`pick` for many scores: those of which the thresholds leave it open go to a list, from which
+    the rest is picked, so that few rounds look at all of them."""
+    low, high, at_low, at_high, rounds = _narrow(x, ok, m, need, LIST, True)
+    above = _reach(x, high)
+    keep = ok & _reach(x, low)
+    both = tl.cumsum(tl.where(above, 1, tl.where(keep, 1 << 16, 0)), 0)
+    place = tl.where(above, both & 0xFFFF, tl.where(keep, -(both >> 16), 0)).to(tl.int64)
+    tl.store(out_i + place - 1, i, mask=place > 0)
+    tl.store(out_x + place - 1, x, mask=place > 0)
+    left = need - at_high
+    if (at_low == need) | (high - low == 1):  # all of them, or of equals the first
+        mine = (place < 0) & (-place <= left)
+        tl.store(out_i + at_high - place - 1, i, mask=mine)
+        tl.store(out_x + at_high - place - 1, x, mask=mine)
+    else:
+        tl.store(list_i - place - 1, i, mask=place < 0)
+        tl.store(list_x - place - 1, x, mask=place < 0)
+        tl.debug_barrier()  # other warps read what one has stored
+        q = tl.arange(0, LIST)
+        inside = q < at_low - at_high
+        some_i = tl.load(list_i + q, mask=inside, other=0, cache_modifier=".cg")
+        some_x = tl.load(list_x + q, mask=inside, other=float("-inf"), cache_modifier=".cg")
+        pick(some_x, some_i, inside, at_low - at_high, left, out_i + at_high, out_x + at_high)
+    return rounds
+
+
+@triton.jit
 def whole_row(
-    scores, lengths, out_i, out_x, stats, N, x_r,
-    K, K_PAD: tl.constexpr, SIZE: tl.constexpr, LENGTH_STEP: tl.constexpr, PDL: tl.constexpr,
+    scores, lengths, out_i, out_x, stats, list_i, list_x, N, x_r,
+    K, K_PAD: tl.constexpr, SIZE: tl.constexpr, LIST: tl.constexpr,
+    LENGTH_STEP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     r = tl.program_id(0).to(tl.int64)
     if PDL:
@@ -223,13 +249,16 @@ def whole_row(
     i = tl.arange(0, SIZE)
     x = tl.load(x_at + i, mask=i < n, other=float("-inf"))
     if n <= K:
-        _take_all(x_at, n, out_i + r * K, out_x + r * K, K, K_PAD)
+        take_all(x_at, n, out_i + r * K, out_x + r * K, K, K_PAD)
         tl.store(stats + r * 3, _ALL)
         tl.store(stats + r * 3 + 1, 0)
         tl.store(stats + r * 3 + 2, n)
     else:
         m = tl.full([], 0, tl.int32) + n
-        rounds = _pick(clean(x), i, i < n, m, K, out_i + r * K, out_x + r * K, True)
+        rounds = _pick_whole(
+            clean(x), i, i < n, m, K, out_i + r * K, out_x + r * K,
+            list_i + r * LIST, list_x + r * LIST, LIST,
+        )  # fmt: skip
         tl.store(stats + r * 3, _WHOLE_ROW)
         tl.store(stats + r * 3 + 1, rounds)
         tl.store(stats + r * 3 + 2, n)
@@ -257,156 +286,6 @@ def write(
     tl.store(list_x + CAPACITY + b, x, mask=b < CAPACITY)
     total = tl.sum(flags, 0)
     return sure + (total & 0xFFFF), inbin + (total >> 16)
-
-
-# ---- refine -------------------------------------------------------------------------------------
-
-
-@triton.jit
-def _four(key, ok, t1, t2, t3, t4):
-    """Which of four thresholds each key reaches, as four 16-bit counts."""
-    return (
-        (ok & (key >= t1.to(tl.int32))).to(tl.int64)
-        + ((ok & (key >= t2.to(tl.int32))).to(tl.int64) << 16)
-        + ((ok & (key >= t3.to(tl.int32))).to(tl.int64) << 32)
-        + ((ok & (key >= t4.to(tl.int32))).to(tl.int64) << 48)
-    )
-
-
-@triton.jit
-def _search(
-    x_at, n, low, high, at_low, at_high, out_i, out_x, list_i, list_x,
-    K, CAPACITY: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
-    """Radix path: split the keys low..high in five, pass by pass over the row, until the part with
-    the k-th fits the list, or is a single key. Then write output and list as collect would."""
-    lane = tl.arange(0, TILE)
-    passes = at_low * 0 + 1
-    while (at_low - at_high > CAPACITY) & (high - low > 1):
-        t1 = _fifth(low, high, 1)
-        t2 = _fifth(low, high, 2)
-        t3 = _fifth(low, high, 3)
-        t4 = _fifth(low, high, 4)
-        sums = tl.zeros([TILE], tl.int64)  # a lane sees n / TILE scores: 16 bits hold the count
-        for s in range(0, n, TILE):
-            i = s + lane
-            x = clean(tl.load(x_at + i, mask=i < n, other=float("-inf")))
-            sums += _four(key_of(x), i < n, t1, t2, t3, t4)
-        c1 = tl.sum((sums & 0xFFFF).to(tl.int32), 0)
-        c2 = tl.sum(((sums >> 16) & 0xFFFF).to(tl.int32), 0)
-        c3 = tl.sum(((sums >> 32) & 0xFFFF).to(tl.int32), 0)
-        c4 = tl.sum(((sums >> 48) & 0xFFFF).to(tl.int32), 0)
-        low, high, at_low, at_high = _tighten(low, high, at_low, at_high, t1, c1, K)
-        low, high, at_low, at_high = _tighten(low, high, at_low, at_high, t2, c2, K)
-        low, high, at_low, at_high = _tighten(low, high, at_low, at_high, t3, c3, K)
-        low, high, at_low, at_high = _tighten(low, high, at_low, at_high, t4, c4, K)
-        passes += 1
-    sure = at_low * 0
-    inbin = at_low * 0
-    for s in range(0, n, TILE):
-        i = s + lane
-        x = clean(tl.load(x_at + i, mask=i < n, other=float("-inf")))
-        key = key_of(x)
-        f = tl.where(key >= high.to(tl.int32), 1, tl.where(key >= low.to(tl.int32), 1 << 16, 0))
-        f = tl.where(i < n, f, 0)
-        sure, inbin = write(x, i, f, sure, inbin, out_i, out_x, list_i, list_x, K, CAPACITY, 1)
-    return sure, inbin, passes
-
-
-@triton.jit
-def _from_list(list_i, list_x, m, need, out_i, out_x, SIZE: tl.constexpr):
-    q = tl.arange(0, SIZE)
-    i = tl.load(list_i + q, mask=q < m, other=0, cache_modifier=".cg")
-    x = tl.load(list_x + q, mask=q < m, other=float("-inf"), cache_modifier=".cg")
-    _pick(x, i, q < m, m, need, out_i, out_x, False)
-
-
-@triton.jit
-def _hold(list_i, list_x, SIZE: tl.constexpr):
-    """The first of a list, whose length is on its way too."""
-    q = tl.arange(0, SIZE)
-    i = tl.load(list_i + q, cache_modifier=".cg")
-    return i, tl.load(list_x + q, cache_modifier=".cg")
-
-
-@triton.jit
-def refine(
-    scores, lengths, words, ranges, list_i, list_x, out_i, out_x, stats, N, x_r,
-    P, K, K_PAD: tl.constexpr, TILE: tl.constexpr,
-    CAPACITY: tl.constexpr, SMALL: tl.constexpr, SLOTS: tl.constexpr, LOOKED_BACK: tl.constexpr,
-    LENGTH_STEP: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    r = tl.program_id(0).to(tl.int64)
-    x_at = scores + r * x_r
-    list_i += r * 2 * CAPACITY
-    list_x += r * 2 * CAPACITY
-    out_i += r * K
-    out_x += r * K
-    stats += r * 3
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
-    n = length_of(lengths, r, N, LENGTH_STEP)
-    if n <= K:
-        _take_all(x_at, n, out_i, out_x, K, K_PAD)
-        tl.store(stats, _ALL)
-        tl.store(stats + 1, 0)
-        tl.store(stats + 2, n)
-    else:
-        first_i, first_x = _hold(list_i + CAPACITY, list_x + CAPACITY, SMALL)
-        q = tl.arange(0, SLOTS)
-        if LOOKED_BACK:  # each program left a word; otherwise the first one the totals
-            w = tl.load(words + r * P + q, mask=q < P, other=READY, cache_modifier=".cg")
-            counted = tl.sum(w & (READY - 1), 0)
-        else:
-            counted = tl.load(words + r * P, cache_modifier=".cg") & (READY - 1)
-        sure = (counted >> 31).to(tl.int32)
-        m = (counted & LOW).to(tl.int32)
-        at = tl.full([], CAPACITY, tl.int32)
-        path = tl.full([], _GVR, tl.int32)
-        passes = tl.full([], 1, tl.int32)
-        candidates = sure + m
-        low = tl.full([], LEAST, tl.int64)
-        high = tl.full([], MOST + 1, tl.int64)
-        at_low = tl.full([], 0, tl.int32) + n
-        at_high = tl.full([], 0, tl.int32)
-        if sure >= K:  # maxima were counted, and k scores are above the bin: select from those
-            m = sure
-            sure = at_high
-            at = at_high
-            candidates = m
-        elif m > CAPACITY:
-            key_low = tl.load(
-                ranges + (r * P + q) * 2, mask=q < P, other=MOST, cache_modifier=".cg"
-            )
-            key_high = tl.load(
-                ranges + (r * P + q) * 2 + 1, mask=q < P, other=LEAST, cache_modifier=".cg"
-            )
-            low = tl.min(key_low, 0).to(tl.int64)
-            high = tl.max(key_high, 0).to(tl.int64) + 1
-            at_low = sure + m
-            at_high = sure
-        # Equal scores need no search: the list has the first of them, which are the winners.
-        if (m > CAPACITY) & (high - low > 1):
-            sure, m, passes = _search(
-                x_at, n, low, high, at_low, at_high, out_i, out_x, list_i, list_x,
-                K, CAPACITY, TILE,
-            )  # fmt: skip
-            at = tl.full([], CAPACITY, tl.int32)
-            path = tl.full([], _RADIX, tl.int32)
-            candidates = sure + m
-            tl.debug_barrier()
-        m = tl.minimum(m, CAPACITY)
-        need = K - sure
-        if (m <= SMALL) & (path == _GVR) & (at == CAPACITY):
-            ok = tl.arange(0, SMALL) < m
-            x = tl.where(ok, first_x, float("-inf"))
-            _pick(x, first_i, ok, m, need, out_i + sure, out_x + sure, False)
-        else:
-            _from_list(list_i + at, list_x + at, m, need, out_i + sure, out_x + sure, CAPACITY)
-        tl.store(stats, path)
-        tl.store(stats + 1, passes)
-        tl.store(stats + 2, candidates)
 
 
 # ---- in order -----------------------------------------------------------------------------------

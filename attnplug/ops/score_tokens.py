@@ -10,9 +10,12 @@ float a token are read where dense attention reads four bytes a number.
 Source: the indexer of Guess-Verify-Refine (shared/papers/002), on keys of its own.
 """
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from attnplug.errors import ArgumentError
 from attnplug.ops._define import (
@@ -122,18 +125,30 @@ def _cpu(q, codes, steps, sink, window, lengths, start, key_mask, scores):
 # --- CUDA ------------------------------------------------------------------------------------
 
 
+class Plan(NamedTuple):
+    """How the kernel cuts the work; chosen from static shapes alone."""
+
+    tile: int  # tokens of one step
+    programs: int  # a row and KV head
+    warps: int
+    stages: int  # of the pipeline over tiles
+
+
 @triton.jit
 def _score(
     q, codes, steps, lengths, start, key_mask, scores, S, P,
     q_b, q_h, c_b, c_h, c_s, s_b, s_h, s_s, mask_b,
     GROUP: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
-    SINK: tl.constexpr, WINDOW: tl.constexpr, TILE: tl.constexpr,
-    LENGTH_STEP: tl.constexpr, START_STEP: tl.constexpr,
+    SINK: tl.constexpr, WINDOW: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr,
+    LENGTH_STEP: tl.constexpr, START_STEP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program c of P: every P-th tile of one row and KV head."""
     c = tl.program_id(0)
     h = tl.program_id(1)
     b = tl.program_id(2).to(tl.int64)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     length, low = row_span(lengths, start, b, S, LENGTH_STEP, START_STEP)
     g = tl.arange(0, ROWS)
     d = tl.arange(0, DP)
@@ -147,7 +162,7 @@ def _score(
     # Two loops, so that a short row in a long buffer costs its own reads and -inf for the rest.
     reach = tl.minimum(tl.maximum(length - WINDOW, 0), S)
     rounds = tl.cdiv(tl.maximum(reach - c * TILE, 0), P * TILE)
-    for i in range(rounds):
+    for i in tl.range(0, rounds, num_stages=STAGES):  # pyright: ignore[reportGeneralTypeIssues]
         at = (c + i * P) * TILE + n
         seen = (at >= low + SINK) & (at < length - WINDOW)
         if key_mask is not None:
@@ -164,7 +179,16 @@ def _score(
         tl.store(out_at + first + n, tl.full([TILE], float("-inf"), tl.float32), mask=first + n < S)
 
 
-def launch_score_tokens(q, codes, steps, sink, window, lengths, start, key_mask, scores):
+def plan_for(rows: int, size: int, width: int, multiprocessors: int) -> Plan:
+    """The pre-tuned plan of a shape: `rows` (sequence, KV head) pairs of `size` tokens."""
+    tile = 128 if width <= 128 else 64
+    programs = max(1, min(triton.cdiv(size, tile), 8 * multiprocessors // rows))
+    return Plan(tile, programs, 4, 3)
+
+
+def launch_score_tokens(
+    q, codes, steps, sink, window, lengths, start, key_mask, scores, plan=None
+):  # fmt: skip
     """Run the kernel; tensors as in `score_tokens`, on a GPU or in Triton's interpreter."""
     batch, heads, size, width = codes.shape
     group = q.shape[1] // heads
@@ -173,15 +197,16 @@ def launch_score_tokens(q, codes, steps, sink, window, lengths, start, key_mask,
     if codes.stride(3) != 1:
         codes = codes.contiguous()
     key_mask = mask_bytes(key_mask)
-    tile = 128 if width <= 128 else 64
-    multiprocessors, _ = machine(q.device)
-    programs = max(1, min(triton.cdiv(size, tile), 8 * multiprocessors // (batch * heads)))
-    _score[(programs, heads, batch)](
-        q, codes, steps, lengths, start, key_mask, scores, size, programs,
+    multiprocessors, pdl = machine(q.device)
+    plan = plan or plan_for(batch * heads, size, width, multiprocessors)
+    _score[(plan.programs, heads, batch)](
+        q, codes, steps, lengths, start, key_mask, scores, size, plan.programs,
         q.stride(0), q.stride(1), *codes.stride()[:3], *steps.stride(),
         0 if key_mask is None else key_mask.stride(0),
         group, max(16, triton.next_power_of_2(group)), width, triton.next_power_of_2(width),
-        sink, window, tile, row_step(lengths), row_step(start), num_warps=4, num_stages=3,
+        sink, window, plan.tile, plan.stages, row_step(lengths), row_step(start), pdl,
+        num_warps=plan.warps,  # pyright: ignore[reportCallIssue]
+        **({"launch_pdl": True} if pdl else {}),
     )  # fmt: skip
 
 

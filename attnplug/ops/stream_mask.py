@@ -299,8 +299,10 @@ class Plan(NamedTuple):
     tile: int  # keys of one step
     seed_warps: int
     warps: int
-    # Not pipelined: Triton 3.6 compiled a loop over gathered keys to wrong code, without a word
-    # (block_sparse_attention).
+    # Of the pipelines over keys. What no GPU has compared gets none: Triton 3.6 compiled a loop
+    # over gathered keys to wrong code, without a word (block_sparse_attention).
+    seed_stages: int = 1
+    stages: int = 1
 
 
 def plan_for(rows: int, group: int, block: int, width: int, itemsize: int, alike: bool) -> Plan:
@@ -360,12 +362,12 @@ def launch_stream_mask(
         max(2, triton.next_power_of_2(top_k)), row_step(lengths), row_step(start),
     )  # fmt: skip
     kernels.seed[(slots, kv_heads * chunks, batch)](
-        *arguments, plan.heads,
-        num_warps=plan.seed_warps, num_stages=1,  # pyright: ignore[reportCallIssue]
+        *arguments, plan.seed_stages, plan.heads,
+        num_warps=plan.seed_warps,  # pyright: ignore[reportCallIssue]
     )  # fmt: skip
     kernels.refine[(slots, heads, batch)](
-        *arguments,
-        num_warps=plan.warps, num_stages=1,  # pyright: ignore[reportCallIssue]
+        *arguments, plan.stages,
+        num_warps=plan.warps,  # pyright: ignore[reportCallIssue]
     )  # fmt: skip
 
 

@@ -14,7 +14,7 @@ themselves (refine). Where no threshold fits C, a radix search over the row find
 The paper's kernel is one program a row, tries thresholds one after the other, and leaves ties to
 chance. The reference below follows it, with ties resolved. The CUDA path gives a row many programs
 and tries 62 thresholds in one pass, the edges of a histogram between the hint's extremes, and its
-radix search is decided on the device (`_topk_kernels.py`, `_topk_select.py`). Long batches count
+radix search is decided on the device (`_topk_kernels.py`, `_topk_refine.py`). Long batches count
 only the maximum of every 16 neighbours: if k maxima reach t, then k scores do.
 """
 
@@ -30,6 +30,7 @@ from attnplug.ops import _topk_kernels as kernels
 from attnplug.ops import _topk_select as select
 from attnplug.ops._define import define_op, refuse_gradients, require, row_step
 from attnplug.ops._splits import machine
+from attnplug.ops._topk_refine import refine
 
 NAME = "topk"
 MAX_K = 4096
@@ -264,7 +265,7 @@ class Plan(NamedTuple):
     here: int = 1024  # groups of one program of `collect`
     batch: int = 64  # groups that `collect` reads at once
     capacity: int = 4096  # of the list that `refine` selects from
-    small: int = 512  # up to so many it holds fewer registers
+    small: int = 512  # up to so many it holds fewer registers; of a whole row, the list's size
     refine_tile: int = 2048  # of its search over the row
     refine_warps: int = 4
     bins: int = 64
@@ -309,10 +310,12 @@ def launch_topk(scores, k, hint, lengths, sorted, indices, values, how, plan=Non
     if scores.stride(1) != 1:
         scores = scores.contiguous()
     if plan.whole_row:
+        list_i = indices.new_empty((rows, plan.small))
+        list_x = values.new_empty((rows, plan.small))
         select.whole_row[(rows,)](
-            scores, lengths, indices, values, how, size, scores.stride(0),
+            scores, lengths, indices, values, how, list_i, list_x, size, scores.stride(0),
             k, max(2, triton.next_power_of_2(k)), max(32, triton.next_power_of_2(size)),
-            row_step(lengths), pdl, num_warps=plan.refine_warps, **early,
+            plan.small, row_step(lengths), pdl, num_warps=plan.refine_warps, **early,
         )  # fmt: skip
     else:
         if hint is not None and hint.shape[1] == 0:
@@ -361,7 +364,7 @@ def _launch_programs(scores, k, hint, lengths, indices, values, how, plan, pdl, 
         plan.verify_tile, plan.collect_tile, plan.here, plan.group, plan.batch, plan.capacity,
         slots, step, pdl, num_warps=plan.collect_warps, num_stages=1, **early,
     )  # fmt: skip
-    select.refine[(rows,)](
+    refine[(rows,)](
         scores, lengths, words, ranges, list_i, list_x, indices, values, how, size,
         scores.stride(0),
         programs, k, max(2, triton.next_power_of_2(k)), plan.refine_tile, plan.capacity,

@@ -28,6 +28,7 @@ SMALL = dict(
 PLANS = {
     "default": None,
     "whole_row": op.Plan(True),
+    "short_list": op.Plan(True, small=16),
     "programs": op.Plan(False, **SMALL),
     "tiles": op.Plan(False, **SMALL | {"verifiers": 5, "collect_tile": 32}),
     "groups": op.Plan(False, group=4, here=32, **SMALL),
@@ -246,7 +247,7 @@ def test_a_sample_that_lies(device_path, plan):
         assert path_of(found) == ["radix"]
 
 
-@pytest.mark.parametrize("plan", ["whole_row", "programs", "tiles", "groups"])
+@pytest.mark.parametrize("plan", ["whole_row", "short_list", "programs", "tiles", "groups"])
 def test_just_k_above_a_gap(device_path, plan):
     """Bins between hold nothing, and the one below the gap begins where the k-th ends."""
     k, size = 32, 300
@@ -312,14 +313,14 @@ def test_any_strides(device_path):
     wide = torch.randn(4, 600, generator=generator)
     hints = torch.randint(0, 300, (4, 60), generator=generator, dtype=torch.int32)
     for scores, hint in ((wide[::2, :300], hints[::2, :30]), (wide[:2, ::2], hints[:2, ::2])):
-        for plan in ("whole_row", "programs"):
+        for plan in ("whole_row", "short_list", "programs"):
             found = call(device_path, scores, 20, hint, plan=PLANS[plan])
             assert_exact(found, scores.contiguous(), 20)
 
 
 def test_signed_zeros_tie(device_path):
     scores = torch.tensor([[-0.0, 0.0, -0.0, 0.0, -1.0] * 13])
-    for plan in ("whole_row", "programs"):
+    for plan in ("whole_row", "short_list", "programs"):
         found = call(device_path, scores, 3, sorted=True, plan=PLANS[plan])
         assert found[0].tolist() == [[0, 1, 2]]
 
