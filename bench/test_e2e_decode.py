@@ -17,7 +17,14 @@ from typing import Any
 import pytest
 import torch
 from _models import random_model
-from transformers import Cache, Qwen2Config, Qwen2ForCausalLM, StaticCache
+from transformers import (
+    Cache,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    StaticCache,
+)
 
 import attnplug
 
@@ -43,11 +50,11 @@ def model() -> Qwen2ForCausalLM:
     return random_model(Qwen2ForCausalLM, CONFIG, "cuda")
 
 
-def fill(cache: Cache, config: Qwen2Config, n: int, device: str) -> Cache:
+def fill(cache: Cache, config: PreTrainedConfig, n: int, device: str, batch: int = 1) -> Cache:
     """Give every layer n random tokens, the same for every cache."""
     dim = config.hidden_size // config.num_attention_heads
     cache.early_initialization(
-        1, config.num_key_value_heads, dim, torch.bfloat16, torch.device(device)
+        batch, config.num_key_value_heads, dim, torch.bfloat16, torch.device(device)
     )
     for index, layer in enumerate(cache.layers):
         random = torch.Generator(device).manual_seed(index)
@@ -57,7 +64,7 @@ def fill(cache: Cache, config: Qwen2Config, n: int, device: str) -> Cache:
     return cache
 
 
-def keeps_mask(model: Qwen2ForCausalLM) -> bool:
+def keeps_mask(model: PreTrainedModel) -> bool:
     """Whether this model's generate hands an all-ones attention mask on to its decode steps."""
     prepare = model.prepare_inputs_for_generation
     masked = []
@@ -80,19 +87,19 @@ def keeps_mask(model: Qwen2ForCausalLM) -> bool:
 class Decoder:
     """Greedy decoding, one compiled step a call, as generate's loop does it."""
 
-    def __init__(self, model: Qwen2ForCausalLM, cache: Cache, n: int):
+    def __init__(self, model: PreTrainedModel, cache: Cache, n: int, batch: int = 1):
         self.model, self.cache = model, cache
         self.forward = torch.compile(model.__call__, mode="reduce-overhead", fullgraph=True)
         device = model.device
-        self.token = torch.full((1, 1), 7, device=device)
+        self.token = torch.full((batch, 1), 7, device=device)
         self.mask = None
         if keeps_mask(model):
-            self.mask = torch.ones(1, n + 1, dtype=torch.long, device=device)
+            self.mask = torch.ones(batch, n + 1, dtype=torch.long, device=device)
         self.position = torch.full((1, 1), n, device=device)
 
     @torch.no_grad()
     def step(self) -> torch.Tensor:
-        """Feed the last token; returns the logits `[1,V]` of the next."""
+        """Feed the last tokens; returns the logits `[B,V]` of the next."""
         inputs: dict[str, Any] = self.model.prepare_inputs_for_generation(
             self.token,
             next_sequence_length=1,
@@ -143,13 +150,20 @@ def profile(decoder: Decoder, steps: int = 5) -> None:
 
 
 def work(n: int) -> tuple[int, int]:
-    """Bytes and FLOPs that a token needs: every weight but the embedding table once, and keys and
-    values at their true length."""
-    read = sum(p.numel() for p in model().parameters()) - CONFIG.vocab_size * CONFIG.hidden_size
-    dim = CONFIG.hidden_size // CONFIG.num_attention_heads
-    cached = CONFIG.num_hidden_layers * 2 * CONFIG.num_key_value_heads * dim * n
-    scored = CONFIG.num_hidden_layers * 4 * CONFIG.num_attention_heads * dim * n
-    return 2 * (read + cached), 2 * read + scored
+    """Bytes and FLOPs that a token needs of this shape: see `work_of`."""
+    return work_of(model(), CONFIG, n)
+
+
+def work_of(
+    model: PreTrainedModel, config: PreTrainedConfig, n: float, batch: int = 1
+) -> tuple[int, int]:
+    """Bytes and FLOPs of a step: every weight but the embedding table once, and keys and values of
+    n tokens for each sequence."""
+    read = sum(p.numel() for p in model.parameters()) - config.vocab_size * config.hidden_size
+    dim = config.hidden_size // config.num_attention_heads
+    cached = config.num_hidden_layers * 2 * config.num_key_value_heads * dim * n
+    scored = config.num_hidden_layers * 4 * config.num_attention_heads * dim * n
+    return int(2 * (read + batch * cached)), int(batch * (2 * read + scored))
 
 
 @pytest.mark.parametrize("n", TOKENS)

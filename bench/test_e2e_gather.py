@@ -1,88 +1,140 @@
-"""Decode of a whole model at any context: milliseconds a token with policy gather, and with policy
+"""Decode of a whole model at any context: milliseconds a step with policy gather, and with policy
 dense, which is attnplug's own and faster than stock (test_e2e_decode).
 
-The shape is Qwen2.5-7B's with random bf16 weights. One cache with room for the longest context
-serves all: a policy's step is compiled once (mode="reduce-overhead", fullgraph) and run at every
-length, as a session that grows would. The cache holds random keys and values, no prefill runs; the
-summaries are made by a length's first step, which is not timed. A sample is one token, between CUDA
-events, with no host synchronisation."""
+The shapes are those of Qwen2.5-7B and Llama-3.1-8B with random bf16 weights. One cache with room
+for the longest context of a setting serves all: a policy's step is compiled once for each shape and
+batch (mode="reduce-overhead", fullgraph) and run at every length, as a session that grows would.
+The cache holds random keys and values, no prefill runs; the summaries are made by a length's first
+step, which is not timed. A sample is one step of all sequences, between CUDA events, with no host
+synchronisation. With ATTNPLUG_BENCH_PROFILE the kernels of a step at 128K are printed.
 
-import functools
+A setting is `-k qwen-1`, `qwen-4`, `qwen-8` or `llama-1`: three compilations each, so that one call
+can have a part of them."""
+
+import gc
 import itertools
+import os
+from typing import Any
 
 import pytest
 import torch
-from test_e2e_decode import CONFIG, ROOM, STEPS, WARMUP, Decoder, fill, model, work
+from _models import random_model
+from test_e2e_decode import CONFIG, ROOM, STEPS, WARMUP, Decoder, fill, profile, work_of
+from test_e2e_ttft import CONFIG as LLAMA
+from transformers import LlamaForCausalLM, Qwen2ForCausalLM
 
 import attnplug
 from attnplug import Gather
 from attnplug.models.cache import PlugCache
 
-TOKENS = [8192, 32768, 131072, 524288, 1048576]
+SHAPES = {"qwen": (Qwen2ForCausalLM, CONFIG), "llama": (LlamaForCausalLM, LLAMA)}
+# shape, batch: contexts. A million tokens of Llama would be 137 GB.
+SETTINGS = {
+    ("qwen", 1): [8192, 32768, 131072, 524288, 1048576],
+    ("qwen", 4): [131072],
+    ("qwen", 8): [131072],
+    ("llama", 1): [8192, 32768, 131072, 524288],
+}
+BUDGETS = [None, 8, 32]  # None: dense, rows of its own that attnplug.plan is fitted to
 SUMMARY = "gather(k={k}, min_tokens=0)"
+CASES = {
+    f"{shape}-{batch}-{f'k{k}' if k else 'dense'}-{n}": (shape, batch, k, n)
+    for (shape, batch), lengths in SETTINGS.items()
+    for k in BUDGETS
+    for n in lengths
+}
 
 
-@functools.cache
-def cache() -> PlugCache:
-    with attnplug.applied(model(), SUMMARY.format(k=8)):
-        made = attnplug.make_cache(model(), max(TOKENS) + ROOM)
-    fill(made, CONFIG, max(TOKENS), "cuda")
-    for layer in made.layers:
-        layer.lent = True  # as a prefill would have found
-    return made
+class Session:
+    """One setting's model and cache: the last is all that fits."""
+
+    now: "Session | None" = None
+
+    def __init__(self, shape: str, batch: int, model: Any):
+        model_class, self.config = SHAPES[shape]
+        self.shape, self.batch = shape, batch
+        self.lengths = SETTINGS[shape, batch]
+        self.model = model or random_model(model_class, self.config, "cuda")
+        with attnplug.applied(self.model, SUMMARY.format(k=8)):
+            self.cache: PlugCache = attnplug.make_cache(self.model, max(self.lengths) + ROOM)
+        fill(self.cache, self.config, max(self.lengths), "cuda", batch)
+        for layer in self.cache.layers:
+            layer.lent = True  # as a prefill would have found
+        self.times: dict[str, dict[int, list[float]]] = {}
+
+    @classmethod
+    def of(cls, shape: str, batch: int) -> "Session":
+        old, model = cls.now, None
+        if old is None or (old.shape, old.batch) != (shape, batch):
+            if old is not None:
+                cls.now, model = None, old.model if old.shape == shape else None
+                del old
+                gc.collect()
+                torch.cuda.empty_cache()
+            cls.now = cls(shape, batch, model)
+        assert cls.now is not None
+        return cls.now
+
+    def measured(self, policy: str) -> dict[int, list[float]]:
+        """Microseconds of each step, at each length."""
+        if policy not in self.times:
+            torch.compiler.reset()
+            with attnplug.applied(self.model, policy):
+                decoder = Decoder(self.model, self.cache, self.lengths[0], self.batch)
+                self.times[policy] = {n: self._steps(decoder, n) for n in self.lengths}
+            torch.compiler.reset()
+        return self.times[policy]
+
+    def _steps(self, decoder: Decoder, n: int) -> list[float]:
+        for layer in self.cache.layers:
+            layer.cumulative_length.fill_(n)
+            layer.progress.zero_()
+        decoder.position = torch.full_like(decoder.position, n)
+        for _ in range(WARMUP):
+            decoder.step()
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(STEPS + 1)]
+        torch.cuda.synchronize()
+        events[0].record()
+        for event in events[1:]:
+            decoder.step()
+            event.record()
+        torch.cuda.synchronize()
+        if n == 131072 and os.environ.get("ATTNPLUG_BENCH_PROFILE"):
+            profile(decoder)
+        return [a.elapsed_time(b) * 1e3 for a, b in itertools.pairwise(events)]
+
+    def work(self, n: float) -> tuple[int, int]:
+        return work_of(self.model, self.config, n, self.batch)
 
 
-def set_length(decoder: Decoder, n: int) -> None:
-    for layer in cache().layers:
-        layer.cumulative_length.fill_(n)
-        layer.progress.zero_()
-    decoder.position = torch.full_like(decoder.position, n)
-
-
-@functools.cache
-def measure(policy: str) -> dict[int, list[float]]:
-    """Microseconds of each step, at each length."""
-    torch.compiler.reset()
-    times, slots = {}, cache()
-    with attnplug.applied(model(), policy):
-        decoder = Decoder(model(), slots, TOKENS[0])
-        for n in TOKENS:
-            set_length(decoder, n)
-            for _ in range(WARMUP):
-                decoder.step()
-            events = [torch.cuda.Event(enable_timing=True) for _ in range(STEPS + 1)]
-            torch.cuda.synchronize()
-            events[0].record()
-            for event in events[1:]:
-                decoder.step()
-                event.record()
-            torch.cuda.synchronize()
-            times[n] = [a.elapsed_time(b) * 1e3 for a, b in itertools.pairwise(events)]
-    torch.compiler.reset()
-    return times
-
-
-@pytest.mark.parametrize("n", TOKENS)
-@pytest.mark.parametrize("k", [8, 32])
-def test_e2e_gather(gpu_bench, k, n):
-    weights, flops = work(0)
-    policy = Gather(k=k)
-    kept = min((policy.sink + policy.local + k) * policy.block, n)
-    cached, scored = (x - y for x, y in zip(work(kept), (weights, flops), strict=True))
-    cached += (work(n)[0] - weights) // policy.block
-    gpu_bench.record(
-        op="gather",
+@pytest.mark.parametrize(("shape", "batch", "k", "n"), CASES.values(), ids=CASES)
+def test_e2e_gather(gpu_bench, shape, batch, k, n):
+    session = Session.of(shape, batch)
+    config, dense = session.config, session.measured("dense")[n]
+    policy = Gather(k=k or 0)
+    kept = min((policy.sink + policy.local + policy.k) * policy.block, n)
+    read = n if k is None else kept + n / policy.block  # summaries are half keys, half values
+    nbytes, flops = session.work(read)
+    facts = dict(
         case="e2e-decode",
         n=n,
-        batch=1,
-        heads_q=CONFIG.num_attention_heads,
-        heads_kv=CONFIG.num_key_value_heads,
-        head_dim=CONFIG.hidden_size // CONFIG.num_attention_heads,
+        batch=batch,
+        heads_q=config.num_attention_heads,
+        heads_kv=config.num_key_value_heads,
+        head_dim=config.hidden_size // config.num_attention_heads,
         dtype=torch.bfloat16,
-        options=f"k={k}, room for {max(TOKENS)}",
-        times_us=measure(SUMMARY.format(k=k))[n],
+        bytes=nbytes,
+        flops=flops,
+    )
+    room = f"room for {max(session.lengths)}"
+    if k is None:
+        gpu_bench.record(op="dense_decode", options=room, times_us=dense, **facts)
+        return
+    gpu_bench.record(
+        op="gather",
+        options=f"k={k}, {room}",
+        times_us=session.measured(SUMMARY.format(k=k))[n],
         peer="dense",
-        peer_times_us=measure("dense")[n],
-        bytes=weights + cached,
-        flops=flops + scored,
+        peer_times_us=dense,
+        **facts,
     )
