@@ -169,14 +169,7 @@ def test_the_tier_is_half_of_the_cache():
 
 def test_no_host_memory_is_an_error_at_allocation(monkeypatch):
     """On a GPU whose host has none left to pin."""
-    real = torch.zeros
-
-    def full(*args, pin_memory=False, **options):
-        if pin_memory:
-            raise RuntimeError("CUDA error: out of memory")
-        return real(*args, **options)
-
-    monkeypatch.setattr(pinned.torch, "zeros", full)
+    monkeypatch.setattr(pinned, "_available", lambda: 0)
     monkeypatch.setattr(pinned.torch.cuda, "device", lambda device: monkeypatch.context())
     with pytest.raises(HostMemoryError, match=r"1\.00 GiB of pinned host memory cannot be had"):
         pinned.host_zeros((2**28,), torch.float32, "cuda")

@@ -2,6 +2,8 @@
 bytes."""
 
 import dataclasses
+import mmap
+from pathlib import Path
 
 import pytest
 import torch
@@ -228,14 +230,51 @@ def test_a_layer_made_for_other_options_is_read_whole(change):
 
 
 def test_no_host_memory_is_an_error_that_says_what_to_do(monkeypatch):
-    def full(*args, **options):
-        raise RuntimeError("CUDA error: out of memory")
-
     layer = HOST.cache_layer(1 << 20)
-    monkeypatch.setattr(pinned.torch, "zeros", full)
+    monkeypatch.setattr(pinned, "_available", lambda: 3 << 28)
     monkeypatch.setattr(pinned.torch.cuda, "device", lambda device: monkeypatch.context())
-    with pytest.raises(HostMemoryError, match=r"0\.50 GiB of pinned host.*: kv='gpu'"):
-        layer._host((1, 4, 1 << 20, 64), torch.bfloat16, torch.device("cuda"))
+    wanted = r"1\.00 GiB of pinned.*\(0\.75 GiB are free\).*: kv='gpu'"
+    with pytest.raises(HostMemoryError, match=wanted):
+        layer._host((1, 8, 1 << 20, 64), torch.bfloat16, torch.device("cuda"))
+
+
+def test_memory_that_cannot_be_pinned_is_an_error(monkeypatch):
+    class Runtime:
+        def cudaHostRegister(self, place, count, flags):
+            return 2
+
+    monkeypatch.setattr(pinned.torch.cuda, "cudart", Runtime)
+    monkeypatch.setattr(pinned.torch.cuda, "device", lambda device: monkeypatch.context())
+    with pytest.raises(HostMemoryError, match=r"0\.06 GiB.*\(cudaHostRegister: 2\)"):
+        pinned.host_zeros((1 << 24,), torch.float32, "cuda")
+
+
+def test_free_memory_is_the_least_of_what_limits_it(tmp_path, monkeypatch):
+    assert 0 < pinned._available() < 1 << 62
+    files = {
+        "/proc/meminfo": "MemTotal: 99 kB\nMemAvailable: 64 kB",
+        "/sys/fs/cgroup/memory.max": "40960",
+        "/sys/fs/cgroup/memory.current": "1024",
+    }
+    for name, text in files.items():
+        (tmp_path / name[1:]).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name[1:]).write_text(text)
+    monkeypatch.setattr(pinned, "Path", lambda name: tmp_path / name[1:])
+    assert pinned._available() == 39936
+    (tmp_path / "sys/fs/cgroup/memory.max").write_text("max\n")
+    assert pinned._available() == 65536
+
+
+@pytest.mark.gpu
+def test_memory_is_given_back():
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
+
+    x = pinned.host_zeros((1 << 29,), torch.bfloat16, "cuda")
+    assert bool((x[:: 1 << 20] == 0).all())
+    held = resident()
+    del x
+    assert held - resident() > 1 << 29
 
 
 @pytest.mark.parametrize("prefill", ["", "momo(gamma=8, block=16, top_k=2, exact_k=1)+"])
