@@ -9,6 +9,7 @@ import mmap
 import weakref
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -28,7 +29,8 @@ class _HostMemory:
         host = torch.frombuffer(mmap.mmap(-1, count), dtype=torch.uint8)
         host.zero_()  # several threads touch the pages; registering would, with one
         self.place = host.data_ptr()
-        status = torch.cuda.cudart().cudaHostRegister(self.place, count, 0)
+        runtime: Any = torch.cuda.cudart()
+        status = runtime.cudaHostRegister(self.place, count, 0)
         if int(status) != 0:
             raise MemoryError(f"cudaHostRegister: {status}")
         weakref.finalize(self, _release, host, device).atexit = False
@@ -48,8 +50,9 @@ def _release(host: torch.Tensor, device: torch.device) -> None:
     _LEFT.append(host)
     if not torch.cuda.is_current_stream_capturing():
         torch.cuda.synchronize(device)
+        runtime: Any = torch.cuda.cudart()
         while _LEFT:
-            torch.cuda.cudart().cudaHostUnregister(_LEFT.pop().data_ptr())
+            runtime.cudaHostUnregister(_LEFT.pop().data_ptr())
 
 
 def _available() -> int:
