@@ -269,12 +269,14 @@ def _cpu(
 def plan_for(
     rows: int, group: int, keys: int, block: int, width: int, itemsize: int, multiprocessors: int
 ) -> Plan:
-    """The plan of the attending kernel: `gather_attention`'s, with tiles that divide a block."""
+    """The plan of the attending kernel: `gather_attention`'s, but not pipelined, which costs more
+    than it hides, and a program for each tile while there are not too many."""
     plan = plan_attention(rows, group, keys, block, width, itemsize, multiprocessors)
     tile = min(plan.tile, block)
-    most = keys // tile
-    splits = most if plan.splits * plan.tile >= keys else min(plan.splits, most)
-    return plan._replace(tile=tile, splits=max(1, splits))
+    splits = keys // tile
+    if rows * splits > 32 * multiprocessors:
+        splits = max(1, min(splits, 16 * multiprocessors // rows))
+    return plan._replace(tile=tile, splits=splits, stages=1)
 
 
 def launch_tiered_decode(

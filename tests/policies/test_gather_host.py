@@ -340,16 +340,16 @@ def test_note_says_where_the_cache_is():
 
 @pytest.mark.gpu
 def test_a_prefill_in_chunks_reads_back_and_the_cache_is_not_on_the_gpu():
-    model = tiny_model(device="cuda", dtype=torch.bfloat16, max_position_embeddings=1 << 17)
+    model = tiny_model(device="cuda", max_position_embeddings=1 << 17)
     ids = torch.randint(2, 90, (1, 3000), generator=torch.Generator().manual_seed(0)).cuda()
-    before = torch.cuda.memory_allocated()
+    with attnplug.applied(model, GPU), torch.no_grad():
+        wanted = model(ids, past_key_values=attnplug.make_cache(model, 1 << 16)).logits[:, -1]
+    before = torch.cuda.memory_allocated()  # with cuBLAS's own
     with attnplug.applied(model, HOST), torch.no_grad():
         cache = attnplug.make_cache(model, 1 << 16)
         for chunk in ids.split(1024, 1):
-            logits = model(chunk, past_key_values=cache).logits[:, -1].float()
+            logits = model(chunk, past_key_values=cache).logits[:, -1]
         assert isinstance(cache.layers[0], HostGatherLayer) and cache.layers[0].lent
         used = torch.cuda.memory_allocated() - before
-    with attnplug.applied(model, GPU), torch.no_grad():
-        wanted = model(ids, past_key_values=attnplug.make_cache(model, 1 << 16)).logits[:, -1]
-    assert (logits - wanted.float()).abs().max() < 0.05 * wanted.float().abs().max()
+    assert (logits - wanted).abs().max() < 1e-2 * wanted.abs().max()
     assert used < cache.layers[0].keys.nbytes
