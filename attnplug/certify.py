@@ -1,5 +1,5 @@
-"""What `attnplug report --steps` runs: some certified decode steps of a model, and a table of their
-certificates."""
+"""What `attnplug report --steps` runs: some decode steps of a model, and a table of what they were
+certified to, or of what they found of a cache in host memory."""
 
 from importlib.resources import files
 
@@ -8,7 +8,8 @@ from rich.table import Table
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from attnplug import api
-from attnplug.policies import certificates
+from attnplug.policies import certificates, residency
+from attnplug.policies._gather_layers import Residency
 from attnplug.policies.certified import Certificates
 
 
@@ -16,7 +17,8 @@ from attnplug.policies.certified import Certificates
 def run(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, tokens: int, steps: int
 ) -> Table:
-    """Prefill `tokens` tokens of prose and decode `steps` more, on a model that has a policy."""
+    """Prefill `tokens` tokens of prose and decode `steps` more, on a model that has a policy; the
+    telemetry of its layers."""
     text = (files("attnplug") / "eval/data/rust_book.txt").read_text(encoding="utf-8")
     ids = tokenizer(text[: 16 * tokens], return_tensors="pt").input_ids[:, :tokens]
     ids = ids.to(model.device)
@@ -24,7 +26,22 @@ def run(
     logits = model(ids, past_key_values=cache).logits
     for _ in range(steps):
         logits = model(logits[:, -1:].argmax(-1), past_key_values=cache).logits
-    return table(certificates(cache))
+    near = residency(cache)
+    return residents(near) if near else table(certificates(cache))
+
+
+def residents(rows: list[Residency]) -> Table:
+    """One row a layer that gather keeps in host memory."""
+    found = Table(title="blocks on the GPU, of a cache in host memory")
+    for column in ("layer", "wanted", "found", "hit rate", "link MiB", "GPU MiB", "host MiB"):
+        found.add_column(column, justify="right")
+    for row in rows:
+        sizes = (row.link_bytes, row.device_bytes, row.host_bytes)
+        found.add_row(
+            str(row.layer), str(row.wanted), str(row.found), f"{row.hit_rate:.3f}",
+            *(f"{size / 2**20:.2f}" for size in sizes),
+        )  # fmt: skip
+    return found
 
 
 def table(rows: list[Certificates]) -> Table:

@@ -62,7 +62,7 @@ def report(
     model: Annotated[str, typer.Argument(help="smollm2-135m, gemma3-270m, a folder or a hub id.")],
     policy: Annotated[str, typer.Option(help='Such as "momo" or "momo(gamma=32)".')] = "momo",
     steps: Annotated[
-        int, typer.Option(help="Decode so many tokens, and show certified's certificates.")
+        int, typer.Option(help="Decode so many tokens; show certificates, or gather's hit rate.")
     ] = 0,
     tokens: Annotated[int, typer.Option(help="Tokens of prose before those steps.")] = 512,
     device: Device = "cpu",

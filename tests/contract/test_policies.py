@@ -18,6 +18,10 @@ POLICIES = {
         "gather(k=1, block=16, local=2, min_tokens=0)",
         "gather(k=8, block=16, local=2, min_tokens=0)",
     ),
+    "gather in host memory": (
+        "gather(k=1, block=16, local=2, min_tokens=0, kv='host', resident=2)",
+        "gather(k=8, block=16, local=2, min_tokens=0, kv='host', resident=9)",
+    ),
     "gvr": (
         "gvr(k=4, sink=2, window=8, min_tokens=0)",
         "gvr(k=512, sink=2, window=8, min_tokens=0)",

@@ -4,6 +4,7 @@ bytes."""
 import dataclasses
 import mmap
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import attnplug
-from attnplug import Dense, Gather, HostMemoryError
+from attnplug import Dense, Gather, HostMemoryError, certify
 from attnplug.models import pinned
 from attnplug.policies import AttentionCall, LayerShape, residency
 from attnplug.policies._gather_layers import GatherLayer, HostGatherLayer
@@ -328,6 +329,20 @@ def test_its_telemetry_is_reported(device):
         )
     with attnplug.applied(model, GPU):
         assert residency(attnplug.make_cache(model, 200)) == []
+
+
+def test_the_report_decodes_and_shows_the_hit_rate():
+    """What `attnplug report MODEL --policy "gather(kv='host')" --steps 4` prints."""
+
+    def tokenizer(text, return_tensors):
+        return SimpleNamespace(input_ids=torch.tensor([list(text.encode())]) % 90 + 2)
+
+    with attnplug.applied(tiny_model(), HOST) as model:
+        shown = certify.run(model, tokenizer, 120, 4)
+    cells = {column.header: list(column.cells) for column in shown.columns}
+    assert cells["layer"] == ["0", "1"] and cells["wanted"] == ["24", "24"]
+    assert cells["hit rate"] == [f"{int(found) / 24:.3f}" for found in cells["found"]]
+    assert cells["host MiB"] == ["0.12", "0.12"]
 
 
 def test_note_says_where_the_cache_is():
