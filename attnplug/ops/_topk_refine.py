@@ -8,6 +8,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from attnplug.ops._topk_select import (
     ALL,
+    FEW,
     GVR,
     LEAST,
     LOW,
@@ -16,9 +17,10 @@ from attnplug.ops._topk_select import (
     READY,
     clean,
     fifth,
+    from_list,
     key_of,
     length_of,
-    pick,
+    rank_few,
     take_all,
     tighten,
     write,
@@ -79,14 +81,6 @@ def _search(
 
 
 @triton.jit
-def _from_list(list_i, list_x, m, need, out_i, out_x, SIZE: tl.constexpr):
-    q = tl.arange(0, SIZE)
-    i = tl.load(list_i + q, mask=q < m, other=0, cache_modifier=".cg")
-    x = tl.load(list_x + q, mask=q < m, other=float("-inf"), cache_modifier=".cg")
-    pick(x, i, q < m, m, need, out_i, out_x)
-
-
-@triton.jit
 def _hold(list_i, list_x, SIZE: tl.constexpr):
     """The first of a list, whose length is on its way too."""
     q = tl.arange(0, SIZE)
@@ -118,7 +112,8 @@ def refine(
         tl.store(stats + 1, 0)
         tl.store(stats + 2, n)
     else:
-        first_i, first_x = _hold(list_i + CAPACITY, list_x + CAPACITY, SMALL)
+        HELD: tl.constexpr = min(FEW, SMALL)
+        first_i, first_x = _hold(list_i + CAPACITY, list_x + CAPACITY, HELD)
         q = tl.arange(0, SLOTS)
         if LOOKED_BACK:  # each program left a word; otherwise the first one the totals
             w = tl.load(words + r * P + q, mask=q < P, other=READY, cache_modifier=".cg")
@@ -163,12 +158,17 @@ def refine(
             tl.debug_barrier()
         m = tl.minimum(m, CAPACITY)
         need = K - sure
-        if (m <= SMALL) & (path == _GVR) & (at == CAPACITY):
-            ok = tl.arange(0, SMALL) < m
-            x = tl.where(ok, first_x, float("-inf"))
-            pick(x, first_i, ok, m, need, out_i + sure, out_x + sure)
+        list_i += at
+        list_x += at
+        out_i += sure
+        out_x += sure
+        if (m <= HELD) & (path == _GVR) & (at == CAPACITY):
+            ok = tl.arange(0, HELD) < m
+            rank_few(tl.where(ok, first_x, float("-inf")), first_i, ok, need, out_i, out_x, HELD)
+        elif m <= SMALL:
+            from_list(list_i, list_x, m, need, out_i, out_x, SMALL, False)
         else:
-            _from_list(list_i + at, list_x + at, m, need, out_i + sure, out_x + sure, CAPACITY)
+            from_list(list_i, list_x, m, need, out_i, out_x, CAPACITY, False)
         tl.store(stats, path)
         tl.store(stats + 1, passes)
         tl.store(stats + 2, candidates)

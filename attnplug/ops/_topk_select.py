@@ -13,6 +13,7 @@ READY = tl.constexpr(1 << 62)
 LOW = tl.constexpr((1 << 31) - 1)
 LEAST = tl.constexpr(-0x7F800001)  # key of -inf
 MOST = tl.constexpr(0x7F800000)  # key of +inf
+FEW = tl.constexpr(256)  # are ranked one against all
 _EMPTY = tl.constexpr(-(2**63))
 
 # The ways of a row, as stats has them.
@@ -58,6 +59,11 @@ def take_all(x_at, n, out_i, out_x, K, K_PAD: tl.constexpr):
     x = clean(tl.load(x_at + q, mask=(q < n) & (q < K), other=float("-inf")))
     tl.store(out_i + q, tl.where(q < n, q, -1), mask=q < K)
     tl.store(out_x + q, x, mask=q < K)
+
+
+@triton.jit
+def _add_two(a, b, c, d):
+    return a + c, b + d
 
 
 @triton.jit
@@ -118,8 +124,9 @@ def _reach(x, t):
 @triton.jit
 def _try(x, low, high, at_low, at_high, t1, t2, t3, t4, need):
     """Count the scores at four thresholds, two 16-bit counts a sum."""
-    c = tl.sum(_reach(x, t1).to(tl.int32) + (_reach(x, t2).to(tl.int32) << 16), 0)
-    d = tl.sum(_reach(x, t3).to(tl.int32) + (_reach(x, t4).to(tl.int32) << 16), 0)
+    c = _reach(x, t1).to(tl.int32) + (_reach(x, t2).to(tl.int32) << 16)
+    d = _reach(x, t3).to(tl.int32) + (_reach(x, t4).to(tl.int32) << 16)
+    c, d = tl.reduce((c, d), 0, _add_two)
     low, high, at_low, at_high = tighten(low, high, at_low, at_high, t1, c & 0xFFFF, need)
     low, high, at_low, at_high = tighten(low, high, at_low, at_high, t2, c >> 16, need)
     low, high, at_low, at_high = tighten(low, high, at_low, at_high, t3, d & 0xFFFF, need)
@@ -151,10 +158,10 @@ def _narrow(x, ok, m, need, LEFT: tl.constexpr, BELL: tl.constexpr):
         deviation = tl.sqrt(tl.maximum(squares / count - mean * mean, 0.0))
         if (at_low > need) & (deviation < float("inf")):
             step = tl.sqrt(need * (1 - need / m)) + 1
-            t1 = _cut(_bell(need + 10 * step, count, mean, deviation), low, high)
-            t2 = _cut(_bell(need + 3 * step, count, mean, deviation), low, high)
-            t3 = _cut(_bell(need - 3 * step, count, mean, deviation), low, high)
-            t4 = _cut(_bell(need - 10 * step, count, mean, deviation), low, high)
+            t1 = _cut(_bell(need + 7 * step, count, mean, deviation), low, high)
+            t2 = _cut(_bell(need + 2 * step, count, mean, deviation), low, high)
+            t3 = _cut(_bell(need - 2 * step, count, mean, deviation), low, high)
+            t4 = _cut(_bell(need - 7 * step, count, mean, deviation), low, high)
             low, high, at_low, at_high = _try(x, low, high, at_low, at_high, t1, t2, t3, t4, need)
             rounds += 1
         stuck = (at_low - at_high) * 2 > m
@@ -203,6 +210,49 @@ def pick(x, i, ok, m, need, out_i, out_x):
     tl.store(out_x + slot - 1, x, mask=slot > 0)
 
 
+@triton.jit
+def _whole_key(x, i, ok):
+    """int64 that is larger for what comes first: of equal scores the lower index."""
+    key = (key_of(x).to(tl.int64) << 32) | (0x7FFFFFFF - i).to(tl.int64)
+    return tl.where(ok, key, _EMPTY)
+
+
+@triton.jit
+def _before(other, mine, SIZE: tl.constexpr):
+    """How many of the other keys come before each of mine; 32 at a time, as all would be more than
+    the registers."""
+    if SIZE > 32:
+        a, b = tl.split(tl.reshape(other, [SIZE // 2, 2]))
+        return _before(a, mine, SIZE // 2) + _before(b, mine, SIZE // 2)
+    else:
+        return tl.sum((other[:, None] > mine[None, :]).to(tl.int32), 0)
+
+
+@triton.jit
+def rank_few(x, i, ok, need, out_i, out_x, SIZE: tl.constexpr):
+    """`pick` for few scores, best first: the place of each is the number of those before it,
+    counted one against all, and no round has to wait for another."""
+    mine = _whole_key(x, i, ok)
+    rank = _before(mine, mine, SIZE)
+    tl.store(out_i + rank, i, mask=ok & (rank < need))
+    tl.store(out_x + rank, x, mask=ok & (rank < need))
+
+
+@triton.jit
+def from_list(
+    list_i, list_x, m, need, out_i, out_x, SIZE: tl.constexpr, RANK: tl.constexpr
+):  # fmt: skip
+    """`rank_few` or `pick` of the m scores of a list. .cg: other multiprocessors may have written
+    them."""
+    q = tl.arange(0, SIZE)
+    i = tl.load(list_i + q, mask=q < m, other=0, cache_modifier=".cg")
+    x = tl.load(list_x + q, mask=q < m, other=float("-inf"), cache_modifier=".cg")
+    if RANK:
+        rank_few(x, i, q < m, need, out_i, out_x, SIZE)
+    else:
+        pick(x, i, q < m, m, need, out_i, out_x)
+
+
 # ---- a short row, alone -------------------------------------------------------------------------
 
 
@@ -226,11 +276,15 @@ def _pick_whole(x, i, ok, m, need, out_i, out_x, list_i, list_x, LIST: tl.conste
         tl.store(list_i - place - 1, i, mask=place < 0)
         tl.store(list_x - place - 1, x, mask=place < 0)
         tl.debug_barrier()  # other warps read what one has stored
-        q = tl.arange(0, LIST)
-        inside = q < at_low - at_high
-        some_i = tl.load(list_i + q, mask=inside, other=0, cache_modifier=".cg")
-        some_x = tl.load(list_x + q, mask=inside, other=float("-inf"), cache_modifier=".cg")
-        pick(some_x, some_i, inside, at_low - at_high, left, out_i + at_high, out_x + at_high)
+        out_i += at_high
+        out_x += at_high
+        m = at_low - at_high
+        if m <= FEW // 2:
+            from_list(list_i, list_x, m, left, out_i, out_x, FEW // 2, True)
+        elif m <= FEW:
+            from_list(list_i, list_x, m, left, out_i, out_x, FEW, True)
+        else:
+            from_list(list_i, list_x, m, left, out_i, out_x, LIST, False)
     return rounds
 
 
@@ -254,11 +308,16 @@ def whole_row(
         tl.store(stats + r * 3 + 1, 0)
         tl.store(stats + r * 3 + 2, n)
     else:
-        m = tl.full([], 0, tl.int32) + n
-        rounds = _pick_whole(
-            clean(x), i, i < n, m, K, out_i + r * K, out_x + r * K,
-            list_i + r * LIST, list_x + r * LIST, LIST,
-        )  # fmt: skip
+        x = clean(x)
+        out_i += r * K
+        out_x += r * K
+        rounds = tl.full([], 0, tl.int32)
+        if SIZE <= FEW:
+            rank_few(x, i, i < n, K, out_i, out_x, SIZE)
+        else:
+            list_i += r * LIST
+            list_x += r * LIST
+            rounds = _pick_whole(x, i, i < n, rounds + n, K, out_i, out_x, list_i, list_x, LIST)
         tl.store(stats + r * 3, _WHOLE_ROW)
         tl.store(stats + r * 3 + 1, rounds)
         tl.store(stats + r * 3 + 2, n)

@@ -181,9 +181,12 @@ def _score(
 
 def plan_for(rows: int, size: int, width: int, multiprocessors: int) -> Plan:
     """The pre-tuned plan of a shape: `rows` (sequence, KV head) pairs of `size` tokens."""
-    tile = 128 if width <= 128 else 64
-    programs = max(1, min(triton.cdiv(size, tile), 8 * multiprocessors // rows))
-    return Plan(tile, programs, 4, 3)
+    wide = 2 if width > 128 else 1
+    if rows * size <= 2**21:  # one wave of few, long programs
+        tile = 256 // wide
+        return Plan(tile, max(1, min(triton.cdiv(size, tile), 2 * multiprocessors // rows)), 8, 3)
+    tile = 128 // wide
+    return Plan(tile, max(1, min(triton.cdiv(size, tile), 8 * multiprocessors // rows)), 4, 3)
 
 
 def launch_score_tokens(

@@ -305,14 +305,18 @@ class Plan(NamedTuple):
     stages: int = 1
 
 
-def plan_for(rows: int, group: int, block: int, width: int, itemsize: int, alike: bool) -> Plan:
+def plan_for(
+    rows: int, group: int, block: int, width: int, itemsize: int, alike: bool, masked: bool = False
+) -> Plan:
     """The plan of a shape: `rows` queries a block; the heads of a group look at the same blocks in
-    the first iteration where they are `alike`."""
+    the first iteration where they are `alike`; keys are `masked` one by one or not."""
     line = triton.next_power_of_2(width) * itemsize
     room = max(1, min(256 // rows, 65536 // (rows * line)))  # 64 KiB of queries
     heads = min(triton.next_power_of_2(group), 1 << room.bit_length() - 1) if alike else 1
     tile = max(16, min(block, 32768 // line))
-    return Plan(heads, tile, 8 if heads * rows >= 128 else 4, 8 if rows == 128 else 4)
+    warps = 8 if rows == 128 else 4
+    pipelined = itemsize == 2 and line <= 256 and not masked
+    return Plan(heads, tile, 8 if heads * rows >= 128 else 4, warps, 1, 3 if pipelined else 1)
 
 
 def _nearest_keys(key_mask: torch.Tensor | None) -> tuple[torch.Tensor | None, torch.Tensor | None]:
@@ -347,7 +351,9 @@ def launch_stream_mask(
     group = heads // kv_heads
     rows = min(query_block, max(16, triton.next_power_of_2(queries)))
     alike = all(x is None or x.shape[1] == 1 for x in (budget, block_mask))
-    plan = plan or plan_for(rows, group, block, width, q.element_size(), alike)
+    plan = plan or plan_for(
+        rows, group, block, width, q.element_size(), alike, key_mask is not None
+    )
     q, k = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k))
     after, before = _nearest_keys(key_mask)
     key_mask = mask_bytes(key_mask)

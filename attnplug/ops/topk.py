@@ -280,8 +280,11 @@ COLLECTORS = 1024  # most programs a row that look back at one another
 @functools.lru_cache(maxsize=1024)
 def plan_for(rows: int, size: int, k: int, multiprocessors: int) -> Plan:
     """The pre-tuned plan of a shape. `size` is that of the buffer: true lengths are unknown."""
-    if size <= WHOLE_ROW:  # many scores a thread: what one warp has, no barrier must bring together
-        return Plan(True, refine_warps=max(1, triton.next_power_of_2(size) // 1024))
+    if size <= WHOLE_ROW:
+        padded = max(32, triton.next_power_of_2(size))
+        if padded <= select.FEW.value:  # a thread for each
+            return Plan(True, refine_warps=padded // 32)
+        return Plan(True, refine_warps=8 if padded > 1024 else 2 if rows > 256 else 4)
     total = rows * size
     group = 16 if total >= GROUPED and size >= 256 * k else 1
     # Programs a row: all their samples of the row cost more than what some multiprocessors idle.

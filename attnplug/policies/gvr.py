@@ -104,7 +104,6 @@ class Gvr(Phase):
         # Where a row has fewer than k others, -inf is picked too; attention passes over those.
         picks, _ = topk(scores, self.k, hint=state.picks.flatten(0, 1), lengths=rows)
         picks = picks.view(state.picks.shape)
-        state.remember(picks)
         out, _ = gather_tokens_attention(
             call.q,
             call.k,
@@ -115,6 +114,7 @@ class Gvr(Phase):
             sinks=call.sinks,
             **options,
         )
+        state.remember(picks)  # last: the kernels before it start one another early
         return out
 
     def _serves(self, state: object, k: torch.Tensor) -> bool:
