@@ -114,19 +114,26 @@ class Layer:
         return float(counted[1] / counted[0]), float(counted[0] - counted[1]) * block / STEPS
 
 
-@pytest.mark.parametrize("kind", ["random", "drift"])
-@pytest.mark.parametrize(
-    ("k", "batch", "n"), [(8, 1, 131072), (32, 1, 131072), (32, 1, MILLION), (32, 4, 131072)]
-)
-def test_one_layer(gpu_bench, k, batch, n, kind):
-    policy = Gather(k=k, kv="host", min_tokens=0)
+# k, batch, tokens, queries, slots a KV head: with the fewest that a step can do with, it is the link
+# that is measured.
+CASES = [
+    *((32, 1, n, kind, 256) for n in (131072, MILLION) for kind in ("random", "drift")),
+    *((8, 1, 131072, kind, 256) for kind in ("random", "drift")),
+    *((32, batch, 131072, "random", 33) for batch in (1, 4)),
+]
+
+
+@pytest.mark.parametrize(("k", "batch", "n", "kind", "slots"), CASES)
+def test_one_layer(gpu_bench, k, batch, n, kind, slots):
+    policy = Gather(k=k, kv="host", resident=slots, min_tokens=0)
     made = Layer(policy, batch, n, kind)
     hits, crossed = made.count()
     summaries = batch * HEADS_KV * n // policy.block * 2 * WIDTH * 2
     gpu_bench(
         op="tiered", case="op", n=n, batch=batch, heads_q=HEADS_Q, heads_kv=HEADS_KV,
         head_dim=WIDTH, dtype=torch.bfloat16,
-        options=f"k={k}, {kind} queries, hits {hits:.3f}, link {link() / 1e9:.1f} GB/s",
+        options=f"k={k}, {slots} slots, {kind} queries, hits {hits:.3f}, "
+        f"link {link() / 1e9:.1f} GB/s",
         fns=made.steps(), peer="dense from host", peer_fns=[made.dense], rounds=15,
         bytes=crossed + summaries, flops=4 * batch * HEADS_Q * WIDTH * policy.block * (5 + k),
         ceiling=lambda seconds: crossed / seconds / link(),
@@ -147,6 +154,7 @@ def million() -> dict[str, tuple[list[float], float, float, float]]:
     under "dense" the microseconds of one layer, read whole."""
     total = torch.cuda.get_device_properties(0).total_memory
     torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
     torch.cuda.set_per_process_memory_fraction(LIMIT / total)
     found = {}
     with attnplug.applied(model(), "gather(kv='host')"), torch.no_grad():
