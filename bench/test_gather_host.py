@@ -114,8 +114,8 @@ class Layer:
         return float(counted[1] / counted[0]), float(counted[0] - counted[1]) * block / STEPS
 
 
-# k, batch, tokens, queries, slots a KV head: with the fewest that a step can do with, it is the link
-# that is measured.
+# k, batch, tokens, queries, slots a KV head: with the fewest that a step can do with, the link is
+# what is measured.
 CASES = [
     *((32, 1, n, kind, 256) for n in (131072, MILLION) for kind in ("random", "drift")),
     *((8, 1, 131072, kind, 256) for kind in ("random", "drift")),
