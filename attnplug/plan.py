@@ -145,7 +145,8 @@ def read_rows(paths: Iterable[Path]) -> list[dict[str, Any]]:
     for path in paths:
         try:
             facts = json.loads(path.read_text())
-            rows += [each["extra_info"] for each in facts["benchmarks"]]
+            made = [each["extra_info"] for each in facts.get("benchmarks", ())]
+            rows += made if "benchmarks" in facts else facts["rows"]
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ArgumentError(
                 f"plan: {path} cannot be read as benchmark rows: {error}"
