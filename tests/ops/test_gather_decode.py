@@ -93,7 +93,11 @@ def hold(got, want, atol=1e-5, summaries=True):
     for name, tensor in want[2].tensors().items():
         if name in ("bounds", "progress") and not summaries:
             continue
-        assert torch.equal(getattr(cache, name).nan_to_num(7.5), tensor.nan_to_num(7.5)), name
+        found, wanted = getattr(cache, name).nan_to_num(7.5), tensor.nan_to_num(7.5)
+        if name == "bounds" and wanted.shape[3] == 1:  # a mean rounds as its sum was ordered
+            assert torch.allclose(found, wanted, rtol=1e-5, atol=1e-6)
+        else:
+            assert torch.equal(found, wanted), name
     assert (out - want[0]).abs().max() <= atol * (1 + want[0].abs().max())
     seen = want[1] != -torch.inf
     assert torch.equal(lse != -torch.inf, seen)
