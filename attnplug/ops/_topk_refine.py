@@ -8,7 +8,6 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from attnplug.ops._topk_select import (
     ALL,
-    FEW,
     GVR,
     LEAST,
     LOW,
@@ -17,10 +16,10 @@ from attnplug.ops._topk_select import (
     READY,
     clean,
     fifth,
-    from_list,
     key_of,
     length_of,
-    rank_few,
+    pick,
+    pick_list,
     take_all,
     tighten,
     write,
@@ -112,8 +111,7 @@ def refine(
         tl.store(stats + 1, 0)
         tl.store(stats + 2, n)
     else:
-        HELD: tl.constexpr = min(FEW, SMALL)
-        first_i, first_x = _hold(list_i + CAPACITY, list_x + CAPACITY, HELD)
+        first_i, first_x = _hold(list_i + CAPACITY, list_x + CAPACITY, SMALL)
         q = tl.arange(0, SLOTS)
         if LOOKED_BACK:  # each program left a word; otherwise the first one the totals
             w = tl.load(words + r * P + q, mask=q < P, other=READY, cache_modifier=".cg")
@@ -158,17 +156,12 @@ def refine(
             tl.debug_barrier()
         m = tl.minimum(m, CAPACITY)
         need = K - sure
-        list_i += at
-        list_x += at
-        out_i += sure
-        out_x += sure
-        if (m <= HELD) & (path == _GVR) & (at == CAPACITY):
-            ok = tl.arange(0, HELD) < m
-            rank_few(tl.where(ok, first_x, float("-inf")), first_i, ok, need, out_i, out_x, HELD)
-        elif m <= SMALL:
-            from_list(list_i, list_x, m, need, out_i, out_x, SMALL, False)
+        if (m <= SMALL) & (path == _GVR) & (at == CAPACITY):
+            ok = tl.arange(0, SMALL) < m
+            x = tl.where(ok, first_x, float("-inf"))
+            pick(x, first_i, ok, m, need, out_i + sure, out_x + sure)
         else:
-            from_list(list_i, list_x, m, need, out_i, out_x, CAPACITY, False)
+            pick_list(list_i + at, list_x + at, m, need, out_i + sure, out_x + sure, CAPACITY)
         tl.store(stats, path)
         tl.store(stats + 1, passes)
         tl.store(stats + 2, candidates)

@@ -211,46 +211,50 @@ def pick(x, i, ok, m, need, out_i, out_x):
 
 
 @triton.jit
-def _whole_key(x, i, ok):
-    """int64 that is larger for what comes first: of equal scores the lower index."""
-    key = (key_of(x).to(tl.int64) << 32) | (0x7FFFFFFF - i).to(tl.int64)
-    return tl.where(ok, key, _EMPTY)
-
-
-@triton.jit
-def _before(other, mine, SIZE: tl.constexpr):
-    """How many of the other keys come before each of mine; 32 at a time, as all would be more than
-    the registers."""
+def _ahead(other, mine, SIZE: tl.constexpr):
+    """How many of the other keys are larger than each of mine; 32 at a time, as all would be more
+    than the registers."""
     if SIZE > 32:
         a, b = tl.split(tl.reshape(other, [SIZE // 2, 2]))
-        return _before(a, mine, SIZE // 2) + _before(b, mine, SIZE // 2)
+        return _ahead(a, mine, SIZE // 2) + _ahead(b, mine, SIZE // 2)
     else:
         return tl.sum((other[:, None] > mine[None, :]).to(tl.int32), 0)
 
 
 @triton.jit
-def rank_few(x, i, ok, need, out_i, out_x, SIZE: tl.constexpr):
-    """`pick` for few scores, best first: the place of each is the number of those before it,
-    counted one against all, and no round has to wait for another."""
-    mine = _whole_key(x, i, ok)
-    rank = _before(mine, mine, SIZE)
+def rank_few(x, i, ok, base, need, out_i, out_x, SIZE: tl.constexpr, NEAR: tl.constexpr):
+    """`pick` for few scores in the order of their indices, best first: the place of each is the
+    number of those before it, counted one against all, so that no round waits for another. NEAR:
+    their keys are `base` to `base + 2**23`, and key and place fit 32 bits together."""
+    place = -tl.arange(0, SIZE) + (SIZE - 1)
+    if NEAR:
+        mine = tl.where(ok, ((key_of(x) - base.to(tl.int32)) << 8) | place, -1)
+    else:
+        mine = (key_of(x).to(tl.int64) << 32) | place.to(tl.int64)
+        mine = tl.where(ok, mine, _EMPTY)
+    rank = _ahead(mine, mine, SIZE)
     tl.store(out_i + rank, i, mask=ok & (rank < need))
     tl.store(out_x + rank, x, mask=ok & (rank < need))
 
 
 @triton.jit
-def from_list(
-    list_i, list_x, m, need, out_i, out_x, SIZE: tl.constexpr, RANK: tl.constexpr
+def _rank_list(
+    list_i, list_x, m, base, need, out_i, out_x, SIZE: tl.constexpr, NEAR: tl.constexpr
 ):  # fmt: skip
-    """`rank_few` or `pick` of the m scores of a list. .cg: other multiprocessors may have written
-    them."""
+    """`rank_few` of the m scores of a list. .cg: from where the other warps' stores are."""
     q = tl.arange(0, SIZE)
     i = tl.load(list_i + q, mask=q < m, other=0, cache_modifier=".cg")
     x = tl.load(list_x + q, mask=q < m, other=float("-inf"), cache_modifier=".cg")
-    if RANK:
-        rank_few(x, i, q < m, need, out_i, out_x, SIZE)
-    else:
-        pick(x, i, q < m, m, need, out_i, out_x)
+    rank_few(x, i, q < m, base, need, out_i, out_x, SIZE, NEAR)
+
+
+@triton.jit
+def pick_list(list_i, list_x, m, need, out_i, out_x, SIZE: tl.constexpr):
+    """`pick` of the m scores of a list. .cg: other multiprocessors may have written them."""
+    q = tl.arange(0, SIZE)
+    i = tl.load(list_i + q, mask=q < m, other=0, cache_modifier=".cg")
+    x = tl.load(list_x + q, mask=q < m, other=float("-inf"), cache_modifier=".cg")
+    pick(x, i, q < m, m, need, out_i, out_x)
 
 
 # ---- a short row, alone -------------------------------------------------------------------------
@@ -279,19 +283,20 @@ def _pick_whole(x, i, ok, m, need, out_i, out_x, list_i, list_x, LIST: tl.conste
         out_i += at_high
         out_x += at_high
         m = at_low - at_high
-        if m <= FEW // 2:
-            from_list(list_i, list_x, m, left, out_i, out_x, FEW // 2, True)
-        elif m <= FEW:
-            from_list(list_i, list_x, m, left, out_i, out_x, FEW, True)
+        SIZE: tl.constexpr = min(FEW, LIST)
+        if m > SIZE:
+            pick_list(list_i, list_x, m, left, out_i, out_x, LIST)
+        elif high - low < 2**23:
+            _rank_list(list_i, list_x, m, low, left, out_i, out_x, SIZE, True)
         else:
-            from_list(list_i, list_x, m, left, out_i, out_x, LIST, False)
+            _rank_list(list_i, list_x, m, low, left, out_i, out_x, SIZE, False)
     return rounds
 
 
 @triton.jit
 def whole_row(
     scores, lengths, out_i, out_x, stats, list_i, list_x, N, x_r,
-    K, K_PAD: tl.constexpr, SIZE: tl.constexpr, LIST: tl.constexpr,
+    K, K_PAD: tl.constexpr, SIZE: tl.constexpr, RANKED: tl.constexpr, LIST: tl.constexpr,
     LENGTH_STEP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     r = tl.program_id(0).to(tl.int64)
@@ -312,8 +317,8 @@ def whole_row(
         out_i += r * K
         out_x += r * K
         rounds = tl.full([], 0, tl.int32)
-        if SIZE <= FEW:
-            rank_few(x, i, i < n, K, out_i, out_x, SIZE)
+        if RANKED:
+            rank_few(x, i, i < n, rounds, K, out_i, out_x, SIZE, False)
         else:
             list_i += r * LIST
             list_x += r * LIST

@@ -282,9 +282,13 @@ def plan_for(rows: int, size: int, k: int, multiprocessors: int) -> Plan:
     """The pre-tuned plan of a shape. `size` is that of the buffer: true lengths are unknown."""
     if size <= WHOLE_ROW:
         padded = max(32, triton.next_power_of_2(size))
-        if padded <= select.FEW.value:  # a thread for each
-            return Plan(True, refine_warps=padded // 32)
-        return Plan(True, refine_warps=8 if padded > 1024 else 2 if rows > 256 else 4)
+        if padded <= select.FEW.value:
+            if rows <= 128:  # a thread for each score
+                return Plan(True, refine_warps=padded // 32)
+            return Plan(True, refine_warps=1, small=64)
+        if padded <= 1024:
+            return Plan(True, refine_warps=4 if rows <= 256 else 2, small=128)
+        return Plan(True, refine_warps=8)
     total = rows * size
     group = 16 if total >= GROUPED and size >= 256 * k else 1
     # Programs a row: all their samples of the row cost more than what some multiprocessors idle.
@@ -313,12 +317,14 @@ def launch_topk(scores, k, hint, lengths, sorted, indices, values, how, plan=Non
     if scores.stride(1) != 1:
         scores = scores.contiguous()
     if plan.whole_row:
-        list_i = indices.new_empty((rows, plan.small))
-        list_x = values.new_empty((rows, plan.small))
+        padded = max(32, triton.next_power_of_2(size))
+        ranked = padded <= min(select.FEW.value, 32 * plan.refine_warps)
+        places = (rows, 1 if ranked else plan.small)
         select.whole_row[(rows,)](
-            scores, lengths, indices, values, how, list_i, list_x, size, scores.stride(0),
-            k, max(2, triton.next_power_of_2(k)), max(32, triton.next_power_of_2(size)),
-            plan.small, row_step(lengths), pdl, num_warps=plan.refine_warps, **early,
+            scores, lengths, indices, values, how, indices.new_empty(places),
+            values.new_empty(places), size, scores.stride(0), k,
+            max(2, triton.next_power_of_2(k)), padded, ranked, plan.small,
+            row_step(lengths), pdl, num_warps=plan.refine_warps, **early,
         )  # fmt: skip
     else:
         if hint is not None and hint.shape[1] == 0:

@@ -27,8 +27,9 @@ SMALL = dict(
 )  # fmt: skip
 PLANS = {
     "default": None,
-    "whole_row": op.Plan(True),
-    "short_list": op.Plan(True, small=16),
+    "ranked": op.Plan(True, refine_warps=8),
+    "whole_row": op.Plan(True, refine_warps=1),
+    "short_list": op.Plan(True, refine_warps=1, small=16),
     "programs": op.Plan(False, **SMALL),
     "tiles": op.Plan(False, **SMALL | {"verifiers": 5, "collect_tile": 32}),
     "groups": op.Plan(False, group=4, here=32, **SMALL),
