@@ -193,6 +193,8 @@ def read_options(context: str, batch: int, policy: str) -> tuple[list[int], Gath
     method = parse(policy).decode
     if not isinstance(method, Gather):
         raise ArgumentError(f"plan: {policy!r} does not decode with gather, which this bill is of")
+    if method.kv != "gpu":
+        raise ArgumentError(f"plan: {policy!r} reads the host's memory; this bill knows the GPU's")
     return contexts, method
 
 

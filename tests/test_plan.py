@@ -135,3 +135,12 @@ def test_the_command(tmp_path):
     assert "pays from" in result.output and (tmp_path / "map.png").stat().st_size > 10_000
     result = runner.invoke(app, [*arguments, "--rows", str(tmp_path / "rows.json")])
     assert result.exit_code == 0 and "2.00 TB/s" in result.output and "R2 1.0000" in result.output
+
+
+@pytest.mark.parametrize(
+    ("policy", "message"),
+    [("momo", "does not decode with gather"), ("gather(kv='host')", "reads the host's memory")],
+)
+def test_a_policy_that_the_bill_is_not_of_is_refused(policy, message):
+    with pytest.raises(ArgumentError, match=message):
+        plan.read_options("8192", 1, policy)
