@@ -62,7 +62,7 @@ def report(
     model: Annotated[str, typer.Argument(help="smollm2-135m, gemma3-270m, a folder or a hub id.")],
     policy: Annotated[str, typer.Option(help='Such as "momo" or "momo(gamma=32)".')] = "momo",
     steps: Annotated[
-        int, typer.Option(help="Decode so many tokens; show certificates, or gather's hit rate.")
+        int, typer.Option(help="Decode so many tokens; show what the cache's layers counted.")
     ] = 0,
     tokens: Annotated[int, typer.Option(help="Tokens of prose before those steps.")] = 512,
     device: Device = "cpu",
@@ -79,9 +79,10 @@ def report(
         with api.applied(network, parsed):
             Console().print(api.report(network).table())
             if steps > 0:
-                from attnplug import certify
+                from attnplug import telemetry
 
-                Console().print(certify.run(network, tokenizer, tokens, steps))
+                tables = telemetry.run(network, tokenizer, tokens, steps)
+                Console().print(*tables or ["No layer counts anything: see the notes above."])
 
 
 @app.command()

@@ -97,9 +97,10 @@ def _refuse_unknown_packing() -> None:
     captured = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
     if torch.compiler.is_compiling() or captured:
         raise UnsupportedCallError(
-            "compiled or captured, with neither a cache nor an attention mask, transformers treats the prompt "
-            "as packed sequences, which attnplug does not serve. Pass use_cache=True (fastest) or "
-            "attention_mask=torch.ones_like(input_ids); packed sequences need the policy removed."
+            "compiled or captured, with neither a cache nor an attention mask, transformers treats "
+            "the prompt as packed sequences, which attnplug does not serve. Pass use_cache=True "
+            "(fastest) or attention_mask=torch.ones_like(input_ids); packed sequences need the "
+            "policy removed."
         )
 
 

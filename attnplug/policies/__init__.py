@@ -24,7 +24,7 @@ from attnplug.policies.base import (
 from attnplug.policies.certified import Certified, certificates
 from attnplug.policies.dense import Dense, apply_sinks
 from attnplug.policies.gather import Gather
-from attnplug.policies.gvr import Gvr
+from attnplug.policies.gvr import Gvr, picks
 from attnplug.policies.momo import Momo
 from attnplug.policies.stream import Stream
 
@@ -48,6 +48,7 @@ __all__ = [
     "methods",
     "names",
     "parse",
+    "picks",
     "register",
     "residency",
 ]

@@ -15,6 +15,7 @@ import dataclasses
 from typing import Any, ClassVar
 
 import torch
+from transformers import Cache
 
 from attnplug.models.cache import PlugLayer
 from attnplug.ops import gather_tokens_attention, score_tokens, topk
@@ -82,7 +83,7 @@ class Gvr(Phase):
         )
 
     def cache_layer(self, max_length: int) -> "GvrLayer":
-        return GvrLayer(max_length, self.k)
+        return GvrLayer(max_length, self.k, self.kept)
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
         state = call.state
@@ -136,9 +137,9 @@ class GvrLayer(PlugLayer):
     picks: torch.Tensor
     before: torch.Tensor
 
-    def __init__(self, max_cache_len: int, k: int):
+    def __init__(self, max_cache_len: int, k: int, kept: int):
         super().__init__(max_cache_len=max_cache_len)
-        self.k = k
+        self.k, self.kept = k, kept
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         super().lazy_initialization(key_states, value_states)
@@ -179,10 +180,6 @@ class GvrLayer(PlugLayer):
         ]
         return float(torch.stack(shares).mean()) if (before >= 0).any() else float("nan")
 
-    def density(self, policy: Gvr) -> float:
-        """The share of the tokens that the last step read; reads their number on the host."""
-        return min(1.0, policy.kept / max(1, int(self.cumulative_length)))
-
     def reset(self) -> None:
         super().reset()
         if self.is_initialized:
@@ -213,3 +210,25 @@ class GvrLayer(PlugLayer):
         if not torch.compiler.is_compiling():  # as the base does: it cannot be traced
             for buffer in self._state():
                 torch._dynamo.mark_static_address(buffer)
+
+
+@dataclasses.dataclass(frozen=True)
+class Picks:
+    """What the last step of one layer's cache read: `density` of the `tokens` that were there, and
+    the share of its picks that were picks of the step before (NaN before the second step)."""
+
+    layer: int
+    tokens: int
+    density: float
+    overlap: float
+
+
+def picks(cache: Cache) -> list[Picks]:
+    """Of every layer of gvr's that holds tokens. Reads them on the host: not for a step."""
+    rows = []
+    for index, layer in enumerate(cache.layers):
+        if isinstance(layer, GvrLayer) and layer.is_initialized:
+            tokens = int(layer.cumulative_length)
+            density = min(1.0, layer.kept / max(1, tokens))
+            rows.append(Picks(index, tokens, density, layer.overlap()))
+    return rows

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import attnplug
-from attnplug import Dense, Gather, HostMemoryError, certify
+from attnplug import Dense, Gather, HostMemoryError, telemetry
 from attnplug.models import pinned
 from attnplug.policies import AttentionCall, LayerShape, residency
 from attnplug.policies._gather_layers import GatherLayer, HostGatherLayer
@@ -338,7 +338,7 @@ def test_the_report_decodes_and_shows_the_hit_rate():
         return SimpleNamespace(input_ids=torch.tensor([list(text.encode())]) % 90 + 2)
 
     with attnplug.applied(tiny_model(), HOST) as model:
-        shown = certify.run(model, tokenizer, 120, 4)
+        [shown] = telemetry.run(model, tokenizer, 120, 4)
     cells = {column.header: list(column.cells) for column in shown.columns}
     assert cells["layer"] == ["0", "1"] and cells["wanted"] == ["24", "24"]
     assert cells["hit rate"] == [f"{int(found) / 24:.3f}" for found in cells["found"]]

@@ -1,6 +1,7 @@
 """gvr as a whole, and its cache layer: what methods/gvr.md says must be true."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,10 +10,10 @@ from hypothesis import strategies as st
 from transformers.cache_utils import StaticLayer
 
 import attnplug
-from attnplug import Dense, Gvr, PolicyError
+from attnplug import Dense, Gvr, PolicyError, telemetry
 from attnplug.models.cache import PlugLayer
 from attnplug.ops.score_tokens import quantize_keys
-from attnplug.policies import AttentionCall, LayerShape
+from attnplug.policies import AttentionCall, LayerShape, picks
 from attnplug.policies.gvr import GvrLayer
 from attnplug.testing import oracle_attention, tiny_model
 
@@ -253,10 +254,25 @@ def test_overlap_and_density():
     now, before = layer.picks[0], layer.before[0]
     shares = [len({*a.tolist()} & {*b.tolist()}) / 24 for a, b in zip(now, before, strict=True)]
     assert layer.overlap() == pytest.approx(sum(shares) / 2) and layer.overlap() < 0.9
-    assert layer.density(GVR) == pytest.approx(48 / 190)
-    assert filled(GVR, tokens(0, 30)).density(GVR) == 1.0
+    short = filled(GVR, tokens(0, 30))
+    of_long, of_short = picks(SimpleNamespace(layers=[Dense(), layer, short]))
+    assert (of_long.layer, of_long.tokens, of_long.overlap) == (1, 190, layer.overlap())
+    assert of_long.density == pytest.approx(48 / 190) and of_short.density == 1.0
     layer.reset()
     assert torch.isnan(torch.tensor(layer.overlap()))
+
+
+def test_the_report_decodes_and_shows_what_was_read():
+    """What `attnplug report MODEL --policy gvr --steps 4` prints."""
+
+    def tokenizer(text, return_tensors):
+        return SimpleNamespace(input_ids=torch.tensor([list(text.encode())]) % 90 + 2)
+
+    with attnplug.applied(tiny_model(), GVR) as model:
+        [shown] = telemetry.run(model, tokenizer, 120, 4)
+    cells = {column.header: list(column.cells) for column in shown.columns}
+    assert cells["tokens"] == ["124", "124"] and cells["density"] == [f"{48 / 124:.3f}"] * 2
+    assert all(0 < float(share) <= 1 for share in cells["overlap"])
 
 
 def foreign_layers(kv: torch.Tensor) -> dict[str, StaticLayer | None]:

@@ -1,5 +1,5 @@
-"""What `attnplug report --steps` runs: some decode steps of a model, and a table of what they were
-certified to, or of what they found of a cache in host memory."""
+"""What `attnplug report --steps` runs: some decode steps of a model, and tables of what its cache
+layers counted meanwhile: certificates, picks, blocks found on the GPU."""
 
 from importlib.resources import files
 
@@ -8,17 +8,18 @@ from rich.table import Table
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from attnplug import api
-from attnplug.policies import certificates, residency
+from attnplug.policies import certificates, picks, residency
 from attnplug.policies._gather_layers import Residency
 from attnplug.policies.certified import Certificates
+from attnplug.policies.gvr import Picks
 
 
 @torch.no_grad()
 def run(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, tokens: int, steps: int
-) -> Table:
-    """Prefill `tokens` tokens of prose and decode `steps` more, on a model that has a policy; the
-    telemetry of its layers."""
+) -> list[Table]:
+    """Prefill `tokens` tokens of prose and decode `steps` more, on a model that has a policy; a
+    table for each kind of telemetry that its layers have."""
     text = (files("attnplug") / "eval/data/rust_book.txt").read_text(encoding="utf-8")
     ids = tokenizer(text[: 16 * tokens], return_tensors="pt").input_ids[:, :tokens]
     ids = ids.to(model.device)
@@ -26,8 +27,14 @@ def run(
     logits = model(ids, past_key_values=cache).logits
     for _ in range(steps):
         logits = model(logits[:, -1:].argmax(-1), past_key_values=cache).logits
-    near = residency(cache)
-    return residents(near) if near else table(certificates(cache))
+    found = []
+    if near := residency(cache):
+        found.append(residents(near))
+    if read := picks(cache):
+        found.append(picked(read))
+    if proved := certificates(cache):
+        found.append(certified(proved))
+    return found
 
 
 def residents(rows: list[Residency]) -> Table:
@@ -44,9 +51,21 @@ def residents(rows: list[Residency]) -> Table:
     return found
 
 
-def table(rows: list[Certificates]) -> Table:
+def picked(rows: list[Picks]) -> Table:
+    """One row a layer of gvr's."""
+    found = Table(
+        title="tokens that the last step read, and how many of its picks were picks before"
+    )
+    for column in ("layer", "tokens", "density", "overlap"):
+        found.add_column(column, justify="right")
+    for row in rows:
+        found.add_row(str(row.layer), str(row.tokens), f"{row.density:.3f}", f"{row.overlap:.3f}")
+    return found
+
+
+def certified(rows: list[Certificates]) -> Table:
     """One row a layer; layers without a tier (small or foreign caches are dense) have none."""
-    found = Table(title="certificates" if rows else "no certified layer: see the notes above")
+    found = Table(title="certificates")
     for column in (
         "layer", "head-steps", "exact", "E_key mean", "max", "E_val mean", "max", "rung 1",
         "rung 2", "rung 3", "rung 4", "saved", "link MiB", "tier MiB",
