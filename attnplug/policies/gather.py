@@ -23,9 +23,10 @@ from attnplug.policies.base import AttentionCall, LayerShape, Phase, Reads, chec
 from attnplug.policies.dense import Dense
 
 # A cache smaller than this many times the keys that a step keeps is read whole, and one below so
-# many tokens in any case.
-CROSSOVER_FACTOR = 2
-CROSSOVER_FLOOR = {"cuda": 8192, "cpu": 4096}
+# many tokens in any case: where whole models' steps are as fast as dense's at batch 1
+# (bench/results/e2e_gather.json).
+CROSSOVER_FACTOR = {"cuda": 5, "cpu": 2}
+CROSSOVER_FLOOR = {"cuda": 12288, "cpu": 4096}
 RESIDENT = 256  # blocks of each KV head that a cache in host memory keeps on the GPU
 
 
@@ -83,7 +84,7 @@ class Gather(Phase):
             return self.min_tokens
         kept = (self.sink + self.local + self.k) * self.block
         kind = "cpu" if device.type == "cpu" else "cuda"
-        return max(CROSSOVER_FLOOR[kind], CROSSOVER_FACTOR * kept)
+        return max(CROSSOVER_FLOOR[kind], CROSSOVER_FACTOR[kind] * kept)
 
     def note(self, shape: LayerShape) -> str:
         kept, tokens = self.sink + self.local + self.k, self.crossover(shape.device)
