@@ -293,10 +293,11 @@ def plan_for(rows: int, size: int, k: int, multiprocessors: int) -> Plan:
     group = 16 if total >= GROUPED and size >= 256 * k else 1
     # Programs a row: all their samples of the row cost more than what some multiprocessors idle.
     each = max(4, min(128, 256 // rows))
-    smallest = 1024 if total <= 2**16 else 2048 if total <= 2**18 else 4096
+    small = size <= 2**16 and total <= 2**17
+    smallest = 1024 if small else 2048 if total <= 2**18 else 4096
     verifiers = min(each, triton.cdiv(size, smallest))
     tile = min(4096, max(smallest, triton.next_power_of_2(triton.cdiv(size, verifiers))))
-    here = 1024 if rows == 1 else 2048
+    here = 1024 if rows <= 4 else 2048
     here = max(here, triton.next_power_of_2(triton.cdiv(size, group * COLLECTORS)))
     warps = 8 if group > 1 or (rows == 1 and tile > 1024) else 4  # of `collect`
     capacity = max(4096, 2 * triton.next_power_of_2(k))
