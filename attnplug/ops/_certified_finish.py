@@ -3,6 +3,7 @@ whether it must be recomputed, and merge it again if it was. To the base 2."""
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from attnplug.ops._certified_attend import quantized_blocks
 from attnplug.ops._certified_select import key_bound
@@ -10,62 +11,103 @@ from attnplug.ops.block_bounds import row_span
 
 
 @triton.jit
-def _ranks(rough, exact, count, reach, C: tl.constexpr, DEPTH: tl.constexpr):
-    """`_certified_reference.ranks_agree`, of the first `count` of C slots in ascending order."""
-    i = tl.arange(0, C)
+def _ranks(at, chunks, count, reach, CHUNKS: tl.constexpr, DEPTH: tl.constexpr):
+    """`_certified_reference.ranks_agree`, of the best blocks of every chunk that has any."""
+    SLOTS: tl.constexpr = 1 if DEPTH == 1 else 4
+    i = tl.arange(0, CHUNKS)[:, None]
+    slot = tl.arange(0, SLOTS)[None, :]
+    at = at + (14 + 4 * slot) * CHUNKS + i
+    mask = chunks[:, None] & (slot >= 0)
+    rough = tl.load(at, mask=mask, other=float("-inf"))
+    rough_name = tl.load(at + CHUNKS, mask=mask, other=-1.0)
+    exact = tl.load(at + 2 * CHUNKS, mask=mask, other=float("-inf"))
+    exact_name = tl.load(at + 3 * CHUNKS, mask=mask, other=-1.0)
     agree = count >= 0
     least = float("inf")
     for step in tl.static_range(DEPTH):
         if step < count:
-            top_rough = tl.max(rough, 0)
-            top_exact = tl.max(exact, 0)
-            best_rough = tl.min(tl.where(rough == top_rough, i, C), 0)
-            best_exact = tl.min(tl.where(exact == top_exact, i, C), 0)
+            top_rough = tl.max(tl.max(rough, 1), 0)
+            top_exact = tl.max(tl.max(exact, 1), 0)
+            first = tl.where(rough == top_rough, rough_name, 3e9)
+            best_rough = tl.min(tl.min(first, 1), 0)
+            first = tl.where(exact == top_exact, exact_name, 3e9)
+            best_exact = tl.min(tl.min(first, 1), 0)
             agree = agree & (best_rough == best_exact)
             least = top_exact
-            rough = tl.where(i == best_rough, float("-inf"), rough)
-            exact = tl.where(i == best_exact, float("-inf"), exact)
+            rough = tl.where(rough_name == best_rough, float("-inf"), rough)
+            exact = tl.where(exact_name == best_exact, float("-inf"), exact)
     safe = tl.where(count < DEPTH, ~(reach > float("-inf")), ~(reach >= least))
     return agree, safe
 
 
 @triton.jit
 def finish(
-    out, lse, bounds, rungs, telemetry, sinks, summary, progress, lengths, start, partial,
-    partial_lse, extremes, delta_partial, delta_top, slots, chosen, counts, tails, flags,
-    budget, tolerance, unit_p, unit, S, N, C, splits, pieces, kv_heads,
+    out, lse, bounds, rungs, telemetry, sinks, progress, lengths, start, merged, extremes, found,
+    counts, heads, changes, flags, budget, tolerance, unit_p, unit, S, C, splits, kv_heads,
     telemetry_rows, GROUP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BLOCK: tl.constexpr,
-    SLOTS: tl.constexpr, DEPTH: tl.constexpr, LENGTH_STEP: tl.constexpr, START_STEP: tl.constexpr,
+    CHUNKS: tl.constexpr, FIELDS: tl.constexpr, KV: tl.constexpr, DEPTH: tl.constexpr,
+    LENGTH_STEP: tl.constexpr, START_STEP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Merge one head's pieces, bound its error, and say whether it must be recomputed."""
+    """Add what promotion changes to one head's sum, bound its error, and say whether it must be
+    recomputed."""
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     head = tl.program_id(0)
     b = tl.program_id(1).to(tl.int64)
     row = b * tl.num_programs(0) + head
     group = b * kv_heads + head // GROUP
     length, low = row_span(lengths, start, b, S, LENGTH_STEP, START_STEP)
     blocks = quantized_blocks(progress, b, length, low, BLOCK)
-    at = tails + row * 12
-    over, under = tl.load(at), tl.load(at + 1)
-    plain, grown = tl.load(at + 2), tl.load(at + 3)
-    left, worst = tl.load(at + 4), tl.load(at + 5)
-    reach, largest = tl.load(at + 6), tl.load(at + 7)
-    noise, widest = tl.load(at + 8), tl.load(at + 9)
-    norm, tail = tl.load(at + 10), tl.load(at + 11)
-    taken = tl.load(counts + group * 2)
-    packed = tl.load(counts + group * 2 + 1)
-    count = tl.minimum(taken, C)
-    i = tl.arange(0, SLOTS)
-    listed = i < count
-    name = tl.load(chosen + group * C + i, mask=listed, other=0)
-    rough = tl.load(slots + row * (2 * C) + i, mask=listed, other=float("-inf"))
-    exact = tl.load(slots + row * (2 * C) + C + i, mask=listed, other=float("-inf"))
-    place = summary + (group * N + name // 2) * 2
-    eta = tl.load(place, mask=listed, other=0.0)
-    nu = tl.load(place + 1, mask=listed, other=0.0)
-
+    i = tl.arange(0, CHUNKS)
+    at = counts + group * (4 * CHUNKS) + i
+    taken_i = tl.load(at)
+    whole_i = tl.load(at + CHUNKS)
+    worthy_i = tl.load(at + 2 * CHUNKS)
+    climbed = tl.load(counts + group * (4 * CHUNKS) + 3 * CHUNKS)
+    at = found + row * (FIELDS * CHUNKS) + i
+    over, under, plain = tl.load(at), tl.load(at + CHUNKS), tl.load(at + 2 * CHUNKS)
+    grown, left, worst = (
+        tl.load(at + 3 * CHUNKS), tl.load(at + 4 * CHUNKS), tl.load(at + 5 * CHUNKS),
+    )  # fmt: skip
+    reach_i, largest, noise = (
+        tl.load(at + 6 * CHUNKS), tl.load(at + 7 * CHUNKS), tl.load(at + 8 * CHUNKS),
+    )  # fmt: skip
+    widest = tl.load(at + 9 * CHUNKS)
+    some = taken_i > 0
+    exact = tl.load(at + 10 * CHUNKS, mask=some, other=float("-inf"))
+    held = tl.load(at + 11 * CHUNKS, mask=some, other=0.0)
+    value = tl.load(at + 12 * CHUNKS, mask=some, other=0.0)
+    tops = tl.load(at + 13 * CHUNKS, mask=some, other=float("-inf"))
+    norm = tl.load(heads + row * 2)
+    tail = tl.load(heads + row * 2 + 1)
+    d = tl.arange(0, DP)
+    acc = tl.load(merged + row * D + d, mask=d < D, other=0.0)
+    h = tl.arange(0, KV)
+    off = tl.load(flags + (b * kv_heads + h) * 2, mask=h < kv_heads, other=0)
+    changed = tl.load(flags + (b * kv_heads + h) * 2 + 1, mask=h < kv_heads, other=0)
     sink = float("-inf")
     if sinks is not None:
         sink = tl.load(sinks + head).to(tl.float32) * 1.4426950408889634
+    part_at = changes + (row * CHUNKS + i)[:, None] * D + d[None, :]
+    part = tl.load(part_at, mask=some[:, None] & (d < D)[None, :], other=0.0)
+
+    taken, whole, worthy = tl.sum(taken_i, 0), tl.sum(whole_i, 0), tl.sum(worthy_i, 0)
+    over, under, plain, grown = (
+        tl.sum(over, 0),
+        tl.sum(under, 0),
+        tl.sum(plain, 0),
+        tl.sum(grown, 0),
+    )
+    left, worst = tl.sum(left, 0), tl.sum(worst, 0)
+    largest, noise, widest = tl.max(largest, 0), tl.max(noise, 0), tl.max(widest, 0)
+    odd = tl.max((reach_i != reach_i).to(tl.int32), 0) > 0
+    reach = tl.where(odd, float("nan"), tl.max(reach_i, 0))
+    agree, safe = taken >= 0, taken >= 0
+    if DEPTH > 0:
+        agree, safe = _ranks(
+            found + row * (FIELDS * CHUNKS), some, taken, reach, CHUNKS, DEPTH
+        )  # fmt: skip
     top = tl.maximum(tl.maximum(norm, tl.max(exact, 0)), tl.maximum(tail, sink))
     shift = tl.where(top == float("-inf"), 0.0, top)
     here = tl.where(norm == float("-inf"), 0.0, tl.exp2(norm - shift))
@@ -73,23 +115,7 @@ def finish(
     seen = left * here + tl.exp2(tail - shift) + tl.sum(weight, 0)
     total = seen + tl.exp2(sink - shift)
     divisor = tl.where(total == 0, 1.0, total)
-    d = tl.arange(0, DP)
-    acc = tl.zeros([DP], tl.float32)
-    p = tl.arange(0, 32)
-    for first in range(0, splits, 32):
-        there = first + p < splits
-        part_lse = tl.load(partial_lse + row * splits + first + p, mask=there, other=float("-inf"))
-        empty = part_lse == float("-inf")
-        part_at = partial + (row * splits + first + p)[:, None] * D + d[None, :]
-        part = tl.load(part_at, mask=(there & ~empty)[:, None] & (d < D)[None, :], other=0.0)
-        acc += tl.sum(part * tl.exp2(part_lse - shift)[:, None], 0)
-    for first in range(0, pieces, 32):
-        there = first + p < pieces
-        part_top = tl.load(delta_top + row * pieces + first + p, mask=there, other=float("-inf"))
-        empty = part_top == float("-inf")
-        part_at = delta_partial + (row * pieces + first + p)[:, None] * D + d[None, :]
-        part = tl.load(part_at, mask=(there & ~empty)[:, None] & (d < D)[None, :], other=0.0)
-        acc += tl.sum(part * tl.exp2(part_top - shift)[:, None], 0)
+    acc = acc * here + tl.sum(part * tl.exp2(tops - shift)[:, None], 0)
     acc = acc / divisor
     acc = tl.where(seen == 0, 0.0, acc)
     size = tl.sqrt(tl.sum(acc * acc, 0))
@@ -98,31 +124,27 @@ def finish(
     tl.store(lse + row, result * 0.6931471805599453)
 
     ratio = here / divisor
-    weight = weight / divisor
-    rest = tl.exp2(tail - shift) / divisor
-    held = tl.load(extremes + row * 3) * rest
-    held += tl.sum(weight * tl.where(name % 2 > 0, nu, nu + eta), 0)
+    held = tl.sum(weight * held, 0) / divisor
+    held += tl.load(extremes + row * 3) * (tl.exp2(tail - shift) / divisor)
     key = key_bound(over * ratio, under * ratio, plain * ratio, grown * ratio, left * ratio, held)
-    value = worst * ratio + tl.sum(weight * tl.where(name % 2 > 0, 0.0, eta), 0)
-    value = value * 1.0009765625
+    value = (worst * ratio + tl.sum(weight * value, 0) / divisor) * 1.0009765625
     growth = tl.exp2(2 * largest)
     paper = 2 * widest * growth * (left * ratio) * (growth - 1) * 1.0009765625
     paper = tl.where(left * ratio == 0, 0.0, paper)
     widest = tl.maximum(widest, tl.load(extremes + row * 3 + 1))
     quiet = tl.load(extremes + row * 3 + 2) * ((D + 16) * 4.76837158203125e-07)
     noise = tl.maximum(noise, quiet) * 0.6931471805599453
-    steps = (blocks // (splits - 1) + 1) * (BLOCK // 16) + 64 + splits
+    steps = (blocks // splits + 1) * (BLOCK // 16) + 64 + splits
     sums = 4 * unit_p * tl.maximum(ratio, 1.0) + (2 * steps) * 4.76837158203125e-07 * (1 + ratio)
     around = (widest * (sums + 2.02 * noise) + unit * size) * 1.0009765625 + 9.5367431640625e-07
 
-    agree, safe = _ranks(rough, exact, count, reach, SLOTS, DEPTH)
     fits = key + value + around < float("inf")
     fits = fits & (key + value + around <= tolerance) & (value <= budget)
-    rung = packed % 4
+    rung = climbed | tl.where(worthy > 0, 2, 0)
     rung |= tl.where(agree, 0, 16) | tl.where(safe, 0, 32)
     rung |= tl.where(fits | (blocks == 0), 0, 64) | tl.where(taken > C, 128, 0)
     rung |= tl.where(rung >= 16, 4, 0)
-    wrong = tl.load(flags + b * 2) * 256 + tl.load(flags + b * 2 + 1) * 512
+    wrong = tl.max(off, 0) * 256 + tl.max(changed, 0) * 512
     rung |= wrong | tl.where(wrong > 0, 8, 0)
     again = (rung & 12) > 0
     tl.store(rungs + row, rung)
@@ -140,7 +162,7 @@ def finish(
             tl.where(again, 0.0, key), tl.where(again, 0.0, value), tl.where(again, 0.0, around),
             saved,
             tl.where(head % GROUP == 0, taken * BLOCK + length - low - blocks * BLOCK, 0),
-            tl.where(head % GROUP == 0, packed // 4 * BLOCK + length - low - blocks * BLOCK, 0),
+            tl.where(head % GROUP == 0, whole * BLOCK + length - low - blocks * BLOCK, 0),
         )  # fmt: skip
 
 
@@ -168,9 +190,12 @@ def _record(at, rung, again, key, value, around, saved, key_tokens, value_tokens
 def replace(
     out, lse, bounds, rungs, sinks, lengths, start, partial, partial_lse, extremes, unit_p, unit,
     S, splits, D: tl.constexpr, DP: tl.constexpr, SPLITS: tl.constexpr,
-    LENGTH_STEP: tl.constexpr, START_STEP: tl.constexpr,
+    LENGTH_STEP: tl.constexpr, START_STEP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Merge the exact pieces of a head that was recomputed; else nothing."""
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     head = tl.program_id(0)
     b = tl.program_id(1).to(tl.int64)
     row = b * tl.num_programs(0) + head

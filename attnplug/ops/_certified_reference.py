@@ -34,22 +34,23 @@ def explored(j, row, length, share):
 def check_words(j, k_codes, k_bits, v_codes, v_words, summary):
     """Both check words of one block, as `quantize_kv` writes them."""
     size, width = k_codes.shape
+    half = v_words.shape[1] // 2
     first = second = np.int64(100_000_007 + 7919 * j)
     for n in range(size):
         for d in range(width):
             first += (1 + d % 31) * np.int64(k_codes[n, d])
         for c in range(v_codes.shape[1]):
-            first += (1 + c % 31) * np.int64(v_codes[n, c])
+            first += (1 + 2 * (c // 4)) * (np.int64(v_codes[n, c]) << 8 * (c % 4))
         for g in range(v_words.shape[1]):
-            word = np.int64(v_words[n, g])
-            first += (word & 0xFFFF) + 3 * (word >> 16 & 0xFFFF)
+            weight = (1 + 2 * (g // half)) * (1 + 2 * (g % half))
+            first += weight * (np.int64(v_words[n, g]) & 0xFFFFFFFF)
     for d in range(width):
         scale, zero = np.int64(k_bits[0, d]) & 0xFFFF, np.int64(k_bits[1, d]) & 0xFFFF
-        first += scale
-        second += (1 + d % 31) * (3 * scale + 5 * zero)
+        first += scale << 16 * (d % 2)
+        second += (1 + 2 * (d // 2)) * (scale + 3 * zero << 16 * (d % 2))
     bits = summary.view(np.int32)
     for i in range(2):
-        second += (1 + 6 * i) * ((bits[i] & 0xFFFF) + 3 * (np.int64(bits[i]) >> 16 & 0xFFFF))
+        second += (1 + 6 * i) * np.int64(bits[i])
     return first, second
 
 

@@ -1,32 +1,30 @@
-"""The launcher of `certified_attention`: seven kernels in a row, nothing asked of the host."""
+"""The launcher of `certified_attention`: a chain of kernels, each launched before the one in front
+of it has ended (programmatic dependent launch), nothing asked of the host."""
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
-from attnplug.ops._certified_attend import attend, prepare, promote, recompute
+from attnplug.ops._certified_attend import attend, prepare
+from attnplug.ops._certified_exact import attend_rest, recompute
 from attnplug.ops._certified_finish import finish, replace
-from attnplug.ops._certified_select import select
+from attnplug.ops._certified_hopper import attend_blocks, layouts
+from attnplug.ops._certified_promote import promote
 from attnplug.ops._define import mask_bytes, row_step
 from attnplug.ops._splits import LOG2E, machine
 
 INF = float("inf")
-PHASES = ("prepare", "attend", "select", "promote", "finish", "recompute", "replace")
+PHASES = ("prepare", "rest", "attend", "promote", "finish", "recompute", "replace")
+FIELDS = 32  # numbers that a program finds which promotes
 
 
 def capacity_for(blocks: int, k_max: int, explore: float) -> int:
     """Blocks that one KV head can read exactly in a step, of `blocks` in the cache: what rung 1
     may promote, as many again for their values, and the spot checks with room for chance."""
     return min(blocks, 4 * k_max + 32 + int(1.5 * explore * blocks))
-
-
-def splits_for(batch: int, kv_heads: int, blocks: int, multiprocessors: int) -> int:
-    """Programs a KV head: eight a multiprocessor hide the latency of the codes best; one more reads
-    what is not quantized."""
-    return 1 + max(1, min(8 * multiprocessors // (batch * kv_heads), blocks))
 
 
 def _types(q: torch.Tensor) -> tuple[tl.dtype, tl.dtype, int]:
@@ -37,15 +35,54 @@ def _types(q: torch.Tensor) -> tuple[tl.dtype, tl.dtype, int]:
     return (tl.bfloat16 if q.is_cuda else tl.float32), tl.float16, 2
 
 
+class Hopper(NamedTuple):
+    """Of the Hopper kernel: see `Plan`, and its programs a multiprocessor."""
+
+    step: int
+    registers: int
+    programs: int
+    ahead: int
+
+
+HOPPER = Hopper(step=32, registers=255, programs=8, ahead=1)
+
+
 @dataclasses.dataclass(frozen=True)
 class Plan:
     """How the kernels cut the work; chosen from static shapes alone."""
 
     splits: int  # programs of the pass over the blocks, for each KV head
-    pieces: int  # programs that read promoted blocks, for each KV head
-    warps: int = 4
+    pieces: int  # programs that recompute, for each KV head
+    chunks: int = 32  # programs that promote, for each KV head
+    step: int = 0  # tokens at a time of the Hopper kernel; 0: the kernels for all cases
+    registers: int | None = None  # of a thread of the Hopper kernel at most
+    ahead: int = 1  # blocks that it has brought into the L2 before it reads them
+    warps: int = 4  # of the kernel for all cases
     stages: int = 3
     checked: bool = True  # compare the check words; off only to time what they cost
+    # of the kernel that promotes: blocks a tile, warps, registers of a thread at most
+    chosen: tuple[int, int, int | None] = (1024, 8, 128)
+
+
+def plan_for(
+    batch: int, kv_heads: int, group: int, width: int, blocks: int, block: int, capacity: int,
+    multiprocessors: int, hopper: bool,
+) -> Plan:  # fmt: skip
+    """The pre-tuned plan of a shape. `hopper`: such a GPU, 16-bit queries and no key mask."""
+    share = max(1, batch * kv_heads)
+    pieces = max(1, min(2 * multiprocessors // share, capacity))
+    # All programs that promote or merge run at once, two a multiprocessor.
+    chunks = max(2, min(2 * multiprocessors // share - group, 32))
+    chunks = 1 << chunks.bit_length() - 1
+    if hopper and width in (64, 128) and group <= 7:
+        splits = max(1, min(HOPPER.programs * multiprocessors // share, blocks))
+        return Plan(
+            splits, pieces, chunks, min(HOPPER.step, block), HOPPER.registers, HOPPER.ahead
+        )  # fmt: skip
+    return Plan(max(1, min(4 * multiprocessors // share, blocks)), pieces, chunks)
+
+
+PREPARED = 32  # blocks that a program prepares at a time
 
 
 class _Step:
@@ -62,6 +99,8 @@ class _Step:
         self.steps = row_step(lengths), row_step(start)
         self.sinks, self.telemetry, self.plan, self.capacity = sinks, telemetry, plan, capacity
         self.batch, self.heads, _, self.width = self.q.shape
+        self.multiprocessors, self.pdl = machine(self.q.device)
+        self.early: dict[str, Any] = {"launch_pdl": True} if self.pdl else {}
         self.kv_heads, self.size, self.blocks = *self.k.shape[1:3], self.check.shape[2]
         self.block, self.group = block, self.heads // self.kv_heads
         self.two, self.cap, self.capped = scale * LOG2E, softcap * LOG2E, softcap > 0
@@ -88,83 +127,119 @@ class _Step:
             return torch.empty(shape, dtype=torch.int32, device=self.q.device)
 
         heads, groups = self.batch * self.heads, self.batch * self.kv_heads
-        splits, pieces = self.plan.splits, self.plan.pieces
-        self.base, self.delta, self.noise, self.logs = floats(4, heads, max(1, self.blocks))
-        self.partial, self.partial_lse = floats(heads, splits, self.width), floats(heads, splits)
-        self.changes, self.tops = floats(heads, pieces, self.width), floats(heads, pieces)
-        self.extremes, self.slots = floats(heads, splits, 3), floats(heads, 2, self.capacity)
-        self.tails = floats(heads, 12)
-        self.chosen, self.counts = integers(groups, self.capacity), integers(groups, 2)
-        self.flags = torch.zeros((self.batch, 2), dtype=torch.int32, device=self.q.device)
+        splits, pieces, blocks = self.plan.splits, self.plan.pieces, max(1, self.blocks)
+        self.base, self.delta, self.noise, self.units, self.logs = floats(5, heads, blocks)
+        self.partial = floats(heads, splits + 1, self.width)
+        self.partial_lse, self.merged = floats(heads, splits + 1), floats(heads, self.width)
+        self.found, self.norms = floats(heads, FIELDS, self.plan.chunks), floats(heads, 2)
+        self.extremes, self.counts = floats(heads, 3), integers(groups, 4, self.plan.chunks)
+        # Recomputation takes the place of what promotion has changed.
+        self.changes = floats(heads, max(self.plan.chunks, pieces), self.width)
+        self.exact_lse, self.exact_extremes = floats(heads, pieces), floats(heads, pieces, 2)
+        self.flags, self.odd, self.programs = integers(groups, 2), None, 1
+        if self.plan.step == 0:
+            most = max(1, 4 * self.multiprocessors // groups)
+            self.programs = min(triton.cdiv(blocks, PREPARED), most)
+            self.odd = integers(groups, self.programs)
 
-    def prepare(self, multiprocessors: int) -> None:
-        tile = 32
-        most = 4 * multiprocessors // (self.batch * self.kv_heads)
-        programs = max(1, min(triton.cdiv(self.blocks, tile), most))
-        prepare[(programs, self.kv_heads, self.batch)](
+    def prepare(self) -> None:
+        if self.plan.step > 0:
+            return
+        prepare[(self.programs, self.kv_heads, self.batch)](
             self.q, self.meta, self.summary, self.check, self.progress, *self.rows, self.base,
-            self.delta, self.noise, self.flags, self.two, self.cap, self.size, self.blocks,
-            programs, *self.q_strides, *self.shape, self.block, tile, self.qk, self.parts,
-            self.capped, *self.steps, num_warps=4,
+            self.delta, self.noise, self.odd, self.two, self.cap, self.size, self.blocks,
+            self.programs, *self.q_strides, *self.shape, self.block, PREPARED,
+            self.qk, self.parts, self.capped, *self.steps, self.pdl, num_warps=4, **self.early,
+        )  # fmt: skip
+
+    def rest(self) -> None:
+        attend_rest[(self.kv_heads, self.batch)](
+            self.q, self.k, self.v, self.progress, *self.rows, self.mask, self.odd, self.flags,
+            self.partial, self.partial_lse, self.extremes, self.two, self.cap, self.size,
+            self.plan.splits, self.programs, *self.strides, *self.shape, self.block,
+            min(self.block, 64 if self.width <= 128 else 32), *self.halves,
+            triton.next_power_of_2(self.programs), self.parts, self.capped, *self.steps, self.pdl,
+            num_warps=4, **self.early,
         )  # fmt: skip
 
     def attend(self) -> None:
         plan: Any = self.plan
-        attend[(plan.splits, self.kv_heads, self.batch)](
-            self.q, self.k, self.v, self.k_codes, self.meta, self.v_codes, self.v_meta, self.check,
-            self.progress, *self.rows, self.mask, self.base, self.logs, self.partial,
-            self.partial_lse, self.extremes, self.flags, self.two, self.cap, self.size, self.blocks,
-            plan.splits, *self.strides, *self.shape, self.block, *self.halves, plan.stages,
-            self.qk, self.pv, self.parts, self.capped, plan.checked, *self.steps,
-            num_warps=plan.warps,
+        grid = plan.splits, self.kv_heads, self.batch
+        if plan.step > 0:
+            codes, meta, value_codes, summary = (
+                x.view(torch.int32) for x in (self.k_codes, self.meta, self.v_codes, self.summary)
+            )
+            more = {} if plan.registers is None else {"maxnreg": plan.registers}
+            attend_blocks[grid](
+                self.q, codes, meta, value_codes, self.v_meta, summary, self.check, self.progress,
+                *self.rows, self.base, self.delta, self.noise, self.units, self.logs, self.partial,
+                self.partial_lse, self.flags, self.two, self.cap, self.size, self.blocks,
+                plan.splits, *self.q_strides, self.group, self.width, self.block, plan.step,
+                *layouts(self.width, plan.step), plan.ahead, self.capped, plan.checked, *self.steps,
+                self.pdl, num_warps=1, **more, **self.early,
+            )  # fmt: skip
+            return
+        attend[grid](
+            self.q, self.k_codes, self.meta, self.v_codes, self.v_meta, self.check, self.progress,
+            *self.rows, self.mask, self.base, self.logs, self.partial, self.partial_lse,
+            self.flags, self.two, self.cap, self.size, self.blocks, plan.splits, *self.q_strides,
+            self.strides[-1], *self.shape, self.block, *self.halves, plan.stages, self.qk, self.pv,
+            self.parts, self.capped, plan.checked, *self.steps, self.pdl, num_warps=plan.warps,
+            **self.early,
         )  # fmt: skip
 
-    def select(self, coverage, k_min, k_max, v_tol, value_budget, key_tolerance, explore) -> None:
-        tile = max(16, min(triton.next_power_of_2(self.blocks), 1024))
-        select[(self.kv_heads, self.batch)](
-            self.logs, self.delta, self.noise, self.summary, self.progress, *self.rows,
-            self.partial_lse, self.chosen, self.counts, self.tails, coverage, k_min, k_max, v_tol,
-            min(value_budget, 1e30), min(key_tolerance, 1e30), explore, self.size, self.blocks,
-            self.capacity, self.plan.splits, self.group, triton.next_power_of_2(self.group),
-            self.block, tile, triton.next_power_of_2(self.plan.splits), key_tolerance < INF,
-            value_budget < INF, *self.steps, num_warps=8,  # pyright: ignore[reportCallIssue]
-        )  # fmt: skip
-
-    def promote(self) -> None:
-        promote[(self.plan.pieces, self.kv_heads, self.batch)](
+    def promote(
+        self, coverage, k_min, k_max, v_tol, value_budget, key_tolerance, explore, ranking
+    ) -> None:
+        tile, warps, registers = self.plan.chosen
+        more: dict[str, Any] = {"num_stages": 1}
+        if registers is not None and self.pdl:
+            more["maxnreg"] = registers
+        every = max(16, triton.next_power_of_2(self.blocks))
+        few = coverage == 0 and k_min <= 4 and every <= 4096
+        tile = every if few else min(every, tile)
+        own = max(16, triton.next_power_of_2(triton.cdiv(self.blocks, self.plan.chunks)))
+        promote[(self.group + self.plan.chunks, self.kv_heads, self.batch)](
             self.q, self.k, self.v, self.k_codes, self.meta, self.v_codes, self.v_meta,
-            self.summary, self.mask, *self.rows, self.base, self.delta, self.chosen, self.counts,
-            self.slots, self.changes, self.tops, self.flags, self.two, self.cap, self.size,
-            self.blocks, self.capacity, self.plan.pieces, *self.strides, *self.shape, self.block,
-            *self.halves, self.qk, self.pv, self.parts, self.capped, *self.steps, num_warps=4,
+            self.summary, self.progress, *self.rows, self.mask, self.base, self.delta, self.noise,
+            self.logs, self.partial, self.partial_lse, self.merged, self.found, self.counts,
+            self.norms, self.changes, self.flags, coverage, k_min, k_max, v_tol,
+            min(value_budget, 1e30), min(key_tolerance, 1e30), explore, self.two, self.cap,
+            self.size, self.blocks, self.plan.splits + 1, *self.strides, *self.shape, self.block,
+            *self.halves, triton.next_power_of_2(self.group), tile,
+            triton.next_power_of_2(self.plan.splits + 1), self.plan.chunks, own, FIELDS, ranking,
+            few, coverage > 0, key_tolerance < INF, value_budget < INF, self.qk, self.pv,
+            self.parts, self.capped, *self.steps, self.pdl, num_warps=warps, **more, **self.early,
         )  # fmt: skip
 
     def finish(self, out, lse, bounds, rungs, value_budget, tolerance, ranking) -> None:
         rows = 0 if self.telemetry is None else self.telemetry.shape[2]
         finish[(self.heads, self.batch)](
-            out, lse, bounds, rungs, self.telemetry, self.sinks, self.summary, self.progress,
-            *self.rows, self.partial, self.partial_lse, self.extremes, self.changes, self.tops,
-            self.slots, self.chosen, self.counts, self.tails, self.flags, value_budget, tolerance,
-            self.unit_p, self.unit, self.size, self.blocks, self.capacity, self.plan.splits,
-            self.plan.pieces, self.kv_heads, rows, self.group, self.width, self.shape[3],
-            self.block, triton.next_power_of_2(self.capacity), ranking, *self.steps, num_warps=4,
+            out, lse, bounds, rungs, self.telemetry, self.sinks, self.progress, *self.rows,
+            self.merged, self.extremes, self.found, self.counts, self.norms, self.changes,
+            self.flags, value_budget, tolerance, self.unit_p, self.unit, self.size, self.capacity,
+            self.plan.splits, self.kv_heads, rows, self.group, self.width, self.shape[3],
+            self.block, self.plan.chunks, FIELDS, triton.next_power_of_2(self.kv_heads), ranking,
+            *self.steps, self.pdl, num_warps=4, **self.early,
         )  # fmt: skip
 
     def recompute(self, rungs) -> None:
         rows = 0 if self.telemetry is None else self.telemetry.shape[2]
-        recompute[(self.plan.splits, self.kv_heads, self.batch)](
-            self.q, self.k, self.v, *self.rows, self.mask, rungs, self.telemetry, self.partial,
-            self.partial_lse, self.extremes, self.two, self.cap, self.size, self.plan.splits, rows,
+        pieces = self.plan.pieces
+        recompute[(pieces, self.kv_heads, self.batch)](
+            self.q, self.k, self.v, *self.rows, self.mask, rungs, self.telemetry, self.changes,
+            self.exact_lse, self.exact_extremes, self.two, self.cap, self.size, pieces, rows,
             *self.strides, *self.shape, 32, *self.halves, self.parts, self.capped, *self.steps,
-            num_warps=4,
+            self.pdl, num_warps=4, **self.early,
         )  # fmt: skip
 
     def replace(self, out, lse, bounds, rungs) -> None:
-        splits = self.plan.splits
+        pieces = self.plan.pieces
         replace[(self.heads, self.batch)](
-            out, lse, bounds, rungs, self.sinks, *self.rows, self.partial, self.partial_lse,
-            self.extremes, self.unit_p, self.unit, self.size, splits, self.width, self.shape[3],
-            triton.next_power_of_2(splits), *self.steps, num_warps=4,
+            out, lse, bounds, rungs, self.sinks, *self.rows, self.changes, self.exact_lse,
+            self.exact_extremes, self.unit_p, self.unit, self.size, pieces, self.width,
+            self.shape[3], triton.next_power_of_2(pieces), *self.steps, self.pdl, num_warps=4,
+            **self.early,
         )  # fmt: skip
 
 
@@ -176,21 +251,24 @@ def launch(
     """Run the kernels; tensors as in `certified_attention`, on a GPU or in Triton's interpreter.
     `phases`: only the first so many, to time them."""
     batch, kv_heads, blocks = q.shape[0], k.shape[1], check.shape[2]
-    multiprocessors, _ = machine(q.device)
+    multiprocessors, hopper = machine(q.device)
     capacity = max(1, capacity_for(blocks, k_max, explore))
     if plan is None:
-        pieces = max(1, min(2 * multiprocessors // (batch * kv_heads), capacity))
-        plan = Plan(splits_for(batch, kv_heads, blocks, multiprocessors), pieces)
+        plan = plan_for(
+            batch, kv_heads, q.shape[1] // kv_heads, q.shape[3], blocks, block, capacity,
+            multiprocessors, hopper and q.dtype != torch.float32 and key_mask is None,
+        )  # fmt: skip
     tensors = (q, k, v, k_codes, k_meta, v_codes, v_meta, summary, check, progress)
     rows = (lengths, start, key_mask)
     step = _Step(tensors, rows, scale, block, softcap, sinks, telemetry, capacity, plan)
     run = {
-        "prepare": (step.prepare, (multiprocessors,)),
+        "prepare": (step.prepare, ()),
+        "rest": (step.rest, ()),
         "attend": (step.attend, ()),
-        "select": (
-            step.select, (coverage, k_min, k_max, v_tol, value_budget, key_tolerance, explore),
+        "promote": (
+            step.promote,
+            (coverage, k_min, k_max, v_tol, value_budget, key_tolerance, explore, ranking),
         ),
-        "promote": (step.promote, ()),
         "finish": (step.finish, (out, lse, bounds, rungs, value_budget, tolerance, ranking)),
         "recompute": (step.recompute, (rungs,)),
         "replace": (step.replace, (out, lse, bounds, rungs)),

@@ -1,0 +1,125 @@
+"""The Hopper pass of certified_attention, its source run in numpy (`gluon_numpy`), against what the
+tier's format says. On the GPU `test_certified_attention.py` runs it as it is compiled."""
+
+import importlib
+
+import numpy as np
+import pytest
+import torch
+from gluon_numpy import Pointer, kernel, run
+
+from attnplug.ops import QuantizedKV, quantize_kv
+
+hopper = importlib.import_module("attnplug.ops._certified_hopper")
+LOG2E = 1.4426950408889634
+HEADS, KV_HEADS, SPLITS = 6, 2, 3
+
+
+def attended(width, block, step, size, softcap=0.0, fault=None, dtype=torch.bfloat16):
+    """What the kernel leaves of a random cache: its scratch memory by name, cache and tier."""
+    random = torch.Generator().manual_seed(width + size)
+    q = torch.randn(1, HEADS, 1, width, generator=random).to(dtype)
+    k, v = torch.randn(2, 1, KV_HEADS, size, width, generator=random).to(dtype)
+    k[..., 5] += 30
+    k[..., 7] *= 100
+    tier = QuantizedKV.empty(1, KV_HEADS, size, width, block, "cpu")
+    quantize_kv(k, v, tier, block=block)
+    if fault is not None:
+        fault(tier)
+    blocks = tier.check.shape[2]
+    made = {name: np.full(HEADS * blocks, np.nan, np.float32)
+            for name in ("base", "delta", "noise", "unit", "logs")}  # fmt: skip
+    made |= {
+        "partial": np.full(HEADS * (SPLITS + 1) * width, np.nan, np.float32),
+        "partial_lse": np.full(HEADS * (SPLITS + 1), np.nan, np.float32),
+        "flags": np.zeros(KV_HEADS * 2, np.int32),
+    }
+    names = ("k_codes", "k_meta", "v_codes", "v_meta", "summary", "check")
+    words = {name: getattr(tier, name).flatten().view(torch.int32).numpy() for name in names}
+    whole = size // block
+    program = kernel(
+        hopper.__file__, "attend_blocks", row_span=lambda *args: (size, 0),
+        quantized_blocks=lambda *args: whole,
+    )  # fmt: skip
+    memory = {name: Pointer(x) for name, x in (words | made).items()}
+    run(
+        program, (SPLITS, KV_HEADS, 1), Pointer(q.float().flatten().numpy()), **memory,
+        progress=None, lengths=None, start=None, scale=width**-0.5 * LOG2E, cap=softcap * LOG2E,
+        S=size, N=blocks, splits=SPLITS, q_b=HEADS * width, q_h=width, GROUP=HEADS // KV_HEADS,
+        D=width, BLOCK=block, STEP=step, KL=None, XL=None, WL=None, SL=None, VL=None, PL=None,
+        AHEAD=1, CAPPED=softcap > 0, CHECKED=True, LENGTH_STEP=0, START_STEP=0, PDL=False,
+    )  # fmt: skip
+    shaped = {name: x.reshape(HEADS, -1) for name, x in made.items() if name != "flags"}
+    return shaped | {"flags": made["flags"]}, q, k, v, tier, whole
+
+
+def dequantized(tier, width):
+    scale, zero = tier.k_meta.double().unsqueeze(4).unbind(3)
+    codes = tier.v_codes.int()
+    channels = torch.cat([codes & 15, codes >> 4], -1)[..., :width]
+    halves = tier.v_meta.view(torch.float16).unflatten(-1, (-1, 2)).double()
+    step, least = (x.repeat_interleave(16, -1)[..., :width] for x in halves.unbind(-1))
+    return tier.k_codes.double() * scale + zero, channels * step + least, scale, zero
+
+
+@pytest.mark.parametrize(
+    ("width", "block", "step", "size", "softcap"),
+    [
+        (128, 64, 32, 650, 0.0),
+        (128, 16, 16, 200, 3.0),
+        (64, 32, 16, 100, 0.0),
+        (64, 64, 64, 150, 0.0),
+    ],
+)
+def test_what_it_leaves(width, block, step, size, softcap):
+    made, q, _k, _v, tier, blocks = attended(width, block, step, size, softcap)
+    keys, values, scales, zeros = (x[0, :, :blocks] for x in dequantized(tier, width))
+    query = q[0, :, 0].double().unflatten(0, (KV_HEADS, -1)) * width**-0.5 * LOG2E
+    s = torch.einsum("hgd,hjnd->hgjn", query, keys)
+    half = torch.einsum("hgd,hjd->hgj", query.abs(), scales[:, :, 0]) / 2
+    reach = torch.einsum("hgd,hjd->hgj", query.abs(), zeros[:, :, 0].abs())
+    noise = (width + 16) * 2.0**-21 * (reach + 254 * half)
+    if softcap:
+        s = softcap * LOG2E * torch.tanh(s / softcap / LOG2E)
+        noise += softcap * LOG2E * 2.0**-20
+
+    def got(name):
+        return torch.from_numpy(made[name][:, :blocks]).double().unflatten(0, (KV_HEADS, -1))
+
+    base = torch.einsum("hgd,hjd->hgj", query, zeros[:, :, 0])
+    assert ((got("base") - base).abs() <= 2.0**-15 * reach).all()
+    assert ((got("noise") / noise - 1).abs() < 0.02).all()
+    assert (
+        (got("delta") >= half + noise * 0.98) & (got("delta") <= half * 1.05 + 1.02 * noise)
+    ).all()
+    logs = s.mul(np.log(2)).logsumexp(-1) * LOG2E
+    assert (got("logs") - logs).abs().max() < 1e-3
+    lse = torch.from_numpy(made["partial_lse"][:, 1:]).double()
+    assert (lse.mul(np.log(2)).logsumexp(1) * LOG2E - logs.mul(np.log(2)).logsumexp(2).flatten()
+            * LOG2E).abs().max() < 1e-3  # fmt: skip
+    weights = torch.exp2(lse - lse.mul(np.log(2)).logsumexp(1, keepdim=True) * LOG2E)
+    parts = torch.from_numpy(made["partial"]).double().unflatten(1, (SPLITS + 1, width))[:, 1:]
+    out = (parts * weights.unsqueeze(2)).sum(1)
+    p = s.flatten(2).mul(np.log(2)).softmax(-1)
+    want = torch.einsum("hgn,hnd->hgd", p, values.flatten(1, 2)).flatten(0, 1)
+    assert (out - want).abs().max() < 4e-3 * want.abs().max()
+    assert (made["flags"] == 0).all()
+
+
+FAULTS = {
+    "key code": lambda t: t.k_codes[0, 1, 2].view(-1)[77:78].add_(1),
+    "key scale": lambda t: t.k_meta[0, 1, 2, 0, 5:6].mul_(2),
+    "key zero": lambda t: t.k_meta[0, 1, 2, 1, 5:6].add_(1),
+    "value code": lambda t: t.v_codes[0, 1, 2].view(-1)[77:78].bitwise_xor_(0x30),
+    "value scale": lambda t: t.v_meta[0, 1, 2].view(-1)[7:8].bitwise_xor_(0x0400),
+    "value zero": lambda t: t.v_meta[0, 1, 2].view(-1)[4:5].bitwise_xor_(0x04000000),
+    "eta": lambda t: t.summary[0, 1, 2, 0:1].mul_(0.5),
+    "second check": lambda t: t.check[0, 1, 2, 1:2].add_(1),
+    "swapped": lambda t: [x[0, 1, 2:4].copy_(x[0, 1, 2:4].flip(0)) for x in t[:6]],
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_corrupted_tier_is_noticed(fault):
+    made, *_ = attended(64, 16, 16, 100, fault=FAULTS[fault])
+    assert made["flags"].tolist() == [0, 0, 0, 1]
