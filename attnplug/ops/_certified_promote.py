@@ -58,8 +58,8 @@ def promote(
     START_STEP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One chunk of a KV head's blocks, or the merge of one of its heads. `found` gets FIELDS
-    numbers of each head and chunk, `counts` how many blocks were taken, whole, and for their values'
-    error, and whether rung 1 was climbed. Scores and values must be within their bounds."""
+    numbers of each head and chunk, `counts` how many blocks were taken, whole, and for their
+    values' error, and whether rung 1 was climbed. Scores and values must be within their bounds."""
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
