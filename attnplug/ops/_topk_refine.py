@@ -159,7 +159,7 @@ def refine(
         if (m <= SMALL) & (path == _GVR) & (at == CAPACITY):
             ok = tl.arange(0, SMALL) < m
             x = tl.where(ok, first_x, float("-inf"))
-            pick(x, first_i, ok, m, need, out_i + sure, out_x + sure)
+            pick(x, first_i, ok, m, need, out_i + sure, out_x + sure, False)
         else:
             pick_list(list_i + at, list_x + at, m, need, out_i + sure, out_x + sure, CAPACITY)
         tl.store(stats, path)

@@ -122,15 +122,32 @@ def _reach(x, t):
 
 
 @triton.jit
-def _try(x, low, high, at_low, at_high, t1, t2, t3, t4, need):
+def _try(x, low, high, at_low, at_high, t1, t2, t3, t4, need, TOGETHER: tl.constexpr):
     """Count the scores at four thresholds, two 16-bit counts a sum."""
     c = _reach(x, t1).to(tl.int32) + (_reach(x, t2).to(tl.int32) << 16)
     d = _reach(x, t3).to(tl.int32) + (_reach(x, t4).to(tl.int32) << 16)
-    c, d = tl.reduce((c, d), 0, _add_two)
+    if TOGETHER:  # the program waits for its warps once, not twice
+        c, d = tl.reduce((c, d), 0, _add_two)
+    else:
+        c = tl.sum(c, 0)
+        d = tl.sum(d, 0)
     low, high, at_low, at_high = tighten(low, high, at_low, at_high, t1, c & 0xFFFF, need)
     low, high, at_low, at_high = tighten(low, high, at_low, at_high, t2, c >> 16, need)
     low, high, at_low, at_high = tighten(low, high, at_low, at_high, t3, d & 0xFFFF, need)
     return tighten(low, high, at_low, at_high, t4, d >> 16, need)
+
+
+@triton.jit
+def _try_bell(
+    x, low, high, at_low, at_high, need, count, mean, deviation, outer, inner
+):  # fmt: skip
+    """Four thresholds that `outer` or `inner` scores more or fewer than needed would reach, were
+    they normal."""
+    t1 = _cut(_bell(need + outer, count, mean, deviation), low, high)
+    t2 = _cut(_bell(need + inner, count, mean, deviation), low, high)
+    t3 = _cut(_bell(need - inner, count, mean, deviation), low, high)
+    t4 = _cut(_bell(need - outer, count, mean, deviation), low, high)
+    return _try(x, low, high, at_low, at_high, t1, t2, t3, t4, need, True)
 
 
 @triton.jit
@@ -140,10 +157,10 @@ def _narrow(x, ok, m, need, LEFT: tl.constexpr, BELL: tl.constexpr):
     no more than LEFT are between. And the rounds.
 
     A round tries four thresholds about the place where the k-th would be, were the finite scores
-    normal (the first round of a whole row) or evenly spread between the two that are known. The
-    outer two are then at twice its standard deviation; of a bell, which fits real scores badly, so
-    far out that LEFT is what falls between. Where that does not halve what is left: fifths of the
-    true range, in turn of the scores and of their keys."""
+    normal (the first round of a whole row) or evenly spread between the two that are known; the
+    outer two at about twice its standard deviation. A bell fits real scores badly: where it misses
+    or where LEFT may remain, they are further out. Where a round does not halve what is left:
+    fifths of the true range, in turn of the scores and of their keys."""
     low = tl.full([], LEAST, tl.int64)
     high = tl.full([], MOST + 1, tl.int64)
     at_low = m
@@ -158,12 +175,18 @@ def _narrow(x, ok, m, need, LEFT: tl.constexpr, BELL: tl.constexpr):
         deviation = tl.sqrt(tl.maximum(squares / count - mean * mean, 0.0))
         if (at_low > need) & (deviation < float("inf")):
             step = tl.sqrt(need * (1 - need / m)) + 1
-            t1 = _cut(_bell(need + 7 * step, count, mean, deviation), low, high)
-            t2 = _cut(_bell(need + 2 * step, count, mean, deviation), low, high)
-            t3 = _cut(_bell(need - 2 * step, count, mean, deviation), low, high)
-            t4 = _cut(_bell(need - 7 * step, count, mean, deviation), low, high)
-            low, high, at_low, at_high = _try(x, low, high, at_low, at_high, t1, t2, t3, t4, need)
-            rounds += 1
+            if LEFT == 0:
+                low, high, at_low, at_high = _try_bell(
+                    x, low, high, at_low, at_high, need, count, mean, deviation,
+                    2.2 * step, 0.7 * step,
+                )  # fmt: skip
+                rounds += 1
+            if (LEFT > 0) | (at_low - at_high > 512):
+                low, high, at_low, at_high = _try_bell(
+                    x, low, high, at_low, at_high, need, count, mean, deviation,
+                    7 * step, 2 * step,
+                )  # fmt: skip
+                rounds += 1
         stuck = (at_low - at_high) * 2 > m
     while (at_low > need) & (high - low > 1) & (at_low - at_high > LEFT):
         a = score_of(low.to(tl.int32))
@@ -188,17 +211,19 @@ def _narrow(x, ok, m, need, LEFT: tl.constexpr, BELL: tl.constexpr):
             t2 = _cut(a + width * tl.where(stuck, 0.4, tl.maximum(p - 0.3 * step, 0.0)), low, high)
             t3 = _cut(a + width * tl.where(stuck, 0.6, tl.minimum(p + 0.3 * step, 1.0)), low, high)
             t4 = _cut(a + width * tl.where(stuck, 0.8, tl.minimum(p + 1.5 * step, 1.0)), low, high)
-        low, high, at_low, at_high = _try(x, low, high, at_low, at_high, t1, t2, t3, t4, need)
+        low, high, at_low, at_high = _try(
+            x, low, high, at_low, at_high, t1, t2, t3, t4, need, BELL
+        )  # fmt: skip
         stuck = (at_low - at_high) * 2 > before
         rounds += 1
     return low, high, at_low, at_high, rounds
 
 
 @triton.jit
-def pick(x, i, ok, m, need, out_i, out_x):
+def pick(x, i, ok, m, need, out_i, out_x, BELL: tl.constexpr):
     """Store the best `need` of the m scores x (clean, and -inf where not ok) with indices i, in the
     order of the tensors; of equals the first."""
-    low, high, at_low, at_high, _ = _narrow(x, ok, m, need, 0, False)
+    low, high, at_low, at_high, rounds = _narrow(x, ok, m, need, 0, BELL)
     keep = ok & _reach(x, low)
     if at_low > need:
         above = _reach(x, high)
@@ -208,6 +233,7 @@ def pick(x, i, ok, m, need, out_i, out_x):
     slot = tl.where(keep, slot, 0).to(tl.int64)  # one conversion of layouts, not two
     tl.store(out_i + slot - 1, i, mask=slot > 0)
     tl.store(out_x + slot - 1, x, mask=slot > 0)
+    return rounds
 
 
 @triton.jit
@@ -254,7 +280,7 @@ def pick_list(list_i, list_x, m, need, out_i, out_x, SIZE: tl.constexpr):
     q = tl.arange(0, SIZE)
     i = tl.load(list_i + q, mask=q < m, other=0, cache_modifier=".cg")
     x = tl.load(list_x + q, mask=q < m, other=float("-inf"), cache_modifier=".cg")
-    pick(x, i, q < m, m, need, out_i, out_x)
+    pick(x, i, q < m, m, need, out_i, out_x, False)
 
 
 # ---- a short row, alone -------------------------------------------------------------------------
@@ -296,7 +322,7 @@ def _pick_whole(x, i, ok, m, need, out_i, out_x, list_i, list_x, LIST: tl.conste
 @triton.jit
 def whole_row(
     scores, lengths, out_i, out_x, stats, list_i, list_x, N, x_r,
-    K, K_PAD: tl.constexpr, SIZE: tl.constexpr, RANKED: tl.constexpr, LIST: tl.constexpr,
+    K, K_PAD: tl.constexpr, SIZE: tl.constexpr, LIST: tl.constexpr,
     LENGTH_STEP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     r = tl.program_id(0).to(tl.int64)
@@ -316,13 +342,13 @@ def whole_row(
         x = clean(x)
         out_i += r * K
         out_x += r * K
-        rounds = tl.full([], 0, tl.int32)
-        if RANKED:
-            rank_few(x, i, i < n, rounds, K, out_i, out_x, SIZE, False)
+        m = tl.full([], 0, tl.int32) + n
+        if LIST == 0:
+            rounds = pick(x, i, i < n, m, K, out_i, out_x, True)
         else:
             list_i += r * LIST
             list_x += r * LIST
-            rounds = _pick_whole(x, i, i < n, rounds + n, K, out_i, out_x, list_i, list_x, LIST)
+            rounds = _pick_whole(x, i, i < n, m, K, out_i, out_x, list_i, list_x, LIST)
         tl.store(stats + r * 3, _WHOLE_ROW)
         tl.store(stats + r * 3 + 1, rounds)
         tl.store(stats + r * 3 + 2, n)

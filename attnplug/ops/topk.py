@@ -265,7 +265,7 @@ class Plan(NamedTuple):
     here: int = 1024  # groups of one program of `collect`
     batch: int = 64  # groups that `collect` reads at once
     capacity: int = 4096  # of the list that `refine` selects from
-    small: int = 512  # up to so many it holds fewer registers; of a whole row, the list's size
+    small: int = 512  # up to so many it holds fewer registers; of a whole row the list's, 0: none
     refine_tile: int = 2048  # of its search over the row
     refine_warps: int = 4
     bins: int = 64
@@ -281,14 +281,13 @@ COLLECTORS = 1024  # most programs a row that look back at one another
 def plan_for(rows: int, size: int, k: int, multiprocessors: int) -> Plan:
     """The pre-tuned plan of a shape. `size` is that of the buffer: true lengths are unknown."""
     if size <= WHOLE_ROW:
-        padded = max(32, triton.next_power_of_2(size))
-        if padded <= select.FEW.value:
-            if rows <= 128:  # a thread for each score
-                return Plan(True, refine_warps=padded // 32)
-            return Plan(True, refine_warps=1, small=64)
+        padded = triton.next_power_of_2(size)
+        if padded <= 256:
+            return Plan(True, refine_warps=1, small=0)
         if padded <= 1024:
             return Plan(True, refine_warps=4 if rows <= 256 else 2, small=128)
-        return Plan(True, refine_warps=8)
+        # Alone, no row waits for one that takes more rounds; a list is worth it for several.
+        return Plan(True, refine_warps=8, small=0 if rows == 1 else 512)
     total = rows * size
     group = 16 if total >= GROUPED and size >= 256 * k else 1
     # Programs a row: all their samples of the row cost more than what some multiprocessors idle.
@@ -318,13 +317,11 @@ def launch_topk(scores, k, hint, lengths, sorted, indices, values, how, plan=Non
     if scores.stride(1) != 1:
         scores = scores.contiguous()
     if plan.whole_row:
-        padded = max(32, triton.next_power_of_2(size))
-        ranked = padded <= min(select.FEW.value, 32 * plan.refine_warps)
-        places = (rows, 1 if ranked else plan.small)
+        places = (rows, max(1, plan.small))
         select.whole_row[(rows,)](
             scores, lengths, indices, values, how, indices.new_empty(places),
             values.new_empty(places), size, scores.stride(0), k,
-            max(2, triton.next_power_of_2(k)), padded, ranked, plan.small,
+            max(2, triton.next_power_of_2(k)), max(32, triton.next_power_of_2(size)), plan.small,
             row_step(lengths), pdl, num_warps=plan.refine_warps, **early,
         )  # fmt: skip
     else:

@@ -27,8 +27,8 @@ SMALL = dict(
 )  # fmt: skip
 PLANS = {
     "default": None,
-    "ranked": op.Plan(True, refine_warps=8),
-    "whole_row": op.Plan(True, refine_warps=1),
+    "whole_row": op.Plan(True, refine_warps=1, small=0),
+    "list": op.Plan(True, refine_warps=8),
     "short_list": op.Plan(True, refine_warps=1, small=16),
     "programs": op.Plan(False, **SMALL),
     "tiles": op.Plan(False, **SMALL | {"verifiers": 5, "collect_tile": 32}),
