@@ -6,6 +6,7 @@ Gaussian keys and values, with one key that most of the attention goes to: atten
 evenly has no first block, so that the ranking check would recompute every head from the host.
 `bound` promotes two blocks and leaves the rest to the certificate; `paper` are the paper's options.
 Every call reads inputs that are not in the L2. `tier_bytes` and `link_bytes` stand in `options`.
+`phase` rows are the chain cut off after each of its kernels.
 """
 
 import dataclasses
@@ -16,7 +17,9 @@ import torch
 from peers import cudnn_attention
 
 from attnplug import Certified
-from attnplug.ops.certified_attention import TELEMETRY
+from attnplug.ops import quantize_kv
+from attnplug.ops._certified_triton import PHASES, launch
+from attnplug.ops.certified_attention import TELEMETRY, _allocate
 from attnplug.policies import AttentionCall
 
 HEADS_Q, HEADS_KV, WIDTH = 32, 8, 128
@@ -74,12 +77,46 @@ def run(gpu_bench, policy: Certified, batch: int, n: int, options: str):
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("n", [8192, 32768, 65536, 131072])
 @pytest.mark.parametrize("batch", [1, 4])
+@pytest.mark.parametrize("n", [65536, 131072, 32768, 8192])
 @pytest.mark.parametrize("originals", ["host", "device"])
 def test_certified(gpu_bench, originals, batch, n):
     policy = dataclasses.replace(BOUND, originals=originals)
     run(gpu_bench, policy, batch, n, f"bound, block=64, originals={originals}")
+
+
+@pytest.mark.parametrize("n", [65536, 131072])
+@pytest.mark.parametrize("last", ["quantize_kv", *PHASES[1:]])
+def test_phases(gpu_bench, n, last):
+    """The chain cut off after each of its kernels: what a row adds to the one before is its own."""
+    size = HEADS_KV * n * (WIDTH + 4 * WIDTH // BOUND.block + WIDTH // 2 + WIDTH // 4)
+    near = dataclasses.replace(BOUND, originals="device")
+    made = [inputs(near, 1, n, seed)[:2] for seed in range(gpu_bench.sets(size))]
+    if last == "quantize_kv":
+        options = {"block": BOUND.block}
+        fns = [
+            functools.partial(quantize_kv, x.k, x.v, layer.tier, lengths=x.lengths, **options)
+            for layer, x in made
+        ]
+    else:
+        phases = PHASES[: PHASES.index(last) + 1]
+        fns = [functools.partial(upto, layer, call, phases) for layer, call in made]
+    gpu_bench(
+        op="certified", case="phase", n=n, batch=1, heads_q=HEADS_Q, heads_kv=HEADS_KV,
+        head_dim=WIDTH, dtype=torch.bfloat16, options=f"bound, block=64, up to {last}", fns=fns,
+        bytes=size, flops=4 * n * HEADS_Q * WIDTH,
+    )  # fmt: skip
+
+
+def upto(layer, call, phases) -> None:
+    """The first phases of a step, without what `quantize_kv` does."""
+    inf = float("inf")
+    args = (
+        call.q, call.k, call.v, *layer.tier, call.scale, BOUND.block, BOUND.coverage, BOUND.k_min,
+        BOUND.k_max, BOUND.v_tol, inf, inf, inf, BOUND.ranking, BOUND.explore, call.lengths, None,
+        None, 0.0, None, layer.telemetry,
+    )  # fmt: skip
+    launch(*args, *_allocate(*args), phases=phases)
 
 
 @pytest.mark.parametrize("n", [65536, 131072])

@@ -44,6 +44,7 @@ class Hopper(NamedTuple):
     ahead: int
 
 
+PROMOTING = (1024, 8, 128)  # blocks a tile, warps, and registers of a thread at most
 HOPPER = Hopper(step=32, registers=255, programs=8, ahead=1)
 
 
@@ -60,8 +61,6 @@ class Plan:
     warps: int = 4  # of the kernel for all cases
     stages: int = 3
     checked: bool = True  # compare the check words; off only to time what they cost
-    # of the kernel that promotes: blocks a tile, warps, registers of a thread at most
-    chosen: tuple[int, int, int | None] = (1024, 8, 128)
 
 
 def plan_for(
@@ -191,7 +190,7 @@ class _Step:
     def promote(
         self, coverage, k_min, k_max, v_tol, value_budget, key_tolerance, explore, ranking
     ) -> None:
-        tile, warps, registers = self.plan.chosen
+        tile, warps, registers = PROMOTING
         more: dict[str, Any] = {"num_stages": 1}
         if registers is not None and self.pdl:
             more["maxnreg"] = registers
