@@ -80,7 +80,7 @@ def of_hints(model: str, rows: torch.Tensor, k: int) -> Iterator[dict]:
     picks = topk(rows, k)[0].long()
     for overlap in OVERLAPS:
         hint = hint_of(picks, rows.shape[1], overlap)
-        yield from measured(model, rows, hint, f"hint with {overlap}%", k)
+        yield from measured(model, rows, hint, f"{overlap} of 100 right", k)
     yield from measured(model, rows, None, "no hint", k)
 
 
