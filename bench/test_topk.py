@@ -7,6 +7,7 @@ its library lies at `.peers/common_ops.abi3.so` (sglang-kernel 0.4.2.post2, need
 """
 
 import functools
+import importlib
 import importlib.util
 from pathlib import Path
 
@@ -15,6 +16,7 @@ import torch
 
 from attnplug.ops import topk
 
+blocks = importlib.import_module("attnplug.ops.select_blocks")
 K = 2048
 LENGTHS = [8192, 32768, 65536, 131072, 262144, 1048576]
 SGLANG_LIBRARY = Path(__file__).resolve().parent.parent / ".peers" / "common_ops.abi3.so"
@@ -96,3 +98,37 @@ def test_topk(gpu_bench, peer, overlap, batch, n):
 def test_small_k(gpu_bench, k, batch, n):
     """Block scores, many rows, no hint."""
     run(gpu_bench, batch, n, k, None, "torch.topk")
+
+
+@pytest.mark.parametrize(
+    ("n", "rows", "k"),
+    [(256, 4, 8), (512, 64, 32), (1024, 64, 8), (8192, 4, 8), (8192, 32, 32), (8192, 256, 8)],
+)
+def test_choice(gpu_bench, n, rows, k):
+    """select_blocks' own choice, from the keys and maxima that its score kernel leaves, beside
+    topk of the same scores."""
+    block, width = 128, 16
+    scores = torch.randn(rows, n, device="cuda")
+    bits = scores.view(torch.int32).to(torch.int64)
+    bits = bits ^ ((bits >> 63) & 0x7FFFFFFF)
+    keys = (bits << 32) | (0x7FFFFFFF - torch.arange(n, device="cuda"))
+    plan = blocks.plan_for(rows, n, k, block, 2, True)
+    best = keys.view(rows, -1, plan.members).amax(2) if plan.members else keys
+    left = blocks.Scores(keys.flatten(), best.flatten(), plan)
+    size = (n + 1) * block  # the last block is the query's own
+    shape, none = (rows, 1, size, width), (0, 0, 0, 1)
+    cache = torch.zeros(width, dtype=torch.float16, device="cuda").as_strided(shape, none)
+    progress = torch.zeros(rows, 2, dtype=torch.int32, device="cuda")
+    length = torch.tensor([size], device="cuda")
+    out = torch.empty(rows, 1, 1, k, dtype=torch.int32, device="cuda")
+    choose = functools.partial(
+        blocks.launch_choice, left, cache, progress, block, k, 1, length, None, n, out
+    )
+    gpu_bench(
+        op="select_blocks", case="choice", n=n, batch=rows, heads_q=1, heads_kv=1, head_dim=0,
+        dtype=torch.float32, options=f"k={k}", fns=[choose] * 8,
+        peer="topk", peer_fns=[functools.partial(topk, scores, k)] * 8,
+        bytes=8 * rows * n + 4 * rows * k, flops=0,
+    )  # fmt: skip
+    picks = topk(scores, k)[0]
+    assert torch.equal(out.view(rows, k).sort(1).values, picks.sort(1).values)
