@@ -315,7 +315,7 @@ def plan_for(
     heads = min(triton.next_power_of_2(group), 1 << room.bit_length() - 1) if alike else 1
     tile = max(16, min(block, 32768 // line))
     warps = 8 if rows == 128 else 4
-    pipelined = itemsize == 2 and line <= 256 and not masked
+    pipelined = line == 256 and itemsize == 2 and block == rows == 64 and not masked
     return Plan(heads, tile, 8 if heads * rows >= 128 else 4, warps, 1, 3 if pipelined else 1)
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from stream_cases import DEFAULTS, block_scores, pair, random, same, seen_pairs, specified
 
 from attnplug.errors import ArgumentError, GradientError
 
@@ -16,7 +17,6 @@ op = importlib.import_module("attnplug.ops.stream_mask")
 NAMES = (
     "query_block", "block", "top_k", "budget", "lengths", "start", "key_mask", "block_mask",
 )  # fmt: skip
-DEFAULTS = {"query_block": 16, "block": 16, "top_k": 3}
 
 
 def trace(device_path, q, k, plan=None, **options):
@@ -32,111 +32,6 @@ def trace(device_path, q, k, plan=None, **options):
         out = op._allocate(q, k, *args)
         op.launch_stream_mask(q, k, *args, *out, plan)
     return tuple(x.cpu() for x in out)
-
-
-def seen_pairs(q, k, b, h, *, query_block, block, lengths=None, start=None, key_mask=None,
-               block_mask=None, **_):  # fmt: skip
-    """(C `[T, S]`, query block of each query, key block of each key); -1: of none."""
-    queries, size = q.shape[2], k.shape[2]
-    length = size if lengths is None else int(lengths.expand(q.shape[0])[b])
-    low = 0 if start is None else int(start.expand(q.shape[0])[b])
-    position = length - queries + torch.arange(queries)
-    key = torch.arange(size)
-    seen = (key <= position[:, None]) & (key >= low) & (key < length) & (position >= low)[:, None]
-    if key_mask is not None:
-        seen = seen & key_mask[b]
-    first = max(0, low - (length - queries))
-    rows = torch.where(position >= low, (torch.arange(queries) - first) // query_block, -1)
-    columns = torch.where(key >= low, (key - low) // block, -1)
-    if block_mask is not None:
-        allowed = block_mask[b % block_mask.shape[0], h % block_mask.shape[1]]
-        seen = seen & allowed[rows.clamp(min=0)][:, columns.clamp(min=0)]
-    return seen, rows, columns
-
-
-def block_scores(q, k, b, h, i, **options):
-    """{valid key block: fp64 score} of query block i."""
-    seen, rows, columns = seen_pairs(q, k, b, h, **options)
-    mine = rows == i
-    s = q[b, h, mine].double() @ k[b, h // (q.shape[1] // k.shape[1])].double().T
-    s = s.nan_to_num(-math.inf, math.inf, -math.inf)
-    found = {}
-    for r in columns[seen[mine].any(0)].unique().tolist():
-        pairs = seen[mine] & (columns == r)
-        found[r] = float(s[pairs].max())
-    return found
-
-
-def select(scores, blocks, branches):
-    """Appendix A: ([(score, block)] of the final branches, the smallest difference of two scores
-    that decided anything)."""
-    gap = math.inf
-    first, last = (min(scores), max(scores)) if scores else (0, -1)
-    size, more = divmod(last - first + 1, branches)
-    ends = [first]
-    for i in range(branches):
-        ends.append(ends[-1] + size + (i < more))
-    live = [(a, b, None) for a, b in zip(ends, ends[1:])]  # noqa: B905, RUF007
-    for _ in range(max(1, math.ceil(math.log2(max(blocks, 1))))):
-        ranked = []
-        for branch, (a, b, _) in enumerate(live):
-            cut = a + math.ceil((b - a) / 2)
-            for bit, (x, y) in enumerate(((a, cut), (cut, b))):
-                r = min((r for r in scores if x <= r < y), default=math.inf)
-                ranked.append((-scores.get(r, -math.inf), r, branch, bit, x, y))
-        ranked.sort(key=lambda c: (c[1] == math.inf, *c[:4]))
-        values = [-c[0] for c in ranked if c[1] < math.inf]
-        if len(values) > branches:
-            gap = min(gap, values[branches - 1] - values[branches])
-        live = [(x, y, (-score, r)) for score, r, _, _, x, y in ranked[:branches]]
-    kept = [c for _, _, c in live if c[1] < math.inf]
-    for (above, _), (below, _) in zip(kept, kept[1:]):  # noqa: B905, RUF007
-        gap = min(gap, above - below)
-    return kept, gap
-
-
-def specified(q, k, **options):
-    """(index, score) of the whole call, and the gaps `[B, Hq, NQ]`."""
-    options = DEFAULTS | options
-    batch, heads, queries = q.shape[:3]
-    slots = math.ceil(queries / options["query_block"])
-    index = torch.full((batch, heads, slots, options["top_k"]), -1, dtype=torch.int32)
-    score = torch.full(index.shape, -math.inf)
-    gaps = torch.full(index.shape[:3], math.inf)
-    for b in range(batch):
-        for h in range(heads):
-            _, _, columns = seen_pairs(q, k, b, h, **options)
-            for i in range(slots):
-                budget = options.get("budget")
-                branches = options["top_k"]
-                if budget is not None:
-                    mine = budget[b % budget.shape[0], h % budget.shape[1], i]
-                    branches = max(0, min(branches, int(mine)))
-                if branches == 0:
-                    continue
-                found = block_scores(q, k, b, h, i, **options)
-                kept, gaps[b, h, i] = select(found, int(columns.max()) + 1, branches)
-                for j, (value, r) in enumerate(kept):
-                    index[b, h, i, j], score[b, h, i, j] = r, value
-    return index, score, gaps
-
-
-def same(found, wanted):
-    assert torch.equal(found[0], wanted[0])
-    assert torch.equal(found[1], wanted[1])
-
-
-def random(seed, *shape, dtype=torch.float32, whole=False):
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(*shape, generator=generator)
-    return (x * 1.5).round().clamp(-3, 3).to(dtype) if whole else x.to(dtype)
-
-
-def pair(seed, batch, heads, kv_heads, queries, size, width=64, dtype=torch.float32, whole=True):
-    """q and k, strided as transformers hands them on."""
-    q = random(seed, batch, queries, heads, width, dtype=dtype, whole=whole).transpose(1, 2)
-    k = random(seed + 1, batch, size, kv_heads, width, dtype=dtype, whole=whole).transpose(1, 2)
-    return q, k
 
 
 @st.composite
@@ -282,6 +177,23 @@ def test_any_plan_gives_the_same_bits(device_path, heads, tile):
     q, k = pair(0, 1, 3, 1, 16, 300)
     plan = op.Plan(heads, tile, seed_warps=4, warps=4) if device_path[1] == "kernel" else None
     same(trace(device_path, q, k, plan, block=32), specified(q, k, block=32)[:2])
+
+
+@pytest.mark.parametrize("limited", [False, True])
+def test_a_pipeline_changes_no_bit(device, limited):
+    """Its loop is compiled on a GPU alone: there the plan that has one, against one without."""
+    block, width, size = (64, 128, 8000) if device == "cuda" else (16, 64, 80)
+    q, k = (x.to(device).half() for x in pair(5, 1, 4, 1, size, size, width))
+    none = (None, None, None)
+    args = (block, block, 4, None, torch.tensor([size - 9], device=device) if limited else None)
+    found = []
+    plan = op.plan_for(block, 4, block, width, 2, True)
+    for each in (plan, plan._replace(stages=1), plan._replace(seed_stages=3)):
+        found.append(op._allocate(q, k, *args, *none))
+        op.launch_stream_mask(q, k, *args, *none, *found[-1], each)
+    assert device == "cpu" or plan.stages > 1
+    for other in found[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
 
 
 def test_hidden_keys_enter_nothing(device_path):

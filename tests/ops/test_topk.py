@@ -1,153 +1,18 @@
 """topk against torch's stable sort: always the same set, whatever the row and the hint."""
 
-import importlib
-import inspect
 import itertools
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from topk_cases import HINTS, KINDS, PLANS, SMALL, assert_exact, call, make, make_hint, op, stable
 
 from attnplug.errors import ArgumentError, GradientError
-from attnplug.models.pretrained import load
 from attnplug.ops import topk
-
-op = importlib.import_module("attnplug.ops.topk")
 
 # The kernels mean to overflow: a range that is infinite is not used.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
-
-# Small enough for a list of 64 to overflow and for several programs to share 300 scores.
-SMALL = dict(
-    verifiers=2, verify_tile=64, collect_tile=64, capacity=64, small=16, refine_tile=64, bins=32,
-    sample=32, batch=4,
-)  # fmt: skip
-PLANS = {
-    "default": None,
-    "whole_row": op.Plan(True, refine_warps=1, small=0),
-    "list": op.Plan(True, refine_warps=8),
-    "short_list": op.Plan(True, refine_warps=1, small=16),
-    "programs": op.Plan(False, **SMALL),
-    "tiles": op.Plan(False, **SMALL | {"verifiers": 5, "collect_tile": 32}),
-    "groups": op.Plan(False, group=4, here=32, **SMALL),
-}
-
-
-def call(device_path, scores, k, hint=None, lengths=None, sorted=False, plan=None):
-    """(indices, values, stats) on the CPU; by the reference, or by the kernels under a plan."""
-    device, path = device_path
-    scores, hint, lengths = (
-        x if x is None else x.to(device) if x.is_contiguous() or device == "cpu" else strided(x)
-        for x in (scores, hint, lengths)
-    )
-    if path == "reference" or (plan is None and device == "cuda"):
-        found = topk(scores, k, hint=hint, lengths=lengths, sorted=sorted, stats=True)
-    else:
-        found = op._allocate(scores, k, hint, lengths, sorted)
-        op.launch_topk(scores, k, hint, lengths, sorted, *found, plan=plan)
-    return tuple(x.cpu() for x in found)
-
-
-def strided(x):
-    """The same strides on the GPU."""
-    moved = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="cuda")
-    return moved.copy_(x)
-
-
-def stable(scores, k, n):
-    """The first k of the stable sort of scores[:n], largest first, and the values."""
-    x = torch.where(scores[:n].isnan(), -torch.inf, scores[:n])
-    order = x.sort(descending=True, stable=True).indices[:k]
-    return order, x[order]
-
-
-def assert_exact(found, scores, k, lengths=None, sorted=False):
-    indices, values, _ = found
-    rows, size = scores.shape
-    assert indices.dtype == torch.int32 and values.dtype == torch.float32
-    assert indices.shape == values.shape == (rows, k)
-    for r in range(rows):
-        n = size if lengths is None else int(lengths[r % len(lengths)].clamp(0, size))
-        order, value = stable(scores[r], k, n)
-        got = indices[r, : len(order)].long()
-        assert (indices[r, len(order) :] == -1).all()
-        assert (values[r, len(order) :] == -torch.inf).all()
-        if sorted:
-            assert got.tolist() == order.tolist()
-            assert torch.equal(values[r, : len(order)], value)
-        else:
-            assert got.sort().values.tolist() == order.sort().values.tolist()
-            x = torch.where(scores[r].isnan(), -torch.inf, scores[r])
-            assert torch.equal(values[r, : len(order)], x[got])
-
-
-KINDS = (
-    "normal", "constant", "ascending", "descending", "two", "relu", "denormal", "odd", "cluster",
-    "heavy", "sink", "masked", "wide", "together", "pile",
-)  # fmt: skip
-
-
-def make(kind, size, k, generator, rows=1):
-    """Rows that are easy to get wrong."""
-    x = torch.randn(rows, size, generator=generator)
-    i = torch.arange(size)
-    if kind == "constant":
-        x = torch.full_like(x, float(x[0, 0]))
-    elif kind == "ascending":
-        x = i.float().repeat(rows, 1)
-    elif kind == "descending":
-        x = -i.float().repeat(rows, 1)
-    elif kind == "two":
-        x = (x > 1).float()
-    elif kind == "relu":
-        x = (x - 1).relu() * torch.where(i % 2 == 0, 1.0, -0.0)
-    elif kind == "denormal":
-        x = x * 1e-41
-    elif kind == "odd":
-        x[:, i % 3 == 0] = -torch.inf
-        x[:, i % 7 == 1] = torch.nan
-        x[:, i % 11 == 2] = torch.inf
-    elif kind == "cluster":  # many within a few steps of the k-th score
-        near = torch.rand(rows, size, generator=generator) < min(1.0, 3 * k / max(size, 1))
-        steps = torch.randint(0, 9, (rows, size), generator=generator, dtype=torch.int32)
-        close = (torch.tensor(2.0).view(torch.int32) + steps).view(torch.float32)
-        x = torch.where(near, close, x)
-    elif kind == "heavy":
-        x = (4 * x).exp()
-    elif kind == "sink":
-        x[:, i % 97 == 0] = 1e6
-    elif kind == "masked":
-        x[:, i > size // 2] = torch.finfo(torch.float32).min
-    elif kind == "wide":
-        x = x.sign() * torch.exp2(40 * x)
-    elif kind == "pile":  # the k-th is one of many equals, and what is near shares their bin
-        near = torch.rand(rows, size, generator=generator) < 0.3
-        x = torch.where(near, 1 - 1e-5 * torch.rand(rows, size, generator=generator), 1.0)
-        x[:, i % 61 == 3] = -100.0
-        x[:, i % 67 == 4] = 100.0
-    elif kind == "together":
-        x[:, size // 3 : size // 3 + k] += 9
-    return x
-
-
-HINTS = ("none", "empty", "before", "noise", "same", "outside")
-
-
-def make_hint(kind, scores, k, generator):
-    rows, size = scores.shape
-    if kind == "none":
-        return None
-    if kind == "before":  # the picks of a step whose scores were close
-        noise = torch.randn(rows, size, generator=generator) * 0.3
-        return (scores.nan_to_num() + noise).sort(descending=True).indices[:, :k].int()
-    if kind == "outside":
-        return torch.tensor([[-1, size, 2**31 - 1, -(2**31)]], dtype=torch.int32).repeat(rows, 9)
-    shape = (rows, 0 if kind == "empty" else 33)
-    noise = torch.randint(-9, 2 * size + 1, shape, generator=generator, dtype=torch.int32)
-    return torch.full_like(noise, max(size - 1, 0)) if kind == "same" else noise
 
 
 @st.composite
@@ -403,69 +268,6 @@ def test_many_replays_of_a_graph(size):
         if step % 10 == 0:
             assert_exact([x.cpu() for x in found], scores.cpu(), 2048, lengths.cpu())
         hint.copy_(found[0])
-
-
-# ---- real scores --------------------------------------------------------------------------------
-
-
-STEPS = 1000
-
-
-@pytest.fixture(scope="module", params=["smollm2-135m", "gemma3-270m"])
-def decode_scores(request):
-    """Scores of STEPS consecutive decode steps and the one before, [heads, STEPS + 1, key]: per KV
-    head the best of its group's q . k, in three layers of a model that reads what topk is. Later
-    keys are NaN."""
-    model, tokenizer = load(request.param, device="cpu")
-    kinds = getattr(model.config, "layer_types", None) or ["full_attention"] * 30
-    full = [layer for layer, kind in enumerate(kinds) if kind == "full_attention"]
-    wanted = {full[0], full[len(full) // 2], full[-1]}
-    seen = []
-
-    def attention(module, query, key, value, attention_mask, **options):
-        if module.layer_idx in wanted:
-            group = query.shape[1] // key.shape[1]
-            query_of = query[:, :, -STEPS - 1 :].unflatten(1, (-1, group))
-            seen.append((query_of @ key[:, :, None].mT).amax(2)[0])
-        return ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, attention_mask, **options)
-
-    ALL_ATTENTION_FUNCTIONS.register("test_topk", attention)
-    ALL_MASK_ATTENTION_FUNCTIONS.register("test_topk", ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
-    model.set_attn_implementation("test_topk")
-    tokens = tokenizer(inspect.getsource(op), return_tensors="pt").input_ids[:, : STEPS + 65]
-    with torch.no_grad():
-        model.model(tokens)
-    scores = torch.cat(seen)
-    future = torch.ones(scores.shape[1:]).triu(scores.shape[2] - scores.shape[1] + 1).bool()
-    return scores.masked_fill(future, torch.nan)
-
-
-def test_real_decode_steps(device_path, decode_scores):
-    """Every one of 1,000 steps equals the stable sort, with the picks of the step before it as the
-    hint."""
-    k, size = 64, decode_scores.shape[2]
-    few = device_path == ("cpu", "kernel")  # the interpreter takes its time
-    scores = decode_scores[:2, -4:] if few else decode_scores
-    picks = torch.stack([stable_picks(step, k) for step in scores.unbind(1)], 1)
-    before, want = picks[:, :-1].flatten(0, 1), picks[:, 1:].flatten(0, 1)
-    same = torch.stack([torch.isin(a, b).float().mean() for a, b in zip(want, before, strict=True)])
-    assert same.mean() > 0.3  # the steps do resemble each other
-    rows = scores[:, 1:].flatten(0, 1)
-    assert few or len(rows) >= 3 * STEPS
-    lengths = torch.arange(size - scores.shape[1] + 2, size + 1).repeat(len(scores))
-    indices, _, ways = call(
-        device_path, rows, k, before.int(), lengths, plan=PLANS["programs"]
-    )  # fmt: skip
-    assert torch.equal(indices.long().sort(1).values, want)
-    if device_path == ("cpu", "reference"):  # the paper: 94.8% of its rows within three passes
-        found = ways[:, 0] == op.GVR
-        assert found.float().mean() > 0.98
-        assert (ways[found, 1] <= 3).float().mean() > 0.9
-
-
-def stable_picks(scores, k):
-    x = torch.where(scores.isnan(), -torch.inf, scores)
-    return x.sort(dim=1, descending=True, stable=True).indices[:, :k].sort(1).values
 
 
 # ---- the op -------------------------------------------------------------------------------------
