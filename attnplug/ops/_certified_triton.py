@@ -158,7 +158,7 @@ class _Step:
             self.plan.splits, self.programs, *self.strides, *self.shape, self.block,
             min(self.block, 64 if self.width <= 128 else 32), *self.halves,
             triton.next_power_of_2(self.programs), self.parts, self.capped, *self.steps, self.pdl,
-            num_warps=4, **self.early,
+            num_warps=4, num_stages=1, **self.early,
         )  # fmt: skip
 
     def attend(self) -> None:

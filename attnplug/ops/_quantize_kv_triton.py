@@ -1,10 +1,14 @@
 """The Triton kernels of `quantize_kv`."""
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from attnplug.ops._define import mask_bytes, row_step
+from attnplug.ops._splits import machine
 from attnplug.ops.block_bounds import blocks_done, note_progress, row_span
 
 
@@ -88,9 +92,12 @@ def _quantize(
     k, v, k_codes, k_meta, v_codes, v_meta, summary, check, progress, lengths, start, key_mask,
     S, N, programs, k_b, k_h, k_s, v_b, v_h, v_s, mask_b,
     D: tl.constexpr, DP: tl.constexpr, BLOCK: tl.constexpr, HALF: tl.constexpr,
-    HALF_P: tl.constexpr, LENGTH_STEP: tl.constexpr, START_STEP: tl.constexpr,
+    HALF_P: tl.constexpr, LENGTH_STEP: tl.constexpr, START_STEP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program's share of the missing blocks of one row's head."""
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     h = tl.program_id(1)
     b = tl.program_id(2).to(tl.int64)
     length, low = row_span(lengths, start, b, S, LENGTH_STEP, START_STEP)
@@ -157,8 +164,11 @@ def _quantize(
 @triton.jit
 def _note(
     progress, lengths, start, S, BLOCK: tl.constexpr,
-    LENGTH_STEP: tl.constexpr, START_STEP: tl.constexpr,
+    LENGTH_STEP: tl.constexpr, START_STEP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     b = tl.program_id(0)
     length, low = row_span(lengths, start, b, S, LENGTH_STEP, START_STEP)
     note_progress(progress, b, low, tl.maximum(length - low, 0) // BLOCK)
@@ -186,12 +196,14 @@ def launch_quantize_kv(
     # Enough programs to fill a GPU when a whole prompt is new, few where nothing is.
     programs = max(1, min(512 // (batch * heads), check.shape[2]))
     half = v_codes.shape[4] // 16
-    steps = row_step(lengths), row_step(start)
+    pdl = machine(k.device)[1]
+    steps = row_step(lengths), row_step(start), pdl
+    early: dict[str, Any] = {"launch_pdl": True} if pdl else {}
     _quantize[(programs, heads, batch)](
         k, v, k_codes, k_meta.view(torch.int16), v_codes, v_meta, summary, check, progress,
         lengths, start, key_mask, size, check.shape[2], programs, *k.stride()[:3], *v.stride()[:3],
         0 if key_mask is None else key_mask.stride(0), width, triton.next_power_of_2(width), block,
         half, triton.next_power_of_2(half), *steps,
-        num_warps=8 if block * width > 4096 else 4,  # pyright: ignore[reportCallIssue]
+        num_warps=8 if block * width > 4096 else 4, **early,  # pyright: ignore[reportCallIssue]
     )  # fmt: skip
-    _note[(batch,)](progress, lengths, start, size, block, *steps, num_warps=1)
+    _note[(batch,)](progress, lengths, start, size, block, *steps, num_warps=1, **early)
