@@ -73,7 +73,7 @@ def plan_for(
     # All programs that promote or merge run at once, two a multiprocessor.
     chunks = max(2, min(2 * multiprocessors // share - group, 32))
     chunks = 1 << chunks.bit_length() - 1
-    if hopper and width in (64, 128) and group <= 7:
+    if hopper and width == 128 and group <= 7:  # Triton 3.6 refuses the layouts of 64
         splits = max(1, min(HOPPER.programs * multiprocessors // share, blocks))
         return Plan(
             splits, pieces, chunks, min(HOPPER.step, block), HOPPER.registers, HOPPER.ahead
