@@ -54,7 +54,7 @@ class Plan:
 
     splits: int  # programs of the pass over the blocks, for each KV head
     pieces: int  # programs that recompute, for each KV head
-    chunks: int = 32  # programs that promote, for each KV head
+    chunks: int = 2  # programs that promote, for each KV head
     step: int = 0  # tokens at a time of the Hopper kernel; 0: the kernels for all cases
     registers: int | None = None  # of a thread of the Hopper kernel at most
     ahead: int = 1  # blocks that it has brought into the L2 before it reads them

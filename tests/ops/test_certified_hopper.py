@@ -1,16 +1,19 @@
-"""The Hopper pass of certified_attention, its source run in numpy (`gluon_numpy`), against what the
-tier's format says. On the GPU `test_certified_attention.py` runs it as it is compiled."""
+"""The Hopper pass of certified_attention: its source run in numpy (`gluon_numpy`) against what the
+tier's format says, and compiled, on the GPU, against the kernels for all cases."""
 
 import importlib
 
 import numpy as np
 import pytest
 import torch
+from certified_cases import LOOSE, OPTIONS, adversary, attend, gaussian, hold
 from gluon_numpy import Pointer, kernel, run
 
 from attnplug.ops import QuantizedKV, quantize_kv
 
 hopper = importlib.import_module("attnplug.ops._certified_hopper")
+launcher = importlib.import_module("attnplug.ops._certified_triton")
+op = importlib.import_module("attnplug.ops.certified_attention")
 LOG2E = 1.4426950408889634
 HEADS, KV_HEADS, SPLITS = 6, 2, 3
 
@@ -123,3 +126,60 @@ FAULTS = {
 def test_a_corrupted_tier_is_noticed(fault):
     made, *_ = attended(64, 16, 16, 100, fault=FAULTS[fault])
     assert made["flags"].tolist() == [0, 0, 0, 1]
+
+
+def beside(case, tier, plan, **options):
+    """The op on the GPU with a plan of its own."""
+    inputs = [x.cuda() for x in (case.q, case.k, case.v)]
+    rows = [None if case.more.get(n) is None else case.more[n].cuda() for n in ("lengths", "start")]
+    more = [*rows, None, case.more.get("softcap", 0.0), None, None]
+    args = [*inputs, *tier, case.scale, case.block, *(OPTIONS | options).values(), *more]
+    found = op.CertifiedOutput(*op._allocate(*args))
+    launcher.launch(*args, *found, plan)
+    return op.CertifiedOutput(*(x.cpu() for x in found))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("group", "block", "softcap"), [(4, 64, 0.0), (1, 16, 3.0), (7, 32, 0.0)])
+@pytest.mark.parametrize("options", [{}, LOOSE, {"coverage": 0.8, "tolerance": 0.5}], ids=str)
+def test_compiled_it_equals_the_kernels_for_all_cases(dtype, group, block, softcap, options):
+    case = gaussian(group, dtype, group=group, size=700, width=128)
+    case.block, case.more["softcap"] = block, softcap
+    case.more |= {"lengths": torch.tensor([700, 431]), "start": torch.tensor([0, 37])}
+    tier = case.tier("cuda")
+    other = beside(case, tier, launcher.Plan(splits=3, pieces=2, chunks=4), **options)
+    for step in (16, 32):
+        plan = launcher.Plan(5, 2, 8, step=min(step, block), registers=255)
+        one = beside(case, tier, plan, **options)
+        hold(one, case)
+        assert torch.equal(one.rungs, other.rungs)
+        assert (one.out.float() - other.out.float()).abs().max() < 8 * torch.finfo(dtype).eps + 2e-3
+        assert (one.lse - other.lse).abs().max() < 1e-3
+        for i in (3, 4, 5):
+            off = (one.bounds[..., i] - other.bounds[..., i]).abs()
+            assert (off <= 0.03 * other.bounds[..., i] + 1e-3).all(), i
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("fault", FAULTS)
+def test_compiled_it_notices_a_corrupted_tier(fault):
+    case = gaussian(0, torch.bfloat16, size=120, width=128)
+    case.more["lengths"] = torch.tensor([100, 120])
+    tier = case.tier("cuda")
+    clean = attend(("cuda", "kernel"), case, tier, **LOOSE)
+    FAULTS[fault](tier)
+    found = attend(("cuda", "kernel"), case, tier, **LOOSE)
+    row = (found.rungs & op.ROW) > 0
+    assert not ((clean.rungs & op.ROW) > 0).any() and row[0].all() and not row[1].any()
+    assert torch.equal(found.out[1], clean.out[1])
+    hold(found, case)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("seed", range(12))
+def test_compiled_no_adversary_violates_its_bounds(seed):
+    dtype = torch.bfloat16 if seed % 2 else torch.float16
+    case = adversary(seed, dtype, batch=4, kv_heads=4, group=1 + seed % 7, width=128)
+    for options in (LOOSE, LOOSE | {"coverage": 0.6, "k_min": 1, "k_max": 4}, {}):
+        hold(attend(("cuda", "kernel"), case, **options), case)
