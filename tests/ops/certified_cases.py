@@ -8,7 +8,7 @@ import torch
 
 from attnplug.ops import QuantizedKV, quantize_kv
 from attnplug.ops._certified_triton import Plan
-from attnplug.testing import oracle_attention
+from attnplug.testing import oracle_attention, plain_attention
 
 op = importlib.import_module("attnplug.ops.certified_attention")
 
@@ -86,6 +86,19 @@ def hold(found, case: Case) -> torch.Tensor:
     worst = (error / bound).max()
     assert (error <= bound).all(), f"violated: error / bound = {float(worst):.4f}"
     return error / bound
+
+
+def rungs(found, name):
+    return (found.rungs & op.RUNGS[name]) > 0
+
+
+def exact(found, case):
+    """The heads that are as dense attention in their dtype would be."""
+    want = case.oracle()[0]
+    plain, _ = plain_attention(case.q, case.k, case.v, scale=case.scale, **case.more)
+    allowed = 2 * (plain[:, :, 0].double() - want).abs().amax(-1)
+    allowed = allowed + 4 * torch.finfo(case.q.dtype).eps * want.abs().amax(-1) + 1e-6
+    return (found.out[:, :, 0].double() - want).abs().amax(-1) <= allowed
 
 
 def gaussian(seed: int, dtype=torch.float32, batch=2, kv_heads=2, group=2, size=200, width=64):
