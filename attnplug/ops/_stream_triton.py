@@ -245,7 +245,7 @@ def seed(
         own = tl.arange(0, HEADS)
         out = ((b * heads + h + own) * tl.num_programs(0) + program) * K
         PARTS: tl.constexpr = BLOCK // TILE
-        floor = tl.where((t + ROWS <= T) & (g + HEADS <= GROUP), offset + t, -1)
+        floor = tl.where(t + ROWS <= T, offset + t, -1)
         if ROWS != QUERY_BLOCK:
             floor = -1
         best = tl.full([HEADS * ROWS], float("-inf"), tl.float32)

@@ -179,6 +179,14 @@ def test_any_plan_gives_the_same_bits(device_path, heads, tile):
     same(trace(device_path, q, k, plan, block=32), specified(q, k, block=32)[:2])
 
 
+def test_a_key_one_past_the_first_query_is_its_alone_not_to_see(device_path):
+    """Key blocks that end one key after a query block's first position, with that key its best."""
+    q, k = pair(6, 1, 3, 1, 80 - 14, 80)
+    q[:, :, :, 0], k[:, :, :, 0] = 0, 0
+    q[:, :, ::16, 0], k[:, :, 15::16, 0] = 1, 50
+    same(trace(device_path, q, k, top_k=2), specified(q, k, top_k=2)[:2])
+
+
 @pytest.mark.parametrize("limited", [False, True])
 def test_a_pipeline_changes_no_bit(device, limited):
     """Its loop is compiled on a GPU alone: there the plan that has one, against one without."""

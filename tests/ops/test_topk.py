@@ -161,6 +161,30 @@ def test_a_group_holds_many_picks(device_path):
         assert_exact(found, x, k)
 
 
+@pytest.mark.parametrize("plan", list(PLANS))
+def test_nothing_is_written_past_a_row(device, plan):
+    scores = torch.randn(3, 300, generator=torch.Generator().manual_seed(0)).to(device)
+    outputs = op._allocate(torch.cat([scores, scores]), 31, None, None, False)
+    for out in outputs:
+        out.fill_(7)
+    mine = [out[:3] for out in outputs]
+    op.launch_topk(scores, 31, None, None, False, *mine, plan=PLANS[plan])
+    assert_exact([out.cpu() for out in mine], scores.cpu(), 31)
+    assert all((out[3:] == 7).all() for out in outputs)
+
+
+def test_tokens_that_must_not_be_picked_cost_no_round(device):
+    """gvr's scores hold -inf; of what is finite the first thresholds leave a short list."""
+    scores = torch.randn(4, 2000, generator=torch.Generator().manual_seed(0))
+    scores[:, :16] = scores[:, -256:] = -torch.inf
+    outputs = op._allocate(scores.to(device), 100, None, None, False)
+    op.launch_topk(
+        scores.to(device), 100, None, None, False, *outputs, plan=op.Plan(True, small=64)
+    )
+    assert (outputs[2][:, 1] == 1).all()
+    assert_exact([out.cpu() for out in outputs], scores, 100)
+
+
 def test_what_lies_behind_the_length_is_not_read(device_path):
     generator = torch.Generator().manual_seed(9)
     scores = torch.randn(2, 300, generator=generator)
