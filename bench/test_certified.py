@@ -101,10 +101,11 @@ def test_phases(gpu_bench, n, last):
     else:
         phases = PHASES[: PHASES.index(last) + 1]
         fns = [functools.partial(upto, layer, call, phases) for layer, call in made]
+    whole = last not in ("quantize_kv", "rest")  # reads the tier
     gpu_bench(
         op="certified", case="phase", n=n, batch=1, heads_q=HEADS_Q, heads_kv=HEADS_KV,
         head_dim=WIDTH, dtype=torch.bfloat16, options=f"bound, block=64, up to {last}", fns=fns,
-        bytes=size, flops=4 * n * HEADS_Q * WIDTH,
+        bytes=size * whole, flops=4 * n * HEADS_Q * WIDTH * whole,
     )  # fmt: skip
 
 

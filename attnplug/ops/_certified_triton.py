@@ -44,7 +44,7 @@ class Hopper(NamedTuple):
     ahead: int
 
 
-PROMOTING = (1024, 8, 128)  # blocks a tile, warps, and registers of a thread at most
+PROMOTING = (1024, 8, None)  # blocks a tile, warps, and registers of a thread at most
 HOPPER = Hopper(step=32, registers=255, programs=8, ahead=1)
 
 
