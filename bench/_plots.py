@@ -11,7 +11,7 @@ from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FixedLocator, FuncFormatter, NullFormatter, NullLocator
+from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullFormatter, NullLocator
 
 Row = dict[str, Any]
 
@@ -27,6 +27,7 @@ PEERS = {
     "torch.topk": "torch.topk",
     "dense": "dense",
 }
+COUNTED = re.compile(r", (link|tier|exact|hits|GPU memory) [^,]*")
 MAX_PANELS = 3
 SHAPE = ("heads_q", "heads_kv", "head_dim", "dtype")
 
@@ -130,6 +131,7 @@ def _plot_times(axes: Axes, rows: Sequence[Row]) -> None:
             axes.plot(x, y, "s--", color=PEER, lw=1.5, ms=4, mfc="white")
             labels.append((y[-1], _label(PEERS.get(peer, peer), batch, ""), PEER))
     axes.set_yscale("log")
+    axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda us, _: duration(us)))
     axes.yaxis.set_minor_formatter(NullFormatter())
     _style(axes, sorted({row["n"] for row in rows}))
@@ -157,8 +159,11 @@ def _plot_ratios(axes: Axes, rows: Sequence[Row]) -> None:
 
 
 def _series(rows: Sequence[Row]) -> list[tuple[tuple[Any, ...], list[Row]]]:
-    """Rows of one line each, by batch and options, in order of n."""
-    keys = grouped(rows, "batch", "options")
+    """Rows of one line each, by batch and options, in order of n. What an option string says of
+    its own run (hit rates, bytes) makes no other line."""
+    keys = grouped(
+        [row | {"options": COUNTED.sub("", row["options"])} for row in rows], "batch", "options"
+    )
     lines = []
     for batch, options in sorted(keys, key=lambda key: (key[0], natural(key[1]))):
         group = keys[batch, options]
