@@ -116,6 +116,18 @@ class Decoder:
         return logits
 
 
+def time_steps(decoder: Decoder, steps: int) -> list[float]:
+    """Microseconds of each of so many steps, with no host synchronisation between."""
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)]
+    torch.cuda.synchronize()
+    events[0].record()
+    for event in events[1:]:
+        decoder.step()
+        event.record()
+    torch.cuda.synchronize()
+    return [a.elapsed_time(b) * 1e3 for a, b in itertools.pairwise(events)]
+
+
 def measure(make_cache: Callable[[], Cache], n: int) -> tuple[list[float], torch.Tensor]:
     """Microseconds of each step at n to n + ROOM tokens, and the logits of the first."""
     torch.compiler.reset()
@@ -123,14 +135,7 @@ def measure(make_cache: Callable[[], Cache], n: int) -> tuple[list[float], torch
     first = decoder.step().clone()
     for _ in range(WARMUP):
         decoder.step()
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(STEPS + 1)]
-    torch.cuda.synchronize()
-    events[0].record()
-    for event in events[1:]:
-        decoder.step()
-        event.record()
-    torch.cuda.synchronize()
-    times = [a.elapsed_time(b) * 1e3 for a, b in itertools.pairwise(events)]
+    times = time_steps(decoder, STEPS)
     if os.environ.get("ATTNPLUG_BENCH_PROFILE"):
         profile(decoder)
     del decoder

@@ -12,14 +12,23 @@ A setting is `-k qwen-1`, `qwen-4`, `qwen-8` or `llama-1`: three compilations ea
 can have a part of them."""
 
 import gc
-import itertools
 import os
 from typing import Any
 
 import pytest
 import torch
 from _models import random_model
-from test_e2e_decode import CONFIG, ROOM, STEPS, WARMUP, Decoder, fill, profile, work_of
+from test_e2e_decode import (
+    CONFIG,
+    ROOM,
+    STEPS,
+    WARMUP,
+    Decoder,
+    fill,
+    profile,
+    time_steps,
+    work_of,
+)
 from test_e2e_ttft import CONFIG as LLAMA
 from transformers import LlamaForCausalLM, Qwen2ForCausalLM
 
@@ -92,16 +101,10 @@ class Session:
         decoder.position = torch.full_like(decoder.position, n)
         for _ in range(WARMUP):
             decoder.step()
-        events = [torch.cuda.Event(enable_timing=True) for _ in range(STEPS + 1)]
-        torch.cuda.synchronize()
-        events[0].record()
-        for event in events[1:]:
-            decoder.step()
-            event.record()
-        torch.cuda.synchronize()
+        times = time_steps(decoder, STEPS)
         if n == 131072 and os.environ.get("ATTNPLUG_BENCH_PROFILE"):
             profile(decoder)
-        return [a.elapsed_time(b) * 1e3 for a, b in itertools.pairwise(events)]
+        return times
 
     def work(self, n: float) -> tuple[int, int]:
         return work_of(self.model, self.config, n, self.batch)

@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_e2e_decode import CONFIG, Decoder, model, work
+from test_e2e_decode import CONFIG, Decoder, model, time_steps, work
 
 import attnplug
 from attnplug import Dense, Gather
@@ -185,14 +185,7 @@ def measure(decoder: Decoder, cache: Any) -> tuple[list[float], float, float, fl
         decoder.step()
     for layer in cache.layers:
         layer.near.counters[..., :2] = 0
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(TOKENS + 1)]
-    torch.cuda.synchronize()
-    events[0].record()
-    for event in events[1:]:
-        decoder.step()
-        event.record()
-    torch.cuda.synchronize()
-    times = [a.elapsed_time(b) * 1e3 for a, b in itertools.pairwise(events)]
+    times = time_steps(decoder, TOKENS)
     rows = residency(cache)
     hits = sum(row.found for row in rows) / sum(row.wanted for row in rows)
     taken = torch.cuda.max_memory_reserved() / 1e9

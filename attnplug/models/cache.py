@@ -130,6 +130,19 @@ class PlugLayer(StaticLayer):
                 torch._dynamo.mark_static_address(tensor)
         self.is_initialized = True
 
+    def _on_device(
+        self, key_states: torch.Tensor, value_states: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """What a prefill that just wrote these tokens attends to, in the GPU's own memory where
+        the buffers are the host's: the new tokens where there are no others."""
+        keys, values = self._buffers()
+        if torch.compiler.is_compiling() or torch.cuda.is_current_stream_capturing():
+            return keys.clone(), values.clone()
+        tokens = int(self.cumulative_length)
+        if tokens == key_states.shape[2]:
+            return key_states, value_states
+        return keys[:, :, :tokens].clone(), values[:, :, :tokens].clone()
+
     def _rebind(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         self.keys, self.values = keys, values
         self.batch_size = keys.shape[0]

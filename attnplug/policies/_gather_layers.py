@@ -122,17 +122,6 @@ class HostGatherLayer(GatherLayer):
         self.given = (keys, values) if queries > 1 else None
         return keys, values
 
-    def _on_device(
-        self, key_states: torch.Tensor, value_states: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        keys, values = self._buffers()
-        if torch.compiler.is_compiling() or torch.cuda.is_current_stream_capturing():
-            return keys.clone(), values.clone()
-        tokens = int(self.cumulative_length)
-        if tokens == key_states.shape[2]:
-            return key_states, value_states
-        return keys[:, :, :tokens].clone(), values[:, :, :tokens].clone()
-
     def note_lent(self, key: torch.Tensor, value: torch.Tensor) -> None:
         given, self.given = self.given, None
         self.lent = given is not None and key is given[0] and value is given[1]

@@ -155,22 +155,20 @@ class CertifiedLayer(PlugLayer):
         if self.max_cache_len < self.policy.crossover(device):
             super().lazy_initialization(key_states, value_states)
             return
-        # As the base does, which would allocate the originals on the device.
-        self.dtype, self.device = key_states.dtype, device
-        self.batch_size, self.num_heads = key_states.shape[:2]
-        self.k_head_dim, self.v_head_dim = key_states.shape[-1], value_states.shape[-1]
-        shape = (self.batch_size, self.num_heads, self.max_cache_len)
-        where = torch.zeros if self.policy.originals == "device" else host_zeros
-        self.keys = where((*shape, self.k_head_dim), dtype=self.dtype, device=device)
-        self.values = where((*shape, self.v_head_dim), dtype=self.dtype, device=device)
-        self.cumulative_length = self.cumulative_length.to(device)
-        tier = QuantizedKV.empty(*shape, self.k_head_dim, self.policy.block, device)
-        rows = (self.batch_size, self.num_heads, HEADS, len(TELEMETRY))
-        self._bind(tier, torch.zeros(rows, dtype=torch.float64, device=device))
-        if not torch.compiler.is_compiling():  # as the base does: it cannot be traced
-            for tensor in (self.keys, self.values, self.cumulative_length):
-                torch._dynamo.mark_static_address(tensor)
-        self.is_initialized = True
+        batch, heads, _, width = key_states.shape
+        size = self.max_cache_len
+        tier = QuantizedKV.empty(batch, heads, size, width, self.policy.block, device)
+        rows = (batch, heads, HEADS, len(TELEMETRY))
+        telemetry = torch.zeros(rows, dtype=torch.float64, device=device)
+        self._initialize(key_states, value_states, self._originals)
+        self._bind(tier, telemetry)
+
+    def _originals(
+        self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        if self.policy.originals == "device":
+            return torch.zeros(shape, dtype=dtype, device=device)
+        return host_zeros(shape, dtype, device)
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
@@ -182,12 +180,7 @@ class CertifiedLayer(PlugLayer):
         near = self.tier is None or self.policy.originals == "device" or not keys.is_cuda
         if near or queries == 1:
             return keys, values
-        if torch.compiler.is_compiling() or torch.cuda.is_current_stream_capturing():
-            return keys.clone(), values.clone()
-        tokens = int(self.cumulative_length)
-        if tokens == queries:
-            return key_states, value_states
-        return keys[:, :, :tokens].clone(), values[:, :, :tokens].clone()
+        return self._on_device(key_states, value_states)
 
     def reset(self) -> None:
         super().reset()

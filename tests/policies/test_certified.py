@@ -2,7 +2,6 @@
 
 import copy
 import dataclasses
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -203,19 +202,16 @@ def test_a_model_generates_and_its_certificates_are_reported(device):
         assert row.tier_bytes == cache.layers[row.layer].tier.nbytes()
 
 
-def test_the_report_decodes_and_shows_certificates():
+def test_the_report_decodes_and_shows_certificates(byte_tokenizer):
     """What `attnplug report MODEL --policy certified --steps 3` prints."""
 
-    def tokenizer(text, return_tensors):
-        return SimpleNamespace(input_ids=torch.tensor([list(text.encode())]) % 90 + 2)
-
     with attnplug.applied(tiny_model(), EXACT) as model:
-        [shown] = telemetry.run(model, tokenizer, 40, 3)
+        [shown] = telemetry.run(model, byte_tokenizer, 40, 3)
     assert shown.row_count == 2
     cells = {column.header: list(column.cells) for column in shown.columns}
     assert cells["head-steps"] == ["12", "12"] and cells["rung 4"] == ["0", "0"]
     with attnplug.applied(tiny_model(), "certified") as model:
-        assert telemetry.run(model, tokenizer, 40, 1) == []
+        assert telemetry.run(model, byte_tokenizer, 40, 1) == []
 
 
 def test_it_composes_with_momo():

@@ -4,7 +4,6 @@ bytes."""
 import dataclasses
 import mmap
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -331,14 +330,11 @@ def test_its_telemetry_is_reported(device):
         assert residency(attnplug.make_cache(model, 200)) == []
 
 
-def test_the_report_decodes_and_shows_the_hit_rate():
+def test_the_report_decodes_and_shows_the_hit_rate(byte_tokenizer):
     """What `attnplug report MODEL --policy "gather(kv='host')" --steps 4` prints."""
 
-    def tokenizer(text, return_tensors):
-        return SimpleNamespace(input_ids=torch.tensor([list(text.encode())]) % 90 + 2)
-
     with attnplug.applied(tiny_model(), HOST) as model:
-        [shown] = telemetry.run(model, tokenizer, 120, 4)
+        [shown] = telemetry.run(model, byte_tokenizer, 120, 4)
     cells = {column.header: list(column.cells) for column in shown.columns}
     assert cells["layer"] == ["0", "1"] and cells["wanted"] == ["24", "24"]
     assert cells["hit rate"] == [f"{int(found) / 24:.3f}" for found in cells["found"]]

@@ -262,14 +262,11 @@ def test_overlap_and_density():
     assert torch.isnan(torch.tensor(layer.overlap()))
 
 
-def test_the_report_decodes_and_shows_what_was_read():
+def test_the_report_decodes_and_shows_what_was_read(byte_tokenizer):
     """What `attnplug report MODEL --policy gvr --steps 4` prints."""
 
-    def tokenizer(text, return_tensors):
-        return SimpleNamespace(input_ids=torch.tensor([list(text.encode())]) % 90 + 2)
-
     with attnplug.applied(tiny_model(), GVR) as model:
-        [shown] = telemetry.run(model, tokenizer, 120, 4)
+        [shown] = telemetry.run(model, byte_tokenizer, 120, 4)
     cells = {column.header: list(column.cells) for column in shown.columns}
     assert cells["tokens"] == ["124", "124"] and cells["density"] == [f"{48 / 124:.3f}"] * 2
     assert all(0 < float(share) <= 1 for share in cells["overlap"])
