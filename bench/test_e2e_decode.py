@@ -144,7 +144,8 @@ def measure(make_cache: Callable[[], Cache], n: int) -> tuple[list[float], torch
     return times, first
 
 
-def profile(decoder: Decoder, steps: int = 5) -> None:
+def profile(decoder: Decoder, steps: int = 5) -> Any:
+    """Prints where the time of so many steps went; returns the profiler's averages."""
     activities = [torch.profiler.ProfilerActivity.CUDA, torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=activities) as recorded:
         for _ in range(steps):
@@ -152,6 +153,7 @@ def profile(decoder: Decoder, steps: int = 5) -> None:
         torch.cuda.synchronize()
     averages = recorded.key_averages()
     print(averages.table(sort_by="self_cuda_time_total", row_limit=18, max_name_column_width=70))
+    return averages
 
 
 def work(n: int) -> tuple[int, int]:

@@ -8,9 +8,14 @@ The cache holds random keys and values, no prefill runs; the summaries are made 
 step, which is not timed. A sample is one step of all sequences, between CUDA events, with no host
 synchronisation. With ATTNPLUG_BENCH_PROFILE the kernels of a step at 128K are printed.
 
+`-k parts` profiles a step of the Qwen shape at 8K and says which kernels it consists of: the
+products with weights, gather's own, and all others. They are sums of the kernels' times; those that
+are launched early wait inside, so that they may add up to more than the step.
+
 A setting is `-k qwen-1`, `qwen-4`, `qwen-8` or `llama-1`: three compilations each, so that one call
 can have a part of them."""
 
+import functools
 import gc
 import os
 from typing import Any
@@ -141,3 +146,53 @@ def test_e2e_gather(gpu_bench, shape, batch, k, n):
         peer_times_us=dense,
         **facts,
     )
+
+
+PARTS = {
+    "products with weights": ("nvjet", "cublas", "gemm", "gemv"),
+    "gather": ("score_blocks", "select_best", "attend_kept", "merge_splits", "append"),
+    "everything else": ("",),
+}
+PROFILED, PROFILED_STEPS = 8192, 5
+
+
+@functools.cache
+def kernels_of_a_step() -> dict[str, list[tuple[float, int]]]:
+    """Of each part (microseconds, launches) of every kernel, all profiled steps together."""
+    torch.compiler.reset()
+    session = Session.of("qwen", 1)
+    with attnplug.applied(session.model, SUMMARY.format(k=8)):
+        decoder = Decoder(session.model, session.cache, PROFILED)
+        session._steps(decoder, PROFILED)
+        averages = profile(decoder, PROFILED_STEPS)
+    torch.compiler.reset()
+    parts: dict[str, list[tuple[float, int]]] = {part: [] for part in PARTS}
+    for row in averages:
+        if row.device_type == torch.autograd.DeviceType.CUDA and "##" not in row.key:
+            part = next(p for p, names in PARTS.items() if any(name in row.key for name in names))
+            parts[part].append((row.self_device_time_total, row.count))
+    return parts
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_parts_of_a_step(gpu_bench, part):
+    kernels = kernels_of_a_step()[part]
+    session = Session.of("qwen", 1)
+    config = session.config
+    weights, flops = session.work(0) if part == "products with weights" else (0, 0)
+    count = sum(launches for _, launches in kernels) // PROFILED_STEPS
+    row = gpu_bench.record(
+        op="gather",
+        case="e2e-part",
+        n=PROFILED,
+        batch=1,
+        heads_q=config.num_attention_heads,
+        heads_kv=config.num_key_value_heads,
+        head_dim=config.hidden_size // config.num_attention_heads,
+        dtype=torch.bfloat16,
+        options=f"k=8, {part}, {count} kernels",
+        times_us=[sum(time for time, _ in kernels) / PROFILED_STEPS],
+        bytes=weights,
+        flops=flops,
+    )
+    assert row["p50_us"] > 0
