@@ -57,7 +57,7 @@ def draw_all(rows: Sequence[Row], quality: Sequence[Row], folder: Path) -> list[
     folder.mkdir(parents=True, exist_ok=True)
     figures = {}
     for (op, case), group in grouped(rows, "op", "case").items():
-        if len({row["n"] for row in group}) > 1:
+        if any(len({row["n"] for row in panel}) > 1 for panel in grouped(group, *SHAPE).values()):
             figures[image_name(op, case)] = draw_timing(op, case, group)
     for (model,), group in grouped(quality, "model").items():
         figures[quality_name(model)] = draw_quality(group)
