@@ -13,6 +13,8 @@ import torch
 from transformers import Cache, PreTrainedConfig, StaticCache
 from transformers.cache_utils import StaticLayer
 
+from attnplug.models.sync import may_sync
+
 MakeBuffer = Callable[[tuple[int, ...], torch.dtype, torch.device], torch.Tensor]
 
 
@@ -136,7 +138,7 @@ class PlugLayer(StaticLayer):
         """What a prefill that just wrote these tokens attends to, in the GPU's own memory where
         the buffers are the host's: the new tokens where there are no others."""
         keys, values = self._buffers()
-        if torch.compiler.is_compiling() or torch.cuda.is_current_stream_capturing():
+        if not may_sync(key_states.is_cuda):
             return keys.clone(), values.clone()
         tokens = int(self.cumulative_length)
         if tokens == key_states.shape[2]:

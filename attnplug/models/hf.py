@@ -20,7 +20,8 @@ from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from attnplug.errors import GradientError, UnsupportedCallError
 from attnplug.models.cache import PlugLayer
-from attnplug.models.hook import ATTENTION_NAME, may_sync
+from attnplug.models.hook import ATTENTION_NAME
+from attnplug.models.sync import may_sync
 from attnplug.policies.base import AttentionCall, Policy, Sink
 from attnplug.policies.dense import causal_mask
 
@@ -81,7 +82,7 @@ def plug_mask(
     if attention_mask is None:
         return None
     # Host syncs once a prefill buy the unmasked kernels; decode steps and traced code never sync.
-    if q_length > 1 and may_sync(attention_mask) and bool(attention_mask.all()):
+    if q_length > 1 and may_sync(attention_mask.is_cuda) and bool(attention_mask.all()):
         if attention_mask.shape[-1] >= int(q_offset) + q_length:  # else the missing tail is hidden
             return None
     missing = kv_offset + kv_length - attention_mask.shape[-1]
@@ -94,8 +95,7 @@ def plug_mask(
 def _refuse_unknown_packing() -> None:
     """In code that is compiled or captured transformers cannot look whether position ids restart:
     a call with neither cache nor mask gets a mask for packed sequences, whatever its tokens are."""
-    captured = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
-    if torch.compiler.is_compiling() or captured:
+    if not may_sync(torch.cuda.is_available()):
         raise UnsupportedCallError(
             "compiled or captured, with neither a cache nor an attention mask, transformers treats "
             "the prompt as packed sequences, which attnplug does not serve. Pass use_cache=True "

@@ -17,6 +17,7 @@ from transformers.cache_utils import CacheLayerMixin, StaticLayer, StaticSliding
 
 from attnplug.errors import UnsupportedCallError
 from attnplug.models.cache import PlugLayer
+from attnplug.models.sync import may_sync
 
 ATTENTION_NAME = "attnplug"
 CACHE_ARGUMENTS = ("past_key_values", "layer_past")  # the latter in GPT-NeoX and GPTBigCode
@@ -74,13 +75,6 @@ class PolicyHook(ModelHook):
         return self.pre_forward(module, *args, **kwargs)
 
 
-def may_sync(tensor: torch.Tensor) -> bool:
-    """Whether the host may read the tensor here: not in traced code, nor under graph capture."""
-    if torch.compiler.is_compiling():
-        return False
-    return not (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
-
-
 def _hidden_states(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
     return args[0] if args else kwargs["hidden_states"]
 
@@ -109,7 +103,7 @@ def _is_empty(cache: Cache, tokens: int) -> bool:
         return False
     length = 0
     if layer.is_initialized:
-        if not may_sync(layer.cumulative_length):
+        if not may_sync(layer.cumulative_length.is_cuda):
             return False
         length = int(layer.cumulative_length)
     if length + tokens > layer.max_cache_len:

@@ -21,8 +21,8 @@ import attnplug
 from attnplug import api
 from attnplug.errors import ArgumentError, PolicyError, UnsupportedCallError
 from attnplug.models.hf import BINDING, Binding
-from attnplug.models.hook import may_sync
 from attnplug.models.layers import AttentionLayer, find_attention_layers
+from attnplug.models.sync import may_sync
 from attnplug.policies import AttentionCall, Edges
 from attnplug.trace.layout import Layout
 from attnplug.trace.tokens import token_bytes
@@ -155,12 +155,12 @@ class Recording:
         """A forward pre-hook of the embeddings: which tokens a step is about."""
         ids = args[0] if args else None
         self._ids = None
-        if isinstance(ids, torch.Tensor) and ids.dim() == 2 and may_sync(ids):
+        if isinstance(ids, torch.Tensor) and ids.dim() == 2 and may_sync(ids.is_cuda):
             self._ids = ids.cpu().numpy()
 
     def emit(self, layer: int, call: AttentionCall, edges: Edges | None) -> None:
         """Take the edges of one layer's call, None where there are none."""
-        if not may_sync(call.q):
+        if not may_sync(call.q.is_cuda):
             raise UnsupportedCallError(
                 "this forward pass is being captured into a CUDA graph, whose replays no trace can "
                 "see; call the model eagerly while you record"

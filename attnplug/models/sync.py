@@ -1,0 +1,11 @@
+"""Whether the host may look at what the device holds."""
+
+import torch
+
+
+def may_sync(on_gpu: bool) -> bool:
+    """Whether the host may read a tensor here, which is the GPU's or not: not in traced code, nor
+    under graph capture."""
+    if torch.compiler.is_compiling():
+        return False
+    return not (on_gpu and torch.cuda.is_current_stream_capturing())
