@@ -13,7 +13,6 @@ READY = tl.constexpr(1 << 62)
 LOW = tl.constexpr((1 << 31) - 1)
 LEAST = tl.constexpr(-0x7F800001)  # key of -inf
 MOST = tl.constexpr(0x7F800000)  # key of +inf
-FEW = tl.constexpr(256)  # are ranked one against all
 _EMPTY = tl.constexpr(-(2**63))
 
 # The ways of a row, as stats has them.
@@ -151,16 +150,16 @@ def _try_bell(
 
 
 @triton.jit
-def _narrow(x, ok, m, need, LEFT: tl.constexpr, BELL: tl.constexpr):
+def _narrow(x, ok, m, need, BELL: tl.constexpr):
     """Keys low, high of the m scores that are ok (the others are -inf): at_high, fewer than needed,
-    reach high; at_low reach low, and these are just as many as needed, or all between are equal, or
-    no more than LEFT are between. And the rounds.
+    reach high; at_low reach low, and these are just as many as needed, or all between are equal.
+    And the rounds.
 
     A round tries four thresholds about the place where the k-th would be, were the finite scores
     normal (the first round of a whole row) or evenly spread between the two that are known; the
-    outer two at about twice its standard deviation. A bell fits real scores badly: where it misses
-    or where LEFT may remain, they are further out. Where a round does not halve what is left:
-    fifths of the true range, in turn of the scores and of their keys."""
+    outer two at about twice its standard deviation. A bell fits real scores badly: where it misses,
+    they are further out. Where a round does not halve what is left: fifths of the true range, in
+    turn of the scores and of their keys."""
     low = tl.full([], LEAST, tl.int64)
     high = tl.full([], MOST + 1, tl.int64)
     at_low = m
@@ -175,20 +174,18 @@ def _narrow(x, ok, m, need, LEFT: tl.constexpr, BELL: tl.constexpr):
         deviation = tl.sqrt(tl.maximum(squares / count - mean * mean, 0.0))
         if (at_low > need) & (deviation < float("inf")):
             step = tl.sqrt(need * (1 - need / m)) + 1
-            if LEFT == 0:
-                low, high, at_low, at_high = _try_bell(
-                    x, low, high, at_low, at_high, need, count, mean, deviation,
-                    2.2 * step, 0.7 * step,
-                )  # fmt: skip
-                rounds += 1
-            if (LEFT > 0) | (at_low - at_high > 512):
+            low, high, at_low, at_high = _try_bell(
+                x, low, high, at_low, at_high, need, count, mean, deviation, 2.2 * step, 0.7 * step
+            )
+            rounds += 1
+            if at_low - at_high > 512:
                 low, high, at_low, at_high = _try_bell(
                     x, low, high, at_low, at_high, need, count, mean, deviation,
                     7 * step, 2 * step,
                 )  # fmt: skip
                 rounds += 1
         stuck = (at_low - at_high) * 2 > m
-    while (at_low > need) & (high - low > 1) & (at_low - at_high > LEFT):
+    while (at_low > need) & (high - low > 1):
         a = score_of(low.to(tl.int32))
         z = score_of((high - 1).to(tl.int32))
         if stuck | ~(tl.abs(z - a) < float("inf")):
@@ -223,7 +220,7 @@ def _narrow(x, ok, m, need, LEFT: tl.constexpr, BELL: tl.constexpr):
 def pick(x, i, ok, m, need, out_i, out_x, BELL: tl.constexpr):
     """Store the best `need` of the m scores x (clean, and -inf where not ok) with indices i, in the
     order of the tensors; of equals the first."""
-    low, high, at_low, at_high, rounds = _narrow(x, ok, m, need, 0, BELL)
+    low, high, at_low, at_high, rounds = _narrow(x, ok, m, need, BELL)
     keep = ok & _reach(x, low)
     if at_low > need:
         above = _reach(x, high)
@@ -234,44 +231,6 @@ def pick(x, i, ok, m, need, out_i, out_x, BELL: tl.constexpr):
     tl.store(out_i + slot - 1, i, mask=slot > 0)
     tl.store(out_x + slot - 1, x, mask=slot > 0)
     return rounds
-
-
-@triton.jit
-def _ahead(other, mine, SIZE: tl.constexpr):
-    """How many of the other keys are larger than each of mine; 32 at a time, as all would be more
-    than the registers."""
-    if SIZE > 32:
-        a, b = tl.split(tl.reshape(other, [SIZE // 2, 2]))
-        return _ahead(a, mine, SIZE // 2) + _ahead(b, mine, SIZE // 2)
-    else:
-        return tl.sum((other[:, None] > mine[None, :]).to(tl.int32), 0)
-
-
-@triton.jit
-def rank_few(x, i, ok, base, need, out_i, out_x, SIZE: tl.constexpr, NEAR: tl.constexpr):
-    """`pick` for few scores in the order of their indices, best first: the place of each is the
-    number of those before it, counted one against all, so that no round waits for another. NEAR:
-    their keys are `base` to `base + 2**23`, and key and place fit 32 bits together."""
-    place = -tl.arange(0, SIZE) + (SIZE - 1)
-    if NEAR:
-        mine = tl.where(ok, ((key_of(x) - base.to(tl.int32)) << 8) | place, -1)
-    else:
-        mine = (key_of(x).to(tl.int64) << 32) | place.to(tl.int64)
-        mine = tl.where(ok, mine, _EMPTY)
-    rank = _ahead(mine, mine, SIZE)
-    tl.store(out_i + rank, i, mask=ok & (rank < need))
-    tl.store(out_x + rank, x, mask=ok & (rank < need))
-
-
-@triton.jit
-def _rank_list(
-    list_i, list_x, m, base, need, out_i, out_x, SIZE: tl.constexpr, NEAR: tl.constexpr
-):  # fmt: skip
-    """`rank_few` of the m scores of a list. .cg: from where the other warps' stores are."""
-    q = tl.arange(0, SIZE)
-    i = tl.load(list_i + q, mask=q < m, other=0, cache_modifier=".cg")
-    x = tl.load(list_x + q, mask=q < m, other=float("-inf"), cache_modifier=".cg")
-    rank_few(x, i, q < m, base, need, out_i, out_x, SIZE, NEAR)
 
 
 @triton.jit
@@ -287,43 +246,9 @@ def pick_list(list_i, list_x, m, need, out_i, out_x, SIZE: tl.constexpr):
 
 
 @triton.jit
-def _pick_whole(x, i, ok, m, need, out_i, out_x, list_i, list_x, LIST: tl.constexpr):
-    """`pick` for many scores: those of which the thresholds leave it open go to a list, from which
-    the rest is picked, so that few rounds look at all of them."""
-    low, high, at_low, at_high, rounds = _narrow(x, ok, m, need, LIST, True)
-    above = _reach(x, high)
-    keep = ok & _reach(x, low)
-    both = tl.cumsum(tl.where(above, 1, tl.where(keep, 1 << 16, 0)), 0)
-    place = tl.where(above, both & 0xFFFF, tl.where(keep, -(both >> 16), 0)).to(tl.int64)
-    tl.store(out_i + place - 1, i, mask=place > 0)
-    tl.store(out_x + place - 1, x, mask=place > 0)
-    left = need - at_high
-    if (at_low == need) | (high - low == 1):  # all of them, or of equals the first
-        mine = (place < 0) & (-place <= left)
-        tl.store(out_i + at_high - place - 1, i, mask=mine)
-        tl.store(out_x + at_high - place - 1, x, mask=mine)
-    else:
-        tl.store(list_i - place - 1, i, mask=place < 0)
-        tl.store(list_x - place - 1, x, mask=place < 0)
-        tl.debug_barrier()  # other warps read what one has stored
-        out_i += at_high
-        out_x += at_high
-        m = at_low - at_high
-        SIZE: tl.constexpr = min(FEW, LIST)
-        if m > SIZE:
-            pick_list(list_i, list_x, m, left, out_i, out_x, LIST)
-        elif high - low < 2**23:
-            _rank_list(list_i, list_x, m, low, left, out_i, out_x, SIZE, True)
-        else:
-            _rank_list(list_i, list_x, m, low, left, out_i, out_x, SIZE, False)
-    return rounds
-
-
-@triton.jit
 def whole_row(
-    scores, lengths, out_i, out_x, stats, list_i, list_x, N, x_r,
-    K, K_PAD: tl.constexpr, SIZE: tl.constexpr, LIST: tl.constexpr,
-    LENGTH_STEP: tl.constexpr, PDL: tl.constexpr,
+    scores, lengths, out_i, out_x, stats, N, x_r,
+    K, K_PAD: tl.constexpr, SIZE: tl.constexpr, LENGTH_STEP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     r = tl.program_id(0).to(tl.int64)
     if PDL:
@@ -343,12 +268,7 @@ def whole_row(
         out_i += r * K
         out_x += r * K
         m = tl.full([], 0, tl.int32) + n
-        if LIST == 0:
-            rounds = pick(x, i, i < n, m, K, out_i, out_x, True)
-        else:
-            list_i += r * LIST
-            list_x += r * LIST
-            rounds = _pick_whole(x, i, i < n, m, K, out_i, out_x, list_i, list_x, LIST)
+        rounds = pick(x, i, i < n, m, K, out_i, out_x, True)
         tl.store(stats + r * 3, _WHOLE_ROW)
         tl.store(stats + r * 3 + 1, rounds)
         tl.store(stats + r * 3 + 2, n)

@@ -27,6 +27,7 @@ import torch
 import triton
 
 from attnplug.ops import _topk_kernels as kernels
+from attnplug.ops import _topk_row as row
 from attnplug.ops import _topk_select as select
 from attnplug.ops._define import define_op, refuse_gradients, require, row_step
 from attnplug.ops._splits import machine
@@ -265,7 +266,7 @@ class Plan(NamedTuple):
     here: int = 1024  # groups of one program of `collect`
     batch: int = 64  # groups that `collect` reads at once
     capacity: int = 4096  # of the list that `refine` selects from
-    small: int = 512  # up to so many it holds fewer registers; of a whole row the list's, 0: none
+    small: int = 512  # up to so many it holds fewer registers; of a whole row its list, 0: none
     refine_tile: int = 2048  # of its search over the row
     refine_warps: int = 4
     bins: int = 64
@@ -284,10 +285,7 @@ def plan_for(rows: int, size: int, k: int, multiprocessors: int) -> Plan:
         padded = triton.next_power_of_2(size)
         if padded <= 256:
             return Plan(True, refine_warps=1, small=0)
-        if padded <= 1024:
-            return Plan(True, refine_warps=4 if rows <= 256 else 2, small=128)
-        # Alone, no row waits for one that takes more rounds; a list is worth it for several.
-        return Plan(True, refine_warps=8, small=0 if rows == 1 else 512)
+        return Plan(True, refine_warps=8, small=256)
     total = rows * size
     group = 16 if total >= GROUPED and size >= 256 * k else 1
     # Programs a row: all their samples of the row cost more than what some multiprocessors idle.
@@ -317,13 +315,7 @@ def launch_topk(scores, k, hint, lengths, sorted, indices, values, how, plan=Non
     if scores.stride(1) != 1:
         scores = scores.contiguous()
     if plan.whole_row:
-        places = (rows, max(1, plan.small))
-        select.whole_row[(rows,)](
-            scores, lengths, indices, values, how, indices.new_empty(places),
-            values.new_empty(places), size, scores.stride(0), k,
-            max(2, triton.next_power_of_2(k)), max(32, triton.next_power_of_2(size)), plan.small,
-            row_step(lengths), pdl, num_warps=plan.refine_warps, **early,
-        )  # fmt: skip
+        _launch_row(scores, k, lengths, indices, values, how, plan, pdl, early)
     else:
         if hint is not None and hint.shape[1] == 0:
             hint = None
@@ -333,6 +325,25 @@ def launch_topk(scores, k, hint, lengths, sorted, indices, values, how, plan=Non
     if sorted:
         padded = max(2, triton.next_power_of_2(k))
         select.order[(rows,)](indices, values, k, padded, num_warps=min(16, max(1, padded // 128)))
+
+
+def _launch_row(scores, k, lengths, indices, values, how, plan, pdl, early):
+    """The one kernel of a short row."""
+    rows, size = scores.shape
+    padded, padded_k = max(32, triton.next_power_of_2(size)), max(2, triton.next_power_of_2(k))
+    sizes, step = (size, scores.stride(0), k, padded_k), row_step(lengths)
+    if plan.small == 0:
+        select.whole_row[(rows,)](
+            scores, lengths, indices, values, how, *sizes, padded, step, pdl,
+            num_warps=plan.refine_warps, **early,
+        )  # fmt: skip
+        return
+    warps = max(1, padded // 1024, min(plan.refine_warps, padded // 512))  # 16 or 32 a thread
+    words = indices.new_empty((rows, plan.small + row.TILE), dtype=torch.int64)
+    row.binned_row[(rows,)](
+        scores, lengths, indices, values, how, words, *sizes, max(1, padded // (512 * warps)),
+        warps, plan.small, row.SHARE, row.WIDTH, step, pdl, num_warps=warps, **early,
+    )  # fmt: skip
 
 
 def _launch_programs(scores, k, hint, lengths, indices, values, how, plan, pdl, early):

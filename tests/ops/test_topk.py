@@ -185,6 +185,31 @@ def test_tokens_that_must_not_be_picked_cost_no_round(device):
     assert_exact([out.cpu() for out in outputs], scores, 100)
 
 
+@pytest.mark.parametrize("far", [-100.0, 30.0])
+def test_a_bell_that_misses_is_looked_beside(device, far):
+    """A few scores far away move and widen the bell: the k-th is in none of the first bins, and
+    too many share that of the wider ones."""
+    generator = torch.Generator().manual_seed(17)
+    scores = torch.randn(3, 1000, generator=generator)
+    scores[:, torch.randperm(1000, generator=generator)[:40]] = far
+    found = call((device, "kernel"), scores, 150, plan=op.Plan(True, small=256))
+    assert ((found[2][:, 1] > 1) & (found[2][:, 1] <= 4)).all()
+    assert_exact(found, scores, 150)
+
+
+@pytest.mark.parametrize("levels", [1, 7, 150])
+def test_a_list_of_several_tiles(device, levels):
+    """Many share the bin of the k-th, and where they are equal the lower indices win."""
+    generator = torch.Generator().manual_seed(18)
+    k, size = 200, 1000
+    scores = torch.randn(3, size, generator=generator)
+    near = torch.randperm(size, generator=generator)[:150]
+    scores[:, near] = 0.8 + 1e-6 * torch.randint(0, levels, (3, 150), generator=generator)
+    found = call((device, "kernel"), scores, k, plan=op.Plan(True, small=256))
+    assert (found[2][:, 1] <= 4).all()  # no thresholds
+    assert_exact(found, scores, k)
+
+
 def test_what_lies_behind_the_length_is_not_read(device_path):
     generator = torch.Generator().manual_seed(9)
     scores = torch.randn(2, 300, generator=generator)
