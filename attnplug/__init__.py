@@ -7,9 +7,8 @@ torch.compile sees as single nodes.
 """
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from attnplug.api import LayerReport, Report, applied, apply, make_cache, remove, report
 from attnplug.errors import (
     AlreadyAppliedError,
     ArgumentError,
@@ -22,7 +21,10 @@ from attnplug.errors import (
     UnsupportedModelError,
     WeightsUnavailableError,
 )
-from attnplug.policies import Certified, Dense, Gather, Gvr, Momo, Policy, Stream
+
+if TYPE_CHECKING:
+    from attnplug.api import LayerReport, Report, applied, apply, make_cache, remove, report
+    from attnplug.policies import Certified, Dense, Gather, Gvr, Momo, Policy, Stream
 
 __version__ = "0.1.0"
 
@@ -54,8 +56,25 @@ __all__ = [
 ]
 
 
+_HOMES = {
+    "attnplug.api": ("LayerReport", "Report", "applied", "apply", "make_cache", "remove", "report"),
+    "attnplug.policies": ("Certified", "Dense", "Gather", "Gvr", "Momo", "Policy", "Stream"),
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+_MODULES = ("api", "eval", "models", "ops", "plan", "policies", "telemetry", "testing", "trace")
+
+
 def __getattr__(name: str) -> Any:
-    """`attnplug.trace`, imported when it is first asked for: pyarrow takes its time."""
-    if name == "trace":
-        return importlib.import_module("attnplug.trace")
+    """What needs torch is imported when it is first asked for, so that `import attnplug` and
+    `attnplug --help` take no seconds."""
+    if name in _MODULES:
+        return importlib.import_module(f"attnplug.{name}")
+    if name in _HOME_OF:
+        value = getattr(importlib.import_module(_HOME_OF[name]), name)
+        globals()[name] = value  # asked for once
+        return value
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__, *_MODULES})

@@ -238,9 +238,11 @@ def parse_policy(text: str, methods: Mapping[str, type[Phase]]) -> Policy:
     takes the phases that it serves and no other term claims; the rest is dense. Phases can also be
     named: "prefill=momo, decode=dense, trace=stream".
     """
+    if not text.strip():
+        raise PolicyError(f"the policy is empty; there are {', '.join(sorted(methods))}")
     whole = _parse_call(text)
     if whole.keywords and not whole.args:
-        named = {str(keyword.arg): keyword.value for keyword in whole.keywords}
+        named = _keywords(whole, text)
         if not named.keys() <= SLOTS:
             raise PolicyError(
                 f"policy {text!r}: a phase is prefill, decode or trace, not "
@@ -277,6 +279,18 @@ def _parse_call(text: str) -> ast.Call:
     return node
 
 
+def _keywords(call: ast.Call, text: str) -> dict[str, ast.expr]:
+    """Each keyword's value. Python's parser takes a name twice, and `**` without a name."""
+    named: dict[str, ast.expr] = {}
+    for keyword in call.keywords:
+        if keyword.arg is None:
+            raise PolicyError(f"policy {text!r}: write the options out, as in momo(gamma=16)")
+        if keyword.arg in named:
+            raise PolicyError(f"policy {text!r}: {keyword.arg} is given twice")
+        named[keyword.arg] = keyword.value
+    return named
+
+
 def _terms(node: ast.expr) -> list[ast.expr]:
     terms: list[ast.expr] = []
     while isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
@@ -299,16 +313,16 @@ def _parse_term(node: ast.expr, text: str, methods: Mapping[str, type[Phase]]) -
     cls = methods[call.func.id]
     known = [field.name for field in dataclasses.fields(cls)]  # pyright: ignore[reportArgumentType]
     options: dict[str, Any] = {}
-    for keyword in call.keywords:
-        if keyword.arg not in known:
+    for name, value in _keywords(call, text).items():
+        if name not in known:
             raise PolicyError(
-                f"policy {text!r}: {cls.name} has no option {keyword.arg!r}; it has "
+                f"policy {text!r}: {cls.name} has no option {name!r}; it has "
                 f"{', '.join(known) or 'none'}"
             )
         try:
-            options[keyword.arg] = ast.literal_eval(keyword.value)
+            options[name] = ast.literal_eval(value)
         except ValueError as error:
             raise PolicyError(
-                f"policy {text!r}: {keyword.arg}={ast.unparse(keyword.value)} is not a literal"
+                f"policy {text!r}: {name}={ast.unparse(value)} is not a literal"
             ) from error
     return cls(**options)

@@ -108,7 +108,11 @@ def test_a_method_of_both_phases_has_a_spelling_in_each():
         ("stream+stream(top_k=8)", "both want to be the trace method"),
         ("momo, dense", "join methods with"),
         ("decode=momo", "momo cannot be the decode method"),
-        ("", "join methods with"),
+        ("", "the policy is empty; there are"),
+        ("  ", "the policy is empty; there are"),
+        ("momo(gamma=16, gamma=32)", "gamma is given twice"),
+        ("prefill=momo, prefill=dense", "prefill is given twice"),
+        ("momo(**{'gamma': 16})", "write the options out"),
         ("momo) + (dense", "cannot be read"),
     ],
 )
