@@ -68,7 +68,7 @@ def certified(rows: list[Certificates]) -> Table:
     found = Table(title="certificates")
     for column in (
         "layer", "head-steps", "exact", "E_key mean", "max", "E_val mean", "max", "rung 1",
-        "rung 2", "rung 3", "rung 4", "saved", "link MiB", "tier MiB",
+        "rung 2", "rung 3", "rung 4", "saved", "scratch hits", "link MiB", "tier MiB",
     ):  # fmt: skip
         found.add_column(column, justify="right")
     for row in rows:
@@ -76,6 +76,6 @@ def certified(rows: list[Certificates]) -> Table:
             str(row.layer), str(row.head_steps), f"{row.exact:.3f}", f"{row.key_mean:.3g}",
             f"{row.key_max:.3g}", f"{row.value_mean:.3g}", f"{row.value_max:.3g}",
             str(row.expanded), str(row.values), str(row.head), str(row.row), str(row.saved),
-            f"{row.link_bytes / 2**20:.2f}", f"{row.tier_bytes / 2**20:.2f}",
+            f"{row.hit_rate:.3f}", f"{row.link_bytes / 2**20:.2f}", f"{row.tier_bytes / 2**20:.2f}",
         )  # fmt: skip
     return found

@@ -5,8 +5,11 @@ memory, as a user has them, and on the device.
 Gaussian keys and values, with one key that most of the attention goes to: attention that is spread
 evenly has no first block, so that the ranking check would recompute every head from the host.
 `bound` promotes two blocks and leaves the rest to the certificate; `paper` are the paper's options.
-Every call reads inputs that are not in the L2. `tier_bytes` and `link_bytes` stand in `options`.
-`phase` rows are the chain cut off after each of its kernels.
+Every call reads inputs that are not in the L2. What crossed the link, the tier's share of the
+cache's bytes and the share of heads that were recomputed stand in `options`. `phase` rows are the
+chain cut off after each of its kernels. `scratch` rows are steps whose queries drift: what of a
+query is not along the key that takes most of the attention keeps a stated correlation with the
+step before.
 """
 
 import dataclasses
@@ -19,13 +22,15 @@ from peers import cudnn_attention
 from attnplug import Certified
 from attnplug.ops import quantize_kv
 from attnplug.ops._certified_triton import PHASES, launch
-from attnplug.ops.certified_attention import TELEMETRY, _allocate
+from attnplug.ops.certified_attention import _allocate
 from attnplug.policies import AttentionCall
+from attnplug.policies.certified import _summary
 
 HEADS_Q, HEADS_KV, WIDTH = 32, 8, 128
 SCALE = WIDTH**-0.5
 BOUND = Certified(coverage=0.0, v_tol=1e30, explore=0.0, min_tokens=0)
-PAPER = Certified(explore=0.0, min_tokens=0)
+PAPER = Certified(explore=0.0, min_tokens=0, scratch=0)
+STEPS = 16  # of drifting queries, walked there and back again
 
 
 def inputs(policy: Certified, batch: int, n: int, seed: int):
@@ -60,10 +65,9 @@ def run(gpu_bench, policy: Certified, batch: int, n: int, options: str):
     for _, call, _, _ in made:
         policy.attend(call)
     layer = made[0][0]
-    fields = dict(zip(TELEMETRY, layer.telemetry.sum((0, 1, 2)).tolist(), strict=True))
-    link = (fields["key_tokens"] + fields["value_tokens"]) * WIDTH * 2
+    found = _summary(0, layer)
     share = layer.tier.nbytes() / (2 * made[0][2].nbytes)
-    again = (fields["head"] + fields["row"]) / max(1.0, fields["steps"])
+    link, again = found.link_bytes, found.exact
     gpu_bench(
         op="certified", case="op", n=n, batch=batch, heads_q=HEADS_Q, heads_kv=HEADS_KV,
         head_dim=WIDTH, dtype=torch.bfloat16,
@@ -86,7 +90,7 @@ def test_certified(gpu_bench, originals, batch, n):
 
 
 @pytest.mark.parametrize("n", [65536, 131072])
-@pytest.mark.parametrize("last", ["quantize_kv", *PHASES[1:]])
+@pytest.mark.parametrize("last", ["quantize_kv", *(x for x in PHASES[1:] if x != "promote")])
 def test_phases(gpu_bench, n, last):
     """The chain cut off after each of its kernels: what a row adds to the one before is its own."""
     size = HEADS_KV * n * (WIDTH + 4 * WIDTH // BOUND.block + WIDTH // 2 + WIDTH // 4)
@@ -115,7 +119,7 @@ def upto(layer, call, phases) -> None:
     args = (
         call.q, call.k, call.v, *layer.tier, call.scale, BOUND.block, BOUND.coverage, BOUND.k_min,
         BOUND.k_max, BOUND.v_tol, inf, inf, inf, BOUND.ranking, BOUND.explore, call.lengths, None,
-        None, 0.0, None, layer.telemetry,
+        None, 0.0, None, layer.telemetry, *(None,) * 5,
     )  # fmt: skip
     launch(*args, *_allocate(*args), phases=phases)
 
@@ -125,6 +129,50 @@ def upto(layer, call, phases) -> None:
 def test_the_papers_options(gpu_bench, originals, n):
     policy = dataclasses.replace(PAPER, originals=originals)
     run(gpu_bench, policy, 1, n, f"paper, block=64, originals={originals}")
+
+
+def drifting(call: AttentionCall, correlation: float) -> list[AttentionCall]:
+    """Steps over one cache, as a walk there and back; independent ones as a circle."""
+    random = torch.Generator("cuda").manual_seed(7)
+    q = call.q.float().unflatten(1, (HEADS_KV, -1))
+    along = call.k[:, :, 3].float()[:, :, None, None]
+    along = along / along.norm(dim=-1, keepdim=True)
+
+    def across(x: torch.Tensor) -> torch.Tensor:
+        return x - (x * along).sum(-1, keepdim=True) * along
+
+    fixed, rest, walk = q - across(q), across(q), []
+    for _ in range(STEPS if correlation > 0 else 2 * STEPS):
+        walk.append(dataclasses.replace(call, q=(fixed + rest).flatten(1, 2).to(call.q.dtype)))
+        noise = across(torch.randn(q.shape, device="cuda", generator=random))
+        rest = correlation * rest + (1 - correlation**2) ** 0.5 * noise
+    return walk + walk[-2:0:-1] if correlation > 0 else walk
+
+
+@pytest.mark.parametrize("correlation", [0.95, 0.99, 0.0])
+@pytest.mark.parametrize("slots", [128, 256, 64, 0])
+def test_scratch(gpu_bench, slots, correlation):
+    n = 131072
+    policy = dataclasses.replace(PAPER, scratch=slots)
+    layer, call, _, _ = inputs(policy, 1, n, 0)
+    steps = drifting(call, correlation)
+    for _ in range(2):  # the second is as it goes on
+        layer.telemetry.zero_()
+        if layer.scratch is not None:
+            layer.scratch.counters[..., 1:].zero_()
+        for one in steps:
+            policy.attend(one)
+    found = _summary(0, layer)
+    gpu_bench(
+        op="certified", case="scratch", n=n, batch=1, heads_q=HEADS_Q, heads_kv=HEADS_KV,
+        head_dim=WIDTH, dtype=torch.bfloat16,
+        options=f"paper, block=64, scratch={slots}, correlation={correlation}, "
+        f"hits {found.hit_rate:.3f}, link {found.link_bytes / len(steps) / 2**20:.2f} MiB, "
+        f"exact {found.exact:.3f}",
+        fns=[functools.partial(policy.attend, one) for one in steps], rounds=9,
+        bytes=HEADS_KV * n * (WIDTH + 4 * WIDTH // policy.block + WIDTH // 2 + WIDTH // 4),
+        flops=4 * n * HEADS_Q * WIDTH,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("n", [65536, 131072])

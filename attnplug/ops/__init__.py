@@ -1,6 +1,7 @@
 """The ops: each a torch.library op with a Triton kernel (CUDA), a numba reference (CPU) and a fake
 (tracing), in a file of its own name."""
 
+from attnplug.ops._certified_scratch import Scratch
 from attnplug.ops.block_bounds import block_bounds
 from attnplug.ops.block_sparse_attention import block_sparse_attention
 from attnplug.ops.certified_attention import CertifiedOutput, certified_attention
@@ -24,6 +25,7 @@ __all__ = [
     "CertifiedOutput",
     "Near",
     "QuantizedKV",
+    "Scratch",
     "block_bounds",
     "block_sparse_attention",
     "certified_attention",

@@ -11,17 +11,17 @@ from attnplug.ops.block_bounds import row_span
 
 
 @triton.jit
-def _ranks(at, chunks, count, reach, CHUNKS: tl.constexpr, DEPTH: tl.constexpr):
-    """`_certified_reference.ranks_agree`, of the best blocks of every chunk that has any."""
+def _ranks(at, some, count, reach, PIECES: tl.constexpr, DEPTH: tl.constexpr):
+    """`_certified_reference.ranks_agree`, of the best blocks of every piece that has any."""
     SLOTS: tl.constexpr = 1 if DEPTH == 1 else 4
-    i = tl.arange(0, CHUNKS)[:, None]
+    i = tl.arange(0, PIECES)[:, None]
     slot = tl.arange(0, SLOTS)[None, :]
-    at = at + (14 + 4 * slot) * CHUNKS + i
-    mask = chunks[:, None] & (slot >= 0)
+    at = at + (4 + 4 * slot) * PIECES + i
+    mask = some[:, None] & (slot >= 0)
     rough = tl.load(at, mask=mask, other=float("-inf"))
-    rough_name = tl.load(at + CHUNKS, mask=mask, other=-1.0)
-    exact = tl.load(at + 2 * CHUNKS, mask=mask, other=float("-inf"))
-    exact_name = tl.load(at + 3 * CHUNKS, mask=mask, other=-1.0)
+    rough_name = tl.load(at + PIECES, mask=mask, other=-1.0)
+    exact = tl.load(at + 2 * PIECES, mask=mask, other=float("-inf"))
+    exact_name = tl.load(at + 3 * PIECES, mask=mask, other=-1.0)
     agree = count >= 0
     least = float("inf")
     for step in tl.static_range(DEPTH):
@@ -43,10 +43,10 @@ def _ranks(at, chunks, count, reach, CHUNKS: tl.constexpr, DEPTH: tl.constexpr):
 @triton.jit
 def finish(
     out, lse, bounds, rungs, telemetry, sinks, progress, lengths, start, merged, extremes, found,
-    counts, heads, changes, flags, budget, tolerance, unit_p, unit, S, C, splits, kv_heads,
+    counts, heads, gained, changes, flags, budget, tolerance, unit_p, unit, S, C, splits, kv_heads,
     telemetry_rows, GROUP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BLOCK: tl.constexpr,
-    CHUNKS: tl.constexpr, FIELDS: tl.constexpr, KV: tl.constexpr, DEPTH: tl.constexpr,
-    LENGTH_STEP: tl.constexpr, START_STEP: tl.constexpr, PDL: tl.constexpr,
+    CHUNKS: tl.constexpr, PIECES: tl.constexpr, LISTED: tl.constexpr, KV: tl.constexpr,
+    DEPTH: tl.constexpr, LENGTH_STEP: tl.constexpr, START_STEP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Add what promotion changes to one head's sum, bound its error, and say whether it must be
     recomputed."""
@@ -65,7 +65,7 @@ def finish(
     whole_i = tl.load(at + CHUNKS)
     worthy_i = tl.load(at + 2 * CHUNKS)
     climbed = tl.load(counts + group * (4 * CHUNKS) + 3 * CHUNKS)
-    at = found + row * (FIELDS * CHUNKS) + i
+    at = found + row * (10 * CHUNKS) + i
     over, under, plain = tl.load(at), tl.load(at + CHUNKS), tl.load(at + 2 * CHUNKS)
     grown, left, worst = (
         tl.load(at + 3 * CHUNKS), tl.load(at + 4 * CHUNKS), tl.load(at + 5 * CHUNKS),
@@ -74,11 +74,16 @@ def finish(
         tl.load(at + 6 * CHUNKS), tl.load(at + 7 * CHUNKS), tl.load(at + 8 * CHUNKS),
     )  # fmt: skip
     widest = tl.load(at + 9 * CHUNKS)
-    some = taken_i > 0
-    exact = tl.load(at + 10 * CHUNKS, mask=some, other=float("-inf"))
-    held = tl.load(at + 11 * CHUNKS, mask=some, other=0.0)
-    value = tl.load(at + 12 * CHUNKS, mask=some, other=0.0)
-    tops = tl.load(at + 13 * CHUNKS, mask=some, other=float("-inf"))
+    taken = tl.sum(taken_i, 0)
+    p = tl.arange(0, PIECES)
+    some = p < taken
+    if not LISTED:
+        some = taken_i > 0
+    at = gained + row * (20 * PIECES) + p
+    exact = tl.load(at, mask=some, other=float("-inf"))
+    held = tl.load(at + PIECES, mask=some, other=0.0)
+    value = tl.load(at + 2 * PIECES, mask=some, other=0.0)
+    tops = tl.load(at + 3 * PIECES, mask=some, other=float("-inf"))
     norm = tl.load(heads + row * 2)
     tail = tl.load(heads + row * 2 + 1)
     d = tl.arange(0, DP)
@@ -89,10 +94,10 @@ def finish(
     sink = float("-inf")
     if sinks is not None:
         sink = tl.load(sinks + head).to(tl.float32) * 1.4426950408889634
-    part_at = changes + (row * CHUNKS + i)[:, None] * D + d[None, :]
+    part_at = changes + (row * PIECES + p)[:, None] * D + d[None, :]
     part = tl.load(part_at, mask=some[:, None] & (d < D)[None, :], other=0.0)
 
-    taken, whole, worthy = tl.sum(taken_i, 0), tl.sum(whole_i, 0), tl.sum(worthy_i, 0)
+    whole, worthy = tl.sum(whole_i, 0), tl.sum(worthy_i, 0)
     over, under, plain, grown = (
         tl.sum(over, 0),
         tl.sum(under, 0),
@@ -106,7 +111,7 @@ def finish(
     agree, safe = taken >= 0, taken >= 0
     if DEPTH > 0:
         agree, safe = _ranks(
-            found + row * (FIELDS * CHUNKS), some, taken, reach, CHUNKS, DEPTH
+            gained + row * (20 * PIECES), some, taken, reach, PIECES, DEPTH
         )  # fmt: skip
     top = tl.maximum(tl.maximum(norm, tl.max(exact, 0)), tl.maximum(tail, sink))
     shift = tl.where(top == float("-inf"), 0.0, top)

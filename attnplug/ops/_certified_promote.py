@@ -1,10 +1,5 @@
-"""The Triton kernel of `certified_attention` that chooses what is read exactly, sums up what the
-bounds need of the rest, and reads what was chosen. To the base 2.
-
-A row's KV head has CHUNKS programs, block j belonging to chunk j % CHUNKS. Each of them chooses for
-the whole head, which costs no time as they all do it at once, and needs no list; then it sees to
-its own blocks. As many programs as a group has heads merge the partial results meanwhile.
-"""
+"""Triton code of `certified_attention` that reads chosen blocks exactly and says what that changes;
+and the kernel that does so for a list of them. To the base 2."""
 
 import triton
 import triton.language as tl
@@ -13,12 +8,11 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from attnplug.ops._certified_attend import (
     capped,
     load_codes,
-    quantized_blocks,
     split_dot,
     values_of,
 )
 from attnplug.ops._certified_exact import load_values
-from attnplug.ops._certified_select import block_sums, choose, marked, merge_head, norms
+from attnplug.ops._certified_scratch import source, words_of
 from attnplug.ops._quantize_kv_triton import bf16_value
 from attnplug.ops.block_bounds import row_span
 
@@ -44,95 +38,47 @@ def _insert(
 
 
 @triton.jit
-def promote(
-    q, k, v, k_codes, k_meta, v_codes, v_meta, summary, progress, lengths, start, key_mask, base,
-    delta, noise, logs, partial, partial_lse, merged, found, counts, heads, changes, flags,
-    coverage, least, most, v_tol, budget, key_tolerance, explore, scale, cap, S, N, splits,
+def _entry(listed, group, index, ends, taken, CHUNKS: tl.constexpr, OWN: tl.constexpr):
+    """(name of a KV head's promoted block `index`, where its entry is). A name is the block's
+    number times four, plus two for a spot check, plus one for values too."""
+    before = ends <= index
+    chunk = tl.sum(before.to(tl.int32), 0)
+    rest = index - tl.sum(tl.where(before, taken, 0), 0)
+    at = listed + ((group * CHUNKS + chunk) * OWN + rest) * 3
+    return tl.load(at), at
+
+
+@triton.jit
+def _sealed(word, item, place, seals_at):
+    """Compare the seal of a slot that was read, or write that of one that is being filled; whether
+    it did not fit."""
+    slot = tl.where(place >= 0, place, -2 - place)
+    seal = word + item * 7919 + 100000007
+    stored = tl.load(seals_at + slot, mask=place >= 0, other=0)
+    tl.store(seals_at + slot, seal, mask=place < -1)
+    return (place >= 0) & (stored != seal)
+
+
+@triton.jit
+def read_blocks(
+    q, k, v, k_codes, k_meta, v_codes, v_meta, summary, key_mask, base, delta, gained, changes,
+    flags, slots, owner, seals, scale, cap, N, SLOTS, b, h, group, low, piece, pieces, first, count,
+    step, rank, name, listed, ends, taken,
     q_b, q_h, k_b, k_h, k_s, v_b, v_h, v_s, mask_b,
     GROUP: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
-    BLOCK: tl.constexpr, HALF: tl.constexpr, HALF_P: tl.constexpr, GP: tl.constexpr,
-    TILE: tl.constexpr, SPLITS: tl.constexpr, CHUNKS: tl.constexpr, OWN: tl.constexpr,
-    FIELDS: tl.constexpr, DEPTH: tl.constexpr, FEW: tl.constexpr, COVERS: tl.constexpr,
-    EXPANDS: tl.constexpr, BUDGETED: tl.constexpr, QK: tl.constexpr, PV: tl.constexpr,
-    PARTS: tl.constexpr, CAPPED: tl.constexpr, LENGTH_STEP: tl.constexpr,
-    START_STEP: tl.constexpr, PDL: tl.constexpr,
+    BLOCK: tl.constexpr, HALF: tl.constexpr, HALF_P: tl.constexpr, CHUNKS: tl.constexpr,
+    OWN: tl.constexpr, DEPTH: tl.constexpr, LISTED: tl.constexpr, QK: tl.constexpr,
+    PV: tl.constexpr, PARTS: tl.constexpr, CAPPED: tl.constexpr,
 ):  # fmt: skip
-    """One chunk of a KV head's blocks, or the merge of one of its heads. `found` gets FIELDS
-    numbers of each head and chunk, `counts` how many blocks were taken, whole, and for their
-    values' error, and whether rung 1 was climbed. Scores and values must be within their bounds."""
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
-    chunk = tl.program_id(0) - GROUP
-    h = tl.program_id(1)
-    b = tl.program_id(2).to(tl.int64)
-    group = b * tl.num_programs(1) + h
-    if chunk < 0:
-        merge_head(
-            merged, partial, partial_lse, group * GROUP + tl.program_id(0), splits, D, DP, SPLITS
-        )
-        return
-    length, low = row_span(lengths, start, b, S, LENGTH_STEP, START_STEP)
-    blocks = quantized_blocks(progress, b, length, low, BLOCK)
-    g = tl.arange(0, GP)
-    in_heads = g < GROUP
-    row_g = group * GROUP + g
-    norm, tail = norms(partial_lse, row_g, in_heads, splits, GP, SPLITS)
-    empty = norm == float("-inf")
-    shown = tl.where(empty, 0.0, norm)
-    own = tl.where(empty, 1.0, tl.exp2(tail - shown))
-    if chunk == 0:
-        tl.store(heads + row_g * 2, norm, mask=in_heads)
-        tl.store(heads + row_g * 2 + 1, tail, mask=in_heads)
-    logs_at = logs + row_g * N
-    delta_at = delta + row_g * N
-    summary_at = summary + group * N * 2
-    x, worth_x, climbed = choose(
-        logs_at, delta_at, summary_at, shown, own, coverage, least, most, v_tol, budget,
-        key_tolerance, blocks, in_heads, GP, TILE, FEW, COVERS, EXPANDS, BUDGETED,
-    )  # fmt: skip
-
-    i = tl.arange(0, OWN)
-    j = chunk + i * CHUNKS
-    there = j < blocks
-    mask = there[:, None] & in_heads[None, :]
-    log = tl.load(logs_at[None, :] + j[:, None], mask=mask, other=float("-inf"))
-    deviation = tl.load(delta_at[None, :] + j[:, None], mask=mask, other=0.0)
-    quiet = tl.load(noise + row_g[None, :] * N + j[:, None], mask=mask, other=0.0)
-    eta = tl.load(summary_at + j * 2, mask=there, other=0.0)
-    nu = tl.load(summary_at + j * 2 + 1, mask=there, other=0.0)
-    mass = tl.exp2(log - shown[None, :])
-    score = tl.log2(tl.max(mass, 1) + 1e-37)
-    keys, values, worthy = marked(score, eta, x, worth_x, there, j, group, length, explore)
-    over, under, plain, grown, left, worst, reach, largest, loudest, widest = block_sums(
-        log, deviation, quiet, eta, nu, mass, keys
-    )
-    at = found + row_g * (FIELDS * CHUNKS) + chunk
-    tl.store(at, over, mask=in_heads)
-    tl.store(at + CHUNKS, under, mask=in_heads)
-    tl.store(at + 2 * CHUNKS, plain, mask=in_heads)
-    tl.store(at + 3 * CHUNKS, grown, mask=in_heads)
-    tl.store(at + 4 * CHUNKS, left, mask=in_heads)
-    tl.store(at + 5 * CHUNKS, worst, mask=in_heads)
-    tl.store(at + 6 * CHUNKS, reach, mask=in_heads)
-    tl.store(at + 7 * CHUNKS, largest, mask=in_heads)
-    tl.store(at + 8 * CHUNKS, loudest, mask=in_heads)
-    tl.store(at + 9 * CHUNKS, widest, mask=in_heads)
-    taken = tl.sum(keys.to(tl.int32), 0)
-    at = counts + group * (4 * CHUNKS) + chunk
-    tl.store(at, taken)
-    tl.store(at + CHUNKS, tl.sum(values.to(tl.int32), 0))
-    tl.store(at + 2 * CHUNKS, tl.sum(worthy.to(tl.int32), 0))
-    tl.store(at + 3 * CHUNKS, climbed)
-
+    """Read the promoted blocks first, first + step, .. below `count` of a KV head: those in the
+    list (LISTED), from slots where they are there, or a program's own, by their `rank` and `name`.
+    `gained` gets twenty numbers of each head as number `piece` of `pieces`, `changes` what is to
+    be added. Scores and values must be within their bounds, and slots as they were filled: one
+    that is not is dropped."""
     r = tl.arange(0, ROWS)
     in_group = r < GROUP
     row = group * GROUP + r
-    at = found + row * (FIELDS * CHUNKS) + chunk
-    if taken == 0:
-        tl.store(at + 10 * CHUNKS, tl.full([ROWS], float("-inf"), tl.float32), mask=in_group)
-        return
-    rank = tl.cumsum(keys.to(tl.int32), 0)
+    at = gained + row * (20 * pieces) + piece
     COLUMNS: tl.constexpr = HALF * 16
     CP: tl.constexpr = HALF_P * 16
     d = tl.arange(0, DP)
@@ -145,6 +91,12 @@ def promote(
     scaled = query.to(tl.float32) * scale
     k_at = k + b * k_b + h.to(tl.int64) * k_h
     v_at = v + b * v_b + h.to(tl.int64) * v_h
+    summary_at = summary + group * N * 2
+    slots_at, owner_at, seals_at = slots, owner, seals
+    if slots is not None:
+        slots_at = slots + group * SLOTS * (BLOCK * D)
+        owner_at = owner + group * SLOTS
+        seals_at = seals + group * SLOTS
     top = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     held = tl.zeros([ROWS], tl.float32)
@@ -154,21 +106,34 @@ def promote(
     wrong = tl.zeros([BLOCK], tl.int32)
     v0, v1, v2, v3, n0, n1, n2, n3 = top, top, top, top, total, total, total, total
     w0, w1, w2, w3, m0, m1, m2, m3 = top, top, top, top, total, total, total, total
-    for index in range(taken):
-        this = keys & (rank == index + 1)
-        name = tl.sum(tl.where(this, j * 2 + values.to(tl.int32), 0), 0)
-        block = name // 2
-        whole = name % 2  # values too
+    for index in range(first, count, step):
+        entry_at, key_place = listed, -1
+        if LISTED:
+            this, entry_at = _entry(listed, group, index, ends, taken, CHUNKS, OWN)
+        else:
+            this = tl.sum(tl.where(rank == index + 1, name, 0), 0)
+        block = this // 4
+        whole = this & 1  # values too
         place = group * N + block
         tokens = low + block * BLOCK + n
+        item = 2 * (low + block * BLOCK)
         seen = tokens >= 0
         if key_mask is not None:
             seen = tl.load(key_mask + b * mask_b + tokens) != 0
         bits = tl.load(k_meta + place * (2 * D) + d, mask=in_width, other=0)
         codes_at = k_codes + place * (BLOCK * D) + n[:, None] * D + d[None, :]
         codes = tl.load(codes_at, mask=in_width[None, :], other=0)
-        key_at = k_at + tokens.to(tl.int64)[:, None] * k_s + d[None, :]
-        key = tl.load(key_at, mask=seen[:, None] & in_width[None, :], other=0.0)
+        loadable = seen[:, None] & in_width[None, :]
+        if slots is None:
+            key_at = k_at + tokens.to(tl.int64)[:, None] * k_s + d[None, :]
+            key = tl.load(key_at, mask=loadable, other=0.0)
+        else:
+            key_place = tl.load(entry_at + 1)
+            rows_at, row_0, row_step = source(
+                key_place, slots_at, k_at, low + block * BLOCK, k_s, BLOCK * D, D
+            )
+            key_at = rows_at + (row_0 + n).to(tl.int64)[:, None] * row_step + d[None, :]
+            key = tl.load(key_at, mask=loadable, other=0.0, cache_modifier=".cg")
         value_codes, low_words, high_words = load_codes(
             v_codes + place * (BLOCK * COLUMNS), v_meta + place * (BLOCK * 2 * HALF),
             BLOCK, HALF, HALF_P,
@@ -185,7 +150,15 @@ def promote(
             rough = capped(rough, cap)
             s = capped(s, cap)
         off = ~(tl.abs(s - rough) <= limit[:, None]) & in_group[:, None] & seen[None, :]
-        wrong = tl.maximum(wrong, tl.max(off.to(tl.int32), 0))
+        off_n = tl.max(off.to(tl.int32), 0)
+        if slots is not None:
+            bad = _sealed(words_of(key, 1), item, key_place, seals_at)
+            fill = slots_at - (2 + key_place).to(tl.int64) * (BLOCK * D) + n[:, None] * D
+            tl.store(fill + d[None, :], key, mask=(d < tl.where(key_place < -1, D, 0))[None, :])
+            off_n = tl.maximum(off_n, bad.to(tl.int32))
+            bad = (key_place >= 0) & (tl.max(off_n, 0) > 0)
+            tl.store(owner_at + key_place, -1, mask=bad)
+        wrong = tl.maximum(wrong, off_n)
         s = tl.where(seen[None, :], s, float("-inf"))
         rough = tl.where(seen[None, :], rough, float("-inf"))
         best = tl.maximum(top, tl.maximum(tl.max(s, 1), tl.max(rough, 1)))
@@ -211,13 +184,35 @@ def promote(
         value_high = values_of(value_codes >> 4, high_words, BLOCK, CP)
         acc_high = split_dot(change, value_high.to(PV), acc_high * decay[:, None], PV, PARTS)
         if whole > 0:
-            new_low, new_high, _norm = load_values(v_at, tokens, v_s, seen, D, COLUMNS, CP)
+            value_place = -1
+            if slots is None:
+                new_low, new_high, _norm = load_values(v_at, tokens, v_s, seen, D, COLUMNS, CP)
+            else:
+                value_place = tl.load(entry_at + 2)
+                rows_at, row_0, row_step = source(
+                    value_place, slots_at, v_at, low + block * BLOCK, v_s, BLOCK * D, D
+                )
+                new_low, new_high, _norm = load_values(
+                    rows_at, row_0 + n, row_step, seen, D, COLUMNS, CP, True
+                )
             in_low = (c < COLUMNS)[None, :] & seen[:, None]
             in_high = in_low & (c + COLUMNS < D)[None, :]
             error_low = tl.where(in_low, new_low.to(tl.float32) - value_low, 0.0)
             error_high = tl.where(in_high, new_high.to(tl.float32) - value_high, 0.0)
             error = tl.sqrt(tl.sum(error_low * error_low, 1) + tl.sum(error_high * error_high, 1))
-            wrong = tl.maximum(wrong, (seen & ~(error <= eta_b)).to(tl.int32))
+            off_n = (seen & ~(error <= eta_b)).to(tl.int32)
+            if slots is not None:
+                word = words_of(new_low, 1) + words_of(new_high, 2 * BLOCK * CP + 1)
+                bad = _sealed(word, item + 1, value_place, seals_at)
+                fill = slots_at - (2 + value_place).to(tl.int64) * (BLOCK * D) + n[:, None] * D
+                room = tl.where(value_place < -1, D, 0)
+                tl.store(fill + c[None, :], new_low, mask=(c < tl.minimum(room, COLUMNS))[None, :])
+                in_high_n = ((c < COLUMNS) & (c + COLUMNS < room))[None, :]
+                tl.store(fill + COLUMNS + c[None, :], new_high, mask=in_high_n)
+                off_n = tl.maximum(off_n, bad.to(tl.int32))
+                bad = (value_place >= 0) & (tl.max(off_n, 0) > 0)
+                tl.store(owner_at + value_place, -1, mask=bad)
+            wrong = tl.maximum(wrong, off_n)
             acc_low = split_dot(p, error_low.to(PV), acc_low, PV, PARTS)
             acc_high = split_dot(p, error_high.to(PV), acc_high, PV, PARTS)
 
@@ -225,29 +220,62 @@ def promote(
     nobody = total == 0
     divisor = tl.where(nobody, 1.0, total)
     lse = tl.where(top == float("-inf"), 0.0, top) + tl.log2(divisor)
-    tl.store(at + 10 * CHUNKS, tl.where(nobody, float("-inf"), lse), mask=in_group)
-    tl.store(at + 11 * CHUNKS, held / divisor, mask=in_group)
-    tl.store(at + 12 * CHUNKS, error_held / divisor, mask=in_group)
-    tl.store(at + 13 * CHUNKS, top, mask=in_group)
+    tl.store(at, tl.where(nobody, float("-inf"), lse), mask=in_group)
+    tl.store(at + pieces, held / divisor, mask=in_group)
+    tl.store(at + 2 * pieces, error_held / divisor, mask=in_group)
+    tl.store(at + 3 * pieces, top, mask=in_group)
     if DEPTH > 0:
-        tl.store(at + 14 * CHUNKS, v0, mask=in_group)
-        tl.store(at + 15 * CHUNKS, n0, mask=in_group)
-        tl.store(at + 16 * CHUNKS, w0, mask=in_group)
-        tl.store(at + 17 * CHUNKS, m0, mask=in_group)
+        tl.store(at + 4 * pieces, v0, mask=in_group)
+        tl.store(at + 5 * pieces, n0, mask=in_group)
+        tl.store(at + 6 * pieces, w0, mask=in_group)
+        tl.store(at + 7 * pieces, m0, mask=in_group)
     if DEPTH > 1:
-        tl.store(at + 18 * CHUNKS, v1, mask=in_group)
-        tl.store(at + 19 * CHUNKS, n1, mask=in_group)
-        tl.store(at + 20 * CHUNKS, w1, mask=in_group)
-        tl.store(at + 21 * CHUNKS, m1, mask=in_group)
-        tl.store(at + 22 * CHUNKS, v2, mask=in_group)
-        tl.store(at + 23 * CHUNKS, n2, mask=in_group)
-        tl.store(at + 24 * CHUNKS, w2, mask=in_group)
-        tl.store(at + 25 * CHUNKS, m2, mask=in_group)
-        tl.store(at + 26 * CHUNKS, v3, mask=in_group)
-        tl.store(at + 27 * CHUNKS, n3, mask=in_group)
-        tl.store(at + 28 * CHUNKS, w3, mask=in_group)
-        tl.store(at + 29 * CHUNKS, m3, mask=in_group)
-    out_at = changes + (row * CHUNKS + chunk)[:, None] * D + c[None, :]
+        tl.store(at + 8 * pieces, v1, mask=in_group)
+        tl.store(at + 9 * pieces, n1, mask=in_group)
+        tl.store(at + 10 * pieces, w1, mask=in_group)
+        tl.store(at + 11 * pieces, m1, mask=in_group)
+        tl.store(at + 12 * pieces, v2, mask=in_group)
+        tl.store(at + 13 * pieces, n2, mask=in_group)
+        tl.store(at + 14 * pieces, w2, mask=in_group)
+        tl.store(at + 15 * pieces, m2, mask=in_group)
+        tl.store(at + 16 * pieces, v3, mask=in_group)
+        tl.store(at + 17 * pieces, n3, mask=in_group)
+        tl.store(at + 18 * pieces, w3, mask=in_group)
+        tl.store(at + 19 * pieces, m3, mask=in_group)
+    out_at = changes + (row * pieces + piece)[:, None] * D + c[None, :]
     mask = in_group[:, None] & (c < COLUMNS)[None, :]
     tl.store(out_at, acc_low, mask=mask)
     tl.store(out_at + COLUMNS, acc_high, mask=mask & (c + COLUMNS < D)[None, :])
+
+
+@triton.jit
+def promote(
+    q, k, v, k_codes, k_meta, v_codes, v_meta, summary, progress, lengths, start, key_mask, base,
+    delta, counts, listed, gained, changes, flags, slots, owner, seals, scale, cap, S, N, SLOTS,
+    q_b, q_h, k_b, k_h, k_s, v_b, v_h, v_s, mask_b,
+    GROUP: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+    BLOCK: tl.constexpr, HALF: tl.constexpr, HALF_P: tl.constexpr, CHUNKS: tl.constexpr,
+    OWN: tl.constexpr, PIECES: tl.constexpr, DEPTH: tl.constexpr,
+    QK: tl.constexpr, PV: tl.constexpr, PARTS: tl.constexpr, CAPPED: tl.constexpr,
+    LENGTH_STEP: tl.constexpr, START_STEP: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Every PIECES-th of the blocks that `choose_blocks` has listed for a KV head."""
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    piece = tl.program_id(0)
+    h = tl.program_id(1)
+    b = tl.program_id(2).to(tl.int64)
+    group = b * tl.num_programs(1) + h
+    taken = tl.load(counts + group * (4 * CHUNKS) + tl.arange(0, CHUNKS))
+    count = tl.sum(taken, 0)
+    if piece >= count:
+        return
+    _length, low = row_span(lengths, start, b, S, LENGTH_STEP, START_STEP)
+    read_blocks(
+        q, k, v, k_codes, k_meta, v_codes, v_meta, summary, key_mask, base, delta, gained, changes,
+        flags, slots, owner, seals, scale, cap, N, SLOTS, b, h, group, low, piece, PIECES, piece,
+        count, PIECES, taken, taken, listed, tl.cumsum(taken, 0), taken,
+        q_b, q_h, k_b, k_h, k_s, v_b, v_h, v_s, mask_b,
+        GROUP, ROWS, D, DP, BLOCK, HALF, HALF_P, CHUNKS, OWN, DEPTH, True, QK, PV, PARTS, CAPPED,
+    )  # fmt: skip

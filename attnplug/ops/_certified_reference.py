@@ -171,8 +171,8 @@ def _tail(logs, delta, eta, nu, marks, norm):
 
 @numba.njit(cache=True)
 def _choose(logs, delta, eta, nu, own, norm, row, length, options, marks):
-    """Which blocks of a KV head are read exactly: marks 1 keys, 3 keys and values. Returns the
-    rungs that were climbed."""
+    """Which blocks of a KV head are read exactly: marks 1 keys, 3 keys and values, 7 both for a
+    spot check only. Returns the rungs that were climbed."""
     group, blocks = logs.shape
     coverage, least, most, v_tol, budget, key_tolerance, explore = options
     mass = np.exp(logs - norm.reshape(-1, 1))
@@ -198,7 +198,7 @@ def _choose(logs, delta, eta, nu, own, norm, row, length, options, marks):
         if worth[j] >= x:
             marks[j], rung = 3, rung | VALUES
         elif explored(j, row, length, explore):
-            marks[j] = 3
+            marks[j] = 3 if marks[j] > 0 else 7
     return rung
 
 
@@ -265,7 +265,7 @@ def _add(p, values, seen, acc, norms):
 @numba.njit(cache=True)
 def certify_group(
     q, k, v, seen, codes, meta, v_codes, v_meta, summary, low, length, row, scale, softcap, sinks,
-    depth, capacity, tolerance, unit, options, out, lse, bounds, rung, counts,
+    depth, capacity, tolerance, unit, options, out, lse, bounds, rung, counts, marks,
 ):  # fmt: skip
     """The heads `q [G, D]` of one (row, KV head), up to what only they need. Returns whether a
     score or value was further off than its bound. `k, v` are the row's originals, `codes` and the
@@ -292,7 +292,6 @@ def certify_group(
         last = _log_sum(rest[g])
         norm[g] = np.logaddexp(np.float64(_log_sum(logs[g])), last)
         own[g] = np.exp(last - norm[g]) if norm[g] > -np.inf else 1.0
-    marks = np.zeros(blocks, np.int32)
     climbed = _choose(logs, delta, eta, nu, own, norm, row, length, options, marks)
     exact, wrong = logs.copy(), False
     mixed = np.empty((group, block), np.float32)
@@ -307,7 +306,7 @@ def certify_group(
                 wrong = wrong or (seen[at + n] and not off <= delta[g, j])
             exact[g, j] = _log_sum(mixed[g])
         scores[j] = mixed
-    counts[0], counts[1] = (marks > 0).sum(), (marks == 3).sum()
+    counts[0], counts[1] = (marks > 0).sum(), (marks & 2 > 0).sum()
 
     final = np.empty(group)  # of the denominators' logarithms, sinks included
     for g in range(group):
@@ -319,7 +318,7 @@ def certify_group(
     for j in range(blocks):
         at = low + j * block
         _values(v_codes[j], v_meta[j], values)
-        if marks[j] == 3:
+        if marks[j] & 2 > 0:
             for n in range(block):
                 error = 0.0
                 for d in range(width):
@@ -421,7 +420,7 @@ def exact_group(q, k, v, mask, low, length, scale, softcap, sinks, unit, out, ls
 @numba.njit(parallel=True, cache=True)
 def reference(
     q, k, v, tier, raw, blocks, lengths, start, mask, scale, softcap, sinks, depth, capacity,
-    tolerance, unit, options, out, lse, bounds, rungs, counts,
+    tolerance, unit, options, out, lse, bounds, rungs, counts, marks,
 ):  # fmt: skip
     """Certify every (row, KV head), then recompute what failed; both in parallel."""
     batch, heads, _ = q.shape
@@ -450,6 +449,7 @@ def reference(
             v_codes[b, h, :n], v_meta[b, h, :n], summary[b, h, :n], start[b], lengths[b], item,
             scale, softcap, sinks[own], depth, capacity, tolerance, unit, options, out[b, own],
             lse[b, own], bounds[b, own], rungs[b, own], counts[b, h],
+            marks[b, h, :n],
         ):  # fmt: skip
             wrong[item] |= SCORE
     for item in numba.prange(batch * kv_heads):

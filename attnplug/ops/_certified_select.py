@@ -34,19 +34,6 @@ def _masses(logs_at, summary_at, norm, j, blocks, in_group, BUDGET: tl.constexpr
 
 
 @triton.jit
-def _count(score, mass, low, step, way, COVERS: tl.constexpr):
-    """Of some blocks: how many have a score of at least `low`, and of at least low + step (i + 1)
-    for each way i [8]; and each head's mass in these [GP, 8]."""
-    keep = score[:, None] >= (low + step * (way + 1))[None, :]
-    count = tl.sum(keep.to(tl.int32), 0)
-    lowest = tl.sum((score >= low).to(tl.int32), 0)
-    held = tl.sum(mass[:, :, None] * 0, 0)
-    if COVERS:
-        held = tl.sum(tl.where(keep[:, None, :], mass[:, :, None], 0.0), 0)
-    return lowest, count, held
-
-
-@triton.jit
 def _search(
     logs_at, summary_at, norm, own, coverage, least, most, target, blocks, in_group,
     GP: tl.constexpr, TILE: tl.constexpr, BUDGET: tl.constexpr, COVERS: tl.constexpr,
@@ -57,20 +44,26 @@ def _search(
     low = tl.min(norm * 0, 0) - 40.0
     high = low + 41.0
     below = low > 0  # whether `low` itself was found to take at most `most`
-    score, mass = _masses(logs_at, summary_at, norm, i, blocks, in_group, BUDGET)
     for _ in range(4):
         step = (high - low) / 9
-        lowest, count, held = _count(score, mass, low, step, way, COVERS)
-        for first in range(TILE, blocks, TILE):
-            other, more = _masses(
+        # Sums over the tiles stay where their terms are: reductions cost more than all else here.
+        counts = tl.zeros([TILE, 8], tl.int32)
+        lowest_i = tl.zeros([TILE], tl.int32)
+        held_i = tl.zeros([TILE if COVERS else 1, GP, 8], tl.float32)
+        for first in range(0, blocks, TILE):
+            score, mass = _masses(
                 logs_at, summary_at, norm, first + i, blocks, in_group, BUDGET
             )  # fmt: skip
-            a, b, c = _count(other, more, low, step, way, COVERS)
-            lowest += a
-            count += b
-            held += c
+            keep = score[:, None] >= (low + step * (way + 1))[None, :]
+            counts += keep.to(tl.int32)
+            lowest_i += (score >= low).to(tl.int32)
+            if COVERS:
+                held_i += tl.where(keep[:, None, :], mass[:, :, None], 0.0)
+        count = tl.sum(counts, 0)
+        lowest = tl.sum(lowest_i, 0)
         some = count < 0
         if COVERS:
+            held = tl.sum(held_i, 0)
             short = ~(held + own[:, None] >= coverage[:, None]) & in_group[:, None]
             some = tl.max(short.to(tl.int32), 0) > 0
         if target > 0:
@@ -136,10 +129,12 @@ def _apart(x):
 
 @triton.jit
 def marked(score, eta, x, worth_x, there, j, row, length, explore):
-    """Which blocks are read exactly: keys, values too, and values for their error's sake."""
+    """Which blocks are read exactly: keys, values too, values for their error's sake, and both for
+    nothing but a spot check."""
     worthy = there & (score + tl.log2(eta + 1e-37) >= worth_x)
     values = worthy | (there & _explored(j, row, length, explore))
-    return (there & (score >= x)) | values, values, worthy
+    keys = there & (score >= x)
+    return keys | values, values, worthy, values & ~(keys | worthy)
 
 
 @triton.jit

@@ -1,5 +1,5 @@
-"""The launcher of `certified_attention`: a chain of kernels, each launched before the one in front
-of it has ended (programmatic dependent launch), nothing asked of the host."""
+"""The launcher of `certified_attention`: a chain of kernels, nothing asked of the host. All but one
+are launched before the one in front of them has ended (programmatic dependent launch)."""
 
 import dataclasses
 from typing import Any, NamedTuple
@@ -9,16 +9,17 @@ import triton
 import triton.language as tl
 
 from attnplug.ops._certified_attend import attend, prepare
+from attnplug.ops._certified_choose import choose_blocks
 from attnplug.ops._certified_exact import attend_rest, recompute
 from attnplug.ops._certified_finish import finish, replace
 from attnplug.ops._certified_hopper import attend_blocks, layouts
 from attnplug.ops._certified_promote import promote
+from attnplug.ops._certified_scratch import SETS, Scratch
 from attnplug.ops._define import mask_bytes, row_step
 from attnplug.ops._splits import LOG2E, machine
 
 INF = float("inf")
-PHASES = ("prepare", "rest", "attend", "promote", "finish", "recompute", "replace")
-FIELDS = 32  # numbers that a program finds which promotes
+PHASES = ("prepare", "rest", "attend", "choose", "promote", "finish", "recompute", "replace")
 
 
 def capacity_for(blocks: int, k_max: int, explore: float) -> int:
@@ -44,7 +45,9 @@ class Hopper(NamedTuple):
     ahead: int
 
 
-PROMOTING = (1024, 8, None)  # blocks a tile, warps, and registers of a thread at most
+CHOOSING = (512, 8, None)  # blocks a tile, warps, and registers of a thread at most
+PROMOTING = (4, 255)  # warps, and registers of a thread at most
+TAKERS = 2  # programs a multiprocessor that read a list
 HOPPER = Hopper(step=32, registers=255, programs=8, ahead=1)
 
 
@@ -54,7 +57,9 @@ class Plan:
 
     splits: int  # programs of the pass over the blocks, for each KV head
     pieces: int  # programs that recompute, for each KV head
-    chunks: int = 2  # programs that promote, for each KV head
+    chunks: int = 2  # programs that choose, for each KV head: a power of two, SETS at most
+    takers: int = 4  # programs that read a list of promoted blocks: a power of two
+    inline: bool = True  # few promoted blocks are read where they are chosen, without a list
     step: int = 0  # tokens at a time of the Hopper kernel; 0: the kernels for all cases
     registers: int | None = None  # of a thread of the Hopper kernel at most
     ahead: int = 1  # blocks that it has brought into the L2 before it reads them
@@ -70,15 +75,18 @@ def plan_for(
     """The pre-tuned plan of a shape. `hopper`: such a GPU, 16-bit queries and no key mask."""
     share = max(1, batch * kv_heads)
     pieces = max(1, min(2 * multiprocessors // share, capacity))
-    # All programs that promote or merge run at once, two a multiprocessor.
-    chunks = max(2, min(2 * multiprocessors // share - group, 32))
+    # As many as there is room for with two a multiprocessor, though one is what runs.
+    chunks = max(2, min(2 * multiprocessors // share - group, SETS))
     chunks = 1 << chunks.bit_length() - 1
+    takers = max(4, min(TAKERS * multiprocessors // share, 64))
+    takers = 1 << takers.bit_length() - 1
     if hopper and width == 128 and group <= 7:  # Triton 3.6 refuses the layouts of 64
         splits = max(1, min(HOPPER.programs * multiprocessors // share, blocks))
         return Plan(
-            splits, pieces, chunks, min(HOPPER.step, block), HOPPER.registers, HOPPER.ahead
+            splits, pieces, chunks, takers, True, min(HOPPER.step, block), HOPPER.registers,
+            HOPPER.ahead,
         )  # fmt: skip
-    return Plan(max(1, min(4 * multiprocessors // share, blocks)), pieces, chunks)
+    return Plan(max(1, min(4 * multiprocessors // share, blocks)), pieces, chunks, takers)
 
 
 PREPARED = 32  # blocks that a program prepares at a time
@@ -87,7 +95,10 @@ PREPARED = 32  # blocks that a program prepares at a time
 class _Step:
     """One call: its inputs, what the kernels share of them, and their scratch memory."""
 
-    def __init__(self, tensors, rows, scale, block, softcap, sinks, telemetry, capacity, plan):
+    def __init__(
+        self, tensors, rows, scale, block, softcap, sinks, telemetry, scratch, capacity, plan, few,
+        inline,
+    ):  # fmt: skip
         self.q, self.k, self.v = (x if x.stride(3) == 1 else x.contiguous() for x in tensors[:3])
         self.k_codes, k_meta, self.v_codes, self.v_meta, self.summary, self.check, self.progress = (
             tensors[3:]
@@ -105,6 +116,11 @@ class _Step:
         self.two, self.cap, self.capped = scale * LOG2E, softcap * LOG2E, softcap > 0
         self.qk, self.pv, self.parts = _types(self.q)
         mask_step = 0 if self.mask is None else self.mask.stride(0)
+        self.scratch = scratch
+        self.slots = 0 if scratch is None else scratch.owner.shape[2]
+        self.few, self.inline = few, inline
+        self.takers = plan.chunks if inline else plan.takers
+        self.own = max(16, triton.next_power_of_2(triton.cdiv(self.blocks, plan.chunks)))
         self.q_strides = self.q.stride()[:2]
         self.strides = (
             *self.q_strides, *self.k.stride()[:3], *self.v.stride()[:3], mask_step,
@@ -130,10 +146,12 @@ class _Step:
         self.base, self.delta, self.noise, self.units, self.logs = floats(5, heads, blocks)
         self.partial = floats(heads, splits + 1, self.width)
         self.partial_lse, self.merged = floats(heads, splits + 1), floats(heads, self.width)
-        self.found, self.norms = floats(heads, FIELDS, self.plan.chunks), floats(heads, 2)
+        self.found, self.norms = floats(heads, 10, self.plan.chunks), floats(heads, 2)
+        self.gained = floats(heads, 20, self.takers)
+        self.listed = integers(1 if self.inline else groups * self.plan.chunks * self.own * 3)
         self.extremes, self.counts = floats(heads, 3), integers(groups, 4, self.plan.chunks)
         # Recomputation takes the place of what promotion has changed.
-        self.changes = floats(heads, max(self.plan.chunks, pieces), self.width)
+        self.changes = floats(heads, max(self.takers, pieces), self.width)
         self.exact_lse, self.exact_extremes = floats(heads, pieces), floats(heads, pieces, 2)
         self.flags, self.odd, self.programs = integers(groups, 2), None, 1
         if self.plan.step == 0:
@@ -187,39 +205,57 @@ class _Step:
             **self.early,
         )  # fmt: skip
 
-    def promote(
+    def choose(  # launched late: early it waits where the pass still works, and was 4 us slower
         self, coverage, k_min, k_max, v_tol, value_budget, key_tolerance, explore, ranking
     ) -> None:
-        tile, warps, registers = PROMOTING
-        more: dict[str, Any] = {"num_stages": 1}
-        if registers is not None and self.pdl:
-            more["maxnreg"] = registers
+        tile, warps, registers = CHOOSING
+        _, owner, used, _, counters = self.scratch or (None,) * 5
         every = max(16, triton.next_power_of_2(self.blocks))
-        few = coverage == 0 and k_min <= 4 and every <= 4096
-        tile = every if few else min(every, tile)
-        own = max(16, triton.next_power_of_2(triton.cdiv(self.blocks, self.plan.chunks)))
-        promote[(self.group + self.plan.chunks, self.kv_heads, self.batch)](
+        tile = every if self.few else min(every, tile)
+        ways = triton.next_power_of_2(max(1, self.slots // self.plan.chunks))
+        choose_blocks[(self.kv_heads, self.group + self.plan.chunks, self.batch)](
             self.q, self.k, self.v, self.k_codes, self.meta, self.v_codes, self.v_meta,
             self.summary, self.progress, *self.rows, self.mask, self.base, self.delta, self.noise,
             self.logs, self.partial, self.partial_lse, self.merged, self.found, self.counts,
-            self.norms, self.changes, self.flags, coverage, k_min, k_max, v_tol,
-            min(value_budget, 1e30), min(key_tolerance, 1e30), explore, self.two, self.cap,
-            self.size, self.blocks, self.plan.splits + 1, *self.strides, *self.shape, self.block,
-            *self.halves, triton.next_power_of_2(self.group), tile,
-            triton.next_power_of_2(self.plan.splits + 1), self.plan.chunks, own, FIELDS, ranking,
-            few, coverage > 0, key_tolerance < INF, value_budget < INF, self.qk, self.pv,
-            self.parts, self.capped, *self.steps, self.pdl, num_warps=warps, **more, **self.early,
+            self.norms, self.listed, self.gained, self.changes, self.flags, owner, used, counters,
+            coverage, k_min, k_max, v_tol, min(value_budget, 1e30),
+            min(key_tolerance, 1e30), explore, self.two, self.cap, self.size, self.blocks,
+            self.plan.splits + 1, self.slots, *self.strides, *self.shape, self.block, *self.halves,
+            triton.next_power_of_2(self.group), tile, triton.next_power_of_2(self.plan.splits + 1),
+            self.plan.chunks, self.own, ways, SETS, ranking, not self.inline, self.few,
+            coverage > 0, key_tolerance < INF, value_budget < INF, self.qk, self.pv, self.parts,
+            self.capped, *self.steps, self.pdl, num_warps=warps, **self._limits(registers),
         )  # fmt: skip
+
+    def promote(self, ranking) -> None:
+        if self.inline:
+            return
+        warps, registers = PROMOTING
+        slots, owner, _, seals, _ = self.scratch or (None,) * 5
+        promote[(self.takers, self.kv_heads, self.batch)](
+            self.q, self.k, self.v, self.k_codes, self.meta, self.v_codes, self.v_meta,
+            self.summary, self.progress, *self.rows, self.mask, self.base, self.delta, self.counts,
+            self.listed, self.gained, self.changes, self.flags, slots, owner, seals, self.two,
+            self.cap, self.size, self.blocks, self.slots, *self.strides, *self.shape, self.block,
+            *self.halves, self.plan.chunks, self.own, self.takers, ranking,
+            self.qk, self.pv, self.parts, self.capped, *self.steps, self.pdl, num_warps=warps,
+            **self._limits(registers), **self.early,
+        )  # fmt: skip
+
+    def _limits(self, registers: int | None) -> dict[str, Any]:
+        bound = {"maxnreg": registers} if registers is not None and self.pdl else {}
+        return {"num_stages": 1, **bound}
 
     def finish(self, out, lse, bounds, rungs, value_budget, tolerance, ranking) -> None:
         rows = 0 if self.telemetry is None else self.telemetry.shape[2]
         finish[(self.heads, self.batch)](
             out, lse, bounds, rungs, self.telemetry, self.sinks, self.progress, *self.rows,
-            self.merged, self.extremes, self.found, self.counts, self.norms, self.changes,
-            self.flags, value_budget, tolerance, self.unit_p, self.unit, self.size, self.capacity,
-            self.plan.splits, self.kv_heads, rows, self.group, self.width, self.shape[3],
-            self.block, self.plan.chunks, FIELDS, triton.next_power_of_2(self.kv_heads), ranking,
-            *self.steps, self.pdl, num_warps=4, **self.early,
+            self.merged, self.extremes, self.found, self.counts, self.norms, self.gained,
+            self.changes, self.flags, value_budget, tolerance, self.unit_p, self.unit, self.size,
+            self.capacity, self.plan.splits, self.kv_heads, rows, self.group, self.width,
+            self.shape[3], self.block, self.plan.chunks, self.takers, not self.inline,
+            triton.next_power_of_2(self.kv_heads), ranking, *self.steps, self.pdl, num_warps=4,
+            **self.early,
         )  # fmt: skip
 
     def recompute(self, rungs) -> None:
@@ -245,7 +281,8 @@ class _Step:
 def launch(
     q, k, v, k_codes, k_meta, v_codes, v_meta, summary, check, progress, scale, block, coverage,
     k_min, k_max, v_tol, value_budget, key_tolerance, tolerance, ranking, explore, lengths, start,
-    key_mask, softcap, sinks, telemetry, out, lse, bounds, rungs, plan=None, phases=PHASES,
+    key_mask, softcap, sinks, telemetry, slots, owner, used, seals, counters, out, lse, bounds,
+    rungs, plan=None, phases=PHASES,
 ):  # fmt: skip
     """Run the kernels; tensors as in `certified_attention`, on a GPU or in Triton's interpreter.
     `phases`: only the first so many, to time them."""
@@ -259,15 +296,22 @@ def launch(
         )  # fmt: skip
     tensors = (q, k, v, k_codes, k_meta, v_codes, v_meta, summary, check, progress)
     rows = (lengths, start, key_mask)
-    step = _Step(tensors, rows, scale, block, softcap, sinks, telemetry, capacity, plan)
+    scratch = None if owner is None else Scratch(slots, owner, used, seals, counters)
+    few = coverage == 0 and k_min <= 4 and blocks <= 4096  # found in one sweep
+    inline = plan.inline and few and scratch is None and explore == 0 and v_tol >= 1e30
+    inline = inline and value_budget == key_tolerance == INF
+    step = _Step(
+        tensors, rows, scale, block, softcap, sinks, telemetry, scratch, capacity, plan, few, inline
+    )  # fmt: skip
     run = {
         "prepare": (step.prepare, ()),
         "rest": (step.rest, ()),
         "attend": (step.attend, ()),
-        "promote": (
-            step.promote,
+        "choose": (
+            step.choose,
             (coverage, k_min, k_max, v_tol, value_budget, key_tolerance, explore, ranking),
         ),
+        "promote": (step.promote, (ranking,)),
         "finish": (step.finish, (out, lse, bounds, rungs, value_budget, tolerance, ranking)),
         "recompute": (step.recompute, (rungs,)),
         "replace": (step.replace, (out, lse, bounds, rungs)),

@@ -11,6 +11,8 @@ from attnplug.ops._define import mask_bytes, row_step
 from attnplug.ops._splits import machine
 from attnplug.ops.block_bounds import blocks_done, note_progress, row_span
 
+WAVES = 1
+
 
 @triton.jit
 def bf16_value(bits):
@@ -193,10 +195,11 @@ def launch_quantize_kv(
     batch, heads, size, width = k.shape
     k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (k, v))
     key_mask = mask_bytes(key_mask)
-    # Enough programs to fill a GPU when a whole prompt is new, few where nothing is.
-    programs = max(1, min(512 // (batch * heads), check.shape[2]))
+    # One program a multiprocessor, which is what its registers let run at once: in most steps
+    # nothing is due, and every further wave of programs would find that out after the last one.
+    multiprocessors, pdl = machine(k.device)
+    programs = max(1, min(multiprocessors * WAVES // (batch * heads), check.shape[2]))
     half = v_codes.shape[4] // 16
-    pdl = machine(k.device)[1]
     steps = row_step(lengths), row_step(start), pdl
     early: dict[str, Any] = {"launch_pdl": True} if pdl else {}
     _quantize[(programs, heads, batch)](

@@ -30,6 +30,7 @@ from attnplug.ops._certified_reference import (
     VALUES,
     reference,
 )
+from attnplug.ops._certified_scratch import Scratch, check_scratch, simulate
 from attnplug.ops._certified_triton import capacity_for, launch
 from attnplug.ops._define import (
     check_attention_inputs,
@@ -95,6 +96,7 @@ def certified_attention(
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,
     telemetry: torch.Tensor | None = None,
+    scratch: Scratch | None = None,
 ) -> CertifiedOutput:
     """Attention of the last token over the quantized tier, certified or exact for each head.
 
@@ -124,6 +126,9 @@ def certified_attention(
         sinks: `[Hq]`, one more logit for each head, without a value.
         telemetry: float64 `[B, Hkv, R, 16]`, contiguous, R >= Hq / Hkv: this step is added to the
             heads' rows (`TELEMETRY`).
+        scratch: where a GPU keeps originals that it read over the link; written, made by
+            `Scratch.empty`. Whoever shortens or replaces the keys drops what it holds of them. The
+            outputs are the same with and without. On a CPU only its counts are kept. None: none.
 
     Returns:
         CertifiedOutput: out of q's dtype, lse, bounds (E_key, E_val, E_round of what is returned,
@@ -139,7 +144,7 @@ def certified_attention(
     return CertifiedOutput(
         *_certified_attention(
             q, k, v, *tier, scale, block, coverage, k_min, k_max, v_tol, *hard, ranking, explore,
-            lengths, start, key_mask, softcap, sinks, telemetry,
+            lengths, start, key_mask, softcap, sinks, telemetry, *(scratch or (None,) * 5),
         )
     )  # fmt: skip
 
@@ -147,12 +152,13 @@ def certified_attention(
 def _allocate(
     q, k, v, k_codes, k_meta, v_codes, v_meta, summary, check, progress, scale, block, coverage,
     k_min, k_max, v_tol, value_budget, key_tolerance, tolerance, ranking, explore, lengths, start,
-    key_mask, softcap, sinks, telemetry,
+    key_mask, softcap, sinks, telemetry, slots, owner, used, seals, counters,
 ):  # fmt: skip
     name = "certified_attention"
     check_attention_inputs(name, q, k, v)
     check_sequence_inputs(name, q, k, lengths, start, key_mask)
     check_tier(name, k, (k_codes, k_meta, v_codes, v_meta, summary, check, progress), block)
+    check_scratch(k, block, (slots, owner, used, seals, counters))
     batch, heads, queries, width = q.shape
     require(queries == 1, name, f"q has {queries} queries, needs 1: certified serves decode")
     for label, value, valid, needed in (
@@ -195,7 +201,8 @@ def _allocate(
 def _cpu(
     q, k, v, k_codes, k_meta, v_codes, v_meta, summary, check, progress, scale, block, coverage,
     k_min, k_max, v_tol, value_budget, key_tolerance, tolerance, ranking, explore, lengths, start,
-    key_mask, softcap, sinks, telemetry, out, lse, bounds, rungs,
+    key_mask, softcap, sinks, telemetry, slots, owner, used, seals, counters, out, lse, bounds,
+    rungs,
 ):  # fmt: skip
     lengths, start = rows_on_cpu(k, lengths, start)
     complete = (lengths - start).clamp(min=0) // block
@@ -208,6 +215,7 @@ def _cpu(
     raw = [k_meta.view(torch.int16), v_meta, check]
     result = torch.empty(q.shape[:2] + q.shape[3:], dtype=torch.float32)
     counts = torch.zeros(*k.shape[:2], 2, dtype=torch.int64)
+    marks = torch.zeros(*k.shape[:2], count, dtype=torch.int32)
     capacity = capacity_for(check.shape[2], k_max, explore)
     options = (coverage, k_min, k_max, v_tol, value_budget, key_tolerance, explore)
     reference(
@@ -233,8 +241,12 @@ def _cpu(
         bounds.numpy(),
         rungs.numpy(),
         counts.numpy(),
+        marks.numpy(),
     )
     out.copy_(result.unsqueeze(2))
+    if owner is not None:
+        state = (x.numpy() for x in (marks, start, owner, used, counters))
+        simulate(next(state), next(state), block, *state)
     if telemetry is not None:
         tail = lengths - start - blocks * block
         _record(telemetry, bounds, rungs, counts * block, tail, lengths - start, tolerance)
@@ -272,7 +284,9 @@ _certified_attention = define_op(
     "Tensor v_codes, Tensor v_meta, Tensor summary, Tensor check, Tensor progress, float scale, "
     "int block, float coverage, int k_min, int k_max, float v_tol, float value_budget, "
     "float key_tolerance, float tolerance, int ranking, float explore, Tensor? lengths, "
-    "Tensor? start, Tensor? key_mask, float softcap, Tensor? sinks, Tensor(a!)? telemetry) -> "
+    "Tensor? start, Tensor? key_mask, float softcap, Tensor? sinks, Tensor(a!)? telemetry, "
+    "Tensor(b!)? slots, Tensor(c!)? owner, Tensor(d!)? used, Tensor(e!)? seals, "
+    "Tensor(f!)? counters) -> "
     "(Tensor, Tensor, Tensor, Tensor)",
     allocate=_allocate,
     cpu=_cpu,

@@ -17,7 +17,7 @@ from transformers import Cache
 
 from attnplug.models.cache import PlugLayer
 from attnplug.models.pinned import host_zeros
-from attnplug.ops import QuantizedKV, certified_attention, quantize_kv
+from attnplug.ops import QuantizedKV, Scratch, certified_attention, quantize_kv
 from attnplug.ops.block_bounds import BLOCKS
 from attnplug.ops.certified_attention import MAX_RANKING, TELEMETRY
 from attnplug.policies.base import AttentionCall, LayerShape, Phase, check_option
@@ -39,6 +39,8 @@ class Certified(Phase):
     where E_key is above it. tolerance: a head whose whole bound is above it is recomputed exactly.
     ranking: to which depth quantized and exact blocks must rank alike, else the head is recomputed.
     explore: share of the blocks that is spot-checked. originals: "host" (pinned) or "device".
+    scratch: slots of the GPU, for each row and KV head, that keep what was read of the host's
+    originals, a block's keys or its values each; 0: none, as where no more than k_min blocks are.
     min_tokens: caches below so many tokens are dense.
     """
 
@@ -53,6 +55,7 @@ class Certified(Phase):
     ranking: int = 1
     explore: float = 0.001
     originals: str = "host"
+    scratch: int = 128
     min_tokens: int | None = None
 
     name: ClassVar[str] = "certified"
@@ -62,7 +65,7 @@ class Certified(Phase):
         def check(option: str, valid: bool, needed: str) -> None:
             check_option(self.name, option, getattr(self, option), valid, needed)
 
-        for option in ("block", "k_min", "k_max", "ranking"):
+        for option in ("block", "k_min", "k_max", "ranking", "scratch"):
             check(option, type(getattr(self, option)) is int, "an integer")
         check("block", self.block in BLOCKS, ", ".join(map(str, BLOCKS)))
         check("coverage", 0 <= self.coverage <= 1, "0 to 1")
@@ -75,6 +78,7 @@ class Certified(Phase):
             check(option, value is None or value >= 0, "None or at least 0")
         check("explore", 0 <= self.explore <= 1, "0 to 1")
         check("originals", self.originals in ("host", "device"), "'host' or 'device'")
+        check("scratch", 0 <= self.scratch <= 4096, "0 to 4096")
         tokens = self.min_tokens
         valid = tokens is None or (type(tokens) is int and tokens >= 0)
         check("min_tokens", valid, "None or an integer, at least 0")
@@ -84,6 +88,13 @@ class Certified(Phase):
         if self.min_tokens is not None:
             return self.min_tokens
         return CROSSOVER["cpu" if device.type == "cpu" else "cuda"]
+
+    def slots(self, blocks: int) -> int:
+        """Slots of the scratch cache of `blocks` blocks. None where k_min blocks are all that is
+        promoted: reading these over the link takes less time than looking after them."""
+        hard = self.value_budget is None and self.key_tolerance is None and self.v_tol >= 1e30
+        few = hard and self.coverage == 0 and self.explore == 0
+        return 0 if few or self.originals == "device" else min(self.scratch, 2 * blocks)
 
     def note(self, shape: LayerShape) -> str:
         tokens = self.crossover(shape.device)
@@ -126,14 +137,16 @@ class Certified(Phase):
             softcap=call.softcap,
             sinks=call.sinks,
             telemetry=state.telemetry if call.q.shape[1] <= HEADS * call.k.shape[1] else None,
+            scratch=state.scratch,
             **rows,
         )
         return found.out
 
 
 class CertifiedLayer(PlugLayer):
-    """Originals (`keys`, `values`, in host memory where a GPU computes), their quantized tier, and
-    what the steps measured, `telemetry` `[B,Hkv,32,16]` float64.
+    """Originals (`keys`, `values`, in host memory where a GPU computes), their quantized tier, what
+    of the host's is kept on the GPU, and what the steps measured, `telemetry` `[B,Hkv,32,16]`
+    float64.
 
     `update` writes originals only. A step quantizes what has become a complete block; complete
     blocks do not change, so that what shortens a row lowers its count and what moves rows moves
@@ -145,6 +158,7 @@ class CertifiedLayer(PlugLayer):
         self.policy = policy
         self.tier: QuantizedKV | None = None
         self.telemetry: torch.Tensor | None = None
+        self.scratch: Scratch | None = None
 
     def serves(self, policy: Certified, keys: torch.Tensor) -> bool:
         """Whether the tier is one of these keys (Gemma 3n lends some), made for that policy."""
@@ -161,7 +175,11 @@ class CertifiedLayer(PlugLayer):
         rows = (batch, heads, HEADS, len(TELEMETRY))
         telemetry = torch.zeros(rows, dtype=torch.float64, device=device)
         self._initialize(key_states, value_states, self._originals)
-        self._bind(tier, telemetry)
+        scratch, slots = None, self.policy.slots(tier.check.shape[2])
+        if slots > 0:
+            made = (self.policy.block, width, key_states.dtype, device)
+            scratch = Scratch.empty(batch, heads, slots, *made)
+        self._bind(tier, telemetry, scratch)
 
     def _originals(
         self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
@@ -187,6 +205,8 @@ class CertifiedLayer(PlugLayer):
         if self.tier is not None and self.telemetry is not None:
             self.tier.progress.zero_()
             self.telemetry.zero_()
+        if self.scratch is not None:
+            self.scratch.clear()
 
     def crop(self, tokens_to_remove: int) -> None:
         super().crop(tokens_to_remove)
@@ -194,6 +214,8 @@ class CertifiedLayer(PlugLayer):
             done, start = self.tier.progress.unbind(1)
             whole = (self.cumulative_length - start).clamp(min=0) // self.policy.block
             done.copy_(torch.minimum(done, whole))
+        if self.scratch is not None:
+            self.scratch.forget(self.cumulative_length, self.policy.block)
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         super().reorder_cache(beam_idx)
@@ -214,23 +236,29 @@ class CertifiedLayer(PlugLayer):
         super()._rebind(keys, values)
 
     def _more(self) -> list[torch.Tensor]:
-        return [] if self.tier is None or self.telemetry is None else [*self.tier, self.telemetry]
+        if self.tier is None or self.telemetry is None:
+            return []
+        return [*self.tier, self.telemetry, *(self.scratch or ())]
 
     def _rebind_more(self, buffers: list[torch.Tensor]) -> None:
         if buffers:
-            self._bind(QuantizedKV(*buffers[:-1]), buffers[-1])
+            count = len(QuantizedKV._fields)
+            scratch = Scratch(*buffers[count + 1 :]) if self.scratch is not None else None
+            self._bind(QuantizedKV(*buffers[:count]), buffers[count], scratch)
 
-    def _bind(self, tier: QuantizedKV, telemetry: torch.Tensor) -> None:
-        self.tier, self.telemetry = tier, telemetry
+    def _bind(self, tier: QuantizedKV, telemetry: torch.Tensor, scratch: Scratch | None) -> None:
+        self.tier, self.telemetry, self.scratch = tier, telemetry, scratch
         if not torch.compiler.is_compiling():
-            for tensor in (*tier, telemetry):
+            for tensor in self._more():
                 torch._dynamo.mark_static_address(tensor)
 
 
 @dataclasses.dataclass(frozen=True)
 class Certificates:
     """What the steps of one layer's cache were certified to, over its heads. Bounds are in units of
-    the values; `exact` is the share of head-steps that were recomputed from the originals."""
+    the values; `exact` is the share of head-steps that were recomputed from the originals. Of
+    `wanted` keys and values of blocks, those that steps read exactly, `found` were in the scratch
+    cache; the others, and what is not quantized or was recomputed, are `link_bytes`."""
 
     layer: int
     head_steps: int
@@ -243,12 +271,19 @@ class Certificates:
     head: int
     row: int
     saved: int
+    wanted: int
+    found: int
     link_bytes: int
+    scratch_bytes: int
     tier_bytes: int
 
     @property
     def exact(self) -> float:
         return (self.head + self.row) / max(1, self.head_steps)
+
+    @property
+    def hit_rate(self) -> float:
+        return self.found / max(1, self.wanted)
 
 
 def certificates(cache: Cache) -> list[Certificates]:
@@ -269,7 +304,10 @@ def _summary(index: int, layer: CertifiedLayer) -> Certificates:
     peak = {name: float(column.max()) if len(column) else 0.0 for name, column in fields.items()}
     steps = max(1.0, total["steps"])
     # A head recomputed for its row's sake counts there.
-    both = (total["key_tokens"] + total["value_tokens"]) * layer.keys.shape[3]
+    wanted, found = 0, 0
+    if layer.scratch is not None:
+        _, wanted, found = layer.scratch.counters.sum((0, 1, 2)).tolist()
+    tokens = total["key_tokens"] + total["value_tokens"] - found * layer.policy.block
     return Certificates(
         layer=index,
         head_steps=int(total["steps"]),
@@ -282,6 +320,9 @@ def _summary(index: int, layer: CertifiedLayer) -> Certificates:
         head=int(total["head"]),
         row=int(total["row"]),
         saved=int(total["saved"]),
-        link_bytes=int(both) * layer.keys.element_size(),
+        wanted=wanted,
+        found=found,
+        link_bytes=int(tokens) * layer.keys.shape[3] * layer.keys.element_size(),
+        scratch_bytes=sum(tensor.nbytes for tensor in layer.scratch or ()),
         tier_bytes=layer.tier.nbytes(),
     )

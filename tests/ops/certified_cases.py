@@ -56,7 +56,7 @@ class Case:
         return tier
 
 
-def attend(device_path, case: Case, tier=None, telemetry=None, **options):
+def attend(device_path, case: Case, tier=None, telemetry=None, scratch=None, plan=None, **options):
     """The public op, or the Triton launcher where the op would not run it; results on the CPU."""
     device, path = device_path
     tier = case.tier(device) if tier is None else QuantizedKV(*(x.to(device) for x in tier))
@@ -66,11 +66,12 @@ def attend(device_path, case: Case, tier=None, telemetry=None, **options):
     more = [x.to(device) if isinstance(x, torch.Tensor) else x for x in more]
     inputs = [x.to(device) for x in (case.q, case.k, case.v)]
     args = [*inputs, *tier, case.scale, case.block, *values.values(), *more, telemetry]
+    args += scratch or [None] * 5
     if path == "reference" or device == "cuda":
         found = op.CertifiedOutput(*torch.ops.attnplug.certified_attention(*args))
     else:
         found = op.CertifiedOutput(*op._allocate(*args))
-        op.launch(*args, *found, Plan(splits=3, pieces=2))
+        op.launch(*args, *found, plan or Plan(splits=3, pieces=2))
     return op.CertifiedOutput(*(x.cpu() for x in found))
 
 

@@ -320,6 +320,7 @@ def test_opcheck(device):
     overload = torch.ops.attnplug.certified_attention.default
     for extra in (plain, full):
         args = (q, k, v, *case.tier(device), 0.125, 16, *OPTIONS.values(), *extra)
+        args += (None,) * 5
         torch.library.opcheck(overload, args)
 
 

@@ -132,7 +132,7 @@ def beside(case, tier, plan, **options):
     """The op on the GPU with a plan of its own."""
     inputs = [x.cuda() for x in (case.q, case.k, case.v)]
     rows = [None if case.more.get(n) is None else case.more[n].cuda() for n in ("lengths", "start")]
-    more = [*rows, None, case.more.get("softcap", 0.0), None, None]
+    more = [*rows, None, case.more.get("softcap", 0.0), None, *[None] * 6]
     args = [*inputs, *tier, case.scale, case.block, *(OPTIONS | options).values(), *more]
     found = op.CertifiedOutput(*op._allocate(*args))
     launcher.launch(*args, *found, plan)
@@ -150,7 +150,7 @@ def test_compiled_it_equals_the_kernels_for_all_cases(dtype, group, block, softc
     tier = case.tier("cuda")
     other = beside(case, tier, launcher.Plan(splits=3, pieces=2, chunks=4), **options)
     for step in (16, 32):
-        plan = launcher.Plan(5, 2, 8, step=min(step, block), registers=255)
+        plan = launcher.Plan(5, 2, 8, 8, step=min(step, block), registers=255)
         one = beside(case, tier, plan, **options)
         hold(one, case)
         assert torch.equal(one.rungs, other.rungs)

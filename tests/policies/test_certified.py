@@ -138,14 +138,80 @@ def test_rows_move_with_their_tier(change, order, device):
     assert torch.equal(LOOSE.attend(found), LOOSE.attend(fresh))
 
 
+SCRATCH = Certified(block=16, coverage=0.9, v_tol=1e30, explore=0.0, min_tokens=0)
+
+
+def held(layer: CertifiedLayer) -> list[int]:
+    """Blocks whose keys the scratch cache holds."""
+    assert layer.scratch is not None
+    owner = layer.scratch.owner[0, 0]
+    return sorted((owner[owner >= 0] // 32).tolist())
+
+
+def test_crop_drops_what_the_scratch_cache_holds_of_it(device):
+    """Also where the same blocks are wanted again with other keys."""
+    kv = tokens(0, 100, device=device)
+    kv[0, :, :, 64:96] *= 2  # blocks 4 and 5 matter
+    layer = filled(SCRATCH, kv)
+    SCRATCH.attend(step(layer))
+    SCRATCH.attend(step(layer))
+    before = held(layer)
+    assert {4, 5} & set(before) and int(layer.scratch.counters[..., 2].sum()) > 0
+    layer.crop(-30)  # 70 are left, block 4 is broken
+    assert held(layer) == [block for block in before if block < 4]
+    new = 2 * tokens(1, 30, device=device)
+    layer.update(*new)
+    fresh = filled(SCRATCH, torch.cat([kv[:, :, :, :70], new], 3))
+    assert torch.equal(SCRATCH.attend(step(layer)), SCRATCH.attend(step(fresh)))
+    assert layer.telemetry[..., 4].sum() == 0  # nothing was found wrong
+
+
+@pytest.mark.parametrize(
+    ("change", "order"),
+    [
+        (lambda layer: layer.reorder_cache(torch.tensor([2, 0, 0])), [2, 0, 0]),
+        (lambda layer: layer.batch_repeat_interleave(2), [0, 0, 1, 1, 2, 2]),
+        (lambda layer: layer.batch_select_indices(torch.tensor([2, 1])), [2, 1]),
+    ],
+    ids=["reorder", "repeat", "select"],
+)
+def test_rows_move_with_their_scratch_cache(change, order, device):
+    """The next step finds all that it wants, and in the right row."""
+    layer = filled(SCRATCH, tokens(0, 90, batch=3, device=device))
+    call = step(layer)
+    SCRATCH.attend(call)
+    change(layer)
+    found = step(layer)
+    found.q = call.q[order]
+    before = layer.scratch.counters.sum((1, 2))
+    want = SCRATCH.attend(step(filled(SCRATCH, tokens(0, 90, batch=3, device=device))))[order]
+    assert torch.equal(SCRATCH.attend(found), want)
+    after = layer.scratch.counters.sum((1, 2))
+    assert torch.equal((after - before)[:, 1], (after - before)[:, 2])
+    assert (after - before)[:, 1].min() > 0 and layer.telemetry[..., 4].sum() == 0
+
+
+def test_scratch_is_for_originals_of_the_host(device):
+    kv = tokens(0, 90, device=device)
+    near = filled(dataclasses.replace(SCRATCH, originals="device"), kv)
+    few = filled(dataclasses.replace(SCRATCH, coverage=0.0), kv)
+    none = filled(dataclasses.replace(SCRATCH, scratch=0), kv)
+    some = filled(dataclasses.replace(SCRATCH, scratch=9), kv)
+    assert near.scratch is None and none.scratch is None and few.scratch is None
+    assert some.scratch.owner.shape[2] == 16
+    assert some.scratch.slots.shape[2] == (16 if device == "cuda" else 0)
+
+
 def test_reset_empties_the_layer(device):
-    layer = filled(LOOSE, tokens(0, 90, device=device))
-    LOOSE.attend(step(layer))
+    layer = filled(SCRATCH, tokens(0, 90, device=device))
+    SCRATCH.attend(step(layer))
+    assert held(layer)
     layer.reset()
     assert int(layer.tier.progress.sum()) == 0 and float(layer.telemetry.sum()) == 0
+    assert not held(layer) and int(layer.scratch.counters.sum()) == 0
     layer.update(*tokens(1, 40, device=device))
-    want = LOOSE.attend(step(filled(LOOSE, tokens(1, 40, device=device))))
-    assert torch.equal(LOOSE.attend(step(layer)), want)
+    want = SCRATCH.attend(step(filled(SCRATCH, tokens(1, 40, device=device))))
+    assert torch.equal(SCRATCH.attend(step(layer)), want)
 
 
 def test_dense_where_there_is_no_tier_of_these_keys(device):
@@ -199,6 +265,8 @@ def test_a_model_generates_and_its_certificates_are_reported(device):
     for row in rows:
         assert row.head_steps == 5 * 2 * 4 and row.key_max == row.value_max == 0.0
         assert row.values > 0 and row.link_bytes > 0 and 0 <= row.exact <= 1
+        # 60 to 64 tokens: three complete blocks in every step, the fourth in the last two
+        assert row.wanted == 2 * 2 * 2 * (3 * 5 + 2) and row.hit_rate > 0.6
         assert row.tier_bytes == cache.layers[row.layer].tier.nbytes()
 
 
@@ -236,6 +304,7 @@ def test_note_says_what_is_where():
         ({"ranking": 5}, "ranking=5, needs 0 to 4"),
         ({"tolerance": -1.0}, "tolerance=-1.0, needs None or at least 0"),
         ({"explore": 1.5}, "explore=1.5, needs 0 to 1"),
+        ({"scratch": -1}, "scratch=-1, needs 0 to 4096"),
         ({"originals": "disk"}, "originals='disk', needs 'host' or 'device'"),
         ({"min_tokens": 1.5}, "min_tokens=1.5, needs None or an integer"),
     ],
