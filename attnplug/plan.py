@@ -11,6 +11,7 @@ come from measured dense steps alone, c1 from gather's. Source: "Attention Pays 
 
 import dataclasses
 import json
+import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -45,7 +46,8 @@ class Shape:
         """Bytes that a step of `policy` reads of one sequence."""
         kept = min((policy.sink + policy.local + policy.k) * policy.block, tokens)
         summaries = tokens // policy.block if policy.k else 0
-        return self.cached(kept + summaries * (0.5 if policy.scoring == "mean" else 1.0))
+        parts, int8 = policy.summary_form(tokens)
+        return self.cached(kept + summaries * parts / (4 if int8 else 2))
 
 
 SHAPES = {
@@ -56,12 +58,14 @@ SHAPES = {
 
 @dataclasses.dataclass(frozen=True)
 class Bill:
-    """Of one machine: bytes a second, seconds a step beside reading, and gather's extra seconds."""
+    """Of one machine: bytes a second, seconds a step beside reading, gather's extra seconds, and
+    bytes of memory, where they are known."""
 
     bandwidth: float
     fixed: float
     extra: float = 0.0
     source: str = ""
+    memory: float = math.inf
 
     def dense(self, shape: Shape, tokens: int, batch: int) -> float:
         """Seconds of a step with dense attention."""
@@ -74,6 +78,10 @@ class Bill:
 
     def speedup(self, shape: Shape, tokens: int, batch: int, policy: Gather) -> float:
         return self.dense(shape, tokens, batch) / self.gather(shape, tokens, batch, policy)
+
+    def fits(self, shape: Shape, tokens: int, batch: int) -> bool:
+        """Whether weights and cache are no more than the memory. Activations come on top."""
+        return shape.weights + batch * shape.cached(tokens) <= self.memory
 
     def crossover(self, shape: Shape, batch: int, policy: Gather) -> int | None:
         """The fewest tokens, a multiple of the block, from which on gather is faster; None where
@@ -90,19 +98,18 @@ class Bill:
         return high * policy.block
 
 
-# Fitted to the two dense rows of bench/results/e2e_decode.json (batch 1, 8K and 128K tokens).
-H200 = Bill(
-    4.291e12, 1.849e-3, source="one NVIDIA H200, compiled decode; gather's extra unmeasured"
-)
+# Fitted to bench/results/e2e_decode.json and e2e_gather.json.
+H200 = Bill(4.584e12, 1.9227e-3, 0.4144e-3, source="one NVIDIA H200, compiled decode", memory=141e9)
 
 
 @dataclasses.dataclass(frozen=True)
 class Fit:
-    """A bill and how well it tells the rows: R2 on the dense ones, and for every batch size the
-    mean relative error of a fit without it (none where too few rows are left)."""
+    """A bill and how well it tells the rows: R2 on the dense ones (None for two, which every line
+    passes through), and for every batch size the mean relative error of a fit without it (none
+    where too few rows are left)."""
 
     bill: Bill
-    r2: float
+    r2: float | None
     held_out: dict[int, float]
 
 
@@ -116,7 +123,7 @@ def fit(rows: Iterable[Mapping[str, Any]]) -> Fit:
     read, seconds = _columns(dense)
     slope, fixed = np.polyfit(read, seconds, 1)
     rest = ((seconds - slope * read - fixed) ** 2).sum()
-    r2 = float(1 - rest / ((seconds - seconds.mean()) ** 2).sum())
+    r2 = float(1 - rest / ((seconds - seconds.mean()) ** 2).sum()) if len(dense) > 2 else None
     held_out = {}
     for batch in sorted({row["batch"] for row in dense}):
         left = [row for row in dense if row["batch"] != batch]
@@ -155,14 +162,17 @@ def read_rows(paths: Iterable[Path]) -> list[dict[str, Any]]:
 
 
 def shape_of(model: str) -> Shape:
-    """The shape of a model: a name of SHAPES, or a folder or hub id with a config. Raises
-    ArgumentError where there is none."""
+    """The shape of a model: a name of SHAPES or of `pretrained.names()`, or a folder or hub id with
+    a config. Raises ArgumentError where there is none."""
     if model in SHAPES:
         return SHAPES[model]
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    from attnplug.models import pretrained
+
+    source = pretrained.fetch(model) if model in pretrained.names() else model
     try:
-        config = AutoConfig.from_pretrained(model).get_text_config(decoder=True)
+        config = AutoConfig.from_pretrained(source).get_text_config(decoder=True)
         with torch.device("meta"):
             network = AutoModelForCausalLM.from_config(config)
     except (OSError, ValueError) as error:
@@ -203,8 +213,9 @@ def summary(fitted: Fit) -> str:
     bill = fitted.bill
     text = (
         f"fitted to {bill.source}: {bill.bandwidth / 1e12:.2f} TB/s, {bill.fixed * 1e3:.2f} ms "
-        f"beside reading, gather {bill.extra * 1e3:+.2f} ms; R2 {fitted.r2:.4f}"
+        f"beside reading, gather {bill.extra * 1e3:+.2f} ms; "
     )
+    text += "no evidence of the fit" if fitted.r2 is None else f"R2 {fitted.r2:.4f}"
     for batch, error in fitted.held_out.items():
         text += f"; batch {batch} left out: {error:.1%} off"
     return text
@@ -239,24 +250,54 @@ def table(shape: Shape, bill: Bill, policy: Gather, batch: int, contexts: Iterab
     return printed
 
 
+def gains(shape: Shape, bill: Bill, policy: Gather) -> np.ndarray:
+    """Speed-ups `[BATCHES,CONTEXTS]` of what attnplug would run: 1 where that is dense, NaN where
+    the cache does not fit."""
+    crossover = policy.crossover(torch.device("cuda"))
+    return np.array(
+        [
+            [
+                math.nan if not bill.fits(shape, n, b)
+                else 1.0 if n < crossover
+                else bill.speedup(shape, n, b, policy)
+                for n in CONTEXTS
+            ]
+            for b in BATCHES
+        ]
+    )  # fmt: skip
+
+
 def draw_map(shape: Shape, bill: Bill, policy: Gather, path: Path) -> None:
-    """Context across, batch up, the speed-up as colour and number; a line where it is 1."""
+    """Context across, batch up, the speed-up as colour and number; grey where it runs dense, empty
+    where the cache does not fit."""
+    from matplotlib import colormaps
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
+    from matplotlib.patches import Rectangle
 
-    gains = np.array([[bill.speedup(shape, n, b, policy) for n in CONTEXTS] for b in BATCHES])
-    figure = Figure(figsize=(7.5, 4.2), layout="constrained")
+    found = gains(shape, bill, policy)
+    crossover = policy.crossover(torch.device("cuda"))
+    figure = Figure(figsize=(8, 4.2), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots()
-    axes.imshow(np.log2(gains), origin="lower", cmap="viridis", aspect="auto")
-    for (row, column), gain in np.ndenumerate(gains):
-        dark = np.log2(gain) < 0.6 * np.log2(gains.max())
-        axes.text(column, row, f"{gain:.3g}", ha="center", va="center", color="w" if dark else "k")
-    if gains.min() < 1 < gains.max():
-        axes.contour(np.log2(gains), levels=[0.0], colors="red")
-    axes.set_xticks(range(len(CONTEXTS)), [f"{n // 1024}K" for n in CONTEXTS])
+    colors = colormaps["viridis"].with_extremes(bad="#ffffff")
+    dense = [n < crossover for n in CONTEXTS]
+    shown = np.where(np.array(dense), np.nan, np.log2(found))
+    axes.imshow(shown, origin="lower", cmap=colors, aspect="auto")
+    for (row, column), gain in np.ndenumerate(found):
+        if np.isnan(gain):
+            continue
+        if dense[column]:
+            square = Rectangle((column - 0.5, row - 0.5), 1, 1, color="#d4d4d4")
+            axes.add_patch(square)
+        bright = not dense[column] and np.log2(gain) < 0.6 * np.nanmax(shown)
+        color = "#ff9e80" if gain < 1 else "w" if bright else "k"
+        label = "dense" if dense[column] else f"{gain:.2f}"
+        axes.text(column, row, label, ha="center", va="center", color=color)
+    names = [f"{n // 1024}K" if n < 1 << 20 else f"{n >> 20}M" for n in CONTEXTS]
+    axes.set_xticks(range(len(CONTEXTS)), names)
     axes.set_yticks(range(len(BATCHES)), [str(b) for b in BATCHES])
-    axes.set_xlabel("tokens of context")
+    axes.set_xlabel("tokens of context; empty: the cache does not fit")
     axes.set_ylabel("sequences")
     axes.set_title(f"predicted decode speed-up of {policy} over dense")
     figure.savefig(path, dpi=150)

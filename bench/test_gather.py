@@ -115,8 +115,8 @@ def run(
 ) -> None:
     kept = min((policy.sink + policy.local + policy.k) * policy.block, n)
     summaries = n // policy.block if policy.k else 0
-    parts = 1 if policy.scoring == "mean" else 2
-    row_bytes = 2 * HEADS_KV * WIDTH * (2 * kept + parts * summaries)
+    parts, int8 = policy.summary_form(n)
+    row_bytes = HEADS_KV * (4 * WIDTH * kept + (1 if int8 else 2) * WIDTH * parts * summaries)
     nbytes = batch * (row_bytes + 2 * 2 * HEADS_Q * WIDTH)
     flops = 4 * batch * HEADS_Q * WIDTH * (kept + summaries * parts / 2)
     room = torch.cuda.get_device_properties(0).total_memory * 6 // 10

@@ -4,9 +4,9 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from attnplug.ops._bounds_triton import note_progress, row_span
 from attnplug.ops._select_triton import best_keys, block_of, nth_best
 from attnplug.ops._splits import attend_tile, store_piece
-from attnplug.ops.block_bounds import note_progress, row_span
 
 
 @triton.jit

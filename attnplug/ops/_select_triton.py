@@ -5,7 +5,14 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from attnplug.ops.block_bounds import blocks_done, note_progress, refresh_blocks, row_span
+from attnplug.ops._bounds_triton import (
+    blocks_done,
+    frame_at,
+    note_progress,
+    refresh_blocks,
+    row_span,
+    summaries_at,
+)
 
 
 @triton.jit
@@ -44,18 +51,75 @@ def _seen(key_mask, b, mask_b, low, j, limit, BLOCK: tl.constexpr):
 
 @triton.jit
 def _summaries(
-    bounds_at, j, limit, D: tl.constexpr, DP: tl.constexpr, SCORING: tl.constexpr
+    bounds_at, behind, j, limit, D: tl.constexpr, DP: tl.constexpr, SCORING: tl.constexpr,
+    INT8: tl.constexpr,
 ):  # fmt: skip
-    """(maxima, minima) `[CHUNK, DP]` of blocks j, or their means twice. .cg: they are read once."""
+    """(maxima, minima) `[CHUNK, DP]` of blocks j, or their means twice, and the scales of codes.
+    .cg: they are read once."""
     PARTS: tl.constexpr = 1 if SCORING == 2 else 2
     d = tl.arange(0, DP)
     at = bounds_at + j[:, None] * (PARTS * D) + d[None, :]
     readable = (j < limit)[:, None] & (d < D)[None, :]
-    high = tl.load(at, mask=readable, other=0.0, cache_modifier=".cg")
+    high = tl.load(at, mask=readable, other=0, cache_modifier=".cg")
     low = high
     if SCORING != 2:
-        low = tl.load(at + D, mask=readable, other=0.0, cache_modifier=".cg")
-    return high, low
+        low = tl.load(at + D, mask=readable, other=0, cache_modifier=".cg")
+    factor = 1.0
+    if INT8:
+        factor = tl.load(behind + 2 * D + j, mask=j < limit, other=0.0, cache_modifier=".cg")
+    return high, low, factor
+
+
+@triton.jit
+def _digits(query, behind, D: tl.constexpr, DP: tl.constexpr, HEADS: tl.constexpr):
+    """What heads' queries are to codes: `query unit = step (128 a + b)`, the INT8 digits of their
+    positive elements, and of their negative ones; what a product of the row counts; and what to
+    add, `query . centre`. The heads come twice: the first HEADS rows get the digits a, the others
+    b, and nothing to add."""
+    coarse = tl.arange(0, 2 * HEADS) < HEADS
+    centre, unit = frame_at(behind, tl.arange(0, DP), D)
+    query = query.to(tl.float32)
+    scaled = query * unit[None, :]
+    top = tl.max(tl.abs(scaled), 1)
+    level = scaled * (16256.0 / tl.where(top > 0, top, 1.0))[:, None]
+    level = tl.where(tl.abs(level) <= 16257.0, level, 0.0)
+    # To the nearest integer: 1.5 2^23 leaves no bits for a fraction.
+    level = (level + 12582912.0).to(tl.int32, bitcast=True) - 0x4B400000
+    first = (level + 64) >> 7
+    digit = tl.where(coarse[:, None], first, level - first * 128)
+    above = tl.where(level > 0, digit, 0).to(tl.int8)
+    below = tl.where(level < 0, digit, 0).to(tl.int8)
+    # What is not finite makes a NaN of it.
+    middle = tl.sum(query * centre[None, :] + query * 0, 1)
+    step = top * tl.where(coarse, 128.0 / 16256.0, 1.0 / 16256.0)
+    return above, below, step, tl.where(coarse, middle, 0.0)
+
+
+@triton.jit
+def _ready(
+    query, behind, GROUP: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+    SCORING: tl.constexpr, INT8: tl.constexpr,
+):  # fmt: skip
+    """What `_scores` wants of the queries `[HEADS, DP]` (for codes, twice), once for all blocks."""
+    if INT8:
+        return _digits(query, behind, D, DP, HEADS)
+    elif SCORING == 2:  # the mean over the group is a product with ones: every row holds it
+        mean = tl.sum(query.to(tl.float32), 0) / GROUP
+        query = tl.zeros([HEADS, DP], tl.float32) + mean[None, :]
+        return query, query, 1.0, 0.0
+    else:
+        return query, query, 1.0, 0.0
+
+
+@triton.jit
+def _code_scores(
+    above, below, step, middle, high, low, scale, HEADS: tl.constexpr, CHUNK: tl.constexpr
+):  # fmt: skip
+    """`[HEADS, CHUNK]` scores of codes. A row's sum is of integers: exact."""
+    total = tl.dot(above, high.T, out_dtype=tl.int32)
+    total = tl.dot(below, low.T, total, out_dtype=tl.int32)
+    score = total.to(tl.float32) * step[:, None] * scale[None, :] + middle[:, None]
+    return tl.sum(tl.reshape(score, [2, HEADS, CHUNK]), 0)
 
 
 @triton.jit
@@ -75,6 +139,23 @@ def _head_scores(query, high, low, scale, SCORING: tl.constexpr):
         step = query.to(tl.float32) * scale
         spread = (high.to(tl.float32) - low.to(tl.float32)) * 0.25
         score += 0.5 * tl.dot(step * step, (spread * spread).T, input_precision="tf32")
+    return score
+
+
+@triton.jit
+def _scores(
+    above, below, step, middle, high, low, factor, scale, GROUP: tl.constexpr,
+    HEADS: tl.constexpr, CHUNK: tl.constexpr, SCORING: tl.constexpr, INT8: tl.constexpr,
+):  # fmt: skip
+    """`[CHUNK]` scores of blocks; for "estimate" `[HEADS, CHUNK]`, of every head."""
+    if INT8:
+        score = _code_scores(above, below, step, middle, high, low, factor, HEADS, CHUNK)
+    else:
+        score = _head_scores(above, high, low, scale, SCORING)
+    if SCORING != 1:
+        score = tl.where(score == score, score, float("inf"))
+        in_group = tl.arange(0, HEADS) < GROUP
+        score = tl.max(tl.where(in_group[:, None], score, float("-inf")), 0)
     return score
 
 
@@ -101,11 +182,13 @@ def score_blocks(
     GROUP: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
     BLOCK: tl.constexpr, SINK: tl.constexpr, LOCAL: tl.constexpr, SCORING: tl.constexpr,
     CHUNK: tl.constexpr, MEMBERS: tl.constexpr, REPEAT: tl.constexpr, STAGES: tl.constexpr,
-    SOON: tl.constexpr, NEW: tl.constexpr, LENGTH_STEP: tl.constexpr, START_STEP: tl.constexpr,
-    PDL: tl.constexpr,
+    SOON: tl.constexpr, INT8: tl.constexpr, NEW: tl.constexpr, LENGTH_STEP: tl.constexpr,
+    START_STEP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """REPEAT chunks of blocks of one query and KV head: summaries that are missing, then scores."""
+    """REPEAT chunks of blocks of one query and KV head: summaries that are missing, then scores.
+    INT8: the summaries are codes; their products have two rows for a head."""
     PARTS: tl.constexpr = 1 if SCORING == 2 else 2
+    HEADS: tl.constexpr = ROWS // 2 if INT8 else ROWS
     chunk = tl.program_id(0) * REPEAT
     t = tl.program_id(1) % T
     h = tl.program_id(1) // T
@@ -116,18 +199,25 @@ def score_blocks(
         gdc_launch_dependents()  # the next kernel waits for the end of this grid
     kv_heads = tl.num_programs(1) // T
     row = (b * kv_heads + h) * T + t
-    bounds_at = bounds + (b * kv_heads + h) * N * (PARTS * D)
+    bounds_at, behind = summaries_at(bounds, b * kv_heads + h, N, D, PARTS, INT8)
     length, low = row_span(lengths, start, b, S, LENGTH_STEP, START_STEP, NEW)
     done = blocks_done(progress, b, low)
-    if SOON:  # while the length is on its way; what lies past it counts for nothing
-        high, deep = _summaries(bounds_at, chunk * CHUNK + tl.arange(0, CHUNK), N, D, DP, SCORING)
-    g = tl.arange(0, ROWS)
+    g = tl.arange(0, HEADS)
+    r = tl.arange(0, ROWS) % HEADS
     d = tl.arange(0, DP)
     in_group = g < GROUP
-    q_at = q + b * q_b + (h * GROUP + g).to(tl.int64)[:, None] * q_h + t * q_t + d[None, :]
+    q_at = q + b * q_b + (h * GROUP + r).to(tl.int64)[:, None] * q_h + t * q_t + d[None, :]
     query = tl.load(
-        q_at, mask=in_group[:, None] & (d < D)[None, :], other=0.0, cache_modifier=".cg"
+        q_at, mask=(r < GROUP)[:, None] & (d < D)[None, :], other=0.0, cache_modifier=".cg"
     )
+    if SOON:  # while the length is on its way; what lies past it counts for nothing
+        j = chunk * CHUNK + tl.arange(0, CHUNK)
+        high, deep, factor = _summaries(bounds_at, behind, j, N, D, DP, SCORING, INT8)
+        above, below, step, middle = _ready(query, behind, GROUP, HEADS, D, DP, SCORING, INT8)
+        score = _scores(
+            above, below, step, middle, high, deep, factor, scale, GROUP, HEADS, CHUNK, SCORING,
+            INT8,
+        )  # fmt: skip
     limit = (length - T + t - low) // BLOCK - LOCAL + 1
     # No way out for who reads soon: the compiler would move the reads behind it.
     if SOON or chunk * CHUNK < limit:
@@ -139,16 +229,22 @@ def score_blocks(
                 mask_at = key_mask + b * mask_b
             # The queries of one row may do the same blocks at once: they write the same.
             refresh_blocks(
-                k + b * k_b + h.to(tl.int64) * k_h, mask_at, bounds_at, begin, end, 1, low, k_s,
-                D, DP, BLOCK, PARTS, key_mask is not None,
+                k + b * k_b + h.to(tl.int64) * k_h, mask_at, bounds_at, behind, begin, end, 1, done,
+                low, k_s, D, DP, BLOCK, PARTS, INT8, key_mask is not None,
             )  # fmt: skip
             tl.debug_barrier()  # other warps load what one has stored
-            if SOON:
+            if SOON:  # Once more. Summaries that were read in either way would be unpacked in both.
                 j = chunk * CHUNK + tl.arange(0, CHUNK)
-                high, deep = _summaries(bounds_at, j, N, D, DP, SCORING)
-        if SCORING == 2:  # the mean over the group is a product with ones: every row holds it
-            mean = tl.sum(query.to(tl.float32), 0) / GROUP
-            query = tl.zeros([ROWS, DP], tl.float32) + mean[None, :]
+                high, deep, factor = _summaries(bounds_at, behind, j, N, D, DP, SCORING, INT8)
+                above, below, step, middle = _ready(
+                    query, behind, GROUP, HEADS, D, DP, SCORING, INT8
+                )
+                score = _scores(
+                    above, below, step, middle, high, deep, factor, scale, GROUP, HEADS, CHUNK,
+                    SCORING, INT8,
+                )  # fmt: skip
+        if not SOON:
+            above, below, step, middle = _ready(query, behind, GROUP, HEADS, D, DP, SCORING, INT8)
         own = heads_at
         if SCORING == 1:
             own = heads_at + row * GROUP * (N + chunks) + g
@@ -158,8 +254,11 @@ def score_blocks(
         for i in tl.range(0, REPEAT, num_stages=STAGES):  # pyright: ignore[reportGeneralTypeIssues]
             j = (chunk + i) * CHUNK + tl.arange(0, CHUNK)
             if not SOON:
-                high, deep = _summaries(bounds_at, j, limit, D, DP, SCORING)
-            score = _head_scores(query, high, deep, scale, SCORING)  # pyright: ignore[reportPossiblyUnboundVariable]
+                high, deep, factor = _summaries(bounds_at, behind, j, limit, D, DP, SCORING, INT8)
+                score = _scores(
+                    above, below, step, middle, high, deep, factor, scale, GROUP, HEADS, CHUNK,  # pyright: ignore[reportPossiblyUnboundVariable]
+                    SCORING, INT8,
+                )  # fmt: skip
             usable = (j >= SINK) & (j < limit)
             if key_mask is not None:
                 usable = usable & _seen(key_mask, b, mask_b, low, j, limit, BLOCK)
@@ -167,9 +266,7 @@ def score_blocks(
                 chunk_at = own + (N + chunk + i) * GROUP
                 _store_heads(score, usable, j, limit, own, chunk_at, in_group, GROUP)
             else:
-                score = tl.where(score == score, score, float("inf"))
-                score = tl.max(tl.where(in_group[:, None], score, float("-inf")), 0)
-                _hand_on(score, j, usable, scores + row * N, best_at, limit, CHUNK, MEMBERS)
+                _hand_on(score, j, usable, scores + row * N, best_at, limit, CHUNK, MEMBERS)  # pyright: ignore[reportPossiblyUnboundVariable]
 
 
 @triton.jit
@@ -244,13 +341,26 @@ def _load_keys(at, inside):
 
 
 @triton.jit
+def _keys_to_sort(at, limit, SIZE: tl.constexpr):
+    """All keys of a row, in another order: a sort compares neighbours most, and with four warps
+    neighbours are one thread's here."""
+    if SIZE >= 512:
+        j = tl.arange(0, SIZE // 64)[:, None] * 64 + tl.arange(0, 64)[None, :]
+        key = tl.reshape(_load_keys(at + j, j < limit), [SIZE // 256, 4, 32, 2])
+        key = tl.reshape(tl.permute(key, (1, 2, 0, 3)), [SIZE])
+    else:
+        j = tl.arange(0, SIZE)
+        key = _load_keys(at + j, j < limit)
+    return key
+
+
+@triton.jit
 def _finalists(
     best_at, limit, KP: tl.constexpr, WIDE: tl.constexpr, MEMBERS: tl.constexpr
 ):  # fmt: skip
     """The members [KP * MEMBERS] of the KP groups with the best maxima, and which of them there
     are: among them are the KP best keys, as keys are distinct."""
-    i = tl.arange(0, WIDE)
-    group = tl.topk(_load_keys(best_at + i, i * MEMBERS < limit), KP)
+    group = tl.topk(_keys_to_sort(best_at, tl.cdiv(limit, MEMBERS), WIDE), KP)
     j = (_index(group) // MEMBERS)[:, None] * MEMBERS + tl.arange(0, MEMBERS)[None, :]
     inside = (group > -0x7FFFFFFFFFFFFFFF)[:, None] & (j < limit)
     j = tl.where(inside, j, limit)
@@ -262,11 +372,12 @@ def best_keys(
     scores_at, best_at, limit, KP: tl.constexpr, WIDE: tl.constexpr, MEMBERS: tl.constexpr
 ):  # fmt: skip
     """The KP largest of a row's keys, largest first."""
-    SIZE: tl.constexpr = WIDE if MEMBERS == 0 else KP * MEMBERS
-    j = tl.arange(0, SIZE)
     if MEMBERS > 0:
         j = _finalists(best_at, limit, KP, WIDE, MEMBERS)
-    return tl.topk(_load_keys(scores_at + j, j < limit), KP)
+        key = _load_keys(scores_at + j, j < limit)
+    else:
+        key = _keys_to_sort(scores_at, limit, WIDE)
+    return tl.topk(key, KP)
 
 
 @triton.jit

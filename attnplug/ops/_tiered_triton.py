@@ -5,8 +5,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from attnplug.ops._bounds_triton import row_span
 from attnplug.ops._splits import attend_tile, store_piece
-from attnplug.ops.block_bounds import row_span
 
 
 @triton.jit

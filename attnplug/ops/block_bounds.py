@@ -3,20 +3,32 @@
     bounds[b, h, j, 0] = max of the keys of block j,   bounds[b, h, j, 1] = their min  (elementwise)
     relu(q) . max - relu(-q) . min  >=  q . key        for every query and every key of the block
 
-or, with one part instead of two, the mean of the block's keys. Blocks are numbered from each row's
-first real token: block j is keys start + block j up to start + block (j + 1) - 1. Keys that the key
-mask hides enter nothing. A complete block never changes until the cache is cropped, so `progress`
-says how many leading blocks are done, for which start, and only what is missing is read.
+or, with one part instead of two, the mean of the block's keys. Max and min may be INT8 codes,
+rounded outwards so that the inequality holds for what they stand for:
+
+    centre + unit scale_j max_code >= max,   min >= centre + unit scale_j min_code
+
+with a scale for each block, and a centre and a unit for each channel: middle and half width of the
+row's first block, the unit within a factor of SPREAD of its mean over the channels. Blocks are
+numbered from each row's first real token: block j is keys start + block j up to
+start + block (j + 1) - 1. Keys that the key mask hides enter nothing. A complete block never
+changes until the cache is cropped, so `progress` says how many leading blocks are done, for which
+start, and only what is missing is read.
 Source: Quest (Tang et al., 2024), as in "Attention Pays Its Bill" (shared/papers/000).
 """
+
+from typing import NamedTuple
 
 import numba
 import numpy as np
 import torch
 import triton
-import triton.language as tl
 
 from attnplug.errors import ArgumentError
+from attnplug.ops import _bounds_triton as kernels
+from attnplug.ops._bounds_triton import blocks_done as blocks_done  # for kernels of other ops
+from attnplug.ops._bounds_triton import note_progress as note_progress
+from attnplug.ops._bounds_triton import row_span as row_span
 from attnplug.ops._define import (
     DTYPES,
     HEAD_DIMS,
@@ -31,6 +43,40 @@ from attnplug.ops._define import (
 
 BLOCKS = (16, 32, 64, 128)
 NO_MASK = np.empty((1, 0), np.bool_)
+SLACK, MOST, LEAST, SPREAD = (
+    x.value for x in (kernels.SLACK, kernels.MOST, kernels.LEAST, kernels.SPREAD)
+)
+
+
+def empty_bounds(
+    k: torch.Tensor, block: int, parts: int = 2, *, int8: bool = False
+) -> torch.Tensor:
+    """Summaries of a fresh cache `k [B, Hkv, S, D]`, zeros: `[B, Hkv, ceil(S / block), parts, D]`
+    like k, or for `int8` codes, and in further rows what they stand for (`Frame`)."""
+    batch, heads, size, width = k.shape
+    rows = summary_rows(-(-size // block), width, int8)
+    return k.new_zeros((batch, heads, rows, parts, width), dtype=torch.int8 if int8 else k.dtype)
+
+
+def summary_rows(blocks: int, width: int, int8: bool) -> int:
+    """Rows `[parts, D]` of the summaries of so many blocks."""
+    return blocks + 4 + -(-2 * blocks // width) if int8 else blocks
+
+
+class Frame(NamedTuple):
+    """What INT8 codes stand for, `centre + unit scale code`; float32 views of the rows behind them:
+    of each row's head `[B, Hkv, D]` twice, and of each block `[B, Hkv, blocks]`."""
+
+    centre: torch.Tensor
+    unit: torch.Tensor
+    scale: torch.Tensor
+
+
+def frame_of(bounds: torch.Tensor, blocks: int) -> Frame:
+    """The frame of INT8 summaries of so many blocks."""
+    width = bounds.shape[4]
+    behind = bounds.flatten(2)[:, :, blocks * 2 * width :].view(torch.float32)
+    return Frame(*behind[:, :, : 2 * width + blocks].split([width, width, blocks], 2))
 
 
 def block_bounds(
@@ -46,11 +92,13 @@ def block_bounds(
     """Bring the summaries of all complete blocks up to date, in place.
 
     Elementwise max and min of a block's keys (`parts` 2) or their mean (`parts` 1). A NaN among
-    the keys gives NaN; a block without a visible key gives 0.
+    the keys gives NaN; a block without a visible key gives 0. With INT8 codes a key that is not
+    finite gives a scale of NaN.
 
     Args:
         k: `[B, Hkv, S, D]`, float32, float16 or bfloat16.
-        bounds: `[B, Hkv, ceil(S / block), parts, D]` like k, contiguous; written.
+        bounds: `[B, Hkv, ceil(S / block), parts, D]` like k, or INT8 as `empty_bounds` makes them
+            (2 parts); contiguous; written.
         progress: int32 `[B, 2]`, contiguous; written. Of each row, how many leading blocks of
             `bounds` are done, and the start that they are counted from: another start does them
             anew. Begin with zeros; whoever shortens or replaces the keys lowers the count.
@@ -85,18 +133,23 @@ def check_bounds(name, k, bounds, progress, block):
     if block not in BLOCKS:
         raise ArgumentError(f"{name}: block is {block}, needs {', '.join(map(str, BLOCKS))}")
     batch, heads, size, width = k.shape
-    shape = tuple(bounds.shape)
-    if shape not in [(batch, heads, -(-size // block), parts, width) for parts in (1, 2)]:
+    shape, int8 = tuple(bounds.shape), bounds.dtype == torch.int8
+    rows = summary_rows(-(-size // block), width, int8)
+    if shape not in [(batch, heads, rows, parts, width) for parts in ((2,) if int8 else (1, 2))]:
+        wanted = (
+            "[B,Hkv,ceil(S/block) and scales,2,D]" if int8 else "[B,Hkv,ceil(S/block),2 or 1,D]"
+        )
         raise ArgumentError(
-            f"{name}: bounds has shape {shape}, needs [B,Hkv,ceil(S/block),2 or 1,D] = "
-            f"[{batch}, {heads}, {-(-size // block)}, 2 or 1, {width}]"
+            f"{name}: bounds has shape {shape}, needs {wanted} = "
+            f"[{batch}, {heads}, {rows}, {'2' if int8 else '2 or 1'}, {width}]"
         )
     if tuple(progress.shape) != (batch, 2) or progress.dtype != torch.int32:
         raise ArgumentError(
             f"{name}: progress is {progress.dtype} {tuple(progress.shape)}, needs int32 [B,2] = "
             f"[{batch}, 2]"
         )
-    require(bounds.dtype == k.dtype, name, f"bounds is {bounds.dtype} but k is {k.dtype}")
+    fits = int8 or bounds.dtype == k.dtype
+    require(fits, name, f"bounds is {bounds.dtype} but k is {k.dtype}: needs that or int8")
     for label, tensor in (("bounds", bounds), ("progress", progress)):
         if tensor.device != k.device:
             raise ArgumentError(f"{name}: {label} is on {tensor.device}, k on {k.device}")
@@ -129,10 +182,40 @@ def _summarise(k, mask, out):
             out[0, d] /= seen
 
 
+@numba.njit(cache=True)
+def _set_frame(wide, centre, unit):
+    """The frame of a row's head, from its first block `wide [2, D]`."""
+    half = (wide[0] - wide[1]) * np.float32(0.5)
+    mean = half.sum() / np.float32(half.shape[0])
+    plain = 1e-20 < mean < np.inf  # a NaN is not
+    for d in range(half.shape[0]):
+        middle = wide[0, d] * np.float32(0.5) + wide[1, d] * np.float32(0.5)
+        size = min(max(half[d], mean / np.float32(SPREAD)), mean * np.float32(SPREAD))
+        centre[d], unit[d] = (middle, size) if plain else (0.0, 1.0)
+
+
+@numba.njit(cache=True)
+def _encode(wide, centre, unit, codes):
+    """Max and min `wide [2, D]` into `codes [2, D]`; returns their scale."""
+    codes[:] = 0
+    top = np.float32(0.0)
+    for d in range(wide.shape[1]):
+        for part in range(2):
+            wide[part, d] = (wide[part, d] - centre[d]) / unit[d]
+            if not abs(wide[part, d]) < np.inf:
+                return np.float32(np.nan)
+            top = max(top, abs(wide[part, d]))
+    scale = max(top * np.float32(1 / MOST), np.float32(LEAST))
+    for d in range(wide.shape[1]):
+        codes[0, d] = np.int8(np.ceil(wide[0, d] / scale + np.float32(SLACK)))
+        codes[1, d] = np.int8(np.floor(wide[1, d] / scale - np.float32(SLACK)))
+    return scale
+
+
 @numba.njit(parallel=True, cache=True)
-def _reference(k, mask, bounds, done, until, start, offset, block):
+def _reference(k, mask, bounds, centre, unit, scale, done, until, start, offset, block):
     """`_summarise` for blocks done..until-1 of every row and head, in parallel; `k` holds the keys
-    from `offset` on."""
+    from `offset` on. With a `scale` the bounds are codes."""
     batch, heads = k.shape[:2]
     for item in numba.prange(batch * heads):
         b, h = item // heads, item % heads
@@ -140,7 +223,14 @@ def _reference(k, mask, bounds, done, until, start, offset, block):
         for j in range(done[b], until[b]):
             first = start[b] + j * block
             part = hidden[first : first + block] if hidden.shape[0] > 0 else hidden
-            _summarise(k[b, h, first - offset : first - offset + block], part, bounds[b, h, j])
+            wide = np.empty(bounds.shape[3:], np.float32)
+            _summarise(k[b, h, first - offset : first - offset + block], part, wide)
+            if scale.shape[2] > 0:
+                if j == 0:
+                    _set_frame(wide, centre[b, h], unit[b, h])
+                scale[b, h, j] = _encode(wide, centre[b, h], unit[b, h], bounds[b, h, j])
+            else:
+                bounds[b, h, j] = wide
 
 
 def refresh_on_cpu(k, key_mask, bounds, progress, start, until, block):
@@ -150,11 +240,14 @@ def refresh_on_cpu(k, key_mask, bounds, progress, start, until, block):
     if bool(missing.any()):
         first = int((start + done * block)[missing].min())
         last = int((start + until * block)[missing].max())
-        wide = bounds.float()  # bounds itself where it is float32
+        int8, blocks = bounds.dtype == torch.int8, -(-k.shape[2] // block)
+        frame = frame_of(bounds, blocks) if int8 else Frame(*[torch.empty(*k.shape[:2], 0)] * 3)
+        wide = bounds if int8 else bounds.float()  # bounds itself where it is float32
         _reference(
             k[:, :, first:last].float().numpy(),
             NO_MASK if key_mask is None else key_mask.numpy(),
             wide.numpy(),
+            *(part.numpy() for part in frame),
             done.numpy(),
             until.numpy(),
             start.numpy(),
@@ -177,150 +270,23 @@ def _cpu(k, bounds, progress, lengths, start, key_mask, block):
 # --- CUDA ------------------------------------------------------------------------------------
 
 
-@triton.jit
-def row_span(
-    lengths, start, b, S, LENGTH_STEP: tl.constexpr, START_STEP: tl.constexpr,
-    NEW: tl.constexpr = 0,
-):  # fmt: skip
-    """(length, first real key) of row b, int32. NEW tokens are not in `lengths` yet; S + NEW then
-    says that the cache is full.
-
-    .cg: another multiprocessor's kernel, early launched ones after it, may have counted a token.
-    """
-    length = S
-    if lengths is not None:
-        length = tl.load(lengths + b * LENGTH_STEP, cache_modifier=".cg").to(tl.int32)
-        length = tl.minimum(length, S) + NEW
-    low = 0
-    if start is not None:
-        low = tl.load(start + b * START_STEP, cache_modifier=".cg").to(tl.int32)
-        low = tl.maximum(low, 0)
-    return length, low
-
-
-@triton.jit
-def blocks_done(progress, b, low):
-    """Leading blocks that row b has summaries of, when counted from `low`."""
-    counted = tl.load(progress + b * 2, cache_modifier=".cg")
-    return tl.where(tl.load(progress + b * 2 + 1, cache_modifier=".cg") == low, counted, 0)
-
-
-@triton.jit
-def note_progress(progress, b, low, until):
-    """Blocks before `until` are done. Only one program may run this for a row, and only after all
-    that read the row's progress."""
-    done = tl.maximum(blocks_done(progress, b, low), until)
-    tl.debug_barrier()  # every warp loads and stores the same words
-    tl.store(progress + b * 2, done)
-    tl.store(progress + b * 2 + 1, low)
-
-
-@triton.jit
-def refresh_blocks(
-    k_at, mask_at, bounds_at, begin, end, step, low, k_s,
-    D: tl.constexpr, DP: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr,
-    MASKED: tl.constexpr,
-):  # fmt: skip
-    """Summarise blocks begin, begin + step, ... before end of one row's head.
-
-    Elementwise over STEP keys at a time and across them at the end: the kernels that do this once
-    in a block's life must not be made large by it.
-    """
-    STEP: tl.constexpr = 8
-    d = tl.arange(0, DP)
-    n = tl.arange(0, STEP)
-    in_width = d < D
-    for j in range(begin, end, step):
-        high = tl.full([STEP, DP], float("-inf"), tl.float32)
-        deep = tl.full([STEP, DP], float("inf"), tl.float32)
-        count = tl.zeros([STEP], tl.int32)
-        if PARTS == 1:
-            high = tl.zeros([STEP, DP], tl.float32)
-        for i in range(0, BLOCK, STEP):
-            at = low + j * BLOCK + i + n
-            key = tl.load(
-                k_at + at.to(tl.int64)[:, None] * k_s + d[None, :],
-                mask=in_width[None, :],
-                other=0.0,
-            ).to(tl.float32)
-            seen = at >= 0
-            if MASKED:
-                seen = tl.load(mask_at + at) != 0
-            count += seen.to(tl.int32)
-            if PARTS == 1:
-                high += tl.where(seen[:, None], key, 0.0)
-            else:  # a NaN comes in and stays
-                shown = seen[:, None]
-                above, below = (
-                    tl.where(shown, key, float("-inf")),
-                    tl.where(shown, key, float("inf")),
-                )
-                high = tl.maximum(high, above, propagate_nan=tl.PropagateNan.ALL)
-                deep = tl.minimum(deep, below, propagate_nan=tl.PropagateNan.ALL)
-        out = bounds_at + j * (PARTS * D) + d
-        seen_keys = tl.sum(count, 0)
-        if PARTS == 1:
-            tl.store(out, tl.sum(high, 0) / tl.maximum(seen_keys, 1), mask=in_width)
-        else:  # the maximum across drops a NaN
-            odd = tl.sum((high != high).to(tl.int32), 0) > 0
-            top = tl.where(seen_keys > 0, tl.max(high, 0), 0.0)
-            bottom = tl.where(seen_keys > 0, tl.min(deep, 0), 0.0)
-            tl.store(out, tl.where(odd, float("nan"), top), mask=in_width)
-            tl.store(out + D, tl.where(odd, float("nan"), bottom), mask=in_width)
-
-
-@triton.jit
-def _refresh(
-    k, bounds, progress, lengths, start, key_mask, S, N, programs, k_b, k_h, k_s, mask_b,
-    D: tl.constexpr, DP: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr,
-    LENGTH_STEP: tl.constexpr, START_STEP: tl.constexpr,
-):  # fmt: skip
-    """One program's share of the missing blocks of one row's head."""
-    h = tl.program_id(1)
-    b = tl.program_id(2).to(tl.int64)
-    length, low = row_span(lengths, start, b, S, LENGTH_STEP, START_STEP)
-    until = tl.maximum(length - low, 0) // BLOCK
-    mask_at = k
-    if key_mask is not None:
-        mask_at = key_mask + b * mask_b
-    refresh_blocks(
-        k + b * k_b + h.to(tl.int64) * k_h,
-        mask_at,
-        bounds + (b * tl.num_programs(1) + h) * N * (PARTS * D),
-        blocks_done(progress, b, low) + tl.program_id(0),
-        until,
-        programs,
-        low,
-        k_s,
-        D, DP, BLOCK, PARTS, key_mask is not None,
-    )  # fmt: skip
-
-
-@triton.jit
-def _note(
-    progress, lengths, start, S, BLOCK: tl.constexpr,
-    LENGTH_STEP: tl.constexpr, START_STEP: tl.constexpr,
-):  # fmt: skip
-    b = tl.program_id(0)
-    length, low = row_span(lengths, start, b, S, LENGTH_STEP, START_STEP)
-    note_progress(progress, b, low, tl.maximum(length - low, 0) // BLOCK)
-
-
 def launch_block_bounds(k, bounds, progress, lengths, start, key_mask, block):
     """Run the kernels; tensors as in `block_bounds`, on a GPU or in Triton's interpreter."""
     batch, heads, size, width = k.shape
     k = k if k.stride(3) == 1 else k.contiguous()
     key_mask = mask_bytes(key_mask)
     # Enough programs to fill a GPU when a whole prompt is new, few where nothing is.
-    programs = max(1, min(512 // (batch * heads), bounds.shape[2]))
+    blocks = triton.cdiv(size, block)
+    programs = max(1, min(512 // (batch * heads), blocks))
     steps = row_step(lengths), row_step(start)
-    _refresh[(programs, heads, batch)](
-        k, bounds, progress, lengths, start, key_mask, size, bounds.shape[2], programs,
+    kernels.refresh[(programs, heads, batch)](
+        k, bounds, progress, lengths, start, key_mask, size, blocks, programs,
         *k.stride()[:3], 0 if key_mask is None else key_mask.stride(0),
-        width, triton.next_power_of_2(width), block, bounds.shape[3], *steps,
+        width, triton.next_power_of_2(width), block, bounds.shape[3], bounds.dtype == torch.int8,
+        *steps,
         num_warps=4,  # pyright: ignore[reportCallIssue]
     )  # fmt: skip
-    _note[(batch,)](progress, lengths, start, size, block, *steps, num_warps=1)
+    kernels.note[(batch,)](progress, lengths, start, size, block, *steps, num_warps=1)
 
 
 _block_bounds = define_op(

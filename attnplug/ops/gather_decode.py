@@ -13,6 +13,7 @@ import functools
 from typing import NamedTuple
 
 import torch
+import triton
 
 from attnplug.errors import ArgumentError
 from attnplug.ops._define import define_op, refuse_gradients, require
@@ -151,15 +152,16 @@ class Plan(NamedTuple):
 @functools.lru_cache(maxsize=1024)
 def plan_for(
     rows: int, group: int, blocks: int, block: int, top_k: int, kept: int, width: int,
-    itemsize: int, multiprocessors: int, pipelined: bool,
+    itemsize: int, multiprocessors: int, pipelined: bool, summary_size: int,
 ) -> Plan:  # fmt: skip
     """The pre-tuned plan of a shape: `rows` (sequence, KV head) pairs keep `kept` blocks each, of
-    the `blocks` that the cache has room for."""
-    select = plan_selection(rows, blocks, top_k, width, itemsize, pipelined)
+    the `blocks` that the cache has room for; a summary's element has `summary_size` bytes."""
+    select = plan_selection(rows, blocks, top_k, width, summary_size, pipelined)
     attend = plan_attention(rows, group, kept * block, block, width, itemsize, multiprocessors)
     alone = attend.splits * attend.tile == kept * block and block % attend.tile == 0
-    # Selecting once more in every program costs less than a kernel, while there are few of them.
-    few = rows * attend.splits <= multiprocessors and top_k <= 8
+    # Selecting once more in every program costs less than a kernel, while there are few of them and
+    # not many blocks: a program's code is read once, and it costs more to fetch it than to run it.
+    few = rows * attend.splits <= multiprocessors and top_k <= 8 and blocks <= 2048
     return Plan(select, attend, alone and few)
 
 
@@ -170,11 +172,12 @@ def launch_gather_decode(
     """Run the kernels; tensors as in `gather_decode`, on a GPU or in Triton's interpreter."""
     lengths = lengths.reshape(-1)
     batch, heads, _, width = q.shape
-    kv_heads, blocks = k.shape[1], bounds.shape[2]
+    kv_heads, blocks = k.shape[1], triton.cdiv(k.shape[2], block)
     if plan is None:
         plan = plan_for(
             batch * kv_heads, heads // kv_heads, blocks, block, top_k, sink + local + top_k, width,
             q.element_size(), machine(q.device)[0], scoring == "bounds" and key_mask is None,
+            bounds.element_size(),
         )  # fmt: skip
     new_k, new_v = (x if x.stride(3) == 1 else x.contiguous() for x in (new_k, new_v))
     index = q.new_empty((batch, kv_heads, 1, top_k), dtype=torch.int32)

@@ -10,6 +10,8 @@ over the query heads g of the group. Candidates are the blocks between the sink 
 `local` blocks; a block none of whose keys the mask lets through is none. The best `top_k` are
 taken, ties to the lower index. A block with a NaN or infinite key, whose score is then NaN or
 infinite, comes first: it must surface. Missing summaries are made on the way (`block_bounds`).
+Bounds may be INT8 codes: then the query, times the channels' units, is rounded to 15 bits relative
+to its largest element, and the products are of integers.
 Sources: Quest (Tang et al., 2024); "Attention Pays Its Bill" (shared/papers/000).
 """
 
@@ -28,13 +30,16 @@ from attnplug.ops._define import (
     define_op,
     mask_bytes,
     refuse_gradients,
+    require,
     row_step,
     rows_on_cpu,
 )
 from attnplug.ops._splits import machine
 from attnplug.ops.block_bounds import (
     NO_MASK,
+    Frame,
     check_bounds,
+    frame_of,
     refresh_on_cpu,
 )
 
@@ -66,7 +71,8 @@ def select_blocks(
     Args:
         q: `[B, Hq, T, D]`, float32, float16 or bfloat16; the last T tokens of each row.
         k: `[B, Hkv, S, D]` like q, a cache that holds these tokens already.
-        bounds: `[B, Hkv, ceil(S / block), 2, D]`, for `scoring` "mean" 1 for 2, like k; written.
+        bounds: `[B, Hkv, ceil(S / block), 2, D]`, for `scoring` "mean" 1 for 2, like k, or for
+            "bounds" INT8 as `empty_bounds` makes them; written.
         progress: int32 `[B, 2]`; written. Both as `block_bounds` keeps them.
         scale: factor on q.k, above 0.
         block: keys a block: 16, 32, 64 or 128.
@@ -114,6 +120,8 @@ def _allocate(
         raise ArgumentError(
             f"{name}: bounds has {bounds.shape[3]} parts, scoring {scoring!r} needs {parts}"
         )
+    fits = bounds.dtype != torch.int8 or scoring == "bounds"
+    require(fits, name, f"bounds is torch.int8, scoring {scoring!r} needs {k.dtype}")
     shape = (q.shape[0], k.shape[1], q.shape[2], top_k)
     return q.new_empty(shape, dtype=torch.int32)
 
@@ -174,6 +182,32 @@ def _scores(q, bounds, scale, scoring):
 
 
 @numba.njit(cache=True)
+def _code_scores(q, codes, centre, unit, scale):
+    """`_scores` by bounds of summaries in INT8, `codes [blocks, 2, D]`."""
+    group, blocks = q.shape[0], codes.shape[0]
+    scores = np.full(blocks, -np.inf, np.float32)
+    level = np.empty(q.shape[1], np.int64)
+    for g in range(group):
+        scaled = q[g] * unit
+        top, middle = np.float32(0.0), np.float32(0.0)
+        for d in range(q.shape[1]):
+            top = max(top, abs(scaled[d]))
+            middle += q[g, d] * centre[d] + q[g, d] * np.float32(0.0)  # what is not finite: NaN
+        inverse = np.float32(16256) / top if 0 < top < np.inf else np.float32(0.0)
+        for d in range(q.shape[1]):
+            exact = scaled[d] * inverse
+            level[d] = int(np.rint(exact)) if abs(exact) <= 16257 else 0
+        for j in range(blocks):
+            total = 0
+            for d in range(q.shape[1]):
+                total += level[d] * (codes[j, 0, d] if level[d] > 0 else codes[j, 1, d])
+            step = top * np.float32(1 / 16256)
+            score = np.float32(total) * step * scale[j] + middle
+            scores[j] = score if score > scores[j] or score != score else scores[j]
+    return scores
+
+
+@numba.njit(cache=True)
 def _best(scores, allowed, out):
     """The allowed blocks of highest score, best first, into `out [top_k]`; NaN counts as inf."""
     best = np.empty(out.shape[0], np.float32)
@@ -196,8 +230,11 @@ def _best(scores, allowed, out):
 
 
 @numba.njit(parallel=True, cache=True)
-def _reference(q, bounds, mask, lengths, start, scale, block, sink, local, scoring, out):
-    """Scores and choice of every (row, KV head, query), in parallel."""
+def _reference(
+    q, bounds, centre, unit, scales, mask, lengths, start, scale, block, sink, local, scoring, out
+):
+    """Scores and choice of every (row, KV head, query), in parallel. With `scales` the bounds are
+    codes."""
     batch, heads, queries, _ = q.shape
     kv_heads = bounds.shape[1]
     group = heads // kv_heads
@@ -215,7 +252,13 @@ def _reference(q, bounds, mask, lengths, start, scale, block, sink, local, scori
                 allowed[j - sink] = hidden[first : first + block].any()
         shown = bounds[b, h, sink:end][allowed]
         scores = np.empty(end - sink, np.float32)
-        scores[allowed] = _scores(q[b, h * group : h * group + group, t], shown, scale, scoring)
+        query = q[b, h * group : h * group + group, t]
+        if scales.shape[2] > 0:
+            scores[allowed] = _code_scores(
+                query, shown, centre[b, h], unit[b, h], scales[b, h, sink:end][allowed]
+            )
+        else:
+            scores[allowed] = _scores(query, shown, scale, scoring)
         _best(scores, allowed, out[b, h, t])
         for i in range(out.shape[3]):
             out[b, h, t, i] += sink if out[b, h, t, i] >= 0 else 0
@@ -227,9 +270,14 @@ def _cpu(
     lengths, start = rows_on_cpu(k, lengths, start)
     until = ((lengths - 1 - start).clamp(min=0) // block - local + 1).clamp(min=0)
     refresh_on_cpu(k, key_mask, bounds, progress, start, until, block)
+    shown = bounds[:, :, : max(int(until.max()), sink)]
+    int8 = bounds.dtype == torch.int8
+    blocks = -(-k.shape[2] // block)
+    frame = frame_of(bounds, blocks) if int8 else Frame(*[torch.empty(*k.shape[:2], 0)] * 3)
     _reference(
         q.float().contiguous().numpy(),
-        bounds[:, :, : max(int(until.max()), sink)].float().numpy(),
+        (shown if int8 else shown.float()).numpy(),
+        *(part.numpy() for part in frame),
         NO_MASK if key_mask is None else key_mask.numpy(),
         lengths.numpy(),
         start.numpy(),
@@ -265,21 +313,28 @@ FEW = 8192  # blocks of all rows up to which latency counts, and not bandwidth
 def plan_for(
     rows: int, blocks: int, top_k: int, width: int, itemsize: int, pipelined: bool
 ) -> Plan:
-    """The pre-tuned plan of a shape. `blocks` is how many the cache has room for. `pipelined`
-    allows a pipeline, which only what a GPU has compared gets (Triton 3.6 compiles some wrong)."""
+    """The pre-tuned plan of a shape. `blocks` is how many the cache has room for, `itemsize` that
+    of their summaries. `pipelined` allows a pipeline, which only what a GPU has compared gets
+    (Triton 3.6 compiles some wrong)."""
     total, row_bytes = rows * blocks, triton.next_power_of_2(width) * itemsize
-    chunk = 32 if total <= FEW else 64
-    chunk = max(16, min(chunk, (8192 if total <= FEW else 16384) // row_bytes))
+    int8, few, flat = itemsize == 1, total <= FEW, triton.next_power_of_2(blocks) <= FLAT
+    chunk = (32 if few else 64) * (2 if int8 else 1)
+    chunk = max(16, min(chunk, (8192 if few else 16384) // row_bytes))
     members = 0
-    if triton.next_power_of_2(blocks) > FLAT:
-        members = min(chunk, 32 if (blocks > 4096 and top_k <= 8) or blocks > 16384 else 16)
-    select_warps = 8 if top_k > 64 or (top_k > 8 and blocks > 4096) else 4
-    plan = Plan(chunk, members, 4, select_warps)
-    if total <= FEW:
+    if not flat:
+        members = 32 if (blocks > 4096 and top_k <= 8) or blocks > 16384 else 16
+        members = min(chunk, 8 if top_k > 8 and blocks <= 1024 else members)
+    many = top_k > 64 or (not flat and top_k > 8) or blocks > 4096
+    plan = Plan(chunk, members, 4, 8 if many else 4)
+    if few:
         return plan._replace(soon=True)
-    if pipelined and row_bytes <= 256:
-        return plan._replace(repeat=2 if total <= 2**17 else 4, stages=3, registers=128)
-    return plan
+    if not pipelined or row_bytes > 256:
+        return plan
+    if int8:  # many bytes on their way need no long programs
+        if total <= 2**15 and rows <= 8:
+            return plan
+        return plan._replace(repeat=2 if total <= 2**17 else 4, stages=2, registers=128)
+    return plan._replace(repeat=2 if total <= 2**17 else 4, stages=3, registers=128)
 
 
 class Scores(NamedTuple):
@@ -311,11 +366,11 @@ def launch_scores(
     """Bring the summaries up to date and score the blocks. `new` tokens are neither in the cache
     nor counted by `lengths` yet: a chain of kernels begins, of which each may start early."""
     batch, heads, queries, width = q.shape
-    kv_heads, size, blocks = k.shape[1], k.shape[2], bounds.shape[2]
-    group, rows = heads // kv_heads, batch * kv_heads * queries
+    kv_heads, size, blocks = k.shape[1], k.shape[2], triton.cdiv(k.shape[2], block)
+    group, rows, int8 = heads // kv_heads, batch * kv_heads * queries, bounds.dtype == torch.int8
     if plan is None:
         plain = scoring == "bounds" and key_mask is None
-        plan = plan_for(rows, blocks, top_k, width, q.element_size(), plain)
+        plan = plan_for(rows, blocks, top_k, width, bounds.element_size(), plain)
     pdl, dependent = early(q.device)
     q, k = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k))
     key_mask = mask_bytes(key_mask)
@@ -331,14 +386,14 @@ def launch_scores(
     if mode == 1:
         places = rows * group * (blocks + chunks)
         per_head = torch.empty(places, dtype=torch.float32, device=q.device)
-    padded = max(16, triton.next_power_of_2(group))
+    padded = max(16, triton.next_power_of_2(group) * (2 if int8 else 1))
     steps = row_step(lengths), row_step(start)
     kernels.score_blocks[(programs, kv_heads * queries, batch)](
         q, k, bounds, progress, lengths, start, key_mask, keys, best, per_head, scale,
         queries, size, blocks, chunks, *q.stride()[:3], *k.stride()[:3],
         0 if key_mask is None else key_mask.stride(0),
         group, padded, width, triton.next_power_of_2(width), block, sink, local, mode,
-        plan.chunk, plan.members, plan.repeat, plan.stages, plan.soon, new, *steps, pdl,
+        plan.chunk, plan.members, plan.repeat, plan.stages, plan.soon, int8, new, *steps, pdl,
         num_warps=plan.warps, maxnreg=plan.registers,  # pyright: ignore[reportCallIssue]
         **(dependent if new else {}),
     )  # fmt: skip
@@ -375,7 +430,7 @@ def launch_select_blocks(
         q, k, bounds, progress, scale, block, top_k, sink, local, scoring, lengths, start,
         key_mask, plan, new,
     )  # fmt: skip
-    blocks = bounds.shape[2]
+    blocks = triton.cdiv(k.shape[2], block)
     launch_choice(scores, k, progress, block, top_k, local, lengths, start, blocks, out, new)
 
 

@@ -134,7 +134,7 @@ def _allocate(
         q, k, v, index, scale, block, sink, local, lengths, start, key_mask, softcap, sinks
     )
     require(q.shape[2] == 1, NAME, f"q has {q.shape[2]} queries a row, needs 1")
-    rows, width, blocks = tuple(k.shape[:2]), k.shape[3], bounds.shape[2]
+    rows, width, blocks = tuple(k.shape[:2]), k.shape[3], -(-k.shape[2] // block)
     for label, cache, new in (("k", k, new_k), ("v", v, new_v)):
         if new is not None and (tuple(new.shape) != (*rows, 1, width) or new.dtype != q.dtype):
             raise ArgumentError(
@@ -285,7 +285,7 @@ def launch_tiered_decode(
 ):  # fmt: skip
     """Run the kernels; tensors as in `tiered_decode`, on a GPU or in Triton's interpreter."""
     batch, heads, _, width = q.shape
-    kv_heads, size, blocks = k.shape[1], k.shape[2], bounds.shape[2]
+    kv_heads, size, blocks = k.shape[1], k.shape[2], triton.cdiv(k.shape[2], block)
     group, rows, count, new = heads // kv_heads, batch * kv_heads, owner.shape[2], new_k is not None
     keys = (sink + local + top_k) * block
     if plan is None:

@@ -10,12 +10,13 @@ from transformers import Cache
 from attnplug.models.cache import PlugLayer
 from attnplug.models.pinned import host_zeros
 from attnplug.ops import Near
+from attnplug.ops.block_bounds import empty_bounds
 
 
 class GatherLayer(PlugLayer):
-    """Keys, values, and summaries of the key blocks: `bounds` `[B,Hkv,blocks,parts,D]`, and for
-    each row how many leading blocks are done and the start that they are counted from, `progress`
-    `[B,2]` int32.
+    """Keys, values, and summaries of the key blocks, `bounds`, as `empty_bounds` makes them for
+    `form`, (parts, whether INT8); and for each row how many leading blocks are done and the start
+    that they are counted from, `progress` `[B,2]` int32.
 
     `update` writes keys and values only, and leaves a step's token to `gather_decode` where it may
     (`PlugLayer`). `select_blocks` and `gather_decode` make the summaries that a step lacks from
@@ -28,9 +29,9 @@ class GatherLayer(PlugLayer):
     bounds: torch.Tensor
     progress: torch.Tensor
 
-    def __init__(self, max_cache_len: int, block: int, parts: int):
+    def __init__(self, max_cache_len: int, block: int, form: tuple[int, bool]):
         super().__init__(max_cache_len=max_cache_len)
-        self.block, self.parts = block, parts
+        self.block, self.form = block, form
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         super().lazy_initialization(key_states, value_states)
@@ -38,11 +39,10 @@ class GatherLayer(PlugLayer):
 
     def _make_summaries(self) -> None:
         assert self.keys is not None
-        batch, heads, size, width = self.keys.shape
-        blocks = -(-size // self.block)
+        parts, int8 = self.form
         self._bind(
-            self.keys.new_zeros((batch, heads, blocks, self.parts, width)),
-            torch.zeros((batch, 2), dtype=torch.int32, device=self.keys.device),
+            empty_bounds(self.keys, self.block, parts, int8=int8),
+            torch.zeros((len(self.keys), 2), dtype=torch.int32, device=self.keys.device),
         )
 
     def reset(self) -> None:
@@ -92,9 +92,15 @@ class HostGatherLayer(GatherLayer):
     given: tuple[torch.Tensor, torch.Tensor] | None = None  # what `update` has returned last
 
     def __init__(
-        self, max_cache_len: int, block: int, parts: int, local: int, resident: int, crossover: Any
+        self,
+        max_cache_len: int,
+        block: int,
+        form: tuple[int, bool],
+        local: int,
+        resident: int,
+        crossover: Any,
     ):
-        super().__init__(max_cache_len, block, parts)
+        super().__init__(max_cache_len, block, form)
         self.local, self.resident, self.crossover = local, resident, crossover
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:

@@ -27,6 +27,10 @@ from attnplug.policies.dense import Dense
 # (bench/results/e2e_gather.json).
 CROSSOVER_FACTOR = {"cuda": 5, "cpu": 2}
 CROSSOVER_FLOOR = {"cuda": 12288, "cpu": 4096}
+BOUNDS = ("int8", "exact")
+INT8_FROM = (
+    16384  # tokens of a cache whose bounds are INT8 unless told; below, a step waits for others
+)
 RESIDENT = 256  # blocks of each KV head that a cache in host memory keeps on the GPU
 
 
@@ -42,7 +46,8 @@ class Gather(Phase):
     keep set, but not below a floor for the kind of device. kv: where keys and values live, "gpu" or
     "host" (pinned memory, read over the link). resident: blocks of each KV head that a cache in
     host memory keeps on the GPU beside the last; None is 256, or what a step wants where that is
-    more.
+    more. bounds: what the bounds are kept as, "int8", codes rounded outwards, or "exact", the keys'
+    own dtype; None is "int8" in caches of many tokens. The summaries of other scorings are exact.
     """
 
     k: int = 32
@@ -53,6 +58,7 @@ class Gather(Phase):
     min_tokens: int | None = None
     kv: str = "gpu"
     resident: int | None = None
+    bounds: str | None = None
 
     name: ClassVar[str] = "gather"
     phases: ClassVar[frozenset[str]] = frozenset({"decode"})
@@ -72,6 +78,7 @@ class Gather(Phase):
         tokens = self.min_tokens
         valid = tokens is None or (type(tokens) is int and tokens >= 0)
         check("min_tokens", valid, "None or an integer, at least 0")
+        check("bounds", self.bounds in (None, *BOUNDS), "None, 'int8' or 'exact'")
         check("kv", self.kv in ("gpu", "host"), "'gpu' or 'host'")
         if self.resident is not None:
             check("resident", self.kv == "host", "kv='host'; a cache on the GPU is all there")
@@ -102,12 +109,17 @@ class Gather(Phase):
         return max(RESIDENT, self.sink + self.k) if self.resident is None else self.resident
 
     def cache_layer(self, max_length: int) -> GatherLayer:
-        parts = 1 if self.scoring == "mean" else 2
+        form = self.summary_form(max_length)
         if self.kv == "gpu":
-            return GatherLayer(max_length, self.block, parts)
+            return GatherLayer(max_length, self.block, form)
         return HostGatherLayer(
-            max_length, self.block, parts, self.local, self._slots, self.crossover
+            max_length, self.block, form, self.local, self._slots, self.crossover
         )
+
+    def summary_form(self, tokens: int) -> tuple[int, bool]:
+        """(parts of a block's summary, whether they are INT8 codes) in a cache of so many tokens."""
+        int8 = self.bounds == "int8" or (self.bounds is None and tokens >= INT8_FROM)
+        return 1 if self.scoring == "mean" else 2, int8 and self.scoring == "bounds"
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
         state = call.state
@@ -216,10 +228,12 @@ class Gather(Phase):
         made, and not lent to another layer's keys (Gemma 3n shares some)."""
         if not isinstance(state, GatherLayer):
             return False
-        parts = 1 if self.scoring == "mean" else 2
         if isinstance(state, HostGatherLayer) and state.near is not None:
             blocks = state.near.table.shape[2]
             enough = state.near.owner.shape[2] >= min(self.sink + self.k, blocks)
             if not enough or state.local != self.local:
                 return False
-        return state.keys is k and (state.block, state.parts) == (self.block, parts)
+        return state.keys is k and (state.block, state.form) == (
+            self.block,
+            self.summary_form(k.shape[2]),
+        )

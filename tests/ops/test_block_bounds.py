@@ -116,6 +116,75 @@ def test_no_key_scores_above_its_bound(device_path, data):
     assert (scores <= above[..., None] + 1e-9 * above.abs().max()).all()
 
 
+def decoded(bounds, blocks):
+    """What codes stand for, fp64 `[B, Hkv, blocks, 2, D]`, and the size of a step `[.., 1, D]`."""
+    centre, unit, scale = (x.double() for x in op.frame_of(bounds, blocks))
+    step = (unit[:, :, None] * scale[..., None])[:, :, :, None]
+    return centre[:, :, None, None] + step * bounds[:, :, :blocks].double(), step
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_codes_hold_every_key(device_path, data):
+    """In real numbers, whatever the channels' sizes and offsets, and not by more than a step; and
+    what a row's summaries are does not depend on the steps that they were made in."""
+    draw = data.draw
+    batch, size = draw(st.integers(1, 2)), draw(st.integers(1, 150))
+    width, block = draw(st.sampled_from([64, 80])), draw(st.sampled_from([16, 32]))
+    seed, dtype, blocks = draw(st.integers(0, 999)), draw(DTYPES), -(-size // block)
+    k = random(seed, batch, 2, size, width)
+    k = k * random(seed + 1, 1, 2, 1, width).exp() ** draw(st.sampled_from([0, 1, 4]))
+    k += random(seed + 2, 1, 2, 1, width) * draw(st.sampled_from([0, 1, 50]))
+    k = (k * draw(st.sampled_from([1.0, 1e-3, 1e3]))).clamp(-6e4, 6e4).to(dtype)
+    if draw(st.booleans()):
+        k[:, :, : draw(st.integers(0, size))] = draw(st.sampled_from([0.0, 1.0]))
+    starts = draw(st.lists(st.integers(0, size), min_size=batch, max_size=batch))
+    rows = {"start": torch.tensor(starts)}
+    if draw(st.booleans()):
+        rows["key_mask"] = random(seed + 3, batch, size) > -0.5
+    bounds, progress = op.empty_bounds(k, block, int8=True).fill_(-77), torch.zeros(batch, 2).int()
+    for length in sorted([*draw(st.lists(st.integers(1, size), max_size=2)), size]):
+        refresh(device_path, k, bounds, progress, block, **rows, lengths=torch.tensor([length]))
+    once, other = op.empty_bounds(k, block, int8=True).fill_(-77), torch.zeros(batch, 2).int()
+    refresh(device_path, k, once, other, block, **rows)
+    assert torch.equal(progress, other)
+    found, step = decoded(bounds, blocks)
+    for b, start in enumerate(starts):
+        want = oracle(
+            k[b],
+            2,
+            block,
+            size,
+            start,
+            rows["key_mask"][b] if rows.get("key_mask") is not None else None,
+        )
+        done = want.shape[1]
+        assert torch.equal(bounds[b, :, :done], once[b, :, :done])
+        high, low = found[b, :, :done].unbind(2)
+        assert (high >= want[:, :, 0]).all() and (low <= want[:, :, 1]).all()
+        room = 1.001 * step[b, :, :done, 0] + 1e-25
+        assert (high - want[:, :, 0] <= room).all() and (want[:, :, 1] - low <= room).all()
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("at", [3, 20])
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, under the interpreter
+def test_a_bad_key_makes_a_scale_of_nan(device_path, at, bad):
+    """And of its own block alone, the first block's frame or not."""
+    k = random(0, 1, 2, 48, 64)
+    k[0, 1, at, 5] = bad
+    bounds, progress = op.empty_bounds(k, BLOCK, int8=True), torch.zeros(1, 2, dtype=torch.int32)
+    refresh(device_path, k, bounds, progress)
+    scale = op.frame_of(bounds, 3).scale
+    assert scale.isnan().nonzero().tolist() == [[0, 1, at // 16]]
+    found, _ = decoded(bounds, 3)
+    others = [(h, j) for h in range(2) for j in range(3) if (h, j) != (1, at // 16)]
+    for h, j in others:
+        keys = k[0, h, j * 16 : j * 16 + 16].double()
+        assert (found[0, h, j, 0] >= keys.amax(0)).all()
+        assert (found[0, h, j, 1] <= keys.amin(0)).all()
+
+
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(steps=st.lists(st.integers(-20, 40), min_size=1, max_size=8), start=st.integers(0, 20))
 def test_growing_and_cropping(device_path, steps, start):
@@ -189,6 +258,7 @@ WRONG = [
     ({"block": 8}, "block is 8"),
     ({"bounds": torch.zeros(2, 2, 2, 2, 64)}, r"bounds has shape .* \[2, 2, 3, 2 or 1, 64\]"),
     ({"bounds": torch.zeros(2, 2, 3, 2, 64).double()}, "bounds is torch.float64 but k is"),
+    ({"bounds": torch.zeros(2, 2, 3, 2, 64).char()}, r"needs .* scales,2,D\] = \[2, 2, 8, 2, 64\]"),
     ({"bounds": torch.zeros(2, 2, 3, 2, 128)[..., ::2]}, "bounds is not contiguous"),
     ({"progress": torch.zeros(2, 2)}, r"progress is torch.float32 \(2, 2\), needs int32 \[B,2\]"),
     ({"progress": torch.zeros(1, 2).int()}, r"progress is torch.int32 \(1, 2\)"),

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from attnplug.errors import ArgumentError, GradientError
 from attnplug.ops import gather_attention, select_blocks
+from attnplug.ops.block_bounds import empty_bounds, frame_of
 
 op = importlib.import_module("attnplug.ops.gather_decode")
 
@@ -29,7 +30,9 @@ def random(seed, *shape, dtype=torch.float32):
 class Cache:
     """k, v of random tokens, blocks of different spread; NaN where no token is yet."""
 
-    def __init__(self, seed, batch, heads, size, width, lengths, block=16, parts=2, dtype=None):
+    def __init__(
+        self, seed, batch, heads, size, width, lengths, block=16, parts=2, dtype=None, int8=False
+    ):
         self.block = block
         kv = random(seed, 2, batch, heads, size, width)
         kv *= (
@@ -41,8 +44,9 @@ class Cache:
         hidden = torch.arange(size) >= self.lengths.expand(batch)[:, None]
         kv = kv.masked_fill(hidden[None, :, None, :, None], torch.nan).to(dtype or torch.float32)
         self.k, self.v = kv
-        blocks = -(-size // block)
-        self.bounds = torch.full((batch, heads, blocks, parts, width), torch.nan, dtype=kv.dtype)
+        self.bounds = empty_bounds(self.k, block, parts, int8=int8).fill_(
+            -77 if int8 else torch.nan
+        )
         self.progress = torch.zeros(batch, 2, dtype=torch.int32)
 
     def tensors(self):
@@ -88,13 +92,22 @@ def apart(cache, q, new, **options):
     return out, lse, cache
 
 
+def same_codes(found, wanted, blocks):
+    """But for what a division rounds to."""
+    assert ((found.int() - wanted.int())[:, :, :blocks].abs() <= 1).all()
+    for a, b in zip(frame_of(found, blocks), frame_of(wanted, blocks), strict=True):
+        assert torch.allclose(a, b, rtol=1e-6)
+
+
 def hold(got, want, atol=1e-5, summaries=True):
     out, lse, cache = got
     for name, tensor in want[2].tensors().items():
         if name in ("bounds", "progress") and not summaries:
             continue
         found, wanted = getattr(cache, name).nan_to_num(7.5), tensor.nan_to_num(7.5)
-        if name == "bounds" and wanted.shape[3] == 1:  # a mean rounds as its sum was ordered
+        if found.dtype == torch.int8:
+            same_codes(found, wanted, -(-cache.k.shape[2] // cache.block))
+        elif name == "bounds" and wanted.shape[3] == 1:  # a mean rounds as its sum was ordered
             assert torch.allclose(found, wanted, rtol=1e-5, atol=1e-6)
         else:
             assert torch.equal(found, wanted), name
@@ -127,7 +140,8 @@ def test_equals_its_parts(device_path, data):
     if draw(st.booleans()):
         options["key_mask"] = random(seed + 3, batch, size) > -0.5
     parts = 1 if options["scoring"] == "mean" else 2
-    cache = Cache(seed, batch, heads, size, width, lengths, parts=parts)
+    int8 = options["scoring"] == "bounds" and draw(st.booleans())
+    cache = Cache(seed, batch, heads, size, width, lengths, parts=parts, int8=int8)
     q = random(seed + 4, batch, heads * group, 1, width)
     new = random(seed + 5, 2, batch, 1, heads, width).transpose(2, 3)
     got, want = step(device_path, cache, q, new, **options), apart(cache, q, new, **options)
@@ -323,7 +337,8 @@ def test_shipped_plans_equal_unpipelined_ones(batch, size, top_k, more):
         start = torch.full((batch,), 77, dtype=torch.int32, device="cuda")
         key_mask = (torch.arange(size, device="cuda") >= 77).expand(batch, size).contiguous()
         key_mask[:, size // 2] = False
-    bounds = k.new_full((batch, 4, -(-size // block), 2, width), torch.nan)
+    int8 = scoring == "bounds" and not more.get("exact")
+    bounds = empty_bounds(k, block, int8=int8)
     progress = torch.zeros(batch, 2, dtype=torch.int32, device="cuda")
     lengths = torch.tensor([size], device="cuda")
 
@@ -332,7 +347,7 @@ def test_shipped_plans_equal_unpipelined_ones(batch, size, top_k, more):
     args = (q, k, bounds, progress, width**-0.5, block, top_k, 1, local, scoring, lengths, start,
             key_mask)  # fmt: skip
     index = select._allocate(*args)
-    members = 16 if bounds.shape[2] > 512 else 0
+    members = 16 if size // block > 512 else 0
     select.launch_select_blocks(*args, index, op.SelectPlan(16, members, 4, 4))
     args = (q, k, v, index, width**-0.5, block, 1, local, lengths, start, key_mask, 0.0, None)
     want, want_lse = attend._allocate(*args)
@@ -342,7 +357,7 @@ def test_shipped_plans_equal_unpipelined_ones(batch, size, top_k, more):
     for turn in range(50):
         if turn == 25:
             progress.zero_()
-            bounds.fill_(torch.nan)
+            bounds.fill_(-77 if int8 else torch.nan)
         k[:, :, -1] = v[:, :, -1] = torch.nan
         lengths.fill_(size - 1)
         out, lse = op.gather_decode(

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from attnplug.errors import ArgumentError, GradientError
 from attnplug.ops import Near, gather_attention, select_blocks, tiered_decode
+from attnplug.ops.block_bounds import empty_bounds
 
 op = importlib.import_module("attnplug.ops.tiered_decode")
 
@@ -30,7 +31,7 @@ def random(seed, *shape):
 class Cache:
     """k, v with NaN where no token is yet, the ring of their last, and nothing in the slots."""
 
-    def __init__(self, seed, batch, heads, width, length, slots, options, device="cpu"):
+    def __init__(self, seed, batch, heads, width, length, slots, options, device="cpu", int8=False):
         block, local = options["block"], options["local"]
         parts = 1 if options["scoring"] == "mean" else 2
         kv = random(seed, 2, batch, heads, SIZE, width)
@@ -38,8 +39,7 @@ class Cache:
         kv[:, :, :, length:] = torch.nan
         self.k, self.v = kv.to(device)
         self.lengths = torch.tensor([length], device=device)
-        shape = (batch, heads, -(-SIZE // block), parts, width)
-        self.bounds = torch.zeros(shape, device=device)
+        self.bounds = empty_bounds(self.k, block, parts, int8=int8)
         self.progress = torch.zeros(batch, 2, dtype=torch.int32, device=device)
         self.near = Near.empty(
             batch, heads, SIZE, width, block, local, slots, torch.float32, torch.device(device)
@@ -123,7 +123,8 @@ def test_steps_are_those_of_a_cache_on_the_gpu(device_path, data):
         options["key_mask"] = (random(seed + 3, batch, SIZE) > -0.5).to(device)
     least = max(1, options["sink"] + options["top_k"])
     slots = draw(st.integers(least, least + 4))
-    cache = Cache(seed, batch, heads, 64, length, slots, options, device)
+    int8 = options["scoring"] == "bounds" and draw(st.booleans())
+    cache = Cache(seed, batch, heads, 64, length, slots, options, device, int8)
     bounds, progress = cache.bounds.clone(), cache.progress.clone()
     for turn in range(4):
         q = random(seed + turn, batch, heads * group, 1, 64).to(device)

@@ -11,11 +11,13 @@ from transformers.cache_utils import StaticLayer
 import attnplug
 from attnplug import Dense, Gather, PolicyError
 from attnplug.models.cache import PlugLayer
+from attnplug.ops.block_bounds import frame_of
 from attnplug.policies import AttentionCall, LayerShape
 from attnplug.policies.gather import GatherLayer
 from attnplug.testing import oracle_attention, tiny_model
 
-GATHER = Gather(k=2, block=16, local=2, min_tokens=0)
+GATHER = Gather(k=2, block=16, local=2, min_tokens=0, bounds="int8")
+EXACT = dataclasses.replace(GATHER, bounds="exact")
 SIZE, HEADS, KV_HEADS, DIM = 200, 4, 2, 64
 
 
@@ -50,10 +52,24 @@ def step(layer: StaticLayer, seed: int = 0, mask: torch.Tensor | None = None, **
     )
 
 
+def bounds_of(layer: GatherLayer) -> torch.Tensor:
+    """What the summaries say, `[B,Hkv,blocks,2,D]` fp64."""
+    if not layer.form[1]:
+        return layer.bounds.double().cpu()
+    blocks = -(-SIZE // layer.block)
+    centre, unit, scale = (x.double().cpu() for x in frame_of(layer.bounds, blocks))
+    codes = layer.bounds[:, :, :blocks].double().cpu()
+    step = (unit[:, :, None] * scale[..., None])[:, :, :, None]
+    return centre[:, :, None, None] + step * codes
+
+
 def expected(call: AttentionCall, policy: Gather) -> torch.Tensor:
-    """fp64 attention over the keep set that the keys themselves tell."""
+    """fp64 attention over the keep set that the keys themselves tell, or, of keys that codes bound,
+    the codes, which are to hold the keys."""
     length = int(call.lengths)
     group, kept = HEADS // KV_HEADS, torch.zeros(*call.k.shape[:3], dtype=torch.bool)
+    assert isinstance(call.state, GatherLayer)
+    said = bounds_of(call.state)
     for b in range(call.k.shape[0]):
         visible = torch.arange(call.k.shape[2]) < length
         if call.key_mask is not None:
@@ -63,11 +79,13 @@ def expected(call: AttentionCall, policy: Gather) -> torch.Tensor:
         for h in range(KV_HEADS):
             query = call.q[b, h * group : h * group + group, 0].double().cpu()
             bound = {}
-            for j in range(policy.sink, own - policy.local + 1):
+            for j in range(policy.sink, own - policy.local + 1 if policy.k else 0):
                 at = start + torch.arange(j * policy.block, (j + 1) * policy.block)
                 keys = call.k[b, h, at[visible[at]]].double().cpu()
                 if len(keys):
-                    above = query.clamp(min=0) @ keys.amax(0) + query.clamp(max=0) @ keys.amin(0)
+                    high, low = said[b, h, j]
+                    assert (high >= keys.amax(0)).all() and (low <= keys.amin(0)).all()
+                    above = query.clamp(min=0) @ high + query.clamp(max=0) @ low
                     bound[j] = float(above.max())
             chosen = sorted(bound, key=lambda j: -bound[j])[: policy.k]
             for j in [
@@ -94,15 +112,16 @@ def expected(call: AttentionCall, policy: Gather) -> torch.Tensor:
 
 
 def hold(policy: Gather, call: AttentionCall) -> None:
-    found = policy.attend(call).cpu()
+    found = policy.attend(call).cpu()  # and the summaries
     assert (found - expected(call, policy)).abs().max() < 1e-5
 
 
 @pytest.mark.parametrize("length", [1, 15, 16, 17, 48, 49, 64, 65, 130, 199, 200])
-def test_a_step_attends_to_the_keep_set(length, device):
-    layer = filled(GATHER, tokens(0, length, batch=2, device=device))
-    hold(GATHER, step(layer))
-    hold(GATHER, step(layer, softcap=3.0, sinks=random(5, HEADS).to(device)))
+@pytest.mark.parametrize("policy", [GATHER, EXACT], ids=["int8", "exact"])
+def test_a_step_attends_to_the_keep_set(policy, length, device):
+    layer = filled(policy, tokens(0, length, batch=2, device=device))
+    hold(policy, step(layer))
+    hold(policy, step(layer, softcap=3.0, sinks=random(5, HEADS).to(device)))
 
 
 def test_the_budget_is_felt(device):
@@ -182,16 +201,21 @@ ACTIONS = st.lists(
 
 
 @settings(max_examples=40)
-@given(actions=ACTIONS, padded=st.booleans(), early=st.booleans())
-def test_summaries_follow_whatever_happens_to_the_cache(actions, padded, early):
+@given(
+    actions=ACTIONS,
+    padded=st.booleans(),
+    early=st.booleans(),
+    policy=st.sampled_from([GATHER, GATHER, EXACT]),
+)
+def test_summaries_follow_whatever_happens_to_the_cache(actions, padded, early, policy):
     """Prefills in chunks, steps, crops, beams, batch changes, resets: a step gives what it gives
     with a cache made at once from the same tokens, and every summary that counts is right."""
-    layer, rows, seed = GATHER.cache_layer(SIZE), tokens(0, 100, batch=2), 1
+    layer, rows, seed = policy.cache_layer(SIZE), tokens(0, 100, batch=2), 1
     if early:
         layer.lazy_initialization(rows[0, :, :, :0], rows[1, :, :, :0])
     layer.update(rows[0], rows[1])
     pads = torch.tensor([0, 5]) if padded else torch.tensor([0, 0])
-    check(layer, rows, pads, seed)
+    check(policy, layer, rows, pads, seed)
     for action, number in actions:
         length, seed = rows.shape[3], seed + 2
         if action in ("append", "step"):
@@ -203,7 +227,7 @@ def test_summaries_follow_whatever_happens_to_the_cache(actions, padded, early):
                 layer.update(new[0], new[1])
                 rows = torch.cat([rows, new], 3)
                 if action == "step":
-                    check(layer, rows, pads, seed)
+                    check(policy, layer, rows, pads, seed)
         elif action == "crop":
             layer.crop(-min(number, length - 6))
             rows = rows[:, :, :, : length - min(number, length - 6)]
@@ -224,21 +248,26 @@ def test_summaries_follow_whatever_happens_to_the_cache(actions, padded, early):
             layer.reset()
             rows = tokens(seed, 70, batch=len(pads))
             layer.update(rows[0], rows[1])
-        check(layer, rows, pads, seed)
+        check(policy, layer, rows, pads, seed)
 
 
-def check(layer: GatherLayer, rows: torch.Tensor, pads: torch.Tensor, seed: int) -> None:
+def check(
+    policy: Gather, layer: GatherLayer, rows: torch.Tensor, pads: torch.Tensor, seed: int
+) -> None:
     mask = torch.arange(SIZE) >= pads[:, None] if bool(pads.any()) else None
-    call, fresh = (step(x, seed, mask) for x in (layer, filled(GATHER, rows)))
-    assert torch.equal(GATHER.attend(call), GATHER.attend(fresh))
+    call, fresh = (step(x, seed, mask) for x in (layer, filled(policy, rows)))
+    assert torch.equal(policy.attend(call), policy.attend(fresh))
     length = rows.shape[3]
     for row, (done, start) in enumerate(layer.progress.tolist()):
         assert start == (int(pads[row]) if mask is not None else 0)
         assert (length - 1 - start) // 16 - 1 <= max(done, 0) <= (length - start) // 16
         keys = rows[0, row, :, start : start + done * 16].unflatten(1, (done, 16)) if done else None
         if keys is not None:
-            assert torch.equal(layer.bounds[row, :, :done, 0], keys.amax(2))
-            assert torch.equal(layer.bounds[row, :, :done, 1], keys.amin(2))
+            high, low = bounds_of(layer)[row, :, :done].unbind(2)
+            assert (high >= keys.amax(2)).all() and (low <= keys.amin(2)).all()
+            if not layer.form[1]:
+                assert torch.equal(high, keys.amax(2).double())
+                assert torch.equal(low, keys.amin(2).double())
 
 
 def test_beams_are_reordered_in_place(device):
@@ -263,8 +292,11 @@ def test_the_layer_is_sized_once():
     assert not layer.is_initialized
     kv = tokens(0, 3).bfloat16()
     layer.update(kv[0], kv[1])
-    assert layer.bounds.shape == (1, KV_HEADS, 13, 2, DIM) and layer.bounds.dtype == torch.bfloat16
+    assert layer.bounds.shape == (1, KV_HEADS, 18, 2, DIM) and layer.bounds.dtype == torch.int8
     assert layer.progress.shape == (1, 2)
+    exact = EXACT.cache_layer(SIZE)
+    exact.update(kv[0], kv[1])
+    assert exact.bounds.shape == (1, KV_HEADS, 13, 2, DIM) and exact.bounds.dtype == torch.bfloat16
     mean = dataclasses.replace(GATHER, scoring="mean", block=128).cache_layer(SIZE)
     mean.update(kv[0], kv[1])
     assert mean.bounds.shape == (1, KV_HEADS, 2, 1, DIM)
@@ -277,6 +309,7 @@ def foreign_layers(kv: torch.Tensor) -> dict[str, StaticLayer | None]:
         "plug": PlugLayer(max_cache_len=SIZE),
         "another block": dataclasses.replace(GATHER, block=32).cache_layer(SIZE),
         "another scoring": dataclasses.replace(GATHER, scoring="mean").cache_layer(SIZE),
+        "other bounds": EXACT.cache_layer(SIZE),
     }
     for layer in layers.values():
         layer.update(kv[0], kv[1])
@@ -326,9 +359,24 @@ def test_the_report_says_what_is_read_and_where_it_is_dense():
         "attnplug did not make for it"
     )
     model = attnplug.apply(tiny_model(), GATHER)
-    assert "decode gather(k=2, block=16, local=2, min_tokens=0); gather: reads 5 blocks" in str(
-        attnplug.report(model)
-    )
+    name = "gather(k=2, block=16, local=2, min_tokens=0, bounds='int8')"
+    assert f"decode {name}; gather: reads 5 blocks" in str(attnplug.report(model))
+
+
+def test_large_caches_have_int8_bounds():
+    """And small ones, other scorings and who asks for it exact ones."""
+    forms = {
+        (16384, "bounds", None): True,
+        (16383, "bounds", None): False,
+        (99999, "estimate", None): False,
+        (99999, "mean", None): False,
+        (99999, "bounds", "exact"): False,
+        (99, "bounds", "int8"): True,
+        (99, "mean", "int8"): False,
+    }
+    for (tokens, scoring, bounds), int8 in forms.items():
+        layer = Gather(scoring=scoring, bounds=bounds).cache_layer(tokens)
+        assert layer.form == (1 if scoring == "mean" else 2, int8)
 
 
 @pytest.mark.parametrize("prefill", ["", "momo(gamma=8, block=16, top_k=2, exact_k=1)+"])
@@ -362,6 +410,7 @@ WRONG = [
     ({"sink": -1}, "sink=-1, needs at least 0"),
     ({"local": 0}, "local=0, needs at least 1"),
     ({"scoring": "max"}, "scoring='max', needs bounds, estimate, mean"),
+    ({"bounds": "fp8"}, "bounds='fp8', needs None, 'int8' or 'exact'"),
     ({"min_tokens": -1}, "min_tokens=-1, needs None or"),
     ({"min_tokens": "8K"}, "min_tokens='8K', needs None or"),
     ({"kv": "disk"}, "kv='disk', needs 'gpu' or 'host'"),
