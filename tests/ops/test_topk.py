@@ -173,39 +173,52 @@ def test_nothing_is_written_past_a_row(device, plan):
     assert all((out[3:] == 7).all() for out in outputs)
 
 
-def test_tokens_that_must_not_be_picked_cost_no_round(device):
-    """gvr's scores hold -inf; of what is finite the first thresholds leave a short list."""
+@pytest.mark.parametrize("warps", [2, 8])
+def test_tokens_that_must_not_be_picked_cost_no_round(device, warps):
+    """gvr's scores hold -inf; of what is finite the first bins leave a short list."""
     scores = torch.randn(4, 2000, generator=torch.Generator().manual_seed(0))
     scores[:, :16] = scores[:, -256:] = -torch.inf
     outputs = op._allocate(scores.to(device), 100, None, None, False)
     op.launch_topk(
-        scores.to(device), 100, None, None, False, *outputs, plan=op.Plan(True, small=64)
+        scores.to(device),
+        100,
+        None,
+        None,
+        False,
+        *outputs,
+        plan=op.Plan(True, small=64, refine_warps=warps),
     )
     assert (outputs[2][:, 1] == 1).all()
     assert_exact([out.cpu() for out in outputs], scores, 100)
 
 
+# A thread holds 16 or 32 scores.
+ONE_PASS = [op.Plan(True, small=256, refine_warps=warps) for warps in (1, 4)]
+
+
+@pytest.mark.parametrize("plan", ONE_PASS)
 @pytest.mark.parametrize("far", [-100.0, 30.0])
-def test_a_bell_that_misses_is_looked_beside(device, far):
+def test_a_bell_that_misses_is_looked_beside(device, far, plan):
     """A few scores far away move and widen the bell: the k-th is in none of the first bins, and
     too many share that of the wider ones."""
     generator = torch.Generator().manual_seed(17)
     scores = torch.randn(3, 1000, generator=generator)
     scores[:, torch.randperm(1000, generator=generator)[:40]] = far
-    found = call((device, "kernel"), scores, 150, plan=op.Plan(True, small=256))
+    found = call((device, "kernel"), scores, 150, plan=plan)
     assert ((found[2][:, 1] > 1) & (found[2][:, 1] <= 4)).all()
     assert_exact(found, scores, 150)
 
 
+@pytest.mark.parametrize("plan", ONE_PASS)
 @pytest.mark.parametrize("levels", [1, 7, 150])
-def test_a_list_of_several_tiles(device, levels):
+def test_a_list_of_several_tiles(device, levels, plan):
     """Many share the bin of the k-th, and where they are equal the lower indices win."""
     generator = torch.Generator().manual_seed(18)
     k, size = 200, 1000
     scores = torch.randn(3, size, generator=generator)
     near = torch.randperm(size, generator=generator)[:150]
     scores[:, near] = 0.8 + 1e-6 * torch.randint(0, levels, (3, 150), generator=generator)
-    found = call((device, "kernel"), scores, k, plan=op.Plan(True, small=256))
+    found = call((device, "kernel"), scores, k, plan=plan)
     assert (found[2][:, 1] <= 4).all()  # no thresholds
     assert_exact(found, scores, k)
 
@@ -219,8 +232,9 @@ def test_what_lies_behind_the_length_is_not_read(device_path):
         for r in range(2):
             x[r, lengths[r] :] = tail
         hint = torch.arange(300, dtype=torch.int32).repeat(2, 1)
-        found = call(device_path, x, 20, hint, lengths, plan=PLANS["programs"])
-        assert_exact(found, scores, 20, lengths)
+        for plan in ("list", "programs"):
+            found = call(device_path, x, 20, hint, lengths, plan=PLANS[plan])
+            assert_exact(found, scores, 20, lengths)
 
 
 def test_any_strides(device_path):
