@@ -1,4 +1,4 @@
-"""The Triton kernels of block_bounds, and what the ops that make summaries on the way take of them."""
+"""The Triton kernels of block_bounds, and what ops that make summaries on the way take of them."""
 
 import triton
 import triton.language as tl

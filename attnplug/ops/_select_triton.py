@@ -264,7 +264,7 @@ def score_blocks(
                 usable = usable & _seen(key_mask, b, mask_b, low, j, limit, BLOCK)
             if SCORING == 1:
                 chunk_at = own + (N + chunk + i) * GROUP
-                _store_heads(score, usable, j, limit, own, chunk_at, in_group, GROUP)
+                _store_heads(score, usable, j, limit, own, chunk_at, in_group, GROUP)  # pyright: ignore[reportPossiblyUnboundVariable]
             else:
                 _hand_on(score, j, usable, scores + row * N, best_at, limit, CHUNK, MEMBERS)  # pyright: ignore[reportPossiblyUnboundVariable]
 

@@ -28,9 +28,7 @@ from attnplug.policies.dense import Dense
 CROSSOVER_FACTOR = {"cuda": 5, "cpu": 2}
 CROSSOVER_FLOOR = {"cuda": 12288, "cpu": 4096}
 BOUNDS = ("int8", "exact")
-INT8_FROM = (
-    16384  # tokens of a cache whose bounds are INT8 unless told; below, a step waits for others
-)
+INT8_FROM = 16384  # tokens of a cache whose bounds are INT8 unless told otherwise
 RESIDENT = 256  # blocks of each KV head that a cache in host memory keeps on the GPU
 
 
@@ -117,7 +115,7 @@ class Gather(Phase):
         )
 
     def summary_form(self, tokens: int) -> tuple[int, bool]:
-        """(parts of a block's summary, whether they are INT8 codes) in a cache of so many tokens."""
+        """(parts of a summary, whether they are INT8 codes) in a cache of so many tokens."""
         int8 = self.bounds == "int8" or (self.bounds is None and tokens >= INT8_FROM)
         return 1 if self.scoring == "mean" else 2, int8 and self.scoring == "bounds"
 
