@@ -116,7 +116,9 @@ def eval(
 
 @app.command()
 def plan(
-    model: Annotated[str, typer.Argument(help="qwen2.5-7b, llama-3.1-8b, a folder or a hub id.")],
+    model: Annotated[
+        str, typer.Argument(help="qwen2.5-7b, llama-3.1-8b, smollm2-135m, a folder or a hub id.")
+    ],
     context: Annotated[
         str, typer.Option(help="Tokens of context, with commas between.")
     ] = "8192,32768,131072,524288,1048576",
@@ -159,7 +161,11 @@ class _TraceGroup(TyperGroup):
         return super().resolve_command(ctx, args)
 
 
-trace = typer.Typer(cls=_TraceGroup, no_args_is_help=True, help="Record and view attention.")
+trace = typer.Typer(
+    cls=_TraceGroup,
+    no_args_is_help=True,
+    help="Record and view attention. `attnplug trace MODEL --file TEXT` records, too.",
+)
 app.add_typer(trace, name="trace")
 
 

@@ -62,7 +62,7 @@ def examine() -> list[Check]:
 def table(checks: list[Check]) -> Table:
     """The checks as a rich table."""
     shown = Table(title=f"attnplug {importlib.metadata.version('attnplug')}")
-    for column in ("check", "", "what is here"):
+    for column in ("check", "result", "what is here"):
         shown.add_column(column)
     for check in checks:
         shown.add_row(check.name, Text(check.status, STYLES[check.status]), Text(check.detail))

@@ -28,7 +28,7 @@ PEERS = {
     "dense": "dense",
 }
 COUNTED = re.compile(r", (link|tier|exact|hits|GPU memory) [^,]*")
-MAX_PANELS = 3
+MAX_PANELS = 2
 SHAPE = ("heads_q", "heads_kv", "head_dim", "dtype")
 
 
@@ -108,7 +108,7 @@ def draw_timing(op: str, case: str, rows: Sequence[Row]) -> Figure:
 
 def _plot_times(axes: Axes, rows: Sequence[Row]) -> None:
     labels: list[tuple[float, str, str]] = []
-    drawn: set[tuple[Any, ...]] = set()
+    drawn: dict[tuple[Any, ...], list[dict[int, float]]] = {}
     for index, ((batch, options), line) in enumerate(_series(rows)):
         color = COLORS[index % len(COLORS)]
         ours = _hardest(line)
@@ -124,18 +124,28 @@ def _plot_times(axes: Axes, rows: Sequence[Row]) -> None:
         axes.plot(x, y, "o-", color=color, lw=2, ms=5)
         labels.append((y[-1], _label("attnplug", batch, options), color))
         for (peer,), beside in grouped([r for r in line if r["peer"]], "peer").items():
-            if (batch, peer) in drawn:  # other options meet the same peer
+            before = drawn.setdefault((batch, peer), [])
+            if any(_meet(line, beside) for line in before):  # other options meet the same peer
                 continue
-            drawn.add((batch, peer))
+            meets = options if before else ""
+            before.append({row["n"]: row["peer_p50_us"] for row in beside})
             x, y = [row["n"] for row in beside], [row["peer_p50_us"] for row in beside]
             axes.plot(x, y, "s--", color=PEER, lw=1.5, ms=4, mfc="white")
-            labels.append((y[-1], _label(PEERS.get(peer, peer), batch, ""), PEER))
+            labels.append((y[-1], _label(PEERS.get(peer, peer), batch, meets), PEER))
     axes.set_yscale("log")
     axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda us, _: duration(us)))
     axes.yaxis.set_minor_formatter(NullFormatter())
     _style(axes, sorted({row["n"] for row in rows}))
     _label_ends(axes, labels)
+
+
+def _meet(drawn: dict[int, float], rows: Sequence[Row]) -> bool:
+    """Whether a peer's line says already what these rows say of it."""
+    return all(
+        row["n"] in drawn and math.isclose(drawn[row["n"]], row["peer_p50_us"], rel_tol=0.2)
+        for row in rows
+    )
 
 
 def _plot_ratios(axes: Axes, rows: Sequence[Row]) -> None:
@@ -195,6 +205,7 @@ def natural(text: str) -> list[tuple[int, str]]:
 
 
 def _label(name: str, batch: int, options: str) -> str:
+    options = re.sub(r"\d{4,}", lambda found: tokens(int(found[0])), options)
     return f"{name}, batch {batch}" + (f", {options}" if options else "")
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from transformers import Gemma3TextConfig, LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
@@ -14,7 +15,8 @@ from attnplug.errors import ArgumentError
 
 SHAPE = plan.Shape(layers=3, heads_kv=2, head_dim=64, weights=1e9)
 BILL = plan.Bill(2e12, 1e-3, 2e-4)
-ROWS = Path(__file__).parent.parent / "bench/results/e2e_decode.json"
+RESULTS = Path(__file__).parent.parent / "bench/results"
+ROWS = [RESULTS / "e2e_decode.json", RESULTS / "e2e_gather.json"]
 
 
 def row(op: str, batch: int, nbytes: float, seconds: float) -> dict:
@@ -97,10 +99,31 @@ def test_one_length_makes_no_bill():
 
 
 def test_the_h200s_bill_is_that_of_the_committed_rows():
-    """Its dense rows; gather's, where there are some, may only change the extra."""
-    found = plan.fit(plan.read_rows([ROWS])).bill
+    found = plan.fit(plan.read_rows(ROWS)).bill
     assert found.bandwidth == pytest.approx(plan.H200.bandwidth, rel=1e-3)
     assert found.fixed == pytest.approx(plan.H200.fixed, rel=1e-3)
+    assert found.extra == pytest.approx(plan.H200.extra, rel=1e-2)
+
+
+def test_two_rows_are_no_evidence():
+    two = [r for r in rows(BILL, batches=(1,)) if r["op"] == "dense_decode"][:2]
+    fitted = plan.fit(two)
+    assert fitted.r2 is None and "no evidence" in plan.summary(fitted)
+
+
+def test_the_map_knows_where_it_runs_dense_and_what_fits():
+    shape, policy = plan.SHAPES["llama-3.1-8b"], Gather(k=8)
+    found = plan.gains(shape, plan.H200, policy)
+    crossover = policy.crossover(torch.device("cuda"))
+    for (row, column), gain in np.ndenumerate(found):
+        n, batch = plan.CONTEXTS[column], plan.BATCHES[row]
+        if shape.weights + batch * shape.cached(n) > 141e9:
+            assert np.isnan(gain)
+        elif n < crossover:
+            assert gain == 1
+        else:
+            assert gain == plan.H200.speedup(shape, n, batch, policy) > 1
+    assert np.isnan(found[-1, -1]) and not np.isnan(found[0, -2])
 
 
 def test_a_config_gives_the_shape(tmp_path):

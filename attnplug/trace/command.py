@@ -31,7 +31,8 @@ class Outcome:
     def table(self) -> Table:
         """For the terminal."""
         meta = self.trace.meta
-        table = Table(title=f"{self.trace.path}: {meta['model']}, {meta['policy']}")
+        title = f"{self.trace.path}: {meta['model']}, {meta['policy']}"
+        table = Table(title=title, show_header=False)
         table.add_column("")
         table.add_column("", justify="right", overflow="fold")
         for name, value in self._rows():

@@ -198,8 +198,12 @@ class Recording:
         """Wait for the writer and close the file."""
         if self._writer is None:
             raise UnsupportedCallError(
-                "no forward pass went through a traced layer while recording, or the method reads "
-                "every block; call the model (or generate) inside the with block"
+                "no forward pass went through a traced layer while recording; call the model (or "
+                "generate) inside the with block"
+                if self._layer is None
+                else "the method that is traced read every block of this text, so that its choice "
+                "is no trace: methods run dense in short caches. Give it a longer text or "
+                "min_tokens=0, or trace the model's attention (of='model')"
             )
         while self._begun:
             self._put(partial(self._writer.begin, *self._begun.pop(0)))

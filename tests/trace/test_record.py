@@ -174,7 +174,7 @@ def test_a_methods_own_blocks_are_traced(tmp_path):
     spans = steps.query_blocks()[frame["q_block"].unique()]
     assert spans.tolist() == [[67, 68], [68, 69], [69, 70]]
     with attnplug.applied(model, "dense+stream(of='policy')"):
-        with pytest.raises(UnsupportedCallError, match="or the method reads every block"):
+        with pytest.raises(UnsupportedCallError, match="read every block of this text"):
             with trace.record(model, tmp_path / "none.parquet"):
                 run(model, ids, mask)
     with attnplug.applied(model, "momo(min_tokens=0)+gather(min_tokens=0)+stream(of='policy')"):
@@ -205,6 +205,12 @@ def test_what_cannot_be_recorded_is_said(tmp_path):
         with pytest.raises(UnsupportedCallError, match="no forward pass went through"):
             with trace.record(model, path):
                 pass
+    with attnplug.applied(model, "momo+stream(of='policy')"), torch.no_grad():
+        with pytest.raises(UnsupportedCallError, match=r"read every block .* min_tokens=0"):
+            with trace.record(model, path):
+                model(ids_of(1, 20))
+    assert not path.exists()
+    with attnplug.applied(model, STREAM):
         with trace.record(model, path), torch.no_grad():
             with pytest.raises(PolicyError, match="being recorded already"):
                 with trace.record(model, tmp_path / "second"):
