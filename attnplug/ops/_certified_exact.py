@@ -10,21 +10,13 @@ from attnplug.ops.block_bounds import row_span
 
 
 @triton.jit
-def load_values(
-    v_at, tokens, v_s, seen, D: tl.constexpr, COLUMNS: tl.constexpr, CP: tl.constexpr,
-    PAST_L1: tl.constexpr = False,
-):  # fmt: skip
+def load_values(v_at, tokens, v_s, seen, D: tl.constexpr, COLUMNS: tl.constexpr, CP: tl.constexpr):
     """Original values of some tokens as two tiles of half the channels, and their norms."""
     c = tl.arange(0, CP)
     at = v_at + tokens.to(tl.int64)[:, None] * v_s + c[None, :]
-    mask = seen[:, None] & (c < COLUMNS)[None, :]
-    mask_high = mask & (c + COLUMNS < D)[None, :]
-    if PAST_L1:
-        low = tl.load(at, mask=mask, other=0.0, cache_modifier=".cg")
-        high = tl.load(at + COLUMNS, mask=mask_high, other=0.0, cache_modifier=".cg")
-    else:
-        low = tl.load(at, mask=mask, other=0.0)
-        high = tl.load(at + COLUMNS, mask=mask_high, other=0.0)
+    low = tl.load(at, mask=seen[:, None] & (c < COLUMNS)[None, :], other=0.0)
+    there = (c < COLUMNS) & (c + COLUMNS < D)
+    high = tl.load(at + COLUMNS, mask=seen[:, None] & there[None, :], other=0.0)
     wide, wider = low.to(tl.float32), high.to(tl.float32)
     return low, high, tl.sqrt(tl.sum(wide * wide, 1) + tl.sum(wider * wider, 1))
 

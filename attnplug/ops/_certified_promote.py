@@ -133,7 +133,9 @@ def read_blocks(
                 key_place, slots_at, k_at, low + block * BLOCK, k_s, BLOCK * D, D
             )
             key_at = rows_at + (row_0 + n).to(tl.int64)[:, None] * row_step + d[None, :]
-            key = tl.load(key_at, mask=loadable, other=0.0, cache_modifier=".cg")
+            # Not .cg: a thread has 32 bytes, loaded by two instructions, and without the L1 each of
+            # them would have the whole sectors sent, over the link twice.
+            key = tl.load(key_at, mask=loadable, other=0.0)
         value_codes, low_words, high_words = load_codes(
             v_codes + place * (BLOCK * COLUMNS), v_meta + place * (BLOCK * 2 * HALF),
             BLOCK, HALF, HALF_P,
@@ -193,7 +195,7 @@ def read_blocks(
                     value_place, slots_at, v_at, low + block * BLOCK, v_s, BLOCK * D, D
                 )
                 new_low, new_high, _norm = load_values(
-                    rows_at, row_0 + n, row_step, seen, D, COLUMNS, CP, True
+                    rows_at, row_0 + n, row_step, seen, D, COLUMNS, CP
                 )
             in_low = (c < COLUMNS)[None, :] & seen[:, None]
             in_high = in_low & (c + COLUMNS < D)[None, :]

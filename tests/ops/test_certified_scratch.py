@@ -32,25 +32,30 @@ def steps(case: Case, seed: int = 5):
                    case.k, case.v, case.block, case.scale, case.more)  # fmt: skip
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-@pytest.mark.parametrize("options", [FEW, MANY, {"explore": 0.3}], ids=["few", "many", "explored"])
-def test_outputs_do_not_feel_it(device_path, dtype, options):
+@pytest.mark.parametrize(
+    ("options", "dtype", "count"),
+    [
+        (FEW, torch.float32, 4 * SETS),
+        (MANY, torch.float16, SETS),
+        ({"explore": 0.3}, torch.float16, 4 * SETS),
+    ],
+    ids=["few", "many", "explored"],
+)
+def test_outputs_do_not_feel_it(device_path, options, dtype, count):
     """Bit for bit, with hits and misses, enough slots and too few; slots hold originals."""
-    case = gaussian(0, dtype, batch=2, size=150)
-    case.more |= {"lengths": torch.tensor([150, 120]), "start": torch.tensor([0, 13])}
-    tier = case.tier(device_path[0])
-    for count in (SETS, 64):
-        scratch = empty(case, count, device_path[0])
-        for now in steps(case):
-            plain = attend(device_path, now, tier, **options)
-            found = attend(device_path, now, tier, scratch=scratch, **options)
-            assert all(torch.equal(a, b) for a, b in zip(plain, found, strict=True))
-            assert not rungs(found, "row").any()
-        _, wanted, hits = scratch.counters.sum((0, 1, 2)).tolist()
-        assert 0 < hits < wanted
-        assert scratch.counters[..., 0].unique().tolist() == [STEPS]
-        if device_path[1] == "kernel":
-            check_slots(scratch, case)
+    case = gaussian(0, dtype, batch=2, size=110)
+    case.more |= {"lengths": torch.tensor([110, 90]), "start": torch.tensor([0, 13])}
+    tier, scratch = case.tier(device_path[0]), empty(case, count, device_path[0])
+    for now in steps(case):
+        plain = attend(device_path, now, tier, **options)
+        found = attend(device_path, now, tier, scratch=scratch, **options)
+        assert all(torch.equal(a, b) for a, b in zip(plain, found, strict=True))
+        assert not rungs(found, "row").any()
+    _, wanted, hits = scratch.counters.sum((0, 1, 2)).tolist()
+    assert 0 < hits < wanted
+    assert scratch.counters[..., 0].unique().tolist() == [STEPS]
+    if device_path[1] == "kernel":
+        check_slots(scratch, case)
 
 
 def check_slots(scratch: Scratch, case: Case) -> None:
@@ -66,7 +71,7 @@ def check_slots(scratch: Scratch, case: Case) -> None:
 @pytest.mark.parametrize("options", [FEW, MANY, {"explore": 0.3}], ids=["few", "many", "explored"])
 def test_kernels_keep_what_the_reference_says(device_path, options):
     """The same directory and counts, however many programs choose."""
-    case = gaussian(3, batch=1, size=200)
+    case = gaussian(3, batch=1, size=300 if device_path[1] == "reference" else 130)
     want = empty(case, 16, "cpu")
     for now in steps(case):
         attend(("cpu", "reference"), now, scratch=want, **options)
