@@ -42,7 +42,9 @@ def rows(bill: plan.Bill, batches=(1, 4), noise: float = 0.0) -> list[dict]:
 def test_bytes_are_those_of_the_cache():
     assert SHAPE.cached(10) == 10 * 3 * 2 * 2 * 64 * 2
     kept = (1 + 4 + 8) * 128
-    assert SHAPE.gathered(Gather(k=8), 1 << 17) == SHAPE.cached(kept + 1024)
+    assert SHAPE.gathered(Gather(k=8), 1 << 17) == SHAPE.cached(kept + 512)  # INT8
+    exact = Gather(k=8, bounds="exact")
+    assert SHAPE.gathered(exact, 1 << 17) == SHAPE.cached(kept + 1024)
     assert SHAPE.gathered(Gather(k=8, scoring="mean"), 1 << 17) == SHAPE.cached(kept + 512)
     assert SHAPE.gathered(Gather(k=0), 1 << 17) == SHAPE.cached(5 * 128)
     assert SHAPE.gathered(Gather(k=8), 256) == SHAPE.cached(256 + 2)
