@@ -121,7 +121,8 @@ def test_e2e_gather(gpu_bench, shape, batch, k, n):
     config, dense = session.config, session.measured("dense")[n]
     policy = Gather(k=k or 0)
     kept = min((policy.sink + policy.local + policy.k) * policy.block, n)
-    read = n if k is None else kept + n / policy.block  # summaries are half keys, half values
+    parts, int8 = policy.summary_form(max(session.lengths) + ROOM)
+    read = n if k is None else kept + n / policy.block * parts / (4 if int8 else 2)
     nbytes, flops = session.work(read)
     facts = dict(
         case="e2e-decode",
