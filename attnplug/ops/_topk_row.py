@@ -8,9 +8,9 @@ Where the k-th is in no bin or too many share its bin, another pass counts wider
 or narrower ones in it; where three of these do not help, `pick` looks for it round after round.
 
 A thread holds 4 neighbours of every 128: `[32 lanes, warps, 1 or 2, 4, 4]` in the order of the
-code below. The order of the axes is no matter of meaning; it makes Triton load 16 bytes a thread
-and store without a way through shared memory, as both layouts are then the same but for the
-registers' order.
+code below. Scores are loaded and picks stored with the axes in the order that makes Triton load 16
+bytes a thread, and store without a way through shared memory, as both layouts are then the same but
+for the registers' order: where nothing tells axes apart, it begins with the first or the last.
 """
 
 import triton
@@ -26,6 +26,9 @@ WIDTH = 1.2  # so that a list rarely takes more than one tile
 _TILE = tl.constexpr(TILE)
 _PASSES = tl.constexpr(4)
 _ALL, _WHOLE_ROW = tl.constexpr(select.ALL), tl.constexpr(select.WHOLE_ROW)
+# Triton begins with the last axis, not the first.
+LAST_FIRST = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 7)
+_LAST_FIRST = tl.constexpr(LAST_FIRST)
 # In a float of this magnitude the low bits count whole numbers, and a sum with it rounds to them.
 _MAGIC = tl.constexpr(8388608.0)
 _MAGIC_BITS = tl.constexpr(0x4B000000)
@@ -35,6 +38,15 @@ _EMPTY = tl.constexpr((-0x800000 << 32) | 0x7FFFFFFF)  # -inf at no index: behin
 @triton.jit
 def _add_five(a, b, c, d, e, f, g, h, i, j):
     return a + f, b + g, c + h, d + i, e + j
+
+
+@triton.jit
+def _turn(x):
+    """Between the axes of the code and those of memory accesses."""
+    if _LAST_FIRST:
+        return tl.trans(x, 4, 3, 2, 1, 0)
+    else:
+        return x
 
 
 @triton.jit
@@ -141,7 +153,8 @@ def _find_bin(x, scale, shift, spare, SIZE: tl.constexpr):
 
 @triton.jit
 def _found(b, below, upto, LIST: tl.constexpr):
-    return (b > 0) & (b < 10) & (upto - below <= LIST)
+    """Few share the bin; that above all bins is as good as any, the one below holds NaN too."""
+    return (b > 0) & (upto - below <= LIST)
 
 
 # ---- places, and the list -----------------------------------------------------------------------
@@ -241,7 +254,8 @@ def binned_row(
         group = tl.arange(0, 4)[None, None, None, :, None]
         q = tl.arange(0, 4)[None, None, None, None, :]
         i = q + lane * 4 + group * 128 + half * 512 + warp * (512 * HALVES)
-        x = _load(x_at, i, n, N, lengths)
+        at = _turn(i)
+        x = _turn(_load(x_at, at, n, N, lengths))
         scale, shift = _bell_bins(x, q < 4 // SHARE, K, SHARE, WIDTH)
         usable = _usable(scale, shift)
         y, b, below, upto = _find_bin(x, scale, shift, SIZE - K, SIZE)
@@ -256,13 +270,13 @@ def binned_row(
             bin_y = b.to(tl.float32) + _MAGIC
             above = y > bin_y
             inside = y == bin_y
-            place = _places(tl.where(above, 1, tl.where(inside, 0x10000, 0)), W, HALVES)
+            places = _places(tl.where(above, 1, tl.where(inside, 0x10000, 0)), W, HALVES)
             word = (x.to(tl.int32, bitcast=True).to(tl.int64) << 32) | i.to(tl.int64)
-            tl.store(words + (place >> 16), word, mask=inside)
+            place = _turn(places)
+            tl.store(words + (place >> 16), _turn(word), mask=_turn(inside))
             tl.store(words + m + tl.arange(0, _TILE), tl.full([_TILE], _EMPTY, tl.int64))
-            slot = place & 0xFFFF
-            tl.store(out_i + slot, i, mask=above)
-            tl.store(out_x + slot, x + 0.0, mask=above)
+            tl.store(out_i + (place & 0xFFFF), at, mask=_turn(above))
+            tl.store(out_x + (place & 0xFFFF), _turn(x) + 0.0, mask=_turn(above))
             tl.debug_barrier()  # other warps read what one has stored
             above_it = SIZE - upto
             _rank_list(words, m, K - above_it, out_i + above_it, out_x + above_it)

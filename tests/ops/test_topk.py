@@ -175,8 +175,9 @@ def test_nothing_is_written_past_a_row(device, plan):
 
 @pytest.mark.parametrize("warps", [2, 8])
 def test_tokens_that_must_not_be_picked_cost_no_round(device, warps):
-    """gvr's scores hold -inf; of what is finite the first bins leave a short list."""
+    """gvr's scores hold -inf; of what is finite the first bins leave a short list. NaN is -inf."""
     scores = torch.randn(4, 2000, generator=torch.Generator().manual_seed(0))
+    scores[1, ::5] = scores[2, :700] = torch.nan
     scores[:, :16] = scores[:, -256:] = -torch.inf
     outputs = op._allocate(scores.to(device), 100, None, None, False)
     op.launch_topk(
