@@ -18,6 +18,7 @@ from transformers import Cache
 from attnplug.models.cache import PlugLayer
 from attnplug.models.pinned import host_zeros
 from attnplug.ops import QuantizedKV, Scratch, certified_attention, quantize_kv
+from attnplug.ops._certified_scratch import SETS
 from attnplug.ops.block_bounds import BLOCKS
 from attnplug.ops.certified_attention import MAX_RANKING, TELEMETRY
 from attnplug.policies.base import AttentionCall, LayerShape, Phase, check_option
@@ -40,7 +41,8 @@ class Certified(Phase):
     ranking: to which depth quantized and exact blocks must rank alike, else the head is recomputed.
     explore: share of the blocks that is spot-checked. originals: "host" (pinned) or "device".
     scratch: slots of the GPU, for each row and KV head, that keep what was read of the host's
-    originals, a block's keys or its values each; 0: none, as where no more than k_min blocks are.
+    originals, a block's keys or its values each, at most a sixteenth of them; 0: none, as where no
+    more than k_min blocks are promoted.
     min_tokens: caches below so many tokens are dense.
     """
 
@@ -55,7 +57,7 @@ class Certified(Phase):
     ranking: int = 1
     explore: float = 0.001
     originals: str = "host"
-    scratch: int = 128
+    scratch: int = 256
     min_tokens: int | None = None
 
     name: ClassVar[str] = "certified"
@@ -91,10 +93,12 @@ class Certified(Phase):
 
     def slots(self, blocks: int) -> int:
         """Slots of the scratch cache of `blocks` blocks. None where k_min blocks are all that is
-        promoted: reading these over the link takes less time than looking after them."""
+        promoted: reading these over the link takes less time than looking after them. At most a
+        sixteenth of the originals, so that the GPU's share of the cache stays what it promises."""
         hard = self.value_budget is None and self.key_tolerance is None and self.v_tol >= 1e30
         few = hard and self.coverage == 0 and self.explore == 0
-        return 0 if few or self.originals == "device" else min(self.scratch, 2 * blocks)
+        none = few or self.originals == "device"
+        return 0 if none else min(self.scratch, max(SETS, blocks // 8))
 
     def note(self, shape: LayerShape) -> str:
         tokens = self.crossover(shape.device)
