@@ -1,17 +1,19 @@
 """The bill: what a decode step costs with dense attention and with `gather`, before it is run.
 
     t_dense(n, B)  = (W + B A_d(n)) / beta + c0,        A_d = 2 L Hkv D bytes n
-    t_gather(n, B) = (W + B A_g(n)) / beta + c0 + c1,   A_g = the keep set and the summaries
+    t_gather(n, B) = (W + B A_g(n)) / beta + c0 + c1 + c2 k,   A_g = the keep set and the summaries
 
 W are the weights that a step reads, A the cache that one sequence of n tokens reads, both in bytes;
-beta is the bandwidth, c0 what a step takes beside reading, c1 what gather adds to that. beta and c0
-come from measured dense steps alone, c1 from gather's. Source: "Attention Pays Its Bill"
-(shared/papers/000).
+beta is the bandwidth, c0 what a step takes beside reading, c1 what gather adds to that and c2 what
+each of its k blocks adds. beta and c0 come from measured dense steps alone, the others from
+gather's.
+Source: "Attention Pays Its Bill" (shared/papers/000); c2 is ours.
 """
 
 import dataclasses
 import json
 import math
+import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,7 @@ from rich.table import Table
 from attnplug.errors import ArgumentError
 from attnplug.policies.gather import Gather
 
+K = re.compile(r"\bk=(\d+)")  # in a row's options
 CONTEXTS = tuple(1 << power for power in range(12, 21))
 BATCHES = (1, 2, 4, 8, 16, 32, 64)
 
@@ -58,12 +61,13 @@ SHAPES = {
 
 @dataclasses.dataclass(frozen=True)
 class Bill:
-    """Of one machine: bytes a second, seconds a step beside reading, gather's extra seconds, and
-    bytes of memory, where they are known."""
+    """Of one machine: bytes a second, seconds a step beside reading, gather's extra seconds, those
+    of each of its k blocks, and bytes of memory, where they are known."""
 
     bandwidth: float
     fixed: float
     extra: float = 0.0
+    each: float = 0.0
     source: str = ""
     memory: float = math.inf
 
@@ -74,7 +78,7 @@ class Bill:
     def gather(self, shape: Shape, tokens: int, batch: int, policy: Gather) -> float:
         """Seconds of a step with `policy`, were it to run at every length."""
         read = shape.weights + batch * shape.gathered(policy, tokens)
-        return read / self.bandwidth + self.fixed + self.extra
+        return read / self.bandwidth + self.fixed + self.extra + self.each * policy.k
 
     def speedup(self, shape: Shape, tokens: int, batch: int, policy: Gather) -> float:
         return self.dense(shape, tokens, batch) / self.gather(shape, tokens, batch, policy)
@@ -99,7 +103,14 @@ class Bill:
 
 
 # Fitted to bench/results/e2e_decode.json and e2e_gather.json.
-H200 = Bill(4.584e12, 1.9227e-3, 0.4144e-3, source="one NVIDIA H200, compiled decode", memory=141e9)
+H200 = Bill(
+    4.584e12,
+    1.9227e-3,
+    0.30542e-3,
+    5.4516e-6,
+    source="one NVIDIA H200, compiled decode",
+    memory=141e9,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,7 +126,8 @@ class Fit:
 
 def fit(rows: Iterable[Mapping[str, Any]]) -> Fit:
     """Fit a bill to end-to-end decode rows of one machine, as `bench` writes them (`case`, `op`,
-    `batch`, `bytes`, `p50_us`). Raises ArgumentError with fewer than two dense lengths."""
+    `batch`, `bytes`, `options`, `p50_us`). Raises ArgumentError with fewer than two dense
+    lengths."""
     steps = [row for row in rows if row["case"] == "e2e-decode"]
     dense = [row for row in steps if row["op"] == "dense_decode"]
     if len({row["bytes"] for row in dense}) < 2:
@@ -132,12 +144,20 @@ def fit(rows: Iterable[Mapping[str, Any]]) -> Fit:
             read, seconds = _columns([row for row in dense if row["batch"] == batch])
             held_out[batch] = float(np.abs(np.polyval(line, read) / seconds - 1).mean())
     sparse = [row for row in steps if row["op"] == "gather"]
-    extra = 0.0
-    if sparse:
-        read, seconds = _columns(sparse)
-        extra = float((seconds - slope * read - fixed).mean())
+    extra, each = _gathers(sparse, slope, fixed) if sparse else (0.0, 0.0)
     source = f"{len(dense)} dense and {len(sparse)} gather rows"
-    return Fit(Bill(float(1 / slope), float(fixed), extra, source), r2, held_out)
+    return Fit(Bill(float(1 / slope), float(fixed), extra, each, source), r2, held_out)
+
+
+def _gathers(rows: list[Mapping[str, Any]], slope: float, fixed: float) -> tuple[float, float]:
+    """gather's extra seconds and those of each block, which rows of one k cannot tell apart."""
+    read, seconds = _columns(rows)
+    rest = seconds - slope * read - fixed
+    blocks = [int(found[1]) if (found := K.search(row["options"])) else 0 for row in rows]
+    if len(set(blocks)) < 2:
+        return float(rest.mean()), 0.0
+    each, extra = np.polyfit(blocks, rest, 1)
+    return float(extra), float(each)
 
 
 def _columns(rows: Iterable[Mapping[str, Any]]) -> tuple[np.ndarray, np.ndarray]:
@@ -213,7 +233,8 @@ def summary(fitted: Fit) -> str:
     bill = fitted.bill
     text = (
         f"fitted to {bill.source}: {bill.bandwidth / 1e12:.2f} TB/s, {bill.fixed * 1e3:.2f} ms "
-        f"beside reading, gather {bill.extra * 1e3:+.2f} ms; "
+        f"beside reading, gather {bill.extra * 1e3:+.2f} ms "
+        f"and {bill.each * 1e6:.1f} us a block; "
     )
     text += "no evidence of the fit" if fitted.r2 is None else f"R2 {fitted.r2:.4f}"
     for batch, error in fitted.held_out.items():

@@ -20,7 +20,9 @@ ROWS = [RESULTS / "e2e_decode.json", RESULTS / "e2e_gather.json"]
 
 
 def row(op: str, batch: int, nbytes: float, seconds: float) -> dict:
-    return dict(case="e2e-decode", op=op, batch=batch, bytes=nbytes, p50_us=seconds * 1e6)
+    return dict(
+        case="e2e-decode", op=op, batch=batch, bytes=nbytes, options="", p50_us=seconds * 1e6
+    )
 
 
 def rows(bill: plan.Bill, batches=(1, 4), noise: float = 0.0) -> list[dict]:
@@ -89,6 +91,20 @@ def test_gather_rows_move_nothing_but_the_extra():
     assert fitted.extra > 10 * BILL.extra
 
 
+def test_two_budgets_tell_what_a_block_costs():
+    made = rows(BILL)
+    more = [
+        dict(r, p50_us=r["p50_us"] + 1e6 * (3e-6 * k), options=f"k={k}, room for 9")
+        for r in made
+        for k in ((8, 32) if r["op"] == "gather" else (0,))
+    ]
+    bill = plan.fit(more).bill
+    assert (bill.extra, bill.each) == pytest.approx((BILL.extra, 3e-6))
+    wide, narrow = (bill.gather(SHAPE, 1 << 17, 1, Gather(k=k)) for k in (32, 8))
+    read = SHAPE.gathered(Gather(k=32), 1 << 17) - SHAPE.gathered(Gather(k=8), 1 << 17)
+    assert wide - narrow == pytest.approx(24 * 3e-6 + read / bill.bandwidth)
+
+
 def test_noise_shows_in_what_a_fit_says_of_itself():
     fitted = plan.fit(rows(BILL, batches=(1, 2, 4, 8), noise=0.05))
     assert 0.9 < fitted.r2 < 1 and all(0 < e < 0.5 for e in fitted.held_out.values())
@@ -105,6 +121,7 @@ def test_the_h200s_bill_is_that_of_the_committed_rows():
     assert found.bandwidth == pytest.approx(plan.H200.bandwidth, rel=1e-3)
     assert found.fixed == pytest.approx(plan.H200.fixed, rel=1e-3)
     assert found.extra == pytest.approx(plan.H200.extra, rel=1e-2)
+    assert found.each == pytest.approx(plan.H200.each, rel=1e-2)
 
 
 def test_two_rows_are_no_evidence():
