@@ -173,6 +173,13 @@ def test_two_levels_of_selection(device_path, scoring):
     hold(select(device_path, q, k, **options), q, k, **options)
 
 
+def test_many_blocks_at_once(device_path):
+    """300 blocks and no groups: the keys are sorted in an order of their own."""
+    q, k = random(0, 1, 7, 1, 64), random(1, 1, 1, 300 * 16, 64)
+    options = {"top_k": 5, "lengths": torch.tensor([300 * 16 - 3])}
+    hold(select(device_path, q, k, **options), q, k, **options)
+
+
 @pytest.mark.parametrize("members", [0, 1, 4, 16])
 @pytest.mark.parametrize(("top_k", "int8"), [(1, False), (6, True), (32, False)])
 def test_any_plan_selects_the_same(device_path, members, top_k, int8):
