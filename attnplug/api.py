@@ -14,15 +14,21 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from attnplug.errors import (
     AlreadyAppliedError,
+    ArgumentError,
     NotAppliedError,
     PolicyError,
     UnsupportedModelError,
 )
 from attnplug.models.cache import MakeLayer, PlugCache, PlugLayer
-from attnplug.models.generate import bind_generate, unbind_generate
-from attnplug.models.hf import ATTENTION_NAME, BINDING, Binding, register_names
-from attnplug.models.hook import PolicyHook
-from attnplug.models.layers import AttentionLayer, find_attention_layers, takes_cache
+from attnplug.models.generate import bind_generate, own_cache, unbind_generate
+from attnplug.models.hf import BINDING, Binding, register_names
+from attnplug.models.hook import ADDITIVE_NAME, ATTENTION_NAME, ATTENTION_NAMES, PolicyHook
+from attnplug.models.layers import (
+    AttentionLayer,
+    find_attention_layers,
+    has_own_slot,
+    takes_cache,
+)
 from attnplug.policies import Phase, Policy, parse
 
 STATE = "_attnplug_state"
@@ -45,14 +51,16 @@ class LayerReport:
 
 @dataclass(frozen=True)
 class Report:
-    """What runs where: one LayerReport a layer. `str()` gives text, `table()` a rich table."""
+    """What runs where: one LayerReport a layer, and in `cache` why generate keeps transformers' own
+    cache ("" where it prepares attnplug's). `str()` gives text, `table()` a rich table."""
 
     policy: str
     layers: tuple[LayerReport, ...]
+    cache: str = ""
 
     def table(self) -> Table:
         """The report as a rich table; runs of layers alike but for their index share a row."""
-        table = Table(title=f"attnplug: {self.policy}")
+        table = Table(title=f"attnplug: {self.policy}", caption=self.cache or None)
         for column in ("layers", "kind", "prefill", "decode", "why / note"):
             table.add_column(column)
         for span, layer in self._spans():
@@ -64,7 +72,7 @@ class Report:
         for span, layer in self._spans():
             line = f"layers {span} ({layer.kind}): prefill {layer.prefill}, decode {layer.decode}"
             lines.append(f"{line}; {layer.reason}" if layer.reason else line)
-        return "\n".join(lines)
+        return "\n".join([*lines, self.cache] if self.cache else lines)
 
     def _spans(self) -> list[tuple[str, LayerReport]]:
         spans: list[list[LayerReport]] = []
@@ -73,9 +81,8 @@ class Report:
                 spans[-1].append(layer)
             else:
                 spans.append([layer])
-        return [
-            (f"{s[0].index}-{s[-1].index}" if len(s) > 1 else str(s[0].index), s[0]) for s in spans
-        ]
+        ends = [(span[0].index, span[-1].index, span[0]) for span in spans]
+        return [(f"{a}-{b}" if a < b else str(a), layer) for a, b, layer in ends]
 
 
 def _looks(layer: LayerReport) -> tuple[str, ...]:
@@ -88,6 +95,7 @@ class _Applied:
 
     report: Report
     make_layer: MakeLayer
+    bound: list[torch.nn.Module]
     hooks: list[tuple[PolicyHook, torch.nn.Module]] = field(default_factory=list)
     configs: list[tuple[torch.nn.Module, PreTrainedConfig]] = field(default_factory=list)
     methods: list[str] = field(default_factory=list)
@@ -101,7 +109,9 @@ def apply(model: Model, policy: PolicyLike | Mapping[LayerKey, PolicyLike]) -> M
     `Policy`, or a mapping from layer index, range, "4-7" or a glob on module names to any of
     these (first match wins; layers without a match stay dense). The model is changed in place
     and returned; `torch.compile(fullgraph=True)` and generate keep working, and `generate`
-    prepares a static cache unless told otherwise. `report(model)` says what runs where.
+    prepares a static cache where transformers can run the model on one, unless told otherwise.
+    Where a policy serves no layer, the model computes as it did. `report(model)` says what runs
+    where.
 
     Raises PolicyError, UnsupportedModelError or AlreadyAppliedError; the model is then unchanged.
     """
@@ -115,22 +125,26 @@ def apply(model: Model, policy: PolicyLike | Mapping[LayerKey, PolicyLike]) -> M
     layers = find_attention_layers(target)
     if any(hasattr(layer.module, BINDING) for layer in layers):
         raise AlreadyAppliedError(
-            "a part of this model already has a policy; call attnplug.remove on that part first"
+            f"a part of this model already has a policy; {_where_applied(target)}"
         )
     plan = [(layer, _bind(target, layer, resolver.policy_for(layer))) for layer in layers]
     resolver.check_all_used()
     register_names()
-    what_runs = Report(resolver.text, tuple(_report(*entry) for entry in plan))
-    applied = _Applied(what_runs, _layer_maker(plan))
-    for place, (layer, binding) in enumerate(plan):
+    keeps = _keeps_cache(target, plan)
+    layer_reports = tuple(_report(*entry, static=not keeps) for entry in plan)
+    bound = [layer.module for layer in layers]
+    applied = _Applied(Report(resolver.text, layer_reports, keeps), _LayerMaker(plan), bound)
+    for layer, binding in plan:
         setattr(layer.module, BINDING, binding)
-        hook = PolicyHook(layer.index, first=place == 0)
-        hook.init_hook(layer.module)
-        applied.hooks.append((hook, layer.module))
-    applied.configs = _switch_attention(target, layers)
-    # A static cache helps nobody where some layer cannot be told how much of it is valid.
-    told = all(takes_cache(layer.module) for layer in layers)
-    applied.methods = bind_generate(target, applied.make_layer if told else None)
+    switched = _switched(plan)
+    if switched:
+        told = [x for x in layers if id(x.config) in switched and has_own_slot(x.module)]
+        for place, layer in enumerate(told):
+            hook = PolicyHook(layer.index, first=place == 0)
+            hook.init_hook(layer.module)
+            applied.hooks.append((hook, layer.module))
+        applied.configs = _switch_attention(target, switched)
+        applied.methods = bind_generate(target, None if keeps else applied.make_layer)
     applied.compiled = _take_compiled(target)
     target.__dict__[STATE] = applied
     return model
@@ -147,6 +161,7 @@ def remove(model: Model) -> Model:
         vars(module)["config"] = config
     for hook, module in applied.hooks:
         hook.detach_hook(module)
+    for module in applied.bound:
         delattr(module, BINDING)
     del target.__dict__[STATE]
     return model
@@ -167,9 +182,10 @@ def report(model: torch.nn.Module) -> Report:
     UnsupportedModelError where the attention was switched since."""
     target = _unwrap(model)
     applied = _applied(target)
+    hooked = {module for _, module in applied.hooks}
     for layer in find_attention_layers(target):
         now = layer.config._attn_implementation
-        if now != ATTENTION_NAME:
+        if layer.module in hooked and now not in ATTENTION_NAMES:
             raise UnsupportedModelError(
                 f"{layer.name} was switched to attention {now!r} after apply, which bypasses the "
                 "policy; call attnplug.remove(model) and apply again"
@@ -179,9 +195,18 @@ def report(model: torch.nn.Module) -> Report:
 
 def make_cache(model: torch.nn.Module, max_length: int) -> PlugCache:
     """An empty static cache of `max_length` tokens for a model that has a policy, with its
-    methods' own state, for use without generate. Raises NotAppliedError."""
+    methods' own state, for use without generate. Raises NotAppliedError, ArgumentError, and
+    UnsupportedModelError where transformers cannot run the model on a static cache."""
     target = _unwrap(model)
-    return PlugCache.for_config(target.config, max_length, _applied(target).make_layer)
+    applied = _applied(target)
+    if not isinstance(max_length, int) or isinstance(max_length, bool) or max_length < 1:
+        raise ArgumentError(
+            f"make_cache: max_length={max_length!r}, needs an integer of at least 1"
+        )
+    why = own_cache(target)
+    if why:
+        raise UnsupportedModelError(f"{why}; leave the cache to the model with use_cache=True")
+    return PlugCache.for_config(target.config, max_length, applied.make_layer)
 
 
 def _unwrap(model: torch.nn.Module) -> PreTrainedModel:
@@ -197,8 +222,22 @@ def _unwrap(model: torch.nn.Module) -> PreTrainedModel:
 
 def _applied(target: PreTrainedModel) -> _Applied:
     if STATE not in target.__dict__:
+        if any(hasattr(module, BINDING) for module in target.modules()):
+            raise NotAppliedError(
+                "this model has no policy of its own, but a part of it has; "
+                f"{_where_applied(target)}"
+            )
         raise NotAppliedError("this model has no policy; call attnplug.apply(model, policy) first")
     return target.__dict__[STATE]
+
+
+def _where_applied(target: PreTrainedModel) -> str:
+    """What to call where layers of a model have a policy that was not applied to the model."""
+    parts = [name for name, module in target.named_modules() if STATE in vars(module)]
+    if parts:
+        named = " and ".join(f"model.{name}" for name in parts)
+        return f"the policy was applied to {named}: call attnplug.remove or report on that part"
+    return "the policy was applied to a larger model: call attnplug.remove or report on that one"
 
 
 class _Resolver:
@@ -273,13 +312,27 @@ def _stock_attention(model: PreTrainedModel, layer: AttentionLayer) -> str:
     return "sdpa" if getattr(model, "_supports_sdpa", False) else "eager"
 
 
-def _report(layer: AttentionLayer, binding: Binding) -> LayerReport:
+def _keeps_cache(model: PreTrainedModel, plan: list[tuple[AttentionLayer, Binding]]) -> str:
+    """What the report says where generate prepares transformers' own cache, "" where ours."""
+    if all(binding.policy is None for _, binding in plan):
+        return "no layer has a policy: the model and its generate are transformers' own"
+    # A static cache helps nobody where some layer cannot be told how much of it is valid.
+    deaf = [layer.name for layer, _ in plan if not takes_cache(layer.module)]
+    why = own_cache(model)
+    if deaf and not why:
+        why = f"{deaf[0]} takes it by a name that attnplug does not know"
+    return f"generate keeps transformers' dynamic cache: {why}" if why else ""
+
+
+def _report(layer: AttentionLayer, binding: Binding, *, static: bool) -> LayerReport:
     if binding.policy is None:
         dense = f"{binding.stock} (dense)"
         return LayerReport(layer.index, layer.name, layer.kind, dense, dense, binding.reason)
     prefill, decode = binding.policy.prefill, binding.policy.decode
     assert prefill is not None and decode is not None  # filled by Policy
     notes = [f"{p.name}: {p.note(layer.shape)}" for p in (prefill, decode) if p.note(layer.shape)]
+    if not static and type(decode).cache_layer is not Phase.cache_layer:
+        notes.append(f"{decode.name}: runs dense, its state needs a static cache")
     if binding.policy.trace is not None:
         notes.append(f"traced by {binding.policy.trace}")
     notes += [binding.reason] if binding.reason else []
@@ -288,22 +341,28 @@ def _report(layer: AttentionLayer, binding: Binding) -> LayerReport:
     )
 
 
+def _switched(plan: list[tuple[AttentionLayer, Binding]]) -> dict[int, str]:
+    """The attention's new name for each config, by id, that has a layer with a policy."""
+    served = {id(layer.config) for layer, binding in plan if binding.policy is not None}
+    eager = {id(layer.config) for layer, binding in plan if binding.stock == "eager"}
+    return {key: ADDITIVE_NAME if key in eager else ATTENTION_NAME for key in served}
+
+
 def _switch_attention(
-    model: PreTrainedModel, layers: list[AttentionLayer]
+    model: PreTrainedModel, switched: dict[int, str]
 ) -> list[tuple[torch.nn.Module, PreTrainedConfig]]:
     """Give the model's modules configs of their own that say attnplug: another model may share the
     object. Returns every module with the config it had."""
     copies: dict[int, Any] = {}
     copy.deepcopy(model.config, copies)  # a memo: text configs stay one object with their parts
-    served = {id(layer.config) for layer in layers}
     previous = []
     for module in model.modules():
         config = vars(module).get("config")
         if isinstance(config, PreTrainedConfig):
             previous.append((module, config))
             vars(module)["config"] = copy.deepcopy(config, copies)
-    for key in served:
-        copies[key]._attn_implementation_internal = ATTENTION_NAME
+    for key, name in switched.items():
+        copies[key]._attn_implementation_internal = name
     return previous
 
 
@@ -314,15 +373,16 @@ def _take_compiled(model: PreTrainedModel) -> dict[str, Any]:
     return {name: vars(model).pop(name) for name in kept if name in vars(model)}
 
 
-def _layer_maker(plan: list[tuple[AttentionLayer, Binding]]) -> MakeLayer:
-    policies = {layer.index: binding.policy for layer, binding in plan}
+class _LayerMaker:
+    """Makes a layer's cache: its decode method's own where it has one."""
 
-    def make_layer(index: int, max_length: int) -> PlugLayer:
-        policy = policies.get(index)
+    def __init__(self, plan: list[tuple[AttentionLayer, Binding]]):
+        self.policies = {layer.index: binding.policy for layer, binding in plan}
+
+    def __call__(self, index: int, max_length: int) -> PlugLayer:
+        policy = self.policies.get(index)
         if policy is not None and policy.decode is not None:
             layer = policy.decode.cache_layer(max_length)
             if layer is not None:
                 return layer
         return PlugLayer(max_cache_len=max_length)
-
-    return make_layer

@@ -13,9 +13,27 @@ import torch
 from transformers import Cache, PreTrainedConfig, StaticCache
 from transformers.cache_utils import StaticLayer
 
+from attnplug.errors import UnsupportedCallError
 from attnplug.models.sync import may_sync
 
 MakeBuffer = Callable[[tuple[int, ...], torch.dtype, torch.device], torch.Tensor]
+
+
+def check_room(length: int, tokens: int, size: int) -> None:
+    """Raise UnsupportedCallError unless `tokens` more fit behind `length` of `size`."""
+    if length + tokens > size:
+        raise UnsupportedCallError(
+            f"the static cache holds {length} of at most {size} tokens and {tokens} more do not "
+            "fit. Make a larger one with attnplug.make_cache(model, max_length), or pass "
+            "cache_implementation='dynamic' to generate."
+        )
+
+
+def autocast_dtype(device: torch.device) -> torch.dtype | None:
+    """What torch.autocast has matrix products computed in here, or None outside of it."""
+    if device.type in ("cpu", "cuda") and torch.is_autocast_enabled(device.type):
+        return torch.get_autocast_dtype(device.type)
+    return None
 
 
 class PlugLayer(StaticLayer):
@@ -41,11 +59,31 @@ class PlugLayer(StaticLayer):
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         self.settle()
+        key_states, value_states = self._admit(key_states, value_states)
         hold, self.hold_next = self.hold_next, False
         if hold and self.is_initialized and key_states.shape[2] == 1:
             self.held = key_states, value_states
             return self._buffers()
         return self._write(key_states, value_states, *args, **kwargs)
+
+    def _admit(
+        self, key_states: torch.Tensor, value_states: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """New tokens as the buffers take them. Raises UnsupportedCallError where they do not fit,
+        which the host knows without waiting for a device, or have another dtype: under autocast
+        they are cast, as sdpa would cast them."""
+        if self.cumulative_length.is_cpu and not torch.compiler.is_compiling():
+            check_room(int(self.cumulative_length), key_states.shape[2], self.max_cache_len)
+        cast = autocast_dtype(key_states.device)
+        if cast is not None:
+            dtype = self.dtype if self.is_initialized else cast
+            return key_states.to(dtype), value_states.to(dtype)
+        if self.is_initialized and key_states.dtype != self.dtype:
+            raise UnsupportedCallError(
+                f"the cache holds {self.dtype} and got keys of {key_states.dtype}. Use a cache in "
+                "the precision that it began with: all of it inside torch.autocast, or none."
+            )
+        return key_states, value_states
 
     def _write(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any

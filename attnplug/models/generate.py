@@ -37,6 +37,18 @@ def bind_generate(model: PreTrainedModel, make_layer: MakeLayer | None) -> list[
     return [*names, SWITCH_METHOD]
 
 
+def own_cache(model: PreTrainedModel) -> str:
+    """Why generate must prepare transformers' own cache for this model, and a static one would be
+    silently wrong; "" where a static cache serves it as well."""
+    family = type(model).__name__
+    if not getattr(model, "_can_compile_fullgraph", False):
+        return f"transformers runs no {family} on a static cache"
+    supports = getattr(model, "_supports_default_dynamic_cache", None)
+    if supports is not None and not supports():
+        return f"{family} makes a cache of its own"
+    return ""
+
+
 def unbind_generate(model: PreTrainedModel, names: list[str]) -> None:
     """Undo `bind_generate`."""
     for name in names:

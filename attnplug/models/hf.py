@@ -19,8 +19,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from attnplug.errors import GradientError, UnsupportedCallError
-from attnplug.models.cache import PlugLayer
-from attnplug.models.hook import ATTENTION_NAME
+from attnplug.models.cache import PlugLayer, autocast_dtype
+from attnplug.models.hook import ADDITIVE_NAME, ATTENTION_NAMES
 from attnplug.models.sync import may_sync
 from attnplug.policies.base import AttentionCall, Policy, Sink
 from attnplug.policies.dense import causal_mask
@@ -42,9 +42,10 @@ class Binding:
 
 
 def register_names() -> None:
-    """Make transformers know the name "attnplug" (idempotent; the registries are its own)."""
-    AttentionInterface.register(ATTENTION_NAME, plug_attention)
-    AttentionMaskInterface.register(ATTENTION_NAME, plug_mask)
+    """Make transformers know attnplug's names (idempotent; the registries are its own)."""
+    for name in ATTENTION_NAMES:
+        AttentionInterface.register(name, plug_attention)
+        AttentionMaskInterface.register(name, plug_mask)
 
 
 def plug_mask(
@@ -66,7 +67,8 @@ def plug_mask(
         cacheless = isinstance(q_offset, int) and q_offset == 0 and q_length == kv_length
         if cacheless and attention_mask is None and local_size is None and not use_vmap:
             _refuse_unknown_packing()
-        return sdpa_mask(
+        additive = getattr(kwargs.get("config"), "_attn_implementation", None) == ADDITIVE_NAME
+        mask = sdpa_mask(
             batch_size=batch_size,
             q_length=q_length,
             kv_length=kv_length,
@@ -75,10 +77,11 @@ def plug_mask(
             mask_function=mask_function,
             attention_mask=attention_mask,
             local_size=local_size,
-            allow_is_causal_skip=allow_is_causal_skip,
+            allow_is_causal_skip=allow_is_causal_skip and not additive,
             use_vmap=use_vmap,
             **kwargs,
         )
+        return _additive(mask, kwargs["dtype"]) if additive else mask
     if attention_mask is None:
         return None
     # Host syncs once a prefill buy the unmasked kernels; decode steps and traced code never sync.
@@ -125,6 +128,11 @@ def plug_attention(
     state = attnplug_state
     if isinstance(state, PlugLayer) and query.shape[2] > 1:  # a prefill tells, a step relies on it
         state.note_lent(key, value)
+    cast = autocast_dtype(query.device)
+    if cast is not None:  # what sdpa does: rotary embeddings leave keys and queries in float32
+        if isinstance(state, PlugLayer) and key.dtype != cast:
+            state.settle()  # a copy of the buffers must have the held token
+        query, key, value = query.to(cast), key.to(cast), value.to(cast)
     key, value, lengths = _valid_part(query, key, value, state, attnplug_fresh)
     call = AttentionCall(
         query,
@@ -147,6 +155,12 @@ def plug_attention(
     if binding is None or binding.policy is None or not compact or _exotic(kwargs):
         call.settle()
         return _stock(module, binding, call, attention_mask, compact, kwargs)
+    if query.dtype == torch.float64:
+        raise UnsupportedCallError(
+            "attnplug computes in float32, float16 or bfloat16, and this model was cast to float64 "
+            "after apply. Cast it back, or attnplug.remove(model) and apply again: float64 layers "
+            "then stay the model's own."
+        )
     call.sink = binding.sink
     out = binding.policy.attend(call)
     return out.transpose(1, 2).contiguous(), None

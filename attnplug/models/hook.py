@@ -15,11 +15,13 @@ from torch.utils.hooks import RemovableHandle
 from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin, StaticLayer, StaticSlidingWindowLayer
 
-from attnplug.errors import UnsupportedCallError
-from attnplug.models.cache import PlugLayer
+from attnplug.models.cache import PlugLayer, check_room
 from attnplug.models.sync import may_sync
 
 ATTENTION_NAME = "attnplug"
+# The same attention for a config whose own is eager: its model may do sums with the masks.
+ADDITIVE_NAME = "attnplug_additive"
+ATTENTION_NAMES = (ATTENTION_NAME, ADDITIVE_NAME)
 CACHE_ARGUMENTS = ("past_key_values", "layer_past")  # the latter in GPT-NeoX and GPTBigCode
 STATE_ARGUMENT = "attnplug_state"
 FRESH_ARGUMENT = "attnplug_fresh"
@@ -34,6 +36,14 @@ class PolicyHook(ModelHook):
         self.layer_index = layer_index
         self.first = first
         self.handle: RemovableHandle | None = None
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """A model that was saved whole may be read where `apply` has never run, and transformers
+        would silently leave out the masks of a name that it does not know."""
+        from attnplug.models.hf import register_names  # hf imports this file
+
+        register_names()
+        vars(self).update(state)
 
     def init_hook(self, module: torch.nn.Module) -> torch.nn.Module:
         self.handle = module.register_forward_pre_hook(self._before_forward, with_kwargs=True)
@@ -67,7 +77,7 @@ class PolicyHook(ModelHook):
             return False
         own = self.layer_index < len(cache.layers) and cache.layers[self.layer_index] is state
         config = getattr(module, "config", None)
-        return own and getattr(config, "_attn_implementation", None) == ATTENTION_NAME
+        return own and getattr(config, "_attn_implementation", None) in ATTENTION_NAMES
 
     def _before_forward(
         self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -106,10 +116,5 @@ def _is_empty(cache: Cache, tokens: int) -> bool:
         if not may_sync(layer.cumulative_length.is_cuda):
             return False
         length = int(layer.cumulative_length)
-    if length + tokens > layer.max_cache_len:
-        raise UnsupportedCallError(
-            f"the static cache holds {length} of at most {layer.max_cache_len} tokens and {tokens} "
-            "more do not fit. Make a larger one with attnplug.make_cache(model, max_length), or "
-            "pass cache_implementation='dynamic' to generate."
-        )
+    check_room(length, tokens, layer.max_cache_len)
     return length == 0

@@ -12,6 +12,9 @@ from attnplug.models.hook import CACHE_ARGUMENTS
 from attnplug.ops._define import HEAD_DIMS
 from attnplug.policies.base import LayerShape
 
+DTYPES = ("float32", "float16", "bfloat16")
+SLOT_ARGUMENTS = ("layer_idx", "cycle_offset")  # of Zamba's shared blocks and HRM's cycles
+
 
 @dataclass(frozen=True)
 class AttentionLayer:
@@ -93,7 +96,7 @@ def _kind(module: torch.nn.Module, index: int) -> str:
     """ "full", "sliding", "chunked" and so on, as the config's layer types say it."""
     config = _config(module)
     types = getattr(config, "layer_types", None)
-    if types:
+    if types and index >= 0:
         return str(types[index]).removesuffix("_attention")
     if getattr(module, "sliding_window", None) is not None:
         return "sliding"
@@ -108,8 +111,19 @@ def takes_cache(module: torch.nn.Module) -> bool:
     return not inspect.signature(type(module).forward).parameters.keys().isdisjoint(CACHE_ARGUMENTS)
 
 
+def has_own_slot(module: torch.nn.Module) -> bool:
+    """Whether the module fills one layer of the cache, the one that its `layer_idx` names. A block
+    that several layers share, or that runs several times a pass, is told elsewhere where to put
+    its keys."""
+    parameters = inspect.signature(type(module).forward).parameters.keys()
+    index: int = module.layer_idx  # pyright: ignore[reportAssignmentType]
+    return index >= 0 and parameters.isdisjoint(SLOT_ARGUMENTS)
+
+
 def _reason(module: torch.nn.Module, kind: str, shape: LayerShape) -> str:
     parameters = inspect.signature(type(module).forward).parameters.values()
+    if not has_own_slot(module):
+        return "one module fills several layers of the cache"
     if not any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters):
         return f"{type(module).__name__}.forward takes no extra keyword arguments"
     if shape.device.type not in ("cpu", "cuda", "meta"):
@@ -127,6 +141,8 @@ def _reason(module: torch.nn.Module, kind: str, shape: LayerShape) -> str:
         return f"keys of {shape.head_dim} and values of {value_dim} channels"
     if not takes_cache(module):
         return "its cache argument has a name that attnplug does not know"
+    if next(module.parameters()).dtype == torch.float64:
+        return f"dtype float64 is not one of {', '.join(DTYPES)}"
     if shape.head_dim not in HEAD_DIMS:
         sizes = ", ".join(map(str, HEAD_DIMS))
         return f"head dimension {shape.head_dim} is not one of {sizes}"
