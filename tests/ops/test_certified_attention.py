@@ -22,7 +22,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attnplug.errors import ArgumentError, GradientError
-from attnplug.ops import QuantizedKV, dense_decode, quantize_kv
+from attnplug.ops import QuantizedKV, Scratch, dense_decode, quantize_kv
 
 op = importlib.import_module("attnplug.ops.certified_attention")
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, in the interpreter
@@ -318,9 +318,10 @@ def test_opcheck(device):
     plain = (None, None, None, 0.0, None, None)
     full = (rows, rows - 60, mask, 3.0, q[0, :, 0, 0], telemetry)
     overload = torch.ops.attnplug.certified_attention.default
-    for extra in (plain, full):
+    scratch = Scratch.empty(2, 2, 16, 16, 64, torch.float32, device)
+    for extra, kept in ((plain, [None] * 5), (full, scratch)):
         args = (q, k, v, *case.tier(device), 0.125, 16, *OPTIONS.values(), *extra)
-        args += (None,) * 5
+        args += tuple(kept)
         torch.library.opcheck(overload, args)
 
 
