@@ -69,6 +69,11 @@ class Certified(Phase):
 
         for option in ("block", "k_min", "k_max", "ranking", "scratch"):
             check(option, type(getattr(self, option)) is int, "an integer")
+        for option in ("coverage", "v_tol", "explore"):
+            check(option, type(getattr(self, option)) in (int, float), "a number")
+        for option in ("value_budget", "key_tolerance", "tolerance"):
+            kind = type(getattr(self, option))
+            check(option, kind in (int, float, type(None)), "None or a number")
         check("block", self.block in BLOCKS, ", ".join(map(str, BLOCKS)))
         check("coverage", 0 <= self.coverage <= 1, "0 to 1")
         check("ranking", 0 <= self.ranking <= MAX_RANKING, f"0 to {MAX_RANKING}")
