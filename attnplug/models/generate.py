@@ -9,7 +9,7 @@ from transformers import Cache, PreTrainedModel, StaticCache
 from transformers.generation.configuration_utils import GenerationMode
 
 from attnplug.errors import UnsupportedCallError
-from attnplug.models.cache import MakeLayer, PlugCache, PlugLayer
+from attnplug.models.cache import MakeLayer, PlugCache, PlugLayer, autocast_dtype
 
 LAYER_MAKER = "_attnplug_make_layer"
 CACHE_METHOD = "_prepare_cache_for_generation"
@@ -78,8 +78,10 @@ def _prepare_cache_for_generation(
     length = max_cache_length + _speculated(generation_config, generation_mode)
     stock(static, fresh, generation_mode, batch_size, length)
     cache = PlugCache.from_static(_static_cache(fresh), vars(model)[LAYER_MAKER])
-    # Rolling windows cannot be cropped, which assisted decoding needs.
-    if _must_crop(generation_config, generation_mode) and not _croppable(cache):
+    # Rolling windows cannot be cropped, which assisted decoding needs, and take one precision only,
+    # where autocast mixes two.
+    mixed = autocast_dtype(model.device) is not None
+    if (mixed or _must_crop(generation_config, generation_mode)) and not _croppable(cache):
         stock(generation_config, model_kwargs, generation_mode, batch_size, max_cache_length)
         return
     model_kwargs["past_key_values"] = cache
