@@ -139,10 +139,7 @@ def apply(model: Model, policy: PolicyLike | Mapping[LayerKey, PolicyLike]) -> M
     switched = _switched(plan)
     if switched:
         told = [x for x in layers if id(x.config) in switched and has_own_slot(x.module)]
-        for place, layer in enumerate(told):
-            hook = PolicyHook(layer.index, first=place == 0)
-            hook.init_hook(layer.module)
-            applied.hooks.append((hook, layer.module))
+        applied.hooks = [_hooked(layer, first=layer is told[0]) for layer in told]
         applied.configs = _switch_attention(target, switched)
         applied.methods = bind_generate(target, None if keeps else applied.make_layer)
     applied.compiled = _take_compiled(target)
@@ -339,6 +336,12 @@ def _report(layer: AttentionLayer, binding: Binding, *, static: bool) -> LayerRe
     return LayerReport(
         layer.index, layer.name, layer.kind, str(prefill), str(decode), "; ".join(notes)
     )
+
+
+def _hooked(layer: AttentionLayer, *, first: bool) -> tuple[PolicyHook, torch.nn.Module]:
+    hook = PolicyHook(layer.index, first=first)
+    hook.init_hook(layer.module)
+    return hook, layer.module
 
 
 def _switched(plan: list[tuple[AttentionLayer, Binding]]) -> dict[int, str]:
