@@ -52,7 +52,7 @@ def summaries_at(bounds, row, N, D: tl.constexpr, PARTS: tl.constexpr, INT8: tl.
     """Where the summaries of one row's head begin, and the frame of the codes of its N blocks."""
     if INT8:
         at = bounds + row * (N + 4 + tl.cdiv(2 * N, D)) * (PARTS * D)
-        return at, (at + N.to(tl.int64) * (PARTS * D)).to(tl.pointer_type(tl.float32))
+        return at, (at + N * (PARTS * D)).to(tl.pointer_type(tl.float32))
     else:
         at = bounds + row * N * (PARTS * D)
         return at, at

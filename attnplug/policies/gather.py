@@ -116,8 +116,11 @@ class Gather(Phase):
 
     def summary_form(self, tokens: int) -> tuple[int, bool]:
         """(parts of a summary, whether they are INT8 codes) in a cache of so many tokens."""
-        int8 = self.bounds == "int8" or (self.bounds is None and tokens >= INT8_FROM)
-        return 1 if self.scoring == "mean" else 2, int8 and self.scoring == "bounds"
+        int8 = self.bounds == "int8"
+        if self.bounds is None:
+            if tokens >= INT8_FROM:  # a statement: the size may be the compiler's symbol
+                int8 = True
+        return 1 if self.scoring == "mean" else 2, int8 if self.scoring == "bounds" else False
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
         state = call.state

@@ -13,6 +13,7 @@ from attnplug import Dense, Gather, PolicyError
 from attnplug.models.cache import PlugLayer
 from attnplug.ops.block_bounds import frame_of
 from attnplug.policies import AttentionCall, LayerShape
+from attnplug.policies import gather as policy_module
 from attnplug.policies.gather import GatherLayer
 from attnplug.testing import oracle_attention, tiny_model
 
@@ -424,3 +425,24 @@ WRONG = [
 def test_refuses(options, message):
     with pytest.raises(PolicyError, match=f"gather: {message}"):
         Gather(**options)
+
+
+@torch.no_grad()
+def test_compiled_steps_meet_caches_of_several_sizes(monkeypatch):
+    """The second size makes it a symbol of the compiler's, which decides the summaries' form."""
+    monkeypatch.setattr(policy_module, "INT8_FROM", 100)
+    torch._dynamo.reset()
+    model = tiny_model()
+    ids = torch.randint(3, 90, (2, 44), generator=torch.Generator().manual_seed(0))
+    with attnplug.applied(model, Gather(k=1, block=16, local=1, min_tokens=0)):
+        step = torch.compile(model, fullgraph=True, backend="aot_eager")
+        for size in (64, 48, 128):
+            one, two = (attnplug.make_cache(model, size) for _ in range(2))
+            for cache in (one, two):
+                model(ids[:, :40], past_key_values=cache)
+            for t in range(40, 44):
+                got = step(ids[:, t : t + 1], past_key_values=one).logits
+                assert (
+                    got - model(ids[:, t : t + 1], past_key_values=two).logits
+                ).abs().max() < 1e-5
+            assert one.layers[0].form == (2, size >= 100)
