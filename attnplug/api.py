@@ -128,7 +128,7 @@ def apply(model: Model, policy: PolicyLike | Mapping[LayerKey, PolicyLike]) -> M
             f"a part of this model already has a policy; {_where_applied(target)}"
         )
     plan = [(layer, _bind(target, layer, resolver.policy_for(layer))) for layer in layers]
-    resolver.check_all_used()
+    resolver.check_all_used(layers)
     register_names()
     keeps = _keeps_cache(target, plan)
     layer_reports = tuple(_report(*entry, static=not keeps) for entry in plan)
@@ -257,14 +257,20 @@ class _Resolver:
                 self.unused.remove(key)
         return hits[0][1] if hits else None
 
-    def check_all_used(self) -> None:
+    def check_all_used(self, layers: list[AttentionLayer]) -> None:
         if self.unused:
             keys = ", ".join(_key_text(key) for key in self.unused)
-            raise PolicyError(f"no attention layer matches the policy mapping's {keys}")
+            indices = [layer.index for layer in layers]
+            raise PolicyError(
+                f"no attention layer matches the policy mapping's {keys}; this model's layers are "
+                f"{min(indices)} to {max(indices)}"
+            )
 
 
 def _key_text(key: LayerKey) -> str:
-    return f"{key.start}-{key.stop - 1}" if isinstance(key, range) else str(key)
+    if not isinstance(key, range):
+        return str(key)
+    return f"{key.start}-{key.stop - 1}" if key.step == 1 and key else str(key)
 
 
 def _matches(key: LayerKey, layer: AttentionLayer) -> bool:
@@ -273,9 +279,9 @@ def _matches(key: LayerKey, layer: AttentionLayer) -> bool:
     if isinstance(key, range):
         return layer.index in key
     if isinstance(key, str):
-        span = re.fullmatch(r"(\d+)-(\d+)", key)
+        span = re.fullmatch(r"(\d+)(?:-(\d+))?", key)
         if span:
-            return int(span[1]) <= layer.index <= int(span[2])
+            return int(span[1]) <= layer.index <= int(span[2] or span[1])
         return fnmatch.fnmatchcase(layer.name, key)
     raise PolicyError(
         f"policy mapping: the key {key!r} is a {type(key).__name__}; use a layer index, a range, "

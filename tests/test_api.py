@@ -40,10 +40,11 @@ def test_apply_takes_methods_and_policies(model):
     "mapping",
     [
         {0: "momo", 1: "momo", range(2, 4): "dense"},
+        {"0": "momo", 1: "momo", "2-3": "dense"},
         {"0-1": "momo", "*": "dense"},
         {"*layers.[01].*": "momo", "*layers.[23].*": "dense"},
     ],
-    ids=["index and range", "span and rest", "glob"],
+    ids=["index and range", "texts", "span and rest", "glob"],
 )
 def test_a_mapping_gives_layers_their_own_policy(model, mapping):
     attnplug.apply(model, mapping)
@@ -96,7 +97,14 @@ REFUSALS = {
     "not a name": ("momo.x", attnplug.PolicyError, "is not a method's name"),
     "wrong type": (3, attnplug.PolicyError, "not int"),
     "empty mapping": ({}, attnplug.PolicyError, "mapping is empty"),
-    "no such layer": ({9: "momo"}, attnplug.PolicyError, "no attention layer matches .* 9"),
+    "no such layer": (
+        {9: "momo"},
+        attnplug.PolicyError,
+        "matches .* 9; this model's layers are 0 to ",
+    ),
+    "no layer before": ({-1: "momo"}, attnplug.PolicyError, "no attention layer matches .* -1"),
+    "empty range": ({range(0, 0): "momo"}, attnplug.PolicyError, r"matches .* range\(0, 0\)"),
+    "no such text": ({"9": "momo"}, attnplug.PolicyError, "no attention layer matches .* 9"),
     "bad key": ({1.5: "momo"}, attnplug.PolicyError, "the key 1.5 is a float"),
 }
 

@@ -115,7 +115,7 @@ def test_crop_forgets_blocks_and_requantizes_what_comes(device):
     assert torch.equal(LOOSE.attend(step(layer)), LOOSE.attend(step(filled(LOOSE, kv))))
 
 
-@pytest.mark.parametrize(
+MOVES = pytest.mark.parametrize(
     ("change", "order"),
     [
         (lambda layer: layer.reorder_cache(torch.tensor([2, 0, 0])), [2, 0, 0]),
@@ -124,6 +124,9 @@ def test_crop_forgets_blocks_and_requantizes_what_comes(device):
     ],
     ids=["reorder", "repeat", "select"],
 )
+
+
+@MOVES
 def test_rows_move_with_their_tier(change, order, device):
     kv = tokens(0, 90, batch=3, device=device)
     layer = filled(LOOSE, kv)
@@ -166,15 +169,7 @@ def test_crop_drops_what_the_scratch_cache_holds_of_it(device):
     assert layer.telemetry[..., 4].sum() == 0  # nothing was found wrong
 
 
-@pytest.mark.parametrize(
-    ("change", "order"),
-    [
-        (lambda layer: layer.reorder_cache(torch.tensor([2, 0, 0])), [2, 0, 0]),
-        (lambda layer: layer.batch_repeat_interleave(2), [0, 0, 1, 1, 2, 2]),
-        (lambda layer: layer.batch_select_indices(torch.tensor([2, 1])), [2, 1]),
-    ],
-    ids=["reorder", "repeat", "select"],
-)
+@MOVES
 def test_rows_move_with_their_scratch_cache(change, order, device):
     """The next step finds all that it wants, and in the right row."""
     layer = filled(SCRATCH, tokens(0, 90, batch=3, device=device))
