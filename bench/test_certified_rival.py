@@ -82,8 +82,8 @@ def decode(model: PreTrainedModel, cache: Cache, ids: torch.Tensor, context: int
 
 
 def held(cache: Cache) -> int:
-    """Bytes on the GPU. certified: tiers and scratch caches. quanto: packed codes, scales, shifts, newest tokens.
-    Any other: keys and values."""
+    """Bytes on the GPU. certified: tiers and scratch caches. quanto: packed codes, scales, shifts,
+    newest tokens. Any other: keys and values."""
     total = 0
     for layer in cache.layers:
         if isinstance(layer, CertifiedLayer):
