@@ -93,11 +93,7 @@ def draw_timing(op: str, case: str, rows: Sequence[Row]) -> Figure:
         group = _legible(panels[key])
         upper, lower = axes[0][column], axes[1][column]
         kind = "per token" if case == "e2e-decode" else "per call"
-        upper.set_title(
-            f"{op}{'' if case == 'op' else f' ({case})'}, {heads(group[0])} heads of {key[2]}, "
-            f"{key[3]}{f', batch {key[4]}' if len(key) > len(SHAPE) else ''}",
-            loc="left", fontsize=12, color=INK,
-        )  # fmt: skip
+        upper.set_title(_title(op, case, key), loc="left", fontsize=12, color=INK)
         _plot_times(upper, group)
         _plot_ratios(lower, group)
         if column == 0:
@@ -106,9 +102,16 @@ def draw_timing(op: str, case: str, rows: Sequence[Row]) -> Figure:
     return figure
 
 
+def _title(op: str, case: str, panel: tuple[Any, ...]) -> str:
+    """What a panel shows: the values of SHAPE, and of the batch where it has panels of its own."""
+    heads_q, heads_kv, dim, dtype, *batch = panel
+    title = op if case == "op" else f"{op} ({case})"
+    title += f", {heads_q}/{heads_kv} heads of {dim}" if dim else ""  # of no heads: topk
+    return f"{title}, {dtype}" + "".join(f", batch {size}" for size in batch)
+
+
 def _plot_times(axes: Axes, rows: Sequence[Row]) -> None:
     labels: list[tuple[float, str, str]] = []
-    drawn: dict[tuple[Any, ...], list[dict[int, float]]] = {}
     for index, ((batch, options), line) in enumerate(_series(rows)):
         color = COLORS[index % len(COLORS)]
         ours = _hardest(line)
@@ -123,15 +126,10 @@ def _plot_times(axes: Axes, rows: Sequence[Row]) -> None:
         )
         axes.plot(x, y, "o-", color=color, lw=2, ms=5)
         labels.append((y[-1], _label("attnplug", batch, options), color))
-        for (peer,), beside in grouped([r for r in line if r["peer"]], "peer").items():
-            before = drawn.setdefault((batch, peer), [])
-            if any(_meet(line, beside) for line in before):  # other options meet the same peer
-                continue
-            meets = options if before else ""
-            before.append({row["n"]: row["peer_p50_us"] for row in beside})
-            x, y = [row["n"] for row in beside], [row["peer_p50_us"] for row in beside]
-            axes.plot(x, y, "s--", color=PEER, lw=1.5, ms=4, mfc="white")
-            labels.append((y[-1], _label(PEERS.get(peer, peer), batch, meets), PEER))
+    for peer, batch, options, times in _peer_lines(rows):
+        ns = sorted(times)
+        axes.plot(ns, [times[n] for n in ns], "s--", color=PEER, lw=1.5, ms=4, mfc="white")
+        labels.append((times[ns[-1]], _label(PEERS.get(peer, peer), batch, options), PEER))
     axes.set_yscale("log")
     axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda us, _: duration(us)))
@@ -140,12 +138,24 @@ def _plot_times(axes: Axes, rows: Sequence[Row]) -> None:
     _label_ends(axes, labels)
 
 
-def _meet(drawn: dict[int, float], rows: Sequence[Row]) -> bool:
-    """Whether a peer's line says already what these rows say of it."""
-    return all(
-        row["n"] in drawn and math.isclose(drawn[row["n"]], row["peer_p50_us"], rel_tol=0.2)
-        for row in rows
-    )
+def _peer_lines(rows: Sequence[Row]) -> list[tuple[str, int, str, dict[int, float]]]:
+    """(peer, batch, options, microseconds by n) of each line of a peer: one for all options that
+    meet the same peer, and one more, with its options, where its times are others."""
+    lines: list[tuple[str, int, str, dict[int, float]]] = []
+    for (batch, options), line in _series(rows):
+        for (peer,), beside in grouped([row for row in line if row["peer"]], "peer").items():
+            found = {row["n"]: row["peer_p50_us"] for row in beside}
+            same = [times for *key, times in lines if (peer, batch) == tuple(key[:2])]
+            fits = [x for x in same if all(_near(x[n], found[n]) for n in x.keys() & found.keys())]
+            if fits:
+                fits[0].update(found | fits[0])
+            else:
+                lines.append((peer, batch, options if same else "", found))
+    return lines
+
+
+def _near(a: float, b: float) -> bool:
+    return math.isclose(a, b, rel_tol=0.2)
 
 
 def _plot_ratios(axes: Axes, rows: Sequence[Row]) -> None:
