@@ -9,10 +9,9 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from attnplug.errors import UnsupportedModelError
 from attnplug.models.hook import CACHE_ARGUMENTS
-from attnplug.ops._define import HEAD_DIMS
+from attnplug.ops._define import DTYPES, HEAD_DIMS
 from attnplug.policies.base import LayerShape
 
-DTYPES = ("float32", "float16", "bfloat16")
 SLOT_ARGUMENTS = ("layer_idx", "cycle_offset")  # of Zamba's shared blocks and HRM's cycles
 
 
@@ -62,8 +61,13 @@ def _is_attention(module: torch.nn.Module) -> bool:
     )
 
 
+def _index(module: torch.nn.Module) -> int:
+    """The layer of the cache that the module says is its own."""
+    return module.layer_idx  # pyright: ignore[reportReturnType]
+
+
 def _describe(name: str, module: torch.nn.Module) -> AttentionLayer:
-    index: int = module.layer_idx  # pyright: ignore[reportAssignmentType]
+    index = _index(module)
     shape = _shape(module)
     kind = _kind(module, index)
     reason = _reason(module, kind, shape)
@@ -116,8 +120,7 @@ def has_own_slot(module: torch.nn.Module) -> bool:
     that several layers share, or that runs several times a pass, is told elsewhere where to put
     its keys."""
     parameters = inspect.signature(type(module).forward).parameters.keys()
-    index: int = module.layer_idx  # pyright: ignore[reportAssignmentType]
-    return index >= 0 and parameters.isdisjoint(SLOT_ARGUMENTS)
+    return _index(module) >= 0 and parameters.isdisjoint(SLOT_ARGUMENTS)
 
 
 def _reason(module: torch.nn.Module, kind: str, shape: LayerShape) -> str:
@@ -142,7 +145,8 @@ def _reason(module: torch.nn.Module, kind: str, shape: LayerShape) -> str:
     if not takes_cache(module):
         return "its cache argument has a name that attnplug does not know"
     if next(module.parameters()).dtype == torch.float64:
-        return f"dtype float64 is not one of {', '.join(DTYPES)}"
+        served = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
+        return f"dtype float64 is not one of {served}"
     if shape.head_dim not in HEAD_DIMS:
         sizes = ", ".join(map(str, HEAD_DIMS))
         return f"head dimension {shape.head_dim} is not one of {sizes}"
