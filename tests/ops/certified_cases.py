@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -25,6 +26,28 @@ OPTIONS = {
     "explore": 0.02,
 }
 LOOSE = {"coverage": 0.0, "k_min": 0, "v_tol": 1e30, "ranking": 0, "explore": 0.0}
+
+
+def tier_faults(block: int, value_zero: int) -> dict[str, Callable[[QuantizedKV], Any]]:
+    """What a fault may do to a tier, by name: to a block of the second head of the first row, and
+    to the zero point in that word of its values' metadata."""
+    at = (0, 1, block)
+    both = (0, 1, slice(block, block + 2))
+    return {
+        "key code": lambda t: t.k_codes[at].view(-1)[77:78].add_(1),
+        "key scale": lambda t: t.k_meta[at][0, 5:6].mul_(2),
+        "key zero": lambda t: t.k_meta[at][1, 5:6].add_(1),
+        "value code": lambda t: t.v_codes[at].view(-1)[77:78].bitwise_xor_(0x30),
+        "value scale": lambda t: t.v_meta[at].view(-1)[7:8].bitwise_xor_(0x0400),
+        "value zero": lambda t: t.v_meta[at].view(-1)[value_zero].bitwise_xor_(0x04000000),
+        "eta": lambda t: t.summary[at][0:1].mul_(0.5),
+        "nu": lambda t: t.summary[at][1:2].mul_(0.5),
+        "check": lambda t: t.check[at][0:1].add_(1),
+        "second check": lambda t: t.check[at][1:2].add_(1),
+        "count": lambda t: t.progress[0, 0:1].fill_(99),
+        "other block": lambda t: t.k_codes[at].copy_(t.k_codes[0, 1, block + 1]),
+        "swapped": lambda t: [x[both].copy_(x[both].flip(0)) for x in t[:6]],
+    }
 
 
 def random(seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:

@@ -5,27 +5,13 @@ import importlib
 
 import pytest
 import torch
-from certified_cases import LOOSE, attend, exact, gaussian, rungs
+from certified_cases import LOOSE, attend, exact, gaussian, rungs, tier_faults
 
 from attnplug.ops import dense_decode
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, in the interpreter
 
-FAULTS = {
-    "key code": lambda t: t.k_codes[0, 1, 3].view(-1)[77:78].add_(1),
-    "key scale": lambda t: t.k_meta[0, 1, 3, 0, 5:6].mul_(2),
-    "key zero": lambda t: t.k_meta[0, 1, 3, 1, 5:6].add_(1),
-    "value code": lambda t: t.v_codes[0, 1, 3].view(-1)[77:78].bitwise_xor_(0x30),
-    "value scale": lambda t: t.v_meta[0, 1, 3].view(-1)[7:8].bitwise_xor_(0x0400),
-    "value zero": lambda t: t.v_meta[0, 1, 3].view(-1)[7:8].bitwise_xor_(0x04000000),
-    "eta": lambda t: t.summary[0, 1, 3, 0:1].mul_(0.5),
-    "nu": lambda t: t.summary[0, 1, 3, 1:2].mul_(0.5),
-    "check": lambda t: t.check[0, 1, 3, 0:1].add_(1),
-    "second check": lambda t: t.check[0, 1, 3, 1:2].add_(1),
-    "count": lambda t: t.progress[0, 0:1].fill_(99),
-    "other block": lambda t: t.k_codes[0, 1, 3].copy_(t.k_codes[0, 1, 4]),
-    "swapped": lambda t: [x[0, 1, 3:5].copy_(x[0, 1, 3:5].flip(0)) for x in t[:6]],
-}
+FAULTS = tier_faults(block=3, value_zero=7)
 
 
 @pytest.mark.parametrize("fault", FAULTS)

@@ -6,7 +6,7 @@ import importlib
 import numpy as np
 import pytest
 import torch
-from certified_cases import LOOSE, OPTIONS, adversary, attend, gaussian, hold
+from certified_cases import LOOSE, OPTIONS, adversary, attend, gaussian, hold, tier_faults
 from gluon_numpy import Pointer, kernel, run
 
 from attnplug.ops import QuantizedKV, quantize_kv
@@ -109,17 +109,11 @@ def test_what_it_leaves(width, block, step, size, softcap):
     assert (made["flags"] == 0).all()
 
 
-FAULTS = {
-    "key code": lambda t: t.k_codes[0, 1, 2].view(-1)[77:78].add_(1),
-    "key scale": lambda t: t.k_meta[0, 1, 2, 0, 5:6].mul_(2),
-    "key zero": lambda t: t.k_meta[0, 1, 2, 1, 5:6].add_(1),
-    "value code": lambda t: t.v_codes[0, 1, 2].view(-1)[77:78].bitwise_xor_(0x30),
-    "value scale": lambda t: t.v_meta[0, 1, 2].view(-1)[7:8].bitwise_xor_(0x0400),
-    "value zero": lambda t: t.v_meta[0, 1, 2].view(-1)[4:5].bitwise_xor_(0x04000000),
-    "eta": lambda t: t.summary[0, 1, 2, 0:1].mul_(0.5),
-    "second check": lambda t: t.check[0, 1, 2, 1:2].add_(1),
-    "swapped": lambda t: [x[0, 1, 2:4].copy_(x[0, 1, 2:4].flip(0)) for x in t[:6]],
-}
+READ = (  # what the pass itself looks at
+    "key code", "key scale", "key zero", "value code", "value scale", "value zero", "eta",
+    "second check", "swapped",
+)  # fmt: skip
+FAULTS = {name: tier_faults(block=2, value_zero=4)[name] for name in READ}
 
 
 @pytest.mark.parametrize("fault", FAULTS)
