@@ -47,10 +47,16 @@ class Shape:
 
     def gathered(self, policy: Gather, tokens: int) -> float:
         """Bytes that a step of `policy` reads of one sequence."""
-        kept = min((policy.sink + policy.local + policy.k) * policy.block, tokens)
-        summaries = tokens // policy.block if policy.k else 0
-        parts, int8 = policy.summary_form(tokens)
-        return self.cached(kept + summaries * parts / (4 if int8 else 2))
+        return self.cached(read_tokens(policy, tokens, tokens))
+
+
+def read_tokens(policy: Gather, tokens: int, size: int) -> float:
+    """Tokens whose keys and values are as many bytes as what a step of `policy` reads of one
+    sequence of `tokens`, in a cache with room for `size`: the keep set, and the summaries."""
+    kept = min((policy.sink + policy.local + policy.k) * policy.block, tokens)
+    summaries = tokens // policy.block if policy.k else 0
+    parts, int8 = policy.summary_form(size)
+    return kept + summaries * parts / (4 if int8 else 2)
 
 
 SHAPES = {

@@ -19,3 +19,10 @@ def random_model(model_class: type, config: PreTrainedConfig, device: str) -> An
         else:
             parameter.normal_(0, 0.02)
     return model
+
+
+def heads_of(config: PreTrainedConfig) -> dict[str, int]:
+    """A row's columns of what a model's attention looks like."""
+    heads = config.num_attention_heads
+    dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    return {"heads_q": heads, "heads_kv": config.num_key_value_heads, "head_dim": dim}

@@ -23,7 +23,7 @@ from typing import Any
 
 import pytest
 import torch
-from _models import random_model
+from _models import heads_of, random_model
 from certified_fidelity import ROOT, bootstrap
 from test_e2e_decode import Decoder, time_steps
 from test_e2e_ttft import CONFIG as LLAMA
@@ -171,9 +171,7 @@ def test_rival(gpu_bench, kind, row):
         case="rival",
         n=CONTEXT[kind],
         batch=1,
-        heads_q=config.num_attention_heads,
-        heads_kv=config.num_key_value_heads,
-        head_dim=config.head_dim,
+        **heads_of(config),
         dtype=model_and_ids(kind)[0].dtype,
         options=f"{label}{facts(kind, ours)}; peer's {facts(kind, peer)}",
         times_us=mine.times,

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from _models import random_model
+from _models import heads_of, random_model
 from transformers import (
     Cache,
     PreTrainedConfig,
@@ -187,9 +187,7 @@ def test_e2e_decode(gpu_bench, n):
         case="e2e-decode",
         n=n,
         batch=1,
-        heads_q=CONFIG.num_attention_heads,
-        heads_kv=CONFIG.num_key_value_heads,
-        head_dim=CONFIG.hidden_size // CONFIG.num_attention_heads,
+        **heads_of(CONFIG),
         dtype=torch.bfloat16,
         times_us=ours,
         peer="stock",

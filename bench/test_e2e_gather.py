@@ -22,7 +22,7 @@ from typing import Any
 
 import pytest
 import torch
-from _models import random_model
+from _models import heads_of, random_model
 from test_e2e_decode import (
     CONFIG,
     ROOM,
@@ -40,6 +40,7 @@ from transformers import LlamaForCausalLM, Qwen2ForCausalLM
 import attnplug
 from attnplug import Gather
 from attnplug.models.cache import PlugCache
+from attnplug.plan import read_tokens
 
 SHAPES = {"qwen": (Qwen2ForCausalLM, CONFIG), "llama": (LlamaForCausalLM, LLAMA)}
 # shape, batch: contexts. A million tokens of Llama would be 137 GB.
@@ -120,17 +121,13 @@ def test_e2e_gather(gpu_bench, shape, batch, k, n):
     session = Session.of(shape, batch)
     config, dense = session.config, session.measured("dense")[n]
     policy = Gather(k=k or 0)
-    kept = min((policy.sink + policy.local + policy.k) * policy.block, n)
-    parts, int8 = policy.summary_form(max(session.lengths) + ROOM)
-    read = n if k is None else kept + n / policy.block * parts / (4 if int8 else 2)
+    read = n if k is None else read_tokens(policy, n, max(session.lengths) + ROOM)
     nbytes, flops = session.work(read)
     facts = dict(
         case="e2e-decode",
         n=n,
         batch=batch,
-        heads_q=config.num_attention_heads,
-        heads_kv=config.num_key_value_heads,
-        head_dim=config.hidden_size // config.num_attention_heads,
+        **heads_of(config),
         dtype=torch.bfloat16,
         bytes=nbytes,
         flops=flops,
@@ -187,9 +184,7 @@ def test_parts_of_a_step(gpu_bench, part):
         case="e2e-part",
         n=PROFILED,
         batch=1,
-        heads_q=config.num_attention_heads,
-        heads_kv=config.num_key_value_heads,
-        head_dim=config.hidden_size // config.num_attention_heads,
+        **heads_of(config),
         dtype=torch.bfloat16,
         options=f"k=8, {part}, {count} kernels",
         times_us=[sum(time for time, _ in kernels) / PROFILED_STEPS],

@@ -14,7 +14,7 @@ import time
 import pytest
 import test_momo
 import torch
-from _models import random_model
+from _models import heads_of, random_model
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -109,9 +109,7 @@ def test_e2e_ttft(gpu_bench, measured, n):
         case="e2e-ttft",
         n=n,
         batch=1,
-        heads_q=CONFIG.num_attention_heads,
-        heads_kv=CONFIG.num_key_value_heads,
-        head_dim=DIM,
+        **heads_of(CONFIG),
         dtype=torch.bfloat16,
         options="gamma=16, k=128",
         times_us=ours,
