@@ -7,14 +7,17 @@ from typing import Any, NamedTuple
 import torch
 import triton
 import triton.language as tl
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from attnplug.ops._certified_attend import attend, prepare
 from attnplug.ops._certified_choose import choose_blocks
 from attnplug.ops._certified_exact import attend_rest, recompute
 from attnplug.ops._certified_finish import finish, replace
-from attnplug.ops._certified_hopper import attend_blocks, layouts
+from attnplug.ops._certified_hopper import attend_blocks
 from attnplug.ops._certified_promote import promote
 from attnplug.ops._certified_scratch import SETS, Scratch
+from attnplug.ops._certified_tiles import layouts
 from attnplug.ops._define import mask_bytes, row_step
 from attnplug.ops._splits import LOG2E, machine
 
@@ -42,13 +45,13 @@ class Hopper(NamedTuple):
     step: int
     registers: int
     programs: int
-    ahead: int
+    ring: int
 
 
 CHOOSING = (512, 8, None)  # blocks a tile, warps, and registers of a thread at most
 PROMOTING = (4, 255)  # warps, and registers of a thread at most
 TAKERS = 2  # programs a multiprocessor that read a list
-HOPPER = Hopper(step=32, registers=255, programs=8, ahead=1)
+HOPPER = Hopper(step=32, registers=255, programs=7, ring=2)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +65,7 @@ class Plan:
     inline: bool = True  # few promoted blocks are read where they are chosen, without a list
     step: int = 0  # tokens at a time of the Hopper kernel; 0: the kernels for all cases
     registers: int | None = None  # of a thread of the Hopper kernel at most
-    ahead: int = 1  # blocks that it has brought into the L2 before it reads them
+    ring: int = 2  # steps that it has copied to shared memory at a time
     warps: int = 4  # of the kernel for all cases
     stages: int = 3
     checked: bool = True  # compare the check words; off only to time what they cost
@@ -80,11 +83,12 @@ def plan_for(
     chunks = 1 << chunks.bit_length() - 1
     takers = max(4, min(TAKERS * multiprocessors // share, 64))
     takers = 1 << takers.bit_length() - 1
-    if hopper and width == 128 and group <= 7:  # Triton 3.6 refuses the layouts of 64
+    # Its lines are of 128 channels, and a tensor descriptor has a line at least.
+    if hopper and width == 128 and group <= 7 and blocks > 0:
         splits = max(1, min(HOPPER.programs * multiprocessors // share, blocks))
         return Plan(
             splits, pieces, chunks, takers, True, min(HOPPER.step, block), HOPPER.registers,
-            HOPPER.ahead,
+            HOPPER.ring,
         )  # fmt: skip
     return Plan(max(1, min(4 * multiprocessors // share, blocks)), pieces, chunks, takers)
 
@@ -143,7 +147,7 @@ class _Step:
 
         heads, groups = self.batch * self.heads, self.batch * self.kv_heads
         splits, pieces, blocks = self.plan.splits, self.plan.pieces, max(1, self.blocks)
-        self.base, self.delta, self.noise, self.units, self.logs = floats(5, heads, blocks)
+        self.base, self.delta, self.noise, self.logs = floats(4, heads, blocks)
         self.partial = floats(heads, splits + 1, self.width)
         self.partial_lse, self.merged = floats(heads, splits + 1), floats(heads, self.width)
         self.found, self.norms = floats(heads, 10, self.plan.chunks), floats(heads, 2)
@@ -183,17 +187,16 @@ class _Step:
         plan: Any = self.plan
         grid = plan.splits, self.kv_heads, self.batch
         if plan.step > 0:
-            codes, meta, value_codes, summary = (
-                x.view(torch.int32) for x in (self.k_codes, self.meta, self.v_codes, self.summary)
-            )
+            meta, summary = (x.view(torch.int32) for x in (self.meta, self.summary))
+            keys, values = self._lines(self.k_codes, 1, 128), self._lines(self.v_codes, 2, 128)
             more = {} if plan.registers is None else {"maxnreg": plan.registers}
             attend_blocks[grid](
-                self.q, codes, meta, value_codes, self.v_meta, summary, self.check, self.progress,
-                *self.rows, self.base, self.delta, self.noise, self.units, self.logs, self.partial,
-                self.partial_lse, self.flags, self.two, self.cap, self.size, self.blocks,
-                plan.splits, *self.q_strides, self.group, self.width, self.block, plan.step,
-                *layouts(self.width, plan.step), plan.ahead, self.capped, plan.checked, *self.steps,
-                self.pdl, num_warps=1, **more, **self.early,
+                self.q, keys, meta, values, self._lines(self.v_meta, 4, 0), summary, self.check,
+                self.progress, *self.rows, self.base, self.delta, self.noise, self.logs,
+                self.partial, self.partial_lse, self.flags, self.two, self.cap, self.size,
+                self.blocks, plan.splits, *self.q_strides, self.group, self.width, self.block,
+                plan.step, *layouts(self.width, plan.step), plan.ring, self.capped, plan.checked,
+                *self.steps, self.pdl, num_warps=1, **more, **self.early,
             )  # fmt: skip
             return
         attend[grid](
@@ -204,6 +207,12 @@ class _Step:
             self.parts, self.capped, plan.checked, *self.steps, self.pdl, num_warps=plan.warps,
             **self.early,
         )  # fmt: skip
+
+    def _lines(self, x: torch.Tensor, tokens: int, swizzle: int) -> TensorDescriptor:
+        """Of lines of 128 bytes, so many tokens each; a step's at a time."""
+        layout = gl.NVMMASharedLayout(swizzle, 32, 2)
+        lines = x.view(torch.int32).view(-1, 32)
+        return TensorDescriptor.from_tensor(lines, [self.plan.step // tokens, 32], layout)
 
     def choose(  # launched late: early it waits where the pass still works, and was 4 us slower
         self, coverage, k_min, k_max, v_tol, value_budget, key_tolerance, explore, ranking

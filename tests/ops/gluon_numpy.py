@@ -2,6 +2,7 @@
 layouts are nothing, inline assembly is interpreted. Says whether the program is right, and nothing
 of its lowering."""
 
+import functools
 import re
 import types
 from pathlib import Path
@@ -10,7 +11,7 @@ import numpy as np
 
 KINDS = {
     "float32": np.float32, "float16": np.float16, "bfloat16": np.float32, "int64": np.int64,
-    "int32": np.int32, "int16": np.int16, "int1": np.bool_,
+    "int32": np.int32, "int16": np.int16, "int8": np.int8, "int1": np.bool_,
 }  # fmt: skip
 PROGRAM = [(0, 0, 0), (1, 1, 1)]  # ids and counts
 
@@ -120,7 +121,8 @@ def prmt(a, b, select):
 
 def assembly(text, inputs, outputs):
     """Run the few instructions that these kernels have; operands are arrays of 32-bit words."""
-    names = {f"${outputs + i}": np.asarray(x).astype(np.int64).astype(np.uint32)
+    names = {f"${outputs + i}": np.ascontiguousarray(x).view(np.uint32)
+             if x.dtype == np.float32 else np.asarray(x).astype(np.int64).astype(np.uint32)
              for i, x in enumerate(inputs)}  # fmt: skip
     shape = np.broadcast_shapes(*(np.shape(x) for x in inputs))
 
@@ -139,6 +141,14 @@ def assembly(text, inputs, outputs):
             result = args[0]
         elif op == "xor.b32":
             result = args[0] ^ args[1]
+        elif op == "and.b32":
+            result = args[0] & args[1]
+        elif op == "or.b32":
+            result = args[0] | args[1]
+        elif op == "not.b32":
+            result = ~args[0]
+        elif op == "shl.b32":
+            result = args[0] << args[1]
         elif op == "shr.u32":
             result = args[0] >> args[1]
         elif op == "prmt.b32":
@@ -170,6 +180,9 @@ def inline_asm_elementwise(text, places, args, *, dtype, is_pure, pack):
         if kind == "float16":
             assert pack == 2 and count == len(kinds)
             result = half2(words[i])
+        elif kind == "int8":
+            assert pack == 4 and count == len(kinds)
+            result = np.ascontiguousarray(words[i]).view(np.int8).reshape(*words[i].shape, 4)
         else:
             result = np.stack([x.view(np.int32) for x in words[i * pack : i * pack + pack]], -1)
         results.append(Tensor(result.reshape(*result.shape[:-2], -1)))
@@ -177,16 +190,64 @@ def inline_asm_elementwise(text, places, args, *, dtype, is_pure, pack):
 
 
 def mma_v2(a, b, acc):
+    if acc.a.dtype == np.int32:
+        return Tensor(acc.a + a.a.astype(np.int32) @ b.a.astype(np.int32))
     with np.errstate(all="ignore"):
         return Tensor(acc.a + a.a.astype(np.float32) @ b.a.astype(np.float32))
 
 
 class Shared:
+    """Shared memory, or one of a ring's slots."""
+
+    def __init__(self, shape):
+        self.shape = shape
+        self.slots = [Shared(shape[1:]) for _ in range(shape[0])] if len(shape) > 1 else []
+
+    def index(self, i):
+        return self.slots[int(i)]
+
     def store(self, x):
         self.x = x
 
     def load(self, layout):
+        self.read = True
         return self.x
+
+
+class Lines:
+    """A tensor descriptor."""
+
+    layout = None
+
+    def __init__(self, words):
+        self.words = words.reshape(-1, 32)
+
+
+class Barrier:
+    """What `mbarrier` has of functions: phases must be waited for as they are, once each."""
+
+    MBarrierLayout = staticmethod(lambda: None)
+
+    @staticmethod
+    def init(bar, count):
+        bar.filled = bar.waited = 0
+
+    @staticmethod
+    def expect(bar, size):
+        bar.filled, bar.left = bar.filled + 1, size
+
+    @staticmethod
+    def wait(bar, phase):
+        assert bar.filled == bar.waited + 1 and bar.left == 0 and int(phase) == bar.waited % 2
+        bar.waited += 1
+
+
+def copy_tile(lines, at, bar, slot):
+    assert getattr(slot, "read", True), "a slot is filled before it has been read"
+    row, rows = int(at[0]), slot.shape[0]
+    assert 0 <= row <= len(lines.words) - rows
+    slot.x, slot.read = Tensor(lines.words[row : row + rows].copy()), False
+    bar.left -= slot.x.a.nbytes
 
 
 def _language():
@@ -195,7 +256,13 @@ def _language():
         setattr(gl, kind, kind)
     gl.exp2, gl.log2 = (lambda x: Tensor(np.exp2(x.a))), (lambda x: Tensor(np.log2(x.a)))
     gl.abs = lambda x: Tensor(np.abs(x.a))
-    gl.maximum = lambda a, b: Tensor(np.fmax(raw(a), raw(b)))
+    gl.maximum = lambda a, b, propagate_nan=False: Tensor(
+        (np.maximum if propagate_nan else np.fmax)(raw(a), raw(b))
+    )
+    gl.reduce = lambda x, axis, f: functools.reduce(
+        f, (Tensor(y) for y in np.moveaxis(x.a, axis, 0))
+    )
+    gl.split = lambda x: (Tensor(x.a[..., 0]), Tensor(x.a[..., 1]))
     gl.minimum = lambda a, b: Tensor(np.fmin(raw(a), raw(b)))
     gl.constexpr = lambda x: x
     gl.program_id = lambda i: Tensor(np.int32(PROGRAM[0][i]))
@@ -214,7 +281,7 @@ def _language():
     gl.convert_layout = lambda x, layout: x
     gl.static_range = range
     gl.barrier = lambda: None
-    gl.allocate_shared_memory = lambda kind, shape, layout: Shared()
+    gl.allocate_shared_memory = lambda kind, shape, layout: Shared(shape)
     gl.load, gl.store, gl.inline_asm_elementwise = load, store, inline_asm_elementwise
     nothing = lambda *args, **kwargs: None  # noqa: E731
     for name in (
@@ -225,13 +292,22 @@ def _language():
     return gl
 
 
-def kernel(path, name, **functions):
-    """The kernel `name` of a file, as a Python function; `functions` replace what it imports."""
-    source = Path(path).read_text()
-    source = re.sub(r"^from (triton|attnplug).*$", "", source, flags=re.M)
-    jit = types.SimpleNamespace(jit=lambda f: f)
-    space = {"gl": _language(), "gluon": jit, "mma_v2": mma_v2, **functions}
-    exec(compile(source, str(path), "exec"), space)
+TL = types.SimpleNamespace(PropagateNan=types.SimpleNamespace(ALL=True))
+
+
+IMPORT = re.compile(r"^(from|import) (triton|attnplug)[^(\n]*(\([^)]*\))?$", re.M)
+
+
+def kernel(paths, name, **functions):
+    """The kernel `name` of some files, as a Python function; `functions` replace what they import
+    from elsewhere."""
+    space = {
+        "gl": _language(), "gluon": types.SimpleNamespace(jit=lambda f: f), "mma_v2": mma_v2,
+        "tl": TL, "mbarrier": Barrier, "copy_tile": copy_tile, "fence_async_shared": lambda: None,
+        **functions,
+    }  # fmt: skip
+    for path in paths:
+        exec(compile(IMPORT.sub("", Path(path).read_text()), str(path), "exec"), space)
     space["range"] = spread
     return space[name]
 

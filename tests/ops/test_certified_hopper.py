@@ -7,22 +7,26 @@ import numpy as np
 import pytest
 import torch
 from certified_cases import LOOSE, OPTIONS, adversary, attend, gaussian, hold, tier_faults
-from gluon_numpy import Pointer, kernel, run
+from gluon_numpy import Lines, Pointer, kernel, run
 
 from attnplug.ops import QuantizedKV, quantize_kv
 
-hopper = importlib.import_module("attnplug.ops._certified_hopper")
+FILES = [
+    importlib.import_module(f"attnplug.ops._certified_{name}").__file__
+    for name in ("tiles", "hopper")
+]
 launcher = importlib.import_module("attnplug.ops._certified_triton")
 op = importlib.import_module("attnplug.ops.certified_attention")
 LOG2E = 1.4426950408889634
 HEADS, KV_HEADS, SPLITS = 6, 2, 3
+LINES = ("k_codes", "v_codes", "v_meta")  # read through tensor descriptors
 
 
-def attended(width, block, step, size, softcap=0.0, fault=None, dtype=torch.bfloat16):
+def attended(block, step, size, ring=2, softcap=0.0, fault=None, width=128):
     """What the kernel leaves of a random cache: its scratch memory by name, cache and tier."""
     random = torch.Generator().manual_seed(width + size)
-    q = torch.randn(1, HEADS, 1, width, generator=random).to(dtype)
-    k, v = torch.randn(2, 1, KV_HEADS, size, width, generator=random).to(dtype)
+    q = torch.randn(1, HEADS, 1, width, generator=random).bfloat16()
+    k, v = torch.randn(2, 1, KV_HEADS, size, width, generator=random).bfloat16()
     k[..., 5] += 30
     k[..., 7] *= 100
     tier = QuantizedKV.empty(1, KV_HEADS, size, width, block, "cpu")
@@ -31,7 +35,7 @@ def attended(width, block, step, size, softcap=0.0, fault=None, dtype=torch.bflo
         fault(tier)
     blocks = tier.check.shape[2]
     made = {name: np.full(HEADS * blocks, np.nan, np.float32)
-            for name in ("base", "delta", "noise", "unit", "logs")}  # fmt: skip
+            for name in ("base", "delta", "noise", "logs")}  # fmt: skip
     made |= {
         "partial": np.full(HEADS * (SPLITS + 1) * width, np.nan, np.float32),
         "partial_lse": np.full(HEADS * (SPLITS + 1), np.nan, np.float32),
@@ -41,16 +45,17 @@ def attended(width, block, step, size, softcap=0.0, fault=None, dtype=torch.bflo
     words = {name: getattr(tier, name).flatten().view(torch.int32).numpy() for name in names}
     whole = size // block
     program = kernel(
-        hopper.__file__, "attend_blocks", row_span=lambda *args: (size, 0),
+        FILES, "attend_blocks", row_span=lambda *args: (size, 0),
         quantized_blocks=lambda *args: whole,
     )  # fmt: skip
-    memory = {name: Pointer(x) for name, x in (words | made).items()}
+    memory = {name: (Lines if name in LINES else Pointer)(x) for name, x in (words | made).items()}
     run(
         program, (SPLITS, KV_HEADS, 1), Pointer(q.float().flatten().numpy()), **memory,
         progress=None, lengths=None, start=None, scale=width**-0.5 * LOG2E, cap=softcap * LOG2E,
         S=size, N=blocks, splits=SPLITS, q_b=HEADS * width, q_h=width, GROUP=HEADS // KV_HEADS,
-        D=width, BLOCK=block, STEP=step, KL=None, XL=None, WL=None, SL=None, VL=None, PL=None,
-        AHEAD=1, CAPPED=softcap > 0, CHECKED=True, LENGTH_STEP=0, START_STEP=0, PDL=False,
+        D=width, BLOCK=block, STEP=step, KL=None, XL=None, WL=None, SL=None, VTL=None, MTL=None,
+        VL=None, PL=None, RING=ring, CAPPED=softcap > 0, CHECKED=True, LENGTH_STEP=0,
+        START_STEP=0, PDL=False,
     )  # fmt: skip
     shaped = {name: x.reshape(HEADS, -1) for name, x in made.items() if name != "flags"}
     return shaped | {"flags": made["flags"]}, q, k, v, tier, whole
@@ -66,16 +71,12 @@ def dequantized(tier, width):
 
 
 @pytest.mark.parametrize(
-    ("width", "block", "step", "size", "softcap"),
-    [
-        (128, 64, 32, 650, 0.0),
-        (128, 16, 16, 200, 3.0),
-        (64, 32, 16, 100, 0.0),
-        (64, 64, 64, 150, 0.0),
-    ],
+    ("block", "step", "size", "ring", "softcap"),
+    [(64, 32, 650, 2, 0.0), (16, 16, 200, 4, 3.0), (32, 16, 100, 2, 0.0), (64, 64, 150, 1, 0.0)],
 )
-def test_what_it_leaves(width, block, step, size, softcap):
-    made, q, _k, _v, tier, blocks = attended(width, block, step, size, softcap)
+def test_what_it_leaves(block, step, size, ring, softcap):
+    width = 128
+    made, q, _k, _v, tier, blocks = attended(block, step, size, ring, softcap)
     keys, values, scales, zeros = (x[0, :, :blocks] for x in dequantized(tier, width))
     query = q[0, :, 0].double().unflatten(0, (KV_HEADS, -1)) * width**-0.5 * LOG2E
     s = torch.einsum("hgd,hjnd->hgjn", query, keys)
@@ -118,7 +119,7 @@ FAULTS = {name: tier_faults(block=2, value_zero=4)[name] for name in READ}
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_corrupted_tier_is_noticed(fault):
-    made, *_ = attended(64, 16, 16, 100, fault=FAULTS[fault])
+    made, *_ = attended(16, 16, 100, fault=FAULTS[fault])
     assert made["flags"].tolist() == [0, 0, 0, 1]
 
 
