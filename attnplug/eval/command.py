@@ -39,6 +39,8 @@ def run(model: str, study: Study, folder: Path, device: str | None, console: Con
     A local folder's name stands for the model in the rows."""
     network, tokenizer = load(model, device=device)
     name = Path(model).name if Path(model).is_dir() else model
+    where = f"{name} on {network.device}, {str(network.dtype).removeprefix('torch.')}"
+    console.print(where, highlight=False, markup=False)
     outcome = run_study(network, tokenizer, name, study, folder / "samples.jsonl")
     rows = make_rows(outcome.records)
     written = write_outputs(rows, outcome, folder)

@@ -18,6 +18,7 @@ def test_the_command_writes_samples_rows_tables_and_a_heat_map(tiny, tokenizer, 
     command += ["--device", "cpu", "--out", str(out)]
     result = runner.invoke(app, command)
     assert result.exit_code == 0, result.output
+    assert result.output.startswith("tiny-llama on cpu, float32\n")
     assert "left out: captured-mass of dense: its prefill has no block mask" in result.output
     assert "random_blocks(top_k=1)" in result.output
     names = {path.name for path in out.iterdir()}
