@@ -3,6 +3,12 @@ NaN-filled `torch.empty`, and the device and path parametrisations."""
 
 import os
 
+# The threads of torch and numba sleep while they wait: spinning (the default) takes the core from
+# the other worker, and tests of a model then take four times as long. Before torch loads OpenMP.
+if "PYTEST_XDIST_WORKER_COUNT" in os.environ:
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    os.environ.setdefault("GOMP_SPINCOUNT", "0")
+
 import torch
 
 # Workers spread over the GPUs named, such as "0,1"; before CUDA looks for them.
