@@ -288,7 +288,7 @@ def test_it_composes_with_momo():
 def test_note_says_what_is_where():
     shape = LayerShape(4, 2, 64, 0.0, False, torch.device("cuda"))
     note = Certified().note(shape)
-    assert "originals on the host" in note and "98,304 tokens" in note
+    assert "originals on the host" in note and "65,536 tokens" in note
 
 
 @pytest.mark.parametrize(
