@@ -123,6 +123,17 @@ def test_a_corrupted_tier_is_noticed(fault):
     assert made["flags"].tolist() == [0, 0, 0, 1]
 
 
+def test_which_shapes_it_takes():
+    shape = {"batch": 1, "kv_heads": 8, "group": 4, "width": 128, "blocks": 2048, "block": 64}
+    more = {"capacity": 10, "multiprocessors": 132, "hopper": True}
+    assert launcher.plan_for(**shape, **more).step == 32
+    assert launcher.plan_for(**shape | {"block": 16}, **more).step == 16
+    assert launcher.plan_for(**shape | {"group": 7}, **more).step == 32
+    others = {"width": 64}, {"width": 256}, {"group": 8}, {"blocks": 0}
+    assert all(launcher.plan_for(**shape | other, **more).step == 0 for other in others)
+    assert launcher.plan_for(**shape, **more | {"hopper": False}).step == 0
+
+
 def beside(case, tier, plan, **options):
     """The op on the GPU with a plan of its own."""
     inputs = [x.cuda() for x in (case.q, case.k, case.v)]
