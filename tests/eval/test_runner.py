@@ -135,19 +135,18 @@ class FarsightedDecode(Phase):
         return Dense().attend(dataclasses.replace(call, lengths=call.lengths - 40))
 
 
-def test_policies_that_share_a_prefill_run_it_once(smollm2, monkeypatch):
-    model, tokenizer = smollm2
+def test_policies_that_share_a_prefill_run_it_once(tiny, tokenizer, monkeypatch):
     samples = [make_sample(tokenizer, "needle-noise", 200, trial) for trial in range(2)]
     prompts = [samples[0].ids, samples[1].ids[:, 20:]]
     policies = {"dense": parse("dense"), "far": Policy(decode=FarsightedDecode()), STOCK: None}
-    wanted = {name: replies(model, tokenizer, prompts, {name: p}, 8)[name]
+    wanted = {name: replies(tiny, tokenizer, prompts, {name: p}, 8)[name]
               for name, p in policies.items()}  # fmt: skip
     prefills = []
     attend = Dense.attend
     count = lambda self, call: prefills.append(call.q.shape[2]) or attend(self, call)  # noqa: E731
     monkeypatch.setattr(Dense, "attend", count)
-    assert replies(model, tokenizer, prompts, policies, 8) == wanted
-    assert sum(tokens > 1 for tokens in prefills) == model.config.num_hidden_layers
+    assert replies(tiny, tokenizer, prompts, policies, 8) == wanted
+    assert sum(tokens > 1 for tokens in prefills) == tiny.config.num_hidden_layers
     assert wanted["dense"] != wanted["far"]
 
 
@@ -170,7 +169,7 @@ def test_cells_that_cannot_be_are_left_out_and_named(tiny, tokenizer, tmp_path):
 
 
 def test_a_nearsighted_policy_is_told_apart_from_dense(smollm2, tmp_path):
-    outcome = run(*smollm2, tmp_path / "s.jsonl", policies=[Nearsighted()], trials=6)
+    outcome = run(*smollm2, tmp_path / "s.jsonl", policies=[Nearsighted()], trials=6, batch=6)
     stock, broken = make_rows(outcome.records)
     assert stock["value"] == 1 and stock["p_value"] == 1
     assert broken["value"] == 0 and broken["dense"] == 1
