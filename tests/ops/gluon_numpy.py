@@ -168,7 +168,7 @@ def assembly(text, inputs, outputs):
 
 
 def inline_asm_elementwise(text, places, args, *, dtype, is_pure, pack):
-    if not is_pure:  # prefetches and waits
+    if not is_pure:  # launches of, and waits for, dependent kernels
         return Tensor(0)
     count = places.count("=")
     arrays = np.broadcast_arrays(*(raw(x) for x in args))
