@@ -162,7 +162,7 @@ def test_a_wrong_slot_is_noticed_and_dropped(device_path, fault, options):
     device, path = device_path
     if path == "reference":
         return simulated_slots_are_never_read(options)
-    case = gaussian(0, torch.float16, batch=2, size=400 if fault is exchanged else 140)
+    case = gaussian(0, torch.float16, batch=2, size=280 if fault is exchanged else 140)
     if fault is exchanged:  # every block of the set is wanted
         options = options | {"k_min": 64, "coverage": 1.0}
     tier, scratch = case.tier(device), empty(case, 64, device)
