@@ -118,7 +118,7 @@ def _larger(a, b):
 def query_tile(query, words, is_check, XL: gl.constexpr, WXL: gl.constexpr, D: gl.constexpr):
     """(two digits of query [8, D] times scales over its unit [16, D], the third over nothing
     [16, D], unit [8]), channels in the order of `key_tile`; `words` hold two bf16 scales each. Rows
-    of `is_check` have scales and unit 1."""
+    of `is_check` have scales 1 and are digits as they are; their unit means nothing."""
     words = gl.convert_layout(words, gl.SliceLayout(0, WXL))[None, :]
     ones = gl.convert_layout(is_check, gl.SliceLayout(1, WXL))[:, None]
     words = gl.where(ones, 0x3F803F80, words)

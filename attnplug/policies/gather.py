@@ -23,10 +23,10 @@ from attnplug.policies.base import AttentionCall, LayerShape, Phase, Reads, chec
 from attnplug.policies.dense import Dense
 
 # A cache smaller than this many times the keys that a step keeps is read whole, and one below so
-# many tokens in any case: where whole models' steps are as fast as dense's at batch 1
-# on two shapes (bench/results/e2e_gather.json).
-CROSSOVER_FACTOR = {"cuda": 6, "cpu": 2}
-CROSSOVER_FLOOR = {"cuda": 18432, "cpu": 4096}
+# many tokens in any case: where whole models' steps are as fast as dense's at batch 1 on two
+# shapes, of which that with four KV heads decides (bench/results/e2e_gather.json).
+CROSSOVER_FACTOR = {"cuda": 10, "cpu": 2}
+CROSSOVER_FLOOR = {"cuda": 32768, "cpu": 4096}
 BOUNDS = ("int8", "exact")
 INT8_FROM = 16384  # tokens of a cache whose bounds are INT8 unless told otherwise
 RESIDENT = 256  # blocks of each KV head that a cache in host memory keeps on the GPU

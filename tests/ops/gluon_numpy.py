@@ -14,6 +14,7 @@ KINDS = {
     "int32": np.int32, "int16": np.int16, "int8": np.int8, "int1": np.bool_,
 }  # fmt: skip
 PROGRAM = [(0, 0, 0), (1, 1, 1)]  # ids and counts
+BARRIERS = []  # of the program that runs
 
 
 def rounded(x):
@@ -87,9 +88,6 @@ class Pointer:
 
     def __getitem__(self, index):
         return Pointer(self.memory, self.at[index])
-
-    def to(self, kind, bitcast):
-        return Tensor(self.at)
 
 
 def load(pointer, mask=None, other=0):
@@ -230,7 +228,8 @@ class Barrier:
 
     @staticmethod
     def init(bar, count):
-        bar.filled = bar.waited = 0
+        bar.filled = bar.waited = bar.left = 0
+        BARRIERS.append(bar)
 
     @staticmethod
     def expect(bar, size):
@@ -320,5 +319,7 @@ def spread(*ends):
 def run(function, grid, *args, **kwargs):
     for x in np.ndindex(*grid[::-1]):
         PROGRAM[:] = [tuple(x[::-1]), grid]
+        BARRIERS.clear()
         with np.errstate(all="ignore"):
             function(*args, **kwargs)
+        assert all(bar.filled == bar.waited and bar.left == 0 for bar in BARRIERS), "in flight"

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from certified_cases import LOOSE, OPTIONS, adversary, attend, gaussian, hold, tier_faults
-from gluon_numpy import Lines, Pointer, kernel, run
+from gluon_numpy import Lines, Pointer, Tensor, kernel, rounded, run
 
 from attnplug.ops import QuantizedKV, quantize_kv
 
@@ -108,6 +108,61 @@ def test_what_it_leaves(block, step, size, ring, softcap):
     want = torch.einsum("hgn,hnd->hgd", p, values.flatten(1, 2)).flatten(0, 1)
     assert (out - want).abs().max() < 4e-3 * want.abs().max()
     assert (made["flags"] == 0).all()
+
+
+def rebuilt(query, scales):
+    """(query times scales as the three digits give it, unit) [8, 128], [8]."""
+    words = (scales.view(np.uint32) >> 16).reshape(-1, 2)
+    words = (words[:, 0] | words[:, 1] << 16).view(np.int32)
+    tile = kernel(FILES, "query_tile")
+    with np.errstate(all="ignore"):
+        high, low, unit = (
+            x.a
+            for x in tile(Tensor(query), Tensor(words), Tensor(np.arange(8) == 7), None, None, 128)
+        )
+    digits = np.stack([high[:8], high[8:], low[:8]]).astype(np.int64)
+    digits = digits.reshape(3, 8, 2, 2, 2, 4, 4).transpose(0, 1, 2, 5, 3, 4, 6).reshape(3, 8, 128)
+    whole = (digits[0] * 256 + digits[1]) * 256 + digits[2]
+    with np.errstate(invalid="ignore"):
+        return whole * unit.astype(np.float64)[:, None], unit
+
+
+@pytest.mark.parametrize(
+    "kind", ["random", "one channel", "halves", "tiny", "huge", "wide", "nothing"]
+)
+def test_three_digits_cost_a_quarter_of_what_is_allowed(kind):
+    random = np.random.default_rng(len(kind))
+    for _ in range(40):
+        query, scales = random.standard_normal((8, 128)), np.abs(random.standard_normal(128)) + 1e-3
+        if kind == "one channel":
+            query[:, 5] *= 10 ** random.uniform(0, 7)
+        elif kind == "halves":
+            query[:], scales[:] = random.choice([-0.5, 0.5], (8, 128)) * 1.0001 / (63 * 65536), 1
+            query[:, 0] = 1
+        elif kind == "tiny":
+            query *= 10 ** random.uniform(-37, -20)
+        elif kind == "huge":
+            query *= 10 ** random.uniform(10, 30)
+        elif kind == "wide":
+            query = np.exp(60 * random.uniform(-1, 1, (8, 128)))
+        elif kind == "nothing":
+            query[:4], scales[:64] = 0, 0
+        query, scales = query.astype(np.float32), rounded(scales)
+        exact = query.astype(np.float64) * scales
+        found, _ = rebuilt(query, scales)
+        lost = 127 * np.abs(found - exact).sum(1)
+        allowed = (128 + 16) * 2.0**-21 * 254 * np.abs(exact).sum(1) / 2 + 1e-18
+        assert (lost[:7] <= allowed[:7] / 4).all()
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_digits_of_what_is_not_finite_have_no_finite_unit(bad):
+    query, scales = np.ones((8, 128), np.float32), np.ones(128, np.float32)
+    query[2, 9] = bad
+    unit = rebuilt(query, scales)[1]
+    assert not np.isfinite(unit[2]) and np.isfinite(np.delete(unit, 2)).all()
+    query[2, 9], scales[9] = 1, bad
+    assert not np.isfinite(rebuilt(query, scales)[1][:7]).any()
 
 
 READ = (  # what the pass itself looks at

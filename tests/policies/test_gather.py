@@ -348,8 +348,8 @@ def test_a_small_cache_is_read_whole(device):
 
 def test_the_crossover_grows_with_the_keep_set():
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
-    assert Gather(k=8).crossover(cpu) == 4096 and Gather(k=8).crossover(cuda) == 18432
-    assert Gather().crossover(cuda) == 6 * 37 * 128 and Gather().crossover(cpu) == 2 * 37 * 128
+    assert Gather(k=8).crossover(cpu) == 4096 and Gather(k=8).crossover(cuda) == 32768
+    assert Gather().crossover(cuda) == 10 * 37 * 128 and Gather().crossover(cpu) == 2 * 37 * 128
     assert dataclasses.replace(GATHER, min_tokens=5).crossover(cuda) == 5
 
 
