@@ -58,9 +58,11 @@ def test_no_adversary_violates_a_bound(device, part):
 def test_no_gaussian_cache_violates_a_bound(device, part):
     """Wide, narrow and peaked attention, ties included."""
 
+    def sizes(seed):
+        return {"batch": 4, "kv_heads": 2, "group": 3} | shape(device, seed // PARTS)
+
     def make(seed, dtype):
-        sizes = {"group": 3} | shape(device, seed // PARTS)
-        case = gaussian(seed, dtype, batch=4, kv_heads=2, size=150, **sizes)
+        case = gaussian(seed, dtype, size=150, **sizes(seed))
         case.q *= 10 ** (seed % 5 - 2)
         if seed % 4 == 0:
             case.k[:, :, 32:64] = case.k[:, :, 64:96]  # blocks alike
@@ -70,7 +72,8 @@ def test_no_gaussian_cache_violates_a_bound(device, part):
 
     seeds = range(part, 400 if LONG else 8, PARTS)
     cases, violated, _, _ = search(device, seeds, make)
-    assert violated == 0 and cases >= 8 * 4 * len(seeds)
+    heads = sum(4 * 2 * sizes(seed)["group"] for seed in seeds)
+    assert violated == 0 and cases == heads * len(SETTINGS)
 
 
 def corrupt(tier, seed):
