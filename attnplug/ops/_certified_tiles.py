@@ -6,6 +6,8 @@ mind; it is chosen so that what a thread has read is what it multiplies. Of eigh
 the number stand in reverse, so that the eight lanes that read shared memory at once read all of it.
 """
 
+import functools
+
 import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -67,13 +69,12 @@ _LARGEST = gl.constexpr(63.0 * 65536)  # of three digits, the highest of -64..63
 _PAIRS = gl.constexpr("prmt.b32 $0, $2, $3, 0x5410; prmt.b32 $1, $2, $3, 0x7632;")
 
 
-def layouts(width: int, step: int) -> tuple[gl.DistributedLinearLayout, ...]:
-    """How one warp holds channels and tokens, for head dimension `width` and `step` tokens at a
-    time: the words of key codes [step, 32], queries [8, width], the words of a block's scales
-    [width / 2], scores [8, step], lines of value codes [step / 2, 32] and of their scales
-    [step / 4, 32], the words of value codes [step / 2, 4, 4], and the words of eight blocks' scales
-    [8, width / 2]."""
-    high = [64 << i for i in range(width // 64 - 1)]  # channels
+@functools.cache
+def layouts(step: int) -> tuple[gl.DistributedLinearLayout, ...]:
+    """How one warp holds 128 channels and `step` tokens: the words of key codes [step, 32], queries
+    [8, 128], the words of a block's scales [64], scores [8, step], lines of value codes
+    [step / 2, 32] and of their scales [step / 4, 32], the words of value codes [step / 2, 4, 4],
+    and the words of eight blocks' scales [8, 64]."""
     more = [1 << i for i in range(3, (step - 1).bit_length())]  # tokens beyond eight
     rows = [[1, 0], [2, 0], [4, 0]]
     keys = gl.DistributedLinearLayout(
@@ -81,11 +82,10 @@ def layouts(width: int, step: int) -> tuple[gl.DistributedLinearLayout, ...]:
         [[0, 4], [0, 8], [4, 0], [2, 0], [1, 0]], [], [], [step, 32],
     )  # fmt: skip
     query = gl.DistributedLinearLayout(
-        [[0, 1], [0, 2], [0, 4], [0, 8], *([0, d] for d in high)],
-        [[0, 16], [0, 32], *rows], [], [], [8, width],
-    )  # fmt: skip
+        [[0, 1], [0, 2], [0, 4], [0, 8], [0, 64]], [[0, 16], [0, 32], *rows], [], [], [8, 128]
+    )
     scales = gl.DistributedLinearLayout(
-        [[1], [2], [4], *([d // 2] for d in high)], [[8], [16], [0], [0], [0]], [], [], [width // 2]
+        [[1], [2], [4], [32]], [[8], [16], [0], [0], [0]], [], [], [64]
     )
     scores = gl.DistributedLinearLayout(
         [[0, 1], *([0, n] for n in more)], [[0, 2], [0, 4], *rows], [], [], [8, step]
@@ -103,9 +103,8 @@ def layouts(width: int, step: int) -> tuple[gl.DistributedLinearLayout, ...]:
         [[1, 0, 0], [2, 0, 0], [0, 0, 2], [0, 1, 0], [0, 2, 0]], [], [], [step // 2, 4, 4],
     )  # fmt: skip
     blocks = gl.DistributedLinearLayout(
-        [[0, 1], [0, 2], [0, 4], *([0, d // 2] for d in high)], [[0, 8], [0, 16], *rows], [], [],
-        [8, width // 2],
-    )  # fmt: skip
+        [[0, 1], [0, 2], [0, 4], [0, 32]], [[0, 8], [0, 16], *rows], [], [], [8, 64]
+    )
     return keys, query, scales, scores, values, meta, pairs, blocks
 
 

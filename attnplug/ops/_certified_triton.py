@@ -195,7 +195,7 @@ class _Step:
                 self.progress, *self.rows, self.base, self.delta, self.noise, self.logs,
                 self.partial, self.partial_lse, self.flags, self.two, self.cap, self.size,
                 self.blocks, plan.splits, *self.q_strides, self.group, self.width, self.block,
-                plan.step, *layouts(self.width, plan.step), plan.ring, self.capped, plan.checked,
+                plan.step, *layouts(plan.step), plan.ring, self.capped, plan.checked,
                 *self.steps, self.pdl, num_warps=1, **more, **self.early,
             )  # fmt: skip
             return
