@@ -1,11 +1,10 @@
 """The Triton kernel of `certified_attention` that chooses what is read exactly and sums up what the
 bounds need of the rest. To the base 2.
 
-A row's KV head has CHUNKS programs, block j belonging to chunk j % CHUNKS. Each of them chooses for
-the whole head, which costs no time as they all do it at once; then it sees to its own blocks. As
-many programs as a group has heads merge the partial results, after all others have begun: most of
-those have nothing to read and make room soon. Where few blocks are
-promoted a chunk's program reads them itself; else it lists them for `promote`.
+A row's KV head has CHUNKS programs that sum up, block j belonging to chunk j % CHUNKS, and as many
+that merge the partial results as its group has heads. Where few blocks are promoted READERS more
+read these, each its own, and need no sums; else the chunks' programs list them for `promote`. All
+but the merging ones choose for the whole head, which costs no time as they all do it at once.
 """
 
 import triton
@@ -28,23 +27,25 @@ def choose_blocks(
     q_b, q_h, k_b, k_h, k_s, v_b, v_h, v_s, mask_b,
     GROUP: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
     BLOCK: tl.constexpr, HALF: tl.constexpr, HALF_P: tl.constexpr, GP: tl.constexpr,
-    TILE: tl.constexpr, SPLITS: tl.constexpr, CHUNKS: tl.constexpr, OWN: tl.constexpr,
-    WAYS: tl.constexpr, SETS: tl.constexpr, DEPTH: tl.constexpr, LISTED: tl.constexpr,
-    FEW: tl.constexpr, COVERS: tl.constexpr, EXPANDS: tl.constexpr, BUDGETED: tl.constexpr,
-    QK: tl.constexpr, PV: tl.constexpr, PARTS: tl.constexpr, CAPPED: tl.constexpr,
-    LENGTH_STEP: tl.constexpr, START_STEP: tl.constexpr, PDL: tl.constexpr,
+    TILE: tl.constexpr, SPLITS: tl.constexpr, CHUNKS: tl.constexpr, READERS: tl.constexpr,
+    OWN: tl.constexpr, WAYS: tl.constexpr, SETS: tl.constexpr, DEPTH: tl.constexpr,
+    EXPLORES: tl.constexpr, FEW: tl.constexpr, COVERS: tl.constexpr, EXPANDS: tl.constexpr,
+    BUDGETED: tl.constexpr, QK: tl.constexpr, PV: tl.constexpr, PARTS: tl.constexpr,
+    CAPPED: tl.constexpr, LENGTH_STEP: tl.constexpr, START_STEP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One chunk of a KV head's blocks, or the merge of one of its heads. `found` gets ten numbers
-    of each head and chunk, `counts` how many blocks were taken, whole, and for their values' error,
-    and whether rung 1 was climbed; `listed` of each block that is read exactly its name and the
-    places in the scratch cache of its keys and of its values (`place_item`)."""
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    """Some of a KV head's promoted blocks, or one chunk of its blocks, or the merge of one of its
+    heads. `found` gets ten numbers of each head and chunk, `counts` how many blocks were taken,
+    whole, and for their values' error, and whether rung 1 was climbed; `listed`, without READERS,
+    of each block that is read exactly its name and the places in the scratch cache of its keys and
+    of its values (`place_item`)."""
     h = tl.program_id(0)
-    chunk = tl.program_id(1)
+    chunk = tl.program_id(1) - READERS  # below 0: it reads
     b = tl.program_id(2).to(tl.int64)
     group = b * tl.num_programs(0) + h
+    if PDL:
+        gdc_wait()
+        if chunk < CHUNKS:  # the end is launched when the others are done, and finds room
+            gdc_launch_dependents()
     if chunk >= CHUNKS:
         row = group * GROUP + chunk - CHUNKS
         merge_head(merged, partial, partial_lse, row, splits, D, DP, SPLITS)
@@ -54,6 +55,14 @@ def choose_blocks(
     g = tl.arange(0, GP)
     in_heads = g < GROUP
     row_g = group * GROUP + g
+    logs_at = logs + row_g * N
+    delta_at = delta + row_g * N
+    summary_at = summary + group * N * 2
+    every = tl.arange(0, TILE)
+    eta_every = every
+    if READERS > 0:  # loaded before anything has to wait for anything
+        mine = tl.where(chunk < 0, blocks, 0)
+        eta_every = tl.load(summary_at + every * 2, mask=every < mine, other=0.0)
     numbers = chunk + tl.arange(0, WAYS) * CHUNKS
     ways = numbers < SLOTS
     holder, last_use, now = numbers, numbers, 0
@@ -73,13 +82,32 @@ def choose_blocks(
     if chunk == 0:
         tl.store(heads + row_g * 2, norm, mask=in_heads)
         tl.store(heads + row_g * 2 + 1, tail, mask=in_heads)
-    logs_at = logs + row_g * N
-    delta_at = delta + row_g * N
-    summary_at = summary + group * N * 2
-    x, worth_x, climbed = choose(
-        logs_at, delta_at, summary_at, shown, own, coverage, least, most, v_tol, budget,
-        key_tolerance, blocks, in_heads, GP, TILE, FEW, COVERS, EXPANDS, BUDGETED,
+    x, worth_x, climbed, scores, order = choose(
+        logs + group * GROUP * N, N, logs_at, delta_at, summary_at, shown, own, coverage, least,
+        most, v_tol, budget, key_tolerance, blocks, in_heads, GROUP, GP, TILE, FEW, COVERS, EXPANDS,
+        BUDGETED,
     )  # fmt: skip
+    if READERS > 0:
+        if chunk < 0:
+            keys, values, _worthy, spot = marked(
+                scores, eta_every, x, worth_x, every < blocks, every, group, length, explore,
+                EXPLORES,
+            )  # fmt: skip
+            taken = tl.sum(keys.to(tl.int32), 0)
+            reader = chunk + READERS
+            if reader < taken:
+                rank = tl.where(keys, order, 0)  # of those that were looked for, few
+                if taken > least:  # alike, or taken for their values
+                    rank = tl.where(keys, tl.cumsum(keys.to(tl.int32), 0), 0)
+                name = every * 4 + spot.to(tl.int32) * 2 + values.to(tl.int32)
+                read_blocks(
+                    q, k, v, k_codes, k_meta, v_codes, v_meta, summary, key_mask, base, delta,
+                    gained, changes, flags, None, None, None, scale, cap, N, 0, b, h, group, low,
+                    reader, READERS, reader, taken, READERS, rank, name, None, rank, rank,
+                    q_b, q_h, k_b, k_h, k_s, v_b, v_h, v_s, mask_b, GROUP, ROWS, D, DP, BLOCK, HALF,
+                    HALF_P, CHUNKS, OWN, DEPTH, False, QK, PV, PARTS, CAPPED,
+                )  # fmt: skip
+            return
 
     i = tl.arange(0, OWN)
     j = chunk + i * CHUNKS
@@ -93,8 +121,8 @@ def choose_blocks(
     mass = tl.exp2(log - shown[None, :])
     score = tl.log2(tl.max(mass, 1) + 1e-37)
     keys, values, worthy, spot = marked(
-        score, eta, x, worth_x, there, j, group, length, explore
-    )  # fmt: skip
+        score, eta, x, worth_x, there, j, group, length, explore, EXPLORES
+    )
     over, under, plain, grown, left, worst, reach, largest, loudest, widest = block_sums(
         log, deviation, quiet, eta, nu, mass, keys
     )
@@ -117,11 +145,11 @@ def choose_blocks(
     tl.store(at + 2 * CHUNKS, tl.sum(worthy.to(tl.int32), 0))
     tl.store(at + 3 * CHUNKS, climbed)
 
-    rank = tl.where(keys, tl.cumsum(keys.to(tl.int32), 0), 0)
-    name = j * 4 + spot.to(tl.int32) * 2 + values.to(tl.int32)
     hits = taken * 0  # of what is in slots
-    list_at = listed + (group * CHUNKS + chunk) * (OWN * 3)
-    if LISTED:
+    if READERS == 0:
+        rank = tl.where(keys, tl.cumsum(keys.to(tl.int32), 0), 0)
+        name = j * 4 + spot.to(tl.int32) * 2 + values.to(tl.int32)
+        list_at = listed + (group * CHUNKS + chunk) * (OWN * 3)
         if owner is None:
             tl.store(list_at + (rank - 1) * 3, name, mask=keys)
         else:
@@ -150,15 +178,6 @@ def choose_blocks(
                 tl.store(list_at + index * 3, this)
                 tl.store(list_at + index * 3 + 1, place)
                 tl.store(list_at + index * 3 + 2, value_place)
-    else:
-        if taken > 0:
-            read_blocks(
-                q, k, v, k_codes, k_meta, v_codes, v_meta, summary, key_mask, base, delta, gained,
-                changes, flags, None, None, None, scale, cap, N, 0, b, h, group, low, chunk, CHUNKS,
-                0, taken, 1, rank, name, None, rank, rank, q_b, q_h, k_b, k_h, k_s, v_b, v_h, v_s,
-                mask_b, GROUP, ROWS, D, DP, BLOCK, HALF, HALF_P, CHUNKS, OWN, DEPTH, False, QK, PV,
-                PARTS, CAPPED,
-            )  # fmt: skip
     if owner is not None:
         tl.debug_barrier()  # every warp loads and stores the same words
         tl.store(owner + group * SLOTS + numbers, holder, mask=ways)

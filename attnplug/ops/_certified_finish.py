@@ -45,7 +45,7 @@ def finish(
     out, lse, bounds, rungs, telemetry, sinks, progress, lengths, start, merged, extremes, found,
     counts, heads, gained, changes, flags, budget, tolerance, unit_p, unit, S, C, splits, kv_heads,
     telemetry_rows, GROUP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BLOCK: tl.constexpr,
-    CHUNKS: tl.constexpr, PIECES: tl.constexpr, LISTED: tl.constexpr, KV: tl.constexpr,
+    CHUNKS: tl.constexpr, PIECES: tl.constexpr, KV: tl.constexpr,
     DEPTH: tl.constexpr, LENGTH_STEP: tl.constexpr, START_STEP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Add what promotion changes to one head's sum, bound its error, and say whether it must be
@@ -77,8 +77,6 @@ def finish(
     taken = tl.sum(taken_i, 0)
     p = tl.arange(0, PIECES)
     some = p < taken
-    if not LISTED:
-        some = taken_i > 0
     at = gained + row * (20 * PIECES) + p
     exact = tl.load(at, mask=some, other=float("-inf"))
     held = tl.load(at + PIECES, mask=some, other=0.0)

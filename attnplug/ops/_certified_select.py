@@ -79,16 +79,28 @@ def _search(
 
 
 @triton.jit
-def _search_few(logs_at, summary_at, norm, least, most, blocks, in_group, TILE: tl.constexpr):
+def _search_few(
+    head_at, N, norm, least, most, blocks, GROUP: tl.constexpr, GP: tl.constexpr,
+    TILE: tl.constexpr,
+):  # fmt: skip
     """`_search` where the coverage is 0 and few blocks are enough, all in one tile: a score is low
-    enough if it is not above that of the last of these."""
+    enough if it is not above that of the last of these. And all scores, and which of these few a
+    block is, counted from 1."""
     i = tl.arange(0, TILE)
-    score, _mass = _masses(logs_at, summary_at, norm, i, blocks, in_group, False)
+    g = tl.arange(0, GP)
+    mass = tl.zeros([TILE], tl.float32)
+    for head in tl.static_range(GROUP):  # one by one: few registers, so that many blocks fit
+        norm_h = tl.sum(tl.where(g == head, norm, 0.0), 0)
+        log = tl.load(head_at + head * N + i, mask=i < blocks, other=float("-inf"))
+        mass = tl.maximum(mass, tl.exp2(log - norm_h))
+    score = tl.where(i < blocks, tl.log2(mass + 1e-37), float("-inf"))
     rest = score
     enough = float("inf")
-    for _ in range(least):
+    order = i * 0
+    for place in range(least):
         enough = tl.max(rest, 0)
         first = tl.min(tl.where(rest == enough, i, TILE), 0)
+        order = tl.where(i == first, place + 1, order)
         rest = tl.where(i == first, float("-inf"), rest)
     way = tl.arange(0, 8)
     low = tl.min(norm * 0, 0) - 40.0
@@ -98,7 +110,7 @@ def _search_few(logs_at, summary_at, norm, least, most, blocks, in_group, TILE: 
         passed = tl.sum((low + step * (way + 1) <= enough).to(tl.int32), 0)
         low, high = low + step * passed, low + step * (passed + 1)
     count = tl.sum((score >= low).to(tl.int32), 0)
-    return tl.where(count <= most, low, high)
+    return tl.where(count <= most, low, high), score, order
 
 
 @triton.jit
@@ -128,11 +140,13 @@ def _apart(x):
 
 
 @triton.jit
-def marked(score, eta, x, worth_x, there, j, row, length, explore):
+def marked(score, eta, x, worth_x, there, j, row, length, explore, EXPLORES: tl.constexpr):
     """Which blocks are read exactly: keys, values too, values for their error's sake, and both for
     nothing but a spot check."""
     worthy = there & (score + tl.log2(eta + 1e-37) >= worth_x)
-    values = worthy | (there & _explored(j, row, length, explore))
+    values = worthy
+    if EXPLORES:
+        values = worthy | (there & _explored(j, row, length, explore))
     keys = there & (score >= x)
     return keys | values, values, worthy, values & ~(keys | worthy)
 
@@ -232,19 +246,23 @@ def norms(partial_lse, row, in_group, splits, GP: tl.constexpr, SPLITS: tl.const
 
 @triton.jit
 def choose(
-    logs_at, delta_at, summary_at, base, own, coverage, least, most, v_tol, budget, key_tolerance,
-    blocks, in_group, GP: tl.constexpr, TILE: tl.constexpr, FEW: tl.constexpr,
+    head_at, N, logs_at, delta_at, summary_at, base, own, coverage, least, most, v_tol, budget,
+    key_tolerance, blocks, in_group,
+    GROUP: tl.constexpr, GP: tl.constexpr, TILE: tl.constexpr, FEW: tl.constexpr,
     COVERS: tl.constexpr, EXPANDS: tl.constexpr, BUDGETED: tl.constexpr,
 ):  # fmt: skip
-    """Scores from which on keys and values are read exactly, and whether rung 1 was climbed."""
+    """Scores from which on keys and values are read exactly, whether rung 1 was climbed, and where
+    FEW are promoted all blocks' scores and their order. The log-masses lie at `head_at`, N for each
+    head; `logs_at` is where each head's begin."""
     goal = tl.zeros([GP], tl.float32) + coverage
     if FEW:
-        x = _search_few(logs_at, summary_at, base, least, most, blocks, in_group, TILE)
+        x, scores, order = _search_few(head_at, N, base, least, most, blocks, GROUP, GP, TILE)
     else:
         x = _search(
             logs_at, summary_at, base, own, goal, least, most, 0, blocks, in_group, GP, TILE,
             False, COVERS,
         )  # fmt: skip
+        scores, order = x, x
     climbed = 0
     if EXPANDS:
         bound, taken = _estimate(
@@ -269,4 +287,4 @@ def choose(
             in_group, GP, TILE, True, True,
         )  # fmt: skip
         worth_x = tl.minimum(worth_x, budget_x)
-    return x, worth_x, climbed
+    return x, worth_x, climbed, scores, order

@@ -51,7 +51,7 @@ class Hopper(NamedTuple):
 CHOOSING = (512, 8, None)  # blocks a tile, warps, and registers of a thread at most
 PROMOTING = (4, 255)  # warps, and registers of a thread at most
 TAKERS = 2  # programs a multiprocessor that read a list
-HOPPER = Hopper(step=32, registers=255, programs=7, ring=2)
+HOPPER = Hopper(step=32, registers=255, programs=8, ring=1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,9 +60,10 @@ class Plan:
 
     splits: int  # programs of the pass over the blocks, for each KV head
     pieces: int  # programs that recompute, for each KV head
-    chunks: int = 2  # programs that choose, for each KV head: a power of two, SETS at most
+    chunks: int = 2  # programs that choose and list, for each KV head: a power of two, SETS at most
     takers: int = 4  # programs that read a list of promoted blocks: a power of two
-    inline: bool = True  # few promoted blocks are read where they are chosen, without a list
+    sums: int = 2  # where few blocks are promoted, programs that choose and sum up: as chunks
+    readers: int = 2  # and that choose and read: a power of two; 0: there is always a list
     step: int = 0  # tokens at a time of the Hopper kernel; 0: the kernels for all cases
     registers: int | None = None  # of a thread of the Hopper kernel at most
     ring: int = 2  # steps that it has copied to shared memory at a time
@@ -79,18 +80,26 @@ def plan_for(
     share = max(1, batch * kv_heads)
     pieces = max(1, min(2 * multiprocessors // share, capacity))
     # As many as there is room for with two a multiprocessor, though one is what runs.
-    chunks = max(2, min(2 * multiprocessors // share - group, SETS))
-    chunks = 1 << chunks.bit_length() - 1
-    takers = max(4, min(TAKERS * multiprocessors // share, 64))
-    takers = 1 << takers.bit_length() - 1
+    chunks = _power_of_two(max(2, min(2 * multiprocessors // share - group, SETS)))
+    takers = _power_of_two(max(4, min(TAKERS * multiprocessors // share, 64)))
+    room = multiprocessors // share - group  # for all to run at once
+    readers = 4 if room >= 12 else 2
+    sums = _power_of_two(max(2, min(room - readers, SETS)))
     # Its lines are of 128 channels, and a tensor descriptor has a line at least.
     if hopper and width == 128 and group <= 7 and blocks > 0:
         splits = max(1, min(HOPPER.programs * multiprocessors // share, blocks))
+        step, registers = min(HOPPER.step, block), HOPPER.registers
         return Plan(
-            splits, pieces, chunks, takers, True, min(HOPPER.step, block), HOPPER.registers,
-            HOPPER.ring,
+            splits, pieces, chunks, takers, sums, readers, step, registers, HOPPER.ring
         )  # fmt: skip
-    return Plan(max(1, min(4 * multiprocessors // share, blocks)), pieces, chunks, takers)
+    return Plan(
+        max(1, min(4 * multiprocessors // share, blocks)), pieces, chunks, takers, sums, readers
+    )
+
+
+def _power_of_two(n: int) -> int:
+    """The largest that is at most n."""
+    return 1 << n.bit_length() - 1
 
 
 PREPARED = 32  # blocks that a program prepares at a time
@@ -101,7 +110,7 @@ class _Step:
 
     def __init__(
         self, tensors, rows, scale, block, softcap, sinks, telemetry, scratch, capacity, plan, few,
-        inline,
+        readers,
     ):  # fmt: skip
         self.q, self.k, self.v = (x if x.stride(3) == 1 else x.contiguous() for x in tensors[:3])
         self.k_codes, k_meta, self.v_codes, self.v_meta, self.summary, self.check, self.progress = (
@@ -122,9 +131,11 @@ class _Step:
         mask_step = 0 if self.mask is None else self.mask.stride(0)
         self.scratch = scratch
         self.slots = 0 if scratch is None else scratch.owner.shape[2]
-        self.few, self.inline = few, inline
-        self.takers = plan.chunks if inline else plan.takers
-        self.own = max(16, triton.next_power_of_2(triton.cdiv(self.blocks, plan.chunks)))
+        self.few, self.inline = few, readers > 0
+        self.readers = readers
+        self.takers = self.readers or plan.takers
+        self.chunks = plan.sums if self.inline else plan.chunks
+        self.own = max(16, triton.next_power_of_2(triton.cdiv(self.blocks, self.chunks)))
         self.q_strides = self.q.stride()[:2]
         self.strides = (
             *self.q_strides, *self.k.stride()[:3], *self.v.stride()[:3], mask_step,
@@ -150,10 +161,10 @@ class _Step:
         self.base, self.delta, self.noise, self.logs = floats(4, heads, blocks)
         self.partial = floats(heads, splits + 1, self.width)
         self.partial_lse, self.merged = floats(heads, splits + 1), floats(heads, self.width)
-        self.found, self.norms = floats(heads, 10, self.plan.chunks), floats(heads, 2)
+        self.found, self.norms = floats(heads, 10, self.chunks), floats(heads, 2)
         self.gained = floats(heads, 20, self.takers)
-        self.listed = integers(1 if self.inline else groups * self.plan.chunks * self.own * 3)
-        self.extremes, self.counts = floats(heads, 3), integers(groups, 4, self.plan.chunks)
+        self.listed = integers(1 if self.inline else groups * self.chunks * self.own * 3)
+        self.extremes, self.counts = floats(heads, 3), integers(groups, 4, self.chunks)
         # Recomputation takes the place of what promotion has changed.
         self.changes = floats(heads, max(self.takers, pieces), self.width)
         self.exact_lse, self.exact_extremes = floats(heads, pieces), floats(heads, pieces, 2)
@@ -221,8 +232,9 @@ class _Step:
         _, owner, used, _, counters = self.scratch or (None,) * 5
         every = max(16, triton.next_power_of_2(self.blocks))
         tile = every if self.few else min(every, tile)
-        ways = triton.next_power_of_2(max(1, self.slots // self.plan.chunks))
-        choose_blocks[(self.kv_heads, self.group + self.plan.chunks, self.batch)](
+        ways = triton.next_power_of_2(max(1, self.slots // self.chunks))
+        programs = self.readers + self.chunks + self.group
+        choose_blocks[(self.kv_heads, programs, self.batch)](
             self.q, self.k, self.v, self.k_codes, self.meta, self.v_codes, self.v_meta,
             self.summary, self.progress, *self.rows, self.mask, self.base, self.delta, self.noise,
             self.logs, self.partial, self.partial_lse, self.merged, self.found, self.counts,
@@ -231,7 +243,7 @@ class _Step:
             min(key_tolerance, 1e30), explore, self.two, self.cap, self.size, self.blocks,
             self.plan.splits + 1, self.slots, *self.strides, *self.shape, self.block, *self.halves,
             triton.next_power_of_2(self.group), tile, triton.next_power_of_2(self.plan.splits + 1),
-            self.plan.chunks, self.own, ways, SETS, ranking, not self.inline, self.few,
+            self.chunks, self.readers, self.own, ways, SETS, ranking, explore > 0, self.few,
             coverage > 0, key_tolerance < INF, value_budget < INF, self.qk, self.pv, self.parts,
             self.capped, *self.steps, self.pdl, num_warps=warps, **self._limits(registers),
         )  # fmt: skip
@@ -246,7 +258,7 @@ class _Step:
             self.summary, self.progress, *self.rows, self.mask, self.base, self.delta, self.counts,
             self.listed, self.gained, self.changes, self.flags, slots, owner, seals, self.two,
             self.cap, self.size, self.blocks, self.slots, *self.strides, *self.shape, self.block,
-            *self.halves, self.plan.chunks, self.own, self.takers, ranking,
+            *self.halves, self.chunks, self.own, self.takers, ranking,
             self.qk, self.pv, self.parts, self.capped, *self.steps, self.pdl, num_warps=warps,
             **self._limits(registers), **self.early,
         )  # fmt: skip
@@ -262,7 +274,7 @@ class _Step:
             self.merged, self.extremes, self.found, self.counts, self.norms, self.gained,
             self.changes, self.flags, value_budget, tolerance, self.unit_p, self.unit, self.size,
             self.capacity, self.plan.splits, self.kv_heads, rows, self.group, self.width,
-            self.shape[3], self.block, self.plan.chunks, self.takers, not self.inline,
+            self.shape[3], self.block, self.chunks, self.takers,
             triton.next_power_of_2(self.kv_heads), ranking, *self.steps, self.pdl, num_warps=4,
             **self.early,
         )  # fmt: skip
@@ -307,10 +319,12 @@ def launch(
     rows = (lengths, start, key_mask)
     scratch = None if owner is None else Scratch(slots, owner, used, seals, counters)
     few = coverage == 0 and k_min <= 4 and blocks <= 4096  # found in one sweep
-    inline = plan.inline and few and scratch is None and explore == 0 and v_tol >= 1e30
+    inline = plan.readers > 0 and few and scratch is None and explore == 0 and v_tol >= 1e30
     inline = inline and value_budget == key_tolerance == INF
+    readers = max(plan.readers, triton.next_power_of_2(k_min)) if inline else 0
     step = _Step(
-        tensors, rows, scale, block, softcap, sinks, telemetry, scratch, capacity, plan, few, inline
+        tensors, rows, scale, block, softcap, sinks, telemetry, scratch, capacity, plan, few,
+        readers,
     )  # fmt: skip
     run = {
         "prepare": (step.prepare, ()),
