@@ -3,7 +3,7 @@ and the kernel that does so for a list of them. To the base 2."""
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.language.extra.cuda import gdc_wait
 
 from attnplug.ops._certified_attend import (
     capped,
@@ -263,8 +263,7 @@ def promote(
 ):  # fmt: skip
     """Every PIECES-th of the blocks that `choose_blocks` has listed for a KV head."""
     if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+        gdc_wait()  # the end is launched when the last of these has ended, and finds room
     piece = tl.program_id(0)
     h = tl.program_id(1)
     b = tl.program_id(2).to(tl.int64)

@@ -19,11 +19,15 @@ def _explored(j, row, length, share):
 
 
 @triton.jit
-def _masses(logs_at, summary_at, norm, j, blocks, in_group, BUDGET: tl.constexpr):
+def _log_masses(logs_at, j, blocks, in_group):
+    mask = (j < blocks)[:, None] & in_group[None, :]
+    return tl.load(logs_at[None, :] + j[:, None], mask=mask, other=float("-inf"))
+
+
+@triton.jit
+def _masses(log, summary_at, norm, j, blocks, BUDGET: tl.constexpr):
     """(score [TILE], mass [TILE, GP]) of some blocks; for the value budget both times eta."""
     there = j < blocks
-    mask = there[:, None] & in_group[None, :]
-    log = tl.load(logs_at[None, :] + j[:, None], mask=mask, other=float("-inf"))
     mass = tl.exp2(log - norm[None, :])
     score = tl.log2(tl.max(mass, 1) + 1e-37)
     if BUDGET:
@@ -50,10 +54,11 @@ def _search(
         counts = tl.zeros([TILE, 8], tl.int32)
         lowest_i = tl.zeros([TILE], tl.int32)
         held_i = tl.zeros([TILE if COVERS else 1, GP, 8], tl.float32)
+        ahead = _log_masses(logs_at, i, blocks, in_group)
         for first in range(0, blocks, TILE):
-            score, mass = _masses(
-                logs_at, summary_at, norm, first + i, blocks, in_group, BUDGET
-            )  # fmt: skip
+            log = ahead
+            ahead = _log_masses(logs_at, first + TILE + i, blocks, in_group)
+            score, mass = _masses(log, summary_at, norm, first + i, blocks, BUDGET)
             keep = score[:, None] >= (low + step * (way + 1))[None, :]
             counts += keep.to(tl.int32)
             lowest_i += (score >= low).to(tl.int32)
@@ -184,7 +189,8 @@ def _estimate(
         j = first + i
         there = j < blocks
         mask = there[:, None] & in_group[None, :]
-        score, mass = _masses(logs_at, summary_at, norm, j, blocks, in_group, False)
+        log = _log_masses(logs_at, j, blocks, in_group)
+        score, mass = _masses(log, summary_at, norm, j, blocks, False)
         deviation = tl.load(delta_at[None, :] + j[:, None], mask=mask, other=0.0)
         eta = tl.load(summary_at + j * 2, mask=there, other=0.0)
         nu = tl.load(summary_at + j * 2 + 1, mask=there, other=0.0)
@@ -280,7 +286,8 @@ def choose(
         total = tl.zeros([GP], tl.float32)
         for first in range(0, blocks, TILE):
             j = first + tl.arange(0, TILE)
-            total += tl.sum(_masses(logs_at, summary_at, base, j, blocks, in_group, True)[1], 0)
+            log = _log_masses(logs_at, j, blocks, in_group)
+            total += tl.sum(_masses(log, summary_at, base, j, blocks, True)[1], 0)
         rest = 0.9375 * budget - total
         budget_x = _search(
             logs_at, summary_at, base, rest, tl.zeros([GP], tl.float32), 0, blocks + 1, 0, blocks,

@@ -79,10 +79,10 @@ def plan_for(
     """The pre-tuned plan of a shape. `hopper`: such a GPU, 16-bit queries and no key mask."""
     share = max(1, batch * kv_heads)
     pieces = max(1, min(2 * multiprocessors // share, capacity))
-    # As many as there is room for with two a multiprocessor, though one is what runs.
-    chunks = _power_of_two(max(2, min(2 * multiprocessors // share - group, SETS)))
+    # One runs on a multiprocessor, and those that merge want room beside the others.
+    room = multiprocessors // share - group
+    chunks = _power_of_two(max(4, min(room, SETS)))
     takers = _power_of_two(max(4, min(TAKERS * multiprocessors // share, 64)))
-    room = multiprocessors // share - group  # for all to run at once
     readers = 4 if room >= 12 else 2
     sums = _power_of_two(max(2, min(room - readers, SETS)))
     # Its lines are of 128 channels, and a tensor descriptor has a line at least.
@@ -318,7 +318,7 @@ def launch(
     tensors = (q, k, v, k_codes, k_meta, v_codes, v_meta, summary, check, progress)
     rows = (lengths, start, key_mask)
     scratch = None if owner is None else Scratch(slots, owner, used, seals, counters)
-    few = coverage == 0 and k_min <= 4 and blocks <= 4096  # found in one sweep
+    few = coverage == 0 and k_min <= 4 and blocks <= 8192  # found in one sweep
     inline = plan.readers > 0 and few and scratch is None and explore == 0 and v_tol >= 1e30
     inline = inline and value_budget == key_tolerance == INF
     readers = max(plan.readers, triton.next_power_of_2(k_min)) if inline else 0
