@@ -33,7 +33,7 @@ def run(
     if read := picks(cache):
         found.append(picked(read))
     if proved := certificates(cache):
-        found.append(certified(proved))
+        found += certified(proved)
     return found
 
 
@@ -63,19 +63,27 @@ def picked(rows: list[Picks]) -> Table:
     return found
 
 
-def certified(rows: list[Certificates]) -> Table:
-    """One row a layer; layers without a tier (small or foreign caches are dense) have none."""
-    found = Table(title="certificates")
+def certified(rows: list[Certificates]) -> list[Table]:
+    """Bounds, and what was done for them: one row a layer; layers without a tier (small or foreign
+    caches are dense) have none. Two tables, as one does not fit a terminal of 80 columns."""
+    bounds = Table(title="certificates: share of heads recomputed, bounds of the others")
     for column in (
-        "layer", "head-steps", "exact", "E_key mean", "max", "E_val mean", "max", "rung 1",
-        "rung 2", "rung 3", "rung 4", "saved", "scratch hits", "link MiB", "tier MiB",
+        "layer", "head-steps", "exact", "E_key mean", "max", "E_val mean", "max",
     ):  # fmt: skip
-        found.add_column(column, justify="right")
+        bounds.add_column(column, justify="right")
+    work = Table(title="how often a rung was climbed, hits in the scratch cache, MiB")
+    for column in (
+        "layer", "rung 1", "rung 2", "rung 3", "rung 4", "saved", "hits", "link", "tier",
+    ):  # fmt: skip
+        work.add_column(column, justify="right")
     for row in rows:
-        found.add_row(
-            str(row.layer), str(row.head_steps), f"{row.exact:.3f}", f"{row.key_mean:.3g}",
-            f"{row.key_max:.3g}", f"{row.value_mean:.3g}", f"{row.value_max:.3g}",
-            str(row.expanded), str(row.values), str(row.head), str(row.row), str(row.saved),
-            f"{row.hit_rate:.3f}", f"{row.link_bytes / 2**20:.2f}", f"{row.tier_bytes / 2**20:.2f}",
+        bounds.add_row(
+            str(row.layer), str(row.head_steps), f"{row.exact:.3f}", f"{row.key_mean:.2g}",
+            f"{row.key_max:.2g}", f"{row.value_mean:.2g}", f"{row.value_max:.2g}",
         )  # fmt: skip
-    return found
+        work.add_row(
+            str(row.layer), str(row.expanded), str(row.values), str(row.head), str(row.row),
+            str(row.saved), f"{row.hit_rate:.2f}", f"{row.link_bytes / 2**20:.1f}",
+            f"{row.tier_bytes / 2**20:.1f}",
+        )  # fmt: skip
+    return [bounds, work]

@@ -30,6 +30,26 @@ def test_report_shows_what_runs_where():
 
 
 @pytest.mark.parametrize(
+    ("policy", "headings"),
+    [
+        ("certified(min_tokens=0)", ("E_key mean", "rung 4", "saved", "tier")),
+        ("gvr(min_tokens=0)", ("density", "overlap")),
+    ],
+)
+def test_report_shows_what_layers_counted(policy, headings, monkeypatch):
+    """In 80 columns, which a pipe has, nothing is cut off."""
+    monkeypatch.setenv("COLUMNS", "80")
+    result = run("report", "smollm2-135m", "--policy", policy, "--steps", "2", "--tokens", "200")
+    assert result.exit_code == 0, result.output
+    assert all(heading in result.output for heading in headings), result.output
+    assert "\u2026" not in result.output
+    cells = [line.split() for line in result.output.splitlines()]
+    heads = [line for line in cells if line[1:2] == ["layer"]]
+    last = [line for line in cells if line[1:2] == ["29"]]
+    assert len(heads) == len(last) == (2 if "certified" in policy else 1), result.output
+
+
+@pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (("report", "smollm2-135m", "--policy", "momo(gama=1)"), "momo has no option 'gama'"),
