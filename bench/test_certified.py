@@ -180,5 +180,7 @@ def test_blocks_of_16(gpu_bench, n):
     run(gpu_bench, dataclasses.replace(BOUND, block=16), 1, n, "bound, block=16, originals=host")
 
 
-def test_256k(gpu_bench):
-    run(gpu_bench, BOUND, 1, 262144, "bound, block=64, originals=host")
+@pytest.mark.parametrize("n", [131137, 262144, 524288])
+def test_other_lengths(gpu_bench, n):
+    """131,137: a token of an incomplete block, and a number of blocks that is no power of two."""
+    run(gpu_bench, BOUND, 1, n, "bound, block=64, originals=host")

@@ -179,6 +179,35 @@ def test_coverage_promotes_and_shrinks_the_key_bound(device_path):
     assert (errors(most, case) < errors(none, case)).any()
 
 
+@pytest.mark.parametrize("odd", [False, True], ids=["", "a value is infinite"])
+@pytest.mark.parametrize("alike", [1, 6])
+@pytest.mark.parametrize("k_min", [0, 1, 2, 4])
+def test_few_blocks_are_read_each_once(device_path, k_min, alike, odd):
+    """Where the bound decides, the largest blocks and their equals are promoted, more of them than
+    programs read, and whole those whose values have no bound."""
+    case = gaussian(5, batch=1, group=3, size=197)
+    toward = case.q.unflatten(1, (2, 3)).sum(2)  # what all heads look for, in every token
+    case.k[:, :, 16 : 16 * (1 + alike)] = 0.5 * toward
+    if odd:
+        case.v[0, 1, 165, 3] = torch.inf
+
+    def tokens(path, **options):
+        telemetry = torch.zeros(1, 2, 3, 16, dtype=torch.float64, device=path[0])
+        found = attend(path, case, telemetry=telemetry, **options)
+        fields = dict(zip(op.TELEMETRY, telemetry.cpu()[0, :, 0].unbind(-1), strict=True))
+        return found, torch.stack([fields["key_tokens"], fields["value_tokens"]])
+
+    for ranking in {0, min(k_min, 1)}:
+        options = LOOSE | {"k_min": k_min, "ranking": ranking}
+        found, read = tokens(device_path, **options)
+        want, should = tokens(("cpu", "reference"), **options)
+        assert torch.equal(found.rungs, want.rungs) and torch.equal(read, should)
+        torch.testing.assert_close(found.out, want.out, atol=2e-5, rtol=1e-4, equal_nan=True)
+        if ranking == 0 and not odd:
+            assert (read[0] == 16 * (max(k_min, alike) if k_min > 0 else 0) + 5).all(), read
+            assert (read[1] == 5).all() and (found.rungs == 0).all()
+
+
 def test_rung_1_expands(device_path):
     case = peaked()
     options = LOOSE | {"coverage": 0.3, "k_min": 1, "k_max": 4}
