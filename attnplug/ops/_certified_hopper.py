@@ -1,9 +1,10 @@
 """The pass of `certified_attention` over the quantized blocks for Hopper (sm_90), in Gluon.
 
-A program is one warp: nothing waits for another. The copy engine brings codes to shared memory a
-few steps ahead, through tensor descriptors, in an order that lets threads read without conflicts
-what they multiply (`_certified_tiles`). Loads by the threads themselves kept the L1 busier than
-memory: each asked for many lines of 128 bytes, and used 64 of one.
+A program is one warp: nothing waits for another. The copy engine brings the next codes to shared
+memory while a step's are multiplied, through tensor descriptors, in an order that lets threads read
+without conflicts what they multiply (`_certified_tiles`). Loads by the threads themselves kept the
+L1 busier than memory: each asked for many lines of 128 bytes, and used 64 of one. Copies further
+ahead are unfair: more wait for memory than it needs to be busy, and some programs end late.
 
     scores   [16, tokens] = digits codes^T, integers: the query times the block's scales, as three
              digits of eight bits over a unit of its own; rows 0..7 heads and the highest digit,
