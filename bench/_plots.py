@@ -81,23 +81,30 @@ def grouped(rows: Iterable[Row], *keys: str) -> dict[tuple[Any, ...], list[Row]]
 
 def draw_timing(op: str, case: str, rows: Sequence[Row]) -> Figure:
     """One column a head count (and a batch, where there would be more lines than colors), the
-    largest groups first; time above, ratio to the peer below."""
+    largest groups first; time above and, where there are peers, the ratio below."""
     panels = grouped(rows, *SHAPE)
     if any(len(_series(group)) > len(COLORS) for group in panels.values()):
         panels = grouped(rows, *SHAPE, "batch")
     panels = {key: group for key, group in panels.items() if len({row["n"] for row in group}) > 1}
     shown = sorted(panels, key=lambda key: (-len(panels[key]), key))[:MAX_PANELS]
-    figure = Figure(figsize=(8.4 * len(shown), 6.2), layout="constrained")
-    axes = figure.subplots(2, len(shown), squeeze=False, sharex="col", height_ratios=[3, 1.6])
+    heights, height = ([3, 1.6], 6.2) if any(row["ratio"] for row in rows) else ([3], 4.2)
+    figure = Figure(figsize=(8.4 * len(shown), height), layout="constrained")
+    axes = figure.subplots(
+        len(heights), len(shown), squeeze=False, sharex="col", height_ratios=heights
+    )
     for column, key in enumerate(shown):
         group = _legible(panels[key])
-        upper, lower = axes[0][column], axes[1][column]
+        upper, lower = axes[0][column], axes[-1][column]
         kind = "per token" if case == "e2e-decode" else "per call"
         upper.set_title(_title(op, case, key), loc="left", fontsize=12, color=INK)
         _plot_times(upper, group)
-        _plot_ratios(lower, group)
+        lower.set_xlabel("tokens", fontsize=11)
         if column == 0:
             upper.set_ylabel(f"time {kind}", fontsize=11)
+        if lower is upper:
+            continue
+        _plot_ratios(lower, group)
+        if column == 0:
             lower.set_ylabel("times faster than\nthe fastest peer", fontsize=11)
     return figure
 
@@ -175,7 +182,6 @@ def _plot_ratios(axes: Axes, rows: Sequence[Row]) -> None:
     axes.set_ylim(min(low, 0.8), max(high, 1.25))  # a percent of noise must not look like a hill
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}x"))
     _style(axes, sorted({row["n"] for row in rows}))
-    axes.set_xlabel("tokens", fontsize=11)
 
 
 def _series(rows: Sequence[Row]) -> list[tuple[tuple[Any, ...], list[Row]]]:
@@ -221,7 +227,7 @@ def _label(name: str, batch: int, options: str) -> str:
 
 def _style(axes: Axes, ns: Sequence[int]) -> None:
     axes.set_xscale("log", base=2)
-    axes.xaxis.set_major_locator(FixedLocator(ns))
+    axes.xaxis.set_major_locator(FixedLocator(_marked(ns)))
     axes.xaxis.set_minor_locator(NullLocator())
     axes.xaxis.set_major_formatter(FuncFormatter(lambda n, _: tokens(n)))
     axes.grid(True, which="major", color=GRID, lw=0.8)
@@ -229,6 +235,15 @@ def _style(axes: Axes, ns: Sequence[int]) -> None:
     axes.tick_params(labelsize=10, colors=INK)
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
+
+
+def _marked(ns: Sequence[int]) -> list[int]:
+    """Those whose names find room on the axis, the roundest first."""
+    marked: list[int] = []
+    for n in sorted(ns, key=lambda n: (len(tokens(n)), n)):
+        if all(abs(math.log2(n / other)) > 0.2 for other in marked):
+            marked.append(n)
+    return sorted(marked)
 
 
 def _label_ends(axes: Axes, labels: Sequence[tuple[float, str, str]]) -> None:
