@@ -18,8 +18,8 @@ from attnplug.policies.gvr import Picks
 def run(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, tokens: int, steps: int
 ) -> list[Table]:
-    """Prefill `tokens` tokens of prose and decode `steps` more, on a model that has a policy; a
-    table for each kind of telemetry that its layers have."""
+    """Prefill `tokens` tokens of prose and decode `steps` more, on a model that has a policy; the
+    tables of each kind of telemetry that its layers have."""
     text = (files("attnplug") / "eval/data/rust_book.txt").read_text(encoding="utf-8")
     ids = tokenizer(text[: 16 * tokens], return_tensors="pt").input_ids[:, :tokens]
     ids = ids.to(model.device)

@@ -14,7 +14,15 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from attnplug.ops._certified_attend import quantized_blocks
 from attnplug.ops._certified_promote import read_blocks
 from attnplug.ops._certified_scratch import place_item
-from attnplug.ops._certified_select import block_sums, choose, marked, merge_head, norms
+from attnplug.ops._certified_select import (
+    block_sums,
+    choose,
+    marked,
+    merge_head,
+    names_sum,
+    norms,
+    score_of,
+)
 from attnplug.ops.block_bounds import row_span
 
 
@@ -22,7 +30,7 @@ from attnplug.ops.block_bounds import row_span
 def choose_blocks(
     q, k, v, k_codes, k_meta, v_codes, v_meta, summary, progress, lengths, start, key_mask, base,
     delta, noise, logs, partial, partial_lse, merged, found, counts, heads, listed, gained, changes,
-    flags, owner, used, counters, coverage, least, most, v_tol, budget,
+    flags, named, owner, used, counters, coverage, least, most, v_tol, budget,
     key_tolerance, explore, scale, cap, S, N, splits, SLOTS,
     q_b, q_h, k_b, k_h, k_s, v_b, v_h, v_s, mask_b,
     GROUP: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
@@ -35,16 +43,17 @@ def choose_blocks(
 ):  # fmt: skip
     """Some of a KV head's promoted blocks, or one chunk of its blocks, or the merge of one of its
     heads. `found` gets ten numbers of each head and chunk, `counts` how many blocks were taken,
-    whole, and for their values' error, and whether rung 1 was climbed; `listed`, without READERS,
-    of each block that is read exactly its name and the places in the scratch cache of its keys and
-    of its values (`place_item`)."""
+    whole, and for their values' error, whether rung 1 was climbed, and `names_sum` of the taken;
+    `named` that of those which READERS read. Without READERS `listed` gets of each block that is
+    read exactly its name and the places in the scratch cache of its keys and of its values
+    (`place_item`)."""
     h = tl.program_id(0)
     chunk = tl.program_id(1) - READERS  # below 0: it reads
     b = tl.program_id(2).to(tl.int64)
     group = b * tl.num_programs(0) + h
     if PDL:
         gdc_wait()
-        if chunk < CHUNKS:  # the end is launched when the others are done, and finds room
+        if chunk < CHUNKS:  # what is next is launched when the merges are done, and finds room
             gdc_launch_dependents()
     if chunk >= CHUNKS:
         row = group * GROUP + chunk - CHUNKS
@@ -61,8 +70,8 @@ def choose_blocks(
     every = tl.arange(0, TILE)
     eta_every = every
     if READERS > 0:  # loaded before anything has to wait for anything
-        mine = tl.where(chunk < 0, blocks, 0)
-        eta_every = tl.load(summary_at + every * 2, mask=every < mine, other=0.0)
+        until = tl.where(chunk < 0, blocks, 0)
+        eta_every = tl.load(summary_at + every * 2, mask=every < until, other=0.0)
     numbers = chunk + tl.arange(0, WAYS) * CHUNKS
     ways = numbers < SLOTS
     holder, last_use, now = numbers, numbers, 0
@@ -89,17 +98,22 @@ def choose_blocks(
     )  # fmt: skip
     if READERS > 0:
         if chunk < 0:
-            keys, values, _worthy, spot = marked(
-                scores, eta_every, x, worth_x, every < blocks, every, group, length, explore,
-                EXPLORES,
-            )  # fmt: skip
-            taken = tl.sum(keys.to(tl.int32), 0)
+            keys, values, _worthy, _spot = marked(
+                scores, eta_every, x, worth_x, every < blocks, every, group, length, 0.0, False
+            )
+            rank = tl.where(keys, order, 0)
+            # In one sum: how many are taken, how many of these are in the order, and their places.
+            sums = tl.sum(tl.where(keys, 1 + (rank > 0) * 65536 + rank * 1048576, 0), 0)
+            taken = sums & 65535
             reader = chunk + READERS
+            if reader == READERS - 1:  # the one that has least to do
+                tl.store(named + group, names_sum(every, values, keys))
             if reader < taken:
-                rank = tl.where(keys, order, 0)  # of those that were looked for, few
-                if taken > least:  # alike, or taken for their values
+                ordered = (sums >> 16 & 15) == taken
+                if not (ordered & (2 * (sums >> 20) == taken * (taken + 1))):
+                    # blocks alike, or taken for their values: not the first of the order
                     rank = tl.where(keys, tl.cumsum(keys.to(tl.int32), 0), 0)
-                name = every * 4 + spot.to(tl.int32) * 2 + values.to(tl.int32)
+                name = every * 4 + values.to(tl.int32)
                 read_blocks(
                     q, k, v, k_codes, k_meta, v_codes, v_meta, summary, key_mask, base, delta,
                     gained, changes, flags, None, None, None, scale, cap, N, 0, b, h, group, low,
@@ -119,7 +133,7 @@ def choose_blocks(
     eta = tl.load(summary_at + j * 2, mask=there, other=0.0)
     nu = tl.load(summary_at + j * 2 + 1, mask=there, other=0.0)
     mass = tl.exp2(log - shown[None, :])
-    score = tl.log2(tl.max(mass, 1) + 1e-37)
+    score = score_of(mass)
     keys, values, worthy, spot = marked(
         score, eta, x, worth_x, there, j, group, length, explore, EXPLORES
     )
@@ -139,11 +153,13 @@ def choose_blocks(
     tl.store(at + 9 * CHUNKS, widest, mask=in_heads)
     taken = tl.sum(keys.to(tl.int32), 0)
     whole = tl.sum(values.to(tl.int32), 0)
-    at = counts + group * (4 * CHUNKS) + chunk
+    at = counts + group * (5 * CHUNKS) + chunk
     tl.store(at, taken)
     tl.store(at + CHUNKS, whole)
     tl.store(at + 2 * CHUNKS, tl.sum(worthy.to(tl.int32), 0))
     tl.store(at + 3 * CHUNKS, climbed)
+    if READERS > 0:
+        tl.store(at + 4 * CHUNKS, names_sum(j, values, keys))
 
     hits = taken * 0  # of what is in slots
     if READERS == 0:

@@ -43,13 +43,14 @@ def _ranks(at, some, count, reach, PIECES: tl.constexpr, DEPTH: tl.constexpr):
 @triton.jit
 def finish(
     out, lse, bounds, rungs, telemetry, sinks, progress, lengths, start, merged, extremes, found,
-    counts, heads, gained, changes, flags, budget, tolerance, unit_p, unit, S, C, splits, kv_heads,
-    telemetry_rows, GROUP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BLOCK: tl.constexpr,
-    CHUNKS: tl.constexpr, PIECES: tl.constexpr, KV: tl.constexpr,
+    counts, heads, gained, changes, flags, named, budget, tolerance, unit_p, unit, S, C, splits,
+    kv_heads, telemetry_rows,
+    GROUP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BLOCK: tl.constexpr,
+    CHUNKS: tl.constexpr, PIECES: tl.constexpr, LISTED: tl.constexpr, KV: tl.constexpr,
     DEPTH: tl.constexpr, LENGTH_STEP: tl.constexpr, START_STEP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Add what promotion changes to one head's sum, bound its error, and say whether it must be
-    recomputed."""
+    recomputed. Those who summed up and those who read must have meant the same blocks."""
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -60,11 +61,11 @@ def finish(
     length, low = row_span(lengths, start, b, S, LENGTH_STEP, START_STEP)
     blocks = quantized_blocks(progress, b, length, low, BLOCK)
     i = tl.arange(0, CHUNKS)
-    at = counts + group * (4 * CHUNKS) + i
+    at = counts + group * (5 * CHUNKS) + i
     taken_i = tl.load(at)
     whole_i = tl.load(at + CHUNKS)
     worthy_i = tl.load(at + 2 * CHUNKS)
-    climbed = tl.load(counts + group * (4 * CHUNKS) + 3 * CHUNKS)
+    climbed = tl.load(counts + group * (5 * CHUNKS) + 3 * CHUNKS)
     at = found + row * (10 * CHUNKS) + i
     over, under, plain = tl.load(at), tl.load(at + CHUNKS), tl.load(at + 2 * CHUNKS)
     grown, left, worst = (
@@ -89,6 +90,11 @@ def finish(
     h = tl.arange(0, KV)
     off = tl.load(flags + (b * kv_heads + h) * 2, mask=h < kv_heads, other=0)
     changed = tl.load(flags + (b * kv_heads + h) * 2 + 1, mask=h < kv_heads, other=0)
+    if not LISTED:
+        at = counts + ((b * kv_heads + h[:, None]) * 5 + 4) * CHUNKS + i[None, :]
+        summed = tl.sum(tl.load(at, mask=(h < kv_heads)[:, None], other=0), 1)
+        read = tl.load(named + b * kv_heads + h, mask=h < kv_heads, other=0)
+        changed = tl.maximum(changed, (summed != read).to(tl.int32))
     sink = float("-inf")
     if sinks is not None:
         sink = tl.load(sinks + head).to(tl.float32) * 1.4426950408889634

@@ -268,7 +268,7 @@ def promote(
     h = tl.program_id(1)
     b = tl.program_id(2).to(tl.int64)
     group = b * tl.num_programs(1) + h
-    taken = tl.load(counts + group * (4 * CHUNKS) + tl.arange(0, CHUNKS))
+    taken = tl.load(counts + group * (5 * CHUNKS) + tl.arange(0, CHUNKS))
     count = tl.sum(taken, 0)
     if piece >= count:
         return

@@ -178,7 +178,11 @@ def _choose(logs, delta, eta, nu, own, norm, row, length, options, marks):
     mass = np.exp(logs - norm.reshape(-1, 1))
     score, worth = np.empty(blocks, np.float32), np.empty(blocks, np.float32)
     for j in range(blocks):
-        score[j] = np.log(np.float64(mass[:, j].max()) + 1e-37) / np.log(2.0)
+        top = 0.0  # a head's NaN counts for nothing: it is recomputed anyway
+        for g in range(group):
+            if mass[g, j] > top:
+                top = mass[g, j]
+        score[j] = np.log(np.float64(top) + 1e-37) / np.log(2.0)
         worth[j] = score[j] + np.log(np.float64(eta[j]) + 1e-37) / np.log(2.0)
     x = _search(score, mass, own, coverage, least, most, 0)
     rung = 0
@@ -429,7 +433,9 @@ def reference(
     wrong = np.zeros(batch * kv_heads, np.int32)
     codes, meta, v_codes, v_meta, summary = tier
     k_bits, v_words, check = raw
-    for item in numba.prange(batch * kv_heads):
+    for index in numba.prange(batch * kv_heads):
+        # Of one type: in parallel it is another, and all that it is given to compiles twice.
+        item = np.int64(index)
         b, h = item // kv_heads, item % kv_heads
         own = slice(h * group, h * group + group)
         shown = np.ones(k.shape[2], np.bool_)
@@ -452,7 +458,8 @@ def reference(
             marks[b, h, :n],
         ):  # fmt: skip
             wrong[item] |= SCORE
-    for item in numba.prange(batch * kv_heads):
+    for index in numba.prange(batch * kv_heads):
+        item = np.int64(index)
         b, h = item // kv_heads, item % kv_heads
         own = slice(h * group, h * group + group)
         row = 0

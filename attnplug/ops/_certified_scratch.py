@@ -21,7 +21,7 @@ import triton.language as tl
 
 from attnplug.errors import ArgumentError
 
-SETS = 16  # at least as many as programs choose for a KV head (`Plan.chunks`)
+SETS = 16  # at least as many as programs list promoted blocks for a KV head (`Plan.chunks`)
 NAME = "certified_attention"
 
 

@@ -25,11 +25,25 @@ def _log_masses(logs_at, j, blocks, in_group):
 
 
 @triton.jit
+def score_of(mass):
+    """What blocks [n] are chosen by: the log of the largest share that a head gives them. A NaN
+    counts for nothing, as in `_search_few`: its head is recomputed anyway."""
+    return tl.log2(tl.max(tl.maximum(mass, 0.0), 1) + 1e-37)
+
+
+@triton.jit
+def names_sum(j, values, keys):
+    """One number that tells sets of promoted blocks, and which of them are read whole, apart."""
+    name = j * 4 + 1 + values.to(tl.int32)
+    return tl.sum(tl.where(keys, (name * name + 7) * 747796405, 0), 0)
+
+
+@triton.jit
 def _masses(log, summary_at, norm, j, blocks, BUDGET: tl.constexpr):
     """(score [TILE], mass [TILE, GP]) of some blocks; for the value budget both times eta."""
     there = j < blocks
     mass = tl.exp2(log - norm[None, :])
-    score = tl.log2(tl.max(mass, 1) + 1e-37)
+    score = score_of(mass)
     if BUDGET:
         eta = tl.load(summary_at + j * 2, mask=there, other=0.0)
         score += tl.log2(eta + 1e-37)
@@ -105,7 +119,7 @@ def _search_few(
     for place in range(least):
         enough = tl.max(rest, 0)
         first = tl.min(tl.where(rest == enough, i, TILE), 0)
-        order = tl.where(i == first, place + 1, order)
+        order = tl.where((i == first) & (order == 0), place + 1, order)  # once, if all are taken
         rest = tl.where(i == first, float("-inf"), rest)
     way = tl.arange(0, 8)
     low = tl.min(norm * 0, 0) - 40.0

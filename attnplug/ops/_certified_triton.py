@@ -1,5 +1,5 @@
-"""The launcher of `certified_attention`: a chain of kernels, nothing asked of the host. All but one
-are launched before the one in front of them has ended (programmatic dependent launch)."""
+"""The launcher of `certified_attention`: a chain of kernels, nothing asked of the host. Most are
+launched before the one in front of them has ended (programmatic dependent launch)."""
 
 import dataclasses
 from typing import Any, NamedTuple
@@ -63,7 +63,7 @@ class Plan:
     chunks: int = 2  # programs that choose and list, for each KV head: a power of two, SETS at most
     takers: int = 4  # programs that read a list of promoted blocks: a power of two
     sums: int = 2  # where few blocks are promoted, programs that choose and sum up: as chunks
-    readers: int = 2  # and that choose and read: a power of two; 0: there is always a list
+    readers: int = 2  # and that choose and read, or more: a power of two; 0: always a list
     step: int = 0  # tokens at a time of the Hopper kernel; 0: the kernels for all cases
     registers: int | None = None  # of a thread of the Hopper kernel at most
     ring: int = 2  # steps that it has copied to shared memory at a time
@@ -79,12 +79,14 @@ def plan_for(
     """The pre-tuned plan of a shape. `hopper`: such a GPU, 16-bit queries and no key mask."""
     share = max(1, batch * kv_heads)
     pieces = max(1, min(2 * multiprocessors // share, capacity))
-    # One runs on a multiprocessor, and those that merge want room beside the others.
+    # One runs on a multiprocessor, and those that merge want room beside the others. A program's
+    # own blocks must not be so many that it has no registers for them.
     room = multiprocessors // share - group
-    chunks = _power_of_two(max(4, min(room, SETS)))
+    least = min(SETS, triton.next_power_of_2(triton.cdiv(blocks, 1024)))
+    chunks = max(least, _power_of_two(max(4, min(room, SETS))))
     takers = _power_of_two(max(4, min(TAKERS * multiprocessors // share, 64)))
     readers = 4 if room >= 12 else 2
-    sums = _power_of_two(max(2, min(room - readers, SETS)))
+    sums = max(least, _power_of_two(max(2, min(room - readers, SETS))))
     # Its lines are of 128 channels, and a tensor descriptor has a line at least.
     if hopper and width == 128 and group <= 7 and blocks > 0:
         splits = max(1, min(HOPPER.programs * multiprocessors // share, blocks))
@@ -131,10 +133,9 @@ class _Step:
         mask_step = 0 if self.mask is None else self.mask.stride(0)
         self.scratch = scratch
         self.slots = 0 if scratch is None else scratch.owner.shape[2]
-        self.few, self.inline = few, readers > 0
-        self.readers = readers
+        self.few, self.readers = few, readers
         self.takers = self.readers or plan.takers
-        self.chunks = plan.sums if self.inline else plan.chunks
+        self.chunks = plan.sums if readers > 0 else plan.chunks
         self.own = max(16, triton.next_power_of_2(triton.cdiv(self.blocks, self.chunks)))
         self.q_strides = self.q.stride()[:2]
         self.strides = (
@@ -163,8 +164,9 @@ class _Step:
         self.partial_lse, self.merged = floats(heads, splits + 1), floats(heads, self.width)
         self.found, self.norms = floats(heads, 10, self.chunks), floats(heads, 2)
         self.gained = floats(heads, 20, self.takers)
-        self.listed = integers(1 if self.inline else groups * self.chunks * self.own * 3)
-        self.extremes, self.counts = floats(heads, 3), integers(groups, 4, self.chunks)
+        self.listed = integers(1 if self.readers > 0 else groups * self.chunks * self.own * 3)
+        self.extremes, self.counts = floats(heads, 3), integers(groups, 5, self.chunks)
+        self.named = integers(groups)
         # Recomputation takes the place of what promotion has changed.
         self.changes = floats(heads, max(self.takers, pieces), self.width)
         self.exact_lse, self.exact_extremes = floats(heads, pieces), floats(heads, pieces, 2)
@@ -225,7 +227,7 @@ class _Step:
         lines = x.view(torch.int32).view(-1, 32)
         return TensorDescriptor.from_tensor(lines, [self.plan.step // tokens, 32], layout)
 
-    def choose(  # launched late: early it waits where the pass still works, and was 4 us slower
+    def choose(  # launched late: early the whole step is slower (docs/log.md)
         self, coverage, k_min, k_max, v_tol, value_budget, key_tolerance, explore, ranking
     ) -> None:
         tile, warps, registers = CHOOSING
@@ -238,7 +240,8 @@ class _Step:
             self.q, self.k, self.v, self.k_codes, self.meta, self.v_codes, self.v_meta,
             self.summary, self.progress, *self.rows, self.mask, self.base, self.delta, self.noise,
             self.logs, self.partial, self.partial_lse, self.merged, self.found, self.counts,
-            self.norms, self.listed, self.gained, self.changes, self.flags, owner, used, counters,
+            self.norms, self.listed, self.gained, self.changes, self.flags, self.named, owner, used,
+            counters,
             coverage, k_min, k_max, v_tol, min(value_budget, 1e30),
             min(key_tolerance, 1e30), explore, self.two, self.cap, self.size, self.blocks,
             self.plan.splits + 1, self.slots, *self.strides, *self.shape, self.block, *self.halves,
@@ -249,7 +252,7 @@ class _Step:
         )  # fmt: skip
 
     def promote(self, ranking) -> None:
-        if self.inline:
+        if self.readers > 0:
             return
         warps, registers = PROMOTING
         slots, owner, _, seals, _ = self.scratch or (None,) * 5
@@ -272,9 +275,9 @@ class _Step:
         finish[(self.heads, self.batch)](
             out, lse, bounds, rungs, self.telemetry, self.sinks, self.progress, *self.rows,
             self.merged, self.extremes, self.found, self.counts, self.norms, self.gained,
-            self.changes, self.flags, value_budget, tolerance, self.unit_p, self.unit, self.size,
-            self.capacity, self.plan.splits, self.kv_heads, rows, self.group, self.width,
-            self.shape[3], self.block, self.chunks, self.takers,
+            self.changes, self.flags, self.named, value_budget, tolerance, self.unit_p, self.unit,
+            self.size, self.capacity, self.plan.splits, self.kv_heads, rows, self.group, self.width,
+            self.shape[3], self.block, self.chunks, self.takers, self.readers == 0,
             triton.next_power_of_2(self.kv_heads), ranking, *self.steps, self.pdl, num_warps=4,
             **self.early,
         )  # fmt: skip
@@ -319,8 +322,8 @@ def launch(
     rows = (lengths, start, key_mask)
     scratch = None if owner is None else Scratch(slots, owner, used, seals, counters)
     few = coverage == 0 and k_min <= 4 and blocks <= 8192  # found in one sweep
+    few = few and value_budget == key_tolerance == INF
     inline = plan.readers > 0 and few and scratch is None and explore == 0 and v_tol >= 1e30
-    inline = inline and value_budget == key_tolerance == INF
     readers = max(plan.readers, triton.next_power_of_2(k_min)) if inline else 0
     step = _Step(
         tensors, rows, scale, block, softcap, sinks, telemetry, scratch, capacity, plan, few,

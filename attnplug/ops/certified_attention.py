@@ -230,7 +230,7 @@ def _cpu(
         NO_MASK if key_mask is None else key_mask.contiguous().numpy(),
         np.float32(scale),
         np.float32(softcap),
-        np.empty(0, np.float32) if sinks is None else sinks.float().numpy(),
+        np.empty(0, np.float32) if sinks is None else sinks.float().contiguous().numpy(),
         ranking,
         capacity,
         tolerance,

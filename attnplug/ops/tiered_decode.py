@@ -245,7 +245,7 @@ def _cpu(
         )  # fmt: skip
     ends = lengths.expand(batch).clamp(max=k.shape[2]).tolist()
     starts = [0] * batch if start is None else start.expand(batch).clamp(min=0).tolist()
-    logits = np.empty(0, np.float32) if sinks is None else sinks.float().numpy()
+    logits = np.empty(0, np.float32) if sinks is None else sinks.float().contiguous().numpy()
     for b, h in np.ndindex(*k.shape[:2]):
         names = index[b, h, 0].numpy()
         edge = max(ends[b] - 1 - starts[b], 0) // block - local + 1
