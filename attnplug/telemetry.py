@@ -37,11 +37,19 @@ def run(
     return found
 
 
+def _numbers(title: str, *columns: str) -> Table:
+    found = Table(title=title)
+    for column in columns:
+        found.add_column(column, justify="right")
+    return found
+
+
 def residents(rows: list[Residency]) -> Table:
     """One row a layer that gather keeps in host memory."""
-    found = Table(title="blocks on the GPU, of a cache in host memory")
-    for column in ("layer", "wanted", "found", "hit rate", "link MiB", "GPU MiB", "host MiB"):
-        found.add_column(column, justify="right")
+    found = _numbers(
+        "blocks on the GPU, of a cache in host memory",
+        "layer", "wanted", "found", "hit rate", "link MiB", "GPU MiB", "host MiB",
+    )  # fmt: skip
     for row in rows:
         sizes = (row.link_bytes, row.device_bytes, row.host_bytes)
         found.add_row(
@@ -53,11 +61,10 @@ def residents(rows: list[Residency]) -> Table:
 
 def picked(rows: list[Picks]) -> Table:
     """One row a layer of gvr's."""
-    found = Table(
-        title="tokens that the last step read, and how many of its picks were picks before"
-    )
-    for column in ("layer", "tokens", "density", "overlap"):
-        found.add_column(column, justify="right")
+    found = _numbers(
+        "tokens that the last step read, and how many of its picks were picks before",
+        "layer", "tokens", "density", "overlap",
+    )  # fmt: skip
     for row in rows:
         found.add_row(str(row.layer), str(row.tokens), f"{row.density:.3f}", f"{row.overlap:.3f}")
     return found
@@ -66,16 +73,14 @@ def picked(rows: list[Picks]) -> Table:
 def certified(rows: list[Certificates]) -> list[Table]:
     """Bounds, and what was done for them: one row a layer; layers without a tier (small or foreign
     caches are dense) have none. Two tables, as one does not fit a terminal of 80 columns."""
-    bounds = Table(title="certificates: share of heads recomputed, bounds of the others")
-    for column in (
+    bounds = _numbers(
+        "certificates: share of heads recomputed, bounds of the others",
         "layer", "head-steps", "exact", "E_key mean", "max", "E_val mean", "max",
-    ):  # fmt: skip
-        bounds.add_column(column, justify="right")
-    work = Table(title="how often a rung was climbed, hits in the scratch cache, MiB")
-    for column in (
+    )  # fmt: skip
+    work = _numbers(
+        "how often a rung was climbed, hits in the scratch cache, MiB",
         "layer", "rung 1", "rung 2", "rung 3", "rung 4", "saved", "hits", "link", "tier",
-    ):  # fmt: skip
-        work.add_column(column, justify="right")
+    )  # fmt: skip
     for row in rows:
         bounds.add_row(
             str(row.layer), str(row.head_steps), f"{row.exact:.3f}", f"{row.key_mean:.2g}",

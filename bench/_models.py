@@ -3,7 +3,9 @@
 from typing import Any
 
 import torch
-from transformers import PreTrainedConfig
+from transformers import Cache, PreTrainedConfig
+
+from attnplug.policies import certificates
 
 
 def random_model(model_class: type, config: PreTrainedConfig, device: str) -> Any:
@@ -26,3 +28,9 @@ def heads_of(config: PreTrainedConfig) -> dict[str, int]:
     heads = config.num_attention_heads
     dim = getattr(config, "head_dim", None) or config.hidden_size // heads
     return {"heads_q": heads, "heads_kv": config.num_key_value_heads, "head_dim": dim}
+
+
+def recomputed(cache: Cache) -> float:
+    """The mean over a cache's certified layers of the share of heads that were recomputed."""
+    layers = certificates(cache)
+    return sum(layer.exact for layer in layers) / max(1, len(layers))

@@ -33,6 +33,11 @@ PAPER = Certified(explore=0.0, min_tokens=0, scratch=0)
 STEPS = 16  # of drifting queries, walked there and back again
 
 
+def token_bytes(block: int) -> int:
+    """What a step reads of a token and KV head: key codes and metadata, value codes and theirs."""
+    return WIDTH + 4 * WIDTH // block + WIDTH // 2 + WIDTH // 4
+
+
 def inputs(policy: Certified, batch: int, n: int, seed: int):
     """(layer with n valid tokens, quantized; call of a step)."""
     random = torch.Generator("cuda").manual_seed(seed)
@@ -59,7 +64,7 @@ def inputs(policy: Certified, batch: int, n: int, seed: int):
 
 
 def run(gpu_bench, policy: Certified, batch: int, n: int, options: str):
-    row_bytes = HEADS_KV * n * (WIDTH + 4 * WIDTH // policy.block + WIDTH // 2 + WIDTH // 4)
+    row_bytes = HEADS_KV * n * token_bytes(policy.block)
     sets = gpu_bench.sets(batch * row_bytes)
     made = [inputs(policy, batch, n, seed) for seed in range(sets)]
     for _, call, _, _ in made:
@@ -93,7 +98,7 @@ def test_certified(gpu_bench, originals, batch, n):
 @pytest.mark.parametrize("last", ["quantize_kv", *(x for x in PHASES[1:] if x != "promote")])
 def test_phases(gpu_bench, n, last):
     """The chain cut off after each of its kernels: what a row adds to the one before is its own."""
-    size = HEADS_KV * n * (WIDTH + 4 * WIDTH // BOUND.block + WIDTH // 2 + WIDTH // 4)
+    size = HEADS_KV * n * token_bytes(BOUND.block)
     near = dataclasses.replace(BOUND, originals="device")
     made = [inputs(near, 1, n, seed)[:2] for seed in range(gpu_bench.sets(size))]
     if last == "quantize_kv":
@@ -170,7 +175,7 @@ def test_scratch(gpu_bench, slots, correlation):
         f"hits {found.hit_rate:.3f}, link {found.link_bytes / len(steps) / 2**20:.2f} MiB, "
         f"exact {found.exact:.3f}",
         fns=[functools.partial(policy.attend, one) for one in steps], rounds=9,
-        bytes=HEADS_KV * n * (WIDTH + 4 * WIDTH // policy.block + WIDTH // 2 + WIDTH // 4),
+        bytes=HEADS_KV * n * token_bytes(policy.block),
         flops=4 * n * HEADS_Q * WIDTH,
     )  # fmt: skip
 
