@@ -14,6 +14,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from attnplug.ops._certified_attend import quantized_blocks
 from attnplug.ops._certified_promote import read_blocks
 from attnplug.ops._certified_scratch import place_item
+from attnplug.ops._certified_search import score_of
 from attnplug.ops._certified_select import (
     block_sums,
     choose,
@@ -21,7 +22,6 @@ from attnplug.ops._certified_select import (
     merge_head,
     names_sum,
     norms,
-    score_of,
 )
 from attnplug.ops.block_bounds import row_span
 
@@ -37,9 +37,10 @@ def choose_blocks(
     BLOCK: tl.constexpr, HALF: tl.constexpr, HALF_P: tl.constexpr, GP: tl.constexpr,
     TILE: tl.constexpr, SPLITS: tl.constexpr, CHUNKS: tl.constexpr, READERS: tl.constexpr,
     OWN: tl.constexpr, WAYS: tl.constexpr, SETS: tl.constexpr, DEPTH: tl.constexpr,
-    EXPLORES: tl.constexpr, FEW: tl.constexpr, COVERS: tl.constexpr, EXPANDS: tl.constexpr,
-    BUDGETED: tl.constexpr, QK: tl.constexpr, PV: tl.constexpr, PARTS: tl.constexpr,
-    CAPPED: tl.constexpr, LENGTH_STEP: tl.constexpr, START_STEP: tl.constexpr, PDL: tl.constexpr,
+    EXPLORES: tl.constexpr, HELD: tl.constexpr, FEW: tl.constexpr, COVERS: tl.constexpr,
+    EXPANDS: tl.constexpr, BUDGETED: tl.constexpr, QK: tl.constexpr, PV: tl.constexpr,
+    PARTS: tl.constexpr, CAPPED: tl.constexpr, LENGTH_STEP: tl.constexpr, START_STEP: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Some of a KV head's promoted blocks, or one chunk of its blocks, or the merge of one of its
     heads. `found` gets ten numbers of each head and chunk, `counts` how many blocks were taken,
@@ -93,8 +94,8 @@ def choose_blocks(
         tl.store(heads + row_g * 2 + 1, tail, mask=in_heads)
     x, worth_x, climbed, scores, order = choose(
         logs + group * GROUP * N, N, logs_at, delta_at, summary_at, shown, own, coverage, least,
-        most, v_tol, budget, key_tolerance, blocks, in_heads, GROUP, GP, TILE, FEW, COVERS, EXPANDS,
-        BUDGETED,
+        most, v_tol, budget, key_tolerance, blocks, in_heads, GROUP, GP, TILE, HELD, FEW, COVERS,
+        EXPANDS, BUDGETED,
     )  # fmt: skip
     if READERS > 0:
         if chunk < 0:

@@ -4,6 +4,8 @@ the rest. To the base 2; `_certified_reference` is the specification."""
 import triton
 import triton.language as tl
 
+from attnplug.ops._certified_search import log_masses, masses, search, search_few
+
 
 @triton.jit
 def _explored(j, row, length, share):
@@ -19,117 +21,10 @@ def _explored(j, row, length, share):
 
 
 @triton.jit
-def _log_masses(logs_at, j, blocks, in_group):
-    mask = (j < blocks)[:, None] & in_group[None, :]
-    return tl.load(logs_at[None, :] + j[:, None], mask=mask, other=float("-inf"))
-
-
-@triton.jit
-def score_of(mass):
-    """What blocks [n] are chosen by: the log of the largest share that a head gives them. A NaN
-    counts for nothing, as in `_search_few`: its head is recomputed anyway."""
-    return tl.log2(tl.max(tl.maximum(mass, 0.0), 1) + 1e-37)
-
-
-@triton.jit
 def names_sum(j, values, keys):
     """One number that tells sets of promoted blocks, and which of them are read whole, apart."""
     name = j * 4 + 1 + values.to(tl.int32)
     return tl.sum(tl.where(keys, (name * name + 7) * 747796405, 0), 0)
-
-
-@triton.jit
-def _masses(log, summary_at, norm, j, blocks, BUDGET: tl.constexpr):
-    """(score [TILE], mass [TILE, GP]) of some blocks; for the value budget both times eta."""
-    there = j < blocks
-    mass = tl.exp2(log - norm[None, :])
-    score = score_of(mass)
-    if BUDGET:
-        eta = tl.load(summary_at + j * 2, mask=there, other=0.0)
-        score += tl.log2(eta + 1e-37)
-        mass = mass * eta[:, None]
-    return tl.where(there, score, float("-inf")), mass
-
-
-@triton.jit
-def _search(
-    logs_at, summary_at, norm, own, coverage, least, most, target, blocks, in_group,
-    GP: tl.constexpr, TILE: tl.constexpr, BUDGET: tl.constexpr, COVERS: tl.constexpr,
-):  # fmt: skip
-    """`_certified_reference._search`; without COVERS the coverage is 0, which all have."""
-    i = tl.arange(0, TILE)
-    way = tl.arange(0, 8)
-    low = tl.min(norm * 0, 0) - 40.0
-    high = low + 41.0
-    below = low > 0  # whether `low` itself was found to take at most `most`
-    for _ in range(4):
-        step = (high - low) / 9
-        # Sums over the tiles stay where their terms are: reductions cost more than all else here.
-        counts = tl.zeros([TILE, 8], tl.int32)
-        lowest_i = tl.zeros([TILE], tl.int32)
-        held_i = tl.zeros([TILE if COVERS else 1, GP, 8], tl.float32)
-        ahead = _log_masses(logs_at, i, blocks, in_group)
-        for first in range(0, blocks, TILE):
-            log = ahead
-            ahead = _log_masses(logs_at, first + TILE + i, blocks, in_group)
-            score, mass = _masses(log, summary_at, norm, first + i, blocks, BUDGET)
-            keep = score[:, None] >= (low + step * (way + 1))[None, :]
-            counts += keep.to(tl.int32)
-            lowest_i += (score >= low).to(tl.int32)
-            if COVERS:
-                held_i += tl.where(keep[:, None, :], mass[:, :, None], 0.0)
-        count = tl.sum(counts, 0)
-        lowest = tl.sum(lowest_i, 0)
-        some = count < 0
-        if COVERS:
-            held = tl.sum(held_i, 0)
-            short = ~(held + own[:, None] >= coverage[:, None]) & in_group[:, None]
-            some = tl.max(short.to(tl.int32), 0) > 0
-        if target > 0:
-            enough = count >= target
-        else:
-            enough = (count >= least) & ~some
-        passed = tl.sum((enough | (count >= most)).to(tl.int32), 0)
-        at = tl.sum(tl.where(way == passed - 1, count, 0), 0)
-        at = tl.where(passed == 0, lowest, at)
-        below = at <= most
-        low, high = low + step * passed, low + step * (passed + 1)
-    return tl.where(below, low, high)
-
-
-@triton.jit
-def _search_few(
-    head_at, N, norm, least, most, blocks, GROUP: tl.constexpr, GP: tl.constexpr,
-    TILE: tl.constexpr,
-):  # fmt: skip
-    """`_search` where the coverage is 0 and few blocks are enough, all in one tile: a score is low
-    enough if it is not above that of the last of these. And all scores, and which of these few a
-    block is, counted from 1."""
-    i = tl.arange(0, TILE)
-    g = tl.arange(0, GP)
-    mass = tl.zeros([TILE], tl.float32)
-    for head in tl.static_range(GROUP):  # one by one: few registers, so that many blocks fit
-        norm_h = tl.sum(tl.where(g == head, norm, 0.0), 0)
-        log = tl.load(head_at + head * N + i, mask=i < blocks, other=float("-inf"))
-        mass = tl.maximum(mass, tl.exp2(log - norm_h))
-    score = tl.where(i < blocks, tl.log2(mass + 1e-37), float("-inf"))
-    rest = score
-    enough = float("inf")
-    order = i * 0
-    for place in range(least):
-        enough = tl.max(rest, 0)
-        first = tl.min(tl.where(rest == enough, i, TILE), 0)
-        order = tl.where((i == first) & (order == 0), place + 1, order)  # once, if all are taken
-        rest = tl.where(i == first, float("-inf"), rest)
-    way = tl.arange(0, 8)
-    low = tl.min(norm * 0, 0) - 40.0
-    high = low + 41.0
-    for _ in range(4):
-        step = (high - low) / 9
-        passed = tl.sum((low + step * (way + 1) <= enough).to(tl.int32), 0)
-        low, high = low + step * passed, low + step * (passed + 1)
-    count = tl.sum((score >= low).to(tl.int32), 0)
-    return tl.where(count <= most, low, high), score, order
 
 
 @triton.jit
@@ -203,8 +98,8 @@ def _estimate(
         j = first + i
         there = j < blocks
         mask = there[:, None] & in_group[None, :]
-        log = _log_masses(logs_at, j, blocks, in_group)
-        score, mass = _masses(log, summary_at, norm, j, blocks, False)
+        log = log_masses(logs_at, j, blocks, in_group)
+        score, mass = masses(log, summary_at, norm, j, blocks, False)
         deviation = tl.load(delta_at[None, :] + j[:, None], mask=mask, other=0.0)
         eta = tl.load(summary_at + j * 2, mask=there, other=0.0)
         nu = tl.load(summary_at + j * 2 + 1, mask=there, other=0.0)
@@ -268,18 +163,18 @@ def norms(partial_lse, row, in_group, splits, GP: tl.constexpr, SPLITS: tl.const
 def choose(
     head_at, N, logs_at, delta_at, summary_at, base, own, coverage, least, most, v_tol, budget,
     key_tolerance, blocks, in_group,
-    GROUP: tl.constexpr, GP: tl.constexpr, TILE: tl.constexpr, FEW: tl.constexpr,
-    COVERS: tl.constexpr, EXPANDS: tl.constexpr, BUDGETED: tl.constexpr,
+    GROUP: tl.constexpr, GP: tl.constexpr, TILE: tl.constexpr, HELD: tl.constexpr,
+    FEW: tl.constexpr, COVERS: tl.constexpr, EXPANDS: tl.constexpr, BUDGETED: tl.constexpr,
 ):  # fmt: skip
     """Scores from which on keys and values are read exactly, whether rung 1 was climbed, and where
     FEW are promoted all blocks' scores and their order. The log-masses lie at `head_at`, N for each
-    head; `logs_at` is where each head's begin."""
+    head; `logs_at` is where each head's begin. TILE and HELD as in `search`."""
     goal = tl.zeros([GP], tl.float32) + coverage
     if FEW:
-        x, scores, order = _search_few(head_at, N, base, least, most, blocks, GROUP, GP, TILE)
+        x, scores, order = search_few(head_at, N, base, least, most, blocks, GROUP, GP, TILE)
     else:
-        x = _search(
-            logs_at, summary_at, base, own, goal, least, most, 0, blocks, in_group, GP, TILE,
+        x = search(
+            logs_at, summary_at, base, own, goal, least, most, 0, blocks, in_group, GP, TILE, HELD,
             False, COVERS,
         )  # fmt: skip
         scores, order = x, x
@@ -291,21 +186,21 @@ def choose(
         loose = tl.sum((in_group & ~(bound <= key_tolerance)).to(tl.int32), 0)
         if loose > 0:
             climbed = 1
-            x = _search(
+            x = search(
                 logs_at, summary_at, base, own, goal, least, 2 * most, 2 * tl.maximum(taken, least),
-                blocks, in_group, GP, TILE, False, COVERS,
+                blocks, in_group, GP, TILE, HELD, False, COVERS,
             )  # fmt: skip
     worth_x = tl.log2(v_tol + 1e-37)
     if BUDGETED:
         total = tl.zeros([GP], tl.float32)
         for first in range(0, blocks, TILE):
             j = first + tl.arange(0, TILE)
-            log = _log_masses(logs_at, j, blocks, in_group)
-            total += tl.sum(_masses(log, summary_at, base, j, blocks, True)[1], 0)
+            log = log_masses(logs_at, j, blocks, in_group)
+            total += tl.sum(masses(log, summary_at, base, j, blocks, True)[1], 0)
         rest = 0.9375 * budget - total
-        budget_x = _search(
+        budget_x = search(
             logs_at, summary_at, base, rest, tl.zeros([GP], tl.float32), 0, blocks + 1, 0, blocks,
-            in_group, GP, TILE, True, True,
+            in_group, GP, TILE, HELD, True, True,
         )  # fmt: skip
         worth_x = tl.minimum(worth_x, budget_x)
     return x, worth_x, climbed, scores, order

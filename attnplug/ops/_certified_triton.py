@@ -48,6 +48,7 @@ class Hopper(NamedTuple):
     ring: int
 
 
+HELD = 20480  # masses and scores that a program that chooses can hold in registers
 CHOOSING = (512, 8, None)  # blocks a tile, warps, and registers of a thread at most
 PROMOTING = (4, 255)  # warps, and registers of a thread at most
 TAKERS = 2  # programs a multiprocessor that read a list
@@ -102,6 +103,13 @@ def plan_for(
 def _power_of_two(n: int) -> int:
     """The largest that is at most n."""
     return 1 << n.bit_length() - 1
+
+
+def held_blocks(blocks: int, heads: int) -> int:
+    """How large a tile holds the masses of so many blocks (a power of two) and heads in a program's
+    registers, with their scores; 0: none does."""
+    tile = max(1024, blocks)
+    return tile if tile * (heads + 1) <= HELD else 0
 
 
 PREPARED = 32  # blocks that a program prepares at a time
@@ -233,6 +241,7 @@ class _Step:
         tile, warps, registers = CHOOSING
         _, owner, used, _, counters = self.scratch or (None,) * 5
         every = max(16, triton.next_power_of_2(self.blocks))
+        held = 0 if self.few else held_blocks(every, triton.next_power_of_2(self.group))
         tile = every if self.few else min(every, tile)
         ways = triton.next_power_of_2(max(1, self.slots // self.chunks))
         programs = self.readers + self.chunks + self.group
@@ -246,9 +255,10 @@ class _Step:
             min(key_tolerance, 1e30), explore, self.two, self.cap, self.size, self.blocks,
             self.plan.splits + 1, self.slots, *self.strides, *self.shape, self.block, *self.halves,
             triton.next_power_of_2(self.group), tile, triton.next_power_of_2(self.plan.splits + 1),
-            self.chunks, self.readers, self.own, ways, SETS, ranking, explore > 0, self.few,
-            coverage > 0, key_tolerance < INF, value_budget < INF, self.qk, self.pv, self.parts,
-            self.capped, *self.steps, self.pdl, num_warps=warps, **self._limits(registers),
+            self.chunks, self.readers, self.own, ways, SETS, ranking, explore > 0, held,
+            self.few, coverage > 0, key_tolerance < INF, value_budget < INF, self.qk, self.pv,
+            self.parts, self.capped, *self.steps, self.pdl, num_warps=warps,
+            **self._limits(registers),
         )  # fmt: skip
 
     def promote(self, ranking) -> None:
