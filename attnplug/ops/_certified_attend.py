@@ -26,6 +26,21 @@ def quantized_blocks(
 
 
 @triton.jit
+def arrived(x, PDL: tl.constexpr):
+    """x itself. The compiler changes a tensor's layout right behind its load and needs barriers for
+    it, so that one load would wait for the one before. What it cannot see through stays put: all
+    loads in front of this are under way at once. Not for the interpreter."""
+    if PDL:
+        PACK: tl.constexpr = 32 // x.dtype.primitive_bitwidth
+        word = x.to(tl.int32, bitcast=True) if PACK == 1 else x
+        word = tl.inline_asm_elementwise(
+            "mov.b32 $0, $1;", "=r,r", [word], dtype=word.dtype, is_pure=False, pack=PACK
+        )
+        x = word.to(x.dtype, bitcast=True)
+    return x
+
+
+@triton.jit
 def split_dot(a, b, acc, dtype: tl.constexpr, PARTS: tl.constexpr):
     """acc + a b with float32 `a` in one or two parts of `b`'s dtype."""
     high = a.to(dtype)

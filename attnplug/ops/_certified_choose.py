@@ -120,7 +120,7 @@ def choose_blocks(
                     gained, changes, flags, None, None, None, scale, cap, N, 0, b, h, group, low,
                     reader, READERS, reader, taken, READERS, rank, name, None, rank, rank,
                     q_b, q_h, k_b, k_h, k_s, v_b, v_h, v_s, mask_b, GROUP, ROWS, D, DP, BLOCK, HALF,
-                    HALF_P, CHUNKS, OWN, DEPTH, False, QK, PV, PARTS, CAPPED,
+                    HALF_P, CHUNKS, OWN, DEPTH, False, QK, PV, PARTS, CAPPED, PDL,
                 )  # fmt: skip
             return
 

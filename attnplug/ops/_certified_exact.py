@@ -5,20 +5,19 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from attnplug.ops._certified_attend import capped, quantized_blocks, split_dot
+from attnplug.ops._certified_attend import arrived, capped, quantized_blocks, split_dot
 from attnplug.ops.block_bounds import row_span
 
 
 @triton.jit
 def load_values(v_at, tokens, v_s, seen, D: tl.constexpr, COLUMNS: tl.constexpr, CP: tl.constexpr):
-    """Original values of some tokens as two tiles of half the channels, and their norms."""
+    """Original values of some tokens as two tiles of half the channels."""
     c = tl.arange(0, CP)
     at = v_at + tokens.to(tl.int64)[:, None] * v_s + c[None, :]
     low = tl.load(at, mask=seen[:, None] & (c < COLUMNS)[None, :], other=0.0)
     there = (c < COLUMNS) & (c + COLUMNS < D)
     high = tl.load(at + COLUMNS, mask=seen[:, None] & there[None, :], other=0.0)
-    wide, wider = low.to(tl.float32), high.to(tl.float32)
-    return low, high, tl.sqrt(tl.sum(wide * wide, 1) + tl.sum(wider * wider, 1))
+    return low, high
 
 
 @triton.jit
@@ -26,7 +25,7 @@ def attend_exactly(
     query, k_at, v_at, k_s, v_s, begin, end, scale, cap, mask_at, rows,
     D: tl.constexpr, DP: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr,
     CP: tl.constexpr, ROWS: tl.constexpr, MASKED: tl.constexpr, CAPPED: tl.constexpr,
-    PARTS: tl.constexpr,
+    PARTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Online softmax over tokens begin..end-1 of the originals: (top, total, low and high sums,
     sums of norms, largest norm, largest sum of |q||k|)."""
@@ -49,6 +48,9 @@ def attend_exactly(
             mask=seen[:, None] & (d < D)[None, :],
             other=0.0,
         )
+        value_low, value_high = load_values(v_at, tokens, v_s, seen, D, COLUMNS, CP)
+        key, value_low = arrived(key, PDL), arrived(value_low, PDL)
+        value_high = arrived(value_high, PDL)
         s = tl.dot(query, key.T, input_precision="ieee") * scale
         sizes = tl.dot(tl.abs(query), tl.abs(key).T, input_precision="ieee") * scale
         reach = tl.maximum(reach, tl.max(sizes, 1))
@@ -60,7 +62,8 @@ def attend_exactly(
         p = tl.exp2(s - shift[:, None])
         decay = tl.exp2(top - shift)
         top = best
-        value_low, value_high, norm = load_values(v_at, tokens, v_s, seen, D, COLUMNS, CP)
+        wide, wider = value_low.to(tl.float32), value_high.to(tl.float32)
+        norm = tl.sqrt(tl.sum(wide * wide, 1) + tl.sum(wider * wider, 1))
         total = total * decay + tl.sum(p, 1)
         norms = norms * decay + tl.sum(p * norm[None, :], 1)
         widest = tl.maximum(widest, norm)
@@ -111,7 +114,7 @@ def attend_rest(
     top, total, acc_low, acc_high, norms, widest, reach = attend_exactly(
         query, k + b * k_b + h.to(tl.int64) * k_h, v + b * v_b + h.to(tl.int64) * v_h,
         k_s, v_s, low + blocks * BLOCK, length, scale, cap, mask_at, r,
-        D, DP, TILE, COLUMNS, CP, ROWS, key_mask is not None, CAPPED, PARTS,
+        D, DP, TILE, COLUMNS, CP, ROWS, key_mask is not None, CAPPED, PARTS, PDL,
     )  # fmt: skip
     empty = total == 0
     divisor = tl.where(empty, 1.0, total)
@@ -164,7 +167,7 @@ def recompute(
     top, total, acc_low, acc_high, _norms, widest, reach = attend_exactly(
         query, k + b * k_b + h.to(tl.int64) * k_h, v + b * v_b + h.to(tl.int64) * v_h,
         k_s, v_s, begin, end, scale, cap, mask_at, r,
-        D, DP, TILE, COLUMNS, CP, ROWS, key_mask is not None, CAPPED, PARTS,
+        D, DP, TILE, COLUMNS, CP, ROWS, key_mask is not None, CAPPED, PARTS, PDL,
     )  # fmt: skip
     piece = row * splits + split
     empty = total == 0

@@ -6,6 +6,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
 from attnplug.ops._certified_attend import (
+    arrived,
     capped,
     load_codes,
     split_dot,
@@ -39,13 +40,13 @@ def _insert(
 
 @triton.jit
 def _entry(listed, group, index, ends, taken, CHUNKS: tl.constexpr, OWN: tl.constexpr):
-    """(name of a KV head's promoted block `index`, where its entry is). A name is the block's
-    number times four, plus two for a spot check, plus one for values too."""
+    """A KV head's promoted block `index`: (its name, the places of its keys and of its values). A
+    name is the block's number times four, plus two for a spot check, plus one for values too."""
     before = ends <= index
     chunk = tl.sum(before.to(tl.int32), 0)
     rest = index - tl.sum(tl.where(before, taken, 0), 0)
     at = listed + ((group * CHUNKS + chunk) * OWN + rest) * 3
-    return tl.load(at), at
+    return tl.load(at), tl.load(at + 1), tl.load(at + 2)
 
 
 @triton.jit
@@ -68,7 +69,7 @@ def read_blocks(
     GROUP: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
     BLOCK: tl.constexpr, HALF: tl.constexpr, HALF_P: tl.constexpr, CHUNKS: tl.constexpr,
     OWN: tl.constexpr, DEPTH: tl.constexpr, LISTED: tl.constexpr, QK: tl.constexpr,
-    PV: tl.constexpr, PARTS: tl.constexpr, CAPPED: tl.constexpr,
+    PV: tl.constexpr, PARTS: tl.constexpr, CAPPED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Read the promoted blocks first, first + step, .. below `count` of a KV head: those in the
     list (LISTED), from slots where they are there, or a program's own, by their `rank` and `name`.
@@ -106,10 +107,16 @@ def read_blocks(
     wrong = tl.zeros([BLOCK], tl.int32)
     v0, v1, v2, v3, n0, n1, n2, n3 = top, top, top, top, total, total, total, total
     w0, w1, w2, w3, m0, m1, m2, m3 = top, top, top, top, total, total, total, total
+    ahead, key_ahead, value_ahead = -1, -1, -1  # the next block's entry, loaded beside this block
+    if LISTED:
+        ahead, key_ahead, value_ahead = _entry(listed, group, first, ends, taken, CHUNKS, OWN)
     for index in range(first, count, step):
-        entry_at, key_place = listed, -1
+        this, key_place, value_place = ahead, key_ahead, value_ahead
         if LISTED:
-            this, entry_at = _entry(listed, group, index, ends, taken, CHUNKS, OWN)
+            following = tl.minimum(index + step, count - 1)
+            ahead, key_ahead, value_ahead = _entry(
+                listed, group, following, ends, taken, CHUNKS, OWN
+            )
         else:
             this = tl.sum(tl.where(rank == index + 1, name, 0), 0)
         block = this // 4
@@ -128,7 +135,6 @@ def read_blocks(
             key_at = k_at + tokens.to(tl.int64)[:, None] * k_s + d[None, :]
             key = tl.load(key_at, mask=loadable, other=0.0)
         else:
-            key_place = tl.load(entry_at + 1)
             rows_at, row_0, row_step = source(
                 key_place, slots_at, k_at, low + block * BLOCK, k_s, BLOCK * D, D
             )
@@ -144,6 +150,9 @@ def read_blocks(
         limit = tl.load(delta + row * N + block, mask=in_group, other=0.0)
         eta_b = tl.load(summary_at + block * 2)
         nu_b = tl.load(summary_at + block * 2 + 1)
+        bits, codes, key = arrived(bits, PDL), arrived(codes, PDL), arrived(key, PDL)
+        value_codes = arrived(value_codes, PDL)
+        low_words, high_words = arrived(low_words, PDL), arrived(high_words, PDL)
         nothing = tl.zeros([ROWS, BLOCK], tl.float32)
         rough = split_dot(scaled * bf16_value(bits)[None, :], codes.to(QK).T, nothing, QK, PARTS)
         rough += bias[:, None]
@@ -186,17 +195,14 @@ def read_blocks(
         value_high = values_of(value_codes >> 4, high_words, BLOCK, CP)
         acc_high = split_dot(change, value_high.to(PV), acc_high * decay[:, None], PV, PARTS)
         if whole > 0:
-            value_place = -1
             if slots is None:
-                new_low, new_high, _norm = load_values(v_at, tokens, v_s, seen, D, COLUMNS, CP)
+                new_low, new_high = load_values(v_at, tokens, v_s, seen, D, COLUMNS, CP)
             else:
-                value_place = tl.load(entry_at + 2)
                 rows_at, row_0, row_step = source(
                     value_place, slots_at, v_at, low + block * BLOCK, v_s, BLOCK * D, D
                 )
-                new_low, new_high, _norm = load_values(
-                    rows_at, row_0 + n, row_step, seen, D, COLUMNS, CP
-                )
+                new_low, new_high = load_values(rows_at, row_0 + n, row_step, seen, D, COLUMNS, CP)
+            new_low, new_high = arrived(new_low, PDL), arrived(new_high, PDL)
             in_low = (c < COLUMNS)[None, :] & seen[:, None]
             in_high = in_low & (c + COLUMNS < D)[None, :]
             error_low = tl.where(in_low, new_low.to(tl.float32) - value_low, 0.0)
@@ -279,4 +285,5 @@ def promote(
         count, PIECES, taken, taken, listed, tl.cumsum(taken, 0), taken,
         q_b, q_h, k_b, k_h, k_s, v_b, v_h, v_s, mask_b,
         GROUP, ROWS, D, DP, BLOCK, HALF, HALF_P, CHUNKS, OWN, DEPTH, True, QK, PV, PARTS, CAPPED,
+        PDL,
     )  # fmt: skip
