@@ -12,7 +12,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from attnplug.ops._certified_attend import quantized_blocks
-from attnplug.ops._certified_promote import read_blocks
+from attnplug.ops._certified_promote import load_query, read_blocks
 from attnplug.ops._certified_scratch import place_item
 from attnplug.ops._certified_search import score_of
 from attnplug.ops._certified_select import (
@@ -69,9 +69,11 @@ def choose_blocks(
     delta_at = delta + row_g * N
     summary_at = summary + group * N * 2
     every = tl.arange(0, TILE)
-    eta_every = every
-    if READERS > 0:  # loaded before anything has to wait for anything
-        until = tl.where(chunk < 0, blocks, 0)
+    eta_every, query = every, every
+    if READERS > 0:  # loaded before anything has to wait for anything, also for how many blocks
+        until = tl.where(chunk < 0, N, 0)
+        asked = tl.where(chunk < 0, GROUP, 0)
+        query = load_query(q, b, h, q_b, q_h, asked, GROUP, ROWS, D, DP)
         eta_every = tl.load(summary_at + every * 2, mask=every < until, other=0.0)
     numbers = chunk + tl.arange(0, WAYS) * CHUNKS
     ways = numbers < SLOTS
@@ -116,10 +118,10 @@ def choose_blocks(
                     rank = tl.where(keys, tl.cumsum(keys.to(tl.int32), 0), 0)
                 name = every * 4 + values.to(tl.int32)
                 read_blocks(
-                    q, k, v, k_codes, k_meta, v_codes, v_meta, summary, key_mask, base, delta,
+                    query, k, v, k_codes, k_meta, v_codes, v_meta, summary, key_mask, base, delta,
                     gained, changes, flags, None, None, None, scale, cap, N, 0, b, h, group, low,
                     reader, READERS, reader, taken, READERS, rank, name, None, rank, rank,
-                    q_b, q_h, k_b, k_h, k_s, v_b, v_h, v_s, mask_b, GROUP, ROWS, D, DP, BLOCK, HALF,
+                    k_b, k_h, k_s, v_b, v_h, v_s, mask_b, GROUP, ROWS, D, DP, BLOCK, HALF,
                     HALF_P, CHUNKS, OWN, DEPTH, False, QK, PV, PARTS, CAPPED, PDL,
                 )  # fmt: skip
             return

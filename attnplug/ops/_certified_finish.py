@@ -11,17 +11,26 @@ from attnplug.ops.block_bounds import row_span
 
 
 @triton.jit
-def _ranks(at, some, count, reach, PIECES: tl.constexpr, DEPTH: tl.constexpr):
-    """`_certified_reference.ranks_agree`, of the best blocks of every piece that has any."""
-    SLOTS: tl.constexpr = 1 if DEPTH == 1 else 4
-    i = tl.arange(0, PIECES)[:, None]
+def _load_best(at, PIECES: tl.constexpr, DEPTH: tl.constexpr):
+    """The log-masses and names [PIECES, 1 or 4] of every piece's best blocks, by quantized and by
+    exact keys."""
+    SLOTS: tl.constexpr = 4 if DEPTH > 1 else 1
     slot = tl.arange(0, SLOTS)[None, :]
-    at = at + (4 + 4 * slot) * PIECES + i
-    mask = some[:, None] & (slot >= 0)
-    rough = tl.load(at, mask=mask, other=float("-inf"))
-    rough_name = tl.load(at + PIECES, mask=mask, other=-1.0)
-    exact = tl.load(at + 2 * PIECES, mask=mask, other=float("-inf"))
-    exact_name = tl.load(at + 3 * PIECES, mask=mask, other=-1.0)
+    at = at + (4 + 4 * slot) * PIECES + tl.arange(0, PIECES)[:, None]
+    rough, rough_name = tl.load(at), tl.load(at + PIECES)
+    return rough, rough_name, tl.load(at + 2 * PIECES), tl.load(at + 3 * PIECES)
+
+
+@triton.jit
+def _ranks(
+    rough, rough_name, exact, exact_name, some, count, reach, DEPTH: tl.constexpr
+):  # fmt: skip
+    """`_certified_reference.ranks_agree`, of the best blocks of every piece that has any."""
+    mask = some[:, None]
+    rough = tl.where(mask, rough, float("-inf"))
+    rough_name = tl.where(mask, rough_name, -1.0)
+    exact = tl.where(mask, exact, float("-inf"))
+    exact_name = tl.where(mask, exact_name, -1.0)
     agree = count >= 0
     least = float("inf")
     for step in tl.static_range(DEPTH):
@@ -50,7 +59,8 @@ def finish(
     DEPTH: tl.constexpr, LENGTH_STEP: tl.constexpr, START_STEP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Add what promotion changes to one head's sum, bound its error, and say whether it must be
-    recomputed. Those who summed up and those who read must have meant the same blocks."""
+    recomputed. Those who summed up and those who read must have meant the same blocks. All loads
+    come first, also of pieces that nobody wrote: a mask would wait for another load."""
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -75,14 +85,17 @@ def finish(
         tl.load(at + 6 * CHUNKS), tl.load(at + 7 * CHUNKS), tl.load(at + 8 * CHUNKS),
     )  # fmt: skip
     widest = tl.load(at + 9 * CHUNKS)
-    taken = tl.sum(taken_i, 0)
     p = tl.arange(0, PIECES)
-    some = p < taken
     at = gained + row * (20 * PIECES) + p
-    exact = tl.load(at, mask=some, other=float("-inf"))
-    held = tl.load(at + PIECES, mask=some, other=0.0)
-    value = tl.load(at + 2 * PIECES, mask=some, other=0.0)
-    tops = tl.load(at + 3 * PIECES, mask=some, other=float("-inf"))
+    exact, held = tl.load(at), tl.load(at + PIECES)
+    value, tops = tl.load(at + 2 * PIECES), tl.load(at + 3 * PIECES)
+    rough, rough_name, best, best_name = exact, exact, exact, exact
+    if DEPTH > 0:
+        rough, rough_name, best, best_name = _load_best(
+            gained + row * (20 * PIECES), PIECES, DEPTH
+        )  # fmt: skip
+    rest_held, rest_widest = tl.load(extremes + row * 3), tl.load(extremes + row * 3 + 1)
+    rest_reach = tl.load(extremes + row * 3 + 2)
     norm = tl.load(heads + row * 2)
     tail = tl.load(heads + row * 2 + 1)
     d = tl.arange(0, DP)
@@ -99,8 +112,13 @@ def finish(
     if sinks is not None:
         sink = tl.load(sinks + head).to(tl.float32) * 1.4426950408889634
     part_at = changes + (row * PIECES + p)[:, None] * D + d[None, :]
-    part = tl.load(part_at, mask=some[:, None] & (d < D)[None, :], other=0.0)
+    part = tl.load(part_at, mask=(d < D)[None, :], other=0.0)
 
+    taken = tl.sum(taken_i, 0)
+    some = p < taken
+    exact, held = tl.where(some, exact, float("-inf")), tl.where(some, held, 0.0)
+    value, tops = tl.where(some, value, 0.0), tl.where(some, tops, float("-inf"))
+    part = tl.where(some[:, None], part, 0.0)
     whole, worthy = tl.sum(whole_i, 0), tl.sum(worthy_i, 0)
     over, under, plain, grown = (
         tl.sum(over, 0),
@@ -115,7 +133,7 @@ def finish(
     agree, safe = taken >= 0, taken >= 0
     if DEPTH > 0:
         agree, safe = _ranks(
-            gained + row * (20 * PIECES), some, taken, reach, PIECES, DEPTH
+            rough, rough_name, best, best_name, some, taken, reach, DEPTH
         )  # fmt: skip
     top = tl.maximum(tl.maximum(norm, tl.max(exact, 0)), tl.maximum(tail, sink))
     shift = tl.where(top == float("-inf"), 0.0, top)
@@ -134,14 +152,14 @@ def finish(
 
     ratio = here / divisor
     held = tl.sum(weight * held, 0) / divisor
-    held += tl.load(extremes + row * 3) * (tl.exp2(tail - shift) / divisor)
+    held += rest_held * (tl.exp2(tail - shift) / divisor)
     key = key_bound(over * ratio, under * ratio, plain * ratio, grown * ratio, left * ratio, held)
     value = (worst * ratio + tl.sum(weight * value, 0) / divisor) * 1.0009765625
     growth = tl.exp2(2 * largest)
     paper = 2 * widest * growth * (left * ratio) * (growth - 1) * 1.0009765625
     paper = tl.where(left * ratio == 0, 0.0, paper)
-    widest = tl.maximum(widest, tl.load(extremes + row * 3 + 1))
-    quiet = tl.load(extremes + row * 3 + 2) * ((D + 16) * 4.76837158203125e-07)
+    widest = tl.maximum(widest, rest_widest)
+    quiet = rest_reach * ((D + 16) * 4.76837158203125e-07)
     noise = tl.maximum(noise, quiet) * 0.6931471805599453
     steps = (blocks // splits + 1) * (BLOCK // 16) + 64 + splits
     sums = 4 * unit_p * tl.maximum(ratio, 1.0) + (2 * steps) * 4.76837158203125e-07 * (1 + ratio)

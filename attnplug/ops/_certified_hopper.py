@@ -46,6 +46,23 @@ def _capped(s, cap):
 
 
 @gluon.jit
+def _metadata(
+    meta_at, summary_at, check_at, j, last, D: gl.constexpr, PL: gl.constexpr
+):  # fmt: skip
+    """Of blocks j [8] below `last`: words of scales and of zeros [8, D/2], eta, nu and the second
+    check word [8]."""
+    there = j < last
+    c = gl.arange(0, D // 2, layout=gl.SliceLayout(0, PL))
+    at = meta_at + j.to(gl.int64)[:, None] * D + c[None, :]
+    scales = gl.load(at, mask=there[:, None], other=0)
+    zeros = gl.load(at + D // 2, mask=there[:, None], other=0)
+    eta = gl.load(summary_at + j.to(gl.int64) * 2, mask=there, other=0)
+    nu = gl.load(summary_at + j.to(gl.int64) * 2 + 1, mask=there, other=0)
+    stored = gl.load(check_at + j.to(gl.int64) * 2 + 1, mask=there, other=0)
+    return scales, zeros, eta, nu, stored
+
+
+@gluon.jit
 def _prepare(
     query, meta_at, summary_at, check_at, base_at, delta_at, noise_at, first, last, cap,
     in_group, D: gl.constexpr, XL: gl.constexpr, SL: gl.constexpr, PL: gl.constexpr,
@@ -68,15 +85,12 @@ def _prepare(
     c = gl.arange(0, D // 2, layout=gl.SliceLayout(0, PL))
     i = gl.arange(0, 8, layout=gl.SliceLayout(0, SL))
     wrong = gl.full([8], 0, gl.int32, BLOCKS)
+    ahead = _metadata(meta_at, summary_at, check_at, first + n, last, D, PL)
     for block in range(first, last, 8):
         j = block + n
         there = j < last
-        at = meta_at + j.to(gl.int64)[:, None] * D + c[None, :]
-        scales = gl.load(at, mask=there[:, None], other=0)
-        zeros = gl.load(at + D // 2, mask=there[:, None], other=0)
-        eta = gl.load(summary_at + j.to(gl.int64) * 2, mask=there, other=0)
-        nu = gl.load(summary_at + j.to(gl.int64) * 2 + 1, mask=there, other=0)
-        stored = gl.load(check_at + j.to(gl.int64) * 2 + 1, mask=there, other=0)
+        scales, zeros, eta, nu, stored = ahead
+        ahead = _metadata(meta_at, summary_at, check_at, j + 8, last, D, PL)
         words = gl.sum((1 + 2 * c)[None, :] * (scales + 3 * zeros), 1)
         words += 100000007 + 7919 * j + eta + 7 * nu
         wrong += (there & (words != stored)).to(gl.int32)
@@ -179,6 +193,8 @@ def attend_blocks(
                 k_codes, v_codes, v_meta, k_ring, v_ring, m_ring, full, i, token + i * STEP, STEP
             )
     scales_at = k_meta + group * N * D + gl.arange(0, D // 2, layout=WL)
+    at = gl.minimum(first, gl.maximum(last - 1, 0)).to(gl.int64)
+    scales = gl.load(scales_at + at * D)
     base_at = base + row.to(gl.int64) * N
     wrong = _prepare(
         query, k_meta + group * N * D, summary + group * N * 2, check + group * N * 2, base_at,
@@ -199,8 +215,6 @@ def attend_blocks(
     sums_v = gl.full([STEP // 2, HALF, 4], 0, gl.int32, VL)
     sums_w = gl.full([STEP // 2, HALF], 0, gl.int32, ML)
 
-    at = gl.minimum(first, gl.maximum(last - 1, 0)).to(gl.int64)
-    scales = gl.load(scales_at + at * D)
     zero = gl.load(base_at + at, mask=in_group, other=0.0)
     slot = 0
     phase = 0

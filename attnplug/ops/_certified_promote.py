@@ -61,11 +61,23 @@ def _sealed(word, item, place, seals_at):
 
 
 @triton.jit
+def load_query(
+    q, b, h, q_b, q_h, heads, GROUP: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr,
+    DP: tl.constexpr,
+):  # fmt: skip
+    """Queries [ROWS, DP] of so many heads of a KV head's group."""
+    r = tl.arange(0, ROWS)
+    d = tl.arange(0, DP)
+    at = q + b * q_b + (h * GROUP + r).to(tl.int64)[:, None] * q_h + d[None, :]
+    return tl.load(at, mask=(r < heads)[:, None] & (d < D)[None, :], other=0.0)
+
+
+@triton.jit
 def read_blocks(
-    q, k, v, k_codes, k_meta, v_codes, v_meta, summary, key_mask, base, delta, gained, changes,
+    query, k, v, k_codes, k_meta, v_codes, v_meta, summary, key_mask, base, delta, gained, changes,
     flags, slots, owner, seals, scale, cap, N, SLOTS, b, h, group, low, piece, pieces, first, count,
     step, rank, name, listed, ends, taken,
-    q_b, q_h, k_b, k_h, k_s, v_b, v_h, v_s, mask_b,
+    k_b, k_h, k_s, v_b, v_h, v_s, mask_b,
     GROUP: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
     BLOCK: tl.constexpr, HALF: tl.constexpr, HALF_P: tl.constexpr, CHUNKS: tl.constexpr,
     OWN: tl.constexpr, DEPTH: tl.constexpr, LISTED: tl.constexpr, QK: tl.constexpr,
@@ -86,9 +98,7 @@ def read_blocks(
     n = tl.arange(0, BLOCK)
     c = tl.arange(0, CP)
     in_width = d < D
-    head = h * GROUP + r
-    q_at = q + b * q_b + head.to(tl.int64)[:, None] * q_h + d[None, :]
-    query = tl.load(q_at, mask=in_group[:, None] & in_width[None, :], other=0.0)
+    query = arrived(query, PDL)
     scaled = query.to(tl.float32) * scale
     k_at = k + b * k_b + h.to(tl.int64) * k_h
     v_at = v + b * v_b + h.to(tl.int64) * v_h
@@ -274,16 +284,17 @@ def promote(
     h = tl.program_id(1)
     b = tl.program_id(2).to(tl.int64)
     group = b * tl.num_programs(1) + h
+    query = load_query(q, b, h, q_b, q_h, GROUP, GROUP, ROWS, D, DP)
     taken = tl.load(counts + group * (5 * CHUNKS) + tl.arange(0, CHUNKS))
     count = tl.sum(taken, 0)
     if piece >= count:
         return
     _length, low = row_span(lengths, start, b, S, LENGTH_STEP, START_STEP)
     read_blocks(
-        q, k, v, k_codes, k_meta, v_codes, v_meta, summary, key_mask, base, delta, gained, changes,
-        flags, slots, owner, seals, scale, cap, N, SLOTS, b, h, group, low, piece, PIECES, piece,
-        count, PIECES, taken, taken, listed, tl.cumsum(taken, 0), taken,
-        q_b, q_h, k_b, k_h, k_s, v_b, v_h, v_s, mask_b,
+        query, k, v, k_codes, k_meta, v_codes, v_meta, summary, key_mask, base, delta, gained,
+        changes, flags, slots, owner, seals, scale, cap, N, SLOTS, b, h, group, low, piece, PIECES,
+        piece, count, PIECES, taken, taken, listed, tl.cumsum(taken, 0), taken,
+        k_b, k_h, k_s, v_b, v_h, v_s, mask_b,
         GROUP, ROWS, D, DP, BLOCK, HALF, HALF_P, CHUNKS, OWN, DEPTH, True, QK, PV, PARTS, CAPPED,
         PDL,
     )  # fmt: skip
