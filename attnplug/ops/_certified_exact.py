@@ -25,10 +25,11 @@ def attend_exactly(
     query, k_at, v_at, k_s, v_s, begin, end, scale, cap, mask_at, rows,
     D: tl.constexpr, DP: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr,
     CP: tl.constexpr, ROWS: tl.constexpr, MASKED: tl.constexpr, CAPPED: tl.constexpr,
-    PARTS: tl.constexpr, PDL: tl.constexpr,
+    PARTS: tl.constexpr, TOGETHER: tl.constexpr,
 ):  # fmt: skip
     """Online softmax over tokens begin..end-1 of the originals: (top, total, low and high sums,
-    sums of norms, largest norm, largest sum of |q||k|)."""
+    sums of norms, largest norm, largest sum of |q||k|). TOGETHER: `arrived` for its loads, where
+    the compiler does not pipeline them."""
     n = tl.arange(0, BLOCK)
     d = tl.arange(0, DP)
     top = tl.full([ROWS], float("-inf"), tl.float32)
@@ -49,8 +50,8 @@ def attend_exactly(
             other=0.0,
         )
         value_low, value_high = load_values(v_at, tokens, v_s, seen, D, COLUMNS, CP)
-        key, value_low = arrived(key, PDL), arrived(value_low, PDL)
-        value_high = arrived(value_high, PDL)
+        key, value_low = arrived(key, TOGETHER), arrived(value_low, TOGETHER)
+        value_high = arrived(value_high, TOGETHER)
         s = tl.dot(query, key.T, input_precision="ieee") * scale
         sizes = tl.dot(tl.abs(query), tl.abs(key).T, input_precision="ieee") * scale
         reach = tl.maximum(reach, tl.max(sizes, 1))
@@ -111,10 +112,11 @@ def attend_rest(
     mask_at = k
     if key_mask is not None:
         mask_at = key_mask + b * mask_b
+    FITS: tl.constexpr = DP <= 128 and k.dtype.element_ty.primitive_bitwidth == 16
     top, total, acc_low, acc_high, norms, widest, reach = attend_exactly(
         query, k + b * k_b + h.to(tl.int64) * k_h, v + b * v_b + h.to(tl.int64) * v_h,
         k_s, v_s, low + blocks * BLOCK, length, scale, cap, mask_at, r,
-        D, DP, TILE, COLUMNS, CP, ROWS, key_mask is not None, CAPPED, PARTS, PDL,
+        D, DP, TILE, COLUMNS, CP, ROWS, key_mask is not None, CAPPED, PARTS, PDL and FITS,
     )  # fmt: skip
     empty = total == 0
     divisor = tl.where(empty, 1.0, total)
@@ -167,7 +169,7 @@ def recompute(
     top, total, acc_low, acc_high, _norms, widest, reach = attend_exactly(
         query, k + b * k_b + h.to(tl.int64) * k_h, v + b * v_b + h.to(tl.int64) * v_h,
         k_s, v_s, begin, end, scale, cap, mask_at, r,
-        D, DP, TILE, COLUMNS, CP, ROWS, key_mask is not None, CAPPED, PARTS, PDL,
+        D, DP, TILE, COLUMNS, CP, ROWS, key_mask is not None, CAPPED, PARTS, False,
     )  # fmt: skip
     piece = row * splits + split
     empty = total == 0

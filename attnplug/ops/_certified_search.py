@@ -76,7 +76,8 @@ def _search_tiles(
     GP: tl.constexpr, TILE: tl.constexpr, BUDGET: tl.constexpr, COVERS: tl.constexpr,
 ):  # fmt: skip
     """Any number of blocks, read again in every round. Without COVERS the coverage is 0, which all
-    have."""
+    have: also a NaN head, which is recomputed, so that the rest of its group may get fewer blocks
+    than by the specification."""
     i = tl.arange(0, TILE)
     way = tl.arange(0, WAYS)
     low, high = _whole_range(norm)

@@ -48,8 +48,10 @@ class Hopper(NamedTuple):
     ring: int
 
 
-HELD = 20480  # masses and scores that a program that chooses can hold in registers
 CHOOSING = (512, 8, None)  # blocks a tile, warps, and registers of a thread at most
+# Masses and scores that a program that chooses holds in registers: 80 a thread, as `_above` cuts
+# them, which is for 8 warps. Half as many where it searches more than once.
+HELD = 20480
 PROMOTING = (4, 255)  # warps, and registers of a thread at most
 TAKERS = 2  # programs a multiprocessor that read a list
 HOPPER = Hopper(step=32, registers=255, programs=8, ring=1)
@@ -105,11 +107,11 @@ def _power_of_two(n: int) -> int:
     return 1 << n.bit_length() - 1
 
 
-def held_blocks(blocks: int, heads: int) -> int:
+def held_blocks(blocks: int, heads: int, again: bool) -> int:
     """How large a tile holds the masses of so many blocks (a power of two) and heads in a program's
-    registers, with their scores; 0: none does."""
+    registers, with their scores; 0: none does. `again`: it is not the only search."""
     tile = max(1024, blocks)
-    return tile if tile * (heads + 1) <= HELD else 0
+    return tile if tile * (heads + 1) <= (HELD // 2 if again else HELD) else 0
 
 
 PREPARED = 32  # blocks that a program prepares at a time
@@ -241,7 +243,10 @@ class _Step:
         tile, warps, registers = CHOOSING
         _, owner, used, _, counters = self.scratch or (None,) * 5
         every = max(16, triton.next_power_of_2(self.blocks))
-        held = 0 if self.few else held_blocks(every, triton.next_power_of_2(self.group))
+        again = min(value_budget, key_tolerance) < INF
+        held = 0
+        if not self.few:
+            held = held_blocks(every, triton.next_power_of_2(self.group), again)
         tile = every if self.few else min(every, tile)
         ways = triton.next_power_of_2(max(1, self.slots // self.chunks))
         programs = self.readers + self.chunks + self.group
