@@ -106,8 +106,6 @@ def test_a_search_is_the_references(device, blocks, size, heads, counts, coverag
 COVERS = [
     LOOSE | {"coverage": 0.3, "k_min": 1},
     LOOSE | {"coverage": 0.95},
-    LOOSE | {"coverage": 0.95, "k_max": 8},  # not reached
-    LOOSE | {"coverage": 0.1, "k_min": 20},
     LOOSE | {"coverage": 0.3, "k_max": 8, "key_tolerance": 1e-3},  # expands
     LOOSE | {"value_budget": 0.05},
     {"coverage": 0.6, "value_budget": 0.02, "explore": 0.1},

@@ -355,15 +355,15 @@ const map = (() => {
       const { xaxis, yaxis } = element.layout;
       setView([...xaxis.range], [yaxis.range[1], yaxis.range[0]]);
     });
-    // What Plotly hands on of a click has no place on the screen in every version of it.
+    // What Plotly hands on of a click has no place on the screen in every version of it, and may
+    // come late: a double click has moved the map by then. What was pressed is what was there.
     let pressed = null;
-    element.addEventListener("pointerdown", (event) => (pressed = event), { capture: true });
-    element.on("plotly_click", () => {
-      const place = pressed && at(pressed);
-      if (!place) return;
-      const { q, k } = heaviest(place);
-      onSelect(q, k);
-    });
+    const press = (event) => {
+      const place = at(event);
+      pressed = place && heaviest(place);
+    };
+    element.addEventListener("pointerdown", press, { capture: true });
+    element.on("plotly_click", () => pressed && onSelect(pressed.q, pressed.k));
     element.on("plotly_doubleclick", () => zoomTo());
     element.addEventListener("mousemove", (event) => {
       const place = at(event);
