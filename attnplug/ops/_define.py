@@ -8,6 +8,7 @@ implementations with one call, and the argument checks that several ops share st
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 
 from attnplug.errors import ArgumentError, GradientError
@@ -166,6 +167,13 @@ def rows_on_cpu(
     start = torch.tensor([0]) if start is None else start.to(torch.int64)
     lengths, start = lengths.clamp(max=size), start.clamp(min=0)
     return lengths.expand(batch).contiguous(), start.expand(batch).contiguous()
+
+
+def sinks_on_cpu(sinks: torch.Tensor | None) -> np.ndarray:
+    """The sinks as float32, none as no element; contiguous, as numba compiles every layout."""
+    if sinks is None:
+        return np.empty(0, np.float32)
+    return sinks.float().contiguous().numpy()
 
 
 def mask_bytes(key_mask: torch.Tensor | None) -> torch.Tensor | None:

@@ -39,6 +39,7 @@ from attnplug.ops._define import (
     refuse_gradients,
     require,
     rows_on_cpu,
+    sinks_on_cpu,
 )
 from attnplug.ops._splits import check_sinks
 from attnplug.ops.block_bounds import NO_MASK
@@ -230,7 +231,7 @@ def _cpu(
         NO_MASK if key_mask is None else key_mask.contiguous().numpy(),
         np.float32(scale),
         np.float32(softcap),
-        np.empty(0, np.float32) if sinks is None else sinks.float().contiguous().numpy(),
+        sinks_on_cpu(sinks),
         ranking,
         capacity,
         tolerance,

@@ -29,6 +29,7 @@ from attnplug.ops._define import (
     refuse_gradients,
     row_step,
     rows_on_cpu,
+    sinks_on_cpu,
 )
 from attnplug.ops._splits import LOG2E, check_sinks, machine, merge_splits, reference_rows
 
@@ -137,7 +138,7 @@ def _cpu(q, k, v, scale, lengths, start, key_mask, window, softcap, sinks, out, 
         start.numpy(),
         np.empty((1, 0), np.bool_) if key_mask is None else key_mask.numpy(),
         window,
-        np.empty(0, np.float32) if sinks is None else sinks.float().contiguous().numpy(),
+        sinks_on_cpu(sinks),
         np.float32(scale),
         np.float32(softcap),
         result.numpy(),

@@ -29,6 +29,7 @@ from attnplug.ops._define import (
     refuse_gradients,
     row_step,
     rows_on_cpu,
+    sinks_on_cpu,
 )
 from attnplug.ops._splits import LOG2E, check_sinks, machine, merge_splits, reference_kept
 from attnplug.ops.block_bounds import BLOCKS, NO_MASK
@@ -187,7 +188,7 @@ def _cpu(
         block,
         sink,
         local,
-        np.empty(0, np.float32) if sinks is None else sinks.float().contiguous().numpy(),
+        sinks_on_cpu(sinks),
         np.float32(scale),
         np.float32(softcap),
         result.numpy(),

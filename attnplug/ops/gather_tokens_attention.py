@@ -31,6 +31,7 @@ from attnplug.ops._define import (
     require,
     row_step,
     rows_on_cpu,
+    sinks_on_cpu,
 )
 from attnplug.ops._splits import (
     LOG2E,
@@ -176,7 +177,7 @@ def _cpu(q, k, v, index, scale, sink, window, lengths, start, key_mask, softcap,
         NO_MASK if key_mask is None else key_mask.numpy(),
         sink,
         window,
-        np.empty(0, np.float32) if sinks is None else sinks.float().contiguous().numpy(),
+        sinks_on_cpu(sinks),
         np.float32(scale),
         np.float32(softcap),
         result.numpy(),

@@ -20,7 +20,14 @@ import triton
 
 from attnplug.errors import ArgumentError
 from attnplug.ops import _tiered_triton as kernels
-from attnplug.ops._define import define_op, mask_bytes, refuse_gradients, require, row_step
+from attnplug.ops._define import (
+    define_op,
+    mask_bytes,
+    refuse_gradients,
+    require,
+    row_step,
+    sinks_on_cpu,
+)
 from attnplug.ops._splits import LOG2E, machine, merge_splits, reference_rows
 from attnplug.ops.block_bounds import NO_MASK
 from attnplug.ops.gather_attention import Plan, _kept_keys
@@ -245,7 +252,7 @@ def _cpu(
         )  # fmt: skip
     ends = lengths.expand(batch).clamp(max=k.shape[2]).tolist()
     starts = [0] * batch if start is None else start.expand(batch).clamp(min=0).tolist()
-    logits = np.empty(0, np.float32) if sinks is None else sinks.float().contiguous().numpy()
+    logits = sinks_on_cpu(sinks)
     for b, h in np.ndindex(*k.shape[:2]):
         names = index[b, h, 0].numpy()
         edge = max(ends[b] - 1 - starts[b], 0) // block - local + 1
