@@ -57,6 +57,18 @@ def capped(s, cap):
 
 
 @triton.jit
+def load_query(
+    q, b, h, q_b, q_h, heads, GROUP: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr,
+    DP: tl.constexpr,
+):  # fmt: skip
+    """Queries [ROWS, DP] of so many heads of a KV head's group."""
+    r = tl.arange(0, ROWS)
+    d = tl.arange(0, DP)
+    at = q + b * q_b + (h * GROUP + r).to(tl.int64)[:, None] * q_h + d[None, :]
+    return tl.load(at, mask=(r < heads)[:, None] & (d < D)[None, :], other=0.0)
+
+
+@triton.jit
 def load_codes(
     codes_at, meta_at, BLOCK: tl.constexpr, HALF: tl.constexpr, HALF_P: tl.constexpr
 ):  # fmt: skip
@@ -104,8 +116,7 @@ def prepare(
     in_width = d < D
     in_group = r < GROUP
     head = h * GROUP + r
-    q_at = q + b * q_b + head.to(tl.int64)[:, None] * q_h + d[None, :]
-    query = tl.load(q_at, mask=in_group[:, None] & in_width[None, :], other=0.0)
+    query = load_query(q, b, h, q_b, q_h, GROUP, GROUP, ROWS, D, DP)
     query = query.to(tl.float32) * scale
     size = tl.abs(query.to(QK).to(tl.float32)) * 1.00390625  # at least |query|
     weight = tl.where(in_width, 1 + 2 * (d // 2), 0)
@@ -171,8 +182,7 @@ def attend(
     in_group = r < GROUP
     head = h * GROUP + r
     row = b * tl.num_programs(1) * GROUP + head
-    q_at = q + b * q_b + head.to(tl.int64)[:, None] * q_h + d[None, :]
-    query = tl.load(q_at, mask=in_group[:, None] & in_width[None, :], other=0.0)
+    query = load_query(q, b, h, q_b, q_h, GROUP, GROUP, ROWS, D, DP)
     top = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     acc_low = tl.zeros([ROWS, CP], tl.float32)

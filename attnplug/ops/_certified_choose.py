@@ -11,8 +11,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from attnplug.ops._certified_attend import quantized_blocks
-from attnplug.ops._certified_promote import load_query, read_blocks
+from attnplug.ops._certified_attend import load_query, quantized_blocks
+from attnplug.ops._certified_promote import read_blocks
 from attnplug.ops._certified_scratch import place_item
 from attnplug.ops._certified_search import score_of
 from attnplug.ops._certified_select import (

@@ -5,7 +5,13 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from attnplug.ops._certified_attend import arrived, capped, quantized_blocks, split_dot
+from attnplug.ops._certified_attend import (
+    arrived,
+    capped,
+    load_query,
+    quantized_blocks,
+    split_dot,
+)
 from attnplug.ops.block_bounds import row_span
 
 
@@ -102,13 +108,10 @@ def attend_rest(
     COLUMNS: tl.constexpr = HALF * 16
     CP: tl.constexpr = HALF_P * 16
     r = tl.arange(0, ROWS)
-    d = tl.arange(0, DP)
     c = tl.arange(0, CP)
     in_group = r < GROUP
-    head = h * GROUP + r
     row = group.to(tl.int32) * GROUP + r
-    q_at = q + b * q_b + head.to(tl.int64)[:, None] * q_h + d[None, :]
-    query = tl.load(q_at, mask=in_group[:, None] & (d < D)[None, :], other=0.0)
+    query = load_query(q, b, h, q_b, q_h, GROUP, GROUP, ROWS, D, DP)
     mask_at = k
     if key_mask is not None:
         mask_at = key_mask + b * mask_b
@@ -156,10 +159,8 @@ def recompute(
     length, low = row_span(lengths, start, b, S, LENGTH_STEP, START_STEP)
     COLUMNS: tl.constexpr = HALF * 16
     CP: tl.constexpr = HALF_P * 16
-    d = tl.arange(0, DP)
     c = tl.arange(0, CP)
-    q_at = q + b * q_b + head.to(tl.int64)[:, None] * q_h + d[None, :]
-    query = tl.load(q_at, mask=in_group[:, None] & (d < D)[None, :], other=0.0)
+    query = load_query(q, b, h, q_b, q_h, GROUP, GROUP, ROWS, D, DP)
     mask_at = k
     if key_mask is not None:
         mask_at = key_mask + b * mask_b

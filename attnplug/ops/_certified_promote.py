@@ -9,6 +9,7 @@ from attnplug.ops._certified_attend import (
     arrived,
     capped,
     load_codes,
+    load_query,
     split_dot,
     values_of,
 )
@@ -58,18 +59,6 @@ def _sealed(word, item, place, seals_at):
     stored = tl.load(seals_at + slot, mask=place >= 0, other=0)
     tl.store(seals_at + slot, seal, mask=place < -1)
     return (place >= 0) & (stored != seal)
-
-
-@triton.jit
-def load_query(
-    q, b, h, q_b, q_h, heads, GROUP: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr,
-    DP: tl.constexpr,
-):  # fmt: skip
-    """Queries [ROWS, DP] of so many heads of a KV head's group."""
-    r = tl.arange(0, ROWS)
-    d = tl.arange(0, DP)
-    at = q + b * q_b + (h * GROUP + r).to(tl.int64)[:, None] * q_h + d[None, :]
-    return tl.load(at, mask=(r < heads)[:, None] & (d < D)[None, :], other=0.0)
 
 
 @triton.jit

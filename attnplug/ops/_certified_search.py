@@ -5,8 +5,11 @@ the specification."""
 import triton
 import triton.language as tl
 
-ROUNDS = tl.constexpr(4)
-WAYS = tl.constexpr(8)  # thresholds that a round tries
+from attnplug.ops import _certified_reference
+
+ROUNDS = tl.constexpr(_certified_reference.ROUNDS)
+WAYS = tl.constexpr(_certified_reference.WAYS)  # thresholds that a round tries
+DEEPEST = tl.constexpr(_certified_reference.DEEPEST)
 
 
 @triton.jit
@@ -44,8 +47,8 @@ def masses(log, summary_at, norm, j, blocks, BUDGET: tl.constexpr):
 @triton.jit
 def _whole_range(norm):
     """(low, high) that every search begins with, of the type that its rounds end with."""
-    low = tl.min(norm * 0, 0) - 40.0
-    return low, low + 41.0
+    low = tl.min(norm * 0, 0) + DEEPEST
+    return low, low + (1.0 - DEEPEST)
 
 
 @triton.jit

@@ -243,10 +243,9 @@ class _Step:
         tile, warps, registers = CHOOSING
         _, owner, used, _, counters = self.scratch or (None,) * 5
         every = max(16, triton.next_power_of_2(self.blocks))
+        heads = triton.next_power_of_2(self.group)
         again = min(value_budget, key_tolerance) < INF
-        held = 0
-        if not self.few:
-            held = held_blocks(every, triton.next_power_of_2(self.group), again)
+        held = 0 if self.few else held_blocks(every, heads, again)
         tile = every if self.few else min(every, tile)
         ways = triton.next_power_of_2(max(1, self.slots // self.chunks))
         programs = self.readers + self.chunks + self.group
@@ -259,7 +258,7 @@ class _Step:
             coverage, k_min, k_max, v_tol, min(value_budget, 1e30),
             min(key_tolerance, 1e30), explore, self.two, self.cap, self.size, self.blocks,
             self.plan.splits + 1, self.slots, *self.strides, *self.shape, self.block, *self.halves,
-            triton.next_power_of_2(self.group), tile, triton.next_power_of_2(self.plan.splits + 1),
+            heads, tile, triton.next_power_of_2(self.plan.splits + 1),
             self.chunks, self.readers, self.own, ways, SETS, ranking, explore > 0, held,
             self.few, coverage > 0, key_tolerance < INF, value_budget < INF, self.qk, self.pv,
             self.parts, self.capped, *self.steps, self.pdl, num_warps=warps,
