@@ -8,7 +8,6 @@ depend on what is kept: one decode serves every number of slots. Bytes are those
 the link, keys and values in 16 bits.
 """
 
-import importlib
 import json
 import sys
 from pathlib import Path
@@ -21,13 +20,13 @@ import attnplug
 from attnplug import Certified
 from attnplug.models.pretrained import load
 from attnplug.ops import Scratch
-from attnplug.ops._certified_scratch import simulate
+from attnplug.ops.certified import certified_attention as OP
+from attnplug.ops.certified.scratch import simulate
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench/results/certified/scratch.json"
 SLOTS = (16, 32, 64, 128, 256)
 SETTINGS = ({"block": 16}, {"block": 64})
-OP = importlib.import_module("attnplug.ops.certified_attention")
 
 
 @torch.no_grad()

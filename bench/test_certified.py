@@ -21,8 +21,8 @@ from peers import cudnn_attention
 
 from attnplug import Certified
 from attnplug.ops import quantize_kv
-from attnplug.ops._certified_triton import PHASES, launch
-from attnplug.ops.certified_attention import _allocate
+from attnplug.ops.certified.certified_attention import _allocate
+from attnplug.ops.certified.launch import PHASES, launch
 from attnplug.policies import AttentionCall
 from attnplug.policies.certified import _summary
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from peers import cudnn_attention
 
-from attnplug.ops.dense_decode import dense_decode
+from attnplug.ops.dense.dense_decode import dense_decode
 
 WIDTH = 128
 HEADS = [(28, 4), (32, 8)]

@@ -8,9 +8,9 @@ import pytest
 import torch
 from peers import causal, causal_peers
 
-from attnplug.ops.block_sparse_attention import block_sparse_attention
-from attnplug.ops.delta_correct import delta_correct
-from attnplug.ops.merge_block_rows import merge_block_rows
+from attnplug.ops.momo.block_sparse_attention import block_sparse_attention
+from attnplug.ops.momo.delta_correct import delta_correct
+from attnplug.ops.momo.merge_block_rows import merge_block_rows
 
 HEADS, KV_HEADS, WIDTH = 32, 8, 128
 GAMMA, QUERY_BLOCK, BLOCK, KEPT = 16, 128, 64, 128

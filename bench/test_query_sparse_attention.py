@@ -7,8 +7,8 @@ import pytest
 import torch
 from peers import causal, causal_peers
 
-from attnplug.ops._online_topk import ALGORITHMS
-from attnplug.ops.query_sparse_attention import query_sparse_attention
+from attnplug.ops.momo.kernels.online_topk import ALGORITHMS
+from attnplug.ops.momo.query_sparse_attention import query_sparse_attention
 
 HEADS, KV_HEADS, DIM = 32, 8, 128
 CASES = {

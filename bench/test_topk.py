@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from attnplug.ops import topk
+from attnplug.ops.gather import select_blocks as blocks
 
-blocks = importlib.import_module("attnplug.ops.select_blocks")
 K = 2048
 LENGTHS = [8192, 32768, 65536, 131072, 262144, 1048576]
 SGLANG_LIBRARY = Path(__file__).resolve().parent.parent / ".peers" / "common_ops.abi3.so"

@@ -21,7 +21,7 @@ from attnplug.eval.measure import prose_window
 from attnplug.models.layers import find_attention_layers
 from attnplug.models.pretrained import load
 from attnplug.ops import topk
-from attnplug.ops.topk import PATHS
+from attnplug.ops.gvr.topk import PATHS
 
 TOKENS, STEPS, K = 8192, 200, 1024
 NORMAL, NORMAL_ROWS, NORMAL_K = 32768, 200, 2048

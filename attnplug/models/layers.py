@@ -9,7 +9,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from attnplug.errors import UnsupportedModelError
 from attnplug.models.hook import CACHE_ARGUMENTS
-from attnplug.ops._define import DTYPES, HEAD_DIMS
+from attnplug.ops.common.checks import DTYPES, HEAD_DIMS
 from attnplug.policies.base import LayerShape
 
 SLOT_ARGUMENTS = ("layer_idx", "cycle_offset")  # of Zamba's shared blocks and HRM's cycles

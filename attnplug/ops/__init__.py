@@ -1,25 +1,25 @@
 """The ops: each a torch.library op with a Triton kernel (CUDA), a numba reference (CPU) and a fake
 (tracing), in a file of its own name."""
 
-from attnplug.ops._certified_scratch import Scratch
-from attnplug.ops.block_bounds import block_bounds
-from attnplug.ops.block_sparse_attention import block_sparse_attention
-from attnplug.ops.certified_attention import CertifiedOutput, certified_attention
-from attnplug.ops.delta_correct import delta_correct
-from attnplug.ops.dense_decode import dense_decode
-from attnplug.ops.gather_attention import gather_attention
-from attnplug.ops.gather_decode import gather_decode
-from attnplug.ops.gather_tokens_attention import gather_tokens_attention
-from attnplug.ops.measure_blocks import measure_blocks
-from attnplug.ops.merge_block_rows import merge_block_rows
-from attnplug.ops.quantize_kv import QuantizedKV, quantize_kv
-from attnplug.ops.query_sparse_attention import query_sparse_attention
-from attnplug.ops.score_tokens import score_tokens
-from attnplug.ops.select_blocks import select_blocks
-from attnplug.ops.stream_edges import stream_edges
-from attnplug.ops.stream_mask import stream_mask
-from attnplug.ops.tiered_decode import Near, tiered_decode
-from attnplug.ops.topk import topk
+from attnplug.ops.certified.certified_attention import CertifiedOutput, certified_attention
+from attnplug.ops.certified.quantize_kv import QuantizedKV, quantize_kv
+from attnplug.ops.certified.scratch import Scratch
+from attnplug.ops.dense.dense_decode import dense_decode
+from attnplug.ops.gather.block_bounds import block_bounds
+from attnplug.ops.gather.gather_attention import gather_attention
+from attnplug.ops.gather.gather_decode import gather_decode
+from attnplug.ops.gather.select_blocks import select_blocks
+from attnplug.ops.gather.tiered_decode import Near, tiered_decode
+from attnplug.ops.gvr.gather_tokens_attention import gather_tokens_attention
+from attnplug.ops.gvr.score_tokens import score_tokens
+from attnplug.ops.gvr.topk import topk
+from attnplug.ops.momo.block_sparse_attention import block_sparse_attention
+from attnplug.ops.momo.delta_correct import delta_correct
+from attnplug.ops.momo.measure_blocks import measure_blocks
+from attnplug.ops.momo.merge_block_rows import merge_block_rows
+from attnplug.ops.momo.query_sparse_attention import query_sparse_attention
+from attnplug.ops.stream.stream_edges import stream_edges
+from attnplug.ops.stream.stream_mask import stream_mask
 
 __all__ = [
     "CertifiedOutput",

@@ -10,7 +10,7 @@ from transformers import Cache
 from attnplug.models.cache import PlugLayer
 from attnplug.models.pinned import host_zeros
 from attnplug.ops import Near
-from attnplug.ops.block_bounds import empty_bounds
+from attnplug.ops.gather.block_bounds import empty_bounds
 
 
 class GatherLayer(PlugLayer):

@@ -18,9 +18,9 @@ from transformers import Cache
 from attnplug.models.cache import PlugLayer
 from attnplug.models.pinned import host_zeros
 from attnplug.ops import QuantizedKV, Scratch, certified_attention, quantize_kv
-from attnplug.ops._certified_scratch import SETS
-from attnplug.ops.block_bounds import BLOCKS
-from attnplug.ops.certified_attention import MAX_RANKING, TELEMETRY
+from attnplug.ops.certified.certified_attention import MAX_RANKING, TELEMETRY
+from attnplug.ops.certified.scratch import SETS
+from attnplug.ops.common.checks import BLOCKS
 from attnplug.policies.base import AttentionCall, LayerShape, Phase, check_option
 from attnplug.policies.dense import Dense
 

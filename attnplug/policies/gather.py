@@ -15,8 +15,8 @@ from typing import Any, ClassVar
 import torch
 
 from attnplug.ops import gather_attention, gather_decode, select_blocks, tiered_decode
-from attnplug.ops.block_bounds import BLOCKS
-from attnplug.ops.select_blocks import MAX_BLOCKS, SCORINGS
+from attnplug.ops.common.checks import BLOCKS
+from attnplug.ops.gather.select_blocks import MAX_BLOCKS, SCORINGS
 from attnplug.policies._gather_layers import GatherLayer, HostGatherLayer
 from attnplug.policies._reads import query_positions, read_blocks
 from attnplug.policies.base import AttentionCall, LayerShape, Phase, Reads, check_option

@@ -19,8 +19,8 @@ from transformers import Cache
 
 from attnplug.models.cache import PlugLayer
 from attnplug.ops import gather_tokens_attention, score_tokens, topk
-from attnplug.ops.score_tokens import quantize_keys
-from attnplug.ops.topk import MAX_K
+from attnplug.ops.gvr.score_tokens import quantize_keys
+from attnplug.ops.gvr.topk import MAX_K
 from attnplug.policies.base import AttentionCall, LayerShape, Phase, check_option
 from attnplug.policies.dense import Dense
 

@@ -23,8 +23,8 @@ from attnplug.ops import (
     merge_block_rows,
     query_sparse_attention,
 )
-from attnplug.ops.merge_block_rows import MAX_ENTRIES
-from attnplug.ops.query_sparse_attention import MAX_EXACT
+from attnplug.ops.momo.merge_block_rows import MAX_ENTRIES
+from attnplug.ops.momo.query_sparse_attention import MAX_EXACT
 from attnplug.policies._reads import query_positions, read_blocks
 from attnplug.policies.base import AttentionCall, LayerShape, Phase, Reads, check_option
 from attnplug.policies.dense import Dense, apply_sinks

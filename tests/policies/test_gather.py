@@ -11,7 +11,7 @@ from transformers.cache_utils import StaticLayer
 import attnplug
 from attnplug import Dense, Gather, PolicyError
 from attnplug.models.cache import PlugLayer
-from attnplug.ops.block_bounds import frame_of
+from attnplug.ops.gather.block_bounds import frame_of
 from attnplug.policies import AttentionCall, LayerShape
 from attnplug.policies import gather as policy_module
 from attnplug.policies.gather import GatherLayer

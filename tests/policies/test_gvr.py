@@ -12,7 +12,7 @@ from transformers.cache_utils import StaticLayer
 import attnplug
 from attnplug import Dense, Gvr, PolicyError, telemetry
 from attnplug.models.cache import PlugLayer
-from attnplug.ops.score_tokens import quantize_keys
+from attnplug.ops.gvr.score_tokens import quantize_keys
 from attnplug.policies import AttentionCall, LayerShape, picks
 from attnplug.policies.gvr import GvrLayer
 from attnplug.testing import oracle_attention, tiny_model

@@ -1,0 +1,288 @@
+"""Decode attention over a quantized cache, with a sound bound on its error for every head.
+
+    out^ = sum_i w_i v'_i,   w_i = exp(s'_i) / sum_j exp(s'_j),   s' = scale q.k'
+    ||out^ - out||_2  <=  E_key + E_val + E_round          out: exact attention, real arithmetic
+
+k', v' are the quantized keys and values (`quantize_kv`), or the originals of the blocks that a step
+reads exactly: those that hold the attention ("promoted"), those whose values would err too much,
+and a random few. Which these are, what the bounds are and when a head or a row is recomputed from
+the originals is decided on the device ("the ladder"). Every head that is returned is within its
+reported bound, or is the exact output. docs/certified.md has the proofs. Source: "Runtime-Certified
+Bounded-Error Quantized Attention" (shared/papers/001); the bound that decides is a tighter one.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from attnplug.errors import ArgumentError
+from attnplug.ops.certified.launch import capacity_for, launch
+from attnplug.ops.certified.quantize_kv import QuantizedKV, check_tier
+from attnplug.ops.certified.reference import (
+    BOUND,
+    BOUNDARY,
+    CAPACITY,
+    CHECK,
+    EXPANDED,
+    HEAD,
+    RANKING,
+    ROW,
+    SCORE,
+    VALUES,
+    reference,
+)
+from attnplug.ops.certified.scratch import Scratch, check_scratch, simulate
+from attnplug.ops.common.checks import check_attention_inputs, check_sequence_inputs, check_sinks
+from attnplug.ops.common.define import define_op, refuse_gradients, require
+from attnplug.ops.common.reference import sinks_on_cpu
+from attnplug.ops.common.rows import NO_MASK, rows_on_cpu
+
+RUNGS = {
+    "expanded": EXPANDED,
+    "values": VALUES,
+    "head": HEAD,
+    "row": ROW,
+    "ranking": RANKING,
+    "boundary": BOUNDARY,
+    "bound": BOUND,
+    "capacity": CAPACITY,
+    "score": SCORE,
+    "check": CHECK,
+}
+# What `telemetry` counts or sums for each head, in this order.
+TELEMETRY = (
+    "steps", "expanded", "values", "head", "row", "ranking", "boundary", "bound", "key_sum",
+    "key_max", "value_sum", "value_max", "round_max", "saved", "key_tokens", "value_tokens",
+)  # fmt: skip
+MAX_RANKING = 4
+
+
+class CertifiedOutput(NamedTuple):
+    """What `certified_attention` returns."""
+
+    out: torch.Tensor  # [B,Hq,1,D]
+    lse: torch.Tensor  # float32 [B,Hq,1]
+    bounds: torch.Tensor  # float32 [B,Hq,6]
+    rungs: torch.Tensor  # int32 [B,Hq]
+
+
+def certified_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    tier: QuantizedKV,
+    *,
+    scale: float,
+    block: int,
+    coverage: float = 0.995,
+    k_min: int = 2,
+    k_max: int = 128,
+    v_tol: float = 0.05,
+    value_budget: float | None = None,
+    key_tolerance: float | None = None,
+    tolerance: float | None = None,
+    ranking: int = 1,
+    explore: float = 0.02,
+    lengths: torch.Tensor | None = None,
+    start: torch.Tensor | None = None,
+    key_mask: torch.Tensor | None = None,
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
+    telemetry: torch.Tensor | None = None,
+    scratch: Scratch | None = None,
+) -> CertifiedOutput:
+    """Attention of the last token over the quantized tier, certified or exact for each head.
+
+    Args:
+        q: `[B, Hq, 1, D]`, float32, float16 or bfloat16.
+        k, v: `[B, Hkv, S, D]` like q: the originals. On a GPU they may lie in pinned host memory
+            that the device reads (`models.pinned`); what a step needs of them is read in place.
+        tier: the quantized blocks of these keys. Tokens that `tier.progress` does not cover are
+            read from the originals.
+        scale: factor on q.k, commonly `D ** -0.5`.
+        block: keys a block, as the tier was made.
+        coverage: blocks are promoted until they hold this share of every head's estimated mass.
+        k_min, k_max: at least and at most so many blocks for each KV head.
+        v_tol: a block is read with exact values where mass times value error is above this, in
+            units of the values.
+        value_budget: a hard limit on E_val: blocks are promoted until it holds, or the head is
+            recomputed. None: none.
+        key_tolerance: rung 1 doubles the promoted blocks where the estimated E_key is above it.
+        tolerance: heads whose whole bound is above it are recomputed exactly. None: none.
+        ranking: depth to which the promoted blocks must rank alike by exact and by quantized mass,
+            0 (no check) to 4; a head that fails is recomputed exactly.
+        explore: share of the blocks that are read exactly at random, against silent faults.
+        lengths: int32 or int64 `[1]` or `[B]`, valid keys, the query being the last. None: all S.
+        start: int32 or int64 `[1]` or `[B]`, first real key of a left-padded row. None: 0.
+        key_mask: bool `[B, S]`, False where a key must not be seen, as when it was quantized.
+        softcap: scores become `softcap * tanh(score / softcap)`; 0: off.
+        sinks: `[Hq]`, one more logit for each head, without a value.
+        telemetry: float64 `[B, Hkv, R, 16]`, contiguous, R >= Hq / Hkv: this step is added to the
+            heads' rows (`TELEMETRY`).
+        scratch: where a GPU keeps originals that it read over the link; written, made by
+            `Scratch.empty`. Whoever shortens or replaces the keys drops what it holds of them. The
+            outputs are the same with and without. On a CPU only its counts are kept. None: none.
+
+    Returns:
+        CertifiedOutput: out of q's dtype, lse, bounds (E_key, E_val, E_round of what is returned,
+        in units of the values; E_key and E_val before any recomputation; E_key by the paper's
+        form) and rungs (bits of `RUNGS`). A head with bit "head" or "row" was recomputed exactly.
+
+    Raises:
+        ArgumentError: a shape, dtype, device or option does not fit.
+        GradientError: an input requires grad.
+    """
+    refuse_gradients("certified_attention", q, k, v, sinks)
+    hard = [float("inf") if x is None else x for x in (value_budget, key_tolerance, tolerance)]
+    return CertifiedOutput(
+        *_certified_attention(
+            q, k, v, *tier, scale, block, coverage, k_min, k_max, v_tol, *hard, ranking, explore,
+            lengths, start, key_mask, softcap, sinks, telemetry, *(scratch or (None,) * 5),
+        )
+    )  # fmt: skip
+
+
+def _allocate(
+    q, k, v, k_codes, k_meta, v_codes, v_meta, summary, check, progress, scale, block, coverage,
+    k_min, k_max, v_tol, value_budget, key_tolerance, tolerance, ranking, explore, lengths, start,
+    key_mask, softcap, sinks, telemetry, slots, owner, used, seals, counters,
+):  # fmt: skip
+    name = "certified_attention"
+    check_attention_inputs(name, q, k, v)
+    check_sequence_inputs(name, q, k, lengths, start, key_mask)
+    check_tier(name, k, (k_codes, k_meta, v_codes, v_meta, summary, check, progress), block)
+    check_scratch(k, block, (slots, owner, used, seals, counters))
+    batch, heads, queries, width = q.shape
+    require(queries == 1, name, f"q has {queries} queries, needs 1: certified serves decode")
+    for label, value, valid, needed in (
+        ("coverage", coverage, 0 <= coverage <= 1, "0 to 1"),
+        ("k_min", k_min, k_min >= max(ranking, 0), "at least ranking"),
+        ("k_max", k_max, max(k_min, 1) <= k_max <= 1024, "k_min to 1024"),
+        ("v_tol", v_tol, v_tol >= 0, "at least 0"),
+        ("value_budget", value_budget, value_budget >= 0, "at least 0"),
+        ("key_tolerance", key_tolerance, key_tolerance >= 0, "at least 0"),
+        ("tolerance", tolerance, tolerance >= 0, "at least 0"),
+        ("ranking", ranking, 0 <= ranking <= MAX_RANKING, f"0 to {MAX_RANKING}"),
+        ("explore", explore, 0 <= explore <= 1, "0 to 1"),
+        ("softcap", softcap, softcap >= 0, "0 (off) or a positive cap"),
+    ):
+        if not valid:
+            raise ArgumentError(f"{name}: {label} is {value}, needs {needed}")
+    if sinks is not None:
+        check_sinks(name, q, sinks)
+    if telemetry is not None:
+        shape, group = tuple(telemetry.shape), heads // k.shape[1]
+        good = len(shape) == 4 and shape[:2] == (batch, k.shape[1]) and shape[2] >= group
+        good = good and shape[3] == len(TELEMETRY) and telemetry.dtype == torch.float64
+        require(
+            good and telemetry.is_contiguous() and telemetry.device == q.device,
+            name,
+            f"telemetry is {telemetry.dtype} {shape} on {telemetry.device}, needs contiguous "
+            f"float64 ({batch}, {k.shape[1]}, {group} or more, {len(TELEMETRY)}) on {q.device}",
+        )
+    return (
+        q.new_empty((batch, heads, 1, width)),
+        q.new_empty((batch, heads, 1), dtype=torch.float32),
+        q.new_empty((batch, heads, 6), dtype=torch.float32),
+        q.new_empty((batch, heads), dtype=torch.int32),
+    )
+
+
+# --- CPU: `_certified_reference` is the specification -------------------------------------------
+
+
+def _cpu(
+    q, k, v, k_codes, k_meta, v_codes, v_meta, summary, check, progress, scale, block, coverage,
+    k_min, k_max, v_tol, value_budget, key_tolerance, tolerance, ranking, explore, lengths, start,
+    key_mask, softcap, sinks, telemetry, slots, owner, used, seals, counters, out, lse, bounds,
+    rungs,
+):  # fmt: skip
+    lengths, start = rows_on_cpu(k, lengths, start)
+    complete = (lengths - start).clamp(min=0) // block
+    blocks = torch.where(progress[:, 1] == start, torch.minimum(progress[:, 0], complete), 0).long()
+    valid, count = int(lengths.max()), int(blocks.max())
+    start = torch.minimum(start, lengths)  # a row of padding only
+    # All contiguous: numba would compile the whole for every other layout.
+    near = [x[:, :, :count].contiguous() for x in (k_meta, v_meta)]
+    tier = [k_codes, near[0].float(), v_codes, _halves(near[1]), summary]
+    raw = [k_meta.view(torch.int16), v_meta, check]
+    result = torch.empty(q.shape[:2] + q.shape[3:], dtype=torch.float32)
+    counts = torch.zeros(*k.shape[:2], 2, dtype=torch.int64)
+    marks = torch.zeros(*k.shape[:2], count, dtype=torch.int32)
+    capacity = capacity_for(check.shape[2], k_max, explore)
+    options = (coverage, k_min, k_max, v_tol, value_budget, key_tolerance, explore)
+    reference(
+        q[:, :, 0].float().contiguous().numpy(),
+        k[:, :, :valid].float().contiguous().numpy(),
+        v[:, :, :valid].float().contiguous().numpy(),
+        tuple(x.numpy() for x in tier),
+        tuple(x.numpy() for x in raw),
+        blocks.numpy(),
+        lengths.numpy(),
+        start.numpy(),
+        NO_MASK if key_mask is None else key_mask.contiguous().numpy(),
+        np.float32(scale),
+        np.float32(softcap),
+        sinks_on_cpu(sinks),
+        ranking,
+        capacity,
+        tolerance,
+        torch.finfo(q.dtype).eps / 2,
+        tuple(float(x) for x in options),
+        result.numpy(),
+        lse[:, :, 0].numpy(),
+        bounds.numpy(),
+        rungs.numpy(),
+        counts.numpy(),
+        marks.numpy(),
+    )
+    out.copy_(result.unsqueeze(2))
+    if owner is not None:
+        state = (x.numpy() for x in (marks, start, owner, used, counters))
+        simulate(next(state), next(state), block, *state)
+    if telemetry is not None:
+        tail = lengths - start - blocks * block
+        _record(telemetry, bounds, rungs, counts * block, tail, lengths - start, tolerance)
+
+
+def _halves(words: torch.Tensor) -> torch.Tensor:
+    """int32 words as float32 pairs (low half, high half) of float16."""
+    return words.view(torch.float16).float().unflatten(-1, (-1, 2))
+
+
+def _record(telemetry, bounds, rungs, tokens, tail, whole, tolerance):
+    """Add one step to the telemetry of each head."""
+    bounds, rungs = (x.unflatten(1, (tokens.shape[1], -1)) for x in (bounds, rungs))
+    own = telemetry[:, :, : rungs.shape[2]].unbind(-1)
+    fields = dict(zip(TELEMETRY, own, strict=True))
+    fields["steps"] += 1
+    for name in ("expanded", "values", "head", "row", "ranking", "boundary", "bound"):
+        fields[name] += (rungs & RUNGS[name]) > 0
+    again = (rungs & (HEAD | ROW)) > 0
+    for i, name in enumerate(("key", "value")):
+        fields[f"{name}_sum"] += bounds[..., i]
+        fields[f"{name}_max"].copy_(torch.maximum(fields[f"{name}_max"], bounds[..., i].double()))
+    widest = torch.where(again, 0.0, bounds[..., 2].double())
+    fields["round_max"].copy_(torch.maximum(fields["round_max"], widest))
+    paper = bounds[..., 5] + bounds[..., 4] + bounds[..., 2]
+    fields["saved"] += ~again & ~(paper <= tolerance)
+    # The group's first head keeps count of what its KV head reads.
+    shared = again.any(-1) * whole[:, None]
+    for i, name in enumerate(("key_tokens", "value_tokens")):
+        fields[name][:, :, 0] += tokens[..., i] + tail[:, None] + shared
+
+
+_certified_attention = define_op(
+    "certified_attention(Tensor q, Tensor k, Tensor v, Tensor k_codes, Tensor k_meta, "
+    "Tensor v_codes, Tensor v_meta, Tensor summary, Tensor check, Tensor progress, float scale, "
+    "int block, float coverage, int k_min, int k_max, float v_tol, float value_budget, "
+    "float key_tolerance, float tolerance, int ranking, float explore, Tensor? lengths, "
+    "Tensor? start, Tensor? key_mask, float softcap, Tensor? sinks, Tensor(a!)? telemetry, "
+    "Tensor(b!)? slots, Tensor(c!)? owner, Tensor(d!)? used, Tensor(e!)? seals, "
+    "Tensor(f!)? counters) -> "
+    "(Tensor, Tensor, Tensor, Tensor)",
+    allocate=_allocate,
+    cpu=_cpu,
+    cuda=launch,
+)

@@ -1,0 +1,91 @@
+"""The checks of arguments that ops of several families make, and what they all accept."""
+
+import torch
+
+from attnplug.errors import ArgumentError
+from attnplug.ops.common.define import require
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+HEAD_DIMS = (64, 80, 96, 128, 256)
+BLOCKS = (16, 32, 64, 128)  # keys a block
+
+
+def check_attention_inputs(name: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    """The checks every attention op makes of q `[B,Hq,T,D]` and k, v `[B,Hkv,S,D]`.
+
+    Messages are built only where a check fails: this runs at every eager call.
+    """
+    for label, tensor in (("q", q), ("k", k), ("v", v)):
+        if tensor.dim() != 4:
+            raise ArgumentError(f"{name}: {label} has {tensor.dim()} dimensions, needs [B,H,S,D]")
+        if tensor.dtype not in DTYPES:
+            raise ArgumentError(
+                f"{name}: {label} is {tensor.dtype}, needs float32, float16 or bfloat16"
+            )
+        if tensor.dtype != q.dtype:
+            raise ArgumentError(f"{name}: {label} is {tensor.dtype} but q is {q.dtype}")
+        if tensor.device != q.device:
+            raise ArgumentError(
+                f"{name}: {label} is on {tensor.device} but q is on {q.device}; move them to one "
+                "device"
+            )
+    if k.shape != v.shape:
+        raise ArgumentError(f"{name}: k {tuple(k.shape)} and v {tuple(v.shape)} differ in shape")
+    if q.shape[0] != k.shape[0]:
+        raise ArgumentError(f"{name}: q has batch {q.shape[0]} but k has batch {k.shape[0]}")
+    if q.shape[3] != k.shape[3]:
+        raise ArgumentError(f"{name}: q has head dimension {q.shape[3]} but k has {k.shape[3]}")
+    if q.shape[3] not in HEAD_DIMS:
+        sizes = ", ".join(map(str, HEAD_DIMS))
+        raise ArgumentError(f"{name}: head dimension {q.shape[3]} is not one of {sizes}")
+    if q.shape[1] % k.shape[1] != 0:
+        raise ArgumentError(
+            f"{name}: {q.shape[1]} query heads are not a multiple of {k.shape[1]} KV heads"
+        )
+
+
+def check_sequence_inputs(
+    name: str,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    lengths: torch.Tensor | None,
+    start: torch.Tensor | None,
+    key_mask: torch.Tensor | None,
+) -> None:
+    """The checks of the per-sequence tensors: `lengths` and `start`, [1] or [B], and `key_mask`
+    [B,S] bool."""
+    for label, tensor in (("lengths", lengths), ("start", start)):
+        if tensor is None:
+            continue
+        if tensor.dtype not in (torch.int32, torch.int64):
+            raise ArgumentError(f"{name}: {label} is {tensor.dtype}, needs int32 or int64")
+        if tensor.dim() != 1 or tensor.shape[0] not in (1, q.shape[0]):
+            raise ArgumentError(
+                f"{name}: {label} has shape {tuple(tensor.shape)}, needs [1] or [B] = "
+                f"[{q.shape[0]}]"
+            )
+        if tensor.device != q.device:
+            raise ArgumentError(f"{name}: {label} is on {tensor.device}, q on {q.device}")
+    if key_mask is None:
+        return
+    if key_mask.dtype != torch.bool:
+        raise ArgumentError(f"{name}: key_mask is {key_mask.dtype}, needs bool")
+    if tuple(key_mask.shape) != (k.shape[0], k.shape[2]):
+        raise ArgumentError(
+            f"{name}: key_mask has shape {tuple(key_mask.shape)}, needs [B,S] = "
+            f"[{k.shape[0]}, {k.shape[2]}]"
+        )
+    if key_mask.device != q.device:
+        raise ArgumentError(f"{name}: key_mask is on {key_mask.device}, q on {q.device}")
+
+
+def check_sinks(name, q, sinks):
+    require(
+        tuple(sinks.shape) == (q.shape[1],),
+        name,
+        f"sinks has shape {tuple(sinks.shape)}, needs [Hq] = [{q.shape[1]}]",
+    )
+    require(sinks.is_floating_point(), name, f"sinks is {sinks.dtype}, needs a float dtype")
+    require(sinks.device == q.device, name, f"sinks is on {sinks.device}, q on {q.device}")

@@ -1,0 +1,80 @@
+"""How an op of attnplug reaches torch: `define_op` registers schema, fake, CPU and CUDA
+implementations with one call.
+
+`Library.define` + `impl` costs 2 us a call where `torch.library.custom_op` costs 9 (and
+`triton_op` ignores its CPU kernel under compile), which is why the ops are registered this way.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from attnplug.errors import ArgumentError, GradientError
+
+# Kept alive for the life of the process: torch forgets the ops when the Library is collected.
+LIBRARY = torch.library.Library("attnplug", "DEF")
+
+
+def define_op(
+    schema: str,
+    *,
+    allocate: Callable[..., Any],
+    cpu: Callable[..., None],
+    cuda: Callable[..., None],
+) -> torch._ops.OpOverload:
+    """Register one op and return its overload.
+
+    `schema` is a torch schema without default values (the dispatcher drops trailing arguments that
+    equal their default). `allocate(*args)` checks the arguments and returns the empty outputs, a
+    tensor, a tuple of tensors, or None for an op that only mutates; traced, it is the fake, and it
+    is the first step of every real call. `cpu(*args, *outputs)` and `cuda(*args, *outputs)` fill
+    the outputs.
+    """
+    name = schema.partition("(")[0]
+    LIBRARY.define(schema)
+    LIBRARY.impl(name, _run(allocate, cpu), "CPU")
+    LIBRARY.impl(name, _run_on_device(allocate, cuda), "CUDA")
+    torch.library.register_fake(f"attnplug::{name}", allocate, lib=LIBRARY)
+    return getattr(torch.ops.attnplug, name).default
+
+
+def _outputs(allocated: Any) -> tuple[torch.Tensor, ...]:
+    if allocated is None:
+        return ()
+    return (allocated,) if isinstance(allocated, torch.Tensor) else tuple(allocated)
+
+
+def _run(allocate: Callable[..., Any], fill: Callable[..., None]) -> Callable[..., Any]:
+    def run(*args: Any) -> Any:
+        allocated = allocate(*args)
+        fill(*args, *_outputs(allocated))
+        return allocated
+
+    return run
+
+
+def _run_on_device(allocate: Callable[..., Any], fill: Callable[..., None]) -> Callable[..., Any]:
+    run = _run(allocate, fill)
+
+    def run_on_device(*args: Any) -> Any:
+        # Triton launches on the current device, which need not be the tensors' one.
+        with torch.cuda.device(args[0].device):
+            return run(*args)
+
+    return run_on_device
+
+
+def refuse_gradients(name: str, *tensors: torch.Tensor | None) -> None:
+    """Raise GradientError where autograd would record the call: the ops have no backward."""
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
+        raise GradientError(
+            f"{name}: an input requires grad, and attnplug's ops are inference only. Call the "
+            "model under torch.no_grad() or torch.inference_mode()."
+        )
+
+
+def require(condition: bool, name: str, message: str) -> None:
+    """Raise ArgumentError `name: message` unless the condition holds."""
+    if not condition:
+        raise ArgumentError(f"{name}: {message}")

@@ -1,0 +1,79 @@
+"""Online softmax of the numba references: attention of a few queries over the tiles of one row's
+keys."""
+
+import numba
+import numpy as np
+import torch
+
+from attnplug.ops.common.product import add_product
+
+
+def sinks_on_cpu(sinks: torch.Tensor | None) -> np.ndarray:
+    """The sinks as float32, none as no element; contiguous, as numba compiles every layout."""
+    if sinks is None:
+        return np.empty(0, np.float32)
+    return sinks.float().contiguous().numpy()
+
+
+@numba.njit(cache=True)
+def reference_rows(q, k, v, mask, position, start, window, sinks, scale, softcap, out, lse):
+    """Online softmax of one block of queries `q [G, t, D]`, a group's heads, over the tiles of
+    `k, v [S, D]`; `position` is that of the first query. Empty `mask`, `sinks` stand for none."""
+    group, queries, width = q.shape
+    tile = 128
+    scaled = np.empty((group * queries, width), np.float32)
+    for r in range(group * queries):
+        for d in range(width):
+            scaled[r, d] = q[r // queries, r % queries, d] * scale
+    top = np.full(group * queries, -np.inf, np.float32)
+    total = np.zeros(group * queries, np.float32)
+    acc = np.zeros((group * queries, width), np.float32)
+    first = max(0, start, position - window + 1) if window > 0 else max(0, start)
+    for n0 in range(first, position + queries, tile):
+        size = min(tile, position + queries - n0)
+        keys = np.ascontiguousarray(k[n0 : n0 + size].T)
+        values = v[n0 : n0 + size].copy()
+        s = np.zeros((group * queries, size), np.float32)
+        add_product(scaled, keys, s)
+        for r in range(group * queries):
+            here = position + r % queries
+            best = top[r]
+            for i in range(size):
+                n = n0 + i
+                hidden = mask.shape[0] > 0 and not mask[n]
+                if hidden:
+                    values[i] = 0.0  # 0 times the NaN of a hidden value would be NaN
+                if hidden or n > here or (window > 0 and n <= here - window):
+                    s[r, i] = -np.inf
+                elif softcap > 0:
+                    s[r, i] = softcap * np.tanh(s[r, i] / softcap)
+                best = max(best, s[r, i])
+            shift = np.float32(0.0) if best == -np.inf else best
+            decay = np.exp(top[r] - shift)
+            top[r] = best
+            total[r] *= decay
+            for d in range(width):
+                acc[r, d] *= decay
+            for i in range(size):
+                s[r, i] = np.exp(s[r, i] - shift)
+                total[r] += s[r, i]
+        add_product(s, values, acc)
+    for r in range(group * queries):
+        head, t = r // queries, r % queries
+        seen = total[r] != 0
+        lse[head, t] = top[r] + np.log(total[r]) if seen else -np.inf
+        if seen and sinks.shape[0] > 0:
+            total[r] += np.exp(sinks[head] - top[r])
+        for d in range(width):
+            out[head, t, d] = acc[r, d] / total[r] if seen else 0.0
+
+
+@numba.njit(cache=True)
+def reference_kept(q, k, v, kept, sinks, scale, softcap, out, lse):
+    """`reference_rows` of one query `q [G, 1, D]` over the keys `kept` of k, v `[S, D]`."""
+    keys = np.empty((len(kept), q.shape[2]), np.float32)
+    values = np.empty((len(kept), q.shape[2]), np.float32)
+    for i in range(len(kept)):
+        keys[i], values[i] = k[kept[i]], v[kept[i]]
+    unmasked = np.empty(0, np.bool_)
+    reference_rows(q, keys, values, unmasked, len(kept) - 1, 0, 0, sinks, scale, softcap, out, lse)

@@ -1,0 +1,84 @@
+"""Attention of few queries whose keys are cut in pieces ("splits"), a program each: how a program
+stores its piece, and the merge of the pieces by their log-sum-exps.
+
+    lse = log sum over pieces of exp(lse_i),   out = sum over pieces of exp(lse_i - lse) out_i
+
+Source: Dao et al., Flash-Decoding for long-context inference (2023).
+"""
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_wait
+
+
+@triton.jit
+def store_piece(
+    top, total, acc, sinks, partial, out, lse, head, row, rows, d, in_group, in_width, split,
+    splits, D: tl.constexpr, FUSED: tl.constexpr,
+):  # fmt: skip
+    """The result of one of `splits` pieces of a row, one of `rows`: what `merge_splits` reads, or
+    if FUSED (one piece) the output and its natural log-sum-exp."""
+    empty = total == 0
+    divisor = tl.where(empty, 1.0, total)
+    base = tl.where(top == float("-inf"), 0.0, top)
+    result = tl.where(empty, float("-inf"), base + tl.log2(divisor))
+    if FUSED:
+        if sinks is not None:
+            logit = tl.load(sinks + head, mask=in_group, other=float("-inf")).to(tl.float32)
+            divisor += tl.exp2(logit * 1.4426950408889634 - base)
+        tl.store(lse + row, result * 0.6931471805599453, mask=in_group)
+        out_at = out + row[:, None] * D + d[None, :]
+    else:
+        row = row * splits + split
+        tl.store(partial + rows * splits * D + row, result, mask=in_group)
+        out_at = partial + row[:, None] * D + d[None, :]
+    tl.store(
+        out_at,
+        (acc / divisor[:, None]).to(out_at.dtype.element_ty),
+        mask=in_group[:, None] & in_width[None, :],
+    )
+
+
+@triton.jit
+def merge_splits(
+    partial, sinks, out, lse, heads, T, splits,
+    D: tl.constexpr, COLUMNS: tl.constexpr, SPLITS: tl.constexpr, PDL: tl.constexpr,
+    lengths=None, counters: tl.constexpr = 0,
+):  # fmt: skip
+    """Merge the pieces of one (row, slice of the head dimension) by their log-sum-exps. Where there
+    are `lengths`, of so many rows, count the token of the step in them: their readers are done."""
+    row = tl.program_id(0).to(tl.int64)
+    d = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    j = tl.arange(0, SPLITS)
+    in_splits = j < splits
+    lse_at = partial + tl.num_programs(0).to(tl.int64) * splits * D
+    if PDL:
+        gdc_wait()
+    # .cg: an L1 line may be older than the pieces, which other multiprocessors wrote.
+    piece_lse = tl.load(
+        lse_at + row * splits + j, mask=in_splits, other=float("-inf"), cache_modifier=".cg"
+    )
+    piece = tl.load(
+        partial + (row * splits + j)[:, None] * D + d[None, :],
+        mask=in_splits[:, None] & (d < D)[None, :],
+        other=0.0,
+        cache_modifier=".cg",
+    )
+    empty = piece_lse == float("-inf")  # such a piece may never have been written
+    piece = tl.where(empty[:, None], 0.0, piece)
+    top = tl.max(piece_lse, 0)
+    shift = tl.where(top == float("-inf"), 0.0, top)
+    weight = tl.exp2(piece_lse - shift)
+    total = tl.sum(weight, 0)
+    denominator = tl.where(total == 0, 1.0, total)
+    result = tl.where(total == 0, float("-inf"), shift + tl.log2(denominator))
+    if sinks is not None:
+        sink = tl.load(sinks + row // T % heads).to(tl.float32)
+        denominator += tl.exp2(sink * 1.4426950408889634 - shift)
+    merged = tl.sum(piece * weight[:, None], 0) / denominator
+    tl.store(out + row * D + d, merged.to(out.dtype.element_ty), mask=d < D)
+    if tl.program_id(1) == 0:
+        tl.store(lse + row, result * 0.6931471805599453)
+        if lengths is not None:
+            if row < counters:
+                tl.atomic_add(lengths + row, 1, sem="relaxed")

@@ -1,0 +1,1 @@
+"""Dense attention against a long cache."""

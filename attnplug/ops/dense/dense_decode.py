@@ -1,0 +1,326 @@
+"""Dense attention of a few queries against a long KV cache: split-KV flash decoding.
+
+    out[t] = sum_j p[t, j] v[j],   p[t, j] = exp(s[t, j]) / (sum_i exp(s[t, i]) + exp(sink)),
+    s[t, j] = scale q[t].k[j]  (softcap: cap tanh(s / cap)),   lse[t] = log sum_i exp(s[t, i])
+
+over the keys j that query t sees. The keys are cut in pieces which programs of their own attend to,
+a second kernel merges the pieces by their log-sum-exps. Only the valid part of a static cache is
+read: its length is a tensor on the device and every split works out its share of it. Source:
+Dao et al., Flash-Decoding for long-context inference (2023); online softmax: Milakov and
+Gimelshein, arXiv:1805.02867; sinks as in gpt-oss.
+"""
+
+import functools
+from typing import NamedTuple
+
+import numba
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents
+
+from attnplug.errors import ArgumentError
+from attnplug.ops.common.checks import check_attention_inputs, check_sequence_inputs, check_sinks
+from attnplug.ops.common.define import define_op, refuse_gradients
+from attnplug.ops.common.device import machine
+from attnplug.ops.common.reference import reference_rows, sinks_on_cpu
+from attnplug.ops.common.rows import mask_bytes, row_step, rows_on_cpu
+from attnplug.ops.common.softmax import LOG2E
+from attnplug.ops.common.splits import merge_splits
+
+
+def dense_decode(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    scale: float,
+    lengths: torch.Tensor | None = None,
+    start: torch.Tensor | None = None,
+    key_mask: torch.Tensor | None = None,
+    window: int = 0,
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Causal softmax attention of the last T tokens of a sequence over all its keys.
+
+    out = softmax(softcap(scale q k^T) | sink) v; lse is the natural log-sum-exp of the scores that
+    a query sees, the sink left out.
+
+    Args:
+        q: `[B, Hq, T, D]`, float32, float16 or bfloat16, any T >= 1 (made for T of 1 to about 16).
+        k, v: `[B, Hkv, S, D]` like q, Hkv dividing Hq; S is the size of the cache.
+        scale: factor on q.k, commonly `D ** -0.5`.
+        lengths: int32 or int64 `[1]` or `[B]`, tokens that are valid in k and v, the T queries
+            being the last of them: query t stands at `length - T + t`. None: all S. Slots from
+            `length` on are never read.
+        start: int32 or int64 `[1]` or `[B]`, first valid key of a left-padded row. None: 0.
+        key_mask: bool `[B, S]`, False where a key must not be seen.
+        window: a query sees itself and the `window - 1` keys before it; 0: no window.
+        softcap: scores become `softcap * tanh(score / softcap)`; 0: off.
+        sinks: `[Hq]`, one more logit for each head, without a value.
+
+    Returns:
+        out `[B, Hq, T, D]` of q's dtype and lse `[B, Hq, T]` float32. A query that sees no key
+        gives 0 and -inf.
+
+    Raises:
+        ArgumentError: a shape, dtype, device or option does not fit.
+        GradientError: an input requires grad.
+    """
+    refuse_gradients("dense_decode", q, k, v, sinks)
+    return _dense_decode(q, k, v, scale, lengths, start, key_mask, window, softcap, sinks)
+
+
+def _allocate(q, k, v, scale, lengths, start, key_mask, window, softcap, sinks):
+    name = "dense_decode"
+    check_attention_inputs(name, q, k, v)
+    check_sequence_inputs(name, q, k, lengths, start, key_mask)
+    if window < 0:
+        raise ArgumentError(f"{name}: window is {window}, needs 0 (none) or a number of keys")
+    if not softcap >= 0:
+        raise ArgumentError(f"{name}: softcap is {softcap}, needs 0 (off) or a positive cap")
+    if sinks is not None:
+        check_sinks(name, q, sinks)
+    batch, heads, queries, width = q.shape
+    return (
+        q.new_empty((batch, heads, queries, width)),
+        q.new_empty((batch, heads, queries), dtype=torch.float32),
+    )
+
+
+# --- CPU: the specification ------------------------------------------------------------------
+
+
+@numba.njit(parallel=True, cache=True)
+def _reference(q, k, v, lengths, start, mask, window, sinks, scale, softcap, out, lse):
+    """`reference_rows` for every block of queries of every KV head, in parallel."""
+    batch, heads, queries, _ = q.shape
+    kv_heads = k.shape[1]
+    group = heads // kv_heads
+    step = max(1, 128 // group)
+    blocks = (queries + step - 1) // step
+    for item in numba.prange(batch * kv_heads * blocks):
+        b = item // (kv_heads * blocks)
+        h = item // blocks % kv_heads
+        t = item % blocks * step
+        g = h * group
+        reference_rows(
+            q[b, g : g + group, t : t + step],
+            k[b, h],
+            v[b, h],
+            mask[b * len(mask) // batch],
+            lengths[b] - queries + t,
+            start[b],
+            window,
+            sinks[g : g + group],
+            scale,
+            softcap,
+            out[b, g : g + group, t : t + step],
+            lse[b, g : g + group, t : t + step],
+        )
+
+
+def _cpu(q, k, v, scale, lengths, start, key_mask, window, softcap, sinks, out, lse):
+    lengths, start = rows_on_cpu(k, lengths, start)
+    valid = int(lengths.max())
+    result = torch.empty(out.shape, dtype=torch.float32)
+    _reference(
+        q.float().contiguous().numpy(),
+        k[:, :, :valid].float().numpy(),
+        v[:, :, :valid].float().numpy(),
+        lengths.numpy(),
+        start.numpy(),
+        np.empty((1, 0), np.bool_) if key_mask is None else key_mask.numpy(),
+        window,
+        sinks_on_cpu(sinks),
+        np.float32(scale),
+        np.float32(softcap),
+        result.numpy(),
+        lse.numpy(),
+    )
+    out.copy_(result)
+
+
+# --- CUDA: attend, then reduce ---------------------------------------------------------------
+
+
+class Plan(NamedTuple):
+    """How the kernels cut the work; chosen from static shapes alone."""
+
+    rows: int  # (query, head of the group) pairs of one program
+    tile: int  # keys of one step
+    splits: int  # pieces that the keys are cut in
+    warps: int
+    stages: int
+    columns: int  # of the head dimension, for one program of the reduction
+
+
+@triton.jit
+def _attend(
+    q, k, v, lengths, start, key_mask, partial, scale, cap, window, T, S, splits,
+    q_b, q_h, q_t, k_b, k_h, k_s, v_b, v_h, v_s, mask_b,
+    GROUP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, ROWS: tl.constexpr,
+    TILE: tl.constexpr, STAGES: tl.constexpr, CAPPED: tl.constexpr, WINDOWED: tl.constexpr,
+    LENGTH_STEP: tl.constexpr, START_STEP: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One block of rows of one KV head against one split of the keys it sees."""
+    split = tl.program_id(0) % splits
+    block = tl.program_id(0) // splits
+    h = tl.program_id(1)
+    b = tl.program_id(2).to(tl.int64)
+    if PDL:
+        gdc_launch_dependents()  # the reduction may start early: it waits for the end of this grid
+
+    # Row r of the block is head r % GROUP of query r // GROUP: a KV tile is read once for all.
+    r = block * ROWS + tl.arange(0, ROWS)
+    t = r // GROUP
+    head = h * GROUP + r % GROUP
+    d = tl.arange(0, DP)
+    in_rows = r < T * GROUP
+    in_width = d < D
+    q_at = q + b * q_b + head.to(tl.int64)[:, None] * q_h + t.to(tl.int64)[:, None] * q_t
+    query = tl.load(q_at + d[None, :], mask=in_rows[:, None] & in_width[None, :], other=0.0)
+
+    length = S
+    if lengths is not None:
+        length = tl.minimum(tl.load(lengths + b * LENGTH_STEP).to(tl.int32), S)
+    low = 0
+    if start is not None:
+        low = tl.maximum(tl.load(start + b * START_STEP).to(tl.int32), 0)
+    position = length - T + t
+    if WINDOWED:
+        low = tl.maximum(low, length - T + block * ROWS // GROUP - window + 1)
+    high = length - T + tl.minimum((block * ROWS + ROWS - 1) // GROUP, T - 1) + 1
+    tiles = tl.maximum(tl.cdiv(high - low, TILE), 0)
+    first = split * tiles // splits
+    last = (split + 1) * tiles // splits
+
+    n = tl.arange(0, TILE)
+    k_at = k + b * k_b + h.to(tl.int64) * k_h + n.to(tl.int64)[:, None] * k_s + d[None, :]
+    v_at = v + b * v_b + h.to(tl.int64) * v_h + n.to(tl.int64)[:, None] * v_s + d[None, :]
+    top = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, DP], tl.float32)
+    flag, flag_at = 0, key_mask
+    if key_mask is not None:
+        flag_at = key_mask + b * mask_b + low + n
+        flag = tl.load(flag_at + first * TILE, mask=low + first * TILE + n < high, other=0)
+    for i in tl.range(first, last, num_stages=STAGES):  # pyright: ignore[reportGeneralTypeIssues]
+        at = low + i * TILE
+        readable = at + n < high
+        loadable = readable[:, None] & in_width[None, :]
+        key = tl.load(k_at + at.to(tl.int64) * k_s, mask=loadable, other=0.0)
+        s = tl.dot(query, key.T, input_precision="ieee") * scale
+        if CAPPED:  # cap tanh(y), tanh(y) = 1 - 2 / (exp(2y) + 1); scale holds 2 log2(e) / cap
+            s = cap * (1 - 2 / (tl.exp2(s) + 1))
+        seen = readable[None, :] & ((at + n)[None, :] <= position[:, None])
+        if WINDOWED:
+            seen = seen & ((at + n)[None, :] > position[:, None] - window)
+        if key_mask is not None:
+            seen = seen & (flag != 0)[None, :]
+        s = tl.where(seen, s, float("-inf"))
+        best = tl.maximum(top, tl.max(s, 1))
+        shift = tl.where(best == float("-inf"), 0.0, best)
+        # A NaN score may be dropped by the maximum; it comes back through p.
+        p = tl.exp2(s - shift[:, None])
+        decay = tl.exp2(top - shift)
+        top = best
+        total = total * decay + tl.sum(p, 1)
+        value = tl.load(v_at + at.to(tl.int64) * v_s, mask=loadable, other=0.0)
+        if key_mask is not None:
+            value = tl.where((flag != 0)[:, None], value, 0.0)  # 0 times a hidden NaN is NaN
+            # A tile ahead: bytes cannot be copied asynchronously, their latency hides in the step.
+            flag = tl.load(flag_at + at - low + TILE, mask=at + TILE + n < high, other=0)
+        acc = tl.dot(p.to(value.dtype), value, acc * decay[:, None], input_precision="ieee")
+
+    heads = tl.num_programs(1) * GROUP
+    slot = ((b * heads + head) * T + t) * splits + split
+    empty = total == 0
+    divisor = tl.where(empty, 1.0, total)
+    lse_at = partial + tl.num_programs(2).to(tl.int64) * heads * T * splits * D
+    base = tl.where(top == float("-inf"), 0.0, top)
+    tl.store(lse_at + slot, tl.where(empty, float("-inf"), base + tl.log2(divisor)), mask=in_rows)
+    if last > first:
+        tl.store(
+            partial + slot[:, None] * D + d[None, :],
+            acc / divisor[:, None],
+            mask=in_rows[:, None] & in_width[None, :],
+        )
+
+
+@functools.lru_cache(maxsize=1024)
+def plan_for(
+    batch: int, heads: int, kv_heads: int, queries: int, size: int, width: int, itemsize: int,
+    multiprocessors: int, masked: bool,
+) -> Plan:  # fmt: skip
+    """The pre-tuned plan of a shape. `size` is that of the cache: its valid length is unknown."""
+    padded = triton.next_power_of_2(width)
+    pairs = heads // kv_heads * queries
+    rows = 16 if pairs <= 16 else 64 if pairs <= 64 or padded > 128 else 128  # 32: slower than 64
+    tile = min(max(16, 16384 // (padded * itemsize)), 128)  # 16 KiB of keys a step
+    tiles = triton.cdiv(size, tile)
+    programs = batch * kv_heads * triton.cdiv(pairs, rows)
+    # One program a multiprocessor reads fastest, unless that would leave a tenth of them idle or
+    # there is a key mask, whose bytes are waited for.
+    splits = (2 if masked else 1) * multiprocessors // programs
+    if splits * programs < 0.9 * multiprocessors:
+        splits = 2 * multiprocessors // programs
+    splits = max(1, min(splits, tiles))
+    return Plan(
+        rows=rows,
+        tile=tile,
+        splits=splits,
+        warps=8 if rows == 128 or itemsize == 4 else 4,
+        stages=3 if masked or tiles <= 4 * splits else 4,
+        columns=32 if batch * heads * queries <= 4096 else padded,
+    )
+
+
+def launch_dense_decode(
+    q, k, v, scale, lengths, start, key_mask, window, softcap, sinks, out, lse, plan=None
+):
+    """Run the kernels; tensors as in `dense_decode`, on a GPU or in Triton's interpreter."""
+    batch, heads, queries, width = q.shape
+    kv_heads, size = k.shape[1], k.shape[2]
+    multiprocessors, pdl = machine(q.device)
+    if plan is None:
+        plan = plan_for(
+            batch, heads, kv_heads, queries, size, width, q.element_size(), multiprocessors,
+            key_mask is not None,
+        )  # fmt: skip
+    q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k, v))
+    key_mask = mask_bytes(key_mask)
+    rows = batch * heads * queries
+    partial = torch.empty(rows * plan.splits * (width + 1), dtype=torch.float32, device=q.device)
+    q_b, q_h, q_t, _ = q.stride()
+    k_b, k_h, k_s, _ = k.stride()
+    v_b, v_h, v_s, _ = v.stride()
+    group = heads // kv_heads
+    blocks = (group * queries + plan.rows - 1) // plan.rows
+    _attend[(plan.splits * blocks, kv_heads, batch)](
+        q, k, v, lengths, start, key_mask, partial,
+        scale * LOG2E if softcap == 0 else 2 * LOG2E * scale / softcap, softcap * LOG2E,
+        window, queries, size, plan.splits,
+        q_b, q_h, q_t, k_b, k_h, k_s, v_b, v_h, v_s,
+        0 if key_mask is None else key_mask.stride(0),
+        group, width, triton.next_power_of_2(width), plan.rows, plan.tile, plan.stages,
+        softcap > 0, window > 0, row_step(lengths), row_step(start), pdl,
+        num_warps=plan.warps,  # pyright: ignore[reportCallIssue]
+    )  # fmt: skip
+    merge_splits[(rows, triton.cdiv(width, plan.columns))](
+        partial, sinks, out, lse, heads, queries, plan.splits,
+        width, plan.columns, triton.next_power_of_2(plan.splits), pdl,
+        num_warps=4,  # pyright: ignore[reportCallIssue]
+        **({"launch_pdl": True} if pdl else {}),
+    )  # fmt: skip
+
+
+_dense_decode = define_op(
+    "dense_decode(Tensor q, Tensor k, Tensor v, float scale, Tensor? lengths, Tensor? start, "
+    "Tensor? key_mask, int window, float softcap, Tensor? sinks) -> (Tensor, Tensor)",
+    allocate=_allocate,
+    cpu=_cpu,
+    cuda=launch_dense_decode,
+)

@@ -1,0 +1,290 @@
+"""Summaries of key blocks, kept beside a KV cache: what a block's keys can score at most.
+
+    bounds[b, h, j, 0] = max of the keys of block j,   bounds[b, h, j, 1] = their min  (elementwise)
+    relu(q) . max - relu(-q) . min  >=  q . key        for every query and every key of the block
+
+or, with one part instead of two, the mean of the block's keys. Max and min may be INT8 codes,
+rounded outwards so that the inequality holds for what they stand for:
+
+    centre + unit scale_j max_code >= max,   min >= centre + unit scale_j min_code
+
+with a scale for each block, and a centre and a unit for each channel: middle and half width of the
+row's first block, the unit within a factor of SPREAD of its mean over the channels. Blocks are
+numbered from each row's first real token: block j is keys start + block j up to
+start + block (j + 1) - 1. Keys that the key mask hides enter nothing. A complete block never
+changes until the cache is cropped, so `progress` says how many leading blocks are done, for which
+start, and only what is missing is read.
+Source: Quest (Tang et al., 2024), as in "Attention Pays Its Bill" (shared/papers/000).
+"""
+
+from typing import NamedTuple
+
+import numba
+import numpy as np
+import torch
+import triton
+
+from attnplug.errors import ArgumentError
+from attnplug.ops.common.checks import BLOCKS, DTYPES, HEAD_DIMS, check_sequence_inputs
+from attnplug.ops.common.define import define_op, refuse_gradients, require
+from attnplug.ops.common.rows import (
+    NO_MASK,
+    mask_bytes,
+    row_step,
+    rows_on_cpu,
+)
+from attnplug.ops.gather.kernels import bounds as kernels
+
+SLACK, MOST, LEAST, SPREAD = (
+    x.value for x in (kernels.SLACK, kernels.MOST, kernels.LEAST, kernels.SPREAD)
+)
+
+
+def empty_bounds(
+    k: torch.Tensor, block: int, parts: int = 2, *, int8: bool = False
+) -> torch.Tensor:
+    """Summaries of a fresh cache `k [B, Hkv, S, D]`, zeros: `[B, Hkv, ceil(S / block), parts, D]`
+    like k, or for `int8` codes, and in further rows what they stand for (`Frame`)."""
+    batch, heads, size, width = k.shape
+    rows = summary_rows(-(-size // block), width, int8)
+    return k.new_zeros((batch, heads, rows, parts, width), dtype=torch.int8 if int8 else k.dtype)
+
+
+def summary_rows(blocks: int, width: int, int8: bool) -> int:
+    """Rows `[parts, D]` of the summaries of so many blocks."""
+    return blocks + 4 + -(-2 * blocks // width) if int8 else blocks
+
+
+class Frame(NamedTuple):
+    """What INT8 codes stand for, `centre + unit scale code`; float32 views of the rows behind them:
+    of each row's head `[B, Hkv, D]` twice, and of each block `[B, Hkv, blocks]`."""
+
+    centre: torch.Tensor
+    unit: torch.Tensor
+    scale: torch.Tensor
+
+
+def frame_of(bounds: torch.Tensor, blocks: int) -> Frame:
+    """The frame of INT8 summaries of so many blocks."""
+    width = bounds.shape[4]
+    behind = bounds.flatten(2)[:, :, blocks * 2 * width :].view(torch.float32)
+    return Frame(*behind[:, :, : 2 * width + blocks].split([width, width, blocks], 2))
+
+
+def block_bounds(
+    k: torch.Tensor,
+    bounds: torch.Tensor,
+    progress: torch.Tensor,
+    *,
+    block: int,
+    lengths: torch.Tensor | None = None,
+    start: torch.Tensor | None = None,
+    key_mask: torch.Tensor | None = None,
+) -> None:
+    """Bring the summaries of all complete blocks up to date, in place.
+
+    Elementwise max and min of a block's keys (`parts` 2) or their mean (`parts` 1). A NaN among
+    the keys gives NaN; a block without a visible key gives 0. With INT8 codes a key that is not
+    finite gives a scale of NaN.
+
+    Args:
+        k: `[B, Hkv, S, D]`, float32, float16 or bfloat16.
+        bounds: `[B, Hkv, ceil(S / block), parts, D]` like k, or INT8 as `empty_bounds` makes them
+            (2 parts); contiguous; written.
+        progress: int32 `[B, 2]`, contiguous; written. Of each row, how many leading blocks of
+            `bounds` are done, and the start that they are counted from: another start does them
+            anew. Begin with zeros; whoever shortens or replaces the keys lowers the count.
+        block: keys a block: 16, 32, 64 or 128.
+        lengths: int32 or int64 `[1]` or `[B]`, valid keys. None: all S.
+        start: int32 or int64 `[1]` or `[B]`, first real key of a left-padded row. None: 0.
+        key_mask: bool `[B, S]`, False where a key must not be seen.
+
+    Raises:
+        ArgumentError: a shape, dtype, device or option does not fit.
+        GradientError: an input requires grad.
+    """
+    refuse_gradients("block_bounds", k)
+    _block_bounds(k, bounds, progress, lengths, start, key_mask, block)
+
+
+def _allocate(k, bounds, progress, lengths, start, key_mask, block):
+    name = "block_bounds"
+    if k.dim() != 4:
+        raise ArgumentError(f"{name}: k has {k.dim()} dimensions, needs [B,H,S,D]")
+    if k.dtype not in DTYPES:
+        raise ArgumentError(f"{name}: k is {k.dtype}, needs float32, float16 or bfloat16")
+    if k.shape[3] not in HEAD_DIMS:
+        sizes = ", ".join(map(str, HEAD_DIMS))
+        raise ArgumentError(f"{name}: head dimension {k.shape[3]} is not one of {sizes}")
+    check_sequence_inputs(name, k, k, lengths, start, key_mask)
+    check_bounds(name, k, bounds, progress, block)
+
+
+def check_bounds(name, k, bounds, progress, block):
+    """The checks of a cache's summaries, shared with the op that scores them."""
+    if block not in BLOCKS:
+        raise ArgumentError(f"{name}: block is {block}, needs {', '.join(map(str, BLOCKS))}")
+    batch, heads, size, width = k.shape
+    shape, int8 = tuple(bounds.shape), bounds.dtype == torch.int8
+    rows = summary_rows(-(-size // block), width, int8)
+    if shape not in [(batch, heads, rows, parts, width) for parts in ((2,) if int8 else (1, 2))]:
+        wanted = (
+            "[B,Hkv,ceil(S/block) and scales,2,D]" if int8 else "[B,Hkv,ceil(S/block),2 or 1,D]"
+        )
+        raise ArgumentError(
+            f"{name}: bounds has shape {shape}, needs {wanted} = "
+            f"[{batch}, {heads}, {rows}, {'2' if int8 else '2 or 1'}, {width}]"
+        )
+    if tuple(progress.shape) != (batch, 2) or progress.dtype != torch.int32:
+        raise ArgumentError(
+            f"{name}: progress is {progress.dtype} {tuple(progress.shape)}, needs int32 [B,2] = "
+            f"[{batch}, 2]"
+        )
+    fits = int8 or bounds.dtype == k.dtype
+    require(fits, name, f"bounds is {bounds.dtype} but k is {k.dtype}: needs that or int8")
+    for label, tensor in (("bounds", bounds), ("progress", progress)):
+        if tensor.device != k.device:
+            raise ArgumentError(f"{name}: {label} is on {tensor.device}, k on {k.device}")
+        require(tensor.is_contiguous(), name, f"{label} is not contiguous")
+
+
+# --- CPU: the specification ------------------------------------------------------------------
+
+
+@numba.njit(cache=True)
+def _summarise(k, mask, out):
+    """Keys `k [block, D]` into `out [parts, D]`; an empty `mask` hides nothing."""
+    seen = 0
+    for n in range(k.shape[0]):
+        if mask.shape[0] > 0 and not mask[n]:
+            continue
+        for d in range(k.shape[1]):
+            x = k[n, d]
+            if out.shape[0] == 1:
+                out[0, d] = x if seen == 0 else out[0, d] + x
+            else:  # a NaN comes in and stays
+                high, low = out[0, d], out[1, d]
+                out[0, d] = x if seen == 0 or x > high or x != x else high
+                out[1, d] = x if seen == 0 or x < low or x != x else low
+        seen += 1
+    if seen == 0:
+        out[:] = 0.0
+    elif out.shape[0] == 1:
+        for d in range(k.shape[1]):
+            out[0, d] /= seen
+
+
+@numba.njit(cache=True)
+def _set_frame(wide, centre, unit):
+    """The frame of a row's head, from its first block `wide [2, D]`."""
+    half = (wide[0] - wide[1]) * np.float32(0.5)
+    mean = half.sum() / np.float32(half.shape[0])
+    plain = 1e-20 < mean < np.inf  # a NaN is not
+    for d in range(half.shape[0]):
+        middle = wide[0, d] * np.float32(0.5) + wide[1, d] * np.float32(0.5)
+        size = min(max(half[d], mean / np.float32(SPREAD)), mean * np.float32(SPREAD))
+        centre[d], unit[d] = (middle, size) if plain else (0.0, 1.0)
+
+
+@numba.njit(cache=True)
+def _encode(wide, centre, unit, codes):
+    """Max and min `wide [2, D]` into `codes [2, D]`; returns their scale."""
+    codes[:] = 0
+    top = np.float32(0.0)
+    for d in range(wide.shape[1]):
+        for part in range(2):
+            wide[part, d] = (wide[part, d] - centre[d]) / unit[d]
+            if not abs(wide[part, d]) < np.inf:
+                return np.float32(np.nan)
+            top = max(top, abs(wide[part, d]))
+    scale = max(top * np.float32(1 / MOST), np.float32(LEAST))
+    for d in range(wide.shape[1]):
+        codes[0, d] = np.int8(np.ceil(wide[0, d] / scale + np.float32(SLACK)))
+        codes[1, d] = np.int8(np.floor(wide[1, d] / scale - np.float32(SLACK)))
+    return scale
+
+
+@numba.njit(parallel=True, cache=True)
+def _reference(k, mask, bounds, centre, unit, scale, done, until, start, offset, block):
+    """`_summarise` for blocks done..until-1 of every row and head, in parallel; `k` holds the keys
+    from `offset` on. With a `scale` the bounds are codes."""
+    batch, heads = k.shape[:2]
+    for item in numba.prange(batch * heads):
+        b, h = item // heads, item % heads
+        hidden = mask[b * len(mask) // batch]
+        for j in range(done[b], until[b]):
+            first = start[b] + j * block
+            part = hidden[first : first + block] if hidden.shape[0] > 0 else hidden
+            wide = np.empty(bounds.shape[3:], np.float32)
+            _summarise(k[b, h, first - offset : first - offset + block], part, wide)
+            if scale.shape[2] > 0:
+                if j == 0:
+                    _set_frame(wide, centre[b, h], unit[b, h])
+                scale[b, h, j] = _encode(wide, centre[b, h], unit[b, h], bounds[b, h, j])
+            else:
+                bounds[b, h, j] = wide
+
+
+def refresh_on_cpu(k, key_mask, bounds, progress, start, until, block):
+    """Do the blocks before `until` (int64 `[B]`) that `progress` lacks, and note that."""
+    done = torch.where(progress[:, 1] == start, progress[:, 0], 0).long()
+    missing = done < until
+    if bool(missing.any()):
+        first = int((start + done * block)[missing].min())
+        last = int((start + until * block)[missing].max())
+        int8, blocks = bounds.dtype == torch.int8, -(-k.shape[2] // block)
+        frame = frame_of(bounds, blocks) if int8 else Frame(*[torch.empty(*k.shape[:2], 0)] * 3)
+        wide = bounds if int8 else bounds.float()  # bounds itself where it is float32
+        _reference(
+            k[:, :, first:last].float().numpy(),
+            NO_MASK if key_mask is None else key_mask.numpy(),
+            wide.numpy(),
+            *(part.numpy() for part in frame),
+            done.numpy(),
+            until.numpy(),
+            start.numpy(),
+            first,
+            block,
+        )
+        if wide is not bounds:
+            bounds.copy_(wide)
+    progress[:, 0] = torch.maximum(done, until)
+    progress[:, 1] = start
+
+
+def _cpu(k, bounds, progress, lengths, start, key_mask, block):
+    lengths, start = rows_on_cpu(k, lengths, start)
+    refresh_on_cpu(
+        k, key_mask, bounds, progress, start, (lengths - start).clamp(min=0) // block, block
+    )
+
+
+# --- CUDA ------------------------------------------------------------------------------------
+
+
+def launch_block_bounds(k, bounds, progress, lengths, start, key_mask, block):
+    """Run the kernels; tensors as in `block_bounds`, on a GPU or in Triton's interpreter."""
+    batch, heads, size, width = k.shape
+    k = k if k.stride(3) == 1 else k.contiguous()
+    key_mask = mask_bytes(key_mask)
+    # Enough programs to fill a GPU when a whole prompt is new, few where nothing is.
+    blocks = triton.cdiv(size, block)
+    programs = max(1, min(512 // (batch * heads), blocks))
+    steps = row_step(lengths), row_step(start)
+    kernels.refresh[(programs, heads, batch)](
+        k, bounds, progress, lengths, start, key_mask, size, blocks, programs,
+        *k.stride()[:3], 0 if key_mask is None else key_mask.stride(0),
+        width, triton.next_power_of_2(width), block, bounds.shape[3], bounds.dtype == torch.int8,
+        *steps,
+        num_warps=4,  # pyright: ignore[reportCallIssue]
+    )  # fmt: skip
+    kernels.note[(batch,)](progress, lengths, start, size, block, *steps, num_warps=1)
+
+
+_block_bounds = define_op(
+    "block_bounds(Tensor k, Tensor(a!) bounds, Tensor(b!) progress, Tensor? lengths, "
+    "Tensor? start, Tensor? key_mask, int block) -> ()",
+    allocate=_allocate,
+    cpu=_cpu,
+    cuda=launch_block_bounds,
+)

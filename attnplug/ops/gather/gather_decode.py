@@ -1,0 +1,221 @@
+"""A whole decode step over a keep set of key blocks: append, select, attend.
+
+    k[:, :, length], v[:, :, length] = new_k, new_v;  length += 1
+    index = select_blocks(q, k, ...);  out, lse = gather_attention(q, k, v, index, ...)
+
+in one chain of kernels, each launched before the one in front of it has ended (programmatic
+dependent launch): score the blocks; select, or let every attending program pick its own block;
+attend to the keep set, reading the token where it is and writing it to the cache; merge, and count
+it. Source: "Attention Pays Its Bill" (shared/papers/000); bounds of Quest (Tang et al., 2024).
+"""
+
+import functools
+from typing import NamedTuple
+
+import torch
+import triton
+
+from attnplug.errors import ArgumentError
+from attnplug.ops.common.define import define_op, refuse_gradients, require
+from attnplug.ops.common.device import machine
+from attnplug.ops.gather.gather_attention import Plan as AttendPlan
+from attnplug.ops.gather.gather_attention import Step, launch_gather_attention
+from attnplug.ops.gather.gather_attention import _allocate as _allocate_attention
+from attnplug.ops.gather.gather_attention import _cpu as _attend_on_cpu
+from attnplug.ops.gather.gather_attention import plan_for as plan_attention
+from attnplug.ops.gather.select_blocks import Plan as SelectPlan
+from attnplug.ops.gather.select_blocks import _allocate as _allocate_index
+from attnplug.ops.gather.select_blocks import _cpu as _select_on_cpu
+from attnplug.ops.gather.select_blocks import launch_choice, launch_scores
+from attnplug.ops.gather.select_blocks import plan_for as plan_selection
+
+NAME = "gather_decode"
+
+
+def gather_decode(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    new_k: torch.Tensor,
+    new_v: torch.Tensor,
+    bounds: torch.Tensor,
+    progress: torch.Tensor,
+    lengths: torch.Tensor,
+    *,
+    scale: float,
+    block: int,
+    top_k: int,
+    sink: int = 1,
+    local: int = 4,
+    scoring: str = "bounds",
+    start: torch.Tensor | None = None,
+    key_mask: torch.Tensor | None = None,
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
+    count: bool = True,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Write one token to the cache and attend from it, over the keep set, as `select_blocks` and
+    `gather_attention` would with the token in the cache.
+
+    Args:
+        q: `[B, Hq, 1, D]`, float32, float16 or bfloat16.
+        k, v: `[B, Hkv, S, D]` like q, the cache; written. Neighbours in D next to each other.
+        new_k, new_v: `[B, Hkv, 1, D]` like q, the token's key and value.
+        bounds, progress: as `select_blocks` has them; written.
+        lengths: int32 or int64 `[]`, `[1]` or `[B]`, contiguous: tokens before this one; one
+            more after the call, with `count`. The output of a row that has S already is NaN, and
+            nothing of it is written.
+        scale, block, top_k, sink, local, scoring: as `select_blocks` has them.
+        start: int32 or int64 `[1]` or `[B]`, first real key of a left-padded row. None: 0.
+        key_mask: bool `[B, S]`, False where a key must not be seen.
+        softcap, sinks: as `gather_attention` has them.
+        count: whether to count the token. Compiled code must count it itself where it reads
+            `lengths` elsewhere: inductor (2.11 to 2.13) moves such reads, a position's say, behind
+            an op that writes what they read.
+
+    Returns:
+        out `[B, Hq, 1, D]` of q's dtype and lse `[B, Hq, 1]` float32, as `gather_attention`.
+
+    Raises:
+        ArgumentError: a shape, dtype, device or option does not fit.
+        GradientError: an input requires grad.
+    """
+    refuse_gradients(NAME, q, k, v, new_k, new_v, sinks)
+    return (_gather_decode if count else _gather_decode_uncounted)(
+        q, k, v, new_k, new_v, bounds, progress, lengths, scale, block, top_k, sink, local, scoring,
+        start, key_mask, softcap, sinks,
+    )  # fmt: skip
+
+
+def _allocate(
+    q, k, v, new_k, new_v, bounds, progress, lengths, scale, block, top_k, sink, local, scoring,
+    start, key_mask, softcap, sinks,
+):  # fmt: skip
+    if lengths.dim() == 0:
+        lengths = lengths.reshape(1)
+    index = _allocate_index(
+        q, k, bounds, progress, scale, block, top_k, sink, local, scoring, lengths, start, key_mask
+    )
+    outputs = _allocate_attention(
+        q, k, v, index, scale, block, sink, local, lengths, start, key_mask, softcap, sinks
+    )
+    if q.shape[2] != 1:
+        raise ArgumentError(f"{NAME}: q has {q.shape[2]} queries a row, needs 1")
+    wanted = (*k.shape[:2], 1, k.shape[3])
+    for label, cache, new in (("k", k, new_k), ("v", v, new_v)):
+        if tuple(new.shape) != wanted or new.dtype != q.dtype or new.device != q.device:
+            raise ArgumentError(
+                f"{NAME}: new_{label} is {new.dtype} {tuple(new.shape)} on {new.device}, needs "
+                f"{q.dtype} [B,Hkv,1,D] = {list(wanted)} on {q.device}"
+            )
+        require(cache.stride(3) == 1, NAME, f"{label} has a stride of {cache.stride(3)} in D")
+    require(lengths.is_contiguous(), NAME, "lengths is not contiguous")
+    return outputs
+
+
+# --- CPU: the specification ------------------------------------------------------------------
+
+
+def _cpu(
+    q, k, v, new_k, new_v, bounds, progress, lengths, scale, block, top_k, sink, local, scoring,
+    start, key_mask, softcap, sinks, out, lse, count=True,
+):  # fmt: skip
+    lengths = lengths.reshape(-1)
+    full = (lengths >= k.shape[2]).expand(q.shape[0])
+    for b, at in enumerate(lengths.expand(q.shape[0]).tolist()):
+        if not full[b]:
+            k[b, :, at], v[b, :, at] = new_k[b, :, 0], new_v[b, :, 0]
+    now = lengths.add_(1) if count else lengths + 1
+    index = q.new_empty((*k.shape[:2], 1, top_k), dtype=torch.int32)
+    if top_k > 0:
+        _select_on_cpu(
+            q, k, bounds, progress, scale, block, top_k, sink, local, scoring, now, start,
+            key_mask, index,
+        )  # fmt: skip
+    _attend_on_cpu(
+        q, k, v, index, scale, block, sink, local, now, start, key_mask, softcap, sinks, out, lse
+    )
+    out[full], lse[full] = torch.nan, torch.nan
+
+
+# --- CUDA ------------------------------------------------------------------------------------
+
+
+class Plan(NamedTuple):
+    """How the kernels cut the work; chosen from static shapes alone."""
+
+    select: SelectPlan
+    attend: AttendPlan
+    inline: bool  # no kernel selects: each attending program picks the block that it reads
+
+
+@functools.lru_cache(maxsize=1024)
+def plan_for(
+    rows: int, group: int, blocks: int, block: int, top_k: int, kept: int, width: int,
+    itemsize: int, multiprocessors: int, pipelined: bool, summary_size: int,
+) -> Plan:  # fmt: skip
+    """The pre-tuned plan of a shape: `rows` (sequence, KV head) pairs keep `kept` blocks each, of
+    the `blocks` that the cache has room for; a summary's element has `summary_size` bytes."""
+    select = plan_selection(rows, blocks, top_k, width, summary_size, pipelined)
+    attend = plan_attention(rows, group, kept * block, block, width, itemsize, multiprocessors)
+    alone = attend.splits * attend.tile == kept * block and block % attend.tile == 0
+    # Selecting once more in every program costs less than a kernel, while there are few of them and
+    # not many blocks: a program's code is read once, and it costs more to fetch it than to run it.
+    few = rows * attend.splits <= multiprocessors and top_k <= 8 and blocks <= 2048
+    return Plan(select, attend, alone and few)
+
+
+def launch_gather_decode(
+    q, k, v, new_k, new_v, bounds, progress, lengths, scale, block, top_k, sink, local, scoring,
+    start, key_mask, softcap, sinks, out, lse, plan=None, count=True,
+):  # fmt: skip
+    """Run the kernels; tensors as in `gather_decode`, on a GPU or in Triton's interpreter."""
+    lengths = lengths.reshape(-1)
+    batch, heads, _, width = q.shape
+    kv_heads, blocks = k.shape[1], triton.cdiv(k.shape[2], block)
+    if plan is None:
+        plan = plan_for(
+            batch * kv_heads, heads // kv_heads, blocks, block, top_k, sink + local + top_k, width,
+            q.element_size(), machine(q.device)[0], scoring == "bounds" and key_mask is None,
+            bounds.element_size(),
+        )  # fmt: skip
+    new_k, new_v = (x if x.stride(3) == 1 else x.contiguous() for x in (new_k, new_v))
+    index = q.new_empty((batch, kv_heads, 1, top_k), dtype=torch.int32)
+    step = Step(new_k, new_v, progress, count)
+    if top_k > 0:
+        scores = launch_scores(
+            q, k, bounds, progress, scale, block, top_k, sink, local, scoring, lengths, start,
+            key_mask, plan.select, new=1,
+        )  # fmt: skip
+        if plan.inline:
+            index, step = None, step._replace(scores=scores, top_k=top_k)
+        else:
+            launch_choice(
+                scores, k, progress, block, top_k, local, lengths, start, blocks, index, new=1
+            )
+    launch_gather_attention(
+        q, k, v, index, scale, block, sink, local, lengths, start, key_mask, softcap, sinks, out,
+        lse, plan.attend, step,
+    )  # fmt: skip
+
+
+SCHEMA = (
+    "(Tensor q, Tensor(a!) k, Tensor(b!) v, Tensor new_k, Tensor new_v, Tensor(c!) bounds, "
+    "Tensor(d!) progress, {lengths} lengths, float scale, int block, int top_k, int sink, "
+    "int local, str scoring, Tensor? start, Tensor? key_mask, float softcap, Tensor? sinks) "
+    "-> (Tensor, Tensor)"
+)
+
+_gather_decode = define_op(
+    "gather_decode" + SCHEMA.format(lengths="Tensor(e!)"),
+    allocate=_allocate,
+    cpu=_cpu,
+    cuda=launch_gather_decode,
+)
+
+_gather_decode_uncounted = define_op(
+    "gather_decode_uncounted" + SCHEMA.format(lengths="Tensor"),
+    allocate=_allocate,
+    cpu=functools.partial(_cpu, count=False),
+    cuda=functools.partial(launch_gather_decode, count=False),
+)

@@ -1,0 +1,425 @@
+"""Which key blocks a decode step should read: the best of each KV head by a score of their
+summaries.
+
+    bounds     max_g relu(q_g) . max_j - relu(-q_g) . min_j          no key of block j scores higher
+    estimate   log sum_g softmax_j(e_gj),   e_gj = scale q_g . (max_j + min_j) / 2
+                                                   + sum_d (scale q_gd (max_jd - min_jd) / 4)^2 / 2
+    mean       mean_g q_g . mean_j
+
+over the query heads g of the group. Candidates are the blocks between the sink and the last
+`local` blocks; a block none of whose keys the mask lets through is none. The best `top_k` are
+taken, ties to the lower index. A block with a NaN or infinite key, whose score is then NaN or
+infinite, comes first: it must surface. Missing summaries are made on the way (`block_bounds`).
+Bounds may be INT8 codes: then the query, times the channels' units, is rounded to 15 bits relative
+to its largest element, and the products are of integers.
+Sources: Quest (Tang et al., 2024); "Attention Pays Its Bill" (shared/papers/000).
+"""
+
+from typing import NamedTuple
+
+import numba
+import numpy as np
+import torch
+import triton
+
+from attnplug.errors import ArgumentError
+from attnplug.ops.common.checks import check_attention_inputs, check_sequence_inputs
+from attnplug.ops.common.define import define_op, refuse_gradients, require
+from attnplug.ops.common.device import early
+from attnplug.ops.common.rows import NO_MASK, mask_bytes, row_step, rows_on_cpu
+from attnplug.ops.gather.block_bounds import Frame, check_bounds, frame_of, refresh_on_cpu
+from attnplug.ops.gather.kernels import select as kernels
+
+SCORINGS = ("bounds", "estimate", "mean")
+MAX_BLOCKS = 256
+
+
+def select_blocks(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    bounds: torch.Tensor,
+    progress: torch.Tensor,
+    *,
+    scale: float,
+    block: int,
+    top_k: int,
+    sink: int = 1,
+    local: int = 4,
+    scoring: str = "bounds",
+    lengths: torch.Tensor | None = None,
+    start: torch.Tensor | None = None,
+    key_mask: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The best distant key blocks of every query and KV head; makes missing summaries first.
+
+    The query at position p of a row looks at the blocks from `sink` to
+    `(p - start) // block - local`, both included: all of them are complete.
+
+    Args:
+        q: `[B, Hq, T, D]`, float32, float16 or bfloat16; the last T tokens of each row.
+        k: `[B, Hkv, S, D]` like q, a cache that holds these tokens already.
+        bounds: `[B, Hkv, ceil(S / block), 2, D]`, for `scoring` "mean" 1 for 2, like k, or for
+            "bounds" INT8 as `empty_bounds` makes them; written.
+        progress: int32 `[B, 2]`; written. Both as `block_bounds` keeps them.
+        scale: factor on q.k, above 0.
+        block: keys a block: 16, 32, 64 or 128.
+        top_k: blocks to take, 0 to 256.
+        sink: first blocks that are read anyway.
+        local: last blocks that are read anyway, the query's own included; at least 1.
+        scoring: "bounds", "estimate" or "mean".
+        lengths: int32 or int64 `[1]` or `[B]`, valid keys. None: all S.
+        start: int32 or int64 `[1]` or `[B]`, first real key of a left-padded row. None: 0.
+        key_mask: bool `[B, S]`, False where a key must not be seen.
+
+    Returns:
+        int32 `[B, Hkv, T, top_k]`, blocks counted from `start`, best first, -1 where there are
+        fewer.
+
+    Raises:
+        ArgumentError: a shape, dtype, device or option does not fit.
+        GradientError: an input requires grad.
+    """
+    refuse_gradients("select_blocks", q, k)
+    return _select_blocks(
+        q, k, bounds, progress, scale, block, top_k, sink, local, scoring, lengths, start, key_mask
+    )
+
+
+def _allocate(
+    q, k, bounds, progress, scale, block, top_k, sink, local, scoring, lengths, start, key_mask
+):
+    name = "select_blocks"
+    check_attention_inputs(name, q, k, k)
+    check_sequence_inputs(name, q, k, lengths, start, key_mask)
+    check_bounds(name, k, bounds, progress, block)
+    if not scale > 0:
+        raise ArgumentError(f"{name}: scale is {scale}, needs a number above 0")
+    if not 0 <= top_k <= MAX_BLOCKS:
+        raise ArgumentError(f"{name}: top_k is {top_k}, needs 0 to {MAX_BLOCKS}")
+    if sink < 0:
+        raise ArgumentError(f"{name}: sink is {sink}, needs at least 0")
+    if local < 1:
+        raise ArgumentError(f"{name}: local is {local}, needs at least 1, the query's own block")
+    if scoring not in SCORINGS:
+        raise ArgumentError(f"{name}: scoring is {scoring!r}, needs {', '.join(SCORINGS)}")
+    parts = 1 if scoring == "mean" else 2
+    if bounds.shape[3] != parts:
+        raise ArgumentError(
+            f"{name}: bounds has {bounds.shape[3]} parts, scoring {scoring!r} needs {parts}"
+        )
+    fits = bounds.dtype != torch.int8 or scoring == "bounds"
+    require(fits, name, f"bounds is torch.int8, scoring {scoring!r} needs {k.dtype}")
+    shape = (q.shape[0], k.shape[1], q.shape[2], top_k)
+    return q.new_empty(shape, dtype=torch.int32)
+
+
+# --- CPU: the specification ------------------------------------------------------------------
+
+
+@numba.njit(cache=True)
+def _bound(q, high, low):
+    score = np.float32(0.0)
+    for d in range(q.shape[0]):
+        score += q[d] * (high[d] if q[d] > 0 else low[d])
+    return score
+
+
+@numba.njit(cache=True)
+def _estimate(q, high, low, scale):
+    score = np.float32(0.0)
+    for d in range(q.shape[0]):
+        x = q[d] * scale
+        spread = x * (high[d] - low[d]) * np.float32(0.25)
+        score += x * (high[d] + low[d]) * np.float32(0.5) + np.float32(0.5) * spread * spread
+    return score
+
+
+@numba.njit(cache=True)
+def _scores(q, bounds, scale, scoring):
+    """float32 scores `[blocks]` of summaries `bounds [blocks, parts, D]` for a group `q [G, D]`."""
+    group, blocks = q.shape[0], bounds.shape[0]
+    scores = np.full(blocks, -np.inf, np.float32)
+    if scoring == 1:
+        for g in range(group):
+            own = np.empty(blocks, np.float32)
+            for j in range(blocks):
+                own[j] = _estimate(q[g], bounds[j, 0], bounds[j, 1], scale)
+            top, total = np.float32(-np.inf), np.float32(0.0)
+            for x in own:  # a block that is not finite comes first anyway, and not alone
+                top = max(top, x) if x < np.inf else top
+            for x in own:
+                total += np.exp(x - top) if x < np.inf else np.float32(0.0)
+            for j in range(blocks):
+                scores[j] = np.logaddexp(scores[j], own[j] - top - np.log(total))
+    elif scoring == 2:
+        mean = np.zeros(q.shape[1], np.float32)
+        for g in range(group):
+            mean += q[g] / np.float32(group)
+        for j in range(blocks):
+            score = np.float32(0.0)
+            for d in range(mean.shape[0]):
+                score += mean[d] * bounds[j, 0, d]
+            scores[j] = score
+    else:
+        for j in range(blocks):
+            for g in range(group):
+                score = _bound(q[g], bounds[j, 0], bounds[j, 1])
+                scores[j] = score if score > scores[j] or score != score else scores[j]
+    return scores
+
+
+@numba.njit(cache=True)
+def _code_scores(q, codes, centre, unit, scale):
+    """`_scores` by bounds of summaries in INT8, `codes [blocks, 2, D]`."""
+    group, blocks = q.shape[0], codes.shape[0]
+    scores = np.full(blocks, -np.inf, np.float32)
+    level = np.empty(q.shape[1], np.int64)
+    for g in range(group):
+        scaled = q[g] * unit
+        top, middle = np.float32(0.0), np.float32(0.0)
+        for d in range(q.shape[1]):
+            top = max(top, abs(scaled[d]))
+            middle += q[g, d] * centre[d] + q[g, d] * np.float32(0.0)  # what is not finite: NaN
+        inverse = np.float32(16256) / top if 0 < top < np.inf else np.float32(0.0)
+        for d in range(q.shape[1]):
+            exact = scaled[d] * inverse
+            level[d] = int(np.rint(exact)) if abs(exact) <= 16257 else 0
+        for j in range(blocks):
+            total = 0
+            for d in range(q.shape[1]):
+                total += level[d] * (codes[j, 0, d] if level[d] > 0 else codes[j, 1, d])
+            step = top * np.float32(1 / 16256)
+            score = np.float32(total) * step * scale[j] + middle
+            scores[j] = score if score > scores[j] or score != score else scores[j]
+    return scores
+
+
+@numba.njit(cache=True)
+def _best(scores, allowed, out):
+    """The allowed blocks of highest score, best first, into `out [top_k]`; NaN counts as inf."""
+    best = np.empty(out.shape[0], np.float32)
+    count = 0
+    for j in range(scores.shape[0]):
+        if not allowed[j]:
+            continue
+        score = scores[j] if scores[j] == scores[j] else np.float32(np.inf)
+        if count < out.shape[0]:
+            place, count = count, count + 1
+        elif out.shape[0] > 0 and score > best[count - 1]:
+            place = count - 1
+        else:
+            continue
+        while place > 0 and score > best[place - 1]:
+            best[place], out[place] = best[place - 1], out[place - 1]
+            place -= 1
+        best[place], out[place] = score, j
+    out[count:] = -1
+
+
+@numba.njit(parallel=True, cache=True)
+def _reference(
+    q, bounds, centre, unit, scales, mask, lengths, start, scale, block, sink, local, scoring, out
+):
+    """Scores and choice of every (row, KV head, query), in parallel. With `scales` the bounds are
+    codes."""
+    batch, heads, queries, _ = q.shape
+    kv_heads = bounds.shape[1]
+    group = heads // kv_heads
+    for item in numba.prange(batch * kv_heads * queries):
+        b = item // (kv_heads * queries)
+        h = item // queries % kv_heads
+        t = item % queries
+        position = lengths[b] - queries + t - start[b]
+        end = max(position // block - local + 1, sink)
+        allowed = np.ones(end - sink, np.bool_)
+        hidden = mask[b * len(mask) // batch]
+        if hidden.shape[0] > 0:
+            for j in range(sink, end):
+                first = start[b] + j * block
+                allowed[j - sink] = hidden[first : first + block].any()
+        shown = bounds[b, h, sink:end][allowed]
+        scores = np.empty(end - sink, np.float32)
+        query = q[b, h * group : h * group + group, t]
+        if scales.shape[2] > 0:
+            scores[allowed] = _code_scores(
+                query, shown, centre[b, h], unit[b, h], scales[b, h, sink:end][allowed]
+            )
+        else:
+            scores[allowed] = _scores(query, shown, scale, scoring)
+        _best(scores, allowed, out[b, h, t])
+        for i in range(out.shape[3]):
+            out[b, h, t, i] += sink if out[b, h, t, i] >= 0 else 0
+
+
+def _cpu(
+    q, k, bounds, progress, scale, block, top_k, sink, local, scoring, lengths, start, key_mask, out
+):
+    lengths, start = rows_on_cpu(k, lengths, start)
+    until = ((lengths - 1 - start).clamp(min=0) // block - local + 1).clamp(min=0)
+    refresh_on_cpu(k, key_mask, bounds, progress, start, until, block)
+    shown = bounds[:, :, : max(int(until.max()), sink)]
+    int8 = bounds.dtype == torch.int8
+    blocks = -(-k.shape[2] // block)
+    frame = frame_of(bounds, blocks) if int8 else Frame(*[torch.empty(*k.shape[:2], 0)] * 3)
+    _reference(
+        q.float().contiguous().numpy(),
+        (shown if int8 else shown.float()).numpy(),
+        *(part.numpy() for part in frame),
+        NO_MASK if key_mask is None else key_mask.numpy(),
+        lengths.numpy(),
+        start.numpy(),
+        np.float32(scale),
+        block,
+        sink,
+        local,
+        SCORINGS.index(scoring),
+        out.numpy(),
+    )
+
+
+# --- CUDA: refresh and score, then (for estimate) combine, then select -----------------------
+
+
+class Plan(NamedTuple):
+    """How the kernels cut the work; chosen from static shapes alone."""
+
+    chunk: int  # blocks that are scored together
+    members: int  # blocks whose maximum the score kernel hands on; 0: none, the selection is flat
+    warps: int
+    select_warps: int
+    repeat: int = 1  # chunks of one program of the score kernel
+    stages: int = 1  # of its pipeline
+    soon: bool = False  # read summaries before the length is known; one chunk a program
+    registers: int | None = None  # most of a thread of the score kernel; few programs fit otherwise
+
+
+FLAT = 512  # candidates up to which one program selects among all of them
+FEW = 8192  # blocks of all rows up to which latency counts, and not bandwidth
+
+
+def plan_for(
+    rows: int, blocks: int, top_k: int, width: int, itemsize: int, pipelined: bool
+) -> Plan:
+    """The pre-tuned plan of a shape. `blocks` is how many the cache has room for, `itemsize` that
+    of their summaries. `pipelined` allows a pipeline, which only what a GPU has compared gets
+    (Triton 3.6 compiles some wrong)."""
+    total, row_bytes = rows * blocks, triton.next_power_of_2(width) * itemsize
+    int8, few, flat = itemsize == 1, total <= FEW, triton.next_power_of_2(blocks) <= FLAT
+    chunk = (32 if few else 64) * (2 if int8 else 1)
+    chunk = max(16, min(chunk, (8192 if few else 16384) // row_bytes))
+    members = 0
+    if not flat:
+        members = 32 if (blocks > 4096 and top_k <= 8) or blocks > 16384 else 16
+        members = min(chunk, 8 if top_k > 8 and blocks <= 1024 else members)
+    many = top_k > 64 or (not flat and top_k > 8) or blocks > 4096
+    plan = Plan(chunk, members, 4, 8 if many else 4)
+    if few:
+        return plan._replace(soon=True)
+    if not pipelined or row_bytes > 256:
+        return plan
+    if int8:  # many bytes on their way need no long programs
+        if total <= 2**15 and rows <= 8:
+            return plan
+        return plan._replace(repeat=2 if total <= 2**17 else 4, stages=2, registers=128)
+    return plan._replace(repeat=2 if total <= 2**17 else 4, stages=3, registers=128)
+
+
+class Scores(NamedTuple):
+    """What the score kernel leaves: int64 keys of all blocks, and the maxima of groups of them."""
+
+    keys: torch.Tensor
+    best: torch.Tensor
+    plan: Plan
+    # Kept alive with the rest: kernels that start early must not be given its memory.
+    heads: torch.Tensor | None = None
+
+    def widths(self, top_k: int, blocks: int) -> tuple[int, int]:
+        """(padded top_k, padded number of keys that the first level selects from)."""
+        members, kept = self.plan.members, max(2, triton.next_power_of_2(top_k))
+        wide = triton.cdiv(blocks, members) if members else blocks
+        return kept, max(2 * kept, triton.next_power_of_2(wide))
+
+
+def launch_scores(
+    q, k, bounds, progress, scale, block, top_k, sink, local, scoring, lengths, start, key_mask,
+    plan=None, new=0,
+):  # fmt: skip
+    """Bring the summaries up to date and score the blocks. `new` tokens are neither in the cache
+    nor counted by `lengths` yet: a chain of kernels begins, of which each may start early."""
+    batch, heads, queries, width = q.shape
+    kv_heads, size, blocks = k.shape[1], k.shape[2], triton.cdiv(k.shape[2], block)
+    group, rows, int8 = heads // kv_heads, batch * kv_heads * queries, bounds.dtype == torch.int8
+    if plan is None:
+        plain = scoring == "bounds" and key_mask is None
+        plan = plan_for(rows, blocks, top_k, width, bounds.element_size(), plain)
+    pdl, dependent = early(q.device)
+    q, k = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k))
+    key_mask = mask_bytes(key_mask)
+    programs = triton.cdiv(blocks, plan.chunk * plan.repeat)
+    chunks = programs * plan.repeat
+    mode = SCORINGS.index(scoring)
+    keys = torch.empty(rows * blocks, dtype=torch.int64, device=q.device)
+    best = keys
+    if plan.members:
+        groups = rows * triton.cdiv(blocks, plan.members)
+        best = torch.empty(groups, dtype=torch.int64, device=q.device)
+    per_head = None
+    if mode == 1:
+        places = rows * group * (blocks + chunks)
+        per_head = torch.empty(places, dtype=torch.float32, device=q.device)
+    padded = max(16, triton.next_power_of_2(group) * (2 if int8 else 1))
+    steps = row_step(lengths), row_step(start)
+    kernels.score_blocks[(programs, kv_heads * queries, batch)](
+        q, k, bounds, progress, lengths, start, key_mask, keys, best, per_head, scale,
+        queries, size, blocks, chunks, *q.stride()[:3], *k.stride()[:3],
+        0 if key_mask is None else key_mask.stride(0),
+        group, padded, width, triton.next_power_of_2(width), block, sink, local, mode,
+        plan.chunk, plan.members, plan.repeat, plan.stages, plan.soon, int8, new, *steps, pdl,
+        num_warps=plan.warps, maxnreg=plan.registers,  # pyright: ignore[reportCallIssue]
+        **(dependent if new else {}),
+    )  # fmt: skip
+    if mode == 1:
+        kernels.combine_heads[(chunks, rows)](
+            keys, best, per_head, lengths, start, queries, size, blocks, chunks, kv_heads,
+            group, padded, block, local, plan.chunk, triton.next_power_of_2(chunks), plan.members,
+            new, *steps, pdl,
+            num_warps=plan.warps, **dependent,  # pyright: ignore[reportCallIssue]
+        )  # fmt: skip
+    return Scores(keys, best, plan, per_head)
+
+
+def launch_choice(scores, k, progress, block, top_k, local, lengths, start, blocks, out, new=0):
+    """Select from what `launch_scores` left, into `out [B,Hkv,T,top_k]`."""
+    batch, kv_heads, queries, _ = out.shape
+    plan, size, rows = scores.plan, k.shape[2], batch * kv_heads * queries
+    kept, wide = scores.widths(top_k, blocks)
+    pdl, dependent = early(k.device)
+    steps = row_step(lengths), row_step(start)
+    kernels.select_best[(rows,)](
+        scores.keys, scores.best, progress, lengths, start, out, queries, size, blocks, kv_heads,
+        block, local, top_k, kept, wide, plan.members, new, *steps, pdl,
+        num_warps=plan.select_warps, **dependent,  # pyright: ignore[reportCallIssue]
+    )  # fmt: skip
+
+
+def launch_select_blocks(
+    q, k, bounds, progress, scale, block, top_k, sink, local, scoring, lengths, start, key_mask,
+    out, plan=None, new=0,
+):  # fmt: skip
+    """Run the kernels; tensors as in `select_blocks`, on a GPU or in Triton's interpreter."""
+    scores = launch_scores(
+        q, k, bounds, progress, scale, block, top_k, sink, local, scoring, lengths, start,
+        key_mask, plan, new,
+    )  # fmt: skip
+    blocks = triton.cdiv(k.shape[2], block)
+    launch_choice(scores, k, progress, block, top_k, local, lengths, start, blocks, out, new)
+
+
+_select_blocks = define_op(
+    "select_blocks(Tensor q, Tensor k, Tensor(a!) bounds, Tensor(b!) progress, float scale, "
+    "int block, int top_k, int sink, int local, str scoring, Tensor? lengths, Tensor? start, "
+    "Tensor? key_mask) -> Tensor",
+    allocate=_allocate,
+    cpu=_cpu,
+    cuda=launch_select_blocks,
+)

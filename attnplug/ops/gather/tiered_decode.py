@@ -1,0 +1,357 @@
+"""A decode step over a keep set of key blocks whose cache lies in host memory.
+
+What `gather_decode` computes, where keys and values are in pinned host memory that the GPU reads
+over the link. The last `local * block` tokens are in the GPU's memory, in a ring; and so are the
+blocks that steps wanted lately, in slots. A block that a step wants and no slot has is read from
+the host by the very program that attends to it, which also writes it to the slot it is given.
+Nothing asks the host's processor: the whole is a chain of kernels, and one CUDA graph.
+
+Slots are given by a clock: a hand goes round, passes by the slots that were wanted again since it
+passed last, and takes those that were not. Sources: "Attention Pays Its Bill" (shared/papers/000);
+Corbato, A Paging Experiment with the Multics System (1968).
+"""
+
+from typing import NamedTuple
+
+import numba
+import numpy as np
+import torch
+import triton
+
+from attnplug.errors import ArgumentError
+from attnplug.ops.common.define import define_op, refuse_gradients, require
+from attnplug.ops.common.device import early, machine
+from attnplug.ops.common.reference import reference_rows, sinks_on_cpu
+from attnplug.ops.common.rows import NO_MASK, mask_bytes, row_step
+from attnplug.ops.common.softmax import LOG2E
+from attnplug.ops.common.splits import merge_splits
+from attnplug.ops.gather.gather_attention import Plan, _kept_keys
+from attnplug.ops.gather.gather_attention import _allocate as _allocate_attention
+from attnplug.ops.gather.gather_attention import plan_for as plan_attention
+from attnplug.ops.gather.kernels import tiered as kernels
+from attnplug.ops.gather.select_blocks import _allocate as _allocate_index
+from attnplug.ops.gather.select_blocks import _cpu as _select_on_cpu
+from attnplug.ops.gather.select_blocks import launch_choice, launch_scores
+
+NAME = "tiered_decode"
+
+
+class Near(NamedTuple):
+    """What of a cache in host memory is in the GPU's, and where.
+
+    ring: `[B,Hkv,2,local * block,D]`, keys and values of the last tokens: position p at p modulo
+        the ring's size.
+    slots: `[B,Hkv,R,2,block,D]`, keys and values of R blocks for each KV head.
+    table: int32 `[B,Hkv,ceil(S / block)]`, the slot that each block was given last.
+    owner: int32 `[B,Hkv,R]`, position of the first key of a slot's block, -1 where there is none:
+        a block is in the slot that the table names if that is the slot's owner.
+    used: int32 `[B,Hkv,R]`, 1 where a slot's block was wanted again since the hand passed.
+    counters: int64 `[B,Hkv,3]`: blocks that were wanted, those found in slots, and the hand.
+    """
+
+    ring: torch.Tensor
+    slots: torch.Tensor
+    table: torch.Tensor
+    owner: torch.Tensor
+    used: torch.Tensor
+    counters: torch.Tensor
+
+    @classmethod
+    def empty(
+        cls, batch: int, heads: int, size: int, width: int, block: int, local: int, slots: int,
+        dtype: torch.dtype, device: torch.device,
+    ) -> "Near":  # fmt: skip
+        """Nothing resident, for a cache of `size` tokens."""
+        made = {"dtype": torch.int32, "device": device}
+        rows, blocks = (batch, heads), -(-size // block)
+        return cls(
+            torch.zeros((*rows, 2, local * block, width), dtype=dtype, device=device),
+            torch.zeros((*rows, slots, 2, block, width), dtype=dtype, device=device),
+            torch.zeros((*rows, blocks), **made),
+            torch.full((*rows, slots), -1, **made),
+            torch.zeros((*rows, slots), **made),
+            torch.zeros((*rows, 3), dtype=torch.int64, device=device),
+        )
+
+
+def tiered_decode(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    bounds: torch.Tensor,
+    progress: torch.Tensor,
+    near: Near,
+    *,
+    scale: float,
+    block: int,
+    top_k: int,
+    lengths: torch.Tensor,
+    new: tuple[torch.Tensor, torch.Tensor] | None = None,
+    sink: int = 1,
+    local: int = 4,
+    scoring: str = "bounds",
+    start: torch.Tensor | None = None,
+    key_mask: torch.Tensor | None = None,
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attend from one token over the keep set, as `select_blocks` and `gather_attention` would.
+
+    Args:
+        q: `[B, Hq, 1, D]`, float32, float16 or bfloat16.
+        k, v: `[B, Hkv, S, D]` like q, the whole cache; neighbours in D next to each other.
+        bounds, progress: as `select_blocks` has them; written.
+        near: what is on the GPU; written.
+        scale, block, top_k, sink, local, scoring: as `select_blocks` has them.
+        lengths: int32 or int64 `[1]` or `[B]`, valid keys. With `new` the token is not among them.
+        new: key and value `[B, Hkv, 1, D]` of the query's token, which are then written to k, v and
+            the ring; the caller counts the token afterwards. The output of a row that has S already
+            is NaN. None: the token is in k, v and the ring.
+        start: int32 or int64 `[1]` or `[B]`, first real key of a left-padded row. None: 0.
+        key_mask: bool `[B, S]`, False where a key must not be seen.
+        softcap, sinks: as `gather_attention` has them.
+
+    Returns:
+        out `[B, Hq, 1, D]` of q's dtype and lse `[B, Hq, 1]` float32, as `gather_attention`.
+
+    Raises:
+        ArgumentError: a shape, dtype, device or option does not fit.
+        GradientError: an input requires grad.
+    """
+    refuse_gradients(NAME, q, k, v, sinks)
+    new_k, new_v = (None, None) if new is None else new
+    return _tiered_decode(
+        q, k, v, new_k, new_v, bounds, progress, *near, lengths, scale, block, top_k, sink, local,
+        scoring, start, key_mask, softcap, sinks,
+    )  # fmt: skip
+
+
+def _allocate(
+    q, k, v, new_k, new_v, bounds, progress, ring, slots, table, owner, used, counters, lengths,
+    scale, block, top_k, sink, local, scoring, start, key_mask, softcap, sinks,
+):  # fmt: skip
+    index = _allocate_index(
+        q, k, bounds, progress, scale, block, top_k, sink, local, scoring, lengths, start, key_mask
+    )
+    outputs = _allocate_attention(
+        q, k, v, index, scale, block, sink, local, lengths, start, key_mask, softcap, sinks
+    )
+    require(q.shape[2] == 1, NAME, f"q has {q.shape[2]} queries a row, needs 1")
+    rows, width, blocks = tuple(k.shape[:2]), k.shape[3], -(-k.shape[2] // block)
+    for label, cache, new in (("k", k, new_k), ("v", v, new_v)):
+        if new is not None and (tuple(new.shape) != (*rows, 1, width) or new.dtype != q.dtype):
+            raise ArgumentError(
+                f"{NAME}: new_{label} is {new.dtype} {tuple(new.shape)}, needs {q.dtype} "
+                f"[B,Hkv,1,D] = {[*rows, 1, width]}"
+            )
+        require(cache.stride(3) == 1, NAME, f"{label} has a stride of {cache.stride(3)} in D")
+    count = owner.shape[-1]
+    least = min(sink + top_k, blocks)
+    require(count >= least, NAME, f"near has {count} slots, needs sink + top_k = {least}")
+    _check_near(
+        k, (ring, (*rows, 2, local * block, width), k.dtype),
+        (slots, (*rows, count, 2, block, width), k.dtype), (table, (*rows, blocks), torch.int32),
+        (owner, (*rows, count), torch.int32), (used, (*rows, count), torch.int32),
+        (counters, (*rows, 3), torch.int64),
+    )  # fmt: skip
+    return outputs
+
+
+def _check_near(k, *wanted):
+    for label, (tensor, shape, dtype) in zip(Near._fields, wanted, strict=True):
+        if tuple(tensor.shape) != shape or tensor.dtype != dtype or tensor.device != k.device:
+            raise ArgumentError(
+                f"{NAME}: near.{label} is {tensor.dtype} {tuple(tensor.shape)} on {tensor.device}, "
+                f"needs {dtype} {list(shape)} on {k.device}"
+            )
+        require(tensor.is_contiguous(), NAME, f"near.{label} is not contiguous")
+
+
+# --- CPU: the specification ------------------------------------------------------------------
+
+
+@numba.njit(cache=True)
+def _place(names, start, edge, block, table, owner, used, counters):
+    """Give slots to the blocks `names` of one row's KV head that lie before `edge`; returns the
+    blocks that must be copied to the slots that the table now names."""
+    slots = owner.shape[0]
+    missing = np.empty(len(names), np.int64)
+    count = 0
+    for name in names:
+        if 0 <= name < edge:
+            counters[0] += 1
+            if owner[table[name]] == start + name * block:
+                counters[1] += 1
+                used[table[name]] = 2
+            else:
+                missing[count], count = name, count + 1
+    hand, last, given = counters[2], -1, 0
+    free = np.empty(count, np.int64)
+    for wanted in range(2):
+        for turn in range(slots):
+            slot = (hand + turn) % slots
+            if given < count and used[slot] == wanted:
+                free[given], given, last = turn, given + 1, max(last, turn)
+    for turn in range(slots):
+        slot = (hand + turn) % slots
+        used[slot] = 1 if used[slot] == 2 or (used[slot] == 1 and turn > last) else 0
+    for i in range(count):
+        slot = (hand + free[i]) % slots
+        table[missing[i]], owner[slot], used[slot] = slot, start + missing[i] * block, 0
+    counters[2] = (hand + last + 1) % slots
+    return missing[:count]
+
+
+def _near_rows(near, b, h, kept, start, first, block):
+    """Keys and values `[2, kept, D]` of the positions `kept`: those from `first` on are in the
+    ring, the others in slots."""
+    j = (kept - start) // block
+    ring = near.ring[b, h][:, kept % near.ring.shape[3]]
+    slot = near.table[b, h].long()[j]
+    stored = near.slots[b, h][slot, :, (kept - start) % block].transpose(0, 1)
+    return torch.where((kept >= first)[:, None], ring, stored).float().numpy()
+
+
+def _attend_row(q, near, names, mask, length, start, options, b, h):
+    """(out, lse) of one row and KV head, `q [G, 1, D]`."""
+    block, sink, local, scale, softcap, sinks = options
+    kept = _kept_keys(names, length - 1, start, mask, block, sink, local)
+    first = start + (max(length - 1 - start, 0) // block - local + 1) * block
+    keys, values = _near_rows(near, b, h, torch.from_numpy(kept), start, first, block)
+    out = np.empty(q.shape, np.float32)
+    lse = np.empty(q.shape[:2], np.float32)
+    reference_rows(
+        q, keys, values, np.empty(0, np.bool_), len(kept) - 1, 0, 0, sinks, scale, softcap, out, lse
+    )
+    return torch.from_numpy(out), torch.from_numpy(lse)
+
+
+def _cpu(
+    q, k, v, new_k, new_v, bounds, progress, ring, slots, table, owner, used, counters, lengths,
+    scale, block, top_k, sink, local, scoring, start, key_mask, softcap, sinks, out, lse,
+):  # fmt: skip
+    near = Near(ring, slots, table, owner, used, counters)
+    batch, group = q.shape[0], q.shape[1] // k.shape[1]
+    full = (lengths >= k.shape[2] + (new_k is None)).expand(batch)
+    if new_k is not None:
+        for b, at in enumerate(lengths.expand(batch).tolist()):
+            if not full[b]:
+                k[b, :, at], v[b, :, at] = new_k[b, :, 0], new_v[b, :, 0]
+                place = at % ring.shape[3]
+                ring[b, :, 0, place], ring[b, :, 1, place] = new_k[b, :, 0], new_v[b, :, 0]
+        lengths = lengths + 1
+    index = q.new_empty((*k.shape[:2], 1, top_k), dtype=torch.int32)
+    if top_k > 0:
+        _select_on_cpu(
+            q, k, bounds, progress, scale, block, top_k, sink, local, scoring, lengths, start,
+            key_mask, index,
+        )  # fmt: skip
+    ends = lengths.expand(batch).clamp(max=k.shape[2]).tolist()
+    starts = [0] * batch if start is None else start.expand(batch).clamp(min=0).tolist()
+    logits = sinks_on_cpu(sinks)
+    for b, h in np.ndindex(*k.shape[:2]):
+        names = index[b, h, 0].numpy()
+        edge = max(ends[b] - 1 - starts[b], 0) // block - local + 1
+        every = np.concatenate([np.arange(sink, dtype=np.int32), names])
+        state = (x[b, h].numpy() for x in (table, owner, used, counters))
+        for name in _place(every, starts[b], edge, block, *state).tolist():
+            keys = slice(starts[b] + name * block, starts[b] + (name + 1) * block)
+            slots[b, h, table[b, h, name]] = torch.stack([k[b, h, keys], v[b, h, keys]])
+        heads = slice(h * group, (h + 1) * group)
+        options = block, sink, local, np.float32(scale), np.float32(softcap), logits[heads]
+        mask = NO_MASK[0] if key_mask is None else key_mask[b].numpy()
+        query = q[b, heads].float().contiguous().numpy()
+        found = _attend_row(query, near, names, mask, ends[b], starts[b], options, b, h)
+        out[b, heads], lse[b, heads] = found[0].to(out.dtype), found[1]
+    out[full], lse[full] = torch.nan, torch.nan
+
+
+# --- CUDA ------------------------------------------------------------------------------------
+
+
+def plan_for(
+    rows: int, group: int, keys: int, block: int, width: int, itemsize: int, multiprocessors: int
+) -> Plan:
+    """The plan of the attending kernel: `gather_attention`'s, but not pipelined, which costs more
+    than it hides, and a program for each tile while there are not too many."""
+    plan = plan_attention(rows, group, keys, block, width, itemsize, multiprocessors)
+    tile = min(plan.tile, block)
+    splits = keys // tile
+    if rows * splits > 32 * multiprocessors:
+        splits = max(1, min(splits, 16 * multiprocessors // rows))
+    return plan._replace(tile=tile, splits=splits, stages=1)
+
+
+def launch_tiered_decode(
+    q, k, v, new_k, new_v, bounds, progress, ring, slots, table, owner, used, counters, lengths,
+    scale, block, top_k, sink, local, scoring, start, key_mask, softcap, sinks, out, lse, plan=None,
+):  # fmt: skip
+    """Run the kernels; tensors as in `tiered_decode`, on a GPU or in Triton's interpreter."""
+    batch, heads, _, width = q.shape
+    kv_heads, size, blocks = k.shape[1], k.shape[2], triton.cdiv(k.shape[2], block)
+    group, rows, count, new = heads // kv_heads, batch * kv_heads, owner.shape[2], new_k is not None
+    keys = (sink + local + top_k) * block
+    if plan is None:
+        processors = machine(q.device)[0]
+        plan = plan_for(rows, group, keys, block, width, q.element_size(), processors)
+    q = q if q.stride(3) == 1 else q.contiguous()
+    if new:
+        new_k, new_v = (x if x.stride(3) == 1 else x.contiguous() for x in (new_k, new_v))
+    pdl, dependent = early(q.device)
+    steps = row_step(lengths), row_step(start)
+    index = torch.empty((batch, kv_heads, 1, top_k), dtype=torch.int32, device=q.device)
+    place = torch.empty((rows, sink + top_k), dtype=torch.int32, device=q.device)
+    # Kernels start early: what one of them reads must not be given to another before the last.
+    scores = None
+    if top_k > 0:
+        scores = launch_scores(
+            q, k, bounds, progress, scale, block, top_k, sink, local, scoring, lengths, start,
+            key_mask, new=int(new),
+        )  # fmt: skip
+        launch_choice(
+            scores, k, progress, block, top_k, local, lengths, start, blocks, index, new=int(new)
+        )
+    wide = triton.next_power_of_2(max(1, sink + top_k))
+    kernels.place_blocks[(rows,)](
+        index, table, owner, used, counters, lengths, start, place, size, blocks, count, kv_heads,
+        block, sink, local, top_k, wide, triton.next_power_of_2(count), int(new), top_k > 0,
+        *steps, pdl,
+        num_warps=4, **dependent,  # pyright: ignore[reportCallIssue]
+    )  # fmt: skip
+    fused = plan.splits == 1
+    partial = out
+    if not fused:
+        places = rows * group * plan.splits * (width + 1)
+        partial = torch.empty(places, dtype=torch.float32, device=q.device)
+    key_mask = mask_bytes(key_mask)
+    kernels.attend_tiered[(plan.splits, kv_heads, batch)](
+        q, k, v, new_k, new_v, ring, slots, index, place, lengths, start, key_mask, sinks,
+        partial, out, lse,
+        scale * LOG2E if softcap == 0 else 2 * LOG2E * scale / softcap, softcap * LOG2E,
+        size, count, plan.splits,
+        *q.stride()[:2], *k.stride()[:3], *v.stride()[:3],
+        *((*new_k.stride()[:2], *new_v.stride()[:2]) if new else (0,) * 4),
+        0 if key_mask is None else key_mask.stride(0),
+        group, max(16, triton.next_power_of_2(group)), width, triton.next_power_of_2(width),
+        block, sink, local, top_k, wide, plan.tile, plan.stages, softcap > 0, fused, *steps, pdl,
+        num_warps=plan.warps, **dependent,  # pyright: ignore[reportCallIssue]
+    )  # fmt: skip
+    if not fused:
+        merge_splits[(rows * group, triton.cdiv(width, plan.columns))](
+            partial, sinks, out, lse, heads, 1, plan.splits, width, plan.columns,
+            triton.next_power_of_2(plan.splits), pdl,
+            num_warps=4, **dependent,  # pyright: ignore[reportCallIssue]
+        )  # fmt: skip
+    del scores
+
+
+_tiered_decode = define_op(
+    "tiered_decode(Tensor q, Tensor(a!) k, Tensor(b!) v, Tensor? new_k, Tensor? new_v, "
+    "Tensor(c!) bounds, Tensor(d!) progress, Tensor(e!) ring, Tensor(f!) slots, "
+    "Tensor(g!) table, Tensor(h!) owner, Tensor(i!) used, Tensor(j!) counters, Tensor lengths, "
+    "float scale, int block, int top_k, int sink, int local, str scoring, Tensor? start, "
+    "Tensor? key_mask, float softcap, Tensor? sinks) -> (Tensor, Tensor)",
+    allocate=_allocate,
+    cpu=_cpu,
+    cuda=launch_tiered_decode,
+)

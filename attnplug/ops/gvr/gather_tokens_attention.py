@@ -1,0 +1,308 @@
+"""Decode attention over a keep set of tokens: the sink, the window and a list.
+
+    out[t] = sum_j p[t, j] v[j],   p[t, j] = exp(s[t, j]) / (sum_i exp(s[t, i]) + exp(sink)),
+    s[t, j] = scale q[t].k[j]  (softcap: cap tanh(s / cap)),   lse[t] = log sum_i exp(s[t, i])
+
+over the keys j <= pos(t) that the query's KV head keeps: the row's first `sink` real tokens, the
+last `window` up to the query's own, and those that `index` names. What it costs does not depend on
+the length. The kept keys are cut in pieces which programs of their own attend to, and a second
+kernel merges the pieces by their log-sum-exps (split-k); with one piece a row, for large batches,
+the one program writes the result (fused).
+Source: Guess-Verify-Refine (shared/papers/002), section 2; Flash-Decoding as in `dense_decode`.
+"""
+
+import functools
+from typing import NamedTuple
+
+import numba
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from attnplug.errors import ArgumentError
+from attnplug.ops.common.checks import check_attention_inputs, check_sequence_inputs, check_sinks
+from attnplug.ops.common.define import define_op, refuse_gradients, require
+from attnplug.ops.common.device import machine
+from attnplug.ops.common.reference import reference_kept, sinks_on_cpu
+from attnplug.ops.common.rows import NO_MASK, mask_bytes, row_span, row_step, rows_on_cpu
+from attnplug.ops.common.softmax import LOG2E, attend_tile
+from attnplug.ops.common.splits import merge_splits, store_piece
+
+NAME = "gather_tokens_attention"
+
+
+def gather_tokens_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    index: torch.Tensor,
+    *,
+    scale: float,
+    sink: int = 16,
+    window: int = 256,
+    lengths: torch.Tensor | None = None,
+    start: torch.Tensor | None = None,
+    key_mask: torch.Tensor | None = None,
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Causal softmax attention of the last T tokens over the tokens that each KV head keeps.
+
+    Args:
+        q: `[B,Hq,T,D]`, float32, float16 or bfloat16, made for T = 1.
+        k, v: `[B,Hkv,S,D]` like q, Hkv dividing Hq; S is the size of the cache.
+        index: int32 `[B,Hkv,T,K]`, slots of k and v, none twice. -1, and tokens that are sink,
+            window, padding or after the query, are passed over.
+        scale: factor on q.k, commonly `D ** -0.5`.
+        sink: first real tokens that are always read.
+        window: last tokens that are always read, the query's own included; at least 1.
+        lengths: int32 or int64 `[1]` or `[B]`, valid keys, the T queries being the last of them.
+            None: all S. Slots from `length` on are never read.
+        start: int32 or int64 `[1]` or `[B]`, first real key of a left-padded row. None: 0.
+        key_mask: bool `[B,S]`, False where a key must not be seen.
+        softcap: scores become `softcap * tanh(score / softcap)`; 0: off.
+        sinks: `[Hq]`, one more logit for each head, without a value.
+
+    Returns:
+        out `[B,Hq,T,D]` of q's dtype and lse `[B,Hq,T]` float32 (natural logarithm, sinks left
+        out). A query that sees no key gives 0 and -inf.
+
+    Raises:
+        ArgumentError: a shape, dtype, device or option does not fit.
+        GradientError: an input requires grad.
+    """
+    refuse_gradients(NAME, q, k, v, sinks)
+    return _gather_tokens_attention(
+        q, k, v, index, scale, sink, window, lengths, start, key_mask, softcap, sinks
+    )
+
+
+def _allocate(q, k, v, index, scale, sink, window, lengths, start, key_mask, softcap, sinks):
+    check_attention_inputs(NAME, q, k, v)
+    check_sequence_inputs(NAME, q, k, lengths, start, key_mask)
+    batch, heads, queries, width = q.shape
+    wanted = (batch, k.shape[1], queries)
+    if index.dim() != 4 or tuple(index.shape[:3]) != wanted or index.dtype != torch.int32:
+        raise ArgumentError(
+            f"{NAME}: index is {index.dtype} {tuple(index.shape)}, needs int32 [B,Hkv,T,K] = "
+            f"[{', '.join(map(str, wanted))}, K]"
+        )
+    require(index.device == q.device, NAME, f"index is on {index.device}, q on {q.device}")
+    require(sink >= 0, NAME, f"sink is {sink}, needs at least 0")
+    require(window >= 1, NAME, f"window is {window}, needs at least 1, the query's own token")
+    require(softcap >= 0, NAME, f"softcap is {softcap}, needs 0 (off) or a positive cap")
+    if sinks is not None:
+        check_sinks(NAME, q, sinks)
+    return (
+        q.new_empty((batch, heads, queries, width)),
+        q.new_empty((batch, heads, queries), dtype=torch.float32),
+    )
+
+
+# --- CPU: the specification ------------------------------------------------------------------
+
+
+@numba.njit(cache=True)
+def _kept_keys(listed, position, start, mask, sink, window):
+    """The keys that a query at `position` reads; an empty `mask` hides nothing."""
+    edge = max(position - window + 1, start + sink)  # first of the window
+    kept = np.empty(sink + window + listed.shape[0], np.int64)
+    count = 0
+    for n in range(start, min(start + sink, position + 1)):
+        kept[count], count = n, count + 1
+    for n in range(edge, position + 1):
+        kept[count], count = n, count + 1
+    for n in listed:
+        if start + sink <= n < edge:
+            kept[count], count = n, count + 1
+    if mask.shape[0] == 0:
+        return kept[:count]
+    return kept[:count][mask[kept[:count]]]
+
+
+@numba.njit(parallel=True, cache=True)
+def _reference(q, k, v, index, lengths, start, mask, sink, window, sinks, scale, softcap, out, lse):
+    """Dense attention over the kept keys, for every (row, KV head, query) in parallel."""
+    batch, heads, queries, _ = q.shape
+    kv_heads = k.shape[1]
+    group = heads // kv_heads
+    for item in numba.prange(batch * kv_heads * queries):
+        b = item // (kv_heads * queries)
+        h = item // queries % kv_heads
+        t = item % queries
+        g = h * group
+        hidden = mask[b * len(mask) // batch]
+        position = lengths[b] - queries + t
+        kept = _kept_keys(index[b, h, t], position, start[b], hidden, sink, window)
+        reference_kept(
+            q[b, g : g + group, t : t + 1],
+            k[b, h],
+            v[b, h],
+            kept,
+            sinks[g : g + group],
+            scale,
+            softcap,
+            out[b, g : g + group, t : t + 1],
+            lse[b, g : g + group, t : t + 1],
+        )
+
+
+def _cpu(q, k, v, index, scale, sink, window, lengths, start, key_mask, softcap, sinks, out, lse):
+    lengths, start = rows_on_cpu(k, lengths, start)
+    valid = int(lengths.max())
+    result = torch.empty(out.shape, dtype=torch.float32)
+    _reference(
+        q.float().contiguous().numpy(),
+        k[:, :, :valid].float().numpy(),
+        v[:, :, :valid].float().numpy(),
+        index.contiguous().numpy(),
+        lengths.numpy(),
+        start.numpy(),
+        NO_MASK if key_mask is None else key_mask.numpy(),
+        sink,
+        window,
+        sinks_on_cpu(sinks),
+        np.float32(scale),
+        np.float32(softcap),
+        result.numpy(),
+        lse.numpy(),
+    )
+    out.copy_(result)
+
+
+# --- CUDA: attend, then reduce where there is more than one piece ----------------------------
+
+
+class Plan(NamedTuple):
+    """How the kernels cut the work; chosen from static shapes alone."""
+
+    tile: int  # keys of one step
+    splits: int  # pieces that the kept keys are cut in; 1: fused
+    warps: int
+    columns: int  # of the head dimension, for one program of the reduction
+
+
+@triton.jit
+def _attend(
+    q, k, v, index, lengths, start, key_mask, sinks, partial, out, lse, scale, cap, T, S, splits,
+    q_b, q_h, q_t, k_b, k_h, k_s, v_b, v_h, v_s, mask_b,
+    GROUP: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+    SINK: tl.constexpr, WINDOW: tl.constexpr, K: tl.constexpr,
+    TILE: tl.constexpr, CAPPED: tl.constexpr, FUSED: tl.constexpr,
+    LENGTH_STEP: tl.constexpr, START_STEP: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """All heads of one query and KV head against one piece of the kept keys."""
+    split = tl.program_id(0)
+    t = tl.program_id(1) % T
+    h = tl.program_id(1) // T
+    b = tl.program_id(2).to(tl.int64)
+    if PDL:
+        gdc_wait()  # for the list, and for whatever else the kernels before have written
+        gdc_launch_dependents()
+    length, low = row_span(lengths, start, b, S, LENGTH_STEP, START_STEP)
+    position = length - T + t
+    edge = tl.maximum(position - WINDOW + 1, low + SINK)
+    index_at = index + ((b * tl.num_programs(1)) + tl.program_id(1)) * K
+
+    g = tl.arange(0, ROWS)
+    d = tl.arange(0, DP)
+    n = tl.arange(0, TILE)
+    head = h * GROUP + g
+    in_group = g < GROUP
+    in_width = d < D
+    q_at = q + b * q_b + head.to(tl.int64)[:, None] * q_h + t * q_t + d[None, :]
+    query = tl.load(q_at, mask=in_group[:, None] & in_width[None, :], other=0.0)
+    k_at = k + b * k_b + h.to(tl.int64) * k_h + d[None, :]
+    v_at = v + b * v_b + h.to(tl.int64) * v_h + d[None, :]
+    top = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, DP], tl.float32)
+    TILES: tl.constexpr = (SINK + WINDOW + K + TILE - 1) // TILE
+    first = split * TILES // splits
+    last = (split + 1) * TILES // splits
+    # Not pipelined: Triton 3.6 compiled such a loop over gathered keys to wrong code, without a
+    # word (block_sparse_attention).
+    for i in tl.range(first, last, num_stages=1):  # pyright: ignore[reportGeneralTypeIssues]
+        # Slots are the sink, then the window, then the list; no token counts twice.
+        slot = i * TILE + n
+        in_list = (slot >= SINK + WINDOW) & (slot < SINK + WINDOW + K)
+        listed = tl.load(index_at + slot - SINK - WINDOW, mask=in_list, other=-1)
+        nearby = position - WINDOW + 1 + slot - SINK
+        at = tl.where(slot < SINK, low + slot, tl.where(slot < SINK + WINDOW, nearby, listed))
+        until = tl.where(in_list, edge - 1, position)
+        since = tl.where(slot < SINK, low, low + SINK)
+        seen = (at >= since) & (at <= until) & (slot < SINK + WINDOW + K)
+        if key_mask is not None:
+            seen = seen & (tl.load(key_mask + b * mask_b + at, mask=seen, other=0) != 0)
+        loadable = seen[:, None] & in_width[None, :]
+        key = tl.load(k_at + at.to(tl.int64)[:, None] * k_s, mask=loadable, other=0.0)
+        value = tl.load(v_at + at.to(tl.int64)[:, None] * v_s, mask=loadable, other=0.0)
+        top, total, acc = attend_tile(query, key, value, seen, top, total, acc, scale, cap, CAPPED)
+
+    heads = (tl.num_programs(1) // T) * GROUP
+    store_piece(
+        top, total, acc, sinks, partial, out, lse, head, (b * heads + head) * T + t,
+        tl.num_programs(2).to(tl.int64) * heads * T, d, in_group, in_width, split, splits, D, FUSED,
+    )  # fmt: skip
+
+
+@functools.lru_cache(maxsize=1024)
+def plan_for(
+    rows: int, group: int, keys: int, width: int, itemsize: int, multiprocessors: int
+) -> Plan:
+    """The pre-tuned plan of a shape: `rows` (sequence, KV head, query) triples keep `keys` each."""
+    padded = triton.next_power_of_2(width)
+    tile = 64 if padded * itemsize <= 256 else 32
+    tiles = -(-keys // tile)
+    splits = max(1, min(tiles, 16 * multiprocessors // rows))
+    return Plan(tile, splits, 4 if group <= 16 else 8, 32 if rows * group <= 4096 else padded)
+
+
+def launch_gather_tokens_attention(
+    q, k, v, index, scale, sink, window, lengths, start, key_mask, softcap, sinks, out, lse,
+    plan=None,
+):  # fmt: skip
+    """Run the kernels; tensors as in `gather_tokens_attention`, on a GPU or in the interpreter."""
+    batch, heads, queries, width = q.shape
+    kv_heads, size, listed = k.shape[1], k.shape[2], index.shape[3]
+    group, rows = heads // kv_heads, batch * kv_heads * queries
+    multiprocessors, pdl = machine(q.device)
+    if plan is None:
+        keys = sink + window + listed
+        plan = plan_for(rows, group, keys, width, q.element_size(), multiprocessors)
+    dependent = {"launch_pdl": True} if pdl else {}
+    q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k, v))
+    index, key_mask = index.contiguous(), mask_bytes(key_mask)
+    fused = plan.splits == 1
+    partial = out
+    if not fused:
+        places = rows * group * plan.splits * (width + 1)
+        partial = torch.empty(places, dtype=torch.float32, device=q.device)
+    _attend[(plan.splits, kv_heads * queries, batch)](
+        q, k, v, index, lengths, start, key_mask, sinks, partial, out, lse,
+        scale * LOG2E if softcap == 0 else 2 * LOG2E * scale / softcap, softcap * LOG2E,
+        queries, size, plan.splits, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],
+        0 if key_mask is None else key_mask.stride(0),
+        group, max(16, triton.next_power_of_2(group)), width, triton.next_power_of_2(width),
+        sink, window, listed, plan.tile, softcap > 0, fused,
+        row_step(lengths), row_step(start), pdl,
+        num_warps=plan.warps, **dependent,  # pyright: ignore[reportCallIssue]
+    )  # fmt: skip
+    if not fused:
+        merge_splits[(rows * group, triton.cdiv(width, plan.columns))](
+            partial, sinks, out, lse, heads, queries, plan.splits,
+            width, plan.columns, triton.next_power_of_2(plan.splits), pdl,
+            num_warps=4, **dependent,  # pyright: ignore[reportCallIssue]
+        )  # fmt: skip
+
+
+_gather_tokens_attention = define_op(
+    f"{NAME}(Tensor q, Tensor k, Tensor v, Tensor index, float scale, int sink, int window, "
+    "Tensor? lengths, Tensor? start, Tensor? key_mask, float softcap, Tensor? sinks) "
+    "-> (Tensor, Tensor)",
+    allocate=_allocate,
+    cpu=_cpu,
+    cuda=launch_gather_tokens_attention,
+)

@@ -1,0 +1,1 @@
+"""The kernels that are too long for the files of gvr's ops."""

@@ -1,0 +1,1 @@
+"""Block-sparse prefill: measure, choose, attend, correct (docs/momo.md)."""

@@ -1,0 +1,318 @@
+"""Block-sparse attention: every query block attends to its own list of key blocks.
+
+    out[t] = sum over l in A(t) of softmax(scale q_t k_l) v_l,   lse[t] = log sum exp(scale q_t k_l)
+
+A(t) is the union, no key twice, of the listed key blocks of t's query block, the first `sink`
+blocks, and the local part: every key from the block that holds the key `window` before the query
+block's first query, up to t itself. So listed blocks are complete for every query of the block and
+only the local part needs the causal mask.
+
+The CUDA path is two kernels: the first turns each list into the sorted list of distinct blocks
+that are neither sink nor local, sink in front, and its count; the second runs flash attention over
+that list, a tile made of whichever blocks come next, and then over the local part.
+
+Source: MOMO (Measure Once, Mask Once), Algorithm 1, step 3.
+"""
+
+import math
+
+import numba
+import numpy as np
+import torch
+
+from attnplug.errors import ArgumentError
+from attnplug.ops.common.checks import check_attention_inputs, check_sequence_inputs
+from attnplug.ops.common.define import define_op, refuse_gradients, require
+from attnplug.ops.common.product import add_product
+from attnplug.ops.momo.delta_correct import correct_on_cpu, launch_delta_correct
+from attnplug.ops.momo.kernels import hopper as _hopper
+from attnplug.ops.momo.kernels.block_sparse import build_lists, launch_triton
+
+NAME = "block_sparse_attention"
+# One program sorts a query block's whole list in registers.
+MAX_BLOCKS = 8192
+
+
+def block_sparse_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    index: torch.Tensor,
+    *,
+    scale: float,
+    query_block: int = 128,
+    block: int = 64,
+    sink: int = 1,
+    window: int = 0,
+    lengths: torch.Tensor | None = None,
+    start: torch.Tensor | None = None,
+    key_mask: torch.Tensor | None = None,
+    softcap: float = 0.0,
+    rows: torch.Tensor | None = None,
+    gamma: int = 16,
+    weight: float = 1.0,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Exact causal softmax attention over listed key blocks, the sink and a local part.
+
+    q `[B,Hq,T,D]`; k, v `[B,Hkv,S,D]`; fp32, fp16 or bf16; D in 64, 80, 96, 128, 256. index
+    `[B,Hq,ceil(T/query_block),K]` int32, K at most 8192: key blocks of `block` keys, numbered from
+    the row's `start`, in any order; entries that are negative, named twice, in the sink or in the
+    local part (so also the future) are ignored.
+
+    lengths `[1]` or `[B]`: valid tokens in k, v, of which the T queries are the last (None: S).
+    start `[1]` or `[B]`: first valid key of each row; query blocks are counted from the row's first
+    query at or after it. key_mask `[B,S]` bool: False keys are never seen. sink in key blocks,
+    window in tokens. softcap > 0: logits become softcap * tanh(logit / softcap).
+
+    rows `[B,Hq,ceil(T/gamma),D]`: the dense outputs of every gamma-th query. Given, out is
+    corrected by them as delta_correct does, with its gamma and weight; lse stays that of the
+    sparse attention.
+
+    Returns out `[B,Hq,T,D]` in q's dtype and lse `[B,Hq,T]` fp32 (natural log). A query that sees
+    no key (padding, all masked) gives 0 and -inf.
+
+    Source: MOMO (Measure Once, Mask Once), Algorithm 1, step 3.
+    """
+    refuse_gradients(NAME, q, k, v, rows)
+    return _OP(
+        q, k, v, index, scale, query_block, block, sink, window, lengths, start, key_mask, softcap,
+        rows, gamma, weight,
+    )  # fmt: skip
+
+
+def _allocate(
+    q,
+    k,
+    v,
+    index,
+    scale,
+    query_block,
+    block,
+    sink,
+    window,
+    lengths,
+    start,
+    key_mask,
+    softcap,
+    rows,
+    gamma,
+    weight,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    check_attention_inputs(NAME, q, k, v)
+    check_sequence_inputs(NAME, q, k, lengths, start, key_mask)
+    for label, value, least in (
+        ("query_block", query_block, 1), ("block", block, 1), ("sink", sink, 0),
+        ("window", window, 0), ("softcap", softcap, 0),
+    ):  # fmt: skip
+        require(value >= least, NAME, f"{label} is {value}, needs at least {least}")
+    require(index.dtype == torch.int32, NAME, f"index is {index.dtype}, needs int32")
+    require(index.device == q.device, NAME, f"index is on {index.device} but q is on {q.device}")
+    query_blocks = (q.shape[2] + query_block - 1) // query_block
+    require(
+        index.dim() == 4 and index.shape[:3] == (q.shape[0], q.shape[1], query_blocks),
+        NAME,
+        f"index has shape {tuple(index.shape)}, needs [B,Hq,ceil(T/query_block),K] = "
+        f"{(q.shape[0], q.shape[1], query_blocks)} + (K,)",
+    )
+    require(
+        index.shape[3] <= MAX_BLOCKS,
+        NAME,
+        f"index names {index.shape[3]} blocks a query block, at most {MAX_BLOCKS} are sorted",
+    )
+    require(gamma >= 1, NAME, f"gamma is {gamma}, needs at least 1")
+    require(0 <= weight <= 1, NAME, f"weight is {weight}, needs 0 to 1")
+    if rows is not None:
+        shape = (*q.shape[:2], (q.shape[2] + gamma - 1) // gamma, q.shape[3])
+        require(
+            rows.shape == shape and rows.dtype == q.dtype and rows.device == q.device,
+            NAME,
+            f"rows is {tuple(rows.shape)} {rows.dtype} on {rows.device}, needs "
+            f"[B,Hq,ceil(T/gamma),D] = {shape} {q.dtype} on {q.device}",
+        )
+    return q.new_empty(q.shape), q.new_empty(q.shape[:3], dtype=torch.float32)
+
+
+# ---- numba: the specification -------------------------------------------------------------------
+
+
+@numba.njit(cache=True)
+def _logit(x, scale, softcap):
+    x *= scale
+    return softcap * math.tanh(x / softcap) if softcap > 0.0 else x
+
+
+@numba.njit(cache=True)
+def _weigh(logits, row, best, total):
+    """One online-softmax step of query `row`: logits become weights; -> decay of what came before.
+    NaN never wins the maximum, and surfaces as a NaN weight."""
+    top = best[row]
+    for x in logits:
+        if x > top:
+            top = x
+    shift = top if top > -np.inf else np.float32(0.0)
+    decay = np.exp(best[row] - shift)
+    for n in range(logits.size):
+        logits[n] = np.exp(logits[n] - shift)
+    total[row] = total[row] * decay + logits.sum()
+    best[row] = top
+    return decay
+
+
+@numba.njit(cache=True)
+def _chosen_keys(index, local, block, sink, begin, visible):
+    """Positions, ascending, of the visible keys of the sink and of the listed blocks before the
+    local part."""
+    chosen = np.zeros(local, np.bool_)
+    chosen[:sink] = True
+    for name in index:
+        if 0 <= name < local:
+            chosen[name] = True
+    keys = np.empty(int(chosen.sum()) * block, np.int64)
+    used = 0
+    for name in range(local):
+        if chosen[name]:
+            for key in range(begin + name * block, begin + (name + 1) * block):
+                if visible[key]:
+                    keys[used] = key
+                    used += 1
+    return keys[:used]
+
+
+@numba.njit(cache=True)
+def _query_block(q, k, v, keys, local_keys, position, scale, softcap, out, lse):
+    """Queries q `[n,D]` at positions position.. over `keys` (all see them) and, causally, over
+    `local_keys`."""
+    queries, dim = q.shape
+    best = np.full(queries, -np.inf, np.float32)
+    total = np.zeros(queries, np.float32)
+    acc = np.zeros((queries, dim), np.float32)
+    for chunk in range(0, keys.size, 512):
+        here = keys[chunk : chunk + 512]
+        values = v[here]
+        weights = np.zeros((queries, here.size), np.float32)
+        add_product(q, np.ascontiguousarray(k[here].T), weights)
+        for row in range(queries):
+            for n in range(here.size):
+                weights[row, n] = _logit(weights[row, n], scale, softcap)
+            acc[row] *= _weigh(weights[row], row, best, total)
+        add_product(weights, values, acc)
+    values = v[local_keys]
+    near = np.zeros((queries, local_keys.size), np.float32)
+    add_product(q, np.ascontiguousarray(k[local_keys].T), near)
+    for row in range(queries):
+        seen = np.searchsorted(local_keys, position + row, side="right")
+        if seen > 0:
+            for n in range(seen):
+                near[row, n] = _logit(near[row, n], scale, softcap)
+            acc[row] *= _weigh(near[row, :seen], row, best, total)
+            add_product(near[row : row + 1, :seen], values[:seen], acc[row : row + 1])
+        if keys.size + seen == 0:
+            out[row] = 0.0
+            lse[row] = -np.inf
+        else:  # all logits -inf: 0/0 is NaN, as in dense
+            out[row] = acc[row] / total[row]
+            shift = best[row] if best[row] > -np.inf else np.float32(0.0)
+            lse[row] = shift + np.log(total[row])
+
+
+@numba.njit(parallel=True, cache=True)
+def _reference(
+    q, k, v, index, length, start, visible, scale, softcap, query_block, block, sink, window, out,
+    lse,
+):  # fmt: skip
+    batch, heads, queries, _ = q.shape
+    group = heads // k.shape[1]
+    blocks = index.shape[2]
+    out[:] = 0.0
+    lse[:] = -np.inf
+    for item in numba.prange(batch * heads * blocks):
+        b, h, place = item // (heads * blocks), item // blocks % heads, item % blocks
+        offset = length[b] - queries
+        begin = max(start[b] - offset, 0) + place * query_block
+        end = min(begin + query_block, queries)
+        if begin >= end:
+            continue
+        local = max(offset + begin - window - start[b], 0) // block
+        keys = _chosen_keys(
+            index[b, h, place], local, block, min(sink, local), start[b], visible[b]
+        )
+        span = np.arange(start[b] + local * block, offset + end)
+        _query_block(
+            q[b, h, begin:end], k[b, h // group], v[b, h // group], keys,
+            span[visible[b, span[0] : span[-1] + 1]], offset + begin, scale, softcap,
+            out[b, h, begin:end], lse[b, h, begin:end],
+        )  # fmt: skip
+
+
+def _cpu(
+    q, k, v, index, scale, query_block, block, sink, window, lengths, start, key_mask, softcap,
+    rows, gamma, weight, out, lse,
+):  # fmt: skip
+    batch, keys = k.shape[0], k.shape[2]
+    length = torch.full((batch,), keys) if lengths is None else lengths.long().expand(batch)
+    begin = torch.zeros(batch).long() if start is None else start.long().expand(batch)
+    longest = int(length.max()) if batch else 0
+    if longest > keys or (batch and int(begin.min()) < 0):
+        raise ArgumentError(
+            f"{NAME}: lengths go to {longest} and start from {int(begin.min())}, but k and v hold "
+            f"keys 0 to {keys - 1}"
+        )
+    visible = torch.ones(batch, keys, dtype=torch.bool) if key_mask is None else key_mask
+    wide = torch.empty(out.shape, dtype=torch.float32)
+    # Every array contiguous: numba compiles anew for each combination of layouts.
+    _reference(
+        q.float().contiguous().numpy(),
+        k[:, :, :longest].float().contiguous().numpy(),
+        v[:, :, :longest].float().contiguous().numpy(),
+        index.contiguous().numpy(), length.contiguous().numpy(), begin.contiguous().numpy(),
+        visible.contiguous().numpy(),
+        np.float32(scale), np.float32(softcap), query_block, block, sink, window,
+        wide.numpy(), lse.numpy(),
+    )  # fmt: skip
+    if rows is not None:
+        wide = correct_on_cpu(wide, rows, gamma, weight, lengths, start, keys)
+    out.copy_(wide)
+
+
+# ---- CUDA ---------------------------------------------------------------------------------------
+
+
+def launch_block_sparse_attention(
+    q, k, v, index, scale, query_block, block, sink, window, lengths, start, key_mask, softcap,
+    rows, gamma, weight, out, lse,
+):  # fmt: skip
+    """Fill `out` and `lse`; allocates the lists, nothing data dependent. Which kernel runs is
+    decided by what the host knows, no value is read."""
+    if out.numel() == 0:
+        return
+    queries, keys = q.shape[2], k.shape[2]
+    lists, count = build_lists(
+        index, query_block, block, sink, window, lengths, start, queries, keys
+    )
+    sizes = query_block == _hopper.QUERY_BLOCK and block == _hopper.BLOCK
+    plain = start is None and key_mask is None and softcap == 0.0 and scale > 0.0
+    hopper = sizes and plain and _hopper.serves(q, k, v)
+    fused = hopper and rows is not None and _hopper.corrects(rows, gamma)
+    sparse = out if rows is None or fused else torch.empty_like(out)
+    if hopper:
+        _hopper.launch_block_sparse(
+            q, k, v, lists, count, scale, window, lengths, rows if fused else None, gamma, weight,
+            sparse, lse,
+        )  # fmt: skip
+    else:
+        launch_triton(
+            q, k, v, lists, count, scale, query_block, block, window, lengths, start, key_mask,
+            softcap, sparse, lse,
+        )  # fmt: skip
+    if sparse is not out:
+        launch_delta_correct(sparse, rows, gamma, weight, lengths, start, keys, out)
+
+
+_OP = define_op(
+    f"{NAME}(Tensor q, Tensor k, Tensor v, Tensor index, float scale, int query_block, int block, "
+    "int sink, int window, Tensor? lengths, Tensor? start, Tensor? key_mask, float softcap, "
+    "Tensor? rows, int gamma, float weight) -> (Tensor, Tensor)",
+    allocate=_allocate,
+    cpu=_cpu,
+    cuda=launch_block_sparse_attention,
+)

@@ -1,0 +1,299 @@
+"""The Triton kernel of query_sparse_attention: every shape, option and algorithm, any GPU. (Hopper
+has a faster one for the common case, `_hopper.py`.)"""
+
+import torch
+import triton
+import triton.language as tl
+
+from attnplug.ops.common.rows import row_step
+from attnplug.ops.momo.kernels.online_topk import (
+    NO_BLOCK,
+    fill_lists,
+    lowest,
+    offer_estimated,
+    offer_exact,
+    offer_slots,
+    offer_tree,
+    start_slots,
+    start_tree,
+    write_slots,
+    write_tree,
+)
+
+LOG2E = 1.4426950408889634
+LN2 = tl.constexpr(0.6931471805599453)
+
+
+def offered_before(key_mask, start, block):
+    """int32 `[B, S // block + 1]`: how many of a row's first j blocks hold an unmasked key."""
+    batch, keys = key_mask.shape
+    position = torch.arange(keys // block * block, device=key_mask.device).expand(batch, -1)
+    if start is not None:
+        position = position + start[:, None]
+    seen = key_mask.gather(1, position.clamp(max=keys - 1)) & (position < keys)
+    blocks = seen.view(batch, keys // block, block).any(-1)
+    return torch.nn.functional.pad(blocks.cumsum(1, dtype=torch.int32), (1, 0))
+
+
+@triton.jit
+def _scan(
+    q, K, V, k_s, v_s, MASK, BEFORE, first, last, start, end, pos, blocks, total, acc, peak, mass,
+    s, t, low, low_t, seen, slot, finite, mean, squares, INDEX, SCORE, TREE, kept_r, scale, cap,
+    D: tl.constexpr, M: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr, TOP_K: tl.constexpr,
+    EXACT_K: tl.constexpr, LEVELS: tl.constexpr, CAP: tl.constexpr, DIAGONAL: tl.constexpr,
+    HAS_MASK: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Tiles first..last-1 of N keys; the running softmax and selection in, and out again. Logits
+    (x * unit) are in units of log 2. TOP_K < 0 stores every score and selects nothing. `slot` is
+    how many blocks were appended ("estimated", EXACT_K < TOP_K), the lowest slot ("exact", EXACT_K
+    = TOP_K) or the root's leaf ("tournament", LEVELS >= 0)."""
+    d = tl.arange(0, q.shape[1])
+    column = tl.arange(0, N)
+    PER: tl.constexpr = N // BLOCK
+    for tile in range(first, last):
+        origin = start + tile * N
+        ok = column < end - origin
+        if HAS_MASK:
+            ok &= tl.load(MASK + origin + column, mask=ok, other=0) != 0
+        kp = K + origin.to(tl.int64) * k_s + column[:, None] * k_s + d[None, :]
+        vp = V + origin.to(tl.int64) * v_s + column[:, None] * v_s + d[None, :]
+        if DIAGONAL:
+            k = tl.load(kp, mask=ok[:, None] & (d < D)[None, :], other=0.0)
+        elif D == q.shape[1]:
+            k = tl.load(kp)
+        else:
+            k = tl.load(kp, mask=(d < D)[None, :], other=0.0)
+        x = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+        if CAP:  # tanh(y) = 1 - 2 / (exp(2 y) + 1)
+            x = cap - 2.0 * cap / (tl.exp2(x * scale) + 1.0)
+            unit = 1.0
+        else:
+            unit = scale
+        if DIAGONAL:
+            visible = ok[None, :] & (column[None, :] <= (pos - origin)[:, None])
+            x = tl.where(visible, x, -float("inf"))
+        if TOP_K:
+            x3 = tl.reshape(x, [M, PER, BLOCK])
+            block_peak = tl.max(x3, 2) * unit
+            higher = tl.maximum(peak, tl.max(block_peak, 1))
+            shift = tl.where(block_peak == -float("inf"), 0.0, block_peak)
+            p3 = tl.exp2(x3 * unit - shift[:, :, None])
+            block_mass = tl.sum(p3, 2)
+            shift = tl.where(higher == -float("inf"), 0.0, higher)
+            # each block against its own peak first: its score must not underflow
+            added = tl.exp2(block_peak - shift[:, None])
+            p = tl.reshape(p3 * added[:, :, None], [M, N])
+            kept = tl.exp2(peak - shift)
+            mass = mass * kept + tl.sum(block_mass * added, 1)
+            finite_mass = (block_mass > 0) & (block_mass < float("inf"))
+            value = block_peak + tl.log2(tl.where(finite_mass, block_mass, 1.0))
+            value = tl.where(
+                finite_mass & (tl.abs(value) < float("inf")), value * LN2, -float("inf")
+            )
+            if TOP_K < 0:
+                j = tile * PER + tl.arange(0, PER)[None, :]
+                least = tl.minimum(value, 65504.0)  # float16's largest
+                tl.store(
+                    SCORE[:, None] + j * kept_r, least.to(tl.float16), mask=j < blocks[:, None]
+                )
+            for u in tl.static_range(PER if TOP_K > 0 else 0):
+                j = tile * PER + u
+                offered = j < blocks
+                if HAS_MASK:
+                    in_range = j < tl.max(blocks, 0)
+                    now = tl.load(BEFORE + j + 1, mask=in_range, other=0)
+                    unmasked = now > tl.load(BEFORE + j, mask=in_range, other=0)
+                    offered = tl.where(unmasked, offered, False)
+                one = tl.where((tl.arange(0, PER) == u)[None, :], value, 0.0)
+                one = tl.sum(one, 1)
+                if LEVELS >= 0:
+                    low, low_t, slot = offer_tree(
+                        one, j, offered, low, low_t, slot, TREE, TOP_K, LEVELS
+                    )
+                elif EXACT_K == TOP_K:
+                    low, low_t, slot = offer_exact(
+                        one, j, offered, low, low_t, slot, INDEX, SCORE, M, TOP_K
+                    )
+                else:
+                    s, t, low, low_t, loser, loser_t = offer_slots(
+                        one, j, offered, s, t, low, low_t
+                    )
+                    seen, slot, finite, mean, squares = offer_estimated(
+                        one, loser, loser_t, offered, total, seen, slot, finite, mean, squares,
+                        INDEX, SCORE, TOP_K, EXACT_K,
+                    )  # fmt: skip
+        else:
+            higher = tl.maximum(peak, tl.max(x, 1) * unit)
+            shift = tl.where(higher == -float("inf"), 0.0, higher)
+            p = tl.exp2(x * unit - shift[:, None])
+            kept = tl.exp2(peak - shift)
+            mass = mass * kept + tl.sum(p, 1)
+        peak = higher
+        if DIAGONAL:
+            v = tl.load(vp, mask=ok[:, None] & (d < D)[None, :], other=0.0)
+        elif D == q.shape[1]:
+            v = tl.load(vp)
+        else:
+            v = tl.load(vp, mask=(d < D)[None, :], other=0.0)
+        acc = acc * kept[:, None]
+        acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
+    return acc, peak, mass, s, t, low, low_t, seen, slot, finite, mean, squares
+
+
+@triton.jit(do_not_specialize=["T", "S", "R", "tiles", "gamma", "kept"])
+def _kernel(
+    Q, K, V, OUT, LSE, INDEX, SCORE, TREE, LENGTHS, START, MASK, BEFORE,
+    q_b, q_h, q_t, k_b, k_h, k_s, v_b, v_h, v_s, lengths_b, start_b, before_b,
+    B, HK, T, S, R, tiles, gamma, kept, scale, cap,
+    G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+    BLOCK: tl.constexpr, TOP_K: tl.constexpr, EXACT_K: tl.constexpr, P: tl.constexpr,
+    LEVELS: tl.constexpr, CAP: tl.constexpr, HAS_LENGTHS: tl.constexpr, HAS_START: tl.constexpr,
+    HAS_MASK: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    # heaviest tiles first; neighbours in the grid are the KV heads of one tile
+    tile = tiles - 1 - tl.program_id(0) // (B * HK)
+    b = tl.program_id(0) % (B * HK) // HK
+    kv = tl.program_id(0) % HK
+    length = S
+    if HAS_LENGTHS:
+        length = tl.load(LENGTHS + b * lengths_b).to(tl.int32)
+    start = tl.zeros([], tl.int32)
+    if HAS_START:
+        start = tl.load(START + b * start_b).to(tl.int32)
+    base = tl.maximum(length - T, start)
+
+    # the M rows of the tile: (row, head of the group), head fastest
+    flat = tile * M + tl.arange(0, M)
+    row = flat // G
+    head = kv * G + flat % G
+    exists = row < R
+    pos = base + row * gamma
+    live = exists & (pos < length)
+    pos = tl.where(live, pos, start - 1)
+    d = tl.arange(0, DP)
+    t = (pos - (length - T)).to(tl.int64)
+    qp = Q + b.to(tl.int64) * q_b + head.to(tl.int64) * q_h + t * q_t
+    q = tl.load(qp[:, None] + d[None, :], mask=live[:, None] & (d < D)[None, :], other=0.0)
+    K += b.to(tl.int64) * k_b + kv.to(tl.int64) * k_h
+    V += b.to(tl.int64) * v_b + kv.to(tl.int64) * v_h
+    MASK += b.to(tl.int64) * S
+    BEFORE += b.to(tl.int64) * before_b
+    out_row = (b * HK * G + head).to(tl.int64) * R + row
+    INDEX += out_row * TOP_K
+    if TOP_K < 0:  # [B,Hq,kept,R]
+        SCORE += (b * HK * G + head).to(tl.int64) * kept * R + row
+    else:
+        SCORE += out_row * TOP_K
+    TREE += out_row * (6 * TOP_K)
+
+    end = tl.max(pos, 0) + 1
+    last = (end - start + N - 1) // N
+    full = (tl.minimum(base + tile * M // G * gamma, end - 1) - start + 1) // N
+    blocks = (pos - start + 1) // BLOCK
+    total = blocks
+    if HAS_MASK:
+        full = full * 0
+        total = tl.load(BEFORE + blocks, mask=live, other=0)
+
+    acc = tl.zeros([M, DP], tl.float32)
+    peak = tl.full([M], float("-inf"), tl.float32)
+    mass = tl.zeros([M], tl.float32)
+    mean, squares, finite = mass, mass, mass
+    seen = tl.zeros([M], tl.int32)
+    slot = seen
+    sel_s, sel_t = start_slots(EXACT_K if EXACT_K < TOP_K else 0, M, P)
+    low, low_t = lowest(sel_s, sel_t)
+    if LEVELS >= 0:
+        start_tree(TREE, exists, TOP_K, LEVELS)
+        low, low_t = peak, seen + NO_BLOCK
+        slot = seen + (1 << LEVELS)  # the leftmost leaf
+    elif EXACT_K == TOP_K and TOP_K > 0:
+        fill_lists(INDEX, SCORE, exists, seen, TOP_K)
+        tl.debug_barrier()
+        low, low_t = peak, seen + NO_BLOCK
+    if not HAS_MASK:
+        acc, peak, mass, sel_s, sel_t, low, low_t, seen, slot, finite, mean, squares = _scan(
+            q, K, V, k_s, v_s, MASK, BEFORE, 0, full, start, end, pos, blocks, total,
+            acc, peak, mass, sel_s, sel_t, low, low_t, seen, slot, finite, mean, squares,
+            INDEX, SCORE, TREE, R, scale, cap,
+            D, M, N, BLOCK, TOP_K, EXACT_K, LEVELS, CAP, False, False, PRECISION,
+        )  # fmt: skip
+    acc, peak, mass, sel_s, sel_t, low, low_t, seen, slot, finite, mean, squares = _scan(
+        q, K, V, k_s, v_s, MASK, BEFORE, full, last, start, end, pos, blocks, total,
+        acc, peak, mass, sel_s, sel_t, low, low_t, seen, slot, finite, mean, squares,
+        INDEX, SCORE, TREE, R, scale, cap,
+        D, M, N, BLOCK, TOP_K, EXACT_K, LEVELS, CAP, True, HAS_MASK, PRECISION,
+    )  # fmt: skip
+
+    empty = (mass == 0.0) | (live == 0)
+    mass = tl.where(empty, 1.0, mass)
+    acc = tl.where(empty[:, None], 0.0, acc / mass[:, None])
+    tl.store(LSE + out_row, tl.where(empty, float("-inf"), (peak + tl.log2(mass)) * LN2), exists)
+    op = OUT + out_row[:, None] * D + d[None, :]
+    tl.store(op, acc.to(OUT.dtype.element_ty), mask=exists[:, None] & (d < D)[None, :])
+    if LEVELS >= 0:
+        write_tree(TREE, INDEX, SCORE, exists, TOP_K)
+    elif EXACT_K < TOP_K and TOP_K > 0:
+        if EXACT_K:
+            write_slots(sel_s, sel_t, INDEX, SCORE, exists, EXACT_K, P)
+        # disjoint from every store before, so that no order between them matters
+        fill_lists(INDEX, SCORE, exists, EXACT_K + slot, TOP_K)
+
+
+def configuration(head_dim, itemsize, block, top_k, algorithm, packed_rows):
+    """Tile rows and keys, warps and stages, measured on an H200 in bfloat16. `head_dim` is a power
+    of two, `packed_rows` counts the rows of all tiles of the call."""
+    rows, keys, warps, stages = 128, max(block, 64) if top_k else 64, 8, 3
+    light = algorithm == "estimated" if top_k else head_dim == 64 or packed_rows < 128 * 2048
+    if itemsize == 4:
+        rows = 32  # below wgmma's 64: it would keep two shared copies of an operand for tf32x3
+    elif head_dim > 128:
+        rows = 128 if keys == 64 else 64
+    elif keys == 64 and light:
+        rows, warps = 64, 4
+    while stages > 1 and head_dim * itemsize * (rows + 2 * keys * stages) > 200_000:
+        stages -= 1
+    return rows, keys, warps, stages
+
+
+def launch_triton(
+    q, k, v, scale, gamma, block, top_k, exact_k, algorithm, lengths, start, key_mask, softcap,
+    out, lse, index, score,
+):  # fmt: skip
+    """The kernel on the current device, or interpreted on CPU tensors (TRITON_INTERPRET=1). With
+    `top_k` -1 score is `[B,Hq,blocks,R]` float16, where complete blocks' scores are stored."""
+    q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k, v))
+    (batch, heads, queries, dim), kv_heads, keys = q.shape, k.shape[1], k.shape[2]
+    rows, group = out.shape[2], heads // kv_heads
+    tree = top_k > 0 and algorithm == "tournament"
+    exact = {"exact": top_k, "tournament": 0, "estimated": min(exact_k, top_k)}[algorithm]
+    width = triton.next_power_of_2(dim)
+    M, N, warps, stages = configuration(
+        width, q.element_size(), block, top_k, algorithm, batch * heads * rows
+    )
+    tiles = triton.cdiv(rows * group, M)
+    dummy = lse
+    trees = lse.new_empty((*lse.shape, 6 * top_k), dtype=torch.int32) if tree else dummy
+    before = dummy
+    if key_mask is not None:
+        key_mask = key_mask.contiguous()
+        before = offered_before(key_mask, start, block)
+    _kernel[(tiles * batch * kv_heads,)](
+        q, k, v, out, lse, index, score, trees,
+        dummy if lengths is None else lengths, dummy if start is None else start,
+        dummy if key_mask is None else key_mask.view(torch.uint8), before,
+        *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],
+        row_step(lengths),
+        row_step(start),
+        before.stride(0), batch, kv_heads, queries, keys, rows, tiles, gamma,
+        score.shape[2] if top_k < 0 else 0,
+        scale * LOG2E * (2.0 / softcap if softcap else 1.0), softcap * LOG2E,
+        G=group, D=dim, DP=width, M=M, N=N, BLOCK=block if top_k else N,
+        TOP_K=top_k, EXACT_K=exact,
+        P=triton.next_power_of_2(max(exact, 1)) if exact < top_k else 1,
+        LEVELS=(2 * top_k - 1).bit_length() - 1 if tree else -1, CAP=softcap > 0,
+        HAS_LENGTHS=lengths is not None, HAS_START=start is not None,
+        HAS_MASK=key_mask is not None,
+        PRECISION="tf32x3",
+        num_warps=warps, num_stages=stages,
+    )  # fmt: skip

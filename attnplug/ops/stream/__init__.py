@@ -1,0 +1,1 @@
+"""Traces of attention by hierarchical top-k (docs/stream.md)."""

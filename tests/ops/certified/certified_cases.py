@@ -1,0 +1,164 @@
+"""Inputs and harness for the tests of `certified_attention`: caches, adversaries, both paths."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from attnplug.ops import QuantizedKV, quantize_kv
+from attnplug.ops.certified import certified_attention as op
+from attnplug.ops.certified.launch import Plan
+from attnplug.testing import oracle_attention, plain_attention
+
+INF = float("inf")
+OPTIONS = {
+    "coverage": 0.995,
+    "k_min": 2,
+    "k_max": 128,
+    "v_tol": 0.05,
+    "value_budget": INF,
+    "key_tolerance": INF,
+    "tolerance": INF,
+    "ranking": 1,
+    "explore": 0.02,
+}
+LOOSE = {"coverage": 0.0, "k_min": 0, "v_tol": 1e30, "ranking": 0, "explore": 0.0}
+
+
+def tier_faults(block: int, value_zero: int) -> dict[str, Callable[[QuantizedKV], Any]]:
+    """What a fault may do to a tier, by name: to a block of the second head of the first row, and
+    to the zero point in that word of its values' metadata."""
+    at = (0, 1, block)
+    both = (0, 1, slice(block, block + 2))
+    return {
+        "key code": lambda t: t.k_codes[at].view(-1)[77:78].add_(1),
+        "key scale": lambda t: t.k_meta[at][0, 5:6].mul_(2),
+        "key zero": lambda t: t.k_meta[at][1, 5:6].add_(1),
+        "value code": lambda t: t.v_codes[at].view(-1)[77:78].bitwise_xor_(0x30),
+        "value scale": lambda t: t.v_meta[at].view(-1)[7:8].bitwise_xor_(0x0400),
+        "value zero": lambda t: t.v_meta[at].view(-1)[value_zero].bitwise_xor_(0x04000000),
+        "eta": lambda t: t.summary[at][0:1].mul_(0.5),
+        "nu": lambda t: t.summary[at][1:2].mul_(0.5),
+        "check": lambda t: t.check[at][0:1].add_(1),
+        "second check": lambda t: t.check[at][1:2].add_(1),
+        "count": lambda t: t.progress[0, 0:1].fill_(99),
+        "other block": lambda t: t.k_codes[at].copy_(t.k_codes[0, 1, block + 1]),
+        "swapped": lambda t: [x[both].copy_(x[both].flip(0)) for x in t[:6]],
+    }
+
+
+def random(seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+@dataclasses.dataclass
+class Case:
+    """q `[B,Hq,1,D]`, originals `[B,Hkv,S,D]` and what goes with them."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    block: int = 16
+    scale: float = 0.125
+    more: dict[str, Any] = dataclasses.field(default_factory=dict)  # lengths, start, key_mask, ...
+
+    def oracle(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Exact output `[B,Hq,D]` and log-sum-exp `[B,Hq]` in fp64."""
+        out, lse = oracle_attention(self.q, self.k, self.v, scale=self.scale, **self.more)
+        return out[:, :, 0], lse[:, :, 0]
+
+    def tier(self, device: str = "cpu") -> QuantizedKV:
+        batch, heads, size, width = self.k.shape
+        tier = QuantizedKV.empty(batch, heads, size, width, self.block, device)
+        names = ("lengths", "start", "key_mask")
+        rows = {n: self.more[n].to(device) for n in names if self.more.get(n) is not None}
+        quantize_kv(self.k.to(device), self.v.to(device), tier, block=self.block, **rows)
+        return tier
+
+
+def attend(device_path, case: Case, tier=None, telemetry=None, scratch=None, plan=None, **options):
+    """The public op, or the Triton launcher where the op would not run it; results on the CPU."""
+    device, path = device_path
+    tier = case.tier(device) if tier is None else QuantizedKV(*(x.to(device) for x in tier))
+    values = OPTIONS | options
+    more = [case.more.get(name) for name in ("lengths", "start", "key_mask", "softcap", "sinks")]
+    more[3] = more[3] or 0.0
+    more = [x.to(device) if isinstance(x, torch.Tensor) else x for x in more]
+    inputs = [x.to(device) for x in (case.q, case.k, case.v)]
+    args = [*inputs, *tier, case.scale, case.block, *values.values(), *more, telemetry]
+    args += scratch or [None] * 5
+    if path == "reference" or device == "cuda":
+        found = op.CertifiedOutput(*torch.ops.attnplug.certified_attention(*args))
+    else:
+        found = op.CertifiedOutput(*op._allocate(*args))
+        op.launch(*args, *found, plan or Plan(splits=3, pieces=2))
+    return op.CertifiedOutput(*(x.cpu() for x in found))
+
+
+def errors(found, case: Case) -> torch.Tensor:
+    """||out - exact||_2 of every head `[B,Hq]`."""
+    return (found.out[:, :, 0].double() - case.oracle()[0]).norm(dim=-1)
+
+
+def hold(found, case: Case) -> torch.Tensor:
+    """No head is further from the exact output than it says; returns error / bound."""
+    error, bound = errors(found, case), found.bounds[..., :3].double().sum(-1)
+    assert bound.isfinite().all() and (bound >= 0).all()
+    worst = (error / bound).max()
+    assert (error <= bound).all(), f"violated: error / bound = {float(worst):.4f}"
+    return error / bound
+
+
+def rungs(found, name):
+    return (found.rungs & op.RUNGS[name]) > 0
+
+
+def exact(found, case):
+    """The heads that are as dense attention in their dtype would be."""
+    want = case.oracle()[0]
+    plain, _ = plain_attention(case.q, case.k, case.v, scale=case.scale, **case.more)
+    allowed = 2 * (plain[:, :, 0].double() - want).abs().amax(-1)
+    allowed = allowed + 4 * torch.finfo(case.q.dtype).eps * want.abs().amax(-1) + 1e-6
+    return (found.out[:, :, 0].double() - want).abs().amax(-1) <= allowed
+
+
+def gaussian(seed: int, dtype=torch.float32, batch=2, kv_heads=2, group=2, size=200, width=64):
+    k, v = random(seed, 2, batch, kv_heads, size, width)
+    q = 2 * random(seed + 1, batch, kv_heads * group, 1, width)
+    return Case(q.to(dtype), k.to(dtype), v.to(dtype), scale=width**-0.5)
+
+
+def adversary(seed: int, dtype=torch.float32, batch=4, kv_heads=4, group=1, size=144, width=64):
+    """Keys at the far ends of their quantization intervals, on the side that moves all scores of a
+    block one way, blocks up and down at random; values that point along the resulting change.
+    Ranges differ by channel (outliers, constants) and from case to case (scales 1e-3 to 1e3)."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def uniform(*shape):
+        return torch.rand(*shape, generator=generator)
+
+    block, blocks = 16, size // 16
+    q = torch.randn(batch, kv_heads, 1, width, generator=generator) * 10 ** (uniform(1) * 2 - 1)
+    spread = 10 ** (2 * uniform(1, kv_heads, 1, 1, width) - 1)
+    spread = spread * (uniform(1, kv_heads, 1, 1, width) > 0.1)  # some constant channels
+    middle = 3 * torch.randn(1, kv_heads, 1, 1, width, generator=generator) * spread
+    k = middle + spread * (2 * uniform(batch, kv_heads, blocks, block, width) - 1)
+    k[:, :, :, 0], k[:, :, :, 1] = (middle - spread)[:, :, :, 0], (middle + spread)[:, :, :, 0]
+    size_of_scores = float(q.abs().mean() * spread.mean() * width**0.5)
+    scale = float(10 ** (uniform(1) * 2 - 0.5)) / max(size_of_scores, 1e-6)
+    k = k.flatten(2, 3).to(dtype)
+    case = Case(q.to(dtype), k, k, scale=scale)
+    tier = case.tier()
+    step, zero = tier.k_meta.float().unsqueeze(4).unbind(3)
+    way = torch.where(uniform(batch, kv_heads, blocks, 1, 1) < 0.5, -1.0, 1.0)
+    side = way * q.to(dtype).float().sign().unsqueeze(2)
+    far = zero + step * (tier.k_codes.float() + 0.498 * side)
+    keys = k.unflatten(2, (blocks, block)).float().clone()
+    inside = (far > keys[:, :, :, :1]) & (far < keys[:, :, :, 1:2])  # the range must not change
+    keys[:, :, :, 2:] = torch.where(inside, far, keys)[:, :, :, 2:]
+    direction = torch.randn(batch, kv_heads, 1, 1, width, generator=generator)
+    v = way * direction + 0.01 * torch.randn(keys.shape, generator=generator)
+    v = v * 10 ** (4 * uniform(1) - 2)
+    q = q.repeat_interleave(group, 1)
+    return Case(q.to(dtype), keys.flatten(2, 3).to(dtype), v.flatten(2, 3).to(dtype), scale=scale)

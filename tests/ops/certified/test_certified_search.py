@@ -1,0 +1,151 @@
+"""The searches for a threshold of certified_attention: all blocks in registers, and in tiles."""
+
+import numpy as np
+import pytest
+import torch
+import triton
+import triton.language as tl
+from certified_cases import LOOSE, attend, gaussian, op
+
+from attnplug.ops.certified import launch as launcher
+from attnplug.ops.certified import reference
+from attnplug.ops.certified.kernels.search import search
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, in the interpreter
+
+
+@triton.jit
+def found_by(
+    x_at, logs, summary, norm, own, goal, least, most, target, blocks, N, GROUP: tl.constexpr,
+    GP: tl.constexpr, TILE: tl.constexpr, HELD: tl.constexpr, BUDGET: tl.constexpr,
+):  # fmt: skip
+    """The threshold of one KV head."""
+    g = tl.arange(0, GP)
+    there = g < GROUP
+    x = search(
+        logs + g * N, summary, tl.load(norm + g, mask=there, other=0.0),
+        tl.load(own + g, mask=there, other=1.0), tl.load(goal + g, mask=there, other=0.0), least,
+        most, target, blocks, there, GP, TILE, HELD, BUDGET, True,
+    )  # fmt: skip
+    tl.store(x_at, x)
+
+
+CELL = 41 / 9**4  # how finely thresholds lie
+EDGE = -40 + 600 * 9 * CELL  # one that three of the four rounds can end with
+SEARCHES = {  # blocks, of how many, heads, (least, most, target), coverage, what is odd
+    "one head": (5, 5, 1, (1, 128, 0), 0.995, None),
+    "a tile and a bit": (1025, 1025, 4, (2, 1024, 0), 0.995, None),
+    "two tiles": (2048, 2049, 4, (2, 1024, 0), 0.9, None),
+    "two and a half": (2600, 3001, 2, (2, 1024, 0), 0.5, None),
+    "eight heads": (1500, 2048, 7, (0, 1024, 0), 0.4, None),
+    "not reached": (2048, 2048, 3, (1, 8, 0), 1.0, None),
+    "expanding": (2048, 2048, 4, (2, 256, 40), 0.995, None),
+    "value budget": (1500, 1500, 4, (0, 1501, 0), 0.0, "budget"),
+    # More alike than may be promoted: none is. Just above what the last round begins with, and
+    # between its second threshold and its third.
+    "alike": (1300, 1300, 2, (1, 128, 0), 0.5, EDGE + CELL / 2),
+    "alike, above": (1300, 1300, 2, (1, 128, 0), 0.5, EDGE + 2.5 * CELL),
+    "NaN": (1100, 1100, 4, (2, 128, 0), 0.9, "nan"),
+    "none": (0, 16, 4, (2, 128, 0), 0.9, None),
+}
+
+
+def masses(blocks, heads, odd):
+    """Log-masses [heads, N], which are 1 with the own shares, summary [N, 2], norms and own shares
+    [heads]."""
+    random = np.random.default_rng(blocks + heads)
+    own = 2.0 ** -random.integers(3, 8, heads).astype(np.float32)
+    share = random.lognormal(0, 1, (heads, blocks))
+    logs = np.log2(share / share.sum(1, keepdims=True) * (1 - own[:, None])).astype(np.float32)
+    if isinstance(odd, float):
+        logs[:] = -30.0
+        logs[:, 7:700] = odd
+    if odd == "nan":
+        logs[1, 1050] = np.nan
+    if odd == "budget":
+        own = -(2.0 ** random.integers(-4, -1, heads).astype(np.float32))
+    eta = 2.0 ** random.integers(-6, 3, (blocks, 2)).astype(np.float32)
+    return logs, eta, np.zeros(heads, np.float32), own
+
+
+@pytest.mark.parametrize(
+    ("blocks", "size", "heads", "counts", "coverage", "odd"), SEARCHES.values(), ids=SEARCHES
+)
+def test_a_search_is_the_references(device, blocks, size, heads, counts, coverage, odd):
+    logs, eta, norm, own = masses(size, heads, odd)
+    least, most, target = counts
+    rows = [torch.from_numpy(x).to(device) for x in (logs, eta, norm, own)]
+    goal = torch.full((heads,), coverage, device=device)
+    every, width = triton.next_power_of_2(size), triton.next_power_of_2(heads)
+    held = launcher.held_blocks(every, width, False)
+    assert held > 0
+    found = []
+    for tile, in_registers in ((512, held), (512, 0), (64, 0)):
+        x = torch.full((1,), torch.nan, device=device)
+        found_by[(1,)](
+            x, *rows, goal, least, most, target, blocks, size, heads, width,
+            max(16, min(every, tile)), in_registers, odd == "budget", num_warps=8,
+        )  # fmt: skip
+        found.append(float(x))
+    mass = np.exp2(logs[:, :blocks])
+    score = np.log2(np.nanmax(mass, 0, initial=0.0) + np.float32(1e-37)).astype(np.float32)
+    if odd == "budget":
+        mass = mass * eta[:blocks, 0]
+        score = score + np.log2(eta[:blocks, 0])
+    want = reference._search(score, mass, own, coverage, least, most, target)
+    chosen = [score >= x for x in (*found, want)]
+    assert all((one == chosen[-1]).all() for one in chosen)
+    if isinstance(odd, float):
+        assert not chosen[-1].any()
+    elif blocks > 5:
+        assert 0 < chosen[-1].sum() < blocks
+
+
+COVERS = [
+    LOOSE | {"coverage": 0.3, "k_min": 1},
+    LOOSE | {"coverage": 0.95},
+    LOOSE | {"coverage": 0.3, "k_max": 8, "key_tolerance": 1e-3},  # expands
+    LOOSE | {"value_budget": 0.05},
+    {"coverage": 0.6, "value_budget": 0.02, "explore": 0.1},
+]
+
+
+@pytest.mark.parametrize(
+    "device_path", [("cpu", "kernel"), pytest.param(("cuda", "kernel"), marks=pytest.mark.gpu)]
+)
+@pytest.mark.parametrize("options", COVERS, ids=str)
+def test_both_searches_choose_alike(device_path, options, monkeypatch):
+    """And as the reference does."""
+    case = gaussian(3, batch=1, group=3, size=600)
+
+    def step(path):
+        telemetry = torch.zeros(1, 2, 3, len(op.TELEMETRY), dtype=torch.float64, device=path[0])
+        return *attend(path, case, telemetry=telemetry, **options), telemetry.cpu()
+
+    want, held = step(("cpu", "reference")), step(device_path)
+    monkeypatch.setattr(launcher, "HELD", 0)
+    monkeypatch.setattr(launcher, "CHOOSING", (16, *launcher.CHOOSING[1:]))  # three tiles
+    tiles = step(device_path)
+    assert all(torch.equal(a, b) for a, b in zip(held, tiles, strict=True))
+    assert torch.equal(held[3], want[3])  # rungs
+    for name in ("key_tokens", "value_tokens"):
+        at = op.TELEMETRY.index(name)
+        assert torch.equal(held[4][..., at], want[4][..., at]), name
+    tail = 600 % case.block  # tokens that are read exactly in any case
+    assert (held[4][:, :, 0, op.TELEMETRY.index("key_tokens")] > tail).all()
+    whole = held[4][:, :, 0, op.TELEMETRY.index("value_tokens")]
+    assert (whole > tail).all() == ("value_budget" in options or "v_tol" not in options)
+    if "key_tolerance" in options:
+        assert (held[3] & op.RUNGS["expanded"]).any()
+
+
+@pytest.mark.parametrize("heads", [1, 2, 4, 8, 16, 32])
+@pytest.mark.parametrize(("again", "words"), [(False, 80), (True, 40)])
+def test_what_is_held_has_room(heads, again, words):
+    """So many words of a thread at most, of 255 registers."""
+    threads = 32 * launcher.CHOOSING[1]
+    for blocks in (16, 1024, 2048, 4096, 8192, 16384):
+        tile = launcher.held_blocks(blocks, heads, again)
+        assert tile in (0, max(1024, blocks)) and tile * (heads + 1) <= words * threads
+    assert launcher.held_blocks(2048, 4, again) == 2048
+    assert launcher.held_blocks(4096, 4, again) == (0 if again else 4096)

@@ -1,0 +1,142 @@
+"""score_tokens against fp64 torch, by torch on the CPU and by the Triton kernel; and INT8 keys."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from attnplug.errors import ArgumentError, GradientError
+from attnplug.ops.gvr import score_tokens as op
+
+NAMES = ("sink", "window", "lengths", "start", "key_mask")
+
+
+def random(seed, *shape, dtype=torch.float32):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def score(device_path, q, codes, steps, **options):
+    device, path = device_path
+    options = {"sink": 3, "window": 5} | options
+    args = [options.get(name) for name in NAMES]
+    args = [x.to(device) if isinstance(x, torch.Tensor) else x for x in args]
+    there = [x.to(device) for x in (q, codes, steps)]
+    if path == "reference" or device == "cuda":
+        return op.score_tokens(*there, **dict(zip(NAMES, args, strict=True))).cpu()
+    scores = op._allocate(*there, *args)
+    op.launch_score_tokens(*there, *args, scores)
+    return scores
+
+
+def oracle(q, codes, steps, sink=3, window=5, lengths=None, start=None, key_mask=None):
+    batch, heads, size, _ = codes.shape
+    lengths = torch.tensor([size]) if lengths is None else lengths
+    start = torch.tensor([0]) if start is None else start
+    keys = codes.double() * steps.double()[..., None]
+    best = torch.einsum("bhgd,bhnd->bhgn", q.double()[:, :, 0].unflatten(1, (heads, -1)), keys)
+    at = torch.arange(size)
+    seen = (at >= start[:, None] + sink) & (at < lengths[:, None] - window)
+    seen = seen.expand(batch, size) if key_mask is None else seen & key_mask
+    return torch.where(seen[:, None], best.amax(2), -torch.inf).flatten(0, 1)
+
+
+@given(data=st.data())
+def test_matches_fp64(device_path, data):
+    draw = data.draw
+    batch, heads = draw(st.integers(1, 2)), draw(st.integers(1, 2))
+    group, size = draw(st.sampled_from([1, 3, 7, 17])), draw(st.integers(1, 300))
+    width, seed = draw(st.sampled_from([64, 80, 256])), draw(st.integers(0, 999))
+    dtypes = [torch.float32, torch.float16]  # Triton's interpreter cannot multiply bfloat16
+    dtypes += [] if device_path == ("cpu", "kernel") else [torch.bfloat16]
+    dtype = draw(st.sampled_from(dtypes))
+    options = {"sink": draw(st.sampled_from([0, 3])), "window": draw(st.sampled_from([1, 40]))}
+    if draw(st.booleans()):
+        rows = draw(st.sampled_from([1, batch]))
+        lengths = draw(st.lists(st.integers(0, size), min_size=rows, max_size=rows))
+        options["lengths"] = torch.tensor(lengths)
+    if draw(st.booleans()):
+        starts = draw(st.lists(st.integers(0, size), min_size=batch, max_size=batch))
+        options["start"] = torch.tensor(starts, dtype=torch.int32)
+    if draw(st.booleans()):
+        options["key_mask"] = random(seed + 1, batch, size) > -0.5
+    q = random(seed, batch, 1, heads * group, width, dtype=dtype).transpose(1, 2)
+    codes, steps = op.quantize_keys(random(seed + 2, batch, size, heads, width).transpose(1, 2))
+    found = score(device_path, q, codes, steps, **options)
+    want = oracle(q, codes, steps, **options)
+    assert found.dtype == torch.float32 and found.shape == (batch * heads, size)
+    assert torch.equal(found == -torch.inf, want == -torch.inf)
+    seen = want != -torch.inf
+    assert ((found.double() - want)[seen].abs() <= 1e-4 + 1e-5 * want[seen].abs()).all()
+
+
+def test_codes_are_within_half_a_step():
+    keys = random(0, 2, 3, 50, 64) * random(1, 2, 3, 50, 1).exp()
+    codes, steps = op.quantize_keys(keys)
+    assert codes.dtype == torch.int8 and steps.dtype == torch.float32
+    assert (codes.abs().amax(-1) == 127).all()
+    assert ((codes * steps[..., None] - keys).abs() <= 0.5001 * steps[..., None]).all()
+    zeros, none = op.quantize_keys(torch.zeros(2, 4, 64))
+    assert (zeros == 0).all() and (none == 0).all()
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, under the interpreter
+def test_a_bad_key_scores_highest(device_path, bad):
+    keys = random(0, 1, 2, 90, 64)
+    keys[0, 1, 40, 7] = bad
+    found = score(device_path, random(1, 1, 6, 1, 64), *op.quantize_keys(keys))
+    assert found[1, 40] == torch.inf and found.isfinite().sum() == 2 * 82 - 1
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_a_bad_query_scores_all_highest(device_path):
+    q = random(1, 1, 6, 1, 64)
+    q[0, 4, 0, 0] = torch.nan
+    found = score(device_path, q, *op.quantize_keys(random(0, 1, 2, 90, 64)))
+    assert found[0].isfinite().sum() == 82 and (found[1] == torch.inf).sum() == 82
+
+
+def test_what_lies_behind_the_length_is_not_read(device_path):
+    codes, steps = op.quantize_keys(random(0, 2, 2, 900, 64))
+    steps[:, :, 200:] = torch.nan
+    q, lengths = random(1, 2, 4, 1, 64), torch.tensor([200])
+    found = score(device_path, q, codes, steps, lengths=lengths)
+    assert not found.isnan().any() and (found[:, 195:] == -torch.inf).all()
+    assert (found[:, 3:195] > -torch.inf).all()
+
+
+def test_opcheck(device):
+    codes, steps = (x.to(device) for x in op.quantize_keys(random(0, 2, 2, 90, 64)))
+    q, rows = random(1, 2, 4, 1, 64).to(device), torch.tensor([60, 90], device=device)
+    mask = torch.ones(2, 90, dtype=torch.bool, device=device)
+    overload = torch.ops.attnplug.score_tokens.default
+    for extra in [(None, None, None), (rows, rows - 60, mask)]:
+        torch.library.opcheck(overload, (q, codes, steps, 3, 5, *extra))
+
+
+CODES = torch.zeros(1, 2, 40, 64, dtype=torch.int8)
+WRONG = [
+    ({"codes": CODES.float()}, "codes is torch.float32"),
+    ({"codes": CODES[:, :, :, :32]}, "needs int8"),
+    ({"steps": torch.zeros(1, 2, 39)}, r"steps is torch.float32 \(1, 2, 39\), needs"),
+    ({"q": torch.zeros(1, 4, 2, 64)}, r"q is \(1, 4, 2, 64\), needs \[B,Hq,1,D\]"),
+    ({"q": torch.zeros(1, 3, 1, 64)}, "codes is"),
+    ({"window": 0}, "window is 0"),
+    ({"sink": -1}, "sink is -1"),
+    ({"lengths": torch.tensor([1.0])}, "lengths is torch.float32"),
+]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"), WRONG, ids=lambda x: x if isinstance(x, str) else ""
+)
+def test_refuses(change, message):
+    inputs = {"q": torch.zeros(1, 4, 1, 64), "codes": CODES, "steps": torch.zeros(1, 2, 40)}
+    with pytest.raises(ArgumentError, match="^score_tokens: .*" + message):
+        op.score_tokens(**(inputs | change))
+
+
+def test_refuses_gradients():
+    q = torch.zeros(1, 4, 1, 64, requires_grad=True)
+    with pytest.raises(GradientError, match="score_tokens"):
+        op.score_tokens(q, CODES, torch.zeros(1, 2, 40))
