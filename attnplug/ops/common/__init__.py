@@ -1,1 +1,52 @@
-"""What every family of ops stands on. A piece has a file by what it means; two families call it."""
+"""What every family of ops stands on, and what an op of your own imports (docs/add-an-op.md).
+
+Each file holds one subject, and at least two families call it. It imports nothing of attnplug but
+the errors.
+"""
+
+from attnplug.ops.common.checks import (
+    BLOCKS,
+    DTYPES,
+    HEAD_DIMS,
+    check_attention_inputs,
+    check_sequence_inputs,
+    check_sinks,
+)
+from attnplug.ops.common.define import define_op, refuse_gradients, require
+from attnplug.ops.common.device import early, machine
+from attnplug.ops.common.reference import reference_kept, reference_rows, sinks_on_cpu
+from attnplug.ops.common.rows import NO_MASK, mask_bytes, row_span, row_step, rows_on_cpu
+from attnplug.ops.common.softmax import LN2, LOG2E, attend_tile, base_two, online_softmax, softcap
+from attnplug.ops.common.splits import merge_splits, store_piece
+from attnplug.ops.common.tiles import load_query
+
+__all__ = [
+    "BLOCKS",
+    "DTYPES",
+    "HEAD_DIMS",
+    "LN2",
+    "LOG2E",
+    "NO_MASK",
+    "attend_tile",
+    "base_two",
+    "check_attention_inputs",
+    "check_sequence_inputs",
+    "check_sinks",
+    "define_op",
+    "early",
+    "load_query",
+    "machine",
+    "mask_bytes",
+    "merge_splits",
+    "online_softmax",
+    "reference_kept",
+    "reference_rows",
+    "refuse_gradients",
+    "require",
+    "row_span",
+    "row_step",
+    "rows_on_cpu",
+    "sinks_on_cpu",
+    "softcap",
+    "store_piece",
+]

@@ -1,4 +1,8 @@
-"""The checks of arguments that ops of several families make, and what they all accept."""
+"""The argument checks that ops of several families make, and the values they accept.
+
+A check raises ArgumentError. Its message names the argument, what came and what is needed. Messages
+are built only where a check fails, because the checks run at every eager call.
+"""
 
 import torch
 
@@ -6,68 +10,77 @@ from attnplug.errors import ArgumentError
 from attnplug.ops.common.define import require
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-
-
 HEAD_DIMS = (64, 80, 96, 128, 256)
 BLOCKS = (16, 32, 64, 128)  # keys a block
 
 
-def check_attention_inputs(name: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+def check_attention_inputs(
+    name: str, q: torch.Tensor | None, k: torch.Tensor, v: torch.Tensor | None = None
+) -> None:
     """The checks every attention op makes of q `[B,Hq,T,D]` and k, v `[B,Hkv,S,D]`.
 
-    Messages are built only where a check fails: this runs at every eager call.
+    An op that has no q or no v passes None for it.
     """
+    first, model = ("k", k) if q is None else ("q", q)  # the others must match this one
     for label, tensor in (("q", q), ("k", k), ("v", v)):
+        if tensor is None:
+            continue
         if tensor.dim() != 4:
             raise ArgumentError(f"{name}: {label} has {tensor.dim()} dimensions, needs [B,H,S,D]")
         if tensor.dtype not in DTYPES:
             raise ArgumentError(
                 f"{name}: {label} is {tensor.dtype}, needs float32, float16 or bfloat16"
             )
-        if tensor.dtype != q.dtype:
-            raise ArgumentError(f"{name}: {label} is {tensor.dtype} but q is {q.dtype}")
-        if tensor.device != q.device:
+        if tensor.dtype != model.dtype:
+            raise ArgumentError(f"{name}: {label} is {tensor.dtype} but {first} is {model.dtype}")
+        if tensor.device != model.device:
             raise ArgumentError(
-                f"{name}: {label} is on {tensor.device} but q is on {q.device}; move them to one "
-                "device"
+                f"{name}: {label} is on {tensor.device} but {first} is on {model.device}; move "
+                "them to one device"
             )
-    if k.shape != v.shape:
+    if v is not None and k.shape != v.shape:
         raise ArgumentError(f"{name}: k {tuple(k.shape)} and v {tuple(v.shape)} differ in shape")
-    if q.shape[0] != k.shape[0]:
-        raise ArgumentError(f"{name}: q has batch {q.shape[0]} but k has batch {k.shape[0]}")
-    if q.shape[3] != k.shape[3]:
-        raise ArgumentError(f"{name}: q has head dimension {q.shape[3]} but k has {k.shape[3]}")
-    if q.shape[3] not in HEAD_DIMS:
+    if q is not None:
+        _check_query_shape(name, q, k)
+    if k.shape[3] not in HEAD_DIMS:
         sizes = ", ".join(map(str, HEAD_DIMS))
-        raise ArgumentError(f"{name}: head dimension {q.shape[3]} is not one of {sizes}")
-    if q.shape[1] % k.shape[1] != 0:
+        raise ArgumentError(f"{name}: head dimension {k.shape[3]} is not one of {sizes}")
+    if q is not None and q.shape[1] % k.shape[1] != 0:
         raise ArgumentError(
             f"{name}: {q.shape[1]} query heads are not a multiple of {k.shape[1]} KV heads"
         )
 
 
+def _check_query_shape(name: str, q: torch.Tensor, k: torch.Tensor) -> None:
+    if q.shape[0] != k.shape[0]:
+        raise ArgumentError(f"{name}: q has batch {q.shape[0]} but k has batch {k.shape[0]}")
+    if q.shape[3] != k.shape[3]:
+        raise ArgumentError(f"{name}: q has head dimension {q.shape[3]} but k has {k.shape[3]}")
+
+
 def check_sequence_inputs(
     name: str,
-    q: torch.Tensor,
+    q: torch.Tensor | None,
     k: torch.Tensor,
     lengths: torch.Tensor | None,
     start: torch.Tensor | None,
     key_mask: torch.Tensor | None,
 ) -> None:
     """The checks of the per-sequence tensors: `lengths` and `start`, [1] or [B], and `key_mask`
-    [B,S] bool."""
+    [B,S] bool. An op that has no q passes None for it."""
+    first, model = ("k", k) if q is None else ("q", q)
     for label, tensor in (("lengths", lengths), ("start", start)):
         if tensor is None:
             continue
         if tensor.dtype not in (torch.int32, torch.int64):
             raise ArgumentError(f"{name}: {label} is {tensor.dtype}, needs int32 or int64")
-        if tensor.dim() != 1 or tensor.shape[0] not in (1, q.shape[0]):
+        if tensor.dim() != 1 or tensor.shape[0] not in (1, model.shape[0]):
             raise ArgumentError(
                 f"{name}: {label} has shape {tuple(tensor.shape)}, needs [1] or [B] = "
-                f"[{q.shape[0]}]"
+                f"[{model.shape[0]}]"
             )
-        if tensor.device != q.device:
-            raise ArgumentError(f"{name}: {label} is on {tensor.device}, q on {q.device}")
+        if tensor.device != model.device:
+            raise ArgumentError(f"{name}: {label} is on {tensor.device}, {first} on {model.device}")
     if key_mask is None:
         return
     if key_mask.dtype != torch.bool:
@@ -77,11 +90,12 @@ def check_sequence_inputs(
             f"{name}: key_mask has shape {tuple(key_mask.shape)}, needs [B,S] = "
             f"[{k.shape[0]}, {k.shape[2]}]"
         )
-    if key_mask.device != q.device:
-        raise ArgumentError(f"{name}: key_mask is on {key_mask.device}, q on {q.device}")
+    if key_mask.device != model.device:
+        raise ArgumentError(f"{name}: key_mask is on {key_mask.device}, {first} on {model.device}")
 
 
-def check_sinks(name, q, sinks):
+def check_sinks(name: str, q: torch.Tensor, sinks: torch.Tensor) -> None:
+    """The checks of `sinks` `[Hq]`, one more logit a head."""
     require(
         tuple(sinks.shape) == (q.shape[1],),
         name,

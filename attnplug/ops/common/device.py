@@ -1,4 +1,5 @@
-"""What a launcher asks of the device: multiprocessors, and programmatic dependent launch."""
+"""What a launcher needs to know of a device: how many multiprocessors it has, and whether it can
+launch a kernel early (programmatic dependent launch, PDL)."""
 
 import functools
 
@@ -7,7 +8,7 @@ import torch
 
 @functools.cache
 def machine(device: torch.device) -> tuple[int, bool]:
-    """(multiprocessors, programmatic dependent launch); the interpreter gets 8 and False."""
+    """(multiprocessors, whether the device has PDL); 8 and False for Triton's interpreter."""
     if device.type != "cuda":
         return 8, False
     properties = torch.cuda.get_device_properties(device)
@@ -15,6 +16,7 @@ def machine(device: torch.device) -> tuple[int, bool]:
 
 
 def early(device: torch.device) -> tuple[bool, dict[str, bool]]:
-    """Whether kernels can be launched early on the device, and the option that does."""
+    """Whether the device has PDL, and the launch option that starts a kernel before the one in
+    front of it has ended. Such a kernel calls `gdc_wait` before it reads that one's results."""
     pdl = machine(device)[1]
     return pdl, {"launch_pdl": True} if pdl else {}

@@ -1,17 +1,18 @@
-"""What Gluon kernels for Hopper share: copies by the tensor memory accelerator, and views of shared
-memory."""
+"""What the Gluon kernels for Hopper share: copies by the tensor memory accelerator, and views of
+shared memory as another dtype, shape or layout."""
 
 from typing import Any
 
 from triton.experimental.gluon.language import _core
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
-# Triton 3.9 has new names for these two.
+# Triton 3.9 renamed it.
 copy_tile = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 
 
 @_core.builtin
 def reinterpret(buffer, dtype, shape, layout, _semantic: Any = None):
+    """The shared memory of `buffer` seen with another dtype, shape and layout."""
     value = _core._unwrap_if_constexpr
     shape = [value(n) for n in value(shape)]
     return _semantic.memdesc_reinterpret(buffer, value(dtype), shape, value(layout))

@@ -1,17 +1,18 @@
-"""A row of a batch: its length, its first real key, the mask of its keys and how many of its blocks
-are done; on the host, for the CPU references, and inside kernels."""
+"""A row of a batch, that is one sequence: its length, its first real key, its key mask, and how
+many of its blocks have summaries ("progress"). For launchers, CPU references and kernels.
+"""
 
 import numpy as np
 import torch
 import triton
 import triton.language as tl
 
-# What a numba reference gets for a key mask that is not there.
+# Stands for "no key mask" in a numba reference.
 NO_MASK = np.empty((1, 0), np.bool_)
 
 
 def row_step(tensor: torch.Tensor | None) -> int:
-    """What a row adds to the address of its entry in `[1 or B, ...]`: 0 where all share one."""
+    """The stride from a row's entry to the next one's in `[1 or B, ...]`: 0 where all share one."""
     return 0 if tensor is None or tensor.shape[0] == 1 else tensor.stride(0)
 
 
@@ -35,36 +36,44 @@ def mask_bytes(key_mask: torch.Tensor | None) -> torch.Tensor | None:
 
 @triton.jit
 def row_span(
-    lengths, start, b, S, LENGTH_STEP: tl.constexpr, START_STEP: tl.constexpr,
+    lengths,
+    start,
+    b,
+    S,
+    LENGTH_STEP: tl.constexpr,
+    START_STEP: tl.constexpr,
     NEW: tl.constexpr = 0,
-):  # fmt: skip
-    """(length, first real key) of row b, int32. NEW tokens are not in `lengths` yet; S + NEW then
-    says that the cache is full.
+    CACHE: tl.constexpr = ".cg",
+):
+    """(length, first real key) of row b, int32; the steps are `row_step` of the two tensors. NEW
+    tokens are not counted in `lengths` yet; a length of S + NEW then says that the cache is full.
 
-    .cg: another multiprocessor's kernel, early launched ones after it, may have counted a token.
+    CACHE is ".cg" because another kernel may have counted a token just before: an L1 line may be
+    older. A kernel that starts only when the ones in front of it have ended may pass "".
     """
     length = S
     if lengths is not None:
-        length = tl.load(lengths + b * LENGTH_STEP, cache_modifier=".cg").to(tl.int32)
+        length = tl.load(lengths + b * LENGTH_STEP, cache_modifier=CACHE).to(tl.int32)
         length = tl.minimum(length, S) + NEW
     low = 0
     if start is not None:
-        low = tl.load(start + b * START_STEP, cache_modifier=".cg").to(tl.int32)
+        low = tl.load(start + b * START_STEP, cache_modifier=CACHE).to(tl.int32)
         low = tl.maximum(low, 0)
     return length, low
 
 
 @triton.jit
 def blocks_done(progress, b, low):
-    """Leading blocks that row b has summaries of, when counted from `low`."""
+    """How many leading blocks of row b have summaries, blocks counted from `low`. `progress [B, 2]`
+    holds that number and the first key that it was counted from."""
     counted = tl.load(progress + b * 2, cache_modifier=".cg")
     return tl.where(tl.load(progress + b * 2 + 1, cache_modifier=".cg") == low, counted, 0)
 
 
 @triton.jit
 def note_progress(progress, b, low, until):
-    """Blocks before `until` are done. Only one program may run this for a row, and only after all
-    that read the row's progress."""
+    """Note that the blocks of row b before `until` have summaries. One program a row runs this,
+    after every program that reads the row's progress."""
     done = tl.maximum(blocks_done(progress, b, low), until)
     tl.debug_barrier()  # every warp loads and stores the same words
     tl.store(progress + b * 2, done)

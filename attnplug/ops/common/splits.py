@@ -1,5 +1,5 @@
-"""Attention of few queries whose keys are cut in pieces ("splits"), a program each: how a program
-stores its piece, and the merge of the pieces by their log-sum-exps.
+"""Attention of few queries whose keys are cut in pieces ("splits"), one program each. Each program
+stores its piece, and a second kernel merges the pieces by their log-sum-exps.
 
     lse = log sum over pieces of exp(lse_i),   out = sum over pieces of exp(lse_i - lse) out_i
 
@@ -10,14 +10,37 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
+from attnplug.ops.common.softmax import LN2, LOG2E
+
+_LN2, _LOG2E = tl.constexpr(LN2), tl.constexpr(LOG2E)
+
 
 @triton.jit
 def store_piece(
-    top, total, acc, sinks, partial, out, lse, head, row, rows, d, in_group, in_width, split,
-    splits, D: tl.constexpr, FUSED: tl.constexpr,
-):  # fmt: skip
-    """The result of one of `splits` pieces of a row, one of `rows`: what `merge_splits` reads, or
-    if FUSED (one piece) the output and its natural log-sum-exp."""
+    top,
+    total,
+    acc,
+    sinks,
+    partial,
+    out,
+    lse,
+    head,
+    row,
+    rows,
+    d,
+    in_group,
+    in_width,
+    split,
+    splits,
+    D: tl.constexpr,
+    FUSED: tl.constexpr,
+):
+    """Store what piece `split` of `splits` gives for the query-head pairs `row`, of `rows` in all.
+
+    `top`, `total` and `acc` are the state of the online softmax. Stored to `partial`, for
+    `merge_splits`; or if FUSED (there is one piece) as `out` and natural log-sum-exp.
+    `partial` holds `[rows, splits, D]` outputs, then `[rows, splits]` log-sum-exps in base 2.
+    """
     empty = total == 0
     divisor = tl.where(empty, 1.0, total)
     base = tl.where(top == float("-inf"), 0.0, top)
@@ -25,8 +48,8 @@ def store_piece(
     if FUSED:
         if sinks is not None:
             logit = tl.load(sinks + head, mask=in_group, other=float("-inf")).to(tl.float32)
-            divisor += tl.exp2(logit * 1.4426950408889634 - base)
-        tl.store(lse + row, result * 0.6931471805599453, mask=in_group)
+            divisor += tl.exp2(logit * _LOG2E - base)
+        tl.store(lse + row, result * _LN2, mask=in_group)
         out_at = out + row[:, None] * D + d[None, :]
     else:
         row = row * splits + split
@@ -41,12 +64,25 @@ def store_piece(
 
 @triton.jit
 def merge_splits(
-    partial, sinks, out, lse, heads, T, splits,
-    D: tl.constexpr, COLUMNS: tl.constexpr, SPLITS: tl.constexpr, PDL: tl.constexpr,
-    lengths=None, counters: tl.constexpr = 0,
-):  # fmt: skip
-    """Merge the pieces of one (row, slice of the head dimension) by their log-sum-exps. Where there
-    are `lengths`, of so many rows, count the token of the step in them: their readers are done."""
+    partial,
+    sinks,
+    out,
+    lse,
+    heads,
+    T,
+    splits,
+    D: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    PDL: tl.constexpr,
+    lengths=None,
+    counters: tl.constexpr = 0,
+):
+    """Merge the pieces of one query-head pair, in one slice of COLUMNS of the head dimension.
+
+    With `lengths` `[counters]` it also counts the decode step's token in them: all kernels that
+    read them have ended.
+    """
     row = tl.program_id(0).to(tl.int64)
     d = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     j = tl.arange(0, SPLITS)
@@ -74,11 +110,11 @@ def merge_splits(
     result = tl.where(total == 0, float("-inf"), shift + tl.log2(denominator))
     if sinks is not None:
         sink = tl.load(sinks + row // T % heads).to(tl.float32)
-        denominator += tl.exp2(sink * 1.4426950408889634 - shift)
+        denominator += tl.exp2(sink * _LOG2E - shift)
     merged = tl.sum(piece * weight[:, None], 0) / denominator
     tl.store(out + row * D + d, merged.to(out.dtype.element_ty), mask=d < D)
     if tl.program_id(1) == 0:
-        tl.store(lse + row, result * 0.6931471805599453)
+        tl.store(lse + row, result * _LN2)
         if lengths is not None:
             if row < counters:
                 tl.atomic_add(lengths + row, 1, sem="relaxed")
