@@ -1,0 +1,85 @@
+"""What the tests of several families of ops define alike: random tensors, the dtypes of a path, and
+the tolerance of attention."""
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+def random(seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Standard normal, rounded to `dtype`."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def dtypes(device_path: tuple[str, str]) -> list[torch.dtype]:
+    """The dtypes that a path computes in: Triton's interpreter cannot multiply bfloat16."""
+    exact = [torch.float32, torch.float16]
+    return exact if device_path == ("cpu", "kernel") else [*exact, torch.bfloat16]
+
+
+def to_device(values: Any, device: str) -> list[Any]:
+    """`values`, the tensors among them on `device`."""
+    return [x.to(device) if isinstance(x, torch.Tensor) else x for x in values]
+
+
+def random_lists(seed: int, k: torch.Tensor, queries: int, count: int, names: int) -> torch.Tensor:
+    """int32 `[B,Hkv,queries,count]`: distinct numbers below `names`, a fifth of them replaced by -1
+    (none)."""
+    places = torch.rand(
+        *k.shape[:2], queries, max(count, names), generator=torch.Generator().manual_seed(seed)
+    )
+    index = places.argsort(-1)[..., :count]
+    return torch.where(places[..., :count] < 0.2, -1, index).int()
+
+
+def attend_over(
+    attention: Callable[..., tuple[torch.Tensor, torch.Tensor]],
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    kept: torch.Tensor,
+    *,
+    scale: float,
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out, lse) in fp64 of `attention` (`oracle_attention`, or `plain_attention` in q's dtype)
+    over the keys `kept` `[B,Hkv,T,S]`: one KV head and query at a time, each with its own mask."""
+    group = q.shape[1] // k.shape[1]
+    out, lse = torch.zeros(q.shape, dtype=torch.float64), torch.zeros(q.shape[:3]).double()
+    for h, t in itertools.product(range(k.shape[1]), range(q.shape[2])):
+        heads = slice(h * group, (h + 1) * group)
+        own = (x[:, h : h + 1] for x in (k, v))
+        part = attention(
+            q[:, heads, t : t + 1],
+            *own,
+            key_mask=kept[:, h, t],
+            scale=scale,
+            softcap=softcap,
+            sinks=None if sinks is None else sinks[heads],
+        )
+        out[:, heads, t], lse[:, heads, t] = (x.double()[:, :, 0] for x in part)
+    return out, lse
+
+
+def hold_attention(
+    got: tuple[torch.Tensor, torch.Tensor],
+    want: tuple[torch.Tensor, torch.Tensor],
+    plain: torch.Tensor,
+    dtype: torch.dtype,
+) -> None:
+    """Hold (out, lse) to fp64 `want`: the error of out is at most a small factor of the one that
+    `plain`, attention computed in q's `dtype`, makes."""
+    out, lse = got
+    want_out, want_lse = want
+    epsilon = torch.finfo(dtype).eps
+    error = (plain.double() - want_out).abs().max()
+    allowed = 2 * error + 2 * epsilon * want_out.abs().max() + 1e-6
+    assert out.dtype == dtype and lse.dtype == torch.float32
+    assert (out.double() - want_out).abs().max() <= allowed
+    assert torch.equal(lse == -torch.inf, want_lse == -torch.inf)
+    finite = want_lse != -torch.inf
+    assert ((lse.double() - want_lse)[finite].abs() <= 2e-5 + 1e-6 * want_lse[finite].abs()).all()
+    assert (out[~finite] == 0).all()
