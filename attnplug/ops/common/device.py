@@ -1,5 +1,9 @@
 """What a launcher needs to know of a device: how many multiprocessors it has, and whether it can
-launch a kernel early (programmatic dependent launch, PDL)."""
+launch a kernel early (programmatic dependent launch, PDL).
+
+Launchers pass Triton's own options in a dict, `**{"num_warps": 4, **dependent}`: type checkers know
+the kernel's parameters only.
+"""
 
 import functools
 

@@ -3,10 +3,11 @@
     out[t] = sum_j p[t, j] v[j],   p[t, j] = exp(s[t, j]) / (sum_i exp(s[t, i]) + exp(sink)),
     s[t, j] = scale q[t].k[j]  (softcap: cap tanh(s / cap)),   lse[t] = log sum_i exp(s[t, i])
 
-over the keys j that query t sees. The keys are cut in pieces which programs of their own attend to,
-a second kernel merges the pieces by their log-sum-exps. Only the valid part of a static cache is
-read: its length is a tensor on the device and every split works out its share of it. Source:
-Dao et al., Flash-Decoding for long-context inference (2023); online softmax: Milakov and
+over the keys j that query t sees. The keys are cut in pieces ("splits"). One program attends to
+each piece, and a second kernel merges the pieces by their log-sum-exps. Only the valid part of a
+static cache is read: its length is a tensor on the device, and each program works out its share.
+
+Sources: Dao et al., Flash-Decoding for long-context inference (2023); online softmax: Milakov and
 Gimelshein, arXiv:1805.02867; sinks as in gpt-oss.
 """
 
@@ -23,11 +24,12 @@ from triton.language.extra.cuda import gdc_launch_dependents
 from attnplug.errors import ArgumentError
 from attnplug.ops.common.checks import check_attention_inputs, check_sequence_inputs, check_sinks
 from attnplug.ops.common.define import define_op, refuse_gradients
-from attnplug.ops.common.device import machine
+from attnplug.ops.common.device import early, machine
 from attnplug.ops.common.reference import reference_rows, sinks_on_cpu
-from attnplug.ops.common.rows import mask_bytes, row_step, rows_on_cpu
-from attnplug.ops.common.softmax import LOG2E
+from attnplug.ops.common.rows import NO_MASK, mask_bytes, row_span, row_step, rows_on_cpu
+from attnplug.ops.common.softmax import base_two, online_softmax, softcap
 from attnplug.ops.common.splits import merge_splits
+from attnplug.ops.common.tiles import load_query
 
 
 def dense_decode(
@@ -55,7 +57,7 @@ def dense_decode(
         lengths: int32 or int64 `[1]` or `[B]`, tokens that are valid in k and v, the T queries
             being the last of them: query t stands at `length - T + t`. None: all S. Slots from
             `length` on are never read.
-        start: int32 or int64 `[1]` or `[B]`, first valid key of a left-padded row. None: 0.
+        start: int32 or int64 `[1]` or `[B]`, first real key of a left-padded row. None: 0.
         key_mask: bool `[B, S]`, False where a key must not be seen.
         window: a query sees itself and the `window - 1` keys before it; 0: no window.
         softcap: scores become `softcap * tanh(score / softcap)`; 0: off.
@@ -99,15 +101,15 @@ def _reference(q, k, v, lengths, start, mask, window, sinks, scale, softcap, out
     batch, heads, queries, _ = q.shape
     kv_heads = k.shape[1]
     group = heads // kv_heads
-    step = max(1, 128 // group)
-    blocks = (queries + step - 1) // step
+    count = max(1, 128 // group)  # queries a block
+    blocks = (queries + count - 1) // count
     for item in numba.prange(batch * kv_heads * blocks):
         b = item // (kv_heads * blocks)
         h = item // blocks % kv_heads
-        t = item % blocks * step
+        t = item % blocks * count
         g = h * group
         reference_rows(
-            q[b, g : g + group, t : t + step],
+            q[b, g : g + group, t : t + count],
             k[b, h],
             v[b, h],
             mask[b * len(mask) // batch],
@@ -117,8 +119,8 @@ def _reference(q, k, v, lengths, start, mask, window, sinks, scale, softcap, out
             sinks[g : g + group],
             scale,
             softcap,
-            out[b, g : g + group, t : t + step],
-            lse[b, g : g + group, t : t + step],
+            out[b, g : g + group, t : t + count],
+            lse[b, g : g + group, t : t + count],
         )
 
 
@@ -132,7 +134,7 @@ def _cpu(q, k, v, scale, lengths, start, key_mask, window, softcap, sinks, out, 
         v[:, :, :valid].float().numpy(),
         lengths.numpy(),
         start.numpy(),
-        np.empty((1, 0), np.bool_) if key_mask is None else key_mask.numpy(),
+        NO_MASK if key_mask is None else key_mask.numpy(),
         window,
         sinks_on_cpu(sinks),
         np.float32(scale),
@@ -150,7 +152,7 @@ class Plan(NamedTuple):
     """How the kernels cut the work; chosen from static shapes alone."""
 
     rows: int  # (query, head of the group) pairs of one program
-    tile: int  # keys of one step
+    tile: int  # keys that a program attends to at a time
     splits: int  # pieces that the keys are cut in
     warps: int
     stages: int
@@ -159,19 +161,46 @@ class Plan(NamedTuple):
 
 @triton.jit
 def _attend(
-    q, k, v, lengths, start, key_mask, partial, scale, cap, window, T, S, splits,
-    q_b, q_h, q_t, k_b, k_h, k_s, v_b, v_h, v_s, mask_b,
-    GROUP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, ROWS: tl.constexpr,
-    TILE: tl.constexpr, STAGES: tl.constexpr, CAPPED: tl.constexpr, WINDOWED: tl.constexpr,
-    LENGTH_STEP: tl.constexpr, START_STEP: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """One block of rows of one KV head against one split of the keys it sees."""
+    q,
+    k,
+    v,
+    lengths,
+    start,
+    key_mask,
+    partial,
+    scale,
+    cap,
+    window,
+    T,
+    S,
+    splits,
+    q_strides,
+    k_strides,
+    v_strides,
+    mask_stride,
+    GROUP: tl.constexpr,
+    D: tl.constexpr,
+    DP: tl.constexpr,
+    ROWS: tl.constexpr,
+    TILE: tl.constexpr,
+    STAGES: tl.constexpr,
+    CAPPED: tl.constexpr,
+    WINDOWED: tl.constexpr,
+    LENGTH_STEP: tl.constexpr,
+    START_STEP: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One block of rows of one KV head against one split of the keys it sees. DP is D padded to a
+    power of two."""
+    q_b, q_h, q_t = q_strides
+    k_b, k_h, k_s = k_strides
+    v_b, v_h, v_s = v_strides
     split = tl.program_id(0) % splits
     block = tl.program_id(0) // splits
     h = tl.program_id(1)
     b = tl.program_id(2).to(tl.int64)
     if PDL:
-        gdc_launch_dependents()  # the reduction may start early: it waits for the end of this grid
+        gdc_launch_dependents()  # the merge may start early: it waits for the end of this grid
 
     # Row r of the block is head r % GROUP of query r // GROUP: a KV tile is read once for all.
     r = block * ROWS + tl.arange(0, ROWS)
@@ -180,15 +209,11 @@ def _attend(
     d = tl.arange(0, DP)
     in_rows = r < T * GROUP
     in_width = d < D
-    q_at = q + b * q_b + head.to(tl.int64)[:, None] * q_h + t.to(tl.int64)[:, None] * q_t
-    query = tl.load(q_at + d[None, :], mask=in_rows[:, None] & in_width[None, :], other=0.0)
+    q_at = q + b * q_b + head.to(tl.int64) * q_h + t.to(tl.int64) * q_t
+    query = load_query(q_at, in_rows, D, DP)
 
-    length = S
-    if lengths is not None:
-        length = tl.minimum(tl.load(lengths + b * LENGTH_STEP).to(tl.int32), S)
-    low = 0
-    if start is not None:
-        low = tl.maximum(tl.load(start + b * START_STEP).to(tl.int32), 0)
+    # CACHE="": this kernel starts only when the ones in front of it have ended.
+    length, low = row_span(lengths, start, b, S, LENGTH_STEP, START_STEP, CACHE="")
     position = length - T + t
     if WINDOWED:
         low = tl.maximum(low, length - T + block * ROWS // GROUP - window + 1)
@@ -203,38 +228,33 @@ def _attend(
     top = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, DP], tl.float32)
-    flag, flag_at = 0, key_mask
+    visible, mask_at = 0, key_mask
     if key_mask is not None:
-        flag_at = key_mask + b * mask_b + low + n
-        flag = tl.load(flag_at + first * TILE, mask=low + first * TILE + n < high, other=0)
+        mask_at = key_mask + b * mask_stride + low + n
+        visible = tl.load(mask_at + first * TILE, mask=low + first * TILE + n < high, other=0)
     for i in tl.range(first, last, num_stages=STAGES):  # pyright: ignore[reportGeneralTypeIssues]
         at = low + i * TILE
         readable = at + n < high
         loadable = readable[:, None] & in_width[None, :]
         key = tl.load(k_at + at.to(tl.int64) * k_s, mask=loadable, other=0.0)
         s = tl.dot(query, key.T, input_precision="ieee") * scale
-        if CAPPED:  # cap tanh(y), tanh(y) = 1 - 2 / (exp(2y) + 1); scale holds 2 log2(e) / cap
-            s = cap * (1 - 2 / (tl.exp2(s) + 1))
+        if CAPPED:
+            s = softcap(s, cap)
         seen = readable[None, :] & ((at + n)[None, :] <= position[:, None])
         if WINDOWED:
             seen = seen & ((at + n)[None, :] > position[:, None] - window)
         if key_mask is not None:
-            seen = seen & (flag != 0)[None, :]
+            seen = seen & (visible != 0)[None, :]
         s = tl.where(seen, s, float("-inf"))
-        best = tl.maximum(top, tl.max(s, 1))
-        shift = tl.where(best == float("-inf"), 0.0, best)
-        # A NaN score may be dropped by the maximum; it comes back through p.
-        p = tl.exp2(s - shift[:, None])
-        decay = tl.exp2(top - shift)
-        top = best
-        total = total * decay + tl.sum(p, 1)
+        p, decay, top, total = online_softmax(s, top, total)
         value = tl.load(v_at + at.to(tl.int64) * v_s, mask=loadable, other=0.0)
         if key_mask is not None:
-            value = tl.where((flag != 0)[:, None], value, 0.0)  # 0 times a hidden NaN is NaN
-            # A tile ahead: bytes cannot be copied asynchronously, their latency hides in the step.
-            flag = tl.load(flag_at + at - low + TILE, mask=at + TILE + n < high, other=0)
+            value = tl.where((visible != 0)[:, None], value, 0.0)  # 0 times a hidden NaN is NaN
+            # A tile ahead: bytes cannot be copied asynchronously, the turn hides their latency.
+            visible = tl.load(mask_at + at - low + TILE, mask=at + TILE + n < high, other=0)
         acc = tl.dot(p.to(value.dtype), value, acc * decay[:, None], input_precision="ieee")
 
+    # Not `store_piece`: a split without keys leaves its outputs unwritten, and stores -inf alone.
     heads = tl.num_programs(1) * GROUP
     slot = ((b * heads + head) * T + t) * splits + split
     empty = total == 0
@@ -252,18 +272,25 @@ def _attend(
 
 @functools.lru_cache(maxsize=1024)
 def plan_for(
-    batch: int, heads: int, kv_heads: int, queries: int, size: int, width: int, itemsize: int,
-    multiprocessors: int, masked: bool,
-) -> Plan:  # fmt: skip
+    batch: int,
+    heads: int,
+    kv_heads: int,
+    queries: int,
+    size: int,
+    width: int,
+    itemsize: int,
+    multiprocessors: int,
+    masked: bool,
+) -> Plan:
     """The pre-tuned plan of a shape. `size` is that of the cache: its valid length is unknown."""
     padded = triton.next_power_of_2(width)
     pairs = heads // kv_heads * queries
     rows = 16 if pairs <= 16 else 64 if pairs <= 64 or padded > 128 else 128  # 32: slower than 64
-    tile = min(max(16, 16384 // (padded * itemsize)), 128)  # 16 KiB of keys a step
+    tile = min(max(16, 16384 // (padded * itemsize)), 128)  # 16 KiB of keys
     tiles = triton.cdiv(size, tile)
     programs = batch * kv_heads * triton.cdiv(pairs, rows)
-    # One program a multiprocessor reads fastest, unless that would leave a tenth of them idle or
-    # there is a key mask, whose bytes are waited for.
+    # One program a multiprocessor reads fastest. Two do where one would leave a tenth of the
+    # multiprocessors idle, or where there is a key mask, whose bytes a program waits for.
     splits = (2 if masked else 1) * multiprocessors // programs
     if splits * programs < 0.9 * multiprocessors:
         splits = 2 * multiprocessors // programs
@@ -284,37 +311,70 @@ def launch_dense_decode(
     """Run the kernels; tensors as in `dense_decode`, on a GPU or in Triton's interpreter."""
     batch, heads, queries, width = q.shape
     kv_heads, size = k.shape[1], k.shape[2]
-    multiprocessors, pdl = machine(q.device)
+    pdl, dependent = early(q.device)
     if plan is None:
         plan = plan_for(
-            batch, heads, kv_heads, queries, size, width, q.element_size(), multiprocessors,
-            key_mask is not None,
-        )  # fmt: skip
+            batch,
+            heads,
+            kv_heads,
+            queries,
+            size,
+            width,
+            itemsize=q.element_size(),
+            multiprocessors=machine(q.device)[0],
+            masked=key_mask is not None,
+        )
     q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k, v))
     key_mask = mask_bytes(key_mask)
-    rows = batch * heads * queries
+    rows, group = batch * heads * queries, heads // kv_heads
     partial = torch.empty(rows * plan.splits * (width + 1), dtype=torch.float32, device=q.device)
-    q_b, q_h, q_t, _ = q.stride()
-    k_b, k_h, k_s, _ = k.stride()
-    v_b, v_h, v_s, _ = v.stride()
-    group = heads // kv_heads
+    factor, cap = base_two(scale, softcap)
     blocks = (group * queries + plan.rows - 1) // plan.rows
     _attend[(plan.splits * blocks, kv_heads, batch)](
-        q, k, v, lengths, start, key_mask, partial,
-        scale * LOG2E if softcap == 0 else 2 * LOG2E * scale / softcap, softcap * LOG2E,
-        window, queries, size, plan.splits,
-        q_b, q_h, q_t, k_b, k_h, k_s, v_b, v_h, v_s,
-        0 if key_mask is None else key_mask.stride(0),
-        group, width, triton.next_power_of_2(width), plan.rows, plan.tile, plan.stages,
-        softcap > 0, window > 0, row_step(lengths), row_step(start), pdl,
-        num_warps=plan.warps,  # pyright: ignore[reportCallIssue]
-    )  # fmt: skip
+        q=q,
+        k=k,
+        v=v,
+        lengths=lengths,
+        start=start,
+        key_mask=key_mask,
+        partial=partial,
+        scale=factor,
+        cap=cap,
+        window=window,
+        T=queries,
+        S=size,
+        splits=plan.splits,
+        q_strides=q.stride()[:3],
+        k_strides=k.stride()[:3],
+        v_strides=v.stride()[:3],
+        mask_stride=0 if key_mask is None else key_mask.stride(0),
+        GROUP=group,
+        D=width,
+        DP=triton.next_power_of_2(width),
+        ROWS=plan.rows,
+        TILE=plan.tile,
+        STAGES=plan.stages,
+        CAPPED=softcap > 0,
+        WINDOWED=window > 0,
+        LENGTH_STEP=row_step(lengths),
+        START_STEP=row_step(start),
+        PDL=pdl,
+        **{"num_warps": plan.warps},
+    )
     merge_splits[(rows, triton.cdiv(width, plan.columns))](
-        partial, sinks, out, lse, heads, queries, plan.splits,
-        width, plan.columns, triton.next_power_of_2(plan.splits), pdl,
-        num_warps=4,  # pyright: ignore[reportCallIssue]
-        **({"launch_pdl": True} if pdl else {}),
-    )  # fmt: skip
+        partial=partial,
+        sinks=sinks,
+        out=out,
+        lse=lse,
+        heads=heads,
+        T=queries,
+        splits=plan.splits,
+        D=width,
+        COLUMNS=plan.columns,
+        SPLITS=triton.next_power_of_2(plan.splits),
+        PDL=pdl,
+        **{"num_warps": 4, **dependent},
+    )
 
 
 _dense_decode = define_op(

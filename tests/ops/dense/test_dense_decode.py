@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from cases import dtypes, hold_attention, random
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -60,27 +61,8 @@ def dense(q, k, v, dtype=torch.float64, *, scale, softcap=0.0, sinks=None, **mas
 
 def hold(got, q, k, v, **options):
     """The error is at most a small factor of the one that attention in q's own dtype makes."""
-    out, lse = got
-    want, want_lse = dense(q, k, v, **options)
     plain, _ = dense(q, k, v, q.dtype, **options)
-    epsilon = torch.finfo(q.dtype).eps
-    allowed = 2 * (plain.double() - want).abs().max() + 2 * epsilon * want.abs().max() + 1e-6
-    assert out.dtype == q.dtype and lse.dtype == torch.float32
-    assert (out.double() - want).abs().max() <= allowed
-    assert torch.equal(lse == -torch.inf, want_lse == -torch.inf)
-    finite = want_lse != -torch.inf
-    assert ((lse.double() - want_lse)[finite].abs() <= 2e-5 + 1e-6 * want_lse[finite].abs()).all()
-    assert (out[~finite] == 0).all()
-
-
-def dtypes(device_path):
-    """Triton's interpreter cannot multiply bfloat16."""
-    exact = [torch.float32, torch.float16]
-    return exact if device_path == ("cpu", "kernel") else [*exact, torch.bfloat16]
-
-
-def random(seed, *shape, dtype=torch.float32):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+    hold_attention(got, dense(q, k, v, **options), plain, q.dtype)
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])  # device_path is a constant
