@@ -8,13 +8,16 @@ rounded outwards so that the inequality holds for what they stand for:
 
     centre + unit scale_j max_code >= max,   min >= centre + unit scale_j min_code
 
-with a scale for each block, and a centre and a unit for each channel: middle and half width of the
-row's first block, the unit within a factor of SPREAD of its mean over the channels. Blocks are
-numbered from each row's first real token: block j is keys start + block j up to
-start + block (j + 1) - 1. Keys that the key mask hides enter nothing. A complete block never
-changes until the cache is cropped, so `progress` says how many leading blocks are done, for which
-start, and only what is missing is read.
-Source: Quest (Tang et al., 2024), as in "Attention Pays Its Bill" (shared/papers/000).
+with a scale for each block, and a centre and a unit for each channel. Centre and unit are middle
+and half width of the row's first block; the unit stays within a factor of SPREAD of its mean over
+the channels.
+
+Blocks are numbered from each row's first real token: block j is keys start + block j up to
+start + block (j + 1) - 1. Keys that the key mask hides enter nothing. A complete block does not
+change until the cache is cropped. `progress` says how many leading blocks have summaries, and the
+start that they were counted from; only missing blocks are read.
+
+Source: Quest (Tang et al., 2024), as in "Attention Pays Its Bill" (docs/papers.md).
 """
 
 from typing import NamedTuple
@@ -25,14 +28,9 @@ import torch
 import triton
 
 from attnplug.errors import ArgumentError
-from attnplug.ops.common.checks import BLOCKS, DTYPES, HEAD_DIMS, check_sequence_inputs
+from attnplug.ops.common.checks import BLOCKS, check_attention_inputs, check_sequence_inputs
 from attnplug.ops.common.define import define_op, refuse_gradients, require
-from attnplug.ops.common.rows import (
-    NO_MASK,
-    mask_bytes,
-    row_step,
-    rows_on_cpu,
-)
+from attnplug.ops.common.rows import NO_MASK, mask_bytes, row_step, rows_on_cpu
 from attnplug.ops.gather.kernels import bounds as kernels
 
 SLACK, MOST, LEAST, SPREAD = (
@@ -44,7 +42,7 @@ def empty_bounds(
     k: torch.Tensor, block: int, parts: int = 2, *, int8: bool = False
 ) -> torch.Tensor:
     """Summaries of a fresh cache `k [B, Hkv, S, D]`, zeros: `[B, Hkv, ceil(S / block), parts, D]`
-    like k, or for `int8` codes, and in further rows what they stand for (`Frame`)."""
+    like k. With `int8` they are codes, and further rows hold what the codes stand for (`Frame`)."""
     batch, heads, size, width = k.shape
     rows = summary_rows(-(-size // block), width, int8)
     return k.new_zeros((batch, heads, rows, parts, width), dtype=torch.int8 if int8 else k.dtype)
@@ -56,8 +54,8 @@ def summary_rows(blocks: int, width: int, int8: bool) -> int:
 
 
 class Frame(NamedTuple):
-    """What INT8 codes stand for, `centre + unit scale code`; float32 views of the rows behind them:
-    of each row's head `[B, Hkv, D]` twice, and of each block `[B, Hkv, blocks]`."""
+    """What INT8 codes stand for, `centre + unit scale code`: float32 views of the rows behind the
+    codes. Centre and unit are `[B, Hkv, D]`, scale is `[B, Hkv, blocks]`."""
 
     centre: torch.Tensor
     unit: torch.Tensor
@@ -91,9 +89,9 @@ def block_bounds(
         k: `[B, Hkv, S, D]`, float32, float16 or bfloat16.
         bounds: `[B, Hkv, ceil(S / block), parts, D]` like k, or INT8 as `empty_bounds` makes them
             (2 parts); contiguous; written.
-        progress: int32 `[B, 2]`, contiguous; written. Of each row, how many leading blocks of
-            `bounds` are done, and the start that they are counted from: another start does them
-            anew. Begin with zeros; whoever shortens or replaces the keys lowers the count.
+        progress: int32 `[B, 2]`, contiguous; written. Of each row: how many leading blocks have
+            summaries, and the start that they are counted from; another start makes them anew.
+            Begin with zeros. A caller that shortens or replaces the keys lowers the count.
         block: keys a block: 16, 32, 64 or 128.
         lengths: int32 or int64 `[1]` or `[B]`, valid keys. None: all S.
         start: int32 or int64 `[1]` or `[B]`, first real key of a left-padded row. None: 0.
@@ -109,19 +107,13 @@ def block_bounds(
 
 def _allocate(k, bounds, progress, lengths, start, key_mask, block):
     name = "block_bounds"
-    if k.dim() != 4:
-        raise ArgumentError(f"{name}: k has {k.dim()} dimensions, needs [B,H,S,D]")
-    if k.dtype not in DTYPES:
-        raise ArgumentError(f"{name}: k is {k.dtype}, needs float32, float16 or bfloat16")
-    if k.shape[3] not in HEAD_DIMS:
-        sizes = ", ".join(map(str, HEAD_DIMS))
-        raise ArgumentError(f"{name}: head dimension {k.shape[3]} is not one of {sizes}")
-    check_sequence_inputs(name, k, k, lengths, start, key_mask)
+    check_attention_inputs(name, None, k)
+    check_sequence_inputs(name, None, k, lengths, start, key_mask)
     check_bounds(name, k, bounds, progress, block)
 
 
 def check_bounds(name, k, bounds, progress, block):
-    """The checks of a cache's summaries, shared with the op that scores them."""
+    """The checks of a cache's summaries, for `block_bounds` and for `select_blocks`."""
     if block not in BLOCKS:
         raise ArgumentError(f"{name}: block is {block}, needs {', '.join(map(str, BLOCKS))}")
     batch, heads, size, width = k.shape
@@ -153,7 +145,7 @@ def check_bounds(name, k, bounds, progress, block):
 
 @numba.njit(cache=True)
 def _summarise(k, mask, out):
-    """Keys `k [block, D]` into `out [parts, D]`; an empty `mask` hides nothing."""
+    """Summarise keys `k [block, D]` into `out [parts, D]`; an empty `mask` hides nothing."""
     seen = 0
     for n in range(k.shape[0]):
         if mask.shape[0] > 0 and not mask[n]:
@@ -179,11 +171,11 @@ def _set_frame(wide, centre, unit):
     """The frame of a row's head, from its first block `wide [2, D]`."""
     half = (wide[0] - wide[1]) * np.float32(0.5)
     mean = half.sum() / np.float32(half.shape[0])
-    plain = 1e-20 < mean < np.inf  # a NaN is not
+    usable = 1e-20 < mean < np.inf  # false for a NaN
     for d in range(half.shape[0]):
         middle = wide[0, d] * np.float32(0.5) + wide[1, d] * np.float32(0.5)
         size = min(max(half[d], mean / np.float32(SPREAD)), mean * np.float32(SPREAD))
-        centre[d], unit[d] = (middle, size) if plain else (0.0, 1.0)
+        centre[d], unit[d] = (middle, size) if usable else (0.0, 1.0)
 
 
 @numba.njit(cache=True)
@@ -207,7 +199,7 @@ def _encode(wide, centre, unit, codes):
 @numba.njit(parallel=True, cache=True)
 def _reference(k, mask, bounds, centre, unit, scale, done, until, start, offset, block):
     """`_summarise` for blocks done..until-1 of every row and head, in parallel; `k` holds the keys
-    from `offset` on. With a `scale` the bounds are codes."""
+    from `offset` on. If `scale` is not empty, the bounds are codes."""
     batch, heads = k.shape[:2]
     for item in numba.prange(batch * heads):
         b, h = item // heads, item % heads
@@ -226,7 +218,7 @@ def _reference(k, mask, bounds, centre, unit, scale, done, until, start, offset,
 
 
 def refresh_on_cpu(k, key_mask, bounds, progress, start, until, block):
-    """Do the blocks before `until` (int64 `[B]`) that `progress` lacks, and note that."""
+    """Make the missing summaries of the blocks before `until` (int64 `[B]`), and note that."""
     done = torch.where(progress[:, 1] == start, progress[:, 0], 0).long()
     missing = done < until
     if bool(missing.any()):
@@ -270,15 +262,37 @@ def launch_block_bounds(k, bounds, progress, lengths, start, key_mask, block):
     # Enough programs to fill a GPU when a whole prompt is new, few where nothing is.
     blocks = triton.cdiv(size, block)
     programs = max(1, min(512 // (batch * heads), blocks))
-    steps = row_step(lengths), row_step(start)
     kernels.refresh[(programs, heads, batch)](
-        k, bounds, progress, lengths, start, key_mask, size, blocks, programs,
-        *k.stride()[:3], 0 if key_mask is None else key_mask.stride(0),
-        width, triton.next_power_of_2(width), block, bounds.shape[3], bounds.dtype == torch.int8,
-        *steps,
-        num_warps=4,  # pyright: ignore[reportCallIssue]
-    )  # fmt: skip
-    kernels.note[(batch,)](progress, lengths, start, size, block, *steps, num_warps=1)
+        k=k,
+        bounds=bounds,
+        progress=progress,
+        lengths=lengths,
+        start=start,
+        key_mask=key_mask,
+        S=size,
+        N=blocks,
+        programs=programs,
+        k_strides=k.stride()[:3],
+        mask_stride=0 if key_mask is None else key_mask.stride(0),
+        D=width,
+        DP=triton.next_power_of_2(width),
+        BLOCK=block,
+        PARTS=bounds.shape[3],
+        INT8=bounds.dtype == torch.int8,
+        LENGTH_STEP=row_step(lengths),
+        START_STEP=row_step(start),
+        **{"num_warps": 4},
+    )
+    kernels.note_refreshed[(batch,)](
+        progress=progress,
+        lengths=lengths,
+        start=start,
+        S=size,
+        BLOCK=block,
+        LENGTH_STEP=row_step(lengths),
+        START_STEP=row_step(start),
+        **{"num_warps": 1},
+    )
 
 
 _block_bounds = define_op(
