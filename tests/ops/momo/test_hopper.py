@@ -369,7 +369,7 @@ COMPILE = """
 import torch, triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver, jit
-from attnplug.ops import _hopper
+from attnplug.ops.momo.kernels import hopper as _hopper
 
 class Hopper:  # a driver that knows its target and has no device
     get_current_target = staticmethod(lambda: GPUTarget("cuda", 90, 32))

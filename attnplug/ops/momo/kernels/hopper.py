@@ -1,23 +1,23 @@
 """The Hopper (sm_90) kernel of query_sparse_attention and block_sparse_attention, in Gluon.
 
-A program is warp-specialised. A producer warp brings tiles of two 64-key blocks by TMA into a ring
-of two stages. Two consumer warpgroups hold 64 query rows each: q.k of the next tile runs on the
-tensor cores beside p.v of this one, the softmax stays in registers. For a selection a third
-warpgroup, one row a thread, gets every block's score through a small ring and keeps the row's
-list, off the softmax's path.
+A program is warp-specialised. A producer warp loads tiles of two 64-key blocks by TMA into a ring
+of two stages. Two consumer warpgroups hold 64 query rows each. The tensor cores compute q.k of the
+next tile while they compute p.v of the current one; the softmax stays in registers. For a selection
+a third warpgroup, one row a thread, receives every block's score through a small ring. It keeps the
+row's list, so that the selection does not delay the softmax.
 
-Query-sparse: tiles of keys in ascending order, the last ones masked by causality; PACK heads of a
-group share a program, 128 / PACK rows of each. Block-sparse: 128 queries of one head; first the
-local part (masked), then the listed blocks, any two a tile. An odd number of blocks is made even
-by a block in front that nobody sees.
+Query-sparse: the key tiles come in ascending order, and the last ones are masked causally. PACK
+heads of a group share a program, with 128 / PACK rows of each. Block-sparse: a program has 128
+queries of one head. The local part (masked) comes first, then the listed blocks, any two a tile. An
+odd number of blocks is made even by one block in front, which the mask hides from every row.
 
-TMA reads whole boxes. Past the tensor's end it fills in zeros; the values of the tile that holds
-the last valid key come from a copy that ends in zeros, for 0 * NaN of an unwritten slot is NaN.
-Hidden logits are -inf against a running maximum of at least -1e30, so that a row that has seen
-nothing yet, or only -inf, stays free of NaN.
+TMA reads whole boxes and fills in zeros past the tensor's end. The values of the tile that holds
+the last valid key are read from a copy that ends in zeros: an unwritten slot may hold NaN, and
+0 * NaN is NaN. Hidden logits are -inf and the running maximum is at least -1e30. A row that has
+seen no key yet, or only logits of -inf, therefore stays free of NaN.
 
-A block's score comes from its exponentials against the row's running maximum: where it lies 87
-below that it is -inf. The other kernels still tell such scores apart.
+A block's score is computed from its exponentials against the row's running maximum. A score more
+than 87 below that maximum becomes -inf; the Triton kernels still tell such scores apart.
 """
 
 import functools
@@ -33,110 +33,152 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from attnplug.ops.common.hopper import reinterpret
 from attnplug.ops.common.rows import row_step
 from attnplug.ops.momo.kernels.hopper_select import keeper, selector
-from attnplug.ops.momo.kernels.hopper_tiles import consumer, producer
+from attnplug.ops.momo.kernels.hopper_tiles import (
+    LISTS,
+    SCORES,
+    Barriers,
+    Problem,
+    Spec,
+    Tiles,
+    consumer,
+    producer,
+)
 
 BLOCK = 64  # keys a block
 QUERY_BLOCK = 128  # rows a program
 MAX_EXACT = 8  # exact slots, in registers
 MAX_DELTA = 16  # a delta group must lie in the 16 rows that one warp holds
 LOG2E = 1.4426950408889634
-# One compilation whatever their values.
-INTEGERS = (
-    "lengths_stride", "T", "S", "R", "NQ", "HK", "across", "window", "gamma", "items", "listed",
-    "free",
-)  # fmt: skip
 
 
-@gluon.jit(do_not_specialize=INTEGERS)
+# Triton specialises every number in a tuple argument, whatever do_not_specialize says: the numbers
+# come one by one, and become a tuple here.
+@gluon.jit(do_not_specialize=Problem._fields)
 def attention_kernel(
-    QD, KD, VD, TD, OUT, LSE, DENSE, LIST, COUNT, LENGTHS, INDEX, SCORE,
-    lengths_stride, T, S, R, NQ, HK, across, window, gamma, items, listed, free, scale, weight,
-    SPARSE: gl.constexpr, D: gl.constexpr, GROUP: gl.constexpr, PACK: gl.constexpr,
-    SELECT: gl.constexpr, EXACT: gl.constexpr, DELTA: gl.constexpr, HAS_LENGTHS: gl.constexpr,
-    ST: gl.constexpr, RING: gl.constexpr,
-):  # fmt: skip
-    # SELECT: 0 nothing, 1 the lists (`selector`), 2 all scores (`keeper`)
+    q_desc,
+    k_desc,
+    v_desc,
+    tail_desc,
+    OUT,
+    LSE,
+    DENSE,
+    LIST,
+    COUNT,
+    LENGTHS,
+    INDEX,
+    SCORE,
+    lengths_step,
+    queries,
+    keys,
+    rows,
+    query_blocks,
+    kv_heads,
+    gamma,
+    items,
+    scale,
+    columns,
+    window,
+    listed,
+    free,
+    kept,
+    weight,
+    spec: gl.constexpr,
+):
+    """The numbers are the fields of Problem, `spec` is a Spec. A tensor that a call lacks is any
+    other."""
+    problem = Problem(
+        lengths_step=lengths_step,
+        queries=queries,
+        keys=keys,
+        rows=rows,
+        query_blocks=query_blocks,
+        kv_heads=kv_heads,
+        gamma=gamma,
+        items=items,
+        scale=scale,
+        columns=columns,
+        window=window,
+        listed=listed,
+        free=free,
+        kept=kept,
+        weight=weight,
+    )
     DTYPE: gl.constexpr = OUT.dtype.element_ty
-    KL: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
-    PL: gl.constexpr = gl.NVMMASharedLayout(128, 16, 4)
-    QR: gl.constexpr = 32 if PACK == 4 else 64
-    q_s = gl.allocate_shared_memory(DTYPE, [2, 64, D], KL)
-    k_s = gl.allocate_shared_memory(DTYPE, [ST, 128, D], KL)
-    v_s = gl.allocate_shared_memory(DTYPE, [ST, 128, D], KL)
-    q_p = reinterpret(q_s, DTYPE, [2 * D // QR, 1, 1, QR, 64], PL)
-    k_p = reinterpret(k_s, DTYPE, [ST * D // 32, 1, 1, 64, 64], PL)
-    v_p = reinterpret(v_s, DTYPE, [ST * D // 32, 1, 1, 64, 64], PL)
-    BL: gl.constexpr = mbarrier.MBarrierLayout()
-    kf = gl.allocate_shared_memory(gl.int64, [ST, 1], BL)
-    ke = gl.allocate_shared_memory(gl.int64, [ST, 1], BL)
-    vf = gl.allocate_shared_memory(gl.int64, [ST, 1], BL)
-    ve = gl.allocate_shared_memory(gl.int64, [ST, 1], BL)
-    qf = gl.allocate_shared_memory(gl.int64, [1], BL)
-    qe = gl.allocate_shared_memory(gl.int64, [1], BL)
-    sf = gl.allocate_shared_memory(gl.int64, [RING, 1], BL)
-    se = gl.allocate_shared_memory(gl.int64, [RING, 1], BL)
+    D: gl.constexpr = spec.D
+    STAGES: gl.constexpr = spec.STAGES
+    RING: gl.constexpr = spec.RING
+    READ: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    WRITTEN: gl.constexpr = gl.NVMMASharedLayout(128, 16, 4)
+    QR: gl.constexpr = 32 if spec.PACK == 4 else 64
+    q = gl.allocate_shared_memory(DTYPE, [2, 64, D], READ)
+    k = gl.allocate_shared_memory(DTYPE, [STAGES, 128, D], READ)
+    v = gl.allocate_shared_memory(DTYPE, [STAGES, 128, D], READ)
+    tiles = Tiles(q, k, v)
+    panels = Tiles(
+        reinterpret(q, DTYPE, [2 * D // QR, 1, 1, QR, 64], WRITTEN),
+        reinterpret(k, DTYPE, [STAGES * D // 32, 1, 1, 64, 64], WRITTEN),
+        reinterpret(v, DTYPE, [STAGES * D // 32, 1, 1, 64, 64], WRITTEN),
+    )
+    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
+    bars = Barriers(
+        gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER),
+        gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER),
+        gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER),
+        gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER),
+        gl.allocate_shared_memory(gl.int64, [1], BARRIER),
+        gl.allocate_shared_memory(gl.int64, [1], BARRIER),
+        gl.allocate_shared_memory(gl.int64, [RING, 1], BARRIER),
+        gl.allocate_shared_memory(gl.int64, [RING, 1], BARRIER),
+    )
     ring = gl.allocate_shared_memory(
         gl.float32, [RING * 3, 128], gl.SwizzledSharedLayout(1, 1, 1, [0])
     )
-    for i in gl.static_range(ST):
-        mbarrier.init(kf.index(i), count=1)
-        mbarrier.init(ke.index(i), count=2)
-        mbarrier.init(vf.index(i), count=1)
-        mbarrier.init(ve.index(i), count=2)
+    for i in gl.static_range(STAGES):
+        mbarrier.init(bars.k_full.index(i), count=1)
+        mbarrier.init(bars.k_empty.index(i), count=2)
+        mbarrier.init(bars.v_full.index(i), count=1)
+        mbarrier.init(bars.v_empty.index(i), count=2)
     for i in gl.static_range(RING):
-        mbarrier.init(sf.index(i), count=2)
-        mbarrier.init(se.index(i), count=1)
-    mbarrier.init(qf, count=1)
-    mbarrier.init(qe, count=2)
+        mbarrier.init(bars.scores_full.index(i), count=2)
+        mbarrier.init(bars.scores_empty.index(i), count=1)
+    mbarrier.init(bars.q_full, count=1)
+    mbarrier.init(bars.q_empty, count=2)
     fence_async_shared()
-    # The tuples stand inside the call: under a name of their own, constexprs decay to tensors.
-    if SELECT == 1:
-        gl.warp_specialize([
-            (consumer, (OUT, LSE, DENSE, COUNT, LENGTHS, q_s, k_s, v_s, ring, kf, ke, vf, ve, qf,
-                         qe, sf, se, lengths_stride, T, S, R, NQ, HK, across, window, gamma, items,
-                         scale, weight, gl.constexpr(0), SPARSE, D, GROUP, PACK, SELECT, DELTA,
-                         HAS_LENGTHS, ST, RING)),
-            (consumer, (OUT, LSE, DENSE, COUNT, LENGTHS, q_s, k_s, v_s, ring, kf, ke, vf, ve, qf,
-                         qe, sf, se, lengths_stride, T, S, R, NQ, HK, across, window, gamma, items,
-                         scale, weight, gl.constexpr(1), SPARSE, D, GROUP, PACK, SELECT, DELTA,
-                         HAS_LENGTHS, ST, RING)),
-            (producer, (QD, KD, VD, TD, LIST, COUNT, LENGTHS, q_p, k_p, v_p, kf, ke, vf, ve, qf,
-                         qe, lengths_stride, T, S, R, NQ, HK, across, window, gamma, items, listed,
-                         SPARSE, D, GROUP, PACK, HAS_LENGTHS, ST)),
-            (selector, (INDEX, SCORE, COUNT, LENGTHS, ring, sf, se, lengths_stride, T, S, R, NQ,
-                         HK, across, window, gamma, items, free, GROUP, PACK, EXACT, HAS_LENGTHS,
-                         RING)),
-        ], [4, 4, 4], [208, 24, 72])  # fmt: skip
-    elif SELECT == 2:
-        gl.warp_specialize([
-            (consumer, (OUT, LSE, DENSE, COUNT, LENGTHS, q_s, k_s, v_s, ring, kf, ke, vf, ve, qf,
-                         qe, sf, se, lengths_stride, T, S, R, NQ, HK, across, window, gamma, items,
-                         scale, weight, gl.constexpr(0), SPARSE, D, GROUP, PACK, SELECT, DELTA,
-                         HAS_LENGTHS, ST, RING)),
-            (consumer, (OUT, LSE, DENSE, COUNT, LENGTHS, q_s, k_s, v_s, ring, kf, ke, vf, ve, qf,
-                         qe, sf, se, lengths_stride, T, S, R, NQ, HK, across, window, gamma, items,
-                         scale, weight, gl.constexpr(1), SPARSE, D, GROUP, PACK, SELECT, DELTA,
-                         HAS_LENGTHS, ST, RING)),
-            (producer, (QD, KD, VD, TD, LIST, COUNT, LENGTHS, q_p, k_p, v_p, kf, ke, vf, ve, qf,
-                         qe, lengths_stride, T, S, R, NQ, HK, across, window, gamma, items, listed,
-                         SPARSE, D, GROUP, PACK, HAS_LENGTHS, ST)),
-            (keeper, (SCORE, COUNT, LENGTHS, ring, sf, se, lengths_stride, T, S, R, NQ, HK, across,
-                      window, gamma, items, free, GROUP, PACK, HAS_LENGTHS, RING)),
-        ], [4, 4, 4], [216, 24, 56])  # fmt: skip
+    # Tensors alone are bundled here: in a tuple with a name, constexprs decay to tensors.
+    tensors = (OUT, LSE, DENSE, COUNT, LENGTHS)
+    sources = (q_desc, k_desc, v_desc, tail_desc, LIST, COUNT, LENGTHS)
+    if spec.SELECT == LISTS:
+        gl.warp_specialize(
+            [
+                (consumer, (tensors, tiles, ring, bars, problem, gl.constexpr(0), spec)),
+                (consumer, (tensors, tiles, ring, bars, problem, gl.constexpr(1), spec)),
+                (producer, (sources, panels, bars, problem, spec)),
+                (selector, (INDEX, SCORE, COUNT, LENGTHS, ring, bars, problem, spec)),
+            ],
+            [4, 4, 4],
+            [208, 24, 72],
+        )
+    elif spec.SELECT == SCORES:
+        gl.warp_specialize(
+            [
+                (consumer, (tensors, tiles, ring, bars, problem, gl.constexpr(0), spec)),
+                (consumer, (tensors, tiles, ring, bars, problem, gl.constexpr(1), spec)),
+                (producer, (sources, panels, bars, problem, spec)),
+                (keeper, (SCORE, COUNT, LENGTHS, ring, bars, problem, spec)),
+            ],
+            [4, 4, 4],
+            [216, 24, 56],
+        )
     else:
-        gl.warp_specialize([
-            (consumer, (OUT, LSE, DENSE, COUNT, LENGTHS, q_s, k_s, v_s, ring, kf, ke, vf, ve, qf,
-                         qe, sf, se, lengths_stride, T, S, R, NQ, HK, across, window, gamma, items,
-                         scale, weight, gl.constexpr(0), SPARSE, D, GROUP, PACK, SELECT, DELTA,
-                         HAS_LENGTHS, ST, RING)),
-            (consumer, (OUT, LSE, DENSE, COUNT, LENGTHS, q_s, k_s, v_s, ring, kf, ke, vf, ve, qf,
-                         qe, sf, se, lengths_stride, T, S, R, NQ, HK, across, window, gamma, items,
-                         scale, weight, gl.constexpr(1), SPARSE, D, GROUP, PACK, SELECT, DELTA,
-                         HAS_LENGTHS, ST, RING)),
-            (producer, (QD, KD, VD, TD, LIST, COUNT, LENGTHS, q_p, k_p, v_p, kf, ke, vf, ve, qf,
-                         qe, lengths_stride, T, S, R, NQ, HK, across, window, gamma, items, listed,
-                         SPARSE, D, GROUP, PACK, HAS_LENGTHS, ST)),
-        ], [4, 1], [240, 24])  # fmt: skip
+        gl.warp_specialize(
+            [
+                (consumer, (tensors, tiles, ring, bars, problem, gl.constexpr(0), spec)),
+                (consumer, (tensors, tiles, ring, bars, problem, gl.constexpr(1), spec)),
+                (producer, (sources, panels, bars, problem, spec)),
+            ],
+            [4, 1],
+            [240, 24],
+        )
 
 
 # ---- host ---------------------------------------------------------------------------------------
@@ -184,81 +226,119 @@ def _descriptor(x: torch.Tensor, rows: int, step: int = 1) -> TensorDescriptor:
 
 
 @triton.jit
-def _tail_kernel(
-    V, TAIL, LENGTHS, stride_b, stride_h, stride_s, lengths_stride, HK, D: tl.constexpr
-):
+def _tail_kernel(V, TAIL, LENGTHS, v_strides, lengths_step, kv_heads, D: tl.constexpr):
+    v_b, v_h, v_s = v_strides
     pair = tl.program_id(0).to(tl.int64)
-    b = pair // HK
-    length = tl.load(LENGTHS + b * lengths_stride).to(tl.int32)
+    b = pair // kv_heads
+    length = tl.load(LENGTHS + b * lengths_step).to(tl.int32)
     row = (length - 1) // 128 * 128 + tl.arange(0, 128)
     d = tl.arange(0, D)[None, :]
-    place = b * stride_b + pair % HK * stride_h + row.to(tl.int64) * stride_s
-    tail = tl.load(V + place[:, None] + d, mask=(row < length)[:, None], other=0.0)
+    offset = b * v_b + pair % kv_heads * v_h + row.to(tl.int64) * v_s
+    tail = tl.load(V + offset[:, None] + d, mask=(row < length)[:, None], other=0.0)
     tl.store(TAIL + (pair * 128 + tl.arange(0, 128)[:, None]) * D + d, tail)
 
 
-def _values_tail(v: torch.Tensor, lengths: torch.Tensor, stride: int) -> torch.Tensor:
+def _values_tail(v: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
     """`[B,Hkv,128,D]`: the 128-key tile of the last valid key, zeros after that key."""
     tail = v.new_empty((*v.shape[:2], 128, v.shape[3]))
     _tail_kernel[(v.shape[0] * v.shape[1],)](
-        v, tail, lengths, *v.stride()[:3], stride, v.shape[1], D=v.shape[3], num_warps=4
+        V=v,
+        TAIL=tail,
+        LENGTHS=lengths,
+        v_strides=v.stride()[:3],
+        lengths_step=row_step(lengths),
+        kv_heads=v.shape[1],
+        D=v.shape[3],
+        num_warps=4,
     )
     return tail
 
 
 def _launch(
-    q, k, v, out, lse, scale, lengths, *, items, across, gamma, pack, sparse,
-    lists=None, count=None, window=0, dense=None, delta=0, weight=1.0, index=None,
-    score=None, exact=0, kept=0,
-):  # fmt: skip
-    stride = row_step(lengths)
+    q,
+    k,
+    v,
+    out,
+    lse,
+    lengths,
+    problem,
+    spec,
+    *,
+    dense=None,
+    lists=None,
+    count=None,
+    index=None,
+    score=None,
+):
+    """One launch of the kernel. Tensors that it does not read are stood in for by others."""
     values = _descriptor(v, 64)
-    tail = values if lengths is None else _descriptor(_values_tail(v, lengths, stride), 64)
-    group = q.shape[1] // k.shape[1]
-    select = 1 if index is not None else 2 if score is not None else 0
-    attention_kernel[(items,)](
-        _descriptor(q, 32 if pack == 4 else 64, 1 if sparse else gamma),
-        _descriptor(k, 64), values, tail, out, lse, out if dense is None else dense,
-        lse if lists is None else lists, lse if count is None else count,
-        lse if lengths is None else lengths, lse if index is None else index,
-        lse if score is None else score, stride, q.shape[2], k.shape[2],
-        (q.shape[2] + gamma - 1) // gamma, triton.cdiv(q.shape[2], QUERY_BLOCK), k.shape[1],
-        across, window, gamma, items, 0 if lists is None else lists.shape[3],
-        (0, 0 if index is None else index.shape[3] - exact, kept)[select], scale * LOG2E,
-        float(weight),
-        SPARSE=sparse, D=q.shape[3], GROUP=group, PACK=pack, SELECT=select, EXACT=exact,
-        DELTA=delta, HAS_LENGTHS=lengths is not None, ST=2, RING=4, num_warps=4,
-    )  # fmt: skip
+    attention_kernel[(problem.items,)](
+        q_desc=_descriptor(q, 32 if spec.PACK == 4 else 64, 1 if spec.SPARSE else problem.gamma),
+        k_desc=_descriptor(k, 64),
+        v_desc=values,
+        tail_desc=values if lengths is None else _descriptor(_values_tail(v, lengths), 64),
+        OUT=out,
+        LSE=lse,
+        DENSE=out if dense is None else dense,
+        LIST=lse if lists is None else lists,
+        COUNT=lse if count is None else count,
+        LENGTHS=lse if lengths is None else lengths,
+        INDEX=lse if index is None else index,
+        SCORE=lse if score is None else score,
+        **problem._asdict(),
+        spec=spec,
+        num_warps=4,
+    )
+
+
+def _problem(q, k, scale, gamma, lengths, items, **numbers) -> Problem:
+    return Problem(
+        lengths_step=row_step(lengths),
+        queries=q.shape[2],
+        keys=k.shape[2],
+        rows=triton.cdiv(q.shape[2], gamma),
+        query_blocks=triton.cdiv(q.shape[2], QUERY_BLOCK),
+        kv_heads=k.shape[1],
+        gamma=gamma,
+        items=items,
+        scale=scale * LOG2E,
+        **numbers,
+    )
 
 
 def _packed(q, k, rows):
     """How many heads of a group share a program, program columns, and programs of `rows` rows."""
     group = q.shape[1] // k.shape[1]
     pack = 4 if group % 4 == 0 else 2 if group % 2 == 0 else 1
-    across = q.shape[0] * q.shape[1] // pack
-    return pack, across, triton.cdiv(rows, QUERY_BLOCK // pack) * across
+    columns = q.shape[0] * q.shape[1] // pack
+    return pack, columns, triton.cdiv(rows, QUERY_BLOCK // pack) * columns
+
+
+def _spec(q, k, lengths, **options) -> Spec:
+    group = q.shape[1] // k.shape[1]
+    return Spec(D=q.shape[3], GROUP=group, HAS_LENGTHS=lengths is not None, **options)
 
 
 def launch_query_sparse(q, k, v, scale, gamma, exact_k, lengths, out, lse, index, score):
     """query_sparse_attention's "estimated" selection with at most MAX_EXACT exact slots, or none
     (index with no slots); blocks of BLOCK keys."""
-    pack, across, items = _packed(q, k, out.shape[2])
+    pack, columns, items = _packed(q, k, out.shape[2])
     top_k = index.shape[3]
-    _launch(
-        q, k, v, out, lse, scale, lengths, items=items, across=across, gamma=gamma,
-        pack=pack, sparse=False, index=index if top_k else None, score=score if top_k else None,
-        exact=exact_k if top_k else 0,
-    )  # fmt: skip
+    exact = exact_k if top_k else 0
+    problem = _problem(q, k, scale, gamma, lengths, items, columns=columns, free=top_k - exact)
+    select = LISTS.value if top_k else 0
+    spec = _spec(q, k, lengths, PACK=pack, SELECT=select, EXACT=exact)
+    listed = dict(index=index, score=score) if top_k else {}
+    _launch(q, k, v, out, lse, lengths, problem, spec, **listed)
 
 
 def launch_scores(q, k, v, scale, gamma, lengths, out, lse, score):
     """The same rows, and the scores of all their complete blocks of BLOCK keys: score
     `[B,Hq,blocks,R]` float16, written nowhere else."""
-    pack, across, items = _packed(q, k, out.shape[2])
-    _launch(
-        q, k, v, out, lse, scale, lengths, items=items, across=across, gamma=gamma,
-        pack=pack, sparse=False, score=score, kept=score.shape[2],
-    )  # fmt: skip
+    pack, columns, items = _packed(q, k, out.shape[2])
+    problem = _problem(q, k, scale, gamma, lengths, items, columns=columns, kept=score.shape[2])
+    spec = _spec(q, k, lengths, PACK=pack, SELECT=SCORES.value)
+    _launch(q, k, v, out, lse, lengths, problem, spec, score=score)
 
 
 def launch_block_sparse(
@@ -268,8 +348,10 @@ def launch_block_sparse(
     distinct blocks before the local part. `dense` `[B,Hq,ceil(T/gamma),D]` or None: correct by it
     with that weight (delta_correct), gamma a power of two up to MAX_DELTA."""
     items = q.shape[0] * q.shape[1] * triton.cdiv(q.shape[2], QUERY_BLOCK)
-    _launch(
-        q, k, v, out, lse, scale, lengths, items=items, across=1,
-        gamma=gamma if dense is not None else 1, pack=1, sparse=True, lists=lists,
-        count=count, window=window, dense=dense, delta=0 if dense is None else gamma, weight=weight,
-    )  # fmt: skip
+    group_rows = 1 if dense is None else gamma
+    listed, weight = lists.shape[3], float(weight)
+    problem = _problem(
+        q, k, scale, group_rows, lengths, items, window=window, listed=listed, weight=weight
+    )
+    spec = _spec(q, k, lengths, SPARSE=True, DELTA=0 if dense is None else gamma)
+    _launch(q, k, v, out, lse, lengths, problem, spec, dense=dense, lists=lists, count=count)

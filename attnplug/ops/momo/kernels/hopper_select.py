@@ -1,4 +1,4 @@
-"""What the Hopper kernel (`_hopper.py`) does with block scores, in a warpgroup of its own: the
+"""What the Hopper kernel (`hopper.py`) does with block scores, in a warpgroup of its own: the
 online top-k of query_sparse_attention, or every score to memory for measure_blocks."""
 
 from triton.experimental import gluon
@@ -47,35 +47,43 @@ def _erfinv(ratio):
 
 
 @gluon.jit
+def _receive(ring, bars, tile, LAYOUT: gl.constexpr, spec: gl.constexpr):
+    """A tile's running maxima and the sums of its two blocks, one row a thread."""
+    slot = tile % spec.RING
+    mbarrier.wait(bars.scores_full.index(slot), (tile // spec.RING) & 1)
+    top = ring.index(slot * 3).load(LAYOUT)
+    first = ring.index(slot * 3 + 1).load(LAYOUT)
+    second = ring.index(slot * 3 + 2).load(LAYOUT)
+    mbarrier.arrive(bars.scores_empty.index(slot))
+    return top, first, second
+
+
+@gluon.jit
 def _keep_slot(INDEX, SCORE, slot, xi, x, live):
     gl.store(INDEX + slot, xi, mask=live)
     gl.store(SCORE + slot, gl.where(x > -1e38, x * LN2, -float("inf")), mask=live)
 
 
 @gluon.jit
-def selector(
-    INDEX, SCORE, COUNT, LENGTHS, ring, sf, se,
-    lengths_stride, T, S, R, NQ, HK, across, window, gamma, items, free,
-    GROUP: gl.constexpr, PACK: gl.constexpr, EXACT: gl.constexpr, HAS_LENGTHS: gl.constexpr,
-    RING: gl.constexpr,
-):  # fmt: skip
-    """_online_topk's "estimated", scores in units of log 2: EXACT sorted slots in registers, their
+def selector(INDEX, SCORE, COUNT, LENGTHS, ring, bars, problem, spec: gl.constexpr):
+    """online_topk's "estimated", scores in units of log 2: EXACT sorted slots in registers, their
     losers appended to the row's list in memory where they beat the estimated threshold. It is
     estimated anew at every tile, in long rows at every fourth (0 to 9% of the kernel's time)."""
     B: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    ROWS: gl.constexpr = 128 // PACK
-    m_row = gl.arange(0, 128, B)
-    it = 0
-    for t in range(gl.program_id(0), items, gl.num_programs(0)):
+    EXACT: gl.constexpr = spec.EXACT
+    free = problem.free
+    ROWS: gl.constexpr = 128 // spec.PACK
+    tile_row = gl.arange(0, 128, B)
+    tile = 0  # of all work items
+    for item in range(gl.program_id(0), problem.items, gl.num_programs(0)):
         b, _kv, head, row, start, n, _edge, _local, _front, _near = work_item(
-            t, COUNT, LENGTHS, lengths_stride, T, S, R, NQ, HK, across, window, gamma,
-            False, GROUP, PACK, HAS_LENGTHS,
-        )  # fmt: skip
-        r = row + m_row % ROWS
-        live = r < R
-        blocks = (start + m_row % ROWS * gamma + 1) // 64
-        place = (b * HK * GROUP + head + m_row // ROWS) * R.to(gl.int64) + r
-        slots = place * (free + EXACT)
+            item, COUNT, LENGTHS, problem, spec
+        )
+        r = row + tile_row % ROWS
+        live = r < problem.rows
+        blocks = (start + tile_row % ROWS * problem.gamma + 1) // 64
+        head = b * problem.kv_heads * spec.GROUP + head + tile_row // ROWS
+        slots = (head * problem.rows.to(gl.int64) + r) * (free + EXACT)
         x0 = gl.full([128], -float("inf"), gl.float32, B)
         i0 = gl.full([128], -1, gl.int32, B)
         x1 = x0
@@ -99,16 +107,11 @@ def selector(
         appended = gl.zeros([128], gl.int32, B)
         every = gl.where(n > 64, 4, 1)
         for i in range(n):
-            slot = it % RING
-            mbarrier.wait(sf.index(slot), (it // RING) & 1)
-            it += 1
-            m = ring.index(slot * 3).load(B)
-            sums = ring.index(slot * 3 + 1).load(B)
-            sums_b = ring.index(slot * 3 + 2).load(B)
-            mbarrier.arrive(se.index(slot))
-            for u in gl.static_range(2):
-                j = i * 2 + u
-                x = m + gl.log2(sums if u == 0 else sums_b)
+            top, first, second = _receive(ring, bars, tile, B, spec)
+            tile += 1
+            for half in gl.static_range(2):
+                j = i * 2 + half
+                x = top + gl.log2(first if half == 0 else second)
                 offered = j < blocks
                 good = offered & (gl.abs(x) < 1e29)
                 x = gl.where(good, x, gl.where(offered, NOT_FINITE, -float("inf")))
@@ -134,7 +137,7 @@ def selector(
                 if EXACT > 7:
                     x, xi, x7, i7 = _insert(x, xi, x7, i7)
                 left = blocks - j
-                if u == 0:
+                if half == 0:
                     if i % every == 0:
                         ratio = gl.fdiv((free - appended).to(gl.float32), left.to(gl.float32))
                         ratio = gl.minimum(gl.maximum(ratio, 1e-30), 0.99999994)
@@ -170,36 +173,28 @@ def selector(
 
 
 @gluon.jit
-def keeper(
-    SCORE, COUNT, LENGTHS, ring, sf, se,
-    lengths_stride, T, S, R, NQ, HK, across, window, gamma, items, blocks_kept,
-    GROUP: gl.constexpr, PACK: gl.constexpr, HAS_LENGTHS: gl.constexpr, RING: gl.constexpr,
-):  # fmt: skip
-    """Every complete block's score, natural log in float16, to SCORE `[B,Hq,blocks_kept,R]`: the
-    threads of a warp are neighbouring rows, so that they write together."""
+def keeper(SCORE, COUNT, LENGTHS, ring, bars, problem, spec: gl.constexpr):
+    """Every complete block's score, natural log in float16, to SCORE `[B,Hq,kept,R]`: the threads
+    of a warp are neighbouring rows, so that they write together."""
     B: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    ROWS: gl.constexpr = 128 // PACK
-    m_row = gl.arange(0, 128, B)
-    it = 0
-    for t in range(gl.program_id(0), items, gl.num_programs(0)):
+    rows = problem.rows
+    ROWS: gl.constexpr = 128 // spec.PACK
+    tile_row = gl.arange(0, 128, B)
+    tile = 0  # of all work items
+    for item in range(gl.program_id(0), problem.items, gl.num_programs(0)):
         b, _kv, head, row, start, n, _edge, _local, _front, _near = work_item(
-            t, COUNT, LENGTHS, lengths_stride, T, S, R, NQ, HK, across, window, gamma,
-            False, GROUP, PACK, HAS_LENGTHS,
-        )  # fmt: skip
-        r = row + m_row % ROWS
-        live = r < R
-        blocks = (start + m_row % ROWS * gamma + 1) // 64
-        place = (b * HK * GROUP + head + m_row // ROWS) * blocks_kept.to(gl.int64) * R + r
+            item, COUNT, LENGTHS, problem, spec
+        )
+        r = row + tile_row % ROWS
+        live = r < rows
+        blocks = (start + tile_row % ROWS * problem.gamma + 1) // 64
+        head = b * problem.kv_heads * spec.GROUP + head + tile_row // ROWS
+        column = head * problem.kept.to(gl.int64) * rows + r
         for i in range(n):
-            slot = it % RING
-            mbarrier.wait(sf.index(slot), (it // RING) & 1)
-            it += 1
-            m = ring.index(slot * 3).load(B)
-            sums = ring.index(slot * 3 + 1).load(B)
-            sums_b = ring.index(slot * 3 + 2).load(B)
-            mbarrier.arrive(se.index(slot))
-            for u in gl.static_range(2):
-                j = i * 2 + u
-                x = (m + gl.log2(sums if u == 0 else sums_b)) * LN2
+            top, first, second = _receive(ring, bars, tile, B, spec)
+            tile += 1
+            for half in gl.static_range(2):
+                j = i * 2 + half
+                x = (top + gl.log2(first if half == 0 else second)) * LN2
                 x = gl.where(x > MOST, MOST, x)
-                gl.store(SCORE + (place + j * R), x.to(gl.float16), mask=live & (j < blocks))
+                gl.store(SCORE + (column + j * rows), x.to(gl.float16), mask=live & (j < blocks))
