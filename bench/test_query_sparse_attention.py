@@ -7,7 +7,7 @@ import pytest
 import torch
 from peers import causal, causal_peers
 
-from attnplug.ops.momo.kernels.online_topk import ALGORITHMS
+from attnplug.ops.momo.online_topk import ALGORITHMS
 from attnplug.ops.momo.query_sparse_attention import query_sparse_attention
 
 HEADS, KV_HEADS, DIM = 32, 8, 128

@@ -31,8 +31,8 @@ from attnplug.ops.common.checks import check_attention_inputs, check_sequence_in
 from attnplug.ops.common.define import define_op, refuse_gradients, require
 from attnplug.ops.common.product import add_product
 from attnplug.ops.momo.kernels import hopper as _hopper
-from attnplug.ops.momo.kernels.online_topk import ALGORITHMS, offer, start_rows, write_row
 from attnplug.ops.momo.kernels.query_sparse import launch_triton, offered_before
+from attnplug.ops.momo.online_topk import ALGORITHMS, offer, start_rows, write_row
 
 NAME = "query_sparse_attention"
 BLOCKS = (16, 32, 64, 128)

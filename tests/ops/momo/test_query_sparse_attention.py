@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from attnplug.errors import ArgumentError, GradientError
-from attnplug.ops.momo.kernels.online_topk import ALGORITHMS, erfinv
+from attnplug.ops.momo.online_topk import ALGORITHMS, erfinv
 from attnplug.ops.momo.query_sparse_attention import (
     _allocate,
     launch_query_sparse_attention,

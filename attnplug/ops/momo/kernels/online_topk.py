@@ -1,173 +1,20 @@
-"""Online selection of the best key blocks of a row, for query_sparse_attention: while a row's key
-blocks pass in ascending order, keep the `top_k` with the highest scores S(j). Three algorithms
-(paper: Measure Once, Mask Once, section 3), each as a numba function for one row and as a Triton
-function for M rows at once.
+"""Online selection of the best key blocks, in Triton, M rows at once: the device part of
+`../online_topk.py`, which defines the three algorithms and the order of their updates. The lowest
+slot of a row's buffer is cached as (low, low_t, its place): score, block index, slot or leaf."""
 
-Every *offered* block passes through one step (`offer` in numba, `offer_*` in Triton). A score that
-is not finite (NaN or infinite logits) is offered as -inf, so it is listed only where a slot would
-stay empty, and it stays out of the statistics: a NaN can neither crash nor duplicate anything.
-
-exact
-    Buffers s (-inf), t (EMPTY). mu = the slot with the lowest score, of equals the one with the
-    highest block index, of empty slots the first. The newcomer (S, j) replaces mu where S > s_mu,
-    or S = s_mu and j < t_mu. mu is found again, O(k), only after a replacement.
-tournament
-    The same rule on a winner tree of 2k nodes (any k, not only powers of two): leaves k..2k-1,
-    node i keeps the lower of nodes 2i and 2i+1 (of equal scores the higher block index) with the
-    leaf it came from, node 1 is mu. O(log k) a replacement. The same set as exact, ties included.
-estimated
-    Slots 0..k_exact-1 are an exact buffer, the other E = k - k_exact are appended to. For block j,
-    the n-th of the row's N offered blocks (n from 1), in this order:
-      1. S(j) enters the running mean m and variance sigma^2 (Welford, population variance).
-      2. (S, j) is offered to the exact buffer. The loser is the newcomer or the block that it
-         displaced; where it took an empty slot there is none and the step ends.
-      3. left = N - n + 1 losers are still to come, this one included, for `free` open slots. The
-         loser is appended where free > 0 and (free >= left, or its score exceeds
-         m + sqrt(2) sigma erfinv(2 p - 1) with p = 1 - free / left).
-    Each block is a loser at most once, so none is listed twice, and since free >= left accepts
-    everything, min(N, k) blocks are listed in the end.
-"""
-
-import math
-
-import numba
-import numpy as np
 import triton
 import triton.language as tl
 
-ALGORITHMS = ("exact", "tournament", "estimated")
-EXACT, TOURNAMENT, ESTIMATED = range(3)
-EVERY = 3  # keeps every block's score in the slot of its number: measure_blocks' reference
-# The index of an empty slot: above every block, so that empty slots are displaced first. The
-# Triton buffers add the slot's distance from the last one, which makes the indices distinct.
-EMPTY = 1 << 30
+from attnplug.ops.momo.online_topk import EMPTY
+
+# The index of an empty slot. Buffers in registers and lists add the slot's distance from the last
+# one, which makes the indices of a row distinct.
 NO_BLOCK = tl.constexpr(EMPTY)
-
-
-# ---- numba: one row ----
-
-
-@numba.njit(cache=True, inline="never")
-def erfinv(ratio):
-    """erfinv(1 - 2 ratio) for 0 < ratio < 1 (Giles 2012, the single-precision polynomials)."""
-    w = -math.log(4.0 * ratio * (1.0 - ratio))
-    if w < 5.0:
-        c = (2.81022636e-08, 3.43273939e-07, -3.5233877e-06, -4.39150654e-06, 0.00021858087,
-             -0.00125372503, -0.00417768164, 0.246640727, 1.50140941)  # fmt: skip
-        w -= 2.5
-    else:
-        c = (-0.000200214257, 0.000100950558, 0.00134934322, -0.00367342844, 0.00573950773,
-             -0.0076224613, 0.00943887047, 1.00167406, 2.83297682)  # fmt: skip
-        w = math.sqrt(w) - 3.0
-    y = c[0]
-    for i in range(1, 9):
-        y = c[i] + y * w
-    return y * (1.0 - 2.0 * ratio)
-
-
-@numba.njit(cache=True)
-def _lowest(s, t, slots):
-    mu = 0
-    for i in range(1, slots):
-        if s[i] < s[mu] or (s[i] == s[mu] and t[i] > t[mu]):
-            mu = i
-    return mu
-
-
-@numba.njit(cache=True)
-def _offer_exact(s, t, state, slots, value, block):
-    """Offer to slots 0..slots-1; state[0] caches mu. Returns the loser (its index EMPTY: none)."""
-    mu = int(state[0])
-    if slots == 0 or not (value > s[mu] or (value == s[mu] and block < t[mu])):
-        return value, block
-    loser = s[mu], t[mu]
-    s[mu], t[mu] = value, block
-    state[0] = _lowest(s, t, slots)
-    return loser
-
-
-@numba.njit(cache=True)
-def _offer_tournament(s, t, leaf, value, block):
-    if not (value > s[1] or (value == s[1] and block < t[1])):
-        return
-    node = leaf[1]
-    s[node], t[node] = value, block
-    while node > 1:
-        other, up = node ^ 1, node >> 1
-        low = node
-        if s[other] < s[node] or (s[other] == s[node] and t[other] > t[node]):
-            low = other
-        s[up], t[up], leaf[up] = s[low], t[low], leaf[low]
-        node = up
-
-
-@numba.njit(cache=True)
-def _offer_estimated(s, t, state, exact_k, value, block, offered):
-    # state: mu, seen, appended, finite, mean, sum of squared deviations
-    state[1] += 1
-    if value > -np.inf:
-        state[3] += 1
-        delta = value - state[4]
-        state[4] += delta / state[3]
-        state[5] += delta * (value - state[4])
-    value, block = _offer_exact(s, t, state, exact_k, value, block)
-    free = len(s) - exact_k - state[2]
-    if block == EMPTY or free <= 0:
-        return
-    left = offered - state[1] + 1
-    if free < left:
-        sigma = math.sqrt(state[5] / max(state[3], 1.0))
-        if not value > state[4] + math.sqrt(2.0) * sigma * erfinv(free / left):
-            return
-    slot = exact_k + int(state[2])
-    s[slot], t[slot] = value, block
-    state[2] += 1
-
-
-@numba.njit(cache=True)
-def start_rows(algorithm, rows, top_k):
-    """The empty state of `rows` rows: scores, block indices, leaves, and six numbers."""
-    width = 2 * top_k if algorithm == TOURNAMENT else top_k
-    s = np.full((rows, width), -np.inf, np.float32)
-    t = np.full((rows, width), EMPTY, np.int64)
-    leaf = np.zeros((rows, width), np.int64)
-    if algorithm == TOURNAMENT:
-        for node in range(width - 1, 0, -1):
-            leaf[:, node] = node if node >= top_k else leaf[0, 2 * node]
-    return s, t, leaf, np.zeros((rows, 6))
-
-
-@numba.njit(cache=True)
-def offer(algorithm, s, t, leaf, state, exact_k, value, block, offered):
-    """Offer one block to one row; `offered` is how many blocks the row is offered in all."""
-    if not np.isfinite(value):
-        value = np.float32(-np.inf)
-    if algorithm == EVERY:
-        s[block], t[block] = value, block
-    elif algorithm == TOURNAMENT:
-        _offer_tournament(s, t, leaf, value, block)
-    elif algorithm == EXACT:
-        _offer_exact(s, t, state, len(s), value, block)
-    else:
-        _offer_estimated(s, t, state, exact_k, value, block, offered)
-
-
-@numba.njit(cache=True)
-def write_row(algorithm, s, t, index, score):
-    """The row's list in the order of its slots (the tournament's leaves), -1 and -inf if empty."""
-    first = len(index) if algorithm == TOURNAMENT else 0
-    for i in range(len(index)):
-        empty = t[first + i] == EMPTY
-        index[i] = -1 if empty else t[first + i]
-        score[i] = s[first + i]
-
-
-# ---- Triton: M rows at once ----
 
 
 @triton.jit
 def _erfinv(ratio):
-    # erfinv(1 - 2 ratio), as in numba
+    # erfinv(1 - 2 ratio), with the coefficients of online_topk.py written out
     w = -tl.log(tl.maximum(4.0 * ratio * (1.0 - ratio), 1e-30))
     a = w - 2.5
     p = 3.43273939e-07 + 2.81022636e-08 * a
@@ -192,6 +39,7 @@ def _erfinv(ratio):
 
 @triton.jit
 def _beats(value, block, low, low_t):
+    """Whether the offered block replaces the lowest one."""
     return (value > low) | ((value == low) & (block < low_t))
 
 
@@ -207,18 +55,22 @@ def start_slots(K: tl.constexpr, M: tl.constexpr, P: tl.constexpr):
 
 @triton.jit
 def lowest(s, t):
+    """Score and block index of each row's lowest slot."""
     low = tl.min(s, 1)
     return low, tl.max(tl.where(s == low[:, None], t, -1), 1)
 
 
 @triton.jit
-def offer_slots(value, block, offered, s, t, low, low_t):
-    """low, low_t cache the lowest slot; returns the buffers, it, and the losers."""
+def offer_slots(value, block, offered, slots, lowest_slot):
+    """`slots` are the buffers (s, t), `lowest_slot` is their (low, low_t). Returns both, and the
+    losers."""
+    s, t = slots
+    low, low_t = lowest_slot
     took = offered & _beats(value, block, low, low_t)
     loser = tl.where(took, low, value)
     loser_t = tl.where(took, low_t, block)
-    # No branch on "any row took": asking that of the whole tile costs more than doing it. The block
-    # indices in a buffer are distinct: low_t names the slot.
+    # No branch on "any row took": a reduction over the tile costs more than the update itself. The
+    # block indices in a buffer are distinct: low_t identifies the slot.
     hit = took[:, None] & (t == low_t[:, None])
     s = tl.where(hit, value[:, None], s)
     t = tl.where(hit, block, t)
@@ -228,6 +80,7 @@ def offer_slots(value, block, offered, s, t, low, low_t):
 
 @triton.jit
 def write_slots(s, t, INDEX, SCORE, exists, K: tl.constexpr, P: tl.constexpr):
+    """The exact buffers to the first K slots of the rows' lists."""
     slot = tl.arange(0, P)[None, :]
     mask = exists[:, None] & (slot < K)
     tl.store(INDEX[:, None] + slot, tl.where(t >= NO_BLOCK, -1, t), mask=mask)
@@ -245,11 +98,11 @@ def fill_lists(INDEX, SCORE, exists, first, K: tl.constexpr):
 
 
 @triton.jit
-def offer_exact(
-    value, block, offered, low, low_t, low_slot, INDEX, SCORE, M: tl.constexpr, K: tl.constexpr
-):
-    """The buffers are the rows' lists themselves, pointers [M]; low, low_t, low_slot cache the
-    lowest slot. The barriers keep a store to a row from its loads, which other threads may do."""
+def offer_exact(value, block, offered, lowest_slot, INDEX, SCORE, M: tl.constexpr, K: tl.constexpr):
+    """The buffers are the rows' lists themselves, pointers [M]. Returns the (low, low_t, low_slot)
+    that it got as `lowest_slot`, updated. The barriers order the stores to a row and its loads,
+    which other threads may do."""
+    low, low_t, low_slot = lowest_slot
     took = offered & _beats(value, block, low, low_t)
     if tl.max(took.to(tl.int32), 0) > 0:
         tl.store(SCORE + low_slot, value, mask=took)
@@ -279,26 +132,31 @@ def offer_exact(
 
 @triton.jit
 def offer_estimated(
-    value, loser, loser_t, offered, total, seen, appended, finite, mean, squares,
-    INDEX, SCORE, K: tl.constexpr, EXACT_K: tl.constexpr,
-):  # fmt: skip
-    """INDEX, SCORE: pointers [M] to the rows' lists; a loser is stored there once and never read
-    back. Returns the five running numbers."""
+    value, loser, offered, total, counts, INDEX, SCORE, K: tl.constexpr, EXACT_K: tl.constexpr
+):
+    """`loser` is its (score, block index), `total` the blocks that the row is offered in all.
+    `counts` are blocks seen, losers appended, finite scores, their mean, and their sum of squared
+    deviations; they are returned, updated. INDEX, SCORE: pointers [M] to the rows' lists; the
+    kernel stores a loser there once and never reads it back."""
+    loser_score, loser_t = loser
+    seen, appended, finite, mean, squares = counts
     seen += offered.to(tl.int32)
-    counts = offered & (value > float("-inf"))
-    finite += counts.to(tl.float32)
-    delta = tl.where(counts, value - mean, 0.0)
+    counted = offered & (value > float("-inf"))
+    finite += counted.to(tl.float32)
+    delta = tl.where(counted, value - mean, 0.0)
     mean += delta / tl.maximum(finite, 1.0)
-    squares += delta * tl.where(counts, value - mean, 0.0)
+    squares += delta * tl.where(counted, value - mean, 0.0)
     free = K - EXACT_K - appended
     left = total - seen + 1
     ratio = free.to(tl.float32) / tl.maximum(left, 1).to(tl.float32)
     sigma = tl.sqrt(squares / tl.maximum(finite, 1.0))
     ratio = tl.minimum(tl.maximum(ratio, 1e-30), 0.99999994)  # outside: decided by the counts
     threshold = mean + 1.4142135623730951 * sigma * _erfinv(ratio)
-    take = offered & (loser_t < NO_BLOCK) & (free > 0) & ((free >= left) | (loser > threshold))
+    take = (
+        offered & (loser_t < NO_BLOCK) & (free > 0) & ((free >= left) | (loser_score > threshold))
+    )
     tl.store(INDEX + EXACT_K + appended, loser_t, mask=take)
-    tl.store(SCORE + EXACT_K + appended, loser, mask=take)
+    tl.store(SCORE + EXACT_K + appended, loser_score, mask=take)
     appended += take.to(tl.int32)
     return seen, appended, finite, mean, squares
 
@@ -321,12 +179,11 @@ def start_tree(TREE, exists, K: tl.constexpr, LEVELS: tl.constexpr):
 
 
 @triton.jit
-def offer_tree(
-    value, block, offered, low, low_t, leaf, TREE, K: tl.constexpr, LEVELS: tl.constexpr
-):
-    """low, low_t, leaf cache node 1. One replacement reads siblings and writes the path from the
-    leaf to the root, which never meet; the barrier keeps two replacements apart, whose accesses
-    to a row may come from different threads."""
+def offer_tree(value, block, offered, root, TREE, K: tl.constexpr, LEVELS: tl.constexpr):
+    """`root` caches node 1, (low, low_t, leaf), and is returned updated. One replacement reads
+    siblings and writes the path from the leaf to the root, which are different nodes. The barrier
+    separates two replacements, whose accesses to a row may come from different threads."""
+    low, low_t, leaf = root
     took = offered & _beats(value, block, low, low_t)
     if tl.max(took.to(tl.int32), 0) > 0:
         node = leaf
@@ -357,6 +214,7 @@ def offer_tree(
 
 @triton.jit
 def write_tree(TREE, INDEX, SCORE, exists, K: tl.constexpr):
+    """The leaves, in order, to the rows' lists."""
     for first in range(0, K, 32):
         slot = first + tl.arange(0, 32)[None, :]
         mask = exists[:, None] & (slot < K)

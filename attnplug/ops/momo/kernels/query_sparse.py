@@ -1,5 +1,7 @@
 """The Triton kernel of query_sparse_attention: every shape, option and algorithm, any GPU. (Hopper
-has a faster one for the common case, `_hopper.py`.)"""
+has a faster one for the common case, `hopper.py`.)"""
+
+from typing import NamedTuple
 
 import torch
 import triton
@@ -35,18 +37,69 @@ def offered_before(key_mask, start, block):
     return torch.nn.functional.pad(blocks.cumsum(1, dtype=torch.int32), (1, 0))
 
 
+class Spec(NamedTuple):
+    """What the kernel is compiled for."""
+
+    G: int  # query heads of a KV head
+    D: int
+    DP: int  # D, padded to a power of two
+    M: int  # (row, head) pairs of a tile
+    N: int  # keys of a tile
+    BLOCK: int
+    TOP_K: int  # slots of a row; 0 selects nothing, -1 stores every block's score
+    EXACT_K: int  # slots chosen exactly
+    P: int  # exact slots in registers, padded to a power of two
+    LEVELS: int  # of the tournament's tree; -1: another algorithm
+    CAP: bool  # a softcap
+    HAS_LENGTHS: bool
+    HAS_START: bool
+    HAS_MASK: bool
+    PRECISION: str = "tf32x3"
+
+
 @triton.jit
 def _scan(
-    q, K, V, k_s, v_s, MASK, BEFORE, first, last, start, end, pos, blocks, total, acc, peak, mass,
-    s, t, low, low_t, seen, slot, finite, mean, squares, INDEX, SCORE, TREE, kept_r, scale, cap,
-    D: tl.constexpr, M: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr, TOP_K: tl.constexpr,
-    EXACT_K: tl.constexpr, LEVELS: tl.constexpr, CAP: tl.constexpr, DIAGONAL: tl.constexpr,
-    HAS_MASK: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Tiles first..last-1 of N keys; the running softmax and selection in, and out again. Logits
-    (x * unit) are in units of log 2. TOP_K < 0 stores every score and selects nothing. `slot` is
-    how many blocks were appended ("estimated", EXACT_K < TOP_K), the lowest slot ("exact", EXACT_K
-    = TOP_K) or the root's leaf ("tournament", LEVELS >= 0)."""
+    q,
+    cache,
+    rows,
+    softmax,
+    slots,
+    lowest_slot,
+    counts,
+    lists,
+    tiles,
+    scale,
+    cap,
+    DIAGONAL: tl.constexpr,
+    HAS_MASK: tl.constexpr,
+    spec: tl.constexpr,
+):
+    """Attend over `tiles` (first, end) of N keys; the running softmax and the selection are passed
+    in and returned. Logits (x * unit) are in units of log 2. TOP_K < 0 stores every score and
+    selects nothing.
+
+    `cache` is (K, V, their strides over keys, MASK, BEFORE), `rows` (first valid key, end of the
+    keys that any row sees, positions, complete blocks, blocks offered in all), `softmax` (output,
+    maximum, denominator), `lists` (INDEX, SCORE, TREE, rows of SCORE for TOP_K < 0). `slots` are
+    the exact buffers. `lowest_slot` is (score, block index), and the third entry of `counts` is
+    the number of appended blocks ("estimated", EXACT_K < TOP_K), the lowest slot ("exact",
+    EXACT_K = TOP_K) or the root's leaf ("tournament", LEVELS >= 0)."""
+    K, V, k_s, v_s, MASK, BEFORE = cache
+    start, end, pos, blocks, total = rows
+    acc, peak, mass = softmax
+    s, t = slots
+    low, low_t = lowest_slot
+    seen, slot, finite, mean, squares = counts
+    INDEX, SCORE, TREE, kept_r = lists
+    first, last = tiles
+    D: tl.constexpr = spec.D
+    M: tl.constexpr = spec.M
+    N: tl.constexpr = spec.N
+    BLOCK: tl.constexpr = spec.BLOCK
+    TOP_K: tl.constexpr = spec.TOP_K
+    EXACT_K: tl.constexpr = spec.EXACT_K
+    LEVELS: tl.constexpr = spec.LEVELS
+    PRECISION: tl.constexpr = spec.PRECISION
     d = tl.arange(0, q.shape[1])
     column = tl.arange(0, N)
     PER: tl.constexpr = N // BLOCK
@@ -64,7 +117,7 @@ def _scan(
         else:
             k = tl.load(kp, mask=(d < D)[None, :], other=0.0)
         x = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-        if CAP:  # tanh(y) = 1 - 2 / (exp(2 y) + 1)
+        if spec.CAP:  # tanh(y) = 1 - 2 / (exp(2 y) + 1)
             x = cap - 2.0 * cap / (tl.exp2(x * scale) + 1.0)
             unit = 1.0
         else:
@@ -108,20 +161,20 @@ def _scan(
                 one = tl.sum(one, 1)
                 if LEVELS >= 0:
                     low, low_t, slot = offer_tree(
-                        one, j, offered, low, low_t, slot, TREE, TOP_K, LEVELS
+                        one, j, offered, (low, low_t, slot), TREE, TOP_K, LEVELS
                     )
                 elif EXACT_K == TOP_K:
                     low, low_t, slot = offer_exact(
-                        one, j, offered, low, low_t, slot, INDEX, SCORE, M, TOP_K
+                        one, j, offered, (low, low_t, slot), INDEX, SCORE, M, TOP_K
                     )
                 else:
                     s, t, low, low_t, loser, loser_t = offer_slots(
-                        one, j, offered, s, t, low, low_t
+                        one, j, offered, (s, t), (low, low_t)
                     )
+                    counts = (seen, slot, finite, mean, squares)
                     seen, slot, finite, mean, squares = offer_estimated(
-                        one, loser, loser_t, offered, total, seen, slot, finite, mean, squares,
-                        INDEX, SCORE, TOP_K, EXACT_K,
-                    )  # fmt: skip
+                        one, (loser, loser_t), offered, total, counts, INDEX, SCORE, TOP_K, EXACT_K
+                    )
         else:
             higher = tl.maximum(peak, tl.max(x, 1) * unit)
             shift = tl.where(higher == -float("inf"), 0.0, higher)
@@ -137,28 +190,62 @@ def _scan(
             v = tl.load(vp, mask=(d < D)[None, :], other=0.0)
         acc = acc * kept[:, None]
         acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
-    return acc, peak, mass, s, t, low, low_t, seen, slot, finite, mean, squares
+    return (acc, peak, mass), (s, t), (low, low_t), (seen, slot, finite, mean, squares)
 
 
+# Triton specialises every number in a tuple argument, whatever do_not_specialize says. Strides are
+# to be specialised, and come as tuples; these numbers are not.
 @triton.jit(do_not_specialize=["T", "S", "R", "tiles", "gamma", "kept"])
 def _kernel(
-    Q, K, V, OUT, LSE, INDEX, SCORE, TREE, LENGTHS, START, MASK, BEFORE,
-    q_b, q_h, q_t, k_b, k_h, k_s, v_b, v_h, v_s, lengths_b, start_b, before_b,
-    B, HK, T, S, R, tiles, gamma, kept, scale, cap,
-    G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
-    BLOCK: tl.constexpr, TOP_K: tl.constexpr, EXACT_K: tl.constexpr, P: tl.constexpr,
-    LEVELS: tl.constexpr, CAP: tl.constexpr, HAS_LENGTHS: tl.constexpr, HAS_START: tl.constexpr,
-    HAS_MASK: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    # heaviest tiles first; neighbours in the grid are the KV heads of one tile
+    Q,
+    K,
+    V,
+    OUT,
+    LSE,
+    INDEX,
+    SCORE,
+    TREE,
+    LENGTHS,
+    START,
+    MASK,
+    BEFORE,
+    q_strides,
+    k_strides,
+    v_strides,
+    lengths_b,
+    start_b,
+    before_b,
+    B,
+    HK,
+    T,
+    S,
+    R,
+    tiles,
+    gamma,
+    kept,
+    scale,
+    cap,
+    spec: tl.constexpr,
+):
+    q_b, q_h, q_t = q_strides
+    k_b, k_h, k_s = k_strides
+    v_b, v_h, v_s = v_strides
+    G: tl.constexpr = spec.G
+    D: tl.constexpr = spec.D
+    M: tl.constexpr = spec.M
+    N: tl.constexpr = spec.N
+    TOP_K: tl.constexpr = spec.TOP_K
+    EXACT_K: tl.constexpr = spec.EXACT_K
+    HAS_MASK: tl.constexpr = spec.HAS_MASK
+    # the tiles with most keys first; neighbours in the grid are the KV heads of one tile
     tile = tiles - 1 - tl.program_id(0) // (B * HK)
     b = tl.program_id(0) % (B * HK) // HK
     kv = tl.program_id(0) % HK
     length = S
-    if HAS_LENGTHS:
+    if spec.HAS_LENGTHS:
         length = tl.load(LENGTHS + b * lengths_b).to(tl.int32)
     start = tl.zeros([], tl.int32)
-    if HAS_START:
+    if spec.HAS_START:
         start = tl.load(START + b * start_b).to(tl.int32)
     base = tl.maximum(length - T, start)
 
@@ -170,6 +257,7 @@ def _kernel(
     pos = base + row * gamma
     live = exists & (pos < length)
     pos = tl.where(live, pos, start - 1)
+    DP: tl.constexpr = spec.DP
     d = tl.arange(0, DP)
     t = (pos - (length - T)).to(tl.int64)
     qp = Q + b.to(tl.int64) * q_b + head.to(tl.int64) * q_h + t * q_t
@@ -189,7 +277,7 @@ def _kernel(
     end = tl.max(pos, 0) + 1
     last = (end - start + N - 1) // N
     full = (tl.minimum(base + tile * M // G * gamma, end - 1) - start + 1) // N
-    blocks = (pos - start + 1) // BLOCK
+    blocks = (pos - start + 1) // spec.BLOCK
     total = blocks
     if HAS_MASK:
         full = full * 0
@@ -201,8 +289,10 @@ def _kernel(
     mean, squares, finite = mass, mass, mass
     seen = tl.zeros([M], tl.int32)
     slot = seen
-    sel_s, sel_t = start_slots(EXACT_K if EXACT_K < TOP_K else 0, M, P)
-    low, low_t = lowest(sel_s, sel_t)
+    P: tl.constexpr = spec.P
+    LEVELS: tl.constexpr = spec.LEVELS
+    slots = start_slots(EXACT_K if EXACT_K < TOP_K else 0, M, P)
+    low, low_t = lowest(slots[0], slots[1])
     if LEVELS >= 0:
         start_tree(TREE, exists, TOP_K, LEVELS)
         low, low_t = peak, seen + NO_BLOCK
@@ -211,20 +301,45 @@ def _kernel(
         fill_lists(INDEX, SCORE, exists, seen, TOP_K)
         tl.debug_barrier()
         low, low_t = peak, seen + NO_BLOCK
+    cache = (K, V, k_s, v_s, MASK, BEFORE)
+    rows = (start, end, pos, blocks, total)
+    softmax, lowest_slot = (acc, peak, mass), (low, low_t)
+    counts, lists = (seen, slot, finite, mean, squares), (INDEX, SCORE, TREE, R)
     if not HAS_MASK:
-        acc, peak, mass, sel_s, sel_t, low, low_t, seen, slot, finite, mean, squares = _scan(
-            q, K, V, k_s, v_s, MASK, BEFORE, 0, full, start, end, pos, blocks, total,
-            acc, peak, mass, sel_s, sel_t, low, low_t, seen, slot, finite, mean, squares,
-            INDEX, SCORE, TREE, R, scale, cap,
-            D, M, N, BLOCK, TOP_K, EXACT_K, LEVELS, CAP, False, False, PRECISION,
-        )  # fmt: skip
-    acc, peak, mass, sel_s, sel_t, low, low_t, seen, slot, finite, mean, squares = _scan(
-        q, K, V, k_s, v_s, MASK, BEFORE, full, last, start, end, pos, blocks, total,
-        acc, peak, mass, sel_s, sel_t, low, low_t, seen, slot, finite, mean, squares,
-        INDEX, SCORE, TREE, R, scale, cap,
-        D, M, N, BLOCK, TOP_K, EXACT_K, LEVELS, CAP, True, HAS_MASK, PRECISION,
-    )  # fmt: skip
+        softmax, slots, lowest_slot, counts = _scan(
+            q,
+            cache,
+            rows,
+            softmax,
+            slots,
+            lowest_slot,
+            counts,
+            lists,
+            (0, full),
+            scale,
+            cap,
+            DIAGONAL=False,
+            HAS_MASK=False,
+            spec=spec,
+        )
+    softmax, slots, lowest_slot, counts = _scan(
+        q,
+        cache,
+        rows,
+        softmax,
+        slots,
+        lowest_slot,
+        counts,
+        lists,
+        (full, last),
+        scale,
+        cap,
+        DIAGONAL=True,
+        HAS_MASK=HAS_MASK,
+        spec=spec,
+    )
 
+    acc, peak, mass = softmax
     empty = (mass == 0.0) | (live == 0)
     mass = tl.where(empty, 1.0, mass)
     acc = tl.where(empty[:, None], 0.0, acc / mass[:, None])
@@ -235,9 +350,9 @@ def _kernel(
         write_tree(TREE, INDEX, SCORE, exists, TOP_K)
     elif EXACT_K < TOP_K and TOP_K > 0:
         if EXACT_K:
-            write_slots(sel_s, sel_t, INDEX, SCORE, exists, EXACT_K, P)
+            write_slots(slots[0], slots[1], INDEX, SCORE, exists, EXACT_K, P)
         # disjoint from every store before, so that no order between them matters
-        fill_lists(INDEX, SCORE, exists, EXACT_K + slot, TOP_K)
+        fill_lists(INDEX, SCORE, exists, EXACT_K + counts[1], TOP_K)
 
 
 def configuration(head_dim, itemsize, block, top_k, algorithm, packed_rows):
@@ -257,43 +372,86 @@ def configuration(head_dim, itemsize, block, top_k, algorithm, packed_rows):
 
 
 def launch_triton(
-    q, k, v, scale, gamma, block, top_k, exact_k, algorithm, lengths, start, key_mask, softcap,
-    out, lse, index, score,
-):  # fmt: skip
+    q,
+    k,
+    v,
+    scale,
+    gamma,
+    block,
+    top_k,
+    exact_k,
+    algorithm,
+    lengths,
+    start,
+    key_mask,
+    softcap,
+    out,
+    lse,
+    index,
+    score,
+):
     """The kernel on the current device, or interpreted on CPU tensors (TRITON_INTERPRET=1). With
     `top_k` -1 score is `[B,Hq,blocks,R]` float16, where complete blocks' scores are stored."""
     q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k, v))
-    (batch, heads, queries, dim), kv_heads, keys = q.shape, k.shape[1], k.shape[2]
-    rows, group = out.shape[2], heads // kv_heads
+    (batch, heads, queries, dim), kv_heads = q.shape, k.shape[1]
     tree = top_k > 0 and algorithm == "tournament"
-    exact = {"exact": top_k, "tournament": 0, "estimated": min(exact_k, top_k)}[algorithm]
     width = triton.next_power_of_2(dim)
     M, N, warps, stages = configuration(
-        width, q.element_size(), block, top_k, algorithm, batch * heads * rows
+        width, q.element_size(), block, top_k, algorithm, batch * heads * out.shape[2]
     )
-    tiles = triton.cdiv(rows * group, M)
-    dummy = lse
-    trees = lse.new_empty((*lse.shape, 6 * top_k), dtype=torch.int32) if tree else dummy
+    exact = {"exact": top_k, "tournament": 0, "estimated": min(exact_k, top_k)}[algorithm]
+    spec = Spec(
+        G=heads // kv_heads,
+        D=dim,
+        DP=width,
+        M=M,
+        N=N,
+        BLOCK=block if top_k else N,
+        TOP_K=top_k,
+        EXACT_K=exact,
+        P=triton.next_power_of_2(max(exact, 1)) if exact < top_k else 1,
+        LEVELS=(2 * top_k - 1).bit_length() - 1 if tree else -1,
+        CAP=softcap > 0,
+        HAS_LENGTHS=lengths is not None,
+        HAS_START=start is not None,
+        HAS_MASK=key_mask is not None,
+    )
+    tiles = triton.cdiv(out.shape[2] * spec.G, M)
+    dummy = lse  # a tensor that the kernel does not read
     before = dummy
     if key_mask is not None:
         key_mask = key_mask.contiguous()
         before = offered_before(key_mask, start, block)
     _kernel[(tiles * batch * kv_heads,)](
-        q, k, v, out, lse, index, score, trees,
-        dummy if lengths is None else lengths, dummy if start is None else start,
-        dummy if key_mask is None else key_mask.view(torch.uint8), before,
-        *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],
-        row_step(lengths),
-        row_step(start),
-        before.stride(0), batch, kv_heads, queries, keys, rows, tiles, gamma,
-        score.shape[2] if top_k < 0 else 0,
-        scale * LOG2E * (2.0 / softcap if softcap else 1.0), softcap * LOG2E,
-        G=group, D=dim, DP=width, M=M, N=N, BLOCK=block if top_k else N,
-        TOP_K=top_k, EXACT_K=exact,
-        P=triton.next_power_of_2(max(exact, 1)) if exact < top_k else 1,
-        LEVELS=(2 * top_k - 1).bit_length() - 1 if tree else -1, CAP=softcap > 0,
-        HAS_LENGTHS=lengths is not None, HAS_START=start is not None,
-        HAS_MASK=key_mask is not None,
-        PRECISION="tf32x3",
-        num_warps=warps, num_stages=stages,
-    )  # fmt: skip
+        Q=q,
+        K=k,
+        V=v,
+        OUT=out,
+        LSE=lse,
+        INDEX=index,
+        SCORE=score,
+        TREE=lse.new_empty((*lse.shape, 6 * top_k), dtype=torch.int32) if tree else dummy,
+        LENGTHS=dummy if lengths is None else lengths,
+        START=dummy if start is None else start,
+        MASK=dummy if key_mask is None else key_mask.view(torch.uint8),
+        BEFORE=before,
+        q_strides=q.stride()[:3],
+        k_strides=k.stride()[:3],
+        v_strides=v.stride()[:3],
+        lengths_b=row_step(lengths),
+        start_b=row_step(start),
+        before_b=before.stride(0),
+        B=batch,
+        HK=kv_heads,
+        T=queries,
+        S=k.shape[2],
+        R=out.shape[2],
+        tiles=tiles,
+        gamma=gamma,
+        kept=score.shape[2] if top_k < 0 else 0,
+        scale=scale * LOG2E * (2.0 / softcap if softcap else 1.0),
+        cap=softcap * LOG2E,
+        spec=spec,
+        num_warps=warps,
+        num_stages=stages,
+    )
