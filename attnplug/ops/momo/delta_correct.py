@@ -6,8 +6,9 @@ O_* is the block-sparse output, O_g the dense output of the sparse rows, `first`
 that is no padding. Rows first + gamma i are O_g[i] itself, bit for bit, at any weight.
 
 Source: MOMO (Measure Once, Mask Once), section 3, Eq. (3), after Delta Attention (Willette et al.,
-2025), for weight 1. What a row misses resembles what its followers miss only in part (docs/log.md):
-the whole difference then adds more error than it takes away, half of it does not.
+2025), for weight 1. What sparse attention misses at a row resembles what it misses at the row's
+followers only in part: the whole difference then adds more error than it removes, half of it does
+not.
 """
 
 import numba
@@ -19,6 +20,7 @@ import triton.language as tl
 from attnplug.ops.common.checks import DTYPES
 from attnplug.ops.common.define import define_op, refuse_gradients, require
 from attnplug.ops.common.rows import row_step
+from attnplug.ops.momo.kernels.block_sparse import unit_last
 
 NAME = "delta_correct"
 
@@ -166,23 +168,20 @@ def _delta_kernel(
     LENGTHS,
     START,
     T,
-    R,
     HEADS,
     kv_length,
     weight,
-    stride_sb,
-    stride_sh,
-    stride_st,
-    stride_rb,
-    stride_rh,
-    stride_rr,
-    LENGTH_STRIDE: tl.constexpr,
-    START_STRIDE: tl.constexpr,
+    sparse_strides,
+    rows_strides,
+    LENGTH_STEP: tl.constexpr,
+    START_STEP: tl.constexpr,
     GAMMA: tl.constexpr,
     D: tl.constexpr,
     D_PAD: tl.constexpr,
     TILE: tl.constexpr,
 ):
+    sparse_b, sparse_h, sparse_t = sparse_strides
+    rows_b, rows_h, rows_r = rows_strides
     tiles = tl.cdiv(T, TILE)
     tile = tl.program_id(0) % tiles
     bh = (tl.program_id(0) // tiles).to(tl.int64)
@@ -190,10 +189,10 @@ def _delta_kernel(
     h = bh % HEADS
     length = kv_length
     if LENGTHS is not None:
-        length = tl.load(LENGTHS + b * LENGTH_STRIDE).to(tl.int32)
+        length = tl.load(LENGTHS + b * LENGTH_STEP).to(tl.int32)
     first = T - length
     if START is not None:
-        first += tl.load(START + b * START_STRIDE).to(tl.int32)
+        first += tl.load(START + b * START_STEP).to(tl.int32)
     first = tl.maximum(first, 0)
 
     t = tile * TILE + tl.arange(0, TILE)
@@ -203,14 +202,14 @@ def _delta_kernel(
     row = tl.where(live, (t - first) // GAMMA, 0)
     base = tl.where(live, first + row * GAMMA, 0)
     whole = d < D
-    sparse = SPARSE + b * stride_sb + h * stride_sh
-    dense = ROWS_OUT + b * stride_rb + h * stride_rh
+    sparse = SPARSE + b * sparse_b + h * sparse_h
+    dense = ROWS_OUT + b * rows_b + h * rows_h
     mask = live[:, None] & whole
-    # The loads of a group's rows hit one line of the cache: no shuffle is needed.
-    target = tl.load(dense + row.to(tl.int64)[:, None] * stride_rr + d, mask=mask, other=0.0)
+    # A group's rows load the same line of the cache: no shuffle is needed.
+    target = tl.load(dense + row.to(tl.int64)[:, None] * rows_r + d, mask=mask, other=0.0)
     moved = mask & (t != base)[:, None]
-    own = tl.load(sparse + t.to(tl.int64)[:, None] * stride_st + d, mask=moved, other=0.0)
-    anchor = tl.load(sparse + base.to(tl.int64)[:, None] * stride_st + d, mask=moved, other=0.0)
+    own = tl.load(sparse + t.to(tl.int64)[:, None] * sparse_t + d, mask=moved, other=0.0)
+    anchor = tl.load(sparse + base.to(tl.int64)[:, None] * sparse_t + d, mask=moved, other=0.0)
     delta = target.to(tl.float32) - anchor.to(tl.float32)
     result = (own.to(tl.float32) + weight * delta).to(OUT.dtype.element_ty)
     result = tl.where((t == base)[:, None], target, result)
@@ -219,32 +218,27 @@ def _delta_kernel(
     tl.store(OUT + place, result, mask=inside[:, None] & whole)
 
 
-def _unit_last(x: torch.Tensor) -> torch.Tensor:
-    return x if x.stride(-1) == 1 else x.contiguous()
-
-
 def launch_delta_correct(out_sparse, out_rows, gamma, weight, lengths, start, kv_length, out):
     """Fill `out` with the Triton kernel."""
     batch, heads, queries, dim = out.shape
     if out.numel() == 0:
         return
-    sparse, rows = _unit_last(out_sparse), _unit_last(out_rows)
+    sparse, rows = unit_last(out_sparse), unit_last(out_rows)
     tile = 16
     _delta_kernel[(batch * heads * triton.cdiv(queries, tile),)](
-        sparse,
-        rows,
-        out,
-        lengths,
-        start,
-        queries,
-        rows.shape[2],
-        heads,
-        kv_length,
-        float(weight),
-        *sparse.stride()[:3],
-        *rows.stride()[:3],
-        LENGTH_STRIDE=row_step(lengths),
-        START_STRIDE=row_step(start),
+        SPARSE=sparse,
+        ROWS_OUT=rows,
+        OUT=out,
+        LENGTHS=lengths,
+        START=start,
+        T=queries,
+        HEADS=heads,
+        kv_length=kv_length,
+        weight=float(weight),
+        sparse_strides=sparse.stride()[:3],
+        rows_strides=rows.stride()[:3],
+        LENGTH_STEP=row_step(lengths),
+        START_STEP=row_step(start),
         GAMMA=gamma,
         D=dim,
         D_PAD=triton.next_power_of_2(dim),

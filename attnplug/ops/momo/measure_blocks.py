@@ -30,9 +30,9 @@ import triton.language as tl
 from attnplug.ops.common.checks import check_attention_inputs, check_sequence_inputs
 from attnplug.ops.common.define import define_op, refuse_gradients, require
 from attnplug.ops.momo.kernels import hopper as _hopper
-from attnplug.ops.momo.kernels.online_topk import EVERY
 from attnplug.ops.momo.kernels.query_sparse import launch_triton
 from attnplug.ops.momo.merge_block_rows import check_before
+from attnplug.ops.momo.online_topk import EVERY
 from attnplug.ops.momo.query_sparse_attention import BLOCKS, run_reference
 
 NAME = "measure_blocks"
@@ -171,10 +171,22 @@ def _choose(score, lse, before, rows, sink, out):
 
 @triton.jit(do_not_specialize=["R", "NQ", "kept", "place0", "heads", "before_b"])
 def _mass_kernel(
-    SCORE, LSE, BEFORE, MASS,
-    R, NQ, kept, place0, heads, before_b, before_p,
-    ROWS: tl.constexpr, PAD: tl.constexpr, GROUPS: tl.constexpr, N: tl.constexpr,
-):  # fmt: skip
+    SCORE,
+    LSE,
+    BEFORE,
+    MASS,
+    R,
+    NQ,
+    kept,
+    place0,
+    heads,
+    before_b,
+    before_p,
+    ROWS: tl.constexpr,
+    PAD: tl.constexpr,
+    GROUPS: tl.constexpr,
+    N: tl.constexpr,
+):
     """Masses `[head,NQ,kept]` of N blocks for GROUPS query blocks of ROWS rows (PAD: a power of
     two) from scores `[head,kept,R]`. Blocks that are no candidate of any stay unwritten."""
     head = tl.program_id(0).to(tl.int64)
@@ -201,11 +213,25 @@ def _mass_kernel(
     do_not_specialize=["R", "NQ", "kept", "place0", "heads", "before_b", "all_places", "sink"]
 )
 def _choose_kernel(
-    MASS, LSE, BEFORE, OUT,
-    R, NQ, kept, place0, heads, before_b, before_p, all_places, sink,
-    ROWS: tl.constexpr, PAD: tl.constexpr, TOP_K: tl.constexpr, N: tl.constexpr,
+    MASS,
+    LSE,
+    BEFORE,
+    OUT,
+    R,
+    NQ,
+    kept,
+    place0,
+    heads,
+    before_b,
+    before_p,
+    all_places,
+    sink,
+    ROWS: tl.constexpr,
+    PAD: tl.constexpr,
+    TOP_K: tl.constexpr,
+    N: tl.constexpr,
     PAD_K: tl.constexpr,
-):  # fmt: skip
+):
     """The TOP_K largest of one query block's masses, by bisection over their bits: those of floats
     that are not negative are ordered as the floats are."""
     program = tl.program_id(0).to(tl.int64)
@@ -314,9 +340,9 @@ def _launch_part(
     softcap, out, lse, blocks,
 ):  # fmt: skip
     """Rows and lists of consecutive query blocks, the first being `place0` of before and blocks."""
-    heads, rows = out.shape[0] * out.shape[1], out.shape[2]
     kept = max(1, k.shape[2] // block)
-    score = torch.empty((*out.shape[:2], kept, rows), dtype=torch.float16, device=q.device)
+    shape = (*out.shape[:2], kept, out.shape[2])
+    score = torch.empty(shape, dtype=torch.float16, device=q.device)
     plain = start is None and key_mask is None and softcap == 0.0
     if plain and block == _hopper.BLOCK and _hopper.serves(q, k, v):
         _hopper.launch_scores(q, k, v, scale, gamma, lengths, out, lse, score)
@@ -325,22 +351,44 @@ def _launch_part(
             q, k, v, scale, gamma, block, -1, 0, "estimated", lengths, start, key_mask, softcap,
             out, lse, score.new_empty(0, dtype=torch.int32), score,
         )  # fmt: skip
-    each = query_block // gamma
+    _launch_choice(score, lse, before, place0, query_block // gamma, sink, blocks)
+
+
+def _launch_choice(score, lse, before, place0, each, sink, blocks):
+    """The lists of consecutive query blocks of `each` rows, from the rows' scores and lse."""
+    heads, (kept, rows) = lse.shape[0] * lse.shape[1], score.shape[2:]
     places = triton.cdiv(rows, each)
-    mass = torch.empty((heads, places, kept), dtype=torch.float32, device=q.device)
+    mass = torch.empty((heads, places, kept), dtype=torch.float32, device=score.device)
     pad = triton.next_power_of_2(each)
     groups = max(1, 128 // pad)
+    common = dict(
+        LSE=lse,
+        BEFORE=before,
+        MASS=mass,
+        R=rows,
+        NQ=places,
+        kept=kept,
+        place0=place0,
+        heads=lse.shape[1],
+        before_b=before.stride(0),
+        before_p=before.stride(1),
+        ROWS=each,
+        PAD=pad,
+    )
     _mass_kernel[(heads, triton.cdiv(places, groups), triton.cdiv(kept, 64))](
-        score, lse, before, mass, rows, places, kept, place0, out.shape[1], before.stride(0),
-        before.stride(1), ROWS=each, PAD=pad, GROUPS=groups, N=64, num_warps=8,
-    )  # fmt: skip
+        SCORE=score, GROUPS=groups, N=64, num_warps=8, **common
+    )
     width = max(2, triton.next_power_of_2(kept))
     _choose_kernel[(heads * places,)](
-        mass, lse, before, blocks, rows, places, kept, place0, out.shape[1], before.stride(0),
-        before.stride(1), blocks.shape[2], sink,
-        ROWS=each, PAD=pad, TOP_K=blocks.shape[3], N=width,
-        PAD_K=triton.next_power_of_2(blocks.shape[3]), num_warps=min(16, max(1, width // 512)),
-    )  # fmt: skip
+        OUT=blocks,
+        all_places=blocks.shape[2],
+        sink=sink,
+        TOP_K=blocks.shape[3],
+        N=width,
+        PAD_K=triton.next_power_of_2(blocks.shape[3]),
+        num_warps=min(16, max(1, width // 512)),
+        **common,
+    )
 
 
 _op = define_op(

@@ -27,6 +27,7 @@ import triton.language as tl
 
 from attnplug.ops.common.define import define_op, refuse_gradients, require
 from attnplug.ops.common.rows import row_step
+from attnplug.ops.momo.kernels.block_sparse import count_run
 
 NAME = "merge_block_rows"
 MERGES = ("mass", "mean", "mean_normalised")
@@ -221,19 +222,14 @@ def _cpu(index, score, lse, rows, trim, merge, sink, before, out):
 
 
 @triton.jit
-def _add_run(block_a, sum_a, named_a, block_b, sum_b, named_b):
+def _add_run(block_a, sum_a, count_a, block_b, sum_b, count_b):
     # Runs of equal blocks are contiguous, so equal ends mean that all of b's run continues a's.
     same = block_a == block_b
     return (
         block_b,
         tl.where(same, sum_a + sum_b, sum_b),
-        tl.where(same, named_a + named_b, named_b),
+        tl.where(same, count_a + count_b, count_b),
     )
-
-
-@triton.jit
-def _count_run(block_a, named_a, block_b, named_b):
-    return block_b, tl.where(block_a == block_b, named_a + named_b, named_b)
 
 
 # Two sorts take long to compile: once, whatever the sizes.
@@ -264,24 +260,24 @@ def _merge_kernel(
     rows_left = tl.minimum(R - program % BLOCKS * ROWS, ROWS)
     inside = entry < rows_left * K
     block = tl.load(INDEX + row * K + entry, mask=inside, other=-1)
-    named = block >= sink
+    candidate = block >= sink
     if BEFORE is not None:
         batch = program // BLOCKS // HEADS
-        named &= block < tl.load(BEFORE + batch * before_b + program % BLOCKS * before_p)
-    value = tl.load(SCORE + row * K + entry, mask=named, other=float("-inf"))
+        candidate &= block < tl.load(BEFORE + batch * before_b + program % BLOCKS * before_p)
+    value = tl.load(SCORE + row * K + entry, mask=candidate, other=float("-inf"))
     if NORMALISE:
-        value -= tl.load(LSE + row + entry // K, mask=named, other=0.0)
+        value -= tl.load(LSE + row + entry // K, mask=candidate, other=0.0)
     value = tl.where(value == value, value, float("-inf"))
     if MASS:
         value = tl.exp(value)
-    block = tl.where(named, block, _NO_BLOCK_TL)
+    block = tl.where(candidate, block, _NO_BLOCK_TL)
     entries = (block.to(tl.int64) << 32) | (value.to(tl.int32, bitcast=True).to(tl.int64) & _LOW_TL)
     entries = tl.sort(entries)
 
     block = (entries >> 32).to(tl.int32)
     value = entries.to(tl.int32).to(tl.float32, bitcast=True)
     one = tl.full([ENTRIES], 1, tl.int32)
-    _, rank_in_run = tl.associative_scan((block, one), 0, _count_run)
+    _, rank_in_run = tl.associative_scan((block, one), 0, count_run)
     _, total, times = tl.associative_scan((block, value, one), 0, _add_run, reverse=True)
     if not MASS:
         total = total / times.to(tl.float32)
@@ -294,17 +290,17 @@ def _merge_kernel(
     ranks = (bits.to(tl.int64) << 32) | (block ^ _NO_BLOCK_TL).to(tl.int64)
     first = (rank_in_run == 1) & (block != _NO_BLOCK_TL)
     best = tl.topk(tl.where(first, ranks, _NO_KEY), KEEP)
-    place = tl.arange(0, KEEP)
-    kept = (best != _NO_KEY) & (place < TRIM)
+    slot = tl.arange(0, KEEP)
+    kept = (best != _NO_KEY) & (slot < TRIM)
     block = tl.where(kept, (best & _LOW_TL).to(tl.int32) ^ _NO_BLOCK_TL, _NO_BLOCK_TL)
     block = tl.sort(block)
     block = tl.where(block == _NO_BLOCK_TL, -1, block)
-    tl.store(OUT + program * TRIM + place, block, mask=place < TRIM)
+    tl.store(OUT + program * TRIM + slot, block, mask=slot < TRIM)
     for column in range(KEEP, TRIM, KEEP):
         tl.store(
-            OUT + program * TRIM + column + place,
+            OUT + program * TRIM + column + slot,
             tl.full([KEEP], -1, tl.int32),
-            mask=column + place < TRIM,
+            mask=column + slot < TRIM,
         )
 
 
@@ -324,17 +320,17 @@ def launch_merge_block_rows(index, score, lse, rows, trim, merge, sink, before, 
         return
     entries = max(2, triton.next_power_of_2(rows * index.shape[3]))
     _merge_kernel[(heads * blocks,)](
-        index.contiguous(),
-        score.contiguous(),
-        lse.contiguous(),
-        out,
-        before,
-        index.shape[2],
-        blocks,
-        out.shape[1],
-        row_step(before),
-        0 if before is None else before.stride(1),
-        sink,
+        INDEX=index.contiguous(),
+        SCORE=score.contiguous(),
+        LSE=lse.contiguous(),
+        OUT=out,
+        BEFORE=before,
+        R=index.shape[2],
+        BLOCKS=blocks,
+        HEADS=out.shape[1],
+        before_b=row_step(before),
+        before_p=0 if before is None else before.stride(1),
+        sink=sink,
         K=index.shape[3],
         ROWS=rows,
         TRIM=trim,
