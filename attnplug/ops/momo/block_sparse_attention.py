@@ -7,11 +7,11 @@ blocks, and the local part: every key from the block that holds the key `window`
 block's first query, up to t itself. So listed blocks are complete for every query of the block and
 only the local part needs the causal mask.
 
-The CUDA path is two kernels: the first turns each list into the sorted list of distinct blocks
-that are neither sink nor local, sink in front, and its count; the second runs flash attention over
-that list, a tile made of whichever blocks come next, and then over the local part.
+The CUDA path is two kernels. The first turns each list into the sorted list of distinct blocks
+that are neither sink nor local, with the sink's blocks in front, and counts them. The second runs
+flash attention over that list, a tile made of whichever blocks come next, then over the local part.
 
-Source: MOMO (Measure Once, Mask Once), Algorithm 1, step 3.
+Source: MOMO (Measure Once, Mask Once; docs/papers.md), Algorithm 1, step 3.
 """
 
 import math
@@ -56,7 +56,7 @@ def block_sparse_attention(
 
     q `[B,Hq,T,D]`; k, v `[B,Hkv,S,D]`; fp32, fp16 or bf16; D in 64, 80, 96, 128, 256. index
     `[B,Hq,ceil(T/query_block),K]` int32, K at most 8192: key blocks of `block` keys, numbered from
-    the row's `start`, in any order; entries that are negative, named twice, in the sink or in the
+    the row's `start`, in any order; entries that are negative, listed twice, in the sink or in the
     local part (so also the future) are ignored.
 
     lengths `[1]` or `[B]`: valid tokens in k, v, of which the T queries are the last (None: S).
@@ -75,9 +75,23 @@ def block_sparse_attention(
     """
     refuse_gradients(NAME, q, k, v, rows)
     return _OP(
-        q, k, v, index, scale, query_block, block, sink, window, lengths, start, key_mask, softcap,
-        rows, gamma, weight,
-    )  # fmt: skip
+        q,
+        k,
+        v,
+        index,
+        scale,
+        query_block,
+        block,
+        sink,
+        window,
+        lengths,
+        start,
+        key_mask,
+        softcap,
+        rows,
+        gamma,
+        weight,
+    )
 
 
 def _allocate(
@@ -101,9 +115,12 @@ def _allocate(
     check_attention_inputs(NAME, q, k, v)
     check_sequence_inputs(NAME, q, k, lengths, start, key_mask)
     for label, value, least in (
-        ("query_block", query_block, 1), ("block", block, 1), ("sink", sink, 0),
-        ("window", window, 0), ("softcap", softcap, 0),
-    ):  # fmt: skip
+        ("query_block", query_block, 1),
+        ("block", block, 1),
+        ("sink", sink, 0),
+        ("window", window, 0),
+        ("softcap", softcap, 0),
+    ):
         require(value >= least, NAME, f"{label} is {value}, needs at least {least}")
     require(index.dtype == torch.int32, NAME, f"index is {index.dtype}, needs int32")
     require(index.device == q.device, NAME, f"index is on {index.device} but q is on {q.device}")
@@ -164,14 +181,14 @@ def _chosen_keys(index, local, block, sink, begin, visible):
     local part."""
     chosen = np.zeros(local, np.bool_)
     chosen[:sink] = True
-    for name in index:
-        if 0 <= name < local:
-            chosen[name] = True
+    for listed in index:
+        if 0 <= listed < local:
+            chosen[listed] = True
     keys = np.empty(int(chosen.sum()) * block, np.int64)
     used = 0
-    for name in range(local):
-        if chosen[name]:
-            for key in range(begin + name * block, begin + (name + 1) * block):
+    for number in range(local):
+        if chosen[number]:
+            for key in range(begin + number * block, begin + (number + 1) * block):
                 if visible[key]:
                     keys[used] = key
                     used += 1
@@ -217,9 +234,22 @@ def _query_block(q, k, v, keys, local_keys, position, scale, softcap, out, lse):
 
 @numba.njit(parallel=True, cache=True)
 def _reference(
-    q, k, v, index, length, start, visible, scale, softcap, query_block, block, sink, window, out,
+    q,
+    k,
+    v,
+    index,
+    length,
+    start,
+    visible,
+    scale,
+    softcap,
+    query_block,
+    block,
+    sink,
+    window,
+    out,
     lse,
-):  # fmt: skip
+):
     batch, heads, queries, _ = q.shape
     group = heads // k.shape[1]
     blocks = index.shape[2]
@@ -236,18 +266,42 @@ def _reference(
         keys = _chosen_keys(
             index[b, h, place], local, block, min(sink, local), start[b], visible[b]
         )
-        span = np.arange(start[b] + local * block, offset + end)
+        local_keys = np.arange(start[b] + local * block, offset + end)
+        local_keys = local_keys[visible[b, local_keys[0] : local_keys[-1] + 1]]
         _query_block(
-            q[b, h, begin:end], k[b, h // group], v[b, h // group], keys,
-            span[visible[b, span[0] : span[-1] + 1]], offset + begin, scale, softcap,
-            out[b, h, begin:end], lse[b, h, begin:end],
-        )  # fmt: skip
+            q[b, h, begin:end],
+            k[b, h // group],
+            v[b, h // group],
+            keys,
+            local_keys,
+            offset + begin,
+            scale,
+            softcap,
+            out[b, h, begin:end],
+            lse[b, h, begin:end],
+        )
 
 
 def _cpu(
-    q, k, v, index, scale, query_block, block, sink, window, lengths, start, key_mask, softcap,
-    rows, gamma, weight, out, lse,
-):  # fmt: skip
+    q,
+    k,
+    v,
+    index,
+    scale,
+    query_block,
+    block,
+    sink,
+    window,
+    lengths,
+    start,
+    key_mask,
+    softcap,
+    rows,
+    gamma,
+    weight,
+    out,
+    lse,
+):
     batch, keys = k.shape[0], k.shape[2]
     length = torch.full((batch,), keys) if lengths is None else lengths.long().expand(batch)
     begin = torch.zeros(batch).long() if start is None else start.long().expand(batch)
@@ -264,11 +318,19 @@ def _cpu(
         q.float().contiguous().numpy(),
         k[:, :, :longest].float().contiguous().numpy(),
         v[:, :, :longest].float().contiguous().numpy(),
-        index.contiguous().numpy(), length.contiguous().numpy(), begin.contiguous().numpy(),
+        index.contiguous().numpy(),
+        length.contiguous().numpy(),
+        begin.contiguous().numpy(),
         visible.contiguous().numpy(),
-        np.float32(scale), np.float32(softcap), query_block, block, sink, window,
-        wide.numpy(), lse.numpy(),
-    )  # fmt: skip
+        np.float32(scale),
+        np.float32(softcap),
+        query_block,
+        block,
+        sink,
+        window,
+        wide.numpy(),
+        lse.numpy(),
+    )
     if rows is not None:
         wide = correct_on_cpu(wide, rows, gamma, weight, lengths, start, keys)
     out.copy_(wide)
@@ -278,9 +340,25 @@ def _cpu(
 
 
 def launch_block_sparse_attention(
-    q, k, v, index, scale, query_block, block, sink, window, lengths, start, key_mask, softcap,
-    rows, gamma, weight, out, lse,
-):  # fmt: skip
+    q,
+    k,
+    v,
+    index,
+    scale,
+    query_block,
+    block,
+    sink,
+    window,
+    lengths,
+    start,
+    key_mask,
+    softcap,
+    rows,
+    gamma,
+    weight,
+    out,
+    lse,
+):
     """Fill `out` and `lse`; allocates the lists, nothing data dependent. Which kernel runs is
     decided by what the host knows, no value is read."""
     if out.numel() == 0:
@@ -296,14 +374,38 @@ def launch_block_sparse_attention(
     sparse = out if rows is None or fused else torch.empty_like(out)
     if hopper:
         _hopper.launch_block_sparse(
-            q, k, v, lists, count, scale, window, lengths, rows if fused else None, gamma, weight,
-            sparse, lse,
-        )  # fmt: skip
+            q,
+            k,
+            v,
+            lists,
+            count,
+            scale=scale,
+            window=window,
+            lengths=lengths,
+            dense=rows if fused else None,
+            gamma=gamma,
+            weight=weight,
+            out=sparse,
+            lse=lse,
+        )
     else:
         launch_triton(
-            q, k, v, lists, count, scale, query_block, block, window, lengths, start, key_mask,
-            softcap, sparse, lse,
-        )  # fmt: skip
+            q,
+            k,
+            v,
+            lists,
+            count,
+            scale=scale,
+            query_block=query_block,
+            block=block,
+            window=window,
+            lengths=lengths,
+            start=start,
+            key_mask=key_mask,
+            softcap=softcap,
+            out=sparse,
+            lse=lse,
+        )
     if sparse is not out:
         launch_delta_correct(sparse, rows, gamma, weight, lengths, start, keys, out)
 

@@ -1,18 +1,18 @@
 """Union and trim: the block lists of the sparse rows of one query block become its one list.
 
-For the rows r of a query block, each naming blocks j with scores S_r(j), the union of the named
+For the rows r of a query block, each listing blocks j with scores S_r(j), the union of the listed
 blocks is ranked and its best `trim` are kept:
 
-    mass             sum over r of exp(S_r(j) - lse_r)     a row that did not name j adds 0
-    mean             mean over the rows that named j of S_r(j)
-    mean_normalised  mean over the rows that named j of S_r(j) - lse_r
+    mass             sum over r of exp(S_r(j) - lse_r)     a row that did not list j adds 0
+    mean             mean over the rows that listed j of S_r(j)
+    mean_normalised  mean over the rows that listed j of S_r(j) - lse_r
 
-`mean` is Algorithm 2 of the MOMO paper (Measure Once, Mask Once, appendix B). `mass` is the softmax
-mass that the rows were seen to give the block; on SmolLM2 it captures more (0.9126 against 0.9007
-at 8 blocks), because scores of different rows have different normalisers.
+`mean` is Algorithm 2 of the MOMO paper (Measure Once, Mask Once, appendix B; docs/papers.md).
+`mass` is the softmax mass that the listing rows give the block. On SmolLM2 it captures more (0.9126
+against 0.9007 at 8 blocks), because scores of different rows have different normalisers.
 
-Blocks that are read anyway, the sink and the local part, can be left out (`sink`, `before`): named,
-they would take places of the list from blocks that nothing else reads.
+Blocks that are read anyway, the sink and the local part, can be left out (`sink`, `before`): they
+would take slots of the list from blocks that nothing else reads.
 
 The CUDA path is one kernel, one program a query block, no memory beyond the output: entries are
 packed as 64-bit (index, value) keys and sorted in registers, runs of one index are summed by a
@@ -56,9 +56,9 @@ def merge_block_rows(
 
     index `[B,H,R,K]` int32 key-block numbers, -1 (any negative) for an empty slot; score
     `[B,H,R,K]` fp32, log of the block's softmax mass before normalisation; lse `[B,H,R]` fp32, the
-    row's natural log-sum-exp. A NaN score counts as -inf: named, but ranked last. `rows * K` may be
-    at most 16384. Blocks below `sink`, and from `before` `[1 or B,ceil(R/rows)]` (int32) on, count
-    as not named.
+    row's natural log-sum-exp. A NaN score counts as -inf: the block is listed, but ranked last.
+    `rows * K` may be at most 16384. Blocks below `sink`, and from `before`
+    `[1 or B,ceil(R/rows)]` (int32) on, count as not listed.
 
     Returns int32 `[B,H,ceil(R/rows),trim]`: blocks in ascending order, no block twice, -1 last.
     Ties in rank go to the lower block index. Deterministic, whatever the order inside the rows.
@@ -157,25 +157,25 @@ def _merge_one(index, score, lse, trim, mass, normalise, sink, before, out):
     entries = np.sort(entries[:used])
     blocks = np.empty(used, np.int64)
     ranks = np.empty(used, np.float32)
-    found = 0
-    here = 0
-    while here < used:
-        block = entries[here] >> 32
+    distinct = 0
+    entry = 0
+    while entry < used:
+        block = entries[entry] >> 32
         total = 0.0
-        named = 0
-        while here < used and entries[here] >> 32 == block:
-            bits[0] = np.uint32(entries[here] & _LOW)
+        count = 0
+        while entry < used and entries[entry] >> 32 == block:
+            bits[0] = np.uint32(entries[entry] & _LOW)
             total += value[0]
-            named += 1
-            here += 1
+            count += 1
+            entry += 1
         if not mass:
-            total /= named
-        blocks[found] = block
-        ranks[found] = -np.inf if np.isnan(total) else total
-        found += 1
+            total /= count
+        blocks[distinct] = block
+        ranks[distinct] = -np.inf if np.isnan(total) else total
+        distinct += 1
     # A stable sort of the negated ranks leaves equal ranks in ascending block order.
-    best = np.argsort(-ranks[:found], kind="mergesort")[:trim]
-    kept = np.sort(blocks[:found][best])
+    best = np.argsort(-ranks[:distinct], kind="mergesort")[:trim]
+    kept = np.sort(blocks[:distinct][best])
     out[: kept.size] = kept
 
 

@@ -10,14 +10,14 @@ position pos = max(length - T, start) + gamma i:
 
 Block j is keys start + block j .. start + block (j + 1) - 1. It is offered to the selection of a
 row where it is complete (its last key <= pos) and holds a visible key, in ascending order of j.
-Scores of two rows compare only after their lse is subtracted. `_online_topk.py` defines the three
+Scores of two rows compare only after their lse is subtracted. `online_topk.py` defines the three
 algorithms and the order of their updates, which the CPU and the CUDA implementation share.
 
 A list keeps the order of its buffer: replaced slots in place ("exact"), leaves of the winner tree
 ("tournament"), exact slots and then appended ones in ascending time ("estimated"). Where fewer
 blocks were offered than there are slots, all of them are listed and the other slots hold -1, -inf.
 
-Source: Measure Once, Mask Once, section 3, algorithm 1, lines 1 to 9.
+Source: Measure Once, Mask Once, section 3, algorithm 1, lines 1 to 9 (docs/papers.md).
 """
 
 import math
@@ -66,7 +66,8 @@ def query_sparse_attention(
         top_k: blocks listed for each row; 0 selects nothing.
         exact_k: how many of them `algorithm="estimated"` chooses exactly, at most 64.
         algorithm: "exact" (O(top_k) a replacement), "tournament" (the same set, O(log top_k), 24
-            bytes of scratch memory a slot) or "estimated" (exact_k exact ones, O(1) for the rest).
+            bytes of temporary memory a slot) or "estimated" (exact_k exact ones, O(1) for the
+            rest).
         lengths: int `[1]` or `[B]`, valid tokens in k and v, the T queries being the last T of
             them; None is S.
         start: int `[1]` or `[B]`, the first valid key of each row (left padding); None is 0.
@@ -118,21 +119,43 @@ def _allocate(
 
 
 def _cpu(
-    q, k, v, scale, gamma, block, top_k, exact_k, algorithm, lengths, start, key_mask, softcap,
-    out, lse, index, score,
-):  # fmt: skip
+    q,
+    k,
+    v,
+    scale,
+    gamma,
+    block,
+    top_k,
+    exact_k,
+    algorithm,
+    lengths,
+    start,
+    key_mask,
+    softcap,
+    out,
+    lse,
+    index,
+    score,
+):
     run_reference(
-        NAME, q, k, v, scale, gamma, block, exact_k, ALGORITHMS.index(algorithm), lengths, start,
-        key_mask, softcap, out, lse, index, score,
-    )  # fmt: skip
+        NAME,
+        (q, k, v, lengths, start, key_mask),
+        (out, lse, index, score),
+        scale=scale,
+        gamma=gamma,
+        block=block,
+        exact_k=exact_k,
+        algorithm=ALGORITHMS.index(algorithm),
+        softcap=softcap,
+    )
 
 
-def run_reference(
-    name, q, k, v, scale, gamma, block, exact_k, algorithm, lengths, start, key_mask, softcap,
-    out, lse, index, score,
-):  # fmt: skip
-    """Fill out, lse, index and score on the CPU. `algorithm` is the number of one of
-    `_online_topk.py`, `name` the op that errors speak of."""
+def run_reference(name, inputs, outputs, *, scale, gamma, block, exact_k, algorithm, softcap):
+    """Fill the outputs (out, lse, index, score) on the CPU from the inputs (q, k, v, lengths,
+    start, key_mask). `algorithm` is the number of one of `online_topk.py`; errors name the op
+    `name`."""
+    q, k, v, lengths, start, key_mask = inputs
+    out, *rest = outputs
     batch, keys = q.shape[0], k.shape[2]
 
     def per_row(value, default):
@@ -152,22 +175,36 @@ def run_reference(
     if key_mask is not None:
         mask = key_mask.contiguous().numpy()
         before = offered_before(key_mask, start, block).numpy()
-        # 0 * NaN is NaN: what nobody sees must not reach the product
+        # 0 * NaN is NaN: the product must not read hidden values
         v = v.masked_fill(~key_mask[:, None, :used, None], 0.0)
     result = torch.empty(out.shape, dtype=torch.float32)
-    _reference(
-        q.float().contiguous().numpy(), k.contiguous().numpy(), v.contiguous().numpy(),
-        length, first, mask, before, scale, gamma, block, exact_k, algorithm, softcap,
-        result.numpy(), lse.numpy(), index.numpy(), score.numpy(),
-    )  # fmt: skip
+    q, k, v = (x.contiguous().numpy() for x in (q.float(), k, v))
+    options = (scale, gamma, block, exact_k, algorithm, softcap)
+    arrays = (x.numpy() for x in (result, *rest))
+    _reference(q, k, v, length, first, mask, before, *options, *arrays)
     out.copy_(result)
 
 
 @numba.njit(parallel=True, cache=True)
 def _reference(
-    q, k, v, lengths, starts, mask, before, scale, gamma, block, exact_k, algorithm, softcap,
-    out, lse, index, score,
-):  # fmt: skip
+    q,
+    k,
+    v,
+    lengths,
+    starts,
+    mask,
+    before,
+    scale,
+    gamma,
+    block,
+    exact_k,
+    algorithm,
+    softcap,
+    out,
+    lse,
+    index,
+    score,
+):
     batch, heads, queries, dim = q.shape
     kv_heads, rows, top_k = k.shape[1], out.shape[2], index.shape[3]
     group = heads // kv_heads
@@ -185,9 +222,20 @@ def _reference(
                 pos[m] = base + gamma * i
                 tile_q[m] = q[b, h, pos[m] - length + queries]
         tile_out, tile_lse, state = _reference_tile(
-            tile_q, k[b, kv], v[b, kv], pos, start, mask[b : b + 1], before[b : b + 1],
-            scale, block, top_k, exact_k, algorithm, softcap,
-        )  # fmt: skip
+            tile_q,
+            k[b, kv],
+            v[b, kv],
+            pos,
+            start,
+            mask[b : b + 1],
+            before[b : b + 1],
+            scale,
+            block,
+            top_k,
+            exact_k,
+            algorithm,
+            softcap,
+        )
         for m in range(high * group):
             i, h = tile * high + m // group, kv * group + m % group
             if i < rows:
@@ -262,9 +310,24 @@ def _exponentials(p, visible, mask, scale, softcap):
 
 
 def launch_query_sparse_attention(
-    q, k, v, scale, gamma, block, top_k, exact_k, algorithm, lengths, start, key_mask, softcap,
-    out, lse, index, score,
-):  # fmt: skip
+    q,
+    k,
+    v,
+    scale,
+    gamma,
+    block,
+    top_k,
+    exact_k,
+    algorithm,
+    lengths,
+    start,
+    key_mask,
+    softcap,
+    out,
+    lse,
+    index,
+    score,
+):
     """The kernel on the current device, or Triton's interpreted on CPU tensors
     (TRITON_INTERPRET=1). Which one runs is decided by what the host knows, no value is read."""
     if out.numel() == 0:
@@ -274,9 +337,24 @@ def launch_query_sparse_attention(
         _hopper.launch_query_sparse(q, k, v, scale, gamma, exact_k, lengths, out, lse, index, score)
         return
     launch_triton(
-        q, k, v, scale, gamma, block, top_k, exact_k, algorithm, lengths, start, key_mask, softcap,
-        out, lse, index, score,
-    )  # fmt: skip
+        q,
+        k,
+        v,
+        scale=scale,
+        gamma=gamma,
+        block=block,
+        top_k=top_k,
+        exact_k=exact_k,
+        algorithm=algorithm,
+        lengths=lengths,
+        start=start,
+        key_mask=key_mask,
+        softcap=softcap,
+        out=out,
+        lse=lse,
+        index=index,
+        score=score,
+    )
 
 
 def _hopper_selects(block, top_k, exact_k, algorithm):

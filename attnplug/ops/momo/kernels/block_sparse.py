@@ -86,8 +86,7 @@ def _tile(
     softmax,
     cache,
     part,
-    scale,
-    softcap,
+    factors,
     HAS_MASK: tl.constexpr,
     LOCAL: tl.constexpr,
     spec: tl.constexpr,
@@ -100,6 +99,7 @@ def _tile(
     top, total, acc, seen = softmax
     k_base, v_base, mask_base, k_s, v_s = cache
     list_base, listed, local, limit, row_limit = part
+    scale, softcap = factors
     D: tl.constexpr = spec.D
     D_PAD: tl.constexpr = spec.D_PAD
     BLOCK: tl.constexpr = spec.BLOCK
@@ -278,35 +278,15 @@ def _attend_kernel(
     seen = tl.zeros([M], tl.int32)
     cache = (k_base, v_base, mask_base, k_s, v_s)
     part = (list_base, listed, local, limit, row_limit)
+    softmax, factors = (top, total, acc, seen), (scale, softcap)
     for i in range(0, full):
-        top, total, acc, seen = _tile(
-            i,
-            q,
-            (top, total, acc, seen),
-            cache,
-            part,
-            scale,
-            softcap,
-            HAS_MASK=HAS_MASK,
-            LOCAL=False,
-            spec=spec,
-        )
+        softmax = _tile(i, q, softmax, cache, part, factors, HAS_MASK, LOCAL=False, spec=spec)
     # Not pipelined: with gathered key numbers (N > BLOCK) Triton 3.6 compiles this loop to wrong
     # numbers at two stages. It has two or three turns.
     for i in tl.range(full, tl.cdiv(limit, N), num_stages=1):
-        top, total, acc, seen = _tile(
-            i,
-            q,
-            (top, total, acc, seen),
-            cache,
-            part,
-            scale,
-            softcap,
-            HAS_MASK=HAS_MASK,
-            LOCAL=True,
-            spec=spec,
-        )
+        softmax = _tile(i, q, softmax, cache, part, factors, HAS_MASK, LOCAL=True, spec=spec)
 
+    top, total, acc, seen = softmax
     if not HAS_MASK:
         seen = tl.full([M], 1, tl.int32)  # a query sees at least itself
     nothing = total == 0.0

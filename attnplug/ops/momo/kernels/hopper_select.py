@@ -13,17 +13,16 @@ NOT_FINITE = gl.constexpr(-3e38)  # stands for the score of a block whose logits
 
 @gluon.jit
 def _insert(x, xi, b, bi):
-    """The better of newcomer and slot stays, the other goes on; equals: the earlier block stays."""
+    """The better of the offered block (x, xi) and the slot (b, bi) stays in the slot, the other is
+    returned first. Of equals the earlier block stays."""
     better = x > b
-    return (
-        gl.where(better, b, x), gl.where(better, bi, xi),
-        gl.where(better, x, b), gl.where(better, xi, bi),
-    )  # fmt: skip
+    low, low_i = gl.where(better, b, x), gl.where(better, bi, xi)
+    return low, low_i, gl.where(better, x, b), gl.where(better, xi, bi)
 
 
 @gluon.jit
 def _erfinv(ratio):
-    # erfinv(1 - 2 ratio), as in _online_topk
+    # erfinv(1 - 2 ratio), with the coefficients of online_topk.py written out
     w = -gl.log2(gl.maximum(4.0 * ratio * (1.0 - ratio), 1e-30)) * LN2
     a = w - 2.5
     p = 3.43273939e-07 + 2.81022636e-08 * a

@@ -62,36 +62,36 @@ def _scan(
     q,
     cache,
     rows,
-    softmax,
-    slots,
-    lowest_slot,
-    counts,
+    state,
     lists,
     tiles,
-    scale,
-    cap,
+    factors,
     DIAGONAL: tl.constexpr,
     HAS_MASK: tl.constexpr,
     spec: tl.constexpr,
 ):
-    """Attend over `tiles` (first, end) of N keys; the running softmax and the selection are passed
-    in and returned. Logits (x * unit) are in units of log 2. TOP_K < 0 stores every score and
-    selects nothing.
+    """Attend over `tiles` (first, end) of N keys; the running softmax and the selection, `state`,
+    are passed in and returned. Logits (x * unit) are in units of log 2. TOP_K < 0 stores every
+    score and selects nothing.
 
     `cache` is (K, V, their strides over keys, MASK, BEFORE), `rows` (first valid key, end of the
-    keys that any row sees, positions, complete blocks, blocks offered in all), `softmax` (output,
-    maximum, denominator), `lists` (INDEX, SCORE, TREE, rows of SCORE for TOP_K < 0). `slots` are
-    the exact buffers. `lowest_slot` is (score, block index), and the third entry of `counts` is
-    the number of appended blocks ("estimated", EXACT_K < TOP_K), the lowest slot ("exact",
-    EXACT_K = TOP_K) or the root's leaf ("tournament", LEVELS >= 0)."""
+    keys that any row sees, positions, complete blocks, blocks offered in all), `lists` (INDEX,
+    SCORE, TREE, rows of SCORE for TOP_K < 0). `state` is the softmax (output, maximum,
+    denominator), the exact buffers, their lowest slot (score, block index), and the counts of
+    `offer_estimated`. The second of the counts is the number of appended blocks ("estimated",
+    EXACT_K < TOP_K), the lowest slot ("exact", EXACT_K = TOP_K) or the root's leaf ("tournament",
+    LEVELS >= 0)."""
     K, V, k_s, v_s, MASK, BEFORE = cache
     start, end, pos, blocks, total = rows
+    # Triton 3.6 does not parse nested targets.
+    softmax, buffers, lowest_slot, counts = state
     acc, peak, mass = softmax
-    s, t = slots
+    s, t = buffers
     low, low_t = lowest_slot
     seen, slot, finite, mean, squares = counts
     INDEX, SCORE, TREE, kept_r = lists
     first, last = tiles
+    scale, cap = factors
     D: tl.constexpr = spec.D
     M: tl.constexpr = spec.M
     N: tl.constexpr = spec.N
@@ -303,42 +303,14 @@ def _kernel(
         low, low_t = peak, seen + NO_BLOCK
     cache = (K, V, k_s, v_s, MASK, BEFORE)
     rows = (start, end, pos, blocks, total)
-    softmax, lowest_slot = (acc, peak, mass), (low, low_t)
-    counts, lists = (seen, slot, finite, mean, squares), (INDEX, SCORE, TREE, R)
+    state = (acc, peak, mass), slots, (low, low_t), (seen, slot, finite, mean, squares)
+    lists = (INDEX, SCORE, TREE, R)
+    factors = (scale, cap)
     if not HAS_MASK:
-        softmax, slots, lowest_slot, counts = _scan(
-            q,
-            cache,
-            rows,
-            softmax,
-            slots,
-            lowest_slot,
-            counts,
-            lists,
-            (0, full),
-            scale,
-            cap,
-            DIAGONAL=False,
-            HAS_MASK=False,
-            spec=spec,
-        )
-    softmax, slots, lowest_slot, counts = _scan(
-        q,
-        cache,
-        rows,
-        softmax,
-        slots,
-        lowest_slot,
-        counts,
-        lists,
-        (full, last),
-        scale,
-        cap,
-        DIAGONAL=True,
-        HAS_MASK=HAS_MASK,
-        spec=spec,
-    )
+        state = _scan(q, cache, rows, state, lists, (0, full), factors, False, False, spec)
+    state = _scan(q, cache, rows, state, lists, (full, last), factors, True, HAS_MASK, spec)
 
+    softmax, slots, _lowest_slot, counts = state
     acc, peak, mass = softmax
     empty = (mass == 0.0) | (live == 0)
     mass = tl.where(empty, 1.0, mass)
