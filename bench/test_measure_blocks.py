@@ -27,13 +27,23 @@ def test_measure_blocks(gpu_bench, n, top_k):
     rows = n // momo.gamma
     peer = causal_peers()[-1]
     gpu_bench(
-        op="measure_blocks", case="op", n=n, batch=batch, heads_q=heads, heads_kv=kv_heads,
-        head_dim=dim, dtype=torch.bfloat16, options=f"gamma={momo.gamma} k={top_k}",
+        op="measure_blocks",
+        case="op",
+        n=n,
+        batch=batch,
+        heads_q=heads,
+        heads_kv=kv_heads,
+        head_dim=dim,
+        dtype=torch.bfloat16,
+        options=f"gamma={momo.gamma} k={top_k}",
         fns=[functools.partial(measure_blocks, q, k, v, before, scale=scale, top_k=top_k)],
-        peer=peer, peer_fns=[causal(peer, q, k, v, scale)], peer_graph=False,
+        peer=peer,
+        peer_fns=[causal(peer, q, k, v, scale)],
+        peer_graph=False,
         # each input once, out, lse, lists; scores once written and once read; half of the products
         bytes=2 * dim * (2 * heads * rows + 2 * kv_heads * n)
         + heads * (rows * 4 + n // momo.query_block * 4 * top_k + 2 * rows * n // 128 * 2),
         flops=2 * dim * heads * rows * n,
-        rounds=25 if n < 100_000 else 5 if n < 500_000 else 1, replays=1 if n > 500_000 else None,
-    )  # fmt: skip
+        rounds=25 if n < 100_000 else 5 if n < 500_000 else 1,
+        replays=1 if n > 500_000 else None,
+    )

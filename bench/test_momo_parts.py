@@ -57,14 +57,19 @@ def test_block_sparse_attention(gpu_bench, n, corrected):
     rows = torch.randn_like(q[:, :, ::GAMMA]).contiguous() if corrected else None
     attend = functools.partial(block_sparse_attention, q, k, v, lists, scale=scale, rows=rows)
     gpu_bench(
-        op="block_sparse_attention", n=n, **SHAPE,
+        op="block_sparse_attention",
+        n=n,
+        **SHAPE,
         options=OPTIONS + (" corrected" if corrected else ""),
         fns=[attend],
-        peer=peer, peer_fns=[causal(peer, q, k, v, scale)], peer_graph=False,
-        rounds=10 if n < 500_000 else 1, replays=1 if n > 500_000 else None,
+        peer=peer,
+        peer_fns=[causal(peer, q, k, v, scale)],
+        peer_graph=False,
+        rounds=10 if n < 500_000 else 1,
+        replays=1 if n > 500_000 else None,
         bytes=(2 * HEADS + 2 * KV_HEADS) * n * WIDTH * 2 + lists.nbytes,
         flops=4 * WIDTH * attended(lists),
-    )  # fmt: skip
+    )
 
 
 def merge_in_torch(index, score, lse):
@@ -86,12 +91,18 @@ def test_merge_block_rows(gpu_bench, n):
     index = torch.randint(0, n // BLOCK, shape, dtype=torch.int32, device="cuda")
     score, lse = torch.randn(shape, device="cuda"), torch.full(shape[:3], 6.0, device="cuda")
     gpu_bench(
-        op="merge_block_rows", n=n, options=OPTIONS, **SHAPE,
+        op="merge_block_rows",
+        n=n,
+        options=OPTIONS,
+        **SHAPE,
         fns=[functools.partial(merge_block_rows, index, score, lse, rows=ROWS, trim=KEPT)],
-        peer="torch", peer_fns=[functools.partial(merge_in_torch, index, score, lse)],
-        peer_graph=False, rounds=10,
-        bytes=index.nbytes + score.nbytes + lse.nbytes + index.nbytes // ROWS, flops=0,
-    )  # fmt: skip
+        peer="torch",
+        peer_fns=[functools.partial(merge_in_torch, index, score, lse)],
+        peer_graph=False,
+        rounds=10,
+        bytes=index.nbytes + score.nbytes + lse.nbytes + index.nbytes // ROWS,
+        flops=0,
+    )
 
 
 def correct_in_torch(out_sparse, out_rows):
@@ -105,9 +116,15 @@ def test_delta_correct(gpu_bench, n):
     out_sparse = torch.randn(1, HEADS, n, WIDTH, dtype=torch.bfloat16, device="cuda")
     out_rows = torch.randn(1, HEADS, n // GAMMA, WIDTH, dtype=torch.bfloat16, device="cuda")
     gpu_bench(
-        op="delta_correct", n=n, options=OPTIONS, **SHAPE,
+        op="delta_correct",
+        n=n,
+        options=OPTIONS,
+        **SHAPE,
         fns=[functools.partial(delta_correct, out_sparse, out_rows, gamma=GAMMA)],
-        peer="torch", peer_fns=[functools.partial(correct_in_torch, out_sparse, out_rows)],
-        peer_graph=False, rounds=10,
-        bytes=2 * out_sparse.nbytes + out_rows.nbytes, flops=0,
-    )  # fmt: skip
+        peer="torch",
+        peer_fns=[functools.partial(correct_in_torch, out_sparse, out_rows)],
+        peer_graph=False,
+        rounds=10,
+        bytes=2 * out_sparse.nbytes + out_rows.nbytes,
+        flops=0,
+    )

@@ -31,15 +31,25 @@ def bench(gpu_bench, n, peer, options, chosen):
         for heads in (HEADS, KV_HEADS, KV_HEADS)
     )
     gpu_bench(
-        op="query_sparse_attention", case="op", n=n, batch=1, heads_q=HEADS, heads_kv=KV_HEADS,
-        head_dim=DIM, dtype=torch.bfloat16, options=options,
+        op="query_sparse_attention",
+        case="op",
+        n=n,
+        batch=1,
+        heads_q=HEADS,
+        heads_kv=KV_HEADS,
+        head_dim=DIM,
+        dtype=torch.bfloat16,
+        options=options,
         fns=[functools.partial(query_sparse_attention, q, k, v, scale=DIM**-0.5, **chosen)],
-        peer=peer, peer_fns=[causal(peer, q, k, v, DIM**-0.5)], peer_graph=False,
+        peer=peer,
+        peer_fns=[causal(peer, q, k, v, DIM**-0.5)],
+        peer_graph=False,
         # each input once, out and lse, the lists; causal: half of each row's products
         bytes=2 * DIM * (2 * HEADS * rows + 2 * KV_HEADS * n) + HEADS * rows * (4 + 8 * top_k),
         flops=2 * DIM * HEADS * rows * n,
-        rounds=25 if n < 100_000 else 5 if n < LONG else 1, replays=1 if n >= LONG else None,
-    )  # fmt: skip
+        rounds=25 if n < 100_000 else 5 if n < LONG else 1,
+        replays=1 if n >= LONG else None,
+    )
 
 
 @pytest.mark.parametrize(("options", "n"), PAIRS)

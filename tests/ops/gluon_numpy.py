@@ -1,6 +1,5 @@
 """Enough of Gluon, in numpy, to run a one-warp kernel's source on a CPU: tensors are arrays,
-layouts are nothing, inline assembly is interpreted. Says whether the program is right, and nothing
-of its lowering."""
+layouts are None, inline assembly is interpreted. This checks the program, not its lowering."""
 
 import functools
 import re
@@ -10,9 +9,15 @@ from pathlib import Path
 import numpy as np
 
 KINDS = {
-    "float32": np.float32, "float16": np.float16, "bfloat16": np.float32, "int64": np.int64,
-    "int32": np.int32, "int16": np.int16, "int8": np.int8, "int1": np.bool_,
-}  # fmt: skip
+    "float32": np.float32,
+    "float16": np.float16,
+    "bfloat16": np.float32,
+    "int64": np.int64,
+    "int32": np.int32,
+    "int16": np.int16,
+    "int8": np.int8,
+    "int1": np.bool_,
+}
 PROGRAM = [(0, 0, 0), (1, 1, 1)]  # ids and counts
 BARRIERS = []  # of the program that runs
 
@@ -67,11 +72,23 @@ def operator(name, reverse=False):
 
 
 NAMES = {
-    "add": "add", "sub": "subtract", "mul": "multiply", "truediv": "divide", "mod": "remainder",
-    "floordiv": "floor_divide", "and": "bitwise_and", "or": "bitwise_or", "lshift": "left_shift",
-    "rshift": "right_shift", "lt": "less", "le": "less_equal", "gt": "greater", "eq": "equal",
-    "ge": "greater_equal", "ne": "not_equal",
-}  # fmt: skip
+    "add": "add",
+    "sub": "subtract",
+    "mul": "multiply",
+    "truediv": "divide",
+    "mod": "remainder",
+    "floordiv": "floor_divide",
+    "and": "bitwise_and",
+    "or": "bitwise_or",
+    "lshift": "left_shift",
+    "rshift": "right_shift",
+    "lt": "less",
+    "le": "less_equal",
+    "gt": "greater",
+    "eq": "equal",
+    "ge": "greater_equal",
+    "ne": "not_equal",
+}
 for short, name in NAMES.items():
     setattr(Tensor, f"__{short}__", operator(name))
     setattr(Tensor, f"__r{short}__", operator(name, True))
@@ -103,6 +120,11 @@ def store(pointer, value, mask=True):
     pointer.memory[at[shown]] = x[shown]
 
 
+def where(condition, a, b):
+    dtypes = (x.a.dtype for x in (a, b) if isinstance(x, Tensor))
+    return Tensor(np.where(raw(condition), raw(a), raw(b)).astype(np.result_type(*dtypes)))
+
+
 def half2(x):
     return np.ascontiguousarray(x, np.uint32).view(np.float16).reshape(*np.shape(x), 2)
 
@@ -117,11 +139,16 @@ def prmt(a, b, select):
     return sum(parts).astype(np.uint32)
 
 
+def words_of(x):
+    """An operand as 32-bit words."""
+    if x.dtype == np.float32:
+        return np.ascontiguousarray(x).view(np.uint32)
+    return np.asarray(x).astype(np.int64).astype(np.uint32)
+
+
 def assembly(text, inputs, outputs):
     """Run the few instructions that these kernels have; operands are arrays of 32-bit words."""
-    names = {f"${outputs + i}": np.ascontiguousarray(x).view(np.uint32)
-             if x.dtype == np.float32 else np.asarray(x).astype(np.int64).astype(np.uint32)
-             for i, x in enumerate(inputs)}  # fmt: skip
+    names = {f"${outputs + i}": words_of(x) for i, x in enumerate(inputs)}
     shape = np.broadcast_shapes(*(np.shape(x) for x in inputs))
 
     def value(token):
@@ -268,8 +295,7 @@ def _language():
     gl.num_programs = lambda i: PROGRAM[1][i]
     gl.arange = lambda a, b, layout: Tensor(np.arange(a, b, dtype=np.int32))
     gl.full = lambda shape, x, kind, layout: Tensor(np.full(shape, x, KINDS[kind]))
-    gl.where = lambda c, a, b: Tensor(np.where(raw(c), raw(a), raw(b)).astype(
-        np.result_type(*(x.a.dtype for x in (a, b) if isinstance(x, Tensor)))))  # fmt: skip
+    gl.where = where
     gl.sum = lambda x, axis: Tensor(x.a.sum(axis, dtype=x.a.dtype))
     gl.max = lambda x, axis: Tensor(np.fmax.reduce(x.a, axis))
     gl.reshape = lambda x, shape: Tensor(x.a.reshape(shape), x.kind)
@@ -284,9 +310,13 @@ def _language():
     gl.load, gl.store, gl.inline_asm_elementwise = load, store, inline_asm_elementwise
     nothing = lambda *args, **kwargs: None  # noqa: E731
     for name in (
-        "NVMMADistributedLayout", "DistributedLinearLayout", "DotOperandLayout", "SliceLayout",
-        "BlockedLayout", "SwizzledSharedLayout",
-    ):  # fmt: skip
+        "NVMMADistributedLayout",
+        "DistributedLinearLayout",
+        "DotOperandLayout",
+        "SliceLayout",
+        "BlockedLayout",
+        "SwizzledSharedLayout",
+    ):
         setattr(gl, name, nothing)
     return gl
 
@@ -301,10 +331,15 @@ def kernel(paths, name, **functions):
     """The kernel `name` of some files, as a Python function; `functions` replace what they import
     from elsewhere."""
     space = {
-        "gl": _language(), "gluon": types.SimpleNamespace(jit=lambda f: f), "mma_v2": mma_v2,
-        "tl": TL, "mbarrier": Barrier, "copy_tile": copy_tile, "fence_async_shared": lambda: None,
+        "gl": _language(),
+        "gluon": types.SimpleNamespace(jit=lambda f: f),
+        "mma_v2": mma_v2,
+        "tl": TL,
+        "mbarrier": Barrier,
+        "copy_tile": copy_tile,
+        "fence_async_shared": lambda: None,
         **functions,
-    }  # fmt: skip
+    }
     for path in paths:
         exec(compile(IMPORT.sub("", Path(path).read_text()), str(path), "exec"), space)
     space["range"] = spread

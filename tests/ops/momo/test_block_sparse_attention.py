@@ -5,6 +5,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from momo_cases import call_op
 
 from attnplug.errors import ArgumentError, GradientError
 from attnplug.ops.momo import block_sparse_attention as op
@@ -14,9 +15,18 @@ from attnplug.ops.momo.block_sparse_attention import block_sparse_attention
 interpreted = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 DEFAULTS = dict(
-    query_block=16, block=8, sink=1, window=0, lengths=None, start=None, key_mask=None,
-    softcap=0.0, rows=None, gamma=16, weight=1.0,
-)  # fmt: skip
+    query_block=16,
+    block=8,
+    sink=1,
+    window=0,
+    lengths=None,
+    start=None,
+    key_mask=None,
+    softcap=0.0,
+    rows=None,
+    gamma=16,
+    weight=1.0,
+)
 # Each line is one compiled kernel on CUDA: head dimension, dtype, query block, block, KV heads,
 # heads a group, softcap, key mask.
 VARIANTS = [
@@ -32,17 +42,9 @@ VARIANTS = [
 
 def call(device_path, q, k, v, index, scale, **options):
     """The op on `device_path`, outputs on the CPU."""
-    device, path = device_path
-    options = DEFAULTS | options
-    q, k, v, index = (x.to(device) for x in (q, k, v, index))
-    options = {n: x.to(device) if torch.is_tensor(x) else x for n, x in options.items()}
-    if path == "reference" or device == "cuda":
-        out, lse = block_sparse_attention(q, k, v, index, scale=scale, **options)
-    else:
-        args = (q, k, v, index, scale, *(options[name] for name in DEFAULTS))
-        out, lse = op._allocate(*args)
-        op.launch_block_sparse_attention(*args, out, lse)
-    return out.cpu(), lse.cpu()
+    options = {"scale": scale, **DEFAULTS, **options}
+    ways = block_sparse_attention, op._allocate, op.launch_block_sparse_attention
+    return call_op(device_path, *ways, (q, k, v, index), options)
 
 
 def usable(dtype, device_path):
@@ -133,14 +135,27 @@ def cases(draw):
         lengths[1] = draw(st.integers(queries, length))
     start = [draw(st.integers(0, min(lengths))) for _ in range(batch)]
     return dict(
-        dim=dim, dtype=dtype, kv_heads=kv_heads, heads=kv_heads * group, masked=masked,
-        batch=batch, queries=queries, keys=length + spare, names=draw(st.sampled_from([0, 1, 5])),
+        dim=dim,
+        dtype=dtype,
+        kv_heads=kv_heads,
+        heads=kv_heads * group,
+        masked=masked,
+        batch=batch,
+        queries=queries,
+        keys=length + spare,
+        names=draw(st.sampled_from([0, 1, 5])),
         lengths=torch.tensor(lengths) if spare or draw(st.booleans()) else None,
         start=torch.tensor(start, dtype=torch.int32) if draw(st.booleans()) else None,
-        options=dict(query_block=query_block, block=block, softcap=softcap,
-                     sink=draw(st.sampled_from([0, 1, 3])), window=draw(st.integers(0, 20))),
-        scale=draw(st.sampled_from([0.1, 1.0, -0.5])), seed=draw(st.integers(0, 2**31)),
-    )  # fmt: skip
+        options=dict(
+            query_block=query_block,
+            block=block,
+            softcap=softcap,
+            sink=draw(st.sampled_from([0, 1, 3])),
+            window=draw(st.integers(0, 20)),
+        ),
+        scale=draw(st.sampled_from([0.1, 1.0, -0.5])),
+        seed=draw(st.integers(0, 2**31)),
+    )
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -148,9 +163,15 @@ def cases(draw):
 def test_matches_fp64(device_path, case):
     dtype = usable(case["dtype"], device_path)
     (q, k, v), generator = draw_tensors(
-        case["seed"], case["batch"], case["heads"], case["kv_heads"], case["queries"],
-        case["keys"], case["dim"], dtype,
-    )  # fmt: skip
+        case["seed"],
+        case["batch"],
+        case["heads"],
+        case["kv_heads"],
+        case["queries"],
+        case["keys"],
+        case["dim"],
+        dtype,
+    )
     if case["lengths"] is not None:  # slots past the length were never written
         for b in range(case["batch"]):
             for x in (k, v):
@@ -226,9 +247,14 @@ def test_chunks_equal_one_call(device_path):
     for begin, end in ((0, 32), (32, 64)):
         blocks = slice(begin // 16, end // 16)
         got, got_lse = call(
-            device_path, q[:, :, begin:end], k, v, index[:, :, blocks], 0.125,
+            device_path,
+            q[:, :, begin:end],
+            k,
+            v,
+            index[:, :, blocks],
+            0.125,
             lengths=torch.tensor([end]),
-        )  # fmt: skip
+        )
         torch.testing.assert_close(got, out[:, :, begin:end], rtol=0, atol=1e-6)
         torch.testing.assert_close(got_lse, lse[:, :, begin:end], rtol=0, atol=1e-6)
 
@@ -371,9 +397,13 @@ def test_opcheck(device):
 )
 def test_bad_arguments(change, message):
     good = dict(
-        q=torch.zeros(1, 2, 20, 64), k=torch.zeros(1, 1, 40, 64), v=torch.zeros(1, 1, 40, 64),
-        index=torch.zeros(1, 2, 2, 4, dtype=torch.int32), query_block=16, block=8,
-    )  # fmt: skip
+        q=torch.zeros(1, 2, 20, 64),
+        k=torch.zeros(1, 1, 40, 64),
+        v=torch.zeros(1, 1, 40, 64),
+        index=torch.zeros(1, 2, 2, 4, dtype=torch.int32),
+        query_block=16,
+        block=8,
+    )
     given = good | change
     if "k" in change:
         given["v"] = change["k"]

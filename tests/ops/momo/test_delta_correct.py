@@ -4,6 +4,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from momo_cases import call_op
 
 from attnplug.errors import ArgumentError
 from attnplug.ops.momo import delta_correct as op
@@ -13,18 +14,11 @@ from attnplug.ops.momo.delta_correct import delta_correct
 def call(
     device_path, out_sparse, out_rows, gamma, lengths=None, start=None, kv_length=None, weight=1.0
 ):
-    device, path = device_path
-    move = lambda x: x if x is None else x.to(device)  # noqa: E731
-    tensors = [move(x) for x in (out_sparse, out_rows)]
-    lengths, start = move(lengths), move(start)
-    if path == "reference" or device == "cuda":
-        return delta_correct(
-            *tensors, gamma=gamma, weight=weight, lengths=lengths, start=start, kv_length=kv_length
-        ).cpu()
-    args = (*tensors, gamma, weight, lengths, start, kv_length or out_sparse.shape[2])
-    out = op._allocate(*args)
-    op.launch_delta_correct(*args, out)
-    return out
+    options = dict(gamma=gamma, weight=weight, lengths=lengths, start=start, kv_length=kv_length)
+    if device_path == ("cpu", "kernel"):
+        options["kv_length"] = kv_length or out_sparse.shape[2]  # the launcher has no default
+    ways = delta_correct, op._allocate, op.launch_delta_correct
+    return call_op(device_path, *ways, (out_sparse, out_rows), options)
 
 
 def oracle(out_sparse, out_rows, gamma, firsts, weight):

@@ -330,9 +330,13 @@ def test_compiled_equals_eager(only_hopper):
 BIG = pytest.param("cuda", 1 << 20, (32, 8), BF16, marks=pytest.mark.gpu, id="1M")
 
 
-@pytest.mark.parametrize(("device", "tokens", "heads", "dtype"), [
-    pytest.param("cpu", 1280, (4, 2), torch.float32, id="small"), BIG,
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("device", "tokens", "heads", "dtype"),
+    [
+        pytest.param("cpu", 1280, (4, 2), torch.float32, id="small"),
+        BIG,
+    ],
+)
 def test_offsets_past_2_to_the_31(device, tokens, heads, dtype):
     """momo's queries and outputs of 32 heads at 1M tokens have 2 ** 32 elements: some queries of
     the first and the last head, one key at a time."""

@@ -6,6 +6,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from momo_cases import attention_inputs as draw_inputs
+from momo_cases import call_op
 
 from attnplug import Momo
 from attnplug.errors import ArgumentError, GradientError
@@ -14,16 +16,16 @@ from attnplug.ops.momo import measure_blocks as module
 from attnplug.policies.base import AttentionCall
 
 DEFAULTS = dict(
-    gamma=8, block=16, query_block=32, top_k=3, sink=1,
-    lengths=None, start=None, key_mask=None, softcap=0.0,
-)  # fmt: skip
-
-
-def draw_inputs(batch, heads, kv_heads, queries, keys, dim, dtype=torch.float32, seed=0):
-    gen = torch.Generator().manual_seed(seed)
-    kv = (batch, kv_heads, keys, dim)
-    shapes = ((batch, heads, queries, dim), kv, kv)
-    return [torch.randn(shape, generator=gen).to(dtype) for shape in shapes]
+    gamma=8,
+    block=16,
+    query_block=32,
+    top_k=3,
+    sink=1,
+    lengths=None,
+    start=None,
+    key_mask=None,
+    softcap=0.0,
+)
 
 
 def first_local(q, k, options):
@@ -34,17 +36,9 @@ def first_local(q, k, options):
 
 
 def run(device_path, q, k, v, before, scale, **options):
-    device, path = device_path
-    options = {**DEFAULTS, **options}
-    q, k, v, before = (x.to(device) for x in (q, k, v, before))
-    options = {n: x.to(device) if isinstance(x, torch.Tensor) else x for n, x in options.items()}
-    if (device, path) == ("cpu", "kernel"):
-        args = (q, k, v, before, scale, *(options[name] for name in DEFAULTS))
-        outputs = module._allocate(*args)
-        module.launch_measure_blocks(*args, *outputs)
-    else:
-        outputs = measure_blocks(q, k, v, before, scale=scale, **options)
-    return [x.cpu() for x in outputs]
+    options = {"scale": scale, **DEFAULTS, **options}
+    ways = measure_blocks, module._allocate, module.launch_measure_blocks
+    return call_op(device_path, *ways, (q, k, v, before), options)
 
 
 def row_logits(q, k, b, scale, options):
@@ -122,15 +116,24 @@ def cases(draw, dtypes):
     queries = draw(st.integers(1, 100))
     keys = queries + draw(st.integers(0, 60))
     q, k, v = draw_inputs(
-        batch, kv_heads * group, kv_heads, queries, keys, draw(st.sampled_from([64, 80, 256])),
-        draw(st.sampled_from(dtypes)), draw(st.integers(0, 99)),
-    )  # fmt: skip
+        batch,
+        kv_heads * group,
+        kv_heads,
+        queries,
+        keys,
+        draw(st.sampled_from([64, 80, 256])),
+        draw(st.sampled_from(dtypes)),
+        draw(st.integers(0, 99)),
+    )
     gamma = draw(st.sampled_from([1, 4, 8]))
     options = dict(
-        gamma=gamma, query_block=gamma * draw(st.sampled_from([1, 3, 4])),
-        block=draw(st.sampled_from([16, 32])), top_k=draw(st.sampled_from([1, 3, 5])),
-        sink=draw(st.sampled_from([0, 1, 2])), softcap=draw(st.sampled_from([0.0, 0.0, 3.0])),
-    )  # fmt: skip
+        gamma=gamma,
+        query_block=gamma * draw(st.sampled_from([1, 3, 4])),
+        block=draw(st.sampled_from([16, 32])),
+        top_k=draw(st.sampled_from([1, 3, 5])),
+        sink=draw(st.sampled_from([0, 1, 2])),
+        softcap=draw(st.sampled_from([0.0, 0.0, 3.0])),
+    )
     if draw(st.booleans()):
         lengths = [draw(st.integers(queries, keys)) for _ in range(batch)]
         options["lengths"] = torch.tensor(lengths, dtype=torch.int32)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from momo_cases import call_op
 
 from attnplug.errors import ArgumentError
 from attnplug.ops.momo import merge_block_rows as op
@@ -16,16 +17,9 @@ SIZES = [(1, 5, 3), (4, 5, 6), (3, 2, 16), (4, 8, 32), (2, 3, 1)]
 
 
 def call(device_path, index, score, lse, rows, trim, merge, sink=0, before=None):
-    device, path = device_path
-    index, score, lse = (x.to(device) for x in (index, score, lse))
-    before = None if before is None else before.to(device)
-    if path == "reference" or device == "cuda":
-        options = dict(rows=rows, trim=trim, merge=merge, sink=sink, before=before)
-        return merge_block_rows(index, score, lse, **options).cpu()
-    args = (index, score, lse, rows, trim, merge, sink, before)
-    out = op._allocate(*args)
-    op.launch_merge_block_rows(*args, out)
-    return out
+    options = dict(rows=rows, trim=trim, merge=merge, sink=sink, before=before)
+    ways = merge_block_rows, op._allocate, op.launch_merge_block_rows
+    return call_op(device_path, *ways, (index, score, lse), options)
 
 
 def ranks(index, score, lse, merge):
@@ -75,11 +69,15 @@ def each_list(out, index, rows):
 def cases(draw):
     rows, names, trim = draw(st.sampled_from(SIZES))
     return dict(
-        rows=rows, names=names, trim=trim, merge=draw(st.sampled_from(op.MERGES)),
+        rows=rows,
+        names=names,
+        trim=trim,
+        merge=draw(st.sampled_from(op.MERGES)),
         total=draw(st.sampled_from([1, rows, rows + 1, 2 * rows - 1])),
-        blocks=draw(st.sampled_from([1, 4, 40, 2**31 - 1])), empty=draw(st.floats(0, 1)),
+        blocks=draw(st.sampled_from([1, 4, 40, 2**31 - 1])),
+        empty=draw(st.floats(0, 1)),
         seed=draw(st.integers(0, 2**31)),
-    )  # fmt: skip
+    )
 
 
 def tensors(case, generator):
@@ -252,8 +250,11 @@ def test_opcheck(device):
 )
 def test_bad_arguments(change, message):
     good = dict(
-        index=torch.zeros(1, 2, 6, 4, dtype=torch.int32), score=torch.zeros(1, 2, 6, 4),
-        lse=torch.zeros(1, 2, 6), rows=4, trim=5,
-    )  # fmt: skip
+        index=torch.zeros(1, 2, 6, 4, dtype=torch.int32),
+        score=torch.zeros(1, 2, 6, 4),
+        lse=torch.zeros(1, 2, 6),
+        rows=4,
+        trim=5,
+    )
     with pytest.raises(ArgumentError, match=message):
         merge_block_rows(**(good | change))

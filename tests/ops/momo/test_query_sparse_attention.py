@@ -7,6 +7,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from momo_cases import attention_inputs as inputs
+from momo_cases import call_op, dtypes
 
 from attnplug.errors import ArgumentError, GradientError
 from attnplug.ops.momo.online_topk import ALGORITHMS, erfinv
@@ -17,37 +19,23 @@ from attnplug.ops.momo.query_sparse_attention import (
 )
 
 DEFAULTS = dict(
-    gamma=4, block=16, top_k=4, exact_k=2, algorithm="estimated",
-    lengths=None, start=None, key_mask=None, softcap=0.0,
-)  # fmt: skip
+    gamma=4,
+    block=16,
+    top_k=4,
+    exact_k=2,
+    algorithm="estimated",
+    lengths=None,
+    start=None,
+    key_mask=None,
+    softcap=0.0,
+)
 
 
 def run(device_path, q, k, v, scale, **options):
     """(out, lse, index, score) on CPU, by the op or by the Triton launcher."""
-    device, path = device_path
-    options = {**DEFAULTS, **options}
-    q, k, v = (x.to(device) for x in (q, k, v))
-    options = {n: x.to(device) if isinstance(x, torch.Tensor) else x for n, x in options.items()}
-    if (device, path) == ("cpu", "kernel"):
-        args = (q, k, v, scale, *(options[name] for name in DEFAULTS))
-        outputs = _allocate(*args)
-        launch_query_sparse_attention(*args, *outputs)
-    else:
-        outputs = query_sparse_attention(q, k, v, scale=scale, **options)
-    return [x.cpu() for x in outputs]
-
-
-def dtypes(device_path):
-    # Triton's interpreter has no bfloat16
-    kernel_on_cpu = device_path == ("cpu", "kernel")
-    return (torch.float32, torch.float16) + (() if kernel_on_cpu else (torch.bfloat16,))
-
-
-def inputs(batch, heads, kv_heads, queries, keys, dim, dtype=torch.float32, seed=0):
-    gen = torch.Generator().manual_seed(seed)
-    kv = (batch, kv_heads, keys, dim)
-    shapes = ((batch, heads, queries, dim), kv, kv)
-    return [torch.randn(shape, generator=gen).to(dtype) for shape in shapes]
+    options = {"scale": scale, **DEFAULTS, **options}
+    ways = query_sparse_attention, _allocate, launch_query_sparse_attention
+    return call_op(device_path, *ways, (q, k, v), options)
 
 
 def rows_of(q, k, *, gamma, lengths=None, start=None, **_):
@@ -152,15 +140,22 @@ def cases(draw, dtypes):
     queries = draw(st.integers(1, 90))
     keys = queries + draw(st.integers(0, 60))
     q, k, v = inputs(
-        batch, kv_heads * group, kv_heads, queries, keys,
-        draw(st.sampled_from([64, 80, 96, 128, 256])), draw(st.sampled_from(dtypes)),
+        batch,
+        kv_heads * group,
+        kv_heads,
+        queries,
+        keys,
+        draw(st.sampled_from([64, 80, 96, 128, 256])),
+        draw(st.sampled_from(dtypes)),
         draw(st.integers(0, 99)),
-    )  # fmt: skip
+    )
     options = dict(
-        gamma=draw(st.sampled_from([1, 3, 8])), block=draw(st.sampled_from([16, 32])),
-        top_k=draw(st.sampled_from([0, 1, 3, 5])), algorithm=draw(st.sampled_from(ALGORITHMS)),
+        gamma=draw(st.sampled_from([1, 3, 8])),
+        block=draw(st.sampled_from([16, 32])),
+        top_k=draw(st.sampled_from([0, 1, 3, 5])),
+        algorithm=draw(st.sampled_from(ALGORITHMS)),
         softcap=draw(st.sampled_from([0.0, 0.0, 3.0])),
-    )  # fmt: skip
+    )
     options["exact_k"] = min(options["top_k"], draw(st.integers(0, 3)))
     if draw(st.booleans()):
         lengths = [draw(st.integers(queries, keys)) for _ in range(batch)]
@@ -200,9 +195,18 @@ def test_algorithms(device_path, algorithm, block):
     q, k, v = inputs(2, 2, 1, 8 * block + 5, 8 * block + 5, 64)
     for top_k in (1, 5):
         check(
-            device_path, q, k, v, 0.3, gamma=block, block=block, top_k=top_k,
-            exact_k=top_k // 2, algorithm=algorithm, start=torch.tensor([0, 2 * block + 3]),
-        )  # fmt: skip
+            device_path,
+            q,
+            k,
+            v,
+            0.3,
+            gamma=block,
+            block=block,
+            top_k=top_k,
+            exact_k=top_k // 2,
+            algorithm=algorithm,
+            start=torch.tensor([0, 2 * block + 3]),
+        )
 
 
 def tied_inputs(blocks, block, dim):
