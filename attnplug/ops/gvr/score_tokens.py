@@ -1,17 +1,20 @@
-"""What every cached token is worth to a decode step, read from INT8 keys.
+"""The score of every cached token in a decode step, read from INT8 keys.
 
     score[b, h, n] = max over the group's heads g of  q[b, g] . codes[b, h, n]  steps[b, h, n]
 
-which is max_g q . k up to the rounding of the keys, k = codes * steps to within steps / 2. It ranks
-tokens for `topk`; the scale of the softmax is left out, and a softcap would not change the order.
-Tokens that a step reads in any case (the sink, the window) and those it may not see are -inf; what
-is NaN, of a bad key or query, is +inf, so that it is picked and surfaces. One byte a number and one
-float a token are read where dense attention reads four bytes a number.
-Source: the indexer of Guess-Verify-Refine (shared/papers/002), on keys of its own.
+k = codes * steps to within steps / 2, so the score is max_g q . k up to the rounding of the keys.
+`topk` ranks tokens by it. The softmax's scale is left out; a softcap would not change the order.
+Tokens that the decode step reads in any case (sink, window), and tokens it may not see, get -inf.
+A NaN, of a bad key or query, becomes +inf: the token is selected and the NaN surfaces in attention.
+The kernel reads one byte a number and one float a token; dense attention reads four bytes a number.
+Source: the indexer of "Guess-Verify-Refine: Data-Aware Top-K for Sparse-Attention Decoding on
+Blackwell via Temporal Correlation" (docs/papers.md), on quantized keys of its own.
 """
 
 from typing import NamedTuple
 
+import numba
+import numpy as np
 import torch
 import triton
 import triton.language as tl
@@ -21,7 +24,8 @@ from attnplug.errors import ArgumentError
 from attnplug.ops.common.checks import HEAD_DIMS, check_sequence_inputs
 from attnplug.ops.common.define import define_op, refuse_gradients, require
 from attnplug.ops.common.device import machine
-from attnplug.ops.common.rows import mask_bytes, row_span, row_step, rows_on_cpu
+from attnplug.ops.common.product import add_product
+from attnplug.ops.common.rows import NO_MASK, mask_bytes, row_span, row_step, rows_on_cpu
 
 NAME = "score_tokens"
 
@@ -42,9 +46,9 @@ def score_tokens(
     Args:
         q: `[B,Hq,1,D]`, float32, float16 or bfloat16.
         codes: int8 `[B,Hkv,S,D]`, Hkv dividing Hq; see `quantize_keys`.
-        steps: float32 `[B,Hkv,S]`, what a code of 1 stands for.
-        sink: first tokens of each row that get -inf.
-        window: last tokens that get -inf, the query's own included.
+        steps: float32 `[B,Hkv,S]`, each key's quantization scale: the value of code 1.
+        sink: the first so many real tokens of each row get -inf.
+        window: the last so many tokens get -inf, the query's own included.
         lengths: int32 or int64 `[1]` or `[B]`, valid tokens. None: all S. Others are not read.
         start: int32 or int64 `[1]` or `[B]`, first real token of a left-padded row. None: 0.
         key_mask: bool `[B,S]`, False where a token must not be seen.
@@ -61,12 +65,15 @@ def score_tokens(
 
 
 def quantize_keys(keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """INT8 codes `[...,D]` and float32 steps `[...]` of keys `[...,D]`: the largest is 127 steps.
-    A key that is not finite has a step that is not, and so are its scores."""
+    """INT8 codes `[...,D]` and float32 scales `[...]` of keys `[...,D]`: k = codes * scales.
+
+    The largest number of a key has the code 127 or -127. A key that is not finite has a scale that
+    is not finite, and so are its scores.
+    """
     wide = keys.float()
-    steps = wide.abs().amax(-1) / 127
-    codes = (wide / steps[..., None]).nan_to_num(0.0, 0.0, 0.0).round()
-    return codes.to(torch.int8), steps
+    scales = wide.abs().amax(-1) / 127
+    codes = (wide / scales[..., None]).nan_to_num(0.0, 0.0, 0.0).round()
+    return codes.to(torch.int8), scales
 
 
 def _allocate(q, codes, steps, sink, window, lengths, start, key_mask):
@@ -98,20 +105,63 @@ def _allocate(q, codes, steps, sink, window, lengths, start, key_mask):
 # --- CPU: the specification ------------------------------------------------------------------
 
 
-def _cpu(q, codes, steps, sink, window, lengths, start, key_mask, scores):
+REFERENCE_TILE = 256  # tokens that one task of the reference dequantizes at once
+
+
+@numba.njit(cache=True)
+def _score_tile(q, codes, scales, mask, scores):
+    """Scores `[N]` of tokens `codes [N, D]`, `scales [N]` for a group's heads `q [G, D]`; an empty
+    `mask` hides nothing. The order of the sums depends on D alone."""
+    tokens, width = codes.shape
+    keys = np.empty((width, tokens), np.float32)
+    for n in range(tokens):
+        for d in range(width):
+            keys[d, n] = codes[n, d]
+    products = np.zeros((q.shape[0], tokens), np.float32)
+    add_product(q, keys, products)
+    for n in range(tokens):
+        if mask.shape[0] > 0 and not mask[n]:
+            continue
+        for g in range(q.shape[0]):
+            score = products[g, n] * scales[n]
+            scores[n] = max(scores[n], np.inf if np.isnan(score) else score)
+
+
+@numba.njit(parallel=True, cache=True)
+def _reference(q, codes, scales, lengths, start, mask, sink, window, scores):
+    """Every (row, KV head, tile of tokens), in parallel; `scores [B, Hkv, S]` come as -inf."""
     batch, heads, size, _ = codes.shape
+    group = q.shape[1] // heads
+    tiles = (size + REFERENCE_TILE - 1) // REFERENCE_TILE
+    for item in numba.prange(batch * heads * tiles):
+        b, h = item // (heads * tiles), item // tiles % heads
+        begin = item % tiles * REFERENCE_TILE
+        first = max(begin, start[b] + sink)
+        last = min(begin + REFERENCE_TILE, lengths[b] - window)
+        if first < last:
+            _score_tile(
+                q[b, h * group : (h + 1) * group],
+                codes[b, h, first:last],
+                scales[b, h, first:last],
+                mask[b * len(mask) // batch][first:last],
+                scores[b, h, first:last],
+            )
+
+
+def _cpu(q, codes, steps, sink, window, lengths, start, key_mask, scores):
     lengths, start = rows_on_cpu(codes, lengths, start)
-    valid = int(lengths.max())
-    keys = codes[:, :, :valid].float()
-    best = (q.float().unflatten(1, (heads, -1))[:, :, :, 0] @ keys.mT) * steps[:, :, None, :valid]
-    best = best.nan_to_num(torch.inf, torch.inf, -torch.inf).amax(2)
-    at = torch.arange(valid)
-    seen = (at >= start[:, None] + sink) & (at < lengths[:, None] - window)
-    if key_mask is not None:
-        seen = seen & key_mask[:, :valid]
     scores.fill_(-torch.inf)
-    found = torch.where(seen[:, None], best, -torch.inf)
-    scores.view(batch, heads, size)[:, :, :valid] = found
+    _reference(
+        q[:, :, 0].float().contiguous().numpy(),
+        codes.contiguous().numpy(),
+        steps.contiguous().numpy(),
+        lengths.numpy(),
+        start.numpy(),
+        NO_MASK if key_mask is None else key_mask.contiguous().numpy(),
+        sink,
+        window,
+        scores.view(codes.shape[:3]).numpy(),
+    )
 
 
 # --- CUDA ------------------------------------------------------------------------------------
@@ -120,22 +170,44 @@ def _cpu(q, codes, steps, sink, window, lengths, start, key_mask, scores):
 class Plan(NamedTuple):
     """How the kernel cuts the work; chosen from static shapes alone."""
 
-    tile: int  # tokens of one step
-    programs: int  # a row and KV head
+    tile: int  # tokens that a program reads at once
+    programs: int  # of one row and KV head
     warps: int
     stages: int  # of the pipeline over tiles
 
 
 @triton.jit
 def _score(
-    q, codes, steps, lengths, start, key_mask, scores, S, P,
-    q_b, q_h, c_b, c_h, c_s, s_b, s_h, s_s, mask_b,
-    GROUP: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
-    SINK: tl.constexpr, WINDOW: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr,
-    LENGTH_STEP: tl.constexpr, START_STEP: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """Program c of P: every P-th tile of one row and KV head."""
-    c = tl.program_id(0)
+    q,
+    codes,
+    scales,
+    lengths,
+    start,
+    key_mask,
+    scores,
+    S,
+    programs,
+    q_strides,
+    codes_strides,
+    scales_strides,
+    mask_stride,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    D: tl.constexpr,
+    DP: tl.constexpr,
+    SINK: tl.constexpr,
+    WINDOW: tl.constexpr,
+    TILE: tl.constexpr,
+    STAGES: tl.constexpr,
+    LENGTH_STEP: tl.constexpr,
+    START_STEP: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One of `programs` of a row and KV head: it scores every `programs`-th tile."""
+    q_b, q_h = q_strides
+    codes_b, codes_h, codes_s = codes_strides
+    scales_b, scales_h, scales_s = scales_strides
+    program = tl.program_id(0)
     h = tl.program_id(1)
     b = tl.program_id(2).to(tl.int64)
     if PDL:
@@ -148,26 +220,26 @@ def _score(
     in_width = d < D
     q_at = q + b * q_b + (h * GROUP + g).to(tl.int64)[:, None] * q_h + d[None, :]
     query = tl.load(q_at, mask=(g < GROUP)[:, None] & in_width[None, :], other=0.0)
-    codes_at = codes + b * c_b + h.to(tl.int64) * c_h + d[None, :]
-    steps_at = steps + b * s_b + h.to(tl.int64) * s_h
+    codes_at = codes + b * codes_b + h.to(tl.int64) * codes_h + d[None, :]
+    scales_at = scales + b * scales_b + h.to(tl.int64) * scales_h
     out_at = scores + (b * tl.num_programs(1) + h) * S
     # Two loops, so that a short row in a long buffer costs its own reads and -inf for the rest.
     reach = tl.minimum(tl.maximum(length - WINDOW, 0), S)
-    rounds = tl.cdiv(tl.maximum(reach - c * TILE, 0), P * TILE)
-    for i in tl.range(0, rounds, num_stages=STAGES):  # pyright: ignore[reportGeneralTypeIssues]
-        at = (c + i * P) * TILE + n
+    tiles = tl.cdiv(tl.maximum(reach - program * TILE, 0), programs * TILE)
+    for i in tl.range(0, tiles, num_stages=STAGES):
+        at = (program + i * programs) * TILE + n
         seen = (at >= low + SINK) & (at < length - WINDOW)
         if key_mask is not None:
-            seen = seen & (tl.load(key_mask + b * mask_b + at, mask=seen, other=0) != 0)
+            seen = seen & (tl.load(key_mask + b * mask_stride + at, mask=seen, other=0) != 0)
         wide = at.to(tl.int64)
         loadable = seen[:, None] & in_width[None, :]
-        key = tl.load(codes_at + wide[:, None] * c_s, mask=loadable, other=0)
-        step = tl.load(steps_at + wide * s_s, mask=seen, other=0.0)
-        s = tl.dot(query, key.to(query.dtype).T, input_precision="ieee") * step[None, :]
+        key = tl.load(codes_at + wide[:, None] * codes_s, mask=loadable, other=0)
+        scale = tl.load(scales_at + wide * scales_s, mask=seen, other=0.0)
+        s = tl.dot(query, key.to(query.dtype).T, input_precision="ieee") * scale[None, :]
         s = tl.where(s == s, s, float("inf"))
         best = tl.max(tl.where((g < GROUP)[:, None], s, float("-inf")), 0)
         tl.store(out_at + at, tl.where(seen, best, float("-inf")), mask=at < S)
-    for first in range((c + rounds * P) * TILE, S, P * TILE):
+    for first in range((program + tiles * programs) * TILE, S, programs * TILE):
         tl.store(out_at + first + n, tl.full([TILE], float("-inf"), tl.float32), mask=first + n < S)
 
 
@@ -181,9 +253,7 @@ def plan_for(rows: int, size: int, width: int, multiprocessors: int) -> Plan:
     return Plan(tile, max(1, min(triton.cdiv(size, tile), 8 * multiprocessors // rows)), 4, 3)
 
 
-def launch_score_tokens(
-    q, codes, steps, sink, window, lengths, start, key_mask, scores, plan=None
-):  # fmt: skip
+def launch_score_tokens(q, codes, steps, sink, window, lengths, start, key_mask, scores, plan=None):
     """Run the kernel; tensors as in `score_tokens`, on a GPU or in Triton's interpreter."""
     batch, heads, size, width = codes.shape
     group = q.shape[1] // heads
@@ -195,14 +265,33 @@ def launch_score_tokens(
     multiprocessors, pdl = machine(q.device)
     plan = plan or plan_for(batch * heads, size, width, multiprocessors)
     _score[(plan.programs, heads, batch)](
-        q, codes, steps, lengths, start, key_mask, scores, size, plan.programs,
-        q.stride(0), q.stride(1), *codes.stride()[:3], *steps.stride(),
-        0 if key_mask is None else key_mask.stride(0),
-        group, max(16, triton.next_power_of_2(group)), width, triton.next_power_of_2(width),
-        sink, window, plan.tile, plan.stages, row_step(lengths), row_step(start), pdl,
-        num_warps=plan.warps,  # pyright: ignore[reportCallIssue]
+        q=q,
+        codes=codes,
+        scales=steps,
+        lengths=lengths,
+        start=start,
+        key_mask=key_mask,
+        scores=scores,
+        S=size,
+        programs=plan.programs,
+        q_strides=q.stride()[:2],
+        codes_strides=codes.stride()[:3],
+        scales_strides=steps.stride(),
+        mask_stride=0 if key_mask is None else key_mask.stride(0),
+        GROUP=group,
+        ROWS=max(16, triton.next_power_of_2(group)),
+        D=width,
+        DP=triton.next_power_of_2(width),
+        SINK=sink,
+        WINDOW=window,
+        TILE=plan.tile,
+        STAGES=plan.stages,
+        LENGTH_STEP=row_step(lengths),
+        START_STEP=row_step(start),
+        PDL=pdl,
+        num_warps=plan.warps,
         **({"launch_pdl": True} if pdl else {}),
-    )  # fmt: skip
+    )
 
 
 _score_tokens = define_op(
