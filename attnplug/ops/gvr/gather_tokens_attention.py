@@ -1,14 +1,15 @@
-"""Decode attention over a keep set of tokens: the sink, the window and a list.
+"""Decode attention over the tokens that each KV head keeps: the sink, the window and a list.
 
-    out[t] = sum_j p[t, j] v[j],   p[t, j] = exp(s[t, j]) / (sum_i exp(s[t, i]) + exp(sink)),
+    out[t] = sum_j p[t, j] v[j],   p[t, j] = exp(s[t, j]) / (sum_i exp(s[t, i]) + exp(sinks[h])),
     s[t, j] = scale q[t].k[j]  (softcap: cap tanh(s / cap)),   lse[t] = log sum_i exp(s[t, i])
 
-over the keys j <= pos(t) that the query's KV head keeps: the row's first `sink` real tokens, the
-last `window` up to the query's own, and those that `index` names. What it costs does not depend on
-the length. The kept keys are cut in pieces which programs of their own attend to, and a second
-kernel merges the pieces by their log-sum-exps (split-k); with one piece a row, for large batches,
-the one program writes the result (fused).
-Source: Guess-Verify-Refine (shared/papers/002), section 2; Flash-Decoding as in `dense_decode`.
+The sums run over the keys j <= pos(t) that the query's KV head keeps: the row's first `sink` real
+tokens, the last `window` tokens up to the query's own, and the tokens that `index` lists. The cost
+does not depend on the length. The kept keys are divided into splits; one program attends to each
+split, and a second kernel merges the splits by their log-sum-exps (split-k). With one split a row,
+as large batches have, the program writes the result itself (fused).
+Source: "Guess-Verify-Refine: Data-Aware Top-K for Sparse-Attention Decoding on Blackwell via
+Temporal Correlation" (docs/papers.md), section 2; Flash-Decoding as in `dense_decode`.
 """
 
 import functools
@@ -53,11 +54,11 @@ def gather_tokens_attention(
     Args:
         q: `[B,Hq,T,D]`, float32, float16 or bfloat16, made for T = 1.
         k, v: `[B,Hkv,S,D]` like q, Hkv dividing Hq; S is the size of the cache.
-        index: int32 `[B,Hkv,T,K]`, slots of k and v, none twice. -1, and tokens that are sink,
-            window, padding or after the query, are passed over.
+        index: int32 `[B,Hkv,T,K]`, slots of k and v, none twice. -1 is skipped, and so are tokens
+            of the sink, the window or the padding, and tokens after the query.
         scale: factor on q.k, commonly `D ** -0.5`.
-        sink: first real tokens that are always read.
-        window: last tokens that are always read, the query's own included; at least 1.
+        sink: so many first real tokens are always read.
+        window: so many last tokens are always read, the query's own included; at least 1.
         lengths: int32 or int64 `[1]` or `[B]`, valid keys, the T queries being the last of them.
             None: all S. Slots from `length` on are never read.
         start: int32 or int64 `[1]` or `[B]`, first real key of a left-padded row. None: 0.
@@ -107,15 +108,15 @@ def _allocate(q, k, v, index, scale, sink, window, lengths, start, key_mask, sof
 @numba.njit(cache=True)
 def _kept_keys(listed, position, start, mask, sink, window):
     """The keys that a query at `position` reads; an empty `mask` hides nothing."""
-    edge = max(position - window + 1, start + sink)  # first of the window
+    window_first = max(position - window + 1, start + sink)
     kept = np.empty(sink + window + listed.shape[0], np.int64)
     count = 0
     for n in range(start, min(start + sink, position + 1)):
         kept[count], count = n, count + 1
-    for n in range(edge, position + 1):
+    for n in range(window_first, position + 1):
         kept[count], count = n, count + 1
     for n in listed:
-        if start + sink <= n < edge:
+        if start + sink <= n < window_first:
             kept[count], count = n, count + 1
     if mask.shape[0] == 0:
         return kept[:count]
@@ -172,28 +173,58 @@ def _cpu(q, k, v, index, scale, sink, window, lengths, start, key_mask, softcap,
     out.copy_(result)
 
 
-# --- CUDA: attend, then reduce where there is more than one piece ----------------------------
+# --- CUDA: attend, then merge where there is more than one split -----------------------------
 
 
 class Plan(NamedTuple):
     """How the kernels cut the work; chosen from static shapes alone."""
 
-    tile: int  # keys of one step
-    splits: int  # pieces that the kept keys are cut in; 1: fused
+    tile: int  # keys that a program reads at once
+    splits: int  # of the kept keys, a program each; 1: fused
     warps: int
-    columns: int  # of the head dimension, for one program of the reduction
+    columns: int  # of the head dimension, for one program of the merge
 
 
 @triton.jit
 def _attend(
-    q, k, v, index, lengths, start, key_mask, sinks, partial, out, lse, scale, cap, T, S, splits,
-    q_b, q_h, q_t, k_b, k_h, k_s, v_b, v_h, v_s, mask_b,
-    GROUP: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
-    SINK: tl.constexpr, WINDOW: tl.constexpr, K: tl.constexpr,
-    TILE: tl.constexpr, CAPPED: tl.constexpr, FUSED: tl.constexpr,
-    LENGTH_STEP: tl.constexpr, START_STEP: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """All heads of one query and KV head against one piece of the kept keys."""
+    q,
+    k,
+    v,
+    index,
+    lengths,
+    start,
+    key_mask,
+    sinks,
+    partial,
+    out,
+    lse,
+    scale,
+    cap,
+    T,
+    S,
+    splits,
+    q_strides,
+    k_strides,
+    v_strides,
+    mask_stride,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    D: tl.constexpr,
+    DP: tl.constexpr,
+    SINK: tl.constexpr,
+    WINDOW: tl.constexpr,
+    K: tl.constexpr,
+    TILE: tl.constexpr,
+    CAPPED: tl.constexpr,
+    FUSED: tl.constexpr,
+    LENGTH_STEP: tl.constexpr,
+    START_STEP: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """All heads of one query and KV head against one split of the kept keys."""
+    q_b, q_h, q_t = q_strides
+    k_b, k_h, k_s = k_strides
+    v_b, v_h, v_s = v_strides
     split = tl.program_id(0)
     t = tl.program_id(1) % T
     h = tl.program_id(1) // T
@@ -203,7 +234,7 @@ def _attend(
         gdc_launch_dependents()
     length, low = row_span(lengths, start, b, S, LENGTH_STEP, START_STEP)
     position = length - T + t
-    edge = tl.maximum(position - WINDOW + 1, low + SINK)
+    window_first = tl.maximum(position - WINDOW + 1, low + SINK)
     index_at = index + ((b * tl.num_programs(1)) + tl.program_id(1)) * K
 
     g = tl.arange(0, ROWS)
@@ -222,30 +253,56 @@ def _attend(
     TILES: tl.constexpr = (SINK + WINDOW + K + TILE - 1) // TILE
     first = split * TILES // splits
     last = (split + 1) * TILES // splits
-    # Not pipelined: Triton 3.6 compiled such a loop over gathered keys to wrong code, without a
-    # word (block_sparse_attention).
-    for i in tl.range(first, last, num_stages=1):  # pyright: ignore[reportGeneralTypeIssues]
+    # Not pipelined: Triton 3.6 silently compiled such a loop over gathered keys to wrong code
+    # (block_sparse_attention).
+    for i in tl.range(first, last, num_stages=1):
         # Slots are the sink, then the window, then the list; no token counts twice.
         slot = i * TILE + n
         in_list = (slot >= SINK + WINDOW) & (slot < SINK + WINDOW + K)
         listed = tl.load(index_at + slot - SINK - WINDOW, mask=in_list, other=-1)
         nearby = position - WINDOW + 1 + slot - SINK
         at = tl.where(slot < SINK, low + slot, tl.where(slot < SINK + WINDOW, nearby, listed))
-        until = tl.where(in_list, edge - 1, position)
+        until = tl.where(in_list, window_first - 1, position)
         since = tl.where(slot < SINK, low, low + SINK)
         seen = (at >= since) & (at <= until) & (slot < SINK + WINDOW + K)
         if key_mask is not None:
-            seen = seen & (tl.load(key_mask + b * mask_b + at, mask=seen, other=0) != 0)
+            seen = seen & (tl.load(key_mask + b * mask_stride + at, mask=seen, other=0) != 0)
         loadable = seen[:, None] & in_width[None, :]
         key = tl.load(k_at + at.to(tl.int64)[:, None] * k_s, mask=loadable, other=0.0)
         value = tl.load(v_at + at.to(tl.int64)[:, None] * v_s, mask=loadable, other=0.0)
-        top, total, acc = attend_tile(query, key, value, seen, top, total, acc, scale, cap, CAPPED)
+        top, total, acc = attend_tile(
+            query=query,
+            key=key,
+            value=value,
+            seen=seen,
+            top=top,
+            total=total,
+            acc=acc,
+            scale=scale,
+            cap=cap,
+            CAPPED=CAPPED,
+        )
 
     heads = (tl.num_programs(1) // T) * GROUP
     store_piece(
-        top, total, acc, sinks, partial, out, lse, head, (b * heads + head) * T + t,
-        tl.num_programs(2).to(tl.int64) * heads * T, d, in_group, in_width, split, splits, D, FUSED,
-    )  # fmt: skip
+        top=top,
+        total=total,
+        acc=acc,
+        sinks=sinks,
+        partial=partial,
+        out=out,
+        lse=lse,
+        head=head,
+        row=(b * heads + head) * T + t,
+        rows=tl.num_programs(2).to(tl.int64) * heads * T,
+        d=d,
+        in_group=in_group,
+        in_width=in_width,
+        split=split,
+        splits=splits,
+        D=D,
+        FUSED=FUSED,
+    )
 
 
 @functools.lru_cache(maxsize=1024)
@@ -261,9 +318,22 @@ def plan_for(
 
 
 def launch_gather_tokens_attention(
-    q, k, v, index, scale, sink, window, lengths, start, key_mask, softcap, sinks, out, lse,
+    q,
+    k,
+    v,
+    index,
+    scale,
+    sink,
+    window,
+    lengths,
+    start,
+    key_mask,
+    softcap,
+    sinks,
+    out,
+    lse,
     plan=None,
-):  # fmt: skip
+):
     """Run the kernels; tensors as in `gather_tokens_attention`, on a GPU or in the interpreter."""
     batch, heads, queries, width = q.shape
     kv_heads, size, listed = k.shape[1], k.shape[2], index.shape[3]
@@ -272,30 +342,71 @@ def launch_gather_tokens_attention(
     if plan is None:
         keys = sink + window + listed
         plan = plan_for(rows, group, keys, width, q.element_size(), multiprocessors)
-    dependent = {"launch_pdl": True} if pdl else {}
     q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k, v))
     index, key_mask = index.contiguous(), mask_bytes(key_mask)
-    fused = plan.splits == 1
-    partial = out
+    fused, partial = plan.splits == 1, out
     if not fused:
-        places = rows * group * plan.splits * (width + 1)
-        partial = torch.empty(places, dtype=torch.float32, device=q.device)
+        elements = rows * group * plan.splits * (width + 1)
+        partial = torch.empty(elements, dtype=torch.float32, device=q.device)
     _attend[(plan.splits, kv_heads * queries, batch)](
-        q, k, v, index, lengths, start, key_mask, sinks, partial, out, lse,
-        scale * LOG2E if softcap == 0 else 2 * LOG2E * scale / softcap, softcap * LOG2E,
-        queries, size, plan.splits, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],
-        0 if key_mask is None else key_mask.stride(0),
-        group, max(16, triton.next_power_of_2(group)), width, triton.next_power_of_2(width),
-        sink, window, listed, plan.tile, softcap > 0, fused,
-        row_step(lengths), row_step(start), pdl,
-        num_warps=plan.warps, **dependent,  # pyright: ignore[reportCallIssue]
-    )  # fmt: skip
+        q=q,
+        k=k,
+        v=v,
+        index=index,
+        lengths=lengths,
+        start=start,
+        key_mask=key_mask,
+        sinks=sinks,
+        partial=partial,
+        out=out,
+        lse=lse,
+        scale=scale * LOG2E if softcap == 0 else 2 * LOG2E * scale / softcap,
+        cap=softcap * LOG2E,
+        T=queries,
+        S=size,
+        splits=plan.splits,
+        q_strides=q.stride()[:3],
+        k_strides=k.stride()[:3],
+        v_strides=v.stride()[:3],
+        mask_stride=0 if key_mask is None else key_mask.stride(0),
+        GROUP=group,
+        ROWS=max(16, triton.next_power_of_2(group)),
+        D=width,
+        DP=triton.next_power_of_2(width),
+        SINK=sink,
+        WINDOW=window,
+        K=listed,
+        TILE=plan.tile,
+        CAPPED=softcap > 0,
+        FUSED=fused,
+        LENGTH_STEP=row_step(lengths),
+        START_STEP=row_step(start),
+        PDL=pdl,
+        num_warps=plan.warps,
+        **({"launch_pdl": True} if pdl else {}),
+    )
     if not fused:
-        merge_splits[(rows * group, triton.cdiv(width, plan.columns))](
-            partial, sinks, out, lse, heads, queries, plan.splits,
-            width, plan.columns, triton.next_power_of_2(plan.splits), pdl,
-            num_warps=4, **dependent,  # pyright: ignore[reportCallIssue]
-        )  # fmt: skip
+        _launch_merge(partial, sinks, out, lse, plan, pdl)
+
+
+def _launch_merge(partial, sinks, out, lse, plan, pdl):
+    """Merge the splits in `partial` into `out` and `lse`."""
+    batch, heads, queries, width = out.shape
+    merge_splits[(batch * heads * queries, triton.cdiv(width, plan.columns))](
+        partial=partial,
+        sinks=sinks,
+        out=out,
+        lse=lse,
+        heads=heads,
+        T=queries,
+        splits=plan.splits,
+        D=width,
+        COLUMNS=plan.columns,
+        SPLITS=triton.next_power_of_2(plan.splits),
+        PDL=pdl,
+        num_warps=4,
+        **({"launch_pdl": True} if pdl else {}),
+    )
 
 
 _gather_tokens_attention = define_op(
