@@ -3,19 +3,21 @@
     picks(r) = the k indices i < length(r) that come first by (scores[r, i] descending, i ascending)
 
 so the set is the one of a stable sort: ties go to the lower index. NaN counts as -inf, -0.0 as 0.0.
-A hint, the picks of the step before, makes it fast where steps resemble each other; it never
-changes the set.
+A hint, the picks of the decode step before, makes it fast if consecutive steps resemble each other.
+It never changes the set.
 
-Guess-Verify-Refine (paper: Data-Aware Top-K for Sparse-Attention Decoding on Blackwell via Temporal
-Correlation): scores at the hint suggest a threshold t (guess); where k <= |{x >= t}| <= C, the
-elements >= t contain every top-k (verify, lemma 1), and the k best of these few are found among
-themselves (refine). Where no threshold fits C, a radix search over the row finds one.
+Guess: scores at the hint suggest a threshold t. Verify (lemma 1): if k <= |{x >= t}| <= C, the
+elements >= t contain every top-k. Refine: the k best of these few are selected. If no threshold
+fits C, a radix search over the row finds one.
 
-The paper's kernel is one program a row, tries thresholds one after the other, and leaves ties to
-chance. The reference below follows it, with ties resolved. The CUDA path gives a row many programs
-and tries 62 thresholds in one pass, the edges of a histogram between the hint's extremes, and its
-radix search is decided on the device (`_topk_kernels.py`, `_topk_refine.py`). Long batches count
-only the maximum of every 16 neighbours: if k maxima reach t, then k scores do.
+The paper's kernel runs one program a row, tries thresholds one after the other, and leaves ties to
+chance. The numba reference below follows it, with ties resolved. The CUDA path gives a row many
+programs and tries 62 thresholds in one pass: the edges of a histogram between the hint's extremes
+(kernels/topk_long_rows.py). The device decides on the radix search.
+Long batches count only the maximum of every 16 neighbours: if k maxima reach t, then k scores do.
+Short rows have one program each (kernels/topk_short_rows.py, topk_select.py).
+Source: "Guess-Verify-Refine: Data-Aware Top-K for Sparse-Attention Decoding on Blackwell via
+Temporal Correlation" (docs/papers.md), section 4.
 """
 
 import functools
@@ -29,15 +31,14 @@ import triton
 from attnplug.ops.common.define import define_op, refuse_gradients, require
 from attnplug.ops.common.device import machine
 from attnplug.ops.common.rows import row_step
-from attnplug.ops.gvr.kernels import topk_long_rows as kernels
 from attnplug.ops.gvr.kernels import topk_select as select
-from attnplug.ops.gvr.kernels import topk_short_rows as row
-from attnplug.ops.gvr.kernels.topk_refine import refine
+from attnplug.ops.gvr.kernels import topk_short_rows as short_rows
+from attnplug.ops.gvr.kernels.topk_long_rows import launch_long_rows
 
 NAME = "topk"
 MAX_K = 4096
 MAX_SCORES = 2**22
-# What `stats` calls the way a row went.
+# The paths of a row, in the order of their numbers in `stats`.
 PATHS = ("all", "whole_row", "gvr", "radix")
 
 
@@ -55,14 +56,14 @@ def topk(
     Args:
         scores: `[R,N]` float32, N up to 4,194,304, any row stride.
         k: 1 to 4096, also above N.
-        hint: `[R,M]` int32 or None: indices that are likely in the result, best those of the step
-            before. Any content is allowed (-1, out of range, twice, none right); None samples the
-            row instead.
-        lengths: int32 or int64 `[R]` or `[1]`: row r has scores[r, :lengths[r]]; what lies behind
-            is not read. None: N. A length below 0 counts as 0, one above N as N.
+        hint: `[R,M]` int32 or None: indices that are likely in the result, ideally the result of
+            the decode step before. Any content is allowed (-1, out of range, twice, none right).
+            None: the row is sampled instead.
+        lengths: int32 or int64 `[R]` or `[1]`: row r has scores[r, :lengths[r]]; scores behind that
+            are not read. None: N. A length below 0 counts as 0, one above N as N.
         sorted: largest first, of equals the lower index first. Otherwise the order is
             unspecified, but the same in every run with the same arguments on the same device.
-        stats: also return how each row went.
+        stats: also return the path and the cost of each row.
 
     Returns:
         indices `[R,k]` int32 and values `[R,k]` float32; where k exceeds a row's length, -1 and
@@ -73,8 +74,6 @@ def topk(
     Raises:
         ArgumentError: a shape, dtype, device or k does not fit.
         GradientError: scores requires grad.
-
-    Source: Guess-Verify-Refine (title above), section 4; ties and several programs a row are ours.
     """
     refuse_gradients(NAME, scores)
     indices, values, how = _topk(scores, k, hint, lengths, sorted)
@@ -152,10 +151,11 @@ def _count(x, t):
 
 @numba.njit(cache=True)
 def _verify(x, k, capacity, least, mean, most):
-    """A threshold t with k <= |{x >= t}| <= capacity: (t, count, passes), or count 0: none found.
+    """A threshold t with k <= |{x >= t}| <= capacity: (t, count, passes); count 0: none found.
 
-    Secant steps between a threshold that too many reach and one that too few reach, the first one
-    damped; where one of the two is not known yet, beyond the hint's extremes; else bisection.
+    Secant steps between a threshold that too many scores reach and one that too few reach; the
+    first step is damped. While one of the two is unknown, the next threshold lies at or beyond the
+    hint's extremes. After half of the tries: bisection.
     """
     low, high = -np.inf, np.inf
     at_low, at_high = x.size, 0
@@ -179,8 +179,8 @@ def _verify(x, k, capacity, least, mean, most):
             following = least if least < high else high - width
             width *= 2
         else:
-            step = (at_low - goal) / (at_low - at_high)
-            following = low + (high - low) * (0.5 * step + 0.25 if passes == 2 else step)
+            secant = (at_low - goal) / (at_low - at_high)
+            following = low + (high - low) * (0.5 * secant + 0.25 if passes == 2 else secant)
             if passes > TRIES // 2:
                 following = 0.5 * (low + high)
         t = np.float32(following)
@@ -255,10 +255,10 @@ def _cpu(scores, k, hint, lengths, sorted, indices, values, how):
 
 
 class Plan(NamedTuple):
-    """How the kernels cut a shape; chosen from static shapes alone."""
+    """How the kernels divide a shape; chosen from static shapes alone."""
 
     whole_row: bool  # one program a row, in registers
-    verifiers: int = 1  # programs of `verify` a row
+    verifiers: int = 1  # programs of `verify` a row, one for each part
     verify_tile: int = 2048
     verify_warps: int = 8
     collect_tile: int = 2048
@@ -267,21 +267,21 @@ class Plan(NamedTuple):
     here: int = 1024  # groups of one program of `collect`
     batch: int = 64  # groups that `collect` reads at once
     capacity: int = 4096  # of the list that `refine` selects from
-    small: int = 512  # up to so many it holds fewer registers; of a whole row its list, 0: none
-    refine_tile: int = 2048  # of its search over the row
+    small: int = 512  # lists up to this take fewer registers; for a short row its list, 0: none
+    refine_tile: int = 2048  # of `refine`'s search over the row
     refine_warps: int = 4
     bins: int = 64
-    sample: int = 256  # of the hint, and of the row
+    sample: int = 256  # scores of the hint, and of the row, that the guess reads
 
 
-WHOLE_ROW = 8192
-GROUPED = 2**20  # scores of a batch from which on maxima are counted
+WHOLE_ROW = 8192  # scores of the longest row that one program does alone
+GROUPED = 2**20  # scores of the smallest batch of which only maxima are counted
 COLLECTORS = 1024  # most programs a row that look back at one another
 
 
 @functools.lru_cache(maxsize=1024)
 def plan_for(rows: int, size: int, k: int, multiprocessors: int) -> Plan:
-    """The pre-tuned plan of a shape. `size` is that of the buffer: true lengths are unknown."""
+    """The pre-tuned plan of a shape. `size` is the buffer's; the host does not know the lengths."""
     if size <= WHOLE_ROW:
         padded = triton.next_power_of_2(size)
         if padded <= 256:
@@ -289,7 +289,7 @@ def plan_for(rows: int, size: int, k: int, multiprocessors: int) -> Plan:
         return Plan(True, refine_warps=8, small=256)
     total = rows * size
     group = 16 if total >= GROUPED and size >= 256 * k else 1
-    # Programs a row: all their samples of the row cost more than what some multiprocessors idle.
+    # Programs a row. Each samples the row: more programs would cost more than idle multiprocessors.
     each = max(4, min(128, 256 // rows))
     small = size <= 2**16 and total <= 2**17
     smallest = 1024 if small else 2048 if total <= 2**18 else 4096
@@ -300,9 +300,17 @@ def plan_for(rows: int, size: int, k: int, multiprocessors: int) -> Plan:
     warps = 8 if group > 1 or (rows == 1 and tile > 1024) else 4  # of `collect`
     capacity = max(4096, 2 * triton.next_power_of_2(k))
     return Plan(
-        False, verifiers, tile, 8, min(tile, 2048), warps, group, here,
-        capacity=capacity, refine_warps=4 if capacity <= 4096 else 8,
-    )  # fmt: skip
+        whole_row=False,
+        verifiers=verifiers,
+        verify_tile=tile,
+        verify_warps=8,
+        collect_tile=min(tile, 2048),
+        collect_warps=warps,
+        group=group,
+        here=here,
+        capacity=capacity,
+        refine_warps=4 if capacity <= 4096 else 8,
+    )
 
 
 def launch_topk(scores, k, hint, lengths, sorted, indices, values, how, plan=None):
@@ -311,84 +319,55 @@ def launch_topk(scores, k, hint, lengths, sorted, indices, values, how, plan=Non
     if rows == 0:
         return
     multiprocessors, pdl = machine(scores.device)
-    early = {"launch_pdl": True} if pdl else {}
     plan = plan or plan_for(rows, size, k, multiprocessors)
     if scores.stride(1) != 1:
         scores = scores.contiguous()
     if plan.whole_row:
-        _launch_row(scores, k, lengths, indices, values, how, plan, pdl, early)
+        _launch_short_rows(scores, k, lengths, indices, values, how, plan, pdl)
     else:
         if hint is not None and hint.shape[1] == 0:
             hint = None
         if hint is not None and hint.stride(1) != 1:
             hint = hint.contiguous()
-        _launch_programs(scores, k, hint, lengths, indices, values, how, plan, pdl, early)
+        launch_long_rows(scores, k, hint, lengths, indices, values, how, plan, pdl)
     if sorted:
         padded = max(2, triton.next_power_of_2(k))
-        select.order[(rows,)](indices, values, k, padded, num_warps=min(16, max(1, padded // 128)))
+        warps = min(16, max(1, padded // 128))
+        select.order[(rows,)](indices=indices, values=values, K=k, K_PAD=padded, num_warps=warps)
 
 
-def _launch_row(scores, k, lengths, indices, values, how, plan, pdl, early):
-    """The one kernel of a short row."""
+def _launch_short_rows(scores, k, lengths, indices, values, how, plan, pdl):
+    """The one kernel of short rows: by rounds of thresholds, or by bins and a list."""
     rows, size = scores.shape
-    padded, padded_k = max(32, triton.next_power_of_2(size)), max(2, triton.next_power_of_2(k))
-    sizes, step = (size, scores.stride(0), k, padded_k), row_step(lengths)
+    padded = max(32, triton.next_power_of_2(size))
+    shared = {
+        "scores": scores,
+        "lengths": lengths,
+        "indices": indices,
+        "values": values,
+        "stats": how,
+        "N": size,
+        "scores_stride": scores.stride(0),
+        "K": k,
+        "K_PAD": max(2, triton.next_power_of_2(k)),
+        "LENGTH_STEP": row_step(lengths),
+        "PDL": pdl,
+        **({"launch_pdl": True} if pdl else {}),
+    }
     if plan.small == 0:
-        select.whole_row[(rows,)](
-            scores, lengths, indices, values, how, *sizes, padded, step, pdl,
-            num_warps=plan.refine_warps, **early,
-        )  # fmt: skip
+        select.whole_row[(rows,)](**shared, SIZE=padded, num_warps=plan.refine_warps)
         return
     warps = max(1, padded // 1024, min(plan.refine_warps, padded // 512))  # 16 or 32 a thread
-    words = indices.new_empty((rows, plan.small + row.TILE), dtype=torch.int64)
-    row.binned_row[(rows,)](
-        scores, lengths, indices, values, how, words, *sizes, max(1, padded // (512 * warps)),
-        warps, plan.small, row.SHARE, row.WIDTH, step, pdl, num_warps=warps, **early,
-    )  # fmt: skip
-
-
-def _launch_programs(scores, k, hint, lengths, indices, values, how, plan, pdl, early):
-    """The three kernels of a long row, and what they hand on."""
-    rows, size = scores.shape
-    grouped = plan.group > 1
-    groups_r = triton.cdiv(size, plan.group) if grouped else 0
-    programs = max(plan.verifiers, triton.cdiv(groups_r, plan.here))  # of `collect`, a row
-    slots = max(128, triton.next_power_of_2(programs))  # few sizes: few kernels to compile
-    counted = min(size, 2 * plan.group * k) if grouped else size  # most that is counted one by one
-    part = triton.cdiv(triton.cdiv(counted, plan.verify_tile), plan.verifiers) * plan.verify_tile
-    new = functools.partial(torch.empty, device=scores.device)
-    edges = new((rows, 2), dtype=torch.float32)
-    counts = new(
-        (rows, plan.verifiers, plan.bins), dtype=torch.int16 if part < 2**15 else torch.int32
+    short_rows.binned_row[(rows,)](
+        **shared,
+        entries=indices.new_empty((rows, plan.small + short_rows.TILE), dtype=torch.int64),
+        HALVES=max(1, padded // (512 * warps)),
+        WARPS=warps,
+        LIST=plan.small,
+        SHARE=short_rows.SHARE,
+        WIDTH=short_rows.WIDTH,
+        num_warps=warps,
     )
-    words = new((rows, programs), dtype=torch.int64)
-    ranges = new((rows, programs, 2), dtype=torch.int32)
-    list_i = new((rows, 2, plan.capacity), dtype=torch.int32)
-    list_x = new((rows, 2, plan.capacity), dtype=torch.float32)
-    maxima = new((rows, groups_r), dtype=torch.float32) if grouped else None
-    groups = new((rows, groups_r), dtype=torch.int32) if grouped else None
-    step = row_step(lengths)
-    kernels.verify[(plan.verifiers * rows,)](
-        scores, hint, lengths, edges, counts, words, maxima, size,
-        0 if hint is None else hint.shape[1], programs, groups_r, scores.stride(0),
-        0 if hint is None else hint.stride(0),
-        plan.verifiers, k, plan.bins, plan.sample, plan.verify_tile, plan.group,
-        triton.next_power_of_2(triton.cdiv(programs, plan.verifiers)), step, pdl,
-        num_warps=plan.verify_warps, num_stages=1, **early,
-    )  # fmt: skip
-    kernels.collect[(programs * rows,)](
-        scores, lengths, edges, counts, words, ranges, maxima, groups, list_i, list_x, indices,
-        values, size, groups_r, scores.stride(0),
-        programs, k, plan.bins, plan.verifiers, triton.next_power_of_2(plan.verifiers),
-        plan.verify_tile, plan.collect_tile, plan.here, plan.group, plan.batch, plan.capacity,
-        slots, step, pdl, num_warps=plan.collect_warps, num_stages=1, **early,
-    )  # fmt: skip
-    refine[(rows,)](
-        scores, lengths, words, ranges, list_i, list_x, indices, values, how, size,
-        scores.stride(0),
-        programs, k, max(2, triton.next_power_of_2(k)), plan.refine_tile, plan.capacity,
-        plan.small, slots, grouped, step, pdl, num_warps=plan.refine_warps, num_stages=1, **early,
-    )  # fmt: skip
 
 
 _topk = define_op(

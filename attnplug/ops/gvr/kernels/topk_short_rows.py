@@ -1,16 +1,21 @@
-"""A short row of `topk` by one program that holds it in registers, a bin of a histogram narrow
-enough that those in it are ranked one against all.
+"""The kernel of `topk` for a short row: one program a row holds the scores in registers.
 
-The bins lie about the score that the k-th would be, were the finite scores normal; each is as wide
-as WIDTH standard deviations of how many reach it. One pass counts them, so the program waits for
-its warps a fixed number of times: for the mean and deviation, the counts, the places and the list.
-Where the k-th is in no bin or too many share its bin, another pass counts wider bins beside them
-or narrower ones in it; where three of these do not help, `pick` looks for it round after round.
+It counts the scores in nine bins, narrow enough that few scores share the bin of the k-th, and
+ranks those few by pairwise comparison.
 
-A thread holds 4 neighbours of every 128: `[32 lanes, warps, 1 or 2, 4, 4]` in the order of the
-code below. Scores are loaded and picks stored with the axes in the order that makes Triton load 16
-bytes a thread, and store without a way through shared memory, as both layouts are then the same but
-for the registers' order: where nothing tells axes apart, it begins with the first or the last.
+The bins lie around the k-th score predicted by a normal distribution. Each is WIDTH standard
+deviations wide, of the number of scores that reach the predicted one. One pass counts them all, so
+the program synchronizes its warps a fixed number of times: for mean and deviation, for the counts,
+for the places and for the list. If the k-th is in no bin, another pass counts wider bins beside the
+first; if too many scores share its bin, it counts narrower bins inside. After _PASSES passes
+without success, `pick` brackets the k-th by rounds of thresholds (`_narrow` in topk_select.py;
+docs/topk.md draws it).
+
+A thread holds 4 neighbours of every 128: `[32 lanes, warps, 1 or 2 halves, 4 groups, 4]` in the
+axes of the code below. Loads of scores and stores of results have these axes in the order that
+makes Triton access 16 bytes a thread, without a conversion through shared memory: the two layouts
+differ only in the order of registers. Where nothing else decides, Triton begins with the first axis
+or, from 3.7 on, with the last.
 """
 
 import triton
@@ -18,31 +23,45 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from attnplug.ops.gvr.kernels import topk_select as select
-from attnplug.ops.gvr.kernels.topk_select import add_three, clean, length_of, pick, take_all
+from attnplug.ops.gvr.kernels.topk_select import (
+    CANDIDATES,
+    IN_BIN,
+    IN_BIN_SHIFT,
+    PASSES,
+    PATH,
+    SURE,
+    SURE_MASK,
+    add_three,
+    clean,
+    length_of,
+    pick,
+    take_all,
+)
 
-TILE = 64  # of the list, ranked at once
-SHARE = 2  # of so many scores one is sampled
-WIDTH = 1.2  # so that a list rarely takes more than one tile
+TILE = 64  # scores of the list that are ranked at once
+SHARE = 2  # one of so many scores is sampled for mean and deviation
+WIDTH = 1.2  # of a bin; at this width a list rarely takes more than one tile
 _TILE = tl.constexpr(TILE)
-_PASSES = tl.constexpr(4)
+_PASSES = tl.constexpr(4)  # over the bins, before `pick` takes over
+_BELOW, _ABOVE = tl.constexpr(0), tl.constexpr(10)  # the bins beside the nine
 _ALL, _WHOLE_ROW = tl.constexpr(select.ALL), tl.constexpr(select.WHOLE_ROW)
-# Triton begins with the last axis, not the first.
+# Whether Triton begins with the last axis, not the first.
 LAST_FIRST = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 7)
 _LAST_FIRST = tl.constexpr(LAST_FIRST)
-# In a float of this magnitude the low bits count whole numbers, and a sum with it rounds to them.
+# 2**23: adding it to a small float rounds that to an integer, which the low bits then hold.
 _MAGIC = tl.constexpr(8388608.0)
 _MAGIC_BITS = tl.constexpr(0x4B000000)
-_EMPTY = tl.constexpr((-0x800000 << 32) | 0x7FFFFFFF)  # -inf at no index: behind all others
+_EMPTY = tl.constexpr((-0x800000 << 32) | 0x7FFFFFFF)  # -inf at no index: after all others
 
 
 @triton.jit
-def _add_five(a, b, c, d, e, f, g, h, i, j):
-    return a + f, b + g, c + h, d + i, e + j
+def _add_five(a0, a1, a2, a3, a4, b0, b1, b2, b3, b4):
+    return a0 + b0, a1 + b1, a2 + b2, a3 + b3, a4 + b4
 
 
 @triton.jit
-def _turn(x):
-    """Between the axes of the code and those of memory accesses."""
+def _memory_axes(x):
+    """Convert between the axes of the code and those of memory accesses."""
     if _LAST_FIRST:
         return tl.trans(x, 4, 3, 2, 1, 0)
     else:
@@ -51,31 +70,31 @@ def _turn(x):
 
 @triton.jit
 def _thread_sum(x):
-    """[32, W, HALVES, 4, 4] -> [W, 32]: a sum in each thread."""
+    """`[32, WARPS, HALVES, 4, 4]` -> `[WARPS, 32]`: the sum of each thread."""
     return tl.trans(tl.sum(tl.sum(tl.sum(x, 4), 3), 2))
 
 
 @triton.jit
-def _four(x):
+def _sum_bytes(x):
     """The sum of the four bytes of x."""
     x = (x & 0x00FF00FF) + ((x >> 8) & 0x00FF00FF)
     return (x + (x >> 16)) & 0xFFFF
 
 
 @triton.jit
-def _first_bytes(x, i):
-    """The sum of the first i bytes of x, i up to 3."""
-    one = tl.where(i > 0, x & 255, 0)
-    return one + tl.where(i > 1, (x >> 8) & 255, 0) + tl.where(i > 2, (x >> 16) & 255, 0)
+def _sum_first_bytes(x, count):
+    """The sum of the first `count` bytes of x, at most 3."""
+    one = tl.where(count > 0, x & 255, 0)
+    return one + tl.where(count > 1, (x >> 8) & 255, 0) + tl.where(count > 2, (x >> 16) & 255, 0)
 
 
 # ---- the bin of the k-th ------------------------------------------------------------------------
 
 
 @triton.jit
-def _bell_bins(x, sampled, K, SHARE: tl.constexpr, WIDTH: tl.constexpr):
-    """scale, shift: `x * scale + shift`, rounded, is the bin of x, 5 that of the k-th, were the
-    scores normal. Of the scores 1 of SHARE is sampled."""
+def _normal_bins(x, sampled, K, SHARE: tl.constexpr, WIDTH: tl.constexpr):
+    """(scale, shift): `x * scale + shift`, rounded, is the bin of x. Were the scores normal, bin 5
+    would hold the k-th. One of SHARE scores is sampled."""
     finite = sampled & (tl.abs(x) < 1e30)
     y = tl.where(finite, x, 0.0)
     count = tl.sum(_thread_sum(finite.to(tl.float32)), 1)
@@ -85,132 +104,146 @@ def _bell_bins(x, sampled, K, SHARE: tl.constexpr, WIDTH: tl.constexpr):
     mean = total / count
     deviation = tl.sqrt(tl.maximum(squares / count - mean * mean, 0.0))
     count *= SHARE
-    part = K / count
-    tail = tl.minimum(part, 1 - part)
+    fraction = K / count
+    tail = tl.minimum(fraction, 1 - fraction)
     t = tl.sqrt(-1.3862943611198906 * tl.log2(tail))  # Abramowitz and Stegun, 26.2.22
     z = t - (2.30753 + 0.27061 * t) / (1 + t * (0.99229 + 0.04481 * t))
     density = 0.3989423 * tl.exp2(-0.72134752 * z * z) * count
-    scale = density / (WIDTH * (tl.sqrt(K * (1 - part)) + 1) * deviation)
-    return scale, 5.0 - (mean + deviation * tl.where(part < 0.5, z, -z)) * scale
+    scale = density / (WIDTH * (tl.sqrt(K * (1 - fraction)) + 1) * deviation)
+    return scale, 5.0 - (mean + deviation * tl.where(fraction < 0.5, z, -z)) * scale
 
 
 @triton.jit
 def _usable(scale, shift):
+    """Whether the bins are finite and their numbers small enough to round by _MAGIC."""
     return (scale > 0) & (scale < 1e30) & (tl.abs(shift) < 2e6)
 
 
 @triton.jit
-def _other_bins(scale, shift, b):
-    """Four times as wide below the bins or above them, or the bin b in eight."""
-    at = tl.where(b == 0, 0.5, tl.where(b == 10, 9.5, b - 0.5))
-    factor = tl.where((b == 0) | (b == 10), 0.25, 8.0)
-    return scale * factor, (shift - at) * factor + tl.where(b == 0, 9.5, 0.5)
+def _other_bins(scale, shift, kth_bin):
+    """(scale, shift) of bins four times as wide, below the bins or above them; or of eight bins in
+    place of the k-th's."""
+    beside = (kth_bin == _BELOW) | (kth_bin == _ABOVE)
+    edge = tl.where(kth_bin == _BELOW, 0.5, tl.where(kth_bin == _ABOVE, 9.5, kth_bin - 0.5))
+    factor = tl.where(beside, 0.25, 8.0)
+    return scale * factor, (shift - edge) * factor + tl.where(kth_bin == _BELOW, 9.5, 0.5)
 
 
 @triton.jit
-def _edge(count, spare, b, below, upto):
-    few = count <= spare
-    below = tl.where(few, tl.maximum(below, count), below)
-    upto = tl.where(few, upto, tl.minimum(upto, count))
-    return b + few.to(tl.int32), below, upto
+def _pass_edge(count, spare, kth_bin, below, upto):
+    """Move past one edge between bins, which `count` scores lie below: if they are at most `spare`,
+    the k-th is above the edge."""
+    move = count <= spare
+    below = tl.where(move, tl.maximum(below, count), below)
+    upto = tl.where(move, upto, tl.minimum(upto, count))
+    return kth_bin + move.to(tl.int32), below, upto
 
 
 @triton.jit
-def _two_edges(counts, spare, b, below, upto):
-    b, below, upto = _edge(counts & 0xFFFF, spare, b, below, upto)
-    return _edge(counts >> 16, spare, b, below, upto)
+def _pass_two_edges(counts, spare, kth_bin, below, upto):
+    kth_bin, below, upto = _pass_edge(counts & 0xFFFF, spare, kth_bin, below, upto)
+    return _pass_edge(counts >> 16, spare, kth_bin, below, upto)
 
 
 @triton.jit
 def _find_bin(x, scale, shift, spare, SIZE: tl.constexpr):
-    """The bins of the scores x, 0 to 10, as floats _MAGIC further up; the one of the score with
-    `spare` smaller ones, how many are below that bin, and how many up to it.
+    """(bins, kth_bin, below, upto): the bins of the scores x, 0 to 10, as floats _MAGIC further up;
+    the bin of the score that `spare` scores are smaller than; how many scores are below that bin,
+    and how many up to it.
 
-    A thread counts in 64 bits, six a bin but the last: no more than 32 scores are its own. The
-    product turns them into counts up to each bin."""
-    y = x * scale + (shift + _MAGIC)
-    y = tl.minimum(tl.maximum(y, _MAGIC), _MAGIC + 10)  # NaN goes to the lowest
-    place = (y.to(tl.int32, bitcast=True) - _MAGIC_BITS) * 6
-    counts = _thread_sum(tl.full(y.shape, 1, tl.int64) << place.to(tl.int64)) * 0x0041041041041041
-    a = counts.to(tl.int32)
-    z = (counts >> 30).to(tl.int32)
-    c0 = tl.sum((a & 63) | ((z & 63) << 16), 1)
-    c1 = tl.sum(((a >> 6) & 63) | (((z >> 6) & 63) << 16), 1)
-    c2 = tl.sum(((a >> 12) & 63) | (((z >> 12) & 63) << 16), 1)
-    c3 = tl.sum(((a >> 18) & 63) | (((z >> 18) & 63) << 16), 1)
-    c4 = tl.sum(((a >> 24) & 63) | (((z >> 24) & 63) << 16), 1)
-    c0, c1, c2, c3, c4 = tl.reduce((c0, c1, c2, c3, c4), 0, _add_five)
-    b = c0 * 0
-    below = c0 * 0
-    upto = c0 * 0 + SIZE
-    b, below, upto = _two_edges(c0, spare, b, below, upto)
-    b, below, upto = _two_edges(c1, spare, b, below, upto)
-    b, below, upto = _two_edges(c2, spare, b, below, upto)
-    b, below, upto = _two_edges(c3, spare, b, below, upto)
-    b, below, upto = _two_edges(c4, spare, b, below, upto)
-    return y, b, below, upto
+    A thread counts in 64 bits, six bits for each bin but the last, as it holds at most 32 scores.
+    The multiplication turns the counts into cumulative counts up to each bin."""
+    bins = x * scale + (shift + _MAGIC)
+    bins = tl.minimum(tl.maximum(bins, _MAGIC), _MAGIC + 10)  # NaN goes to the lowest
+    bit = (bins.to(tl.int32, bitcast=True) - _MAGIC_BITS) * 6
+    ones = tl.full(bins.shape, 1, tl.int64) << bit.to(tl.int64)
+    counts = _thread_sum(ones) * 0x0041041041041041
+    low = counts.to(tl.int32)  # up to bins 0 to 4
+    high = (counts >> 30).to(tl.int32)  # up to bins 5 to 9
+    up_to_0_5 = tl.sum((low & 63) | ((high & 63) << 16), 1)
+    up_to_1_6 = tl.sum(((low >> 6) & 63) | (((high >> 6) & 63) << 16), 1)
+    up_to_2_7 = tl.sum(((low >> 12) & 63) | (((high >> 12) & 63) << 16), 1)
+    up_to_3_8 = tl.sum(((low >> 18) & 63) | (((high >> 18) & 63) << 16), 1)
+    up_to_4_9 = tl.sum(((low >> 24) & 63) | (((high >> 24) & 63) << 16), 1)
+    up_to_0_5, up_to_1_6, up_to_2_7, up_to_3_8, up_to_4_9 = tl.reduce(
+        (up_to_0_5, up_to_1_6, up_to_2_7, up_to_3_8, up_to_4_9), 0, _add_five
+    )
+    kth_bin = up_to_0_5 * 0
+    below = up_to_0_5 * 0
+    upto = up_to_0_5 * 0 + SIZE
+    kth_bin, below, upto = _pass_two_edges(up_to_0_5, spare, kth_bin, below, upto)
+    kth_bin, below, upto = _pass_two_edges(up_to_1_6, spare, kth_bin, below, upto)
+    kth_bin, below, upto = _pass_two_edges(up_to_2_7, spare, kth_bin, below, upto)
+    kth_bin, below, upto = _pass_two_edges(up_to_3_8, spare, kth_bin, below, upto)
+    kth_bin, below, upto = _pass_two_edges(up_to_4_9, spare, kth_bin, below, upto)
+    return bins, kth_bin, below, upto
 
 
 @triton.jit
-def _found(b, below, upto, LIST: tl.constexpr):
-    """Few share the bin; that above all bins is as good as any, the one below holds NaN too."""
-    return (b > 0) & (upto - below <= LIST)
+def _fits(kth_bin, below, upto, LIST: tl.constexpr):
+    """Whether the list holds all scores of the k-th's bin. The bin above the nine is as good as any
+    other; the one below them holds NaN too."""
+    return (kth_bin > _BELOW) & (upto - below <= LIST)
 
 
 # ---- places, and the list -----------------------------------------------------------------------
 
 
 @triton.jit
-def _places(flag, W: tl.constexpr, HALVES: tl.constexpr):
-    """`[32, W, HALVES, 4, 4]` of flags, 1: above, 2**16: in the bin, else 0. How many flags of its
-    kind are before each, in the low and the high half of its place: of those above in the order of
-    the row, so that neighbours are stored together; of those in the bin in any."""
-    before = tl.cumsum(flag, 4) - flag
-    each = tl.sum(flag, 4)
-    i = tl.arange(0, 4)[None, None, None, :]
-    # Four counts in the bytes of a word: [HALVES, W, 32].
-    above = tl.trans(tl.sum((each & 0xFFFF) << (8 * i), 3), 2, 1, 0)
-    inside = tl.trans(tl.sum((each >> 16) << (8 * i), 3), 2, 1, 0)
-    lane = tl.cumsum(above, 2) - above
-    warp = tl.broadcast_to(tl.sum(above, 2)[:, :, None], [HALVES, W, 32])
-    mine = tl.reshape(tl.sum(_four(above) | (_four(inside) << 16), 0), [W * 32])
-    base = tl.reshape(tl.cumsum(mine, 0) - mine, [W, 32]) - tl.sum(_four(lane), 0)
+def _places(flags, WARPS: tl.constexpr, HALVES: tl.constexpr):
+    """For `[32, WARPS, HALVES, 4, 4]` flags, how many of the same kind (SURE or IN_BIN) come before
+    each, in the low and the high half of its place. Sure scores count in the order of the row, so
+    that neighbours are stored together; scores in the bin in an arbitrary order."""
+    before = tl.cumsum(flags, 4) - flags
+    of_group = tl.sum(flags, 4)
+    group = tl.arange(0, 4)[None, None, None, :]
+    # The counts of four groups in the bytes of a word: [HALVES, WARPS, 32].
+    sure = tl.trans(tl.sum((of_group & SURE_MASK) << (8 * group), 3), 2, 1, 0)
+    in_bin = tl.trans(tl.sum((of_group >> IN_BIN_SHIFT) << (8 * group), 3), 2, 1, 0)
+    lane = tl.cumsum(sure, 2) - sure
+    warp = tl.broadcast_to(tl.sum(sure, 2)[:, :, None], [HALVES, WARPS, 32])
+    of_thread = tl.sum(_sum_bytes(sure) | (_sum_bytes(in_bin) << IN_BIN_SHIFT), 0)
+    of_thread = tl.reshape(of_thread, [WARPS * 32])
+    base = tl.reshape(tl.cumsum(of_thread, 0) - of_thread, [WARPS, 32])
+    base = base - tl.sum(_sum_bytes(lane), 0)
     base = tl.trans(base)[:, :, None, None]
     if HALVES > 1:
         first = tl.arange(0, HALVES)[:, None, None] == 0
-        first = tl.where(first, _four(warp) + (_four(inside) << 16), 0)
+        first = tl.where(first, _sum_bytes(warp) + (_sum_bytes(in_bin) << IN_BIN_SHIFT), 0)
         second = tl.arange(0, HALVES)[None, None, :, None] > 0
         base += tl.where(second, tl.trans(tl.sum(first, 0))[:, :, None, None], 0)
     lane = tl.trans(lane, 2, 1, 0)[:, :, :, None]
     warp = tl.trans(warp, 2, 1, 0)[:, :, :, None]
-    inside = tl.trans(inside, 2, 1, 0)[:, :, :, None]
-    base += ((lane >> (8 * i)) & 255) + _first_bytes(warp, i) + (_first_bytes(inside, i) << 16)
+    in_bin = tl.trans(in_bin, 2, 1, 0)[:, :, :, None]
+    sure_before = ((lane >> (8 * group)) & 255) + _sum_first_bytes(warp, group)
+    base += sure_before + (_sum_first_bytes(in_bin, group) << IN_BIN_SHIFT)
     return base[:, :, :, :, None] + before
 
 
 @triton.jit
-def _score_and_index(word):
-    return (word >> 32).to(tl.int32).to(tl.float32, bitcast=True), word.to(tl.int32)
+def _score_and_index(entry):
+    return (entry >> 32).to(tl.int32).to(tl.float32, bitcast=True), entry.to(tl.int32)
 
 
 @triton.jit
-def _rank_list(words, m, need, out_i, out_x):
-    """Store the best `need` of the m scores of a list, in any order, best first and of equals the
-    lower index: the place of each is the number of those before it. Behind them lie _TILE empty
-    ones."""
-    q = tl.arange(0, _TILE)
-    for at in range(0, m, _TILE):
-        x, i = _score_and_index(tl.load(words + at + q))
+def _rank_list(entries, count, need, indices, values):
+    """Store the best `need` of the `count` entries of a list, best first and of equals the lower
+    index: the place of an entry is the number of entries ahead of it. The list may have any order,
+    and _TILE empty entries follow it."""
+    e = tl.arange(0, _TILE)
+    for tile in range(0, count, _TILE):
+        x, i = _score_and_index(tl.load(entries + tile + e))
         before = tl.zeros([_TILE, _TILE], tl.int32)
-        for other in range(0, m, _TILE):
-            y, j = _score_and_index(tl.load(words + other + q))
-            y = y[:, None]
-            ahead = (y > x[None, :]) | ((y == x[None, :]) & (j[:, None] < i[None, :]))
+        for other_tile in range(0, count, _TILE):
+            other_x, other_i = _score_and_index(tl.load(entries + other_tile + e))
+            other_x = other_x[:, None]
+            larger, equal = other_x > x[None, :], other_x == x[None, :]
+            ahead = larger | (equal & (other_i[:, None] < i[None, :]))
             before += ahead.to(tl.int32)
         rank = tl.sum(before, 0)
-        kept = (at + q < m) & (rank < need)
-        tl.store(out_i + rank, i, mask=kept)
-        tl.store(out_x + rank, x + 0.0, mask=kept)
+        kept = (tile + e < count) & (rank < need)
+        tl.store(indices + rank, i, mask=kept)
+        tl.store(values + rank, x + 0.0, mask=kept)
 
 
 # ---- the row ------------------------------------------------------------------------------------
@@ -218,7 +251,7 @@ def _rank_list(words, m, need, out_i, out_x):
 
 @triton.jit
 def _load(x_at, i, n, N, lengths):
-    """The scores, -inf behind the row's end; as they are, NaN and -0.0 too."""
+    """The scores, -inf from the row's end on. NaN and -0.0 stay."""
     if lengths is None:
         return tl.load(x_at + i, mask=i < N, other=float("-inf"))
     else:  # whole groups of four, so that a thread loads them together
@@ -228,62 +261,80 @@ def _load(x_at, i, n, N, lengths):
 
 @triton.jit
 def binned_row(
-    scores, lengths, out_i, out_x, stats, words, N, x_r,
-    K, K_PAD: tl.constexpr, HALVES: tl.constexpr, W: tl.constexpr, LIST: tl.constexpr,
-    SHARE: tl.constexpr, WIDTH: tl.constexpr, LENGTH_STEP: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    scores,
+    lengths,
+    indices,
+    values,
+    stats,
+    entries,
+    N,
+    scores_stride,
+    K,
+    K_PAD: tl.constexpr,
+    HALVES: tl.constexpr,
+    WARPS: tl.constexpr,
+    LIST: tl.constexpr,
+    SHARE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    LENGTH_STEP: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Select row r; `entries` `[LIST + TILE]` of each row is the room for its list."""
     r = tl.program_id(0).to(tl.int64)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
     n = length_of(lengths, r, N, LENGTH_STEP)
-    x_at = scores + r * x_r
-    out_i += r * K
-    out_x += r * K
+    x_at = scores + r * scores_stride
+    indices += r * K
+    values += r * K
     stats += r * 3
-    words += r * (LIST + _TILE)
-    SIZE: tl.constexpr = 512 * HALVES * W
+    entries += r * (LIST + _TILE)
+    SIZE: tl.constexpr = 512 * HALVES * WARPS
     if n <= K:
-        take_all(x_at, n, out_i, out_x, K, K_PAD)
-        tl.store(stats, _ALL)
-        tl.store(stats + 1, 0)
+        take_all(x_at, n, indices, values, K, K_PAD)
+        tl.store(stats + PATH, _ALL)
+        tl.store(stats + PASSES, 0)
     else:
         lane = tl.arange(0, 32)[:, None, None, None, None]
-        warp = tl.arange(0, W)[None, :, None, None, None]
+        warp = tl.arange(0, WARPS)[None, :, None, None, None]
         half = tl.arange(0, HALVES)[None, None, :, None, None]
         group = tl.arange(0, 4)[None, None, None, :, None]
-        q = tl.arange(0, 4)[None, None, None, None, :]
-        i = q + lane * 4 + group * 128 + half * 512 + warp * (512 * HALVES)
-        at = _turn(i)
-        x = _turn(_load(x_at, at, n, N, lengths))
-        scale, shift = _bell_bins(x, q < 4 // SHARE, K, SHARE, WIDTH)
+        in_group = tl.arange(0, 4)[None, None, None, None, :]
+        i = in_group + lane * 4 + group * 128 + half * 512 + warp * (512 * HALVES)
+        i_to_store = _memory_axes(i)
+        x = _memory_axes(_load(x_at, i_to_store, n, N, lengths))
+        scale, shift = _normal_bins(x, in_group < 4 // SHARE, K, SHARE, WIDTH)
         usable = _usable(scale, shift)
-        y, b, below, upto = _find_bin(x, scale, shift, SIZE - K, SIZE)
+        bins, kth_bin, below, upto = _find_bin(x, scale, shift, SIZE - K, SIZE)
         rounds = n * 0 + 1
-        while usable & ~_found(b, below, upto, LIST) & (rounds < _PASSES):
-            scale, shift = _other_bins(scale, shift, b)
+        while usable & ~_fits(kth_bin, below, upto, LIST) & (rounds < _PASSES):
+            scale, shift = _other_bins(scale, shift, kth_bin)
             usable = _usable(scale, shift)
-            y, b, below, upto = _find_bin(x, scale, shift, SIZE - K, SIZE)
+            bins, kth_bin, below, upto = _find_bin(x, scale, shift, SIZE - K, SIZE)
             rounds += 1
-        if usable & _found(b, below, upto, LIST):
-            m = upto - below
-            bin_y = b.to(tl.float32) + _MAGIC
-            above = y > bin_y
-            inside = y == bin_y
-            places = _places(tl.where(above, 1, tl.where(inside, 0x10000, 0)), W, HALVES)
-            word = (x.to(tl.int32, bitcast=True).to(tl.int64) << 32) | i.to(tl.int64)
-            place = _turn(places)
-            tl.store(words + (place >> 16), _turn(word), mask=_turn(inside))
-            tl.store(words + m + tl.arange(0, _TILE), tl.full([_TILE], _EMPTY, tl.int64))
-            tl.store(out_i + (place & 0xFFFF), at, mask=_turn(above))
-            tl.store(out_x + (place & 0xFFFF), _turn(x) + 0.0, mask=_turn(above))
+        if usable & _fits(kth_bin, below, upto, LIST):
+            count = upto - below
+            kth_bins = kth_bin.to(tl.float32) + _MAGIC
+            sure = bins > kth_bins
+            in_bin = bins == kth_bins
+            places = _places(tl.where(sure, SURE, tl.where(in_bin, IN_BIN, 0)), WARPS, HALVES)
+            entry = (x.to(tl.int32, bitcast=True).to(tl.int64) << 32) | i.to(tl.int64)
+            place = _memory_axes(places)
+            entry_at = entries + (place >> IN_BIN_SHIFT)
+            tl.store(entry_at, _memory_axes(entry), mask=_memory_axes(in_bin))
+            tl.store(entries + count + tl.arange(0, _TILE), tl.full([_TILE], _EMPTY, tl.int64))
+            to_out = place & SURE_MASK
+            tl.store(indices + to_out, i_to_store, mask=_memory_axes(sure))
+            tl.store(values + to_out, _memory_axes(x) + 0.0, mask=_memory_axes(sure))
             tl.debug_barrier()  # other warps read what one has stored
-            above_it = SIZE - upto
-            _rank_list(words, m, K - above_it, out_i + above_it, out_x + above_it)
+            selected = SIZE - upto
+            _rank_list(entries, count, K - selected, indices + selected, values + selected)
         else:
             j = tl.arange(0, SIZE)
-            v = clean(tl.load(x_at + j, mask=j < n, other=float("-inf")))
-            rounds += pick(v, j, j < n, tl.full([], 0, tl.int32) + n, K, out_i, out_x, True)
-        tl.store(stats, _WHOLE_ROW)
-        tl.store(stats + 1, rounds)
-    tl.store(stats + 2, n)
+            cleaned = clean(tl.load(x_at + j, mask=j < n, other=float("-inf")))
+            count = tl.full([], 0, tl.int32) + n
+            rounds += pick(cleaned, j, j < n, count, K, indices=indices, values=values, NORMAL=True)
+        tl.store(stats + PATH, _WHOLE_ROW)
+        tl.store(stats + PASSES, rounds)
+    tl.store(stats + CANDIDATES, n)
