@@ -22,13 +22,14 @@ from attnplug.errors import (
 from attnplug.models.cache import MakeLayer, PlugCache, PlugLayer
 from attnplug.models.generate import bind_generate, own_cache, unbind_generate
 from attnplug.models.hf import BINDING, Binding, register_names
-from attnplug.models.hook import ADDITIVE_NAME, ATTENTION_NAME, ATTENTION_NAMES, PolicyHook
+from attnplug.models.hook import PolicyHook
 from attnplug.models.layers import (
     AttentionLayer,
     find_attention_layers,
     has_own_slot,
     takes_cache,
 )
+from attnplug.models.names import ADDITIVE_NAME, ATTENTION_NAME, ATTENTION_NAMES
 from attnplug.policies import Phase, Policy, parse
 
 STATE = "_attnplug_state"
@@ -289,7 +290,7 @@ def _matches(key: LayerKey, layer: AttentionLayer) -> bool:
     )
 
 
-def _bind(model: PreTrainedModel, layer: AttentionLayer, policy: Policy | None) -> Binding:
+def _bind(model: PreTrainedModel, layer: AttentionLayer, policy: Policy | None) -> Binding[Policy]:
     stock = _stock_attention(model, layer)
     if layer.reason:
         return Binding(None, layer.reason, stock)
@@ -315,7 +316,7 @@ def _stock_attention(model: PreTrainedModel, layer: AttentionLayer) -> str:
     return "sdpa" if getattr(model, "_supports_sdpa", False) else "eager"
 
 
-def _keeps_cache(model: PreTrainedModel, plan: list[tuple[AttentionLayer, Binding]]) -> str:
+def _keeps_cache(model: PreTrainedModel, plan: list[tuple[AttentionLayer, Binding[Policy]]]) -> str:
     """What the report says where generate prepares transformers' own cache, "" where ours."""
     if all(binding.policy is None for _, binding in plan):
         return "no layer has a policy: the model and its generate are transformers' own"
@@ -327,7 +328,7 @@ def _keeps_cache(model: PreTrainedModel, plan: list[tuple[AttentionLayer, Bindin
     return f"generate keeps transformers' dynamic cache: {why}" if why else ""
 
 
-def _report(layer: AttentionLayer, binding: Binding, *, static: bool) -> LayerReport:
+def _report(layer: AttentionLayer, binding: Binding[Policy], *, static: bool) -> LayerReport:
     if binding.policy is None:
         dense = f"{binding.stock} (dense)"
         return LayerReport(layer.index, layer.name, layer.kind, dense, dense, binding.reason)
@@ -350,7 +351,7 @@ def _hooked(layer: AttentionLayer, *, first: bool) -> tuple[PolicyHook, torch.nn
     return hook, layer.module
 
 
-def _switched(plan: list[tuple[AttentionLayer, Binding]]) -> dict[int, str]:
+def _switched(plan: list[tuple[AttentionLayer, Binding[Policy]]]) -> dict[int, str]:
     """The attention's new name for each config, by id, that has a layer with a policy."""
     served = {id(layer.config) for layer, binding in plan if binding.policy is not None}
     eager = {id(layer.config) for layer, binding in plan if binding.stock == "eager"}
@@ -385,7 +386,7 @@ def _take_compiled(model: PreTrainedModel) -> dict[str, Any]:
 class _LayerMaker:
     """Makes a layer's cache: its decode method's own where it has one."""
 
-    def __init__(self, plan: list[tuple[AttentionLayer, Binding]]):
+    def __init__(self, plan: list[tuple[AttentionLayer, Binding[Policy]]]):
         self.policies = {layer.index: binding.policy for layer, binding in plan}
 
     def __call__(self, index: int, max_length: int) -> PlugLayer:

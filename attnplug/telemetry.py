@@ -9,9 +9,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from attnplug import api
 from attnplug.policies import certificates, picks, residency
+from attnplug.policies._certified_layer import Certificates
 from attnplug.policies._gather_layers import Residency
-from attnplug.policies.certified import Certificates
-from attnplug.policies.gvr import Picks
+from attnplug.policies._gvr_layer import Picks
 
 
 @torch.no_grad()

@@ -11,7 +11,7 @@ from peers import causal, causal_peers
 
 from attnplug import Momo
 from attnplug.ops import measure_blocks
-from attnplug.policies.base import AttentionCall
+from attnplug.policies import AttentionCall
 
 CASES = [(n, 128) for n in (8192, 32768, 131072, 524288)] + [
     (32768, k) for k in (16, 32, 64, 256, 512)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from attnplug import Momo
-from attnplug.policies.base import AttentionCall
+from attnplug.policies import AttentionCall
 
 
 class Shape(NamedTuple):

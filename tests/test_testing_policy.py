@@ -7,7 +7,7 @@ import torch
 
 import attnplug
 from attnplug.models.hook import PolicyHook
-from attnplug.policies.base import AttentionCall
+from attnplug.policies import AttentionCall
 from attnplug.testing import check_policy, tiny_model
 
 pytestmark = [

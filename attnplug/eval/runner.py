@@ -37,7 +37,7 @@ from attnplug.eval.prompts import SHORTEST, digest, template_name
 from attnplug.eval.records import KEY, Record, Records
 from attnplug.eval.tasks import TASKS, Sample, make_sample
 from attnplug.policies import Policy, methods, parse
-from attnplug.policies.base import parse_policy
+from attnplug.policies.grammar import parse_policy
 
 STOCK = "stock"
 MEASURES = ("perplexity", "fidelity", "captured-mass")

@@ -10,7 +10,7 @@ attention.
 
 import sys
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface
@@ -18,27 +18,33 @@ from transformers.cache_utils import StaticLayer, StaticSlidingWindowLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
+from attnplug.call import AttentionCall, Serves, Sink, causal_mask
 from attnplug.errors import GradientError, UnsupportedCallError
 from attnplug.models.cache import PlugLayer, autocast_dtype
-from attnplug.models.hook import ADDITIVE_NAME, ATTENTION_NAMES
+from attnplug.models.names import ADDITIVE_NAME, ATTENTION_NAMES
 from attnplug.models.sync import may_sync
-from attnplug.policies.base import AttentionCall, Policy, Sink
-from attnplug.policies.dense import causal_mask
 
 BINDING = "_attnplug_binding"
 BAND = 1024  # queries of a sliding-window layer that attend together; fewer fill no GPU
+PolicyT = TypeVar("PolicyT", bound=Serves, covariant=True)
 
 
 @dataclass(frozen=True)
-class Binding:
+class Binding(Generic[PolicyT]):
     """What `apply` decided for one attention module: its policy, or why it stays dense, and the
     model's own attention ("sdpa" or "eager") for that case. `sink` is there while someone records
     a trace."""
 
-    policy: Policy | None
+    policy: PolicyT | None
     reason: str
     stock: str
     sink: Sink | None = None
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Register attnplug's names: a model that was saved whole may be read where `apply` has
+        never run, and transformers silently leaves out the masks of a name it does not know."""
+        register_names()
+        vars(self).update(state)
 
 
 def register_names() -> None:
@@ -124,7 +130,7 @@ def plug_attention(
     """transformers' attention function: runs the module's policy, or its own dense attention
     where `apply` or the mask says so. Returns `[B,T,Hq,D]` and no weights."""
     _refuse(query, dropout, kwargs)
-    binding: Binding | None = getattr(module, BINDING, None)
+    binding: Binding[Serves] | None = getattr(module, BINDING, None)
     state = attnplug_state
     if isinstance(state, PlugLayer) and query.shape[2] > 1:  # a prefill tells, a step relies on it
         state.note_lent(key, value)
@@ -220,7 +226,7 @@ def _exotic(kwargs: dict[str, Any]) -> bool:
 
 def _stock(
     module: torch.nn.Module,
-    binding: Binding | None,
+    binding: Binding[Serves] | None,
     call: AttentionCall,
     mask: torch.Tensor | None,
     compact: bool,

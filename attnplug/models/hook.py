@@ -16,15 +16,13 @@ from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin, StaticLayer, StaticSlidingWindowLayer
 
 from attnplug.models.cache import PlugLayer, check_room
+from attnplug.models.names import (
+    ATTENTION_NAMES,
+    CACHE_ARGUMENTS,
+    FRESH_ARGUMENT,
+    STATE_ARGUMENT,
+)
 from attnplug.models.sync import may_sync
-
-ATTENTION_NAME = "attnplug"
-# The same attention for a config whose own is eager: its model may do sums with the masks.
-ADDITIVE_NAME = "attnplug_additive"
-ATTENTION_NAMES = (ATTENTION_NAME, ADDITIVE_NAME)
-CACHE_ARGUMENTS = ("past_key_values", "layer_past")  # the latter in GPT-NeoX and GPTBigCode
-STATE_ARGUMENT = "attnplug_state"
-FRESH_ARGUMENT = "attnplug_fresh"
 
 
 class PolicyHook(ModelHook):
@@ -36,14 +34,6 @@ class PolicyHook(ModelHook):
         self.layer_index = layer_index
         self.first = first
         self.handle: RemovableHandle | None = None
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """A model that was saved whole may be read where `apply` has never run, and transformers
-        would silently leave out the masks of a name that it does not know."""
-        from attnplug.models.hf import register_names  # hf imports this file
-
-        register_names()
-        vars(self).update(state)
 
     def init_hook(self, module: torch.nn.Module) -> torch.nn.Module:
         self.handle = module.register_forward_pre_hook(self._before_forward, with_kwargs=True)

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from attnplug.call import LayerShape
 from attnplug.errors import UnsupportedModelError
-from attnplug.models.hook import CACHE_ARGUMENTS
+from attnplug.models.names import CACHE_ARGUMENTS
 from attnplug.ops.common.checks import DTYPES, HEAD_DIMS
-from attnplug.policies.base import LayerShape
 
 SLOT_ARGUMENTS = ("layer_idx", "cycle_offset")  # of Zamba's shared blocks and HRM's cycles
 

@@ -7,25 +7,19 @@ Third parties register theirs with `register` or with an entry point in the grou
 import dataclasses
 from importlib.metadata import entry_points
 
+from attnplug.call import AttentionCall, Edges, LayerShape, Reads, Sink
 from attnplug.errors import PolicyError
+from attnplug.policies._certified_layer import certificates
 from attnplug.policies._gather_layers import residency
-from attnplug.policies.base import (
-    SLOTS,
-    AttentionCall,
-    Edges,
-    LayerShape,
-    Phase,
-    Policy,
-    Reads,
-    Sink,
-    check_option,
-    parse_policy,
-)
-from attnplug.policies.certified import Certified, certificates
+from attnplug.policies._gvr_layer import picks
+from attnplug.policies.base import SLOTS, Phase, check_option
+from attnplug.policies.certified import Certified
 from attnplug.policies.dense import Dense, apply_sinks
 from attnplug.policies.gather import Gather
-from attnplug.policies.gvr import Gvr, picks
+from attnplug.policies.grammar import parse_policy
+from attnplug.policies.gvr import Gvr
 from attnplug.policies.momo import Momo
+from attnplug.policies.policy import Policy
 from attnplug.policies.stream import Stream
 
 __all__ = [

@@ -2,6 +2,7 @@
 values in host memory with what steps read most on the GPU."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -98,7 +99,7 @@ class HostGatherLayer(GatherLayer):
         form: tuple[int, bool],
         local: int,
         resident: int,
-        crossover: Any,
+        crossover: Callable[[torch.device], int],
     ):
         super().__init__(max_cache_len, block, form)
         self.local, self.resident, self.crossover = local, resident, crossover

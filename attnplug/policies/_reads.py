@@ -3,7 +3,7 @@ of its choices."""
 
 import torch
 
-from attnplug.policies.base import AttentionCall, Reads
+from attnplug.call import AttentionCall, Reads
 
 
 def query_positions(call: AttentionCall, query_block: int) -> torch.Tensor:

@@ -10,8 +10,9 @@ from typing import ClassVar
 
 import torch
 
+from attnplug.call import AttentionCall, causal_mask
 from attnplug.ops import dense_decode, query_sparse_attention
-from attnplug.policies.base import AttentionCall, Phase
+from attnplug.policies.base import Phase
 
 # Up to this many queries (speculative verification) splitting the keys over the GPU beats a
 # program per query tile.
@@ -73,14 +74,3 @@ def apply_sinks(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor | None
         return out
     weight = torch.sigmoid(lse - sinks.float().view(1, -1, 1))
     return (out.float() * weight.unsqueeze(-1)).to(out.dtype)
-
-
-def causal_mask(call: AttentionCall) -> torch.Tensor:
-    """`[B or 1,1,T,S]` bool: which keys each query sees, from lengths and key mask."""
-    length = call.k.shape[2] if call.lengths is None else call.lengths.view(-1, 1, 1, 1)
-    queries = torch.arange(call.q.shape[2], device=call.q.device) - call.q.shape[2]
-    keys = torch.arange(call.k.shape[2], device=call.q.device)
-    visible = keys <= (queries + length).reshape(-1, 1, call.q.shape[2], 1)
-    if call.key_mask is not None:
-        visible = visible & call.key_mask[:, None, None, :]
-    return visible

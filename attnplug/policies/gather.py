@@ -14,12 +14,13 @@ from typing import Any, ClassVar
 
 import torch
 
+from attnplug.call import AttentionCall, LayerShape, Reads
 from attnplug.ops import gather_attention, gather_decode, select_blocks, tiered_decode
 from attnplug.ops.common.checks import BLOCKS
 from attnplug.ops.gather.select_blocks import MAX_BLOCKS, SCORINGS
 from attnplug.policies._gather_layers import GatherLayer, HostGatherLayer
 from attnplug.policies._reads import query_positions, read_blocks
-from attnplug.policies.base import AttentionCall, LayerShape, Phase, Reads, check_option
+from attnplug.policies.base import Phase, check_option
 from attnplug.policies.dense import Dense
 
 # A cache smaller than this many times the keys that a step keeps is read whole, and one below so

@@ -16,6 +16,7 @@ from typing import ClassVar, NamedTuple
 
 import torch
 
+from attnplug.call import AttentionCall, LayerShape, Reads
 from attnplug.ops import (
     block_sparse_attention,
     delta_correct,
@@ -26,7 +27,7 @@ from attnplug.ops import (
 from attnplug.ops.momo.merge_block_rows import MAX_ENTRIES
 from attnplug.ops.momo.query_sparse_attention import MAX_EXACT
 from attnplug.policies._reads import query_positions, read_blocks
-from attnplug.policies.base import AttentionCall, LayerShape, Phase, Reads, check_option
+from attnplug.policies.base import Phase, check_option
 from attnplug.policies.dense import Dense, apply_sinks
 
 # Below this many query tokens for each key that a query block may read, dense attention is

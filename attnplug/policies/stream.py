@@ -17,10 +17,11 @@ from typing import Any, ClassVar
 
 import torch
 
+from attnplug.call import AttentionCall, Edges, LayerShape
 from attnplug.ops import query_sparse_attention, stream_edges, stream_mask
 from attnplug.ops.stream.stream_edges import WEIGHTS
 from attnplug.ops.stream.stream_mask import BLOCKS, MAX_BRANCHES
-from attnplug.policies.base import AttentionCall, Edges, LayerShape, Phase, check_option
+from attnplug.policies.base import Phase, check_option
 from attnplug.policies.dense import apply_sinks
 
 SUBJECTS = ("model", "policy")

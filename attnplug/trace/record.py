@@ -23,7 +23,7 @@ from attnplug.errors import ArgumentError, PolicyError, UnsupportedCallError
 from attnplug.models.hf import BINDING, Binding
 from attnplug.models.layers import AttentionLayer, find_attention_layers
 from attnplug.models.sync import may_sync
-from attnplug.policies import AttentionCall, Edges
+from attnplug.policies import AttentionCall, Edges, Policy
 from attnplug.trace.layout import Layout
 from attnplug.trace.tokens import token_bytes
 from attnplug.trace.writer import Writer
@@ -82,7 +82,7 @@ def record(
             setattr(layer.module, BINDING, binding)
 
 
-def _binding(layer: AttentionLayer) -> Binding:
+def _binding(layer: AttentionLayer) -> Binding[Policy]:
     return getattr(layer.module, BINDING)
 
 

@@ -19,7 +19,7 @@ from transformers import (
 
 import attnplug
 from attnplug.models.cache import PlugLayer
-from attnplug.models.hook import ATTENTION_NAMES
+from attnplug.models.names import ATTENTION_NAMES
 from attnplug.testing.policy import tiny_model
 
 ids = torch.randint(3, 90, (2, 40), generator=torch.Generator().manual_seed(0))

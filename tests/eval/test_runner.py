@@ -8,6 +8,7 @@ from typing import ClassVar
 import pytest
 import torch
 
+from attnplug.call import causal_mask
 from attnplug.errors import ArgumentError, PolicyError
 from attnplug.eval.control import RandomBlocks
 from attnplug.eval.generate import replies
@@ -15,7 +16,6 @@ from attnplug.eval.rows import make_rows
 from attnplug.eval.runner import STOCK, Outcome, Study, run_study
 from attnplug.eval.tasks import make_sample
 from attnplug.policies import AttentionCall, Dense, Phase, Policy, parse
-from attnplug.policies.dense import causal_mask
 
 CONTROL = "random_blocks(top_k=1)"
 

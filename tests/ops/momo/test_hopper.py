@@ -15,7 +15,7 @@ from attnplug.ops.momo import block_sparse_attention as block_sparse_module
 from attnplug.ops.momo import measure_blocks as measure_module
 from attnplug.ops.momo import query_sparse_attention as query_sparse_module
 from attnplug.ops.momo.kernels import hopper as _hopper
-from attnplug.policies.base import AttentionCall
+from attnplug.policies import AttentionCall
 
 BF16, FP16 = torch.bfloat16, torch.float16
 

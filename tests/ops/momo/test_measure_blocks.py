@@ -13,7 +13,7 @@ from attnplug import Momo
 from attnplug.errors import ArgumentError, GradientError
 from attnplug.ops import measure_blocks
 from attnplug.ops.momo import measure_blocks as module
-from attnplug.policies.base import AttentionCall
+from attnplug.policies import AttentionCall
 
 DEFAULTS = dict(
     gamma=8,

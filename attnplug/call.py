@@ -1,0 +1,131 @@
+"""What passes between a model's attention layer and its policy: the call, what a layer looks like
+before it runs, and what a tracing method tells of a call. Models and policies both import this
+file. It imports neither."""
+
+import dataclasses
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+if TYPE_CHECKING:
+    from transformers.cache_utils import StaticLayer
+
+
+@dataclasses.dataclass
+class AttentionCall:
+    """One attention layer's work in one forward pass, as a policy sees it.
+
+    q is `[B,Hq,T,D]`; k, v are `[B,Hkv,S,D]`, not repeated, and may be longer than what is valid:
+    `lengths` (`[1]`, int64, or None for S) counts the valid keys, the T queries being the last of
+    them. `key_mask` `[B,S]` is False where a key must not be seen (padding); `start` `[B]` is the
+    first key it lets through, given for T > 1 only. `state` is the layer's static cache, a method's
+    own layer where generate or `make_cache` made it, or None. `sink` takes the edges that a tracing
+    method finds, while `attnplug.trace.record` is on. The attention is causal; a policy returns
+    `[B,Hq,T,D]`.
+    """
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    scale: float
+    softcap: float = 0.0
+    sinks: torch.Tensor | None = None
+    lengths: torch.Tensor | None = None
+    start: torch.Tensor | None = None
+    key_mask: torch.Tensor | None = None
+    state: "StaticLayer | None" = None
+    sink: "Sink | None" = None
+
+    def settle(self) -> None:
+        """Write the token that the cache layer still holds (see `PlugLayer`): whoever reads k, v or
+        `lengths` and does not take it himself must call this first."""
+        settle = getattr(self.state, "settle", None)
+        if settle is not None:
+            settle()
+
+    @property
+    def whole(self) -> bool:
+        """Whether the queries are the whole sequence (a first prefill), known from shapes."""
+        return self.lengths is None and self.q.shape[2] == self.k.shape[2]
+
+    @property
+    def first_key(self) -> torch.Tensor | None:
+        """The first real key of each row, int32 `[B]`, or None for 0: blocks count from there. A
+        decode step is told the mask and not where it begins."""
+        if self.start is not None or self.key_mask is None:
+            return self.start
+        return self.key_mask.to(torch.uint8).argmax(-1).to(torch.int32)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What every attention op takes of the call: scale, softcap, lengths and key mask."""
+        return {
+            "scale": self.scale,
+            "softcap": self.softcap,
+            "lengths": self.lengths,
+            "key_mask": self.key_mask,
+        }
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerShape:
+    """What is known of an attention layer before it runs."""
+
+    heads_q: int
+    heads_kv: int
+    head_dim: int
+    softcap: float
+    sinks: bool
+    device: torch.device
+
+
+@dataclasses.dataclass(frozen=True)
+class Edges:
+    """What a tracing method found in one call: the key blocks `index` (int32 `[B,Hq,NQ,K]`, -1 =
+    none) that each query block attends to and what they weigh (float32, like index), in blocks of
+    `query_block` queries and `block` keys; what a weight means; and, where it was measured, how
+    much of the attention they hold: the sum over some queries and their number, `[B,Hq,2]`."""
+
+    index: torch.Tensor
+    weight: torch.Tensor
+    query_block: int
+    block: int
+    weights: str
+    captured: torch.Tensor | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Reads:
+    """The key blocks that a method reads for each query block: int32 `[B,Hq,NQ,K]`, no block
+    twice, -1 = none, in blocks of `query_block` queries and `block` keys."""
+
+    index: torch.Tensor
+    query_block: int
+    block: int
+
+
+class Sink(Protocol):
+    """Where one layer's edges go, on the host."""
+
+    def emit(self, call: AttentionCall, edges: Edges | None) -> None:
+        """Take the edges of a call, None where there are none to tell."""
+        ...
+
+
+class Serves(Protocol):
+    """What an attention layer needs of its policy."""
+
+    def attend(self, call: AttentionCall) -> torch.Tensor:
+        """The attention output `[B,Hq,T,D]` of one call."""
+        ...
+
+
+def causal_mask(call: AttentionCall) -> torch.Tensor:
+    """`[B or 1,1,T,S]` bool: which keys each query sees, from lengths and key mask."""
+    length = call.k.shape[2] if call.lengths is None else call.lengths.view(-1, 1, 1, 1)
+    queries = torch.arange(call.q.shape[2], device=call.q.device) - call.q.shape[2]
+    keys = torch.arange(call.k.shape[2], device=call.q.device)
+    visible = keys <= (queries + length).reshape(-1, 1, call.q.shape[2], 1)
+    if call.key_mask is not None:
+        visible = visible & call.key_mask[:, None, None, :]
+    return visible

@@ -1,0 +1,210 @@
+"""certified's cache layer (originals, their quantized tier, and the blocks of the host's that are
+cached on the GPU), and the telemetry of its steps."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers import Cache
+
+from attnplug.models.cache import PlugLayer
+from attnplug.models.pinned import host_zeros
+from attnplug.ops import QuantizedKV, Scratch
+from attnplug.ops.certified.certified_attention import TELEMETRY
+
+HEADS = 32  # query heads a KV head whose telemetry is kept; more are served without
+
+
+class CertifiedLayer(PlugLayer):
+    """Originals (`keys`, `values`, in host memory where a GPU computes), their quantized tier, what
+    of the host's is kept on the GPU, and what the steps measured, `telemetry` `[B,Hkv,32,16]`
+    float64.
+
+    `update` writes originals only. A step quantizes what has become a complete block; complete
+    blocks do not change, so that what shortens a row lowers its count and what moves rows moves
+    them along. Caches below `crossover` tokens, which may differ by device, have no tier, and their
+    originals on the device.
+    """
+
+    def __init__(
+        self,
+        max_cache_len: int,
+        block: int,
+        slots: int,
+        originals: str,
+        crossover: Callable[[torch.device], int],
+    ):
+        super().__init__(max_cache_len=max_cache_len)
+        self.block, self.slots = block, slots
+        self.originals, self.crossover = originals, crossover
+        self.tier: QuantizedKV | None = None
+        self.telemetry: torch.Tensor | None = None
+        self.scratch: Scratch | None = None
+
+    def serves(self, block: int, keys: torch.Tensor) -> bool:
+        """Whether the tier is one of these keys (Gemma 3n lends some), in blocks of that size."""
+        return self.tier is not None and self.keys is keys and self.block == block
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        device = key_states.device
+        if self.max_cache_len < self.crossover(device):
+            super().lazy_initialization(key_states, value_states)
+            return
+        batch, heads, _, width = key_states.shape
+        size = self.max_cache_len
+        tier = QuantizedKV.empty(batch, heads, size, width, self.block, device)
+        rows = (batch, heads, HEADS, len(TELEMETRY))
+        telemetry = torch.zeros(rows, dtype=torch.float64, device=device)
+        self._initialize(key_states, value_states, self._zeros)
+        scratch = None
+        if self.slots > 0:
+            made = (self.block, width, key_states.dtype, device)
+            scratch = Scratch.empty(batch, heads, self.slots, *made)
+        self._bind(tier, telemetry, scratch)
+
+    def _zeros(
+        self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        if self.originals == "device":
+            return torch.zeros(shape, dtype=dtype, device=device)
+        return host_zeros(shape, dtype, device)
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write the tokens. For several queries on a GPU the keys and values come back in its own
+        memory, as prefill methods read them many times: the new ones where there are no others."""
+        keys, values = super().update(key_states, value_states, *args, **kwargs)
+        queries = key_states.shape[2]
+        near = self.tier is None or self.originals == "device" or not keys.is_cuda
+        if near or queries == 1:
+            return keys, values
+        return self._on_device(key_states, value_states)
+
+    def reset(self) -> None:
+        super().reset()
+        if self.tier is not None and self.telemetry is not None:
+            self.tier.progress.zero_()
+            self.telemetry.zero_()
+        if self.scratch is not None:
+            self.scratch.clear()
+
+    def crop(self, tokens_to_remove: int) -> None:
+        super().crop(tokens_to_remove)
+        if self.tier is not None:
+            done, start = self.tier.progress.unbind(1)
+            whole = (self.cumulative_length - start).clamp(min=0) // self.block
+            done.copy_(torch.minimum(done, whole))
+        if self.scratch is not None:
+            self.scratch.forget(self.cumulative_length, self.block)
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        super().reorder_cache(beam_idx)
+        for buffer in self._more():
+            buffer.copy_(buffer.index_select(0, beam_idx.to(buffer.device)))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        super().batch_repeat_interleave(repeats)
+        self._rebind_more([b.repeat_interleave(repeats, 0) for b in self._more()])
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        super().batch_select_indices(indices)
+        self._rebind_more([b[indices] for b in self._more()])
+
+    def _rebind(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        if self.tier is not None and self.originals == "host":
+            keys, values = (host_zeros(x.shape, x.dtype, x.device).copy_(x) for x in (keys, values))
+        super()._rebind(keys, values)
+
+    def _more(self) -> list[torch.Tensor]:
+        if self.tier is None or self.telemetry is None:
+            return []
+        return [*self.tier, self.telemetry, *(self.scratch or ())]
+
+    def _rebind_more(self, buffers: list[torch.Tensor]) -> None:
+        if buffers:
+            count = len(QuantizedKV._fields)
+            scratch = Scratch(*buffers[count + 1 :]) if self.scratch is not None else None
+            self._bind(QuantizedKV(*buffers[:count]), buffers[count], scratch)
+
+    def _bind(self, tier: QuantizedKV, telemetry: torch.Tensor, scratch: Scratch | None) -> None:
+        self.tier, self.telemetry, self.scratch = tier, telemetry, scratch
+        if not torch.compiler.is_compiling():
+            for tensor in self._more():
+                torch._dynamo.mark_static_address(tensor)
+
+
+@dataclasses.dataclass(frozen=True)
+class Certificates:
+    """What the steps of one layer's cache were certified to, over its heads. Bounds are in units of
+    the values; `exact` is the share of head-steps that were recomputed from the originals. Of
+    `wanted` keys and values of blocks, those that steps read exactly, `found` were in the scratch
+    cache; the others, and what is not quantized or was recomputed, are `link_bytes`."""
+
+    layer: int
+    head_steps: int
+    key_mean: float
+    key_max: float
+    value_mean: float
+    value_max: float
+    expanded: int
+    values: int
+    head: int
+    row: int
+    saved: int
+    wanted: int
+    found: int
+    link_bytes: int
+    scratch_bytes: int
+    tier_bytes: int
+
+    @property
+    def exact(self) -> float:
+        return (self.head + self.row) / max(1, self.head_steps)
+
+    @property
+    def hit_rate(self) -> float:
+        return self.found / max(1, self.wanted)
+
+
+def certificates(cache: Cache) -> list[Certificates]:
+    """The telemetry of every certified layer of a cache. Reads it on the host: not for a step."""
+    return [
+        _summary(index, layer)
+        for index, layer in enumerate(cache.layers)
+        if isinstance(layer, CertifiedLayer) and layer.telemetry is not None
+    ]
+
+
+def _summary(index: int, layer: CertifiedLayer) -> Certificates:
+    assert layer.telemetry is not None and layer.tier is not None and layer.keys is not None
+    rows = layer.telemetry.cpu().flatten(0, 2)
+    rows = rows[rows[:, 0] > 0]
+    fields = dict(zip(TELEMETRY, rows.unbind(-1), strict=True))
+    total = {name: float(column.sum()) for name, column in fields.items()}
+    peak = {name: float(column.max()) if len(column) else 0.0 for name, column in fields.items()}
+    steps = max(1.0, total["steps"])
+    # A head recomputed for its row's sake counts there.
+    wanted, found = 0, 0
+    if layer.scratch is not None:
+        _, wanted, found = layer.scratch.counters.sum((0, 1, 2)).tolist()
+    tokens = total["key_tokens"] + total["value_tokens"] - found * layer.block
+    return Certificates(
+        layer=index,
+        head_steps=int(total["steps"]),
+        key_mean=total["key_sum"] / steps,
+        key_max=peak["key_max"],
+        value_mean=total["value_sum"] / steps,
+        value_max=peak["value_max"],
+        expanded=int(total["expanded"]),
+        values=int(total["values"]),
+        head=int(total["head"]),
+        row=int(total["row"]),
+        saved=int(total["saved"]),
+        wanted=wanted,
+        found=found,
+        link_bytes=int(tokens) * layer.keys.shape[3] * layer.keys.element_size(),
+        scratch_bytes=sum(tensor.nbytes for tensor in layer.scratch or ()),
+        tier_bytes=layer.tier.nbytes(),
+    )

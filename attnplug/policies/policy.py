@@ -1,0 +1,64 @@
+"""A policy: which method serves the prefill, which the decode steps, and which one traces."""
+
+import dataclasses
+
+import torch
+
+from attnplug.call import AttentionCall
+from attnplug.errors import PolicyError
+from attnplug.policies.base import Phase
+from attnplug.policies.dense import Dense
+
+
+@dataclasses.dataclass(frozen=True)
+class Policy:
+    """A composition of methods: one for prefill, one for decode, optionally one that traces.
+
+    >>> str(Policy(prefill=Momo(gamma=32)))
+    'momo(gamma=32)'
+    """
+
+    prefill: Phase | None = None
+    decode: Phase | None = None
+    trace: Phase | None = None
+
+    def __post_init__(self) -> None:
+        for slot in ("prefill", "decode", "trace"):
+            phase = getattr(self, slot)
+            if phase is None:
+                object.__setattr__(self, slot, None if slot == "trace" else Dense())
+            elif not isinstance(phase, Phase):
+                raise PolicyError(
+                    f"Policy: {slot} is {phase!r}, needs a method such as attnplug.Dense()"
+                )
+            elif slot not in phase.phases | phase.on_request:
+                raise PolicyError(
+                    f"Policy: {phase.name} cannot be the {slot} method, it serves "
+                    f"{' and '.join(sorted(phase.phases | phase.on_request))}"
+                )
+
+    def attend(self, call: AttentionCall) -> torch.Tensor:
+        """Run the phase that the static shape of the queries asks for, and let the tracing method
+        look on where someone records."""
+        phase = self.decode if call.q.shape[2] == 1 else self.prefill
+        assert phase is not None  # filled by __post_init__
+        if not phase.takes_held:
+            call.settle()
+        out = phase.attend(call)
+        if self.trace is not None and call.sink is not None:
+            call.sink.emit(call, self.trace.observe(call, phase))
+        return out
+
+    def __str__(self) -> str:
+        prefill, decode = self.prefill, self.decode
+        assert prefill is not None and decode is not None  # filled by __post_init__
+        slots = {"prefill": prefill, "decode": decode}
+        if self.trace is not None:
+            slots["trace"] = self.trace
+        served = [prefill] if prefill == decode else [prefill, decode]
+        named = [phase for phase in served if phase.name != "dense"]
+        asked = any(slot in phase.on_request for slot, phase in slots.items())
+        if asked or (len(served) > 1 and any(len(phase.phases) > 1 for phase in named)):
+            return ", ".join(f"{slot}={phase}" for slot, phase in slots.items())
+        traced = [] if self.trace is None else [self.trace]
+        return "+".join(map(str, [*named, *traced] or served[:1]))
