@@ -6,8 +6,8 @@ subclasses it. Sliding-window and other layers stay what transformers makes them
 """
 
 import copy
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, ClassVar
 
 import torch
 from transformers import Cache, PreTrainedConfig, StaticCache
@@ -16,6 +16,7 @@ from transformers.cache_utils import StaticLayer
 from attnplug.errors import UnsupportedCallError
 from attnplug.models.sync import may_sync
 
+RowBuffers = Mapping[str, float | None]  # name of a side buffer: what `reset` fills it with
 MakeBuffer = Callable[[tuple[int, ...], torch.dtype, torch.device], torch.Tensor]
 
 
@@ -47,8 +48,15 @@ class PlugLayer(StaticLayer):
     where `hold_next` was set, `update` keeps the token in `held` and returns the buffers without
     it. The attention that follows takes it (`take_held`) or writes it (`settle`), and whatever else
     touches the layer writes it first. Between two forward passes nothing is held.
+
+    A subclass that keeps more than keys and values names it in `row_buffers`: attributes, each a
+    tensor or a NamedTuple of tensors whose first dimension is the rows, and the number that `reset`
+    fills them with (None: `reset` leaves them). It makes them in `lazy_initialization` by
+    `bind_rows`, and the base moves them with their rows. What a buffer says of the tokens of a row,
+    `update` and `crop` must keep true.
     """
 
+    row_buffers: ClassVar[RowBuffers] = {}
     is_croppable = True
     can_hold = False
     hold_next = False  # for one update: PolicyHook sets it where plug_attention will follow
@@ -106,9 +114,40 @@ class PlugLayer(StaticLayer):
         if held is not None:
             self._write(*held)
 
+    def bind_rows(self, **buffers: Any) -> None:
+        """Keep new side buffers under their names in `row_buffers`, at a fixed address."""
+        for name, buffer in buffers.items():
+            setattr(self, name, buffer)
+        if not torch.compiler.is_compiling():  # as the base does: it cannot be traced
+            for tensor in self._row_tensors(buffers):
+                torch._dynamo.mark_static_address(tensor)
+
+    def _row_tensors(self, names: Iterable[str]) -> Iterator[torch.Tensor]:
+        """The tensors of the side buffers of these names; a buffer that is None has none."""
+        for name in names:
+            buffer = getattr(self, name, None)
+            if buffer is not None:
+                yield from (buffer,) if isinstance(buffer, torch.Tensor) else buffer
+
+    def _rebind_rows(self, move: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Replace every side buffer by what `move` makes of it."""
+        moved: dict[str, Any] = {}
+        for name in self.row_buffers:
+            buffer = getattr(self, name, None)
+            if isinstance(buffer, torch.Tensor):
+                moved[name] = move(buffer)
+            elif buffer is not None:
+                moved[name] = type(buffer)(*map(move, buffer))
+        self.bind_rows(**moved)
+
     def reset(self) -> None:
+        """Forget all tokens."""
         self.take_held()
         super().reset()
+        for name, empty in self.row_buffers.items():
+            if empty is not None:
+                for tensor in self._row_tensors([name]):
+                    tensor.fill_(empty)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last `-tokens_to_remove` tokens; 0 forgets none. Positive: ValueError."""
@@ -124,7 +163,7 @@ class PlugLayer(StaticLayer):
         """Give each row the content of row `beam_idx[row]`, in place."""
         self.settle()
         if self.is_initialized:
-            for buffer in self._buffers():
+            for buffer in (*self._buffers(), *self._row_tensors(self.row_buffers)):
                 buffer.copy_(buffer.index_select(0, beam_idx.to(buffer.device)))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
@@ -132,12 +171,14 @@ class PlugLayer(StaticLayer):
         self.settle()
         if self.is_initialized:
             self._rebind(*(buffer.repeat_interleave(repeats, 0) for buffer in self._buffers()))
+            self._rebind_rows(lambda buffer: buffer.repeat_interleave(repeats, 0))
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keep the rows `indices`; allocates, as the batch changes."""
         self.settle()
         if self.is_initialized:
             self._rebind(*(buffer[indices] for buffer in self._buffers()))
+            self._rebind_rows(lambda buffer: buffer[indices])
 
     def adopt(self, source: StaticLayer) -> None:
         """Append the tokens of another layer. Reads their number on the host."""

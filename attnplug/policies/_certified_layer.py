@@ -3,12 +3,12 @@ cached on the GPU), and the telemetry of its steps."""
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from transformers import Cache
 
-from attnplug.models.cache import PlugLayer
+from attnplug.models.cache import PlugLayer, RowBuffers
 from attnplug.models.pinned import host_zeros
 from attnplug.ops import QuantizedKV, Scratch
 from attnplug.ops.certified.certified_attention import TELEMETRY
@@ -26,6 +26,8 @@ class CertifiedLayer(PlugLayer):
     them along. Caches below `crossover` tokens, which may differ by device, have no tier, and their
     originals on the device.
     """
+
+    row_buffers: ClassVar[RowBuffers] = {"tier": None, "telemetry": 0, "scratch": None}
 
     def __init__(
         self,
@@ -61,7 +63,7 @@ class CertifiedLayer(PlugLayer):
         if self.slots > 0:
             made = (self.block, width, key_states.dtype, device)
             scratch = Scratch.empty(batch, heads, self.slots, *made)
-        self._bind(tier, telemetry, scratch)
+        self.bind_rows(tier=tier, telemetry=telemetry, scratch=scratch)
 
     def _zeros(
         self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
@@ -84,9 +86,8 @@ class CertifiedLayer(PlugLayer):
 
     def reset(self) -> None:
         super().reset()
-        if self.tier is not None and self.telemetry is not None:
+        if self.tier is not None:
             self.tier.progress.zero_()
-            self.telemetry.zero_()
         if self.scratch is not None:
             self.scratch.clear()
 
@@ -99,40 +100,10 @@ class CertifiedLayer(PlugLayer):
         if self.scratch is not None:
             self.scratch.forget(self.cumulative_length, self.block)
 
-    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
-        super().reorder_cache(beam_idx)
-        for buffer in self._more():
-            buffer.copy_(buffer.index_select(0, beam_idx.to(buffer.device)))
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        super().batch_repeat_interleave(repeats)
-        self._rebind_more([b.repeat_interleave(repeats, 0) for b in self._more()])
-
-    def batch_select_indices(self, indices: torch.Tensor) -> None:
-        super().batch_select_indices(indices)
-        self._rebind_more([b[indices] for b in self._more()])
-
     def _rebind(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         if self.tier is not None and self.originals == "host":
             keys, values = (host_zeros(x.shape, x.dtype, x.device).copy_(x) for x in (keys, values))
         super()._rebind(keys, values)
-
-    def _more(self) -> list[torch.Tensor]:
-        if self.tier is None or self.telemetry is None:
-            return []
-        return [*self.tier, self.telemetry, *(self.scratch or ())]
-
-    def _rebind_more(self, buffers: list[torch.Tensor]) -> None:
-        if buffers:
-            count = len(QuantizedKV._fields)
-            scratch = Scratch(*buffers[count + 1 :]) if self.scratch is not None else None
-            self._bind(QuantizedKV(*buffers[:count]), buffers[count], scratch)
-
-    def _bind(self, tier: QuantizedKV, telemetry: torch.Tensor, scratch: Scratch | None) -> None:
-        self.tier, self.telemetry, self.scratch = tier, telemetry, scratch
-        if not torch.compiler.is_compiling():
-            for tensor in self._more():
-                torch._dynamo.mark_static_address(tensor)
 
 
 @dataclasses.dataclass(frozen=True)

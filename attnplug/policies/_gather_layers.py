@@ -3,12 +3,12 @@ values in host memory with what steps read most on the GPU."""
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from transformers import Cache
 
-from attnplug.models.cache import PlugLayer
+from attnplug.models.cache import PlugLayer, RowBuffers
 from attnplug.models.pinned import host_zeros
 from attnplug.ops import Near
 from attnplug.ops.gather.block_bounds import empty_bounds
@@ -25,6 +25,7 @@ class GatherLayer(PlugLayer):
     moves them along, and another padding is seen by its start.
     """
 
+    row_buffers: ClassVar[RowBuffers] = {"bounds": None, "progress": 0}
     can_hold = True
 
     bounds: torch.Tensor
@@ -41,43 +42,16 @@ class GatherLayer(PlugLayer):
     def _make_summaries(self) -> None:
         assert self.keys is not None
         parts, int8 = self.form
-        self._bind(
-            empty_bounds(self.keys, self.block, parts, int8=int8),
-            torch.zeros((len(self.keys), 2), dtype=torch.int32, device=self.keys.device),
+        self.bind_rows(
+            bounds=empty_bounds(self.keys, self.block, parts, int8=int8),
+            progress=torch.zeros((len(self.keys), 2), dtype=torch.int32, device=self.keys.device),
         )
-
-    def reset(self) -> None:
-        super().reset()
-        if self.is_initialized:
-            self.progress.zero_()
 
     def crop(self, tokens_to_remove: int) -> None:
         super().crop(tokens_to_remove)
         if self.is_initialized:
             whole = (self.cumulative_length - self.progress[:, 1]).clamp(min=0) // self.block
             self.progress[:, 0] = torch.minimum(self.progress[:, 0], whole)
-
-    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
-        super().reorder_cache(beam_idx)
-        if self.is_initialized:
-            for buffer in (self.bounds, self.progress):
-                buffer.copy_(buffer.index_select(0, beam_idx.to(buffer.device)))
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        super().batch_repeat_interleave(repeats)
-        if self.is_initialized:
-            self._bind(*(b.repeat_interleave(repeats, 0) for b in (self.bounds, self.progress)))
-
-    def batch_select_indices(self, indices: torch.Tensor) -> None:
-        super().batch_select_indices(indices)
-        if self.is_initialized:
-            self._bind(self.bounds[indices], self.progress[indices])
-
-    def _bind(self, bounds: torch.Tensor, progress: torch.Tensor) -> None:
-        self.bounds, self.progress = bounds, progress
-        if not torch.compiler.is_compiling():  # as the base does: it cannot be traced
-            torch._dynamo.mark_static_address(self.bounds)
-            torch._dynamo.mark_static_address(self.progress)
 
 
 class HostGatherLayer(GatherLayer):
@@ -89,6 +63,7 @@ class HostGatherLayer(GatherLayer):
     dense reads them whole: they have no `near`.
     """
 
+    row_buffers: ClassVar[RowBuffers] = {**GatherLayer.row_buffers, "near": None}
     near: Near | None = None
     given: tuple[torch.Tensor, torch.Tensor] | None = None  # what `update` has returned last
 
@@ -115,7 +90,7 @@ class HostGatherLayer(GatherLayer):
         slots = min(self.resident, -(-self.max_cache_len // self.block))
         rows = batch, heads, self.max_cache_len, width
         near = Near.empty(*rows, self.block, self.local, slots, key_states.dtype, device)
-        self._bind_near(near)
+        self.bind_rows(near=near)
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
@@ -151,21 +126,6 @@ class HostGatherLayer(GatherLayer):
         last = torch.stack([buffer.index_select(2, at) for buffer in self._buffers()], 2)
         self.near.ring.index_copy_(3, at % width, last)
 
-    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
-        super().reorder_cache(beam_idx)
-        for buffer in self.near or ():
-            buffer.copy_(buffer.index_select(0, beam_idx.to(buffer.device)))
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        super().batch_repeat_interleave(repeats)
-        if self.near is not None:
-            self._bind_near(Near(*(x.repeat_interleave(repeats, 0) for x in self.near)))
-
-    def batch_select_indices(self, indices: torch.Tensor) -> None:
-        super().batch_select_indices(indices)
-        if self.near is not None:
-            self._bind_near(Near(*(x[indices] for x in self.near)))
-
     def _write(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -193,12 +153,6 @@ class HostGatherLayer(GatherLayer):
             there = (self._host(tuple(x.shape), x.dtype, x.device) for x in (keys, values))
             keys, values = (x.copy_(y) for x, y in zip(there, (keys, values), strict=True))
         super()._rebind(keys, values)
-
-    def _bind_near(self, near: Near) -> None:
-        self.near = near
-        if not torch.compiler.is_compiling():
-            for tensor in near:
-                torch._dynamo.mark_static_address(tensor)
 
 
 @dataclasses.dataclass(frozen=True)

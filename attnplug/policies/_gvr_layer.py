@@ -2,11 +2,12 @@
 its last step."""
 
 import dataclasses
+from typing import ClassVar
 
 import torch
 from transformers import Cache
 
-from attnplug.models.cache import PlugLayer
+from attnplug.models.cache import PlugLayer, RowBuffers
 from attnplug.ops.gvr.score_tokens import quantize_keys
 
 
@@ -17,6 +18,8 @@ class GvrLayer(PlugLayer):
     `update` writes keys and codes together, so that whatever happens to the one happens to the
     other. Picks are hints: they may be anything without harm.
     """
+
+    row_buffers: ClassVar[RowBuffers] = {"codes": None, "steps": None, "picks": -1, "before": -1}
 
     codes: torch.Tensor
     steps: torch.Tensor
@@ -33,11 +36,11 @@ class GvrLayer(PlugLayer):
         batch, heads, size, width = self.keys.shape
         device = self.keys.device
         none = torch.full((batch, heads, self.k), -1, dtype=torch.int32, device=device)
-        self._bind(
-            torch.zeros((batch, heads, size, width), dtype=torch.int8, device=device),
-            torch.zeros((batch, heads, size), dtype=torch.float32, device=device),
-            none,
-            none.clone(),
+        self.bind_rows(
+            codes=torch.zeros((batch, heads, size, width), dtype=torch.int8, device=device),
+            steps=torch.zeros((batch, heads, size), dtype=torch.float32, device=device),
+            picks=none,
+            before=none.clone(),
         )
 
     def update(
@@ -65,37 +68,6 @@ class GvrLayer(PlugLayer):
             for a, b in zip(now, before, strict=True)
         ]
         return float(torch.stack(shares).mean()) if (before >= 0).any() else float("nan")
-
-    def reset(self) -> None:
-        super().reset()
-        if self.is_initialized:
-            self.picks.fill_(-1)
-            self.before.fill_(-1)
-
-    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
-        super().reorder_cache(beam_idx)
-        if self.is_initialized:
-            for buffer in self._state():
-                buffer.copy_(buffer.index_select(0, beam_idx.to(buffer.device)))
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        super().batch_repeat_interleave(repeats)
-        if self.is_initialized:
-            self._bind(*(x.repeat_interleave(repeats, 0) for x in self._state()))
-
-    def batch_select_indices(self, indices: torch.Tensor) -> None:
-        super().batch_select_indices(indices)
-        if self.is_initialized:
-            self._bind(*(x[indices] for x in self._state()))
-
-    def _state(self) -> tuple[torch.Tensor, ...]:
-        return self.codes, self.steps, self.picks, self.before
-
-    def _bind(self, codes, steps, picks, before) -> None:
-        self.codes, self.steps, self.picks, self.before = codes, steps, picks, before
-        if not torch.compiler.is_compiling():  # as the base does: it cannot be traced
-            for buffer in self._state():
-                torch._dynamo.mark_static_address(buffer)
 
 
 @dataclasses.dataclass(frozen=True)
