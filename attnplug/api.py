@@ -91,7 +91,7 @@ def _looks(layer: LayerReport) -> tuple[str, ...]:
 
 
 @dataclass
-class _Applied:
+class _Ledger:
     """What `apply` did to a model, so that `remove` can undo exactly that."""
 
     report: Report
@@ -134,32 +134,32 @@ def apply(model: Model, policy: PolicyLike | Mapping[LayerKey, PolicyLike]) -> M
     keeps = _keeps_cache(target, plan)
     layer_reports = tuple(_report(*entry, static=not keeps) for entry in plan)
     bound = [layer.module for layer in layers]
-    applied = _Applied(Report(resolver.text, layer_reports, keeps), _LayerMaker(plan), bound)
+    ledger = _Ledger(Report(resolver.text, layer_reports, keeps), _LayerMaker(plan), bound)
     for layer, binding in plan:
         setattr(layer.module, BINDING, binding)
     switched = _switched(plan)
     if switched:
         told = [x for x in layers if id(x.config) in switched and has_own_slot(x.module)]
-        applied.hooks = [_hooked(layer, first=layer is told[0]) for layer in told]
-        applied.configs = _switch_attention(target, switched)
-        applied.methods = bind_generate(target, None if keeps else applied.make_layer)
-    applied.compiled = _take_compiled(target)
-    target.__dict__[STATE] = applied
+        ledger.hooks = [_hooked(layer, first=layer is told[0]) for layer in told]
+        ledger.configs = _switch_attention(target, switched)
+        ledger.methods = bind_generate(target, None if keeps else ledger.make_layer)
+    ledger.compiled = _take_compiled(target)
+    target.__dict__[STATE] = ledger
     return model
 
 
 def remove(model: Model) -> Model:
     """Undo `apply`: the model is bit for bit what it was. Raises NotAppliedError."""
     target = _unwrap(model)
-    applied = _applied(target)
-    unbind_generate(target, applied.methods)
+    ledger = _ledger_of(target)
+    unbind_generate(target, ledger.methods)
     _take_compiled(target)
-    vars(target).update(applied.compiled)
-    for module, config in applied.configs:
+    vars(target).update(ledger.compiled)
+    for module, config in ledger.configs:
         vars(module)["config"] = config
-    for hook, module in applied.hooks:
+    for hook, module in ledger.hooks:
         hook.detach_hook(module)
-    for module in applied.bound:
+    for module in ledger.bound:
         delattr(module, BINDING)
     del target.__dict__[STATE]
     return model
@@ -179,8 +179,8 @@ def report(model: torch.nn.Module) -> Report:
     """What runs where on a model that has a policy, and why not. Raises NotAppliedError, and
     UnsupportedModelError where the attention was switched since."""
     target = _unwrap(model)
-    applied = _applied(target)
-    hooked = {module for _, module in applied.hooks}
+    ledger = _ledger_of(target)
+    hooked = {module for _, module in ledger.hooks}
     for layer in find_attention_layers(target):
         now = layer.config._attn_implementation
         if layer.module in hooked and now not in ATTENTION_NAMES:
@@ -188,7 +188,7 @@ def report(model: torch.nn.Module) -> Report:
                 f"{layer.name} was switched to attention {now!r} after apply, which bypasses the "
                 "policy; call attnplug.remove(model) and apply again"
             )
-    return applied.report
+    return ledger.report
 
 
 def make_cache(model: torch.nn.Module, max_length: int) -> PlugCache:
@@ -196,7 +196,7 @@ def make_cache(model: torch.nn.Module, max_length: int) -> PlugCache:
     methods' own state, for use without generate. Raises NotAppliedError, ArgumentError, and
     UnsupportedModelError where transformers cannot run the model on a static cache."""
     target = _unwrap(model)
-    applied = _applied(target)
+    ledger = _ledger_of(target)
     if not isinstance(max_length, int) or isinstance(max_length, bool) or max_length < 1:
         raise ArgumentError(
             f"make_cache: max_length={max_length!r}, needs an integer of at least 1"
@@ -204,7 +204,7 @@ def make_cache(model: torch.nn.Module, max_length: int) -> PlugCache:
     why = own_cache(target)
     if why:
         raise UnsupportedModelError(f"{why}; leave the cache to the model with use_cache=True")
-    return PlugCache.for_config(target.config, max_length, applied.make_layer)
+    return PlugCache.for_config(target.config, max_length, ledger.make_layer)
 
 
 def _unwrap(model: torch.nn.Module) -> PreTrainedModel:
@@ -218,7 +218,7 @@ def _unwrap(model: torch.nn.Module) -> PreTrainedModel:
     return inner
 
 
-def _applied(target: PreTrainedModel) -> _Applied:
+def _ledger_of(target: PreTrainedModel) -> _Ledger:
     if STATE not in target.__dict__:
         if any(hasattr(module, BINDING) for module in target.modules()):
             raise NotAppliedError(

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
+from attnplug.deprecated import warn_renamed
+
 if TYPE_CHECKING:
     from transformers.cache_utils import StaticLayer
 
@@ -19,9 +21,9 @@ class AttentionCall:
     `lengths` (`[1]`, int64, or None for S) counts the valid keys, the T queries being the last of
     them. `key_mask` `[B,S]` is False where a key must not be seen (padding); `start` `[B]` is the
     first key it lets through, given for T > 1 only. `state` is the layer's static cache, a method's
-    own layer where generate or `make_cache` made it, or None. `sink` takes the edges that a tracing
-    method finds, while `attnplug.trace.record` is on. The attention is causal; a policy returns
-    `[B,Hq,T,D]`.
+    own layer where generate or `make_cache` made it, or None. `trace_to` takes the edges that a
+    tracing method finds, while `attnplug.trace.record` is on. The attention is causal; a policy
+    returns `[B,Hq,T,D]`.
     """
 
     q: torch.Tensor
@@ -34,14 +36,25 @@ class AttentionCall:
     start: torch.Tensor | None = None
     key_mask: torch.Tensor | None = None
     state: "StaticLayer | None" = None
-    sink: "Sink | None" = None
+    trace_to: "EdgeWriter | None" = None
+
+    def flush(self) -> None:
+        """Write the cache layer's pending token (see `PlugLayer`). A method that reads k, v or
+        `lengths`, and does not take the token itself, must call this first."""
+        flush = getattr(self.state, "flush", None)
+        if flush is not None:
+            flush()
 
     def settle(self) -> None:
-        """Write the token that the cache layer still holds (see `PlugLayer`): whoever reads k, v or
-        `lengths` and does not take it himself must call this first."""
-        settle = getattr(self.state, "settle", None)
-        if settle is not None:
-            settle()
+        """The old name of `flush`, kept for one release."""
+        warn_renamed("AttentionCall.settle", "flush")
+        self.flush()
+
+    @property
+    def sink(self) -> "EdgeWriter | None":
+        """The old name of `trace_to`, kept for one release."""
+        warn_renamed("AttentionCall.sink", "trace_to")
+        return self.trace_to
 
     @property
     def whole(self) -> bool:
@@ -104,7 +117,7 @@ class Reads:
     block: int
 
 
-class Sink(Protocol):
+class EdgeWriter(Protocol):
     """Where one layer's edges go, on the host."""
 
     def emit(self, call: AttentionCall, edges: Edges | None) -> None:

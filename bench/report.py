@@ -27,6 +27,8 @@ from typing import Any
 
 from _plots import PEERS, draw_all, duration, heads, image_name, natural, quality_name, tokens
 
+from attnplug.deprecated import current_text
+
 Row = dict[str, Any]
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -86,7 +88,8 @@ def _rows(folder: Path) -> Iterable[tuple[str, str, Row]]:
             raise SystemExit(f"{path}: neither pytest-benchmark's JSON nor an object with 'rows'")
         rows = [bench["extra_info"] for bench in content.get("benchmarks", ())]
         for row in [row for row in rows if "op" in row] + content.get("rows", []):
-            yield content.get("datetime", row.get("date", "")), path.name, row
+            today = {key: current_text(row[key]) for key in ("policy", "options") if key in row}
+            yield content.get("datetime", row.get("date", "")), path.name, row | today
 
 
 def _timing_order(row: Row) -> tuple[Any, ...]:
@@ -167,7 +170,7 @@ def fill_markers(text: str, timing: Sequence[Row], quality: Sequence[Row]) -> st
 def filters(text: str) -> dict[str, set[str]]:
     """`op=momo n=8192,32768` as {"op": {"momo"}, "n": {"8192", "32768"}}."""
     found = {}
-    for term in text.split():
+    for term in current_text(text).split():
         key, equals, values = term.partition("=")
         if not equals:
             raise SystemExit(f"<!-- results{text}-->: {term!r} is not key=value")

@@ -74,7 +74,7 @@ class Session:
             self.cache: PlugCache = attnplug.make_cache(self.model, max(self.lengths) + ROOM)
         fill(self.cache, self.config, max(self.lengths), "cuda", batch)
         for layer in self.cache.layers:
-            layer.lent = True  # as a prefill would have found
+            layer.exposes_buffers = True  # as a prefill would have found
         self.times: dict[str, dict[int, list[float]]] = {}
 
     @classmethod

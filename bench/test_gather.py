@@ -73,7 +73,7 @@ class Caches:
 
     def step(self, layer: Any, call: AttentionCall, new: torch.Tensor) -> torch.Tensor:
         """What a step does where `PolicyHook` lets the layer hold its token."""
-        layer.held = new[0], new[1]
+        layer.pending = new[0], new[1]
         return self.policy.attend(call)
 
 

@@ -60,7 +60,7 @@ def fill(layer: Any, tokens: int, seed: int) -> None:
             part.copy_(chunk.normal_(generator=random)[:, :, : part.shape[2]])
     layer.cumulative_length.fill_(tokens)
     layer.crop(0)  # the ring, from the host
-    layer.lent = True  # as a prefill would have found
+    layer.exposes_buffers = True  # as a prefill would have found
 
 
 def turning(kind: str, batch: int) -> torch.Tensor:
@@ -93,7 +93,7 @@ class Layer:
     def step(self, step: int) -> torch.Tensor:
         if step == 0:
             self.layer.cumulative_length.fill_(self.n - ROOM)
-        self.layer.held = self.new[0], self.new[1]
+        self.layer.pending = self.new[0], self.new[1]
         return self.policy.attend(self.call(step))
 
     def dense(self) -> torch.Tensor:

@@ -70,13 +70,13 @@ def test_part(gpu_bench, part, n):
     call = call_of(policy, 1, n, 0)
     layer = call.state
     kept = {"sink": policy.sink, "window": policy.window, "lengths": call.lengths}
-    scores = score_tokens(call.q, layer.codes, layer.steps, **kept)
+    scores = score_tokens(call.q, layer.codes, layer.scales, **kept)
     hint = layer.picks.flatten(0, 1)
     index = topk(scores, policy.k, lengths=call.lengths)[0].view(layer.picks.shape).unsqueeze(2)
     row = {"batch": 1, "heads_q": HEADS_Q, "heads_kv": HEADS_KV, "head_dim": WIDTH}
     options, dtype = f"k={policy.k}", torch.bfloat16
     if part == "score_tokens":
-        fn = functools.partial(score_tokens, call.q, layer.codes, layer.steps, **kept)
+        fn = functools.partial(score_tokens, call.q, layer.codes, layer.scales, **kept)
         options, nbytes = "", HEADS_KV * n * (WIDTH + 8)
     elif part == "topk":
         row = {"batch": HEADS_KV, "heads_q": 1, "heads_kv": 1, "head_dim": 0}

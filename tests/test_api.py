@@ -81,12 +81,12 @@ REFUSALS = {
     "bool": ("momo(gamma=True)", attnplug.PolicyError, "gamma=True, needs an integer"),
     "tokens": ("momo(min_tokens='4')", attnplug.PolicyError, "min_tokens='4', needs None or"),
     "slots": (
-        "momo(topk='estimated', exact_k=65)",
+        "momo(selection='estimated', exact_k=65)",
         attnplug.PolicyError,
         "exact_k=65, needs 0 to 64 here",
     ),
     "entries": (
-        "momo(topk='exact', gamma=1, query_block=256)",
+        "momo(selection='exact', gamma=1, query_block=256)",
         attnplug.PolicyError,
         "top_k = 32768 to be at most 16384",
     ),

@@ -129,6 +129,18 @@ def test_scores_have_a_line_a_policy_and_a_column_a_length(report, tree):
     assert "| needle | 0 (-0.1 to 0) |" in text
 
 
+def test_an_option_of_an_old_name_is_the_same_policy(report, tree):
+    """A later run under the new name replaces the row, and filters know both names."""
+    texts = [f"momo({name}='exact')" for name in ("topk", "selection")]
+    for day, (text, value) in enumerate(zip(texts, (0.2, 0.8), strict=True), 1):
+        row = QUALITY | dict(policy=text, value=value, low=0.1, high=0.9, date=f"2026-01-0{day}")
+        (tree / "bench" / "results" / f"run{day}.json").write_text(json.dumps({"rows": [row]}))
+    page = tree / "docs" / "momo.md"
+    page.write_text("".join(f"<!-- scores policy={x} -->\n<!-- /scores -->\n" for x in texts))
+    run(report, tree)
+    assert page.read_text().count("| needle | 0.8 (0.1 to 0.9) |") == 2
+
+
 def test_the_output_is_a_function_of_the_input(report, tree):
     def everything():
         return {p: p.read_bytes() for p in sorted(tree.rglob("*")) if p.is_file()}

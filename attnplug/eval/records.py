@@ -5,6 +5,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from attnplug.deprecated import current_text
+
 Record = dict[str, Any]
 # What makes two records the same question. A run that changes any of these asks anew. The batch
 # counts: in low precision a row's result may depend on its batch mates' lengths.
@@ -12,7 +14,9 @@ KEY = ("task", "model", "n", "trial", "seed", "policy", "batch", "device", "dtyp
 
 
 def key_of(record: Record) -> tuple[Any, ...]:
-    return tuple(record[name] for name in KEY)
+    """A record's values of KEY; a policy's text as it is written today."""
+    values = {name: record[name] for name in KEY} | {"policy": current_text(record["policy"])}
+    return tuple(values.values())
 
 
 class Records:

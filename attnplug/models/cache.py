@@ -44,10 +44,11 @@ class PlugLayer(StaticLayer):
     base binds new tensors, and a CUDA graph keeps reading the old ones), and serves batch
     repetition and selection.
 
-    A subclass that sets `can_hold` may leave the writing of a step's token to the op that attends:
-    where `hold_next` was set, `update` keeps the token in `held` and returns the buffers without
-    it. The attention that follows takes it (`take_held`) or writes it (`settle`), and whatever else
-    touches the layer writes it first. Between two forward passes nothing is held.
+    A subclass that sets `defers_write` may leave the writing of a step's token to the op that
+    attends: where `defer_next` was set, `update` keeps the token in `pending` and returns the
+    buffers without it. The attention that follows takes it (`take_pending`) or writes it (`flush`),
+    and whatever else touches the layer writes it first. No token is pending between two forward
+    passes.
 
     A subclass that keeps more than keys and values names it in `row_buffers`: attributes, each a
     tensor or a NamedTuple of tensors whose first dimension is the rows, and the number that `reset`
@@ -58,19 +59,19 @@ class PlugLayer(StaticLayer):
 
     row_buffers: ClassVar[RowBuffers] = {}
     is_croppable = True
-    can_hold = False
-    hold_next = False  # for one update: PolicyHook sets it where plug_attention will follow
-    lent = False  # attention has been seen to get the buffers themselves, and no copy of them
-    held: tuple[torch.Tensor, torch.Tensor] | None = None
+    defers_write = False
+    defer_next = False  # for one update: PolicyHook sets it where plug_attention will follow
+    exposes_buffers = False  # a prefill's attention got the buffers themselves, not copies
+    pending: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        self.settle()
+        self.flush()
         key_states, value_states = self._admit(key_states, value_states)
-        hold, self.hold_next = self.hold_next, False
-        if hold and self.is_initialized and key_states.shape[2] == 1:
-            self.held = key_states, value_states
+        defer, self.defer_next = self.defer_next, False
+        if defer and self.is_initialized and key_states.shape[2] == 1:
+            self.pending = key_states, value_states
             return self._buffers()
         return self._write(key_states, value_states, *args, **kwargs)
 
@@ -99,20 +100,20 @@ class PlugLayer(StaticLayer):
         """Put tokens into the buffers and count them; whatever writes tokens comes through here."""
         return super().update(key_states, value_states, *args, **kwargs)
 
-    def note_lent(self, key: torch.Tensor, value: torch.Tensor) -> None:
+    def note_buffers(self, key: torch.Tensor, value: torch.Tensor) -> None:
         """Called with what a prefill's attention got, after the `update` that returned it."""
-        self.lent = key is self.keys and value is self.values
+        self.exposes_buffers = key is self.keys and value is self.values
 
-    def take_held(self) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """The token that `update` has held back, for an op that will write and count it."""
-        held, self.held = self.held, None
-        return held
+    def take_pending(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """The token that `update` has deferred, for an op that will write and count it."""
+        pending, self.pending = self.pending, None
+        return pending
 
-    def settle(self) -> None:
-        """Write the token that `update` has held back, if there is one."""
-        held = self.take_held()
-        if held is not None:
-            self._write(*held)
+    def flush(self) -> None:
+        """Write the token that `update` has deferred, if there is one."""
+        pending = self.take_pending()
+        if pending is not None:
+            self._write(*pending)
 
     def bind_rows(self, **buffers: Any) -> None:
         """Keep new side buffers under their names in `row_buffers`, at a fixed address."""
@@ -142,7 +143,7 @@ class PlugLayer(StaticLayer):
 
     def reset(self) -> None:
         """Forget all tokens."""
-        self.take_held()
+        self.take_pending()
         super().reset()
         for name, empty in self.row_buffers.items():
             if empty is not None:
@@ -155,27 +156,27 @@ class PlugLayer(StaticLayer):
             raise ValueError(
                 f"crop({tokens_to_remove}): pass a negative number, the count of tokens to forget"
             )
-        self.settle()
+        self.flush()
         if self.is_initialized:
             self.cumulative_length.add_(tokens_to_remove).clamp_(min=0)
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         """Give each row the content of row `beam_idx[row]`, in place."""
-        self.settle()
+        self.flush()
         if self.is_initialized:
             for buffer in (*self._buffers(), *self._row_tensors(self.row_buffers)):
                 buffer.copy_(buffer.index_select(0, beam_idx.to(buffer.device)))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat each row `repeats` times; allocates, as the batch grows."""
-        self.settle()
+        self.flush()
         if self.is_initialized:
             self._rebind(*(buffer.repeat_interleave(repeats, 0) for buffer in self._buffers()))
             self._rebind_rows(lambda buffer: buffer.repeat_interleave(repeats, 0))
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keep the rows `indices`; allocates, as the batch changes."""
-        self.settle()
+        self.flush()
         if self.is_initialized:
             self._rebind(*(buffer[indices] for buffer in self._buffers()))
             self._rebind_rows(lambda buffer: buffer[indices])
@@ -183,8 +184,8 @@ class PlugLayer(StaticLayer):
     def adopt(self, source: StaticLayer) -> None:
         """Append the tokens of another layer. Reads their number on the host."""
         if isinstance(source, PlugLayer):
-            source.settle()
-            self.lent = source.lent
+            source.flush()
+            self.exposes_buffers = source.exposes_buffers
         if source.is_initialized:
             assert source.keys is not None and source.values is not None
             tokens = int(source.cumulative_length)

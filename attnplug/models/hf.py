@@ -18,7 +18,7 @@ from transformers.cache_utils import StaticLayer, StaticSlidingWindowLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
-from attnplug.call import AttentionCall, Serves, Sink, causal_mask
+from attnplug.call import AttentionCall, EdgeWriter, Serves, causal_mask
 from attnplug.errors import GradientError, UnsupportedCallError
 from attnplug.models.cache import PlugLayer, autocast_dtype
 from attnplug.models.names import ADDITIVE_NAME, ATTENTION_NAMES
@@ -32,13 +32,13 @@ PolicyT = TypeVar("PolicyT", bound=Serves, covariant=True)
 @dataclass(frozen=True)
 class Binding(Generic[PolicyT]):
     """What `apply` decided for one attention module: its policy, or why it stays dense, and the
-    model's own attention ("sdpa" or "eager") for that case. `sink` is there while someone records
-    a trace."""
+    model's own attention ("sdpa" or "eager") for that case. `trace_to` is set while a trace is
+    recorded."""
 
     policy: PolicyT | None
     reason: str
     stock: str
-    sink: Sink | None = None
+    trace_to: EdgeWriter | None = None
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Register attnplug's names: a model that was saved whole may be read where `apply` has
@@ -132,12 +132,12 @@ def plug_attention(
     _refuse(query, dropout, kwargs)
     binding: Binding[Serves] | None = getattr(module, BINDING, None)
     state = attnplug_state
-    if isinstance(state, PlugLayer) and query.shape[2] > 1:  # a prefill tells, a step relies on it
-        state.note_lent(key, value)
+    if isinstance(state, PlugLayer) and query.shape[2] > 1:  # steps defer their write by it
+        state.note_buffers(key, value)
     cast = autocast_dtype(query.device)
     if cast is not None:  # what sdpa does: rotary embeddings leave keys and queries in float32
         if isinstance(state, PlugLayer) and key.dtype != cast:
-            state.settle()  # a copy of the buffers must have the held token
+            state.flush()  # a copy of the buffers must have the pending token
         query, key, value = query.to(cast), key.to(cast), value.to(cast)
     key, value, lengths = _valid_part(query, key, value, state, attnplug_fresh)
     call = AttentionCall(
@@ -159,7 +159,7 @@ def plug_attention(
             "as past_key_values."
         )
     if binding is None or binding.policy is None or not compact or _exotic(kwargs):
-        call.settle()
+        call.flush()
         return _stock(module, binding, call, attention_mask, compact, kwargs)
     if query.dtype == torch.float64:
         raise UnsupportedCallError(
@@ -167,7 +167,7 @@ def plug_attention(
             "after apply. Cast it back, or attnplug.remove(model) and apply again: float64 layers "
             "then stay the model's own."
         )
-    call.sink = binding.sink
+    call.trace_to = binding.trace_to
     out = binding.policy.attend(call)
     return out.transpose(1, 2).contiguous(), None
 

@@ -52,18 +52,18 @@ class PolicyHook(ModelHook):
         if cache is not None:
             state = kwargs[STATE_ARGUMENT] = _state(cache, self.layer_index)
             tokens = _hidden_states(args, kwargs).shape[1]
-            if tokens == 1 and self._may_hold(module, cache, state):
-                state.hold_next = True
+            if tokens == 1 and self._may_defer(module, cache, state):
+                state.defer_next = True
             if tokens > 1 and not torch.compiler.is_compiling():
                 if self.first:
                     vars(cache)[FRESH_ARGUMENT] = _is_empty(cache, tokens)
                 kwargs[FRESH_ARGUMENT] = vars(cache).get(FRESH_ARGUMENT, False)
         return args, kwargs
 
-    def _may_hold(self, module: torch.nn.Module, cache: Cache, state: Any) -> bool:
-        """Whether this layer's cache may leave its token to the attention that follows: the layer
-        is the module's own, that attention is attnplug's, and it gets the buffers themselves."""
-        if not (isinstance(state, PlugLayer) and state.can_hold and state.lent):
+    def _may_defer(self, module: torch.nn.Module, cache: Cache, state: Any) -> bool:
+        """Whether the layer's cache may leave the write of its token to the attention that follows:
+        the layer is the module's own, and attnplug's attention gets the buffers themselves."""
+        if not (isinstance(state, PlugLayer) and state.defers_write and state.exposes_buffers):
             return False
         own = self.layer_index < len(cache.layers) and cache.layers[self.layer_index] is state
         config = getattr(module, "config", None)

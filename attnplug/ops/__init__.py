@@ -1,6 +1,7 @@
 """The ops: each a torch.library op with a Triton kernel (CUDA), a numba reference (CPU) and a fake
 (tracing), in a file of its own name."""
 
+from attnplug import deprecated
 from attnplug.ops.certified.certified_attention import CertifiedOutput, certified_attention
 from attnplug.ops.certified.quantize_kv import QuantizedKV, quantize_kv
 from attnplug.ops.certified.scratch import Scratch
@@ -9,7 +10,7 @@ from attnplug.ops.gather.block_bounds import block_bounds
 from attnplug.ops.gather.gather_attention import gather_attention
 from attnplug.ops.gather.gather_decode import gather_decode
 from attnplug.ops.gather.select_blocks import select_blocks
-from attnplug.ops.gather.tiered_decode import Near, tiered_decode
+from attnplug.ops.gather.tiered_decode import ResidentBlocks, tiered_decode
 from attnplug.ops.gvr.gather_tokens_attention import gather_tokens_attention
 from attnplug.ops.gvr.score_tokens import score_tokens
 from attnplug.ops.gvr.topk import topk
@@ -23,8 +24,8 @@ from attnplug.ops.stream.stream_mask import stream_mask
 
 __all__ = [
     "CertifiedOutput",
-    "Near",
     "QuantizedKV",
+    "ResidentBlocks",
     "Scratch",
     "block_bounds",
     "block_sparse_attention",
@@ -45,3 +46,5 @@ __all__ = [
     "tiered_decode",
     "topk",
 ]
+
+__getattr__ = deprecated.old_names(__name__, {"Near": "attnplug.ops.ResidentBlocks"})

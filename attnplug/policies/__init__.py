@@ -7,7 +7,8 @@ Third parties register theirs with `register` or with an entry point in the grou
 import dataclasses
 from importlib.metadata import entry_points
 
-from attnplug.call import AttentionCall, Edges, LayerShape, Reads, Sink
+from attnplug.call import AttentionCall, Edges, EdgeWriter, LayerShape, Reads
+from attnplug.deprecated import old_names
 from attnplug.errors import PolicyError
 from attnplug.policies._certified_layer import certificates
 from attnplug.policies._gather_layers import residency
@@ -26,6 +27,7 @@ __all__ = [
     "AttentionCall",
     "Certified",
     "Dense",
+    "EdgeWriter",
     "Edges",
     "Gather",
     "Gvr",
@@ -34,7 +36,6 @@ __all__ = [
     "Phase",
     "Policy",
     "Reads",
-    "Sink",
     "Stream",
     "apply_sinks",
     "certificates",
@@ -108,3 +109,6 @@ def parse(policy: "str | Phase | Policy") -> Policy:
         f"a policy is a string, a method or a Policy, not {type(policy).__name__}; "
         f"methods are {', '.join(names())}"
     )
+
+
+__getattr__ = old_names(__name__, {"Sink": "attnplug.call.EdgeWriter"})

@@ -45,7 +45,7 @@ class CertifiedLayer(PlugLayer):
         self.scratch: Scratch | None = None
 
     def serves(self, block: int, keys: torch.Tensor) -> bool:
-        """Whether the tier is one of these keys (Gemma 3n lends some), in blocks of that size."""
+        """Whether the tier is one of these keys (Gemma 3n's layers share some), in such blocks."""
         return self.tier is not None and self.keys is keys and self.block == block
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
@@ -79,8 +79,8 @@ class CertifiedLayer(PlugLayer):
         memory, as prefill methods read them many times: the new ones where there are no others."""
         keys, values = super().update(key_states, value_states, *args, **kwargs)
         queries = key_states.shape[2]
-        near = self.tier is None or self.originals == "device" or not keys.is_cuda
-        if near or queries == 1:
+        on_device = self.tier is None or self.originals == "device" or not keys.is_cuda
+        if on_device or queries == 1:
             return keys, values
         return self._on_device(key_states, value_states)
 

@@ -10,7 +10,7 @@ from transformers import Cache
 
 from attnplug.models.cache import PlugLayer, RowBuffers
 from attnplug.models.pinned import host_zeros
-from attnplug.ops import Near
+from attnplug.ops import ResidentBlocks
 from attnplug.ops.gather.block_bounds import empty_bounds
 
 
@@ -26,7 +26,7 @@ class GatherLayer(PlugLayer):
     """
 
     row_buffers: ClassVar[RowBuffers] = {"bounds": None, "progress": 0}
-    can_hold = True
+    defers_write = True
 
     bounds: torch.Tensor
     progress: torch.Tensor
@@ -64,7 +64,7 @@ class HostGatherLayer(GatherLayer):
     """
 
     row_buffers: ClassVar[RowBuffers] = {**GatherLayer.row_buffers, "near": None}
-    near: Near | None = None
+    near: ResidentBlocks | None = None
     given: tuple[torch.Tensor, torch.Tensor] | None = None  # what `update` has returned last
 
     def __init__(
@@ -89,7 +89,7 @@ class HostGatherLayer(GatherLayer):
         batch, heads, _, width = key_states.shape
         slots = min(self.resident, -(-self.max_cache_len // self.block))
         rows = batch, heads, self.max_cache_len, width
-        near = Near.empty(*rows, self.block, self.local, slots, key_states.dtype, device)
+        near = ResidentBlocks.empty(*rows, self.block, self.local, slots, key_states.dtype, device)
         self.bind_rows(near=near)
 
     def update(
@@ -104,9 +104,9 @@ class HostGatherLayer(GatherLayer):
         self.given = (keys, values) if queries > 1 else None
         return keys, values
 
-    def note_lent(self, key: torch.Tensor, value: torch.Tensor) -> None:
+    def note_buffers(self, key: torch.Tensor, value: torch.Tensor) -> None:
         given, self.given = self.given, None
-        self.lent = given is not None and key is given[0] and value is given[1]
+        self.exposes_buffers = given is not None and key is given[0] and value is given[1]
 
     def reset(self) -> None:
         super().reset()

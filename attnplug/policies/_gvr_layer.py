@@ -12,17 +12,17 @@ from attnplug.ops.gvr.score_tokens import quantize_keys
 
 
 class GvrLayer(PlugLayer):
-    """Keys, values, the keys again as INT8 `codes` `[B,Hkv,S,D]` and their `steps` `[B,Hkv,S]`
+    """Keys, values, the keys again as INT8 `codes` `[B,Hkv,S,D]` and their `scales` `[B,Hkv,S]`
     float32, and the `picks` of the last step and of the one before, int32 `[B,Hkv,k]`.
 
     `update` writes keys and codes together, so that whatever happens to the one happens to the
     other. Picks are hints: they may be anything without harm.
     """
 
-    row_buffers: ClassVar[RowBuffers] = {"codes": None, "steps": None, "picks": -1, "before": -1}
+    row_buffers: ClassVar[RowBuffers] = {"codes": None, "scales": None, "picks": -1, "before": -1}
 
     codes: torch.Tensor
-    steps: torch.Tensor
+    scales: torch.Tensor
     picks: torch.Tensor
     before: torch.Tensor
 
@@ -38,7 +38,7 @@ class GvrLayer(PlugLayer):
         none = torch.full((batch, heads, self.k), -1, dtype=torch.int32, device=device)
         self.bind_rows(
             codes=torch.zeros((batch, heads, size, width), dtype=torch.int8, device=device),
-            steps=torch.zeros((batch, heads, size), dtype=torch.float32, device=device),
+            scales=torch.zeros((batch, heads, size), dtype=torch.float32, device=device),
             picks=none,
             before=none.clone(),
         )
@@ -49,9 +49,9 @@ class GvrLayer(PlugLayer):
         both = super().update(key_states, value_states, *args, **kwargs)
         tokens = key_states.shape[2]
         places = torch.arange(tokens, device=self.device) + (self.cumulative_length - tokens)
-        codes, steps = quantize_keys(key_states)
+        codes, scales = quantize_keys(key_states)
         self.codes.index_copy_(2, places, codes)
-        self.steps.index_copy_(2, places, steps)
+        self.scales.index_copy_(2, places, scales)
         return both
 
     def remember(self, picks: torch.Tensor) -> None:

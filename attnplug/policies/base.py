@@ -1,6 +1,7 @@
 """What a method is: the phase protocol, and the check of its options."""
 
 import dataclasses
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
@@ -27,8 +28,9 @@ class Phase:
 
     name: ClassVar[str]
     phases: ClassVar[frozenset[str]]
-    takes_held: ClassVar[bool] = False  # writes the token that a cache layer holds, or settles it
+    takes_pending: ClassVar[bool] = False  # writes the cache layer's pending token, or flushes it
     on_request: ClassVar[frozenset[str]] = frozenset()
+    renamed: ClassVar[Mapping[str, str]] = {}  # old option: its name now; see `renamed_option`
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
         """The attention output `[B,Hq,T,D]` of one call."""
@@ -74,7 +76,7 @@ __getattr__ = old_names(
     __name__,
     {
         "Policy": "attnplug.policies.policy.Policy",
-        "Sink": "attnplug.call.Sink",
+        "Sink": "attnplug.call.EdgeWriter",
         "parse_policy": "attnplug.policies.grammar.parse_policy",
     },
 )

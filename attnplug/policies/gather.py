@@ -61,7 +61,7 @@ class Gather(Phase):
 
     name: ClassVar[str] = "gather"
     phases: ClassVar[frozenset[str]] = frozenset({"decode"})
-    takes_held: ClassVar[bool] = True
+    takes_pending: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         def check(option: str, valid: bool, needed: str) -> None:
@@ -126,7 +126,7 @@ class Gather(Phase):
     def attend(self, call: AttentionCall) -> torch.Tensor:
         state = call.state
         if call.k.shape[2] < self.crossover(call.q.device) or not self._serves(state, call.k):
-            call.settle()
+            call.flush()
             return Dense().attend(call)
         assert isinstance(state, GatherLayer)
         options: dict[str, Any] = {
@@ -138,7 +138,7 @@ class Gather(Phase):
             "key_mask": call.key_mask,
         }
         more = {"softcap": call.softcap, "sinks": call.sinks}
-        held = state.take_held()
+        pending = state.take_pending()
         if isinstance(state, HostGatherLayer) and state.near is not None:
             out, _ = tiered_decode(
                 call.q,
@@ -150,20 +150,20 @@ class Gather(Phase):
                 top_k=self.k,
                 scoring=self.scoring,
                 lengths=state.cumulative_length.reshape(1),
-                new=held,
+                new=pending,
                 **more,
                 **options,
             )
-            if held is not None:
+            if pending is not None:
                 state.cumulative_length.add_(1)
             return out
-        if held is not None:
+        if pending is not None:
             count = not torch.compiler.is_compiling()  # the model reads its positions off it
             out, _ = gather_decode(
                 call.q,
                 call.k,
                 call.v,
-                *held,
+                *pending,
                 state.bounds,
                 state.progress,
                 state.cumulative_length,
@@ -227,7 +227,7 @@ class Gather(Phase):
 
     def _serves(self, state: object, k: torch.Tensor) -> bool:
         """Whether the layer's summaries are those of these keys: the layer is one that this method
-        made, and not lent to another layer's keys (Gemma 3n shares some)."""
+        made, and the keys are its own (Gemma 3n's layers share some)."""
         if not isinstance(state, GatherLayer):
             return False
         if isinstance(state, HostGatherLayer) and state.near is not None:

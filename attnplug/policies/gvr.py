@@ -101,7 +101,7 @@ class Gvr(Phase):
         if rows is not None and rows.shape[0] > 1:  # topk's rows are (sequence, KV head) pairs
             rows = rows.repeat_interleave(call.k.shape[1])
         # Not by the softcap: it changes no order.
-        scores = score_tokens(call.q, state.codes, state.steps, **options)
+        scores = score_tokens(call.q, state.codes, state.scales, **options)
         # Where a row has fewer than k others, -inf is picked too; attention passes over those.
         picks, _ = topk(scores, self.k, hint=state.picks.flatten(0, 1), lengths=rows)
         picks = picks.view(state.picks.shape)
@@ -120,5 +120,5 @@ class Gvr(Phase):
 
     def _serves(self, state: object, k: torch.Tensor) -> bool:
         """Whether the layer's codes are those of these keys: the layer is one that this method
-        made, and not lent to another layer's keys (Gemma 3n shares some)."""
+        made, and the keys are its own (Gemma 3n's layers share some)."""
         return isinstance(state, GvrLayer) and state.keys is k and state.k == self.k

@@ -17,6 +17,7 @@ from typing import ClassVar, NamedTuple
 import torch
 
 from attnplug.call import AttentionCall, LayerShape, Reads
+from attnplug.deprecated import renamed_option
 from attnplug.ops import (
     block_sparse_attention,
     delta_correct,
@@ -38,15 +39,16 @@ CROSSOVER_FLOOR = {"cuda": 8192, "cpu": 4096}
 LIST_BYTES = 600 << 20
 
 
+@renamed_option("topk", "selection")
 @dataclasses.dataclass(frozen=True)
 class Momo(Phase):
     """Block-sparse prefill with a mask measured by its own query-sparse pass.
 
     gamma: every gamma-th query is dense. block: keys a block (beta). query_block: queries that
-    share a mask (chi). top_k: blocks kept per query block. topk: the rows of a query block choose
-    them together ("joint"), or every row keeps a list of top_k online, by the paper's "exact",
-    "tournament" or "estimated" selection (the last one exact for exact_k of them), and merge says
-    how their lists vote: by summed attention mass, or by mean score as the paper does.
+    share a mask (chi). top_k: blocks kept per query block. selection: the rows of a query block
+    choose them together ("joint"), or every row keeps a list of top_k online, by the paper's
+    "exact", "tournament" or "estimated" selection (the last one exact for exact_k of them), and
+    merge says how their lists vote: by summed attention mass, or by mean score as the paper does.
     sink: first key blocks that are always read. window: keys before the query block always read.
     delta: how much of a measured row's difference from its sparse self its followers get; 1 is the
     paper's correction, 0 leaves them block-sparse. Measured rows are dense at any.
@@ -59,7 +61,7 @@ class Momo(Phase):
     query_block: int = 128
     top_k: int = 128
     exact_k: int = 8
-    topk: str = "joint"
+    selection: str = "joint"
     merge: str = "mass"
     sink: int = 1
     window: int = 0
@@ -80,7 +82,7 @@ class Momo(Phase):
         check("top_k", 1 <= self.top_k <= 1024, "1 to 1024")
         check("exact_k", self.exact_k >= 0, "at least 0")
         most = min(self.top_k, MAX_EXACT)
-        fits = self.topk != "estimated" or self.exact_k <= most  # nobody else reads it
+        fits = self.selection != "estimated" or self.exact_k <= most  # nobody else reads it
         check("exact_k", fits, f"0 to {most} here (top_k={self.top_k})")
         check(
             "query_block",
@@ -90,17 +92,17 @@ class Momo(Phase):
         entries = self.query_block // self.gamma * self.top_k
         check(
             "top_k",
-            self.topk == "joint" or entries <= MAX_ENTRIES,
+            self.selection == "joint" or entries <= MAX_ENTRIES,
             f"query_block / gamma * top_k = {entries} to be at most {MAX_ENTRIES}",
         )
         check("sink", self.sink >= 0, "at least 0")
         check("window", self.window >= 0, "at least 0")
         algorithms = ("joint", "exact", "tournament", "estimated")
-        check("topk", self.topk in algorithms, ", ".join(algorithms))
+        check("selection", self.selection in algorithms, ", ".join(algorithms))
         merges = ("mass", "mean", "mean_normalised")
         check("merge", self.merge in merges, ", ".join(merges))
-        joint = self.topk == "joint"
-        check("merge", not joint or self.merge == "mass", "'mass' where topk='joint'")
+        joint = self.selection == "joint"
+        check("merge", not joint or self.merge == "mass", "'mass' where selection='joint'")
         share = type(self.delta) in (int, float) and 0 <= self.delta <= 1
         check("delta", share, "0 to 1")
         tokens = self.min_tokens
@@ -163,7 +165,7 @@ class Momo(Phase):
 
     def select(self, call: AttentionCall) -> "MeasuredRows":
         """The query-sparse pass and the block mask measured by it."""
-        if self.topk == "joint":
+        if self.selection == "joint":
             return self._measure(call)
         parts = [self._select(part) for part in self._by_heads(call)]
         if len(parts) == 1:
@@ -215,7 +217,7 @@ class Momo(Phase):
             block=self.block,
             top_k=self.top_k,
             exact_k=min(self.exact_k, self.top_k),
-            algorithm=self.topk,
+            algorithm=self.selection,
             start=call.start,
             **call.options,
         )

@@ -42,11 +42,11 @@ class Policy:
         look on where someone records."""
         phase = self.decode if call.q.shape[2] == 1 else self.prefill
         assert phase is not None  # filled by __post_init__
-        if not phase.takes_held:
-            call.settle()
+        if not phase.takes_pending:
+            call.flush()
         out = phase.attend(call)
-        if self.trace is not None and call.sink is not None:
-            call.sink.emit(call, self.trace.observe(call, phase))
+        if self.trace is not None and call.trace_to is not None:
+            call.trace_to.emit(call, self.trace.observe(call, phase))
         return out
 
     def __str__(self) -> str:

@@ -62,14 +62,14 @@ def record(
         )
     recording = Recording(path, _about(target, what, layers, tokenizer, name), progress)
     bindings = [(layer, _binding(layer)) for layer in layers]
-    if any(binding.sink is not None for _, binding in bindings):
+    if any(binding.trace_to is not None for _, binding in bindings):
         raise PolicyError("this model is being recorded already; one file at a time")
     embeddings: Any = target.get_input_embeddings()
     hook = embeddings.register_forward_pre_hook(recording.see_tokens)
     try:
         for layer, binding in bindings:
-            sink = LayerSink(recording, layer.index)
-            setattr(layer.module, BINDING, dataclasses.replace(binding, sink=sink))
+            writer = LayerEdges(recording, layer.index)
+            setattr(layer.module, BINDING, dataclasses.replace(binding, trace_to=writer))
         with torch.compiler.set_stance("force_eager"):
             yield recording
         recording.finish(tokenizer)
@@ -116,8 +116,8 @@ def _about(
 
 
 @dataclasses.dataclass(frozen=True)
-class LayerSink:
-    """One layer's place in a recording."""
+class LayerEdges:
+    """One layer's place in a recording (an `EdgeWriter`)."""
 
     recording: "Recording"
     layer: int

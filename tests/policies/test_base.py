@@ -14,7 +14,7 @@ OPTIONS = st.fixed_dictionaries(
     optional={
         "gamma": st.sampled_from([1, 2, 8, 32]),
         "top_k": st.integers(8, 128),
-        "topk": st.sampled_from(["exact", "tournament", "estimated"]),
+        "selection": st.sampled_from(["exact", "tournament", "estimated"]),
         "merge": st.sampled_from(["mass", "mean", "mean_normalised"]),
         "min_tokens": st.none() | st.integers(0, 10**6),
         "window": st.integers(0, 512),
@@ -25,7 +25,7 @@ OPTIONS = st.fixed_dictionaries(
 @given(OPTIONS)
 def test_text_and_object_are_the_same_policy(options):
     if "merge" in options:  # of rows with lists
-        options.setdefault("topk", "exact")
+        options.setdefault("selection", "exact")
     policy = Policy(prefill=Momo(**options))
     assert parse(str(policy)) == policy
 
@@ -39,7 +39,7 @@ def test_text_and_object_are_the_same_policy(options):
         ("momo+dense", "momo"),
         ("dense + momo", "momo"),
         ("momo(gamma=16)", "momo"),
-        (" momo( topk = 'exact' ) ", "momo(topk='exact')"),
+        (" momo( selection = 'exact' ) ", "momo(selection='exact')"),
         ("prefill=momo(gamma=8), decode=dense", "momo(gamma=8)"),
         ("decode=dense", "dense"),
         ("stream+dense", "stream"),

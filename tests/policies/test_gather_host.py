@@ -56,8 +56,8 @@ def same(both, seed: int, batch: int, mask=None, **options) -> None:
 
 
 @pytest.mark.parametrize("scoring", ["bounds", "estimate", "mean"])
-@pytest.mark.parametrize("held", [False, True])
-def test_steps_are_those_of_a_cache_on_the_gpu(scoring, held, device):
+@pytest.mark.parametrize("deferred", [False, True])
+def test_steps_are_those_of_a_cache_on_the_gpu(scoring, deferred, device):
     """To the bit on a CPU, over more blocks than there are slots, and as the sequence grows."""
     both = pair(
         random(0, 2, 2, KV_HEADS, 150, DIM, device=device),
@@ -66,9 +66,9 @@ def test_steps_are_those_of_a_cache_on_the_gpu(scoring, held, device):
     for seed in range(80):
         new = random(seed, 2, 2, KV_HEADS, 1, DIM, device=device)
         for _, layer in both:
-            layer.hold_next = held
+            layer.defer_next = deferred
             layer.update(new[0], new[1])
-            assert (layer.held is not None) == held
+            assert (layer.pending is not None) == deferred
         same(both, seed, 2, softcap=5.0 * (seed % 2), sinks=random(9, HEADS, device=device))
     (_, near), (_, far) = both
     assert torch.equal(near.keys, far.keys) and torch.equal(near.values, far.values)
@@ -133,7 +133,7 @@ def test_slots_and_ring_follow_whatever_happens_to_the_cache(actions, padded):
                 seed, length = seed + 1, length + span
                 new = random(seed, 2, batch, KV_HEADS, span, DIM)
                 for _, layer in both:
-                    layer.hold_next = span == 1 and seed % 2 == 0
+                    layer.defer_next = span == 1 and seed % 2 == 0
                     layer.update(new[0], new[1])
                 if action == "step":
                     same(both, seed, batch, visible(batch) if padded else None)
@@ -360,7 +360,7 @@ def test_a_prefill_in_chunks_reads_back_and_the_cache_is_not_on_the_gpu():
         cache = attnplug.make_cache(model, 1 << 16)
         for chunk in ids.split(1024, 1):
             logits = model(chunk, past_key_values=cache).logits[:, -1]
-        assert isinstance(cache.layers[0], HostGatherLayer) and cache.layers[0].lent
+        assert isinstance(cache.layers[0], HostGatherLayer) and cache.layers[0].exposes_buffers
         used = torch.cuda.memory_allocated() - before
     assert (logits - wanted).abs().max() < 1e-2 * wanted.abs().max()
     assert used < cache.layers[0].keys.nbytes

@@ -213,7 +213,7 @@ def check(layer: GvrLayer, rows: torch.Tensor, pads: torch.Tensor, seed: int) ->
     codes, steps = quantize_keys(rows[0])
     length = rows.shape[3]
     assert torch.equal(layer.codes[:, :, :length], codes)
-    assert torch.equal(layer.steps[:, :, :length], steps)
+    assert torch.equal(layer.scales[:, :, :length], steps)
 
 
 def test_beams_are_reordered_in_place(device):
@@ -239,7 +239,7 @@ def test_the_layer_is_sized_once():
     kv = tokens(0, 3).bfloat16()
     layer.update(kv[0], kv[1])
     assert layer.codes.shape == (1, KV_HEADS, SIZE, DIM) and layer.codes.dtype == torch.int8
-    assert layer.steps.shape == (1, KV_HEADS, SIZE) and layer.steps.dtype == torch.float32
+    assert layer.scales.shape == (1, KV_HEADS, SIZE) and layer.scales.dtype == torch.float32
     assert layer.picks.shape == layer.before.shape == (1, KV_HEADS, 24)
 
 

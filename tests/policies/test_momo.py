@@ -32,30 +32,30 @@ def exact(c: AttentionCall) -> torch.Tensor:
     return scores.masked_fill(seen == 0, -torch.inf).softmax(-1) @ v
 
 
-TOPK = st.sampled_from(["joint", "exact", "tournament", "estimated"])
+SELECTIONS = st.sampled_from(["joint", "exact", "tournament", "estimated"])
 
 
-@given(tokens=st.integers(1, 150), topk=TOPK, seed=st.integers(0, 9))
-def test_a_budget_that_covers_everything_is_dense(tokens, topk, seed):
+@given(tokens=st.integers(1, 150), selection=SELECTIONS, seed=st.integers(0, 9))
+def test_a_budget_that_covers_everything_is_dense(tokens, selection, seed):
     c = call(tokens, seed=seed)
-    covering = dataclasses.replace(MOMO, top_k=16, exact_k=16, topk=topk)
+    covering = dataclasses.replace(MOMO, top_k=16, exact_k=16, selection=selection)
     assert (covering.attend(c) - exact(c)).abs().max() < 1e-4
 
 
-@pytest.mark.parametrize("topk", ["joint", "exact", "tournament"])
-def test_only_estimated_minds_exact_k(topk):
-    few = Momo(gamma=8, block=16, query_block=32, top_k=2, topk=topk, min_tokens=0)
+@pytest.mark.parametrize("selection", ["joint", "exact", "tournament"])
+def test_only_estimated_minds_exact_k(selection):
+    few = Momo(gamma=8, block=16, query_block=32, top_k=2, selection=selection, min_tokens=0)
     assert few.exact_k > few.top_k
     least = dataclasses.replace(few, exact_k=0)
     assert torch.equal(few.attend(call(150)), least.attend(call(150)))
     with pytest.raises(PolicyError, match="exact_k=8, needs 0 to 2"):
-        dataclasses.replace(few, topk="estimated")
+        dataclasses.replace(few, selection="estimated")
 
 
-@given(tokens=st.integers(1, 150), topk=TOPK, seed=st.integers(0, 9))
-def test_measured_rows_are_dense_at_any_budget(tokens, topk, seed):
+@given(tokens=st.integers(1, 150), selection=SELECTIONS, seed=st.integers(0, 9))
+def test_measured_rows_are_dense_at_any_budget(tokens, selection, seed):
     c = call(tokens, seed=seed)
-    found = dataclasses.replace(MOMO, topk=topk).attend(c)
+    found = dataclasses.replace(MOMO, selection=selection).attend(c)
     assert (found - exact(c))[:, :, :: MOMO.gamma].abs().max() < 1e-4
 
 
@@ -84,13 +84,13 @@ def test_joint_lists_keep_at_least_what_merged_ones_do(device):
     masses = weights.unflatten(-1, (-1, MOMO.block)).sum(-1)
     masses = masses.unflatten(2, (-1, MOMO.query_block // MOMO.gamma)).sum(3)
     kept = {}
-    for topk in ("joint", "exact", "estimated"):
-        blocks = dataclasses.replace(MOMO, topk=topk).select(c).blocks.long()
+    for selection in ("joint", "exact", "estimated"):
+        blocks = dataclasses.replace(MOMO, selection=selection).select(c).blocks.long()
         listed = masses.gather(-1, blocks.clamp(min=0)).masked_fill(blocks < 0, 0.0)
-        kept[topk] = listed.sum(-1)
-    for topk in ("exact", "estimated"):
-        assert (kept["joint"] >= kept[topk] * 0.999).all()
-        assert (kept["joint"] > kept[topk] * 1.001).any()
+        kept[selection] = listed.sum(-1)
+    for selection in ("exact", "estimated"):
+        assert (kept["joint"] >= kept[selection] * 0.999).all()
+        assert (kept["joint"] > kept[selection] * 1.001).any()
 
 
 def exact_weights(c: AttentionCall) -> torch.Tensor:
@@ -102,7 +102,7 @@ def exact_weights(c: AttentionCall) -> torch.Tensor:
 
 
 def test_merge_is_for_rows_with_lists():
-    with pytest.raises(PolicyError, match="merge='mean', needs 'mass' where topk='joint'"):
+    with pytest.raises(PolicyError, match="merge='mean', needs 'mass' where selection='joint'"):
         Momo(merge="mean")
 
 
@@ -193,5 +193,5 @@ def test_heads_in_parts_equal_all_heads_at_once(device, monkeypatch, limit):
 @pytest.mark.parametrize("merge", ["mass", "mean", "mean_normalised"])
 def test_every_merge_attends(merge, device):
     c = call(200, device=device)
-    found = dataclasses.replace(MOMO, topk="exact", merge=merge).attend(c)
+    found = dataclasses.replace(MOMO, selection="exact", merge=merge).attend(c)
     assert (found - exact(c)).norm() < exact(c).norm()

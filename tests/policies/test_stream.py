@@ -20,7 +20,7 @@ GATHER = Gather(k=2, block=16, local=2, min_tokens=0)
 
 
 class Held:
-    """A sink that holds what it gets."""
+    """An EdgeWriter that keeps what it gets."""
 
     def __init__(self):
         self.edges: list[Edges] = []
@@ -223,13 +223,13 @@ def test_of_policy_traces_the_blocks_that_are_read():
 @pytest.mark.parametrize("phase", [Dense(), MOMO])
 def test_a_look_changes_nothing(phase, device):
     """Bit for bit, and only where someone records."""
-    c, sink = call(100, start=[0, 37], device=device), Held()
+    c, writer = call(100, start=[0, 37], device=device), Held()
     before = [x.clone() for x in (c.q, c.k, c.v)]
     wanted = phase.attend(c)
     policy = Policy(prefill=phase, trace=dataclasses.replace(STREAM, measure=4))
-    assert torch.equal(policy.attend(c), wanted) and not sink.edges
-    c.sink = sink
-    assert torch.equal(policy.attend(c), wanted) and len(sink.edges) == 1
+    assert torch.equal(policy.attend(c), wanted) and not writer.edges
+    c.trace_to = writer
+    assert torch.equal(policy.attend(c), wanted) and len(writer.edges) == 1
     assert all(torch.equal(a, b) for a, b in zip(before, (c.q, c.k, c.v), strict=True))
 
 

@@ -36,7 +36,7 @@ from attnplug.ops.gather.select_blocks import launch_choice, launch_scores
 NAME = "tiered_decode"
 
 
-class Near(NamedTuple):
+class ResidentBlocks(NamedTuple):
     """What of a cache in host memory is in the GPU's, and where.
 
     ring: `[B,Hkv,2,local * block,D]`, keys and values of the last tokens: position p at p modulo
@@ -60,7 +60,7 @@ class Near(NamedTuple):
     def empty(
         cls, batch: int, heads: int, size: int, width: int, block: int, local: int, slots: int,
         dtype: torch.dtype, device: torch.device,
-    ) -> "Near":  # fmt: skip
+    ) -> "ResidentBlocks":  # fmt: skip
         """Nothing resident, for a cache of `size` tokens."""
         made = {"dtype": torch.int32, "device": device}
         rows, blocks = (batch, heads), -(-size // block)
@@ -80,7 +80,7 @@ def tiered_decode(
     v: torch.Tensor,
     bounds: torch.Tensor,
     progress: torch.Tensor,
-    near: Near,
+    near: ResidentBlocks,
     *,
     scale: float,
     block: int,
@@ -158,7 +158,7 @@ def _allocate(
 
 
 def _check_near(k, *wanted):
-    for label, (tensor, shape, dtype) in zip(Near._fields, wanted, strict=True):
+    for label, (tensor, shape, dtype) in zip(ResidentBlocks._fields, wanted, strict=True):
         if tuple(tensor.shape) != shape or tensor.dtype != dtype or tensor.device != k.device:
             raise ArgumentError(
                 f"{NAME}: near.{label} is {tensor.dtype} {tuple(tensor.shape)} on {tensor.device}, "
@@ -230,7 +230,7 @@ def _cpu(
     q, k, v, new_k, new_v, bounds, progress, ring, slots, table, owner, used, counters, lengths,
     scale, block, top_k, sink, local, scoring, start, key_mask, softcap, sinks, out, lse,
 ):  # fmt: skip
-    near = Near(ring, slots, table, owner, used, counters)
+    near = ResidentBlocks(ring, slots, table, owner, used, counters)
     batch, group = q.shape[0], q.shape[1] // k.shape[1]
     full = (lengths >= k.shape[2] + (new_k is None)).expand(batch)
     if new_k is not None:

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attnplug.errors import ArgumentError, GradientError
-from attnplug.ops import Near, gather_attention, select_blocks, tiered_decode
+from attnplug.ops import ResidentBlocks, gather_attention, select_blocks, tiered_decode
 from attnplug.ops.gather import tiered_decode as op
 from attnplug.ops.gather.block_bounds import empty_bounds
 
@@ -38,7 +38,7 @@ class Cache:
         self.lengths = torch.tensor([length], device=device)
         self.bounds = empty_bounds(self.k, block, parts, int8=int8)
         self.progress = torch.zeros(batch, 2, dtype=torch.int32, device=device)
-        self.near = Near.empty(
+        self.near = ResidentBlocks.empty(
             batch, heads, SIZE, width, block, local, slots, torch.float32, torch.device(device)
         )
         last = torch.arange(max(0, length - local * block), length)
@@ -153,7 +153,7 @@ def test_slots_are_the_references(device_path):
         run("reference", theirs, q, new, options)
         for cache in (ours, theirs):
             cache.lengths += 1
-        for name, got, want in zip(Near._fields, ours.near, theirs.near, strict=True):
+        for name, got, want in zip(ResidentBlocks._fields, ours.near, theirs.near, strict=True):
             assert torch.equal(got.cpu(), want), (turn, name)
     counted = theirs.near.counters[0, :, :2].sum(0).tolist()
     assert counted[0] == 2 * 16 * 3 and 16 < counted[1] < counted[0] - 8

@@ -33,19 +33,19 @@ def call_of(layer: PlugLayer) -> AttentionCall:
 
 
 def pair() -> tuple[GatherLayer, GatherLayer]:
-    """The same layer twice: with a token written, and with it held."""
-    written, holding = layer_with(LENGTH), layer_with(LENGTH)
+    """The same layer twice: with a token written, and with it pending."""
+    written, deferring = layer_with(LENGTH), layer_with(LENGTH)
     token = random(2, 2, 2, 2, 1, DIM)
     written.update(*token)
-    holding.hold_next = True
-    keys, values = holding.update(*token)
-    assert keys is holding.keys and values is holding.values
-    assert holding.held is not None and int(holding.cumulative_length) == LENGTH
-    return written, holding
+    deferring.defer_next = True
+    keys, values = deferring.update(*token)
+    assert keys is deferring.keys and values is deferring.values
+    assert deferring.pending is not None and int(deferring.cumulative_length) == LENGTH
+    return written, deferring
 
 
 def same(a: PlugLayer, b: PlugLayer) -> None:
-    assert b.held is None and not b.hold_next
+    assert b.pending is None and not b.defer_next
     assert int(a.cumulative_length) == int(b.cumulative_length)
     for x, y in zip(a._buffers(), b._buffers(), strict=True):
         assert torch.equal(x, y)
@@ -53,12 +53,12 @@ def same(a: PlugLayer, b: PlugLayer) -> None:
 
 @pytest.mark.parametrize("k", [0, 2])
 def test_gather_takes_it(k):
-    written, holding = pair()
+    written, deferring = pair()
     policy = Policy(decode=Gather(k=k, block=16, local=2, min_tokens=0))
-    want, got = policy.attend(call_of(written)), policy.attend(call_of(holding))
+    want, got = policy.attend(call_of(written)), policy.attend(call_of(deferring))
     assert torch.equal(got, want)
-    same(written, holding)
-    assert torch.equal(written.progress, holding.progress)
+    same(written, deferring)
+    assert torch.equal(written.progress, deferring.progress)
 
 
 @pytest.mark.parametrize(
@@ -71,10 +71,10 @@ def test_gather_takes_it(k):
     ids=["dense", "below the crossover", "of other options"],
 )
 def test_whoever_does_not_take_it_sees_it_written(policy):
-    written, holding = pair()
-    want, got = policy.attend(call_of(written)), policy.attend(call_of(holding))
+    written, deferring = pair()
+    want, got = policy.attend(call_of(written)), policy.attend(call_of(deferring))
     assert torch.equal(got, want)
-    same(written, holding)
+    same(written, deferring)
 
 
 ROWS = torch.tensor([1, 1])
@@ -84,36 +84,36 @@ LATER = {
     "reorder": lambda layer: layer.reorder_cache(ROWS),
     "repeat": lambda layer: layer.batch_repeat_interleave(2),
     "select": lambda layer: layer.batch_select_indices(ROWS),
-    "settle": lambda layer: layer.settle(),
+    "flush": lambda layer: layer.flush(),
 }
 
 
 @pytest.mark.parametrize("name", LATER)
 def test_whatever_touches_the_layer_writes_it_first(name):
-    written, holding = pair()
+    written, deferring = pair()
     LATER[name](written)
-    LATER[name](holding)
-    same(written, holding)
+    LATER[name](deferring)
+    same(written, deferring)
 
 
 def test_a_reset_forgets_it():
-    _, holding = pair()
-    holding.reset()
-    same(layer_with(0), holding)
+    _, deferring = pair()
+    deferring.reset()
+    same(layer_with(0), deferring)
 
 
 def test_who_adopts_the_layer_gets_it():
-    written, holding = pair()
+    written, deferring = pair()
     other = GATHER.cache_layer(SIZE)
-    other.adopt(holding)
+    other.adopt(deferring)
     same(written, other)
 
 
-def test_several_tokens_are_never_held():
+def test_several_tokens_are_never_deferred():
     layer = layer_with(LENGTH)
-    layer.hold_next = True
+    layer.defer_next = True
     layer.update(*random(2, 2, 2, 2, 3, DIM))
-    assert layer.held is None and int(layer.cumulative_length) == LENGTH + 3
+    assert layer.pending is None and int(layer.cumulative_length) == LENGTH + 3
 
 
 def generate(model, ids, mask):
@@ -129,26 +129,26 @@ def padded(batch: int = 2) -> tuple[torch.Tensor, torch.Tensor]:
     return ids, mask
 
 
-def count_holds(monkeypatch) -> list[int]:
+def count_taken(monkeypatch) -> list[int]:
     """How often a layer's token was taken."""
     taken = [0]
-    take = PlugLayer.take_held
+    take = PlugLayer.take_pending
 
     def counted(self):
-        taken[0] += self.held is not None
+        taken[0] += self.pending is not None
         return take(self)
 
-    monkeypatch.setattr(PlugLayer, "take_held", counted)
+    monkeypatch.setattr(PlugLayer, "take_pending", counted)
     return taken
 
 
-def test_generate_holds_and_gives_the_same(monkeypatch):
+def test_generate_defers_and_gives_the_same(monkeypatch):
     model, (ids, mask) = tiny_model(), padded()
     with attnplug.applied(model, Policy(decode=GATHER)):
-        taken = count_holds(monkeypatch)
+        taken = count_taken(monkeypatch)
         got = generate(model, ids, mask)
         assert taken[0] == 39 * model.config.num_hidden_layers
-        monkeypatch.setattr(GatherLayer, "can_hold", False)
+        monkeypatch.setattr(GatherLayer, "defers_write", False)
         want = generate(model, ids, mask)
     assert (got - want).abs().max() < 1e-5
 
@@ -161,16 +161,16 @@ def test_the_cache_is_whole_after_every_step(monkeypatch):
     with attnplug.applied(model, Policy(decode=GATHER)):
         cache = attnplug.make_cache(model, SIZE)
         model(ids[:, :50], past_key_values=cache)
-        taken = count_holds(monkeypatch)
+        taken = count_taken(monkeypatch)
         for t in range(50, 55):
             model(ids[:, t : t + 1], past_key_values=cache)
         assert taken[0] == 5 * model.config.num_hidden_layers
-        assert all(layer.held is None for layer in cache.layers)
+        assert all(layer.pending is None for layer in cache.layers)
     with attnplug.applied(model, "dense"):
         model(ids[:, 55:56], past_key_values=cache)
     logits = model(ids[:, 56:], past_key_values=cache).logits
     layer = cache.layers[0]
-    assert int(layer.cumulative_length) == 60 and not layer.hold_next
+    assert int(layer.cumulative_length) == 60 and not layer.defer_next
     keys = tiny_model()(ids, use_cache=True).past_key_values.layers[0].keys  # no policy there
     assert (layer.keys[:, :, :60] - keys).abs().max() < 1e-5
     assert logits.isfinite().all()
@@ -178,7 +178,7 @@ def test_the_cache_is_whole_after_every_step(monkeypatch):
 
 @torch.no_grad()
 def test_a_copy_of_the_buffers_is_never_left_without_it(monkeypatch):
-    """A model that hands attention something else than the cache's own buffers does not hold."""
+    """A model that hands attention something else than the cache's own buffers does not defer."""
     model = tiny_model()
     ids = padded(1)[0]
     with attnplug.applied(model, Policy(decode=GATHER)):
@@ -188,13 +188,13 @@ def test_a_copy_of_the_buffers_is_never_left_without_it(monkeypatch):
             GatherLayer, "update", lambda *a, **k: tuple(x.clone() for x in update(*a, **k))
         )
         model(ids[:, :50], past_key_values=cache)
-        taken = count_holds(monkeypatch)
+        taken = count_taken(monkeypatch)
         model(ids[:, 50:51], past_key_values=cache)
     assert taken[0] == 0 and int(cache.layers[0].cumulative_length) == 51
 
 
 @torch.no_grad()
-def test_compiled_steps_hold_without_recompiling():
+def test_compiled_steps_defer_without_recompiling():
     torch._dynamo.reset()
     model, ids = tiny_model(), padded(1)[0]
     with attnplug.applied(model, Policy(decode=GATHER)):
