@@ -1,5 +1,6 @@
 """What the package exports is what it says: sorted, complete, documented."""
 
+import ast
 import inspect
 import subprocess
 import sys
@@ -35,7 +36,8 @@ def test_all_is_complete(module):
         and not inspect.ismodule(value)
         and getattr(value, "__module__", "").startswith("attnplug")
     }
-    assert public <= set(module.__all__)
+    missing = sorted(public - set(module.__all__))
+    assert not missing, f"{module.__file__}: __all__ needs {', '.join(missing)}"
 
 
 @pytest.mark.parametrize("module", MODULES, ids=lambda module: module.__name__)
@@ -43,6 +45,23 @@ def test_every_export_is_documented(module):
     exported = {name: getattr(module, name) for name in module.__all__}
     undocumented = [n for n, v in exported.items() if callable(v) and not inspect.getdoc(v)]
     assert not undocumented
+
+
+def test_every_method_is_at_the_top():
+    """`attnplug.Gather`, at run time and for type checkers, which read the import as it stands."""
+    own = {
+        cls.__name__
+        for cls in attnplug.policies.methods().values()
+        if cls.__module__.startswith("attnplug.policies.")
+    }
+    typed = next(
+        {alias.name for alias in node.names}
+        for node in ast.walk(ast.parse(inspect.getsource(attnplug)))
+        if isinstance(node, ast.ImportFrom) and node.module == "attnplug.policies"
+    )
+    for found, place in ((attnplug.__all__, "__all__"), (typed, "the TYPE_CHECKING import")):
+        missing = sorted(own - set(found))
+        assert not missing, f"attnplug/__init__.py: {place} needs {', '.join(missing)}"
 
 
 def test_every_error_is_exported():

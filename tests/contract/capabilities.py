@@ -6,13 +6,13 @@ runs, and which layers a policy must serve there. A cell is a claim that test_fa
 
 from pathlib import Path
 
+from contract_cases import METHODS
 from families import FAMILIES, Family
 
 import attnplug
 
 ROOT = Path(__file__).resolve().parents[2]
 BEGIN, END = "<!-- capabilities -->\n", "<!-- /capabilities -->"
-POLICIES = ("dense", "momo", "gather", "gvr", "certified")
 WAYS = "greedy, beams, prompt lookup, chunked prefill, static and dynamic caches, left padding"
 
 
@@ -33,11 +33,11 @@ def table() -> str:
         f"Tested with {WAYS}, and",
         "`torch.compile(fullgraph=True)`; `report` names what stays dense.",
         "",
-        f"| family | {' | '.join(f'`{policy}` serves' for policy in POLICIES)} |",
-        f"| --- {'| --- ' * len(POLICIES)}|",
+        f"| family | {' | '.join(f'`{policy}` serves' for policy in METHODS)} |",
+        f"| --- {'| --- ' * len(METHODS)}|",
     ]
     for family in FAMILIES:
-        cells = " | ".join(served(family, policy) for policy in POLICIES)
+        cells = " | ".join(served(family, policy) for policy in METHODS)
         lines.append(f"| {family.name} | {cells} |")
     return "\n".join([*lines, "", ""])
 

@@ -2,20 +2,13 @@
 
 import pytest
 import torch
+from contract_cases import GRAPHS
 from families import FAMILIES, VOCABULARY
 from torch._dynamo.utils import counters
 
 import attnplug
 from attnplug import UnsupportedCallError
 
-POLICIES = [
-    "dense",
-    "momo(gamma=8, block=16, query_block=16, top_k=4, exact_k=1, min_tokens=0)",
-    "gather(k=8, block=16, local=2, min_tokens=0)",
-    "certified(block=16, coverage=1.0, k_min=64, v_tol=0.0, min_tokens=0)",
-    "gvr(k=64, sink=2, window=8, min_tokens=0)",
-]
-NAMES = ["dense", "momo", "gather", "certified", "gvr"]
 pytestmark = [
     pytest.mark.gpu,
     # Inductor imports what it deprecates, and says so where the machine is small.
@@ -33,7 +26,7 @@ def fresh_dynamo():
 
 
 @pytest.mark.usefixtures("fresh_dynamo")
-@pytest.mark.parametrize("policy", POLICIES, ids=NAMES)
+@pytest.mark.parametrize("policy", GRAPHS.values(), ids=GRAPHS)
 @pytest.mark.parametrize("family", [FAMILIES[0], FAMILIES[6]], ids=lambda family: family.name)
 def test_generate_compiles_to_cuda_graphs(family, policy):
     """transformers compiles decode by itself, with mode "reduce-overhead", for a static cache."""
@@ -56,7 +49,7 @@ def test_generate_compiles_to_cuda_graphs(family, policy):
 
 @torch.no_grad()
 @pytest.mark.usefixtures("fresh_dynamo")
-@pytest.mark.parametrize("policy", POLICIES, ids=NAMES)
+@pytest.mark.parametrize("policy", GRAPHS.values(), ids=GRAPHS)
 def test_decode_replays_one_graph_as_the_sequence_grows(policy):
     model = FAMILIES[0].build("cuda").to(torch.bfloat16)
     ids = torch.randint(3, VOCABULARY, (1, 40), device="cuda")
@@ -79,7 +72,7 @@ def test_decode_replays_one_graph_as_the_sequence_grows(policy):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("policy", POLICIES, ids=NAMES)
+@pytest.mark.parametrize("policy", GRAPHS.values(), ids=GRAPHS)
 def test_a_prefill_can_be_captured_by_hand(policy):
     """Nothing in a prefill of known tokens syncs with the host under capture."""
     model = FAMILIES[0].build("cuda").to(torch.bfloat16)

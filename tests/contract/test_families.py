@@ -1,4 +1,4 @@
-"""Every model family against the policies: dense serves each exactly, momo and gather with a
+"""Every model family against the policies: dense serves each exactly, every other method with a
 budget that covers the prompt as well, and layers that a policy must not serve stay dense and are
 named."""
 
@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from contract_cases import FAMILY
 from families import FAMILIES, VOCABULARY, Family
 from transformers import DynamicCache, PreTrainedModel, StaticCache
 
@@ -14,10 +15,6 @@ import attnplug
 from attnplug.models import hf
 
 TOKENS = 37
-MOMO_ALL = "momo(gamma=4, block=16, query_block=16, top_k=8, exact_k=8, min_tokens=0)"
-GATHER_ALL = "gather(k=4, block=16, sink=0, local=1, min_tokens=0)"
-GVR_ALL = "gvr(k=128, sink=2, window=4, min_tokens=0)"
-EXACT_POLICIES = ["dense", MOMO_ALL, GATHER_ALL, GVR_ALL]
 
 
 @pytest.fixture(params=FAMILIES, ids=lambda family: family.name)
@@ -25,7 +22,7 @@ def family(request) -> Family:
     return request.param
 
 
-@pytest.fixture(params=EXACT_POLICIES, ids=["dense", "momo", "gather", "gvr"])
+@pytest.fixture(params=FAMILY.values(), ids=FAMILY)
 def policy(request) -> str:
     return request.param
 

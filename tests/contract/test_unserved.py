@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from contract_cases import METHODS
 from families import FAMILIES
 from transformers import (
     CONFIG_MAPPING,
@@ -26,13 +27,7 @@ ids = torch.randint(3, 90, (2, 40), generator=torch.Generator().manual_seed(0))
 mask = torch.ones_like(ids)
 mask[0, :9] = 0
 GATHER = "gather(min_tokens=0)"
-POLICIES = [
-    "dense",
-    "momo(min_tokens=0)",
-    GATHER,
-    "gvr(min_tokens=0)",
-    "certified(min_tokens=0, coverage=1.0)",
-]
+POLICIES = [case.exact for case in METHODS.values()]
 SHAPE: dict[str, Any] = dict(
     vocab_size=97,
     hidden_size=128,
