@@ -1,30 +1,36 @@
 """A browser, and the page of a made-up trace."""
 
-import shutil
+import functools
 
 import numpy as np
 import pytest
-from view_page import HEADS, LAYERS, LOAD_SECONDS, STEPS, TOKENS
+from view_page import HEADS, LAYERS, LOAD_SECONDS, STEPS, TOKENS, launch, no_browser
 
 from attnplug.trace import Layout, Writer, read, synthesize
 from attnplug.trace.view import write_page
 
-# A page of one machine needs no sandbox, and a browser of a test no servers of its maker's.
-FLAGS = (
-    "--no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
-    "--disable-component-update --disable-sync"
-).split()
-BROWSERS = ("chromium", "chromium-browser", "google-chrome")
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item):
+    """Before any fixture, and in one place, so that the summary has one line for all the tests."""
+    if "browser" in item.fixturenames and not has_browser():
+        no_browser()
+
+
+@functools.cache
+def has_browser() -> bool:
+    from playwright.sync_api import sync_playwright  # a machine for GPU tests need not have it
+
+    with sync_playwright() as playwright:
+        return launch(playwright.chromium) is not None
 
 
 @pytest.fixture(scope="module")
 def browser():
-    """Chromium from the PATH (apt-get install chromium), else the one of `playwright install`."""
-    from playwright.sync_api import sync_playwright  # a machine for GPU tests need not have it
+    from playwright.sync_api import sync_playwright
 
     with sync_playwright() as playwright:
-        path = next(filter(None, map(shutil.which, BROWSERS)), None)
-        browser = playwright.chromium.launch(executable_path=path, args=FLAGS)
+        browser = launch(playwright.chromium)
         yield browser
         browser.close()
 

@@ -1,9 +1,43 @@
-"""What the tests of the viewer's page share: waiting for it and reading off what it shows."""
+"""What the tests of the viewer's page share: a browser, waiting for the page, and reading off what
+it shows."""
+
+import os
+import shutil
 
 import numpy as np
+import pytest
 
 TOKENS, STEPS, LAYERS, HEADS = 32768, 4, 3, 4
 LOAD_SECONDS = 60  # unmarked: what a shared machine may take; docs/trace-viewer.md has timings
+
+# A page of one machine needs no sandbox, and a browser of a test no servers of its maker's.
+FLAGS = (
+    "--no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
+    "--disable-component-update --disable-sync"
+).split()
+BROWSERS = ("chromium", "chromium-browser", "google-chrome")
+NO_BROWSER = "no browser: apt-get install chromium, or playwright install --with-deps chromium"
+
+
+def launch(chromium):
+    """Chromium from the PATH, else the one of `playwright install`; None where there is neither. A
+    browser that is there and does not start is an error."""
+    from playwright.sync_api import Error
+
+    path = next(filter(None, map(shutil.which, BROWSERS)), None)
+    try:
+        return chromium.launch(executable_path=path, args=FLAGS)
+    except Error as error:
+        if "Executable doesn't exist" not in error.message:
+            raise
+    return None
+
+
+def no_browser():
+    """The test skips; it fails where ATTNPLUG_REQUIRE_BROWSER is 1, as in .ci/run."""
+    if os.environ.get("ATTNPLUG_REQUIRE_BROWSER") == "1":
+        pytest.fail(NO_BROWSER, pytrace=False)
+    pytest.skip(NO_BROWSER)
 
 
 def until(page, condition):
