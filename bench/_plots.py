@@ -57,7 +57,7 @@ def draw_all(rows: Sequence[Row], quality: Sequence[Row], folder: Path) -> list[
     folder.mkdir(parents=True, exist_ok=True)
     figures = {}
     for (op, case), group in grouped(rows, "op", "case").items():
-        if any(len({row["n"] for row in panel}) > 1 for panel in grouped(group, *SHAPE).values()):
+        if has_line(group):
             figures[image_name(op, case)] = draw_timing(op, case, group)
     for (model,), group in grouped(quality, "model").items():
         figures[quality_name(model)] = draw_quality(group)
@@ -65,6 +65,11 @@ def draw_all(rows: Sequence[Row], quality: Sequence[Row], folder: Path) -> list[
         # without Software the bytes depend on the data alone
         figure.savefig(folder / name, dpi=130, metadata={"Software": None})
     return sorted(figures)
+
+
+def has_line(rows: Iterable[Row]) -> bool:
+    """Whether some shape was measured at more than one length."""
+    return any(len({row["n"] for row in panel}) > 1 for panel in grouped(rows, *SHAPE).values())
 
 
 def image_name(op: str, case: str) -> str:

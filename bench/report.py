@@ -1,17 +1,18 @@
-"""Tables and plots from bench/results/*.json: docs/results.md, docs/img/*.png, and whatever stands
-between `<!-- results FILTERS -->` and `<!-- /results -->`, or `<!-- scores FILTERS -->` and
-`<!-- /scores -->` (quality rows, a line a task and policy, a column a length), in README.md and
-docs/*.md.
+"""Tables and plots from bench/results/*.json: docs/reference/results.md, docs/img/*.png, and what
+stands between `<!-- results FILTERS -->` and `<!-- /results -->`, or `<!-- scores FILTERS -->` and
+`<!-- /scores -->` (quality rows, a line a task and policy, a column a length), in README.md and in
+docs.
 
     python bench/report.py            # write
     python bench/report.py --check    # exit 1 where a page is not what the JSON says
 
 FILTERS is any number of key=value[,value...], such as `op=dense_decode batch=1 n=8192,131072
-heads=28/4`; none means every row. `study=NAME` takes the quality rows of that study, else those of
-none. `show=diff` gives scores their distance from dense, `across=task` a column for each task
-instead of each length. Files are pytest-benchmark's JSON (rows in `extra_info`) or `{"rows":
-[...]}` with quality rows (`task, model, n, trials, dense, policy, value, low, high`). Where two
-rows ask the same question, the later one stands.
+heads=28/4`; none means every row. `op=a | op=b` takes the rows of either, in that order, and
+`columns=op,ratio` those columns of a table. `study=NAME` takes the quality rows of that study,
+else those of none. `show=diff` gives scores their distance from dense, `across=task` a column for
+each task instead of each length. Files are pytest-benchmark's JSON (rows in `extra_info`) or
+`{"rows": [...]}` with quality rows (`task, model, n, trials, dense, policy, value, low, high`).
+Where two rows ask the same question, the later one stands.
 """
 
 from __future__ import annotations
@@ -25,7 +26,17 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from _plots import PEERS, draw_all, duration, heads, image_name, natural, quality_name, tokens
+from _plots import (
+    PEERS,
+    draw_all,
+    duration,
+    has_line,
+    heads,
+    image_name,
+    natural,
+    quality_name,
+    tokens,
+)
 
 from attnplug.deprecated import current_text
 
@@ -52,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     main_rows = [row for row in quality if not row["study"]]
     if not options.check:
         images = draw_all(timing, main_rows, options.root / "docs" / "img")
-    pages = {options.root / "docs" / "results.md": results_page(timing, main_rows)}
+    pages = {options.root / "docs" / "reference" / "results.md": results_page(timing, main_rows)}
     for page in [options.root / "README.md", *sorted((options.root / "docs").rglob("*.md"))]:
         if page.exists() and page not in pages:
             pages[page] = fill_markers(page.read_text(), timing, quality)
@@ -105,7 +116,7 @@ def _quality_order(row: Row) -> tuple[Any, ...]:
 
 
 def results_page(timing: Sequence[Row], quality: Sequence[Row]) -> str:
-    """The whole of docs/results.md."""
+    """The whole of docs/reference/results.md."""
     runs = _runs(timing)
     parts = [
         "# Results",
@@ -118,12 +129,12 @@ def results_page(timing: Sequence[Row], quality: Sequence[Row]) -> str:
     for (op, case), each in itertools.groupby(timing, key=lambda row: (row["op"], row["case"])):
         rows = list(each)
         parts.append(f"## {op}" + ("" if case == "op" else f", {case}"))
-        if len({row["n"] for row in rows}) > 1:
-            parts.append(f"![{op}: time and ratio against tokens](img/{image_name(op, case)})")
+        if has_line(rows):
+            parts.append(f"![{op}: time and ratio against tokens](../img/{image_name(op, case)})")
         run = ("run", lambda row: f"[{runs[_run(row)]}](#runs)")
         parts.append(table(rows, [*TIMING_COLUMNS[2:], run]))
     for model, each in itertools.groupby(quality, key=lambda row: row["model"]):
-        parts += [f"## Quality, {model}", f"![scores beside dense](img/{quality_name(model)})"]
+        parts += [f"## Quality, {model}", f"![scores beside dense](../img/{quality_name(model)})"]
         parts.append(table(list(each), [c for c in QUALITY_COLUMNS if c[0] != "model"]))
     if runs:
         named = [dict(zip(RUN, run, strict=True), run=number) for run, number in runs.items()]
@@ -148,37 +159,40 @@ def fill_markers(text: str, timing: Sequence[Row], quality: Sequence[Row]) -> st
     """Replace what stands between each pair of markers by the table its filters ask for."""
 
     def fill(match: re.Match[str]) -> str:
-        wanted = filters(match[3])
+        terms = [filters(term) for term in match[3].split(" | ")]
         pivot = match[2] == "scores"
-        (show,) = wanted.pop("show", {"value"}) if pivot else ("",)
-        (across,) = wanted.pop("across", {"n"}) if pivot else ("",)
+        (show,) = terms[0].pop("show", ["value"]) if pivot else ("",)
+        (across,) = terms[0].pop("across", ["n"]) if pivot else ("",)
+        titles = terms[0].pop("columns", [])
         rows, columns = (
-            (quality, QUALITY_COLUMNS) if pivot or "task" in wanted else (timing, TIMING_COLUMNS)
+            (quality, QUALITY_COLUMNS) if pivot or "task" in terms[0] else (timing, TIMING_COLUMNS)
         )
         if rows is quality:  # a study's rows stand in its own tables
-            wanted.setdefault("study", {""})
-        rows = [row for row in rows if _passes(row, wanted)]
+            terms = [{"study": [""]} | wanted for wanted in terms]
+        rows = [row for wanted in terms for row in rows if _passes(row, wanted)]
         if not rows:
             body = "Not measured yet."
+        elif pivot:
+            body = scores(rows, show, across)
         else:
-            body = scores(rows, show, across) if pivot else table(rows, _varying(rows, columns))
+            body = table(rows, _titled(titles, columns) or _varying(rows, columns))
         return f"{match[1]}\n{body}\n\n{match[4]}"
 
     return MARKED.sub(fill, text)
 
 
-def filters(text: str) -> dict[str, set[str]]:
-    """`op=momo n=8192,32768` as {"op": {"momo"}, "n": {"8192", "32768"}}."""
+def filters(text: str) -> dict[str, list[str]]:
+    """`op=momo n=8192,32768` as {"op": ["momo"], "n": ["8192", "32768"]}."""
     found = {}
     for term in current_text(text).split():
         key, equals, values = term.partition("=")
         if not equals:
             raise SystemExit(f"<!-- results{text}-->: {term!r} is not key=value")
-        found[key] = set(values.split(","))
+        found[key] = values.split(",")
     return found
 
 
-def _passes(row: Row, wanted: dict[str, set[str]]) -> bool:
+def _passes(row: Row, wanted: dict[str, list[str]]) -> bool:
     values = row | ({"heads": heads(row)} if "heads_q" in row else {})
     unknown = set(wanted) - set(values)
     if unknown:
@@ -188,6 +202,15 @@ def _passes(row: Row, wanted: dict[str, set[str]]) -> bool:
         "*" in allowed or re.sub(r"[ ,]+", ";", str(values[key])) in allowed
         for key, allowed in wanted.items()
     )
+
+
+def _titled(titles: Sequence[str], columns: Sequence[Column]) -> list[Column]:
+    """The columns of these titles, in their order."""
+    known = dict(columns)
+    unknown = set(titles) - set(known)
+    if unknown:
+        raise SystemExit(f"<!-- results -->: no column {', '.join(sorted(unknown))}")
+    return [(title, known[title]) for title in titles]
 
 
 def _varying(rows: Sequence[Row], columns: Sequence[Column]) -> list[Column]:

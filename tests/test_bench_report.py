@@ -65,7 +65,7 @@ def run(report, tree, *more):
 
 def test_the_results_page_holds_every_row_once(report, tree):
     assert run(report, tree) == 0
-    page = (tree / "docs" / "results.md").read_text()
+    page = (tree / "docs" / "reference" / "results.md").read_text()
     line = "| 8K | 1 | 28/4 | 128 | bfloat16 |  | 7.5 us (6.75 us to 9 us) | cuDNN SDPA | 15 us |"
     assert f"{line} **2.00x** | 81% | [1](#runs) |" in page
     assert "| 8K | 8 | 28/4 | 128 | bfloat16 |  | 20 us (18 us to 24 us) |" in page
@@ -86,7 +86,7 @@ def test_of_one_day_the_later_run_stands(report, tree):
         rows = [{"extra_info": timing(8192, p50, date="2026-01-03")}]
         (results / f"{name}.json").write_text(json.dumps({"benchmarks": rows, "datetime": moment}))
     run(report, tree)
-    page = (tree / "docs" / "results.md").read_text()
+    page = (tree / "docs" / "reference" / "results.md").read_text()
     assert "| 30 us (" in page and "| 31 us (" not in page and "| 7.5 us (" not in page
 
 
@@ -94,8 +94,8 @@ def test_plots_are_drawn_where_there_is_a_line_to_draw(report, tree):
     run(report, tree)
     images = sorted(path.name for path in (tree / "docs" / "img").iterdir())
     assert images == ["dense_decode.png", "quality-smollm2.png"]
-    page = (tree / "docs" / "results.md").read_text()
-    assert all(f"](img/{name})" in page for name in images) and "img/momo.png" not in page
+    page = (tree / "docs" / "reference" / "results.md").read_text()
+    assert all(f"](../img/{name})" in page for name in images) and "img/momo.png" not in page
 
 
 def test_markers_are_filled_by_their_filters_and_nothing_else_moves(report, tree):
@@ -106,6 +106,18 @@ def test_markers_are_filled_by_their_filters_and_nothing_else_moves(report, tree
     assert text.count("`dense_decode`") == 2 and "momo" not in text
     assert "dtype" not in text  # all rows share it
     assert "| needle | smollm2 |" in (tree / "docs" / "momo.md").read_text()
+
+
+def test_a_table_may_join_filters_and_name_its_columns(report, tree):
+    (tree / "README.md").write_text(
+        "<!-- results columns=tokens,ratio op=momo | op=dense_decode batch=8 -->\n<!-- /results -->"
+    )
+    run(report, tree)
+    lines = (tree / "README.md").read_text().splitlines()
+    assert lines[2] == "| tokens | ratio |" and len(lines) == 8
+    assert lines[4].startswith("| 1M |") and lines[5].startswith("| 8K |")
+    with pytest.raises(SystemExit, match="no column speed"):
+        report.fill_markers("<!-- results columns=speed -->\n<!-- /results -->", [timing(1)], [])
 
 
 def test_scores_have_a_line_a_policy_and_a_column_a_length(report, tree):
@@ -153,20 +165,26 @@ def test_the_output_is_a_function_of_the_input(report, tree):
 
 def test_check_sees_a_stale_page_and_writes_nothing(report, tree, capsys):
     assert run(report, tree, "--check") == 1
-    assert not (tree / "docs" / "results.md").exists() and not (tree / "docs" / "img").exists()
+    assert (
+        not (tree / "docs" / "reference" / "results.md").exists()
+        and not (tree / "docs" / "img").exists()
+    )
     run(report, tree)
     capsys.readouterr()
     assert run(report, tree, "--check") == 0 and capsys.readouterr().out == ""
-    page = tree / "docs" / "results.md"
+    page = tree / "docs" / "reference" / "results.md"
     page.write_text(page.read_text().replace("2.00x", "9.00x"))
     assert run(report, tree, "--check") == 1
-    assert "stale docs/results.md" in capsys.readouterr().out
+    assert "stale docs/reference/results.md" in capsys.readouterr().out
 
 
 def test_no_results_is_said(report, tmp_path):
     (tmp_path / "README.md").write_text("<!-- results op=momo -->\n<!-- /results -->\n")
     assert run(report, tmp_path) == 0
-    assert "Nothing has been measured yet." in (tmp_path / "docs" / "results.md").read_text()
+    assert (
+        "Nothing has been measured yet."
+        in (tmp_path / "docs" / "reference" / "results.md").read_text()
+    )
     assert "Not measured yet." in (tmp_path / "README.md").read_text()
 
 

@@ -20,13 +20,26 @@ import attnplug.models.pretrained
 from attnplug.cli import app
 from attnplug.testing import tiny_model
 
-DOCS = Path(__file__).parent.parent / "docs"
-PAGES = sorted(DOCS.glob("*.md"))
-OTHERS = {"results.md", "log.md"}  # generated, and notes of what was tried: nothing to run there
-PROSE = [page for page in PAGES if page.name not in OTHERS]
+ROOT = Path(__file__).parent.parent
+DOCS = ROOT / "docs"
+PAGES = sorted(DOCS.rglob("*.md"))
+# generated, and notes of what was tried: nothing to run there, and figures are their matter
+OTHERS = [page for page in PAGES if page.name in ("results.md", "log.md")]
+PROSE = [page for page in PAGES if page not in OTHERS]
+LINKED = [*PAGES, *(ROOT / name for name in ("README.md", "CHANGELOG.md", "bench/README.md"))]
 RUN = [page for page in PROSE if "```python" in page.read_text()]
 FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-LINK = re.compile(r"(?<!!)\[[^\]]*\]\(([^)\s]+)\)")
+LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+
+
+def named(name: str) -> Path:
+    """The page of this name, in whichever folder it lies."""
+    (page,) = DOCS.rglob(name)
+    return page
+
+
+def name_of(page: Path) -> str:
+    return page.relative_to(ROOT).as_posix()
 
 
 def blocks(page: Path) -> list[tuple[str, str]]:
@@ -90,7 +103,7 @@ def small_world(monkeypatch):
 
 
 @pytest.mark.usefixtures("own_methods", "small_world")
-@pytest.mark.parametrize("page", RUN, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", RUN, ids=name_of)
 def test_examples_run_and_print_what_the_page_says(page, tmp_path, capsys):
     import_page(page, tmp_path)
     printed = capsys.readouterr().out
@@ -104,7 +117,7 @@ def test_examples_run_and_print_what_the_page_says(page, tmp_path, capsys):
 @pytest.mark.usefixtures("own_methods")
 def test_the_entry_point_of_the_page_brings_the_method(tmp_path, monkeypatch):
     """An installed package with the page's method and the page's pyproject table."""
-    page = DOCS / "add-a-policy.md"
+    page = named("add-a-policy.md")
     code = next(text for language, text in blocks(page) if "class Recent" in text)
     table = tomllib.loads(next(text for language, text in blocks(page) if language == "toml"))
     info = tmp_path / "recent_keys-0.1.dist-info"
@@ -124,8 +137,8 @@ def test_the_entry_point_of_the_page_brings_the_method(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("method", sorted(attnplug.policies._METHODS))
 def test_every_option_stands_on_its_methods_page(method):
-    page = DOCS / f"{method}.md"
-    assert page.is_file(), f"a method has a page: docs/{page.name}, and a line in mkdocs.yml"
+    page = DOCS / "methods" / f"{method}.md"
+    assert page.is_file(), f"a method has a page: docs/methods/{page.name}, and a line in mkdocs.yml"
     for option in dataclasses.fields(attnplug.policies.methods()[method]):
         row = f"| `{option.name}` | `{option.default!r}` |"
         assert row in page.read_text(), f"docs/{page.name} needs a row {row} ..."
@@ -133,7 +146,7 @@ def test_every_option_stands_on_its_methods_page(method):
 
 @pytest.mark.parametrize("error", [e for e in attnplug.__all__ if e.endswith("Error")])
 def test_every_error_is_explained(error):
-    assert re.search(rf"`(attnplug\.)?{error}`", (DOCS / "quickstart.md").read_text())
+    assert re.search(rf"`(attnplug\.)?{error}`", named("quickstart.md").read_text())
 
 
 def test_commands_exist():
@@ -146,7 +159,7 @@ def test_commands_exist():
 
 def test_every_family_of_the_contract_is_named():
     source = (Path(__file__).parent / "contract" / "families.py").read_text()
-    table = (DOCS / "concepts.md").read_text().partition("## What is served")[2]
+    table = named("concepts.md").read_text().partition("## What is served")[2]
     table = re.sub(r"[ -]", "", table.partition("\n\nOther decoders")[0]).lower()
     families = re.findall(r'Family\(\s*"([\w-]+)"', source)
     assert len(families) > 9
@@ -161,20 +174,22 @@ def test_every_page_is_in_the_navigation():
         parts = entry.values() if isinstance(entry, dict) else entry
         return [name for part in parts for name in files(part)]
 
-    nav = files(yaml.safe_load((DOCS.parent / "mkdocs.yml").read_text())["nav"])
+    nav = files(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"])
     assert len(nav) == len(set(nav))
-    pages = {page.name for page in PAGES} | OTHERS
+    pages = {page.relative_to(DOCS).as_posix() for page in PAGES}
     assert pages == set(nav), f"mkdocs.yml, nav: differs by {sorted(pages ^ set(nav))}"
 
 
-@pytest.mark.parametrize("page", PROSE, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", LINKED, ids=name_of)
 def test_internal_links_resolve(page):
     for target in LINK.findall(prose(page)):
         if target.startswith("http"):
             continue
         name, _, anchor = target.partition("#")
-        linked = DOCS / name if name else page
-        assert name in OTHERS or linked.is_file(), target
+        linked = page.parent / name if name else page
+        assert linked.exists(), target
+        if page.is_relative_to(DOCS):  # what mkdocs cannot serve is no link of a page
+            assert linked.resolve().is_relative_to(DOCS), target
         if anchor:
             assert anchor in anchors(linked), target
 
@@ -188,7 +203,7 @@ def anchors(page: Path) -> set[str]:
 FIGURE = re.compile(r"\b\d[\d.,]*\s?(?:x|×|us|µs|ms|s|[GT]B/s|TFLOP\S*|%)(?!\w)")
 
 
-@pytest.mark.parametrize("page", PROSE, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PROSE, ids=name_of)
 def test_no_figure_outside_the_results(page):
     assert not FIGURE.findall(prose(page))
 
