@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 import triton
 
-# DESIGN.md's row: tables, docs and checks read exactly these keys.
+# A row of results has these keys; tables, docs and checks read exactly these.
 KEYS = (
     "op case n batch heads_q heads_kv head_dim dtype options p20_us p50_us p80_us peer peer_p50_us "
     "ratio bytes flops ceiling_fraction gpu torch triton commit date"
