@@ -7,12 +7,12 @@ docs.
     python bench/report.py --check    # exit 1 where a page is not what the JSON says
 
 FILTERS is any number of key=value[,value...], such as `op=dense_decode batch=1 n=8192,131072
-heads=28/4`; none means every row. `op=a | op=b` takes the rows of either, in that order, and
-`columns=op,ratio` those columns of a table. `study=NAME` takes the quality rows of that study,
-else those of none. `show=diff` gives scores their distance from dense, `across=task` a column for
-each task instead of each length. Files are pytest-benchmark's JSON (rows in `extra_info`) or
-`{"rows": [...]}` with quality rows (`task, model, n, trials, dense, policy, value, low, high`).
-Where two rows ask the same question, the later one stands.
+heads=28/4`; none means every row, and `*` in a value stands for anything. `op=a | op=b` takes the
+rows of either, in that order, and `columns=op,ratio` those columns of a table. `study=NAME` takes
+the quality rows of that study, else those of none. `show=diff` gives scores their distance from
+dense, `across=task` a column for each task instead of each length. Files are pytest-benchmark's
+JSON (rows in `extra_info`) or `{"rows": [...]}` with quality rows (`task, model, n, trials, dense,
+policy, value, low, high`). Where two rows ask the same question, the later one stands.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import json
 import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -169,7 +170,10 @@ def fill_markers(text: str, timing: Sequence[Row], quality: Sequence[Row]) -> st
         )
         if rows is quality:  # a study's rows stand in its own tables
             terms = [{"study": [""]} | wanted for wanted in terms]
-        rows = [row for wanted in terms for row in rows if _passes(row, wanted)]
+        found = [[row for row in rows if _passes(row, wanted)] for wanted in terms]
+        if any(found) and not all(found):
+            raise SystemExit(f"<!-- results{match[3]}-->: a term has no rows")
+        rows = list(itertools.chain.from_iterable(found))
         if not rows:
             body = "Not measured yet."
         elif pivot:
@@ -199,8 +203,8 @@ def _passes(row: Row, wanted: dict[str, list[str]]) -> bool:
         raise SystemExit(f"<!-- results -->: rows have no {', '.join(sorted(unknown))}")
     # options hold commas and spaces of their own: compare them without
     return all(
-        "*" in allowed or re.sub(r"[ ,]+", ";", str(values[key])) in allowed
-        for key, allowed in wanted.items()
+        any(fnmatchcase(re.sub(r"[ ,]+", ";", str(values[key])), pattern) for pattern in patterns)
+        for key, patterns in wanted.items()
     )
 
 

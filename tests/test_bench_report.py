@@ -110,12 +110,15 @@ def test_markers_are_filled_by_their_filters_and_nothing_else_moves(report, tree
 
 def test_a_table_may_join_filters_and_name_its_columns(report, tree):
     (tree / "README.md").write_text(
-        "<!-- results columns=tokens,ratio op=momo | op=dense_decode batch=8 -->\n<!-- /results -->"
+        "<!-- results columns=tokens,ratio op=momo options=k=8;* | batch=8 -->\n<!-- /results -->"
     )
     run(report, tree)
     lines = (tree / "README.md").read_text().splitlines()
     assert lines[2] == "| tokens | ratio |" and len(lines) == 8
     assert lines[4].startswith("| 1M |") and lines[5].startswith("| 8K |")
+    with pytest.raises(SystemExit, match="a term has no rows"):
+        text = "<!-- results op=dense_decode | op=momo -->\n<!-- /results -->"
+        report.fill_markers(text, [timing(1)], [])
     with pytest.raises(SystemExit, match="no column speed"):
         report.fill_markers("<!-- results columns=speed -->\n<!-- /results -->", [timing(1)], [])
 

@@ -9,6 +9,7 @@ import tomllib
 from itertools import pairwise
 from pathlib import Path
 
+import ops_page
 import pytest
 import torch
 import yaml
@@ -26,7 +27,8 @@ PAGES = sorted(DOCS.rglob("*.md"))
 # generated, and notes of what was tried: nothing to run there, and figures are their matter
 OTHERS = [page for page in PAGES if page.name in ("results.md", "log.md")]
 PROSE = [page for page in PAGES if page not in OTHERS]
-LINKED = [*PAGES, *(ROOT / name for name in ("README.md", "CHANGELOG.md", "bench/README.md"))]
+ROOT_PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md")]
+LINKED = [*PAGES, *ROOT_PAGES, ROOT / "CHANGELOG.md", ROOT / "bench" / "README.md"]
 RUN = [page for page in PROSE if "```python" in page.read_text()]
 FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
@@ -152,7 +154,7 @@ def test_every_error_is_explained(error):
 def test_commands_exist():
     commands = {command.callback.__name__ for command in app.registered_commands}
     commands |= {group.name for group in app.registered_groups}
-    for page in PROSE:
+    for page in [*PROSE, *ROOT_PAGES]:
         named = re.findall(r"(?:`|&& )attnplug ([a-z]+)", page.read_text())
         assert set(named) <= commands
 
@@ -160,11 +162,53 @@ def test_commands_exist():
 def test_every_family_of_the_contract_is_named():
     source = (Path(__file__).parent / "contract" / "families.py").read_text()
     table = named("concepts.md").read_text().partition("## What is served")[2]
-    table = re.sub(r"[ -]", "", table.partition("\n\nOther decoders")[0]).lower()
+    table = table.partition("\n\nOther decoders")[0]
+    line = (ROOT / "README.md").read_text().partition("Families that the contract tests run:")[2]
     families = re.findall(r'Family\(\s*"([\w-]+)"', source)
     assert len(families) > 9
-    for family in families:
-        assert family.removesuffix("-sliding").replace("-", "") in table
+    for text in (table, line.partition("\n\n")[0]):
+        text = re.sub(r"[\s-]", "", text).lower()
+        for family in families:
+            assert family.removesuffix("-sliding").replace("-", "") in text
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/start/choose-a-method.md"])
+def test_the_lengths_from_which_a_method_pays_are_its_crossovers(page):
+    rows = (ROOT / page).read_text().partition("| you need |")[2].partition("\n\n")[0].splitlines()
+    told = 0
+    for name, method in attnplug.policies.methods().items():
+        if not hasattr(method, "crossover"):
+            continue
+        length = f"{method().crossover(torch.device('cuda')):,} tokens"
+        assert any(f"[`{name}`]" in row and length in row for row in rows), (name, length)
+        told += 1
+    assert told > 3
+
+
+def test_every_op_stands_in_the_reference():
+    page = ops_page.PAGE.read_text()
+    listed = [match[2] for match in ops_page.MARKED.finditer(page)]
+    assert sorted(listed) == sorted(ops_page.ops()) and len(listed) > 17
+    assert set(listed) <= set(ops_page.schemas())
+    assert ops_page.fill(page) == page, "run python tests/ops_page.py"
+
+
+@pytest.mark.parametrize("op", sorted(ops_page.ops()))
+def test_the_shapes_of_the_reference_are_the_docstrings(op):
+    section = ops_page.PAGE.read_text().partition(f"<!-- op {op} -->")[2]
+    table = section.partition("<!-- /op -->")[2].partition("\n#")[0]
+    docstring = re.sub(r"\s", "", ops_page.ops()[op].__doc__ or "")
+    shapes = re.findall(r"`(\[[^`]*\])`", table)
+    assert shapes
+    for shape in shapes:
+        assert re.sub(r"\s", "", shape) in docstring, shape
+
+
+def test_every_cited_paper_is_listed():
+    papers = named("papers.md").read_text()
+    for page in PROSE:
+        for author in re.findall(r"([A-Z]\w+) et al\.,? \(?20\d\d", prose(page)):
+            assert author in papers, (name_of(page), author)
 
 
 def test_every_page_is_in_the_navigation():
@@ -203,7 +247,7 @@ def anchors(page: Path) -> set[str]:
 FIGURE = re.compile(r"\b\d[\d.,]*\s?(?:x|×|us|µs|ms|s|[GT]B/s|TFLOP\S*|%)(?!\w)")
 
 
-@pytest.mark.parametrize("page", PROSE, ids=name_of)
+@pytest.mark.parametrize("page", [*PROSE, *ROOT_PAGES], ids=name_of)
 def test_no_figure_outside_the_results(page):
     assert not FIGURE.findall(prose(page))
 

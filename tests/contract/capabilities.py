@@ -1,7 +1,7 @@
-"""The README's table of what works, from the contract's own lists: which families and policies it
+"""The docs' table of what works, from the contract's own lists: which families and policies it
 runs, and which layers a policy must serve there. A cell is a claim that test_families.py holds.
 
-    python tests/contract/capabilities.py    # write it into README.md
+    python tests/contract/capabilities.py    # write it into docs/reference/models.md
 """
 
 from pathlib import Path
@@ -11,7 +11,7 @@ from families import FAMILIES, Family
 
 import attnplug
 
-ROOT = Path(__file__).resolve().parents[2]
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "reference" / "models.md"
 BEGIN, END = "<!-- capabilities -->\n", "<!-- /capabilities -->"
 WAYS = "greedy, beams, prompt lookup, chunked prefill, static and dynamic caches, left padding"
 
@@ -42,13 +42,12 @@ def table() -> str:
     return "\n".join([*lines, "", ""])
 
 
-def fill(readme: str) -> str:
-    """The README with the table between its markers."""
-    before, _, rest = readme.partition(BEGIN)
+def fill(page: str) -> str:
+    """The page with the table between its markers."""
+    before, _, rest = page.partition(BEGIN)
     _, _, after = rest.partition(END)
     return before + BEGIN + table() + END + after
 
 
 if __name__ == "__main__":
-    path = ROOT / "README.md"
-    path.write_text(fill(path.read_text()))
+    PAGE.write_text(fill(PAGE.read_text()))

@@ -1,8 +1,8 @@
-"""The README's table of what works is the contract's."""
+"""The docs' table of what works is the contract's."""
 
-from capabilities import ROOT, fill
+from capabilities import PAGE, fill
 
 
-def test_the_readme_is_current():
-    readme = (ROOT / "README.md").read_text()
-    assert fill(readme) == readme, "run python tests/contract/capabilities.py"
+def test_the_page_is_current():
+    page = PAGE.read_text()
+    assert fill(page) == page, "run python tests/contract/capabilities.py"
