@@ -25,7 +25,7 @@ ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.rglob("*.md"))
 # generated, and notes of what was tried: nothing to run there, and figures are their matter
-OTHERS = [page for page in PAGES if page.name in ("results.md", "log.md")]
+OTHERS = [page for page in PAGES if page.name == "results.md" or page.parent.name == "log"]
 PROSE = [page for page in PAGES if page not in OTHERS]
 ROOT_PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md")]
 LINKED = [*PAGES, *ROOT_PAGES, ROOT / "CHANGELOG.md", ROOT / "bench" / "README.md"]
@@ -222,6 +222,17 @@ def test_every_page_is_in_the_navigation():
     assert len(nav) == len(set(nav))
     pages = {page.relative_to(DOCS).as_posix() for page in PAGES}
     assert pages == set(nav), f"mkdocs.yml, nav: differs by {sorted(pages ^ set(nav))}"
+
+
+@pytest.mark.parametrize("page", sorted((DOCS / "log").glob("[!i]*.md")), ids=name_of)
+def test_the_log_is_dated_and_newest_first(page):
+    """Every entry under a date; what a later entry overtook names it."""
+    text = page.read_text()
+    dates = re.findall(r"^## (20\d\d-\d\d-\d\d): ", text, re.MULTILINE)
+    assert dates and len(dates) == len(re.findall(r"^## ", text, re.MULTILINE))
+    assert dates == sorted(dates, reverse=True)
+    assert all("](" in note for note in re.findall(r"\*\*Superseded\*\* \((.*)", text))
+    assert f"({page.name})" in (page.parent / "index.md").read_text()
 
 
 @pytest.mark.parametrize("page", LINKED, ids=name_of)
