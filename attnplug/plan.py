@@ -7,7 +7,7 @@ W are the weights that a step reads, A the cache that one sequence of n tokens r
 beta is the bandwidth, c0 what a step takes beside reading, c1 what gather adds to that and c2 what
 each of its k blocks adds. beta and c0 come from measured dense steps alone, the others from
 gather's.
-Source: "Attention Pays Its Bill" (shared/papers/000); c2 is ours.
+Source: "Attention Pays Its Bill" (docs/papers.md); c2 is ours.
 """
 
 import dataclasses

@@ -140,7 +140,9 @@ def test_the_entry_point_of_the_page_brings_the_method(tmp_path, monkeypatch):
 @pytest.mark.parametrize("method", sorted(attnplug.policies._METHODS))
 def test_every_option_stands_on_its_methods_page(method):
     page = DOCS / "methods" / f"{method}.md"
-    assert page.is_file(), f"a method has a page: docs/methods/{page.name}, and a line in mkdocs.yml"
+    assert page.is_file(), (
+        f"a method has a page: docs/methods/{page.name}, and a line in mkdocs.yml"
+    )
     for option in dataclasses.fields(attnplug.policies.methods()[method]):
         row = f"| `{option.name}` | `{option.default!r}` |"
         assert row in page.read_text(), f"docs/{page.name} needs a row {row} ..."

@@ -5,8 +5,9 @@ head of every step is returned with a bound on its distance from exact attention
 
     ||out^ - out||_2 <= E_key + E_val + E_round
 
-Source: "Runtime-Certified Bounded-Error Quantized Attention" (shared/papers/001); docs/certified.md
-has the bounds, their proofs and the ladder. Prefill is another phase's business.
+Source: "Runtime-Certified Bounded-Error Quantized Attention" (docs/papers.md).
+docs/methods/certified.md leads to the bounds, their proofs and the ladder. Prefill is another
+phase's business.
 """
 
 import dataclasses

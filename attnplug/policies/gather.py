@@ -5,7 +5,7 @@ chosen by summaries of their keys that live beside the cache:
 
     keep = blocks 0..sink-1, the last `local`, and the top k of the others by score
 
-Source: "Attention Pays Its Bill" (shared/papers/000); Quest's bounds (Tang et al., 2024).
+Source: "Attention Pays Its Bill" (docs/papers.md); Quest's bounds (Tang et al., 2024).
 Prefill is another phase's business.
 """
 

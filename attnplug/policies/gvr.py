@@ -6,7 +6,7 @@ sink, the window and the picks:
 
     keep = tokens 0..sink-1, the last `window`, and the top k of the others by max_g q[g] . k
 
-Source: "Guess-Verify-Refine" (shared/papers/002); token selection as in DeepSeek's sparse
+Source: "Guess-Verify-Refine" (docs/papers.md); token selection as in DeepSeek's sparse
 attention, with the model's own keys in place of a trained indexer. Prefill is another phase's
 business.
 """

@@ -6,7 +6,7 @@ and the query-sparse rows correct it by their difference (delta correction):
 
     O[i] = O_*[i] + delta (O_g[i // gamma] - O_*[(i // gamma) gamma])
 
-Source: "Measure Once, Mask Once: Delta Refined Block Sparse Attention" (shared/papers/003).
+Source: "Measure Once, Mask Once: Delta Refined Block Sparse Attention" (docs/papers.md).
 Decode is another phase's business.
 """
 
@@ -32,7 +32,7 @@ from attnplug.policies.base import Phase, check_option
 from attnplug.policies.dense import Dense, apply_sinks
 
 # Below this many query tokens for each key that a query block may read, dense attention is
-# faster, and below so many tokens in any case; measured (docs/log.md).
+# faster, and below so many tokens in any case; measured (docs/log/momo.md).
 CROSSOVER_FACTOR = {"cuda": 4, "cpu": 8}
 CROSSOVER_FLOOR = {"cuda": 8192, "cpu": 4096}
 # The row lists of so many heads are in memory at a time (at 1M tokens, 32 heads: a quarter).

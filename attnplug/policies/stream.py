@@ -9,7 +9,7 @@ the model computes stays bit for bit the same.
 Asked for by name, `prefill=stream`, it serves: attention over the named blocks alone, with the
 softmax over them. That is an approximation, and no fast one.
 
-Source: STREAM (Rosser et al., 2025), shared/papers/004.
+Source: STREAM (Rosser et al., 2025), docs/papers.md.
 """
 
 import dataclasses

@@ -2,7 +2,7 @@
 
 `attention_inputs` is a hypothesis strategy of attention inputs; `oracle_attention` is attention in
 fp64 and `dense_error` what plain low-precision attention loses against it; `check_op` holds an op
-to its oracle, and `check_policy` a policy to the contract (docs/add-an-op.md, add-a-policy.md).
+to its oracle, and `check_policy` a policy to the contract (docs/extend).
 """
 
 from attnplug.testing.inputs import (

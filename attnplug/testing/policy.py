@@ -1,6 +1,6 @@
 """`check_policy`: one policy against the contract, on tiny random models.
 
-The promises are DESIGN.md's; what one policy on a tiny Llama cannot show (other model families,
+docs/start/concepts.md lists the promises. What a tiny Llama cannot show (other model families,
 other hardware, speed) is in attnplug's own tests/contract and bench.
 """
 

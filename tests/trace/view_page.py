@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 TOKENS, STEPS, LAYERS, HEADS = 32768, 4, 3, 4
-LOAD_SECONDS = 60  # unmarked: what a shared machine may take; docs/trace-viewer.md has timings
+LOAD_SECONDS = 60  # unmarked: what a shared machine may take; docs/tools/trace-viewer.md has times
 
 # A page of one machine needs no sandbox, and a browser of a test no servers of its maker's.
 FLAGS = (

@@ -1,1 +1,1 @@
-"""Decode from a quantized cache with a proved bound (docs/certified.md)."""
+"""Decode from a quantized cache with a proved bound (docs/methods/certified.md)."""

@@ -1,4 +1,5 @@
-"""What every family of ops stands on, and what an op of your own imports (docs/add-an-op.md).
+"""What every family of ops stands on, and what an op of your own imports
+(docs/extend/add-an-op.md).
 
 Each file holds one subject, and at least two families call it. It imports nothing of attnplug but
 the errors.

@@ -1,1 +1,1 @@
-"""Decode over a constant number of key blocks (docs/gather.md)."""
+"""Decode over a constant number of key blocks (docs/methods/gather.md)."""

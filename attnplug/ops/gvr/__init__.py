@@ -1,1 +1,2 @@
-"""Decode over the exact best tokens: scores, top-k, attention (docs/gvr.md, docs/topk.md)."""
+"""Decode over the exact best tokens: scores, top-k, attention (docs/methods/gvr.md and
+topk.md)."""

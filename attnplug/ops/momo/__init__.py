@@ -1,1 +1,1 @@
-"""Block-sparse prefill: measure, choose, attend, correct (docs/momo.md)."""
+"""Block-sparse prefill: measure, choose, attend, correct (docs/methods/momo.md)."""

@@ -1,1 +1,1 @@
-"""Traces of attention by hierarchical top-k (docs/stream.md)."""
+"""Traces of attention by hierarchical top-k (docs/methods/stream.md)."""

@@ -1,7 +1,8 @@
 """The parts of `topk` that one program does alone: select the best scores that it holds, do a short
 row, sort the result. And what these parts share with the kernels of a long row.
 
-Names: x is a score and i its index, n the length of a row, t a threshold, as in docs/topk.md.
+Names: x is a score and i its index, n the length of a row, t a threshold, as on
+docs/methods/topk.md.
 `need` is how many scores are still to be selected. Thresholds are int32 keys that order like the
 scores: NaN is -inf, -0.0 is 0.0.
 """
@@ -188,8 +189,8 @@ def _try_normal(x, low, high, at_low, at_high, need, normal, outer, inner):
 
 @triton.jit
 def _narrow(x, ok, count, need, NORMAL: tl.constexpr):
-    """Bracket the k-th of the `count` scores that are ok (the others are -inf); docs/topk.md draws
-    a round.
+    """Bracket the k-th of the `count` scores that are ok (the others are -inf).
+    docs/methods/topk.md draws a round.
 
     Returns keys low and high, the scores that reach each (at_low, at_high) and the rounds. Fewer
     scores than needed reach high. Exactly as many as needed reach low, or all between are equal.

@@ -9,7 +9,7 @@ the program synchronizes its warps a fixed number of times: for mean and deviati
 for the places and for the list. If the k-th is in no bin, another pass counts wider bins beside the
 first; if too many scores share its bin, it counts narrower bins inside. After _PASSES passes
 without success, `pick` brackets the k-th by rounds of thresholds (`_narrow` in topk_select.py;
-docs/topk.md draws it).
+docs/methods/topk.md draws it).
 
 A thread holds 4 neighbours of every 128: `[32 lanes, warps, 1 or 2 halves, 4 groups, 4]` in the
 axes of the code below. Loads of scores and stores of results have these axes in the order that
