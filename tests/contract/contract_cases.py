@@ -1,5 +1,5 @@
 """The policies of the contract, a row each. A method that serves a phase has a row of its own name:
-every suite here, the README's table of what is served and the CUDA graphs take it from there."""
+every suite here, the docs' table of what is served and the CUDA graphs take it from there."""
 
 from dataclasses import dataclass
 
