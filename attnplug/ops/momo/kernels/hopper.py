@@ -296,8 +296,8 @@ def _problem(q, k, scale, gamma, lengths, items, **numbers) -> Problem:
         lengths_step=row_step(lengths),
         queries=q.shape[2],
         keys=k.shape[2],
-        rows=triton.cdiv(q.shape[2], gamma),
-        query_blocks=triton.cdiv(q.shape[2], QUERY_BLOCK),
+        rows=-(-q.shape[2] // gamma),
+        query_blocks=-(-q.shape[2] // QUERY_BLOCK),
         kv_heads=k.shape[1],
         gamma=gamma,
         items=items,
@@ -311,7 +311,7 @@ def _packed(q, k, rows):
     group = q.shape[1] // k.shape[1]
     pack = 4 if group % 4 == 0 else 2 if group % 2 == 0 else 1
     columns = q.shape[0] * q.shape[1] // pack
-    return pack, columns, triton.cdiv(rows, QUERY_BLOCK // pack) * columns
+    return pack, columns, -(-rows // (QUERY_BLOCK // pack)) * columns
 
 
 def _spec(q, k, lengths, **options) -> Spec:
@@ -347,7 +347,7 @@ def launch_block_sparse(
     """block_sparse_attention with QUERY_BLOCK queries and BLOCK keys a block, over lists of
     distinct blocks before the local part. `dense` `[B,Hq,ceil(T/gamma),D]` or None: correct by it
     with that weight (delta_correct), gamma a power of two up to MAX_DELTA."""
-    items = q.shape[0] * q.shape[1] * triton.cdiv(q.shape[2], QUERY_BLOCK)
+    items = q.shape[0] * q.shape[1] * -(-q.shape[2] // QUERY_BLOCK)
     group_rows = 1 if dense is None else gamma
     listed, weight = lists.shape[3], float(weight)
     problem = _problem(
