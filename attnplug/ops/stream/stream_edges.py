@@ -1,39 +1,36 @@
-"""What the key blocks named for a query block weigh: one number an edge (query block, key block),
-and on request the attention over the named blocks alone. Never T x T.
+"""The weights of the edges (query block, key block) that a trace lists, and on request attention
+over the listed blocks alone. Never T x T.
 
 With C the pairs that see each other (causality, padding, `key_mask`), i a query block, r a block
-that `index[i]` names, and p[t] = softmax over the keys of all blocks named for t's query block:
+that `index[i]` lists, and p[t] = softmax over the keys of all blocks listed for t's query block:
 
     "score"   max q[t].k[s]  over the pairs (t, s) of i and r in C; unscaled, a NaN is -inf
     "mass"    sum p[t, s]    over t in i and s in r: of at most `query_block` in all
     "value"   | sum p[t, s] v[s] |_2   the length of what r adds to the outputs of i together
-    out[t]    sum p[t, s] v[s]         over the named blocks
+    out[t]    sum p[t, s] v[s]         over the listed blocks
 
-p is the softmax of scale q.k. The order of every sum is fixed: two runs give the same bits. Source:
-shared/papers/004, sections 3 and 6.
+p is the softmax of scale q.k. The order of every sum is fixed: two runs give the same bits.
+Source: STREAM (Rosser et al., 2025), sections 3 and 6 (docs/papers.md).
 """
 
-import math
 from typing import NamedTuple
 
 import numba
 import numpy as np
 import torch
 import triton
-import triton.language as tl
 
 from attnplug.errors import ArgumentError
 from attnplug.ops.common.checks import check_attention_inputs, check_sequence_inputs
 from attnplug.ops.common.define import define_op, refuse_gradients
 from attnplug.ops.common.product import add_product
 from attnplug.ops.common.rows import NO_MASK, mask_bytes, row_step, rows_on_cpu
-from attnplug.ops.stream.kernels.refine import scope
+from attnplug.ops.common.softmax import LOG2E
+from attnplug.ops.stream.kernels.edges import MASS, SCORE, VALUE, weigh_edges
 from attnplug.ops.stream.stream_mask import BLOCKS
 
 NAME = "stream_edges"
-WEIGHTS = ("score", "mass", "value")
-LOG2E = math.log2(math.e)
-LN2 = tl.constexpr(math.log(2))
+WEIGHTS = ("score", "mass", "value")  # in the order of their numbers, SCORE, MASS, VALUE
 
 
 def stream_edges(
@@ -60,10 +57,10 @@ def stream_edges(
         q: `[B, Hq, T, D]`, float32, float16 or bfloat16; the last T tokens of each row.
         k: `[B, Hkv, S, D]` like q; v like k; any strides, all three.
         index: int32 `[B, Hq, NQ, K]`, NQ = ceil(T / query_block), no block twice in a list. -1 and
-            blocks after the query block are passed over.
+            blocks after the query block are skipped.
         scale: factor on q.k in the softmax, above 0.
         weights: "score", "mass" or "value".
-        output: whether to return the attention over the named blocks as well.
+        output: whether to return the attention over the listed blocks as well.
         query_block: queries a block: 16, 32, 64 or 128.
         block: keys a block: 16, 32, 64 or 128.
         lengths: int32 or int64 `[1]` or `[B]`, valid keys, the T queries being the last of them.
@@ -72,8 +69,8 @@ def stream_edges(
         key_mask: bool `[B, S]`, False where a key must not be seen.
 
     Returns:
-        weight: float32 `[B, Hq, NQ, K]`, in the order of `index`; of an entry that is passed over
-            0, for "score" -inf.
+        weight: float32 `[B, Hq, NQ, K]`, in the order of `index`; 0 for a skipped entry, with
+            "score" -inf.
         With `output` also out `[B, Hq, T, D]` of q's dtype and lse `[B, Hq, T]` float32 (natural
         logarithm): 0 and -inf for a query that sees no key.
 
@@ -88,9 +85,7 @@ def stream_edges(
     return (weight, out, lse) if output else weight
 
 
-def _allocate(
-    q, k, v, index, scale, weights, output, query_block, block, lengths, start, key_mask
-):  # fmt: skip
+def _allocate(q, k, v, index, scale, weights, output, query_block, block, lengths, start, key_mask):
     check_attention_inputs(NAME, q, k, v)
     check_sequence_inputs(NAME, q, k, lengths, start, key_mask)
     for label, size in (("query_block", query_block), ("block", block)):
@@ -134,17 +129,17 @@ def _products(q, k, mask, position, first):
 
 
 @numba.njit(cache=True)
-def _row(q, k, v, mask, names, position, start, scale, block, mode, weight, out, lse):
-    """One query block `q [M, D]` against the blocks `names [K]`; `k` and `v` end with its last
+def _row(q, k, v, mask, listed, position, start, scale, block, mode, weight, out, lse):
+    """One query block `q [M, D]` against the blocks `listed [K]`; `k` and `v` end with its last
     position. `weight [K]`, `out [M, D]`, `lse [M]`."""
     rows, keys = q.shape[0], k.shape[0]
     top = np.full(rows, -np.inf, np.float32)
-    for turn in range(3):  # the maxima, the sums, then what each block has of them
+    for turn in range(3):  # the maxima, then the sums, then the share of each block
         total = np.zeros(rows, np.float64)
-        for place in range(names.shape[0]):
-            first = start + names[place] * block
+        for place in range(listed.shape[0]):
+            first = start + listed[place] * block
             best, part = np.float32(-np.inf), np.zeros((rows, block), np.float32)
-            if names[place] >= 0 and first < keys:
+            if listed[place] >= 0 and first < keys:
                 until = min(first + block, keys)
                 s, seen = _products(q, k[first:until], mask, position, first)
                 for m in range(rows):
@@ -164,15 +159,15 @@ def _row(q, k, v, mask, names, position, start, scale, block, mode, weight, out,
                     gain = np.zeros((rows, v.shape[1]), np.float32)
                     values = v[first:until].copy()
                     for n in range(until - first):
-                        if not seen[-1, n]:  # by no query: 0 times NaN is NaN
+                        if not seen[-1, n]:  # no query sees it: 0 times NaN is NaN
                             values[n] = 0.0
                     add_product(part[:, : until - first], values, gain)
                     out += gain
-                    if mode == 2:
+                    if mode == VALUE:
                         weight[place] = np.sqrt((gain.sum(0).astype(np.float64) ** 2).sum())
-            if turn == 2 and mode == 0:
+            if turn == 2 and mode == SCORE:
                 weight[place] = best
-            elif turn == 2 and mode == 1:
+            elif turn == 2 and mode == MASS:
                 weight[place] = part.astype(np.float64).sum()
         if turn == 1:
             for m in range(rows):
@@ -183,7 +178,7 @@ def _row(q, k, v, mask, names, position, start, scale, block, mode, weight, out,
 @numba.njit(parallel=True, cache=True)
 def _reference(
     q, k, v, index, lengths, start, mask, scale, query_block, block, mode, weight, out, lse
-):  # fmt: skip
+):
     """Every (row, query head, query block), in parallel; `out` and `lse` come empty (0, -inf)."""
     batch, heads, queries, _ = q.shape
     group, slots = heads // k.shape[1], index.shape[2]
@@ -192,7 +187,7 @@ def _reference(
         offset = lengths[b] - queries
         t = max(0, start[b] - offset) + i * query_block
         until = min(t + query_block, queries)
-        weight[b, h, i] = -np.inf if mode == 0 else 0.0
+        weight[b, h, i] = -np.inf if mode == SCORE else 0.0
         if t < queries:
             end = offset + until
             _row(
@@ -213,9 +208,22 @@ def _reference(
 
 
 def _cpu(
-    q, k, v, index, scale, weights, output, query_block, block, lengths, start, key_mask,
-    weight, out, lse,
-):  # fmt: skip
+    q,
+    k,
+    v,
+    index,
+    scale,
+    weights,
+    output,
+    query_block,
+    block,
+    lengths,
+    start,
+    key_mask,
+    weight,
+    out,
+    lse,
+):
     lengths, start = rows_on_cpu(k, lengths, start)
     valid = max(int(lengths.max()), 0)
     result, sums = torch.zeros(q.shape), torch.full(q.shape[:3], -torch.inf)
@@ -246,163 +254,78 @@ def _cpu(
 class Plan(NamedTuple):
     """How the kernel cuts the work; chosen from static shapes alone."""
 
-    tile: int  # keys of one step
+    tile: int  # keys that a program reads at once
     warps: int
-    # Not pipelined: Triton 3.6 compiled a loop over gathered keys to wrong code, without a word
+    # Not pipelined: Triton 3.6 silently compiled a loop over gathered keys to wrong code
     # (block_sparse_attention).
-
-
-@triton.jit
-def _logits(
-    query, position, k_at, mask_at, at, top, k_s, D: tl.constexpr, DP: tl.constexpr
-):  # fmt: skip
-    """Products of the queries with the keys `at`, -inf where they are not seen; which keys are
-    seen at all; and which pairs."""
-    d = tl.arange(0, DP)
-    seen = at <= top
-    if mask_at is not None:
-        seen = seen & (tl.load(mask_at + at, mask=seen, other=0) != 0)
-    key = tl.load(
-        k_at + at.to(tl.int64)[None, :] * k_s + d[:, None],
-        mask=seen[None, :] & (d < D)[:, None],
-        other=0.0,
-    )
-    pairs = seen[None, :] & (at[None, :] <= position[:, None])
-    s = tl.dot(query, key, input_precision="ieee")
-    return tl.where(pairs, s, float("-inf")), seen, pairs
-
-
-@triton.jit
-def _edges(
-    q, k, v, index, lengths, start, key_mask, weight, out, lse, scale, T, S, K,
-    q_b, q_h, q_t, k_b, k_h, k_s, v_b, v_h, v_s, mask_b,
-    GROUP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, QUERY_BLOCK: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, MODE: tl.constexpr,
-    OUTPUT: tl.constexpr, LENGTH_STEP: tl.constexpr, START_STEP: tl.constexpr,
-):  # fmt: skip
-    """The edges of one query block and head: the softmax's sums first, where it takes any, then
-    each block's part."""
-    program = tl.program_id(0)
-    h = tl.program_id(1).to(tl.int64)
-    b = tl.program_id(2).to(tl.int64)
-    t, offset, low, top, alive = scope(
-        program, h, b, lengths, start, None, T, S, 0, 0, 0, QUERY_BLOCK, 1,
-        LENGTH_STEP, START_STEP,
-    )  # fmt: skip
-    last = tl.where(alive > 0, (top - low) // BLOCK, -1)
-    m = tl.arange(0, ROWS)
-    d = tl.arange(0, DP)
-    n = tl.arange(0, TILE)
-    row = t + m
-    live = (m < QUERY_BLOCK) & (row < T)
-    query = tl.load(
-        q + b * q_b + h * q_h + row.to(tl.int64)[:, None] * q_t + d[None, :],
-        mask=live[:, None] & (d < D)[None, :],
-        other=0.0,
-    )
-    position = tl.where(live, offset + row, -1)
-    k_at = k + b * k_b + h // GROUP * k_h
-    v_at = v + b * v_b + h // GROUP * v_h
-    mask_at = key_mask
-    if key_mask is not None:
-        mask_at = key_mask + b * mask_b
-    edge = ((b * tl.num_programs(1) + h) * tl.num_programs(0) + program) * K
-    high = tl.full([ROWS], float("-inf"), tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
-    acc = tl.zeros([ROWS, DP], tl.float32)
-    if MODE > 0 or OUTPUT:
-        for place in range(K):
-            r = tl.load(index + edge + place)
-            if (r >= 0) & (r <= last):
-                for begin in range(0, BLOCK, TILE):
-                    at = low + r * BLOCK + begin + n
-                    s, seen, _ = _logits(query, position, k_at, mask_at, at, top, k_s, D, DP)
-                    s = s * scale
-                    best = tl.maximum(high, tl.max(s, 1))
-                    shift = tl.where(best == float("-inf"), 0.0, best)
-                    # A NaN score may be dropped by the maximum; it comes back through p.
-                    p = tl.exp2(s - shift[:, None])
-                    decay = tl.exp2(high - shift)
-                    high = best
-                    total = total * decay + tl.sum(p, 1)
-                    if OUTPUT:
-                        value = tl.load(
-                            v_at + at.to(tl.int64)[:, None] * v_s + d[None, :],
-                            mask=seen[:, None] & (d < D)[None, :],
-                            other=0.0,
-                        )
-                        acc = tl.dot(
-                            p.to(value.dtype), value, acc * decay[:, None], input_precision="ieee"
-                        )
-    empty = total == 0
-    sums = tl.where(high == float("-inf"), 0.0, high) + tl.log2(tl.where(empty, 1.0, total))
-    if OUTPUT:
-        line = (b * tl.num_programs(1) + h) * T + row
-        tl.store(lse + line, tl.where(empty, float("-inf"), sums * LN2), mask=live)
-        result = acc / tl.where(empty, 1.0, total)[:, None]
-        tl.store(
-            out + line[:, None] * D + d[None, :],
-            result.to(out.dtype.element_ty),
-            mask=live[:, None] & (d < D)[None, :],
-        )
-    for place in range(K):
-        r = tl.load(index + edge + place)
-        best = tl.full([ROWS], float("-inf"), tl.float32)
-        gain = tl.zeros([DP], tl.float32)
-        if (r >= 0) & (r <= last):
-            for begin in range(0, BLOCK, TILE):
-                at = low + r * BLOCK + begin + n
-                s, seen, pairs = _logits(query, position, k_at, mask_at, at, top, k_s, D, DP)
-                if MODE == 0:
-                    best = tl.maximum(best, tl.max(tl.where(s == s, s, float("-inf")), 1))
-                else:
-                    p = tl.where(pairs, tl.exp2(s * scale - sums[:, None]), 0.0)
-                    column = tl.sum(p, 0)
-                    if MODE == 1:  # the same sum in every column
-                        gain += tl.sum(column, 0)
-                    else:
-                        value = tl.load(
-                            v_at + at.to(tl.int64)[:, None] * v_s + d[None, :],
-                            mask=seen[:, None] & (d < D)[None, :],
-                            other=0.0,
-                        ).to(tl.float32)
-                        gain += tl.sum(column[:, None] * value, 0)
-        if MODE == 0:
-            tl.store(weight + edge + place, tl.max(best, 0))
-        elif MODE == 1:
-            tl.store(weight + edge + place, tl.sum(tl.where(d == 0, gain, 0.0), 0))
-        else:
-            tl.store(weight + edge + place, tl.sqrt(tl.sum(gain * gain, 0)))
 
 
 def plan_for(rows: int, block: int, width: int, itemsize: int) -> Plan:
     """The plan of a shape: `rows` queries a block."""
-    line = triton.next_power_of_2(width) * itemsize
-    return Plan(max(16, min(block, 32768 // line, 64)), 8 if rows == 128 else 4)
+    key_bytes = triton.next_power_of_2(width) * itemsize
+    return Plan(max(16, min(block, 32768 // key_bytes, 64)), 8 if rows == 128 else 4)
 
 
 def launch_stream_edges(
-    q, k, v, index, scale, weights, output, query_block, block, lengths, start, key_mask,
-    weight, out, lse, plan=None,
-):  # fmt: skip
+    q,
+    k,
+    v,
+    index,
+    scale,
+    weights,
+    output,
+    query_block,
+    block,
+    lengths,
+    start,
+    key_mask,
+    weight,
+    out,
+    lse,
+    plan=None,
+):
     """Run the kernel; tensors as in `stream_edges`, on a GPU or in Triton's interpreter."""
     if output:  # padding queries are in no query block
         out.zero_()
         lse.fill_(-torch.inf)
     batch, heads, queries, width = q.shape
-    group, slots = heads // k.shape[1], index.shape[2]
     rows = min(query_block, max(16, triton.next_power_of_2(queries)))
     plan = plan or plan_for(rows, block, width, q.element_size())
     q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k, v))
     index, key_mask = index.contiguous(), mask_bytes(key_mask)
-    _edges[(slots, heads, batch)](
-        q, k, v, index, lengths, start, key_mask, weight, out, lse, scale * LOG2E,
-        queries, k.shape[2], index.shape[3], *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],
-        0 if key_mask is None else key_mask.stride(0),
-        group, width, triton.next_power_of_2(width), query_block, rows, block, plan.tile,
-        WEIGHTS.index(weights), output, row_step(lengths), row_step(start),
-        num_warps=plan.warps, num_stages=1,  # pyright: ignore[reportCallIssue]
-    )  # fmt: skip
+    weigh_edges[(index.shape[2], heads, batch)](
+        q=q,
+        k=k,
+        v=v,
+        index=index,
+        lengths=lengths,
+        start=start,
+        key_mask=key_mask,
+        weight=weight,
+        out=out,
+        lse=lse,
+        scale=scale * LOG2E,
+        T=queries,
+        S=k.shape[2],
+        K=index.shape[3],
+        q_strides=q.stride()[:3],
+        k_strides=k.stride()[:3],
+        v_strides=v.stride()[:3],
+        mask_stride=0 if key_mask is None else key_mask.stride(0),
+        GROUP=heads // k.shape[1],
+        D=width,
+        DP=triton.next_power_of_2(width),
+        QUERY_BLOCK=query_block,
+        ROWS=rows,
+        BLOCK=block,
+        TILE=plan.tile,
+        MODE=WEIGHTS.index(weights),
+        OUTPUT=output,
+        LENGTH_STEP=row_step(lengths),
+        START_STEP=row_step(start),
+        num_warps=plan.warps,
+        num_stages=1,
+    )
 
 
 _stream_edges = define_op(

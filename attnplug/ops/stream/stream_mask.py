@@ -1,19 +1,19 @@
 """Which key blocks each query block attends to, found by hierarchical refinement: near-linear in
 the context, never T x T.
 
-Key block r of a query block is *valid* iff a key in it is seen by a query of the block (causality,
+Key block r of a query block is *valid* iff a query of the block sees a key in it (causality,
 padding, `key_mask`, `block_mask`). Its score is
 
     score(r) = max q[t].k[s]   over the pairs (t, s) that see each other; unscaled, a NaN is -inf
 
-`top_k` branches cut the interval from the first to the last valid block into equal parts, the
-remainder to the first ones. ceil(log2(blocks)) times, each branch [a, b) is split at
-a + ceil((b - a) / 2). A part stands for its first valid block, and the best `top_k` of the parts
-stay, by the total order (score descending, then block, branch, part ascending). So the same inputs
-give the same bits whatever runs them, wherever the arithmetic of the scores is exact.
+`top_k` branches divide the interval from the first to the last valid block into equal parts; the
+first ones get the remainder. ceil(log2(blocks)) times, each branch [a, b) is split at
+a + ceil((b - a) / 2). The first valid block of a part represents it, and the best `top_k` of the
+parts are kept by the total order (score descending, then block, branch, part ascending). So the
+same inputs give the same bits on every path, wherever the arithmetic of the scores is exact.
 
-A part that has its branch's representative has its score as well: one new score a branch and
-iteration. Source: STREAM (Rosser et al., 2025) as specified in shared/papers/004, appendices A, B.
+A part that contains its branch's representative has the same score: one new score a branch and
+iteration. Source: STREAM (Rosser et al., 2025), appendices A and B (docs/papers.md).
 """
 
 from typing import NamedTuple
@@ -233,9 +233,7 @@ def _refine(q, k, mask, valid, position, start, block, branches):
 
 
 @numba.njit(parallel=True, cache=True)
-def _reference(
-    q, k, lengths, start, mask, block_mask, budget, query_block, block, index, score
-):  # fmt: skip
+def _reference(q, k, lengths, start, mask, block_mask, budget, query_block, block, index, score):
     """Every (row, query head, query block), in parallel."""
     batch, heads, queries, _ = q.shape
     group, slots = heads // k.shape[1], index.shape[2]
@@ -282,18 +280,18 @@ def _cpu(
     )
 
 
-# --- CUDA: what the heads of a group share, then each head's refinement ------------------------
+# --- CUDA: the scores that a group's heads share, then each head's refinement ------------------
 
 
 class Plan(NamedTuple):
     """How the kernels cut the work; chosen from static shapes alone."""
 
     heads: int  # of one group, that share the key tiles of the first iteration
-    tile: int  # keys of one step
+    tile: int  # keys that a program reads at once
     seed_warps: int
     warps: int
-    # Of the pipelines over keys. What no GPU has compared gets none: Triton 3.6 compiled a loop
-    # over gathered keys to wrong code, without a word (block_sparse_attention).
+    # Of the pipelines over keys. A loop gets one only after a GPU has compared it: Triton 3.6
+    # silently compiled such a loop over gathered keys to wrong code (block_sparse_attention).
     seed_stages: int = 1
     stages: int = 1
 
@@ -303,12 +301,12 @@ def plan_for(
 ) -> Plan:
     """The plan of a shape: `rows` queries a block; the heads of a group look at the same blocks in
     the first iteration where they are `alike`; keys are `masked` one by one or not."""
-    line = triton.next_power_of_2(width) * itemsize
-    room = max(1, min(256 // rows, 65536 // (rows * line)))  # 64 KiB of queries
+    key_bytes = triton.next_power_of_2(width) * itemsize
+    room = max(1, min(256 // rows, 65536 // (rows * key_bytes)))  # 64 KiB of queries
     heads = min(triton.next_power_of_2(group), 1 << room.bit_length() - 1) if alike else 1
-    tile = max(16, min(block, 32768 // line))
+    tile = max(16, min(block, 32768 // key_bytes))
     warps = 8 if rows == 128 else 4
-    pipelined = line == 256 and itemsize == 2 and block == rows == 64 and not masked
+    pipelined = key_bytes == 256 and itemsize == 2 and block == rows == 64 and not masked
     return Plan(heads, tile, 8 if heads * rows >= 128 else 4, warps, 1, 3 if pipelined else 1)
 
 
@@ -323,51 +321,78 @@ def _nearest_keys(key_mask: torch.Tensor | None) -> tuple[torch.Tensor | None, t
     return after.int().contiguous(), torch.where(key_mask, at, -1).int().cummax(1).values
 
 
-def _steps(tensor: torch.Tensor | None) -> tuple[int, ...]:
-    """What a row, a head, ... add to an address in an optional `[B or 1, Hq or 1, ...]`."""
+def _broadcast_strides(tensor: torch.Tensor | None, dimensions: int) -> tuple[int, ...]:
+    """The strides of an optional `[B or 1, Hq or 1, ...]`, 0 where a dimension is shared."""
     if tensor is None:
-        return (0, 0, 0, 0)
-    steps = [s if n > 1 else 0 for n, s in zip(tensor.shape, tensor.stride(), strict=True)]
-    return (*steps, *(0,) * (4 - len(steps)))
+        return (0,) * dimensions
+    return tuple(s if n > 1 else 0 for n, s in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def launch_stream_mask(
-    q, k, query_block, block, top_k, budget, lengths, start, key_mask, block_mask, index, score,
+    q,
+    k,
+    query_block,
+    block,
+    top_k,
+    budget,
+    lengths,
+    start,
+    key_mask,
+    block_mask,
+    index,
+    score,
     plan=None,
-):  # fmt: skip
-    """Run the kernels; tensors as in `stream_mask`, on a GPU or in Triton's interpreter. Beside
-    the outputs they need two int32 a key, and only where there is a `key_mask`."""
+):
+    """Run the kernels; tensors as in `stream_mask`, on a GPU or in Triton's interpreter. Only with
+    a `key_mask` do they need memory beside the outputs: two int32 a key."""
     if index.numel() == 0:
         return
     batch, heads, queries, width = q.shape
     kv_heads, slots = k.shape[1], index.shape[2]
     group = heads // kv_heads
     rows = min(query_block, max(16, triton.next_power_of_2(queries)))
-    alike = all(x is None or x.shape[1] == 1 for x in (budget, block_mask))
-    plan = plan or plan_for(
-        rows, group, block, width, q.element_size(), alike, key_mask is not None
-    )
+    if plan is None:
+        alike = all(x is None or x.shape[1] == 1 for x in (budget, block_mask))
+        masked = key_mask is not None
+        plan = plan_for(rows, group, block, width, q.element_size(), alike, masked)
     q, k = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k))
     after, before = _nearest_keys(key_mask)
     key_mask = mask_bytes(key_mask)
-    if block_mask is not None:
-        block_mask = block_mask.view(torch.uint8)
-    chunks = triton.cdiv(group, plan.heads)
-    arguments = (
-        q, k, index, score, lengths, start, key_mask, after, before, block_mask, budget,
-        queries, k.shape[2], *q.stride()[:3], *k.stride()[:3],
-        0 if key_mask is None else key_mask.stride(0), *_steps(block_mask), *_steps(budget)[:3],
-        group, width, triton.next_power_of_2(width), query_block, rows, block, plan.tile, top_k,
-        max(2, triton.next_power_of_2(top_k)), row_step(lengths), row_step(start),
-    )  # fmt: skip
-    kernels.seed[(slots, kv_heads * chunks, batch)](
-        *arguments, plan.seed_stages, plan.heads,
-        num_warps=plan.seed_warps,  # pyright: ignore[reportCallIssue]
-    )  # fmt: skip
-    kernels.refine[(slots, heads, batch)](
-        *arguments, plan.stages,
-        num_warps=plan.warps,  # pyright: ignore[reportCallIssue]
-    )  # fmt: skip
+    shared = {
+        "q": q,
+        "k": k,
+        "index": index,
+        "score": score,
+        "lengths": lengths,
+        "start": start,
+        "key_mask": key_mask,
+        "after": after,
+        "before": before,
+        "block_mask": None if block_mask is None else block_mask.view(torch.uint8),
+        "budget": budget,
+        "T": queries,
+        "S": k.shape[2],
+        "q_strides": q.stride()[:3],
+        "k_strides": k.stride()[:3],
+        "mask_stride": 0 if key_mask is None else key_mask.stride(0),
+        "allowed_strides": _broadcast_strides(block_mask, 4),
+        "budget_strides": _broadcast_strides(budget, 3),
+        "GROUP": group,
+        "D": width,
+        "DP": triton.next_power_of_2(width),
+        "QUERY_BLOCK": query_block,
+        "ROWS": rows,
+        "BLOCK": block,
+        "TILE": plan.tile,
+        "K": top_k,
+        "KP": max(2, triton.next_power_of_2(top_k)),
+        "LENGTH_STEP": row_step(lengths),
+        "START_STEP": row_step(start),
+    }
+    kernels.seed[(slots, kv_heads * triton.cdiv(group, plan.heads), batch)](
+        **shared, STAGES=plan.seed_stages, HEADS=plan.heads, num_warps=plan.seed_warps
+    )
+    kernels.refine[(slots, heads, batch)](**shared, STAGES=plan.stages, num_warps=plan.warps)
 
 
 _stream_mask = define_op(
