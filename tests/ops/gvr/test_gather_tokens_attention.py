@@ -5,6 +5,7 @@ import itertools
 
 import pytest
 import torch
+from gvr_cases import dtypes, random
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -80,10 +81,6 @@ def hold(got, q, k, v, index, **options):
     assert (out[~finite] == 0).all()
 
 
-def random(seed, *shape, dtype=torch.float32):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
-
-
 def lists(seed, k, queries, count):
     """Distinct random tokens, some of them sink, window, padding, after the query, or none (-1)."""
     places = torch.rand(*k.shape[:2], queries, max(count, k.shape[2] + 9),
@@ -99,9 +96,7 @@ def test_matches_fp64(device_path, data):
     batch, kv_heads = draw(st.integers(1, 2)), draw(st.integers(1, 2))
     heads, queries = kv_heads * draw(st.sampled_from([1, 3, 7])), draw(st.sampled_from([1, 1, 3]))
     size, width = draw(st.integers(queries, 300)), draw(st.sampled_from([64, 80, 128]))
-    dtypes = [torch.float32, torch.float16]  # Triton's interpreter cannot multiply bfloat16
-    dtypes += [] if device_path == ("cpu", "kernel") else [torch.bfloat16]
-    dtype, seed = draw(st.sampled_from(dtypes)), draw(st.integers(0, 999))
+    dtype, seed = draw(st.sampled_from(dtypes(device_path))), draw(st.integers(0, 999))
     options = {
         "scale": draw(st.sampled_from([width**-0.5, 0.5])),
         "sink": draw(st.sampled_from([0, 1, 16])),

@@ -1,7 +1,9 @@
-"""score_tokens against fp64 torch, by torch on the CPU and by the Triton kernel; and INT8 keys."""
+"""score_tokens against fp64 torch, by the numba reference and the Triton kernel; and INT8 keys."""
 
+import numba
 import pytest
 import torch
+from gvr_cases import dtypes, random
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -9,10 +11,6 @@ from attnplug.errors import ArgumentError, GradientError
 from attnplug.ops.gvr import score_tokens as op
 
 NAMES = ("sink", "window", "lengths", "start", "key_mask")
-
-
-def random(seed, *shape, dtype=torch.float32):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 def score(device_path, q, codes, steps, **options):
@@ -46,9 +44,7 @@ def test_matches_fp64(device_path, data):
     batch, heads = draw(st.integers(1, 2)), draw(st.integers(1, 2))
     group, size = draw(st.sampled_from([1, 3, 7, 17])), draw(st.integers(1, 300))
     width, seed = draw(st.sampled_from([64, 80, 256])), draw(st.integers(0, 999))
-    dtypes = [torch.float32, torch.float16]  # Triton's interpreter cannot multiply bfloat16
-    dtypes += [] if device_path == ("cpu", "kernel") else [torch.bfloat16]
-    dtype = draw(st.sampled_from(dtypes))
+    dtype = draw(st.sampled_from(dtypes(device_path)))
     options = {"sink": draw(st.sampled_from([0, 3])), "window": draw(st.sampled_from([1, 40]))}
     if draw(st.booleans()):
         rows = draw(st.sampled_from([1, batch]))
@@ -67,6 +63,42 @@ def test_matches_fp64(device_path, data):
     assert torch.equal(found == -torch.inf, want == -torch.inf)
     seen = want != -torch.inf
     assert ((found.double() - want)[seen].abs() <= 1e-4 + 1e-5 * want[seen].abs()).all()
+
+
+def by_matrix_product(q, codes, steps, sink, window):
+    """What the CPU path computed before it was numba: one float32 product of all keys."""
+    heads, size = codes.shape[1:3]
+    products = q.float().unflatten(1, (heads, -1))[:, :, :, 0] @ codes.float().mT
+    best = (products * steps[:, :, None]).nan_to_num(torch.inf, torch.inf, -torch.inf).amax(2)
+    at = torch.arange(size)
+    return torch.where((at >= sink) & (at < size - window), best, -torch.inf).flatten(0, 1)
+
+
+@pytest.mark.parametrize("size", [1, op.REFERENCE_TILE, op.REFERENCE_TILE + 1, 700])
+@pytest.mark.parametrize("bad", [0.0, torch.nan, torch.inf])
+def test_the_reference_equals_a_matrix_product(size, bad):
+    """To the rounding of float32; exactly where a score is not finite. Tiles leave no gap."""
+    q, keys = random(0, 2, 6, 1, 80), random(1, 2, 2, size, 80)
+    keys[0, 1, size // 2, 5] = q[1, 4, 0, 7] = bad
+    codes, steps = op.quantize_keys(keys)
+    found = op.score_tokens(q, codes, steps, sink=2, window=3)
+    want = by_matrix_product(q, codes, steps, 2, 3)
+    assert torch.equal(found[~want.isfinite()], want[~want.isfinite()])
+    assert torch.allclose(found, want, rtol=1e-5, atol=2e-4)
+
+
+def test_the_reference_is_deterministic():
+    """The number of threads changes no bit."""
+    q = random(0, 2, 6, 1, 128)
+    codes, steps = op.quantize_keys(random(1, 2, 2, 1500, 128))
+    threads = numba.get_num_threads()
+    found = op.score_tokens(q, codes, steps)
+    numba.set_num_threads(1)
+    try:
+        alone = op.score_tokens(q, codes, steps)
+    finally:
+        numba.set_num_threads(threads)
+    assert torch.equal(found, alone)
 
 
 def test_codes_are_within_half_a_step():

@@ -110,3 +110,9 @@ def pair(seed, batch, heads, kv_heads, queries, size, width=64, dtype=torch.floa
     q = random(seed, batch, queries, heads, width, dtype=dtype, whole=whole).transpose(1, 2)
     k = random(seed + 1, batch, size, kv_heads, width, dtype=dtype, whole=whole).transpose(1, 2)
     return q, k
+
+
+def dtypes(device_path):
+    """Those that the path can multiply: Triton's interpreter cannot multiply bfloat16."""
+    exact = [torch.float32, torch.float16]
+    return exact if device_path == ("cpu", "kernel") else [*exact, torch.bfloat16]

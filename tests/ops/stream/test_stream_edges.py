@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from stream_cases import dtypes, random
 
 from attnplug.errors import ArgumentError, GradientError
 from attnplug.ops import stream_mask
@@ -92,10 +93,6 @@ def close(found, wanted, q, queries):
     assert torch.allclose(lse.double(), wanted[2], rtol=1e-5, atol=2e-5)
 
 
-def random(seed, *shape, dtype=torch.float32):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
-
-
 def inputs(seed, batch, heads, kv_heads, queries, size, width=64, dtype=torch.float32):
     """q, k, v, strided as transformers hands them on."""
     shapes = ((queries, heads), (size, kv_heads), (size, kv_heads))
@@ -111,19 +108,13 @@ def lists(seed, batch, heads, slots, blocks, wanted):
     return (order - 1).int()
 
 
-def precise(device_path):
-    """Triton's interpreter cannot multiply bfloat16."""
-    exact = [torch.float32, torch.float16]
-    return exact if device_path == ("cpu", "kernel") else [*exact, torch.bfloat16]
-
-
 @given(data=st.data())
 def test_equals_the_dense_formulas(device_path, data):
     draw = data.draw
     batch, kv_heads = draw(st.integers(1, 2)), draw(st.integers(1, 2))
     heads, queries = kv_heads * draw(st.integers(1, 3)), draw(st.sampled_from([1, 2, 16, 17, 40]))
     size = queries + draw(st.sampled_from([0, 1, 30, 90]))
-    dtype, seed = draw(st.sampled_from(precise(device_path))), draw(st.integers(0, 999))
+    dtype, seed = draw(st.sampled_from(dtypes(device_path))), draw(st.integers(0, 999))
     options: dict = {
         "weights": draw(st.sampled_from(WEIGHTS)),
         "query_block": draw(st.sampled_from([16, 32])),
