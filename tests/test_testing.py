@@ -8,6 +8,7 @@ import hypothesis
 import pytest
 import torch
 
+from attnplug.errors import ArgumentError
 from attnplug.testing import (
     AttentionInputs,
     Check,
@@ -257,6 +258,39 @@ def test_check_op_compares_every_output_of_the_reference():
     with pytest.raises(AssertionError, match=r"output 1: .* elements are off"):
         check_op(op, inputs=few_inputs(), backend="aot_eager")
     check_op(op, lambda *a, **o: oracle_attention(*a, **o)[0], few_inputs(), backend="aot_eager")
+
+
+@torch.library.custom_op("attnplug_testing::key_norms", mutates_args=())
+def key_norms_op(k: torch.Tensor) -> torch.Tensor:
+    return k.float().norm(dim=-1)
+
+
+@key_norms_op.register_fake
+def _(k):
+    return k.new_empty(k.shape[:3], dtype=torch.float32)
+
+
+def test_check_op_serves_an_op_without_q_or_v():
+    def exact(k):
+        return k.double().norm(dim=-1)
+
+    def allowed(x):
+        return 1e-5 * float(exact(x.k).nan_to_num().max())
+
+    asked = dict(sequence=False, tensors="k", backend="aot_eager")
+    report = check_op(key_norms_op, exact, allowed=allowed, **asked)
+    assert report.checks[-1].name == "NaN in k"
+    with pytest.raises(AssertionError, match="oracle"):
+        check_op(key_norms_op, lambda k: 1.01 * exact(k), allowed=allowed, **asked)
+    with pytest.raises(AssertionError, match="NaN in k"):
+        check_op(lambda k: key_norms_op(k).nan_to_num(), exact, allowed=allowed, **asked)
+
+
+def test_check_op_wants_names_and_a_tolerance_that_fit():
+    with pytest.raises(ArgumentError, match="tensors is 'kq', needs names out of 'qkv'"):
+        check_op(key_norms_op, tensors="kq")
+    with pytest.raises(ArgumentError, match="allowed is None, but an op of 'k' needs its own"):
+        check_op(key_norms_op, tensors="k")
 
 
 def test_a_report_names_failures_and_what_was_not_asked():

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from attnplug.ops.common.checks import HEAD_DIMS
+from attnplug.ops.common import HEAD_DIMS
 
 if TYPE_CHECKING:
     from hypothesis.strategies import SearchStrategy

@@ -9,6 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
+from attnplug.errors import ArgumentError
 from attnplug.testing.inputs import LAYOUTS, AttentionInputs, lay_out, odd_inputs
 from attnplug.testing.oracle import largest, oracle_attention, tolerance
 from attnplug.testing.report import CheckReport, collect
@@ -19,6 +20,7 @@ def check_op(
     reference: Callable[..., Any] = oracle_attention,
     inputs: Iterable[AttentionInputs] | None = None,
     *,
+    tensors: str = "qkv",
     options: dict[str, Any] | None = None,
     factor: float = 4.0,
     allowed: Callable[[AttentionInputs], float] | None = None,
@@ -30,19 +32,28 @@ def check_op(
     """Hold `op` to `reference` and to what torch expects of an op; raise AssertionError naming
     every failure, else return the report.
 
-    Both are called as `f(q, k, v, scale=, lengths=, start=, key_mask=, **options)`, without those
-    that are None; an op without a sequence's tensors says `sequence=False`. They return a tensor or
-    a tuple, compared member by member as far as both go; `reference` is to compute in fp64.
-    `inputs` defaults to `odd_inputs`. Checked on each: error at most `allowed(inputs)` (default
-    `tolerance` with `factor`). On the first with T > 1 also: the same result from other memory
-    layouts, `torch.library.opcheck` of every op it calls, `torch.compile(fullgraph=True)` equal to
-    eager, and with `surface` a NaN that stays visible and among its own row and heads.
+    Both are called as `f(q, k, v, scale=, lengths=, start=, key_mask=, **options)`, without options
+    that are None. An op without a sequence's tensors says `sequence=False`. `tensors` names those
+    of q, k and v that the op takes: "qk" stands for `f(q, k, scale=...)`, and "k" for `f(k, ...)`,
+    without `scale`, which is a factor on q.k. Both return a tensor or a tuple, compared member by
+    member as far as both go; `reference` is to compute in fp64.
+
+    `inputs` defaults to `odd_inputs`. Checked on each: the error is at most `allowed(inputs)`. Its
+    default is attention's `tolerance` with `factor`; an op that does not take q, k and v gives its
+    own. On the first input with T > 1 also: the same result from other memory layouts,
+    `torch.library.opcheck` of every op it calls, `torch.compile(fullgraph=True)` equal to eager,
+    and with `surface` that a NaN stays visible, in its own row and heads only.
+
+    Raises:
+        AssertionError: a check failed.
+        ArgumentError: `tensors` or `allowed` does not fit.
     """
+    _check_tensors(tensors, allowed)
     cases = list(odd_inputs(sequence=sequence) if inputs is None else inputs)
     cases = [case if case.q.device.type == device else case.to(device) for case in cases]
     options = options or {}
-    call = functools.partial(_call, op, options)
-    expect = functools.partial(_call, reference, options)
+    call = functools.partial(_call, op, tensors, options)
+    expect = functools.partial(_call, reference, tensors, options)
     limit = allowed or functools.partial(_default_limit, factor)
     compare = functools.partial(_compare, call, expect, limit)
     checks = [collect(f"oracle, {case}", compare, case) for case in cases]
@@ -52,14 +63,27 @@ def check_op(
     checks.append(collect("opcheck", _opcheck, call, typical))
     checks.append(collect("compile", _compiles, call, typical, backend))
     if surface:
-        checks += [collect(f"NaN in {w}", _surfaces, call, expect, typical, w) for w in "qkv"]
+        checks += [collect(f"NaN in {w}", _surfaces, call, expect, typical, w) for w in tensors]
     return CheckReport("check_op", tuple(checks)).require()
 
 
+def _check_tensors(tensors: str, allowed: Callable[[AttentionInputs], float] | None) -> None:
+    if tensors not in ("q", "k", "v", "qk", "qv", "kv", "qkv"):
+        raise ArgumentError(f"check_op: tensors is {tensors!r}, needs names out of 'qkv', in order")
+    if tensors != "qkv" and allowed is None:
+        raise ArgumentError(
+            f"check_op: allowed is None, but an op of {tensors!r} needs its own: the default is "
+            "attention's error"
+        )
+
+
 def _call(
-    fn: Callable[..., Any], options: dict[str, Any], inputs: AttentionInputs
+    fn: Callable[..., Any], tensors: str, options: dict[str, Any], inputs: AttentionInputs
 ) -> tuple[torch.Tensor, ...]:
-    result = fn(inputs.q, inputs.k, inputs.v, **inputs.options(), **options)
+    own = inputs.options()
+    if "q" not in tensors:
+        del own["scale"]
+    result = fn(*(getattr(inputs, name) for name in tensors), **own, **options)
     return (result,) if isinstance(result, torch.Tensor) else tuple(result)
 
 
@@ -146,19 +170,24 @@ def _surfaces(
     inputs: AttentionInputs,
     which: str,
 ) -> None:
-    """A NaN in one q, k or v vector: every query the reference loses must be lost, and none of
-    another row or KV head."""
+    """A NaN in one q, k or v vector: the op must lose every query that the reference loses, and
+    none of another row or KV head."""
     poisoned = getattr(inputs, which).clone()
     token = poisoned.shape[2] // 2
     poisoned[-1, -1, token, 0] = torch.nan
     case = dataclasses.replace(inputs, **{which: poisoned})
-    found, clean = (call(x)[0].isnan().any(-1) for x in (case, inputs))
-    wanted = expect(case)[0].isnan().any(-1)
+    found, clean = (_lost(call(x)[0]) for x in (case, inputs))
+    wanted = _lost(expect(case)[0])
     assert wanted.any(), "the reference hides the NaN: nothing to compare with"
     hidden = wanted & ~found
     assert not hidden.any(), f"queries {hidden.nonzero().tolist()} hide it"
-    group = inputs.q.shape[1] // inputs.k.shape[1]
+    group = found.shape[1] // inputs.k.shape[1]
     own = torch.zeros_like(found)
     own[-1, -group:] = True
     leaked = found & ~clean & ~own
     assert not leaked.any(), f"it reached queries {leaked.nonzero().tolist()} of others"
+
+
+def _lost(out: torch.Tensor) -> torch.Tensor:
+    """Where an output is NaN: of `[B,H,T,D]` which vectors, else which elements."""
+    return out.isnan().any(-1) if out.dim() == 4 else out.isnan()
