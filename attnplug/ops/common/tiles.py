@@ -12,5 +12,9 @@ def load_query(rows_at, in_rows, D: tl.constexpr, DP: tl.constexpr, CACHE: tl.co
     A kernel that may start before q's writer has ended passes CACHE=".cg": an L1 line may be older.
     """
     d = tl.arange(0, DP)
-    inside = in_rows[:, None] & (d < D)[None, :]
-    return tl.load(rows_at[:, None] + d[None, :], mask=inside, other=0.0, cache_modifier=CACHE)
+    return tl.load(
+        rows_at[:, None] + d[None, :],
+        mask=in_rows[:, None] & (d < D)[None, :],
+        other=0.0,
+        cache_modifier=CACHE,
+    )
