@@ -1,18 +1,21 @@
-"""Decode attention over a keep set of key blocks: the sink, the last blocks and a list.
+"""Decode attention over a keep set of key blocks: the first ones, the last ones and a list.
 
     out[t] = sum_j p[t, j] v[j],   p[t, j] = exp(s[t, j]) / (sum_i exp(s[t, i]) + exp(sink)),
     s[t, j] = scale q[t].k[j]  (softcap: cap tanh(s / cap)),   lse[t] = log sum_i exp(s[t, i])
 
 over the keys j <= pos(t) of the blocks that the query's KV head keeps: the first `sink`, the last
-`local` up to the query's own, and those that `index` names. Blocks are numbered from each row's
-first real token. What it costs does not depend on the length. The kept keys are cut in pieces which
-programs of their own attend to, and a second kernel merges the pieces by their log-sum-exps
-(split-k); with one piece a row, for large batches, the one program writes the result (fused).
-Source: "Attention Pays Its Bill" (shared/papers/000); Flash-Decoding as in `dense_decode`.
+`local` up to the query's own, and the blocks listed in `index`. Blocks are numbered from each row's
+first real token. The cost does not depend on the length.
+
+The kept keys are cut in pieces. One program attends to each piece, and a second kernel merges the
+pieces by their log-sum-exps (split-k). For large batches a row is one piece, and its program writes
+the result itself (fused).
+
+Sources: "Attention Pays Its Bill" (docs/papers.md); Flash-Decoding as in `dense_decode`.
 """
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numba
 import numpy as np
@@ -30,7 +33,7 @@ from attnplug.ops.common.define import define_op, refuse_gradients
 from attnplug.ops.common.device import early, machine
 from attnplug.ops.common.reference import reference_kept, sinks_on_cpu
 from attnplug.ops.common.rows import NO_MASK, mask_bytes, row_step, rows_on_cpu
-from attnplug.ops.common.softmax import LOG2E
+from attnplug.ops.common.softmax import base_two
 from attnplug.ops.common.splits import merge_splits
 from attnplug.ops.gather.kernels import attend as kernels
 from attnplug.ops.gather.select_blocks import Scores
@@ -57,8 +60,8 @@ def gather_attention(
     Args:
         q: `[B, Hq, T, D]`, float32, float16 or bfloat16, made for T = 1.
         k, v: `[B, Hkv, S, D]` like q, Hkv dividing Hq; S is the size of the cache.
-        index: int32 `[B, Hkv, T, K]`, blocks counted from `start`, none twice. -1, and blocks that
-            are sink, local or after the query, are passed over.
+        index: int32 `[B, Hkv, T, K]`, blocks counted from `start`, none twice. -1 is passed over,
+            and so are first and last blocks, and blocks after the query.
         scale: factor on q.k, commonly `D ** -0.5`.
         block: keys a block: 16, 32, 64 or 128.
         sink: first blocks that are always read.
@@ -84,9 +87,9 @@ def gather_attention(
     )
 
 
-def _allocate(
+def allocate_attention(
     q, k, v, index, scale, block, sink, local, lengths, start, key_mask, softcap, sinks
-):  # fmt: skip
+):
     name = "gather_attention"
     check_attention_inputs(name, q, k, v)
     check_sequence_inputs(name, q, k, lengths, start, key_mask)
@@ -119,24 +122,24 @@ def _allocate(
 
 
 @numba.njit(cache=True)
-def _kept_keys(listed, position, start, mask, block, sink, local):
+def kept_keys(listed, position, start, mask, block, sink, local):
     """The keys that a query at `position` reads, ascending within each block; an empty `mask` hides
     nothing."""
     own = (position - start) // block
     edge = max(own - local + 1, sink)  # first local block
-    names = np.empty(sink + local + listed.shape[0], np.int64)
+    blocks = np.empty(sink + local + listed.shape[0], np.int64)
     count = 0
-    for name in range(sink):
-        names[count], count = name, count + 1
-    for name in range(edge, own + 1):
-        names[count], count = name, count + 1
-    for name in listed:
-        if sink <= name < edge:
-            names[count], count = name, count + 1
+    for j in range(sink):
+        blocks[count], count = j, count + 1
+    for j in range(edge, own + 1):
+        blocks[count], count = j, count + 1
+    for j in listed:
+        if sink <= j < edge:
+            blocks[count], count = j, count + 1
     keys = np.empty(count * block, np.int64)
     total = 0
-    for name in names[:count]:
-        for n in range(start + name * block, start + (name + 1) * block):
+    for j in blocks[:count]:
+        for n in range(start + j * block, start + (j + 1) * block):
             if n <= position and (mask.shape[0] == 0 or mask[n]):
                 keys[total], total = n, total + 1
     return keys[:total]
@@ -157,7 +160,7 @@ def _reference(
         g = h * group
         hidden = mask[b * len(mask) // batch]
         position = lengths[b] - queries + t
-        kept = _kept_keys(index[b, h, t], position, start[b], hidden, block, sink, local)
+        kept = kept_keys(index[b, h, t], position, start[b], hidden, block, sink, local)
         reference_kept(
             q[b, g : g + group, t : t + 1],
             k[b, h],
@@ -171,7 +174,7 @@ def _reference(
         )
 
 
-def _cpu(
+def attend_on_cpu(
     q, k, v, index, scale, block, sink, local, lengths, start, key_mask, softcap, sinks, out, lse
 ):
     lengths, start = rows_on_cpu(k, lengths, start)
@@ -203,7 +206,7 @@ def _cpu(
 class Plan(NamedTuple):
     """How the kernels cut the work; chosen from static shapes alone."""
 
-    tile: int  # keys of one step
+    tile: int  # keys that a program attends to at a time
     splits: int  # pieces that the kept keys are cut in; 1: fused
     warps: int
     stages: int
@@ -219,11 +222,11 @@ def plan_for(
     row_bytes = triton.next_power_of_2(width) * itemsize
     tile = 64 if row_bytes <= 256 else 32  # two programs for a block of 128
     tiles = -(-keys // tile)
-    # Pipelined is what a GPU has compared: Triton 3.6 compiled a loop over gathered keys to wrong
-    # code, without a word (block_sparse_attention).
+    # Only cases that were compared on a GPU are pipelined: Triton 3.6 silently compiled a loop over
+    # gathered keys to wrong code (block_sparse_attention).
     pipelined = row_bytes <= 256 and block % tile == 0
-    splits, stages = tiles, 2 if pipelined else 1  # one step: key and value on their way at once
-    if pipelined and rows * tiles > 8 * multiprocessors:  # bandwidth counts: few that read on
+    splits, stages = tiles, 2 if pipelined else 1  # one turn: key and value load at once
+    if pipelined and rows * tiles > 8 * multiprocessors:  # bandwidth counts: few, long programs
         splits, stages = max(1, min(tiles, 2 * multiprocessors // rows)), 4
     elif rows * tiles > 32 * multiprocessors:
         splits = max(1, min(tiles, 16 * multiprocessors // rows))
@@ -237,8 +240,8 @@ def plan_for(
 
 
 class Step(NamedTuple):
-    """What `gather_decode` knows beyond a list: the token that is not in the cache yet, whether to
-    count it in `lengths`, and where no kernel has selected, the scores to pick from."""
+    """What `gather_decode` adds to a list of blocks: the token that is not in the cache yet,
+    whether to count it in `lengths`, and scores to pick from where no kernel has selected."""
 
     new_k: torch.Tensor
     new_v: torch.Tensor
@@ -249,15 +252,29 @@ class Step(NamedTuple):
 
 
 def launch_gather_attention(
-    q, k, v, index, scale, block, sink, local, lengths, start, key_mask, softcap, sinks, out, lse,
-    plan=None, step=None,
-):  # fmt: skip
+    q,
+    k,
+    v,
+    index,
+    scale,
+    block,
+    sink,
+    local,
+    lengths,
+    start,
+    key_mask,
+    softcap,
+    sinks,
+    out,
+    lse,
+    plan=None,
+    step=None,
+):
     """Run the kernels; tensors as in `gather_attention`, on a GPU or in Triton's interpreter. With
     a `step` they write its token and count it, and `index` may be None."""
     batch, heads, queries, width = q.shape
     kv_heads, size = k.shape[1], k.shape[2]
-    assert index is not None or step is not None
-    listed = index.shape[3] if index is not None else step.top_k  # pyright: ignore[reportOptionalMemberAccess]
+    listed = _listed(index, step)
     group, rows = heads // kv_heads, batch * kv_heads * queries
     pdl, dependent = early(q.device)
     keys = (sink + local + listed) * block
@@ -271,44 +288,99 @@ def launch_gather_attention(
     if not fused:
         places = rows * group * plan.splits * (width + 1)
         partial = torch.empty(places, dtype=torch.float32, device=q.device)
-    new_k = new_v = progress = scores = best = None
-    blocks = members = kept = wide = 0
-    if step is not None:
-        new_k, new_v, progress = step.new_k, step.new_v, step.progress
-        if step.scores is not None:
-            scores, best, members = step.scores.keys, step.scores.best, step.scores.plan.members
-            blocks = scores.numel() // rows
-            kept, wide = step.scores.widths(listed, blocks)
+    factor, cap = base_two(scale, softcap)
     kernels.attend_kept[(plan.splits, kv_heads * queries, batch)](
-        q, k, v, new_k, new_v, index, scores, best, progress, lengths, start, key_mask, sinks,
-        partial, out, lse,
-        scale * LOG2E if softcap == 0 else 2 * LOG2E * scale / softcap, softcap * LOG2E,
-        queries, size, blocks, plan.splits,
-        *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],
-        *((0,) * 4 if step is None else (*step.new_k.stride()[:2], *step.new_v.stride()[:2])),
-        0 if key_mask is None else key_mask.stride(0),
-        group, max(16, triton.next_power_of_2(group)), width, triton.next_power_of_2(width),
-        block, sink, local, listed, triton.next_power_of_2(max(1, listed)), plan.tile,
-        plan.stages, softcap > 0, fused, plan.splits * plan.tile == keys, kept, wide, members,
-        step is not None and listed > 0, row_step(lengths), row_step(start), pdl,
-        num_warps=plan.warps, **dependent,  # pyright: ignore[reportCallIssue]
-    )  # fmt: skip
+        q=q,
+        k=k,
+        v=v,
+        index=index,
+        lengths=lengths,
+        start=start,
+        key_mask=key_mask,
+        sinks=sinks,
+        partial=partial,
+        out=out,
+        lse=lse,
+        scale=factor,
+        cap=cap,
+        T=queries,
+        S=size,
+        splits=plan.splits,
+        q_strides=q.stride()[:3],
+        k_strides=k.stride()[:3],
+        v_strides=v.stride()[:3],
+        mask_stride=0 if key_mask is None else key_mask.stride(0),
+        GROUP=group,
+        ROWS=max(16, triton.next_power_of_2(group)),
+        D=width,
+        DP=triton.next_power_of_2(width),
+        BLOCK=block,
+        SINK=sink,
+        LOCAL=local,
+        K=listed,
+        LIST=triton.next_power_of_2(max(1, listed)),
+        TILE=plan.tile,
+        STAGES=plan.stages,
+        CAPPED=softcap > 0,
+        FUSED=fused,
+        ONE=plan.splits * plan.tile == keys,
+        CHAINED=step is not None and listed > 0,
+        LENGTH_STEP=row_step(lengths),
+        START_STEP=row_step(start),
+        PDL=pdl,
+        **_step_arguments(step, rows, listed),
+        **{"num_warps": plan.warps, **dependent},
+    )
     if not fused:
         merge_splits[(rows * group, triton.cdiv(width, plan.columns))](
-            partial, sinks, out, lse, heads, queries, plan.splits,
-            width, plan.columns, triton.next_power_of_2(plan.splits), pdl,
-            lengths if counts else None, lengths.shape[0] if counts else 0,
-            num_warps=4, **dependent,  # pyright: ignore[reportCallIssue]
-        )  # fmt: skip
+            partial=partial,
+            sinks=sinks,
+            out=out,
+            lse=lse,
+            heads=heads,
+            T=queries,
+            splits=plan.splits,
+            D=width,
+            COLUMNS=plan.columns,
+            SPLITS=triton.next_power_of_2(plan.splits),
+            PDL=pdl,
+            lengths=lengths if counts else None,
+            counters=lengths.shape[0] if counts else 0,
+            **{"num_warps": 4, **dependent},
+        )
     elif counts:
         lengths.add_(1)
+
+
+def _listed(index, step: Step | None) -> int:
+    """How many listed blocks each row has room for."""
+    if index is not None:
+        return index.shape[3]
+    assert step is not None, "blocks come from an index, or from a step's scores"
+    return step.top_k
+
+
+def _step_arguments(step: Step | None, rows: int, listed: int) -> dict[str, Any]:
+    """The kernel's arguments that only a step has."""
+    found: dict[str, Any] = dict.fromkeys(("new_k", "new_v", "scores", "best", "progress"))
+    found.update(N=0, KP=0, WIDE=0, MEMBERS=0, new_k_strides=(0, 0), new_v_strides=(0, 0))
+    if step is None:
+        return found
+    found.update(new_k=step.new_k, new_v=step.new_v, progress=step.progress)
+    found.update(new_k_strides=step.new_k.stride()[:2], new_v_strides=step.new_v.stride()[:2])
+    if step.scores is not None:
+        blocks = step.scores.keys.numel() // rows
+        kept, wide = step.scores.widths(listed, blocks)
+        found.update(scores=step.scores.keys, best=step.scores.best, N=blocks)
+        found.update(KP=kept, WIDE=wide, MEMBERS=step.scores.plan.members)
+    return found
 
 
 _gather_attention = define_op(
     "gather_attention(Tensor q, Tensor k, Tensor v, Tensor index, float scale, int block, "
     "int sink, int local, Tensor? lengths, Tensor? start, Tensor? key_mask, float softcap, "
     "Tensor? sinks) -> (Tensor, Tensor)",
-    allocate=_allocate,
-    cpu=_cpu,
+    allocate=allocate_attention,
+    cpu=attend_on_cpu,
     cuda=launch_gather_attention,
 )

@@ -3,14 +3,16 @@
     k[:, :, length], v[:, :, length] = new_k, new_v;  length += 1
     index = select_blocks(q, k, ...);  out, lse = gather_attention(q, k, v, index, ...)
 
-in one chain of kernels, each launched before the one in front of it has ended (programmatic
-dependent launch): score the blocks; select, or let every attending program pick its own block;
-attend to the keep set, reading the token where it is and writing it to the cache; merge, and count
-it. Source: "Attention Pays Its Bill" (shared/papers/000); bounds of Quest (Tang et al., 2024).
+in one chain of kernels, of which each starts before the one in front of it has ended (programmatic
+dependent launch). They score the blocks; select, unless every attending program picks its own
+block; attend to the keep set, where they read the token from `new_k, new_v` and write it to the
+cache; merge, and count the token.
+
+Sources: "Attention Pays Its Bill" (docs/papers.md); bounds of Quest (Tang et al., 2024).
 """
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -19,14 +21,20 @@ from attnplug.errors import ArgumentError
 from attnplug.ops.common.define import define_op, refuse_gradients, require
 from attnplug.ops.common.device import machine
 from attnplug.ops.gather.gather_attention import Plan as AttendPlan
-from attnplug.ops.gather.gather_attention import Step, launch_gather_attention
-from attnplug.ops.gather.gather_attention import _allocate as _allocate_attention
-from attnplug.ops.gather.gather_attention import _cpu as _attend_on_cpu
+from attnplug.ops.gather.gather_attention import (
+    Step,
+    allocate_attention,
+    attend_on_cpu,
+    launch_gather_attention,
+)
 from attnplug.ops.gather.gather_attention import plan_for as plan_attention
 from attnplug.ops.gather.select_blocks import Plan as SelectPlan
-from attnplug.ops.gather.select_blocks import _allocate as _allocate_index
-from attnplug.ops.gather.select_blocks import _cpu as _select_on_cpu
-from attnplug.ops.gather.select_blocks import launch_choice, launch_scores
+from attnplug.ops.gather.select_blocks import (
+    allocate_index,
+    launch_choice,
+    launch_scores,
+    select_on_cpu,
+)
 from attnplug.ops.gather.select_blocks import plan_for as plan_selection
 
 NAME = "gather_decode"
@@ -81,28 +89,76 @@ def gather_decode(
         GradientError: an input requires grad.
     """
     refuse_gradients(NAME, q, k, v, new_k, new_v, sinks)
-    return (_gather_decode if count else _gather_decode_uncounted)(
-        q, k, v, new_k, new_v, bounds, progress, lengths, scale, block, top_k, sink, local, scoring,
-        start, key_mask, softcap, sinks,
-    )  # fmt: skip
+    call = Call(
+        q,
+        k,
+        v,
+        new_k,
+        new_v,
+        bounds,
+        progress,
+        lengths,
+        scale,
+        block,
+        top_k,
+        sink,
+        local,
+        scoring,
+        start,
+        key_mask,
+        softcap,
+        sinks,
+    )
+    return (_gather_decode if count else _gather_decode_uncounted)(*call)
 
 
-def _allocate(
-    q, k, v, new_k, new_v, bounds, progress, lengths, scale, block, top_k, sink, local, scoring,
-    start, key_mask, softcap, sinks,
-):  # fmt: skip
-    if lengths.dim() == 0:
-        lengths = lengths.reshape(1)
-    index = _allocate_index(
-        q, k, bounds, progress, scale, block, top_k, sink, local, scoring, lengths, start, key_mask
-    )
-    outputs = _allocate_attention(
-        q, k, v, index, scale, block, sink, local, lengths, start, key_mask, softcap, sinks
-    )
+class Call(NamedTuple):
+    """The arguments of the op, in the order of its schema."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    new_k: torch.Tensor
+    new_v: torch.Tensor
+    bounds: torch.Tensor
+    progress: torch.Tensor
+    lengths: torch.Tensor
+    scale: float
+    block: int
+    top_k: int
+    sink: int
+    local: int
+    scoring: str
+    start: torch.Tensor | None
+    key_mask: torch.Tensor | None
+    softcap: float
+    sinks: torch.Tensor | None
+
+
+def selection(call: Any, lengths: torch.Tensor) -> tuple[Any, ...]:
+    """The arguments of `select_blocks` in those of a decode step, in the order of its schema."""
+    tensors = call.q, call.k, call.bounds, call.progress
+    choice = call.scale, call.block, call.top_k, call.sink, call.local, call.scoring
+    return *tensors, *choice, lengths, call.start, call.key_mask
+
+
+def attention(call: Any, index: torch.Tensor | None, lengths: torch.Tensor) -> tuple[Any, ...]:
+    """The arguments of `gather_attention` in those of a decode step, in the order of its schema."""
+    blocks = call.scale, call.block, call.sink, call.local
+    rows = lengths, call.start, call.key_mask
+    return call.q, call.k, call.v, index, *blocks, *rows, call.softcap, call.sinks
+
+
+def _allocate(*args):
+    call = Call(*args)
+    q, k, lengths = call.q, call.k, call.lengths
+    rows = lengths.reshape(1) if lengths.dim() == 0 else lengths
+    index = allocate_index(*selection(call, rows))
+    outputs = allocate_attention(*attention(call, index, rows))
     if q.shape[2] != 1:
         raise ArgumentError(f"{NAME}: q has {q.shape[2]} queries a row, needs 1")
     wanted = (*k.shape[:2], 1, k.shape[3])
-    for label, cache, new in (("k", k, new_k), ("v", v, new_v)):
+    for label, cache, new in (("k", k, call.new_k), ("v", call.v, call.new_v)):
         if tuple(new.shape) != wanted or new.dtype != q.dtype or new.device != q.device:
             raise ArgumentError(
                 f"{NAME}: new_{label} is {new.dtype} {tuple(new.shape)} on {new.device}, needs "
@@ -116,25 +172,19 @@ def _allocate(
 # --- CPU: the specification ------------------------------------------------------------------
 
 
-def _cpu(
-    q, k, v, new_k, new_v, bounds, progress, lengths, scale, block, top_k, sink, local, scoring,
-    start, key_mask, softcap, sinks, out, lse, count=True,
-):  # fmt: skip
-    lengths = lengths.reshape(-1)
+def _cpu(*args, count=True):
+    call, (out, lse) = Call(*args[:-2]), args[-2:]
+    q, k, v = call.q, call.k, call.v
+    lengths = call.lengths.reshape(-1)
     full = (lengths >= k.shape[2]).expand(q.shape[0])
     for b, at in enumerate(lengths.expand(q.shape[0]).tolist()):
         if not full[b]:
-            k[b, :, at], v[b, :, at] = new_k[b, :, 0], new_v[b, :, 0]
+            k[b, :, at], v[b, :, at] = call.new_k[b, :, 0], call.new_v[b, :, 0]
     now = lengths.add_(1) if count else lengths + 1
-    index = q.new_empty((*k.shape[:2], 1, top_k), dtype=torch.int32)
-    if top_k > 0:
-        _select_on_cpu(
-            q, k, bounds, progress, scale, block, top_k, sink, local, scoring, now, start,
-            key_mask, index,
-        )  # fmt: skip
-    _attend_on_cpu(
-        q, k, v, index, scale, block, sink, local, now, start, key_mask, softcap, sinks, out, lse
-    )
+    index = q.new_empty((*k.shape[:2], 1, call.top_k), dtype=torch.int32)
+    if call.top_k > 0:
+        select_on_cpu(*selection(call, now), index)
+    attend_on_cpu(*attention(call, index, now), out, lse)
     out[full], lse[full] = torch.nan, torch.nan
 
 
@@ -151,52 +201,64 @@ class Plan(NamedTuple):
 
 @functools.lru_cache(maxsize=1024)
 def plan_for(
-    rows: int, group: int, blocks: int, block: int, top_k: int, kept: int, width: int,
-    itemsize: int, multiprocessors: int, pipelined: bool, summary_size: int,
-) -> Plan:  # fmt: skip
+    rows: int,
+    group: int,
+    blocks: int,
+    block: int,
+    top_k: int,
+    kept: int,
+    width: int,
+    itemsize: int,
+    multiprocessors: int,
+    pipelined: bool,
+    summary_size: int,
+) -> Plan:
     """The pre-tuned plan of a shape: `rows` (sequence, KV head) pairs keep `kept` blocks each, of
     the `blocks` that the cache has room for; a summary's element has `summary_size` bytes."""
     select = plan_selection(rows, blocks, top_k, width, summary_size, pipelined)
     attend = plan_attention(rows, group, kept * block, block, width, itemsize, multiprocessors)
     alone = attend.splits * attend.tile == kept * block and block % attend.tile == 0
-    # Selecting once more in every program costs less than a kernel, while there are few of them and
-    # not many blocks: a program's code is read once, and it costs more to fetch it than to run it.
+    # While there are few programs and few blocks, selecting again in every program costs less than
+    # a kernel: fetching a kernel's code costs more than running it.
     few = rows * attend.splits <= multiprocessors and top_k <= 8 and blocks <= 2048
     return Plan(select, attend, alone and few)
 
 
-def launch_gather_decode(
-    q, k, v, new_k, new_v, bounds, progress, lengths, scale, block, top_k, sink, local, scoring,
-    start, key_mask, softcap, sinks, out, lse, plan=None, count=True,
-):  # fmt: skip
-    """Run the kernels; tensors as in `gather_decode`, on a GPU or in Triton's interpreter."""
-    lengths = lengths.reshape(-1)
+def launch_gather_decode(*args, plan=None, count=True):
+    """Run the kernels: arguments and outputs as those of `gather_decode`, on a GPU or in Triton's
+    interpreter."""
+    call, outputs = Call(*args[:-2]), args[-2:]
+    q, k, block, top_k = call.q, call.k, call.block, call.top_k
+    lengths = call.lengths.reshape(-1)
     batch, heads, _, width = q.shape
     kv_heads, blocks = k.shape[1], triton.cdiv(k.shape[2], block)
     if plan is None:
         plan = plan_for(
-            batch * kv_heads, heads // kv_heads, blocks, block, top_k, sink + local + top_k, width,
-            q.element_size(), machine(q.device)[0], scoring == "bounds" and key_mask is None,
-            bounds.element_size(),
-        )  # fmt: skip
-    new_k, new_v = (x if x.stride(3) == 1 else x.contiguous() for x in (new_k, new_v))
+            rows=batch * kv_heads,
+            group=heads // kv_heads,
+            blocks=blocks,
+            block=block,
+            top_k=top_k,
+            kept=call.sink + call.local + top_k,
+            width=width,
+            itemsize=q.element_size(),
+            multiprocessors=machine(q.device)[0],
+            pipelined=call.scoring == "bounds" and call.key_mask is None,
+            summary_size=call.bounds.element_size(),
+        )
+    new_k, new_v = (x if x.stride(3) == 1 else x.contiguous() for x in (call.new_k, call.new_v))
     index = q.new_empty((batch, kv_heads, 1, top_k), dtype=torch.int32)
-    step = Step(new_k, new_v, progress, count)
+    step = Step(new_k, new_v, call.progress, count)
     if top_k > 0:
-        scores = launch_scores(
-            q, k, bounds, progress, scale, block, top_k, sink, local, scoring, lengths, start,
-            key_mask, plan.select, new=1,
-        )  # fmt: skip
+        scores = launch_scores(*selection(call, lengths), plan=plan.select, new=1)
         if plan.inline:
             index, step = None, step._replace(scores=scores, top_k=top_k)
         else:
+            rows = lengths, call.start
             launch_choice(
-                scores, k, progress, block, top_k, local, lengths, start, blocks, index, new=1
+                scores, k, call.progress, block, top_k, call.local, *rows, blocks, index, new=1
             )
-    launch_gather_attention(
-        q, k, v, index, scale, block, sink, local, lengths, start, key_mask, softcap, sinks, out,
-        lse, plan.attend, step,
-    )  # fmt: skip
+    launch_gather_attention(*attention(call, index, lengths), *outputs, plan=plan.attend, step=step)
 
 
 SCHEMA = (

@@ -6,13 +6,15 @@ summaries.
                                                    + sum_d (scale q_gd (max_jd - min_jd) / 4)^2 / 2
     mean       mean_g q_g . mean_j
 
-over the query heads g of the group. Candidates are the blocks between the sink and the last
-`local` blocks; a block none of whose keys the mask lets through is none. The best `top_k` are
-taken, ties to the lower index. A block with a NaN or infinite key, whose score is then NaN or
-infinite, comes first: it must surface. Missing summaries are made on the way (`block_bounds`).
-Bounds may be INT8 codes: then the query, times the channels' units, is rounded to 15 bits relative
+over the query heads g of the group. Candidates are the blocks between the first `sink` and the
+last `local` blocks. A block whose keys the mask hides entirely is no candidate. The best `top_k`
+are taken, ties to the lower index. A block with a NaN or infinite key has a NaN or infinite score
+and comes first: the key must surface. Missing summaries are made on the way (`block_bounds`).
+
+Bounds may be INT8 codes. The query, times the channels' units, is then rounded to 15 bits relative
 to its largest element, and the products are of integers.
-Sources: Quest (Tang et al., 2024); "Attention Pays Its Bill" (shared/papers/000).
+
+Sources: Quest (Tang et al., 2024); "Attention Pays Its Bill" (docs/papers.md).
 """
 
 from typing import NamedTuple
@@ -28,7 +30,8 @@ from attnplug.ops.common.define import define_op, refuse_gradients, require
 from attnplug.ops.common.device import early
 from attnplug.ops.common.rows import NO_MASK, mask_bytes, row_step, rows_on_cpu
 from attnplug.ops.gather.block_bounds import Frame, check_bounds, frame_of, refresh_on_cpu
-from attnplug.ops.gather.kernels import select as kernels
+from attnplug.ops.gather.kernels.score import score_blocks
+from attnplug.ops.gather.kernels.select import combine_heads, select_best
 
 SCORINGS = ("bounds", "estimate", "mean")
 MAX_BLOCKS = 256
@@ -85,7 +88,7 @@ def select_blocks(
     )
 
 
-def _allocate(
+def allocate_index(
     q, k, bounds, progress, scale, block, top_k, sink, local, scoring, lengths, start, key_mask
 ):
     name = "select_blocks"
@@ -188,8 +191,8 @@ def _code_scores(q, codes, centre, unit, scale):
             total = 0
             for d in range(q.shape[1]):
                 total += level[d] * (codes[j, 0, d] if level[d] > 0 else codes[j, 1, d])
-            step = top * np.float32(1 / 16256)
-            score = np.float32(total) * step * scale[j] + middle
+            quantum = top * np.float32(1 / 16256)
+            score = np.float32(total) * quantum * scale[j] + middle
             scores[j] = score if score > scores[j] or score != score else scores[j]
     return scores
 
@@ -251,7 +254,7 @@ def _reference(
             out[b, h, t, i] += sink if out[b, h, t, i] >= 0 else 0
 
 
-def _cpu(
+def select_on_cpu(
     q, k, bounds, progress, scale, block, top_k, sink, local, scoring, lengths, start, key_mask, out
 ):
     lengths, start = rows_on_cpu(k, lengths, start)
@@ -290,7 +293,7 @@ class Plan(NamedTuple):
     repeat: int = 1  # chunks of one program of the score kernel
     stages: int = 1  # of its pipeline
     soon: bool = False  # read summaries before the length is known; one chunk a program
-    registers: int | None = None  # most of a thread of the score kernel; few programs fit otherwise
+    registers: int | None = None  # limit of a thread of the score kernel, so that more programs fit
 
 
 FLAT = 512  # candidates up to which one program selects among all of them
@@ -301,8 +304,8 @@ def plan_for(
     rows: int, blocks: int, top_k: int, width: int, itemsize: int, pipelined: bool
 ) -> Plan:
     """The pre-tuned plan of a shape. `blocks` is how many the cache has room for, `itemsize` that
-    of their summaries. `pipelined` allows a pipeline, which only what a GPU has compared gets
-    (Triton 3.6 compiles some wrong)."""
+    of their summaries. `pipelined` allows a pipeline: only cases that were compared on a GPU get
+    one, because Triton 3.6 compiles some wrong."""
     total, row_bytes = rows * blocks, triton.next_power_of_2(width) * itemsize
     int8, few, flat = itemsize == 1, total <= FEW, triton.next_power_of_2(blocks) <= FLAT
     chunk = (32 if few else 64) * (2 if int8 else 1)
@@ -330,7 +333,7 @@ class Scores(NamedTuple):
     keys: torch.Tensor
     best: torch.Tensor
     plan: Plan
-    # Kept alive with the rest: kernels that start early must not be given its memory.
+    # Kept alive with the rest: a kernel that starts early must not be given its memory.
     heads: torch.Tensor | None = None
 
     def widths(self, top_k: int, blocks: int) -> tuple[int, int]:
@@ -341,11 +344,24 @@ class Scores(NamedTuple):
 
 
 def launch_scores(
-    q, k, bounds, progress, scale, block, top_k, sink, local, scoring, lengths, start, key_mask,
-    plan=None, new=0,
-):  # fmt: skip
-    """Bring the summaries up to date and score the blocks. `new` tokens are neither in the cache
-    nor counted by `lengths` yet: a chain of kernels begins, of which each may start early."""
+    q,
+    k,
+    bounds,
+    progress,
+    scale,
+    block,
+    top_k,
+    sink,
+    local,
+    scoring,
+    lengths,
+    start,
+    key_mask,
+    plan=None,
+    new=0,
+):
+    """Make missing summaries and score the blocks. `new` tokens are neither in the cache nor
+    counted by `lengths` yet; a chain of kernels then begins, of which each may start early."""
     batch, heads, queries, width = q.shape
     kv_heads, size, blocks = k.shape[1], k.shape[2], triton.cdiv(k.shape[2], block)
     group, rows, int8 = heads // kv_heads, batch * kv_heads * queries, bounds.dtype == torch.int8
@@ -368,23 +384,70 @@ def launch_scores(
         places = rows * group * (blocks + chunks)
         per_head = torch.empty(places, dtype=torch.float32, device=q.device)
     padded = max(16, triton.next_power_of_2(group) * (2 if int8 else 1))
-    steps = row_step(lengths), row_step(start)
-    kernels.score_blocks[(programs, kv_heads * queries, batch)](
-        q, k, bounds, progress, lengths, start, key_mask, keys, best, per_head, scale,
-        queries, size, blocks, chunks, *q.stride()[:3], *k.stride()[:3],
-        0 if key_mask is None else key_mask.stride(0),
-        group, padded, width, triton.next_power_of_2(width), block, sink, local, mode,
-        plan.chunk, plan.members, plan.repeat, plan.stages, plan.soon, int8, new, *steps, pdl,
-        num_warps=plan.warps, maxnreg=plan.registers,  # pyright: ignore[reportCallIssue]
-        **(dependent if new else {}),
-    )  # fmt: skip
+    score_blocks[(programs, kv_heads * queries, batch)](
+        q=q,
+        k=k,
+        bounds=bounds,
+        progress=progress,
+        lengths=lengths,
+        start=start,
+        key_mask=key_mask,
+        scores=keys,
+        best=best,
+        head_scores=per_head,
+        scale=scale,
+        T=queries,
+        S=size,
+        N=blocks,
+        chunks=chunks,
+        q_strides=q.stride()[:3],
+        k_strides=k.stride()[:3],
+        mask_stride=0 if key_mask is None else key_mask.stride(0),
+        GROUP=group,
+        ROWS=padded,
+        D=width,
+        DP=triton.next_power_of_2(width),
+        BLOCK=block,
+        SINK=sink,
+        LOCAL=local,
+        SCORING=mode,
+        CHUNK=plan.chunk,
+        MEMBERS=plan.members,
+        REPEAT=plan.repeat,
+        STAGES=plan.stages,
+        SOON=plan.soon,
+        INT8=int8,
+        NEW=new,
+        LENGTH_STEP=row_step(lengths),
+        START_STEP=row_step(start),
+        PDL=pdl,
+        **{"num_warps": plan.warps, "maxnreg": plan.registers, **(dependent if new else {})},
+    )
     if mode == 1:
-        kernels.combine_heads[(chunks, rows)](
-            keys, best, per_head, lengths, start, queries, size, blocks, chunks, kv_heads,
-            group, padded, block, local, plan.chunk, triton.next_power_of_2(chunks), plan.members,
-            new, *steps, pdl,
-            num_warps=plan.warps, **dependent,  # pyright: ignore[reportCallIssue]
-        )  # fmt: skip
+        combine_heads[(chunks, rows)](
+            scores=keys,
+            best=best,
+            head_scores=per_head,
+            lengths=lengths,
+            start=start,
+            T=queries,
+            S=size,
+            N=blocks,
+            chunks=chunks,
+            kv_heads=kv_heads,
+            GROUP=group,
+            ROWS=padded,
+            BLOCK=block,
+            LOCAL=local,
+            CHUNK=plan.chunk,
+            CHUNKS=triton.next_power_of_2(chunks),
+            MEMBERS=plan.members,
+            NEW=new,
+            LENGTH_STEP=row_step(lengths),
+            START_STEP=row_step(start),
+            PDL=pdl,
+            **{"num_warps": plan.warps, **dependent},
+        )
     return Scores(keys, best, plan, per_head)
 
 
@@ -394,23 +457,37 @@ def launch_choice(scores, k, progress, block, top_k, local, lengths, start, bloc
     plan, size, rows = scores.plan, k.shape[2], batch * kv_heads * queries
     kept, wide = scores.widths(top_k, blocks)
     pdl, dependent = early(k.device)
-    steps = row_step(lengths), row_step(start)
-    kernels.select_best[(rows,)](
-        scores.keys, scores.best, progress, lengths, start, out, queries, size, blocks, kv_heads,
-        block, local, top_k, kept, wide, plan.members, new, *steps, pdl,
-        num_warps=plan.select_warps, **dependent,  # pyright: ignore[reportCallIssue]
-    )  # fmt: skip
+    select_best[(rows,)](
+        scores=scores.keys,
+        best=scores.best,
+        progress=progress,
+        lengths=lengths,
+        start=start,
+        out=out,
+        T=queries,
+        S=size,
+        N=blocks,
+        kv_heads=kv_heads,
+        BLOCK=block,
+        LOCAL=local,
+        K=top_k,
+        KP=kept,
+        WIDE=wide,
+        MEMBERS=plan.members,
+        NEW=new,
+        LENGTH_STEP=row_step(lengths),
+        START_STEP=row_step(start),
+        PDL=pdl,
+        **{"num_warps": plan.select_warps, **dependent},
+    )
 
 
-def launch_select_blocks(
-    q, k, bounds, progress, scale, block, top_k, sink, local, scoring, lengths, start, key_mask,
-    out, plan=None, new=0,
-):  # fmt: skip
-    """Run the kernels; tensors as in `select_blocks`, on a GPU or in Triton's interpreter."""
-    scores = launch_scores(
-        q, k, bounds, progress, scale, block, top_k, sink, local, scoring, lengths, start,
-        key_mask, plan, new,
-    )  # fmt: skip
+def launch_select_blocks(*args, plan=None, new=0):
+    """Run the kernels; arguments and output as those of `select_blocks`, on a GPU or in Triton's
+    interpreter."""
+    *call, out = args
+    _, k, _, progress, _, block, top_k, _, local, _, lengths, start, _ = call
+    scores = launch_scores(*call, plan=plan, new=new)
     blocks = triton.cdiv(k.shape[2], block)
     launch_choice(scores, k, progress, block, top_k, local, lengths, start, blocks, out, new)
 
@@ -419,7 +496,7 @@ _select_blocks = define_op(
     "select_blocks(Tensor q, Tensor k, Tensor(a!) bounds, Tensor(b!) progress, float scale, "
     "int block, int top_k, int sink, int local, str scoring, Tensor? lengths, Tensor? start, "
     "Tensor? key_mask) -> Tensor",
-    allocate=_allocate,
-    cpu=_cpu,
+    allocate=allocate_index,
+    cpu=select_on_cpu,
     cuda=launch_select_blocks,
 )

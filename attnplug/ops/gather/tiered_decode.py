@@ -23,15 +23,18 @@ from attnplug.ops.common.define import define_op, refuse_gradients, require
 from attnplug.ops.common.device import early, machine
 from attnplug.ops.common.reference import reference_rows, sinks_on_cpu
 from attnplug.ops.common.rows import NO_MASK, mask_bytes, row_step
-from attnplug.ops.common.softmax import LOG2E
+from attnplug.ops.common.softmax import base_two
 from attnplug.ops.common.splits import merge_splits
-from attnplug.ops.gather.gather_attention import Plan, _kept_keys
-from attnplug.ops.gather.gather_attention import _allocate as _allocate_attention
+from attnplug.ops.gather.gather_attention import Plan, allocate_attention, kept_keys
 from attnplug.ops.gather.gather_attention import plan_for as plan_attention
+from attnplug.ops.gather.gather_decode import attention, selection
 from attnplug.ops.gather.kernels import tiered as kernels
-from attnplug.ops.gather.select_blocks import _allocate as _allocate_index
-from attnplug.ops.gather.select_blocks import _cpu as _select_on_cpu
-from attnplug.ops.gather.select_blocks import launch_choice, launch_scores
+from attnplug.ops.gather.select_blocks import (
+    allocate_index,
+    launch_choice,
+    launch_scores,
+    select_on_cpu,
+)
 
 NAME = "tiered_decode"
 
@@ -58,9 +61,17 @@ class ResidentBlocks(NamedTuple):
 
     @classmethod
     def empty(
-        cls, batch: int, heads: int, size: int, width: int, block: int, local: int, slots: int,
-        dtype: torch.dtype, device: torch.device,
-    ) -> "ResidentBlocks":  # fmt: skip
+        cls,
+        batch: int,
+        heads: int,
+        size: int,
+        width: int,
+        block: int,
+        local: int,
+        slots: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> "ResidentBlocks":
         """Nothing resident, for a cache of `size` tokens."""
         made = {"dtype": torch.int32, "device": device}
         rows, blocks = (batch, heads), -(-size // block)
@@ -120,45 +131,95 @@ def tiered_decode(
     """
     refuse_gradients(NAME, q, k, v, sinks)
     new_k, new_v = (None, None) if new is None else new
-    return _tiered_decode(
-        q, k, v, new_k, new_v, bounds, progress, *near, lengths, scale, block, top_k, sink, local,
-        scoring, start, key_mask, softcap, sinks,
-    )  # fmt: skip
+    call = Call(
+        q,
+        k,
+        v,
+        new_k,
+        new_v,
+        bounds,
+        progress,
+        *near,
+        lengths,
+        scale,
+        block,
+        top_k,
+        sink,
+        local,
+        scoring,
+        start,
+        key_mask,
+        softcap,
+        sinks,
+    )
+    return _tiered_decode(*call)
 
 
-def _allocate(
-    q, k, v, new_k, new_v, bounds, progress, ring, slots, table, owner, used, counters, lengths,
-    scale, block, top_k, sink, local, scoring, start, key_mask, softcap, sinks,
-):  # fmt: skip
-    index = _allocate_index(
-        q, k, bounds, progress, scale, block, top_k, sink, local, scoring, lengths, start, key_mask
-    )
-    outputs = _allocate_attention(
-        q, k, v, index, scale, block, sink, local, lengths, start, key_mask, softcap, sinks
-    )
+class Call(NamedTuple):
+    """The arguments of the op, in the order of its schema."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    new_k: torch.Tensor | None
+    new_v: torch.Tensor | None
+    bounds: torch.Tensor
+    progress: torch.Tensor
+    ring: torch.Tensor
+    slots: torch.Tensor
+    table: torch.Tensor
+    owner: torch.Tensor
+    used: torch.Tensor
+    counters: torch.Tensor
+    lengths: torch.Tensor
+    scale: float
+    block: int
+    top_k: int
+    sink: int
+    local: int
+    scoring: str
+    start: torch.Tensor | None
+    key_mask: torch.Tensor | None
+    softcap: float
+    sinks: torch.Tensor | None
+
+    @property
+    def near(self) -> ResidentBlocks:
+        return ResidentBlocks(self.ring, self.slots, self.table, self.owner, self.used, self.counters)
+
+
+def _allocate(*args):
+    call = Call(*args)
+    q, k = call.q, call.k
+    index = allocate_index(*selection(call, call.lengths))
+    outputs = allocate_attention(*attention(call, index, call.lengths))
     require(q.shape[2] == 1, NAME, f"q has {q.shape[2]} queries a row, needs 1")
-    rows, width, blocks = tuple(k.shape[:2]), k.shape[3], -(-k.shape[2] // block)
-    for label, cache, new in (("k", k, new_k), ("v", v, new_v)):
+    rows, width = tuple(k.shape[:2]), k.shape[3]
+    for label, cache, new in (("k", k, call.new_k), ("v", call.v, call.new_v)):
         if new is not None and (tuple(new.shape) != (*rows, 1, width) or new.dtype != q.dtype):
             raise ArgumentError(
                 f"{NAME}: new_{label} is {new.dtype} {tuple(new.shape)}, needs {q.dtype} "
                 f"[B,Hkv,1,D] = {[*rows, 1, width]}"
             )
         require(cache.stride(3) == 1, NAME, f"{label} has a stride of {cache.stride(3)} in D")
-    count = owner.shape[-1]
-    least = min(sink + top_k, blocks)
-    require(count >= least, NAME, f"near has {count} slots, needs sink + top_k = {least}")
-    _check_near(
-        k, (ring, (*rows, 2, local * block, width), k.dtype),
-        (slots, (*rows, count, 2, block, width), k.dtype), (table, (*rows, blocks), torch.int32),
-        (owner, (*rows, count), torch.int32), (used, (*rows, count), torch.int32),
-        (counters, (*rows, 3), torch.int64),
-    )  # fmt: skip
+    _check_near(call)
     return outputs
 
 
-def _check_near(k, *wanted):
-    for label, (tensor, shape, dtype) in zip(ResidentBlocks._fields, wanted, strict=True):
+def _check_near(call: Call) -> None:
+    k, block, count = call.k, call.block, call.owner.shape[-1]
+    rows, width, blocks = tuple(k.shape[:2]), k.shape[3], -(-k.shape[2] // block)
+    least = min(call.sink + call.top_k, blocks)
+    require(count >= least, NAME, f"near has {count} slots, needs sink + top_k = {least}")
+    wanted = ResidentBlocks(
+        ring=((*rows, 2, call.local * block, width), k.dtype),
+        slots=((*rows, count, 2, block, width), k.dtype),
+        table=((*rows, blocks), torch.int32),
+        owner=((*rows, count), torch.int32),
+        used=((*rows, count), torch.int32),
+        counters=((*rows, 3), torch.int64),
+    )
+    for label, tensor, (shape, dtype) in zip(ResidentBlocks._fields, call.near, wanted, strict=True):
         if tuple(tensor.shape) != shape or tensor.dtype != dtype or tensor.device != k.device:
             raise ArgumentError(
                 f"{NAME}: near.{label} is {tensor.dtype} {tuple(tensor.shape)} on {tensor.device}, "
@@ -215,7 +276,7 @@ def _near_rows(near, b, h, kept, start, first, block):
 def _attend_row(q, near, names, mask, length, start, options, b, h):
     """(out, lse) of one row and KV head, `q [G, 1, D]`."""
     block, sink, local, scale, softcap, sinks = options
-    kept = _kept_keys(names, length - 1, start, mask, block, sink, local)
+    kept = kept_keys(names, length - 1, start, mask, block, sink, local)
     first = start + (max(length - 1 - start, 0) // block - local + 1) * block
     keys, values = _near_rows(near, b, h, torch.from_numpy(kept), start, first, block)
     out = np.empty(q.shape, np.float32)
@@ -226,40 +287,44 @@ def _attend_row(q, near, names, mask, length, start, options, b, h):
     return torch.from_numpy(out), torch.from_numpy(lse)
 
 
-def _cpu(
-    q, k, v, new_k, new_v, bounds, progress, ring, slots, table, owner, used, counters, lengths,
-    scale, block, top_k, sink, local, scoring, start, key_mask, softcap, sinks, out, lse,
-):  # fmt: skip
-    near = ResidentBlocks(ring, slots, table, owner, used, counters)
+def _append_on_cpu(call: Call, full: torch.Tensor) -> torch.Tensor:
+    """Write the new token, if there is one, to the cache and the ring of rows that are not full;
+    returns the lengths with it."""
+    if call.new_k is None or call.new_v is None:
+        return call.lengths
+    for b, at in enumerate(call.lengths.expand(len(full)).tolist()):
+        if not full[b]:
+            key, value = call.new_k[b, :, 0], call.new_v[b, :, 0]
+            call.k[b, :, at], call.v[b, :, at] = key, value
+            place = at % call.ring.shape[3]
+            call.ring[b, :, 0, place], call.ring[b, :, 1, place] = key, value
+    return call.lengths + 1
+
+
+def _cpu(*args):
+    call, (out, lse) = Call(*args[:-2]), args[-2:]
+    q, k, v, near, block = call.q, call.k, call.v, call.near, call.block
     batch, group = q.shape[0], q.shape[1] // k.shape[1]
-    full = (lengths >= k.shape[2] + (new_k is None)).expand(batch)
-    if new_k is not None:
-        for b, at in enumerate(lengths.expand(batch).tolist()):
-            if not full[b]:
-                k[b, :, at], v[b, :, at] = new_k[b, :, 0], new_v[b, :, 0]
-                place = at % ring.shape[3]
-                ring[b, :, 0, place], ring[b, :, 1, place] = new_k[b, :, 0], new_v[b, :, 0]
-        lengths = lengths + 1
-    index = q.new_empty((*k.shape[:2], 1, top_k), dtype=torch.int32)
-    if top_k > 0:
-        _select_on_cpu(
-            q, k, bounds, progress, scale, block, top_k, sink, local, scoring, lengths, start,
-            key_mask, index,
-        )  # fmt: skip
+    full = (call.lengths >= k.shape[2] + (call.new_k is None)).expand(batch)
+    lengths = _append_on_cpu(call, full)
+    index = q.new_empty((*k.shape[:2], 1, call.top_k), dtype=torch.int32)
+    if call.top_k > 0:
+        select_on_cpu(*selection(call, lengths), index)
     ends = lengths.expand(batch).clamp(max=k.shape[2]).tolist()
-    starts = [0] * batch if start is None else start.expand(batch).clamp(min=0).tolist()
-    logits = sinks_on_cpu(sinks)
+    starts = [0] * batch if call.start is None else call.start.expand(batch).clamp(min=0).tolist()
+    logits = sinks_on_cpu(call.sinks)
     for b, h in np.ndindex(*k.shape[:2]):
         names = index[b, h, 0].numpy()
-        edge = max(ends[b] - 1 - starts[b], 0) // block - local + 1
-        every = np.concatenate([np.arange(sink, dtype=np.int32), names])
-        state = (x[b, h].numpy() for x in (table, owner, used, counters))
+        edge = max(ends[b] - 1 - starts[b], 0) // block - call.local + 1
+        every = np.concatenate([np.arange(call.sink, dtype=np.int32), names])
+        state = (x[b, h].numpy() for x in near[2:])
         for name in _place(every, starts[b], edge, block, *state).tolist():
             keys = slice(starts[b] + name * block, starts[b] + (name + 1) * block)
-            slots[b, h, table[b, h, name]] = torch.stack([k[b, h, keys], v[b, h, keys]])
+            near.slots[b, h, near.table[b, h, name]] = torch.stack([k[b, h, keys], v[b, h, keys]])
         heads = slice(h * group, (h + 1) * group)
-        options = block, sink, local, np.float32(scale), np.float32(softcap), logits[heads]
-        mask = NO_MASK[0] if key_mask is None else key_mask[b].numpy()
+        numbers = np.float32(call.scale), np.float32(call.softcap)
+        options = block, call.sink, call.local, *numbers, logits[heads]
+        mask = NO_MASK[0] if call.key_mask is None else call.key_mask[b].numpy()
         query = q[b, heads].float().contiguous().numpy()
         found = _attend_row(query, near, names, mask, ends[b], starts[b], options, b, h)
         out[b, heads], lse[b, heads] = found[0].to(out.dtype), found[1]
@@ -282,66 +347,131 @@ def plan_for(
     return plan._replace(tile=tile, splits=splits, stages=1)
 
 
-def launch_tiered_decode(
-    q, k, v, new_k, new_v, bounds, progress, ring, slots, table, owner, used, counters, lengths,
-    scale, block, top_k, sink, local, scoring, start, key_mask, softcap, sinks, out, lse, plan=None,
-):  # fmt: skip
-    """Run the kernels; tensors as in `tiered_decode`, on a GPU or in Triton's interpreter."""
+def launch_tiered_decode(*args, plan=None):
+    """Run the kernels; arguments and outputs as those of `tiered_decode`, on a GPU or in Triton's
+    interpreter."""
+    call, (out, lse) = Call(*args[:-2]), args[-2:]
+    q, k, v, new_k, new_v = call[:5]
+    near, lengths, start = call.near, call.lengths, call.start
+    block, top_k, sink, local = call.block, call.top_k, call.sink, call.local
     batch, heads, _, width = q.shape
     kv_heads, size, blocks = k.shape[1], k.shape[2], triton.cdiv(k.shape[2], block)
-    group, rows, count, new = heads // kv_heads, batch * kv_heads, owner.shape[2], new_k is not None
+    group, rows, count = heads // kv_heads, batch * kv_heads, near.owner.shape[2]
     keys = (sink + local + top_k) * block
     if plan is None:
         processors = machine(q.device)[0]
         plan = plan_for(rows, group, keys, block, width, q.element_size(), processors)
     q = q if q.stride(3) == 1 else q.contiguous()
-    if new:
+    new, new_strides = new_k is not None, ((0, 0), (0, 0))
+    if new_k is not None and new_v is not None:
         new_k, new_v = (x if x.stride(3) == 1 else x.contiguous() for x in (new_k, new_v))
+        new_strides = new_k.stride()[:2], new_v.stride()[:2]
     pdl, dependent = early(q.device)
-    steps = row_step(lengths), row_step(start)
     index = torch.empty((batch, kv_heads, 1, top_k), dtype=torch.int32, device=q.device)
     place = torch.empty((rows, sink + top_k), dtype=torch.int32, device=q.device)
     # Kernels start early: what one of them reads must not be given to another before the last.
     scores = None
     if top_k > 0:
-        scores = launch_scores(
-            q, k, bounds, progress, scale, block, top_k, sink, local, scoring, lengths, start,
-            key_mask, new=int(new),
-        )  # fmt: skip
+        scores = launch_scores(*selection(call, lengths), new=int(new))
+        progress, more = call.progress, {"new": int(new)}
         launch_choice(
-            scores, k, progress, block, top_k, local, lengths, start, blocks, index, new=int(new)
+            scores, k, progress, block, top_k, local, lengths, start, blocks, index, **more
         )
     wide = triton.next_power_of_2(max(1, sink + top_k))
     kernels.place_blocks[(rows,)](
-        index, table, owner, used, counters, lengths, start, place, size, blocks, count, kv_heads,
-        block, sink, local, top_k, wide, triton.next_power_of_2(count), int(new), top_k > 0,
-        *steps, pdl,
-        num_warps=4, **dependent,  # pyright: ignore[reportCallIssue]
-    )  # fmt: skip
+        index=index,
+        table=near.table,
+        owner=near.owner,
+        used=near.used,
+        counters=near.counters,
+        lengths=lengths,
+        start=start,
+        place=place,
+        S=size,
+        N=blocks,
+        SLOTS=count,
+        heads=kv_heads,
+        BLOCK=block,
+        SINK=sink,
+        LOCAL=local,
+        K=top_k,
+        MP=wide,
+        RP=triton.next_power_of_2(count),
+        NEW=int(new),
+        CHAINED=top_k > 0,
+        LENGTH_STEP=row_step(lengths),
+        START_STEP=row_step(start),
+        PDL=pdl,
+        **{"num_warps": 4, **dependent},
+    )
     fused = plan.splits == 1
     partial = out
     if not fused:
         places = rows * group * plan.splits * (width + 1)
         partial = torch.empty(places, dtype=torch.float32, device=q.device)
-    key_mask = mask_bytes(key_mask)
+    key_mask = mask_bytes(call.key_mask)
+    factor, cap = base_two(call.scale, call.softcap)
     kernels.attend_tiered[(plan.splits, kv_heads, batch)](
-        q, k, v, new_k, new_v, ring, slots, index, place, lengths, start, key_mask, sinks,
-        partial, out, lse,
-        scale * LOG2E if softcap == 0 else 2 * LOG2E * scale / softcap, softcap * LOG2E,
-        size, count, plan.splits,
-        *q.stride()[:2], *k.stride()[:3], *v.stride()[:3],
-        *((*new_k.stride()[:2], *new_v.stride()[:2]) if new else (0,) * 4),
-        0 if key_mask is None else key_mask.stride(0),
-        group, max(16, triton.next_power_of_2(group)), width, triton.next_power_of_2(width),
-        block, sink, local, top_k, wide, plan.tile, plan.stages, softcap > 0, fused, *steps, pdl,
-        num_warps=plan.warps, **dependent,  # pyright: ignore[reportCallIssue]
-    )  # fmt: skip
+        q=q,
+        k=k,
+        v=v,
+        new_k=new_k,
+        new_v=new_v,
+        ring=near.ring,
+        slots=near.slots,
+        index=index,
+        place=place,
+        lengths=lengths,
+        start=start,
+        key_mask=key_mask,
+        sinks=call.sinks,
+        partial=partial,
+        out=out,
+        lse=lse,
+        scale=factor,
+        cap=cap,
+        S=size,
+        SLOTS=count,
+        splits=plan.splits,
+        q_strides=q.stride()[:2],
+        k_strides=k.stride()[:3],
+        v_strides=v.stride()[:3],
+        new_k_strides=new_strides[0],
+        new_v_strides=new_strides[1],
+        mask_stride=0 if key_mask is None else key_mask.stride(0),
+        GROUP=group,
+        ROWS=max(16, triton.next_power_of_2(group)),
+        D=width,
+        DP=triton.next_power_of_2(width),
+        BLOCK=block,
+        SINK=sink,
+        LOCAL=local,
+        K=top_k,
+        MP=wide,
+        TILE=plan.tile,
+        STAGES=plan.stages,
+        CAPPED=call.softcap > 0,
+        FUSED=fused,
+        LENGTH_STEP=row_step(lengths),
+        START_STEP=row_step(start),
+        PDL=pdl,
+        **{"num_warps": plan.warps, **dependent},
+    )
     if not fused:
         merge_splits[(rows * group, triton.cdiv(width, plan.columns))](
-            partial, sinks, out, lse, heads, 1, plan.splits, width, plan.columns,
-            triton.next_power_of_2(plan.splits), pdl,
-            num_warps=4, **dependent,  # pyright: ignore[reportCallIssue]
-        )  # fmt: skip
+            partial=partial,
+            sinks=call.sinks,
+            out=out,
+            lse=lse,
+            heads=heads,
+            T=1,
+            splits=plan.splits,
+            D=width,
+            COLUMNS=plan.columns,
+            SPLITS=triton.next_power_of_2(plan.splits),
+            PDL=pdl,
+            **{"num_warps": 4, **dependent},
+        )
     del scores
 
 

@@ -3,6 +3,8 @@ padding enters nothing, and growing, cropping and moving a row leave them right.
 
 import pytest
 import torch
+from cases import random, to_device
+from gather_cases import decoded, empty
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -18,7 +20,7 @@ def refresh(device_path, k, bounds, progress, block=BLOCK, **rows):
     device, path = device_path
     names = ("lengths", "start", "key_mask")
     args = [rows.get(name) for name in names]
-    there = [x if x is None else x.to(device) for x in (k, bounds, progress, *args)]
+    there = to_device((k, bounds, progress, *args), device)
     if path == "reference" or device == "cuda":
         op.block_bounds(*there[:3], block=block, **dict(zip(names, there[3:], strict=True)))
     else:
@@ -26,13 +28,6 @@ def refresh(device_path, k, bounds, progress, block=BLOCK, **rows):
         op.launch_block_bounds(*there, block)
     bounds.copy_(there[1])
     progress.copy_(there[2])
-
-
-def empty(k, block=BLOCK, parts=2):
-    """Summaries of a fresh cache, NaN where nobody has written."""
-    batch, heads, size, width = k.shape
-    bounds = torch.full((batch, heads, -(-size // block), parts, width), torch.nan, dtype=k.dtype)
-    return bounds, torch.zeros(batch, 2, dtype=torch.int32)
 
 
 def oracle(k, parts, block, length, start, key_mask=None):
@@ -69,10 +64,6 @@ def hold(k, bounds, progress, block, lengths, starts, key_mask=None):
         assert bounds[b, :, done:].isnan().all()
 
 
-def random(seed, *shape, dtype=torch.float32):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
-
-
 DTYPES = st.sampled_from([torch.float32, torch.float16, torch.bfloat16])
 
 
@@ -105,19 +96,12 @@ def test_no_key_scores_above_its_bound(device_path, data):
     seed, dtype = data.draw(st.integers(0, 999)), data.draw(DTYPES)
     k, q = random(seed, 1, 2, 70, 64, dtype=dtype), random(seed + 1, 64, dtype=dtype).double()
     k[:, :, :, data.draw(st.integers(0, 63))] *= data.draw(st.sampled_from([1, 30]))
-    bounds, progress = empty(k)
+    bounds, progress = empty(k, BLOCK)
     refresh(device_path, k, bounds, progress)
     bounds = bounds[:, :, :4].double()
     above = bounds[:, :, :, 0] @ q.clamp(min=0) + bounds[:, :, :, 1] @ q.clamp(max=0)
     scores = (k[:, :, :64].double() @ q).unflatten(2, (4, 16))
     assert (scores <= above[..., None] + 1e-9 * above.abs().max()).all()
-
-
-def decoded(bounds, blocks):
-    """What codes stand for, fp64 `[B, Hkv, blocks, 2, D]`, and the size of a step `[.., 1, D]`."""
-    centre, unit, scale = (x.double() for x in op.frame_of(bounds, blocks))
-    step = (unit[:, :, None] * scale[..., None])[:, :, :, None]
-    return centre[:, :, None, None] + step * bounds[:, :, :blocks].double(), step
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -189,7 +173,7 @@ def test_growing_and_cropping(device_path, steps, start):
     cropped and written anew: whoever crops lowers the count to what is still complete."""
     size, length, seed = 130, 0, 0
     k = torch.full((1, 2, size, 64), torch.nan)
-    bounds, progress = empty(k)
+    bounds, progress = empty(k, BLOCK)
     for step in steps:
         if step > 0:
             new = min(step, size - length)
@@ -207,7 +191,7 @@ def test_growing_and_cropping(device_path, steps, start):
 
 def test_done_blocks_are_not_read_again(device_path):
     k = random(0, 2, 1, 64, 64)
-    bounds, progress = empty(k)
+    bounds, progress = empty(k, BLOCK)
     lengths = torch.tensor([40])
     refresh(device_path, k, bounds, progress, lengths=lengths)
     before = bounds.clone()
@@ -219,7 +203,7 @@ def test_done_blocks_are_not_read_again(device_path):
 
 def test_another_start_does_them_anew(device_path):
     k = random(0, 2, 1, 64, 64)
-    bounds, progress = empty(k)
+    bounds, progress = empty(k, BLOCK)
     refresh(device_path, k, bounds, progress)
     bounds[1, :, 3] = torch.nan  # the row that moves has one complete block less
     refresh(device_path, k, bounds, progress, start=torch.tensor([0, 5]))
@@ -232,7 +216,7 @@ def test_another_start_does_them_anew(device_path):
 def test_a_nan_key_makes_a_nan_bound(device_path, at, parts):
     k = random(0, 1, 2, 48, 64)
     k[0, 1, at, 5] = torch.nan
-    bounds, progress = empty(k, parts=parts)
+    bounds, progress = empty(k, BLOCK, parts)
     refresh(device_path, k, bounds, progress)
     odd = bounds.isnan()
     assert odd[0, 1, 1, :, 5].all() and odd.sum() == parts
@@ -240,7 +224,7 @@ def test_a_nan_key_makes_a_nan_bound(device_path, at, parts):
 
 def test_opcheck(device):
     k = random(0, 2, 2, 50, 64).to(device)
-    bounds, progress = (x.to(device) for x in empty(k.cpu()))
+    bounds, progress = (x.to(device) for x in empty(k.cpu(), BLOCK))
     rows = torch.tensor([30, 40], device=device)
     mask = torch.ones(2, 50, dtype=torch.bool, device=device)
     overload = torch.ops.attnplug.block_bounds.default
@@ -278,7 +262,7 @@ def test_refuses(change, message):
 
 
 def test_refuses_gradients():
-    bounds, progress = empty(K)
+    bounds, progress = empty(K, BLOCK)
     with pytest.raises(GradientError, match="block_bounds"):
         op.block_bounds(K.clone().requires_grad_(), bounds, progress, block=16)
 

@@ -5,6 +5,7 @@ import itertools
 
 import pytest
 import torch
+from cases import attend_over, dtypes, hold_attention, random, random_lists, to_device
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -14,9 +15,7 @@ from attnplug.ops.gather import gather_attention as op
 from attnplug.testing import oracle_attention, plain_attention
 
 SCALE = 0.125
-NAMES = (
-    "scale", "block", "sink", "local", "lengths", "start", "key_mask", "softcap", "sinks",
-)  # fmt: skip
+NAMES = ("scale", "block", "sink", "local", "lengths", "start", "key_mask", "softcap", "sinks")
 DEFAULTS = {"scale": SCALE, "block": 16, "sink": 1, "local": 2, "softcap": 0.0}
 
 
@@ -24,13 +23,12 @@ def attend(device_path, q, k, v, index, plan=None, **options):
     """The public op, or the Triton launcher where the op would not run it."""
     device, path = device_path
     options = DEFAULTS | options
-    args = [options.get(name) for name in NAMES]
-    args = [x.to(device) if isinstance(x, torch.Tensor) else x for x in args]
-    there = [x.to(device) for x in (q, k, v, index)]
+    args = to_device([options.get(name) for name in NAMES], device)
+    there = to_device((q, k, v, index), device)
     if path == "reference" or (device == "cuda" and plan is None):
         out, lse = op.gather_attention(*there, **dict(zip(NAMES, args, strict=True)))
     else:
-        out, lse = op._allocate(*there, *args)
+        out, lse = op.allocate_attention(*there, *args)
         op.launch_gather_attention(*there, *args, out, lse, plan)
     return out.cpu(), lse.cpu()
 
@@ -53,53 +51,21 @@ def keep(q, k, index, block, sink, local, lengths=None, start=None, key_mask=Non
 
 
 def oracle(attention, q, k, v, index, **options):
-    """`attention` (fp64, or plain in q's dtype), one KV head and query at a time: each has a key
-    mask of its own."""
-    group, kept = q.shape[1] // k.shape[1], keep(q, k, index, **options)
-    more = {"scale": options["scale"], "softcap": options["softcap"]}
-    out, lse = torch.zeros(q.shape, dtype=torch.float64), torch.zeros(q.shape[:3]).double()
-    for h, t in itertools.product(range(k.shape[1]), range(q.shape[2])):
-        heads = slice(h * group, (h + 1) * group)
-        if options.get("sinks") is not None:
-            more["sinks"] = options["sinks"][heads]
-        own = (x[:, h : h + 1] for x in (k, v))
-        part = attention(q[:, heads, t : t + 1], *own, key_mask=kept[:, h, t], **more)
-        out[:, heads, t], lse[:, heads, t] = (x.double()[:, :, 0] for x in part)
-    return out, lse
+    """`attention` (fp64, or plain in q's dtype) over the kept keys."""
+    own = {name: options.get(name) for name in ("scale", "softcap", "sinks")}
+    return attend_over(attention, q, k, v, keep(q, k, index, **options), **own)
 
 
 def hold(got, q, k, v, index, **options):
     """The error is at most a small factor of the one that attention in q's own dtype makes."""
     options = DEFAULTS | options
-    out, lse = got
-    want, want_lse = oracle(oracle_attention, q, k, v, index, **options)
     plain, _ = oracle(plain_attention, q, k, v, index, **options)
-    epsilon = torch.finfo(q.dtype).eps
-    allowed = 2 * (plain - want).abs().max() + 2 * epsilon * want.abs().max() + 1e-6
-    assert out.dtype == q.dtype and lse.dtype == torch.float32
-    assert (out.double() - want).abs().max() <= allowed
-    assert torch.equal(lse == -torch.inf, want_lse == -torch.inf)
-    finite = want_lse != -torch.inf
-    assert ((lse.double() - want_lse)[finite].abs() <= 2e-5 + 1e-6 * want_lse[finite].abs()).all()
-    assert (out[~finite] == 0).all()
-
-
-def random(seed, *shape, dtype=torch.float32):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+    hold_attention(got, oracle(oracle_attention, q, k, v, index, **options), plain, q.dtype)
 
 
 def lists(seed, k, queries, count, block=16):
-    """Distinct random blocks, some of them sink, local, after the query, or none (-1)."""
-    places = torch.rand(*k.shape[:2], queries, max(count, k.shape[2] // block + 1),
-                        generator=torch.Generator().manual_seed(seed))  # fmt: skip
-    index = places.argsort(-1)[..., :count]
-    return torch.where(places[..., :count] < 0.2, -1, index).int()
-
-
-def dtypes(device_path):
-    """Triton's interpreter cannot multiply bfloat16."""
-    exact = [torch.float32, torch.float16]
-    return exact if device_path == ("cpu", "kernel") else [*exact, torch.bfloat16]
+    """Distinct random blocks, some of them first, last, after the query, or none (-1)."""
+    return random_lists(seed, k, queries, count, k.shape[2] // block + 1)
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])  # device_path is a constant

@@ -3,25 +3,17 @@ kernels; their own tests hold those to fp64."""
 
 import pytest
 import torch
+from cases import random, to_device
+from gather_cases import DEFAULTS, OPTIONS, empty
 from hypothesis import given
 from hypothesis import strategies as st
 
 from attnplug.errors import ArgumentError, GradientError
 from attnplug.ops import gather_attention, select_blocks
+from attnplug.ops.gather import gather_attention as attend
 from attnplug.ops.gather import gather_decode as op
+from attnplug.ops.gather import select_blocks as select
 from attnplug.ops.gather.block_bounds import empty_bounds, frame_of
-
-OPTIONS = (
-    "scale", "block", "top_k", "sink", "local", "scoring", "start", "key_mask", "softcap", "sinks",
-)  # fmt: skip
-DEFAULTS = {
-    "scale": 0.125, "block": 16, "top_k": 3, "sink": 1, "local": 2, "scoring": "bounds",
-    "softcap": 0.0,
-}  # fmt: skip
-
-
-def random(seed, *shape, dtype=torch.float32):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 class Cache:
@@ -41,10 +33,7 @@ class Cache:
         hidden = torch.arange(size) >= self.lengths.expand(batch)[:, None]
         kv = kv.masked_fill(hidden[None, :, None, :, None], torch.nan).to(dtype or torch.float32)
         self.k, self.v = kv
-        self.bounds = empty_bounds(self.k, block, parts, int8=int8).fill_(
-            -77 if int8 else torch.nan
-        )
-        self.progress = torch.zeros(batch, 2, dtype=torch.int32)
+        self.bounds, self.progress = empty(self.k, block, parts, int8)
 
     def tensors(self):
         return {x: getattr(self, x) for x in ("k", "v", "bounds", "progress", "lengths")}
@@ -61,15 +50,14 @@ def step(device_path, cache, q, new, plan=None, **options):
     """gather_decode on a copy of the cache: (out, lse, the copy)."""
     device, path = device_path
     options = DEFAULTS | options
-    args = [options.get(name) for name in OPTIONS]
-    args = [x.to(device) if isinstance(x, torch.Tensor) else x for x in args]
+    args = to_device([options.get(name) for name in OPTIONS], device)
     cache = cache.copy(device)
     there = (q.to(device), cache.k, cache.v, *new.to(device), cache.bounds, cache.progress)
     if path == "reference" or (device == "cuda" and plan is None):
         out, lse = op._gather_decode(*there, cache.lengths, *args)
     else:
         out, lse = op._allocate(*there, cache.lengths, *args)
-        op.launch_gather_decode(*there, cache.lengths, *args, out, lse, plan)
+        op.launch_gather_decode(*there, cache.lengths, *args, out, lse, plan=plan)
     return out.cpu(), lse.cpu(), cache.copy()
 
 
@@ -342,16 +330,13 @@ def test_shipped_plans_equal_unpipelined_ones(batch, size, top_k, more):
     progress = torch.zeros(batch, 2, dtype=torch.int32, device="cuda")
     lengths = torch.tensor([size], device="cuda")
 
-    from attnplug.ops.gather import gather_attention as attend
-    from attnplug.ops.gather import select_blocks as select
-
     args = (q, k, bounds, progress, width**-0.5, block, top_k, 1, local, scoring, lengths, start,
             key_mask)  # fmt: skip
-    index = select._allocate(*args)
+    index = select.allocate_index(*args)
     members = 16 if size // block > 512 else 0
-    select.launch_select_blocks(*args, index, op.SelectPlan(16, members, 4, 4))
+    select.launch_select_blocks(*args, index, plan=op.SelectPlan(16, members, 4, 4))
     args = (q, k, v, index, width**-0.5, block, 1, local, lengths, start, key_mask, 0.0, None)
-    want, want_lse = attend._allocate(*args)
+    want, want_lse = attend.allocate_attention(*args)
     tile = 64 if width <= 128 else 32
     tiles = (1 + local + top_k) * block // tile
     attend.launch_gather_attention(*args, want, want_lse, op.AttendPlan(tile, tiles, 4, 1, 32))

@@ -5,17 +5,16 @@ import itertools
 
 import pytest
 import torch
+from cases import dtypes, random, to_device
+from gather_cases import decoded, empty
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from attnplug.errors import ArgumentError, GradientError
-from attnplug.ops.gather import block_bounds as made
 from attnplug.ops.gather import select_blocks as op
 
 SCALE = 0.125
-NAMES = (
-    "scale", "block", "top_k", "sink", "local", "scoring", "lengths", "start", "key_mask",
-)  # fmt: skip
+NAMES = ("scale", "block", "top_k", "sink", "local", "scoring", "lengths", "start", "key_mask")
 DEFAULTS = {"scale": SCALE, "block": 16, "top_k": 2, "sink": 1, "local": 2, "scoring": "bounds"}
 
 
@@ -24,42 +23,52 @@ def select(device_path, q, k, state=None, plan=None, **options):
     progress) on the CPU, updated; a fresh cache's without."""
     device, path = device_path
     options = DEFAULTS | options
-    bounds, progress = state or empty(k, options["block"], options["scoring"])
+    bounds, progress = state or fresh(k, options["block"], options["scoring"])
     args = [options.get(name) for name in NAMES]
-    there = [x.to(device) for x in (q, k, bounds, progress)]
-    args = [x.to(device) if isinstance(x, torch.Tensor) else x for x in args]
+    there = to_device((q, k, bounds, progress), device)
+    args = to_device(args, device)
     if plan is None and (path == "reference" or device == "cuda"):
         out = op.select_blocks(*there, **dict(zip(NAMES, args, strict=True)))
     else:
-        out = op._allocate(*there, *args).fill_(-7)
-        op.launch_select_blocks(*there, *args, out, plan)
+        out = op.allocate_index(*there, *args).fill_(-7)
+        op.launch_select_blocks(*there, *args, out, plan=plan)
     bounds.copy_(there[2])
     progress.copy_(there[3])
     return out.cpu()
 
 
-def empty(k, block, scoring="bounds"):
-    batch, heads, size, width = k.shape
-    parts = 1 if scoring == "mean" else 2
-    bounds = torch.full((batch, heads, -(-size // block), parts, width), torch.nan, dtype=k.dtype)
-    return bounds, torch.zeros(batch, 2, dtype=torch.int32)
+def fresh(k, block, scoring="bounds"):
+    return empty(k, block, 1 if scoring == "mean" else 2)
 
 
 def codes(k, block):
-    """(INT8 summaries of a fresh cache, its progress), with garbage where nobody has written."""
-    bounds = made.empty_bounds(k, block, int8=True).fill_(-77)
-    return bounds, torch.zeros(k.shape[0], 2, dtype=torch.int32)
+    """(INT8 summaries of a fresh cache, its progress)."""
+    return empty(k, block, int8=True)
 
 
 def said(bounds, blocks):
     """What INT8 summaries say, `[B, Hkv, blocks, 2, D]` fp64."""
-    centre, unit, scale = (x.double() for x in made.frame_of(bounds, blocks))
-    step = (unit[:, :, None] * scale[..., None])[:, :, :, None]
-    return centre[:, :, None, None] + step * bounds[:, :, :blocks].double()
+    return decoded(bounds, blocks)[0]
 
 
-def scores(q, k, b, h, t, *, scale, block, sink, local, scoring, lengths=None, start=None,
-           key_mask=None, words=None, **_):  # fmt: skip
+def scores(
+    q,
+    k,
+    b,
+    h,
+    t,
+    *,
+    scale,
+    block,
+    sink,
+    local,
+    scoring,
+    lengths=None,
+    start=None,
+    key_mask=None,
+    words=None,
+    **_,
+):
     """({candidate block: fp64 score}, what rounding may change in one) of one query; by the keys,
     or by what summaries say of them (`words`)."""
     group = q.shape[1] // k.shape[1]
@@ -111,16 +120,6 @@ def hold(index, q, k, **options):
             assert max(left) <= min(value[j] for j in picked) + room
         for a, c in itertools.pairwise(picked):
             assert value[a] >= value[c] - room
-
-
-def random(seed, *shape, dtype=torch.float32):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
-
-
-def dtypes(device_path):
-    """Triton's interpreter cannot multiply bfloat16."""
-    exact = [torch.float32, torch.float16]
-    return exact if device_path == ("cpu", "kernel") else [*exact, torch.bfloat16]
 
 
 SCORINGS = st.sampled_from(["bounds", "estimate", "mean"])

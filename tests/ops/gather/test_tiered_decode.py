@@ -3,6 +3,8 @@ kernels; their own tests hold those to fp64. And what is in the slots, against w
 
 import pytest
 import torch
+from cases import random
+from gather_cases import DEFAULTS, OPTIONS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -11,18 +13,7 @@ from attnplug.ops import ResidentBlocks, gather_attention, select_blocks, tiered
 from attnplug.ops.gather import tiered_decode as op
 from attnplug.ops.gather.block_bounds import empty_bounds
 
-OPTIONS = (
-    "scale", "block", "top_k", "sink", "local", "scoring", "start", "key_mask", "softcap", "sinks",
-)  # fmt: skip
-DEFAULTS = {
-    "scale": 0.125, "block": 16, "top_k": 3, "sink": 1, "local": 2, "scoring": "bounds",
-    "softcap": 0.0,
-}  # fmt: skip
 SIZE = 200
-
-
-def random(seed, *shape):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 class Cache:
@@ -62,7 +53,7 @@ def run(path, cache, q, new, options, plan=None):
     if path == "reference" or (q.is_cuda and plan is None):
         return op._tiered_decode(*there)
     outputs = op._allocate(*there)
-    op.launch_tiered_decode(*there, *outputs, plan)
+    op.launch_tiered_decode(*there, *outputs, plan=plan)
     return outputs
 
 

@@ -1,0 +1,379 @@
+"""The Triton kernel that scores blocks for select_blocks: it makes missing summaries, then scores
+them. It stores each block's score as a key, or for "estimate" one score a head, which
+`combine_heads` makes a key of (`kernels/select.py`)."""
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from attnplug.ops.common.rows import blocks_done, row_span
+from attnplug.ops.common.tiles import load_query
+from attnplug.ops.gather.kernels.bounds import frame_at, refresh_blocks, summaries_at
+from attnplug.ops.gather.kernels.select import store_keys
+
+
+@triton.jit
+def _visible(key_mask, offset, low, j, limit, BLOCK: tl.constexpr):
+    """Whether the key mask, whose row begins at `offset`, lets any key of each block j through."""
+    n = tl.arange(0, BLOCK)
+    at = key_mask + offset + low + j[:, None] * BLOCK + n[None, :]
+    return tl.max(tl.load(at, mask=(j < limit)[:, None], other=0).to(tl.int32), 1) > 0
+
+
+@triton.jit
+def _load_summaries(
+    bounds_at,
+    frame,
+    j,
+    limit,
+    D: tl.constexpr,
+    DP: tl.constexpr,
+    SCORING: tl.constexpr,
+    INT8: tl.constexpr,
+):
+    """(maxima, minima) `[CHUNK, DP]` of blocks j, or their means twice, and the codes' scales.
+    .cg: they are read once."""
+    PARTS: tl.constexpr = 1 if SCORING == 2 else 2
+    d = tl.arange(0, DP)
+    at = bounds_at + j[:, None] * (PARTS * D) + d[None, :]
+    readable = (j < limit)[:, None] & (d < D)[None, :]
+    maxima = tl.load(at, mask=readable, other=0, cache_modifier=".cg")
+    minima = maxima
+    if SCORING != 2:
+        minima = tl.load(at + D, mask=readable, other=0, cache_modifier=".cg")
+    scales = 1.0
+    if INT8:
+        scales = tl.load(frame + 2 * D + j, mask=j < limit, other=0.0, cache_modifier=".cg")
+    return maxima, minima, scales
+
+
+@triton.jit
+def _digits(query, frame, D: tl.constexpr, DP: tl.constexpr, HEADS: tl.constexpr):
+    """Queries as INT8 digits, to be multiplied with codes: `query unit = quantum (128 a + b)`.
+
+    Returns the digits of positive elements, those of negative ones, what a product of a row counts,
+    and what to add to its score, `query . centre`. The heads come twice: the first HEADS rows get
+    the digits a, the others the digits b and nothing to add.
+    """
+    coarse = tl.arange(0, 2 * HEADS) < HEADS
+    centre, unit = frame_at(frame, tl.arange(0, DP), D)
+    query = query.to(tl.float32)
+    scaled = query * unit[None, :]
+    top = tl.max(tl.abs(scaled), 1)
+    level = scaled * (16256.0 / tl.where(top > 0, top, 1.0))[:, None]
+    level = tl.where(tl.abs(level) <= 16257.0, level, 0.0)
+    # To the nearest integer: 1.5 2^23 leaves no bits for a fraction.
+    level = (level + 12582912.0).to(tl.int32, bitcast=True) - 0x4B400000
+    first = (level + 64) >> 7
+    digit = tl.where(coarse[:, None], first, level - first * 128)
+    above = tl.where(level > 0, digit, 0).to(tl.int8)
+    below = tl.where(level < 0, digit, 0).to(tl.int8)
+    # An element that is not finite makes a NaN of it.
+    offset = tl.sum(query * centre[None, :] + query * 0, 1)
+    quantum = top * tl.where(coarse, 128.0 / 16256.0, 1.0 / 16256.0)
+    return above, below, quantum, tl.where(coarse, offset, 0.0)
+
+
+@triton.jit
+def _prepare_query(
+    query,
+    frame,
+    GROUP: tl.constexpr,
+    HEADS: tl.constexpr,
+    D: tl.constexpr,
+    DP: tl.constexpr,
+    SCORING: tl.constexpr,
+    INT8: tl.constexpr,
+):
+    """What `_scores` needs of the queries `[HEADS, DP]` (for codes, twice), once for all blocks."""
+    if INT8:
+        return _digits(query, frame, D, DP, HEADS)
+    elif SCORING == 2:  # the mean over the group is a product with ones: every row holds it
+        mean = tl.sum(query.to(tl.float32), 0) / GROUP
+        query = tl.zeros([HEADS, DP], tl.float32) + mean[None, :]
+        return query, query, 1.0, 0.0
+    else:
+        return query, query, 1.0, 0.0
+
+
+@triton.jit
+def _code_scores(digits, codes, HEADS: tl.constexpr, CHUNK: tl.constexpr):
+    """`[HEADS, CHUNK]` scores of codes. Each row sums integers: the sum is exact."""
+    above, below, quantum, offset = digits
+    maxima, minima, scales = codes
+    total = tl.dot(above, maxima.T, out_dtype=tl.int32)
+    total = tl.dot(below, minima.T, total, out_dtype=tl.int32)
+    score = total.to(tl.float32) * quantum[:, None] * scales[None, :] + offset[:, None]
+    return tl.sum(tl.reshape(score, [2, HEADS, CHUNK]), 0)
+
+
+@triton.jit
+def _head_scores(query, maxima, minima, scale, SCORING: tl.constexpr):
+    """[ROWS, CHUNK] scores of blocks for every head; for "mean", row 0 is that of the mean."""
+    if SCORING == 2:
+        score = tl.dot(query, maxima.to(query.dtype).T, input_precision="ieee")
+    elif SCORING == 0:
+        zero = query * 0  # a NaN stays one
+        above = tl.where(query > 0, query, zero).to(maxima.dtype)
+        below = tl.where(query < 0, query, zero).to(maxima.dtype)
+        score = tl.dot(above, maxima.T, input_precision="ieee")
+        score = tl.dot(below, minima.T, score, input_precision="ieee")
+    else:
+        score = tl.dot(query, maxima.T, input_precision="ieee")
+        score = tl.dot(query, minima.T, score, input_precision="ieee") * (0.5 * scale)
+        scaled = query.to(tl.float32) * scale
+        spread = (maxima.to(tl.float32) - minima.to(tl.float32)) * 0.25
+        score += 0.5 * tl.dot(scaled * scaled, (spread * spread).T, input_precision="tf32")
+    return score
+
+
+@triton.jit
+def _scores(
+    prepared,
+    summaries,
+    scale,
+    GROUP: tl.constexpr,
+    HEADS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    SCORING: tl.constexpr,
+    INT8: tl.constexpr,
+):
+    """`[CHUNK]` scores of blocks; for "estimate" `[HEADS, CHUNK]`, of every head. Takes what
+    `_prepare_query` and `_load_summaries` return."""
+    if INT8:
+        score = _code_scores(prepared, summaries, HEADS, CHUNK)
+    else:
+        score = _head_scores(prepared[0], summaries[0], summaries[1], scale, SCORING)
+    if SCORING != 1:
+        score = tl.where(score == score, score, float("inf"))
+        in_group = tl.arange(0, HEADS) < GROUP
+        score = tl.max(tl.where(in_group[:, None], score, float("-inf")), 0)
+    return score
+
+
+@triton.jit
+def _store_heads(score, usable, j, limit, own, chunk_at, in_group, GROUP: tl.constexpr):
+    """A chunk's scores of each head, and their log-sum-exp, for combine_heads."""
+    score = tl.where(usable[None, :], score, float("-inf"))
+    at = own[:, None] + j[None, :] * GROUP
+    tl.store(at, score, mask=in_group[:, None] & (j < limit)[None, :])
+    finite = tl.where(score < float("inf"), score, float("-inf"))  # neither NaN nor inf
+    top = tl.max(finite, 1)
+    shift = tl.where(top == float("-inf"), 0.0, top)
+    total = tl.sum(tl.exp(finite - shift[:, None]), 1)
+    lse = shift + tl.log(tl.where(total > 0, total, 1.0))
+    tl.store(chunk_at, tl.where(total > 0, lse, float("-inf")), mask=in_group)
+
+
+@triton.jit
+def _row_at(
+    head_scores,
+    best,
+    row,
+    N,
+    chunks,
+    g,
+    GROUP: tl.constexpr,
+    SCORING: tl.constexpr,
+    MEMBERS: tl.constexpr,
+):
+    """Where a row's scores of the heads g begin (for "estimate"), and its groups' maxima."""
+    own = best  # stands for none: a kernel's function cannot return None
+    if SCORING == 1:
+        own = head_scores + row * GROUP * (N + chunks) + g
+    best_at = best
+    if MEMBERS > 0:
+        best_at = best + row * tl.cdiv(N, MEMBERS)
+    return own, best_at
+
+
+@triton.jit
+def _store_chunk(
+    score,
+    chunk,
+    turn,
+    limit,
+    key_mask,
+    mask_offset,
+    low,
+    own,
+    scores,
+    row,
+    best_at,
+    N,
+    in_group,
+    GROUP: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SINK: tl.constexpr,
+    SCORING: tl.constexpr,
+    CHUNK: tl.constexpr,
+    MEMBERS: tl.constexpr,
+):
+    """Store the scores of chunk `chunk + turn`: as keys, or of every head for combine_heads. Blocks
+    from SINK to `limit` that the key mask lets through are candidates."""
+    j = (chunk + turn) * CHUNK + tl.arange(0, CHUNK)
+    usable = (j >= SINK) & (j < limit)
+    if key_mask is not None:
+        usable = usable & _visible(key_mask, mask_offset, low, j, limit, BLOCK)
+    if SCORING == 1:
+        chunk_at = own + (N + chunk + turn) * GROUP
+        _store_heads(score, usable, j, limit, own, chunk_at, in_group, GROUP)
+    else:
+        store_keys(score, j, usable, scores + row * N, best_at, limit, CHUNK, MEMBERS)
+
+
+@triton.jit
+def score_blocks(
+    q,
+    k,
+    bounds,
+    progress,
+    lengths,
+    start,
+    key_mask,
+    scores,
+    best,
+    head_scores,
+    scale,
+    T,
+    S,
+    N,
+    chunks,
+    q_strides,
+    k_strides,
+    mask_stride,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    D: tl.constexpr,
+    DP: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SINK: tl.constexpr,
+    LOCAL: tl.constexpr,
+    SCORING: tl.constexpr,
+    CHUNK: tl.constexpr,
+    MEMBERS: tl.constexpr,
+    REPEAT: tl.constexpr,
+    STAGES: tl.constexpr,
+    SOON: tl.constexpr,
+    INT8: tl.constexpr,
+    NEW: tl.constexpr,
+    LENGTH_STEP: tl.constexpr,
+    START_STEP: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """REPEAT chunks of blocks of one query and KV head: missing summaries, then scores.
+
+    INT8: the summaries are codes; their products have two rows for a head. SOON (REPEAT is 1): read
+    the summaries before the length is known.
+    """
+    PARTS: tl.constexpr = 1 if SCORING == 2 else 2
+    HEADS: tl.constexpr = ROWS // 2 if INT8 else ROWS
+    q_b, q_h, q_t = q_strides
+    k_b, k_h, k_s = k_strides
+    chunk = tl.program_id(0) * REPEAT
+    t = tl.program_id(1) % T
+    h = tl.program_id(1) // T
+    b = tl.program_id(2).to(tl.int64)
+    if PDL:
+        if NEW > 0:
+            gdc_wait()  # launched early itself
+        gdc_launch_dependents()  # the next kernel waits for the end of this grid
+    kv_heads = tl.num_programs(1) // T
+    row = (b * kv_heads + h) * T + t
+    bounds_at, frame = summaries_at(bounds, b * kv_heads + h, N, D, PARTS, INT8)
+    length, low = row_span(lengths, start, b, S, LENGTH_STEP, START_STEP, NEW)
+    done = blocks_done(progress, b, low)
+    g = tl.arange(0, HEADS)
+    r = tl.arange(0, ROWS) % HEADS
+    in_group = g < GROUP
+    q_at = q + b * q_b + (h * GROUP + r).to(tl.int64) * q_h + t * q_t
+    query = load_query(q_at, r < GROUP, D, DP, CACHE=".cg")
+    j = chunk * CHUNK + tl.arange(0, CHUNK)
+    score = 0.0
+    if SOON:  # while the length is on its way; blocks past it count for nothing
+        summaries = _load_summaries(bounds_at, frame, j, N, D, DP, SCORING, INT8)
+        prepared = _prepare_query(query, frame, GROUP, HEADS, D, DP, SCORING, INT8)
+        score = _scores(prepared, summaries, scale, GROUP, HEADS, CHUNK, SCORING, INT8)
+    limit = (length - T + t - low) // BLOCK - LOCAL + 1
+    # No early return when SOON: the compiler would sink the loads above below the branch.
+    if SOON or chunk * CHUNK < limit:
+        end = tl.minimum((chunk + REPEAT) * CHUNK, limit)
+        begin = tl.maximum(chunk * CHUNK, done)
+        if begin < end:
+            mask_at = k
+            if key_mask is not None:
+                mask_at = key_mask + b * mask_stride
+            # The queries of one row may refresh the same blocks at once: they store the same.
+            refresh_blocks(
+                k_at=k + b * k_b + h.to(tl.int64) * k_h,
+                mask_at=mask_at,
+                bounds_at=bounds_at,
+                frame=frame,
+                begin=begin,
+                end=end,
+                stride=1,
+                done=done,
+                start=low,
+                k_s=k_s,
+                D=D,
+                DP=DP,
+                BLOCK=BLOCK,
+                PARTS=PARTS,
+                INT8=INT8,
+                MASKED=key_mask is not None,
+            )
+            tl.debug_barrier()  # other warps load what one has stored
+            if SOON:  # Score again here: were only the loads in this branch, both would unpack.
+                summaries = _load_summaries(bounds_at, frame, j, N, D, DP, SCORING, INT8)
+                prepared = _prepare_query(query, frame, GROUP, HEADS, D, DP, SCORING, INT8)
+                score = _scores(prepared, summaries, scale, GROUP, HEADS, CHUNK, SCORING, INT8)
+        if SOON:
+            own, best_at = _row_at(head_scores, best, row, N, chunks, g, GROUP, SCORING, MEMBERS)
+            _store_chunk(
+                score=score,
+                chunk=chunk,
+                turn=0,
+                limit=limit,
+                key_mask=key_mask,
+                mask_offset=b * mask_stride,
+                low=low,
+                own=own,
+                scores=scores,
+                row=row,
+                best_at=best_at,
+                N=N,
+                in_group=in_group,
+                GROUP=GROUP,
+                BLOCK=BLOCK,
+                SINK=SINK,
+                SCORING=SCORING,
+                CHUNK=CHUNK,
+                MEMBERS=MEMBERS,
+            )
+        else:
+            prepared = _prepare_query(query, frame, GROUP, HEADS, D, DP, SCORING, INT8)
+            own, best_at = _row_at(head_scores, best, row, N, chunks, g, GROUP, SCORING, MEMBERS)
+            for i in tl.range(0, REPEAT, num_stages=STAGES):  # pyright: ignore[reportGeneralTypeIssues]
+                blocks = (chunk + i) * CHUNK + tl.arange(0, CHUNK)
+                shown = _load_summaries(bounds_at, frame, blocks, limit, D, DP, SCORING, INT8)
+                _store_chunk(
+                    score=_scores(prepared, shown, scale, GROUP, HEADS, CHUNK, SCORING, INT8),
+                    chunk=chunk,
+                    turn=i,
+                    limit=limit,
+                    key_mask=key_mask,
+                    mask_offset=b * mask_stride,
+                    low=low,
+                    own=own,
+                    scores=scores,
+                    row=row,
+                    best_at=best_at,
+                    N=N,
+                    in_group=in_group,
+                    GROUP=GROUP,
+                    BLOCK=BLOCK,
+                    SINK=SINK,
+                    SCORING=SCORING,
+                    CHUNK=CHUNK,
+                    MEMBERS=MEMBERS,
+                )

@@ -1,0 +1,43 @@
+"""What the tests of the gather ops define alike: the options of a decode step, fresh summaries, and
+what INT8 codes stand for."""
+
+import torch
+
+from attnplug.ops.gather.block_bounds import empty_bounds, frame_of
+
+# The options of gather_decode and tiered_decode, in the order of their schemas.
+OPTIONS = (
+    "scale",
+    "block",
+    "top_k",
+    "sink",
+    "local",
+    "scoring",
+    "start",
+    "key_mask",
+    "softcap",
+    "sinks",
+)
+DEFAULTS = {
+    "scale": 0.125,
+    "block": 16,
+    "top_k": 3,
+    "sink": 1,
+    "local": 2,
+    "scoring": "bounds",
+    "softcap": 0.0,
+}
+
+
+def empty(k, block, parts=2, int8=False):
+    """(summaries of a fresh cache, its progress), with garbage where no kernel has written: NaN, or
+    a code that no test makes."""
+    bounds = empty_bounds(k, block, parts, int8=int8).fill_(-77 if int8 else torch.nan)
+    return bounds, torch.zeros(k.shape[0], 2, dtype=torch.int32)
+
+
+def decoded(bounds, blocks):
+    """What codes stand for, fp64 `[B, Hkv, blocks, 2, D]`, and one code's worth, `[.., 1, D]`."""
+    centre, unit, scale = (x.double() for x in frame_of(bounds, blocks))
+    worth = (unit[:, :, None] * scale[..., None])[:, :, :, None]
+    return centre[:, :, None, None] + worth * bounds[:, :, :blocks].double(), worth
