@@ -8,7 +8,7 @@ reads exactly: those that hold the attention ("promoted"), those whose values wo
 and a random few. Which these are, what the bounds are and when a head or a row is recomputed from
 the originals is decided on the device ("the ladder"). Every head that is returned is within its
 reported bound, or is the exact output. docs/certified.md has the proofs. Source: "Runtime-Certified
-Bounded-Error Quantized Attention" (shared/papers/001); the bound that decides is a tighter one.
+Bounded-Error Quantized Attention" (docs/papers.md); the bound that decides is a tighter one.
 """
 
 from typing import NamedTuple
@@ -17,9 +17,9 @@ import numpy as np
 import torch
 
 from attnplug.errors import ArgumentError
-from attnplug.ops.certified.launch import capacity_for, launch
-from attnplug.ops.certified.quantize_kv import QuantizedKV, check_tier
-from attnplug.ops.certified.reference import (
+from attnplug.ops.certified.launch import launch
+from attnplug.ops.certified.plan import capacity_for
+from attnplug.ops.certified.proof import (
     BOUND,
     BOUNDARY,
     CAPACITY,
@@ -30,8 +30,10 @@ from attnplug.ops.certified.reference import (
     ROW,
     SCORE,
     VALUES,
-    reference,
 )
+from attnplug.ops.certified.quantize_kv import QuantizedKV, check_tier
+from attnplug.ops.certified.records import RANKS, TELEMETRY
+from attnplug.ops.certified.reference import reference
 from attnplug.ops.certified.scratch import Scratch, check_scratch, simulate
 from attnplug.ops.common.checks import check_attention_inputs, check_sequence_inputs, check_sinks
 from attnplug.ops.common.define import define_op, refuse_gradients, require
@@ -50,12 +52,7 @@ RUNGS = {
     "score": SCORE,
     "check": CHECK,
 }
-# What `telemetry` counts or sums for each head, in this order.
-TELEMETRY = (
-    "steps", "expanded", "values", "head", "row", "ranking", "boundary", "bound", "key_sum",
-    "key_max", "value_sum", "value_max", "round_max", "saved", "key_tokens", "value_tokens",
-)  # fmt: skip
-MAX_RANKING = 4
+MAX_RANKING = RANKS.value
 
 
 class CertifiedOutput(NamedTuple):
@@ -189,7 +186,7 @@ def _allocate(
     )
 
 
-# --- CPU: `_certified_reference` is the specification -------------------------------------------
+# --- CPU: `reference.py` is the specification ---------------------------------------------------
 
 
 def _cpu(

@@ -16,7 +16,7 @@ not finite makes its channel's scale NaN, a value that is not finite (or past fp
 infinite: `certified_attention` cannot certify such a block and reads the originals. Two value codes
 share a byte, channel c the low half and channel c + columns the high one, so that a reader unpacks
 them into two tiles and never interleaves. The format is that of "Runtime-Certified Bounded-Error
-Quantized Attention" (shared/papers/001), with the keys' metadata in bf16.
+Quantized Attention" (docs/papers.md), with the keys' metadata in bf16.
 """
 
 from typing import NamedTuple
@@ -27,14 +27,20 @@ import torch
 
 from attnplug.errors import ArgumentError
 from attnplug.ops.certified.kernels.quantize import launch_quantize_kv
+from attnplug.ops.certified.proof import (
+    CARE,
+    CHECK_SEED,
+    CHECK_STEP,
+    HALF_CARE,
+    LEAST_SCALE,
+    MEASURED_FLOOR,
+)
 from attnplug.ops.common.checks import BLOCKS, check_attention_inputs, check_sequence_inputs
 from attnplug.ops.common.define import define_op, refuse_gradients, require
 from attnplug.ops.common.rows import NO_MASK, rows_on_cpu
 
 GROUP = 16  # channels of a value that share scale and zero
-# Check words begin at CHECK_SEED + CHECK_STEP j: an empty block must not look like a written one,
-# nor one block like another.
-CHECK_SEED, CHECK_STEP = 100_000_007, 7919
+PROOF = "3044f1073df8bc31"  # `proof.digest()` of the constants that numba compiles in here
 
 
 class QuantizedKV(NamedTuple):
@@ -100,7 +106,7 @@ def quantize_kv(
         key_mask: bool `[B, S]`, False where a key must not be seen. A block is quantized once:
             the mask of its keys must not change afterwards.
 
-    Whoever shortens or replaces the keys lowers the row's count in `tier.progress`.
+    A caller that shortens or replaces the keys must lower the row's count in `tier.progress`.
 
     Raises:
         ArgumentError: a shape, dtype, device or option does not fit.
@@ -204,9 +210,9 @@ def _quantize_keys(k, seen, codes, meta, scratch):
             scale_bits = np.int64(0x7FC0)
         elif high >= low:
             zero_bits, zero = _bf16(low * np.float32(0.5) + high * np.float32(0.5), False, scratch)
-            half = max(high - zero, zero - low) * np.float32(1.00001)
+            half = max(high - zero, zero - low) * np.float32(HALF_CARE)
             if half > 0:
-                least = max(half / np.float32(127), np.float32(2.0**-100))
+                least = max(half / np.float32(127), np.float32(LEAST_SCALE))
                 scale_bits, scale = _bf16(least, True, scratch)
         meta[0, d], meta[1, d] = scale_bits, zero_bits
         for n in range(size):
@@ -254,7 +260,7 @@ def _quantize_values(v, seen, codes, meta, scratch):
             eta, nu = np.inf, np.inf
         for c in range(columns):
             first += (np.int64(codes[n, c]) << 8 * (c % 4)) * (1 + 2 * (c // 4))
-    return first, eta * (1 + 2.0**-10) + 2.0**-50, nu * (1 + 2.0**-10) + 2.0**-50
+    return first, eta * CARE + MEASURED_FLOOR, nu * CARE + MEASURED_FLOOR
 
 
 @numba.njit(parallel=True, cache=True)

@@ -2,19 +2,50 @@
 
 One (row, KV head) at a time: score with the quantized keys, choose what is read exactly, attend to
 the mixture, bound the error, check. Only the check of a whole row (rung 4) looks at other heads.
+
+Over 450 lines, and one file: numba's cache of a compiled function looks at the file in which it
+stands, and not at the files of what it calls. `PROOF` guards what comes from `proof.py`.
 """
 
 import numba
 import numpy as np
 
+from attnplug.ops.certified.proof import (
+    BOUND,
+    BOUNDARY,
+    BUDGET_SHARE,
+    CAP_SLACK,
+    CAPACITY,
+    CARE,
+    CHECK,
+    CHECK_SEED,
+    CHECK_STEP,
+    CODE_REACH,
+    DEEPEST,
+    DELTA_CARE,
+    DOT_EXTRA,
+    DOT_SLACK,
+    EXPANDED,
+    EXPM1_SLACK,
+    HEAD,
+    LOG_FLOOR,
+    NOISE_FLOOR,
+    RANKING,
+    REFERENCE_SUMS,
+    REFERENCE_TOKEN,
+    ROUND_FLOOR,
+    ROUNDS,
+    ROW,
+    SCORE,
+    SCORE_CARE,
+    SUM_SLACK,
+    VALUES,
+    WAYS,
+)
 from attnplug.ops.common.product import add_product
 from attnplug.ops.common.reference import reference_rows
 
-# Bits of `rung`: what was done for a head, and why it was recomputed.
-EXPANDED, VALUES, HEAD, ROW = 1, 2, 4, 8
-RANKING, BOUNDARY, BOUND, CAPACITY, SCORE, CHECK = 16, 32, 64, 128, 256, 512
-DEEPEST, WAYS, ROUNDS = -40.0, 8, 4  # of the search for a threshold, in powers of two
-CARE = 1 + 2.0**-10  # on every bound: masses and sums are float32
+PROOF = "3044f1073df8bc31"  # `proof.digest()` of the constants that numba compiles in here
 
 
 @numba.njit(cache=True)
@@ -35,7 +66,7 @@ def check_words(j, k_codes, k_bits, v_codes, v_words, summary):
     """Both check words of one block, as `quantize_kv` writes them."""
     size, width = k_codes.shape
     half = v_words.shape[1] // 2
-    first = second = np.int64(100_000_007 + 7919 * j)
+    first = second = np.int64(CHECK_SEED + CHECK_STEP * j)
     for n in range(size):
         for d in range(width):
             first += (1 + d % 31) * np.int64(k_codes[n, d])
@@ -91,10 +122,10 @@ def _deviations(q, meta, softcap, delta, noise):
             size = abs(np.float64(q[g, d]))
             half += size * meta[0, d] / 2
             reach += size * abs(meta[1, d])
-        noise[g] = (width + 16) * 2.0**-21 * (reach + 254 * half) + 1e-18
+        noise[g] = (width + DOT_EXTRA) * DOT_SLACK * (reach + CODE_REACH * half) + NOISE_FLOOR
         if softcap > 0:
-            noise[g] += softcap * 2.0**-20
-        delta[g] = half * (1 + 2.0**-6) + noise[g]
+            noise[g] += softcap * CAP_SLACK
+        delta[g] = half * DELTA_CARE + noise[g]
 
 
 @numba.njit(cache=True)
@@ -142,7 +173,7 @@ def key_bound(tail, top):
     if not under < 1:
         return np.inf, np.inf
     up, down = over / (1 + over), under / (1 - under)
-    slack = plain * 2.0**-20
+    slack = plain * SUM_SLACK
     tight = exact * max(up, down) + grown / (1 - under) - plain + max(0.0, up - down) * plain
     ratio = np.exp(2 * deviation)
     return (tight + slack) * CARE, 2 * largest * ratio * mass * (ratio - 1) * CARE
@@ -158,8 +189,8 @@ def _tail(logs, delta, eta, nu, marks, norm):
         sums[5] = max(sums[5], nu[j] + eta[j])
         if marks[j] == 0:
             m = np.exp(np.float64(logs[j]) - norm)
-            sums[0] += m * (np.expm1(delta[j]) + 2.0**-20)
-            sums[1] += m * (-np.expm1(-delta[j]) + 2.0**-20)
+            sums[0] += m * (np.expm1(delta[j]) + EXPM1_SLACK)
+            sums[1] += m * (-np.expm1(-delta[j]) + EXPM1_SLACK)
             sums[2] += m * nu[j]
             sums[3] += m * nu[j] * np.exp(delta[j])
             sums[4] += m
@@ -182,8 +213,8 @@ def _choose(logs, delta, eta, nu, own, norm, row, length, options, marks):
         for g in range(group):
             if mass[g, j] > top:
                 top = mass[g, j]
-        score[j] = np.log(np.float64(top) + 1e-37) / np.log(2.0)
-        worth[j] = score[j] + np.log(np.float64(eta[j]) + 1e-37) / np.log(2.0)
+        score[j] = np.log(np.float64(top) + LOG_FLOOR) / np.log(2.0)
+        worth[j] = score[j] + np.log(np.float64(eta[j]) + LOG_FLOOR) / np.log(2.0)
     x = _search(score, mass, own, coverage, least, most, 0)
     rung = 0
     marks[:] = (score >= x).astype(np.int32)
@@ -191,12 +222,12 @@ def _choose(logs, delta, eta, nu, own, norm, row, length, options, marks):
         x = _search(score, mass, own, coverage, least, 2 * most, 2 * max(marks.sum(), least))
         marks[:] = (score >= x).astype(np.int32)
         rung = EXPANDED
-    x = np.log(v_tol + 1e-37) / np.log(2.0)
+    x = np.log(v_tol + LOG_FLOOR) / np.log(2.0)
     if budget < np.inf:  # enough: what is promoted leaves at most the budget, with some room
         share = mass * eta.reshape(1, -1)
         own = np.empty(group, np.float32)
         for g in range(group):
-            own[g] = 0.9375 * budget - share[g].sum()
+            own[g] = BUDGET_SHARE * budget - share[g].sum()
         x = min(x, _search(worth, share, own, 0.0, 0, blocks + 1, 0))
     for j in range(blocks):
         if worth[j] >= x:
@@ -384,7 +415,7 @@ def _extremes(q, k, v, seen):
             reach = 0.0
             for d in range(k.shape[1]):
                 reach += abs(np.float64(q[g, d]) * k[n, d])
-            noise[g] = max(noise[g], (k.shape[1] + 16) * 2.0**-21 * reach)
+            noise[g] = max(noise[g], (k.shape[1] + DOT_EXTRA) * DOT_SLACK * reach)
     return widest, noise
 
 
@@ -392,7 +423,7 @@ def _extremes(q, k, v, seen):
 def rounding(widest, noise, size, unit):
     """What arithmetic alone can make of an output of norm `size`: sums of values up to `widest`
     with exact scores off by `noise`, stored in a dtype of unit roundoff `unit`."""
-    return (widest * (2.0**-16 + 2.02 * noise) + unit * size) * CARE + 2.0**-20
+    return (widest * (REFERENCE_SUMS + SCORE_CARE * noise) + unit * size) * CARE + ROUND_FLOOR
 
 
 @numba.njit(cache=True)
@@ -412,7 +443,9 @@ def exact_group(q, k, v, mask, low, length, scale, softcap, sinks, unit, out, ls
     if mask.shape[0] > 0:
         seen = mask[low:length]
     widest, noise = _extremes(q * np.float32(scale), k[low:length], v[low:length], seen)
-    sums = 2.0**-16 + (length - low) * 2.0**-26  # of as many terms, one after the other
+    sums = (
+        REFERENCE_SUMS + (length - low) * REFERENCE_TOKEN
+    )  # of as many terms, one after the other
     for g in range(group):
         if rung[g] & (HEAD | ROW) > 0:
             out[g], lse[g] = fresh[g, 0], fresh_lse[g, 0]

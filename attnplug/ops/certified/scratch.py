@@ -1,14 +1,14 @@
 """The scratch cache of `certified_attention`: originals that lately crossed the link, on the GPU.
 
 A slot holds the keys or the values of one block. Blocks and slots fall into `SETS` sets by their
-numbers, a block has its place in a slot of its own set, and one program sees to all of a set: what
-comes and what goes needs no lock, is the same for every plan of the kernels, and asks no host.
+numbers, and a block can only be in a slot of its own set. One program owns all of a set, so that
+replacement needs no lock and no host, and is the same for every plan of the kernels.
 
-A block that is not in its set takes the slot that was not used for longest, if that was used
-neither in this step nor in the one before; if there is none it is read over the link and not kept.
-So a set whose blocks are more than its slots keeps the hits of those that it has, where the least
-recently used one would be thrown out just before it is wanted. Blocks read for a spot check only
-are not kept. A slot's seal is a sum over its words, and is compared whenever it is read.
+A block that is not in its set takes the least recently used slot, if that was used neither in this
+step nor in the one before. Else the block is read over the link and not kept. Plain LRU would
+thrash where a set has more blocks than slots: each would be evicted just before it is needed.
+Blocks read for a spot check only are not kept. A slot's seal is a sum over its words, and is
+compared whenever it is read.
 """
 
 from typing import NamedTuple
@@ -22,6 +22,11 @@ import triton.language as tl
 from attnplug.errors import ArgumentError
 
 SETS = 16  # at least as many as programs list promoted blocks for a KV head (`Plan.chunks`)
+# Of `counters`.
+COUNTER_STEP = tl.constexpr(0)
+COUNTER_WANTED = tl.constexpr(1)
+COUNTER_HITS = tl.constexpr(2)
+COUNTER_FIELDS = tl.constexpr(3)
 NAME = "certified_attention"
 
 

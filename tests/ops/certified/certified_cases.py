@@ -4,11 +4,12 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 
 from attnplug.ops import QuantizedKV, quantize_kv
 from attnplug.ops.certified import certified_attention as op
-from attnplug.ops.certified.launch import Plan
+from attnplug.ops.certified.plan import Plan
 from attnplug.testing import oracle_attention, plain_attention
 
 INF = float("inf")
@@ -94,6 +95,19 @@ def attend(device_path, case: Case, tier=None, telemetry=None, scratch=None, pla
         found = op.CertifiedOutput(*op._allocate(*args))
         op.launch(*args, *found, plan or Plan(splits=3, pieces=2))
     return op.CertifiedOutput(*(x.cpu() for x in found))
+
+
+def counted(device_path, case: Case, **more) -> tuple[op.CertifiedOutput, torch.Tensor]:
+    """`attend` and the telemetry of its step `[B,Hkv,G,fields]`, on the CPU."""
+    batch, kv_heads = case.k.shape[:2]
+    shape = (batch, kv_heads, case.q.shape[1] // kv_heads, len(op.TELEMETRY))
+    telemetry = torch.zeros(shape, dtype=torch.float64, device=device_path[0])
+    found = attend(device_path, case, telemetry=telemetry, **more)
+    return found, telemetry.cpu()
+
+
+# For tests of a kernel that hold it to the reference themselves.
+KERNEL_PATHS = [("cpu", "kernel"), pytest.param(("cuda", "kernel"), marks=pytest.mark.gpu)]
 
 
 def errors(found, case: Case) -> torch.Tensor:

@@ -3,9 +3,10 @@ programs that sum up. Rungs, bounds and the rest are `test_certified_attention.p
 
 import pytest
 import torch
-from certified_cases import LOOSE, attend, exact, gaussian, hold, op, rungs
+from certified_cases import KERNEL_PATHS, LOOSE, attend, counted, exact, gaussian, hold, op, rungs
 
 from attnplug.ops.certified import launch as launcher
+from attnplug.ops.certified.plan import Plan
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, in the interpreter
 
@@ -32,12 +33,11 @@ def test_few_blocks_are_read_each_once(
     case.k[:, :, 16 : 16 * (1 + alike)] = 0.5 * toward
     if odd is not None:
         case.v[0, 1, odd % size, 3] = torch.inf
-    plan = launcher.Plan(splits=3, pieces=2, sums=programs[0], readers=programs[1])
+    plan = Plan(splits=3, pieces=2, inline_chunks=programs[0], inline_readers=programs[1])
 
     def tokens(path, **options):
-        telemetry = torch.zeros(1, 2, group, 16, dtype=torch.float64, device=path[0])
-        found = attend(path, case, telemetry=telemetry, plan=plan, **options)
-        fields = dict(zip(op.TELEMETRY, telemetry.cpu()[0, :, 0].unbind(-1), strict=True))
+        found, telemetry = counted(path, case, plan=plan, **options)
+        fields = dict(zip(op.TELEMETRY, telemetry[0, :, 0].unbind(-1), strict=True))
         return found, torch.stack([fields["key_tokens"], fields["value_tokens"]])
 
     ranking = min(k_min, 1) if alike == 1 else 0
@@ -52,16 +52,14 @@ def test_few_blocks_are_read_each_once(
         assert (found.rungs == 0).all()
 
 
-@pytest.mark.parametrize(
-    "device_path", [("cpu", "kernel"), pytest.param(("cuda", "kernel"), marks=pytest.mark.gpu)]
-)
-def test_who_reads_must_mean_the_blocks_that_are_left_out_of_the_sums(device_path, monkeypatch):
+@pytest.mark.parametrize("device_path", KERNEL_PATHS)
+def test_readers_must_read_the_blocks_that_are_left_out_of_the_sums(device_path, monkeypatch):
     """Else every head of the row is recomputed, and of no other row."""
     case = gaussian(5, size=197)
     finish = launcher._Step.finish
 
     def other_block(step, *arguments):
-        step.named[1] += 1  # the second KV head of the first row
+        step.memory.read_digest[1] += 1  # the second KV head of the first row
         finish(step, *arguments)
 
     monkeypatch.setattr(launcher._Step, "finish", other_block)

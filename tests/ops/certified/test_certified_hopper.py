@@ -10,11 +10,15 @@ from gluon_numpy import Lines, Pointer, Tensor, kernel, rounded, run
 from attnplug.ops import QuantizedKV, quantize_kv
 from attnplug.ops.certified import certified_attention as op
 from attnplug.ops.certified import launch as launcher
+from attnplug.ops.certified import plan as plans
+from attnplug.ops.certified import records
 from attnplug.ops.certified.kernels import hopper, hopper_tiles
+from attnplug.ops.certified.kernels.arguments import BlockScores, Rows, RowSteps, Shape, Splits
 
 FILES = [hopper_tiles.__file__, hopper.__file__]
 LOG2E = 1.4426950408889634
 HEADS, KV_HEADS, SPLITS = 6, 2, 3
+CONSTANTS = {name: getattr(x, "value", x) for name, x in vars(records).items() if name.isupper()}
 LINES = ("k_codes", "v_codes", "v_meta")  # read through tensor descriptors
 
 
@@ -41,18 +45,38 @@ def attended(block, step, size, ring=2, softcap=0.0, fault=None, width=128):
     words = {name: getattr(tier, name).flatten().view(torch.int32).numpy() for name in names}
     whole = size // block
     program = kernel(
-        FILES, "attend_blocks", row_span=lambda *args: (size, 0),
+        FILES,
+        "attend_blocks",
+        row_span=lambda *args: (size, 0),
         quantized_blocks=lambda *args: whole,
-    )  # fmt: skip
-    memory = {name: (Lines if name in LINES else Pointer)(x) for name, x in (words | made).items()}
+        **CONSTANTS,
+    )
+    pointers = {name: Pointer(x) for name, x in made.items()}
     run(
-        program, (SPLITS, KV_HEADS, 1), Pointer(q.float().flatten().numpy()), **memory,
-        progress=None, lengths=None, start=None, scale=width**-0.5 * LOG2E, cap=softcap * LOG2E,
-        S=size, N=blocks, splits=SPLITS, q_b=HEADS * width, q_h=width, GROUP=HEADS // KV_HEADS,
-        D=width, BLOCK=block, STEP=step, KL=None, XL=None, WL=None, SL=None, VTL=None, MTL=None,
-        VL=None, PL=None, RING=ring, CAPPED=softcap > 0, CHECKED=True, LENGTH_STEP=0,
-        START_STEP=0, PDL=False,
-    )  # fmt: skip
+        program,
+        (SPLITS, KV_HEADS, 1),
+        Pointer(q.float().flatten().numpy()),
+        **{name: (Lines if name in LINES else Pointer)(x) for name, x in words.items()},
+        progress=None,
+        rows=Rows(None, None, None),
+        scores=BlockScores(*(pointers[name] for name in BlockScores._fields)),
+        splits=Splits(pointers["partial"], pointers["partial_lse"]),
+        flags=pointers["flags"],
+        scale=width**-0.5 * LOG2E,
+        cap=softcap * LOG2E,
+        S=size,
+        N=blocks,
+        count=SPLITS,
+        q_strides=(HEADS * width, width),
+        SHAPE=Shape(HEADS // KV_HEADS, 16, width, width, block, width // 32, width // 32),
+        STEP=step,
+        LAYOUTS=hopper_tiles.Layouts(*[None] * len(hopper_tiles.Layouts._fields)),
+        RING=ring,
+        CAPPED=softcap > 0,
+        CHECKED=True,
+        STEPS=RowSteps(0, 0),
+        PDL=False,
+    )
     shaped = {name: x.reshape(HEADS, -1) for name, x in made.items() if name != "flags"}
     return shaped | {"flags": made["flags"]}, q, k, v, tier, whole
 
@@ -177,12 +201,12 @@ def test_a_corrupted_tier_is_noticed(fault):
 def test_which_shapes_it_takes():
     shape = {"batch": 1, "kv_heads": 8, "group": 4, "width": 128, "blocks": 2048, "block": 64}
     more = {"capacity": 10, "multiprocessors": 132, "hopper": True}
-    assert launcher.plan_for(**shape, **more).step == 32
-    assert launcher.plan_for(**shape | {"block": 16}, **more).step == 16
-    assert launcher.plan_for(**shape | {"group": 7}, **more).step == 32
+    assert plans.plan_for(**shape, **more).step == 32
+    assert plans.plan_for(**shape | {"block": 16}, **more).step == 16
+    assert plans.plan_for(**shape | {"group": 7}, **more).step == 32
     others = {"width": 64}, {"width": 256}, {"group": 8}, {"blocks": 0}
-    assert all(launcher.plan_for(**shape | other, **more).step == 0 for other in others)
-    assert launcher.plan_for(**shape, **more | {"hopper": False}).step == 0
+    assert all(plans.plan_for(**shape | other, **more).step == 0 for other in others)
+    assert plans.plan_for(**shape, **more | {"hopper": False}).step == 0
 
 
 def beside(case, tier, plan, **options):
@@ -205,9 +229,9 @@ def test_compiled_it_equals_the_kernels_for_all_cases(dtype, group, block, softc
     case.block, case.more["softcap"] = block, softcap
     case.more |= {"lengths": torch.tensor([700, 431]), "start": torch.tensor([0, 37])}
     tier = case.tier("cuda")
-    other = beside(case, tier, launcher.Plan(splits=3, pieces=2, chunks=4), **options)
+    other = beside(case, tier, plans.Plan(splits=3, pieces=2, chunks=4), **options)
     for step in (16, 32):
-        plan = launcher.Plan(5, 2, 8, 8, step=min(step, block), registers=255)
+        plan = plans.Plan(5, 2, 8, 8, step=min(step, block), registers=255)
         one = beside(case, tier, plan, **options)
         hold(one, case)
         assert torch.equal(one.rungs, other.rungs)

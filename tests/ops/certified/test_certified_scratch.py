@@ -8,7 +8,7 @@ from certified_cases import LOOSE, OPTIONS, Case, attend, exact, gaussian, op, r
 
 from attnplug.errors import ArgumentError
 from attnplug.ops import Scratch
-from attnplug.ops.certified.launch import Plan
+from attnplug.ops.certified.plan import Plan
 from attnplug.ops.certified.scratch import SETS, simulate
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, in the interpreter
@@ -78,7 +78,7 @@ def test_kernels_keep_what_the_reference_says(device_path, options, chunks):
     for now in steps(case):
         attend(("cpu", "reference"), now, scratch=want, **options)
     scratch = empty(case, 16, device_path[0])
-    plan = Plan(splits=3, pieces=2, chunks=chunks, takers=2)
+    plan = Plan(splits=3, pieces=2, chunks=chunks, list_readers=2)
     for now in steps(case):
         attend(device_path, now, scratch=scratch, plan=plan, **options)
     for name in ("owner", "used", "counters"):

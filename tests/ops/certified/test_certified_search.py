@@ -5,9 +5,9 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from certified_cases import LOOSE, attend, gaussian, op
+from certified_cases import KERNEL_PATHS, LOOSE, counted, gaussian, op
 
-from attnplug.ops.certified import launch as launcher
+from attnplug.ops.certified import plan as plans
 from attnplug.ops.certified import reference
 from attnplug.ops.certified.kernels.search import search
 
@@ -16,17 +16,43 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, in
 
 @triton.jit
 def found_by(
-    x_at, logs, summary, norm, own, goal, least, most, target, blocks, N, GROUP: tl.constexpr,
-    GP: tl.constexpr, TILE: tl.constexpr, HELD: tl.constexpr, BUDGET: tl.constexpr,
-):  # fmt: skip
+    x_at,
+    logs,
+    summary,
+    norm,
+    own,
+    goal,
+    least,
+    most,
+    target,
+    blocks,
+    N,
+    GROUP: tl.constexpr,
+    GP: tl.constexpr,
+    TILE: tl.constexpr,
+    HELD: tl.constexpr,
+    BUDGET: tl.constexpr,
+):
     """The threshold of one KV head."""
     g = tl.arange(0, GP)
     there = g < GROUP
     x = search(
-        logs + g * N, summary, tl.load(norm + g, mask=there, other=0.0),
-        tl.load(own + g, mask=there, other=1.0), tl.load(goal + g, mask=there, other=0.0), least,
-        most, target, blocks, there, GP, TILE, HELD, BUDGET, True,
-    )  # fmt: skip
+        logs_at=logs + g * N,
+        summary_at=summary,
+        norm=tl.load(norm + g, mask=there, other=0.0),
+        rest_mass=tl.load(own + g, mask=there, other=1.0),
+        coverage=tl.load(goal + g, mask=there, other=0.0),
+        least=least,
+        most=most,
+        target=target,
+        blocks=blocks,
+        in_group=there,
+        GP=GP,
+        TILE=TILE,
+        HELD=HELD,
+        BUDGET=BUDGET,
+        COVERS=True,
+    )
     tl.store(x_at, x)
 
 
@@ -77,7 +103,7 @@ def test_a_search_is_the_references(device, blocks, size, heads, counts, coverag
     rows = [torch.from_numpy(x).to(device) for x in (logs, eta, norm, own)]
     goal = torch.full((heads,), coverage, device=device)
     every, width = triton.next_power_of_2(size), triton.next_power_of_2(heads)
-    held = launcher.held_blocks(every, width, False)
+    held = plans.held_blocks(every, width, False)
     assert held > 0
     found = []
     for tile, in_registers in ((512, held), (512, 0), (64, 0)):
@@ -110,21 +136,19 @@ COVERS = [
 ]
 
 
-@pytest.mark.parametrize(
-    "device_path", [("cpu", "kernel"), pytest.param(("cuda", "kernel"), marks=pytest.mark.gpu)]
-)
+@pytest.mark.parametrize("device_path", KERNEL_PATHS)
 @pytest.mark.parametrize("options", COVERS, ids=str)
 def test_both_searches_choose_alike(device_path, options, monkeypatch):
     """And as the reference does."""
     case = gaussian(3, batch=1, group=3, size=600)
 
     def step(path):
-        telemetry = torch.zeros(1, 2, 3, len(op.TELEMETRY), dtype=torch.float64, device=path[0])
-        return *attend(path, case, telemetry=telemetry, **options), telemetry.cpu()
+        found, telemetry = counted(path, case, **options)
+        return *found, telemetry
 
     want, held = step(("cpu", "reference")), step(device_path)
-    monkeypatch.setattr(launcher, "HELD", 0)
-    monkeypatch.setattr(launcher, "CHOOSING", (16, *launcher.CHOOSING[1:]))  # three tiles
+    monkeypatch.setattr(plans, "HELD", 0)
+    monkeypatch.setattr(plans, "CHOOSING", plans.CHOOSING._replace(tile=16))  # three tiles
     tiles = step(device_path)
     assert all(torch.equal(a, b) for a, b in zip(held, tiles, strict=True))
     assert torch.equal(held[3], want[3])  # rungs
@@ -143,9 +167,9 @@ def test_both_searches_choose_alike(device_path, options, monkeypatch):
 @pytest.mark.parametrize(("again", "words"), [(False, 80), (True, 40)])
 def test_what_is_held_has_room(heads, again, words):
     """So many words of a thread at most, of 255 registers."""
-    threads = 32 * launcher.CHOOSING[1]
+    threads = 32 * plans.CHOOSING.warps
     for blocks in (16, 1024, 2048, 4096, 8192, 16384):
-        tile = launcher.held_blocks(blocks, heads, again)
+        tile = plans.held_blocks(blocks, heads, again)
         assert tile in (0, max(1024, blocks)) and tile * (heads + 1) <= words * threads
-    assert launcher.held_blocks(2048, 4, again) == 2048
-    assert launcher.held_blocks(4096, 4, again) == (0 if again else 4096)
+    assert plans.held_blocks(2048, 4, again) == 2048
+    assert plans.held_blocks(4096, 4, again) == (0 if again else 4096)

@@ -2,52 +2,120 @@
 bounds need of the rest. To the base 2.
 
 A row's KV head has CHUNKS programs that sum up, block j belonging to chunk j % CHUNKS, and as many
-that merge the partial results as its group has heads. Where few blocks are promoted READERS more
-read these, each its own, and need no sums; else the chunks' programs list them for `promote`. All
-but the merging ones choose for the whole head, which costs no time as they all do it at once.
+that merge the pieces of the first pass as its group has heads. Where few blocks are promoted,
+READERS more programs read these, each its own, and need no sums. Else the chunks' programs list
+them for `promote`. All but the merging programs choose for the whole head, which costs no time as
+they all do it at once.
 """
 
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from attnplug.ops.certified.kernels.attend import load_query, quantized_blocks
 from attnplug.ops.certified.kernels.promote import read_blocks
 from attnplug.ops.certified.kernels.search import score_of
 from attnplug.ops.certified.kernels.select import (
     block_sums,
     choose,
+    head_norms,
     marked,
     merge_head,
-    names_sum,
-    norms,
+    set_digest,
 )
-from attnplug.ops.certified.scratch import place_item
+from attnplug.ops.certified.kernels.tier import quantized_blocks
+from attnplug.ops.certified.kernels.tiles import load_query
+from attnplug.ops.certified.records import (
+    ALL_DELTA,
+    ALL_NOISE,
+    ALL_NORM,
+    COUNT_DIGEST,
+    COUNT_EXPANDED,
+    COUNT_FIELDS,
+    COUNT_KEYS,
+    COUNT_VALUES,
+    COUNT_WORTHY,
+    ETA,
+    HEAD_FIELDS,
+    HEAD_LSE,
+    HEAD_REST_LSE,
+    LEFT_ERROR,
+    LEFT_FIELDS,
+    LEFT_GROWN,
+    LEFT_MASS,
+    LEFT_NORM,
+    LEFT_OVER,
+    LEFT_REACH,
+    LEFT_UNDER,
+    LIST_FIELDS,
+    LIST_KEYS,
+    LIST_NAME,
+    LIST_VALUES,
+    NAME_SPOT,
+    NAME_STEP,
+    NAME_VALUES,
+    NU,
+    SUMMARY_FIELDS,
+)
+from attnplug.ops.certified.scratch import (
+    COUNTER_FIELDS,
+    COUNTER_HITS,
+    COUNTER_STEP,
+    COUNTER_WANTED,
+    place_item,
+)
 from attnplug.ops.common.rows import row_span
 
 
 @triton.jit
 def choose_blocks(
-    q, k, v, k_codes, k_meta, v_codes, v_meta, summary, progress, lengths, start, key_mask, base,
-    delta, noise, logs, partial, partial_lse, merged, found, counts, heads, listed, gained, changes,
-    flags, named, owner, used, counters, coverage, least, most, v_tol, budget,
-    key_tolerance, explore, scale, cap, S, N, splits, SLOTS,
-    q_b, q_h, k_b, k_h, k_s, v_b, v_h, v_s, mask_b,
-    GROUP: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
-    BLOCK: tl.constexpr, HALF: tl.constexpr, HALF_P: tl.constexpr, GP: tl.constexpr,
-    TILE: tl.constexpr, SPLITS: tl.constexpr, CHUNKS: tl.constexpr, READERS: tl.constexpr,
-    OWN: tl.constexpr, WAYS: tl.constexpr, SETS: tl.constexpr, DEPTH: tl.constexpr,
-    EXPLORES: tl.constexpr, HELD: tl.constexpr, FEW: tl.constexpr, COVERS: tl.constexpr,
-    EXPANDS: tl.constexpr, BUDGETED: tl.constexpr, QK: tl.constexpr, PV: tl.constexpr,
-    PARTS: tl.constexpr, CAPPED: tl.constexpr, LENGTH_STEP: tl.constexpr, START_STEP: tl.constexpr,
+    q,
+    k,
+    v,
+    tier,
+    rows,
+    scores,
+    splits,
+    merged,
+    left_sums,
+    counts,
+    head_lse,
+    block_list,
+    promoted_sums,
+    changes,
+    flags,
+    read_digest,
+    scratch,
+    choice,
+    scale,
+    cap,
+    S,
+    N,
+    pieces,
+    SLOTS,
+    q_strides,
+    k_strides,
+    v_strides,
+    mask_stride,
+    SHAPE: tl.constexpr,
+    GP: tl.constexpr,
+    SEARCH: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    MATH: tl.constexpr,
+    STEPS: tl.constexpr,
     PDL: tl.constexpr,
-):  # fmt: skip
-    """Some of a KV head's promoted blocks, or one chunk of its blocks, or the merge of one of its
-    heads. `found` gets ten numbers of each head and chunk, `counts` how many blocks were taken,
-    whole, and for their values' error, whether rung 1 was climbed, and `names_sum` of the taken;
-    `named` that of those which READERS read. Without READERS `listed` gets of each block that is
-    read exactly its name and the places in the scratch cache of its keys and of its values
-    (`place_item`)."""
+):
+    """Some of a KV head's promoted blocks, or one chunk of its blocks, or the merge of the `pieces`
+    of one of its heads. A chunk leaves `left_sums` of each head, `counts` of its blocks, and
+    without READERS the `block_list` of the promoted ones, with their places in the scratch cache.
+    READERS leave `promoted_sums` and `changes`, and in `read_digest` the `set_digest` of what they
+    read. All records are those of records.py."""
+    GROUP: tl.constexpr = SHAPE.GROUP
+    BLOCK: tl.constexpr = SHAPE.BLOCK
+    CHUNKS: tl.constexpr = PROGRAMS.CHUNKS
+    READERS: tl.constexpr = PROGRAMS.READERS
+    OWN: tl.constexpr = PROGRAMS.OWN
+    SETS: tl.constexpr = PROGRAMS.SETS
     h = tl.program_id(0)
     chunk = tl.program_id(1) - READERS  # below 0: it reads
     b = tl.program_id(2).to(tl.int64)
@@ -58,72 +126,123 @@ def choose_blocks(
             gdc_launch_dependents()
     if chunk >= CHUNKS:
         row = group * GROUP + chunk - CHUNKS
-        merge_head(merged, partial, partial_lse, row, splits, D, DP, SPLITS)
+        merge_head(merged, splits, row, pieces, SHAPE.D, SHAPE.DP, PROGRAMS.SPLITS)
         return
-    length, low = row_span(lengths, start, b, S, LENGTH_STEP, START_STEP)
-    blocks = quantized_blocks(progress, b, length, low, BLOCK)
+    length, low = row_span(rows.lengths, rows.start, b, S, STEPS.length, STEPS.start)
+    blocks = quantized_blocks(tier.progress, b, length, low, BLOCK)
     g = tl.arange(0, GP)
     in_heads = g < GROUP
     row_g = group * GROUP + g
-    logs_at = logs + row_g * N
-    delta_at = delta + row_g * N
-    summary_at = summary + group * N * 2
-    every = tl.arange(0, TILE)
+    logs_at = scores.logs + row_g * N
+    delta_at = scores.delta + row_g * N
+    summary_at = tier.summary + group * N * SUMMARY_FIELDS
+    every = tl.arange(0, SEARCH.TILE)
     eta_every, query = every, every
     if READERS > 0:  # loaded before anything has to wait for anything, also for how many blocks
         until = tl.where(chunk < 0, N, 0)
         asked = tl.where(chunk < 0, GROUP, 0)
-        query = load_query(q, b, h, q_b, q_h, asked, GROUP, ROWS, D, DP)
-        eta_every = tl.load(summary_at + every * 2, mask=every < until, other=0.0)
-    numbers = chunk + tl.arange(0, WAYS) * CHUNKS
+        query = load_query(q, q_strides, b, h, asked, SHAPE)
+        asked_for = every < until
+        eta_every = tl.load(summary_at + every * SUMMARY_FIELDS + ETA, mask=asked_for, other=0.0)
+    numbers = chunk + tl.arange(0, PROGRAMS.WAYS) * CHUNKS
     ways = numbers < SLOTS
     holder, last_use, now = numbers, numbers, 0
-    mine, clock, clock_at = ways, numbers, owner
-    if owner is not None:
+    mine, clock, clock_at, owner_at, used_at = ways, numbers, k, k, k
+    if scratch is not None:
         of_set = tl.arange(0, SETS)
         mine = of_set % CHUNKS == chunk
-        clock_at = counters + (group * SETS + of_set) * 3
-        holder = tl.load(owner + group * SLOTS + numbers, mask=ways, other=-1, cache_modifier=".cg")
-        last_use = tl.load(used + group * SLOTS + numbers, mask=ways, other=0, cache_modifier=".cg")
+        clock_at = scratch.counters + (group * SETS + of_set) * COUNTER_FIELDS + COUNTER_STEP
+        owner_at = scratch.owner + group * SLOTS + numbers
+        holder = tl.load(owner_at, mask=ways, other=-1, cache_modifier=".cg")
+        used_at = scratch.used + group * SLOTS + numbers
+        last_use = tl.load(used_at, mask=ways, other=0, cache_modifier=".cg")
         clock = tl.load(clock_at, mask=mine, other=0, cache_modifier=".cg")
         now = tl.max(clock, 0).to(tl.int32) + 1
-    norm, tail = norms(partial_lse, row_g, in_heads, splits, GP, SPLITS)
+    norm, rest = head_norms(splits.lse, row_g, in_heads, pieces, PROGRAMS.SPLITS)
     empty = norm == float("-inf")
     shown = tl.where(empty, 0.0, norm)
-    own = tl.where(empty, 1.0, tl.exp2(tail - shown))
+    rest_mass = tl.where(empty, 1.0, tl.exp2(rest - shown))
     if chunk == 0:
-        tl.store(heads + row_g * 2, norm, mask=in_heads)
-        tl.store(heads + row_g * 2 + 1, tail, mask=in_heads)
-    x, worth_x, climbed, scores, order = choose(
-        logs + group * GROUP * N, N, logs_at, delta_at, summary_at, shown, own, coverage, least,
-        most, v_tol, budget, key_tolerance, blocks, in_heads, GROUP, GP, TILE, HELD, FEW, COVERS,
-        EXPANDS, BUDGETED,
-    )  # fmt: skip
+        tl.store(head_lse + row_g * HEAD_FIELDS + HEAD_LSE, norm, mask=in_heads)
+        tl.store(head_lse + row_g * HEAD_FIELDS + HEAD_REST_LSE, rest, mask=in_heads)
+    key_threshold, value_threshold, climbed, block_scores, order = choose(
+        head_at=scores.logs + group * GROUP * N,
+        N=N,
+        logs_at=logs_at,
+        delta_at=delta_at,
+        summary_at=summary_at,
+        norm=shown,
+        rest_mass=rest_mass,
+        choice=choice,
+        blocks=blocks,
+        in_group=in_heads,
+        GROUP=GROUP,
+        GP=GP,
+        SEARCH=SEARCH,
+    )
     if READERS > 0:
         if chunk < 0:
             keys, values, _worthy, _spot = marked(
-                scores, eta_every, x, worth_x, every < blocks, every, group, length, 0.0, False
+                score=block_scores,
+                eta=eta_every,
+                key_threshold=key_threshold,
+                value_threshold=value_threshold,
+                there=every < blocks,
+                j=every,
+                row=group,
+                length=length,
+                explore=0.0,
+                EXPLORES=False,
             )
             rank = tl.where(keys, order, 0)
-            # In one sum: how many are taken, how many of these are in the order, and their places.
-            sums = tl.sum(tl.where(keys, 1 + (rank > 0) * 65536 + rank * 1048576, 0), 0)
-            taken = sums & 65535
+            # In one sum: how many are promoted, how many of these have a rank, and their ranks.
+            packed = tl.sum(tl.where(keys, 1 + (rank > 0) * 65536 + rank * 1048576, 0), 0)
+            promoted = packed & 65535
             reader = chunk + READERS
             if reader == READERS - 1:  # the one that has least to do
-                tl.store(named + group, names_sum(every, values, keys))
-            if reader < taken:
-                ordered = (sums >> 16 & 15) == taken
-                if not (ordered & (2 * (sums >> 20) == taken * (taken + 1))):
-                    # blocks alike, or taken for their values: not the first of the order
+                tl.store(read_digest + group, set_digest(every, values, keys))
+            if reader < promoted:
+                ranked = (packed >> 16 & 15) == promoted
+                if not (ranked & (2 * (packed >> 20) == promoted * (promoted + 1))):
+                    # blocks alike, or promoted for their values: not the first of the order
                     rank = tl.where(keys, tl.cumsum(keys.to(tl.int32), 0), 0)
-                name = every * 4 + values.to(tl.int32)
+                name = every * NAME_STEP + values.to(tl.int32) * NAME_VALUES
                 read_blocks(
-                    query, k, v, k_codes, k_meta, v_codes, v_meta, summary, key_mask, base, delta,
-                    gained, changes, flags, None, None, None, scale, cap, N, 0, b, h, group, low,
-                    reader, READERS, reader, taken, READERS, rank, name, None, rank, rank,
-                    k_b, k_h, k_s, v_b, v_h, v_s, mask_b, GROUP, ROWS, D, DP, BLOCK, HALF,
-                    HALF_P, CHUNKS, OWN, DEPTH, False, QK, PV, PARTS, CAPPED, PDL,
-                )  # fmt: skip
+                    query,
+                    k=k,
+                    v=v,
+                    tier=tier,
+                    key_mask=rows.key_mask,
+                    scores=scores,
+                    promoted_sums=promoted_sums,
+                    changes=changes,
+                    flags=flags,
+                    scratch=None,
+                    scale=scale,
+                    cap=cap,
+                    N=N,
+                    SLOTS=0,
+                    b=b,
+                    h=h,
+                    group=group,
+                    low=low,
+                    piece=reader,
+                    pieces=READERS,
+                    first=reader,
+                    count=promoted,
+                    step=READERS,
+                    own_blocks=(rank, name),
+                    block_lists=(None, rank, rank),
+                    k_strides=k_strides,
+                    v_strides=v_strides,
+                    mask_stride=mask_stride,
+                    SHAPE=SHAPE,
+                    PROGRAMS=PROGRAMS,
+                    DEPTH=DEPTH,
+                    LISTED=False,
+                    MATH=MATH,
+                    PDL=PDL,
+                )
             return
 
     i = tl.arange(0, OWN)
@@ -131,80 +250,96 @@ def choose_blocks(
     there = j < blocks
     mask = there[:, None] & in_heads[None, :]
     log = tl.load(logs_at[None, :] + j[:, None], mask=mask, other=float("-inf"))
-    deviation = tl.load(delta_at[None, :] + j[:, None], mask=mask, other=0.0)
-    quiet = tl.load(noise + row_g[None, :] * N + j[:, None], mask=mask, other=0.0)
-    eta = tl.load(summary_at + j * 2, mask=there, other=0.0)
-    nu = tl.load(summary_at + j * 2 + 1, mask=there, other=0.0)
+    delta = tl.load(delta_at[None, :] + j[:, None], mask=mask, other=0.0)
+    noise = tl.load(scores.noise + row_g[None, :] * N + j[:, None], mask=mask, other=0.0)
+    eta = tl.load(summary_at + j * SUMMARY_FIELDS + ETA, mask=there, other=0.0)
+    nu = tl.load(summary_at + j * SUMMARY_FIELDS + NU, mask=there, other=0.0)
     mass = tl.exp2(log - shown[None, :])
-    score = score_of(mass)
     keys, values, worthy, spot = marked(
-        score, eta, x, worth_x, there, j, group, length, explore, EXPLORES
+        score=score_of(mass),
+        eta=eta,
+        key_threshold=key_threshold,
+        value_threshold=value_threshold,
+        there=there,
+        j=j,
+        row=group,
+        length=length,
+        explore=choice.explore,
+        EXPLORES=SEARCH.EXPLORES,
     )
-    over, under, plain, grown, left, worst, reach, largest, loudest, widest = block_sums(
-        log, deviation, quiet, eta, nu, mass, keys
+    over, under, plain, grown, left, error, reach, largest, loudest, widest = block_sums(
+        log=log, delta=delta, noise=noise, eta=eta, nu=nu, mass=mass, keys=keys
     )
-    at = found + row_g * (10 * CHUNKS) + chunk
-    tl.store(at, over, mask=in_heads)
-    tl.store(at + CHUNKS, under, mask=in_heads)
-    tl.store(at + 2 * CHUNKS, plain, mask=in_heads)
-    tl.store(at + 3 * CHUNKS, grown, mask=in_heads)
-    tl.store(at + 4 * CHUNKS, left, mask=in_heads)
-    tl.store(at + 5 * CHUNKS, worst, mask=in_heads)
-    tl.store(at + 6 * CHUNKS, reach, mask=in_heads)
-    tl.store(at + 7 * CHUNKS, largest, mask=in_heads)
-    tl.store(at + 8 * CHUNKS, loudest, mask=in_heads)
-    tl.store(at + 9 * CHUNKS, widest, mask=in_heads)
-    taken = tl.sum(keys.to(tl.int32), 0)
+    at = left_sums + row_g * (LEFT_FIELDS * CHUNKS) + chunk
+    tl.store(at + LEFT_OVER * CHUNKS, over, mask=in_heads)
+    tl.store(at + LEFT_UNDER * CHUNKS, under, mask=in_heads)
+    tl.store(at + LEFT_NORM * CHUNKS, plain, mask=in_heads)
+    tl.store(at + LEFT_GROWN * CHUNKS, grown, mask=in_heads)
+    tl.store(at + LEFT_MASS * CHUNKS, left, mask=in_heads)
+    tl.store(at + LEFT_ERROR * CHUNKS, error, mask=in_heads)
+    tl.store(at + LEFT_REACH * CHUNKS, reach, mask=in_heads)
+    tl.store(at + ALL_DELTA * CHUNKS, largest, mask=in_heads)
+    tl.store(at + ALL_NOISE * CHUNKS, loudest, mask=in_heads)
+    tl.store(at + ALL_NORM * CHUNKS, widest, mask=in_heads)
+    promoted = tl.sum(keys.to(tl.int32), 0)
     whole = tl.sum(values.to(tl.int32), 0)
-    at = counts + group * (5 * CHUNKS) + chunk
-    tl.store(at, taken)
-    tl.store(at + CHUNKS, whole)
-    tl.store(at + 2 * CHUNKS, tl.sum(worthy.to(tl.int32), 0))
-    tl.store(at + 3 * CHUNKS, climbed)
+    at = counts + group * (COUNT_FIELDS * CHUNKS) + chunk
+    tl.store(at + COUNT_KEYS * CHUNKS, promoted)
+    tl.store(at + COUNT_VALUES * CHUNKS, whole)
+    tl.store(at + COUNT_WORTHY * CHUNKS, tl.sum(worthy.to(tl.int32), 0))
+    tl.store(at + COUNT_EXPANDED * CHUNKS, climbed)
     if READERS > 0:
-        tl.store(at + 4 * CHUNKS, names_sum(j, values, keys))
+        tl.store(at + COUNT_DIGEST * CHUNKS, set_digest(j, values, keys))
 
-    hits = taken * 0  # of what is in slots
+    hits = promoted * 0  # of what is in slots
     if READERS == 0:
         rank = tl.where(keys, tl.cumsum(keys.to(tl.int32), 0), 0)
-        name = j * 4 + spot.to(tl.int32) * 2 + values.to(tl.int32)
-        list_at = listed + (group * CHUNKS + chunk) * (OWN * 3)
-        if owner is None:
-            tl.store(list_at + (rank - 1) * 3, name, mask=keys)
+        name = j * NAME_STEP + spot.to(tl.int32) * NAME_SPOT + values.to(tl.int32) * NAME_VALUES
+        list_at = block_list + (group * CHUNKS + chunk) * (OWN * LIST_FIELDS)
+        if scratch is None:
+            tl.store(list_at + (rank - 1) * LIST_FIELDS + LIST_NAME, name, mask=keys)
         else:
-            for index in range(taken):
+            for index in range(promoted):
                 this = tl.sum(tl.where(rank == index + 1, name, 0), 0)
-                item = 2 * (low + this // 4 * BLOCK)
-                of_set_this = this // 4 % SETS
+                item = 2 * (low + this // NAME_STEP * BLOCK)
+                of_set_this = this // NAME_STEP % SETS
                 place, holder, last_use = place_item(
-                    item, of_set_this, this & 2 == 0, numbers, ways, holder, last_use, now, SETS
+                    item=item,
+                    of_set=of_set_this,
+                    keep=this & NAME_SPOT == 0,
+                    numbers=numbers,
+                    there=ways,
+                    owner=holder,
+                    used=last_use,
+                    now=now,
+                    OF=SETS,
                 )
                 hits += (place >= 0).to(tl.int32)
                 value_place = -1
-                if this & 1 > 0:
+                if this & NAME_VALUES > 0:
                     value_place, holder, last_use = place_item(
-                        item + 1,
-                        of_set_this,
-                        this & 2 == 0,
-                        numbers,
-                        ways,
-                        holder,
-                        last_use,
-                        now,
-                        SETS,
+                        item=item + 1,
+                        of_set=of_set_this,
+                        keep=this & NAME_SPOT == 0,
+                        numbers=numbers,
+                        there=ways,
+                        owner=holder,
+                        used=last_use,
+                        now=now,
+                        OF=SETS,
                     )
                     hits += (value_place >= 0).to(tl.int32)
-                tl.store(list_at + index * 3, this)
-                tl.store(list_at + index * 3 + 1, place)
-                tl.store(list_at + index * 3 + 2, value_place)
-    if owner is not None:
+                tl.store(list_at + index * LIST_FIELDS + LIST_NAME, this)
+                tl.store(list_at + index * LIST_FIELDS + LIST_KEYS, place)
+                tl.store(list_at + index * LIST_FIELDS + LIST_VALUES, value_place)
+    if scratch is not None:
         tl.debug_barrier()  # every warp loads and stores the same words
-        tl.store(owner + group * SLOTS + numbers, holder, mask=ways)
-        tl.store(used + group * SLOTS + numbers, last_use, mask=ways)
+        tl.store(owner_at, holder, mask=ways)
+        tl.store(used_at, last_use, mask=ways)
         tl.store(clock_at, clock + 1, mask=mine)
-        at = counters + (group * SETS + chunk) * 3
-        wanted_before = tl.load(at + 1, cache_modifier=".cg")
-        found_before = tl.load(at + 2, cache_modifier=".cg")
+        at = scratch.counters + (group * SETS + chunk) * COUNTER_FIELDS
+        wanted_before = tl.load(at + COUNTER_WANTED, cache_modifier=".cg")
+        hits_before = tl.load(at + COUNTER_HITS, cache_modifier=".cg")
         tl.debug_barrier()
-        tl.store(at + 1, wanted_before + taken + whole)
-        tl.store(at + 2, found_before + hits)
+        tl.store(at + COUNTER_WANTED, wanted_before + promoted + whole)
+        tl.store(at + COUNTER_HITS, hits_before + hits)

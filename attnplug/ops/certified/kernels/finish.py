@@ -5,141 +5,280 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from attnplug.ops.certified.kernels.attend import quantized_blocks
 from attnplug.ops.certified.kernels.select import key_bound
+from attnplug.ops.certified.kernels.tier import quantized_blocks
+from attnplug.ops.certified.records import (
+    ALL_DELTA,
+    ALL_NOISE,
+    ALL_NORM,
+    BOUND,
+    BOUND_FIELDS,
+    BOUND_KEY,
+    BOUND_KEY_BEFORE,
+    BOUND_PAPER,
+    BOUND_ROUND,
+    BOUND_VALUE,
+    BOUND_VALUE_BEFORE,
+    BOUNDARY,
+    CAPACITY,
+    CARE,
+    CHAIN_EXTRA,
+    CHAIN_SLACK,
+    CHAIN_TOKENS,
+    CHECK,
+    COUNT_DIGEST,
+    COUNT_EXPANDED,
+    COUNT_FIELDS,
+    COUNT_KEYS,
+    COUNT_VALUES,
+    COUNT_WORTHY,
+    DOT_EXTRA,
+    DOT_SLACK,
+    EXACT_FIELDS,
+    EXACT_REACH,
+    EXACT_WIDEST,
+    EXPANDED,
+    FLAG_CHECK,
+    FLAG_FIELDS,
+    FLAG_SCORE,
+    HEAD,
+    HEAD_FIELDS,
+    HEAD_LSE,
+    HEAD_REST_LSE,
+    LEFT_ERROR,
+    LEFT_FIELDS,
+    LEFT_GROWN,
+    LEFT_MASS,
+    LEFT_NORM,
+    LEFT_OVER,
+    LEFT_REACH,
+    LEFT_UNDER,
+    LN2,
+    LOG2E,
+    PROMOTED_ERROR,
+    PROMOTED_FIELDS,
+    PROMOTED_LSE,
+    PROMOTED_NORM,
+    PROMOTED_RANKS,
+    PROMOTED_TOP,
+    RANK_EXACT,
+    RANK_EXACT_BLOCK,
+    RANK_FIELDS,
+    RANK_ROUGH,
+    RANK_ROUGH_BLOCK,
+    RANKING,
+    RANKS,
+    REST_FIELDS,
+    REST_NORM,
+    REST_REACH,
+    REST_WIDEST,
+    ROUND_FLOOR,
+    ROW,
+    SCORE,
+    SCORE_CARE,
+    T_BOUND,
+    T_BOUNDARY,
+    T_EXPANDED,
+    T_HEAD,
+    T_KEY_MAX,
+    T_KEY_SUM,
+    T_KEY_TOKENS,
+    T_RANKING,
+    T_ROUND_MAX,
+    T_ROW,
+    T_SAVED,
+    T_STEPS,
+    T_VALUE_MAX,
+    T_VALUE_SUM,
+    T_VALUE_TOKENS,
+    T_VALUES,
+    TELEMETRY_FIELDS,
+    VALUES,
+)
 from attnplug.ops.common.rows import row_span
 
 
 @triton.jit
-def _load_best(at, PIECES: tl.constexpr, DEPTH: tl.constexpr):
-    """The log-masses and names [PIECES, 1 or 4] of every piece's best blocks, by quantized and by
-    exact keys."""
-    SLOTS: tl.constexpr = 4 if DEPTH > 1 else 1
-    slot = tl.arange(0, SLOTS)[None, :]
-    at = at + (4 + 4 * slot) * PIECES + tl.arange(0, PIECES)[:, None]
-    rough, rough_name = tl.load(at), tl.load(at + PIECES)
-    return rough, rough_name, tl.load(at + 2 * PIECES), tl.load(at + 3 * PIECES)
+def _load_ranks(at, PIECES: tl.constexpr, DEPTH: tl.constexpr):
+    """The log-masses and blocks [PIECES, 1 or RANKS] of every piece's first blocks, by quantized
+    and by exact keys."""
+    COUNT: tl.constexpr = RANKS if DEPTH > 1 else 1
+    rank = tl.arange(0, COUNT)[None, :]
+    at = at + (PROMOTED_RANKS + RANK_FIELDS * rank) * PIECES + tl.arange(0, PIECES)[:, None]
+    rough = tl.load(at + RANK_ROUGH * PIECES)
+    rough_block = tl.load(at + RANK_ROUGH_BLOCK * PIECES)
+    exact = tl.load(at + RANK_EXACT * PIECES)
+    return rough, rough_block, exact, tl.load(at + RANK_EXACT_BLOCK * PIECES)
 
 
 @triton.jit
-def _ranks(
-    rough, rough_name, exact, exact_name, some, count, reach, DEPTH: tl.constexpr
-):  # fmt: skip
-    """`_certified_reference.ranks_agree`, of the best blocks of every piece that has any."""
+def _ranks_agree(rough, rough_block, exact, exact_block, some, count, reach, DEPTH: tl.constexpr):
+    """`reference.ranks_agree`, of the first blocks of every piece that has any."""
     mask = some[:, None]
     rough = tl.where(mask, rough, float("-inf"))
-    rough_name = tl.where(mask, rough_name, -1.0)
+    rough_block = tl.where(mask, rough_block, -1.0)
     exact = tl.where(mask, exact, float("-inf"))
-    exact_name = tl.where(mask, exact_name, -1.0)
+    exact_block = tl.where(mask, exact_block, -1.0)
     agree = count >= 0
     least = float("inf")
     for step in tl.static_range(DEPTH):
         if step < count:
             top_rough = tl.max(tl.max(rough, 1), 0)
             top_exact = tl.max(tl.max(exact, 1), 0)
-            first = tl.where(rough == top_rough, rough_name, 3e9)
+            first = tl.where(rough == top_rough, rough_block, 3e9)
             best_rough = tl.min(tl.min(first, 1), 0)
-            first = tl.where(exact == top_exact, exact_name, 3e9)
+            first = tl.where(exact == top_exact, exact_block, 3e9)
             best_exact = tl.min(tl.min(first, 1), 0)
             agree = agree & (best_rough == best_exact)
             least = top_exact
-            rough = tl.where(rough_name == best_rough, float("-inf"), rough)
-            exact = tl.where(exact_name == best_exact, float("-inf"), exact)
+            rough = tl.where(rough_block == best_rough, float("-inf"), rough)
+            exact = tl.where(exact_block == best_exact, float("-inf"), exact)
     safe = tl.where(count < DEPTH, ~(reach > float("-inf")), ~(reach >= least))
     return agree, safe
 
 
 @triton.jit
+def _rounding(widest, noise, sums, size, unit):
+    """E_round, as `reference.rounding`: sums of values up to `widest` that lose the share `sums`,
+    with exact scores off by `noise`, stored as an output of norm `size` in a dtype of unit roundoff
+    `unit`."""
+    return (widest * (sums + SCORE_CARE * noise) + unit * size) * CARE + ROUND_FLOOR
+
+
+@triton.jit
 def finish(
-    out, lse, bounds, rungs, telemetry, sinks, progress, lengths, start, merged, extremes, found,
-    counts, heads, gained, changes, flags, named, budget, tolerance, unit_p, unit, S, C, splits,
-    kv_heads, telemetry_rows,
-    GROUP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BLOCK: tl.constexpr,
-    CHUNKS: tl.constexpr, PIECES: tl.constexpr, LISTED: tl.constexpr, KV: tl.constexpr,
-    DEPTH: tl.constexpr, LENGTH_STEP: tl.constexpr, START_STEP: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    out,
+    lse,
+    bounds,
+    rungs,
+    telemetry,
+    sinks,
+    progress,
+    rows,
+    merged,
+    rest_norms,
+    left_sums,
+    counts,
+    head_lse,
+    promoted_sums,
+    changes,
+    flags,
+    read_digest,
+    value_budget,
+    tolerance,
+    unit_p,
+    unit,
+    S,
+    capacity,
+    splits,
+    kv_heads,
+    telemetry_rows,
+    SHAPE: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    PIECES: tl.constexpr,
+    LISTED: tl.constexpr,
+    KV: tl.constexpr,
+    DEPTH: tl.constexpr,
+    STEPS: tl.constexpr,
+    PDL: tl.constexpr,
+):
     """Add what promotion changes to one head's sum, bound its error, and say whether it must be
-    recomputed. Those who summed up and those who read must have meant the same blocks. All loads
-    come first, also of pieces that nobody wrote: a mask would wait for another load."""
+    recomputed. The programs that summed up and the programs that read must have selected the same
+    blocks; else the row is recomputed. All loads come first, also of pieces that no program wrote:
+    a mask would wait for another load."""
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
+    GROUP: tl.constexpr = SHAPE.GROUP
+    D: tl.constexpr = SHAPE.D
+    BLOCK: tl.constexpr = SHAPE.BLOCK
     head = tl.program_id(0)
     b = tl.program_id(1).to(tl.int64)
     row = b * tl.num_programs(0) + head
     group = b * kv_heads + head // GROUP
-    length, low = row_span(lengths, start, b, S, LENGTH_STEP, START_STEP)
+    length, low = row_span(rows.lengths, rows.start, b, S, STEPS.length, STEPS.start)
     blocks = quantized_blocks(progress, b, length, low, BLOCK)
     i = tl.arange(0, CHUNKS)
-    at = counts + group * (5 * CHUNKS) + i
-    taken_i = tl.load(at)
-    whole_i = tl.load(at + CHUNKS)
-    worthy_i = tl.load(at + 2 * CHUNKS)
-    climbed = tl.load(counts + group * (5 * CHUNKS) + 3 * CHUNKS)
-    at = found + row * (10 * CHUNKS) + i
-    over, under, plain = tl.load(at), tl.load(at + CHUNKS), tl.load(at + 2 * CHUNKS)
-    grown, left, worst = (
-        tl.load(at + 3 * CHUNKS), tl.load(at + 4 * CHUNKS), tl.load(at + 5 * CHUNKS),
-    )  # fmt: skip
-    reach_i, largest, noise = (
-        tl.load(at + 6 * CHUNKS), tl.load(at + 7 * CHUNKS), tl.load(at + 8 * CHUNKS),
-    )  # fmt: skip
-    widest = tl.load(at + 9 * CHUNKS)
+    at = counts + group * (COUNT_FIELDS * CHUNKS) + i
+    promoted_i = tl.load(at + COUNT_KEYS * CHUNKS)
+    whole_i = tl.load(at + COUNT_VALUES * CHUNKS)
+    worthy_i = tl.load(at + COUNT_WORTHY * CHUNKS)
+    climbed = tl.load(counts + group * (COUNT_FIELDS * CHUNKS) + COUNT_EXPANDED * CHUNKS)
+    at = left_sums + row * (LEFT_FIELDS * CHUNKS) + i
+    over = tl.load(at + LEFT_OVER * CHUNKS)
+    under = tl.load(at + LEFT_UNDER * CHUNKS)
+    plain = tl.load(at + LEFT_NORM * CHUNKS)
+    grown = tl.load(at + LEFT_GROWN * CHUNKS)
+    left = tl.load(at + LEFT_MASS * CHUNKS)
+    error = tl.load(at + LEFT_ERROR * CHUNKS)
+    reach_i = tl.load(at + LEFT_REACH * CHUNKS)
+    largest = tl.load(at + ALL_DELTA * CHUNKS)
+    noise = tl.load(at + ALL_NOISE * CHUNKS)
+    widest = tl.load(at + ALL_NORM * CHUNKS)
     p = tl.arange(0, PIECES)
-    at = gained + row * (20 * PIECES) + p
-    exact, held = tl.load(at), tl.load(at + PIECES)
-    value, tops = tl.load(at + 2 * PIECES), tl.load(at + 3 * PIECES)
-    rough, rough_name, best, best_name = exact, exact, exact, exact
+    at = promoted_sums + row * (PROMOTED_FIELDS * PIECES) + p
+    exact = tl.load(at + PROMOTED_LSE * PIECES)
+    held = tl.load(at + PROMOTED_NORM * PIECES)
+    value = tl.load(at + PROMOTED_ERROR * PIECES)
+    tops = tl.load(at + PROMOTED_TOP * PIECES)
+    rough_rank, rough_block, exact_rank, exact_block = exact, exact, exact, exact
     if DEPTH > 0:
-        rough, rough_name, best, best_name = _load_best(
-            gained + row * (20 * PIECES), PIECES, DEPTH
-        )  # fmt: skip
-    rest_held, rest_widest = tl.load(extremes + row * 3), tl.load(extremes + row * 3 + 1)
-    rest_reach = tl.load(extremes + row * 3 + 2)
-    norm = tl.load(heads + row * 2)
-    tail = tl.load(heads + row * 2 + 1)
-    d = tl.arange(0, DP)
+        rough_rank, rough_block, exact_rank, exact_block = _load_ranks(
+            promoted_sums + row * (PROMOTED_FIELDS * PIECES), PIECES, DEPTH
+        )
+    rest_norm = tl.load(rest_norms + row * REST_FIELDS + REST_NORM)
+    rest_widest = tl.load(rest_norms + row * REST_FIELDS + REST_WIDEST)
+    rest_reach = tl.load(rest_norms + row * REST_FIELDS + REST_REACH)
+    norm = tl.load(head_lse + row * HEAD_FIELDS + HEAD_LSE)
+    rest = tl.load(head_lse + row * HEAD_FIELDS + HEAD_REST_LSE)
+    d = tl.arange(0, SHAPE.DP)
     acc = tl.load(merged + row * D + d, mask=d < D, other=0.0)
     h = tl.arange(0, KV)
-    off = tl.load(flags + (b * kv_heads + h) * 2, mask=h < kv_heads, other=0)
-    changed = tl.load(flags + (b * kv_heads + h) * 2 + 1, mask=h < kv_heads, other=0)
+    in_row = h < kv_heads
+    flag_at = flags + (b * kv_heads + h) * FLAG_FIELDS
+    score_wrong = tl.load(flag_at + FLAG_SCORE, mask=in_row, other=0)
+    check_wrong = tl.load(flag_at + FLAG_CHECK, mask=in_row, other=0)
     if not LISTED:
-        at = counts + ((b * kv_heads + h[:, None]) * 5 + 4) * CHUNKS + i[None, :]
-        summed = tl.sum(tl.load(at, mask=(h < kv_heads)[:, None], other=0), 1)
-        read = tl.load(named + b * kv_heads + h, mask=h < kv_heads, other=0)
-        changed = tl.maximum(changed, (summed != read).to(tl.int32))
+        digest = ((b * kv_heads + h[:, None]) * COUNT_FIELDS + COUNT_DIGEST) * CHUNKS
+        at = counts + digest + i[None, :]
+        summed = tl.sum(tl.load(at, mask=in_row[:, None], other=0), 1)
+        read = tl.load(read_digest + b * kv_heads + h, mask=in_row, other=0)
+        check_wrong = tl.maximum(check_wrong, (summed != read).to(tl.int32))
     sink = float("-inf")
     if sinks is not None:
-        sink = tl.load(sinks + head).to(tl.float32) * 1.4426950408889634
+        sink = tl.load(sinks + head).to(tl.float32) * LOG2E
     part_at = changes + (row * PIECES + p)[:, None] * D + d[None, :]
     part = tl.load(part_at, mask=(d < D)[None, :], other=0.0)
 
-    taken = tl.sum(taken_i, 0)
-    some = p < taken
+    promoted = tl.sum(promoted_i, 0)
+    some = p < promoted
     exact, held = tl.where(some, exact, float("-inf")), tl.where(some, held, 0.0)
     value, tops = tl.where(some, value, 0.0), tl.where(some, tops, float("-inf"))
     part = tl.where(some[:, None], part, 0.0)
     whole, worthy = tl.sum(whole_i, 0), tl.sum(worthy_i, 0)
-    over, under, plain, grown = (
-        tl.sum(over, 0),
-        tl.sum(under, 0),
-        tl.sum(plain, 0),
-        tl.sum(grown, 0),
-    )
-    left, worst = tl.sum(left, 0), tl.sum(worst, 0)
+    over, under, plain = tl.sum(over, 0), tl.sum(under, 0), tl.sum(plain, 0)
+    grown = tl.sum(grown, 0)
+    left, error = tl.sum(left, 0), tl.sum(error, 0)
     largest, noise, widest = tl.max(largest, 0), tl.max(noise, 0), tl.max(widest, 0)
-    odd = tl.max((reach_i != reach_i).to(tl.int32), 0) > 0
-    reach = tl.where(odd, float("nan"), tl.max(reach_i, 0))
-    agree, safe = taken >= 0, taken >= 0
+    has_nan = tl.max((reach_i != reach_i).to(tl.int32), 0) > 0
+    reach = tl.where(has_nan, float("nan"), tl.max(reach_i, 0))
+    agree, safe = promoted >= 0, promoted >= 0
     if DEPTH > 0:
-        agree, safe = _ranks(
-            rough, rough_name, best, best_name, some, taken, reach, DEPTH
-        )  # fmt: skip
-    top = tl.maximum(tl.maximum(norm, tl.max(exact, 0)), tl.maximum(tail, sink))
+        agree, safe = _ranks_agree(
+            rough=rough_rank,
+            rough_block=rough_block,
+            exact=exact_rank,
+            exact_block=exact_block,
+            some=some,
+            count=promoted,
+            reach=reach,
+            DEPTH=DEPTH,
+        )
+    top = tl.maximum(tl.maximum(norm, tl.max(exact, 0)), tl.maximum(rest, sink))
     shift = tl.where(top == float("-inf"), 0.0, top)
     here = tl.where(norm == float("-inf"), 0.0, tl.exp2(norm - shift))
     weight = tl.exp2(exact - shift)
-    seen = left * here + tl.exp2(tail - shift) + tl.sum(weight, 0)
+    seen = left * here + tl.exp2(rest - shift) + tl.sum(weight, 0)
     total = seen + tl.exp2(sink - shift)
     divisor = tl.where(total == 0, 1.0, total)
     acc = acc * here + tl.sum(part * tl.exp2(tops - shift)[:, None], 0)
@@ -148,65 +287,83 @@ def finish(
     size = tl.sqrt(tl.sum(acc * acc, 0))
     tl.store(out + row * D + d, acc.to(out.dtype.element_ty), mask=d < D)
     result = tl.where(seen == 0, float("-inf"), shift + tl.log2(tl.where(seen == 0, 1.0, seen)))
-    tl.store(lse + row, result * 0.6931471805599453)
+    tl.store(lse + row, result * LN2)
 
     ratio = here / divisor
     held = tl.sum(weight * held, 0) / divisor
-    held += rest_held * (tl.exp2(tail - shift) / divisor)
-    key = key_bound(over * ratio, under * ratio, plain * ratio, grown * ratio, left * ratio, held)
-    value = (worst * ratio + tl.sum(weight * value, 0) / divisor) * 1.0009765625
+    held += rest_norm * (tl.exp2(rest - shift) / divisor)
+    key = key_bound(
+        over=over * ratio,
+        under=under * ratio,
+        plain=plain * ratio,
+        grown=grown * ratio,
+        mass=left * ratio,
+        exact=held,
+    )
+    value = (error * ratio + tl.sum(weight * value, 0) / divisor) * CARE
     growth = tl.exp2(2 * largest)
-    paper = 2 * widest * growth * (left * ratio) * (growth - 1) * 1.0009765625
+    paper = 2 * widest * growth * (left * ratio) * (growth - 1) * CARE
     paper = tl.where(left * ratio == 0, 0.0, paper)
     widest = tl.maximum(widest, rest_widest)
-    quiet = rest_reach * ((D + 16) * 4.76837158203125e-07)
-    noise = tl.maximum(noise, quiet) * 0.6931471805599453
-    steps = (blocks // splits + 1) * (BLOCK // 16) + 64 + splits
-    sums = 4 * unit_p * tl.maximum(ratio, 1.0) + (2 * steps) * 4.76837158203125e-07 * (1 + ratio)
-    around = (widest * (sums + 2.02 * noise) + unit * size) * 1.0009765625 + 9.5367431640625e-07
+    rest_noise = rest_reach * ((D + DOT_EXTRA) * DOT_SLACK)
+    noise = tl.maximum(noise, rest_noise) * LN2
+    chain = (blocks // splits + 1) * (BLOCK // CHAIN_TOKENS) + CHAIN_EXTRA + splits
+    sums = 4 * unit_p * tl.maximum(ratio, 1.0) + (2 * chain) * CHAIN_SLACK * (1 + ratio)
+    around = _rounding(widest, noise, sums, size, unit)
 
     fits = key + value + around < float("inf")
-    fits = fits & (key + value + around <= tolerance) & (value <= budget)
-    rung = climbed | tl.where(worthy > 0, 2, 0)
-    rung |= tl.where(agree, 0, 16) | tl.where(safe, 0, 32)
-    rung |= tl.where(fits | (blocks == 0), 0, 64) | tl.where(taken > C, 128, 0)
-    rung |= tl.where(rung >= 16, 4, 0)
-    wrong = tl.max(off, 0) * 256 + tl.max(changed, 0) * 512
-    rung |= wrong | tl.where(wrong > 0, 8, 0)
-    again = (rung & 12) > 0
+    fits = fits & (key + value + around <= tolerance) & (value <= value_budget)
+    rung = climbed | tl.where(worthy > 0, VALUES, 0)
+    rung |= tl.where(agree, 0, RANKING) | tl.where(safe, 0, BOUNDARY)
+    rung |= tl.where(fits | (blocks == 0), 0, BOUND) | tl.where(promoted > capacity, CAPACITY, 0)
+    rung |= tl.where(rung >= RANKING, HEAD, 0)
+    wrong = tl.max(score_wrong, 0) * SCORE + tl.max(check_wrong, 0) * CHECK
+    rung |= wrong | tl.where(wrong > 0, ROW, 0)
+    again = (rung & (HEAD | ROW)) > 0
     tl.store(rungs + row, rung)
-    at = bounds + row * 6
-    tl.store(at, tl.where(again, 0.0, key))
-    tl.store(at + 1, tl.where(again, 0.0, value))
-    tl.store(at + 2, around)
-    tl.store(at + 3, key)
-    tl.store(at + 4, value)
-    tl.store(at + 5, paper)
+    at = bounds + row * BOUND_FIELDS
+    tl.store(at + BOUND_KEY, tl.where(again, 0.0, key))
+    tl.store(at + BOUND_VALUE, tl.where(again, 0.0, value))
+    tl.store(at + BOUND_ROUND, around)
+    tl.store(at + BOUND_KEY_BEFORE, key)
+    tl.store(at + BOUND_VALUE_BEFORE, value)
+    tl.store(at + BOUND_PAPER, paper)
     if telemetry is not None:
         saved = ~again & ~(paper + value + around <= tolerance)
         _record(
-            telemetry + (group * telemetry_rows + head % GROUP) * 16, rung, again,
-            tl.where(again, 0.0, key), tl.where(again, 0.0, value), tl.where(again, 0.0, around),
-            saved,
-            tl.where(head % GROUP == 0, taken * BLOCK + length - low - blocks * BLOCK, 0),
-            tl.where(head % GROUP == 0, whole * BLOCK + length - low - blocks * BLOCK, 0),
-        )  # fmt: skip
+            at=telemetry + (group * telemetry_rows + head % GROUP) * TELEMETRY_FIELDS,
+            rung=rung,
+            again=again,
+            key=tl.where(again, 0.0, key),
+            value=tl.where(again, 0.0, value),
+            around=tl.where(again, 0.0, around),
+            saved=saved,
+            key_tokens=tl.where(
+                head % GROUP == 0, promoted * BLOCK + length - low - blocks * BLOCK, 0
+            ),
+            value_tokens=tl.where(
+                head % GROUP == 0, whole * BLOCK + length - low - blocks * BLOCK, 0
+            ),
+        )
 
 
 @triton.jit
 def _record(at, rung, again, key, value, around, saved, key_tokens, value_tokens):
-    """Add one step to a head's telemetry, in the order of `TELEMETRY`."""
-    f = tl.arange(0, 16)
-    bit = tl.where(f == 1, 1, 0) + tl.where(f == 2, 2, 0) + tl.where(f == 3, 4, 0)
-    bit += tl.where(f == 4, 8, 0) + tl.where(f == 5, 16, 0) + tl.where(f == 6, 32, 0)
-    bit += tl.where(f == 7, 64, 0)
-    step = tl.where((f == 0) | ((bit & rung) > 0), 1.0, 0.0).to(tl.float64)
-    step += tl.where(f == 8, key, 0.0) + tl.where(f == 10, value, 0.0)
-    step += tl.where((f == 13) & saved, 1.0, 0.0)
-    step += tl.where(f == 14, key_tokens, 0) + tl.where(f == 15, value_tokens, 0)
-    peak = tl.where(f == 9, key, 0.0) + tl.where(f == 11, value, 0.0)
-    peak += tl.where(f == 12, around, 0.0)
-    is_peak = (f == 9) | (f == 11) | (f == 12)
+    """Add one step to a head's telemetry (`TELEMETRY`)."""
+    f = tl.arange(0, TELEMETRY_FIELDS)
+    bit = tl.where(f == T_EXPANDED, EXPANDED, 0) + tl.where(f == T_VALUES, VALUES, 0)
+    bit += tl.where(f == T_HEAD, HEAD, 0)
+    more = tl.where(f == T_ROW, ROW, 0) + tl.where(f == T_RANKING, RANKING, 0)
+    bit += more + tl.where(f == T_BOUNDARY, BOUNDARY, 0)
+    bit += tl.where(f == T_BOUND, BOUND, 0)
+    step = tl.where((f == T_STEPS) | ((bit & rung) > 0), 1.0, 0.0).to(tl.float64)
+    step += tl.where(f == T_KEY_SUM, key, 0.0) + tl.where(f == T_VALUE_SUM, value, 0.0)
+    step += tl.where((f == T_SAVED) & saved, 1.0, 0.0)
+    tokens = tl.where(f == T_KEY_TOKENS, key_tokens, 0)
+    step += tokens + tl.where(f == T_VALUE_TOKENS, value_tokens, 0)
+    peak = tl.where(f == T_KEY_MAX, key, 0.0) + tl.where(f == T_VALUE_MAX, value, 0.0)
+    peak += tl.where(f == T_ROUND_MAX, around, 0.0)
+    is_peak = (f == T_KEY_MAX) | (f == T_VALUE_MAX) | (f == T_ROUND_MAX)
     old = tl.load(at + f)
     tl.debug_barrier()  # every warp loads and stores the same words
     new = tl.where(is_peak, tl.maximum(old, peak.to(tl.float64)), old + step)
@@ -215,40 +372,55 @@ def _record(at, rung, again, key, value, around, saved, key_tokens, value_tokens
 
 @triton.jit
 def replace(
-    out, lse, bounds, rungs, sinks, lengths, start, partial, partial_lse, extremes, unit_p, unit,
-    S, splits, D: tl.constexpr, DP: tl.constexpr, SPLITS: tl.constexpr,
-    LENGTH_STEP: tl.constexpr, START_STEP: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """Merge the exact pieces of a head that was recomputed; else nothing."""
+    out,
+    lse,
+    bounds,
+    rungs,
+    sinks,
+    rows,
+    pieces,
+    exact_norms,
+    unit_p,
+    unit,
+    S,
+    count,
+    SHAPE: tl.constexpr,
+    COUNT: tl.constexpr,
+    STEPS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Merge the `count` exact pieces of a head that was recomputed; else nothing."""
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
+    D: tl.constexpr = SHAPE.D
     head = tl.program_id(0)
     b = tl.program_id(1).to(tl.int64)
     row = b * tl.num_programs(0) + head
-    if tl.load(rungs + row) & 12 == 0:
+    if tl.load(rungs + row) & (HEAD | ROW) == 0:
         return
-    length, low = row_span(lengths, start, b, S, LENGTH_STEP, START_STEP)
-    p = tl.arange(0, SPLITS)
-    there = p < splits
-    part_lse = tl.load(partial_lse + row * splits + p, mask=there, other=float("-inf"))
-    odd = tl.sum((part_lse != part_lse).to(tl.int32), 0) > 0
+    length, low = row_span(rows.lengths, rows.start, b, S, STEPS.length, STEPS.start)
+    p = tl.arange(0, COUNT)
+    there = p < count
+    part_lse = tl.load(pieces.lse + row * count + p, mask=there, other=float("-inf"))
+    has_nan = tl.sum((part_lse != part_lse).to(tl.int32), 0) > 0
     empty = part_lse == float("-inf")
     top = tl.max(part_lse, 0)
     shift = tl.where(top == float("-inf"), 0.0, top)
     weight = tl.exp2(part_lse - shift)
     seen = tl.sum(weight, 0)
-    seen = tl.where(odd, float("nan"), seen)
+    seen = tl.where(has_nan, float("nan"), seen)
     total = seen
     if sinks is not None:
-        total += tl.exp2(tl.load(sinks + head).to(tl.float32) * 1.4426950408889634 - shift)
-    d = tl.arange(0, DP)
-    acc = tl.zeros([DP], tl.float32)
-    q = tl.arange(0, 32)
-    for first in range(0, splits, 32):
-        inside = first + q < splits
-        one_lse = tl.load(partial_lse + row * splits + first + q, mask=inside, other=float("-inf"))
-        part_at = partial + (row * splits + first + q)[:, None] * D + d[None, :]
+        total += tl.exp2(tl.load(sinks + head).to(tl.float32) * LOG2E - shift)
+    d = tl.arange(0, SHAPE.DP)
+    acc = tl.zeros([SHAPE.DP], tl.float32)
+    i = tl.arange(0, 32)
+    for first in range(0, count, 32):
+        inside = first + i < count
+        lse_at = pieces.lse + row * count + first + i
+        one_lse = tl.load(lse_at, mask=inside, other=float("-inf"))
+        part_at = pieces.out + (row * count + first + i)[:, None] * D + d[None, :]
         inside = inside & ~(one_lse == float("-inf"))
         part = tl.load(part_at, mask=inside[:, None] & (d < D)[None, :], other=0.0)
         acc += tl.sum(part * tl.exp2(one_lse - shift)[:, None], 0)
@@ -256,12 +428,13 @@ def replace(
     acc = tl.where(seen == 0, 0.0, acc)
     tl.store(out + row * D + d, acc.to(out.dtype.element_ty), mask=d < D)
     result = tl.where(seen == 0, float("-inf"), shift + tl.log2(tl.where(seen == 0, 1.0, seen)))
-    tl.store(lse + row, result * 0.6931471805599453)
-    at = extremes + (row * splits + p) * 2
-    widest = tl.max(tl.load(at, mask=there, other=0.0), 0)
-    noise = tl.max(tl.load(at + 1, mask=there & ~empty, other=0.0), 0)
-    noise = noise * ((D + 16) * 4.76837158203125e-07 * 0.6931471805599453)
-    sums = 2 * unit_p + ((length - low) // 16 + 64 + splits) * 4.76837158203125e-07
+    tl.store(lse + row, result * LN2)
+    at = exact_norms + (row * count + p) * EXACT_FIELDS
+    widest = tl.max(tl.load(at + EXACT_WIDEST, mask=there, other=0.0), 0)
+    noise = tl.max(tl.load(at + EXACT_REACH, mask=there & ~empty, other=0.0), 0)
+    noise = noise * ((D + DOT_EXTRA) * DOT_SLACK * LN2)
+    chain = (length - low) // CHAIN_TOKENS + CHAIN_EXTRA + count
+    sums = 2 * unit_p + chain * CHAIN_SLACK
     size = tl.sqrt(tl.sum(acc * acc, 0))
-    around = (widest * (sums + 2.02 * noise) + unit * size) * 1.0009765625 + 9.5367431640625e-07
-    tl.store(bounds + row * 6 + 2, around)
+    around = _rounding(widest, noise, sums, size, unit)
+    tl.store(bounds + row * BOUND_FIELDS + BOUND_ROUND, around)

@@ -2,7 +2,7 @@
 
 A program is one warp: nothing waits for another. The copy engine brings the next codes to shared
 memory while a step's are multiplied, through tensor descriptors, in an order that lets threads read
-without conflicts what they multiply (`_certified_tiles`). Loads by the threads themselves kept the
+without conflicts what they multiply (`hopper_tiles.py`). Loads by the threads themselves kept the
 L1 busier than memory: each asked for many lines of 128 bytes, and used 64 of one. Copies further
 ahead are unfair: more wait for memory than it needs to be busy, and some programs end late.
 
@@ -13,7 +13,7 @@ ahead are unfair: more wait for memory than it needs to be busy, and some progra
 
 Row 7 sums the key codes for the check words. Products with codes are exact, and what three digits
 leave of the query is less than what `_prepare` allows the sum of float products that the other
-kernels have. `_certified_attend.attend` does the same for all else.
+kernels have. `attend.attend` does the same for all else.
 """
 
 from triton.experimental import gluon
@@ -21,7 +21,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from attnplug.ops.certified.kernels.attend import quantized_blocks
 from attnplug.ops.certified.kernels.hopper_tiles import (
     S_MMA,
     channels_first,
@@ -33,6 +32,27 @@ from attnplug.ops.certified.kernels.hopper_tiles import (
     value_tile,
     value_words,
 )
+from attnplug.ops.certified.kernels.tier import quantized_blocks
+from attnplug.ops.certified.records import (
+    CAP_SLACK,
+    CHECK_FIELDS,
+    CHECK_PASS,
+    CHECK_PREPARE,
+    CHECK_SEED,
+    CHECK_STEP,
+    CODE_REACH,
+    DELTA_CARE_16_BIT,
+    DOT_EXTRA,
+    DOT_SLACK,
+    ETA,
+    FLAG_CHECK,
+    FLAG_FIELDS,
+    LOG2E,
+    NOISE_FLOOR,
+    NU,
+    QUERY_CARE,
+    SUMMARY_FIELDS,
+)
 from attnplug.ops.common.hopper import copy_tile
 from attnplug.ops.common.rows import row_span
 
@@ -42,13 +62,11 @@ barrier = getattr(gl, "barrier", None) or gl.thread_barrier  # Triton 3.9 and 3.
 
 @gluon.jit
 def _capped(s, cap):
-    return cap * (1 - 2 / (gl.exp2(s * (2 * 1.4426950408889634) / cap) + 1))
+    return cap * (1 - 2 / (gl.exp2(s * (2 * LOG2E) / cap) + 1))
 
 
 @gluon.jit
-def _metadata(
-    meta_at, summary_at, check_at, j, last, D: gl.constexpr, PL: gl.constexpr
-):  # fmt: skip
+def _metadata(meta_at, summary_at, check_at, j, last, D: gl.constexpr, PL: gl.constexpr):
     """Of blocks j [8] below `last`: words of scales and of zeros [8, D/2], eta, nu and the second
     check word [8]."""
     there = j < last
@@ -56,19 +74,31 @@ def _metadata(
     at = meta_at + j.to(gl.int64)[:, None] * D + c[None, :]
     scales = gl.load(at, mask=there[:, None], other=0)
     zeros = gl.load(at + D // 2, mask=there[:, None], other=0)
-    eta = gl.load(summary_at + j.to(gl.int64) * 2, mask=there, other=0)
-    nu = gl.load(summary_at + j.to(gl.int64) * 2 + 1, mask=there, other=0)
-    stored = gl.load(check_at + j.to(gl.int64) * 2 + 1, mask=there, other=0)
+    eta = gl.load(summary_at + j.to(gl.int64) * SUMMARY_FIELDS + ETA, mask=there, other=0)
+    nu = gl.load(summary_at + j.to(gl.int64) * SUMMARY_FIELDS + NU, mask=there, other=0)
+    stored = gl.load(check_at + j.to(gl.int64) * CHECK_FIELDS + CHECK_PREPARE, mask=there, other=0)
     return scales, zeros, eta, nu, stored
 
 
 @gluon.jit
 def _prepare(
-    query, meta_at, summary_at, check_at, base_at, delta_at, noise_at, first, last, cap,
-    in_group, D: gl.constexpr, XL: gl.constexpr, SL: gl.constexpr, PL: gl.constexpr,
+    query,
+    meta_at,
+    summary_at,
+    check_at,
+    base_at,
+    delta_at,
+    noise_at,
+    first,
+    last,
+    cap,
+    in_group,
+    D: gl.constexpr,
+    SL: gl.constexpr,
+    PL: gl.constexpr,
     CAPPED: gl.constexpr,
-):  # fmt: skip
-    """`_certified_attend.prepare` for the blocks first..last-1 of one KV head, eight at a time; how
+):
+    """`attend.prepare` for the blocks first..last-1 of one KV head, eight at a time; how
     many second check words did not fit. `query` [8, D] carries the scale."""
     A: gl.constexpr = gl.DotOperandLayout(0, S_MMA, 2)
     B: gl.constexpr = gl.DotOperandLayout(1, S_MMA, 2)
@@ -77,7 +107,7 @@ def _prepare(
     low = (query - high.to(gl.float32)).to(gl.bfloat16)
     both = gl.reshape(gl.permute(gl.join(high, low), (2, 0, 1)), (16, D))
     both = gl.convert_layout(channels_first(both, 16, D), A)
-    size = gl.abs(high.to(gl.float32)) * 1.00390625  # at least |query|
+    size = gl.abs(high.to(gl.float32)) * QUERY_CARE  # at least |query|
     size = size.to(gl.bfloat16)
     size = gl.reshape(gl.permute(gl.join(size, size), (2, 0, 1)), (16, D))
     size = gl.convert_layout(channels_first(size, 16, D), A)
@@ -92,7 +122,7 @@ def _prepare(
         scales, zeros, eta, nu, stored = ahead
         ahead = _metadata(meta_at, summary_at, check_at, j + 8, last, D, PL)
         words = gl.sum((1 + 2 * c)[None, :] * (scales + 3 * zeros), 1)
-        words += 100000007 + 7919 * j + eta + 7 * nu
+        words += CHECK_SEED + CHECK_STEP * j + eta + 7 * nu
         wrong += (there & (words != stored)).to(gl.int32)
 
         z = channels_first(halves(zeros, D), 8, D)
@@ -110,22 +140,23 @@ def _prepare(
         product = gl.convert_layout(product, SL)
         half = gl.convert_layout(half, SL)
         reach = gl.convert_layout(reach, SL)
-        quiet = (D + 16) * 4.76837158203125e-07 * (reach + 254 * half) + 1e-18
+        noise = (D + DOT_EXTRA) * DOT_SLACK * (reach + CODE_REACH * half) + NOISE_FLOOR
         if CAPPED:
-            quiet += cap * 9.5367431640625e-07
+            noise += cap * CAP_SLACK
         place = (block + i).to(gl.int64)[None, :]
         mask = in_group[:, None] & (block + i < last)[None, :]
         gl.store(base_at[:, None] + place, product, mask=mask)
-        gl.store(noise_at[:, None] + place, quiet, mask=mask)
-        gl.store(delta_at[:, None] + place, half * 1.0234375 + quiet, mask=mask)
+        gl.store(noise_at[:, None] + place, noise, mask=mask)
+        gl.store(delta_at[:, None] + place, half * DELTA_CARE_16_BIT + noise, mask=mask)
     return gl.sum(wrong, 0)
 
 
 @gluon.jit
-def _bring(
-    k_codes, v_codes, v_meta, k_ring, v_ring, m_ring, full, slot, token, STEP: gl.constexpr
-):  # fmt: skip
-    """Have the codes and value scales of STEP tokens copied to a slot of the rings."""
+def _bring(lines, rings, full, slot, token, STEP: gl.constexpr):
+    """Have the codes and value scales of STEP tokens copied from `lines` to a slot of the `rings`;
+    both in the order k_codes, v_codes, v_meta."""
+    k_codes, v_codes, v_meta = lines
+    k_ring, v_ring, m_ring = rings
     bar = full.index(slot)
     mbarrier.expect(bar, STEP * (128 + 64 + 32))
     copy_tile(k_codes, [token, 0], bar, k_ring.index(slot))
@@ -135,36 +166,67 @@ def _bring(
 
 @gluon.jit
 def attend_blocks(
-    q, k_codes, k_meta, v_codes, v_meta, summary, check, progress, lengths, start, base, delta,
-    noise, logs, partial, partial_lse, flags, scale, cap, S, N, splits, q_b, q_h,
-    GROUP: gl.constexpr, D: gl.constexpr, BLOCK: gl.constexpr, STEP: gl.constexpr,
-    KL: gl.constexpr, XL: gl.constexpr, WL: gl.constexpr, SL: gl.constexpr, VTL: gl.constexpr,
-    MTL: gl.constexpr, VL: gl.constexpr, PL: gl.constexpr, RING: gl.constexpr,
-    CAPPED: gl.constexpr, CHECKED: gl.constexpr, LENGTH_STEP: gl.constexpr,
-    START_STEP: gl.constexpr, PDL: gl.constexpr,
-):  # fmt: skip
-    """All heads of one KV head against one split of its quantized blocks; first what `prepare` does
-    for these. Compares the check words of its split. `k_codes`, `v_codes` and `v_meta` are
-    descriptors of lines of 32 words (a token, two and four of D = 128), metadata of keys and
-    summaries come as words. Split 0 of the partial results is what is not quantized
+    q,
+    k_codes,
+    k_meta,
+    v_codes,
+    v_meta,
+    summary,
+    check,
+    progress,
+    rows,
+    scores,
+    splits,
+    flags,
+    scale,
+    cap,
+    S,
+    N,
+    count,
+    q_strides,
+    SHAPE: gl.constexpr,
+    STEP: gl.constexpr,
+    LAYOUTS: gl.constexpr,
+    RING: gl.constexpr,
+    CAPPED: gl.constexpr,
+    CHECKED: gl.constexpr,
+    STEPS: gl.constexpr,
+    PDL: gl.constexpr,
+):
+    """All heads of one KV head against one of `count` splits of its quantized blocks; first what
+    `attend.prepare` does for these. Compares the check words of its split. `k_codes`, `v_codes` and
+    `v_meta` are descriptors of lines of 32 words (a token, two and four of D = 128), metadata of
+    keys and summaries come as words. Split 0 of the pieces is what is not quantized
     (`attend_rest`)."""
+    GROUP: gl.constexpr = SHAPE.GROUP
+    D: gl.constexpr = SHAPE.D
+    BLOCK: gl.constexpr = SHAPE.BLOCK
+    XL: gl.constexpr = LAYOUTS.queries
+    SL: gl.constexpr = LAYOUTS.scores
+    VL: gl.constexpr = LAYOUTS.value_words
+    PL: gl.constexpr = LAYOUTS.eight_blocks
+    q_b, q_h = q_strides
     split = gl.program_id(0)
     h = gl.program_id(1)
     b = gl.program_id(2).to(gl.int64)
     HALF: gl.constexpr = D // 32
-    STEPS: gl.constexpr = BLOCK // STEP
+    PARTS: gl.constexpr = BLOCK // STEP
     ML: gl.constexpr = gl.SliceLayout(2, VL)
     ROW: gl.constexpr = gl.SliceLayout(1, SL)
     QUARTER: gl.constexpr = gl.DistributedLinearLayout([], [[1], [2], [0], [0], [0]], [], [], [4])
     if PDL:
         gl.inline_asm_elementwise(
-            "griddepcontrol.launch_dependents; // $0", "=r", [], dtype=gl.int32, is_pure=False,
+            "griddepcontrol.launch_dependents; // $0",
+            "=r",
+            [],
+            dtype=gl.int32,
+            is_pure=False,
             pack=1,
-        )  # fmt: skip
-    length, low = row_span(lengths, start, b, S, LENGTH_STEP, START_STEP)
+        )
+    length, low = row_span(rows.lengths, rows.start, b, S, STEPS.length, STEPS.start)
     blocks = quantized_blocks(progress, b, length, low, BLOCK)
-    first = split * blocks // splits
-    last = (split + 1) * blocks // splits
+    first = split * blocks // count
+    last = (split + 1) * blocks // count
     group = b * gl.num_programs(1) + h
 
     r = gl.arange(0, 8, layout=ROW)
@@ -185,22 +247,34 @@ def attend_blocks(
     for i in gl.static_range(RING):
         mbarrier.init(full.index(i), count=1)
     fence_async_shared()
-    count = (last - first) * STEPS
+    tiles = (last - first) * PARTS
+    lines = (k_codes, v_codes, v_meta)
+    rings = (k_ring, v_ring, m_ring)
     token = (group.to(gl.int32) * N + first) * BLOCK
     for i in gl.static_range(RING):
-        if i < count:
-            _bring(
-                k_codes, v_codes, v_meta, k_ring, v_ring, m_ring, full, i, token + i * STEP, STEP
-            )
-    scales_at = k_meta + group * N * D + gl.arange(0, D // 2, layout=WL)
+        if i < tiles:
+            _bring(lines, rings, full, i, token + i * STEP, STEP)
+    scales_at = k_meta + group * N * D + gl.arange(0, D // 2, layout=LAYOUTS.scales)
     at = gl.minimum(first, gl.maximum(last - 1, 0)).to(gl.int64)
     scales = gl.load(scales_at + at * D)
-    base_at = base + row.to(gl.int64) * N
+    base_at = scores.base + row.to(gl.int64) * N
     wrong = _prepare(
-        query, k_meta + group * N * D, summary + group * N * 2, check + group * N * 2, base_at,
-        delta + row.to(gl.int64) * N, noise + row.to(gl.int64) * N, first, last, cap, in_group,
-        D, XL, SL, PL, CAPPED,
-    )  # fmt: skip
+        query,
+        meta_at=k_meta + group * N * D,
+        summary_at=summary + group * N * SUMMARY_FIELDS,
+        check_at=check + group * N * CHECK_FIELDS,
+        base_at=base_at,
+        delta_at=scores.delta + row.to(gl.int64) * N,
+        noise_at=scores.noise + row.to(gl.int64) * N,
+        first=first,
+        last=last,
+        cap=cap,
+        in_group=in_group,
+        D=D,
+        SL=SL,
+        PL=PL,
+        CAPPED=CAPPED,
+    )
     weight = (1 + dx % 31).to(gl.float32)
     query = gl.where((rx == CHECK_ROW)[:, None], weight[None, :], query)
     near = gl.allocate_shared_memory(gl.float32, [8, D], gl.SwizzledSharedLayout(4, 1, 8, [1, 0]))
@@ -230,15 +304,14 @@ def attend_blocks(
         scales = gl.load(scales_at + at * D)
         zero = gl.load(base_at + at, mask=in_group, other=0.0)
         held = gl.full([8], 0.0, gl.float32, ROW)
-        for _step in range(STEPS):
+        for _part in range(PARTS):
             mbarrier.wait(full.index(slot), phase)
-            codes = k_ring.index(slot).load(KL)
-            words = value_words(v_ring.index(slot).load(VTL), STEP)
-            low_words, high_words = scale_words(m_ring.index(slot).load(MTL), STEP)
+            codes = k_ring.index(slot).load(LAYOUTS.key_words)
+            words = value_words(v_ring.index(slot).load(LAYOUTS.value_lines), STEP)
+            low_words, high_words = scale_words(m_ring.index(slot).load(LAYOUTS.meta_lines), STEP)
             barrier()
-            if ahead < count:
-                _bring(k_codes, v_codes, v_meta, k_ring, v_ring, m_ring, full, slot,
-                       token + ahead * STEP, STEP)  # fmt: skip
+            if ahead < tiles:
+                _bring(lines, rings, full, slot, token + ahead * STEP, STEP)
             ahead += 1
             slot += 1
             if slot == RING:
@@ -275,34 +348,37 @@ def attend_blocks(
             acc *= gl.convert_layout(decay, gl.SliceLayout(0, S_MMA))[None, :]
             acc = mma_v2(values, weights, acc)
         shift = gl.where(top == float("-inf"), 0.0, top)
-        gl.store(logs + row.to(gl.int64) * N + j, shift + gl.log2(held), mask=in_group)
+        gl.store(scores.logs + row.to(gl.int64) * N + j, shift + gl.log2(held), mask=in_group)
 
     if PDL:
         gl.inline_asm_elementwise(
             "griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
         )
     if CHECKED:
-        found = gl.sum(gl.where(r == CHECK_ROW, gl.sum(sums_k, 1), 0), 0)
-        found += gl.sum(sums_s, 0)
+        summed = gl.sum(gl.where(r == CHECK_ROW, gl.sum(sums_k, 1), 0), 0)
+        summed += gl.sum(sums_s, 0)
         column = (gamma[None, :] * 4)[:, :, None] + word[None, None, :]
-        found += gl.sum(gl.sum(gl.sum(sums_v * (1 + 2 * column), 2), 1), 0)
-        found += gl.sum(gl.sum(sums_w * (1 + 2 * gamma[None, :]), 1), 0)
+        summed += gl.sum(gl.sum(gl.sum(sums_v * (1 + 2 * column), 2), 1), 0)
+        summed += gl.sum(gl.sum(sums_w * (1 + 2 * gamma[None, :]), 1), 0)
         i = gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [1], [0]))
         stored = gl.full([32], 0, gl.int32, i.type.layout)
         for j in range(first, last, 32):
             mine = j + i < last
-            words = gl.load(check + (group * N + j + i) * 2, mask=mine, other=0)
-            stored += words - gl.where(mine, 100000007 + 7919 * (j + i), 0)
-        gl.store(flags + group * 2 + 1, 1, mask=(found != gl.sum(stored, 0)) | (wrong > 0))
-    piece = row.to(gl.int64) * (splits + 1) + split + 1
+            words = gl.load(
+                check + (group * N + j + i) * CHECK_FIELDS + CHECK_PASS, mask=mine, other=0
+            )
+            stored += words - gl.where(mine, CHECK_SEED + CHECK_STEP * (j + i), 0)
+        faulty = (summed != gl.sum(stored, 0)) | (wrong > 0)
+        gl.store(flags + group * FLAG_FIELDS + FLAG_CHECK, 1, mask=faulty)
+    piece = row.to(gl.int64) * (count + 1) + split + 1
     empty = total == 0
     divisor = gl.where(empty, 1.0, total)
     result = gl.where(top == float("-inf"), 0.0, top) + gl.log2(divisor)
-    gl.store(partial_lse + piece, gl.where(empty, float("-inf"), result), mask=in_group)
+    gl.store(splits.lse + piece, gl.where(empty, float("-inf"), result), mask=in_group)
     m = gl.arange(0, D, layout=gl.SliceLayout(1, S_MMA))
     g = gl.arange(0, 8, layout=gl.SliceLayout(0, S_MMA))
     channel = m // 8 % 2 * (D // 2) + m % 8 * (D // 16) + m // 16
     row_g = (group.to(gl.int32) * GROUP + g).to(gl.int64)
-    out_at = partial + ((row_g * (splits + 1) + split + 1) * D)[None, :] + channel[:, None]
+    out_at = splits.out + ((row_g * (count + 1) + split + 1) * D)[None, :] + channel[:, None]
     acc = acc / gl.convert_layout(divisor, gl.SliceLayout(0, S_MMA))[None, :]
     gl.store(out_at, acc, mask=(g < GROUP)[None, :] & (m >= 0)[:, None])

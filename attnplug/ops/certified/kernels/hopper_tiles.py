@@ -7,6 +7,7 @@ the number stand in reverse, so that the eight lanes that read shared memory at 
 """
 
 import functools
+from typing import NamedTuple
 
 import triton.language as tl
 from triton.experimental import gluon
@@ -69,12 +70,22 @@ _LARGEST = gl.constexpr(63.0 * 65536)  # of three digits, the highest of -64..63
 _PAIRS = gl.constexpr("prmt.b32 $0, $2, $3, 0x5410; prmt.b32 $1, $2, $3, 0x7632;")
 
 
+class Layouts(NamedTuple):
+    """How one warp holds 128 channels and `step` tokens."""
+
+    key_words: gl.DistributedLinearLayout  # of key codes [step, 32]
+    queries: gl.DistributedLinearLayout  # [8, 128]
+    scales: gl.DistributedLinearLayout  # words of a block's key scales [64]
+    scores: gl.DistributedLinearLayout  # [8, step]
+    value_lines: gl.DistributedLinearLayout  # of value codes [step / 2, 32]
+    meta_lines: gl.DistributedLinearLayout  # of their scales [step / 4, 32]
+    value_words: gl.DistributedLinearLayout  # [step / 2, 4, 4]
+    eight_blocks: gl.DistributedLinearLayout  # words of eight blocks' key scales [8, 64]
+
+
 @functools.cache
-def layouts(step: int) -> tuple[gl.DistributedLinearLayout, ...]:
-    """How one warp holds 128 channels and `step` tokens: the words of key codes [step, 32], queries
-    [8, 128], the words of a block's scales [64], scores [8, step], lines of value codes
-    [step / 2, 32] and of their scales [step / 4, 32], the words of value codes [step / 2, 4, 4],
-    and the words of eight blocks' scales [8, 64]."""
+def layouts(step: int) -> Layouts:
+    """Those of a step of so many tokens."""
     more = [1 << i for i in range(3, (step - 1).bit_length())]  # tokens beyond eight
     rows = [[1, 0], [2, 0], [4, 0]]
     keys = gl.DistributedLinearLayout(
@@ -105,7 +116,16 @@ def layouts(step: int) -> tuple[gl.DistributedLinearLayout, ...]:
     blocks = gl.DistributedLinearLayout(
         [[0, 1], [0, 2], [0, 4], [0, 32]], [[0, 8], [0, 16], *rows], [], [], [8, 64]
     )
-    return keys, query, scales, scores, values, meta, pairs, blocks
+    return Layouts(
+        key_words=keys,
+        queries=query,
+        scales=scales,
+        scores=scores,
+        value_lines=values,
+        meta_lines=meta,
+        value_words=pairs,
+        eight_blocks=blocks,
+    )
 
 
 @gluon.jit

@@ -5,25 +5,50 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
-from attnplug.ops.certified.kernels.attend import (
-    arrived,
-    capped,
-    load_codes,
-    load_query,
-    split_dot,
+from attnplug.ops.certified.kernels.exact import load_values
+from attnplug.ops.certified.kernels.tier import (
+    bf16_value,
+    load_key_codes,
+    load_key_scales,
+    load_value_codes,
     values_of,
 )
-from attnplug.ops.certified.kernels.exact import load_values
-from attnplug.ops.certified.kernels.quantize import bf16_value
+from attnplug.ops.certified.kernels.tiles import arrived, capped, load_query, split_dot
+from attnplug.ops.certified.records import (
+    CHECK_SEED,
+    CHECK_STEP,
+    COUNT_FIELDS,
+    COUNT_KEYS,
+    ETA,
+    FLAG_FIELDS,
+    FLAG_SCORE,
+    LIST_FIELDS,
+    LIST_KEYS,
+    LIST_NAME,
+    LIST_VALUES,
+    NAME_STEP,
+    NAME_VALUES,
+    NU,
+    PROMOTED_ERROR,
+    PROMOTED_FIELDS,
+    PROMOTED_LSE,
+    PROMOTED_NORM,
+    PROMOTED_RANKS,
+    PROMOTED_TOP,
+    RANK_EXACT,
+    RANK_EXACT_BLOCK,
+    RANK_FIELDS,
+    RANK_ROUGH,
+    RANK_ROUGH_BLOCK,
+    SUMMARY_FIELDS,
+)
 from attnplug.ops.certified.scratch import source, words_of
 from attnplug.ops.common.rows import row_span
 
 
 @triton.jit
-def _insert(
-    v, n, v0, n0, v1, n1, v2, n2, v3, n3, DEPTH: tl.constexpr
-):  # fmt: skip
-    """(v, n) put in its place in a descending list of up to four, after its equals."""
+def _insert(v, n, v0, n0, v1, n1, v2, n2, v3, n3, DEPTH: tl.constexpr):
+    """(log-mass v, block n) put in its place in a descending list of up to four, after equals."""
     up = v > v0
     v0, v = tl.where(up, v, v0), tl.where(up, v0, v)
     n0, n = tl.where(up, n, n0), tl.where(up, n0, n)
@@ -40,14 +65,26 @@ def _insert(
 
 
 @triton.jit
-def _entry(listed, group, index, ends, taken, CHUNKS: tl.constexpr, OWN: tl.constexpr):
-    """A KV head's promoted block `index`: (its name, the places of its keys and of its values). A
-    name is the block's number times four, plus two for a spot check, plus one for values too."""
+def _store_rank(
+    at, rank: tl.constexpr, pieces, rough, rough_block, exact, exact_block, in_group
+):  # fmt: skip  # as short as its docstring
+    """One of the first blocks of a piece by quantized and by exact log-mass."""
+    at += (PROMOTED_RANKS + RANK_FIELDS * rank) * pieces
+    tl.store(at + RANK_ROUGH * pieces, rough, mask=in_group)
+    tl.store(at + RANK_ROUGH_BLOCK * pieces, rough_block, mask=in_group)
+    tl.store(at + RANK_EXACT * pieces, exact, mask=in_group)
+    tl.store(at + RANK_EXACT_BLOCK * pieces, exact_block, mask=in_group)
+
+
+@triton.jit
+def _entry(block_list, group, index, ends, listed, PROGRAMS: tl.constexpr):
+    """A KV head's promoted block `index` in the lists of its chunks, which have `listed` blocks and
+    end at `ends`: (its name, the places of its keys and of its values)."""
     before = ends <= index
     chunk = tl.sum(before.to(tl.int32), 0)
-    rest = index - tl.sum(tl.where(before, taken, 0), 0)
-    at = listed + ((group * CHUNKS + chunk) * OWN + rest) * 3
-    return tl.load(at), tl.load(at + 1), tl.load(at + 2)
+    rest = index - tl.sum(tl.where(before, listed, 0), 0)
+    at = block_list + ((group * PROGRAMS.CHUNKS + chunk) * PROGRAMS.OWN + rest) * LIST_FIELDS
+    return tl.load(at + LIST_NAME), tl.load(at + LIST_KEYS), tl.load(at + LIST_VALUES)
 
 
 @triton.jit
@@ -55,7 +92,7 @@ def _sealed(word, item, place, seals_at):
     """Compare the seal of a slot that was read, or write that of one that is being filled; whether
     it did not fit."""
     slot = tl.where(place >= 0, place, -2 - place)
-    seal = word + item * 7919 + 100000007
+    seal = word + item * CHECK_STEP + CHECK_SEED
     stored = tl.load(seals_at + slot, mask=place >= 0, other=0)
     tl.store(seals_at + slot, seal, mask=place < -1)
     return (place >= 0) & (stored != seal)
@@ -63,27 +100,64 @@ def _sealed(word, item, place, seals_at):
 
 @triton.jit
 def read_blocks(
-    query, k, v, k_codes, k_meta, v_codes, v_meta, summary, key_mask, base, delta, gained, changes,
-    flags, slots, owner, seals, scale, cap, N, SLOTS, b, h, group, low, piece, pieces, first, count,
-    step, rank, name, listed, ends, taken,
-    k_b, k_h, k_s, v_b, v_h, v_s, mask_b,
-    GROUP: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
-    BLOCK: tl.constexpr, HALF: tl.constexpr, HALF_P: tl.constexpr, CHUNKS: tl.constexpr,
-    OWN: tl.constexpr, DEPTH: tl.constexpr, LISTED: tl.constexpr, QK: tl.constexpr,
-    PV: tl.constexpr, PARTS: tl.constexpr, CAPPED: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """Read the promoted blocks first, first + step, .. below `count` of a KV head: those in the
-    list (LISTED), from slots where they are there, or a program's own, by their `rank` and `name`.
-    `gained` gets twenty numbers of each head as number `piece` of `pieces`, `changes` what is to
-    be added. Scores and values must be within their bounds, and slots as they were filled: one
+    query,
+    k,
+    v,
+    tier,
+    key_mask,
+    scores,
+    promoted_sums,
+    changes,
+    flags,
+    scratch,
+    scale,
+    cap,
+    N,
+    SLOTS,
+    b,
+    h,
+    group,
+    low,
+    piece,
+    pieces,
+    first,
+    count,
+    step,
+    own_blocks,
+    block_lists,
+    k_strides,
+    v_strides,
+    mask_stride,
+    SHAPE: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    LISTED: tl.constexpr,
+    MATH: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Read the promoted blocks first, first + step, .. below `count` of a KV head. LISTED: those in
+    the lists of its chunks, `block_lists` (block_list, ends, listed) as in `_entry`, from the slots
+    of the scratch cache that hold them. Else a program's own, `own_blocks` (ranks, names). Leaves
+    `promoted_sums` of each head as number `piece` of `pieces`, and in `changes` what is to be added
+    to its output. Scores and values must be within their bounds, and slots as they were filled: one
     that is not is dropped."""
+    ROWS: tl.constexpr = SHAPE.ROWS
+    D: tl.constexpr = SHAPE.D
+    BLOCK: tl.constexpr = SHAPE.BLOCK
+    QK: tl.constexpr = MATH.QK
+    PV: tl.constexpr = MATH.PV
+    PARTS: tl.constexpr = MATH.PARTS
+    rank, name = own_blocks
+    block_list, ends, listed = block_lists
+    k_b, k_h, k_s = k_strides
+    v_b, v_h, v_s = v_strides
     r = tl.arange(0, ROWS)
-    in_group = r < GROUP
-    row = group * GROUP + r
-    at = gained + row * (20 * pieces) + piece
-    COLUMNS: tl.constexpr = HALF * 16
-    CP: tl.constexpr = HALF_P * 16
-    d = tl.arange(0, DP)
+    in_group = r < SHAPE.GROUP
+    row = group * SHAPE.GROUP + r
+    at = promoted_sums + row * (PROMOTED_FIELDS * pieces) + piece
+    COLUMNS: tl.constexpr = SHAPE.HALF * 16
+    CP: tl.constexpr = SHAPE.HALF_P * 16
+    d = tl.arange(0, SHAPE.DP)
     n = tl.arange(0, BLOCK)
     c = tl.arange(0, CP)
     in_width = d < D
@@ -91,12 +165,12 @@ def read_blocks(
     scaled = query.to(tl.float32) * scale
     k_at = k + b * k_b + h.to(tl.int64) * k_h
     v_at = v + b * v_b + h.to(tl.int64) * v_h
-    summary_at = summary + group * N * 2
-    slots_at, owner_at, seals_at = slots, owner, seals
-    if slots is not None:
-        slots_at = slots + group * SLOTS * (BLOCK * D)
-        owner_at = owner + group * SLOTS
-        seals_at = seals + group * SLOTS
+    summary_at = tier.summary + group * N * SUMMARY_FIELDS
+    slots_at, owner_at, seals_at = k, k, k
+    if scratch is not None:
+        slots_at = scratch.slots + group * SLOTS * (BLOCK * D)
+        owner_at = scratch.owner + group * SLOTS
+        seals_at = scratch.seals + group * SLOTS
     top = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     held = tl.zeros([ROWS], tl.float32)
@@ -104,33 +178,34 @@ def read_blocks(
     acc_low = tl.zeros([ROWS, CP], tl.float32)
     acc_high = tl.zeros([ROWS, CP], tl.float32)
     wrong = tl.zeros([BLOCK], tl.int32)
-    v0, v1, v2, v3, n0, n1, n2, n3 = top, top, top, top, total, total, total, total
-    w0, w1, w2, w3, m0, m1, m2, m3 = top, top, top, top, total, total, total, total
+    rough0, rough1, rough2, rough3 = top, top, top, top
+    rough_block0, rough_block1, rough_block2, rough_block3 = total, total, total, total
+    exact0, exact1, exact2, exact3 = top, top, top, top
+    exact_block0, exact_block1, exact_block2, exact_block3 = total, total, total, total
     ahead, key_ahead, value_ahead = -1, -1, -1  # the next block's entry, loaded beside this block
     if LISTED:
-        ahead, key_ahead, value_ahead = _entry(listed, group, first, ends, taken, CHUNKS, OWN)
+        ahead, key_ahead, value_ahead = _entry(block_list, group, first, ends, listed, PROGRAMS)
     for index in range(first, count, step):
         this, key_place, value_place = ahead, key_ahead, value_ahead
         if LISTED:
             following = tl.minimum(index + step, count - 1)
             ahead, key_ahead, value_ahead = _entry(
-                listed, group, following, ends, taken, CHUNKS, OWN
+                block_list, group, following, ends, listed, PROGRAMS
             )
         else:
             this = tl.sum(tl.where(rank == index + 1, name, 0), 0)
-        block = this // 4
-        whole = this & 1  # values too
+        block = this // NAME_STEP
+        whole = this & NAME_VALUES
         place = group * N + block
         tokens = low + block * BLOCK + n
         item = 2 * (low + block * BLOCK)
         seen = tokens >= 0
         if key_mask is not None:
-            seen = tl.load(key_mask + b * mask_b + tokens) != 0
-        bits = tl.load(k_meta + place * (2 * D) + d, mask=in_width, other=0)
-        codes_at = k_codes + place * (BLOCK * D) + n[:, None] * D + d[None, :]
-        codes = tl.load(codes_at, mask=in_width[None, :], other=0)
+            seen = tl.load(key_mask + b * mask_stride + tokens) != 0
+        bits = load_key_scales(tier.k_meta, place, SHAPE)
+        codes = load_key_codes(tier.k_codes, place, SHAPE)
         loadable = seen[:, None] & in_width[None, :]
-        if slots is None:
+        if scratch is None:
             key_at = k_at + tokens.to(tl.int64)[:, None] * k_s + d[None, :]
             key = tl.load(key_at, mask=loadable, other=0.0)
         else:
@@ -141,14 +216,13 @@ def read_blocks(
             # Not .cg: a thread has 32 bytes, loaded by two instructions, and without the L1 each of
             # them would have the whole sectors sent, over the link twice.
             key = tl.load(key_at, mask=loadable, other=0.0)
-        value_codes, low_words, high_words = load_codes(
-            v_codes + place * (BLOCK * COLUMNS), v_meta + place * (BLOCK * 2 * HALF),
-            BLOCK, HALF, HALF_P,
-        )  # fmt: skip
-        bias = tl.load(base + row * N + block, mask=in_group, other=0.0)
-        limit = tl.load(delta + row * N + block, mask=in_group, other=0.0)
-        eta_b = tl.load(summary_at + block * 2)
-        nu_b = tl.load(summary_at + block * 2 + 1)
+        value_codes, low_words, high_words = load_value_codes(
+            tier.v_codes, tier.v_meta, place, SHAPE
+        )
+        bias = tl.load(scores.base + row * N + block, mask=in_group, other=0.0)
+        limit = tl.load(scores.delta + row * N + block, mask=in_group, other=0.0)
+        eta_b = tl.load(summary_at + block * SUMMARY_FIELDS + ETA)
+        nu_b = tl.load(summary_at + block * SUMMARY_FIELDS + NU)
         bits, codes, key = arrived(bits, PDL), arrived(codes, PDL), arrived(key, PDL)
         value_codes = arrived(value_codes, PDL)
         low_words, high_words = arrived(low_words, PDL), arrived(high_words, PDL)
@@ -156,12 +230,12 @@ def read_blocks(
         rough = split_dot(scaled * bf16_value(bits)[None, :], codes.to(QK).T, nothing, QK, PARTS)
         rough += bias[:, None]
         s = tl.dot(query, key.T, input_precision="ieee") * scale
-        if CAPPED:
+        if MATH.CAPPED:
             rough = capped(rough, cap)
             s = capped(s, cap)
         off = ~(tl.abs(s - rough) <= limit[:, None]) & in_group[:, None] & seen[None, :]
         off_n = tl.max(off.to(tl.int32), 0)
-        if slots is not None:
+        if scratch is not None:
             bad = _sealed(words_of(key, 1), item, key_place, seals_at)
             fill = slots_at - (2 + key_place).to(tl.int64) * (BLOCK * D) + n[:, None] * D
             tl.store(fill + d[None, :], key, mask=(d < tl.where(key_place < -1, D, 0))[None, :])
@@ -181,12 +255,50 @@ def read_blocks(
         total = total * decay + mass_r
         held = held * decay + mass_r * tl.where(whole > 0, nu_b, nu_b + eta_b)
         error_held = error_held * decay + tl.where(whole > 0, 0.0, mass_r * eta_b)
-        name_r = block.to(tl.float32) + mass_r * 0
-        v0, n0, v1, n1, v2, n2, v3, n3 = _insert(
-            shift + tl.log2(tl.sum(old, 1)), name_r, v0, n0, v1, n1, v2, n2, v3, n3, DEPTH
+        block_r = block.to(tl.float32) + mass_r * 0
+        (
+            rough0,
+            rough_block0,
+            rough1,
+            rough_block1,
+            rough2,
+            rough_block2,
+            rough3,
+            rough_block3,
+        ) = _insert(
+            v=shift + tl.log2(tl.sum(old, 1)),
+            n=block_r,
+            v0=rough0,
+            n0=rough_block0,
+            v1=rough1,
+            n1=rough_block1,
+            v2=rough2,
+            n2=rough_block2,
+            v3=rough3,
+            n3=rough_block3,
+            DEPTH=DEPTH,
         )
-        w0, m0, w1, m1, w2, m2, w3, m3 = _insert(
-            shift + tl.log2(mass_r), name_r, w0, m0, w1, m1, w2, m2, w3, m3, DEPTH
+        (
+            exact0,
+            exact_block0,
+            exact1,
+            exact_block1,
+            exact2,
+            exact_block2,
+            exact3,
+            exact_block3,
+        ) = _insert(
+            v=shift + tl.log2(mass_r),
+            n=block_r,
+            v0=exact0,
+            n0=exact_block0,
+            v1=exact1,
+            n1=exact_block1,
+            v2=exact2,
+            n2=exact_block2,
+            v3=exact3,
+            n3=exact_block3,
+            DEPTH=DEPTH,
         )
         change = p - old
         value_low = values_of(value_codes & 15, low_words, BLOCK, CP)
@@ -194,13 +306,13 @@ def read_blocks(
         value_high = values_of(value_codes >> 4, high_words, BLOCK, CP)
         acc_high = split_dot(change, value_high.to(PV), acc_high * decay[:, None], PV, PARTS)
         if whole > 0:
-            if slots is None:
-                new_low, new_high = load_values(v_at, tokens, v_s, seen, D, COLUMNS, CP)
+            if scratch is None:
+                new_low, new_high = load_values(v_at, tokens, v_s, seen, SHAPE)
             else:
                 rows_at, row_0, row_step = source(
                     value_place, slots_at, v_at, low + block * BLOCK, v_s, BLOCK * D, D
                 )
-                new_low, new_high = load_values(rows_at, row_0 + n, row_step, seen, D, COLUMNS, CP)
+                new_low, new_high = load_values(rows_at, row_0 + n, row_step, seen, SHAPE)
             new_low, new_high = arrived(new_low, PDL), arrived(new_high, PDL)
             in_low = (c < COLUMNS)[None, :] & seen[:, None]
             in_high = in_low & (c + COLUMNS < D)[None, :]
@@ -208,7 +320,7 @@ def read_blocks(
             error_high = tl.where(in_high, new_high.to(tl.float32) - value_high, 0.0)
             error = tl.sqrt(tl.sum(error_low * error_low, 1) + tl.sum(error_high * error_high, 1))
             off_n = (seen & ~(error <= eta_b)).to(tl.int32)
-            if slots is not None:
+            if scratch is not None:
                 word = words_of(new_low, 1) + words_of(new_high, 2 * BLOCK * CP + 1)
                 bad = _sealed(word, item + 1, value_place, seals_at)
                 fill = slots_at - (2 + value_place).to(tl.int64) * (BLOCK * D) + n[:, None] * D
@@ -223,32 +335,21 @@ def read_blocks(
             acc_low = split_dot(p, error_low.to(PV), acc_low, PV, PARTS)
             acc_high = split_dot(p, error_high.to(PV), acc_high, PV, PARTS)
 
-    tl.store(flags + group * 2, 1, mask=tl.max(wrong, 0) > 0)
-    nobody = total == 0
-    divisor = tl.where(nobody, 1.0, total)
+    tl.store(flags + group * FLAG_FIELDS + FLAG_SCORE, 1, mask=tl.max(wrong, 0) > 0)
+    empty = total == 0
+    divisor = tl.where(empty, 1.0, total)
     lse = tl.where(top == float("-inf"), 0.0, top) + tl.log2(divisor)
-    tl.store(at, tl.where(nobody, float("-inf"), lse), mask=in_group)
-    tl.store(at + pieces, held / divisor, mask=in_group)
-    tl.store(at + 2 * pieces, error_held / divisor, mask=in_group)
-    tl.store(at + 3 * pieces, top, mask=in_group)
+    lse = tl.where(empty, float("-inf"), lse)
+    tl.store(at + PROMOTED_LSE * pieces, lse, mask=in_group)
+    tl.store(at + PROMOTED_NORM * pieces, held / divisor, mask=in_group)
+    tl.store(at + PROMOTED_ERROR * pieces, error_held / divisor, mask=in_group)
+    tl.store(at + PROMOTED_TOP * pieces, top, mask=in_group)
     if DEPTH > 0:
-        tl.store(at + 4 * pieces, v0, mask=in_group)
-        tl.store(at + 5 * pieces, n0, mask=in_group)
-        tl.store(at + 6 * pieces, w0, mask=in_group)
-        tl.store(at + 7 * pieces, m0, mask=in_group)
+        _store_rank(at, 0, pieces, rough0, rough_block0, exact0, exact_block0, in_group)
     if DEPTH > 1:
-        tl.store(at + 8 * pieces, v1, mask=in_group)
-        tl.store(at + 9 * pieces, n1, mask=in_group)
-        tl.store(at + 10 * pieces, w1, mask=in_group)
-        tl.store(at + 11 * pieces, m1, mask=in_group)
-        tl.store(at + 12 * pieces, v2, mask=in_group)
-        tl.store(at + 13 * pieces, n2, mask=in_group)
-        tl.store(at + 14 * pieces, w2, mask=in_group)
-        tl.store(at + 15 * pieces, m2, mask=in_group)
-        tl.store(at + 16 * pieces, v3, mask=in_group)
-        tl.store(at + 17 * pieces, n3, mask=in_group)
-        tl.store(at + 18 * pieces, w3, mask=in_group)
-        tl.store(at + 19 * pieces, m3, mask=in_group)
+        _store_rank(at, 1, pieces, rough1, rough_block1, exact1, exact_block1, in_group)
+        _store_rank(at, 2, pieces, rough2, rough_block2, exact2, exact_block2, in_group)
+        _store_rank(at, 3, pieces, rough3, rough_block3, exact3, exact_block3, in_group)
     out_at = changes + (row * pieces + piece)[:, None] * D + c[None, :]
     mask = in_group[:, None] & (c < COLUMNS)[None, :]
     tl.store(out_at, acc_low, mask=mask)
@@ -257,15 +358,35 @@ def read_blocks(
 
 @triton.jit
 def promote(
-    q, k, v, k_codes, k_meta, v_codes, v_meta, summary, progress, lengths, start, key_mask, base,
-    delta, counts, listed, gained, changes, flags, slots, owner, seals, scale, cap, S, N, SLOTS,
-    q_b, q_h, k_b, k_h, k_s, v_b, v_h, v_s, mask_b,
-    GROUP: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
-    BLOCK: tl.constexpr, HALF: tl.constexpr, HALF_P: tl.constexpr, CHUNKS: tl.constexpr,
-    OWN: tl.constexpr, PIECES: tl.constexpr, DEPTH: tl.constexpr,
-    QK: tl.constexpr, PV: tl.constexpr, PARTS: tl.constexpr, CAPPED: tl.constexpr,
-    LENGTH_STEP: tl.constexpr, START_STEP: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    q,
+    k,
+    v,
+    tier,
+    rows,
+    scores,
+    counts,
+    block_list,
+    promoted_sums,
+    changes,
+    flags,
+    scratch,
+    scale,
+    cap,
+    S,
+    N,
+    SLOTS,
+    q_strides,
+    k_strides,
+    v_strides,
+    mask_stride,
+    SHAPE: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+    PIECES: tl.constexpr,
+    DEPTH: tl.constexpr,
+    MATH: tl.constexpr,
+    STEPS: tl.constexpr,
+    PDL: tl.constexpr,
+):
     """Every PIECES-th of the blocks that `choose_blocks` has listed for a KV head."""
     if PDL:
         gdc_wait()  # the end is launched when the last of these has ended, and finds room
@@ -273,17 +394,47 @@ def promote(
     h = tl.program_id(1)
     b = tl.program_id(2).to(tl.int64)
     group = b * tl.num_programs(1) + h
-    query = load_query(q, b, h, q_b, q_h, GROUP, GROUP, ROWS, D, DP)
-    taken = tl.load(counts + group * (5 * CHUNKS) + tl.arange(0, CHUNKS))
-    count = tl.sum(taken, 0)
+    query = load_query(q, q_strides, b, h, SHAPE.GROUP, SHAPE)
+    CHUNKS: tl.constexpr = PROGRAMS.CHUNKS
+    counts_at = counts + group * (COUNT_FIELDS * CHUNKS) + COUNT_KEYS * CHUNKS
+    listed = tl.load(counts_at + tl.arange(0, CHUNKS))
+    count = tl.sum(listed, 0)
     if piece >= count:
         return
-    _length, low = row_span(lengths, start, b, S, LENGTH_STEP, START_STEP)
+    _length, low = row_span(rows.lengths, rows.start, b, S, STEPS.length, STEPS.start)
     read_blocks(
-        query, k, v, k_codes, k_meta, v_codes, v_meta, summary, key_mask, base, delta, gained,
-        changes, flags, slots, owner, seals, scale, cap, N, SLOTS, b, h, group, low, piece, PIECES,
-        piece, count, PIECES, taken, taken, listed, tl.cumsum(taken, 0), taken,
-        k_b, k_h, k_s, v_b, v_h, v_s, mask_b,
-        GROUP, ROWS, D, DP, BLOCK, HALF, HALF_P, CHUNKS, OWN, DEPTH, True, QK, PV, PARTS, CAPPED,
-        PDL,
-    )  # fmt: skip
+        query,
+        k=k,
+        v=v,
+        tier=tier,
+        key_mask=rows.key_mask,
+        scores=scores,
+        promoted_sums=promoted_sums,
+        changes=changes,
+        flags=flags,
+        scratch=scratch,
+        scale=scale,
+        cap=cap,
+        N=N,
+        SLOTS=SLOTS,
+        b=b,
+        h=h,
+        group=group,
+        low=low,
+        piece=piece,
+        pieces=PIECES,
+        first=piece,
+        count=count,
+        step=PIECES,
+        own_blocks=(listed, listed),
+        block_lists=(block_list, tl.cumsum(listed, 0), listed),
+        k_strides=k_strides,
+        v_strides=v_strides,
+        mask_stride=mask_stride,
+        SHAPE=SHAPE,
+        PROGRAMS=PROGRAMS,
+        DEPTH=DEPTH,
+        LISTED=True,
+        MATH=MATH,
+        PDL=PDL,
+    )

@@ -7,6 +7,22 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from attnplug.ops.certified.kernels.arguments import Rows, RowSteps
+from attnplug.ops.certified.kernels.tier import bf16_value
+from attnplug.ops.certified.records import (
+    CARE,
+    CHECK_FIELDS,
+    CHECK_PASS,
+    CHECK_PREPARE,
+    CHECK_SEED,
+    CHECK_STEP,
+    ETA,
+    HALF_CARE,
+    LEAST_SCALE,
+    MEASURED_FLOOR,
+    NU,
+    SUMMARY_FIELDS,
+)
 from attnplug.ops.common.device import machine
 from attnplug.ops.common.rows import blocks_done, mask_bytes, note_progress, row_span, row_step
 
@@ -14,23 +30,10 @@ WAVES = 1
 
 
 @triton.jit
-def bf16_value(bits):
-    """float32 of bfloat16 bits in an integer tensor; no bfloat16 arithmetic, which Triton's
-    interpreter lacks."""
-    return (bits.to(tl.int32) << 16).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def fp16_value(bits):
-    """float32 of float16 bits in the low half of an int32 tensor."""
-    return (bits & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
-
-
-@triton.jit
 def _quantize_key_tile(key, seen, in_width, d):
     """Keys [BLOCK, DP] -> (codes, scale bits, zero bits, their parts of check0 and check1)."""
     finite = seen[:, None] & (tl.abs(key) < float("inf"))
-    odd = tl.sum((seen[:, None] & ~(tl.abs(key) < float("inf"))).to(tl.int32), 0)
+    bad = tl.sum((seen[:, None] & ~(tl.abs(key) < float("inf"))).to(tl.int32), 0)
     low = tl.min(tl.where(finite, key, float("inf")), 0)
     high = tl.max(tl.where(finite, key, float("-inf")), 0)
     some = in_width & (high >= low)
@@ -39,13 +42,13 @@ def _quantize_key_tile(key, seen, in_width, d):
     bits = (low * 0.5 + high * 0.5).to(tl.int32, bitcast=True)
     zero_bits = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16
     zero = bf16_value(zero_bits)
-    half = tl.maximum(high - zero, zero - low) * 1.00001
+    half = tl.maximum(high - zero, zero - low) * HALF_CARE
     # rounded to nearest, as the reference divides: a compiled `/` is an approximation
-    least = tl.maximum(tl.div_rn(half, 127.0), 7.888609052210118e-31)  # 2^-100
+    least = tl.maximum(tl.div_rn(half, 127.0), LEAST_SCALE)
     scale_bits = (least.to(tl.int32, bitcast=True) + 0xFFFF) >> 16
     scale_bits = tl.where(half > 0, scale_bits, 0)
-    scale_bits = tl.where(odd > 0, 0x7FC0, scale_bits)
-    zero_bits = tl.where(odd > 0, 0, zero_bits)
+    scale_bits = tl.where(bad > 0, 0x7FC0, scale_bits)
+    zero_bits = tl.where(bad > 0, 0, zero_bits)
     scale = bf16_value(scale_bits)
     usable = finite & ((scale > 0) & in_width)[None, :]
     x = tl.div_rn(key - zero[None, :], tl.where(scale > 0, scale, 1.0)[None, :])
@@ -66,8 +69,8 @@ def _quantize_value_tile(value, seen, in_groups, weight):
     squared norms [BLOCK])."""
     low = tl.min(value, 2)
     high = tl.max(value, 2)
-    odd = tl.sum((value != value).to(tl.int32), 2) > 0  # a minimum may drop a NaN
-    low = tl.where(odd, float("nan"), low)
+    has_nan = tl.sum((value != value).to(tl.int32), 2) > 0  # a minimum may drop a NaN
+    low = tl.where(has_nan, float("nan"), low)
     zero = low.to(tl.float16)
     base = zero.to(tl.float32)
     scale = tl.maximum(tl.div_rn(high - base, 15.0), 0.0).to(tl.float16)
@@ -90,18 +93,37 @@ def _quantize_value_tile(value, seen, in_groups, weight):
 
 @triton.jit
 def _quantize(
-    k, v, k_codes, k_meta, v_codes, v_meta, summary, check, progress, lengths, start, key_mask,
-    S, N, programs, k_b, k_h, k_s, v_b, v_h, v_s, mask_b,
-    D: tl.constexpr, DP: tl.constexpr, BLOCK: tl.constexpr, HALF: tl.constexpr,
-    HALF_P: tl.constexpr, LENGTH_STEP: tl.constexpr, START_STEP: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    k,
+    v,
+    k_codes,
+    k_meta,
+    v_codes,
+    v_meta,
+    summary,
+    check,
+    progress,
+    rows,
+    S,
+    N,
+    programs,
+    k_strides,
+    v_strides,
+    mask_stride,
+    D: tl.constexpr,
+    DP: tl.constexpr,
+    BLOCK: tl.constexpr,
+    HALF: tl.constexpr,
+    HALF_P: tl.constexpr,
+    STEPS: tl.constexpr,
+    PDL: tl.constexpr,
+):
     """One program's share of the missing blocks of one row's head."""
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
     h = tl.program_id(1)
     b = tl.program_id(2).to(tl.int64)
-    length, low = row_span(lengths, start, b, S, LENGTH_STEP, START_STEP)
+    length, low = row_span(rows.lengths, rows.start, b, S, STEPS.length, STEPS.start)
     until = tl.maximum(length - low, 0) // BLOCK
     d = tl.arange(0, DP)
     n = tl.arange(0, BLOCK)
@@ -109,14 +131,16 @@ def _quantize(
     c = tl.arange(0, 16)
     in_width = d < D
     COLUMNS: tl.constexpr = HALF * 16
+    k_b, k_h, k_s = k_strides
+    v_b, v_h, v_s = v_strides
     k_at = k + b * k_b + h.to(tl.int64) * k_h + d[None, :]
     channel = g[:, None] * 16 + c[None, :]
     v_at = v + b * v_b + h.to(tl.int64) * v_h + channel[None, :, :]
     for j in range(blocks_done(progress, b, low) + tl.program_id(0), until, programs):
         at = low + j * BLOCK + n
         seen = at >= 0
-        if key_mask is not None:
-            seen = tl.load(key_mask + b * mask_b + at) != 0
+        if rows.key_mask is not None:
+            seen = tl.load(rows.key_mask + b * mask_stride + at) != 0
         tokens = at.to(tl.int64)
         block = (b * tl.num_programs(1) + h) * N + j
         loadable = seen[:, None] & in_width[None, :]
@@ -143,9 +167,9 @@ def _quantize(
         )
         error = tl.sqrt(squares + more_squares)
         norm = tl.sqrt(norms + more_norms)
-        odd = tl.sum((~((error < float("inf")) & (norm < float("inf")))).to(tl.int32), 0) > 0
-        eta = tl.where(odd, float("inf"), tl.max(error, 0) * 1.0009765625 + 8.881784197001252e-16)
-        nu = tl.where(odd, float("inf"), tl.max(norm, 0) * 1.0009765625 + 8.881784197001252e-16)
+        bad = tl.sum((~((error < float("inf")) & (norm < float("inf")))).to(tl.int32), 0) > 0
+        eta = tl.where(bad, float("inf"), tl.max(error, 0) * CARE + MEASURED_FLOOR)
+        nu = tl.where(bad, float("inf"), tl.max(norm, 0) * CARE + MEASURED_FLOOR)
         codes_v = low_codes | (high_codes << 4)
         weight = tl.where(low_groups[:, None], (1 + 2 * (channel // 4)) << 8 * (channel % 4), 0)
         first += part + tl.sum(tl.sum(tl.sum(codes_v * weight[None, :, :], 2), 1), 0)
@@ -154,24 +178,23 @@ def _quantize(
         word_at = v_meta + block * (BLOCK * 2 * HALF) + n[:, None] * (2 * HALF) + g[None, :]
         tl.store(word_at, low_words, mask=low_groups[None, :])
         tl.store(word_at + HALF, high_words, mask=low_groups[None, :])
-        tl.store(summary + block * 2, eta)
-        tl.store(summary + block * 2 + 1, nu)
-        tl.store(check + block * 2, 100000007 + 7919 * j + first)
-        second += 100000007 + 7919 * j + eta.to(tl.int32, bitcast=True)
+        tl.store(summary + block * SUMMARY_FIELDS + ETA, eta)
+        tl.store(summary + block * SUMMARY_FIELDS + NU, nu)
+        check_at = check + block * CHECK_FIELDS
+        tl.store(check_at + CHECK_PASS, CHECK_SEED + CHECK_STEP * j + first)
+        second += CHECK_SEED + CHECK_STEP * j + eta.to(tl.int32, bitcast=True)
         second += 7 * nu.to(tl.int32, bitcast=True)
-        tl.store(check + block * 2 + 1, second)
+        tl.store(check_at + CHECK_PREPARE, second)
 
 
 @triton.jit
-def _note(
-    progress, lengths, start, S, BLOCK: tl.constexpr,
-    LENGTH_STEP: tl.constexpr, START_STEP: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+def _note(progress, rows, S, BLOCK: tl.constexpr, STEPS: tl.constexpr, PDL: tl.constexpr):
+    """Row b's complete blocks are done."""
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
     b = tl.program_id(0)
-    length, low = row_span(lengths, start, b, S, LENGTH_STEP, START_STEP)
+    length, low = row_span(rows.lengths, rows.start, b, S, STEPS.length, STEPS.start)
     note_progress(progress, b, low, tl.maximum(length - low, 0) // BLOCK)
 
 
@@ -193,19 +216,41 @@ def launch_quantize_kv(
     """Run the kernels; tensors as in `quantize_kv`, on a GPU or in Triton's interpreter."""
     batch, heads, size, width = k.shape
     k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (k, v))
-    key_mask = mask_bytes(key_mask)
+    rows = Rows(lengths, start, mask_bytes(key_mask))
     # One program a multiprocessor, which is what its registers let run at once: in most steps
     # nothing is due, and every further wave of programs would find that out after the last one.
     multiprocessors, pdl = machine(k.device)
     programs = max(1, min(multiprocessors * WAVES // (batch * heads), check.shape[2]))
     half = v_codes.shape[4] // 16
-    steps = row_step(lengths), row_step(start), pdl
-    early: dict[str, Any] = {"launch_pdl": True} if pdl else {}
+    shared: dict[str, Any] = {
+        "progress": progress,
+        "rows": rows,
+        "S": size,
+        "BLOCK": block,
+        "STEPS": RowSteps(row_step(lengths), row_step(start)),
+        "PDL": pdl,
+    }
+    if pdl:
+        shared["launch_pdl"] = True
     _quantize[(programs, heads, batch)](
-        k, v, k_codes, k_meta.view(torch.int16), v_codes, v_meta, summary, check, progress,
-        lengths, start, key_mask, size, check.shape[2], programs, *k.stride()[:3], *v.stride()[:3],
-        0 if key_mask is None else key_mask.stride(0), width, triton.next_power_of_2(width), block,
-        half, triton.next_power_of_2(half), *steps,
-        num_warps=8 if block * width > 4096 else 4, **early,  # pyright: ignore[reportCallIssue]
-    )  # fmt: skip
-    _note[(batch,)](progress, lengths, start, size, block, *steps, num_warps=1, **early)
+        k=k,
+        v=v,
+        k_codes=k_codes,
+        k_meta=k_meta.view(torch.int16),
+        v_codes=v_codes,
+        v_meta=v_meta,
+        summary=summary,
+        check=check,
+        N=check.shape[2],
+        programs=programs,
+        k_strides=k.stride()[:3],
+        v_strides=v.stride()[:3],
+        mask_stride=0 if rows.key_mask is None else rows.key_mask.stride(0),
+        D=width,
+        DP=triton.next_power_of_2(width),
+        HALF=half,
+        HALF_P=triton.next_power_of_2(half),
+        num_warps=8 if block * width > 4096 else 4,
+        **shared,
+    )
+    _note[(batch,)](num_warps=1, **shared)

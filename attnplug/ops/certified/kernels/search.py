@@ -1,15 +1,18 @@
 """The thresholds of `certified_attention` on the device: the score from which on blocks are read
-exactly. All heads of a KV head choose together. To the base 2; `_certified_reference._search` is
-the specification."""
+exactly. All heads of a KV head choose together. To the base 2; `reference._search` is the
+specification."""
 
 import triton
 import triton.language as tl
 
-from attnplug.ops.certified import reference as _certified_reference
-
-ROUNDS = tl.constexpr(_certified_reference.ROUNDS)
-WAYS = tl.constexpr(_certified_reference.WAYS)  # thresholds that a round tries
-DEEPEST = tl.constexpr(_certified_reference.DEEPEST)
+from attnplug.ops.certified.records import (
+    DEEPEST,
+    ETA,
+    LOG_FLOOR,
+    ROUNDS,
+    SUMMARY_FIELDS,
+    WAYS,
+)
 
 
 @triton.jit
@@ -21,13 +24,13 @@ def log_masses(logs_at, j, blocks, in_group):
 
 @triton.jit
 def _score(share):
-    return tl.log2(share + 1e-37)
+    return tl.log2(share + LOG_FLOOR)
 
 
 @triton.jit
 def score_of(mass):
     """What blocks [n] are chosen by: the log of the largest share that a head gives them. A NaN
-    counts for nothing, as in `search_few`: its head is recomputed anyway."""
+    counts for nothing, as in `search_one_sweep`: its head is recomputed anyway."""
     return _score(tl.max(tl.maximum(mass, 0.0), 1))
 
 
@@ -38,8 +41,8 @@ def masses(log, summary_at, norm, j, blocks, BUDGET: tl.constexpr):
     mass = tl.exp2(log - norm[None, :])
     score = score_of(mass)
     if BUDGET:
-        eta = tl.load(summary_at + j * 2, mask=there, other=0.0)
-        score += tl.log2(eta + 1e-37)
+        eta = tl.load(summary_at + j * SUMMARY_FIELDS + ETA, mask=there, other=0.0)
+        score += tl.log2(eta + LOG_FLOOR)
         mass = mass * eta[:, None]
     return tl.where(there, score, float("-inf")), mass
 
@@ -53,20 +56,30 @@ def _whole_range(norm):
 
 @triton.jit
 def _narrower(
-    count, held, lowest, low, step, own, coverage, least, most, target, in_group,
+    count,
+    held,
+    lowest,
+    low,
+    step,
+    rest_mass,
+    coverage,
+    least,
+    most,
+    target,
+    in_group,
     COVERS: tl.constexpr,
-):  # fmt: skip
+):
     """What a round leaves: (low, high, how many blocks score >= low). `count` [8] blocks score at
     least low + step, low + 2 step, .. and hold `held` [GP, 8] of each head; `lowest` at least
     low."""
-    some = count < 0  # heads that lack some of their coverage
+    lacking = count < 0  # whether some head lacks some of its coverage
     if COVERS:
-        short = ~(held + own[:, None] >= coverage[:, None]) & in_group[:, None]
-        some = tl.max(short.to(tl.int32), 0) > 0
+        short = ~(held + rest_mass[:, None] >= coverage[:, None]) & in_group[:, None]
+        lacking = tl.max(short.to(tl.int32), 0) > 0
     if target > 0:
         enough = count >= target
     else:
-        enough = (count >= least) & ~some
+        enough = (count >= least) & ~lacking
     passed = tl.sum((enough | (count >= most)).to(tl.int32), 0)
     at = tl.sum(tl.where(tl.arange(0, WAYS) == passed - 1, count, 0), 0)
     lowest = tl.where(passed == 0, lowest, at)
@@ -75,9 +88,21 @@ def _narrower(
 
 @triton.jit
 def _search_tiles(
-    logs_at, summary_at, norm, own, coverage, least, most, target, blocks, in_group,
-    GP: tl.constexpr, TILE: tl.constexpr, BUDGET: tl.constexpr, COVERS: tl.constexpr,
-):  # fmt: skip
+    logs_at,
+    summary_at,
+    norm,
+    rest_mass,
+    coverage,
+    least,
+    most,
+    target,
+    blocks,
+    in_group,
+    GP: tl.constexpr,
+    TILE: tl.constexpr,
+    BUDGET: tl.constexpr,
+    COVERS: tl.constexpr,
+):
     """Any number of blocks, read again in every round. Without COVERS the coverage is 0, which all
     have: also a NaN head, which is recomputed, so that the rest of its group may get fewer blocks
     than by the specification."""
@@ -102,9 +127,19 @@ def _search_tiles(
             if COVERS:
                 held_i += tl.where(keep[:, None, :], mass[:, :, None], 0.0)
         low, high, lowest = _narrower(
-            tl.sum(counts, 0), tl.sum(held_i, 0), tl.sum(lowest_i, 0), low, step, own, coverage,
-            least, most, target, in_group, COVERS,
-        )  # fmt: skip
+            count=tl.sum(counts, 0),
+            held=tl.sum(held_i, 0),
+            lowest=tl.sum(lowest_i, 0),
+            low=low,
+            step=step,
+            rest_mass=rest_mass,
+            coverage=coverage,
+            least=least,
+            most=most,
+            target=target,
+            in_group=in_group,
+            COVERS=COVERS,
+        )
     return tl.where(lowest <= most, low, high)
 
 
@@ -126,9 +161,20 @@ def _above(score, mass, x, TILE: tl.constexpr, GP: tl.constexpr):
 
 @triton.jit
 def _search_held(
-    logs_at, summary_at, norm, own, coverage, least, most, target, blocks, in_group,
-    GP: tl.constexpr, TILE: tl.constexpr, BUDGET: tl.constexpr,
-):  # fmt: skip
+    logs_at,
+    summary_at,
+    norm,
+    rest_mass,
+    coverage,
+    least,
+    most,
+    target,
+    blocks,
+    in_group,
+    GP: tl.constexpr,
+    TILE: tl.constexpr,
+    BUDGET: tl.constexpr,
+):
     """All blocks in one tile of registers: loaded once, and summed by the threads that hold them
     before anything crosses lanes. With thresholds as a dimension of the tile its layout changed in
     every round, which took three quarters of the time."""
@@ -150,39 +196,94 @@ def _search_held(
         count = tl.reshape(tl.sum(_eight(c1, c2, c3, c4, c5, c6, c7, c8), 0), [WAYS])
         held = tl.reshape(tl.sum(_eight(h1, h2, h3, h4, h5, h6, h7, h8), 0), [GP, WAYS])
         low, high, lowest = _narrower(
-            count, held, lowest, low, step, own, coverage, least, most, target, in_group, True
-        )  # fmt: skip
+            count=count,
+            held=held,
+            lowest=lowest,
+            low=low,
+            step=step,
+            rest_mass=rest_mass,
+            coverage=coverage,
+            least=least,
+            most=most,
+            target=target,
+            in_group=in_group,
+            COVERS=True,
+        )
     return tl.where(lowest <= most, low, high)
 
 
 @triton.jit
 def search(
-    logs_at, summary_at, norm, own, coverage, least, most, target, blocks, in_group,
-    GP: tl.constexpr, TILE: tl.constexpr, HELD: tl.constexpr, BUDGET: tl.constexpr,
+    logs_at,
+    summary_at,
+    norm,
+    rest_mass,
+    coverage,
+    least,
+    most,
+    target,
+    blocks,
+    in_group,
+    GP: tl.constexpr,
+    TILE: tl.constexpr,
+    HELD: tl.constexpr,
+    BUDGET: tl.constexpr,
     COVERS: tl.constexpr,
-):  # fmt: skip
-    """`_certified_reference._search`, of up to HELD blocks in registers or in tiles of TILE."""
+):
+    """`reference._search`, of up to HELD blocks in registers or in tiles of TILE. `norm` [GP] is
+    what log-masses are relative to, `rest_mass` [GP] what each head has outside the blocks, and
+    `coverage` [GP] what it must have. BUDGET: masses are m eta, as in `masses`."""
     if HELD > 0 and COVERS:
         x = _search_held(
-            logs_at, summary_at, norm, own, coverage, least, most, target, blocks, in_group, GP,
-            HELD, BUDGET,
-        )  # fmt: skip
+            logs_at=logs_at,
+            summary_at=summary_at,
+            norm=norm,
+            rest_mass=rest_mass,
+            coverage=coverage,
+            least=least,
+            most=most,
+            target=target,
+            blocks=blocks,
+            in_group=in_group,
+            GP=GP,
+            TILE=HELD,
+            BUDGET=BUDGET,
+        )
     else:
         x = _search_tiles(
-            logs_at, summary_at, norm, own, coverage, least, most, target, blocks, in_group, GP,
-            TILE, BUDGET, COVERS,
-        )  # fmt: skip
+            logs_at=logs_at,
+            summary_at=summary_at,
+            norm=norm,
+            rest_mass=rest_mass,
+            coverage=coverage,
+            least=least,
+            most=most,
+            target=target,
+            blocks=blocks,
+            in_group=in_group,
+            GP=GP,
+            TILE=TILE,
+            BUDGET=BUDGET,
+            COVERS=COVERS,
+        )
     return x
 
 
 @triton.jit
-def search_few(
-    head_at, N, norm, least, most, blocks, GROUP: tl.constexpr, GP: tl.constexpr,
+def search_one_sweep(
+    head_at,
+    N,
+    norm,
+    least,
+    most,
+    blocks,
+    GROUP: tl.constexpr,
+    GP: tl.constexpr,
     TILE: tl.constexpr,
-):  # fmt: skip
-    """`search` where the coverage is 0 and few blocks are enough, all in one tile: a score is low
-    enough if it is not above that of the last of these. And all scores, and which of these few a
-    block is, counted from 1."""
+):
+    """`search` where the coverage is 0 and few blocks (`least`) are enough, all in one tile: a
+    threshold is low enough if it is not above the score of the last of these few. Returns
+    (threshold, all scores, the rank of each of the few counted from 1, else 0)."""
     i = tl.arange(0, TILE)
     g = tl.arange(0, GP)
     mass = tl.zeros([TILE], tl.float32)

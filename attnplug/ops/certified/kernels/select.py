@@ -1,15 +1,31 @@
 """How `certified_attention` chooses on the device what is read exactly, and what the bounds need of
-the rest. To the base 2; `_certified_reference` is the specification."""
+the rest. To the base 2; `reference.py` is the specification."""
 
 import triton
 import triton.language as tl
 
-from attnplug.ops.certified.kernels.search import log_masses, masses, search, search_few
+from attnplug.ops.certified.kernels.search import (
+    log_masses,
+    masses,
+    search,
+    search_one_sweep,
+)
+from attnplug.ops.certified.records import (
+    BUDGET_SHARE,
+    CARE,
+    ETA,
+    EXP2_SLACK,
+    LOG_FLOOR,
+    NAME_STEP,
+    NU,
+    SUM_SLACK,
+    SUMMARY_FIELDS,
+)
 
 
 @triton.jit
 def _explored(j, row, length, share):
-    """`_certified_reference.explored`."""
+    """`reference.explored`."""
     x = j.to(tl.int64) * 1103515245 + row.to(tl.int64) * 747796405
     x = (x + length.to(tl.int64) * 1664525 + 12345) & 0xFFFFFFFF
     x = x ^ (x >> 15)
@@ -21,20 +37,20 @@ def _explored(j, row, length, share):
 
 
 @triton.jit
-def names_sum(j, values, keys):
+def set_digest(j, values, keys):
     """One number that tells sets of promoted blocks, and which of them are read whole, apart."""
-    name = j * 4 + 1 + values.to(tl.int32)
+    name = j * NAME_STEP + 1 + values.to(tl.int32)
     return tl.sum(tl.where(keys, (name * name + 7) * 747796405, 0), 0)
 
 
 @triton.jit
 def key_bound(over, under, plain, grown, mass, exact):
-    """The tight bound of `_certified_reference.key_bound`."""
+    """The tight bound of `reference.key_bound`."""
     up = over / (1 + over)
     down = under / (1 - under)
     tight = exact * tl.maximum(up, down) + grown / (1 - under) - plain
-    tight += tl.maximum(0.0, up - down) * plain + plain * 9.5367431640625e-07
-    tight = tl.where(under < 1, tight * 1.0009765625, float("inf"))
+    tight += tl.maximum(0.0, up - down) * plain + plain * SUM_SLACK
+    tight = tl.where(under < 1, tight * CARE, float("inf"))
     return tl.where(mass == 0, 0.0, tight)
 
 
@@ -54,60 +70,89 @@ def _apart(x):
 
 
 @triton.jit
-def marked(score, eta, x, worth_x, there, j, row, length, explore, EXPLORES: tl.constexpr):
+def marked(
+    score,
+    eta,
+    key_threshold,
+    value_threshold,
+    there,
+    j,
+    row,
+    length,
+    explore,
+    EXPLORES: tl.constexpr,
+):
     """Which blocks are read exactly: keys, values too, values for their error's sake, and both for
     nothing but a spot check."""
-    worthy = there & (score + tl.log2(eta + 1e-37) >= worth_x)
+    worthy = there & (score + tl.log2(eta + LOG_FLOOR) >= value_threshold)
     values = worthy
     if EXPLORES:
         values = worthy | (there & _explored(j, row, length, explore))
-    keys = there & (score >= x)
+    keys = there & (score >= key_threshold)
     return keys | values, values, worthy, values & ~(keys | worthy)
 
 
 @triton.jit
-def block_sums(log, deviation, quiet, eta, nu, mass, keys):
+def block_sums(log, delta, noise, eta, nu, mass, keys):
     """What the bounds need of some blocks [n, GP], promoted ones (`keys`) left out of the sums:
-    over, under, plain, grown, mass, worst, reach and the largest deviation, noise and width."""
+    over, under, plain, grown, mass, error, reach and the largest delta, noise and norm
+    (`left_sums` in records.py)."""
     mass = tl.where(keys[:, None], 0.0, mass)
-    up = tl.exp2(deviation)
-    high = tl.where(keys[:, None], float("-inf"), log + deviation)
+    up = tl.exp2(delta)
+    high = tl.where(keys[:, None], float("-inf"), log + delta)
     heavy = mass * nu[:, None]
-    over, under, plain, grown = _apart(tl.sum(_four(
-        mass * (up - 1 + 1.9073486328125e-06),
-        mass * (1 - tl.exp2(-deviation) + 1.9073486328125e-06), heavy, heavy * up,
-    ), 0))  # fmt: skip
-    odd = tl.where(high != high, 1.0, 0.0)
-    left, worst, odd, _ = _apart(tl.sum(_four(mass, mass * eta[:, None], odd, odd), 0))
+    over, under, plain, grown = _apart(
+        tl.sum(
+            _four(
+                mass * (up - 1 + EXP2_SLACK),
+                mass * (1 - tl.exp2(-delta) + EXP2_SLACK),
+                heavy,
+                heavy * up,
+            ),
+            0,
+        )
+    )
+    is_nan = tl.where(high != high, 1.0, 0.0)
+    sums = tl.sum(_four(mass, mass * eta[:, None], is_nan, is_nan), 0)
+    left, error, is_nan, _ = _apart(sums)
     wide = (eta + nu)[:, None] + mass * 0
-    reach, largest, loudest, widest = _apart(tl.max(_four(high, deviation, quiet, wide), 0))
-    reach = tl.where(odd > 0, float("nan"), reach)
-    return over, under, plain, grown, left, worst, reach, largest, loudest, widest
+    reach, largest, loudest, widest = _apart(tl.max(_four(high, delta, noise, wide), 0))
+    reach = tl.where(is_nan > 0, float("nan"), reach)
+    return over, under, plain, grown, left, error, reach, largest, loudest, widest
 
 
 @triton.jit
 def _estimate(
-    logs_at, delta_at, summary_at, norm, x, blocks, in_group, GP: tl.constexpr, TILE: tl.constexpr
-):  # fmt: skip
-    """The tight bound of each head if blocks with score >= x are promoted; how many these are."""
+    logs_at,
+    delta_at,
+    summary_at,
+    norm,
+    key_threshold,
+    blocks,
+    in_group,
+    GP: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """The tight bound of each head if blocks with score >= `key_threshold` are promoted; how many
+    these are."""
     i = tl.arange(0, TILE)
     over = tl.zeros([GP], tl.float32)
     under, plain, grown, left, widest = over, over, over, over, over
-    taken = 0
+    promoted = 0
     for first in range(0, blocks, TILE):
         j = first + i
         there = j < blocks
         mask = there[:, None] & in_group[None, :]
         log = log_masses(logs_at, j, blocks, in_group)
         score, mass = masses(log, summary_at, norm, j, blocks, False)
-        deviation = tl.load(delta_at[None, :] + j[:, None], mask=mask, other=0.0)
-        eta = tl.load(summary_at + j * 2, mask=there, other=0.0)
-        nu = tl.load(summary_at + j * 2 + 1, mask=there, other=0.0)
-        keys = there & (score >= x)
-        taken += tl.sum(keys.to(tl.int32), 0)
+        delta = tl.load(delta_at[None, :] + j[:, None], mask=mask, other=0.0)
+        eta = tl.load(summary_at + j * SUMMARY_FIELDS + ETA, mask=there, other=0.0)
+        nu = tl.load(summary_at + j * SUMMARY_FIELDS + NU, mask=there, other=0.0)
+        keys = there & (score >= key_threshold)
+        promoted += tl.sum(keys.to(tl.int32), 0)
         a, b, c, d, e, _, _, _, _, f = block_sums(
-            mass, deviation, deviation, eta, nu, mass, keys
-        )  # fmt: skip
+            log=mass, delta=delta, noise=delta, eta=eta, nu=nu, mass=mass, keys=keys
+        )
         over += a
         under += b
         plain += c
@@ -115,92 +160,155 @@ def _estimate(
         left += e
         widest = tl.maximum(widest, f)
     exact = (1 - tl.minimum(left, 1.0)) * widest
-    return key_bound(over, under, plain, grown, left, exact), taken
+    return key_bound(over, under, plain, grown, left, exact), promoted
 
 
 @triton.jit
-def merge_head(
-    merged, partial, partial_lse, row, splits, D: tl.constexpr, DP: tl.constexpr,
-    SPLITS: tl.constexpr,
-):  # fmt: skip
-    """The sum of one head's partial results, relative to their log-sum-exp."""
-    i = tl.arange(0, SPLITS)
-    lse = tl.load(partial_lse + row * splits + i, mask=i < splits, other=float("-inf"))
+def merge_head(merged, splits, row, count, D: tl.constexpr, DP: tl.constexpr, COUNT: tl.constexpr):
+    """The sum of one head's `count` pieces, relative to their log-sum-exp."""
+    i = tl.arange(0, COUNT)
+    lse = tl.load(splits.lse + row * count + i, mask=i < count, other=float("-inf"))
     top = tl.max(lse, 0)
-    odd = tl.sum((lse != lse).to(tl.int32), 0) > 0  # a maximum may drop a NaN
+    has_nan = tl.sum((lse != lse).to(tl.int32), 0) > 0  # a maximum may drop a NaN
     shift = tl.where(top == float("-inf"), 0.0, top)
-    shift += tl.where(odd, float("nan"), tl.log2(tl.sum(tl.exp2(lse - shift), 0)))
+    shift += tl.where(has_nan, float("nan"), tl.log2(tl.sum(tl.exp2(lse - shift), 0)))
     shift = tl.where(top == float("-inf"), 0.0, shift)
     d = tl.arange(0, DP)
     p = tl.arange(0, 32)
     acc = tl.zeros([DP], tl.float32)
-    for first in tl.range(0, splits, 32, num_stages=3):
-        there = first + p < splits
-        one = tl.load(partial_lse + row * splits + first + p, mask=there, other=float("-inf"))
-        part_at = partial + (row * splits + first + p)[:, None] * D + d[None, :]
+    for first in tl.range(0, count, 32, num_stages=3):
+        there = first + p < count
+        one = tl.load(splits.lse + row * count + first + p, mask=there, other=float("-inf"))
+        part_at = splits.out + (row * count + first + p)[:, None] * D + d[None, :]
         part = tl.load(part_at, mask=there[:, None] & (d < D)[None, :], other=0.0)
         acc += tl.sum(part * tl.exp2(one - shift)[:, None], 0)
     tl.store(merged + row * D + d, acc, mask=d < D)
 
 
 @triton.jit
-def norms(partial_lse, row, in_group, splits, GP: tl.constexpr, SPLITS: tl.constexpr):
-    """Log-sum-exps of the heads [GP] over all partial results and over what is not quantized."""
-    i = tl.arange(0, SPLITS)
-    mask = (i < splits)[:, None] & in_group[None, :]
-    lse = tl.load(
-        partial_lse + row[None, :] * splits + i[:, None], mask=mask, other=float("-inf")
-    )  # fmt: skip
-    tail = tl.load(partial_lse + row * splits, mask=in_group, other=float("-inf"))
+def head_norms(splits_lse, row, in_group, count, COUNT: tl.constexpr):
+    """Log-sum-exps of the heads [GP] over all `count` pieces and over what is not quantized."""
+    i = tl.arange(0, COUNT)
+    mask = (i < count)[:, None] & in_group[None, :]
+    at = splits_lse + row[None, :] * count + i[:, None]
+    lse = tl.load(at, mask=mask, other=float("-inf"))
+    rest = tl.load(splits_lse + row * count, mask=in_group, other=float("-inf"))
     top = tl.max(lse, 0)
-    odd = tl.max((lse != lse).to(tl.int32), 0) > 0  # a maximum may drop a NaN
+    has_nan = tl.max((lse != lse).to(tl.int32), 0) > 0  # a maximum may drop a NaN
     shift = tl.where(top == float("-inf"), 0.0, top)
     norm = shift + tl.log2(tl.sum(tl.exp2(lse - shift[None, :]), 0))
-    return tl.where(odd, float("nan"), norm), tail
+    return tl.where(has_nan, float("nan"), norm), rest
 
 
 @triton.jit
 def choose(
-    head_at, N, logs_at, delta_at, summary_at, base, own, coverage, least, most, v_tol, budget,
-    key_tolerance, blocks, in_group,
-    GROUP: tl.constexpr, GP: tl.constexpr, TILE: tl.constexpr, HELD: tl.constexpr,
-    FEW: tl.constexpr, COVERS: tl.constexpr, EXPANDS: tl.constexpr, BUDGETED: tl.constexpr,
-):  # fmt: skip
-    """Scores from which on keys and values are read exactly, whether rung 1 was climbed, and where
-    FEW are promoted all blocks' scores and their order. The log-masses lie at `head_at`, N for each
-    head; `logs_at` is where each head's begin. TILE and HELD as in `search`."""
-    goal = tl.zeros([GP], tl.float32) + coverage
-    if FEW:
-        x, scores, order = search_few(head_at, N, base, least, most, blocks, GROUP, GP, TILE)
+    head_at,
+    N,
+    logs_at,
+    delta_at,
+    summary_at,
+    norm,
+    rest_mass,
+    choice,
+    blocks,
+    in_group,
+    GROUP: tl.constexpr,
+    GP: tl.constexpr,
+    SEARCH: tl.constexpr,
+):
+    """(score from which on keys are read exactly, and values, whether rung 1 was climbed, and with
+    SEARCH.ONE_SWEEP all blocks' scores and ranks). The log-masses lie at `head_at`, N for each
+    head; `logs_at` is where each head's begin. `choice` is a `Choice`."""
+    coverage = tl.zeros([GP], tl.float32) + choice.coverage
+    least, most = choice.least, choice.most
+    if SEARCH.ONE_SWEEP:
+        key_threshold, scores, order = search_one_sweep(
+            head_at=head_at,
+            N=N,
+            norm=norm,
+            least=least,
+            most=most,
+            blocks=blocks,
+            GROUP=GROUP,
+            GP=GP,
+            TILE=SEARCH.TILE,
+        )
     else:
-        x = search(
-            logs_at, summary_at, base, own, goal, least, most, 0, blocks, in_group, GP, TILE, HELD,
-            False, COVERS,
-        )  # fmt: skip
-        scores, order = x, x
+        key_threshold = search(
+            logs_at=logs_at,
+            summary_at=summary_at,
+            norm=norm,
+            rest_mass=rest_mass,
+            coverage=coverage,
+            least=least,
+            most=most,
+            target=0,
+            blocks=blocks,
+            in_group=in_group,
+            GP=GP,
+            TILE=SEARCH.TILE,
+            HELD=SEARCH.HELD,
+            BUDGET=False,
+            COVERS=SEARCH.COVERS,
+        )
+        scores, order = key_threshold, key_threshold
     climbed = 0
-    if EXPANDS:
-        bound, taken = _estimate(
-            logs_at, delta_at, summary_at, base, x, blocks, in_group, GP, TILE
-        )  # fmt: skip
-        loose = tl.sum((in_group & ~(bound <= key_tolerance)).to(tl.int32), 0)
+    if SEARCH.EXPANDS:
+        bound, promoted = _estimate(
+            logs_at=logs_at,
+            delta_at=delta_at,
+            summary_at=summary_at,
+            norm=norm,
+            key_threshold=key_threshold,
+            blocks=blocks,
+            in_group=in_group,
+            GP=GP,
+            TILE=SEARCH.TILE,
+        )
+        loose = tl.sum((in_group & ~(bound <= choice.key_tolerance)).to(tl.int32), 0)
         if loose > 0:
             climbed = 1
-            x = search(
-                logs_at, summary_at, base, own, goal, least, 2 * most, 2 * tl.maximum(taken, least),
-                blocks, in_group, GP, TILE, HELD, False, COVERS,
-            )  # fmt: skip
-    worth_x = tl.log2(v_tol + 1e-37)
-    if BUDGETED:
+            key_threshold = search(
+                logs_at=logs_at,
+                summary_at=summary_at,
+                norm=norm,
+                rest_mass=rest_mass,
+                coverage=coverage,
+                least=least,
+                most=2 * most,
+                target=2 * tl.maximum(promoted, least),
+                blocks=blocks,
+                in_group=in_group,
+                GP=GP,
+                TILE=SEARCH.TILE,
+                HELD=SEARCH.HELD,
+                BUDGET=False,
+                COVERS=SEARCH.COVERS,
+            )
+    value_threshold = tl.log2(choice.v_tol + LOG_FLOOR)
+    if SEARCH.BUDGETED:
         total = tl.zeros([GP], tl.float32)
-        for first in range(0, blocks, TILE):
-            j = first + tl.arange(0, TILE)
+        for first in range(0, blocks, SEARCH.TILE):
+            j = first + tl.arange(0, SEARCH.TILE)
             log = log_masses(logs_at, j, blocks, in_group)
-            total += tl.sum(masses(log, summary_at, base, j, blocks, True)[1], 0)
-        rest = 0.9375 * budget - total
-        budget_x = search(
-            logs_at, summary_at, base, rest, tl.zeros([GP], tl.float32), 0, blocks + 1, 0, blocks,
-            in_group, GP, TILE, HELD, True, True,
-        )  # fmt: skip
-        worth_x = tl.minimum(worth_x, budget_x)
-    return x, worth_x, climbed, scores, order
+            total += tl.sum(masses(log, summary_at, norm, j, blocks, True)[1], 0)
+        # What is promoted holds all but the budget: total - held <= BUDGET_SHARE * budget.
+        budget_threshold = search(
+            logs_at=logs_at,
+            summary_at=summary_at,
+            norm=norm,
+            rest_mass=BUDGET_SHARE * choice.value_budget - total,
+            coverage=tl.zeros([GP], tl.float32),
+            least=0,
+            most=blocks + 1,
+            target=0,
+            blocks=blocks,
+            in_group=in_group,
+            GP=GP,
+            TILE=SEARCH.TILE,
+            HELD=SEARCH.HELD,
+            BUDGET=True,
+            COVERS=True,
+        )
+        value_threshold = tl.minimum(value_threshold, budget_threshold)
+    return key_threshold, value_threshold, climbed, scores, order

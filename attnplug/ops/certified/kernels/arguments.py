@@ -1,0 +1,92 @@
+"""Arguments that several kernels of `certified_attention` share, bundled: tuples of pointers and of
+compile-time constants, as Triton takes them."""
+
+from typing import Any, NamedTuple
+
+
+class Rows(NamedTuple):
+    """Pointers to what is a row's own; None where all rows are alike."""
+
+    lengths: Any
+    start: Any
+    key_mask: Any  # bytes
+
+
+class RowSteps(NamedTuple):
+    """What a row adds to the addresses of its entries in `Rows`, 0 where all share one."""
+
+    length: int
+    start: int
+
+
+class Shape(NamedTuple):
+    """What of a call's shape the kernels are compiled for."""
+
+    GROUP: int  # query heads of a KV head
+    ROWS: int  # of a tile of their queries, one of them spare: it sums the key codes
+    D: int
+    DP: int  # D, padded to a power of two
+    BLOCK: int
+    HALF: int  # groups of 16 channels in the lower half of a value
+    HALF_P: int  # padded to a power of two
+
+
+class Arithmetic(NamedTuple):
+    """How products are computed."""
+
+    QK: Any  # dtype of products with key codes
+    PV: Any  # and with values
+    PARTS: int  # of that dtype into which a float32 factor is split
+    CAPPED: bool
+
+
+class BlockScores(NamedTuple):
+    """Pointers to what the first pass leaves of every head and block, `[B Hq, N]` each."""
+
+    base: Any  # query times zeros
+    delta: Any  # what a score can be off by
+    noise: Any  # the part of it that arithmetic can make
+    logs: Any  # log-mass
+
+
+class Splits(NamedTuple):
+    """Pointers to the pieces of a head's output and to their log-sum-exps, `[B Hq, P, D]` and
+    `[B Hq, P]`."""
+
+    out: Any
+    lse: Any
+
+
+class Choice(NamedTuple):
+    """How many blocks are read exactly, as in `certified_attention`; numbers a kernel is given."""
+
+    coverage: Any
+    least: Any  # k_min
+    most: Any  # k_max
+    v_tol: Any
+    value_budget: Any
+    key_tolerance: Any
+    explore: Any
+
+
+class Search(NamedTuple):
+    """How `choose_blocks` searches, and which rungs it can climb."""
+
+    TILE: int  # blocks at a time
+    HELD: int  # blocks that it holds in registers; 0: reads them again in every round
+    ONE_SWEEP: bool  # coverage 0 and few blocks: `search_one_sweep`
+    COVERS: bool  # the coverage is above 0
+    EXPANDS: bool  # there is a key tolerance
+    BUDGETED: bool  # there is a value budget
+    EXPLORES: bool  # blocks are spot-checked
+
+
+class Programs(NamedTuple):
+    """Of a KV head in `choose_blocks`."""
+
+    CHUNKS: int  # that sum up, block j belonging to chunk j % CHUNKS
+    OWN: int  # blocks of a chunk at most, a power of two, 16 at least
+    READERS: int  # that read promoted blocks, which are not listed then; 0: `promote` reads
+    SPLITS: int  # pieces that the first pass leaves at most, a power of two
+    WAYS: int  # slots of the scratch cache that a chunk looks after, a power of two
+    SETS: int  # of the scratch cache

@@ -1,0 +1,100 @@
+"""The constants of the proof in docs/certified.md, as plain numbers. The numba reference uses them
+as they are, kernels by the same names in `records.py`.
+
+u = 2^-24 is the unit roundoff of float32. Where kernels and reference compute differently they have
+constants of their own, and the reason stands beside the pair. None of these is a tolerance that
+could be tuned: a smaller one may leave a bound that does not hold.
+"""
+
+import hashlib
+
+# --- what arithmetic can make of a score ("noise"), and what a score can be off by ("delta") ------
+
+# A float32 sum of D products is off by at most (D + DOT_EXTRA) * DOT_SLACK * sum |products|. A
+# chain of fused multiply-adds that truncate loses 2^-23 of the sum in each: D * 2^-23, or
+# D * 2^-22 where the query is split into two 16-bit parts. That is half of it at most. The other
+# half, at least 2^-15.7, has room for what the split drops (2^-16) and for a |q| short by 2^-8.
+DOT_SLACK = 2.0**-21
+DOT_EXTRA = 16
+# Codes are -127..127, so that sum |q| scale |code| <= CODE_REACH * sum |q| scale / 2.
+CODE_REACH = 254
+NOISE_FLOOR = 1e-18  # products may underflow
+# softcap * tanh(s / softcap) is off by at most this share of the softcap, also for small scores:
+# the kernels compute tanh as 1 - 2 / (exp(2 y) + 1), which has an absolute error of 2^-21.2. For
+# exactly read tokens the reference does without: numpy's tanh has a relative error only, which the
+# noise of a dot product has room for.
+CAP_SLACK = 2.0**-20
+# delta = half * DELTA_CARE + noise, half = sum |q| scale / 2. Codes are rounded in float32, so that
+# a key may be off by (1 + 2^-14) scale / 2; the rest of 2^-6 is room.
+DELTA_CARE = 1 + 2.0**-6
+# The kernels' `half` is a product of the tensor cores: |q| is rounded to bf16, raised by QUERY_CARE
+# to be no less than |q|, and rounded again. That second rounding raises it to the next bf16, except
+# where |q| was rounded to a power of two: there it ties to even, back down, and |q| is short by up
+# to 2^-8. The sum of D <= 256 products is short by another 2^-12.9. In all that is
+# (1 + 2^-6) (1 + 2^-12) / (1 - 2^-8) = 1.0198; the kernels have 1 + 2^-6 + 2^-7 = 1.0234. The
+# reference sums in float64 and has no such loss.
+QUERY_CARE = 1 + 2.0**-8
+DELTA_CARE_16_BIT = 1 + 2.0**-6 + 2.0**-7
+
+# --- the sums over the blocks that are left quantized ---------------------------------------------
+
+# Added to e^D - 1 and to 1 - e^-D. The reference has both from `expm1` in float64: this is room for
+# masses that are float32. The kernels subtract 1 from a float32 `exp2`, which cancels: its relative
+# error of 2^-22 becomes an absolute one, 2^-22 e^D. Above e^D = 8 CARE has room for it.
+EXPM1_SLACK = 2.0**-20
+EXP2_SLACK = 2.0**-19
+# Of sum m nu, added to the difference of sums m nu e^D / (1 - L) - m nu. In float64, room. In the
+# kernels each sum is a tree of at most 15 additions in float32, and the terms have four roundings
+# more: 37 u of sum m nu. This is 16 u. EXP2_SLACK, which raises L by 32 u of the left mass t, is
+# another 32 u t. Where t is small, less than 21 u t nu is missing, and E_round is never below
+# 2^-15 nu.
+SUM_SLACK = 2.0**-20
+CARE = 1 + 2.0**-10  # on every bound: masses, their sums and products are float32
+
+# --- rounding of the output (E_round) -------------------------------------------------------------
+
+# Scores off by x move weights by 2 tanh(x / 2) <= x in all. Twice that, because they also move the
+# masses of the blocks left quantized, whose E_key has been computed without.
+SCORE_CARE = 2.02
+ROUND_FLOOR = 2.0**-20  # products of probabilities and values may underflow
+# Share of the largest ||v|| that sums can lose. The reference sums in float64 and stores float32;
+# where it recomputes a head it sums float32 tiles, as many terms as tokens.
+REFERENCE_SUMS = 2.0**-16
+REFERENCE_TOKEN = 2.0**-26
+# The kernels round probabilities and values to 16 bits, or to float32: unit roundoff `unit_p`, four
+# times where blocks are promoted (old and new weights), twice in a recomputation. Every addition of
+# a program's share of the tokens, 16 tokens at a time, may truncate: 2^-23, of which this is 4.
+CHAIN_SLACK = 2.0**-21
+CHAIN_TOKENS = 16
+CHAIN_EXTRA = 64  # additions beside those of the tokens: within a tile, and across programs
+
+# --- what is chosen -------------------------------------------------------------------------------
+
+LOG_FLOOR = 1e-37  # added before a logarithm: blocks of no mass rank last and are no NaN
+BUDGET_SHARE = (
+    0.9375  # of the value budget is what the choice aims at: sums of float32 fit the rest
+)
+# The search for a threshold, in powers of two.
+DEEPEST, WAYS, ROUNDS = -40.0, 8, 4
+
+# --- the tier -------------------------------------------------------------------------------------
+
+HALF_CARE = 1.00001  # on max |k - zero|, before it is divided in float32
+LEAST_SCALE = 2.0**-100  # of keys that are not constant: codes are quotients by it
+MEASURED_FLOOR = 2.0**-50  # on eta and nu, whose squares may underflow
+# Check words begin at CHECK_SEED + CHECK_STEP j: an empty block must not look like a written one,
+# nor one block like another. So do the seals of the scratch cache.
+CHECK_SEED, CHECK_STEP = 100_000_007, 7919
+
+# --- rungs: what was done for a head, and why it was recomputed -----------------------------------
+
+EXPANDED, VALUES, HEAD, ROW = 1, 2, 4, 8
+RANKING, BOUNDARY, BOUND, CAPACITY, SCORE, CHECK = 16, 32, 64, 128, 256, 512
+
+
+def digest() -> str:
+    """A digest of these constants. numba's cache looks at the file of a compiled function, and not
+    at the files that it imports: whoever compiles these in writes the digest down
+    (`reference.PROOF`, `quantize_kv.PROOF`), so that a changed constant changes that file too."""
+    constants = sorted((name, x) for name, x in globals().items() if name.isupper())
+    return hashlib.sha256(repr(constants).encode()).hexdigest()[:16]
