@@ -84,6 +84,18 @@ def test_bounds_hold(device_path, data):
     assert (found.out[:, :, 0][lse == -torch.inf] == 0).all()
 
 
+@pytest.mark.parametrize("softcap", [50.0, 1e4, 1e6])
+def test_a_softcap_far_above_the_scores_is_in_the_bound(device_path, softcap):
+    """tanh of small numbers, computed from exp: of tokens that are not quantized, and of a head
+    that is recomputed."""
+    for size, options in ((15, {}), (64, {"tolerance": 0.0})):
+        case = gaussian(1, batch=1, size=size)
+        case.k, case.more["softcap"] = 0.05 * case.k, softcap
+        found = attend(device_path, case, **LOOSE | options)
+        hold(found, case)
+        assert rungs(found, "head").all() == (size == 64)
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_adversaries_do_not_violate(device_path, seed):
     """Bounds that are nearly reached, with everything quantized and with the ladder."""

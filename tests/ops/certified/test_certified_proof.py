@@ -1,4 +1,4 @@
-"""The constants of certified's proof: compiled in, and what they promise of a kernel's arithmetic."""
+"""The constants of certified's proof: who compiles them in, and what they must have room for."""
 
 import numpy as np
 import pytest

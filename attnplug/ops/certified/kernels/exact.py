@@ -8,6 +8,9 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from attnplug.ops.certified.kernels.tier import quantized_blocks
 from attnplug.ops.certified.kernels.tiles import arrived, capped, load_query, split_dot
 from attnplug.ops.certified.records import (
+    CAP_SLACK,
+    DOT_EXTRA,
+    DOT_SLACK,
     EXACT_FIELDS,
     EXACT_REACH,
     EXACT_WIDEST,
@@ -58,7 +61,8 @@ def attend_exactly(
     TOGETHER: tl.constexpr,
 ):
     """Online softmax over tokens begin..end-1 of the originals: (top, total, low and high sums,
-    sums of norms, largest norm, reach). `reach` is the largest sum of |q||k|. TOGETHER:
+    sums of norms, largest norm, reach). `reach` is the largest sum of |q||k|. Under a softcap it is
+    raised, so that (D + DOT_EXTRA) DOT_SLACK times it has room for what `capped` loses. TOGETHER:
     `arrived` for its loads, where the compiler does not pipeline them."""
     ROWS: tl.constexpr = SHAPE.ROWS
     D: tl.constexpr = SHAPE.D
@@ -103,6 +107,8 @@ def attend_exactly(
         widest = tl.maximum(widest, norm)
         low = split_dot(p, value_low, low * decay[:, None], value_low.dtype, MATH.PARTS)
         high = split_dot(p, value_high, high * decay[:, None], value_high.dtype, MATH.PARTS)
+    if MATH.CAPPED:
+        reach += cap * (CAP_SLACK / ((D + DOT_EXTRA) * DOT_SLACK))
     return top, total, low, high, norms, tl.max(widest, 0), reach
 
 
