@@ -185,7 +185,9 @@ class Call(NamedTuple):
 
     @property
     def near(self) -> ResidentBlocks:
-        return ResidentBlocks(self.ring, self.slots, self.table, self.owner, self.used, self.counters)
+        return ResidentBlocks(
+            self.ring, self.slots, self.table, self.owner, self.used, self.counters
+        )
 
 
 def _allocate(*args):
@@ -219,7 +221,9 @@ def _check_near(call: Call) -> None:
         used=((*rows, count), torch.int32),
         counters=((*rows, 3), torch.int64),
     )
-    for label, tensor, (shape, dtype) in zip(ResidentBlocks._fields, call.near, wanted, strict=True):
+    for label, tensor, (shape, dtype) in zip(
+        ResidentBlocks._fields, call.near, wanted, strict=True
+    ):
         if tuple(tensor.shape) != shape or tensor.dtype != dtype or tensor.device != k.device:
             raise ArgumentError(
                 f"{NAME}: near.{label} is {tensor.dtype} {tuple(tensor.shape)} on {tensor.device}, "
