@@ -43,23 +43,32 @@ def row_span(
     LENGTH_STEP: tl.constexpr,
     START_STEP: tl.constexpr,
     NEW: tl.constexpr = 0,
-    CACHE: tl.constexpr = ".cg",
+    BYPASS_L1: tl.constexpr = 1,
 ):
     """(length, first real key) of row b, int32; the steps are `row_step` of the two tensors. NEW
     tokens are not counted in `lengths` yet; a length of S + NEW then says that the cache is full.
 
-    CACHE is ".cg" because another kernel may have counted a token just before: an L1 line may be
-    older. A kernel that starts only when the ones in front of it have ended may pass "".
+    BYPASS_L1 is set because another kernel may have counted a token just before: an L1 line may be
+    older. A kernel that starts only when the ones in front of it have ended may clear it.
     """
     length = S
     if lengths is not None:
-        length = tl.load(lengths + b * LENGTH_STEP, cache_modifier=CACHE).to(tl.int32)
+        length = _load_number(lengths + b * LENGTH_STEP, BYPASS_L1)
         length = tl.minimum(length, S) + NEW
     low = 0
     if start is not None:
-        low = tl.load(start + b * START_STEP, cache_modifier=CACHE).to(tl.int32)
+        low = _load_number(start + b * START_STEP, BYPASS_L1)
         low = tl.maximum(low, 0)
     return length, low
+
+
+@triton.jit
+def _load_number(at, BYPASS_L1: tl.constexpr):
+    # A flag and not the modifier itself: Triton 3.6 takes no string as a default.
+    if BYPASS_L1:
+        return tl.load(at, cache_modifier=".cg").to(tl.int32)
+    else:
+        return tl.load(at).to(tl.int32)
 
 
 @triton.jit

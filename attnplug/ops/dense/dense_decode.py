@@ -212,8 +212,8 @@ def _attend(
     q_at = q + b * q_b + head.to(tl.int64) * q_h + t.to(tl.int64) * q_t
     query = load_query(q_at, in_rows, D, DP)
 
-    # CACHE="": this kernel starts only when the ones in front of it have ended.
-    length, low = row_span(lengths, start, b, S, LENGTH_STEP, START_STEP, CACHE="")
+    # BYPASS_L1=0: this kernel starts only when the ones in front of it have ended.
+    length, low = row_span(lengths, start, b, S, LENGTH_STEP, START_STEP, BYPASS_L1=0)
     position = length - T + t
     if WINDOWED:
         low = tl.maximum(low, length - T + block * ROWS // GROUP - window + 1)

@@ -115,7 +115,7 @@ def attend_kept(
     in_group = g < GROUP
     in_width = d < D
     q_at = q + b * q_b + head.to(tl.int64) * q_h + t * q_t
-    query = load_query(q_at, in_group, D, DP, CACHE=".cg")
+    query = load_query(q_at, in_group, D, DP, BYPASS_L1=1)
     position = length - T + t
     reach = position
     if NEW == 1:

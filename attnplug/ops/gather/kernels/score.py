@@ -287,7 +287,7 @@ def score_blocks(
     r = tl.arange(0, ROWS) % HEADS
     in_group = g < GROUP
     q_at = q + b * q_b + (h * GROUP + r).to(tl.int64) * q_h + t * q_t
-    query = load_query(q_at, r < GROUP, D, DP, CACHE=".cg")
+    query = load_query(q_at, r < GROUP, D, DP, BYPASS_L1=1)
     j = chunk * CHUNK + tl.arange(0, CHUNK)
     score = 0.0
     if SOON:  # while the length is on its way; blocks past it count for nothing

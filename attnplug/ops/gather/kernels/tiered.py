@@ -204,7 +204,7 @@ def attend_tiered(
     in_group = g < GROUP
     in_width = d < D
     q_at = q + b * q_b + head.to(tl.int64) * q_h
-    query = load_query(q_at, in_group, D, DP, CACHE=".cg")
+    query = load_query(q_at, in_group, D, DP, BYPASS_L1=1)
     position = length - 1
     reach = tl.minimum(position, S - 1)
     ring_first = tl.maximum(position - low, 0) // BLOCK - LOCAL + 1  # first block of the ring
