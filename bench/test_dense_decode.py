@@ -34,11 +34,21 @@ def run(gpu_bench, heads, batch, n, size=None, queries=1):
         peer_fns.append(functools.partial(cudnn_attention, q, *valid, scale=scale))
     options = [f"cache={size}"] * (size > n) + [f"queries={queries}"] * (queries > 1)
     gpu_bench(
-        op="dense_decode", case="op", n=n, batch=batch, heads_q=heads_q, heads_kv=heads_kv,
-        head_dim=WIDTH, dtype=torch.bfloat16, options=" ".join(options), fns=fns, peer="cudnn",
-        peer_fns=peer_fns, bytes=kv_bytes + 2 * q_bytes,
+        op="dense_decode",
+        case="op",
+        n=n,
+        batch=batch,
+        heads_q=heads_q,
+        heads_kv=heads_kv,
+        head_dim=WIDTH,
+        dtype=torch.bfloat16,
+        options=" ".join(options),
+        fns=fns,
+        peer="cudnn",
+        peer_fns=peer_fns,
+        bytes=kv_bytes + 2 * q_bytes,
         flops=4 * batch * heads_q * queries * n * WIDTH,
-    )  # fmt: skip
+    )
 
 
 @pytest.mark.parametrize("n", LENGTHS)

@@ -124,12 +124,21 @@ def run(
     caches = Caches(policy, batch, n, 1 if warm else max(1, sets))
     peer = dense_step if appends else fastest(caches)
     gpu_bench(
-        op="gather", case="op", n=n, batch=batch, heads_q=HEADS_Q, heads_kv=HEADS_KV,
-        head_dim=WIDTH, dtype=torch.bfloat16,
+        op="gather",
+        case="op",
+        n=n,
+        batch=batch,
+        heads_q=HEADS_Q,
+        heads_kv=HEADS_KV,
+        head_dim=WIDTH,
+        dtype=torch.bfloat16,
         options=options + ", warm" * warm + ", dense appends" * appends,
-        fns=caches.graph(caches.step), peer="cudnn" if peer is cudnn else "dense",
-        peer_fns=caches.graph(peer), bytes=nbytes, flops=flops,
-    )  # fmt: skip
+        fns=caches.graph(caches.step),
+        peer="cudnn" if peer is cudnn else "dense",
+        peer_fns=caches.graph(peer),
+        bytes=nbytes,
+        flops=flops,
+    )
 
 
 @pytest.mark.parametrize("warm", [False, True], ids=["cold", "warm"])

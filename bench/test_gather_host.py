@@ -130,14 +130,24 @@ def test_one_layer(gpu_bench, k, batch, n, kind, slots):
     hits, crossed = made.count()
     summaries = batch * HEADS_KV * n // policy.block * 2 * WIDTH * 2
     gpu_bench(
-        op="tiered", case="op", n=n, batch=batch, heads_q=HEADS_Q, heads_kv=HEADS_KV,
-        head_dim=WIDTH, dtype=torch.bfloat16,
+        op="tiered",
+        case="op",
+        n=n,
+        batch=batch,
+        heads_q=HEADS_Q,
+        heads_kv=HEADS_KV,
+        head_dim=WIDTH,
+        dtype=torch.bfloat16,
         options=f"k={k}, {slots} slots, {kind} queries, hits {hits:.3f}, "
         f"link {link() / 1e9:.1f} GB/s",
-        fns=made.steps(), peer="dense from host", peer_fns=[made.dense], rounds=15,
-        bytes=crossed + summaries, flops=4 * batch * HEADS_Q * WIDTH * policy.block * (5 + k),
+        fns=made.steps(),
+        peer="dense from host",
+        peer_fns=[made.dense],
+        rounds=15,
+        bytes=crossed + summaries,
+        flops=4 * batch * HEADS_Q * WIDTH * policy.block * (5 + k),
         ceiling=lambda seconds: crossed / seconds / link(),
-    )  # fmt: skip
+    )
 
 
 class Random(Decoder):
@@ -164,9 +174,11 @@ def million() -> dict[str, tuple[list[float], float, float, float]]:
             fill(layer, MILLION - 4 * (WARMUP + TOKENS), index)
         first = cache.layers[0]
         call = AttentionCall(
-            torch.randn(1, HEADS_Q, 1, WIDTH, device="cuda").bfloat16(), *first._buffers(),
-            WIDTH**-0.5, lengths=first.cumulative_length.reshape(1),
-        )  # fmt: skip
+            torch.randn(1, HEADS_Q, 1, WIDTH, device="cuda").bfloat16(),
+            *first._buffers(),
+            WIDTH**-0.5,
+            lengths=first.cumulative_length.reshape(1),
+        )
         dense = [timed(lambda: Dense().attend(call)) * 1e6 for _ in range(4)]
         found["dense"] = dense[1:], 0.0, first.keys.nbytes * 2.0, 0.0
         decoder = None
@@ -199,12 +211,21 @@ def test_a_million_tokens(gpu_bench, kind):
     weights, flops = work(0)
     layers = CONFIG.num_hidden_layers
     gpu_bench.record(
-        op="tiered", case="e2e-decode", n=MILLION, batch=1, heads_q=HEADS_Q, heads_kv=HEADS_KV,
-        head_dim=WIDTH, dtype=torch.bfloat16,
+        op="tiered",
+        case="e2e-decode",
+        n=MILLION,
+        batch=1,
+        heads_q=HEADS_Q,
+        heads_kv=HEADS_KV,
+        head_dim=WIDTH,
+        dtype=torch.bfloat16,
         options=f"k=32, {kind} tokens, hits {hits:.3f}, link {link() / 1e9:.1f} GB/s, "
         f"GPU memory {taken:.1f} GB",
-        times_us=times, peer="dense from host",
+        times_us=times,
+        peer="dense from host",
         peer_times_us=[layers * time for time in found["dense"][0]],
-        bytes=weights + crossed, flops=flops, ceiling=lambda seconds: crossed / seconds / link(),
-    )  # fmt: skip
+        bytes=weights + crossed,
+        flops=flops,
+        ceiling=lambda seconds: crossed / seconds / link(),
+    )
     assert taken < LIMIT / 1e9

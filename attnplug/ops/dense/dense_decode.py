@@ -209,7 +209,7 @@ def _attend(
     d = tl.arange(0, DP)
     in_rows = r < T * GROUP
     in_width = d < D
-    q_at = q + b * q_b + head.to(tl.int64) * q_h + t.to(tl.int64) * q_t
+    q_at = q + b * q_b + head.to(tl.int64)[:, None] * q_h + t.to(tl.int64)[:, None] * q_t
     query = load_query(q_at, in_rows, D, DP)
 
     # BYPASS_L1=0: this kernel starts only when the ones in front of it have ended.

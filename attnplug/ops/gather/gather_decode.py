@@ -89,27 +89,9 @@ def gather_decode(
         GradientError: an input requires grad.
     """
     refuse_gradients(NAME, q, k, v, new_k, new_v, sinks)
-    call = Call(
-        q,
-        k,
-        v,
-        new_k,
-        new_v,
-        bounds,
-        progress,
-        lengths,
-        scale,
-        block,
-        top_k,
-        sink,
-        local,
-        scoring,
-        start,
-        key_mask,
-        softcap,
-        sinks,
-    )
-    return (_gather_decode if count else _gather_decode_uncounted)(*call)
+    tensors = q, k, v, new_k, new_v, bounds, progress, lengths
+    options = scale, block, top_k, sink, local, scoring, start, key_mask, softcap, sinks
+    return (_gather_decode if count else _gather_decode_uncounted)(*tensors, *options)
 
 
 class Call(NamedTuple):

@@ -19,7 +19,6 @@ Sources: Quest (Tang et al., 2024); "Attention Pays Its Bill" (docs/papers.md).
 
 from typing import NamedTuple
 
-import numba
 import numpy as np
 import torch
 import triton
@@ -32,6 +31,7 @@ from attnplug.ops.common.rows import NO_MASK, mask_bytes, row_step, rows_on_cpu
 from attnplug.ops.gather.block_bounds import Frame, check_bounds, frame_of, refresh_on_cpu
 from attnplug.ops.gather.kernels.score import score_blocks
 from attnplug.ops.gather.kernels.select import combine_heads, select_best
+from attnplug.ops.gather.reference import choose_blocks
 
 SCORINGS = ("bounds", "estimate", "mean")
 MAX_BLOCKS = 256
@@ -119,141 +119,6 @@ def allocate_index(
 # --- CPU: the specification ------------------------------------------------------------------
 
 
-@numba.njit(cache=True)
-def _bound(q, high, low):
-    score = np.float32(0.0)
-    for d in range(q.shape[0]):
-        score += q[d] * (high[d] if q[d] > 0 else low[d])
-    return score
-
-
-@numba.njit(cache=True)
-def _estimate(q, high, low, scale):
-    score = np.float32(0.0)
-    for d in range(q.shape[0]):
-        x = q[d] * scale
-        spread = x * (high[d] - low[d]) * np.float32(0.25)
-        score += x * (high[d] + low[d]) * np.float32(0.5) + np.float32(0.5) * spread * spread
-    return score
-
-
-@numba.njit(cache=True)
-def _scores(q, bounds, scale, scoring):
-    """float32 scores `[blocks]` of summaries `bounds [blocks, parts, D]` for a group `q [G, D]`."""
-    group, blocks = q.shape[0], bounds.shape[0]
-    scores = np.full(blocks, -np.inf, np.float32)
-    if scoring == 1:
-        for g in range(group):
-            own = np.empty(blocks, np.float32)
-            for j in range(blocks):
-                own[j] = _estimate(q[g], bounds[j, 0], bounds[j, 1], scale)
-            top, total = np.float32(-np.inf), np.float32(0.0)
-            for x in own:  # a block that is not finite comes first anyway, and not alone
-                top = max(top, x) if x < np.inf else top
-            for x in own:
-                total += np.exp(x - top) if x < np.inf else np.float32(0.0)
-            for j in range(blocks):
-                scores[j] = np.logaddexp(scores[j], own[j] - top - np.log(total))
-    elif scoring == 2:
-        mean = np.zeros(q.shape[1], np.float32)
-        for g in range(group):
-            mean += q[g] / np.float32(group)
-        for j in range(blocks):
-            score = np.float32(0.0)
-            for d in range(mean.shape[0]):
-                score += mean[d] * bounds[j, 0, d]
-            scores[j] = score
-    else:
-        for j in range(blocks):
-            for g in range(group):
-                score = _bound(q[g], bounds[j, 0], bounds[j, 1])
-                scores[j] = score if score > scores[j] or score != score else scores[j]
-    return scores
-
-
-@numba.njit(cache=True)
-def _code_scores(q, codes, centre, unit, scale):
-    """`_scores` by bounds of summaries in INT8, `codes [blocks, 2, D]`."""
-    group, blocks = q.shape[0], codes.shape[0]
-    scores = np.full(blocks, -np.inf, np.float32)
-    level = np.empty(q.shape[1], np.int64)
-    for g in range(group):
-        scaled = q[g] * unit
-        top, middle = np.float32(0.0), np.float32(0.0)
-        for d in range(q.shape[1]):
-            top = max(top, abs(scaled[d]))
-            middle += q[g, d] * centre[d] + q[g, d] * np.float32(0.0)  # what is not finite: NaN
-        inverse = np.float32(16256) / top if 0 < top < np.inf else np.float32(0.0)
-        for d in range(q.shape[1]):
-            exact = scaled[d] * inverse
-            level[d] = int(np.rint(exact)) if abs(exact) <= 16257 else 0
-        for j in range(blocks):
-            total = 0
-            for d in range(q.shape[1]):
-                total += level[d] * (codes[j, 0, d] if level[d] > 0 else codes[j, 1, d])
-            quantum = top * np.float32(1 / 16256)
-            score = np.float32(total) * quantum * scale[j] + middle
-            scores[j] = score if score > scores[j] or score != score else scores[j]
-    return scores
-
-
-@numba.njit(cache=True)
-def _best(scores, allowed, out):
-    """The allowed blocks of highest score, best first, into `out [top_k]`; NaN counts as inf."""
-    best = np.empty(out.shape[0], np.float32)
-    count = 0
-    for j in range(scores.shape[0]):
-        if not allowed[j]:
-            continue
-        score = scores[j] if scores[j] == scores[j] else np.float32(np.inf)
-        if count < out.shape[0]:
-            place, count = count, count + 1
-        elif out.shape[0] > 0 and score > best[count - 1]:
-            place = count - 1
-        else:
-            continue
-        while place > 0 and score > best[place - 1]:
-            best[place], out[place] = best[place - 1], out[place - 1]
-            place -= 1
-        best[place], out[place] = score, j
-    out[count:] = -1
-
-
-@numba.njit(parallel=True, cache=True)
-def _reference(
-    q, bounds, centre, unit, scales, mask, lengths, start, scale, block, sink, local, scoring, out
-):
-    """Scores and choice of every (row, KV head, query), in parallel. With `scales` the bounds are
-    codes."""
-    batch, heads, queries, _ = q.shape
-    kv_heads = bounds.shape[1]
-    group = heads // kv_heads
-    for item in numba.prange(batch * kv_heads * queries):
-        b = item // (kv_heads * queries)
-        h = item // queries % kv_heads
-        t = item % queries
-        position = lengths[b] - queries + t - start[b]
-        end = max(position // block - local + 1, sink)
-        allowed = np.ones(end - sink, np.bool_)
-        hidden = mask[b * len(mask) // batch]
-        if hidden.shape[0] > 0:
-            for j in range(sink, end):
-                first = start[b] + j * block
-                allowed[j - sink] = hidden[first : first + block].any()
-        shown = bounds[b, h, sink:end][allowed]
-        scores = np.empty(end - sink, np.float32)
-        query = q[b, h * group : h * group + group, t]
-        if scales.shape[2] > 0:
-            scores[allowed] = _code_scores(
-                query, shown, centre[b, h], unit[b, h], scales[b, h, sink:end][allowed]
-            )
-        else:
-            scores[allowed] = _scores(query, shown, scale, scoring)
-        _best(scores, allowed, out[b, h, t])
-        for i in range(out.shape[3]):
-            out[b, h, t, i] += sink if out[b, h, t, i] >= 0 else 0
-
-
 def select_on_cpu(
     q, k, bounds, progress, scale, block, top_k, sink, local, scoring, lengths, start, key_mask, out
 ):
@@ -264,7 +129,7 @@ def select_on_cpu(
     int8 = bounds.dtype == torch.int8
     blocks = -(-k.shape[2] // block)
     frame = frame_of(bounds, blocks) if int8 else Frame(*[torch.empty(*k.shape[:2], 0)] * 3)
-    _reference(
+    choose_blocks(
         q.float().contiguous().numpy(),
         (shown if int8 else shown.float()).numpy(),
         *(part.numpy() for part in frame),

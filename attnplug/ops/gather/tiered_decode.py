@@ -1,19 +1,20 @@
 """A decode step over a keep set of key blocks whose cache lies in host memory.
 
-What `gather_decode` computes, where keys and values are in pinned host memory that the GPU reads
-over the link. The last `local * block` tokens are in the GPU's memory, in a ring; and so are the
-blocks that steps wanted lately, in slots. A block that a step wants and no slot has is read from
-the host by the very program that attends to it, which also writes it to the slot it is given.
-Nothing asks the host's processor: the whole is a chain of kernels, and one CUDA graph.
+It computes what `gather_decode` does, with keys and values in pinned host memory that the GPU reads
+over the link. GPU memory holds the last `local * block` tokens, in a ring, and the blocks that
+recent steps wanted, in slots. If a step wants a block that no slot has, the program that attends to
+it reads it from the host, and writes it to the slot that it is given. The host's processor takes no
+part: the step is a chain of kernels, and one CUDA graph.
 
-Slots are given by a clock: a hand goes round, passes by the slots that were wanted again since it
-passed last, and takes those that were not. Sources: "Attention Pays Its Bill" (shared/papers/000);
-Corbato, A Paging Experiment with the Multics System (1968).
+Slots are given by a clock. A hand goes round. It passes by the slots whose block was wanted again
+since it last passed, and takes the others.
+
+Sources: "Attention Pays Its Bill" (docs/papers.md); Corbato, A Paging Experiment with the Multics
+System (1968).
 """
 
 from typing import NamedTuple
 
-import numba
 import numpy as np
 import torch
 import triton
@@ -29,6 +30,7 @@ from attnplug.ops.gather.gather_attention import Plan, allocate_attention, kept_
 from attnplug.ops.gather.gather_attention import plan_for as plan_attention
 from attnplug.ops.gather.gather_decode import attention, selection
 from attnplug.ops.gather.kernels import tiered as kernels
+from attnplug.ops.gather.reference import place_blocks
 from attnplug.ops.gather.select_blocks import (
     allocate_index,
     launch_choice,
@@ -47,7 +49,7 @@ class ResidentBlocks(NamedTuple):
     slots: `[B,Hkv,R,2,block,D]`, keys and values of R blocks for each KV head.
     table: int32 `[B,Hkv,ceil(S / block)]`, the slot that each block was given last.
     owner: int32 `[B,Hkv,R]`, position of the first key of a slot's block, -1 where there is none:
-        a block is in the slot that the table names if that is the slot's owner.
+        a block is in the slot that the table listed if that is the slot's owner.
     used: int32 `[B,Hkv,R]`, 1 where a slot's block was wanted again since the hand passed.
     counters: int64 `[B,Hkv,3]`: blocks that were wanted, those found in slots, and the hand.
     """
@@ -131,28 +133,9 @@ def tiered_decode(
     """
     refuse_gradients(NAME, q, k, v, sinks)
     new_k, new_v = (None, None) if new is None else new
-    call = Call(
-        q,
-        k,
-        v,
-        new_k,
-        new_v,
-        bounds,
-        progress,
-        *near,
-        lengths,
-        scale,
-        block,
-        top_k,
-        sink,
-        local,
-        scoring,
-        start,
-        key_mask,
-        softcap,
-        sinks,
-    )
-    return _tiered_decode(*call)
+    tensors = q, k, v, new_k, new_v, bounds, progress, *near, lengths
+    options = scale, block, top_k, sink, local, scoring, start, key_mask, softcap, sinks
+    return _tiered_decode(*tensors, *options)
 
 
 class Call(NamedTuple):
@@ -235,38 +218,6 @@ def _check_near(call: Call) -> None:
 # --- CPU: the specification ------------------------------------------------------------------
 
 
-@numba.njit(cache=True)
-def _place(names, start, edge, block, table, owner, used, counters):
-    """Give slots to the blocks `names` of one row's KV head that lie before `edge`; returns the
-    blocks that must be copied to the slots that the table now names."""
-    slots = owner.shape[0]
-    missing = np.empty(len(names), np.int64)
-    count = 0
-    for name in names:
-        if 0 <= name < edge:
-            counters[0] += 1
-            if owner[table[name]] == start + name * block:
-                counters[1] += 1
-                used[table[name]] = 2
-            else:
-                missing[count], count = name, count + 1
-    hand, last, given = counters[2], -1, 0
-    free = np.empty(count, np.int64)
-    for wanted in range(2):
-        for turn in range(slots):
-            slot = (hand + turn) % slots
-            if given < count and used[slot] == wanted:
-                free[given], given, last = turn, given + 1, max(last, turn)
-    for turn in range(slots):
-        slot = (hand + turn) % slots
-        used[slot] = 1 if used[slot] == 2 or (used[slot] == 1 and turn > last) else 0
-    for i in range(count):
-        slot = (hand + free[i]) % slots
-        table[missing[i]], owner[slot], used[slot] = slot, start + missing[i] * block, 0
-    counters[2] = (hand + last + 1) % slots
-    return missing[:count]
-
-
 def _near_rows(near, b, h, kept, start, first, block):
     """Keys and values `[2, kept, D]` of the positions `kept`: those from `first` on are in the
     ring, the others in slots."""
@@ -277,10 +228,10 @@ def _near_rows(near, b, h, kept, start, first, block):
     return torch.where((kept >= first)[:, None], ring, stored).float().numpy()
 
 
-def _attend_row(q, near, names, mask, length, start, options, b, h):
+def _attend_row(q, near, listed, mask, length, start, options, b, h):
     """(out, lse) of one row and KV head, `q [G, 1, D]`."""
     block, sink, local, scale, softcap, sinks = options
-    kept = kept_keys(names, length - 1, start, mask, block, sink, local)
+    kept = kept_keys(listed, length - 1, start, mask, block, sink, local)
     first = start + (max(length - 1 - start, 0) // block - local + 1) * block
     keys, values = _near_rows(near, b, h, torch.from_numpy(kept), start, first, block)
     out = np.empty(q.shape, np.float32)
@@ -318,19 +269,19 @@ def _cpu(*args):
     starts = [0] * batch if call.start is None else call.start.expand(batch).clamp(min=0).tolist()
     logits = sinks_on_cpu(call.sinks)
     for b, h in np.ndindex(*k.shape[:2]):
-        names = index[b, h, 0].numpy()
+        listed = index[b, h, 0].numpy()
         edge = max(ends[b] - 1 - starts[b], 0) // block - call.local + 1
-        every = np.concatenate([np.arange(call.sink, dtype=np.int32), names])
+        every = np.concatenate([np.arange(call.sink, dtype=np.int32), listed])
         state = (x[b, h].numpy() for x in near[2:])
-        for name in _place(every, starts[b], edge, block, *state).tolist():
-            keys = slice(starts[b] + name * block, starts[b] + (name + 1) * block)
-            near.slots[b, h, near.table[b, h, name]] = torch.stack([k[b, h, keys], v[b, h, keys]])
+        for j in place_blocks(every, starts[b], edge, block, *state).tolist():
+            keys = slice(starts[b] + j * block, starts[b] + (j + 1) * block)
+            near.slots[b, h, near.table[b, h, j]] = torch.stack([k[b, h, keys], v[b, h, keys]])
         heads = slice(h * group, (h + 1) * group)
         numbers = np.float32(call.scale), np.float32(call.softcap)
         options = block, call.sink, call.local, *numbers, logits[heads]
         mask = NO_MASK[0] if call.key_mask is None else call.key_mask[b].numpy()
         query = q[b, heads].float().contiguous().numpy()
-        found = _attend_row(query, near, names, mask, ends[b], starts[b], options, b, h)
+        found = _attend_row(query, near, listed, mask, ends[b], starts[b], options, b, h)
         out[b, heads], lse[b, heads] = found[0].to(out.dtype), found[1]
     out[full], lse[full] = torch.nan, torch.nan
 

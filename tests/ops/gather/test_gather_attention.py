@@ -102,8 +102,9 @@ def test_matches_fp64(device_path, data):
     k, v = k.masked_fill(unread, torch.nan), v.masked_fill(unread, torch.nan)
     splits, plan = draw(st.sampled_from([None, 1, 2, 5])), None
     if splits is not None and device_path[1] == "kernel":
-        plan = op.Plan(tile=draw(st.sampled_from([16, 32])), splits=splits, warps=4, stages=1,
-                       columns=64)  # fmt: skip
+        plan = op.Plan(
+            tile=draw(st.sampled_from([16, 32])), splits=splits, warps=4, stages=1, columns=64
+        )
     hold(attend(device_path, q, k, v, index, plan, **options), *clean, **options)
 
 

@@ -257,8 +257,15 @@ def test_compiles_without_a_break_or_a_recompilation(device):
         wanted.append(apart(wanted[-1][2], q * 2, new))
     with torch._dynamo.config.patch(error_on_recompile=True):
         for (q, new), want in zip(tokens, wanted[1:], strict=True):
-            got = compiled(q.to(device), cache.k, cache.v, new.to(device), cache.bounds,
-                           cache.progress, cache.lengths)  # fmt: skip
+            got = compiled(
+                q.to(device),
+                cache.k,
+                cache.v,
+                new.to(device),
+                cache.bounds,
+                cache.progress,
+                cache.lengths,
+            )
             hold((got[0].cpu(), got[1].cpu(), cache.copy()), want)
 
 
@@ -330,8 +337,21 @@ def test_shipped_plans_equal_unpipelined_ones(batch, size, top_k, more):
     progress = torch.zeros(batch, 2, dtype=torch.int32, device="cuda")
     lengths = torch.tensor([size], device="cuda")
 
-    args = (q, k, bounds, progress, width**-0.5, block, top_k, 1, local, scoring, lengths, start,
-            key_mask)  # fmt: skip
+    args = (
+        q,
+        k,
+        bounds,
+        progress,
+        width**-0.5,
+        block,
+        top_k,
+        1,
+        local,
+        scoring,
+        lengths,
+        start,
+        key_mask,
+    )
     index = select.allocate_index(*args)
     members = 16 if size // block > 512 else 0
     select.launch_select_blocks(*args, index, plan=op.SelectPlan(16, members, 4, 4))
@@ -347,9 +367,21 @@ def test_shipped_plans_equal_unpipelined_ones(batch, size, top_k, more):
         k[:, :, -1] = v[:, :, -1] = torch.nan
         lengths.fill_(size - 1)
         out, lse = op.gather_decode(
-            q, k, v, *new, bounds, progress, lengths, scale=width**-0.5, block=block, top_k=top_k,
-            local=local, scoring=scoring, start=start, key_mask=key_mask,
-        )  # fmt: skip
+            q,
+            k,
+            v,
+            *new,
+            bounds,
+            progress,
+            lengths,
+            scale=width**-0.5,
+            block=block,
+            top_k=top_k,
+            local=local,
+            scoring=scoring,
+            start=start,
+            key_mask=key_mask,
+        )
         assert (out.float() - want.float()).abs().max() <= 2e-2 * want.abs().max()
         assert (lse - want_lse).abs().max() < 1e-3
         assert int(lengths) == size and torch.equal(k[:, :, -1:], new[0])

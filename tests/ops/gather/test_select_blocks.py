@@ -328,8 +328,9 @@ def test_compiles_without_a_break_or_a_recompilation(device):
         for length in (80, 97, 400):
             lengths = torch.tensor([length], device=device)
             got = step(q, k, bounds, progress, lengths)
-            assert torch.equal(got.cpu(), select((device, "reference"), q.cpu(), k.cpu(),
-                                                 lengths=lengths.cpu()))  # fmt: skip
+            assert torch.equal(
+                got.cpu(), select((device, "reference"), q.cpu(), k.cpu(), lengths=lengths.cpu())
+            )
             assert progress[0, 0] == (length - 1) // 16 - 1
     assert torch.equal(bounds[:, :, 22, 0], k[:, :, 352:368].amax(2))
 

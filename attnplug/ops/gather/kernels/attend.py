@@ -114,8 +114,8 @@ def attend_kept(
     head = h * GROUP + g
     in_group = g < GROUP
     in_width = d < D
-    q_at = q + b * q_b + head.to(tl.int64) * q_h + t * q_t
-    query = load_query(q_at, in_group, D, DP, BYPASS_L1=1)
+    q_at = q + b * q_b + head.to(tl.int64)[:, None] * q_h + t * q_t
+    query = load_query(q_at, in_group, D, DP, CACHE=".cg")
     position = length - T + t
     reach = position
     if NEW == 1:

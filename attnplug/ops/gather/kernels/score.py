@@ -286,8 +286,8 @@ def score_blocks(
     g = tl.arange(0, HEADS)
     r = tl.arange(0, ROWS) % HEADS
     in_group = g < GROUP
-    q_at = q + b * q_b + (h * GROUP + r).to(tl.int64) * q_h + t * q_t
-    query = load_query(q_at, r < GROUP, D, DP, BYPASS_L1=1)
+    q_at = q + b * q_b + (h * GROUP + r).to(tl.int64)[:, None] * q_h + t * q_t
+    query = load_query(q_at, r < GROUP, D, DP, CACHE=".cg")
     j = chunk * CHUNK + tl.arange(0, CHUNK)
     score = 0.0
     if SOON:  # while the length is on its way; blocks past it count for nothing

@@ -203,8 +203,8 @@ def attend_tiered(
     head = h * GROUP + g
     in_group = g < GROUP
     in_width = d < D
-    q_at = q + b * q_b + head.to(tl.int64) * q_h
-    query = load_query(q_at, in_group, D, DP, BYPASS_L1=1)
+    q_at = q + b * q_b + head.to(tl.int64)[:, None] * q_h
+    query = load_query(q_at, in_group, D, DP, CACHE=".cg")
     position = length - 1
     reach = tl.minimum(position, S - 1)
     ring_first = tl.maximum(position - low, 0) // BLOCK - LOCAL + 1  # first block of the ring
