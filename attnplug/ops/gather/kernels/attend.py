@@ -7,7 +7,6 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from attnplug.ops.common.rows import note_progress, row_span
 from attnplug.ops.common.softmax import attend_tile
 from attnplug.ops.common.splits import store_piece
-from attnplug.ops.common.tiles import load_query
 from attnplug.ops.gather.kernels.select import best_keys, block_of, nth_best
 
 
@@ -114,8 +113,11 @@ def attend_kept(
     head = h * GROUP + g
     in_group = g < GROUP
     in_width = d < D
-    q_at = q + b * q_b + head.to(tl.int64)[:, None] * q_h + t * q_t
-    query = load_query(q_at, in_group, D, DP, CACHE=".cg")
+    # Not `load_query`: the compiler orders the instructions of a call otherwise.
+    q_at = q + b * q_b + head.to(tl.int64)[:, None] * q_h + t * q_t + d[None, :]
+    query = tl.load(
+        q_at, mask=in_group[:, None] & in_width[None, :], other=0.0, cache_modifier=".cg"
+    )
     position = length - T + t
     reach = position
     if NEW == 1:

@@ -7,7 +7,6 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from attnplug.ops.common.rows import blocks_done, row_span
-from attnplug.ops.common.tiles import load_query
 from attnplug.ops.gather.kernels.bounds import frame_at, refresh_blocks, summaries_at
 from attnplug.ops.gather.kernels.select import store_keys
 
@@ -286,8 +285,12 @@ def score_blocks(
     g = tl.arange(0, HEADS)
     r = tl.arange(0, ROWS) % HEADS
     in_group = g < GROUP
-    q_at = q + b * q_b + (h * GROUP + r).to(tl.int64)[:, None] * q_h + t * q_t
-    query = load_query(q_at, r < GROUP, D, DP, CACHE=".cg")
+    d = tl.arange(0, DP)
+    # Not `load_query`: the compiler orders the instructions of a call otherwise.
+    q_at = q + b * q_b + (h * GROUP + r).to(tl.int64)[:, None] * q_h + t * q_t + d[None, :]
+    query = tl.load(
+        q_at, mask=(r < GROUP)[:, None] & (d < D)[None, :], other=0.0, cache_modifier=".cg"
+    )
     j = chunk * CHUNK + tl.arange(0, CHUNK)
     score = 0.0
     if SOON:  # while the length is on its way; blocks past it count for nothing
