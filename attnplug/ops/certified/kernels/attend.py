@@ -66,6 +66,7 @@ def prepare(
         gdc_wait()
         gdc_launch_dependents()
     GROUP: tl.constexpr = SHAPE.GROUP
+    ROWS: tl.constexpr = SHAPE.ROWS
     D: tl.constexpr = SHAPE.D
     QK: tl.constexpr = MATH.QK
     h = tl.program_id(1)
@@ -94,7 +95,7 @@ def prepare(
         zero_bits = tl.load(meta_at + D, mask=mask, other=0).to(tl.int32)
         scales = bf16_value(scale_bits)
         zeros = bf16_value(zero_bits)
-        nothing = tl.zeros([SHAPE.ROWS, TILE], tl.float32)
+        nothing = tl.zeros([ROWS, TILE], tl.float32)
         product = split_dot(query, zeros.to(QK).T, nothing, QK, MATH.PARTS)
         half = split_dot(size, scales.to(QK).T, nothing, QK, 1) * 0.5
         reach = split_dot(size, tl.abs(zeros).to(QK).T, nothing, QK, 1)
@@ -148,6 +149,7 @@ def attend(
         gdc_launch_dependents()
     GROUP: tl.constexpr = SHAPE.GROUP
     ROWS: tl.constexpr = SHAPE.ROWS
+    DP: tl.constexpr = SHAPE.DP
     D: tl.constexpr = SHAPE.D
     BLOCK: tl.constexpr = SHAPE.BLOCK
     HALF_P: tl.constexpr = SHAPE.HALF_P
@@ -184,7 +186,7 @@ def attend(
     block0 = (b * tl.num_programs(1) + h) * N
     codes_at = tier.k_codes + n[:, None] * D + d[None, :]
     sums_k = tl.zeros([BLOCK], tl.int32)
-    sums_s = tl.zeros([SHAPE.DP], tl.int32)
+    sums_s = tl.zeros([DP], tl.int32)
     sums_v = tl.zeros([BLOCK, HALF_P, 16], tl.int32)
     sums_w = tl.zeros([BLOCK, HALF_P], tl.int32)
     column = tl.arange(0, HALF_P)[:, None] * 16 + tl.arange(0, 16)[None, :]

@@ -159,6 +159,7 @@ def attend_rest(
     length, low = row_span(rows.lengths, rows.start, b, S, STEPS.length, STEPS.start)
     blocks = quantized_blocks(progress, b, length, low, SHAPE.BLOCK)
     GROUP: tl.constexpr = SHAPE.GROUP
+    ROWS: tl.constexpr = SHAPE.ROWS
     D: tl.constexpr = SHAPE.D
     COLUMNS: tl.constexpr = SHAPE.HALF * 16
     CP: tl.constexpr = SHAPE.HALF_P * 16
@@ -194,7 +195,7 @@ def attend_rest(
     divisor = tl.where(empty, 1.0, total)
     norms_at = rest_norms + row * REST_FIELDS
     tl.store(norms_at + REST_NORM, norms / divisor, mask=in_group)
-    tl.store(norms_at + REST_WIDEST, tl.zeros([SHAPE.ROWS], tl.float32) + widest, mask=in_group)
+    tl.store(norms_at + REST_WIDEST, tl.zeros([ROWS], tl.float32) + widest, mask=in_group)
     tl.store(norms_at + REST_REACH, reach, mask=in_group)
     piece = row.to(tl.int64) * (count + 1)
     result = tl.where(top == float("-inf"), 0.0, top) + tl.log2(divisor)
@@ -236,6 +237,7 @@ def recompute(
         gdc_wait()
         gdc_launch_dependents()
     GROUP: tl.constexpr = SHAPE.GROUP
+    ROWS: tl.constexpr = SHAPE.ROWS
     D: tl.constexpr = SHAPE.D
     split = tl.program_id(0)
     h = tl.program_id(1)
@@ -282,7 +284,7 @@ def recompute(
     result = tl.where(top == float("-inf"), 0.0, top) + tl.log2(divisor)
     tl.store(pieces.lse + piece, tl.where(empty, float("-inf"), result), mask=in_group)
     norms_at = exact_norms + piece * EXACT_FIELDS
-    tl.store(norms_at + EXACT_WIDEST, tl.zeros([SHAPE.ROWS], tl.float32) + widest, mask=in_group)
+    tl.store(norms_at + EXACT_WIDEST, tl.zeros([ROWS], tl.float32) + widest, mask=in_group)
     tl.store(norms_at + EXACT_REACH, reach, mask=in_group)
     out_at = pieces.out + piece[:, None] * D + c[None, :]
     mask = in_group[:, None] & (c < COLUMNS)[None, :]

@@ -394,6 +394,7 @@ def replace(
         gdc_wait()
         gdc_launch_dependents()
     D: tl.constexpr = SHAPE.D
+    DP: tl.constexpr = SHAPE.DP
     head = tl.program_id(0)
     b = tl.program_id(1).to(tl.int64)
     row = b * tl.num_programs(0) + head
@@ -414,7 +415,7 @@ def replace(
     if sinks is not None:
         total += tl.exp2(tl.load(sinks + head).to(tl.float32) * LOG2E - shift)
     d = tl.arange(0, SHAPE.DP)
-    acc = tl.zeros([SHAPE.DP], tl.float32)
+    acc = tl.zeros([DP], tl.float32)
     i = tl.arange(0, 32)
     for first in range(0, count, 32):
         inside = first + i < count

@@ -297,7 +297,7 @@ def choose(
             logs_at=logs_at,
             summary_at=summary_at,
             norm=norm,
-            rest_mass=BUDGET_SHARE * choice.value_budget - total,
+            rest_mass=tl.core.to_tensor(choice.value_budget) * BUDGET_SHARE - total,
             coverage=tl.zeros([GP], tl.float32),
             least=0,
             most=blocks + 1,
