@@ -1,24 +1,28 @@
 """The launcher of `certified_attention`: a chain of kernels, nothing asked of the host. Most are
 launched before the one in front of them has ended (programmatic dependent launch)."""
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
-import triton.language as tl
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from attnplug.ops.certified import plan as plans
-from attnplug.ops.certified import records
+from attnplug.ops.certified.call import (
+    Inputs,
+    Scales,
+    Tier,
+    Units,
+    arithmetic_of,
+    memory_of,
+    programs_of,
+    shape_of,
+)
 from attnplug.ops.certified.kernels.arguments import (
-    Arithmetic,
-    BlockScores,
     Choice,
-    Programs,
     Rows,
     RowSteps,
-    Shape,
     Splits,
 )
 from attnplug.ops.certified.kernels.attend import attend, prepare
@@ -29,154 +33,13 @@ from attnplug.ops.certified.kernels.hopper import attend_blocks
 from attnplug.ops.certified.kernels.hopper_tiles import layouts
 from attnplug.ops.certified.kernels.promote import promote
 from attnplug.ops.certified.plan import INF, PREPARED, PROMOTING, Plan, capacity_for, plan_for
-from attnplug.ops.certified.scratch import SETS, Scratch
+from attnplug.ops.certified.scratch import Scratch
 from attnplug.ops.common.device import machine
 from attnplug.ops.common.rows import mask_bytes, row_step
 from attnplug.ops.common.softmax import LOG2E
 
 PHASES = ("prepare", "rest", "attend", "choose", "promote", "finish", "recompute", "replace")
 EXACT_TILE = 32  # tokens at a time of a recomputation
-
-
-class Tier(NamedTuple):
-    """The tensors of `QuantizedKV`, key metadata as int16."""
-
-    k_codes: torch.Tensor
-    k_meta: torch.Tensor
-    v_codes: torch.Tensor
-    v_meta: torch.Tensor
-    summary: torch.Tensor
-    check: torch.Tensor
-    progress: torch.Tensor
-
-
-class Inputs(NamedTuple):
-    """The tensors of a call, as kernels read them."""
-
-    q: torch.Tensor
-    k: torch.Tensor
-    v: torch.Tensor
-    tier: Tier
-    rows: Rows
-    sinks: torch.Tensor | None
-    telemetry: torch.Tensor | None
-    scratch: Scratch | None
-
-    def originals(self) -> dict[str, Any]:
-        """What a kernel that reads originals is given."""
-        mask = self.rows.key_mask
-        return {
-            "q": self.q,
-            "k": self.k,
-            "v": self.v,
-            "rows": self.rows,
-            "q_strides": self.q.stride()[:2],
-            "k_strides": self.k.stride()[:3],
-            "v_strides": self.v.stride()[:3],
-            "mask_stride": 0 if mask is None else mask.stride(0),
-        }
-
-
-class Memory(NamedTuple):
-    """What the kernels of a call hand one another: see records.py."""
-
-    scores: BlockScores
-    splits: Splits  # of the first pass, [B Hq, splits + 1]
-    merged: torch.Tensor  # their sum
-    left_sums: torch.Tensor
-    counts: torch.Tensor
-    head_lse: torch.Tensor
-    block_list: torch.Tensor
-    promoted_sums: torch.Tensor
-    changes: torch.Tensor  # of promotion, or the pieces of a recomputation, which replace it
-    flags: torch.Tensor
-    read_digest: torch.Tensor
-    rest_norms: torch.Tensor
-    exact_lse: torch.Tensor  # of those pieces
-    exact_norms: torch.Tensor
-    metadata_faults: torch.Tensor | None  # of `prepare`
-
-
-class Scales(NamedTuple):
-    """Factors to the base 2."""
-
-    scale: float
-    cap: float
-
-
-class Units(NamedTuple):
-    """Unit roundoffs: of probabilities and values in products, and of the output."""
-
-    unit_p: float
-    unit: float
-
-
-def _arithmetic(q: torch.Tensor, capped: bool) -> Arithmetic:
-    if q.dtype == torch.float32:
-        return Arithmetic(QK=tl.float32, PV=tl.float32, PARTS=1, CAPPED=capped)
-    # bf16 has the range of the scales; the interpreter cannot multiply it.
-    return Arithmetic(tl.bfloat16 if q.is_cuda else tl.float32, tl.float16, 2, capped)
-
-
-def _shape(inputs: Inputs, block: int) -> Shape:
-    width, group = inputs.q.shape[3], inputs.q.shape[1] // inputs.k.shape[1]
-    half = inputs.tier.v_codes.shape[4] // 16
-    return Shape(
-        GROUP=group,
-        ROWS=max(16, triton.next_power_of_2(group + 1)),  # a spare row sums the codes
-        D=width,
-        DP=triton.next_power_of_2(width),
-        BLOCK=block,
-        HALF=half,
-        HALF_P=triton.next_power_of_2(half),
-    )
-
-
-def _programs(inputs: Inputs, plan: Plan, readers: int) -> Programs:
-    chunks = plan.inline_chunks if readers > 0 else plan.chunks
-    slots = 0 if inputs.scratch is None else inputs.scratch.owner.shape[2]
-    blocks = inputs.tier.check.shape[2]
-    return Programs(
-        CHUNKS=chunks,
-        OWN=max(16, triton.next_power_of_2(triton.cdiv(blocks, chunks))),
-        READERS=readers,
-        SPLITS=triton.next_power_of_2(plan.splits + 1),
-        WAYS=triton.next_power_of_2(max(1, slots // chunks)),
-        SETS=SETS,
-    )
-
-
-def _memory(inputs: Inputs, plan: Plan, programs: Programs, preparing: int) -> Memory:
-    """`preparing`: programs of `prepare` for each KV head, 0 for none."""
-    device = inputs.q.device
-
-    def floats(*shape: int) -> torch.Tensor:
-        return torch.empty(shape, dtype=torch.float32, device=device)
-
-    def integers(*shape: int) -> torch.Tensor:
-        return torch.empty(shape, dtype=torch.int32, device=device)
-
-    (batch, query_heads, _, width), kv_heads = inputs.q.shape, inputs.k.shape[1]
-    heads, groups, blocks = batch * query_heads, batch * kv_heads, inputs.tier.check.shape[2]
-    readers = programs.READERS or plan.list_readers
-    listed = 1 if programs.READERS else groups * programs.CHUNKS * programs.OWN
-    return Memory(
-        scores=BlockScores(*floats(4, heads, max(1, blocks))),
-        splits=Splits(floats(heads, plan.splits + 1, width), floats(heads, plan.splits + 1)),
-        merged=floats(heads, width),
-        left_sums=floats(heads, records.LEFT_FIELDS.value, programs.CHUNKS),
-        counts=integers(groups, records.COUNT_FIELDS.value, programs.CHUNKS),
-        head_lse=floats(heads, records.HEAD_FIELDS.value),
-        block_list=integers(listed, records.LIST_FIELDS.value),
-        promoted_sums=floats(heads, records.PROMOTED_FIELDS.value, readers),
-        changes=floats(heads, max(readers, plan.pieces), width),
-        flags=integers(groups, records.FLAG_FIELDS.value),
-        read_digest=integers(groups),
-        rest_norms=floats(heads, records.REST_FIELDS.value),
-        exact_lse=floats(heads, plan.pieces),
-        exact_norms=floats(heads, plan.pieces, records.EXACT_FIELDS.value),
-        metadata_faults=integers(groups, preparing) if preparing else None,
-    )
 
 
 class _Step:
@@ -191,17 +54,17 @@ class _Step:
         self.batch, self.heads = inputs.q.shape[:2]
         self.kv_heads, self.size = inputs.k.shape[1:3]
         self.blocks = inputs.tier.check.shape[2]
-        self.shape = _shape(inputs, block)
-        self.math = _arithmetic(inputs.q, softcap > 0)
+        self.shape = shape_of(inputs, block)
+        self.math = arithmetic_of(inputs.q, softcap > 0)
         self.scales = Scales(scale * LOG2E, softcap * LOG2E)
         unit = torch.finfo(inputs.q.dtype).eps / 2
         self.units = Units(unit if inputs.q.dtype == torch.float32 else 2.0**-11, unit)
-        self.programs = _programs(inputs, plan, readers)
+        self.programs = programs_of(inputs, plan, readers)
         self.preparing = 0
         if plan.step == 0:
             most = max(1, 4 * multiprocessors // (self.batch * self.kv_heads))
             self.preparing = min(triton.cdiv(max(1, self.blocks), PREPARED), most)
-        self.memory = _memory(inputs, plan, self.programs, self.preparing)
+        self.memory = memory_of(inputs, plan, self.programs, self.preparing)
         self.rows = {
             "S": self.size,
             "STEPS": RowSteps(row_step(inputs.rows.lengths), row_step(inputs.rows.start)),
