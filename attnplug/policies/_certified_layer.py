@@ -44,10 +44,6 @@ class CertifiedLayer(PlugLayer):
         self.telemetry: torch.Tensor | None = None
         self.scratch: Scratch | None = None
 
-    def serves(self, block: int, keys: torch.Tensor) -> bool:
-        """Whether the tier is one of these keys (Gemma 3n's layers share some), in such blocks."""
-        return self.tier is not None and self.keys is keys and self.block == block
-
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         device = key_states.device
         if self.max_cache_len < self.crossover(device):

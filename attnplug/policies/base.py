@@ -57,6 +57,15 @@ class Phase:
         """The cache layer with this method's state, or None where it needs none."""
         return None
 
+    def check(self, option: str, valid: bool, needed: str) -> None:
+        """Raise PolicyError unless the option's value is `valid`; `needed` says what is."""
+        check_option(self.name, option, getattr(self, option), valid, needed)
+
+    def check_integers(self, *options: str) -> None:
+        """Raise PolicyError unless each of these options is an integer (a bool is none)."""
+        for option in options:
+            self.check(option, type(getattr(self, option)) is int, "an integer")
+
     def __str__(self) -> str:
         options = [
             f"{field.name}={getattr(self, field.name)!r}"

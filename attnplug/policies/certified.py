@@ -21,7 +21,7 @@ from attnplug.ops.certified.certified_attention import MAX_RANKING
 from attnplug.ops.certified.scratch import SETS
 from attnplug.ops.common.checks import BLOCKS
 from attnplug.policies._certified_layer import HEADS, CertifiedLayer
-from attnplug.policies.base import Phase, check_option
+from attnplug.policies.crossover import DenseBelow
 from attnplug.policies.dense import Dense
 
 # Caches below so many tokens keep their originals on the device and are read by `dense`: one query
@@ -30,7 +30,7 @@ CROSSOVER = {"cuda": 65536, "cpu": 4096}
 
 
 @dataclasses.dataclass(frozen=True)
-class Certified(Phase):
+class Certified(DenseBelow):
     """Decode over a two-tier cache, each head certified or exact.
 
     block: keys a block. coverage, k_min, k_max: blocks are read exactly until they hold this share
@@ -63,37 +63,28 @@ class Certified(Phase):
     phases: ClassVar[frozenset[str]] = frozenset({"decode"})
 
     def __post_init__(self) -> None:
-        def check(option: str, valid: bool, needed: str) -> None:
-            check_option(self.name, option, getattr(self, option), valid, needed)
-
-        for option in ("block", "k_min", "k_max", "ranking", "scratch"):
-            check(option, type(getattr(self, option)) is int, "an integer")
+        self.check_integers("block", "k_min", "k_max", "ranking", "scratch")
         for option in ("coverage", "v_tol", "explore"):
-            check(option, type(getattr(self, option)) in (int, float), "a number")
+            self.check(option, type(getattr(self, option)) in (int, float), "a number")
         for option in ("value_budget", "key_tolerance", "tolerance"):
             kind = type(getattr(self, option))
-            check(option, kind in (int, float, type(None)), "None or a number")
-        check("block", self.block in BLOCKS, ", ".join(map(str, BLOCKS)))
-        check("coverage", 0 <= self.coverage <= 1, "0 to 1")
-        check("ranking", 0 <= self.ranking <= MAX_RANKING, f"0 to {MAX_RANKING}")
-        check("k_min", self.k_min >= self.ranking, "at least ranking")
-        check("k_max", max(self.k_min, 1) <= self.k_max <= 1024, "k_min to 1024")
-        check("v_tol", self.v_tol >= 0, "at least 0")
+            self.check(option, kind in (int, float, type(None)), "None or a number")
+        self.check("block", self.block in BLOCKS, ", ".join(map(str, BLOCKS)))
+        self.check("coverage", 0 <= self.coverage <= 1, "0 to 1")
+        self.check("ranking", 0 <= self.ranking <= MAX_RANKING, f"0 to {MAX_RANKING}")
+        self.check("k_min", self.k_min >= self.ranking, "at least ranking")
+        self.check("k_max", max(self.k_min, 1) <= self.k_max <= 1024, "k_min to 1024")
+        self.check("v_tol", self.v_tol >= 0, "at least 0")
         for option in ("value_budget", "key_tolerance", "tolerance"):
             value = getattr(self, option)
-            check(option, value is None or value >= 0, "None or at least 0")
-        check("explore", 0 <= self.explore <= 1, "0 to 1")
-        check("originals", self.originals in ("host", "device"), "'host' or 'device'")
-        check("scratch", 0 <= self.scratch <= 4096, "0 to 4096")
-        tokens = self.min_tokens
-        valid = tokens is None or (type(tokens) is int and tokens >= 0)
-        check("min_tokens", valid, "None or an integer, at least 0")
+            self.check(option, value is None or value >= 0, "None or at least 0")
+        self.check("explore", 0 <= self.explore <= 1, "0 to 1")
+        self.check("originals", self.originals in ("host", "device"), "'host' or 'device'")
+        self.check("scratch", 0 <= self.scratch <= 4096, "0 to 4096")
+        self.check_min_tokens()
 
-    def crossover(self, device: torch.device) -> int:
-        """Tokens of a cache below which dense attention runs on such a device."""
-        if self.min_tokens is not None:
-            return self.min_tokens
-        return CROSSOVER["cpu" if device.type == "cpu" else "cuda"]
+    def measured_crossover(self, kind: str) -> int:
+        return CROSSOVER[kind]
 
     def slots(self, blocks: int) -> int:
         """Slots of the scratch cache of `blocks` blocks. None where k_min blocks are all that is
@@ -105,11 +96,9 @@ class Certified(Phase):
         return 0 if none else min(self.scratch, max(SETS, blocks // 8))
 
     def note(self, shape: LayerShape) -> str:
-        tokens = self.crossover(shape.device)
-        small = f" below {tokens:,} tokens and in those" if tokens else ""
         return (
             f"INT8 keys, INT4 values in blocks of {self.block}, originals on the {self.originals}; "
-            f"dense in caches{small} that attnplug did not make for it"
+            f"{self.dense_caches(shape.device)}"
         )
 
     def cache_layer(self, max_length: int) -> CertifiedLayer:
@@ -117,8 +106,8 @@ class Certified(Phase):
         return CertifiedLayer(max_length, self.block, slots, self.originals, self.crossover)
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
-        state = call.state
-        if not (isinstance(state, CertifiedLayer) and state.serves(self.block, call.k)):
+        layer = self._own_layer(call)
+        if layer is None or layer.tier is None:
             return Dense().attend(call)
         rows: dict[str, Any] = {
             "block": self.block,
@@ -126,13 +115,12 @@ class Certified(Phase):
             "start": call.first_key,
             "key_mask": call.key_mask,
         }
-        assert state.tier is not None  # serves() said so
-        quantize_kv(call.k, call.v, state.tier, **rows)
+        quantize_kv(call.k, call.v, layer.tier, **rows)
         found = certified_attention(
             call.q,
             call.k,
             call.v,
-            state.tier,
+            layer.tier,
             scale=call.scale,
             coverage=self.coverage,
             k_min=self.k_min,
@@ -145,8 +133,16 @@ class Certified(Phase):
             explore=self.explore,
             softcap=call.softcap,
             sinks=call.sinks,
-            telemetry=state.telemetry if call.q.shape[1] <= HEADS * call.k.shape[1] else None,
-            scratch=state.scratch,
+            telemetry=layer.telemetry if call.q.shape[1] <= HEADS * call.k.shape[1] else None,
+            scratch=layer.scratch,
             **rows,
         )
         return found.out
+
+    def _own_layer(self, call: AttentionCall) -> CertifiedLayer | None:
+        """The call's cache layer if its tier is of the call's keys and in these blocks, else None:
+        one that this method did not make, or another layer's (Gemma 3n's share some)."""
+        layer = call.state
+        if not isinstance(layer, CertifiedLayer) or layer.keys is not call.k:
+            return None
+        return layer if layer.block == self.block else None

@@ -15,12 +15,18 @@ from typing import Any, ClassVar
 import torch
 
 from attnplug.call import AttentionCall, LayerShape, Reads
-from attnplug.ops import gather_attention, gather_decode, select_blocks, tiered_decode
+from attnplug.ops import (
+    ResidentBlocks,
+    gather_attention,
+    gather_decode,
+    select_blocks,
+    tiered_decode,
+)
 from attnplug.ops.common.checks import BLOCKS
 from attnplug.ops.gather.select_blocks import MAX_BLOCKS, SCORINGS
 from attnplug.policies._gather_layers import GatherLayer, HostGatherLayer
 from attnplug.policies._reads import query_positions, read_blocks
-from attnplug.policies.base import Phase, check_option
+from attnplug.policies.crossover import DenseBelow
 from attnplug.policies.dense import Dense
 
 # A cache smaller than this many times the keys that a step keeps is read whole, and one below so
@@ -30,11 +36,12 @@ CROSSOVER_FACTOR = {"cuda": 10, "cpu": 2}
 CROSSOVER_FLOOR = {"cuda": 32768, "cpu": 4096}
 BOUNDS = ("int8", "exact")
 INT8_FROM = 16384  # tokens of a cache whose bounds are INT8 unless told otherwise
+Token = tuple[torch.Tensor, torch.Tensor]  # a step's key and value
 RESIDENT = 256  # blocks of each KV head that a cache in host memory keeps on the GPU
 
 
 @dataclasses.dataclass(frozen=True)
-class Gather(Phase):
+class Gather(DenseBelow):
     """Decode over a keep set of constant size.
 
     k: distant blocks that each KV head reads; 0 is a sliding window. block: keys a block. sink:
@@ -64,44 +71,30 @@ class Gather(Phase):
     takes_pending: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        def check(option: str, valid: bool, needed: str) -> None:
-            check_option(self.name, option, getattr(self, option), valid, needed)
-
-        for option in ("k", "block", "sink", "local"):
-            check(option, type(getattr(self, option)) is int, "an integer")
-        check("k", 0 <= self.k <= MAX_BLOCKS, f"0 to {MAX_BLOCKS}")
-        check("block", self.block in BLOCKS, ", ".join(map(str, BLOCKS)))
-        check("sink", self.sink >= 0, "at least 0")
-        check("local", self.local >= 1, "at least 1, the query's own block")
-        check("scoring", self.scoring in SCORINGS, ", ".join(SCORINGS))
-        tokens = self.min_tokens
-        valid = tokens is None or (type(tokens) is int and tokens >= 0)
-        check("min_tokens", valid, "None or an integer, at least 0")
-        check("bounds", self.bounds in (None, *BOUNDS), "None, 'int8' or 'exact'")
-        check("kv", self.kv in ("gpu", "host"), "'gpu' or 'host'")
+        self.check_integers("k", "block", "sink", "local")
+        self.check("k", 0 <= self.k <= MAX_BLOCKS, f"0 to {MAX_BLOCKS}")
+        self.check("block", self.block in BLOCKS, ", ".join(map(str, BLOCKS)))
+        self.check("sink", self.sink >= 0, "at least 0")
+        self.check("local", self.local >= 1, "at least 1, the query's own block")
+        self.check("scoring", self.scoring in SCORINGS, ", ".join(SCORINGS))
+        self.check_min_tokens()
+        self.check("bounds", self.bounds in (None, *BOUNDS), "None, 'int8' or 'exact'")
+        self.check("kv", self.kv in ("gpu", "host"), "'gpu' or 'host'")
         if self.resident is not None:
-            check("resident", self.kv == "host", "kv='host'; a cache on the GPU is all there")
+            self.check("resident", self.kv == "host", "kv='host'; a cache on the GPU is all there")
             enough = type(self.resident) is int and self.resident >= self.sink + self.k
-            check("resident", enough, f"an integer, at least sink + k = {self.sink + self.k}")
+            self.check("resident", enough, f"an integer, at least sink + k = {self.sink + self.k}")
 
-    def crossover(self, device: torch.device) -> int:
-        """Tokens of a cache below which dense attention runs on such a device."""
-        if self.min_tokens is not None:
-            return self.min_tokens
+    def measured_crossover(self, kind: str) -> int:
         kept = (self.sink + self.local + self.k) * self.block
-        kind = "cpu" if device.type == "cpu" else "cuda"
         return max(CROSSOVER_FLOOR[kind], CROSSOVER_FACTOR[kind] * kept)
 
     def note(self, shape: LayerShape) -> str:
-        kept, tokens = self.sink + self.local + self.k, self.crossover(shape.device)
-        small = f" below {tokens:,} tokens and in those" if tokens else ""
-        where = ""
+        kept, where = self.sink + self.local + self.k, ""
         if self.kv == "host":
             where = f" from host memory, {self._slots} blocks a KV head cached on the device"
-        return (
-            f"reads {kept} blocks of {self.block} keys{where}; dense in caches{small} that "
-            "attnplug did not make for it"
-        )
+        dense = self.dense_caches(shape.device)
+        return f"reads {kept} blocks of {self.block} keys{where}; {dense}"
 
     @property
     def _slots(self) -> int:
@@ -124,96 +117,79 @@ class Gather(Phase):
         return 1 if self.scoring == "mean" else 2, int8 if self.scoring == "bounds" else False
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
-        state = call.state
-        if call.k.shape[2] < self.crossover(call.q.device) or not self._serves(state, call.k):
+        layer = self._own_layer(call)
+        if layer is None:
             call.flush()
             return Dense().attend(call)
-        assert isinstance(state, GatherLayer)
-        options: dict[str, Any] = {
-            "scale": call.scale,
-            "block": self.block,
-            "sink": self.sink,
-            "local": self.local,
-            "start": call.first_key,
-            "key_mask": call.key_mask,
-        }
-        more = {"softcap": call.softcap, "sinks": call.sinks}
-        pending = state.take_pending()
-        if isinstance(state, HostGatherLayer) and state.near is not None:
-            out, _ = tiered_decode(
-                call.q,
-                call.k,
-                call.v,
-                state.bounds,
-                state.progress,
-                state.near,
-                top_k=self.k,
-                scoring=self.scoring,
-                lengths=state.cumulative_length.reshape(1),
-                new=pending,
-                **more,
-                **options,
-            )
-            if pending is not None:
-                state.cumulative_length.add_(1)
-            return out
+        options = self._options(call)
+        pending = layer.take_pending()
+        if isinstance(layer, HostGatherLayer) and layer.near is not None:
+            return self._attend_on_host(call, layer, layer.near, pending, options)
         if pending is not None:
-            count = not torch.compiler.is_compiling()  # the model reads its positions off it
-            out, _ = gather_decode(
-                call.q,
-                call.k,
-                call.v,
-                *pending,
-                state.bounds,
-                state.progress,
-                state.cumulative_length,
-                top_k=self.k,
-                scoring=self.scoring,
-                count=count,
-                **more,
-                **options,
-            )
-            if not count:
-                state.cumulative_length.add_(1)
-            return out
+            return self._attend_and_write(call, layer, pending, options)
         options["lengths"] = call.lengths
-        if self.k == 0:
-            index = call.q.new_empty((*call.k.shape[:2], 1, 0), dtype=torch.int32)
-        else:
-            index = select_blocks(
-                call.q,
-                call.k,
-                state.bounds,
-                state.progress,
-                top_k=self.k,
-                scoring=self.scoring,
-                **options,
-            )
+        index = self._select(call, layer, options)
+        more = {"softcap": call.softcap, "sinks": call.sinks}
         out, _ = gather_attention(call.q, call.k, call.v, index, **more, **options)
         return out
 
+    def _attend_on_host(
+        self,
+        call: AttentionCall,
+        layer: HostGatherLayer,
+        near: ResidentBlocks,
+        pending: Token | None,
+        options: dict[str, Any],
+    ) -> torch.Tensor:
+        """A step over keys and values in host memory; writes the pending token, if there is one."""
+        out, _ = tiered_decode(
+            call.q,
+            call.k,
+            call.v,
+            layer.bounds,
+            layer.progress,
+            near,
+            top_k=self.k,
+            scoring=self.scoring,
+            lengths=layer.cumulative_length.reshape(1),
+            new=pending,
+            softcap=call.softcap,
+            sinks=call.sinks,
+            **options,
+        )
+        if pending is not None:
+            layer.cumulative_length.add_(1)
+        return out
+
+    def _attend_and_write(
+        self, call: AttentionCall, layer: GatherLayer, pending: Token, options: dict[str, Any]
+    ) -> torch.Tensor:
+        """A step that writes its own token, all in one op."""
+        count = not torch.compiler.is_compiling()  # the model reads its positions off it
+        out, _ = gather_decode(
+            call.q,
+            call.k,
+            call.v,
+            *pending,
+            layer.bounds,
+            layer.progress,
+            layer.cumulative_length,
+            top_k=self.k,
+            scoring=self.scoring,
+            count=count,
+            softcap=call.softcap,
+            sinks=call.sinks,
+            **options,
+        )
+        if not count:
+            layer.cumulative_length.add_(1)
+        return out
+
     def reads(self, call: AttentionCall) -> Reads | None:
-        state, start = call.state, call.first_key
-        if call.k.shape[2] < self.crossover(call.q.device) or not self._serves(state, call.k):
+        layer = self._own_layer(call)
+        if layer is None:
             return None
-        assert isinstance(state, GatherLayer)
-        index = call.q.new_empty((*call.k.shape[:2], 1, 0), dtype=torch.int32)
-        if self.k > 0:
-            index = select_blocks(
-                call.q,
-                call.k,
-                state.bounds,
-                state.progress,
-                scale=call.scale,
-                block=self.block,
-                top_k=self.k,
-                scoring=self.scoring,
-                sink=self.sink,
-                local=self.local,
-                lengths=call.lengths,
-                start=start,
-                key_mask=call.key_mask,
-            )
+        index = self._select(call, layer, self._options(call) | {"lengths": call.lengths})
         local = query_positions(call, 1) // self.block - self.local + 1
         return read_blocks(
             call,
@@ -225,17 +201,44 @@ class Gather(Phase):
             most=self.local,
         )
 
-    def _serves(self, state: object, k: torch.Tensor) -> bool:
-        """Whether the layer's summaries are those of these keys: the layer is one that this method
-        made, and the keys are its own (Gemma 3n's layers share some)."""
-        if not isinstance(state, GatherLayer):
-            return False
-        if isinstance(state, HostGatherLayer) and state.near is not None:
-            blocks = state.near.table.shape[2]
-            enough = state.near.owner.shape[2] >= min(self.sink + self.k, blocks)
-            if not enough or state.local != self.local:
-                return False
-        return state.keys is k and (state.block, state.form) == (
-            self.block,
-            self.summary_form(k.shape[2]),
+    def _options(self, call: AttentionCall) -> dict[str, Any]:
+        """What gather's ops take alike, but for the lengths."""
+        return {
+            "scale": call.scale,
+            "block": self.block,
+            "sink": self.sink,
+            "local": self.local,
+            "start": call.first_key,
+            "key_mask": call.key_mask,
+        }
+
+    def _select(
+        self, call: AttentionCall, layer: GatherLayer, options: dict[str, Any]
+    ) -> torch.Tensor:
+        """The distant blocks that each KV head reads, int32 `[B,Hkv,1,k]`."""
+        if self.k == 0:
+            return call.q.new_empty((*call.k.shape[:2], 1, 0), dtype=torch.int32)
+        return select_blocks(
+            call.q,
+            call.k,
+            layer.bounds,
+            layer.progress,
+            top_k=self.k,
+            scoring=self.scoring,
+            **options,
         )
+
+    def _own_layer(self, call: AttentionCall) -> GatherLayer | None:
+        """The call's cache layer if its summaries are those of the call's keys, else None: a small
+        cache, one that this method did not make, or another layer's (Gemma 3n's share some)."""
+        layer, size = call.state, call.k.shape[2]
+        if size < self.crossover(call.q.device) or not isinstance(layer, GatherLayer):
+            return None
+        if isinstance(layer, HostGatherLayer) and layer.near is not None:
+            blocks = layer.near.table.shape[2]
+            enough = layer.near.owner.shape[2] >= min(self.sink + self.k, blocks)
+            if not enough or layer.local != self.local:
+                return None
+        made = layer.block, layer.form
+        own = layer.keys is call.k and made == (self.block, self.summary_form(size))
+        return layer if own else None

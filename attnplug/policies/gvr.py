@@ -20,7 +20,7 @@ from attnplug.call import AttentionCall, LayerShape
 from attnplug.ops import gather_tokens_attention, score_tokens, topk
 from attnplug.ops.gvr.topk import MAX_K
 from attnplug.policies._gvr_layer import GvrLayer
-from attnplug.policies.base import Phase, check_option
+from attnplug.policies.crossover import DenseBelow
 from attnplug.policies.dense import Dense
 
 # A cache smaller than this many times the tokens that a step keeps is read whole, and one below so
@@ -31,7 +31,7 @@ CROSSOVER_FLOOR = {"cuda": 98304, "cpu": 8192}
 
 
 @dataclasses.dataclass(frozen=True)
-class Gvr(Phase):
+class Gvr(DenseBelow):
     """Token-sparse decode with an exact selection.
 
     k: tokens that each KV head picks at each step. sink: first tokens that are always read.
@@ -49,47 +49,32 @@ class Gvr(Phase):
     phases: ClassVar[frozenset[str]] = frozenset({"decode"})
 
     def __post_init__(self) -> None:
-        def check(option: str, valid: bool, needed: str) -> None:
-            check_option(self.name, option, getattr(self, option), valid, needed)
-
-        for option in ("k", "sink", "window"):
-            check(option, type(getattr(self, option)) is int, "an integer")
-        check("k", 1 <= self.k <= MAX_K, f"1 to {MAX_K}")
-        check("sink", self.sink >= 0, "at least 0")
-        check("window", self.window >= 1, "at least 1, the query's own token")
-        tokens = self.min_tokens
-        valid = tokens is None or (type(tokens) is int and tokens >= 0)
-        check("min_tokens", valid, "None or an integer, at least 0")
+        self.check_integers("k", "sink", "window")
+        self.check("k", 1 <= self.k <= MAX_K, f"1 to {MAX_K}")
+        self.check("sink", self.sink >= 0, "at least 0")
+        self.check("window", self.window >= 1, "at least 1, the query's own token")
+        self.check_min_tokens()
 
     @property
     def kept(self) -> int:
         """The most tokens that a step reads, of a row that is long enough."""
         return self.sink + self.window + self.k
 
-    def crossover(self, device: torch.device) -> int:
-        """Tokens of a cache below which dense attention runs on such a device."""
-        if self.min_tokens is not None:
-            return self.min_tokens
-        kind = "cpu" if device.type == "cpu" else "cuda"
+    def measured_crossover(self, kind: str) -> int:
         return max(CROSSOVER_FLOOR[kind], CROSSOVER_FACTOR * self.kept)
 
     def note(self, shape: LayerShape) -> str:
-        tokens = self.crossover(shape.device)
-        small = f" below {tokens:,} tokens and in those" if tokens else ""
         density = f", {self.kept / 131072:.1%} of 131,072"
-        return (
-            f"reads {self.kept:,} tokens{density}, and INT8 keys to choose them; dense in caches"
-            f"{small} that attnplug did not make for it"
-        )
+        dense = self.dense_caches(shape.device)
+        return f"reads {self.kept:,} tokens{density}, and INT8 keys to choose them; {dense}"
 
     def cache_layer(self, max_length: int) -> GvrLayer:
         return GvrLayer(max_length, self.k, self.kept)
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
-        state = call.state
-        if call.k.shape[2] < self.crossover(call.q.device) or not self._serves(state, call.k):
+        layer = self._own_layer(call)
+        if layer is None:
             return Dense().attend(call)
-        assert isinstance(state, GvrLayer)
         options: dict[str, Any] = {
             "sink": self.sink,
             "window": self.window,
@@ -101,10 +86,10 @@ class Gvr(Phase):
         if rows is not None and rows.shape[0] > 1:  # topk's rows are (sequence, KV head) pairs
             rows = rows.repeat_interleave(call.k.shape[1])
         # Not by the softcap: it changes no order.
-        scores = score_tokens(call.q, state.codes, state.scales, **options)
+        scores = score_tokens(call.q, layer.codes, layer.scales, **options)
         # Where a row has fewer than k others, -inf is picked too; attention passes over those.
-        picks, _ = topk(scores, self.k, hint=state.picks.flatten(0, 1), lengths=rows)
-        picks = picks.view(state.picks.shape)
+        picks, _ = topk(scores, self.k, hint=layer.picks.flatten(0, 1), lengths=rows)
+        picks = picks.view(layer.picks.shape)
         out, _ = gather_tokens_attention(
             call.q,
             call.k,
@@ -115,10 +100,13 @@ class Gvr(Phase):
             sinks=call.sinks,
             **options,
         )
-        state.remember(picks)  # last: the kernels before it start one another early
+        layer.remember(picks)  # last: the kernels before it start one another early
         return out
 
-    def _serves(self, state: object, k: torch.Tensor) -> bool:
-        """Whether the layer's codes are those of these keys: the layer is one that this method
-        made, and the keys are its own (Gemma 3n's layers share some)."""
-        return isinstance(state, GvrLayer) and state.keys is k and state.k == self.k
+    def _own_layer(self, call: AttentionCall) -> GvrLayer | None:
+        """The call's cache layer if its codes are those of the call's keys, else None: a small
+        cache, one that this method did not make, or another layer's (Gemma 3n's share some)."""
+        layer = call.state
+        if call.k.shape[2] < self.crossover(call.q.device) or not isinstance(layer, GvrLayer):
+            return None
+        return layer if layer.keys is call.k and layer.k == self.k else None

@@ -28,7 +28,7 @@ from attnplug.ops import (
 from attnplug.ops.momo.merge_block_rows import MAX_ENTRIES
 from attnplug.ops.momo.query_sparse_attention import MAX_EXACT
 from attnplug.policies._reads import query_positions, read_blocks
-from attnplug.policies.base import Phase, check_option
+from attnplug.policies.crossover import DenseBelow
 from attnplug.policies.dense import Dense, apply_sinks
 
 # Below this many query tokens for each key that a query block may read, dense attention is
@@ -41,7 +41,7 @@ LIST_BYTES = 600 << 20
 
 @renamed_option("topk", "selection")
 @dataclasses.dataclass(frozen=True)
-class Momo(Phase):
+class Momo(DenseBelow):
     """Block-sparse prefill with a mask measured by its own query-sparse pass.
 
     gamma: every gamma-th query is dense. block: keys a block (beta). query_block: queries that
@@ -72,48 +72,38 @@ class Momo(Phase):
     phases: ClassVar[frozenset[str]] = frozenset({"prefill"})
 
     def __post_init__(self) -> None:
-        def check(option: str, valid: bool, needed: str) -> None:
-            check_option(self.name, option, getattr(self, option), valid, needed)
-
-        for option in ("gamma", "block", "query_block", "top_k", "exact_k", "sink", "window"):
-            check(option, type(getattr(self, option)) is int, "an integer")
-        check("gamma", self.gamma >= 1, "at least 1")
-        check("block", self.block in (16, 32, 64, 128), "16, 32, 64 or 128")
-        check("top_k", 1 <= self.top_k <= 1024, "1 to 1024")
-        check("exact_k", self.exact_k >= 0, "at least 0")
+        self.check_integers("gamma", "block", "query_block", "top_k", "exact_k", "sink", "window")
+        self.check("gamma", self.gamma >= 1, "at least 1")
+        self.check("block", self.block in (16, 32, 64, 128), "16, 32, 64 or 128")
+        self.check("top_k", 1 <= self.top_k <= 1024, "1 to 1024")
+        self.check("exact_k", self.exact_k >= 0, "at least 0")
         most = min(self.top_k, MAX_EXACT)
         fits = self.selection != "estimated" or self.exact_k <= most  # nobody else reads it
-        check("exact_k", fits, f"0 to {most} here (top_k={self.top_k})")
-        check(
+        self.check("exact_k", fits, f"0 to {most} here (top_k={self.top_k})")
+        self.check(
             "query_block",
             self.query_block > 0 and self.query_block % self.gamma == 0,
             f"a multiple of gamma={self.gamma}",
         )
         entries = self.query_block // self.gamma * self.top_k
-        check(
+        self.check(
             "top_k",
             self.selection == "joint" or entries <= MAX_ENTRIES,
             f"query_block / gamma * top_k = {entries} to be at most {MAX_ENTRIES}",
         )
-        check("sink", self.sink >= 0, "at least 0")
-        check("window", self.window >= 0, "at least 0")
+        self.check("sink", self.sink >= 0, "at least 0")
+        self.check("window", self.window >= 0, "at least 0")
         algorithms = ("joint", "exact", "tournament", "estimated")
-        check("selection", self.selection in algorithms, ", ".join(algorithms))
+        self.check("selection", self.selection in algorithms, ", ".join(algorithms))
         merges = ("mass", "mean", "mean_normalised")
-        check("merge", self.merge in merges, ", ".join(merges))
+        self.check("merge", self.merge in merges, ", ".join(merges))
         joint = self.selection == "joint"
-        check("merge", not joint or self.merge == "mass", "'mass' where selection='joint'")
+        self.check("merge", not joint or self.merge == "mass", "'mass' where selection='joint'")
         share = type(self.delta) in (int, float) and 0 <= self.delta <= 1
-        check("delta", share, "0 to 1")
-        tokens = self.min_tokens
-        valid = tokens is None or (type(tokens) is int and tokens >= 0)
-        check("min_tokens", valid, "None or an integer, at least 0")
+        self.check("delta", share, "0 to 1")
+        self.check_min_tokens()
 
-    def crossover(self, device: torch.device) -> int:
-        """Query tokens below which dense attention runs on such a device."""
-        if self.min_tokens is not None:
-            return self.min_tokens
-        kind = "cpu" if device.type == "cpu" else "cuda"
+    def measured_crossover(self, kind: str) -> int:
         return max(CROSSOVER_FLOOR[kind], CROSSOVER_FACTOR[kind] * self.top_k * self.block)
 
     def note(self, shape: LayerShape) -> str:

@@ -21,7 +21,7 @@ from attnplug.call import AttentionCall, Edges, LayerShape
 from attnplug.ops import query_sparse_attention, stream_edges, stream_mask
 from attnplug.ops.stream.stream_edges import WEIGHTS
 from attnplug.ops.stream.stream_mask import BLOCKS, MAX_BRANCHES
-from attnplug.policies.base import Phase, check_option
+from attnplug.policies.base import Phase
 from attnplug.policies.dense import apply_sinks
 
 SUBJECTS = ("model", "policy")
@@ -51,17 +51,13 @@ class Stream(Phase):
     on_request: ClassVar[frozenset[str]] = frozenset({"prefill"})
 
     def __post_init__(self) -> None:
-        def check(option: str, valid: bool, needed: str) -> None:
-            check_option(self.name, option, getattr(self, option), valid, needed)
-
-        for option in ("top_k", "block", "query_block", "measure"):
-            check(option, type(getattr(self, option)) is int, "an integer")
-        check("top_k", 1 <= self.top_k <= MAX_BRANCHES, f"1 to {MAX_BRANCHES}")
+        self.check_integers("top_k", "block", "query_block", "measure")
+        self.check("top_k", 1 <= self.top_k <= MAX_BRANCHES, f"1 to {MAX_BRANCHES}")
         for option in ("block", "query_block"):
-            check(option, getattr(self, option) in BLOCKS, ", ".join(map(str, BLOCKS)))
-        check("weights", self.weights in WEIGHTS, ", ".join(WEIGHTS))
-        check("of", self.of in SUBJECTS, ", ".join(SUBJECTS))
-        check("measure", self.measure >= 0, "at least 0")
+            self.check(option, getattr(self, option) in BLOCKS, ", ".join(map(str, BLOCKS)))
+        self.check("weights", self.weights in WEIGHTS, ", ".join(WEIGHTS))
+        self.check("of", self.of in SUBJECTS, ", ".join(SUBJECTS))
+        self.check("measure", self.measure >= 0, "at least 0")
 
     def refusal(self, shape: LayerShape) -> str | None:
         return "stream knows no softcap" if shape.softcap else None

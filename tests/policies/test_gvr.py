@@ -220,7 +220,7 @@ def test_beams_are_reordered_in_place(device):
     """A CUDA graph goes on reading the old addresses."""
     layer = filled(GVR, tokens(0, 150, batch=3, device=device))
     GVR.attend(step(layer))
-    buffers = ("keys", "codes", "steps", "picks", "before")
+    buffers = ("keys", "codes", "scales", "picks", "before")
     addresses = [getattr(layer, name).data_ptr() for name in buffers]
     want = [getattr(layer, name)[[2, 0, 0]] for name in buffers]
     layer.reorder_cache(torch.tensor([2, 0, 0]))
