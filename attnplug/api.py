@@ -28,6 +28,7 @@ from attnplug.models.layers import (
     find_attention_layers,
     has_own_slot,
     takes_cache,
+    unwrap,
 )
 from attnplug.models.names import ADDITIVE_NAME, ATTENTION_NAME, ATTENTION_NAMES
 from attnplug.policies import Phase, Policy, parse
@@ -116,7 +117,7 @@ def apply(model: Model, policy: PolicyLike | Mapping[LayerKey, PolicyLike]) -> M
 
     Raises PolicyError, UnsupportedModelError or AlreadyAppliedError; the model is then unchanged.
     """
-    target = _unwrap(model)
+    target = unwrap(model)
     if STATE in target.__dict__:
         raise AlreadyAppliedError(
             f"this model already has the policy {target.__dict__[STATE].report.policy!r}; call "
@@ -150,7 +151,7 @@ def apply(model: Model, policy: PolicyLike | Mapping[LayerKey, PolicyLike]) -> M
 
 def remove(model: Model) -> Model:
     """Undo `apply`: the model is bit for bit what it was. Raises NotAppliedError."""
-    target = _unwrap(model)
+    target = unwrap(model)
     ledger = _ledger_of(target)
     unbind_generate(target, ledger.methods)
     _take_compiled(target)
@@ -178,7 +179,7 @@ def applied(model: Model, policy: PolicyLike | Mapping[LayerKey, PolicyLike]) ->
 def report(model: torch.nn.Module) -> Report:
     """What runs where on a model that has a policy, and why not. Raises NotAppliedError, and
     UnsupportedModelError where the attention was switched since."""
-    target = _unwrap(model)
+    target = unwrap(model)
     ledger = _ledger_of(target)
     hooked = {module for _, module in ledger.hooks}
     for layer in find_attention_layers(target):
@@ -195,7 +196,7 @@ def make_cache(model: torch.nn.Module, max_length: int) -> PlugCache:
     """An empty static cache of `max_length` tokens for a model that has a policy, with its
     methods' own state, for use without generate. Raises NotAppliedError, ArgumentError, and
     UnsupportedModelError where transformers cannot run the model on a static cache."""
-    target = _unwrap(model)
+    target = unwrap(model)
     ledger = _ledger_of(target)
     if not isinstance(max_length, int) or isinstance(max_length, bool) or max_length < 1:
         raise ArgumentError(
@@ -205,17 +206,6 @@ def make_cache(model: torch.nn.Module, max_length: int) -> PlugCache:
     if why:
         raise UnsupportedModelError(f"{why}; leave the cache to the model with use_cache=True")
     return PlugCache.for_config(target.config, max_length, ledger.make_layer)
-
-
-def _unwrap(model: torch.nn.Module) -> PreTrainedModel:
-    """The PreTrainedModel itself, out of torch.compile's wrapper."""
-    inner = getattr(model, "_orig_mod", model)
-    if not isinstance(inner, PreTrainedModel):
-        hint = "pass its get_base_model()" if hasattr(inner, "get_base_model") else "load one"
-        raise UnsupportedModelError(
-            f"a {type(inner).__name__} is not a transformers PreTrainedModel; {hint}"
-        )
-    return inner
 
 
 def _ledger_of(target: PreTrainedModel) -> _Ledger:

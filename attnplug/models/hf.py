@@ -9,7 +9,9 @@ attention.
 """
 
 import sys
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -19,7 +21,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from attnplug.call import AttentionCall, EdgeWriter, Serves, causal_mask
-from attnplug.errors import GradientError, UnsupportedCallError
+from attnplug.errors import GradientError, PolicyError, UnsupportedCallError
 from attnplug.models.cache import PlugLayer, autocast_dtype
 from attnplug.models.names import ADDITIVE_NAME, ATTENTION_NAMES
 from attnplug.models.sync import may_sync
@@ -45,6 +47,29 @@ class Binding(Generic[PolicyT]):
         never run, and transformers silently leaves out the masks of a name it does not know."""
         register_names()
         vars(self).update(state)
+
+
+def binding_of(module: torch.nn.Module) -> Binding[Any] | None:
+    """What `apply` decided for an attention module, None where it has not been applied."""
+    return getattr(module, BINDING, None)
+
+
+@contextmanager
+def tracing(writers: Mapping[torch.nn.Module, EdgeWriter]) -> Iterator[None]:
+    """Within it, each of these modules with a policy hands the edges of its calls to its writer.
+    Raises PolicyError where a module has one already."""
+    before = {module: binding_of(module) for module in writers}
+    if any(binding is not None and binding.trace_to is not None for binding in before.values()):
+        raise PolicyError("this model is being recorded already; one file at a time")
+    try:
+        for module, binding in before.items():
+            if binding is not None:
+                setattr(module, BINDING, replace(binding, trace_to=writers[module]))
+        yield
+    finally:
+        for module, binding in before.items():
+            if binding is not None:
+                setattr(module, BINDING, binding)
 
 
 def register_names() -> None:
@@ -134,11 +159,7 @@ def plug_attention(
     state = attnplug_state
     if isinstance(state, PlugLayer) and query.shape[2] > 1:  # steps defer their write by it
         state.note_buffers(key, value)
-    cast = autocast_dtype(query.device)
-    if cast is not None:  # what sdpa does: rotary embeddings leave keys and queries in float32
-        if isinstance(state, PlugLayer) and key.dtype != cast:
-            state.flush()  # a copy of the buffers must have the pending token
-        query, key, value = query.to(cast), key.to(cast), value.to(cast)
+    query, key, value = _as_autocast(query, key, value, state)
     key, value, lengths = _valid_part(query, key, value, state, attnplug_fresh)
     call = AttentionCall(
         query,
@@ -151,13 +172,8 @@ def plug_attention(
         state=state if isinstance(state, StaticLayer) else None,
     )
     compact = _set_key_mask(call, attention_mask)
-    blind = state is None and key.shape[2] != query.shape[2] and getattr(module, "is_causal", True)
-    if blind and compact and not _exotic(kwargs):
-        raise UnsupportedCallError(
-            f"{type(module).__name__} got {key.shape[2]} keys for {query.shape[2]} queries and no "
-            "cache that attnplug can see, so it cannot know which keys are valid. Pass the cache "
-            "as past_key_values."
-        )
+    if state is None and compact and not _exotic(kwargs):
+        _refuse_unknown_keys(module, query, key)
     if binding is None or binding.policy is None or not compact or _exotic(kwargs):
         call.flush()
         return _stock(module, binding, call, attention_mask, compact, kwargs)
@@ -191,6 +207,29 @@ def _refuse(query: torch.Tensor, dropout: float, kwargs: dict[str, Any]) -> None
         raise UnsupportedCallError(
             "continuous batching hands attention a paged cache, which attnplug does not serve. "
             "Call generate, or remove the policy first."
+        )
+
+
+def _as_autocast(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, state: Any
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The three in autocast's dtype where it is on, as sdpa casts them: rotary embeddings leave
+    keys and queries in float32."""
+    cast = autocast_dtype(query.device)
+    if cast is None:
+        return query, key, value
+    if isinstance(state, PlugLayer) and key.dtype != cast:
+        state.flush()  # a copy of the buffers must have the pending token
+    return query.to(cast), key.to(cast), value.to(cast)
+
+
+def _refuse_unknown_keys(module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor) -> None:
+    """Without a cache in sight, causal attention can only be over the queries' own keys."""
+    if key.shape[2] != query.shape[2] and getattr(module, "is_causal", True):
+        raise UnsupportedCallError(
+            f"{type(module).__name__} got {key.shape[2]} keys for {query.shape[2]} queries and no "
+            "cache that attnplug can see, so it cannot know which keys are valid. Pass the cache "
+            "as past_key_values."
         )
 
 

@@ -29,6 +29,17 @@ class AttentionLayer:
     reason: str
 
 
+def unwrap(model: torch.nn.Module) -> PreTrainedModel:
+    """The PreTrainedModel itself, out of torch.compile's wrapper."""
+    inner = getattr(model, "_orig_mod", model)
+    if not isinstance(inner, PreTrainedModel):
+        hint = "pass its get_base_model()" if hasattr(inner, "get_base_model") else "load one"
+        raise UnsupportedModelError(
+            f"a {type(inner).__name__} is not a transformers PreTrainedModel; {hint}"
+        )
+    return inner
+
+
 def find_attention_layers(model: PreTrainedModel) -> list[AttentionLayer]:
     """The attention layers of a decoder, by layer index.
 

@@ -20,10 +20,10 @@ import triton
 import attnplug
 from attnplug import api
 from attnplug.errors import ArgumentError, PolicyError, UnsupportedCallError
-from attnplug.models.hf import BINDING, Binding
-from attnplug.models.layers import AttentionLayer, find_attention_layers
+from attnplug.models.hf import Binding, binding_of, tracing
+from attnplug.models.layers import AttentionLayer, find_attention_layers, unwrap
 from attnplug.models.sync import may_sync
-from attnplug.policies import AttentionCall, Edges, Policy
+from attnplug.policies import AttentionCall, Edges, Phase, Policy
 from attnplug.trace.layout import Layout
 from attnplug.trace.tokens import token_bytes
 from attnplug.trace.writer import Writer
@@ -52,25 +52,22 @@ def record(
     Raises PolicyError where nothing is traced, and UnsupportedCallError where no forward pass came
     or one is being captured.
     """
-    target = api._unwrap(model)
+    target = unwrap(model)
     what = api.report(target).policy
-    layers = [layer for layer in find_attention_layers(target) if _is_traced(layer)]
+    layers = [
+        layer for layer in find_attention_layers(target) if _tracing_method(layer) is not None
+    ]
     if not layers:
         raise PolicyError(
             f"the policy {what!r} traces no layer of this model; apply one that does, such as "
             '"momo+stream", and see attnplug.report(model)'
         )
     recording = Recording(path, _about(target, what, layers, tokenizer, name), progress)
-    bindings = [(layer, _binding(layer)) for layer in layers]
-    if any(binding.trace_to is not None for _, binding in bindings):
-        raise PolicyError("this model is being recorded already; one file at a time")
+    writers = {layer.module: LayerEdges(recording, layer.index) for layer in layers}
     embeddings: Any = target.get_input_embeddings()
     hook = embeddings.register_forward_pre_hook(recording.see_tokens)
     try:
-        for layer, binding in bindings:
-            writer = LayerEdges(recording, layer.index)
-            setattr(layer.module, BINDING, dataclasses.replace(binding, trace_to=writer))
-        with torch.compiler.set_stance("force_eager"):
+        with tracing(writers), torch.compiler.set_stance("force_eager"):
             yield recording
         recording.finish(tokenizer)
     except BaseException:
@@ -78,26 +75,18 @@ def record(
         raise
     finally:
         hook.remove()
-        for layer, binding in bindings:
-            setattr(layer.module, BINDING, binding)
 
 
-def _binding(layer: AttentionLayer) -> Binding[Policy]:
-    return getattr(layer.module, BINDING)
-
-
-def _is_traced(layer: AttentionLayer) -> bool:
-    policy = _binding(layer).policy
-    return policy is not None and policy.trace is not None
+def _tracing_method(layer: AttentionLayer) -> Phase | None:
+    binding: Binding[Policy] | None = binding_of(layer.module)
+    return None if binding is None or binding.policy is None else binding.policy.trace
 
 
 def _about(
     target: Any, what: str, layers: list[AttentionLayer], tokenizer: Any, name: str
 ) -> dict[str, Any]:
     """What the file says of its origin; no folder of this machine, so that bytes agree."""
-    policy = _binding(layers[0]).policy
-    assert policy is not None and policy.trace is not None  # they are traced
-    method: Any = policy.trace
+    method: Any = _tracing_method(layers[0])
     return {
         "model": name or Path(getattr(target.config, "_name_or_path", "") or "").name,
         "tokenizer": "" if tokenizer is None else type(tokenizer).__name__,
