@@ -9,8 +9,8 @@ from attnplug.policies import methods
 
 @dataclass(frozen=True)
 class Case:
-    """A policy, and `exact`, the same with a budget that covers every text of the contract. A NaN in
-    the first third of 70 tokens is to be within `policy`'s reach (promise 8).
+    """A policy, and `exact`, the same with a budget that covers every text of the contract. A NaN
+    in the first third of 70 tokens is to be within `policy`'s reach (promise 8).
     `family` and `graphs` are exact settings for the model families and for CUDA graphs, where those
     of `exact` would not do."""
 

@@ -19,7 +19,6 @@ from attnplug.ops.common.reference import reference_kept, reference_rows, sinks_
 from attnplug.ops.common.rows import NO_MASK, mask_bytes, row_span, row_step, rows_on_cpu
 from attnplug.ops.common.softmax import LN2, LOG2E, attend_tile, base_two, online_softmax, softcap
 from attnplug.ops.common.splits import merge_splits, store_piece
-from attnplug.ops.common.tiles import load_query
 
 __all__ = [
     "BLOCKS",
@@ -35,7 +34,6 @@ __all__ = [
     "check_sinks",
     "define_op",
     "early",
-    "load_query",
     "machine",
     "mask_bytes",
     "merge_splits",

@@ -29,7 +29,6 @@ from attnplug.ops.common.reference import reference_rows, sinks_on_cpu
 from attnplug.ops.common.rows import NO_MASK, mask_bytes, row_span, row_step, rows_on_cpu
 from attnplug.ops.common.softmax import base_two, online_softmax, softcap
 from attnplug.ops.common.splits import merge_splits
-from attnplug.ops.common.tiles import load_query
 
 
 def dense_decode(
@@ -210,7 +209,7 @@ def _attend(
     in_rows = r < T * GROUP
     in_width = d < D
     q_at = q + b * q_b + head.to(tl.int64)[:, None] * q_h + t.to(tl.int64)[:, None] * q_t
-    query = load_query(q_at, in_rows, D, DP)
+    query = tl.load(q_at + d[None, :], mask=in_rows[:, None] & in_width[None, :], other=0.0)
 
     # BYPASS_L1=0: this kernel starts only when the ones in front of it have ended.
     length, low = row_span(lengths, start, b, S, LENGTH_STEP, START_STEP, BYPASS_L1=0)

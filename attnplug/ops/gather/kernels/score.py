@@ -286,7 +286,6 @@ def score_blocks(
     r = tl.arange(0, ROWS) % HEADS
     in_group = g < GROUP
     d = tl.arange(0, DP)
-    # Not `load_query`: the compiler orders the instructions of a call otherwise.
     q_at = q + b * q_b + (h * GROUP + r).to(tl.int64)[:, None] * q_h + t * q_t + d[None, :]
     query = tl.load(
         q_at, mask=(r < GROUP)[:, None] & (d < D)[None, :], other=0.0, cache_modifier=".cg"

@@ -202,7 +202,6 @@ def attend_tiered(
     head = h * GROUP + g
     in_group = g < GROUP
     in_width = d < D
-    # Not `load_query`: the compiler orders the instructions of a call otherwise.
     q_at = q + b * q_b + head.to(tl.int64)[:, None] * q_h + d[None, :]
     query = tl.load(
         q_at, mask=in_group[:, None] & in_width[None, :], other=0.0, cache_modifier=".cg"
