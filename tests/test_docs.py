@@ -251,6 +251,16 @@ def test_internal_links_resolve(page):
             assert anchor in anchors(linked), target
 
 
+def test_the_pages_that_sources_cite_exist():
+    sources = [p for room in ("attnplug", "bench", "tests") for p in (ROOT / room).rglob("*.py")]
+    cited = 0
+    for path in sources:
+        for page in re.findall(r"\bdocs/[\w/-]+\.md\b", path.read_text()):
+            cited += 1
+            assert (ROOT / page).is_file(), f"{name_of(path)} cites {page}"
+    assert cited > 20
+
+
 def anchors(page: Path) -> set[str]:
     """The anchors that mkdocs gives to the headings of a page."""
     headings = re.findall(r"^#+ (.*)$", FENCED.sub("", page.read_text()), re.MULTILINE)

@@ -7,8 +7,9 @@ k', v' are the quantized keys and values (`quantize_kv`), or the originals of th
 reads exactly: those that hold the attention ("promoted"), those whose values would err too much,
 and a random few. Which these are, what the bounds are and when a head or a row is recomputed from
 the originals is decided on the device ("the ladder"). Every head that is returned is within its
-reported bound, or is the exact output. docs/certified.md has the proofs. Source: "Runtime-Certified
-Bounded-Error Quantized Attention" (docs/papers.md); the bound that decides is a tighter one.
+reported bound, or is the exact output. docs/methods/certified-bounds.md has the proofs. Source:
+"Runtime-Certified Bounded-Error Quantized Attention" (docs/papers.md); the bound that decides is a
+tighter one.
 """
 
 from typing import NamedTuple

@@ -183,7 +183,7 @@ class _Step:
             key_tolerance=min(choice.key_tolerance, 1e30),
         )
         programs = self.programs.READERS + self.programs.CHUNKS + self.shape.GROUP
-        # Not launched early: that made the whole step slower (docs/log.md).
+        # Not launched early: that made the whole step slower (docs/log/certified.md).
         choose_blocks[(self.kv_heads, programs, self.batch)](
             **self._promotion(ranking),
             splits=self.memory.splits,

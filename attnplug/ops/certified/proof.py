@@ -1,5 +1,5 @@
-"""The constants of the proof in docs/certified.md, as plain numbers. The numba reference uses them
-as they are, kernels by the same names in `records.py`.
+"""The constants of the proof in docs/methods/certified-bounds.md, as plain numbers. The numba
+reference uses them as they are, kernels by the same names in `records.py`.
 
 u = 2^-24 is the unit roundoff of float32. Where kernels and reference compute differently they have
 constants of their own, and the reason stands beside the pair. None of these is a tolerance that

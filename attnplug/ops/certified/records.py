@@ -53,7 +53,7 @@ LN2 = tl.constexpr(0.6931471805599453)
 
 # --- left_sums, float32 [head, LEFT_FIELDS, chunk]: choose_blocks to finish -----------------------
 # Sums over the blocks that a chunk leaves quantized, with masses m relative to all that the first
-# pass has seen (docs/certified.md, "The bounds").
+# pass has seen (docs/methods/certified-bounds.md, "Scores").
 
 LEFT_OVER = tl.constexpr(0)  # m (e^D - 1)
 LEFT_UNDER = tl.constexpr(1)  # m (1 - e^-D)
