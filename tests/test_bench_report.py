@@ -181,6 +181,10 @@ def test_check_sees_a_stale_page_and_writes_nothing(report, tree, capsys):
     assert "stale docs/reference/results.md" in capsys.readouterr().out
 
 
+def test_the_committed_pages_are_what_the_results_say(report, capsys):
+    assert report.main(["--check"]) == 0, capsys.readouterr().out
+
+
 def test_no_results_is_said(report, tmp_path):
     (tmp_path / "README.md").write_text("<!-- results op=momo -->\n<!-- /results -->\n")
     assert run(report, tmp_path) == 0
