@@ -284,14 +284,16 @@ def gains(shape: Shape, bill: Bill, policy: Gather) -> np.ndarray:
     return np.array(
         [
             [
-                math.nan if not bill.fits(shape, n, b)
-                else 1.0 if n < crossover
+                math.nan
+                if not bill.fits(shape, n, b)
+                else 1.0
+                if n < crossover
                 else bill.speedup(shape, n, b, policy)
                 for n in CONTEXTS
             ]
             for b in BATCHES
         ]
-    )  # fmt: skip
+    )
 
 
 def draw_map(shape: Shape, bill: Bill, policy: Gather, path: Path) -> None:

@@ -48,14 +48,23 @@ def residents(rows: list[Residency]) -> Table:
     """One row a layer that gather keeps in host memory."""
     found = _numbers(
         "blocks on the GPU, of a cache in host memory",
-        "layer", "wanted", "found", "hit rate", "link MiB", "GPU MiB", "host MiB",
-    )  # fmt: skip
+        "layer",
+        "wanted",
+        "found",
+        "hit rate",
+        "link MiB",
+        "GPU MiB",
+        "host MiB",
+    )
     for row in rows:
         sizes = (row.link_bytes, row.device_bytes, row.host_bytes)
         found.add_row(
-            str(row.layer), str(row.wanted), str(row.found), f"{row.hit_rate:.3f}",
+            str(row.layer),
+            str(row.wanted),
+            str(row.found),
+            f"{row.hit_rate:.3f}",
             *(f"{size / 2**20:.2f}" for size in sizes),
-        )  # fmt: skip
+        )
     return found
 
 
@@ -63,8 +72,11 @@ def picked(rows: list[Picks]) -> Table:
     """One row a layer of gvr's."""
     found = _numbers(
         "tokens that the last step read, and how many of its picks were picks before",
-        "layer", "tokens", "density", "overlap",
-    )  # fmt: skip
+        "layer",
+        "tokens",
+        "density",
+        "overlap",
+    )
     for row in rows:
         found.add_row(str(row.layer), str(row.tokens), f"{row.density:.3f}", f"{row.overlap:.3f}")
     return found
@@ -75,20 +87,45 @@ def certified(rows: list[Certificates]) -> list[Table]:
     caches are dense) have none. Two tables, as one does not fit a terminal of 80 columns."""
     bounds = _numbers(
         "certificates: share of heads recomputed, bounds of the others",
-        "layer", "head-steps", "exact", "E_key mean", "max", "E_val mean", "max",
-    )  # fmt: skip
+        "layer",
+        "head-steps",
+        "exact",
+        "E_key mean",
+        "max",
+        "E_val mean",
+        "max",
+    )
     work = _numbers(
         "how often a rung was climbed, hits in the scratch cache, MiB",
-        "layer", "rung 1", "rung 2", "rung 3", "rung 4", "saved", "hits", "link", "tier",
-    )  # fmt: skip
+        "layer",
+        "rung 1",
+        "rung 2",
+        "rung 3",
+        "rung 4",
+        "saved",
+        "hits",
+        "link",
+        "tier",
+    )
     for row in rows:
         bounds.add_row(
-            str(row.layer), str(row.head_steps), f"{row.exact:.3f}", f"{row.key_mean:.2g}",
-            f"{row.key_max:.2g}", f"{row.value_mean:.2g}", f"{row.value_max:.2g}",
-        )  # fmt: skip
+            str(row.layer),
+            str(row.head_steps),
+            f"{row.exact:.3f}",
+            f"{row.key_mean:.2g}",
+            f"{row.key_max:.2g}",
+            f"{row.value_mean:.2g}",
+            f"{row.value_max:.2g}",
+        )
         work.add_row(
-            str(row.layer), str(row.expanded), str(row.values), str(row.head), str(row.row),
-            str(row.saved), f"{row.hit_rate:.2f}", f"{row.link_bytes / 2**20:.1f}",
+            str(row.layer),
+            str(row.expanded),
+            str(row.values),
+            str(row.head),
+            str(row.row),
+            str(row.saved),
+            f"{row.hit_rate:.2f}",
+            f"{row.link_bytes / 2**20:.1f}",
             f"{row.tier_bytes / 2**20:.1f}",
-        )  # fmt: skip
+        )
     return [bounds, work]

@@ -166,13 +166,15 @@ def make_inputs(
         mask[torch.arange(batch), length - 1] = True
     lay = functools.partial(lay_out, layout=layout)
     made = AttentionInputs(
-        lay(q), lay(k), lay(v),
+        lay(q),
+        lay(k),
+        lay(v),
         scale=head_dim**-0.5,
         lengths=length if lengths else None,
         start=start,
         key_mask=mask,
         note=f"{kind}, {layout}, seed {seed}",
-    )  # fmt: skip
+    )
     return made if device == "cpu" else made.to(device)
 
 

@@ -9,9 +9,15 @@ from attnplug.errors import AttnplugError
 # What a check may meet while it runs somebody else's op or policy. Anything else (an interrupt, an
 # error in the check itself) is passed on.
 FAILURES = (
-    AssertionError, AttnplugError, RuntimeError, TypeError, ValueError, LookupError,
-    AttributeError, ArithmeticError,
-)  # fmt: skip
+    AssertionError,
+    AttnplugError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+    LookupError,
+    AttributeError,
+    ArithmeticError,
+)
 
 
 @dataclasses.dataclass(frozen=True)
