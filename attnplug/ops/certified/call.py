@@ -79,20 +79,6 @@ class Memory(NamedTuple):
     metadata_faults: torch.Tensor | None  # of `prepare`
 
 
-class Scales(NamedTuple):
-    """Factors to the base 2."""
-
-    scale: float
-    cap: float
-
-
-class Units(NamedTuple):
-    """Unit roundoffs: of probabilities and values in products, and of the output."""
-
-    unit_p: float
-    unit: float
-
-
 def arithmetic_of(q: torch.Tensor, capped: bool) -> Arithmetic:
     if q.dtype == torch.float32:
         return Arithmetic(QK=tl.float32, PV=tl.float32, PARTS=1, CAPPED=capped)

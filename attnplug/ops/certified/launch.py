@@ -11,9 +11,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from attnplug.ops.certified import plan as plans
 from attnplug.ops.certified.call import (
     Inputs,
-    Scales,
     Tier,
-    Units,
     arithmetic_of,
     memory_of,
     programs_of,
@@ -49,6 +47,7 @@ class _Step:
         self, inputs: Inputs, block: int, scale: float, softcap: float, plan: Plan, readers: int
     ) -> None:
         self.inputs, self.plan = inputs, plan
+        self.originals = inputs.originals()
         multiprocessors, self.pdl = machine(inputs.q.device)
         self.early: dict[str, Any] = {"launch_pdl": True} if self.pdl else {}
         self.batch, self.heads = inputs.q.shape[:2]
@@ -56,9 +55,11 @@ class _Step:
         self.blocks = inputs.tier.check.shape[2]
         self.shape = shape_of(inputs, block)
         self.math = arithmetic_of(inputs.q, softcap > 0)
-        self.scales = Scales(scale * LOG2E, softcap * LOG2E)
+        self.scales = {"scale": scale * LOG2E, "cap": softcap * LOG2E}  # to the base 2
         unit = torch.finfo(inputs.q.dtype).eps / 2
-        self.units = Units(unit if inputs.q.dtype == torch.float32 else 2.0**-11, unit)
+        # Unit roundoffs: of probabilities and values in products, and of the output.
+        unit_p = unit if inputs.q.dtype == torch.float32 else 2.0**-11
+        self.units = {"unit_p": unit_p, "unit": unit}
         self.programs = programs_of(inputs, plan, readers)
         self.preparing = 0
         if plan.step == 0:
@@ -80,10 +81,10 @@ class _Step:
             rows=self.inputs.rows,
             scores=self.memory.scores,
             metadata_faults=self.memory.metadata_faults,
-            **self.scales._asdict(),
+            **self.scales,
             N=self.blocks,
             programs=self.preparing,
-            q_strides=self.inputs.q.stride()[:2],
+            q_strides=self.originals["q_strides"],
             SHAPE=self.shape,
             TILE=PREPARED,
             MATH=self.math,
@@ -94,13 +95,13 @@ class _Step:
 
     def rest(self) -> None:
         attend_rest[(self.kv_heads, self.batch)](
-            **self.inputs.originals(),
+            **self.originals,
             progress=self.inputs.tier.progress,
             metadata_faults=self.memory.metadata_faults,
             flags=self.memory.flags,
             splits=self.memory.splits,
             rest_norms=self.memory.rest_norms,
-            **self.scales._asdict(),
+            **self.scales,
             count=self.plan.splits,
             programs=max(1, self.preparing),
             SHAPE=self.shape,
@@ -121,10 +122,10 @@ class _Step:
             "scores": self.memory.scores,
             "splits": self.memory.splits,
             "flags": self.memory.flags,
-            **self.scales._asdict(),
+            **self.scales,
             "N": self.blocks,
             "count": self.plan.splits,
-            "q_strides": self.inputs.q.stride()[:2],
+            "q_strides": self.originals["q_strides"],
             "SHAPE": self.shape,
             "CHECKED": self.plan.checked,
             **self.rows,
@@ -135,7 +136,7 @@ class _Step:
             return
         attend[grid](
             tier=self.inputs.tier,
-            mask_stride=self.inputs.originals()["mask_stride"],
+            mask_stride=self.originals["mask_stride"],
             STAGES=self.plan.stages,
             MATH=self.math,
             num_warps=self.plan.warps,
@@ -215,7 +216,7 @@ class _Step:
         """What every kernel is given that reads promoted blocks."""
         scratch = self.inputs.scratch
         return {
-            **self.inputs.originals(),
+            **self.originals,
             "tier": self.inputs.tier,
             "scores": self.memory.scores,
             "counts": self.memory.counts,
@@ -224,7 +225,7 @@ class _Step:
             "changes": self.memory.changes,
             "flags": self.memory.flags,
             "scratch": scratch,
-            **self.scales._asdict(),
+            **self.scales,
             "N": self.blocks,
             "SLOTS": 0 if scratch is None else scratch.owner.shape[2],
             "SHAPE": self.shape,
@@ -261,7 +262,7 @@ class _Step:
             read_digest=memory.read_digest,
             value_budget=value_budget,
             tolerance=tolerance,
-            **self.units._asdict(),
+            **self.units,
             capacity=capacity,
             splits=self.plan.splits,
             kv_heads=self.kv_heads,
@@ -280,12 +281,12 @@ class _Step:
     def recompute(self, rungs: torch.Tensor) -> None:
         telemetry = self.inputs.telemetry
         recompute[(self.plan.pieces, self.kv_heads, self.batch)](
-            **self.inputs.originals(),
+            **self.originals,
             rungs=rungs,
             telemetry=telemetry,
             pieces=Splits(self.memory.changes, self.memory.exact_lse),
             exact_norms=self.memory.exact_norms,
-            **self.scales._asdict(),
+            **self.scales,
             count=self.plan.pieces,
             telemetry_rows=0 if telemetry is None else telemetry.shape[2],
             SHAPE=self.shape,
@@ -306,7 +307,7 @@ class _Step:
             rows=self.inputs.rows,
             pieces=Splits(self.memory.changes, self.memory.exact_lse),
             exact_norms=self.memory.exact_norms,
-            **self.units._asdict(),
+            **self.units,
             count=self.plan.pieces,
             SHAPE=self.shape,
             COUNT=triton.next_power_of_2(self.plan.pieces),
