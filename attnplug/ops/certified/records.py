@@ -14,7 +14,8 @@ class Constant(tl.constexpr):
     """A compile-time constant that is cheap to compare: at every launch Triton compares all that a
     kernel uses, and `tl.constexpr` makes two more of itself for each, most of a microsecond."""
 
-    def __ne__(self, other: object) -> bool:
+    # A bool where the base makes a constant, which is what costs the time.
+    def __ne__(self, other: object) -> bool:  # pyright: ignore[reportIncompatibleMethodOverride]
         return self.value != (other.value if isinstance(other, tl.constexpr) else other)
 
     __eq__ = tl.constexpr.__eq__
