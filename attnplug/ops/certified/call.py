@@ -4,7 +4,6 @@ memory in which they hand one another their records."""
 from typing import Any, NamedTuple
 
 import torch
-import triton
 import triton.language as tl
 
 from attnplug.ops.certified import records
@@ -18,6 +17,7 @@ from attnplug.ops.certified.kernels.arguments import (
 )
 from attnplug.ops.certified.plan import Plan
 from attnplug.ops.certified.scratch import SETS, Scratch
+from attnplug.ops.common.sizes import cdiv, next_power_of_two
 
 
 class Tier(NamedTuple):
@@ -91,12 +91,12 @@ def shape_of(inputs: Inputs, block: int) -> Shape:
     half = inputs.tier.v_codes.shape[4] // 16
     return Shape(
         GROUP=group,
-        ROWS=max(16, triton.next_power_of_2(group + 1)),  # a spare row sums the codes
+        ROWS=max(16, next_power_of_two(group + 1)),  # a spare row sums the codes
         D=width,
-        DP=triton.next_power_of_2(width),
+        DP=next_power_of_two(width),
         BLOCK=block,
         HALF=half,
-        HALF_P=triton.next_power_of_2(half),
+        HALF_P=next_power_of_two(half),
     )
 
 
@@ -106,10 +106,10 @@ def programs_of(inputs: Inputs, plan: Plan, readers: int) -> Programs:
     blocks = inputs.tier.check.shape[2]
     return Programs(
         CHUNKS=chunks,
-        OWN=max(16, triton.next_power_of_2(triton.cdiv(blocks, chunks))),
+        OWN=max(16, next_power_of_two(cdiv(blocks, chunks))),
         READERS=readers,
-        SPLITS=triton.next_power_of_2(plan.splits + 1),
-        WAYS=triton.next_power_of_2(max(1, slots // chunks)),
+        SPLITS=next_power_of_two(plan.splits + 1),
+        WAYS=next_power_of_two(max(1, slots // chunks)),
         SETS=SETS,
     )
 

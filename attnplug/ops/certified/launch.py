@@ -4,7 +4,6 @@ launched before the one in front of them has ended (programmatic dependent launc
 from typing import Any
 
 import torch
-import triton
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
@@ -34,6 +33,7 @@ from attnplug.ops.certified.plan import INF, PREPARED, PROMOTING, Plan, capacity
 from attnplug.ops.certified.scratch import Scratch
 from attnplug.ops.common.device import machine
 from attnplug.ops.common.rows import mask_bytes, row_step
+from attnplug.ops.common.sizes import cdiv, next_power_of_two
 from attnplug.ops.common.softmax import LOG2E
 
 PHASES = ("prepare", "rest", "attend", "choose", "promote", "finish", "recompute", "replace")
@@ -64,7 +64,7 @@ class _Step:
         self.preparing = 0
         if plan.step == 0:
             most = max(1, 4 * multiprocessors // (self.batch * self.kv_heads))
-            self.preparing = min(triton.cdiv(max(1, self.blocks), PREPARED), most)
+            self.preparing = min(cdiv(max(1, self.blocks), PREPARED), most)
         self.memory = memory_of(inputs, plan, self.programs, self.preparing)
         self.rows = {
             "S": self.size,
@@ -106,7 +106,7 @@ class _Step:
             programs=max(1, self.preparing),
             SHAPE=self.shape,
             TILE=min(self.shape.BLOCK, 64 if self.shape.D <= 128 else 32),
-            PROGRAMS=triton.next_power_of_2(max(1, self.preparing)),
+            PROGRAMS=next_power_of_two(max(1, self.preparing)),
             MATH=self.math,
             **self.rows,
             num_warps=4,
@@ -194,7 +194,7 @@ class _Step:
             read_digest=self.memory.read_digest,
             choice=finite,
             pieces=self.plan.splits + 1,
-            GP=triton.next_power_of_2(self.shape.GROUP),
+            GP=next_power_of_two(self.shape.GROUP),
             SEARCH=search,
             num_warps=plans.CHOOSING.warps,
             **self._limits(plans.CHOOSING.registers),
@@ -271,7 +271,7 @@ class _Step:
             CHUNKS=self.programs.CHUNKS,
             PIECES=readers or self.plan.list_readers,
             LISTED=readers == 0,
-            KV=triton.next_power_of_2(self.kv_heads),
+            KV=next_power_of_two(self.kv_heads),
             DEPTH=ranking,
             **self.rows,
             num_warps=4,
@@ -310,7 +310,7 @@ class _Step:
             **self.units,
             count=self.plan.pieces,
             SHAPE=self.shape,
-            COUNT=triton.next_power_of_2(self.plan.pieces),
+            COUNT=next_power_of_two(self.plan.pieces),
             **self.rows,
             num_warps=4,
             **self.early,
@@ -349,7 +349,7 @@ def launch(
     one_sweep = one_sweep and value_budget == key_tolerance == INF
     inline = plan.inline_readers > 0 and one_sweep and scratch is None and explore == 0
     inline = inline and v_tol >= 1e30
-    readers = max(plan.inline_readers, triton.next_power_of_2(k_min)) if inline else 0
+    readers = max(plan.inline_readers, next_power_of_two(k_min)) if inline else 0
     step = _Step(inputs, block, scale, softcap, plan, readers)
     choice = Choice(coverage, k_min, k_max, v_tol, value_budget, key_tolerance, explore)
     arguments = {

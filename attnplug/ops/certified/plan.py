@@ -3,10 +3,9 @@
 import dataclasses
 from typing import NamedTuple
 
-import triton
-
 from attnplug.ops.certified.kernels.arguments import Search
 from attnplug.ops.certified.scratch import SETS
+from attnplug.ops.common.sizes import cdiv, next_power_of_two
 
 INF = float("inf")
 
@@ -72,7 +71,7 @@ def plan_for(
     # One runs on a multiprocessor, and those that merge want room beside the others. A program's
     # own blocks must not be so many that it has no registers for them.
     room = multiprocessors // share - group
-    least = min(SETS, triton.next_power_of_2(triton.cdiv(blocks, 1024)))
+    least = min(SETS, next_power_of_two(cdiv(blocks, 1024)))
     readers = 4 if room >= 12 else 2
     plan = Plan(
         splits=max(1, min(4 * multiprocessors // share, blocks)),
@@ -123,9 +122,9 @@ def search_for(
     explore: float,
 ) -> Search:
     """How `choose_blocks` searches so many blocks for the heads of a group."""
-    every = max(16, triton.next_power_of_2(blocks))
+    every = max(16, next_power_of_two(blocks))
     again = min(value_budget, key_tolerance) < INF
-    heads = triton.next_power_of_2(group)
+    heads = next_power_of_two(group)
     return Search(
         TILE=every if one_sweep else min(every, CHOOSING.tile),
         HELD=0 if one_sweep else held_blocks(every, heads, again),

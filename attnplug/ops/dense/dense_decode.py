@@ -27,6 +27,7 @@ from attnplug.ops.common.define import define_op, refuse_gradients
 from attnplug.ops.common.device import early, machine
 from attnplug.ops.common.reference import reference_rows, sinks_on_cpu
 from attnplug.ops.common.rows import NO_MASK, mask_bytes, row_span, row_step, rows_on_cpu
+from attnplug.ops.common.sizes import cdiv, next_power_of_two
 from attnplug.ops.common.softmax import base_two, online_softmax, softcap
 from attnplug.ops.common.splits import merge_splits
 
@@ -282,12 +283,12 @@ def plan_for(
     masked: bool,
 ) -> Plan:
     """The pre-tuned plan of a shape. `size` is that of the cache: its valid length is unknown."""
-    padded = triton.next_power_of_2(width)
+    padded = next_power_of_two(width)
     pairs = heads // kv_heads * queries
     rows = 16 if pairs <= 16 else 64 if pairs <= 64 or padded > 128 else 128  # 32: slower than 64
     tile = min(max(16, 16384 // (padded * itemsize)), 128)  # 16 KiB of keys
-    tiles = triton.cdiv(size, tile)
-    programs = batch * kv_heads * triton.cdiv(pairs, rows)
+    tiles = cdiv(size, tile)
+    programs = batch * kv_heads * cdiv(pairs, rows)
     # One program a multiprocessor reads fastest. Two do where one would leave a tenth of the
     # multiprocessors idle, or where there is a key mask, whose bytes a program waits for.
     splits = (2 if masked else 1) * multiprocessors // programs
@@ -349,7 +350,7 @@ def launch_dense_decode(
         mask_stride=0 if key_mask is None else key_mask.stride(0),
         GROUP=group,
         D=width,
-        DP=triton.next_power_of_2(width),
+        DP=next_power_of_two(width),
         ROWS=plan.rows,
         TILE=plan.tile,
         STAGES=plan.stages,
@@ -360,7 +361,7 @@ def launch_dense_decode(
         PDL=pdl,
         **{"num_warps": plan.warps},
     )
-    merge_splits[(rows, triton.cdiv(width, plan.columns))](
+    merge_splits[(rows, cdiv(width, plan.columns))](
         partial=partial,
         sinks=sinks,
         out=out,
@@ -370,7 +371,7 @@ def launch_dense_decode(
         splits=plan.splits,
         D=width,
         COLUMNS=plan.columns,
-        SPLITS=triton.next_power_of_2(plan.splits),
+        SPLITS=next_power_of_two(plan.splits),
         PDL=pdl,
         **{"num_warps": 4, **dependent},
     )

@@ -25,12 +25,12 @@ from typing import NamedTuple
 import numba
 import numpy as np
 import torch
-import triton
 
 from attnplug.errors import ArgumentError
 from attnplug.ops.common.checks import BLOCKS, check_attention_inputs, check_sequence_inputs
 from attnplug.ops.common.define import define_op, refuse_gradients, require
 from attnplug.ops.common.rows import NO_MASK, mask_bytes, row_step, rows_on_cpu
+from attnplug.ops.common.sizes import cdiv, next_power_of_two
 from attnplug.ops.gather.kernels import bounds as kernels
 
 SLACK, MOST, LEAST, SPREAD = (
@@ -260,7 +260,7 @@ def launch_block_bounds(k, bounds, progress, lengths, start, key_mask, block):
     k = k if k.stride(3) == 1 else k.contiguous()
     key_mask = mask_bytes(key_mask)
     # Enough programs to fill a GPU when a whole prompt is new, few where nothing is.
-    blocks = triton.cdiv(size, block)
+    blocks = cdiv(size, block)
     programs = max(1, min(512 // (batch * heads), blocks))
     kernels.refresh[(programs, heads, batch)](
         k=k,
@@ -275,7 +275,7 @@ def launch_block_bounds(k, bounds, progress, lengths, start, key_mask, block):
         k_strides=k.stride()[:3],
         mask_stride=0 if key_mask is None else key_mask.stride(0),
         D=width,
-        DP=triton.next_power_of_2(width),
+        DP=next_power_of_two(width),
         BLOCK=block,
         PARTS=bounds.shape[3],
         INT8=bounds.dtype == torch.int8,

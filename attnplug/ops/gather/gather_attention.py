@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 import numba
 import numpy as np
 import torch
-import triton
 
 from attnplug.errors import ArgumentError
 from attnplug.ops.common.checks import (
@@ -33,6 +32,7 @@ from attnplug.ops.common.define import define_op, refuse_gradients
 from attnplug.ops.common.device import early, machine
 from attnplug.ops.common.reference import reference_kept, sinks_on_cpu
 from attnplug.ops.common.rows import NO_MASK, mask_bytes, row_step, rows_on_cpu
+from attnplug.ops.common.sizes import cdiv, next_power_of_two
 from attnplug.ops.common.softmax import base_two
 from attnplug.ops.common.splits import merge_splits
 from attnplug.ops.gather.kernels import attend as kernels
@@ -219,7 +219,7 @@ def plan_for(
 ) -> Plan:
     """The pre-tuned plan of a shape: `rows` (sequence, KV head, query) triples keep `keys` each, in
     blocks of `block`."""
-    row_bytes = triton.next_power_of_2(width) * itemsize
+    row_bytes = next_power_of_two(width) * itemsize
     tile = 64 if row_bytes <= 256 else 32  # two programs for a block of 128
     tiles = -(-keys // tile)
     # Only cases that were compared on a GPU are pipelined: Triton 3.6 silently compiled a loop over
@@ -235,7 +235,7 @@ def plan_for(
         splits=splits,
         warps=4 if group <= 16 else 8,
         stages=stages,
-        columns=32 if rows * group <= 4096 else triton.next_power_of_2(width),
+        columns=32 if rows * group <= 4096 else next_power_of_two(width),
     )
 
 
@@ -311,14 +311,14 @@ def launch_gather_attention(
         v_strides=v.stride()[:3],
         mask_stride=0 if key_mask is None else key_mask.stride(0),
         GROUP=group,
-        ROWS=max(16, triton.next_power_of_2(group)),
+        ROWS=max(16, next_power_of_two(group)),
         D=width,
-        DP=triton.next_power_of_2(width),
+        DP=next_power_of_two(width),
         BLOCK=block,
         SINK=sink,
         LOCAL=local,
         K=listed,
-        LIST=triton.next_power_of_2(max(1, listed)),
+        LIST=next_power_of_two(max(1, listed)),
         TILE=plan.tile,
         STAGES=plan.stages,
         CAPPED=softcap > 0,
@@ -332,7 +332,7 @@ def launch_gather_attention(
         **{"num_warps": plan.warps, **dependent},
     )
     if not fused:
-        merge_splits[(rows * group, triton.cdiv(width, plan.columns))](
+        merge_splits[(rows * group, cdiv(width, plan.columns))](
             partial=partial,
             sinks=sinks,
             out=out,
@@ -342,7 +342,7 @@ def launch_gather_attention(
             splits=plan.splits,
             D=width,
             COLUMNS=plan.columns,
-            SPLITS=triton.next_power_of_2(plan.splits),
+            SPLITS=next_power_of_two(plan.splits),
             PDL=pdl,
             lengths=lengths if counts else None,
             counters=lengths.shape[0] if counts else 0,

@@ -15,11 +15,11 @@ import functools
 from typing import Any, NamedTuple
 
 import torch
-import triton
 
 from attnplug.errors import ArgumentError
 from attnplug.ops.common.define import define_op, refuse_gradients, require
 from attnplug.ops.common.device import machine
+from attnplug.ops.common.sizes import cdiv
 from attnplug.ops.gather.gather_attention import Plan as AttendPlan
 from attnplug.ops.gather.gather_attention import (
     Step,
@@ -213,7 +213,7 @@ def launch_gather_decode(*args, plan=None, count=True):
     q, k, block, top_k = call.q, call.k, call.block, call.top_k
     lengths = call.lengths.reshape(-1)
     batch, heads, _, width = q.shape
-    kv_heads, blocks = k.shape[1], triton.cdiv(k.shape[2], block)
+    kv_heads, blocks = k.shape[1], cdiv(k.shape[2], block)
     if plan is None:
         plan = plan_for(
             rows=batch * kv_heads,

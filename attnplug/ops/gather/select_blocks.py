@@ -21,13 +21,13 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-import triton
 
 from attnplug.errors import ArgumentError
 from attnplug.ops.common.checks import check_attention_inputs, check_sequence_inputs
 from attnplug.ops.common.define import define_op, refuse_gradients, require
 from attnplug.ops.common.device import early
 from attnplug.ops.common.rows import NO_MASK, mask_bytes, row_step, rows_on_cpu
+from attnplug.ops.common.sizes import cdiv, next_power_of_two
 from attnplug.ops.gather.block_bounds import Frame, check_bounds, frame_of, refresh_on_cpu
 from attnplug.ops.gather.kernels.score import score_blocks
 from attnplug.ops.gather.kernels.select import combine_heads, select_best
@@ -171,8 +171,8 @@ def plan_for(
     """The pre-tuned plan of a shape. `blocks` is how many the cache has room for, `itemsize` that
     of their summaries. `pipelined` allows a pipeline: only cases that were compared on a GPU get
     one, because Triton 3.6 compiles some wrong."""
-    total, row_bytes = rows * blocks, triton.next_power_of_2(width) * itemsize
-    int8, few, flat = itemsize == 1, total <= FEW, triton.next_power_of_2(blocks) <= FLAT
+    total, row_bytes = rows * blocks, next_power_of_two(width) * itemsize
+    int8, few, flat = itemsize == 1, total <= FEW, next_power_of_two(blocks) <= FLAT
     chunk = (32 if few else 64) * (2 if int8 else 1)
     chunk = max(16, min(chunk, (8192 if few else 16384) // row_bytes))
     members = 0
@@ -203,9 +203,9 @@ class Scores(NamedTuple):
 
     def widths(self, top_k: int, blocks: int) -> tuple[int, int]:
         """(padded top_k, padded number of keys that the first level selects from)."""
-        members, kept = self.plan.members, max(2, triton.next_power_of_2(top_k))
-        wide = triton.cdiv(blocks, members) if members else blocks
-        return kept, max(2 * kept, triton.next_power_of_2(wide))
+        members, kept = self.plan.members, max(2, next_power_of_two(top_k))
+        wide = cdiv(blocks, members) if members else blocks
+        return kept, max(2 * kept, next_power_of_two(wide))
 
 
 def launch_scores(
@@ -228,7 +228,7 @@ def launch_scores(
     """Make missing summaries and score the blocks. `new` tokens are neither in the cache nor
     counted by `lengths` yet; a chain of kernels then begins, of which each may start early."""
     batch, heads, queries, width = q.shape
-    kv_heads, size, blocks = k.shape[1], k.shape[2], triton.cdiv(k.shape[2], block)
+    kv_heads, size, blocks = k.shape[1], k.shape[2], cdiv(k.shape[2], block)
     group, rows, int8 = heads // kv_heads, batch * kv_heads * queries, bounds.dtype == torch.int8
     if plan is None:
         plain = scoring == "bounds" and key_mask is None
@@ -236,19 +236,19 @@ def launch_scores(
     pdl, dependent = early(q.device)
     q, k = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k))
     key_mask = mask_bytes(key_mask)
-    programs = triton.cdiv(blocks, plan.chunk * plan.repeat)
+    programs = cdiv(blocks, plan.chunk * plan.repeat)
     chunks = programs * plan.repeat
     mode = SCORINGS.index(scoring)
     keys = torch.empty(rows * blocks, dtype=torch.int64, device=q.device)
     best = keys
     if plan.members:
-        groups = rows * triton.cdiv(blocks, plan.members)
+        groups = rows * cdiv(blocks, plan.members)
         best = torch.empty(groups, dtype=torch.int64, device=q.device)
     per_head = None
     if mode == 1:
         places = rows * group * (blocks + chunks)
         per_head = torch.empty(places, dtype=torch.float32, device=q.device)
-    padded = max(16, triton.next_power_of_2(group) * (2 if int8 else 1))
+    padded = max(16, next_power_of_two(group) * (2 if int8 else 1))
     score_blocks[(programs, kv_heads * queries, batch)](
         q=q,
         k=k,
@@ -271,7 +271,7 @@ def launch_scores(
         GROUP=group,
         ROWS=padded,
         D=width,
-        DP=triton.next_power_of_2(width),
+        DP=next_power_of_two(width),
         BLOCK=block,
         SINK=sink,
         LOCAL=local,
@@ -305,7 +305,7 @@ def launch_scores(
             BLOCK=block,
             LOCAL=local,
             CHUNK=plan.chunk,
-            CHUNKS=triton.next_power_of_2(chunks),
+            CHUNKS=next_power_of_two(chunks),
             MEMBERS=plan.members,
             NEW=new,
             LENGTH_STEP=row_step(lengths),
@@ -353,7 +353,7 @@ def launch_select_blocks(*args, plan=None, new=0):
     *call, out = args
     _, k, _, progress, _, block, top_k, _, local, _, lengths, start, _ = call
     scores = launch_scores(*call, plan=plan, new=new)
-    blocks = triton.cdiv(k.shape[2], block)
+    blocks = cdiv(k.shape[2], block)
     launch_choice(scores, k, progress, block, top_k, local, lengths, start, blocks, out, new)
 
 

@@ -17,13 +17,13 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-import triton
 
 from attnplug.errors import ArgumentError
 from attnplug.ops.common.define import define_op, refuse_gradients, require
 from attnplug.ops.common.device import early, machine
 from attnplug.ops.common.reference import reference_rows, sinks_on_cpu
 from attnplug.ops.common.rows import NO_MASK, mask_bytes, row_step
+from attnplug.ops.common.sizes import cdiv, next_power_of_two
 from attnplug.ops.common.softmax import base_two
 from attnplug.ops.common.splits import merge_splits
 from attnplug.ops.gather.gather_attention import Plan, allocate_attention, kept_keys
@@ -310,7 +310,7 @@ def launch_tiered_decode(*args, plan=None):
     near, lengths, start = call.near, call.lengths, call.start
     block, top_k, sink, local = call.block, call.top_k, call.sink, call.local
     batch, heads, _, width = q.shape
-    kv_heads, size, blocks = k.shape[1], k.shape[2], triton.cdiv(k.shape[2], block)
+    kv_heads, size, blocks = k.shape[1], k.shape[2], cdiv(k.shape[2], block)
     group, rows, count = heads // kv_heads, batch * kv_heads, near.owner.shape[2]
     keys = (sink + local + top_k) * block
     if plan is None:
@@ -332,7 +332,7 @@ def launch_tiered_decode(*args, plan=None):
         launch_choice(
             scores, k, progress, block, top_k, local, lengths, start, blocks, index, **more
         )
-    wide = triton.next_power_of_2(max(1, sink + top_k))
+    wide = next_power_of_two(max(1, sink + top_k))
     kernels.place_blocks[(rows,)](
         index=index,
         table=near.table,
@@ -351,7 +351,7 @@ def launch_tiered_decode(*args, plan=None):
         LOCAL=local,
         K=top_k,
         MP=wide,
-        RP=triton.next_power_of_2(count),
+        RP=next_power_of_two(count),
         NEW=int(new),
         CHAINED=top_k > 0,
         LENGTH_STEP=row_step(lengths),
@@ -395,9 +395,9 @@ def launch_tiered_decode(*args, plan=None):
         new_v_strides=new_strides[1],
         mask_stride=0 if key_mask is None else key_mask.stride(0),
         GROUP=group,
-        ROWS=max(16, triton.next_power_of_2(group)),
+        ROWS=max(16, next_power_of_two(group)),
         D=width,
-        DP=triton.next_power_of_2(width),
+        DP=next_power_of_two(width),
         BLOCK=block,
         SINK=sink,
         LOCAL=local,
@@ -413,7 +413,7 @@ def launch_tiered_decode(*args, plan=None):
         **{"num_warps": plan.warps, **dependent},
     )
     if not fused:
-        merge_splits[(rows * group, triton.cdiv(width, plan.columns))](
+        merge_splits[(rows * group, cdiv(width, plan.columns))](
             partial=partial,
             sinks=call.sinks,
             out=out,
@@ -423,7 +423,7 @@ def launch_tiered_decode(*args, plan=None):
             splits=plan.splits,
             D=width,
             COLUMNS=plan.columns,
-            SPLITS=triton.next_power_of_2(plan.splits),
+            SPLITS=next_power_of_two(plan.splits),
             PDL=pdl,
             **{"num_warps": 4, **dependent},
         )

@@ -28,6 +28,7 @@ from attnplug.ops.common.define import define_op, refuse_gradients, require
 from attnplug.ops.common.device import machine
 from attnplug.ops.common.reference import reference_kept, sinks_on_cpu
 from attnplug.ops.common.rows import NO_MASK, mask_bytes, row_span, row_step, rows_on_cpu
+from attnplug.ops.common.sizes import cdiv, next_power_of_two
 from attnplug.ops.common.softmax import LOG2E, attend_tile
 from attnplug.ops.common.splits import merge_splits, store_piece
 
@@ -310,7 +311,7 @@ def plan_for(
     rows: int, group: int, keys: int, width: int, itemsize: int, multiprocessors: int
 ) -> Plan:
     """The pre-tuned plan of a shape: `rows` (sequence, KV head, query) triples keep `keys` each."""
-    padded = triton.next_power_of_2(width)
+    padded = next_power_of_two(width)
     tile = 64 if padded * itemsize <= 256 else 32
     tiles = -(-keys // tile)
     splits = max(1, min(tiles, 16 * multiprocessors // rows))
@@ -370,9 +371,9 @@ def launch_gather_tokens_attention(
         v_strides=v.stride()[:3],
         mask_stride=0 if key_mask is None else key_mask.stride(0),
         GROUP=group,
-        ROWS=max(16, triton.next_power_of_2(group)),
+        ROWS=max(16, next_power_of_two(group)),
         D=width,
-        DP=triton.next_power_of_2(width),
+        DP=next_power_of_two(width),
         SINK=sink,
         WINDOW=window,
         K=listed,
@@ -392,7 +393,7 @@ def launch_gather_tokens_attention(
 def _launch_merge(partial, sinks, out, lse, plan, pdl):
     """Merge the splits in `partial` into `out` and `lse`."""
     batch, heads, queries, width = out.shape
-    merge_splits[(batch * heads * queries, triton.cdiv(width, plan.columns))](
+    merge_splits[(batch * heads * queries, cdiv(width, plan.columns))](
         partial=partial,
         sinks=sinks,
         out=out,
@@ -402,7 +403,7 @@ def _launch_merge(partial, sinks, out, lse, plan, pdl):
         splits=plan.splits,
         D=width,
         COLUMNS=plan.columns,
-        SPLITS=triton.next_power_of_2(plan.splits),
+        SPLITS=next_power_of_two(plan.splits),
         PDL=pdl,
         num_warps=4,
         **({"launch_pdl": True} if pdl else {}),

@@ -26,6 +26,7 @@ from attnplug.ops.common.define import define_op, refuse_gradients, require
 from attnplug.ops.common.device import machine
 from attnplug.ops.common.product import add_product
 from attnplug.ops.common.rows import NO_MASK, mask_bytes, row_span, row_step, rows_on_cpu
+from attnplug.ops.common.sizes import cdiv, next_power_of_two
 
 NAME = "score_tokens"
 
@@ -248,9 +249,9 @@ def plan_for(rows: int, size: int, width: int, multiprocessors: int) -> Plan:
     wide = 2 if width > 128 else 1
     if rows * size <= 2**21:  # one wave of few, long programs
         tile = 256 // wide
-        return Plan(tile, max(1, min(triton.cdiv(size, tile), 2 * multiprocessors // rows)), 8, 3)
+        return Plan(tile, max(1, min(cdiv(size, tile), 2 * multiprocessors // rows)), 8, 3)
     tile = 128 // wide
-    return Plan(tile, max(1, min(triton.cdiv(size, tile), 8 * multiprocessors // rows)), 4, 3)
+    return Plan(tile, max(1, min(cdiv(size, tile), 8 * multiprocessors // rows)), 4, 3)
 
 
 def launch_score_tokens(q, codes, steps, sink, window, lengths, start, key_mask, scores, plan=None):
@@ -279,9 +280,9 @@ def launch_score_tokens(q, codes, steps, sink, window, lengths, start, key_mask,
         scales_strides=steps.stride(),
         mask_stride=0 if key_mask is None else key_mask.stride(0),
         GROUP=group,
-        ROWS=max(16, triton.next_power_of_2(group)),
+        ROWS=max(16, next_power_of_two(group)),
         D=width,
-        DP=triton.next_power_of_2(width),
+        DP=next_power_of_two(width),
         SINK=sink,
         WINDOW=window,
         TILE=plan.tile,

@@ -26,11 +26,11 @@ from typing import NamedTuple
 import numba
 import numpy as np
 import torch
-import triton
 
 from attnplug.ops.common.define import define_op, refuse_gradients, require
 from attnplug.ops.common.device import machine
 from attnplug.ops.common.rows import row_step
+from attnplug.ops.common.sizes import cdiv, next_power_of_two
 from attnplug.ops.gvr.kernels import topk_select as select
 from attnplug.ops.gvr.kernels import topk_short_rows as short_rows
 from attnplug.ops.gvr.kernels.topk_long_rows import launch_long_rows
@@ -283,7 +283,7 @@ COLLECTORS = 1024  # most programs a row that look back at one another
 def plan_for(rows: int, size: int, k: int, multiprocessors: int) -> Plan:
     """The pre-tuned plan of a shape. `size` is the buffer's; the host does not know the lengths."""
     if size <= WHOLE_ROW:
-        padded = triton.next_power_of_2(size)
+        padded = next_power_of_two(size)
         if padded <= 256:
             return Plan(True, refine_warps=1, small=0)
         return Plan(True, refine_warps=8, small=256)
@@ -293,12 +293,12 @@ def plan_for(rows: int, size: int, k: int, multiprocessors: int) -> Plan:
     each = max(4, min(128, 256 // rows))
     small = size <= 2**16 and total <= 2**17
     smallest = 1024 if small else 2048 if total <= 2**18 else 4096
-    verifiers = min(each, triton.cdiv(size, smallest))
-    tile = min(4096, max(smallest, triton.next_power_of_2(triton.cdiv(size, verifiers))))
+    verifiers = min(each, cdiv(size, smallest))
+    tile = min(4096, max(smallest, next_power_of_two(cdiv(size, verifiers))))
     here = 1024 if rows <= 4 else 2048
-    here = max(here, triton.next_power_of_2(triton.cdiv(size, group * COLLECTORS)))
+    here = max(here, next_power_of_two(cdiv(size, group * COLLECTORS)))
     warps = 8 if group > 1 or (rows == 1 and tile > 1024) else 4  # of `collect`
-    capacity = max(4096, 2 * triton.next_power_of_2(k))
+    capacity = max(4096, 2 * next_power_of_two(k))
     return Plan(
         whole_row=False,
         verifiers=verifiers,
@@ -331,7 +331,7 @@ def launch_topk(scores, k, hint, lengths, sorted, indices, values, how, plan=Non
             hint = hint.contiguous()
         launch_long_rows(scores, k, hint, lengths, indices, values, how, plan, pdl)
     if sorted:
-        padded = max(2, triton.next_power_of_2(k))
+        padded = max(2, next_power_of_two(k))
         warps = min(16, max(1, padded // 128))
         select.order[(rows,)](indices=indices, values=values, K=k, K_PAD=padded, num_warps=warps)
 
@@ -339,7 +339,7 @@ def launch_topk(scores, k, hint, lengths, sorted, indices, values, how, plan=Non
 def _launch_short_rows(scores, k, lengths, indices, values, how, plan, pdl):
     """The one kernel of short rows: by rounds of thresholds, or by bins and a list."""
     rows, size = scores.shape
-    padded = max(32, triton.next_power_of_2(size))
+    padded = max(32, next_power_of_two(size))
     shared = {
         "scores": scores,
         "lengths": lengths,
@@ -349,7 +349,7 @@ def _launch_short_rows(scores, k, lengths, indices, values, how, plan, pdl):
         "N": size,
         "scores_stride": scores.stride(0),
         "K": k,
-        "K_PAD": max(2, triton.next_power_of_2(k)),
+        "K_PAD": max(2, next_power_of_two(k)),
         "LENGTH_STEP": row_step(lengths),
         "PDL": pdl,
         **({"launch_pdl": True} if pdl else {}),

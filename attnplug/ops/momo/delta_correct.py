@@ -20,6 +20,7 @@ import triton.language as tl
 from attnplug.ops.common.checks import DTYPES
 from attnplug.ops.common.define import define_op, refuse_gradients, require
 from attnplug.ops.common.rows import row_step
+from attnplug.ops.common.sizes import cdiv, next_power_of_two
 from attnplug.ops.momo.kernels.block_sparse import unit_last
 
 NAME = "delta_correct"
@@ -225,7 +226,7 @@ def launch_delta_correct(out_sparse, out_rows, gamma, weight, lengths, start, kv
         return
     sparse, rows = unit_last(out_sparse), unit_last(out_rows)
     tile = 16
-    _delta_kernel[(batch * heads * triton.cdiv(queries, tile),)](
+    _delta_kernel[(batch * heads * cdiv(queries, tile),)](
         SPARSE=sparse,
         ROWS_OUT=rows,
         OUT=out,
@@ -241,7 +242,7 @@ def launch_delta_correct(out_sparse, out_rows, gamma, weight, lengths, start, kv
         START_STEP=row_step(start),
         GAMMA=gamma,
         D=dim,
-        D_PAD=triton.next_power_of_2(dim),
+        D_PAD=next_power_of_two(dim),
         TILE=tile,
         num_warps=4,
     )

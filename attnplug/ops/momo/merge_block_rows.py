@@ -27,6 +27,7 @@ import triton.language as tl
 
 from attnplug.ops.common.define import define_op, refuse_gradients, require
 from attnplug.ops.common.rows import row_step
+from attnplug.ops.common.sizes import next_power_of_two
 from attnplug.ops.momo.kernels.block_sparse import count_run
 
 NAME = "merge_block_rows"
@@ -318,7 +319,7 @@ def launch_merge_block_rows(index, score, lse, rows, trim, merge, sink, before, 
     if index.shape[3] == 0:
         out.fill_(-1)
         return
-    entries = max(2, triton.next_power_of_2(rows * index.shape[3]))
+    entries = max(2, next_power_of_two(rows * index.shape[3]))
     _merge_kernel[(heads * blocks,)](
         INDEX=index.contiguous(),
         SCORE=score.contiguous(),
@@ -337,7 +338,7 @@ def launch_merge_block_rows(index, score, lse, rows, trim, merge, sink, before, 
         MASS=merge == "mass",
         NORMALISE=merge != "mean",
         ENTRIES=entries,
-        KEEP=min(entries, max(2, triton.next_power_of_2(trim))),
+        KEEP=min(entries, max(2, next_power_of_two(trim))),
         num_warps=_warps(entries),
     )
 

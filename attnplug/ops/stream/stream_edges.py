@@ -18,13 +18,13 @@ from typing import NamedTuple
 import numba
 import numpy as np
 import torch
-import triton
 
 from attnplug.errors import ArgumentError
 from attnplug.ops.common.checks import check_attention_inputs, check_sequence_inputs
 from attnplug.ops.common.define import define_op, refuse_gradients
 from attnplug.ops.common.product import add_product
 from attnplug.ops.common.rows import NO_MASK, mask_bytes, row_step, rows_on_cpu
+from attnplug.ops.common.sizes import next_power_of_two
 from attnplug.ops.common.softmax import LOG2E
 from attnplug.ops.stream.kernels.edges import MASS, SCORE, VALUE, weigh_edges
 from attnplug.ops.stream.stream_mask import BLOCKS
@@ -262,7 +262,7 @@ class Plan(NamedTuple):
 
 def plan_for(rows: int, block: int, width: int, itemsize: int) -> Plan:
     """The plan of a shape: `rows` queries a block."""
-    key_bytes = triton.next_power_of_2(width) * itemsize
+    key_bytes = next_power_of_two(width) * itemsize
     return Plan(max(16, min(block, 32768 // key_bytes, 64)), 8 if rows == 128 else 4)
 
 
@@ -289,7 +289,7 @@ def launch_stream_edges(
         out.zero_()
         lse.fill_(-torch.inf)
     batch, heads, queries, width = q.shape
-    rows = min(query_block, max(16, triton.next_power_of_2(queries)))
+    rows = min(query_block, max(16, next_power_of_two(queries)))
     plan = plan or plan_for(rows, block, width, q.element_size())
     q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k, v))
     index, key_mask = index.contiguous(), mask_bytes(key_mask)
@@ -314,7 +314,7 @@ def launch_stream_edges(
         mask_stride=0 if key_mask is None else key_mask.stride(0),
         GROUP=heads // k.shape[1],
         D=width,
-        DP=triton.next_power_of_2(width),
+        DP=next_power_of_two(width),
         QUERY_BLOCK=query_block,
         ROWS=rows,
         BLOCK=block,

@@ -21,13 +21,13 @@ from typing import NamedTuple
 import numba
 import numpy as np
 import torch
-import triton
 
 from attnplug.errors import ArgumentError
 from attnplug.ops.common.checks import check_attention_inputs, check_sequence_inputs
 from attnplug.ops.common.define import define_op, refuse_gradients
 from attnplug.ops.common.product import add_product
 from attnplug.ops.common.rows import NO_MASK, mask_bytes, row_step, rows_on_cpu
+from attnplug.ops.common.sizes import cdiv, next_power_of_two
 from attnplug.ops.stream.kernels import refine as kernels
 
 NAME = "stream_mask"
@@ -301,9 +301,9 @@ def plan_for(
 ) -> Plan:
     """The plan of a shape: `rows` queries a block; the heads of a group look at the same blocks in
     the first iteration where they are `alike`; keys are `masked` one by one or not."""
-    key_bytes = triton.next_power_of_2(width) * itemsize
+    key_bytes = next_power_of_two(width) * itemsize
     room = max(1, min(256 // rows, 65536 // (rows * key_bytes)))  # 64 KiB of queries
-    heads = min(triton.next_power_of_2(group), 1 << room.bit_length() - 1) if alike else 1
+    heads = min(next_power_of_two(group), 1 << room.bit_length() - 1) if alike else 1
     tile = max(16, min(block, 32768 // key_bytes))
     warps = 8 if rows == 128 else 4
     pipelined = key_bytes == 256 and itemsize == 2 and block == rows == 64 and not masked
@@ -350,7 +350,7 @@ def launch_stream_mask(
     batch, heads, queries, width = q.shape
     kv_heads, slots = k.shape[1], index.shape[2]
     group = heads // kv_heads
-    rows = min(query_block, max(16, triton.next_power_of_2(queries)))
+    rows = min(query_block, max(16, next_power_of_two(queries)))
     if plan is None:
         alike = all(x is None or x.shape[1] == 1 for x in (budget, block_mask))
         masked = key_mask is not None
@@ -379,17 +379,17 @@ def launch_stream_mask(
         "budget_strides": _broadcast_strides(budget, 3),
         "GROUP": group,
         "D": width,
-        "DP": triton.next_power_of_2(width),
+        "DP": next_power_of_two(width),
         "QUERY_BLOCK": query_block,
         "ROWS": rows,
         "BLOCK": block,
         "TILE": plan.tile,
         "K": top_k,
-        "KP": max(2, triton.next_power_of_2(top_k)),
+        "KP": max(2, next_power_of_two(top_k)),
         "LENGTH_STEP": row_step(lengths),
         "START_STEP": row_step(start),
     }
-    kernels.seed[(slots, kv_heads * triton.cdiv(group, plan.heads), batch)](
+    kernels.seed[(slots, kv_heads * cdiv(group, plan.heads), batch)](
         **shared, STAGES=plan.seed_stages, HEADS=plan.heads, num_warps=plan.seed_warps
     )
     kernels.refine[(slots, heads, batch)](**shared, STAGES=plan.stages, num_warps=plan.warps)

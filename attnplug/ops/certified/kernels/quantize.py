@@ -25,6 +25,7 @@ from attnplug.ops.certified.records import (
 )
 from attnplug.ops.common.device import machine
 from attnplug.ops.common.rows import blocks_done, mask_bytes, note_progress, row_span, row_step
+from attnplug.ops.common.sizes import next_power_of_two
 
 WAVES = 1
 
@@ -247,9 +248,9 @@ def launch_quantize_kv(
         v_strides=v.stride()[:3],
         mask_stride=0 if rows.key_mask is None else rows.key_mask.stride(0),
         D=width,
-        DP=triton.next_power_of_2(width),
+        DP=next_power_of_two(width),
         HALF=half,
-        HALF_P=triton.next_power_of_2(half),
+        HALF_P=next_power_of_two(half),
         num_warps=8 if block * width > 4096 else 4,
         **shared,
     )

@@ -10,9 +10,9 @@ import functools
 from typing import NamedTuple
 
 import torch
-import triton
 
 from attnplug.ops.common.rows import row_step
+from attnplug.ops.common.sizes import cdiv, next_power_of_two
 from attnplug.ops.gvr.kernels.topk_collect import collect
 from attnplug.ops.gvr.kernels.topk_refine import refine
 from attnplug.ops.gvr.kernels.topk_verify import verify
@@ -37,16 +37,16 @@ class _Buffers(NamedTuple):
 def _allocate_buffers(scores, k, plan) -> _Buffers:
     rows, size = scores.shape
     grouped = plan.group > 1
-    groups_of_row = triton.cdiv(size, plan.group) if grouped else 0
-    programs = max(plan.verifiers, triton.cdiv(groups_of_row, plan.here))
+    groups_of_row = cdiv(size, plan.group) if grouped else 0
+    programs = max(plan.verifiers, cdiv(groups_of_row, plan.here))
     # Most that is counted one by one in a part: int16 holds the counts if they fit.
     counted = min(size, 2 * plan.group * k) if grouped else size
-    part = triton.cdiv(triton.cdiv(counted, plan.verify_tile), plan.verifiers) * plan.verify_tile
+    part = cdiv(cdiv(counted, plan.verify_tile), plan.verifiers) * plan.verify_tile
     count_dtype = torch.int16 if part < 2**15 else torch.int32
     new = functools.partial(torch.empty, device=scores.device)
     return _Buffers(
         programs=programs,
-        slots=max(128, triton.next_power_of_2(programs)),  # few sizes: few kernels to compile
+        slots=max(128, next_power_of_two(programs)),  # few sizes: few kernels to compile
         groups_of_row=groups_of_row,
         edges=new((rows, 2), dtype=torch.float32),
         counts=new((rows, plan.verifiers, plan.bins), dtype=count_dtype),
@@ -90,7 +90,7 @@ def launch_long_rows(scores, k, hint, lengths, indices, values, how, plan, pdl):
         SAMPLE=plan.sample,
         TILE=plan.verify_tile,
         GROUP=plan.group,
-        WORDS=triton.next_power_of_2(triton.cdiv(buffers.programs, plan.verifiers)),
+        WORDS=next_power_of_two(cdiv(buffers.programs, plan.verifiers)),
         num_warps=plan.verify_warps,
     )
     lists_and_output = {
@@ -112,7 +112,7 @@ def launch_long_rows(scores, k, hint, lengths, indices, values, how, plan, pdl):
         groups_of_row=buffers.groups_of_row,
         BINS=plan.bins,
         parts=plan.verifiers,
-        PARTS_PAD=triton.next_power_of_2(plan.verifiers),
+        PARTS_PAD=next_power_of_two(plan.verifiers),
         PART_TILE=plan.verify_tile,
         TILE=plan.collect_tile,
         HERE=plan.here,
@@ -124,7 +124,7 @@ def launch_long_rows(scores, k, hint, lengths, indices, values, how, plan, pdl):
         **row_and_launch,
         **lists_and_output,
         stats=how,
-        K_PAD=max(2, triton.next_power_of_2(k)),
+        K_PAD=max(2, next_power_of_two(k)),
         TILE=plan.refine_tile,
         SMALL=plan.small,
         LOOKED_BACK=plan.group > 1,

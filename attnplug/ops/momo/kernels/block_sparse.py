@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from attnplug.ops.common.rows import row_step
+from attnplug.ops.common.sizes import cdiv, next_power_of_two
 
 _LOG2E = math.log2(math.e)
 _LN2 = tl.constexpr(math.log(2.0))
@@ -320,19 +321,19 @@ def _configuration(dim: int, dtype: torch.dtype, query_block: int, block: int) -
         keys = min(keys, whole)
     else:
         stages = 1  # gathered key numbers: see the unpipelined loop in the kernel
-    rows = min(rows, max(16, triton.next_power_of_2(query_block)))
+    rows = min(rows, max(16, next_power_of_two(query_block)))
     return dict(M=rows, N=keys, num_warps=warps if rows > 32 else 4, num_stages=stages)
 
 
 def build_lists(index, query_block, block, sink, window, lengths, start, queries, keys):
     """-> per query block the distinct blocks before the local part, sink first, and their count."""
-    sink = min(sink, triton.cdiv(keys, block))
+    sink = min(sink, cdiv(keys, block))
     batch, heads, blocks, width = index.shape
     lists = torch.empty(
         batch, heads, blocks, max(width + sink, 1), dtype=torch.int32, device=index.device
     )
     count = torch.empty(batch, heads, blocks, dtype=torch.int32, device=index.device)
-    padded = max(2, triton.next_power_of_2(width))
+    padded = max(2, next_power_of_two(width))
     _list_kernel[(batch * heads * blocks,)](
         INDEX=index.contiguous(),
         LIST=lists,
@@ -351,7 +352,7 @@ def build_lists(index, query_block, block, sink, window, lengths, start, queries
         BLOCK=block,
         SINK=sink,
         K_PAD=padded,
-        SINK_PAD=triton.next_power_of_2(max(sink, 1)),
+        SINK_PAD=next_power_of_two(max(sink, 1)),
         num_warps=max(1, min(16, padded // 128)),
     )
     return lists, count
@@ -388,10 +389,10 @@ def launch_triton(
         QUERY_BLOCK=query_block,
         BLOCK=block,
         D=dim,
-        D_PAD=triton.next_power_of_2(dim),
+        D_PAD=next_power_of_two(dim),
         M=chosen["M"],
         N=chosen["N"],
-        SPLITS=triton.cdiv(query_block, chosen["M"]),
+        SPLITS=cdiv(query_block, chosen["M"]),
         SCALE_FIRST=softcap > 0.0 or scale <= 0.0,
         SOFTCAP=softcap > 0.0,
     )

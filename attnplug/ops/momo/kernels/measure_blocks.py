@@ -5,6 +5,8 @@ import torch
 import triton
 import triton.language as tl
 
+from attnplug.ops.common.sizes import cdiv, next_power_of_two
+
 
 @triton.jit(do_not_specialize=["R", "NQ", "kept", "first", "heads", "before_b"])
 def _mass_kernel(
@@ -104,9 +106,9 @@ def launch_lists(score, lse, before, blocks, *, first, rows, sink):
     """Fill the lists `blocks[:, :, first : first + NQ]` of NQ consecutive query blocks of `rows`
     rows, from score `[B,Hq,kept,R]` and lse `[B,Hq,R]` of their rows."""
     heads, (kept, all_rows) = lse.shape[0] * lse.shape[1], score.shape[2:]
-    query_blocks = triton.cdiv(all_rows, rows)
+    query_blocks = cdiv(all_rows, rows)
     mass = torch.empty((heads, query_blocks, kept), dtype=torch.float32, device=score.device)
-    pad = triton.next_power_of_2(rows)
+    pad = next_power_of_two(rows)
     groups = max(1, 128 // pad)
     common = dict(
         LSE=lse,
@@ -122,17 +124,17 @@ def launch_lists(score, lse, before, blocks, *, first, rows, sink):
         ROWS=rows,
         PAD=pad,
     )
-    _mass_kernel[(heads, triton.cdiv(query_blocks, groups), triton.cdiv(kept, 64))](
+    _mass_kernel[(heads, cdiv(query_blocks, groups), cdiv(kept, 64))](
         SCORE=score, GROUPS=groups, N=64, num_warps=8, **common
     )
-    width = max(2, triton.next_power_of_2(kept))
+    width = max(2, next_power_of_two(kept))
     _choose_kernel[(heads * query_blocks,)](
         OUT=blocks,
         all_query_blocks=blocks.shape[2],
         sink=sink,
         TOP_K=blocks.shape[3],
         N=width,
-        PAD_K=triton.next_power_of_2(blocks.shape[3]),
+        PAD_K=next_power_of_two(blocks.shape[3]),
         num_warps=min(16, max(1, width // 512)),
         **common,
     )

@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from attnplug.ops.common.rows import row_step
+from attnplug.ops.common.sizes import cdiv, next_power_of_two
 from attnplug.ops.momo.kernels.online_topk import (
     NO_BLOCK,
     fill_lists,
@@ -367,7 +368,7 @@ def launch_triton(
     q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k, v))
     (batch, heads, queries, dim), kv_heads = q.shape, k.shape[1]
     tree = top_k > 0 and algorithm == "tournament"
-    width = triton.next_power_of_2(dim)
+    width = next_power_of_two(dim)
     M, N, warps, stages = configuration(
         width, q.element_size(), block, top_k, algorithm, batch * heads * out.shape[2]
     )
@@ -381,14 +382,14 @@ def launch_triton(
         BLOCK=block if top_k else N,
         TOP_K=top_k,
         EXACT_K=exact,
-        P=triton.next_power_of_2(max(exact, 1)) if exact < top_k else 1,
+        P=next_power_of_two(max(exact, 1)) if exact < top_k else 1,
         LEVELS=(2 * top_k - 1).bit_length() - 1 if tree else -1,
         CAP=softcap > 0,
         HAS_LENGTHS=lengths is not None,
         HAS_START=start is not None,
         HAS_MASK=key_mask is not None,
     )
-    tiles = triton.cdiv(out.shape[2] * spec.G, M)
+    tiles = cdiv(out.shape[2] * spec.G, M)
     dummy = lse  # a tensor that the kernel does not read
     before = dummy
     if key_mask is not None:
