@@ -135,17 +135,64 @@ def certified_attention(
     hard = [float("inf") if x is None else x for x in (value_budget, key_tolerance, tolerance)]
     return CertifiedOutput(
         *_certified_attention(
-            q, k, v, *tier, scale, block, coverage, k_min, k_max, v_tol, *hard, ranking, explore,
-            lengths, start, key_mask, softcap, sinks, telemetry, *(scratch or (None,) * 5),
+            q,
+            k,
+            v,
+            *tier,
+            scale,
+            block,
+            coverage,
+            k_min,
+            k_max,
+            v_tol,
+            *hard,
+            ranking,
+            explore,
+            lengths,
+            start,
+            key_mask,
+            softcap,
+            sinks,
+            telemetry,
+            *(scratch or (None,) * 5),
         )
-    )  # fmt: skip
+    )
 
 
 def _allocate(
-    q, k, v, k_codes, k_meta, v_codes, v_meta, summary, check, progress, scale, block, coverage,
-    k_min, k_max, v_tol, value_budget, key_tolerance, tolerance, ranking, explore, lengths, start,
-    key_mask, softcap, sinks, telemetry, slots, owner, used, seals, counters,
-):  # fmt: skip
+    q,
+    k,
+    v,
+    k_codes,
+    k_meta,
+    v_codes,
+    v_meta,
+    summary,
+    check,
+    progress,
+    scale,
+    block,
+    coverage,
+    k_min,
+    k_max,
+    v_tol,
+    value_budget,
+    key_tolerance,
+    tolerance,
+    ranking,
+    explore,
+    lengths,
+    start,
+    key_mask,
+    softcap,
+    sinks,
+    telemetry,
+    slots,
+    owner,
+    used,
+    seals,
+    counters,
+):
     name = "certified_attention"
     check_attention_inputs(name, q, k, v)
     check_sequence_inputs(name, q, k, lengths, start, key_mask)
@@ -191,11 +238,43 @@ def _allocate(
 
 
 def _cpu(
-    q, k, v, k_codes, k_meta, v_codes, v_meta, summary, check, progress, scale, block, coverage,
-    k_min, k_max, v_tol, value_budget, key_tolerance, tolerance, ranking, explore, lengths, start,
-    key_mask, softcap, sinks, telemetry, slots, owner, used, seals, counters, out, lse, bounds,
+    q,
+    k,
+    v,
+    k_codes,
+    k_meta,
+    v_codes,
+    v_meta,
+    summary,
+    check,
+    progress,
+    scale,
+    block,
+    coverage,
+    k_min,
+    k_max,
+    v_tol,
+    value_budget,
+    key_tolerance,
+    tolerance,
+    ranking,
+    explore,
+    lengths,
+    start,
+    key_mask,
+    softcap,
+    sinks,
+    telemetry,
+    slots,
+    owner,
+    used,
+    seals,
+    counters,
+    out,
+    lse,
+    bounds,
     rungs,
-):  # fmt: skip
+):
     lengths, start = rows_on_cpu(k, lengths, start)
     complete = (lengths - start).clamp(min=0) // block
     blocks = torch.where(progress[:, 1] == start, torch.minimum(progress[:, 0], complete), 0).long()

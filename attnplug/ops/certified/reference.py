@@ -3,8 +3,9 @@
 One (row, KV head) at a time: score with the quantized keys, choose what is read exactly, attend to
 the mixture, bound the error, check. Only the check of a whole row (rung 4) looks at other heads.
 
-Over 450 lines, and one file: numba's cache of a compiled function looks at the file in which it
-stands, and not at the files of what it calls. `PROOF` guards what comes from `proof.py`.
+This file is over 450 lines because numba's cache of a compiled function looks at the file in which
+the function stands, and not at the files of what it calls. `PROOF` guards what comes from
+`proof.py`.
 """
 
 import numba
@@ -299,9 +300,33 @@ def _add(p, values, seen, acc, norms):
 
 @numba.njit(cache=True)
 def certify_group(
-    q, k, v, seen, codes, meta, v_codes, v_meta, summary, low, length, row, scale, softcap, sinks,
-    depth, capacity, tolerance, unit, options, out, lse, bounds, rung, counts, marks,
-):  # fmt: skip
+    q,
+    k,
+    v,
+    seen,
+    codes,
+    meta,
+    v_codes,
+    v_meta,
+    summary,
+    low,
+    length,
+    row,
+    scale,
+    softcap,
+    sinks,
+    depth,
+    capacity,
+    tolerance,
+    unit,
+    options,
+    out,
+    lse,
+    bounds,
+    rung,
+    counts,
+    marks,
+):
     """The heads `q [G, D]` of one (row, KV head), up to what only they need. Returns whether a
     score or value was further off than its bound. `k, v` are the row's originals, `codes` and the
     rest its quantized blocks, `seen [S]` what the key mask shows."""
@@ -456,9 +481,30 @@ def exact_group(q, k, v, mask, low, length, scale, softcap, sinks, unit, out, ls
 
 @numba.njit(parallel=True, cache=True)
 def reference(
-    q, k, v, tier, raw, blocks, lengths, start, mask, scale, softcap, sinks, depth, capacity,
-    tolerance, unit, options, out, lse, bounds, rungs, counts, marks,
-):  # fmt: skip
+    q,
+    k,
+    v,
+    tier,
+    raw,
+    blocks,
+    lengths,
+    start,
+    mask,
+    scale,
+    softcap,
+    sinks,
+    depth,
+    capacity,
+    tolerance,
+    unit,
+    options,
+    out,
+    lse,
+    bounds,
+    rungs,
+    counts,
+    marks,
+):
     """Certify every (row, KV head), then recompute what failed; both in parallel."""
     batch, heads, _ = q.shape
     kv_heads = k.shape[1]
@@ -477,19 +523,44 @@ def reference(
         n = blocks[b]
         for j in range(n):
             words = check_words(
-                j, codes[b, h, j], k_bits[b, h, j], v_codes[b, h, j], v_words[b, h, j],
+                j,
+                codes[b, h, j],
+                k_bits[b, h, j],
+                v_codes[b, h, j],
+                v_words[b, h, j],
                 summary[b, h, j],
-            )  # fmt: skip
+            )
             for i in range(2):
                 if (words[i] - check[b, h, j, i]) & 0xFFFFFFFF != 0:
                     wrong[item] |= CHECK
         if certify_group(
-            q[b, own], k[b, h], v[b, h], shown, codes[b, h, :n], meta[b, h, :n],
-            v_codes[b, h, :n], v_meta[b, h, :n], summary[b, h, :n], start[b], lengths[b], item,
-            scale, softcap, sinks[own], depth, capacity, tolerance, unit, options, out[b, own],
-            lse[b, own], bounds[b, own], rungs[b, own], counts[b, h],
+            q[b, own],
+            k[b, h],
+            v[b, h],
+            shown,
+            codes[b, h, :n],
+            meta[b, h, :n],
+            v_codes[b, h, :n],
+            v_meta[b, h, :n],
+            summary[b, h, :n],
+            start[b],
+            lengths[b],
+            item,
+            scale,
+            softcap,
+            sinks[own],
+            depth,
+            capacity,
+            tolerance,
+            unit,
+            options,
+            out[b, own],
+            lse[b, own],
+            bounds[b, own],
+            rungs[b, own],
+            counts[b, h],
             marks[b, h, :n],
-        ):  # fmt: skip
+        ):
             wrong[item] |= SCORE
     for index in numba.prange(batch * kv_heads):
         item = np.int64(index)
@@ -504,6 +575,18 @@ def reference(
             if row > 0:
                 rungs[b, i] |= row | ROW
         exact_group(
-            q[b, own], k[b, h], v[b, h], mask[b * len(mask) // batch], start[b], lengths[b], scale,
-            softcap, sinks[own], unit, out[b, own], lse[b, own], bounds[b, own], rungs[b, own],
-        )  # fmt: skip
+            q[b, own],
+            k[b, h],
+            v[b, h],
+            mask[b * len(mask) // batch],
+            start[b],
+            lengths[b],
+            scale,
+            softcap,
+            sinks[own],
+            unit,
+            out[b, own],
+            lse[b, own],
+            bounds[b, own],
+            rungs[b, own],
+        )

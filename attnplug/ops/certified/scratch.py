@@ -51,9 +51,15 @@ class Scratch(NamedTuple):
 
     @classmethod
     def empty(
-        cls, batch: int, heads: int, count: int, block: int, width: int, dtype: torch.dtype,
+        cls,
+        batch: int,
+        heads: int,
+        count: int,
+        block: int,
+        width: int,
+        dtype: torch.dtype,
         device: torch.device | str,
-    ) -> "Scratch":  # fmt: skip
+    ) -> "Scratch":
         """`count` slots, rounded up to a multiple of `SETS`, that hold nothing."""
         rows, count = (batch, heads), -(-count // SETS) * SETS
         stored = count if torch.device(device).type == "cuda" else 0
@@ -89,10 +95,12 @@ def check_scratch(k: torch.Tensor, block: int, scratch: tuple[torch.Tensor | Non
     rows, width, count = tuple(k.shape[:2]), k.shape[3], owner.shape[-1]
     stored = 0 if k.device.type == "cpu" and slots.shape[2:3] == (0,) else count
     wanted = (
-        ("slots", k.dtype, (*rows, stored, block, width)), ("owner", torch.int32, (*rows, count)),
-        ("used", torch.int32, (*rows, count)), ("seals", torch.int32, (*rows, count)),
+        ("slots", k.dtype, (*rows, stored, block, width)),
+        ("owner", torch.int32, (*rows, count)),
+        ("used", torch.int32, (*rows, count)),
+        ("seals", torch.int32, (*rows, count)),
         ("counters", torch.int64, (*rows, SETS, 3)),
-    )  # fmt: skip
+    )
     for tensor, (label, dtype, shape) in zip(given, wanted, strict=True):
         good = tuple(tensor.shape) == shape and tensor.dtype == dtype
         if not (good and tensor.device == k.device and tensor.is_contiguous()):
@@ -140,7 +148,7 @@ def simulate(marks, start, block, owner, used, counters):
                         item = 2 * (start[b] + j * block) + which
                         count[2] += _place(
                             item, j % SETS, mark & 4 == 0, owner[b, h], used[b, h], now
-                        )  # fmt: skip
+                        )
 
 
 # --- CUDA: for the kernels that choose and read -------------------------------------------------

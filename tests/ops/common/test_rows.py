@@ -46,17 +46,17 @@ def _spans(
     LENGTH_STEP: tl.constexpr,
     START_STEP: tl.constexpr,
     NEW: tl.constexpr,
-    CACHE: tl.constexpr,
+    BYPASS_L1: tl.constexpr,
 ):
     b = tl.program_id(0)
-    length, low = row_span(lengths, start, b, S, LENGTH_STEP, START_STEP, NEW, CACHE)
+    length, low = row_span(lengths, start, b, S, LENGTH_STEP, START_STEP, NEW, BYPASS_L1)
     tl.store(out + b * 2, length)
     tl.store(out + b * 2 + 1, low)
 
 
-@pytest.mark.parametrize("cache", [".cg", ""])
+@pytest.mark.parametrize("bypass", [0, 1])
 @pytest.mark.parametrize("new", [0, 1])
-def test_a_kernel_reads_the_rows_that_the_reference_does(device, new, cache):
+def test_a_kernel_reads_the_rows_that_the_reference_does(device, new, bypass):
     """A length past the buffer counts as the buffer's, and with a new token as one more."""
     lengths, start = (
         torch.tensor([4, 11, 7], device=device),
@@ -66,7 +66,7 @@ def test_a_kernel_reads_the_rows_that_the_reference_does(device, new, cache):
         out = torch.full((3, 2), -7, dtype=torch.int32, device=device)
         batch = 3 if rows[1] is None or len(rows[1]) == 3 else 2
         steps = map(row_step, rows)
-        _spans[(batch,)](*rows, out, 10, *steps, NEW=new, CACHE=cache)
+        _spans[(batch,)](*rows, out, 10, *steps, NEW=new, BYPASS_L1=bypass)
         k = torch.zeros(batch, 1, 10, 64)
         wanted = rows_on_cpu(k, *(x if x is None else x.cpu() for x in rows))
         # Without `lengths` the whole buffer is valid, and there is no token to come.

@@ -90,8 +90,11 @@ def layouts(step: int) -> Layouts:
     rows = [[1, 0], [2, 0], [4, 0]]
     keys = gl.DistributedLinearLayout(
         [[0, 1], [0, 2], [0, 16], *([n, 0] for n in more)],
-        [[0, 4], [0, 8], [4, 0], [2, 0], [1, 0]], [], [], [step, 32],
-    )  # fmt: skip
+        [[0, 4], [0, 8], [4, 0], [2, 0], [1, 0]],
+        [],
+        [],
+        [step, 32],
+    )
     query = gl.DistributedLinearLayout(
         [[0, 1], [0, 2], [0, 4], [0, 8], [0, 64]], [[0, 16], [0, 32], *rows], [], [], [8, 128]
     )
@@ -103,16 +106,25 @@ def layouts(step: int) -> Layouts:
     )
     values = gl.DistributedLinearLayout(
         [[2, 0], [0, 1], *([n // 2, 0] for n in more)],
-        [[1, 0], [0, 16], [0, 2], [0, 4], [0, 8]], [], [], [step // 2, 32],
-    )  # fmt: skip
+        [[1, 0], [0, 16], [0, 2], [0, 4], [0, 8]],
+        [],
+        [],
+        [step // 2, 32],
+    )
     meta = gl.DistributedLinearLayout(
         [[0, 4], [1, 0], *([n // 4, 0] for n in more)],
-        [[0, 16], [0, 8], [0, 0], [0, 1], [0, 2]], [], [], [step // 4, 32],
-    )  # fmt: skip
+        [[0, 16], [0, 8], [0, 0], [0, 1], [0, 2]],
+        [],
+        [],
+        [step // 4, 32],
+    )
     pairs = gl.DistributedLinearLayout(
         [[0, 0, 1], *([n // 2, 0, 0] for n in more)],
-        [[1, 0, 0], [2, 0, 0], [0, 0, 2], [0, 1, 0], [0, 2, 0]], [], [], [step // 2, 4, 4],
-    )  # fmt: skip
+        [[1, 0, 0], [2, 0, 0], [0, 0, 2], [0, 1, 0], [0, 2, 0]],
+        [],
+        [],
+        [step // 2, 4, 4],
+    )
     blocks = gl.DistributedLinearLayout(
         [[0, 1], [0, 2], [0, 4], [0, 32]], [[0, 8], [0, 16], *rows], [], [], [8, 64]
     )
@@ -148,9 +160,13 @@ def query_tile(query, words, is_check, XL: gl.constexpr, WXL: gl.constexpr, D: g
     most = gl.where(most < 1e-30, 1e-30, most)  # NaN stays
     factor = gl.where(gl.convert_layout(is_check, gl.SliceLayout(1, XL)), 1.0, _LARGEST / most)
     high, middle, low = gl.inline_asm_elementwise(
-        _DIGITS, "=&r,=&r,=&r,r,r,r,r", [x * factor[:, None] + _MAGIC], dtype=_THREE, is_pure=True,
+        _DIGITS,
+        "=&r,=&r,=&r,r,r,r,r",
+        [x * factor[:, None] + _MAGIC],
+        dtype=_THREE,
+        is_pure=True,
         pack=4,
-    )  # fmt: skip
+    )
     none = gl.full([8, D], 0, gl.int8, XL)
     return _digit_tile(high, middle, D), _digit_tile(low, none, D), most * (1 / _LARGEST)
 
