@@ -52,7 +52,9 @@ def find_attention_layers(model: PreTrainedModel) -> list[AttentionLayer]:
             f"{family} is an encoder-decoder; attnplug serves decoder-only models."
         )
     found = [
-        _describe(name, module) for name, module in model.named_modules() if _is_attention(module)
+        _describe(name, module, model)
+        for name, module in model.named_modules()
+        if _is_attention(module)
     ]
     if not found:
         raise UnsupportedModelError(
@@ -77,11 +79,12 @@ def _index(module: torch.nn.Module) -> int:
     return module.layer_idx  # pyright: ignore[reportReturnType]
 
 
-def _describe(name: str, module: torch.nn.Module) -> AttentionLayer:
+def _describe(name: str, module: torch.nn.Module, model: PreTrainedModel) -> AttentionLayer:
     index = _index(module)
-    shape = _shape(module)
+    weights = _weights(module) or _weights(model)
+    shape = _shape(module, weights)
     kind = _kind(module, index)
-    reason = _reason(module, kind, shape)
+    reason = _reason(module, kind, shape, weights)
     return AttentionLayer(index, name, module, _config(module), kind, shape, reason)
 
 
@@ -91,7 +94,13 @@ def _config(module: torch.nn.Module) -> PreTrainedConfig:
     return config
 
 
-def _shape(module: torch.nn.Module) -> LayerShape:
+def _weights(module: torch.nn.Module) -> list[torch.Tensor]:
+    """The module's tensors, parameters first. Quantized layers may have no parameters: GPTQ and
+    AWQ keep buffers, and torch.ao's dynamic layers pack weights into an object of their own."""
+    return [*module.parameters(), *module.buffers()]
+
+
+def _shape(module: torch.nn.Module, weights: list[torch.Tensor]) -> LayerShape:
     config = _config(module)
     heads = getattr(config, "num_attention_heads", 0)
     hidden = getattr(config, "hidden_size", 0)
@@ -103,7 +112,8 @@ def _shape(module: torch.nn.Module) -> LayerShape:
         head_dim=head_dim or (hidden // heads if heads else 0),
         softcap=softcap or 0.0,
         sinks=hasattr(module, "sinks"),
-        device=next(module.parameters()).device,
+        # torch.ao packs weights on the CPU only, so a model without any tensor runs there.
+        device=weights[0].device if weights else torch.device("cpu"),
     )
 
 
@@ -134,7 +144,9 @@ def has_own_slot(module: torch.nn.Module) -> bool:
     return _index(module) >= 0 and parameters.isdisjoint(SLOT_ARGUMENTS)
 
 
-def _reason(module: torch.nn.Module, kind: str, shape: LayerShape) -> str:
+def _reason(
+    module: torch.nn.Module, kind: str, shape: LayerShape, weights: list[torch.Tensor]
+) -> str:
     parameters = inspect.signature(type(module).forward).parameters.values()
     if not has_own_slot(module):
         return "one module fills several layers of the cache"
@@ -155,7 +167,7 @@ def _reason(module: torch.nn.Module, kind: str, shape: LayerShape) -> str:
         return f"keys of {shape.head_dim} and values of {value_dim} channels"
     if not takes_cache(module):
         return "its cache argument has a name that attnplug does not know"
-    if next(module.parameters()).dtype == torch.float64:
+    if any(tensor.dtype == torch.float64 for tensor in weights[:1]):
         served = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
         return f"dtype float64 is not one of {served}"
     if shape.head_dim not in HEAD_DIMS:
