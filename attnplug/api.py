@@ -1,6 +1,5 @@
 """apply, remove, applied and report: a policy on a Hugging Face model and off again."""
 
-import copy
 import fnmatch
 import re
 from collections.abc import Iterator, Mapping
@@ -10,7 +9,7 @@ from typing import Any, TypeVar
 
 import torch
 from rich.table import Table
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from attnplug.errors import (
     AlreadyAppliedError,
@@ -31,6 +30,7 @@ from attnplug.models.layers import (
     unwrap,
 )
 from attnplug.models.names import ADDITIVE_NAME, ATTENTION_NAME, ATTENTION_NAMES
+from attnplug.models.switch import SwitchedConfigs, switch_configs
 from attnplug.policies import Phase, Policy, parse
 
 STATE = "_attnplug_state"
@@ -99,7 +99,7 @@ class _Ledger:
     make_layer: MakeLayer
     bound: list[torch.nn.Module]
     hooks: list[tuple[PolicyHook, torch.nn.Module]] = field(default_factory=list)
-    configs: list[tuple[torch.nn.Module, PreTrainedConfig]] = field(default_factory=list)
+    configs: SwitchedConfigs | None = None
     methods: list[str] = field(default_factory=list)
     compiled: dict[str, Any] = field(default_factory=dict)
 
@@ -142,7 +142,7 @@ def apply(model: Model, policy: PolicyLike | Mapping[LayerKey, PolicyLike]) -> M
     if switched:
         told = [x for x in layers if id(x.config) in switched and has_own_slot(x.module)]
         ledger.hooks = [_hooked(layer, first=layer is told[0]) for layer in told]
-        ledger.configs = _switch_attention(target, switched)
+        ledger.configs = switch_configs(target, switched)
         ledger.methods = bind_generate(target, None if keeps else ledger.make_layer)
     ledger.compiled = _take_compiled(target)
     target.__dict__[STATE] = ledger
@@ -150,14 +150,15 @@ def apply(model: Model, policy: PolicyLike | Mapping[LayerKey, PolicyLike]) -> M
 
 
 def remove(model: Model) -> Model:
-    """Undo `apply`: the model is bit for bit what it was. Raises NotAppliedError."""
+    """Undo `apply`, and only what it did: the weights are bit for bit what they were, and what
+    others changed since, such as the config's vocabulary, stays. Raises NotAppliedError."""
     target = unwrap(model)
     ledger = _ledger_of(target)
     unbind_generate(target, ledger.methods)
     _take_compiled(target)
     vars(target).update(ledger.compiled)
-    for module, config in ledger.configs:
-        vars(module)["config"] = config
+    if ledger.configs is not None:
+        ledger.configs.restore(target)
     for hook, module in ledger.hooks:
         hook.detach_hook(module)
     for module in ledger.bound:
@@ -346,24 +347,6 @@ def _switched(plan: list[tuple[AttentionLayer, Binding[Policy]]]) -> dict[int, s
     served = {id(layer.config) for layer, binding in plan if binding.policy is not None}
     eager = {id(layer.config) for layer, binding in plan if binding.stock == "eager"}
     return {key: ADDITIVE_NAME if key in eager else ATTENTION_NAME for key in served}
-
-
-def _switch_attention(
-    model: PreTrainedModel, switched: dict[int, str]
-) -> list[tuple[torch.nn.Module, PreTrainedConfig]]:
-    """Give the model's modules configs of their own that say attnplug: another model may share the
-    object. Returns every module with the config it had."""
-    copies: dict[int, Any] = {}
-    copy.deepcopy(model.config, copies)  # a memo: text configs stay one object with their parts
-    previous = []
-    for module in model.modules():
-        config = vars(module).get("config")
-        if isinstance(config, PreTrainedConfig):
-            previous.append((module, config))
-            vars(module)["config"] = copy.deepcopy(config, copies)
-    for key, name in switched.items():
-        copies[key]._attn_implementation_internal = name
-    return previous
 
 
 def _take_compiled(model: PreTrainedModel) -> dict[str, Any]:

@@ -226,6 +226,12 @@ def _as_autocast(
 def _refuse_unknown_keys(module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor) -> None:
     """Without a cache in sight, causal attention can only be over the queries' own keys."""
     if key.shape[2] != query.shape[2] and getattr(module, "is_causal", True):
+        if not hasattr(module, BINDING):
+            raise UnsupportedCallError(
+                f"{type(module).__name__} names attnplug's attention, but attnplug.apply has never "
+                "seen it: its config is that of a model with a policy. Build it from "
+                "copy.deepcopy(model.config), or call attnplug.apply on it."
+            )
         raise UnsupportedCallError(
             f"{type(module).__name__} got {key.shape[2]} keys for {query.shape[2]} queries and no "
             "cache that attnplug can see, so it cannot know which keys are valid. Pass the cache "
