@@ -2,35 +2,56 @@
 back to the objects that the model had, with what others changed in the meantime."""
 
 import copy
+import functools
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
+ATTENTION = "_attn_implementation_internal"
+BASE, STOCK = "_attnplug_base", "_attnplug_stock"
 MISSING = object()
 
 
-class AppliedName(str):
-    """attnplug's name for an attention as a config holds it. A deep copy of the config alone gets
-    the `stock` name, so that a model built from it has its own attention; a copy or a pickle of
-    the model keeps this one."""
+@functools.cache
+def _applied_class(base: type[PreTrainedConfig], stock: str | None) -> type[PreTrainedConfig]:
+    """A config class that is `base` but for copies: one of the config alone is a `base` with the
+    `stock` attention, so that a model built from it has its own; a copy or a pickle of the model
+    stays what it is. The name of the attention itself must be a plain string: torch.compile before
+    2.13 traces no other."""
 
-    stock: str | None
-
-    def __new__(cls, name: str, stock: str | None) -> "AppliedName":
-        made = super().__new__(cls, name)
-        made.stock = stock
+    def alone(self: Any, attributes: dict[str, Any]) -> Any:
+        made = base.__new__(base)
+        vars(made).update(attributes | {ATTENTION: stock})
         return made
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> str | None:
+    def deep_copy(self: Any, memo: dict[int, Any]) -> Any:
         # copy.deepcopy notes every object before its content: a module there is being copied.
-        if any(isinstance(made, torch.nn.Module) for made in memo.values()):
-            return AppliedName(str(self), self.stock)
-        return self.stock
+        whole = any(isinstance(made, torch.nn.Module) for made in memo.values())
+        made = memo[id(self)] = _rebuild(base, stock) if whole else alone(self, {})
+        name = vars(made).get(ATTENTION, self._attn_implementation)
+        vars(made).update(copy.deepcopy(vars(self), memo))
+        vars(made)[ATTENTION] = name
+        return made
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return AppliedName, (str(self), self.stock)
+    def reduce(self: Any, protocol: Any) -> tuple[Any, ...]:
+        return _rebuild, (base, stock), vars(self)
+
+    methods = {
+        "__copy__": lambda self: alone(self, vars(self)),
+        "__deepcopy__": deep_copy,
+        "__reduce_ex__": reduce,
+        "__module__": base.__module__,
+        BASE: base,
+        STOCK: stock,
+    }
+    return type(base.__name__, (base,), methods)
+
+
+def _rebuild(base: type[PreTrainedConfig], stock: str | None) -> PreTrainedConfig:
+    made = _applied_class(base, stock)
+    return made.__new__(made)
 
 
 @dataclass
@@ -61,9 +82,10 @@ class SwitchedConfigs:
             if id(config) in originals:
                 vars(module)["config"] = originals[id(config)]
         for entry in self.configs:  # someone else may have taken the copy for a model of his own
-            name = entry.applied._attn_implementation
-            if isinstance(name, AppliedName):
-                entry.applied._attn_implementation_internal = name.stock
+            kind = type(entry.applied)
+            if hasattr(kind, BASE):
+                vars(entry.applied)[ATTENTION] = getattr(kind, STOCK)
+                entry.applied.__class__ = getattr(kind, BASE)
 
 
 def switch_configs(model: PreTrainedModel, switched: dict[int, str]) -> SwitchedConfigs:
@@ -80,7 +102,8 @@ def switch_configs(model: PreTrainedModel, switched: dict[int, str]) -> Switched
             found |= {id(part): part for part in _with_parts(config)}
     for key, name in switched.items():
         config = memo[key]
-        config._attn_implementation_internal = AppliedName(name, config._attn_implementation)
+        config.__class__ = _applied_class(type(config), config._attn_implementation)
+        vars(config)[ATTENTION] = name
     copies = {id(memo[key]) for key in found}
     configs = [
         SwitchedConfig(part, memo[key], _snapshot(memo[key], copies)) for key, part in found.items()
@@ -100,15 +123,14 @@ def _with_parts(config: PreTrainedConfig) -> list[PreTrainedConfig]:
 def _snapshot(config: PreTrainedConfig, copies: set[int]) -> dict[str, Any]:
     """The config's attributes, copied, but for configs that are compared on their own."""
     return {
-        name: value
-        if isinstance(value, AppliedName) or id(value) in copies
-        else copy.deepcopy(value)
+        name: value if id(value) in copies else copy.deepcopy(value)
         for name, value in vars(config).items()
     }
 
 
 def _carry_changes(entry: SwitchedConfig, originals: dict[int, PreTrainedConfig]) -> None:
     now = dict(vars(entry.applied))
+    now[ATTENTION] = entry.began[ATTENTION]  # it was apply that changed this one
     for name in [*now, *(name for name in entry.began if name not in now)]:
         value = now.get(name, MISSING)
         if _alike(value, entry.began.get(name, MISSING)):

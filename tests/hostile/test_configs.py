@@ -99,3 +99,21 @@ def test_copies_and_pickles_of_the_model_keep_the_policy_and_its_way_back():
         attnplug.remove(again)
         assert again.config._attn_implementation == "sdpa"
         assert copy.deepcopy(twin.config)._attn_implementation == "sdpa"
+
+
+@torch.no_grad()
+def test_a_shallow_copy_is_one_of_the_config_alone():
+    model = attnplug.apply(tiny_model(), "dense")
+    assert copy.copy(model.config)._attn_implementation == "sdpa"
+    assert "attnplug" in model.config._attn_implementation
+
+
+@torch.no_grad()
+def test_the_name_is_a_plain_string_that_every_torch_traces():
+    model = attnplug.apply(tiny_model(), "dense")
+    assert type(model.config._attn_implementation) is str
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    mask = torch.ones_like(IDS)
+    found = compiled(IDS, attention_mask=mask, use_cache=False).logits
+    wanted = model(IDS, attention_mask=mask, use_cache=False).logits
+    torch.testing.assert_close(found, wanted)
