@@ -41,3 +41,7 @@ class WeightsUnavailableError(AttnplugError, OSError):
 
 class HostMemoryError(AttnplugError, MemoryError):
     """A cache that keeps its originals in pinned host memory could not be given any."""
+
+
+class TraceFileError(ArgumentError):
+    """A trace file is damaged, is no trace, or cannot be written where it should be."""

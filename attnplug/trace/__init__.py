@@ -46,6 +46,11 @@ The footer's key-value metadata holds
 row order), then over both other entries and this one without its checksum: it says the same of two
 files whatever their compression. The same input gives the same bytes with the same pyarrow: no
 dates, no random names, one writing order. Every page carries a CRC besides.
+
+Between the last page and the footer lies a seal, sha256 of the footer and of each row group's
+bytes (`attnplug.trace.seal`), where Parquet readers do not look. `read` compares it before Arrow
+sees those bytes, which may end the process on damaged ones; whatever is wrong with a file is a
+`TraceFileError`. A file appears under its name when it is complete: until then it is NAME.part.
 """
 
 from attnplug.trace.layout import Layout

@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from attnplug.errors import ArgumentError
+from attnplug.errors import TraceFileError
 from attnplug.trace.layout import (
     FORMAT,
     META,
@@ -22,6 +22,7 @@ from attnplug.trace.layout import (
     unpack_ids,
     unpack_vocabulary,
 )
+from attnplug.trace.seal import AGAIN, Segment, check_segment, open_seal
 
 if TYPE_CHECKING:
     import pandas
@@ -30,8 +31,8 @@ Span = tuple[int, int]  # from, up to and without
 
 
 def read(path: str | os.PathLike[str]) -> "Trace":
-    """Open a trace file; edges stay on disk until they are asked for. Raises ArgumentError where
-    the file is not there or no trace."""
+    """Open a trace file; edges stay on disk until they are asked for. Raises TraceFileError where
+    the file is not there, no trace, or damaged: what is read later raises it then."""
     return Trace(Path(path))
 
 
@@ -44,18 +45,24 @@ class Trace:
 
     def __init__(self, path: Path):
         self.path = path
-        try:
-            self._file = pq.ParquetFile(path, page_checksum_verification=True)
-        except (OSError, pa.ArrowInvalid) as error:
-            raise ArgumentError(f"{path} cannot be read as a trace: {error}") from error
+        self._source, self._segments = _open(path)
+        self._checked: set[int] = set()  # row groups whose bytes have been compared
+        self._file = pq.ParquetFile(self._source, page_checksum_verification=True)
         self._entries = self._file.metadata.metadata or {}
         if META not in self._entries:
-            raise ArgumentError(f"{path} is a Parquet file and no trace; attnplug trace writes one")
+            raise TraceFileError(
+                f"{path} is a Parquet file and no trace; attnplug trace writes one"
+            )
         self.meta: dict[str, Any] = json.loads(self._entries[META])
         if self.meta["format"] != FORMAT:
-            raise ArgumentError(
+            raise TraceFileError(
                 f"{path} has the trace format {self.meta['format']}, this attnplug reads {FORMAT}"
             )
+        columns = self._file.schema_arrow
+        if not columns.equals(SCHEMA):
+            found = ", ".join(f"{field.name} {field.type}" for field in columns)
+            needed = ", ".join(f"{field.name} {field.type}" for field in SCHEMA)
+            raise TraceFileError(f"{path} has the columns {found}; a trace has {needed}. {AGAIN}")
         self._edge_groups = self._spans()
         self._texts: dict[int, tuple[bytes, np.ndarray]] = {}
 
@@ -149,7 +156,7 @@ class Trace:
             ]
             if any(b <= spans[name][0] or spans[name][1] < a for name, (a, b) in inside):
                 continue
-            table = self._file.read_row_group(group)
+            table = self._read_group(group)
             for name, (a, b) in inside:
                 (column,) = _columns(table, name)
                 table = table.filter(pa.array((column >= a) & (column < b)))
@@ -240,17 +247,14 @@ class Trace:
         return found
 
     def verify(self) -> None:
-        """Read everything and compare the checksum. Raises ArgumentError where it differs."""
+        """Read everything and compare the checksum. Raises TraceFileError where it differs."""
         checksum, wanted = Checksum(), self.meta["checksum"]
-        try:
-            for part in self.batches():
-                checksum.update(part)
-        except OSError as error:
-            raise ArgumentError(f"{self.path} is damaged: {error}") from error
+        for part in self.batches():
+            checksum.update(part)
         meta = {name: value for name, value in self.meta.items() if name != "checksum"}
         found = checksum.finish(meta, self._entries[TOKENS], self._entries[VOCABULARY])
         if found != wanted:
-            raise ArgumentError(f"{self.path} is damaged: checksum {found}, it says {wanted}")
+            raise TraceFileError(f"{self.path} is damaged: checksum {found}, it says {wanted}")
 
     def _bytes(self, sequence: int) -> tuple[bytes, np.ndarray]:
         """The whole text as bytes, and where each token begins in it."""
@@ -261,6 +265,13 @@ class Trace:
         self._texts[sequence] = b"".join(pieces), np.cumsum(sizes) - sizes
         return self._texts[sequence]
 
+    def _read_group(self, group: int) -> pa.Table:
+        """A row group, whose bytes are compared with the seal before Arrow sees them."""
+        if group not in self._checked:
+            check_segment(self.path, self._source, self._segments[group])
+            self._checked.add(group)
+        return self._file.read_row_group(group)
+
     def _spans(self) -> list[dict[str, Span]]:
         """Smallest and largest value of each column in each row group."""
         spans, footer = [], self._file.metadata
@@ -270,6 +281,17 @@ class Trace:
                 {c.path_in_schema: (c.statistics.min, c.statistics.max) for c in columns[:-1]}
             )
         return spans
+
+
+def _open(path: Path) -> tuple[pa.NativeFile, list[Segment]]:
+    """The open file and its sealed segments, one a row group."""
+    if path.exists() and not path.is_file():
+        raise TraceFileError(f"{path} cannot be read as a trace: it is no regular file")
+    try:
+        source = pa.OSFile(str(path))
+    except OSError as error:
+        raise TraceFileError(f"{path} cannot be read as a trace: {error}") from error
+    return source, open_seal(path, source)
 
 
 def _one(value: int | None) -> Span | None:

@@ -26,7 +26,7 @@ from attnplug.models.sync import may_sync
 from attnplug.policies import AttentionCall, Edges, Phase, Policy
 from attnplug.trace.layout import Layout
 from attnplug.trace.tokens import token_bytes
-from attnplug.trace.writer import Writer
+from attnplug.trace.writer import Writer, check_path
 
 WAITING = 2  # layers whose edges may wait for the writer
 
@@ -49,8 +49,8 @@ def record(
     there. `tokenizer` gives the file its texts, `name` says which model it was, `progress` is
     called with the layer's index after each layer. An exception leaves no file.
 
-    Raises PolicyError where nothing is traced, and UnsupportedCallError where no forward pass came
-    or one is being captured.
+    Raises TraceFileError where no file can be at `path`, PolicyError where nothing is traced, and
+    UnsupportedCallError where no forward pass came or one is being captured.
     """
     target = unwrap(model)
     what = api.report(target).policy
@@ -125,7 +125,7 @@ class Recording:
         about: dict[str, Any],
         progress: Callable[[int], None] | None = None,
     ):
-        self.path = Path(path)
+        self.path = check_path(path)  # before the model runs
         self.edges = 0
         self.steps = 0
         self._about = about

@@ -3,7 +3,8 @@
 import contextlib
 import hashlib
 import os
-from collections.abc import Mapping, Sequence
+import stat
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
@@ -13,7 +14,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from attnplug.errors import ArgumentError
+from attnplug.errors import ArgumentError, TraceFileError
 from attnplug.trace.layout import (
     FORMAT,
     META,
@@ -26,20 +27,21 @@ from attnplug.trace.layout import (
     pack_vocabulary,
     to_json,
 )
+from attnplug.trace.seal import seal
 
 GROUP = 1 << 20  # rows of a row group, about 20 MB in memory
 
 
 class Writer:
     """A trace file that is being written. `begin` a step, `append` its layers, and so on; leaving
-    the `with` block finishes the file, an exception leaves none.
+    the `with` block finishes the file, an exception leaves what was at `path` before.
 
     `about` holds what the file says of its origin: model, tokenizer, policy, method, options,
     versions (all optional).
     """
 
     def __init__(self, path: str | os.PathLike[str], layout: Layout, **about: Any):
-        self.path = Path(path)
+        self.path = check_path(path)
         self.layout = layout
         self.about = about
         self.steps: list[dict[str, Any]] = []
@@ -53,17 +55,18 @@ class Writer:
         self._hasher = ThreadPoolExecutor(1, "attnplug-checksum")
         self._held: list[pa.Table] = []
         self._held_rows = 0
-        self._part = self.path.with_name(self.path.name + ".part")
+        self._part = _part(self.path)
         indexed: Any = [name for name in SCHEMA.names if name != "weight"]
-        self._file = pq.ParquetWriter(
-            self._part,
-            SCHEMA,
-            compression="zstd",
-            compression_level=1,
-            use_dictionary=indexed,
-            column_encoding={"weight": "BYTE_STREAM_SPLIT"},
-            write_page_checksum=True,
-        )
+        with _disk(self.path):
+            self._file = pq.ParquetWriter(
+                self._part,
+                SCHEMA,
+                compression="zstd",
+                compression_level=1,
+                use_dictionary=indexed,
+                column_encoding={"weight": "BYTE_STREAM_SPLIT"},
+                write_page_checksum=True,
+            )
 
     def begin(self, first: Sequence[int], queries: Sequence[int]) -> None:
         """A step begins: each sequence's token of its first real query, and its real queries."""
@@ -112,9 +115,11 @@ class Writer:
         self._file.add_key_value_metadata(
             {META: to_json(meta), TOKENS: tokens, VOCABULARY: vocabulary}
         )
-        self._file.close()
-        self._hasher.shutdown()
-        os.replace(self._part, self.path)
+        with _disk(self.path):
+            self._file.close()
+            self._hasher.shutdown()
+            seal(self._part)
+            os.replace(self._part, self.path)
 
     def discard(self) -> None:
         """Leave no file."""
@@ -132,10 +137,14 @@ class Writer:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if kind is None:
-            self.close()
-        else:
+        if kind is not None:
             self.discard()
+            return
+        try:
+            self.close()
+        except BaseException:
+            self.discard()
+            raise
 
     def _meta(self) -> dict[str, Any]:
         ends = [0] * (len(self.steps[0]["first"]) if self.steps else 0)
@@ -179,8 +188,51 @@ class Writer:
         self._held, self._held_rows = [], 0
         self.rows += table.num_rows
         summed = self._hasher.submit(self._checksum.update, table)  # both run without the GIL
-        self._file.write_table(table, row_group_size=GROUP)
+        with _disk(self.path):
+            self._file.write_table(table, row_group_size=GROUP)
         summed.result()
+
+
+def check_path(path: str | os.PathLike[str]) -> Path:
+    """Where a trace will be, links followed. Raises TraceFileError where a file cannot be made or
+    replaced there: what is no regular file is never replaced."""
+    target = Path(os.path.realpath(path))
+    for place in (target, _part(target)):
+        try:
+            mode = os.lstat(place).st_mode
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            raise TraceFileError(
+                f"{str(place)[:200]} cannot be a trace ({error.strerror}); choose another path"
+            ) from error
+        if not stat.S_ISREG(mode):
+            raise TraceFileError(f"{place} is no regular file; give the trace a path of its own")
+        if not os.access(place, os.W_OK):
+            raise TraceFileError(f"{place} may not be written; choose another path")
+    folder = target.parent
+    if not folder.is_dir():
+        raise TraceFileError(f"{folder} is no folder; make it, or choose another path")
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise TraceFileError(f"{folder} may not be written; choose another path")
+    return target
+
+
+def _part(path: Path) -> Path:
+    """Where the file is while it is written."""
+    return path.with_name(path.name + ".part")
+
+
+@contextlib.contextmanager
+def _disk(path: Path) -> Iterator[None]:
+    """A full disk and the like as an error that says what is left."""
+    try:
+        yield
+    except OSError as error:
+        raise TraceFileError(
+            f"the trace {path} cannot be written ({error}). What was at that path before is "
+            "there; free some space, or choose another path, and record again"
+        ) from error
 
 
 def _table(

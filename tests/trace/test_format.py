@@ -17,6 +17,7 @@ from attnplug import trace
 from attnplug.errors import ArgumentError
 from attnplug.trace import Layout, Writer
 from attnplug.trace.layout import SCHEMA
+from attnplug.trace.seal import seal
 from attnplug.trace.synthetic import NEEDLE
 
 
@@ -190,6 +191,7 @@ def test_a_checksum_that_lies_is_found(tmp_path):
     entries[b"attnplug.trace"] = json.dumps(meta).encode()
     entries.pop(b"ARROW:schema")
     pq.write_table(table.replace_schema_metadata(entries), path)
+    seal(path)
     with pytest.raises(ArgumentError, match="is damaged: checksum sha256:"):
         trace.read(path).verify()
 
