@@ -1,0 +1,202 @@
+"""What the kernels of `sketch` share: which tokens have codes, how codes are unpacked, and the
+estimated score of a token.
+
+A token has R4 coordinates of 4 bits and R2 of 2 bits. Coordinate i of the 4-bit part lies in byte
+i % (R4 / 2), in its low half for the first R4 / 2 coordinates; coordinate i of the 2-bit part lies
+in byte i % (R2 / 4), at bit 2 (i / (R2 / 4)). So unpacking four bytes at a time gives codes in the
+order of the coordinates, and no byte changes its place. All logarithms and scores are to the
+base 2.
+"""
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+BLOCK = tl.constexpr(128)  # tokens; the sink is the first block
+CHUNK = tl.constexpr(32)  # tokens that share a flag
+LOCAL = tl.constexpr(4)  # last blocks that are read exactly, the one being filled included
+DIGIT = tl.constexpr(254)  # units of the low digit in one of the high digit
+LARGEST = tl.constexpr(100.0)  # share of a token, log2, past which it counts no more
+# Bins of the histogram of shares: STEPS a factor of 2 within FINE bins of the middle, an eighth of
+# that beyond.
+BINS = tl.constexpr(256)
+STEPS = tl.constexpr(16.0)
+FINE = tl.constexpr(96.0)
+
+
+@triton.jit
+def begin(PDL: tl.constexpr):
+    """Wait for the kernels in front, and let the next one start: it waits likewise."""
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+
+
+@triton.jit
+def near_block(length, low):
+    """First of the last blocks, counted from `low`, that are read exactly. Tokens of blocks 1 to
+    here are candidates; block 0 is the sink."""
+    own = tl.maximum(length - 1 - low, 0) // BLOCK
+    return tl.maximum(own - (LOCAL - 1), 1)
+
+
+@triton.jit
+def _nibbles(x, ASM: tl.constexpr):
+    """The low and the high halves of bytes, int8."""
+    if ASM:  # the compiler would handle one byte at a time
+        low, high = tl.inline_asm_elementwise(
+            "{ .reg .b32 t; and.b32 $0, $2, 0x0F0F0F0F; shr.b32 t, $2, 4; "
+            "and.b32 $1, t, 0x0F0F0F0F; }",
+            "=r,=r,r", [x], dtype=(tl.int8, tl.int8), is_pure=True, pack=4,
+        )  # fmt: skip
+    else:
+        low, high = (x & 15).to(tl.int8), (x >> 4).to(tl.int8)
+    return low, high
+
+
+@triton.jit
+def _pairs(x, ASM: tl.constexpr):
+    """The four 2-bit parts of bytes, from the low end, int8."""
+    if ASM:
+        a, b, c, d = tl.inline_asm_elementwise(
+            "{ .reg .b32 t; and.b32 $0, $4, 0x03030303; shr.b32 t, $4, 2; "
+            "and.b32 $1, t, 0x03030303; shr.b32 t, $4, 4; and.b32 $2, t, 0x03030303; "
+            "shr.b32 t, $4, 6; and.b32 $3, t, 0x03030303; }",
+            "=r,=r,=r,=r,r", [x], dtype=(tl.int8, tl.int8, tl.int8, tl.int8), is_pure=True, pack=4,
+        )  # fmt: skip
+    else:
+        a, b = (x & 3).to(tl.int8), ((x >> 2) & 3).to(tl.int8)
+        c, d = ((x >> 4) & 3).to(tl.int8), (x >> 6).to(tl.int8)
+    return a, b, c, d
+
+
+@triton.jit
+def _joined(a, b):
+    """[N, J] and [N, J] side by side, [N, 2 J]."""
+    return tl.reshape(tl.permute(tl.join(a, b), (0, 2, 1)), (a.shape[0], 2 * a.shape[1]))
+
+
+@triton.jit
+def unpack_fine(x, ASM: tl.constexpr):
+    """Bytes [N, R4 / 2] to codes int8 [N, R4], zeros after them up to 32: what a product needs."""
+    low, high = _nibbles(x, ASM)
+    codes = _joined(low, high)
+    if codes.shape[1] < 32:
+        codes = _joined(codes, tl.zeros_like(codes))
+    return codes
+
+
+@triton.jit
+def unpack_coarse(x, ASM: tl.constexpr):
+    """Bytes [N, R2 / 4] to codes int8 [N, R2]."""
+    a, b, c, d = _pairs(x, ASM)
+    return _joined(_joined(a, b), _joined(c, d))
+
+
+@triton.jit
+def load_digits(
+    weights, row, columns, first, R: tl.constexpr, RP: tl.constexpr, GROUP: tl.constexpr,
+    HEADS: tl.constexpr, unit,
+):  # fmt: skip
+    """The weights [RP, HEADS] of R coordinates from `first` on, as two int8 digits in `unit`."""
+    i = tl.arange(0, RP)
+    g = tl.arange(0, HEADS)
+    at = weights + (row + g).to(tl.int64)[None, :] * columns + first + i[:, None]
+    weight = tl.load(
+        at, mask=(i < R)[:, None] & (g < GROUP)[None, :], other=0.0, cache_modifier=".cg"
+    )
+    scaled = weight / unit[None, :]
+    high = tl.floor(scaled + 0.5)
+    low = tl.floor((scaled - high) * DIGIT + 0.5)
+    return high.to(tl.int8), low.to(tl.int8)
+
+
+@triton.jit
+def load_unit(
+    weights, row, columns, R: tl.constexpr, RP: tl.constexpr, GROUP: tl.constexpr,
+    HEADS: tl.constexpr,
+):  # fmt: skip
+    """What one of the high digit stands for, [HEADS]."""
+    i = tl.arange(0, RP)
+    g = tl.arange(0, HEADS)
+    at = weights + (row + g).to(tl.int64)[None, :] * columns + i[:, None]
+    weight = tl.load(
+        at, mask=(i < R)[:, None] & (g < GROUP)[None, :], other=0.0, cache_modifier=".cg"
+    )
+    return tl.maximum(tl.max(tl.abs(weight), 0) / 127, 1e-30)
+
+
+@triton.jit
+def load_variance(
+    projected, row, columns, R: tl.constexpr, RP: tl.constexpr, GROUP: tl.constexpr,
+    HEADS: tl.constexpr,
+):  # fmt: skip
+    """Variance [HEADS] of the estimated scores, of which the projection holds R components."""
+    i = tl.arange(0, RP)
+    g = tl.arange(0, HEADS)
+    at = projected + (row + g).to(tl.int64)[None, :] * columns + R + 2 + i[:, None]
+    part = tl.load(
+        at, mask=(i < R)[:, None] & (g < GROUP)[None, :], other=0.0, cache_modifier=".cg"
+    )
+    return tl.sum(part * part, 0)
+
+
+@triton.jit
+def capped(s, cap, CAPPED: tl.constexpr):
+    """cap tanh(s / cap), both to the base 2: tanh(y) = 1 - 2 / (exp(2 y) + 1)."""
+    if CAPPED:
+        s = cap * (1 - 2 / (tl.exp2(s * (2 * 1.4426950408889634) / cap) + 1))
+    return s
+
+
+@triton.jit
+def estimated(fine, coarse, fine_high, fine_low, coarse_high, coarse_low, unit, offset):
+    """Estimated scores [N, HEADS] of tokens by their codes, without cap."""
+    high = tl.dot(fine, fine_high, out_dtype=tl.int32)
+    high = tl.dot(coarse, coarse_high, acc=high, out_dtype=tl.int32)
+    low = tl.dot(fine, fine_low, out_dtype=tl.int32)
+    low = tl.dot(coarse, coarse_low, acc=low, out_dtype=tl.int32)
+    return (high * DIGIT + low).to(tl.float32) * (unit / DIGIT)[None, :] + offset[None, :]
+
+
+@triton.jit
+def exp2(x, ASM: tl.constexpr):
+    """2^x by the one instruction; results below 2^-126 are 0."""
+    if ASM:
+        return tl.inline_asm_elementwise(
+            "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
+    else:
+        return tl.exp2(x)
+
+
+@triton.jit
+def share(e, ASM: tl.constexpr):
+    """log2 of the sum of a group's shares `e [N, HEADS]`, rounded as it is stored."""
+    total = tl.sum(e, 1)
+    if ASM:  # within 2^-21, far below the float16 that it becomes
+        total = tl.inline_asm_elementwise(
+            "lg2.approx.ftz.f32 $0, $1;", "=f,f", [total], dtype=tl.float32, is_pure=True, pack=1
+        )
+    else:
+        total = tl.log2(total)
+    return total.to(tl.float16)
+
+
+@triton.jit
+def bin_of(h, middle):
+    """The bin of a share `h`; what is below them all goes to bin 0."""
+    y = (h.to(tl.float32) - middle) * STEPS
+    far = tl.abs(y) - FINE
+    y = tl.where(far > 0, tl.where(y > 0, 1.0, -1.0) * (FINE + far * 0.125), y)
+    y = tl.minimum(tl.maximum(y, -128.0), 127.0)
+    return tl.floor(y).to(tl.int32) + 128
+
+
+@triton.jit
+def edge_of(index, middle):
+    """The lower edge of a bin."""
+    y = (index - 128).to(tl.float32)
+    far = tl.abs(y) - FINE
+    y = tl.where(far > 0, tl.where(y > 0, 1.0, -1.0) * (FINE + far * 8), y)
+    return middle + y / STEPS

@@ -1,0 +1,121 @@
+"""The Triton code that makes the codes of tokens."""
+
+import triton
+import triton.language as tl
+
+from attnplug.ops.common.rows import blocks_done, note_progress, row_span
+from attnplug.ops.sketch.kernels.codes import BLOCK, CHUNK, near_block
+
+
+@triton.jit
+def _coordinates(
+    key_at, encoder, seen, first, D: tl.constexpr, DP: tl.constexpr, R: tl.constexpr,
+    COUNT: tl.constexpr, DEPTH: tl.constexpr,
+):  # fmt: skip
+    """COUNT coordinates from `first` on of CHUNK tokens, in steps of their codes, [CHUNK, COUNT];
+    NaN where a key is not finite."""
+    d = tl.arange(0, DEPTH)
+    c = tl.arange(0, COUNT)
+    bias = tl.load(encoder + D * R + first + c)
+    x = tl.zeros([CHUNK, COUNT], tl.float32) + bias[None, :]
+    for d0 in tl.static_range(0, DP, DEPTH):
+        inside = d0 + d < D
+        key = tl.load(
+            key_at + (d0 + d)[None, :], mask=seen[:, None] & inside[None, :], other=0.0
+        ).to(tl.float32)
+        weight = tl.load(
+            encoder + (d0 + d)[:, None] * R + first + c[None, :], mask=inside[:, None], other=0.0
+        )
+        x = tl.dot(key, weight, x, input_precision="ieee")
+    return x
+
+
+@triton.jit
+def _rounded(x, MOST: tl.constexpr):
+    """The nearest code to each coordinate; of a NaN it is 0."""
+    x = tl.floor(x + 0.5)
+    return tl.where(x > 0, tl.minimum(x, MOST), 0.0).to(tl.int32)
+
+
+@triton.jit
+def _halves(x):
+    """The first and the second half of the columns of [N, 2 J]."""
+    shape: tl.constexpr = (x.shape[0], 2, x.shape[1] // 2)
+    return tl.split(tl.permute(tl.reshape(x, shape), (0, 2, 1)))
+
+
+@triton.jit
+def encode_chunks(
+    k, v, encoder, fine, coarse, odd, mask_at, begin, end, step, low, place, b, h, S, chunks,
+    k_strides, v_strides,
+    D: tl.constexpr, DP: tl.constexpr, R4: tl.constexpr, R2: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Codes of chunks begin, begin + step, ... before end of one row's KV head."""
+    k_b, k_h, k_s = k_strides
+    v_b, v_h, v_s = v_strides
+    n = tl.arange(0, CHUNK)
+    d = tl.arange(0, DP)
+    R: tl.constexpr = R4 + R2
+    DEPTH: tl.constexpr = DP if DP <= 64 else 64
+    encoder += place * ((D + 1) * R)
+    for chunk in range(begin, end, step):
+        at = (low + chunk * CHUNK + n).to(tl.int64)
+        seen = at >= 0
+        if MASKED:
+            seen = tl.load(mask_at + at) != 0
+        key_at = k + b * k_b + h.to(tl.int64) * k_h + at[:, None] * k_s
+        x = _coordinates(key_at, encoder, seen, 0, D, DP, R, R4, DEPTH)
+        y = _coordinates(key_at, encoder, seen, R4, D, DP, R, R2, DEPTH)
+        low_half, high_half = _halves(_rounded(x, 15.0))
+        ab, cd = _halves(_rounded(y, 3.0))
+        p0, p1 = _halves(ab)
+        p2, p3 = _halves(cd)
+        slot = (place * S + at)[:, None]
+        tl.store(
+            fine + slot * (R4 // 2) + tl.arange(0, R4 // 2)[None, :],
+            (low_half | (high_half << 4)).to(tl.uint8),
+        )
+        tl.store(
+            coarse + slot * (R2 // 4) + tl.arange(0, R2 // 4)[None, :],
+            (p0 | (p1 << 2) | (p2 << 4) | (p3 << 6)).to(tl.uint8),
+        )
+        value_at = v + b * v_b + h.to(tl.int64) * v_h + at[:, None] * v_s + d[None, :]
+        value = tl.load(value_at, mask=seen[:, None] & (d < D)[None, :], other=0.0).to(tl.float32)
+        key = tl.load(
+            key_at + d[None, :], mask=seen[:, None] & (d < D)[None, :], other=0.0
+        ).to(tl.float32)
+        finite = (tl.abs(value) < float("inf")) & (tl.abs(key) < float("inf"))
+        wrong = tl.max(tl.max(1 - finite.to(tl.int32), 1), 0)
+        tl.store(odd + place * chunks + chunk, wrong.to(tl.uint8))
+
+
+@triton.jit
+def encode(
+    k, v, encoder, fine, coarse, odd, progress, lengths, start, key_mask, S, chunks, programs,
+    k_strides, v_strides, mask_b,
+    D: tl.constexpr, DP: tl.constexpr, R4: tl.constexpr, R2: tl.constexpr,
+    LENGTH_STEP: tl.constexpr, START_STEP: tl.constexpr,
+):  # fmt: skip
+    """One program's share of the missing codes of one row's KV head."""
+    h = tl.program_id(1)
+    b = tl.program_id(2).to(tl.int64)
+    length, low = row_span(lengths, start, b, S, LENGTH_STEP, START_STEP)
+    done = tl.maximum(blocks_done(progress, b, low), 1)
+    mask_at = odd
+    if key_mask is not None:
+        mask_at = key_mask + b * mask_b
+    PER: tl.constexpr = BLOCK // CHUNK
+    encode_chunks(
+        k, v, encoder, fine, coarse, odd, mask_at, done * PER + tl.program_id(0),
+        near_block(length, low) * PER, programs, low, b * tl.num_programs(1) + h, b, h, S, chunks,
+        k_strides, v_strides, D, DP, R4, R2, key_mask is not None,
+    )  # fmt: skip
+
+
+@triton.jit
+def note(
+    progress, lengths, start, S, LENGTH_STEP: tl.constexpr, START_STEP: tl.constexpr
+):  # fmt: skip
+    b = tl.program_id(0)
+    length, low = row_span(lengths, start, b, S, LENGTH_STEP, START_STEP)
+    note_progress(progress, b, low, near_block(length, low))

@@ -1,0 +1,188 @@
+"""The Triton kernel of `scan_sketch`."""
+
+import triton
+import triton.language as tl
+
+from attnplug.ops.common.rows import blocks_done, row_span
+from attnplug.ops.sketch.kernels.codes import (
+    BINS,
+    BLOCK,
+    LARGEST,
+    begin,
+    bin_of,
+    capped,
+    estimated,
+    exp2,
+    load_digits,
+    load_unit,
+    load_variance,
+    near_block,
+    share,
+    unpack_coarse,
+    unpack_fine,
+)
+
+
+@triton.jit
+def _logaddexp2(a, b):
+    top = tl.maximum(a, b)
+    shift = tl.where(top == float("-inf"), 0.0, top)
+    return shift + tl.log2(tl.exp2(a - shift) + tl.exp2(b - shift))
+
+
+@triton.jit
+def _normal_quantile(p):
+    """z with P(Z > z) = p for a standard normal Z, within 0.003: Abramowitz and Stegun 26.2.22."""
+    small = tl.maximum(tl.minimum(p, 1 - p), 1e-9)
+    t = tl.sqrt(-1.3862943611198906 * tl.log2(small))
+    z = t - (2.30753 + 0.27061 * t) / (1 + t * (0.99229 + 0.04481 * t))
+    return tl.where(p < 0.5, z, -z)
+
+
+@triton.jit
+def _fixed_lse(fixed_lse, row, pieces, PIECES: tl.constexpr, GROUP, HEADS: tl.constexpr):
+    """Log-sum-exp [HEADS] of the tokens that are read exactly, from those of its pieces."""
+    g = tl.arange(0, HEADS)
+    j = tl.arange(0, PIECES)
+    at = fixed_lse + (row + g).to(tl.int64)[:, None] * pieces + j[None, :]
+    mask = (g < GROUP)[:, None] & (j < pieces)[None, :]
+    lse = tl.load(at, mask=mask, other=float("-inf"), cache_modifier=".cg")
+    top = tl.max(lse, 1)
+    shift = tl.where(top == float("-inf"), 0.0, top)
+    # A NaN may be dropped by the maximum; it comes back through the sum.
+    return shift + tl.log2(tl.sum(tl.exp2(lse - shift[:, None]), 1))
+
+
+@triton.jit
+def scan(
+    projected, fixed_lse, fine, coarse, odd, progress, lengths, start, key_mask,
+    shares, counts, total, sums, norm, middle, k, cap, S, blocks, parts, pieces, columns,
+    mask_b,
+    GROUP: tl.constexpr, HEADS: tl.constexpr, R4: tl.constexpr, R2: tl.constexpr,
+    TILE: tl.constexpr, STAGES: tl.constexpr, PIECES: tl.constexpr, REFRESH: tl.constexpr,
+    CAPPED: tl.constexpr, CHECKED: tl.constexpr, ASM: tl.constexpr,
+    LENGTH_STEP: tl.constexpr, START_STEP: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One part of the candidates of one row's KV head: shares, their histogram, and for each head
+    the sums of the estimated weights 2^(s - norm) and of weight times s - norm (times s if capped).
+    """
+    begin(PDL)
+    part = tl.program_id(0)
+    h = tl.program_id(1)
+    b = tl.program_id(2).to(tl.int64)
+    place = b * tl.num_programs(1) + h
+    row = place * GROUP
+    length, low = row_span(lengths, start, b, S, LENGTH_STEP, START_STEP)
+    near = near_block(length, low)
+    n_tokens = (near - 1) * BLOCK
+    PER: tl.constexpr = TILE // BLOCK  # blocks a tile
+    tiles = (near - 1 + PER - 1) // PER
+    first = (part.to(tl.int64) * tiles // parts).to(tl.int32)
+    last = ((part + 1).to(tl.int64) * tiles // parts).to(tl.int32)
+    counts += (place * parts + part) * BINS
+    total += place * BINS
+    bins = tl.arange(0, BINS)
+    tl.store(counts + bins, tl.zeros([BINS], tl.int32))
+
+    n = tl.arange(0, TILE)
+    g = tl.arange(0, HEADS)
+    in_group = g < GROUP
+    RP: tl.constexpr = 64 if R4 + R2 <= 64 else 128
+    unit = load_unit(projected, row, columns, R4 + R2, RP, GROUP, HEADS)
+    fine_high, fine_low = load_digits(
+        projected, row, columns, 0, R4, 32 if R4 < 32 else R4, GROUP, HEADS, unit
+    )
+    coarse_high, coarse_low = load_digits(
+        projected, row, columns, R4, R2, R2, GROUP, HEADS, unit
+    )
+    facts = projected + (row + g).to(tl.int64) * columns + R4 + R2
+    offset = tl.load(facts, mask=in_group, other=0.0, cache_modifier=".cg")
+    mean = tl.load(facts + 1, mask=in_group, other=0.0, cache_modifier=".cg")
+    variance = load_variance(projected, row, columns, R4 + R2, RP, GROUP, HEADS)
+    log_n = tl.log2(n_tokens.to(tl.float32))
+    closed = capped(mean, cap, CAPPED) + log_n + 0.34657359027997264 * variance
+    if CAPPED:
+        closed = tl.minimum(closed, cap + log_n)
+    known = _fixed_lse(fixed_lse, row, pieces, PIECES, GROUP, HEADS)
+    base = _logaddexp2(known, closed)
+    # Where the k-th share would be if scores were normal: the middle of the histogram.
+    z = _normal_quantile(k / tl.maximum(n_tokens, 1).to(tl.float32))
+    likely = capped(mean + z * tl.sqrt(variance), cap, CAPPED) - base
+    centre = tl.max(tl.where(in_group, likely, float("-inf")), 0)
+    centre = tl.where(tl.abs(centre) < 1e30, centre, 0.0)
+    if part == 0:
+        tl.store(norm + row + g, base, mask=in_group)
+        tl.store(middle + place, centre)
+    # Heads that pad the group have no share of anything.
+    base = tl.where(in_group, base, float("inf"))
+    shift = offset if CAPPED else offset - base
+
+    since = low + BLOCK
+    slot = place * S + since + n
+    fine_at = fine + slot[:, None] * (R4 // 2) + tl.arange(0, R4 // 2)[None, :]
+    coarse_at = coarse + slot[:, None] * (R2 // 4) + tl.arange(0, R2 // 4)[None, :]
+    shares_at = shares + slot
+    mask_at = key_mask
+    if key_mask is not None:
+        mask_at = key_mask + b * mask_b + since + n
+    mass = tl.zeros([TILE, HEADS], tl.float32)
+    moment = tl.zeros([TILE, HEADS], tl.float32)
+    visible = tl.zeros([TILE], tl.int32)
+    floor = float("-inf")  # a lower bound of the k-th share
+    due = first + 1
+    tl.debug_barrier()  # the zeros of `counts` stand before any thread counts
+    for i in tl.range(first, last, num_stages=STAGES):  # pyright: ignore[reportGeneralTypeIssues]
+        at = i.to(tl.int64) * TILE
+        seen = i * TILE + n < n_tokens
+        if PER == 1:
+            fine_bytes = tl.load(fine_at + at * (R4 // 2))
+            coarse_bytes = tl.load(coarse_at + at * (R2 // 4))
+        else:
+            fine_bytes = tl.load(fine_at + at * (R4 // 2), mask=seen[:, None], other=0)
+            coarse_bytes = tl.load(coarse_at + at * (R2 // 4), mask=seen[:, None], other=0)
+        if key_mask is not None:
+            seen = seen & (tl.load(mask_at + at, mask=seen, other=0) != 0)
+        s = estimated(
+            unpack_fine(fine_bytes, ASM), unpack_coarse(coarse_bytes, ASM),
+            fine_high, fine_low, coarse_high, coarse_low, unit, shift,
+        )  # fmt: skip
+        limit = LARGEST
+        if PER > 1 or key_mask is not None:
+            limit = tl.where(seen, LARGEST, float("-inf"))[:, None]
+        if CAPPED:
+            e = exp2(tl.minimum(capped(s, cap, CAPPED) - base[None, :], limit), ASM)
+        else:
+            e = exp2(tl.minimum(s, limit), ASM)
+        mass += e
+        moment += e * s
+        h_tile = share(e, ASM)
+        tl.store(shares_at + at, h_tile, mask=i * TILE + n < n_tokens)
+        counted = h_tile > float("-inf")
+        visible += counted.to(tl.int32)
+        if i == due:  # `total` only grows: a share that k tokens have reached stays a lower bound
+            reached = tl.cumsum(
+                tl.load(total + bins, cache_modifier=".cg"), 0, reverse=True
+            )
+            index = tl.sum((reached >= k).to(tl.int32), 0) - 1
+            floor = tl.maximum(floor, index.to(tl.float32))
+            due += (due - first) * REFRESH
+        index = bin_of(h_tile, centre)
+        counted = counted & (index > 0) & (index >= floor)
+        tl.atomic_add(counts + index, 1, mask=counted, sem="relaxed")
+        tl.atomic_add(total + index, 1, mask=counted, sem="relaxed")
+
+    seen_tokens = tl.sum(visible, 0)
+    tl.store(counts, seen_tokens)
+    tl.atomic_add(total, seen_tokens, sem="relaxed")
+    wrong = tl.zeros([BINS], tl.int32)
+    flags = odd + place * blocks
+    for j in range(1 + first * PER, tl.minimum(1 + last * PER, near), BINS):
+        there = (j + bins < 1 + last * PER) & (j + bins < near)
+        wrong |= (tl.load(flags + j + bins, mask=there, other=0) != 0).to(tl.int32)
+    bad = tl.max(wrong, 0) > 0
+    if CHECKED:
+        bad = bad | (blocks_done(progress, b, low) < near) & (near > 1)
+    poison = tl.where(bad, float("nan"), 0.0)
+    sums += ((row + g) * parts + part) * 2
+    tl.store(sums, tl.sum(mass, 0) + poison, mask=in_group)
+    tl.store(sums + 1, tl.sum(moment, 0), mask=in_group)

@@ -1,0 +1,222 @@
+"""What `sketch` keeps beside a KV cache: the codes of its tokens, and the basis that they are in.
+
+The keys of a KV head in the coordinates that its queries weigh, the best rank r for E (q.k)^2:
+
+    C_k = Cov(k)      C = sum_g C_g / tr(C_g C_k),  C_g = mean over queries of head g of q q^T
+    C + ridge (tr C / D) I = L L^T      L^T C_k L = W S W^T, S descending
+    A = L W_r      B = L^-T W_r         q.k ~ q.k_mean + (q B).((k - k_mean) A)
+
+A coordinate x has the standard deviation sqrt(S); the leading ones are rounded to 4 bits, clipped
+at 3.64 of it, the others to 2 bits, clipped at 1.49. What the codes stand for is called x^ here.
+Sources: Loki (Singhania et al., arXiv:2406.02542) for low-rank keys; the weighing by queries, the
+bits and the clips are measured (docs/sketch.md).
+"""
+
+from typing import NamedTuple
+
+import torch
+
+from attnplug.errors import ArgumentError
+from attnplug.ops.common.checks import HEAD_DIMS
+from attnplug.ops.common.define import require
+
+BLOCK, CHUNK = 128, 32
+CLIPS = {4: 3.64, 2: 1.49}  # standard deviations
+COORDINATES = {16: (16, 32), 24: (32, 32), 32: (32, 64)}  # bytes: of 4 bits, of 2 bits
+STEP_TOKENS = 65536  # tokens that `fit_basis` widens to float32 at a time
+
+
+class Codes(NamedTuple):
+    """The codes of a cache and what they cover; contiguous, of a fixed shape."""
+
+    fine: torch.Tensor  # uint8 [B, Hkv, S, r4 / 2]: coordinates i and r4 / 2 + i in byte i
+    coarse: torch.Tensor  # uint8 [B, Hkv, S, r2 / 4]: coordinate (r2 / 4) j + i at bit 2 j, byte i
+    odd: torch.Tensor  # uint8 [B, Hkv, ceil(S / 32)]: a key or value of 32 tokens is not finite
+    progress: torch.Tensor  # int32 [B, 2]: leading blocks that are done, the start they count from
+
+
+class Basis(NamedTuple):
+    """What makes codes of keys and scores of codes, float32, contiguous."""
+
+    encoder: torch.Tensor  # [B, Hkv, D + 1, r]: (k, 1) @ encoder is x in steps of its code
+    queries: torch.Tensor  # [B, Hkv, D, 2 r + 2 + D]: what `sketch_prepare` makes of a query
+    v_mean: torch.Tensor  # [B, Hkv, D]
+
+
+def coordinates(name: str, size: int, width: int) -> tuple[int, int]:
+    """(coordinates of 4 bits, of 2 bits) of codes of `size` bytes, for a head dimension."""
+    if size not in COORDINATES:
+        raise ArgumentError(f"{name}: bytes is {size}, needs {', '.join(map(str, COORDINATES))}")
+    fine, coarse = COORDINATES[size]
+    require(
+        fine + coarse <= width,
+        name,
+        f"bytes is {size}, {fine + coarse} coordinates, more than the head dimension {width}",
+    )
+    return fine, coarse
+
+
+def empty_codes(k: torch.Tensor, size: int) -> Codes:
+    """Codes of `size` bytes a token for a fresh cache `k [B, Hkv, S, D]`: none is done."""
+    batch, heads, tokens, width = k.shape
+    fine, coarse = coordinates("empty_codes", size, width)
+    return Codes(
+        k.new_zeros((batch, heads, tokens, fine // 2), dtype=torch.uint8),
+        k.new_zeros((batch, heads, tokens, coarse // 4), dtype=torch.uint8),
+        k.new_zeros((batch, heads, -(-tokens // CHUNK)), dtype=torch.uint8),
+        k.new_zeros((batch, 2), dtype=torch.int32),
+    )
+
+
+def fit_basis(
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    queries: torch.Tensor,
+    *,
+    size: int = 24,
+    lengths: torch.Tensor | None = None,
+    start: torch.Tensor | None = None,
+    key_mask: torch.Tensor | None = None,
+    ridge: float = 0.1,
+) -> Basis:
+    """The basis of each row and KV head.
+
+    Args:
+        keys, values: `[B, Hkv, S, D]`, the cache, keys as attention sees them (after RoPE).
+        queries: `[B, Hq, N, D]`, queries like those to come: the prompt's last, or a calibration's.
+        size: bytes a token: 16, 24 or 32.
+        lengths, start: `[1]` or `[B]`, valid tokens and first real token of a row.
+        key_mask: bool `[B, S]`, False where a key must not be seen.
+        ridge: of the queries' second moment, in parts of its mean eigenvalue.
+
+    Tokens that are not finite are left out; so is a row's first block, the sink, where there are
+    at least two more. A row without tokens gives finite numbers.
+
+    Raises:
+        ArgumentError: `size` or a head dimension does not fit.
+    """
+    batch, heads, tokens, width = keys.shape
+    if width not in HEAD_DIMS:
+        raise ArgumentError(f"fit_basis: head dimension {width} is not one of {HEAD_DIMS}")
+    fine, coarse = coordinates("fit_basis", size, width)
+    weight = _weights(keys, lengths, start, key_mask)
+    k_mean, v_mean, cov_k = _moments(keys, values, weight)
+    a, b, deviation = _directions(cov_k, queries, heads, fine + coarse, ridge)
+    bits = torch.tensor([4] * fine + [2] * coarse, device=keys.device)
+    clip = torch.tensor([CLIPS[4]] * fine + [CLIPS[2]] * coarse, device=keys.device).double()
+    reach = clip * deviation
+    level, step = -reach, 2 * reach / (2**bits - 1)
+    inverse = a / step[..., None, :]
+    bias = -(k_mean[..., None, :] @ inverse)[..., 0, :] - level / step
+    encoder = torch.cat([inverse, bias[..., None, :]], -2).float().contiguous()
+    mean_x, cov_xx, cov_xv = _coded_moments(
+        keys, values, weight, encoder, level, step, 2**bits - 1, v_mean
+    )
+    return Basis(
+        encoder,
+        _query_map(b, k_mean, level, step, mean_x, cov_xx, cov_xv),
+        v_mean.float().contiguous(),
+    )
+
+
+def _weights(keys, lengths, start, key_mask):
+    """Bool `[B, S]`: the tokens that the moments are of."""
+    batch, tokens = keys.shape[0], keys.shape[2]
+    place = torch.arange(tokens, device=keys.device)[None]
+    rows = keys.new_zeros((batch, 1), dtype=torch.long)
+    low = rows if start is None else rows + start.long().clamp(min=0)[:, None]
+    end = rows + tokens if lengths is None else rows + lengths.long().clamp(max=tokens)[:, None]
+    first = torch.where(end - low >= 3 * BLOCK, low + BLOCK, low)
+    weight = (place >= first) & (place < end)
+    return weight if key_mask is None else weight & key_mask
+
+
+def _parts(keys, values, weight):
+    """(keys, values, weight) of some tokens at a time, float32, `[B, Hkv, n, D]` and `[..., n]`;
+    what is not to count is 0."""
+    for first in range(0, keys.shape[2], STEP_TOKENS):
+        part = slice(first, first + STEP_TOKENS)
+        k, v = keys[:, :, part].float(), values[:, :, part].float()
+        counts = weight[:, None, part] & k.isfinite().all(-1) & v.isfinite().all(-1)
+        yield (
+            k.masked_fill(~counts[..., None], 0.0),
+            v.masked_fill(~counts[..., None], 0.0),
+            counts.float(),
+        )
+
+
+def _moments(keys, values, weight):
+    """Means of keys and values and the covariance of keys, float64."""
+    shape = (*keys.shape[:2], keys.shape[3])
+    k_sum, v_sum = (keys.new_zeros(shape, dtype=torch.float64) for _ in range(2))
+    count = keys.new_zeros(shape[:2], dtype=torch.float64)
+    for k, v, counts in _parts(keys, values, weight):
+        k_sum += k.sum(2, dtype=torch.float64)
+        v_sum += v.sum(2, dtype=torch.float64)
+        count += counts.sum(2, dtype=torch.float64)
+    count = count.clamp(min=1)[..., None]
+    k_mean, v_mean = k_sum / count, v_sum / count
+    cov = keys.new_zeros((*shape, shape[2]), dtype=torch.float64)
+    for k, _, counts in _parts(keys, values, weight):
+        centred = (k - k_mean.float()[:, :, None]) * counts[..., None]
+        cov += centred.transpose(2, 3) @ centred
+    return k_mean, v_mean, cov / count[..., None]
+
+
+def _directions(cov_k, queries, heads, rank, ridge):
+    """A `[B, Hkv, D, r]`, B alike, and the standard deviations of the coordinates `[B, Hkv, r]`."""
+    width = cov_k.shape[-1]
+    eye = torch.eye(width, dtype=torch.float64, device=cov_k.device)
+    q = queries.float().nan_to_num(0.0, 0.0, 0.0).unflatten(1, (heads, -1))
+    c_g = (q.transpose(3, 4) @ q).double() / q.shape[3]
+    # A head counts by how much its scores vary, or the heads with long queries would decide alone.
+    variance = torch.einsum("bhgde,bhed->bhg", c_g, cov_k)
+    largest = variance.amax(-1, keepdim=True).clamp(min=1e-30)
+    c = (c_g / torch.maximum(variance, 1e-12 * largest)[..., None, None]).sum(2)
+    mean = c.diagonal(dim1=-2, dim2=-1).mean(-1)
+    plain = (mean > 0) & mean.isfinite()
+    c = torch.where(plain[..., None, None], c / mean.where(plain, 1.0)[..., None, None], eye)
+    lower = torch.linalg.cholesky(c + ridge * eye)
+    values, vectors = torch.linalg.eigh(lower.mT @ cov_k @ lower)
+    vectors = vectors.flip(-1)[..., :rank]
+    variance = values.flip(-1)[..., :rank].clamp(min=0)
+    # A coordinate that does not vary has codes of no meaning, and a step that keeps it finite.
+    smallest = (1e-6 * variance[..., :1].sqrt()).clamp(min=1e-12)
+    a = lower @ vectors
+    b = torch.linalg.solve_triangular(lower.mT, vectors, upper=True)
+    return a, b, torch.maximum(variance.sqrt(), smallest)
+
+
+def _coded_moments(keys, values, weight, encoder, level, step, most, v_mean):
+    """Mean of x^, its covariance, and that with the values, float64."""
+    rank = level.shape[-1]
+    shape = (*keys.shape[:2], rank)
+    x_sum = keys.new_zeros(shape, dtype=torch.float64)
+    xx = keys.new_zeros((*shape, rank), dtype=torch.float64)
+    xv = keys.new_zeros((*shape, keys.shape[3]), dtype=torch.float64)
+    count = keys.new_zeros(shape[:2], dtype=torch.float64)
+    for k, v, counts in _parts(keys, values, weight):
+        code = (k @ encoder[..., :-1, :] + encoder[..., -1:, :] + 0.5).floor()
+        code = torch.minimum(code.clamp(min=0), most.float())
+        x = (level.float()[..., None, :] + code * step.float()[..., None, :]) * counts[..., None]
+        x_sum += x.sum(2, dtype=torch.float64)
+        xx += x.mT @ x
+        xv += x.mT @ ((v - v_mean.float()[:, :, None]) * counts[..., None])
+        count += counts.sum(2, dtype=torch.float64)
+    count = count.clamp(min=1)[..., None]
+    mean = x_sum / count
+    # Coordinates are near to centred: nothing cancels here.
+    cov = xx / count[..., None] - mean[..., :, None] * mean[..., None, :]
+    return mean, cov, xv / count[..., None]
+
+
+def _query_map(b, k_mean, level, step, mean_x, cov_xx, cov_xv):
+    """What a query is multiplied by, `[B, Hkv, D, 2 r + 2 + D]`: the weights of the codes, the
+    score where all codes are 0, the mean score, components whose squares add up to the scores'
+    variance, and the covariance of values and score."""
+    offset = k_mean + (b @ level[..., None])[..., 0]
+    mean = k_mean + (b @ mean_x[..., None])[..., 0]
+    values, vectors = torch.linalg.eigh(cov_xx)
+    root = vectors * values.clamp(min=0).sqrt()[..., None, :]
+    parts = [b * step[..., None, :], offset[..., None], mean[..., None], b @ root, b @ cov_xv]
+    return torch.cat(parts, -1).float().contiguous()
