@@ -1,0 +1,137 @@
+"""The Triton kernel of `prepare_query`."""
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents
+
+from attnplug.ops.common.rows import blocks_done, row_span
+from attnplug.ops.common.softmax import attend_tile
+from attnplug.ops.sketch.kernels.codes import BINS, BLOCK, CHUNK, near_block
+from attnplug.ops.sketch.kernels.encode import encode_chunks
+
+
+@triton.jit
+def _project(
+    q_at, queries, projected, place, columns, first, scale,
+    GROUP: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+    COUNT: tl.constexpr,
+):  # fmt: skip
+    """COUNT columns of the projection of a group's queries."""
+    DEPTH: tl.constexpr = DP if DP <= 64 else 64
+    r = tl.arange(0, ROWS)
+    c = first + tl.arange(0, COUNT)
+    d = tl.arange(0, DEPTH)
+    acc = tl.zeros([ROWS, COUNT], tl.float32)
+    for d0 in tl.static_range(0, DP, DEPTH):
+        inside = d0 + d < D
+        query = tl.load(
+            q_at + (d0 + d)[None, :], mask=(r < GROUP)[:, None] & inside[None, :], other=0.0
+        ).to(tl.float32)
+        matrix = tl.load(
+            queries + (place * D + d0 + d)[:, None] * columns + c[None, :],
+            mask=inside[:, None] & (c < columns)[None, :], other=0.0,
+        )  # fmt: skip
+        acc = tl.dot(query, matrix, acc, input_precision="ieee")
+    at = projected + (place * GROUP + r)[:, None] * columns + c[None, :]
+    tl.store(at, acc * scale, mask=(r < GROUP)[:, None] & (c < columns)[None, :])
+
+
+@triton.jit
+def _attend_piece(
+    q_at, k, v, mask_at, fixed_out, fixed_lse, piece, row, length, low, scale, cap,
+    k_s, v_s,
+    GROUP: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+    TILE: tl.constexpr, SLOTS: tl.constexpr, CAPPED: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """A group's queries against one piece of the tokens that are read exactly."""
+    r = tl.arange(0, ROWS)
+    d = tl.arange(0, DP)
+    in_group = r < GROUP
+    in_width = d < D
+    query = tl.load(
+        q_at + d[None, :], mask=in_group[:, None] & in_width[None, :], other=0.0
+    )
+    slot = piece * TILE + tl.arange(0, TILE)
+    at = low + slot + tl.where(slot < BLOCK, 0, (near_block(length, low) - 1) * BLOCK)
+    seen = at < length
+    if MASKED:
+        seen = seen & (tl.load(mask_at + at, mask=seen, other=0) != 0)
+    loadable = seen[:, None] & in_width[None, :]
+    key = tl.load(k + at.to(tl.int64)[:, None] * k_s + d[None, :], mask=loadable, other=0.0)
+    value = tl.load(v + at.to(tl.int64)[:, None] * v_s + d[None, :], mask=loadable, other=0.0)
+    top = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, DP], tl.float32)
+    top, total, acc = attend_tile(query, key, value, seen, top, total, acc, scale, cap, CAPPED)
+    store_partial(
+        top, total, acc, fixed_out, fixed_lse, (row + r) * SLOTS + piece, d, in_group, in_width, D
+    )
+
+
+@triton.jit
+def store_partial(
+    top, total, acc, out, lse, place, d, in_group, in_width, D: tl.constexpr
+):  # fmt: skip
+    """The result of a piece, its log-sum-exp to the base 2."""
+    empty = total == 0
+    divisor = tl.where(empty, 1.0, total)
+    base = tl.where(top == float("-inf"), 0.0, top)
+    result = tl.where(empty, float("-inf"), base + tl.log2(divisor))
+    tl.store(lse + place, result, mask=in_group)
+    tl.store(
+        out + place[:, None] * D + d[None, :],
+        acc / divisor[:, None],
+        mask=in_group[:, None] & in_width[None, :],
+    )
+
+
+@triton.jit
+def prepare(
+    q, k, v, queries, lengths, start, key_mask, projected, fixed_out, fixed_lse, total,
+    encoder, fine, coarse, odd, progress,
+    q_scale, scale, cap, S, columns, chunks, q_strides, k_strides, v_strides, mask_b,
+    GROUP: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+    TILE: tl.constexpr, SLOTS: tl.constexpr, COUNT: tl.constexpr, CAPPED: tl.constexpr,
+    R4: tl.constexpr, R2: tl.constexpr, COLUMN_PROGRAMS: tl.constexpr, CODERS: tl.constexpr,
+    LENGTH_STEP: tl.constexpr, START_STEP: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One piece of the fixed part, a few columns of the projection, or in the chain the codes of a
+    block that has left the fixed part; the first program clears the chain's histogram."""
+    if PDL:
+        gdc_launch_dependents()
+    part = tl.program_id(0)
+    h = tl.program_id(1)
+    b = tl.program_id(2).to(tl.int64)
+    place = b * tl.num_programs(1) + h
+    length, low = row_span(lengths, start, b, S, LENGTH_STEP, START_STEP)
+    q_b, q_h = q_strides
+    r = tl.arange(0, ROWS)
+    q_at = q + b * q_b + (h * GROUP + r).to(tl.int64)[:, None] * q_h
+    k_b, k_h, k_s = k_strides
+    v_b, v_h, v_s = v_strides
+    mask_at = q
+    if key_mask is not None:
+        mask_at = key_mask + b * mask_b
+    if part < SLOTS:
+        if total is not None:
+            if part == 0:
+                bins = tl.arange(0, BINS)
+                tl.store(total + place * BINS + bins, tl.zeros([BINS], tl.int32))
+        _attend_piece(
+            q_at, k + b * k_b + h.to(tl.int64) * k_h, v + b * v_b + h.to(tl.int64) * v_h, mask_at,
+            fixed_out, fixed_lse, part, place * GROUP, length, low, scale, cap, k_s, v_s,
+            GROUP, ROWS, D, DP, TILE, SLOTS, CAPPED, key_mask is not None,
+        )  # fmt: skip
+    elif part < SLOTS + COLUMN_PROGRAMS:
+        _project(
+            q_at, queries, projected, place, columns, (part - SLOTS) * COUNT, q_scale,
+            GROUP, ROWS, D, DP, COUNT,
+        )  # fmt: skip
+    elif CODERS > 0:
+        PER: tl.constexpr = BLOCK // CHUNK
+        done = tl.maximum(blocks_done(progress, b, low), 1)
+        encode_chunks(
+            k, v, encoder, fine, coarse, odd, mask_at,
+            done * PER + part - SLOTS - COLUMN_PROGRAMS, near_block(length, low) * PER, CODERS,
+            low, place, b, h, S, chunks, k_strides, v_strides, D, DP, R4, R2, key_mask is not None,
+        )  # fmt: skip

@@ -1,0 +1,202 @@
+"""What a step of `sketch` knows before it reads a code: the exact attention to the sink and the last
+blocks, in pieces, and the query in the basis of the codes.
+
+    projected = scale log2(e) q @ queries          `[2 r + 2 + D]` a head: see `fit_basis`
+    fixed_lse_p = log2 sum_{i in piece p} 2^s_i,   fixed_out_p = sum_i 2^(s_i - fixed_lse_p) v_i
+
+over the tokens of a row's first block and of its last four, s the scores to the base 2. The pieces
+are 64 tokens each, two of the sink and eight of the last blocks.
+"""
+
+import numba
+import numpy as np
+import torch
+import triton
+
+from attnplug.errors import ArgumentError
+from attnplug.ops.common.checks import check_attention_inputs, check_sequence_inputs
+from attnplug.ops.common.define import define_op, refuse_gradients, require
+from attnplug.ops.common.device import machine
+from attnplug.ops.common.product import add_product
+from attnplug.ops.common.reference import reference_kept
+from attnplug.ops.common.rows import NO_MASK, mask_bytes, row_step, rows_on_cpu
+from attnplug.ops.common.softmax import LOG2E
+from attnplug.ops.sketch.encode_keys import LOCAL, check_float, near_block
+from attnplug.ops.sketch.kernels import prepare as kernels
+from attnplug.ops.sketch.state import BLOCK
+
+NAME = "sketch_prepare"
+PIECE = 64  # tokens
+PIECES = (1 + LOCAL) * BLOCK // PIECE
+COLUMNS = 32  # of the projection, for one program
+ENCODERS = 4  # programs a KV head that make codes in the chain
+
+
+def prepare_query(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    queries: torch.Tensor,
+    *,
+    scale: float,
+    lengths: torch.Tensor | None = None,
+    start: torch.Tensor | None = None,
+    key_mask: torch.Tensor | None = None,
+    softcap: float = 0.0,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Project the query and attend to the tokens that every step reads exactly.
+
+    Args:
+        q: `[B, Hq, 1, D]`, float32, float16 or bfloat16.
+        k, v: `[B, Hkv, S, D]` like q, Hkv dividing Hq.
+        queries: float32 `[B, Hkv, D, 2 r + 2 + D]` of `fit_basis`.
+        scale: factor on q.k, commonly `D ** -0.5`.
+        lengths: int32 or int64 `[1]` or `[B]`, valid keys, the query's own the last. None: all S.
+        start: int32 or int64 `[1]` or `[B]`, first real key of a left-padded row. None: 0.
+        key_mask: bool `[B, S]`, False where a key must not be seen.
+        softcap: scores become `softcap * tanh(score / softcap)`; 0: off. The projection is of the
+            scores before it.
+
+    Returns:
+        projected `[B, Hq, 2 r + 2 + D]`, fixed_out `[B, Hq, 10, D]`, fixed_lse `[B, Hq, 10]`,
+        float32. A piece without tokens has -inf, and anything for an output.
+
+    Raises:
+        ArgumentError: a shape, dtype, device or option does not fit.
+        GradientError: an input requires grad.
+    """
+    refuse_gradients(NAME, q, k, v)
+    return _prepare_query(q, k, v, queries, scale, lengths, start, key_mask, softcap)
+
+
+def _allocate(q, k, v, queries, scale, lengths, start, key_mask, softcap):
+    check_step(NAME, q, k, v, lengths, start, key_mask, softcap)
+    batch, heads, _, width = q.shape
+    if queries.dim() != 4 or (queries.shape[3] - 2 - width) % 2 != 0:
+        raise ArgumentError(
+            f"{NAME}: queries has shape {tuple(queries.shape)}, needs [B,Hkv,D,2r+2+D]"
+        )
+    wanted = (batch, k.shape[1], width, queries.shape[3])
+    check_float(NAME, "queries", queries, wanted, q.device)
+    pieces = (batch, heads, PIECES)
+    return (
+        q.new_empty((batch, heads, queries.shape[3]), dtype=torch.float32),
+        q.new_empty((*pieces, width), dtype=torch.float32),
+        q.new_empty(pieces, dtype=torch.float32),
+    )
+
+
+def check_step(name, q, k, v, lengths, start, key_mask, softcap):
+    """The checks of a step's inputs, shared by the ops that read keys and values."""
+    check_attention_inputs(name, q, k, v)
+    check_sequence_inputs(name, q, k, lengths, start, key_mask)
+    require(q.shape[2] == 1, name, f"q has {q.shape[2]} queries a row, needs 1")
+    require(softcap >= 0, name, f"softcap is {softcap}, needs 0 (off) or a positive cap")
+
+
+# --- CPU: the specification ------------------------------------------------------------------
+
+
+@numba.njit(cache=True)
+def fixed_token(slot, length, start):
+    """The token of a slot 0..639 of the fixed part; `length` and past it there is none."""
+    if slot < BLOCK:
+        return start + slot
+    return start + near_block(length, start) * BLOCK + slot - BLOCK
+
+
+@numba.njit(parallel=True, cache=True)
+def _reference(
+    q, k, v, queries, lengths, start, mask, scale, softcap, projected, fixed_out, fixed_lse
+):
+    """The projection, and dense attention to each piece, for every row and KV head in parallel."""
+    batch, heads, _, width = q.shape
+    kv_heads = k.shape[1]
+    group = heads // kv_heads
+    log2e = np.float32(LOG2E)
+    for item in numba.prange(batch * kv_heads):
+        b, h = item // kv_heads, item % kv_heads
+        g = slice(h * group, (h + 1) * group)
+        query = np.ascontiguousarray(q[b, g])
+        product = np.zeros((group, queries.shape[3]), np.float32)
+        add_product(query.reshape(group, width) * (scale * log2e), queries[b, h], product)
+        projected[b, g] = product
+        hidden = mask[b * len(mask) // batch]
+        for p in range(PIECES):
+            kept = np.empty(PIECE, np.int64)
+            count = 0
+            for i in range(PIECE):
+                n = fixed_token(p * PIECE + i, lengths[b], start[b])
+                if n < lengths[b] and (hidden.shape[0] == 0 or hidden[n]):
+                    kept[count], count = n, count + 1
+            out = np.empty((group, 1, width), np.float32)
+            lse = np.empty((group, 1), np.float32)
+            none = np.empty(0, np.float32)
+            reference_kept(
+                query, k[b, h], v[b, h], kept[:count], none, scale, softcap, out, lse
+            )
+            fixed_out[b, g, p] = out[:, 0]
+            fixed_lse[b, g, p] = lse[:, 0] * log2e
+
+
+def _cpu(
+    q, k, v, queries, scale, lengths, start, key_mask, softcap, projected, fixed_out, fixed_lse
+):
+    lengths, start = rows_on_cpu(k, lengths, start)
+    _reference(
+        q.float().contiguous().numpy(),
+        k.float().numpy(),
+        v.float().numpy(),
+        queries.numpy(),
+        lengths.numpy(),
+        start.numpy(),
+        NO_MASK if key_mask is None else key_mask.numpy(),
+        np.float32(scale),
+        np.float32(softcap),
+        projected.numpy(),
+        fixed_out.numpy(),
+        fixed_lse.numpy(),
+    )
+
+
+# --- CUDA ------------------------------------------------------------------------------------
+
+
+def launch_prepare_query(
+    q, k, v, queries, scale, lengths, start, key_mask, softcap, projected, fixed_out, fixed_lse,
+    total=None, encoder=None, codes=(None,) * 4, warps=4,
+):  # fmt: skip
+    """Run the kernel; tensors as in `prepare_query`, on a GPU or in Triton's interpreter. In the
+    chain also clear `total`, and make the missing codes."""
+    batch, heads, _, width = q.shape
+    kv_heads, size = k.shape[1], k.shape[2]
+    group, columns = heads // kv_heads, queries.shape[3]
+    q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k, v))
+    key_mask = mask_bytes(key_mask)
+    fine, coarse, odd, progress = codes
+    column_programs = triton.cdiv(columns, COLUMNS)
+    coders = 0 if encoder is None else ENCODERS
+    kernels.prepare[(PIECES + column_programs + coders, kv_heads, batch)](
+        q=q, k=k, v=v, queries=queries, lengths=lengths, start=start, key_mask=key_mask,
+        projected=projected, fixed_out=fixed_out, fixed_lse=fixed_lse, total=total,
+        encoder=encoder, fine=fine, coarse=coarse, odd=odd, progress=progress,
+        q_scale=scale * LOG2E, scale=scale * LOG2E if softcap == 0 else 2 * LOG2E * scale / softcap,
+        cap=softcap * LOG2E, S=size, columns=columns, chunks=0 if odd is None else odd.shape[2],
+        q_strides=q.stride()[:2], k_strides=k.stride()[:3], v_strides=v.stride()[:3],
+        mask_b=0 if key_mask is None else key_mask.stride(0),
+        GROUP=group, ROWS=max(16, triton.next_power_of_2(group)), D=width,
+        DP=triton.next_power_of_2(width), TILE=PIECE, SLOTS=PIECES, COUNT=COLUMNS,
+        CAPPED=softcap > 0, R4=0 if fine is None else 2 * fine.shape[3],
+        R2=0 if coarse is None else 4 * coarse.shape[3], COLUMN_PROGRAMS=column_programs,
+        CODERS=coders, LENGTH_STEP=row_step(lengths), START_STEP=row_step(start),
+        PDL=machine(q.device)[1], num_warps=warps,
+    )  # fmt: skip
+
+
+_prepare_query = define_op(
+    f"{NAME}(Tensor q, Tensor k, Tensor v, Tensor queries, float scale, Tensor? lengths, "
+    "Tensor? start, Tensor? key_mask, float softcap) -> (Tensor, Tensor, Tensor)",
+    allocate=_allocate,
+    cpu=_cpu,
+    cuda=launch_prepare_query,
+)
