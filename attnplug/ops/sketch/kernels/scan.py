@@ -7,6 +7,7 @@ from attnplug.ops.common.rows import blocks_done, row_span
 from attnplug.ops.sketch.kernels.codes import (
     BINS,
     BLOCK,
+    CHUNK,
     LARGEST,
     begin,
     bin_of,
@@ -56,7 +57,7 @@ def _fixed_lse(fixed_lse, row, pieces, PIECES: tl.constexpr, GROUP, HEADS: tl.co
 @triton.jit
 def scan(
     projected, fixed_lse, fine, coarse, odd, progress, lengths, start, key_mask,
-    shares, counts, total, sums, norm, middle, k, cap, S, blocks, parts, pieces, columns,
+    shares, counts, total, sums, norm, middle, k, cap, S, chunks, parts, pieces, columns,
     mask_b,
     GROUP: tl.constexpr, HEADS: tl.constexpr, R4: tl.constexpr, R2: tl.constexpr,
     TILE: tl.constexpr, STAGES: tl.constexpr, PIECES: tl.constexpr, REFRESH: tl.constexpr,
@@ -76,9 +77,9 @@ def scan(
     near = near_block(length, low)
     n_tokens = (near - 1) * BLOCK
     PER: tl.constexpr = TILE // BLOCK  # blocks a tile
-    tiles = (near - 1 + PER - 1) // PER
-    first = (part.to(tl.int64) * tiles // parts).to(tl.int32)
-    last = ((part + 1).to(tl.int64) * tiles // parts).to(tl.int32)
+    first = part * (near - 1) // parts  # blocks after the sink
+    last = (part + 1) * (near - 1) // parts
+    own_tokens = (last - first) * BLOCK
     counts += (place * parts + part) * BINS
     total += place * BINS
     bins = tl.arange(0, BINS)
@@ -117,7 +118,7 @@ def scan(
     base = tl.where(in_group, base, float("inf"))
     shift = offset if CAPPED else offset - base
 
-    since = low + BLOCK
+    since = low + BLOCK + first * BLOCK
     slot = place * S + since + n
     fine_at = fine + slot[:, None] * (R4 // 2) + tl.arange(0, R4 // 2)[None, :]
     coarse_at = coarse + slot[:, None] * (R2 // 4) + tl.arange(0, R2 // 4)[None, :]
@@ -129,11 +130,11 @@ def scan(
     moment = tl.zeros([TILE, HEADS], tl.float32)
     visible = tl.zeros([TILE], tl.int32)
     floor = float("-inf")  # a lower bound of the k-th share
-    due = first + 1
+    due = 1
     tl.debug_barrier()  # the zeros of `counts` stand before any thread counts
-    for i in tl.range(first, last, num_stages=STAGES):  # pyright: ignore[reportGeneralTypeIssues]
-        at = i.to(tl.int64) * TILE
-        seen = i * TILE + n < n_tokens
+    for i in tl.range(0, (last - first + PER - 1) // PER, num_stages=STAGES):  # pyright: ignore[reportGeneralTypeIssues]
+        at = i * TILE  # times 32 bytes it stays below 2^31
+        seen = at + n < own_tokens
         if PER == 1:
             fine_bytes = tl.load(fine_at + at * (R4 // 2))
             coarse_bytes = tl.load(coarse_at + at * (R2 // 4))
@@ -156,7 +157,7 @@ def scan(
         mass += e
         moment += e * s
         h_tile = share(e, ASM)
-        tl.store(shares_at + at, h_tile, mask=i * TILE + n < n_tokens)
+        tl.store(shares_at + at, h_tile, mask=at + n < own_tokens)
         counted = h_tile > float("-inf")
         visible += counted.to(tl.int32)
         if i == due:  # `total` only grows: a share that k tokens have reached stays a lower bound
@@ -165,7 +166,7 @@ def scan(
             )
             index = tl.sum((reached >= k).to(tl.int32), 0) - 1
             floor = tl.maximum(floor, index.to(tl.float32))
-            due += (due - first) * REFRESH
+            due += due * REFRESH
         index = bin_of(h_tile, centre)
         counted = counted & (index > 0) & (index >= floor)
         tl.atomic_add(counts + index, 1, mask=counted, sem="relaxed")
@@ -175,9 +176,10 @@ def scan(
     tl.store(counts, seen_tokens)
     tl.atomic_add(total, seen_tokens, sem="relaxed")
     wrong = tl.zeros([BINS], tl.int32)
-    flags = odd + place * blocks
-    for j in range(1 + first * PER, tl.minimum(1 + last * PER, near), BINS):
-        there = (j + bins < 1 + last * PER) & (j + bins < near)
+    flags = odd + place * chunks
+    end = (1 + last) * (BLOCK // CHUNK)
+    for j in range((1 + first) * (BLOCK // CHUNK), end, BINS):
+        there = j + bins < end
         wrong |= (tl.load(flags + j + bins, mask=there, other=0) != 0).to(tl.int32)
     bad = tl.max(wrong, 0) > 0
     if CHECKED:

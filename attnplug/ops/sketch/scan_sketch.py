@@ -1,0 +1,370 @@
+"""The scan of `sketch`: estimated scores of all coded tokens, each token's share of its group's
+attention, and what the tokens add up to.
+
+    s^_gi = offset_g + w_g.code_i                       to the base 2, w_g in two int8 digits
+    h_i   = log2 sum_g 2^(s^_gi - N_g)                  the token's share, rounded to float16
+    Z_g   = sum_i 2^(s^_gi - N_g),   U_g = sum_i 2^(s^_gi - N_g) (s^_gi - N_g)
+
+N_g stands for the head's log-sum-exp, which nobody knows yet: that of the tokens read exactly,
+joined with what n scores would have if they were normal, mean + variance ln(2) / 2 + log2 n.
+Tokens are cut in parts. Each part counts its tokens by share in bins about the share that the k-th
+would have if scores were normal; `pick_tokens` finds the k-th from the counts.
+Source: measured rules of docs/sketch.md; picking single tokens by cheap scores as in DeepSeek's
+lightning indexer (DeepSeek-V3.2, 2025).
+"""
+
+from typing import NamedTuple
+
+import numba
+import numpy as np
+import torch
+import triton
+
+from attnplug.errors import ArgumentError
+from attnplug.ops.common.checks import check_sequence_inputs
+from attnplug.ops.common.define import define_op, require
+from attnplug.ops.common.device import early
+from attnplug.ops.common.rows import NO_MASK, mask_bytes, row_step, rows_on_cpu
+from attnplug.ops.common.softmax import LOG2E
+from attnplug.ops.sketch.encode_keys import check_codes, check_float, near_block
+from attnplug.ops.sketch.kernels import codes as kernel_codes
+from attnplug.ops.sketch.kernels import scan as kernels
+from attnplug.ops.sketch.state import BLOCK, CHUNK
+
+NAME = "sketch_scan"
+BINS, DIGIT, LARGEST, STEPS, FINE = (
+    x.value for x in map(kernel_codes.__dict__.get, ("BINS", "DIGIT", "LARGEST", "STEPS", "FINE"))
+)
+
+
+def scan_sketch(
+    projected: torch.Tensor,
+    fixed_lse: torch.Tensor,
+    fine: torch.Tensor,
+    coarse: torch.Tensor,
+    odd: torch.Tensor,
+    progress: torch.Tensor,
+    *,
+    k: int,
+    parts: int = 1,
+    lengths: torch.Tensor | None = None,
+    start: torch.Tensor | None = None,
+    key_mask: torch.Tensor | None = None,
+    softcap: float = 0.0,
+) -> tuple[torch.Tensor, ...]:
+    """Score all candidates: the tokens between the sink and the last four blocks.
+
+    Args:
+        projected, fixed_lse: of `prepare_query`, `[B, Hq, 2 r + 2 + D]` and `[B, Hq, pieces]`.
+        fine, coarse, odd, progress: the codes, up to date with `lengths` (`encode_keys`).
+        k: tokens that are to be picked; it places the bins.
+        parts: contiguous parts that a row's candidates are cut in, by blocks.
+        lengths: int32 or int64 `[1]` or `[B]`, valid keys. None: all S.
+        start: int32 or int64 `[1]` or `[B]`, first real key of a left-padded row. None: 0.
+        key_mask: bool `[B, S]`, False where a key must not be seen.
+        softcap: as for the exact scores. Shares and Z are of capped scores, U is of uncapped ones,
+            which the regression wants: 2^(cap(s^) - N) s^.
+
+    Returns:
+        shares float16 `[B, Hkv, S]`, written for candidates, -inf for a hidden one.
+        counts int32 `[B, Hkv, parts, 256]`: of each part how many tokens in all (bin 0), and in
+            each other bin; bins that cannot hold the k-th may miss some.
+        total int32 `[B, Hkv, 256]`: the sum of `counts` over parts.
+        sums float32 `[B, Hq, parts, 2]`: Z and U of each part. NaN where a key or value of the part
+            is not finite, or codes are missing.
+        norm float32 `[B, Hq]`: N.
+        middle float32 `[B, Hkv]`: the share that is the lower edge of bin 128.
+
+    Raises:
+        ArgumentError: a shape, dtype, device or option does not fit.
+    """
+    return _scan_sketch(
+        projected, fixed_lse, fine, coarse, odd, progress, k, parts, lengths, start, key_mask,
+        softcap,
+    )  # fmt: skip
+
+
+def _allocate(
+    projected, fixed_lse, fine, coarse, odd, progress, k, parts, lengths, start, key_mask, softcap
+):
+    check_scan_inputs(NAME, projected, fine, coarse, odd, progress, lengths, start, key_mask)
+    batch, heads = projected.shape[:2]
+    check_float(NAME, "fixed_lse", fixed_lse, (*projected.shape[:2], fixed_lse.shape[-1]),
+                projected.device)  # fmt: skip
+    require(k >= 1, NAME, f"k is {k}, needs at least 1")
+    require(parts >= 1, NAME, f"parts is {parts}, needs at least 1")
+    require(softcap >= 0, NAME, f"softcap is {softcap}, needs 0 (off) or a positive cap")
+    rows, new = fine.shape[:2], projected.new_empty
+    return (
+        new((*rows, fine.shape[2]), dtype=torch.float16),
+        new((*rows, parts, BINS), dtype=torch.int32),
+        new((*rows, BINS), dtype=torch.int32),
+        new((batch, heads, parts, 2)),
+        new((batch, heads)),
+        new(rows),
+    )
+
+
+def check_scan_inputs(name, projected, fine, coarse, odd, progress, lengths, start, key_mask):
+    """The checks of a projected query and the codes that it scores."""
+    for label, tensor in (("projected", projected), ("fine", fine), ("coarse", coarse)):
+        dims = 3 if tensor is projected else 4
+        if tensor.dim() != dims:
+            raise ArgumentError(f"{name}: {label} has {tensor.dim()} dimensions, needs {dims}")
+    heads, kv_heads = projected.shape[1], fine.shape[1]
+    require(
+        kv_heads > 0 and heads % kv_heads == 0,
+        name,
+        f"{heads} query heads are not a multiple of {kv_heads} KV heads",
+    )
+    width = projected.shape[2] - 2 - 2 * (2 * fine.shape[3] + 4 * coarse.shape[3])
+    require(width > 0, name, f"projected has {projected.shape[2]} columns, needs 2 r + 2 + D")
+    cache = fine.new_empty((*fine.shape[:3], width), device="meta")
+    check_float(name, "projected", projected, (fine.shape[0], *projected.shape[1:]), fine.device)
+    check_sequence_inputs(name, fine, fine, lengths, start, key_mask)
+    check_codes(name, _Cache(cache.shape, fine.device), fine, coarse, odd, progress)
+
+
+class _Cache(NamedTuple):
+    """What `check_codes` asks of a cache that the op does not read."""
+
+    shape: torch.Size
+    device: torch.device
+
+
+# --- CPU: the specification ------------------------------------------------------------------
+
+
+@numba.njit(cache=True)
+def exp2(x):
+    """2^x, float64: numba mixes up its own exp2 of two widths."""
+    return np.exp(np.float64(x) * np.log(2.0))
+
+
+@numba.njit(cache=True)
+def log2(x):
+    return np.log(np.float64(x)) / np.log(2.0)
+
+
+@numba.njit(cache=True)
+def capped(s, cap):
+    """cap tanh(s / cap); a cap of 0 is none."""
+    return s if cap == 0 else cap * np.tanh(s / cap)
+
+
+@numba.njit(cache=True)
+def digits(weights):
+    """Weights `[r]` as (high, low, unit): unit (high + low / 254), the digits within -127..127."""
+    unit = max(np.abs(weights).max() / np.float32(127), np.float32(1e-30))
+    scaled = weights / unit
+    high = np.floor(scaled + np.float32(0.5))
+    low = np.floor((scaled - high) * np.float32(DIGIT) + np.float32(0.5))
+    return high, low, unit
+
+
+@numba.njit(cache=True)
+def unpack(fine, coarse, codes):
+    """The codes of one token, in the order of the coordinates."""
+    half, quarter = fine.shape[0], coarse.shape[0]
+    for i in range(half):
+        codes[i], codes[half + i] = fine[i] & 15, fine[i] >> 4
+    for i in range(quarter):
+        for j in range(4):
+            codes[2 * half + j * quarter + i] = (coarse[i] >> (2 * j)) & 3
+
+
+@numba.njit(cache=True)
+def estimate(high, low, unit, offset, codes):
+    """The estimated score of one head and token. The sums are exact: integers below 2^24."""
+    top, bottom = np.float32(0), np.float32(0)
+    for i in range(codes.shape[0]):
+        top += high[i] * codes[i]
+        bottom += low[i] * codes[i]
+    scale = unit / np.float32(DIGIT)
+    return np.float32(np.float64(top) * DIGIT + np.float64(bottom)) * scale + offset
+
+
+@numba.njit(cache=True)
+def bin_of(share, middle):
+    """The bin of a share; what is below them all goes to bin 0."""
+    y = (np.float32(share) - middle) * np.float32(STEPS)
+    far = abs(y) - np.float32(FINE)
+    if far > 0:
+        y = np.sign(y) * (np.float32(FINE) + far * np.float32(0.125))
+    return int(np.floor(min(max(y, -128.0), 127.0))) + 128
+
+
+@numba.njit(cache=True)
+def _quantile(p):
+    """z with P(Z > z) = p for a standard normal Z: Abramowitz and Stegun 26.2.22."""
+    t = np.sqrt(-2 * np.log(max(min(p, 1 - p), 1e-9)))
+    z = t - (2.30753 + 0.27061 * t) / (1 + t * (0.99229 + 0.04481 * t))
+    return z if p < 0.5 else -z
+
+
+@numba.njit(cache=True)
+def _place(facts, fixed_lse, rank, n_tokens, k, cap, norm):
+    """Fill `norm` of a group; returns the middle of its histogram."""
+    middle = -np.inf
+    log_n = log2(n_tokens) if n_tokens > 0 else -np.inf
+    for g in range(norm.shape[0]):
+        mean = facts[g, rank + 1]
+        variance = (facts[g, rank + 2 : 2 * rank + 2] ** 2).sum()
+        closed = capped(mean, cap) + log_n + np.log(2) / 2 * variance
+        if cap > 0:
+            closed = min(closed, cap + log_n)
+        top = max(closed, fixed_lse[g].max())
+        shift = 0.0 if top == -np.inf else top
+        known = exp2(closed - shift)
+        for lse in fixed_lse[g]:
+            known += exp2(lse - shift)
+        norm[g] = shift + log2(known) if known != 0 else -np.inf
+        likely = capped(mean + _quantile(k / max(n_tokens, 1)) * np.sqrt(variance), cap) - norm[g]
+        middle = max(middle, likely)
+    return np.float32(middle if abs(middle) < 1e30 else 0.0)
+
+
+@numba.njit(parallel=True, cache=True)
+def _score(
+    projected, fixed_lse, fine, coarse, odd, done, lengths, start, mask, k, cap,
+    shares, sums, norm, middle,
+):  # fmt: skip
+    """Shares and sums of every part of every row and KV head, the rows and heads in parallel."""
+    batch, heads, _ = projected.shape
+    kv_heads, parts = fine.shape[1], sums.shape[2]
+    rank = 2 * fine.shape[3] + 4 * coarse.shape[3]
+    group = heads // kv_heads
+    for item in numba.prange(batch * kv_heads):
+        b, h = item // kv_heads, item % kv_heads
+        hidden = mask[b * len(mask) // batch]
+        near = near_block(lengths[b], start[b])
+        facts = projected[b, h * group : (h + 1) * group]
+        own_norm = norm[b, h * group : (h + 1) * group]
+        middle[b, h] = _place(
+            facts, fixed_lse[b, h * group : (h + 1) * group], rank, (near - 1) * BLOCK, k, cap,
+            own_norm,
+        )  # fmt: skip
+        high, low = np.empty((2, group, rank), np.float32)
+        unit = np.empty(group, np.float32)
+        for g in range(group):
+            high[g], low[g], unit[g] = digits(facts[g, :rank])
+        codes = np.empty(rank, np.float32)
+        for part in range(parts):
+            first, last = part * (near - 1) // parts, (part + 1) * (near - 1) // parts
+            mass, moment = np.zeros((2, group), np.float64)
+            poison = done[b] < near and near > 1
+            for n in range(start[b] + (1 + first) * BLOCK, start[b] + (1 + last) * BLOCK):
+                poison |= odd[b, h, (n - start[b]) // CHUNK] != 0
+                if hidden.shape[0] > 0 and not hidden[n]:
+                    shares[b, h, n] = -np.inf
+                    continue
+                unpack(fine[b, h, n], coarse[b, h, n], codes)
+                share = 0.0
+                for g in range(group):
+                    s = estimate(high[g], low[g], unit[g], facts[g, rank], codes)
+                    e = exp2(min(capped(s, cap) - own_norm[g], np.float32(LARGEST)))
+                    mass[g] += e
+                    moment[g] += e * (s - (np.float32(0) if cap > 0 else own_norm[g]))
+                    share += e
+                shares[b, h, n] = log2(share) if share != 0 else -np.inf
+            for g in range(group):
+                sums[b, h * group + g, part, 0] = np.nan if poison else mass[g]
+                sums[b, h * group + g, part, 1] = moment[g]
+
+
+@numba.njit(parallel=True, cache=True)
+def _count(shares, lengths, start, middle, counts):
+    """The histogram of each part of rounded shares, the rows and heads in parallel."""
+    batch, kv_heads, parts, _ = counts.shape
+    for item in numba.prange(batch * kv_heads):
+        b, h = item // kv_heads, item % kv_heads
+        near = near_block(lengths[b], start[b])
+        counts[b, h] = 0
+        for part in range(parts):
+            first, last = part * (near - 1) // parts, (part + 1) * (near - 1) // parts
+            for n in range(start[b] + (1 + first) * BLOCK, start[b] + (1 + last) * BLOCK):
+                if shares[b, h, n] > -np.inf:
+                    index = bin_of(shares[b, h, n], middle[b, h])
+                    counts[b, h, part, 0] += 1
+                    if index > 0:
+                        counts[b, h, part, index] += 1
+
+
+def _cpu(
+    projected, fixed_lse, fine, coarse, odd, progress, k, parts, lengths, start, key_mask, softcap,
+    shares, counts, total, sums, norm, middle,
+):  # fmt: skip
+    lengths, start = rows_on_cpu(fine, lengths, start)
+    done = torch.where(progress[:, 1] == start, progress[:, 0], 0)
+    wide = shares.float()
+    _score(
+        projected.numpy(),
+        fixed_lse.numpy(),
+        fine.numpy(),
+        coarse.numpy(),
+        odd.numpy(),
+        done.numpy(),
+        lengths.numpy(),
+        start.numpy(),
+        NO_MASK if key_mask is None else key_mask.numpy(),
+        k,
+        np.float32(softcap * LOG2E),
+        wide.numpy(),
+        sums.numpy(),
+        norm.numpy(),
+        middle.numpy(),
+    )
+    shares.copy_(wide)
+    _count(
+        shares.float().numpy(), lengths.numpy(), start.numpy(), middle.numpy(), counts.numpy()
+    )
+    total.copy_(counts.sum(2))
+
+
+# --- CUDA ------------------------------------------------------------------------------------
+
+
+class Plan(NamedTuple):
+    """How the kernel cuts the work."""
+
+    tile: int  # tokens of one step: 128 or 256
+    warps: int
+    stages: int
+
+
+def launch_scan_sketch(
+    projected, fixed_lse, fine, coarse, odd, progress, k, parts, lengths, start, key_mask, softcap,
+    shares, counts, total, sums, norm, middle, plan=Plan(256, 4, 3), chained=False,
+):  # fmt: skip
+    """Run the kernel; tensors as in `scan_sketch`, on a GPU or in Triton's interpreter. In a chain
+    `total` has been cleared, and the codes are known to be complete."""
+    batch, kv_heads, size, _ = fine.shape
+    heads, columns = projected.shape[1:]
+    group = heads // kv_heads
+    pdl, dependent = early(projected.device)
+    if not chained:
+        total.zero_()
+    key_mask = mask_bytes(key_mask)
+    kernels.scan[(parts, kv_heads, batch)](
+        projected=projected, fixed_lse=fixed_lse, fine=fine, coarse=coarse, odd=odd,
+        progress=progress, lengths=lengths, start=start, key_mask=key_mask, shares=shares,
+        counts=counts, total=total, sums=sums, norm=norm, middle=middle, k=k, cap=softcap * LOG2E,
+        S=size, chunks=odd.shape[2], parts=parts, pieces=fixed_lse.shape[2], columns=columns,
+        mask_b=0 if key_mask is None else key_mask.stride(0),
+        GROUP=group, HEADS=max(8, triton.next_power_of_2(group)), R4=2 * fine.shape[3],
+        R2=4 * coarse.shape[3], TILE=plan.tile, STAGES=plan.stages,
+        PIECES=triton.next_power_of_2(fixed_lse.shape[2]), REFRESH=1, CAPPED=softcap > 0,
+        CHECKED=not chained, ASM=projected.is_cuda,
+        LENGTH_STEP=row_step(lengths), START_STEP=row_step(start), PDL=pdl,
+        num_warps=plan.warps, **dependent,
+    )  # fmt: skip
+
+
+_scan_sketch = define_op(
+    f"{NAME}(Tensor projected, Tensor fixed_lse, Tensor fine, Tensor coarse, Tensor odd, "
+    "Tensor progress, int k, int parts, Tensor? lengths, Tensor? start, Tensor? key_mask, "
+    "float softcap) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    allocate=_allocate,
+    cpu=_cpu,
+    cuda=launch_scan_sketch,
+)
