@@ -1,0 +1,180 @@
+"""The tokens that a step of `sketch` reads exactly: the k with the largest shares.
+
+The k-th share's bin is the highest that k tokens reach. Picks are all tokens above it, and those
+in it in the order of the cache while the list has room: k to k + k / 8 tokens, and the k best
+among them unless more than k / 8 tokens share the bin, which then takes in some for others at
+most a bin's width (2^(1/16) near the middle) better. No sort, and no pass over the shares but one.
+"""
+
+import numba
+import numpy as np
+import torch
+import triton
+
+from attnplug.errors import ArgumentError
+from attnplug.ops.common.checks import check_sequence_inputs
+from attnplug.ops.common.define import define_op, require
+from attnplug.ops.common.device import early
+from attnplug.ops.common.rows import row_step, rows_on_cpu
+from attnplug.ops.sketch.encode_keys import near_block
+from attnplug.ops.sketch.kernels import pick as kernels
+from attnplug.ops.sketch.scan_sketch import BINS, FINE, STEPS, bin_of
+from attnplug.ops.sketch.state import BLOCK
+
+NAME = "sketch_pick"
+ROUND = 64  # tokens: lists are a multiple of it
+
+
+def capacity_for(k: int) -> int:
+    """Places of a list of k picks or a few more."""
+    return -(-(k + k // 8) // ROUND) * ROUND
+
+
+def pick_tokens(
+    shares: torch.Tensor,
+    counts: torch.Tensor,
+    total: torch.Tensor,
+    middle: torch.Tensor,
+    *,
+    k: int,
+    lengths: torch.Tensor | None = None,
+    start: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """List the tokens with the largest shares.
+
+    Args:
+        shares, counts, total, middle: of `scan_sketch`.
+        k: tokens to pick, as in the scan.
+        lengths: int32 or int64 `[1]` or `[B]`, valid keys. None: all S.
+        start: int32 or int64 `[1]` or `[B]`, first real key of a left-padded row. None: 0.
+
+    Returns:
+        picks int32 `[B, Hkv, capacity_for(k)]`: slots of the cache, ascending, -1 behind them. All
+            candidates where there are no more than k.
+        cut float32 `[B, Hkv, 2]`: the share from which on a pick is of the upper half (inf: none
+            is), and how many visible candidates are not picked.
+
+    Raises:
+        ArgumentError: a shape, dtype, device or option does not fit.
+    """
+    return _pick_tokens(shares, counts, total, middle, k, lengths, start)
+
+
+def _allocate(shares, counts, total, middle, k, lengths, start):
+    if shares.dim() != 3 or shares.dtype != torch.float16:
+        raise ArgumentError(
+            f"{NAME}: shares is {shares.dtype} {tuple(shares.shape)}, needs float16 [B,Hkv,S]"
+        )
+    rows = tuple(shares.shape[:2])
+    parts = counts.shape[2] if counts.dim() == 4 else 1
+    for label, tensor, shape, dtype in (
+        ("counts", counts, (*rows, parts, BINS), torch.int32),
+        ("total", total, (*rows, BINS), torch.int32),
+        ("middle", middle, rows, torch.float32),
+    ):
+        if tuple(tensor.shape) != shape or tensor.dtype != dtype:
+            raise ArgumentError(
+                f"{NAME}: {label} is {tensor.dtype} {tuple(tensor.shape)}, needs {dtype} "
+                f"{list(shape)}"
+            )
+        require(tensor.device == shares.device, NAME, f"{label} is on {tensor.device}")
+        require(tensor.is_contiguous(), NAME, f"{label} is not contiguous")
+    require(shares.is_contiguous(), NAME, "shares is not contiguous")
+    require(k >= 1, NAME, f"k is {k}, needs at least 1")
+    like = shares[..., None]
+    check_sequence_inputs(NAME, like, like, lengths, start, None)
+    return (
+        shares.new_empty((*rows, capacity_for(k)), dtype=torch.int32),
+        shares.new_empty((*rows, 2), dtype=torch.float32),
+    )
+
+
+# --- CPU: the specification ------------------------------------------------------------------
+
+
+@numba.njit(cache=True)
+def edge_of(index, middle):
+    """The lower edge of a bin."""
+    y = index - 128.0
+    if abs(y) > FINE:
+        y = (1.0 if y > 0 else -1.0) * (FINE + (abs(y) - FINE) * 8)
+    return middle + y / STEPS
+
+
+@numba.njit(cache=True)
+def _reaching(total, wanted):
+    """The highest bin that `wanted` tokens reach, and how many are above it."""
+    above = 0
+    for index in range(BINS - 1, 0, -1):
+        if above + total[index] >= wanted:
+            return index, above
+        above += total[index]
+    return 0, above
+
+
+@numba.njit(parallel=True, cache=True)
+def _reference(shares, total, middle, k, lengths, start, picks, cut):
+    """The list of every row and KV head, in parallel."""
+    batch, heads, _ = shares.shape
+    for item in numba.prange(batch * heads):
+        b, h = item // heads, item % heads
+        capacity = picks.shape[2]
+        visible = total[b, h, 0]
+        wanted = min(k, visible)
+        threshold, above = _reaching(total[b, h], wanted)
+        upper, _ = _reaching(total[b, h], wanted // 2)
+        cut[b, h, 0] = edge_of(upper, middle[b, h]) if upper > threshold else np.inf
+        count, equal = 0, 0
+        first = start[b] + BLOCK
+        for n in range(first, start[b] + near_block(lengths[b], start[b]) * BLOCK):
+            if not shares[b, h, n] > -np.inf:
+                continue
+            index = bin_of(shares[b, h, n], middle[b, h])
+            if index < threshold or (index == threshold and equal >= capacity - above):
+                continue
+            equal += index == threshold
+            picks[b, h, count] = n
+            count += 1
+        cut[b, h, 1] = visible - count
+        picks[b, h, count:] = -1
+
+
+
+def _cpu(shares, counts, total, middle, k, lengths, start, picks, cut):
+    lengths, start = rows_on_cpu(shares[..., None], lengths, start)
+    _reference(
+        shares.float().numpy(),
+        total.numpy(),
+        middle.numpy(),
+        k,
+        lengths.numpy(),
+        start.numpy(),
+        picks.numpy(),
+        cut.numpy(),
+    )
+
+
+# --- CUDA ------------------------------------------------------------------------------------
+
+
+def launch_pick_tokens(shares, counts, total, middle, k, lengths, start, picks, cut, warps=4):
+    """Run the kernel; tensors as in `pick_tokens`, on a GPU or in Triton's interpreter."""
+    batch, heads, size = shares.shape
+    parts, capacity = counts.shape[2], picks.shape[2]
+    pdl, dependent = early(shares.device)
+    kernels.pick[(parts, heads, batch)](
+        shares=shares, counts=counts, total=total, middle=middle, lengths=lengths, start=start,
+        picks=picks, cut=cut, k=k, S=size, parts=parts, capacity=capacity,
+        CAPACITY_P=triton.next_power_of_2(capacity),
+        LENGTH_STEP=row_step(lengths), START_STEP=row_step(start), PDL=pdl,
+        num_warps=warps, **dependent,
+    )  # fmt: skip
+
+
+_pick_tokens = define_op(
+    f"{NAME}(Tensor shares, Tensor counts, Tensor total, Tensor middle, int k, Tensor? lengths, "
+    "Tensor? start) -> (Tensor, Tensor)",
+    allocate=_allocate,
+    cpu=_cpu,
+    cuda=launch_pick_tokens,
+)
