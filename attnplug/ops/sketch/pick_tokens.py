@@ -36,7 +36,7 @@ def pick_tokens(
     total: torch.Tensor,
     middle: torch.Tensor,
     *,
-    k: int,
+    top_k: int,
     lengths: torch.Tensor | None = None,
     start: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -44,23 +44,23 @@ def pick_tokens(
 
     Args:
         shares, counts, total, middle: of `scan_sketch`.
-        k: tokens to pick, as in the scan.
+        top_k: tokens to pick, as in the scan.
         lengths: int32 or int64 `[1]` or `[B]`, valid keys. None: all S.
         start: int32 or int64 `[1]` or `[B]`, first real key of a left-padded row. None: 0.
 
     Returns:
-        picks int32 `[B, Hkv, capacity_for(k)]`: slots of the cache, ascending, -1 behind them. All
-            candidates where there are no more than k.
+        picks int32 `[B, Hkv, capacity_for(top_k)]`: slots of the cache, ascending, -1 behind them. All
+            candidates where there are no more than top_k.
         cut float32 `[B, Hkv, 2]`: the share from which on a pick is of the upper half (inf: none
             is), and how many visible candidates are not picked.
 
     Raises:
         ArgumentError: a shape, dtype, device or option does not fit.
     """
-    return _pick_tokens(shares, counts, total, middle, k, lengths, start)
+    return _pick_tokens(shares, counts, total, middle, top_k, lengths, start)
 
 
-def _allocate(shares, counts, total, middle, k, lengths, start):
+def _allocate(shares, counts, total, middle, top_k, lengths, start):
     if shares.dim() != 3 or shares.dtype != torch.float16:
         raise ArgumentError(
             f"{NAME}: shares is {shares.dtype} {tuple(shares.shape)}, needs float16 [B,Hkv,S]"
@@ -80,11 +80,11 @@ def _allocate(shares, counts, total, middle, k, lengths, start):
         require(tensor.device == shares.device, NAME, f"{label} is on {tensor.device}")
         require(tensor.is_contiguous(), NAME, f"{label} is not contiguous")
     require(shares.is_contiguous(), NAME, "shares is not contiguous")
-    require(k >= 1, NAME, f"k is {k}, needs at least 1")
+    require(top_k >= 1, NAME, f"top_k is {top_k}, needs at least 1")
     like = shares[..., None]
     check_sequence_inputs(NAME, like, like, lengths, start, None)
     return (
-        shares.new_empty((*rows, capacity_for(k)), dtype=torch.int32),
+        shares.new_empty((*rows, capacity_for(top_k)), dtype=torch.int32),
         shares.new_empty((*rows, 2), dtype=torch.float32),
     )
 
@@ -113,14 +113,14 @@ def _reaching(total, wanted):
 
 
 @numba.njit(parallel=True, cache=True)
-def _reference(shares, total, middle, k, lengths, start, picks, cut):
+def _reference(shares, total, middle, top_k, lengths, start, picks, cut):
     """The list of every row and KV head, in parallel."""
     batch, heads, _ = shares.shape
     for item in numba.prange(batch * heads):
         b, h = item // heads, item % heads
         capacity = picks.shape[2]
         visible = total[b, h, 0]
-        wanted = min(k, visible)
+        wanted = min(top_k, visible)
         threshold, above = _reaching(total[b, h], wanted)
         upper, _ = _reaching(total[b, h], wanted // 2)
         cut[b, h, 0] = edge_of(upper, middle[b, h]) if upper > threshold else np.inf
@@ -140,13 +140,13 @@ def _reference(shares, total, middle, k, lengths, start, picks, cut):
 
 
 
-def _cpu(shares, counts, total, middle, k, lengths, start, picks, cut):
+def _cpu(shares, counts, total, middle, top_k, lengths, start, picks, cut):
     lengths, start = rows_on_cpu(shares[..., None], lengths, start)
     _reference(
         shares.float().numpy(),
         total.numpy(),
         middle.numpy(),
-        k,
+        top_k,
         lengths.numpy(),
         start.numpy(),
         picks.numpy(),
@@ -157,14 +157,14 @@ def _cpu(shares, counts, total, middle, k, lengths, start, picks, cut):
 # --- CUDA ------------------------------------------------------------------------------------
 
 
-def launch_pick_tokens(shares, counts, total, middle, k, lengths, start, picks, cut, warps=4):
+def launch_pick_tokens(shares, counts, total, middle, top_k, lengths, start, picks, cut, warps=4):
     """Run the kernel; tensors as in `pick_tokens`, on a GPU or in Triton's interpreter."""
     batch, heads, size = shares.shape
     parts, capacity = counts.shape[2], picks.shape[2]
     pdl, dependent = early(shares.device)
     kernels.pick[(parts, heads, batch)](
         shares=shares, counts=counts, total=total, middle=middle, lengths=lengths, start=start,
-        picks=picks, cut=cut, k=k, S=size, parts=parts, capacity=capacity,
+        picks=picks, cut=cut, k=top_k, S=size, parts=parts, capacity=capacity,
         CAPACITY_P=triton.next_power_of_2(capacity),
         LENGTH_STEP=row_step(lengths), START_STEP=row_step(start), PDL=pdl,
         num_warps=warps, **dependent,
@@ -172,7 +172,7 @@ def launch_pick_tokens(shares, counts, total, middle, k, lengths, start, picks, 
 
 
 _pick_tokens = define_op(
-    f"{NAME}(Tensor shares, Tensor counts, Tensor total, Tensor middle, int k, Tensor? lengths, "
+    f"{NAME}(Tensor shares, Tensor counts, Tensor total, Tensor middle, int top_k, Tensor? lengths, "
     "Tensor? start) -> (Tensor, Tensor)",
     allocate=_allocate,
     cpu=_cpu,

@@ -45,7 +45,7 @@ def scan_sketch(
     odd: torch.Tensor,
     progress: torch.Tensor,
     *,
-    k: int,
+    top_k: int,
     parts: int = 1,
     lengths: torch.Tensor | None = None,
     start: torch.Tensor | None = None,
@@ -57,7 +57,7 @@ def scan_sketch(
     Args:
         projected, fixed_lse: of `prepare_query`, `[B, Hq, 2 r + 2 + D]` and `[B, Hq, pieces]`.
         fine, coarse, odd, progress: the codes, up to date with `lengths` (`encode_keys`).
-        k: tokens that are to be picked; it places the bins.
+        top_k: tokens that are to be picked; it places the bins.
         parts: contiguous parts that a row's candidates are cut in, by blocks.
         lengths: int32 or int64 `[1]` or `[B]`, valid keys. None: all S.
         start: int32 or int64 `[1]` or `[B]`, first real key of a left-padded row. None: 0.
@@ -79,19 +79,19 @@ def scan_sketch(
         ArgumentError: a shape, dtype, device or option does not fit.
     """
     return _scan_sketch(
-        projected, fixed_lse, fine, coarse, odd, progress, k, parts, lengths, start, key_mask,
+        projected, fixed_lse, fine, coarse, odd, progress, top_k, parts, lengths, start, key_mask,
         softcap,
     )  # fmt: skip
 
 
 def _allocate(
-    projected, fixed_lse, fine, coarse, odd, progress, k, parts, lengths, start, key_mask, softcap
+    projected, fixed_lse, fine, coarse, odd, progress, top_k, parts, lengths, start, key_mask, softcap
 ):
     check_scan_inputs(NAME, projected, fine, coarse, odd, progress, lengths, start, key_mask)
     batch, heads = projected.shape[:2]
     check_float(NAME, "fixed_lse", fixed_lse, (*projected.shape[:2], fixed_lse.shape[-1]),
                 projected.device)  # fmt: skip
-    require(k >= 1, NAME, f"k is {k}, needs at least 1")
+    require(top_k >= 1, NAME, f"top_k is {top_k}, needs at least 1")
     require(parts >= 1, NAME, f"parts is {parts}, needs at least 1")
     require(softcap >= 0, NAME, f"softcap is {softcap}, needs 0 (off) or a positive cap")
     rows, new = fine.shape[:2], projected.new_empty
@@ -291,7 +291,7 @@ def _count(shares, lengths, start, middle, counts):
 
 
 def _cpu(
-    projected, fixed_lse, fine, coarse, odd, progress, k, parts, lengths, start, key_mask, softcap,
+    projected, fixed_lse, fine, coarse, odd, progress, top_k, parts, lengths, start, key_mask, softcap,
     shares, counts, total, sums, norm, middle,
 ):  # fmt: skip
     lengths, start = rows_on_cpu(fine, lengths, start)
@@ -307,7 +307,7 @@ def _cpu(
         lengths.numpy(),
         start.numpy(),
         NO_MASK if key_mask is None else key_mask.numpy(),
-        k,
+        top_k,
         np.float32(softcap * LOG2E),
         wide.numpy(),
         sums.numpy(),
@@ -333,7 +333,7 @@ class Plan(NamedTuple):
 
 
 def launch_scan_sketch(
-    projected, fixed_lse, fine, coarse, odd, progress, k, parts, lengths, start, key_mask, softcap,
+    projected, fixed_lse, fine, coarse, odd, progress, top_k, parts, lengths, start, key_mask, softcap,
     shares, counts, total, sums, norm, middle, plan=Plan(256, 4, 3), chained=False,
 ):  # fmt: skip
     """Run the kernel; tensors as in `scan_sketch`, on a GPU or in Triton's interpreter. In a chain
@@ -348,7 +348,7 @@ def launch_scan_sketch(
     kernels.scan[(parts, kv_heads, batch)](
         projected=projected, fixed_lse=fixed_lse, fine=fine, coarse=coarse, odd=odd,
         progress=progress, lengths=lengths, start=start, key_mask=key_mask, shares=shares,
-        counts=counts, total=total, sums=sums, norm=norm, middle=middle, k=k, cap=softcap * LOG2E,
+        counts=counts, total=total, sums=sums, norm=norm, middle=middle, k=top_k, cap=softcap * LOG2E,
         S=size, chunks=odd.shape[2], parts=parts, pieces=fixed_lse.shape[2], columns=columns,
         mask_b=0 if key_mask is None else key_mask.stride(0),
         GROUP=group, HEADS=max(8, triton.next_power_of_2(group)), R4=2 * fine.shape[3],
@@ -362,7 +362,7 @@ def launch_scan_sketch(
 
 _scan_sketch = define_op(
     f"{NAME}(Tensor projected, Tensor fixed_lse, Tensor fine, Tensor coarse, Tensor odd, "
-    "Tensor progress, int k, int parts, Tensor? lengths, Tensor? start, Tensor? key_mask, "
+    "Tensor progress, int top_k, int parts, Tensor? lengths, Tensor? start, Tensor? key_mask, "
     "float softcap) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     allocate=_allocate,
     cpu=_cpu,

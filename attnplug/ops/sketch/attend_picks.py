@@ -1,0 +1,213 @@
+"""Exact attention to the picks of `sketch`, and what the scan made of the same tokens.
+
+    pick_lse_p = log2 sum_{i in piece p} 2^s_i,   pick_out_p = sum_i 2^(s_i - pick_lse_p) v_i
+    Z_p = sum_i 2^(s^_i - N),   U_p = sum_i 2^(s^_i - N) (s^_i - N)
+    E_p = sum_{i lower} 2^(s_i - N),   G_p = sum_{i lower} 2^(s^_i - N)
+
+over the picks i of a piece of the list; the lower ones have a share below `cut`. Z and U are to be
+taken from the scan's sums: what is left is what nobody reads. E / G calibrates that.
+"""
+
+import numba
+import numpy as np
+import torch
+import triton
+
+from attnplug.errors import ArgumentError
+from attnplug.ops.common.define import define_op, refuse_gradients, require
+from attnplug.ops.common.device import early
+from attnplug.ops.common.reference import reference_kept
+from attnplug.ops.common.softmax import LOG2E
+from attnplug.ops.sketch.encode_keys import check_float
+from attnplug.ops.sketch.kernels import attend as kernels
+from attnplug.ops.sketch.prepare_query import check_step
+from attnplug.ops.sketch.scan_sketch import LARGEST, capped, digits, estimate, exp2, log2, unpack
+
+NAME = "sketch_attend"
+TILE = 64  # picks of one step
+SUMS = kernels.SUMS.value
+
+
+def attend_picks(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    projected: torch.Tensor,
+    fine: torch.Tensor,
+    coarse: torch.Tensor,
+    picks: torch.Tensor,
+    cut: torch.Tensor,
+    norm: torch.Tensor,
+    *,
+    scale: float,
+    pieces: int = 1,
+    softcap: float = 0.0,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Attend to the picks, in pieces.
+
+    Args:
+        q: `[B, Hq, 1, D]`, float32, float16 or bfloat16.
+        k, v: `[B, Hkv, S, D]` like q.
+        projected: of `prepare_query`. fine, coarse: the codes.
+        picks, cut: of `pick_tokens`. norm: of `scan_sketch`.
+        scale: factor on q.k, commonly `D ** -0.5`.
+        pieces: that the list is cut in, of whole steps of 64 picks.
+        softcap: scores become `softcap * tanh(score / softcap)`; 0: off.
+
+    Returns:
+        pick_out `[B, Hq, pieces, D]`, pick_lse `[B, Hq, pieces]` to the base 2, and pick_sums
+        `[B, Hq, pieces, 4]`: Z, U, E, G; float32. A piece without picks has -inf and zeros. With
+        softcap U is as in `scan_sketch`.
+
+    Raises:
+        ArgumentError: a shape, dtype, device or option does not fit.
+        GradientError: an input requires grad.
+    """
+    refuse_gradients(NAME, q, k, v)
+    return _attend_picks(
+        q, k, v, projected, fine, coarse, picks, cut, norm, scale, pieces, softcap
+    )
+
+
+def _allocate(q, k, v, projected, fine, coarse, picks, cut, norm, scale, pieces, softcap):
+    check_step(NAME, q, k, v, None, None, None, softcap)
+    batch, heads, _, width = q.shape
+    rank = 2 * fine.shape[-1] + 4 * coarse.shape[-1]
+    check_float(NAME, "projected", projected, (batch, heads, 2 * rank + 2 + width), q.device)
+    check_float(NAME, "cut", cut, (*k.shape[:2], 2), q.device)
+    check_float(NAME, "norm", norm, (batch, heads), q.device)
+    for label, tensor in (("fine", fine), ("coarse", coarse)):
+        if tensor.shape[:3] != k.shape[:3] or tensor.dtype != torch.uint8:
+            raise ArgumentError(
+                f"{NAME}: {label} is {tensor.dtype} {tuple(tensor.shape)}, needs uint8 "
+                f"{[*k.shape[:3]]} and bytes"
+            )
+        require(tensor.device == q.device, NAME, f"{label} is on {tensor.device}, q on {q.device}")
+        require(tensor.is_contiguous(), NAME, f"{label} is not contiguous")
+    if picks.dim() != 3 or picks.shape[:2] != k.shape[:2] or picks.dtype != torch.int32:
+        raise ArgumentError(
+            f"{NAME}: picks is {picks.dtype} {tuple(picks.shape)}, needs int32 [B,Hkv,K]"
+        )
+    require(picks.device == q.device, NAME, f"picks is on {picks.device}, q on {q.device}")
+    require(picks.is_contiguous(), NAME, "picks is not contiguous")
+    require(pieces >= 1, NAME, f"pieces is {pieces}, needs at least 1")
+    return (
+        q.new_empty((batch, heads, pieces, width), dtype=torch.float32),
+        q.new_empty((batch, heads, pieces), dtype=torch.float32),
+        q.new_empty((batch, heads, pieces, SUMS), dtype=torch.float32),
+    )
+
+
+def tiles_of(capacity: int, pieces: int) -> int:
+    """Steps of 64 picks in one piece."""
+    return -(-(-(-capacity // TILE)) // pieces)
+
+
+# --- CPU: the specification ------------------------------------------------------------------
+
+
+@numba.njit(parallel=True, cache=True)
+def _reference(
+    q, k, v, projected, fine, coarse, picks, cut, norm, scale, softcap, size,
+    pick_out, pick_lse, pick_sums,
+):  # fmt: skip
+    """Every piece of every row and KV head, the rows and heads in parallel."""
+    batch, heads, _, width = q.shape
+    kv_heads = k.shape[1]
+    group, rank = heads // kv_heads, 2 * fine.shape[3] + 4 * coarse.shape[3]
+    cap = softcap * np.float32(LOG2E)
+    none = np.empty(0, np.float32)
+    for item in numba.prange(batch * kv_heads):
+        b, h = item // kv_heads, item % kv_heads
+        heads_of = slice(h * group, (h + 1) * group)
+        query = np.ascontiguousarray(q[b, heads_of])
+        codes = np.empty(rank, np.float32)
+        for p in range(pick_lse.shape[2]):
+            listed = picks[b, h, p * size : (p + 1) * size]
+            listed = listed[listed >= 0]
+            out = np.empty((group, 1, width), np.float32)
+            lse = np.empty((group, 1), np.float32)
+            reference_kept(query, k[b, h], v[b, h], listed, none, scale, softcap, out, lse)
+            pick_out[b, heads_of, p] = out[:, 0]
+            pick_lse[b, heads_of, p] = lse[:, 0] * np.float32(LOG2E)
+            sums = np.zeros((group, SUMS), np.float64)
+            for n in listed:
+                unpack(fine[b, h, n], coarse[b, h, n], codes)
+                exact, guess = np.empty((2, group), np.float64)
+                for g in range(group):
+                    row = h * group + g
+                    high, low, unit = digits(projected[b, row, :rank])
+                    s = estimate(high, low, unit, projected[b, row, rank], codes)
+                    guess[g] = exp2(min(capped(s, cap) - norm[b, row], np.float32(LARGEST)))
+                    sums[g, 0] += guess[g]
+                    shift = np.float32(0) if cap > 0 else norm[b, row]
+                    sums[g, 1] += guess[g] * (s - shift)
+                    dot = np.float64(0)
+                    for d in range(width):
+                        dot += q[b, row, 0, d] * k[b, h, n, d]
+                    true = capped(np.float32(dot * scale * LOG2E), cap) - norm[b, row]
+                    exact[g] = exp2(min(true, np.float32(LARGEST)))
+                if log2(guess.sum()) < cut[b, h, 0]:
+                    sums[:, 2] += exact
+                    sums[:, 3] += guess
+            pick_sums[b, heads_of, p] = sums
+
+
+def _cpu(
+    q, k, v, projected, fine, coarse, picks, cut, norm, scale, pieces, softcap,
+    pick_out, pick_lse, pick_sums,
+):  # fmt: skip
+    _reference(
+        q.float().contiguous().numpy(),
+        k.float().numpy(),
+        v.float().numpy(),
+        projected.numpy(),
+        fine.numpy(),
+        coarse.numpy(),
+        picks.numpy(),
+        cut.numpy(),
+        norm.numpy(),
+        np.float32(scale),
+        np.float32(softcap),
+        TILE * tiles_of(picks.shape[2], pieces),
+        pick_out.numpy(),
+        pick_lse.numpy(),
+        pick_sums.numpy(),
+    )
+
+
+# --- CUDA ------------------------------------------------------------------------------------
+
+
+def launch_attend_picks(
+    q, k, v, projected, fine, coarse, picks, cut, norm, scale, pieces, softcap,
+    pick_out, pick_lse, pick_sums, warps=4,
+):  # fmt: skip
+    """Run the kernel; tensors as in `attend_picks`, on a GPU or in Triton's interpreter."""
+    batch, heads, _, width = q.shape
+    kv_heads, size = k.shape[1], k.shape[2]
+    group = heads // kv_heads
+    pdl, dependent = early(q.device)
+    q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k, v))
+    kernels.attend[(pieces, kv_heads, batch)](
+        q=q, k=k, v=v, projected=projected, fine=fine, coarse=coarse, picks=picks, cut=cut,
+        norm=norm, pick_out=pick_out, pick_lse=pick_lse, pick_sums=pick_sums,
+        scale=scale * LOG2E if softcap == 0 else 2 * LOG2E * scale / softcap, cap=softcap * LOG2E,
+        S=size, capacity=picks.shape[2], pieces=pieces, columns=projected.shape[2],
+        q_strides=q.stride()[:2], k_strides=k.stride()[:3], v_strides=v.stride()[:3],
+        GROUP=group, ROWS=max(16, triton.next_power_of_2(group)),
+        HEADS=max(8, triton.next_power_of_2(group)), D=width, DP=triton.next_power_of_2(width),
+        R4=2 * fine.shape[3], R2=4 * coarse.shape[3], TILE=TILE,
+        TILES=tiles_of(picks.shape[2], pieces), CAPPED=softcap > 0, ASM=q.is_cuda, PDL=pdl,
+        num_warps=warps, **dependent,
+    )  # fmt: skip
+
+
+_attend_picks = define_op(
+    f"{NAME}(Tensor q, Tensor k, Tensor v, Tensor projected, Tensor fine, Tensor coarse, "
+    "Tensor picks, Tensor cut, Tensor norm, float scale, int pieces, float softcap) "
+    "-> (Tensor, Tensor, Tensor)",
+    allocate=_allocate,
+    cpu=_cpu,
+    cuda=launch_attend_picks,
+)

@@ -1,0 +1,218 @@
+"""The output of a step of `sketch`: what was read exactly, and an estimate of what was not.
+
+    Z_t = sum over parts of Z - sum over picks' pieces of Z        u = mean of s^ over the rest
+    rho = sum E / sum G, within 1/4..4
+    v_t = v_mean + Cov(v, s^) (u - mean s^) / Var(s^)
+    out = (sum_p 2^lse_p out_p + rho Z_t 2^N v_t) / (sum_p 2^lse_p + rho Z_t 2^N)
+
+over the pieces p of the fixed part and of the picks. The value of the rest is a regression of
+values on estimated scores, from moments taken when the basis was fitted: no token is read for it.
+"""
+
+import numba
+import numpy as np
+import torch
+import triton
+
+from attnplug.errors import ArgumentError
+from attnplug.ops.common.define import define_op, require
+from attnplug.ops.common.device import early
+from attnplug.ops.common.reference import sinks_on_cpu
+from attnplug.ops.common.rows import row_step
+from attnplug.ops.common.softmax import LOG2E
+from attnplug.ops.sketch.encode_keys import check_float
+from attnplug.ops.sketch.kernels import attend as kernels
+from attnplug.ops.sketch.scan_sketch import exp2, log2
+
+NAME = "sketch_merge"
+TAILS = ("drop", "mean", "regression")
+COLUMNS = 32  # of the head dimension, for one program
+RATIO = kernels.RATIO.value
+
+
+def merge_sketch(
+    q: torch.Tensor,
+    projected: torch.Tensor,
+    fixed_out: torch.Tensor,
+    fixed_lse: torch.Tensor,
+    pick_out: torch.Tensor,
+    pick_lse: torch.Tensor,
+    pick_sums: torch.Tensor,
+    sums: torch.Tensor,
+    norm: torch.Tensor,
+    cut: torch.Tensor,
+    v_mean: torch.Tensor,
+    *,
+    tail: str = "regression",
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Merge the pieces, and the rest.
+
+    Args:
+        q: `[B, Hq, 1, D]`, for the output's dtype.
+        projected, fixed_out, fixed_lse: of `prepare_query`.
+        pick_out, pick_lse, pick_sums: of `attend_picks`.
+        sums, norm: of `scan_sketch`. cut: of `pick_tokens`.
+        v_mean: float32 `[B, Hkv, D]` of `fit_basis`.
+        tail: what the rest is: "regression"; "mean", its value the mean value; "drop", nothing.
+        softcap: as in `scan_sketch`.
+        sinks: `[Hq]`, one more logit for each head, without a value.
+
+    Returns:
+        out `[B, Hq, 1, D]` of q's dtype and lse `[B, Hq, 1]` float32 (natural logarithm, the rest
+        included, sinks left out). A query that sees no key gives 0 and -inf.
+
+    Raises:
+        ArgumentError: a shape, dtype, device or option does not fit.
+    """
+    return _merge_sketch(
+        q, projected, fixed_out, fixed_lse, pick_out, pick_lse, pick_sums, sums, norm, cut, v_mean,
+        tail, softcap, sinks,
+    )  # fmt: skip
+
+
+def _allocate(
+    q, projected, fixed_out, fixed_lse, pick_out, pick_lse, pick_sums, sums, norm, cut, v_mean,
+    tail, softcap, sinks,
+):  # fmt: skip
+    batch, heads, queries, width = q.shape
+    require(queries == 1, NAME, f"q has {queries} queries a row, needs 1")
+    if tail not in TAILS:
+        raise ArgumentError(f"{NAME}: tail is {tail!r}, needs one of {', '.join(TAILS)}")
+    rows, fixed, pieces = (batch, heads), fixed_lse.shape[-1], pick_lse.shape[-1]
+    for label, tensor, shape in (
+        ("projected", projected, (*rows, projected.shape[-1])),
+        ("fixed_out", fixed_out, (*rows, fixed, width)),
+        ("fixed_lse", fixed_lse, (*rows, fixed)),
+        ("pick_out", pick_out, (*rows, pieces, width)),
+        ("pick_lse", pick_lse, (*rows, pieces)),
+        ("pick_sums", pick_sums, (*rows, pieces, 4)),
+        ("sums", sums, (*rows, sums.shape[-2], 2)),
+        ("norm", norm, rows),
+        ("cut", cut, (batch, cut.shape[1], 2)),
+        ("v_mean", v_mean, (batch, cut.shape[1], width)),
+    ):
+        check_float(NAME, label, tensor, shape, q.device)
+    require(
+        heads % cut.shape[1] == 0,
+        NAME,
+        f"{heads} query heads are not a multiple of {cut.shape[1]} KV heads",
+    )
+    if sinks is not None and tuple(sinks.shape) != (heads,):
+        raise ArgumentError(f"{NAME}: sinks has shape {tuple(sinks.shape)}, needs [Hq] = [{heads}]")
+    return q.new_empty(q.shape), q.new_empty((*rows, 1), dtype=torch.float32)
+
+
+# --- CPU: the specification ------------------------------------------------------------------
+
+
+@numba.njit(cache=True)
+def _rest(projected, pick_sums, sums, norm, left, v_mean, tail, is_capped, value):
+    """log2 of the rest's mass, -inf for none, and its `value` by the tail 1 (mean) or 2
+    (regression)."""
+    mass = sums[:, 0].sum() - pick_sums[:, 0].sum()
+    if tail == 0 or left == 0 or not mass > 0:
+        return -np.inf
+    exact, guess = pick_sums[:, 2].sum(), pick_sums[:, 3].sum()
+    rho = exact / guess if guess > 0 and exact > 0 else 1.0
+    rho = min(max(rho, 1 / RATIO), RATIO)
+    value[:] = v_mean
+    if tail == 2:
+        rank = (projected.shape[0] - 2 - value.shape[0]) // 2
+        variance = max((projected[rank + 2 : 2 * rank + 2] ** 2).sum(), 1e-12)
+        u = (sums[:, 1].sum() - pick_sums[:, 1].sum()) / mass + (0.0 if is_capped else norm)
+        reach = 8 / np.sqrt(variance)
+        slope = min(max((u - projected[rank + 1]) / variance, -reach), reach)
+        value += projected[2 * rank + 2 :] * slope
+    return norm + log2(rho * mass)
+
+
+@numba.njit(parallel=True, cache=True)
+def _reference(
+    projected, fixed_out, fixed_lse, pick_out, pick_lse, pick_sums, sums, norm, cut, v_mean,
+    tail, is_capped, sinks, out, lse,
+):  # fmt: skip
+    """The output of every head, in parallel."""
+    batch, heads, _, width = out.shape
+    group = heads // cut.shape[1]
+    for item in numba.prange(batch * heads):
+        b, row = item // heads, item % heads
+        value = np.zeros(width, np.float64)
+        rest = _rest(
+            projected[b, row], pick_sums[b, row].astype(np.float64),
+            sums[b, row].astype(np.float64), norm[b, row], cut[b, row // group, 1],
+            v_mean[b, row // group], tail, is_capped, value,
+        )  # fmt: skip
+        lses = np.concatenate((fixed_lse[b, row], pick_lse[b, row]))
+        top = max(lses.max(), rest)
+        shift = 0.0 if top == -np.inf else top
+        total = exp2(rest - shift) + sums[b, row, :, 0].sum() * 0  # NaN where the scan says so
+        acc = value * exp2(rest - shift)
+        for p in range(lses.shape[0]):
+            weight = exp2(lses[p] - shift)
+            if lses[p] == -np.inf:
+                continue
+            total += weight
+            near = p < fixed_lse.shape[2]
+            piece = fixed_out[b, row, p] if near else pick_out[b, row, p - fixed_lse.shape[2]]
+            acc += weight * piece
+        lse[b, row, 0] = (shift + log2(total)) / LOG2E if total != 0 else -np.inf
+        divisor = total if total != 0 else 1.0
+        if sinks.shape[0] > 0:
+            divisor += exp2(sinks[row] * LOG2E - shift)
+        out[b, row, 0] = acc / divisor
+
+
+def _cpu(
+    q, projected, fixed_out, fixed_lse, pick_out, pick_lse, pick_sums, sums, norm, cut, v_mean,
+    tail, softcap, sinks, out, lse,
+):  # fmt: skip
+    result = torch.empty(out.shape, dtype=torch.float32)
+    read = (projected, fixed_out, fixed_lse, pick_out, pick_lse, pick_sums, sums, norm, cut, v_mean)
+    _reference(
+        *(x.numpy() for x in read),
+        TAILS.index(tail),
+        softcap > 0,
+        sinks_on_cpu(sinks),
+        result.numpy(),
+        lse.numpy(),
+    )
+    out.copy_(result)
+
+
+# --- CUDA ------------------------------------------------------------------------------------
+
+
+def launch_merge_sketch(
+    q, projected, fixed_out, fixed_lse, pick_out, pick_lse, pick_sums, sums, norm, cut, v_mean,
+    tail, softcap, sinks, out, lse, note=None, columns=COLUMNS,
+):  # fmt: skip
+    """Run the kernel; tensors as in `merge_sketch`, on a GPU or in Triton's interpreter. In the
+    chain, `note` is (progress, lengths, start, size of the cache)."""
+    batch, heads, _, width = q.shape
+    pdl, dependent = early(q.device)
+    progress, lengths, start, size = note or (None, None, None, 0)
+    rank = (projected.shape[2] - 2 - width) // 2
+    fixed, pieces, parts = fixed_lse.shape[2], pick_lse.shape[2], sums.shape[2]
+    kernels.merge[(batch * heads, triton.cdiv(width, columns))](
+        projected=projected, fixed_out=fixed_out, fixed_lse=fixed_lse, pick_out=pick_out,
+        pick_lse=pick_lse, pick_sums=pick_sums, sums=sums, norm=norm, cut=cut, v_mean=v_mean,
+        sinks=sinks, out=out, lse=lse, progress=progress, lengths=lengths, start=start,
+        heads=heads, group=heads // cut.shape[1], S=size, parts=parts, pieces=pieces, fixed=fixed,
+        columns=projected.shape[2],
+        D=width, COLUMNS=columns, R=rank, RP=triton.next_power_of_2(rank),
+        FIXED=triton.next_power_of_2(fixed), PIECES=triton.next_power_of_2(pieces),
+        PARTS=triton.next_power_of_2(parts), TAIL=tail, CAPPED=softcap > 0, BATCH=batch, PDL=pdl,
+        LENGTH_STEP=row_step(lengths), START_STEP=row_step(start), num_warps=4, **dependent,
+    )  # fmt: skip
+
+
+_merge_sketch = define_op(
+    f"{NAME}(Tensor q, Tensor projected, Tensor fixed_out, Tensor fixed_lse, Tensor pick_out, "
+    "Tensor pick_lse, Tensor pick_sums, Tensor sums, Tensor norm, Tensor cut, Tensor v_mean, "
+    "str tail, float softcap, Tensor? sinks) -> (Tensor, Tensor)",
+    allocate=_allocate,
+    cpu=_cpu,
+    cuda=launch_merge_sketch,
+)
