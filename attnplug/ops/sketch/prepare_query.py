@@ -26,7 +26,7 @@ from attnplug.ops.sketch.kernels import prepare as kernels
 from attnplug.ops.sketch.state import BLOCK
 
 NAME = "sketch_prepare"
-PIECE = 64  # tokens
+PIECE = kernels.PIECE.value  # tokens
 PIECES = (1 + LOCAL) * BLOCK // PIECE
 COLUMNS = 32  # of the projection, for one program
 ENCODERS = 4  # programs a KV head that make codes in the chain
@@ -164,7 +164,7 @@ def _cpu(
 
 def launch_prepare_query(
     q, k, v, queries, scale, lengths, start, key_mask, softcap, projected, fixed_out, fixed_lse,
-    total=None, encoder=None, codes=(None,) * 4, warps=4,
+    total=None, encoder=None, codes=(None,) * 4, warps=None,
 ):  # fmt: skip
     """Run the kernel; tensors as in `prepare_query`, on a GPU or in Triton's interpreter. In the
     chain also clear `total`, and make the missing codes."""
@@ -175,6 +175,7 @@ def launch_prepare_query(
     key_mask = mask_bytes(key_mask)
     fine, coarse, odd, progress = codes
     column_programs = triton.cdiv(columns, COLUMNS)
+    wide = width * q.element_size()
     coders = 0 if encoder is None else ENCODERS
     kernels.prepare[(PIECES + column_programs + coders, kv_heads, batch)](
         q=q, k=k, v=v, queries=queries, lengths=lengths, start=start, key_mask=key_mask,
@@ -185,11 +186,11 @@ def launch_prepare_query(
         q_strides=q.stride()[:2], k_strides=k.stride()[:3], v_strides=v.stride()[:3],
         mask_b=0 if key_mask is None else key_mask.stride(0),
         GROUP=group, ROWS=max(16, triton.next_power_of_2(group)), D=width,
-        DP=triton.next_power_of_2(width), TILE=PIECE, SLOTS=PIECES, COUNT=COLUMNS,
+        DP=triton.next_power_of_2(width), TILE=16 if wide > 512 else 32 if wide > 256 else 64, SLOTS=PIECES, COUNT=COLUMNS,
         CAPPED=softcap > 0, R4=0 if fine is None else 2 * fine.shape[3],
         R2=0 if coarse is None else 4 * coarse.shape[3], COLUMN_PROGRAMS=column_programs,
         CODERS=coders, LENGTH_STEP=row_step(lengths), START_STEP=row_step(start),
-        PDL=machine(q.device)[1], num_warps=warps,
+        PDL=machine(q.device)[1], num_warps=warps or (8 if wide > 256 else 4),
     )  # fmt: skip
 
 

@@ -10,6 +10,9 @@ from attnplug.ops.sketch.kernels.codes import BINS, BLOCK, CHUNK, near_block
 from attnplug.ops.sketch.kernels.encode import encode_chunks
 
 
+PIECE = tl.constexpr(64)  # tokens of one piece
+
+
 @triton.jit
 def _project(
     q_at, queries, projected, place, columns, first, scale,
@@ -17,12 +20,12 @@ def _project(
     COUNT: tl.constexpr,
 ):  # fmt: skip
     """COUNT columns of the projection of a group's queries."""
-    DEPTH: tl.constexpr = DP if DP <= 64 else 64
+    DEPTH: tl.constexpr = 32
     r = tl.arange(0, ROWS)
     c = first + tl.arange(0, COUNT)
     d = tl.arange(0, DEPTH)
     acc = tl.zeros([ROWS, COUNT], tl.float32)
-    for d0 in tl.static_range(0, DP, DEPTH):
+    for d0 in tl.range(0, DP, DEPTH, num_stages=1):  # pyright: ignore[reportGeneralTypeIssues]
         inside = d0 + d < D
         query = tl.load(
             q_at + (d0 + d)[None, :], mask=(r < GROUP)[:, None] & inside[None, :], other=0.0
@@ -51,18 +54,19 @@ def _attend_piece(
     query = tl.load(
         q_at + d[None, :], mask=in_group[:, None] & in_width[None, :], other=0.0
     )
-    slot = piece * TILE + tl.arange(0, TILE)
-    at = low + slot + tl.where(slot < BLOCK, 0, (near_block(length, low) - 1) * BLOCK)
-    seen = at < length
-    if MASKED:
-        seen = seen & (tl.load(mask_at + at, mask=seen, other=0) != 0)
-    loadable = seen[:, None] & in_width[None, :]
-    key = tl.load(k + at.to(tl.int64)[:, None] * k_s + d[None, :], mask=loadable, other=0.0)
-    value = tl.load(v + at.to(tl.int64)[:, None] * v_s + d[None, :], mask=loadable, other=0.0)
     top = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, DP], tl.float32)
-    top, total, acc = attend_tile(query, key, value, seen, top, total, acc, scale, cap, CAPPED)
+    for i in tl.range(0, PIECE // TILE, num_stages=1):  # pyright: ignore[reportGeneralTypeIssues]
+        slot = piece * PIECE + i * TILE + tl.arange(0, TILE)
+        at = low + slot + tl.where(slot < BLOCK, 0, (near_block(length, low) - 1) * BLOCK)
+        seen = at < length
+        if MASKED:
+            seen = seen & (tl.load(mask_at + at, mask=seen, other=0) != 0)
+        loadable = seen[:, None] & in_width[None, :]
+        key = tl.load(k + at.to(tl.int64)[:, None] * k_s + d[None, :], mask=loadable, other=0.0)
+        value = tl.load(v + at.to(tl.int64)[:, None] * v_s + d[None, :], mask=loadable, other=0.0)
+        top, total, acc = attend_tile(query, key, value, seen, top, total, acc, scale, cap, CAPPED)
     store_partial(
         top, total, acc, fixed_out, fixed_lse, (row + r) * SLOTS + piece, d, in_group, in_width, D
     )
