@@ -64,9 +64,7 @@ def attend_picks(
         GradientError: an input requires grad.
     """
     refuse_gradients(NAME, q, k, v)
-    return _attend_picks(
-        q, k, v, projected, fine, coarse, picks, cut, norm, scale, pieces, softcap
-    )
+    return _attend_picks(q, k, v, projected, fine, coarse, picks, cut, norm, scale, pieces, softcap)
 
 
 def _allocate(q, k, v, projected, fine, coarse, picks, cut, norm, scale, pieces, softcap):
@@ -100,7 +98,7 @@ def _allocate(q, k, v, projected, fine, coarse, picks, cut, norm, scale, pieces,
 
 def tiles_of(capacity: int, pieces: int) -> int:
     """Steps of 64 picks in one piece."""
-    return -(-(-(-capacity // TILE)) // pieces)
+    return triton.cdiv(triton.cdiv(capacity, TILE), pieces)
 
 
 # --- CPU: the specification ------------------------------------------------------------------
@@ -108,9 +106,22 @@ def tiles_of(capacity: int, pieces: int) -> int:
 
 @numba.njit(parallel=True, cache=True)
 def _reference(
-    q, k, v, projected, fine, coarse, picks, cut, norm, scale, softcap, size,
-    pick_out, pick_lse, pick_sums,
-):  # fmt: skip
+    q,
+    k,
+    v,
+    projected,
+    fine,
+    coarse,
+    picks,
+    cut,
+    norm,
+    scale,
+    softcap,
+    size,
+    pick_out,
+    pick_lse,
+    pick_sums,
+):
     """Every piece of every row and KV head, the rows and heads in parallel."""
     batch, heads, _, width = q.shape
     kv_heads = k.shape[1]
@@ -154,9 +165,22 @@ def _reference(
 
 
 def _cpu(
-    q, k, v, projected, fine, coarse, picks, cut, norm, scale, pieces, softcap,
-    pick_out, pick_lse, pick_sums,
-):  # fmt: skip
+    q,
+    k,
+    v,
+    projected,
+    fine,
+    coarse,
+    picks,
+    cut,
+    norm,
+    scale,
+    pieces,
+    softcap,
+    pick_out,
+    pick_lse,
+    pick_sums,
+):
     _reference(
         q.float().contiguous().numpy(),
         k.float().numpy(),
@@ -180,9 +204,23 @@ def _cpu(
 
 
 def launch_attend_picks(
-    q, k, v, projected, fine, coarse, picks, cut, norm, scale, pieces, softcap,
-    pick_out, pick_lse, pick_sums, warps=4,
-):  # fmt: skip
+    q,
+    k,
+    v,
+    projected,
+    fine,
+    coarse,
+    picks,
+    cut,
+    norm,
+    scale,
+    pieces,
+    softcap,
+    pick_out,
+    pick_lse,
+    pick_sums,
+    warps=4,
+):
     """Run the kernel; tensors as in `attend_picks`, on a GPU or in Triton's interpreter."""
     batch, heads, _, width = q.shape
     kv_heads, size = k.shape[1], k.shape[2]
@@ -190,17 +228,42 @@ def launch_attend_picks(
     pdl, dependent = early(q.device)
     q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k, v))
     kernels.attend[(pieces, kv_heads, batch)](
-        q=q, k=k, v=v, projected=projected, fine=fine, coarse=coarse, picks=picks, cut=cut,
-        norm=norm, pick_out=pick_out, pick_lse=pick_lse, pick_sums=pick_sums,
-        scale=scale * LOG2E if softcap == 0 else 2 * LOG2E * scale / softcap, cap=softcap * LOG2E,
-        S=size, capacity=picks.shape[2], pieces=pieces, columns=projected.shape[2],
-        q_strides=q.stride()[:2], k_strides=k.stride()[:3], v_strides=v.stride()[:3],
-        GROUP=group, ROWS=max(16, triton.next_power_of_2(group)),
-        HEADS=max(8, triton.next_power_of_2(group)), D=width, DP=triton.next_power_of_2(width),
-        R4=2 * fine.shape[3], R2=4 * coarse.shape[3], TILE=TILE,
-        TILES=tiles_of(picks.shape[2], pieces), CAPPED=softcap > 0, ASM=q.is_cuda, PDL=pdl,
-        num_warps=warps, **dependent,
-    )  # fmt: skip
+        q=q,
+        k=k,
+        v=v,
+        projected=projected,
+        fine=fine,
+        coarse=coarse,
+        picks=picks,
+        cut=cut,
+        norm=norm,
+        pick_out=pick_out,
+        pick_lse=pick_lse,
+        pick_sums=pick_sums,
+        scale=scale * LOG2E if softcap == 0 else 2 * LOG2E * scale / softcap,
+        cap=softcap * LOG2E,
+        S=size,
+        capacity=picks.shape[2],
+        pieces=pieces,
+        columns=projected.shape[2],
+        q_strides=q.stride()[:2],
+        k_strides=k.stride()[:3],
+        v_strides=v.stride()[:3],
+        GROUP=group,
+        ROWS=max(16, triton.next_power_of_2(group)),
+        HEADS=max(8, triton.next_power_of_2(group)),
+        D=width,
+        DP=triton.next_power_of_2(width),
+        R4=2 * fine.shape[3],
+        R2=4 * coarse.shape[3],
+        TILE=TILE,
+        TILES=tiles_of(picks.shape[2], pieces),
+        CAPPED=softcap > 0,
+        ASM=q.is_cuda,
+        PDL=pdl,
+        num_warps=warps,
+        **dependent,
+    )
 
 
 _attend_picks = define_op(

@@ -206,13 +206,29 @@ def launch_encode_keys(k, v, encoder, fine, coarse, odd, progress, lengths, star
     programs = max(1, min(1024 // (batch * heads), odd.shape[2]))
     steps = {"LENGTH_STEP": row_step(lengths), "START_STEP": row_step(start)}
     kernels.encode[(programs, heads, batch)](
-        k=k, v=v, encoder=encoder, fine=fine, coarse=coarse, odd=odd, progress=progress,
-        lengths=lengths, start=start, key_mask=key_mask, S=size, chunks=odd.shape[2],
-        programs=programs, k_strides=k.stride()[:3], v_strides=v.stride()[:3],
+        k=k,
+        v=v,
+        encoder=encoder,
+        fine=fine,
+        coarse=coarse,
+        odd=odd,
+        progress=progress,
+        lengths=lengths,
+        start=start,
+        key_mask=key_mask,
+        S=size,
+        chunks=odd.shape[2],
+        programs=programs,
+        k_strides=k.stride()[:3],
+        v_strides=v.stride()[:3],
         mask_b=0 if key_mask is None else key_mask.stride(0),
-        D=width, DP=triton.next_power_of_2(width), R4=2 * fine.shape[3], R2=4 * coarse.shape[3],
-        **steps, num_warps=4,
-    )  # fmt: skip
+        D=width,
+        DP=triton.next_power_of_2(width),
+        R4=2 * fine.shape[3],
+        R2=4 * coarse.shape[3],
+        **steps,
+        num_warps=4,
+    )
     kernels.note[(batch,)](
         progress=progress, lengths=lengths, start=start, S=size, **steps, num_warps=1
     )

@@ -67,15 +67,39 @@ def merge_sketch(
         ArgumentError: a shape, dtype, device or option does not fit.
     """
     return _merge_sketch(
-        q, projected, fixed_out, fixed_lse, pick_out, pick_lse, pick_sums, sums, norm, cut, v_mean,
-        tail, softcap, sinks,
-    )  # fmt: skip
+        q,
+        projected,
+        fixed_out,
+        fixed_lse,
+        pick_out,
+        pick_lse,
+        pick_sums,
+        sums,
+        norm,
+        cut,
+        v_mean,
+        tail,
+        softcap,
+        sinks,
+    )
 
 
 def _allocate(
-    q, projected, fixed_out, fixed_lse, pick_out, pick_lse, pick_sums, sums, norm, cut, v_mean,
-    tail, softcap, sinks,
-):  # fmt: skip
+    q,
+    projected,
+    fixed_out,
+    fixed_lse,
+    pick_out,
+    pick_lse,
+    pick_sums,
+    sums,
+    norm,
+    cut,
+    v_mean,
+    tail,
+    softcap,
+    sinks,
+):
     batch, heads, queries, width = q.shape
     require(queries == 1, NAME, f"q has {queries} queries a row, needs 1")
     if tail not in TAILS:
@@ -130,9 +154,22 @@ def _rest(projected, pick_sums, sums, norm, left, v_mean, tail, is_capped, value
 
 @numba.njit(parallel=True, cache=True)
 def _reference(
-    projected, fixed_out, fixed_lse, pick_out, pick_lse, pick_sums, sums, norm, cut, v_mean,
-    tail, is_capped, sinks, out, lse,
-):  # fmt: skip
+    projected,
+    fixed_out,
+    fixed_lse,
+    pick_out,
+    pick_lse,
+    pick_sums,
+    sums,
+    norm,
+    cut,
+    v_mean,
+    tail,
+    is_capped,
+    sinks,
+    out,
+    lse,
+):
     """The output of every head, in parallel."""
     batch, heads, _, width = out.shape
     group = heads // cut.shape[1]
@@ -140,10 +177,16 @@ def _reference(
         b, row = item // heads, item % heads
         value = np.zeros(width, np.float64)
         rest = _rest(
-            projected[b, row], pick_sums[b, row].astype(np.float64),
-            sums[b, row].astype(np.float64), norm[b, row], cut[b, row // group, 1],
-            v_mean[b, row // group], tail, is_capped, value,
-        )  # fmt: skip
+            projected[b, row],
+            pick_sums[b, row].astype(np.float64),
+            sums[b, row].astype(np.float64),
+            norm[b, row],
+            cut[b, row // group, 1],
+            v_mean[b, row // group],
+            tail,
+            is_capped,
+            value,
+        )
         lses = np.concatenate((fixed_lse[b, row], pick_lse[b, row]))
         top = max(lses.max(), rest)
         shift = 0.0 if top == -np.inf else top
@@ -165,9 +208,23 @@ def _reference(
 
 
 def _cpu(
-    q, projected, fixed_out, fixed_lse, pick_out, pick_lse, pick_sums, sums, norm, cut, v_mean,
-    tail, softcap, sinks, out, lse,
-):  # fmt: skip
+    q,
+    projected,
+    fixed_out,
+    fixed_lse,
+    pick_out,
+    pick_lse,
+    pick_sums,
+    sums,
+    norm,
+    cut,
+    v_mean,
+    tail,
+    softcap,
+    sinks,
+    out,
+    lse,
+):
     result = torch.empty(out.shape, dtype=torch.float32)
     read = (projected, fixed_out, fixed_lse, pick_out, pick_lse, pick_sums, sums, norm, cut, v_mean)
     _reference(
@@ -185,9 +242,25 @@ def _cpu(
 
 
 def launch_merge_sketch(
-    q, projected, fixed_out, fixed_lse, pick_out, pick_lse, pick_sums, sums, norm, cut, v_mean,
-    tail, softcap, sinks, out, lse, note=None, columns=COLUMNS,
-):  # fmt: skip
+    q,
+    projected,
+    fixed_out,
+    fixed_lse,
+    pick_out,
+    pick_lse,
+    pick_sums,
+    sums,
+    norm,
+    cut,
+    v_mean,
+    tail,
+    softcap,
+    sinks,
+    out,
+    lse,
+    note=None,
+    columns=COLUMNS,
+):
     """Run the kernel; tensors as in `merge_sketch`, on a GPU or in Triton's interpreter. In the
     chain, `note` is (progress, lengths, start, size of the cache)."""
     batch, heads, _, width = q.shape
@@ -196,16 +269,45 @@ def launch_merge_sketch(
     rank = (projected.shape[2] - 2 - width) // 2
     fixed, pieces, parts = fixed_lse.shape[2], pick_lse.shape[2], sums.shape[2]
     kernels.merge[(batch * heads, triton.cdiv(width, columns))](
-        projected=projected, fixed_out=fixed_out, fixed_lse=fixed_lse, pick_out=pick_out,
-        pick_lse=pick_lse, pick_sums=pick_sums, sums=sums, norm=norm, cut=cut, v_mean=v_mean,
-        sinks=sinks, out=out, lse=lse, progress=progress, lengths=lengths, start=start,
-        heads=heads, group=heads // cut.shape[1], S=size, parts=parts, pieces=pieces, fixed=fixed,
+        projected=projected,
+        fixed_out=fixed_out,
+        fixed_lse=fixed_lse,
+        pick_out=pick_out,
+        pick_lse=pick_lse,
+        pick_sums=pick_sums,
+        sums=sums,
+        norm=norm,
+        cut=cut,
+        v_mean=v_mean,
+        sinks=sinks,
+        out=out,
+        lse=lse,
+        progress=progress,
+        lengths=lengths,
+        start=start,
+        heads=heads,
+        group=heads // cut.shape[1],
+        S=size,
+        parts=parts,
+        pieces=pieces,
+        fixed=fixed,
         columns=projected.shape[2],
-        D=width, COLUMNS=columns, R=rank, RP=triton.next_power_of_2(rank),
-        FIXED=triton.next_power_of_2(fixed), PIECES=triton.next_power_of_2(pieces),
-        PARTS=triton.next_power_of_2(parts), TAIL=tail, CAPPED=softcap > 0, BATCH=batch, PDL=pdl,
-        LENGTH_STEP=row_step(lengths), START_STEP=row_step(start), num_warps=4, **dependent,
-    )  # fmt: skip
+        D=width,
+        COLUMNS=columns,
+        R=rank,
+        RP=triton.next_power_of_2(rank),
+        FIXED=triton.next_power_of_2(fixed),
+        PIECES=triton.next_power_of_2(pieces),
+        PARTS=triton.next_power_of_2(parts),
+        TAIL=tail,
+        CAPPED=softcap > 0,
+        BATCH=batch,
+        PDL=pdl,
+        LENGTH_STEP=row_step(lengths),
+        START_STEP=row_step(start),
+        num_warps=4,
+        **dependent,
+    )
 
 
 _merge_sketch = define_op(

@@ -49,8 +49,8 @@ def pick_tokens(
         start: int32 or int64 `[1]` or `[B]`, first real key of a left-padded row. None: 0.
 
     Returns:
-        picks int32 `[B, Hkv, capacity_for(top_k)]`: slots of the cache, ascending, -1 behind them. All
-            candidates where there are no more than top_k.
+        picks int32 `[B, Hkv, capacity_for(top_k)]`: slots of the cache, ascending, -1
+            behind them. All candidates where there are no more than top_k.
         cut float32 `[B, Hkv, 2]`: the share from which on a pick is of the upper half (inf: none
             is), and how many visible candidates are not picked.
 
@@ -139,7 +139,6 @@ def _reference(shares, total, middle, top_k, lengths, start, picks, cut):
         picks[b, h, count:] = -1
 
 
-
 def _cpu(shares, counts, total, middle, top_k, lengths, start, picks, cut):
     lengths, start = rows_on_cpu(shares[..., None], lengths, start)
     _reference(
@@ -163,17 +162,30 @@ def launch_pick_tokens(shares, counts, total, middle, top_k, lengths, start, pic
     parts, capacity = counts.shape[2], picks.shape[2]
     pdl, dependent = early(shares.device)
     kernels.pick[(parts, heads, batch)](
-        shares=shares, counts=counts, total=total, middle=middle, lengths=lengths, start=start,
-        picks=picks, cut=cut, k=top_k, S=size, parts=parts, capacity=capacity,
+        shares=shares,
+        counts=counts,
+        total=total,
+        middle=middle,
+        lengths=lengths,
+        start=start,
+        picks=picks,
+        cut=cut,
+        k=top_k,
+        S=size,
+        parts=parts,
+        capacity=capacity,
         CAPACITY_P=triton.next_power_of_2(capacity),
-        LENGTH_STEP=row_step(lengths), START_STEP=row_step(start), PDL=pdl,
-        num_warps=warps, **dependent,
-    )  # fmt: skip
+        LENGTH_STEP=row_step(lengths),
+        START_STEP=row_step(start),
+        PDL=pdl,
+        num_warps=warps,
+        **dependent,
+    )
 
 
 _pick_tokens = define_op(
-    f"{NAME}(Tensor shares, Tensor counts, Tensor total, Tensor middle, int top_k, Tensor? lengths, "
-    "Tensor? start) -> (Tensor, Tensor)",
+    f"{NAME}(Tensor shares, Tensor counts, Tensor total, Tensor middle, int top_k, "
+    "Tensor? lengths, Tensor? start) -> (Tensor, Tensor)",
     allocate=_allocate,
     cpu=_cpu,
     cuda=launch_pick_tokens,

@@ -1,5 +1,5 @@
-"""What a step of `sketch` knows before it reads a code: the exact attention to the sink and the last
-blocks, in pieces, and the query in the basis of the codes.
+"""What a step of `sketch` knows before it reads a code: the exact attention to the sink and the
+last blocks, in pieces, and the query in the basis of the codes.
 
     projected = scale log2(e) q @ queries          `[2 r + 2 + D]` a head: see `fit_basis`
     fixed_lse_p = log2 sum_{i in piece p} 2^s_i,   fixed_out_p = sum_i 2^(s_i - fixed_lse_p) v_i
@@ -132,9 +132,7 @@ def _reference(
             out = np.empty((group, 1, width), np.float32)
             lse = np.empty((group, 1), np.float32)
             none = np.empty(0, np.float32)
-            reference_kept(
-                query, k[b, h], v[b, h], kept[:count], none, scale, softcap, out, lse
-            )
+            reference_kept(query, k[b, h], v[b, h], kept[:count], none, scale, softcap, out, lse)
             fixed_out[b, g, p] = out[:, 0]
             fixed_lse[b, g, p] = lse[:, 0] * log2e
 
@@ -163,9 +161,23 @@ def _cpu(
 
 
 def launch_prepare_query(
-    q, k, v, queries, scale, lengths, start, key_mask, softcap, projected, fixed_out, fixed_lse,
-    total=None, encoder=None, codes=(None,) * 4, warps=None,
-):  # fmt: skip
+    q,
+    k,
+    v,
+    queries,
+    scale,
+    lengths,
+    start,
+    key_mask,
+    softcap,
+    projected,
+    fixed_out,
+    fixed_lse,
+    total=None,
+    encoder=None,
+    codes=(None,) * 4,
+    warps=None,
+):
     """Run the kernel; tensors as in `prepare_query`, on a GPU or in Triton's interpreter. In the
     chain also clear `total`, and make the missing codes."""
     batch, heads, _, width = q.shape
@@ -178,20 +190,49 @@ def launch_prepare_query(
     wide = width * q.element_size()
     coders = 0 if encoder is None else ENCODERS
     kernels.prepare[(PIECES + column_programs + coders, kv_heads, batch)](
-        q=q, k=k, v=v, queries=queries, lengths=lengths, start=start, key_mask=key_mask,
-        projected=projected, fixed_out=fixed_out, fixed_lse=fixed_lse, total=total,
-        encoder=encoder, fine=fine, coarse=coarse, odd=odd, progress=progress,
-        q_scale=scale * LOG2E, scale=scale * LOG2E if softcap == 0 else 2 * LOG2E * scale / softcap,
-        cap=softcap * LOG2E, S=size, columns=columns, chunks=0 if odd is None else odd.shape[2],
-        q_strides=q.stride()[:2], k_strides=k.stride()[:3], v_strides=v.stride()[:3],
+        q=q,
+        k=k,
+        v=v,
+        queries=queries,
+        lengths=lengths,
+        start=start,
+        key_mask=key_mask,
+        projected=projected,
+        fixed_out=fixed_out,
+        fixed_lse=fixed_lse,
+        total=total,
+        encoder=encoder,
+        fine=fine,
+        coarse=coarse,
+        odd=odd,
+        progress=progress,
+        q_scale=scale * LOG2E,
+        scale=scale * LOG2E if softcap == 0 else 2 * LOG2E * scale / softcap,
+        cap=softcap * LOG2E,
+        S=size,
+        columns=columns,
+        chunks=0 if odd is None else odd.shape[2],
+        q_strides=q.stride()[:2],
+        k_strides=k.stride()[:3],
+        v_strides=v.stride()[:3],
         mask_b=0 if key_mask is None else key_mask.stride(0),
-        GROUP=group, ROWS=max(16, triton.next_power_of_2(group)), D=width,
-        DP=triton.next_power_of_2(width), TILE=16 if wide > 512 else 32 if wide > 256 else 64, SLOTS=PIECES, COUNT=COLUMNS,
-        CAPPED=softcap > 0, R4=0 if fine is None else 2 * fine.shape[3],
-        R2=0 if coarse is None else 4 * coarse.shape[3], COLUMN_PROGRAMS=column_programs,
-        CODERS=coders, LENGTH_STEP=row_step(lengths), START_STEP=row_step(start),
-        PDL=machine(q.device)[1], num_warps=warps or (8 if wide > 256 else 4),
-    )  # fmt: skip
+        GROUP=group,
+        ROWS=max(16, triton.next_power_of_2(group)),
+        D=width,
+        DP=triton.next_power_of_2(width),
+        TILE=16 if wide > 512 else 32 if wide > 256 else 64,
+        SLOTS=PIECES,
+        COUNT=COLUMNS,
+        CAPPED=softcap > 0,
+        R4=0 if fine is None else 2 * fine.shape[3],
+        R2=0 if coarse is None else 4 * coarse.shape[3],
+        COLUMN_PROGRAMS=column_programs,
+        CODERS=coders,
+        LENGTH_STEP=row_step(lengths),
+        START_STEP=row_step(start),
+        PDL=machine(q.device)[1],
+        num_warps=warps or (8 if wide > 256 else 4),
+    )
 
 
 _prepare_query = define_op(

@@ -79,18 +79,40 @@ def scan_sketch(
         ArgumentError: a shape, dtype, device or option does not fit.
     """
     return _scan_sketch(
-        projected, fixed_lse, fine, coarse, odd, progress, top_k, parts, lengths, start, key_mask,
+        projected,
+        fixed_lse,
+        fine,
+        coarse,
+        odd,
+        progress,
+        top_k,
+        parts,
+        lengths,
+        start,
+        key_mask,
         softcap,
-    )  # fmt: skip
+    )
 
 
 def _allocate(
-    projected, fixed_lse, fine, coarse, odd, progress, top_k, parts, lengths, start, key_mask, softcap
+    projected,
+    fixed_lse,
+    fine,
+    coarse,
+    odd,
+    progress,
+    top_k,
+    parts,
+    lengths,
+    start,
+    key_mask,
+    softcap,
 ):
     check_scan_inputs(NAME, projected, fine, coarse, odd, progress, lengths, start, key_mask)
     batch, heads = projected.shape[:2]
-    check_float(NAME, "fixed_lse", fixed_lse, (*projected.shape[:2], fixed_lse.shape[-1]),
-                projected.device)  # fmt: skip
+    check_float(
+        NAME, "fixed_lse", fixed_lse, (*projected.shape[:2], fixed_lse.shape[-1]), projected.device
+    )
     require(top_k >= 1, NAME, f"top_k is {top_k}, needs at least 1")
     require(parts >= 1, NAME, f"parts is {parts}, needs at least 1")
     require(softcap >= 0, NAME, f"softcap is {softcap}, needs 0 (off) or a positive cap")
@@ -226,9 +248,22 @@ def _place(facts, fixed_lse, rank, n_tokens, k, cap, norm):
 
 @numba.njit(parallel=True, cache=True)
 def _score(
-    projected, fixed_lse, fine, coarse, odd, done, lengths, start, mask, k, cap,
-    shares, sums, norm, middle,
-):  # fmt: skip
+    projected,
+    fixed_lse,
+    fine,
+    coarse,
+    odd,
+    done,
+    lengths,
+    start,
+    mask,
+    k,
+    cap,
+    shares,
+    sums,
+    norm,
+    middle,
+):
     """Shares and sums of every part of every row and KV head, the rows and heads in parallel."""
     batch, heads, _ = projected.shape
     kv_heads, parts = fine.shape[1], sums.shape[2]
@@ -241,9 +276,14 @@ def _score(
         facts = projected[b, h * group : (h + 1) * group]
         own_norm = norm[b, h * group : (h + 1) * group]
         middle[b, h] = _place(
-            facts, fixed_lse[b, h * group : (h + 1) * group], rank, (near - 1) * BLOCK, k, cap,
+            facts,
+            fixed_lse[b, h * group : (h + 1) * group],
+            rank,
+            (near - 1) * BLOCK,
+            k,
+            cap,
             own_norm,
-        )  # fmt: skip
+        )
         high, low = np.empty((2, group, rank), np.float32)
         unit = np.empty(group, np.float32)
         for g in range(group):
@@ -291,9 +331,25 @@ def _count(shares, lengths, start, middle, counts):
 
 
 def _cpu(
-    projected, fixed_lse, fine, coarse, odd, progress, top_k, parts, lengths, start, key_mask, softcap,
-    shares, counts, total, sums, norm, middle,
-):  # fmt: skip
+    projected,
+    fixed_lse,
+    fine,
+    coarse,
+    odd,
+    progress,
+    top_k,
+    parts,
+    lengths,
+    start,
+    key_mask,
+    softcap,
+    shares,
+    counts,
+    total,
+    sums,
+    norm,
+    middle,
+):
     lengths, start = rows_on_cpu(fine, lengths, start)
     done = torch.where(progress[:, 1] == start, progress[:, 0], 0)
     wide = shares.float()
@@ -315,9 +371,7 @@ def _cpu(
         middle.numpy(),
     )
     shares.copy_(wide)
-    _count(
-        shares.float().numpy(), lengths.numpy(), start.numpy(), middle.numpy(), counts.numpy()
-    )
+    _count(shares.float().numpy(), lengths.numpy(), start.numpy(), middle.numpy(), counts.numpy())
     total.copy_(counts.sum(2))
 
 
@@ -332,10 +386,31 @@ class Plan(NamedTuple):
     stages: int
 
 
+PLAN = Plan(256, 4, 3)
+
+
 def launch_scan_sketch(
-    projected, fixed_lse, fine, coarse, odd, progress, top_k, parts, lengths, start, key_mask, softcap,
-    shares, counts, total, sums, norm, middle, plan=Plan(256, 4, 3), chained=False,
-):  # fmt: skip
+    projected,
+    fixed_lse,
+    fine,
+    coarse,
+    odd,
+    progress,
+    top_k,
+    parts,
+    lengths,
+    start,
+    key_mask,
+    softcap,
+    shares,
+    counts,
+    total,
+    sums,
+    norm,
+    middle,
+    plan=PLAN,
+    chained=False,
+):
     """Run the kernel; tensors as in `scan_sketch`, on a GPU or in Triton's interpreter. In a chain
     `total` has been cleared, and the codes are known to be complete."""
     batch, kv_heads, size, _ = fine.shape
@@ -346,18 +421,46 @@ def launch_scan_sketch(
         total.zero_()
     key_mask = mask_bytes(key_mask)
     kernels.scan[(parts, kv_heads, batch)](
-        projected=projected, fixed_lse=fixed_lse, fine=fine, coarse=coarse, odd=odd,
-        progress=progress, lengths=lengths, start=start, key_mask=key_mask, shares=shares,
-        counts=counts, total=total, sums=sums, norm=norm, middle=middle, k=top_k, cap=softcap * LOG2E,
-        S=size, chunks=odd.shape[2], parts=parts, pieces=fixed_lse.shape[2], columns=columns,
+        projected=projected,
+        fixed_lse=fixed_lse,
+        fine=fine,
+        coarse=coarse,
+        odd=odd,
+        progress=progress,
+        lengths=lengths,
+        start=start,
+        key_mask=key_mask,
+        shares=shares,
+        counts=counts,
+        total=total,
+        sums=sums,
+        norm=norm,
+        middle=middle,
+        k=top_k,
+        cap=softcap * LOG2E,
+        S=size,
+        chunks=odd.shape[2],
+        parts=parts,
+        pieces=fixed_lse.shape[2],
+        columns=columns,
         mask_b=0 if key_mask is None else key_mask.stride(0),
-        GROUP=group, HEADS=max(8, triton.next_power_of_2(group)), R4=2 * fine.shape[3],
-        R2=4 * coarse.shape[3], TILE=plan.tile, STAGES=plan.stages,
-        PIECES=triton.next_power_of_2(fixed_lse.shape[2]), REFRESH=1, CAPPED=softcap > 0,
-        CHECKED=not chained, ASM=projected.is_cuda,
-        LENGTH_STEP=row_step(lengths), START_STEP=row_step(start), PDL=pdl,
-        num_warps=plan.warps, **dependent,
-    )  # fmt: skip
+        GROUP=group,
+        HEADS=max(8, triton.next_power_of_2(group)),
+        R4=2 * fine.shape[3],
+        R2=4 * coarse.shape[3],
+        TILE=plan.tile,
+        STAGES=plan.stages,
+        PIECES=triton.next_power_of_2(fixed_lse.shape[2]),
+        REFRESH=1,
+        CAPPED=softcap > 0,
+        CHECKED=not chained,
+        ASM=projected.is_cuda,
+        LENGTH_STEP=row_step(lengths),
+        START_STEP=row_step(start),
+        PDL=pdl,
+        num_warps=plan.warps,
+        **dependent,
+    )
 
 
 _scan_sketch = define_op(

@@ -73,15 +73,47 @@ def sketch_decode(
     """
     refuse_gradients(NAME, q, k, v, sinks)
     return _sketch_decode(
-        q, k, v, encoder, queries, v_mean, fine, coarse, odd, progress, scale, top_k, tail,
-        lengths, start, key_mask, softcap, sinks,
-    )  # fmt: skip
+        q,
+        k,
+        v,
+        encoder,
+        queries,
+        v_mean,
+        fine,
+        coarse,
+        odd,
+        progress,
+        scale,
+        top_k,
+        tail,
+        lengths,
+        start,
+        key_mask,
+        softcap,
+        sinks,
+    )
 
 
 def _allocate(
-    q, k, v, encoder, queries, v_mean, fine, coarse, odd, progress, scale, top_k, tail,
-    lengths, start, key_mask, softcap, sinks,
-):  # fmt: skip
+    q,
+    k,
+    v,
+    encoder,
+    queries,
+    v_mean,
+    fine,
+    coarse,
+    odd,
+    progress,
+    scale,
+    top_k,
+    tail,
+    lengths,
+    start,
+    key_mask,
+    softcap,
+    sinks,
+):
     prepare.check_step(NAME, q, k, v, lengths, start, key_mask, softcap)
     encode.check_codes(NAME, k, fine, coarse, odd, progress)
     batch, heads, _, width = q.shape
@@ -105,9 +137,27 @@ def _allocate(
 
 
 def _cpu(
-    q, k, v, encoder, queries, v_mean, fine, coarse, odd, progress, scale, top_k, tail,
-    lengths, start, key_mask, softcap, sinks, out, lse,
-):  # fmt: skip
+    q,
+    k,
+    v,
+    encoder,
+    queries,
+    v_mean,
+    fine,
+    coarse,
+    odd,
+    progress,
+    scale,
+    top_k,
+    tail,
+    lengths,
+    start,
+    key_mask,
+    softcap,
+    sinks,
+    out,
+    lse,
+):
     codes, rows = (fine, coarse, odd, progress), (lengths, start)
     encode._encode_keys(k, v, encoder, *codes, *rows, key_mask)
     projected, *fixed = prepare._prepare_query(q, k, v, queries, scale, *rows, key_mask, softcap)
@@ -150,15 +200,38 @@ def plan_for(
 
 
 def launch_sketch_decode(
-    q, k, v, encoder, queries, v_mean, fine, coarse, odd, progress, scale, top_k, tail,
-    lengths, start, key_mask, softcap, sinks, out, lse, plan=None,
-):  # fmt: skip
+    q,
+    k,
+    v,
+    encoder,
+    queries,
+    v_mean,
+    fine,
+    coarse,
+    odd,
+    progress,
+    scale,
+    top_k,
+    tail,
+    lengths,
+    start,
+    key_mask,
+    softcap,
+    sinks,
+    out,
+    lse,
+    plan=None,
+):
     """Run the kernels; tensors as in `sketch_decode`, on a GPU or in Triton's interpreter."""
     if plan is None:
         plan = plan_for(
-            k.shape[0] * k.shape[1], k.shape[2], top_k, k.shape[3], k.element_size(),
+            k.shape[0] * k.shape[1],
+            k.shape[2],
+            top_k,
+            k.shape[3],
+            k.element_size(),
             machine(q.device)[0],
-        )  # fmt: skip
+        )
     q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k, v))
     codes, rows = (fine, coarse, odd, progress), (lengths, start)
     asked = (q, k, v, queries, scale, *rows, key_mask, softcap)
@@ -172,15 +245,26 @@ def launch_sketch_decode(
     asked_picks = (shares, counts, total, middle, top_k, *rows)
     picks, cut = pick._allocate(*asked_picks)
     pick.launch_pick_tokens(*asked_picks, picks, cut)
-    asked_attend = (
-        q, k, v, projected, fine, coarse, picks, cut, norm, scale, plan.pieces, softcap
-    )  # fmt: skip
+    asked_attend = (q, k, v, projected, fine, coarse, picks, cut, norm, scale, plan.pieces, softcap)
     picked = attend._allocate(*asked_attend)
     attend.launch_attend_picks(*asked_attend, *picked, warps=plan.attend_warps)
     merge.launch_merge_sketch(
-        q, projected, *fixed, *picked, sums, norm, cut, v_mean, tail, softcap, sinks, out, lse,
-        note=(progress, lengths, start, k.shape[2]), columns=plan.columns,
-    )  # fmt: skip
+        q,
+        projected,
+        *fixed,
+        *picked,
+        sums,
+        norm,
+        cut,
+        v_mean,
+        tail,
+        softcap,
+        sinks,
+        out,
+        lse,
+        note=(progress, lengths, start, k.shape[2]),
+        columns=plan.columns,
+    )
 
 
 _sketch_decode = define_op(

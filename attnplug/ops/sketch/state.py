@@ -95,7 +95,7 @@ def fit_basis(
     Raises:
         ArgumentError: `size` or a head dimension does not fit.
     """
-    batch, heads, tokens, width = keys.shape
+    heads, width = keys.shape[1], keys.shape[3]
     if width not in HEAD_DIMS:
         raise ArgumentError(f"fit_basis: head dimension {width} is not one of {HEAD_DIMS}")
     fine, coarse = coordinates("fit_basis", size, width)

@@ -26,12 +26,40 @@ RATIO = tl.constexpr(4.0)  # rho is within 1/RATIO..RATIO
 
 @triton.jit
 def attend(
-    q, k, v, projected, fine, coarse, picks, cut, norm, pick_out, pick_lse, pick_sums,
-    scale, cap, S, capacity, pieces, columns, q_strides, k_strides, v_strides,
-    GROUP: tl.constexpr, ROWS: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr,
-    DP: tl.constexpr, R4: tl.constexpr, R2: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr,
-    CAPPED: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    q,
+    k,
+    v,
+    projected,
+    fine,
+    coarse,
+    picks,
+    cut,
+    norm,
+    pick_out,
+    pick_lse,
+    pick_sums,
+    scale,
+    cap,
+    S,
+    capacity,
+    pieces,
+    columns,
+    q_strides,
+    k_strides,
+    v_strides,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    HEADS: tl.constexpr,
+    D: tl.constexpr,
+    DP: tl.constexpr,
+    R4: tl.constexpr,
+    R2: tl.constexpr,
+    TILE: tl.constexpr,
+    TILES: tl.constexpr,
+    CAPPED: tl.constexpr,
+    ASM: tl.constexpr,
+    PDL: tl.constexpr,
+):
     """A group's queries against one piece of its picks, exactly and as the scan scored them."""
     piece = tl.program_id(0)
     h = tl.program_id(1)
@@ -90,9 +118,15 @@ def attend(
             coarse + code * (R2 // 4) + tl.arange(0, R2 // 4)[None, :], mask=seen[:, None], other=0
         )
         guess = estimated(
-            unpack_fine(fine_bytes, ASM), unpack_coarse(coarse_bytes, ASM),
-            fine_high, fine_low, coarse_high, coarse_low, unit, shift,
-        )  # fmt: skip
+            unpack_fine(fine_bytes, ASM),
+            unpack_coarse(coarse_bytes, ASM),
+            fine_high,
+            fine_low,
+            coarse_high,
+            coarse_low,
+            unit,
+            shift,
+        )
         limit = tl.where(seen, LARGEST, float("-inf"))[:, None]
         if CAPPED:
             e = exp2(tl.minimum(capped(guess, cap, CAPPED) - base[None, :], limit), ASM)
@@ -129,9 +163,7 @@ def attend(
 
 
 @triton.jit
-def _pieces(
-    out, lse, row, pieces, d, D: tl.constexpr, PIECES: tl.constexpr
-):  # fmt: skip
+def _pieces(out, lse, row, pieces, d, D: tl.constexpr, PIECES: tl.constexpr):
     """Log-sum-exps [PIECES] and outputs [PIECES, columns] of a head's pieces."""
     j = tl.arange(0, PIECES)
     piece_lse = tl.load(
@@ -139,20 +171,52 @@ def _pieces(
     )
     piece = tl.load(
         out + (row * pieces + j)[:, None] * D + d[None, :],
-        mask=(j < pieces)[:, None] & (d < D)[None, :], other=0.0, cache_modifier=".cg",
-    )  # fmt: skip
+        mask=(j < pieces)[:, None] & (d < D)[None, :],
+        other=0.0,
+        cache_modifier=".cg",
+    )
     return piece_lse, tl.where((piece_lse == float("-inf"))[:, None], 0.0, piece)
 
 
 @triton.jit
 def merge(
-    projected, fixed_out, fixed_lse, pick_out, pick_lse, pick_sums, sums, norm, cut, v_mean, sinks,
-    out, lse, progress, lengths, start, heads, group, S, parts, pieces, fixed, columns,
-    D: tl.constexpr, COLUMNS: tl.constexpr, R: tl.constexpr, RP: tl.constexpr,
-    FIXED: tl.constexpr, PIECES: tl.constexpr, PARTS: tl.constexpr, TAIL: tl.constexpr,
-    CAPPED: tl.constexpr, BATCH: tl.constexpr, PDL: tl.constexpr,
-    LENGTH_STEP: tl.constexpr, START_STEP: tl.constexpr,
-):  # fmt: skip
+    projected,
+    fixed_out,
+    fixed_lse,
+    pick_out,
+    pick_lse,
+    pick_sums,
+    sums,
+    norm,
+    cut,
+    v_mean,
+    sinks,
+    out,
+    lse,
+    progress,
+    lengths,
+    start,
+    heads,
+    group,
+    S,
+    parts,
+    pieces,
+    fixed,
+    columns,
+    D: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    R: tl.constexpr,
+    RP: tl.constexpr,
+    FIXED: tl.constexpr,
+    PIECES: tl.constexpr,
+    PARTS: tl.constexpr,
+    TAIL: tl.constexpr,
+    CAPPED: tl.constexpr,
+    BATCH: tl.constexpr,
+    PDL: tl.constexpr,
+    LENGTH_STEP: tl.constexpr,
+    START_STEP: tl.constexpr,
+):
     """A slice of one head's output: pieces read exactly, and what the others are estimated as. In
     the chain also note which blocks have codes now."""
     begin(PDL)

@@ -47,8 +47,12 @@ def _nibbles(x, ASM: tl.constexpr):
         low, high = tl.inline_asm_elementwise(
             "{ .reg .b32 t; and.b32 $0, $2, 0x0F0F0F0F; shr.b32 t, $2, 4; "
             "and.b32 $1, t, 0x0F0F0F0F; }",
-            "=r,=r,r", [x], dtype=(tl.int8, tl.int8), is_pure=True, pack=4,
-        )  # fmt: skip
+            "=r,=r,r",
+            [x],
+            dtype=(tl.int8, tl.int8),
+            is_pure=True,
+            pack=4,
+        )
     else:
         low, high = (x & 15).to(tl.int8), (x >> 4).to(tl.int8)
     return low, high
@@ -62,8 +66,12 @@ def _pairs(x, ASM: tl.constexpr):
             "{ .reg .b32 t; and.b32 $0, $4, 0x03030303; shr.b32 t, $4, 2; "
             "and.b32 $1, t, 0x03030303; shr.b32 t, $4, 4; and.b32 $2, t, 0x03030303; "
             "shr.b32 t, $4, 6; and.b32 $3, t, 0x03030303; }",
-            "=r,=r,=r,=r,r", [x], dtype=(tl.int8, tl.int8, tl.int8, tl.int8), is_pure=True, pack=4,
-        )  # fmt: skip
+            "=r,=r,=r,=r,r",
+            [x],
+            dtype=(tl.int8, tl.int8, tl.int8, tl.int8),
+            is_pure=True,
+            pack=4,
+        )
     else:
         a, b = (x & 3).to(tl.int8), ((x >> 2) & 3).to(tl.int8)
         c, d = ((x >> 4) & 3).to(tl.int8), (x >> 6).to(tl.int8)
@@ -95,9 +103,16 @@ def unpack_coarse(x, ASM: tl.constexpr):
 
 @triton.jit
 def load_digits(
-    weights, row, columns, first, R: tl.constexpr, RP: tl.constexpr, GROUP: tl.constexpr,
-    HEADS: tl.constexpr, unit,
-):  # fmt: skip
+    weights,
+    row,
+    columns,
+    first,
+    R: tl.constexpr,
+    RP: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEADS: tl.constexpr,
+    unit,
+):
     """The weights [RP, HEADS] of R coordinates from `first` on, as two int8 digits in `unit`."""
     i = tl.arange(0, RP)
     g = tl.arange(0, HEADS)
@@ -113,9 +128,14 @@ def load_digits(
 
 @triton.jit
 def load_unit(
-    weights, row, columns, R: tl.constexpr, RP: tl.constexpr, GROUP: tl.constexpr,
+    weights,
+    row,
+    columns,
+    R: tl.constexpr,
+    RP: tl.constexpr,
+    GROUP: tl.constexpr,
     HEADS: tl.constexpr,
-):  # fmt: skip
+):
     """What one of the high digit stands for, [HEADS]."""
     i = tl.arange(0, RP)
     g = tl.arange(0, HEADS)
@@ -128,9 +148,14 @@ def load_unit(
 
 @triton.jit
 def load_variance(
-    projected, row, columns, R: tl.constexpr, RP: tl.constexpr, GROUP: tl.constexpr,
+    projected,
+    row,
+    columns,
+    R: tl.constexpr,
+    RP: tl.constexpr,
+    GROUP: tl.constexpr,
     HEADS: tl.constexpr,
-):  # fmt: skip
+):
     """Variance [HEADS] of the estimated scores, of which the projection holds R components."""
     i = tl.arange(0, RP)
     g = tl.arange(0, HEADS)

@@ -9,9 +9,16 @@ from attnplug.ops.sketch.kernels.codes import BLOCK, CHUNK, near_block
 
 @triton.jit
 def _coordinates(
-    key_at, encoder, seen, first, D: tl.constexpr, DP: tl.constexpr, R: tl.constexpr,
-    COUNT: tl.constexpr, DEPTH: tl.constexpr,
-):  # fmt: skip
+    key_at,
+    encoder,
+    seen,
+    first,
+    D: tl.constexpr,
+    DP: tl.constexpr,
+    R: tl.constexpr,
+    COUNT: tl.constexpr,
+    DEPTH: tl.constexpr,
+):
     """COUNT coordinates from `first` on of CHUNK tokens, in steps of their codes, [CHUNK, COUNT];
     NaN where a key is not finite."""
     d = tl.arange(0, DEPTH)
@@ -47,10 +54,30 @@ def _halves(x):
 
 @triton.jit
 def encode_chunks(
-    k, v, encoder, fine, coarse, odd, mask_at, begin, end, step, low, place, b, h, S, chunks,
-    k_strides, v_strides,
-    D: tl.constexpr, DP: tl.constexpr, R4: tl.constexpr, R2: tl.constexpr, MASKED: tl.constexpr,
-):  # fmt: skip
+    k,
+    v,
+    encoder,
+    fine,
+    coarse,
+    odd,
+    mask_at,
+    begin,
+    end,
+    step,
+    low,
+    place,
+    b,
+    h,
+    S,
+    chunks,
+    k_strides,
+    v_strides,
+    D: tl.constexpr,
+    DP: tl.constexpr,
+    R4: tl.constexpr,
+    R2: tl.constexpr,
+    MASKED: tl.constexpr,
+):
     """Codes of chunks begin, begin + step, ... before end of one row's KV head."""
     k_b, k_h, k_s = k_strides
     v_b, v_h, v_s = v_strides
@@ -93,11 +120,29 @@ def encode_chunks(
 
 @triton.jit
 def encode(
-    k, v, encoder, fine, coarse, odd, progress, lengths, start, key_mask, S, chunks, programs,
-    k_strides, v_strides, mask_b,
-    D: tl.constexpr, DP: tl.constexpr, R4: tl.constexpr, R2: tl.constexpr,
-    LENGTH_STEP: tl.constexpr, START_STEP: tl.constexpr,
-):  # fmt: skip
+    k,
+    v,
+    encoder,
+    fine,
+    coarse,
+    odd,
+    progress,
+    lengths,
+    start,
+    key_mask,
+    S,
+    chunks,
+    programs,
+    k_strides,
+    v_strides,
+    mask_b,
+    D: tl.constexpr,
+    DP: tl.constexpr,
+    R4: tl.constexpr,
+    R2: tl.constexpr,
+    LENGTH_STEP: tl.constexpr,
+    START_STEP: tl.constexpr,
+):
     """One program's share of the missing codes of one row's KV head."""
     h = tl.program_id(1)
     b = tl.program_id(2).to(tl.int64)
@@ -108,16 +153,34 @@ def encode(
         mask_at = key_mask + b * mask_b
     PER: tl.constexpr = BLOCK // CHUNK
     encode_chunks(
-        k, v, encoder, fine, coarse, odd, mask_at, done * PER + tl.program_id(0),
-        near_block(length, low) * PER, programs, low, b * tl.num_programs(1) + h, b, h, S, chunks,
-        k_strides, v_strides, D, DP, R4, R2, key_mask is not None,
-    )  # fmt: skip
+        k,
+        v,
+        encoder,
+        fine,
+        coarse,
+        odd,
+        mask_at,
+        done * PER + tl.program_id(0),
+        near_block(length, low) * PER,
+        programs,
+        low,
+        b * tl.num_programs(1) + h,
+        b,
+        h,
+        S,
+        chunks,
+        k_strides,
+        v_strides,
+        D,
+        DP,
+        R4,
+        R2,
+        key_mask is not None,
+    )
 
 
 @triton.jit
-def note(
-    progress, lengths, start, S, LENGTH_STEP: tl.constexpr, START_STEP: tl.constexpr
-):  # fmt: skip
+def note(progress, lengths, start, S, LENGTH_STEP: tl.constexpr, START_STEP: tl.constexpr):
     b = tl.program_id(0)
     length, low = row_span(lengths, start, b, S, LENGTH_STEP, START_STEP)
     note_progress(progress, b, low, near_block(length, low))

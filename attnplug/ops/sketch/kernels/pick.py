@@ -24,10 +24,23 @@ def _at(x, bins, index):
 
 @triton.jit
 def pick(
-    shares, counts, total, middle, lengths, start, picks, cut, k, S, parts, capacity,
+    shares,
+    counts,
+    total,
+    middle,
+    lengths,
+    start,
+    picks,
+    cut,
+    k,
+    S,
+    parts,
+    capacity,
     CAPACITY_P: tl.constexpr,
-    LENGTH_STEP: tl.constexpr, START_STEP: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    LENGTH_STEP: tl.constexpr,
+    START_STEP: tl.constexpr,
+    PDL: tl.constexpr,
+):
     """The picks of one part of one row's KV head, in the order of the cache; its place in the list
     is where the parts before it end."""
     begin(PDL)
@@ -71,18 +84,21 @@ def pick(
         tl.store(cut + place * 2 + 1, (visible - count).to(tl.float32))
         slot = tl.arange(0, CAPACITY_P)
         tl.store(
-            picks + place * capacity + slot, tl.full([CAPACITY_P], -1, tl.int32),
+            picks + place * capacity + slot,
+            tl.full([CAPACITY_P], -1, tl.int32),
             mask=(slot >= count) & (slot < capacity),
-        )  # fmt: skip
+        )
 
     n = tl.arange(0, TILE)
     since = low + BLOCK + (part * blocks // parts) * BLOCK
     until = low + BLOCK + ((part + 1) * blocks // parts) * BLOCK
     for at in range(since, until, TILE):
         share = tl.load(
-            shares + place * S + at + n, mask=at + n < until, other=float("-inf"),
+            shares + place * S + at + n,
+            mask=at + n < until,
+            other=float("-inf"),
             cache_modifier=".cg",
-        )  # fmt: skip
+        )
         shown = share > float("-inf")
         index = bin_of(share, centre)
         higher = (shown & (index > threshold)).to(tl.int32)

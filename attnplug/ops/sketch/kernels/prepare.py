@@ -9,16 +9,24 @@ from attnplug.ops.common.softmax import attend_tile
 from attnplug.ops.sketch.kernels.codes import BINS, BLOCK, CHUNK, near_block
 from attnplug.ops.sketch.kernels.encode import encode_chunks
 
-
 PIECE = tl.constexpr(64)  # tokens of one piece
 
 
 @triton.jit
 def _project(
-    q_at, queries, projected, place, columns, first, scale,
-    GROUP: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+    q_at,
+    queries,
+    projected,
+    place,
+    columns,
+    first,
+    scale,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    D: tl.constexpr,
+    DP: tl.constexpr,
     COUNT: tl.constexpr,
-):  # fmt: skip
+):
     """COUNT columns of the projection of a group's queries."""
     DEPTH: tl.constexpr = 32
     r = tl.arange(0, ROWS)
@@ -32,8 +40,9 @@ def _project(
         ).to(tl.float32)
         matrix = tl.load(
             queries + (place * D + d0 + d)[:, None] * columns + c[None, :],
-            mask=inside[:, None] & (c < columns)[None, :], other=0.0,
-        )  # fmt: skip
+            mask=inside[:, None] & (c < columns)[None, :],
+            other=0.0,
+        )
         acc = tl.dot(query, matrix, acc, input_precision="ieee")
     at = projected + (place * GROUP + r)[:, None] * columns + c[None, :]
     tl.store(at, acc * scale, mask=(r < GROUP)[:, None] & (c < columns)[None, :])
@@ -41,19 +50,35 @@ def _project(
 
 @triton.jit
 def _attend_piece(
-    q_at, k, v, mask_at, fixed_out, fixed_lse, piece, row, length, low, scale, cap,
-    k_s, v_s,
-    GROUP: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
-    TILE: tl.constexpr, SLOTS: tl.constexpr, CAPPED: tl.constexpr, MASKED: tl.constexpr,
-):  # fmt: skip
+    q_at,
+    k,
+    v,
+    mask_at,
+    fixed_out,
+    fixed_lse,
+    piece,
+    row,
+    length,
+    low,
+    scale,
+    cap,
+    k_s,
+    v_s,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    D: tl.constexpr,
+    DP: tl.constexpr,
+    TILE: tl.constexpr,
+    SLOTS: tl.constexpr,
+    CAPPED: tl.constexpr,
+    MASKED: tl.constexpr,
+):
     """A group's queries against one piece of the tokens that are read exactly."""
     r = tl.arange(0, ROWS)
     d = tl.arange(0, DP)
     in_group = r < GROUP
     in_width = d < D
-    query = tl.load(
-        q_at + d[None, :], mask=in_group[:, None] & in_width[None, :], other=0.0
-    )
+    query = tl.load(q_at + d[None, :], mask=in_group[:, None] & in_width[None, :], other=0.0)
     top = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, DP], tl.float32)
@@ -73,9 +98,7 @@ def _attend_piece(
 
 
 @triton.jit
-def store_partial(
-    top, total, acc, out, lse, place, d, in_group, in_width, D: tl.constexpr
-):  # fmt: skip
+def store_partial(top, total, acc, out, lse, place, d, in_group, in_width, D: tl.constexpr):
     """The result of a piece, its log-sum-exp to the base 2."""
     empty = total == 0
     divisor = tl.where(empty, 1.0, total)
@@ -91,14 +114,48 @@ def store_partial(
 
 @triton.jit
 def prepare(
-    q, k, v, queries, lengths, start, key_mask, projected, fixed_out, fixed_lse, total,
-    encoder, fine, coarse, odd, progress,
-    q_scale, scale, cap, S, columns, chunks, q_strides, k_strides, v_strides, mask_b,
-    GROUP: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
-    TILE: tl.constexpr, SLOTS: tl.constexpr, COUNT: tl.constexpr, CAPPED: tl.constexpr,
-    R4: tl.constexpr, R2: tl.constexpr, COLUMN_PROGRAMS: tl.constexpr, CODERS: tl.constexpr,
-    LENGTH_STEP: tl.constexpr, START_STEP: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    q,
+    k,
+    v,
+    queries,
+    lengths,
+    start,
+    key_mask,
+    projected,
+    fixed_out,
+    fixed_lse,
+    total,
+    encoder,
+    fine,
+    coarse,
+    odd,
+    progress,
+    q_scale,
+    scale,
+    cap,
+    S,
+    columns,
+    chunks,
+    q_strides,
+    k_strides,
+    v_strides,
+    mask_b,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    D: tl.constexpr,
+    DP: tl.constexpr,
+    TILE: tl.constexpr,
+    SLOTS: tl.constexpr,
+    COUNT: tl.constexpr,
+    CAPPED: tl.constexpr,
+    R4: tl.constexpr,
+    R2: tl.constexpr,
+    COLUMN_PROGRAMS: tl.constexpr,
+    CODERS: tl.constexpr,
+    LENGTH_STEP: tl.constexpr,
+    START_STEP: tl.constexpr,
+    PDL: tl.constexpr,
+):
     """One piece of the fixed part, a few columns of the projection, or in the chain the codes of a
     block that has left the fixed part; the first program clears the chain's histogram."""
     if PDL:
@@ -122,20 +179,69 @@ def prepare(
                 bins = tl.arange(0, BINS)
                 tl.store(total + place * BINS + bins, tl.zeros([BINS], tl.int32))
         _attend_piece(
-            q_at, k + b * k_b + h.to(tl.int64) * k_h, v + b * v_b + h.to(tl.int64) * v_h, mask_at,
-            fixed_out, fixed_lse, part, place * GROUP, length, low, scale, cap, k_s, v_s,
-            GROUP, ROWS, D, DP, TILE, SLOTS, CAPPED, key_mask is not None,
-        )  # fmt: skip
+            q_at,
+            k + b * k_b + h.to(tl.int64) * k_h,
+            v + b * v_b + h.to(tl.int64) * v_h,
+            mask_at,
+            fixed_out,
+            fixed_lse,
+            part,
+            place * GROUP,
+            length,
+            low,
+            scale,
+            cap,
+            k_s,
+            v_s,
+            GROUP,
+            ROWS,
+            D,
+            DP,
+            TILE,
+            SLOTS,
+            CAPPED,
+            key_mask is not None,
+        )
     elif part < SLOTS + COLUMN_PROGRAMS:
         _project(
-            q_at, queries, projected, place, columns, (part - SLOTS) * COUNT, q_scale,
-            GROUP, ROWS, D, DP, COUNT,
-        )  # fmt: skip
+            q_at,
+            queries,
+            projected,
+            place,
+            columns,
+            (part - SLOTS) * COUNT,
+            q_scale,
+            GROUP,
+            ROWS,
+            D,
+            DP,
+            COUNT,
+        )
     elif CODERS > 0:
         PER: tl.constexpr = BLOCK // CHUNK
         done = tl.maximum(blocks_done(progress, b, low), 1)
         encode_chunks(
-            k, v, encoder, fine, coarse, odd, mask_at,
-            done * PER + part - SLOTS - COLUMN_PROGRAMS, near_block(length, low) * PER, CODERS,
-            low, place, b, h, S, chunks, k_strides, v_strides, D, DP, R4, R2, key_mask is not None,
-        )  # fmt: skip
+            k,
+            v,
+            encoder,
+            fine,
+            coarse,
+            odd,
+            mask_at,
+            done * PER + part - SLOTS - COLUMN_PROGRAMS,
+            near_block(length, low) * PER,
+            CODERS,
+            low,
+            place,
+            b,
+            h,
+            S,
+            chunks,
+            k_strides,
+            v_strides,
+            D,
+            DP,
+            R4,
+            R2,
+            key_mask is not None,
+        )

@@ -56,14 +56,44 @@ def _fixed_lse(fixed_lse, row, pieces, PIECES: tl.constexpr, GROUP, HEADS: tl.co
 
 @triton.jit
 def scan(
-    projected, fixed_lse, fine, coarse, odd, progress, lengths, start, key_mask,
-    shares, counts, total, sums, norm, middle, k, cap, S, chunks, parts, pieces, columns,
+    projected,
+    fixed_lse,
+    fine,
+    coarse,
+    odd,
+    progress,
+    lengths,
+    start,
+    key_mask,
+    shares,
+    counts,
+    total,
+    sums,
+    norm,
+    middle,
+    k,
+    cap,
+    S,
+    chunks,
+    parts,
+    pieces,
+    columns,
     mask_b,
-    GROUP: tl.constexpr, HEADS: tl.constexpr, R4: tl.constexpr, R2: tl.constexpr,
-    TILE: tl.constexpr, STAGES: tl.constexpr, PIECES: tl.constexpr, REFRESH: tl.constexpr,
-    CAPPED: tl.constexpr, CHECKED: tl.constexpr, ASM: tl.constexpr,
-    LENGTH_STEP: tl.constexpr, START_STEP: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    GROUP: tl.constexpr,
+    HEADS: tl.constexpr,
+    R4: tl.constexpr,
+    R2: tl.constexpr,
+    TILE: tl.constexpr,
+    STAGES: tl.constexpr,
+    PIECES: tl.constexpr,
+    REFRESH: tl.constexpr,
+    CAPPED: tl.constexpr,
+    CHECKED: tl.constexpr,
+    ASM: tl.constexpr,
+    LENGTH_STEP: tl.constexpr,
+    START_STEP: tl.constexpr,
+    PDL: tl.constexpr,
+):
     """One part of the candidates of one row's KV head: shares, their histogram, and for each head
     the sums of the estimated weights 2^(s - norm) and of weight times s - norm (times s if capped).
     """
@@ -93,9 +123,7 @@ def scan(
     fine_high, fine_low = load_digits(
         projected, row, columns, 0, R4, 32 if R4 < 32 else R4, GROUP, HEADS, unit
     )
-    coarse_high, coarse_low = load_digits(
-        projected, row, columns, R4, R2, R2, GROUP, HEADS, unit
-    )
+    coarse_high, coarse_low = load_digits(projected, row, columns, R4, R2, R2, GROUP, HEADS, unit)
     facts = projected + (row + g).to(tl.int64) * columns + R4 + R2
     offset = tl.load(facts, mask=in_group, other=0.0, cache_modifier=".cg")
     mean = tl.load(facts + 1, mask=in_group, other=0.0, cache_modifier=".cg")
@@ -144,9 +172,15 @@ def scan(
         if key_mask is not None:
             seen = seen & (tl.load(mask_at + at, mask=seen, other=0) != 0)
         s = estimated(
-            unpack_fine(fine_bytes, ASM), unpack_coarse(coarse_bytes, ASM),
-            fine_high, fine_low, coarse_high, coarse_low, unit, shift,
-        )  # fmt: skip
+            unpack_fine(fine_bytes, ASM),
+            unpack_coarse(coarse_bytes, ASM),
+            fine_high,
+            fine_low,
+            coarse_high,
+            coarse_low,
+            unit,
+            shift,
+        )
         limit = LARGEST
         if PER > 1 or key_mask is not None:
             limit = tl.where(seen, LARGEST, float("-inf"))[:, None]
@@ -161,9 +195,7 @@ def scan(
         counted = h_tile > float("-inf")
         visible += counted.to(tl.int32)
         if i == due:  # `total` only grows: a share that k tokens have reached stays a lower bound
-            reached = tl.cumsum(
-                tl.load(total + bins, cache_modifier=".cg"), 0, reverse=True
-            )
+            reached = tl.cumsum(tl.load(total + bins, cache_modifier=".cg"), 0, reverse=True)
             index = tl.sum((reached >= k).to(tl.int32), 0) - 1
             floor = tl.maximum(floor, index.to(tl.float32))
             due += due * REFRESH
