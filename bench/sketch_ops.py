@@ -149,7 +149,10 @@ def check(dtype, width, group, size, tokens, padded, masked, cap) -> dict[str, A
     asked = {"top_k": top_k, "parts": 3, **rows, "key_mask": mask, "softcap": cap}
     scanned, scanned_there = both(scan.scan_sketch, fixed[0], fixed[2], *codes, **asked)
     shares, counts, total, sums, norm, middle = scanned
-    written = shares.isfinite() | shares.isinf()
+    written = torch.zeros_like(shares, dtype=torch.bool)  # what is no candidate may hold anything
+    for b, length in enumerate(lengths.tolist()):
+        low = 0 if start is None else int(start[b])
+        written[b, :, low + 128 : low + 128 * encode.near_block(length, low)] = True
     found.append(near("shares", scanned_there[0].cpu()[written], shares[written], 0.02))
     found.append(
         near("sums", scanned_there[3] / (1 + sums.abs().cuda()), sums / (1 + sums.abs()), 2e-3)
