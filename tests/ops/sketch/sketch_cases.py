@@ -1,0 +1,60 @@
+"""Caches with codes, and the two ways to run a step of sketch on them."""
+
+import torch
+
+from attnplug.ops.sketch import scan_sketch as scan
+from attnplug.ops.sketch import sketch_decode as op
+from attnplug.ops.sketch.encode_keys import encode_keys
+from attnplug.ops.sketch.state import empty_codes, fit_basis
+
+NAMES = ("scale", "top_k", "tail", "lengths", "start", "key_mask", "softcap", "sinks")
+DEFAULTS = {"scale": 0.125, "top_k": 60, "tail": "regression", "softcap": 0.0}
+PLAN = op.Plan(2, scan.Plan(256, 4, 2), 2, 4, 32)
+
+
+def random(seed, *shape, dtype=torch.float32):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def cache(seed, batch=2, kv_heads=2, group=3, tokens=1300, width=64, dtype=torch.float32):
+    """Queries `[B, Hq, 40, D]`, the last of which is a step's, keys with an outlying channel, and
+    values that depend on them."""
+    k, v = random(seed, 2, batch, tokens, kv_heads, width).transpose(2, 3)
+    k[..., 3] *= 6
+    v = v + 0.5 * k.roll(1, -1)
+    q = random(seed + 1, batch, kv_heads * group, 40, width)
+    return q.to(dtype), k.to(dtype), v.to(dtype)
+
+
+def rows_of(options):
+    return {name: options.get(name) for name in ("lengths", "start", "key_mask")}
+
+
+def coded(q, k, v, size=24, **options):
+    """(basis, codes) of a cache after its prefill."""
+    basis = fit_basis(k, v, q, size=size, **rows_of(options))
+    codes = empty_codes(k, size)
+    encode_keys(k, v, basis.encoder, *codes, **rows_of(options))
+    return basis, codes
+
+
+def step(device_path, q, k, v, basis, codes, plan=PLAN, **options):
+    """One step from the last query: the public op, or the Triton launchers where the op would not
+    run them."""
+    device, path = device_path
+    options = DEFAULTS | options
+    args = [options.get(name) for name in NAMES]
+    args = [x.to(device) if isinstance(x, torch.Tensor) else x for x in args]
+    there = [x.to(device) for x in (q[:, :, -1:], k, v, *basis)]
+    if device != "cpu":
+        moved = [x.to(device) for x in codes]
+    else:
+        moved = list(codes)
+    if path == "reference" or device == "cuda":
+        out, lse = op.sketch_decode(*there, *moved, **dict(zip(NAMES, args, strict=True)))
+    else:
+        out, lse = op._allocate(*there, *moved, *args)
+        op.launch_sketch_decode(*there, *moved, *args, out, lse, plan)
+    for own, other in zip(codes, moved, strict=True):
+        own.copy_(other)
+    return out.cpu(), lse.cpu()

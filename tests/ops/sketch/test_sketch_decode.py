@@ -1,0 +1,166 @@
+"""The whole step of sketch: exact where it reads all, right about what it estimates, and loud about
+what is not finite."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sketch_cases import DEFAULTS, cache, coded, random, rows_of, step
+
+from attnplug.errors import ArgumentError, GradientError
+from attnplug.ops.sketch import sketch_decode as op
+from attnplug.ops.sketch.state import empty_codes
+from attnplug.testing import oracle_attention, plain_attention
+
+# The interpreter computes with numpy, which warns where the kernel means infinity.
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+
+def asked(options):
+    return {name: x for name, x in options.items() if name not in ("top_k", "tail", "size")}
+
+
+@settings(max_examples=6)
+@given(data=st.data())
+def test_a_budget_that_covers_all_is_dense(device_path, data):
+    draw = data.draw
+    width, size = draw(st.sampled_from([(64, 24), (80, 16), (128, 24), (96, 32)]))
+    group, dtype = (
+        draw(st.sampled_from([1, 3, 7])),
+        draw(st.sampled_from([torch.float32, torch.float16])),
+    )
+    tokens, seed = draw(st.integers(1, 1100)), draw(st.integers(0, 99))
+    q, k, v = cache(seed, 2, 1, group, tokens, width, dtype)
+    options = {"scale": width**-0.5, "softcap": draw(st.sampled_from([0.0, 3.0]))}
+    if draw(st.booleans()):
+        options["lengths"] = torch.tensor([tokens, draw(st.integers(1, tokens))])
+    if draw(st.booleans()):
+        options["start"] = torch.tensor([draw(st.integers(0, tokens // 2)), 0])
+    if draw(st.booleans()):
+        options["key_mask"] = random(seed + 3, 2, tokens) > -0.5
+    if draw(st.booleans()):
+        options["sinks"] = 2 * random(seed + 4, group)
+    basis, codes = coded(q, k, v, size, **options)
+    out, lse = step(device_path, q, k, v, basis, codes, top_k=1100, **options)
+    want, want_lse = oracle_attention(q[:, :, -1:], k, v, **options)
+    plain, _ = plain_attention(q[:, :, -1:], k, v, **options)
+    epsilon = torch.finfo(dtype).eps
+    allowed = 2 * (plain - want).abs().max() + 2 * epsilon * want.abs().max() + 2e-6
+    assert (out.double() - want).abs().max() <= allowed
+    finite = want_lse > -torch.inf
+    assert torch.equal(lse > -torch.inf, finite)
+    assert ((lse.double() - want_lse)[finite].abs() <= 3e-5).all()
+
+
+def test_the_rest_is_estimated(device_path):
+    """In the order of QUALITY: regression, mean, nothing."""
+    q, k, v = cache(0)
+    options = {"lengths": torch.tensor([1300, 1100]), "start": torch.tensor([5, 77])}
+    basis, codes = coded(q, k, v, **options)
+    want, want_lse = oracle_attention(q[:, :, -1:], k, v, scale=0.125, **options)
+    error = {}
+    for tail in ("drop", "mean", "regression"):
+        out, lse = step(device_path, q, k, v, basis, codes, tail=tail, **options)
+        error[tail] = float((out - want).norm() / want.norm())
+        if tail != "drop":
+            assert (lse - want_lse).abs().max() < 0.2
+    assert error["regression"] < 0.9 * error["mean"] and error["mean"] < 0.6 * error["drop"]
+
+
+@pytest.mark.parametrize("softcap", [0.0, 4.0])
+def test_both_paths_agree(softcap):
+    q, k, v = cache(2, group=7, dtype=torch.float16)
+    options = {
+        "lengths": torch.tensor([1290, 1300]),
+        "start": torch.tensor([0, 130]),
+        "key_mask": random(5, 2, 1300) > -1,
+        "softcap": softcap,
+        "sinks": random(6, 14),
+    }
+    basis, codes = coded(q, k, v, **options)
+    fresh = empty_codes(k, 24)  # the chain makes the codes itself
+    one = step(("cpu", "reference"), q, k, v, basis, codes, **options)
+    two = step(("cpu", "kernel"), q, k, v, basis, fresh, **options)
+    assert all((a.float() - b.float()).abs().max() < 4e-3 for a, b in zip(one, two, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(codes, fresh, strict=True))
+
+
+@pytest.mark.parametrize("where", ["q", "k", "v"])
+@pytest.mark.parametrize("token", [0, 400, 1250])  # sink, coded and not picked, local
+def test_a_nan_surfaces(device_path, where, token):
+    tensors = dict(zip("qkv", cache(0), strict=True))
+    basis, _ = coded(*tensors.values())
+    tensors[where][0, 1, -1 if where == "q" else token, 3] = torch.nan
+    codes = empty_codes(tensors["k"], 24)
+    out, _ = step(device_path, *tensors.values(), basis, codes)
+    lost = out.isnan().any(-1)[..., 0]
+    heads = slice(3, 6) if where != "q" else slice(1, 2)
+    assert lost[0, heads].all() and int(lost.sum()) == heads.stop - heads.start
+
+
+def test_hidden_tokens_may_hold_anything(device_path):
+    q, k, v = cache(1)
+    options = {"key_mask": random(5, 2, 1300) > -0.5}
+    options["key_mask"][:, -1] = True
+    basis, codes = coded(q, k, v, **options)
+    clean = step(device_path, q, k, v, basis, codes, **options)
+    hidden = ~options["key_mask"][:, None, :, None]
+    k, v = k.masked_fill(hidden, torch.nan), v.masked_fill(hidden, torch.nan)
+    basis_too, codes = coded(q, k, v, **options)
+    assert all(torch.equal(a, b) for a, b in zip(basis, basis_too, strict=True))
+    again = step(device_path, q, k, v, basis, codes, **options)
+    assert all(torch.equal(a, b) for a, b in zip(clean, again, strict=True))
+
+
+def test_a_cropped_cache_is_coded_anew(device_path):
+    q, k, v = cache(3)
+    basis, codes = coded(q, k, v)
+    assert codes.progress[:, 0].tolist() == [7, 7]  # block 10 is being filled, 7 to 10 are read
+    k[:, :, 500:], v[:, :, 500:] = random(7, *k[:, :, 500:].shape), 1.0
+    codes.progress[:, 0] = codes.progress[:, 0].clamp(max=500 // 128)
+    found = step(device_path, q, k, v, basis, codes)
+    whole = empty_codes(k, 24)
+    wanted = step(device_path, q, k, v, basis, whole)
+    assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+    assert torch.equal(codes.progress, whole.progress)
+
+
+def test_a_batch_changes_nothing(device_path):
+    q, k, v = cache(4)
+    basis, codes = coded(q, k, v)
+    both, _ = step(device_path, q, k, v, basis, codes)
+    one = [x[1:] for x in (q, k, v)]
+    basis, codes = coded(*one)
+    alone, _ = step(device_path, *one, basis, codes)
+    assert (alone - both[1:]).abs().max() < 2e-4
+
+
+def test_opcheck(device):
+    q, k, v = (x.to(device) for x in cache(0, tokens=900))
+    basis, codes = coded(q, k, v)
+    mask = torch.ones(2, 900, dtype=torch.bool, device=device)
+    rows = torch.tensor([800, 900], device=device)
+    overload = torch.ops.attnplug.sketch_decode.default
+    for extra in [(None, None, None, 0.0, None), (rows, rows - 790, mask, 3.0, q[0, :, 0, 0])]:
+        torch.library.opcheck(
+            overload, (q[:, :, -1:], k, v, *basis, *codes, 0.1, 60, "regression", *extra)
+        )
+
+
+def test_refusals():
+    q, k, v = cache(0, tokens=200)
+    basis, codes = coded(q, k, v)
+    good = (q[:, :, -1:], k, v, *basis, *codes)
+    with pytest.raises(ArgumentError, match="q has 2 queries a row, needs 1"):
+        op.sketch_decode(q[:, :, -2:], *good[1:], scale=1.0)
+    with pytest.raises(ArgumentError, match="top_k is 0"):
+        op.sketch_decode(*good, scale=1.0, top_k=0)
+    with pytest.raises(ArgumentError, match="tail is 'half'"):
+        op.sketch_decode(*good, scale=1.0, tail="half")
+    with pytest.raises(ArgumentError, match="queries is torch"):
+        op.sketch_decode(*good[:4], basis.queries[..., 1:].contiguous(), *good[5:], scale=1.0)
+    with pytest.raises(ArgumentError, match="bytes is 32, 96 coordinates, more than"):
+        empty_codes(k, 32)
+    with pytest.raises(GradientError):
+        op.sketch_decode(good[0].requires_grad_(), *good[1:], scale=1.0)
+    assert rows_of(DEFAULTS) == dict.fromkeys(("lengths", "start", "key_mask"))
