@@ -64,7 +64,7 @@ def test_the_rest_is_estimated(device_path):
         error[tail] = float((out - want).norm() / want.norm())
         if tail != "drop":
             assert (lse - want_lse).abs().max() < 0.2
-    assert error["regression"] < 0.9 * error["mean"] and error["mean"] < 0.6 * error["drop"]
+    assert error["regression"] < 0.7 * error["mean"] and error["mean"] < 0.8 * error["drop"]
 
 
 @pytest.mark.parametrize("softcap", [0.0, 4.0])
