@@ -1,2 +1,2 @@
 """Decode that reads the best tokens exactly and estimates the rest from a sketch of the keys
-(docs/sketch.md)."""
+(docs/log/sketch.md)."""

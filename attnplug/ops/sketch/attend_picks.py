@@ -19,9 +19,9 @@ from attnplug.ops.common.device import early
 from attnplug.ops.common.reference import reference_kept
 from attnplug.ops.common.softmax import LOG2E
 from attnplug.ops.sketch.encode_keys import check_float
+from attnplug.ops.sketch.estimates import LARGEST, capped, digits, estimate, exp2, log2, unpack
 from attnplug.ops.sketch.kernels import attend as kernels
 from attnplug.ops.sketch.prepare_query import check_step
-from attnplug.ops.sketch.scan_sketch import LARGEST, capped, digits, estimate, exp2, log2, unpack
 
 NAME = "sketch_attend"
 TILE = 64  # picks of one step

@@ -21,8 +21,8 @@ from attnplug.ops.common.reference import sinks_on_cpu
 from attnplug.ops.common.rows import row_step
 from attnplug.ops.common.softmax import LOG2E
 from attnplug.ops.sketch.encode_keys import check_float
+from attnplug.ops.sketch.estimates import exp2, log2
 from attnplug.ops.sketch.kernels import attend as kernels
-from attnplug.ops.sketch.scan_sketch import exp2, log2
 
 NAME = "sketch_merge"
 TAILS = ("drop", "mean", "regression")

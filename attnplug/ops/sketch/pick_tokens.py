@@ -17,8 +17,8 @@ from attnplug.ops.common.define import define_op, require
 from attnplug.ops.common.device import early
 from attnplug.ops.common.rows import row_step, rows_on_cpu
 from attnplug.ops.sketch.encode_keys import near_block
+from attnplug.ops.sketch.estimates import BINS, FINE, STEPS, bin_of
 from attnplug.ops.sketch.kernels import pick as kernels
-from attnplug.ops.sketch.scan_sketch import BINS, FINE, STEPS, bin_of
 from attnplug.ops.sketch.state import BLOCK
 
 NAME = "sketch_pick"

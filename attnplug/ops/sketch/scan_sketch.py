@@ -9,8 +9,8 @@ N_g stands for the head's log-sum-exp, which nobody knows yet: that of the token
 joined with what n scores would have if they were normal, mean + variance ln(2) / 2 + log2 n.
 Tokens are cut in parts. Each part counts its tokens by share in bins about the share that the k-th
 would have if scores were normal; `pick_tokens` finds the k-th from the counts.
-Source: measured rules of docs/sketch.md; picking single tokens by cheap scores as in DeepSeek's
-lightning indexer (DeepSeek-V3.2, 2025).
+Source: the rules measured in docs/log/sketch.md; picking single tokens by cheap scores as in
+DeepSeek's lightning indexer (DeepSeek-V3.2, 2025).
 """
 
 from typing import NamedTuple
@@ -27,14 +27,21 @@ from attnplug.ops.common.device import early
 from attnplug.ops.common.rows import NO_MASK, mask_bytes, row_step, rows_on_cpu
 from attnplug.ops.common.softmax import LOG2E
 from attnplug.ops.sketch.encode_keys import check_codes, check_float, near_block
-from attnplug.ops.sketch.kernels import codes as kernel_codes
+from attnplug.ops.sketch.estimates import (
+    BINS,
+    LARGEST,
+    bin_of,
+    capped,
+    digits,
+    estimate,
+    exp2,
+    log2,
+    unpack,
+)
 from attnplug.ops.sketch.kernels import scan as kernels
 from attnplug.ops.sketch.state import BLOCK, CHUNK
 
 NAME = "sketch_scan"
-BINS, DIGIT, LARGEST, STEPS, FINE = (
-    x.value for x in map(kernel_codes.__dict__.get, ("BINS", "DIGIT", "LARGEST", "STEPS", "FINE"))
-)
 
 
 def scan_sketch(
@@ -155,65 +162,6 @@ class _Cache(NamedTuple):
 
 
 # --- CPU: the specification ------------------------------------------------------------------
-
-
-@numba.njit(cache=True)
-def exp2(x):
-    """2^x, float64: numba mixes up its own exp2 of two widths."""
-    return np.exp(np.float64(x) * np.log(2.0))
-
-
-@numba.njit(cache=True)
-def log2(x):
-    return np.log(np.float64(x)) / np.log(2.0)
-
-
-@numba.njit(cache=True)
-def capped(s, cap):
-    """cap tanh(s / cap); a cap of 0 is none."""
-    return s if cap == 0 else cap * np.tanh(s / cap)
-
-
-@numba.njit(cache=True)
-def digits(weights):
-    """Weights `[r]` as (high, low, unit): unit (high + low / 254), the digits within -127..127."""
-    unit = max(np.abs(weights).max() / np.float32(127), np.float32(1e-30))
-    scaled = weights / unit
-    high = np.floor(scaled + np.float32(0.5))
-    low = np.floor((scaled - high) * np.float32(DIGIT) + np.float32(0.5))
-    return high, low, unit
-
-
-@numba.njit(cache=True)
-def unpack(fine, coarse, codes):
-    """The codes of one token, in the order of the coordinates."""
-    half, quarter = fine.shape[0], coarse.shape[0]
-    for i in range(half):
-        codes[i], codes[half + i] = fine[i] & 15, fine[i] >> 4
-    for i in range(quarter):
-        for j in range(4):
-            codes[2 * half + j * quarter + i] = (coarse[i] >> (2 * j)) & 3
-
-
-@numba.njit(cache=True)
-def estimate(high, low, unit, offset, codes):
-    """The estimated score of one head and token. The sums are exact: integers below 2^24."""
-    top, bottom = np.float32(0), np.float32(0)
-    for i in range(codes.shape[0]):
-        top += high[i] * codes[i]
-        bottom += low[i] * codes[i]
-    scale = unit / np.float32(DIGIT)
-    return np.float32(np.float64(top) * DIGIT + np.float64(bottom)) * scale + offset
-
-
-@numba.njit(cache=True)
-def bin_of(share, middle):
-    """The bin of a share; what is below them all goes to bin 0."""
-    y = (np.float32(share) - middle) * np.float32(STEPS)
-    far = abs(y) - np.float32(FINE)
-    if far > 0:
-        y = np.sign(y) * (np.float32(FINE) + far * np.float32(0.125))
-    return int(np.floor(min(max(y, -128.0), 127.0))) + 128
 
 
 @numba.njit(cache=True)

@@ -9,7 +9,7 @@ The keys of a KV head in the coordinates that its queries weigh, the best rank r
 A coordinate x has the standard deviation sqrt(S); the leading ones are rounded to 4 bits, clipped
 at 3.64 of it, the others to 2 bits, clipped at 1.49. What the codes stand for is called x^ here.
 Sources: Loki (Singhania et al., arXiv:2406.02542) for low-rank keys; the weighing by queries, the
-bits and the clips are measured (docs/sketch.md).
+bits and the clips are measured (docs/log/sketch.md).
 """
 
 from typing import NamedTuple

@@ -10,6 +10,7 @@ from attnplug.ops.sketch import encode_keys as encode
 from attnplug.ops.sketch import pick_tokens as pick
 from attnplug.ops.sketch import prepare_query as prepare
 from attnplug.ops.sketch import scan_sketch as scan
+from attnplug.ops.sketch.estimates import BINS
 from attnplug.ops.sketch.state import CLIPS, Codes, empty_codes, fit_basis
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -172,7 +173,7 @@ def test_picks_are_the_references(top_k, parts):
     shares[:, :, 300:500] = -8.0  # many in one bin
     shares[:, :, 600:700] = -torch.inf
     middle = torch.tensor([[-8.0], [-20.0]])
-    counts = torch.zeros(batch, heads, parts, scan.BINS, dtype=torch.int32)
+    counts = torch.zeros(batch, heads, parts, BINS, dtype=torch.int32)
     lengths, start = torch.tensor([1290, 1300]), torch.tensor([3, 130])
     scan._count(*(x.numpy() for x in (shares.float(), lengths, start, middle, counts)))
     asked = (shares, counts, counts.sum(2).int(), middle, top_k, lengths, start)

@@ -1,0 +1,70 @@
+"""The arithmetic of codes, estimated scores and shares in the numba references of sketch's ops:
+float32 where the kernels compute in float32, logarithms to base 2."""
+
+import numba
+import numpy as np
+
+from attnplug.ops.sketch.kernels import codes as kernel_codes
+
+BINS, DIGIT, LARGEST, STEPS, FINE = (
+    x.value for x in map(kernel_codes.__dict__.get, ("BINS", "DIGIT", "LARGEST", "STEPS", "FINE"))
+)
+
+
+@numba.njit(cache=True)
+def exp2(x):
+    """2^x, float64: numba mixes up its own exp2 of two widths."""
+    return np.exp(np.float64(x) * np.log(2.0))
+
+
+@numba.njit(cache=True)
+def log2(x):
+    return np.log(np.float64(x)) / np.log(2.0)
+
+
+@numba.njit(cache=True)
+def capped(s, cap):
+    """cap tanh(s / cap); a cap of 0 is none."""
+    return s if cap == 0 else cap * np.tanh(s / cap)
+
+
+@numba.njit(cache=True)
+def digits(weights):
+    """Weights `[r]` as (high, low, unit): unit (high + low / 254), the digits within -127..127."""
+    unit = max(np.abs(weights).max() / np.float32(127), np.float32(1e-30))
+    scaled = weights / unit
+    high = np.floor(scaled + np.float32(0.5))
+    low = np.floor((scaled - high) * np.float32(DIGIT) + np.float32(0.5))
+    return high, low, unit
+
+
+@numba.njit(cache=True)
+def unpack(fine, coarse, codes):
+    """The codes of one token, in the order of the coordinates."""
+    half, quarter = fine.shape[0], coarse.shape[0]
+    for i in range(half):
+        codes[i], codes[half + i] = fine[i] & 15, fine[i] >> 4
+    for i in range(quarter):
+        for j in range(4):
+            codes[2 * half + j * quarter + i] = (coarse[i] >> (2 * j)) & 3
+
+
+@numba.njit(cache=True)
+def estimate(high, low, unit, offset, codes):
+    """The estimated score of one head and token. The sums are exact: integers below 2^24."""
+    top, bottom = np.float32(0), np.float32(0)
+    for i in range(codes.shape[0]):
+        top += high[i] * codes[i]
+        bottom += low[i] * codes[i]
+    scale = unit / np.float32(DIGIT)
+    return np.float32(np.float64(top) * DIGIT + np.float64(bottom)) * scale + offset
+
+
+@numba.njit(cache=True)
+def bin_of(share, middle):
+    """The bin of a share; what is below them all goes to bin 0."""
+    y = (np.float32(share) - middle) * np.float32(STEPS)
+    far = abs(y) - np.float32(FINE)
+    if far > 0:
+        y = np.sign(y) * (np.float32(FINE) + far * np.float32(0.125))
+    return int(np.floor(min(max(y, -128.0), 127.0))) + 128
