@@ -182,8 +182,10 @@ def _quantize(
         tl.store(summary + block * SUMMARY_FIELDS + ETA, eta)
         tl.store(summary + block * SUMMARY_FIELDS + NU, nu)
         check_at = check + block * CHECK_FIELDS
-        tl.store(check_at + CHECK_PASS, CHECK_SEED + CHECK_STEP * j + first)
-        second += CHECK_SEED + CHECK_STEP * j + eta.to(tl.int32, bitcast=True)
+        # Constants on the right: the interpreter makes a constant of what stands at one's right.
+        seed = j * CHECK_STEP + CHECK_SEED
+        tl.store(check_at + CHECK_PASS, seed + first)
+        second += seed + eta.to(tl.int32, bitcast=True)
         second += 7 * nu.to(tl.int32, bitcast=True)
         tl.store(check_at + CHECK_PREPARE, second)
 
