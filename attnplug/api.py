@@ -266,7 +266,7 @@ def _key_text(key: LayerKey) -> str:
 
 
 def _matches(key: LayerKey, layer: AttentionLayer) -> bool:
-    if isinstance(key, int):
+    if isinstance(key, int) and not isinstance(key, bool):
         return key == layer.index
     if isinstance(key, range):
         return layer.index in key

@@ -81,6 +81,8 @@ class PlugLayer(StaticLayer):
         """New tokens as the buffers take them. Raises UnsupportedCallError where they do not fit,
         which the host knows without waiting for a device, or have another dtype: under autocast
         they are cast, as sdpa would cast them."""
+        if not torch.compiler.is_compiling():
+            self._fit_rows(key_states, value_states)
         if self.cumulative_length.is_cpu and not torch.compiler.is_compiling():
             check_room(int(self.cumulative_length), key_states.shape[2], self.max_cache_len)
         cast = autocast_dtype(key_states.device)
@@ -93,6 +95,20 @@ class PlugLayer(StaticLayer):
                 "the precision that it began with: all of it inside torch.autocast, or none."
             )
         return key_states, value_states
+
+    def _fit_rows(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Give an empty cache, as `reset` leaves it, the batch size of new tokens. Raises
+        UnsupportedCallError where it holds tokens of another one."""
+        rows = key_states.shape[0]
+        if not self.is_initialized or rows == self._buffers()[0].shape[0]:
+            return
+        if int(self.cumulative_length) > 0:
+            raise UnsupportedCallError(
+                f"the cache holds tokens of {self._buffers()[0].shape[0]} rows and got {rows}. "
+                "Call its reset() first, or make another with attnplug.make_cache."
+            )
+        self.is_initialized = False
+        self.lazy_initialization(key_states, value_states)
 
     def _write(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any

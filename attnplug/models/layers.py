@@ -30,14 +30,24 @@ class AttentionLayer:
 
 
 def unwrap(model: torch.nn.Module) -> PreTrainedModel:
-    """The PreTrainedModel itself, out of torch.compile's wrapper."""
-    inner = getattr(model, "_orig_mod", model)
-    if not isinstance(inner, PreTrainedModel):
-        hint = "pass its get_base_model()" if hasattr(inner, "get_base_model") else "load one"
-        raise UnsupportedModelError(
-            f"a {type(inner).__name__} is not a transformers PreTrainedModel; {hint}"
-        )
+    """The PreTrainedModel itself, out of torch.compile's wrapper and PEFT's."""
+    inner = model
+    while not isinstance(inner, PreTrainedModel):
+        if hasattr(inner, "_orig_mod"):
+            inner = inner._orig_mod
+        elif callable(getattr(inner, "get_base_model", None)):
+            inner = inner.get_base_model()  # pyright: ignore[reportCallIssue]
+        else:
+            raise UnsupportedModelError(
+                f"a {type(inner).__name__} is not a transformers PreTrainedModel; {_hint(inner)}"
+            )
     return inner
+
+
+def _hint(model: torch.nn.Module) -> str:
+    if isinstance(getattr(model, "module", None), torch.nn.Module):
+        return f"a policy goes onto the model before {type(model).__name__}, or onto its .module"
+    return "load one"
 
 
 def find_attention_layers(model: PreTrainedModel) -> list[AttentionLayer]:

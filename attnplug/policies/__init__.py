@@ -95,6 +95,9 @@ def names() -> list[str]:
     return sorted(methods())
 
 
+MOST_CHARACTERS = 1000  # every option of three methods written out has fewer
+
+
 def parse(policy: "str | Phase | Policy") -> Policy:
     """A Policy from a string, a single method, or a Policy.
 
@@ -103,6 +106,11 @@ def parse(policy: "str | Phase | Policy") -> Policy:
     if isinstance(policy, Policy):
         return policy
     if isinstance(policy, str):
+        if len(policy) > MOST_CHARACTERS:
+            raise PolicyError(
+                f"a policy of {len(policy):,} characters, {policy[:40]!r}..., is longer than any; "
+                'write for example "momo(gamma=16)" or "momo+dense"'
+            )
         return parse_policy(policy, methods())
     if isinstance(policy, Phase):
         return Policy(**dict.fromkeys(sorted(policy.phases), policy))
