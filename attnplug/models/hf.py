@@ -131,10 +131,10 @@ def _refuse_unknown_packing() -> None:
     a call with neither cache nor mask gets a mask for packed sequences, whatever its tokens are."""
     if not may_sync(torch.cuda.is_available()):
         raise UnsupportedCallError(
-            "compiled or captured, with neither a cache nor an attention mask, transformers treats "
-            "the prompt as packed sequences, which attnplug does not serve. Pass use_cache=True "
-            "(fastest) or attention_mask=torch.ones_like(input_ids); packed sequences need the "
-            "policy removed."
+            "compiled, traced or captured, with neither a cache nor an attention mask, "
+            "transformers treats the prompt as packed sequences, which attnplug does not serve. "
+            "Pass use_cache=True (fastest) or attention_mask=torch.ones_like(input_ids); packed "
+            "sequences need the policy removed."
         )
 
 

@@ -5,7 +5,7 @@ import torch
 
 def may_sync(on_gpu: bool) -> bool:
     """Whether the host may read a tensor here, which is the GPU's or not: not in traced code, nor
-    under graph capture."""
-    if torch.compiler.is_compiling():
+    under graph capture. What torch.jit.trace reads would stand in the trace for ever."""
+    if torch.compiler.is_compiling() or torch.jit.is_tracing():
         return False
     return not (on_gpu and torch.cuda.is_current_stream_capturing())

@@ -9,8 +9,10 @@ import dataclasses
 from typing import ClassVar
 
 import torch
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from attnplug.call import AttentionCall, causal_mask
+from attnplug.errors import UnsupportedCallError
 from attnplug.ops import dense_decode, query_sparse_attention
 from attnplug.policies.base import Phase
 
@@ -28,7 +30,7 @@ class Dense(Phase):
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
         queries = call.q.shape[2]
-        if queries <= MAX_DECODE_QUERIES:
+        if known_below(queries, MAX_DECODE_QUERIES + 1):
             return _decode(call)
         plain = call.whole and call.softcap == 0.0 and call.sinks is None
         if plain and call.key_mask is None:
@@ -36,6 +38,24 @@ class Dense(Phase):
         if plain and call.q.device.type == "cpu":
             return _sdpa(call, causal_mask(call))
         return _flash(call)
+
+
+def known_below(tokens: int, limit: int) -> bool:
+    """Whether a number of tokens is below a limit. False for the open length of a program that
+    torch.export makes: it must serve all lengths, so that none may be asked for."""
+    if torch.compiler.is_exporting():
+        return statically_known_true(tokens < limit)
+    return bool(tokens < limit)
+
+
+def check_open_length(method: str, tokens: int, query_block: int) -> None:
+    """Raise UnsupportedCallError for a program of torch.export whose open length may be one block
+    of queries: to torch, a size that may be 1 is another program."""
+    if torch.compiler.is_exporting() and not statically_known_true(tokens > query_block):
+        raise UnsupportedCallError(
+            f"torch.export: {method} needs more than one block of {query_block} queries in a "
+            f"program; declare the length as torch.export.Dim(name, min={query_block + 1})"
+        )
 
 
 def _decode(call: AttentionCall) -> torch.Tensor:
@@ -55,7 +75,7 @@ def _sdpa(call: AttentionCall, mask: torch.Tensor | None) -> torch.Tensor:
         attn_mask=mask,
         is_causal=mask is None,
         scale=call.scale,
-        enable_gqa=k.shape[1] != call.q.shape[1],
+        enable_gqa=bool(k.shape[1] != call.q.shape[1]),  # torch.jit.trace's sizes are tensors
     )
 
 

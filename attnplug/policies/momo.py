@@ -29,7 +29,7 @@ from attnplug.ops.momo.merge_block_rows import MAX_ENTRIES
 from attnplug.ops.momo.query_sparse_attention import MAX_EXACT
 from attnplug.policies._reads import query_positions, read_blocks
 from attnplug.policies.crossover import DenseBelow
-from attnplug.policies.dense import Dense, apply_sinks
+from attnplug.policies.dense import Dense, apply_sinks, check_open_length, known_below
 
 # Below this many query tokens for each key that a query block may read, dense attention is
 # faster, and below so many tokens in any case; measured (docs/log/momo.md).
@@ -111,8 +111,9 @@ class Momo(DenseBelow):
         return f"dense below {tokens:,} query tokens a call" if tokens else ""
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
-        if call.q.shape[2] < self.crossover(call.q.device):
+        if known_below(call.q.shape[2], self.crossover(call.q.device)):
             return Dense().attend(call)
+        check_open_length(self.name, call.q.shape[2], self.query_block)
         rows = self.select(call)
         attend = functools.partial(
             block_sparse_attention,

@@ -22,7 +22,7 @@ from attnplug.ops import query_sparse_attention, stream_edges, stream_mask
 from attnplug.ops.stream.stream_edges import WEIGHTS
 from attnplug.ops.stream.stream_mask import BLOCKS, MAX_BRANCHES
 from attnplug.policies.base import Phase
-from attnplug.policies.dense import apply_sinks
+from attnplug.policies.dense import apply_sinks, check_open_length
 
 SUBJECTS = ("model", "policy")
 
@@ -70,6 +70,7 @@ class Stream(Phase):
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
         """Attention over the named blocks alone."""
+        check_open_length(self.name, call.q.shape[2], self.query_block)
         options, blocks = self._options(call), self._blocks()
         index, _ = stream_mask(call.q, call.k, top_k=self.top_k, **blocks, **options)
         # 0 times NaN is NaN, for the queries of a block that do not see the key; _poison shows it

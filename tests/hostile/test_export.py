@@ -1,0 +1,149 @@
+"""torch.jit.trace and torch.export: with a dynamic length, saved, loaded in a fresh process, with
+the tokens of the model that was exported."""
+
+import json
+import subprocess
+import sys
+import warnings
+
+import pytest
+import torch
+
+import attnplug
+from attnplug.testing.policy import tiny_model
+
+PROMPT = torch.randint(2, 90, (1, 21), generator=torch.Generator().manual_seed(0))
+NEW = 12
+# A process that knows attnplug's ops and nothing of the model: argv is program, kind, prompt.
+RUN = """
+import json, sys, torch, attnplug.ops
+path, kind, prompt = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
+program = torch.jit.load(path) if kind == "trace" else torch.export.load(path).module()
+tokens = list(prompt)
+with torch.no_grad():
+    if kind == "step":
+        for token in prompt[:-1]:
+            program(torch.tensor([[token]]))
+    for _ in range(int(sys.argv[4])):
+        if kind == "step":
+            logits = program(torch.tensor([tokens[-1:]]))
+        else:
+            ids = torch.tensor([tokens])
+            logits = program(ids, torch.ones_like(ids))
+        tokens.append(int(logits[0, -1].argmax()))
+print(json.dumps(tokens))
+"""
+
+
+class Forward(torch.nn.Module):
+    def __init__(self, model: torch.nn.Module):
+        super().__init__()
+        self.model = model
+
+    def forward(self, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return self.model(input_ids=ids, attention_mask=mask, use_cache=False).logits
+
+
+class Step(torch.nn.Module):
+    """One decode step; the cache's tensors are the program's buffers."""
+
+    def __init__(self, model: torch.nn.Module, size: int):
+        super().__init__()
+        self.model, self.cache = model, attnplug.make_cache(model, size)
+        with torch.no_grad():
+            model(PROMPT, past_key_values=self.cache)  # allocates
+        self.cache.reset()
+        for index, layer in enumerate(self.cache.layers):
+            for name, value in vars(layer).items():
+                parts = value if isinstance(value, tuple) else [value]
+                for place, part in enumerate(parts):
+                    if isinstance(part, torch.Tensor):
+                        self.register_buffer(f"{name}_{index}_{place}", part)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.model(input_ids=ids, past_key_values=self.cache).logits
+
+
+def wanted() -> list[int]:
+    mask = torch.ones_like(PROMPT)
+    return (
+        tiny_model()
+        .generate(PROMPT, attention_mask=mask, max_new_tokens=NEW, do_sample=False)[0]
+        .tolist()
+    )
+
+
+def tokens_of(path, kind: str) -> list[int]:
+    command = [sys.executable, "-c", RUN, str(path), kind, json.dumps(PROMPT[0].tolist()), str(NEW)]
+    run = subprocess.run(command, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    return json.loads(run.stdout.splitlines()[-1])
+
+
+@pytest.fixture(autouse=True)
+def quiet():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch deprecates jit, and tells what a trace fixes
+        yield
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_program_of_any_length_gives_the_same_tokens(exact, strict, tmp_path):
+    model = attnplug.apply(tiny_model(), exact)
+    least = 17 if "query_block=16" in exact else 2
+    length = torch.export.Dim("length", min=least, max=512)
+    inputs = PROMPT, torch.ones_like(PROMPT)
+    with torch.no_grad():
+        program = torch.export.export(
+            Forward(model), inputs, dynamic_shapes=({1: length}, {1: length}), strict=strict
+        )
+    torch.export.save(program, tmp_path / "model.pt2")
+    assert tokens_of(tmp_path / "model.pt2", "forward") == wanted()
+
+
+def test_a_program_of_one_step_gives_the_same_tokens(exact, tmp_path):
+    model = attnplug.apply(tiny_model(), exact)
+    with torch.no_grad():
+        program = torch.export.export(Step(model, 40), (PROMPT[:, :1],), strict=True)
+    torch.export.save(program, tmp_path / "step.pt2")
+    assert tokens_of(tmp_path / "step.pt2", "step") == wanted()
+
+
+def test_a_trace_gives_the_same_tokens(exact, tmp_path):
+    model = attnplug.apply(tiny_model(), exact)
+    with torch.no_grad():
+        traced = torch.jit.trace(
+            Forward(model), (PROMPT, torch.ones_like(PROMPT)), check_trace=False
+        )
+    torch.jit.save(traced, str(tmp_path / "model.pt"))
+    assert tokens_of(tmp_path / "model.pt", "trace") == wanted()
+
+
+@torch.no_grad()
+def test_a_trace_keeps_the_mask():
+    """One that was made without padding, given padding."""
+    model = attnplug.apply(tiny_model(), "dense")
+    traced = torch.jit.trace(Forward(model), (PROMPT, torch.ones_like(PROMPT)), check_trace=False)
+    mask = torch.ones_like(PROMPT)
+    mask[0, :6] = 0
+    stock = tiny_model()(input_ids=PROMPT, attention_mask=mask, use_cache=False).logits
+    torch.testing.assert_close(traced(PROMPT, mask)[:, 6:], stock[:, 6:], rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("policy", "least"),
+    [("momo(min_tokens=0)", 129), ("prefill=stream(query_block=32)", 33)],
+)
+def test_an_open_length_of_one_block_says_what_to_declare(policy, least):
+    model = attnplug.apply(tiny_model(), policy)
+    length = torch.export.Dim("length", min=2, max=512)
+    inputs = PROMPT, torch.ones_like(PROMPT)
+    with (
+        torch.no_grad(),
+        pytest.raises(
+            attnplug.UnsupportedCallError, match=rf"torch\.export\.Dim\(name, min={least}\)"
+        ),
+    ):
+        torch.export.export(
+            Forward(model), inputs, dynamic_shapes=({1: length}, {1: length}), strict=False
+        )
