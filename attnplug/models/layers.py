@@ -31,12 +31,12 @@ class AttentionLayer:
 
 def unwrap(model: torch.nn.Module) -> PreTrainedModel:
     """The PreTrainedModel itself, out of torch.compile's wrapper and PEFT's."""
-    inner = model
+    inner: Any = model
     while not isinstance(inner, PreTrainedModel):
         if hasattr(inner, "_orig_mod"):
             inner = inner._orig_mod
         elif callable(getattr(inner, "get_base_model", None)):
-            inner = inner.get_base_model()  # pyright: ignore[reportCallIssue]
+            inner = inner.get_base_model()
         else:
             raise UnsupportedModelError(
                 f"a {type(inner).__name__} is not a transformers PreTrainedModel; {_hint(inner)}"

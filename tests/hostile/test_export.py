@@ -89,6 +89,8 @@ def quiet():
 
 @pytest.mark.parametrize("strict", [False, True])
 def test_a_program_of_any_length_gives_the_same_tokens(exact, strict, tmp_path):
+    if not strict and torch.__version__ < "2.12":
+        pytest.skip("torch 2.11 guards strides of the stock model, too; strict=True serves there")
     model = attnplug.apply(tiny_model(), exact)
     least = 17 if "query_block=16" in exact else 2
     length = torch.export.Dim("length", min=least, max=512)
