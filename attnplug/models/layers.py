@@ -3,6 +3,7 @@
 import inspect
 import sys
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
