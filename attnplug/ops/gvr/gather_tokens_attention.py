@@ -29,7 +29,7 @@ from attnplug.ops.common.device import machine
 from attnplug.ops.common.reference import reference_kept, sinks_on_cpu
 from attnplug.ops.common.rows import NO_MASK, mask_bytes, row_span, row_step, rows_on_cpu
 from attnplug.ops.common.sizes import cdiv, next_power_of_two
-from attnplug.ops.common.softmax import LOG2E, attend_tile
+from attnplug.ops.common.softmax import attend_tile, base_two
 from attnplug.ops.common.splits import merge_splits, store_piece
 
 NAME = "gather_tokens_attention"
@@ -349,6 +349,7 @@ def launch_gather_tokens_attention(
     if not fused:
         elements = rows * group * plan.splits * (width + 1)
         partial = torch.empty(elements, dtype=torch.float32, device=q.device)
+    factor, cap = base_two(scale, softcap)
     _attend[(plan.splits, kv_heads * queries, batch)](
         q=q,
         k=k,
@@ -361,8 +362,8 @@ def launch_gather_tokens_attention(
         partial=partial,
         out=out,
         lse=lse,
-        scale=scale * LOG2E if softcap == 0 else 2 * LOG2E * scale / softcap,
-        cap=softcap * LOG2E,
+        scale=factor,
+        cap=cap,
         T=queries,
         S=size,
         splits=plan.splits,

@@ -17,7 +17,7 @@ from attnplug.errors import ArgumentError
 from attnplug.ops.common.define import define_op, refuse_gradients, require
 from attnplug.ops.common.device import early
 from attnplug.ops.common.reference import reference_kept
-from attnplug.ops.common.softmax import LOG2E
+from attnplug.ops.common.softmax import LOG2E, base_two
 from attnplug.ops.sketch.encode_keys import check_float
 from attnplug.ops.sketch.estimates import LARGEST, capped, digits, estimate, exp2, log2, unpack
 from attnplug.ops.sketch.kernels import attend as kernels
@@ -227,6 +227,7 @@ def launch_attend_picks(
     group = heads // kv_heads
     pdl, dependent = early(q.device)
     q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k, v))
+    factor, cap = base_two(scale, softcap)
     kernels.attend[(pieces, kv_heads, batch)](
         q=q,
         k=k,
@@ -240,8 +241,8 @@ def launch_attend_picks(
         pick_out=pick_out,
         pick_lse=pick_lse,
         pick_sums=pick_sums,
-        scale=scale * LOG2E if softcap == 0 else 2 * LOG2E * scale / softcap,
-        cap=softcap * LOG2E,
+        scale=factor,
+        cap=cap,
         S=size,
         capacity=picks.shape[2],
         pieces=pieces,

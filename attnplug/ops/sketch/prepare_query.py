@@ -20,7 +20,7 @@ from attnplug.ops.common.device import machine
 from attnplug.ops.common.product import add_product
 from attnplug.ops.common.reference import reference_kept
 from attnplug.ops.common.rows import NO_MASK, mask_bytes, row_step, rows_on_cpu
-from attnplug.ops.common.softmax import LOG2E
+from attnplug.ops.common.softmax import LOG2E, base_two
 from attnplug.ops.sketch.encode_keys import LOCAL, check_float, near_block
 from attnplug.ops.sketch.kernels import prepare as kernels
 from attnplug.ops.sketch.state import BLOCK
@@ -189,6 +189,7 @@ def launch_prepare_query(
     column_programs = triton.cdiv(columns, COLUMNS)
     wide = width * q.element_size()
     coders = 0 if encoder is None else ENCODERS
+    factor, cap = base_two(scale, softcap)
     kernels.prepare[(PIECES + column_programs + coders, kv_heads, batch)](
         q=q,
         k=k,
@@ -207,8 +208,8 @@ def launch_prepare_query(
         odd=odd,
         progress=progress,
         q_scale=scale * LOG2E,
-        scale=scale * LOG2E if softcap == 0 else 2 * LOG2E * scale / softcap,
-        cap=softcap * LOG2E,
+        scale=factor,
+        cap=cap,
         S=size,
         columns=columns,
         chunks=0 if odd is None else odd.shape[2],
