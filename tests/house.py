@@ -140,7 +140,7 @@ def _family(module: str, ops: str) -> str:
 
 @dataclass(frozen=True)
 class Launch:
-    """One `kernel[grid](...)`: arguments by position, and all. A starred argument is one."""
+    """One launch of a kernel: arguments by position, and all. A starred argument is one."""
 
     where: str
     positional: int
@@ -148,18 +148,22 @@ class Launch:
 
 
 def launches(house: House, room: str) -> Iterator[Launch]:
-    """The kernel launches in a room. A launch is a call of a subscript: `kernel[grid](...)`. A
-    subscript with a string or a number is a table's entry, and a type's is a cast."""
+    """The kernel launches in a room. A launch is `kernel.run(grid=..., ...)` or a call of a
+    subscript, `kernel[grid](...)`. A subscript with a string or a number is a table's entry, and a
+    type's is a cast."""
     for module, path in house.files.items():
         if not _inside(module, room):
             continue
         for node in ast.walk(house.tree(module)):
-            if isinstance(node, ast.Call) and _is_launch(node.func):
+            if isinstance(node, ast.Call) and _is_launch(node):
                 count = len(node.args) + len(node.keywords)
                 yield Launch(f"{path.name}:{node.lineno}", len(node.args), count)
 
 
-def _is_launch(function: ast.expr) -> bool:
+def _is_launch(call: ast.Call) -> bool:
+    function = call.func
+    if isinstance(function, ast.Attribute) and function.attr == "run":
+        return any(keyword.arg == "grid" for keyword in call.keywords)
     if not isinstance(function, ast.Subscript):
         return False
     index = function.slice

@@ -75,7 +75,9 @@ class _Step:
     def prepare(self) -> None:
         if self.preparing == 0:
             return
-        prepare[(self.preparing, self.kv_heads, self.batch)](
+        prepare.run(
+            grid=(self.preparing, self.kv_heads, self.batch),
+            warmup=False,
             q=self.inputs.q,
             tier=self.inputs.tier,
             rows=self.inputs.rows,
@@ -94,7 +96,9 @@ class _Step:
         )
 
     def rest(self) -> None:
-        attend_rest[(self.kv_heads, self.batch)](
+        attend_rest.run(
+            grid=(self.kv_heads, self.batch),
+            warmup=False,
             **self.originals,
             progress=self.inputs.tier.progress,
             metadata_faults=self.memory.metadata_faults,
@@ -134,7 +138,9 @@ class _Step:
         if self.plan.step > 0:
             self._attend_on_hopper(grid, shared)
             return
-        attend[grid](
+        attend.run(
+            grid=grid,
+            warmup=False,
             tier=self.inputs.tier,
             mask_stride=self.originals["mask_stride"],
             STAGES=self.plan.stages,
@@ -146,7 +152,9 @@ class _Step:
     def _attend_on_hopper(self, grid: tuple[int, ...], shared: dict[str, Any]) -> None:
         tier, plan = self.inputs.tier, self.plan
         limit = {} if plan.registers is None else {"maxnreg": plan.registers}
-        attend_blocks[grid](
+        attend_blocks.run(
+            grid=grid,
+            warmup=False,
             k_codes=self._lines(tier.k_codes, 1, 128),
             k_meta=tier.k_meta.view(torch.int32),
             v_codes=self._lines(tier.v_codes, 2, 128),
@@ -185,7 +193,9 @@ class _Step:
         )
         programs = self.programs.READERS + self.programs.CHUNKS + self.shape.GROUP
         # Not launched early: that made the whole step slower (docs/log/certified.md).
-        choose_blocks[(self.kv_heads, programs, self.batch)](
+        choose_blocks.run(
+            grid=(self.kv_heads, programs, self.batch),
+            warmup=False,
             **self._promotion(ranking),
             splits=self.memory.splits,
             merged=self.memory.merged,
@@ -204,7 +214,9 @@ class _Step:
         if self.programs.READERS > 0:
             return
         warps, registers = PROMOTING
-        promote[(self.plan.list_readers, self.kv_heads, self.batch)](
+        promote.run(
+            grid=(self.plan.list_readers, self.kv_heads, self.batch),
+            warmup=False,
             **self._promotion(ranking),
             PIECES=self.plan.list_readers,
             num_warps=warps,
@@ -242,7 +254,9 @@ class _Step:
     def finish(self, out, lse, bounds, rungs, value_budget, tolerance, ranking, capacity) -> None:
         memory, telemetry = self.memory, self.inputs.telemetry
         readers = self.programs.READERS
-        finish[(self.heads, self.batch)](
+        finish.run(
+            grid=(self.heads, self.batch),
+            warmup=False,
             out=out,
             lse=lse,
             bounds=bounds,
@@ -280,7 +294,9 @@ class _Step:
 
     def recompute(self, rungs: torch.Tensor) -> None:
         telemetry = self.inputs.telemetry
-        recompute[(self.plan.pieces, self.kv_heads, self.batch)](
+        recompute.run(
+            grid=(self.plan.pieces, self.kv_heads, self.batch),
+            warmup=False,
             **self.originals,
             rungs=rungs,
             telemetry=telemetry,
@@ -298,7 +314,9 @@ class _Step:
         )
 
     def replace(self, out, lse, bounds, rungs) -> None:
-        replace[(self.heads, self.batch)](
+        replace.run(
+            grid=(self.heads, self.batch),
+            warmup=False,
             out=out,
             lse=lse,
             bounds=bounds,

@@ -5,22 +5,8 @@ A record of a head, F fields of P programs each, lies at [head, F, P]: field f o
 (head * F + f) * P + p. Its writer and its reader are named beside its fields.
 """
 
-import triton.language as tl
-
 from attnplug.ops.certified import proof
-
-
-class Constant(tl.constexpr):
-    """A compile-time constant that is cheap to compare: at every launch Triton compares all that a
-    kernel uses, and `tl.constexpr` makes two more of itself for each, most of a microsecond."""
-
-    # A bool where the base makes a constant, which is what costs the time.
-    def __ne__(self, other: object) -> bool:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return self.value != (other.value if isinstance(other, tl.constexpr) else other)
-
-    __eq__ = tl.constexpr.__eq__
-    __hash__ = tl.constexpr.__hash__
-
+from attnplug.ops.common.constants import Constant, table_of
 
 # --- the proof ------------------------------------------------------------------------------------
 
@@ -181,3 +167,6 @@ T_SAVED = Constant(TELEMETRY.index("saved"))
 T_KEY_TOKENS = Constant(TELEMETRY.index("key_tokens"))
 T_VALUE_TOKENS = Constant(TELEMETRY.index("value_tokens"))
 TELEMETRY_FIELDS = Constant(len(TELEMETRY))
+
+# What kernels import: a launch compares one table and not each of these.
+R = table_of(globals())

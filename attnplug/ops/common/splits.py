@@ -10,9 +10,10 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
+from attnplug.ops.common.constants import Constant
 from attnplug.ops.common.softmax import LN2, LOG2E
 
-_LN2, _LOG2E = tl.constexpr(LN2), tl.constexpr(LOG2E)
+_LN2, _LOG2E = Constant(LN2), Constant(LOG2E)
 
 
 @triton.jit

@@ -330,7 +330,9 @@ def launch_dense_decode(
     partial = torch.empty(rows * plan.splits * (width + 1), dtype=torch.float32, device=q.device)
     factor, cap = base_two(scale, softcap)
     blocks = (group * queries + plan.rows - 1) // plan.rows
-    _attend[(plan.splits * blocks, kv_heads, batch)](
+    _attend.run(
+        grid=(plan.splits * blocks, kv_heads, batch),
+        warmup=False,
         q=q,
         k=k,
         v=v,
@@ -361,7 +363,9 @@ def launch_dense_decode(
         PDL=pdl,
         **{"num_warps": plan.warps},
     )
-    merge_splits[(rows, cdiv(width, plan.columns))](
+    merge_splits.run(
+        grid=(rows, cdiv(width, plan.columns)),
+        warmup=False,
         partial=partial,
         sinks=sinks,
         out=out,

@@ -262,7 +262,9 @@ def launch_block_bounds(k, bounds, progress, lengths, start, key_mask, block):
     # Enough programs to fill a GPU when a whole prompt is new, few where nothing is.
     blocks = cdiv(size, block)
     programs = max(1, min(512 // (batch * heads), blocks))
-    kernels.refresh[(programs, heads, batch)](
+    kernels.refresh.run(
+        grid=(programs, heads, batch),
+        warmup=False,
         k=k,
         bounds=bounds,
         progress=progress,
@@ -283,7 +285,9 @@ def launch_block_bounds(k, bounds, progress, lengths, start, key_mask, block):
         START_STEP=row_step(start),
         **{"num_warps": 4},
     )
-    kernels.note_refreshed[(batch,)](
+    kernels.note_refreshed.run(
+        grid=(batch,),
+        warmup=False,
         progress=progress,
         lengths=lengths,
         start=start,

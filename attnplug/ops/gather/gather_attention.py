@@ -289,7 +289,9 @@ def launch_gather_attention(
         places = rows * group * plan.splits * (width + 1)
         partial = torch.empty(places, dtype=torch.float32, device=q.device)
     factor, cap = base_two(scale, softcap)
-    kernels.attend_kept[(plan.splits, kv_heads * queries, batch)](
+    kernels.attend_kept.run(
+        grid=(plan.splits, kv_heads * queries, batch),
+        warmup=False,
         q=q,
         k=k,
         v=v,
@@ -332,7 +334,9 @@ def launch_gather_attention(
         **{"num_warps": plan.warps, **dependent},
     )
     if not fused:
-        merge_splits[(rows * group, cdiv(width, plan.columns))](
+        merge_splits.run(
+            grid=(rows * group, cdiv(width, plan.columns)),
+            warmup=False,
             partial=partial,
             sinks=sinks,
             out=out,

@@ -249,7 +249,9 @@ def launch_scores(
         places = rows * group * (blocks + chunks)
         per_head = torch.empty(places, dtype=torch.float32, device=q.device)
     padded = max(16, next_power_of_two(group) * (2 if int8 else 1))
-    score_blocks[(programs, kv_heads * queries, batch)](
+    score_blocks.run(
+        grid=(programs, kv_heads * queries, batch),
+        warmup=False,
         q=q,
         k=k,
         bounds=bounds,
@@ -289,7 +291,9 @@ def launch_scores(
         **{"num_warps": plan.warps, "maxnreg": plan.registers, **(dependent if new else {})},
     )
     if mode == 1:
-        combine_heads[(chunks, rows)](
+        combine_heads.run(
+            grid=(chunks, rows),
+            warmup=False,
             scores=keys,
             best=best,
             head_scores=per_head,
@@ -322,7 +326,9 @@ def launch_choice(scores, k, progress, block, top_k, local, lengths, start, bloc
     plan, size, rows = scores.plan, k.shape[2], batch * kv_heads * queries
     kept, wide = scores.widths(top_k, blocks)
     pdl, dependent = early(k.device)
-    select_best[(rows,)](
+    select_best.run(
+        grid=(rows,),
+        warmup=False,
         scores=scores.keys,
         best=scores.best,
         progress=progress,

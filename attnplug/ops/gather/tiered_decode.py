@@ -333,7 +333,9 @@ def launch_tiered_decode(*args, plan=None):
             scores, k, progress, block, top_k, local, lengths, start, blocks, index, **more
         )
     wide = next_power_of_two(max(1, sink + top_k))
-    kernels.place_blocks[(rows,)](
+    kernels.place_blocks.run(
+        grid=(rows,),
+        warmup=False,
         index=index,
         table=near.table,
         owner=near.owner,
@@ -366,7 +368,9 @@ def launch_tiered_decode(*args, plan=None):
         partial = torch.empty(places, dtype=torch.float32, device=q.device)
     key_mask = mask_bytes(call.key_mask)
     factor, cap = base_two(call.scale, call.softcap)
-    kernels.attend_tiered[(plan.splits, kv_heads, batch)](
+    kernels.attend_tiered.run(
+        grid=(plan.splits, kv_heads, batch),
+        warmup=False,
         q=q,
         k=k,
         v=v,
@@ -413,7 +417,9 @@ def launch_tiered_decode(*args, plan=None):
         **{"num_warps": plan.warps, **dependent},
     )
     if not fused:
-        merge_splits[(rows * group, cdiv(width, plan.columns))](
+        merge_splits.run(
+            grid=(rows * group, cdiv(width, plan.columns)),
+            warmup=False,
             partial=partial,
             sinks=call.sinks,
             out=out,

@@ -350,7 +350,9 @@ def launch_gather_tokens_attention(
         elements = rows * group * plan.splits * (width + 1)
         partial = torch.empty(elements, dtype=torch.float32, device=q.device)
     factor, cap = base_two(scale, softcap)
-    _attend[(plan.splits, kv_heads * queries, batch)](
+    _attend.run(
+        grid=(plan.splits, kv_heads * queries, batch),
+        warmup=False,
         q=q,
         k=k,
         v=v,
@@ -394,7 +396,9 @@ def launch_gather_tokens_attention(
 def _launch_merge(partial, sinks, out, lse, plan, pdl):
     """Merge the splits in `partial` into `out` and `lse`."""
     batch, heads, queries, width = out.shape
-    merge_splits[(batch * heads * queries, cdiv(width, plan.columns))](
+    merge_splits.run(
+        grid=(batch * heads * queries, cdiv(width, plan.columns)),
+        warmup=False,
         partial=partial,
         sinks=sinks,
         out=out,

@@ -265,7 +265,9 @@ def launch_score_tokens(q, codes, steps, sink, window, lengths, start, key_mask,
     key_mask = mask_bytes(key_mask)
     multiprocessors, pdl = machine(q.device)
     plan = plan or plan_for(batch * heads, size, width, multiprocessors)
-    _score[(plan.programs, heads, batch)](
+    _score.run(
+        grid=(plan.programs, heads, batch),
+        warmup=False,
         q=q,
         codes=codes,
         scales=steps,

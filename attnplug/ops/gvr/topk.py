@@ -333,7 +333,15 @@ def launch_topk(scores, k, hint, lengths, sorted, indices, values, how, plan=Non
     if sorted:
         padded = max(2, next_power_of_two(k))
         warps = min(16, max(1, padded // 128))
-        select.order[(rows,)](indices=indices, values=values, K=k, K_PAD=padded, num_warps=warps)
+        select.order.run(
+            grid=(rows,),
+            warmup=False,
+            indices=indices,
+            values=values,
+            K=k,
+            K_PAD=padded,
+            num_warps=warps,
+        )
 
 
 def _launch_short_rows(scores, k, lengths, indices, values, how, plan, pdl):
@@ -355,10 +363,14 @@ def _launch_short_rows(scores, k, lengths, indices, values, how, plan, pdl):
         **({"launch_pdl": True} if pdl else {}),
     }
     if plan.small == 0:
-        select.whole_row[(rows,)](**shared, SIZE=padded, num_warps=plan.refine_warps)
+        select.whole_row.run(
+            grid=(rows,), warmup=False, **shared, SIZE=padded, num_warps=plan.refine_warps
+        )
         return
     warps = max(1, padded // 1024, min(plan.refine_warps, padded // 512))  # 16 or 32 a thread
-    short_rows.binned_row[(rows,)](
+    short_rows.binned_row.run(
+        grid=(rows,),
+        warmup=False,
         **shared,
         entries=indices.new_empty((rows, plan.small + short_rows.TILE), dtype=torch.int64),
         HALVES=max(1, padded // (512 * warps)),

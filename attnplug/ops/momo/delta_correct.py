@@ -226,7 +226,9 @@ def launch_delta_correct(out_sparse, out_rows, gamma, weight, lengths, start, kv
         return
     sparse, rows = unit_last(out_sparse), unit_last(out_rows)
     tile = 16
-    _delta_kernel[(batch * heads * cdiv(queries, tile),)](
+    _delta_kernel.run(
+        grid=(batch * heads * cdiv(queries, tile),),
+        warmup=False,
         SPARSE=sparse,
         ROWS_OUT=rows,
         OUT=out,

@@ -320,7 +320,9 @@ def launch_merge_block_rows(index, score, lse, rows, trim, merge, sink, before, 
         out.fill_(-1)
         return
     entries = max(2, next_power_of_two(rows * index.shape[3]))
-    _merge_kernel[(heads * blocks,)](
+    _merge_kernel.run(
+        grid=(heads * blocks,),
+        warmup=False,
         INDEX=index.contiguous(),
         SCORE=score.contiguous(),
         LSE=lse.contiguous(),

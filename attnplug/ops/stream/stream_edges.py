@@ -293,7 +293,9 @@ def launch_stream_edges(
     plan = plan or plan_for(rows, block, width, q.element_size())
     q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k, v))
     index, key_mask = index.contiguous(), mask_bytes(key_mask)
-    weigh_edges[(index.shape[2], heads, batch)](
+    weigh_edges.run(
+        grid=(index.shape[2], heads, batch),
+        warmup=False,
         q=q,
         k=k,
         v=v,

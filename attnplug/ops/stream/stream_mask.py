@@ -389,10 +389,17 @@ def launch_stream_mask(
         "LENGTH_STEP": row_step(lengths),
         "START_STEP": row_step(start),
     }
-    kernels.seed[(slots, kv_heads * cdiv(group, plan.heads), batch)](
-        **shared, STAGES=plan.seed_stages, HEADS=plan.heads, num_warps=plan.seed_warps
+    kernels.seed.run(
+        grid=(slots, kv_heads * cdiv(group, plan.heads), batch),
+        warmup=False,
+        **shared,
+        STAGES=plan.seed_stages,
+        HEADS=plan.heads,
+        num_warps=plan.seed_warps,
     )
-    kernels.refine[(slots, heads, batch)](**shared, STAGES=plan.stages, num_warps=plan.warps)
+    kernels.refine.run(
+        grid=(slots, heads, batch), warmup=False, **shared, STAGES=plan.stages, num_warps=plan.warps
+    )
 
 
 _stream_mask = define_op(

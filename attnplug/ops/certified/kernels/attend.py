@@ -19,25 +19,7 @@ from attnplug.ops.certified.kernels.tier import (
     values_of,
 )
 from attnplug.ops.certified.kernels.tiles import capped, load_query, split_dot
-from attnplug.ops.certified.records import (
-    CAP_SLACK,
-    CHECK_FIELDS,
-    CHECK_PASS,
-    CHECK_PREPARE,
-    CHECK_SEED,
-    CHECK_STEP,
-    CODE_REACH,
-    DELTA_CARE_16_BIT,
-    DOT_EXTRA,
-    DOT_SLACK,
-    ETA,
-    FLAG_CHECK,
-    FLAG_FIELDS,
-    NOISE_FLOOR,
-    NU,
-    QUERY_CARE,
-    SUMMARY_FIELDS,
-)
+from attnplug.ops.certified.records import R
 from attnplug.ops.common.rows import row_span
 
 
@@ -81,7 +63,7 @@ def prepare(
     head = h * GROUP + r
     query = load_query(q, q_strides, b, h, GROUP, SHAPE)
     query = query.to(tl.float32) * scale
-    size = tl.abs(query.to(QK).to(tl.float32)) * QUERY_CARE  # at least |query|
+    size = tl.abs(query.to(QK).to(tl.float32)) * R.QUERY_CARE  # at least |query|
     weight = tl.where(in_width, 1 + 2 * (d // 2), 0)
     first = (b * tl.num_programs(1) + h) * N
     out_at = (b * tl.num_programs(1) * GROUP + head.to(tl.int64))[:, None] * N
@@ -99,21 +81,21 @@ def prepare(
         product = split_dot(query, zeros.to(QK).T, nothing, QK, MATH.PARTS)
         half = split_dot(size, scales.to(QK).T, nothing, QK, 1) * 0.5
         reach = split_dot(size, tl.abs(zeros).to(QK).T, nothing, QK, 1)
-        noise = (D + DOT_EXTRA) * DOT_SLACK * (reach + CODE_REACH * half) + NOISE_FLOOR
+        noise = (D + R.DOT_EXTRA) * R.DOT_SLACK * (reach + R.CODE_REACH * half) + R.NOISE_FLOOR
         if MATH.CAPPED:
-            noise += cap * CAP_SLACK
+            noise += cap * R.CAP_SLACK
         mask = in_group[:, None] & there[None, :]
         tl.store(scores.base + out_at + j[None, :], product, mask=mask)
         tl.store(scores.noise + out_at + j[None, :], noise, mask=mask)
         delta_at = scores.delta + out_at + j[None, :]
-        tl.store(delta_at, half * DELTA_CARE_16_BIT + noise, mask=mask)
+        tl.store(delta_at, half * R.DELTA_CARE_16_BIT + noise, mask=mask)
         raw = ((scale_bits & 0xFFFF) + 3 * (zero_bits & 0xFFFF)) << 16 * (d % 2)[None, :]
-        words = CHECK_SEED + CHECK_STEP * j + tl.sum(weight[None, :] * raw, 1)
-        summary_at = tier.summary + (first + j) * SUMMARY_FIELDS
-        eta = tl.load(summary_at + ETA, mask=there, other=0.0)
-        nu = tl.load(summary_at + NU, mask=there, other=0.0)
+        words = R.CHECK_SEED + R.CHECK_STEP * j + tl.sum(weight[None, :] * raw, 1)
+        summary_at = tier.summary + (first + j) * R.SUMMARY_FIELDS
+        eta = tl.load(summary_at + R.ETA, mask=there, other=0.0)
+        nu = tl.load(summary_at + R.NU, mask=there, other=0.0)
         words += eta.to(tl.int32, bitcast=True) + 7 * nu.to(tl.int32, bitcast=True)
-        check_at = tier.check + (first + j) * CHECK_FIELDS + CHECK_PREPARE
+        check_at = tier.check + (first + j) * R.CHECK_FIELDS + R.CHECK_PREPARE
         stored = tl.load(check_at, mask=there, other=0)
         wrong |= (there & (words.to(tl.int32) != stored)).to(tl.int32)
     at = metadata_faults + (b * tl.num_programs(1) + h) * programs + tl.program_id(0)
@@ -204,7 +186,7 @@ def attend(
         if CHECKED:
             sums_k += tl.sum(tl.where(checks_row[:, None], s, 0.0), 0).to(tl.int32)
             sums_s += bits & 0xFFFF
-            stored += tl.load(tier.check + place * CHECK_FIELDS + CHECK_PASS)
+            stored += tl.load(tier.check + place * R.CHECK_FIELDS + R.CHECK_PASS)
         s += tl.load(scores.base + row.to(tl.int64) * N + j, mask=in_group, other=0.0)[:, None]
         if MATH.CAPPED:
             s = capped(s, cap)
@@ -238,10 +220,10 @@ def attend(
         summed += tl.sum(tl.sum(sums_w.to(tl.int64), 1), 0)
         summed += tl.sum(tl.sum(tl.sum(sums_v, 2).to(tl.int64), 1), 0)
         taken = (last - first).to(tl.int64)
-        summed += taken * CHECK_SEED + CHECK_STEP * (taken * first + taken * (taken - 1) // 2)
+        summed += taken * R.CHECK_SEED + R.CHECK_STEP * (taken * first + taken * (taken - 1) // 2)
         faulty = (summed - stored) & 0xFFFFFFFF != 0
         group = b * tl.num_programs(1) + h
-        tl.store(flags + group * FLAG_FIELDS + FLAG_CHECK, 1, mask=faulty)
+        tl.store(flags + group * R.FLAG_FIELDS + R.FLAG_CHECK, 1, mask=faulty)
     piece = row.to(tl.int64) * (count + 1) + split + 1
     empty = total == 0
     divisor = tl.where(empty, 1.0, total)

@@ -24,38 +24,7 @@ from attnplug.ops.certified.kernels.select import (
 )
 from attnplug.ops.certified.kernels.tier import quantized_blocks
 from attnplug.ops.certified.kernels.tiles import load_query
-from attnplug.ops.certified.records import (
-    ALL_DELTA,
-    ALL_NOISE,
-    ALL_NORM,
-    COUNT_DIGEST,
-    COUNT_EXPANDED,
-    COUNT_FIELDS,
-    COUNT_KEYS,
-    COUNT_VALUES,
-    COUNT_WORTHY,
-    ETA,
-    HEAD_FIELDS,
-    HEAD_LSE,
-    HEAD_REST_LSE,
-    LEFT_ERROR,
-    LEFT_FIELDS,
-    LEFT_GROWN,
-    LEFT_MASS,
-    LEFT_NORM,
-    LEFT_OVER,
-    LEFT_REACH,
-    LEFT_UNDER,
-    LIST_FIELDS,
-    LIST_KEYS,
-    LIST_NAME,
-    LIST_VALUES,
-    NAME_SPOT,
-    NAME_STEP,
-    NAME_VALUES,
-    NU,
-    SUMMARY_FIELDS,
-)
+from attnplug.ops.certified.records import R
 from attnplug.ops.certified.scratch import (
     COUNTER_FIELDS,
     COUNTER_HITS,
@@ -135,7 +104,7 @@ def choose_blocks(
     row_g = group * GROUP + g
     logs_at = scores.logs + row_g * N
     delta_at = scores.delta + row_g * N
-    summary_at = tier.summary + group * N * SUMMARY_FIELDS
+    summary_at = tier.summary + group * N * R.SUMMARY_FIELDS
     every = tl.arange(0, SEARCH.TILE)
     eta_every, query = every, every
     if READERS > 0:  # loaded before anything has to wait for anything, also for how many blocks
@@ -143,7 +112,9 @@ def choose_blocks(
         asked = tl.where(chunk < 0, GROUP, 0)
         query = load_query(q, q_strides, b, h, asked, SHAPE)
         asked_for = every < until
-        eta_every = tl.load(summary_at + every * SUMMARY_FIELDS + ETA, mask=asked_for, other=0.0)
+        eta_every = tl.load(
+            summary_at + every * R.SUMMARY_FIELDS + R.ETA, mask=asked_for, other=0.0
+        )
     numbers = chunk + tl.arange(0, PROGRAMS.WAYS) * CHUNKS
     ways = numbers < SLOTS
     holder, last_use, now = numbers, numbers, 0
@@ -163,8 +134,8 @@ def choose_blocks(
     shown = tl.where(empty, 0.0, norm)
     rest_mass = tl.where(empty, 1.0, tl.exp2(rest - shown))
     if chunk == 0:
-        tl.store(head_lse + row_g * HEAD_FIELDS + HEAD_LSE, norm, mask=in_heads)
-        tl.store(head_lse + row_g * HEAD_FIELDS + HEAD_REST_LSE, rest, mask=in_heads)
+        tl.store(head_lse + row_g * R.HEAD_FIELDS + R.HEAD_LSE, norm, mask=in_heads)
+        tl.store(head_lse + row_g * R.HEAD_FIELDS + R.HEAD_REST_LSE, rest, mask=in_heads)
     key_threshold, value_threshold, climbed, block_scores, order = choose(
         head_at=scores.logs + group * GROUP * N,
         N=N,
@@ -206,7 +177,7 @@ def choose_blocks(
                 if not (ranked & (2 * (packed >> 20) == promoted * (promoted + 1))):
                     # blocks alike, or promoted for their values: not the first of the order
                     rank = tl.where(keys, tl.cumsum(keys.to(tl.int32), 0), 0)
-                name = every * NAME_STEP + values.to(tl.int32) * NAME_VALUES
+                name = every * R.NAME_STEP + values.to(tl.int32) * R.NAME_VALUES
                 read_blocks(
                     query,
                     k=k,
@@ -252,8 +223,8 @@ def choose_blocks(
     log = tl.load(logs_at[None, :] + j[:, None], mask=mask, other=float("-inf"))
     delta = tl.load(delta_at[None, :] + j[:, None], mask=mask, other=0.0)
     noise = tl.load(scores.noise + row_g[None, :] * N + j[:, None], mask=mask, other=0.0)
-    eta = tl.load(summary_at + j * SUMMARY_FIELDS + ETA, mask=there, other=0.0)
-    nu = tl.load(summary_at + j * SUMMARY_FIELDS + NU, mask=there, other=0.0)
+    eta = tl.load(summary_at + j * R.SUMMARY_FIELDS + R.ETA, mask=there, other=0.0)
+    nu = tl.load(summary_at + j * R.SUMMARY_FIELDS + R.NU, mask=there, other=0.0)
     mass = tl.exp2(log - shown[None, :])
     keys, values, worthy, spot = marked(
         score=score_of(mass),
@@ -270,43 +241,45 @@ def choose_blocks(
     over, under, plain, grown, left, error, reach, largest, loudest, widest = block_sums(
         log=log, delta=delta, noise=noise, eta=eta, nu=nu, mass=mass, keys=keys
     )
-    at = left_sums + row_g * (LEFT_FIELDS * CHUNKS) + chunk
-    tl.store(at + LEFT_OVER * CHUNKS, over, mask=in_heads)
-    tl.store(at + LEFT_UNDER * CHUNKS, under, mask=in_heads)
-    tl.store(at + LEFT_NORM * CHUNKS, plain, mask=in_heads)
-    tl.store(at + LEFT_GROWN * CHUNKS, grown, mask=in_heads)
-    tl.store(at + LEFT_MASS * CHUNKS, left, mask=in_heads)
-    tl.store(at + LEFT_ERROR * CHUNKS, error, mask=in_heads)
-    tl.store(at + LEFT_REACH * CHUNKS, reach, mask=in_heads)
-    tl.store(at + ALL_DELTA * CHUNKS, largest, mask=in_heads)
-    tl.store(at + ALL_NOISE * CHUNKS, loudest, mask=in_heads)
-    tl.store(at + ALL_NORM * CHUNKS, widest, mask=in_heads)
+    at = left_sums + row_g * (R.LEFT_FIELDS * CHUNKS) + chunk
+    tl.store(at + R.LEFT_OVER * CHUNKS, over, mask=in_heads)
+    tl.store(at + R.LEFT_UNDER * CHUNKS, under, mask=in_heads)
+    tl.store(at + R.LEFT_NORM * CHUNKS, plain, mask=in_heads)
+    tl.store(at + R.LEFT_GROWN * CHUNKS, grown, mask=in_heads)
+    tl.store(at + R.LEFT_MASS * CHUNKS, left, mask=in_heads)
+    tl.store(at + R.LEFT_ERROR * CHUNKS, error, mask=in_heads)
+    tl.store(at + R.LEFT_REACH * CHUNKS, reach, mask=in_heads)
+    tl.store(at + R.ALL_DELTA * CHUNKS, largest, mask=in_heads)
+    tl.store(at + R.ALL_NOISE * CHUNKS, loudest, mask=in_heads)
+    tl.store(at + R.ALL_NORM * CHUNKS, widest, mask=in_heads)
     promoted = tl.sum(keys.to(tl.int32), 0)
     whole = tl.sum(values.to(tl.int32), 0)
-    at = counts + group * (COUNT_FIELDS * CHUNKS) + chunk
-    tl.store(at + COUNT_KEYS * CHUNKS, promoted)
-    tl.store(at + COUNT_VALUES * CHUNKS, whole)
-    tl.store(at + COUNT_WORTHY * CHUNKS, tl.sum(worthy.to(tl.int32), 0))
-    tl.store(at + COUNT_EXPANDED * CHUNKS, climbed)
+    at = counts + group * (R.COUNT_FIELDS * CHUNKS) + chunk
+    tl.store(at + R.COUNT_KEYS * CHUNKS, promoted)
+    tl.store(at + R.COUNT_VALUES * CHUNKS, whole)
+    tl.store(at + R.COUNT_WORTHY * CHUNKS, tl.sum(worthy.to(tl.int32), 0))
+    tl.store(at + R.COUNT_EXPANDED * CHUNKS, climbed)
     if READERS > 0:
-        tl.store(at + COUNT_DIGEST * CHUNKS, set_digest(j, values, keys))
+        tl.store(at + R.COUNT_DIGEST * CHUNKS, set_digest(j, values, keys))
 
     hits = promoted * 0  # of what is in slots
     if READERS == 0:
         rank = tl.where(keys, tl.cumsum(keys.to(tl.int32), 0), 0)
-        name = j * NAME_STEP + spot.to(tl.int32) * NAME_SPOT + values.to(tl.int32) * NAME_VALUES
-        list_at = block_list + (group * CHUNKS + chunk) * (OWN * LIST_FIELDS)
+        name = (
+            j * R.NAME_STEP + spot.to(tl.int32) * R.NAME_SPOT + values.to(tl.int32) * R.NAME_VALUES
+        )
+        list_at = block_list + (group * CHUNKS + chunk) * (OWN * R.LIST_FIELDS)
         if scratch is None:
-            tl.store(list_at + (rank - 1) * LIST_FIELDS + LIST_NAME, name, mask=keys)
+            tl.store(list_at + (rank - 1) * R.LIST_FIELDS + R.LIST_NAME, name, mask=keys)
         else:
             for index in range(promoted):
                 this = tl.sum(tl.where(rank == index + 1, name, 0), 0)
-                item = 2 * (low + this // NAME_STEP * BLOCK)
-                of_set_this = this // NAME_STEP % SETS
+                item = 2 * (low + this // R.NAME_STEP * BLOCK)
+                of_set_this = this // R.NAME_STEP % SETS
                 place, holder, last_use = place_item(
                     item=item,
                     of_set=of_set_this,
-                    keep=this & NAME_SPOT == 0,
+                    keep=this & R.NAME_SPOT == 0,
                     numbers=numbers,
                     there=ways,
                     owner=holder,
@@ -316,11 +289,11 @@ def choose_blocks(
                 )
                 hits += (place >= 0).to(tl.int32)
                 value_place = -1
-                if this & NAME_VALUES > 0:
+                if this & R.NAME_VALUES > 0:
                     value_place, holder, last_use = place_item(
                         item=item + 1,
                         of_set=of_set_this,
-                        keep=this & NAME_SPOT == 0,
+                        keep=this & R.NAME_SPOT == 0,
                         numbers=numbers,
                         there=ways,
                         owner=holder,
@@ -329,9 +302,9 @@ def choose_blocks(
                         OF=SETS,
                     )
                     hits += (value_place >= 0).to(tl.int32)
-                tl.store(list_at + index * LIST_FIELDS + LIST_NAME, this)
-                tl.store(list_at + index * LIST_FIELDS + LIST_KEYS, place)
-                tl.store(list_at + index * LIST_FIELDS + LIST_VALUES, value_place)
+                tl.store(list_at + index * R.LIST_FIELDS + R.LIST_NAME, this)
+                tl.store(list_at + index * R.LIST_FIELDS + R.LIST_KEYS, place)
+                tl.store(list_at + index * R.LIST_FIELDS + R.LIST_VALUES, value_place)
     if scratch is not None:
         tl.debug_barrier()  # every warp loads and stores the same words
         tl.store(owner_at, holder, mask=ways)

@@ -7,25 +7,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from attnplug.ops.certified.kernels.tier import quantized_blocks
 from attnplug.ops.certified.kernels.tiles import arrived, capped, load_query, split_dot
-from attnplug.ops.certified.records import (
-    CAP_SLACK,
-    DOT_EXTRA,
-    DOT_SLACK,
-    EXACT_FIELDS,
-    EXACT_REACH,
-    EXACT_WIDEST,
-    FLAG_CHECK,
-    FLAG_FIELDS,
-    FLAG_SCORE,
-    HEAD,
-    REST_FIELDS,
-    REST_NORM,
-    REST_REACH,
-    REST_WIDEST,
-    ROW,
-    T_KEY_TOKENS,
-    TELEMETRY_FIELDS,
-)
+from attnplug.ops.certified.records import R
 from attnplug.ops.common.rows import row_span
 
 
@@ -108,7 +90,7 @@ def attend_exactly(
         low = split_dot(p, value_low, low * decay[:, None], value_low.dtype, MATH.PARTS)
         high = split_dot(p, value_high, high * decay[:, None], value_high.dtype, MATH.PARTS)
     if MATH.CAPPED:
-        reach += cap * (CAP_SLACK / ((D + DOT_EXTRA) * DOT_SLACK))
+        reach += cap * (R.CAP_SLACK / ((D + R.DOT_EXTRA) * R.DOT_SLACK))
     return top, total, low, high, norms, tl.max(widest, 0), reach
 
 
@@ -152,8 +134,8 @@ def attend_rest(
         i = tl.arange(0, PROGRAMS)
         there = i < programs
         fault = tl.max(tl.load(metadata_faults + group * programs + i, mask=there, other=0), 0)
-    tl.store(flags + group * FLAG_FIELDS + FLAG_SCORE, 0)
-    tl.store(flags + group * FLAG_FIELDS + FLAG_CHECK, fault)
+    tl.store(flags + group * R.FLAG_FIELDS + R.FLAG_SCORE, 0)
+    tl.store(flags + group * R.FLAG_FIELDS + R.FLAG_CHECK, fault)
     if PDL:
         gdc_launch_dependents()
     length, low = row_span(rows.lengths, rows.start, b, S, STEPS.length, STEPS.start)
@@ -193,10 +175,10 @@ def attend_rest(
     )
     empty = total == 0
     divisor = tl.where(empty, 1.0, total)
-    norms_at = rest_norms + row * REST_FIELDS
-    tl.store(norms_at + REST_NORM, norms / divisor, mask=in_group)
-    tl.store(norms_at + REST_WIDEST, tl.zeros([ROWS], tl.float32) + widest, mask=in_group)
-    tl.store(norms_at + REST_REACH, reach, mask=in_group)
+    norms_at = rest_norms + row * R.REST_FIELDS
+    tl.store(norms_at + R.REST_NORM, norms / divisor, mask=in_group)
+    tl.store(norms_at + R.REST_WIDEST, tl.zeros([ROWS], tl.float32) + widest, mask=in_group)
+    tl.store(norms_at + R.REST_REACH, reach, mask=in_group)
     piece = row.to(tl.int64) * (count + 1)
     result = tl.where(top == float("-inf"), 0.0, top) + tl.log2(divisor)
     tl.store(splits.lse + piece, tl.where(empty, float("-inf"), result), mask=in_group)
@@ -246,7 +228,7 @@ def recompute(
     in_group = r < GROUP
     head = h * GROUP + r
     row = (b * tl.num_programs(1) * GROUP + head).to(tl.int64)
-    if tl.max(tl.load(rungs + row, mask=in_group, other=0) & (HEAD | ROW), 0) == 0:
+    if tl.max(tl.load(rungs + row, mask=in_group, other=0) & (R.HEAD | R.ROW), 0) == 0:
         return
     length, low = row_span(rows.lengths, rows.start, b, S, STEPS.length, STEPS.start)
     COLUMNS: tl.constexpr = SHAPE.HALF * 16
@@ -283,9 +265,9 @@ def recompute(
     divisor = tl.where(empty, 1.0, total)
     result = tl.where(top == float("-inf"), 0.0, top) + tl.log2(divisor)
     tl.store(pieces.lse + piece, tl.where(empty, float("-inf"), result), mask=in_group)
-    norms_at = exact_norms + piece * EXACT_FIELDS
-    tl.store(norms_at + EXACT_WIDEST, tl.zeros([ROWS], tl.float32) + widest, mask=in_group)
-    tl.store(norms_at + EXACT_REACH, reach, mask=in_group)
+    norms_at = exact_norms + piece * R.EXACT_FIELDS
+    tl.store(norms_at + R.EXACT_WIDEST, tl.zeros([ROWS], tl.float32) + widest, mask=in_group)
+    tl.store(norms_at + R.EXACT_REACH, reach, mask=in_group)
     out_at = pieces.out + piece[:, None] * D + c[None, :]
     mask = in_group[:, None] & (c < COLUMNS)[None, :]
     tl.store(out_at, acc_low / divisor[:, None], mask=mask)
@@ -293,8 +275,8 @@ def recompute(
     if telemetry is not None:
         if split == 0:
             group = b * tl.num_programs(1) + h
-            group_at = telemetry + group * telemetry_rows * TELEMETRY_FIELDS
-            at = group_at + T_KEY_TOKENS + tl.arange(0, 2)  # and the value tokens beside them
+            group_at = telemetry + group * telemetry_rows * R.TELEMETRY_FIELDS
+            at = group_at + R.T_KEY_TOKENS + tl.arange(0, 2)  # and the value tokens beside them
             counted = tl.load(at)
             tl.debug_barrier()  # every warp loads and stores the same words
             tl.store(at, counted + (length - low))

@@ -7,108 +7,21 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from attnplug.ops.certified.kernels.select import key_bound
 from attnplug.ops.certified.kernels.tier import quantized_blocks
-from attnplug.ops.certified.records import (
-    ALL_DELTA,
-    ALL_NOISE,
-    ALL_NORM,
-    BOUND,
-    BOUND_FIELDS,
-    BOUND_KEY,
-    BOUND_KEY_BEFORE,
-    BOUND_PAPER,
-    BOUND_ROUND,
-    BOUND_VALUE,
-    BOUND_VALUE_BEFORE,
-    BOUNDARY,
-    CAPACITY,
-    CARE,
-    CHAIN_EXTRA,
-    CHAIN_SLACK,
-    CHAIN_TOKENS,
-    CHECK,
-    COUNT_DIGEST,
-    COUNT_EXPANDED,
-    COUNT_FIELDS,
-    COUNT_KEYS,
-    COUNT_VALUES,
-    COUNT_WORTHY,
-    DOT_EXTRA,
-    DOT_SLACK,
-    EXACT_FIELDS,
-    EXACT_REACH,
-    EXACT_WIDEST,
-    EXPANDED,
-    FLAG_CHECK,
-    FLAG_FIELDS,
-    FLAG_SCORE,
-    HEAD,
-    HEAD_FIELDS,
-    HEAD_LSE,
-    HEAD_REST_LSE,
-    LEFT_ERROR,
-    LEFT_FIELDS,
-    LEFT_GROWN,
-    LEFT_MASS,
-    LEFT_NORM,
-    LEFT_OVER,
-    LEFT_REACH,
-    LEFT_UNDER,
-    LN2,
-    LOG2E,
-    PROMOTED_ERROR,
-    PROMOTED_FIELDS,
-    PROMOTED_LSE,
-    PROMOTED_NORM,
-    PROMOTED_RANKS,
-    PROMOTED_TOP,
-    RANK_EXACT,
-    RANK_EXACT_BLOCK,
-    RANK_FIELDS,
-    RANK_ROUGH,
-    RANK_ROUGH_BLOCK,
-    RANKING,
-    RANKS,
-    REST_FIELDS,
-    REST_NORM,
-    REST_REACH,
-    REST_WIDEST,
-    ROUND_FLOOR,
-    ROW,
-    SCORE,
-    SCORE_CARE,
-    T_BOUND,
-    T_BOUNDARY,
-    T_EXPANDED,
-    T_HEAD,
-    T_KEY_MAX,
-    T_KEY_SUM,
-    T_KEY_TOKENS,
-    T_RANKING,
-    T_ROUND_MAX,
-    T_ROW,
-    T_SAVED,
-    T_STEPS,
-    T_VALUE_MAX,
-    T_VALUE_SUM,
-    T_VALUE_TOKENS,
-    T_VALUES,
-    TELEMETRY_FIELDS,
-    VALUES,
-)
+from attnplug.ops.certified.records import R
 from attnplug.ops.common.rows import row_span
 
 
 @triton.jit
 def _load_ranks(at, PIECES: tl.constexpr, DEPTH: tl.constexpr):
-    """The log-masses and blocks [PIECES, 1 or RANKS] of every piece's first blocks, by quantized
+    """The log-masses and blocks [PIECES, 1 or R.RANKS] of every piece's first blocks, by quantized
     and by exact keys."""
-    COUNT: tl.constexpr = RANKS if DEPTH > 1 else 1
+    COUNT: tl.constexpr = R.RANKS if DEPTH > 1 else 1
     rank = tl.arange(0, COUNT)[None, :]
-    at = at + (PROMOTED_RANKS + RANK_FIELDS * rank) * PIECES + tl.arange(0, PIECES)[:, None]
-    rough = tl.load(at + RANK_ROUGH * PIECES)
-    rough_block = tl.load(at + RANK_ROUGH_BLOCK * PIECES)
-    exact = tl.load(at + RANK_EXACT * PIECES)
-    return rough, rough_block, exact, tl.load(at + RANK_EXACT_BLOCK * PIECES)
+    at = at + (R.PROMOTED_RANKS + R.RANK_FIELDS * rank) * PIECES + tl.arange(0, PIECES)[:, None]
+    rough = tl.load(at + R.RANK_ROUGH * PIECES)
+    rough_block = tl.load(at + R.RANK_ROUGH_BLOCK * PIECES)
+    exact = tl.load(at + R.RANK_EXACT * PIECES)
+    return rough, rough_block, exact, tl.load(at + R.RANK_EXACT_BLOCK * PIECES)
 
 
 @triton.jit
@@ -142,7 +55,7 @@ def _rounding(widest, noise, sums, size, unit):
     """E_round, as `reference.rounding`: sums of values up to `widest` that lose the share `sums`,
     with exact scores off by `noise`, stored as an output of norm `size` in a dtype of unit roundoff
     `unit`."""
-    return (widest * (sums + SCORE_CARE * noise) + unit * size) * CARE + ROUND_FLOOR
+    return (widest * (sums + R.SCORE_CARE * noise) + unit * size) * R.CARE + R.ROUND_FLOOR
 
 
 @triton.jit
@@ -199,54 +112,54 @@ def finish(
     length, low = row_span(rows.lengths, rows.start, b, S, STEPS.length, STEPS.start)
     blocks = quantized_blocks(progress, b, length, low, BLOCK)
     i = tl.arange(0, CHUNKS)
-    at = counts + group * (COUNT_FIELDS * CHUNKS) + i
-    promoted_i = tl.load(at + COUNT_KEYS * CHUNKS)
-    whole_i = tl.load(at + COUNT_VALUES * CHUNKS)
-    worthy_i = tl.load(at + COUNT_WORTHY * CHUNKS)
-    climbed = tl.load(counts + group * (COUNT_FIELDS * CHUNKS) + COUNT_EXPANDED * CHUNKS)
-    at = left_sums + row * (LEFT_FIELDS * CHUNKS) + i
-    over = tl.load(at + LEFT_OVER * CHUNKS)
-    under = tl.load(at + LEFT_UNDER * CHUNKS)
-    plain = tl.load(at + LEFT_NORM * CHUNKS)
-    grown = tl.load(at + LEFT_GROWN * CHUNKS)
-    left = tl.load(at + LEFT_MASS * CHUNKS)
-    error = tl.load(at + LEFT_ERROR * CHUNKS)
-    reach_i = tl.load(at + LEFT_REACH * CHUNKS)
-    largest = tl.load(at + ALL_DELTA * CHUNKS)
-    noise = tl.load(at + ALL_NOISE * CHUNKS)
-    widest = tl.load(at + ALL_NORM * CHUNKS)
+    at = counts + group * (R.COUNT_FIELDS * CHUNKS) + i
+    promoted_i = tl.load(at + R.COUNT_KEYS * CHUNKS)
+    whole_i = tl.load(at + R.COUNT_VALUES * CHUNKS)
+    worthy_i = tl.load(at + R.COUNT_WORTHY * CHUNKS)
+    climbed = tl.load(counts + group * (R.COUNT_FIELDS * CHUNKS) + R.COUNT_EXPANDED * CHUNKS)
+    at = left_sums + row * (R.LEFT_FIELDS * CHUNKS) + i
+    over = tl.load(at + R.LEFT_OVER * CHUNKS)
+    under = tl.load(at + R.LEFT_UNDER * CHUNKS)
+    plain = tl.load(at + R.LEFT_NORM * CHUNKS)
+    grown = tl.load(at + R.LEFT_GROWN * CHUNKS)
+    left = tl.load(at + R.LEFT_MASS * CHUNKS)
+    error = tl.load(at + R.LEFT_ERROR * CHUNKS)
+    reach_i = tl.load(at + R.LEFT_REACH * CHUNKS)
+    largest = tl.load(at + R.ALL_DELTA * CHUNKS)
+    noise = tl.load(at + R.ALL_NOISE * CHUNKS)
+    widest = tl.load(at + R.ALL_NORM * CHUNKS)
     p = tl.arange(0, PIECES)
-    at = promoted_sums + row * (PROMOTED_FIELDS * PIECES) + p
-    exact = tl.load(at + PROMOTED_LSE * PIECES)
-    held = tl.load(at + PROMOTED_NORM * PIECES)
-    value = tl.load(at + PROMOTED_ERROR * PIECES)
-    tops = tl.load(at + PROMOTED_TOP * PIECES)
+    at = promoted_sums + row * (R.PROMOTED_FIELDS * PIECES) + p
+    exact = tl.load(at + R.PROMOTED_LSE * PIECES)
+    held = tl.load(at + R.PROMOTED_NORM * PIECES)
+    value = tl.load(at + R.PROMOTED_ERROR * PIECES)
+    tops = tl.load(at + R.PROMOTED_TOP * PIECES)
     rough_rank, rough_block, exact_rank, exact_block = exact, exact, exact, exact
     if DEPTH > 0:
         rough_rank, rough_block, exact_rank, exact_block = _load_ranks(
-            promoted_sums + row * (PROMOTED_FIELDS * PIECES), PIECES, DEPTH
+            promoted_sums + row * (R.PROMOTED_FIELDS * PIECES), PIECES, DEPTH
         )
-    rest_norm = tl.load(rest_norms + row * REST_FIELDS + REST_NORM)
-    rest_widest = tl.load(rest_norms + row * REST_FIELDS + REST_WIDEST)
-    rest_reach = tl.load(rest_norms + row * REST_FIELDS + REST_REACH)
-    norm = tl.load(head_lse + row * HEAD_FIELDS + HEAD_LSE)
-    rest = tl.load(head_lse + row * HEAD_FIELDS + HEAD_REST_LSE)
+    rest_norm = tl.load(rest_norms + row * R.REST_FIELDS + R.REST_NORM)
+    rest_widest = tl.load(rest_norms + row * R.REST_FIELDS + R.REST_WIDEST)
+    rest_reach = tl.load(rest_norms + row * R.REST_FIELDS + R.REST_REACH)
+    norm = tl.load(head_lse + row * R.HEAD_FIELDS + R.HEAD_LSE)
+    rest = tl.load(head_lse + row * R.HEAD_FIELDS + R.HEAD_REST_LSE)
     d = tl.arange(0, SHAPE.DP)
     acc = tl.load(merged + row * D + d, mask=d < D, other=0.0)
     h = tl.arange(0, KV)
     in_row = h < kv_heads
-    flag_at = flags + (b * kv_heads + h) * FLAG_FIELDS
-    score_wrong = tl.load(flag_at + FLAG_SCORE, mask=in_row, other=0)
-    check_wrong = tl.load(flag_at + FLAG_CHECK, mask=in_row, other=0)
+    flag_at = flags + (b * kv_heads + h) * R.FLAG_FIELDS
+    score_wrong = tl.load(flag_at + R.FLAG_SCORE, mask=in_row, other=0)
+    check_wrong = tl.load(flag_at + R.FLAG_CHECK, mask=in_row, other=0)
     if not LISTED:
-        digest = ((b * kv_heads + h[:, None]) * COUNT_FIELDS + COUNT_DIGEST) * CHUNKS
+        digest = ((b * kv_heads + h[:, None]) * R.COUNT_FIELDS + R.COUNT_DIGEST) * CHUNKS
         at = counts + digest + i[None, :]
         summed = tl.sum(tl.load(at, mask=in_row[:, None], other=0), 1)
         read = tl.load(read_digest + b * kv_heads + h, mask=in_row, other=0)
         check_wrong = tl.maximum(check_wrong, (summed != read).to(tl.int32))
     sink = float("-inf")
     if sinks is not None:
-        sink = tl.load(sinks + head).to(tl.float32) * LOG2E
+        sink = tl.load(sinks + head).to(tl.float32) * R.LOG2E
     part_at = changes + (row * PIECES + p)[:, None] * D + d[None, :]
     part = tl.load(part_at, mask=(d < D)[None, :], other=0.0)
 
@@ -287,7 +200,7 @@ def finish(
     size = tl.sqrt(tl.sum(acc * acc, 0))
     tl.store(out + row * D + d, acc.to(out.dtype.element_ty), mask=d < D)
     result = tl.where(seen == 0, float("-inf"), shift + tl.log2(tl.where(seen == 0, 1.0, seen)))
-    tl.store(lse + row, result * LN2)
+    tl.store(lse + row, result * R.LN2)
 
     ratio = here / divisor
     held = tl.sum(weight * held, 0) / divisor
@@ -300,38 +213,40 @@ def finish(
         mass=left * ratio,
         exact=held,
     )
-    value = (error * ratio + tl.sum(weight * value, 0) / divisor) * CARE
+    value = (error * ratio + tl.sum(weight * value, 0) / divisor) * R.CARE
     growth = tl.exp2(2 * largest)
-    paper = 2 * widest * growth * (left * ratio) * (growth - 1) * CARE
+    paper = 2 * widest * growth * (left * ratio) * (growth - 1) * R.CARE
     paper = tl.where(left * ratio == 0, 0.0, paper)
     widest = tl.maximum(widest, rest_widest)
-    rest_noise = rest_reach * ((D + DOT_EXTRA) * DOT_SLACK)
-    noise = tl.maximum(noise, rest_noise) * LN2
-    chain = (blocks // splits + 1) * (BLOCK // CHAIN_TOKENS) + CHAIN_EXTRA + splits
-    sums = 4 * unit_p * tl.maximum(ratio, 1.0) + (2 * chain) * CHAIN_SLACK * (1 + ratio)
+    rest_noise = rest_reach * ((D + R.DOT_EXTRA) * R.DOT_SLACK)
+    noise = tl.maximum(noise, rest_noise) * R.LN2
+    chain = (blocks // splits + 1) * (BLOCK // R.CHAIN_TOKENS) + R.CHAIN_EXTRA + splits
+    sums = 4 * unit_p * tl.maximum(ratio, 1.0) + (2 * chain) * R.CHAIN_SLACK * (1 + ratio)
     around = _rounding(widest, noise, sums, size, unit)
 
     fits = key + value + around < float("inf")
     fits = fits & (key + value + around <= tolerance) & (value <= value_budget)
-    rung = climbed | tl.where(worthy > 0, VALUES, 0)
-    rung |= tl.where(agree, 0, RANKING) | tl.where(safe, 0, BOUNDARY)
-    rung |= tl.where(fits | (blocks == 0), 0, BOUND) | tl.where(promoted > capacity, CAPACITY, 0)
-    rung |= tl.where(rung >= RANKING, HEAD, 0)
-    wrong = tl.max(score_wrong, 0) * SCORE + tl.max(check_wrong, 0) * CHECK
-    rung |= wrong | tl.where(wrong > 0, ROW, 0)
-    again = (rung & (HEAD | ROW)) > 0
+    rung = climbed | tl.where(worthy > 0, R.VALUES, 0)
+    rung |= tl.where(agree, 0, R.RANKING) | tl.where(safe, 0, R.BOUNDARY)
+    rung |= tl.where(fits | (blocks == 0), 0, R.BOUND) | tl.where(
+        promoted > capacity, R.CAPACITY, 0
+    )
+    rung |= tl.where(rung >= R.RANKING, R.HEAD, 0)
+    wrong = tl.max(score_wrong, 0) * R.SCORE + tl.max(check_wrong, 0) * R.CHECK
+    rung |= wrong | tl.where(wrong > 0, R.ROW, 0)
+    again = (rung & (R.HEAD | R.ROW)) > 0
     tl.store(rungs + row, rung)
-    at = bounds + row * BOUND_FIELDS
-    tl.store(at + BOUND_KEY, tl.where(again, 0.0, key))
-    tl.store(at + BOUND_VALUE, tl.where(again, 0.0, value))
-    tl.store(at + BOUND_ROUND, around)
-    tl.store(at + BOUND_KEY_BEFORE, key)
-    tl.store(at + BOUND_VALUE_BEFORE, value)
-    tl.store(at + BOUND_PAPER, paper)
+    at = bounds + row * R.BOUND_FIELDS
+    tl.store(at + R.BOUND_KEY, tl.where(again, 0.0, key))
+    tl.store(at + R.BOUND_VALUE, tl.where(again, 0.0, value))
+    tl.store(at + R.BOUND_ROUND, around)
+    tl.store(at + R.BOUND_KEY_BEFORE, key)
+    tl.store(at + R.BOUND_VALUE_BEFORE, value)
+    tl.store(at + R.BOUND_PAPER, paper)
     if telemetry is not None:
         saved = ~again & ~(paper + value + around <= tolerance)
         _record(
-            at=telemetry + (group * telemetry_rows + head % GROUP) * TELEMETRY_FIELDS,
+            at=telemetry + (group * telemetry_rows + head % GROUP) * R.TELEMETRY_FIELDS,
             rung=rung,
             again=again,
             key=tl.where(again, 0.0, key),
@@ -350,20 +265,20 @@ def finish(
 @triton.jit
 def _record(at, rung, again, key, value, around, saved, key_tokens, value_tokens):
     """Add one step to a head's telemetry (`TELEMETRY`)."""
-    f = tl.arange(0, TELEMETRY_FIELDS)
-    bit = tl.where(f == T_EXPANDED, EXPANDED, 0) + tl.where(f == T_VALUES, VALUES, 0)
-    bit += tl.where(f == T_HEAD, HEAD, 0)
-    more = tl.where(f == T_ROW, ROW, 0) + tl.where(f == T_RANKING, RANKING, 0)
-    bit += more + tl.where(f == T_BOUNDARY, BOUNDARY, 0)
-    bit += tl.where(f == T_BOUND, BOUND, 0)
-    step = tl.where((f == T_STEPS) | ((bit & rung) > 0), 1.0, 0.0).to(tl.float64)
-    step += tl.where(f == T_KEY_SUM, key, 0.0) + tl.where(f == T_VALUE_SUM, value, 0.0)
-    step += tl.where((f == T_SAVED) & saved, 1.0, 0.0)
-    tokens = tl.where(f == T_KEY_TOKENS, key_tokens, 0)
-    step += tokens + tl.where(f == T_VALUE_TOKENS, value_tokens, 0)
-    peak = tl.where(f == T_KEY_MAX, key, 0.0) + tl.where(f == T_VALUE_MAX, value, 0.0)
-    peak += tl.where(f == T_ROUND_MAX, around, 0.0)
-    is_peak = (f == T_KEY_MAX) | (f == T_VALUE_MAX) | (f == T_ROUND_MAX)
+    f = tl.arange(0, R.TELEMETRY_FIELDS)
+    bit = tl.where(f == R.T_EXPANDED, R.EXPANDED, 0) + tl.where(f == R.T_VALUES, R.VALUES, 0)
+    bit += tl.where(f == R.T_HEAD, R.HEAD, 0)
+    more = tl.where(f == R.T_ROW, R.ROW, 0) + tl.where(f == R.T_RANKING, R.RANKING, 0)
+    bit += more + tl.where(f == R.T_BOUNDARY, R.BOUNDARY, 0)
+    bit += tl.where(f == R.T_BOUND, R.BOUND, 0)
+    step = tl.where((f == R.T_STEPS) | ((bit & rung) > 0), 1.0, 0.0).to(tl.float64)
+    step += tl.where(f == R.T_KEY_SUM, key, 0.0) + tl.where(f == R.T_VALUE_SUM, value, 0.0)
+    step += tl.where((f == R.T_SAVED) & saved, 1.0, 0.0)
+    tokens = tl.where(f == R.T_KEY_TOKENS, key_tokens, 0)
+    step += tokens + tl.where(f == R.T_VALUE_TOKENS, value_tokens, 0)
+    peak = tl.where(f == R.T_KEY_MAX, key, 0.0) + tl.where(f == R.T_VALUE_MAX, value, 0.0)
+    peak += tl.where(f == R.T_ROUND_MAX, around, 0.0)
+    is_peak = (f == R.T_KEY_MAX) | (f == R.T_VALUE_MAX) | (f == R.T_ROUND_MAX)
     old = tl.load(at + f)
     tl.debug_barrier()  # every warp loads and stores the same words
     new = tl.where(is_peak, tl.maximum(old, peak.to(tl.float64)), old + step)
@@ -398,7 +313,7 @@ def replace(
     head = tl.program_id(0)
     b = tl.program_id(1).to(tl.int64)
     row = b * tl.num_programs(0) + head
-    if tl.load(rungs + row) & (HEAD | ROW) == 0:
+    if tl.load(rungs + row) & (R.HEAD | R.ROW) == 0:
         return
     length, low = row_span(rows.lengths, rows.start, b, S, STEPS.length, STEPS.start)
     p = tl.arange(0, COUNT)
@@ -413,7 +328,7 @@ def replace(
     seen = tl.where(has_nan, float("nan"), seen)
     total = seen
     if sinks is not None:
-        total += tl.exp2(tl.load(sinks + head).to(tl.float32) * LOG2E - shift)
+        total += tl.exp2(tl.load(sinks + head).to(tl.float32) * R.LOG2E - shift)
     d = tl.arange(0, SHAPE.DP)
     acc = tl.zeros([DP], tl.float32)
     i = tl.arange(0, 32)
@@ -429,13 +344,13 @@ def replace(
     acc = tl.where(seen == 0, 0.0, acc)
     tl.store(out + row * D + d, acc.to(out.dtype.element_ty), mask=d < D)
     result = tl.where(seen == 0, float("-inf"), shift + tl.log2(tl.where(seen == 0, 1.0, seen)))
-    tl.store(lse + row, result * LN2)
-    at = exact_norms + (row * count + p) * EXACT_FIELDS
-    widest = tl.max(tl.load(at + EXACT_WIDEST, mask=there, other=0.0), 0)
-    noise = tl.max(tl.load(at + EXACT_REACH, mask=there & ~empty, other=0.0), 0)
-    noise = noise * ((D + DOT_EXTRA) * DOT_SLACK * LN2)
-    chain = (length - low) // CHAIN_TOKENS + CHAIN_EXTRA + count
-    sums = 2 * unit_p + chain * CHAIN_SLACK
+    tl.store(lse + row, result * R.LN2)
+    at = exact_norms + (row * count + p) * R.EXACT_FIELDS
+    widest = tl.max(tl.load(at + R.EXACT_WIDEST, mask=there, other=0.0), 0)
+    noise = tl.max(tl.load(at + R.EXACT_REACH, mask=there & ~empty, other=0.0), 0)
+    noise = noise * ((D + R.DOT_EXTRA) * R.DOT_SLACK * R.LN2)
+    chain = (length - low) // R.CHAIN_TOKENS + R.CHAIN_EXTRA + count
+    sums = 2 * unit_p + chain * R.CHAIN_SLACK
     size = tl.sqrt(tl.sum(acc * acc, 0))
     around = _rounding(widest, noise, sums, size, unit)
-    tl.store(bounds + row * BOUND_FIELDS + BOUND_ROUND, around)
+    tl.store(bounds + row * R.BOUND_FIELDS + R.BOUND_ROUND, around)

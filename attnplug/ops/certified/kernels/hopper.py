@@ -33,26 +33,7 @@ from attnplug.ops.certified.kernels.hopper_tiles import (
     value_words,
 )
 from attnplug.ops.certified.kernels.tier import quantized_blocks
-from attnplug.ops.certified.records import (
-    CAP_SLACK,
-    CHECK_FIELDS,
-    CHECK_PASS,
-    CHECK_PREPARE,
-    CHECK_SEED,
-    CHECK_STEP,
-    CODE_REACH,
-    DELTA_CARE_16_BIT,
-    DOT_EXTRA,
-    DOT_SLACK,
-    ETA,
-    FLAG_CHECK,
-    FLAG_FIELDS,
-    LOG2E,
-    NOISE_FLOOR,
-    NU,
-    QUERY_CARE,
-    SUMMARY_FIELDS,
-)
+from attnplug.ops.certified.records import R
 from attnplug.ops.common.hopper import copy_tile
 from attnplug.ops.common.rows import row_span
 
@@ -62,7 +43,7 @@ barrier = getattr(gl, "barrier", None) or gl.thread_barrier  # Triton 3.9 and 3.
 
 @gluon.jit
 def _capped(s, cap):
-    return cap * (1 - 2 / (gl.exp2(s * (2 * LOG2E) / cap) + 1))
+    return cap * (1 - 2 / (gl.exp2(s * (2 * R.LOG2E) / cap) + 1))
 
 
 @gluon.jit
@@ -74,9 +55,11 @@ def _metadata(meta_at, summary_at, check_at, j, last, D: gl.constexpr, PL: gl.co
     at = meta_at + j.to(gl.int64)[:, None] * D + c[None, :]
     scales = gl.load(at, mask=there[:, None], other=0)
     zeros = gl.load(at + D // 2, mask=there[:, None], other=0)
-    eta = gl.load(summary_at + j.to(gl.int64) * SUMMARY_FIELDS + ETA, mask=there, other=0)
-    nu = gl.load(summary_at + j.to(gl.int64) * SUMMARY_FIELDS + NU, mask=there, other=0)
-    stored = gl.load(check_at + j.to(gl.int64) * CHECK_FIELDS + CHECK_PREPARE, mask=there, other=0)
+    eta = gl.load(summary_at + j.to(gl.int64) * R.SUMMARY_FIELDS + R.ETA, mask=there, other=0)
+    nu = gl.load(summary_at + j.to(gl.int64) * R.SUMMARY_FIELDS + R.NU, mask=there, other=0)
+    stored = gl.load(
+        check_at + j.to(gl.int64) * R.CHECK_FIELDS + R.CHECK_PREPARE, mask=there, other=0
+    )
     return scales, zeros, eta, nu, stored
 
 
@@ -107,7 +90,7 @@ def _prepare(
     low = (query - high.to(gl.float32)).to(gl.bfloat16)
     both = gl.reshape(gl.permute(gl.join(high, low), (2, 0, 1)), (16, D))
     both = gl.convert_layout(channels_first(both, 16, D), A)
-    size = gl.abs(high.to(gl.float32)) * QUERY_CARE  # at least |query|
+    size = gl.abs(high.to(gl.float32)) * R.QUERY_CARE  # at least |query|
     size = size.to(gl.bfloat16)
     size = gl.reshape(gl.permute(gl.join(size, size), (2, 0, 1)), (16, D))
     size = gl.convert_layout(channels_first(size, 16, D), A)
@@ -122,7 +105,7 @@ def _prepare(
         scales, zeros, eta, nu, stored = ahead
         ahead = _metadata(meta_at, summary_at, check_at, j + 8, last, D, PL)
         words = gl.sum((1 + 2 * c)[None, :] * (scales + 3 * zeros), 1)
-        words += CHECK_SEED + CHECK_STEP * j + eta + 7 * nu
+        words += R.CHECK_SEED + R.CHECK_STEP * j + eta + 7 * nu
         wrong += (there & (words != stored)).to(gl.int32)
 
         z = channels_first(halves(zeros, D), 8, D)
@@ -140,14 +123,14 @@ def _prepare(
         product = gl.convert_layout(product, SL)
         half = gl.convert_layout(half, SL)
         reach = gl.convert_layout(reach, SL)
-        noise = (D + DOT_EXTRA) * DOT_SLACK * (reach + CODE_REACH * half) + NOISE_FLOOR
+        noise = (D + R.DOT_EXTRA) * R.DOT_SLACK * (reach + R.CODE_REACH * half) + R.NOISE_FLOOR
         if CAPPED:
-            noise += cap * CAP_SLACK
+            noise += cap * R.CAP_SLACK
         place = (block + i).to(gl.int64)[None, :]
         mask = in_group[:, None] & (block + i < last)[None, :]
         gl.store(base_at[:, None] + place, product, mask=mask)
         gl.store(noise_at[:, None] + place, noise, mask=mask)
-        gl.store(delta_at[:, None] + place, half * DELTA_CARE_16_BIT + noise, mask=mask)
+        gl.store(delta_at[:, None] + place, half * R.DELTA_CARE_16_BIT + noise, mask=mask)
     return gl.sum(wrong, 0)
 
 
@@ -261,8 +244,8 @@ def attend_blocks(
     wrong = _prepare(
         query,
         meta_at=k_meta + group * N * D,
-        summary_at=summary + group * N * SUMMARY_FIELDS,
-        check_at=check + group * N * CHECK_FIELDS,
+        summary_at=summary + group * N * R.SUMMARY_FIELDS,
+        check_at=check + group * N * R.CHECK_FIELDS,
         base_at=base_at,
         delta_at=scores.delta + row.to(gl.int64) * N,
         noise_at=scores.noise + row.to(gl.int64) * N,
@@ -365,11 +348,11 @@ def attend_blocks(
         for j in range(first, last, 32):
             mine = j + i < last
             words = gl.load(
-                check + (group * N + j + i) * CHECK_FIELDS + CHECK_PASS, mask=mine, other=0
+                check + (group * N + j + i) * R.CHECK_FIELDS + R.CHECK_PASS, mask=mine, other=0
             )
-            stored += words - gl.where(mine, CHECK_SEED + CHECK_STEP * (j + i), 0)
+            stored += words - gl.where(mine, R.CHECK_SEED + R.CHECK_STEP * (j + i), 0)
         faulty = (summed != gl.sum(stored, 0)) | (wrong > 0)
-        gl.store(flags + group * FLAG_FIELDS + FLAG_CHECK, 1, mask=faulty)
+        gl.store(flags + group * R.FLAG_FIELDS + R.FLAG_CHECK, 1, mask=faulty)
     piece = row.to(gl.int64) * (count + 1) + split + 1
     empty = total == 0
     divisor = gl.where(empty, 1.0, total)

@@ -14,34 +14,7 @@ from attnplug.ops.certified.kernels.tier import (
     values_of,
 )
 from attnplug.ops.certified.kernels.tiles import arrived, capped, load_query, split_dot
-from attnplug.ops.certified.records import (
-    CHECK_SEED,
-    CHECK_STEP,
-    COUNT_FIELDS,
-    COUNT_KEYS,
-    ETA,
-    FLAG_FIELDS,
-    FLAG_SCORE,
-    LIST_FIELDS,
-    LIST_KEYS,
-    LIST_NAME,
-    LIST_VALUES,
-    NAME_STEP,
-    NAME_VALUES,
-    NU,
-    PROMOTED_ERROR,
-    PROMOTED_FIELDS,
-    PROMOTED_LSE,
-    PROMOTED_NORM,
-    PROMOTED_RANKS,
-    PROMOTED_TOP,
-    RANK_EXACT,
-    RANK_EXACT_BLOCK,
-    RANK_FIELDS,
-    RANK_ROUGH,
-    RANK_ROUGH_BLOCK,
-    SUMMARY_FIELDS,
-)
+from attnplug.ops.certified.records import R
 from attnplug.ops.certified.scratch import source, words_of
 from attnplug.ops.common.rows import row_span
 
@@ -69,11 +42,11 @@ def _store_rank(
     at, rank: tl.constexpr, pieces, rough, rough_block, exact, exact_block, in_group
 ):  # fmt: skip  # as short as its docstring
     """One of the first blocks of a piece by quantized and by exact log-mass."""
-    at += (PROMOTED_RANKS + RANK_FIELDS * rank) * pieces
-    tl.store(at + RANK_ROUGH * pieces, rough, mask=in_group)
-    tl.store(at + RANK_ROUGH_BLOCK * pieces, rough_block, mask=in_group)
-    tl.store(at + RANK_EXACT * pieces, exact, mask=in_group)
-    tl.store(at + RANK_EXACT_BLOCK * pieces, exact_block, mask=in_group)
+    at += (R.PROMOTED_RANKS + R.RANK_FIELDS * rank) * pieces
+    tl.store(at + R.RANK_ROUGH * pieces, rough, mask=in_group)
+    tl.store(at + R.RANK_ROUGH_BLOCK * pieces, rough_block, mask=in_group)
+    tl.store(at + R.RANK_EXACT * pieces, exact, mask=in_group)
+    tl.store(at + R.RANK_EXACT_BLOCK * pieces, exact_block, mask=in_group)
 
 
 @triton.jit
@@ -83,8 +56,8 @@ def _entry(block_list, group, index, ends, listed, PROGRAMS: tl.constexpr):
     before = ends <= index
     chunk = tl.sum(before.to(tl.int32), 0)
     rest = index - tl.sum(tl.where(before, listed, 0), 0)
-    at = block_list + ((group * PROGRAMS.CHUNKS + chunk) * PROGRAMS.OWN + rest) * LIST_FIELDS
-    return tl.load(at + LIST_NAME), tl.load(at + LIST_KEYS), tl.load(at + LIST_VALUES)
+    at = block_list + ((group * PROGRAMS.CHUNKS + chunk) * PROGRAMS.OWN + rest) * R.LIST_FIELDS
+    return tl.load(at + R.LIST_NAME), tl.load(at + R.LIST_KEYS), tl.load(at + R.LIST_VALUES)
 
 
 @triton.jit
@@ -92,7 +65,7 @@ def _sealed(word, item, place, seals_at):
     """Compare the seal of a slot that was read, or write that of one that is being filled; whether
     it did not fit."""
     slot = tl.where(place >= 0, place, -2 - place)
-    seal = word + item * CHECK_STEP + CHECK_SEED
+    seal = word + item * R.CHECK_STEP + R.CHECK_SEED
     stored = tl.load(seals_at + slot, mask=place >= 0, other=0)
     tl.store(seals_at + slot, seal, mask=place < -1)
     return (place >= 0) & (stored != seal)
@@ -154,7 +127,7 @@ def read_blocks(
     r = tl.arange(0, ROWS)
     in_group = r < SHAPE.GROUP
     row = group * SHAPE.GROUP + r
-    at = promoted_sums + row * (PROMOTED_FIELDS * pieces) + piece
+    at = promoted_sums + row * (R.PROMOTED_FIELDS * pieces) + piece
     COLUMNS: tl.constexpr = SHAPE.HALF * 16
     CP: tl.constexpr = SHAPE.HALF_P * 16
     d = tl.arange(0, SHAPE.DP)
@@ -165,7 +138,7 @@ def read_blocks(
     scaled = query.to(tl.float32) * scale
     k_at = k + b * k_b + h.to(tl.int64) * k_h
     v_at = v + b * v_b + h.to(tl.int64) * v_h
-    summary_at = tier.summary + group * N * SUMMARY_FIELDS
+    summary_at = tier.summary + group * N * R.SUMMARY_FIELDS
     slots_at, owner_at, seals_at = k, k, k
     if scratch is not None:
         slots_at = scratch.slots + group * SLOTS * (BLOCK * D)
@@ -194,8 +167,8 @@ def read_blocks(
             )
         else:
             this = tl.sum(tl.where(rank == index + 1, name, 0), 0)
-        block = this // NAME_STEP
-        whole = this & NAME_VALUES
+        block = this // R.NAME_STEP
+        whole = this & R.NAME_VALUES
         place = group * N + block
         tokens = low + block * BLOCK + n
         item = 2 * (low + block * BLOCK)
@@ -221,8 +194,8 @@ def read_blocks(
         )
         bias = tl.load(scores.base + row * N + block, mask=in_group, other=0.0)
         limit = tl.load(scores.delta + row * N + block, mask=in_group, other=0.0)
-        eta_b = tl.load(summary_at + block * SUMMARY_FIELDS + ETA)
-        nu_b = tl.load(summary_at + block * SUMMARY_FIELDS + NU)
+        eta_b = tl.load(summary_at + block * R.SUMMARY_FIELDS + R.ETA)
+        nu_b = tl.load(summary_at + block * R.SUMMARY_FIELDS + R.NU)
         bits, codes, key = arrived(bits, PDL), arrived(codes, PDL), arrived(key, PDL)
         value_codes = arrived(value_codes, PDL)
         low_words, high_words = arrived(low_words, PDL), arrived(high_words, PDL)
@@ -335,15 +308,15 @@ def read_blocks(
             acc_low = split_dot(p, error_low.to(PV), acc_low, PV, PARTS)
             acc_high = split_dot(p, error_high.to(PV), acc_high, PV, PARTS)
 
-    tl.store(flags + group * FLAG_FIELDS + FLAG_SCORE, 1, mask=tl.max(wrong, 0) > 0)
+    tl.store(flags + group * R.FLAG_FIELDS + R.FLAG_SCORE, 1, mask=tl.max(wrong, 0) > 0)
     empty = total == 0
     divisor = tl.where(empty, 1.0, total)
     lse = tl.where(top == float("-inf"), 0.0, top) + tl.log2(divisor)
     lse = tl.where(empty, float("-inf"), lse)
-    tl.store(at + PROMOTED_LSE * pieces, lse, mask=in_group)
-    tl.store(at + PROMOTED_NORM * pieces, held / divisor, mask=in_group)
-    tl.store(at + PROMOTED_ERROR * pieces, error_held / divisor, mask=in_group)
-    tl.store(at + PROMOTED_TOP * pieces, top, mask=in_group)
+    tl.store(at + R.PROMOTED_LSE * pieces, lse, mask=in_group)
+    tl.store(at + R.PROMOTED_NORM * pieces, held / divisor, mask=in_group)
+    tl.store(at + R.PROMOTED_ERROR * pieces, error_held / divisor, mask=in_group)
+    tl.store(at + R.PROMOTED_TOP * pieces, top, mask=in_group)
     if DEPTH > 0:
         _store_rank(at, 0, pieces, rough0, rough_block0, exact0, exact_block0, in_group)
     if DEPTH > 1:
@@ -396,7 +369,7 @@ def promote(
     group = b * tl.num_programs(1) + h
     query = load_query(q, q_strides, b, h, SHAPE.GROUP, SHAPE)
     CHUNKS: tl.constexpr = PROGRAMS.CHUNKS
-    counts_at = counts + group * (COUNT_FIELDS * CHUNKS) + COUNT_KEYS * CHUNKS
+    counts_at = counts + group * (R.COUNT_FIELDS * CHUNKS) + R.COUNT_KEYS * CHUNKS
     listed = tl.load(counts_at + tl.arange(0, CHUNKS))
     count = tl.sum(listed, 0)
     if piece >= count:

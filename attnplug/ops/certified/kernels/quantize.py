@@ -9,20 +9,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from attnplug.ops.certified.kernels.arguments import Rows, RowSteps
 from attnplug.ops.certified.kernels.tier import bf16_value
-from attnplug.ops.certified.records import (
-    CARE,
-    CHECK_FIELDS,
-    CHECK_PASS,
-    CHECK_PREPARE,
-    CHECK_SEED,
-    CHECK_STEP,
-    ETA,
-    HALF_CARE,
-    LEAST_SCALE,
-    MEASURED_FLOOR,
-    NU,
-    SUMMARY_FIELDS,
-)
+from attnplug.ops.certified.records import R
 from attnplug.ops.common.device import machine
 from attnplug.ops.common.rows import blocks_done, mask_bytes, note_progress, row_span, row_step
 from attnplug.ops.common.sizes import next_power_of_two
@@ -43,9 +30,9 @@ def _quantize_key_tile(key, seen, in_width, d):
     bits = (low * 0.5 + high * 0.5).to(tl.int32, bitcast=True)
     zero_bits = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16
     zero = bf16_value(zero_bits)
-    half = tl.maximum(high - zero, zero - low) * HALF_CARE
+    half = tl.maximum(high - zero, zero - low) * R.HALF_CARE
     # rounded to nearest, as the reference divides: a compiled `/` is an approximation
-    least = tl.maximum(tl.div_rn(half, 127.0), LEAST_SCALE)
+    least = tl.maximum(tl.div_rn(half, 127.0), R.LEAST_SCALE)
     scale_bits = (least.to(tl.int32, bitcast=True) + 0xFFFF) >> 16
     scale_bits = tl.where(half > 0, scale_bits, 0)
     scale_bits = tl.where(bad > 0, 0x7FC0, scale_bits)
@@ -169,8 +156,8 @@ def _quantize(
         error = tl.sqrt(squares + more_squares)
         norm = tl.sqrt(norms + more_norms)
         bad = tl.sum((~((error < float("inf")) & (norm < float("inf")))).to(tl.int32), 0) > 0
-        eta = tl.where(bad, float("inf"), tl.max(error, 0) * CARE + MEASURED_FLOOR)
-        nu = tl.where(bad, float("inf"), tl.max(norm, 0) * CARE + MEASURED_FLOOR)
+        eta = tl.where(bad, float("inf"), tl.max(error, 0) * R.CARE + R.MEASURED_FLOOR)
+        nu = tl.where(bad, float("inf"), tl.max(norm, 0) * R.CARE + R.MEASURED_FLOOR)
         codes_v = low_codes | (high_codes << 4)
         weight = tl.where(low_groups[:, None], (1 + 2 * (channel // 4)) << 8 * (channel % 4), 0)
         first += part + tl.sum(tl.sum(tl.sum(codes_v * weight[None, :, :], 2), 1), 0)
@@ -179,15 +166,15 @@ def _quantize(
         word_at = v_meta + block * (BLOCK * 2 * HALF) + n[:, None] * (2 * HALF) + g[None, :]
         tl.store(word_at, low_words, mask=low_groups[None, :])
         tl.store(word_at + HALF, high_words, mask=low_groups[None, :])
-        tl.store(summary + block * SUMMARY_FIELDS + ETA, eta)
-        tl.store(summary + block * SUMMARY_FIELDS + NU, nu)
-        check_at = check + block * CHECK_FIELDS
+        tl.store(summary + block * R.SUMMARY_FIELDS + R.ETA, eta)
+        tl.store(summary + block * R.SUMMARY_FIELDS + R.NU, nu)
+        check_at = check + block * R.CHECK_FIELDS
         # Constants on the right: the interpreter makes a constant of what stands at one's right.
-        seed = j * CHECK_STEP + CHECK_SEED
-        tl.store(check_at + CHECK_PASS, seed + first)
+        seed = j * R.CHECK_STEP + R.CHECK_SEED
+        tl.store(check_at + R.CHECK_PASS, seed + first)
         second += seed + eta.to(tl.int32, bitcast=True)
         second += 7 * nu.to(tl.int32, bitcast=True)
-        tl.store(check_at + CHECK_PREPARE, second)
+        tl.store(check_at + R.CHECK_PREPARE, second)
 
 
 @triton.jit
@@ -235,7 +222,9 @@ def launch_quantize_kv(
     }
     if pdl:
         shared["launch_pdl"] = True
-    _quantize[(programs, heads, batch)](
+    _quantize.run(
+        grid=(programs, heads, batch),
+        warmup=False,
         k=k,
         v=v,
         k_codes=k_codes,
@@ -256,4 +245,4 @@ def launch_quantize_kv(
         num_warps=8 if block * width > 4096 else 4,
         **shared,
     )
-    _note[(batch,)](num_warps=1, **shared)
+    _note.run(grid=(batch,), warmup=False, num_warps=1, **shared)

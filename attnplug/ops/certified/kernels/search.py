@@ -5,14 +5,7 @@ specification."""
 import triton
 import triton.language as tl
 
-from attnplug.ops.certified.records import (
-    DEEPEST,
-    ETA,
-    LOG_FLOOR,
-    ROUNDS,
-    SUMMARY_FIELDS,
-    WAYS,
-)
+from attnplug.ops.certified.records import R
 
 
 @triton.jit
@@ -24,7 +17,7 @@ def log_masses(logs_at, j, blocks, in_group):
 
 @triton.jit
 def _score(share):
-    return tl.log2(share + LOG_FLOOR)
+    return tl.log2(share + R.LOG_FLOOR)
 
 
 @triton.jit
@@ -41,8 +34,8 @@ def masses(log, summary_at, norm, j, blocks, BUDGET: tl.constexpr):
     mass = tl.exp2(log - norm[None, :])
     score = score_of(mass)
     if BUDGET:
-        eta = tl.load(summary_at + j * SUMMARY_FIELDS + ETA, mask=there, other=0.0)
-        score += tl.log2(eta + LOG_FLOOR)
+        eta = tl.load(summary_at + j * R.SUMMARY_FIELDS + R.ETA, mask=there, other=0.0)
+        score += tl.log2(eta + R.LOG_FLOOR)
         mass = mass * eta[:, None]
     return tl.where(there, score, float("-inf")), mass
 
@@ -50,8 +43,8 @@ def masses(log, summary_at, norm, j, blocks, BUDGET: tl.constexpr):
 @triton.jit
 def _whole_range(norm):
     """(low, high) that every search begins with, of the type that its rounds end with."""
-    low = tl.min(norm * 0, 0) + DEEPEST
-    return low, low + (1.0 - DEEPEST)
+    low = tl.min(norm * 0, 0) + R.DEEPEST
+    return low, low + (1.0 - R.DEEPEST)
 
 
 @triton.jit
@@ -81,7 +74,7 @@ def _narrower(
     else:
         enough = (count >= least) & ~lacking
     passed = tl.sum((enough | (count >= most)).to(tl.int32), 0)
-    at = tl.sum(tl.where(tl.arange(0, WAYS) == passed - 1, count, 0), 0)
+    at = tl.sum(tl.where(tl.arange(0, R.WAYS) == passed - 1, count, 0), 0)
     lowest = tl.where(passed == 0, lowest, at)
     return low + step * passed, low + step * (passed + 1), lowest
 
@@ -107,15 +100,15 @@ def _search_tiles(
     have: also a NaN head, which is recomputed, so that the rest of its group may get fewer blocks
     than by the specification."""
     i = tl.arange(0, TILE)
-    way = tl.arange(0, WAYS)
+    way = tl.arange(0, R.WAYS)
     low, high = _whole_range(norm)
     lowest = tl.sum(i * 0, 0)
-    for _ in range(ROUNDS):
-        step = (high - low) / (WAYS + 1)
+    for _ in range(R.ROUNDS):
+        step = (high - low) / (R.WAYS + 1)
         # Sums over the tiles stay where their terms are: reductions cost more than all else here.
-        counts = tl.zeros([TILE, WAYS], tl.int32)
+        counts = tl.zeros([TILE, R.WAYS], tl.int32)
         lowest_i = tl.zeros([TILE], tl.int32)
-        held_i = tl.zeros([TILE if COVERS else 1, GP, WAYS], tl.float32)
+        held_i = tl.zeros([TILE if COVERS else 1, GP, R.WAYS], tl.float32)
         ahead = log_masses(logs_at, i, blocks, in_group)
         for first in range(0, blocks, TILE):
             log = ahead
@@ -183,8 +176,8 @@ def _search_held(
     score, mass = masses(log, summary_at, norm, i, blocks, BUDGET)
     low, high = _whole_range(norm)
     lowest = tl.sum((score >= low).to(tl.int32), 0)
-    for _ in range(ROUNDS):
-        step = (high - low) / (WAYS + 1)
+    for _ in range(R.ROUNDS):
+        step = (high - low) / (R.WAYS + 1)
         c1, h1 = _above(score, mass, low + step, TILE, GP)
         c2, h2 = _above(score, mass, low + step * 2, TILE, GP)
         c3, h3 = _above(score, mass, low + step * 3, TILE, GP)
@@ -193,8 +186,8 @@ def _search_held(
         c6, h6 = _above(score, mass, low + step * 6, TILE, GP)
         c7, h7 = _above(score, mass, low + step * 7, TILE, GP)
         c8, h8 = _above(score, mass, low + step * 8, TILE, GP)
-        count = tl.reshape(tl.sum(_eight(c1, c2, c3, c4, c5, c6, c7, c8), 0), [WAYS])
-        held = tl.reshape(tl.sum(_eight(h1, h2, h3, h4, h5, h6, h7, h8), 0), [GP, WAYS])
+        count = tl.reshape(tl.sum(_eight(c1, c2, c3, c4, c5, c6, c7, c8), 0), [R.WAYS])
+        held = tl.reshape(tl.sum(_eight(h1, h2, h3, h4, h5, h6, h7, h8), 0), [GP, R.WAYS])
         low, high, lowest = _narrower(
             count=count,
             held=held,
@@ -300,10 +293,10 @@ def search_one_sweep(
         first = tl.min(tl.where(rest == enough, i, TILE), 0)
         order = tl.where((i == first) & (order == 0), place + 1, order)  # once, if all are taken
         rest = tl.where(i == first, float("-inf"), rest)
-    way = tl.arange(0, WAYS)
+    way = tl.arange(0, R.WAYS)
     low, high = _whole_range(norm)
-    for _ in range(ROUNDS):
-        step = (high - low) / (WAYS + 1)
+    for _ in range(R.ROUNDS):
+        step = (high - low) / (R.WAYS + 1)
         passed = tl.sum((low + step * (way + 1) <= enough).to(tl.int32), 0)
         low, high = low + step * passed, low + step * (passed + 1)
     count = tl.sum((score >= low).to(tl.int32), 0)

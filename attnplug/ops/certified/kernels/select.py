@@ -10,17 +10,7 @@ from attnplug.ops.certified.kernels.search import (
     search,
     search_one_sweep,
 )
-from attnplug.ops.certified.records import (
-    BUDGET_SHARE,
-    CARE,
-    ETA,
-    EXP2_SLACK,
-    LOG_FLOOR,
-    NAME_STEP,
-    NU,
-    SUM_SLACK,
-    SUMMARY_FIELDS,
-)
+from attnplug.ops.certified.records import R
 
 
 @triton.jit
@@ -39,7 +29,7 @@ def _explored(j, row, length, share):
 @triton.jit
 def set_digest(j, values, keys):
     """One number that tells sets of promoted blocks, and which of them are read whole, apart."""
-    name = j * NAME_STEP + 1 + values.to(tl.int32)
+    name = j * R.NAME_STEP + 1 + values.to(tl.int32)
     return tl.sum(tl.where(keys, (name * name + 7) * 747796405, 0), 0)
 
 
@@ -49,8 +39,8 @@ def key_bound(over, under, plain, grown, mass, exact):
     up = over / (1 + over)
     down = under / (1 - under)
     tight = exact * tl.maximum(up, down) + grown / (1 - under) - plain
-    tight += tl.maximum(0.0, up - down) * plain + plain * SUM_SLACK
-    tight = tl.where(under < 1, tight * CARE, float("inf"))
+    tight += tl.maximum(0.0, up - down) * plain + plain * R.SUM_SLACK
+    tight = tl.where(under < 1, tight * R.CARE, float("inf"))
     return tl.where(mass == 0, 0.0, tight)
 
 
@@ -84,7 +74,7 @@ def marked(
 ):
     """Which blocks are read exactly: keys, values too, values for their error's sake, and both for
     nothing but a spot check."""
-    worthy = there & (score + tl.log2(eta + LOG_FLOOR) >= value_threshold)
+    worthy = there & (score + tl.log2(eta + R.LOG_FLOOR) >= value_threshold)
     values = worthy
     if EXPLORES:
         values = worthy | (there & _explored(j, row, length, explore))
@@ -104,8 +94,8 @@ def block_sums(log, delta, noise, eta, nu, mass, keys):
     over, under, plain, grown = _apart(
         tl.sum(
             _four(
-                mass * (up - 1 + EXP2_SLACK),
-                mass * (1 - tl.exp2(-delta) + EXP2_SLACK),
+                mass * (up - 1 + R.EXP2_SLACK),
+                mass * (1 - tl.exp2(-delta) + R.EXP2_SLACK),
                 heavy,
                 heavy * up,
             ),
@@ -146,8 +136,8 @@ def _estimate(
         log = log_masses(logs_at, j, blocks, in_group)
         score, mass = masses(log, summary_at, norm, j, blocks, False)
         delta = tl.load(delta_at[None, :] + j[:, None], mask=mask, other=0.0)
-        eta = tl.load(summary_at + j * SUMMARY_FIELDS + ETA, mask=there, other=0.0)
-        nu = tl.load(summary_at + j * SUMMARY_FIELDS + NU, mask=there, other=0.0)
+        eta = tl.load(summary_at + j * R.SUMMARY_FIELDS + R.ETA, mask=there, other=0.0)
+        nu = tl.load(summary_at + j * R.SUMMARY_FIELDS + R.NU, mask=there, other=0.0)
         keys = there & (score >= key_threshold)
         promoted += tl.sum(keys.to(tl.int32), 0)
         a, b, c, d, e, _, _, _, _, f = block_sums(
@@ -285,19 +275,19 @@ def choose(
                 BUDGET=False,
                 COVERS=SEARCH.COVERS,
             )
-    value_threshold = tl.log2(choice.v_tol + LOG_FLOOR)
+    value_threshold = tl.log2(choice.v_tol + R.LOG_FLOOR)
     if SEARCH.BUDGETED:
         total = tl.zeros([GP], tl.float32)
         for first in range(0, blocks, SEARCH.TILE):
             j = first + tl.arange(0, SEARCH.TILE)
             log = log_masses(logs_at, j, blocks, in_group)
             total += tl.sum(masses(log, summary_at, norm, j, blocks, True)[1], 0)
-        # What is promoted holds all but the budget: total - held <= BUDGET_SHARE * budget.
+        # What is promoted holds all but the budget: total - held <= R.BUDGET_SHARE * budget.
         budget_threshold = search(
             logs_at=logs_at,
             summary_at=summary_at,
             norm=norm,
-            rest_mass=tl.core.to_tensor(choice.value_budget) * BUDGET_SHARE - total,
+            rest_mass=tl.core.to_tensor(choice.value_budget) * R.BUDGET_SHARE - total,
             coverage=tl.zeros([GP], tl.float32),
             least=0,
             most=blocks + 1,

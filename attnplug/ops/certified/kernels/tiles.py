@@ -4,7 +4,7 @@ Logarithms and scores are to the base 2."""
 import triton
 import triton.language as tl
 
-from attnplug.ops.certified.records import LOG2E
+from attnplug.ops.certified.records import R
 
 
 @triton.jit
@@ -35,7 +35,7 @@ def split_dot(a, b, acc, dtype: tl.constexpr, PARTS: tl.constexpr):
 @triton.jit
 def capped(s, cap):
     """cap tanh(s / cap), both to the base 2: tanh(y) = 1 - 2 / (exp(2 y) + 1)."""
-    return cap * (1 - 2 / (tl.exp2(s * (2 * LOG2E) / cap) + 1))
+    return cap * (1 - 2 / (tl.exp2(s * (2 * R.LOG2E) / cap) + 1))
 
 
 @triton.jit

@@ -76,7 +76,9 @@ def launch_long_rows(scores, k, hint, lengths, indices, values, how, plan, pdl):
         "num_stages": 1,
         **({"launch_pdl": True} if pdl else {}),
     }
-    verify[(plan.verifiers * rows,)](
+    verify.run(
+        grid=(plan.verifiers * rows,),
+        warmup=False,
         **row_and_launch,
         hint=hint,
         edges=buffers.edges,
@@ -102,7 +104,9 @@ def launch_long_rows(scores, k, hint, lengths, indices, values, how, plan, pdl):
         "CAPACITY": plan.capacity,
         "SLOTS": buffers.slots,
     }
-    collect[(buffers.programs * rows,)](
+    collect.run(
+        grid=(buffers.programs * rows,),
+        warmup=False,
         **row_and_launch,
         **lists_and_output,
         edges=buffers.edges,
@@ -120,7 +124,9 @@ def launch_long_rows(scores, k, hint, lengths, indices, values, how, plan, pdl):
         BATCH=plan.batch,
         num_warps=plan.collect_warps,
     )
-    refine[(rows,)](
+    refine.run(
+        grid=(rows,),
+        warmup=False,
         **row_and_launch,
         **lists_and_output,
         stats=how,

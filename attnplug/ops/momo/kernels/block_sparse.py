@@ -334,7 +334,9 @@ def build_lists(index, query_block, block, sink, window, lengths, start, queries
     )
     count = torch.empty(batch, heads, blocks, dtype=torch.int32, device=index.device)
     padded = max(2, next_power_of_two(width))
-    _list_kernel[(batch * heads * blocks,)](
+    _list_kernel.run(
+        grid=(batch * heads * blocks,),
+        warmup=False,
         INDEX=index.contiguous(),
         LIST=lists,
         COUNT=count,
@@ -396,7 +398,9 @@ def launch_triton(
         SCALE_FIRST=softcap > 0.0 or scale <= 0.0,
         SOFTCAP=softcap > 0.0,
     )
-    _attend_kernel[(batch * heads * blocks * spec.SPLITS,)](
+    _attend_kernel.run(
+        grid=(batch * heads * blocks * spec.SPLITS,),
+        warmup=False,
         Q=q,
         K=k,
         V=v,

@@ -241,7 +241,9 @@ def _tail_kernel(V, TAIL, LENGTHS, v_strides, lengths_step, kv_heads, D: tl.cons
 def _values_tail(v: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
     """`[B,Hkv,128,D]`: the 128-key tile of the last valid key, zeros after that key."""
     tail = v.new_empty((*v.shape[:2], 128, v.shape[3]))
-    _tail_kernel[(v.shape[0] * v.shape[1],)](
+    _tail_kernel.run(
+        grid=(v.shape[0] * v.shape[1],),
+        warmup=False,
         V=v,
         TAIL=tail,
         LENGTHS=lengths,
@@ -272,7 +274,9 @@ def _launch(
 ):
     """One launch of the kernel. Tensors that it does not read are stood in for by others."""
     values = _descriptor(v, 64)
-    attention_kernel[(problem.items,)](
+    attention_kernel.run(
+        grid=(problem.items,),
+        warmup=False,
         q_desc=_descriptor(q, 32 if spec.PACK == 4 else 64, 1 if spec.SPARSE else problem.gamma),
         k_desc=_descriptor(k, 64),
         v_desc=values,

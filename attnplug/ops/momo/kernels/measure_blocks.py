@@ -124,11 +124,19 @@ def launch_lists(score, lse, before, blocks, *, first, rows, sink):
         ROWS=rows,
         PAD=pad,
     )
-    _mass_kernel[(heads, cdiv(query_blocks, groups), cdiv(kept, 64))](
-        SCORE=score, GROUPS=groups, N=64, num_warps=8, **common
+    _mass_kernel.run(
+        grid=(heads, cdiv(query_blocks, groups), cdiv(kept, 64)),
+        warmup=False,
+        SCORE=score,
+        GROUPS=groups,
+        N=64,
+        num_warps=8,
+        **common,
     )
     width = max(2, next_power_of_two(kept))
-    _choose_kernel[(heads * query_blocks,)](
+    _choose_kernel.run(
+        grid=(heads * query_blocks,),
+        warmup=False,
         OUT=blocks,
         all_query_blocks=blocks.shape[2],
         sink=sink,

@@ -395,7 +395,9 @@ def launch_triton(
     if key_mask is not None:
         key_mask = key_mask.contiguous()
         before = offered_before(key_mask, start, block)
-    _kernel[(tiles * batch * kv_heads,)](
+    _kernel.run(
+        grid=(tiles * batch * kv_heads,),
+        warmup=False,
         Q=q,
         K=k,
         V=v,
