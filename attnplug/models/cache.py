@@ -7,7 +7,7 @@ subclasses it. Sliding-window and other layers stay what transformers makes them
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 from transformers import Cache, PreTrainedConfig, StaticCache
@@ -63,6 +63,9 @@ class PlugLayer(StaticLayer):
     defer_next = False  # for one update: PolicyHook sets it where plug_attention will follow
     exposes_buffers = False  # a prefill's attention got the buffers themselves, not copies
     pending: tuple[torch.Tensor, torch.Tensor] | None = None
+    counted = 0  # at least the tokens in the buffers, while no step has come uncounted
+    uncounted = False  # a compiled step has come, which counts on the device alone
+    captured = False  # a CUDA graph has steps of this layer, and whoever replays it does not say
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
@@ -79,12 +82,14 @@ class PlugLayer(StaticLayer):
         self, key_states: torch.Tensor, value_states: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """New tokens as the buffers take them. Raises UnsupportedCallError where they do not fit,
-        which the host knows without waiting for a device, or have another dtype: under autocast
-        they are cast, as sdpa would cast them."""
-        if not torch.compiler.is_compiling():
+        which traced and captured code cannot know, or have another dtype: under autocast they are
+        cast, as sdpa would cast them."""
+        if torch.compiler.is_compiling():
+            self.uncounted = True
+        else:
             self._fit_rows(key_states, value_states)
-        if self.cumulative_length.is_cpu and not torch.compiler.is_compiling():
-            check_room(int(self.cumulative_length), key_states.shape[2], self.max_cache_len)
+            self.check_room(key_states.shape[2])
+            self.counted += key_states.shape[2]
         cast = autocast_dtype(key_states.device)
         if cast is not None:
             dtype = self.dtype if self.is_initialized else cast
@@ -95,6 +100,27 @@ class PlugLayer(StaticLayer):
                 "the precision that it began with: all of it inside torch.autocast, or none."
             )
         return key_states, value_states
+
+    def known_length(self, tokens: int) -> int | None:
+        """The number of tokens in the buffers; None where the host may not read it, or has no need
+        to: what it has counted says that `tokens` more fit. A GPU is asked once the count says
+        otherwise, as `crop` does not lower it, and after steps that were not counted."""
+        on_gpu = not self.cumulative_length.is_cpu
+        if not may_sync(on_gpu):
+            self.captured = True
+            return None
+        fits = self.counted + tokens <= self.max_cache_len
+        if on_gpu and fits and not (self.uncounted or self.captured):
+            return None
+        self.uncounted = False
+        self.counted = int(self.cumulative_length) + (self.pending is not None)
+        return self.counted
+
+    def check_room(self, tokens: int) -> None:
+        """Raise UnsupportedCallError where the host knows that `tokens` more do not fit."""
+        length = self.known_length(tokens)
+        if length is not None:
+            check_room(length, tokens, self.max_cache_len)
 
     def _fit_rows(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Give an empty cache, as `reset` leaves it, the batch size of new tokens. Raises
@@ -160,6 +186,7 @@ class PlugLayer(StaticLayer):
     def reset(self) -> None:
         """Forget all tokens."""
         self.take_pending()
+        self.counted, self.uncounted = 0, False
         super().reset()
         for name, empty in self.row_buffers.items():
             if empty is not None:
@@ -201,11 +228,19 @@ class PlugLayer(StaticLayer):
         """Append the tokens of another layer. Reads their number on the host."""
         if isinstance(source, PlugLayer):
             source.flush()
-            self.exposes_buffers = source.exposes_buffers
         if source.is_initialized:
             assert source.keys is not None and source.values is not None
             tokens = int(source.cumulative_length)
-            self.update(source.keys[:, :, :tokens], source.values[:, :, :tokens])
+            new = source.keys[:, :, :tokens], source.values[:, :, :tokens]
+            if tokens > 0:
+                self.note_buffers(*self.update(*new))
+            elif not self.is_initialized:
+                self.lazy_initialization(*new)
+        self.exposes_buffers = isinstance(source, PlugLayer) and source.exposes_buffers
+
+    def continue_from(self, source: "PlugLayer") -> None:
+        """Take from a layer whose tokens were adopted what its steps have left beside them, such as
+        counts and hints. A side buffer that follows from the tokens is made again."""
 
     def _buffers(self) -> tuple[torch.Tensor, torch.Tensor]:
         assert self.keys is not None and self.values is not None  # is_initialized was checked
@@ -255,11 +290,41 @@ class PlugCache(Cache):
     """A static cache whose full-attention layers are PlugLayers (or a method's subclass).
 
     `layers` come from transformers' own StaticCache, so that every other kind of layer is what the
-    model expects.
+    model expects. Its length is fixed; that of a `GrowingCache` is not.
     """
 
+    @property
+    def room(self) -> int | None:
+        """How many tokens the full-attention layers hold at most; None where there are none."""
+        lengths = [layer.max_cache_len for layer in self.layers if isinstance(layer, PlugLayer)]
+        return min(lengths, default=None)
+
+    def reserve(self, length: int) -> None:
+        """Make sure that `length` tokens fit in all. Raises UnsupportedCallError where they do
+        not."""
+        room = self.room
+        if room is not None and length > room:
+            raise UnsupportedCallError(
+                f"this call may come to {length} tokens, and the cache that it was given holds at "
+                f"most {room}. Make a larger one with attnplug.make_cache(model, {length}), pass a "
+                "smaller max_new_tokens, or leave the cache to generate."
+            )
+
+    def prepare(self, tokens: int) -> None:
+        """Called before a forward pass of `tokens` tokens. Raises UnsupportedCallError where the
+        host knows that they do not fit: no layer has taken any of them yet."""
+        layer = next((layer for layer in self.layers if isinstance(layer, PlugLayer)), None)
+        if layer is not None:
+            layer.check_room(tokens)
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        """As transformers asks for the sizes that a forward pass will find, before the pass."""
+        if not torch.compiler.is_compiling():
+            self.prepare(query_length)
+        return super().get_mask_sizes(query_length, layer_idx)
+
     @classmethod
-    def from_static(cls, cache: StaticCache, make_layer: MakeLayer) -> "PlugCache":
+    def from_static(cls, cache: StaticCache, make_layer: MakeLayer) -> Self:
         """Replace the full-attention layers of a fresh static cache.
 
         `make_layer(index, max_length)` makes the layer for that index.
@@ -273,9 +338,7 @@ class PlugCache(Cache):
         return cls(layers=layers)
 
     @classmethod
-    def for_config(
-        cls, config: PreTrainedConfig, max_length: int, make_layer: MakeLayer
-    ) -> "PlugCache":
+    def for_config(cls, config: PreTrainedConfig, max_length: int, make_layer: MakeLayer) -> Self:
         """An empty cache of `max_length` tokens for a model's config."""
         return cls.from_static(StaticCache(config, max_cache_len=max_length), make_layer)
 

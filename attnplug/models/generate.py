@@ -10,6 +10,7 @@ from transformers.generation.configuration_utils import GenerationMode
 
 from attnplug.errors import UnsupportedCallError
 from attnplug.models.cache import MakeLayer, PlugCache, PlugLayer, autocast_dtype
+from attnplug.models.growth import GrowingCache, Growth
 
 LAYER_MAKER = "_attnplug_make_layer"
 CACHE_METHOD = "_prepare_cache_for_generation"
@@ -65,9 +66,13 @@ def _prepare_cache_for_generation(
 ) -> None:
     """What generate calls on the instance: a PlugCache where the user did not choose otherwise."""
     stock = MethodType(getattr(type(model), CACHE_METHOD), model)
-    given = model_kwargs.get("past_key_values") is not None
+    given = model_kwargs.get("past_key_values")
+    speculated = _speculated(generation_config, generation_mode)
+    if isinstance(given, PlugCache):
+        grows = isinstance(given, GrowingCache)
+        given.reserve(max_cache_length + (speculated if grows else 0))
     chosen = generation_config.cache_implementation not in (None, "static")
-    if given or chosen or generation_config.use_cache is False:
+    if given is not None or chosen or generation_config.use_cache is False:
         stock(generation_config, model_kwargs, generation_mode, batch_size, max_cache_length)
         return
     # The stock method sizes the static cache (beams, max_cache_len, earlier calls); its
@@ -75,9 +80,9 @@ def _prepare_cache_for_generation(
     static = copy.copy(generation_config)
     static.cache_implementation = "static"
     fresh = dict(model_kwargs)
-    length = max_cache_length + _speculated(generation_config, generation_mode)
-    stock(static, fresh, generation_mode, batch_size, length)
-    cache = PlugCache.from_static(_static_cache(fresh), vars(model)[LAYER_MAKER])
+    stock(static, fresh, generation_mode, batch_size, max_cache_length + speculated)
+    growth = Growth(model.config.get_text_config(decoder=True), vars(model)[LAYER_MAKER])
+    cache = GrowingCache.begin(_static_cache(fresh), growth)
     # Rolling windows cannot be cropped, which assisted decoding needs, and take one precision only,
     # where autocast mixes two.
     mixed = autocast_dtype(model.device) is not None

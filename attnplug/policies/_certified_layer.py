@@ -87,6 +87,14 @@ class CertifiedLayer(PlugLayer):
         if self.scratch is not None:
             self.scratch.clear()
 
+    def continue_from(self, source: PlugLayer) -> None:
+        if not isinstance(source, CertifiedLayer):
+            return
+        if self.telemetry is not None and source.telemetry is not None:
+            self.telemetry.copy_(source.telemetry)
+        if self.scratch is not None and source.scratch is not None:
+            self.scratch.counters[..., 1:].copy_(source.scratch.counters[..., 1:])
+
     def crop(self, tokens_to_remove: int) -> None:
         super().crop(tokens_to_remove)
         if self.tier is not None:

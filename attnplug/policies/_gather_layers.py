@@ -108,6 +108,10 @@ class HostGatherLayer(GatherLayer):
         given, self.given = self.given, None
         self.exposes_buffers = given is not None and key is given[0] and value is given[1]
 
+    def continue_from(self, source: PlugLayer) -> None:
+        if isinstance(source, HostGatherLayer) and self.near is not None and source.near:
+            self.near.counters[..., :2].copy_(source.near.counters[..., :2])
+
     def reset(self) -> None:
         super().reset()
         self.given = None

@@ -54,6 +54,11 @@ class GvrLayer(PlugLayer):
         self.scales.index_copy_(2, places, scales)
         return both
 
+    def continue_from(self, source: PlugLayer) -> None:
+        if isinstance(source, GvrLayer) and source.picks.shape == self.picks.shape:
+            self.picks.copy_(source.picks)
+            self.before.copy_(source.before)
+
     def remember(self, picks: torch.Tensor) -> None:
         """Keep a step's picks, and those of the step before it."""
         self.before.copy_(self.picks)

@@ -23,7 +23,7 @@ def rows_on_cpu(
     batch, size = k.shape[0], k.shape[2]
     lengths = torch.tensor([size]) if lengths is None else lengths.to(torch.int64)
     start = torch.tensor([0]) if start is None else start.to(torch.int64)
-    lengths, start = lengths.clamp(max=size), start.clamp(min=0)
+    lengths, start = lengths.clamp(0, size), start.clamp(0, size)
     return lengths.expand(batch).contiguous(), start.expand(batch).contiguous()
 
 
@@ -46,7 +46,9 @@ def row_span(
     BYPASS_L1: tl.constexpr = 1,
 ):
     """(length, first real key) of row b, int32; the steps are `row_step` of the two tensors. NEW
-    tokens are not counted in `lengths` yet; a length of S + NEW then says that the cache is full.
+    tokens are not counted in `lengths` yet; a length of S + NEW then says that the cache is full,
+    and one of 0 where NEW is 1 that `lengths` is negative. Whatever `lengths` holds, int64 too, the
+    length is 0 to S + NEW.
 
     BYPASS_L1 is set because another kernel may have counted a token just before: an L1 line may be
     older. A kernel that starts only when the ones in front of it have ended may clear it.
@@ -54,11 +56,12 @@ def row_span(
     length = S
     if lengths is not None:
         length = _load_number(lengths + b * LENGTH_STEP, BYPASS_L1)
-        length = tl.minimum(length, S) + NEW
+        # Before int64 becomes int32: a length past 2^31 would wrap around to a place in the cache.
+        length = tl.maximum(tl.minimum(length, S), -NEW).to(tl.int32) + NEW
     low = 0
     if start is not None:
         low = _load_number(start + b * START_STEP, BYPASS_L1)
-        low = tl.maximum(low, 0)
+        low = tl.maximum(tl.minimum(low, S), 0).to(tl.int32)
     return length, low
 
 
@@ -66,9 +69,9 @@ def row_span(
 def _load_number(at, BYPASS_L1: tl.constexpr):
     # A flag and not the modifier itself: Triton 3.6 takes no string as a default.
     if BYPASS_L1:
-        return tl.load(at, cache_modifier=".cg").to(tl.int32)
+        return tl.load(at, cache_modifier=".cg")
     else:
-        return tl.load(at).to(tl.int32)
+        return tl.load(at)
 
 
 @triton.jit

@@ -71,8 +71,8 @@ def gather_decode(
         new_k, new_v: `[B, Hkv, 1, D]` like q, the token's key and value.
         bounds, progress: as `select_blocks` has them; written.
         lengths: int32 or int64 `[]`, `[1]` or `[B]`, contiguous: tokens before this one; one
-            more after the call, with `count`. The output of a row that has S already is NaN, and
-            nothing of it is written.
+            more after the call, with `count`. The output of a row that has S already is NaN. No
+            token is written for such a row, nor for one with a negative length.
         scale, block, top_k, sink, local, scoring: as `select_blocks` has them.
         start: int32 or int64 `[1]` or `[B]`, first real key of a left-padded row. None: 0.
         key_mask: bool `[B, S]`, False where a key must not be seen.
@@ -160,7 +160,7 @@ def _cpu(*args, count=True):
     lengths = call.lengths.reshape(-1)
     full = (lengths >= k.shape[2]).expand(q.shape[0])
     for b, at in enumerate(lengths.expand(q.shape[0]).tolist()):
-        if not full[b]:
+        if 0 <= at < k.shape[2]:
             k[b, :, at], v[b, :, at] = call.new_k[b, :, 0], call.new_v[b, :, 0]
     now = lengths.add_(1) if count else lengths + 1
     index = q.new_empty((*k.shape[:2], 1, call.top_k), dtype=torch.int32)

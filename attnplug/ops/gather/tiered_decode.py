@@ -119,7 +119,8 @@ def tiered_decode(
         lengths: int32 or int64 `[1]` or `[B]`, valid keys. With `new` the token is not among them.
         new: key and value `[B, Hkv, 1, D]` of the query's token, which are then written to k, v and
             the ring; the caller counts the token afterwards. The output of a row that has S already
-            is NaN. None: the token is in k, v and the ring.
+            is NaN. No token is written for such a row, nor for one with a negative length. None:
+            the token is in k, v and the ring.
         start: int32 or int64 `[1]` or `[B]`, first real key of a left-padded row. None: 0.
         key_mask: bool `[B, S]`, False where a key must not be seen.
         softcap, sinks: as `gather_attention` has them.
@@ -242,13 +243,13 @@ def _attend_row(q, near, listed, mask, length, start, options, b, h):
     return torch.from_numpy(out), torch.from_numpy(lse)
 
 
-def _append_on_cpu(call: Call, full: torch.Tensor) -> torch.Tensor:
-    """Write the new token, if there is one, to the cache and the ring of rows that are not full;
-    returns the lengths with it."""
+def _append_on_cpu(call: Call) -> torch.Tensor:
+    """Write the new token, if there is one, to the cache and the ring of rows whose length is a
+    place of the cache; returns the lengths with it."""
     if call.new_k is None or call.new_v is None:
         return call.lengths
-    for b, at in enumerate(call.lengths.expand(len(full)).tolist()):
-        if not full[b]:
+    for b, at in enumerate(call.lengths.expand(len(call.k)).tolist()):
+        if 0 <= at < call.k.shape[2]:
             key, value = call.new_k[b, :, 0], call.new_v[b, :, 0]
             call.k[b, :, at], call.v[b, :, at] = key, value
             place = at % call.ring.shape[3]
@@ -261,12 +262,16 @@ def _cpu(*args):
     q, k, v, near, block = call.q, call.k, call.v, call.near, call.block
     batch, group = q.shape[0], q.shape[1] // k.shape[1]
     full = (call.lengths >= k.shape[2] + (call.new_k is None)).expand(batch)
-    lengths = _append_on_cpu(call, full)
+    lengths = _append_on_cpu(call)
     index = q.new_empty((*k.shape[:2], 1, call.top_k), dtype=torch.int32)
     if call.top_k > 0:
         select_on_cpu(*selection(call, lengths), index)
-    ends = lengths.expand(batch).clamp(max=k.shape[2]).tolist()
-    starts = [0] * batch if call.start is None else call.start.expand(batch).clamp(min=0).tolist()
+    ends = lengths.expand(batch).clamp(0, k.shape[2]).tolist()
+    starts = (
+        [0] * batch
+        if call.start is None
+        else call.start.expand(batch).clamp(0, k.shape[2]).tolist()
+    )
     logits = sinks_on_cpu(call.sinks)
     for b, h in np.ndindex(*k.shape[:2]):
         listed = index[b, h, 0].numpy()

@@ -12,8 +12,8 @@ from attnplug.ops.gather.kernels.select import best_keys, block_of, nth_best
 
 @triton.jit
 def _append(new, cache, position, S, d, s_stride, D: tl.constexpr):
-    """Write a token's key or value `[D]` to its place in the cache, if there is room."""
-    room = tl.where(position < S, D, 0)
+    """Write a token's key or value `[D]` to its place, if the cache has one at `position`."""
+    room = tl.where((position >= 0) & (position < S), D, 0)
     x = tl.load(new + d, mask=d < D, other=0.0, cache_modifier=".cg")
     tl.store(cache + position.to(tl.int64) * s_stride + d, x, mask=d < room)
 

@@ -102,9 +102,9 @@ def place_blocks(
 
 @triton.jit
 def _append(new, cache, ring, position, S, W, d, s_stride, D: tl.constexpr):
-    """Write a token's key or value `[D]` to the cache and to the ring of the last W tokens, if
-    there is room."""
-    room = tl.where(position < S, D, 0)
+    """Write a token's key or value `[D]` to the cache and to the ring of the last W tokens, if the
+    cache has a place at `position`."""
+    room = tl.where((position >= 0) & (position < S), D, 0)
     x = tl.load(new + d, mask=d < D, other=0.0, cache_modifier=".cg")
     tl.store(cache + position.to(tl.int64) * s_stride + d, x, mask=d < room)
     tl.store(ring + (position % W) * D + d, x, mask=d < room)
