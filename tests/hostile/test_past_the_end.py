@@ -1,27 +1,53 @@
-"""No op that appends writes outside its buffers, whatever length it is told: every buffer lies
+"""No op that writes to a cache writes outside of it, whatever length it is told: every buffer lies
 between guards, and what the view of a longer cache leaves out stays as it was. The same tests run
-on the GPU, and under compute-sanitizer there."""
+on the GPU, and under compute-sanitizer there.
+
+The second row of each batch has a length as it should be: what it gets does not depend on the
+first one's.
+"""
+
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import pytest
 import torch
 
-from attnplug.ops import Near
+from attnplug.models.cache import PlugLayer
+from attnplug.ops import QuantizedKV, ResidentBlocks, Scratch, block_bounds
+from attnplug.ops.certified import certified_attention as certified
 from attnplug.ops.certified import quantize_kv as quantize
+from attnplug.ops.certified.plan import Plan
+from attnplug.ops.gather import block_bounds as summaries
 from attnplug.ops.gather import gather_decode as decode
+from attnplug.ops.gather import select_blocks as select
 from attnplug.ops.gather import tiered_decode as tiered
 from attnplug.ops.gather.block_bounds import empty_bounds
+from attnplug.ops.sketch import encode_keys as encode
+from attnplug.ops.sketch import sketch_decode as sketch
+from attnplug.ops.sketch.state import empty_codes, fit_basis
+from attnplug.policies._gather_layers import GatherLayer, HostGatherLayer
+from attnplug.policies._gvr_layer import GvrLayer
 
 BATCH, HEADS, GROUP, SIZE, WIDTH, BLOCK = 2, 2, 2, 48, 64, 16
 GUARD = 4096  # elements on either side
-LENGTHS = [SIZE - 1, SIZE, SIZE + 1, SIZE + 7, 3 * SIZE, -1, -9, 2**31 - 1, 2**31 + 5, 2**33 + 3]
+SANE = 30
 FULL = [SIZE, SIZE + 1, SIZE + 7, 3 * SIZE, 2**31 - 1]
+HUGE = [2**31 + 5, 2**32, 2**32 + 3, 2**63 - 1]  # int64: the lower halves of some are places
+NEGATIVE = [-1, -9, -(2**31), -(2**32) + 3, -(2**63)]
+LENGTHS = [SIZE - 1, *FULL, *HUGE, *NEGATIVE]
+
+# The interpreter computes with numpy, which warns where the kernel means infinity.
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 
 class Guarded:
-    """Tensors in the middle of larger ones."""
+    """Makes copies of tensors that lie in the middle of larger ones, on a device."""
 
     def __init__(self, device: str):
-        self.device, self.whole = device, []
+        self.device = device
+        self.whole: list[tuple[torch.Tensor, int]] = []
+        self.longer: list[torch.Tensor] = []
 
     def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
         count = tensor.numel()
@@ -31,12 +57,14 @@ class Guarded:
         self.whole.append((flat, count))
         return inner
 
+    def all(self, tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+        return [self(tensor) for tensor in tensors]
+
     def view(self, tensor: torch.Tensor) -> torch.Tensor:
         """The same as a view of a longer cache, whose other tokens must stay."""
         batch, heads, size, width = tensor.shape
-        shape = (batch, heads, size + 24, width)
-        longer = torch.full(shape, 77.0, dtype=tensor.dtype)
-        self.longer = [*getattr(self, "longer", []), self(longer)]
+        longer = torch.full((batch, heads, size + 24, width), 77.0, dtype=tensor.dtype)
+        self.longer.append(self(longer))
         inner = self.longer[-1][:, :, 8 : 8 + size]
         inner.copy_(tensor)
         return inner
@@ -44,97 +72,194 @@ class Guarded:
     def check(self) -> None:
         for flat, count in self.whole:
             assert (flat[:GUARD] == 77).all() and (flat[GUARD + count :] == 77).all()
-        for longer in getattr(self, "longer", []):
-            assert (longer[:, :, :8] == 77).all() and (longer[:, :, 8 + SIZE :] == 77).all()
+        for longer in self.longer:
+            assert (longer[:, :, :8] == 77).all() and (longer[:, :, -16:] == 77).all()
 
 
 def random(seed: int, *shape: int) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def cache_of(device: str) -> tuple[Guarded, torch.Tensor, torch.Tensor, torch.Tensor, list]:
-    guard = Guarded(device)
-    k, v = (guard.view(random(seed, BATCH, HEADS, SIZE, WIDTH)) for seed in (0, 1))
-    q = random(2, BATCH, HEADS * GROUP, 1, WIDTH).to(device)
-    new = [guard(random(seed, BATCH, HEADS, 1, WIDTH)) for seed in (3, 4)]
-    return guard, k, v, q, new
+class Step:
+    """A cache, a query, and the query's own token, guarded."""
+
+    def __init__(self, device: str, length: int, size: int = SIZE):
+        self.guard = Guarded(device)
+        rows = random(0, 2, BATCH, HEADS, size, WIDTH)
+        self.k, self.v = (self.guard.view(x) for x in rows)
+        self.q = self.guard(random(2, BATCH, HEADS * GROUP, 1, WIDTH))
+        self.new = self.guard.all(random(3, 2, BATCH, HEADS, 1, WIDTH))
+        dtype = torch.int32 if -(2**31) <= length < 2**31 and length % 2 else torch.int64
+        self.lengths = self.guard(torch.tensor([length, SANE], dtype=dtype))
+        self.before = self.k.clone(), self.v.clone()
+
+    def hold_unwritten(self) -> None:
+        """The op reads the cache only."""
+        self.guard.check()
+        assert torch.equal(self.k, self.before[0]) and torch.equal(self.v, self.before[1])
+
+    def hold_appended(self, length: int) -> None:
+        """A row's token is where its length says, and nothing else has changed."""
+        self.guard.check()
+        for row, place in enumerate((length, SANE)):
+            for now, before, new in zip((self.k, self.v), self.before, self.new, strict=True):
+                wanted = before[row].clone()
+                if 0 <= place < SIZE:
+                    wanted[:, place] = new[row, :, 0]
+                assert torch.equal(now[row], wanted)
 
 
-@pytest.mark.filterwarnings("ignore:All-NaN slice:RuntimeWarning")  # numpy's, interpreting
+def both(device: str, length: int, attend: Callable[[Step], torch.Tensor]) -> Step:
+    """Run a step with a length, and hold the outputs; the step."""
+    step, sane = Step(device, length), Step(device, SANE)
+    out, wanted = attend(step), attend(sane)
+    assert wanted.isfinite().all() and torch.equal(out[1], wanted[1])
+    if length == SIZE - 1:
+        assert out.isfinite().all()
+    elif length >= SIZE:
+        assert out[0].isnan().all()
+    return step
+
+
+def call(op: Any, launch: Callable[..., Any], path: str, device: str, args: list[Any]) -> Any:
+    """The op itself, or its launcher in the interpreter; the first output."""
+    if path == "reference" or device == "cuda":
+        found = op[0](*args)
+        return found if found is None or isinstance(found, torch.Tensor) else found[0]
+    outputs = op[1](*args)
+    outputs = [outputs] if isinstance(outputs, torch.Tensor) else list(outputs or ())
+    launch(*args, *outputs)
+    return outputs[0] if outputs else None
+
+
+@pytest.mark.parametrize("top_k, local", [(1, 1), (0, 3)])
 @pytest.mark.parametrize("int8", [False, True])
 @pytest.mark.parametrize("length", LENGTHS)
-def test_gather_decode(device_path, length, int8):
+def test_gather_decode(device_path, length, int8, top_k, local):
     device, path = device_path
-    guard, k, v, q, new = cache_of(device)
-    bounds = guard(empty_bounds(k, BLOCK, 2, int8=int8))
-    progress = guard(torch.zeros(BATCH, 2, dtype=torch.int32))
-    lengths = guard(torch.tensor([length]))
-    before = k.clone(), v.clone()
-    there = (q, k, v, *new, bounds, progress, lengths)
-    args = (*there, 0.125, BLOCK, 1, 1, 1, "bounds", None, None, 0.0, None)
-    if path == "reference" or device == "cuda":
-        out, _ = decode._gather_decode(*args)
-    else:
-        out, lse = decode._allocate(*args)
-        decode.launch_gather_decode(*args, out, lse)
-    guard.check()
-    hold_output(out, length)
-    hold_tokens(before, (k, v), length)
+
+    def attend(step: Step) -> torch.Tensor:
+        bounds = step.guard(empty_bounds(step.k, BLOCK, 2, int8=int8))
+        progress = step.guard(torch.zeros(BATCH, 2, dtype=torch.int32))
+        args = [step.q, step.k, step.v, *step.new, bounds, progress, step.lengths]
+        args += [0.125, BLOCK, top_k, 1, local, "bounds", None, None, 0.0, None]
+        op = decode._gather_decode, decode._allocate
+        return call(op, decode.launch_gather_decode, path, device, args)
+
+    both(device, length, attend).hold_appended(length)
 
 
-def hold_output(out: torch.Tensor, length: int) -> None:
-    if length in FULL:
-        assert out.isnan().all()
-    elif length == SIZE - 1:
-        assert out.isfinite().all()
-
-
-def hold_tokens(before, after, length: int) -> None:
-    """Only the place that the length names is written, and none where it names none."""
-    if length in FULL or length < 0:
-        assert all(torch.equal(x, y) for x, y in zip(before, after, strict=True))
-    elif length == SIZE - 1:
-        for x, y in zip(before, after, strict=True):
-            assert torch.equal(x[:, :, :-1], y[:, :, :-1]) and not torch.equal(x, y)
-
-
-@pytest.mark.filterwarnings("ignore:All-NaN slice:RuntimeWarning")  # numpy's, interpreting
 @pytest.mark.parametrize("length", LENGTHS)
 def test_tiered_decode(device_path, length):
     device, path = device_path
-    guard, k, v, q, new = cache_of(device)
-    bounds = guard(empty_bounds(k, BLOCK, 2, int8=False))
-    progress = guard(torch.zeros(BATCH, 2, dtype=torch.int32))
-    kind = torch.float32, torch.device(device)
-    empty = Near.empty(BATCH, HEADS, SIZE, WIDTH, BLOCK, 1, 3, *kind)
-    near = Near(*(guard(tensor) for tensor in empty))
-    before = k.clone(), v.clone()
-    args = (
-        q, k, v, *new, bounds, progress, *near, guard(torch.tensor([length])), 0.125, BLOCK, 1, 1,
-        1, "bounds", None, None, 0.0, None,
-    )  # fmt: skip
-    if path == "reference" or device == "cuda":
-        out, _ = tiered._tiered_decode(*args)
-    else:
-        out, lse = tiered._allocate(*args)
-        tiered.launch_tiered_decode(*args, out, lse)
-    guard.check()
-    if length in FULL:
-        assert out.isnan().all()
-    hold_tokens(before, (k, v), length)
+
+    def attend(step: Step) -> torch.Tensor:
+        bounds = step.guard(empty_bounds(step.k, BLOCK, 2, int8=False))
+        progress = step.guard(torch.zeros(BATCH, 2, dtype=torch.int32))
+        kind = torch.float32, torch.device("cpu")
+        near = ResidentBlocks.empty(BATCH, HEADS, SIZE, WIDTH, BLOCK, 1, 3, *kind)
+        args = [step.q, step.k, step.v, *step.new, bounds, progress, *step.guard.all(near)]
+        args += [step.lengths, 0.125, BLOCK, 1, 1, 1, "bounds", None, None, 0.0, None]
+        op = tiered._tiered_decode, tiered._allocate
+        return call(op, tiered.launch_tiered_decode, path, device, args)
+
+    both(device, length, attend).hold_appended(length)
 
 
+@pytest.mark.parametrize("int8", [False, True])
 @pytest.mark.parametrize("length", LENGTHS)
-def test_quantize_kv(device_path, length):
+def test_summaries(device_path, length, int8):
+    """block_bounds makes all that are missing, select_blocks those that a step lacks."""
     device, path = device_path
-    guard, k, v, _, _ = cache_of(device)
-    tier = quantize.QuantizedKV.empty(BATCH, HEADS, SIZE, WIDTH, BLOCK, device)
-    tier = quantize.QuantizedKV(*(guard(tensor) for tensor in tier))
-    lengths = guard(torch.tensor([length]))
+    for scores in (False, True):
+        step = Step(device, length)
+        bounds = step.guard(empty_bounds(step.k, BLOCK, 2, int8=int8))
+        progress = step.guard(torch.zeros(BATCH, 2, dtype=torch.int32))
+        if scores:
+            args = [step.q, step.k, bounds, progress, 0.125, BLOCK, 1, 1, 1, "bounds"]
+            args += [step.lengths, None, None]
+            op = select._select_blocks, select.allocate_index
+            call(op, select.launch_select_blocks, path, device, args)
+        elif path == "reference" or device == "cuda":
+            block_bounds(step.k, bounds, progress, block=BLOCK, lengths=step.lengths)
+        else:
+            rows = step.lengths, None, None
+            summaries.launch_block_bounds(step.k, bounds, progress, *rows, BLOCK)
+        step.hold_unwritten()
+        done = progress[:, 0].tolist()
+        assert 0 <= done[0] <= SIZE // BLOCK and done[1] <= SANE // BLOCK
+
+
+@pytest.mark.parametrize("length", [SIZE - 1, SIZE, SIZE + 7, 2**31 + 5, 2**32 + 3, -1, -(2**63)])
+def test_certified(device_path, length):
+    """quantize_kv writes the tier; a step of certified_attention its scratch and its telemetry."""
+    device, path = device_path
+    step = Step(device, length)
+    tier = QuantizedKV.empty(BATCH, HEADS, SIZE, WIDTH, BLOCK, "cpu")
+    tier = QuantizedKV(*step.guard.all(tier))
     if path == "reference" or device == "cuda":
-        quantize.quantize_kv(k, v, tier, block=BLOCK, lengths=lengths)
+        quantize.quantize_kv(step.k, step.v, tier, block=BLOCK, lengths=step.lengths)
     else:
-        quantize.launch_quantize_kv(k, v, *tier, lengths, None, None, BLOCK)
+        quantize.launch_quantize_kv(step.k, step.v, *tier, step.lengths, None, None, BLOCK)
+    step.hold_unwritten()
+    done = tier.progress[:, 0].tolist()
+    assert 0 <= done[0] <= SIZE // BLOCK and done[1] == SANE // BLOCK
+    kind = torch.float32, device
+    scratch = Scratch.empty(BATCH, HEADS, 16, BLOCK, WIDTH, *kind)
+    real = torch.zeros(BATCH, HEADS, scratch.owner.shape[2], BLOCK, WIDTH)
+    scratch = scratch._replace(slots=real)  # in the interpreter too
+    telemetry = torch.zeros(BATCH, HEADS, 32, len(certified.TELEMETRY), dtype=torch.float64)
+    args = [step.q, step.k, step.v, *tier, 0.125, BLOCK, 0.9, 1, 2, 0.05, 1e30, 1e30, 1e30, 1, 0.3]
+    args += [step.lengths, None, None, 0.0, None, step.guard(telemetry), *step.guard.all(scratch)]
+    launch = functools.partial(certified.launch, plan=Plan(splits=3, pieces=2))
+    op = torch.ops.attnplug.certified_attention, certified._allocate
+    out = call(op, launch, path, device, args)
+    step.hold_unwritten()
+    assert out[1].isfinite().all()
+
+
+@pytest.mark.parametrize("length", [1279, 1280, 1287, 2**31 + 5, 2**32 + 3, -1, -(2**63)])
+def test_sketch(device_path, length):
+    """encode_keys writes codes, and so does a whole step."""
+    device, path = device_path
+    step = Step(device, length, size=1280)
+    many = random(5, BATCH, HEADS * GROUP, 40, WIDTH).to(device)
+    basis = fit_basis(step.k, step.v, many, size=24)
+    codes = step.guard.all(empty_codes(step.k, 24))
+    args = [step.k, step.v, basis.encoder, *codes, step.lengths, None, None]
+    op = encode._encode_keys, encode._allocate
+    call(op, encode.launch_encode_keys, path, device, args)
+    step.hold_unwritten()
+    codes[-1].zero_()
+    args = [step.q, step.k, step.v, *basis, *codes, 0.125, 60, "regression"]
+    args += [step.lengths, None, None, 0.0, None]
+    op = sketch._sketch_decode, sketch._allocate
+    out = call(op, sketch.launch_sketch_decode, path, device, args)
+    step.hold_unwritten()
+    assert out[1].isfinite().all()
+
+
+LAYERS = {
+    "dense": lambda: PlugLayer(max_cache_len=SIZE),
+    "gather": lambda: GatherLayer(SIZE, BLOCK, (2, True)),
+    "gather-host": lambda: HostGatherLayer(SIZE, BLOCK, (2, False), 1, 3, lambda device: 0),
+    "gvr": lambda: GvrLayer(SIZE, 8, 12),
+}
+
+
+@pytest.mark.parametrize("length", [*FULL, *HUGE, *NEGATIVE])
+@pytest.mark.parametrize("tokens", [1, 3])
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_layer_appends_within_its_buffers(name, tokens, length):
+    """On a CPU, where it raises: a GPU's index_copy_ stops in an assertion, and the process with
+    it. The places are told by the device's length, which may be anything."""
+    layer, guard = LAYERS[name](), Guarded("cpu")
+    layer.update(*random(0, 2, BATCH, HEADS, 20, WIDTH))
+    layer.keys, layer.values = guard.all((layer.keys, layer.values))
+    layer._rebind_rows(guard)
+    before = layer.keys.clone(), layer.values.clone()
+    layer.cumulative_length.fill_(length)
+    with pytest.raises((RuntimeError, IndexError)):
+        layer._write(*random(1, 2, BATCH, HEADS, tokens, WIDTH))
     guard.check()
-    done = tier.progress[:, 0]
-    assert (done >= 0).all() and (done <= SIZE // BLOCK).all()
+    assert torch.equal(layer.keys, before[0]) and torch.equal(layer.values, before[1])

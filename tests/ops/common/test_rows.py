@@ -75,6 +75,20 @@ def test_a_kernel_reads_the_rows_that_the_reference_does(device, new, bypass):
         assert out[:batch, 1].tolist() == wanted[1].tolist()
 
 
+@pytest.mark.parametrize("new", [0, 1])
+def test_no_length_leads_out_of_the_buffer(device, new):
+    """int64 too, whose lower half may be a place in it."""
+    wanted = {-(2**63): 0, -(2**32) + 3: 0, -1: 0, 0: 0 + new, 9: 9 + new, 10: 10 + new}
+    wanted |= {x: 10 + new for x in (11, 2**31 - 1, 2**31 + 5, 2**32 + 3, 2**63 - 1)}
+    lengths = torch.tensor(list(wanted), device=device)
+    out = torch.full((len(lengths), 2), -7, dtype=torch.int32, device=device)
+    _spans[(len(lengths),)](lengths, lengths, out, 10, 1, 1, NEW=new, BYPASS_L1=0)
+    assert out[:, 0].tolist() == list(wanted.values())
+    k = torch.zeros(len(lengths), 1, 10, 64)
+    both = rows_on_cpu(k, lengths.cpu(), lengths.cpu())
+    assert both[0].tolist() == both[1].tolist() == out[:, 1].tolist()
+
+
 @triton.jit
 def _progress(progress, out, low, until):
     tl.store(out, blocks_done(progress, 0, low))
