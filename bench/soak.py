@@ -1,0 +1,264 @@
+"""One process, many policies, everything that a long day brings: random policies applied and
+removed, lengths, batches, padding, samplers, assistants, interrupts, memory that runs out in a
+prefill, caches that go on for turns, NaN in a cache, flipped bits in certified's tier.
+
+    python bench/soak.py --seconds 540 --seed 0 --longest 200000 --out soak.json
+
+Counts what was seen, prints it and writes it to --out. Fails at the first exact policy whose greedy
+tokens are not stock's (but for ties, which are counted), at a NaN or a flipped bit that does not
+show, and where the memory after a round rises by more than a hundredth above the first rounds'.
+"""
+
+import argparse
+import collections
+import gc
+import json
+import math
+import random
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import LogitsProcessor
+
+import attnplug
+from attnplug.testing.policy import tiny_model
+
+EXACT = {
+    "dense": "dense",
+    "momo": "momo(gamma=8, block=128, query_block=128, top_k=64, exact_k=64, min_tokens=0)",
+    "gather": "gather(k={blocks}, block=128, local=2, min_tokens=0)",
+    "gather-host": "gather(k={blocks}, block=128, local=2, min_tokens=0, kv='host')",
+    "gvr": "gvr(k=2048, sink=4, window=64, min_tokens=0)",
+    "certified": "certified(block=64, coverage=1.0, k_min=1024, k_max=1024, v_tol=0.0, "
+    "tolerance=0.0, min_tokens=0)",
+}
+# Tokens up to which a budget covers all that there is.
+COVERS = {"momo": 64 * 128, "gather": 256 * 128, "gather-host": 256 * 128, "gvr": 2048}
+DEFAULT = ("momo", "gather", "gather(kv='host')", "gvr", "certified", "momo+gather")
+SAMPLERS: list[dict[str, Any]] = [
+    {},
+    {"do_sample": True, "top_k": 5},
+    {"do_sample": True, "top_p": 0.9},
+    {"num_beams": 2},
+    {"prompt_lookup_num_tokens": 3},
+]
+NEW = 8
+WARM, LAST = slice(5, 15), slice(-10, None)  # rounds whose memory is compared
+TIE = 1e-4  # of the largest logit
+MOST_PADDED = 16384  # tokens: stock attention makes a mask of their square
+
+
+class Interrupt(LogitsProcessor):
+    """Ctrl-C at one of the steps."""
+
+    def __init__(self, step: int):
+        self.left = step
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        self.left -= 1
+        if self.left < 0:
+            raise KeyboardInterrupt
+        return scores
+
+
+class Soak:
+    def __init__(self, device: str, longest: int, seed: int):
+        self.device, self.longest = device, longest
+        self.rng, self.counts = random.Random(seed), collections.Counter()
+        kind = {"device": device, "dtype": torch.float32, "max_position_embeddings": 2 * longest}
+        self.model: Any = tiny_model(**kind)
+        self.helper: Any = tiny_model(seed=3, **kind)
+        self.memory: list[int] = []
+
+    def ids(self, rows: int, tokens: int) -> torch.Tensor:
+        return torch.randint(2, 90, (rows, tokens), device=self.device)
+
+    def prompt(self, longest: int, rows: int = 16) -> dict[str, torch.Tensor]:
+        """Lengths evenly in the logarithm, as many rows as fit a budget, some padded."""
+        tokens = int(math.exp(self.rng.uniform(0, math.log(min(longest, self.longest)))))
+        rows = self.rng.randint(1, max(1, min(rows, 2 * self.longest // max(1, tokens))))
+        ids = self.ids(rows, tokens)
+        mask = torch.ones_like(ids)
+        if rows > 1 and 4 < tokens <= MOST_PADDED and self.rng.random() < 0.5:
+            mask[0, : self.rng.randrange(tokens - 1)] = 0
+            self.counts["padded"] += 1
+        return {"input_ids": ids, "attention_mask": mask}
+
+    def generate(self, inputs: dict[str, Any], **options: Any) -> Any:
+        options = {"max_new_tokens": NEW, "do_sample": False} | options
+        return self.model.generate(**inputs, return_dict_in_generate=True, **options)
+
+    @torch.no_grad()
+    def hold(self, name: str, found: torch.Tensor, wanted: torch.Tensor, mask: torch.Tensor):
+        """The same tokens; where they part, stock's two best logits are as good as equal. Called
+        without a policy."""
+        assert found.shape == wanted.shape, f"{name}: {found.shape}, stock's are {wanted.shape}"
+        for row in (found != wanted).any(1).nonzero()[:, 0].tolist():
+            at = int((found[row] != wanted[row]).nonzero()[0])
+            real = torch.ones_like(wanted[row : row + 1, :at])
+            real[:, : mask.shape[1]] = mask[row, :at]
+            logits = self.model(wanted[row : row + 1, :at], attention_mask=real).logits[0, -1]
+            best = logits.topk(2).values
+            gap = float((best[0] - best[1]) / logits.abs().max())
+            assert gap < TIE, f"{name}: other tokens than stock's at {at}, which is no tie ({gap})"
+            self.counts["ties"] += 1
+
+    def exact(self) -> None:
+        name = self.rng.choice(list(EXACT))
+        inputs = self.prompt(COVERS.get(name, self.longest) - 2 * NEW - 100)
+        tokens = inputs["input_ids"].shape[1] + 2 * NEW + 100
+        policy = EXACT[name].format(blocks=min(256, -(-tokens // 128)))
+        wanted = self.generate(inputs).sequences
+        with attnplug.applied(self.model, policy):
+            out = self.generate(inputs)
+            turn, again = self.next_turn(inputs, out) if self.rng.random() < 0.5 else (None, None)
+        self.hold(name, out.sequences, wanted, inputs["attention_mask"])
+        if turn is not None:
+            self.hold(name, again, self.generate(turn).sequences, turn["attention_mask"])
+            self.counts["next turns"] += 1
+        self.counts[f"exact {name}"] += 1
+
+    def next_turn(self, inputs: dict[str, Any], out: Any) -> tuple[dict[str, Any], torch.Tensor]:
+        """A second turn's inputs, and its tokens with the cache of the first."""
+        more = self.ids(len(out.sequences), self.rng.randint(1, 100))
+        ids = torch.cat([out.sequences, more], 1)
+        mask = inputs["attention_mask"]
+        mask = torch.cat([mask, mask.new_ones(len(ids), ids.shape[1] - mask.shape[1])], 1)
+        turn = {"input_ids": ids, "attention_mask": mask}
+        return turn, self.generate(turn, past_key_values=out.past_key_values).sequences
+
+    def assisted(self) -> None:
+        """A policy on the assistant, whatever it is, and an exact one on the model: rounds on."""
+        inputs = self.prompt(2000, rows=1)
+        wanted = self.generate(inputs, max_new_tokens=4 * NEW).sequences
+        with attnplug.applied(self.helper, self.rng.choice(DEFAULT)):
+            options = {"assistant_model": self.helper, "max_new_tokens": 4 * NEW}
+            one = self.generate(inputs, **options).sequences
+            with attnplug.applied(self.model, "dense"):
+                two = self.generate(inputs, **options).sequences
+        for found in (one, two):
+            self.hold("assisted", found, wanted, inputs["attention_mask"])
+        self.counts["assisted"] += 1
+
+    def sampled(self) -> None:
+        policy, options = self.rng.choice(DEFAULT), self.rng.choice(SAMPLERS)
+        inputs = self.prompt(self.longest, rows=1 if "prompt_lookup_num_tokens" in options else 16)
+        with attnplug.applied(self.model, policy):
+            self.generate(inputs, **options)
+        self.counts[f"default {policy}"] += 1
+
+    def interrupted(self) -> None:
+        with attnplug.applied(self.model, self.rng.choice(DEFAULT)):
+            try:
+                stop = Interrupt(self.rng.randrange(NEW))
+                self.generate(self.prompt(self.longest), logits_processor=[stop])
+            except KeyboardInterrupt:
+                self.counts["interrupts"] += 1
+
+    def out_of_memory(self) -> None:
+        """A prefill that finds no memory, and the same after it."""
+        if self.device != "cuda":
+            return
+        inputs = self.prompt(self.longest)
+        wanted = self.generate(inputs).sequences
+        with attnplug.applied(self.model, "dense"):
+            free, _ = torch.cuda.mem_get_info()
+            hog = torch.empty(max(1, free - (64 << 20)), dtype=torch.uint8, device="cuda")
+            try:
+                self.generate(inputs)
+            except torch.OutOfMemoryError:
+                self.counts["out of memory"] += 1
+            del hog
+            torch.cuda.empty_cache()
+            again = self.generate(inputs).sequences
+        self.hold("after running out", again, wanted, inputs["attention_mask"])
+
+    @torch.no_grad()
+    def caches(self) -> tuple[torch.Tensor, list[Any], Any]:
+        """A token, two equal caches with a prompt and a step in each, and a layer of the first."""
+        ids = self.ids(1, 200)
+        pair = [attnplug.make_cache(self.model, 256) for _ in range(2)]
+        for cache in pair:
+            self.model(ids, past_key_values=cache)
+            self.model(ids[:, :1], past_key_values=cache)
+        return ids[:, :1], pair, pair[0].layers[0]
+
+    @torch.no_grad()
+    def faults(self) -> None:
+        """NaN in a cache surfaces; a flipped bit in certified's tier changes no token."""
+        policy = self.rng.choice(["dense", EXACT["gather"].format(blocks=4), EXACT["gvr"]])
+        with attnplug.applied(self.model, policy):
+            token, pair, layer = self.caches()
+            layer.values[0, 0, self.rng.randrange(200), 0] = math.nan
+            found = self.model(token, past_key_values=pair[0]).logits
+            assert found.isnan().any(), f"{policy}: a NaN became a number"
+        with attnplug.applied(self.model, EXACT["certified"]):
+            token, pair, layer = self.caches()
+            codes = layer.tier.k_codes.view(-1)
+            codes[self.rng.randrange(codes.numel() // 2)] ^= 1 << self.rng.randrange(7)
+            found, wanted = (self.model(token, past_key_values=x).logits for x in pair)
+            assert found.argmax() == wanted.argmax(), "a flipped bit changed a token"
+        self.counts["faults"] += 1
+
+    def round(self) -> None:
+        often: list[Callable[[], None]] = [self.exact] * 5 + [self.sampled] * 4
+        seldom = [self.assisted, self.interrupted, self.out_of_memory, self.faults]
+        self.rng.choice([*often, *seldom])()
+        torch._dynamo.reset()  # each round compiles and captures anew
+        for model in (self.model, self.helper):
+            model.__dict__.pop("_previous_max_cache_length", None)
+        gc.collect()
+        self.memory.append(_bytes_in_use(self.device))
+        self.counts["rounds"] += 1
+
+    def hold_memory(self) -> None:
+        """The last rounds leave a hundredth more than the first ones, or a MiB, at most."""
+        if len(self.memory) < 30:
+            return
+        low, high = max(self.memory[WARM]), max(self.memory[LAST])
+        assert high <= max(1.01 * low, low + (1 << 20)), f"memory: {low:,} to {high:,} bytes"
+
+
+def _bytes_in_use(device: str) -> int:
+    """Of a GPU what torch has given away; of a CPU the tensors that Python can reach."""
+    if device == "cuda":
+        torch.cuda.synchronize()
+        return torch.cuda.memory_allocated()
+    tensors = [x for x in gc.get_objects() if issubclass(type(x), torch.Tensor)]
+    storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}
+    return sum(storages.values())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seconds", type=float, default=540)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--longest", type=int, default=200_000)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    torch.manual_seed(options.seed)
+    soak = Soak(options.device, options.longest, options.seed)
+    begin = time.monotonic()
+    while time.monotonic() - begin < options.seconds:
+        soak.round()
+    soak.hold_memory()
+    facts = {
+        "seed": options.seed,
+        "seconds": round(time.monotonic() - begin),
+        "torch": torch.__version__,
+        "device": torch.cuda.get_device_name() if options.device == "cuda" else "cpu",
+        "longest": options.longest,
+        "counts": dict(sorted(soak.counts.items())),
+        "memory": soak.memory[:: max(1, len(soak.memory) // 100)],
+    }
+    print(json.dumps(facts, indent=1))
+    if options.out:
+        options.out.write_text(json.dumps(facts, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
