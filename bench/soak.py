@@ -114,9 +114,9 @@ class Soak:
         wanted = self.generate(inputs).sequences
         with attnplug.applied(self.model, policy):
             out = self.generate(inputs)
-            turn, again = self.next_turn(inputs, out) if self.rng.random() < 0.5 else (None, None)
+            turns = [self.next_turn(inputs, out)] if self.rng.random() < 0.5 else []
         self.hold(name, out.sequences, wanted, inputs["attention_mask"])
-        if turn is not None:
+        for turn, again in turns:
             self.hold(name, again, self.generate(turn).sequences, turn["attention_mask"])
             self.counts["next turns"] += 1
         self.counts[f"exact {name}"] += 1
@@ -233,7 +233,7 @@ def _bytes_in_use(device: str) -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
     parser.add_argument("--seconds", type=float, default=540)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--longest", type=int, default=200_000)

@@ -65,12 +65,10 @@ class GrowingCache(PlugCache):
         size = max(length, had + max(had // 4, LEAST_GROWTH))
         static = StaticCache(self.growth.config, max_cache_len=size)
         longer = PlugCache.from_static(static, self.growth.make_layer)
-        windows = [
-            _longer_window(old, new) if isinstance(old, StaticSlidingWindowLayer) else None
-            for old, new in zip(self.layers, longer.layers, strict=True)
-        ]
-        for index, new in enumerate(longer.layers):  # one by one: an old layer's memory is freed
-            old, window = self.layers[index], windows[index]
+        pairs = list(zip(self.layers, longer.layers, strict=True))
+        windows = [_longer_window(*pair) for pair in pairs]  # raises before anything has moved
+        for index, window in enumerate(windows):  # one by one: an old layer's memory is freed
+            old, new = pairs.pop(0)
             if isinstance(old, PlugLayer) and isinstance(new, PlugLayer):
                 _move(old, new)
                 self.layers[index] = new
@@ -94,12 +92,11 @@ def _move(old: PlugLayer, new: PlugLayer) -> None:
             new.continue_from(old)
 
 
-def _longer_window(
-    old: StaticSlidingWindowLayer, new: StaticSlidingWindowLayer
-) -> StaticSlidingWindowLayer:
-    """A window that was cut to a short cache, with more of its own size."""
-    if new.max_cache_len == old.max_cache_len:
-        return old
+def _longer_window(old: Any, new: Any) -> StaticSlidingWindowLayer | None:
+    """A window that was cut to a short cache, with more of its own size; None of another layer,
+    or of one that has its whole size."""
+    if not isinstance(old, StaticSlidingWindowLayer) or new.max_cache_len == old.max_cache_len:
+        return None
     tokens = old.cumulative_length_int
     if tokens > old.max_cache_len:
         raise UnsupportedCallError(
