@@ -2,6 +2,7 @@
 the tokens of the model that was exported."""
 
 import json
+import shutil
 import subprocess
 import sys
 import warnings
@@ -18,7 +19,10 @@ NEW = 12
 RUN = """
 import json, sys, torch, attnplug.ops
 path, kind, prompt = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
-program = torch.jit.load(path) if kind == "trace" else torch.export.load(path).module()
+if kind == "package":
+    program, kind = torch._inductor.aoti_load_package(path), "step"
+else:
+    program = torch.jit.load(path) if kind == "trace" else torch.export.load(path).module()
 tokens = list(prompt)
 with torch.no_grad():
     if kind == "step":
@@ -109,6 +113,21 @@ def test_a_program_of_one_step_gives_the_same_tokens(exact, tmp_path):
         program = torch.export.export(Step(model, 40), (PROMPT[:, :1],), strict=True)
     torch.export.save(program, tmp_path / "step.pt2")
     assert tokens_of(tmp_path / "step.pt2", "step") == wanted()
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor has no C++ compiler: install g++")
+def test_a_packaged_step_gives_the_same_tokens(tmp_path):
+    """AOTInductor, with an op that appends. Inductor takes what the cache holds when it is exported
+    for constants, and folds what it computes of them: docs/start/quickstart.md has the option."""
+    model = attnplug.apply(tiny_model(), "gather(k=8, block=16, local=2, min_tokens=0)")
+    with torch.no_grad():
+        program = torch.export.export(Step(model, 40), (PROMPT[:, :1],), strict=True)
+        torch._inductor.aoti_compile_and_package(
+            program,
+            package_path=str(tmp_path / "step.pt2"),
+            inductor_configs={"joint_graph_constant_folding": False},
+        )
+    assert tokens_of(tmp_path / "step.pt2", "package") == wanted()
 
 
 def test_a_trace_gives_the_same_tokens(exact, tmp_path):
