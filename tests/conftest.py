@@ -31,6 +31,11 @@ if "PYTEST_XDIST_WORKER_COUNT" in os.environ:
 import hypothesis
 import pytest
 
+if torch.cuda.is_available() and "PYTEST_XDIST_WORKER" in os.environ:
+    from compile_once import share_compilations
+
+    share_compilations()
+
 # `device` and `device_path` are the same for every example of a test.
 CHECKS = [hypothesis.HealthCheck.function_scoped_fixture, hypothesis.HealthCheck.too_slow]
 hypothesis.settings.register_profile(
