@@ -239,7 +239,7 @@ def test_the_log_is_dated_and_newest_first(page):
 
 @pytest.mark.parametrize("page", LINKED, ids=name_of)
 def test_internal_links_resolve(page):
-    for target in LINK.findall(prose(page)):
+    for target in LINK.findall(re.sub(r"`[^`\n]*`", "", prose(page))):  # code links to nothing
         if target.startswith("http"):
             continue
         name, _, anchor = target.partition("#")
