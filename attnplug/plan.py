@@ -5,15 +5,14 @@
 
 W are the weights that a step reads, A the cache that one sequence of n tokens reads, both in bytes;
 beta is the bandwidth, c0 what a step takes beside reading, c1 what gather adds to that and c2 what
-each of its k blocks adds. beta and c0 come from measured dense steps alone, the others from
-gather's.
+128 keys of its list add: k counts blocks of 128 here. beta and c0 come from measured dense steps
+alone, the others from gather's.
 Source: "Attention Pays Its Bill" (docs/papers.md); c2 is ours.
 """
 
 import dataclasses
 import json
 import math
-import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,6 @@ from rich.table import Table
 from attnplug.errors import ArgumentError
 from attnplug.policies.gather import Gather
 
-K = re.compile(r"\bk=(\d+)")  # in a row's options
 CONTEXTS = tuple(1 << power for power in range(12, 21))
 BATCHES = (1, 2, 4, 8, 16, 32, 64)
 
@@ -50,6 +48,11 @@ class Shape:
         return self.cached(read_tokens(policy, tokens, tokens))
 
 
+def listed(policy: Gather) -> float:
+    """How many times 128 keys a KV head's list names."""
+    return policy.k * policy.block / 128
+
+
 def read_tokens(policy: Gather, tokens: int, size: int) -> float:
     """Tokens whose keys and values are as many bytes as what a step of `policy` reads of one
     sequence of `tokens`, in a cache with room for `size`: the keep set, and the summaries."""
@@ -68,7 +71,7 @@ SHAPES = {
 @dataclasses.dataclass(frozen=True)
 class Bill:
     """Of one machine: bytes a second, seconds a step beside reading, gather's extra seconds, those
-    of each of its k blocks, and bytes of memory, where they are known."""
+    of each 128 keys that it lists, and bytes of memory, where they are known."""
 
     bandwidth: float
     fixed: float
@@ -84,7 +87,7 @@ class Bill:
     def gather(self, shape: Shape, tokens: int, batch: int, policy: Gather) -> float:
         """Seconds of a step with `policy`, were it to run at every length."""
         read = shape.weights + batch * shape.gathered(policy, tokens)
-        return read / self.bandwidth + self.fixed + self.extra + self.each * policy.k
+        return read / self.bandwidth + self.fixed + self.extra + self.each * listed(policy)
 
     def speedup(self, shape: Shape, tokens: int, batch: int, policy: Gather) -> float:
         return self.dense(shape, tokens, batch) / self.gather(shape, tokens, batch, policy)
@@ -132,8 +135,8 @@ class Fit:
 
 def fit(rows: Iterable[Mapping[str, Any]]) -> Fit:
     """Fit a bill to end-to-end decode rows of one machine, as `bench` writes them (`case`, `op`,
-    `batch`, `bytes`, `options`, `p50_us`). Raises ArgumentError with fewer than two dense
-    lengths."""
+    `batch`, `bytes`, `p50_us`, and of gather's `policy`). Raises ArgumentError with fewer than two
+    dense lengths, or where a gather row does not name its policy."""
     steps = [row for row in rows if row["case"] == "e2e-decode"]
     dense = [row for row in steps if row["op"] == "dense_decode"]
     if len({row["bytes"] for row in dense}) < 2:
@@ -156,10 +159,18 @@ def fit(rows: Iterable[Mapping[str, Any]]) -> Fit:
 
 
 def _gathers(rows: list[Mapping[str, Any]], slope: float, fixed: float) -> tuple[float, float]:
-    """gather's extra seconds and those of each block, which rows of one k cannot tell apart."""
+    """gather's extra seconds, and those of each 128 keys that it lists, which rows of one budget
+    cannot tell apart."""
+    from attnplug.policies import parse
+
     read, seconds = _columns(rows)
     rest = seconds - slope * read - fixed
-    blocks = [int(found[1]) if (found := K.search(row["options"])) else 0 for row in rows]
+    if not all("policy" in row for row in rows):
+        raise ArgumentError("plan: a gather row has no policy, which says how much its step lists")
+    policies = [parse(row["policy"]).decode for row in rows]
+    blocks = [listed(policy) for policy in policies if isinstance(policy, Gather)]
+    if len(blocks) < len(rows):
+        raise ArgumentError("plan: a gather row's policy does not decode with gather")
     if len(set(blocks)) < 2:
         return float(rest.mean()), 0.0
     each, extra = np.polyfit(blocks, rest, 1)
@@ -243,7 +254,7 @@ def summary(fitted: Fit) -> str:
     text = (
         f"fitted to {bill.source}: {bill.bandwidth / 1e12:.2f} TB/s, {bill.fixed * 1e3:.2f} ms "
         f"beside reading, gather {bill.extra * 1e3:+.2f} ms "
-        f"and {bill.each * 1e6:.1f} us a block; "
+        f"and {bill.each * 1e6:.1f} us for each 128 listed keys; "
     )
     text += "no evidence of the fit" if fitted.r2 is None else f"R2 {fitted.r2:.4f}"
     for batch, error in fitted.held_out.items():

@@ -126,6 +126,7 @@ class GpuBench:
         peer: str | None = None,
         peer_times_us: Sequence[float] | None = None,
         ceiling: Callable[[float], float] | None = None,
+        policy: str | None = None,
     ) -> dict[str, Any]:
         """Write the row of `times_us` (one sample a round, microseconds a call). `ceiling` gives
         the share of another ceiling than the GPU's own, of the seconds of a call."""
@@ -144,6 +145,8 @@ class GpuBench:
             **provenance(),
         )  # fmt: skip
         assert list(row) == KEYS
+        if policy is not None:
+            row["policy"] = policy
         feed = itertools.cycle(times_us)
         self.benchmark.pedantic(lambda: CLOCK.advance(next(feed) * 1e-6), rounds=len(times_us))
         self.benchmark.extra_info.update(row)

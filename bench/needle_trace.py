@@ -34,7 +34,7 @@ RESULTS = Path(__file__).parent / "results"
 METHODS = {
     "stream": "stream(top_k={k}, block=16)",
     "momo": "momo(top_k={k}, block=16, query_block=64)",
-    "gather": "gather(k={k}, block=16)",
+    "gather": "gather(k={k}, sink=1, local=4)",
     "oracle": "the {k} blocks with most attention",
 }
 

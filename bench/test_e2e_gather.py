@@ -50,8 +50,15 @@ SETTINGS = {
     ("qwen", 8): [131072],
     ("llama", 1): [8192, 32768, 131072, 524288],
 }
-BUDGETS = [None, 8, 32]  # None: dense, rows of its own that attnplug.plan is fitted to
-SUMMARY = "gather(k={k}, min_tokens=0)"
+BUDGETS = [None, 8, 32, 256]  # None: dense, rows of its own that attnplug.plan is fitted to
+PAPER = "gather(k={k}, block=128, sink=1, local=4, scoring='bounds', min_tokens=0)"
+
+
+def policy_of(k: int) -> str:
+    """The paper's policy of a budget; of 256 blocks, the default."""
+    return "gather(min_tokens=0)" if k == 256 else PAPER.format(k=k)
+
+
 CASES = {
     f"{shape}-{batch}-{f'k{k}' if k else 'dense'}-{n}": (shape, batch, k, n)
     for (shape, batch), lengths in SETTINGS.items()
@@ -70,7 +77,7 @@ class Session:
         self.shape, self.batch = shape, batch
         self.lengths = SETTINGS[shape, batch]
         self.model = model or random_model(model_class, self.config, "cuda")
-        with attnplug.applied(self.model, SUMMARY.format(k=8)):
+        with attnplug.applied(self.model, policy_of(8)):
             self.cache: PlugCache = attnplug.make_cache(self.model, max(self.lengths) + ROOM)
         fill(self.cache, self.config, max(self.lengths), "cuda", batch)
         for layer in self.cache.layers:
@@ -94,11 +101,20 @@ class Session:
         """Microseconds of each step, at each length."""
         if policy not in self.times:
             torch.compiler.reset()
+            self._summarise_for(policy)
             with attnplug.applied(self.model, policy):
                 decoder = Decoder(self.model, self.cache, self.lengths[0], self.batch)
                 self.times[policy] = {n: self._steps(decoder, n) for n in self.lengths}
             torch.compiler.reset()
         return self.times[policy]
+
+    def _summarise_for(self, policy: str) -> None:
+        """Give the cache's layers the summaries that a gather policy needs."""
+        method = attnplug.policies.parse(policy).decode
+        if isinstance(method, Gather):
+            for layer in self.cache.layers:
+                layer.block, layer.form = method.block, method.summary_form(layer.max_cache_len)
+                layer._make_summaries()
 
     def _steps(self, decoder: Decoder, n: int) -> list[float]:
         for layer in self.cache.layers:
@@ -120,7 +136,7 @@ class Session:
 def test_e2e_gather(gpu_bench, shape, batch, k, n):
     session = Session.of(shape, batch)
     config, dense = session.config, session.measured("dense")[n]
-    policy = Gather(k=k or 0)
+    policy = attnplug.policies.parse(policy_of(k or 0)).decode
     read = n if k is None else read_tokens(policy, n, max(session.lengths) + ROOM)
     nbytes, flops = session.work(read)
     facts = dict(
@@ -134,12 +150,13 @@ def test_e2e_gather(gpu_bench, shape, batch, k, n):
     )
     room = f"room for {max(session.lengths)}"
     if k is None:
-        gpu_bench.record(op="dense_decode", options=room, times_us=dense, **facts)
+        gpu_bench.record(op="dense_decode", options=room, times_us=dense, policy="dense", **facts)
         return
     gpu_bench.record(
         op="gather",
         options=f"k={k}, {room}",
-        times_us=session.measured(SUMMARY.format(k=k))[n],
+        times_us=session.measured(policy_of(k))[n],
+        policy=policy_of(k),
         peer="dense",
         peer_times_us=dense,
         **facts,
@@ -159,7 +176,8 @@ def kernels_of_a_step() -> dict[str, list[tuple[float, int]]]:
     """Of each part (microseconds, launches) of every kernel, all profiled steps together."""
     torch.compiler.reset()
     session = Session.of("qwen", 1)
-    with attnplug.applied(session.model, SUMMARY.format(k=8)):
+    session._summarise_for(policy_of(8))
+    with attnplug.applied(session.model, policy_of(8)):
         decoder = Decoder(session.model, session.cache, PROFILED)
         session._steps(decoder, PROFILED)
         averages = profile(decoder, PROFILED_STEPS)

@@ -7,6 +7,7 @@ The dense peer, cuDNN's or attnplug's own, only attends; with `dense appends` in
 writes its token, as a static cache does. Every call reads inputs that are not in the L2, and with
 `warm` in its options such that are; summaries are made before the first, as after a prefill."""
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -29,6 +30,12 @@ SHAPES = [
     *((k, 8, n) for k in (8, 32) for n in (131072, 1048576)),
     (8, 64, 8192),
 ]
+DEFAULTS = [(1, 32768), (1, 131072), (1, 524288), (1, 1048576), (8, 131072), (8, 1048576)]
+
+
+def published(k: int) -> Gather:
+    """The paper's options with a budget of k blocks."""
+    return Gather(k=k, block=128, sink=1, local=4, scoring="bounds", min_tokens=0)
 
 
 class Caches:
@@ -138,30 +145,37 @@ def run(
         peer_fns=caches.graph(peer),
         bytes=nbytes,
         flops=flops,
+        policy=str(policy),
     )
 
 
 @pytest.mark.parametrize("warm", [False, True], ids=["cold", "warm"])
 @pytest.mark.parametrize(("k", "batch", "n"), SHAPES)
 def test_gather(gpu_bench, k, batch, n, warm):
-    run(gpu_bench, Gather(k=k, min_tokens=0), batch, n, f"k={k}", warm)
+    run(gpu_bench, published(k), batch, n, f"k={k}", warm)
+
+
+@pytest.mark.parametrize("warm", [False, True], ids=["cold", "warm"])
+@pytest.mark.parametrize(("batch", "n"), DEFAULTS)
+def test_the_default(gpu_bench, batch, n, warm):
+    run(gpu_bench, Gather(min_tokens=0), batch, n, "default", warm)
 
 
 @pytest.mark.parametrize(("k", "batch", "n"), [s for s in SHAPES if s[1] == 1])
 def test_against_a_dense_step(gpu_bench, k, batch, n):
-    run(gpu_bench, Gather(k=k, min_tokens=0), batch, n, f"k={k}", True, appends=True)
+    run(gpu_bench, published(k), batch, n, f"k={k}", True, appends=True)
 
 
 @pytest.mark.parametrize("scoring", ["estimate", "mean"])
 def test_scorings(gpu_bench, scoring):
-    policy = Gather(k=8, scoring=scoring, min_tokens=0)
+    policy = dataclasses.replace(published(8), scoring=scoring)
     run(gpu_bench, policy, 1, 131072, f"k=8, scoring={scoring}", False)
 
 
 def test_pages_of_16(gpu_bench):
-    policy = Gather(k=64, block=16, local=32, min_tokens=0)
+    policy = Gather(k=64, sink=1, scoring="bounds", min_tokens=0)
     run(gpu_bench, policy, 1, 131072, "k=64, block=16, local=32", False)
 
 
 def test_window_only(gpu_bench):
-    run(gpu_bench, Gather(k=0, min_tokens=0), 1, 131072, "k=0", False)
+    run(gpu_bench, published(0), 1, 131072, "k=0", False)

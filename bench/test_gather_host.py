@@ -116,6 +116,7 @@ class Layer:
 
 # k, batch, tokens, queries, slots a KV head: with the fewest that a step can do with, the link is
 # what is measured.
+POLICY = "gather(k=32, block=128, sink=1, local=4, scoring='bounds', kv='host')"
 CASES = [
     *((32, 1, n, kind, 256) for n in (131072, MILLION) for kind in ("random", "drift")),
     *((8, 1, 131072, kind, 256) for kind in ("random", "drift")),
@@ -125,7 +126,8 @@ CASES = [
 
 @pytest.mark.parametrize(("k", "batch", "n", "kind", "slots"), CASES)
 def test_one_layer(gpu_bench, k, batch, n, kind, slots):
-    policy = Gather(k=k, kv="host", resident=slots, min_tokens=0)
+    paper = {"block": 128, "sink": 1, "local": 4, "scoring": "bounds"}
+    policy = Gather(k=k, **paper, kv="host", resident=slots, min_tokens=0)
     made = Layer(policy, batch, n, kind)
     hits, crossed = made.count()
     summaries = batch * HEADS_KV * n // policy.block * 2 * WIDTH * 2
@@ -167,7 +169,7 @@ def million() -> dict[str, tuple[list[float], float, float, float]]:
     torch.cuda.reset_peak_memory_stats()
     torch.cuda.set_per_process_memory_fraction(LIMIT / total)
     found = {}
-    with attnplug.applied(model(), "gather(kv='host')"), torch.no_grad():
+    with attnplug.applied(model(), POLICY), torch.no_grad():
         cache = attnplug.make_cache(model(), MILLION)
         cache.early_initialization(1, HEADS_KV, WIDTH, torch.bfloat16, torch.device("cuda"))
         for index, layer in enumerate(cache.layers):

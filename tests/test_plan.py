@@ -1,5 +1,6 @@
 """The bill: it is the equation, a fit finds what made the rows, and the command says so."""
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -21,7 +22,13 @@ ROWS = [RESULTS / "e2e_decode.json", RESULTS / "e2e_gather.json"]
 
 def row(op: str, batch: int, nbytes: float, seconds: float) -> dict:
     return dict(
-        case="e2e-decode", op=op, batch=batch, bytes=nbytes, options="", p50_us=seconds * 1e6
+        case="e2e-decode",
+        op=op,
+        batch=batch,
+        bytes=nbytes,
+        options="",
+        p50_us=seconds * 1e6,
+        policy="dense" if op == "dense_decode" else op,
     )
 
 
@@ -43,13 +50,18 @@ def rows(bill: plan.Bill, batches=(1, 4), noise: float = 0.0) -> list[dict]:
 
 def test_bytes_are_those_of_the_cache():
     assert SHAPE.cached(10) == 10 * 3 * 2 * 2 * 64 * 2
+    published = Gather(k=8, block=128, sink=1, local=4, scoring="bounds")
     kept = (1 + 4 + 8) * 128
-    assert SHAPE.gathered(Gather(k=8), 1 << 17) == SHAPE.cached(kept + 512)  # INT8
-    exact = Gather(k=8, bounds="exact")
+    assert SHAPE.gathered(published, 1 << 17) == SHAPE.cached(kept + 512)  # INT8
+    exact = dataclasses.replace(published, bounds="exact")
     assert SHAPE.gathered(exact, 1 << 17) == SHAPE.cached(kept + 1024)
-    assert SHAPE.gathered(Gather(k=8, scoring="mean"), 1 << 17) == SHAPE.cached(kept + 512)
-    assert SHAPE.gathered(Gather(k=0), 1 << 17) == SHAPE.cached(5 * 128)
-    assert SHAPE.gathered(Gather(k=8), 256) == SHAPE.cached(256 + 2)
+    mean = dataclasses.replace(published, scoring="mean")
+    assert SHAPE.gathered(mean, 1 << 17) == SHAPE.cached(kept + 512)
+    window = dataclasses.replace(published, k=0)
+    assert SHAPE.gathered(window, 1 << 17) == SHAPE.cached(5 * 128)
+    assert SHAPE.gathered(published, 256) == SHAPE.cached(256 + 2)
+    kept = (8 + 32 + 256) * 16
+    assert SHAPE.gathered(Gather(scoring="bounds"), 1 << 17) == SHAPE.cached(kept + 4096)
 
 
 def test_the_bill_is_the_equation():
@@ -66,7 +78,11 @@ def test_the_bill_is_the_equation():
 def test_the_crossover_is_where_it_begins_to_pay(batch, k):
     policy = Gather(k=k)
     n = BILL.crossover(SHAPE, batch, policy)
-    assert BILL.speedup(SHAPE, n, batch, policy) > 1 >= BILL.speedup(SHAPE, n - 128, batch, policy)
+    assert (
+        BILL.speedup(SHAPE, n, batch, policy)
+        > 1
+        >= BILL.speedup(SHAPE, n - policy.block, batch, policy)
+    )
 
 
 def test_it_never_pays_where_the_extra_is_more_than_the_cache():
@@ -91,18 +107,30 @@ def test_gather_rows_move_nothing_but_the_extra():
     assert fitted.extra > 10 * BILL.extra
 
 
-def test_two_budgets_tell_what_a_block_costs():
+def test_two_budgets_tell_what_128_listed_keys_cost():
+    """Whatever the block: 64 pages of 16 are listed as 8 blocks of 128 are."""
     made = rows(BILL)
+    budgets = {Gather(k=64): 8, Gather(k=32, block=128, sink=1, local=4): 32}
     more = [
-        dict(r, p50_us=r["p50_us"] + 1e6 * (3e-6 * k), options=f"k={k}, room for 9")
+        dict(r, p50_us=r["p50_us"] + 1e6 * (3e-6 * listed), policy=str(policy))
         for r in made
-        for k in ((8, 32) if r["op"] == "gather" else (0,))
+        for policy, listed in (budgets.items() if r["op"] == "gather" else [("dense", 0)])
     ]
     bill = plan.fit(more).bill
     assert (bill.extra, bill.each) == pytest.approx((BILL.extra, 3e-6))
-    wide, narrow = (bill.gather(SHAPE, 1 << 17, 1, Gather(k=k)) for k in (32, 8))
-    read = SHAPE.gathered(Gather(k=32), 1 << 17) - SHAPE.gathered(Gather(k=8), 1 << 17)
+    wide, narrow = (bill.gather(SHAPE, 1 << 17, 1, Gather(k=k)) for k in (256, 64))
+    read = SHAPE.gathered(Gather(k=256), 1 << 17) - SHAPE.gathered(Gather(k=64), 1 << 17)
     assert wide - narrow == pytest.approx(24 * 3e-6 + read / bill.bandwidth)
+
+
+@pytest.mark.parametrize("policy", [None, "gvr"])
+def test_a_gather_row_that_does_not_name_its_policy_is_refused(policy):
+    named = {} if policy is None else {"policy": policy}
+    made = [r if r["op"] == "dense_decode" else {**r, "policy": ""} | named for r in rows(BILL)]
+    if policy is None:
+        made = [{k: v for k, v in r.items() if r["op"] != "gather" or k != "policy"} for r in made]
+    with pytest.raises(ArgumentError, match="a gather row"):
+        plan.fit(made)
 
 
 def test_noise_shows_in_what_a_fit_says_of_itself():

@@ -37,7 +37,7 @@ CROSSOVER_FLOOR = {"cuda": 32768, "cpu": 4096}
 BOUNDS = ("int8", "exact")
 INT8_FROM = 16384  # tokens of a cache whose bounds are INT8 unless told otherwise
 Token = tuple[torch.Tensor, torch.Tensor]  # a step's key and value
-RESIDENT = 256  # blocks of each KV head that a cache in host memory keeps on the GPU
+RESIDENT = 32768  # keys of each KV head that a cache in host memory keeps on the GPU
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,15 +51,16 @@ class Gather(DenseBelow):
     min_tokens: caches below so many tokens are read whole, by `dense`; None is a multiple of the
     keep set, but not below a floor for the kind of device. kv: where keys and values live, "gpu" or
     "host" (pinned memory, read over the link). resident: blocks of each KV head that a cache in
-    host memory keeps on the GPU beside the last; None is 256, or what a step wants where that is
-    more. bounds: what the bounds are kept as, "int8", codes rounded outwards, or "exact", the keys'
-    own dtype; None is "int8" in caches of many tokens. The summaries of other scorings are exact.
+    host memory keeps on the GPU beside the last; None is 32,768 keys' worth, or what a step wants
+    where that is more. bounds: what the bounds are kept as, "int8", codes rounded outwards, or
+    "exact", the keys' own dtype; None is "int8" in caches of many tokens. The summaries of other
+    scorings are exact.
     """
 
-    k: int = 32
-    block: int = 128
-    sink: int = 1
-    local: int = 4
+    k: int = 256
+    block: int = 16
+    sink: int = 8
+    local: int = 32
     scoring: str = "bounds"
     min_tokens: int | None = None
     kv: str = "gpu"
@@ -98,7 +99,9 @@ class Gather(DenseBelow):
 
     @property
     def _slots(self) -> int:
-        return max(RESIDENT, self.sink + self.k) if self.resident is None else self.resident
+        if self.resident is not None:
+            return self.resident
+        return max(RESIDENT // self.block, self.sink + self.k)
 
     def cache_layer(self, max_length: int) -> GatherLayer:
         form = self.summary_form(max_length)

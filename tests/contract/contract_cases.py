@@ -27,8 +27,8 @@ MOMO = Case(
     graphs="momo(gamma=8, block=16, query_block=16, top_k=4, exact_k=1, min_tokens=0)",
 )
 GATHER = Case(
-    "gather(k=1, block=16, local=2, min_tokens=0)",
-    "gather(k=8, block=16, local=2, min_tokens=0)",
+    "gather(k=1, block=16, sink=1, local=2, min_tokens=0)",
+    "gather(k=8, block=16, sink=1, local=2, min_tokens=0)",
     family="gather(k=4, block=16, sink=0, local=1, min_tokens=0)",
 )
 CERTIFIED = Case(
@@ -41,8 +41,8 @@ CASES = {
     "momo": MOMO,
     "gather": GATHER,
     "gather in host memory": Case(
-        "gather(k=1, block=16, local=2, min_tokens=0, kv='host', resident=2)",
-        "gather(k=8, block=16, local=2, min_tokens=0, kv='host', resident=9)",
+        "gather(k=1, block=16, sink=1, local=2, min_tokens=0, kv='host', resident=2)",
+        "gather(k=8, block=16, sink=1, local=2, min_tokens=0, kv='host', resident=9)",
     ),
     "gvr": Case(
         "gvr(k=4, sink=2, window=8, min_tokens=0)",

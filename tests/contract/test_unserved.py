@@ -233,7 +233,9 @@ def test_the_size_of_a_cache_is_a_count(size):
 
 
 @pytest.mark.parametrize(
-    "policy", [*POLICIES, "gather(min_tokens=0, block=16, k=1, kv='host')", {0: "dense"}], ids=str
+    "policy",
+    [*POLICIES, "gather(k=1, sink=1, min_tokens=0, kv='host')", {0: "dense"}],
+    ids=str,
 )
 @torch.no_grad()
 def test_a_step_past_the_end_says_so(policy):

@@ -17,7 +17,7 @@ from attnplug.policies import gather as policy_module
 from attnplug.policies.gather import GatherLayer
 from attnplug.testing import oracle_attention, tiny_model
 
-GATHER = Gather(k=2, block=16, local=2, min_tokens=0, bounds="int8")
+GATHER = Gather(k=2, block=16, sink=1, local=2, min_tokens=0, bounds="int8")
 EXACT = dataclasses.replace(GATHER, bounds="exact")
 SIZE, HEADS, KV_HEADS, DIM = 200, 4, 2, 64
 
@@ -349,18 +349,21 @@ def test_a_small_cache_is_read_whole(device):
 def test_the_crossover_grows_with_the_keep_set():
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
     assert Gather(k=8).crossover(cpu) == 4096 and Gather(k=8).crossover(cuda) == 32768
-    assert Gather().crossover(cuda) == 10 * 37 * 128 and Gather().crossover(cpu) == 2 * 37 * 128
+    kept = (8 + 32 + 256) * 16
+    assert Gather().crossover(cuda) == 10 * kept and Gather().crossover(cpu) == 2 * kept
+    published = Gather(k=32, block=128, sink=1, local=4)  # keeps as many keys
+    assert published.crossover(cuda) == 10 * kept
     assert dataclasses.replace(GATHER, min_tokens=5).crossover(cuda) == 5
 
 
 def test_the_report_says_what_is_read_and_where_it_is_dense():
     shape = LayerShape(4, 2, 64, 0.0, False, torch.device("cpu"))
-    assert Gather(k=8).note(shape) == (
+    assert Gather(k=8, block=128, sink=1, local=4).note(shape) == (
         "reads 13 blocks of 128 keys; dense in caches below 4,096 tokens and in those that "
         "attnplug did not make for it"
     )
     model = attnplug.apply(tiny_model(), GATHER)
-    name = "gather(k=2, block=16, local=2, min_tokens=0, bounds='int8')"
+    name = "gather(k=2, sink=1, local=2, min_tokens=0, bounds='int8')"
     assert f"decode {name}; gather: reads 5 blocks" in str(attnplug.report(model))
 
 
@@ -388,7 +391,7 @@ def test_generate_runs_it_step_by_step(prefill):
     ids = torch.randint(2, 90, (2, 150), generator=torch.Generator().manual_seed(0))
     options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 24, "do_sample": False}
     dense = model.generate(ids, **options)
-    with attnplug.applied(model, f"{prefill}gather(k=1, block=16, local=1, min_tokens=0)"):
+    with attnplug.applied(model, f"{prefill}gather(k=1, block=16, sink=1, local=1, min_tokens=0)"):
         found = model.generate(ids, **options)
         chunked = model.generate(ids, prefill_chunk_size=40, **options)
         cache, by_hand = attnplug.make_cache(model, 180), ids
@@ -416,7 +419,7 @@ WRONG = [
     ({"min_tokens": "8K"}, "min_tokens='8K', needs None or"),
     ({"kv": "disk"}, "kv='disk', needs 'gpu' or 'host'"),
     ({"resident": 64}, "resident=64, needs kv='host'"),
-    ({"kv": "host", "resident": 32}, "resident=32, needs an integer, at least sink \\+ k = 33"),
+    ({"kv": "host", "resident": 32}, "resident=32, needs an integer, at least sink \\+ k = 264"),
     ({"kv": "host", "resident": 64.0}, "resident=64.0, needs an integer"),
 ]
 
@@ -434,7 +437,7 @@ def test_compiled_steps_meet_caches_of_several_sizes(monkeypatch):
     torch._dynamo.reset()
     model = tiny_model()
     ids = torch.randint(3, 90, (2, 44), generator=torch.Generator().manual_seed(0))
-    with attnplug.applied(model, Gather(k=1, block=16, local=1, min_tokens=0)):
+    with attnplug.applied(model, Gather(k=1, block=16, sink=1, local=1, min_tokens=0)):
         step = torch.compile(model, fullgraph=True, backend="aot_eager")
         for size in (64, 48, 128):
             one, two = (attnplug.make_cache(model, size) for _ in range(2))

@@ -18,7 +18,7 @@ from attnplug.policies._gather_layers import GatherLayer, HostGatherLayer
 from attnplug.testing import tiny_model
 
 SIZE, HEADS, KV_HEADS, DIM = 240, 4, 2, 64
-GPU = Gather(k=2, block=16, local=2, min_tokens=0)
+GPU = Gather(k=2, block=16, sink=1, local=2, min_tokens=0)
 HOST = dataclasses.replace(GPU, kv="host", resident=5)
 
 
@@ -205,7 +205,9 @@ def test_the_memory_is_where_it_should_be():
     many = dataclasses.replace(HOST, resident=900).cache_layer(SIZE)
     many.update(*random(0, 2, 1, KV_HEADS, 3, DIM))
     assert many.near.slots.shape[2] == 15  # all there are
-    assert Gather(kv="host")._slots == 256 and Gather(kv="host", k=256, sink=9)._slots == 265
+    assert Gather(kv="host")._slots == 32768 // 16
+    assert Gather(kv="host", block=128)._slots == 264  # what a step wants is more than 32,768 keys
+    assert Gather(kv="host", k=32, block=128)._slots == 256
 
 
 def test_a_small_cache_is_on_the_gpu():
@@ -282,7 +284,7 @@ def test_generate_gives_the_tokens_of_a_cache_on_the_gpu(prefill, device):
     """Whole and chunked prefill, beams, prompt lookup."""
     model = tiny_model(device=device)
     ids = torch.randint(2, 90, (2, 150), generator=torch.Generator().manual_seed(0)).to(device)
-    kept = "k=1, block=16, local=1, min_tokens=0"
+    kept = "k=1, sink=1, local=1, min_tokens=0"
     found = []
     for where in ("", ", kv='host', resident=3"):
         with attnplug.applied(model, f"{prefill}gather({kept}{where})"):
@@ -344,8 +346,10 @@ def test_the_report_decodes_and_shows_the_hit_rate(byte_tokenizer):
 def test_note_says_where_the_cache_is():
     shape = LayerShape(4, 2, 64, 0.0, False, torch.device("cuda"))
     note = Gather(kv="host").note(shape)
-    assert "from host memory, 256 blocks a KV head cached on the device" in note
-    assert str(Gather(kv="host", resident=64)) == "gather(kv='host', resident=64)"
+    assert "from host memory, 2048 blocks a KV head cached on the device" in note
+    large = Gather(kv="host", block=128, sink=1).note(shape)  # sink + k are more
+    assert "from host memory, 257 blocks a KV head cached on the device" in large
+    assert str(Gather(kv="host", resident=640)) == "gather(kv='host', resident=640)"
     assert attnplug.policies.parse("momo+gather(kv='host')").decode == Gather(kv="host")
 
 
