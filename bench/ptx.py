@@ -342,11 +342,14 @@ def padding(batch: int, size: int, *, mask: bool = True) -> dict[str, torch.Tens
     return {**made, "key_mask": new(batch, size, dtype=torch.bool)} if mask else made
 
 
-def summaries(k: torch.Tensor, block: int, parts: int = 2, int8: bool = False):
+def summaries(
+    k: torch.Tensor, block: int, parts: int = 2, int8: bool = False, spread: bool = False
+):
     """bounds and progress of a cache."""
     (batch, heads, _, width), blocks = k.shape, -(-k.shape[2] // block)
     rows = blocks + 4 + -(-2 * blocks // width) if int8 else blocks
-    dtype = torch.int8 if int8 else k.dtype
+    rows += -(-2 * -(-width // 32) * blocks // width) if spread else 0
+    dtype = torch.uint8 if spread else torch.int8 if int8 else k.dtype
     return new(batch, heads, rows, parts, width, dtype=dtype), new(batch, 2)
 
 
@@ -368,9 +371,12 @@ def dense_decode(op: Any) -> Cases:
 
 @cases
 def block_bounds(op: Any) -> Cases:
-    def case(block, batch, heads, size, width, dtype=BF16, parts=2, int8=False, **options):
+    def case(
+        block, batch, heads, size, width, dtype=BF16, parts=2, int8=False, spread=False, **more
+    ):
         k = new(batch, heads, size, width, dtype=dtype)
-        return lambda: op(k, *summaries(k, block, parts, int8), block=block, **options)
+        made = summaries(k, block, parts, int8, spread)
+        return lambda: op(k, *made, block=block, **more)
 
     yield "bench", case(64, 1, 4, 131072, 128, lengths=new(1))
     yield "mean", case(64, 1, 4, 131072, 128, parts=1, lengths=new(1))
@@ -378,14 +384,16 @@ def block_bounds(op: Any) -> Cases:
     yield "int8 padded", case(32, 2, 4, 4096, 128, int8=True, **padding(2, 4096))
     yield "fp16 D=80 padded", case(16, 2, 3, 1003, 80, FP16, **padding(2, 1003))
     yield "fp32 D=64 block=128", case(128, 1, 2, 1024, 64, FP32)
+    yield "spread", case(16, 1, 4, 131072, 128, spread=True, lengths=new(1))
+    yield "spread fp16 D=80", case(16, 2, 3, 1003, 80, FP16, spread=True, **padding(2, 1003))
 
 
 @cases
 def select_blocks(op: Any) -> Cases:
     def case(batch, heads, kv, queries, size, width, dtype=BF16, int8=False, block=64, **options):
         q, k, _ = attention(batch, heads, kv, queries, size, width, dtype)
-        parts = 1 if options.get("scoring") == "mean" else 2
-        made = summaries(k, block, parts, int8)
+        scoring = options.get("scoring")
+        made = summaries(k, block, 1 if scoring == "mean" else 2, int8, scoring == "spread")
         return lambda: op(q, k, *made, scale=0.1, block=block, **options)
 
     step = {"lengths": new(1), "top_k": 8}
@@ -399,6 +407,10 @@ def select_blocks(op: Any) -> Cases:
     yield "batch=8 512K", case(8, 28, 4, 1, 524288, 128, **step)
     yield "int8 batch=8", case(8, 28, 4, 1, 262144, 128, int8=True, **step)
     yield "top_k=100", case(1, 28, 4, 1, 65536, 128, **{**step, "top_k": 100})
+    many = {"block": 16, "top_k": 256, "sink": 8, "local": 32}
+    for width, dtype in ((128, BF16), (64, FP16), (96, BF16), (256, BF16)):
+        options = {**many, "scoring": "spread", **padding(2, 32768)}
+        yield f"spread D={width} padded", case(2, 28, 4, 1, 32768, width, dtype, **options)
     yield (
         "fp16 D=80 padded",
         case(
@@ -451,7 +463,9 @@ def gather_decode(op: Any) -> Cases:
     def case(batch, heads, kv, size, width, dtype=BF16, int8=False, **options):
         q, k, v = attention(batch, heads, kv, 1, size, width, dtype)
         options = {"scale": 0.1, "block": 64, "top_k": 8, **options}
-        made = summaries(k, options["block"], 1 if options.get("scoring") == "mean" else 2, int8)
+        scoring = options.get("scoring")
+        parts = 1 if scoring == "mean" else 2
+        made = summaries(k, options["block"], parts, int8, scoring == "spread")
         token = (new(batch, kv, 1, width, dtype=dtype) for _ in range(2))
         lengths = options.pop("lengths", new(1))
         args = (q, k, v, *token, *made, lengths)
@@ -470,6 +484,11 @@ def gather_decode(op: Any) -> Cases:
     some = padding(2, 4096)
     capped = {"softcap": 30.0, "sinks": new(28, dtype=FP32), "int8": True}
     yield "padded", case(2, 28, 4, 4096, 128, **some, **capped)
+    many = {"block": 16, "top_k": 256, "sink": 8, "local": 32}
+    for size in (8192, 32768, 131072, 1 << 20):
+        yield f"default {size}", case(1, 28, 4, size, 128, scoring="spread", **many)
+        yield f"pages, bounds {size}", case(1, 28, 4, size, 128, int8=True, **many)
+    yield "default batch=8", case(8, 28, 4, 1 << 20, 128, scoring="spread", **many)
 
 
 @cases

@@ -17,6 +17,7 @@ import torch
 from peers import cudnn_attention
 
 from attnplug import Dense, Gather
+from attnplug.plan import read_tokens
 from attnplug.policies import AttentionCall
 
 HEADS_Q, HEADS_KV, WIDTH = 28, 4, 128
@@ -122,8 +123,8 @@ def run(
 ) -> None:
     kept = min((policy.sink + policy.local + policy.k) * policy.block, n)
     summaries = n // policy.block if policy.k else 0
-    parts, int8 = policy.summary_form(n)
-    row_bytes = HEADS_KV * (4 * WIDTH * kept + (1 if int8 else 2) * WIDTH * parts * summaries)
+    parts = policy.summary_form(n)[0]
+    row_bytes = HEADS_KV * 4 * WIDTH * read_tokens(policy, n, n)
     nbytes = batch * (row_bytes + 2 * 2 * HEADS_Q * WIDTH)
     flops = 4 * batch * HEADS_Q * WIDTH * (kept + summaries * parts / 2)
     room = torch.cuda.get_device_properties(0).total_memory * 6 // 10

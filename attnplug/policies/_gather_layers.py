@@ -13,11 +13,13 @@ from attnplug.models.pinned import host_zeros
 from attnplug.ops import ResidentBlocks
 from attnplug.ops.gather.block_bounds import empty_bounds
 
+Form = tuple[int, torch.dtype | None]
+
 
 class GatherLayer(PlugLayer):
     """Keys, values, and summaries of the key blocks, `bounds`, as `empty_bounds` makes them for
-    `form`, (parts, whether INT8); and for each row how many leading blocks are done and the start
-    that they are counted from, `progress` `[B,2]` int32.
+    `form`, (parts, dtype of codes or None); and for each row how many leading blocks are done and
+    the start that they are counted from, `progress` `[B,2]` int32.
 
     `update` writes keys and values only, and leaves a step's token to `gather_decode` where it may
     (`PlugLayer`). `select_blocks` and `gather_decode` make the summaries that a step lacks from
@@ -31,7 +33,7 @@ class GatherLayer(PlugLayer):
     bounds: torch.Tensor
     progress: torch.Tensor
 
-    def __init__(self, max_cache_len: int, block: int, form: tuple[int, bool]):
+    def __init__(self, max_cache_len: int, block: int, form: Form):
         super().__init__(max_cache_len=max_cache_len)
         self.block, self.form = block, form
 
@@ -41,9 +43,9 @@ class GatherLayer(PlugLayer):
 
     def _make_summaries(self) -> None:
         assert self.keys is not None
-        parts, int8 = self.form
+        parts, dtype = self.form
         self.bind_rows(
-            bounds=empty_bounds(self.keys, self.block, parts, int8=int8),
+            bounds=empty_bounds(self.keys, self.block, parts, dtype=dtype),
             progress=torch.zeros((len(self.keys), 2), dtype=torch.int32, device=self.keys.device),
         )
 
@@ -71,7 +73,7 @@ class HostGatherLayer(GatherLayer):
         self,
         max_cache_len: int,
         block: int,
-        form: tuple[int, bool],
+        form: Form,
         local: int,
         resident: int,
         crossover: Callable[[torch.device], int],

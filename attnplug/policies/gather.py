@@ -24,7 +24,7 @@ from attnplug.ops import (
 )
 from attnplug.ops.common.checks import BLOCKS
 from attnplug.ops.gather.select_blocks import MAX_BLOCKS, SCORINGS
-from attnplug.policies._gather_layers import GatherLayer, HostGatherLayer
+from attnplug.policies._gather_layers import Form, GatherLayer, HostGatherLayer
 from attnplug.policies._reads import query_positions, read_blocks
 from attnplug.policies.crossover import DenseBelow
 from attnplug.policies.dense import Dense
@@ -47,14 +47,16 @@ class Gather(DenseBelow):
     k: distant blocks that each KV head reads; 0 is a sliding window. block: keys a block. sink:
     first blocks that are always read. local: last blocks that are always read, the query's own
     included. scoring: how a block's summary ranks it, by an upper bound of its keys' scores
-    ("bounds"), by the attention it is expected to get ("estimate"), or by its mean key ("mean").
+    ("bounds"), by the share of attention that three standard deviations above its mean score would
+    get ("spread"), by the attention it is expected to get ("estimate"), or by its mean key
+    ("mean").
     min_tokens: caches below so many tokens are read whole, by `dense`; None is a multiple of the
     keep set, but not below a floor for the kind of device. kv: where keys and values live, "gpu" or
     "host" (pinned memory, read over the link). resident: blocks of each KV head that a cache in
     host memory keeps on the GPU beside the last; None is 32,768 keys' worth, or what a step wants
     where that is more. bounds: what the bounds are kept as, "int8", codes rounded outwards, or
-    "exact", the keys' own dtype; None is "int8" in caches of many tokens. The summaries of other
-    scorings are exact.
+    "exact", the keys' own dtype; None is "int8" in caches of many tokens. Those of "spread"
+    are always INT8 codes, and those of other scorings exact.
     """
 
     k: int = 256
@@ -111,13 +113,17 @@ class Gather(DenseBelow):
             max_length, self.block, form, self.local, self._slots, self.crossover
         )
 
-    def summary_form(self, tokens: int) -> tuple[int, bool]:
-        """(parts of a summary, whether they are INT8 codes) in a cache of so many tokens."""
+    def summary_form(self, tokens: int) -> Form:
+        """(parts of a summary, dtype of its codes or None for the keys') in a cache of so many
+        tokens."""
+        if self.scoring == "spread":
+            return 2, torch.uint8
         int8 = self.bounds == "int8"
         if self.bounds is None:
             if tokens >= INT8_FROM:  # a statement: the size may be the compiler's symbol
                 int8 = True
-        return 1 if self.scoring == "mean" else 2, int8 if self.scoring == "bounds" else False
+        coded = int8 if self.scoring == "bounds" else False
+        return 1 if self.scoring == "mean" else 2, torch.int8 if coded else None
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
         layer = self._own_layer(call)

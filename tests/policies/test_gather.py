@@ -1,6 +1,7 @@
 """gather as a whole, and its cache layer: what methods/gather.md says must be true."""
 
 import dataclasses
+import itertools
 
 import pytest
 import torch
@@ -12,13 +13,15 @@ import attnplug
 from attnplug import Dense, Gather, PolicyError
 from attnplug.models.cache import PlugLayer
 from attnplug.ops.gather.block_bounds import frame_of
+from attnplug.ops.gather.spread import spread_parts
 from attnplug.policies import AttentionCall, LayerShape
 from attnplug.policies import gather as policy_module
 from attnplug.policies.gather import GatherLayer
 from attnplug.testing import oracle_attention, tiny_model
 
-GATHER = Gather(k=2, block=16, sink=1, local=2, min_tokens=0, bounds="int8")
+GATHER = Gather(k=2, block=16, sink=1, local=2, scoring="bounds", min_tokens=0, bounds="int8")
 EXACT = dataclasses.replace(GATHER, bounds="exact")
+SPREAD = dataclasses.replace(GATHER, bounds=None, scoring="spread")
 SIZE, HEADS, KV_HEADS, DIM = 200, 4, 2, 64
 
 
@@ -54,19 +57,51 @@ def step(layer: StaticLayer, seed: int = 0, mask: torch.Tensor | None = None, **
 
 
 def bounds_of(layer: GatherLayer) -> torch.Tensor:
-    """What the summaries say, `[B,Hkv,blocks,2,D]` fp64."""
+    """What the summaries say, `[B,Hkv,blocks,2,D]` fp64: max and min, or mean and variance."""
     if not layer.form[1]:
         return layer.bounds.double().cpu()
     blocks = -(-SIZE // layer.block)
+    if layer.form[1] == torch.uint8:
+        codes, bits = (x.cpu() for x in spread_parts(layer.bounds, blocks))
+        scales = bits.contiguous().view(torch.bfloat16).double().permute(0, 1, 4, 2, 3)
+        return codes.double() * scales.repeat_interleave(32, -1)[..., :DIM]
     centre, unit, scale = (x.double().cpu() for x in frame_of(layer.bounds, blocks))
     codes = layer.bounds[:, :, :blocks].double().cpu()
     step = (unit[:, :, None] * scale[..., None])[:, :, :, None]
     return centre[:, :, None, None] + step * codes
 
 
+def assert_right(
+    words: torch.Tensor, keys: torch.Tensor, form: tuple[int, torch.dtype | None]
+) -> None:
+    """Assert that `words [2,D]` hold keys `[block,D]`, or are their mean and variance but for half
+    a code's worth."""
+    if form[1] == torch.uint8:
+        wanted = torch.stack([keys.mean(0), keys.var(0, correction=0)])
+        room = wanted.unflatten(1, (-1, 32)).abs().amax(2).repeat_interleave(32, 1) / 127
+        assert ((words - wanted).abs() <= 0.51 * room + 1e-7).all()
+    else:
+        assert (words[0] >= keys.amax(0)).all() and (words[1] <= keys.amin(0)).all()
+
+
+def ranked(
+    policy: Gather, query: torch.Tensor, words: dict[int, torch.Tensor], scale: float
+) -> list[int]:
+    """The candidates, best first, by what their summaries `[2,D]` say to a group `query [G,D]`."""
+    if not words:
+        return []
+    first, second = torch.stack(list(words.values())).unbind(1)
+    if policy.scoring == "spread":  # fewer than 32 candidates: all are the sample
+        each = scale * (query @ first.T + 3 * (query**2 @ second.T).sqrt())
+        score = (each - each.logsumexp(1, keepdim=True)).logsumexp(0)
+    else:
+        score = (query.clamp(min=0) @ first.T + query.clamp(max=0) @ second.T).amax(0)
+    worth = dict(zip(words, score.tolist(), strict=True))
+    return sorted(worth, key=lambda j: -worth[j])
+
+
 def expected(call: AttentionCall, policy: Gather) -> torch.Tensor:
-    """fp64 attention over the keep set that the keys themselves tell, or, of keys that codes bound,
-    the codes, which are to hold the keys."""
+    """fp64 attention over the keep set that the summaries tell, which are to be right."""
     length = int(call.lengths)
     group, kept = HEADS // KV_HEADS, torch.zeros(*call.k.shape[:3], dtype=torch.bool)
     assert isinstance(call.state, GatherLayer)
@@ -79,16 +114,14 @@ def expected(call: AttentionCall, policy: Gather) -> torch.Tensor:
         own = (length - 1 - start) // policy.block
         for h in range(KV_HEADS):
             query = call.q[b, h * group : h * group + group, 0].double().cpu()
-            bound = {}
+            words = {}
             for j in range(policy.sink, own - policy.local + 1 if policy.k else 0):
                 at = start + torch.arange(j * policy.block, (j + 1) * policy.block)
                 keys = call.k[b, h, at[visible[at]]].double().cpu()
                 if len(keys):
-                    high, low = said[b, h, j]
-                    assert (high >= keys.amax(0)).all() and (low <= keys.amin(0)).all()
-                    above = query.clamp(min=0) @ high + query.clamp(max=0) @ low
-                    bound[j] = float(above.max())
-            chosen = sorted(bound, key=lambda j: -bound[j])[: policy.k]
+                    words[j] = said[b, h, j]
+                    assert_right(words[j], keys, call.state.form)
+            chosen = ranked(policy, query, words, call.scale)[: policy.k]
             for j in [
                 *range(policy.sink),
                 *range(max(own - policy.local + 1, 0), own + 1),
@@ -118,7 +151,7 @@ def hold(policy: Gather, call: AttentionCall) -> None:
 
 
 @pytest.mark.parametrize("length", [1, 15, 16, 17, 48, 49, 64, 65, 130, 199, 200])
-@pytest.mark.parametrize("policy", [GATHER, EXACT], ids=["int8", "exact"])
+@pytest.mark.parametrize("policy", [GATHER, EXACT, SPREAD], ids=["int8", "exact", "spread"])
 def test_a_step_attends_to_the_keep_set(policy, length, device):
     layer = filled(policy, tokens(0, length, batch=2, device=device))
     hold(policy, step(layer))
@@ -131,7 +164,7 @@ def test_the_budget_is_felt(device):
     assert (GATHER.attend(call) - Dense().attend(call)).abs().max() > 1e-2
 
 
-@pytest.mark.parametrize("scoring", ["bounds", "estimate", "mean"])
+@pytest.mark.parametrize("scoring", ["bounds", "estimate", "mean", "spread"])
 @given(length=st.integers(1, SIZE), seed=st.integers(0, 99))
 def test_a_keep_set_of_everything_is_dense(scoring, length, seed):
     covering = dataclasses.replace(GATHER, k=12, scoring=scoring)
@@ -139,7 +172,7 @@ def test_a_keep_set_of_everything_is_dense(scoring, length, seed):
     assert (covering.attend(call) - Dense().attend(call)).abs().max() < 2e-6
 
 
-@pytest.mark.parametrize("scoring", ["bounds", "estimate", "mean"])
+@pytest.mark.parametrize("scoring", ["bounds", "estimate", "mean", "spread"])
 def test_left_padding_does_not_change_a_row(scoring, device):
     policy = dataclasses.replace(GATHER, scoring=scoring)
     kv = tokens(0, 170, batch=3, device=device)
@@ -153,31 +186,34 @@ def test_left_padding_does_not_change_a_row(scoring, device):
         assert (policy.attend(alone) - together[row]).abs().max() < 1e-6
 
 
-def test_a_hole_in_the_mask_is_neither_read_nor_summarised(device):
+@pytest.mark.parametrize("policy", [GATHER, SPREAD], ids=["bounds", "spread"])
+def test_a_hole_in_the_mask_is_neither_read_nor_summarised(policy, device):
     kv = tokens(0, 170, device=device)
     kv[:, :, :, 90] = torch.nan
     kv[:, :, :, 40:64] = 1e3  # a whole block and a half
     mask = torch.ones(1, SIZE, dtype=torch.bool, device=device)
     mask[:, 90] = mask[:, 40:64] = False
-    hold(GATHER, step(filled(GATHER, kv), mask=mask))
+    hold(policy, step(filled(policy, kv), mask=mask))
 
 
-def test_padding_that_appears_later_is_seen(device):
+@pytest.mark.parametrize("policy", [GATHER, SPREAD], ids=["bounds", "spread"])
+def test_padding_that_appears_later_is_seen(policy, device):
     """A step without a mask and then one with: the blocks are counted anew, and back again."""
-    layer = filled(GATHER, tokens(0, 170, device=device))
+    layer = filled(policy, tokens(0, 170, device=device))
     mask = torch.arange(SIZE, device=device)[None] >= 21
     for each in (None, mask, None):
-        hold(GATHER, step(layer, mask=each))
+        hold(policy, step(layer, mask=each))
     assert layer.progress.tolist() == [[(169 // 16) - 1, 0]]
 
 
+@pytest.mark.parametrize("policy", [GATHER, SPREAD], ids=["bounds", "spread"])
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
-def test_a_bad_key_surfaces_wherever_it_is(bad, device):
+def test_a_bad_key_surfaces_wherever_it_is(bad, policy, device):
     """Its block ranks first, so that no budget can hide it."""
     kv = tokens(0, 190, device=device)
     kv[0, 0, 1, 77] = bad
-    call = step(filled(GATHER, kv))
-    found, dense = GATHER.attend(call), Dense().attend(call)
+    call = step(filled(policy, kv))
+    found, dense = policy.attend(call), Dense().attend(call)
     assert dense[:, 2:].isnan().any() and torch.equal(found.isnan(), dense.isnan())
 
 
@@ -206,7 +242,7 @@ ACTIONS = st.lists(
     actions=ACTIONS,
     padded=st.booleans(),
     early=st.booleans(),
-    policy=st.sampled_from([GATHER, GATHER, EXACT]),
+    policy=st.sampled_from([GATHER, SPREAD, EXACT]),
 )
 def test_summaries_follow_whatever_happens_to_the_cache(actions, padded, early, policy):
     """Prefills in chunks, steps, crops, beams, batch changes, resets: a step gives what it gives
@@ -264,8 +300,10 @@ def check(
         assert (length - 1 - start) // 16 - 1 <= max(done, 0) <= (length - start) // 16
         keys = rows[0, row, :, start : start + done * 16].unflatten(1, (done, 16)) if done else None
         if keys is not None:
-            high, low = bounds_of(layer)[row, :, :done].unbind(2)
-            assert (high >= keys.amax(2)).all() and (low <= keys.amin(2)).all()
+            said = bounds_of(layer)[row, :, :done]
+            high, low = said.unbind(2)
+            for h, j in itertools.product(range(KV_HEADS), range(done)):
+                assert_right(said[h, j], keys[h, j].double(), layer.form)
             if not layer.form[1]:
                 assert torch.equal(high, keys.amax(2).double())
                 assert torch.equal(low, keys.amin(2).double())
@@ -298,6 +336,9 @@ def test_the_layer_is_sized_once():
     exact = EXACT.cache_layer(SIZE)
     exact.update(kv[0], kv[1])
     assert exact.bounds.shape == (1, KV_HEADS, 13, 2, DIM) and exact.bounds.dtype == torch.bfloat16
+    spread = SPREAD.cache_layer(SIZE)
+    spread.update(kv[0], kv[1])
+    assert spread.bounds.shape == (1, KV_HEADS, 14, 2, DIM) and spread.bounds.dtype == torch.uint8
     mean = dataclasses.replace(GATHER, scoring="mean", block=128).cache_layer(SIZE)
     mean.update(kv[0], kv[1])
     assert mean.bounds.shape == (1, KV_HEADS, 2, 1, DIM)
@@ -310,6 +351,7 @@ def foreign_layers(kv: torch.Tensor) -> dict[str, StaticLayer | None]:
         "plug": PlugLayer(max_cache_len=SIZE),
         "another block": dataclasses.replace(GATHER, block=32).cache_layer(SIZE),
         "another scoring": dataclasses.replace(GATHER, scoring="mean").cache_layer(SIZE),
+        "spread": SPREAD.cache_layer(SIZE),
         "other bounds": EXACT.cache_layer(SIZE),
     }
     for layer in layers.values():
@@ -380,7 +422,10 @@ def test_large_caches_have_int8_bounds():
     }
     for (tokens, scoring, bounds), int8 in forms.items():
         layer = Gather(scoring=scoring, bounds=bounds).cache_layer(tokens)
-        assert layer.form == (1 if scoring == "mean" else 2, int8)
+        assert layer.form == (1 if scoring == "mean" else 2, torch.int8 if int8 else None)
+    for tokens, bounds in ((99, None), (99999, "exact")):  # spread has one form
+        layer = Gather(scoring="spread", bounds=bounds).cache_layer(tokens)
+        assert layer.form == (2, torch.uint8)
 
 
 @pytest.mark.parametrize("prefill", ["", "momo(gamma=8, block=16, top_k=2, exact_k=1)+"])
@@ -437,7 +482,7 @@ def test_compiled_steps_meet_caches_of_several_sizes(monkeypatch):
     torch._dynamo.reset()
     model = tiny_model()
     ids = torch.randint(3, 90, (2, 44), generator=torch.Generator().manual_seed(0))
-    with attnplug.applied(model, Gather(k=1, block=16, sink=1, local=1, min_tokens=0)):
+    with attnplug.applied(model, "gather(k=1, sink=1, local=1, scoring='bounds', min_tokens=0)"):
         step = torch.compile(model, fullgraph=True, backend="aot_eager")
         for size in (64, 48, 128):
             one, two = (attnplug.make_cache(model, size) for _ in range(2))
@@ -448,4 +493,4 @@ def test_compiled_steps_meet_caches_of_several_sizes(monkeypatch):
                 assert (
                     got - model(ids[:, t : t + 1], past_key_values=two).logits
                 ).abs().max() < 1e-5
-            assert one.layers[0].form == (2, size >= 100)
+            assert one.layers[0].form == (2, torch.int8 if size >= 100 else None)

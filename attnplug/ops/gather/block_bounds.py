@@ -12,6 +12,9 @@ with a scale for each block, and a centre and a unit for each channel. Centre an
 and half width of the row's first block; the unit stays within a factor of SPREAD of its mean over
 the channels.
 
+Other summaries are uint8, the bytes of mean and variance of the keys of each block
+(`attnplug.ops.gather.spread`).
+
 Blocks are numbered from each row's first real token: block j is keys start + block j up to
 start + block (j + 1) - 1. Keys that the key mask hides enter nothing. A complete block does not
 change until the cache is cropped. `progress` says how many leading blocks have summaries, and the
@@ -20,7 +23,7 @@ start that they were counted from; only missing blocks are read.
 Source: Quest (Tang et al., 2024), as in "Attention Pays Its Bill" (docs/papers.md).
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numba
 import numpy as np
@@ -32,6 +35,8 @@ from attnplug.ops.common.define import define_op, refuse_gradients, require
 from attnplug.ops.common.rows import NO_MASK, mask_bytes, row_step, rows_on_cpu
 from attnplug.ops.common.sizes import cdiv, next_power_of_two
 from attnplug.ops.gather.kernels import bounds as kernels
+from attnplug.ops.gather.kernels.spread import refresh_all_spread
+from attnplug.ops.gather.spread import spread_parts, spread_rows, summarise_spread
 
 SLACK, MOST, LEAST, SPREAD = (
     x.value for x in (kernels.SLACK, kernels.MOST, kernels.LEAST, kernels.SPREAD)
@@ -39,18 +44,22 @@ SLACK, MOST, LEAST, SPREAD = (
 
 
 def empty_bounds(
-    k: torch.Tensor, block: int, parts: int = 2, *, int8: bool = False
+    k: torch.Tensor, block: int, parts: int = 2, *, dtype: torch.dtype | None = None
 ) -> torch.Tensor:
     """Summaries of a fresh cache `k [B, Hkv, S, D]`, zeros: `[B, Hkv, ceil(S / block), parts, D]`
-    like k. With `int8` they are codes, and further rows hold what the codes stand for (`Frame`)."""
+    like k. With `dtype` int8 they are codes of bounds, with uint8 the bytes of spread summaries,
+    and further rows hold what the codes stand for (`Frame`, `spread_parts`)."""
     batch, heads, size, width = k.shape
-    rows = summary_rows(-(-size // block), width, int8)
-    return k.new_zeros((batch, heads, rows, parts, width), dtype=torch.int8 if int8 else k.dtype)
+    dtype = k.dtype if dtype is None else dtype
+    rows = summary_rows(-(-size // block), width, dtype)
+    return k.new_zeros((batch, heads, rows, parts, width), dtype=dtype)
 
 
-def summary_rows(blocks: int, width: int, int8: bool) -> int:
+def summary_rows(blocks: int, width: int, dtype: torch.dtype) -> int:
     """Rows `[parts, D]` of the summaries of so many blocks."""
-    return blocks + 4 + -(-2 * blocks // width) if int8 else blocks
+    if dtype == torch.uint8:
+        return spread_rows(blocks, width)
+    return blocks + 4 + -(-2 * blocks // width) if dtype == torch.int8 else blocks
 
 
 class Frame(NamedTuple):
@@ -87,8 +96,8 @@ def block_bounds(
 
     Args:
         k: `[B, Hkv, S, D]`, float32, float16 or bfloat16.
-        bounds: `[B, Hkv, ceil(S / block), parts, D]` like k, or INT8 as `empty_bounds` makes them
-            (2 parts); contiguous; written.
+        bounds: `[B, Hkv, ceil(S / block), parts, D]` like k, or int8 or uint8 as `empty_bounds`
+            makes them (2 parts); contiguous; written.
         progress: int32 `[B, 2]`, contiguous; written. Of each row: how many leading blocks have
             summaries, and the start that they are counted from; another start makes them anew.
             Begin with zeros. A caller that shortens or replaces the keys lowers the count.
@@ -117,23 +126,23 @@ def check_bounds(name, k, bounds, progress, block):
     if block not in BLOCKS:
         raise ArgumentError(f"{name}: block is {block}, needs {', '.join(map(str, BLOCKS))}")
     batch, heads, size, width = k.shape
-    shape, int8 = tuple(bounds.shape), bounds.dtype == torch.int8
-    rows = summary_rows(-(-size // block), width, int8)
-    if shape not in [(batch, heads, rows, parts, width) for parts in ((2,) if int8 else (1, 2))]:
+    shape, coded = tuple(bounds.shape), bounds.dtype in (torch.int8, torch.uint8)
+    rows = summary_rows(-(-size // block), width, bounds.dtype)
+    if shape not in [(batch, heads, rows, parts, width) for parts in ((2,) if coded else (1, 2))]:
         wanted = (
-            "[B,Hkv,ceil(S/block) and scales,2,D]" if int8 else "[B,Hkv,ceil(S/block),2 or 1,D]"
+            "[B,Hkv,ceil(S/block) and scales,2,D]" if coded else "[B,Hkv,ceil(S/block),2 or 1,D]"
         )
         raise ArgumentError(
             f"{name}: bounds has shape {shape}, needs {wanted} = "
-            f"[{batch}, {heads}, {rows}, {'2' if int8 else '2 or 1'}, {width}]"
+            f"[{batch}, {heads}, {rows}, {'2' if coded else '2 or 1'}, {width}]"
         )
     if tuple(progress.shape) != (batch, 2) or progress.dtype != torch.int32:
         raise ArgumentError(
             f"{name}: progress is {progress.dtype} {tuple(progress.shape)}, needs int32 [B,2] = "
             f"[{batch}, 2]"
         )
-    fits = int8 or bounds.dtype == k.dtype
-    require(fits, name, f"bounds is {bounds.dtype} but k is {k.dtype}: needs that or int8")
+    fits = coded or bounds.dtype == k.dtype
+    require(fits, name, f"bounds is {bounds.dtype} but k is {k.dtype}: needs that, int8 or uint8")
     for label, tensor in (("bounds", bounds), ("progress", progress)):
         if tensor.device != k.device:
             raise ArgumentError(f"{name}: {label} is on {tensor.device}, k on {k.device}")
@@ -225,18 +234,22 @@ def refresh_on_cpu(k, key_mask, bounds, progress, start, until, block):
         first = int((start + done * block)[missing].min())
         last = int((start + until * block)[missing].max())
         int8, blocks = bounds.dtype == torch.int8, -(-k.shape[2] // block)
+        keys = k[:, :, first:last].float().numpy()
+        mask = NO_MASK if key_mask is None else key_mask.numpy()
+        spans = done.numpy(), until.numpy(), start.numpy(), first, block
+        if bounds.dtype == torch.uint8:
+            parts = (part.numpy() for part in spread_parts(bounds, blocks))
+            summarise_spread(keys, mask, *parts, *spans)
+            progress[:, 0], progress[:, 1] = torch.maximum(done, until), start
+            return
         frame = frame_of(bounds, blocks) if int8 else Frame(*[torch.empty(*k.shape[:2], 0)] * 3)
         wide = bounds if int8 else bounds.float()  # bounds itself where it is float32
         _reference(
-            k[:, :, first:last].float().numpy(),
-            NO_MASK if key_mask is None else key_mask.numpy(),
+            keys,
+            mask,
             wide.numpy(),
             *(part.numpy() for part in frame),
-            done.numpy(),
-            until.numpy(),
-            start.numpy(),
-            first,
-            block,
+            *spans,
         )
         if wide is not bounds:
             bounds.copy_(wide)
@@ -262,9 +275,7 @@ def launch_block_bounds(k, bounds, progress, lengths, start, key_mask, block):
     # Enough programs to fill a GPU when a whole prompt is new, few where nothing is.
     blocks = cdiv(size, block)
     programs = max(1, min(512 // (batch * heads), blocks))
-    kernels.refresh.run(
-        grid=(programs, heads, batch),
-        warmup=False,
+    arguments: dict[str, Any] = dict(
         k=k,
         bounds=bounds,
         progress=progress,
@@ -279,12 +290,16 @@ def launch_block_bounds(k, bounds, progress, lengths, start, key_mask, block):
         D=width,
         DP=next_power_of_two(width),
         BLOCK=block,
-        PARTS=bounds.shape[3],
-        INT8=bounds.dtype == torch.int8,
         LENGTH_STEP=row_step(lengths),
         START_STEP=row_step(start),
-        **{"num_warps": 4},
+        num_warps=4,
     )
+    grid = (programs, heads, batch)
+    if bounds.dtype == torch.uint8:
+        refresh_all_spread.run(grid=grid, warmup=False, **arguments)
+    else:
+        int8 = bounds.dtype == torch.int8
+        kernels.refresh.run(grid=grid, warmup=False, **arguments, PARTS=bounds.shape[3], INT8=int8)
     kernels.note_refreshed.run(
         grid=(batch,),
         warmup=False,

@@ -225,7 +225,7 @@ def launch_gather_decode(*args, plan=None, count=True):
             width=width,
             itemsize=q.element_size(),
             multiprocessors=machine(q.device)[0],
-            pipelined=call.scoring == "bounds" and call.key_mask is None,
+            pipelined=call.scoring in ("bounds", "spread") and call.key_mask is None,
             summary_size=call.bounds.element_size(),
         )
     new_k, new_v = (x if x.stride(3) == 1 else x.contiguous() for x in (call.new_k, call.new_v))

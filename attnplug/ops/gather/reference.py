@@ -4,6 +4,10 @@ best) and of tiered_decode's slots. They are the specification, and the CPU path
 import numba
 import numpy as np
 
+from attnplug.ops.gather.spread import spread_scores
+
+RANKED = 32  # lists of up to so many blocks are best first, longer ones ascend
+
 
 @numba.njit(cache=True)
 def _bound(q, high, low):
@@ -105,12 +109,22 @@ def _best(scores, allowed, out):
     out[count:] = -1
 
 
+@numba.njit(cache=True)
+def _ascend(listed):
+    """Sort a list's blocks, -1 last."""
+    count = 0
+    while count < listed.shape[0] and listed[count] >= 0:
+        count += 1
+    listed[:count] = np.sort(listed[:count])
+
+
 @numba.njit(parallel=True, cache=True)
 def choose_blocks(
-    q, bounds, centre, unit, scales, mask, lengths, start, scale, block, sink, local, scoring, out
+    q, bounds, frame, bits, mask, lengths, start, scale, block, sink, local, scoring, out
 ):
-    """Scores and choice of every (row, KV head, query), in parallel. With `scales` the bounds are
-    codes."""
+    """Scores and choice of every (row, KV head, query), in parallel. With scales in the `frame`
+    (centre, unit, scales) the bounds are codes; with `bits` they are spread summaries."""
+    centre, unit, scales = frame
     batch, heads, queries, _ = q.shape
     kv_heads = bounds.shape[1]
     group = heads // kv_heads
@@ -129,13 +143,18 @@ def choose_blocks(
         shown = bounds[b, h, sink:end][allowed]
         scores = np.empty(end - sink, np.float32)
         query = q[b, h * group : h * group + group, t]
-        if scales.shape[2] > 0:
+        if scoring == 3:
+            codes, own = bounds[b, h, sink:end], bits[b, h, :, :, sink:end]
+            scores = spread_scores(query, codes, own, allowed, scale)
+        elif scales.shape[2] > 0:
             scores[allowed] = _code_scores(
                 query, shown, centre[b, h], unit[b, h], scales[b, h, sink:end][allowed]
             )
         else:
             scores[allowed] = _scores(query, shown, scale, scoring)
         _best(scores, allowed, out[b, h, t])
+        if out.shape[3] > RANKED:
+            _ascend(out[b, h, t])
         for i in range(out.shape[3]):
             out[b, h, t, i] += sink if out[b, h, t, i] >= 0 else 0
 

@@ -5,6 +5,8 @@ summaries.
     estimate   log sum_g softmax_j(e_gj),   e_gj = scale q_g . (max_j + min_j) / 2
                                                    + sum_d (scale q_gd (max_jd - min_jd) / 4)^2 / 2
     mean       mean_g q_g . mean_j
+    spread     log sum_g exp(e_gj - N_g),   e_gj = scale q_g . mean_j
+                                                   + 3 sqrt(sum_d (scale q_gd)^2 variance_jd)
 
 over the query heads g of the group. Candidates are the blocks between the first `sink` and the
 last `local` blocks. A block whose keys the mask hides entirely is no candidate. The best `top_k`
@@ -12,7 +14,8 @@ are taken, ties to the lower index. A block with a NaN or infinite key has a NaN
 and comes first: the key must surface. Missing summaries are made on the way (`block_bounds`).
 
 Bounds may be INT8 codes. The query, times the channels' units, is then rounded to 15 bits relative
-to its largest element, and the products are of integers.
+to its largest element, and the products are of integers. The means and variances of "spread" are
+codes too, and N_g comes from a sample (`attnplug.ops.gather.spread`).
 
 Sources: Quest (Tang et al., 2024); "Attention Pays Its Bill" (docs/papers.md).
 """
@@ -30,10 +33,13 @@ from attnplug.ops.common.rows import NO_MASK, mask_bytes, row_step, rows_on_cpu
 from attnplug.ops.common.sizes import cdiv, next_power_of_two
 from attnplug.ops.gather.block_bounds import Frame, check_bounds, frame_of, refresh_on_cpu
 from attnplug.ops.gather.kernels.score import score_blocks
-from attnplug.ops.gather.kernels.select import combine_heads, select_best
-from attnplug.ops.gather.reference import choose_blocks
+from attnplug.ops.gather.kernels.select import combine_heads, select_best, select_many
+from attnplug.ops.gather.kernels.spread import score_spread
+from attnplug.ops.gather.reference import RANKED, choose_blocks
+from attnplug.ops.gather.spread import spread_parts
 
-SCORINGS = ("bounds", "estimate", "mean")
+SCORINGS = ("bounds", "estimate", "mean", "spread")
+SPREAD = SCORINGS.index("spread")
 MAX_BLOCKS = 256
 
 
@@ -61,22 +67,22 @@ def select_blocks(
     Args:
         q: `[B, Hq, T, D]`, float32, float16 or bfloat16; the last T tokens of each row.
         k: `[B, Hkv, S, D]` like q, a cache that holds these tokens already.
-        bounds: `[B, Hkv, ceil(S / block), 2, D]`, for `scoring` "mean" 1 for 2, like k, or for
-            "bounds" INT8 as `empty_bounds` makes them; written.
+        bounds: `[B, Hkv, ceil(S / block), 2, D]`, for `scoring` "mean" 1 for 2, like k; or as
+            `empty_bounds` makes them, for "bounds" int8 and for "spread" uint8; written.
         progress: int32 `[B, 2]`; written. Both as `block_bounds` keeps them.
         scale: factor on q.k, above 0.
         block: keys a block: 16, 32, 64 or 128.
         top_k: blocks to take, 0 to 256.
         sink: first blocks that are read anyway.
         local: last blocks that are read anyway, the query's own included; at least 1.
-        scoring: "bounds", "estimate" or "mean".
+        scoring: "bounds", "estimate", "mean" or "spread".
         lengths: int32 or int64 `[1]` or `[B]`, valid keys. None: all S.
         start: int32 or int64 `[1]` or `[B]`, first real key of a left-padded row. None: 0.
         key_mask: bool `[B, S]`, False where a key must not be seen.
 
     Returns:
-        int32 `[B, Hkv, T, top_k]`, blocks counted from `start`, best first, -1 where there are
-        fewer.
+        int32 `[B, Hkv, T, top_k]`, blocks counted from `start`, -1 where there are fewer. Lists
+        of up to 32 blocks are best first, longer ones ascend.
 
     Raises:
         ArgumentError: a shape, dtype, device or option does not fit.
@@ -110,8 +116,10 @@ def allocate_index(
         raise ArgumentError(
             f"{name}: bounds has {bounds.shape[3]} parts, scoring {scoring!r} needs {parts}"
         )
-    fits = bounds.dtype != torch.int8 or scoring == "bounds"
-    require(fits, name, f"bounds is torch.int8, scoring {scoring!r} needs {k.dtype}")
+    codes = {"bounds": (k.dtype, torch.int8), "spread": (torch.uint8,)}.get(scoring, (k.dtype,))
+    wanted = " or ".join(map(str, codes))
+    fits = bounds.dtype in codes
+    require(fits, name, f"bounds is {bounds.dtype}, scoring {scoring!r} needs {wanted}")
     shape = (q.shape[0], k.shape[1], q.shape[2], top_k)
     return q.new_empty(shape, dtype=torch.int32)
 
@@ -125,14 +133,20 @@ def select_on_cpu(
     lengths, start = rows_on_cpu(k, lengths, start)
     until = ((lengths - 1 - start).clamp(min=0) // block - local + 1).clamp(min=0)
     refresh_on_cpu(k, key_mask, bounds, progress, start, until, block)
-    shown = bounds[:, :, : max(int(until.max()), sink)]
-    int8 = bounds.dtype == torch.int8
-    blocks = -(-k.shape[2] // block)
-    frame = frame_of(bounds, blocks) if int8 else Frame(*[torch.empty(*k.shape[:2], 0)] * 3)
+    shown, blocks = bounds[:, :, : max(int(until.max()), sink)], -(-k.shape[2] // block)
+    frame = Frame(*[torch.empty(*k.shape[:2], 0)] * 3)
+    bits = torch.empty((*k.shape[:2], 2, 0, 0), dtype=torch.int16)
+    if bounds.dtype == torch.int8:
+        frame = frame_of(bounds, blocks)
+    elif bounds.dtype == torch.uint8:
+        shown, bits = spread_parts(bounds, blocks)
+    else:
+        shown = shown.float()
     choose_blocks(
         q.float().contiguous().numpy(),
-        (shown if int8 else shown.float()).numpy(),
-        *(part.numpy() for part in frame),
+        shown.numpy(),
+        tuple(part.numpy() for part in frame),
+        bits.numpy(),
         NO_MASK if key_mask is None else key_mask.numpy(),
         lengths.numpy(),
         start.numpy(),
@@ -162,6 +176,8 @@ class Plan(NamedTuple):
 
 
 FLAT = 512  # candidates up to which one program selects among all of them
+ONE_LEVEL = 8192  # candidates of a long list up to which its threshold is searched among all
+GROUPS = 4096  # of blocks, whose maxima are searched first where there are more
 FEW = 8192  # blocks of all rows up to which latency counts, and not bandwidth
 
 
@@ -171,6 +187,8 @@ def plan_for(
     """The pre-tuned plan of a shape. `blocks` is how many the cache has room for, `itemsize` that
     of their summaries. `pipelined` allows a pipeline: only cases that were compared on a GPU get
     one, because Triton 3.6 compiles some wrong."""
+    if top_k > RANKED:
+        return _plan_for_many(rows, blocks, width, itemsize, pipelined)
     total, row_bytes = rows * blocks, next_power_of_two(width) * itemsize
     int8, few, flat = itemsize == 1, total <= FEW, next_power_of_two(blocks) <= FLAT
     chunk = (32 if few else 64) * (2 if int8 else 1)
@@ -190,6 +208,21 @@ def plan_for(
             return plan
         return plan._replace(repeat=2 if total <= 2**17 else 4, stages=2, registers=128)
     return plan._replace(repeat=2 if total <= 2**17 else 4, stages=3, registers=128)
+
+
+def _plan_for_many(rows: int, blocks: int, width: int, itemsize: int, pipelined: bool) -> Plan:
+    """The plan of a selection by a threshold."""
+    row_bytes = next_power_of_two(width) * itemsize
+    few, int8 = rows * blocks <= FEW, itemsize == 1
+    chunk = 32 if few or not int8 else 64 if rows * blocks <= 2**16 else 128
+    chunk = max(16, min(chunk, 16384 // row_bytes))
+    members = 0 if blocks <= ONE_LEVEL else min(chunk, next_power_of_two(blocks) // GROUPS)
+    warps = 16 if blocks > 2048 else 8
+    if few or not (pipelined and int8):
+        return Plan(chunk, members, 4, warps)
+    if rows * blocks <= 2**16:
+        return Plan(chunk, members, 4, warps, repeat=2, stages=2)
+    return Plan(chunk, members, 4, warps, repeat=4, stages=2, registers=128)
 
 
 class Scores(NamedTuple):
@@ -231,7 +264,7 @@ def launch_scores(
     kv_heads, size, blocks = k.shape[1], k.shape[2], cdiv(k.shape[2], block)
     group, rows, int8 = heads // kv_heads, batch * kv_heads * queries, bounds.dtype == torch.int8
     if plan is None:
-        plain = scoring == "bounds" and key_mask is None
+        plain = scoring in ("bounds", "spread") and key_mask is None
         plan = plan_for(rows, blocks, top_k, width, bounds.element_size(), plain)
     pdl, dependent = early(q.device)
     q, k = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k))
@@ -249,6 +282,10 @@ def launch_scores(
         places = rows * group * (blocks + chunks)
         per_head = torch.empty(places, dtype=torch.float32, device=q.device)
     padded = max(16, next_power_of_two(group) * (2 if int8 else 1))
+    if mode == SPREAD:
+        cache = q, k, bounds, progress, lengths, start, key_mask
+        _launch_spread(*cache, scale, block, sink, local, plan, keys, best, new)
+        return Scores(keys, best, plan)
     score_blocks.run(
         grid=(programs, kv_heads * queries, batch),
         warmup=False,
@@ -320,13 +357,58 @@ def launch_scores(
     return Scores(keys, best, plan, per_head)
 
 
+def _launch_spread(
+    q, k, bounds, progress, lengths, start, key_mask, scale, block, sink, local, plan, keys, best,
+    new,
+):  # fmt: skip
+    """Score blocks by their spread, into `keys` and `best`; tensors as in `launch_scores`."""
+    batch, heads, queries, width = q.shape
+    kv_heads, blocks = k.shape[1], cdiv(k.shape[2], block)
+    pdl, dependent = early(q.device)
+    score_spread[(cdiv(blocks, plan.chunk * plan.repeat), kv_heads * queries, batch)](
+        q=q,
+        k=k,
+        bounds=bounds,
+        progress=progress,
+        lengths=lengths,
+        start=start,
+        key_mask=key_mask,
+        scores=keys,
+        best=best,
+        scale=scale,
+        T=queries,
+        S=k.shape[2],
+        N=blocks,
+        q_strides=q.stride()[:3],
+        k_strides=k.stride()[:3],
+        mask_stride=0 if key_mask is None else key_mask.stride(0),
+        GROUP=heads // kv_heads,
+        HEADS=max(8, next_power_of_two(heads // kv_heads)),
+        D=width,
+        DP=next_power_of_two(width),
+        BLOCK=block,
+        SINK=sink,
+        LOCAL=local,
+        CHUNK=plan.chunk,
+        MEMBERS=plan.members,
+        REPEAT=plan.repeat,
+        STAGES=plan.stages,
+        NEW=new,
+        LENGTH_STEP=row_step(lengths),
+        START_STEP=row_step(start),
+        PDL=pdl,
+        **{"num_warps": plan.warps, "maxnreg": plan.registers, **(dependent if new else {})},
+    )
+
+
 def launch_choice(scores, k, progress, block, top_k, local, lengths, start, blocks, out, new=0):
     """Select from what `launch_scores` left, into `out [B,Hkv,T,top_k]`."""
     batch, kv_heads, queries, _ = out.shape
     plan, size, rows = scores.plan, k.shape[2], batch * kv_heads * queries
     kept, wide = scores.widths(top_k, blocks)
     pdl, dependent = early(k.device)
-    select_best.run(
+    select = select_best if top_k <= RANKED else select_many
+    select.run(
         grid=(rows,),
         warmup=False,
         scores=scores.keys,

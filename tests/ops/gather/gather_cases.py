@@ -4,6 +4,7 @@ what INT8 codes stand for."""
 import torch
 
 from attnplug.ops.gather.block_bounds import empty_bounds, frame_of
+from attnplug.ops.gather.spread import spread_parts
 
 # The options of gather_decode and tiered_decode, in the order of their schemas.
 OPTIONS = (
@@ -29,10 +30,11 @@ DEFAULTS = {
 }
 
 
-def empty(k, block, parts=2, int8=False):
+def empty(k, block, parts=2, dtype=None):
     """(summaries of a fresh cache, its progress), with garbage where no kernel has written: NaN, or
     a code that no test makes."""
-    bounds = empty_bounds(k, block, parts, int8=int8).fill_(-77 if int8 else torch.nan)
+    garbage = {torch.int8: -77, torch.uint8: 179}.get(dtype, torch.nan)
+    bounds = empty_bounds(k, block, parts, dtype=dtype).fill_(garbage)
     return bounds, torch.zeros(k.shape[0], 2, dtype=torch.int32)
 
 
@@ -41,3 +43,12 @@ def decoded(bounds, blocks):
     centre, unit, scale = (x.double() for x in frame_of(bounds, blocks))
     worth = (unit[:, :, None] * scale[..., None])[:, :, :, None]
     return centre[:, :, None, None] + worth * bounds[:, :, :blocks].double(), worth
+
+
+def decoded_spread(bounds, blocks):
+    """The means and variances that spread summaries stand for, fp64 `[B, Hkv, blocks, 2, D]`, and
+    one code's worth in each channel."""
+    codes, bits = spread_parts(bounds, blocks)
+    scales = bits.contiguous().view(torch.bfloat16).double()  # [B, Hkv, 2, C, blocks]
+    worth = scales.permute(0, 1, 4, 2, 3).repeat_interleave(32, -1)[..., : codes.shape[-1]]
+    return codes.double() * worth, worth

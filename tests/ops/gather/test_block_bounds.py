@@ -123,10 +123,16 @@ def test_codes_hold_every_key(device_path, data):
     rows = {"start": torch.tensor(starts)}
     if draw(st.booleans()):
         rows["key_mask"] = random(seed + 3, batch, size) > -0.5
-    bounds, progress = op.empty_bounds(k, block, int8=True).fill_(-77), torch.zeros(batch, 2).int()
+    bounds, progress = (
+        op.empty_bounds(k, block, dtype=torch.int8).fill_(-77),
+        torch.zeros(batch, 2).int(),
+    )
     for length in sorted([*draw(st.lists(st.integers(1, size), max_size=2)), size]):
         refresh(device_path, k, bounds, progress, block, **rows, lengths=torch.tensor([length]))
-    once, other = op.empty_bounds(k, block, int8=True).fill_(-77), torch.zeros(batch, 2).int()
+    once, other = (
+        op.empty_bounds(k, block, dtype=torch.int8).fill_(-77),
+        torch.zeros(batch, 2).int(),
+    )
     refresh(device_path, k, once, other, block, **rows)
     assert torch.equal(progress, other)
     found, step = decoded(bounds, blocks)
@@ -154,7 +160,10 @@ def test_a_bad_key_makes_a_scale_of_nan(device_path, at, bad):
     """And of its own block alone, the first block's frame or not."""
     k = random(0, 1, 2, 48, 64)
     k[0, 1, at, 5] = bad
-    bounds, progress = op.empty_bounds(k, BLOCK, int8=True), torch.zeros(1, 2, dtype=torch.int32)
+    bounds, progress = (
+        op.empty_bounds(k, BLOCK, dtype=torch.int8),
+        torch.zeros(1, 2, dtype=torch.int32),
+    )
     refresh(device_path, k, bounds, progress)
     scale = op.frame_of(bounds, 3).scale
     assert scale.isnan().nonzero().tolist() == [[0, 1, at // 16]]

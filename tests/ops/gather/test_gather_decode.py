@@ -333,7 +333,7 @@ def test_shipped_plans_equal_unpipelined_ones(batch, size, top_k, more):
         key_mask = (torch.arange(size, device="cuda") >= 77).expand(batch, size).contiguous()
         key_mask[:, size // 2] = False
     int8 = scoring == "bounds" and not more.get("exact")
-    bounds = empty_bounds(k, block, int8=int8)
+    bounds = empty_bounds(k, block, dtype=torch.int8 if int8 else None)
     progress = torch.zeros(batch, 2, dtype=torch.int32, device="cuda")
     lengths = torch.tensor([size], device="cuda")
 

@@ -38,12 +38,13 @@ def select(device_path, q, k, state=None, plan=None, **options):
 
 
 def fresh(k, block, scoring="bounds"):
-    return empty(k, block, 1 if scoring == "mean" else 2)
+    dtype = torch.uint8 if scoring == "spread" else None
+    return empty(k, block, 1 if scoring == "mean" else 2, dtype)
 
 
 def codes(k, block):
     """(INT8 summaries of a fresh cache, its progress)."""
-    return empty(k, block, int8=True)
+    return empty(k, block, dtype=torch.int8)
 
 
 def said(bounds, blocks):

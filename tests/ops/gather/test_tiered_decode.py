@@ -27,7 +27,7 @@ class Cache:
         kv[:, :, :, length:] = torch.nan
         self.k, self.v = kv.to(device)
         self.lengths = torch.tensor([length], device=device)
-        self.bounds = empty_bounds(self.k, block, parts, int8=int8)
+        self.bounds = empty_bounds(self.k, block, parts, dtype=torch.int8 if int8 else None)
         self.progress = torch.zeros(batch, 2, dtype=torch.int32, device=device)
         self.near = ResidentBlocks.empty(
             batch, heads, SIZE, width, block, local, slots, torch.float32, torch.device(device)

@@ -12,7 +12,7 @@ from attnplug.ops.gather.kernels.select import store_keys
 
 
 @triton.jit
-def _visible(key_mask, offset, low, j, limit, BLOCK: tl.constexpr):
+def visible_blocks(key_mask, offset, low, j, limit, BLOCK: tl.constexpr):
     """Whether the key mask, whose row begins at `offset`, lets any key of each block j through."""
     n = tl.arange(0, BLOCK)
     at = key_mask + offset + low + j[:, None] * BLOCK + n[None, :]
@@ -213,7 +213,7 @@ def _store_chunk(
     j = (chunk + turn) * CHUNK + tl.arange(0, CHUNK)
     usable = (j >= SINK) & (j < limit)
     if key_mask is not None:
-        usable = usable & _visible(key_mask, mask_offset, low, j, limit, BLOCK)
+        usable = usable & visible_blocks(key_mask, mask_offset, low, j, limit, BLOCK)
     if SCORING == 1:
         chunk_at = own + (N + chunk + turn) * GROUP
         _store_heads(score, usable, j, limit, own, chunk_at, in_group, GROUP)

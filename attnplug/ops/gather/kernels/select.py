@@ -11,6 +11,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from attnplug.ops.common.rows import note_progress, row_span
 
+NONE = tl.constexpr(-0x80000000)  # the upper half of no candidate's key
+
 
 @triton.jit
 def key_of(score, index):
@@ -259,5 +261,118 @@ def select_best(
     key = best_keys(scores + row * N, best_at, limit, KP, WIDE, MEMBERS)
     n = tl.arange(0, KP)
     tl.store(out + row * K + n, block_of(key), mask=n < K)
+    if row % (kv_heads * T) == 0:
+        note_progress(progress, b, low, last)
+
+
+@triton.jit
+def _take_best(score, K: tl.constexpr):
+    """Which K of `score [SIZE]` are the largest, ties to the lower place; all candidates where they
+    are fewer. No candidate's score is NONE.
+
+    The threshold is searched between the smallest and the largest score. `low` always has at least
+    K scores not below it and `high` fewer, and two more scores, a third and two thirds of the way,
+    are tried in each turn. The search ends when `low` has exactly K, or when all between are equal.
+    """
+    usable = score > NONE
+    low = tl.min(tl.where(usable, score, 0x7FFFFFFF), 0)
+    high = tl.max(score, 0) + 1  # the largest score is infinity, so there is room for 1
+    found = tl.sum(usable.to(tl.int32), 0)  # not below `low`
+    above = found * 0  # not below `high`
+    distance = high.to(tl.int64) - low.to(tl.int64)
+    while (found > K) & (distance > 1):
+        third = (distance + 2) // 3
+        first = (low.to(tl.int64) + third).to(tl.int32)
+        second = tl.minimum(low.to(tl.int64) + 2 * third, high.to(tl.int64)).to(tl.int32)
+        both = (score >= first).to(tl.int32) + ((score >= second).to(tl.int32) << 16)
+        both = tl.sum(both, 0)
+        of_first, of_second = both & 0xFFFF, both >> 16
+        below_first, below_second = of_first < K, of_second < K
+        high = tl.where(below_first, first, tl.where(below_second, second, high))
+        above = tl.where(below_first, of_first, tl.where(below_second, of_second, above))
+        low = tl.where(below_first, low, tl.where(below_second, first, second))
+        found = tl.where(below_first, found, tl.where(below_second, of_first, of_second))
+        distance = high.to(tl.int64) - low.to(tl.int64)
+    least = usable & (score >= low) & (score < high)
+    return (usable & (score >= high)) | (least & (tl.cumsum(least.to(tl.int32), 0) <= K - above))
+
+
+@triton.jit
+def _scores_of(keys):
+    """The scores of keys, as integers in the same order; NONE for no candidate."""
+    return (keys >> 32).to(tl.int32)
+
+
+@triton.jit
+def _store_taken(out_at, taken, j):
+    """Store the taken ones of j in their order; returns how many there are."""
+    place = tl.cumsum(taken.to(tl.int32), 0) - 1
+    tl.store(out_at + place, j, mask=taken)
+    return tl.sum(taken.to(tl.int32), 0)
+
+
+@triton.jit
+def select_many(
+    scores,
+    best,
+    progress,
+    lengths,
+    start,
+    out,
+    T,
+    S,
+    N,
+    kv_heads,
+    BLOCK: tl.constexpr,
+    LOCAL: tl.constexpr,
+    K: tl.constexpr,
+    KP: tl.constexpr,
+    WIDE: tl.constexpr,
+    MEMBERS: tl.constexpr,
+    NEW: tl.constexpr,
+    LENGTH_STEP: tl.constexpr,
+    START_STEP: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """What `select_best` does for a long list, in ascending order: it compares scores with a
+    threshold and sorts nothing. Where blocks stand in groups, it takes the K groups with the best
+    maxima first; they hold the K best blocks. The list's own memory holds their numbers meanwhile.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    if PDL:
+        if NEW == 0:
+            gdc_wait()
+        gdc_launch_dependents()
+    b, low, limit, last = row_limit(
+        lengths=lengths,
+        start=start,
+        row=row,
+        T=T,
+        S=S,
+        kv_heads=kv_heads,
+        BLOCK=BLOCK,
+        LOCAL=LOCAL,
+        NEW=NEW,
+        LENGTH_STEP=LENGTH_STEP,
+        START_STEP=START_STEP,
+    )
+    if PDL and NEW > 0:
+        gdc_wait()
+    n = tl.arange(0, KP)
+    out_at = out + row * K
+    if MEMBERS > 0:
+        group = tl.arange(0, WIDE)
+        maxima = _load_keys(best + row * tl.cdiv(N, MEMBERS) + group, group * MEMBERS < limit)
+        count = _store_taken(out_at, _take_best(_scores_of(maxima), K), group)
+        tl.debug_barrier()  # other warps load what one has stored
+        chosen = tl.load(out_at + n, mask=n < count, other=0, cache_modifier=".cg")
+        tl.debug_barrier()
+        j = chosen[:, None] * MEMBERS + tl.arange(0, MEMBERS)[None, :]
+        j = tl.reshape(tl.where((n < count)[:, None], j, limit), [KP * MEMBERS])
+    else:
+        j = tl.arange(0, WIDE)
+    keys = _load_keys(scores + row * N + j, j < limit)
+    count = _store_taken(out_at, _take_best(_scores_of(keys), K), j)
+    tl.store(out_at + n, -1, mask=(n >= count) & (n < K))
     if row % (kv_heads * T) == 0:
         note_progress(progress, b, low, last)

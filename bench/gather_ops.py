@@ -1,0 +1,322 @@
+"""`gather` with pages of 16 on one GPU: right against its reference, and how long a step takes.
+
+    python bench/gather_ops.py --out rows.jsonl [--seconds 140]
+
+Checks summaries, lists and steps on odd shapes against the CPU's, and that every plan lists the
+same blocks. Then times one layer's step (append, selection, attention) under the paper's options,
+the default of before, and pages of 16 with bounds and with spread, beside `dense_decode` over the
+same cache; and for two shapes each kernel under several plans. Times are of CUDA graphs over caches
+that rotate past the L2. A variant that fails is a row with its error; the script goes on, prints a
+table as it goes, and exits with 1.
+"""
+
+import argparse
+import itertools
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from sketch_ops import Rows, inputs, microseconds, near
+
+from attnplug import Gather
+from attnplug.ops import dense_decode
+from attnplug.ops.common.device import machine
+from attnplug.ops.gather import block_bounds as summaries
+from attnplug.ops.gather import gather_attention as attend
+from attnplug.ops.gather import gather_decode as decode
+from attnplug.ops.gather import select_blocks as select
+
+HEADS, KV_HEADS, WIDTH = 28, 4, 128
+PAPER = {"block": 128, "sink": 1, "local": 4, "scoring": "bounds", "min_tokens": 0}
+POLICIES = [
+    Gather(k=256, block=16, sink=8, local=32, scoring="spread", min_tokens=0),
+    Gather(k=256, block=16, sink=8, local=32, scoring="bounds", min_tokens=0),
+    Gather(k=32, **PAPER),
+    Gather(k=8, **PAPER),
+]
+SHAPES = [(1, 1 << 17), (1, 1 << 20), (1, 1 << 15), (1, 1 << 13), (8, 1 << 17), (8, 1 << 20)]
+TUNED = [(1, 1 << 17), (1, 1 << 20)]  # whose kernels are timed under all plans
+ROTATE = 256 << 20  # bytes of caches that a graph goes through
+# dtype, head dimension, group, tokens, padded, masked, blocks to list
+CHECKS = [
+    (torch.bfloat16, 128, 7, 9501, True, False, 256),
+    (torch.float16, 64, 1, 1500, False, False, 40),
+    (torch.float32, 128, 4, 1999, True, True, 8),
+    (torch.float16, 256, 3, 1777, False, False, 64),
+    (torch.bfloat16, 96, 8, 2048, True, True, 33),
+    (torch.float32, 80, 16, 1203, True, False, 40),
+]
+
+
+# --- checks ----------------------------------------------------------------------------------
+
+
+def there(x: Any) -> Any:
+    return x.cuda() if isinstance(x, torch.Tensor) else x
+
+
+def apart(found: torch.Tensor, wanted: torch.Tensor) -> int:
+    """How many entries of lists are in one and not in the other."""
+    pairs = zip(found.cpu().flatten(0, 2).tolist(), wanted.flatten(0, 2).tolist(), strict=True)
+    return sum(len(set(a) ^ set(b)) for a, b in pairs)
+
+
+def check(scoring, dtype, width, group, tokens, padded, masked, top_k) -> dict[str, Any]:
+    """Summaries, list and step on the GPU against the CPU's."""
+    queries, k, v, lengths, start, mask = inputs(dtype, width, group, tokens, padded, masked)
+    q, codes = queries[:, :, -1:].contiguous(), torch.uint8 if scoring == "spread" else torch.int8
+    rows = {"lengths": lengths, "start": start, "key_mask": mask}
+    shape = {"scale": width**-0.5, "block": 16, "sink": 2, "local": 3}
+    rows_there = {name: there(x) for name, x in rows.items()}
+    made = summaries.empty_bounds(k, 16, dtype=codes)
+    made_there, progress = made.cuda(), torch.zeros(2, 2, dtype=torch.int32)
+    progress_there = progress.cuda()
+    summaries.block_bounds(k, made, progress, block=16, **rows)
+    summaries.block_bounds(k.cuda(), made_there, progress_there, block=16, **rows_there)
+    assert torch.equal(progress_there.cpu(), progress), "progress"
+    differing = int((made_there.cpu() != made).sum())
+    assert differing <= 2e-3 * made.numel(), f"{differing} bytes of summaries differ"
+    found = [f"bytes {differing}"]
+    asked = {**shape, "top_k": top_k, "scoring": scoring}
+    index = select.select_blocks(q, k, made, progress, **asked, **rows)
+    cold = summaries.empty_bounds(k.cuda(), 16, dtype=codes), torch.zeros_like(progress_there)
+    for name, state in (("warm", (made_there, progress_there)), ("cold", cold)):
+        first = select.select_blocks(q.cuda(), k.cuda(), *state, **asked, **rows_there)
+        for turn in range(20):
+            listed = select.select_blocks(q.cuda(), k.cuda(), *state, **asked, **rows_there)
+            assert torch.equal(first, listed), f"{name} list of call {turn} differs"
+        wrong = apart(listed, index)
+        assert wrong <= 0.02 * index.numel(), f"{name}: {wrong} of {index.numel()} differ"
+        found.append(f"{name} list {wrong}")
+    token = torch.randn(2, 2, 2, 1, width, generator=torch.Generator().manual_seed(7)).to(dtype)
+    before = lengths - 1
+    step = (q, k, v, *token, made, progress, before)
+    step_there = tuple(x.clone().cuda() for x in step)
+    options = {**asked, "start": start, "key_mask": mask}
+    out, lse = decode.gather_decode(*step, **options)
+    moved = {name: there(x) for name, x in options.items()}
+    out_there, lse_there = decode.gather_decode(*step_there, **moved)
+    away = float((out_there.cpu().double() - out.double()).norm() / out.double().norm())
+    assert away < 0.05, f"step: {away:.3g} apart"
+    found.append(f"out {away:.1e}")
+    found.append(near("lse", lse_there, lse.double(), 0.05))
+    assert torch.equal(step_there[1].cpu(), k), "the token's key"
+    return {"result": "ok: " + ", ".join(found)}
+
+
+def plans(blocks: int) -> Iterator[select.Plan]:
+    """Plans of the score kernel and the selection behind it."""
+    sizes = (0, 8, 16, 32) if blocks > select.ONE_LEVEL else (0, 4, 8)
+    default = select.plan_for(KV_HEADS, blocks, 256, WIDTH, 1, True)
+    for members, warps in itertools.product(sizes, (8, 16, 32)):
+        if max(blocks // max(members, 1), 256 * members) <= 1 << 15:
+            yield default._replace(members=members, select_warps=warps)
+    for chunk, repeat, warps, stages in SCORE_PLANS:
+        if chunk * repeat <= blocks // 8:
+            yield default._replace(chunk=chunk, repeat=repeat, warps=warps, stages=stages)
+    yield default._replace(registers=128)
+
+
+SCORE_PLANS = [
+    (32, 1, 4, 1),
+    (64, 1, 4, 1),
+    (64, 2, 4, 1),
+    (64, 4, 4, 2),
+    (64, 4, 4, 3),
+    (64, 2, 2, 2),
+    (64, 4, 2, 2),
+    (128, 1, 4, 1),
+    (128, 2, 4, 2),
+    (128, 4, 4, 1),
+    (128, 4, 4, 3),
+    (128, 4, 8, 2),
+    (128, 8, 4, 2),
+    (256, 2, 8, 2),
+    (256, 4, 8, 1),
+]
+
+
+def attend_plans() -> Iterator[attend.Plan]:
+    """Plans of attention over 4,736 keys of four KV heads, in pages."""
+    base = attend.plan_for(KV_HEADS, HEADS // KV_HEADS, 4736, 16, WIDTH, 2, machine(CUDA)[0])
+    for tile, splits, warps, stages in (
+        (64, 74, 4, 1),
+        (64, 74, 4, 2),
+        (64, 37, 4, 1),
+        (64, 37, 4, 2),
+        (64, 37, 4, 3),
+        (32, 148, 4, 1),
+        (32, 74, 4, 2),
+        (32, 148, 2, 1),
+        (16, 148, 2, 2),
+        (128, 37, 4, 1),
+        (128, 37, 8, 1),
+    ):
+        yield base._replace(tile=tile, splits=splits, warps=warps, stages=stages)
+
+
+CUDA = torch.device("cuda")
+
+
+# --- times -----------------------------------------------------------------------------------
+
+
+class Layer:
+    """A cache full of tokens but one, its summaries for a policy, and a step's arguments."""
+
+    def __init__(self, batch: int, tokens: int, seed: int):
+        random = torch.Generator("cuda").manual_seed(seed)
+        made = {"dtype": torch.bfloat16, "device": "cuda", "generator": random}
+        shape = (2, batch, KV_HEADS, tokens, WIDTH)
+        self.k, self.v = torch.empty(shape, dtype=torch.bfloat16, device="cuda").normal_(
+            generator=random
+        )
+        self.q = torch.randn(batch, HEADS, 1, WIDTH, **made)
+        self.token = torch.randn(2, batch, KV_HEADS, 1, WIDTH, **made)
+        self.lengths = torch.full((1,), tokens - 1, device="cuda")
+
+    def summarise(self, policy: Gather) -> None:
+        """Make the summaries of all complete blocks."""
+        parts, codes = policy.summary_form(self.k.shape[2])
+        self.bounds = summaries.empty_bounds(self.k, policy.block, parts, dtype=codes)
+        self.progress = torch.zeros(len(self.k), 2, dtype=torch.int32, device="cuda")
+        made = (self.k, self.bounds, self.progress)
+        summaries.block_bounds(*made, block=policy.block, lengths=self.lengths)
+
+    def args(self, policy: Gather) -> tuple[Any, ...]:
+        tensors = (self.q, self.k, self.v, *self.token, self.bounds, self.progress, self.lengths)
+        choice = policy.block, policy.k, policy.sink, policy.local, policy.scoring
+        return *tensors, WIDTH**-0.5, *choice, None, None, 0.0, None
+
+    def step(self, policy: Gather, plan: decode.Plan | None = None) -> Callable[[], Any]:
+        """A step that does not count its token, so that each writes the same one."""
+        outputs = decode._allocate(*self.args(policy))
+        args = self.args(policy)
+        return lambda: decode.launch_gather_decode(*args, *outputs, plan=plan, count=False)
+
+    def scores(self, policy: Gather, plan: select.Plan) -> Callable[[], Any]:
+        call = decode.Call(*self.args(policy))
+        args = decode.selection(call, self.lengths)
+        return lambda: select.launch_scores(*args, plan=plan, new=1)
+
+    def choice(self, policy: Gather, plan: select.Plan) -> Callable[[], Any]:
+        scores = self.scores(policy, plan)()
+        rows, blocks = self.k.shape[:2], -(-self.k.shape[2] // policy.block)
+        out = torch.empty((*rows, 1, policy.k), dtype=torch.int32, device="cuda")
+        where = policy.block, policy.k, policy.local, self.lengths, None, blocks, out
+        return lambda: (select.launch_choice(scores, self.k, self.progress, *where, new=1), out)
+
+    def attention(self, policy: Gather, plan: attend.Plan) -> Callable[[], Any]:
+        made = self.choice(policy, plan_of(self, policy).select)()[1]
+        call = decode.Call(*self.args(policy))
+        outputs = torch.empty_like(self.q), self.q.new_empty(self.q.shape[:3], dtype=torch.float32)
+        step = attend.Step(*self.token, self.progress, False)
+        args = (*decode.attention(call, made, self.lengths), *outputs)
+        return lambda: (attend.launch_gather_attention(*args, plan=plan, step=step), outputs[0])
+
+
+def plan_of(layer: Layer, policy: Gather) -> decode.Plan:
+    """The plan that a step takes by itself."""
+    return decode.plan_for(
+        rows=layer.k.shape[0] * KV_HEADS,
+        group=HEADS // KV_HEADS,
+        blocks=-(-layer.k.shape[2] // policy.block),
+        block=policy.block,
+        top_k=policy.k,
+        kept=policy.sink + policy.local + policy.k,
+        width=WIDTH,
+        itemsize=2,
+        multiprocessors=machine(CUDA)[0],
+        pipelined=True,
+        summary_size=layer.bounds.element_size(),
+    )
+
+
+def named(plan: Any) -> str:
+    return " ".join(f"{name}={value}" for name, value in plan._asdict().items())
+
+
+def time_steps(layers: list[Layer], policy: Gather, plan: Any = None) -> dict[str, float]:
+    return microseconds([layer.step(policy, plan) for layer in layers])
+
+
+def time_scores(layers: list[Layer], policy: Gather, plan: select.Plan) -> dict[str, Any]:
+    """The score kernel alone, and whether the list is that of the default plan."""
+    wanted = layers[0].choice(policy, plan_of(layers[0], policy).select)()[1]
+    found = layers[0].choice(policy, plan)()[1]
+    assert torch.equal(found, wanted), f"{apart(found, wanted.cpu())} listed blocks differ"
+    return microseconds([layer.scores(policy, plan) for layer in layers])
+
+
+def time_choice(layers: list[Layer], policy: Gather, plan: select.Plan) -> dict[str, Any]:
+    wanted = layers[0].choice(policy, plan_of(layers[0], policy).select)()[1]
+    found = layers[0].choice(policy, plan)()[1]
+    assert torch.equal(found, wanted), f"{apart(found, wanted.cpu())} listed blocks differ"
+    return microseconds([layer.choice(policy, plan) for layer in layers])
+
+
+def time_attention(layers: list[Layer], policy: Gather, plan: attend.Plan) -> dict[str, Any]:
+    """Attention and merge alone, and whether the output is that of the unpipelined default."""
+    usual = plan_of(layers[0], policy).attend._replace(stages=1)
+    wanted = layers[0].attention(policy, usual)()[1].double().clone()
+    found = layers[0].attention(policy, plan)()[1].double()
+    error = float((found - wanted).norm() / wanted.norm())
+    assert error < 0.01, f"output {error:.3g} apart"
+    return microseconds([layer.attention(policy, plan) for layer in layers])
+
+
+def time_shape(rows: Rows, batch: int, tokens: int) -> None:
+    """Dense and the policies; for the tuned shapes each kernel of the default under its plans."""
+    case, one = f"batch={batch} n={tokens}", 4 * batch * KV_HEADS * tokens * WIDTH
+    layers = [Layer(batch, tokens, seed) for seed in range(max(1, min(8, ROTATE // one)))]
+    dense = [
+        lambda x=x: dense_decode(x.q, x.k, x.v, scale=WIDTH**-0.5, lengths=x.lengths)
+        for x in layers
+    ]
+    rows.attempt("dense", case, "dense", microseconds, dense)
+    for policy in POLICIES:
+        for layer in layers:
+            layer.summarise(policy)
+        rows.attempt("step", case, str(policy), time_steps, layers, policy)
+    if (batch, tokens) not in TUNED:
+        return
+    policy = POLICIES[0]
+    for layer in layers:
+        layer.summarise(policy)
+    base = plan_of(layers[0], policy)
+    for plan in plans(tokens // policy.block):
+        if (plan.members, plan.select_warps) == (base.select.members, base.select.select_warps):
+            rows.attempt("score", case, named(plan), time_scores, layers, policy, plan)
+        if plan._replace(members=0, select_warps=0) == base.select._replace(
+            members=0, select_warps=0
+        ):
+            rows.attempt("select", case, named(plan), time_choice, layers, policy, plan)
+    for plan in attend_plans():
+        rows.attempt("attend", case, named(plan), time_attention, layers, policy, plan)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--seconds", type=float, default=140, help="begin nothing after so many")
+    options = parser.parse_args()
+    torch.set_grad_enabled(False)
+    rows = Rows(options.out, options.seconds)
+    for scoring, facts in itertools.product(("spread", "bounds"), CHECKS):
+        case = " ".join(str(x).removeprefix("torch.") for x in facts)
+        rows.attempt("check", case[:40], scoring, check, scoring, *facts)
+    for batch, tokens in SHAPES:
+        try:
+            time_shape(rows, batch, tokens)
+        except torch.OutOfMemoryError as error:
+            rows.add(what="step", case=f"batch={batch} n={tokens}", variant="", result=str(error))
+            rows.failed += 1
+        torch.cuda.empty_cache()
+    print(f"{rows.failed} failed; {torch.cuda.get_device_name()}, torch {torch.__version__}")
+    return rows.failed > 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
