@@ -1,6 +1,6 @@
 """`gather` with pages of 16 on one GPU: right against its reference, and how long a step takes.
 
-    python bench/gather_ops.py --out rows.jsonl [--seconds 140]
+    python bench/gather_ops.py --out rows.jsonl [--part checks|times] [--seconds 140]
 
 Checks summaries, lists and steps on odd shapes against the CPU's, and that every plan lists the
 same blocks. Then times one layer's step (append, selection, attention) under the paper's options,
@@ -77,7 +77,8 @@ def check(scoring, dtype, width, group, tokens, padded, masked, top_k) -> dict[s
     summaries.block_bounds(k.cuda(), made_there, progress_there, block=16, **rows_there)
     assert torch.equal(progress_there.cpu(), progress), "progress"
     differing = int((made_there.cpu() != made).sum())
-    assert differing <= 2e-3 * made.numel(), f"{differing} bytes of summaries differ"
+    room = 2e-3 if scoring == "spread" else 2e-2  # of bounds, a scale's last bits
+    assert differing <= room * made.numel(), f"{differing} bytes of summaries differ"
     found = [f"bytes {differing}"]
     asked = {**shape, "top_k": top_k, "scoring": scoring}
     index = select.select_blocks(q, k, made, progress, **asked, **rows)
@@ -301,13 +302,16 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--seconds", type=float, default=140, help="begin nothing after so many")
+    parser.add_argument("--part", choices=("checks", "times", "all"), default="all")
     options = parser.parse_args()
     torch.set_grad_enabled(False)
     rows = Rows(options.out, options.seconds)
-    for scoring, facts in itertools.product(("spread", "bounds"), CHECKS):
+    checks, shapes = (CHECKS, SHAPES) if options.part == "all" else ((), SHAPES)
+    checks, shapes = (CHECKS, ()) if options.part == "checks" else (checks, shapes)
+    for scoring, facts in itertools.product(("spread", "bounds"), checks):
         case = " ".join(str(x).removeprefix("torch.") for x in facts)
         rows.attempt("check", case[:40], scoring, check, scoring, *facts)
-    for batch, tokens in SHAPES:
+    for batch, tokens in shapes:
         try:
             time_shape(rows, batch, tokens)
         except torch.OutOfMemoryError as error:
