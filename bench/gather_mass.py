@@ -3,11 +3,12 @@
     python bench/gather_mass.py smollm2-135m --tokens 4096 --listed 1024
 
 Each window of prose goes through the model once, dense. Its queries, keys and values then go
-through gather's own cache layer and decode step, token by token for the last 16 positions, under policies
-that list equally many tokens. Of every layer with full attention: the share of the exact softmax
-that the step's blocks hold (`captured-attention`), and |out - dense| / |dense| of a layer's heads
-(`output-error`), means over layers and steps. Adds quality rows to bench/results/gather-mass.json,
-one a policy and question; the interval is a bootstrap over windows."""
+through gather's own cache layer and decode step, token by token for the last 16 positions, under
+policies that list equally many tokens. Of every layer with full attention: the share of the exact
+softmax that the step's blocks hold (`captured-attention`), and |out - dense| / |dense| of a layer's
+heads (`output-error`), means over layers and steps. Adds quality rows to
+bench/results/gather-mass.json, one a policy and question; the interval is a bootstrap over windows.
+`--every 3` takes every third of these layers."""
 
 import argparse
 import dataclasses
@@ -84,11 +85,13 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--listed", type=int, default=1024)
     parser.add_argument("--windows", type=int, default=4)
+    parser.add_argument("--every", type=int, default=1)
     options = parser.parse_args()
     torch.set_num_threads(1)
     model, tokenizer = load(options.model, device="cpu")
     model = model.float()
-    layers, methods = full_layers(model.config), policies(options.listed)
+    layers = full_layers(model.config)[:: options.every]
+    methods = policies(options.listed)
     found: dict[str, list[tuple[float, float]]] = {str(policy): [] for policy in methods}
     for number in range(options.windows):
         ids = prose_window(tokenizer, options.tokens, number).reshape(1, -1)

@@ -33,8 +33,8 @@ from attnplug.ops.common.rows import NO_MASK, mask_bytes, row_step, rows_on_cpu
 from attnplug.ops.common.sizes import cdiv, next_power_of_two
 from attnplug.ops.gather.block_bounds import Frame, check_bounds, frame_of, refresh_on_cpu
 from attnplug.ops.gather.kernels.score import score_blocks
+from attnplug.ops.gather.kernels.score_spread import score_spread
 from attnplug.ops.gather.kernels.select import combine_heads, select_best, select_many
-from attnplug.ops.gather.kernels.spread import score_spread
 from attnplug.ops.gather.reference import RANKED, choose_blocks
 from attnplug.ops.gather.spread import spread_parts
 

@@ -20,11 +20,11 @@ import numpy as np
 import torch
 
 from attnplug.ops.common.sizes import cdiv
+from attnplug.ops.gather.kernels import score_spread as scoring
 from attnplug.ops.gather.kernels import spread as kernels
 
-CHANNELS, SAMPLE, DEVIATIONS, LEAST = (
-    x.value for x in (kernels.CHANNELS, kernels.SAMPLE, kernels.DEVIATIONS, kernels.LEAST)
-)
+CHANNELS, LEAST = kernels.CHANNELS.value, kernels.LEAST.value
+SAMPLE, DEVIATIONS = scoring.SAMPLE.value, scoring.DEVIATIONS.value
 
 
 def spread_rows(blocks: int, width: int) -> int:
