@@ -33,7 +33,7 @@ class Cache:
         hidden = torch.arange(size) >= self.lengths.expand(batch)[:, None]
         kv = kv.masked_fill(hidden[None, :, None, :, None], torch.nan).to(dtype or torch.float32)
         self.k, self.v = kv
-        self.bounds, self.progress = empty(self.k, block, parts, int8)
+        self.bounds, self.progress = empty(self.k, block, parts, torch.int8 if int8 else None)
 
     def tensors(self):
         return {x: getattr(self, x) for x in ("k", "v", "bounds", "progress", "lengths")}
