@@ -365,7 +365,9 @@ def _launch_spread(
     batch, heads, queries, width = q.shape
     kv_heads, blocks = k.shape[1], cdiv(k.shape[2], block)
     pdl, dependent = early(q.device)
-    score_spread[(cdiv(blocks, plan.chunk * plan.repeat), kv_heads * queries, batch)](
+    score_spread.run(
+        grid=(cdiv(blocks, plan.chunk * plan.repeat), kv_heads * queries, batch),
+        warmup=False,
         q=q,
         k=k,
         bounds=bounds,
