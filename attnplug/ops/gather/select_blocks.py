@@ -33,10 +33,9 @@ from attnplug.ops.common.rows import NO_MASK, mask_bytes, row_step, rows_on_cpu
 from attnplug.ops.common.sizes import cdiv, next_power_of_two
 from attnplug.ops.gather.block_bounds import Frame, check_bounds, frame_of, refresh_on_cpu
 from attnplug.ops.gather.kernels.score import score_blocks
-from attnplug.ops.gather.kernels.score_spread import score_spread
 from attnplug.ops.gather.kernels.select import combine_heads, select_best, select_many
 from attnplug.ops.gather.reference import RANKED, choose_blocks
-from attnplug.ops.gather.spread import spread_parts
+from attnplug.ops.gather.spread import launch_spread, spread_parts
 
 SCORINGS = ("bounds", "estimate", "mean", "spread")
 SPREAD = SCORINGS.index("spread")
@@ -284,7 +283,7 @@ def launch_scores(
     padded = max(16, next_power_of_two(group) * (2 if int8 else 1))
     if mode == SPREAD:
         cache = q, k, bounds, progress, lengths, start, key_mask
-        _launch_spread(*cache, scale, block, sink, local, plan, keys, best, new)
+        launch_spread(*cache, scale, block, sink, local, plan, keys, best, new)
         return Scores(keys, best, plan)
     score_blocks.run(
         grid=(programs, kv_heads * queries, batch),
@@ -355,52 +354,6 @@ def launch_scores(
             **{"num_warps": plan.warps, **dependent},
         )
     return Scores(keys, best, plan, per_head)
-
-
-def _launch_spread(
-    q, k, bounds, progress, lengths, start, key_mask, scale, block, sink, local, plan, keys, best,
-    new,
-):  # fmt: skip
-    """Score blocks by their spread, into `keys` and `best`; tensors as in `launch_scores`."""
-    batch, heads, queries, width = q.shape
-    kv_heads, blocks = k.shape[1], cdiv(k.shape[2], block)
-    pdl, dependent = early(q.device)
-    score_spread.run(
-        grid=(cdiv(blocks, plan.chunk * plan.repeat), kv_heads * queries, batch),
-        warmup=False,
-        q=q,
-        k=k,
-        bounds=bounds,
-        progress=progress,
-        lengths=lengths,
-        start=start,
-        key_mask=key_mask,
-        scores=keys,
-        best=best,
-        scale=scale,
-        T=queries,
-        S=k.shape[2],
-        N=blocks,
-        q_strides=q.stride()[:3],
-        k_strides=k.stride()[:3],
-        mask_stride=0 if key_mask is None else key_mask.stride(0),
-        GROUP=heads // kv_heads,
-        HEADS=max(8, next_power_of_two(heads // kv_heads)),
-        D=width,
-        DP=next_power_of_two(width),
-        BLOCK=block,
-        SINK=sink,
-        LOCAL=local,
-        CHUNK=plan.chunk,
-        MEMBERS=plan.members,
-        REPEAT=plan.repeat,
-        STAGES=plan.stages,
-        NEW=new,
-        LENGTH_STEP=row_step(lengths),
-        START_STEP=row_step(start),
-        PDL=pdl,
-        **{"num_warps": plan.warps, "maxnreg": plan.registers, **(dependent if new else {})},
-    )
 
 
 def launch_choice(scores, k, progress, block, top_k, local, lengths, start, blocks, out, new=0):

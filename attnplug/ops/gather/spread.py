@@ -19,7 +19,9 @@ import numba
 import numpy as np
 import torch
 
-from attnplug.ops.common.sizes import cdiv
+from attnplug.ops.common.device import early
+from attnplug.ops.common.rows import row_step
+from attnplug.ops.common.sizes import cdiv, next_power_of_two
 from attnplug.ops.gather.kernels import score_spread as scoring
 from attnplug.ops.gather.kernels import spread as kernels
 
@@ -172,3 +174,49 @@ def spread_scores(q, codes, bits, allowed, scale):
         odd = (heads[:, j] == np.inf).any()
         scores[j] = np.inf if odd else _log_sum_exp(heads[:, j] - norms)
     return scores
+
+
+def launch_spread(
+    q, k, bounds, progress, lengths, start, key_mask, scale, block, sink, local, plan, keys, best,
+    new,
+):  # fmt: skip
+    """Score blocks into `keys` and `best`; tensors as in the launcher of `select_blocks`."""
+    batch, heads, queries, width = q.shape
+    kv_heads, blocks = k.shape[1], cdiv(k.shape[2], block)
+    pdl, dependent = early(q.device)
+    scoring.score_spread.run(
+        grid=(cdiv(blocks, plan.chunk * plan.repeat), kv_heads * queries, batch),
+        warmup=False,
+        q=q,
+        k=k,
+        bounds=bounds,
+        progress=progress,
+        lengths=lengths,
+        start=start,
+        key_mask=key_mask,
+        scores=keys,
+        best=best,
+        scale=scale,
+        T=queries,
+        S=k.shape[2],
+        N=blocks,
+        q_strides=q.stride()[:3],
+        k_strides=k.stride()[:3],
+        mask_stride=0 if key_mask is None else key_mask.stride(0),
+        GROUP=heads // kv_heads,
+        HEADS=max(8, next_power_of_two(heads // kv_heads)),
+        D=width,
+        DP=next_power_of_two(width),
+        BLOCK=block,
+        SINK=sink,
+        LOCAL=local,
+        CHUNK=plan.chunk,
+        MEMBERS=plan.members,
+        REPEAT=plan.repeat,
+        STAGES=plan.stages,
+        NEW=new,
+        LENGTH_STEP=row_step(lengths),
+        START_STEP=row_step(start),
+        PDL=pdl,
+        **{"num_warps": plan.warps, "maxnreg": plan.registers, **(dependent if new else {})},
+    )

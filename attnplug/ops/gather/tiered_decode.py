@@ -3,11 +3,9 @@
 It computes what `gather_decode` does, with keys and values in pinned host memory that the GPU reads
 over the link. GPU memory holds the last `local * block` tokens, in a ring, and the blocks that
 recent steps wanted, in slots. If a step wants a block that no slot has, the program that attends to
-it reads it from the host, and writes it to the slot that it is given. The host's processor takes no
-part: the step is a chain of kernels, and one CUDA graph.
+it reads it from the host, and writes it to the slot that it is given. The host computes nothing.
 
-Slots are given by a clock. A hand goes round. It passes by the slots whose block was wanted again
-since it last passed, and takes the others.
+Slots are given by a clock: its hand passes by those whose block was wanted since it last passed.
 
 Sources: "Attention Pays Its Bill" (docs/papers.md); Corbato, A Paging Experiment with the Multics
 System (1968).
