@@ -21,7 +21,7 @@ from attnplug.ops.sketch.kernels import codes as kernel_codes
 from attnplug.ops.sketch.kernels import encode as kernels
 from attnplug.ops.sketch.state import BLOCK, CHUNK, COORDINATES
 
-NAME = "sketch_encode"
+NAME = "encode_keys"
 LOCAL = kernel_codes.LOCAL.value
 
 

@@ -259,10 +259,12 @@ def launch_merge_sketch(
     out,
     lse,
     note=None,
+    counted=None,
     columns=COLUMNS,
 ):
     """Run the kernel; tensors as in `merge_sketch`, on a GPU or in Triton's interpreter. In the
-    chain, `note` is (progress, lengths, start, size of the cache)."""
+    chain, `note` is (progress, lengths, start, size of the cache), and `counted` the lengths that
+    are to grow by the new token."""
     batch, heads, _, width = q.shape
     pdl, dependent = early(q.device)
     progress, lengths, start, size = note or (None, None, None, 0)
@@ -285,9 +287,11 @@ def launch_merge_sketch(
         progress=progress,
         lengths=lengths,
         start=start,
+        counted=counted,
         heads=heads,
         group=heads // cut.shape[1],
         S=size,
+        counts=0 if counted is None else counted.shape[0],
         parts=parts,
         pieces=pieces,
         fixed=fixed,

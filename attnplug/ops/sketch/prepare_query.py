@@ -176,14 +176,19 @@ def launch_prepare_query(
     total=None,
     encoder=None,
     codes=(None,) * 4,
+    new=(None, None),
+    recent=None,
+    now=None,
     warps=None,
 ):
     """Run the kernel; tensors as in `prepare_query`, on a GPU or in Triton's interpreter. In the
-    chain also clear `total`, and make the missing codes."""
+    chain also clear `total`, make the missing codes, write the token `new` to the cache, the
+    lengths with it to `now`, int32 `[B]`, and the query to the ring `recent`."""
     batch, heads, _, width = q.shape
     kv_heads, size = k.shape[1], k.shape[2]
     group, columns = heads // kv_heads, queries.shape[3]
     q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k, v))
+    new_k, new_v = (x if x is None or x.stride(3) == 1 else x.contiguous() for x in new)
     key_mask = mask_bytes(key_mask)
     fine, coarse, odd, progress = codes
     column_programs = triton.cdiv(columns, COLUMNS)
@@ -194,6 +199,10 @@ def launch_prepare_query(
         q=q,
         k=k,
         v=v,
+        new_k=new_k,
+        new_v=new_v,
+        recent=recent,
+        now=now,
         queries=queries,
         lengths=lengths,
         start=start,
@@ -216,7 +225,10 @@ def launch_prepare_query(
         q_strides=q.stride()[:2],
         k_strides=k.stride()[:3],
         v_strides=v.stride()[:3],
+        new_k_strides=(0, 0) if new_k is None else new_k.stride()[:2],
+        new_v_strides=(0, 0) if new_v is None else new_v.stride()[:2],
         mask_b=0 if key_mask is None else key_mask.stride(0),
+        RING=1 if recent is None else recent.shape[2],
         GROUP=group,
         ROWS=max(16, triton.next_power_of_2(group)),
         D=width,

@@ -3,9 +3,10 @@
     encode_keys; prepare_query; scan_sketch; pick_tokens; attend_picks; merge_sketch
 
 in one chain of five kernels, each launched before the one in front of it has ended (programmatic
-dependent launch), nothing asked of the host: attend to the sink and the last blocks, project the
-query, and make the codes of a block that has just left the last ones; scan the codes; list the
-picks; attend to them; merge. Exact where there are no more than `top_k` candidates.
+dependent launch), nothing asked of the host: write the new token to the cache, attend to the sink
+and the last blocks, project the query, and make the codes of a block that has just left the last
+ones; scan the codes; list the picks; attend to them; merge, and count the token. Exact where there
+are no more than `top_k` candidates.
 """
 
 import functools
@@ -13,6 +14,7 @@ from typing import NamedTuple
 
 import torch
 
+from attnplug.errors import ArgumentError
 from attnplug.ops.common.define import define_op, refuse_gradients, require
 from attnplug.ops.common.device import machine
 from attnplug.ops.sketch import attend_picks as attend
@@ -41,23 +43,34 @@ def sketch_decode(
     top_k: int = 2048,
     tail: str = "regression",
     lengths: torch.Tensor | None = None,
+    new: tuple[torch.Tensor, torch.Tensor] | None = None,
+    count: bool = True,
+    recent: torch.Tensor | None = None,
     start: torch.Tensor | None = None,
     key_mask: torch.Tensor | None = None,
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attend from the last token of each row.
+    """Attend from the last token of each row, which `new` writes to the cache first.
 
     Args:
         q: `[B, Hq, 1, D]`, float32, float16 or bfloat16.
-        k, v: `[B, Hkv, S, D]` like q, the cache, the query's own token in it.
+        k, v: `[B, Hkv, S, D]` like q, the cache; with `new` written, and neighbours in D then next
+            to each other.
         encoder, queries, v_mean: of `fit_basis`.
         fine, coarse, odd, progress: of `empty_codes`; written. After a prefill call `encode_keys`
             once: a step makes missing codes with few programs.
         scale: factor on q.k, commonly `D ** -0.5`.
         top_k: tokens that are read exactly beside the sink and the last blocks.
         tail: what the rest is: "regression", "mean" or "drop" (`merge_sketch`).
-        lengths: int32 or int64 `[1]` or `[B]`, valid keys. None: all S.
+        lengths: int32 or int64 `[]`, `[1]` or `[B]`, contiguous: valid keys. None: all S. With
+            `new` the token is not among them; with `count`, too, they are one more after the call.
+        new: key and value `[B, Hkv, 1, D]` of the query's token, which are written to k, v behind
+            the valid keys. The output of a row that has S keys already is NaN, and nothing of it
+            is written. None: the token is in the cache.
+        count: whether to count the token of `new`. Compiled code must count it itself where it
+            reads `lengths` elsewhere, as with `gather_decode`.
+        recent: `[B, Hq, N, D]` like q, contiguous: the query is written to its place modulo N.
         start: int32 or int64 `[1]` or `[B]`, first real key of a left-padded row. None: 0.
         key_mask: bool `[B, S]`, False where a key must not be seen.
         softcap: scores become `softcap * tanh(score / softcap)`; 0: off.
@@ -71,106 +84,146 @@ def sketch_decode(
         ArgumentError: a shape, dtype, device or option does not fit.
         GradientError: an input requires grad.
     """
-    refuse_gradients(NAME, q, k, v, sinks)
-    return _sketch_decode(
-        q,
-        k,
-        v,
-        encoder,
-        queries,
-        v_mean,
-        fine,
-        coarse,
-        odd,
-        progress,
-        scale,
-        top_k,
-        tail,
-        lengths,
-        start,
-        key_mask,
-        softcap,
-        sinks,
-    )
+    new_k, new_v = (None, None) if new is None else new
+    refuse_gradients(NAME, q, k, v, new_k, new_v, sinks)
+    tensors = q, k, v, new_k, new_v, encoder, queries, v_mean, fine, coarse, odd, progress
+    options = scale, top_k, tail, start, key_mask, softcap, sinks
+    counts = count and new is not None
+    op = _sketch_decode if counts else _sketch_decode_uncounted
+    return op(*tensors, recent, lengths, *options)
 
 
-def _allocate(
-    q,
-    k,
-    v,
-    encoder,
-    queries,
-    v_mean,
-    fine,
-    coarse,
-    odd,
-    progress,
-    scale,
-    top_k,
-    tail,
-    lengths,
-    start,
-    key_mask,
-    softcap,
-    sinks,
-):
-    prepare.check_step(NAME, q, k, v, lengths, start, key_mask, softcap)
-    encode.check_codes(NAME, k, fine, coarse, odd, progress)
+class Call(NamedTuple):
+    """The arguments of the op, in the order of its schema."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    new_k: torch.Tensor | None
+    new_v: torch.Tensor | None
+    encoder: torch.Tensor
+    queries: torch.Tensor
+    v_mean: torch.Tensor
+    fine: torch.Tensor
+    coarse: torch.Tensor
+    odd: torch.Tensor
+    progress: torch.Tensor
+    recent: torch.Tensor | None
+    lengths: torch.Tensor | None
+    scale: float
+    top_k: int
+    tail: str
+    start: torch.Tensor | None
+    key_mask: torch.Tensor | None
+    softcap: float
+    sinks: torch.Tensor | None
+
+    @property
+    def codes(self) -> tuple[torch.Tensor, ...]:
+        """What `empty_codes` makes, in its order."""
+        return self.fine, self.coarse, self.odd, self.progress
+
+    @property
+    def counted(self) -> torch.Tensor | None:
+        """The lengths as `[1]` or `[B]`."""
+        return None if self.lengths is None else self.lengths.reshape(-1)
+
+
+def _allocate(*args):
+    call = Call(*args)
+    q, k, v = call.q, call.k, call.v
+    prepare.check_step(NAME, q, k, v, call.counted, call.start, call.key_mask, call.softcap)
+    encode.check_codes(NAME, k, *call.codes)
     batch, heads, _, width = q.shape
-    rank = 2 * fine.shape[3] + 4 * coarse.shape[3]
+    rank = 2 * call.fine.shape[3] + 4 * call.coarse.shape[3]
     rows = tuple(k.shape[:2])
-    encode.check_float(NAME, "encoder", encoder, (*rows, width + 1, rank), q.device)
-    encode.check_float(NAME, "queries", queries, (*rows, width, 2 * rank + 2 + width), q.device)
-    encode.check_float(NAME, "v_mean", v_mean, (*rows, width), q.device)
-    require(top_k >= 1, NAME, f"top_k is {top_k}, needs at least 1")
-    require(tail in merge.TAILS, NAME, f"tail is {tail!r}, needs one of {', '.join(merge.TAILS)}")
-    if sinks is not None:
-        require(
-            tuple(sinks.shape) == (heads,),
-            NAME,
-            f"sinks has shape {tuple(sinks.shape)}, needs [Hq] = [{heads}]",
-        )
+    columns = 2 * rank + 2 + width
+    encode.check_float(NAME, "encoder", call.encoder, (*rows, width + 1, rank), q.device)
+    encode.check_float(NAME, "queries", call.queries, (*rows, width, columns), q.device)
+    encode.check_float(NAME, "v_mean", call.v_mean, (*rows, width), q.device)
+    require(call.top_k >= 1, NAME, f"top_k is {call.top_k}, needs at least 1")
+    known = ", ".join(merge.TAILS)
+    require(call.tail in merge.TAILS, NAME, f"tail is {call.tail!r}, needs one of {known}")
+    if call.sinks is not None:
+        found = tuple(call.sinks.shape)
+        require(found == (heads,), NAME, f"sinks has shape {found}, needs [Hq] = [{heads}]")
+    _check_new(call)
     return q.new_empty(q.shape), q.new_empty((batch, heads, 1), dtype=torch.float32)
+
+
+def _check_new(call: Call) -> None:
+    """The checks of the new token and of the ring of queries."""
+    q, k = call.q, call.k
+    wanted = (*k.shape[:2], 1, k.shape[3])
+    for label, cache, new in (("k", k, call.new_k), ("v", call.v, call.new_v)):
+        if new is None:
+            continue
+        if tuple(new.shape) != wanted or new.dtype != q.dtype or new.device != q.device:
+            raise ArgumentError(
+                f"{NAME}: new_{label} is {new.dtype} {tuple(new.shape)} on {new.device}, needs "
+                f"{q.dtype} [B,Hkv,1,D] = {list(wanted)} on {q.device}"
+            )
+        require(cache.stride(3) == 1, NAME, f"{label} has a stride of {cache.stride(3)} in D")
+    require((call.new_k is None) == (call.new_v is None), NAME, "new needs a key and a value")
+    if call.new_k is not None:
+        require(call.lengths is not None, NAME, "lengths is None: nothing says where new goes")
+    if call.lengths is not None:
+        require(call.lengths.is_contiguous(), NAME, "lengths is not contiguous")
+    recent = call.recent
+    if recent is None:
+        return
+    fits = recent.dim() == 4 and recent.shape[2] >= 1 and recent.dtype == q.dtype
+    if not fits or (*recent.shape[:2], recent.shape[3]) != (*q.shape[:2], q.shape[3]):
+        raise ArgumentError(
+            f"{NAME}: recent is {recent.dtype} {tuple(recent.shape)}, needs {q.dtype} [B,Hq,N,D]"
+        )
+    require(recent.device == q.device, NAME, f"recent is on {recent.device}, q on {q.device}")
+    require(recent.is_contiguous(), NAME, "recent is not contiguous")
 
 
 # --- CPU: the specification ------------------------------------------------------------------
 
 
-def _cpu(
-    q,
-    k,
-    v,
-    encoder,
-    queries,
-    v_mean,
-    fine,
-    coarse,
-    odd,
-    progress,
-    scale,
-    top_k,
-    tail,
-    lengths,
-    start,
-    key_mask,
-    softcap,
-    sinks,
-    out,
-    lse,
-):
-    codes, rows = (fine, coarse, odd, progress), (lengths, start)
-    encode._encode_keys(k, v, encoder, *codes, *rows, key_mask)
-    projected, *fixed = prepare._prepare_query(q, k, v, queries, scale, *rows, key_mask, softcap)
+def _write(call: Call, full: torch.Tensor) -> torch.Tensor | None:
+    """Write the new token, if there is one, to the rows that are not full, and the query to its
+    ring; returns the lengths with the token."""
+    lengths, size = call.counted, call.k.shape[2]
+    if lengths is not None and call.new_k is not None and call.new_v is not None:
+        for b, at in enumerate(lengths.expand(len(full)).tolist()):
+            if not full[b]:
+                call.k[b, :, at], call.v[b, :, at] = call.new_k[b, :, 0], call.new_v[b, :, 0]
+        lengths = (lengths + 1).clamp(max=size)
+    if call.recent is not None:
+        ends = torch.tensor([size]) if lengths is None else lengths.clamp(max=size)
+        for b, end in enumerate(ends.expand(len(full)).tolist()):
+            call.recent[b, :, (end - 1) % call.recent.shape[2]] = call.q[b, :, 0]
+    return lengths
+
+
+def _cpu(*args, count=True):
+    call, (out, lse) = Call(*args[:-2]), args[-2:]
+    q, k, v, counted = call.q, call.k, call.v, call.counted
+    full = torch.zeros(q.shape[0], dtype=torch.bool)
+    if counted is not None and call.new_k is not None:
+        full = (counted >= k.shape[2]).expand(q.shape[0])
+    now = _write(call, full)
+    if count and counted is not None:
+        counted.add_(1)
+    rows, softcap = (now, call.start), call.softcap
+    encode._encode_keys(k, v, call.encoder, *call.codes, *rows, call.key_mask)
+    projected, *fixed = prepare._prepare_query(
+        q, k, v, call.queries, call.scale, *rows, call.key_mask, softcap
+    )
     shares, counts, total, sums, norm, middle = scan._scan_sketch(
-        projected, fixed[1], *codes, top_k, 1, *rows, key_mask, softcap
+        projected, fixed[1], *call.codes, call.top_k, 1, *rows, call.key_mask, softcap
     )
-    picks, cut = pick._pick_tokens(shares, counts, total, middle, top_k, *rows)
+    picks, cut = pick._pick_tokens(shares, counts, total, middle, call.top_k, *rows)
     picked = attend._attend_picks(
-        q, k, v, projected, fine, coarse, picks, cut, norm, scale, 1, softcap
+        q, k, v, projected, call.fine, call.coarse, picks, cut, norm, call.scale, 1, softcap
     )
-    merge._cpu(
-        q, projected, *fixed, *picked, sums, norm, cut, v_mean, tail, softcap, sinks, out, lse
-    )
+    rest = sums, norm, cut, call.v_mean, call.tail, softcap, call.sinks
+    merge._cpu(q, projected, *fixed, *picked, *rest, out, lse)
+    out[full], lse[full] = torch.nan, torch.nan
 
 
 # --- CUDA ------------------------------------------------------------------------------------
@@ -199,80 +252,75 @@ def plan_for(
     return Plan(parts, scan.Plan(256, 4, 3), -(-steps // -(-steps // pieces)), 8 if wide else 4, 32)
 
 
-def launch_sketch_decode(
-    q,
-    k,
-    v,
-    encoder,
-    queries,
-    v_mean,
-    fine,
-    coarse,
-    odd,
-    progress,
-    scale,
-    top_k,
-    tail,
-    lengths,
-    start,
-    key_mask,
-    softcap,
-    sinks,
-    out,
-    lse,
-    plan=None,
-):
-    """Run the kernels; tensors as in `sketch_decode`, on a GPU or in Triton's interpreter."""
+def launch_sketch_decode(*args, plan=None, count=True):
+    """Run the kernels: arguments and outputs as those of the op, on a GPU or in Triton's
+    interpreter."""
+    call, (out, lse) = Call(*args[:-2]), args[-2:]
+    k, top_k, softcap, size = call.k, call.top_k, call.softcap, call.k.shape[2]
     if plan is None:
-        plan = plan_for(
-            k.shape[0] * k.shape[1],
-            k.shape[2],
-            top_k,
-            k.shape[3],
-            k.element_size(),
-            machine(q.device)[0],
-        )
-    q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k, v))
-    codes, rows = (fine, coarse, odd, progress), (lengths, start)
-    asked = (q, k, v, queries, scale, *rows, key_mask, softcap)
+        rows = k.shape[0] * k.shape[1]
+        processors = machine(k.device)[0]
+        plan = plan_for(rows, size, top_k, k.shape[3], k.element_size(), processors)
+    q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (call.q, k, call.v))
+    is_new = call.new_k is not None
+    # The kernels behind the first read the lengths with the new token from a tensor of its own:
+    # the cache's are counted by the last.
+    now = q.new_empty(q.shape[:1], dtype=torch.int32) if is_new else None
+    asked = (q, k, v, call.queries, call.scale, call.counted, call.start, call.key_mask, softcap)
     projected, *fixed = prepare._allocate(*asked)
-    asked_scan = (projected, fixed[1], *codes, top_k, plan.parts, *rows, key_mask, softcap)
+    rows = (now if is_new else call.counted, call.start)
+    asked_scan = (
+        *(projected, fixed[1], *call.codes),
+        *(top_k, plan.parts, *rows, call.key_mask, softcap),
+    )
     scanned = shares, counts, total, sums, norm, middle = scan._allocate(*asked_scan)
     prepare.launch_prepare_query(
-        *asked, projected, *fixed, total=total, encoder=encoder, codes=codes
+        *asked,
+        projected,
+        *fixed,
+        total=total,
+        encoder=call.encoder,
+        codes=call.codes,
+        new=(call.new_k, call.new_v),
+        recent=call.recent,
+        now=now,
     )
     scan.launch_scan_sketch(*asked_scan, *scanned, plan=plan.scan, chained=True)
     asked_picks = (shares, counts, total, middle, top_k, *rows)
     picks, cut = pick._allocate(*asked_picks)
     pick.launch_pick_tokens(*asked_picks, picks, cut)
-    asked_attend = (q, k, v, projected, fine, coarse, picks, cut, norm, scale, plan.pieces, softcap)
+    asked_attend = (
+        *(q, k, v, projected, call.fine, call.coarse),
+        *(picks, cut, norm, call.scale, plan.pieces, softcap),
+    )
     picked = attend._allocate(*asked_attend)
     attend.launch_attend_picks(*asked_attend, *picked, warps=plan.attend_warps)
     merge.launch_merge_sketch(
-        q,
-        projected,
-        *fixed,
-        *picked,
-        sums,
-        norm,
-        cut,
-        v_mean,
-        tail,
-        softcap,
-        sinks,
-        out,
-        lse,
-        note=(progress, lengths, start, k.shape[2]),
+        *(q, projected, *fixed, *picked, sums, norm, cut),
+        *(call.v_mean, call.tail, softcap, call.sinks, out, lse),
+        note=(call.progress, *rows, size),
+        counted=call.counted if is_new and count else None,
         columns=plan.columns,
     )
 
 
+SCHEMA = (
+    "(Tensor q, Tensor(a!) k, Tensor(b!) v, Tensor? new_k, Tensor? new_v, Tensor encoder, "
+    "Tensor queries, Tensor v_mean, Tensor(c!) fine, Tensor(d!) coarse, Tensor(e!) odd, "
+    "Tensor(f!) progress, Tensor(g!)? recent, {lengths} lengths, float scale, int top_k, str tail, "
+    "Tensor? start, Tensor? key_mask, float softcap, Tensor? sinks) -> (Tensor, Tensor)"
+)
+
 _sketch_decode = define_op(
-    f"{NAME}(Tensor q, Tensor k, Tensor v, Tensor encoder, Tensor queries, Tensor v_mean, "
-    "Tensor(a!) fine, Tensor(b!) coarse, Tensor(c!) odd, Tensor(d!) progress, float scale, "
-    "int top_k, str tail, Tensor? lengths, Tensor? start, Tensor? key_mask, float softcap, "
-    "Tensor? sinks) -> (Tensor, Tensor)",
+    NAME + SCHEMA.format(lengths="Tensor(h!)?"),
     allocate=_allocate,
     cpu=_cpu,
     cuda=launch_sketch_decode,
+)
+
+_sketch_decode_uncounted = define_op(
+    f"{NAME}_uncounted" + SCHEMA.format(lengths="Tensor?"),
+    allocate=_allocate,
+    cpu=functools.partial(_cpu, count=False),
+    cuda=functools.partial(launch_sketch_decode, count=False),
 )

@@ -5,9 +5,8 @@ import torch
 from attnplug.ops.sketch import scan_sketch as scan
 from attnplug.ops.sketch import sketch_decode as op
 from attnplug.ops.sketch.encode_keys import encode_keys
-from attnplug.ops.sketch.state import empty_codes, fit_basis
+from attnplug.ops.sketch.state import Basis, Codes, empty_codes, fit_basis
 
-NAMES = ("scale", "top_k", "tail", "lengths", "start", "key_mask", "softcap", "sinks")
 DEFAULTS = {"scale": 0.125, "top_k": 60, "tail": "regression", "softcap": 0.0}
 PLAN = op.Plan(2, scan.Plan(256, 4, 2), 2, 4, 32)
 
@@ -38,23 +37,27 @@ def coded(q, k, v, size=24, **options):
     return basis, codes
 
 
-def step(device_path, q, k, v, basis, codes, plan=PLAN, **options):
+def step(device_path, q, k, v, basis, codes, plan=PLAN, new=None, count=True, recent=None, **more):
     """One step from the last query: the public op, or the Triton launchers where the op would not
-    run them."""
+    run them. What it writes is in the tensors that came, wherever it ran."""
     device, path = device_path
-    options = DEFAULTS | options
-    args = [options.get(name) for name in NAMES]
-    args = [x.to(device) if isinstance(x, torch.Tensor) else x for x in args]
-    there = [x.to(device) for x in (q[:, :, -1:], k, v, *basis)]
-    if device != "cpu":
-        moved = [x.to(device) for x in codes]
-    else:
-        moved = list(codes)
+    options = DEFAULTS | more
+    written = [k, v, *codes, *(x for x in (recent, options.get("lengths")) if x is not None)]
+    there = {id(x): x.to(device) for x in (*written, *basis, *(new or ()))}
+    moved = lambda x: there.get(id(x), x.to(device)) if isinstance(x, torch.Tensor) else x  # noqa: E731
+    args = {name: moved(x) for name, x in options.items()}
+    tensors = [moved(x) for x in (q[:, :, -1:], k, v, *basis, *codes)]
+    pair = None if new is None else tuple(map(moved, new))
     if path == "reference" or device == "cuda":
-        out, lse = op.sketch_decode(*there, *moved, **dict(zip(NAMES, args, strict=True)))
+        out, lse = op.sketch_decode(*tensors, **args, new=pair, count=count, recent=moved(recent))
     else:
-        out, lse = op._allocate(*there, *moved, *args)
-        op.launch_sketch_decode(*there, *moved, *args, out, lse, plan)
-    for own, other in zip(codes, moved, strict=True):
-        own.copy_(other)
+        behind = {"new_k": None, "new_v": None, "recent": moved(recent)}
+        if pair is not None:
+            behind |= {"new_k": pair[0], "new_v": pair[1]}
+        named = dict(zip((*"qkv", *Basis._fields, *Codes._fields), tensors, strict=True))
+        call = op.Call(**dict.fromkeys(op.Call._fields) | args | named | behind)
+        out, lse = op._allocate(*call)
+        op.launch_sketch_decode(*call, out, lse, plan=plan, count=count)
+    for own in written:
+        own.copy_(there[id(own)])
     return out.cpu(), lse.cpu()

@@ -135,16 +135,63 @@ def test_a_batch_changes_nothing(device_path):
     assert (alone - both[1:]).abs().max() < 2e-4
 
 
-def test_opcheck(device):
+@pytest.mark.parametrize("name", ["sketch_decode", "sketch_decode_uncounted"])
+def test_opcheck(name, device):
     q, k, v = (x.to(device) for x in cache(0, tokens=900))
     basis, codes = coded(q, k, v)
     mask = torch.ones(2, 900, dtype=torch.bool, device=device)
-    rows = torch.tensor([800, 900], device=device)
-    overload = torch.ops.attnplug.sketch_decode.default
-    for extra in [(None, None, None, 0.0, None), (rows, rows - 790, mask, 3.0, q[0, :, 0, 0])]:
-        torch.library.opcheck(
-            overload, (q[:, :, -1:], k, v, *basis, *codes, 0.1, 60, "regression", *extra)
-        )
+    rows = torch.tensor([800, 890], device=device)
+    ring = torch.zeros(2, 6, 8, 64, device=device)
+    overload = getattr(torch.ops.attnplug, name).default
+    plain = (None, None, None, 0.1, 60, "regression", None, None, 0.0, None)
+    new = k[:, :, -1:].clone(), v[:, :, -1:].clone()
+    more = (ring, rows, 0.1, 60, "mean", rows - 790, mask, 3.0, q[0, :, 0, 0].clone())
+    step = q[:, :, -1:].clone()
+    asked = {"counts": (*new, *basis, *codes, *more)}
+    if name == "sketch_decode_uncounted":
+        asked["in the cache"] = (None, None, *basis, *codes, *plain[1:])
+    for rest in asked.values():
+        torch.library.opcheck(overload, (step, k, v, *rest))
+
+
+def test_a_new_token_is_written_attended_to_and_counted(device_path):
+    """As the same step with the token in the cache; rows that are full give NaN and stay."""
+    q, k, v = cache(8, tokens=900)
+    options = {"start": torch.tensor([0, 33])}
+    basis, _ = coded(q, k, v, lengths=torch.tensor([800]), **options)
+    whole, fresh = empty_codes(k, 24), empty_codes(k, 24)
+    lengths = torch.tensor([800, 899])
+    new = [torch.stack([x[0, :, 800:801], x[1, :, 899:]]) for x in (k, v)]
+    ring = torch.zeros(2, 6, 7, 64)
+    with_it = {"lengths": lengths + 1, **options}
+    want = step(device_path, q, k.clone(), v.clone(), basis, whole, **with_it)
+    empty_k, empty_v = k.clone(), v.clone()
+    for x in (empty_k, empty_v):
+        x[0, :, 800], x[1, :, 899] = torch.nan, torch.nan
+    found = step(
+        device_path,
+        *(q, empty_k, empty_v, basis, fresh),
+        **{"new": new, "recent": ring, "lengths": lengths, **options},
+    )
+    assert all(torch.equal(a, b) for a, b in zip(found, want, strict=True))
+    assert torch.equal(empty_k, k) and torch.equal(empty_v, v)
+    assert lengths.tolist() == [801, 900]
+    assert all(torch.equal(a, b) for a, b in zip(fresh, whole, strict=True))
+    wanted = torch.zeros_like(ring)
+    wanted[0, :, 800 % 7], wanted[1, :, 899 % 7] = q[0, :, -1], q[1, :, -1]
+    assert torch.equal(ring, wanted)
+    before = [x.clone() for x in (empty_k, empty_v)]
+    again = step(
+        device_path,
+        *(q, empty_k, empty_v, basis, fresh),
+        **{"new": new, "count": False, "lengths": lengths, **options},
+    )
+    assert again[0][1].isnan().all() and again[0][0].isfinite().all()
+    assert lengths.tolist() == [801, 900]
+    assert torch.equal(empty_k[1], before[0][1]) and torch.equal(
+        empty_k[0, :, 801], new[0][0, :, 0]
+    )
+    assert torch.equal(empty_v[1], before[1][1])
 
 
 def test_refusals():

@@ -196,9 +196,11 @@ def merge(
     progress,
     lengths,
     start,
+    counted,
     heads,
     group,
     S,
+    counts,
     parts,
     pieces,
     fixed,
@@ -218,7 +220,8 @@ def merge(
     START_STEP: tl.constexpr,
 ):
     """A slice of one head's output: pieces read exactly, and what the others are estimated as. In
-    the chain also note which blocks have codes now."""
+    the chain also note which blocks have codes now, and count the new token in the `counts` entries
+    of `counted`."""
     begin(PDL)
     row = tl.program_id(0).to(tl.int64)
     place = row // group
@@ -279,6 +282,11 @@ def merge(
         if progress is not None:
             if row < BATCH:
                 _note(progress, lengths, start, row, S, LENGTH_STEP, START_STEP)
+        if counted is not None:
+            if row < counts:
+                before = tl.load(counted + row, cache_modifier=".cg")
+                tl.debug_barrier()  # every warp loads and stores the same word
+                tl.store(counted + row, before + 1)
 
 
 @triton.jit

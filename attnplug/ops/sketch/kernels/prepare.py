@@ -49,10 +49,28 @@ def _project(
 
 
 @triton.jit
+def _append(new, cache, position, room, d, s_stride, D: tl.constexpr):
+    """Write a token's key or value `[D]` to its place in the cache, if there is room."""
+    x = tl.load(new + d, mask=d < D, other=0.0)
+    tl.store(cache + position.to(tl.int64) * s_stride + d, x, mask=d < tl.where(room, D, 0))
+
+
+@triton.jit
+def _token_at(cache, new, at, position, s_stride, NEW: tl.constexpr):
+    """Where the keys (values) of the tokens `at` are: the newest one's is not in the cache yet."""
+    token_at = cache + at.to(tl.int64) * s_stride
+    if NEW:
+        token_at = tl.where(at == position, new, token_at)
+    return token_at
+
+
+@triton.jit
 def _attend_piece(
     q_at,
     k,
     v,
+    new_k,
+    new_v,
     mask_at,
     fixed_out,
     fixed_lse,
@@ -72,8 +90,10 @@ def _attend_piece(
     SLOTS: tl.constexpr,
     CAPPED: tl.constexpr,
     MASKED: tl.constexpr,
+    NEW: tl.constexpr,
 ):
-    """A group's queries against one piece of the tokens that are read exactly."""
+    """A group's queries against one piece of the tokens that are read exactly. With NEW the last
+    one is still in `new_k, new_v`."""
     r = tl.arange(0, ROWS)
     d = tl.arange(0, DP)
     in_group = r < GROUP
@@ -89,8 +109,10 @@ def _attend_piece(
         if MASKED:
             seen = seen & (tl.load(mask_at + at, mask=seen, other=0) != 0)
         loadable = seen[:, None] & in_width[None, :]
-        key = tl.load(k + at.to(tl.int64)[:, None] * k_s + d[None, :], mask=loadable, other=0.0)
-        value = tl.load(v + at.to(tl.int64)[:, None] * v_s + d[None, :], mask=loadable, other=0.0)
+        key_at = _token_at(k, new_k, at, length - 1, k_s, NEW)
+        value_at = _token_at(v, new_v, at, length - 1, v_s, NEW)
+        key = tl.load(key_at[:, None] + d[None, :], mask=loadable, other=0.0)
+        value = tl.load(value_at[:, None] + d[None, :], mask=loadable, other=0.0)
         top, total, acc = attend_tile(query, key, value, seen, top, total, acc, scale, cap, CAPPED)
     store_partial(
         top, total, acc, fixed_out, fixed_lse, (row + r) * SLOTS + piece, d, in_group, in_width, D
@@ -117,6 +139,10 @@ def prepare(
     q,
     k,
     v,
+    new_k,
+    new_v,
+    recent,
+    now,
     queries,
     lengths,
     start,
@@ -139,7 +165,10 @@ def prepare(
     q_strides,
     k_strides,
     v_strides,
+    new_k_strides,
+    new_v_strides,
     mask_b,
+    RING: tl.constexpr,
     GROUP: tl.constexpr,
     ROWS: tl.constexpr,
     D: tl.constexpr,
@@ -157,14 +186,21 @@ def prepare(
     PDL: tl.constexpr,
 ):
     """One piece of the fixed part, a few columns of the projection, or in the chain the codes of a
-    block that has left the fixed part; the first program clears the chain's histogram."""
+    block that has left the fixed part. The first program clears the chain's histogram, writes the
+    new token to the cache, the row's length with it to `now`, and the query to its place in
+    `recent`, a ring of RING queries a head."""
     if PDL:
         gdc_launch_dependents()
     part = tl.program_id(0)
     h = tl.program_id(1)
     b = tl.program_id(2).to(tl.int64)
     place = b * tl.num_programs(1) + h
-    length, low = row_span(lengths, start, b, S, LENGTH_STEP, START_STEP)
+    NEW: tl.constexpr = 0 if new_k is None else 1
+    length, low = row_span(lengths, start, b, S, LENGTH_STEP, START_STEP, NEW)
+    room = length <= S
+    if NEW:
+        scale = tl.where(room, scale, float("nan"))  # the cache is full: the output shows it
+        length = tl.minimum(length, S)
     q_b, q_h = q_strides
     r = tl.arange(0, ROWS)
     q_at = q + b * q_b + (h * GROUP + r).to(tl.int64)[:, None] * q_h
@@ -174,14 +210,34 @@ def prepare(
     if key_mask is not None:
         mask_at = key_mask + b * mask_b
     if part < SLOTS:
-        if total is not None:
-            if part == 0:
+        k_at = k + b * k_b + h.to(tl.int64) * k_h
+        v_at = v + b * v_b + h.to(tl.int64) * v_h
+        token_k, token_v = k, v
+        if NEW:
+            token_k = new_k + b * new_k_strides[0] + h * new_k_strides[1]
+            token_v = new_v + b * new_v_strides[0] + h * new_v_strides[1]
+        if part == 0:
+            d = tl.arange(0, DP)
+            if total is not None:
                 bins = tl.arange(0, BINS)
                 tl.store(total + place * BINS + bins, tl.zeros([BINS], tl.int32))
+            if NEW:
+                _append(token_k, k_at, length - 1, room, d, k_s, D)
+                _append(token_v, v_at, length - 1, room, d, v_s, D)
+            if now is not None:
+                if h == 0:
+                    tl.store(now + b, length)
+            if recent is not None:
+                shown = (r < GROUP)[:, None] & (d < D)[None, :]
+                query = tl.load(q_at + d[None, :], mask=shown, other=0.0)
+                ring = (place * GROUP + r)[:, None] * RING + (length - 1) % RING
+                tl.store(recent + ring * D + d[None, :], query, mask=shown)
         _attend_piece(
             q_at,
-            k + b * k_b + h.to(tl.int64) * k_h,
-            v + b * v_b + h.to(tl.int64) * v_h,
+            k_at,
+            v_at,
+            token_k,
+            token_v,
             mask_at,
             fixed_out,
             fixed_lse,
@@ -201,6 +257,7 @@ def prepare(
             SLOTS,
             CAPPED,
             key_mask is not None,
+            NEW,
         )
     elif part < SLOTS + COLUMN_PROGRAMS:
         _project(
