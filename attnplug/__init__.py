@@ -25,7 +25,7 @@ from attnplug.errors import (
 
 if TYPE_CHECKING:
     from attnplug.api import LayerReport, Report, applied, apply, make_cache, remove, report
-    from attnplug.policies import Certified, Dense, Gather, Gvr, Momo, Policy, Stream
+    from attnplug.policies import Certified, Dense, Gather, Gvr, Momo, Policy, Sketch, Stream
 
 __version__ = "0.1.0"
 
@@ -45,6 +45,7 @@ __all__ = [
     "Policy",
     "PolicyError",
     "Report",
+    "Sketch",
     "Stream",
     "TraceFileError",
     "UnsupportedCallError",

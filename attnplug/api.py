@@ -361,11 +361,13 @@ class _LayerMaker:
 
     def __init__(self, plan: list[tuple[AttentionLayer, Binding[Policy]]]):
         self.policies = {layer.index: binding.policy for layer, binding in plan}
+        self.heads = {layer.index: layer.shape.heads_q for layer, _ in plan}
 
     def __call__(self, index: int, max_length: int) -> PlugLayer:
         policy = self.policies.get(index)
         if policy is not None and policy.decode is not None:
             layer = policy.decode.cache_layer(max_length)
             if layer is not None:
+                layer.query_heads = self.heads[index]
                 return layer
         return PlugLayer(max_cache_len=max_length)

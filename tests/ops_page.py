@@ -19,7 +19,10 @@ DOCS = Path(__file__).resolve().parent.parent / "docs"
 PAGE = DOCS / "reference" / "ops.md"
 MARKED = re.compile(r"(<!-- op (\w+) -->\n).*?(<!-- /op -->)", re.DOTALL)
 # The registered variant of an op that leaves counting the token to compiled code.
-VARIANTS = {"gather_decode_uncounted": "gather_decode"}
+VARIANTS = {
+    "gather_decode_uncounted": "gather_decode",
+    "sketch_decode_uncounted": "sketch_decode",
+}
 
 
 def ops() -> dict[str, Callable]:

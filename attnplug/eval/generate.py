@@ -70,7 +70,8 @@ def _after_one_prefill(
     model: Any, batch: Batch, policies: Mapping[str, Any]
 ) -> dict[str, torch.Tensor]:
     """New tokens `[B,N]` of policies that differ in their decode only."""
-    first, *_ = policies.values()
+    # The first that keeps a prompt's queries, if there is one, hands them on with its cache.
+    first = max(policies.values(), key=lambda policy: policy.decode.keeps_queries)
     length = batch.ids.shape[1] + batch.new_tokens
     with applied(model, first):
         source = make_cache(model, length)

@@ -66,6 +66,7 @@ class PlugLayer(StaticLayer):
     counted = 0  # at least the tokens in the buffers, while no step has come uncounted
     uncounted = False  # a compiled step has come, which counts on the device alone
     captured = False  # a CUDA graph has steps of this layer, and whoever replays it does not say
+    query_heads: int | None = None  # of the attention layer that it was made for, where known
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
@@ -156,6 +157,11 @@ class PlugLayer(StaticLayer):
         pending = self.take_pending()
         if pending is not None:
             self._write(*pending)
+
+    def prepare_step(self, tokens: int, mask: torch.Tensor | None) -> None:
+        """Called by generate on the host, outside of compiled code, before each forward pass.
+        `tokens` are as many as generate hands on, maybe fewer than the sequence has; `mask`
+        `[B,T]` is the attention mask. For what a compiled step cannot do."""
 
     def bind_rows(self, **buffers: Any) -> None:
         """Keep new side buffers under their names in `row_buffers`, at a fixed address."""

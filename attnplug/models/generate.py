@@ -5,6 +5,7 @@ import copy
 from types import MethodType
 from typing import Any, NoReturn
 
+import torch
 from transformers import Cache, PreTrainedModel, StaticCache
 from transformers.generation.configuration_utils import GenerationMode
 
@@ -14,6 +15,7 @@ from attnplug.models.growth import GrowingCache, Growth
 
 LAYER_MAKER = "_attnplug_make_layer"
 CACHE_METHOD = "_prepare_cache_for_generation"
+STEP_METHOD = "prepare_inputs_for_generation"
 SWITCH_METHOD = "set_attn_implementation"
 BATCHING_METHODS = (
     "generate_batch",
@@ -30,6 +32,9 @@ def bind_generate(model: PreTrainedModel, make_layer: MakeLayer | None) -> list[
         vars(model)[LAYER_MAKER] = make_layer
         vars(model)[CACHE_METHOD] = MethodType(_prepare_cache_for_generation, model)
         names += [LAYER_MAKER, CACHE_METHOD]
+        if hasattr(model, STEP_METHOD):
+            vars(model)[STEP_METHOD] = MethodType(_prepare_inputs_for_generation, model)
+            names.append(STEP_METHOD)
     for name in BATCHING_METHODS:
         if hasattr(model, name):
             vars(model)[name] = _refuse_batching
@@ -91,6 +96,22 @@ def _prepare_cache_for_generation(
         return
     model_kwargs["past_key_values"] = cache
     _drop_full_mask(model_kwargs)
+
+
+def _prepare_inputs_for_generation(
+    model: Any, input_ids: torch.Tensor, *args: Any, **kwargs: Any
+) -> dict[str, Any]:
+    """What generate calls on the instance before each forward pass, on the host: the layers of a
+    PlugCache get their chance first."""
+    cache, mask = kwargs.get("past_key_values"), kwargs.get("attention_mask")
+    if isinstance(cache, PlugCache):
+        plain = mask if isinstance(mask, torch.Tensor) and mask.dim() == 2 else None
+        tokens = 0 if input_ids is None else input_ids.shape[1]
+        for layer in cache.layers:
+            if isinstance(layer, PlugLayer):
+                layer.prepare_step(tokens, plain)
+    stock = MethodType(getattr(type(model), STEP_METHOD), model)
+    return stock(input_ids, *args, **kwargs)
 
 
 def _drop_full_mask(model_kwargs: dict[str, Any]) -> None:

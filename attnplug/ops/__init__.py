@@ -19,6 +19,8 @@ from attnplug.ops.momo.delta_correct import delta_correct
 from attnplug.ops.momo.measure_blocks import measure_blocks
 from attnplug.ops.momo.merge_block_rows import merge_block_rows
 from attnplug.ops.momo.query_sparse_attention import query_sparse_attention
+from attnplug.ops.sketch.encode_keys import encode_keys
+from attnplug.ops.sketch.sketch_decode import sketch_decode
 from attnplug.ops.stream.stream_edges import stream_edges
 from attnplug.ops.stream.stream_mask import stream_mask
 
@@ -32,6 +34,7 @@ __all__ = [
     "certified_attention",
     "delta_correct",
     "dense_decode",
+    "encode_keys",
     "gather_attention",
     "gather_decode",
     "gather_tokens_attention",
@@ -41,6 +44,7 @@ __all__ = [
     "query_sparse_attention",
     "score_tokens",
     "select_blocks",
+    "sketch_decode",
     "stream_edges",
     "stream_mask",
     "tiered_decode",

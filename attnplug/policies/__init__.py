@@ -13,6 +13,7 @@ from attnplug.errors import PolicyError
 from attnplug.policies._certified_layer import certificates
 from attnplug.policies._gather_layers import residency
 from attnplug.policies._gvr_layer import picks
+from attnplug.policies._sketch_layer import refit
 from attnplug.policies.base import SLOTS, Phase, check_option
 
 # A row a method: this import registers and exports it ("X as X" is what tools take for an export).
@@ -24,6 +25,7 @@ from attnplug.policies.grammar import parse_policy
 from attnplug.policies.gvr import Gvr as Gvr
 from attnplug.policies.momo import Momo as Momo
 from attnplug.policies.policy import Policy
+from attnplug.policies.sketch import Sketch as Sketch
 from attnplug.policies.stream import Stream as Stream
 
 _METHODS: dict[str, type[Phase]] = {
@@ -46,6 +48,7 @@ __all__ = [
     "names",
     "parse",
     "picks",
+    "refit",
     "register",
     "residency",
 ]

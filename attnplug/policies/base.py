@@ -29,6 +29,7 @@ class Phase:
     name: ClassVar[str]
     phases: ClassVar[frozenset[str]]
     takes_pending: ClassVar[bool] = False  # writes the cache layer's pending token, or flushes it
+    keeps_queries: ClassVar[bool] = False  # its cache layer keeps a prefill's last queries
     on_request: ClassVar[frozenset[str]] = frozenset()
     renamed: ClassVar[Mapping[str, str]] = {}  # old option: its name now; see `renamed_option`
 
@@ -40,6 +41,10 @@ class Phase:
         """The edges of a call that the phase `served` has served; None where there are none to
         tell. Must leave the call's tensors as they are."""
         raise NotImplementedError(f"{type(self).__name__} has no observe")
+
+    def note_queries(self, call: AttentionCall) -> None:
+        """Called on the method that decodes after each call of several queries, which the prefill
+        method has served: for a method that wants to know a prompt's queries."""
 
     def reads(self, call: AttentionCall) -> Reads | None:
         """The key blocks that serving this call reads; None where it reads all of them."""

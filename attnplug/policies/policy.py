@@ -45,6 +45,8 @@ class Policy:
         if not phase.takes_pending:
             call.flush()
         out = phase.attend(call)
+        if call.q.shape[2] > 1 and self.decode is not None:
+            self.decode.note_queries(call)
         if self.trace is not None and call.trace_to is not None:
             call.trace_to.emit(call, self.trace.observe(call, phase))
         return out

@@ -23,7 +23,8 @@ from attnplug.ops.common.define import require
 BLOCK, CHUNK = 128, 32
 CLIPS = {4: 3.64, 2: 1.49}  # standard deviations
 COORDINATES = {16: (16, 32), 24: (32, 32), 32: (32, 64)}  # bytes: of 4 bits, of 2 bits
-STEP_TOKENS = 65536  # tokens that `fit_basis` widens to float32 at a time
+SAMPLE = 16384  # tokens of a row that `fit_basis` reads at most, evenly spaced
+STEP_TOKENS = 4096  # tokens that it widens to float32 at a time
 
 
 class Codes(NamedTuple):
@@ -39,7 +40,7 @@ class Basis(NamedTuple):
     """What makes codes of keys and scores of codes, float32, contiguous."""
 
     encoder: torch.Tensor  # [B, Hkv, D + 1, r]: (k, 1) @ encoder is x in steps of its code
-    queries: torch.Tensor  # [B, Hkv, D, 2 r + 2 + D]: what `sketch_prepare` makes of a query
+    queries: torch.Tensor  # [B, Hkv, D, 2 r + 2 + D]: what `prepare_query` makes of a query
     v_mean: torch.Tensor  # [B, Hkv, D]
 
 
@@ -68,6 +69,14 @@ def empty_codes(k: torch.Tensor, size: int) -> Codes:
     )
 
 
+def empty_basis(k: torch.Tensor, size: int) -> Basis:
+    """A basis of zeros for codes of `size` bytes a token of a cache `k [B, Hkv, S, D]`."""
+    rows, width = k.shape[:2], k.shape[3]
+    rank = sum(coordinates("empty_basis", size, width))
+    shapes = (width + 1, rank), (width, 2 * rank + 2 + width), (width,)
+    return Basis(*(k.new_zeros((*rows, *shape), dtype=torch.float32) for shape in shapes))
+
+
 def fit_basis(
     keys: torch.Tensor,
     values: torch.Tensor,
@@ -89,18 +98,26 @@ def fit_basis(
         key_mask: bool `[B, S]`, False where a key must not be seen.
         ridge: of the queries' second moment, in parts of its mean eigenvalue.
 
-    Tokens that are not finite are left out; so is a row's first block, the sink, where there are
-    at least two more. A row without tokens gives finite numbers.
+    Moments are of at most 16,384 tokens of a row, evenly spaced. Tokens that are not finite are
+    left out; so is a row's first block, the sink, where there are at least two more. A row without
+    tokens gives finite numbers, and queries of zeros the principal directions of the keys. The
+    matrices of a KV head are decomposed on the CPU: the host waits for the device.
 
     Raises:
         ArgumentError: `size` or a head dimension does not fit.
     """
+    with torch.autocast(keys.device.type, enabled=False):
+        return _fit_basis(keys, values, queries, size, lengths, start, key_mask, ridge)
+
+
+def _fit_basis(keys, values, queries, size, lengths, start, key_mask, ridge):
+    """`fit_basis` without autocast, which would round the moments."""
     heads, width = keys.shape[1], keys.shape[3]
     if width not in HEAD_DIMS:
         raise ArgumentError(f"fit_basis: head dimension {width} is not one of {HEAD_DIMS}")
     fine, coarse = coordinates("fit_basis", size, width)
-    weight = _weights(keys, lengths, start, key_mask)
-    k_mean, v_mean, cov_k = _moments(keys, values, weight)
+    tokens = _sampled(keys, lengths, start, key_mask)
+    k_mean, v_mean, cov_k = _moments(keys, values, *tokens)
     a, b, deviation = _directions(cov_k, queries, heads, fine + coarse, ridge)
     bits = torch.tensor([4] * fine + [2] * coarse, device=keys.device)
     clip = torch.tensor([CLIPS[4]] * fine + [CLIPS[2]] * coarse, device=keys.device).double()
@@ -110,7 +127,7 @@ def fit_basis(
     bias = -(k_mean[..., None, :] @ inverse)[..., 0, :] - level / step
     encoder = torch.cat([inverse, bias[..., None, :]], -2).float().contiguous()
     mean_x, cov_xx, cov_xv = _coded_moments(
-        keys, values, weight, encoder, level, step, 2**bits - 1, v_mean
+        keys, values, *tokens, encoder, level, step, 2**bits - 1, v_mean
     )
     return Basis(
         encoder,
@@ -119,24 +136,29 @@ def fit_basis(
     )
 
 
-def _weights(keys, lengths, start, key_mask):
-    """Bool `[B, S]`: the tokens that the moments are of."""
+def _sampled(keys, lengths, start, key_mask):
+    """The tokens that moments are of, int64 `[B, n]`, and bool `[B, n]`, which of them count."""
     batch, tokens = keys.shape[0], keys.shape[2]
-    place = torch.arange(tokens, device=keys.device)[None]
-    rows = keys.new_zeros((batch, 1), dtype=torch.long)
+    rows = torch.zeros((batch, 1), dtype=torch.long, device=keys.device)
     low = rows if start is None else rows + start.long().clamp(min=0)[:, None]
     end = rows + tokens if lengths is None else rows + lengths.long().clamp(max=tokens)[:, None]
     first = torch.where(end - low >= 3 * BLOCK, low + BLOCK, low)
-    weight = (place >= first) & (place < end)
-    return weight if key_mask is None else weight & key_mask
+    count = (end - first).clamp(min=0)
+    most = min(tokens, SAMPLE)
+    place = torch.arange(most, device=keys.device)[None]
+    at = first + torch.where(count > most, place * count // most, place)
+    weight = at < end
+    at = at.clamp(max=tokens - 1)
+    return at, weight if key_mask is None else weight & key_mask.gather(1, at)
 
 
-def _parts(keys, values, weight):
+def _parts(keys, values, at, weight):
     """(keys, values, weight) of some tokens at a time, float32, `[B, Hkv, n, D]` and `[..., n]`;
     what is not to count is 0."""
-    for first in range(0, keys.shape[2], STEP_TOKENS):
+    for first in range(0, at.shape[1], STEP_TOKENS):
         part = slice(first, first + STEP_TOKENS)
-        k, v = keys[:, :, part].float(), values[:, :, part].float()
+        place = at[:, None, part, None].expand(-1, keys.shape[1], -1, keys.shape[3])
+        k, v = keys.gather(2, place).float(), values.gather(2, place).float()
         counts = weight[:, None, part] & k.isfinite().all(-1) & v.isfinite().all(-1)
         yield (
             k.masked_fill(~counts[..., None], 0.0),
@@ -145,19 +167,19 @@ def _parts(keys, values, weight):
         )
 
 
-def _moments(keys, values, weight):
+def _moments(keys, values, at, weight):
     """Means of keys and values and the covariance of keys, float64."""
     shape = (*keys.shape[:2], keys.shape[3])
     k_sum, v_sum = (keys.new_zeros(shape, dtype=torch.float64) for _ in range(2))
     count = keys.new_zeros(shape[:2], dtype=torch.float64)
-    for k, v, counts in _parts(keys, values, weight):
+    for k, v, counts in _parts(keys, values, at, weight):
         k_sum += k.sum(2, dtype=torch.float64)
         v_sum += v.sum(2, dtype=torch.float64)
         count += counts.sum(2, dtype=torch.float64)
     count = count.clamp(min=1)[..., None]
     k_mean, v_mean = k_sum / count, v_sum / count
     cov = keys.new_zeros((*shape, shape[2]), dtype=torch.float64)
-    for k, _, counts in _parts(keys, values, weight):
+    for k, _, counts in _parts(keys, values, at, weight):
         centred = (k - k_mean.float()[:, :, None]) * counts[..., None]
         cov += centred.transpose(2, 3) @ centred
     return k_mean, v_mean, cov / count[..., None]
@@ -176,18 +198,20 @@ def _directions(cov_k, queries, heads, rank, ridge):
     mean = c.diagonal(dim1=-2, dim2=-1).mean(-1)
     plain = (mean > 0) & mean.isfinite()
     c = torch.where(plain[..., None, None], c / mean.where(plain, 1.0)[..., None, None], eye)
-    lower = torch.linalg.cholesky(c + ridge * eye)
-    values, vectors = torch.linalg.eigh(lower.mT @ cov_k @ lower)
+    lower = torch.linalg.cholesky((c + ridge * eye).cpu())
+    # LAPACK: solvers on a GPU take the matrices of a batch one after the other, and wait likewise.
+    values, vectors = torch.linalg.eigh(lower.mT @ cov_k.cpu() @ lower)
     vectors = vectors.flip(-1)[..., :rank]
     variance = values.flip(-1)[..., :rank].clamp(min=0)
     # A coordinate that does not vary has codes of no meaning, and a step that keeps it finite.
     smallest = (1e-6 * variance[..., :1].sqrt()).clamp(min=1e-12)
     a = lower @ vectors
     b = torch.linalg.solve_triangular(lower.mT, vectors, upper=True)
-    return a, b, torch.maximum(variance.sqrt(), smallest)
+    found = a, b, torch.maximum(variance.sqrt(), smallest)
+    return tuple(x.to(cov_k.device) for x in found)
 
 
-def _coded_moments(keys, values, weight, encoder, level, step, most, v_mean):
+def _coded_moments(keys, values, at, weight, encoder, level, step, most, v_mean):
     """Mean of x^, its covariance, and that with the values, float64."""
     rank = level.shape[-1]
     shape = (*keys.shape[:2], rank)
@@ -195,7 +219,7 @@ def _coded_moments(keys, values, weight, encoder, level, step, most, v_mean):
     xx = keys.new_zeros((*shape, rank), dtype=torch.float64)
     xv = keys.new_zeros((*shape, keys.shape[3]), dtype=torch.float64)
     count = keys.new_zeros(shape[:2], dtype=torch.float64)
-    for k, v, counts in _parts(keys, values, weight):
+    for k, v, counts in _parts(keys, values, at, weight):
         code = (k @ encoder[..., :-1, :] + encoder[..., -1:, :] + 0.5).floor()
         code = torch.minimum(code.clamp(min=0), most.float())
         x = (level.float()[..., None, :] + code * step.float()[..., None, :]) * counts[..., None]
@@ -216,7 +240,7 @@ def _query_map(b, k_mean, level, step, mean_x, cov_xx, cov_xv):
     variance, and the covariance of values and score."""
     offset = k_mean + (b @ level[..., None])[..., 0]
     mean = k_mean + (b @ mean_x[..., None])[..., 0]
-    values, vectors = torch.linalg.eigh(cov_xx)
-    root = vectors * values.clamp(min=0).sqrt()[..., None, :]
+    values, vectors = torch.linalg.eigh(cov_xx.cpu())
+    root = (vectors * values.clamp(min=0).sqrt()[..., None, :]).to(b.device)
     parts = [b * step[..., None, :], offset[..., None], mean[..., None], b @ root, b @ cov_xv]
     return torch.cat(parts, -1).float().contiguous()

@@ -10,6 +10,7 @@ from attnplug.ops.sketch import encode_keys as encode
 from attnplug.ops.sketch import pick_tokens as pick
 from attnplug.ops.sketch import prepare_query as prepare
 from attnplug.ops.sketch import scan_sketch as scan
+from attnplug.ops.sketch import state
 from attnplug.ops.sketch.estimates import BINS
 from attnplug.ops.sketch.state import CLIPS, Codes, empty_codes, fit_basis
 
@@ -76,13 +77,34 @@ def test_moments_are_those_of_the_estimated_scores():
     wide = basis.queries.double()
     product = q[:, :, -1].double().unflatten(1, (2, 3)) @ wide
     s = torch.einsum("bhgr,bhnr->bhgn", product[..., :64], codes) + product[..., 64:65]
-    assert (s.mean(-1) - product[..., 65]).abs().max() < 1e-4
+    # In float32 a few of the coordinates near a tie round the other way: a code more or less, of
+    # one of the tokens that the mean is over.
+    tie = 4 * product[..., :64].abs().amax(-1) / codes.shape[2]
+    assert ((s.mean(-1) - product[..., 65]).abs() <= tie + 1e-5).all()
     variance = product[..., 66:130].square().sum(-1)
-    assert (s.var(-1, correction=0) / variance - 1).abs().max() < 1e-4
+    found = s.var(-1, correction=0)
+    assert ((found - variance).abs() <= 1e-4 * found + 2 * tie * found.sqrt()).all()
     values = v[:, :, 128:].double()
     centred = values - values.mean(2, keepdim=True)
     along = torch.einsum("bhgn,bhnd->bhgd", s, centred) / s.shape[-1]
-    assert (along - product[..., 130:]).abs().max() < 1e-4 * along.abs().max() + 1e-6
+    room = 1e-4 * along.abs().max() + (tie.max() * centred.abs().max())
+    assert (along - product[..., 130:]).abs().max() < room
+
+
+def test_moments_of_a_long_row_are_those_of_evenly_spaced_tokens(monkeypatch):
+    """A quarter of the tokens, wherever the row lies in its buffer."""
+    q, k, v = cache(3, tokens=2000)
+    rows = {"lengths": torch.tensor([1700, 1900]), "start": torch.tensor([36, 748])}
+    monkeypatch.setattr(state, "SAMPLE", 256)
+    found = fit_basis(k, v, q, **rows)
+    for b, first, count in ((0, 36 + 128, 1536), (1, 748 + 128, 1024)):
+        kept = first + torch.arange(256) * count // 256
+        one = (x[b : b + 1] for x in (k[:, :, kept], v[:, :, kept], q))
+        monkeypatch.setattr(state, "BLOCK", 256)  # leaves out no sink
+        wanted = fit_basis(*one)
+        monkeypatch.undo()
+        monkeypatch.setattr(state, "SAMPLE", 256)
+        assert all(torch.equal(x[b : b + 1], y) for x, y in zip(found, wanted, strict=True))
 
 
 @pytest.mark.parametrize("what", ["constant", "nan", "none", "zero queries"])

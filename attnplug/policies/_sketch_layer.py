@@ -1,0 +1,191 @@
+"""sketch's cache layer: keys, values, the codes of the keys, the basis that they are in, and the
+last queries, of which the basis is made."""
+
+from collections.abc import Callable
+from typing import ClassVar
+
+import torch
+from transformers import Cache
+
+from attnplug.call import AttentionCall
+from attnplug.models.cache import PlugLayer, RowBuffers
+from attnplug.models.sync import may_sync
+from attnplug.ops.sketch.encode_keys import encode_keys
+from attnplug.ops.sketch.state import BLOCK, Basis, Codes, empty_basis, empty_codes, fit_basis
+
+QUERIES = 512  # that are kept of each head
+FEW = 64  # a basis of fewer queries is made again after as many steps
+SOON, LATE = 512, 4096  # a basis is made again after as many tokens as it was made of, within
+
+
+class SketchLayer(PlugLayer):
+    """Keys and values, `codes` of `size` bytes a token, the `basis`, and `recent`, the last 512
+    queries of each head `[B,Hq,512,D]`, a query at its position modulo 512.
+
+    The host makes the basis (`refit`), never a captured or compiled step: after a prefill, where
+    `note_queries` has it; between steps of generate, which calls `prepare_step`; in a step that is
+    not compiled. It counts the tokens on the host for that, `seen`; compiled code does not count.
+    Codes follow `progress`: what shortens a row lowers it, what moves rows moves them along, and a
+    new basis begins it anew. Caches below `crossover` tokens have neither: dense reads them whole.
+    """
+
+    row_buffers: ClassVar[RowBuffers] = {"codes": None, "basis": None, "recent": 0.0}
+    defers_write = True
+
+    codes: Codes | None = None
+    basis: Basis | None = None
+    recent: torch.Tensor | None = None
+    is_fitted = False
+    seen = 0  # tokens, as far as the host knows
+    without_query = 0  # of them, those that came without their queries
+    due = 0  # the basis is made again at so many tokens
+
+    def __init__(self, max_cache_len: int, size: int, crossover: Callable[[torch.device], int]):
+        super().__init__(max_cache_len=max_cache_len)
+        self.size, self.crossover = size, crossover
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        super().lazy_initialization(key_states, value_states)
+        self._forget()
+        if self.max_cache_len < self.crossover(key_states.device):
+            return
+        assert self.keys is not None
+        self.bind_rows(
+            codes=empty_codes(self.keys, self.size), basis=empty_basis(self.keys, self.size)
+        )
+        if self.query_heads is not None:
+            self._make_ring(self.query_heads)
+
+    def _make_ring(self, heads: int) -> None:
+        keys = self._buffers()[0]
+        self.bind_rows(recent=keys.new_zeros((len(keys), heads, QUERIES, keys.shape[3])))
+
+    def _forget(self) -> None:
+        self.is_fitted, self.seen, self.without_query, self.due = False, 0, 0, 0
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        both = super().update(key_states, value_states, *args, **kwargs)
+        if not torch.compiler.is_compiling():
+            self.seen += key_states.shape[2]
+        return both
+
+    def reset(self) -> None:
+        super().reset()
+        self._forget()
+        if self.codes is not None:
+            self.codes.progress.zero_()
+
+    def crop(self, tokens_to_remove: int) -> None:
+        super().crop(tokens_to_remove)
+        self.seen = max(0, self.seen + tokens_to_remove)
+        if self.codes is not None:
+            done, start = self.codes.progress.unbind(1)
+            whole = (self.cumulative_length - start).clamp(min=0) // BLOCK
+            done.copy_(torch.minimum(done, whole))
+
+    def adopt(self, source: PlugLayer) -> None:
+        """Append the tokens of another layer, and take its queries where it has kept some. The
+        basis is made at the next step."""
+        before = self.seen
+        super().adopt(source)
+        queries = getattr(source, "recent", None)
+        if queries is None:
+            self.without_query = self.seen - before
+        elif self.codes is not None:
+            self._make_ring(queries.shape[1])
+            assert self.recent is not None
+            self.recent.copy_(queries)
+
+    def ring(self, q: torch.Tensor) -> torch.Tensor | None:
+        """`recent`, if it fits these queries: a module with other heads may share the cache."""
+        recent = self.recent
+        return recent if recent is not None and recent.shape[1] == q.shape[1] else None
+
+    def note_queries(self, call: AttentionCall) -> None:
+        """After a call of several queries, whose tokens are in the cache: keep the last queries,
+        and make what codes, and what basis, are due."""
+        if self.codes is None or not self.exposes_buffers:
+            return
+        compiling = torch.compiler.is_compiling()
+        if self.recent is None and not compiling:
+            self._make_ring(call.q.shape[1])
+        self._keep_queries(call)
+        mask = self._of_buffer(call.key_mask)
+        if self._is_due() and may_sync(call.q.is_cuda):
+            self.refit(call.start, mask)
+        elif self.is_fitted:
+            self._encode(call.start, mask)
+
+    def _keep_queries(self, call: AttentionCall) -> None:
+        """Write the last queries of a call to the ring; what stands for padding is zero there."""
+        recent, count = self.ring(call.q), min(call.q.shape[2], QUERIES)
+        if recent is None:
+            return
+        at = self.cumulative_length - count + torch.arange(count, device=recent.device)
+        queries = call.q[:, :, -count:]
+        if call.key_mask is not None:
+            hidden = ~call.key_mask.index_select(1, at)
+            queries = queries.masked_fill(hidden[:, None, :, None], 0.0)
+        recent.index_copy_(2, at % QUERIES, queries.to(recent.dtype))
+
+    def _is_due(self) -> bool:
+        return not self.is_fitted or self.seen >= self.due
+
+    def step_by_host(self, call: AttentionCall) -> None:
+        """Make the basis anew in a step, where it is due and the host may wait for the device."""
+        if self._is_due() and may_sync(call.q.is_cuda):
+            self.refit(call.first_key, call.key_mask)
+
+    def prepare_step(self, tokens: int, mask: torch.Tensor | None) -> None:
+        self.seen = max(self.seen, tokens)
+        if self.codes is None or not self.is_initialized or self.seen == 0 or not self._is_due():
+            return
+        keys = self._buffers()[0]
+        start = None
+        if mask is not None:
+            mask = mask.bool().to(keys.device)[:, : self.max_cache_len]
+            start = mask.int().argmax(-1).to(torch.int32)
+            mask = self._of_buffer(mask)
+        self.refit(start, mask)
+
+    def _of_buffer(self, mask: torch.Tensor | None) -> torch.Tensor | None:
+        """A mask of a prefix of the buffer, for all of it."""
+        if mask is None:
+            return None
+        return torch.nn.functional.pad(mask, (0, self.max_cache_len - mask.shape[1]), value=True)
+
+    def refit(self, start: torch.Tensor | None, mask: torch.Tensor | None) -> None:
+        """Make the basis of the tokens that are in the cache and the queries that were kept, and
+        all codes. `start` `[B]` and `mask` `[B,S]` as in `AttentionCall`."""
+        keys, values = self._buffers()
+        assert self.codes is not None and self.basis is not None
+        queries = self.recent
+        if queries is None:  # none was ever kept: zeros stand for no preference
+            queries = keys.new_zeros((*keys.shape[:2], 1, keys.shape[3]))
+        lengths = self.cumulative_length.reshape(1)
+        rows = {"lengths": lengths, "start": start, "key_mask": mask}
+        fitted = fit_basis(keys, values, queries, size=self.size, **rows)
+        for own, new in zip(self.basis, fitted, strict=True):
+            own.copy_(new)
+        self.codes.progress.zero_()
+        self._encode(start, mask)
+        few = self.seen - self.without_query < FEW
+        self.due = self.seen + (FEW if few else min(max(self.seen, SOON), LATE))
+        self.is_fitted = True
+
+    def _encode(self, start: torch.Tensor | None, mask: torch.Tensor | None) -> None:
+        assert self.codes is not None and self.basis is not None
+        rows = {"lengths": self.cumulative_length.reshape(1), "start": start, "key_mask": mask}
+        encode_keys(*self._buffers(), self.basis.encoder, *self.codes, **rows)
+
+
+def refit(cache: Cache, attention_mask: torch.Tensor | None = None) -> None:
+    """Make sketch's basis anew in every layer of a cache, from its tokens and the last queries,
+    now and not when it is due: for loops of compiled steps, between two of them. `attention_mask`
+    `[B,T]` is the model's, where it hides anything."""
+    for layer in cache.layers:
+        if isinstance(layer, SketchLayer):
+            layer.due = 0
+            layer.prepare_step(0, attention_mask)

@@ -1,0 +1,133 @@
+"""sketch: decode that reads the best tokens and estimates the rest from a sketch of the keys.
+
+A step scores every cached token from 16 to 32 bytes a KV head, the key in the coordinates that the
+queries weigh. The k tokens with the largest shares of attention are read exactly, as are the first
+block and the last four. What the others weigh is known from the codes, and a regression on their
+scores gives what they are worth:
+
+    out = (N_r + rho Z_t v_t) / (Z_r + rho Z_t)
+
+Sources: docs/log/sketch.md for the design and its measurements; low-rank keys as in Loki (Singhania
+et al., 2024). Prefill is another phase's business.
+"""
+
+import dataclasses
+from typing import Any, ClassVar
+
+import torch
+
+from attnplug.call import AttentionCall, LayerShape
+from attnplug.ops import sketch_decode
+from attnplug.ops.sketch.kernels.codes import LOCAL
+from attnplug.ops.sketch.merge_sketch import TAILS
+from attnplug.ops.sketch.state import BLOCK, COORDINATES
+from attnplug.policies._sketch_layer import SketchLayer
+from attnplug.policies.crossover import DenseBelow
+from attnplug.policies.dense import Dense
+
+FIXED = (1 + LOCAL.value) * BLOCK  # tokens that every step reads: the sink and the last blocks
+MAX_K = 16384
+# A cache smaller than this many times the tokens that a step reads is read whole, and one below so
+# many tokens in any case: on an H200 a step was slower than dense at 32K and faster at 128K
+# (docs/log/sketch.md).
+CROSSOVER_FACTOR = 4
+CROSSOVER_FLOOR = {"cuda": 98304, "cpu": 8192}
+
+
+@dataclasses.dataclass(frozen=True)
+class Sketch(DenseBelow):
+    """Decode over the best tokens, and an estimate of the others.
+
+    bytes: of codes a token and KV head, 16, 24 or 32. k: tokens that each KV head picks at each
+    step, beside the first block of 128 and the last four. tail: what the tokens that are not read
+    count as: their mass and a regression of the values on the scores ("regression"), their mass and
+    the mean value ("mean"), or nothing ("drop"). min_tokens: caches below so many tokens are read
+    whole, by `dense`; None is a multiple of what a step reads, but not below a floor for the kind
+    of device.
+    """
+
+    bytes: int = 24
+    k: int = 2048
+    tail: str = "regression"
+    min_tokens: int | None = None
+
+    name: ClassVar[str] = "sketch"
+    phases: ClassVar[frozenset[str]] = frozenset({"decode"})
+    takes_pending: ClassVar[bool] = True
+    keeps_queries: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        self.check_integers("bytes", "k")
+        self.check("bytes", self.bytes in COORDINATES, ", ".join(map(str, COORDINATES)))
+        self.check("k", 1 <= self.k <= MAX_K, f"1 to {MAX_K}")
+        self.check("tail", self.tail in TAILS, ", ".join(TAILS))
+        self.check_min_tokens()
+
+    @property
+    def kept(self) -> int:
+        """The tokens that a step reads, of a row that is long enough, but for a few equals."""
+        return FIXED + self.k
+
+    def measured_crossover(self, kind: str) -> int:
+        return max(CROSSOVER_FLOOR[kind], CROSSOVER_FACTOR * self.kept)
+
+    def refusal(self, shape: LayerShape) -> str | None:
+        rank = sum(COORDINATES[self.bytes])
+        if rank > shape.head_dim:
+            return f"sketch: {self.bytes} bytes are {rank} coordinates, the head {shape.head_dim}"
+        return None
+
+    def note(self, shape: LayerShape) -> str:
+        rest = {"drop": "drops", "mean": "estimates", "regression": "estimates"}[self.tail]
+        dense = self.dense_caches(shape.device)
+        scan = f"and {self.bytes} bytes a token to choose them, {rest} the rest"
+        return f"reads {self.kept:,} tokens, {scan}; {dense}"
+
+    def cache_layer(self, max_length: int) -> SketchLayer:
+        return SketchLayer(max_length, self.bytes, self.crossover)
+
+    def note_queries(self, call: AttentionCall) -> None:
+        if isinstance(call.state, SketchLayer):
+            call.state.note_queries(call)
+
+    def attend(self, call: AttentionCall) -> torch.Tensor:
+        layer = self._own_layer(call)
+        if layer is not None and not torch.compiler.is_compiling():
+            layer.step_by_host(call)
+        if layer is None or not layer.is_fitted:
+            call.flush()
+            return Dense().attend(call)
+        assert layer.codes is not None and layer.basis is not None  # is_fitted was checked
+        pending = layer.take_pending()
+        count = not torch.compiler.is_compiling()  # the model reads its positions off it
+        options: dict[str, Any] = {"lengths": call.lengths}
+        if pending is not None:
+            options = {"lengths": layer.cumulative_length, "new": pending, "count": count}
+        out, _ = sketch_decode(
+            call.q,
+            call.k,
+            call.v,
+            *layer.basis,
+            *layer.codes,
+            scale=call.scale,
+            top_k=self.k,
+            tail=self.tail,
+            recent=layer.ring(call.q),
+            start=call.first_key,
+            key_mask=call.key_mask,
+            softcap=call.softcap,
+            sinks=call.sinks,
+            **options,
+        )
+        if pending is not None and not count:
+            layer.cumulative_length.add_(1)
+        return out
+
+    def _own_layer(self, call: AttentionCall) -> SketchLayer | None:
+        """The call's cache layer if its codes are those of the call's keys, else None: a small
+        cache, one that this method did not make, or another layer's (Gemma 3n's share some)."""
+        layer = call.state
+        if call.k.shape[2] < self.crossover(call.q.device) or not isinstance(layer, SketchLayer):
+            return None
+        own = layer.keys is call.k and layer.codes is not None and layer.size == self.bytes
+        return layer if own else None
