@@ -38,6 +38,7 @@ class SketchLayer(PlugLayer):
     is_fitted = False
     seen = 0  # tokens, as far as the host knows
     without_query = 0  # of them, those that came without their queries
+    fitted_at = 0  # tokens that the basis was made of
     due = 0  # the basis is made again at so many tokens
 
     def __init__(self, max_cache_len: int, size: int, crossover: Callable[[torch.device], int]):
@@ -61,7 +62,8 @@ class SketchLayer(PlugLayer):
         self.bind_rows(recent=keys.new_zeros((len(keys), heads, QUERIES, keys.shape[3])))
 
     def _forget(self) -> None:
-        self.is_fitted, self.seen, self.without_query, self.due = False, 0, 0, 0
+        self.is_fitted, self.seen, self.without_query = False, 0, 0
+        self.fitted_at, self.due = 0, 0
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs
@@ -105,7 +107,8 @@ class SketchLayer(PlugLayer):
 
     def note_queries(self, call: AttentionCall) -> None:
         """After a call of several queries, whose tokens are in the cache: keep the last queries,
-        and make what codes, and what basis, are due."""
+        and make what codes are missing. A prefill of many chunks has the basis made whenever it has
+        grown by a quarter; the first step after it has it made of the rest."""
         if self.codes is None or not self.exposes_buffers:
             return
         compiling = torch.compiler.is_compiling()
@@ -113,7 +116,8 @@ class SketchLayer(PlugLayer):
             self._make_ring(call.q.shape[1])
         self._keep_queries(call)
         mask = self._of_buffer(call.key_mask)
-        if self._is_due() and may_sync(call.q.is_cuda):
+        # Traced code must not look at the counts.
+        if may_sync(call.q.is_cuda) and self._is_due() and self.seen >= self.fitted_at * 5 // 4:
             self.refit(call.start, mask)
         elif self.is_fitted:
             self._encode(call.start, mask)
@@ -135,7 +139,7 @@ class SketchLayer(PlugLayer):
 
     def step_by_host(self, call: AttentionCall) -> None:
         """Make the basis anew in a step, where it is due and the host may wait for the device."""
-        if self._is_due() and may_sync(call.q.is_cuda):
+        if may_sync(call.q.is_cuda) and self._is_due():
             self.refit(call.first_key, call.key_mask)
 
     def prepare_step(self, tokens: int, mask: torch.Tensor | None) -> None:
@@ -171,6 +175,7 @@ class SketchLayer(PlugLayer):
             own.copy_(new)
         self.codes.progress.zero_()
         self._encode(start, mask)
+        self.fitted_at = self.seen
         few = self.seen - self.without_query < FEW
         self.due = self.seen + (FEW if few else min(max(self.seen, SOON), LATE))
         self.is_fitted = True

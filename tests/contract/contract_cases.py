@@ -35,6 +35,7 @@ CERTIFIED = Case(
     "certified(block=16, min_tokens=0)",
     "certified(block=16, coverage=1.0, k_min=64, v_tol=0.0, min_tokens=0)",
 )
+SKETCH = Case("sketch(k=16, min_tokens=0)", "sketch(min_tokens=0)")
 STREAM = "stream(top_k=2, block=16)"
 CASES = {
     "dense": Case("dense", "dense"),
@@ -51,11 +52,13 @@ CASES = {
         graphs="gvr(k=64, sink=2, window=8, min_tokens=0)",
     ),
     "certified": CERTIFIED,
+    "sketch": SKETCH,
     "momo+certified": Case(
         f"{MOMO.policy}+{CERTIFIED.policy}",
         f"{MOMO.exact}+{CERTIFIED.exact}",
     ),
     "momo+gather": Case(f"{MOMO.policy}+{GATHER.policy}", f"{MOMO.exact}+{GATHER.exact}"),
+    "momo+sketch": Case(f"{MOMO.policy}+{SKETCH.policy}", f"{MOMO.exact}+{SKETCH.exact}"),
     "momo+gather+stream": Case(
         f"{MOMO.policy}+{GATHER.policy}+{STREAM}",
         f"{MOMO.exact}+{GATHER.exact}+{STREAM}",

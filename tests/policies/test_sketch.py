@@ -1,0 +1,431 @@
+"""sketch as a whole, and its cache layer: what methods/sketch.md says must be true."""
+
+import dataclasses
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers.cache_utils import StaticLayer
+
+import attnplug
+from attnplug import Dense, PolicyError, Sketch
+from attnplug.eval import needle_prompt
+from attnplug.models.cache import PlugLayer
+from attnplug.models.pretrained import load
+from attnplug.ops.sketch.encode_keys import encode_keys
+from attnplug.ops.sketch.state import Basis, empty_codes, fit_basis
+from attnplug.policies import AttentionCall, LayerShape, refit
+from attnplug.policies._sketch_layer import FEW, LATE, QUERIES, SOON, SketchLayer
+from attnplug.testing import oracle_attention, plain_attention, tiny_model
+
+SKETCH = Sketch(k=40, min_tokens=0)
+SIZE, HEADS, KV_HEADS, DIM = 1500, 4, 2, 64
+
+
+def random(seed: int, *shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def tokens(seed: int, count: int, batch: int = 1, device: str = "cpu") -> torch.Tensor:
+    """Keys, values and queries of `count` new tokens, `[3,B,Hq,count,D]`; keys and values have the
+    first KV_HEADS heads."""
+    return random(seed, 3, batch, HEADS, count, DIM).to(device)
+
+
+def prefill(layer: PlugLayer, new: torch.Tensor, mask: torch.Tensor | None = None) -> None:
+    """What a model's prefill does with a layer of sketch's: `mask` `[B,S]` is of the buffer."""
+    k, v, q = new
+    keys, values = layer.update(k[:, :KV_HEADS], v[:, :KV_HEADS])
+    layer.note_buffers(keys, values)
+    start = None if mask is None else mask.int().argmax(-1).to(torch.int32)
+    lengths = layer.cumulative_length.reshape(1)
+    call = AttentionCall(
+        q, keys, values, DIM**-0.5, lengths=lengths, start=start, key_mask=mask, state=layer
+    )
+    SKETCH.note_queries(call)
+
+
+def filled(policy: Sketch, new: torch.Tensor, mask: torch.Tensor | None = None) -> SketchLayer:
+    layer = policy.cache_layer(SIZE)
+    prefill(layer, new, mask)
+    return layer
+
+
+def step(layer: StaticLayer, seed: int = 0, mask: torch.Tensor | None = None, **options):
+    """The call of a decode step whose token is in the layer already."""
+    keys, values = layer.keys, layer.values
+    assert keys is not None and values is not None
+    q = random(seed, keys.shape[0], HEADS, 1, DIM).to(keys.device)
+    lengths = layer.cumulative_length.reshape(1)
+    return AttentionCall(
+        q, keys, values, DIM**-0.5, lengths=lengths, key_mask=mask, state=layer, **options
+    )
+
+
+@settings(max_examples=12)
+@given(length=st.integers(1, SIZE), seed=st.integers(0, 99), capped=st.booleans())
+def test_a_budget_of_everything_is_dense(length, seed, capped):
+    covering = dataclasses.replace(SKETCH, k=SIZE)
+    options = {"softcap": 3.0, "sinks": random(5, HEADS)} if capped else {}
+    call = step(filled(covering, tokens(seed, length)), seed, **options)
+    more = {"scale": call.scale, "lengths": call.lengths, **options}
+    want, _ = oracle_attention(call.q, call.k, call.v, **more)
+    plain, _ = plain_attention(call.q, call.k, call.v, **more)
+    room = 4 * (plain - want).abs().max() + 2e-6
+    assert (covering.attend(call) - want).abs().max() <= room
+
+
+def test_the_budget_is_felt(device):
+    call = step(filled(SKETCH, tokens(0, 1400, device=device)))
+    assert (SKETCH.attend(call) - Dense().attend(call)).abs().max() > 1e-3
+
+
+def test_left_padding_does_not_change_a_row(device):
+    new = tokens(0, 1400, batch=3, device=device)
+    starts = (0, 137, 1390)
+    mask = torch.arange(SIZE, device=device) >= torch.tensor(starts, device=device)[:, None]
+    call = step(filled(SKETCH, new, mask), mask=mask)
+    together = SKETCH.attend(call)
+    for row, start in enumerate(starts):
+        alone = step(filled(SKETCH, new[:, row : row + 1, :, start:]))
+        alone.q = call.q[row : row + 1]
+        # The eigenvectors of a covariance that was summed in another order are a little off, and a
+        # coordinate near a tie gets another code.
+        assert (SKETCH.attend(alone) - together[row]).abs().max() < 2e-3
+
+
+def test_what_stands_for_padding_makes_no_basis(device):
+    new = tokens(0, 900, batch=2, device=device)
+    mask = torch.arange(SIZE, device=device) >= torch.tensor([[300], [600]], device=device)
+    basis = filled(SKETCH, new, mask).basis
+    for row, start in enumerate((300, 600)):
+        new[:, row, :, :start] = torch.nan
+    assert all(map(torch.equal, basis, filled(SKETCH, new, mask).basis))
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_a_bad_key_surfaces_wherever_it_is(bad, device):
+    new = tokens(0, 1400, device=device)
+    new[0, 0, 1, 577] = bad
+    call = step(filled(SKETCH, new))
+    found, dense = SKETCH.attend(call), Dense().attend(call)
+    assert dense[:, 2:].isnan().any() and found[:, 2:].isnan().any(-1).all()
+    assert found[:, :2].isfinite().all()
+
+
+def codes_of(layer: SketchLayer, mask: torch.Tensor | None):
+    """The codes of all blocks that have some, made at once in the layer's basis."""
+    whole = empty_codes(layer.keys, layer.size)
+    start = None if mask is None else mask.int().argmax(-1).to(torch.int32)
+    rows = {"lengths": layer.cumulative_length.reshape(1), "start": start, "key_mask": mask}
+    encode_keys(layer.keys, layer.values, layer.basis.encoder, *whole, **rows)
+    return whole
+
+
+def check(layer: SketchLayer, pads: torch.Tensor, seed: int) -> None:
+    mask = torch.arange(SIZE) >= pads[:, None] if bool(pads.any()) else None
+    found = SKETCH.attend(step(layer, seed, mask))
+    whole = codes_of(layer, mask)
+    assert torch.equal(layer.codes.progress, whole.progress)
+    for row, (near, start) in enumerate(whole.progress.tolist()):
+        part = slice(start + 128, start + 128 * near)
+        for own, wanted in zip(layer.codes[:2], whole[:2], strict=True):
+            assert torch.equal(own[row, :, part], wanted[row, :, part])
+    fresh = SKETCH.cache_layer(SIZE)
+    length = int(layer.cumulative_length)
+    fresh.update(layer.keys[:, :, :length], layer.values[:, :, :length])
+    fresh.bind_rows(basis=Basis(*(x.clone() for x in layer.basis)))
+    fresh.is_fitted, fresh.due = True, SIZE + 1
+    assert torch.equal(SKETCH.attend(step(fresh, seed, mask)), found)
+
+
+ACTIONS = st.lists(
+    st.one_of(
+        st.tuples(st.just("append"), st.integers(2, 300)),
+        st.tuples(st.just("step"), st.integers(1, 140)),
+        st.tuples(st.just("crop"), st.integers(0, 400)),
+        st.tuples(st.just("reorder"), st.integers(0, 8)),
+        st.tuples(st.just("repeat"), st.integers(1, 2)),
+        st.tuples(st.just("select"), st.integers(0, 3)),
+        st.tuples(st.just("reset"), st.just(0)),
+    ),
+    min_size=3,
+    max_size=8,
+)
+
+
+@settings(max_examples=12)
+@given(actions=ACTIONS, padded=st.booleans())
+def test_codes_follow_whatever_happens_to_the_cache(actions, padded):
+    """Prefills in chunks, steps, crops, beams, batch changes, resets: the codes are those of the
+    tokens that are there, in the basis that is there."""
+    layer, seed = SKETCH.cache_layer(SIZE), 1
+    pads = torch.tensor([0, 75]) if padded else torch.tensor([0, 0])
+
+    def mask():
+        return torch.arange(SIZE) >= pads[:, None] if padded else None
+
+    prefill(layer, tokens(0, 900, batch=2), mask())
+    check(layer, pads, seed)
+    for action, number in actions:
+        length, seed = int(layer.cumulative_length), seed + 3
+        if action == "append" and length + number <= SIZE:
+            prefill(layer, tokens(seed, number, batch=len(pads)), mask())
+        elif action == "step" and length + number <= SIZE:
+            for k, v, _ in tokens(seed, number, batch=len(pads))[:, :, :KV_HEADS].unbind(3):
+                layer.update(k[:, :, None], v[:, :, None])
+        elif action == "crop":
+            layer.crop(-min(number, length - 80))
+        elif action == "reorder":
+            order = torch.tensor([number * (row + 1) // 3 % len(pads) for row in range(len(pads))])
+            layer.reorder_cache(order)
+            pads = pads[order]
+        elif action == "repeat" and len(pads) < 5:
+            layer.batch_repeat_interleave(number)
+            pads = pads.repeat_interleave(number)
+        elif action == "select":
+            chosen = torch.arange(len(pads))[: number + 1].flip(0)
+            layer.batch_select_indices(chosen)
+            pads = pads[chosen]
+        elif action == "reset":
+            layer.reset()
+            prefill(layer, tokens(seed, 800, batch=len(pads)), mask())
+        check(layer, pads, seed)
+
+
+def test_beams_are_reordered_in_place(device):
+    """A CUDA graph goes on reading the old addresses."""
+    layer = filled(SKETCH, tokens(0, 1300, batch=3, device=device))
+    SKETCH.attend(step(layer))
+    buffers = [layer.keys, *layer.codes, *layer.basis, layer.recent]
+    addresses = [x.data_ptr() for x in buffers]
+    want = [x[[2, 0, 0]] for x in buffers]
+    layer.reorder_cache(torch.tensor([2, 0, 0]))
+    now = [layer.keys, *layer.codes, *layer.basis, layer.recent]
+    assert addresses == [x.data_ptr() for x in now]
+    assert all(map(torch.equal, want, now))
+
+
+def test_the_basis_is_of_the_prompt_and_its_last_queries():
+    new = tokens(3, 1200, batch=2)
+    layer = filled(SKETCH, new)
+    k, v, q = new
+    at = torch.arange(1200 - QUERIES, 1200) % QUERIES
+    assert torch.equal(layer.recent[:, :, at], q[:, :, -QUERIES:])
+    keys, values = (torch.zeros(2, KV_HEADS, SIZE, DIM) for _ in range(2))
+    keys[:, :, :1200], values[:, :, :1200] = k[:, :KV_HEADS], v[:, :KV_HEADS]
+    wanted = fit_basis(keys, values, layer.recent, lengths=torch.tensor([1200]))
+    assert all(map(torch.equal, layer.basis, wanted))
+
+
+def test_a_step_keeps_its_query():
+    layer = filled(SKETCH, tokens(3, 900))
+    call = step(layer)
+    SKETCH.attend(call)
+    assert torch.equal(layer.recent[:, :, (900 - 1) % QUERIES], call.q[:, :, 0])
+
+
+def fitted_at(layer: SketchLayer, span: int, host: str) -> list[int]:
+    """The lengths at which the basis was made anew in `span` steps."""
+    found = []
+    for at in range(span):
+        k, v, _ = tokens(at, 1)
+        layer.update(k[:, :KV_HEADS], v[:, :KV_HEADS])
+        if host == "generate":
+            layer.prepare_step(int(layer.cumulative_length), None)
+        before = layer.fitted_at
+        SKETCH.attend(step(layer, at))
+        if host == "generate":
+            assert layer.fitted_at == before  # the step has nothing to do
+        if layer.fitted_at not in (0, *found[-1:]):
+            found.append(layer.fitted_at)
+    return found
+
+
+@pytest.mark.parametrize("host", ["step", "generate"])
+def test_the_basis_is_made_anew_as_a_short_prompt_grows(host):
+    """After as many tokens again, and 512 at least; of fewer than 64 queries after 64 tokens."""
+    assert fitted_at(filled(SKETCH, tokens(0, 100)), 1300, host)[1:] == [100 + SOON, 1224]
+    short = filled(SKETCH, tokens(0, 10))
+    assert fitted_at(short, 80, host)[1:] == [10 + FEW]
+
+
+def test_a_prefill_in_chunks_fits_when_it_has_grown_by_a_quarter():
+    layer, lengths = dataclasses.replace(SKETCH).cache_layer(40000), []
+    for chunk in range(16):
+        prefill(layer, tokens(chunk, 2400))
+        lengths.append(layer.fitted_at)
+    kept = sorted(set(lengths))
+    assert kept[0] == 2400 and all(b >= a * 5 // 4 for a, b in zip(kept, kept[1:], strict=False))
+    assert all(b - a >= min(max(a, SOON), LATE) for a, b in zip(kept, kept[1:], strict=False))
+    SKETCH.attend(step(layer))
+    assert layer.seen - layer.fitted_at < LATE
+
+
+def test_what_is_adopted_brings_its_queries():
+    source = filled(SKETCH, tokens(0, 1200))
+    layer = SKETCH.cache_layer(SIZE)
+    layer.adopt(source)
+    assert not layer.is_fitted
+    found = SKETCH.attend(step(layer))
+    assert layer.is_fitted and all(map(torch.equal, layer.basis, source.basis))
+    assert torch.equal(found, SKETCH.attend(step(source)))
+
+
+def test_without_queries_the_basis_is_that_of_the_keys_and_soon_another():
+    other = StaticLayer(max_cache_len=SIZE)
+    k, v, _ = tokens(0, 1200)[:, :, :KV_HEADS]
+    other.update(k, v)
+    layer = SKETCH.cache_layer(SIZE)
+    layer.adopt(other)
+    SKETCH.attend(step(layer))
+    wanted = fit_basis(layer.keys, layer.values, k[:, :, :1] * 0, lengths=torch.tensor([1200]))
+    assert layer.fitted_at == 1200 and torch.equal(layer.basis.encoder, wanted.encoder)
+    assert fitted_at(layer, 70, "step")[1:] == [1200 + FEW]
+
+
+def test_refit_is_for_the_asking():
+    layer = filled(SKETCH, tokens(0, 1200))
+    before = layer.basis.encoder.clone()
+    layer.recent.copy_(random(9, *layer.recent.shape) ** 3)
+    refit(attnplug.models.cache.PlugCache(layers=[layer, StaticLayer(max_cache_len=4)]))
+    assert layer.fitted_at == 1200 and not torch.equal(before, layer.basis.encoder)
+    check(layer, torch.tensor([0]), 0)
+
+
+def foreign_layers(new: torch.Tensor) -> dict[str, StaticLayer]:
+    """Layers whose codes, if any, are not those of the call's keys under SKETCH."""
+    layers = {
+        "static": StaticLayer(max_cache_len=SIZE),
+        "plug": PlugLayer(max_cache_len=SIZE),
+        "another size": dataclasses.replace(SKETCH, bytes=16).cache_layer(SIZE),
+        "small": dataclasses.replace(SKETCH, min_tokens=SIZE + 1).cache_layer(SIZE),
+    }
+    for layer in layers.values():
+        layer.update(new[0][:, :KV_HEADS], new[1][:, :KV_HEADS])
+    return layers
+
+
+@pytest.mark.parametrize("kind", foreign_layers(tokens(0, 1)))
+def test_without_codes_of_its_own_it_is_dense(kind, device):
+    call = step(foreign_layers(tokens(0, 900, device=device))[kind])
+    assert torch.equal(SKETCH.attend(call), Dense().attend(call))
+
+
+def test_another_layers_keys_are_not_read_by_this_ones_codes(device):
+    """Gemma 3n's last layers attend to keys of a layer that is not the one they are handed."""
+    call = step(filled(SKETCH, tokens(0, 900, device=device)))
+    other = filled(SKETCH, tokens(9, 900, device=device))
+    call.k, call.v = other.keys, other.values
+    assert torch.equal(SKETCH.attend(call), Dense().attend(call))
+
+
+def test_the_report_says_what_is_read_and_where_it_is_dense():
+    shape = LayerShape(4, 2, 64, 0.0, False, torch.device("cpu"))
+    assert Sketch().note(shape) == (
+        "reads 2,688 tokens, and 24 bytes a token to choose them, estimates the rest; dense in "
+        "caches below 10,752 tokens and in those that attnplug did not make for it"
+    )
+    assert "drops the rest" in Sketch(tail="drop").note(shape)
+    assert Sketch(bytes=32).refusal(shape) == "sketch: 32 bytes are 96 coordinates, the head 64"
+    model = attnplug.apply(tiny_model(), "sketch(bytes=32, min_tokens=0)")
+    assert "32 bytes are 96 coordinates" in str(attnplug.report(model))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("prefill", ["", "momo(gamma=8, block=16, top_k=2, exact_k=1)+"])
+def test_generate_runs_it_step_by_step(prefill):
+    """generate's tokens are those of steps made by hand, and not those of dense; the basis that it
+    has made between its steps included."""
+    model = tiny_model()
+    ids = torch.randint(2, 90, (2, 680), generator=torch.Generator().manual_seed(0))
+    options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 24, "do_sample": False}
+    dense = model.generate(ids, **options)
+    with attnplug.applied(model, f"{prefill}sketch(k=1, tail='drop', min_tokens=0)"):
+        found = model.generate(ids, **options)
+        cache, by_hand = attnplug.make_cache(model, 710), ids
+        logits = model(ids, past_key_values=cache).logits
+        for _ in range(24):
+            token = logits[:, -1:].argmax(-1)
+            by_hand = torch.cat([by_hand, token], 1)
+            logits = model(token, past_key_values=cache).logits
+        assert all(layer.is_fitted for layer in cache.layers)
+    assert torch.equal(found, by_hand)
+    assert not torch.equal(found, dense)
+
+
+@torch.no_grad()
+def test_a_basis_made_between_compiled_steps_recompiles_nothing():
+    torch._dynamo.reset()
+    model = tiny_model()
+    ids = torch.randint(2, 90, (1, 720), generator=torch.Generator().manual_seed(1))
+    with attnplug.applied(model, "sketch(k=8, min_tokens=0)"):
+        one, two = (attnplug.make_cache(model, 760) for _ in range(2))
+        for cache in (one, two):
+            model(ids[:, :700], past_key_values=cache)
+        compiled = torch.compile(
+            lambda token, cache: model(token, past_key_values=cache).logits,
+            fullgraph=True,
+            backend="aot_eager",
+        )
+        with torch._dynamo.config.patch(error_on_recompile=True):
+            for at in range(700, 720):
+                token = ids[:, at : at + 1]
+                if at == 710:
+                    refit(one), refit(two)
+                got, want = compiled(token, one), model(token, past_key_values=two).logits
+                assert (got - want).abs().max() < 1e-5
+    for a, b in zip(one.layers, two.layers, strict=True):
+        assert a.fitted_at == 700 and b.fitted_at == 710  # compiled steps are not counted
+        assert int(a.cumulative_length) == int(b.cumulative_length) == 720
+        assert (a.recent - b.recent).abs().max() < 1e-5
+
+
+@torch.no_grad()
+def test_a_cache_that_compiled_code_has_filled_is_dense_until_the_host_makes_a_basis():
+    torch._dynamo.reset()
+    model = tiny_model()
+    ids = torch.randint(2, 90, (1, 704), generator=torch.Generator().manual_seed(1))
+    with attnplug.applied(model, "sketch(k=8, min_tokens=0)"):
+        cache = attnplug.make_cache(model, 760)
+        cache.early_initialization(1, 2, 64, torch.float32, model.device)
+        compiled = torch.compile(model.forward, fullgraph=True, backend="aot_eager")
+        for at in (0, 352):
+            compiled(ids[:, at : at + 352], past_key_values=cache)
+        layer = cache.layers[0]
+        assert not layer.is_fitted and layer.recent.abs().sum((0, 1, 3)).min() > 0
+        compiled(ids[:, :1], past_key_values=cache)
+        assert not layer.codes.progress.any()
+        refit(cache)
+        compiled(ids[:, :1], past_key_values=cache)
+        assert layer.codes.progress[0, 0] == 2
+
+
+@pytest.mark.parametrize("length, k", [(1024, 32), (2048, 64), (4096, 128)])
+def test_it_finds_what_a_small_model_is_asked_for(length, k):
+    """SmolLM2, one fact in prose, that dense finds; budgets of 3% of the context."""
+    model, tokenizer = load("smollm2-135m", device="cpu")
+    for seed, depth in ((0, 0.3), (1, 0.6)):
+        needle = needle_prompt(tokenizer, length, depth, seed, "prose")
+        with attnplug.applied(model, Sketch(k=k, min_tokens=0)):
+            mask = torch.ones_like(needle.ids)
+            out = model.generate(
+                needle.ids, attention_mask=mask, max_new_tokens=12, do_sample=False
+            )
+        assert needle.found_in(tokenizer.decode(out[0, needle.ids.shape[1] :]))
+
+
+WRONG = [
+    ({"bytes": 20}, "bytes=20, needs 16, 24, 32"),
+    ({"k": 0}, "k=0, needs 1 to 16384"),
+    ({"k": True}, "k=True, needs an integer"),
+    ({"tail": "half"}, "tail='half', needs drop, mean, regression"),
+    ({"min_tokens": -1}, "min_tokens=-1, needs None or"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), WRONG)
+def test_refuses(options, message):
+    with pytest.raises(PolicyError, match=f"sketch: {message}"):
+        Sketch(**options)
