@@ -193,4 +193,4 @@ def refit(cache: Cache, attention_mask: torch.Tensor | None = None) -> None:
     for layer in cache.layers:
         if isinstance(layer, SketchLayer):
             layer.due = 0
-            layer.prepare_step(0, attention_mask)
+            layer.prepare_step(int(layer.cumulative_length), attention_mask)
