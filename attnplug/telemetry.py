@@ -1,5 +1,5 @@
 """What `attnplug report --steps` runs: some decode steps of a model, and tables of what its cache
-layers counted meanwhile: certificates, picks, blocks found on the GPU."""
+layers counted meanwhile: certificates, audits, picks, blocks found on the GPU."""
 
 from importlib.resources import files
 
@@ -8,10 +8,12 @@ from rich.table import Table
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from attnplug import api
-from attnplug.policies import certificates, picks, residency
-from attnplug.policies._certified_layer import Certificates
+from attnplug.policies import picks, residency
+from attnplug.policies._certified_layer import Certificates, certified_layers
 from attnplug.policies._gather_layers import Residency
 from attnplug.policies._gvr_layer import Picks
+from attnplug.policies._sketch_audit import Audit
+from attnplug.policies._sketch_layer import audits
 
 
 @torch.no_grad()
@@ -32,8 +34,10 @@ def run(
         found.append(residents(near))
     if read := picks(cache):
         found.append(picked(read))
-    if proved := certificates(cache):
+    if proved := certified_layers(cache):
         found += certified(proved)
+    if estimated := audits(cache):
+        found.append(audited(estimated))
     return found
 
 
@@ -79,6 +83,20 @@ def picked(rows: list[Picks]) -> Table:
     )
     for row in rows:
         found.add_row(str(row.layer), str(row.tokens), f"{row.density:.3f}", f"{row.overlap:.3f}")
+    return found
+
+
+def audited(rows: list[Audit]) -> Table:
+    """One row a layer of sketch's that had an audit."""
+    found = _numbers(
+        "errors of outputs, root mean square, estimated from unread tokens",
+        "layer",
+        "audits",
+        "error",
+        "of the output",
+    )
+    for row in rows:
+        found.add_row(str(row.layer), str(row.audits), f"{row.error:.2g}", f"{row.relative:.2g}")
     return found
 
 

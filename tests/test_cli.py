@@ -34,6 +34,7 @@ def test_report_shows_what_runs_where():
     [
         ("certified(min_tokens=0)", ("E_key mean", "rung 4", "saved", "tier")),
         ("gvr(min_tokens=0)", ("density", "overlap")),
+        ("sketch(min_tokens=0)", ("audits", "of the output")),
     ],
 )
 def test_report_shows_what_layers_counted(policy, headings, monkeypatch):

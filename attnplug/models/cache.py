@@ -159,9 +159,9 @@ class PlugLayer(StaticLayer):
             self._write(*pending)
 
     def prepare_step(self, tokens: int, mask: torch.Tensor | None) -> None:
-        """Called by generate on the host, outside of compiled code, before each forward pass.
-        `tokens` are as many as generate hands on, maybe fewer than the sequence has; `mask`
-        `[B,T]` is the attention mask. For what a compiled step cannot do."""
+        """Called by generate on the host, outside of compiled code, before each step, for what a
+        compiled step cannot do. `tokens` are in the cache, as far as generate knows, maybe more;
+        `mask` `[B,T]` is the attention mask."""
 
     def bind_rows(self, **buffers: Any) -> None:
         """Keep new side buffers under their names in `row_buffers`, at a fixed address."""

@@ -101,12 +101,13 @@ def _prepare_cache_for_generation(
 def _prepare_inputs_for_generation(
     model: Any, input_ids: torch.Tensor, *args: Any, **kwargs: Any
 ) -> dict[str, Any]:
-    """What generate calls on the instance before each forward pass, on the host: the layers of a
-    PlugCache get their chance first."""
+    """What generate calls on the instance before each forward pass, on the host: before a step the
+    layers of a PlugCache get their chance."""
     cache, mask = kwargs.get("past_key_values"), kwargs.get("attention_mask")
-    if isinstance(cache, PlugCache):
+    # A prefill, or a chunk of one, is left alone: its tokens are not in the cache yet.
+    if isinstance(cache, PlugCache) and not kwargs.get("is_first_iteration", False):
         plain = mask if isinstance(mask, torch.Tensor) and mask.dim() == 2 else None
-        tokens = 0 if input_ids is None else input_ids.shape[1]
+        tokens = 0 if input_ids is None else input_ids.shape[1] - 1
         for layer in cache.layers:
             if isinstance(layer, PlugLayer):
                 layer.prepare_step(tokens, plain)

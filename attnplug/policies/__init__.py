@@ -7,13 +7,16 @@ Third parties register theirs with `register` or with an entry point in the grou
 import dataclasses
 from importlib.metadata import entry_points
 
+from transformers import Cache
+
 from attnplug.call import AttentionCall, Edges, EdgeWriter, LayerShape, Reads
 from attnplug.deprecated import old_names
 from attnplug.errors import PolicyError
-from attnplug.policies._certified_layer import certificates
+from attnplug.policies._certified_layer import Certificates, certified_layers
 from attnplug.policies._gather_layers import residency
 from attnplug.policies._gvr_layer import picks
-from attnplug.policies._sketch_layer import refit
+from attnplug.policies._sketch_audit import Audit
+from attnplug.policies._sketch_layer import audits, refit
 from attnplug.policies.base import SLOTS, Phase, check_option
 
 # A row a method: this import registers and exports it ("X as X" is what tools take for an export).
@@ -96,6 +99,13 @@ def methods() -> dict[str, type[Phase]]:
 def names() -> list[str]:
     """The names that a policy string can use, sorted."""
     return sorted(methods())
+
+
+def certificates(cache: Cache) -> list[Certificates | Audit]:
+    """What is known of the errors of a cache's steps, layer by layer: of certified, bounds that
+    hold (`Certificates`); of sketch, estimates (`Audit`). Reads them on the host: not for a
+    step."""
+    return [*certified_layers(cache), *audits(cache)]
 
 
 MOST_CHARACTERS = 1000  # every option of three methods written out has fewer

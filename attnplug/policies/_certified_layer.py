@@ -143,7 +143,7 @@ class Certificates:
         return self.found / max(1, self.wanted)
 
 
-def certificates(cache: Cache) -> list[Certificates]:
+def certified_layers(cache: Cache) -> list[Certificates]:
     """The telemetry of every certified layer of a cache. Reads it on the host: not for a step."""
     return [
         _summary(index, layer)

@@ -1,5 +1,5 @@
 """sketch's cache layer: keys, values, the codes of the keys, the basis that they are in, and the
-last queries, of which the basis is made."""
+last queries, of which the basis is made; and the audits of its steps."""
 
 from collections.abc import Callable
 from typing import ClassVar
@@ -12,15 +12,18 @@ from attnplug.models.cache import PlugLayer, RowBuffers
 from attnplug.models.sync import may_sync
 from attnplug.ops.sketch.encode_keys import encode_keys
 from attnplug.ops.sketch.state import BLOCK, Basis, Codes, empty_basis, empty_codes, fit_basis
+from attnplug.policies._sketch_audit import Asked, Audit, audit_step
 
 QUERIES = 512  # that are kept of each head
 FEW = 64  # a basis of fewer queries is made again after as many steps
-SOON, LATE = 512, 4096  # a basis is made again after as many tokens as it was made of, within
+SOON, LATE = 512, 2048  # a basis is made again after as many tokens as it was made of, within
 
 
 class SketchLayer(PlugLayer):
     """Keys and values, `codes` of `size` bytes a token, the `basis`, and `recent`, the last 512
     queries of each head `[B,Hq,512,D]`, a query at its position modulo 512.
+
+    `audits` `[B,Hq,3]` float64 counts audits and sums their two results, see `audit_step`.
 
     The host makes the basis (`refit`), never a captured or compiled step: after a prefill, where
     `note_queries` has it; between steps of generate, which calls `prepare_step`; in a step that is
@@ -29,21 +32,35 @@ class SketchLayer(PlugLayer):
     new basis begins it anew. Caches below `crossover` tokens have neither: dense reads them whole.
     """
 
-    row_buffers: ClassVar[RowBuffers] = {"codes": None, "basis": None, "recent": 0.0}
+    row_buffers: ClassVar[RowBuffers] = {
+        "codes": None,
+        "basis": None,
+        "recent": 0.0,
+        "audits": 0.0,
+    }
     defers_write = True
 
     codes: Codes | None = None
     basis: Basis | None = None
     recent: torch.Tensor | None = None
+    audits: torch.Tensor | None = None
+    asked: Asked | None = None  # of the last call
     is_fitted = False
     seen = 0  # tokens, as far as the host knows
     without_query = 0  # of them, those that came without their queries
     fitted_at = 0  # tokens that the basis was made of
     due = 0  # the basis is made again at so many tokens
+    audit_due = 0  # and a step is audited
 
-    def __init__(self, max_cache_len: int, size: int, crossover: Callable[[torch.device], int]):
+    def __init__(
+        self,
+        max_cache_len: int,
+        size: int,
+        crossover: Callable[[torch.device], int],
+        audit: int = 0,
+    ):
         super().__init__(max_cache_len=max_cache_len)
-        self.size, self.crossover = size, crossover
+        self.size, self.crossover, self.audit = size, crossover, audit
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         super().lazy_initialization(key_states, value_states)
@@ -63,7 +80,7 @@ class SketchLayer(PlugLayer):
 
     def _forget(self) -> None:
         self.is_fitted, self.seen, self.without_query = False, 0, 0
-        self.fitted_at, self.due = 0, 0
+        self.fitted_at, self.due, self.audit_due = 0, 0, 0
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs
@@ -134,17 +151,52 @@ class SketchLayer(PlugLayer):
             queries = queries.masked_fill(hidden[:, None, :, None], 0.0)
         recent.index_copy_(2, at % QUERIES, queries.to(recent.dtype))
 
+    @property
+    def _written(self) -> int:
+        """Tokens in the cache, as far as the host knows."""
+        return self.seen - (self.pending is not None)
+
     def _is_due(self) -> bool:
-        return not self.is_fitted or self.seen >= self.due
+        return not self.is_fitted or self._written >= self.due
 
     def step_by_host(self, call: AttentionCall) -> None:
-        """Make the basis anew in a step, where it is due and the host may wait for the device."""
-        if may_sync(call.q.is_cuda) and self._is_due():
+        """Audit the step before, and make the basis anew, where they are due and the host may wait
+        for the device."""
+        if not may_sync(call.q.is_cuda):
+            return
+        if self.pending is not None and self._audit_is_due():
+            self._audit(call.first_key, call.key_mask)
+        if self._is_due():
             self.refit(call.first_key, call.key_mask)
+
+    def _audit_is_due(self) -> bool:
+        known = self.is_fitted and self.asked is not None and self.recent is not None
+        return self.audit > 0 and known and self._written >= self.audit_due
+
+    def _audit(self, start: torch.Tensor | None, mask: torch.Tensor | None) -> None:
+        """Estimate the error of the last step: its query is in the ring, its token in the cache."""
+        assert self.codes is not None and self.basis is not None
+        assert self.asked is not None and self.recent is not None  # _audit_is_due has looked
+        self.audit_due = self._written + self.audit
+        lengths = self.cumulative_length.reshape(1)
+        found = audit_step(
+            self.recent.index_select(2, (lengths - 1) % QUERIES),
+            *self._buffers(),
+            self.basis,
+            self.codes,
+            self.asked,
+            **{"lengths": lengths, "start": start, "key_mask": mask, "seed": self._written},
+        )
+        if self.audits is None:
+            shape = *self.recent.shape[:2], 3
+            self.bind_rows(audits=self.recent.new_zeros(shape, dtype=torch.float64))
+            assert self.audits is not None
+        self.audits += torch.stack([torch.ones_like(found[0]), *found], -1)
 
     def prepare_step(self, tokens: int, mask: torch.Tensor | None) -> None:
         self.seen = max(self.seen, tokens)
-        if self.codes is None or not self.is_initialized or self.seen == 0 or not self._is_due():
+        audit, fit = self._audit_is_due(), self._is_due()
+        if self.codes is None or not self.is_initialized or self.seen == 0 or not (audit or fit):
             return
         keys = self._buffers()[0]
         start = None
@@ -152,7 +204,10 @@ class SketchLayer(PlugLayer):
             mask = mask.bool().to(keys.device)[:, : self.max_cache_len]
             start = mask.int().argmax(-1).to(torch.int32)
             mask = self._of_buffer(mask)
-        self.refit(start, mask)
+        if audit:
+            self._audit(start, mask)
+        if fit:
+            self.refit(start, mask)
 
     def _of_buffer(self, mask: torch.Tensor | None) -> torch.Tensor | None:
         """A mask of a prefix of the buffer, for all of it."""
@@ -175,9 +230,9 @@ class SketchLayer(PlugLayer):
             own.copy_(new)
         self.codes.progress.zero_()
         self._encode(start, mask)
-        self.fitted_at = self.seen
-        few = self.seen - self.without_query < FEW
-        self.due = self.seen + (FEW if few else min(max(self.seen, SOON), LATE))
+        tokens = self.fitted_at = self._written
+        few = tokens - self.without_query < FEW
+        self.due = tokens + (FEW if few else min(max(tokens, SOON), LATE))
         self.is_fitted = True
 
     def _encode(self, start: torch.Tensor | None, mask: torch.Tensor | None) -> None:
@@ -194,3 +249,20 @@ def refit(cache: Cache, attention_mask: torch.Tensor | None = None) -> None:
         if isinstance(layer, SketchLayer):
             layer.due = 0
             layer.prepare_step(int(layer.cumulative_length), attention_mask)
+
+
+def audits(cache: Cache) -> list[Audit]:
+    """What the audits of every layer of sketch's have found, of layers that had some. Reads them on
+    the host: not for a step."""
+    rows = []
+    for index, layer in enumerate(cache.layers):
+        if isinstance(layer, SketchLayer) and layer.audits is not None:
+            found = layer.audits.flatten(0, 1).cpu()
+            count, error, size = (float(x) for x in found.sum(0))
+            steps = int(found[:, 0].max())
+            if steps > 0:
+                # Estimates may be negative, and so may their sum be, where there is no error.
+                error = max(error, 0.0) if error == error else error
+                relative = (error / size) ** 0.5 if size > 0 else 0.0
+                rows.append(Audit(index, steps, (error / count) ** 0.5, relative))
+    return rows

@@ -21,6 +21,7 @@ from attnplug.ops import sketch_decode
 from attnplug.ops.sketch.kernels.codes import LOCAL
 from attnplug.ops.sketch.merge_sketch import TAILS
 from attnplug.ops.sketch.state import BLOCK, COORDINATES
+from attnplug.policies._sketch_audit import Asked
 from attnplug.policies._sketch_layer import SketchLayer
 from attnplug.policies.crossover import DenseBelow
 from attnplug.policies.dense import Dense
@@ -43,12 +44,14 @@ class Sketch(DenseBelow):
     count as: their mass and a regression of the values on the scores ("regression"), their mass and
     the mean value ("mean"), or nothing ("drop"). min_tokens: caches below so many tokens are read
     whole, by `dense`; None is a multiple of what a step reads, but not below a floor for the kind
-    of device.
+    of device. audit: after so many tokens the host estimates the error of a step, between two
+    steps; 0: never.
     """
 
     bytes: int = 24
     k: int = 2048
     tail: str = "regression"
+    audit: int = 256
     min_tokens: int | None = None
 
     name: ClassVar[str] = "sketch"
@@ -57,10 +60,11 @@ class Sketch(DenseBelow):
     keeps_queries: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        self.check_integers("bytes", "k")
+        self.check_integers("bytes", "k", "audit")
         self.check("bytes", self.bytes in COORDINATES, ", ".join(map(str, COORDINATES)))
         self.check("k", 1 <= self.k <= MAX_K, f"1 to {MAX_K}")
         self.check("tail", self.tail in TAILS, ", ".join(TAILS))
+        self.check("audit", self.audit >= 0, "at least 0")
         self.check_min_tokens()
 
     @property
@@ -84,15 +88,22 @@ class Sketch(DenseBelow):
         return f"reads {self.kept:,} tokens, {scan}; {dense}"
 
     def cache_layer(self, max_length: int) -> SketchLayer:
-        return SketchLayer(max_length, self.bytes, self.crossover)
+        return SketchLayer(max_length, self.bytes, self.crossover, self.audit)
 
     def note_queries(self, call: AttentionCall) -> None:
         if isinstance(call.state, SketchLayer):
             call.state.note_queries(call)
+            self._note_asked(call, call.state)
+
+    def _note_asked(self, call: AttentionCall, layer: SketchLayer) -> None:
+        """What an audit must know of the calls."""
+        if not torch.compiler.is_compiling():
+            layer.asked = Asked(call.scale, call.softcap, call.sinks, self.k, self.tail)
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
         layer = self._own_layer(call)
         if layer is not None:
+            self._note_asked(call, layer)
             layer.step_by_host(call)
         if layer is None or not layer.is_fitted:
             call.flush()

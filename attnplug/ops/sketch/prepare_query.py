@@ -178,12 +178,11 @@ def launch_prepare_query(
     codes=(None,) * 4,
     new=(None, None),
     recent=None,
-    now=None,
     warps=None,
 ):
     """Run the kernel; tensors as in `prepare_query`, on a GPU or in Triton's interpreter. In the
-    chain also clear `total`, make the missing codes, write the token `new` to the cache, the
-    lengths with it to `now`, int32 `[B]`, and the query to the ring `recent`."""
+    chain also clear `total`, make the missing codes, and write the token `new` to the cache and the
+    query to the ring `recent`."""
     batch, heads, _, width = q.shape
     kv_heads, size = k.shape[1], k.shape[2]
     group, columns = heads // kv_heads, queries.shape[3]
@@ -202,7 +201,6 @@ def launch_prepare_query(
         new_k=new_k,
         new_v=new_v,
         recent=recent,
-        now=now,
         queries=queries,
         lengths=lengths,
         start=start,

@@ -252,6 +252,13 @@ def plan_for(
     return Plan(parts, scan.Plan(256, 4, 3), -(-steps // -(-steps // pieces)), 8 if wide else 4, 32)
 
 
+def _with_new(call: Call) -> torch.Tensor | None:
+    """The lengths with the new token, for the kernels behind the first. In a tensor of its own:
+    they may read it before the first has ended, and the last one counts the cache's."""
+    lengths = call.counted
+    return lengths if lengths is None or call.new_k is None else lengths + 1
+
+
 def launch_sketch_decode(*args, plan=None, count=True):
     """Run the kernels: arguments and outputs as those of the op, on a GPU or in Triton's
     interpreter."""
@@ -263,12 +270,9 @@ def launch_sketch_decode(*args, plan=None, count=True):
         plan = plan_for(rows, size, top_k, k.shape[3], k.element_size(), processors)
     q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (call.q, k, call.v))
     is_new = call.new_k is not None
-    # The kernels behind the first read the lengths with the new token from a tensor of its own:
-    # the cache's are counted by the last.
-    now = q.new_empty(q.shape[:1], dtype=torch.int32) if is_new else None
     asked = (q, k, v, call.queries, call.scale, call.counted, call.start, call.key_mask, softcap)
     projected, *fixed = prepare._allocate(*asked)
-    rows = (now if is_new else call.counted, call.start)
+    rows = (_with_new(call), call.start)
     asked_scan = (
         *(projected, fixed[1], *call.codes),
         *(top_k, plan.parts, *rows, call.key_mask, softcap),
@@ -283,7 +287,6 @@ def launch_sketch_decode(*args, plan=None, count=True):
         codes=call.codes,
         new=(call.new_k, call.new_v),
         recent=call.recent,
-        now=now,
     )
     scan.launch_scan_sketch(*asked_scan, *scanned, plan=plan.scan, chained=True)
     asked_picks = (shares, counts, total, middle, top_k, *rows)

@@ -142,7 +142,6 @@ def prepare(
     new_k,
     new_v,
     recent,
-    now,
     queries,
     lengths,
     start,
@@ -187,8 +186,8 @@ def prepare(
 ):
     """One piece of the fixed part, a few columns of the projection, or in the chain the codes of a
     block that has left the fixed part. The first program clears the chain's histogram, writes the
-    new token to the cache, the row's length with it to `now`, and the query to its place in
-    `recent`, a ring of RING queries a head."""
+    new token to the cache, and the query to its place in `recent`, a ring of RING queries a
+    head."""
     if PDL:
         gdc_launch_dependents()
     part = tl.program_id(0)
@@ -224,9 +223,6 @@ def prepare(
             if NEW:
                 _append(token_k, k_at, length - 1, room, d, k_s, D)
                 _append(token_v, v_at, length - 1, room, d, v_s, D)
-            if now is not None:
-                if h == 0:
-                    tl.store(now + b, length)
             if recent is not None:
                 shown = (r < GROUP)[:, None] & (d < D)[None, :]
                 query = tl.load(q_at + d[None, :], mask=shown, other=0.0)
