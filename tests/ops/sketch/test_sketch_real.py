@@ -38,7 +38,9 @@ def gathered(q, k, v, scale, lengths, block):
 
 def test_errors_are_in_the_measured_order(calls):
     """Output errors of 256 tokens of 1,900: a regression for the rest, its mean value, the rest
-    dropped, gather's pages of 16 and of 128."""
+    dropped, gather's pages of 16 and of 128. Each knows or chooses less than the one before it, and
+    that order was measured on another model and length (docs/log/sketch.md): only the order is
+    asked for, as margins are the text's."""
     errors = dict.fromkeys(("regression", "mean", "drop", "pages of 16", "pages of 128"), 0.0)
     for call in calls.values():
         q, k, v = (x.detach().clone() for x in (call.q, call.k, call.v))
@@ -69,7 +71,8 @@ def test_errors_are_in_the_measured_order(calls):
                 found[f"pages of {block}"] = gathered(query, k, v, call.scale, lengths, block)
             for name, out in found.items():
                 errors[name] += float((out - want).norm() / want.norm()) / (len(calls) * STEPS)
-    assert errors["regression"] < 0.95 * errors["mean"]
-    assert errors["mean"] < 0.6 * errors["drop"]
-    assert errors["drop"] < 0.9 * errors["pages of 16"]
-    assert errors["pages of 16"] < errors["pages of 128"]
+    names = list(errors)
+    assert sorted(names, key=errors.__getitem__) == names
+    # Codes are to be worth more than the choice among pages: the sketch's own ways of counting the
+    # rest differ less than its worst does from pages.
+    assert errors["drop"] - errors["regression"] < errors["pages of 16"] - errors["drop"]
