@@ -733,6 +733,55 @@ def tiered_decode(op: Any) -> Cases:
     yield "padded", case(2, 28, 4, 4096, 128, top_k=8, **capped, **padding(2, 4096))
 
 
+def sketched(batch, kv, size, width, codes=24):
+    """basis and codes of a cache."""
+    fine, coarse = {16: (16, 32), 24: (32, 32), 32: (32, 64)}[codes]
+    rows, rank = (batch, kv), fine + coarse
+    basis = [
+        new(*rows, *shape, dtype=FP32)
+        for shape in ((width + 1, rank), (width, 2 * rank + 2 + width), (width,))
+    ]
+    shapes = (size, fine // 2), (size, coarse // 4), (-(-size // 32),)
+    return basis, [*(new(*rows, *shape, dtype=torch.uint8) for shape in shapes), new(batch, 2)]
+
+
+@cases
+def encode_keys(op: Any) -> Cases:
+    def case(batch, kv, size, width, dtype=BF16, codes=24, **options):
+        _, k, v = attention(batch, kv, kv, 1, size, width, dtype)
+        basis, made = sketched(batch, kv, size, width, codes)
+        return lambda: op(k, v, basis[0], *made, **options)
+
+    yield "bench", case(1, 4, 131072, 128, lengths=new(1))
+    yield "fp32 16 bytes", case(2, 2, 1003, 64, FP32, codes=16, lengths=new(2))
+    yield "padded 32 bytes", case(2, 4, 4096, 128, codes=32, **padding(2, 4096))
+
+
+@cases
+def sketch_decode(op: Any) -> Cases:
+    def case(batch, heads, kv, size, width, dtype=BF16, token=True, ring=True, codes=24, **options):
+        q, k, v = attention(batch, heads, kv, 1, size, width, dtype)
+        options = {"scale": 0.1, "lengths": new(1), **options}
+        if token:
+            options["new"] = tuple(new(batch, kv, 1, width, dtype=dtype) for _ in range(2))
+        if ring:
+            options["recent"] = new(batch, heads, 512, width, dtype=dtype)
+        basis, made = sketched(batch, kv, size, width, codes)
+        return lambda: op(q, k, v, *basis, *made, **options)
+
+    yield "bench", case(1, 28, 4, 131072, 128)
+    yield "uncounted", case(1, 28, 4, 131072, 128, count=False)
+    yield "token is there", case(1, 28, 4, 131072, 128, token=False, ring=False)
+    yield "mean 16 bytes", case(1, 28, 4, 131072, 128, tail="mean", codes=16)
+    yield "drop 32 bytes", case(1, 28, 4, 131072, 128, tail="drop", codes=32)
+    yield "batch=8 1M", case(8, 28, 4, 1048576, 128, lengths=new(8))
+    yield "fp16 D=80", case(2, 8, 2, 1003, 80, FP16, top_k=100, lengths=new(2))
+    yield "fp32 D=64", case(2, 9, 3, 4096, 64, FP32, lengths=new(2))
+    yield "D=256", case(1, 4, 1, 32768, 256)
+    capped = {"softcap": 30.0, "sinks": new(28, dtype=FP32)}
+    yield "padded", case(2, 28, 4, 4096, 128, **capped, **padding(2, 4096))
+
+
 BOUND = {"coverage": 0.0, "v_tol": 1e30, "explore": 0.0}
 
 
