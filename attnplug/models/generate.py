@@ -33,7 +33,7 @@ def bind_generate(model: PreTrainedModel, make_layer: MakeLayer | None) -> list[
         vars(model)[CACHE_METHOD] = MethodType(_prepare_cache_for_generation, model)
         names += [LAYER_MAKER, CACHE_METHOD]
         if hasattr(model, STEP_METHOD):
-            vars(model)[STEP_METHOD] = MethodType(_prepare_inputs_for_generation, model)
+            vars(model)[STEP_METHOD] = MethodType(prepare_inputs_for_generation, model)
             names.append(STEP_METHOD)
     for name in BATCHING_METHODS:
         if hasattr(model, name):
@@ -98,11 +98,12 @@ def _prepare_cache_for_generation(
     _drop_full_mask(model_kwargs)
 
 
-def _prepare_inputs_for_generation(
+def prepare_inputs_for_generation(
     model: Any, input_ids: torch.Tensor, *args: Any, **kwargs: Any
 ) -> dict[str, Any]:
     """What generate calls on the instance before each forward pass, on the host: before a step the
-    layers of a PlugCache get their chance."""
+    layers of a PlugCache get their chance. It has the method's own name, by which pickle finds
+    it."""
     cache, mask = kwargs.get("past_key_values"), kwargs.get("attention_mask")
     # A prefill, or a chunk of one, is left alone: its tokens are not in the cache yet.
     if isinstance(cache, PlugCache) and not kwargs.get("is_first_iteration", False):

@@ -30,9 +30,9 @@ FIXED = (1 + LOCAL.value) * BLOCK  # tokens that every step reads: the sink and 
 MAX_K = 16384
 # A cache smaller than this many times the tokens that a step reads is read whole, and one below so
 # many tokens in any case: on an H200 a step was slower than dense at 32K and faster at 128K
-# (docs/log/sketch.md).
+# (docs/log/sketch.md). On a CPU it was slower at every length that was tried, up to 262,144.
 CROSSOVER_FACTOR = 4
-CROSSOVER_FLOOR = {"cuda": 98304, "cpu": 8192}
+CROSSOVER_FLOOR = {"cuda": 98304, "cpu": 524288}
 
 
 @dataclasses.dataclass(frozen=True)

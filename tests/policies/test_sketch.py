@@ -327,7 +327,7 @@ def test_the_report_says_what_is_read_and_where_it_is_dense():
     shape = LayerShape(4, 2, 64, 0.0, False, torch.device("cpu"))
     assert Sketch().note(shape) == (
         "reads 2,688 tokens, and 24 bytes a token to choose them, estimates the rest; dense in "
-        "caches below 10,752 tokens and in those that attnplug did not make for it"
+        "caches below 524,288 tokens and in those that attnplug did not make for it"
     )
     assert "drops the rest" in Sketch(tail="drop").note(shape)
     assert Sketch(bytes=32).refusal(shape) == "sketch: 32 bytes are 96 coordinates, the head 64"
