@@ -5,7 +5,7 @@ import itertools
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from transformers.cache_utils import StaticLayer
 
@@ -159,6 +159,8 @@ ACTIONS = st.lists(
 
 @settings(max_examples=12)
 @given(actions=ACTIONS, padded=st.booleans())
+@example(actions=[("crop", 400), ("append", 290), ("append", 200)], padded=False)
+@example(actions=[("crop", 400), ("step", 140), ("step", 140), ("step", 140)], padded=True)
 def test_codes_follow_whatever_happens_to_the_cache(actions, padded):
     """Prefills in chunks, steps, crops, beams, batch changes, resets: the codes are those of the
     tokens that are there, in the basis that is there."""
