@@ -1,6 +1,6 @@
 """The kernels of `sketch` on one GPU: right against their references, and how long each takes.
 
-    python bench/sketch_ops.py --out rows.jsonl [--seconds 230]
+    python bench/sketch_ops.py --out rows.jsonl [--seconds 190]
 
 Checks every op of the chain on a few odd shapes against its CPU reference, then times the whole
 chain, and each kernel of it under several plans, beside `dense_decode` over the same cache: CUDA
@@ -9,9 +9,7 @@ script goes on, prints a short table last, and exits with 1.
 """
 
 import argparse
-import itertools
 import json
-import os
 import statistics
 import sys
 import time
@@ -30,13 +28,11 @@ from attnplug.ops.sketch import pick_tokens as pick
 from attnplug.ops.sketch import prepare_query as prepare
 from attnplug.ops.sketch import scan_sketch as scan
 from attnplug.ops.sketch import sketch_decode as decode
-from attnplug.ops.sketch.kernels import scan as scan_kernels
 from attnplug.ops.sketch.state import empty_codes, fit_basis
 
 HEADS, KV_HEADS, WIDTH, TOP_K = 28, 4, 128, 2048
-SHAPES = [(1, 1 << 17), (1, 1 << 20), (1, 1 << 15), (1, 1 << 13), (1, 1 << 19), (8, 1 << 17)]
-SHAPES += [(8, 1 << 20)]
-TUNED = [(1, 1 << 17), (1, 1 << 20)]  # whose kernels are timed under all plans
+SHAPES = [(1, 1 << 17), (1, 1 << 20), (1, 1 << 15), (8, 1 << 17), (8, 1 << 20), (1, 1 << 19)]
+TUNED = SHAPES[:5]  # whose kernels are timed under all plans
 ROTATE = 256 << 20  # bytes of caches that a graph goes through
 # dtype, head dimension, group, bytes, tokens, padded, masked, softcap
 CHECKS = [
@@ -47,7 +43,10 @@ CHECKS = [
     (torch.bfloat16, 96, 8, 24, 2048, True, True, 5.0),
     (torch.float32, 80, 16, 16, 1203, True, False, 0.0),
     (torch.float32, 256, 4, 24, 1300, False, False, 0.0),
+    (torch.bfloat16, 128, 8, 16, 5003, True, False, 0.0),
+    (torch.float16, 128, 5, 32, 4321, True, False, 0.0),
 ]
+PLANS = {"hopper": scan.PLAN, "plain": scan.PLAN._replace(hopper=False)}
 FAILURES = (
     TritonError,
     RuntimeError,
@@ -146,22 +145,18 @@ def check(dtype, width, group, size, tokens, padded, masked, cap) -> dict[str, A
     fixed, fixed_there = both(prepare.prepare_query, q, k, v, basis.queries, **options)
     found.append(near("projected", fixed_there[0], fixed[0], 1e-3))
     found.append(near("fixed_lse", fixed_there[2], fixed[2], room))
-    asked = {"top_k": top_k, "parts": 3, **rows, "key_mask": mask, "softcap": cap}
-    scanned, scanned_there = both(scan.scan_sketch, fixed[0], fixed[2], *codes, **asked)
-    shares, counts, total, sums, norm, middle = scanned
+    asked = (fixed[0], fixed[2], *codes, top_k, 3, rows["lengths"], start, mask, cap)
+    scanned = shares, total, sums, norm, middle = scan._scan_sketch(*asked)
     written = torch.zeros_like(shares, dtype=torch.bool)  # what is no candidate may hold anything
     for b, length in enumerate(lengths.tolist()):
         low = 0 if start is None else int(start[b])
         written[b, :, low + 128 : low + 128 * encode.near_block(length, low)] = True
-    found.append(near("shares", scanned_there[0].cpu()[written], shares[written], 0.02))
-    found.append(
-        near("sums", scanned_there[3] / (1 + sums.abs().cuda()), sums / (1 + sums.abs()), 2e-3)
-    )
-    found.append(near("norm", scanned_there[4], norm, 1e-3))
-    assert torch.equal(scanned_there[1][..., 0].cpu(), counts[..., 0]), "visible tokens differ"
-    picked, picked_there = both(
-        pick.pick_tokens, shares, counts, total, middle, top_k=top_k, **rows
-    )
+    for name, plan in PLANS.items():
+        moved_asked = list(map(there, asked))
+        scanned_there = scan._allocate(*moved_asked)
+        scan.launch_scan_sketch(*moved_asked, *scanned_there, plan=plan)
+        found.append(name + " " + compare_scan(scanned, scanned_there, written, rows, top_k))
+    picked, picked_there = both(pick.pick_tokens, shares, total, middle, top_k=top_k, **rows)
     assert torch.equal(picked_there[0].cpu(), picked[0]), "picks differ"
     found.append(near("cut", picked_there[1], picked[1], 1e-3))
     own, own_there = both(
@@ -214,6 +209,67 @@ def check(dtype, width, group, size, tokens, padded, masked, cap) -> dict[str, A
         assert apart < 0.05, f"chain, {name}: {apart:.3g} apart"
         found.append(near(f"lse {name}", lse_there, lse.double(), 0.05))
         assert torch.equal(own_codes[3].cpu(), codes[3]), f"progress, {name}"
+    return {"result": "ok: " + ", ".join(found)}
+
+
+def compare_scan(wanted, found, written, rows, top_k) -> str:
+    """A scan's outputs on the GPU against the CPU's, and its histogram against its own shares."""
+    shares, total, sums, norm, middle = wanted
+    own = [x.cpu() for x in found]
+    parts = [
+        near("shares", own[0][written], shares[written], 0.02),
+        near("sums", own[2] / (1 + sums.abs()), sums / (1 + sums.abs()), 2e-3),
+        near("norm", own[3], norm, 1e-3),
+        near("middle", own[4], middle, 1e-3),
+    ]
+    own[0][~written] = -torch.inf
+    compare_counts(own[0], own[1], own[4], rows, top_k)
+    return ", ".join(parts)
+
+
+def compare_counts(shares, total, middle, rows, top_k) -> None:
+    """Raise AssertionError unless `total` has all shares that can be picked; all on the CPU."""
+    lengths, start = scan.rows_on_cpu(shares[..., None], rows["lengths"], rows["start"])
+    counted = torch.zeros_like(total)
+    wide = shares.float().numpy()
+    scan._count(wide, lengths.numpy(), start.numpy(), middle.numpy(), counted.numpy())
+    reached = counted[..., 1:].flip(-1).cumsum(-1).flip(-1)
+    needed = torch.cat([torch.ones_like(reached[..., :1]), (reached < top_k).int()], -1)
+    first = reached.ge(top_k).sum(-1, keepdim=True)  # the bin of the k-th: 0 if none is
+    needed.scatter_(-1, first, 1)
+    apart = ((counted - total) * needed).abs().sum()
+    assert apart == 0, f"counts: {int(apart)} apart"
+
+
+def check_large(tokens, tile) -> dict[str, Any]:
+    """Picks of many tokens against the reference, of shares that the scan made on the GPU."""
+    layer = Layer(1, tokens, 0)
+    plan = decode.plan_for(KV_HEADS, tokens, TOP_K, WIDTH, 2, 132)
+    asked = (layer.q, layer.k, layer.v, layer.basis.queries, WIDTH**-0.5, layer.lengths, None)
+    projected, *fixed = prepare._prepare_query(*asked, None, 0.0)
+    asked = (projected, fixed[1], *layer.codes, TOP_K, plan.parts, layer.lengths, None, None, 0.0)
+    made = []
+    for scan_plan in PLANS.values():
+        made.append(scan._allocate(*asked))
+        scan.launch_scan_sketch(*asked, *made[-1], plan=scan_plan)
+    until = 128 * encode.near_block(tokens, 0)
+    shares, total, sums, _, middle = made[0]
+    plain = made[1]
+    scale = 1 + plain[2].sum(2).abs()
+    found = [
+        near("shares", shares[..., 128:until], plain[0][..., 128:until].cpu(), 0.02),
+        near("sums", sums.sum(2) / scale, plain[2].sum(2).cpu() / scale.cpu(), 2e-3),
+    ]
+    rows = {"lengths": layer.lengths.cpu(), "start": None}
+    own = [x.cpu() for x in (shares, total, middle)]
+    compare_counts(*own, rows, TOP_K)
+    asked = (shares, total, middle, TOP_K, layer.lengths, None)
+    wanted = pick._pick_tokens(*own, TOP_K, rows["lengths"], None)
+    for _ in range(20):
+        picked = pick._allocate(*asked)
+        pick.launch_pick_tokens(*asked, *picked, tile=tile)
+        assert torch.equal(picked[0].cpu(), wanted[0]), f"picks differ, tile {tile}"
+        assert torch.equal(picked[1].cpu(), wanted[1]), f"cut differs, tile {tile}"
     return {"result": "ok: " + ", ".join(found)}
 
 
@@ -285,15 +341,16 @@ class Layer:
         outputs = decode._allocate(*self.args())
         return lambda: decode.launch_sketch_decode(*self.args(), *outputs, plan=plan)
 
-    def kernels(self, plan: decode.Plan) -> dict[str, Callable[[], Any]]:
+    def kernels(self, plan: decode.Plan, tile: int | None = None) -> dict[str, Callable[[], Any]]:
         """One call of each kernel of the chain."""
         rows, q, k, v = (self.lengths, None), self.q, self.k, self.v
         asked = (q, k, v, self.basis.queries, WIDTH**-0.5, *rows, None, 0.0)
         projected, *fixed = prepare._allocate(*asked)
         asked_scan = (projected, fixed[1], *self.codes, TOP_K, plan.parts, *rows, None, 0.0)
         scanned = scan._allocate(*asked_scan)
-        shares, counts, total, sums, norm, middle = scanned
-        asked_picks = (shares, counts, total, middle, TOP_K, *rows)
+        shares, total, sums, norm, middle = scanned
+        asked_picks = (shares, total, middle, TOP_K, *rows)
+        marks = pick.new_marks(shares, tile)
         picks = pick._allocate(*asked_picks)
         asked_attend = (
             q,
@@ -309,14 +366,31 @@ class Layer:
         )
         own = attend._allocate(*asked_attend)
         merged = (q.new_empty(q.shape), norm[..., None].clone())
+
+        def scan_tokens():
+            scan.launch_scan_sketch(
+                *asked_scan, *scanned, plan=plan.scan, chained=True, marks=marks
+            )
+
+        def cleared_scan():
+            total.zero_()
+            scan_tokens()
+
+        def pick_from_shares():
+            pick.launch_pick_tokens(*asked_picks, *picks, marks=marks, tile=tile)
+
+        def scan_and_pick():
+            cleared_scan()
+            pick_from_shares()
+
         return {
             "prepare": lambda: prepare.launch_prepare_query(
                 *asked, projected, *fixed, total=total, encoder=self.basis.encoder, codes=self.codes
             ),
-            "scan": lambda: scan.launch_scan_sketch(
-                *asked_scan, *scanned, plan=plan.scan, chained=True
-            ),
-            "pick": lambda: pick.launch_pick_tokens(*asked_picks, *picks),
+            "scan": scan_tokens,
+            "cleared": cleared_scan,
+            "pick": pick_from_shares,
+            "scan+pick": scan_and_pick,
             "attend": lambda: attend.launch_attend_picks(
                 *asked_attend, *own, warps=plan.attend_warps
             ),
@@ -352,28 +426,17 @@ def time_shape(rows: Rows, batch: int, tokens: int) -> None:
     rows.attempt("chain", case, named(base), whole, layers, base)
     if (batch, tokens) not in TUNED:
         return
-    for kernel in ("prepare", "scan", "pick", "attend", "merge"):
+    for kernel in ("prepare", "scan", "cleared", "pick", "scan+pick", "attend", "merge"):
         rows.attempt(kernel, case, named(base), alone, layers, base, kernel)
-    for many, tile, warps, stages, old in SCANS:
-        parts = max(1, min(int(many * 132) // (batch * KV_HEADS), tokens // 256))
-        plan = base._replace(parts=parts, scan=scan.Plan(tile, warps, stages))
-        variant = named(plan) + (" mma.sync" if old else "")
-        rows.attempt("scan", case, variant, with_mma, old, layers, plan)
-    for kernel, plan in [
-        *(("pick", base._replace(parts=parts)) for parts in (16, 33, 132)),
-        *(
-            ("attend", base._replace(pieces=pieces, attend_warps=warps))
-            for pieces, warps in ((36, 8), (18, 4), (18, 8), (12, 4))
-        ),
-        *(
-            ("merge", base._replace(columns=columns, pieces=pieces))
-            for columns, pieces in ((64, 36), (128, 36), (32, 12))
-        ),
-    ]:
-        rows.attempt(kernel, case, named(plan), alone, layers, plan, kernel)
-    for many, pieces in itertools.product((1, 2, 4), (18, 36)):
-        plan = base._replace(parts=int(many * 132) // (batch * KV_HEADS), pieces=pieces)
+    for many, registers in SCANS:
+        parts = max(1, min(many * 132 // (batch * KV_HEADS), tokens // 256))
+        plan = base._replace(parts=parts, scan=base.scan._replace(registers=registers))
+        rows.attempt("cleared", case, named(plan), alone, layers, plan, "cleared")
         rows.attempt("chain", case, named(plan), whole, layers, plan)
+    plan = base._replace(scan=base.scan._replace(hopper=False))
+    rows.attempt("cleared", case, named(plan), alone, layers, plan, "cleared")
+    for tile in (1024, 2048, 4096, 8192):
+        rows.attempt("scan+pick", case, f"tile={tile}", alone, layers, base, "scan+pick", tile)
 
 
 def shape_row(rows: Rows, batch: int, tokens: int) -> dict[str, str]:
@@ -381,30 +444,17 @@ def shape_row(rows: Rows, batch: int, tokens: int) -> dict[str, str]:
     return {"result": "done"}
 
 
-# Programs a multiprocessor, tile, warps, stages, and whether to keep from Hopper's own product.
-SCANS = [
-    *(
-        (2, tile, warps, stages, False)
-        for tile, warps in ((128, 4), (256, 4), (256, 8))
-        for stages in (2, 3, 5)
-    ),
-    *((many, 256, 4, 3, False) for many in (1, 3, 4)),
-    (4, 128, 4, 4, False),
-    (8, 128, 4, 3, False),
-    (8, 128, 2, 3, False),
-    (4, 256, 2, 3, False),
-    (2, 256, 4, 3, True),
-    (4, 128, 4, 3, True),
-    (2, 256, 8, 3, True),
-    (4, 128, 2, 3, True),
-]
+# Programs a multiprocessor of the scan, and the most registers of a thread.
+SCANS = [(1, 128), (2, 128), (3, None), (4, 128), (8, 128)]
 
 
-def alone(layers: list[Layer], plan: decode.Plan, kernel: str) -> dict[str, float]:
+def alone(
+    layers: list[Layer], plan: decode.Plan, kernel: str, tile: int | None = None
+) -> dict[str, float]:
     """The time of one kernel; those before it in the chain have run once."""
     calls = []
     for layer in layers:
-        made = layer.kernels(plan)
+        made = layer.kernels(plan, tile)
         for call in made.values():
             call()
         calls.append(made[kernel])
@@ -417,22 +467,9 @@ def whole(layers: list[Layer], plan: decode.Plan) -> dict[str, float]:
     return microseconds([layer.chain(plan) for layer in layers])
 
 
-def with_mma(old: bool, layers: list[Layer], plan: decode.Plan) -> dict[str, float]:
-    """The time of the scan, compiled to mma.sync if `old`."""
-    if not old:
-        return alone(layers, plan, "scan")
-    os.environ["DISABLE_MMA_V3"] = "1"
-    scan_kernels.scan.device_caches.clear()
-    try:
-        return alone(layers, plan, "scan")
-    finally:
-        del os.environ["DISABLE_MMA_V3"]
-        scan_kernels.scan.device_caches.clear()
-
-
 def named(plan: decode.Plan) -> str:
     return (
-        f"parts={plan.parts} scan={plan.scan.tile}/{plan.scan.warps}w/{plan.scan.stages}s "
+        f"parts={plan.parts} {'hopper' if plan.scan.hopper else 'plain'}/{plan.scan.registers}r "
         f"pieces={plan.pieces}/{plan.attend_warps}w c={plan.columns}"
     )
 
@@ -440,7 +477,7 @@ def named(plan: decode.Plan) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--seconds", type=float, default=230)
+    parser.add_argument("--seconds", type=float, default=190)
     args = parser.parse_args()
     rows = Rows(args.out, args.seconds)
     torch.set_grad_enabled(False)
@@ -448,6 +485,8 @@ def main() -> int:
     # The usual case first, and the rest in the order of what is lost least if time runs out.
     for case in CHECKS[:1]:
         rows.attempt("check", label(case), "", check, *case)
+    for tokens, tile in ((1 << 17, 1024), (150001, 8192)):
+        rows.attempt("check", f"n={tokens}", f"tile={tile}", check_large, tokens, tile)
     for shape in SHAPES[:2]:
         rows.attempt("shape", f"batch={shape[0]} n={shape[1]}", "", shape_row, rows, *shape)
     for case in CHECKS[1:]:

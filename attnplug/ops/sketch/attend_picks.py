@@ -19,7 +19,16 @@ from attnplug.ops.common.device import early
 from attnplug.ops.common.reference import reference_kept
 from attnplug.ops.common.softmax import LOG2E, base_two
 from attnplug.ops.sketch.encode_keys import check_float
-from attnplug.ops.sketch.estimates import LARGEST, capped, digits, estimate, exp2, log2, unpack
+from attnplug.ops.sketch.estimates import (
+    LARGEST,
+    capped,
+    digits,
+    estimate,
+    exp2,
+    log2,
+    rounded,
+    unpack,
+)
 from attnplug.ops.sketch.kernels import attend as kernels
 from attnplug.ops.sketch.prepare_query import check_step
 
@@ -161,7 +170,7 @@ def _reference(
                         dot += q[b, row, 0, d] * k[b, h, n, d]
                     true = capped(np.float32(dot * scale * LOG2E), cap) - norm[b, row]
                     exact[g] = exp2(min(true, np.float32(LARGEST)))
-                if log2(guess.sum()) < cut[b, h, 0]:
+                if rounded(log2(guess.sum())) < cut[b, h, 0]:
                     sums[:, 2] += exact
                     sums[:, 3] += guess
             pick_sums[b, heads_of, p] = sums

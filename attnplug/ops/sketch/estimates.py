@@ -30,12 +30,14 @@ def capped(s, cap):
 
 @numba.njit(cache=True)
 def digits(weights):
-    """Weights `[r]` as (high, low, unit): unit (high + low / 254), the digits within -127..127."""
-    unit = max(np.abs(weights).max() / np.float32(127), np.float32(1e-30))
-    scaled = weights / unit
-    high = np.floor(scaled + np.float32(0.5))
-    low = np.floor((scaled - high) * np.float32(DIGIT) + np.float32(0.5))
-    return high, low, unit
+    """Weights `[r]` as (high, low, unit): unit (64 high + low), the digits int8. The largest weight
+    is so many units that sums over codes stay below 2^22."""
+    coarse = 64 if weights.shape[0] == 96 else 32
+    reach = min(4194303 // (15 * (weights.shape[0] - coarse) + 3 * coarse), 127 * DIGIT)
+    unit = max(np.abs(weights).max() / np.float32(reach), np.float32(1e-30))
+    whole = np.floor(weights / unit + np.float32(0.5))
+    high = np.floor((whole + np.float32(DIGIT // 2)) / np.float32(DIGIT))
+    return high, whole - high * np.float32(DIGIT), unit
 
 
 @numba.njit(cache=True)
@@ -56,8 +58,16 @@ def estimate(high, low, unit, offset, codes):
     for i in range(codes.shape[0]):
         top += high[i] * codes[i]
         bottom += low[i] * codes[i]
-    scale = unit / np.float32(DIGIT)
-    return np.float32(np.float64(top) * DIGIT + np.float64(bottom)) * scale + offset
+    return (top * np.float32(DIGIT) + bottom) * unit + offset
+
+
+@numba.njit(cache=True)
+def rounded(share):
+    """A share as float16 holds it."""
+    if not abs(share) < 2.0**16:
+        return share
+    step = 2.0 ** (max(np.floor(log2(abs(share))), -14.0) - 10) if share != 0 else 1.0
+    return np.rint(share / step) * step
 
 
 @numba.njit(cache=True)

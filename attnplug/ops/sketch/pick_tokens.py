@@ -14,7 +14,7 @@ import triton
 from attnplug.errors import ArgumentError
 from attnplug.ops.common.checks import check_sequence_inputs
 from attnplug.ops.common.define import define_op, require
-from attnplug.ops.common.device import early
+from attnplug.ops.common.device import early, machine
 from attnplug.ops.common.rows import row_step, rows_on_cpu
 from attnplug.ops.sketch.encode_keys import near_block
 from attnplug.ops.sketch.estimates import BINS, FINE, STEPS, bin_of
@@ -32,7 +32,6 @@ def capacity_for(k: int) -> int:
 
 def pick_tokens(
     shares: torch.Tensor,
-    counts: torch.Tensor,
     total: torch.Tensor,
     middle: torch.Tensor,
     *,
@@ -43,7 +42,7 @@ def pick_tokens(
     """List the tokens with the largest shares.
 
     Args:
-        shares, counts, total, middle: of `scan_sketch`.
+        shares, total, middle: of `scan_sketch`.
         top_k: tokens to pick, as in the scan.
         lengths: int32 or int64 `[1]` or `[B]`, valid keys. None: all S.
         start: int32 or int64 `[1]` or `[B]`, first real key of a left-padded row. None: 0.
@@ -57,18 +56,16 @@ def pick_tokens(
     Raises:
         ArgumentError: a shape, dtype, device or option does not fit.
     """
-    return _pick_tokens(shares, counts, total, middle, top_k, lengths, start)
+    return _pick_tokens(shares, total, middle, top_k, lengths, start)
 
 
-def _allocate(shares, counts, total, middle, top_k, lengths, start):
+def _allocate(shares, total, middle, top_k, lengths, start):
     if shares.dim() != 3 or shares.dtype != torch.float16:
         raise ArgumentError(
             f"{NAME}: shares is {shares.dtype} {tuple(shares.shape)}, needs float16 [B,Hkv,S]"
         )
     rows = tuple(shares.shape[:2])
-    parts = counts.shape[2] if counts.dim() == 4 else 1
     for label, tensor, shape, dtype in (
-        ("counts", counts, (*rows, parts, BINS), torch.int32),
         ("total", total, (*rows, BINS), torch.int32),
         ("middle", middle, rows, torch.float32),
     ):
@@ -139,7 +136,7 @@ def _reference(shares, total, middle, top_k, lengths, start, picks, cut):
         picks[b, h, count:] = -1
 
 
-def _cpu(shares, counts, total, middle, top_k, lengths, start, picks, cut):
+def _cpu(shares, total, middle, top_k, lengths, start, picks, cut):
     lengths, start = rows_on_cpu(shares[..., None], lengths, start)
     _reference(
         shares.float().numpy(),
@@ -156,35 +153,58 @@ def _cpu(shares, counts, total, middle, top_k, lengths, start, picks, cut):
 # --- CUDA ------------------------------------------------------------------------------------
 
 
-def launch_pick_tokens(shares, counts, total, middle, top_k, lengths, start, picks, cut, warps=4):
-    """Run the kernel; tensors as in `pick_tokens`, on a GPU or in Triton's interpreter."""
+def tile_for(rows: int, size: int, multiprocessors: int) -> int:
+    """Slots for one program, of `rows` rows and KV heads with `size` slots each."""
+    tile = 1024
+    while tile < 8192 and rows * triton.cdiv(size, tile) > 2 * multiprocessors:
+        tile *= 2
+    return tile
+
+
+def new_marks(shares: torch.Tensor, tile: int | None = None) -> torch.Tensor:
+    """What the programs of one row tell each other, int64 `[B, Hkv, programs]`. To be cleared
+    before each launch: in a chain the scan does."""
     batch, heads, size = shares.shape
-    parts, capacity = counts.shape[2], picks.shape[2]
+    tile = tile or tile_for(batch * heads, size, machine(shares.device)[0])
+    return shares.new_empty((batch, heads, triton.cdiv(size, tile)), dtype=torch.int64)
+
+
+def launch_pick_tokens(
+    shares, total, middle, top_k, lengths, start, picks, cut, marks=None, tile=None
+):
+    """Run the kernel; tensors as in `pick_tokens`, on a GPU or in Triton's interpreter. `marks` are
+    of `new_marks`, cleared."""
+    batch, heads, size = shares.shape
+    capacity = picks.shape[2]
+    tile = tile or tile_for(batch * heads, size, machine(shares.device)[0])
+    marks = new_marks(shares, tile).zero_() if marks is None else marks
     pdl, dependent = early(shares.device)
-    kernels.pick[(parts, heads, batch)](
+    kernels.pick[(marks.shape[2], heads, batch)](
         shares=shares,
-        counts=counts,
         total=total,
         middle=middle,
         lengths=lengths,
         start=start,
+        marks=marks,
         picks=picks,
         cut=cut,
         k=top_k,
         S=size,
-        parts=parts,
+        pieces=marks.shape[2],
         capacity=capacity,
+        TILE=tile,
+        PIECES=triton.next_power_of_2(marks.shape[2]),
         CAPACITY_P=triton.next_power_of_2(capacity),
         LENGTH_STEP=row_step(lengths),
         START_STEP=row_step(start),
         PDL=pdl,
-        num_warps=warps,
+        num_warps=max(4, min(16, tile // 512)),
         **dependent,
     )
 
 
 _pick_tokens = define_op(
-    f"{NAME}(Tensor shares, Tensor counts, Tensor total, Tensor middle, int top_k, "
+    f"{NAME}(Tensor shares, Tensor total, Tensor middle, int top_k, "
     "Tensor? lengths, Tensor? start) -> (Tensor, Tensor)",
     allocate=_allocate,
     cpu=_cpu,

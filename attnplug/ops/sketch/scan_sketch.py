@@ -7,12 +7,13 @@ attention, and what the tokens add up to.
 
 N_g stands for the head's log-sum-exp, which nobody knows yet: that of the tokens read exactly,
 joined with what n scores would have if they were normal, mean + variance ln(2) / 2 + log2 n.
-Tokens are cut in parts. Each part counts its tokens by share in bins about the share that the k-th
-would have if scores were normal; `pick_tokens` finds the k-th from the counts.
+Tokens are counted by share, in bins about the share that the k-th would have if scores were normal;
+`pick_tokens` finds the k-th from the counts.
 Source: the rules measured in docs/log/sketch.md; picking single tokens by cheap scores as in
 DeepSeek's lightning indexer (DeepSeek-V3.2, 2025).
 """
 
+import functools
 from typing import NamedTuple
 
 import numba
@@ -38,6 +39,7 @@ from attnplug.ops.sketch.estimates import (
     log2,
     unpack,
 )
+from attnplug.ops.sketch.kernels import hopper_scan
 from attnplug.ops.sketch.kernels import scan as kernels
 from attnplug.ops.sketch.state import BLOCK, CHUNK
 
@@ -73,10 +75,10 @@ def scan_sketch(
             which the regression wants: 2^(cap(s^) - N) s^.
 
     Returns:
-        shares float16 `[B, Hkv, S]`, written for candidates, -inf for a hidden one.
-        counts int32 `[B, Hkv, parts, 256]`: of each part how many tokens in all (bin 0), and in
+        shares float16 `[B, Hkv, S]`, written for candidates, at least -126, -inf for a hidden one.
+            What is written for others means nothing.
+        total int32 `[B, Hkv, 256]`: how many visible candidates there are (bin 0), and how many in
             each other bin; bins that cannot hold the k-th may miss some.
-        total int32 `[B, Hkv, 256]`: the sum of `counts` over parts.
         sums float32 `[B, Hq, parts, 2]`: Z and U of each part. NaN where a key or value of the part
             is not finite, or codes are missing.
         norm float32 `[B, Hq]`: N.
@@ -126,7 +128,6 @@ def _allocate(
     rows, new = fine.shape[:2], projected.new_empty
     return (
         new((*rows, fine.shape[2]), dtype=torch.float16),
-        new((*rows, parts, BINS), dtype=torch.int32),
         new((*rows, BINS), dtype=torch.int32),
         new((batch, heads, parts, 2)),
         new((batch, heads)),
@@ -254,28 +255,26 @@ def _score(
                     mass[g] += e
                     moment[g] += e * (s - (np.float32(0) if cap > 0 else own_norm[g]))
                     share += e
-                shares[b, h, n] = log2(share) if share != 0 else -np.inf
+                shares[b, h, n] = log2(max(share, 2.0**-126))
             for g in range(group):
                 sums[b, h * group + g, part, 0] = np.nan if poison else mass[g]
                 sums[b, h * group + g, part, 1] = moment[g]
 
 
 @numba.njit(parallel=True, cache=True)
-def _count(shares, lengths, start, middle, counts):
-    """The histogram of each part of rounded shares, the rows and heads in parallel."""
-    batch, kv_heads, parts, _ = counts.shape
+def _count(shares, lengths, start, middle, total):
+    """The histogram of rounded shares of each row and KV head, in parallel."""
+    batch, kv_heads, _ = total.shape
     for item in numba.prange(batch * kv_heads):
         b, h = item // kv_heads, item % kv_heads
-        near = near_block(lengths[b], start[b])
-        counts[b, h] = 0
-        for part in range(parts):
-            first, last = part * (near - 1) // parts, (part + 1) * (near - 1) // parts
-            for n in range(start[b] + (1 + first) * BLOCK, start[b] + (1 + last) * BLOCK):
-                if shares[b, h, n] > -np.inf:
-                    index = bin_of(shares[b, h, n], middle[b, h])
-                    counts[b, h, part, 0] += 1
-                    if index > 0:
-                        counts[b, h, part, index] += 1
+        total[b, h] = 0
+        first = start[b] + BLOCK
+        for n in range(first, start[b] + near_block(lengths[b], start[b]) * BLOCK):
+            if shares[b, h, n] > -np.inf:
+                index = bin_of(shares[b, h, n], middle[b, h])
+                total[b, h, 0] += 1
+                if index > 0:
+                    total[b, h, index] += 1
 
 
 def _cpu(
@@ -292,7 +291,6 @@ def _cpu(
     key_mask,
     softcap,
     shares,
-    counts,
     total,
     sums,
     norm,
@@ -319,8 +317,7 @@ def _cpu(
         middle.numpy(),
     )
     shares.copy_(wide)
-    _count(shares.float().numpy(), lengths.numpy(), start.numpy(), middle.numpy(), counts.numpy())
-    total.copy_(counts.sum(2))
+    _count(shares.float().numpy(), lengths.numpy(), start.numpy(), middle.numpy(), total.numpy())
 
 
 # --- CUDA ------------------------------------------------------------------------------------
@@ -332,9 +329,16 @@ class Plan(NamedTuple):
     tile: int  # tokens of one step: 128 or 256
     warps: int
     stages: int
+    hopper: bool = True  # the kernel for Hopper where it can run, which has one way
+    registers: int | None = 128  # of a thread of it, at most
 
 
 PLAN = Plan(256, 4, 3)
+
+
+@functools.cache
+def _on_hopper(device):
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
 
 
 def launch_scan_sketch(
@@ -351,70 +355,82 @@ def launch_scan_sketch(
     key_mask,
     softcap,
     shares,
-    counts,
     total,
     sums,
     norm,
     middle,
     plan=PLAN,
     chained=False,
+    marks=None,
 ):
-    """Run the kernel; tensors as in `scan_sketch`, on a GPU or in Triton's interpreter. In a chain
-    `total` has been cleared, and the codes are known to be complete."""
+    """Run a kernel; tensors as in `scan_sketch`, on a GPU or in Triton's interpreter. In a chain
+    `total` has been cleared, the codes are known to be complete, and `marks` of `pick_tokens` are
+    cleared here."""
     batch, kv_heads, size, _ = fine.shape
-    heads, columns = projected.shape[1:]
-    group = heads // kv_heads
+    group = projected.shape[1] // kv_heads
     pdl, dependent = early(projected.device)
     if not chained:
         total.zero_()
     key_mask = mask_bytes(key_mask)
-    kernels.scan[(parts, kv_heads, batch)](
-        projected=projected,
-        fixed_lse=fixed_lse,
-        fine=fine,
-        coarse=coarse,
-        odd=odd,
-        progress=progress,
-        lengths=lengths,
-        start=start,
+    count = 0 if marks is None else marks.shape[2]
+    asked = {
+        "projected": projected,
+        "fixed_lse": fixed_lse,
+        "fine": fine,
+        "coarse": coarse,
+        "odd": odd,
+        "progress": progress,
+        "lengths": lengths,
+        "start": start,
+        "shares": shares,
+        "marks": marks,
+        "total": total,
+        "sums": sums,
+        "norm": norm,
+        "middle": middle,
+        "k": top_k,
+        "S": size,
+        "chunks": odd.shape[2],
+        "parts": parts,
+        "pieces": fixed_lse.shape[2],
+        "columns": projected.shape[2],
+        "mark_count": count,
+        "GROUP": group,
+        "R4": 2 * fine.shape[3],
+        "R2": 4 * coarse.shape[3],
+        "PIECES": triton.next_power_of_2(fixed_lse.shape[2]),
+        "MARKS": triton.next_power_of_2(max(1, triton.cdiv(count, parts))),
+        "CHECKED": not chained,
+        "LENGTH_STEP": row_step(lengths),
+        "START_STEP": row_step(start),
+        "PDL": pdl,
+        **dependent,
+    }
+    grid = (parts, kv_heads, batch)
+    plain = group <= 8 and key_mask is None and softcap == 0
+    if plan.hopper and plain and _on_hopper(projected.device):
+        limit = {} if plan.registers is None else {"maxnreg": plan.registers}
+        hopper_scan.scan[grid](**asked, num_warps=hopper_scan.WARPS.value, **limit)
+        return
+    kernels.scan[grid](
+        **asked,
         key_mask=key_mask,
-        shares=shares,
-        counts=counts,
-        total=total,
-        sums=sums,
-        norm=norm,
-        middle=middle,
-        k=top_k,
         cap=softcap * LOG2E,
-        S=size,
-        chunks=odd.shape[2],
-        parts=parts,
-        pieces=fixed_lse.shape[2],
-        columns=columns,
         mask_b=0 if key_mask is None else key_mask.stride(0),
-        GROUP=group,
         HEADS=max(8, triton.next_power_of_2(group)),
-        R4=2 * fine.shape[3],
-        R2=4 * coarse.shape[3],
         TILE=plan.tile,
         STAGES=plan.stages,
-        PIECES=triton.next_power_of_2(fixed_lse.shape[2]),
         REFRESH=1,
         CAPPED=softcap > 0,
-        CHECKED=not chained,
         ASM=projected.is_cuda,
-        LENGTH_STEP=row_step(lengths),
-        START_STEP=row_step(start),
-        PDL=pdl,
         num_warps=plan.warps,
-        **dependent,
     )
 
 
 _scan_sketch = define_op(
     f"{NAME}(Tensor projected, Tensor fixed_lse, Tensor fine, Tensor coarse, Tensor odd, "
     "Tensor progress, int top_k, int parts, Tensor? lengths, Tensor? start, Tensor? key_mask, "
-    "float softcap) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "float softcap) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     allocate=_allocate,
     cpu=_cpu,
     cuda=launch_scan_sketch,

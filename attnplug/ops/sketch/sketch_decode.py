@@ -214,10 +214,10 @@ def _cpu(*args, count=True):
     projected, *fixed = prepare._prepare_query(
         q, k, v, call.queries, call.scale, *rows, call.key_mask, softcap
     )
-    shares, counts, total, sums, norm, middle = scan._scan_sketch(
+    shares, total, sums, norm, middle = scan._scan_sketch(
         projected, fixed[1], *call.codes, call.top_k, 1, *rows, call.key_mask, softcap
     )
-    picks, cut = pick._pick_tokens(shares, counts, total, middle, call.top_k, *rows)
+    picks, cut = pick._pick_tokens(shares, total, middle, call.top_k, *rows)
     picked = attend._attend_picks(
         q, k, v, projected, call.fine, call.coarse, picks, cut, norm, call.scale, 1, softcap
     )
@@ -245,7 +245,7 @@ def plan_for(
 ) -> Plan:
     """The plan of a shape: `rows` (sequence, KV head) pairs with caches of `size` tokens."""
     blocks = max(1, size // encode.BLOCK)
-    parts = max(1, min(2 * multiprocessors // rows, blocks // 2))
+    parts = max(1, min(4 * multiprocessors // rows, blocks // 4))
     steps = pick.capacity_for(top_k) // attend.TILE
     pieces = max(1, min(steps, 8 * multiprocessors // rows))
     wide = width * itemsize > 256
@@ -277,7 +277,8 @@ def launch_sketch_decode(*args, plan=None, count=True):
         *(projected, fixed[1], *call.codes),
         *(top_k, plan.parts, *rows, call.key_mask, softcap),
     )
-    scanned = shares, counts, total, sums, norm, middle = scan._allocate(*asked_scan)
+    scanned = shares, total, sums, norm, middle = scan._allocate(*asked_scan)
+    marks = pick.new_marks(shares)
     prepare.launch_prepare_query(
         *asked,
         projected,
@@ -288,10 +289,10 @@ def launch_sketch_decode(*args, plan=None, count=True):
         new=(call.new_k, call.new_v),
         recent=call.recent,
     )
-    scan.launch_scan_sketch(*asked_scan, *scanned, plan=plan.scan, chained=True)
-    asked_picks = (shares, counts, total, middle, top_k, *rows)
+    scan.launch_scan_sketch(*asked_scan, *scanned, plan=plan.scan, chained=True, marks=marks)
+    asked_picks = (shares, total, middle, top_k, *rows)
     picks, cut = pick._allocate(*asked_picks)
-    pick.launch_pick_tokens(*asked_picks, picks, cut)
+    pick.launch_pick_tokens(*asked_picks, picks, cut, marks=marks)
     asked_attend = (
         *(q, k, v, projected, call.fine, call.coarse),
         *(picks, cut, norm, call.scale, plan.pieces, softcap),

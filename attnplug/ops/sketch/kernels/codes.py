@@ -15,7 +15,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 BLOCK = tl.constexpr(128)  # tokens; the sink is the first block
 CHUNK = tl.constexpr(32)  # tokens that share a flag
 LOCAL = tl.constexpr(4)  # last blocks that are read exactly, the one being filled included
-DIGIT = tl.constexpr(254)  # units of the low digit in one of the high digit
+DIGIT = tl.constexpr(64)  # units of the low digit in one of the high digit
 LARGEST = tl.constexpr(100.0)  # share of a token, log2, past which it counts no more
 # Bins of the histogram of shares: STEPS a factor of 2 within FINE bins of the middle, an eighth of
 # that beyond.
@@ -102,6 +102,23 @@ def unpack_coarse(x, ASM: tl.constexpr):
 
 
 @triton.jit
+def reach(R: tl.constexpr):
+    """The largest weight in units: two int8 digits hold it, and sums over the codes of R
+    coordinates stay below 2^22, so that 1.5 * 2^23 plus a sum is exact in float32."""
+    COARSE: tl.constexpr = 64 if R == 96 else 32
+    LIMIT: tl.constexpr = 4194303 // (15 * (R - COARSE) + 3 * COARSE)
+    return LIMIT if LIMIT < 127 * DIGIT else 127 * DIGIT
+
+
+@triton.jit
+def split_digits(weight, unit):
+    """Weights as two int8 digits, 64 high + low, in units."""
+    whole = tl.floor(weight / unit + 0.5).to(tl.int32)
+    high = (whole + DIGIT // 2) >> 6
+    return high.to(tl.int8), (whole - high * DIGIT).to(tl.int8)
+
+
+@triton.jit
 def load_digits(
     weights,
     row,
@@ -120,10 +137,7 @@ def load_digits(
     weight = tl.load(
         at, mask=(i < R)[:, None] & (g < GROUP)[None, :], other=0.0, cache_modifier=".cg"
     )
-    scaled = weight / unit[None, :]
-    high = tl.floor(scaled + 0.5)
-    low = tl.floor((scaled - high) * DIGIT + 0.5)
-    return high.to(tl.int8), low.to(tl.int8)
+    return split_digits(weight, unit[None, :])
 
 
 @triton.jit
@@ -136,14 +150,14 @@ def load_unit(
     GROUP: tl.constexpr,
     HEADS: tl.constexpr,
 ):
-    """What one of the high digit stands for, [HEADS]."""
+    """What one unit of the digits stands for, [HEADS]."""
     i = tl.arange(0, RP)
     g = tl.arange(0, HEADS)
     at = weights + (row + g).to(tl.int64)[None, :] * columns + i[:, None]
     weight = tl.load(
         at, mask=(i < R)[:, None] & (g < GROUP)[None, :], other=0.0, cache_modifier=".cg"
     )
-    return tl.maximum(tl.max(tl.abs(weight), 0) / 127, 1e-30)
+    return tl.maximum(tl.max(tl.abs(weight), 0) / reach(R), 1e-30)
 
 
 @triton.jit
@@ -181,7 +195,7 @@ def estimated(fine, coarse, fine_high, fine_low, coarse_high, coarse_low, unit, 
     high = tl.dot(coarse, coarse_high, acc=high, out_dtype=tl.int32)
     low = tl.dot(fine, fine_low, out_dtype=tl.int32)
     low = tl.dot(coarse, coarse_low, acc=low, out_dtype=tl.int32)
-    return (high * DIGIT + low).to(tl.float32) * (unit / DIGIT)[None, :] + offset[None, :]
+    return (high * DIGIT + low).to(tl.float32) * unit[None, :] + offset[None, :]
 
 
 @triton.jit
@@ -198,7 +212,7 @@ def exp2(x, ASM: tl.constexpr):
 @triton.jit
 def share(e, ASM: tl.constexpr):
     """log2 of the sum of a group's shares `e [N, HEADS]`, rounded as it is stored."""
-    total = tl.sum(e, 1)
+    total = tl.maximum(tl.sum(e, 1), 1.1754943508222875e-38)  # no token is out of reach
     if ASM:  # within 2^-21, far below the float16 that it becomes
         total = tl.inline_asm_elementwise(
             "lg2.approx.ftz.f32 $0, $1;", "=f,f", [total], dtype=tl.float32, is_pure=True, pack=1
@@ -209,13 +223,18 @@ def share(e, ASM: tl.constexpr):
 
 
 @triton.jit
-def bin_of(h, middle):
-    """The bin of a share `h`; what is below them all goes to bin 0."""
+def place_of(h, middle):
+    """Where a share `h` is in the histogram, in bins from the middle, -128 to 127."""
     y = (h.to(tl.float32) - middle) * STEPS
     far = tl.abs(y) - FINE
     y = tl.where(far > 0, tl.where(y > 0, 1.0, -1.0) * (FINE + far * 0.125), y)
-    y = tl.minimum(tl.maximum(y, -128.0), 127.0)
-    return tl.floor(y).to(tl.int32) + 128
+    return tl.minimum(tl.maximum(y, -128.0), 127.0)
+
+
+@triton.jit
+def bin_of(h, middle):
+    """The bin of a share `h`; what is below them all goes to bin 0."""
+    return tl.floor(place_of(h, middle)).to(tl.int32) + 128
 
 
 @triton.jit
@@ -225,3 +244,37 @@ def edge_of(index, middle):
     far = tl.abs(y) - FINE
     y = tl.where(far > 0, tl.where(y > 0, 1.0, -1.0) * (FINE + far * 8), y)
     return middle + y / STEPS
+
+
+@triton.jit
+def _logaddexp2(a, b):
+    top = tl.maximum(a, b)
+    shift = tl.where(top == float("-inf"), 0.0, top)
+    return shift + tl.log2(tl.exp2(a - shift) + tl.exp2(b - shift))
+
+
+@triton.jit
+def _normal_quantile(p):
+    """z with P(Z > z) = p for a standard normal Z, within 0.003: Abramowitz and Stegun 26.2.22."""
+    small = tl.maximum(tl.minimum(p, 1 - p), 1e-9)
+    t = tl.sqrt(-1.3862943611198906 * tl.log2(small))
+    z = t - (2.30753 + 0.27061 * t) / (1 + t * (0.99229 + 0.04481 * t))
+    return tl.where(p < 0.5, z, -z)
+
+
+@triton.jit
+def placed(known, mean, variance, n_tokens, k, cap, CAPPED: tl.constexpr):
+    """(norm, likely) [HEADS]: what stands for a head's log-sum-exp, that of the pieces `known`
+    [PIECES, HEADS] and of scores as if they were normal, and the share that the k-th token would
+    then have."""
+    log_n = tl.log2(n_tokens.to(tl.float32))
+    closed = capped(mean, cap, CAPPED) + log_n + 0.34657359027997264 * variance
+    if CAPPED:
+        closed = tl.minimum(closed, cap + log_n)
+    top = tl.max(known, 0)
+    shift = tl.where(top == float("-inf"), 0.0, top)
+    # A NaN may be dropped by the maximum; it comes back through the sum.
+    fixed = shift + tl.log2(tl.sum(tl.exp2(known - shift[None, :]), 0))
+    norm = _logaddexp2(fixed, closed)
+    z = _normal_quantile(k / tl.maximum(n_tokens, 1).to(tl.float32))
+    return norm, capped(mean + z * tl.sqrt(variance), cap, CAPPED) - norm

@@ -18,6 +18,7 @@ from attnplug.ops.sketch.kernels.codes import (
     load_unit,
     load_variance,
     near_block,
+    placed,
     share,
     unpack_coarse,
     unpack_fine,
@@ -25,33 +26,13 @@ from attnplug.ops.sketch.kernels.codes import (
 
 
 @triton.jit
-def _logaddexp2(a, b):
-    top = tl.maximum(a, b)
-    shift = tl.where(top == float("-inf"), 0.0, top)
-    return shift + tl.log2(tl.exp2(a - shift) + tl.exp2(b - shift))
-
-
-@triton.jit
-def _normal_quantile(p):
-    """z with P(Z > z) = p for a standard normal Z, within 0.003: Abramowitz and Stegun 26.2.22."""
-    small = tl.maximum(tl.minimum(p, 1 - p), 1e-9)
-    t = tl.sqrt(-1.3862943611198906 * tl.log2(small))
-    z = t - (2.30753 + 0.27061 * t) / (1 + t * (0.99229 + 0.04481 * t))
-    return tl.where(p < 0.5, z, -z)
-
-
-@triton.jit
-def _fixed_lse(fixed_lse, row, pieces, PIECES: tl.constexpr, GROUP, HEADS: tl.constexpr):
-    """Log-sum-exp [HEADS] of the tokens that are read exactly, from those of its pieces."""
-    g = tl.arange(0, HEADS)
-    j = tl.arange(0, PIECES)
-    at = fixed_lse + (row + g).to(tl.int64)[:, None] * pieces + j[None, :]
-    mask = (g < GROUP)[:, None] & (j < pieces)[None, :]
-    lse = tl.load(at, mask=mask, other=float("-inf"), cache_modifier=".cg")
-    top = tl.max(lse, 1)
-    shift = tl.where(top == float("-inf"), 0.0, top)
-    # A NaN may be dropped by the maximum; it comes back through the sum.
-    return shift + tl.log2(tl.sum(tl.exp2(lse - shift[:, None]), 1))
+def clear_marks(marks, place, part, parts, count, MARKS: tl.constexpr):
+    """Clear this part's share of a row's `count` marks, which `pick` makes: MARKS at most."""
+    first = part * count // parts
+    last = (part + 1) * count // parts
+    i = tl.arange(0, MARKS)
+    at = marks + place * count + first + i
+    tl.store(at, tl.zeros([MARKS], tl.int64), mask=first + i < last)
 
 
 @triton.jit
@@ -66,7 +47,7 @@ def scan(
     start,
     key_mask,
     shares,
-    counts,
+    marks,
     total,
     sums,
     norm,
@@ -79,6 +60,7 @@ def scan(
     pieces,
     columns,
     mask_b,
+    mark_count,
     GROUP: tl.constexpr,
     HEADS: tl.constexpr,
     R4: tl.constexpr,
@@ -86,6 +68,7 @@ def scan(
     TILE: tl.constexpr,
     STAGES: tl.constexpr,
     PIECES: tl.constexpr,
+    MARKS: tl.constexpr,
     REFRESH: tl.constexpr,
     CAPPED: tl.constexpr,
     CHECKED: tl.constexpr,
@@ -110,10 +93,10 @@ def scan(
     first = part * (near - 1) // parts  # blocks after the sink
     last = (part + 1) * (near - 1) // parts
     own_tokens = (last - first) * BLOCK
-    counts += (place * parts + part) * BINS
     total += place * BINS
     bins = tl.arange(0, BINS)
-    tl.store(counts + bins, tl.zeros([BINS], tl.int32))
+    if marks is not None:
+        clear_marks(marks, place, part, parts, mark_count, MARKS)
 
     n = tl.arange(0, TILE)
     g = tl.arange(0, HEADS)
@@ -128,15 +111,14 @@ def scan(
     offset = tl.load(facts, mask=in_group, other=0.0, cache_modifier=".cg")
     mean = tl.load(facts + 1, mask=in_group, other=0.0, cache_modifier=".cg")
     variance = load_variance(projected, row, columns, R4 + R2, RP, GROUP, HEADS)
-    log_n = tl.log2(n_tokens.to(tl.float32))
-    closed = capped(mean, cap, CAPPED) + log_n + 0.34657359027997264 * variance
-    if CAPPED:
-        closed = tl.minimum(closed, cap + log_n)
-    known = _fixed_lse(fixed_lse, row, pieces, PIECES, GROUP, HEADS)
-    base = _logaddexp2(known, closed)
-    # Where the k-th share would be if scores were normal: the middle of the histogram.
-    z = _normal_quantile(k / tl.maximum(n_tokens, 1).to(tl.float32))
-    likely = capped(mean + z * tl.sqrt(variance), cap, CAPPED) - base
+    j = tl.arange(0, PIECES)
+    known = tl.load(
+        fixed_lse + (row + g).to(tl.int64)[None, :] * pieces + j[:, None],
+        mask=in_group[None, :] & (j < pieces)[:, None],
+        other=float("-inf"),
+        cache_modifier=".cg",
+    )
+    base, likely = placed(known, mean, variance, n_tokens, k, cap, CAPPED)
     centre = tl.max(tl.where(in_group, likely, float("-inf")), 0)
     centre = tl.where(tl.abs(centre) < 1e30, centre, 0.0)
     if part == 0:
@@ -159,7 +141,6 @@ def scan(
     visible = tl.zeros([TILE], tl.int32)
     floor = float("-inf")  # a lower bound of the k-th share
     due = 1
-    tl.debug_barrier()  # the zeros of `counts` stand before any thread counts
     for i in tl.range(0, (last - first + PER - 1) // PER, num_stages=STAGES):  # pyright: ignore[reportGeneralTypeIssues]
         at = i * TILE  # times 32 bytes it stays below 2^31
         seen = at + n < own_tokens
@@ -190,23 +171,19 @@ def scan(
             e = exp2(tl.minimum(s, limit), ASM)
         mass += e
         moment += e * s
-        h_tile = share(e, ASM)
+        h_tile = tl.where(seen, share(e, ASM), float("-inf"))
         tl.store(shares_at + at, h_tile, mask=at + n < own_tokens)
-        counted = h_tile > float("-inf")
-        visible += counted.to(tl.int32)
+        visible += seen.to(tl.int32)
         if i == due:  # `total` only grows: a share that k tokens have reached stays a lower bound
             reached = tl.cumsum(tl.load(total + bins, cache_modifier=".cg"), 0, reverse=True)
             index = tl.sum((reached >= k).to(tl.int32), 0) - 1
             floor = tl.maximum(floor, index.to(tl.float32))
             due += due * REFRESH
         index = bin_of(h_tile, centre)
-        counted = counted & (index > 0) & (index >= floor)
-        tl.atomic_add(counts + index, 1, mask=counted, sem="relaxed")
+        counted = seen & (index > 0) & (index >= floor)
         tl.atomic_add(total + index, 1, mask=counted, sem="relaxed")
 
-    seen_tokens = tl.sum(visible, 0)
-    tl.store(counts, seen_tokens)
-    tl.atomic_add(total, seen_tokens, sem="relaxed")
+    tl.atomic_add(total, tl.sum(visible, 0), sem="relaxed")
     wrong = tl.zeros([BINS], tl.int32)
     flags = odd + place * chunks
     end = (1 + last) * (BLOCK // CHUNK)

@@ -1,0 +1,408 @@
+"""The scan of `scan_sketch` for Hopper (sm_90), in Gluon: groups of up to 8 heads, no key mask and
+no cap. `scan.scan` does the same for all else.
+
+    scores   [64, 8] = 1.5 * 2^23 + codes weights, integers, for the 64 even and for the 64 odd
+             tokens of a chunk. The bits of such an integer are the float32 of the same value,
+             so none is converted.
+    shares   [64, 8]: of each row two tokens of four chunks. A product with a matrix of ones in one
+             column adds up a group's heads and leaves each token's sum in one thread.
+
+Where a row of 16 bytes is two tokens (`hopper_codes.py`), the weights of even tokens are 0 where
+odd tokens have their codes.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import mma_v2
+
+from attnplug.ops.common.rows import blocks_done, row_span
+from attnplug.ops.sketch.kernels.codes import (
+    BINS,
+    BLOCK,
+    CHUNK,
+    LARGEST,
+    edge_of,
+    near_block,
+    placed,
+    reach,
+)
+from attnplug.ops.sketch.kernels.hopper_codes import (
+    MMA,
+    PAIRS,
+    WORDS,
+    load_step,
+    two_chunks,
+)
+
+WARPS = gl.constexpr(4)
+CHUNKS = gl.constexpr(4)  # of a step
+WEIGHTS = gl.constexpr(gl.DotOperandLayout(1, MMA.value, 4))
+SUMMED = gl.constexpr(gl.DotOperandLayout(0, MMA.value, 1))
+ONES = gl.constexpr(gl.DotOperandLayout(1, MMA.value, 1))
+PER_HEAD = gl.constexpr(gl.SliceLayout(0, WEIGHTS.value))
+COLUMN = gl.constexpr(gl.SliceLayout(0, MMA.value))
+FLAT = gl.constexpr(gl.BlockedLayout([2], [32], [4], [0]))
+ONE = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
+MAGIC = gl.constexpr(0x4B400000)  # the bits of 1.5 * 2^23
+SMALLEST = gl.constexpr(2.0**-126)
+
+# Count a pair of shares $1 in their bins, as `bin_of`: $2 is the address of bin 0, $4 the least
+# share that can count (in both halves), $5 the middle, $7 the least bin that counts.
+_ONE = """
+cvt.f32.f16 y, {half};
+sub.f32 y, y, $5;
+mul.f32 y, y, {steps};
+abs.f32 far, y;
+sub.f32 far, far, {fine};
+fma.rn.f32 t, far, 0f3E000000, {fine};
+copysign.f32 t, y, t;
+setp.gt.f32 p, far, 0f00000000;
+selp.f32 y, t, y, p;
+min.f32 y, y, 0f42FE0000;
+max.f32 y, y, 0fC3000000;
+add.rm.f32 y, y, 0f4B400000;
+mov.b32 index, y;
+sub.s32 index, index, 0x4B3FFF80;
+setp.ge.s32 p, index, $7;
+mad.wide.s32 at, index, 4, $2;
+@p red.relaxed.gpu.global.add.u32 [at], 1;
+"""
+
+
+def _count() -> str:
+    numbers = {"steps": "0f41800000", "fine": "0f42C00000"}
+    both = "".join(_ONE.format(half=half, **numbers) for half in ("a", "b"))
+    return f"""{{
+.reg .b16 a, b;
+.reg .b32 index;
+.reg .b64 at;
+.reg .f32 y, far, t;
+.reg .pred p, q;
+mov.b32 {{a, b}}, $1;
+setp.ge.f16x2 p|q, $1, $4;
+or.pred p, p, q;
+@!p bra DONE;
+{both}
+DONE:
+mov.b32 $0, 0;
+}}"""
+
+
+_COUNT = gl.constexpr(_count())
+
+
+@gluon.jit
+def _weights(
+    projected, columns, first, FIELDS: gl.constexpr, BYTES: gl.constexpr, ODD: gl.constexpr, GROUP
+):
+    """Weights [16 FIELDS, 8] in the order of a row's bytes, of its even or its odd token."""
+    k = gl.arange(0, 16 * FIELDS, layout=gl.SliceLayout(1, WEIGHTS))
+    g = gl.arange(0, 8, layout=PER_HEAD)
+    coordinate = k // 16 * BYTES + k % BYTES
+    mask = (g < GROUP)[None, :] & (k >= 0)[:, None]
+    if BYTES == 8:
+        mask = mask & (k % 16 // 8 == ODD)[:, None]
+    at = projected + g[None, :] * columns + first + coordinate[:, None]
+    return gl.load(at, mask=mask, other=0.0, cache_modifier=".cg")
+
+
+@gluon.jit
+def _digits(weight, unit):
+    """Weights as two int8 digits, 64 high + low, in units."""
+    whole = gl.floor(weight / unit[None, :] + 0.5).to(gl.int32)
+    high = (whole + 32) >> 6
+    return high.to(gl.int8), (whole - (high << 6)).to(gl.int8)
+
+
+@gluon.jit
+def _products(fine, coarse, fine_digits, coarse_digits):
+    """64 high + low of 64 tokens, plus MAGIC, as float32 [64, 8]."""
+    fine_high, fine_low = fine_digits
+    coarse_high, coarse_low = coarse_digits
+    low = mma_v2(fine, fine_low, gl.full([PAIRS, 8], MAGIC, gl.int32, MMA))
+    high = mma_v2(fine, fine_high, gl.full([PAIRS, 8], 0, gl.int32, MMA))
+    low = mma_v2(coarse, coarse_low, low)
+    high = mma_v2(coarse, coarse_high, high)
+    return ((high << 6) + low).to(gl.float32, bitcast=True)
+
+
+@gluon.jit
+def _exp2(x):
+    return gl.inline_asm_elementwise(
+        "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def _log2(x):
+    return gl.inline_asm_elementwise(
+        "lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def _heads_in_order(e, other):
+    """[64, 8] of even and of odd tokens as [64, 16], the heads in the order in which threads hold
+    them."""
+    x = gl.reshape(gl.join(e, other), (PAIRS, 4, 2, 2))  # heads 2 i + j, parity
+    return gl.convert_layout(gl.reshape(gl.permute(x, (0, 3, 2, 1)), (PAIRS, 16)), SUMMED)
+
+
+@gluon.jit
+def _half_step(
+    fine_a,
+    fine_b,
+    coarse_a,
+    coarse_b,
+    digits,
+    unit,
+    shift,
+    limit_a,
+    limit_b,
+    mass,
+    moment,
+    sums,
+    FIRST: gl.constexpr,
+    R4: gl.constexpr,
+    R2: gl.constexpr,
+):
+    """Add chunks FIRST and FIRST + 1 of a step to what the heads and the tokens add up to."""
+    f0, f1, f2, f3 = two_chunks(fine_a, fine_b, R4 // 2, 2)
+    c0, c1, c2, c3 = two_chunks(coarse_a, coarse_b, R2 // 4, 4)
+    mass, moment, sums = _chunk(
+        f0, f1, c0, c1, digits, unit, shift, limit_a, mass, moment, sums, FIRST
+    )
+    return _chunk(f2, f3, c2, c3, digits, unit, shift, limit_b, mass, moment, sums, FIRST + 1)
+
+
+@gluon.jit
+def _chunk(
+    fine_even,
+    fine_odd,
+    coarse_even,
+    coarse_odd,
+    digits,
+    unit,
+    shift,
+    limit,
+    mass,
+    moment,
+    sums,
+    INDEX: gl.constexpr,
+):
+    """Add a chunk to the heads' sums, and its tokens' sums over heads to two columns of `sums`."""
+    fine_even_digits, fine_odd_digits, coarse_even_digits, coarse_odd_digits = digits
+    even = _products(fine_even, coarse_even, fine_even_digits, coarse_even_digits)
+    odd = _products(fine_odd, coarse_odd, fine_odd_digits, coarse_odd_digits)
+    even = even * unit[None, :] + shift[None, :]
+    odd = odd * unit[None, :] + shift[None, :]
+    e = _exp2(gl.minimum(even, limit))
+    o = _exp2(gl.minimum(odd, limit))
+    mass += e
+    mass += o
+    moment += e * even
+    moment += o * odd
+    k = gl.arange(0, 16, layout=gl.SliceLayout(1, ONES))
+    n = gl.arange(0, 8, layout=gl.SliceLayout(0, ONES))
+    ones = (n[None, :] == 2 * INDEX + k[:, None] // 8).to(gl.float32)
+    sums = mma_v2(_heads_in_order(e, o), ones, sums, input_precision="tf32")
+    return mass, moment, sums
+
+
+@gluon.jit
+def _add(a, b):
+    return a + b
+
+
+@gluon.jit
+def scan(
+    projected,
+    fixed_lse,
+    fine,
+    coarse,
+    odd,
+    progress,
+    lengths,
+    start,
+    shares,
+    marks,
+    total,
+    sums,
+    norm,
+    middle,
+    k,
+    S,
+    chunks,
+    parts,
+    pieces,
+    columns,
+    mark_count,
+    GROUP: gl.constexpr,
+    R4: gl.constexpr,
+    R2: gl.constexpr,
+    PIECES: gl.constexpr,
+    MARKS: gl.constexpr,
+    CHECKED: gl.constexpr,
+    LENGTH_STEP: gl.constexpr,
+    START_STEP: gl.constexpr,
+    PDL: gl.constexpr,
+):
+    """One part of the candidates of one row's KV head, as `scan.scan`."""
+    part = gl.program_id(0)
+    h = gl.program_id(1)
+    b = gl.program_id(2).to(gl.int64)
+    place = b * gl.num_programs(1) + h
+    row = place * GROUP
+    length, low = row_span(lengths, start, b, S, LENGTH_STEP, START_STEP)
+    near = near_block(length, low)
+    first = part * (near - 1) // parts  # blocks after the sink
+    last = (part + 1) * (near - 1) // parts
+    some = last > first
+    slot = place * S + low + BLOCK
+    F: gl.constexpr = R4 // 2  # bytes of a token
+    C: gl.constexpr = R2 // 4
+    m = gl.arange(0, 32, layout=gl.SliceLayout(1, WORDS))
+    word = gl.arange(0, 4, layout=gl.SliceLayout(0, WORDS))
+    m = m // 8 * 16 + m % 8
+    fine_at = fine.to(gl.pointer_type(gl.int32), bitcast=True) + slot * (F // 4)
+    fine_at += m[:, None] * (F // 2) + word[None, :]
+    coarse_at = coarse.to(gl.pointer_type(gl.int32), bitcast=True) + slot * (C // 4)
+    coarse_at += m[:, None] * (C // 2) + word[None, :]
+    # The kernel in front may make codes of the last blocks; others it does not touch.
+    done = blocks_done(progress, b, low)
+    soon = some & (1 + gl.minimum(first + CHUNKS, last) <= done)
+    ahead = load_step(fine_at, coarse_at, first, soon, F, C)
+    if PDL:
+        gl.inline_asm_elementwise(
+            "griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+        )
+        gl.inline_asm_elementwise(
+            "griddepcontrol.launch_dependents; // $0",
+            "=r",
+            [],
+            dtype=gl.int32,
+            is_pure=False,
+            pack=1,
+        )
+    if some & (soon == 0):
+        ahead = load_step(fine_at, coarse_at, first, some, F, C)
+
+    if marks is not None:
+        mark = part * mark_count // parts + gl.arange(0, MARKS, layout=ONE)
+        mine = mark < (part + 1) * mark_count // parts
+        gl.store(marks + place * mark_count + mark, gl.full([MARKS], 0, gl.int64, ONE), mask=mine)
+
+    projected += row * columns
+    fine_even = _weights(projected, columns, 0, 2, F, 0, GROUP)
+    fine_odd = _weights(projected, columns, 0, 2, F, 1, GROUP)
+    coarse_even = _weights(projected, columns, R4, 4, C, 0, GROUP)
+    coarse_odd = _weights(projected, columns, R4, 4, C, 1, GROUP)
+    g = gl.arange(0, 8, layout=PER_HEAD)
+    facts = projected + g * columns + R4 + R2
+    in_group = g < GROUP
+    offset = gl.load(facts, mask=in_group, other=0.0, cache_modifier=".cg")
+    mean = gl.load(facts + 1, mask=in_group, other=0.0, cache_modifier=".cg")
+    RP: gl.constexpr = 64 if R4 + R2 <= 64 else 128
+    i = gl.arange(0, RP, layout=gl.SliceLayout(1, WEIGHTS))
+    spread = gl.load(
+        facts[None, :] + 2 + i[:, None],
+        mask=in_group[None, :] & (i < R4 + R2)[:, None],
+        other=0.0,
+        cache_modifier=".cg",
+    )
+    j = gl.arange(0, PIECES, layout=gl.SliceLayout(1, WEIGHTS))
+    known = gl.load(
+        fixed_lse + (row + g)[None, :] * pieces + j[:, None],
+        mask=in_group[None, :] & (j < pieces)[:, None],
+        other=float("-inf"),
+        cache_modifier=".cg",
+    )
+    most = gl.maximum(gl.max(gl.abs(fine_even), 0), gl.max(gl.abs(coarse_even), 0))
+    unit = gl.maximum(most / reach(R4 + R2), 1e-30)
+    digits = (
+        _digits(fine_even, unit),
+        _digits(fine_odd, unit),
+        _digits(coarse_even, unit),
+        _digits(coarse_odd, unit),
+    )
+    variance = gl.sum(spread * spread, 0)
+    base, likely = placed(known, mean, variance, (near - 1) * BLOCK, k, 0.0, False)
+    centre = gl.max(gl.where(in_group, likely, float("-inf")), 0)
+    centre = gl.where(gl.abs(centre) < 1e30, centre, 0.0)
+    if part == 0:
+        gl.store(norm + row + g, base, mask=in_group)
+        gl.store(middle + place, centre)
+    # Heads that pad the group have no share of anything.
+    shift = gl.where(in_group, offset - base, float("-inf"))
+    shift = gl.convert_layout(shift - 12582912.0 * unit, COLUMN)
+    unit = gl.convert_layout(unit, COLUMN)
+
+    mass = gl.full([PAIRS, 8], 0.0, gl.float32, MMA)
+    moment = gl.full([PAIRS, 8], 0.0, gl.float32, MMA)
+    floor = 1
+    edge = float("-inf")
+    due = first + CHUNKS
+    bins = gl.arange(0, BINS, layout=FLAT)
+    total += place * BINS
+    shares += slot
+    for block in range(first, last, CHUNKS):
+        f0, c0, f1, c1, f2, c2, f3, c3 = ahead
+        after = gl.minimum(block + CHUNKS, last - 1)
+        ahead = load_step(fine_at, coarse_at, after, True, F, C)
+        totals = gl.full([PAIRS, 8], SMALLEST, gl.float32, MMA)
+        none = float("-inf")
+        limit = LARGEST
+        limit_1 = gl.where(block + 1 < last, LARGEST, none)
+        mass, moment, totals = _half_step(
+            f0, f1, c0, c1, digits, unit, shift, limit, limit_1, mass, moment, totals, 0, R4, R2
+        )
+        limit_2 = gl.where(block + 2 < last, LARGEST, none)
+        limit_3 = gl.where(block + 3 < last, LARGEST, none)
+        mass, moment, totals = _half_step(
+            f2, f3, c2, c3, digits, unit, shift, limit_2, limit_3, mass, moment, totals, 2, R4, R2
+        )
+        share = _log2(totals).to(gl.float16)
+        share = gl.reshape(share, (PAIRS, 4, 2))
+        LAYOUT: gl.constexpr = share.type.layout
+        pair = gl.arange(0, PAIRS, layout=gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT)))
+        c = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT)))
+        p = gl.arange(0, 2, layout=gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT)))
+        own = block + c[None, :, None] < last
+        at = (c * BLOCK)[None, :, None] + (2 * pair)[:, None, None] + p[None, None, :]
+        own = own & (at >= 0)
+        gl.store(shares + block * BLOCK + at, share, mask=own)
+        if block == due:
+            counted = gl.load(total + bins, cache_modifier=".cg")
+            reached = gl.associative_scan(counted, 0, _add, reverse=True)
+            index = gl.sum((reached >= k).to(gl.int32), 0) - 1
+            floor = gl.maximum(floor, index)
+            edge = edge_of(floor, centre)
+            edge -= 0.01 + 0.002 * gl.abs(edge)  # float16 may round it up
+            due += 2 * (due - first)
+        counts = gl.where(own, share, float("-inf"))
+        least = gl.full([PAIRS, 4, 2], 0.0, gl.float16, LAYOUT) + edge.to(gl.float16)
+        gl.inline_asm_elementwise(
+            _COUNT,
+            "=r,r,l,l,r,f,f,r,r",
+            [counts, total.to(gl.int64), least, centre, floor],
+            dtype=gl.int16,
+            is_pure=False,
+            pack=2,
+        )
+
+    seen_tokens = (last - first) * BLOCK
+    gl.atomic_add(total, seen_tokens, sem="relaxed")
+    wrong = gl.full([BINS], 0, gl.int32, FLAT)
+    flags = odd + place * chunks
+    end = (1 + last) * (BLOCK // CHUNK)
+    for at in range((1 + first) * (BLOCK // CHUNK), end, BINS):
+        flag = gl.load(flags + at + bins, mask=at + bins < end, other=0)
+        wrong |= (flag != 0).to(gl.int32)
+    bad = gl.max(wrong, 0) > 0
+    if CHECKED:
+        bad = bad | (done < near) & (near > 1)
+    poison = gl.where(bad, float("nan"), 0.0)
+    g = gl.arange(0, 8, layout=COLUMN)
+    sums += ((row + g) * parts + part) * 2
+    gl.store(sums, gl.sum(mass, 0) + poison, mask=g < GROUP)
+    gl.store(sums + 1, gl.sum(moment, 0), mask=g < GROUP)
