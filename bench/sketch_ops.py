@@ -214,7 +214,7 @@ def check(dtype, width, group, size, tokens, padded, masked, cap) -> dict[str, A
 
 def compare_scan(wanted, found, written, rows, top_k) -> str:
     """A scan's outputs on the GPU against the CPU's, and its histogram against its own shares."""
-    shares, total, sums, norm, middle = wanted
+    shares, _, sums, norm, middle = wanted
     own = [x.cpu() for x in found]
     parts = [
         near("shares", own[0][written], shares[written], 0.02),

@@ -35,7 +35,7 @@ def digits(weights):
     coarse = 64 if weights.shape[0] == 96 else 32
     reach = min(4194303 // (15 * (weights.shape[0] - coarse) + 3 * coarse), 127 * DIGIT)
     unit = max(np.abs(weights).max() / np.float32(reach), np.float32(1e-30))
-    whole = np.floor(weights / unit + np.float32(0.5))
+    whole = np.rint(weights * (np.float32(1) / unit))
     high = np.floor((whole + np.float32(DIGIT // 2)) / np.float32(DIGIT))
     return high, whole - high * np.float32(DIGIT), unit
 

@@ -16,6 +16,7 @@ BLOCK = tl.constexpr(128)  # tokens; the sink is the first block
 CHUNK = tl.constexpr(32)  # tokens that share a flag
 LOCAL = tl.constexpr(4)  # last blocks that are read exactly, the one being filled included
 DIGIT = tl.constexpr(64)  # units of the low digit in one of the high digit
+ROUND = tl.constexpr(12582912.0)  # 1.5 * 2^23: added to a number it leaves an integer
 LARGEST = tl.constexpr(100.0)  # share of a token, log2, past which it counts no more
 # Bins of the histogram of shares: STEPS a factor of 2 within FINE bins of the middle, an eighth of
 # that beyond.
@@ -113,7 +114,7 @@ def reach(R: tl.constexpr):
 @triton.jit
 def split_digits(weight, unit):
     """Weights as two int8 digits, 64 high + low, in units."""
-    whole = tl.floor(weight / unit + 0.5).to(tl.int32)
+    whole = (weight * (1 / unit) + ROUND).to(tl.int32, bitcast=True) - 0x4B400000
     high = (whole + DIGIT // 2) >> 6
     return high.to(tl.int8), (whole - high * DIGIT).to(tl.int8)
 

@@ -92,26 +92,35 @@ _COUNT = gl.constexpr(_count())
 
 
 @gluon.jit
-def _weights(
-    projected, columns, first, FIELDS: gl.constexpr, BYTES: gl.constexpr, ODD: gl.constexpr, GROUP
-):
-    """Weights [16 FIELDS, 8] in the order of a row's bytes, of its even or its odd token."""
+def _weights(projected, columns, first, FIELDS: gl.constexpr, BYTES: gl.constexpr, GROUP):
+    """Weights [16 FIELDS, 8] in the order of a row's bytes, of both its tokens if it has two."""
     k = gl.arange(0, 16 * FIELDS, layout=gl.SliceLayout(1, WEIGHTS))
     g = gl.arange(0, 8, layout=PER_HEAD)
     coordinate = k // 16 * BYTES + k % BYTES
     mask = (g < GROUP)[None, :] & (k >= 0)[:, None]
-    if BYTES == 8:
-        mask = mask & (k % 16 // 8 == ODD)[:, None]
     at = projected + g[None, :] * columns + first + coordinate[:, None]
     return gl.load(at, mask=mask, other=0.0, cache_modifier=".cg")
 
 
 @gluon.jit
-def _digits(weight, unit):
-    """Weights as two int8 digits, 64 high + low, in units."""
-    whole = gl.floor(weight / unit[None, :] + 0.5).to(gl.int32)
+def _digits(whole):
+    """Integers as two int8 digits, 64 high + low."""
     high = (whole + 32) >> 6
     return high.to(gl.int8), (whole - (high << 6)).to(gl.int8)
+
+
+@gluon.jit
+def _both_digits(weight, unit, FIELDS: gl.constexpr, BYTES: gl.constexpr):
+    """The digits of weights in units, for even and for odd tokens: where a row has two tokens, the
+    weights of one are 0 where the other has its codes."""
+    whole = (weight * (1 / unit)[None, :] + 12582912.0).to(gl.int32, bitcast=True) - MAGIC
+    if BYTES == 16:
+        digits = _digits(whole)
+        return digits, digits
+    else:
+        k = gl.arange(0, 16 * FIELDS, layout=gl.SliceLayout(1, WEIGHTS))
+        even = gl.where((k % 16 < 8)[:, None], whole, 0)
+        return _digits(even), _digits(whole - even)
 
 
 @gluon.jit
@@ -191,7 +200,9 @@ def _chunk(
     INDEX: gl.constexpr,
 ):
     """Add a chunk to the heads' sums, and its tokens' sums over heads to two columns of `sums`."""
-    fine_even_digits, fine_odd_digits, coarse_even_digits, coarse_odd_digits = digits
+    fine_digits, coarse_digits = digits
+    fine_even_digits, fine_odd_digits = fine_digits
+    coarse_even_digits, coarse_odd_digits = coarse_digits
     even = _products(fine_even, coarse_even, fine_even_digits, coarse_even_digits)
     odd = _products(fine_odd, coarse_odd, fine_odd_digits, coarse_odd_digits)
     even = even * unit[None, :] + shift[None, :]
@@ -293,10 +304,8 @@ def scan(
         gl.store(marks + place * mark_count + mark, gl.full([MARKS], 0, gl.int64, ONE), mask=mine)
 
     projected += row * columns
-    fine_even = _weights(projected, columns, 0, 2, F, 0, GROUP)
-    fine_odd = _weights(projected, columns, 0, 2, F, 1, GROUP)
-    coarse_even = _weights(projected, columns, R4, 4, C, 0, GROUP)
-    coarse_odd = _weights(projected, columns, R4, 4, C, 1, GROUP)
+    fine_weights = _weights(projected, columns, 0, 2, F, GROUP)
+    coarse_weights = _weights(projected, columns, R4, 4, C, GROUP)
     g = gl.arange(0, 8, layout=PER_HEAD)
     facts = projected + g * columns + R4 + R2
     in_group = g < GROUP
@@ -317,13 +326,11 @@ def scan(
         other=float("-inf"),
         cache_modifier=".cg",
     )
-    most = gl.maximum(gl.max(gl.abs(fine_even), 0), gl.max(gl.abs(coarse_even), 0))
+    most = gl.maximum(gl.max(gl.abs(fine_weights), 0), gl.max(gl.abs(coarse_weights), 0))
     unit = gl.maximum(most / reach(R4 + R2), 1e-30)
     digits = (
-        _digits(fine_even, unit),
-        _digits(fine_odd, unit),
-        _digits(coarse_even, unit),
-        _digits(coarse_odd, unit),
+        _both_digits(fine_weights, unit, 2, F),
+        _both_digits(coarse_weights, unit, 4, C),
     )
     variance = gl.sum(spread * spread, 0)
     base, likely = placed(known, mean, variance, (near - 1) * BLOCK, k, 0.0, False)
