@@ -428,9 +428,10 @@ def time_shape(rows: Rows, batch: int, tokens: int) -> None:
         return
     for kernel in ("prepare", "scan", "cleared", "pick", "scan+pick", "attend", "merge"):
         rows.attempt(kernel, case, named(base), alone, layers, base, kernel)
-    for many, registers in SCANS:
+    for many, registers, patience in SCANS:
         parts = max(1, min(many * 132 // (batch * KV_HEADS), tokens // 256))
-        plan = base._replace(parts=parts, scan=base.scan._replace(registers=registers))
+        scan_plan = base.scan._replace(registers=registers, patience=patience)
+        plan = base._replace(parts=parts, scan=scan_plan)
         rows.attempt("cleared", case, named(plan), alone, layers, plan, "cleared")
         rows.attempt("chain", case, named(plan), whole, layers, plan)
     plan = base._replace(scan=base.scan._replace(hopper=False))
@@ -444,8 +445,8 @@ def shape_row(rows: Rows, batch: int, tokens: int) -> dict[str, str]:
     return {"result": "done"}
 
 
-# Programs a multiprocessor of the scan, and the most registers of a thread.
-SCANS = [(1, 128), (2, 128), (3, None), (4, 128), (8, 128)]
+# Programs a multiprocessor of the scan, the most registers of a thread, patience.
+SCANS = [(1, 128, 4), (2, 128, 4), (3, None, 4), (4, 128, 2), (4, 128, 1 << 20), (8, 128, 4)]
 
 
 def alone(
@@ -469,7 +470,8 @@ def whole(layers: list[Layer], plan: decode.Plan) -> dict[str, float]:
 
 def named(plan: decode.Plan) -> str:
     return (
-        f"parts={plan.parts} {'hopper' if plan.scan.hopper else 'plain'}/{plan.scan.registers}r "
+        f"parts={plan.parts} {'hopper' if plan.scan.hopper else 'plain'}/{plan.scan.registers}r/"
+        f"{plan.scan.patience} "
         f"pieces={plan.pieces}/{plan.attend_warps}w c={plan.columns}"
     )
 

@@ -331,6 +331,7 @@ class Plan(NamedTuple):
     stages: int
     hopper: bool = True  # the kernel for Hopper where it can run, which has one way
     registers: int | None = 128  # of a thread of it, at most
+    patience: int = 4  # steps of a part of it, below which it counts all its tokens
 
 
 PLAN = Plan(256, 4, 3)
@@ -410,7 +411,9 @@ def launch_scan_sketch(
     plain = group <= 8 and key_mask is None and softcap == 0
     if plan.hopper and plain and _on_hopper(projected.device):
         limit = {} if plan.registers is None else {"maxnreg": plan.registers}
-        hopper_scan.scan[grid](**asked, num_warps=hopper_scan.WARPS.value, **limit)
+        hopper_scan.scan[grid](
+            **asked, patience=plan.patience, num_warps=hopper_scan.WARPS.value, **limit
+        )
         return
     kernels.scan[grid](
         **asked,

@@ -248,6 +248,7 @@ def scan(
     pieces,
     columns,
     mark_count,
+    patience,
     GROUP: gl.constexpr,
     R4: gl.constexpr,
     R2: gl.constexpr,
@@ -348,7 +349,8 @@ def scan(
     moment = gl.full([PAIRS, 8], 0.0, gl.float32, MMA)
     floor = 1
     edge = float("-inf")
-    due = first + CHUNKS
+    # A look at `total` takes as long as a step: a short part does without.
+    due = gl.where(last - first >= patience * CHUNKS, first + CHUNKS, last)
     bins = gl.arange(0, BINS, layout=FLAT)
     total += place * BINS
     shares += slot
