@@ -766,6 +766,7 @@ def sketch_decode(op: Any) -> Cases:
             options["new"] = tuple(new(batch, kv, 1, width, dtype=dtype) for _ in range(2))
         if ring:
             options["recent"] = new(batch, heads, 512, width, dtype=dtype)
+            options["hint"] = new(batch, kv, dtype=FP32)
         basis, made = sketched(batch, kv, size, width, codes)
         return lambda: op(q, k, v, *basis, *made, **options)
 

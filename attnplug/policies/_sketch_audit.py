@@ -103,12 +103,10 @@ def _repeat(q, k, v, basis, codes, asked, rows) -> _Step:
     fixed = prepare_query(q, k, v, basis.queries, scale=asked.scale, **rows, **capped)
     places = k.shape[0] * k.shape[1], k.shape[2], asked.top_k, k.shape[3], k.element_size()
     plan = plan_for(*places, machine(k.device)[0])
-    shares, counts, total, sums, norm, middle = scan_sketch(
+    shares, total, sums, norm, middle = scan_sketch(
         *(fixed[0], fixed[2], *codes), top_k=asked.top_k, parts=plan.parts, **rows, **capped
     )
-    picks, cut = pick_tokens(
-        shares, counts, total, middle, top_k=asked.top_k, lengths=lengths, start=start
-    )
+    picks, cut = pick_tokens(shares, total, middle, top_k=asked.top_k, lengths=lengths, start=start)
     coded = fixed[0], codes.fine, codes.coarse
     of_picks = attend_picks(
         *(q, k, v, *coded, picks, cut, norm), scale=asked.scale, pieces=plan.pieces, **capped

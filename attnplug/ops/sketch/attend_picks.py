@@ -81,7 +81,7 @@ def _allocate(q, k, v, projected, fine, coarse, picks, cut, norm, scale, pieces,
     batch, heads, _, width = q.shape
     rank = 2 * fine.shape[-1] + 4 * coarse.shape[-1]
     check_float(NAME, "projected", projected, (batch, heads, 2 * rank + 2 + width), q.device)
-    check_float(NAME, "cut", cut, (*k.shape[:2], 2), q.device)
+    check_float(NAME, "cut", cut, (*k.shape[:2], 3), q.device)
     check_float(NAME, "norm", norm, (batch, heads), q.device)
     for label, tensor in (("fine", fine), ("coarse", coarse)):
         if tensor.shape[:3] != k.shape[:3] or tensor.dtype != torch.uint8:

@@ -114,7 +114,7 @@ def _allocate(
         ("pick_sums", pick_sums, (*rows, pieces, 4)),
         ("sums", sums, (*rows, sums.shape[-2], 2)),
         ("norm", norm, rows),
-        ("cut", cut, (batch, cut.shape[1], 2)),
+        ("cut", cut, (batch, cut.shape[1], 3)),
         ("v_mean", v_mean, (batch, cut.shape[1], width)),
     ):
         check_float(NAME, label, tensor, shape, q.device)
@@ -260,11 +260,13 @@ def launch_merge_sketch(
     lse,
     note=None,
     counted=None,
+    hint=None,
+    is_new=False,
     columns=COLUMNS,
 ):
     """Run the kernel; tensors as in `merge_sketch`, on a GPU or in Triton's interpreter. In the
-    chain, `note` is (progress, lengths, start, size of the cache), and `counted` the lengths that
-    are to grow by the new token."""
+    chain, `note` is (progress, lengths, start, size of the cache), `counted` the lengths that are
+    to grow by the new token, which `lengths` lack if it `is_new`; `hint` is written."""
     batch, heads, _, width = q.shape
     pdl, dependent = early(q.device)
     progress, lengths, start, size = note or (None, None, None, 0)
@@ -288,10 +290,11 @@ def launch_merge_sketch(
         lengths=lengths,
         start=start,
         counted=counted,
+        hint=hint,
         heads=heads,
         group=heads // cut.shape[1],
         S=size,
-        counts=0 if counted is None else counted.shape[0],
+        counts=batch if counted is None else counted.shape[0],
         parts=parts,
         pieces=pieces,
         fixed=fixed,
@@ -306,6 +309,7 @@ def launch_merge_sketch(
         TAIL=tail,
         CAPPED=softcap > 0,
         BATCH=batch,
+        NEW=int(is_new),
         PDL=pdl,
         LENGTH_STEP=row_step(lengths),
         START_STEP=row_step(start),

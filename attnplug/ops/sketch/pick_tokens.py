@@ -50,8 +50,9 @@ def pick_tokens(
     Returns:
         picks int32 `[B, Hkv, capacity_for(top_k)]`: slots of the cache, ascending, -1
             behind them. All candidates where there are no more than top_k.
-        cut float32 `[B, Hkv, 2]`: the share from which on a pick is of the upper half (inf: none
-            is), and how many visible candidates are not picked.
+        cut float32 `[B, Hkv, 3]`: the share from which on a pick is of the upper half (inf: none
+            is), how many visible candidates are not picked, and the lower edge of the k-th share's
+            bin (-inf: all are picked, or it is bin 0).
 
     Raises:
         ArgumentError: a shape, dtype, device or option does not fit.
@@ -82,7 +83,7 @@ def _allocate(shares, total, middle, top_k, lengths, start):
     check_sequence_inputs(NAME, like, like, lengths, start, None)
     return (
         shares.new_empty((*rows, capacity_for(top_k)), dtype=torch.int32),
-        shares.new_empty((*rows, 2), dtype=torch.float32),
+        shares.new_empty((*rows, 3), dtype=torch.float32),
     )
 
 
@@ -133,6 +134,8 @@ def _reference(shares, total, middle, top_k, lengths, start, picks, cut):
             picks[b, h, count] = n
             count += 1
         cut[b, h, 1] = visible - count
+        known = top_k < visible and threshold > 0
+        cut[b, h, 2] = edge_of(threshold, middle[b, h]) if known else -np.inf
         picks[b, h, count:] = -1
 
 
@@ -163,17 +166,30 @@ def tile_for(rows: int, size: int, multiprocessors: int) -> int:
 
 def new_marks(shares: torch.Tensor, tile: int | None = None) -> torch.Tensor:
     """What the programs of one row tell each other, int64 `[B, Hkv, programs]`. To be cleared
-    before each launch: in a chain the scan does."""
+    before each launch: in a chain `prepare` does."""
     batch, heads, size = shares.shape
     tile = tile or tile_for(batch * heads, size, machine(shares.device)[0])
     return shares.new_empty((batch, heads, triton.cdiv(size, tile)), dtype=torch.int64)
 
 
 def launch_pick_tokens(
-    shares, total, middle, top_k, lengths, start, picks, cut, marks=None, tile=None
+    shares,
+    total,
+    middle,
+    top_k,
+    lengths,
+    start,
+    picks,
+    cut,
+    marks=None,
+    hint=None,
+    is_new=False,
+    tile=None,
+    warps=None,
 ):
     """Run the kernel; tensors as in `pick_tokens`, on a GPU or in Triton's interpreter. `marks` are
-    of `new_marks`, cleared."""
+    of `new_marks`, cleared; `hint` is the one that the scan had. With `is_new`, `lengths` lack a
+    token."""
     batch, heads, size = shares.shape
     capacity = picks.shape[2]
     tile = tile or tile_for(batch * heads, size, machine(shares.device)[0])
@@ -183,6 +199,7 @@ def launch_pick_tokens(
         shares=shares,
         total=total,
         middle=middle,
+        hint=hint,
         lengths=lengths,
         start=start,
         marks=marks,
@@ -195,10 +212,11 @@ def launch_pick_tokens(
         TILE=tile,
         PIECES=triton.next_power_of_2(marks.shape[2]),
         CAPACITY_P=triton.next_power_of_2(capacity),
+        NEW=int(is_new),
         LENGTH_STEP=row_step(lengths),
         START_STEP=row_step(start),
         PDL=pdl,
-        num_warps=max(4, min(16, tile // 512)),
+        num_warps=warps or max(4, min(16, tile // 512)),
         **dependent,
     )
 

@@ -178,11 +178,12 @@ def launch_prepare_query(
     codes=(None,) * 4,
     new=(None, None),
     recent=None,
+    marks=None,
     warps=None,
 ):
     """Run the kernel; tensors as in `prepare_query`, on a GPU or in Triton's interpreter. In the
-    chain also clear `total`, make the missing codes, and write the token `new` to the cache and the
-    query to the ring `recent`."""
+    chain also clear `total` and `marks`, make the missing codes, and write the token `new` to the
+    cache and the query to the ring `recent`."""
     batch, heads, _, width = q.shape
     kv_heads, size = k.shape[1], k.shape[2]
     group, columns = heads // kv_heads, queries.shape[3]
@@ -209,6 +210,7 @@ def launch_prepare_query(
         fixed_out=fixed_out,
         fixed_lse=fixed_lse,
         total=total,
+        marks=marks,
         encoder=encoder,
         fine=fine,
         coarse=coarse,
@@ -220,6 +222,7 @@ def launch_prepare_query(
         S=size,
         columns=columns,
         chunks=0 if odd is None else odd.shape[2],
+        mark_count=0 if marks is None else marks.shape[2],
         q_strides=q.stride()[:2],
         k_strides=k.stride()[:3],
         v_strides=v.stride()[:3],
@@ -234,6 +237,7 @@ def launch_prepare_query(
         TILE=16 if wide > 512 else 32 if wide > 256 else 64,
         SLOTS=PIECES,
         COUNT=COLUMNS,
+        MARKS=1 if marks is None else triton.next_power_of_2(marks.shape[2]),
         CAPPED=softcap > 0,
         R4=0 if fine is None else 2 * fine.shape[3],
         R2=0 if coarse is None else 4 * coarse.shape[3],

@@ -362,18 +362,19 @@ def launch_scan_sketch(
     middle,
     plan=PLAN,
     chained=False,
-    marks=None,
+    hint=None,
+    is_new=False,
 ):
     """Run a kernel; tensors as in `scan_sketch`, on a GPU or in Triton's interpreter. In a chain
-    `total` has been cleared, the codes are known to be complete, and `marks` of `pick_tokens` are
-    cleared here."""
+    `total` has been cleared, and the codes are known to be complete. Tokens are counted from the
+    `hint` on, less a margin: the k-th share of the step before, float32 `[B, Hkv]`; -inf is none.
+    With `is_new`, `lengths` lack a token."""
     batch, kv_heads, size, _ = fine.shape
     group = projected.shape[1] // kv_heads
     pdl, dependent = early(projected.device)
     if not chained:
         total.zero_()
     key_mask = mask_bytes(key_mask)
-    count = 0 if marks is None else marks.shape[2]
     asked = {
         "projected": projected,
         "fixed_lse": fixed_lse,
@@ -383,8 +384,8 @@ def launch_scan_sketch(
         "progress": progress,
         "lengths": lengths,
         "start": start,
+        "hint": hint,
         "shares": shares,
-        "marks": marks,
         "total": total,
         "sums": sums,
         "norm": norm,
@@ -395,13 +396,12 @@ def launch_scan_sketch(
         "parts": parts,
         "pieces": fixed_lse.shape[2],
         "columns": projected.shape[2],
-        "mark_count": count,
         "GROUP": group,
         "R4": 2 * fine.shape[3],
         "R2": 4 * coarse.shape[3],
         "PIECES": triton.next_power_of_2(fixed_lse.shape[2]),
-        "MARKS": triton.next_power_of_2(max(1, triton.cdiv(count, parts))),
         "CHECKED": not chained,
+        "NEW": int(is_new),
         "LENGTH_STEP": row_step(lengths),
         "START_STEP": row_step(start),
         "PDL": pdl,

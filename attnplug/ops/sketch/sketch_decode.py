@@ -46,6 +46,7 @@ def sketch_decode(
     new: tuple[torch.Tensor, torch.Tensor] | None = None,
     count: bool = True,
     recent: torch.Tensor | None = None,
+    hint: torch.Tensor | None = None,
     start: torch.Tensor | None = None,
     key_mask: torch.Tensor | None = None,
     softcap: float = 0.0,
@@ -71,6 +72,9 @@ def sketch_decode(
         count: whether to count the token of `new`. Compiled code must count it itself where it
             reads `lengths` elsewhere, as with `gather_decode`.
         recent: `[B, Hq, N, D]` like q, contiguous: the query is written to its place modulo N.
+        hint: float32 `[B, Hkv]`, contiguous: the share of the k-th token, log2, in the step before;
+            -inf where nobody knows. Overwritten by this step's. It costs time where it is wrong,
+            and changes no result.
         start: int32 or int64 `[1]` or `[B]`, first real key of a left-padded row. None: 0.
         key_mask: bool `[B, S]`, False where a key must not be seen.
         softcap: scores become `softcap * tanh(score / softcap)`; 0: off.
@@ -90,7 +94,7 @@ def sketch_decode(
     options = scale, top_k, tail, start, key_mask, softcap, sinks
     counts = count and new is not None
     op = _sketch_decode if counts else _sketch_decode_uncounted
-    return op(*tensors, recent, lengths, *options)
+    return op(*tensors, recent, hint, lengths, *options)
 
 
 class Call(NamedTuple):
@@ -109,6 +113,7 @@ class Call(NamedTuple):
     odd: torch.Tensor
     progress: torch.Tensor
     recent: torch.Tensor | None
+    hint: torch.Tensor | None
     lengths: torch.Tensor | None
     scale: float
     top_k: int
@@ -152,7 +157,7 @@ def _allocate(*args):
 
 
 def _check_new(call: Call) -> None:
-    """The checks of the new token and of the ring of queries."""
+    """The checks of the new token, of the ring of queries and of the hint."""
     q, k = call.q, call.k
     wanted = (*k.shape[:2], 1, k.shape[3])
     for label, cache, new in (("k", k, call.new_k), ("v", call.v, call.new_v)):
@@ -169,6 +174,8 @@ def _check_new(call: Call) -> None:
         require(call.lengths is not None, NAME, "lengths is None: nothing says where new goes")
     if call.lengths is not None:
         require(call.lengths.is_contiguous(), NAME, "lengths is not contiguous")
+    if call.hint is not None:
+        encode.check_float(NAME, "hint", call.hint, tuple(k.shape[:2]), q.device)
     recent = call.recent
     if recent is None:
         return
@@ -218,6 +225,8 @@ def _cpu(*args, count=True):
         projected, fixed[1], *call.codes, call.top_k, 1, *rows, call.key_mask, softcap
     )
     picks, cut = pick._pick_tokens(shares, total, middle, call.top_k, *rows)
+    if call.hint is not None:
+        call.hint.copy_(cut[..., 2])
     picked = attend._attend_picks(
         q, k, v, projected, call.fine, call.coarse, picks, cut, norm, call.scale, 1, softcap
     )
@@ -252,13 +261,6 @@ def plan_for(
     return Plan(parts, scan.Plan(256, 4, 3), -(-steps // -(-steps // pieces)), 8 if wide else 4, 32)
 
 
-def _with_new(call: Call) -> torch.Tensor | None:
-    """The lengths with the new token, for the kernels behind the first. In a tensor of its own:
-    they may read it before the first has ended, and the last one counts the cache's."""
-    lengths = call.counted
-    return lengths if lengths is None or call.new_k is None else lengths + 1
-
-
 def launch_sketch_decode(*args, plan=None, count=True):
     """Run the kernels: arguments and outputs as those of the op, on a GPU or in Triton's
     interpreter."""
@@ -269,10 +271,9 @@ def launch_sketch_decode(*args, plan=None, count=True):
         processors = machine(k.device)[0]
         plan = plan_for(rows, size, top_k, k.shape[3], k.element_size(), processors)
     q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (call.q, k, call.v))
-    is_new = call.new_k is not None
     asked = (q, k, v, call.queries, call.scale, call.counted, call.start, call.key_mask, softcap)
     projected, *fixed = prepare._allocate(*asked)
-    rows = (_with_new(call), call.start)
+    rows = call.counted, call.start
     asked_scan = (
         *(projected, fixed[1], *call.codes),
         *(top_k, plan.parts, *rows, call.key_mask, softcap),
@@ -288,11 +289,13 @@ def launch_sketch_decode(*args, plan=None, count=True):
         codes=call.codes,
         new=(call.new_k, call.new_v),
         recent=call.recent,
+        marks=marks,
     )
-    scan.launch_scan_sketch(*asked_scan, *scanned, plan=plan.scan, chained=True, marks=marks)
+    behind = {"hint": call.hint, "is_new": call.new_k is not None}
+    scan.launch_scan_sketch(*asked_scan, *scanned, plan=plan.scan, chained=True, **behind)
     asked_picks = (shares, total, middle, top_k, *rows)
     picks, cut = pick._allocate(*asked_picks)
-    pick.launch_pick_tokens(*asked_picks, picks, cut, marks=marks)
+    pick.launch_pick_tokens(*asked_picks, picks, cut, marks=marks, **behind)
     asked_attend = (
         *(q, k, v, projected, call.fine, call.coarse),
         *(picks, cut, norm, call.scale, plan.pieces, softcap),
@@ -303,7 +306,8 @@ def launch_sketch_decode(*args, plan=None, count=True):
         *(q, projected, *fixed, *picked, sums, norm, cut),
         *(call.v_mean, call.tail, softcap, call.sinks, out, lse),
         note=(call.progress, *rows, size),
-        counted=call.counted if is_new and count else None,
+        counted=call.counted if call.new_k is not None and count else None,
+        **behind,
         columns=plan.columns,
     )
 
@@ -311,8 +315,9 @@ def launch_sketch_decode(*args, plan=None, count=True):
 SCHEMA = (
     "(Tensor q, Tensor(a!) k, Tensor(b!) v, Tensor? new_k, Tensor? new_v, Tensor encoder, "
     "Tensor queries, Tensor v_mean, Tensor(c!) fine, Tensor(d!) coarse, Tensor(e!) odd, "
-    "Tensor(f!) progress, Tensor(g!)? recent, {lengths} lengths, float scale, int top_k, str tail, "
-    "Tensor? start, Tensor? key_mask, float softcap, Tensor? sinks) -> (Tensor, Tensor)"
+    "Tensor(f!) progress, Tensor(g!)? recent, Tensor(i!)? hint, {lengths} lengths, "
+    "float scale, int top_k, str tail, Tensor? start, Tensor? key_mask, float softcap, "
+    "Tensor? sinks) -> (Tensor, Tensor)"
 )
 
 _sketch_decode = define_op(

@@ -42,7 +42,12 @@ def step(device_path, q, k, v, basis, codes, plan=PLAN, new=None, count=True, re
     run them. What it writes is in the tensors that came, wherever it ran."""
     device, path = device_path
     options = DEFAULTS | more
-    written = [k, v, *codes, *(x for x in (recent, options.get("lengths")) if x is not None)]
+    written = [
+        k,
+        v,
+        *codes,
+        *(x for x in (recent, options.get("lengths"), options.get("hint")) if x is not None),
+    ]
     there = {id(x): x.to(device) for x in (*written, *basis, *(new or ()))}
     moved = lambda x: there.get(id(x), x.to(device)) if isinstance(x, torch.Tensor) else x  # noqa: E731
     args = {name: moved(x) for name, x in options.items()}

@@ -6,6 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sketch_cases import DEFAULTS, cache, coded, random, rows_of, step
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from attnplug.errors import ArgumentError, GradientError
 from attnplug.ops.sketch import sketch_decode as op
@@ -146,9 +147,10 @@ def test_opcheck(name, device):
     rows = torch.tensor([800, 890], device=device)
     ring = torch.zeros(2, 6, 8, 64, device=device)
     overload = getattr(torch.ops.attnplug, name).default
-    plain = (None, None, None, 0.1, 60, "regression", None, None, 0.0, None)
+    plain = (None, None, None, None, 0.1, 60, "regression", None, None, 0.0, None)
     new = k[:, :, -1:].clone(), v[:, :, -1:].clone()
-    more = (ring, rows, 0.1, 60, "mean", rows - 790, mask, 3.0, q[0, :, 0, 0].clone())
+    hint = torch.full((2, 2), -9.0, device=device)
+    more = (ring, hint, rows, 0.1, 60, "mean", rows - 790, mask, 3.0, q[0, :, 0, 0].clone())
     step = q[:, :, -1:].clone()
     asked = {"counts": (*new, *basis, *codes, *more)}
     if name == "sketch_decode_uncounted":
@@ -195,6 +197,56 @@ def test_a_new_token_is_written_attended_to_and_counted(device_path):
         empty_k[0, :, 801], new[0][0, :, 0]
     )
     assert torch.equal(empty_v[1], before[1][1])
+
+
+@pytest.mark.parametrize("softcap", [0.0, 4.0])
+def test_no_hint_changes_anything(device_path, softcap):
+    """Whatever it says; and the step leaves the k-th share, by which the next one counts."""
+    q, k, v = cache(9, tokens=1300)
+    options = {"lengths": torch.tensor([1300, 1200]), "softcap": softcap, "top_k": 100}
+    basis, codes = coded(q, k, v, **options)
+    want = step(device_path, q, k, v, basis, codes, **options)
+    left = []
+    for guess in (-torch.inf, torch.inf, torch.nan, -1e30, 1e30, 0.0, -8.0, -40.0):
+        hint = torch.full((2, 2), guess)
+        found = step(device_path, q, k, v, basis, codes, hint=hint, **options)
+        assert all(torch.equal(a, b) for a, b in zip(found, want, strict=True)), guess
+        left.append(hint)
+    assert all(torch.equal(x, left[0]) for x in left) and left[0].isfinite().all()
+    again = step(device_path, q, k, v, basis, codes, hint=left[0].clone(), **options)
+    assert all(torch.equal(a, b) for a, b in zip(again, want, strict=True))
+
+
+def test_a_step_is_five_launches(monkeypatch):
+    """No other kernel: the host only allocates and makes views."""
+    q, k, v = cache(0, tokens=900)
+    basis, codes = coded(q, k, v)
+    launched, seen = [], []
+
+    class Kernel:
+        def __init__(self, name):
+            self.name = name
+
+        def __getitem__(self, grid):
+            return lambda **_: launched.append(self.name)
+
+    class Seen(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            seen.append(function.overloadpacket.__name__)
+            return function(*args, **(kwargs or {}))
+
+    of = ((op.prepare, "prepare"), (op.scan, "scan"), (op.pick, "pick"), (op.attend, "attend"))
+    for module, name in (*of, (op.merge, "merge")):
+        monkeypatch.setattr(module.kernels, name, Kernel(name))
+    named = basis._asdict() | codes._asdict() | {"q": q[:, :, -1:], "k": k, "v": v}
+    named |= DEFAULTS | {"new_k": k[:, :, :1], "new_v": v[:, :, :1], "hint": torch.zeros(2, 2)}
+    named |= {"lengths": torch.tensor(850), "recent": torch.zeros(2, 6, 8, 64)}
+    call = op.Call(**(dict.fromkeys(op.Call._fields) | named))
+    outputs = op._allocate(*call)
+    with Seen():
+        op.launch_sketch_decode(*call, *outputs)
+    assert launched == ["prepare", "scan", "pick", "attend", "merge"]
+    assert set(seen) <= {"new_empty", "view", "unsqueeze"}
 
 
 def test_refusals():

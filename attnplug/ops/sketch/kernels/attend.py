@@ -91,7 +91,7 @@ def attend(
     # The same for the rows of the exact product.
     base_r = tl.load(norm + row + r, mask=in_group, other=float("inf"), cache_modifier=".cg")
     shift = offset if CAPPED else offset - base
-    edge = tl.load(cut + place * 2, cache_modifier=".cg")
+    edge = tl.load(cut + place * 3, cache_modifier=".cg")
     top = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, DP], tl.float32)
@@ -197,6 +197,7 @@ def merge(
     lengths,
     start,
     counted,
+    hint,
     heads,
     group,
     S,
@@ -215,13 +216,14 @@ def merge(
     TAIL: tl.constexpr,
     CAPPED: tl.constexpr,
     BATCH: tl.constexpr,
+    NEW: tl.constexpr,
     PDL: tl.constexpr,
     LENGTH_STEP: tl.constexpr,
     START_STEP: tl.constexpr,
 ):
     """A slice of one head's output: pieces read exactly, and what the others are estimated as. In
-    the chain also note which blocks have codes now, and count the new token in the `counts` entries
-    of `counted`."""
+    the chain also note which blocks have codes now, keep the k-th share as the next step's `hint`,
+    and count the new token in the `counts` entries of `counted`."""
     begin(PDL)
     row = tl.program_id(0).to(tl.int64)
     place = row // group
@@ -230,7 +232,7 @@ def merge(
     pick_lses, picked = _pieces(pick_out, pick_lse, row, pieces, d, D, PIECES)
     base = tl.load(norm + row, cache_modifier=".cg")
     top = tl.maximum(tl.max(near_lse, 0), tl.max(pick_lses, 0))
-    left = tl.load(cut + place * 2 + 1, cache_modifier=".cg")
+    left = tl.load(cut + place * 3 + 1, cache_modifier=".cg")
     i = tl.arange(0, PARTS)
     at = sums + (row * parts + i) * 2
     mass = tl.sum(tl.load(at, mask=i < parts, other=0.0, cache_modifier=".cg"), 0)
@@ -279,9 +281,13 @@ def merge(
     tl.store(out + row * D + d, (merged / denominator).to(out.dtype.element_ty), mask=d < D)
     if tl.program_id(1) == 0:
         tl.store(lse + row, result * 0.6931471805599453)
+        if hint is not None:
+            if row % group == 0:
+                tl.store(hint + place, tl.load(cut + place * 3 + 2, cache_modifier=".cg"))
         if progress is not None:
-            if row < BATCH:
-                _note(progress, lengths, start, row, S, LENGTH_STEP, START_STEP)
+            if row < counts:  # the program that counts a length is the only one that reads it
+                for b in range(row, BATCH, counts):
+                    _note(progress, lengths, start, b, S, NEW, LENGTH_STEP, START_STEP)
         if counted is not None:
             if row < counts:
                 before = tl.load(counted + row, cache_modifier=".cg")
@@ -290,6 +296,15 @@ def merge(
 
 
 @triton.jit
-def _note(progress, lengths, start, b, S, LENGTH_STEP: tl.constexpr, START_STEP: tl.constexpr):
-    length, low = row_span(lengths, start, b, S, LENGTH_STEP, START_STEP)
-    note_progress(progress, b, low, near_block(length, low))
+def _note(
+    progress,
+    lengths,
+    start,
+    b,
+    S,
+    NEW: tl.constexpr,
+    LENGTH_STEP: tl.constexpr,
+    START_STEP: tl.constexpr,
+):
+    length, low = row_span(lengths, start, b, S, LENGTH_STEP, START_STEP, NEW)
+    note_progress(progress, b, low, near_block(tl.minimum(length, S), low))

@@ -23,6 +23,7 @@ LARGEST = tl.constexpr(100.0)  # share of a token, log2, past which it counts no
 BINS = tl.constexpr(256)
 STEPS = tl.constexpr(16.0)
 FINE = tl.constexpr(96.0)
+MARGIN = tl.constexpr(2.0)  # below the hint of the k-th share, from which on tokens are counted
 
 
 @triton.jit
@@ -236,6 +237,14 @@ def place_of(h, middle):
 def bin_of(h, middle):
     """The bin of a share `h`; what is below them all goes to bin 0."""
     return tl.floor(place_of(h, middle)).to(tl.int32) + 128
+
+
+@triton.jit
+def lowest_counted(hint, middle):
+    """The lowest bin that a scan counts, which `hint` says the k-th share to be well above; 1 where
+    it says nothing (-inf, NaN)."""
+    index = tl.floor(place_of(hint - MARGIN, middle)).to(tl.int32) + 128
+    return tl.where(hint > float("-inf"), tl.maximum(index, 1), 1)
 
 
 @triton.jit

@@ -22,6 +22,7 @@ from attnplug.ops.sketch.kernels.codes import (
     CHUNK,
     LARGEST,
     edge_of,
+    lowest_counted,
     near_block,
     placed,
     reach,
@@ -42,7 +43,6 @@ ONES = gl.constexpr(gl.DotOperandLayout(1, MMA.value, 1))
 PER_HEAD = gl.constexpr(gl.SliceLayout(0, WEIGHTS.value))
 COLUMN = gl.constexpr(gl.SliceLayout(0, MMA.value))
 FLAT = gl.constexpr(gl.BlockedLayout([2], [32], [4], [0]))
-ONE = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 MAGIC = gl.constexpr(0x4B400000)  # the bits of 1.5 * 2^23
 SMALLEST = gl.constexpr(2.0**-126)
 
@@ -226,6 +226,13 @@ def _add(a, b):
 
 
 @gluon.jit
+def _below(index, centre):
+    """A share below a bin's edge, which float16 does not round to one above it."""
+    edge = edge_of(index, centre)
+    return edge - (0.01 + 0.002 * gl.abs(edge))
+
+
+@gluon.jit
 def scan(
     projected,
     fixed_lse,
@@ -235,8 +242,8 @@ def scan(
     progress,
     lengths,
     start,
+    hint,
     shares,
-    marks,
     total,
     sums,
     norm,
@@ -247,14 +254,13 @@ def scan(
     parts,
     pieces,
     columns,
-    mark_count,
     patience,
     GROUP: gl.constexpr,
     R4: gl.constexpr,
     R2: gl.constexpr,
     PIECES: gl.constexpr,
-    MARKS: gl.constexpr,
     CHECKED: gl.constexpr,
+    NEW: gl.constexpr,
     LENGTH_STEP: gl.constexpr,
     START_STEP: gl.constexpr,
     PDL: gl.constexpr,
@@ -265,8 +271,8 @@ def scan(
     b = gl.program_id(2).to(gl.int64)
     place = b * gl.num_programs(1) + h
     row = place * GROUP
-    length, low = row_span(lengths, start, b, S, LENGTH_STEP, START_STEP)
-    near = near_block(length, low)
+    length, low = row_span(lengths, start, b, S, LENGTH_STEP, START_STEP, NEW)
+    near = near_block(gl.minimum(length, S), low)
     first = part * (near - 1) // parts  # blocks after the sink
     last = (part + 1) * (near - 1) // parts
     some = last > first
@@ -298,11 +304,6 @@ def scan(
         )
     if some & (soon == 0):
         ahead = load_step(fine_at, coarse_at, first, some, F, C)
-
-    if marks is not None:
-        mark = part * mark_count // parts + gl.arange(0, MARKS, layout=ONE)
-        mine = mark < (part + 1) * mark_count // parts
-        gl.store(marks + place * mark_count + mark, gl.full([MARKS], 0, gl.int64, ONE), mask=mine)
 
     projected += row * columns
     fine_weights = _weights(projected, columns, 0, 2, F, GROUP)
@@ -348,9 +349,12 @@ def scan(
     mass = gl.full([PAIRS, 8], 0.0, gl.float32, MMA)
     moment = gl.full([PAIRS, 8], 0.0, gl.float32, MMA)
     floor = 1
-    edge = float("-inf")
-    # A look at `total` takes as long as a step: a short part does without.
-    due = gl.where(last - first >= patience * CHUNKS, first + CHUNKS, last)
+    if hint is not None:
+        floor = lowest_counted(gl.load(hint + place, cache_modifier=".cg"), centre)
+    edge = gl.where(floor > 1, _below(floor, centre), float("-inf"))
+    # A look at `total` takes as long as a step: a short part does without, and who has a hint.
+    looks = (floor == 1) & (last - first >= patience * CHUNKS)
+    due = gl.where(looks, first + CHUNKS, last)
     bins = gl.arange(0, BINS, layout=FLAT)
     total += place * BINS
     shares += slot
@@ -385,8 +389,7 @@ def scan(
             reached = gl.associative_scan(counted, 0, _add, reverse=True)
             index = gl.sum((reached >= k).to(gl.int32), 0) - 1
             floor = gl.maximum(floor, index)
-            edge = edge_of(floor, centre)
-            edge -= 0.01 + 0.002 * gl.abs(edge)  # float16 may round it up
+            edge = _below(floor, centre)
             due += 2 * (due - first)
         counts = gl.where(own, share, float("-inf"))
         least = gl.full([PAIRS, 4, 2], 0.0, gl.float16, LAYOUT) + edge.to(gl.float16)

@@ -7,11 +7,16 @@ from attnplug.ops.common.rows import row_span
 from attnplug.ops.sketch.kernels.codes import (
     BINS,
     BLOCK,
+    FINE,
+    STEPS,
     begin,
+    bin_of,
     edge_of,
     near_block,
     place_of,
 )
+
+RECOUNT = tl.constexpr(2048)  # tokens of one step where the counts do not do
 
 
 @triton.jit
@@ -21,9 +26,37 @@ def _lowest(reached, wanted):
 
 
 @triton.jit
-def _at(x, bins, index):
-    """Element `index` of x, 0 past its end."""
-    return tl.sum(tl.where(bins == index, x, 0), 0)
+def _reaching(own, visible):
+    """How many tokens reach each bin. Bin 0 counts all of them, and so is reached by all."""
+    bins = tl.arange(0, BINS)
+    reached = tl.cumsum(tl.where(bins == 0, 0, own), 0, reverse=True)
+    return tl.where(bins == 0, visible, reached)
+
+
+@triton.jit
+def _counted_again(shares, since, until, centre):
+    """The histogram of a row's shares, as the scan counts them without a hint."""
+    own = tl.zeros([BINS], tl.int32)
+    for at in tl.range(since, until, RECOUNT, num_stages=1):  # pyright: ignore[reportGeneralTypeIssues]
+        n = at + tl.arange(0, RECOUNT)
+        share = tl.load(shares + n, mask=n < until, other=float("-inf"), cache_modifier=".cg")
+        own += tl.histogram(tl.where(share > float("-inf"), bin_of(share, centre), 0), BINS)
+    return own
+
+
+@triton.jit
+def _levels(share, seen, threshold, centre):
+    """1 for shares above the threshold's bin, 65536 for those in it, else 0."""
+    least = (threshold - 128).to(tl.float32)
+    if (least > -FINE) & (least < FINE):  # there a place is so many steps from the middle
+        y = share.to(tl.float32) - centre
+        higher = y >= (least + 1) * (1 / STEPS)
+        level = y >= least * (1 / STEPS)
+    else:
+        y = place_of(share, centre)
+        higher = y >= least + 1
+        level = (y >= least) & (share > float("-inf"))
+    return tl.where(seen & level, tl.where(higher, 1, 65536), 0)
 
 
 @triton.jit
@@ -42,6 +75,7 @@ def pick(
     shares,
     total,
     middle,
+    hint,
     lengths,
     start,
     marks,
@@ -54,57 +88,62 @@ def pick(
     TILE: tl.constexpr,
     PIECES: tl.constexpr,
     CAPACITY_P: tl.constexpr,
+    NEW: tl.constexpr,
     LENGTH_STEP: tl.constexpr,
     START_STEP: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """The picks among TILE slots of one row's KV head, in the order of the cache; their place in
-    the list is where the pieces before this one end."""
+    the list is where the pieces before this one end. Where the scan has counted too few, as the
+    `hint` was too high, every program counts the row's shares itself."""
     piece = tl.program_id(0)
     h = tl.program_id(1)
     b = tl.program_id(2).to(tl.int64)
     place = b * tl.num_programs(1) + h
-    length, low = row_span(lengths, start, b, S, LENGTH_STEP, START_STEP)
+    length, low = row_span(lengths, start, b, S, LENGTH_STEP, START_STEP, NEW)
     since = low + BLOCK
-    until = low + near_block(length, low) * BLOCK
+    until = low + near_block(tl.minimum(length, S), low) * BLOCK
     n = piece * TILE + tl.arange(0, TILE)
     bins = tl.arange(0, BINS)
     begin(PDL)
     # Slots that are no candidates are read too, so that loads are wide; they are not looked at.
     share = tl.load(shares + place * S + n, mask=n < S, other=0.0, cache_modifier=".cg")
+    visible = tl.load(total + place * BINS, cache_modifier=".cg")
     own = tl.load(total + place * BINS + bins, cache_modifier=".cg")
     centre = tl.load(middle + place, cache_modifier=".cg")
-    # Bin 0 counts all tokens, and so is reached by all.
-    reached = tl.cumsum(tl.where(bins == 0, 0, own), 0, reverse=True)
-    visible = _at(own, bins, 0)
-    reached = tl.where(bins == 0, visible, reached)
-    threshold = _lowest(reached, tl.minimum(k, visible))
-    above = _at(reached, bins, threshold + 1)  # tokens above the threshold's bin: all are picks
+    wanted = tl.minimum(k, visible)
+    reached = _reaching(own, visible)
+    if hint is not None:
+        hinted = tl.load(hint + place, cache_modifier=".cg") > float("-inf")
+        if hinted & (tl.max(tl.where(bins == 0, 0, reached), 0) < wanted):
+            own = _counted_again(shares + place * S, since, until, centre)
+            reached = _reaching(own, visible)
+    threshold = _lowest(reached, wanted)
+    # Tokens above the threshold's bin: all are picks.
+    above = tl.max(tl.where(reached < wanted, reached, 0), 0)
 
-    seen = (n >= since) & (n < until) & (share > float("-inf"))
-    y = tl.where(seen, place_of(share, centre), -129.0)
-    least = (threshold - 128).to(tl.float32)
-    higher = (y >= least + 1).to(tl.int32)
-    level = (y >= least).to(tl.int32) - higher
-    both = higher + level * 65536
+    both = _levels(share, (n >= since) & (n < until), threshold, centre)
     own_both = tl.sum(both, 0)
     marks += place * pieces
     mark = (own_both & 65535).to(tl.int64) * 4294967296 + (own_both >> 16).to(tl.int64) * 2 + 1
     tl.atomic_xchg(marks + piece, mark, sem="relaxed")
-    both = tl.cumsum(both, 0) - both  # those in front of each
+    ahead = tl.cumsum(both, 0) - both  # those in front of each
     before = _before(marks, piece, PIECES)
 
     room = capacity - above  # for the tokens of the threshold's bin, in the order of the cache
-    rank = ((before & 4294967295) >> 1).to(tl.int32) + (both >> 16)
-    slot = (before >> 32).to(tl.int32) + (both & 65535) + tl.minimum(rank, room)
-    taken = (higher > 0) | ((level > 0) & (rank < room))
+    rank = ((before & 4294967295) >> 1).to(tl.int32) + (ahead >> 16)
+    slot = (before >> 32).to(tl.int32) + (ahead & 65535) + tl.minimum(rank, room)
+    taken = (both == 1) | ((both > 1) & (rank < room))
     tl.store(picks + place * capacity + slot, n, mask=taken)
     if piece == 0:
-        count = tl.minimum(_at(reached, bins, threshold), capacity)
-        upper = _lowest(reached, tl.minimum(k, visible) // 2)
+        most = visible + 1
+        count = tl.minimum(tl.min(tl.where(reached >= wanted, reached, most), 0), capacity)
+        upper = _lowest(reached, wanted // 2)
         edge = tl.where(upper > threshold, edge_of(upper, centre), float("inf"))
-        tl.store(cut + place * 2, edge)
-        tl.store(cut + place * 2 + 1, (visible - count).to(tl.float32))
+        lower = tl.where((k < visible) & (threshold > 0), edge_of(threshold, centre), float("-inf"))
+        tl.store(cut + place * 3, edge)
+        tl.store(cut + place * 3 + 1, (visible - count).to(tl.float32))
+        tl.store(cut + place * 3 + 2, lower)
         empty = tl.arange(0, CAPACITY_P)
         tl.store(
             picks + place * capacity + empty,

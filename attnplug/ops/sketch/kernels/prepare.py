@@ -150,6 +150,7 @@ def prepare(
     fixed_out,
     fixed_lse,
     total,
+    marks,
     encoder,
     fine,
     coarse,
@@ -161,6 +162,7 @@ def prepare(
     S,
     columns,
     chunks,
+    mark_count,
     q_strides,
     k_strides,
     v_strides,
@@ -175,6 +177,7 @@ def prepare(
     TILE: tl.constexpr,
     SLOTS: tl.constexpr,
     COUNT: tl.constexpr,
+    MARKS: tl.constexpr,
     CAPPED: tl.constexpr,
     R4: tl.constexpr,
     R2: tl.constexpr,
@@ -185,9 +188,9 @@ def prepare(
     PDL: tl.constexpr,
 ):
     """One piece of the fixed part, a few columns of the projection, or in the chain the codes of a
-    block that has left the fixed part. The first program clears the chain's histogram, writes the
-    new token to the cache, and the query to its place in `recent`, a ring of RING queries a
-    head."""
+    block that has left the fixed part. The first program clears the chain's histogram and the
+    marks of `pick`, writes the new token to the cache, and the query to its place in `recent`, a
+    ring of RING queries a head."""
     if PDL:
         gdc_launch_dependents()
     part = tl.program_id(0)
@@ -220,6 +223,10 @@ def prepare(
             if total is not None:
                 bins = tl.arange(0, BINS)
                 tl.store(total + place * BINS + bins, tl.zeros([BINS], tl.int32))
+            if marks is not None:
+                i = tl.arange(0, MARKS)
+                mark_at = marks + place * mark_count + i
+                tl.store(mark_at, tl.zeros([MARKS], tl.int64), mask=i < mark_count)
             if NEW:
                 _append(token_k, k_at, length - 1, room, d, k_s, D)
                 _append(token_v, v_at, length - 1, room, d, v_s, D)

@@ -17,22 +17,13 @@ from attnplug.ops.sketch.kernels.codes import (
     load_digits,
     load_unit,
     load_variance,
+    lowest_counted,
     near_block,
     placed,
     share,
     unpack_coarse,
     unpack_fine,
 )
-
-
-@triton.jit
-def clear_marks(marks, place, part, parts, count, MARKS: tl.constexpr):
-    """Clear this part's share of a row's `count` marks, which `pick` makes: MARKS at most."""
-    first = part * count // parts
-    last = (part + 1) * count // parts
-    i = tl.arange(0, MARKS)
-    at = marks + place * count + first + i
-    tl.store(at, tl.zeros([MARKS], tl.int64), mask=first + i < last)
 
 
 @triton.jit
@@ -46,8 +37,8 @@ def scan(
     lengths,
     start,
     key_mask,
+    hint,
     shares,
-    marks,
     total,
     sums,
     norm,
@@ -60,7 +51,6 @@ def scan(
     pieces,
     columns,
     mask_b,
-    mark_count,
     GROUP: tl.constexpr,
     HEADS: tl.constexpr,
     R4: tl.constexpr,
@@ -68,11 +58,11 @@ def scan(
     TILE: tl.constexpr,
     STAGES: tl.constexpr,
     PIECES: tl.constexpr,
-    MARKS: tl.constexpr,
     REFRESH: tl.constexpr,
     CAPPED: tl.constexpr,
     CHECKED: tl.constexpr,
     ASM: tl.constexpr,
+    NEW: tl.constexpr,
     LENGTH_STEP: tl.constexpr,
     START_STEP: tl.constexpr,
     PDL: tl.constexpr,
@@ -86,8 +76,8 @@ def scan(
     b = tl.program_id(2).to(tl.int64)
     place = b * tl.num_programs(1) + h
     row = place * GROUP
-    length, low = row_span(lengths, start, b, S, LENGTH_STEP, START_STEP)
-    near = near_block(length, low)
+    length, low = row_span(lengths, start, b, S, LENGTH_STEP, START_STEP, NEW)
+    near = near_block(tl.minimum(length, S), low)
     n_tokens = (near - 1) * BLOCK
     PER: tl.constexpr = TILE // BLOCK  # blocks a tile
     first = part * (near - 1) // parts  # blocks after the sink
@@ -95,8 +85,6 @@ def scan(
     own_tokens = (last - first) * BLOCK
     total += place * BINS
     bins = tl.arange(0, BINS)
-    if marks is not None:
-        clear_marks(marks, place, part, parts, mark_count, MARKS)
 
     n = tl.arange(0, TILE)
     g = tl.arange(0, HEADS)
@@ -139,8 +127,11 @@ def scan(
     mass = tl.zeros([TILE, HEADS], tl.float32)
     moment = tl.zeros([TILE, HEADS], tl.float32)
     visible = tl.zeros([TILE], tl.int32)
-    floor = float("-inf")  # a lower bound of the k-th share
+    floor = 1  # lowest bin that is counted
     due = 1
+    if hint is not None:
+        floor = lowest_counted(tl.load(hint + place, cache_modifier=".cg"), centre)
+        due = tl.where(floor > 1, -1, 1)
     for i in tl.range(0, (last - first + PER - 1) // PER, num_stages=STAGES):  # pyright: ignore[reportGeneralTypeIssues]
         at = i * TILE  # times 32 bytes it stays below 2^31
         seen = at + n < own_tokens
@@ -177,10 +168,10 @@ def scan(
         if i == due:  # `total` only grows: a share that k tokens have reached stays a lower bound
             reached = tl.cumsum(tl.load(total + bins, cache_modifier=".cg"), 0, reverse=True)
             index = tl.sum((reached >= k).to(tl.int32), 0) - 1
-            floor = tl.maximum(floor, index.to(tl.float32))
+            floor = tl.maximum(floor, index)
             due += due * REFRESH
         index = bin_of(h_tile, centre)
-        counted = seen & (index > 0) & (index >= floor)
+        counted = seen & (index >= floor)
         tl.atomic_add(total + index, 1, mask=counted, sem="relaxed")
 
     tl.atomic_add(total, tl.sum(visible, 0), sem="relaxed")
