@@ -212,6 +212,7 @@ def launch_pick_tokens(
         TILE=tile,
         PIECES=triton.next_power_of_2(marks.shape[2]),
         CAPACITY_P=triton.next_power_of_2(capacity),
+        ASM=shares.is_cuda,
         NEW=int(is_new),
         LENGTH_STEP=row_step(lengths),
         START_STEP=row_step(start),

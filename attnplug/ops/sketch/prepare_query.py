@@ -180,6 +180,7 @@ def launch_prepare_query(
     recent=None,
     marks=None,
     warps=None,
+    registers=None,
 ):
     """Run the kernel; tensors as in `prepare_query`, on a GPU or in Triton's interpreter. In the
     chain also clear `total` and `marks`, make the missing codes, and write the token `new` to the
@@ -247,6 +248,7 @@ def launch_prepare_query(
         START_STEP=row_step(start),
         PDL=machine(q.device)[1],
         num_warps=warps or (8 if wide > 256 else 4),
+        **({} if registers is None else {"maxnreg": registers}),
     )
 
 

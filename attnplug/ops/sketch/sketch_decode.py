@@ -254,9 +254,11 @@ def plan_for(
 ) -> Plan:
     """The plan of a shape: `rows` (sequence, KV head) pairs with caches of `size` tokens."""
     blocks = max(1, size // encode.BLOCK)
-    parts = max(1, min(4 * multiprocessors // rows, blocks // 4))
+    # Four programs of the scan fit a multiprocessor; short caches get one, of several steps.
+    parts = min(4 * multiprocessors // rows, max(multiprocessors // rows, blocks // 16))
+    parts = max(1, min(parts, blocks // 4))
     steps = pick.capacity_for(top_k) // attend.TILE
-    pieces = max(1, min(steps, 8 * multiprocessors // rows))
+    pieces = max(1, min(steps, 3 * multiprocessors // rows))  # all at once
     wide = width * itemsize > 256
     return Plan(parts, scan.Plan(256, 4, 3), -(-steps // -(-steps // pieces)), 8 if wide else 4, 32)
 

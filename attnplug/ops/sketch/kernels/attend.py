@@ -99,13 +99,18 @@ def attend(
     moment = tl.zeros([HEADS], tl.float32)
     exact_low = tl.zeros([ROWS], tl.float32)
     guess_low = tl.zeros([HEADS], tl.float32)
+    listed = picks + place * capacity
+    slot = piece * TILES * TILE + tl.arange(0, TILE)
+    end = (piece + 1) * TILES * TILE
+    coming = tl.load(listed + slot, mask=slot < capacity, other=-1, cache_modifier=".cg")
     # Not pipelined: Triton 3.6 compiled such a loop over gathered keys to wrong code, without a
     # word (block_sparse_attention).
     for i in tl.range(0, TILES, num_stages=1):  # pyright: ignore[reportGeneralTypeIssues]
-        slot = (piece * TILES + i) * TILE + tl.arange(0, TILE)
-        at = tl.load(
-            picks + place * capacity + slot, mask=slot < capacity, other=-1, cache_modifier=".cg"
-        ).to(tl.int64)
+        at = coming.to(tl.int64)
+        slot += TILE
+        coming = tl.load(
+            listed + slot, mask=slot < tl.minimum(end, capacity), other=-1, cache_modifier=".cg"
+        )
         seen = at >= 0
         loadable = seen[:, None] & in_width[None, :]
         key = tl.load(k_at + at[:, None] * k_s, mask=loadable, other=0.0)

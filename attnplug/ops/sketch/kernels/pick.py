@@ -71,6 +71,23 @@ def _before(marks, piece, PIECES: tl.constexpr):
 
 
 @triton.jit
+def _list(picks, slot, n, taken, ASM: tl.constexpr):
+    """Write the tokens `n` that are `taken` to their places in the list."""
+    if ASM:  # a store of Triton's would carry all addresses through shared memory first
+        tl.inline_asm_elementwise(
+            "{ .reg .pred p; .reg .b64 at; setp.ne.s32 p, $4, 0; mad.wide.s32 at, $2, 4, $1; "
+            "@p st.global.b32 [at], $3; mov.b32 $0, 0; }",
+            "=r,l,r,r,r",
+            [picks.to(tl.int64), slot, n, taken.to(tl.int32)],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+    else:
+        tl.store(picks + slot, n, mask=taken)
+
+
+@triton.jit
 def pick(
     shares,
     total,
@@ -88,6 +105,7 @@ def pick(
     TILE: tl.constexpr,
     PIECES: tl.constexpr,
     CAPACITY_P: tl.constexpr,
+    ASM: tl.constexpr,
     NEW: tl.constexpr,
     LENGTH_STEP: tl.constexpr,
     START_STEP: tl.constexpr,
@@ -134,7 +152,7 @@ def pick(
     rank = ((before & 4294967295) >> 1).to(tl.int32) + (ahead >> 16)
     slot = (before >> 32).to(tl.int32) + (ahead & 65535) + tl.minimum(rank, room)
     taken = (both == 1) | ((both > 1) & (rank < room))
-    tl.store(picks + place * capacity + slot, n, mask=taken)
+    _list(picks + place * capacity, slot, n, taken, ASM)
     if piece == 0:
         most = visible + 1
         count = tl.minimum(tl.min(tl.where(reached >= wanted, reached, most), 0), capacity)
