@@ -1,14 +1,16 @@
 """The kernels of `sketch` on one GPU: right against their references, and how long each takes.
 
-    python bench/sketch_ops.py --out rows.jsonl [--seconds 190]
+    python bench/sketch_ops.py --out rows.jsonl [--seconds 150]
 
 Checks every op of the chain on a few odd shapes against its CPU reference, then times the whole
-chain, and each kernel of it under several plans, beside `dense_decode` over the same cache: CUDA
-graphs of calls on caches that rotate past the L2. A variant that fails is a row with its error; the
-script goes on, prints a short table last, and exits with 1.
+chain, and each kernel of it under a few plans, beside `dense_decode` over the same cache: CUDA
+graphs of calls on caches that rotate past the L2. Each call of the chain has a query of its own,
+which correlates by 0.9 with the one before on that cache, and the hint that one left. A variant
+that fails is a row with its error; the script goes on, prints a short table last, and exits with 1.
 """
 
 import argparse
+import functools
 import json
 import statistics
 import sys
@@ -31,8 +33,10 @@ from attnplug.ops.sketch import sketch_decode as decode
 from attnplug.ops.sketch.state import empty_codes, fit_basis
 
 HEADS, KV_HEADS, WIDTH, TOP_K = 28, 4, 128, 2048
-SHAPES = [(1, 1 << 17), (1, 1 << 20), (1, 1 << 15), (8, 1 << 17), (8, 1 << 20), (1, 1 << 19)]
-TUNED = SHAPES[:5]  # whose kernels are timed under all plans
+SHAPES = [(1, 1 << 15), (1, 1 << 17), (1, 1 << 20), (8, 1 << 17), (8, 1 << 20), (1, 1 << 19)]
+TUNED = SHAPES[:4]  # whose kernels are timed under a few plans
+PICKS = [(2048, 4, 64), (4096, 8, 64), (8192, 16, 64), (8192, 16, 128)]  # tile, warps, registers
+DRIFT = 0.9  # correlation of a query with the one before
 ROTATE = 256 << 20  # bytes of caches that a graph goes through
 # dtype, head dimension, group, bytes, tokens, padded, masked, softcap
 CHECKS = [
@@ -263,6 +267,7 @@ def check_large(tokens, tile) -> dict[str, Any]:
     rows = {"lengths": layer.lengths.cpu(), "start": None}
     own = [x.cpu() for x in (shares, total, middle)]
     compare_counts(*own, rows, TOP_K)
+    rescan = (projected, fixed[1], *layer.codes, TOP_K, plan.parts, layer.lengths, None, None, 0.0)
     asked = (shares, total, middle, TOP_K, layer.lengths, None)
     wanted = pick._pick_tokens(*own, TOP_K, rows["lengths"], None)
     for _ in range(20):
@@ -270,6 +275,17 @@ def check_large(tokens, tile) -> dict[str, Any]:
         pick.launch_pick_tokens(*asked, *picked, tile=tile)
         assert torch.equal(picked[0].cpu(), wanted[0]), f"picks differ, tile {tile}"
         assert torch.equal(picked[1].cpu(), wanted[1]), f"cut differs, tile {tile}"
+    true = wanted[1][..., 2]
+    for guess in (true, true + 9, true - 9, true + torch.inf, true * torch.nan, true + 2.5):
+        hint = guess.cuda()
+        again = scan._allocate(*rescan)
+        scan.launch_scan_sketch(*rescan, *again, hint=hint)
+        shares, total, _, _, middle = again
+        asked = (shares, total, middle, TOP_K, layer.lengths, None)
+        picked = pick._allocate(*asked)
+        pick.launch_pick_tokens(*asked, *picked, hint=hint, tile=tile)
+        same = all(torch.equal(a.cpu(), b) for a, b in zip(picked, wanted, strict=True))
+        assert same, f"picks differ by the hint {guess.flatten()[0]}, tile {tile}"
     return {"result": "ok: " + ", ".join(found)}
 
 
@@ -313,6 +329,8 @@ class Layer:
         asked = torch.randn(batch, HEADS, 64, WIDTH, device="cuda", generator=random)
         asked = asked.to(torch.bfloat16)
         self.q = asked[:, :, -1:].contiguous()
+        self.hint = torch.full((batch, KV_HEADS), -torch.inf, device="cuda")
+        self.random = random
         self.lengths = torch.full((1,), tokens, device="cuda")
         part = slice(0, 32768)
         self.basis = fit_basis(self.k[:, :, part], self.v[:, :, part], asked)
@@ -320,29 +338,28 @@ class Layer:
         encode.encode_keys(self.k, self.v, self.basis.encoder, *self.codes, lengths=self.lengths)
         self.step: dict[str, Any] = {}
 
-    def args(self) -> tuple[Any, ...]:
-        return (
-            self.q,
-            self.k,
-            self.v,
-            *self.basis,
-            *self.codes,
-            WIDTH**-0.5,
-            TOP_K,
-            "regression",
-            self.lengths,
-            None,
-            None,
-            0.0,
-            None,
-        )
+    def chain(self, plan: decode.Plan, steps: int, hinted: bool) -> list[Callable[[], Any]]:
+        """Steps of drifting queries, each with the hint that the one before has left."""
+        none = dict.fromkeys(decode.Call._fields)
+        own = {"k": self.k, "v": self.v, **self.basis._asdict(), **self.codes._asdict()}
+        own |= {"scale": WIDTH**-0.5, "top_k": TOP_K, "tail": "regression", "softcap": 0.0}
+        own |= {"lengths": self.lengths, "hint": self.hint if hinted else None}
+        calls, drifting = [], [self.q.float()]
+        for _ in range(steps // 2):
+            noise = torch.randn(self.q.shape, device="cuda", generator=self.random)
+            drifting.append(DRIFT * drifting[-1] + (1 - DRIFT**2) ** 0.5 * noise)
+        drifting += drifting[-2:0:-1]  # back again: a graph that is replayed goes on from the first
+        for q in drifting[:steps]:
+            call = decode.Call(**(none | own | {"q": q.to(torch.bfloat16)}))
+            outputs = decode._allocate(*call)
+            calls.append(functools.partial(decode.launch_sketch_decode, *call, *outputs, plan=plan))
+        return calls
 
-    def chain(self, plan: decode.Plan | None = None) -> Callable[[], Any]:
-        outputs = decode._allocate(*self.args())
-        return lambda: decode.launch_sketch_decode(*self.args(), *outputs, plan=plan)
-
-    def kernels(self, plan: decode.Plan, tile: int | None = None) -> dict[str, Callable[[], Any]]:
-        """One call of each kernel of the chain."""
+    def kernels(self, plan: decode.Plan, more: dict[str, Any]) -> dict[str, Callable[[], Any]]:
+        """One call of each kernel of the chain, the scan and the picks with the hint that a first
+        step leaves; `more` are options of launchers, by kernel."""
+        self.chain(plan, 1, True)[0]()
+        self.hint += more.get("hint", 0.0)
         rows, q, k, v = (self.lengths, None), self.q, self.k, self.v
         asked = (q, k, v, self.basis.queries, WIDTH**-0.5, *rows, None, 0.0)
         projected, *fixed = prepare._allocate(*asked)
@@ -350,7 +367,7 @@ class Layer:
         scanned = scan._allocate(*asked_scan)
         shares, total, sums, norm, middle = scanned
         asked_picks = (shares, total, middle, TOP_K, *rows)
-        marks = pick.new_marks(shares, tile)
+        marks = pick.new_marks(shares, more.get("pick", {}).get("tile"))
         picks = pick._allocate(*asked_picks)
         asked_attend = (
             q,
@@ -367,30 +384,32 @@ class Layer:
         own = attend._allocate(*asked_attend)
         merged = (q.new_empty(q.shape), norm[..., None].clone())
 
-        def scan_tokens():
-            scan.launch_scan_sketch(
-                *asked_scan, *scanned, plan=plan.scan, chained=True, marks=marks
+        def ready():
+            prepare.launch_prepare_query(
+                *asked,
+                projected,
+                *fixed,
+                total=total,
+                marks=marks,
+                encoder=self.basis.encoder,
+                codes=self.codes,
+                **more.get("prepare", {}),
             )
 
-        def cleared_scan():
-            total.zero_()
-            scan_tokens()
+        def scan_tokens():
+            scan.launch_scan_sketch(
+                *asked_scan, *scanned, plan=plan.scan, chained=True, hint=self.hint
+            )
 
         def pick_from_shares():
-            pick.launch_pick_tokens(*asked_picks, *picks, marks=marks, tile=tile)
-
-        def scan_and_pick():
-            cleared_scan()
-            pick_from_shares()
+            pick.launch_pick_tokens(
+                *asked_picks, *picks, marks=marks, hint=self.hint, **more.get("pick", {})
+            )
 
         return {
-            "prepare": lambda: prepare.launch_prepare_query(
-                *asked, projected, *fixed, total=total, encoder=self.basis.encoder, codes=self.codes
-            ),
+            "prepare": ready,
             "scan": scan_tokens,
-            "cleared": cleared_scan,
             "pick": pick_from_shares,
-            "scan+pick": scan_and_pick,
             "attend": lambda: attend.launch_attend_picks(
                 *asked_attend, *own, warps=plan.attend_warps
             ),
@@ -412,50 +431,62 @@ class Layer:
         }
 
 
-def time_shape(rows: Rows, batch: int, tokens: int) -> None:
-    """Dense, the chain, and for the tuned shapes each kernel under several plans."""
-    case = f"batch={batch} n={tokens}"
+def caches(batch: int, tokens: int) -> list[Layer]:
     one = 4 * batch * KV_HEADS * tokens * WIDTH
-    layers = [Layer(batch, tokens, seed) for seed in range(max(1, min(8, ROTATE // one)))]
+    return [Layer(batch, tokens, seed) for seed in range(max(1, min(8, ROTATE // one)))]
+
+
+def plan_of(batch: int, tokens: int) -> decode.Plan:
+    return decode.plan_for(batch * KV_HEADS, tokens, TOP_K, WIDTH, 2, 132)
+
+
+def time_chain(rows: Rows, batch: int, tokens: int) -> dict[str, str]:
+    """The chain, and dense."""
+    case = f"batch={batch} n={tokens}"
+    layers, base = caches(batch, tokens), plan_of(batch, tokens)
     dense = [
         lambda x=x: dense_decode(x.q, x.k, x.v, scale=WIDTH**-0.5, lengths=x.lengths)
         for x in layers
     ]
-    base = decode.plan_for(batch * KV_HEADS, tokens, TOP_K, WIDTH, 2, 132)
-    rows.attempt("dense", case, "", microseconds, dense)
     rows.attempt("chain", case, named(base), whole, layers, base)
-    if (batch, tokens) not in TUNED:
-        return
-    for kernel in ("prepare", "scan", "cleared", "pick", "scan+pick", "attend", "merge"):
-        rows.attempt(kernel, case, named(base), alone, layers, base, kernel)
-    for many, registers, patience in SCANS:
-        parts = max(1, min(many * 132 // (batch * KV_HEADS), tokens // 256))
-        scan_plan = base.scan._replace(registers=registers, patience=patience)
-        plan = base._replace(parts=parts, scan=scan_plan)
-        rows.attempt("cleared", case, named(plan), alone, layers, plan, "cleared")
-        rows.attempt("chain", case, named(plan), whole, layers, plan)
-    plan = base._replace(scan=base.scan._replace(hopper=False))
-    rows.attempt("cleared", case, named(plan), alone, layers, plan, "cleared")
-    for tile in (1024, 2048, 4096, 8192):
-        rows.attempt("scan+pick", case, f"tile={tile}", alone, layers, base, "scan+pick", tile)
-
-
-def shape_row(rows: Rows, batch: int, tokens: int) -> dict[str, str]:
-    time_shape(rows, batch, tokens)
+    rows.attempt("dense", case, "", microseconds, dense)
     return {"result": "done"}
 
 
-# Programs a multiprocessor of the scan, the most registers of a thread, patience.
-SCANS = [(1, 128, 4), (2, 128, 4), (3, None, 4), (4, 128, 2), (4, 128, 1 << 20), (8, 128, 4)]
+def time_kernels(rows: Rows, batch: int, tokens: int) -> dict[str, str]:
+    """Each kernel of the chain, the slow ones under a few plans."""
+    case, pairs = f"batch={batch} n={tokens}", batch * KV_HEADS
+    layers, base = caches(batch, tokens), plan_of(batch, tokens)
+    for kernel in ("prepare", "scan", "pick", "attend", "merge"):
+        rows.attempt(kernel, case, named(base), alone, layers, base, kernel)
+    for many in (1, 2, 3, 4):
+        parts = max(1, min(many * 132 // pairs, tokens // 512))
+        if parts != base.parts:
+            plan = base._replace(parts=parts)
+            rows.attempt("chain", case, named(plan), whole, layers, plan)
+    for tile, warps, registers in PICKS:
+        more = {"pick": {"tile": tile, "warps": warps, "registers": registers}}
+        variant = f"tile={tile}/{warps}w/{registers}r"
+        rows.attempt("pick", case, variant, alone, layers, base, "pick", more)
+    rows.attempt("pick", case, "recount", alone, layers, base, "pick", {"hint": torch.inf})
+    for pieces, warps in ((12, 4), (18, 4), (36, 4), (18, 8)):
+        plan = base._replace(pieces=pieces, attend_warps=warps)
+        rows.attempt("attend", case, named(plan), alone, layers, plan, "attend")
+    for registers in (96, 128):
+        more = {"prepare": {"registers": registers}}
+        variant = f"registers={registers}"
+        rows.attempt("prepare", case, variant, alone, layers, base, "prepare", more)
+    rows.attempt("chain", case, "no hint", whole, layers, base, False)
+    return {"result": "done"}
 
 
 def alone(
-    layers: list[Layer], plan: decode.Plan, kernel: str, tile: int | None = None
+    layers: list[Layer], plan: decode.Plan, kernel: str, more: dict[str, Any] | None = None
 ) -> dict[str, float]:
-    """The time of one kernel; those before it in the chain have run once."""
+    """The time of one kernel; those of the chain have run once, in their order."""
     calls = []
     for layer in layers:
-        made = layer.kernels(plan, tile)
+        made = layer.kernels(plan, more or {})
         for call in made.values():
             call()
         calls.append(made[kernel])
@@ -463,38 +494,37 @@ def alone(
     return microseconds(calls)
 
 
-def whole(layers: list[Layer], plan: decode.Plan) -> dict[str, float]:
-    """The time of the chain."""
-    return microseconds([layer.chain(plan) for layer in layers])
+def whole(layers: list[Layer], plan: decode.Plan, hinted: bool = True) -> dict[str, float]:
+    """The time of the chain: the caches in turn, each with its own drifting queries."""
+    steps = -(-16 // len(layers))
+    chains = [layer.chain(plan, steps, hinted) for layer in layers]
+    return microseconds([call for calls in zip(*chains, strict=True) for call in calls])
 
 
 def named(plan: decode.Plan) -> str:
-    return (
-        f"parts={plan.parts} {'hopper' if plan.scan.hopper else 'plain'}/{plan.scan.registers}r/"
-        f"{plan.scan.patience} "
-        f"pieces={plan.pieces}/{plan.attend_warps}w c={plan.columns}"
-    )
+    kind = "hopper" if plan.scan.hopper else "plain"
+    return f"parts={plan.parts} {kind} pieces={plan.pieces}/{plan.attend_warps}w c={plan.columns}"
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--seconds", type=float, default=190)
+    parser.add_argument("--seconds", type=float, default=150)
     args = parser.parse_args()
     rows = Rows(args.out, args.seconds)
     torch.set_grad_enabled(False)
     print(torch.cuda.get_device_name(), torch.__version__, flush=True)
     # The usual case first, and the rest in the order of what is lost least if time runs out.
-    for case in CHECKS[:1]:
+    for case in CHECKS[:2]:
         rows.attempt("check", label(case), "", check, *case)
     for tokens, tile in ((1 << 17, 1024), (150001, 8192)):
         rows.attempt("check", f"n={tokens}", f"tile={tile}", check_large, tokens, tile)
-    for shape in SHAPES[:2]:
-        rows.attempt("shape", f"batch={shape[0]} n={shape[1]}", "", shape_row, rows, *shape)
-    for case in CHECKS[1:]:
+    for shape in SHAPES:
+        rows.attempt("shape", f"chains of {shape}", "", time_chain, rows, *shape)
+    for case in CHECKS[2:]:
         rows.attempt("check", label(case), "", check, *case)
-    for shape in SHAPES[2:]:
-        rows.attempt("shape", f"batch={shape[0]} n={shape[1]}", "", shape_row, rows, *shape)
+    for shape in TUNED:
+        rows.attempt("shape", f"kernels of {shape}", "", time_kernels, rows, *shape)
     print(f"--- {rows.failed} failed")
     for line in sorted(rows.table):
         if not line.startswith("shape"):

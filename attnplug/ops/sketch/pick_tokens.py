@@ -186,6 +186,7 @@ def launch_pick_tokens(
     is_new=False,
     tile=None,
     warps=None,
+    registers=64,
 ):
     """Run the kernel; tensors as in `pick_tokens`, on a GPU or in Triton's interpreter. `marks` are
     of `new_marks`, cleared; `hint` is the one that the scan had. With `is_new`, `lengths` lack a
@@ -219,6 +220,7 @@ def launch_pick_tokens(
         PDL=pdl,
         num_warps=warps or max(4, min(16, tile // 512)),
         **dependent,
+        maxnreg=registers,  # two programs of 16 warps run at a time; nothing is spilled
     )
 
 

@@ -105,7 +105,7 @@ def attend(
     coming = tl.load(listed + slot, mask=slot < capacity, other=-1, cache_modifier=".cg")
     # Not pipelined: Triton 3.6 compiled such a loop over gathered keys to wrong code, without a
     # word (block_sparse_attention).
-    for i in tl.range(0, TILES, num_stages=1):  # pyright: ignore[reportGeneralTypeIssues]
+    for _ in tl.range(0, TILES, num_stages=1):  # pyright: ignore[reportGeneralTypeIssues]
         at = coming.to(tl.int64)
         slot += TILE
         coming = tl.load(
