@@ -7,8 +7,7 @@ it reads it from the host, and writes it to the slot that it is given. The host 
 
 Slots are given by a clock: its hand passes by those whose block was wanted since it last passed.
 
-Sources: "Attention Pays Its Bill" (docs/papers.md); Corbato, A Paging Experiment with the Multics
-System (1968).
+Sources: "Attention Pays Its Bill" (docs/papers.md); Corbato, A Paging Experiment (1968).
 """
 
 from typing import NamedTuple

@@ -17,6 +17,7 @@ from attnplug.errors import ArgumentError
 from attnplug.ops.common.define import define_op, refuse_gradients, require
 from attnplug.ops.common.device import early
 from attnplug.ops.common.reference import reference_kept
+from attnplug.ops.common.sizes import cdiv
 from attnplug.ops.common.softmax import LOG2E, base_two
 from attnplug.ops.sketch.encode_keys import check_float
 from attnplug.ops.sketch.estimates import (
@@ -107,7 +108,7 @@ def _allocate(q, k, v, projected, fine, coarse, picks, cut, norm, scale, pieces,
 
 def tiles_of(capacity: int, pieces: int) -> int:
     """Steps of 64 picks in one piece."""
-    return triton.cdiv(triton.cdiv(capacity, TILE), pieces)
+    return cdiv(cdiv(capacity, TILE), pieces)
 
 
 # --- CPU: the specification ------------------------------------------------------------------
@@ -240,7 +241,9 @@ def launch_attend_picks(
     pdl, dependent = early(q.device)
     q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k, v))
     factor, cap = base_two(scale, softcap)
-    kernels.attend[(pieces, kv_heads, batch)](
+    kernels.attend.run(
+        grid=(pieces, kv_heads, batch),
+        warmup=False,
         q=q,
         k=k,
         v=v,

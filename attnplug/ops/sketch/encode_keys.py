@@ -205,7 +205,9 @@ def launch_encode_keys(k, v, encoder, fine, coarse, odd, progress, lengths, star
     # Enough programs to fill a GPU when a whole prompt is new, few where nothing is.
     programs = max(1, min(1024 // (batch * heads), odd.shape[2]))
     steps = {"LENGTH_STEP": row_step(lengths), "START_STEP": row_step(start)}
-    kernels.encode[(programs, heads, batch)](
+    kernels.encode.run(
+        grid=(programs, heads, batch),
+        warmup=False,
         k=k,
         v=v,
         encoder=encoder,
@@ -229,8 +231,15 @@ def launch_encode_keys(k, v, encoder, fine, coarse, odd, progress, lengths, star
         **steps,
         num_warps=4,
     )
-    kernels.note[(batch,)](
-        progress=progress, lengths=lengths, start=start, S=size, **steps, num_warps=1
+    kernels.note.run(
+        grid=(batch,),
+        warmup=False,
+        progress=progress,
+        lengths=lengths,
+        start=start,
+        S=size,
+        **steps,
+        num_warps=1,
     )
 
 

@@ -19,6 +19,7 @@ from attnplug.ops.common.define import define_op, require
 from attnplug.ops.common.device import early
 from attnplug.ops.common.reference import sinks_on_cpu
 from attnplug.ops.common.rows import row_step
+from attnplug.ops.common.sizes import cdiv
 from attnplug.ops.common.softmax import LOG2E
 from attnplug.ops.sketch.encode_keys import check_float
 from attnplug.ops.sketch.estimates import exp2, log2
@@ -272,7 +273,9 @@ def launch_merge_sketch(
     progress, lengths, start, size = note or (None, None, None, 0)
     rank = (projected.shape[2] - 2 - width) // 2
     fixed, pieces, parts = fixed_lse.shape[2], pick_lse.shape[2], sums.shape[2]
-    kernels.merge[(batch * heads, triton.cdiv(width, columns))](
+    kernels.merge.run(
+        grid=(batch * heads, cdiv(width, columns)),
+        warmup=False,
         projected=projected,
         fixed_out=fixed_out,
         fixed_lse=fixed_lse,

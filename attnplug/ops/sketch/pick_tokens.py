@@ -16,6 +16,7 @@ from attnplug.ops.common.checks import check_sequence_inputs
 from attnplug.ops.common.define import define_op, require
 from attnplug.ops.common.device import early, machine
 from attnplug.ops.common.rows import row_step, rows_on_cpu
+from attnplug.ops.common.sizes import cdiv
 from attnplug.ops.sketch.encode_keys import near_block
 from attnplug.ops.sketch.estimates import BINS, FINE, STEPS, bin_of
 from attnplug.ops.sketch.kernels import pick as kernels
@@ -159,7 +160,7 @@ def _cpu(shares, total, middle, top_k, lengths, start, picks, cut):
 def tile_for(rows: int, size: int, multiprocessors: int) -> int:
     """Slots for one program, of `rows` rows and KV heads with `size` slots each."""
     tile = 1024
-    while tile < 8192 and rows * triton.cdiv(size, tile) > 2 * multiprocessors:
+    while tile < 8192 and rows * cdiv(size, tile) > 2 * multiprocessors:
         tile *= 2
     return tile
 
@@ -169,7 +170,7 @@ def new_marks(shares: torch.Tensor, tile: int | None = None) -> torch.Tensor:
     before each launch: in a chain `prepare` does."""
     batch, heads, size = shares.shape
     tile = tile or tile_for(batch * heads, size, machine(shares.device)[0])
-    return shares.new_empty((batch, heads, triton.cdiv(size, tile)), dtype=torch.int64)
+    return shares.new_empty((batch, heads, cdiv(size, tile)), dtype=torch.int64)
 
 
 def launch_pick_tokens(
@@ -196,7 +197,9 @@ def launch_pick_tokens(
     tile = tile or tile_for(batch * heads, size, machine(shares.device)[0])
     marks = new_marks(shares, tile).zero_() if marks is None else marks
     pdl, dependent = early(shares.device)
-    kernels.pick[(marks.shape[2], heads, batch)](
+    kernels.pick.run(
+        grid=(marks.shape[2], heads, batch),
+        warmup=False,
         shares=shares,
         total=total,
         middle=middle,

@@ -20,6 +20,7 @@ from attnplug.ops.common.device import machine
 from attnplug.ops.common.product import add_product
 from attnplug.ops.common.reference import reference_kept
 from attnplug.ops.common.rows import NO_MASK, mask_bytes, row_step, rows_on_cpu
+from attnplug.ops.common.sizes import cdiv
 from attnplug.ops.common.softmax import LOG2E, base_two
 from attnplug.ops.sketch.encode_keys import LOCAL, check_float, near_block
 from attnplug.ops.sketch.kernels import prepare as kernels
@@ -192,11 +193,13 @@ def launch_prepare_query(
     new_k, new_v = (x if x is None or x.stride(3) == 1 else x.contiguous() for x in new)
     key_mask = mask_bytes(key_mask)
     fine, coarse, odd, progress = codes
-    column_programs = triton.cdiv(columns, COLUMNS)
+    column_programs = cdiv(columns, COLUMNS)
     wide = width * q.element_size()
     coders = 0 if encoder is None else ENCODERS
     factor, cap = base_two(scale, softcap)
-    kernels.prepare[(PIECES + column_programs + coders, kv_heads, batch)](
+    kernels.prepare.run(
+        grid=(PIECES + column_programs + coders, kv_heads, batch),
+        warmup=False,
         q=q,
         k=k,
         v=v,

@@ -411,11 +411,18 @@ def launch_scan_sketch(
     plain = group <= 8 and key_mask is None and softcap == 0
     if plan.hopper and plain and _on_hopper(projected.device):
         limit = {} if plan.registers is None else {"maxnreg": plan.registers}
-        hopper_scan.scan[grid](
-            **asked, patience=plan.patience, num_warps=hopper_scan.WARPS.value, **limit
+        hopper_scan.scan.run(
+            grid=grid,
+            warmup=False,
+            **asked,
+            patience=plan.patience,
+            num_warps=hopper_scan.WARPS.value,
+            **limit,
         )
         return
-    kernels.scan[grid](
+    kernels.scan.run(
+        grid=grid,
+        warmup=False,
         **asked,
         key_mask=key_mask,
         cap=softcap * LOG2E,
