@@ -131,6 +131,10 @@ class SketchLayer(PlugLayer):
             assert self.recent is not None
             self.recent.copy_(queries)
 
+    def continue_from(self, source: PlugLayer) -> None:
+        if isinstance(source, SketchLayer) and source.audits is not None:
+            self.bind_rows(audits=source.audits.clone())
+
     def ring(self, q: torch.Tensor) -> torch.Tensor | None:
         """`recent`, if it fits these queries: a module with other heads may share the cache."""
         recent = self.recent
