@@ -1,6 +1,6 @@
 """`gather` with pages of 16 on one GPU: right against its reference, and how long a step takes.
 
-    python bench/gather_ops.py --out rows.jsonl [--part checks|times] [--seconds 140]
+    python bench/gather_ops.py --out rows.jsonl [--part checks|steps|times] [--seconds 140]
 
 Checks summaries, lists and steps on odd shapes against the CPU's, and that every plan lists the
 same blocks. Then times one layer's step (append, selection, attention) under the paper's options,
@@ -268,7 +268,7 @@ def time_attention(layers: list[Layer], policy: Gather, plan: attend.Plan) -> di
     return microseconds([layer.attention(policy, plan) for layer in layers])
 
 
-def time_shape(rows: Rows, batch: int, tokens: int) -> None:
+def time_shape(rows: Rows, batch: int, tokens: int, kernels: bool) -> None:
     """Dense and the policies; for the tuned shapes each kernel of the default under its plans."""
     case, one = f"batch={batch} n={tokens}", 4 * batch * KV_HEADS * tokens * WIDTH
     layers = [Layer(batch, tokens, seed) for seed in range(max(1, min(8, ROTATE // one)))]
@@ -281,7 +281,7 @@ def time_shape(rows: Rows, batch: int, tokens: int) -> None:
         for layer in layers:
             layer.summarise(policy)
         rows.attempt("step", case, str(policy), time_steps, layers, policy)
-    if (batch, tokens) not in TUNED:
+    if not kernels or (batch, tokens) not in TUNED:
         return
     policy = POLICIES[0]
     for layer in layers:
@@ -302,7 +302,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--seconds", type=float, default=140, help="begin nothing after so many")
-    parser.add_argument("--part", choices=("checks", "times", "all"), default="all")
+    parser.add_argument("--part", choices=("checks", "steps", "times", "all"), default="all")
     options = parser.parse_args()
     torch.set_grad_enabled(False)
     rows = Rows(options.out, options.seconds)
@@ -313,7 +313,7 @@ def main() -> int:
         rows.attempt("check", case[:40], scoring, check, scoring, *facts)
     for batch, tokens in shapes:
         try:
-            time_shape(rows, batch, tokens)
+            time_shape(rows, batch, tokens, options.part != "steps")
         except torch.OutOfMemoryError as error:
             rows.add(what="step", case=f"batch={batch} n={tokens}", variant="", result=str(error))
             rows.failed += 1
