@@ -1,6 +1,6 @@
 """The kernels of `sketch` on one GPU: right against their references, and how long each takes.
 
-    python bench/sketch_ops.py --out rows.jsonl [--seconds 150]
+    python bench/sketch_ops.py --out rows.jsonl [--part steps|checks|kernels] [--seconds 150]
 
 Checks every op of the chain on a few odd shapes against its CPU reference, then times the whole
 chain, and each kernel of it under a few plans, beside `dense_decode` over the same cache: CUDA
@@ -510,21 +510,24 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--seconds", type=float, default=150)
+    parts = ("all", "steps", "checks", "kernels")
+    parser.add_argument("--part", choices=parts, default="all")
     args = parser.parse_args()
     rows = Rows(args.out, args.seconds)
     torch.set_grad_enabled(False)
     print(torch.cuda.get_device_name(), torch.__version__, flush=True)
-    # The usual case first, and the rest in the order of what is lost least if time runs out.
-    for case in CHECKS[:2]:
-        rows.attempt("check", label(case), "", check, *case)
-    for tokens, tile in ((1 << 17, 1024), (150001, 8192)):
-        rows.attempt("check", f"n={tokens}", f"tile={tile}", check_large, tokens, tile)
-    for shape in SHAPES:
-        rows.attempt("shape", f"chains of {shape}", "", time_chain, rows, *shape)
-    for case in CHECKS[2:]:
-        rows.attempt("check", label(case), "", check, *case)
-    for shape in TUNED:
-        rows.attempt("shape", f"kernels of {shape}", "", time_kernels, rows, *shape)
+    # The steps first: a check takes long, because the CPU computes it too.
+    if args.part in ("steps", "all"):
+        for shape in SHAPES:
+            rows.attempt("shape", f"chains of {shape}", "", time_chain, rows, *shape)
+    if args.part in ("checks", "all"):
+        for case in CHECKS:
+            rows.attempt("check", label(case), "", check, *case)
+        for tokens, tile in ((1 << 17, 1024), (150001, 8192)):
+            rows.attempt("check", f"n={tokens}", f"tile={tile}", check_large, tokens, tile)
+    if args.part in ("kernels", "all"):
+        for shape in TUNED:
+            rows.attempt("shape", f"kernels of {shape}", "", time_kernels, rows, *shape)
     print(f"--- {rows.failed} failed")
     for line in sorted(rows.table):
         if not line.startswith("shape"):
