@@ -104,7 +104,7 @@ class Step:
         for row, place in enumerate((length, SANE)):
             for now, before, new in zip((self.k, self.v), self.before, self.new, strict=True):
                 wanted = before[row].clone()
-                if 0 <= place < SIZE:
+                if 0 <= place < self.k.shape[2]:
                     wanted[:, place] = new[row, :, 0]
                 assert torch.equal(now[row], wanted)
 
@@ -219,8 +219,9 @@ def test_certified(device_path, length):
 
 
 @pytest.mark.parametrize("length", [1279, 1280, 1287, 2**31 + 5, 2**32 + 3, -1, -(2**63)])
-def test_sketch(device_path, length):
-    """encode_keys writes codes, and so does a whole step."""
+@pytest.mark.parametrize("appends", [False, True])
+def test_sketch(device_path, length, appends):
+    """encode_keys writes codes, and so does a whole step, which may write its token as well."""
     device, path = device_path
     step = Step(device, length, size=1280)
     many = random(5, BATCH, HEADS * GROUP, 40, WIDTH).to(device)
@@ -231,11 +232,16 @@ def test_sketch(device_path, length):
     call(op, encode.launch_encode_keys, path, device, args)
     step.hold_unwritten()
     codes[-1].zero_()
-    args = [step.q, step.k, step.v, *basis, *codes, 0.125, 60, "regression"]
-    args += [step.lengths, None, None, 0.0, None]
+    recent = step.guard(random(6, BATCH, HEADS * GROUP, 8, WIDTH))
+    hint = step.guard(torch.full((BATCH, HEADS), -torch.inf))
+    args = [step.q, step.k, step.v, *(step.new if appends else (None, None)), *basis, *codes]
+    args += [recent, hint, step.lengths, 0.125, 60, "regression", None, None, 0.0, None]
     op = sketch._sketch_decode, sketch._allocate
     out = call(op, sketch.launch_sketch_decode, path, device, args)
-    step.hold_unwritten()
+    if appends:
+        step.hold_appended(length)
+    else:
+        step.hold_unwritten()
     assert out[1].isfinite().all()
 
 

@@ -192,18 +192,19 @@ def _check_new(call: Call) -> None:
 
 
 def _write(call: Call, full: torch.Tensor) -> torch.Tensor | None:
-    """Write the new token, if there is one, to the rows that are not full, and the query to its
-    ring; returns the lengths with the token."""
+    """Write the new token, if there is one, to the rows that have a place for it, and the query to
+    its ring; returns the lengths with the token."""
     lengths, size = call.counted, call.k.shape[2]
     if lengths is not None and call.new_k is not None and call.new_v is not None:
         for b, at in enumerate(lengths.expand(len(full)).tolist()):
-            if not full[b]:
+            if not full[b] and at >= 0:
                 call.k[b, :, at], call.v[b, :, at] = call.new_k[b, :, 0], call.new_v[b, :, 0]
         lengths = (lengths + 1).clamp(max=size)
     if call.recent is not None:
         ends = torch.tensor([size]) if lengths is None else lengths.clamp(max=size)
         for b, end in enumerate(ends.expand(len(full)).tolist()):
-            call.recent[b, :, (end - 1) % call.recent.shape[2]] = call.q[b, :, 0]
+            if end > 0:
+                call.recent[b, :, (end - 1) % call.recent.shape[2]] = call.q[b, :, 0]
     return lengths
 
 

@@ -228,10 +228,11 @@ def prepare(
                 mark_at = marks + place * mark_count + i
                 tl.store(mark_at, tl.zeros([MARKS], tl.int64), mask=i < mark_count)
             if NEW:
-                _append(token_k, k_at, length - 1, room, d, k_s, D)
-                _append(token_v, v_at, length - 1, room, d, v_s, D)
+                there = room & (length > 0)  # a negative length has no place in the cache
+                _append(token_k, k_at, length - 1, there, d, k_s, D)
+                _append(token_v, v_at, length - 1, there, d, v_s, D)
             if recent is not None:
-                shown = (r < GROUP)[:, None] & (d < D)[None, :]
+                shown = (r < tl.where(length > 0, GROUP, 0))[:, None] & (d < D)[None, :]
                 query = tl.load(q_at + d[None, :], mask=shown, other=0.0)
                 ring = (place * GROUP + r)[:, None] * RING + (length - 1) % RING
                 tl.store(recent + ring * D + d[None, :], query, mask=shown)
