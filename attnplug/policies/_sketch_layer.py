@@ -107,7 +107,8 @@ class SketchLayer(PlugLayer):
 
     def crop(self, tokens_to_remove: int) -> None:
         super().crop(tokens_to_remove)
-        self.seen = max(0, self.seen + tokens_to_remove)
+        # transformers 5.17 passes a tensor in assisted decoding.
+        self.seen = max(0, self.seen + int(tokens_to_remove))
         if self.codes is not None:
             done, start = self.codes.progress.unbind(1)
             whole = (self.cumulative_length - start).clamp(min=0) // BLOCK

@@ -40,10 +40,15 @@ class Dense(Phase):
         return _flash(call)
 
 
+def exporting() -> bool:
+    """`torch.compiler.is_exporting()`, which torch 2.11 answers by True wherever dynamo traces."""
+    return torch.compiler._is_exporting_flag
+
+
 def known_below(tokens: int, limit: int) -> bool:
     """Whether a number of tokens is below a limit. False for the open length of a program that
     torch.export makes: it must serve all lengths, so that none may be asked for."""
-    if torch.compiler.is_exporting():
+    if exporting():
         return statically_known_true(tokens < limit)
     return bool(tokens < limit)
 
@@ -51,7 +56,7 @@ def known_below(tokens: int, limit: int) -> bool:
 def check_open_length(method: str, tokens: int, query_block: int) -> None:
     """Raise UnsupportedCallError for a program of torch.export whose open length may be one block
     of queries: to torch, a size that may be 1 is another program."""
-    if torch.compiler.is_exporting() and not statically_known_true(tokens > query_block):
+    if exporting() and not statically_known_true(tokens > query_block):
         raise UnsupportedCallError(
             f"torch.export: {method} needs more than one block of {query_block} queries in a "
             f"program; declare the length as torch.export.Dim(name, min={query_block + 1})"

@@ -139,7 +139,7 @@ def test_gather_decode(device_path, length, int8, top_k, local):
     device, path = device_path
 
     def attend(step: Step) -> torch.Tensor:
-        bounds = step.guard(empty_bounds(step.k, BLOCK, 2, int8=int8))
+        bounds = step.guard(empty_bounds(step.k, BLOCK, 2, dtype=torch.int8 if int8 else None))
         progress = step.guard(torch.zeros(BATCH, 2, dtype=torch.int32))
         args = [step.q, step.k, step.v, *step.new, bounds, progress, step.lengths]
         args += [0.125, BLOCK, top_k, 1, local, "bounds", None, None, 0.0, None]
@@ -154,7 +154,7 @@ def test_tiered_decode(device_path, length):
     device, path = device_path
 
     def attend(step: Step) -> torch.Tensor:
-        bounds = step.guard(empty_bounds(step.k, BLOCK, 2, int8=False))
+        bounds = step.guard(empty_bounds(step.k, BLOCK, 2))
         progress = step.guard(torch.zeros(BATCH, 2, dtype=torch.int32))
         kind = torch.float32, torch.device("cpu")
         near = ResidentBlocks.empty(BATCH, HEADS, SIZE, WIDTH, BLOCK, 1, 3, *kind)
@@ -173,7 +173,7 @@ def test_summaries(device_path, length, int8):
     device, path = device_path
     for scores in (False, True):
         step = Step(device, length)
-        bounds = step.guard(empty_bounds(step.k, BLOCK, 2, int8=int8))
+        bounds = step.guard(empty_bounds(step.k, BLOCK, 2, dtype=torch.int8 if int8 else None))
         progress = step.guard(torch.zeros(BATCH, 2, dtype=torch.int32))
         if scores:
             args = [step.q, step.k, bounds, progress, 0.125, BLOCK, 1, 1, 1, "bounds"]
@@ -247,8 +247,8 @@ def test_sketch(device_path, length, appends):
 
 LAYERS = {
     "dense": lambda: PlugLayer(max_cache_len=SIZE),
-    "gather": lambda: GatherLayer(SIZE, BLOCK, (2, True)),
-    "gather-host": lambda: HostGatherLayer(SIZE, BLOCK, (2, False), 1, 3, lambda device: 0),
+    "gather": lambda: GatherLayer(SIZE, BLOCK, (2, torch.int8)),
+    "gather-host": lambda: HostGatherLayer(SIZE, BLOCK, (2, None), 1, 3, lambda device: 0),
     "gvr": lambda: GvrLayer(SIZE, 8, 12),
 }
 
