@@ -8,6 +8,7 @@ The mixin itself runs by bench/generation_suite.py, from a checkout. `output_att
 the mixin's `dict_output` cases ask of eager attention, is refused.
 """
 
+import copy
 import functools
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -400,12 +401,13 @@ MODELS = {"llama": llama, "gemma2": gemma}
 @pytest.fixture(autouse=True)
 def as_it_was(device) -> Iterator[None]:
     """A case may compile a model that others share, keep its cache, and set how it assists."""
+    kept = {name: copy.deepcopy(make(device).generation_config) for name, make in MODELS.items()}
     yield
-    for make in MODELS.values():
+    for name, make in MODELS.items():
         model = make(device)
-        for name in ("_compiled_call", "_cache"):
-            vars(model).pop(name, None)
-        model.generation_config.num_assistant_tokens_schedule = None
+        model.generation_config = kept[name]
+        for attribute in ("_compiled_call", "_cache", "_previous_max_cache_length"):
+            vars(model).pop(attribute, None)
 
 
 @functools.cache
