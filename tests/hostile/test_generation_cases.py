@@ -140,20 +140,14 @@ def with_another_assistant(model: Any) -> Outputs:
     return assisted(model, helper)
 
 
-@served("assisted_decoding_matches_greedy_search_1_same")
-def with_itself_as_assistant(model: Any) -> Outputs:
-    return assisted(model, model)
-
-
 def assisted(model: Any, helper: Any, **options: Any) -> Outputs:
     helper.generation_config.num_assistant_tokens = 2
     helper.generation_config.num_assistant_tokens_schedule = "constant"
     return tensors(generate(model, **inputs(model, 1), assistant_model=helper, **options))
 
 
-@served("assisted_decoding_sample")
-def assisted_sampling(model: Any) -> Outputs:
-    return assisted(model, model, **SAMPLING)
+SERVED["assisted_decoding_matches_greedy_search_1_same"] = lambda model: assisted(model, model)
+SERVED["assisted_decoding_sample"] = lambda model: assisted(model, model, **SAMPLING)
 
 
 @served("prompt_lookup_decoding_stops_at_eos")
@@ -204,9 +198,7 @@ def from_embeddings(model: Any, **options: Any) -> Outputs:
     return found
 
 
-@served("generate_from_inputs_embeds_1_beam_search")
-def from_embeddings_with_beams(model: Any) -> Outputs:
-    return from_embeddings(model, num_beams=2)
+SERVED["generate_from_inputs_embeds_1_beam_search"] = lambda m: from_embeddings(m, num_beams=2)
 
 
 @served("generate_from_inputs_embeds_with_static_cache")
