@@ -2,6 +2,8 @@
 prepares, and refusals of what would lose the policy."""
 
 import copy
+import functools
+from collections.abc import Callable
 from types import MethodType
 from typing import Any, NoReturn
 
@@ -33,7 +35,7 @@ def bind_generate(model: PreTrainedModel, make_layer: MakeLayer | None) -> list[
         vars(model)[CACHE_METHOD] = MethodType(_prepare_cache_for_generation, model)
         names += [LAYER_MAKER, CACHE_METHOD]
         if hasattr(model, STEP_METHOD):
-            vars(model)[STEP_METHOD] = MethodType(prepare_inputs_for_generation, model)
+            vars(model)[STEP_METHOD] = MethodType(_step_method(type(model)), model)
             names.append(STEP_METHOD)
     for name in BATCHING_METHODS:
         if hasattr(model, name):
@@ -98,22 +100,25 @@ def _prepare_cache_for_generation(
     _drop_full_mask(model_kwargs)
 
 
-def prepare_inputs_for_generation(
-    model: Any, input_ids: torch.Tensor, *args: Any, **kwargs: Any
-) -> dict[str, Any]:
+def _step_method(model_class: type) -> Callable[..., dict[str, Any]]:
     """What generate calls on the instance before each forward pass, on the host: before a step the
-    layers of a PlugCache get their chance. It has the method's own name, by which pickle finds
-    it."""
-    cache, mask = kwargs.get("past_key_values"), kwargs.get("attention_mask")
-    # A prefill, or a chunk of one, is left alone: its tokens are not in the cache yet.
-    if isinstance(cache, PlugCache) and not kwargs.get("is_first_iteration", False):
-        plain = mask if isinstance(mask, torch.Tensor) and mask.dim() == 2 else None
-        tokens = 0 if input_ids is None else input_ids.shape[1] - 1
-        for layer in cache.layers:
-            if isinstance(layer, PlugLayer):
-                layer.prepare_step(tokens, plain)
-    stock = MethodType(getattr(type(model), STEP_METHOD), model)
-    return stock(input_ids, *args, **kwargs)
+    layers of a PlugCache get their chance. It has the stock method's name, by which pickle finds
+    it, and its signature, in which generate looks for `inputs_embeds`."""
+    stock = getattr(model_class, STEP_METHOD)
+
+    @functools.wraps(stock)
+    def prepare(model: Any, input_ids: torch.Tensor, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        cache, mask = kwargs.get("past_key_values"), kwargs.get("attention_mask")
+        # A prefill, or a chunk of one, is left alone: its tokens are not in the cache yet.
+        if isinstance(cache, PlugCache) and not kwargs.get("is_first_iteration", False):
+            plain = mask if isinstance(mask, torch.Tensor) and mask.dim() == 2 else None
+            tokens = 0 if input_ids is None else input_ids.shape[1] - 1
+            for layer in cache.layers:
+                if isinstance(layer, PlugLayer):
+                    layer.prepare_step(tokens, plain)
+        return stock(model, input_ids, *args, **kwargs)
+
+    return prepare
 
 
 def _drop_full_mask(model_kwargs: dict[str, Any]) -> None:

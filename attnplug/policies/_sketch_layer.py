@@ -71,6 +71,7 @@ class SketchLayer(PlugLayer):
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         super().lazy_initialization(key_states, value_states)
         self._forget()
+        self.asked = self.audits = None  # of other rows
         if self.max_cache_len < self.crossover(key_states.device):
             return
         assert self.keys is not None

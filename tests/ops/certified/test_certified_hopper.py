@@ -1,6 +1,8 @@
 """The Hopper pass of certified_attention: its source run in numpy (`gluon_numpy`) against what the
 tier's format says, and compiled, on the GPU, against the kernels for all cases."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -18,7 +20,7 @@ from attnplug.ops.certified.kernels.arguments import BlockScores, Rows, RowSteps
 FILES = [hopper_tiles.__file__, hopper.__file__]
 LOG2E = 1.4426950408889634
 HEADS, KV_HEADS, SPLITS = 6, 2, 3
-CONSTANTS = {name: getattr(x, "value", x) for name, x in vars(records).items() if name.isupper()}
+CONSTANTS = SimpleNamespace(**{n: x.value for n, x in records.R.value._asdict().items()})
 LINES = ("k_codes", "v_codes", "v_meta")  # read through tensor descriptors
 
 
@@ -49,7 +51,7 @@ def attended(block, step, size, ring=2, softcap=0.0, fault=None, width=128):
         "attend_blocks",
         row_span=lambda *args: (size, 0),
         quantized_blocks=lambda *args: whole,
-        **CONSTANTS,
+        R=CONSTANTS,
     )
     pointers = {name: Pointer(x) for name, x in made.items()}
     run(
