@@ -74,3 +74,12 @@ def nan_filled_empty():
     torch.utils.deterministic.fill_uninitialized_memory = True
     yield
     torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture(autouse=True)
+def fresh_dynamo(request):
+    """Each test of whole models compiles for itself: torch counts recompilations of a model's code
+    over all models of a process, and stops at eight."""
+    yield
+    if request.path.parent.name in ("contract", "hostile"):
+        torch._dynamo.reset()
