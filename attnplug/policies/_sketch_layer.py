@@ -24,8 +24,8 @@ class SketchLayer(PlugLayer):
     """Keys and values, `codes` of `size` bytes a token, the `basis`, and `recent`, the last 512
     queries of each head `[B,Hq,512,D]`, a query at its position modulo 512.
 
-    `cut` `[B,Hkv]` float32 is the share of the k-th token in the last step, -inf where the tokens
-    have changed since: a hint for the next one (`sketch_decode`).
+    `hint` `[B,Hkv]` float32 is what the last step left for the scan of the next one, 0 where the
+    tokens have changed since (`sketch_decode`).
 
     `audits` `[B,Hq,3]` float64 counts audits and sums their two results, see `audit_step`.
 
@@ -41,7 +41,7 @@ class SketchLayer(PlugLayer):
         "basis": None,
         "recent": 0.0,
         "audits": 0.0,
-        "cut": -torch.inf,
+        "hint": 0.0,
     }
     defers_write = True
 
@@ -49,7 +49,7 @@ class SketchLayer(PlugLayer):
     basis: Basis | None = None
     recent: torch.Tensor | None = None
     audits: torch.Tensor | None = None
-    cut: torch.Tensor | None = None
+    hint: torch.Tensor | None = None
     asked: Asked | None = None  # of the last call
     is_fitted = False
     seen = 0  # tokens, as far as the host knows
@@ -79,7 +79,7 @@ class SketchLayer(PlugLayer):
         self.bind_rows(
             codes=empty_codes(self.keys, self.size),
             basis=empty_basis(self.keys, self.size),
-            cut=self.keys.new_full(rows, -torch.inf, dtype=torch.float32),
+            hint=self.keys.new_zeros(rows, dtype=torch.float32),
         )
         if self.query_heads is not None:
             self._make_ring(self.query_heads)
@@ -114,11 +114,11 @@ class SketchLayer(PlugLayer):
             done, start = self.codes.progress.unbind(1)
             whole = (self.cumulative_length - start).clamp(min=0) // BLOCK
             done.copy_(torch.minimum(done, whole))
-            self._forget_cut()
+            self._forget_hint()
 
-    def _forget_cut(self) -> None:
-        if self.cut is not None:
-            self.cut.fill_(-torch.inf)
+    def _forget_hint(self) -> None:
+        if self.hint is not None:
+            self.hint.zero_()
 
     def adopt(self, source: StaticLayer) -> None:
         """Append the tokens of another layer, and take its queries where it has kept some. The
@@ -152,7 +152,7 @@ class SketchLayer(PlugLayer):
         if self.recent is None and not compiling:
             self._make_ring(call.q.shape[1])
         self._keep_queries(call)
-        self._forget_cut()
+        self._forget_hint()
         mask = self._of_buffer(call.key_mask)
         # Traced code must not look at the counts.
         if may_sync(call.q.is_cuda) and self._is_due() and self.seen >= self.fitted_at * 5 // 4:

@@ -124,7 +124,7 @@ class Sketch(DenseBelow):
             top_k=self.k,
             tail=self.tail,
             recent=layer.ring(call.q),
-            hint=layer.cut,
+            hint=layer.hint,
             start=call.first_key,
             key_mask=call.key_mask,
             softcap=call.softcap,

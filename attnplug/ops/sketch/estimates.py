@@ -6,8 +6,9 @@ import numpy as np
 
 from attnplug.ops.sketch.kernels import codes as kernel_codes
 
-BINS, DIGIT, LARGEST, STEPS, FINE = (
-    x.value for x in map(kernel_codes.__dict__.get, ("BINS", "DIGIT", "LARGEST", "STEPS", "FINE"))
+NAMED = ("BINS", "DIGIT", "LARGEST", "STEPS", "FINE", "MARGIN", "LOWER")
+BINS, DIGIT, LARGEST, STEPS, FINE, MARGIN, LOWER = (
+    x.value for x in map(kernel_codes.__dict__.get, NAMED)
 )
 
 

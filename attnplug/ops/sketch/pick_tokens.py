@@ -18,7 +18,7 @@ from attnplug.ops.common.device import early, machine
 from attnplug.ops.common.rows import row_step, rows_on_cpu
 from attnplug.ops.common.sizes import cdiv
 from attnplug.ops.sketch.encode_keys import near_block
-from attnplug.ops.sketch.estimates import BINS, FINE, STEPS, bin_of
+from attnplug.ops.sketch.estimates import BINS, FINE, LOWER, MARGIN, STEPS, bin_of
 from attnplug.ops.sketch.kernels import pick as kernels
 from attnplug.ops.sketch.state import BLOCK
 
@@ -52,8 +52,8 @@ def pick_tokens(
         picks int32 `[B, Hkv, capacity_for(top_k)]`: slots of the cache, ascending, -1
             behind them. All candidates where there are no more than top_k.
         cut float32 `[B, Hkv, 3]`: the share from which on a pick is of the upper half (inf: none
-            is), how many visible candidates are not picked, and the lower edge of the k-th share's
-            bin (-inf: all are picked, or it is bin 0).
+            is), how many visible candidates are not picked, and the `hint` for the next step's
+            scan: the bin from which it counts, the highest that 4 top_k tokens reach; 0: all.
 
     Raises:
         ArgumentError: a shape, dtype, device or option does not fit.
@@ -111,6 +111,19 @@ def _reaching(total, wanted):
     return 0, above
 
 
+@numba.njit(cache=True)
+def _next_hint(total, wanted):
+    """The bin from which a next scan counts: the highest that so many tokens reach. Where too few
+    were counted to know it, LOWER below the lowest bin that has one."""
+    if total[0] <= wanted:
+        return 0
+    index, above = _reaching(total, wanted)
+    if index > 0:
+        return index
+    lowest, _ = _reaching(total, above)
+    return max(lowest - LOWER, 0)
+
+
 @numba.njit(parallel=True, cache=True)
 def _reference(shares, total, middle, top_k, lengths, start, picks, cut):
     """The list of every row and KV head, in parallel."""
@@ -135,8 +148,7 @@ def _reference(shares, total, middle, top_k, lengths, start, picks, cut):
             picks[b, h, count] = n
             count += 1
         cut[b, h, 1] = visible - count
-        known = top_k < visible and threshold > 0
-        cut[b, h, 2] = edge_of(threshold, middle[b, h]) if known else -np.inf
+        cut[b, h, 2] = _next_hint(total[b, h], MARGIN * top_k)
         picks[b, h, count:] = -1
 
 

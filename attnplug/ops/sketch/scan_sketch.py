@@ -367,8 +367,8 @@ def launch_scan_sketch(
 ):
     """Run a kernel; tensors as in `scan_sketch`, on a GPU or in Triton's interpreter. In a chain
     `total` has been cleared, and the codes are known to be complete. Tokens are counted from the
-    `hint` on, less a margin: the k-th share of the step before, float32 `[B, Hkv]`; -inf is none.
-    With `is_new`, `lengths` lack a token."""
+    bin `hint` on, float32 `[B, Hkv]`, which the picks of the step before left; 0: all. With
+    `is_new`, `lengths` lack a token."""
     batch, kv_heads, size, _ = fine.shape
     group = projected.shape[1] // kv_heads
     pdl, dependent = early(projected.device)

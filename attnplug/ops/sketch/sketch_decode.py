@@ -72,9 +72,9 @@ def sketch_decode(
         count: whether to count the token of `new`. Compiled code must count it itself where it
             reads `lengths` elsewhere, as with `gather_decode`.
         recent: `[B, Hq, N, D]` like q, contiguous: the query is written to its place modulo N.
-        hint: float32 `[B, Hkv]`, contiguous: the share of the k-th token, log2, in the step before;
-            -inf where nobody knows. Overwritten by this step's. It costs time where it is wrong,
-            and changes no result.
+        hint: float32 `[B, Hkv]`, contiguous: the bin of shares from which on the scan counts
+            tokens, which the step before left; 0 where nobody knows. Overwritten by this step's.
+            It costs time where it is wrong, and changes no result.
         start: int32 or int64 `[1]` or `[B]`, first real key of a left-padded row. None: 0.
         key_mask: bool `[B, S]`, False where a key must not be seen.
         softcap: scores become `softcap * tanh(score / softcap)`; 0: off.

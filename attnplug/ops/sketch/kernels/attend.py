@@ -227,7 +227,7 @@ def merge(
     START_STEP: tl.constexpr,
 ):
     """A slice of one head's output: pieces read exactly, and what the others are estimated as. In
-    the chain also note which blocks have codes now, keep the k-th share as the next step's `hint`,
+    the chain also note which blocks have codes now, keep the next step's `hint`,
     and count the new token in the `counts` entries of `counted`."""
     begin(PDL)
     row = tl.program_id(0).to(tl.int64)

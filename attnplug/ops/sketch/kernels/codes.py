@@ -23,7 +23,8 @@ LARGEST = tl.constexpr(100.0)  # share of a token, log2, past which it counts no
 BINS = tl.constexpr(256)
 STEPS = tl.constexpr(16.0)
 FINE = tl.constexpr(96.0)
-MARGIN = tl.constexpr(2.0)  # below the hint of the k-th share, from which on tokens are counted
+MARGIN = tl.constexpr(4)  # times k: so many tokens a step means the next one to count
+LOWER = tl.constexpr(8)  # bins, half a power of 2, by which it goes down where too few were counted
 
 
 @triton.jit
@@ -240,11 +241,20 @@ def bin_of(h, middle):
 
 
 @triton.jit
-def lowest_counted(hint, middle):
-    """The lowest bin that a scan counts, which `hint` says the k-th share to be well above; 1 where
-    it says nothing (-inf, NaN)."""
-    index = tl.floor(place_of(hint - MARGIN, middle)).to(tl.int32) + 128
-    return tl.where(hint > float("-inf"), tl.maximum(index, 1), 1)
+def lowest_counted(hint):
+    """The lowest bin that a scan counts: the `hint`, or 1 where that says nothing (0, NaN)."""
+    return tl.where(hint > 1, tl.minimum(hint, BINS - 1), 1).to(tl.int32)
+
+
+@triton.jit
+def next_hint(reached, counted, visible, k):
+    """The bin that a next scan is to count from: the highest that MARGIN k tokens reach. Where
+    this scan has counted too few to know it, LOWER below the lowest counted."""
+    wanted = MARGIN * k
+    known = tl.sum((reached >= wanted).to(tl.int32), 0) - 1
+    lowest = tl.sum((reached >= counted).to(tl.int32), 0) - 1
+    guess = tl.maximum(lowest - LOWER, 0)
+    return tl.where(visible <= wanted, 0, tl.where(counted < wanted, guess, known))
 
 
 @triton.jit

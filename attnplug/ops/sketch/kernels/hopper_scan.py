@@ -350,7 +350,7 @@ def scan(
     moment = gl.full([PAIRS, 8], 0.0, gl.float32, MMA)
     floor = 1
     if hint is not None:
-        floor = lowest_counted(gl.load(hint + place, cache_modifier=".cg"), centre)
+        floor = lowest_counted(gl.load(hint + place, cache_modifier=".cg"))
     edge = gl.where(floor > 1, _below(floor, centre), float("-inf"))
     # A look at `total` takes as long as a step: a short part does without, and who has a hint.
     looks = (floor == 1) & (last - first >= patience * CHUNKS)

@@ -12,7 +12,9 @@ from attnplug.ops.sketch.kernels.codes import (
     begin,
     bin_of,
     edge_of,
+    lowest_counted,
     near_block,
+    next_hint,
     place_of,
 )
 
@@ -132,7 +134,7 @@ def pick(
     wanted = tl.minimum(k, visible)
     reached = _reaching(own, visible)
     if hint is not None:
-        hinted = tl.load(hint + place, cache_modifier=".cg") > float("-inf")
+        hinted = lowest_counted(tl.load(hint + place, cache_modifier=".cg")) > 1
         if hinted & (tl.max(tl.where(bins == 0, 0, reached), 0) < wanted):
             own = _counted_again(shares + place * S, since, until, centre)
             reached = _reaching(own, visible)
@@ -158,10 +160,11 @@ def pick(
         count = tl.minimum(tl.min(tl.where(reached >= wanted, reached, most), 0), capacity)
         upper = _lowest(reached, wanted // 2)
         edge = tl.where(upper > threshold, edge_of(upper, centre), float("inf"))
-        lower = tl.where((k < visible) & (threshold > 0), edge_of(threshold, centre), float("-inf"))
+        counted = tl.max(tl.where(bins == 0, 0, reached), 0)
+        behind = next_hint(reached, counted, visible, k)
         tl.store(cut + place * 3, edge)
         tl.store(cut + place * 3 + 1, (visible - count).to(tl.float32))
-        tl.store(cut + place * 3 + 2, lower)
+        tl.store(cut + place * 3 + 2, behind.to(tl.float32))
         empty = tl.arange(0, CAPACITY_P)
         tl.store(
             picks + place * capacity + empty,

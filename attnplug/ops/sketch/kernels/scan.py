@@ -130,7 +130,7 @@ def scan(
     floor = 1  # lowest bin that is counted
     due = 1
     if hint is not None:
-        floor = lowest_counted(tl.load(hint + place, cache_modifier=".cg"), centre)
+        floor = lowest_counted(tl.load(hint + place, cache_modifier=".cg"))
         due = tl.where(floor > 1, -1, 1)
     for i in tl.range(0, (last - first + PER - 1) // PER, num_stages=STAGES):  # pyright: ignore[reportGeneralTypeIssues]
         at = i * TILE  # times 32 bytes it stays below 2^31
