@@ -233,8 +233,10 @@ def launch_attend_picks(
     pick_lse,
     pick_sums,
     warps=4,
+    chained=False,
 ):
-    """Run the kernel; tensors as in `attend_picks`, on a GPU or in Triton's interpreter."""
+    """Run the kernel; tensors as in `attend_picks`, on a GPU or in Triton's interpreter. `chained`:
+    the kernel in front is `pick`."""
     batch, heads, _, width = q.shape
     kv_heads, size = k.shape[1], k.shape[2]
     group = heads // kv_heads
@@ -276,6 +278,7 @@ def launch_attend_picks(
         TILES=tiles_of(picks.shape[2], pieces),
         CAPPED=softcap > 0,
         ASM=q.is_cuda,
+        CHAINED=chained,
         PDL=pdl,
         num_warps=warps,
         **dependent,

@@ -313,6 +313,7 @@ def launch_merge_sketch(
         CAPPED=softcap > 0,
         BATCH=batch,
         NEW=int(is_new),
+        CHAINED=note is not None,
         PDL=pdl,
         LENGTH_STEP=row_step(lengths),
         START_STEP=row_step(start),

@@ -304,7 +304,7 @@ def launch_sketch_decode(*args, plan=None, count=True):
         *(picks, cut, norm, call.scale, plan.pieces, softcap),
     )
     picked = attend._allocate(*asked_attend)
-    attend.launch_attend_picks(*asked_attend, *picked, warps=plan.attend_warps)
+    attend.launch_attend_picks(*asked_attend, *picked, warps=plan.attend_warps, chained=True)
     merge.launch_merge_sketch(
         *(q, projected, *fixed, *picked, sums, norm, cut),
         *(call.v_mean, call.tail, softcap, call.sinks, out, lse),

@@ -58,9 +58,12 @@ def attend(
     TILES: tl.constexpr,
     CAPPED: tl.constexpr,
     ASM: tl.constexpr,
+    CHAINED: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """A group's queries against one piece of its picks, exactly and as the scan scored them."""
+    """A group's queries against one piece of its picks, exactly and as the scan scored them. In
+    the chain `pick` has waited for the scan before this kernel starts, so that all that is not of
+    `pick` can be read at once."""
     piece = tl.program_id(0)
     h = tl.program_id(1)
     b = tl.program_id(2).to(tl.int64)
@@ -74,7 +77,8 @@ def attend(
     q_b, q_h = q_strides
     q_at = q + b * q_b + (h * GROUP + r).to(tl.int64)[:, None] * q_h + d[None, :]
     query = tl.load(q_at, mask=in_group[:, None] & in_width[None, :], other=0.0)
-    begin(PDL)
+    if not CHAINED:
+        begin(PDL)
     k_b, k_h, k_s = k_strides
     v_b, v_h, v_s = v_strides
     k_at = k + b * k_b + h.to(tl.int64) * k_h + d[None, :]
@@ -91,6 +95,8 @@ def attend(
     # The same for the rows of the exact product.
     base_r = tl.load(norm + row + r, mask=in_group, other=float("inf"), cache_modifier=".cg")
     shift = offset if CAPPED else offset - base
+    if CHAINED:
+        begin(PDL)
     edge = tl.load(cut + place * 3, cache_modifier=".cg")
     top = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
@@ -222,27 +228,40 @@ def merge(
     CAPPED: tl.constexpr,
     BATCH: tl.constexpr,
     NEW: tl.constexpr,
+    CHAINED: tl.constexpr,
     PDL: tl.constexpr,
     LENGTH_STEP: tl.constexpr,
     START_STEP: tl.constexpr,
 ):
     """A slice of one head's output: pieces read exactly, and what the others are estimated as. In
     the chain also note which blocks have codes now, keep the next step's `hint`,
-    and count the new token in the `counts` entries of `counted`."""
-    begin(PDL)
+    and count the new token in the `counts` entries of `counted`: `attend` has waited for `pick`
+    before this kernel starts, so that all that is not of `attend` can be read at once."""
+    if not CHAINED:
+        begin(PDL)
     row = tl.program_id(0).to(tl.int64)
     place = row // group
     d = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     near_lse, near = _pieces(fixed_out, fixed_lse, row, fixed, d, D, FIXED)
-    pick_lses, picked = _pieces(pick_out, pick_lse, row, pieces, d, D, PIECES)
     base = tl.load(norm + row, cache_modifier=".cg")
-    top = tl.maximum(tl.max(near_lse, 0), tl.max(pick_lses, 0))
     left = tl.load(cut + place * 3 + 1, cache_modifier=".cg")
     i = tl.arange(0, PARTS)
     at = sums + (row * parts + i) * 2
     mass = tl.sum(tl.load(at, mask=i < parts, other=0.0, cache_modifier=".cg"), 0)
     moment = tl.sum(tl.load(at + 1, mask=i < parts, other=0.0, cache_modifier=".cg"), 0)
     poison = mass * 0  # NaN where a code may hide one
+    value, mean, along, variance = 0.0, 0.0, 0.0, 0.0
+    if TAIL != "drop":
+        value = tl.load(v_mean + place * D + d, mask=d < D, other=0.0)
+    if TAIL == "regression":
+        variance = tl.sum(load_variance(projected, row, columns, R, RP, 1, 1), 0)
+        facts = projected + row * columns
+        mean = tl.load(facts + R + 1, cache_modifier=".cg")
+        along = tl.load(facts + 2 * R + 2 + d, mask=d < D, other=0.0, cache_modifier=".cg")
+    if CHAINED:
+        begin(PDL)
+    pick_lses, picked = _pieces(pick_out, pick_lse, row, pieces, d, D, PIECES)
+    top = tl.maximum(tl.max(near_lse, 0), tl.max(pick_lses, 0))
     j = tl.arange(0, PIECES)
     at = pick_sums + (row * pieces + j) * 4
     mass -= tl.sum(tl.load(at, mask=j < pieces, other=0.0, cache_modifier=".cg"), 0)
@@ -264,13 +283,7 @@ def merge(
         rho = tl.where(known, exact, 1.0) / tl.where(known, guess, 1.0)
         rho = tl.minimum(tl.maximum(rho, 1 / RATIO), RATIO)
         rest = tl.where(tail, rho * mass * tl.exp2(base - shift), 0.0)
-        value = tl.load(v_mean + place * D + d, mask=d < D, other=0.0)
         if TAIL == "regression":
-            variance = load_variance(projected, row, columns, R, RP, 1, 1)
-            variance = tl.sum(variance, 0)
-            facts = projected + row * columns
-            mean = tl.load(facts + R + 1, cache_modifier=".cg")
-            along = tl.load(facts + 2 * R + 2 + d, mask=d < D, other=0.0, cache_modifier=".cg")
             u = moment / tl.where(tail, mass, 1.0) + (0.0 if CAPPED else base)
             slope = (u - mean) / tl.maximum(variance, 1e-12)
             # A mean of the rest outside what normal scores can have is rounding.

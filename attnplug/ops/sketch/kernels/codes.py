@@ -24,7 +24,7 @@ BINS = tl.constexpr(256)
 STEPS = tl.constexpr(16.0)
 FINE = tl.constexpr(96.0)
 MARGIN = tl.constexpr(4)  # times k: so many tokens a step means the next one to count
-LOWER = tl.constexpr(8)  # bins, half a power of 2, by which it goes down where too few were counted
+LOWER = tl.constexpr(2)  # bins by which the hint goes down where too few were counted to know
 
 
 @triton.jit

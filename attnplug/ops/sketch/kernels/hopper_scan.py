@@ -40,7 +40,10 @@ CHUNKS = gl.constexpr(4)  # of a step
 WEIGHTS = gl.constexpr(gl.DotOperandLayout(1, MMA.value, 4))
 SUMMED = gl.constexpr(gl.DotOperandLayout(0, MMA.value, 1))
 ONES = gl.constexpr(gl.DotOperandLayout(1, MMA.value, 1))
-PER_HEAD = gl.constexpr(gl.SliceLayout(0, WEIGHTS.value))
+# What a program reads of the projection lies in rows, which the lanes of a warp read together. The
+# layout of the operands would have each lane read a row of its own, in all four warps.
+ROWS = gl.constexpr(gl.BlockedLayout([1, 1], [32, 1], [1, 4], [0, 1]))
+PER_HEAD = gl.constexpr(gl.SliceLayout(0, ROWS.value))
 COLUMN = gl.constexpr(gl.SliceLayout(0, MMA.value))
 FLAT = gl.constexpr(gl.BlockedLayout([2], [32], [4], [0]))
 MAGIC = gl.constexpr(0x4B400000)  # the bits of 1.5 * 2^23
@@ -94,7 +97,7 @@ _COUNT = gl.constexpr(_count())
 @gluon.jit
 def _weights(projected, columns, first, FIELDS: gl.constexpr, BYTES: gl.constexpr, GROUP):
     """Weights [16 FIELDS, 8] in the order of a row's bytes, of both its tokens if it has two."""
-    k = gl.arange(0, 16 * FIELDS, layout=gl.SliceLayout(1, WEIGHTS))
+    k = gl.arange(0, 16 * FIELDS, layout=gl.SliceLayout(1, ROWS))
     g = gl.arange(0, 8, layout=PER_HEAD)
     coordinate = k // 16 * BYTES + k % BYTES
     mask = (g < GROUP)[None, :] & (k >= 0)[:, None]
@@ -114,6 +117,7 @@ def _both_digits(weight, unit, FIELDS: gl.constexpr, BYTES: gl.constexpr):
     """The digits of weights in units, for even and for odd tokens: where a row has two tokens, the
     weights of one are 0 where the other has its codes."""
     whole = (weight * (1 / unit)[None, :] + 12582912.0).to(gl.int32, bitcast=True) - MAGIC
+    whole = gl.convert_layout(whole, WEIGHTS)
     if BYTES == 16:
         digits = _digits(whole)
         return digits, digits
@@ -314,14 +318,14 @@ def scan(
     offset = gl.load(facts, mask=in_group, other=0.0, cache_modifier=".cg")
     mean = gl.load(facts + 1, mask=in_group, other=0.0, cache_modifier=".cg")
     RP: gl.constexpr = 64 if R4 + R2 <= 64 else 128
-    i = gl.arange(0, RP, layout=gl.SliceLayout(1, WEIGHTS))
+    i = gl.arange(0, RP, layout=gl.SliceLayout(1, ROWS))
     spread = gl.load(
         facts[None, :] + 2 + i[:, None],
         mask=in_group[None, :] & (i < R4 + R2)[:, None],
         other=0.0,
         cache_modifier=".cg",
     )
-    j = gl.arange(0, PIECES, layout=gl.SliceLayout(1, WEIGHTS))
+    j = gl.arange(0, PIECES, layout=gl.SliceLayout(1, ROWS))
     known = gl.load(
         fixed_lse + (row + g)[None, :] * pieces + j[:, None],
         mask=in_group[None, :] & (j < pieces)[:, None],
