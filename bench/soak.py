@@ -11,6 +11,7 @@ show, and where the memory after a round rises by more than a hundredth above th
 
 import argparse
 import collections
+import functools
 import gc
 import json
 import math
@@ -32,12 +33,19 @@ EXACT = {
     "gather": "gather(k={blocks}, block=128, local=2, min_tokens=0)",
     "gather-host": "gather(k={blocks}, block=128, local=2, min_tokens=0, kv='host')",
     "gvr": "gvr(k=2048, sink=4, window=64, min_tokens=0)",
+    "sketch": "sketch(k=2048, min_tokens=0)",
     "certified": "certified(block=64, coverage=1.0, k_min=1024, k_max=1024, v_tol=0.0, "
     "tolerance=0.0, min_tokens=0)",
 }
 # Tokens up to which a budget covers all that there is.
-COVERS = {"momo": 64 * 128, "gather": 256 * 128, "gather-host": 256 * 128, "gvr": 2048}
-DEFAULT = ("momo", "gather", "gather(kv='host')", "gvr", "certified", "momo+gather")
+COVERS = {
+    "momo": 64 * 128,
+    "gather": 256 * 128,
+    "gather-host": 256 * 128,
+    "gvr": 2048,
+    "sketch": 2048,
+}
+DEFAULT = ("momo", "gather", "gather(kv='host')", "gvr", "sketch", "certified", "momo+gather")
 SAMPLERS: list[dict[str, Any]] = [
     {},
     {"do_sample": True, "top_k": 5},
@@ -48,7 +56,9 @@ SAMPLERS: list[dict[str, Any]] = [
 NEW = 8
 WARM, LAST = slice(5, 15), slice(-10, None)  # rounds whose memory is compared
 TIE = 1e-4  # of the largest logit
-MOST_PADDED = 16384  # tokens: stock attention makes a mask of their square
+# Scores of a batch that stock may have to store: in float32, with groups of heads or a mask, its
+# attention makes a matrix of them.
+MOST_SCORES = 1 << 33
 
 
 class Interrupt(LogitsProcessor):
@@ -76,13 +86,20 @@ class Soak:
     def ids(self, rows: int, tokens: int) -> torch.Tensor:
         return torch.randint(2, 90, (rows, tokens), device=self.device)
 
-    def prompt(self, longest: int, rows: int = 16) -> dict[str, torch.Tensor]:
-        """Lengths evenly in the logarithm, as many rows as fit a budget, some padded."""
-        tokens = int(math.exp(self.rng.uniform(0, math.log(min(longest, self.longest)))))
-        rows = self.rng.randint(1, max(1, min(rows, 2 * self.longest // max(1, tokens))))
+    def prompt(self, longest: int, rows: int = 16, stock: bool = False) -> dict[str, torch.Tensor]:
+        """Lengths evenly in the logarithm, as many rows as fit a budget, some padded. `stock`: what
+        stock attention, too, has room for."""
+        square = MOST_SCORES // self.model.config.num_attention_heads
+        longest = min(longest, self.longest, math.isqrt(square) if stock else self.longest)
+        tokens = int(math.exp(self.rng.uniform(0, math.log(longest))))
+        most = min(rows, 2 * self.longest // max(1, tokens))
+        if stock:
+            most = min(most, square // max(1, tokens**2))
+        rows = self.rng.randint(1, max(1, most))
         ids = self.ids(rows, tokens)
         mask = torch.ones_like(ids)
-        if rows > 1 and 4 < tokens <= MOST_PADDED and self.rng.random() < 0.5:
+        few = rows * tokens**2 <= square
+        if rows > 1 and 4 < tokens and few and self.rng.random() < 0.5:
             mask[0, : self.rng.randrange(tokens - 1)] = 0
             self.counts["padded"] += 1
         return {"input_ids": ids, "attention_mask": mask}
@@ -106,9 +123,9 @@ class Soak:
             assert gap < TIE, f"{name}: other tokens than stock's at {at}, which is no tie ({gap})"
             self.counts["ties"] += 1
 
-    def exact(self) -> None:
-        name = self.rng.choice(list(EXACT))
-        inputs = self.prompt(COVERS.get(name, self.longest) - 2 * NEW - 100)
+    def exact(self, name: str | None = None) -> None:
+        name = name or self.rng.choice(list(EXACT))
+        inputs = self.prompt(COVERS.get(name, self.longest) - 2 * NEW - 100, stock=True)
         tokens = inputs["input_ids"].shape[1] + 2 * NEW + 100
         policy = EXACT[name].format(blocks=min(256, -(-tokens // 128)))
         wanted = self.generate(inputs).sequences
@@ -132,7 +149,7 @@ class Soak:
 
     def assisted(self) -> None:
         """A policy on the assistant, whatever it is, and an exact one on the model: rounds on."""
-        inputs = self.prompt(2000, rows=1)
+        inputs = self.prompt(2000, rows=1, stock=True)
         wanted = self.generate(inputs, max_new_tokens=4 * NEW).sequences
         with attnplug.applied(self.helper, self.rng.choice(DEFAULT)):
             options = {"assistant_model": self.helper, "max_new_tokens": 4 * NEW}
@@ -143,8 +160,8 @@ class Soak:
             self.hold("assisted", found, wanted, inputs["attention_mask"])
         self.counts["assisted"] += 1
 
-    def sampled(self) -> None:
-        policy, options = self.rng.choice(DEFAULT), self.rng.choice(SAMPLERS)
+    def sampled(self, policy: str | None = None) -> None:
+        policy, options = policy or self.rng.choice(DEFAULT), self.rng.choice(SAMPLERS)
         inputs = self.prompt(self.longest, rows=1 if "prompt_lookup_num_tokens" in options else 16)
         with attnplug.applied(self.model, policy):
             self.generate(inputs, **options)
@@ -162,7 +179,7 @@ class Soak:
         """A prefill that finds no memory, and the same after it."""
         if self.device != "cuda":
             return
-        inputs = self.prompt(self.longest)
+        inputs = self.prompt(self.longest, stock=True)
         wanted = self.generate(inputs).sequences
         with attnplug.applied(self.model, "dense"):
             free, _ = torch.cuda.mem_get_info()
@@ -203,10 +220,23 @@ class Soak:
             assert found.argmax() == wanted.argmax(), "a flipped bit changed a token"
         self.counts["faults"] += 1
 
+    def first_rounds(self) -> list[Callable[[], None]]:
+        """Each kind of round once, the rare ones first: a short run has them all."""
+        kinds: list[Callable[[], None]] = [
+            self.out_of_memory,
+            self.faults,
+            self.interrupted,
+            self.assisted,
+        ]
+        kinds += [functools.partial(self.exact, name) for name in EXACT]
+        return kinds + [functools.partial(self.sampled, policy) for policy in DEFAULT]
+
     def round(self) -> None:
         often: list[Callable[[], None]] = [self.exact] * 5 + [self.sampled] * 4
         seldom = [self.assisted, self.interrupted, self.out_of_memory, self.faults]
-        self.rng.choice([*often, *seldom])()
+        first = self.first_rounds()
+        done = self.counts["rounds"]
+        (first[done] if done < len(first) else self.rng.choice([*often, *seldom]))()
         torch._dynamo.reset()  # each round compiles and captures anew
         for model in (self.model, self.helper):
             model.__dict__.pop("_previous_max_cache_length", None)
