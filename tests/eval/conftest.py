@@ -1,12 +1,12 @@
 import pytest
+from real_models import real_model
 
-from attnplug.models.pretrained import load
 from attnplug.testing import tiny_model
 
 
 @pytest.fixture(scope="session")
 def smollm2():
-    return load("smollm2-135m", device="cpu")
+    return real_model("smollm2-135m")
 
 
 @pytest.fixture(scope="session")

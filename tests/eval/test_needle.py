@@ -2,15 +2,15 @@
 
 import pytest
 import torch
+from real_models import real_model
 
 from attnplug.eval import needle_prompt
 from attnplug.eval.needle import prose
-from attnplug.models.pretrained import load
 
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    return load("smollm2-135m", device="cpu")[1]
+    return real_model("smollm2-135m")[1]
 
 
 @pytest.fixture

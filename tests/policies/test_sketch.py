@@ -7,13 +7,13 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from real_models import real_model
 from transformers.cache_utils import StaticLayer
 
 import attnplug
 from attnplug import Dense, PolicyError, Sketch
 from attnplug.eval import needle_prompt
 from attnplug.models.cache import PlugLayer
-from attnplug.models.pretrained import load
 from attnplug.ops.sketch.encode_keys import encode_keys
 from attnplug.ops.sketch.state import Basis, empty_codes, fit_basis
 from attnplug.policies import AttentionCall, LayerShape, refit
@@ -410,7 +410,7 @@ def test_a_cache_that_compiled_code_has_filled_is_dense_until_the_host_makes_a_b
 @pytest.mark.parametrize("length, k", [(1024, 32), (2048, 64), (4096, 128)])
 def test_it_finds_what_a_small_model_is_asked_for(length, k):
     """SmolLM2, one fact in prose, that dense finds; budgets of 3% of the context."""
-    model, tokenizer = load("smollm2-135m", device="cpu")
+    model, tokenizer = real_model("smollm2-135m")
     for seed, depth in ((0, 0.3), (1, 0.6)):
         needle = needle_prompt(tokenizer, length, depth, seed, "prose")
         with attnplug.applied(model, Sketch(k=k, min_tokens=0)):

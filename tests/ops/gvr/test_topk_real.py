@@ -4,11 +4,10 @@ from importlib.resources import files
 
 import pytest
 import torch
+from real_models import real_model
 from topk_cases import PLANS, call, op
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
-from attnplug.models.pretrained import load
 
 # The kernels mean to overflow: a range that is infinite is not used.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -21,7 +20,7 @@ def decode_scores(request):
     """Scores of STEPS consecutive decode steps and the one before, [heads, STEPS + 1, key]: per KV
     head the best of its group's q . k, in three layers of a model that reads what topk is. Later
     keys are NaN."""
-    model, tokenizer = load(request.param, device="cpu")
+    model, tokenizer = real_model(request.param)
     kinds = getattr(model.config, "layer_types", None) or ["full_attention"] * 30
     full = [layer for layer, kind in enumerate(kinds) if kind == "full_attention"]
     wanted = {full[0], full[len(full) // 2], full[-1]}

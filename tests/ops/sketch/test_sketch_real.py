@@ -5,10 +5,10 @@ import inspect
 
 import pytest
 import torch
+from real_models import real_model
 
 import attnplug.ops.gather.select_blocks as select_module
 from attnplug.eval.capture import capture_layers
-from attnplug.models.pretrained import load
 from attnplug.ops import gather_attention, select_blocks
 from attnplug.ops.gather.block_bounds import empty_bounds
 from attnplug.ops.sketch.sketch_decode import sketch_decode
@@ -21,7 +21,7 @@ LAYERS = (4, 20)
 
 @pytest.fixture(scope="module")
 def calls():
-    model, tokenizer = load("smollm2-135m", device="cpu")
+    model, tokenizer = real_model("smollm2-135m")
     text = inspect.getsource(select_module) + inspect.getsource(torch.nn.functional)
     ids = tokenizer(text, return_tensors="pt").input_ids[:, :TOKENS]
     return capture_layers(model, ids, LAYERS)
