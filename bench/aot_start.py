@@ -114,12 +114,21 @@ def started(kind: str, options: argparse.Namespace, path: str, cache: str) -> di
     return json.loads(run.stdout.splitlines()[-1])
 
 
+def tell(line: str) -> None:
+    """What a run that is cut has seen."""
+    print(line, file=sys.stderr, flush=True)
+
+
 def measure(options: argparse.Namespace) -> dict[str, object]:
     with tempfile.TemporaryDirectory() as folder:
         path, cache = f"{folder}/step.pt2", f"{folder}/cache"
         made = package(options, path)
+        tell(f"{options.policy}: packaged in {made:.0f} s")
         kinds = {"package": "package", "compile_cold": "compile", "compile_warm": "compile"}
-        found = {name: started(kind, options, path, cache) for name, kind in kinds.items()}
+        found = {}
+        for name, kind in kinds.items():
+            found[name] = started(kind, options, path, cache)
+            tell(f"{options.policy}: {name} {found[name]}")
         size = Path(path).stat().st_size
     tokens = [run.pop("tokens") for run in found.values()]
     row = {"case": "aot-start", "policy": options.policy, "layers": options.layers, "n": SIZE}
