@@ -6,6 +6,9 @@ docs.
     python bench/report.py            # write
     python bench/report.py --check    # exit 1 where a page is not what the JSON says
 
+A timing whose code has changed since is marked `stale` in results.md, when this program writes the
+page (bench/stale.py); `--check` leaves these marks out of the comparison, as they follow from git.
+
 FILTERS is any number of key=value[,value...], such as `op=dense_decode batch=1 n=8192,131072
 heads=28/4`; none means every row, and `*` in a value stands for anything. `op=a | op=b` takes the
 rows of either, in that order, and `columns=op,ratio` those columns of a table. `study=NAME` takes
@@ -13,6 +16,7 @@ the quality rows of that study, else those of none. `show=diff` gives scores the
 dense, `across=task` a column for each task instead of each length. Files are pytest-benchmark's
 JSON (rows in `extra_info`) or `{"rows": [...]}` with quality rows (`task, model, n, trials, dense,
 policy, value, low, high`). Where two rows ask the same question, the later one stands.
+Between `<!-- scratch -->` and `<!-- /scratch -->` stands what certified/scratch.json has.
 """
 
 from __future__ import annotations
@@ -22,6 +26,7 @@ import itertools
 import json
 import re
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -38,6 +43,7 @@ from _plots import (
     quality_name,
     tokens,
 )
+from stale import History, NoHistoryError
 
 from attnplug.deprecated import current_text
 
@@ -49,7 +55,8 @@ TIMING = (
 )  # fmt: skip
 QUALITY = ("study", "task", "model", "n", "trials", "policy")
 RUN = ("gpu", "torch", "triton", "commit", "date")
-MARKED = re.compile(r"(<!-- (results|scores)\b(.*?)-->\n).*?(<!-- /\2 -->)", re.DOTALL)
+STALE_MARK = re.compile(r"(?<=\]\(#runs\)) (stale|unknown)(?= \|)")
+MARKED = re.compile(r"(<!-- (results|scores|scratch)\b(.*?)-->\n).*?(<!-- /\2 -->)", re.DOTALL)
 Column = tuple[str, Callable[[Row], str]]
 
 
@@ -61,13 +68,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     timing, quality = load(options.results)
     images: list[str] = []
+    marks: dict[int, str] = {}
     main_rows = [row for row in quality if not row["study"]]
     if not options.check:
         images = draw_all(timing, main_rows, options.root / "docs" / "img")
-    pages = {options.root / "docs" / "reference" / "results.md": results_page(timing, main_rows)}
+        marks = stale_marks(timing, options.root)
+    results = options.root / "docs" / "reference" / "results.md"
+    pages = {results: results_page(timing, main_rows, marks)}
     for page in [options.root / "README.md", *sorted((options.root / "docs").rglob("*.md"))]:
         if page.exists() and page not in pages:
-            pages[page] = fill_markers(page.read_text(), timing, quality)
+            pages[page] = fill_markers(page.read_text(), timing, quality, options.results)
+    if options.check and results.exists():
+        unmarked = STALE_MARK.sub("", results.read_text())
+        pages[results] = results.read_text() if unmarked == pages[results] else pages[results]
     stale = [p for p, text in pages.items() if not p.exists() or p.read_text() != text]
     for page in stale:
         if not options.check:
@@ -116,8 +129,23 @@ def _quality_order(row: Row) -> tuple[Any, ...]:
     return row["model"], row["task"], row["n"], natural(row["policy"]), row["trials"]
 
 
-def results_page(timing: Sequence[Row], quality: Sequence[Row]) -> str:
-    """The whole of docs/reference/results.md."""
+def stale_marks(timing: Sequence[Row], root: Path) -> dict[int, str]:
+    """The word beside each row (by `id`) that older code measured; none without git's history."""
+    try:
+        history = History(root)
+    except NoHistoryError as error:
+        print(f"no row is marked stale: {error}")
+        return {}
+    words = {"stale": "stale", "unknown commit": "unknown"}
+    states = {id(row): history.state(row).word for row in timing}
+    return {row: words[word] for row, word in states.items() if word in words}
+
+
+def results_page(
+    timing: Sequence[Row], quality: Sequence[Row], marks: dict[int, str] | None = None
+) -> str:
+    """The whole of docs/reference/results.md; `marks` has the word beside a row's run, by `id`."""
+    marks = marks or {}
     runs = _runs(timing)
     parts = [
         "# Results",
@@ -125,14 +153,15 @@ def results_page(timing: Sequence[Row], quality: Sequence[Row]) -> str:
         "Times are medians of device time (20th to 80th percentile in brackets). The ratio is\n"
         "the peer's time over ours in the same run: above 1 is faster than the peer. The ceiling\n"
         "is the fraction reached of the measured memory bandwidth or matrix rate, whichever is\n"
-        "nearer.",
+        "nearer. Beside a run, `stale` says that code which the row depends on has changed since,\n"
+        "and `unknown` that the repository lacks its commit; both as of the day this was written.",
     ]
     for (op, case), each in itertools.groupby(timing, key=lambda row: (row["op"], row["case"])):
         rows = list(each)
         parts.append(f"## {op}" + ("" if case == "op" else f", {case}"))
         if has_line(rows):
             parts.append(f"![{op}: time and ratio against tokens](../img/{image_name(op, case)})")
-        run = ("run", lambda row: f"[{runs[_run(row)]}](#runs)")
+        run = ("run", lambda row: f"[{runs[_run(row)]}](#runs) {marks.get(id(row), '')}".rstrip())
         parts.append(table(rows, [*TIMING_COLUMNS[2:], run]))
     for model, each in itertools.groupby(quality, key=lambda row: row["model"]):
         parts += [f"## Quality, {model}", f"![scores beside dense](../img/{quality_name(model)})"]
@@ -156,10 +185,15 @@ def _runs(timing: Sequence[Row]) -> dict[tuple[str, ...], int]:
     return {run: number for number, run in enumerate(runs, 1)}
 
 
-def fill_markers(text: str, timing: Sequence[Row], quality: Sequence[Row]) -> str:
+def fill_markers(
+    text: str, timing: Sequence[Row], quality: Sequence[Row], folder: Path | None = None
+) -> str:
     """Replace what stands between each pair of markers by the table its filters ask for."""
 
     def fill(match: re.Match[str]) -> str:
+        if match[2] == "scratch" and folder is not None:
+            rows = json.loads((folder / "certified" / "scratch.json").read_text())
+            return f"{match[1]}\n{table(rows, SCRATCH_COLUMNS)}\n\n{match[4]}"
         terms = [filters(term) for term in match[3].split(" | ")]
         pivot = match[2] == "scores"
         (show,) = terms[0].pop("show", ["value"]) if pivot else ("",)
@@ -246,15 +280,25 @@ def scores(rows: Sequence[Row], show: str, across: str) -> str:
     heads = sorted({row[across] for row in rows})
     lines: dict[tuple[Any, ...], Row] = {}
     for row in rows:
-        lines.setdefault(tuple(row[key] for key in keys), {})[row[across]] = row
+        line = lines.setdefault(tuple(row[key] for key in keys), {})
+        if row[across] in line:
+            raise SystemExit(
+                f"<!-- scores -->: two rows for {row['task']} of {row['policy']}: "
+                "trials= or study= tells them apart"
+            )
+        line[row[across]] = row
     low, high = ("low", "high") if show == "value" else (f"{show}_low", f"{show}_high")
+
+    shown = [row for row in rows if show in row]
+    usual = {head: _usual(row["trials"] for row in shown if row[across] == head) for head in heads}
 
     def cell(row: Row | None) -> str:
         if row is None or show not in row:
             return ""
+        trials = "" if row["trials"] == usual[row[across]] else f", {row['trials']} samples"
         value, *span = (0.0 if abs(row[key]) < 1e-12 else row[key] for key in (show, low, high))
         digits = 3 if abs(value) < 10 else 4  # of a perplexity, the second decimal
-        return f"{value:.{digits}g} ({span[0]:.{digits}g} to {span[1]:.{digits}g})"
+        return f"{value:.{digits}g} ({span[0]:.{digits}g} to {span[1]:.{digits}g}){trials}"
 
     def name(line: Row, key: str) -> str:
         shown = {"policy": f"`{line[key]}`", "n": tokens(line["n"]) if "n" in line else ""}
@@ -267,11 +311,28 @@ def scores(rows: Sequence[Row], show: str, across: str) -> str:
         if len({line[key] for line in whole}) > 1 or key in ("task", "policy")
     ]
     columns = [c for c in columns if c[0] != "policy" or len({x["policy"] for x in whole}) > 1]
-    columns += [
-        (tokens(head) if across == "n" else head, lambda line, head=head: cell(line[""].get(head)))
-        for head in heads
-    ]
-    return table(whole, columns)
+    exceptions = any(row["trials"] != usual[row[across]] for row in shown)
+    titles = {head: tokens(head) if across == "n" else head for head in heads}
+    columns += [(titles[head], lambda line, head=head: cell(line[""].get(head))) for head in heads]
+    return f"{table(whole, columns)}\n\n{_samples(usual, titles, exceptions)}"
+
+
+def _usual(numbers: Iterable[int]) -> int:
+    """The number that occurs most often; of equals the largest, 0 of none."""
+    counts = Counter(numbers)
+    return max(counts, key=lambda number: (counts[number], number), default=0)
+
+
+def _samples(usual: dict[Any, int], titles: dict[Any, str], exceptions: bool) -> str:
+    """The sentence under a table of scores: over how many samples a cell is."""
+    most = _usual(number for number in usual.values() if number)
+    columns: dict[int, list[str]] = {}
+    for head, number in usual.items():
+        if number not in (0, most):
+            columns.setdefault(number, []).append(f"`{titles[head]}`")
+    others = [f"{number} in {', '.join(heads)}" for number, heads in columns.items()]
+    unless = ", unless it names another number" if exceptions else ""
+    return f"Samples a cell{unless}: {'; '.join([str(most), *others])}."
 
 
 def _time(row: Row) -> str:
@@ -308,6 +369,15 @@ QUALITY_COLUMNS: list[Column] = [
     ("policy", lambda row: f"`{row['policy']}`"),
     ("score (95% interval)", lambda r: f"{r['value']:.3g} ({r['low']:.3g} to {r['high']:.3g})"),
     ("dense", lambda row: f"{row['dense']:.3g}"),
+]
+# bench/certified_scratch.py; slots that exceed what there is to hold are no larger share
+SCRATCH_COLUMNS: list[Column] = [
+    ("block", lambda row: str(row["block"])),
+    ("slots", lambda row: str(row["scratch"])),
+    ("of the context", lambda row: f"{min(1.0, row['scratch_share']):.2f}"),
+    ("read exactly", lambda row: f"{row['items_a_step']:.1f}"),
+    ("hit rate", lambda row: f"{row['hit_rate']:.3f}"),
+    ("MiB a step", lambda row: f"{row['link_bytes_a_step'] / 2**20:.2f}"),
 ]
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ BENCH = Path(__file__).parent.parent / "bench"
 def report(monkeypatch):
     monkeypatch.syspath_prepend(str(BENCH))
     yield importlib.import_module("report")
-    for name in ("report", "_plots"):
+    for name in ("report", "stale", "_plots"):
         sys.modules.pop(name, None)
 
 
@@ -142,6 +142,37 @@ def test_scores_have_a_line_a_policy_and_a_column_a_length(report, tree):
     assert "| needle | `momo(gamma=16)` | 0.9 (0.7 to 0.98) | 0.5 (0.4 to 0.6) |" in text
     assert "| needle | `stock` | 0.95 (0.9 to 1) |  |" in text
     assert "| needle | 0 (-0.1 to 0) |" in text
+
+
+def test_a_table_of_scores_says_over_how_many_samples_a_cell_is(report):
+    rows = [
+        QUALITY | dict(policy="stock"),
+        QUALITY,
+        QUALITY | dict(n=8192, trials=8),
+        QUALITY | dict(n=8192, trials=8, policy="stock"),
+    ]
+    text = report.scores(rows, "value", "n")
+    assert text.endswith("\n\nSamples a cell: 20; 8 in `8K`.") and "samples |" not in text
+    rows.append(QUALITY | dict(policy="gvr", trials=3))
+    text = report.scores(rows, "value", "n")
+    assert text.endswith("Samples a cell, unless it names another number: 20; 8 in `8K`.")
+    assert "| `gvr` | 0.9 (0.7 to 0.98), 3 samples |  |" in text and text.count("samples |") == 1
+
+
+def test_a_cell_of_scores_holds_one_row(report):
+    with pytest.raises(SystemExit, match="two rows for needle of momo"):
+        report.scores([QUALITY, QUALITY | dict(trials=9)], "value", "n")
+
+
+def test_the_table_of_the_scratch_cache_is_its_files(report, tree):
+    row = dict(block=16, scratch=64, scratch_share=2.5, items_a_step=8.06, hit_rate=0.5)
+    folder = tree / "bench" / "results" / "certified"
+    folder.mkdir()
+    (folder / "scratch.json").write_text(json.dumps([row | {"link_bytes_a_step": 3 << 19}]))
+    (tree / "docs" / "momo.md").write_text("<!-- scratch -->\n<!-- /scratch -->\n")
+    run(report, tree)
+    line = "| 16 | 64 | 1.00 | 8.1 | 0.500 | 1.50 |"
+    assert line in (tree / "docs" / "momo.md").read_text()
 
 
 def test_an_option_of_an_old_name_is_the_same_policy(report, tree):

@@ -1,0 +1,153 @@
+"""bench/stale.py: which rows older code measured, and bench/report.py's marks of them."""
+
+import importlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+OP = "attnplug/ops/one/scan.py"
+KERNEL = "attnplug/ops/one/kernels/walk.py"
+ROW = dict(op="scan", case="op", n=1, commit="")
+
+
+@pytest.fixture
+def stale(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "bench"))
+    yield importlib.import_module("stale")
+    for name in ("report", "stale", "_plots"):
+        sys.modules.pop(name, None)
+
+
+def git(folder, *arguments):
+    named = {
+        f"GIT_{who}_{what}": "a@b" for who in ("AUTHOR", "COMMITTER") for what in ("NAME", "EMAIL")
+    }
+    return subprocess.run(
+        ["git", "-c", "init.defaultBranch=main", *arguments], cwd=folder, check=True,
+        capture_output=True, text=True, env=os.environ | named,
+    ).stdout.strip()  # fmt: skip
+
+
+def write(folder, files):
+    for path, text in files.items():
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        (folder / path).write_text(text)
+
+
+def commit(folder, **files):
+    write(folder, {path.replace("__", "/") + ".py": text for path, text in files.items()})
+    git(folder, "add", "--all")
+    git(folder, "commit", "--quiet", "--allow-empty", "-m", "on")
+    return git(folder, "rev-parse", "--short=12", "HEAD")
+
+
+@pytest.fixture
+def house(tmp_path):
+    """A package with an op of two files, an op beside it and a policy that calls the first."""
+    root = tmp_path / "house"
+    root.mkdir()
+    git(root, "init", "--quiet")
+    write(root, {
+        "attnplug/ops/__init__.py": "from attnplug.ops.one.scan import scan\n"
+        "from attnplug.ops.two.sort import sort\n",
+        OP: '"""Old words."""\nfrom attnplug.ops.one.kernels.walk import walk\n\n'
+        "def scan(x):\n    return walk(x) + 1\n",
+        KERNEL: "def walk(x):\n    return x\n\n# a long enough file for git to see that it moved\n"
+        "def step(x):\n    return x * 2\n",
+        "attnplug/ops/two/sort.py": "def sort(x):\n    return sorted(x)\n",
+        "attnplug/policies/near.py": "from attnplug.ops import scan\n\ndef attend(q):\n"
+        "    return scan(q)\n",
+    })  # fmt: skip
+    return root
+
+
+def test_a_row_is_stale_once_code_that_it_depends_on_changes(stale, house):
+    first = commit(house)
+    row = ROW | {"commit": first}
+    assert stale.History(house).state(row) == stale.State("")
+    commit(house, attnplug__ops__two__sort="def sort(x):\n    return x\n")  # another op's
+    assert stale.History(house).state(row).word == ""
+    changed = (house / KERNEL).read_text().replace("return x\n", "return x + 1\n")
+    second = commit(house, attnplug__ops__one__kernels__walk=changed)
+    commit(house)
+    for each in (row, {"task": "needle", "policy": "near(k=8, of='a+b')", "commit": first}):
+        state = stale.History(house).state(each)
+        assert (state.word, state.files) == ("stale", (KERNEL,))
+        assert second.startswith(state.newest)
+    assert stale.History(house).state(row | {"commit": second}).word == ""
+    assert stale.History(house).state(row | {"op": "sort"}).files == ("attnplug/ops/two/sort.py",)
+
+
+def test_words_imports_and_places_are_no_code(stale, house):
+    row = ROW | {"commit": commit(house)}
+    text = (house / OP).read_text().replace("Old words.", "New words.")
+    commit(house, attnplug__ops__one__scan=text.replace("return", "# why\n    return"))
+    assert stale.History(house).state(row).word == ""
+    git(house, "mv", KERNEL, "attnplug/ops/one/walk.py")
+    commit(house, attnplug__ops__one__scan=text.replace(".kernels.walk", ".walk"))
+    stale._reached.cache_clear()
+    assert "attnplug/ops/one/walk.py" in stale.dependencies(house, row)
+    assert stale.History(house).state(row).word == ""
+    commit(house, attnplug__ops__one__walk=(house / "attnplug/ops/one/walk.py").read_text() * 2)
+    assert stale.History(house).state(row).files == ("attnplug/ops/one/walk.py",)
+
+
+@pytest.mark.parametrize(
+    ("named", "word"),
+    [
+        ("", "no commit"),
+        ("unknown", "no commit"),
+        ("0123456789ab", "unknown commit"),
+        ("0123456789ab-dirty", "dirty"),
+    ],
+)
+def test_a_commit_that_cannot_be_found_is_named_as_what_it_is(stale, house, named, word):
+    commit(house)
+    assert stale.History(house).state(ROW | {"commit": named}) == stale.State(word)
+
+
+def test_without_history_nothing_is_compared(stale, house, tmp_path, monkeypatch, capsys):
+    commit(house)
+    commit(house)
+    clone = tmp_path / "clone"
+    git(tmp_path, "clone", "--quiet", "--depth=1", house.as_uri(), str(clone))
+    bare = tmp_path / "copied"
+    bare.mkdir()
+    for folder, reason in ((clone, "shallow"), (bare, "no git history")):
+        with pytest.raises(stale.NoHistoryError, match=reason):
+            stale.History(folder)
+        monkeypatch.setattr(stale, "ROOT", folder)
+        assert stale.main() == 0 and reason in capsys.readouterr().out
+
+
+def test_the_page_of_results_marks_what_older_code_measured(stale, house):
+    report = importlib.import_module("report")
+    fresh = dict.fromkeys(report.TIMING, "") | dict.fromkeys(report.RUN, "today")
+    fresh |= dict(ROW, heads_q=1, heads_kv=1, batch=1, peer=None, ratio=None, ceiling_fraction=None)
+    fresh |= dict(p20_us=1.0, p50_us=1.0, p80_us=1.0, head_dim=64, dtype="bf16")
+    old = fresh | {"commit": commit(house), "n": 2}
+    changed = (house / OP).read_text().replace("+ 1", "+ 2")
+    rows = [old, fresh | {"commit": commit(house, attnplug__ops__one__scan=changed)}]
+    rows.append(fresh | {"commit": "0123456789ab", "n": 3})
+    marks = report.stale_marks(rows, house)
+    assert marks == {id(rows[0]): "stale", id(rows[2]): "unknown"}
+    marked, unmarked = report.results_page(rows, [], marks), report.results_page(rows, [])
+    assert marked.count("(#runs) stale |") == marked.count("(#runs) unknown |") == 1
+    assert marked != unmarked and report.STALE_MARK.sub("", marked) == unmarked
+
+
+def test_every_row_of_ours_is_known_to_depend_on_something(stale):
+    """All but rows of no code of ours: transformers alone, and what the bench computes itself."""
+    seen, foreign = 0, ("stock", "QuantizedCache", "the 8 blocks with", "the 32 blocks with")
+    for file, row in stale.committed_rows(ROOT / "bench" / "results"):
+        if "op" in row or not row["policy"].startswith(foreign):
+            assert stale.dependencies(ROOT, row), (file, row)
+            seen += 1
+    assert seen > 1000
+    tier = stale.dependencies(ROOT, dict(op="tiered", case="op"))
+    assert {"attnplug/ops/gather/tiered_decode.py", "attnplug/ops/gather/kernels/tiered.py"} < tier
+    assert not any("/momo/" in path for path in tier)
