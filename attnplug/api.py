@@ -19,7 +19,7 @@ from attnplug.errors import (
     UnsupportedModelError,
 )
 from attnplug.models.cache import MakeLayer, PlugCache, PlugLayer
-from attnplug.models.generate import bind_generate, own_cache, unbind_generate
+from attnplug.models.generate import LONGEST, bind_generate, own_cache, unbind_generate
 from attnplug.models.hf import BINDING, Binding, register_names
 from attnplug.models.hook import PolicyHook
 from attnplug.models.layers import (
@@ -350,9 +350,9 @@ def _switched(plan: list[tuple[AttentionLayer, Binding[Policy]]]) -> dict[int, s
 
 
 def _take_compiled(model: PreTrainedModel) -> dict[str, Any]:
-    """Take off the model what generate keeps of its own compiled decode step: a step compiled with
-    a policy must not outlive it, nor one without."""
-    kept = ("_compiled_call", "_last_compile_config")
+    """Take off the model what generate keeps of its own: its compiled decode step and the length of
+    its static caches. A step compiled with a policy must not outlive it, nor one without."""
+    kept = ("_compiled_call", "_last_compile_config", LONGEST)
     return {name: vars(model).pop(name) for name in kept if name in vars(model)}
 
 

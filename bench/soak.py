@@ -238,8 +238,6 @@ class Soak:
         done = self.counts["rounds"]
         (first[done] if done < len(first) else self.rng.choice([*often, *seldom]))()
         torch._dynamo.reset()  # each round compiles and captures anew
-        for model in (self.model, self.helper):
-            model.__dict__.pop("_previous_max_cache_length", None)
         gc.collect()
         self.memory.append(_bytes_in_use(self.device))
         self.counts["rounds"] += 1

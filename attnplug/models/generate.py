@@ -16,6 +16,8 @@ from attnplug.models.cache import MakeLayer, PlugCache, PlugLayer, autocast_dtyp
 from attnplug.models.growth import GrowingCache, Growth
 
 LAYER_MAKER = "_attnplug_make_layer"
+LARGEST = "_attnplug_largest_cache"  # rows times tokens
+LONGEST = "_previous_max_cache_length"  # transformers' own: tokens
 CACHE_METHOD = "_prepare_cache_for_generation"
 STEP_METHOD = "prepare_inputs_for_generation"
 SWITCH_METHOD = "set_attn_implementation"
@@ -32,8 +34,9 @@ def bind_generate(model: PreTrainedModel, make_layer: MakeLayer | None) -> list[
     names = []
     if make_layer is not None and hasattr(model, CACHE_METHOD):
         vars(model)[LAYER_MAKER] = make_layer
+        vars(model)[LARGEST] = 0
         vars(model)[CACHE_METHOD] = MethodType(_prepare_cache_for_generation, model)
-        names += [LAYER_MAKER, CACHE_METHOD]
+        names += [LAYER_MAKER, LARGEST, CACHE_METHOD]
         if hasattr(model, STEP_METHOD):
             vars(model)[STEP_METHOD] = MethodType(_step_method(type(model)), model)
             names.append(STEP_METHOD)
@@ -87,6 +90,8 @@ def _prepare_cache_for_generation(
     static = copy.copy(generation_config)
     static.cache_implementation = "static"
     fresh = dict(model_kwargs)
+    copies = max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
+    _bound_length(model, batch_size * copies, max_cache_length + speculated)
     stock(static, fresh, generation_mode, batch_size, max_cache_length + speculated)
     growth = Growth(model.config.get_text_config(decoder=True), vars(model)[LAYER_MAKER])
     cache = GrowingCache.begin(_static_cache(fresh), growth)
@@ -98,6 +103,17 @@ def _prepare_cache_for_generation(
         return
     model_kwargs["past_key_values"] = cache
     _drop_full_mask(model_kwargs)
+
+
+def _bound_length(model: Any, rows: int, length: int) -> None:
+    """transformers makes a static cache as long as the longest one before it, which spares a
+    compilation. Not where that would take more memory than any cache so far: many short rows after
+    one long prompt."""
+    known = vars(model).get(LONGEST, -1)
+    largest = max(vars(model)[LARGEST], rows * length)
+    if rows * known > largest:
+        del vars(model)[LONGEST]
+    vars(model)[LARGEST] = largest
 
 
 def _step_method(model_class: type) -> Callable[..., dict[str, Any]]:

@@ -277,3 +277,20 @@ def test_a_length_that_someone_set_on_the_device_is_believed(device):
         model(prompt[:, :1], past_key_values=cache)
     with pytest.raises(attnplug.UnsupportedCallError, match="holds 41 of at most 41"):
         model(prompt[:, :1], past_key_values=cache)
+
+
+def test_many_short_rows_after_a_long_prompt_take_no_more_memory():
+    """transformers would make all their caches as long as the longest before; it does so for as
+    many rows, which spares a compilation."""
+    model = attnplug.apply(tiny_model(), "dense")
+
+    def held(rows: int, tokens: int) -> int:
+        out = model.generate(ids(tokens, rows), max_new_tokens=4, **OPTIONS)
+        return out.past_key_values.layers[0].keys[:, 0, :, 0].numel()
+
+    long = held(1, 300)
+    assert held(1, 20) == long
+    assert held(8, 20) < long
+    assert held(2, 400) >= 2 * 400
+    attnplug.remove(model)
+    assert not [name for name in vars(model) if "cache" in name]
