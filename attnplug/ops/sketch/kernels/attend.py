@@ -117,7 +117,7 @@ def attend(
         coming = tl.load(
             listed + slot, mask=slot < tl.minimum(end, capacity), other=-1, cache_modifier=".cg"
         )
-        seen = at >= 0
+        seen = (at >= 0) & (at < S)
         loadable = seen[:, None] & in_width[None, :]
         key = tl.load(k_at + at[:, None] * k_s, mask=loadable, other=0.0)
         value = tl.load(v_at + at[:, None] * v_s, mask=loadable, other=0.0)
