@@ -25,7 +25,17 @@ from attnplug.errors import (
 
 if TYPE_CHECKING:
     from attnplug.api import LayerReport, Report, applied, apply, make_cache, remove, report
-    from attnplug.policies import Certified, Dense, Gather, Gvr, Momo, Policy, Sketch, Stream
+    from attnplug.policies import (
+        Auto,
+        Certified,
+        Dense,
+        Gather,
+        Gvr,
+        Momo,
+        Policy,
+        Sketch,
+        Stream,
+    )
 
 __version__ = "0.1.0"
 
@@ -33,6 +43,7 @@ __all__ = [
     "AlreadyAppliedError",
     "ArgumentError",
     "AttnplugError",
+    "Auto",
     "Certified",
     "Dense",
     "Gather",

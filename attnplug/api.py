@@ -2,6 +2,7 @@
 
 import fnmatch
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -129,7 +130,8 @@ def apply(model: Model, policy: PolicyLike | Mapping[LayerKey, PolicyLike]) -> M
         raise AlreadyAppliedError(
             f"a part of this model already has a policy; {_where_applied(target)}"
         )
-    plan = [(layer, _bind(target, layer, resolver.policy_for(layer))) for layer in layers]
+    on = Counter(layer.shape.device for layer in layers if not layer.reason)
+    plan = [(x, _bind(target, x, resolver.policy_for(x), on[x.shape.device])) for x in layers]
     resolver.check_all_used(layers)
     register_names()
     keeps = _keeps_cache(target, plan)
@@ -281,20 +283,25 @@ def _matches(key: LayerKey, layer: AttentionLayer) -> bool:
     )
 
 
-def _bind(model: PreTrainedModel, layer: AttentionLayer, policy: Policy | None) -> Binding[Policy]:
+def _bind(
+    model: PreTrainedModel, layer: AttentionLayer, policy: Policy | None, layers: int
+) -> Binding[Policy]:
+    """What serves a layer, one of so many `layers` on its device."""
     stock = _stock_attention(model, layer)
     if layer.reason:
         return Binding(None, layer.reason, stock)
     if policy is None:
         return Binding(None, "the policy mapping names no policy for it", stock)
+    policy, chosen = policy.resolve(layer.shape, layers)
     for phase in (policy.prefill, policy.decode):
         refusal = phase.refusal(layer.shape) if phase is not None else None
         if refusal:
             return Binding(None, refusal, stock)
     untraced = policy.trace.refusal(layer.shape) if policy.trace is not None else None
     if untraced:
-        return Binding(replace(policy, trace=None), f"not traced: {untraced}", stock)
-    return Binding(policy, "", stock)
+        reasons = "; ".join(filter(None, (chosen, f"not traced: {untraced}")))
+        return Binding(replace(policy, trace=None), reasons, stock)
+    return Binding(policy, chosen, stock)
 
 
 def _stock_attention(model: PreTrainedModel, layer: AttentionLayer) -> str:
@@ -362,6 +369,11 @@ class _LayerMaker:
     def __init__(self, plan: list[tuple[AttentionLayer, Binding[Policy]]]):
         self.policies = {layer.index: binding.policy for layer, binding in plan}
         self.heads = {layer.index: layer.shape.heads_q for layer, _ in plan}
+        full = [layer for layer, _ in plan if layer.kind == "full"]
+        self.behind: dict[int, int] = {}
+        for layer in full:
+            alike = (x for x in full if x.shape.device == layer.shape.device)
+            self.behind[layer.index] = sum(x.index > layer.index for x in alike)
 
     def __call__(self, index: int, max_length: int) -> PlugLayer:
         policy = self.policies.get(index)
@@ -369,5 +381,6 @@ class _LayerMaker:
             layer = policy.decode.cache_layer(max_length)
             if layer is not None:
                 layer.query_heads = self.heads[index]
+                layer.layers_behind = self.behind.get(index, 0)
                 return layer
         return PlugLayer(max_cache_len=max_length)

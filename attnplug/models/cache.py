@@ -67,6 +67,7 @@ class PlugLayer(StaticLayer):
     uncounted = False  # a compiled step has come, which counts on the device alone
     captured = False  # a CUDA graph has steps of this layer, and whoever replays it does not say
     query_heads: int | None = None  # of the attention layer that it was made for, where known
+    layers_behind: int = 0  # full-attention layers of its device that come after it
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
@@ -170,6 +171,10 @@ class PlugLayer(StaticLayer):
         if not torch.compiler.is_compiling():  # as the base does: it cannot be traced
             for tensor in self._row_tensors(buffers):
                 torch._dynamo.mark_static_address(tensor)
+
+    def tensors(self) -> list[torch.Tensor]:
+        """Keys, values and the side buffers that are there."""
+        return [*self._buffers(), *self._row_tensors(self.row_buffers)]
 
     def _row_tensors(self, names: Iterable[str]) -> Iterator[torch.Tensor]:
         """The tensors of the side buffers of these names; a buffer that is None has none."""

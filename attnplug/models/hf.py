@@ -33,9 +33,9 @@ PolicyT = TypeVar("PolicyT", bound=Serves, covariant=True)
 
 @dataclass(frozen=True)
 class Binding(Generic[PolicyT]):
-    """What `apply` decided for one attention module: its policy, or why it stays dense, and the
-    model's own attention ("sdpa" or "eager") for that case. `trace_to` is set while a trace is
-    recorded."""
+    """What `apply` decided for one attention module: its policy, or why it stays dense or was
+    chosen, and the model's own attention ("sdpa" or "eager") for the case that it stays dense.
+    `trace_to` is set while a trace is recorded."""
 
     policy: PolicyT | None
     reason: str

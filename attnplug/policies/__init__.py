@@ -17,9 +17,10 @@ from attnplug.policies._gather_layers import residency
 from attnplug.policies._gvr_layer import picks
 from attnplug.policies._sketch_audit import Audit
 from attnplug.policies._sketch_layer import audits, refit
-from attnplug.policies.base import SLOTS, Phase, check_option
 
 # A row a method: this import registers and exports it ("X as X" is what tools take for an export).
+from attnplug.policies.auto import Auto as Auto
+from attnplug.policies.base import SLOTS, Phase, check_option
 from attnplug.policies.certified import Certified as Certified
 from attnplug.policies.dense import Dense as Dense
 from attnplug.policies.dense import apply_sinks

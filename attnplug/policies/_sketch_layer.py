@@ -72,9 +72,10 @@ class SketchLayer(PlugLayer):
         super().lazy_initialization(key_states, value_states)
         self._forget()
         self.asked = self.audits = None  # of other rows
-        if self.max_cache_len < self.crossover(key_states.device):
-            return
         assert self.keys is not None
+        if not self.wants_codes(self.keys):
+            self.codes = self.basis = self.hint = self.recent = None
+            return
         rows = self.keys.shape[:2]
         self.bind_rows(
             codes=empty_codes(self.keys, self.size),
@@ -83,6 +84,10 @@ class SketchLayer(PlugLayer):
         )
         if self.query_heads is not None:
             self._make_ring(self.query_heads)
+
+    def wants_codes(self, keys: torch.Tensor) -> bool:
+        """Whether a cache with these buffers is to have codes; dense reads one that has none."""
+        return self.max_cache_len >= self.crossover(keys.device)
 
     def _make_ring(self, heads: int) -> None:
         keys = self._buffers()[0]

@@ -4,7 +4,7 @@ import dataclasses
 
 import torch
 
-from attnplug.call import AttentionCall
+from attnplug.call import AttentionCall, LayerShape
 from attnplug.errors import PolicyError
 from attnplug.policies.base import Phase
 from attnplug.policies.dense import Dense
@@ -36,6 +36,15 @@ class Policy:
                     f"Policy: {phase.name} cannot be the {slot} method, it serves "
                     f"{' and '.join(sorted(phase.phases | phase.on_request))}"
                 )
+
+    def resolve(self, shape: LayerShape, layers: int) -> tuple["Policy", str]:
+        """The policy with the methods that serve such a layer in the place of those that only
+        choose, and why; `layers` like it are on its device."""
+        assert self.prefill is not None and self.decode is not None  # filled by __post_init__
+        prefill, why = self.prefill.resolve("prefill", shape, layers)
+        decode, more = self.decode.resolve("decode", shape, layers)
+        reasons = "; ".join(filter(None, (why, more)))
+        return dataclasses.replace(self, prefill=prefill, decode=decode), reasons
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
         """Run the phase that the static shape of the queries asks for, and let the tracing method

@@ -39,6 +39,7 @@ SKETCH = Case("sketch(k=16, min_tokens=0)", "sketch(min_tokens=0)")
 STREAM = "stream(top_k=2, block=16)"
 CASES = {
     "dense": Case("dense", "dense"),
+    "auto": Case("auto", "auto"),
     "momo": MOMO,
     "gather": GATHER,
     "gather in host memory": Case(
