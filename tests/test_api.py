@@ -73,7 +73,7 @@ REFUSALS = {
     "unknown method": (
         "mojo",
         attnplug.PolicyError,
-        "no method 'mojo'; there are certified,",
+        "no method 'mojo'; there are auto,",
     ),
     "unknown option": ("momo(gama=2)", attnplug.PolicyError, "no option 'gama'; it has gamma,"),
     "bad value": ("momo(gamma=0)", attnplug.PolicyError, "gamma=0, needs at least 1"),
