@@ -8,7 +8,7 @@ from attnplug.ops.sketch.kernels import codes as kernel_codes
 
 NAMED = ("BINS", "DIGIT", "LARGEST", "STEPS", "FINE", "MARGIN", "LOWER")
 BINS, DIGIT, LARGEST, STEPS, FINE, MARGIN, LOWER = (
-    x.value for x in map(kernel_codes.__dict__.get, NAMED)
+    getattr(kernel_codes, name).value for name in NAMED
 )
 
 
