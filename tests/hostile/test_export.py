@@ -1,6 +1,7 @@
 """torch.jit.trace and torch.export: with a dynamic length, saved, loaded in a fresh process, with
 the tokens of the model that was exported."""
 
+import functools
 import json
 import shutil
 import subprocess
@@ -15,27 +16,45 @@ from attnplug.testing.policy import tiny_model
 
 PROMPT = torch.randint(2, 90, (1, 21), generator=torch.Generator().manual_seed(0))
 NEW = 12
-# A process that knows attnplug's ops and nothing of the model: argv is program, kind, prompt.
-RUN = """
-import json, sys, torch, attnplug.ops
-path, kind, prompt = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
-if kind == "package":
-    program, kind = torch._inductor.aoti_load_package(path), "step"
-else:
-    program = torch.jit.load(path) if kind == "trace" else torch.export.load(path).module()
-tokens = list(prompt)
-with torch.no_grad():
-    if kind == "step":
-        for token in prompt[:-1]:
-            program(torch.tensor([[token]]))
-    for _ in range(int(sys.argv[4])):
+# A process that knows attnplug's ops and nothing of the model; it forks for each program, so that
+# each has what a process has after its imports. A request is program, kind, prompt, new tokens.
+SERVE = """
+import json, os, sys, traceback
+import torch, torch._inductor, torch.export, attnplug.ops
+
+def continued(path, kind, prompt, new):
+    if kind == "package":
+        program, kind = torch._inductor.aoti_load_package(path), "step"
+    else:
+        program = torch.jit.load(path) if kind == "trace" else torch.export.load(path).module()
+    tokens = list(prompt)
+    with torch.no_grad():
         if kind == "step":
-            logits = program(torch.tensor([tokens[-1:]]))
-        else:
-            ids = torch.tensor([tokens])
-            logits = program(ids, torch.ones_like(ids))
-        tokens.append(int(logits[0, -1].argmax()))
-print(json.dumps(tokens))
+            for token in prompt[:-1]:
+                program(torch.tensor([[token]]))
+        for _ in range(new):
+            if kind == "step":
+                logits = program(torch.tensor([tokens[-1:]]))
+            else:
+                ids = torch.tensor([tokens])
+                logits = program(ids, torch.ones_like(ids))
+            tokens.append(int(logits[0, -1].argmax()))
+    return tokens
+
+for line in sys.stdin:
+    child = os.fork()
+    if not child:
+        code = 1
+        try:
+            answer = json.dumps(continued(*json.loads(line)))
+            print("tokens", answer, flush=True)
+            code = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stderr.flush()
+            os._exit(code)
+    print("done", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 """
 
 
@@ -68,6 +87,7 @@ class Step(torch.nn.Module):
         return self.model(input_ids=ids, past_key_values=self.cache).logits
 
 
+@functools.cache
 def wanted() -> list[int]:
     mask = torch.ones_like(PROMPT)
     return (
@@ -77,11 +97,29 @@ def wanted() -> list[int]:
     )
 
 
-def tokens_of(path, kind: str) -> list[int]:
-    command = [sys.executable, "-c", RUN, str(path), kind, json.dumps(PROMPT[0].tolist()), str(NEW)]
-    run = subprocess.run(command, capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr
-    return json.loads(run.stdout.splitlines()[-1])
+@pytest.fixture(scope="module")
+def tokens_of(tmp_path_factory):
+    """What a program in a file gives in a fresh process, by its path and kind."""
+    errors = tmp_path_factory.mktemp("process") / "stderr"
+    command = [sys.executable, "-c", SERVE]
+    pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    with errors.open("w") as stderr, subprocess.Popen(command, stderr=stderr, **pipes) as process:
+
+        def ask(path, kind: str) -> list[int]:
+            request = [str(path), kind, PROMPT[0].tolist(), NEW]
+            print(json.dumps(request), file=process.stdin, flush=True)
+            answers = []
+            for line in process.stdout:
+                word, _, rest = line.partition(" ")
+                if word == "done":
+                    assert int(rest) == 0, errors.read_text()
+                    return answers[-1]
+                if word == "tokens":
+                    answers.append(json.loads(rest))
+            raise AssertionError(errors.read_text())
+
+        yield ask
+        process.stdin.close()
 
 
 @pytest.fixture(autouse=True)
@@ -92,7 +130,7 @@ def quiet():
 
 
 @pytest.mark.parametrize("strict", [False, True])
-def test_a_program_of_any_length_gives_the_same_tokens(exact, strict, tmp_path):
+def test_a_program_of_any_length_gives_the_same_tokens(exact, strict, tokens_of, tmp_path):
     if not strict and torch.__version__ < "2.12":
         pytest.skip("torch 2.11 guards strides of the stock model, too; strict=True serves there")
     model = attnplug.apply(tiny_model(), exact)
@@ -107,7 +145,7 @@ def test_a_program_of_any_length_gives_the_same_tokens(exact, strict, tmp_path):
     assert tokens_of(tmp_path / "model.pt2", "forward") == wanted()
 
 
-def test_a_program_of_one_step_gives_the_same_tokens(exact, tmp_path):
+def test_a_program_of_one_step_gives_the_same_tokens(exact, tokens_of, tmp_path):
     model = attnplug.apply(tiny_model(), exact)
     with torch.no_grad():
         program = torch.export.export(Step(model, 40), (PROMPT[:, :1],), strict=True)
@@ -116,7 +154,7 @@ def test_a_program_of_one_step_gives_the_same_tokens(exact, tmp_path):
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor has no C++ compiler: install g++")
-def test_a_packaged_step_gives_the_same_tokens(tmp_path):
+def test_a_packaged_step_gives_the_same_tokens(tokens_of, tmp_path):
     """AOTInductor, with an op that appends. Inductor takes what the cache holds when it is exported
     for constants, and folds what it computes of them: docs/start/quickstart.md has the option."""
     model = attnplug.apply(tiny_model(), "gather(k=8, block=16, local=2, min_tokens=0)")
@@ -130,7 +168,7 @@ def test_a_packaged_step_gives_the_same_tokens(tmp_path):
     assert tokens_of(tmp_path / "step.pt2", "package") == wanted()
 
 
-def test_a_trace_gives_the_same_tokens(exact, tmp_path):
+def test_a_trace_gives_the_same_tokens(exact, tokens_of, tmp_path):
     model = attnplug.apply(tiny_model(), exact)
     with torch.no_grad():
         traced = torch.jit.trace(
