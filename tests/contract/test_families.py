@@ -10,11 +10,15 @@ import torch
 from contract_cases import FAMILY
 from families import FAMILIES, VOCABULARY, Family
 from transformers import DynamicCache, PreTrainedModel, StaticCache
+from transformers.cache_utils import CacheLayerMixin
 
 import attnplug
+from attnplug.call import AttentionCall
 from attnplug.models import hf
 
 TOKENS = 37
+# Families that differ from Llama outside of attention; a test below holds that they do.
+AS_LLAMA = ("qwen2", "qwen3", "mistral", "olmo2")
 
 
 @pytest.fixture(params=FAMILIES, ids=lambda family: family.name)
@@ -62,11 +66,19 @@ def generate(model: PreTrainedModel, ids: torch.Tensor, mask: torch.Tensor, **op
     )
 
 
+@cache
+def stock_logits(family: Family, device: str) -> list[torch.Tensor]:
+    """With padding and without."""
+    ids, mask = prompt(device)
+    model = stock_model(family, device)
+    return [logits(model, ids, each) for each in (mask, torch.ones_like(mask))]
+
+
 def test_logits_equal_the_stock_models(family, policy, device):
     model = stock_model(family, device)
     ids, mask = prompt(device)
-    for each in (mask, torch.ones_like(mask)):
-        wanted = logits(model, ids, each)
+    both = zip((mask, torch.ones_like(mask)), stock_logits(family, device), strict=True)
+    for each, wanted in both:
         with attnplug.applied(model, policy):
             found = logits(model, ids, each)
         assert (found - wanted).abs().max() < 3e-5 * wanted.abs().max().clamp(min=1)
@@ -101,28 +113,41 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
+@cache
+def stock_tokens(family: Family, way: str, device: str) -> torch.Tensor:
+    return generate(stock_model(family, device), *prompt(device), **WAYS[way])
+
+
 @pytest.mark.parametrize("way", WAYS)
 def test_generate_gives_the_stock_tokens(family, policy, way, device):
     model = stock_model(family, device)
     ids, mask = prompt(device)
-    wanted = generate(model, ids, mask, **WAYS[way])
+    wanted = stock_tokens(family, way, device)
     with attnplug.applied(model, policy):
         assert torch.equal(generate(model, ids, mask, **WAYS[way]), wanted)
 
 
+def look_up(model: PreTrainedModel) -> torch.Tensor:
+    ids = prompt("cpu")[0][1:, :12].repeat(1, 3)
+    return generate(model, ids, torch.ones_like(ids), prompt_lookup_num_tokens=3)
+
+
+@cache
+def stock_look_up(family: Family) -> torch.Tensor:
+    return look_up(stock_model(family, "cpu"))
+
+
 def test_prompt_lookup_gives_the_stock_tokens(family, policy):
     model = stock_model(family, "cpu")
-    ids = prompt("cpu")[0][1:, :12].repeat(1, 3)
-    options = {"prompt_lookup_num_tokens": 3}
-    wanted = generate(model, ids, torch.ones_like(ids), **options)
+    wanted = stock_look_up(family)
     with attnplug.applied(model, policy):
-        assert torch.equal(generate(model, ids, torch.ones_like(ids), **options), wanted)
+        assert torch.equal(look_up(model), wanted)
 
 
 def test_caches_that_the_user_passes(family, policy, device):
     model = stock_model(family, device)
     ids, mask = prompt(device)
-    wanted = generate(model, ids, mask)
+    wanted = stock_tokens(family, "greedy", device)
     with attnplug.applied(model, policy):
         static = StaticCache(model.config, max_cache_len=TOKENS + 20)
         assert torch.equal(generate(model, ids, mask, past_key_values=static), wanted)
@@ -156,9 +181,19 @@ def test_remove_restores_bit_for_bit(family, policy):
 
 
 @torch.no_grad()
+@pytest.mark.parametrize(
+    ("family", "policy"),
+    [
+        pytest.param(family, policy, id=f"{family.name}-{name}")
+        for family in FAMILIES
+        for name, policy in FAMILY.items()
+        if name == "dense" or family.name not in AS_LLAMA
+    ],
+)
 def test_compiles_whole_and_does_not_recompile(family, policy):
     """Dynamo alone: one graph a phase, none more as the sequence grows. Inductor and CUDA graphs
-    are test_policies.py's."""
+    are test_policies.py's. A policy knows of a family what its attention call says: where that is
+    Llama's, one policy is enough to trace the rest of the model."""
     model = stock_model(family, "cpu")
     ids, mask = prompt("cpu")
     torch._dynamo.reset()
@@ -172,6 +207,39 @@ def test_compiles_whole_and_does_not_recompile(family, policy):
     torch._dynamo.reset()
     for a, b in zip(eager, compiled, strict=True):
         assert (a - b).abs().max() < 1e-4
+
+
+@torch.no_grad()
+def attention_calls(family: Family, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """What a policy is told in a padded pass without a cache, and in a prefill and a step with."""
+    model, calls = stock_model(family, "cpu"), []
+    ids, mask = prompt("cpu")
+
+    def told(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return value.shape, value.stride(), value.dtype
+        return type(value) if isinstance(value, CacheLayerMixin) else value
+
+    class Told(AttentionCall):
+        def __init__(self, *args: Any, **kwargs: Any):
+            super().__init__(*args, **kwargs)
+            calls.append(self)
+
+    monkeypatch.setattr(hf, "AttentionCall", Told)
+    with attnplug.applied(model, "dense"):
+        cache = attnplug.make_cache(model, TOKENS + 8)
+        logits(model, ids, mask)
+        model(ids, past_key_values=cache)
+        model(ids[:, :1], past_key_values=cache)
+    return [{name: told(value) for name, value in vars(call).items()} for call in calls]
+
+
+@pytest.mark.parametrize("name", AS_LLAMA)
+def test_a_family_calls_attention_as_llama_does(name, monkeypatch):
+    llama, family = (next(f for f in FAMILIES if f.name == each) for each in ("llama", name))
+    wanted = attention_calls(llama, monkeypatch)
+    assert len(wanted) == 6
+    assert attention_calls(family, monkeypatch) == wanted
 
 
 def _decode(model: PreTrainedModel, step: Any, ids: torch.Tensor) -> list[torch.Tensor]:
