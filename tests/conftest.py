@@ -36,6 +36,11 @@ if torch.cuda.is_available() and "PYTEST_XDIST_WORKER" in os.environ:
 
     share_compilations()
 
+if os.environ.get("TRITON_INTERPRET") == "1":
+    from interpreter import replace_once_a_launch
+
+    replace_once_a_launch()
+
 # `device` and `device_path` are the same for every example of a test.
 CHECKS = [hypothesis.HealthCheck.function_scoped_fixture, hypothesis.HealthCheck.too_slow]
 hypothesis.settings.register_profile(
