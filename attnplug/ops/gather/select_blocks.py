@@ -132,19 +132,20 @@ def select_on_cpu(
     lengths, start = rows_on_cpu(k, lengths, start)
     until = ((lengths - 1 - start).clamp(min=0) // block - local + 1).clamp(min=0)
     refresh_on_cpu(k, key_mask, bounds, progress, start, until, block)
-    shown, blocks = bounds[:, :, : max(int(until.max()), sink)], -(-k.shape[2] // block)
+    # numba compiles every layout: whole tensors are contiguous, and a part is read where it lies
+    shown, blocks = bounds, -(-k.shape[2] // block)
     frame = Frame(*[torch.empty(*k.shape[:2], 0)] * 3)
     bits = torch.empty((*k.shape[:2], 2, 0, 0), dtype=torch.int16)
     if bounds.dtype == torch.int8:
         frame = frame_of(bounds, blocks)
     elif bounds.dtype == torch.uint8:
         shown, bits = spread_parts(bounds, blocks)
-    else:
-        shown = shown.float()
+    elif bounds.dtype != torch.float32:
+        shown = bounds[:, :, : max(int(until.max()), sink)].float()
     choose_blocks(
         q.float().contiguous().numpy(),
         shown.numpy(),
-        tuple(part.numpy() for part in frame),
+        tuple(part.contiguous().numpy() for part in frame),
         bits.numpy(),
         NO_MASK if key_mask is None else key_mask.numpy(),
         lengths.numpy(),
