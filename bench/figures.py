@@ -18,12 +18,13 @@ fails too. Pages of docs/log are dated history, and free.
 from __future__ import annotations
 
 import argparse
-import json
 import re
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from stale import read_rows
 
 Row = dict[str, Any]
 
@@ -111,14 +112,8 @@ def pages(root: Path) -> list[Path]:
 
 def load(folder: Path) -> Iterator[Row]:
     """Every row of every file, `study` set."""
-    for path in sorted(folder.rglob("*.json")):
-        content = json.loads(path.read_text())
-        rows = content if isinstance(content, list) else content.get("rows", [])
-        if isinstance(content, dict):
-            rows = rows + [bench["extra_info"] for bench in content.get("benchmarks", ())]
-        file = path.relative_to(folder)
-        study = file.parts[0] if file.parent != Path() else ""
-        yield from ({"study": study} | row for row in rows if row)
+    for file, row in read_rows(folder):
+        yield {"study": file.parts[0] if file.parent != Path() else ""} | row
 
 
 def problems(page: Path, text: str, rows: Sequence[Row]) -> Iterator[str]:

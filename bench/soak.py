@@ -90,7 +90,9 @@ class Soak:
         """Lengths evenly in the logarithm, as many rows as fit a budget, some padded. `stock`: what
         stock attention, too, has room for."""
         square = MOST_SCORES // self.model.config.num_attention_heads
-        longest = min(longest, self.longest, math.isqrt(square) if stock else self.longest)
+        longest = min(longest, self.longest)
+        if stock:
+            longest = min(longest, math.isqrt(square))
         tokens = int(math.exp(self.rng.uniform(0, math.log(longest))))
         most = min(rows, 2 * self.longest // max(1, tokens))
         if stock:

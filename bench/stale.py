@@ -89,16 +89,21 @@ def main() -> int:
 
 
 def committed_rows(folder: Path) -> Iterator[tuple[str, Row]]:
-    """Each row of all results, those in folders of their own too, with its file's name."""
+    """Each row of all results, with its file's name. A folder's name is its rows' policy, unless
+    they name one."""
+    for file, row in read_rows(folder):
+        yield file.as_posix(), row if file.parent == Path() else {"policy": file.parts[0]} | row
+
+
+def read_rows(folder: Path) -> Iterator[tuple[Path, Row]]:
+    """Each row of all results, those in folders of their own too, with its file in `folder`."""
     for path in sorted(folder.rglob("*.json")):
         content = json.loads(path.read_text())
         rows = content if isinstance(content, list) else content.get("rows", [])
         if isinstance(content, dict):
             benches = [bench["extra_info"] for bench in content.get("benchmarks", ())]
             rows = rows + [row for row in benches if "op" in row]
-        file = path.relative_to(folder)
-        for row in rows:  # a folder's name is its rows' policy, unless they name one
-            yield file.as_posix(), row if file.parent == Path() else {"policy": file.parts[0]} | row
+        yield from ((path.relative_to(folder), row) for row in rows)
 
 
 def _title(row: Row) -> str:
@@ -123,6 +128,7 @@ class History:
 
     def __init__(self, root: Path):
         self.root = root
+        self._codes: dict[str, str] = {}  # by blob
         try:
             top = self._git("rev-parse", "--show-toplevel").strip()
             shallow = self._git("rev-parse", "--is-shallow-repository").strip()
@@ -171,14 +177,9 @@ class History:
             if path.endswith(".py") and status[0] != "D":
                 pairs[path] = before, after
         self._read(itertools.chain.from_iterable(pairs.values()))
-        return frozenset(p for p, (old, new) in pairs.items() if self._code(old) != self._code(new))
-
-    @functools.cached_property
-    def _codes(self) -> dict[str, str]:
-        return {}
-
-    def _code(self, blob: str) -> str:
-        return self._codes[blob]
+        return frozenset(
+            p for p, (old, new) in pairs.items() if self._codes[old] != self._codes[new]
+        )
 
     def _read(self, blobs: Iterable[str]) -> None:
         """Keep the code of these blobs, in one process; a blob of zeros is no file."""

@@ -234,9 +234,9 @@ def merge(
     START_STEP: tl.constexpr,
 ):
     """A slice of one head's output: pieces read exactly, and what the others are estimated as. In
-    the chain also note which blocks have codes now, keep the next step's `hint`,
-    and count the new token in the `counts` entries of `counted`: `attend` has waited for `pick`
-    before this kernel starts, so that all that is not of `attend` can be read at once."""
+    the chain also note which blocks have codes now, keep the next step's `hint`, and count the new
+    token in the `counts` entries of `counted`. There `attend` has waited for `pick` before this
+    kernel starts, so that all that is not of `attend` can be read at once."""
     if not CHAINED:
         begin(PDL)
     row = tl.program_id(0).to(tl.int64)

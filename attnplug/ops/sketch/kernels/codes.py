@@ -247,17 +247,6 @@ def lowest_counted(hint):
 
 
 @triton.jit
-def next_hint(reached, counted, visible, k):
-    """The bin that a next scan is to count from: the highest that MARGIN k tokens reach. Where
-    this scan has counted too few to know it, LOWER below the lowest counted."""
-    wanted = MARGIN * k
-    known = tl.sum((reached >= wanted).to(tl.int32), 0) - 1
-    lowest = tl.sum((reached >= counted).to(tl.int32), 0) - 1
-    guess = tl.maximum(lowest - LOWER, 0)
-    return tl.where(visible <= wanted, 0, tl.where(counted < wanted, guess, known))
-
-
-@triton.jit
 def edge_of(index, middle):
     """The lower edge of a bin."""
     y = (index - 128).to(tl.float32)

@@ -8,13 +8,14 @@ from attnplug.ops.sketch.kernels.codes import (
     BINS,
     BLOCK,
     FINE,
+    LOWER,
+    MARGIN,
     STEPS,
     begin,
     bin_of,
     edge_of,
     lowest_counted,
     near_block,
-    next_hint,
     place_of,
 )
 
@@ -33,6 +34,23 @@ def _reaching(own, visible):
     bins = tl.arange(0, BINS)
     reached = tl.cumsum(tl.where(bins == 0, 0, own), 0, reverse=True)
     return tl.where(bins == 0, visible, reached)
+
+
+@triton.jit
+def _counted(reached):
+    """How many tokens a scan has counted."""
+    return tl.max(tl.where(tl.arange(0, BINS) == 0, 0, reached), 0)
+
+
+@triton.jit
+def _next_hint(reached, visible, k):
+    """The bin that a next scan is to count from: the highest that MARGIN k tokens reach. Where
+    this scan has counted too few to know it, LOWER below the lowest counted."""
+    counted = _counted(reached)
+    wanted = MARGIN * k
+    known = _lowest(reached, wanted)
+    guess = tl.maximum(_lowest(reached, counted) - LOWER, 0)
+    return tl.where(visible <= wanted, 0, tl.where(counted < wanted, guess, known))
 
 
 @triton.jit
@@ -135,7 +153,7 @@ def pick(
     reached = _reaching(own, visible)
     if hint is not None:
         hinted = lowest_counted(tl.load(hint + place, cache_modifier=".cg")) > 1
-        if hinted & (tl.max(tl.where(bins == 0, 0, reached), 0) < wanted):
+        if hinted & (_counted(reached) < wanted):
             own = _counted_again(shares + place * S, since, until, centre)
             reached = _reaching(own, visible)
     threshold = _lowest(reached, wanted)
@@ -160,11 +178,9 @@ def pick(
         count = tl.minimum(tl.min(tl.where(reached >= wanted, reached, most), 0), capacity)
         upper = _lowest(reached, wanted // 2)
         edge = tl.where(upper > threshold, edge_of(upper, centre), float("inf"))
-        counted = tl.max(tl.where(bins == 0, 0, reached), 0)
-        behind = next_hint(reached, counted, visible, k)
         tl.store(cut + place * 3, edge)
         tl.store(cut + place * 3 + 1, (visible - count).to(tl.float32))
-        tl.store(cut + place * 3 + 2, behind.to(tl.float32))
+        tl.store(cut + place * 3 + 2, _next_hint(reached, visible, k).to(tl.float32))
         empty = tl.arange(0, CAPACITY_P)
         tl.store(
             picks + place * capacity + empty,
