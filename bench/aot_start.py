@@ -2,11 +2,11 @@
 
     python bench/aot_start.py --out rows.jsonl [--device cuda] [--layers 8] [--policy dense]
 
-For each policy, and the model without one ("stock"): exports one decode step of a model with random weights (its cache's tensors are the
-program's buffers), packages it, and starts three processes: the package; the model compiled
-(`fullgraph=True`) on an empty inductor cache; and compiled once more on that cache. A row says what
-each took from the first import on, for its first token and for ten more, and whether all gave the
-same tokens.
+For each policy, and the model without one ("stock"): exports one decode step of a model with random
+weights (its cache's tensors are the program's buffers), packages it, and starts three processes:
+the package; the model compiled (`fullgraph=True`) on an empty inductor cache; and compiled once
+more on that cache. A row says what each took from the first import on, for its first token and for
+ten more, and whether all gave the same tokens.
 """
 
 import argparse
