@@ -101,6 +101,9 @@ def eval(
     limit_seconds: Annotated[
         float | None, typer.Option(help="Begin no batch after that many seconds.")
     ] = None,
+    share: Annotated[
+        str, typer.Option(help="Such as 1/4: the second of four processes' part.")
+    ] = "0/1",
     out: Annotated[Path, typer.Option(help="Folder for samples and results.")] = Path(
         "attnplug-eval"
     ),
@@ -110,7 +113,9 @@ def eval(
     with _clear_errors():
         from attnplug.eval import command
 
-        study = command.make_study(policy, tasks, lengths, trials, seed, batch, limit_seconds)
+        study = command.make_study(
+            policy, tasks, lengths, trials, seed, batch, limit_seconds, share
+        )
         command.run(model, study, out, device, Console())
 
 

@@ -107,10 +107,11 @@ def started(kind: str, options: argparse.Namespace, path: str, cache: str) -> di
     environment = os.environ | {
         "TORCHINDUCTOR_CACHE_DIR": cache,
         "ATTNPLUG_BENCH_BEGIN": str(time.time()),
+        "PYTHONFAULTHANDLER": "1",
     }
     run = subprocess.run(command, capture_output=True, text=True, env=environment)
     if run.returncode:
-        raise SystemExit(run.stderr[-4000:])
+        raise SystemExit(f"{kind} ended with {run.returncode}: {run.stderr[-4000:]}")
     return json.loads(run.stdout.splitlines()[-1])
 
 

@@ -178,20 +178,23 @@ class Soak:
                 self.counts["interrupts"] += 1
 
     def out_of_memory(self) -> None:
-        """A prefill that finds no memory, and the same after it."""
+        """A prefill that finds no memory, and the same after it. torch may take no more than it
+        has: the driver keeps what it needs for itself, and other processes what they need."""
         if self.device != "cuda":
             return
         inputs = self.prompt(self.longest, stock=True)
         wanted = self.generate(inputs).sequences
         with attnplug.applied(self.model, "dense"):
-            free, _ = torch.cuda.mem_get_info()
-            hog = torch.empty(max(1, free - (64 << 20)), dtype=torch.uint8, device="cuda")
+            torch._dynamo.reset()  # what graphs of the last round hold
+            gc.collect()
+            torch.cuda.empty_cache()
+            total = torch.cuda.get_device_properties(0).total_memory
+            torch.cuda.set_per_process_memory_fraction(torch.cuda.memory_reserved() / total)
             try:
                 self.generate(inputs)
             except torch.OutOfMemoryError:
                 self.counts["out of memory"] += 1
-            del hog
-            torch.cuda.empty_cache()
+            torch.cuda.set_per_process_memory_fraction(1.0)
             again = self.generate(inputs).sequences
         self.hold("after running out", again, wanted, inputs["attention_mask"])
 
@@ -238,7 +241,10 @@ class Soak:
         seldom = [self.assisted, self.interrupted, self.out_of_memory, self.faults]
         first = self.first_rounds()
         done = self.counts["rounds"]
-        (first[done] if done < len(first) else self.rng.choice([*often, *seldom]))()
+        kind = first[done] if done < len(first) else self.rng.choice([*often, *seldom])
+        begin = time.monotonic()
+        kind()
+        print(f"round {done}: {_name(kind)}, {time.monotonic() - begin:.1f} s", flush=True)
         torch._dynamo.reset()  # each round compiles and captures anew
         gc.collect()
         self.memory.append(_bytes_in_use(self.device))
@@ -250,6 +256,13 @@ class Soak:
             return
         low, high = max(self.memory[WARM]), max(self.memory[LAST])
         assert high <= max(1.01 * low, low + (1 << 20)), f"memory: {low:,} to {high:,} bytes"
+
+
+def _name(kind: Any) -> str:
+    """Of a round: a method, or one with its first argument."""
+    if isinstance(kind, functools.partial):
+        return " ".join([kind.func.__name__, *kind.args])
+    return kind.__name__
 
 
 def _bytes_in_use(device: str) -> int:

@@ -24,7 +24,7 @@ from attnplug.ops import quantize_kv
 from attnplug.ops.certified.certified_attention import _allocate
 from attnplug.ops.certified.launch import PHASES, launch
 from attnplug.policies import AttentionCall
-from attnplug.policies.certified import _summary
+from attnplug.policies._certified_layer import _summary
 
 HEADS_Q, HEADS_KV, WIDTH = 32, 8, 128
 SCALE = WIDTH**-0.5

@@ -125,7 +125,7 @@ def run(
     summaries = n // policy.block if policy.k else 0
     parts = policy.summary_form(n)[0]
     row_bytes = HEADS_KV * 4 * WIDTH * read_tokens(policy, n, n)
-    nbytes = batch * (row_bytes + 2 * 2 * HEADS_Q * WIDTH)
+    nbytes = round(batch * (row_bytes + 2 * 2 * HEADS_Q * WIDTH))
     flops = 4 * batch * HEADS_Q * WIDTH * (kept + summaries * parts / 2)
     room = torch.cuda.get_device_properties(0).total_memory * 6 // 10
     sets = min(gpu_bench.sets(nbytes), room // (4 * batch * HEADS_KV * n * WIDTH))

@@ -1,5 +1,8 @@
 """The attnplug command: what it prints, and one line and an exit code for what goes wrong."""
 
+import subprocess
+import sys
+
 import pytest
 from typer.testing import CliRunner
 
@@ -19,6 +22,12 @@ def test_help_names_the_commands_that_work():
     commands = [line.split()[1] for line in result.output.splitlines() if line.startswith("│ ")]
     named = [name for name in commands if not name.startswith("-")]
     assert named == ["demo", "report", "eval", "plan", "doctor", "trace"]
+
+
+def test_it_runs_as_a_module():
+    command = [sys.executable, "-m", "attnplug", "eval", "nothing", "--policy", "dense"]
+    done = subprocess.run([*command, "--share", "x"], capture_output=True, text=True, check=False)
+    assert done.returncode and "share is 'x', needs two numbers such as 0/4" in done.stderr
 
 
 def test_report_shows_what_runs_where():

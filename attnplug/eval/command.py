@@ -1,5 +1,6 @@
 """What stands behind `attnplug eval`: reads the options, runs the study, writes and shows it."""
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -21,6 +22,7 @@ def make_study(
     seed: int,
     batch: int,
     limit_seconds: float | None,
+    share: str = "0/1",
 ) -> Study:
     """A Study from the command line's words. Raises ArgumentError and PolicyError: a typing
     mistake should not wait for the weights."""
@@ -29,7 +31,11 @@ def make_study(
         numbers = [int(word) for word in _split(lengths)]
     except ValueError as error:
         raise ArgumentError(f"lengths is {lengths!r}, needs numbers with commas between") from error
-    study = Study(policies, named, numbers, trials, seed, batch, limit_seconds)
+    part = re.fullmatch(r"(\d+)/(\d+)", share)
+    if part is None:
+        raise ArgumentError(f"share is {share!r}, needs two numbers such as 0/4")
+    parts = int(part[1]), int(part[2])
+    study = Study(policies, named, numbers, trials, seed, batch, limit_seconds, parts)
     study.parsed()
     return study
 

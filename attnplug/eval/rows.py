@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from statistics import fmean
 from typing import Any
 
+from attnplug.eval.measure import DECODES
 from attnplug.eval.records import Record
 from attnplug.eval.runner import STOCK
 from attnplug.eval.stats import Interval, bootstrap_mean, mcnemar, paired_difference, wilson
@@ -44,11 +45,12 @@ def make_rows(records: Sequence[Record]) -> list[Row]:
         elif task == "perplexity":
             rows.append(_base(pairs[0][1], task, len(pairs)) | _perplexity(pairs))
         else:
+            prefix = DECODES[task].prefix if task in DECODES else ""
             if policy != STOCK:
-                rows += _measured([record for _, record in pairs])
+                rows += _measured([record for _, record in pairs], prefix)
             pairs = [pair for pair in pairs if all("nll" in side["values"] for side in pair)]
             if pairs:
-                name = "decode-perplexity"
+                name = f"{prefix}decode-perplexity"
                 rows.append(_base(pairs[0][1], name, len(pairs)) | _perplexity(pairs))
     return rows
 
@@ -62,8 +64,14 @@ def _base(record: Record, task: str, trials: int) -> Row:
         "trials": trials,
         "policy": record["policy"],
         **{key: record[key] for key in kept},
+        **_commit(record),
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
     }
+
+
+def _commit(record: Record) -> Row:
+    """Records of before 2026-11-23 do not say what code made them."""
+    return {"commit": record["commit"]} if "commit" in record else {}
 
 
 def _task_values(pairs: Sequence[Pair]) -> Row:
@@ -106,15 +114,15 @@ def _perplexity(pairs: Sequence[Pair]) -> Row:
     return {"dense": base, "value": value, "low": low, "high": high, **_difference(diff)}
 
 
-def _measured(records: Sequence[Record]) -> list[Row]:
-    """One row for each value that the records have."""
+def _measured(records: Sequence[Record], prefix: str) -> list[Row]:
+    """One row for each value that the records have, named with the prefix."""
     names = dict.fromkeys(name for record in records for name in record["values"])
     names.pop("nll", None)  # a row of its own, beside dense's
     rows = []
     for name in names:
         values = [record["values"][name] for record in records if name in record["values"]]
         shared = {"dense": DENSE_VALUE[name], **_interval(bootstrap_mean(values))}
-        rows.append(_base(records[0], name, len(values)) | shared)
+        rows.append(_base(records[0], prefix + name, len(values)) | shared)
     return rows
 
 

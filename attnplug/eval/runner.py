@@ -5,12 +5,16 @@ attention ("stock") and for every policy before the next one begins, so that a r
 complete pairs. A batch's records are written at once and a batch is run whole or not at all, so
 that a resumed run gives the rows of an uninterrupted one."""
 
+import os
+import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
+from importlib.metadata import version
 from pathlib import Path
+from shutil import which
 from typing import Any
 
 import torch
@@ -25,7 +29,7 @@ from attnplug.eval.control import RandomBlocks
 from attnplug.eval.fidelity import has_block_mask
 from attnplug.eval.generate import replies
 from attnplug.eval.measure import (
-    STEPS,
+    DECODES,
     compare_logits,
     mask_values,
     prose_window,
@@ -40,7 +44,7 @@ from attnplug.policies import Policy, methods, parse
 from attnplug.policies.grammar import parse_policy
 
 STOCK = "stock"
-MEASURES = ("perplexity", "fidelity", "captured-mass")
+MEASURES = ("perplexity", *DECODES, "captured-mass")
 # On CUDA: prompt tokens of a batch (a prefill of that many fills the GPU), and elements of the
 # [B,1,T,T] masks that stock attention makes of padded prompts (1 GiB each, copied as floats).
 BATCH_TOKENS, BATCH_MASK = 131_072, 2**30
@@ -48,7 +52,8 @@ BATCH_TOKENS, BATCH_MASK = 131_072, 2**30
 
 @dataclass(frozen=True)
 class Study:
-    """What to run. `policies` are strings, methods or Policies; `batch` 0 chooses by the device."""
+    """What to run. `policies` are strings, methods or Policies; `batch` 0 chooses by the device.
+    `share` (i, n): every n-th batch of a cell, from the i-th on; n processes run the study."""
 
     policies: Sequence[Any]
     tasks: Sequence[str] = ("needle-noise", "needle-prose")
@@ -57,6 +62,7 @@ class Study:
     seed: int = 0
     batch: int = 0
     limit_seconds: float | None = None
+    share: tuple[int, int] = (0, 1)
 
     def __post_init__(self) -> None:
         known = [*TASKS, *MEASURES]
@@ -74,6 +80,9 @@ class Study:
                 f"trials is {self.trials}, batch {self.batch}, seed {self.seed}; needs at least 1, "
                 "0 and 0"
             )
+        part, parts = self.share
+        if not 0 <= part < parts:
+            raise ArgumentError(f"share is {part}/{parts}, needs 0/{parts} to {parts - 1}/{parts}")
 
     def parsed(self) -> dict[str, Policy]:
         """Each policy by its text. Raises PolicyError."""
@@ -162,8 +171,11 @@ class _Cell:
         """(number of trials, what runs them) for each batch; None where all of it is known."""
         self._check()
         size = self.batch_size()
-        for first in range(0, self.study.trials, size):
+        for number, first in enumerate(range(0, self.study.trials, size)):
             trials = range(first, min(first + size, self.study.trials))
+            if number % self.study.share[1] != self.study.share[0]:
+                yield len(trials), None
+                continue
             wanted = [STOCK, *self.policies]
             missing = [
                 p for p in wanted if any(self.key(t, p) not in records.known for t in trials)
@@ -178,7 +190,7 @@ class _Cell:
         if self.task in TASKS:
             make_sample(self.tokenizer, self.task, self.length, last, self.study.seed)
         else:
-            prose_window(self.tokenizer, self.length, last)
+            self.window(last)
 
     def batch_size(self) -> int:
         if self.task not in TASKS:
@@ -212,8 +224,13 @@ class _Cell:
             for sample, reply in zip(samples, texts[policy], strict=True)
         ]
 
+    def window(self, trial: int) -> torch.Tensor:
+        """The tokens `[1,n]` of a measure's trial."""
+        make = DECODES[self.task].window if self.task in DECODES else prose_window
+        return make(self.tokenizer, self.length, trial)
+
     def _measure(self, trial: int, missing: Sequence[str]) -> Iterator[Record]:
-        ids = prose_window(self.tokenizer, self.length, trial)
+        ids = self.window(trial)
         on_device = ids.to(self.model.device)
         dense = None
         for name in missing:
@@ -222,12 +239,15 @@ class _Cell:
             if self.task == "perplexity":
                 with applied(self.model, policy) if policy is not None else nullcontext():
                     record["values"] = {"nll": window_nll(self.model, on_device)}
-            elif self.task == "fidelity":
+            elif self.task in DECODES:
+                steps = DECODES[self.task].steps
                 if dense is None:
-                    dense = step_logits(self.model, on_device, None)
-                logits = dense if policy is None else step_logits(self.model, on_device, policy)
+                    dense = step_logits(self.model, on_device, None, steps)
+                logits = dense
+                if policy is not None:
+                    logits = step_logits(self.model, on_device, policy, steps)
                 measured = {} if policy is None else compare_logits(dense, logits)
-                record |= {"steps": STEPS, "values": measured | {"nll": step_nll(logits, ids)}}
+                record |= {"steps": steps, "values": measured | {"nll": step_nll(logits, ids)}}
             elif self.task == "captured-mass" and policy and has_block_mask(policy.prefill):
                 mask: Any = policy.prefill
                 record["values"], record["layers"] = mask_values(self.model, on_device, mask)
@@ -262,7 +282,23 @@ def machine(device: str) -> Record:
         "torch": torch.__version__,
         "triton": triton.__version__,
         "transformers": transformers.__version__,
+        "commit": commit(),
     }
+
+
+@cache
+def commit() -> str:
+    """What code ran: $ATTNPLUG_COMMIT, else git's HEAD of the checkout that the package is in
+    ("-dirty" appended when tracked files differ), else the package's version."""
+    if named := os.environ.get("ATTNPLUG_COMMIT"):
+        return named
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+    folder = Path(__file__).parent
+    if (folder.parents[1] / ".git").exists() and which("git"):
+        return subprocess.run(
+            command, cwd=folder, capture_output=True, text=True, check=True
+        ).stdout.strip()
+    return version("attnplug")
 
 
 def _scored(sample: Sample, reply: str) -> Record:

@@ -7,11 +7,15 @@ import torch
 
 from attnplug.errors import ArgumentError
 from attnplug.eval.measure import (
+    LONG,
+    OTHER,
     STEPS,
     compare_logits,
+    long_window,
     prose_window,
     step_logits,
     step_nll,
+    topic_window,
     window_nll,
 )
 from attnplug.eval.output import markdown, write_outputs
@@ -25,6 +29,24 @@ def test_windows_slide_by_the_stride(tokenizer):
     assert one.shape == (1, 1500) and torch.equal(one[0, 512:], two[0, : 1500 - 512])
     with pytest.raises(ArgumentError, match="the prose has"):
         prose_window(tokenizer, 1500, 1000)
+
+
+def test_long_windows_measure_no_step_twice(tokenizer):
+    one, two = (long_window(tokenizer, 3000, number) for number in (0, 1))
+    assert one.shape == (1, 3000) and torch.equal(one[0, LONG:], two[0, : 3000 - LONG])
+    with pytest.raises(ArgumentError, match="1024 decode steps need 2048"):
+        long_window(tokenizer, 2047, 0)
+
+
+def test_a_topic_window_ends_in_the_plays(tokenizer):
+    """Each with its own part of them, as far as they go."""
+    prose, topic = (make(tokenizer, 3000, 2) for make in (long_window, topic_window))
+    assert torch.equal(topic[0, :-OTHER], prose[0, :-OTHER])
+    first = tokenizer.decode(topic_window(tokenizer, 3000, 0)[0, -OTHER:])
+    assert first.startswith("First Citizen:\nBefore we proceed any further")
+    assert not tokenizer.decode(topic[0, -OTHER:]).startswith(first[:20])
+    with pytest.raises(ArgumentError, match="of the plays"):
+        topic_window(tokenizer, 3000, 30)
 
 
 def test_the_loss_is_that_of_the_last_tokens(tiny, tokenizer):
@@ -46,6 +68,8 @@ def test_fidelity_of_two_hand_made_steps():
     assert found["total-variation"] == pytest.approx((2 * high - 1) / 2, abs=1e-6)
     assert found["kl"] == pytest.approx((2 * high - 1) * 0.5 / 2, abs=1e-6)
     assert "agreement-at-margin" not in compare_logits(dense[1:], policy[1:])
+    many = compare_logits(dense.repeat(50, 1), policy.repeat(50, 1))  # more than one chunk
+    assert many == pytest.approx(found)
 
 
 def test_dense_through_its_decode_steps_is_the_models_own(tiny, tokenizer):

@@ -12,8 +12,9 @@ from attnplug.call import causal_mask
 from attnplug.errors import ArgumentError, PolicyError
 from attnplug.eval.control import RandomBlocks
 from attnplug.eval.generate import replies
+from attnplug.eval.measure import DECODES, prose_window
 from attnplug.eval.rows import make_rows
-from attnplug.eval.runner import STOCK, Outcome, Study, run_study
+from attnplug.eval.runner import STOCK, Outcome, Study, commit, run_study
 from attnplug.eval.tasks import make_sample
 from attnplug.policies import AttentionCall, Dense, Phase, Policy, parse
 
@@ -92,6 +93,39 @@ def test_a_stopped_run_resumes_to_the_same_rows(tiny, tokenizer, tmp_path):
     assert sorted(path.read_text().splitlines()) == sorted(
         (tmp_path / "whole.jsonl").read_text().splitlines()
     )
+
+
+def test_shares_make_the_whole(tiny, tokenizer, tmp_path):
+    """Processes that each run a part, in any order."""
+    options = dict(trials=5, batch=2)
+    whole = run(tiny, tokenizer, tmp_path / "whole.jsonl", **options)
+    parts = []
+    for part in (1, 0):
+        parts += run(
+            tiny, tokenizer, tmp_path / f"{part}.jsonl", share=(part, 2), **options
+        ).records
+    assert len(parts) == len(whole.records)
+    parts.sort(key=lambda record: record["trial"])
+    assert undated(make_rows(parts)) == undated(make_rows(whole.records))
+    with pytest.raises(ArgumentError, match="share is 2/2"):
+        run(tiny, tokenizer, tmp_path / "none.jsonl", share=(2, 2), **options)
+
+
+def test_other_steps_have_rows_of_their_own(tiny, tokenizer, tmp_path, monkeypatch):
+    """Names that say which windows, and the code's commit."""
+    monkeypatch.setenv("ATTNPLUG_COMMIT", "abc")
+    commit.cache_clear()
+    for name in ("long-decode", "topic-change"):
+        shorter = dataclasses.replace(DECODES[name], window=prose_window, steps=8)
+        monkeypatch.setitem(DECODES, name, shorter)
+    options = dict(tasks=["fidelity", "long-decode", "topic-change"], lengths=[300])
+    found = run(tiny, tokenizer, tmp_path / "s.jsonl", trials=1, **options)
+    commit.cache_clear()
+    rows = make_rows(found.records)
+    assert {row["commit"] for row in rows} == {"abc"}
+    tasks = {row["task"] for row in rows}
+    for prefix in ("", "long-", "topic-"):
+        assert {f"{prefix}kl", f"{prefix}agreement", f"{prefix}decode-perplexity"} <= tasks
 
 
 def test_what_is_known_is_not_run_again(tiny, tokenizer, tmp_path, monkeypatch):
