@@ -221,12 +221,11 @@ class _OverLink:
         fixed_out,
         fixed_lse,
         *,
-        total,
         encoder,
         codes,
         new,
         recent,
-        marks,
+        **more,
     ):
         """`stage`, then `prepare` on the fixed part, as `launch_prepare_query` in the chain."""
         new = tuple(x if x is None or x.stride(3) == 1 else x.contiguous() for x in new)
@@ -238,9 +237,8 @@ class _OverLink:
         prepare.launch_prepare_query(
             *(q, *self.fixed.tokens.unbind(2), queries, scale, self.lengths, None, self.mask),
             *(softcap, projected, fixed_out, fixed_lse),
-            total=total,
             new=new,
-            marks=marks,
+            **more,
         )
 
     def _stage(self, q, k, v, new, recent, encoder, codes, lengths, start, key_mask):
@@ -293,9 +291,7 @@ class _OverLink:
             num_warps=4,
         )
 
-    def attend_picks(
-        self, q, k, v, projected, fine, coarse, picks, cut, norm, *rest, warps, chained
-    ):
+    def attend_picks(self, q, k, v, projected, fine, coarse, picks, cut, norm, *rest, **more):
         """`fetch`, then `attend` on what it brought, as `launch_attend_picks` in the chain. `fetch`
         has waited for all before it when `attend` starts, as `pick` has in front of it."""
         batch, heads, size, width = k.shape
@@ -333,8 +329,7 @@ class _OverLink:
         )
         attend.launch_attend_picks(
             *(q, *near.unbind(2), projected, near_fine, near_coarse, near_picks, cut, norm, *rest),
-            warps=warps,
-            chained=chained,
+            **more,
         )
 
 
