@@ -7,11 +7,9 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from real_models import real_model
 
 import attnplug
 from attnplug import Dense, HostMemoryError, PolicyError, Sketch, telemetry
-from attnplug.eval import needle_prompt
 from attnplug.models import pinned
 from attnplug.policies import AttentionCall, LayerShape, certificates, refit
 from attnplug.policies._sketch_layer import HostSketchLayer, SketchLayer
@@ -135,7 +133,7 @@ def test_a_bad_key_surfaces_wherever_it_is(bad, token, device):
 ACTIONS = st.lists(
     st.one_of(
         st.tuples(st.just("append"), st.integers(2, 300)),
-        st.tuples(st.just("step"), st.integers(1, 140)),
+        st.tuples(st.just("step"), st.integers(1, 60)),
         st.tuples(st.just("crop"), st.integers(0, 400)),
         st.tuples(st.just("reorder"), st.integers(0, 8)),
         st.tuples(st.just("repeat"), st.integers(1, 2)),
@@ -148,7 +146,7 @@ ACTIONS = st.lists(
 )
 
 
-@settings(max_examples=8)
+@settings(max_examples=5)
 @given(actions=ACTIONS, padded=st.booleans())
 @example(actions=[("crop", 400), ("append", 290), ("step", 140), ("crop", 130)], padded=False)
 @example(actions=[("step", 140), ("crop", 100), ("step", 100), ("reorder", 4)], padded=True)
@@ -325,16 +323,6 @@ def test_note_and_names():
     assert attnplug.policies.parse("momo+sketch(kv='host')").decode == Sketch(kv="host")
     with pytest.raises(PolicyError, match="sketch: kv='disk', needs 'gpu' or 'host'"):
         Sketch(kv="disk")
-
-
-def test_it_finds_what_a_small_model_is_asked_for():
-    """SmolLM2, one fact in prose, that dense finds."""
-    model, tokenizer = real_model("smollm2-135m")
-    needle = needle_prompt(tokenizer, 1024, 0.3, 0, "prose")
-    with attnplug.applied(model, dataclasses.replace(HOST, k=32)):
-        mask = torch.ones_like(needle.ids)
-        out = model.generate(needle.ids, attention_mask=mask, max_new_tokens=12, do_sample=False)
-    assert needle.found_in(tokenizer.decode(out[0, needle.ids.shape[1] :]))
 
 
 @pytest.mark.gpu

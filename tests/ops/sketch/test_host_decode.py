@@ -48,7 +48,7 @@ def check_fixed(fixed: FixedPart, k, v, lengths, start) -> None:
                 assert torch.equal(there, torch.stack([k[b, :, token], v[b, :, token]], 1))
 
 
-@settings(max_examples=5)
+@settings(max_examples=4)
 @given(data=st.data())
 def test_steps_are_those_of_a_cache_on_the_gpu(device_path, data):
     """Over the ends of blocks, with tokens that the op writes and tokens that are there; picks
@@ -76,7 +76,7 @@ def test_steps_are_those_of_a_cache_on_the_gpu(device_path, data):
     near[0][:, :, length:], near[1][:, :, length:] = torch.nan, torch.nan
     fixed = nothing_held(k)
     hints = torch.zeros(2, 2, 1)
-    for turn in range(4):
+    for turn in range(3):
         new = tuple(random(seed + turn + 9, 2, 2, 1, 1, width).to(dtype))
         asked = {**options, "new": new if turn != 1 else None}
         both = (k, v, *codes, lengths), near
@@ -100,15 +100,13 @@ def test_steps_are_those_of_a_cache_on_the_gpu(device_path, data):
 
 
 def test_the_fixed_part_moves_up_and_follows_another_start(device_path):
-    """130 steps over the end of a block; then a longer padding, a crop, and a longer row."""
-    q, k, v = cache(4, 1, 2, 2)
+    """Steps over the ends of two blocks; then a longer padding, a crop, and a longer row."""
+    q, k, v = cache(4, 1, 1, 2)
     basis, codes = coded(q, k, v, lengths=torch.tensor([900]))
-    fixed, lengths = nothing_held(k), torch.tensor([893])
-    for token in range(893, 1030):
-        if not (token < 900 or 1018 < token):
-            lengths.fill_(1018)  # the codes of what was left out are made by the step
-            fixed.held.fill_(-1)
-            continue
+    fixed, lengths = nothing_held(k), torch.tensor([894])
+    for token in (894, 895, 896, 897, 1022, 1023, 1024, 1025):
+        if token == 1022:
+            fixed.held.fill_(-1)  # what is left out comes without the op
         new = k[:, :, token : token + 1].clone(), v[:, :, token : token + 1].clone()
         lengths.fill_(token)
         found = step(
