@@ -2,11 +2,11 @@
 
     python bench/aot_start.py --out rows.jsonl [--device cuda] [--layers 8] [--policy dense]
 
-For each policy: exports one decode step of a model with random weights (its cache's tensors are the
-program's buffers), packages it, and starts three processes: the package; the model compiled
-(`fullgraph=True`) on an empty inductor cache; and compiled once more on that cache. A row says what
-each took from the first import on, for its first token and for ten more, and whether all gave the
-same tokens.
+For each policy, and the model without one ("stock"): exports one decode step of a model with random
+weights (its cache's tensors are the program's buffers), packages it, and starts three processes:
+the package; the model compiled (`fullgraph=True`) on an empty inductor cache; and compiled once
+more on that cache. A row says what each took from the first import on, for its first token and for
+ten more, and whether all gave the same tokens.
 """
 
 import argparse
@@ -21,12 +21,12 @@ from pathlib import Path
 
 import torch
 from _provenance import provenance
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, StaticCache
 
 import attnplug
 import attnplug.ops  # registers what a package calls
 
-POLICIES = ("dense", "gather(min_tokens=0)")
+POLICIES = ("stock", "dense", "gather(min_tokens=0)")
 SIZE = 4096  # tokens of the cache
 TOKENS = 11
 # Inductor takes the cache's length, 0 when it is exported, for a constant of the program and folds
@@ -45,8 +45,11 @@ class Step(torch.nn.Module):
         )  # fmt: skip
         torch.manual_seed(0)
         model = LlamaForCausalLM(config).to(device, torch.bfloat16).eval()
-        self.model = attnplug.apply(model, policy)
-        self.cache = attnplug.make_cache(self.model, SIZE)
+        if policy == "stock":
+            self.model, self.cache = model, StaticCache(config=config, max_cache_len=SIZE)
+        else:
+            self.model = attnplug.apply(model, policy)
+            self.cache = attnplug.make_cache(self.model, SIZE)
         with torch.no_grad():
             self.model(
                 torch.ones(1, 4, dtype=torch.int64, device=device), past_key_values=self.cache
@@ -111,7 +114,7 @@ def started(kind: str, options: argparse.Namespace, path: str, cache: str) -> di
     }
     run = subprocess.run(command, capture_output=True, text=True, env=environment)
     if run.returncode:
-        raise SystemExit(f"{kind} ended with {run.returncode}: {run.stderr[-4000:]}")
+        raise SystemExit(f"{kind} ended with {run.returncode}: {run.stderr[:6000]}")
     return json.loads(run.stdout.splitlines()[-1])
 
 

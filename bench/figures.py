@@ -65,7 +65,15 @@ FIGURES = {kind: re.compile(text.replace(" ", r"\s+")) for kind, text in KINDS.i
 # a cell of a table that is a decimal number, or a number with a unit
 CELL = re.compile(r"\**[<>~+-]?(?:\d[\d,]*\.\d+(?: ?\S+)?|\d[\d,]* ?(?:[uµm]?s|[x×%]|[GT]B/s))\**")
 MODELS = {"SmolLM2": "smollm2-135m", "Gemma": "gemma3-270m"}
-SCORES = ("kl", "total-variation", "perplexity", "decode-perplexity", "output-error")
+SCORES = (
+    "kl",
+    "total-variation",
+    "perplexity",
+    "decode-perplexity",
+    "output-error",
+    "long-kl",
+    "long-decode-perplexity",
+)
 
 
 class Figure(NamedTuple):

@@ -71,7 +71,9 @@ def _decode(call: AttentionCall) -> torch.Tensor:
 def _sdpa(call: AttentionCall, mask: torch.Tensor | None) -> torch.Tensor:
     k, v = call.k, call.v
     groups = call.q.shape[1] // k.shape[1]
-    if mask is not None and groups > 1:  # with a mask, enable_gqa means the slow math kernel
+    # With a mask, or in float32 on a GPU, enable_gqa means the math kernel: it stores all scores.
+    stored = mask is not None or (call.q.is_cuda and call.q.dtype == torch.float32)
+    if stored and groups > 1:
         k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
     return torch.nn.functional.scaled_dot_product_attention(
         call.q,

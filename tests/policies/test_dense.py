@@ -56,3 +56,13 @@ def test_a_larger_buffer_changes_nothing(queries, device):
     c.k, c.v = (torch.nn.functional.pad(x, (0, 0, 0, 50), value=torch.nan) for x in (c.k, c.v))
     c.lengths = torch.tensor([40], device=device)
     assert (Dense().attend(c) - wanted).abs().max() < 1e-5
+
+
+@pytest.mark.gpu
+def test_grouped_float32_stores_no_scores():
+    """torch's kernels that take grouped heads want 16 bits; its math kernel would store 16 GiB."""
+    q, k, v = (torch.randn(1, heads, 32768, 64, device="cuda") for heads in (4, 2, 2))
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    Dense().attend(AttentionCall(q, k, v, 0.125))
+    assert torch.cuda.max_memory_allocated() - before < 2**30
