@@ -28,6 +28,7 @@ class GatherLayer(PlugLayer):
     """
 
     row_buffers: ClassVar[RowBuffers] = {"bounds": None, "progress": 0}
+    crops_exactly = True
     defers_write = True
 
     bounds: torch.Tensor
@@ -66,6 +67,7 @@ class HostGatherLayer(GatherLayer):
     """
 
     row_buffers: ClassVar[RowBuffers] = {**GatherLayer.row_buffers, "near": None}
+    crops_exactly = False  # steps change what is near, and count it
     near: ResidentBlocks | None = None
     given: tuple[torch.Tensor, torch.Tensor] | None = None  # what `update` has returned last
 

@@ -1,0 +1,354 @@
+"""The loop that decodes for generate: what transformers does on the host between two tokens, done
+on the device.
+
+A step is one function of tensors that never move: token, position, key mask and the rows that go
+on. It writes the next of each in place, so that compiled steps need nothing from the host, and
+the host never waits for a step that it has just queued. It looks at the rows that go on `LAG`
+steps late, and takes back what the steps since have made: tokens, cache and random state.
+
+Prompts, caches, logits processors and their order are transformers' own; a sampled token is
+`argmax(p / e)` with `e` exponential, as torch.multinomial draws it, without its look at the
+device.
+"""
+
+import types
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers.generation.stopping_criteria import MaxLengthCriteria
+from transformers.generation.utils import GenerateDecoderOnlyOutput
+
+from attnplug.models.cache import PlugCache, PlugLayer
+from attnplug.models.hf import binding_of
+
+# Steps that a compiled run is ahead of what the host knows. Zero where a step is not compiled: the
+# host is then the slower of the two.
+LAG = {"cuda": 2, "cpu": 0}
+RUNS, STOPPED, INVALID = 0, 1, 2  # what a step says of itself
+
+
+@dataclass
+class StepBuffers:
+    """What a step reads and writes, at fixed addresses: last token `[B,1]`, its position `[1|B,1]`,
+    its slot in the cache `[1]`, which keys are real `[B,1,1,S]` (bool) or None, and which rows go
+    on `[B]` (bool)."""
+
+    token: torch.Tensor
+    position: torch.Tensor
+    slot: torch.Tensor
+    mask: torch.Tensor | None
+    unfinished: torch.Tensor
+
+    @classmethod
+    def empty(cls, rows: int, positions: int, room: int | None, device: torch.device) -> Any:
+        """Buffers for so many rows; `room` is the cache's length where keys are masked."""
+        mask = None
+        if room is not None:
+            mask = torch.zeros((rows, 1, 1, room), dtype=torch.bool, device=device)
+            torch._dynamo.maybe_mark_dynamic(mask, 3)
+        made = cls(
+            token=torch.zeros((rows, 1), dtype=torch.long, device=device),
+            position=torch.zeros((positions, 1), dtype=torch.long, device=device),
+            slot=torch.zeros(1, dtype=torch.long, device=device),
+            mask=mask,
+            unfinished=torch.ones(rows, dtype=torch.bool, device=device),
+        )
+        for tensor in vars(made).values():
+            if tensor is not None:
+                torch._dynamo.mark_static_address(tensor)
+        return made
+
+
+@dataclass
+class DecodeLoop:
+    """What a model keeps from one call of generate to the next: its compiled step, the buffers of
+    the last call, and why the last call was left to transformers ("" where it was not)."""
+
+    why_not: str = ""
+    step: Callable[..., torch.Tensor] | None = None
+    compiled_with: Any = None
+    buffers: dict[tuple[Any, ...], StepBuffers] = field(default_factory=dict)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy of the model begins anew: a compiled step is of one model."""
+        return DecodeLoop, (self.why_not,)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "DecodeLoop":
+        return DecodeLoop(self.why_not)
+
+    def compiled(self, model: Any, config: Any) -> Callable[..., torch.Tensor]:
+        """The step compiled as transformers would compile the forward pass."""
+        config = config or model._default_compile_config()
+        if self.step is None or self.compiled_with != config:
+            # torch counts recompilations by code object: other models' are not this one's.
+            own = types.FunctionType(decode_step.__code__.replace(), globals(), "decode_step")
+            self.step, self.compiled_with = torch.compile(own, **config.to_dict()), config
+        return self.step
+
+    def take(self, rows: int, positions: int, room: int | None, device: Any) -> StepBuffers:
+        """Buffers that nobody else uses: those of the last call where they fit, as compiled steps
+        would be captured again for others."""
+        key = (rows, positions, room, device)
+        found = self.buffers.pop(key, None)
+        return StepBuffers.empty(*key) if found is None else found
+
+    def give_back(self, made: StepBuffers) -> None:
+        rows, positions = made.token.shape[0], made.position.shape[0]
+        room = None if made.mask is None else made.mask.shape[3]
+        self.buffers = {(rows, positions, room, made.token.device): made}
+
+
+def decode_step(
+    model: Any,
+    cache: PlugCache,
+    token: torch.Tensor,
+    position: torch.Tensor,
+    slot: torch.Tensor,
+    mask: torch.Tensor | None,
+    unfinished: torch.Tensor,
+    ends: torch.Tensor | None,
+    pad: torch.Tensor | None,
+    greedy: bool,
+    options: dict[str, Any],
+) -> torch.Tensor:
+    """Feed the last token and move position, slot and mask on by one. Where `greedy`, the next
+    token is chosen and written as well. Returns the logits `[B,V]` in float32."""
+    if mask is not None:
+        mask.index_fill_(3, slot, True)
+    outputs = model(
+        input_ids=token,
+        position_ids=position,
+        attention_mask=mask,
+        past_key_values=cache,
+        use_cache=True,
+        return_dict=True,
+        **options,
+    )
+    position.add_(1)
+    slot.add_(1)
+    logits = outputs.logits[:, -1].to(dtype=torch.float32, copy=True)
+    if greedy:
+        accept(logits.argmax(-1), token, unfinished, ends, pad)
+    return logits
+
+
+def accept(
+    chosen: torch.Tensor,
+    token: torch.Tensor,
+    unfinished: torch.Tensor,
+    ends: torch.Tensor | None,
+    pad: torch.Tensor | None,
+) -> None:
+    """Write the chosen tokens `[B]`, padding in rows that have ended, and which rows go on."""
+    if ends is not None and pad is not None:
+        chosen = torch.where(unfinished, chosen, pad)
+        unfinished.logical_and_((chosen[:, None] != ends).all(-1))
+    token.copy_(chosen[:, None])
+
+
+@dataclass
+class _Look:
+    """A step's verdict on its way to the host, the length that it is about, and the random state
+    after it."""
+
+    length: int
+    verdict: torch.Tensor
+    ready: Any
+    random: torch.Tensor | None
+
+    def read(self) -> int:
+        if self.ready is not None:
+            self.ready.synchronize()
+        return int(self.verdict)
+
+
+class Decoding:
+    """One call: `run` prefills, decodes and returns what transformers' loop returns."""
+
+    def __init__(
+        self,
+        model: Any,
+        ids: torch.Tensor,
+        processors: Any,
+        criteria: Any,
+        config: Any,
+        inputs: Any,
+    ):
+        self.model, self.processors, self.config, self.inputs = model, processors, config, inputs
+        self.rows, self.length = ids.shape
+        self.device = ids.device
+        self.limits: list[Any] = [x for x in criteria if isinstance(x, MaxLengthCriteria)]
+        self.last = min(limit.max_length for limit in self.limits)
+        ends = [x.eos_token_id for x in criteria if not isinstance(x, MaxLengthCriteria)]
+        self.ends = torch.cat([x.to(self.device).reshape(-1) for x in ends]) if ends else None
+        self.pad = config._pad_token_tensor
+        if self.pad is not None:
+            self.pad = self.pad.to(self.device).reshape(())
+        # One token at least, as transformers has it.
+        self.prompt, self.ids = ids, ids.new_zeros((self.rows, max(self.last, self.length + 1)))
+        self.ids[:, : self.length] = ids
+        self.greedy = not config.do_sample and len(processors) == 0
+        self.invalid: torch.Tensor | None = None
+        if config.do_sample:
+            self.invalid = torch.zeros((), dtype=torch.bool, device=self.device)
+        self.looks: deque[_Look] = deque()
+        self.lag = 0
+
+    def run(self, loop: DecodeLoop) -> Any:
+        outputs = self.model._prefill(self.prompt, self.config, self.inputs)
+        self.cache: PlugCache = outputs.past_key_values
+        logits = outputs.logits[:, -1].to(dtype=torch.float32, copy=True)
+        del outputs  # the logits of a whole prompt may be large
+        compiles = self.model._valid_auto_compile_criteria(self.inputs, self.config)
+        self.lag = LAG.get(self.device.type, 0) if compiles and self._may_overrun() else 0
+        mask = self._real_keys()
+        room = None if mask is None else self.cache.room
+        buffers = loop.take(self.rows, len(self.inputs["position_ids"]), room, self.device)
+        try:
+            self._begin(buffers, mask)
+            step = loop.compiled(self.model, self.config.compile_config) if compiles else None
+            with self.model._optimize_model_for_decode():
+                end = self._decode(step or decode_step, buffers, logits)
+        finally:
+            loop.give_back(buffers)
+        return self._result(end)
+
+    def _may_overrun(self) -> bool:
+        """Whether steps past the end leave no trace: a cache that nobody sees again, or layers that
+        `crop` brings back to what they were, and no trace file."""
+        kept = self.config.return_dict_in_generate or getattr(self.cache, "_is_user_defined", False)
+        if kept and not all(_crops_exactly(layer) for layer in self.cache.layers):
+            return False
+        bindings = map(binding_of, self.model.modules())
+        return all(each is None or each.trace_to is None for each in bindings)
+
+    def _real_keys(self) -> torch.Tensor | None:
+        """Which keys of the prompt are real `[B,T]`; None where all are, which costs a look."""
+        mask = self.inputs.get("attention_mask")
+        return None if mask is None or bool(mask.all()) else mask.to(torch.bool)
+
+    def _begin(self, buffers: StepBuffers, mask: torch.Tensor | None) -> None:
+        """Set the buffers to what the first step is about."""
+        first = next(layer for layer in self.cache.layers if isinstance(layer, PlugLayer))
+        buffers.slot.copy_(first.cumulative_length.reshape(1))
+        buffers.position.copy_(self.inputs["position_ids"][:, -1:] + 1)
+        buffers.unfinished.fill_(True)
+        if mask is not None and buffers.mask is not None:
+            buffers.mask.fill_(False)
+            buffers.mask[:, 0, 0, : mask.shape[1]] = mask
+            self.masked = mask.shape[1]
+
+    def _decode(
+        self, step: Callable[..., torch.Tensor], buffers: StepBuffers, logits: torch.Tensor
+    ) -> int:
+        """Decode until all rows have ended. Returns the final length; what later steps have made is
+        still there."""
+        options = {name: self.inputs[name] for name in ("logits_to_keep",) if name in self.inputs}
+        state = (self.ends, self.pad)
+        self._choose(logits, buffers)
+        while True:
+            self._note_token(buffers)
+            end = self._ended(buffers)
+            if end is not None:
+                return end
+            self._prepare_layers(buffers)
+            logits = step(
+                self.model, self.cache, *vars(buffers).values(), *state, self.greedy, options
+            )
+            if not self.greedy:
+                self._choose(logits, buffers)
+
+    def _choose(self, logits: torch.Tensor, buffers: StepBuffers) -> None:
+        """The next tokens from logits `[B,V]`, into the buffers."""
+        scores = self.processors(self.ids[:, : self.length], logits)
+        if self.invalid is None:
+            chosen = scores.argmax(-1)
+        else:
+            shares = scores.softmax(-1)
+            # What torch.multinomial refuses; softmax gives nothing negative.
+            self.invalid.logical_or_(~(shares.max() < torch.inf))
+            chosen = (shares / torch.empty_like(shares).exponential_(1)).argmax(-1)
+        accept(chosen, buffers.token, buffers.unfinished, self.ends, self.pad)
+
+    def _note_token(self, buffers: StepBuffers) -> None:
+        self.ids[:, self.length].copy_(buffers.token[:, 0])
+        self.length += 1
+        for limit in self.limits:
+            known = limit.max_position_embeddings
+            if known is not None and self.length == max(known, self.prompt.shape[1]) + 1:
+                limit(self.ids[:, : self.length], None)  # for its warning
+
+    def _prepare_layers(self, buffers: StepBuffers) -> None:
+        """What a layer wants of the host before a step."""
+        wanting = [
+            layer
+            for layer in self.cache.layers
+            if isinstance(layer, PlugLayer) and type(layer).prepare_step != PlugLayer.prepare_step
+        ]
+        mask = None
+        if buffers.mask is not None:
+            self.masked += 1
+            if wanting:
+                mask = buffers.mask[:, 0, 0, : self.masked].long()
+                mask[:, -1] = 1  # the step's own token
+        for layer in wanting:
+            layer.prepare_step(self.length - 1, mask)
+
+    def _ended(self, buffers: StepBuffers) -> int | None:
+        """The length at which all rows had ended, if the host knows of one; it waits for all that
+        it does not know before the last token."""
+        if self.ends is not None or self.invalid is not None:
+            self.looks.append(self._look(buffers))
+        done = self.length >= self.last
+        while self.looks and (done or len(self.looks) > self.lag):
+            look = self.looks.popleft()
+            verdict = look.read()
+            if verdict & INVALID:
+                raise RuntimeError(
+                    "probability tensor contains either `inf`, `nan` or element < 0"
+                )  # as torch.multinomial says it
+            if verdict & STOPPED:
+                self._restore_random(look)
+                return look.length
+        return self.length if done else None
+
+    def _look(self, buffers: StepBuffers) -> _Look:
+        verdict = torch.zeros((), dtype=torch.int8, device=self.device)
+        if self.ends is not None:
+            verdict += (~buffers.unfinished.any()) * STOPPED
+        if self.invalid is not None:
+            verdict += self.invalid * INVALID
+        ready = None
+        if verdict.is_cuda:
+            host = torch.empty((), dtype=torch.int8, pin_memory=True)
+            verdict = host.copy_(verdict, non_blocking=True)
+            ready = torch.cuda.Event()
+            ready.record()
+        sampled = self.invalid is not None and self.lag > 0
+        return _Look(self.length, verdict, ready, _random_state(self.device) if sampled else None)
+
+    def _restore_random(self, look: _Look) -> None:
+        if look.random is not None and look.length < self.length:
+            if self.device.type == "cuda":
+                torch.cuda.set_rng_state(look.random, self.device)
+            else:
+                torch.set_rng_state(look.random)
+
+    def _result(self, end: int) -> Any:
+        if end < self.length:
+            self.cache.crop(end - self.length)
+        tokens: Any = self.ids[:, :end].clone(memory_format=torch.contiguous_format)
+        if not self.config.return_dict_in_generate:
+            return tokens
+        return GenerateDecoderOnlyOutput(sequences=tokens, past_key_values=self.cache)
+
+
+def _crops_exactly(layer: Any) -> bool:
+    return not layer.row_buffers or layer.crops_exactly
+
+
+def _random_state(device: torch.device) -> torch.Tensor:
+    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
