@@ -3,7 +3,7 @@
 import fnmatch
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
@@ -39,6 +39,7 @@ from attnplug.models.layers import (
 from attnplug.models.loop_calls import unserved_model
 from attnplug.models.names import ADDITIVE_NAME, ATTENTION_NAME, ATTENTION_NAMES
 from attnplug.models.switch import SwitchedConfigs, switch_configs
+from attnplug.models.warmup import generate_ahead
 from attnplug.policies import Phase, Policy, parse
 
 STATE = "_attnplug_state"
@@ -206,7 +207,8 @@ def report(model: torch.nn.Module) -> Report:
                 f"{layer.name} was switched to attention {now!r} after apply, which bypasses the "
                 "policy; call attnplug.remove(model) and apply again"
             )
-    return replace(ledger.report, loop=ledger.report.loop or _loop_text(last_loop(target)))
+    why = _loop_text(last_loop(target))
+    return replace(ledger.report, loop=why) if why else ledger.report
 
 
 def _loop_text(why: str) -> str:
@@ -227,6 +229,29 @@ def make_cache(model: torch.nn.Module, max_length: int) -> PlugCache:
     if why:
         raise UnsupportedModelError(f"{why}; leave the cache to the model with use_cache=True")
     return PlugCache.for_config(target.config, max_length, ledger.make_layer)
+
+
+def warm(
+    model: torch.nn.Module,
+    lengths: Sequence[int],
+    batch: int = 1,
+    *,
+    padded: bool = False,
+    **options: Any,
+) -> dict[int, float]:
+    """Compile ahead what generate will need on a model that has a policy, with a progress bar.
+
+    Calls generate on `batch` rows of random tokens for each prompt length, padded on the left if
+    `padded`; `options` go to generate, as a sampled call needs another step than a greedy one.
+    One length below and one above a policy's crossover serve all. Returns the seconds of each.
+    Raises NotAppliedError, and ArgumentError for a length or batch below 1.
+    """
+    target = unwrap(model)
+    _ledger_of(target)
+    for name, value in (("batch", batch), *(("lengths", length) for length in lengths)):
+        if type(value) is not int or value < 1 + (padded and name == "lengths"):
+            raise ArgumentError(f"warm: {name}={value!r}, needs integers of at least 1 (2 padded)")
+    return generate_ahead(target, lengths, batch, padded, options)
 
 
 def _ledger_of(target: PreTrainedModel) -> _Ledger:

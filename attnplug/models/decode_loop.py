@@ -116,6 +116,7 @@ def decode_step(
 ) -> torch.Tensor:
     """Feed the last token and move position, slot and mask on by one. Where `greedy`, the next
     token is chosen and written as well. Returns the logits `[B,V]` in float32."""
+    _compare_sizes(cache)
     if mask is not None:
         mask.index_fill_(3, slot, True)
     outputs = model(
@@ -133,6 +134,18 @@ def decode_step(
     if greedy:
         accept(logits.argmax(-1), token, unfinished, ends, pad)
     return logits
+
+
+def _compare_sizes(cache: PlugCache) -> None:
+    """Let the compiler see that the buffers of all layers are of one length: it has a symbol for
+    each of them until then, and guards and graphs that carry them all."""
+    if not torch.compiler.is_compiling():
+        return
+    first = [tensor.shape for tensor in cache.layers[0].tensors()]
+    for layer in cache.layers[1:]:
+        for one, other in zip(first, (tensor.shape for tensor in layer.tensors()), strict=False):
+            if len(one) > 2 and len(other) > 2 and one[2] == other[2]:
+                continue
 
 
 def accept(
