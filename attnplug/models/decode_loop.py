@@ -141,8 +141,9 @@ def _compare_sizes(cache: PlugCache) -> None:
     each of them until then, and guards and graphs that carry them all."""
     if not torch.compiler.is_compiling():
         return
-    first = [tensor.shape for tensor in cache.layers[0].tensors()]
-    for layer in cache.layers[1:]:
+    layers: list[Any] = cache.layers
+    first = [tensor.shape for tensor in layers[0].tensors()]
+    for layer in layers[1:]:
         for one, other in zip(first, (tensor.shape for tensor in layer.tensors()), strict=False):
             if len(one) > 2 and len(other) > 2 and one[2] == other[2]:
                 continue
