@@ -76,6 +76,7 @@ class PlugLayer(StaticLayer):
     uncounted = False  # a compiled step has come, which counts on the device alone
     captured = False  # a CUDA graph has steps of this layer, and whoever replays it does not say
     query_heads: int | None = None  # of the attention layer that it was made for, where known
+    prefill_tokens: int = 0  # of the prefill that generate feeds in chunks now, all of them
     layers_behind: int = 0  # full-attention layers of its device that come after it
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:

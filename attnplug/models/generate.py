@@ -28,8 +28,10 @@ LONGEST = "_previous_max_cache_length"  # transformers' own: tokens
 CACHE_METHOD = "_prepare_cache_for_generation"
 STEP_METHOD = "prepare_inputs_for_generation"
 GENERATE_METHOD = "generate"
+PREFILL_METHOD = "_prefill"
 LOOP = "_attnplug_loop"
 SWITCH_METHOD = "set_attn_implementation"
+OURS = frozenset({GENERATE_METHOD, STEP_METHOD, PREFILL_METHOD})
 BATCHING_METHODS = (
     "generate_batch",
     "init_continuous_batching",
@@ -50,6 +52,9 @@ def bind_generate(model: PreTrainedModel, make_layer: MakeLayer | None, *, loop:
         if hasattr(model, STEP_METHOD):
             vars(model)[STEP_METHOD] = MethodType(_step_method(type(model)), model)
             names.append(STEP_METHOD)
+        if getattr(type(model), PREFILL_METHOD, None) is not None:
+            vars(model)[PREFILL_METHOD] = MethodType(_prefill, model)
+            names.append(PREFILL_METHOD)
         if loop:
             vars(model)[LOOP] = DecodeLoop()
             vars(model)[GENERATE_METHOD] = MethodType(_generate, model)
@@ -129,7 +134,7 @@ def _prepare_cache_for_generation(
 def _generate(model: Any, *args: Any, **kwargs: Any) -> Any:
     """generate, told of attnplug's loop where its arguments allow it."""
     arguments = ARGUMENTS.bind(model, *args, **kwargs).arguments
-    why = unserved_arguments(model, arguments, frozenset({GENERATE_METHOD, STEP_METHOD}))
+    why = unserved_arguments(model, arguments, OURS)
     vars(model)[LOOP].why_not = why
     if not why:
         kwargs["custom_generate"] = _decode
@@ -152,6 +157,29 @@ def _decode(
     if loop.why_not:
         return type(model)._sample(model, *call, **model_kwargs)
     return Decoding(model, *call, model_kwargs).run(loop)
+
+
+@functools.wraps(MIXIN._prefill)
+def _prefill(
+    model: Any, input_ids: torch.Tensor, generation_config: Any, model_kwargs: Any, **options: Any
+) -> Any:
+    """generate's prefill. Where it comes in chunks, layers are told of how many tokens, so that a
+    method chooses for a chunk as it would for all; and chunks are not compiled, as a prefill in one
+    piece is not: that of the last one has a length of its own."""
+    stock, chunk = type(model)._prefill, generation_config.prefill_chunk_size
+    cache = model_kwargs.get("past_key_values")
+    if chunk is None or not isinstance(cache, PlugCache):
+        return stock(model, input_ids, generation_config, model_kwargs, **options)
+    eager = copy.copy(generation_config)
+    eager.compile_config, eager.disable_compile = None, True
+    layers = [layer for layer in cache.layers if isinstance(layer, PlugLayer)]
+    for layer in layers:
+        layer.prefill_tokens = input_ids.shape[1]
+    try:
+        return stock(model, input_ids, eager, model_kwargs, **options)
+    finally:
+        for layer in layers:
+            layer.prefill_tokens = 0
 
 
 def _bound_length(model: Any, rows: int, length: int) -> None:
