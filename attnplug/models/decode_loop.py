@@ -27,24 +27,31 @@ from attnplug.models.hf import binding_of
 # Steps that a compiled run is ahead of what the host knows. Zero where a step is not compiled: the
 # host is then the slower of the two.
 LAG = {"cuda": 2, "cpu": 0}
-RUNS, STOPPED, INVALID = 0, 1, 2  # what a step says of itself
+STOPPED, INVALID = 1, 2  # what a step says of itself; 0: rows go on
 
 
 @dataclass
 class StepBuffers:
     """What a step reads and writes, at fixed addresses: last token `[B,1]`, its position `[1|B,1]`,
-    its slot in the cache `[1]`, which keys are real `[B,1,1,S]` (bool) or None, and which rows go
-    on `[B]` (bool)."""
+    its slot in the cache `[1]`, which keys are real `[B,1,1,S]` (bool) or None, which rows go on
+    `[B]` (bool), its verdict `[]` (int8), and where rows end the tokens that end them `[E]` and the
+    one that follows `[]`."""
 
     token: torch.Tensor
     position: torch.Tensor
     slot: torch.Tensor
     mask: torch.Tensor | None
     unfinished: torch.Tensor
+    verdict: torch.Tensor
+    ends: torch.Tensor | None
+    pad: torch.Tensor | None
 
     @classmethod
-    def empty(cls, rows: int, positions: int, room: int | None, device: torch.device) -> Any:
-        """Buffers for so many rows; `room` is the cache's length where keys are masked."""
+    def empty(
+        cls, rows: int, positions: int, room: int | None, ends: int, device: torch.device
+    ) -> "StepBuffers":
+        """Buffers for so many rows; `room` is the cache's length where keys are masked, `ends` how
+        many tokens end a row."""
         mask = None
         if room is not None:
             mask = torch.zeros((rows, 1, 1, room), dtype=torch.bool, device=device)
@@ -55,6 +62,9 @@ class StepBuffers:
             slot=torch.zeros(1, dtype=torch.long, device=device),
             mask=mask,
             unfinished=torch.ones(rows, dtype=torch.bool, device=device),
+            verdict=torch.zeros((), dtype=torch.int8, device=device),
+            ends=torch.zeros(ends, dtype=torch.long, device=device) if ends else None,
+            pad=torch.zeros((), dtype=torch.long, device=device) if ends else None,
         )
         for tensor in vars(made).values():
             if tensor is not None:
@@ -68,7 +78,7 @@ class DecodeLoop:
     the last call, and why the last call was left to transformers ("" where it was not)."""
 
     why_not: str = ""
-    step: Callable[..., torch.Tensor] | None = None
+    step: Callable[..., torch.Tensor | None] | None = None
     compiled_with: Any = None
     buffers: dict[tuple[Any, ...], StepBuffers] = field(default_factory=dict)
 
@@ -79,7 +89,7 @@ class DecodeLoop:
     def __deepcopy__(self, memo: dict[int, Any]) -> "DecodeLoop":
         return DecodeLoop(self.why_not)
 
-    def compiled(self, model: Any, config: Any) -> Callable[..., torch.Tensor]:
+    def compiled(self, model: Any, config: Any) -> Callable[..., torch.Tensor | None]:
         """The step compiled as transformers would compile the forward pass."""
         config = config or model._default_compile_config()
         if self.step is None or self.compiled_with != config:
@@ -88,17 +98,14 @@ class DecodeLoop:
             self.step, self.compiled_with = torch.compile(own, **config.to_dict()), config
         return self.step
 
-    def take(self, rows: int, positions: int, room: int | None, device: Any) -> StepBuffers:
-        """Buffers that nobody else uses: those of the last call where they fit, as compiled steps
-        would be captured again for others."""
-        key = (rows, positions, room, device)
-        found = self.buffers.pop(key, None)
-        return StepBuffers.empty(*key) if found is None else found
+    def take(self, *shape: Any) -> StepBuffers:
+        """Buffers as `StepBuffers.empty` makes them, that nobody else uses: those of the last call
+        where they fit, as compiled steps would be captured again for others."""
+        found = self.buffers.pop(shape, None)
+        return StepBuffers.empty(*shape) if found is None else found
 
-    def give_back(self, made: StepBuffers) -> None:
-        rows, positions = made.token.shape[0], made.position.shape[0]
-        room = None if made.mask is None else made.mask.shape[3]
-        self.buffers = {(rows, positions, room, made.token.device): made}
+    def give_back(self, made: StepBuffers, *shape: Any) -> None:
+        self.buffers = {shape: made}
 
 
 def decode_step(
@@ -109,13 +116,14 @@ def decode_step(
     slot: torch.Tensor,
     mask: torch.Tensor | None,
     unfinished: torch.Tensor,
+    verdict: torch.Tensor,
     ends: torch.Tensor | None,
     pad: torch.Tensor | None,
     greedy: bool,
     options: dict[str, Any],
-) -> torch.Tensor:
-    """Feed the last token and move position, slot and mask on by one. Where `greedy`, the next
-    token is chosen and written as well. Returns the logits `[B,V]` in float32."""
+) -> torch.Tensor | None:
+    """Feed the last token and move position, slot and mask on by one. Where `greedy`, choose and
+    write the next token as well; else return its logits `[B,V]` in float32."""
     _compare_sizes(cache)
     if mask is not None:
         mask.index_fill_(3, slot, True)
@@ -131,9 +139,10 @@ def decode_step(
     position.add_(1)
     slot.add_(1)
     logits = outputs.logits[:, -1].to(dtype=torch.float32, copy=True)
-    if greedy:
-        accept(logits.argmax(-1), token, unfinished, ends, pad)
-    return logits
+    if not greedy:
+        return logits
+    accept(logits.argmax(-1), token, unfinished, verdict, ends, pad)
+    return None
 
 
 def _compare_sizes(cache: PlugCache) -> None:
@@ -153,13 +162,16 @@ def accept(
     chosen: torch.Tensor,
     token: torch.Tensor,
     unfinished: torch.Tensor,
+    verdict: torch.Tensor,
     ends: torch.Tensor | None,
     pad: torch.Tensor | None,
 ) -> None:
-    """Write the chosen tokens `[B]`, padding in rows that have ended, and which rows go on."""
+    """Write the chosen tokens `[B]`, padding in rows that have ended, which rows go on, and the
+    verdict of that."""
     if ends is not None and pad is not None:
         chosen = torch.where(unfinished, chosen, pad)
         unfinished.logical_and_((chosen[:, None] != ends).all(-1))
+        verdict.copy_(~unfinished.any())
     token.copy_(chosen[:, None])
 
 
@@ -205,9 +217,6 @@ class Decoding:
         self.prompt, self.ids = ids, ids.new_zeros((self.rows, max(self.last, self.length + 1)))
         self.ids[:, : self.length] = ids
         self.greedy = not config.do_sample and len(processors) == 0
-        self.invalid: torch.Tensor | None = None
-        if config.do_sample:
-            self.invalid = torch.zeros((), dtype=torch.bool, device=self.device)
         self.looks: deque[_Look] = deque()
         self.lag = 0
 
@@ -219,15 +228,18 @@ class Decoding:
         compiles = self.model._valid_auto_compile_criteria(self.inputs, self.config)
         self.lag = LAG.get(self.device.type, 0) if compiles and self._may_overrun() else 0
         mask = self._real_keys()
-        room = None if mask is None else self.cache.room
-        buffers = loop.take(self.rows, len(self.inputs["position_ids"]), room, self.device)
+        room, ends = None if mask is None else self.cache.room, 0
+        if self.ends is not None:
+            ends = len(self.ends)
+        shape = (self.rows, len(self.inputs["position_ids"]), room, ends, self.device)
+        buffers = loop.take(*shape)
         try:
             self._begin(buffers, mask)
             step = loop.compiled(self.model, self.config.compile_config) if compiles else None
             with self.model._optimize_model_for_decode():
                 end = self._decode(step or decode_step, buffers, logits)
         finally:
-            loop.give_back(buffers)
+            loop.give_back(buffers, *shape)
         return self._result(end)
 
     def _may_overrun(self) -> bool:
@@ -250,18 +262,21 @@ class Decoding:
         buffers.slot.copy_(first.cumulative_length.reshape(1))
         buffers.position.copy_(self.inputs["position_ids"][:, -1:] + 1)
         buffers.unfinished.fill_(True)
+        buffers.verdict.zero_()
+        for buffer, value in ((buffers.ends, self.ends), (buffers.pad, self.pad)):
+            if buffer is not None and value is not None:
+                buffer.copy_(value)
         if mask is not None and buffers.mask is not None:
             buffers.mask.fill_(False)
             buffers.mask[:, 0, 0, : mask.shape[1]] = mask
             self.masked = mask.shape[1]
 
     def _decode(
-        self, step: Callable[..., torch.Tensor], buffers: StepBuffers, logits: torch.Tensor
+        self, step: Callable[..., torch.Tensor | None], buffers: StepBuffers, logits: torch.Tensor
     ) -> int:
         """Decode until all rows have ended. Returns the final length; what later steps have made is
         still there."""
         options = {name: self.inputs[name] for name in ("logits_to_keep",) if name in self.inputs}
-        state = (self.ends, self.pad)
         self._choose(logits, buffers)
         while True:
             self._note_token(buffers)
@@ -269,23 +284,23 @@ class Decoding:
             if end is not None:
                 return end
             self._prepare_layers(buffers)
-            logits = step(
-                self.model, self.cache, *vars(buffers).values(), *state, self.greedy, options
-            )
-            if not self.greedy:
-                self._choose(logits, buffers)
+            found = step(self.model, self.cache, *vars(buffers).values(), self.greedy, options)
+            if found is not None:
+                self._choose(found, buffers)
 
     def _choose(self, logits: torch.Tensor, buffers: StepBuffers) -> None:
         """The next tokens from logits `[B,V]`, into the buffers."""
         scores = self.processors(self.ids[:, : self.length], logits)
-        if self.invalid is None:
-            chosen = scores.argmax(-1)
-        else:
-            shares = scores.softmax(-1)
-            # What torch.multinomial refuses; softmax gives nothing negative.
-            self.invalid.logical_or_(~(shares.max() < torch.inf))
-            chosen = (shares / torch.empty_like(shares).exponential_(1)).argmax(-1)
-        accept(chosen, buffers.token, buffers.unfinished, self.ends, self.pad)
+        state = (buffers.unfinished, buffers.verdict, buffers.ends, buffers.pad)
+        if not self.config.do_sample:
+            accept(scores.argmax(-1), buffers.token, *state)
+            return
+        shares = scores.softmax(-1)
+        chosen = (shares / torch.empty_like(shares).exponential_(1)).argmax(-1)
+        accept(chosen, buffers.token, *state)
+        # What torch.multinomial refuses; softmax gives nothing negative.
+        valid = shares.max() < torch.inf
+        buffers.verdict.copy_(torch.where(valid, buffers.verdict, INVALID))
 
     def _note_token(self, buffers: StepBuffers) -> None:
         self.ids[:, self.length].copy_(buffers.token[:, 0])
@@ -314,34 +329,31 @@ class Decoding:
     def _ended(self, buffers: StepBuffers) -> int | None:
         """The length at which all rows had ended, if the host knows of one; it waits for all that
         it does not know before the last token."""
-        if self.ends is not None or self.invalid is not None:
+        if self.ends is not None or self.config.do_sample:
             self.looks.append(self._look(buffers))
         done = self.length >= self.last
         while self.looks and (done or len(self.looks) > self.lag):
             look = self.looks.popleft()
             verdict = look.read()
-            if verdict & INVALID:
+            if verdict == INVALID:
                 raise RuntimeError(
                     "probability tensor contains either `inf`, `nan` or element < 0"
                 )  # as torch.multinomial says it
-            if verdict & STOPPED:
+            if verdict == STOPPED:
                 self._restore_random(look)
                 return look.length
         return self.length if done else None
 
     def _look(self, buffers: StepBuffers) -> _Look:
-        verdict = torch.zeros((), dtype=torch.int8, device=self.device)
-        if self.ends is not None:
-            verdict += (~buffers.unfinished.any()) * STOPPED
-        if self.invalid is not None:
-            verdict += self.invalid * INVALID
-        ready = None
+        verdict, ready = buffers.verdict, None
         if verdict.is_cuda:
             host = torch.empty((), dtype=torch.int8, pin_memory=True)
             verdict = host.copy_(verdict, non_blocking=True)
             ready = torch.cuda.Event()
             ready.record()
-        sampled = self.invalid is not None and self.lag > 0
+        else:
+            verdict = verdict.clone()
+        sampled = self.config.do_sample and self.lag > 0
         return _Look(self.length, verdict, ready, _random_state(self.device) if sampled else None)
 
     def _restore_random(self, look: _Look) -> None:

@@ -253,14 +253,29 @@ def test_a_copy_decodes_with_its_own_weights():
 
 def test_buffers_are_those_of_the_last_call_unless_it_still_runs():
     loop = decode_loop.DecodeLoop()
-    key = (2, 1, 64, torch.device("cpu"))
+    key = (2, 1, 64, 3, torch.device("cpu"))
     first, second = loop.take(*key), loop.take(*key)
     assert first is not second
-    loop.give_back(first)
-    loop.give_back(second)
+    loop.give_back(first, *key)
+    loop.give_back(second, *key)
     assert loop.take(*key) is second
-    loop.give_back(second)
-    assert loop.take(3, 1, 64, torch.device("cpu")).token.shape == (3, 1)
+    loop.give_back(second, *key)
+    assert loop.take(3, *key[1:]).token.shape == (3, 1)
+
+
+def test_a_turn_on_a_cache_feeds_its_own_tokens_only():
+    model = attnplug.apply(tiny_model(), "dense")
+    fed = []
+    model.register_forward_pre_hook(
+        lambda _, args, kwargs: fed.append(kwargs["input_ids"].shape[1]), with_kwargs=True
+    )
+    out, _, _ = call(model, max_new_tokens=5)
+    ids = torch.cat([out.sequences, prompt()[0][:, :7]], 1)
+    mask = torch.cat([prompt()[1], torch.ones_like(ids[:, 20:])], 1)
+    cache = out.past_key_values
+    del fed[:]
+    model.generate(ids, attention_mask=mask, past_key_values=cache, max_new_tokens=30)
+    assert fed == [8] + [1] * 29  # the last token of a call is not in its cache
 
 
 EVERY = {
