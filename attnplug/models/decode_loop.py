@@ -11,6 +11,8 @@ Prompts, caches, logits processors and their order are transformers' own; a samp
 device.
 """
 
+import logging
+import threading
 import types
 from collections import deque
 from collections.abc import Callable
@@ -27,6 +29,8 @@ from attnplug.models.hf import binding_of
 # Steps that a compiled run is ahead of what the host knows. Zero where a step is not compiled: the
 # host is then the slower of the two.
 LAG = {"cuda": 2, "cpu": 0}
+SILENT_S = 2.0  # how long a first call may take without a word
+LOG = logging.getLogger("attnplug")
 STOPPED, INVALID = 1, 2  # what a step says of itself; 0: rows go on
 
 
@@ -81,6 +85,20 @@ class DecodeLoop:
     step: Callable[..., torch.Tensor | None] | None = None
     compiled_with: Any = None
     buffers: dict[tuple[Any, ...], StepBuffers] = field(default_factory=dict)
+    is_new: bool = True  # no call has decoded yet
+
+    def notice(self, family: str) -> threading.Timer:
+        """Under way: a word on the log if a first call takes long, unless it is cancelled."""
+        text = (
+            f"the first call of this {family} compiles kernels and a decode step where no earlier "
+            "process has; attnplug.warm(model, lengths) does so ahead"
+        )
+        timer = threading.Timer(SILENT_S, LOG.warning, [text])
+        timer.daemon = True
+        if self.is_new:
+            timer.start()
+        self.is_new = False
+        return timer
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy of the model begins anew: a compiled step is of one model."""
@@ -221,6 +239,13 @@ class Decoding:
         self.lag = 0
 
     def run(self, loop: DecodeLoop) -> Any:
+        self.notice = loop.notice(type(self.model).__name__)
+        try:
+            return self._run(loop)
+        finally:
+            self.notice.cancel()
+
+    def _run(self, loop: DecodeLoop) -> Any:
         outputs = self.model._prefill(self.prompt, self.config, self.inputs)
         self.cache: PlugCache = outputs.past_key_values
         logits = outputs.logits[:, -1].to(dtype=torch.float32, copy=True)
@@ -285,6 +310,7 @@ class Decoding:
                 return end
             self._prepare_layers(buffers)
             found = step(self.model, self.cache, *vars(buffers).values(), self.greedy, options)
+            self.notice.cancel()  # from here on tokens come
             if found is not None:
                 self._choose(found, buffers)
 

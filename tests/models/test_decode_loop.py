@@ -2,9 +2,11 @@
 the call to it and says why."""
 
 import copy
+import time
 
 import pytest
 import torch
+from torch._dynamo.utils import counters
 from transformers import GenerationMixin, LogitsProcessor
 from transformers.generation.configuration_utils import CompileConfig
 from transformers.generation.streamers import BaseStreamer
@@ -300,3 +302,37 @@ def test_one_compilation_serves_all_lengths(policy, padding):
             options = dict(max_new_tokens=6, compile_config=compiling())
             model.generate(ids, attention_mask=mask, **options)
         assert attnplug.report(model).loop == ""
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")  # inductor's own
+@pytest.mark.parametrize("options", [CALLS["greedy-ends"], CALLS["sample-ends"]], ids=str)
+@pytest.mark.parametrize("policy", ["dense", GATHER], ids=["dense", "gather"])
+def test_compiled_steps_are_cuda_graphs_and_run_ahead(policy, options):
+    torch._dynamo.reset()
+    counters.clear()
+    model = tiny_model(device="cuda")
+    wanted = call(model, disable_compile=True, **options)
+    with attnplug.applied(model, policy):
+        for _ in range(4):  # warm, captured, replayed; and the buffers of the last call
+            assert_same(call(model, **options), wanted)
+        assert attnplug.report(model).loop == ""
+    assert counters["stats"]["unique_graphs"] == 1
+    assert counters["inductor"]["cudagraph_skips"] == 0
+
+
+def test_a_long_first_call_says_what_it_does(monkeypatch, caplog):
+    model = attnplug.apply(tiny_model(), "dense")
+    monkeypatch.setattr(decode_loop, "SILENT_S", 0.05)
+    slow = model.register_forward_pre_hook(lambda *_: time.sleep(0.2))
+    call(model, max_new_tokens=2)
+    assert "compiles" in caplog.text and "attnplug.warm" in caplog.text
+    caplog.clear()
+    call(model, max_new_tokens=2)
+    assert caplog.text == ""
+    slow.remove()
+    monkeypatch.setattr(decode_loop, "SILENT_S", 60)
+    attnplug.remove(model)
+    attnplug.apply(model, "dense")
+    call(model)
+    assert caplog.text == ""
