@@ -8,6 +8,9 @@ and by the environment, as a whole run is long:
     ATTNPLUG_BENCH_BATCHES   rows                 "1"
     ATTNPLUG_BENCH_POLICIES                       "dense;gather;momo+gather"
     ATTNPLUG_BENCH_SAMPLED   1: sample instead of greedy decoding
+    ATTNPLUG_BENCH_COMPILE   a CompileConfig for ours, as JSON: {"mode": "max-autotune"},
+                             {"mode": null, "options": {"triton.cudagraphs": true, ...}}
+    ATTNPLUG_BENCH_PROFILE   1: print where eight tokens of each policy spend their time
 
 - test_tokens: time a token. The cache holds n - TAIL random tokens already, so no long prefill
   runs: the call feeds the TAIL, and a token costs (time of NEW + 1 tokens - time of 1) / NEW.
@@ -36,6 +39,7 @@ import torch
 from _models import heads_of
 from test_e2e_decode import CONFIG, fill, model, profile, work_of
 from transformers import Cache, DynamicCache
+from transformers.generation.configuration_utils import CompileConfig
 
 import attnplug
 
@@ -47,7 +51,9 @@ TAIL, NEW, ROUNDS = 32, 64, 3
 CHUNK = 8192
 PAD, END = 0, 2
 OPTIONS: dict[str, Any] = dict(eos_token_id=END, pad_token_id=PAD, do_sample=SAMPLED)
-KIND = "sampled" if SAMPLED else ""
+COMPILE = os.environ.get("ATTNPLUG_BENCH_COMPILE", "")
+OURS = dict(compile_config=CompileConfig(**json.loads(COMPILE))) if COMPILE else {}
+KIND = ", ".join(filter(None, ["sampled" if SAMPLED else "", COMPILE]))
 
 
 @contextmanager
@@ -104,6 +110,7 @@ def token_times(policy: str, n: int, batch: int) -> list[float]:
                 cache = filled(policy, n - TAIL, batch)
                 mask = torch.ones_like(ids)
                 options = dict(past_key_values=cache, attention_mask=mask)
+                options |= OURS if policy else {}
                 taken.append(seconds_of(made, ids, tokens, **options))
                 del cache, options
             if number:
@@ -122,7 +129,8 @@ def profile_of(made: Any, policy: str, ids: torch.Tensor) -> None:
     class Decoder:
         def step(self) -> None:
             cache = filled(policy, ids.shape[1] - TAIL, len(ids))
-            seconds_of(made, ids, 8, past_key_values=cache, attention_mask=torch.ones_like(ids))
+            mask = torch.ones_like(ids)
+            seconds_of(made, ids, 8, past_key_values=cache, attention_mask=mask, **OURS)
 
     profile(Decoder(), steps=1)
 

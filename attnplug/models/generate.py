@@ -88,7 +88,7 @@ def last_loop(model: PreTrainedModel) -> str:
 def unbind_generate(model: PreTrainedModel, names: list[str]) -> None:
     """Undo `bind_generate`."""
     for name in names:
-        del model.__dict__[name]
+        vars(model).pop(name, None)  # someone may have taken it off already
 
 
 def _prepare_cache_for_generation(

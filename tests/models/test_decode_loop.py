@@ -239,6 +239,10 @@ def test_remove_takes_the_loop_off():
         call(model, compile_config=compiling())
     assert set(vars(model)) == before
     assert model.generate.__func__ is type(model).generate
+    attnplug.apply(model, "dense")
+    del model.prepare_inputs_for_generation  # by someone who wrapped it for a while
+    attnplug.remove(model)
+    assert set(vars(model)) == before
 
 
 def test_a_copy_decodes_with_its_own_weights():
