@@ -52,7 +52,7 @@ def bind_generate(model: PreTrainedModel, make_layer: MakeLayer | None, *, loop:
         if hasattr(model, STEP_METHOD):
             vars(model)[STEP_METHOD] = MethodType(_step_method(type(model)), model)
             names.append(STEP_METHOD)
-        if getattr(type(model), PREFILL_METHOD, None) is not None:
+        if hasattr(type(model), PREFILL_METHOD) and PREFILL_METHOD not in vars(model):
             vars(model)[PREFILL_METHOD] = MethodType(_prefill, model)
             names.append(PREFILL_METHOD)
         if loop:

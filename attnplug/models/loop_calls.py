@@ -64,6 +64,9 @@ def unserved_model(model: PreTrainedModel, kinds: Iterable[str]) -> str:
     for name in OWN_METHODS:
         if getattr(family, name, None) is not getattr(MIXIN, name, None):
             return f"{family.__name__} has its own {name}"
+    replaced = [name for name in OWN_METHODS if name in vars(model)]
+    if replaced:
+        return f"{replaced[0]} was replaced on this model"
     if hasattr(family, "create_masks_for_generate"):
         return f"{family.__name__} makes its own masks"
     return ""

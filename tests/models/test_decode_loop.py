@@ -146,6 +146,22 @@ def test_a_step_is_fed_once_for_each_token():
     assert len(passes) == out.sequences.shape[1] - prompt()[0].shape[1]
 
 
+def test_methods_that_were_replaced_before_stay():
+    model, calls = tiny_model(), []
+    stock = model.generate
+
+    def mine(*args, **kwargs):
+        calls.append(1)
+        return stock(*args, **kwargs)
+
+    model.generate = mine
+    with attnplug.applied(model, "dense"):
+        assert "generate was replaced" in attnplug.report(model).loop
+        call(model)
+    assert calls == [1]
+    assert model.generate is mine
+
+
 class Halve(LogitsProcessor):
     def __call__(self, input_ids, scores):
         return scores / 2
