@@ -24,7 +24,7 @@ from attnplug.errors import (
 )
 
 if TYPE_CHECKING:
-    from attnplug.api import LayerReport, Report, applied, apply, make_cache, remove, report
+    from attnplug.api import LayerReport, Report, applied, apply, make_cache, remove, report, warm
     from attnplug.policies import (
         Auto,
         Certified,
@@ -67,10 +67,11 @@ __all__ = [
     "make_cache",
     "remove",
     "report",
+    "warm",
 ]
 
 
-_API = {"LayerReport", "Report", "applied", "apply", "make_cache", "remove", "report"}
+_API = {"LayerReport", "Report", "applied", "apply", "make_cache", "remove", "report", "warm"}
 _HOME_OF = {  # of what is not here yet: the methods are in policies
     name: "attnplug.api" if name in _API else "attnplug.policies"
     for name in __all__

@@ -3,7 +3,7 @@
 import fnmatch
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
@@ -20,7 +20,13 @@ from attnplug.errors import (
     UnsupportedModelError,
 )
 from attnplug.models.cache import MakeLayer, PlugCache, PlugLayer
-from attnplug.models.generate import LONGEST, bind_generate, own_cache, unbind_generate
+from attnplug.models.generate import (
+    LONGEST,
+    bind_generate,
+    last_loop,
+    own_cache,
+    unbind_generate,
+)
 from attnplug.models.hf import BINDING, Binding, register_names
 from attnplug.models.hook import PolicyHook
 from attnplug.models.layers import (
@@ -30,8 +36,10 @@ from attnplug.models.layers import (
     takes_cache,
     unwrap,
 )
+from attnplug.models.loop_calls import unserved_model
 from attnplug.models.names import ADDITIVE_NAME, ATTENTION_NAME, ATTENTION_NAMES
 from attnplug.models.switch import SwitchedConfigs, switch_configs
+from attnplug.models.warmup import generate_ahead
 from attnplug.policies import Phase, Policy, parse
 
 STATE = "_attnplug_state"
@@ -54,16 +62,19 @@ class LayerReport:
 
 @dataclass(frozen=True)
 class Report:
-    """What runs where: one LayerReport a layer, and in `cache` why generate keeps transformers' own
-    cache ("" where it prepares attnplug's). `str()` gives text, `table()` a rich table."""
+    """What runs where: one LayerReport a layer, in `cache` why generate keeps transformers' own
+    cache ("" where it prepares attnplug's), and in `loop` why it decodes with transformers' own
+    loop: always, or in the last call ("" where it is attnplug's). `str()` gives text, `table()` a
+    rich table."""
 
     policy: str
     layers: tuple[LayerReport, ...]
     cache: str = ""
+    loop: str = ""
 
     def table(self) -> Table:
         """The report as a rich table; runs of layers alike but for their index share a row."""
-        table = Table(title=f"attnplug: {self.policy}", caption=self.cache or None)
+        table = Table(title=f"attnplug: {self.policy}", caption="\n".join(self._notes()) or None)
         for column in ("layers", "kind", "prefill", "decode", "why / note"):
             table.add_column(column)
         for span, layer in self._spans():
@@ -75,7 +86,10 @@ class Report:
         for span, layer in self._spans():
             line = f"layers {span} ({layer.kind}): prefill {layer.prefill}, decode {layer.decode}"
             lines.append(f"{line}; {layer.reason}" if layer.reason else line)
-        return "\n".join([*lines, self.cache] if self.cache else lines)
+        return "\n".join([*lines, *self._notes()])
+
+    def _notes(self) -> list[str]:
+        return [note for note in (self.cache, self.loop) if note]
 
     def _spans(self) -> list[tuple[str, LayerReport]]:
         spans: list[list[LayerReport]] = []
@@ -137,7 +151,8 @@ def apply(model: Model, policy: PolicyLike | Mapping[LayerKey, PolicyLike]) -> M
     keeps = _keeps_cache(target, plan)
     layer_reports = tuple(_report(*entry, static=not keeps) for entry in plan)
     bound = [layer.module for layer in layers]
-    ledger = _Ledger(Report(resolver.text, layer_reports, keeps), _LayerMaker(plan), bound)
+    loop = "" if keeps else _loop_text(unserved_model(target, [layer.kind for layer in layers]))
+    ledger = _Ledger(Report(resolver.text, layer_reports, keeps, loop), _LayerMaker(plan), bound)
     for layer, binding in plan:
         setattr(layer.module, BINDING, binding)
     switched = _switched(plan)
@@ -145,7 +160,7 @@ def apply(model: Model, policy: PolicyLike | Mapping[LayerKey, PolicyLike]) -> M
         told = [x for x in layers if id(x.config) in switched and has_own_slot(x.module)]
         ledger.hooks = [_hooked(layer, first=layer is told[0]) for layer in told]
         ledger.configs = switch_configs(target, switched)
-        ledger.methods = bind_generate(target, None if keeps else ledger.make_layer)
+        ledger.methods = bind_generate(target, None if keeps else ledger.make_layer, loop=not loop)
     ledger.compiled = _take_compiled(target)
     target.__dict__[STATE] = ledger
     return model
@@ -192,7 +207,12 @@ def report(model: torch.nn.Module) -> Report:
                 f"{layer.name} was switched to attention {now!r} after apply, which bypasses the "
                 "policy; call attnplug.remove(model) and apply again"
             )
-    return ledger.report
+    why = _loop_text(last_loop(target))
+    return replace(ledger.report, loop=why) if why else ledger.report
+
+
+def _loop_text(why: str) -> str:
+    return f"generate decodes with transformers' loop: {why}" if why else ""
 
 
 def make_cache(model: torch.nn.Module, max_length: int) -> PlugCache:
@@ -209,6 +229,29 @@ def make_cache(model: torch.nn.Module, max_length: int) -> PlugCache:
     if why:
         raise UnsupportedModelError(f"{why}; leave the cache to the model with use_cache=True")
     return PlugCache.for_config(target.config, max_length, ledger.make_layer)
+
+
+def warm(
+    model: torch.nn.Module,
+    lengths: Sequence[int],
+    batch: int = 1,
+    *,
+    padded: bool = False,
+    **options: Any,
+) -> dict[int, float]:
+    """Compile ahead what generate will need on a model that has a policy, with a progress bar.
+
+    Calls generate on `batch` rows of random tokens for each prompt length, padded on the left if
+    `padded`; `options` go to generate, as a sampled call needs another step than a greedy one.
+    One length below and one above a policy's crossover serve all. Returns the seconds of each.
+    Raises NotAppliedError, and ArgumentError for a length or batch below 1.
+    """
+    target = unwrap(model)
+    _ledger_of(target)
+    for name, value in (("batch", batch), *(("lengths", length) for length in lengths)):
+        if type(value) is not int or value < 1 + (padded and name == "lengths"):
+            raise ArgumentError(f"warm: {name}={value!r}, needs integers of at least 1 (2 padded)")
+    return generate_ahead(target, lengths, batch, padded, options)
 
 
 def _ledger_of(target: PreTrainedModel) -> _Ledger:

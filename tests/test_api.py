@@ -66,7 +66,7 @@ def test_the_first_match_wins(model):
 
 def test_report_says_where_momo_runs_dense(model):
     attnplug.apply(model, "momo(min_tokens=4096)")
-    assert "dense below 4,096 query tokens a call" in str(attnplug.report(model))
+    assert "dense in prefills below 4,096 tokens" in str(attnplug.report(model))
 
 
 REFUSALS = {

@@ -30,6 +30,14 @@ def check_room(length: int, tokens: int, size: int) -> None:
         )
 
 
+def mark_buffer(tensor: torch.Tensor) -> None:
+    """Tell torch.compile that a buffer does not move, which CUDA graphs want, and that its third
+    dimension may have another size in another cache: code compiled once serves all lengths."""
+    torch._dynamo.mark_static_address(tensor)
+    if tensor.dim() > 2:
+        torch._dynamo.maybe_mark_dynamic(tensor, 2)
+
+
 def autocast_dtype(device: torch.device) -> torch.dtype | None:
     """What torch.autocast has matrix products computed in here, or None outside of it."""
     if device.type in ("cpu", "cuda") and torch.is_autocast_enabled(device.type):
@@ -58,6 +66,7 @@ class PlugLayer(StaticLayer):
     """
 
     row_buffers: ClassVar[RowBuffers] = {}
+    crops_exactly: ClassVar[bool] = False  # `crop` leaves row buffers as if the steps had not been
     is_croppable = True
     defers_write = False
     defer_next = False  # for one update: PolicyHook sets it where plug_attention will follow
@@ -67,7 +76,14 @@ class PlugLayer(StaticLayer):
     uncounted = False  # a compiled step has come, which counts on the device alone
     captured = False  # a CUDA graph has steps of this layer, and whoever replays it does not say
     query_heads: int | None = None  # of the attention layer that it was made for, where known
+    prefill_tokens: int = 0  # of the prefill that generate feeds in chunks now, all of them
     layers_behind: int = 0  # full-attention layers of its device that come after it
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        super().lazy_initialization(key_states, value_states)
+        if not torch.compiler.is_compiling():
+            for buffer in self._buffers():
+                mark_buffer(buffer)
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
@@ -170,7 +186,7 @@ class PlugLayer(StaticLayer):
             setattr(self, name, buffer)
         if not torch.compiler.is_compiling():  # as the base does: it cannot be traced
             for tensor in self._row_tensors(buffers):
-                torch._dynamo.mark_static_address(tensor)
+                mark_buffer(tensor)
 
     def tensors(self) -> list[torch.Tensor]:
         """Keys, values and the side buffers that are there."""
@@ -271,7 +287,7 @@ class PlugLayer(StaticLayer):
         self.cumulative_length = self.cumulative_length.to(self.device)
         if not torch.compiler.is_compiling():  # as the base does: it cannot be traced
             for tensor in (self.keys, self.values, self.cumulative_length):
-                torch._dynamo.mark_static_address(tensor)
+                mark_buffer(tensor)
         self.is_initialized = True
 
     def _on_device(
@@ -290,8 +306,8 @@ class PlugLayer(StaticLayer):
     def _rebind(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         self.keys, self.values = keys, values
         self.batch_size = keys.shape[0]
-        torch._dynamo.mark_static_address(self.keys)
-        torch._dynamo.mark_static_address(self.values)
+        mark_buffer(self.keys)
+        mark_buffer(self.values)
 
 
 MakeLayer = Callable[[int, int], PlugLayer]  # of the layer's index and max_length

@@ -1,5 +1,5 @@
 """What `apply` changes about a model's own methods, on the instance only: the cache that generate
-prepares, and refusals of what would lose the policy."""
+prepares, the loop that it decodes with, and refusals of what would lose the policy."""
 
 import copy
 import functools
@@ -13,14 +13,25 @@ from transformers.generation.configuration_utils import GenerationMode
 
 from attnplug.errors import UnsupportedCallError
 from attnplug.models.cache import MakeLayer, PlugCache, PlugLayer, autocast_dtype
+from attnplug.models.decode_loop import DecodeLoop, Decoding
 from attnplug.models.growth import GrowingCache, Growth
+from attnplug.models.loop_calls import (
+    ARGUMENTS,
+    MIXIN,
+    unserved_arguments,
+    unserved_call,
+)
 
 LAYER_MAKER = "_attnplug_make_layer"
 LARGEST = "_attnplug_largest_cache"  # rows times tokens
 LONGEST = "_previous_max_cache_length"  # transformers' own: tokens
 CACHE_METHOD = "_prepare_cache_for_generation"
 STEP_METHOD = "prepare_inputs_for_generation"
+GENERATE_METHOD = "generate"
+PREFILL_METHOD = "_prefill"
+LOOP = "_attnplug_loop"
 SWITCH_METHOD = "set_attn_implementation"
+OURS = frozenset({GENERATE_METHOD, STEP_METHOD, PREFILL_METHOD})
 BATCHING_METHODS = (
     "generate_batch",
     "init_continuous_batching",
@@ -28,9 +39,10 @@ BATCHING_METHODS = (
 )
 
 
-def bind_generate(model: PreTrainedModel, make_layer: MakeLayer | None) -> list[str]:
-    """Give this instance refusals, and its own cache preparation unless make_layer is None. Returns
-    the names of the attributes that were set, which `unbind_generate` deletes again."""
+def bind_generate(model: PreTrainedModel, make_layer: MakeLayer | None, *, loop: bool) -> list[str]:
+    """Give this instance refusals, its own cache preparation unless make_layer is None, and with it
+    attnplug's decode loop if `loop`. Returns the names of the attributes that were set, which
+    `unbind_generate` deletes again."""
     names = []
     if make_layer is not None and hasattr(model, CACHE_METHOD):
         vars(model)[LAYER_MAKER] = make_layer
@@ -40,6 +52,13 @@ def bind_generate(model: PreTrainedModel, make_layer: MakeLayer | None) -> list[
         if hasattr(model, STEP_METHOD):
             vars(model)[STEP_METHOD] = MethodType(_step_method(type(model)), model)
             names.append(STEP_METHOD)
+        if hasattr(type(model), PREFILL_METHOD) and PREFILL_METHOD not in vars(model):
+            vars(model)[PREFILL_METHOD] = MethodType(_prefill, model)
+            names.append(PREFILL_METHOD)
+        if loop:
+            vars(model)[LOOP] = DecodeLoop()
+            vars(model)[GENERATE_METHOD] = MethodType(_generate, model)
+            names += [LOOP, GENERATE_METHOD]
     for name in BATCHING_METHODS:
         if hasattr(model, name):
             vars(model)[name] = _refuse_batching
@@ -60,10 +79,16 @@ def own_cache(model: PreTrainedModel) -> str:
     return ""
 
 
+def last_loop(model: PreTrainedModel) -> str:
+    """Why the last call of generate decoded with transformers' loop, "" where it did not."""
+    loop: DecodeLoop | None = vars(model).get(LOOP)
+    return "" if loop is None else loop.why_not
+
+
 def unbind_generate(model: PreTrainedModel, names: list[str]) -> None:
     """Undo `bind_generate`."""
     for name in names:
-        del model.__dict__[name]
+        vars(model).pop(name, None)  # someone may have taken it off already
 
 
 def _prepare_cache_for_generation(
@@ -103,6 +128,58 @@ def _prepare_cache_for_generation(
         return
     model_kwargs["past_key_values"] = cache
     _drop_full_mask(model_kwargs)
+
+
+@functools.wraps(MIXIN.generate)
+def _generate(model: Any, *args: Any, **kwargs: Any) -> Any:
+    """generate, told of attnplug's loop where its arguments allow it."""
+    arguments = ARGUMENTS.bind(model, *args, **kwargs).arguments
+    why = unserved_arguments(model, arguments, OURS)
+    vars(model)[LOOP].why_not = why
+    if not why:
+        kwargs["custom_generate"] = _decode
+    return type(model).generate(model, *args, **kwargs)
+
+
+@functools.wraps(MIXIN._sample)  # generate reads its signature
+def _decode(
+    model: Any,
+    input_ids: torch.Tensor,
+    logits_processor: Any,
+    stopping_criteria: Any,
+    generation_config: Any,
+    **model_kwargs: Any,
+) -> Any:
+    """What generate calls once all is prepared: attnplug's loop, or transformers'."""
+    loop: DecodeLoop = vars(model)[LOOP]
+    call = (input_ids, logits_processor, stopping_criteria, generation_config)
+    loop.why_not = unserved_call(model, *call, model_kwargs)
+    if loop.why_not:
+        return type(model)._sample(model, *call, **model_kwargs)
+    return Decoding(model, *call, model_kwargs).run(loop)
+
+
+@functools.wraps(MIXIN._prefill)
+def _prefill(
+    model: Any, input_ids: torch.Tensor, generation_config: Any, model_kwargs: Any, **options: Any
+) -> Any:
+    """generate's prefill. Where it comes in chunks, layers are told of how many tokens, so that a
+    method chooses for a chunk as it would for all; and chunks are not compiled, as a prefill in one
+    piece is not: that of the last one has a length of its own."""
+    stock, chunk = type(model)._prefill, generation_config.prefill_chunk_size
+    cache = model_kwargs.get("past_key_values")
+    if chunk is None or not isinstance(cache, PlugCache):
+        return stock(model, input_ids, generation_config, model_kwargs, **options)
+    eager = copy.copy(generation_config)
+    eager.compile_config, eager.disable_compile = None, True
+    layers = [layer for layer in cache.layers if isinstance(layer, PlugLayer)]
+    for layer in layers:
+        layer.prefill_tokens = input_ids.shape[1]
+    try:
+        return stock(model, input_ids, eager, model_kwargs, **options)
+    finally:
+        for layer in layers:
+            layer.prefill_tokens = 0
 
 
 def _bound_length(model: Any, rows: int, length: int) -> None:

@@ -28,6 +28,7 @@ class GatherLayer(PlugLayer):
     """
 
     row_buffers: ClassVar[RowBuffers] = {"bounds": None, "progress": 0}
+    crops_exactly = True
     defers_write = True
 
     bounds: torch.Tensor
@@ -63,6 +64,7 @@ class HostGatherLayer(GatherLayer, HostLayer):
     """
 
     row_buffers: ClassVar[RowBuffers] = {**GatherLayer.row_buffers, "near": None}
+    crops_exactly = False  # steps change what is near, and count it
     near: ResidentBlocks | None = None
 
     def __init__(

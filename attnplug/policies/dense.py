@@ -13,12 +13,18 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from attnplug.call import AttentionCall, causal_mask
 from attnplug.errors import UnsupportedCallError
+from attnplug.models.sync import may_sync
 from attnplug.ops import dense_decode, query_sparse_attention
 from attnplug.policies.base import Phase
 
 # Up to this many queries (speculative verification) splitting the keys over the GPU beats a
 # program per query tile.
 MAX_DECODE_QUERIES = 16
+
+# From so many tokens on, each row of a padded prefill is worth a call of torch's SDPA of its own,
+# without a mask, and up to so many masked tokens behind a row's first a call each. Not measured.
+ROW_TOKENS = 8192
+MOST_HOLES = 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,6 +41,10 @@ class Dense(Phase):
         plain = call.whole and call.softcap == 0.0 and call.sinks is None
         if plain and call.key_mask is None:
             return _sdpa(call, None)
+        looks = plain and may_sync(call.q.is_cuda)
+        rows = _row_by_row(call) if looks and not known_below(queries, ROW_TOKENS) else None
+        if rows is not None:
+            return rows
         if plain and call.q.device.type == "cpu":
             return _sdpa(call, causal_mask(call))
         return _flash(call)
@@ -65,6 +75,45 @@ def check_open_length(method: str, tokens: int, query_block: int) -> None:
 
 def _decode(call: AttentionCall) -> torch.Tensor:
     out, _ = dense_decode(call.q, call.k, call.v, sinks=call.sinks, **call.options)
+    return out
+
+
+def _row_by_row(call: AttentionCall) -> torch.Tensor | None:
+    """A whole prefill with a key mask, each row by torch's causal kernel over its real tokens; None
+    where the mask hides too many tokens behind a row's first. Looks at the mask on the host.
+
+    A prompt that holds its pad token has a few such holes: transformers hides them, and their
+    queries see the keys before them.
+    """
+    mask, size = call.key_mask, call.k.shape[2]
+    assert mask is not None  # else there is nothing to leave out
+    counted = torch.stack([mask.sum(-1), mask.to(torch.uint8).argmax(-1)], 1).tolist()
+    if any(real and size - start - real > MOST_HOLES for real, start in counted):
+        return None
+    out = call.q.new_zeros(call.q.shape)
+    for row, (real, start) in enumerate(counted):
+        if real:
+            alone = [x[row : row + 1, :, start:] for x in (call.q, call.k, call.v)]
+            own = mask[row : row + 1, start:] if real < size - start else None
+            out[row : row + 1, :, start:] = _row(call, alone, own)
+    return out
+
+
+def _row(call: AttentionCall, row: list[torch.Tensor], mask: torch.Tensor | None) -> torch.Tensor:
+    """The output of one row from its first real token on; `mask` `[1,T]` is None without holes."""
+    if mask is None:
+        return _sdpa(dataclasses.replace(call, q=row[0], k=row[1], v=row[2], key_mask=None), None)
+    q, k, v = row
+    out, real = torch.empty_like(q), mask[0].nonzero()[:, 0]
+    own = [x.index_select(2, real) for x in row]
+    alone = dataclasses.replace(call, q=own[0], k=own[1], v=own[2], key_mask=None)
+    out.index_copy_(2, real, _sdpa(alone, None))
+    for hole in (~mask[0]).nonzero()[:, 0].tolist():
+        seen = torch.full((1,), hole + 1, device=q.device)
+        masked, _ = dense_decode(
+            q[:, :, hole : hole + 1], k, v, scale=call.scale, lengths=seen, key_mask=mask
+        )
+        out[:, :, hole : hole + 1] = masked
     return out
 
 

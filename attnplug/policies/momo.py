@@ -18,6 +18,7 @@ import torch
 
 from attnplug.call import AttentionCall, LayerShape, Reads
 from attnplug.deprecated import renamed_option
+from attnplug.models.cache import PlugLayer
 from attnplug.ops import (
     block_sparse_attention,
     delta_correct,
@@ -35,6 +36,9 @@ from attnplug.policies.dense import Dense, apply_sinks, check_open_length, known
 # faster, and below so many tokens in any case; measured (docs/log/momo.md).
 CROSSOVER_FACTOR = {"cuda": 4, "cpu": 8}
 CROSSOVER_FLOOR = {"cuda": 8192, "cpu": 4096}
+# A chunk that nobody says the whole prefill of is long where the keys that it sees are many, and
+# its queries these: fewer are a question in a conversation. Not measured.
+LEAST_CHUNK = 1024
 # The row lists of so many heads are in memory at a time (at 1M tokens, 32 heads: a quarter).
 LIST_BYTES = 600 << 20
 
@@ -52,8 +56,8 @@ class Momo(DenseBelow):
     sink: first key blocks that are always read. window: keys before the query block always read.
     delta: how much of a measured row's difference from its sparse self its followers get; 1 is the
     paper's correction, 0 leaves them block-sparse. Measured rows are dense at any.
-    min_tokens: query tokens below which dense attention runs instead; None is the crossover
-    measured on the kind of device, a multiple of the budget top_k x block.
+    min_tokens: tokens of a prefill, all its chunks, below which dense attention runs instead; None
+    is the crossover measured on the kind of device, a multiple of the budget top_k x block.
     """
 
     gamma: int = 16
@@ -108,10 +112,21 @@ class Momo(DenseBelow):
 
     def note(self, shape: LayerShape) -> str:
         tokens = self.crossover(shape.device)
-        return f"dense below {tokens:,} query tokens a call" if tokens else ""
+        return f"dense in prefills below {tokens:,} tokens" if tokens else ""
+
+    def is_short(self, call: AttentionCall) -> bool:
+        """Whether dense attention is faster: the prefill that the call is a part of is short, as
+        far as the host knows, and so are the keys that it sees."""
+        queries, limit = call.q.shape[2], self.crossover(call.q.device)
+        if not known_below(queries, limit):
+            return False
+        if torch.compiler.is_compiling() or not isinstance(call.state, PlugLayer):
+            return True
+        seen = call.state.counted if queries >= LEAST_CHUNK else 0
+        return max(call.state.prefill_tokens, seen) < limit
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
-        if known_below(call.q.shape[2], self.crossover(call.q.device)):
+        if self.is_short(call):
             return Dense().attend(call)
         check_open_length(self.name, call.q.shape[2], self.query_block)
         rows = self.select(call)
@@ -142,7 +157,7 @@ class Momo(DenseBelow):
         )
 
     def reads(self, call: AttentionCall) -> Reads | None:
-        if call.q.shape[2] < self.crossover(call.q.device):
+        if self.is_short(call):
             return None
         return read_blocks(
             call,

@@ -243,7 +243,7 @@ def test_report_says_what_was_chosen_and_why():
         )
     with attnplug.applied(tiny_model(), "auto(quality='fast')") as model:
         line = str(attnplug.report(model)).splitlines()[1]
-    assert "prefill momo, decode dense; momo: dense below 65,536 query tokens" in line
+    assert "prefill momo, decode dense; momo: dense in prefills below 65,536 tokens" in line
     assert "auto: prefill by momo, faster on long prompts, at some perplexity" in line
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from attnplug.policies import AttentionCall, Dense
+from attnplug.policies import AttentionCall, Dense, dense
 
 
 def call(queries: int, keys: int, *, device: str, padded: bool = False, **options) -> AttentionCall:
@@ -66,3 +66,41 @@ def test_grouped_float32_stores_no_scores():
     torch.cuda.reset_peak_memory_stats()
     Dense().attend(AttentionCall(q, k, v, 0.125))
     assert torch.cuda.max_memory_allocated() - before < 2**30
+
+
+def with_holes(*holes: int, device: str) -> AttentionCall:
+    """Left padding in the second row, and hidden tokens in the first."""
+    c = call(60, 60, padded=True, device=device)
+    assert c.key_mask is not None
+    c.key_mask[0, list(holes)] = False
+    return c
+
+
+@pytest.mark.parametrize("holes", [(), (30,), (3, 4, 59), (0, 20)])
+def test_long_padded_rows_go_to_torchs_kernel_one_by_one(holes, device, monkeypatch):
+    masks = []
+    keep = dense._sdpa
+
+    def spy(call, mask):
+        masks.append(mask)
+        return keep(call, mask)
+
+    monkeypatch.setattr(dense, "ROW_TOKENS", 50)
+    monkeypatch.setattr(dense, "_sdpa", spy)
+    c = with_holes(*holes, device=device)
+    assert (Dense().attend(c) - exact(c)).abs().max() < 1e-5
+    assert masks == [None, None]
+    c.v = c.v.masked_fill(~c.key_mask[:, None, :, None], torch.nan)
+    clean = with_holes(*holes, device=device)
+    assert (Dense().attend(c) - exact(clean)).abs().max() < 1e-5  # what is hidden is not read
+
+
+def test_a_row_of_many_holes_or_of_none_but_padding_is_served(device, monkeypatch):
+    monkeypatch.setattr(dense, "ROW_TOKENS", 50)
+    monkeypatch.setattr(dense, "MOST_HOLES", 2)
+    c = with_holes(7, 8, 9, device=device)
+    assert dense._row_by_row(c) is None
+    assert (Dense().attend(c) - exact(c)).abs().max() < 1e-5
+    c = with_holes(device=device)
+    c.key_mask[1] = False
+    assert (Dense().attend(c) - exact(c)).abs().max() < 1e-5

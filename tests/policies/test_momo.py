@@ -174,7 +174,7 @@ def test_the_note_names_the_crossover():
     shape = LayerShape(4, 2, 64, 0.0, False, torch.device("cpu"))
     assert (
         dataclasses.replace(MOMO, min_tokens=4096).note(shape)
-        == "dense below 4,096 query tokens a call"
+        == "dense in prefills below 4,096 tokens"
     )
     assert MOMO.note(shape) == ""
 

@@ -1,0 +1,406 @@
+"""The loop that decodes for generate: what transformers does on the host between two tokens, done
+on the device.
+
+A step is one function of tensors that never move: token, position, key mask and the rows that go
+on. It writes the next of each in place, so that compiled steps need nothing from the host, and
+the host never waits for a step that it has just queued. It looks at the rows that go on `LAG`
+steps late, and takes back what the steps since have made: tokens, cache and random state.
+
+Prompts, caches, logits processors and their order are transformers' own; a sampled token is
+`argmax(p / e)` with `e` exponential, as torch.multinomial draws it, without its look at the
+device.
+"""
+
+import logging
+import threading
+import types
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers.generation.stopping_criteria import MaxLengthCriteria
+from transformers.generation.utils import GenerateDecoderOnlyOutput
+
+from attnplug.models.cache import PlugCache, PlugLayer
+from attnplug.models.hf import binding_of
+
+# Steps that a compiled run is ahead of what the host knows. Zero where a step is not compiled: the
+# host is then the slower of the two.
+LAG = {"cuda": 2, "cpu": 0}
+SILENT_S = 2.0  # how long a first call may take without a word
+LOG = logging.getLogger("attnplug")
+STOPPED, INVALID = 1, 2  # what a step says of itself; 0: rows go on
+
+
+@dataclass
+class StepBuffers:
+    """What a step reads and writes, at fixed addresses: last token `[B,1]`, its position `[1|B,1]`,
+    its slot in the cache `[1]`, which keys are real `[B,1,1,S]` (bool) or None, which rows go on
+    `[B]` (bool), its verdict `[]` (int8), and where rows end the tokens that end them `[E]` and the
+    one that follows `[]`."""
+
+    token: torch.Tensor
+    position: torch.Tensor
+    slot: torch.Tensor
+    mask: torch.Tensor | None
+    unfinished: torch.Tensor
+    verdict: torch.Tensor
+    ends: torch.Tensor | None
+    pad: torch.Tensor | None
+
+    @classmethod
+    def empty(
+        cls, rows: int, positions: int, room: int | None, ends: int, device: torch.device
+    ) -> "StepBuffers":
+        """Buffers for so many rows; `room` is the cache's length where keys are masked, `ends` how
+        many tokens end a row."""
+        mask = None
+        if room is not None:
+            mask = torch.zeros((rows, 1, 1, room), dtype=torch.bool, device=device)
+            torch._dynamo.maybe_mark_dynamic(mask, 3)
+        made = cls(
+            token=torch.zeros((rows, 1), dtype=torch.long, device=device),
+            position=torch.zeros((positions, 1), dtype=torch.long, device=device),
+            slot=torch.zeros(1, dtype=torch.long, device=device),
+            mask=mask,
+            unfinished=torch.ones(rows, dtype=torch.bool, device=device),
+            verdict=torch.zeros((), dtype=torch.int8, device=device),
+            ends=torch.zeros(ends, dtype=torch.long, device=device) if ends else None,
+            pad=torch.zeros((), dtype=torch.long, device=device) if ends else None,
+        )
+        for tensor in vars(made).values():
+            if tensor is not None:
+                torch._dynamo.mark_static_address(tensor)
+        return made
+
+
+@dataclass
+class DecodeLoop:
+    """What a model keeps from one call of generate to the next: its compiled step, the buffers of
+    the last call, and why the last call was left to transformers ("" where it was not)."""
+
+    why_not: str = ""
+    step: Callable[..., torch.Tensor | None] | None = None
+    compiled_with: Any = None
+    buffers: dict[tuple[Any, ...], StepBuffers] = field(default_factory=dict)
+    is_new: bool = True  # no call has decoded yet
+
+    def notice(self, family: str) -> threading.Timer:
+        """Under way: a word on the log if a first call takes long, unless it is cancelled."""
+        text = (
+            f"the first call of this {family} compiles kernels and a decode step where no earlier "
+            "process has; attnplug.warm(model, lengths) does so ahead"
+        )
+        timer = threading.Timer(SILENT_S, LOG.warning, [text])
+        timer.daemon = True
+        if self.is_new:
+            timer.start()
+        self.is_new = False
+        return timer
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy of the model begins anew: a compiled step is of one model."""
+        return DecodeLoop, (self.why_not,)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "DecodeLoop":
+        return DecodeLoop(self.why_not)
+
+    def compiled(self, model: Any, config: Any) -> Callable[..., torch.Tensor | None]:
+        """The step compiled as transformers would compile the forward pass."""
+        config = config or model._default_compile_config()
+        if self.step is None or self.compiled_with != config:
+            # torch counts recompilations by code object: other models' are not this one's.
+            own = types.FunctionType(decode_step.__code__.replace(), globals(), "decode_step")
+            self.step, self.compiled_with = torch.compile(own, **config.to_dict()), config
+        return self.step
+
+    def take(self, *shape: Any) -> StepBuffers:
+        """Buffers as `StepBuffers.empty` makes them, that nobody else uses: those of the last call
+        where they fit, as compiled steps would be captured again for others."""
+        found = self.buffers.pop(shape, None)
+        return StepBuffers.empty(*shape) if found is None else found
+
+    def give_back(self, made: StepBuffers, *shape: Any) -> None:
+        self.buffers = {shape: made}
+
+
+def decode_step(
+    model: Any,
+    cache: PlugCache,
+    token: torch.Tensor,
+    position: torch.Tensor,
+    slot: torch.Tensor,
+    mask: torch.Tensor | None,
+    unfinished: torch.Tensor,
+    verdict: torch.Tensor,
+    ends: torch.Tensor | None,
+    pad: torch.Tensor | None,
+    greedy: bool,
+    options: dict[str, Any],
+) -> torch.Tensor | None:
+    """Feed the last token and move position, slot and mask on by one. Where `greedy`, choose and
+    write the next token as well; else return its logits `[B,V]` in float32."""
+    _compare_sizes(cache)
+    if mask is not None:
+        mask.index_fill_(3, slot, True)
+    outputs = model(
+        input_ids=token,
+        position_ids=position,
+        attention_mask=mask,
+        past_key_values=cache,
+        use_cache=True,
+        return_dict=True,
+        **options,
+    )
+    position.add_(1)
+    slot.add_(1)
+    logits = outputs.logits[:, -1].to(dtype=torch.float32, copy=True)
+    if not greedy:
+        return logits
+    accept(logits.argmax(-1), token, unfinished, verdict, ends, pad)
+    return None
+
+
+def _compare_sizes(cache: PlugCache) -> None:
+    """Let the compiler see that the buffers of all layers are of one length: it has a symbol for
+    each of them until then, and guards and graphs that carry them all."""
+    if not torch.compiler.is_compiling():
+        return
+    layers: list[Any] = cache.layers
+    first = [tensor.shape for tensor in layers[0].tensors()]
+    for layer in layers[1:]:
+        for one, other in zip(first, (tensor.shape for tensor in layer.tensors()), strict=False):
+            if len(one) > 2 and len(other) > 2 and one[2] == other[2]:
+                continue
+
+
+def accept(
+    chosen: torch.Tensor,
+    token: torch.Tensor,
+    unfinished: torch.Tensor,
+    verdict: torch.Tensor,
+    ends: torch.Tensor | None,
+    pad: torch.Tensor | None,
+) -> None:
+    """Write the chosen tokens `[B]`, padding in rows that have ended, which rows go on, and the
+    verdict of that."""
+    if ends is not None and pad is not None:
+        chosen = torch.where(unfinished, chosen, pad)
+        unfinished.logical_and_((chosen[:, None] != ends).all(-1))
+        verdict.copy_(~unfinished.any())
+    token.copy_(chosen[:, None])
+
+
+@dataclass
+class _Look:
+    """A step's verdict on its way to the host, the length that it is about, and the random state
+    after it."""
+
+    length: int
+    verdict: torch.Tensor
+    ready: Any
+    random: torch.Tensor | None
+
+    def read(self) -> int:
+        if self.ready is not None:
+            self.ready.synchronize()
+        return int(self.verdict)
+
+
+class Decoding:
+    """One call: `run` prefills, decodes and returns what transformers' loop returns."""
+
+    def __init__(
+        self,
+        model: Any,
+        ids: torch.Tensor,
+        processors: Any,
+        criteria: Any,
+        config: Any,
+        inputs: Any,
+    ):
+        self.model, self.processors, self.config, self.inputs = model, processors, config, inputs
+        self.rows, self.length = ids.shape
+        self.device = ids.device
+        self.limits: list[Any] = [x for x in criteria if isinstance(x, MaxLengthCriteria)]
+        self.last = min(limit.max_length for limit in self.limits)
+        ends = [x.eos_token_id for x in criteria if not isinstance(x, MaxLengthCriteria)]
+        self.ends = torch.cat([x.to(self.device).reshape(-1) for x in ends]) if ends else None
+        self.pad = config._pad_token_tensor
+        if self.pad is not None:
+            self.pad = self.pad.to(self.device).reshape(())
+        # One token at least, as transformers has it.
+        self.prompt, self.ids = ids, ids.new_zeros((self.rows, max(self.last, self.length + 1)))
+        self.ids[:, : self.length] = ids
+        self.greedy = not config.do_sample and len(processors) == 0
+        self.looks: deque[_Look] = deque()
+        self.lag = 0
+
+    def run(self, loop: DecodeLoop) -> Any:
+        self.notice = loop.notice(type(self.model).__name__)
+        try:
+            return self._run(loop)
+        finally:
+            self.notice.cancel()
+
+    def _run(self, loop: DecodeLoop) -> Any:
+        outputs = self.model._prefill(self.prompt, self.config, self.inputs)
+        self.cache: PlugCache = outputs.past_key_values
+        logits = outputs.logits[:, -1].to(dtype=torch.float32, copy=True)
+        del outputs  # the logits of a whole prompt may be large
+        compiles = self.model._valid_auto_compile_criteria(self.inputs, self.config)
+        self.lag = LAG.get(self.device.type, 0) if compiles and self._may_overrun() else 0
+        mask = self._real_keys()
+        room, ends = None if mask is None else self.cache.room, 0
+        if self.ends is not None:
+            ends = len(self.ends)
+        shape = (self.rows, len(self.inputs["position_ids"]), room, ends, self.device)
+        buffers = loop.take(*shape)
+        try:
+            self._begin(buffers, mask)
+            step = loop.compiled(self.model, self.config.compile_config) if compiles else None
+            with self.model._optimize_model_for_decode():
+                end = self._decode(step or decode_step, buffers, logits)
+        finally:
+            loop.give_back(buffers, *shape)
+        return self._result(end)
+
+    def _may_overrun(self) -> bool:
+        """Whether steps past the end leave no trace: a cache that nobody sees again, or layers that
+        `crop` brings back to what they were, and no trace file."""
+        kept = self.config.return_dict_in_generate or getattr(self.cache, "_is_user_defined", False)
+        if kept and not all(_crops_exactly(layer) for layer in self.cache.layers):
+            return False
+        bindings = map(binding_of, self.model.modules())
+        return all(each is None or each.trace_to is None for each in bindings)
+
+    def _real_keys(self) -> torch.Tensor | None:
+        """Which keys of the prompt are real `[B,T]`; None where all are, which costs a look."""
+        mask = self.inputs.get("attention_mask")
+        return None if mask is None or bool(mask.all()) else mask.to(torch.bool)
+
+    def _begin(self, buffers: StepBuffers, mask: torch.Tensor | None) -> None:
+        """Set the buffers to what the first step is about."""
+        first = next(layer for layer in self.cache.layers if isinstance(layer, PlugLayer))
+        buffers.slot.copy_(first.cumulative_length.reshape(1))
+        buffers.position.copy_(self.inputs["position_ids"][:, -1:] + 1)
+        buffers.unfinished.fill_(True)
+        buffers.verdict.zero_()
+        for buffer, value in ((buffers.ends, self.ends), (buffers.pad, self.pad)):
+            if buffer is not None and value is not None:
+                buffer.copy_(value)
+        if mask is not None and buffers.mask is not None:
+            buffers.mask.fill_(False)
+            buffers.mask[:, 0, 0, : mask.shape[1]] = mask
+            self.masked = mask.shape[1]
+
+    def _decode(
+        self, step: Callable[..., torch.Tensor | None], buffers: StepBuffers, logits: torch.Tensor
+    ) -> int:
+        """Decode until all rows have ended. Returns the final length; what later steps have made is
+        still there."""
+        options = {name: self.inputs[name] for name in ("logits_to_keep",) if name in self.inputs}
+        self._choose(logits, buffers)
+        while True:
+            self._note_token(buffers)
+            end = self._ended(buffers)
+            if end is not None:
+                return end
+            self._prepare_layers(buffers)
+            found = step(self.model, self.cache, *vars(buffers).values(), self.greedy, options)
+            self.notice.cancel()  # from here on tokens come
+            if found is not None:
+                self._choose(found, buffers)
+
+    def _choose(self, logits: torch.Tensor, buffers: StepBuffers) -> None:
+        """The next tokens from logits `[B,V]`, into the buffers."""
+        scores = self.processors(self.ids[:, : self.length], logits)
+        state = (buffers.unfinished, buffers.verdict, buffers.ends, buffers.pad)
+        if not self.config.do_sample:
+            accept(scores.argmax(-1), buffers.token, *state)
+            return
+        shares = scores.softmax(-1)
+        chosen = (shares / torch.empty_like(shares).exponential_(1)).argmax(-1)
+        accept(chosen, buffers.token, *state)
+        # What torch.multinomial refuses; softmax gives nothing negative.
+        valid = shares.max() < torch.inf
+        buffers.verdict.copy_(torch.where(valid, buffers.verdict, INVALID))
+
+    def _note_token(self, buffers: StepBuffers) -> None:
+        self.ids[:, self.length].copy_(buffers.token[:, 0])
+        self.length += 1
+        for limit in self.limits:
+            known = limit.max_position_embeddings
+            if known is not None and self.length == max(known, self.prompt.shape[1]) + 1:
+                limit(self.ids[:, : self.length], None)  # for its warning
+
+    def _prepare_layers(self, buffers: StepBuffers) -> None:
+        """What a layer wants of the host before a step."""
+        wanting = [
+            layer
+            for layer in self.cache.layers
+            if isinstance(layer, PlugLayer) and type(layer).prepare_step != PlugLayer.prepare_step
+        ]
+        mask = None
+        if buffers.mask is not None:
+            self.masked += 1
+            if wanting:
+                mask = buffers.mask[:, 0, 0, : self.masked].long()
+                mask[:, -1] = 1  # the step's own token
+        for layer in wanting:
+            layer.prepare_step(self.length - 1, mask)
+
+    def _ended(self, buffers: StepBuffers) -> int | None:
+        """The length at which all rows had ended, if the host knows of one; it waits for all that
+        it does not know before the last token."""
+        if self.ends is not None or self.config.do_sample:
+            self.looks.append(self._look(buffers))
+        done = self.length >= self.last
+        while self.looks and (done or len(self.looks) > self.lag):
+            look = self.looks.popleft()
+            verdict = look.read()
+            if verdict == INVALID:
+                raise RuntimeError(
+                    "probability tensor contains either `inf`, `nan` or element < 0"
+                )  # as torch.multinomial says it
+            if verdict == STOPPED:
+                self._restore_random(look)
+                return look.length
+        return self.length if done else None
+
+    def _look(self, buffers: StepBuffers) -> _Look:
+        verdict, ready = buffers.verdict, None
+        if verdict.is_cuda:
+            host = torch.empty((), dtype=torch.int8, pin_memory=True)
+            verdict = host.copy_(verdict, non_blocking=True)
+            ready = torch.cuda.Event()
+            ready.record()
+        else:
+            verdict = verdict.clone()
+        sampled = self.config.do_sample and self.lag > 0
+        return _Look(self.length, verdict, ready, _random_state(self.device) if sampled else None)
+
+    def _restore_random(self, look: _Look) -> None:
+        if look.random is not None and look.length < self.length:
+            if self.device.type == "cuda":
+                torch.cuda.set_rng_state(look.random, self.device)
+            else:
+                torch.set_rng_state(look.random)
+
+    def _result(self, end: int) -> Any:
+        if end < self.length:
+            self.cache.crop(end - self.length)
+        tokens: Any = self.ids[:, :end].clone(memory_format=torch.contiguous_format)
+        if not self.config.return_dict_in_generate:
+            return tokens
+        return GenerateDecoderOnlyOutput(sequences=tokens, past_key_values=self.cache)
+
+
+def _crops_exactly(layer: Any) -> bool:
+    return not layer.row_buffers or layer.crops_exactly
+
+
+def _random_state(device: torch.device) -> torch.Tensor:
+    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()

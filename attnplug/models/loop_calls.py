@@ -1,0 +1,151 @@
+"""Which calls of generate attnplug's decode loop serves, and why another one keeps transformers'.
+
+Each function here returns the reason as text, "" where the loop serves. Whatever it does not know
+by its exact type, a method that a model's class has of its own or an argument of a newer
+transformers, keeps transformers' loop.
+"""
+
+import inspect
+from collections.abc import Iterable, Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
+from transformers.generation import logits_process, stopping_criteria
+from transformers.generation.configuration_utils import GenerationMode
+
+from attnplug.models.cache import PlugCache, PlugLayer
+
+# What transformers' loop calls of a model between two tokens, and this loop does not call.
+OWN_METHODS = (
+    "generate",
+    "_sample",
+    "_prefill",
+    "prepare_inputs_for_generation",
+    "_update_model_kwargs_for_generation",
+    "_has_unfinished_sequences",
+)
+# They compute scores from scores and token ids on the device: no state, no look from the host.
+PROCESSORS = tuple(
+    getattr(logits_process, name)
+    for name in (
+        "EpsilonLogitsWarper",
+        "ForcedEOSTokenLogitsProcessor",
+        "InfNanRemoveLogitsProcessor",
+        "LogitNormalization",
+        "MinLengthLogitsProcessor",
+        "MinNewTokensLengthLogitsProcessor",
+        "MinPLogitsWarper",
+        "RepetitionPenaltyLogitsProcessor",
+        "SuppressTokensAtBeginLogitsProcessor",
+        "SuppressTokensLogitsProcessor",
+        "TemperatureLogitsWarper",
+        "TopKLogitsWarper",
+        "TopPLogitsWarper",
+        "TypicalLogitsWarper",
+    )
+)
+CRITERIA = (stopping_criteria.MaxLengthCriteria, stopping_criteria.EosTokenCriteria)
+MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
+INPUTS = {"past_key_values", "attention_mask", "position_ids", "use_cache", "logits_to_keep"}
+OUTPUTS = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
+MIXIN: Any = GenerationMixin  # which pyright takes for a protocol's
+ARGUMENTS = inspect.signature(MIXIN.generate)
+
+
+def unserved_model(model: PreTrainedModel, kinds: Iterable[str]) -> str:
+    """Why no call of this model's generate takes the loop; `kinds` are those of its attention
+    layers."""
+    others = sorted({*kinds} - {"full"})
+    if others:
+        return f"the caches of its {others[0]} layers are counted on the host"
+    family = type(model)
+    for name in OWN_METHODS:
+        if getattr(family, name, None) is not getattr(MIXIN, name, None):
+            return f"{family.__name__} has its own {name}"
+    replaced = [name for name in OWN_METHODS if name in vars(model)]
+    if replaced:
+        return f"{replaced[0]} was replaced on this model"
+    if hasattr(family, "create_masks_for_generate"):
+        return f"{family.__name__} makes its own masks"
+    return ""
+
+
+def unserved_arguments(
+    model: PreTrainedModel, arguments: Mapping[str, Any], ours: frozenset[str]
+) -> str:
+    """Why generate must not be told of the loop: it leaves arguments of these out for a loop that
+    is not its own. `ours` are the methods that `apply` has set on the model."""
+    replaced = [name for name in OWN_METHODS if name in vars(model) and name not in ours]
+    if replaced:
+        return f"{replaced[0]} was replaced on this model"
+    options: Mapping[str, Any] = arguments.get("kwargs", {})
+    names = ("custom_generate", "assistant_model", "streamer", "synced_gpus")
+    given = [name for name in names if arguments.get(name)]
+    given += [name for name in ("tokenizer", "assistant_tokenizer") if options.get(name)]
+    if given:
+        return f"generate was given {given[0]}"
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return "several processes generate together"
+    mode = _mode(model, arguments.get("generation_config"), options)
+    return "" if mode in MODES else f"generate was asked for {mode.value}"
+
+
+def _mode(
+    model: PreTrainedModel, config: GenerationConfig | None, options: Mapping[str, Any]
+) -> GenerationMode:
+    """The generation mode that a call comes to, as generate finds it from its options, the config
+    that it was given, and the model's."""
+    fields = vars(GenerationConfig()) | GenerationConfig._get_default_generation_params()
+    for source in (model.generation_config, config):
+        if source is not None:
+            fields |= {name: value for name, value in vars(source).items() if value is not None}
+    fields |= {name: value for name, value in options.items() if name in fields}
+    merged: Any = SimpleNamespace(**fields)
+    return GenerationConfig.get_generation_mode(merged)
+
+
+def unserved_call(
+    model: PreTrainedModel,
+    ids: torch.Tensor,
+    processors: list[Any],
+    criteria: list[Any],
+    config: Any,
+    inputs: Mapping[str, Any],
+) -> str:
+    """Why a call that generate has prepared keeps transformers' loop."""
+    unknown = sorted(inputs.keys() - INPUTS)
+    if unknown:
+        return f"the model is given {unknown[0]}"
+    if not inputs.get("use_cache"):
+        return "use_cache=False"
+    asked = [name for name in OUTPUTS if getattr(config, name) and config.return_dict_in_generate]
+    if asked:
+        return f"{asked[0]} was asked for"
+    for each, known in ((processors, PROCESSORS), (criteria, CRITERIA)):
+        strange = [type(item).__name__ for item in each if type(item) not in known]
+        if strange:
+            return f"the loop does not know {strange[0]}"
+    if config.is_assistant:
+        return "the model assists another"
+    return _unserved_inputs(model, ids, config, inputs)
+
+
+def _unserved_inputs(
+    model: PreTrainedModel, ids: torch.Tensor, config: Any, inputs: Mapping[str, Any]
+) -> str:
+    positions, mask = inputs.get("position_ids"), inputs.get("attention_mask")
+    if positions is None or positions.dim() != 2 or (mask is not None and mask.dim() != 2):
+        return "position ids and masks of one row a sequence are served"
+    cache = inputs["past_key_values"]
+    if not isinstance(cache, PlugCache):
+        return f"generate has a {type(cache).__name__}"
+    strange = [type(layer).__name__ for layer in cache.layers if not isinstance(layer, PlugLayer)]
+    if strange:
+        return f"the cache has layers of another kind, {strange[0]}"
+    if {tensor.device for tensor in (*model.parameters(), *model.buffers())} != {ids.device}:
+        return "the prompt and all of the model are not on one device"
+    if config._eos_token_tensor is not None and config._pad_token_tensor is None:
+        return "there is no pad_token_id"
+    return ""

@@ -1,0 +1,242 @@
+"""`generate` as a user calls it: milliseconds a token, time to first token, and the first call of a
+process, stock and under policies.
+
+The shape is Qwen2.5-7B's with random bf16 weights (test_e2e_decode). Choose parts by pytest's -k
+and by the environment, as a whole run is long:
+
+    ATTNPLUG_BENCH_TOKENS    prompt lengths       "8192,32768,131072"
+    ATTNPLUG_BENCH_BATCHES   rows                 "1"
+    ATTNPLUG_BENCH_POLICIES                       "dense;gather;momo+gather"
+    ATTNPLUG_BENCH_SAMPLED   1: sample instead of greedy decoding
+    ATTNPLUG_BENCH_COMPILE   a CompileConfig for ours, as JSON: {"mode": "max-autotune"},
+                             {"mode": null, "options": {"triton.cudagraphs": true, ...}}
+    ATTNPLUG_BENCH_PROFILE   1: print where eight tokens of each policy spend their time
+
+- test_tokens: time a token. The cache holds n - TAIL random tokens already, so no long prefill
+  runs: the call feeds the TAIL, and a token costs (time of NEW + 1 tokens - time of 1) / NEW.
+- test_first: the first call of a process on an empty compile cache, of a second process on the same
+  cache, and then a call of another length. Each is a process of its own.
+- test_prefill: time to first token, with a mask of ones, and with a prompt that holds its pad id,
+  whole and in chunks, and the peak of memory that it took.
+"""
+
+import functools
+import gc
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from _models import heads_of
+from test_e2e_decode import CONFIG, fill, model, profile, work_of
+from transformers import Cache, DynamicCache
+from transformers.generation.configuration_utils import CompileConfig
+
+import attnplug
+
+TOKENS = [int(n) for n in os.environ.get("ATTNPLUG_BENCH_TOKENS", "8192,32768,131072").split(",")]
+BATCHES = [int(n) for n in os.environ.get("ATTNPLUG_BENCH_BATCHES", "1").split(",")]
+POLICIES = os.environ.get("ATTNPLUG_BENCH_POLICIES", "dense;gather;momo+gather").split(";")
+SAMPLED = os.environ.get("ATTNPLUG_BENCH_SAMPLED") == "1"
+TAIL, NEW, ROUNDS = 32, 64, 3
+CHUNK = 8192
+PAD, END = 0, 2
+OPTIONS: dict[str, Any] = dict(eos_token_id=END, pad_token_id=PAD, do_sample=SAMPLED)
+COMPILE = os.environ.get("ATTNPLUG_BENCH_COMPILE", "")
+OURS = dict(compile_config=CompileConfig(**json.loads(COMPILE))) if COMPILE else {}
+KIND = ", ".join(filter(None, ["sampled" if SAMPLED else "", COMPILE]))
+
+
+@contextmanager
+def served(policy: str) -> Iterator[Any]:
+    """The model, under a policy ("" is stock)."""
+    with attnplug.applied(model(), policy) if policy else nullcontext(model()) as made:
+        yield made
+    torch.compiler.reset()
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+def prompt(n: int, batch: int = 1) -> torch.Tensor:
+    random = torch.Generator("cuda").manual_seed(n)
+    return torch.randint(10, CONFIG.vocab_size, (batch, n), device="cuda", generator=random)
+
+
+def filled(policy: str, n: int, batch: int) -> Cache:
+    """A cache that holds n random tokens and has room for what a call adds: the one that generate
+    takes by default, stock's growing one or ours."""
+    if policy:
+        return fill(attnplug.make_cache(model(), n + TAIL + NEW + 1), CONFIG, n, "cuda", batch)
+    cache, dim = DynamicCache(config=CONFIG), CONFIG.hidden_size // CONFIG.num_attention_heads
+    for index in range(CONFIG.num_hidden_layers):
+        random = torch.Generator("cuda").manual_seed(index)
+        shape = (batch, CONFIG.num_key_value_heads, n, dim)
+        new = (
+            torch.empty(shape, dtype=torch.bfloat16, device="cuda").normal_(generator=random)
+            for _ in range(2)
+        )
+        cache.update(*new, index)
+    return cache
+
+
+def seconds_of(made: Any, ids: torch.Tensor, tokens: int, **options: Any) -> float:
+    """Of one call of generate, to the tokens on the host."""
+    torch.cuda.synchronize()
+    begun = time.perf_counter()
+    out = made.generate(ids, max_new_tokens=tokens, **OPTIONS, **options).cpu()
+    taken = time.perf_counter() - begun
+    assert out.shape[1] == ids.shape[1] + tokens, "it ended early: another seed"
+    return taken
+
+
+@functools.cache
+def token_times(policy: str, n: int, batch: int) -> list[float]:
+    """Microseconds a token of each round, the first call of all left out."""
+    ids = prompt(n, batch)
+    times = []
+    with served(policy) as made:
+        for number in range(ROUNDS + 1):
+            taken = []
+            for tokens in (1, NEW + 1):
+                cache = filled(policy, n - TAIL, batch)
+                mask = torch.ones_like(ids)
+                options = dict(past_key_values=cache, attention_mask=mask)
+                options |= OURS if policy else {}
+                taken.append(seconds_of(made, ids, tokens, **options))
+                del cache, options
+            if number:
+                times.append((taken[1] - taken[0]) / NEW * 1e6)
+        if policy:
+            assert attnplug.report(made).loop == "", attnplug.report(made).loop
+        if policy and os.environ.get("ATTNPLUG_BENCH_PROFILE"):
+            profile_of(made, policy, ids)
+    print(f"{policy or 'stock'} {n} x {batch}: {[round(t) for t in times]} us", flush=True)
+    return times
+
+
+def profile_of(made: Any, policy: str, ids: torch.Tensor) -> None:
+    """Prints where eight tokens' time goes, by kernel."""
+
+    class Decoder:
+        def step(self) -> None:
+            cache = filled(policy, ids.shape[1] - TAIL, len(ids))
+            mask = torch.ones_like(ids)
+            seconds_of(made, ids, 8, past_key_values=cache, attention_mask=mask, **OURS)
+
+    profile(Decoder(), steps=1)
+
+
+@pytest.mark.parametrize("batch", BATCHES)
+@pytest.mark.parametrize("n", TOKENS)
+@pytest.mark.parametrize("policy", POLICIES)
+def test_tokens(gpu_bench, policy, n, batch):
+    times = token_times(policy, n, batch)
+    nbytes, flops = work_of(model(), CONFIG, n, batch)
+    gpu_bench.record(
+        op=policy, case="generate", n=n, batch=batch, **heads_of(CONFIG), dtype=torch.bfloat16,
+        options=KIND, times_us=times, peer="stock", peer_times_us=token_times("", n, batch),
+        bytes=nbytes, flops=flops, policy=policy,
+    )  # fmt: skip
+
+
+PREFILLS = {"mask of ones": True, "holds its pad id": True, "chunks": False}
+
+
+@functools.cache
+def prefill_times(policy: str, n: int, kind: str) -> tuple[list[float], int]:
+    """Microseconds to the first token of each of two rounds, and the peak of bytes above the
+    weights."""
+    ids = prompt(n)
+    options: dict[str, Any] = dict(attention_mask=torch.ones_like(ids))
+    if kind == "holds its pad id":
+        ids[0, n // 2], options = PAD, {}
+    if kind == "chunks":
+        options["prefill_chunk_size"] = CHUNK
+    times = []
+    with served(policy) as made:
+        for _ in range(3 if n < 100_000 else 2):
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            times.append(seconds_of(made, ids, 1, **options) * 1e6)
+            peak = torch.cuda.max_memory_allocated() - before
+    print(f"{policy or 'stock'} {n} {kind}: {times} us, {peak / 2**30:.1f} GiB", flush=True)
+    return times[1:], peak
+
+
+@pytest.mark.parametrize("kind", PREFILLS)
+@pytest.mark.parametrize("n", TOKENS)
+@pytest.mark.parametrize("policy", POLICIES)
+def test_prefill(gpu_bench, policy, n, kind):
+    times, peak = prefill_times(policy, n, kind)
+    compares = PREFILLS[kind]
+    against = prefill_times("" if compares else policy, n, "mask of ones")[0]
+    read = sum(p.numel() for p in model().parameters())
+    gpu_bench.record(
+        op=policy, case="generate-prefill", n=n, batch=1, **heads_of(CONFIG), dtype=torch.bfloat16,
+        options=f"{kind}, peak {peak / 2**30:.1f} GiB", times_us=times,
+        peer="stock" if compares else "whole", peer_times_us=against, bytes=2 * read,
+        flops=2 * read * n, policy=policy,
+    )  # fmt: skip
+
+
+@functools.cache
+def first_calls(policy: str, n: int) -> dict[str, float]:
+    """Seconds of the first calls of two processes on one compile cache, empty at first."""
+    found: dict[str, float] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        caches = {"TORCHINDUCTOR_CACHE_DIR": f"{folder}/i", "TRITON_CACHE_DIR": f"{folder}/t"}
+        for process in ("cold", "second process"):
+            run = subprocess.run(
+                [sys.executable, __file__, policy, str(n)],
+                env=os.environ | caches, stdout=subprocess.PIPE, text=True, check=True,
+                cwd=Path(__file__).parent,
+            )  # fmt: skip
+            for name, value in json.loads(run.stdout.splitlines()[-1]).items():
+                found[f"{process}, {name}"] = value
+    print(policy or "stock", n, found, flush=True)
+    return found
+
+
+@pytest.mark.parametrize("n", TOKENS[:1])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_first(gpu_bench, policy, n):
+    """Of the first length only: each policy takes two processes."""
+    stock = first_calls("", n)
+    for name, seconds in first_calls(policy, n).items():
+        nbytes, flops = work_of_prefill(n)
+        gpu_bench.record(
+            op=policy, case="generate-first", n=n, batch=1, **heads_of(CONFIG),
+            dtype=torch.bfloat16, options=name, times_us=[seconds * 1e6], peer="stock",
+            peer_times_us=[stock[name] * 1e6], bytes=nbytes, flops=flops, policy=policy,
+        )  # fmt: skip
+
+
+def work_of_prefill(n: int) -> tuple[int, int]:
+    read = CONFIG.num_hidden_layers * CONFIG.hidden_size * 3 * CONFIG.intermediate_size
+    return 2 * read, 2 * read * n
+
+
+def first_of_a_process(policy: str, n: int) -> dict[str, float]:
+    """Seconds of the first call, of the next, and of a call of each of three other lengths."""
+    found = {}
+    with served(policy) as made:
+        found["first call"] = seconds_of(made, prompt(n), NEW)
+        found["next call"] = seconds_of(made, prompt(n), NEW)
+        others = [seconds_of(made, prompt(n * k // 4), NEW) for k in (5, 3, 6)]
+        found["slowest other length"] = max(others)
+        found["median other length"] = statistics.median(others)
+    return found
+
+
+if __name__ == "__main__":
+    print(json.dumps(first_of_a_process(sys.argv[1], int(sys.argv[2]))))

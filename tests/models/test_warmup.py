@@ -1,0 +1,46 @@
+"""warm compiles what generate needs and leaves no other trace."""
+
+import pytest
+import torch
+from transformers.generation.configuration_utils import CompileConfig
+
+import attnplug
+from attnplug.testing.policy import tiny_model
+
+
+def compiling() -> CompileConfig:
+    config = CompileConfig(mode=None, backend="eager", fullgraph=True)
+    config._compile_all_devices = True
+    return config
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_no_call_compiles_after_warm(padded, capsys):
+    torch._dynamo.reset()
+    model = attnplug.apply(tiny_model(), "dense")
+    options = dict(compile_config=compiling())
+    state, before = torch.get_rng_state(), set(vars(model))
+    seconds = attnplug.warm(model, lengths=[70, 90], padded=padded, **options)
+    assert list(seconds) == [70, 90] and min(seconds.values()) > 0
+    assert "70 tokens: ready" in capsys.readouterr().err
+    assert torch.equal(torch.get_rng_state(), state)
+    assert before >= {name for name in vars(model) if "cache" in name}  # later ones stay short
+    ids = torch.randint(2, 97, (1, 130))
+    mask = torch.ones_like(ids)
+    mask[0, : 9 * padded] = 0
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        model.generate(ids, attention_mask=mask, max_new_tokens=5, **options)
+    assert attnplug.report(model).loop == ""
+
+
+def test_bad_arguments_are_named():
+    model = tiny_model()
+    with pytest.raises(attnplug.NotAppliedError):
+        attnplug.warm(model, lengths=[8])
+    attnplug.apply(model, "dense")
+    with pytest.raises(attnplug.ArgumentError, match="lengths=0"):
+        attnplug.warm(model, lengths=[0])
+    with pytest.raises(attnplug.ArgumentError, match="batch=True"):
+        attnplug.warm(model, lengths=[8], batch=True)
+    with pytest.raises(attnplug.ArgumentError, match="lengths=1"):
+        attnplug.warm(model, lengths=[1], padded=True)
