@@ -9,6 +9,7 @@ from attnplug.ops.sketch.state import Basis, Codes, empty_codes, fit_basis
 
 DEFAULTS = {"scale": 0.125, "top_k": 60, "tail": "regression", "softcap": 0.0}
 PLAN = op.Plan(2, scan.Plan(256, 4, 2), 2, 4, 32)
+OWN = PLAN._replace(pieces=3, own_picks=True, tile=16)
 
 
 def random(seed, *shape, dtype=torch.float32):
@@ -37,7 +38,7 @@ def coded(q, k, v, size=24, **options):
     return basis, codes
 
 
-def step(device_path, q, k, v, basis, codes, plan=PLAN, new=None, count=True, recent=None, **more):
+def step(device_path, q, k, v, basis, codes, plan=OWN, new=None, count=True, recent=None, **more):
     """One step from the last query: the public op, or the Triton launchers where the op would not
     run them. What it writes is in the tensors that came, wherever it ran."""
     device, path = device_path

@@ -25,6 +25,145 @@ RATIO = tl.constexpr(4.0)  # rho is within 1/RATIO..RATIO
 
 
 @triton.jit
+def query_facts(
+    projected,
+    norm,
+    row,
+    columns,
+    GROUP: tl.constexpr,
+    HEADS: tl.constexpr,
+    R4: tl.constexpr,
+    R2: tl.constexpr,
+    CAPPED: tl.constexpr,
+):
+    """What scores of codes are made of: the unit of the digits, the digits of the fine and of the
+    coarse weights (high, low), and what is added to a score, less the `norm` where none is
+    capped."""
+    g = tl.arange(0, HEADS)
+    RP: tl.constexpr = 64 if R4 + R2 <= 64 else 128
+    unit = load_unit(projected, row, columns, R4 + R2, RP, GROUP, HEADS)
+    fine_high, fine_low = load_digits(
+        projected, row, columns, 0, R4, 32 if R4 < 32 else R4, GROUP, HEADS, unit
+    )
+    coarse_high, coarse_low = load_digits(projected, row, columns, R4, R2, R2, GROUP, HEADS, unit)
+    facts = projected + (row + g).to(tl.int64) * columns + R4 + R2
+    offset = tl.load(facts, mask=g < GROUP, other=0.0, cache_modifier=".cg")
+    base = tl.load(norm + row + g, mask=g < GROUP, other=float("inf"), cache_modifier=".cg")
+    shift = offset if CAPPED else offset - base
+    return unit, fine_high, fine_low, coarse_high, coarse_low, base, shift
+
+
+@triton.jit
+def attend_tile(
+    at,
+    seen,
+    query,
+    k_at,
+    v_at,
+    k_s,
+    v_s,
+    fine,
+    coarse,
+    place,
+    S,
+    unit,
+    fine_high,
+    fine_low,
+    coarse_high,
+    coarse_low,
+    base,
+    shift,
+    base_r,
+    edge,
+    scale,
+    cap,
+    in_width,
+    top,
+    total,
+    acc,
+    mass,
+    moment,
+    exact_low,
+    guess_low,
+    R4: tl.constexpr,
+    R2: tl.constexpr,
+    CAPPED: tl.constexpr,
+    ASM: tl.constexpr,
+):
+    """Add the tokens at `at` that are `seen` to what a piece adds up, exactly and as the scan
+    scored them."""
+    loadable = seen[:, None] & in_width[None, :]
+    key = tl.load(k_at + at[:, None] * k_s, mask=loadable, other=0.0)
+    value = tl.load(v_at + at[:, None] * v_s, mask=loadable, other=0.0)
+    code = (place * S + at)[:, None]
+    fine_bytes = tl.load(
+        fine + code * (R4 // 2) + tl.arange(0, R4 // 2)[None, :], mask=seen[:, None], other=0
+    )
+    coarse_bytes = tl.load(
+        coarse + code * (R2 // 4) + tl.arange(0, R2 // 4)[None, :], mask=seen[:, None], other=0
+    )
+    guess = estimated(
+        unpack_fine(fine_bytes, ASM),
+        unpack_coarse(coarse_bytes, ASM),
+        fine_high,
+        fine_low,
+        coarse_high,
+        coarse_low,
+        unit,
+        shift,
+    )
+    limit = tl.where(seen, LARGEST, float("-inf"))[:, None]
+    if CAPPED:
+        e = exp2(tl.minimum(capped(guess, cap, CAPPED) - base[None, :], limit), ASM)
+    else:
+        e = exp2(tl.minimum(guess, limit), ASM)
+    lower = seen & (share(e, ASM).to(tl.float32) < edge)
+    mass += tl.sum(e, 0)
+    moment += tl.sum(e * guess, 0)
+    guess_low += tl.sum(tl.where(lower[:, None], e, 0.0), 0)
+
+    s = tl.dot(query, key.T, input_precision="ieee") * scale
+    if CAPPED:  # cap tanh(y), tanh(y) = 1 - 2 / (exp(2y) + 1); scale holds 2 log2(e) / cap
+        s = cap * (1 - 2 / (tl.exp2(s) + 1))
+    own = tl.exp2(tl.minimum(s - base_r[:, None], LARGEST))
+    exact_low += tl.sum(tl.where(lower[None, :], own, 0.0), 1)
+    s = tl.where(seen[None, :], s, float("-inf"))
+    best = tl.maximum(top, tl.max(s, 1))
+    safe = tl.where(best == float("-inf"), 0.0, best)
+    # A NaN score may be dropped by the maximum; it comes back through p.
+    p = tl.exp2(s - safe[:, None])
+    decay = tl.exp2(top - safe)
+    total = total * decay + tl.sum(p, 1)
+    acc = tl.dot(p.to(value.dtype), value, acc * decay[:, None], input_precision="ieee")
+    return best, total, acc, mass, moment, exact_low, guess_low
+
+
+@triton.jit
+def store_sums(
+    pick_sums,
+    row,
+    pieces,
+    piece,
+    mass,
+    moment,
+    exact_low,
+    guess_low,
+    in_group,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    HEADS: tl.constexpr,
+):
+    """Write a piece's sums over its tokens to `pick_sums`."""
+    r = tl.arange(0, ROWS)
+    g = tl.arange(0, HEADS)
+    sums = pick_sums + ((row + g) * pieces + piece) * SUMS
+    tl.store(sums, mass, mask=g < GROUP)
+    tl.store(sums + 1, moment, mask=g < GROUP)
+    tl.store(pick_sums + ((row + r) * pieces + piece) * SUMS + 2, exact_low, mask=in_group)
+    tl.store(sums + 3, guess_low, mask=g < GROUP)
+
+
+@triton.jit
 def attend(
     q,
     k,
@@ -70,7 +209,6 @@ def attend(
     place = b * tl.num_programs(1) + h
     row = place * GROUP
     r = tl.arange(0, ROWS)
-    g = tl.arange(0, HEADS)
     d = tl.arange(0, DP)
     in_group = r < GROUP
     in_width = d < D
@@ -83,18 +221,11 @@ def attend(
     v_b, v_h, v_s = v_strides
     k_at = k + b * k_b + h.to(tl.int64) * k_h + d[None, :]
     v_at = v + b * v_b + h.to(tl.int64) * v_h + d[None, :]
-    RP: tl.constexpr = 64 if R4 + R2 <= 64 else 128
-    unit = load_unit(projected, row, columns, R4 + R2, RP, GROUP, HEADS)
-    fine_high, fine_low = load_digits(
-        projected, row, columns, 0, R4, 32 if R4 < 32 else R4, GROUP, HEADS, unit
+    unit, fine_high, fine_low, coarse_high, coarse_low, base, shift = query_facts(
+        projected, norm, row, columns, GROUP, HEADS, R4, R2, CAPPED
     )
-    coarse_high, coarse_low = load_digits(projected, row, columns, R4, R2, R2, GROUP, HEADS, unit)
-    facts = projected + (row + g).to(tl.int64) * columns + R4 + R2
-    offset = tl.load(facts, mask=g < GROUP, other=0.0, cache_modifier=".cg")
-    base = tl.load(norm + row + g, mask=g < GROUP, other=float("inf"), cache_modifier=".cg")
     # The same for the rows of the exact product.
     base_r = tl.load(norm + row + r, mask=in_group, other=float("inf"), cache_modifier=".cg")
-    shift = offset if CAPPED else offset - base
     if CHAINED:
         begin(PDL)
     edge = tl.load(cut + place * 3, cache_modifier=".cg")
@@ -117,60 +248,60 @@ def attend(
         coming = tl.load(
             listed + slot, mask=slot < tl.minimum(end, capacity), other=-1, cache_modifier=".cg"
         )
-        seen = (at >= 0) & (at < S)
-        loadable = seen[:, None] & in_width[None, :]
-        key = tl.load(k_at + at[:, None] * k_s, mask=loadable, other=0.0)
-        value = tl.load(v_at + at[:, None] * v_s, mask=loadable, other=0.0)
-        code = (place * S + at)[:, None]
-        fine_bytes = tl.load(
-            fine + code * (R4 // 2) + tl.arange(0, R4 // 2)[None, :], mask=seen[:, None], other=0
-        )
-        coarse_bytes = tl.load(
-            coarse + code * (R2 // 4) + tl.arange(0, R2 // 4)[None, :], mask=seen[:, None], other=0
-        )
-        guess = estimated(
-            unpack_fine(fine_bytes, ASM),
-            unpack_coarse(coarse_bytes, ASM),
+        top, total, acc, mass, moment, exact_low, guess_low = attend_tile(
+            at,
+            (at >= 0) & (at < S),
+            query,
+            k_at,
+            v_at,
+            k_s,
+            v_s,
+            fine,
+            coarse,
+            place,
+            S,
+            unit,
             fine_high,
             fine_low,
             coarse_high,
             coarse_low,
-            unit,
+            base,
             shift,
+            base_r,
+            edge,
+            scale,
+            cap,
+            in_width,
+            top,
+            total,
+            acc,
+            mass,
+            moment,
+            exact_low,
+            guess_low,
+            R4,
+            R2,
+            CAPPED,
+            ASM,
         )
-        limit = tl.where(seen, LARGEST, float("-inf"))[:, None]
-        if CAPPED:
-            e = exp2(tl.minimum(capped(guess, cap, CAPPED) - base[None, :], limit), ASM)
-        else:
-            e = exp2(tl.minimum(guess, limit), ASM)
-        lower = seen & (share(e, ASM).to(tl.float32) < edge)
-        mass += tl.sum(e, 0)
-        moment += tl.sum(e * guess, 0)
-        guess_low += tl.sum(tl.where(lower[:, None], e, 0.0), 0)
-
-        s = tl.dot(query, key.T, input_precision="ieee") * scale
-        if CAPPED:  # cap tanh(y), tanh(y) = 1 - 2 / (exp(2y) + 1); scale holds 2 log2(e) / cap
-            s = cap * (1 - 2 / (tl.exp2(s) + 1))
-        own = tl.exp2(tl.minimum(s - base_r[:, None], LARGEST))
-        exact_low += tl.sum(tl.where(lower[None, :], own, 0.0), 1)
-        s = tl.where(seen[None, :], s, float("-inf"))
-        best = tl.maximum(top, tl.max(s, 1))
-        safe = tl.where(best == float("-inf"), 0.0, best)
-        # A NaN score may be dropped by the maximum; it comes back through p.
-        p = tl.exp2(s - safe[:, None])
-        decay = tl.exp2(top - safe)
-        top = best
-        total = total * decay + tl.sum(p, 1)
-        acc = tl.dot(p.to(value.dtype), value, acc * decay[:, None], input_precision="ieee")
 
     store_partial(
         top, total, acc, pick_out, pick_lse, (row + r) * pieces + piece, d, in_group, in_width, D
     )
-    sums = pick_sums + ((row + g) * pieces + piece) * SUMS
-    tl.store(sums, mass, mask=g < GROUP)
-    tl.store(sums + 1, moment, mask=g < GROUP)
-    tl.store(pick_sums + ((row + r) * pieces + piece) * SUMS + 2, exact_low, mask=in_group)
-    tl.store(sums + 3, guess_low, mask=g < GROUP)
+    store_sums(
+        pick_sums,
+        row,
+        pieces,
+        piece,
+        mass,
+        moment,
+        exact_low,
+        guess_low,
+        in_group,
+        GROUP,
+        ROWS,
+        HEADS,
+    )
 
 
 @triton.jit
@@ -235,8 +366,8 @@ def merge(
 ):
     """A slice of one head's output: pieces read exactly, and what the others are estimated as. In
     the chain also note which blocks have codes now, keep the next step's `hint`, and count the new
-    token in the `counts` entries of `counted`. There `attend` has waited for `pick` before this
-    kernel starts, so that all that is not of `attend` can be read at once."""
+    token in the `counts` entries of `counted`. There the kernel in front has waited for the scan
+    before this one starts, so that all that is the scan's or older can be read at once."""
     if not CHAINED:
         begin(PDL)
     row = tl.program_id(0).to(tl.int64)
@@ -244,7 +375,6 @@ def merge(
     d = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     near_lse, near = _pieces(fixed_out, fixed_lse, row, fixed, d, D, FIXED)
     base = tl.load(norm + row, cache_modifier=".cg")
-    left = tl.load(cut + place * 3 + 1, cache_modifier=".cg")
     i = tl.arange(0, PARTS)
     at = sums + (row * parts + i) * 2
     mass = tl.sum(tl.load(at, mask=i < parts, other=0.0, cache_modifier=".cg"), 0)
@@ -260,6 +390,7 @@ def merge(
         along = tl.load(facts + 2 * R + 2 + d, mask=d < D, other=0.0, cache_modifier=".cg")
     if CHAINED:
         begin(PDL)
+    left = tl.load(cut + place * 3 + 1, cache_modifier=".cg")
     pick_lses, picked = _pieces(pick_out, pick_lse, row, pieces, d, D, PIECES)
     top = tl.maximum(tl.max(near_lse, 0), tl.max(pick_lses, 0))
     j = tl.arange(0, PIECES)
