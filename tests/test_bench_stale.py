@@ -151,3 +151,5 @@ def test_every_row_of_ours_is_known_to_depend_on_something(stale):
     tier = stale.dependencies(ROOT, dict(op="tiered", case="op"))
     assert {"attnplug/ops/gather/tiered_decode.py", "attnplug/ops/gather/kernels/tiered.py"} < tier
     assert not any("/momo/" in path for path in tier)
+    selector = dict(study="frontier", policy="double-sparsity(bytes=16, k=1024)")
+    assert "bench/_selectors.py" in stale.dependencies(ROOT, selector)

@@ -20,12 +20,14 @@ from attnplug.ops.momo.measure_blocks import measure_blocks
 from attnplug.ops.momo.merge_block_rows import merge_block_rows
 from attnplug.ops.momo.query_sparse_attention import query_sparse_attention
 from attnplug.ops.sketch.encode_keys import encode_keys
+from attnplug.ops.sketch.host_decode import FixedPart, sketch_host_decode
 from attnplug.ops.sketch.sketch_decode import sketch_decode
 from attnplug.ops.stream.stream_edges import stream_edges
 from attnplug.ops.stream.stream_mask import stream_mask
 
 __all__ = [
     "CertifiedOutput",
+    "FixedPart",
     "QuantizedKV",
     "ResidentBlocks",
     "Scratch",
@@ -45,6 +47,7 @@ __all__ = [
     "score_tokens",
     "select_blocks",
     "sketch_decode",
+    "sketch_host_decode",
     "stream_edges",
     "stream_mask",
     "tiered_decode",

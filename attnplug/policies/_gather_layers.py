@@ -9,9 +9,9 @@ import torch
 from transformers import Cache
 
 from attnplug.models.cache import PlugLayer, RowBuffers
-from attnplug.models.pinned import host_zeros
 from attnplug.ops import ResidentBlocks
 from attnplug.ops.gather.block_bounds import empty_bounds
+from attnplug.policies._host_layer import HostLayer
 
 Form = tuple[int, torch.dtype | None]
 
@@ -56,18 +56,14 @@ class GatherLayer(PlugLayer):
             self.progress[:, 0] = torch.minimum(self.progress[:, 0], whole)
 
 
-class HostGatherLayer(GatherLayer):
+class HostGatherLayer(GatherLayer, HostLayer):
     """Keys and values in pinned host memory; on the GPU the summaries, the last tokens, and the
-    blocks that steps wanted lately (`near`).
-
-    New tokens go to the host and to the ring. A prefill of several chunks copies what came before
-    back to the GPU, for one layer at a time. Caches below `crossover` tokens are on the GPU, as
-    dense reads them whole: they have no `near`.
+    blocks that steps wanted lately (`near`), which a cache on the GPU has not. New tokens go to the
+    host and to the ring.
     """
 
     row_buffers: ClassVar[RowBuffers] = {**GatherLayer.row_buffers, "near": None}
     near: ResidentBlocks | None = None
-    given: tuple[torch.Tensor, torch.Tensor] | None = None  # what `update` has returned last
 
     def __init__(
         self,
@@ -82,33 +78,14 @@ class HostGatherLayer(GatherLayer):
         self.local, self.resident, self.crossover = local, resident, crossover
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        device = key_states.device
-        if self.max_cache_len < self.crossover(device):
-            super().lazy_initialization(key_states, value_states)
+        super().lazy_initialization(key_states, value_states)
+        if not self.on_host:
             return
-        self._initialize(key_states, value_states, self._host)
-        self._make_summaries()
         batch, heads, _, width = key_states.shape
         slots = min(self.resident, -(-self.max_cache_len // self.block))
         rows = batch, heads, self.max_cache_len, width
-        near = ResidentBlocks.empty(*rows, self.block, self.local, slots, key_states.dtype, device)
-        self.bind_rows(near=near)
-
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write the tokens. For several queries on a GPU the keys and values come back in its own
-        memory, as prefill methods read them many times: the new ones where there are no others."""
-        keys, values = super().update(key_states, value_states, *args, **kwargs)
-        queries = key_states.shape[2]
-        if self.near is not None and queries > 1 and keys.is_cuda:
-            keys, values = self._on_device(key_states, value_states)
-        self.given = (keys, values) if queries > 1 else None
-        return keys, values
-
-    def note_buffers(self, key: torch.Tensor, value: torch.Tensor) -> None:
-        given, self.given = self.given, None
-        self.exposes_buffers = given is not None and key is given[0] and value is given[1]
+        like = key_states.dtype, key_states.device
+        self.bind_rows(near=ResidentBlocks.empty(*rows, self.block, self.local, slots, *like))
 
     def continue_from(self, source: PlugLayer) -> None:
         if isinstance(source, HostGatherLayer) and self.near is not None and source.near:
@@ -116,7 +93,6 @@ class HostGatherLayer(GatherLayer):
 
     def reset(self) -> None:
         super().reset()
-        self.given = None
         if self.near is not None:
             self._forget()
             self.near.counters.zero_()
@@ -148,17 +124,6 @@ class HostGatherLayer(GatherLayer):
         assert self.near is not None
         self.near.owner.fill_(-1)
         self.near.used.zero_()
-
-    def _host(
-        self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
-    ) -> torch.Tensor:
-        return host_zeros(shape, dtype, device, instead="keep keys and values on the GPU: kv='gpu'")
-
-    def _rebind(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        if self.near is not None:
-            there = (self._host(tuple(x.shape), x.dtype, x.device) for x in (keys, values))
-            keys, values = (x.copy_(y) for x, y in zip(there, (keys, values), strict=True))
-        super()._rebind(keys, values)
 
 
 @dataclasses.dataclass(frozen=True)

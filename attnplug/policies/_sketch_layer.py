@@ -1,5 +1,6 @@
-"""sketch's cache layer: keys, values, the codes of the keys, the basis that they are in, and the
-last queries, of which the basis is made; and the audits of its steps."""
+"""sketch's cache layers: keys, values, the codes of the keys, the basis that they are in, and the
+last queries, of which the basis is made; and the audits of its steps. Keys and values are on the
+GPU, or in host memory."""
 
 from collections.abc import Callable
 from typing import ClassVar
@@ -12,7 +13,9 @@ from attnplug.call import AttentionCall
 from attnplug.models.cache import PlugLayer, RowBuffers
 from attnplug.models.sync import may_sync
 from attnplug.ops.sketch.encode_keys import encode_keys
+from attnplug.ops.sketch.host_decode import FixedPart
 from attnplug.ops.sketch.state import BLOCK, Basis, Codes, empty_basis, empty_codes, fit_basis
+from attnplug.policies._host_layer import HostLayer
 from attnplug.policies._sketch_audit import Asked, Audit, audit_step
 
 QUERIES = 512  # that are kept of each head
@@ -244,7 +247,7 @@ class SketchLayer(PlugLayer):
     def refit(self, start: torch.Tensor | None, mask: torch.Tensor | None) -> None:
         """Make the basis of the tokens that are in the cache and the queries that were kept, and
         all codes. `start` `[B]` and `mask` `[B,S]` as in `AttentionCall`."""
-        keys, values = self._buffers()
+        keys, values = self._buffers_to_read()
         assert self.codes is not None and self.basis is not None
         queries = self.recent
         if queries is None:  # none was ever kept: zeros stand for no preference
@@ -255,16 +258,63 @@ class SketchLayer(PlugLayer):
         for own, new in zip(self.basis, fitted, strict=True):
             own.copy_(new)
         self.codes.progress.zero_()
-        self._encode(start, mask)
+        encode_keys(keys, values, self.basis.encoder, *self.codes, **rows)
         tokens = self.fitted_at = self._written
         few = tokens - self.without_query < FEW
         self.due = tokens + (FEW if few else min(max(tokens, SOON), LATE))
         self.is_fitted = True
 
+    def _buffers_to_read(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values for a look at all tokens."""
+        return self._buffers()
+
     def _encode(self, start: torch.Tensor | None, mask: torch.Tensor | None) -> None:
         assert self.codes is not None and self.basis is not None
         rows = {"lengths": self.cumulative_length.reshape(1), "start": start, "key_mask": mask}
         encode_keys(*self._buffers(), self.basis.encoder, *self.codes, **rows)
+
+
+class HostSketchLayer(SketchLayer, HostLayer):
+    """Keys and values in pinned host memory; on the GPU all that `SketchLayer` has beside them, and
+    the tokens that every step reads (`fixed`), which a cache on the GPU has not.
+
+    A step that writes its own token keeps `fixed` true, and finds it out by itself where the row's
+    padding or its length has changed. Tokens that come otherwise make it be read from the host
+    again. A new basis has one layer's keys and values copied to the GPU, for as long as it takes.
+    """
+
+    row_buffers: ClassVar[RowBuffers] = {**SketchLayer.row_buffers, "fixed": None}
+    fixed: FixedPart | None = None
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        super().lazy_initialization(key_states, value_states)
+        self.fixed = None
+        if self.on_host:
+            self.bind_rows(fixed=FixedPart.empty(self._buffers()[0]))
+
+    def reset(self) -> None:
+        super().reset()
+        self._release_fixed()
+
+    def _write(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self._release_fixed()
+        return super()._write(key_states, value_states, *args, **kwargs)
+
+    def _release_fixed(self) -> None:
+        if self.fixed is not None:
+            self.fixed.held.fill_(-1)
+
+    def _buffers_to_read(self) -> tuple[torch.Tensor, torch.Tensor]:
+        keys, values = self._buffers()
+        if not self.on_host or not keys.is_cuda:
+            return keys, values
+        tokens = int(self.cumulative_length)
+        there = torch.empty_like(keys), torch.empty_like(values)
+        for near, far in zip(there, (keys, values), strict=True):
+            near[:, :, :tokens] = far[:, :, :tokens]
+        return there
 
 
 def refit(cache: Cache, attention_mask: torch.Tensor | None = None) -> None:

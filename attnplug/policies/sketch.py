@@ -17,12 +17,12 @@ from typing import Any, ClassVar
 import torch
 
 from attnplug.call import AttentionCall, LayerShape
-from attnplug.ops import sketch_decode
+from attnplug.ops import sketch_decode, sketch_host_decode
 from attnplug.ops.sketch.kernels.codes import LOCAL
 from attnplug.ops.sketch.merge_sketch import TAILS
 from attnplug.ops.sketch.state import BLOCK, COORDINATES
 from attnplug.policies._sketch_audit import Asked
-from attnplug.policies._sketch_layer import SketchLayer
+from attnplug.policies._sketch_layer import HostSketchLayer, SketchLayer
 from attnplug.policies.crossover import DenseBelow
 from attnplug.policies.dense import Dense
 
@@ -45,7 +45,8 @@ class Sketch(DenseBelow):
     the mean value ("mean"), or nothing ("drop"). min_tokens: caches below so many tokens are read
     whole, by `dense`; None is a multiple of what a step reads, but not below a floor for the kind
     of device. audit: after so many tokens the host estimates the error of a step, between two
-    steps; 0: never.
+    steps; 0: never. kv: where keys and values live, "gpu" or "host" (pinned memory, read over the
+    link); the codes are on the GPU.
     """
 
     bytes: int = 24
@@ -53,6 +54,7 @@ class Sketch(DenseBelow):
     tail: str = "regression"
     audit: int = 256
     min_tokens: int | None = None
+    kv: str = "gpu"
 
     name: ClassVar[str] = "sketch"
     phases: ClassVar[frozenset[str]] = frozenset({"decode"})
@@ -65,6 +67,7 @@ class Sketch(DenseBelow):
         self.check("k", 1 <= self.k <= MAX_K, f"1 to {MAX_K}")
         self.check("tail", self.tail in TAILS, ", ".join(TAILS))
         self.check("audit", self.audit >= 0, "at least 0")
+        self.check("kv", self.kv in ("gpu", "host"), "'gpu' or 'host'")
         self.check_min_tokens()
 
     @property
@@ -85,10 +88,12 @@ class Sketch(DenseBelow):
         rest = {"drop": "drops", "mean": "estimates", "regression": "estimates"}[self.tail]
         dense = self.dense_caches(shape.device)
         scan = f"and {self.bytes} bytes a token to choose them, {rest} the rest"
-        return f"reads {self.kept:,} tokens, {scan}; {dense}"
+        where = " from host memory" if self.kv == "host" else ""
+        return f"reads {self.kept:,} tokens{where}, {scan}; {dense}"
 
     def cache_layer(self, max_length: int) -> SketchLayer:
-        return SketchLayer(max_length, self.bytes, self.crossover, self.audit)
+        kind = HostSketchLayer if self.kv == "host" else SketchLayer
+        return kind(max_length, self.bytes, self.crossover, self.audit)
 
     def note_queries(self, call: AttentionCall) -> None:
         if isinstance(call.state, SketchLayer):
@@ -114,12 +119,16 @@ class Sketch(DenseBelow):
         options: dict[str, Any] = {"lengths": call.lengths}
         if pending is not None:
             options = {"lengths": layer.cumulative_length, "new": pending, "count": count}
-        out, _ = sketch_decode(
+        step, fixed = sketch_decode, ()
+        if isinstance(layer, HostSketchLayer) and layer.fixed is not None:
+            step, fixed = sketch_host_decode, (layer.fixed,)
+        out, _ = step(
             call.q,
             call.k,
             call.v,
             *layer.basis,
             *layer.codes,
+            *fixed,
             scale=call.scale,
             top_k=self.k,
             tail=self.tail,

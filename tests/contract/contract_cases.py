@@ -36,6 +36,7 @@ CERTIFIED = Case(
     "certified(block=16, coverage=1.0, k_min=64, v_tol=0.0, min_tokens=0)",
 )
 SKETCH = Case("sketch(k=16, min_tokens=0)", "sketch(min_tokens=0)")
+HOST_SKETCH = Case("sketch(k=16, min_tokens=0, kv='host')", "sketch(min_tokens=0, kv='host')")
 STREAM = "stream(top_k=2, block=16)"
 CASES = {
     "dense": Case("dense", "dense"),
@@ -54,12 +55,18 @@ CASES = {
     ),
     "certified": CERTIFIED,
     "sketch": SKETCH,
+    "sketch in host memory": HOST_SKETCH,
     "momo+certified": Case(
         f"{MOMO.policy}+{CERTIFIED.policy}",
         f"{MOMO.exact}+{CERTIFIED.exact}",
     ),
     "momo+gather": Case(f"{MOMO.policy}+{GATHER.policy}", f"{MOMO.exact}+{GATHER.exact}"),
     "momo+sketch": Case(f"{MOMO.policy}+{SKETCH.policy}", f"{MOMO.exact}+{SKETCH.exact}"),
+    "momo+sketch in host memory": Case(
+        f"{MOMO.policy}+{HOST_SKETCH.policy}",
+        f"{MOMO.exact}+{HOST_SKETCH.exact}",
+    ),
+    "sketch+stream": Case(f"{SKETCH.policy}+{STREAM}", f"{SKETCH.exact}+{STREAM}"),
     "momo+gather+stream": Case(
         f"{MOMO.policy}+{GATHER.policy}+{STREAM}",
         f"{MOMO.exact}+{GATHER.exact}+{STREAM}",
@@ -84,4 +91,5 @@ def shipped() -> list[str]:
 # The rows of single methods, by name.
 METHODS = {name: case for name, case in CASES.items() if name in shipped()}
 FAMILY = {name: case.family or case.exact for name, case in METHODS.items()}
-GRAPHS = {name: case.graphs or case.exact for name, case in METHODS.items()}
+HOST = {name: case for name, case in CASES.items() if "in host memory" in name}
+GRAPHS = {name: case.graphs or case.exact for name, case in (METHODS | HOST).items()}

@@ -24,10 +24,12 @@ from attnplug.ops.gather import select_blocks as select
 from attnplug.ops.gather import tiered_decode as tiered
 from attnplug.ops.gather.block_bounds import empty_bounds
 from attnplug.ops.sketch import encode_keys as encode
+from attnplug.ops.sketch import host_decode as sketch_host
 from attnplug.ops.sketch import sketch_decode as sketch
 from attnplug.ops.sketch.state import empty_codes, fit_basis
 from attnplug.policies._gather_layers import GatherLayer, HostGatherLayer
 from attnplug.policies._gvr_layer import GvrLayer
+from attnplug.policies._sketch_layer import HostSketchLayer
 
 BATCH, HEADS, GROUP, SIZE, WIDTH, BLOCK = 2, 2, 2, 48, 64, 16
 GUARD = 4096  # elements on either side
@@ -220,8 +222,10 @@ def test_certified(device_path, length):
 
 @pytest.mark.parametrize("length", [1279, 1280, 1287, 2**31 + 5, 2**32 + 3, -1, -(2**63)])
 @pytest.mark.parametrize("appends", [False, True])
-def test_sketch(device_path, length, appends):
-    """encode_keys writes codes, and so does a whole step, which may write its token as well."""
+@pytest.mark.parametrize("host", [False, True])
+def test_sketch(device_path, length, appends, host):
+    """encode_keys writes codes, and so does a whole step, which may write its token as well, of a
+    cache on the GPU or in host memory."""
     device, path = device_path
     step = Step(device, length, size=1280)
     many = random(5, BATCH, HEADS * GROUP, 40, WIDTH).to(device)
@@ -236,8 +240,12 @@ def test_sketch(device_path, length, appends):
     hint = step.guard(torch.full((BATCH, HEADS), -torch.inf))
     args = [step.q, step.k, step.v, *(step.new if appends else (None, None)), *basis, *codes]
     args += [recent, hint, step.lengths, 0.125, 60, "regression", None, None, 0.0, None]
-    op = sketch._sketch_decode, sketch._allocate
-    out = call(op, sketch.launch_sketch_decode, path, device, args)
+    op, launch = (sketch._sketch_decode, sketch._allocate), sketch.launch_sketch_decode
+    if host:
+        op = sketch_host._sketch_host_decode, sketch_host._allocate
+        launch = sketch_host.launch_sketch_host_decode
+        args += step.guard.all(sketch_host.FixedPart.empty(step.k))
+    out = call(op, launch, path, device, args)
     if appends:
         step.hold_appended(length)
     else:
@@ -250,6 +258,7 @@ LAYERS = {
     "gather": lambda: GatherLayer(SIZE, BLOCK, (2, torch.int8)),
     "gather-host": lambda: HostGatherLayer(SIZE, BLOCK, (2, None), 1, 3, lambda device: 0),
     "gvr": lambda: GvrLayer(SIZE, 8, 12),
+    "sketch-host": lambda: HostSketchLayer(SIZE, 24, lambda device: 0),
 }
 
 

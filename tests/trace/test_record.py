@@ -18,6 +18,8 @@ from attnplug.testing import tiny_model
 STREAM = "stream(top_k=2, block=16, query_block=16)"
 MOMO = "momo(gamma=8, block=16, query_block=16, top_k=2, exact_k=1, min_tokens=0)"
 GATHER = "gather(k=1, block=16, sink=1, local=2, min_tokens=0)"
+SKETCH = "sketch(k=8, min_tokens=0)"
+HOST = "sketch(k=8, min_tokens=0, kv='host')"
 
 
 def ids_of(*shape: int, device: str = "cpu") -> torch.Tensor:
@@ -43,7 +45,10 @@ def padded(device: str = "cpu") -> tuple[torch.Tensor, torch.Tensor]:
     return ids, mask
 
 
-@pytest.mark.parametrize("policy", [MOMO, GATHER, f"{MOMO}+{GATHER}", "dense"])
+POLICIES = [MOMO, GATHER, f"{MOMO}+{GATHER}", SKETCH, f"{MOMO}+{HOST}", "dense"]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
 def test_a_trace_changes_no_bit(policy, device, tmp_path):
     model = tiny_model(device=device)
     ids, mask = padded(device)
@@ -58,6 +63,37 @@ def test_a_trace_changes_no_bit(policy, device, tmp_path):
     found.verify()
     assert found.meta["edges"] == recording.edges > 0 and recording.steps == 4
     assert all(0 < share <= 1.001 for s in found.meta["captured"].values() for share in s)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("policy", [SKETCH, HOST])
+def test_a_trace_beside_sketch_is_that_of_the_model(policy, tmp_path):
+    """Steps that pick, whose tokens the op writes: what the first layer attends to is what it
+    attends to under dense, new tokens included, and outputs are what they are without a trace."""
+    model, frames = tiny_model(), []
+    ids = ids_of(1, 800)
+    for each in (policy, "dense"):
+        with attnplug.applied(model, each):
+            wanted = run(model, ids, torch.ones_like(ids), steps=5)
+        with attnplug.applied(model, f"{each}+{STREAM}"):
+            with trace.record(model, tmp_path / each):
+                assert torch.equal(run(model, ids, torch.ones_like(ids), steps=5), wanted)
+        frame = trace.read(tmp_path / each).to_pandas()
+        frames.append(frame[frame["layer"] == 0].drop(columns="weight").to_numpy())
+    assert np.array_equal(*frames)
+    assert len(frames[0]) > 0
+
+
+@torch.no_grad()
+def test_a_method_without_blocks_has_none_of_its_own_in_the_file(tmp_path):
+    """sketch picks tokens: `of="policy"` has nothing to tell of its steps."""
+    model, ids = tiny_model(), ids_of(1, 800)
+    with attnplug.applied(model, f"{MOMO}+{SKETCH}+stream(of='policy', block=16)"):
+        with trace.record(model, tmp_path / "run"):
+            run(model, ids, torch.ones_like(ids), steps=2)
+    found = trace.read(tmp_path / "run")
+    first = found.query_blocks(0)[found.to_pandas()["q_block"], 0]
+    assert len(first) > 0 and first.max() < 798
 
 
 @torch.no_grad()

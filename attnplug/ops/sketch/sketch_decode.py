@@ -209,7 +209,11 @@ def _write(call: Call, full: torch.Tensor) -> torch.Tensor | None:
     return lengths
 
 
-def _cpu(*args, count=True):
+def _cpu(
+    *args, count=True, prepare_query=prepare._prepare_query, attend_picks=attend._attend_picks
+):
+    """The step; a cache that is elsewhere brings its own ways to read the fixed part and the
+    picks."""
     call, (out, lse) = Call(*args[:-2]), args[-2:]
     q, k, v, counted = call.q, call.k, call.v, call.counted
     full = torch.zeros(q.shape[0], dtype=torch.bool)
@@ -220,7 +224,7 @@ def _cpu(*args, count=True):
         counted.add_(1)
     rows, softcap = (now, call.start), call.softcap
     encode._encode_keys(k, v, call.encoder, *call.codes, *rows, call.key_mask)
-    projected, *fixed = prepare._prepare_query(
+    projected, *fixed = prepare_query(
         q, k, v, call.queries, call.scale, *rows, call.key_mask, softcap
     )
     shares, total, sums, norm, middle = scan._scan_sketch(
@@ -229,7 +233,7 @@ def _cpu(*args, count=True):
     picks, cut = pick._pick_tokens(shares, total, middle, call.top_k, *rows)
     if call.hint is not None:
         call.hint.copy_(cut[..., 2])
-    picked = attend._attend_picks(
+    picked = attend_picks(
         q, k, v, projected, call.fine, call.coarse, picks, cut, norm, call.scale, 1, softcap
     )
     rest = sums, norm, cut, call.v_mean, call.tail, softcap, call.sinks
@@ -248,7 +252,7 @@ class Plan(NamedTuple):
     pieces: int  # of the list of picks, or of the candidates
     attend_warps: int
     columns: int  # of the head dimension, for one program of the merge
-    own_picks: bool = False  # `attend_best`: programs find their own picks, none share a list
+    own_picks: bool = False  # `attend_best`: programs find their own picks, and share no list
     tile: int = 32  # of its picks
 
 
@@ -261,15 +265,28 @@ def plan_for(
     # Four programs of the scan fit a multiprocessor; short caches get one, of several steps.
     parts = min(4 * multiprocessors // rows, max(multiprocessors // rows, blocks // 16))
     parts = max(1, min(parts, blocks // 4))
-    # Two programs fit a multiprocessor; no more than a block of candidates for each.
-    pieces = max(1, min(2 * multiprocessors // rows, blocks))
+    steps = pick.capacity_for(top_k) // attend.TILE
+    pieces = max(1, min(steps, 3 * multiprocessors // rows))  # all at once
     wide = width * itemsize > 256
-    return Plan(parts, scan.Plan(256, 4, 3), pieces, 8 if wide else 4, 32, True, 16 if wide else 32)
+    return Plan(parts, scan.Plan(256, 4, 3), -(-steps // -(-steps // pieces)), 8 if wide else 4, 32)
 
 
-def launch_sketch_decode(*args, plan=None, count=True):
+def with_own_picks(plan: Plan, rows: int, size: int, multiprocessors: int) -> Plan:
+    """The plan with `attend_best` in place of `pick` and `attend`."""
+    blocks = max(1, size // encode.BLOCK)  # no program has less than one of candidates
+    pieces = max(1, min(2 * multiprocessors // rows, blocks))
+    return plan._replace(pieces=pieces, own_picks=True)
+
+
+def launch_sketch_decode(
+    *args,
+    plan=None,
+    count=True,
+    prepare_query=prepare.launch_prepare_query,
+    attend_picks=attend.launch_attend_picks,
+):
     """Run the kernels: arguments and outputs as those of the op, on a GPU or in Triton's
-    interpreter."""
+    interpreter. A cache that is elsewhere brings its own launchers of what reads it."""
     call, (out, lse) = Call(*args[:-2]), args[-2:]
     k, top_k, softcap, size = call.k, call.top_k, call.softcap, call.k.shape[2]
     if plan is None:
@@ -286,7 +303,7 @@ def launch_sketch_decode(*args, plan=None, count=True):
     )
     scanned = shares, total, sums, norm, middle = scan._allocate(*asked_scan)
     marks = best.new_marks(shares, plan.pieces) if plan.own_picks else pick.new_marks(shares)
-    prepare.launch_prepare_query(
+    prepare_query(
         *asked,
         projected,
         *fixed,
@@ -317,7 +334,7 @@ def launch_sketch_decode(*args, plan=None, count=True):
             *(picks, cut, norm, call.scale, plan.pieces, softcap),
         )
         picked = attend._allocate(*asked_attend)
-        attend.launch_attend_picks(*asked_attend, *picked, warps=plan.attend_warps, chained=True)
+        attend_picks(*asked_attend, *picked, warps=plan.attend_warps, chained=True)
     merge.launch_merge_sketch(
         *(q, projected, *fixed, *picked, sums, norm, cut),
         *(call.v_mean, call.tail, softcap, call.sinks, out, lse),

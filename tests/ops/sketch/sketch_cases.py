@@ -2,6 +2,7 @@
 
 import torch
 
+from attnplug.ops.sketch import host_decode as host
 from attnplug.ops.sketch import scan_sketch as scan
 from attnplug.ops.sketch import sketch_decode as op
 from attnplug.ops.sketch.encode_keys import encode_keys
@@ -38,32 +39,50 @@ def coded(q, k, v, size=24, **options):
     return basis, codes
 
 
-def step(device_path, q, k, v, basis, codes, plan=OWN, new=None, count=True, recent=None, **more):
+def step(
+    device_path,
+    q,
+    k,
+    v,
+    basis,
+    codes,
+    plan=PLAN,
+    new=None,
+    count=True,
+    recent=None,
+    fixed=None,
+    **more,
+):
     """One step from the last query: the public op, or the Triton launchers where the op would not
-    run them. What it writes is in the tensors that came, wherever it ran."""
+    run them; with `fixed` that of a cache in host memory. What it writes is in the tensors that
+    came, wherever it ran."""
     device, path = device_path
-    options = DEFAULTS | more
-    written = [
-        k,
-        v,
-        *codes,
-        *(x for x in (recent, options.get("lengths"), options.get("hint")) if x is not None),
-    ]
+    options, near = DEFAULTS | more, () if fixed is None else tuple(fixed)
+    behind = (recent, options.get("lengths"), options.get("hint"), *near)
+    written = [k, v, *codes, *(x for x in behind if x is not None)]
     there = {id(x): x.to(device) for x in (*written, *basis, *(new or ()))}
     moved = lambda x: there.get(id(x), x.to(device)) if isinstance(x, torch.Tensor) else x  # noqa: E731
     args = {name: moved(x) for name, x in options.items()}
     tensors = [moved(x) for x in (q[:, :, -1:], k, v, *basis, *codes)]
     pair = None if new is None else tuple(map(moved, new))
+    near = tuple(map(moved, near))
     if path == "reference" or device == "cuda":
-        out, lse = op.sketch_decode(*tensors, **args, new=pair, count=count, recent=moved(recent))
+        args |= {"new": pair, "count": count, "recent": moved(recent)}
+        if fixed is None:
+            out, lse = op.sketch_decode(*tensors, **args)
+        else:
+            out, lse = host.sketch_host_decode(*tensors, host.FixedPart(*near), **args)
     else:
         behind = {"new_k": None, "new_v": None, "recent": moved(recent)}
         if pair is not None:
             behind |= {"new_k": pair[0], "new_v": pair[1]}
         named = dict(zip((*"qkv", *Basis._fields, *Codes._fields), tensors, strict=True))
         call = op.Call(**dict.fromkeys(op.Call._fields) | args | named | behind)
-        out, lse = op._allocate(*call)
-        op.launch_sketch_decode(*call, out, lse, plan=plan, count=count)
+        module, launch = op, op.launch_sketch_decode
+        if fixed is not None:
+            module, launch = host, host.launch_sketch_host_decode
+        out, lse = module._allocate(*call, *near)
+        launch(*call, *near, out, lse, plan=plan, count=count)
     for own in written:
         own.copy_(there[id(own)])
     return out.cpu(), lse.cpu()

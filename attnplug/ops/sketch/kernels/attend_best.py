@@ -159,9 +159,7 @@ def attend_best(
         in_front = (before(marks, piece, PIECES) >> 1).to(tl.int32)
         room = tl.maximum(room - in_front, 0)
     own = picks + place * S + first
-    found = _own_picks(
-        shares, own, first, end, since, until, threshold, centre, room, LOOK, ASM
-    )
+    found = _own_picks(shares, own, first, end, since, until, threshold, centre, room, LOOK, ASM)
     if piece == 0:
         tl.store(cut + place * 3, edge)
         tl.store(cut + place * 3 + 1, (visible - count).to(tl.float32))

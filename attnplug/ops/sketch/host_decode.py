@@ -1,0 +1,366 @@
+"""A decode step of `sketch` whose cache lies in host memory.
+
+It computes what `sketch_decode` does, with keys and values in pinned host memory that the GPU reads
+over the link. The codes are on the GPU, and so is the fixed part: the first block and the last
+four, side by side. It moves up when a block is full, and is read from the host again where the row
+has changed otherwise. The chain of `sketch_decode` gets two more kernels: `stage` in front has the
+fixed part as this step reads it and writes the new token to the host; `fetch` behind the picks
+brings them over the link. All others compute on the GPU's memory, the same to the bit.
+"""
+
+import functools
+from typing import NamedTuple
+
+import torch
+import triton
+
+from attnplug.errors import ArgumentError
+from attnplug.ops.common.define import define_op, refuse_gradients, require
+from attnplug.ops.common.device import early
+from attnplug.ops.common.rows import mask_bytes, row_step
+from attnplug.ops.common.sizes import cdiv
+from attnplug.ops.sketch import attend_picks as attend
+from attnplug.ops.sketch import prepare_query as prepare
+from attnplug.ops.sketch import sketch_decode as chain
+from attnplug.ops.sketch.encode_keys import near_block
+from attnplug.ops.sketch.kernels import host as kernels
+from attnplug.ops.sketch.state import BLOCK
+
+NAME = "sketch_host_decode"
+FIXED = kernels.FIXED.value
+FETCHED = 16  # picks that a program fetches
+
+
+class FixedPart(NamedTuple):
+    """The tokens of a cache in host memory that every step reads, in the GPU's.
+
+    tokens: `[B,Hkv,2,640,D]`, keys and values: the first block, and from place 128 on the last
+        four, the one being filled included.
+    held: int32 `[B,Hkv,2]`: the first real key of the row, and the block at place 128, that they
+        are of. Every token of these blocks that is in the cache is here. Whoever writes tokens in
+        another way than by this op, or takes some from elsewhere, makes it -1.
+    """
+
+    tokens: torch.Tensor
+    held: torch.Tensor
+
+    @classmethod
+    def empty(cls, k: torch.Tensor) -> "FixedPart":
+        """Nothing held, for a cache `k [B,Hkv,S,D]`, on its device."""
+        batch, heads, _, width = k.shape
+        return cls(
+            k.new_zeros((batch, heads, 2, FIXED, width)),
+            k.new_full((batch, heads, 2), -1, dtype=torch.int32),
+        )
+
+
+def sketch_host_decode(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    encoder: torch.Tensor,
+    queries: torch.Tensor,
+    v_mean: torch.Tensor,
+    fine: torch.Tensor,
+    coarse: torch.Tensor,
+    odd: torch.Tensor,
+    progress: torch.Tensor,
+    fixed: FixedPart,
+    *,
+    scale: float,
+    top_k: int = 2048,
+    tail: str = "regression",
+    lengths: torch.Tensor | None = None,
+    new: tuple[torch.Tensor, torch.Tensor] | None = None,
+    count: bool = True,
+    recent: torch.Tensor | None = None,
+    hint: torch.Tensor | None = None,
+    start: torch.Tensor | None = None,
+    key_mask: torch.Tensor | None = None,
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attend from the last token of each row, which `new` writes to the cache first.
+
+    Args:
+        k, v: `[B, Hkv, S, D]` like q, tensors of the GPU whose memory is the host's, pinned;
+            neighbours in D next to each other.
+        fixed: what of them is on the GPU; written.
+        q, encoder to progress, scale to sinks: as `sketch_decode` has them.
+
+    Returns:
+        out `[B, Hq, 1, D]` of q's dtype and lse `[B, Hq, 1]` float32 (natural logarithm, sinks left
+        out).
+
+    Raises:
+        ArgumentError: a shape, dtype, device or option does not fit.
+        GradientError: an input requires grad.
+    """
+    new_k, new_v = (None, None) if new is None else new
+    refuse_gradients(NAME, q, k, v, new_k, new_v, sinks)
+    tensors = q, k, v, new_k, new_v, encoder, queries, v_mean, fine, coarse, odd, progress
+    options = scale, top_k, tail, start, key_mask, softcap, sinks
+    counts = count and new is not None
+    op = _sketch_host_decode if counts else _sketch_host_decode_uncounted
+    return op(*tensors, recent, hint, lengths, *options, *fixed)
+
+
+def _allocate(*args):
+    call, fixed = chain.Call(*args[:-2]), FixedPart(*args[-2:])
+    outputs = chain._allocate(*call)
+    rows, width = tuple(call.k.shape[:2]), call.k.shape[3]
+    for label, tensor in (("k", call.k), ("v", call.v)):
+        require(tensor.stride(3) == 1, NAME, f"{label} has a stride of {tensor.stride(3)} in D")
+    wanted = ((*rows, 2, FIXED, width), call.k.dtype), ((*rows, 2), torch.int32)
+    for label, tensor, (shape, dtype) in zip(FixedPart._fields, fixed, wanted, strict=True):
+        if tuple(tensor.shape) != shape or tensor.dtype != dtype or tensor.device != call.k.device:
+            raise ArgumentError(
+                f"{NAME}: fixed.{label} is {tensor.dtype} {tuple(tensor.shape)} on "
+                f"{tensor.device}, needs {dtype} {list(shape)} on {call.k.device}"
+            )
+        require(tensor.is_contiguous(), NAME, f"fixed.{label} is not contiguous")
+    return outputs
+
+
+# --- CPU: the specification ------------------------------------------------------------------
+
+
+def _places(low: int, near: int) -> torch.Tensor:
+    """The tokens of a row that the places of the fixed part are for, int64 `[640]`."""
+    place = torch.arange(FIXED)
+    return low + place + torch.where(place < BLOCK, 0, (near - 1) * BLOCK)
+
+
+def _hold(fixed: FixedPart, k, v, b: int, end: int, low: int, near: int, is_new: bool) -> None:
+    """Have the fixed part of row b, of `end` tokens, the last of which may be new."""
+    at = _places(low, near)
+    for h in range(k.shape[1]):
+        own = fixed.tokens[b, h]
+        was_low, was_near = fixed.held[b, h].tolist()
+        wanted = at == end - 1 if is_new else at < 0
+        if (was_low, was_near + 1) == (low, near):
+            own[:, BLOCK:-BLOCK] = own[:, 2 * BLOCK :].clone()
+            wanted = (at < end) & (torch.arange(FIXED) >= FIXED - BLOCK) | wanted
+        elif (was_low, was_near) != (low, near):
+            wanted = at < end
+        place, chosen = wanted.nonzero()[:, 0], at[wanted]
+        own[0, place], own[1, place] = k[b, h, chosen], v[b, h, chosen]
+        fixed.held[b, h] = torch.tensor([low, near], dtype=torch.int32)
+
+
+def _prepare_from(fixed: FixedPart, written: torch.Tensor):
+    """`prepare_query` that reads the fixed part where it is; `written` says which rows have a new
+    token."""
+
+    def prepare_query(q, k, v, queries, scale, lengths, start, key_mask, softcap):
+        batch, size = k.shape[0], k.shape[2]
+        ends = torch.tensor([size]) if lengths is None else lengths.clamp(0, size)
+        lows = torch.tensor([0]) if start is None else start.clamp(0, size)
+        counts, mask = torch.zeros(batch, dtype=torch.int64), None
+        if key_mask is not None:
+            mask = torch.zeros((batch, FIXED), dtype=torch.bool)
+        rows = zip(ends.expand(batch).tolist(), lows.expand(batch).tolist(), strict=True)
+        for b, (end, low) in enumerate(rows):
+            near = near_block(end, low)
+            _hold(fixed, k, v, b, end, low, near, bool(written[b]))
+            counts[b] = max(end - low - (near - 1) * BLOCK, 0)
+            if key_mask is not None and mask is not None:
+                mask[b] = key_mask[b, _places(low, near).clamp(max=size - 1)]
+        near_k, near_v = fixed.tokens.unbind(2)
+        return prepare._prepare_query(
+            q, near_k, near_v, queries, scale, counts, None, mask, softcap
+        )
+
+    return prepare_query
+
+
+def _attend_fetched(q, k, v, projected, fine, coarse, picks, *rest):
+    """`attend_picks` to copies of the picks."""
+    place = picks.clamp(min=0).long()[..., None]
+    near = (x.gather(2, place.expand(-1, -1, -1, x.shape[3])) for x in (k, v, fine, coarse))
+    near_k, near_v, near_fine, near_coarse = near
+    slot = torch.arange(picks.shape[2], dtype=torch.int32)
+    listed = torch.where(picks >= 0, slot, -1)
+    return attend._attend_picks(q, near_k, near_v, projected, near_fine, near_coarse, listed, *rest)
+
+
+def _cpu(*args, count=True):
+    *asked, tokens, held, out, lse = args
+    call = chain.Call(*asked)
+    written = torch.zeros(len(call.k), dtype=torch.bool)
+    if call.new_k is not None and call.counted is not None:
+        at = call.counted.expand(len(call.k))
+        written = (at >= 0) & (at < call.k.shape[2])
+    ways = _prepare_from(FixedPart(tokens, held), written), _attend_fetched
+    chain._cpu(*asked, out, lse, count=count, prepare_query=ways[0], attend_picks=ways[1])
+
+
+# --- CUDA ------------------------------------------------------------------------------------
+
+
+class _OverLink:
+    """The launchers of what reads keys and values, and the memory between their kernels, which
+    must not be given to another before the last has been launched: kernels start early."""
+
+    def __init__(self, fixed: FixedPart):
+        self.fixed = fixed
+        self.lengths = self.mask = self.near = None
+
+    def prepare_query(
+        self,
+        q,
+        k,
+        v,
+        queries,
+        scale,
+        lengths,
+        start,
+        key_mask,
+        softcap,
+        projected,
+        fixed_out,
+        fixed_lse,
+        *,
+        encoder,
+        codes,
+        new,
+        recent,
+        **more,
+    ):
+        """`stage`, then `prepare` on the fixed part, as `launch_prepare_query` in the chain."""
+        new = tuple(x if x is None or x.stride(3) == 1 else x.contiguous() for x in new)
+        batch = k.shape[0]
+        self.lengths = q.new_empty(batch, dtype=torch.int32)
+        if key_mask is not None:
+            self.mask = q.new_empty((batch, FIXED), dtype=torch.bool)
+        self._stage(q, k, v, new, recent, encoder, codes, lengths, start, key_mask)
+        prepare.launch_prepare_query(
+            *(q, *self.fixed.tokens.unbind(2), queries, scale, self.lengths, None, self.mask),
+            *(softcap, projected, fixed_out, fixed_lse),
+            new=new,
+            **more,
+        )
+
+    def _stage(self, q, k, v, new, recent, encoder, codes, lengths, start, key_mask):
+        batch, heads, size, width = k.shape
+        (new_k, new_v), (fine, coarse, odd, progress) = new, codes
+        group = q.shape[1] // heads
+        key_mask = mask_bytes(key_mask)
+        wide = width * k.element_size() > 512
+        kernels.stage.run(
+            grid=(1 + prepare.ENCODERS, heads, batch),
+            warmup=False,
+            q=q,
+            k=k,
+            v=v,
+            new_k=new_k,
+            new_v=new_v,
+            recent=recent,
+            fixed=self.fixed.tokens,
+            held=self.fixed.held,
+            lengths=lengths,
+            start=start,
+            key_mask=key_mask,
+            fixed_lengths=self.lengths,
+            fixed_mask=mask_bytes(self.mask),
+            encoder=encoder,
+            fine=fine,
+            coarse=coarse,
+            odd=odd,
+            progress=progress,
+            S=size,
+            chunks=odd.shape[2],
+            q_strides=q.stride()[:2],
+            k_strides=k.stride()[:3],
+            v_strides=v.stride()[:3],
+            new_k_strides=(0, 0) if new_k is None else new_k.stride()[:2],
+            new_v_strides=(0, 0) if new_v is None else new_v.stride()[:2],
+            mask_b=0 if key_mask is None else key_mask.stride(0),
+            RING=1 if recent is None else recent.shape[2],
+            GROUP=group,
+            ROWS=triton.next_power_of_2(group),
+            D=width,
+            DP=triton.next_power_of_2(width),
+            TILE=16 if wide else 32,
+            SLOTS=triton.next_power_of_2(FIXED),
+            R4=2 * fine.shape[3],
+            R2=4 * coarse.shape[3],
+            CODERS=prepare.ENCODERS,
+            LENGTH_STEP=row_step(lengths),
+            START_STEP=row_step(start),
+            num_warps=4,
+        )
+
+    def attend_picks(self, q, k, v, projected, fine, coarse, picks, cut, norm, *rest, **more):
+        """`fetch`, then `attend` on what it brought, as `launch_attend_picks` in the chain. `fetch`
+        has waited for all before it when `attend` starts, as `pick` has in front of it."""
+        batch, heads, size, width = k.shape
+        capacity = picks.shape[2]
+        near = k.new_empty((batch, heads, 2, capacity, width))
+        near_fine = fine.new_empty((batch, heads, capacity, fine.shape[3]))
+        near_coarse = coarse.new_empty((batch, heads, capacity, coarse.shape[3]))
+        near_picks = torch.empty_like(picks)
+        self.near = near, near_fine, near_coarse, near_picks
+        pdl, dependent = early(q.device)
+        kernels.fetch.run(
+            grid=(cdiv(capacity, FETCHED), heads, batch),
+            warmup=False,
+            k=k,
+            v=v,
+            fine=fine,
+            coarse=coarse,
+            picks=picks,
+            near=near,
+            near_fine=near_fine,
+            near_coarse=near_coarse,
+            near_picks=near_picks,
+            S=size,
+            capacity=capacity,
+            k_strides=k.stride()[:3],
+            v_strides=v.stride()[:3],
+            D=width,
+            DP=triton.next_power_of_2(width),
+            F=fine.shape[3],
+            C=coarse.shape[3],
+            TILE=FETCHED,
+            PDL=pdl,
+            num_warps=4,
+            **dependent,
+        )
+        attend.launch_attend_picks(
+            *(q, *near.unbind(2), projected, near_fine, near_coarse, near_picks, cut, norm, *rest),
+            **more,
+        )
+
+
+def launch_sketch_host_decode(*args, plan=None, count=True):
+    """Run the kernels: arguments and outputs as those of the op, on a GPU or in Triton's
+    interpreter."""
+    *asked, tokens, held, out, lse = args
+    link = _OverLink(FixedPart(tokens, held))
+    chain.launch_sketch_decode(
+        *(*asked, out, lse),
+        plan=plan,
+        count=count,
+        prepare_query=link.prepare_query,
+        attend_picks=link.attend_picks,
+    )
+
+
+SCHEMA = chain.SCHEMA.replace(
+    "Tensor? sinks)", "Tensor? sinks, Tensor(j!) tokens, Tensor(k!) held)"
+)
+
+_sketch_host_decode = define_op(
+    NAME + SCHEMA.format(lengths="Tensor(h!)?"),
+    allocate=_allocate,
+    cpu=_cpu,
+    cuda=launch_sketch_host_decode,
+)
+
+_sketch_host_decode_uncounted = define_op(
+    f"{NAME}_uncounted" + SCHEMA.format(lengths="Tensor?"),
+    allocate=_allocate,
+    cpu=functools.partial(_cpu, count=False),
+    cuda=functools.partial(launch_sketch_host_decode, count=False),
+)

@@ -1,0 +1,60 @@
+"""The cache layer of keys and values in pinned host memory, whatever a method keeps beside them."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from attnplug.models.cache import PlugLayer
+from attnplug.models.pinned import host_zeros
+
+
+class HostLayer(PlugLayer):
+    """Keys and values in pinned host memory, which kernels read and write over the link, where the
+    cache has at least `crossover` tokens. Smaller ones are on the GPU, as dense reads them whole.
+
+    A base beside a method's own layer. A prefill of several chunks copies what came before back to
+    the GPU, for one layer at a time.
+    """
+
+    crossover: Callable[[torch.device], int]
+    on_host = False
+    given: tuple[torch.Tensor, torch.Tensor] | None = None  # what `update` has returned last
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        self.on_host = self.max_cache_len >= self.crossover(key_states.device)
+        if self.on_host:
+            self._initialize(key_states, value_states, self._host)
+        else:
+            super().lazy_initialization(key_states, value_states)
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write the tokens. For several queries on a GPU the keys and values come back in its own
+        memory, as prefill methods read them many times: the new ones where there are no others."""
+        keys, values = super().update(key_states, value_states, *args, **kwargs)
+        queries = key_states.shape[2]
+        if self.on_host and queries > 1 and keys.is_cuda:
+            keys, values = self._on_device(key_states, value_states)
+        self.given = (keys, values) if queries > 1 else None
+        return keys, values
+
+    def note_buffers(self, key: torch.Tensor, value: torch.Tensor) -> None:
+        given, self.given = self.given, None
+        self.exposes_buffers = given is not None and key is given[0] and value is given[1]
+
+    def reset(self) -> None:
+        super().reset()
+        self.given = None
+
+    def _host(
+        self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        return host_zeros(shape, dtype, device, instead="keep keys and values on the GPU: kv='gpu'")
+
+    def _rebind(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        if self.on_host:
+            there = (self._host(tuple(x.shape), x.dtype, x.device) for x in (keys, values))
+            keys, values = (x.copy_(y) for x, y in zip(there, (keys, values), strict=True))
+        super()._rebind(keys, values)
