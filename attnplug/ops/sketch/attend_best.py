@@ -22,12 +22,14 @@ def new_marks(shares: torch.Tensor, pieces: int) -> torch.Tensor:
     return shares.new_empty((*shares.shape[:2], pieces), dtype=torch.int64)
 
 
-def allocate(q: torch.Tensor, shares: torch.Tensor, pieces: int) -> tuple[torch.Tensor, ...]:
-    """(picks, cut, pick_out, pick_lse, pick_sums): `picks [B, Hkv, S]` is for the kernel alone, the
-    others are as in `pick_tokens` and `attend_picks`."""
+def allocate(
+    q: torch.Tensor, shares: torch.Tensor, top_k: int, pieces: int
+) -> tuple[torch.Tensor, ...]:
+    """(picks, cut, pick_out, pick_lse, pick_sums): `picks [B, Hkv, pieces, capacity]` is for the
+    kernel alone, the others are as in `pick_tokens` and `attend_picks`."""
     batch, heads, _, width = q.shape
     return (
-        shares.new_empty(shares.shape, dtype=torch.int32),
+        shares.new_empty((*shares.shape[:2], pieces, capacity_for(top_k)), dtype=torch.int32),
         shares.new_empty((*shares.shape[:2], 3), dtype=torch.float32),
         q.new_empty((batch, heads, pieces, width), dtype=torch.float32),
         q.new_empty((batch, heads, pieces), dtype=torch.float32),

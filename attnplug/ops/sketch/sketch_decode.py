@@ -317,7 +317,7 @@ def launch_sketch_decode(
     behind = {"hint": call.hint, "is_new": call.new_k is not None}
     scan.launch_scan_sketch(*asked_scan, *scanned, plan=plan.scan, chained=True, **behind)
     if plan.own_picks:
-        _, cut, *picked = made = best.allocate(q, shares, plan.pieces)
+        _, cut, *picked = made = best.allocate(q, shares, top_k, plan.pieces)
         best.launch_attend_best(
             *(q, k, v, projected, call.fine, call.coarse, shares, total, middle, norm),
             *(call.scale, top_k, softcap, *rows, marks, *made),

@@ -44,6 +44,7 @@ def _own_picks(
     threshold,
     centre,
     room,
+    capacity,
     LOOK: tl.constexpr,
     ASM: tl.constexpr,
 ):
@@ -57,12 +58,14 @@ def _own_picks(
         ahead = tl.cumsum(both, 0) - both
         rank = equals + (ahead >> 16)
         slot = found + (ahead & 65535) + tl.minimum(rank, room) - tl.minimum(equals, room)
-        list_tokens(own, slot, n, (both == 1) | ((both > 1) & (rank < room)), ASM)
+        taken = (both == 1) | ((both > 1) & (rank < room))
+        # A row has no more picks than there is room for, whatever the counts say.
+        list_tokens(own, slot, n, taken & (slot < capacity), ASM)
         all_both = tl.sum(both, 0)
         more = equals + (all_both >> 16)
         found += (all_both & 65535) + tl.minimum(more, room) - tl.minimum(equals, room)
         equals = more
-    return found
+    return tl.minimum(found, capacity)
 
 
 @triton.jit
@@ -116,9 +119,9 @@ def attend_best(
     """Find the picks among one piece of a row's candidates, and attend a group's queries to them,
     exactly and as the scan scored them. The picks are those of `pick`: each program finds the
     threshold by itself, and only where the threshold's bin has more tokens than there is room for
-    must it know how many of them are in front. `picks [B, Hkv, S]` is where a program lists its
-    own. The kernel in front is the scan, which has waited for `prepare` before this one starts, so
-    that what is `prepare`'s can be read at once."""
+    must it know how many of them are in front. It lists its own in `picks [B, Hkv, pieces,
+    capacity]`. The kernel in front is the scan, which has waited for `prepare` before this one
+    starts, so that what is `prepare`'s can be read at once."""
     piece = tl.program_id(0)
     h = tl.program_id(1)
     b = tl.program_id(2).to(tl.int64)
@@ -158,8 +161,10 @@ def attend_best(
         tl.atomic_xchg(marks + piece, equals.to(tl.int64) * 2 + 1, sem="relaxed")
         in_front = (before(marks, piece, PIECES) >> 1).to(tl.int32)
         room = tl.maximum(room - in_front, 0)
-    own = picks + place * S + first
-    found = _own_picks(shares, own, first, end, since, until, threshold, centre, room, LOOK, ASM)
+    own = picks + (place * pieces + piece) * capacity
+    found = _own_picks(
+        shares, own, first, end, since, until, threshold, centre, room, capacity, LOOK, ASM
+    )
     if piece == 0:
         tl.store(cut + place * 3, edge)
         tl.store(cut + place * 3 + 1, (visible - count).to(tl.float32))
