@@ -23,7 +23,7 @@ from attnplug.ops.common.sizes import cdiv
 from attnplug.ops.common.softmax import LOG2E
 from attnplug.ops.sketch.encode_keys import check_float
 from attnplug.ops.sketch.estimates import exp2, log2
-from attnplug.ops.sketch.kernels import attend as kernels
+from attnplug.ops.sketch.kernels import merge as kernels
 
 NAME = "sketch_merge"
 TAILS = ("drop", "mean", "regression")

@@ -1,9 +1,8 @@
-"""The Triton kernels of `attend_picks` and `merge_sketch`."""
+"""The Triton kernel of `attend_picks`, and what it shares with that of `attend_best`."""
 
 import triton
 import triton.language as tl
 
-from attnplug.ops.common.rows import note_progress, row_span
 from attnplug.ops.sketch.kernels.codes import (
     LARGEST,
     begin,
@@ -12,8 +11,6 @@ from attnplug.ops.sketch.kernels.codes import (
     exp2,
     load_digits,
     load_unit,
-    load_variance,
-    near_block,
     share,
     unpack_coarse,
     unpack_fine,
@@ -21,7 +18,145 @@ from attnplug.ops.sketch.kernels.codes import (
 from attnplug.ops.sketch.kernels.prepare import store_partial
 
 SUMS = tl.constexpr(4)  # of a piece: Z, U, and over the lower half exact and estimated weights
-RATIO = tl.constexpr(4.0)  # rho is within 1/RATIO..RATIO
+
+
+@triton.jit
+def query_facts(
+    projected,
+    norm,
+    row,
+    columns,
+    GROUP: tl.constexpr,
+    HEADS: tl.constexpr,
+    R4: tl.constexpr,
+    R2: tl.constexpr,
+    CAPPED: tl.constexpr,
+):
+    """What scores of codes are made of: the unit of the digits, the digits of the fine and of the
+    coarse weights (high, low), and what is added to a score, less the `norm` where none is
+    capped."""
+    g = tl.arange(0, HEADS)
+    RP: tl.constexpr = 64 if R4 + R2 <= 64 else 128
+    unit = load_unit(projected, row, columns, R4 + R2, RP, GROUP, HEADS)
+    fine_high, fine_low = load_digits(
+        projected, row, columns, 0, R4, 32 if R4 < 32 else R4, GROUP, HEADS, unit
+    )
+    coarse_high, coarse_low = load_digits(projected, row, columns, R4, R2, R2, GROUP, HEADS, unit)
+    facts = projected + (row + g).to(tl.int64) * columns + R4 + R2
+    offset = tl.load(facts, mask=g < GROUP, other=0.0, cache_modifier=".cg")
+    base = tl.load(norm + row + g, mask=g < GROUP, other=float("inf"), cache_modifier=".cg")
+    shift = offset if CAPPED else offset - base
+    return unit, fine_high, fine_low, coarse_high, coarse_low, base, shift
+
+
+@triton.jit
+def attend_tile(
+    at,
+    seen,
+    query,
+    k_at,
+    v_at,
+    k_s,
+    v_s,
+    fine,
+    coarse,
+    place,
+    S,
+    unit,
+    fine_high,
+    fine_low,
+    coarse_high,
+    coarse_low,
+    base,
+    shift,
+    base_r,
+    edge,
+    scale,
+    cap,
+    in_width,
+    top,
+    total,
+    acc,
+    mass,
+    moment,
+    exact_low,
+    guess_low,
+    R4: tl.constexpr,
+    R2: tl.constexpr,
+    CAPPED: tl.constexpr,
+    ASM: tl.constexpr,
+):
+    """Add the tokens at `at` that are `seen` to what a piece adds up, exactly and as the scan
+    scored them."""
+    loadable = seen[:, None] & in_width[None, :]
+    key = tl.load(k_at + at[:, None] * k_s, mask=loadable, other=0.0)
+    value = tl.load(v_at + at[:, None] * v_s, mask=loadable, other=0.0)
+    code = (place * S + at)[:, None]
+    fine_bytes = tl.load(
+        fine + code * (R4 // 2) + tl.arange(0, R4 // 2)[None, :], mask=seen[:, None], other=0
+    )
+    coarse_bytes = tl.load(
+        coarse + code * (R2 // 4) + tl.arange(0, R2 // 4)[None, :], mask=seen[:, None], other=0
+    )
+    guess = estimated(
+        unpack_fine(fine_bytes, ASM),
+        unpack_coarse(coarse_bytes, ASM),
+        fine_high,
+        fine_low,
+        coarse_high,
+        coarse_low,
+        unit,
+        shift,
+    )
+    limit = tl.where(seen, LARGEST, float("-inf"))[:, None]
+    if CAPPED:
+        e = exp2(tl.minimum(capped(guess, cap, CAPPED) - base[None, :], limit), ASM)
+    else:
+        e = exp2(tl.minimum(guess, limit), ASM)
+    lower = seen & (share(e, ASM).to(tl.float32) < edge)
+    mass += tl.sum(e, 0)
+    moment += tl.sum(e * guess, 0)
+    guess_low += tl.sum(tl.where(lower[:, None], e, 0.0), 0)
+
+    s = tl.dot(query, key.T, input_precision="ieee") * scale
+    if CAPPED:  # cap tanh(y), tanh(y) = 1 - 2 / (exp(2y) + 1); scale holds 2 log2(e) / cap
+        s = cap * (1 - 2 / (tl.exp2(s) + 1))
+    own = tl.exp2(tl.minimum(s - base_r[:, None], LARGEST))
+    exact_low += tl.sum(tl.where(lower[None, :], own, 0.0), 1)
+    s = tl.where(seen[None, :], s, float("-inf"))
+    best = tl.maximum(top, tl.max(s, 1))
+    safe = tl.where(best == float("-inf"), 0.0, best)
+    # A NaN score may be dropped by the maximum; it comes back through p.
+    p = tl.exp2(s - safe[:, None])
+    decay = tl.exp2(top - safe)
+    total = total * decay + tl.sum(p, 1)
+    acc = tl.dot(p.to(value.dtype), value, acc * decay[:, None], input_precision="ieee")
+    return best, total, acc, mass, moment, exact_low, guess_low
+
+
+@triton.jit
+def store_sums(
+    pick_sums,
+    row,
+    pieces,
+    piece,
+    mass,
+    moment,
+    exact_low,
+    guess_low,
+    in_group,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    HEADS: tl.constexpr,
+):
+    """Write a piece's sums over its tokens to `pick_sums`."""
+    r = tl.arange(0, ROWS)
+    g = tl.arange(0, HEADS)
+    sums = pick_sums + ((row + g) * pieces + piece) * SUMS
+    tl.store(sums, mass, mask=g < GROUP)
+    tl.store(sums + 1, moment, mask=g < GROUP)
+    tl.store(pick_sums + ((row + r) * pieces + piece) * SUMS + 2, exact_low, mask=in_group)
+    tl.store(sums + 3, guess_low, mask=g < GROUP)
 
 
 @triton.jit
@@ -70,7 +205,6 @@ def attend(
     place = b * tl.num_programs(1) + h
     row = place * GROUP
     r = tl.arange(0, ROWS)
-    g = tl.arange(0, HEADS)
     d = tl.arange(0, DP)
     in_group = r < GROUP
     in_width = d < D
@@ -83,18 +217,11 @@ def attend(
     v_b, v_h, v_s = v_strides
     k_at = k + b * k_b + h.to(tl.int64) * k_h + d[None, :]
     v_at = v + b * v_b + h.to(tl.int64) * v_h + d[None, :]
-    RP: tl.constexpr = 64 if R4 + R2 <= 64 else 128
-    unit = load_unit(projected, row, columns, R4 + R2, RP, GROUP, HEADS)
-    fine_high, fine_low = load_digits(
-        projected, row, columns, 0, R4, 32 if R4 < 32 else R4, GROUP, HEADS, unit
+    unit, fine_high, fine_low, coarse_high, coarse_low, base, shift = query_facts(
+        projected, norm, row, columns, GROUP, HEADS, R4, R2, CAPPED
     )
-    coarse_high, coarse_low = load_digits(projected, row, columns, R4, R2, R2, GROUP, HEADS, unit)
-    facts = projected + (row + g).to(tl.int64) * columns + R4 + R2
-    offset = tl.load(facts, mask=g < GROUP, other=0.0, cache_modifier=".cg")
-    base = tl.load(norm + row + g, mask=g < GROUP, other=float("inf"), cache_modifier=".cg")
     # The same for the rows of the exact product.
     base_r = tl.load(norm + row + r, mask=in_group, other=float("inf"), cache_modifier=".cg")
-    shift = offset if CAPPED else offset - base
     if CHAINED:
         begin(PDL)
     edge = tl.load(cut + place * 3, cache_modifier=".cg")
@@ -117,212 +244,57 @@ def attend(
         coming = tl.load(
             listed + slot, mask=slot < tl.minimum(end, capacity), other=-1, cache_modifier=".cg"
         )
-        seen = (at >= 0) & (at < S)
-        loadable = seen[:, None] & in_width[None, :]
-        key = tl.load(k_at + at[:, None] * k_s, mask=loadable, other=0.0)
-        value = tl.load(v_at + at[:, None] * v_s, mask=loadable, other=0.0)
-        code = (place * S + at)[:, None]
-        fine_bytes = tl.load(
-            fine + code * (R4 // 2) + tl.arange(0, R4 // 2)[None, :], mask=seen[:, None], other=0
-        )
-        coarse_bytes = tl.load(
-            coarse + code * (R2 // 4) + tl.arange(0, R2 // 4)[None, :], mask=seen[:, None], other=0
-        )
-        guess = estimated(
-            unpack_fine(fine_bytes, ASM),
-            unpack_coarse(coarse_bytes, ASM),
+        top, total, acc, mass, moment, exact_low, guess_low = attend_tile(
+            at,
+            (at >= 0) & (at < S),
+            query,
+            k_at,
+            v_at,
+            k_s,
+            v_s,
+            fine,
+            coarse,
+            place,
+            S,
+            unit,
             fine_high,
             fine_low,
             coarse_high,
             coarse_low,
-            unit,
+            base,
             shift,
+            base_r,
+            edge,
+            scale,
+            cap,
+            in_width,
+            top,
+            total,
+            acc,
+            mass,
+            moment,
+            exact_low,
+            guess_low,
+            R4,
+            R2,
+            CAPPED,
+            ASM,
         )
-        limit = tl.where(seen, LARGEST, float("-inf"))[:, None]
-        if CAPPED:
-            e = exp2(tl.minimum(capped(guess, cap, CAPPED) - base[None, :], limit), ASM)
-        else:
-            e = exp2(tl.minimum(guess, limit), ASM)
-        lower = seen & (share(e, ASM).to(tl.float32) < edge)
-        mass += tl.sum(e, 0)
-        moment += tl.sum(e * guess, 0)
-        guess_low += tl.sum(tl.where(lower[:, None], e, 0.0), 0)
-
-        s = tl.dot(query, key.T, input_precision="ieee") * scale
-        if CAPPED:  # cap tanh(y), tanh(y) = 1 - 2 / (exp(2y) + 1); scale holds 2 log2(e) / cap
-            s = cap * (1 - 2 / (tl.exp2(s) + 1))
-        own = tl.exp2(tl.minimum(s - base_r[:, None], LARGEST))
-        exact_low += tl.sum(tl.where(lower[None, :], own, 0.0), 1)
-        s = tl.where(seen[None, :], s, float("-inf"))
-        best = tl.maximum(top, tl.max(s, 1))
-        safe = tl.where(best == float("-inf"), 0.0, best)
-        # A NaN score may be dropped by the maximum; it comes back through p.
-        p = tl.exp2(s - safe[:, None])
-        decay = tl.exp2(top - safe)
-        top = best
-        total = total * decay + tl.sum(p, 1)
-        acc = tl.dot(p.to(value.dtype), value, acc * decay[:, None], input_precision="ieee")
 
     store_partial(
         top, total, acc, pick_out, pick_lse, (row + r) * pieces + piece, d, in_group, in_width, D
     )
-    sums = pick_sums + ((row + g) * pieces + piece) * SUMS
-    tl.store(sums, mass, mask=g < GROUP)
-    tl.store(sums + 1, moment, mask=g < GROUP)
-    tl.store(pick_sums + ((row + r) * pieces + piece) * SUMS + 2, exact_low, mask=in_group)
-    tl.store(sums + 3, guess_low, mask=g < GROUP)
-
-
-@triton.jit
-def _pieces(out, lse, row, pieces, d, D: tl.constexpr, PIECES: tl.constexpr):
-    """Log-sum-exps [PIECES] and outputs [PIECES, columns] of a head's pieces."""
-    j = tl.arange(0, PIECES)
-    piece_lse = tl.load(
-        lse + row * pieces + j, mask=j < pieces, other=float("-inf"), cache_modifier=".cg"
+    store_sums(
+        pick_sums,
+        row,
+        pieces,
+        piece,
+        mass,
+        moment,
+        exact_low,
+        guess_low,
+        in_group,
+        GROUP,
+        ROWS,
+        HEADS,
     )
-    piece = tl.load(
-        out + (row * pieces + j)[:, None] * D + d[None, :],
-        mask=(j < pieces)[:, None] & (d < D)[None, :],
-        other=0.0,
-        cache_modifier=".cg",
-    )
-    return piece_lse, tl.where((piece_lse == float("-inf"))[:, None], 0.0, piece)
-
-
-@triton.jit
-def merge(
-    projected,
-    fixed_out,
-    fixed_lse,
-    pick_out,
-    pick_lse,
-    pick_sums,
-    sums,
-    norm,
-    cut,
-    v_mean,
-    sinks,
-    out,
-    lse,
-    progress,
-    lengths,
-    start,
-    counted,
-    hint,
-    heads,
-    group,
-    S,
-    counts,
-    parts,
-    pieces,
-    fixed,
-    columns,
-    D: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    R: tl.constexpr,
-    RP: tl.constexpr,
-    FIXED: tl.constexpr,
-    PIECES: tl.constexpr,
-    PARTS: tl.constexpr,
-    TAIL: tl.constexpr,
-    CAPPED: tl.constexpr,
-    BATCH: tl.constexpr,
-    NEW: tl.constexpr,
-    CHAINED: tl.constexpr,
-    PDL: tl.constexpr,
-    LENGTH_STEP: tl.constexpr,
-    START_STEP: tl.constexpr,
-):
-    """A slice of one head's output: pieces read exactly, and what the others are estimated as. In
-    the chain also note which blocks have codes now, keep the next step's `hint`, and count the new
-    token in the `counts` entries of `counted`. There `attend` has waited for `pick` before this
-    kernel starts, so that all that is not of `attend` can be read at once."""
-    if not CHAINED:
-        begin(PDL)
-    row = tl.program_id(0).to(tl.int64)
-    place = row // group
-    d = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    near_lse, near = _pieces(fixed_out, fixed_lse, row, fixed, d, D, FIXED)
-    base = tl.load(norm + row, cache_modifier=".cg")
-    left = tl.load(cut + place * 3 + 1, cache_modifier=".cg")
-    i = tl.arange(0, PARTS)
-    at = sums + (row * parts + i) * 2
-    mass = tl.sum(tl.load(at, mask=i < parts, other=0.0, cache_modifier=".cg"), 0)
-    moment = tl.sum(tl.load(at + 1, mask=i < parts, other=0.0, cache_modifier=".cg"), 0)
-    poison = mass * 0  # NaN where a code may hide one
-    value, mean, along, variance = 0.0, 0.0, 0.0, 0.0
-    if TAIL != "drop":
-        value = tl.load(v_mean + place * D + d, mask=d < D, other=0.0)
-    if TAIL == "regression":
-        variance = tl.sum(load_variance(projected, row, columns, R, RP, 1, 1), 0)
-        facts = projected + row * columns
-        mean = tl.load(facts + R + 1, cache_modifier=".cg")
-        along = tl.load(facts + 2 * R + 2 + d, mask=d < D, other=0.0, cache_modifier=".cg")
-    if CHAINED:
-        begin(PDL)
-    pick_lses, picked = _pieces(pick_out, pick_lse, row, pieces, d, D, PIECES)
-    top = tl.maximum(tl.max(near_lse, 0), tl.max(pick_lses, 0))
-    j = tl.arange(0, PIECES)
-    at = pick_sums + (row * pieces + j) * 4
-    mass -= tl.sum(tl.load(at, mask=j < pieces, other=0.0, cache_modifier=".cg"), 0)
-    moment -= tl.sum(tl.load(at + 1, mask=j < pieces, other=0.0, cache_modifier=".cg"), 0)
-    tail = (left > 0) & (mass > 0)
-    if TAIL == "drop":
-        tail = tail & (left < 0)
-    else:
-        top = tl.maximum(top, tl.where(tail, base, float("-inf")))
-    shift = tl.where(top == float("-inf"), 0.0, top)
-    weight_near = tl.exp2(near_lse - shift)
-    weight_picked = tl.exp2(pick_lses - shift)
-    total = tl.sum(weight_near, 0) + tl.sum(weight_picked, 0) + poison
-    merged = tl.sum(near * weight_near[:, None], 0) + tl.sum(picked * weight_picked[:, None], 0)
-    if TAIL != "drop":
-        exact = tl.sum(tl.load(at + 2, mask=j < pieces, other=0.0, cache_modifier=".cg"), 0)
-        guess = tl.sum(tl.load(at + 3, mask=j < pieces, other=0.0, cache_modifier=".cg"), 0)
-        known = (guess > 0) & (exact > 0)
-        rho = tl.where(known, exact, 1.0) / tl.where(known, guess, 1.0)
-        rho = tl.minimum(tl.maximum(rho, 1 / RATIO), RATIO)
-        rest = tl.where(tail, rho * mass * tl.exp2(base - shift), 0.0)
-        if TAIL == "regression":
-            u = moment / tl.where(tail, mass, 1.0) + (0.0 if CAPPED else base)
-            slope = (u - mean) / tl.maximum(variance, 1e-12)
-            # A mean of the rest outside what normal scores can have is rounding.
-            reach = 8.0 / tl.sqrt(tl.maximum(variance, 1e-12))
-            value += along * tl.minimum(tl.maximum(slope, -reach), reach)
-        total += rest
-        merged += tl.where(rest > 0, rest * value, 0.0)
-    denominator = tl.where(total == 0, 1.0, total)
-    result = tl.where(total == 0, float("-inf"), shift + tl.log2(denominator))
-    if sinks is not None:
-        sink = tl.load(sinks + row % heads).to(tl.float32)
-        denominator += tl.exp2(sink * 1.4426950408889634 - shift)
-    tl.store(out + row * D + d, (merged / denominator).to(out.dtype.element_ty), mask=d < D)
-    if tl.program_id(1) == 0:
-        tl.store(lse + row, result * 0.6931471805599453)
-        if hint is not None:
-            if row % group == 0:
-                tl.store(hint + place, tl.load(cut + place * 3 + 2, cache_modifier=".cg"))
-        if progress is not None:
-            if row < counts:  # the program that counts a length is the only one that reads it
-                for b in range(row, BATCH, counts):
-                    _note(progress, lengths, start, b, S, NEW, LENGTH_STEP, START_STEP)
-        if counted is not None:
-            if row < counts:
-                before = tl.load(counted + row, cache_modifier=".cg")
-                tl.debug_barrier()  # every warp loads and stores the same word
-                tl.store(counted + row, before + 1)
-
-
-@triton.jit
-def _note(
-    progress,
-    lengths,
-    start,
-    b,
-    S,
-    NEW: tl.constexpr,
-    LENGTH_STEP: tl.constexpr,
-    START_STEP: tl.constexpr,
-):
-    length, low = row_span(lengths, start, b, S, LENGTH_STEP, START_STEP, NEW)
-    note_progress(progress, b, low, near_block(tl.minimum(length, S), low))

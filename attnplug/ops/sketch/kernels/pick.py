@@ -43,7 +43,7 @@ def _counted(reached):
 
 
 @triton.jit
-def _next_hint(reached, visible, k):
+def next_hint(reached, visible, k):
     """The bin that a next scan is to count from: the highest that MARGIN k tokens reach. Where
     this scan has counted too few to know it, LOWER below the lowest counted."""
     counted = _counted(reached)
@@ -65,7 +65,7 @@ def _counted_again(shares, since, until, centre):
 
 
 @triton.jit
-def _levels(share, seen, threshold, centre):
+def levels(share, seen, threshold, centre):
     """1 for shares above the threshold's bin, 65536 for those in it, else 0."""
     least = (threshold - 128).to(tl.float32)
     if (least > -FINE) & (least < FINE):  # there a place is so many steps from the middle
@@ -80,7 +80,7 @@ def _levels(share, seen, threshold, centre):
 
 
 @triton.jit
-def _before(marks, piece, PIECES: tl.constexpr):
+def before(marks, piece, PIECES: tl.constexpr):
     """What the pieces in front of this one have found, added up. Each leaves a mark, an odd number,
     as soon as it has counted; a GPU starts programs in the order of their numbers, so they run."""
     j = tl.arange(0, PIECES)
@@ -91,7 +91,7 @@ def _before(marks, piece, PIECES: tl.constexpr):
 
 
 @triton.jit
-def _list(picks, slot, n, taken, ASM: tl.constexpr):
+def list_tokens(picks, slot, n, taken, ASM: tl.constexpr):
     """Write the tokens `n` that are `taken` to their places in the list."""
     if ASM:  # a store of Triton's would carry all addresses through shared memory first
         tl.inline_asm_elementwise(
@@ -105,6 +105,40 @@ def _list(picks, slot, n, taken, ASM: tl.constexpr):
         )
     else:
         tl.store(picks + slot, n, mask=taken)
+
+
+@triton.jit
+def threshold_of(total, hint, shares, place, centre, k, since, until):
+    """(visible, wanted, reached, threshold, above): how many candidates there are and how many of
+    them are to be picks, how many tokens reach each bin, the highest bin that as many as wanted
+    reach, and how many are above it. `shares` are the row's; where the scan has counted too few, as
+    the `hint` was too high, they are counted here."""
+    bins = tl.arange(0, BINS)
+    visible = tl.load(total + place * BINS, cache_modifier=".cg")
+    own = tl.load(total + place * BINS + bins, cache_modifier=".cg")
+    wanted = tl.minimum(k, visible)
+    reached = _reaching(own, visible)
+    if hint is not None:
+        hinted = lowest_counted(tl.load(hint + place, cache_modifier=".cg")) > 1
+        if hinted & (_counted(reached) < wanted):
+            own = _counted_again(shares, since, until, centre)
+            reached = _reaching(own, visible)
+    # Tokens above the threshold's bin: all are picks.
+    above = tl.max(tl.where(reached < wanted, reached, 0), 0)
+    return visible, wanted, reached, _lowest(reached, wanted), above
+
+
+@triton.jit
+def picked_of(visible, wanted, reached, capacity):
+    """How many tokens are picks: all that reach the threshold's bin, as far as there is room."""
+    return tl.minimum(tl.min(tl.where(reached >= wanted, reached, visible + 1), 0), capacity)
+
+
+@triton.jit
+def upper_edge(wanted, reached, threshold, centre):
+    """The share from which on a pick is of the upper half; infinite where none is."""
+    upper = _lowest(reached, wanted // 2)
+    return tl.where(upper > threshold, edge_of(upper, centre), float("inf"))
 
 
 @triton.jit
@@ -142,45 +176,32 @@ def pick(
     since = low + BLOCK
     until = low + near_block(tl.minimum(length, S), low) * BLOCK
     n = piece * TILE + tl.arange(0, TILE)
-    bins = tl.arange(0, BINS)
     begin(PDL)
     # Slots that are no candidates are read too, so that loads are wide; they are not looked at.
     share = tl.load(shares + place * S + n, mask=n < S, other=0.0, cache_modifier=".cg")
-    visible = tl.load(total + place * BINS, cache_modifier=".cg")
-    own = tl.load(total + place * BINS + bins, cache_modifier=".cg")
     centre = tl.load(middle + place, cache_modifier=".cg")
-    wanted = tl.minimum(k, visible)
-    reached = _reaching(own, visible)
-    if hint is not None:
-        hinted = lowest_counted(tl.load(hint + place, cache_modifier=".cg")) > 1
-        if hinted & (_counted(reached) < wanted):
-            own = _counted_again(shares + place * S, since, until, centre)
-            reached = _reaching(own, visible)
-    threshold = _lowest(reached, wanted)
-    # Tokens above the threshold's bin: all are picks.
-    above = tl.max(tl.where(reached < wanted, reached, 0), 0)
+    visible, wanted, reached, threshold, above = threshold_of(
+        total, hint, shares + place * S, place, centre, k, since, until
+    )
 
-    both = _levels(share, (n >= since) & (n < until), threshold, centre)
+    both = levels(share, (n >= since) & (n < until), threshold, centre)
     own_both = tl.sum(both, 0)
     marks += place * pieces
     mark = (own_both & 65535).to(tl.int64) * 4294967296 + (own_both >> 16).to(tl.int64) * 2 + 1
     tl.atomic_xchg(marks + piece, mark, sem="relaxed")
     ahead = tl.cumsum(both, 0) - both  # those in front of each
-    before = _before(marks, piece, PIECES)
+    in_front = before(marks, piece, PIECES)
 
     room = capacity - above  # for the tokens of the threshold's bin, in the order of the cache
-    rank = ((before & 4294967295) >> 1).to(tl.int32) + (ahead >> 16)
-    slot = (before >> 32).to(tl.int32) + (ahead & 65535) + tl.minimum(rank, room)
+    rank = ((in_front & 4294967295) >> 1).to(tl.int32) + (ahead >> 16)
+    slot = (in_front >> 32).to(tl.int32) + (ahead & 65535) + tl.minimum(rank, room)
     taken = (both == 1) | ((both > 1) & (rank < room))
-    _list(picks + place * capacity, slot, n, taken, ASM)
+    list_tokens(picks + place * capacity, slot, n, taken, ASM)
     if piece == 0:
-        most = visible + 1
-        count = tl.minimum(tl.min(tl.where(reached >= wanted, reached, most), 0), capacity)
-        upper = _lowest(reached, wanted // 2)
-        edge = tl.where(upper > threshold, edge_of(upper, centre), float("inf"))
-        tl.store(cut + place * 3, edge)
+        count = picked_of(visible, wanted, reached, capacity)
+        tl.store(cut + place * 3, upper_edge(wanted, reached, threshold, centre))
         tl.store(cut + place * 3 + 1, (visible - count).to(tl.float32))
-        tl.store(cut + place * 3 + 2, _next_hint(reached, visible, k).to(tl.float32))
+        tl.store(cut + place * 3 + 2, next_hint(reached, visible, k).to(tl.float32))
         empty = tl.arange(0, CAPACITY_P)
         tl.store(
             picks + place * capacity + empty,
