@@ -12,7 +12,7 @@ from transformers.generation.configuration_utils import CompileConfig
 from transformers.generation.streamers import BaseStreamer
 
 import attnplug
-from attnplug.models import decode_loop
+from attnplug.models import decode_loop, loop_calls
 from attnplug.testing.policy import tiny_model
 
 GATHER = "gather(k=16, block=16, sink=1, local=2, min_tokens=0)"  # all of these prompts
@@ -328,7 +328,8 @@ def test_one_compilation_serves_all_lengths(policy, padding):
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")  # inductor's own
 @pytest.mark.parametrize("options", [CALLS["greedy-ends"], CALLS["sample-ends"]], ids=str)
 @pytest.mark.parametrize("policy", ["dense", GATHER], ids=["dense", "gather"])
-def test_compiled_steps_are_cuda_graphs_and_run_ahead(policy, options):
+def test_compiled_steps_are_cuda_graphs_and_run_ahead(policy, options, monkeypatch):
+    monkeypatch.setattr(loop_calls, "DEVICES", {"cuda"})
     torch._dynamo.reset()
     counters.clear()
     model = tiny_model(device="cuda")
@@ -339,6 +340,13 @@ def test_compiled_steps_are_cuda_graphs_and_run_ahead(policy, options):
         assert attnplug.report(model).loop == ""
     assert counters["stats"]["unique_graphs"] == 1
     assert counters["inductor"]["cudagraph_skips"] == 0
+
+
+def test_a_device_that_was_not_tried_keeps_transformers_loop(monkeypatch):
+    monkeypatch.setattr(loop_calls, "DEVICES", set())
+    model = attnplug.apply(tiny_model(), "dense")
+    call(model)
+    assert "has not been verified on cpu yet" in attnplug.report(model).loop
 
 
 def test_a_long_first_call_says_what_it_does(monkeypatch, caplog):
