@@ -89,13 +89,23 @@ def report(
 def eval(
     model: Annotated[str, typer.Argument(help="smollm2-135m, gemma3-270m, a folder or a hub id.")],
     policy: Annotated[
-        list[str], typer.Option(help='Such as "momo" or "random_blocks"; may be repeated.')
-    ],
+        list[str] | None, typer.Option(help='Such as "momo" or "random_blocks"; may be repeated.')
+    ] = None,
+    policies: Annotated[
+        str | None, typer.Option(help="all: dense and every method's default at every length.")
+    ] = None,
+    suite: Annotated[
+        str | None, typer.Option(help="default: the whole quality table; options below override.")
+    ] = None,
     tasks: Annotated[
-        str, typer.Option(help="Task names with commas between, or: all.")
-    ] = "needle-noise,needle-prose",
-    lengths: Annotated[str, typer.Option(help="Prompt lengths with commas between.")] = "1024",
-    trials: Annotated[int, typer.Option(help="Prompts for each task and length.")] = 10,
+        str | None, typer.Option(help="Names with commas between, or: all. Else two needles.")
+    ] = None,
+    lengths: Annotated[
+        str | None, typer.Option(help="Prompt lengths with commas between; else 1024.")
+    ] = None,
+    trials: Annotated[
+        int | None, typer.Option(help="Prompts for each task and length; else 10.")
+    ] = None,
     seed: Annotated[int, typer.Option(help="Other prompts for another seed.")] = 0,
     batch: Annotated[int, typer.Option(help="Prompts at once; 0: what the device takes.")] = 0,
     limit_seconds: Annotated[
@@ -113,9 +123,8 @@ def eval(
     with _clear_errors():
         from attnplug.eval import command
 
-        study = command.make_study(
-            policy, tasks, lengths, trials, seed, batch, limit_seconds, share
-        )
+        asked = command.Asked(policy or [], policies, suite, tasks, lengths, trials)
+        study = command.make_study(asked, seed, batch, limit_seconds, share)
         command.run(model, study, out, device, Console())
 
 
