@@ -1,5 +1,5 @@
-"""The `attnplug` command: demo, report, eval, plan, trace, doctor. Errors are one line on stderr
-and exit code 1."""
+"""The `attnplug` command: demo, report, eval, bench, plan, trace, doctor. Errors are one line on
+stderr and exit code 1."""
 
 import contextlib
 from collections.abc import Iterator
@@ -126,6 +126,30 @@ def eval(
         asked = command.Asked(policy or [], policies, suite, tasks, lengths, trials)
         study = command.make_study(asked, seed, batch, limit_seconds, share)
         command.run(model, study, out, device, Console())
+
+
+@app.command()
+def bench(
+    quick: Annotated[
+        bool, typer.Option("--quick", help="One layer at a few lengths: a couple of minutes.")
+    ] = False,
+    model: Annotated[
+        str | None, typer.Option(help="Whose heads; smollm2-135m, a folder or a hub id.")
+    ] = None,
+    device: Annotated[
+        str, typer.Option(help="cuda, or cpu: the ops' references at short lengths.")
+    ] = "cuda",
+    out: Annotated[Path, typer.Option(help="Folder for rows and plot.")] = Path("attnplug-bench"),
+) -> None:
+    """Your own speed table: decode and prefill of one layer beside torch's attention."""
+    with _clear_errors():
+        from attnplug.bench import command
+
+        problem = command.problem(quick, device)
+        if problem:
+            Console(stderr=True, soft_wrap=True).print(f"error: {problem}", style="red")
+            raise typer.Exit(2)
+        command.run(command.heads_of(model), device, out, Console())
 
 
 @app.command()

@@ -61,7 +61,7 @@ def time_on_cpu(sides: Sequence[Calls], *, rounds: int = ROUNDS) -> list[list[fl
 def quantiles(times: Sequence[float]) -> tuple[float, float, float]:
     """p20, p50, p80."""
     if len(times) == 1:
-        return (times[0],) * 3
+        return times[0], times[0], times[0]
     cuts = statistics.quantiles(times, n=10, method="inclusive")
     return cuts[1], cuts[4], cuts[7]
 
