@@ -105,8 +105,9 @@ def draw(rows: Sequence[Row], plan: Plan, path: Path) -> None:
     """A panel each for decode and prefill: time against tokens, both axes logarithmic."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
+    from matplotlib.ticker import FuncFormatter, LogLocator
 
-    figure = Figure(figsize=(9, 4), dpi=120, layout="constrained")
+    figure = Figure(figsize=(9, 4.6), dpi=120, layout="constrained")
     for axes, phase in zip(figure.subplots(1, 2), ("decode", "prefill"), strict=True):
         mine = [row for row in rows if _phase(row) == phase]
         peers: dict[int, list[float]] = {}
@@ -120,12 +121,14 @@ def draw(rows: Sequence[Row], plan: Plan, path: Path) -> None:
         for policy in dict.fromkeys(row["policy"] for row in mine):
             points = [(row["n"], row["p50_us"]) for row in mine if row["policy"] == policy]
             axes.plot(*zip(*points, strict=True), marker="o", markersize=4, label=policy)
-        axes.set(xscale="log", yscale="log", xlabel="tokens", ylabel="microseconds, one layer")
+        axes.set(xscale="log", yscale="log", xlabel="tokens", ylabel="time, one layer")
         axes.set_title(phase, fontsize=10)
         axes.set_xticks(sorted(peers), [f"{n:,}" for n in sorted(peers)], fontsize=8)
         axes.minorticks_off()
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda us, _: _time(us)))
         axes.grid(color="#dddddd")
         if mine:
-            axes.legend(fontsize=7)
+            axes.legend(fontsize=7, ncols=2, loc="upper center", bbox_to_anchor=(0.5, -0.14))
     figure.suptitle(title(rows, plan), fontsize=10)
     FigureCanvasAgg(figure).print_png(str(path))

@@ -117,7 +117,7 @@ def decode_call(
     call = AttentionCall(
         q, layer.keys, layer.values, scale, lengths=layer.cumulative_length.reshape(1), state=layer
     )
-    layer.exposes_buffers = True  # as after a prefill: a method may keep the prompt's queries
+    layer.note_buffers(layer.keys, layer.values)  # as a prefill: then prompt queries are kept
     prompt = normal(1, heads.query, min(n, QUERIES), heads.dim)
     policy.note_queries(dataclasses.replace(call, q=prompt))
     policy.attend(call)  # makes codes and bases, which a step finds made
