@@ -3,6 +3,7 @@
 import json
 from collections import Counter
 
+import pytest
 from typer.testing import CliRunner
 
 from attnplug.cli import app
@@ -78,6 +79,7 @@ def test_options_override_the_suite():
     assert study.trials_of("fidelity") == study.trials_of("needle-noise") == 3
 
 
+@pytest.mark.slow
 def test_the_suite_of_every_policy_resumes_where_it_was_cut(tiny, tokenizer, tmp_path, monkeypatch):
     """A smaller suite, by the command a user gives; it asks the model's lengths only."""
     small = suite.Suite(("needle-noise", "fidelity"), (200, 4096), 2, {"fidelity": 1})
