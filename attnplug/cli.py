@@ -1,5 +1,5 @@
-"""The `attnplug` command: demo, report, eval, plan, trace, doctor. Errors are one line on stderr
-and exit code 1."""
+"""The `attnplug` command: demo, report, eval, bench, plan, trace, doctor. Errors are one line on
+stderr and exit code 1."""
 
 import contextlib
 from collections.abc import Iterator
@@ -89,13 +89,23 @@ def report(
 def eval(
     model: Annotated[str, typer.Argument(help="smollm2-135m, gemma3-270m, a folder or a hub id.")],
     policy: Annotated[
-        list[str], typer.Option(help='Such as "momo" or "random_blocks"; may be repeated.')
-    ],
+        list[str] | None, typer.Option(help='Such as "momo" or "random_blocks"; may be repeated.')
+    ] = None,
+    policies: Annotated[
+        str | None, typer.Option(help="all: dense and every method's default at every length.")
+    ] = None,
+    suite: Annotated[
+        str | None, typer.Option(help="default: the whole quality table; options below override.")
+    ] = None,
     tasks: Annotated[
-        str, typer.Option(help="Task names with commas between, or: all.")
-    ] = "needle-noise,needle-prose",
-    lengths: Annotated[str, typer.Option(help="Prompt lengths with commas between.")] = "1024",
-    trials: Annotated[int, typer.Option(help="Prompts for each task and length.")] = 10,
+        str | None, typer.Option(help="Names with commas between, or: all. Else two needles.")
+    ] = None,
+    lengths: Annotated[
+        str | None, typer.Option(help="Prompt lengths with commas between; else 1024.")
+    ] = None,
+    trials: Annotated[
+        int | None, typer.Option(help="Prompts for each task and length; else 10.")
+    ] = None,
     seed: Annotated[int, typer.Option(help="Other prompts for another seed.")] = 0,
     batch: Annotated[int, typer.Option(help="Prompts at once; 0: what the device takes.")] = 0,
     limit_seconds: Annotated[
@@ -113,10 +123,33 @@ def eval(
     with _clear_errors():
         from attnplug.eval import command
 
-        study = command.make_study(
-            policy, tasks, lengths, trials, seed, batch, limit_seconds, share
-        )
+        asked = command.Asked(policy or [], policies, suite, tasks, lengths, trials)
+        study = command.make_study(asked, seed, batch, limit_seconds, share)
         command.run(model, study, out, device, Console())
+
+
+@app.command()
+def bench(
+    quick: Annotated[
+        bool, typer.Option("--quick", help="One layer at a few lengths: a couple of minutes.")
+    ] = False,
+    model: Annotated[
+        str | None, typer.Option(help="Whose heads; smollm2-135m, a folder or a hub id.")
+    ] = None,
+    device: Annotated[
+        str, typer.Option(help="cuda, or cpu: the ops' references at short lengths.")
+    ] = "cuda",
+    out: Annotated[Path, typer.Option(help="Folder for rows and plot.")] = Path("attnplug-bench"),
+) -> None:
+    """Your own speed table: decode and prefill of one layer beside torch's attention."""
+    with _clear_errors():
+        from attnplug.bench import command
+
+        problem = command.problem(quick, device)
+        if problem:
+            Console(stderr=True, soft_wrap=True).print(f"error: {problem}", style="red")
+            raise typer.Exit(2)
+        command.run(command.heads_of(model), device, out, Console())
 
 
 @app.command()

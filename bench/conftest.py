@@ -7,19 +7,16 @@ own statistics are those of the same samples that `extra_info` summarises.
 import itertools
 import json
 import os
-import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from _provenance import KEYS, ceiling_fraction, ceilings, provenance
+from _provenance import ceilings
 
-ROUNDS = 25
-ROUND_US = 2000.0  # device time between two events of one sample
-FLUSH_BYTES = 512 << 20
-ROTATION_BYTES = 180 << 20  # three times the H200's L2
+from attnplug.bench.rows import make_row
+from attnplug.bench.timing import ROUNDS, rotated_sets, time_in_turn
 
 
 class DeviceClock:
@@ -74,7 +71,7 @@ class GpuBench:
     @staticmethod
     def sets(nbytes: int) -> int:
         """How many rotated sets of inputs of `nbytes` each keep a run from reading the L2."""
-        return max(1, -(-ROTATION_BYTES // nbytes))
+        return rotated_sets(nbytes)
 
     def __call__(
         self,
@@ -95,17 +92,11 @@ class GpuBench:
         for 2 ms. `graph=False` (for both) and `peer_graph=False` call without capture, for what
         cannot be captured and runs longer than a millisecond. Returns the row.
         """
-        runs = [_runner(fns, graph)]
+        sides, graphs = [fns], [graph]
         if peer_fns:
-            runs.append(_runner(peer_fns, graph if peer_graph is None else peer_graph))
-        counts = [len(fns), len(peer_fns or ())]
-        flush = torch.zeros(FLUSH_BYTES // 4, dtype=torch.int32, device="cuda")
-        repeats = [replays or _replays(run, flush) for run in runs]
-        samples: list[list[float]] = [[], []]
-        for _ in range(rounds):
-            for which, run in enumerate(runs):
-                elapsed = _sample_us(run, repeats[which], flush)
-                samples[which].append(elapsed / (repeats[which] * counts[which]))
+            sides.append(peer_fns)
+            graphs.append(graph if peer_graph is None else peer_graph)
+        samples = [*time_in_turn(sides, graphs=graphs, replays=replays, rounds=rounds), []]
         return self.record(times_us=samples[0], peer=peer, peer_times_us=samples[1] or None, **row)
 
     def record(
@@ -130,23 +121,11 @@ class GpuBench:
     ) -> dict[str, Any]:
         """Write the row of `times_us` (one sample a round, microseconds a call). `ceiling` gives
         the share of another ceiling than the GPU's own, of the seconds of a call."""
-        if (peer is None) != (peer_times_us is None):
-            raise ValueError("peer and its functions (or times) come together")
-        p20, p50, p80 = quantiles(times_us)
-        peer_p50 = statistics.median(peer_times_us) if peer_times_us else None
-        row = dict(
+        row = make_row(
             op=op, case=case, n=n, batch=batch, heads_q=heads_q, heads_kv=heads_kv,
-            head_dim=head_dim, dtype=str(dtype).removeprefix("torch."), options=options,
-            p20_us=p20, p50_us=p50, p80_us=p80, peer=peer, peer_p50_us=peer_p50,
-            ratio=peer_p50 / p50 if peer_p50 else None, bytes=bytes, flops=flops,
-            ceiling_fraction=(
-                ceiling(p50 * 1e-6) if ceiling else ceiling_fraction(bytes, flops, p50 * 1e-6)
-            ),
-            **provenance(),
+            head_dim=head_dim, dtype=dtype, options=options, times_us=times_us, peer=peer,
+            peer_times_us=peer_times_us, bytes=bytes, flops=flops, ceiling=ceiling, policy=policy,
         )  # fmt: skip
-        assert list(row) == KEYS
-        if policy is not None:
-            row["policy"] = policy
         feed = itertools.cycle(times_us)
         self.benchmark.pedantic(lambda: CLOCK.advance(next(feed) * 1e-6), rounds=len(times_us))
         self.benchmark.extra_info.update(row)
@@ -155,14 +134,6 @@ class GpuBench:
                 print(json.dumps(row), file=rows)
         print(summary(row))
         return row
-
-
-def quantiles(times: Sequence[float]) -> tuple[float, float, float]:
-    """p20, p50, p80."""
-    if len(times) == 1:
-        return (times[0],) * 3
-    cuts = statistics.quantiles(times, n=10, method="inclusive")
-    return cuts[1], cuts[4], cuts[7]
 
 
 def summary(row: dict[str, Any]) -> str:
@@ -175,47 +146,3 @@ def summary(row: dict[str, Any]) -> str:
     if row["peer"]:
         line += f" {row['peer']}={row['peer_p50_us']:.2f}us ratio={row['ratio']:.3f}"
     return line
-
-
-def _runner(fns: Sequence[Callable[[], Any]], graph: bool) -> Callable[[], None]:
-    """A function that runs every fn once, through one CUDA graph when `graph`."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):  # compiles kernels and fills workspaces before the capture
-        for fn in fns:
-            fn()
-    torch.cuda.current_stream().wait_stream(stream)
-    torch.cuda.synchronize()
-    if not graph:
-
-        def call() -> None:
-            for fn in fns:
-                fn()
-
-        return call
-    captured = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(captured):
-        for fn in fns:
-            fn()
-    return captured.replay
-
-
-def _replays(run: Callable[[], None], flush: torch.Tensor) -> int:
-    once = _sample_us(run, 1, flush)
-    if once < ROUND_US:  # the first may still have warmed something up
-        once = min(once, _sample_us(run, 1, flush), _sample_us(run, 1, flush))
-    return max(1, min(200, round(ROUND_US / once)))
-
-
-def _sample_us(run: Callable[[], None], repeats: int, flush: torch.Tensor) -> float:
-    """Device microseconds of `repeats` runs. The reductions before the first event empty the L2 of
-    what the other side left there, and keep the device busy while the host enqueues."""
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    flush.amax()
-    flush.amax()
-    begin.record()
-    for _ in range(repeats):
-        run()
-    end.record()
-    end.synchronize()
-    return begin.elapsed_time(end) * 1e3

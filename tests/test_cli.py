@@ -21,7 +21,7 @@ def test_help_names_the_commands_that_work():
     assert result.exit_code == 0
     commands = [line.split()[1] for line in result.output.splitlines() if line.startswith("│ ")]
     named = [name for name in commands if not name.startswith("-")]
-    assert named == ["demo", "report", "eval", "plan", "doctor", "trace"]
+    assert named == ["demo", "report", "eval", "bench", "plan", "doctor", "trace"]
 
 
 def test_it_runs_as_a_module():
@@ -69,6 +69,9 @@ def test_report_shows_what_layers_counted(policy, headings, monkeypatch):
         (("eval", "m", "--policy", "momo", "--tasks", "niah"), "task is 'niah', needs one of"),
         (("eval", "m", "--policy", "momo", "--lengths", "4K"), "lengths is '4K', needs numbers"),
         (("eval", "m", "--policy", "moomoo"), "there is no method 'moomoo'"),
+        (("eval", "m"), "no policy is named; give --policy NAME or --policies all"),
+        (("eval", "m", "--policies", "momo"), "policies is 'momo', needs all; --policy names one"),
+        (("eval", "m", "--policies", "all", "--suite", "big"), "suite is 'big', needs one of"),
         (("plan", "qwen2.5-7b", "--context", "8K"), "context is '8K', needs numbers with commas"),
         (("plan", "qwen2.5-7b", "--batch", "0"), "batch is 0, needs at least 1"),
         (("plan", "qwen2.5-7b", "--policy", "momo"), "'momo' does not decode with gather"),

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
@@ -10,34 +11,78 @@ from attnplug.errors import ArgumentError
 from attnplug.eval.output import result_table, write_outputs
 from attnplug.eval.rows import make_rows
 from attnplug.eval.runner import MEASURES, Study, run_study
+from attnplug.eval.suite import SUITES, Suite, all_policies
 from attnplug.eval.tasks import TASKS
 from attnplug.models.pretrained import load
 
+# What is asked where neither a suite nor an option says it.
+BRIEF = Suite(("needle-noise", "needle-prose"), (1024,), 10, {})
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The command line's words on what to ask; None leaves it to the suite, or to BRIEF."""
+
+    policy: Sequence[str] = ()
+    policies: str | None = None
+    suite: str | None = None
+    tasks: str | None = None
+    lengths: str | None = None
+    trials: int | None = None
+
 
 def make_study(
-    policies: Sequence[str],
-    tasks: str,
-    lengths: str,
-    trials: int,
-    seed: int,
-    batch: int,
-    limit_seconds: float | None,
-    share: str = "0/1",
+    asked: Asked, seed: int, batch: int, limit_seconds: float | None, share: str = "0/1"
 ) -> Study:
     """A Study from the command line's words. Raises ArgumentError and PolicyError: a typing
     mistake should not wait for the weights."""
-    named = [*TASKS, *MEASURES] if tasks.strip() == "all" else _split(tasks)
-    try:
-        numbers = [int(word) for word in _split(lengths)]
-    except ValueError as error:
-        raise ArgumentError(f"lengths is {lengths!r}, needs numbers with commas between") from error
+    suite = _suite(asked.suite)
+    tasks, lengths = suite.tasks, suite.lengths
+    if asked.tasks is not None:
+        every = asked.tasks.strip() == "all"
+        tasks = [*TASKS, *MEASURES] if every else _split(asked.tasks)
+    if asked.lengths is not None:
+        lengths = _numbers(asked.lengths)
     part = re.fullmatch(r"(\d+)/(\d+)", share)
     if part is None:
         raise ArgumentError(f"share is {share!r}, needs two numbers such as 0/4")
-    parts = int(part[1]), int(part[2])
-    study = Study(policies, named, numbers, trials, seed, batch, limit_seconds, parts)
+    study = Study(
+        _policies(asked),
+        tasks,
+        lengths,
+        suite.trials if asked.trials is None else asked.trials,
+        seed,
+        batch,
+        limit_seconds,
+        (int(part[1]), int(part[2])),
+        suite.fewer if asked.trials is None else {},
+    )
     study.parsed()
     return study
+
+
+def _suite(name: str | None) -> Suite:
+    if name is None:
+        return BRIEF
+    if name not in SUITES:
+        raise ArgumentError(f"suite is {name!r}, needs one of {', '.join(SUITES)}")
+    return SUITES[name]
+
+
+def _policies(asked: Asked) -> list[str]:
+    if asked.policies not in (None, "all"):
+        raise ArgumentError(f"policies is {asked.policies!r}, needs all; --policy names one")
+    named = [*(all_policies() if asked.policies else ()), *asked.policy]
+    if not named:
+        raise ArgumentError("no policy is named; give --policy NAME or --policies all")
+    return named
+
+
+def _numbers(lengths: str) -> list[int]:
+    try:
+        return [int(word) for word in _split(lengths)]
+    except ValueError as error:
+        raise ArgumentError(f"lengths is {lengths!r}, needs numbers with commas between") from error
 
 
 def run(model: str, study: Study, folder: Path, device: str | None, console: Console) -> None:

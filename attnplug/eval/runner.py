@@ -5,16 +5,12 @@ attention ("stock") and for every policy before the next one begins, so that a r
 complete pairs. A batch's records are written at once and a batch is run whole or not at all, so
 that a resumed run gives the rows of an uninterrupted one."""
 
-import os
-import subprocess
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from functools import cache, partial
-from importlib.metadata import version
+from functools import partial
 from pathlib import Path
-from shutil import which
 from typing import Any
 
 import torch
@@ -24,6 +20,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from attnplug.api import applied
+from attnplug.bench.provenance import commit
 from attnplug.errors import ArgumentError
 from attnplug.eval.control import RandomBlocks
 from attnplug.eval.fidelity import has_block_mask
@@ -53,7 +50,8 @@ BATCH_TOKENS, BATCH_MASK = 131_072, 2**30
 @dataclass(frozen=True)
 class Study:
     """What to run. `policies` are strings, methods or Policies; `batch` 0 chooses by the device.
-    `share` (i, n): every n-th batch of a cell, from the i-th on; n processes run the study."""
+    `share` (i, n): every n-th batch of a cell, from the i-th on; n processes run the study.
+    `fewer`: the trials of tasks that have not `trials`."""
 
     policies: Sequence[Any]
     tasks: Sequence[str] = ("needle-noise", "needle-prose")
@@ -63,6 +61,7 @@ class Study:
     batch: int = 0
     limit_seconds: float | None = None
     share: tuple[int, int] = (0, 1)
+    fewer: Mapping[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         known = [*TASKS, *MEASURES]
@@ -83,6 +82,10 @@ class Study:
         part, parts = self.share
         if not 0 <= part < parts:
             raise ArgumentError(f"share is {part}/{parts}, needs 0/{parts} to {parts - 1}/{parts}")
+
+    def trials_of(self, task: str) -> int:
+        """How many prompts the task has at each length."""
+        return self.fewer.get(task, self.trials)
 
     def parsed(self) -> dict[str, Policy]:
         """Each policy by its text. Raises PolicyError."""
@@ -130,10 +133,15 @@ def run_study(
         for text, policy in policies.items():
             if not has_block_mask(policy.prefill):
                 outcome.left_out[f"captured-mass of {text}"] = "its prefill has no block mask"
-    cells = [(task, length) for length in study.lengths for task in study.tasks]
+    cells = []
+    for length in study.lengths:
+        if reason := _too_long(model, length):
+            outcome.left_out[f"{length:,} tokens"] = reason
+        else:
+            cells += [(task, length) for task in study.tasks]
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     with Progress(*columns, TimeElapsedColumn(), console=console or Console(stderr=True)) as bar:
-        step = bar.add_task("samples", total=len(cells) * study.trials)
+        step = bar.add_task("samples", total=sum(study.trials_of(task) for task, _ in cells))
         for task, length in cells:
             cell = _Cell(model, tokenizer, name, study, policies, task, length)
             bar.update(step, description=f"{task} at {length:,}")
@@ -148,11 +156,17 @@ def run_study(
                     bar.advance(step, done)
             except ArgumentError as error:
                 outcome.left_out[f"{task} at {length}"] = str(error)
-                bar.advance(step, study.trials)
+                bar.advance(step, study.trials_of(task))
             outcome.records += cell.known(records)
             if outcome.stopped:
                 break
     return outcome
+
+
+def _too_long(model: Any, length: int) -> str:
+    """Why the model cannot be asked at that length, "" where it can."""
+    limit = getattr(model.config, "max_position_embeddings", None)
+    return f"the model has {limit} positions" if limit is not None and length > limit else ""
 
 
 @dataclass
@@ -167,12 +181,16 @@ class _Cell:
     task: str
     length: int
 
+    @property
+    def trials(self) -> int:
+        return self.study.trials_of(self.task)
+
     def batches(self, records: Records) -> Iterator[tuple[int, Callable[[], list[Record]] | None]]:
         """(number of trials, what runs them) for each batch; None where all of it is known."""
         self._check()
         size = self.batch_size()
-        for number, first in enumerate(range(0, self.study.trials, size)):
-            trials = range(first, min(first + size, self.study.trials))
+        for number, first in enumerate(range(0, self.trials, size)):
+            trials = range(first, min(first + size, self.trials))
             if number % self.study.share[1] != self.study.share[0]:
                 yield len(trials), None
                 continue
@@ -183,10 +201,7 @@ class _Cell:
             yield len(trials), partial(self.run, trials, missing) if missing else None
 
     def _check(self) -> None:
-        limit = getattr(self.model.config, "max_position_embeddings", None)
-        if limit is not None and self.length > limit:
-            raise ArgumentError(f"the model has {limit} positions")
-        last = self.study.trials - 1
+        last = self.trials - 1
         if self.task in TASKS:
             make_sample(self.tokenizer, self.task, self.length, last, self.study.seed)
         else:
@@ -271,7 +286,7 @@ class _Cell:
         return (*facts, self.batch_size(), self.model.device.type, dtype)
 
     def known(self, records: Records) -> list[Record]:
-        keys = [self.key(t, p) for t in range(self.study.trials) for p in (STOCK, *self.policies)]
+        keys = [self.key(t, p) for t in range(self.trials) for p in (STOCK, *self.policies)]
         return [records.known[key] for key in keys if key in records.known]
 
 
@@ -284,21 +299,6 @@ def machine(device: str) -> Record:
         "transformers": transformers.__version__,
         "commit": commit(),
     }
-
-
-@cache
-def commit() -> str:
-    """What code ran: $ATTNPLUG_COMMIT, else git's HEAD of the checkout that the package is in
-    ("-dirty" appended when tracked files differ), else the package's version."""
-    if named := os.environ.get("ATTNPLUG_COMMIT"):
-        return named
-    command = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
-    folder = Path(__file__).parent
-    if (folder.parents[1] / ".git").exists() and which("git"):
-        return subprocess.run(
-            command, cwd=folder, capture_output=True, text=True, check=True
-        ).stdout.strip()
-    return version("attnplug")
 
 
 def _scored(sample: Sample, reply: str) -> Record:

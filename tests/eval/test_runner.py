@@ -197,7 +197,7 @@ def test_cells_that_cannot_be_are_left_out_and_named(tiny, tokenizer, tmp_path):
     options = dict(tasks=["common-words", "needle-noise", "captured-mass"], lengths=[200, 2000])
     outcome = run(tiny, tokenizer, tmp_path / "s.jsonl", policies=["dense"], trials=1, **options)
     assert "needs at least 1" in outcome.left_out["common-words at 200"]
-    assert outcome.left_out["needle-noise at 2000"] == "the model has 1024 positions"
+    assert outcome.left_out["2,000 tokens"] == "the model has 1024 positions"
     assert outcome.left_out["captured-mass of dense"] == "its prefill has no block mask"
     assert {row["task"] for row in make_rows(outcome.records)} == {"needle-noise"}
 

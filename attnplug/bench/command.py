@@ -1,0 +1,134 @@
+"""What stands behind `attnplug bench --quick`: the layer's shape, the run, its table and files."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from attnplug.bench.quick import PLANS, PREFILLS, Heads, Plan, measure
+from attnplug.bench.rows import Row
+from attnplug.errors import ArgumentError
+from attnplug.models.pretrained import fetch, hub_answers, names
+
+
+def heads_of(model: str | None) -> Heads:
+    """A model's heads by its config alone; Qwen2.5-7B's for None. Raises ArgumentError where there
+    is no config, WeightsUnavailableError for a named model that cannot be had."""
+    if model is None:
+        return Heads()
+    from transformers import AutoConfig
+
+    source = fetch(model) if model in names() else model
+    try:
+        local = Path(source).is_dir() or not hub_answers()
+        config: Any = AutoConfig.from_pretrained(source, local_files_only=local)
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ArgumentError(f"bench: {model!r} has no config: {reason}") from error
+    config = config.get_text_config(decoder=True)
+    query = config.num_attention_heads
+    dim = getattr(config, "head_dim", None) or config.hidden_size // query
+    return Heads(query, config.num_key_value_heads, dim)
+
+
+def problem(quick: bool, device: str) -> str:
+    """Why this cannot be measured here, "" if it can."""
+    if not quick:
+        return "give --quick; the whole benches are bench/ of attnplug's repository"
+    if device not in PLANS:
+        return f"device is {device!r}, needs {' or '.join(PLANS)}"
+    if device == "cuda" and not torch.cuda.is_available():
+        return "torch sees no GPU here; --device cpu times the ops' references at short lengths"
+    return ""
+
+
+def run(heads: Heads, device: str, folder: Path, console: Console) -> list[Row]:
+    """Measure, write `rows.json` and `speed.png` into `folder`, show the table."""
+    plan = PLANS[device]
+    left_out: list[str] = []
+
+    with console.status("compiling and measuring") as status:
+        rows = list(measure(heads, plan, status.update, left_out.append))
+    folder.mkdir(parents=True, exist_ok=True)
+    written = [folder / "rows.json", folder / "speed.png"]
+    written[0].write_text(json.dumps({"rows": rows}, indent=1) + "\n")
+    draw(rows, plan, written[1])
+    console.print(table(rows, plan))
+    for line in left_out:
+        console.print(line, highlight=False, markup=False)
+    console.print(f"wrote {', '.join(map(str, written))}", highlight=False)
+    return rows
+
+
+def title(rows: Sequence[Row], plan: Plan) -> str:
+    """What the numbers are of: one layer, its heads, and the machine."""
+    if not rows:
+        return "nothing fits this device's memory"
+    first = rows[0]
+    shape = f"{first['heads_q']}/{first['heads_kv']}x{first['head_dim']} {first['dtype']}"
+    where = first["gpu"] if plan.device == "cuda" else "CPU, the ops' references, no GPU kernel"
+    return f"one layer, {shape}, {where}"
+
+
+def table(rows: Sequence[Row], plan: Plan) -> Table:
+    """Median times; `ratio` above 1 is faster than the peer."""
+    shown = Table(title=title(rows, plan), caption="medians; ratio above 1: faster than the peer")
+    for name in ("phase", "tokens", "policy"):
+        shown.add_column(name, overflow="fold")
+    for name in ("time", "peer", "ratio"):
+        shown.add_column(name, justify="right")
+    for row in rows:
+        shown.add_row(
+            _phase(row),
+            f"{row['n']:,}",
+            row["policy"],
+            _time(row["p50_us"]),
+            f"{row['peer']} {_time(row['peer_p50_us'])}",
+            f"{row['ratio']:.2f}",
+        )
+    return shown
+
+
+def _phase(row: Row) -> str:
+    return "prefill" if row["op"] in PREFILLS else "decode"
+
+
+def _time(us: float) -> str:
+    return f"{us / 1000:.3g} ms" if us >= 1000 else f"{us:.3g} us"
+
+
+def draw(rows: Sequence[Row], plan: Plan, path: Path) -> None:
+    """A panel each for decode and prefill: time against tokens, both axes logarithmic."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import FuncFormatter, LogLocator
+
+    figure = Figure(figsize=(9, 4.6), dpi=120, layout="constrained")
+    for axes, phase in zip(figure.subplots(1, 2), ("decode", "prefill"), strict=True):
+        mine = [row for row in rows if _phase(row) == phase]
+        peers: dict[int, list[float]] = {}
+        for row in mine:
+            peers.setdefault(row["n"], []).append(row["peer_p50_us"])
+        if mine:
+            lines = sorted(peers.items())
+            middles = [sorted(found)[len(found) // 2] for _, found in lines]
+            style = dict(color="#7a7a7a", linestyle="--", marker="s", markersize=4)
+            axes.plot([n for n, _ in lines], middles, label=f"torch: {mine[0]['peer']}", **style)
+        for policy in dict.fromkeys(row["policy"] for row in mine):
+            points = [(row["n"], row["p50_us"]) for row in mine if row["policy"] == policy]
+            axes.plot(*zip(*points, strict=True), marker="o", markersize=4, label=policy)
+        axes.set(xscale="log", yscale="log", xlabel="tokens", ylabel="time, one layer")
+        axes.set_title(phase, fontsize=10)
+        axes.set_xticks(sorted(peers), [f"{n:,}" for n in sorted(peers)], fontsize=8)
+        axes.minorticks_off()
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda us, _: _time(us)))
+        axes.grid(color="#dddddd")
+        if mine:
+            axes.legend(fontsize=7, ncols=2, loc="upper center", bbox_to_anchor=(0.5, -0.14))
+    figure.suptitle(title(rows, plan), fontsize=10)
+    FigureCanvasAgg(figure).print_png(str(path))

@@ -1,0 +1,67 @@
+"""A row of a bench, as bench/results has them and docs read them."""
+
+import statistics
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from attnplug.bench.provenance import KEYS, ceiling_fraction, provenance
+from attnplug.bench.timing import quantiles
+
+Row = dict[str, Any]
+
+
+def make_row(
+    *,
+    op: str,
+    case: str,
+    n: int,
+    batch: int,
+    heads_q: int,
+    heads_kv: int,
+    head_dim: int,
+    dtype: torch.dtype | str,
+    times_us: Sequence[float],
+    bytes: float,
+    flops: float,
+    options: str = "",
+    peer: str | None = None,
+    peer_times_us: Sequence[float] | None = None,
+    ceiling: Callable[[float], float | None] | None = None,
+    policy: str | None = None,
+) -> Row:
+    """The row of `times_us` (one sample a round, microseconds a call), with the keys of KEYS, and
+    `policy` where one ran. `ceiling` gives the share of another ceiling than the GPU's own, of the
+    seconds of a call, or None where none is known. Raises ValueError where only one of peer and its
+    times is given."""
+    if (peer is None) != (peer_times_us is None):
+        raise ValueError("peer and its functions (or times) come together")
+    p20, p50, p80 = quantiles(times_us)
+    peer_p50 = statistics.median(peer_times_us) if peer_times_us else None
+    seconds = p50 * 1e-6
+    row = {
+        "op": op,
+        "case": case,
+        "n": n,
+        "batch": batch,
+        "heads_q": heads_q,
+        "heads_kv": heads_kv,
+        "head_dim": head_dim,
+        "dtype": str(dtype).removeprefix("torch."),
+        "options": options,
+        "p20_us": p20,
+        "p50_us": p50,
+        "p80_us": p80,
+        "peer": peer,
+        "peer_p50_us": peer_p50,
+        "ratio": peer_p50 / p50 if peer_p50 else None,
+        "bytes": bytes,
+        "flops": flops,
+        "ceiling_fraction": (
+            ceiling(seconds) if ceiling else ceiling_fraction(bytes, flops, seconds)
+        ),
+        **provenance(),
+    }
+    assert list(row) == KEYS
+    return row if policy is None else row | {"policy": policy}

@@ -1,0 +1,110 @@
+"""Device time of zero-argument functions: CUDA events over graph replays, ours and the peer's in
+turn; on a CPU the host's clock over calls."""
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+Calls = Sequence[Callable[[], Any]]
+
+ROUNDS = 25
+ROUND_US = 2000.0  # device time between two events of one sample
+FLUSH_BYTES = 512 << 20
+ROTATION_BYTES = 180 << 20  # three times the H200's L2
+
+
+def rotated_sets(nbytes: int) -> int:
+    """How many rotated sets of inputs of `nbytes` each keep a run from reading the L2."""
+    return max(1, -(-ROTATION_BYTES // nbytes))
+
+
+def time_in_turn(
+    sides: Sequence[Calls],
+    *,
+    graphs: Sequence[bool],
+    replays: int | None = None,
+    rounds: int = ROUNDS,
+) -> list[list[float]]:
+    """Microseconds a call of every side, one sample a round, the sides in turn.
+
+    A side is a list of functions, one for each rotated set of inputs; with `graphs` it becomes one
+    CUDA graph that runs all of them in order. A sample is the device time of `replays` replays
+    divided by the calls in them. `replays=None` takes enough for 2 ms."""
+    runs = [_runner(fns, graph) for fns, graph in zip(sides, graphs, strict=True)]
+    flush = torch.zeros(FLUSH_BYTES // 4, dtype=torch.int32, device="cuda")
+    repeats = [replays or _replays(run, flush) for run in runs]
+    samples: list[list[float]] = [[] for _ in sides]
+    for _ in range(rounds):
+        for which, run in enumerate(runs):
+            elapsed = _sample_us(run, repeats[which], flush)
+            samples[which].append(elapsed / (repeats[which] * len(sides[which])))
+    return samples
+
+
+def time_on_cpu(sides: Sequence[Calls], *, rounds: int = ROUNDS) -> list[list[float]]:
+    """The same by the host's clock: every function of a side once a round, after one that warms
+    up. What no GPU runs, and not to be set beside GPU times."""
+    samples: list[list[float]] = [[] for _ in sides]
+    for number in range(rounds + 1):
+        for fns, found in zip(sides, samples, strict=True):
+            begin = time.perf_counter()
+            for fn in fns:
+                fn()
+            if number:
+                found.append((time.perf_counter() - begin) * 1e6 / len(fns))
+    return samples
+
+
+def quantiles(times: Sequence[float]) -> tuple[float, float, float]:
+    """p20, p50, p80."""
+    if len(times) == 1:
+        return times[0], times[0], times[0]
+    cuts = statistics.quantiles(times, n=10, method="inclusive")
+    return cuts[1], cuts[4], cuts[7]
+
+
+def _runner(fns: Sequence[Callable[[], Any]], graph: bool) -> Callable[[], None]:
+    """A function that runs every fn once, through one CUDA graph when `graph`."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):  # compiles kernels and fills workspaces before the capture
+        for fn in fns:
+            fn()
+    torch.cuda.current_stream().wait_stream(stream)
+    torch.cuda.synchronize()
+    if not graph:
+
+        def call() -> None:
+            for fn in fns:
+                fn()
+
+        return call
+    captured = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(captured):
+        for fn in fns:
+            fn()
+    return captured.replay
+
+
+def _replays(run: Callable[[], None], flush: torch.Tensor) -> int:
+    once = _sample_us(run, 1, flush)
+    if once < ROUND_US:  # the first may still have warmed something up
+        once = min(once, _sample_us(run, 1, flush), _sample_us(run, 1, flush))
+    return max(1, min(200, round(ROUND_US / once)))
+
+
+def _sample_us(run: Callable[[], None], repeats: int, flush: torch.Tensor) -> float:
+    """Device microseconds of `repeats` runs. The reductions before the first event empty the L2 of
+    what the other side left there, and keep the device busy while the host enqueues."""
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    flush.amax()
+    flush.amax()
+    begin.record()
+    for _ in range(repeats):
+        run()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) * 1e3

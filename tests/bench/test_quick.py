@@ -1,0 +1,97 @@
+"""`attnplug bench --quick`, at tiny sizes on the CPU: what it runs, writes and says."""
+
+import json
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from attnplug.bench import command, quick
+from attnplug.bench.provenance import KEYS
+from attnplug.bench.rows import make_row
+from attnplug.bench.timing import quantiles, time_on_cpu
+from attnplug.cli import app
+from attnplug.policies import Dense, methods
+
+runner = CliRunner(env={"COLUMNS": "200", "NO_COLOR": "1"})
+HEADS = quick.Heads(4, 2, 64)
+TINY = quick.Plan("cpu", (192,), (256,), 2, torch.float32)
+
+
+def test_the_command_writes_rows_a_plot_and_a_table(tmp_path, monkeypatch):
+    monkeypatch.setitem(quick.PLANS, "cpu", TINY)
+    monkeypatch.setattr(command, "heads_of", lambda model: HEADS)
+    result = runner.invoke(app, ["bench", "--quick", "--device", "cpu", "--out", str(tmp_path)])
+    assert result.exit_code == 0, result.output
+    assert "CPU, the ops' references, no GPU kernel" in result.output
+    rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
+    assert (tmp_path / "speed.png").stat().st_size > 5000
+    decodes = ["dense", *(f"{name}(min_tokens=0)" for name in ("gather", "gvr", "sketch"))]
+    wanted = [*decodes, "certified(min_tokens=0)", "momo(min_tokens=0)"]
+    assert [row["policy"] for row in rows] == wanted
+    for row in rows:
+        assert list(row) == [*KEYS, "policy"]
+        assert row["ratio"] == pytest.approx(row["peer_p50_us"] / row["p50_us"])
+        assert row["p50_us"] > 0 and row["policy"] in result.output
+        assert (row["gpu"], row["peer"], row["ceiling_fraction"]) in {
+            (rows[0]["gpu"], "sdpa", None)
+        }
+        assert row["options"].endswith("cpu")
+
+
+@pytest.mark.parametrize("name", quick.DECODES)
+def test_a_step_runs_the_method_and_sees_the_tokens(name, monkeypatch):
+    """Not the dense attention that methods fall back to; its cache holds every token."""
+    method = methods()[name](**({} if name == "dense" else {"min_tokens": 0}))
+    call, k, v = quick.decode_call(HEADS, TINY, 192, method, 0)
+    assert call.lengths is not None and call.lengths.item() == call.k.shape[2] == 192
+    wanted = quick._sdpa("sdpa", call.q, k, v, call.scale, False)
+    if name == "sketch":  # its basis is made of a prompt's queries
+        assert call.state.is_fitted and call.state.recent is not None
+    if name != "dense":
+        monkeypatch.setattr(Dense, "attend", lambda self, call: pytest.fail("dense ran"))
+    # The budgets hold this many tokens, or estimate them; INT8 and INT4 make the rest.
+    torch.testing.assert_close(method.attend(call), wanted, atol=0.05, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((), "give --quick"),
+        (("--quick", "--device", "abacus"), "device is 'abacus', needs cuda or cpu"),
+        (("--quick",), "torch sees no GPU here; --device cpu times"),
+    ],
+)
+def test_what_cannot_run_is_one_line_and_exit_code_2(arguments, message, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    result = runner.invoke(app, ["bench", *arguments])
+    assert result.exit_code == 2 and result.stdout == ""
+    assert message in result.stderr and result.stderr.count("\n") == 1
+
+
+def test_a_models_heads_are_its_configs(tmp_path):
+    from transformers import LlamaConfig
+
+    LlamaConfig(hidden_size=96, num_attention_heads=6, num_key_value_heads=3).save_pretrained(
+        tmp_path
+    )
+    assert command.heads_of(str(tmp_path)) == quick.Heads(6, 3, 16)
+    assert command.heads_of(None) == quick.Heads(28, 4, 128)
+    result = runner.invoke(
+        app, ["bench", "--quick", "--device", "cpu", "--model", str(tmp_path / "none")]
+    )
+    assert result.exit_code == 1 and "has no config" in result.stderr
+
+
+def test_the_peers_times_are_called_in_turn():
+    heard = []
+    sides = [[lambda: heard.append("a")] * 2, [lambda: heard.append("b")]]
+    samples = time_on_cpu(sides, rounds=3)
+    assert "".join(heard) == "aab" * 4 and [len(found) for found in samples] == [3, 3]
+    assert quantiles([1.0, 2.0, 3.0, 4.0, 5.0, 6.0]) == (2.0, 3.5, 5.0)
+
+
+def test_a_row_has_a_peer_and_its_times_or_neither():
+    shape = dict(op="x", case="op", n=1, batch=1, heads_q=1, heads_kv=1, head_dim=1, dtype="float")
+    with pytest.raises(ValueError, match="come together"):
+        make_row(**shape, times_us=[1.0], bytes=1, flops=1, peer="sdpa")
