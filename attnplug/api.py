@@ -55,15 +55,17 @@ class LayerReport:
 @dataclass(frozen=True)
 class Report:
     """What runs where: one LayerReport a layer, and in `cache` why generate keeps transformers' own
-    cache ("" where it prepares attnplug's). `str()` gives text, `table()` a rich table."""
+    cache ("" where it prepares attnplug's). `parallel` says which heads a rank holds under tensor
+    parallelism ("" without). `str()` gives text, `table()` a rich table."""
 
     policy: str
     layers: tuple[LayerReport, ...]
     cache: str = ""
+    parallel: str = ""
 
     def table(self) -> Table:
         """The report as a rich table; runs of layers alike but for their index share a row."""
-        table = Table(title=f"attnplug: {self.policy}", caption=self.cache or None)
+        table = Table(title=f"attnplug: {self.policy}", caption="\n".join(self._below()) or None)
         for column in ("layers", "kind", "prefill", "decode", "why / note"):
             table.add_column(column)
         for span, layer in self._spans():
@@ -75,7 +77,10 @@ class Report:
         for span, layer in self._spans():
             line = f"layers {span} ({layer.kind}): prefill {layer.prefill}, decode {layer.decode}"
             lines.append(f"{line}; {layer.reason}" if layer.reason else line)
-        return "\n".join([*lines, self.cache] if self.cache else lines)
+        return "\n".join([*lines, *self._below()])
+
+    def _below(self) -> list[str]:
+        return [line for line in (self.parallel, self.cache) if line]
 
     def _spans(self) -> list[tuple[str, LayerReport]]:
         spans: list[list[LayerReport]] = []
@@ -137,13 +142,14 @@ def apply(model: Model, policy: PolicyLike | Mapping[LayerKey, PolicyLike]) -> M
     keeps = _keeps_cache(target, plan)
     layer_reports = tuple(_report(*entry, static=not keeps) for entry in plan)
     bound = [layer.module for layer in layers]
-    ledger = _Ledger(Report(resolver.text, layer_reports, keeps), _LayerMaker(plan), bound)
+    told = Report(resolver.text, layer_reports, keeps, _parallel(layers))
+    ledger = _Ledger(told, _LayerMaker(plan), bound)
     for layer, binding in plan:
         setattr(layer.module, BINDING, binding)
     switched = _switched(plan)
     if switched:
-        told = [x for x in layers if id(x.config) in switched and has_own_slot(x.module)]
-        ledger.hooks = [_hooked(layer, first=layer is told[0]) for layer in told]
+        hooked = [x for x in layers if id(x.config) in switched and has_own_slot(x.module)]
+        ledger.hooks = [_hooked(layer, first=layer is hooked[0]) for layer in hooked]
         ledger.configs = switch_configs(target, switched)
         ledger.methods = bind_generate(target, None if keeps else ledger.make_layer)
     ledger.compiled = _take_compiled(target)
@@ -324,6 +330,12 @@ def _keeps_cache(model: PreTrainedModel, plan: list[tuple[AttentionLayer, Bindin
     if deaf and not why:
         why = f"{deaf[0]} takes it by a name that attnplug does not know"
     return f"generate keeps transformers' dynamic cache: {why}" if why else ""
+
+
+def _parallel(layers: list[AttentionLayer]) -> str:
+    """The report's line on tensor parallelism: layers split alike are named once."""
+    texts = dict.fromkeys(str(layer.split) for layer in layers if layer.split is not None)
+    return f"tensor parallel: {'; '.join(texts)}" if texts else ""
 
 
 def _report(layer: AttentionLayer, binding: Binding[Policy], *, static: bool) -> LayerReport:
