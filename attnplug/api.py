@@ -63,14 +63,15 @@ class LayerReport:
 @dataclass(frozen=True)
 class Report:
     """What runs where: one LayerReport a layer, in `cache` why generate keeps transformers' own
-    cache ("" where it prepares attnplug's), and in `loop` why it decodes with transformers' own
-    loop: always, or in the last call ("" where it is attnplug's). `str()` gives text, `table()` a
-    rich table."""
+    cache ("" where it prepares attnplug's), in `loop` why it decodes with transformers' own loop:
+    always, or in the last call ("" where it is attnplug's), and in `parallel` which heads a rank
+    holds under tensor parallelism ("" without). `str()` gives text, `table()` a rich table."""
 
     policy: str
     layers: tuple[LayerReport, ...]
     cache: str = ""
     loop: str = ""
+    parallel: str = ""
 
     def table(self) -> Table:
         """The report as a rich table; runs of layers alike but for their index share a row."""
@@ -89,7 +90,7 @@ class Report:
         return "\n".join([*lines, *self._notes()])
 
     def _notes(self) -> list[str]:
-        return [note for note in (self.cache, self.loop) if note]
+        return [note for note in (self.parallel, self.cache, self.loop) if note]
 
     def _spans(self) -> list[tuple[str, LayerReport]]:
         spans: list[list[LayerReport]] = []
@@ -152,13 +153,14 @@ def apply(model: Model, policy: PolicyLike | Mapping[LayerKey, PolicyLike]) -> M
     layer_reports = tuple(_report(*entry, static=not keeps) for entry in plan)
     bound = [layer.module for layer in layers]
     loop = "" if keeps else _loop_text(unserved_model(target, [layer.kind for layer in layers]))
-    ledger = _Ledger(Report(resolver.text, layer_reports, keeps, loop), _LayerMaker(plan), bound)
+    told = Report(resolver.text, layer_reports, keeps, loop, _parallel(layers))
+    ledger = _Ledger(told, _LayerMaker(plan), bound)
     for layer, binding in plan:
         setattr(layer.module, BINDING, binding)
     switched = _switched(plan)
     if switched:
-        told = [x for x in layers if id(x.config) in switched and has_own_slot(x.module)]
-        ledger.hooks = [_hooked(layer, first=layer is told[0]) for layer in told]
+        hooked = [x for x in layers if id(x.config) in switched and has_own_slot(x.module)]
+        ledger.hooks = [_hooked(layer, first=layer is hooked[0]) for layer in hooked]
         ledger.configs = switch_configs(target, switched)
         ledger.methods = bind_generate(target, None if keeps else ledger.make_layer, loop=not loop)
     ledger.compiled = _take_compiled(target)
@@ -367,6 +369,12 @@ def _keeps_cache(model: PreTrainedModel, plan: list[tuple[AttentionLayer, Bindin
     if deaf and not why:
         why = f"{deaf[0]} takes it by a name that attnplug does not know"
     return f"generate keeps transformers' dynamic cache: {why}" if why else ""
+
+
+def _parallel(layers: list[AttentionLayer]) -> str:
+    """The report's line on tensor parallelism: layers split alike are named once."""
+    texts = dict.fromkeys(str(layer.split) for layer in layers if layer.split is not None)
+    return f"tensor parallel: {'; '.join(texts)}" if texts else ""
 
 
 def _report(layer: AttentionLayer, binding: Binding[Policy], *, static: bool) -> LayerReport:

@@ -82,7 +82,7 @@ class AttentionCall:
 
 @dataclasses.dataclass(frozen=True)
 class LayerShape:
-    """What is known of an attention layer before it runs."""
+    """What is known of an attention layer before it runs. The heads are those of this process."""
 
     heads_q: int
     heads_kv: int

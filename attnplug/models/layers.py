@@ -11,6 +11,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from attnplug.call import LayerShape
 from attnplug.errors import UnsupportedModelError
 from attnplug.models.names import CACHE_ARGUMENTS
+from attnplug.models.parallel import Split, split_of
 from attnplug.ops.common.checks import DTYPES, HEAD_DIMS
 
 SLOT_ARGUMENTS = ("layer_idx", "cycle_offset")  # of Zamba's shared blocks and HRM's cycles
@@ -18,8 +19,8 @@ SLOT_ARGUMENTS = ("layer_idx", "cycle_offset")  # of Zamba's shared blocks and H
 
 @dataclass(frozen=True)
 class AttentionLayer:
-    """One attention module: where it is, what it looks like, and why it must stay dense ("" if a
-    policy can serve it)."""
+    """One attention module: where it is, what it looks like on this rank, why it must stay dense
+    ("" if a policy can serve it), and how tensor parallelism has split it (None: not at all)."""
 
     index: int
     name: str
@@ -28,6 +29,7 @@ class AttentionLayer:
     kind: str
     shape: LayerShape
     reason: str
+    split: Split | None = None
 
 
 def unwrap(model: torch.nn.Module) -> PreTrainedModel:
@@ -55,7 +57,7 @@ def find_attention_layers(model: PreTrainedModel) -> list[AttentionLayer]:
     """The attention layers of a decoder, by layer index.
 
     Raises UnsupportedModelError if the model has none that go through transformers' attention
-    interface, or is an encoder-decoder.
+    interface, is an encoder-decoder, or is split over ranks that cannot share its heads evenly.
     """
     family = type(model).__name__
     if model.config.is_encoder_decoder:
@@ -93,10 +95,11 @@ def _index(module: torch.nn.Module) -> int:
 def _describe(name: str, module: torch.nn.Module, model: PreTrainedModel) -> AttentionLayer:
     index = _index(module)
     weights = _weights(module) or _weights(model)
-    shape = _shape(module, weights)
+    split = split_of(model, name, *_heads(module))
+    shape = _shape(module, weights, split)
     kind = _kind(module, index)
     reason = _reason(module, kind, shape, weights)
-    return AttentionLayer(index, name, module, _config(module), kind, shape, reason)
+    return AttentionLayer(index, name, module, _config(module), kind, shape, reason, split)
 
 
 def _config(module: torch.nn.Module) -> PreTrainedConfig:
@@ -111,15 +114,23 @@ def _weights(module: torch.nn.Module) -> list[torch.Tensor]:
     return [*module.parameters(), *module.buffers()]
 
 
-def _shape(module: torch.nn.Module, weights: list[torch.Tensor]) -> LayerShape:
+def _heads(module: torch.nn.Module) -> tuple[int, int]:
+    """Query heads and KV heads, of all ranks together."""
     config = _config(module)
     heads = getattr(config, "num_attention_heads", 0)
+    return heads, getattr(config, "num_key_value_heads", None) or heads
+
+
+def _shape(module: torch.nn.Module, weights: list[torch.Tensor], split: Split | None) -> LayerShape:
+    config = _config(module)
+    heads, heads_kv = _heads(module)
     hidden = getattr(config, "hidden_size", 0)
     head_dim = getattr(module, "head_dim", None) or getattr(config, "head_dim", None)
     softcap = getattr(module, "attn_logit_softcapping", None)
+    of_rank = (heads, heads_kv) if split is None else split.of_rank
     return LayerShape(
-        heads_q=heads,
-        heads_kv=getattr(config, "num_key_value_heads", None) or heads,
+        heads_q=of_rank[0],
+        heads_kv=of_rank[1],
         head_dim=head_dim or (hidden // heads if heads else 0),
         softcap=softcap or 0.0,
         sinks=hasattr(module, "sinks"),

@@ -93,7 +93,6 @@ def _about(
         "policy": what,
         "method": method.name,
         "options": dataclasses.asdict(method),
-        "kv_heads": layers[0].shape.heads_kv,
         "versions": {
             "attnplug": attnplug.__version__,
             "torch": torch.__version__,
@@ -158,16 +157,18 @@ class Recording:
             self._begin(call)
         self._layer = layer
         if edges is not None:
-            self._take(layer, edges, single=call.q.shape[2] == 1)
+            self._take(layer, call, edges)
         if self._progress is not None:
             self._progress(layer)
 
-    def _take(self, layer: int, edges: Edges, *, single: bool) -> None:
+    def _take(self, layer: int, call: AttentionCall, edges: Edges) -> None:
         layout = Layout(edges.query_block, edges.block, edges.weights)
-        if self._writer is None:
-            self._writer = Writer(self.path, layout, **self._about)
+        if (
+            self._writer is None
+        ):  # the call knows the heads: a rank holds fewer than the config says
+            self._writer = Writer(self.path, layout, kv_heads=call.k.shape[1], **self._about)
             self._thread.start()
-        if single:  # one query is a block of any size
+        if call.q.shape[2] == 1:  # one query is a block of any size
             layout = dataclasses.replace(layout, query_block=self._writer.layout.query_block)
         if layout != self._writer.layout:
             raise ArgumentError(

@@ -1,0 +1,100 @@
+"""One rank of tests/contract/test_tensor_parallel.py: `FOLDER` holds models, a folder each, and
+`asked.json`; what the rank finds goes to `found-RANK.json`."""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import transformers
+from transformers import AutoModelForCausalLM
+from transformers.distributed import DistributedConfig
+
+import attnplug
+from attnplug import trace
+
+TOKENS, NEW, PADDED = 70, 5, 13
+
+
+def tokens_of(model, policy: str) -> list[list[int]]:
+    """What a model generates under a policy ("" for none), one row of two padded on the left."""
+    ids = torch.randint(2, 97, (2, TOKENS), generator=torch.Generator().manual_seed(3))
+    mask = torch.ones_like(ids)
+    mask[1, :PADDED] = 0
+    options = dict(max_new_tokens=NEW, do_sample=False, eos_token_id=None, pad_token_id=0)
+    if policy:
+        attnplug.apply(model, policy)
+    try:
+        return model.generate(ids, attention_mask=mask, **options)[:, TOKENS:].tolist()
+    finally:
+        if policy:
+            attnplug.remove(model)
+
+
+@torch.no_grad()
+def picks_of(model) -> dict:
+    """Tokens of steps that sketch picks in a text long enough for it, and its kept queries: they
+    are those of this process's heads, and a ring of another size would stay empty."""
+    ids = torch.randint(2, 97, (1, 800), generator=torch.Generator().manual_seed(5))
+    with attnplug.applied(model, "sketch(k=8, min_tokens=0)"):
+        cache = attnplug.make_cache(model, ids.shape[1] + NEW)
+        tokens = [model(ids, past_key_values=cache).logits[:, -1:].argmax(-1)]
+        for _ in range(NEW - 1):
+            tokens.append(model(tokens[-1], past_key_values=cache).logits[:, -1:].argmax(-1))
+    layer = cache.layers[0]
+    heads = layer.recent.any(-1).any(-1).sum()
+    return {"tokens": torch.cat(tokens).flatten().tolist(), "heads": int(heads)}
+
+
+def load(path: Path, **options):
+    split = DistributedConfig(tp_size=int(os.environ["WORLD_SIZE"]))
+    return AutoModelForCausalLM.from_pretrained(
+        path, distributed_config=split, dtype=torch.float32, **options
+    ).eval()
+
+
+def report_of(model) -> dict:
+    """The report's line, the heads of the first layer's cache, and what apply raised instead."""
+    try:
+        with attnplug.applied(model, "dense"):
+            cache = attnplug.make_cache(model, 16)
+            with torch.no_grad():
+                model(torch.ones(1, 4, dtype=torch.long), past_key_values=cache)
+            text = attnplug.report(model).parallel
+            return {"says": text, "heads": [layer.keys.shape[1] for layer in cache.layers]}
+    except attnplug.UnsupportedModelError as error:
+        return {"says": str(error)}
+
+
+def trace_of(model, path: Path) -> list[int]:
+    """Query heads and KV heads that this rank's trace tells of."""
+    with attnplug.applied(model, "dense+stream(top_k=2, block=16, query_block=16)"):
+        cache = attnplug.make_cache(model, 80)
+        with torch.no_grad(), trace.record(model, path):
+            model(torch.arange(2, 72)[None], past_key_values=cache)
+    meta = trace.read(path).meta
+    return [meta["heads"], meta["kv_heads"]]
+
+
+def main(folder: Path) -> None:
+    transformers.logging.set_verbosity_error()
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    rank, found = dist.get_rank(), {}
+    for name, asked in json.loads((folder / "asked.json").read_text()).items():
+        model = load(folder / name, **asked.get("options", {}))
+        told: dict = {"report": report_of(model)}
+        told["tokens"] = {policy: tokens_of(model, policy) for policy in asked["policies"]}
+        if asked.get("full"):
+            told["sketch"] = picks_of(model)
+            told["trace"] = trace_of(model, folder / f"{name}-{rank}.parquet")
+        found[name] = told
+    (folder / f"found-{rank}.json").write_text(json.dumps(found))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

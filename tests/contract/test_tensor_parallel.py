@@ -1,0 +1,66 @@
+"""Tensor parallelism as transformers does it, over two gloo processes: the tokens of one process,
+and a report, a trace and a refusal that count a rank's heads."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from contract_cases import CASES
+from families import FAMILIES
+from ranks import needs_gloo, run_ranks
+from tensor_parallel_rank import picks_of, tokens_of
+
+from attnplug.testing import tiny_model
+
+pytestmark = needs_gloo
+METHODS = ("dense", "momo", "gather", "gvr", "sketch", "certified", "momo+gather")
+WHOLE = {"phi3", "olmo2", "gpt-oss"}  # their plans gather the projections, or leave attention alone
+
+
+def ask(folder: Path, models: dict[str, Any], asked: dict[str, Any]) -> list[dict[str, Any]]:
+    """What both ranks found about these models."""
+    for name, model in models.items():
+        model.save_pretrained(folder / name)
+    (folder / "asked.json").write_text(json.dumps(asked))
+    run_ranks("contract/tensor_parallel_rank.py", folder)
+    return [json.loads((folder / f"found-{rank}.json").read_text()) for rank in range(2)]
+
+
+@pytest.mark.slow
+def test_every_method_gives_the_tokens_of_one_process(tmp_path):
+    policies = ["", *(CASES[name].policy for name in METHODS)]
+    model = tiny_model()
+    odd = tiny_model(hidden_size=96, num_attention_heads=6, num_key_value_heads=3)
+    one_head = tiny_model(num_attention_heads=4, num_key_value_heads=1)
+    models = {"tiny": model, "odd": odd, "one-head": one_head}
+    asked = {"tiny": {"policies": policies, "full": True}}
+    asked |= {name: {"policies": []} for name in ("odd", "one-head")}
+    wanted = {policy: tokens_of(model, policy) for policy in policies}
+    picked = picks_of(model)
+    assert picked["heads"] == 4
+    for found in ask(tmp_path, models, asked):
+        assert found["tiny"]["sketch"] == picked | {"heads": 2}
+        assert found["tiny"]["tokens"] == wanted
+        assert found["tiny"]["trace"] == [2, 1]
+        assert found["tiny"]["report"] == {
+            "says": "tensor parallel: each of 2 ranks holds 2 of 4 query heads and 1 of 2 KV heads",
+            "heads": [1, 1],
+        }
+        assert "6 query heads and 3 KV heads, which 2 ranks" in found["odd"]["report"]["says"]
+        assert "4 query heads and 1 KV heads" in found["one-head"]["report"]["says"]
+    assert len({str(tokens) for tokens in wanted.values()}) > 2  # budgets that choose
+
+
+def test_every_family_gives_the_tokens_of_one_process(tmp_path):
+    policies = ["", CASES["momo+gather"].policy]
+    models = {family.name: family.build() for family in FAMILIES}
+    wanted = {n: {p: tokens_of(model, p) for p in policies} for n, model in models.items()}
+    asked: dict[str, Any] = {name: {"policies": policies} for name in models}
+    asked["gemma2"]["options"] = {"attn_implementation": "eager"}
+    for found in ask(tmp_path, models, asked):
+        for name in models:
+            assert found[name]["tokens"] == wanted[name], name
+            whole = "the model's plan does not split attention" in found[name]["report"]["says"]
+            assert whole == (name in WHOLE), name
+            assert found[name]["report"]["heads"] == [2, 2] if whole else [1, 1], name

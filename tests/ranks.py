@@ -1,0 +1,51 @@
+"""Runs a script over several processes that torch.distributed joins by gloo, as torchrun would."""
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+needs_gloo = pytest.mark.skipif(
+    not (dist.is_available() and dist.is_gloo_available()), reason="torch has no gloo"
+)
+TESTS = Path(__file__).resolve().parent
+
+
+def run_ranks(script: str, *args: str | Path, ranks: int = 2, limit: float = 240) -> None:
+    """Run `tests/SCRIPT ARGS` in so many processes, each told its rank by torchrun's variables.
+    Fails with the output of a rank that failed, or of all where the limit (seconds) has passed."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    common = os.environ | {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join([str(TESTS.parent), str(TESTS), str(TESTS / "contract")]),
+    }
+    command = [sys.executable, str(TESTS / script), *map(str, args)]
+    started = [
+        subprocess.Popen(
+            command,
+            env=common | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(ranks)
+    ]
+    said = []
+    try:
+        for process in started:
+            said.append(process.communicate(timeout=limit)[0])
+    finally:
+        for process in started:
+            process.kill()
+    failed = [text for process, text in zip(started, said, strict=True) if process.returncode]
+    assert not failed, "\n".join(failed)
