@@ -20,11 +20,11 @@ import warnings
 from pathlib import Path
 
 import torch
-from _provenance import provenance
 from transformers import LlamaConfig, LlamaForCausalLM, StaticCache
 
 import attnplug
 import attnplug.ops  # registers what a package calls
+from attnplug.bench.provenance import provenance
 
 POLICIES = ("stock", "dense", "gather(min_tokens=0)")
 SIZE = 4096  # tokens of the cache

@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _provenance import provenance
 
 import attnplug
 from attnplug import Certified
+from attnplug.bench.provenance import provenance
 from attnplug.models.pretrained import load
 from attnplug.ops import certified_attention, dense_decode, quantize_kv
 from attnplug.policies import AttentionCall

@@ -14,10 +14,10 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from _provenance import provenance
 
 import attnplug
 from attnplug import Certified
+from attnplug.bench.provenance import provenance
 from attnplug.models.pretrained import load
 from attnplug.ops import Scratch
 from attnplug.ops.certified import certified_attention as OP

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 import torch
-from _provenance import ceilings
 
+from attnplug.bench.provenance import ceilings
 from attnplug.bench.rows import make_row
 from attnplug.bench.timing import ROUNDS, rotated_sets, time_in_turn
 

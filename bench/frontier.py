@@ -29,11 +29,11 @@ from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 import torch
-from _provenance import commit
 from _selectors import Selector, shares, valid
 
 import attnplug
 from attnplug import Dense, Gather, Gvr, Policy, Sketch
+from attnplug.bench.provenance import commit
 from attnplug.eval.measure import compare_logits, prose_window
 from attnplug.eval.stats import bootstrap_mean
 from attnplug.models.pretrained import load

@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _provenance import commit
 
 from attnplug import Dense, Gather
+from attnplug.bench.provenance import commit
 from attnplug.eval.capture import capture_layers
 from attnplug.eval.measure import prose_window
 from attnplug.eval.stats import bootstrap_mean

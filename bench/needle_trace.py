@@ -16,8 +16,8 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from _provenance import commit
 
+from attnplug.bench.provenance import commit
 from attnplug.eval.capture import capture_layers
 from attnplug.eval.needle import needle_prompt
 from attnplug.eval.stats import bootstrap_mean

@@ -14,8 +14,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from _provenance import commit
 
+from attnplug.bench.provenance import commit
 from attnplug.eval.capture import capture_layers
 from attnplug.eval.measure import prose_window
 from attnplug.models.layers import find_attention_layers

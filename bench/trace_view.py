@@ -19,9 +19,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from _provenance import provenance
 from playwright.sync_api import Browser, Page, sync_playwright
 
+from attnplug.bench.provenance import provenance
 from attnplug.trace import Trace, read, synthesize
 from attnplug.trace.view import write_page
 

@@ -23,7 +23,7 @@ def bench(monkeypatch):
     """A bench's module by its name."""
     monkeypatch.syspath_prepend(str(BENCH))
     yield importlib.import_module
-    for name in ("frontier", "_selectors", "_frontier_plot", "_plots", "_provenance"):
+    for name in ("frontier", "_selectors", "_frontier_plot", "_plots"):
         sys.modules.pop(name, None)
 
 
