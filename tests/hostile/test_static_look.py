@@ -16,6 +16,7 @@ UNPICKLES = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "marshal", "
 SHELLS = {("os", "system"), ("os", "popen"), ("subprocess", "getoutput")}
 # Modules that may start a process or use the network, and what for.
 PROCESSES = {
+    "bench/provenance.py": "asks git for the commit of a checkout",
     "doctor.py": "compiles a kernel in a process of its own",
     "models/pretrained.py": "pip downloads wheels",
 }
