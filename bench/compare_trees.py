@@ -28,13 +28,13 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     trees = {"before": options.before, "after": options.after}
-    times: dict[tuple[Any, ...], dict[str, list[float]]] = {}
+    runs: dict[str, list[list[dict[str, Any]]]] = {side: [] for side in trees}
     for _ in range(options.turns):
         for side, tree in trees.items():
-            for row in measure(tree, options.benches):
-                key = tuple(row[column] for column in COLUMNS)
-                times.setdefault(key, {}).setdefault(side, []).append(row["p50_us"])
-    rows = [compare(key, sides) for key, sides in times.items()]
+            runs[side].append(measure(tree, options.benches))
+    rows = [
+        compare(before, after) for before, after in zip(*map(by_place, runs.values()), strict=True)
+    ]
     for row in rows:
         print(" ".join(f"{name}={value}" for name, value in row.items()))
     if options.out:
@@ -56,14 +56,23 @@ def measure(tree: Path, benches: list[str]) -> list[dict[str, Any]]:
         return [json.loads(line) for line in rows.read_text().splitlines()]
 
 
-def compare(key: tuple[Any, ...], sides: dict[str, list[float]]) -> dict[str, Any]:
-    row: dict[str, Any] = dict(zip(COLUMNS, key, strict=True))
-    for side, times in sides.items():
-        row[f"{side}_us"] = round(min(times), 2)
-        row[f"{side}_spread"] = round(max(times) / min(times) - 1, 4)
-    if len(sides) == 2:
-        row["after_over_before"] = round(min(sides["after"]) / min(sides["before"]), 4)
-    return row
+def by_place(runs: list[list[dict[str, Any]]]) -> list[tuple[dict[str, Any], ...]]:
+    """The same row of every run: a bench writes its rows in one order, though what they say of the
+    link or of hits may differ."""
+    return list(zip(*runs, strict=True))
+
+
+def compare(
+    before: tuple[dict[str, Any], ...], after: tuple[dict[str, Any], ...]
+) -> dict[str, Any]:
+    row: dict[str, Any] = {column: after[0][column] for column in COLUMNS}
+    least = []
+    for side, found in (("before", before), ("after", after)):
+        times = [each["p50_us"] for each in found]
+        least.append(min(times))
+        row[f"{side}_us"] = round(least[-1], 2)
+        row[f"{side}_spread"] = round(max(times) / least[-1] - 1, 4)
+    return row | {"after_over_before": round(least[1] / least[0], 4)}
 
 
 if __name__ == "__main__":

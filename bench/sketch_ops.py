@@ -368,7 +368,8 @@ class Layer:
         scanned = scan._allocate(*asked_scan)
         shares, total, sums, norm, middle = scanned
         asked_picks = (shares, total, middle, TOP_K, *rows)
-        marks = pick.new_marks(shares, more.get("pick", {}).get("tile"))
+        tile = more.get("pick", {}).get("tile")
+        marks = pick.new_marks(shares, -(-shares.shape[2] // tile) if tile else None)
         picks = pick._allocate(*asked_picks)
         asked_attend = (
             q,

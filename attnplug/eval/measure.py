@@ -53,7 +53,9 @@ def prose_window(tokenizer: Any, tokens: int, number: int) -> torch.Tensor:
     return _window(first, whole, tokens, number, min(STRIDE, tokens // 2))
 
 
-def _window(first: list[int], whole: list[int], tokens: int, number: int, stride: int) -> Any:
+def _window(
+    first: list[int], whole: list[int], tokens: int, number: int, stride: int
+) -> torch.Tensor:
     start, end = number * stride, number * stride + tokens - len(first)
     if end > len(whole):
         raise ArgumentError(f"window {number} ends at token {end}, the prose has {len(whole)}")

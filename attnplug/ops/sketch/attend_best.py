@@ -16,12 +16,6 @@ from attnplug.ops.sketch.pick_tokens import capacity_for
 LOOK = 2048  # slots
 
 
-def new_marks(shares: torch.Tensor, pieces: int) -> torch.Tensor:
-    """What the programs of one row tell each other, int64 `[B, Hkv, pieces]`, to be cleared before
-    the launch."""
-    return shares.new_empty((*shares.shape[:2], pieces), dtype=torch.int64)
-
-
 def allocate(
     q: torch.Tensor, shares: torch.Tensor, top_k: int, pieces: int
 ) -> tuple[torch.Tensor, ...]:
@@ -65,8 +59,8 @@ def launch_attend_best(
     warps=4,
     look=None,
 ):
-    """Run the kernel; tensors of the scan and of `allocate`, `marks` of `new_marks`, cleared. With
-    `is_new`, `lengths` lack a token."""
+    """Run the kernel; tensors of the scan and of `allocate`, `marks` of `pick_tokens.new_marks`,
+    cleared. With `is_new`, `lengths` lack a token."""
     batch, heads, _, width = q.shape
     kv_heads, size = k.shape[1], k.shape[2]
     group, pieces = heads // kv_heads, marks.shape[2]

@@ -177,12 +177,13 @@ def tile_for(rows: int, size: int, multiprocessors: int) -> int:
     return tile
 
 
-def new_marks(shares: torch.Tensor, tile: int | None = None) -> torch.Tensor:
-    """What the programs of one row tell each other, int64 `[B, Hkv, programs]`. To be cleared
-    before each launch: in a chain `prepare` does."""
+def new_marks(shares: torch.Tensor, programs: int | None = None) -> torch.Tensor:
+    """What the programs of one row tell each other, int64 `[B, Hkv, programs]`, as many as `pick`
+    has by itself unless told. To be cleared before each launch: in a chain `prepare` does."""
     batch, heads, size = shares.shape
-    tile = tile or tile_for(batch * heads, size, machine(shares.device)[0])
-    return shares.new_empty((batch, heads, cdiv(size, tile)), dtype=torch.int64)
+    if programs is None:
+        programs = cdiv(size, tile_for(batch * heads, size, machine(shares.device)[0]))
+    return shares.new_empty((batch, heads, programs), dtype=torch.int64)
 
 
 def launch_pick_tokens(
@@ -207,7 +208,7 @@ def launch_pick_tokens(
     batch, heads, size = shares.shape
     capacity = picks.shape[2]
     tile = tile or tile_for(batch * heads, size, machine(shares.device)[0])
-    marks = new_marks(shares, tile).zero_() if marks is None else marks
+    marks = new_marks(shares, cdiv(size, tile)).zero_() if marks is None else marks
     pdl, dependent = early(shares.device)
     kernels.pick.run(
         grid=(marks.shape[2], heads, batch),

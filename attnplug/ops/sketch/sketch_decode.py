@@ -302,7 +302,7 @@ def launch_sketch_decode(
         *(top_k, plan.parts, *rows, call.key_mask, softcap),
     )
     scanned = shares, total, sums, norm, middle = scan._allocate(*asked_scan)
-    marks = best.new_marks(shares, plan.pieces) if plan.own_picks else pick.new_marks(shares)
+    marks = pick.new_marks(shares, plan.pieces if plan.own_picks else None)
     prepare_query(
         *asked,
         projected,

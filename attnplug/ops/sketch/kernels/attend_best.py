@@ -153,9 +153,9 @@ def attend_best(
         total, hint, shares, place, centre, top_k, since, until
     )
     edge = upper_edge(wanted, reached, threshold, centre)
-    count = picked_of(visible, wanted, reached, capacity)
+    reaching = picked_of(visible, wanted, reached, S)  # the threshold's bin, room or not
     room = capacity - above
-    if tl.min(tl.where(reached >= wanted, reached, visible + 1), 0) > capacity:
+    if reaching > capacity:
         equals = _equals(shares, first, end, since, until, threshold, centre, LOOK)
         marks += place * pieces
         tl.atomic_xchg(marks + piece, equals.to(tl.int64) * 2 + 1, sem="relaxed")
@@ -167,7 +167,7 @@ def attend_best(
     )
     if piece == 0:
         tl.store(cut + place * 3, edge)
-        tl.store(cut + place * 3 + 1, (visible - count).to(tl.float32))
+        tl.store(cut + place * 3 + 1, (visible - tl.minimum(reaching, capacity)).to(tl.float32))
         tl.store(cut + place * 3 + 2, next_hint(reached, visible, top_k).to(tl.float32))
 
     unit, fine_high, fine_low, coarse_high, coarse_low, base, shift = query_facts(
