@@ -20,6 +20,8 @@ STOCK = "stock"  # the policy of a row about the model itself
 INK, GRID, PEER = "#222222", "#dddddd", "#7a7a7a"
 PEERS = {
     "cudnn": "cuDNN SDPA",
+    "cudnn by layer": "cuDNN SDPA, by one layer's time",
+    "cudnn over as many": "cuDNN SDPA over as many keys",
     "fa3": "FlashAttention-3",
     "flashinfer": "FlashInfer",
     "minference": "MInference block-sparse",
