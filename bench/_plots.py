@@ -34,6 +34,13 @@ MAX_PANELS = 2
 SHAPE = ("heads_q", "heads_kv", "head_dim", "dtype")
 
 
+def bare(policy: str) -> str:
+    """A policy's string without `min_tokens=0`, which only says that no crossover was asked: rows
+    are of the method. So one string has a default's time and its quality."""
+    text = re.sub(r"([,;] ?)?\bmin_tokens=0\b", "", policy)
+    return re.sub(r"\([,;] ?", "(", text).replace("()", "")
+
+
 def tokens(n: float) -> str:
     """8192 as 8K, 1048576 as 1M, anything else as it is."""
     for unit, size in (("M", 1 << 20), ("K", 1 << 10)):
