@@ -21,6 +21,7 @@ DECODES = ("gather", "gvr", "sketch", "certified")
 COLOR = dict(zip(("momo", *DECODES), COLORS, strict=False)) | {"dense": INK}
 MODEL, MODEL_NAME, MODEL_TOKENS = "gemma3-270m", "Gemma 3 270M", 32768
 SPEED_AT = 131072
+PEERS = ("dense", "cudnn", "fa3")  # the dense ones
 LENGTHS = (8192, 32768, 131072, 524288, 1 << 20)
 Points = dict[str, tuple[float, float]]  # policy: times as fast as dense, what it keeps
 

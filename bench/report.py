@@ -22,7 +22,8 @@ the table. Files are pytest-benchmark's JSON (rows in `extra_info`) or `{"rows":
 quality rows (`task, model, n, trials, dense, policy, value, low, high`). Where two rows ask the
 same question, the later one stands.
 Between `<!-- choice pages=docs/methods -->` and `<!-- /choice -->` stands the table of methods,
-between `<!-- story images=docs/img -->` and `<!-- /story -->` the three plots of all, and between `<!-- scratch -->` and `<!-- /scratch -->` stands what certified/scratch.json has.
+between `<!-- story images=docs/img -->` and `<!-- /story -->` the three plots of all, and between
+`<!-- scratch -->` and `<!-- /scratch -->` what certified/scratch.json has.
 """
 
 from __future__ import annotations
