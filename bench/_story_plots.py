@@ -92,7 +92,7 @@ def _ratios(
         for row in timing:
             heads = row["heads_q"], row["heads_kv"], row["head_dim"]
             asked = (row["case"], row["n"], row["batch"], heads) == (case, SPEED_AT, 1, shape)
-            if asked and row["peer"] in ("dense", "cudnn", "fa3") and row.get("policy"):
+            if asked and row["peer"] in PEERS and row.get("policy") and row["ratio"]:
                 policy = bare(row["policy"])
                 mine[policy] = min(row["ratio"], mine.get(policy, row["ratio"]))
         found = mine | found
