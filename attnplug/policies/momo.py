@@ -114,6 +114,9 @@ class Momo(DenseBelow):
         tokens = self.crossover(shape.device)
         return f"dense in prefills below {tokens:,} tokens" if tokens else ""
 
+    def query_grid(self) -> int:
+        return self.query_block
+
     def is_short(self, call: AttentionCall) -> bool:
         """Whether dense attention is faster: the prefill that the call is a part of is short, as
         far as the host knows, and so are the keys that it sees."""
