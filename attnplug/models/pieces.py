@@ -31,6 +31,8 @@ from attnplug.models.hf import (
 from attnplug.models.names import ATTENTION_NAMES, PIECES_NAME
 from attnplug.models.switch import ATTENTION
 
+# torch 2.13 has a new name for it, and warns of the old one.
+ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 EAGER_SCORES = 1 << 28  # that eager attention may hold at a time, of all heads
 MOVING_ROPE = ("dynamic", "longrope")  # rotary embeddings that depend on the longest position
 
@@ -108,7 +110,7 @@ class Run:
         own = torch.nn.functional.pad(own, (0, 0, 0, missing)) if missing else own.contiguous()
         parts = own.new_empty((self.pieces.ranks, *own.shape))
         with together("gather a layer's keys and values"):
-            dist.all_gather_into_tensor(parts.flatten(0, 1), own, group=self.group)
+            ALL_GATHER(parts.flatten(0, 1), own, group=self.group)
         whole = own.new_empty((*own.shape[:2], self.pieces.cuts[-1], own.shape[3]))
         for rank, part in enumerate(parts):
             at = 0

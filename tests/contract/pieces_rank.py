@@ -3,6 +3,7 @@
 
 import json
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import transformers
 from tensor_parallel_rank import load
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.cache_utils import StaticSlidingWindowLayer
 
 import attnplug
 
@@ -25,11 +27,12 @@ def prompt_of(asked: dict[str, Any]) -> torch.Tensor:
 
 
 def content_of(cache: Any, heads: slice = slice(None)) -> list[torch.Tensor]:
-    """Keys and values of each layer, as far as they are written."""
+    """Keys and values of each layer, as far as they are written: a window is full here."""
     found = []
     for layer in cache.layers:
-        length = int(layer.cumulative_length)
-        found += [x[:, heads, : min(length, x.shape[2])] for x in (layer.keys, layer.values)]
+        windowed = isinstance(layer, StaticSlidingWindowLayer)
+        length = None if windowed else int(layer.cumulative_length)
+        found += [x[:, heads, :length] for x in (layer.keys, layer.values)]
     return found
 
 
@@ -76,6 +79,7 @@ def compare(model: PreTrainedModel, path: Path, asked: dict[str, Any], mesh: Any
 
 def main(folder: Path) -> None:
     transformers.logging.set_verbosity_error()
+    warnings.filterwarnings("error", "`torch.distributed", FutureWarning)  # of attnplug's own calls
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     rank, found = dist.get_rank(), []
