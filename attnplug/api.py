@@ -108,7 +108,7 @@ def _looks(layer: LayerReport) -> tuple[str, ...]:
 
 
 @dataclass
-class _Ledger:
+class Ledger:
     """What `apply` did to a model, so that `remove` can undo exactly that."""
 
     report: Report
@@ -154,7 +154,7 @@ def apply(model: Model, policy: PolicyLike | Mapping[LayerKey, PolicyLike]) -> M
     bound = [layer.module for layer in layers]
     loop = "" if keeps else _loop_text(unserved_model(target, [layer.kind for layer in layers]))
     told = Report(resolver.text, layer_reports, keeps, loop, _parallel(layers))
-    ledger = _Ledger(told, _LayerMaker(plan), bound)
+    ledger = Ledger(told, _LayerMaker(plan), bound)
     for layer, binding in plan:
         setattr(layer.module, BINDING, binding)
     switched = _switched(plan)
@@ -172,7 +172,7 @@ def remove(model: Model) -> Model:
     """Undo `apply`, and only what it did: the weights are bit for bit what they were, and what
     others changed since, such as the config's vocabulary, stays. Raises NotAppliedError."""
     target = unwrap(model)
-    ledger = _ledger_of(target)
+    ledger = ledger_of(target)
     unbind_generate(target, ledger.methods)
     _take_compiled(target)
     vars(target).update(ledger.compiled)
@@ -200,7 +200,7 @@ def report(model: torch.nn.Module) -> Report:
     """What runs where on a model that has a policy, and why not. Raises NotAppliedError, and
     UnsupportedModelError where the attention was switched since."""
     target = unwrap(model)
-    ledger = _ledger_of(target)
+    ledger = ledger_of(target)
     hooked = {module for _, module in ledger.hooks}
     for layer in find_attention_layers(target):
         now = layer.config._attn_implementation
@@ -222,7 +222,7 @@ def make_cache(model: torch.nn.Module, max_length: int) -> PlugCache:
     methods' own state, for use without generate. Raises NotAppliedError, ArgumentError, and
     UnsupportedModelError where transformers cannot run the model on a static cache."""
     target = unwrap(model)
-    ledger = _ledger_of(target)
+    ledger = ledger_of(target)
     if not isinstance(max_length, int) or isinstance(max_length, bool) or max_length < 1:
         raise ArgumentError(
             f"make_cache: max_length={max_length!r}, needs an integer of at least 1"
@@ -249,14 +249,15 @@ def warm(
     Raises NotAppliedError, and ArgumentError for a length or batch below 1.
     """
     target = unwrap(model)
-    _ledger_of(target)
+    ledger_of(target)
     for name, value in (("batch", batch), *(("lengths", length) for length in lengths)):
         if type(value) is not int or value < 1 + (padded and name == "lengths"):
             raise ArgumentError(f"warm: {name}={value!r}, needs integers of at least 1 (2 padded)")
     return generate_ahead(target, lengths, batch, padded, options)
 
 
-def _ledger_of(target: PreTrainedModel) -> _Ledger:
+def ledger_of(target: PreTrainedModel) -> Ledger:
+    """What `apply` did to a model. Raises NotAppliedError."""
     if STATE not in target.__dict__:
         if any(hasattr(module, BINDING) for module in target.modules()):
             raise NotAppliedError(

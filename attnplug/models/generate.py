@@ -21,6 +21,7 @@ from attnplug.models.loop_calls import (
     unserved_arguments,
     unserved_call,
 )
+from attnplug.models.parallel import LOCAL, is_split, local_weights
 
 LAYER_MAKER = "_attnplug_make_layer"
 LARGEST = "_attnplug_largest_cache"  # rows times tokens
@@ -57,8 +58,10 @@ def bind_generate(model: PreTrainedModel, make_layer: MakeLayer | None, *, loop:
             names.append(PREFILL_METHOD)
         if loop:
             vars(model)[LOOP] = DecodeLoop()
-            vars(model)[GENERATE_METHOD] = MethodType(_generate, model)
-            names += [LOOP, GENERATE_METHOD]
+            names.append(LOOP)
+    if GENERATE_METHOD not in vars(model) and (LOOP in names or is_split(model)):
+        vars(model)[GENERATE_METHOD] = MethodType(_generate, model)
+        names += [GENERATE_METHOD, LOCAL]
     for name in BATCHING_METHODS:
         if hasattr(model, name):
             vars(model)[name] = _refuse_batching
@@ -132,13 +135,15 @@ def _prepare_cache_for_generation(
 
 @functools.wraps(MIXIN.generate)
 def _generate(model: Any, *args: Any, **kwargs: Any) -> Any:
-    """generate, told of attnplug's loop where its arguments allow it."""
-    arguments = ARGUMENTS.bind(model, *args, **kwargs).arguments
-    why = unserved_arguments(model, arguments, OURS)
-    vars(model)[LOOP].why_not = why
-    if not why:
-        kwargs["custom_generate"] = _decode
-    return type(model).generate(model, *args, **kwargs)
+    """generate, told of attnplug's loop where its arguments allow it, and with plain weights."""
+    loop: DecodeLoop | None = vars(model).get(LOOP)
+    if loop is not None:
+        arguments = ARGUMENTS.bind(model, *args, **kwargs).arguments
+        loop.why_not = unserved_arguments(model, arguments, OURS)
+        if not loop.why_not:
+            kwargs["custom_generate"] = _decode
+    with local_weights(model):
+        return type(model).generate(model, *args, **kwargs)
 
 
 @functools.wraps(MIXIN._sample)  # generate reads its signature

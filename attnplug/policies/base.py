@@ -50,6 +50,11 @@ class Phase:
         """The key blocks that serving this call reads; None where it reads all of them."""
         return None
 
+    def query_grid(self) -> int | None:
+        """A prefill that is cut at multiples of so many queries comes out as it does uncut; None
+        where it may not be cut."""
+        return None
+
     def resolve(self, slot: str, shape: LayerShape, layers: int) -> tuple["Phase", str]:
         """The method that is to serve a layer's `slot`, "prefill" or "decode", in this one's place,
         and why: for a method that only chooses. `layers` like it are on the layer's device."""

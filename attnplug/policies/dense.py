@@ -34,6 +34,9 @@ class Dense(Phase):
     name: ClassVar[str] = "dense"
     phases: ClassVar[frozenset[str]] = frozenset({"prefill", "decode"})
 
+    def query_grid(self) -> int:
+        return 1
+
     def attend(self, call: AttentionCall) -> torch.Tensor:
         queries = call.q.shape[2]
         if known_below(queries, MAX_DECODE_QUERIES + 1):

@@ -123,6 +123,9 @@ class Momo(DenseBelow):
         density = f"density {self.density(tokens):.1%} at {tokens:,}"
         return f"dense in prefills below {least:,} tokens; {density}" if least else density
 
+    def query_grid(self) -> int:
+        return self.query_block
+
     def is_short(self, call: AttentionCall) -> bool:
         """Whether dense attention is faster: the prefill that the call is a part of is short, as
         far as the host knows, and so are the keys that it sees."""
