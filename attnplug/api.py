@@ -19,6 +19,7 @@ from attnplug.errors import (
     PolicyError,
     UnsupportedModelError,
 )
+from attnplug.models.batching import end_batching
 from attnplug.models.cache import MakeLayer, PlugCache, PlugLayer
 from attnplug.models.generate import (
     LONGEST,
@@ -64,14 +65,16 @@ class LayerReport:
 class Report:
     """What runs where: one LayerReport a layer, in `cache` why generate keeps transformers' own
     cache ("" where it prepares attnplug's), in `loop` why it decodes with transformers' own loop:
-    always, or in the last call ("" where it is attnplug's), and in `parallel` which heads a rank
-    holds under tensor parallelism ("" without). `str()` gives text, `table()` a rich table."""
+    always, or in the last call ("" where it is attnplug's), in `parallel` which heads a rank holds
+    under tensor parallelism ("" without), and in `batching` what continuous batching serves
+    otherwise than generate does. `str()` gives text, `table()` a rich table."""
 
     policy: str
     layers: tuple[LayerReport, ...]
     cache: str = ""
     loop: str = ""
     parallel: str = ""
+    batching: str = ""
 
     def table(self) -> Table:
         """The report as a rich table; runs of layers alike but for their index share a row."""
@@ -90,7 +93,7 @@ class Report:
         return "\n".join([*lines, *self._notes()])
 
     def _notes(self) -> list[str]:
-        return [note for note in (self.parallel, self.cache, self.loop) if note]
+        return [note for note in (self.parallel, self.cache, self.loop, self.batching) if note]
 
     def _spans(self) -> list[tuple[str, LayerReport]]:
         spans: list[list[LayerReport]] = []
@@ -153,7 +156,7 @@ def apply(model: Model, policy: PolicyLike | Mapping[LayerKey, PolicyLike]) -> M
     layer_reports = tuple(_report(*entry, static=not keeps) for entry in plan)
     bound = [layer.module for layer in layers]
     loop = "" if keeps else _loop_text(unserved_model(target, [layer.kind for layer in layers]))
-    told = Report(resolver.text, layer_reports, keeps, loop, _parallel(layers))
+    told = Report(resolver.text, layer_reports, keeps, loop, _parallel(layers), _batching(plan))
     ledger = Ledger(told, _LayerMaker(plan), bound)
     for layer, binding in plan:
         setattr(layer.module, BINDING, binding)
@@ -173,6 +176,7 @@ def remove(model: Model) -> Model:
     others changed since, such as the config's vocabulary, stays. Raises NotAppliedError."""
     target = unwrap(model)
     ledger = ledger_of(target)
+    end_batching(target)
     unbind_generate(target, ledger.methods)
     _take_compiled(target)
     vars(target).update(ledger.compiled)
@@ -393,6 +397,12 @@ def _report(layer: AttentionLayer, binding: Binding[Policy], *, static: bool) ->
     return LayerReport(
         layer.index, layer.name, layer.kind, str(prefill), str(decode), "; ".join(notes)
     )
+
+
+def _batching(plan: list[tuple[AttentionLayer, Binding[Policy]]]) -> str:
+    """What continuous batching serves otherwise than generate does, each once."""
+    notes = [note for _, x in plan if x.policy is not None for note in x.policy.batching_notes]
+    return f"continuous batching: {'; '.join(dict.fromkeys(notes))}" if notes else ""
 
 
 def _hooked(layer: AttentionLayer, *, first: bool) -> tuple[PolicyHook, torch.nn.Module]:

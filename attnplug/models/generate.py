@@ -12,6 +12,7 @@ from transformers import Cache, PreTrainedModel, StaticCache
 from transformers.generation.configuration_utils import GenerationMode
 
 from attnplug.errors import UnsupportedCallError
+from attnplug.models.batching import bind_batching
 from attnplug.models.cache import MakeLayer, PlugCache, PlugLayer, autocast_dtype
 from attnplug.models.decode_loop import DecodeLoop, Decoding
 from attnplug.models.growth import GrowingCache, Growth
@@ -33,11 +34,6 @@ PREFILL_METHOD = "_prefill"
 LOOP = "_attnplug_loop"
 SWITCH_METHOD = "set_attn_implementation"
 OURS = frozenset({GENERATE_METHOD, STEP_METHOD, PREFILL_METHOD})
-BATCHING_METHODS = (
-    "generate_batch",
-    "init_continuous_batching",
-    "continuous_batching_context_manager",
-)
 
 
 def bind_generate(model: PreTrainedModel, make_layer: MakeLayer | None, *, loop: bool) -> list[str]:
@@ -62,10 +58,7 @@ def bind_generate(model: PreTrainedModel, make_layer: MakeLayer | None, *, loop:
     if GENERATE_METHOD not in vars(model) and (LOOP in names or is_split(model)):
         vars(model)[GENERATE_METHOD] = MethodType(_generate, model)
         names += [GENERATE_METHOD, LOCAL]
-    for name in BATCHING_METHODS:
-        if hasattr(model, name):
-            vars(model)[name] = _refuse_batching
-            names.append(name)
+    names += bind_batching(model)
     vars(model)[SWITCH_METHOD] = _refuse_switch
     return [*names, SWITCH_METHOD]
 
@@ -251,13 +244,6 @@ def _speculated(generation_config: Any, generation_mode: Any) -> int:
 
 def _croppable(cache: Cache) -> bool:
     return all(isinstance(layer, PlugLayer) for layer in cache.layers)
-
-
-def _refuse_batching(*args: Any, **kwargs: Any) -> NoReturn:
-    raise UnsupportedCallError(
-        "continuous batching replaces the model's attention and would drop the policy. Call "
-        "generate, or attnplug.remove(model) first."
-    )
 
 
 def _refuse_switch(*args: Any, **kwargs: Any) -> NoReturn:

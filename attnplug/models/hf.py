@@ -155,7 +155,12 @@ def plug_attention(
 ) -> tuple[torch.Tensor, None]:
     """transformers' attention function: runs the module's policy, or its own dense attention
     where `apply` or the mask says so. Returns `[B,T,Hq,D]` and no weights."""
-    refuse_call(query, dropout, kwargs)
+    refuse_options(query, dropout, kwargs)
+    if kwargs.get("cache") is not None:
+        raise UnsupportedCallError(
+            "this manager of continuous batching was made before attnplug.apply and knows nothing "
+            "of the policy: stop it, and make another one."
+        )
     binding: Binding[Serves] | None = getattr(module, BINDING, None)
     state = attnplug_state
     if isinstance(state, PlugLayer) and query.shape[2] > 1:  # steps defer their write by it
@@ -189,8 +194,8 @@ def plug_attention(
     return out.transpose(1, 2).contiguous(), None
 
 
-def refuse_call(query: torch.Tensor, dropout: float, kwargs: dict[str, Any]) -> None:
-    """Raise what says why attnplug cannot serve a call of the attention function."""
+def refuse_options(query: torch.Tensor, dropout: float, kwargs: dict[str, Any]) -> None:
+    """Raise for what no attention of attnplug serves: gradients, dropout, attention weights."""
     if torch.is_grad_enabled() and query.requires_grad:
         raise GradientError(
             "attnplug is inference only, and this forward pass records gradients. Call the model "
@@ -204,11 +209,6 @@ def refuse_call(query: torch.Tensor, dropout: float, kwargs: dict[str, Any]) -> 
         raise UnsupportedCallError(
             "output_attentions=True: attnplug never builds the attention matrix. Remove the policy "
             "(attnplug.remove) and load the model with attn_implementation='eager' to see it."
-        )
-    if kwargs.get("cache") is not None:
-        raise UnsupportedCallError(
-            "continuous batching hands attention a paged cache, which attnplug does not serve. "
-            "Call generate, or remove the policy first."
         )
 
 
@@ -313,6 +313,16 @@ def stock_attention(
         **kwargs,
     )
     return out, None
+
+
+def stock_attention(
+    module: torch.nn.Module,
+    binding: Binding[Serves] | None,
+    call: AttentionCall,
+    mask: torch.Tensor | None,
+) -> torch.Tensor:
+    """The model's own dense attention `[B,T,Hq,D]` under a mask `[B or 1,1,T,S]`, None for none."""
+    return _stock(module, binding, call, mask, False, {})[0]
 
 
 def _pays_in_bands(call: AttentionCall, mask: torch.Tensor, kwargs: dict[str, Any]) -> bool:

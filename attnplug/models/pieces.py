@@ -25,7 +25,7 @@ from attnplug.models.hf import (
     Binding,
     as_autocast,
     binding_of,
-    refuse_call,
+    refuse_options,
     stock_attention,
 )
 from attnplug.models.names import ATTENTION_NAMES, PIECES_NAME
@@ -165,7 +165,7 @@ def attend_in_pieces(
 ) -> tuple[torch.Tensor, None]:
     """transformers' attention function while a prefill runs in pieces: query, key and value are of
     this rank's tokens `[B,H,T,D]`. Returns `[B,T,Hq,D]` and no weights."""
-    refuse_call(query, dropout, kwargs)
+    refuse_options(query, dropout, kwargs)
     binding = binding_of(module)
     assert binding is not None and binding.pieces is not None  # `in_pieces` has set it
     run: Run = binding.pieces
