@@ -36,9 +36,11 @@ SWITCH_METHOD = "set_attn_implementation"
 OURS = frozenset({GENERATE_METHOD, STEP_METHOD, PREFILL_METHOD})
 
 
-def bind_generate(model: PreTrainedModel, make_layer: MakeLayer | None, *, loop: bool) -> list[str]:
+def bind_generate(
+    model: PreTrainedModel, make_layer: MakeLayer | None, loop: DecodeLoop | None
+) -> list[str]:
     """Give this instance refusals, its own cache preparation unless make_layer is None, and with it
-    attnplug's decode loop if `loop`. Returns the names of the attributes that were set, which
+    attnplug's decode loop if there is one. Returns the names of the attributes that were set, which
     `unbind_generate` deletes again."""
     names = []
     if make_layer is not None and hasattr(model, CACHE_METHOD):
@@ -52,8 +54,8 @@ def bind_generate(model: PreTrainedModel, make_layer: MakeLayer | None, *, loop:
         if hasattr(type(model), PREFILL_METHOD) and PREFILL_METHOD not in vars(model):
             vars(model)[PREFILL_METHOD] = MethodType(_prefill, model)
             names.append(PREFILL_METHOD)
-        if loop:
-            vars(model)[LOOP] = DecodeLoop()
+        if loop is not None:
+            vars(model)[LOOP] = loop
             names.append(LOOP)
     if GENERATE_METHOD not in vars(model) and (LOOP in names or is_split(model)):
         vars(model)[GENERATE_METHOD] = MethodType(_generate, model)
@@ -75,14 +77,20 @@ def own_cache(model: PreTrainedModel) -> str:
     return ""
 
 
-def last_loop(model: PreTrainedModel) -> str:
-    """Why the last call of generate decoded with transformers' loop, "" where it did not."""
+def last_call(model: PreTrainedModel) -> tuple[str, str]:
+    """Of the last call of generate, why it decoded with transformers' loop, "" where it did not,
+    and what its steps have fused, "" where nobody asked them to."""
     loop: DecodeLoop | None = vars(model).get(LOOP)
-    return "" if loop is None else loop.why_not
+    if loop is None:
+        return "", ""
+    return loop.why_not, "" if loop.why_not or loop.fusion is None else str(loop.fusion)
 
 
 def unbind_generate(model: PreTrainedModel, names: list[str]) -> None:
-    """Undo `bind_generate`."""
+    """Undo `bind_generate`, and what its loop has done to the weights."""
+    loop: DecodeLoop | None = vars(model).get(LOOP)
+    if loop is not None and loop.fusion is not None:
+        loop.fusion.unpack()
     for name in names:
         vars(model).pop(name, None)  # someone may have taken it off already
 

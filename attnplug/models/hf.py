@@ -315,16 +315,6 @@ def stock_attention(
     return out, None
 
 
-def stock_attention(
-    module: torch.nn.Module,
-    binding: Binding[Serves] | None,
-    call: AttentionCall,
-    mask: torch.Tensor | None,
-) -> torch.Tensor:
-    """The model's own dense attention `[B,T,Hq,D]` under a mask `[B or 1,1,T,S]`, None for none."""
-    return _stock(module, binding, call, mask, False, {})[0]
-
-
 def _pays_in_bands(call: AttentionCall, mask: torch.Tensor, kwargs: dict[str, Any]) -> bool:
     """Whether a long first prefill of a sliding-window layer can leave out what no query sees.
     Traced code would be compiled anew for every number of bands."""

@@ -354,7 +354,7 @@ def _stock_layer(
             own = call.q[:, :, a:b], key[:, :, c:d], value[:, :, c:d]
             one = AttentionCall(*own, call.scale, call.softcap, call.sinks)
             mask = _band(b - a, d - c, window, call.q.device)
-            out[:, a:b] = stock_attention(module, binding, one, mask)
+            out[:, a:b] = stock_attention(module, binding, one, mask, False, {})[0]
     return out
 
 
