@@ -109,7 +109,7 @@ def layer_pages(cache: Any, layer: int) -> LayerPages | None:
     if hasattr(cache, "key_cache"):
         return _pages_of_lists(cache, layer)
     allocator = cache.layer_to_allocator[layer]
-    if allocator.layer_type != "full_attention":
+    if hasattr(allocator, "sliding_window"):
         return None
     step, page = allocator.block_physical_stride, allocator.tokens_per_page
     # Pages of all layers lie between two of this one, in block order.

@@ -6,7 +6,7 @@ device. Decode is `dense_decode`, which reads only the valid part of a static ca
 """
 
 import dataclasses
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch.fx.experimental.symbolic_shapes import statically_known_true
@@ -56,8 +56,8 @@ class Dense(Phase):
         return None
 
     def attend_pages(self, call: PagedCall) -> torch.Tensor:
-        at = {"table": call.table, "lengths": call.lengths}
-        out, _ = dense_decode(call.q, call.k, call.v, **call.options, **at)
+        where: dict[str, Any] = {"table": call.table, "lengths": call.lengths}
+        out, _ = dense_decode(call.q, call.k, call.v, **call.options, **where)
         return out
 
 
