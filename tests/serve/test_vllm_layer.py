@@ -7,11 +7,14 @@ import pytest
 import torch
 
 from attnplug import Gather, Momo
+from attnplug.ops import dense_decode, gather_attention, select_blocks
+from attnplug.ops.gather.block_bounds import empty_bounds
 from attnplug.policies import AttentionCall
 from attnplug.policies.momo import LEAST_CHUNK
-from attnplug.serve.vllm.layer import LayerTraits, ServedLayer, phases_for
+from attnplug.serve.vllm.layer import Far, LayerTraits, ServedLayer, phases_for
 from attnplug.serve.vllm.options import Phases
 from attnplug.serve.vllm.rows import Row
+from attnplug.serve.vllm.summaries import share_of_cache
 
 CPU = torch.device("cpu")
 HEADS, KV_HEADS, WIDTH, PAGE = 4, 2, 64, 16
@@ -96,3 +99,75 @@ def test_a_layer_that_a_method_cannot_serve_is_left_dense(change, phases, why):
     found, reason = phases_for(Phases(MOMO, Gather()), traits)
     assert found == phases
     assert why in reason and bool(why) == bool(reason)
+
+
+@pytest.mark.parametrize("scoring", ["bounds", "mean", "spread"])
+def test_gather_on_pages_is_gather_on_a_contiguous_cache(scoring):
+    """Three rows in pages: one far, one near, one that pads the batch."""
+    phase = Gather(k=3, block=PAGE, sink=1, local=2, scoring=scoring, min_tokens=200)
+    layer, cache, lengths = served(Phases(decode=phase)), Cache(3, 320), [301, 199, 0]
+    k, v = tokens(320, KV_HEADS, 2), tokens(320, KV_HEADS, 3)
+    for row, length in enumerate(lengths):
+        for first in range(0, length, 70):  # as an engine writes them, chunk by chunk
+            last = min(first + 70, length)
+            slots = cache.write(row, first, k[first:last], v[first:last])
+            layer.summaries.update(cache.k, torch.cat([torch.tensor([-1]), slots]))
+    q, out = tokens(3, HEADS, 4), torch.full((3, HEADS, WIDTH), 7.0)
+    chosen = torch.tensor(lengths) >= layer.decode_from
+    far = Far((torch.tensor(lengths) * chosen).int(), chosen)
+    layer.attend_steps(q, (cache.k, cache.v), cache.table, far, out)
+    assert (out[1:] == 7.0).all()  # what serves those rows stays
+    keys, values = (x[:301].transpose(0, 1)[None].contiguous() for x in (k, v))
+    parts, dtype = (1 if scoring == "mean" else 2), torch.uint8 if scoring == "spread" else None
+    bounds = empty_bounds(keys, PAGE, parts, dtype=dtype)
+    progress, query = torch.zeros(1, 2, dtype=torch.int32), q[:1].unsqueeze(2)
+    common = dict(scale=0.125, block=PAGE, sink=1, local=2)
+    index = select_blocks(query, keys, bounds, progress, top_k=3, scoring=scoring, **common)
+    want, _ = gather_attention(query, keys, values, index, **common)
+    assert torch.equal(out[:1], want[:, :, 0])
+    whole, _ = dense_decode(query, keys, values, scale=0.125)
+    assert not torch.allclose(out[:1], whole[:, :, 0], atol=1e-3)  # it left keys out
+
+
+def test_steps_below_a_covering_budget_are_dense():
+    layer, cache = served(Phases(decode=Gather(min_tokens=0))), Cache(1, 320)
+    k, v, q = tokens(320, KV_HEADS, 2), tokens(320, KV_HEADS, 3), tokens(1, HEADS, 4)
+    layer.summaries.update(cache.k, cache.write(0, 0, k, v))
+    far, out = Far(torch.tensor([320], dtype=torch.int32), torch.tensor([True])), q.clone()
+    layer.attend_steps(q, (cache.k, cache.v), cache.table, far, out)
+    rows = (x.double().transpose(0, 1)[None] for x in (q, k, v))
+    want = torch.nn.functional.scaled_dot_product_attention(*rows, scale=0.125, enable_gqa=True)
+    plain = torch.nn.functional.scaled_dot_product_attention(
+        *(x.transpose(0, 1)[None] for x in (q, k, v)), scale=0.125, enable_gqa=True
+    )
+    error = (out - want[0].transpose(0, 1)).abs().max()
+    assert error <= 4 * (plain - want).abs().max()
+
+
+def test_warming_runs_every_method_without_a_trace(monkeypatch):
+    layer = served(Phases(prefill=MOMO, decode=Gather(k=3, min_tokens=0)))
+    calls = []
+    gather, momo = ServedLayer._gather, Momo.attend
+
+    def gathered(self, q, *rest):
+        calls.append(f"{len(q)} rows")
+        return gather(self, q, *rest)
+
+    def prompted(self, call):
+        calls.append(call.q.shape[2])
+        return momo(self, call)
+
+    monkeypatch.setattr(ServedLayer, "_gather", gathered)
+    monkeypatch.setattr(Momo, "attend", prompted)
+    shape = dict(heads=HEADS, kv_heads=KV_HEADS, head_dim=WIDTH, dtype=torch.float32, device=CPU)
+    layer.warm_prompts(64, 128, **shape)
+    layer.warm_steps(3, 128, page=PAGE, **shape)
+    assert calls == [64, 64, 63, 63, 64, "1 rows", "2 rows", "3 rows"]
+    assert layer.summaries._bounds is None  # nothing is kept
+
+
+def test_the_summaries_share_of_memory():
+    """Two numbers a channel for a block's keys and values, one for means."""
+    assert share_of_cache(Gather(block=16), 128, torch.bfloat16) == 1 / 16
+    assert share_of_cache(Gather(block=128), 128, torch.bfloat16) == 1 / 128
+    assert share_of_cache(Gather(block=16, scoring="mean"), 64, torch.float16) == 1 / 32

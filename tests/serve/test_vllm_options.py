@@ -89,9 +89,7 @@ def test_no_policy_is_an_error_with_an_example(monkeypatch):
         ("auto", "use the methods by name"),
         ("momo+stream", "stream is not served; use attnplug.trace.record"),
         ("gather(kv='host')", "--kv-offloading-size"),
-        ("gather(scoring='mean')", "use scoring='bounds'"),
         ("gather(bounds='int8')", "use bounds='exact'"),
-        ("gather(k=0)", "k of 1 to 256"),
     ],
 )
 def test_what_pages_cannot_serve_is_refused(option, message):

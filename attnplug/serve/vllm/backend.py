@@ -3,7 +3,7 @@
 Rows that no sparse method serves, layers that it cannot serve, and whatever else vLLM does with a
 backend go to FlashAttention as they come. Steps run inside full CUDA graphs, so that which of their
 rows are long enough for gather is decided on the device: FlashAttention gets the lengths of the
-short rows and 0 for the others, gather the reverse, and the two outputs add up.
+short rows and 0 for the others, gather the reverse.
 """
 
 import dataclasses
@@ -14,7 +14,12 @@ from vllm.config import get_current_vllm_config, get_layers_from_vllm_config
 from vllm.logger import init_logger
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.models.utils import extract_layer_index
-from vllm.v1.attention.backend import AttentionCGSupport, AttentionType, CommonAttentionMetadata
+from vllm.v1.attention.backend import (
+    AttentionCGSupport,
+    AttentionType,
+    CommonAttentionMetadata,
+    MultipleOf,
+)
 from vllm.v1.attention.backends.flash_attn import (
     FlashAttentionBackend,
     FlashAttentionImpl,
@@ -22,7 +27,7 @@ from vllm.v1.attention.backends.flash_attn import (
     FlashAttentionMetadataBuilder,
 )
 
-from attnplug.serve.vllm.layer import LayerTraits, ServedLayer, phases_for
+from attnplug.serve.vllm.layer import Far, LayerTraits, ServedLayer, phases_for
 from attnplug.serve.vllm.layout import pages
 from attnplug.serve.vllm.options import check_server, policy_of
 from attnplug.serve.vllm.profile import prepare
@@ -32,7 +37,7 @@ logger = init_logger("vllm.attnplug")
 
 
 class PlugBackend(FlashAttentionBackend):
-    """FlashAttention with attnplug's policies; a page is a block of gather's."""
+    """FlashAttention with attnplug's policies; a page is one block of gather's, or several."""
 
     @staticmethod
     def get_name() -> str:
@@ -43,7 +48,7 @@ class PlugBackend(FlashAttentionBackend):
         gather = policy_of(get_current_vllm_config()).decode
         if gather is None:
             return FlashAttentionBackend.get_supported_kernel_block_sizes()
-        return [gather.block]  # a number: vLLM then cuts larger blocks of its own into these
+        return [MultipleOf(gather.block)]
 
     @classmethod
     def get_preferred_block_size(cls, default_block_size: int) -> int:
@@ -85,12 +90,12 @@ class PlugMetadata(FlashAttentionMetadata):
     """FlashAttention's metadata of a batch, and what attnplug's layers need besides.
 
     `whole` is the metadata of the same batch with a length of 0 for the rows that gather serves,
-    whose lengths are in `far`, 0 for the others; both are None where no layer has gather.
+    which `far` says; both are None where no layer has gather.
     """
 
     batch: Batch = dataclasses.field(default_factory=lambda: batch_of([0], []))
     whole: FlashAttentionMetadata | None = None
-    far: torch.Tensor | None = None
+    far: Far | None = None
     parts: dict[Any, FlashAttentionMetadata] = dataclasses.field(default_factory=dict)
 
     def part(self, first: int, last: int, tokens: slice, longest: int, *, whole: bool = False):
@@ -140,7 +145,10 @@ class PlugBuilder(FlashAttentionMetadataBuilder):
             rows = max(scheduler.max_num_seqs, self.max_cudagraph_size or 0)
             # Graphs read these where they are.
             self._near = torch.zeros(rows, dtype=torch.int32, device=self.device)
-            self._far = torch.zeros(rows, dtype=torch.int32, device=self.device)
+            self._far = Far(
+                torch.zeros(rows, dtype=torch.int32, device=self.device),
+                torch.zeros(rows, dtype=torch.bool, device=self.device),
+            )
             if self.use_full_cuda_graph and self.aot_schedule:
                 self._near_schedule = torch.zeros_like(self.scheduler_metadata)
 
@@ -161,10 +169,11 @@ class PlugBuilder(FlashAttentionMetadataBuilder):
         )
         made = PlugMetadata(**vars(built), batch=batch)
         if self.decode_from and batch.steps:
-            rows = common.num_reqs
-            near, made.far = self._near[:rows], self._far[:rows]
-            torch.mul(common.seq_lens, common.seq_lens < self.decode_from, out=near)
-            torch.sub(common.seq_lens, near, out=made.far)
+            near, far = self._near[: common.num_reqs], self._far.first(common.num_reqs)
+            torch.ge(common.seq_lens, self.decode_from, out=far.chosen)
+            torch.mul(common.seq_lens, far.chosen, out=far.lengths)
+            torch.sub(common.seq_lens, far.lengths, out=near)
+            made.far = far
             made.whole = self._build_near(common, near, fast_build)
         return made
 
@@ -267,7 +276,7 @@ class PlugImpl(FlashAttentionImpl):
             super().forward(layer, query, key, value, kv_cache, m, output)
         else:
             super().forward(layer, query, key, value, kv_cache, m.whole, output)
-            rows = m.far.shape[0]
+            rows = m.far.lengths.shape[0]
             cache = pages(kv_cache, heads_first=False)
             served.attend_steps(query[:rows], cache, m.block_table, m.far, output[:rows])
         return output
@@ -285,7 +294,7 @@ class PlugImpl(FlashAttentionImpl):
             part = m.part(0, batch.steps, steps, 1, whole=gathers)
             self._attend_dense(layer, steps, part, query, kv_cache, output)
             if gathers:
-                table, far = m.block_table[steps], m.far[steps]
+                table, far = m.block_table[steps], m.far.first(batch.steps)
                 served.attend_steps(query[steps], cache, table, far, output[steps])
         for run in runs:
             if run.sparse:

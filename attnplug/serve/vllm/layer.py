@@ -2,16 +2,18 @@
 method serves, prompts by momo, steps by gather. It knows tensors, and not the engine."""
 
 import dataclasses
+from typing import NamedTuple
 
 import torch
 
 from attnplug.call import AttentionCall
+from attnplug.ops import gather_decode
 from attnplug.ops.common.checks import HEAD_DIMS
 from attnplug.policies.momo import LEAST_CHUNK
 from attnplug.serve.vllm.layout import Pages, contiguous_row
 from attnplug.serve.vllm.options import Phases
 from attnplug.serve.vllm.rows import Row
-from attnplug.serve.vllm.summaries import PageSummaries
+from attnplug.serve.vllm.summaries import PageSummaries, empty_summaries
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,6 +48,18 @@ def phases_for(asked: Phases, traits: LayerTraits) -> tuple[Phases, str]:
     return Phases(**kept), "; ".join(reasons)
 
 
+class Far(NamedTuple):
+    """Which rows of a batch gather serves: bool `chosen` `[rows]`, and int32 `lengths` `[rows]`,
+    the keys of those rows and 0 for others."""
+
+    lengths: torch.Tensor
+    chosen: torch.Tensor
+
+    def first(self, rows: int) -> "Far":
+        """The first rows alone."""
+        return Far(self.lengths[:rows], self.chosen[:rows])
+
+
 class ServedLayer:
     """The methods of one layer and what they keep beside its pages."""
 
@@ -59,7 +73,7 @@ class ServedLayer:
         device: torch.device,
     ):
         self.phases, self.scale, self.softcap, self.sinks = phases, scale, softcap, sinks
-        self.summaries = PageSummaries() if phases.decode is not None else None
+        self.summaries = None if phases.decode is None else PageSummaries(phases.decode)
         self.prefill_from = self.decode_from = 0
         if phases.prefill is not None:
             self.prefill_from = phases.prefill.crossover(device)
@@ -124,10 +138,64 @@ class ServedLayer:
         q: torch.Tensor,
         pages: Pages,
         table: torch.Tensor,
-        lengths: torch.Tensor,
+        far: Far,
         out: torch.Tensor,
     ) -> None:
-        raise NotImplementedError
+        """gather for the `far` ones of rows of one query each, into `out [rows, Hq, D]`, like q.
+        Other rows keep what is there. Nothing here looks at a length on the host."""
+        phase, summaries = self.phases.decode, self.summaries
+        assert phase is not None and summaries is not None  # asked of a layer that decodes
+        found = self._gather(q, pages, summaries.of(pages[0]), table, far.lengths)[:, :, 0]
+        torch.where(far.chosen[:, None, None], found, out, out=out)
 
-    def warm_steps(self, rows: int, longest: int, *, heads, kv_heads, head_dim, **place) -> None:
-        raise NotImplementedError
+    def _gather(
+        self, q: torch.Tensor, pages: Pages, bounds: torch.Tensor, table: torch.Tensor, far
+    ) -> torch.Tensor:
+        phase = self.phases.decode
+        assert phase is not None
+        out, _ = gather_decode(
+            q.unsqueeze(2),
+            *pages,
+            None,
+            None,
+            bounds,
+            None,
+            far,
+            scale=self.scale,
+            block=phase.block,
+            top_k=phase.k,
+            sink=phase.sink,
+            local=phase.local,
+            scoring=phase.scoring,
+            softcap=self.softcap,
+            sinks=self.sinks,
+            table=table,
+        )
+        return out
+
+    def warm_steps(
+        self,
+        rows: int,
+        longest: int,
+        *,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        page: int,
+        **place,
+    ) -> None:
+        """Run gather once for 1, 2, 4 and so on up to `rows` rows of up to `longest` keys, over
+        made-up pages of `page` keys."""
+        if self.phases.decode is None:
+            return
+        k = torch.zeros(2, kv_heads, page, head_dim, **place)
+        bounds = empty_summaries(k, self.phases.decode)
+        count = 1
+        while True:
+            q = torch.zeros(count, heads, head_dim, **place)
+            table = torch.zeros(count, -(-longest // page), dtype=torch.int32, device=k.device)
+            lengths = torch.zeros(count, dtype=torch.int32, device=k.device)
+            self._gather(q, (k, k), bounds, table, lengths)
+            if count >= rows:
+                return
+            count = min(2 * count, rows)

@@ -13,7 +13,6 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from attnplug.errors import ServeError
-from attnplug.ops.gather.select_blocks import MAX_BLOCKS
 from attnplug.policies import Dense, Gather, Momo, Phase, Policy, parse
 
 if TYPE_CHECKING:
@@ -137,20 +136,10 @@ def _check_gather(phase: Gather) -> None:
             "attnplug in vLLM: gather(kv='host') is not served, since vLLM owns the pages; use "
             "vLLM's offload, --kv-offloading-size, with dense decode"
         )
-    if phase.scoring != "bounds":
-        raise ServeError(
-            f"attnplug in vLLM: gather(scoring={phase.scoring!r}) is not served: its summaries "
-            "belong to a sequence and not to a page; use scoring='bounds'"
-        )
     if phase.bounds == "int8":
         raise ServeError(
             "attnplug in vLLM: gather(bounds='int8') is not served: codes refer to a sequence's "
             "first block, and requests share pages; use bounds='exact', the default here"
-        )
-    if not 1 <= phase.k <= MAX_BLOCKS:
-        raise ServeError(
-            f"attnplug in vLLM: gather(k={phase.k}) is not served; use vLLM's sliding windows, or "
-            f"k of 1 to {MAX_BLOCKS}"
         )
 
 

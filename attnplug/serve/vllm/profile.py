@@ -22,9 +22,8 @@ def prepare(impl: Any, dtype: torch.dtype, device: torch.device) -> None:
     for other in own.values():
         other.profiled = True
     served = {name: other.served(name, device) for name, other in own.items()}
-    with_summaries = [layer.summaries for layer in served.values() if layer.summaries is not None]
-    if with_summaries and device.type == "cuda":
-        _hold(impl.config, with_summaries, len(impls), served, device)
+    if device.type == "cuda":
+        _hold(impl.config, own, served, device)
     warmed: set[Any] = set()
     for name, other in own.items():
         shape = other.num_heads, other.num_kv_heads, other.head_size, served[name].phases
@@ -33,30 +32,34 @@ def prepare(impl: Any, dtype: torch.dtype, device: torch.device) -> None:
             _warm(other, served[name], dtype, device)
 
 
-def _hold(config, summaries, all_layers: int, served, device) -> None:
-    """Reserve the summaries' share of what the server's budget leaves for keys and values. What
-    the profile run needs besides is in that too, so that the share is rather too large."""
+def _hold(config: Any, own: dict[str, Any], served: dict[str, Any], device: torch.device) -> None:
+    """Reserve the summaries' part of what the server's budget leaves for keys and values. What
+    the profile run needs besides is in that too, so that the part is rather too large."""
+    shares = {
+        name: share_of_cache(layer.phases.decode, own[name].head_size, config.model_config.dtype)
+        for name, layer in served.items()
+        if layer.summaries is not None
+    }
+    if not shares:
+        return
     if config.cache_config.kv_cache_memory_bytes:
         logger.warning(
             "attnplug: with --kv-cache-memory-bytes vLLM measures nothing; the summaries of gather "
             "take memory on top of it"
         )
         return
-    page = next(layer.phases.decode.block for layer in served.values() if layer.phases.decode)
     total = torch.cuda.get_device_properties(device).total_memory
     budget = total * config.cache_config.gpu_memory_utilization
     left = max(0.0, budget - torch.cuda.memory_allocated(device))
-    share = share_of_cache(page, len(summaries), all_layers)
-    nbytes = int(left * share / len(summaries))
-    for each in summaries:
-        each.reserve(nbytes, device)
-    logger.info(
-        "attnplug: %.2f GiB are held for the summaries of gather", nbytes * len(summaries) / 2**30
-    )
+    each = left / (len(own) + sum(shares.values()))  # of a layer's keys and values
+    for name, share in shares.items():
+        served[name].summaries.reserve(int(each * share), device)
+    held = each * sum(shares.values()) / 2**30
+    logger.info("attnplug: %.2f GiB are held for the summaries of gather", held)
 
 
-def _warm(impl, served, dtype: torch.dtype, device: torch.device) -> None:
-    config = impl.config
+def _warm(impl: Any, served: Any, dtype: torch.dtype, device: torch.device) -> None:
+    config, scheduler = impl.config, impl.config.scheduler_config
     longest = config.model_config.max_model_len
     shape = dict(
         heads=impl.num_heads,
@@ -65,6 +68,6 @@ def _warm(impl, served, dtype: torch.dtype, device: torch.device) -> None:
         dtype=dtype,
         device=device,
     )
-    scheduler = config.scheduler_config
     served.warm_prompts(min(scheduler.max_num_batched_tokens, longest), longest, **shape)
-    served.warm_steps(scheduler.max_num_seqs, longest, **shape)
+    page = config.cache_config.block_size
+    served.warm_steps(scheduler.max_num_seqs, longest, page=page, **shape)

@@ -3,7 +3,7 @@
 vLLM's CPU platform ignores the backend CUSTOM, and has no FlashAttention. So this plugin puts a
 backend in the place of CPU_ATTN that shares all of attnplug's code but for FlashAttention: dense
 rows are torch's attention on a row's gathered keys. Every call is noted in the file that
-ATTNPLUG_TEST_LOG names, and every call checks the summaries of all complete pages.
+ATTNPLUG_TEST_LOG names, and every call checks the summaries of all complete blocks.
 """
 
 import dataclasses
@@ -16,7 +16,7 @@ from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.attention.backend import AttentionMetadataBuilder
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, CPUAttentionBackendImpl
 
-from attnplug.serve.vllm.layer import LayerTraits, ServedLayer, phases_for
+from attnplug.serve.vllm.layer import Far, LayerTraits, ServedLayer, phases_for
 from attnplug.serve.vllm.layout import contiguous_row, pages
 from attnplug.serve.vllm.options import check_server, policy_of
 from attnplug.serve.vllm.rows import Batch, Row, batch_of
@@ -86,11 +86,6 @@ class Backend(CPUAttentionBackend):
     forward_includes_kv_cache_update = False
 
     @staticmethod
-    def get_supported_kernel_block_sizes():
-        gather = policy_of(get_current_vllm_config()).decode
-        return [16 if gather is None else gather.block]
-
-    @staticmethod
     def get_impl_cls():
         return Impl
 
@@ -143,18 +138,16 @@ class Impl(CPUAttentionBackendImpl):
             return output.fill_(0)
         served, cache = self.served(layer), pages(kv_cache, heads_first=True)
         pages_checked = self.check_summaries(served, cache, m)
-        near = m.lengths * (m.lengths < served.decode_from)
-        far = (m.lengths - near).to(torch.int32)
+        chosen = m.lengths >= served.decode_from
+        far = Far((m.lengths * chosen).to(torch.int32), chosen).first(m.batch.steps)
         gathers = served.phases.decode is not None
         momo = 0
         for row in (Row(i, m.starts[i], 1, m.seen[i]) for i in range(m.batch.steps)):
-            if m.seen[row.index] and (not gathers or near[row.index]):
+            if m.seen[row.index] and not (gathers and chosen[row.index]):
                 self.attend_densely(row, query, cache, m.table, output)
         if gathers and m.batch.steps:
             steps = slice(0, m.batch.steps)
-            dense = torch.where((near > 0)[steps, None, None], output[steps], 0.0)
-            output[steps] = dense
-            served.attend_steps(query[steps], cache, m.table[steps], far[steps], output[steps])
+            served.attend_steps(query[steps], cache, m.table[steps], far, output[steps])
         for run in m.batch.runs(served.serves_prompt):
             for row in run.rows:
                 if run.sparse:
@@ -164,7 +157,7 @@ class Impl(CPUAttentionBackendImpl):
                     self.attend_densely(row, query, cache, m.table, output)
         note = dict(
             momo=momo,
-            gather=int((far[: m.batch.steps] > 0).sum()) if gathers else 0,
+            gather=int(far.chosen.sum()) if gathers else 0,
             steps=m.batch.steps,
             prompts=len(m.batch.prompts),
             checked=pages_checked,
@@ -185,15 +178,21 @@ class Impl(CPUAttentionBackendImpl):
         output[tokens] = out[0].transpose(0, 1)
 
     def check_summaries(self, served, cache, m) -> int:
-        """How many complete pages the batch's rows have; each must have its keys' summary."""
+        """How many complete blocks the batch's rows have; each must have its keys' summary."""
         if served.summaries is None:
             return 0
         k, checked = cache[0], 0
-        bounds, page = served.summaries.of(k), k.shape[2]
+        bounds, block = served.summaries.of(k)[0], served.phases.decode.block
         for row, seen in enumerate(m.seen):
-            full = m.table[row, : seen // page].long()
-            keys = k[full]
+            full = seen // block
+            if not full:
+                continue
+            at = torch.arange(full) * block
+            pages_of = m.table[row, at // k.shape[2]].long()
+            keys = contiguous_row(k, m.table[row], full * block)[0].unflatten(1, (full, block))
             want = torch.stack([keys.amax(2), keys.amin(2)], 2)
-            assert torch.equal(bounds[full], want), f"stale summaries in row {row} of {seen} keys"
-            checked += full.shape[0]
+            places = pages_of * (k.shape[2] // block) + at % k.shape[2] // block
+            found = bounds[:, places]
+            assert torch.equal(found, want), f"stale summaries in row {row} of {seen} keys"
+            checked += full
         return checked
