@@ -4,8 +4,9 @@
     python vllm_pack.py site FOLDER      # copies what vLLM imports and the GPU machine lacks
     python vllm_pack.py check            # imports vLLM, and names what came from elsewhere
 
-`prune` fills every kernel image that is not sm_90 machine code with zeros: offsets stay, and xz packs
-the zeros away. `site` and `check` import vLLM's server and its engine, and look where modules lie.
+`prune` fills every kernel image that is not sm_90 machine code with zeros: offsets stay, and xz
+packs the zeros away. `site` and `check` import vLLM's server and its engine, and look where modules
+lie.
 """
 
 import importlib.metadata
@@ -24,8 +25,8 @@ PRESENT = set(
     markdown-it-py markupsafe mpmath multidict networkx ninja numba numpy
     opencv-python-headless packaging pandas pillow pip prometheus-client propcache protobuf psutil
     py-cpuinfo pygments pytest pytest-timeout pytest-xdist pyyaml regex requests rich safetensors
-    scipy sentencepiece setuptools six sympy tiktoken tokenizers torch tqdm transformers triton typer
-    typing-extensions urllib3 uvloop wheel yarl
+    scipy sentencepiece setuptools six sympy tiktoken tokenizers torch tqdm transformers triton
+    typer typing-extensions urllib3 uvloop wheel yarl
     """.split()
 )
 # Imported on the way to a first request, later than at the import of vLLM; and attnplug's own.
@@ -36,7 +37,14 @@ MORE = """
     referencing rpds-py httpcore2 truststore
     """.split()
 # Data that nothing here reads.
-LEFT_OUT = ("/tests/", "__pycache__", "mistral_common/data", "pycountry/locales", "/include/", ".pyi")
+LEFT_OUT = (
+    "/tests/",
+    "__pycache__",
+    "mistral_common/data",
+    "pycountry/locales",
+    "/include/",
+    ".pyi",
+)
 SM90_MACHINE_CODE = (2, 90)  # kind of image, architecture
 FATBIN_MAGIC = 0xBA55ED50
 

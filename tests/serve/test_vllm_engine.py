@@ -111,7 +111,9 @@ def runs(model, tmp_path_factory):
 def generated(model, prompts: list[list[int]]) -> list[list[int]]:
     """transformers' greedy tokens, each prompt alone."""
     return [
-        model.generate(torch.tensor([p]), max_new_tokens=MADE, do_sample=False)[0, len(p) :].tolist()
+        model.generate(torch.tensor([p]), max_new_tokens=MADE, do_sample=False)[
+            0, len(p) :
+        ].tolist()
         for p in prompts
     ]
 
