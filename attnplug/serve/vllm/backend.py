@@ -105,20 +105,17 @@ class PlugMetadata(FlashAttentionMetadata):
         if key not in self.parts:
             base = self.whole if whole else self
             assert base is not None  # asked for where a layer has gather
-            self.parts[key] = FlashAttentionMetadata(
+            known = {field.name for field in dataclasses.fields(FlashAttentionMetadata)}
+            alone = FlashAttentionMetadata(**{name: getattr(base, name) for name in known})
+            self.parts[key] = dataclasses.replace(
+                alone,
                 num_actual_tokens=tokens.stop - tokens.start,
                 max_query_len=longest,
                 query_start_loc=base.query_start_loc[first : last + 1] - tokens.start,
-                max_seq_len=base.max_seq_len,
                 seq_lens=base.seq_lens[first:last],
                 block_table=base.block_table[first:last],
-                slot_mapping=base.slot_mapping,
-                use_cascade=False,
-                common_prefix_len=0,
-                cu_prefix_query_lens=None,
-                prefix_kv_lens=None,
-                suffix_kv_lens=None,
-                causal=base.causal,
+                scheduler_metadata=None,
+                max_num_splits=0,
             )
         return self.parts[key]
 
@@ -139,8 +136,9 @@ class PlugBuilder(FlashAttentionMetadataBuilder):
             for layer in layers.values()
             if isinstance(layer.impl, PlugImpl)
         ]
-        self.decode_from = max((layer.decode_from for layer in served), default=0)
-        if self.decode_from:
+        froms = {layer.decode_from for layer in served if layer.phases.decode is not None}
+        self.decode_from = froms.pop() if froms else None  # one gather serves all layers
+        if self.decode_from is not None:
             scheduler = self.vllm_config.scheduler_config
             rows = max(scheduler.max_num_seqs, self.max_cudagraph_size or 0)
             # Graphs read these where they are.
@@ -168,7 +166,7 @@ class PlugBuilder(FlashAttentionMetadataBuilder):
             common.seq_lens_cpu_upper_bound.tolist(),  # exact: no speculative decoding here
         )
         made = PlugMetadata(**vars(built), batch=batch)
-        if self.decode_from and batch.steps:
+        if self.decode_from is not None and batch.steps:
             near, far = self._near[: common.num_reqs], self._far.first(common.num_reqs)
             torch.ge(common.seq_lens, self.decode_from, out=far.chosen)
             torch.mul(common.seq_lens, far.chosen, out=far.lengths)
@@ -181,8 +179,7 @@ class PlugBuilder(FlashAttentionMetadataBuilder):
         self, common: CommonAttentionMetadata, near: torch.Tensor, fast_build: bool
     ) -> FlashAttentionMetadata:
         """FlashAttention's metadata with the lengths `near`, and a schedule of its own."""
-        most = min(common.max_seq_len, self.decode_from)
-        common = dataclasses.replace(common, seq_lens=near, max_seq_len=most)
+        common = dataclasses.replace(common, seq_lens=near)
         if not (self.use_full_cuda_graph and self.aot_schedule):
             return super().build(0, common, fast_build)
         own, self.scheduler_metadata = self.scheduler_metadata, self._near_schedule
@@ -208,7 +205,9 @@ class PlugImpl(FlashAttentionImpl):
     def served(self, layer_name: str, device: torch.device) -> ServedLayer:
         """What serves the layer of this name, decided once."""
         if self._served is None:
-            asked = self.policy.of_layer(extract_layer_index(layer_name))
+            # Not every name has one index; only spans need it.
+            index = extract_layer_index(layer_name) if self.policy.spans else 0
+            asked = self.policy.of_layer(index)
             traits = LayerTraits(
                 head_dim=self.head_size,
                 longest=self.config.model_config.max_model_len,
