@@ -52,6 +52,6 @@ for part in whole.?; do
   mkdir -p "$here/.carry/vllm-${part#whole.}" && mv "$part" "$here/.carry/vllm-${part#whole.}/part"
 done
 count="$(find "$here/.carry" -maxdepth 1 -name 'vllm-[0-9]*' | wc -l)"
-echo "$count" | tee "$here"/.carry/vllm-*/pieces >/dev/null
+for folder in "$here"/.carry/vllm-[0-9]*; do echo "$count" >"$folder/pieces"; done
 du -sh "$here"/.carry/vllm-*
 echo "$count piece(s); check with: WORK=$PWD VS=/tmp/vs source bench/vllm_setup.sh"

@@ -108,8 +108,8 @@ def test_gather_on_pages_is_gather_on_a_contiguous_cache(scoring):
     layer, cache, lengths = served(Phases(decode=phase)), Cache(3, 320), [301, 199, 0]
     k, v = tokens(320, KV_HEADS, 2), tokens(320, KV_HEADS, 3)
     for row, length in enumerate(lengths):
-        for first in range(0, length, 70):  # as an engine writes them, chunk by chunk
-            last = min(first + 70, length)
+        for first in range(0, length, 80):  # as an engine writes them, chunk by chunk
+            last = min(first + 80, length)
             slots = cache.write(row, first, k[first:last], v[first:last])
             layer.summaries.update(cache.k, torch.cat([torch.tensor([-1]), slots]))
     q, out = tokens(3, HEADS, 4), torch.full((3, HEADS, WIDTH), 7.0)
