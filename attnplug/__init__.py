@@ -17,6 +17,7 @@ from attnplug.errors import (
     HostMemoryError,
     NotAppliedError,
     PolicyError,
+    RankError,
     ServeError,
     TraceFileError,
     UnsupportedCallError,
@@ -26,6 +27,7 @@ from attnplug.errors import (
 
 if TYPE_CHECKING:
     from attnplug.api import LayerReport, Report, applied, apply, make_cache, remove, report, warm
+    from attnplug.long_prompt import Prefilled, prefill
     from attnplug.policies import (
         Auto,
         Certified,
@@ -56,6 +58,8 @@ __all__ = [
     "NotAppliedError",
     "Policy",
     "PolicyError",
+    "Prefilled",
+    "RankError",
     "Report",
     "ServeError",
     "Sketch",
@@ -67,17 +71,20 @@ __all__ = [
     "applied",
     "apply",
     "make_cache",
+    "prefill",
     "remove",
     "report",
     "warm",
 ]
 
 
-_API = {"LayerReport", "Report", "applied", "apply", "make_cache", "remove", "report", "warm"}
+_API = ("LayerReport", "Report", "applied", "apply", "make_cache", "remove", "report", "warm")
+_HOMES = {
+    **dict.fromkeys(_API, "attnplug.api"),
+    **dict.fromkeys(("Prefilled", "prefill"), "attnplug.long_prompt"),
+}
 _HOME_OF = {  # of what is not here yet: the methods are in policies
-    name: "attnplug.api" if name in _API else "attnplug.policies"
-    for name in __all__
-    if name not in globals()
+    name: _HOMES.get(name, "attnplug.policies") for name in __all__ if name not in globals()
 }
 _MODULES = ("api", "eval", "models", "ops", "plan", "policies", "telemetry", "testing", "trace")
 

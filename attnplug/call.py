@@ -80,6 +80,37 @@ class AttentionCall:
         }
 
 
+@dataclasses.dataclass
+class PagedCall:
+    """One decode step of several requests over one layer's pages, as continuous batching has it.
+
+    q is `[R,Hq,1,D]`, a token of each request; k, v are pages `[pages,Hkv,page,D]` that hold these
+    tokens; `table` `[R,P]` int32 says which pages are whose, and `lengths` `[R]` int32 counts a
+    request's keys, 0 for a row that only pads the batch. `state` is what the method's `page_state`
+    made. Nothing here may be read on the host: CUDA graphs replay the step.
+    """
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    table: torch.Tensor
+    lengths: torch.Tensor
+    scale: float
+    softcap: float = 0.0
+    sinks: torch.Tensor | None = None
+    state: Any = None
+
+    @property
+    def room(self) -> int:
+        """Keys that the table has room for in a row, known from shapes."""
+        return self.table.shape[1] * self.k.shape[2]
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What every attention op takes of the call."""
+        return {"scale": self.scale, "softcap": self.softcap, "sinks": self.sinks}
+
+
 @dataclasses.dataclass(frozen=True)
 class LayerShape:
     """What is known of an attention layer before it runs. The heads are those of this process."""

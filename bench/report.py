@@ -6,6 +6,10 @@ docs.
     python bench/report.py            # write
     python bench/report.py --check    # exit 1 where a page is not what the JSON says
 
+A policy goes by its string without `min_tokens=0`, in rows and in filters: a row is of the method,
+whatever its crossover. A row whose ceiling is above 100%, against a probe that it names, makes both
+forms exit with 1: then the probe is slower than the kernel. Older rows name none, and show none.
+
 A timing whose code has changed since is marked `stale` in results.md, when this program writes the
 page (bench/stale.py); `--check` leaves these marks out of the comparison, as they follow from git.
 
@@ -17,7 +21,9 @@ dense, `across=task` a column for each task instead of each length, `image=FILE`
 the table. Files are pytest-benchmark's JSON (rows in `extra_info`) or `{"rows": [...]}` with
 quality rows (`task, model, n, trials, dense, policy, value, low, high`). Where two rows ask the
 same question, the later one stands.
-Between `<!-- scratch -->` and `<!-- /scratch -->` stands what certified/scratch.json has.
+Between `<!-- choice pages=docs/methods -->` and `<!-- /choice -->` stands the table of methods,
+between `<!-- story images=docs/img -->` and `<!-- /story -->` the three plots of all, and between
+`<!-- scratch -->` and `<!-- /scratch -->` what certified/scratch.json has.
 """
 
 from __future__ import annotations
@@ -28,14 +34,16 @@ import json
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
+from _choice import choice
 from _frontier_plot import draw_frontiers
 from _plots import (
     PEERS,
+    bare,
     draw_all,
     duration,
     has_line,
@@ -45,6 +53,7 @@ from _plots import (
     quality_name,
     tokens,
 )
+from _story_plots import draw_story, pictures
 from stale import History, NoHistoryError
 
 from attnplug.deprecated import current_text
@@ -58,7 +67,9 @@ TIMING = (
 QUALITY = ("study", "task", "model", "n", "trials", "policy")
 RUN = ("gpu", "torch", "triton", "commit", "date")
 STALE_MARK = re.compile(r"(?<=\]\(#runs\)) (stale|unknown)(?= \|)")
-MARKED = re.compile(r"(<!-- (results|scores|scratch)\b(.*?)-->\n).*?(<!-- /\2 -->)", re.DOTALL)
+MARKED = re.compile(
+    r"(<!-- (results|scores|scratch|choice|story)\b(.*?)-->\n).*?(<!-- /\2 -->)", re.DOTALL
+)
 Column = tuple[str, Callable[[Row], str]]
 
 
@@ -73,8 +84,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     marks: dict[int, str] = {}
     main_rows = [row for row in quality if not row["study"]]
     if not options.check:
-        frontiers = draw_frontiers(quality, timing)
-        images = draw_all(timing, main_rows, options.root / "docs" / "img", frontiers)
+        more = draw_frontiers(quality, timing) | draw_story(timing, quality)
+        images = draw_all(timing, main_rows, options.root / "docs" / "img", more)
         marks = stale_marks(timing, options.root)
     results = options.root / "docs" / "reference" / "results.md"
     pages = {results: results_page(timing, main_rows, marks)}
@@ -92,7 +103,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"{'stale' if options.check else 'wrote'} {page.relative_to(options.root)}")
     for image in images:
         print(f"drew docs/img/{image}")
-    return 1 if options.check and stale else 0
+    wrong = list(above_ceiling(timing))
+    print("".join(f"above its ceiling: {told}\n" for told in wrong), end="")
+    return 1 if wrong or (options.check and stale) else 0
+
+
+def above_ceiling(timing: Sequence[Row]) -> Iterator[str]:
+    """The rows that did more than their probe says the machine can."""
+    for row in timing:
+        share = row["ceiling_fraction"]
+        if "ceilings" in row and share is not None and share > 1:
+            yield f"{row['op']} {row['case']} {row['options']} n={row['n']}: {share:.1%}"
 
 
 def load(folder: Path) -> tuple[list[Row], list[Row]]:
@@ -117,6 +138,7 @@ def _rows(folder: Path) -> Iterable[tuple[str, str, Row]]:
         rows = [bench["extra_info"] for bench in content.get("benchmarks", ())]
         for row in [row for row in rows if "op" in row] + content.get("rows", []):
             today = {key: current_text(row[key]) for key in ("policy", "options") if key in row}
+            today |= {"policy": bare(today["policy"])} if "policy" in row else {}
             yield content.get("datetime", row.get("date", "")), path.name, row | today
 
 
@@ -197,6 +219,10 @@ def fill_markers(
         if match[2] == "scratch" and folder is not None:
             rows = json.loads((folder / "certified" / "scratch.json").read_text())
             return f"{match[1]}\n{table(rows, SCRATCH_COLUMNS)}\n\n{match[4]}"
+        if match[2] in ("choice", "story"):
+            make, key = {"choice": (choice, "pages"), "story": (pictures, "images")}[match[2]]
+            (where,) = filters(match[3])[key]
+            return f"{match[1]}\n{make(timing, quality, where)}\n\n{match[4]}"
         terms = [filters(term) for term in match[3].split(" | ")]
         pivot = match[2] == "scores"
         (show,) = terms[0].pop("show", ["value"]) if pivot else ("",)
@@ -232,7 +258,7 @@ def filters(text: str) -> dict[str, list[str]]:
         key, equals, values = term.partition("=")
         if not equals:
             raise SystemExit(f"<!-- results{text}-->: {term!r} is not key=value")
-        found[key] = values.split(",")
+        found[key] = [bare(value) if key == "policy" else value for value in values.split(",")]
     return found
 
 
@@ -352,6 +378,12 @@ def _ratio(row: Row) -> str:
     return f"**{text}**" if row["ratio"] >= 1 else text
 
 
+def _ceiling(row: Row) -> str:
+    """Empty too where the probe of before 2026-11-23 was outrun, which says that it was wrong."""
+    share = row["ceiling_fraction"]
+    return "" if share is None or share > 1 else f"{share:.0%}"
+
+
 TIMING_COLUMNS: list[Column] = [
     ("op", lambda row: f"`{row['op']}`"),
     ("case", lambda row: "" if row["case"] == "op" else row["case"]),
@@ -365,7 +397,7 @@ TIMING_COLUMNS: list[Column] = [
     ("peer", lambda row: PEERS.get(row["peer"], row["peer"] or "")),
     ("peer's time", lambda row: duration(row["peer_p50_us"]) if row["peer"] else ""),
     ("ratio", _ratio),
-    ("ceiling", lambda row: "" if (c := row["ceiling_fraction"]) is None else f"{c:.0%}"),
+    ("ceiling", _ceiling),
 ]
 QUALITY_COLUMNS: list[Column] = [
     ("task", lambda row: row["task"]),

@@ -109,7 +109,7 @@ def decode_call(
     normal, scale = _normal(plan, seed), heads.dim**-0.5
     q = normal(1, heads.query, 1, heads.dim)
     k, v = normal(2, 1, heads.kv, n, heads.dim)
-    k[:, :, 3] = _loud_key(q, heads.kv, scale)
+    k[:, :, 3] = loud_key(q, heads.kv, scale)
     layer: Any = policy.cache_layer(n) or PlugLayer(max_cache_len=n)
     for first in range(0, n, CHUNK):
         part = slice(first, first + CHUNK)
@@ -124,7 +124,7 @@ def decode_call(
     return call, k, v
 
 
-def _loud_key(q: torch.Tensor, kv_heads: int, scale: float) -> torch.Tensor:
+def loud_key(q: torch.Tensor, kv_heads: int, scale: float) -> torch.Tensor:
     """A key `[1,Hkv,D]` whose score is 13 or more for every query head of its group."""
     group = q.float().unflatten(1, (kv_heads, -1))[:, :, :, 0]
     middle = group.mean(2)

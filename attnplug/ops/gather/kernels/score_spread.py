@@ -217,9 +217,11 @@ def score_spread(
     length, low = row_span(lengths, start, b, S, LENGTH_STEP, START_STEP, NEW)
     limit = (length - T + t - low) // BLOCK - LOCAL + 1
     if chunk * CHUNK < limit:
-        step = tl.maximum((limit - SINK) // SAMPLE, 1)
+        done = 0
         if table is None:
             done = blocks_done(progress, b, low)
+        step = tl.maximum((limit - SINK) // SAMPLE, 1)
+        if table is None:
             mask_at = k
             if key_mask is not None:
                 mask_at = key_mask + b * mask_stride

@@ -1,4 +1,4 @@
-"""The Triton kernel of `attend_picks`, and what it shares with that of `attend_best`."""
+"""The Triton kernel of `attend_picks`."""
 
 import triton
 import triton.language as tl
