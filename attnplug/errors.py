@@ -48,5 +48,9 @@ class HostMemoryError(AttnplugError, MemoryError):
     """A cache that keeps its originals in pinned host memory could not be given any."""
 
 
+class ServeError(AttnplugError, ValueError):
+    """A serving engine was asked for something that attnplug cannot do inside it."""
+
+
 class TraceFileError(ArgumentError):
     """A trace file is damaged, is no trace, or cannot be written where it should be."""
