@@ -43,7 +43,7 @@ from attnplug.models.parallel import local_weights
 from attnplug.plan import read_tokens
 
 POLICIES = {"dense": "dense", "gather": "gather(min_tokens=0)", "momo": "momo"}
-ROOM, WARMUP, STEPS, HOST_STEPS = 128, 8, 30, 12
+ROOM, WARMUP, STEPS, HOST_STEPS, PROFILED = 128, 8, 30, 12, 3
 SLOW = 3e-6  # seconds without a kernel that count as a gap
 RANK, WORLD = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 SHAPE: dict[str, Any] = dict(
@@ -109,6 +109,7 @@ class Bench:
 
     def free(self) -> None:
         torch.compiler.reset()
+        torch._dynamo.utils.counters.clear()
         gc.collect()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -213,6 +214,9 @@ class Bench:
                 f"{label}: {p50 / 1e3:.2f} ms a step ({min(times) / 1e3:.2f} to "
                 f"{max(times) / 1e3:.2f}), host {statistics.median(host) / 1e3:.2f} ms"
             )
+            skipped = torch._dynamo.utils.counters["inductor"]["cudagraph_skips"]
+            if skipped:
+                say(f"{label}: torch has made no CUDA graph of {skipped} compiled functions")
             if self.asked.profile and self.device.type == "cuda":
                 self._profile(step, label)
         self.free()
@@ -244,12 +248,14 @@ class Bench:
     def _profile(self, step: Any, label: str) -> None:
         kinds = [torch.profiler.ProfilerActivity.CUDA, torch.profiler.ProfilerActivity.CPU]
         with torch.profiler.profile(activities=kinds) as recorded:
-            for _ in range(3):
+            for _ in range(PROFILED):
                 step()
             self.sync()
         if RANK:
             return
         averages = recorded.key_averages()
+        launches = {e.key: e.count / PROFILED for e in averages if "Launch" in e.key}
+        say(f"{label}: launches a step (one of a graph is a replay): {launches}")
         say(averages.table(sort_by="self_cuda_time_total", row_limit=14, max_name_column_width=60))
         say(averages.table(sort_by="self_cpu_time_total", row_limit=14, max_name_column_width=60))
         on_gpu = [e for e in recorded.events() if e.device_type == torch.autograd.DeviceType.CUDA]
@@ -414,6 +420,7 @@ def run_ttft(bench: Bench) -> None:
 
 def main() -> None:
     asked = arguments()
+    torch._logging.set_logs(perf_hints=True, recompiles=asked.profile)  # why there is no graph
     if not asked.cpu:
         torch.cuda.set_device(RANK)
     dist.init_process_group("gloo" if asked.cpu else "nccl")

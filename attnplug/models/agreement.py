@@ -79,8 +79,9 @@ def fingerprint(model: torch.nn.Module) -> str:
         known.update(f"{name} {tuple(parameter.shape)} {parameter.dtype}\n".encode())
         own = parameter.to_local() if isinstance(parameter, DTensor) else parameter
         if own.is_floating_point() and own.numel() and not own.is_meta:
-            sums.append(own.detach()[:1].sum(dtype=torch.float64).reshape(1))
-    known.update(torch.cat([total.cpu() for total in sums]).numpy().tobytes() if sums else b"")
+            row = own.detach()[:1] if own.dim() else own.detach()
+            sums.append(row.to(torch.float64).sum().reshape(1))
+    known.update(torch.cat(sums).cpu().numpy().tobytes() if sums else b"")
     return known.hexdigest()[:12]
 
 
