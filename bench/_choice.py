@@ -27,7 +27,7 @@ NONE = "not yet"
 
 def choice(timing: Sequence[Row], quality: Sequence[Row], pages: str) -> str:
     """The table in Markdown; `pages` is the way to the pages of methods."""
-    heads = ["you need", "policy", *(title for title, _ in MODELS.values())]
+    heads = ["for", "policy", *(title for title, _ in MODELS.values())]
     heads += [f"speed at {name}" for name in LENGTHS.values()] + ["cache memory"]
     lines = [heads, ["---"] * len(heads)]
     for need, policy in NEEDS:
