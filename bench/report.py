@@ -15,12 +15,12 @@ page (bench/stale.py); `--check` leaves these marks out of the comparison, as th
 
 FILTERS is any number of key=value[,value...], such as `op=dense_decode batch=1 n=8192,131072
 heads=28/4`; none means every row, and `*` in a value stands for anything. `op=a | op=b` takes the
-rows of either, in that order (`? op=a` those of a where there are any), and `columns=op,ratio` those columns of a table. `study=NAME` takes
-the quality rows of that study, else those of none. `show=diff` gives scores their distance from
-dense, `across=task` a column for each task instead of each length, `image=FILE` a picture above
-the table. Files are pytest-benchmark's JSON (rows in `extra_info`) or `{"rows": [...]}` with
-quality rows (`task, model, n, trials, dense, policy, value, low, high`). Where two rows ask the
-same question, the later one stands.
+rows of either, in that order (`? op=b` those of b where there are any), and `columns=op,ratio`
+those columns of a table. `study=NAME` takes the quality rows of that study, else those of none.
+`show=diff` gives scores their distance from dense, `across=task` a column for each task instead of
+each length, `image=FILE` a picture above the table. Files are pytest-benchmark's JSON (rows in
+`extra_info`) or `{"rows": [...]}` with quality rows (`task, model, n, trials, dense, policy, value,
+low, high`). Where two rows ask the same question, the later one stands.
 Between `<!-- choice pages=docs/methods -->` and `<!-- /choice -->` stands the table of methods,
 between `<!-- story images=docs/img -->` and `<!-- /story -->` the three plots of all, and between
 `<!-- scratch -->` and `<!-- /scratch -->` what certified/scratch.json has.
