@@ -20,14 +20,17 @@ NEEDS = (
     ("half the cache's GPU memory, with proof", "certified"),
 )
 LENGTHS = {32768: "32K", 131072: "128K", 1 << 20: "1M"}
-MODELS = {"smollm2-135m": ("SmolLM2-135M, 8K", 8192), "gemma3-270m": ("Gemma 3 270M, 32K", 32768)}
+MODELS = {
+    "smollm2-135m": ("quality: SmolLM2-135M, 8K", 8192),
+    "gemma3-270m": ("quality: Gemma 3 270M, 32K", 32768),
+}
 MEMORY_AT = 131072
 NONE = "not yet"
 
 
 def choice(timing: Sequence[Row], quality: Sequence[Row], pages: str) -> str:
     """The table in Markdown; `pages` is the way to the pages of methods."""
-    heads = ["you need", "policy", *(title for title, _ in MODELS.values())]
+    heads = ["for", "policy", *(title for title, _ in MODELS.values())]
     heads += [f"speed at {name}" for name in LENGTHS.values()] + ["cache memory"]
     lines = [heads, ["---"] * len(heads)]
     for need, policy in NEEDS:

@@ -9,6 +9,7 @@ import torch
 from transformers import Cache, PreTrainedConfig
 from transformers.pytorch_utils import apply_chunking_to_forward
 
+from attnplug.models.layers import config_heads
 from attnplug.policies import certificates
 
 PART = 32768  # tokens that an MLP takes at once
@@ -31,9 +32,7 @@ def random_model(model_class: type, config: PreTrainedConfig, device: str) -> An
 
 def heads_of(config: PreTrainedConfig) -> dict[str, int]:
     """A row's columns of what a model's attention looks like."""
-    heads = config.num_attention_heads
-    dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-    return {"heads_q": heads, "heads_kv": config.num_key_value_heads, "head_dim": dim}
+    return dict(zip(("heads_q", "heads_kv", "head_dim"), config_heads(config), strict=True))
 
 
 def recomputed(cache: Cache) -> float:

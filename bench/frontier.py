@@ -37,6 +37,7 @@ from attnplug.bench.provenance import commit
 from attnplug.bench.rows import policy_name
 from attnplug.eval.measure import compare_logits, prose_window
 from attnplug.eval.stats import bootstrap_mean
+from attnplug.models.layers import config_heads
 from attnplug.models.pretrained import load
 from attnplug.ops.sketch.state import BLOCK, COORDINATES
 from attnplug.policies import AttentionCall, Phase
@@ -232,8 +233,7 @@ def main(arguments: list[str] | None = None) -> None:
     began = time.monotonic()
     model, tokenizer = load(options.model, device=options.device)
     model = model.bfloat16() if options.device == "cuda" else model.float()
-    width = getattr(model.config, "head_dim", None)
-    width = width or model.config.hidden_size // model.config.num_attention_heads
+    *_, width = config_heads(model.config)
     sizes = [size for size in options.bytes if sum(COORDINATES[size]) <= width]
     about = {"model": options.model, "n": options.tokens, "head_dim": width, "commit": commit()}
     about["date"] = datetime.datetime.now(datetime.UTC).date().isoformat()

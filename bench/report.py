@@ -15,12 +15,12 @@ page (bench/stale.py); `--check` leaves these marks out of the comparison, as th
 
 FILTERS is any number of key=value[,value...], such as `op=dense_decode batch=1 n=8192,131072
 heads=28/4`; none means every row, and `*` in a value stands for anything. `op=a | op=b` takes the
-rows of either, in that order, and `columns=op,ratio` those columns of a table. `study=NAME` takes
-the quality rows of that study, else those of none. `show=diff` gives scores their distance from
-dense, `across=task` a column for each task instead of each length, `image=FILE` a picture above
-the table. Files are pytest-benchmark's JSON (rows in `extra_info`) or `{"rows": [...]}` with
-quality rows (`task, model, n, trials, dense, policy, value, low, high`). Where two rows ask the
-same question, the later one stands.
+rows of either, in that order (`? op=b` those of b where there are any), and `columns=op,ratio`
+those columns of a table. `study=NAME` takes the quality rows of that study, else those of none.
+`show=diff` gives scores their distance from dense, `across=task` a column for each task instead of
+each length, `image=FILE` a picture above the table. Files are pytest-benchmark's JSON (rows in
+`extra_info`) or `{"rows": [...]}` with quality rows (`task, model, n, trials, dense, policy, value,
+low, high`). Where two rows ask the same question, the later one stands.
 Between `<!-- choice pages=docs/methods -->` and `<!-- /choice -->` stands the table of methods,
 between `<!-- story images=docs/img -->` and `<!-- /story -->` the three plots of all, and between
 `<!-- scratch -->` and `<!-- /scratch -->` what certified/scratch.json has.
@@ -31,10 +31,10 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import math
 import re
 import sys
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -42,6 +42,7 @@ from typing import Any
 from _choice import choice
 from _frontier_plot import draw_frontiers
 from _plots import (
+    COUNTED,
     PEERS,
     bare,
     draw_all,
@@ -54,6 +55,7 @@ from _plots import (
     tokens,
 )
 from _story_plots import draw_story, pictures
+from _tables import Column, scores, table
 from stale import History, NoHistoryError
 
 from attnplug.deprecated import current_text
@@ -70,7 +72,6 @@ STALE_MARK = re.compile(r"(?<=\]\(#runs\)) (stale|unknown)(?= \|)")
 MARKED = re.compile(
     r"(<!-- (results|scores|scratch|choice|story)\b(.*?)-->\n).*?(<!-- /\2 -->)", re.DOTALL
 )
-Column = tuple[str, Callable[[Row], str]]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -125,8 +126,15 @@ def load(folder: Path) -> tuple[list[Row], list[Row]]:
             row.setdefault("study", "")
             quality[tuple(row[key] for key in QUALITY)] = row
         else:
-            timing[tuple(row[key] for key in TIMING)] = row
+            timing[question(row)] = row
     return sorted(timing.values(), key=_timing_order), sorted(quality.values(), key=_quality_order)
+
+
+def question(row: Row, *, peer: bool = True) -> tuple[Any, ...]:
+    """What a timing answers, with whom it is compared or without. What its options say of its own
+    run (hits, bytes over the link) is no question."""
+    asked = tuple(row[key] for key in TIMING if key != "options" and (peer or key != "peer"))
+    return *asked, COUNTED.sub("", row["options"])
 
 
 def _rows(folder: Path) -> Iterable[tuple[str, str, Row]]:
@@ -223,7 +231,8 @@ def fill_markers(
             make, key = {"choice": (choice, "pages"), "story": (pictures, "images")}[match[2]]
             (where,) = filters(match[3])[key]
             return f"{match[1]}\n{make(timing, quality, where)}\n\n{match[4]}"
-        terms = [filters(term) for term in match[3].split(" | ")]
+        asked = [term.strip() for term in match[3].split(" | ")]
+        terms = [filters(term.removeprefix("?")) for term in asked]
         pivot = match[2] == "scores"
         (show,) = terms[0].pop("show", ["value"]) if pivot else ("",)
         (across,) = terms[0].pop("across", ["n"]) if pivot else ("",)
@@ -235,7 +244,8 @@ def fill_markers(
         if rows is quality:  # a study's rows stand in its own tables
             terms = [{"study": [""]} | wanted for wanted in terms]
         found = [[row for row in rows if _passes(row, wanted)] for wanted in terms]
-        if any(found) and not all(found):
+        needed = [rows for term, rows in zip(asked, found, strict=True) if term[:1] != "?"]
+        if any(found) and not all(needed):
             raise SystemExit(f"<!-- results{match[3]}-->: a term has no rows")
         rows = list(itertools.chain.from_iterable(found))
         if not rows:
@@ -243,12 +253,26 @@ def fill_markers(
         elif pivot:
             body = scores(rows, show, across)
         else:
+            rows = hardest(rows) if columns is TIMING_COLUMNS else rows
             body = table(rows, _titled(titles, columns) or _varying(rows, columns))
         if image and rows:
             body = f"![{Path(image).stem}]({image})\n\n{body}"
         return f"{match[1]}\n{body}\n\n{match[4]}"
 
     return MARKED.sub(fill, text)
+
+
+def hardest(rows: Sequence[Row]) -> list[Row]:
+    """Of each step the row beside the peer that is hardest to beat: a step has one time on a page.
+    results.md has the others."""
+    best: dict[tuple[Any, ...], Row] = {}
+    for row in rows:
+        key = question(row, peer=False)
+        other = best.get(key)
+        if other is None or (row["ratio"] or math.inf) < (other["ratio"] or math.inf):
+            best[key] = row
+    kept = {id(row) for row in best.values()}
+    return [row for row in rows if id(row) in kept]
 
 
 def filters(text: str) -> dict[str, list[str]]:
@@ -288,83 +312,15 @@ def _varying(rows: Sequence[Row], columns: Sequence[Column]) -> list[Column]:
     kept = []
     for title, show in columns:
         values = {show(row) for row in rows}
-        dull = values == {""} or (title in ("dtype", "D", "options", "case") and len(values) == 1)
+        # of a peer's time the ratio tells; beside other runs of the same peer it would be another
+        dull = (
+            values == {""}
+            or title == "peer's time"
+            or (title in ("dtype", "D", "options", "case") and len(values) == 1)
+        )
         if not dull or title in ("op", "n"):
             kept.append((title, show))
     return kept
-
-
-def table(rows: Sequence[Row], columns: Sequence[Column]) -> str:
-    """A Markdown table."""
-    lines = ["| " + " | ".join(title for title, _ in columns) + " |"]
-    lines.append("|" + "|".join(" --- " for _ in columns) + "|")
-    lines += ["| " + " | ".join(show(row) for _, show in columns) + " |" for row in rows]
-    return "\n".join(lines)
-
-
-def scores(rows: Sequence[Row], show: str, across: str) -> str:
-    """A Markdown table with a line for each model, task and policy, and a column for each length
-    (`across` "n"), or with a column for each task and a line for each of the rest ("task"). `show`
-    is a value whose interval is `low` to `high` or `SHOW_low` to `SHOW_high`."""
-    if across not in ("n", "task"):
-        raise SystemExit(f"<!-- scores -->: across={across} is neither n nor task")
-    keys = [key for key in ("model", "n", "task", "policy") if key != across]
-    heads = sorted({row[across] for row in rows})
-    lines: dict[tuple[Any, ...], Row] = {}
-    for row in rows:
-        line = lines.setdefault(tuple(row[key] for key in keys), {})
-        if row[across] in line:
-            raise SystemExit(
-                f"<!-- scores -->: two rows for {row['task']} of {row['policy']}: "
-                "trials= or study= tells them apart"
-            )
-        line[row[across]] = row
-    low, high = ("low", "high") if show == "value" else (f"{show}_low", f"{show}_high")
-
-    shown = [row for row in rows if show in row]
-    usual = {head: _usual(row["trials"] for row in shown if row[across] == head) for head in heads}
-
-    def cell(row: Row | None) -> str:
-        if row is None or show not in row:
-            return ""
-        trials = "" if row["trials"] == usual[row[across]] else f", {row['trials']} samples"
-        value, *span = (0.0 if abs(row[key]) < 1e-12 else row[key] for key in (show, low, high))
-        digits = 3 if abs(value) < 10 else 4  # of a perplexity, the second decimal
-        return f"{value:.{digits}g} ({span[0]:.{digits}g} to {span[1]:.{digits}g}){trials}"
-
-    def name(line: Row, key: str) -> str:
-        shown = {"policy": f"`{line[key]}`", "n": tokens(line["n"]) if "n" in line else ""}
-        return shown.get(key, line[key])
-
-    whole = [dict(zip(keys, values, strict=True)) | {"": line} for values, line in lines.items()]
-    columns: list[Column] = [
-        (key, lambda line, key=key: name(line, key))
-        for key in keys
-        if len({line[key] for line in whole}) > 1 or key in ("task", "policy")
-    ]
-    columns = [c for c in columns if c[0] != "policy" or len({x["policy"] for x in whole}) > 1]
-    exceptions = any(row["trials"] != usual[row[across]] for row in shown)
-    titles = {head: tokens(head) if across == "n" else head for head in heads}
-    columns += [(titles[head], lambda line, head=head: cell(line[""].get(head))) for head in heads]
-    return f"{table(whole, columns)}\n\n{_samples(usual, titles, exceptions)}"
-
-
-def _usual(numbers: Iterable[int]) -> int:
-    """The number that occurs most often; of equals the largest, 0 of none."""
-    counts = Counter(numbers)
-    return max(counts, key=lambda number: (counts[number], number), default=0)
-
-
-def _samples(usual: dict[Any, int], titles: dict[Any, str], exceptions: bool) -> str:
-    """The sentence under a table of scores: over how many samples a cell is."""
-    most = _usual(number for number in usual.values() if number)
-    columns: dict[int, list[str]] = {}
-    for head, number in usual.items():
-        if number not in (0, most):
-            columns.setdefault(number, []).append(f"`{titles[head]}`")
-    others = [f"{number} in {', '.join(heads)}" for number, heads in columns.items()]
-    unless = ", unless it names another number" if exceptions else ""
-    return f"Samples a cell{unless}: {'; '.join([str(most), *others])}."
 
 
 def _time(row: Row) -> str:
@@ -393,6 +349,7 @@ TIMING_COLUMNS: list[Column] = [
     ("D", lambda row: str(row["head_dim"])),
     ("dtype", lambda row: row["dtype"]),
     ("options", lambda row: row["options"]),
+    ("policy", lambda row: f"`{row['policy']}`" if row.get("policy") else ""),
     ("time", _time),
     ("peer", lambda row: PEERS.get(row["peer"], row["peer"] or "")),
     ("peer's time", lambda row: duration(row["peer_p50_us"]) if row["peer"] else ""),

@@ -71,7 +71,17 @@ def peer_call(peer: str, qkv: tuple[torch.Tensor, ...], top_k: int, scale: float
 
 @pytest.mark.parametrize(("peer", "shape", "n", "top_k"), PEERED)
 def test_momo(gpu_bench, peer, shape, n, top_k):
-    momo = Momo(top_k=top_k, min_tokens=0)
+    run(gpu_bench, peer, shape, n, Momo(top_k=top_k, min_tokens=0))
+
+
+@pytest.mark.parametrize("n", [32768, 131072])
+@pytest.mark.parametrize("top_k", [128, 64])
+def test_the_papers_selection(gpu_bench, top_k, n):
+    momo = Momo(top_k=top_k, selection="estimated", delta=1.0, min_tokens=0)
+    run(gpu_bench, peers.causal_peers()[-1], LLAMA, n, momo, ", selection=estimated")
+
+
+def run(gpu_bench, peer: str, shape: Shape, n: int, momo: Momo, options: str = "") -> None:
     nbytes, flops = work(shape, momo, n)
     scale = shape.dim**-0.5
     sets = [inputs(shape, n, seed) for seed in range(gpu_bench.sets(nbytes))]
@@ -91,10 +101,10 @@ def test_momo(gpu_bench, peer, shape, n, top_k):
         heads_kv=shape.heads_kv,
         head_dim=shape.dim,
         dtype=torch.bfloat16,
-        options=f"gamma={momo.gamma}, k={top_k}",
+        options=f"gamma={momo.gamma}, k={momo.top_k}{options}",
         fns=[functools.partial(momo.attend, AttentionCall(*qkv, scale=scale)) for qkv in sets],
         peer=peer,
-        peer_fns=[peer_call(peer, qkv, top_k, scale) for qkv in sets],
+        peer_fns=[peer_call(peer, qkv, momo.top_k, scale) for qkv in sets],
         graph=n <= CAPTURED,
         peer_graph=n <= CAPTURED and peer != "minference",  # it makes tensors from host data
         replays=1 if n > CAPTURED else None,

@@ -14,7 +14,15 @@ BENCH = Path(__file__).parent.parent / "bench"
 def report(monkeypatch):
     monkeypatch.syspath_prepend(str(BENCH))
     yield importlib.import_module("report")
-    for name in ("report", "stale", "_plots", "_choice", "_story_plots", "_frontier_plot"):
+    for name in (
+        "report",
+        "stale",
+        "_plots",
+        "_choice",
+        "_tables",
+        "_story_plots",
+        "_frontier_plot",
+    ):
         sys.modules.pop(name, None)
 
 
@@ -66,12 +74,16 @@ def run(report, tree, *more):
 def test_the_results_page_holds_every_row_once(report, tree):
     assert run(report, tree) == 0
     page = (tree / "docs" / "reference" / "results.md").read_text()
-    line = "| 8K | 1 | 28/4 | 128 | bfloat16 |  | 7.5 us (6.75 us to 9 us) | cuDNN SDPA | 15 us |"
+    line = (
+        "| 8K | 1 | 28/4 | 128 | bfloat16 |  |  | 7.5 us (6.75 us to 9 us) | cuDNN SDPA | 15 us |"
+    )
     assert f"{line} **2.00x** | 81% | [1](#runs) |" in page
-    assert "| 8K | 8 | 28/4 | 128 | bfloat16 |  | 20 us (18 us to 24 us) |" in page
+    assert "| 8K | 8 | 28/4 | 128 | bfloat16 |  |  | 20 us (18 us to 24 us) |" in page
     assert "| 0.75x | 81% | [2](#runs) |" in page
     assert "99" not in page  # the older answer to the same question
-    assert "| 1M | 1 | 28/4 | 128 | bfloat16 | k=8, gamma=16 | 4 s (3.6 s to 4.8 s) |  |  |" in page
+    assert (
+        "| 1M | 1 | 28/4 | 128 | bfloat16 | k=8, gamma=16 |  | 4 s (3.6 s to 4.8 s) |  |  |" in page
+    )
     assert "| 1 | H200 | 2.11 | 3.6 | def | 2026-01-03 |" in page
     assert "| needle | 4K | 20 | `momo(gamma=16)` | 0.9 (0.7 to 0.98) | 0.95 |" in page
     assert page.index("## dense_decode") < page.index("## momo") < page.index("## Quality, smollm2")
@@ -344,3 +356,26 @@ def test_the_story_is_drawn_of_what_there_is(report):
     shown = report.fill_markers(text, timings, [kept])
     assert shown.count("![") == 3 and "(img/story-memory.png)" in shown
     assert report.fill_markers(text, [timings[0]], []).count("Not measured yet.") == 1
+
+
+def test_a_step_has_one_time_on_a_page(report, tree):
+    """Beside the peer that is hardest to beat; what a run counted makes no other step."""
+    rows = [
+        timing(8192, 10.0, peer="fa3", ratio=1.5, options="k=8, hits 0.301, warm"),
+        timing(8192, 11.0, peer="cudnn", ratio=1.4, options="k=8, hits 0.302, warm"),
+        timing(8192, 12.0, peer="cudnn", ratio=1.3, options="k=9, warm"),
+        timing(8192, 13.0, peer=None, peer_p50_us=None, ratio=None, options="k=10", policy="a"),
+    ]
+    shown = report.fill_markers("<!-- results op=* -->\n<!-- /results -->", rows, [])
+    times = [cell for cell in shown.split("|") if " us (" in cell]
+    assert [time.split(" (")[0].strip() for time in times] == ["11 us", "12 us", "13 us"]
+    assert "peer's time" not in shown and "| policy |" in shown and "| `a` |" in shown
+    # a later run of the step replaces the older, whatever it counted
+    (tree / "bench" / "results" / "d.json").write_text(
+        json.dumps({"datetime": "2027", "rows": [rows[1] | dict(options="k=8, hits 0.9, warm")]})
+    )
+    (tree / "bench" / "results" / "c.json").write_text(
+        json.dumps({"datetime": "2026", "rows": [rows[1]]})
+    )
+    found = report.load(tree / "bench" / "results")[0]
+    assert [row["options"] for row in found if "k=8" in row["options"]] == ["k=8, hits 0.9, warm"]

@@ -115,6 +115,13 @@ def _weights(module: torch.nn.Module) -> list[torch.Tensor]:
     return [*module.parameters(), *module.buffers()]
 
 
+def config_heads(config: PreTrainedConfig) -> tuple[int, int, int]:
+    """Query heads, KV heads and head dimension of a decoder's config, all ranks together."""
+    heads = config.num_attention_heads
+    dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    return heads, getattr(config, "num_key_value_heads", None) or heads, dim
+
+
 def _heads(module: torch.nn.Module) -> tuple[int, int]:
     """Query heads and KV heads, of all ranks together."""
     config = _config(module)
