@@ -26,7 +26,7 @@ from attnplug.errors import (
 )
 
 if TYPE_CHECKING:
-    from attnplug.api import LayerReport, Report, applied, apply, make_cache, remove, report, warm
+    from attnplug.api import applied, apply, make_cache, remove, report, warm
     from attnplug.long_prompt import Prefilled, prefill
     from attnplug.policies import (
         Auto,
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
         Sketch,
         Stream,
     )
+    from attnplug.reports import LayerReport, Report
 
 __version__ = "0.1.0"
 
@@ -78,10 +79,11 @@ __all__ = [
 ]
 
 
-_API = ("LayerReport", "Report", "applied", "apply", "make_cache", "remove", "report", "warm")
+_API = ("applied", "apply", "make_cache", "remove", "report", "warm")
 _HOMES = {
     **dict.fromkeys(_API, "attnplug.api"),
     **dict.fromkeys(("Prefilled", "prefill"), "attnplug.long_prompt"),
+    **dict.fromkeys(("LayerReport", "Report"), "attnplug.reports"),
 }
 _HOME_OF = {  # of what is not here yet: the methods are in policies
     name: _HOMES.get(name, "attnplug.policies") for name in __all__ if name not in globals()
