@@ -90,7 +90,7 @@ def _settle(model: PreTrainedModel) -> None:
         session.end()
 
 
-def _refuse_generate(model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
+def _refuse_generate(model: Any, *args: Any, **kwargs: Any) -> Any:
     _settle(model)
     if SESSION not in vars(model):
         return model.generate(*args, **kwargs)

@@ -76,11 +76,12 @@ class Kept:
     token: Any = None
     last: int = -1
 
-    def note_copies(self, group: int, blocks: list[int]) -> None:
-        """Whole pages of a group were copied: methods look at all of their keys again. A block that
-        is not complete yet gets a summary that nobody reads, and the right one when it is."""
+    def note_copies(self, group: int | None, blocks: list[int]) -> None:
+        """Whole pages of a group (None: of any) were copied: methods look at all of their keys
+        again. A block that is not complete yet gets a summary that nobody reads, and the right one
+        when it is."""
         for pages, method, state in self.layers.values():
-            if pages.group == group and blocks and state is not None:
+            if group in (None, pages.group) and blocks and state is not None:
                 size = pages.k.shape[2]
                 first = torch.tensor(blocks, device=pages.k.device)[:, None] * size
                 slots = first + torch.arange(size, device=pages.k.device)
@@ -114,8 +115,8 @@ def layer_pages(cache: Any, layer: int) -> LayerPages | None:
     step, page = allocator.block_physical_stride, allocator.tokens_per_page
     # Pages of all layers lie between two of this one, in block order.
     k, v = (x[:: step // page].transpose(1, 2) for x in allocator._kv_page_views[layer])
-    rows = allocator._kv_token_views[layer]
-    return LayerPages(k, v, *rows, step, allocator.index, allocator.write_trash_index)
+    row_k, row_v = allocator._kv_token_views[layer]
+    return LayerPages(k, v, row_k, row_v, step, allocator.index, allocator.write_trash_index)
 
 
 def _pages_of_lists(cache: Any, layer: int) -> LayerPages | None:
@@ -123,15 +124,15 @@ def _pages_of_lists(cache: Any, layer: int) -> LayerPages | None:
     if cache.sliding_windows[layer] != 1:
         return None
     group, place = cache.layer_index_to_group_indices[layer]
-    rows, page = (cache.key_cache[place], cache.value_cache[place]), cache.block_size
-    k, v = (x.view(-1, page, *x.shape[1:]).transpose(1, 2) for x in rows)
-    return LayerPages(k, v, *rows, page, group, cache.write_trash_index)
+    row_k, row_v, page = cache.key_cache[place], cache.value_cache[place], cache.block_size
+    k, v = (x.view(-1, page, *x.shape[1:]).transpose(1, 2) for x in (row_k, row_v))
+    return LayerPages(k, v, row_k, row_v, page, group, cache.write_trash_index)
 
 
-def _copy_methods(cache: Any) -> list[tuple[Any, str, int]]:
+def _copy_methods(cache: Any) -> list[tuple[Any, str, int | None]]:
     """Where a cache copies pages of a group: (object, its method (source, destination), group)."""
     if hasattr(cache, "key_cache"):
-        return [(cache, "copy_cache", 0)]
+        return [(cache, "copy_cache", None)]
     return [(x, "copy_blocks", x.index) for x in cache.cache_allocators.values()]
 
 
@@ -167,7 +168,7 @@ def adopt(cache: Any, layers: dict[int, Any], offloading: Any, on_stream: Any) -
         offloading.restore_scheduled_requests = _noting_restores(kept, cache, stock, on_stream)
 
 
-def _noting_copies(kept: Kept, stock: Callable[..., Any], group: int) -> Callable[..., Any]:
+def _noting_copies(kept: Kept, stock: Callable[..., Any], group: int | None) -> Callable[..., Any]:
     def copy(source: list[int], destination: list[int]) -> Any:
         result = stock(source, destination)
         kept.note_copies(group, list(destination))
@@ -214,8 +215,11 @@ def paged_attention(
             "continuous batching runs on this model, which may not be called otherwise meanwhile: "
             "stop its manager first."
         )
+    if binding.trace_to is not None:
+        raise UnsupportedCallError("a trace is recorded of generate, not of continuous batching")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     call = AttentionCall(query, key, value, scale, softcap or 0.0, s_aux)
+    policy: Any = binding.policy
     kept, layer = kept_of(cache), int(module.layer_idx)  # pyright: ignore[reportArgumentType]
     if layer not in kept.layers:
         return _stock_layer(module, binding, call, cache, kwargs), None
@@ -227,14 +231,14 @@ def paged_attention(
     if batch.table is not None:
         _decode(method, pages, state, batch, call, out)
     for a, b, c, d in batch.pieces:
-        own = (key[:, :, a:b], value[:, :, a:b])
+        k, v = key[:, :, a:b], value[:, :, a:b]
         if d - c > b - a:
             rows = batch.read[c:d]
-            own = (
+            k, v = (
                 x.index_select(0, rows).transpose(0, 1)[None] for x in (pages.row_k, pages.row_v)
             )
-        piece = AttentionCall(query[:, :, a:b], *own, scale, call.softcap, s_aux)
-        out[:, :, a:b] = binding.policy.attend_prompt(piece)
+        piece = AttentionCall(query[:, :, a:b], k, v, scale, call.softcap, s_aux)
+        out[:, :, a:b] = policy.attend_prompt(piece)
     return out.transpose(1, 2).contiguous(), None
 
 
@@ -312,7 +316,7 @@ def _indexed(
 ) -> Batch:
     """A batch that says where every key lies."""
     spans = [
-        (*queries[r : r + 2], *keys[r : r + 2])
+        (queries[r], queries[r + 1], keys[r], keys[r + 1])
         for r in range(len(queries) - 1)
         if queries[r + 1] > queries[r]
     ]

@@ -17,6 +17,7 @@ from transformers import (
 import attnplug
 from attnplug.models import paged
 from attnplug.models.batching import SESSION
+from attnplug.models.hf import tracing
 from attnplug.ops import page_bounds
 from attnplug.ops.gather.page_bounds import empty_page_bounds, rows_of_summaries
 from attnplug.policies import Dense, Gather
@@ -355,6 +356,19 @@ def test_a_manager_made_before_apply():
         assert SESSION not in vars(model)
         model.destroy_cached_continuous_batching_manager()
         assert len(batched(model, prompts((5,)), num_blocks=32)[0]) == NEW
+
+
+def test_a_trace_of_batching_is_refused():
+    """It would be empty: a request's calls carry no number of their own."""
+    with attnplug.applied(llama(), "dense+stream") as model:
+        with tracing({first_layer(model): object()}):
+            got = model.generate_batch(
+                prompts((40,)),
+                generation_config=ENDLESS,
+                continuous_batching_config=settings(num_blocks=32),
+                warmup=False,
+            )
+    assert "a trace is recorded of generate" in next(iter(got.values())).error
 
 
 def test_the_users_settings_stay_as_they_are():
