@@ -37,9 +37,11 @@ from transformers.generation.configuration_utils import CompileConfig
 
 import attnplug
 from attnplug.bench.provenance import provenance
+from attnplug.models import decode_loop
 from attnplug.models.cache import PlugLayer
 from attnplug.models.decode_loop import DecodeLoop, StepBuffers, decode_step
 from attnplug.models.generate import LOOP
+from attnplug.models.regional import LayeredStep
 
 LAYERS = 28
 ROOM, WARMUP, STEPS, ROUNDS = 128, 8, 40, 3
@@ -55,12 +57,14 @@ OPTIONS = {"logits_to_keep": 1}  # as generate has it
 
 @dataclass(frozen=True)
 class Variant:
-    """How a step is compiled: fused projections, inductor's options, environment, BLAS library."""
+    """How a step is compiled: fused projections, inductor's options, environment, BLAS library,
+    and layer by layer in a graph of our own instead of whole."""
 
     fuse: bool = False
     options: dict[str, Any] = field(default_factory=dict)
     environment: dict[str, str] = field(default_factory=dict)
     blas: str = ""
+    by_layer: bool = False
 
 
 GEMV = {"coordinate_descent_tuning": True}  # a product with one row becomes a Triton reduction
@@ -75,6 +79,9 @@ VARIANTS = {
     "fused": Variant(fuse=True),
     "gemv": Variant(options=GEMV),
     "gemv+fused": Variant(fuse=True, options=GEMV),
+    "layers": Variant(by_layer=True),
+    "layers+gemv": Variant(by_layer=True, options=GEMV),
+    "layers+fused": Variant(by_layer=True, fuse=True),
     "lt": Variant(blas="cublaslt"),
     "lt+fused": Variant(fuse=True, blas="cublaslt"),
     "gemv+combo": Variant(options=GEMV | {"combo_kernels": True}),
@@ -99,6 +106,7 @@ class Stepper:
         if self.device.type == "cuda":
             inductor = inductor | {"triton.cudagraphs": True}
         config = CompileConfig(fullgraph=True, mode=None, options=inductor)
+        decode_loop.BY_LAYER = frozenset({self.device.type} if variant.by_layer else ())
         self.step = self.loop.compiled(self.model, config)
         # The loop's calls use these again and again, too.
         self.buffers = StepBuffers.empty(1, 1, None, 1, self.device)
@@ -124,6 +132,9 @@ class Stepper:
         for tensor, value in ((self.buffers.ends, -1), (self.buffers.pad, 0)):
             assert tensor is not None
             tensor.fill_(value)
+        if isinstance(self.step, LayeredStep):  # as at the beginning of a call
+            buffers = vars(self.buffers).values()
+            self.step.begin(self.model, self.cache, buffers, True, OPTIONS)
 
     @torch.no_grad()
     def logits(self) -> torch.Tensor:

@@ -28,10 +28,14 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 from attnplug.models.cache import PlugCache, PlugLayer
 from attnplug.models.fuse import Fusion
 from attnplug.models.hf import binding_of
+from attnplug.models.regional import LayeredStep
 
 # Steps that a compiled run is ahead of what the host knows. Zero where a step is not compiled: the
 # host is then the slower of the two.
 LAG = {"cuda": 2, "cpu": 0}
+# Where steps compile layer by layer. "cuda" joins when the gpu tests of
+# tests/models/test_regional.py have passed on one and bench/step_7b.py has found such steps fast.
+BY_LAYER = frozenset({"cpu"})
 SILENT_S = 2.0  # how long a first call may take without a word
 LOG = logging.getLogger("attnplug")
 STOPPED, INVALID = 1, 2  # what a step says of itself; 0: rows go on
@@ -126,7 +130,10 @@ class DecodeLoop:
         if self.step is None or self.compiled_with != wanted:
             # torch counts recompilations by code object: other models' are not this one's.
             own = types.FunctionType(decode_step.__code__.replace(), globals(), "decode_step")
-            self.step, self.compiled_with = torch.compile(own, **config.to_dict()), wanted
+            by_layer = model.device.type in BY_LAYER and config.backend == "inductor"
+            layered = LayeredStep(own, config, model.device) if by_layer else None
+            self.step = layered or torch.compile(own, **config.to_dict())
+            self.compiled_with = wanted
         return self.step
 
     def take(self, *shape: Any) -> StepBuffers:
@@ -317,6 +324,8 @@ class Decoding:
         """Decode until all rows have ended. Returns the final length; what later steps have made is
         still there."""
         options = {name: self.inputs[name] for name in ("logits_to_keep",) if name in self.inputs}
+        if isinstance(step, LayeredStep):
+            step.begin(self.model, self.cache, vars(buffers).values(), self.greedy, options)
         self._choose(logits, buffers)
         while True:
             self._note_token(buffers)

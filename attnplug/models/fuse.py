@@ -84,8 +84,11 @@ class Group:
         return _unpackable(present) or ("" if self._fits() else "a weight shares its memory")
 
     def _fits(self) -> bool:
-        """Whether every tensor is the only one in its memory, or all lie as `pack` lays them."""
-        return all(_is_packed(rows) or all(map(_is_alone, rows)) for rows in self._tensors())
+        """Whether every tensor is the only one in its memory, or lies as `pack` lays it: others of
+        its group may have moved since, and pickle gives each the whole buffer."""
+        return all(
+            _is_alone(each) or _is_laid(each, rows) for rows in self._tensors() for each in rows
+        )
 
     def _tensors(self) -> list[list[torch.Tensor]]:
         modules = self.modules()
@@ -200,6 +203,14 @@ def _unpackable(tensors: list[torch.Tensor]) -> str:
 
 def _is_alone(tensor: torch.Tensor) -> bool:
     return tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
+
+
+def _is_laid(tensor: torch.Tensor, tensors: list[torch.Tensor]) -> bool:
+    """Whether a tensor lies in its memory where `pack` would lay it in that of its group."""
+    index = next(index for index, each in enumerate(tensors) if each is tensor)
+    before = sum(each.numel() for each in tensors[:index])
+    whole = sum(each.numel() for each in tensors) * tensor.element_size()
+    return tensor.storage_offset() == before and tensor.untyped_storage().nbytes() == whole
 
 
 def _is_packed(tensors: list[torch.Tensor]) -> bool:

@@ -83,6 +83,8 @@ def last_call(model: PreTrainedModel) -> tuple[str, str]:
     loop: DecodeLoop | None = vars(model).get(LOOP)
     if loop is None:
         return "", ""
+    if getattr(vars(model).get(GENERATE_METHOD), "__func__", None) is not _generate:
+        return "generate was replaced since, as pickle does; remove the policy and apply it", ""
     return loop.why_not, "" if loop.why_not or loop.fusion is None else str(loop.fusion)
 
 

@@ -154,7 +154,6 @@ MOVES = {
     "assign": replaced_weights,
     "data": rebound_data,
     "deepcopy": copy.deepcopy,
-    "pickle": lambda model: pickle.loads(pickle.dumps(model)),
 }
 
 
@@ -171,6 +170,18 @@ def test_weights_that_moved_are_read_where_they_are(move):
     assert memory_of(moved) == memory
     attnplug.remove(moved)
     assert tokens_of(moved) == tokens_of(stock)
+
+
+def test_a_pickled_model_says_that_it_has_lost_the_loop():
+    model = tiny_model()
+    attnplug.apply(model, "dense", fuse=True)
+    read = pickle.loads(pickle.dumps(model))
+    assert tokens_of(read) == tokens_of(tiny_model())
+    report = attnplug.report(read)
+    assert "apply it" in report.loop and report.fused == ""
+    attnplug.apply(attnplug.remove(read), "dense", fuse=True)
+    assert tokens_of(read) == tokens_of(tiny_model())
+    assert attnplug.report(read).fused == WHOLE and memory_of(read) == memory_of(model)
 
 
 class OtherLinear(nn.Linear):
