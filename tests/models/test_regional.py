@@ -15,7 +15,7 @@ from attnplug.models.generate import LOOP
 from attnplug.testing.policy import tiny_model
 
 GATHER = "gather(k=16, block=16, sink=1, local=2, min_tokens=0)"
-POLICIES = ["dense", GATHER, "gvr(min_tokens=0)", "sketch(min_tokens=0)", "certified(min_tokens=0)"]
+POLICIES = ["dense", GATHER, "gvr(k=16, sink=2, window=8, min_tokens=0)"]
 LAYERS = 4
 PIECES: list[int] = []  # nodes of each piece that was compiled
 
@@ -59,13 +59,14 @@ def test_layers_share_a_piece(policy, padded, pieces):
     model = attnplug.apply(model_of(), policy)
     wanted = tokens_of(model, padded=padded, disable_compile=True)
     assert tokens_of(model, padded=padded, compile_config=compiling()) == wanted
-    assert len(pieces) == 3 and attnplug.report(model).loop == ""
+    kinds = len(pieces)  # before, a layer, after; gvr's first layer also does what others share
+    assert kinds == 3 + policy.startswith("gvr") and attnplug.report(model).loop == ""
     with torch._dynamo.config.patch(error_on_recompile=True):
         for tokens in (75, 81, 90):
             wanted = tokens_of(model, tokens=tokens, padded=padded, disable_compile=True)
             found = tokens_of(model, tokens=tokens, padded=padded, compile_config=compiling())
             assert found == wanted
-    assert len(pieces) == 3
+    assert len(pieces) == kinds
 
 
 def test_sampled_steps_are_cut_too(pieces):
