@@ -164,6 +164,8 @@ def report(model: torch.nn.Module) -> Report:
             )
     found = ledger.report
     why, fused = last_call(target)
+    if not (why or fused):
+        return found
     return replace(found, loop=_loop_text(why) or found.loop, fused=fused or found.fused)
 
 

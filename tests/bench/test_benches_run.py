@@ -56,6 +56,8 @@ class Bench:
 def bench(monkeypatch):
     """(a bench's module by its name, the fixture that it gets)."""
     monkeypatch.syspath_prepend(str(BENCH))
+    for path in BENCH.glob("*.py"):  # test modules of the same names may be there already
+        monkeypatch.delitem(sys.modules, path.stem, raising=False)
     before = set(sys.modules)
     generator = torch.Generator
     monkeypatch.setattr(torch, "Generator", lambda device="cpu": generator())
