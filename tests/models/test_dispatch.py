@@ -13,6 +13,9 @@ import attnplug
 from attnplug.models.layers import find_attention_layers
 from attnplug.testing import tiny_model
 
+# transformers 5.17 says so of every model whose first parameter is on meta.
+pytestmark = pytest.mark.filterwarnings("ignore:You are calling .generate:UserWarning")
+
 GATHER = "gather(k=2, block=16, sink=1, local=2, min_tokens=0)"
 POLICIES = ("dense", GATHER)
 LAYERS = 4
