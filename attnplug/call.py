@@ -173,3 +173,12 @@ def causal_mask(call: AttentionCall) -> torch.Tensor:
     if call.key_mask is not None:
         visible = visible & call.key_mask[:, None, None, :]
     return visible
+
+
+def band_mask(queries: int, keys: int, window: int | None, device: torch.device) -> torch.Tensor:
+    """`[1,1,queries,keys]` bool: each query, the last ones of the keys, sees itself and the keys
+    before it, of a window the `window - 1` before it."""
+    away = torch.arange(queries, device=device)[:, None] + (keys - queries)
+    away = away - torch.arange(keys, device=device)
+    seen = away >= 0
+    return (seen if window is None else seen & (away < window))[None, None]

@@ -47,20 +47,15 @@ SHAPES: dict[str, dict[str, Any]] = {
         vocab_size=128256,
         rope_theta=5e5,
     ),
-    "tiny": dict(
-        architectures=["Qwen2ForCausalLM"],
-        model_type="qwen2",
-        hidden_size=512,
-        intermediate_size=1024,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=128,
-        vocab_size=1000,
-        rope_theta=1e6,
-        use_sliding_window=False,
-    ),
 }
+SHAPES["tiny"] = SHAPES["qwen7b"] | dict(
+    hidden_size=512,
+    intermediate_size=1024,
+    num_hidden_layers=4,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    vocab_size=1000,
+)
 COMMON = dict(
     max_position_embeddings=1048576,
     rms_norm_eps=1e-6,

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from transformers import AttentionInterface
 
-from attnplug.call import AttentionCall, PagedCall
+from attnplug.call import AttentionCall, PagedCall, band_mask
 from attnplug.errors import UnsupportedCallError
 from attnplug.models.hf import binding_of, refuse_options, stock_attention
 from attnplug.models.names import PAGED_NAMES
@@ -357,19 +357,10 @@ def _stock_layer(
         if b > a:
             own = call.q[:, :, a:b], key[:, :, c:d], value[:, :, c:d]
             one = AttentionCall(*own, call.scale, call.softcap, call.sinks)
-            mask = _band(b - a, d - c, window, call.q.device)
+            sees_all = b - a == 1 and (window is None or d - c <= window)
+            mask = None if sees_all else band_mask(b - a, d - c, window, call.q.device)
             out[:, a:b] = stock_attention(module, binding, one, mask, False, {})[0]
     return out
-
-
-def _band(queries: int, keys: int, window: int | None, device: torch.device) -> torch.Tensor | None:
-    """`[1,1,T,S]`: the last queries of so many keys see those before them, of a window if any."""
-    if queries == 1 and (window is None or keys <= window):
-        return None
-    away = torch.arange(queries, device=device)[:, None] + (keys - queries)
-    away = away - torch.arange(keys, device=device)[None]
-    seen = away >= 0
-    return (seen if window is None else seen & (away < window))[None, None]
 
 
 def _updated(

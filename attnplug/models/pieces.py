@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from transformers import AttentionInterface, PreTrainedModel
 
-from attnplug.call import AttentionCall
+from attnplug.call import AttentionCall, band_mask
 from attnplug.errors import ArgumentError, UnsupportedCallError
 from attnplug.models.agreement import together
 from attnplug.models.cache import PlugCache, PlugLayer
@@ -220,16 +220,14 @@ def _attend_piece(
     for first in range(0, tokens, band):
         last = min(first + band, tokens)
         low = 0 if window is None else max(0, begin + first - window) // 64 * 64
-        at = torch.arange(begin + first, begin + last, device=call.q.device)[:, None]
-        seen = torch.arange(low, begin + last, device=call.q.device)
-        mask = (seen <= at) if window is None else (seen <= at) & (seen > at - window)
+        mask = band_mask(last - first, begin + last - low, window, call.q.device)
         part = dataclasses.replace(
             call,
             q=call.q[:, :, first:last],
             k=call.k[:, :, low : begin + last],
             v=call.v[:, :, low : begin + last],
         )
-        parts.append(stock_attention(module, binding, part, mask[None, None], False, kwargs)[0])
+        parts.append(stock_attention(module, binding, part, mask, False, kwargs)[0])
     return torch.cat(parts, 1)
 
 

@@ -225,10 +225,8 @@ class Gather(DenseBelow):
         limit, kept = self.crossover(call.q.device), self.sink + self.local + self.k
         if call.state is None or call.room < limit:
             return Dense().attend_pages(call)
-        lengths, whole = (
-            call.lengths,
-            limit <= kept * self.block,
-        )  # short rows are read whole anyway
+        whole = limit <= kept * self.block  # of short rows all is kept anyway
+        lengths = call.lengths
         out, _ = gather_decode(
             call.q,
             call.k,

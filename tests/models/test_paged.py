@@ -228,7 +228,8 @@ def test_summaries_follow_forks(monkeypatch):
     generation.num_return_sequences = 3  # the constructor refuses several greedy sequences
     with attnplug.applied(llama(), GATHER) as model:
         found = batched(model, prompts((60, 75)), generation, **SETTINGS["block table"])
-    assert len(found) in (2, 6)  # transformers 5.17 gives back one of a request's three
+    # transformers 5.17 gives back one of a request's three.
+    assert len(found) == (2 if SIZE == "block_size" else 6)
     assert watch.compared > 50
     assert copied and watch.seen.issuperset(copied)
 
