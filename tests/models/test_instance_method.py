@@ -1,4 +1,4 @@
-"""A method put in the place of a model's own survives copies, and has the signature it stands for."""
+"""A method in the place of a model's own survives copies and has the signature it stands for."""
 
 import copy
 import inspect
