@@ -14,7 +14,7 @@ from attnplug.policies.momo import LEAST_CHUNK
 from attnplug.serve.vllm.layer import Far, LayerTraits, ServedLayer, phases_for
 from attnplug.serve.vllm.options import Phases
 from attnplug.serve.vllm.rows import Row
-from attnplug.serve.vllm.summaries import share_of_cache
+from attnplug.serve.vllm.state import share_of_cache
 
 CPU = torch.device("cpu")
 HEADS, KV_HEADS, WIDTH, PAGE = 4, 2, 64, 16
@@ -22,7 +22,7 @@ MOMO = Momo(gamma=8, block=16, query_block=32, top_k=3, min_tokens=0)
 
 
 def served(phases: Phases, device: torch.device = CPU) -> ServedLayer:
-    return ServedLayer(phases, scale=0.125, softcap=0.0, sinks=None, device=device)
+    return ServedLayer(phases, scale=0.125, softcap=0.0, sinks=None, device=device, rows=4)
 
 
 class Cache:
@@ -95,7 +95,7 @@ def test_the_crossover_counts_the_keys_seen():
     ],
 )
 def test_a_layer_that_a_method_cannot_serve_is_left_dense(change, phases, why):
-    traits = LayerTraits(**{"head_dim": 64, "longest": 100_000, "device": CPU} | change)
+    traits = LayerTraits(**{"head_dim": 64, "longest": 100_000, "rows": 4, "device": CPU} | change)
     found, reason = phases_for(Phases(MOMO, Gather()), traits)
     assert found == phases
     assert why in reason and bool(why) == bool(reason)
@@ -111,9 +111,9 @@ def test_gather_on_pages_is_gather_on_a_contiguous_cache(scoring):
         for first in range(0, length, 80):  # as an engine writes them, chunk by chunk
             last = min(first + 80, length)
             slots = cache.write(row, first, k[first:last], v[first:last])
-            layer.summaries.update(cache.k, torch.cat([torch.tensor([-1]), slots]))
+            layer.state.update(cache.k, torch.cat([torch.tensor([-1]), slots]))
     q, out = tokens(3, HEADS, 4), torch.full((3, HEADS, WIDTH), 7.0)
-    chosen = torch.tensor(lengths) >= layer.decode_from
+    chosen = layer.rule.far(torch.tensor(lengths))
     far = Far((torch.tensor(lengths) * chosen).int(), chosen)
     layer.attend_steps(q, (cache.k, cache.v), cache.table, far, out)
     assert (out[1:] == 7.0).all()  # what serves those rows stays
@@ -132,7 +132,7 @@ def test_gather_on_pages_is_gather_on_a_contiguous_cache(scoring):
 def test_steps_below_a_covering_budget_are_dense():
     layer, cache = served(Phases(decode=Gather(min_tokens=0))), Cache(1, 320)
     k, v, q = tokens(320, KV_HEADS, 2), tokens(320, KV_HEADS, 3), tokens(1, HEADS, 4)
-    layer.summaries.update(cache.k, cache.write(0, 0, k, v))
+    layer.state.update(cache.k, cache.write(0, 0, k, v))
     far, out = Far(torch.tensor([320], dtype=torch.int32), torch.tensor([True])), q.clone()
     layer.attend_steps(q, (cache.k, cache.v), cache.table, far, out)
     rows = (x.double().transpose(0, 1)[None] for x in (q, k, v))
@@ -147,23 +147,23 @@ def test_steps_below_a_covering_budget_are_dense():
 def test_warming_runs_every_method_without_a_trace(monkeypatch):
     layer = served(Phases(prefill=MOMO, decode=Gather(k=3, min_tokens=0)))
     calls = []
-    gather, momo = ServedLayer._gather, Momo.attend
+    gather, momo = Gather.attend_far, Momo.attend
 
-    def gathered(self, q, *rest):
-        calls.append(f"{len(q)} rows")
-        return gather(self, q, *rest)
+    def gathered(self, call):
+        calls.append(f"{len(call.q)} rows")
+        return gather(self, call)
 
     def prompted(self, call):
         calls.append(call.q.shape[2])
         return momo(self, call)
 
-    monkeypatch.setattr(ServedLayer, "_gather", gathered)
+    monkeypatch.setattr(Gather, "attend_far", gathered)
     monkeypatch.setattr(Momo, "attend", prompted)
     shape = dict(heads=HEADS, kv_heads=KV_HEADS, head_dim=WIDTH, dtype=torch.float32, device=CPU)
     layer.warm_prompts(64, 128, **shape)
     layer.warm_steps(3, 128, page=PAGE, **shape)
     assert calls == [64, 64, 63, 63, 64, "1 rows", "2 rows", "3 rows"]
-    assert layer.summaries._bounds is None  # nothing is kept
+    assert layer.state._made is None  # nothing is kept
 
 
 def test_the_summaries_share_of_memory():

@@ -106,8 +106,10 @@ class Impl(CPUAttentionBackendImpl):
         if self._served is None:
             asked = self.policy.of_layer(extract_layer_index(layer.layer_name))
             longest, device = self.config.model_config.max_model_len, torch.device("cpu")
-            phases, _ = phases_for(asked, LayerTraits(self.head_size, longest, device))
+            rows = self.config.scheduler_config.max_num_seqs
+            phases, _ = phases_for(asked, LayerTraits(self.head_size, longest, rows, device))
             more = dict(softcap=float(self.logits_soft_cap), sinks=self.sinks, device=device)
+            more["rows"] = rows
             self._served = ServedLayer(phases, scale=self.scale, **more)
         return self._served
 
@@ -118,8 +120,8 @@ class Impl(CPUAttentionBackendImpl):
         k[slots // page, :, slots % page] = key[:count]
         v[slots // page, :, slots % page] = value[:count]
         served = self.served(layer)
-        if served.summaries is not None:
-            served.summaries.update(k, slot_mapping)
+        if served.state is not None:
+            served.state.update(k, slot_mapping)
 
     def forward(
         self,
@@ -137,16 +139,17 @@ class Impl(CPUAttentionBackendImpl):
         if m is None:
             return output.fill_(0)
         served, cache = self.served(layer), pages(kv_cache, heads_first=True)
-        pages_checked = self.check_summaries(served, cache, m)
-        chosen = m.lengths >= served.decode_from
-        far = Far((m.lengths * chosen).to(torch.int32), chosen).first(m.batch.steps)
-        gathers = served.phases.decode is not None
+        pages_checked = self.check_state(served, cache, m)
+        gathers, steps = served.phases.decode is not None, slice(0, m.batch.steps)
+        chosen = torch.zeros(m.batch.steps, dtype=torch.bool)
+        if gathers:
+            chosen = served.rule.far(m.lengths[steps])
+        far = Far((m.lengths[steps] * chosen).to(torch.int32), chosen)
         momo = 0
         for row in (Row(i, m.starts[i], 1, m.seen[i]) for i in range(m.batch.steps)):
-            if m.seen[row.index] and not (gathers and chosen[row.index]):
+            if m.seen[row.index] and not chosen[row.index]:
                 self.attend_densely(row, query, cache, m.table, output)
         if gathers and m.batch.steps:
-            steps = slice(0, m.batch.steps)
             served.attend_steps(query[steps], cache, m.table[steps], far, output[steps])
         for run in m.batch.runs(served.serves_prompt):
             for row in run.rows:
@@ -157,7 +160,7 @@ class Impl(CPUAttentionBackendImpl):
                     self.attend_densely(row, query, cache, m.table, output)
         note = dict(
             momo=momo,
-            gather=int(far.chosen.sum()) if gathers else 0,
+            far=int(chosen.sum()),
             steps=m.batch.steps,
             prompts=len(m.batch.prompts),
             checked=pages_checked,
