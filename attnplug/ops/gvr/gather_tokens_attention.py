@@ -56,8 +56,8 @@ def gather_tokens_attention(
         q: `[B,Hq,T,D]`, float32, float16 or bfloat16, made for T = 1.
         k, v: `[B,Hkv,S,D]` like q, Hkv dividing Hq; S is the size of the cache. With a table pages
             `[pages,Hkv,page,D]`, and S is `P * page`.
-        index: int32 `[B,Hkv,T,K]`, slots of a row's keys, none twice. -1 is skipped, and so are tokens
-            of the sink, the window or the padding, and tokens after the query.
+        index: int32 `[B,Hkv,T,K]`, a row's tokens, none twice. -1 is skipped, and so are tokens of
+            the sink, the window or the padding, and tokens after the query.
         scale: factor on q.k, commonly `D ** -0.5`.
         sink: so many first real tokens are always read.
         window: so many last tokens are always read, the query's own included; at least 1.

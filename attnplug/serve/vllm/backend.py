@@ -93,8 +93,8 @@ class PlugMetadata(FlashAttentionMetadata):
     """FlashAttention's metadata of a batch, and what attnplug's layers need besides.
 
     `whole` is the metadata of the same batch with a length of 0 for the rows that are far, which
-    `far` says; both are None where no layer has a method that decodes, or a batch with prompts has
-    no far row.
+    `far` says; both are None where no layer has a method that decodes, and where a batch has no far
+    row: because it has too few rows, or prompts besides, so that the host may look at lengths.
     """
 
     batch: Batch = dataclasses.field(default_factory=lambda: batch_of([0], []))
@@ -170,6 +170,11 @@ class PlugBuilder(FlashAttentionMetadataBuilder):
         )
         made = PlugMetadata(**vars(built), batch=batch)
         if self.rule is None or not batch.steps:
+            return made
+        # A graph of few rows, in which none can be far, is captured without the method's kernels:
+        # it is replayed for batches that are padded to as many rows, and they decide alike.
+        longest = self.vllm_config.model_config.max_model_len
+        if not self.rule.reachable(batch.steps, longest):
             return made
         if batch.prompts and not self.rule.far(torch.tensor(batch.step_keys)).any():
             return made  # it runs eagerly, and may look at lengths on the host
@@ -281,7 +286,7 @@ class PlugImpl(FlashAttentionImpl):
             return super().forward(layer, query, key, value, kv_cache, m, output, **more)
         if m.batch.prompts:
             self._attend_mixed(served, layer, query, key, value, kv_cache, m, output)
-        elif served.phases.decode is None:
+        elif served.phases.decode is None or m.far is None:
             super().forward(layer, query, key, value, kv_cache, m, output)
         else:
             super().forward(layer, query, key, value, kv_cache, m.whole, output)

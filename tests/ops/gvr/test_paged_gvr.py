@@ -248,12 +248,12 @@ def test_refuses_gradients_and_tables_that_do_not_fit():
     with pytest.raises(GradientError, match="page_codes"):
         page_codes(K.clone().requires_grad_(), *STATE, torch.zeros(1).int())
     q, table = torch.zeros(2, 4, 1, 64), torch.zeros(2, 2, dtype=torch.int32)
-    with pytest.raises(ArgumentError, match="^score_tokens: table is torch.int64"):
+    with pytest.raises(ArgumentError, match=r"^score_tokens: table is torch\.int64"):
         score_tokens(q, *STATE, table=table.long())
-    with pytest.raises(ArgumentError, match="^score_tokens: codes has a stride other than 1"):
+    with pytest.raises(ArgumentError, match=r"^score_tokens: codes has a stride other than 1"):
         score_tokens(q, STATE.codes.mT.contiguous().mT, STATE.scales, table=table)
     index = torch.zeros(2, 2, 1, 3, dtype=torch.int32)
-    with pytest.raises(ArgumentError, match="^gather_tokens_attention: table is .*B = 2"):
+    with pytest.raises(ArgumentError, match=r"^gather_tokens_attention: table is .*B = 2"):
         gather_tokens_attention(q, K, K, index, scale=1.0, table=table[:1])
 
 

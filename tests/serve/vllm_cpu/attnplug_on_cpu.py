@@ -3,7 +3,8 @@
 vLLM's CPU platform ignores the backend CUSTOM, and has no FlashAttention. So this plugin puts a
 backend in the place of CPU_ATTN that shares all of attnplug's code but for FlashAttention: dense
 rows are torch's attention on a row's gathered keys. Every call is noted in the file that
-ATTNPLUG_TEST_LOG names, and every call checks the summaries of all complete blocks.
+ATTNPLUG_TEST_LOG names, and every call checks the summaries of all complete blocks, or the codes of
+all keys.
 """
 
 import dataclasses
@@ -16,6 +17,8 @@ from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.attention.backend import AttentionMetadataBuilder
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, CPUAttentionBackendImpl
 
+from attnplug.ops.gvr.page_codes import PageCodes
+from attnplug.ops.gvr.score_tokens import quantize_keys
 from attnplug.serve.vllm.layer import Far, LayerTraits, ServedLayer, phases_for
 from attnplug.serve.vllm.layout import contiguous_row, pages
 from attnplug.serve.vllm.options import check_server, policy_of
@@ -159,6 +162,7 @@ class Impl(CPUAttentionBackendImpl):
                 else:
                     self.attend_densely(row, query, cache, m.table, output)
         note = dict(
+            policy=self.config.additional_config["attnplug"],
             momo=momo,
             far=int(chosen.sum()),
             steps=m.batch.steps,
@@ -180,12 +184,15 @@ class Impl(CPUAttentionBackendImpl):
         )
         output[tokens] = out[0].transpose(0, 1)
 
-    def check_summaries(self, served, cache, m) -> int:
-        """How many complete blocks the batch's rows have; each must have its keys' summary."""
-        if served.summaries is None:
+    def check_state(self, served, cache, m) -> int:
+        """How many complete blocks, or tokens, the batch's rows have; each must have its keys'
+        summary, or its key's code."""
+        if served.state is None:
             return 0
-        k, checked = cache[0], 0
-        bounds, block = served.summaries.of(k)[0], served.phases.decode.block
+        k, _ = cache
+        state, _ = served.state.of(k)
+        coded, checked = isinstance(state, PageCodes), 0
+        block = 1 if coded else served.phases.decode.block
         for row, seen in enumerate(m.seen):
             full = seen // block
             if not full:
@@ -193,9 +200,13 @@ class Impl(CPUAttentionBackendImpl):
             at = torch.arange(full) * block
             pages_of = m.table[row, at // k.shape[2]].long()
             keys = contiguous_row(k, m.table[row], full * block)[0].unflatten(1, (full, block))
-            want = torch.stack([keys.amax(2), keys.amin(2)], 2)
-            places = pages_of * (k.shape[2] // block) + at % k.shape[2] // block
-            found = bounds[:, places]
-            assert torch.equal(found, want), f"stale summaries in row {row} of {seen} keys"
+            if coded:
+                wanted = quantize_keys(keys[:, :, 0])
+                found = [x[pages_of, :, at % k.shape[2]].transpose(0, 1) for x in state]
+            else:
+                wanted = [torch.stack([keys.amax(2), keys.amin(2)], 2)]
+                found = [state[0][:, pages_of * (k.shape[2] // block) + at % k.shape[2] // block]]
+            same = all(torch.equal(x, y) for x, y in zip(found, wanted, strict=True))
+            assert same, f"a stale state in row {row} of {seen} keys"
             checked += full
         return checked

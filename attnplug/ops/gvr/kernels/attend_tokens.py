@@ -1,4 +1,4 @@
-"""The kernel of gather_tokens_attention that attends: one program for each split of the kept keys."""
+"""The kernel of gather_tokens_attention that attends: a program for each split of the kept keys."""
 
 import triton
 import triton.language as tl

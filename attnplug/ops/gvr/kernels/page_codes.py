@@ -1,4 +1,4 @@
-"""The Triton kernel of page_codes: one program codes the keys of a few written slots, of one head."""
+"""The Triton kernel of page_codes: a program codes the keys of a few written slots, of one head."""
 
 import triton
 import triton.language as tl
