@@ -90,7 +90,7 @@ class Gvr(DenseBelow):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The output of a step and its picks, int32 `[B,Hkv,k]`. `hint`, of the same shape, makes
         it faster and changes no pick; `where` says which keys are the rows'."""
-        options = {"sink": self.sink, "window": self.window} | where
+        options: dict[str, Any] = {"sink": self.sink, "window": self.window, **where}
         heads, rows = call.k.shape[1], call.lengths
         if rows is not None and rows.shape[0] > 1:  # topk's rows are (sequence, KV head) pairs
             rows = rows.repeat_interleave(heads)

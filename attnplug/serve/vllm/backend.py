@@ -299,17 +299,17 @@ class PlugImpl(FlashAttentionImpl):
         """A batch with prompts, eagerly: runs of its rows, each by what serves it."""
         batch, cache = m.batch, pages(kv_cache, heads_first=False)
         runs = list(batch.runs(served.serves_prompt))
-        decodes = served.phases.decode is not None and m.far is not None
-        if not decodes and not any(run.sparse for run in runs):
+        far = None if served.phases.decode is None else m.far
+        if far is None and not any(run.sparse for run in runs):
             super().forward(layer, query, key, value, kv_cache, m, output)
             return
         if batch.steps:
             steps = slice(0, batch.steps)
-            part = m.part(0, batch.steps, steps, 1, whole=decodes)
+            part = m.part(0, batch.steps, steps, 1, whole=far is not None)
             self._attend_dense(layer, steps, part, query, kv_cache, output)
-            if decodes:
-                table, far = m.block_table[steps], m.far.first(batch.steps)
-                served.attend_steps(query[steps], cache, table, far, output[steps])
+            if far is not None:
+                rows = m.block_table[steps], far.first(batch.steps)
+                served.attend_steps(query[steps], cache, *rows, output[steps])
         for run in runs:
             if run.sparse:
                 row = run.rows[0]
