@@ -61,7 +61,9 @@ def score_tokens(
             codes and scales of pages.
 
     Returns:
-        scores `[B * Hkv, S]` float32.
+        scores `[B * Hkv, S]` float32. With a table what lies past a row's length is unspecified,
+        because a table has room for the longest row that an engine takes; `topk` with the rows'
+        lengths does not read it.
 
     Raises:
         ArgumentError: a shape, dtype, device or option does not fit.
@@ -276,7 +278,10 @@ def _score(
         s = tl.where(s == s, s, float("inf"))
         best = tl.max(tl.where((g < GROUP)[:, None], s, float("-inf")), 0)
         tl.store(out_at + at, tl.where(seen, best, float("-inf")), mask=at < S)
-    for first in range((program + tiles * programs) * TILE, S, programs * TILE):
+    end = S
+    if table is not None:
+        end = length
+    for first in range((program + tiles * programs) * TILE, end, programs * TILE):
         tl.store(out_at + first + n, tl.full([TILE], float("-inf"), tl.float32), mask=first + n < S)
 
 
