@@ -140,13 +140,13 @@ def test_gather_on_pages_is_gather_on_a_contiguous_cache(scoring):
 
 def gvr_of_a_row(q, k, v, phase):
     """gvr's step `[1, Hq, D]` on one row's keys `[tokens, Hkv, D]`, side by side, without a
-    hint."""
+    hint; and its picks `[Hkv, k]`."""
     keys, values = (x.transpose(0, 1)[None].contiguous() for x in (k, v))
     kept, query = dict(sink=phase.sink, window=phase.window), q[None, :, None]
     picks, _ = topk(score_tokens(query, *quantize_keys(keys), **kept), phase.k)
     index = picks.view(1, KV_HEADS, 1, phase.k)
     out, _ = gather_tokens_attention(query, keys, values, index, scale=0.125, **kept)
-    return out[:, :, 0]
+    return out[:, :, 0], picks
 
 
 def test_gvr_on_pages_is_gvr_on_a_contiguous_cache_wherever_its_rows_move():
@@ -183,8 +183,9 @@ def test_gvr_on_pages_is_gvr_on_a_contiguous_cache_wherever_its_rows_move():
             if row is None:
                 assert (out[place] == 7.0).all()
                 continue
-            want = gvr_of_a_row(q[place], k[row, : at + 1], v[row, : at + 1], phase)
+            want, picks = gvr_of_a_row(q[place], k[row, : at + 1], v[row, : at + 1], phase)
             assert torch.equal(out[place], want[0])
+            assert torch.equal(hints[-1][place].sort(1).values, picks.sort(1).values)
     assert not torch.equal(hints[0], hints[-1]) and (hints[-1][:3] >= 0).all()
     whole, _ = dense_decode(q[:1, :, None], *(x[2, :306].transpose(0, 1)[None] for x in (k, v)),
                             scale=0.125)  # fmt: skip
