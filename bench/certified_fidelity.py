@@ -25,7 +25,7 @@ from attnplug.policies import AttentionCall
 from attnplug.policies.certified import CertifiedLayer
 
 ROOT = Path(__file__).resolve().parent.parent
-NAIVE = {"coverage": 0.0, "k_min": 0, "v_tol": 1e30, "ranking": 0, "explore": 0.0}
+NAIVE = {"tolerance": None, "explore": 0.0}
 POLICIES = {
     "certified(block=16)": Certified(block=16, min_tokens=0),
     "certified": Certified(min_tokens=0),
@@ -48,7 +48,7 @@ class Watched(Certified):
         state = call.state
         assert isinstance(state, CertifiedLayer) and state.tier is not None
         quantize_kv(call.k, call.v, state.tier, block=self.block, lengths=call.lengths)
-        names = ("block", "coverage", "k_min", "k_max", "v_tol", "ranking", "explore")
+        names = ("block", "tolerance", "coverage", "k_min", "k_max", "v_tol", "ranking", "explore")
         options: dict[str, Any] = {name: getattr(self, name) for name in names}
         found = certified_attention(
             call.q, call.k, call.v, state.tier, scale=call.scale, lengths=call.lengths, **options

@@ -19,7 +19,6 @@ OPTIONS = {
     "k_max": 128,
     "v_tol": 0.05,
     "value_budget": INF,
-    "key_tolerance": INF,
     "tolerance": INF,
     "ranking": 1,
     "explore": 0.02,
