@@ -29,7 +29,10 @@ NAIVE = {"tolerance": None, "explore": 0.0}
 POLICIES = {
     "certified(block=16)": Certified(block=16, min_tokens=0),
     "certified": Certified(min_tokens=0),
-    "certified(v_tol=0.02)": Certified(v_tol=0.02, min_tokens=0),
+    "certified(tolerance=0.1)": Certified(tolerance=0.1, min_tokens=0),
+    "paper": Certified(
+        tolerance=None, coverage=0.995, k_min=2, k_max=128, v_tol=0.05, ranking=1, min_tokens=0
+    ),
     "naive(block=16)": Certified(block=16, min_tokens=0, **NAIVE),
     "naive": Certified(min_tokens=0, **NAIVE),
 }
@@ -104,6 +107,7 @@ def heads_row(rows: torch.Tensor) -> dict[str, Any]:
         "violated": int((error > key + value + rounding + 1e-5).sum()),
         "bound_over_error": quantiles(bound / error[kept].clamp(min=1e-9)),
         "error_over_output": quantiles(error[kept] / size[kept]),
+        "bound_over_output": quantiles(bound / size[kept]),
         "E_key": quantiles(key0),
         "E_val": quantiles(value0),
         "E_round": quantiles(rounding),

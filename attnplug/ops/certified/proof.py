@@ -84,10 +84,10 @@ DEEPEST, WAYS, ROUNDS = -40.0, 8, 4
 HALF_CARE = 1.00001  # on max |k - zero|, before it is divided in float32
 LEAST_SCALE = 2.0**-100  # of keys that are not constant: codes are quotients by it
 MEASURED_FLOOR = 2.0**-50  # on what is measured, whose squares may underflow
-# A spectral norm is measured by G = E E^T and F = G G, products of tensor cores that keep ten bits
-# of their factors: an entry of G is off by 2^-9 |e_i| |e_j| at most, so that G is off by 2^-9 of
-# its trace, and F by 2^-9 ||G||_F^2 in the Frobenius norm. This is twice that, for float32 sums.
-# ||E||^2 <= ||G|| <= sqrt(||F||_F) with both added.
+# A spectral norm is measured by G = E E^T and F = G G, of errors E whose longest row is 1. Their
+# factors are rounded to fp16, so that an entry of G is off by 2^-10 |e_i| |e_j| at most, hence G by
+# 2^-10 of its trace, and F by 2^-10 ||G||_F^2, in the Frobenius norm. This is four times that, for
+# float32 sums and what vanishes. ||E||^2 <= ||G|| <= sqrt(||F||_F) with both added.
 SPECTRAL_SLACK = 2.0**-8
 # Check words begin at CHECK_SEED + CHECK_STEP j: an empty block must not look like a written one,
 # nor one block like another. So do the seals of the scratch cache.

@@ -470,7 +470,7 @@ def certify_group(
                 wrong = wrong or (seen[at + n] and not np.sqrt(error) <= eta[j])
             values[:] = v[at : at + block]
         _add(_weights(scores[j], final), values, seen[at : at + block], eta[j], acc, held)
-    _widest, reach_q = _extremes(scaled, k[edge:length], v[edge:length], seen[edge:length])
+    widest, reach_q = _extremes(scaled, k[edge:length], v[edge:length], seen[edge:length])
     for g in range(group):
         if lse[g] == -np.inf:  # nothing to see
             acc[g] = 0.0
@@ -493,7 +493,9 @@ def certify_group(
         centre = min(size + worst * CARE + around, (tail[3] + held[g]) * CARE)
         tight, paper = key_bound(tail, centre, mass * off, highest)
         left = 1 - tail[1] - mass * off
-        around += (held[g] + mass * centre) * off / left * CARE if left > 0 else np.inf
+        apart = 2 * max(widest, tail[5])  # two means of values, whatever the weights
+        moves = (held[g] + mass * centre) * off / left if left > 0 else np.inf
+        around += min(apart, moves) * CARE
         bounds[g, 0], bounds[g, 3] = tight, tight
         bounds[g, 1], bounds[g, 4] = worst * CARE, worst * CARE
         bounds[g, 2], bounds[g, 5] = around, paper

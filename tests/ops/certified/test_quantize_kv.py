@@ -99,9 +99,7 @@ def test_kernel_and_reference_write_the_same(device):
     assert torch.equal(one.check[..., 0], two.check[..., 0].cpu())
     sizes, spectra = one.summary.split(2, -1)
     assert torch.allclose(sizes, two.summary[..., :2].cpu(), rtol=1e-5)
-    # The tensor cores of a GPU keep ten bits.
-    near = 1e-5 if device == "cpu" else 0.02
-    assert torch.allclose(spectra, two.summary[..., 2:].cpu(), rtol=near)
+    assert torch.allclose(spectra, two.summary[..., 2:].cpu(), rtol=0.01)  # of fp16 factors
 
 
 def test_blocks_are_done_once_and_in_any_portions(device_path):

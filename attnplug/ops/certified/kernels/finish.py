@@ -142,6 +142,7 @@ def finish(
             promoted_sums + row * (R.PROMOTED_FIELDS * PIECES), PIECES, DEPTH
         )
     rest_norm = tl.load(rest_norms + row * R.REST_FIELDS + R.REST_NORM)
+    rest_widest = tl.load(rest_norms + row * R.REST_FIELDS + R.REST_WIDEST)
     rest_reach = tl.load(rest_norms + row * R.REST_FIELDS + R.REST_REACH)
     norm = tl.load(head_lse + row * R.HEAD_FIELDS + R.HEAD_LSE)
     rest = tl.load(head_lse + row * R.HEAD_FIELDS + R.HEAD_REST_LSE)
@@ -231,7 +232,10 @@ def finish(
     )
     remains = 1 - under * ratio - loss
     moves = (held + mass_exact * centre) * noise * R.CARE
-    around += tl.where(remains > 0, moves / remains, float("inf"))
+    apart = (
+        2 * tl.maximum(widest, rest_widest) * R.CARE
+    )  # two means of values, whatever the weights
+    around += tl.where(remains > 0, tl.minimum(moves / remains, apart), apart)
     growth = tl.exp2(2 * largest)
     paper = 2 * widest * growth * (left * ratio) * (growth - 1) * R.CARE
     paper = tl.where(left * ratio == 0, 0.0, paper)

@@ -92,12 +92,13 @@ def _spectral_norm(low, high, TWO: tl.constexpr):
     bad = tl.sum((~(squares < float("inf"))).to(tl.int32), 0) > 0
     longest = tl.sqrt(tl.max(squares, 0))
     factor = tl.where((longest > 0) & ~bad, 1 / tl.maximum(longest, 1e-30), 0.0)
-    near = low * factor
-    gram = tl.dot(near, near.T, input_precision="tf32")
+    near = (low * factor).to(tl.float16)  # no entry is above 1, here and in the product
+    gram = tl.dot(near, near.T)
     if TWO:
-        near = high * factor
-        gram = tl.dot(near, near.T, gram, input_precision="tf32")
-    fourth = tl.dot(gram, gram, input_precision="tf32")
+        near = (high * factor).to(tl.float16)
+        gram = tl.dot(near, near.T, gram)
+    half = gram.to(tl.float16)
+    fourth = tl.dot(half, half)
     square = tl.sqrt(tl.sum(tl.sum(fourth * fourth, 1), 0))
     square = tl.sqrt(square + R.SPECTRAL_SLACK * tl.sum(tl.sum(gram * gram, 1), 0))
     square += R.SPECTRAL_SLACK * tl.sum(squares * (factor * factor), 0)
