@@ -17,6 +17,8 @@ from attnplug.errors import (
     HostMemoryError,
     NotAppliedError,
     PolicyError,
+    RankError,
+    ServeError,
     TraceFileError,
     UnsupportedCallError,
     UnsupportedModelError,
@@ -24,7 +26,8 @@ from attnplug.errors import (
 )
 
 if TYPE_CHECKING:
-    from attnplug.api import LayerReport, Report, applied, apply, make_cache, remove, report, warm
+    from attnplug.api import applied, apply, make_cache, remove, report, warm
+    from attnplug.long_prompt import Prefilled, prefill
     from attnplug.policies import (
         Auto,
         Certified,
@@ -36,6 +39,7 @@ if TYPE_CHECKING:
         Sketch,
         Stream,
     )
+    from attnplug.reports import LayerReport, Report
 
 __version__ = "0.1.0"
 
@@ -55,7 +59,10 @@ __all__ = [
     "NotAppliedError",
     "Policy",
     "PolicyError",
+    "Prefilled",
+    "RankError",
     "Report",
+    "ServeError",
     "Sketch",
     "Stream",
     "TraceFileError",
@@ -65,17 +72,21 @@ __all__ = [
     "applied",
     "apply",
     "make_cache",
+    "prefill",
     "remove",
     "report",
     "warm",
 ]
 
 
-_API = {"LayerReport", "Report", "applied", "apply", "make_cache", "remove", "report", "warm"}
+_API = ("applied", "apply", "make_cache", "remove", "report", "warm")
+_HOMES = {
+    **dict.fromkeys(_API, "attnplug.api"),
+    **dict.fromkeys(("Prefilled", "prefill"), "attnplug.long_prompt"),
+    **dict.fromkeys(("LayerReport", "Report"), "attnplug.reports"),
+}
 _HOME_OF = {  # of what is not here yet: the methods are in policies
-    name: "attnplug.api" if name in _API else "attnplug.policies"
-    for name in __all__
-    if name not in globals()
+    name: _HOMES.get(name, "attnplug.policies") for name in __all__ if name not in globals()
 }
 _MODULES = ("api", "eval", "models", "ops", "plan", "policies", "telemetry", "testing", "trace")
 

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import torch
-from rich.table import Table
 from transformers import PreTrainedModel
 
 from attnplug.errors import (
@@ -19,11 +18,14 @@ from attnplug.errors import (
     PolicyError,
     UnsupportedModelError,
 )
+from attnplug.models.batching import end_batching
 from attnplug.models.cache import MakeLayer, PlugCache, PlugLayer
+from attnplug.models.decode_loop import DecodeLoop
+from attnplug.models.fuse import Fusion
 from attnplug.models.generate import (
     LONGEST,
     bind_generate,
-    last_loop,
+    last_call,
     own_cache,
     unbind_generate,
 )
@@ -41,74 +43,17 @@ from attnplug.models.names import ADDITIVE_NAME, ATTENTION_NAME, ATTENTION_NAMES
 from attnplug.models.switch import SwitchedConfigs, switch_configs
 from attnplug.models.warmup import generate_ahead
 from attnplug.policies import Phase, Policy, parse
+from attnplug.reports import LayerReport, Report
 
 STATE = "_attnplug_state"
 LayerKey = int | range | str
 PolicyLike = str | Phase | Policy
+Policies = PolicyLike | Mapping[LayerKey, PolicyLike]
 Model = TypeVar("Model", bound=torch.nn.Module)
 
 
-@dataclass(frozen=True)
-class LayerReport:
-    """One attention layer: what serves its prefill and its decode, and why not the policy."""
-
-    index: int
-    name: str
-    kind: str
-    prefill: str
-    decode: str
-    reason: str
-
-
-@dataclass(frozen=True)
-class Report:
-    """What runs where: one LayerReport a layer, in `cache` why generate keeps transformers' own
-    cache ("" where it prepares attnplug's), in `loop` why it decodes with transformers' own loop:
-    always, or in the last call ("" where it is attnplug's), and in `parallel` which heads a rank
-    holds under tensor parallelism ("" without). `str()` gives text, `table()` a rich table."""
-
-    policy: str
-    layers: tuple[LayerReport, ...]
-    cache: str = ""
-    loop: str = ""
-    parallel: str = ""
-
-    def table(self) -> Table:
-        """The report as a rich table; runs of layers alike but for their index share a row."""
-        table = Table(title=f"attnplug: {self.policy}", caption="\n".join(self._notes()) or None)
-        for column in ("layers", "kind", "prefill", "decode", "why / note"):
-            table.add_column(column)
-        for span, layer in self._spans():
-            table.add_row(span, layer.kind, layer.prefill, layer.decode, layer.reason)
-        return table
-
-    def __str__(self) -> str:
-        lines = [f"policy {self.policy}"]
-        for span, layer in self._spans():
-            line = f"layers {span} ({layer.kind}): prefill {layer.prefill}, decode {layer.decode}"
-            lines.append(f"{line}; {layer.reason}" if layer.reason else line)
-        return "\n".join([*lines, *self._notes()])
-
-    def _notes(self) -> list[str]:
-        return [note for note in (self.parallel, self.cache, self.loop) if note]
-
-    def _spans(self) -> list[tuple[str, LayerReport]]:
-        spans: list[list[LayerReport]] = []
-        for layer in self.layers:
-            if spans and _looks(spans[-1][-1]) == _looks(layer):
-                spans[-1].append(layer)
-            else:
-                spans.append([layer])
-        ends = [(span[0].index, span[-1].index, span[0]) for span in spans]
-        return [(f"{a}-{b}" if a < b else str(a), layer) for a, b, layer in ends]
-
-
-def _looks(layer: LayerReport) -> tuple[str, ...]:
-    return (layer.kind, layer.prefill, layer.decode, layer.reason)
-
-
 @dataclass
-class _Ledger:
+class Ledger:
     """What `apply` did to a model, so that `remove` can undo exactly that."""
 
     report: Report
@@ -120,7 +65,7 @@ class _Ledger:
     compiled: dict[str, Any] = field(default_factory=dict)
 
 
-def apply(model: Model, policy: PolicyLike | Mapping[LayerKey, PolicyLike]) -> Model:
+def apply(model: Model, policy: Policies, *, fuse: bool = False) -> Model:
     """Serve a Hugging Face model's attention by a policy. Training-free; the weights stay.
 
     `policy` is a string ("momo", "momo(gamma=32)", "momo+dense"), a method (`attnplug.Momo()`), a
@@ -130,6 +75,10 @@ def apply(model: Model, policy: PolicyLike | Mapping[LayerKey, PolicyLike]) -> M
     prepares a static cache where transformers can run the model on one, unless told otherwise.
     Where a policy serves no layer, the model computes as it did. `report(model)` says what runs
     where.
+
+    With `fuse`, steps of attnplug's decode loop compute q, k and v as one matrix product, and an
+    MLP's gate and up as another. The weights of each move into one buffer, of which the parameters
+    are views. No memory is added. A wide product may round otherwise than narrow ones.
 
     Raises PolicyError, UnsupportedModelError or AlreadyAppliedError; the model is then unchanged.
     """
@@ -153,8 +102,9 @@ def apply(model: Model, policy: PolicyLike | Mapping[LayerKey, PolicyLike]) -> M
     layer_reports = tuple(_report(*entry, static=not keeps) for entry in plan)
     bound = [layer.module for layer in layers]
     loop = "" if keeps else _loop_text(unserved_model(target, [layer.kind for layer in layers]))
-    told = Report(resolver.text, layer_reports, keeps, loop, _parallel(layers))
-    ledger = _Ledger(told, _LayerMaker(plan), bound)
+    unfused = "nothing is fused: transformers' loop decodes" if fuse and (keeps or loop) else ""
+    notes = keeps, loop, _parallel(layers), _batching(plan), unfused
+    ledger = Ledger(Report(resolver.text, layer_reports, *notes), _LayerMaker(plan), bound)
     for layer, binding in plan:
         setattr(layer.module, BINDING, binding)
     switched = _switched(plan)
@@ -162,7 +112,9 @@ def apply(model: Model, policy: PolicyLike | Mapping[LayerKey, PolicyLike]) -> M
         hooked = [x for x in layers if id(x.config) in switched and has_own_slot(x.module)]
         ledger.hooks = [_hooked(layer, first=layer is hooked[0]) for layer in hooked]
         ledger.configs = switch_configs(target, switched)
-        ledger.methods = bind_generate(target, None if keeps else ledger.make_layer, loop=not loop)
+        fusion = Fusion.of(target) if fuse and not (keeps or loop) else None
+        ours = None if loop else DecodeLoop(fusion=fusion)
+        ledger.methods = bind_generate(target, None if keeps else ledger.make_layer, ours)
     ledger.compiled = _take_compiled(target)
     target.__dict__[STATE] = ledger
     return model
@@ -172,7 +124,8 @@ def remove(model: Model) -> Model:
     """Undo `apply`, and only what it did: the weights are bit for bit what they were, and what
     others changed since, such as the config's vocabulary, stays. Raises NotAppliedError."""
     target = unwrap(model)
-    ledger = _ledger_of(target)
+    ledger = ledger_of(target)
+    end_batching(target)
     unbind_generate(target, ledger.methods)
     _take_compiled(target)
     vars(target).update(ledger.compiled)
@@ -187,9 +140,9 @@ def remove(model: Model) -> Model:
 
 
 @contextmanager
-def applied(model: Model, policy: PolicyLike | Mapping[LayerKey, PolicyLike]) -> Iterator[Model]:
+def applied(model: Model, policy: Policies, *, fuse: bool = False) -> Iterator[Model]:
     """`with applied(model, policy):` applies the policy and removes it at the end."""
-    apply(model, policy)
+    apply(model, policy, fuse=fuse)
     try:
         yield model
     finally:
@@ -200,7 +153,7 @@ def report(model: torch.nn.Module) -> Report:
     """What runs where on a model that has a policy, and why not. Raises NotAppliedError, and
     UnsupportedModelError where the attention was switched since."""
     target = unwrap(model)
-    ledger = _ledger_of(target)
+    ledger = ledger_of(target)
     hooked = {module for _, module in ledger.hooks}
     for layer in find_attention_layers(target):
         now = layer.config._attn_implementation
@@ -209,8 +162,11 @@ def report(model: torch.nn.Module) -> Report:
                 f"{layer.name} was switched to attention {now!r} after apply, which bypasses the "
                 "policy; call attnplug.remove(model) and apply again"
             )
-    why = _loop_text(last_loop(target))
-    return replace(ledger.report, loop=why) if why else ledger.report
+    found = ledger.report
+    why, fused = last_call(target)
+    if not (why or fused):
+        return found
+    return replace(found, loop=_loop_text(why) or found.loop, fused=fused or found.fused)
 
 
 def _loop_text(why: str) -> str:
@@ -222,7 +178,7 @@ def make_cache(model: torch.nn.Module, max_length: int) -> PlugCache:
     methods' own state, for use without generate. Raises NotAppliedError, ArgumentError, and
     UnsupportedModelError where transformers cannot run the model on a static cache."""
     target = unwrap(model)
-    ledger = _ledger_of(target)
+    ledger = ledger_of(target)
     if not isinstance(max_length, int) or isinstance(max_length, bool) or max_length < 1:
         raise ArgumentError(
             f"make_cache: max_length={max_length!r}, needs an integer of at least 1"
@@ -249,14 +205,15 @@ def warm(
     Raises NotAppliedError, and ArgumentError for a length or batch below 1.
     """
     target = unwrap(model)
-    _ledger_of(target)
+    ledger_of(target)
     for name, value in (("batch", batch), *(("lengths", length) for length in lengths)):
         if type(value) is not int or value < 1 + (padded and name == "lengths"):
             raise ArgumentError(f"warm: {name}={value!r}, needs integers of at least 1 (2 padded)")
     return generate_ahead(target, lengths, batch, padded, options)
 
 
-def _ledger_of(target: PreTrainedModel) -> _Ledger:
+def ledger_of(target: PreTrainedModel) -> Ledger:
+    """What `apply` did to a model. Raises NotAppliedError."""
     if STATE not in target.__dict__:
         if any(hasattr(module, BINDING) for module in target.modules()):
             raise NotAppliedError(
@@ -279,7 +236,7 @@ def _where_applied(target: PreTrainedModel) -> str:
 class _Resolver:
     """Finds a layer's policy in what the user gave to `apply`."""
 
-    def __init__(self, policy: PolicyLike | Mapping[LayerKey, PolicyLike]):
+    def __init__(self, policy: Policies):
         entries = policy if isinstance(policy, Mapping) else {"*": policy}
         self.entries = [(key, parse(value)) for key, value in entries.items()]
         self.unused = [key for key, _ in self.entries]
@@ -392,6 +349,12 @@ def _report(layer: AttentionLayer, binding: Binding[Policy], *, static: bool) ->
     return LayerReport(
         layer.index, layer.name, layer.kind, str(prefill), str(decode), "; ".join(notes)
     )
+
+
+def _batching(plan: list[tuple[AttentionLayer, Binding[Policy]]]) -> str:
+    """What continuous batching serves otherwise than generate does, each once."""
+    notes = [note for _, x in plan if x.policy is not None for note in x.policy.batching_notes]
+    return f"continuous batching: {'; '.join(dict.fromkeys(notes))}" if notes else ""
 
 
 def _hooked(layer: AttentionLayer, *, first: bool) -> tuple[PolicyHook, torch.nn.Module]:

@@ -80,6 +80,37 @@ class AttentionCall:
         }
 
 
+@dataclasses.dataclass
+class PagedCall:
+    """One decode step of several requests over one layer's pages, as continuous batching has it.
+
+    q is `[R,Hq,1,D]`, a token of each request; k, v are pages `[pages,Hkv,page,D]` that hold these
+    tokens; `table` `[R,P]` int32 says which pages are whose, and `lengths` `[R]` int32 counts a
+    request's keys, 0 for a row that only pads the batch. `state` is what the method's `page_state`
+    made. Nothing here may be read on the host: CUDA graphs replay the step.
+    """
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    table: torch.Tensor
+    lengths: torch.Tensor
+    scale: float
+    softcap: float = 0.0
+    sinks: torch.Tensor | None = None
+    state: Any = None
+
+    @property
+    def room(self) -> int:
+        """Keys that the table has room for in a row, known from shapes."""
+        return self.table.shape[1] * self.k.shape[2]
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What every attention op takes of the call."""
+        return {"scale": self.scale, "softcap": self.softcap, "sinks": self.sinks}
+
+
 @dataclasses.dataclass(frozen=True)
 class LayerShape:
     """What is known of an attention layer before it runs. The heads are those of this process."""
@@ -142,3 +173,12 @@ def causal_mask(call: AttentionCall) -> torch.Tensor:
     if call.key_mask is not None:
         visible = visible & call.key_mask[:, None, None, :]
     return visible
+
+
+def band_mask(queries: int, keys: int, window: int | None, device: torch.device) -> torch.Tensor:
+    """`[1,1,queries,keys]` bool: each query, the last ones of the keys, sees itself and the keys
+    before it, of a window the `window - 1` before it."""
+    away = torch.arange(queries, device=device)[:, None] + (keys - queries)
+    away = away - torch.arange(keys, device=device)
+    seen = away >= 0
+    return (seen if window is None else seen & (away < window))[None, None]

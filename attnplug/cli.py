@@ -1,5 +1,5 @@
-"""The `attnplug` command: demo, report, eval, bench, plan, trace, doctor. Errors are one line on
-stderr and exit code 1."""
+"""The `attnplug` command: demo, report, eval, bench, plan, serve, trace, doctor. Errors are one
+line on stderr and exit code 1."""
 
 import contextlib
 from collections.abc import Iterator
@@ -188,6 +188,23 @@ def plan(
         if image is not None:
             module.draw_map(shape, bill, method, image)
             console.print(f"map: {image}", highlight=False)
+
+
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def serve(
+    context: typer.Context,
+    model: Annotated[str, typer.Argument(help="smollm2-135m, gemma3-270m, a folder or a hub id.")],
+    policy: Annotated[str, typer.Option(help='Such as "gather" or "momo+gather".')] = "gather",
+) -> None:
+    """An OpenAI-compatible server: `transformers serve` with a policy and continuous batching.
+
+    What stands behind -- are flags of `transformers serve`, such as --port 8000."""
+    with _clear_errors():
+        from attnplug import policies
+        from attnplug.serve import hugging_face
+
+        parsed = policies.parse(policy)  # a typing mistake should not wait for the weights
+        hugging_face.run(model, parsed, context.args)
 
 
 class _TraceGroup(TyperGroup):

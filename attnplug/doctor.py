@@ -15,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from attnplug.models import pretrained
+from attnplug.serve import vllm
 
 Status = Literal["ok", "note", "fail"]
 STYLES = {"ok": "green", "note": "yellow", "fail": "red"}
@@ -54,6 +55,7 @@ def examine() -> list[Check]:
         *_packages(),
         _gpu(),
         _compiler(),
+        _vllm(),
         *_weights(),
         _ops(),
     ]
@@ -107,6 +109,23 @@ def _compiler() -> Check:
     if path is None:
         return Check("C++ compiler", "note", f"no {name}: torch.compile on the CPU needs one")
     return Check("C++ compiler", "ok", f"{path} (torch.compile on the CPU)")
+
+
+def _vllm() -> Check:
+    """Whether the installed vLLM is one that attnplug serves, and would find it."""
+    found, reason = vllm.version(), vllm.unsupported()
+    if found is None:
+        return Check("vLLM", "note", "not installed; pip install 'attnplug[vllm]' to serve with it")
+    if reason:
+        return Check("vLLM", "note", reason)
+    group = importlib.metadata.entry_points(group="vllm.general_plugins")
+    if "attnplug" not in group.names:
+        detail = f"{found}, which does not find attnplug: install attnplug again"
+        return Check("vLLM", "fail", detail)
+    allowed = os.environ.get("VLLM_PLUGINS")
+    if allowed is not None and "attnplug" not in allowed.split(","):
+        return Check("vLLM", "note", f"{found}; VLLM_PLUGINS={allowed} leaves attnplug out")
+    return Check("vLLM", "ok", f"{found}, with --attention-backend CUSTOM")
 
 
 def _weights() -> list[Check]:

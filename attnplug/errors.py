@@ -35,12 +35,21 @@ class NotAppliedError(AttnplugError, RuntimeError):
     """`attnplug.remove` or `attnplug.report` was called on a model without a policy."""
 
 
+class RankError(AttnplugError, RuntimeError):
+    """Ranks that were to compute together could not: one was called with something else, refused
+    the call, or has ended."""
+
+
 class WeightsUnavailableError(AttnplugError, OSError):
     """The weights of a named model are neither in the cache nor to be fetched."""
 
 
 class HostMemoryError(AttnplugError, MemoryError):
     """A cache that keeps its originals in pinned host memory could not be given any."""
+
+
+class ServeError(AttnplugError, ValueError):
+    """A serving engine was asked for something that attnplug cannot do inside it."""
 
 
 class TraceFileError(ArgumentError):

@@ -207,6 +207,7 @@ def shape_of(model: str) -> Shape:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from attnplug.models import pretrained
+    from attnplug.models.layers import config_heads
 
     source = pretrained.fetch(model) if model in pretrained.names() else model
     try:
@@ -225,8 +226,8 @@ def shape_of(model: str) -> Shape:
     if not config.tie_word_embeddings:  # of an embedding table a step reads one row
         count -= network.get_input_embeddings().weight.numel()
     types = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
-    dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return Shape(types.count("full_attention"), config.num_key_value_heads, dim, 2 * count)
+    _, heads_kv, dim = config_heads(config)
+    return Shape(types.count("full_attention"), heads_kv, dim, 2 * count)
 
 
 def read_options(context: str, batch: int, policy: str) -> tuple[list[int], Gather]:

@@ -5,7 +5,7 @@ import re
 from collections.abc import Sequence
 
 import numpy as np
-from _plots import COLORS, GRID, INK, Row, duration, grouped, natural, tokens
+from _plots import COLORS, GRID, INK, Row, bare, duration, grouped, natural, tokens
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
@@ -33,11 +33,6 @@ def draw_frontiers(quality: Sequence[Row], timing: Sequence[Row]) -> dict[str, F
     return found
 
 
-def without_minimum(policy: str) -> str:
-    """A policy's string without `min_tokens=0`, which timings have."""
-    return re.sub(r"(, )?min_tokens=0|\(min_tokens=0\)", "", policy).replace("()", "")
-
-
 def line_of(policy: str) -> str:
     """What the policies of one line share: all but the budget of tokens."""
     return re.sub(r"k=\d+(, )?", "", policy).replace(", )", ")").replace("()", "")
@@ -51,7 +46,7 @@ def times(timing: Sequence[Row]) -> dict[str, float]:
             if row["op"] == "dense_decode":
                 found["dense"] = row["p50_us"]
             elif "policy" in row:
-                found[without_minimum(row["policy"])] = row["p50_us"]
+                found[bare(row["policy"])] = row["p50_us"]
     return found
 
 

@@ -20,6 +20,8 @@ STOCK = "stock"  # the policy of a row about the model itself
 INK, GRID, PEER = "#222222", "#dddddd", "#7a7a7a"
 PEERS = {
     "cudnn": "cuDNN SDPA",
+    "cudnn by layer": "cuDNN SDPA, by one layer's time",
+    "cudnn over as many": "cuDNN SDPA over as many keys",
     "fa3": "FlashAttention-3",
     "flashinfer": "FlashInfer",
     "minference": "MInference block-sparse",
@@ -30,6 +32,13 @@ PEERS = {
 COUNTED = re.compile(r", (link|tier|exact|hits|GPU memory) [^,]*")
 MAX_PANELS = 2
 SHAPE = ("heads_q", "heads_kv", "head_dim", "dtype")
+
+
+def bare(policy: str) -> str:
+    """A policy's string without `min_tokens=0`, which only says that no crossover was asked: rows
+    are of the method. So one string has a default's time and its quality."""
+    text = re.sub(r"([,;] ?)?\bmin_tokens=0\b", "", policy)
+    return re.sub(r"\([,;] ?", "(", text).replace("()", "")
 
 
 def tokens(n: float) -> str:

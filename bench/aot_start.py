@@ -6,7 +6,8 @@ For each policy, and the model without one ("stock"): exports one decode step of
 weights (its cache's tensors are the program's buffers), packages it, and starts three processes:
 the package; the model compiled (`fullgraph=True`) on an empty inductor cache; and compiled once
 more on that cache. A row says what each took from the first import on, for its first token and for
-ten more, and whether all gave the same tokens.
+ten more, and whether all gave the same tokens. If "stock" crashes with signal 11, see
+bench/shared_libstdcxx.sh.
 """
 
 import argparse

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from attnplug.bench.provenance import ceilings
+from attnplug.bench.ceilings import ceilings
 from attnplug.bench.rows import make_row
 from attnplug.bench.timing import ROUNDS, rotated_sets, time_in_turn
 
@@ -64,6 +64,10 @@ def gpu_bench(cuda, benchmark):
     return GpuBench(benchmark)
 
 
+# Compile the kernels and time nothing: what several processes can do at once, before one times.
+DRY = os.environ.get("ATTNPLUG_BENCH_DRY") == "1"
+
+
 class GpuBench:
     def __init__(self, benchmark):
         self.benchmark = benchmark
@@ -71,7 +75,7 @@ class GpuBench:
     @staticmethod
     def sets(nbytes: int) -> int:
         """How many rotated sets of inputs of `nbytes` each keep a run from reading the L2."""
-        return rotated_sets(nbytes)
+        return 1 if DRY else rotated_sets(nbytes)
 
     def __call__(
         self,
@@ -92,6 +96,10 @@ class GpuBench:
         for 2 ms. `graph=False` (for both) and `peer_graph=False` call without capture, for what
         cannot be captured and runs longer than a millisecond. Returns the row.
         """
+        if DRY:
+            fns[0]()
+            torch.cuda.synchronize()
+            pytest.skip("compiled, not timed")
         sides, graphs = [fns], [graph]
         if peer_fns:
             sides.append(peer_fns)
@@ -118,6 +126,7 @@ class GpuBench:
         peer_times_us: Sequence[float] | None = None,
         ceiling: Callable[[float], float] | None = None,
         policy: str | None = None,
+        memory: int | None = None,
     ) -> dict[str, Any]:
         """Write the row of `times_us` (one sample a round, microseconds a call). `ceiling` gives
         the share of another ceiling than the GPU's own, of the seconds of a call."""
@@ -125,6 +134,7 @@ class GpuBench:
             op=op, case=case, n=n, batch=batch, heads_q=heads_q, heads_kv=heads_kv,
             head_dim=head_dim, dtype=dtype, options=options, times_us=times_us, peer=peer,
             peer_times_us=peer_times_us, bytes=bytes, flops=flops, ceiling=ceiling, policy=policy,
+            memory=memory,
         )  # fmt: skip
         feed = itertools.cycle(times_us)
         self.benchmark.pedantic(lambda: CLOCK.advance(next(feed) * 1e-6), rounds=len(times_us))
@@ -141,8 +151,10 @@ def summary(row: dict[str, Any]) -> str:
     line = (
         f"{row['op']} {row['case']} n={row['n']} batch={row['batch']} "
         f"{row['heads_q']}/{row['heads_kv']}x{row['head_dim']} {row['dtype']} {row['options']} "
-        f"p50={row['p50_us']:.2f}us ceiling={row['ceiling_fraction']:.2f}"
+        f"p50={row['p50_us']:.2f}us"
     )
+    if row["ceiling_fraction"] is not None:
+        line += f" ceiling={row['ceiling_fraction']:.2f}"
     if row["peer"]:
         line += f" {row['peer']}={row['peer_p50_us']:.2f}us ratio={row['ratio']:.3f}"
     return line

@@ -5,7 +5,8 @@
 # A model that is small leaves most of a GPU idle. Each process runs its share of every cell. $OUT/NAME.jsonl
 # gets all samples, of which `python bench/eval_rows.py MODEL $OUT/NAME.jsonl` makes rows, also where this
 # script is cut short (SIGTERM, as of `timeout`); $OUT/NAME.log gets what the processes said last. Two
-# files, because a machine may bring back few. Fails if a process did.
+# files, because a machine may bring back few. Fails if a process did. KNOWN names a file of samples
+# that are not to be run again.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 processes=$1 name=$2 model=$3
@@ -22,6 +23,7 @@ collect() {
 trap collect EXIT
 trap 'exit 143' TERM
 for ((i = 0; i < processes; i++)); do
+  mkdir "$folder/$i" && { [ -z "${KNOWN:-}" ] || cp "$KNOWN" "$folder/$i/samples.jsonl"; } || exit
   python3 -m attnplug eval "$model" --share "$i/$processes" --out "$folder/$i" "$@" \
     >"$folder/$i.log" 2>&1 &
   ids+=($!)

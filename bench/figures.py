@@ -30,7 +30,8 @@ Row = dict[str, Any]
 
 ROOT = Path(__file__).resolve().parent.parent
 GENERATED = re.compile(
-    r"<!-- (results|scores|scratch|op|capabilities)\b(.*?)-->.*?<!-- /\1 -->", re.DOTALL
+    r"<!-- (results|scores|scratch|choice|story|op|capabilities)\b(.*?)-->.*?<!-- /\1 -->",
+    re.DOTALL,
 )
 QUOTED = re.compile(r"<!-- quoted\b(.*?)-->(.*?)<!-- /quoted -->", re.DOTALL)
 FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)

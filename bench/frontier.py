@@ -34,8 +34,10 @@ from _selectors import Selector, shares, valid
 import attnplug
 from attnplug import Dense, Gather, Gvr, Policy, Sketch
 from attnplug.bench.provenance import commit
+from attnplug.bench.rows import policy_name
 from attnplug.eval.measure import compare_logits, prose_window
 from attnplug.eval.stats import bootstrap_mean
+from attnplug.models.layers import config_heads
 from attnplug.models.pretrained import load
 from attnplug.ops.sketch.state import BLOCK, COORDINATES
 from attnplug.policies import AttentionCall, Phase
@@ -59,12 +61,6 @@ class Case(NamedTuple):
     read: int
 
 
-def bare(method: Phase) -> str:
-    """A policy's string without `min_tokens`, under which its times stand as well."""
-    changed = {"min_tokens": None} if hasattr(method, "min_tokens") else {}
-    return str(dataclasses.replace(method, **changed))  # pyright: ignore[reportArgumentType]
-
-
 def own(tokens: list[int], sizes: list[int], width: int) -> list[Case]:
     """attnplug's policies at these budgets."""
     cases = []
@@ -72,13 +68,13 @@ def own(tokens: list[int], sizes: list[int], width: int) -> list[Case]:
         for scoring in ("bounds", "spread"):
             pages = Gather(k=k // 16, scoring=scoring, min_tokens=0)
             read = (pages.sink + pages.local + pages.k) * pages.block
-            cases.append(Case(pages, bare(pages), 2 * width / pages.block, read))
+            cases.append(Case(pages, policy_name(pages), 2 * width / pages.block, read))
         best = Gvr(k=k, min_tokens=0)
-        cases.append(Case(best, bare(best), width + 4, best.kept))
+        cases.append(Case(best, policy_name(best), width + 4, best.kept))
         for size, tail in itertools.product(sizes, ("regression", "drop")):
             sketch = Sketch(bytes=size, k=k, tail=tail, min_tokens=0)
             silent = dataclasses.replace(sketch, audit=0)  # an audit is the host's, between steps
-            cases.append(Case(silent, bare(sketch), size, sketch.kept))
+            cases.append(Case(silent, policy_name(sketch), size, sketch.kept))
     return cases
 
 
@@ -237,8 +233,7 @@ def main(arguments: list[str] | None = None) -> None:
     began = time.monotonic()
     model, tokenizer = load(options.model, device=options.device)
     model = model.bfloat16() if options.device == "cuda" else model.float()
-    width = getattr(model.config, "head_dim", None)
-    width = width or model.config.hidden_size // model.config.num_attention_heads
+    *_, width = config_heads(model.config)
     sizes = [size for size in options.bytes if sum(COORDINATES[size]) <= width]
     about = {"model": options.model, "n": options.tokens, "head_dim": width, "commit": commit()}
     about["date"] = datetime.datetime.now(datetime.UTC).date().isoformat()

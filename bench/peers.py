@@ -7,7 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from attnplug.bench.quick import attend_by_torch
 
 # FlashAttention-3 as the PyPI wheel vllm 0.20.2 ships it (torch 2.11, CUDA 13): copy that one file
 # here to bench against it. It is never committed.
@@ -41,10 +42,7 @@ def cudnn_attention(
     """cuDNN's SDPA without a mask, heads grouped by cuDNN itself: the fastest dense decode of
     torch 2.11 on Hopper (packing the group into query rows instead is ten times slower). k and v
     are cut to the valid length, which the host must know."""
-    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-        return torch.nn.functional.scaled_dot_product_attention(
-            q, k, v, scale=scale, enable_gqa=True
-        )
+    return attend_by_torch("cudnn", q, k, v, scale, False)
 
 
 def causal_peers() -> list[str]:
@@ -62,13 +60,7 @@ def causal(
 def _cudnn_causal(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
 ) -> Callable[[], torch.Tensor]:
-    def run() -> torch.Tensor:
-        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-            return torch.nn.functional.scaled_dot_product_attention(
-                q, k, v, is_causal=True, scale=scale, enable_gqa=True
-            )
-
-    return run
+    return functools.partial(attend_by_torch, "cudnn", q, k, v, scale, True)
 
 
 def _fa3_causal(

@@ -6,18 +6,24 @@ docs.
     python bench/report.py            # write
     python bench/report.py --check    # exit 1 where a page is not what the JSON says
 
+A policy goes by its string without `min_tokens=0`, in rows and in filters: a row is of the method,
+whatever its crossover. A row whose ceiling is above 100%, against a probe that it names, makes both
+forms exit with 1: then the probe is slower than the kernel. Older rows name none, and show none.
+
 A timing whose code has changed since is marked `stale` in results.md, when this program writes the
 page (bench/stale.py); `--check` leaves these marks out of the comparison, as they follow from git.
 
 FILTERS is any number of key=value[,value...], such as `op=dense_decode batch=1 n=8192,131072
 heads=28/4`; none means every row, and `*` in a value stands for anything. `op=a | op=b` takes the
-rows of either, in that order, and `columns=op,ratio` those columns of a table. `study=NAME` takes
-the quality rows of that study, else those of none. `show=diff` gives scores their distance from
-dense, `across=task` a column for each task instead of each length, `image=FILE` a picture above
-the table. Files are pytest-benchmark's JSON (rows in `extra_info`) or `{"rows": [...]}` with
-quality rows (`task, model, n, trials, dense, policy, value, low, high`). Where two rows ask the
-same question, the later one stands.
-Between `<!-- scratch -->` and `<!-- /scratch -->` stands what certified/scratch.json has.
+rows of either, in that order (`? op=b` those of b where there are any), and `columns=op,ratio`
+those columns of a table. `study=NAME` takes the quality rows of that study, else those of none.
+`show=diff` gives scores their distance from dense, `across=task` a column for each task instead of
+each length, `image=FILE` a picture above the table. Files are pytest-benchmark's JSON (rows in
+`extra_info`) or `{"rows": [...]}` with quality rows (`task, model, n, trials, dense, policy, value,
+low, high`). Where two rows ask the same question, the later one stands.
+Between `<!-- choice pages=docs/methods -->` and `<!-- /choice -->` stands the table of methods,
+between `<!-- story images=docs/img -->` and `<!-- /story -->` the three plots of all, and between
+`<!-- scratch -->` and `<!-- /scratch -->` what certified/scratch.json has.
 """
 
 from __future__ import annotations
@@ -25,17 +31,20 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import math
 import re
 import sys
-from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
+from _choice import choice
 from _frontier_plot import draw_frontiers
 from _plots import (
+    COUNTED,
     PEERS,
+    bare,
     draw_all,
     duration,
     has_line,
@@ -45,6 +54,8 @@ from _plots import (
     quality_name,
     tokens,
 )
+from _story_plots import draw_story, pictures
+from _tables import Column, scores, table
 from stale import History, NoHistoryError
 
 from attnplug.deprecated import current_text
@@ -58,8 +69,9 @@ TIMING = (
 QUALITY = ("study", "task", "model", "n", "trials", "policy")
 RUN = ("gpu", "torch", "triton", "commit", "date")
 STALE_MARK = re.compile(r"(?<=\]\(#runs\)) (stale|unknown)(?= \|)")
-MARKED = re.compile(r"(<!-- (results|scores|scratch)\b(.*?)-->\n).*?(<!-- /\2 -->)", re.DOTALL)
-Column = tuple[str, Callable[[Row], str]]
+MARKED = re.compile(
+    r"(<!-- (results|scores|scratch|choice|story)\b(.*?)-->\n).*?(<!-- /\2 -->)", re.DOTALL
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -73,8 +85,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     marks: dict[int, str] = {}
     main_rows = [row for row in quality if not row["study"]]
     if not options.check:
-        frontiers = draw_frontiers(quality, timing)
-        images = draw_all(timing, main_rows, options.root / "docs" / "img", frontiers)
+        more = draw_frontiers(quality, timing) | draw_story(timing, quality)
+        images = draw_all(timing, main_rows, options.root / "docs" / "img", more)
         marks = stale_marks(timing, options.root)
     results = options.root / "docs" / "reference" / "results.md"
     pages = {results: results_page(timing, main_rows, marks)}
@@ -92,7 +104,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"{'stale' if options.check else 'wrote'} {page.relative_to(options.root)}")
     for image in images:
         print(f"drew docs/img/{image}")
-    return 1 if options.check and stale else 0
+    wrong = list(above_ceiling(timing))
+    print("".join(f"above its ceiling: {told}\n" for told in wrong), end="")
+    return 1 if wrong or (options.check and stale) else 0
+
+
+def above_ceiling(timing: Sequence[Row]) -> Iterator[str]:
+    """The rows that did more than their probe says the machine can."""
+    for row in timing:
+        share = row["ceiling_fraction"]
+        if "ceilings" in row and share is not None and share > 1:
+            yield f"{row['op']} {row['case']} {row['options']} n={row['n']}: {share:.1%}"
 
 
 def load(folder: Path) -> tuple[list[Row], list[Row]]:
@@ -104,8 +126,15 @@ def load(folder: Path) -> tuple[list[Row], list[Row]]:
             row.setdefault("study", "")
             quality[tuple(row[key] for key in QUALITY)] = row
         else:
-            timing[tuple(row[key] for key in TIMING)] = row
+            timing[question(row)] = row
     return sorted(timing.values(), key=_timing_order), sorted(quality.values(), key=_quality_order)
+
+
+def question(row: Row, *, peer: bool = True) -> tuple[Any, ...]:
+    """What a timing answers, with whom it is compared or without. What its options say of its own
+    run (hits, bytes over the link) is no question."""
+    asked = tuple(row[key] for key in TIMING if key != "options" and (peer or key != "peer"))
+    return *asked, COUNTED.sub("", row["options"])
 
 
 def _rows(folder: Path) -> Iterable[tuple[str, str, Row]]:
@@ -117,6 +146,7 @@ def _rows(folder: Path) -> Iterable[tuple[str, str, Row]]:
         rows = [bench["extra_info"] for bench in content.get("benchmarks", ())]
         for row in [row for row in rows if "op" in row] + content.get("rows", []):
             today = {key: current_text(row[key]) for key in ("policy", "options") if key in row}
+            today |= {"policy": bare(today["policy"])} if "policy" in row else {}
             yield content.get("datetime", row.get("date", "")), path.name, row | today
 
 
@@ -197,7 +227,12 @@ def fill_markers(
         if match[2] == "scratch" and folder is not None:
             rows = json.loads((folder / "certified" / "scratch.json").read_text())
             return f"{match[1]}\n{table(rows, SCRATCH_COLUMNS)}\n\n{match[4]}"
-        terms = [filters(term) for term in match[3].split(" | ")]
+        if match[2] in ("choice", "story"):
+            make, key = {"choice": (choice, "pages"), "story": (pictures, "images")}[match[2]]
+            (where,) = filters(match[3])[key]
+            return f"{match[1]}\n{make(timing, quality, where)}\n\n{match[4]}"
+        asked = [term.strip() for term in match[3].split(" | ")]
+        terms = [filters(term.removeprefix("?")) for term in asked]
         pivot = match[2] == "scores"
         (show,) = terms[0].pop("show", ["value"]) if pivot else ("",)
         (across,) = terms[0].pop("across", ["n"]) if pivot else ("",)
@@ -209,7 +244,8 @@ def fill_markers(
         if rows is quality:  # a study's rows stand in its own tables
             terms = [{"study": [""]} | wanted for wanted in terms]
         found = [[row for row in rows if _passes(row, wanted)] for wanted in terms]
-        if any(found) and not all(found):
+        needed = [rows for term, rows in zip(asked, found, strict=True) if term[:1] != "?"]
+        if any(found) and not all(needed):
             raise SystemExit(f"<!-- results{match[3]}-->: a term has no rows")
         rows = list(itertools.chain.from_iterable(found))
         if not rows:
@@ -217,12 +253,26 @@ def fill_markers(
         elif pivot:
             body = scores(rows, show, across)
         else:
+            rows = hardest(rows) if columns is TIMING_COLUMNS else rows
             body = table(rows, _titled(titles, columns) or _varying(rows, columns))
         if image and rows:
             body = f"![{Path(image).stem}]({image})\n\n{body}"
         return f"{match[1]}\n{body}\n\n{match[4]}"
 
     return MARKED.sub(fill, text)
+
+
+def hardest(rows: Sequence[Row]) -> list[Row]:
+    """Of each step the row beside the peer that is hardest to beat: a step has one time on a page.
+    results.md has the others."""
+    best: dict[tuple[Any, ...], Row] = {}
+    for row in rows:
+        key = question(row, peer=False)
+        other = best.get(key)
+        if other is None or (row["ratio"] or math.inf) < (other["ratio"] or math.inf):
+            best[key] = row
+    kept = {id(row) for row in best.values()}
+    return [row for row in rows if id(row) in kept]
 
 
 def filters(text: str) -> dict[str, list[str]]:
@@ -232,7 +282,7 @@ def filters(text: str) -> dict[str, list[str]]:
         key, equals, values = term.partition("=")
         if not equals:
             raise SystemExit(f"<!-- results{text}-->: {term!r} is not key=value")
-        found[key] = values.split(",")
+        found[key] = [bare(value) if key == "policy" else value for value in values.split(",")]
     return found
 
 
@@ -262,83 +312,15 @@ def _varying(rows: Sequence[Row], columns: Sequence[Column]) -> list[Column]:
     kept = []
     for title, show in columns:
         values = {show(row) for row in rows}
-        dull = values == {""} or (title in ("dtype", "D", "options", "case") and len(values) == 1)
+        # of a peer's time the ratio tells; beside other runs of the same peer it would be another
+        dull = (
+            values == {""}
+            or title == "peer's time"
+            or (title in ("dtype", "D", "options", "case") and len(values) == 1)
+        )
         if not dull or title in ("op", "n"):
             kept.append((title, show))
     return kept
-
-
-def table(rows: Sequence[Row], columns: Sequence[Column]) -> str:
-    """A Markdown table."""
-    lines = ["| " + " | ".join(title for title, _ in columns) + " |"]
-    lines.append("|" + "|".join(" --- " for _ in columns) + "|")
-    lines += ["| " + " | ".join(show(row) for _, show in columns) + " |" for row in rows]
-    return "\n".join(lines)
-
-
-def scores(rows: Sequence[Row], show: str, across: str) -> str:
-    """A Markdown table with a line for each model, task and policy, and a column for each length
-    (`across` "n"), or with a column for each task and a line for each of the rest ("task"). `show`
-    is a value whose interval is `low` to `high` or `SHOW_low` to `SHOW_high`."""
-    if across not in ("n", "task"):
-        raise SystemExit(f"<!-- scores -->: across={across} is neither n nor task")
-    keys = [key for key in ("model", "n", "task", "policy") if key != across]
-    heads = sorted({row[across] for row in rows})
-    lines: dict[tuple[Any, ...], Row] = {}
-    for row in rows:
-        line = lines.setdefault(tuple(row[key] for key in keys), {})
-        if row[across] in line:
-            raise SystemExit(
-                f"<!-- scores -->: two rows for {row['task']} of {row['policy']}: "
-                "trials= or study= tells them apart"
-            )
-        line[row[across]] = row
-    low, high = ("low", "high") if show == "value" else (f"{show}_low", f"{show}_high")
-
-    shown = [row for row in rows if show in row]
-    usual = {head: _usual(row["trials"] for row in shown if row[across] == head) for head in heads}
-
-    def cell(row: Row | None) -> str:
-        if row is None or show not in row:
-            return ""
-        trials = "" if row["trials"] == usual[row[across]] else f", {row['trials']} samples"
-        value, *span = (0.0 if abs(row[key]) < 1e-12 else row[key] for key in (show, low, high))
-        digits = 3 if abs(value) < 10 else 4  # of a perplexity, the second decimal
-        return f"{value:.{digits}g} ({span[0]:.{digits}g} to {span[1]:.{digits}g}){trials}"
-
-    def name(line: Row, key: str) -> str:
-        shown = {"policy": f"`{line[key]}`", "n": tokens(line["n"]) if "n" in line else ""}
-        return shown.get(key, line[key])
-
-    whole = [dict(zip(keys, values, strict=True)) | {"": line} for values, line in lines.items()]
-    columns: list[Column] = [
-        (key, lambda line, key=key: name(line, key))
-        for key in keys
-        if len({line[key] for line in whole}) > 1 or key in ("task", "policy")
-    ]
-    columns = [c for c in columns if c[0] != "policy" or len({x["policy"] for x in whole}) > 1]
-    exceptions = any(row["trials"] != usual[row[across]] for row in shown)
-    titles = {head: tokens(head) if across == "n" else head for head in heads}
-    columns += [(titles[head], lambda line, head=head: cell(line[""].get(head))) for head in heads]
-    return f"{table(whole, columns)}\n\n{_samples(usual, titles, exceptions)}"
-
-
-def _usual(numbers: Iterable[int]) -> int:
-    """The number that occurs most often; of equals the largest, 0 of none."""
-    counts = Counter(numbers)
-    return max(counts, key=lambda number: (counts[number], number), default=0)
-
-
-def _samples(usual: dict[Any, int], titles: dict[Any, str], exceptions: bool) -> str:
-    """The sentence under a table of scores: over how many samples a cell is."""
-    most = _usual(number for number in usual.values() if number)
-    columns: dict[int, list[str]] = {}
-    for head, number in usual.items():
-        if number not in (0, most):
-            columns.setdefault(number, []).append(f"`{titles[head]}`")
-    others = [f"{number} in {', '.join(heads)}" for number, heads in columns.items()]
-    unless = ", unless it names another number" if exceptions else ""
-    return f"Samples a cell{unless}: {'; '.join([str(most), *others])}."
 
 
 def _time(row: Row) -> str:
@@ -352,6 +334,12 @@ def _ratio(row: Row) -> str:
     return f"**{text}**" if row["ratio"] >= 1 else text
 
 
+def _ceiling(row: Row) -> str:
+    """Empty too where the probe of before 2026-11-23 was outrun, which says that it was wrong."""
+    share = row["ceiling_fraction"]
+    return "" if share is None or share > 1 else f"{share:.0%}"
+
+
 TIMING_COLUMNS: list[Column] = [
     ("op", lambda row: f"`{row['op']}`"),
     ("case", lambda row: "" if row["case"] == "op" else row["case"]),
@@ -361,11 +349,12 @@ TIMING_COLUMNS: list[Column] = [
     ("D", lambda row: str(row["head_dim"])),
     ("dtype", lambda row: row["dtype"]),
     ("options", lambda row: row["options"]),
+    ("policy", lambda row: f"`{row['policy']}`" if row.get("policy") else ""),
     ("time", _time),
     ("peer", lambda row: PEERS.get(row["peer"], row["peer"] or "")),
     ("peer's time", lambda row: duration(row["peer_p50_us"]) if row["peer"] else ""),
     ("ratio", _ratio),
-    ("ceiling", lambda row: "" if (c := row["ceiling_fraction"]) is None else f"{c:.0%}"),
+    ("ceiling", _ceiling),
 ]
 QUALITY_COLUMNS: list[Column] = [
     ("task", lambda row: row["task"]),

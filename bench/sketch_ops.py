@@ -451,39 +451,8 @@ def time_chain(rows: Rows, batch: int, tokens: int) -> dict[str, str]:
         for x in layers
     ]
     rows.attempt("chain", case, named(base), whole, layers, base)
-    for plan in own_plans(batch, tokens):
-        rows.attempt("chain", case, named(plan), whole, layers, plan)
-    rows.attempt(
-        "own picks", case, "", own_like_listed, layers[0], base, own_plans(batch, tokens)[0]
-    )
     rows.attempt("dense", case, "", microseconds, dense)
     return {"result": "done"}
-
-
-def own_plans(batch: int, tokens: int) -> list[decode.Plan]:
-    """Plans in which programs find their own picks: tile, warps, programs a multiprocessor."""
-    pairs, base = batch * KV_HEADS, plan_of(batch, tokens)
-    first = decode.with_own_picks(base, pairs, tokens, 132)
-    made = [first]
-    for tile, warps, many in ((32, 4, 3), (16, 4, 3), (64, 4, 2), (32, 8, 2), (32, 4, 1)):
-        pieces = max(1, min(many * 132 // pairs, tokens // 128))
-        made.append(first._replace(tile=tile, attend_warps=warps, pieces=pieces))
-    return made
-
-
-def own_like_listed(layer: "Layer", base: decode.Plan, own: decode.Plan) -> dict[str, str]:
-    """Steps under either plan, over the same cache and queries, agree."""
-    asked = [call.args[:-2] for call in layer.chain(base, 4, True)]
-    outs = []
-    for plan in (base, own):
-        outs.append([decode._allocate(*call) for call in asked])
-        for call, out in zip(asked, outs[-1], strict=True):
-            decode.launch_sketch_decode(*call, *out, plan=plan)
-    torch.cuda.synchronize()
-    for listed, found in zip(*outs, strict=True):
-        for one, other in zip(listed, found, strict=True):
-            torch.testing.assert_close(one, other, rtol=2e-2, atol=2e-3)
-    return {"result": "agree"}
 
 
 def time_kernels(rows: Rows, batch: int, tokens: int) -> dict[str, str]:
@@ -536,9 +505,8 @@ def whole(layers: list[Layer], plan: decode.Plan, hinted: bool = True) -> dict[s
 
 def named(plan: decode.Plan) -> str:
     kind = "hopper" if plan.scan.hopper else "plain"
-    own = f" own picks by {plan.tile}" if plan.own_picks else ""
     pieces = f"pieces={plan.pieces}/{plan.attend_warps}w"
-    return f"parts={plan.parts} {kind} {pieces} c={plan.columns}{own}"
+    return f"parts={plan.parts} {kind} {pieces} c={plan.columns}"
 
 
 def main() -> int:

@@ -40,6 +40,7 @@ NAMED_ELSEWHERE = {
     **dict.fromkeys(
         ("quest", "quest-mean", "double-sparsity", "loki", "exact-scores"), "bench/_selectors.py"
     ),
+    **dict.fromkeys(("mean-pooling", "vertical-slash", "oracle"), "bench/rival_masks.py"),
 }
 WHOLE_MODEL = ("e2e-decode", "e2e-ttft", "e2e-part", "trace")
 MODEL_FILES = frozenset({"attnplug/models/hf.py", "attnplug/models/layers.py"})

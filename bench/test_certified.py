@@ -21,6 +21,8 @@ import torch
 from peers import cudnn_attention
 
 from attnplug import Certified
+from attnplug.bench.quick import loud_key
+from attnplug.bench.rows import policy_name
 from attnplug.ops import quantize_kv
 from attnplug.ops.certified.certified_attention import _allocate
 from attnplug.ops.certified.launch import PHASES, launch
@@ -47,10 +49,7 @@ def inputs(policy: Certified, batch: int, n: int, seed: int):
     normal = functools.partial(torch.randn, dtype=torch.bfloat16, device="cuda", generator=random)
     q = normal(batch, HEADS_Q, 1, WIDTH)
     k, v = (normal(batch, HEADS_KV, n, WIDTH) for _ in range(2))
-    heads = q.float().unflatten(1, (HEADS_KV, -1))[:, :, :, 0]
-    middle = heads.mean(2)
-    least = (heads * middle.unsqueeze(2)).sum(-1).amin(-1, keepdim=True) * SCALE
-    k[:, :, 3] = (13 * middle / least).to(k.dtype)
+    k[:, :, 3] = loud_key(q, HEADS_KV, SCALE)
     layer = policy.cache_layer(n)
     layer.update(k, v)
     call = AttentionCall(
@@ -88,6 +87,7 @@ def run(gpu_bench, policy: Certified, batch: int, n: int, options: str):
             for _, call, k, v in made
         ],
         bytes=batch * row_bytes, flops=4 * batch * n * HEADS_Q * WIDTH,
+        policy=policy_name(policy),
     )  # fmt: skip
 
 

@@ -194,5 +194,6 @@ def test_e2e_decode(gpu_bench, n):
         peer_times_us=stock,
         bytes=nbytes,
         flops=flops,
+        policy="dense",
     )
     assert row["ratio"] >= {8192: 1.3, 131072: 6.0}[n]

@@ -39,6 +39,7 @@ from transformers import LlamaForCausalLM, Qwen2ForCausalLM
 
 import attnplug
 from attnplug import Gather
+from attnplug.bench.rows import policy_name
 from attnplug.models.cache import PlugCache
 from attnplug.plan import read_tokens
 
@@ -156,7 +157,7 @@ def test_e2e_gather(gpu_bench, shape, batch, k, n):
         op="gather",
         options=f"k={k}, {room}",
         times_us=session.measured(policy_of(k))[n],
-        policy=policy_of(k),
+        policy=policy_name(policy),
         peer="dense",
         peer_times_us=dense,
         **facts,

@@ -17,6 +17,7 @@ import torch
 from peers import cudnn_attention
 
 from attnplug import Dense, Gather
+from attnplug.bench.rows import policy_name
 from attnplug.plan import read_tokens
 from attnplug.policies import AttentionCall
 
@@ -146,7 +147,7 @@ def run(
         peer_fns=caches.graph(peer),
         bytes=nbytes,
         flops=flops,
-        policy=str(policy),
+        policy=policy_name(policy),
     )
 
 

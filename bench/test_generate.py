@@ -15,7 +15,7 @@ and by the environment, as a whole run is long:
 - test_tokens: time a token. The cache holds n - TAIL random tokens already, so no long prefill
   runs: the call feeds the TAIL, and a token costs (time of NEW + 1 tokens - time of 1) / NEW.
 - test_first: the first call of a process on an empty compile cache, of a second process on the same
-  cache, and then a call of another length. Each is a process of its own.
+  cache, and then calls of ten other lengths. Each is a process of its own.
 - test_prefill: time to first token, with a mask of ones, and with a prompt that holds its pad id,
   whole and in chunks, and the peak of memory that it took.
 """
@@ -38,6 +38,7 @@ import pytest
 import torch
 from _models import heads_of
 from test_e2e_decode import CONFIG, fill, model, profile, work_of
+from torch._dynamo.utils import compilation_time_metrics, counters
 from transformers import Cache, DynamicCache
 from transformers.generation.configuration_utils import CompileConfig
 
@@ -227,15 +228,36 @@ def work_of_prefill(n: int) -> tuple[int, int]:
 
 
 def first_of_a_process(policy: str, n: int) -> dict[str, float]:
-    """Seconds of the first call, of the next, and of a call of each of three other lengths."""
+    """Seconds of the first call, of the next, and of a call of each of ten other lengths. Under a
+    policy these must not compile. The phases of the first call's compilation go to stderr."""
     found = {}
     with served(policy) as made:
         found["first call"] = seconds_of(made, prompt(n), NEW)
+        print(policy or "stock", n, phases(), file=sys.stderr, flush=True)
         found["next call"] = seconds_of(made, prompt(n), NEW)
-        others = [seconds_of(made, prompt(n * k // 4), NEW) for k in (5, 3, 6)]
+        graphs = counters["stats"]["unique_graphs"]
+        others = [seconds_of(made, prompt(n * k // 8), NEW) for k in range(3, 14) if k != 8]
         found["slowest other length"] = max(others)
         found["median other length"] = statistics.median(others)
+        compiled = counters["stats"]["unique_graphs"] - graphs
+        assert not policy or compiled == 0, f"{compiled} compilations over ten lengths"
     return found
+
+
+PHASES = {
+    "dynamo traces": "bytecode_tracing",
+    "AOT and inductor": "create_aot_dispatcher_function",
+    "inductor": "compile_fx_inner",
+    "of it lowering": "GraphLowering.run",
+    "of it kernels' code": "GraphLowering.codegen",
+    "of it waiting for Triton": "async_compile.wait",
+}
+
+
+def phases() -> dict[str, float]:
+    """Seconds of each phase of this process's compilations so far, by torch's own clocks."""
+    clocks = compilation_time_metrics
+    return {name: round(sum(clocks.get(key, ())), 2) for name, key in PHASES.items()}
 
 
 if __name__ == "__main__":

@@ -4,12 +4,15 @@ query a sequence, bf16, 28/4 heads of 128. Gaussian keys: which tokens are picke
 the query stays the same, so do the picks. Writing the token is not in it, on either side."""
 
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from peers import cudnn_attention
 
 from attnplug import Dense, Gvr
+from attnplug.bench.rows import policy_name
 from attnplug.ops import gather_tokens_attention, score_tokens, topk
 from attnplug.policies import AttentionCall
 
@@ -59,38 +62,54 @@ def test_gvr(gpu_bench, k, batch, n, peer):
         fns=[functools.partial(policy.attend, c) for c in calls],
         peer=peer, peer_fns=[functools.partial(theirs, c) for c in calls],
         bytes=batch * (HEADS_KV * scanned + 4 * HEADS_Q * WIDTH), flops=0,
+        policy=policy_name(policy),
     )  # fmt: skip
 
 
 @pytest.mark.parametrize("n", [32768, 65536, 131072, 524288, 1048576])
 @pytest.mark.parametrize("part", ["score_tokens", "topk", "gather_tokens_attention"])
 def test_part(gpu_bench, part, n):
-    """An op of a step alone: scores, the top-k of the KV heads' rows, attention."""
+    """An op of a step alone: scores, the top-k of the KV heads' rows, attention. Caches go
+    round, so that none is read from the L2."""
     policy = Gvr(min_tokens=0)
-    call = call_of(policy, 1, n, 0)
-    layer = call.state
-    kept = {"sink": policy.sink, "window": policy.window, "lengths": call.lengths}
-    scores = score_tokens(call.q, layer.codes, layer.scales, **kept)
-    hint = layer.picks.flatten(0, 1)
-    index = topk(scores, policy.k, lengths=call.lengths)[0].view(layer.picks.shape).unsqueeze(2)
+    nbytes = {
+        "score_tokens": HEADS_KV * n * (WIDTH + 8),
+        "topk": HEADS_KV * (4 * n + 8 * policy.k),
+        "gather_tokens_attention": HEADS_KV * min(policy.kept, n) * 4 * WIDTH,
+    }[part]
+    count = min(gpu_bench.sets(nbytes), CALLS)
+    fns = [part_of(part, policy, call_of(policy, 1, n, seed)) for seed in range(count)]
     row = {"batch": 1, "heads_q": HEADS_Q, "heads_kv": HEADS_KV, "head_dim": WIDTH}
     options, dtype = f"k={policy.k}", torch.bfloat16
     if part == "score_tokens":
-        fn = functools.partial(score_tokens, call.q, layer.codes, layer.scales, **kept)
-        options, nbytes = "", HEADS_KV * n * (WIDTH + 8)
+        options = ""
     elif part == "topk":
         row = {"batch": HEADS_KV, "heads_q": 1, "heads_kv": 1, "head_dim": 0}
-        fn = functools.partial(topk, scores, policy.k, hint=hint, lengths=call.lengths)
-        nbytes, dtype = HEADS_KV * (4 * n + 8 * policy.k), torch.float32
-        options += " in gvr's step"
-    else:
-        qkv = call.q, call.k, call.v, index
-        fn = functools.partial(gather_tokens_attention, *qkv, scale=SCALE, **kept)
-        nbytes = HEADS_KV * min(policy.kept, n) * 4 * WIDTH
+        options, dtype = f"{options} in gvr's step", torch.float32
     gpu_bench(
-        op=part, case="op", n=n, dtype=dtype, options=options, fns=[fn] * CALLS, bytes=nbytes,
-        flops=0, **row,
+        op=part, case="op", n=n, dtype=dtype, options=options,
+        fns=fns * max(1, CALLS // count), bytes=nbytes, flops=0, **row,
     )  # fmt: skip
+
+
+def part_of(part: str, policy: Gvr, call: AttentionCall) -> Callable[[], Any]:
+    """One op of a step, with its inputs ready."""
+    layer: Any = call.state
+    kept: dict[str, Any] = {
+        "sink": policy.sink,
+        "window": policy.window,
+        "lengths": call.lengths,
+    }
+    scoring = functools.partial(score_tokens, call.q, layer.codes, layer.scales, **kept)
+    if part == "score_tokens":
+        return scoring
+    scores = scoring()
+    if part == "topk":
+        hint = layer.picks.flatten(0, 1)
+        return functools.partial(topk, scores, policy.k, hint=hint, lengths=call.lengths)
+    index = topk(scores, policy.k, lengths=call.lengths)[0].view(layer.picks.shape).unsqueeze(2)
+    qkv = call.q, call.k, call.v, index
+    return functools.partial(gather_tokens_attention, *qkv, scale=SCALE, **kept)
 
 
 def cudnn(call: AttentionCall) -> torch.Tensor:

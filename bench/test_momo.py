@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from attnplug import Momo
+from attnplug.bench.rows import policy_name
 from attnplug.policies import AttentionCall
 
 
@@ -23,15 +24,19 @@ class Shape(NamedTuple):
 LLAMA = Shape(1, 32, 8, 128)
 # Longer calls take milliseconds: no graph, fewer rounds. FA3 takes 3.5 s at 512K and 14 s at 1M.
 CAPTURED = 32768
-SLOWEST = ("cudnn", 1048576)
-ROUNDS = {8192: 15, 32768: 15, 131072: 5, 524288: 2, 1048576: 1}
+ROUNDS = {8192: 15, 16384: 15, 32768: 15, 131072: 5, 524288: 2, 1048576: 1}
 CASES = [(LLAMA, n, k) for n in ROUNDS for k in ((128,) if n > 524288 else (128, 64))] + [
     (shape, n, 128)
     for shape in (Shape(1, 32, 8, 64), Shape(1, 28, 4, 128), Shape(2, 32, 8, 128))
     for n in (32768, 131072)
 ]
-# cuDNN, slower than FA3 all along, would take a minute at 1M.
-PEERED = [(p, *case) for p in peers.causal_peers() for case in CASES if (p, case[1]) != SLOWEST]
+# Past 128K the fastest peer alone: cuDNN is slower than FA3 all along.
+PEERED = [
+    (peer, *case)
+    for peer in peers.causal_peers()
+    for case in CASES
+    if case[1] <= 131072 or peer == peers.causal_peers()[-1]
+]
 
 
 def inputs(shape: Shape, n: int, seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -66,7 +71,17 @@ def peer_call(peer: str, qkv: tuple[torch.Tensor, ...], top_k: int, scale: float
 
 @pytest.mark.parametrize(("peer", "shape", "n", "top_k"), PEERED)
 def test_momo(gpu_bench, peer, shape, n, top_k):
-    momo = Momo(top_k=top_k, min_tokens=0)
+    run(gpu_bench, peer, shape, n, Momo(top_k=top_k, min_tokens=0))
+
+
+@pytest.mark.parametrize("n", [32768, 131072])
+@pytest.mark.parametrize("top_k", [128, 64])
+def test_the_papers_selection(gpu_bench, top_k, n):
+    momo = Momo(top_k=top_k, selection="estimated", delta=1.0, min_tokens=0)
+    run(gpu_bench, peers.causal_peers()[-1], LLAMA, n, momo, ", selection=estimated")
+
+
+def run(gpu_bench, peer: str, shape: Shape, n: int, momo: Momo, options: str = "") -> None:
     nbytes, flops = work(shape, momo, n)
     scale = shape.dim**-0.5
     sets = [inputs(shape, n, seed) for seed in range(gpu_bench.sets(nbytes))]
@@ -86,14 +101,15 @@ def test_momo(gpu_bench, peer, shape, n, top_k):
         heads_kv=shape.heads_kv,
         head_dim=shape.dim,
         dtype=torch.bfloat16,
-        options=f"gamma={momo.gamma}, k={top_k}",
+        options=f"gamma={momo.gamma}, k={momo.top_k}{options}",
         fns=[functools.partial(momo.attend, AttentionCall(*qkv, scale=scale)) for qkv in sets],
         peer=peer,
-        peer_fns=[peer_call(peer, qkv, top_k, scale) for qkv in sets],
+        peer_fns=[peer_call(peer, qkv, momo.top_k, scale) for qkv in sets],
         graph=n <= CAPTURED,
         peer_graph=n <= CAPTURED and peer != "minference",  # it makes tensors from host data
         replays=1 if n > CAPTURED else None,
         rounds=ROUNDS[n],
         bytes=nbytes,
         flops=flops,
+        policy=policy_name(momo),
     )

@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 import torch
-from test_e2e_decode import CONFIG, Decoder, model, time_steps, work
+from _models import timed
+from test_e2e_decode import CONFIG, Decoder, model, time_steps
 from test_gather_host import (
     HEADS_KV,
     HEADS_Q,
@@ -24,7 +25,7 @@ from test_gather_host import (
     WIDTH,
     fill,
     link,
-    timed,
+    record_million,
     turning,
 )
 
@@ -134,26 +135,16 @@ def million() -> tuple[list[float], list[float], float]:
 
 def test_a_million_tokens(gpu_bench):
     times, dense, taken = million()
-    weights, flops = work(0)
     layers = CONFIG.num_hidden_layers
-    link_bytes = layers * crossed(Sketch().k, 1)
-    gpu_bench.record(
+    record_million(
+        gpu_bench,
         op="sketch",
-        case="e2e-decode",
-        n=MILLION,
-        batch=1,
-        heads_q=HEADS_Q,
-        heads_kv=HEADS_KV,
-        head_dim=WIDTH,
-        dtype=torch.bfloat16,
-        options=f"host memory, greedy tokens, link {link() / 1e9:.1f} GB/s, "
-        f"GPU memory {taken:.1f} GB",
         policy=POLICY,
-        times_us=times,
-        peer="dense from host",
-        peer_times_us=[layers * time for time in dense],
-        bytes=weights + link_bytes + layers * HEADS_KV * 24 * MILLION,
-        flops=flops,
-        ceiling=lambda seconds: link_bytes / seconds / link(),
+        options="host memory, greedy tokens",
+        times=times,
+        layer_times=dense,
+        crossed=layers * crossed(Sketch().k, 1),
+        scanned=layers * HEADS_KV * 24 * MILLION,
+        taken=taken,
     )
     assert taken < LIMIT / 1e9

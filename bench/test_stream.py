@@ -13,10 +13,9 @@ import peers
 import pytest
 import test_momo
 import torch
-from _models import random_model
+from _models import PART, mlps_in_parts, random_model
 from test_e2e_ttft import CONFIG
 from transformers import LlamaForCausalLM
-from transformers.pytorch_utils import apply_chunking_to_forward
 
 import attnplug
 import attnplug.trace
@@ -25,7 +24,6 @@ from attnplug.ops import stream_mask
 TOKENS = [int(n) for n in os.environ.get("ATTNPLUG_BENCH_STREAM", "131072,1048576").split(",")]
 LONG = 524288  # from here on the dense peer runs once, while ours is compiled
 ROUNDS = 5
-PART = 32768  # tokens that an MLP takes at once
 BLOCK, TOP_K = 64, 32
 WANTED = {131072: 3.0, 1048576: 15.0}  # issue 6
 SHAPE = test_momo.LLAMA
@@ -133,8 +131,6 @@ def record_row(gpu_bench, n: int, layers: int, path, edges: int, traced: float, 
 @pytest.mark.parametrize("n", TOKENS)
 def test_trace_of_a_model(gpu_bench, tmp_path, n):
     model = random_model(LlamaForCausalLM, CONFIG, "cuda")
-    for layer in model.base_model.layers:  # 14,336 channels of a million tokens fill no GPU
-        layer.mlp.forward = functools.partial(apply_chunking_to_forward, layer.mlp.forward, PART, 1)
     ids = torch.randint(0, CONFIG.vocab_size, (1, n), device="cuda")
     path = tmp_path / "run.parquet"
 
@@ -146,7 +142,7 @@ def test_trace_of_a_model(gpu_bench, tmp_path, n):
             forward()
         return recording
 
-    with attnplug.applied(model, f"momo+stream(top_k={TOP_K})"):
+    with mlps_in_parts(model), attnplug.applied(model, f"momo+stream(top_k={TOP_K})"):
         model.base_model(ids[:, :PART], use_cache=False)  # compiles momo's kernels
         plain = seconds(forward)
         with attnplug.trace.record(model, path):

@@ -18,9 +18,13 @@ import attnplug.ops
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 PAGE = DOCS / "reference" / "ops.md"
 MARKED = re.compile(r"(<!-- op (\w+) -->\n).*?(<!-- /op -->)", re.DOTALL)
-# The registered variant of an op that leaves counting the token to compiled code.
+# The registered variants of an op: one leaves counting the token to compiled code, one has a table.
 VARIANTS = {
+    "dense_decode_paged": "dense_decode",
+    "gather_attention_paged": "gather_attention",
+    "gather_decode_paged": "gather_decode",
     "gather_decode_uncounted": "gather_decode",
+    "select_blocks_paged": "select_blocks",
     "sketch_decode_uncounted": "sketch_decode",
     "sketch_host_decode_uncounted": "sketch_host_decode",
 }

@@ -199,12 +199,6 @@ def test_attention_weights_are_refused(model):
         model(ids(), output_attentions=True)
 
 
-def test_continuous_batching_is_refused(model):
-    attnplug.apply(model, "dense")
-    with pytest.raises(attnplug.UnsupportedCallError, match="continuous batching"):
-        model.generate_batch([[1, 2, 3]])
-
-
 @torch.no_grad()
 def test_two_models_of_one_config_do_not_touch_each_other(model):
     twin = type(model)(model.config).eval()

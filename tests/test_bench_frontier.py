@@ -195,7 +195,7 @@ def test_the_plot(bench):
 )
 def test_names_of_policies_and_lines(bench, policy, name, line):
     plot = bench("_frontier_plot")
-    assert plot.without_minimum(policy) == (name or policy)
+    assert plot.bare(policy) == (name or policy)
     assert plot.line_of(name or policy) == line
 
 

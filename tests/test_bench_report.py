@@ -14,7 +14,15 @@ BENCH = Path(__file__).parent.parent / "bench"
 def report(monkeypatch):
     monkeypatch.syspath_prepend(str(BENCH))
     yield importlib.import_module("report")
-    for name in ("report", "stale", "_plots"):
+    for name in (
+        "report",
+        "stale",
+        "_plots",
+        "_choice",
+        "_tables",
+        "_story_plots",
+        "_frontier_plot",
+    ):
         sys.modules.pop(name, None)
 
 
@@ -66,12 +74,16 @@ def run(report, tree, *more):
 def test_the_results_page_holds_every_row_once(report, tree):
     assert run(report, tree) == 0
     page = (tree / "docs" / "reference" / "results.md").read_text()
-    line = "| 8K | 1 | 28/4 | 128 | bfloat16 |  | 7.5 us (6.75 us to 9 us) | cuDNN SDPA | 15 us |"
+    line = (
+        "| 8K | 1 | 28/4 | 128 | bfloat16 |  |  | 7.5 us (6.75 us to 9 us) | cuDNN SDPA | 15 us |"
+    )
     assert f"{line} **2.00x** | 81% | [1](#runs) |" in page
-    assert "| 8K | 8 | 28/4 | 128 | bfloat16 |  | 20 us (18 us to 24 us) |" in page
+    assert "| 8K | 8 | 28/4 | 128 | bfloat16 |  |  | 20 us (18 us to 24 us) |" in page
     assert "| 0.75x | 81% | [2](#runs) |" in page
     assert "99" not in page  # the older answer to the same question
-    assert "| 1M | 1 | 28/4 | 128 | bfloat16 | k=8, gamma=16 | 4 s (3.6 s to 4.8 s) |  |  |" in page
+    assert (
+        "| 1M | 1 | 28/4 | 128 | bfloat16 | k=8, gamma=16 |  | 4 s (3.6 s to 4.8 s) |  |  |" in page
+    )
     assert "| 1 | H200 | 2.11 | 3.6 | def | 2026-01-03 |" in page
     assert "| needle | 4K | 20 | `momo(gamma=16)` | 0.9 (0.7 to 0.98) | 0.95 |" in page
     assert page.index("## dense_decode") < page.index("## momo") < page.index("## Quality, smollm2")
@@ -259,3 +271,111 @@ def test_numbers_read_well(report):
     assert [plots.duration(us) for us in (7.456, 123.4, 1500, 41700, 2.5e6)] == [
         "7.46 us", "123 us", "1.5 ms", "41.7 ms", "2.5 s",
     ]  # fmt: skip
+
+
+def test_a_policy_goes_by_its_string_without_a_crossover(report):
+    bare = sys.modules["_plots"].bare
+    assert [bare(text) for text in ("gvr(min_tokens=0)", "a(k=8, min_tokens=0)", "dense")] == [
+        "gvr", "a(k=8)", "dense",
+    ]  # fmt: skip
+    assert bare("a(min_tokens=0, kv='host')") == "a(kv='host')"
+    assert bare("momo(min_tokens=0)+a(k=8, min_tokens=0, b=1)") == "momo+a(k=8, b=1)"
+    assert bare("a(min_tokens=00)") == "a(min_tokens=00)"
+    assert report.filters("policy=a(k=8;min_tokens=0;b=1)") == {"policy": ["a(k=8;b=1)"]}
+
+
+def test_a_row_above_the_ceiling_that_it_names_fails(report, tree, capsys):
+    rows = [timing(8192, ceiling_fraction=1.09), timing(4096, 4.0, ceiling_fraction=1.0)]
+    path = tree / "bench" / "results" / "z.json"
+
+    def write(**more):
+        path.write_text(json.dumps({"datetime": "2027", "rows": [row | more for row in rows]}))
+
+    write()  # measured before rows named their ceilings: not shown, and no reason to fail
+    assert run(report, tree) == 0
+    page = tree / "docs" / "reference" / "results.md"
+    assert "109%" not in page.read_text() and "| 100% |" in page.read_text()
+    capsys.readouterr()
+    write(ceilings={"read": 4e12})
+    assert run(report, tree, "--check") == 1
+    assert "above its ceiling: dense_decode op  n=8192: 109.0%" in capsys.readouterr().out
+    assert run(report, tree) == 1 and "109%" not in page.read_text()
+    rows[0]["ceiling_fraction"] = 0.99
+    write(ceilings={"read": 4e12})
+    assert run(report, tree) == run(report, tree, "--check") == 0
+
+
+def step(policy, n, ratio, memory, **changes):
+    row = timing(n, case="step", peer="dense", ratio=ratio, policy=policy, memory=memory)
+    return row | changes
+
+
+def choice_rows():
+    timings = [
+        step(policy, n, ratio, memory * n)
+        for policy, memory, ratio in (("dense", 8, None), ("gvr", 10, 1.5))
+        for n in (32768, 131072)
+    ]
+    # neither another batch, nor another peer, is what the table speaks of
+    timings += [step("gvr", 1 << 20, 9.0, 1, batch=8), step("gvr", 1 << 20, 9.0, 1, peer="cudnn")]
+    shape = dict(op="momo", policy="momo", heads_q=32, heads_kv=8, ratio=4.0)
+    timings += [timing(131072, **shape), timing(131072, **shape | dict(ratio=3.0, peer="fa3"))]
+    about = dict(study="", model="gemma3-270m", n=32768, policy="gvr", dense=0.5)
+    scores = [
+        QUALITY | about | dict(task="needle-prose", value=0.5, trials=50, diff_high=0.1),
+        QUALITY | about | dict(task="multi-key", value=0.3, trials=50, diff_high=-0.1),
+        QUALITY | about | dict(task="multi-key", value=0.1, trials=20, diff_high=-0.1),
+        QUALITY | about | dict(task="kl", value=9.0, trials=50, diff_high=0),
+    ]
+    return timings, scores
+
+
+def test_which_method_when_is_made_of_one_string_each(report):
+    timings, scores = choice_rows()
+    text = "<!-- choice pages=there -->\nold\n<!-- /choice -->"
+    shown = report.fill_markers(text, timings, scores)
+    kept = "0.400 beside 0.500; 1 of 2 tasks worse; 50 prompts"
+    gvr = f"| [`gvr`](there/gvr.md) | not yet | {kept} | **1.50x** | **1.50x** | not yet | 125% |"
+    assert gvr in shown and "old" not in shown
+    assert "| [`momo`](there/momo.md) | not yet | not yet | not yet | **3.00x** |" in shown
+    assert "| [`gather`](there/gather.md) |" in shown
+
+
+def test_the_story_is_drawn_of_what_there_is(report):
+    plots = sys.modules["_story_plots"]
+    timings, _ = choice_rows()
+    kept = QUALITY | dict(task="agreement", model="gemma3-270m", n=32768, policy="gvr", value=0.9)
+    figures = plots.draw_story(timings, [kept])
+    assert list(figures) == [plots.QUALITY, plots.SPEED, plots.MEMORY]
+    (axes,) = figures[plots.QUALITY].axes
+    drawn = [line.get_xydata().tolist() for line in axes.lines]
+    assert [[1.5, 0.9]] in drawn and len(drawn) == 3  # and dense's cross-hair
+    (axes,) = figures[plots.MEMORY].axes
+    assert len(axes.lines) == 2 and axes.lines[0].get_ydata()[1] == 8 * 131072 / 2**30
+    text = "<!-- story images=img -->\n<!-- /story -->"
+    shown = report.fill_markers(text, timings, [kept])
+    assert shown.count("![") == 3 and "(img/story-memory.png)" in shown
+    assert report.fill_markers(text, [timings[0]], []).count("Not measured yet.") == 1
+
+
+def test_a_step_has_one_time_on_a_page(report, tree):
+    """Beside the peer that is hardest to beat; what a run counted makes no other step."""
+    rows = [
+        timing(8192, 10.0, peer="fa3", ratio=1.5, options="k=8, hits 0.301, warm"),
+        timing(8192, 11.0, peer="cudnn", ratio=1.4, options="k=8, hits 0.302, warm"),
+        timing(8192, 12.0, peer="cudnn", ratio=1.3, options="k=9, warm"),
+        timing(8192, 13.0, peer=None, peer_p50_us=None, ratio=None, options="k=10", policy="a"),
+    ]
+    shown = report.fill_markers("<!-- results op=* -->\n<!-- /results -->", rows, [])
+    times = [cell for cell in shown.split("|") if " us (" in cell]
+    assert [time.split(" (")[0].strip() for time in times] == ["11 us", "12 us", "13 us"]
+    assert "peer's time" not in shown and "| policy |" in shown and "| `a` |" in shown
+    # a later run of the step replaces the older, whatever it counted
+    (tree / "bench" / "results" / "d.json").write_text(
+        json.dumps({"datetime": "2027", "rows": [rows[1] | dict(options="k=8, hits 0.9, warm")]})
+    )
+    (tree / "bench" / "results" / "c.json").write_text(
+        json.dumps({"datetime": "2026", "rows": [rows[1]]})
+    )
+    found = report.load(tree / "bench" / "results")[0]
+    assert [row["options"] for row in found if "k=8" in row["options"]] == ["k=8, hits 0.9, warm"]

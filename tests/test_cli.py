@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import types
 
 import pytest
 from typer.testing import CliRunner
@@ -21,7 +22,7 @@ def test_help_names_the_commands_that_work():
     assert result.exit_code == 0
     commands = [line.split()[1] for line in result.output.splitlines() if line.startswith("│ ")]
     named = [name for name in commands if not name.startswith("-")]
-    assert named == ["demo", "report", "eval", "bench", "plan", "doctor", "trace"]
+    assert named == ["demo", "report", "eval", "bench", "plan", "serve", "doctor", "trace"]
 
 
 def test_it_runs_as_a_module():
@@ -155,3 +156,23 @@ def test_trace_writes_a_file_and_says_what_is_in_it(tmp_path):
     for words in (f"{found.meta['edges']:,}", "attention that they hold", "the trace adds"):
         assert words in result.output
     assert f"attnplug trace view {out}" in result.output.replace("\n", "")
+
+
+@pytest.mark.parametrize(
+    "found, plugins, status, detail",
+    [
+        (None, None, "note", "not installed"),
+        ("0.33.0", None, "note", "vLLM 0.33.0 is not supported"),
+        ("0.20.2", "other", "note", "VLLM_PLUGINS=other leaves attnplug out"),
+        ("0.20.2", None, "ok", "--attention-backend CUSTOM"),
+    ],
+)
+def test_doctor_knows_vllm(monkeypatch, found, plugins, status, detail):
+    monkeypatch.setattr(doctor.vllm, "version", lambda: found)
+    group = types.SimpleNamespace(names={"attnplug"})
+    monkeypatch.setattr(doctor.importlib.metadata, "entry_points", lambda **_: group)
+    monkeypatch.delenv("VLLM_PLUGINS", raising=False)
+    if plugins is not None:
+        monkeypatch.setenv("VLLM_PLUGINS", plugins)
+    check = doctor._vllm()
+    assert check.status == status and detail in check.detail

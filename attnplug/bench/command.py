@@ -12,6 +12,7 @@ from rich.table import Table
 from attnplug.bench.quick import PLANS, PREFILLS, Heads, Plan, measure
 from attnplug.bench.rows import Row
 from attnplug.errors import ArgumentError
+from attnplug.models.layers import config_heads
 from attnplug.models.pretrained import fetch, hub_answers, names
 
 
@@ -29,10 +30,7 @@ def heads_of(model: str | None) -> Heads:
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
         raise ArgumentError(f"bench: {model!r} has no config: {reason}") from error
-    config = config.get_text_config(decoder=True)
-    query = config.num_attention_heads
-    dim = getattr(config, "head_dim", None) or config.hidden_size // query
-    return Heads(query, config.num_key_value_heads, dim)
+    return Heads(*config_heads(config.get_text_config(decoder=True)))
 
 
 def problem(quick: bool, device: str) -> str:

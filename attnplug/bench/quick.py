@@ -109,7 +109,7 @@ def decode_call(
     normal, scale = _normal(plan, seed), heads.dim**-0.5
     q = normal(1, heads.query, 1, heads.dim)
     k, v = normal(2, 1, heads.kv, n, heads.dim)
-    k[:, :, 3] = _loud_key(q, heads.kv, scale)
+    k[:, :, 3] = loud_key(q, heads.kv, scale)
     layer: Any = policy.cache_layer(n) or PlugLayer(max_cache_len=n)
     for first in range(0, n, CHUNK):
         part = slice(first, first + CHUNK)
@@ -124,7 +124,7 @@ def decode_call(
     return call, k, v
 
 
-def _loud_key(q: torch.Tensor, kv_heads: int, scale: float) -> torch.Tensor:
+def loud_key(q: torch.Tensor, kv_heads: int, scale: float) -> torch.Tensor:
     """A key `[1,Hkv,D]` whose score is 13 or more for every query head of its group."""
     group = q.float().unflatten(1, (kv_heads, -1))[:, :, :, 0]
     middle = group.mean(2)
@@ -136,7 +136,9 @@ def _time_decode(heads: Heads, plan: Plan, n: int, name: str, policy: Phase, pee
     made = [decode_call(heads, plan, n, policy, seed) for seed in range(_sets(heads, plan, n))]
     each = max(1, CALLS // len(made)) if plan.device == "cuda" else 1
     ours = [functools.partial(policy.attend, call) for call, _, _ in made] * each
-    theirs = [functools.partial(_sdpa, peer, c.q, k, v, c.scale, False) for c, k, v in made] * each
+    theirs = [
+        functools.partial(attend_by_torch, peer, c.q, k, v, c.scale, False) for c, k, v in made
+    ] * each
     size = _cache_bytes(heads, plan, n) + 2 * heads.query * heads.dim * plan.dtype.itemsize
     return _row(heads, plan, n, name, policy, peer, ours, theirs, size, 4 * n)
 
@@ -146,7 +148,7 @@ def _time_prefill(heads: Heads, plan: Plan, n: int, name: str, policy: Phase, pe
     q = normal(1, heads.query, n, heads.dim)
     k, v = normal(2, 1, heads.kv, n, heads.dim)
     ours = [functools.partial(policy.attend, AttentionCall(q, k, v, scale))]
-    theirs = [functools.partial(_sdpa, peer, q, k, v, scale, True)]
+    theirs = [functools.partial(attend_by_torch, peer, q, k, v, scale, True)]
     size = _cache_bytes(heads, plan, n) + 2 * q.nbytes
     return _row(heads, plan, n, name, policy, peer, ours, theirs, size, 2 * n * n)
 
@@ -196,16 +198,17 @@ def _peer(plan: Plan) -> str:
         return "sdpa"
     probe = torch.zeros(1, 2, 128, 64, dtype=plan.dtype, device="cuda")
     try:
-        _sdpa("cudnn", probe, probe, probe, 0.1, False)
+        attend_by_torch("cudnn", probe, probe, probe, 0.1, False)
     except RuntimeError:  # torch: no available kernel
         return "sdpa"
     return "cudnn"
 
 
-def _sdpa(
+def attend_by_torch(
     peer: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, causal: bool
 ) -> torch.Tensor:
-    """torch's SDPA, heads grouped by it."""
+    """torch's SDPA, heads grouped by it: cuDNN's kernel for `cudnn`, the one that torch chooses for
+    `sdpa`."""
     attend: Any = torch.nn.functional.scaled_dot_product_attention
     if peer == "sdpa":
         return attend(q, k, v, scale=scale, is_causal=causal, enable_gqa=True)

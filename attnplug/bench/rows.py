@@ -1,15 +1,25 @@
 """A row of a bench, as bench/results has them and docs read them."""
 
+import dataclasses
 import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from attnplug.bench.provenance import KEYS, ceiling_fraction, provenance
+from attnplug.bench.ceilings import ceiling_fraction, ceilings
+from attnplug.bench.provenance import KEYS, provenance
 from attnplug.bench.timing import quantiles
+from attnplug.policies import Phase
 
 Row = dict[str, Any]
+
+
+def policy_name(method: Phase) -> str:
+    """A method's string without `min_tokens`. A row is of the method, at lengths below its
+    crossover too, and a default's row carries the bare name."""
+    changed = {"min_tokens": None} if hasattr(method, "min_tokens") else {}
+    return str(dataclasses.replace(method, **changed))  # pyright: ignore[reportArgumentType]
 
 
 def make_row(
@@ -30,11 +40,13 @@ def make_row(
     peer_times_us: Sequence[float] | None = None,
     ceiling: Callable[[float], float | None] | None = None,
     policy: str | None = None,
+    memory: int | None = None,
 ) -> Row:
-    """The row of `times_us` (one sample a round, microseconds a call), with the keys of KEYS, and
-    `policy` where one ran. `ceiling` gives the share of another ceiling than the GPU's own, of the
-    seconds of a call, or None where none is known. Raises ValueError where only one of peer and its
-    times is given."""
+    """The row of `times_us` (one sample a round, microseconds a call), with the keys of KEYS;
+    `policy` where one ran, and `memory`, the bytes of the GPU that its cache takes, where they were
+    counted. `ceiling` gives the share of another ceiling than the GPU's own, of the seconds of a
+    call, or None where none is known; without it the row keeps the `ceilings` that it was held
+    against. Raises ValueError where only one of peer and its times is given."""
     if (peer is None) != (peer_times_us is None):
         raise ValueError("peer and its functions (or times) come together")
     p20, p50, p80 = quantiles(times_us)
@@ -61,7 +73,9 @@ def make_row(
         "ceiling_fraction": (
             ceiling(seconds) if ceiling else ceiling_fraction(bytes, flops, seconds)
         ),
+        "ceilings": None if ceiling else ceilings(),
         **provenance(),
     }
     assert list(row) == KEYS
-    return row if policy is None else row | {"policy": policy}
+    more = {"policy": policy, "memory": memory}
+    return row | {key: value for key, value in more.items() if value is not None}

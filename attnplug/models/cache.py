@@ -30,11 +30,12 @@ def check_room(length: int, tokens: int, size: int) -> None:
         )
 
 
-def mark_buffer(tensor: torch.Tensor) -> None:
-    """Tell torch.compile that a buffer does not move, which CUDA graphs want, and that its third
-    dimension may have another size in another cache: code compiled once serves all lengths."""
+def mark_buffer(tensor: torch.Tensor, any_length: bool) -> None:
+    """Tell torch.compile that a buffer does not move, which CUDA graphs want, and, for
+    `any_length`, that its third dimension has another size in other caches: code compiled once
+    serves all."""
     torch._dynamo.mark_static_address(tensor)
-    if tensor.dim() > 2:
+    if any_length and tensor.dim() > 2:
         torch._dynamo.maybe_mark_dynamic(tensor, 2)
 
 
@@ -76,6 +77,7 @@ class PlugLayer(StaticLayer):
     uncounted = False  # a compiled step has come, which counts on the device alone
     captured = False  # a CUDA graph has steps of this layer, and whoever replays it does not say
     query_heads: int | None = None  # of the attention layer that it was made for, where known
+    any_length: bool = False  # code compiled for this cache is to serve others of other lengths
     prefill_tokens: int = 0  # of the prefill that generate feeds in chunks now, all of them
     layers_behind: int = 0  # full-attention layers of its device that come after it
 
@@ -83,7 +85,7 @@ class PlugLayer(StaticLayer):
         super().lazy_initialization(key_states, value_states)
         if not torch.compiler.is_compiling():
             for buffer in self._buffers():
-                mark_buffer(buffer)
+                mark_buffer(buffer, self.any_length)
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
@@ -186,7 +188,7 @@ class PlugLayer(StaticLayer):
             setattr(self, name, buffer)
         if not torch.compiler.is_compiling():  # as the base does: it cannot be traced
             for tensor in self._row_tensors(buffers):
-                mark_buffer(tensor)
+                mark_buffer(tensor, self.any_length)
 
     def tensors(self) -> list[torch.Tensor]:
         """Keys, values and the side buffers that are there."""
@@ -287,7 +289,7 @@ class PlugLayer(StaticLayer):
         self.cumulative_length = self.cumulative_length.to(self.device)
         if not torch.compiler.is_compiling():  # as the base does: it cannot be traced
             for tensor in (self.keys, self.values, self.cumulative_length):
-                mark_buffer(tensor)
+                mark_buffer(tensor, self.any_length)
         self.is_initialized = True
 
     def _on_device(
@@ -306,8 +308,8 @@ class PlugLayer(StaticLayer):
     def _rebind(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         self.keys, self.values = keys, values
         self.batch_size = keys.shape[0]
-        mark_buffer(self.keys)
-        mark_buffer(self.values)
+        mark_buffer(self.keys, self.any_length)
+        mark_buffer(self.values, self.any_length)
 
 
 MakeLayer = Callable[[int, int], PlugLayer]  # of the layer's index and max_length

@@ -11,11 +11,13 @@ Prompts, caches, logits processors and their order are transformers' own; a samp
 device.
 """
 
+import copy
 import logging
 import threading
 import types
 from collections import deque
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,11 +26,16 @@ from transformers.generation.stopping_criteria import MaxLengthCriteria
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from attnplug.models.cache import PlugCache, PlugLayer
+from attnplug.models.fuse import Fusion
 from attnplug.models.hf import binding_of
+from attnplug.models.regional import LayeredStep
 
 # Steps that a compiled run is ahead of what the host knows. Zero where a step is not compiled: the
 # host is then the slower of the two.
 LAG = {"cuda": 2, "cpu": 0}
+# Where steps compile layer by layer. "cuda" joins when the gpu tests of
+# tests/models/test_regional.py have passed on one and bench/step_7b.py has found such steps fast.
+BY_LAYER = frozenset({"cpu"})
 SILENT_S = 2.0  # how long a first call may take without a word
 LOG = logging.getLogger("attnplug")
 STOPPED, INVALID = 1, 2  # what a step says of itself; 0: rows go on
@@ -79,9 +86,11 @@ class StepBuffers:
 @dataclass
 class DecodeLoop:
     """What a model keeps from one call of generate to the next: its compiled step, the buffers of
-    the last call, and why the last call was left to transformers ("" where it was not)."""
+    the last call, why the last call was left to transformers ("" where it was not), and which
+    projections steps fuse (None: they were not asked to)."""
 
     why_not: str = ""
+    fusion: Fusion | None = None
     step: Callable[..., torch.Tensor | None] | None = None
     compiled_with: Any = None
     buffers: dict[tuple[Any, ...], StepBuffers] = field(default_factory=dict)
@@ -102,18 +111,29 @@ class DecodeLoop:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy of the model begins anew: a compiled step is of one model."""
-        return DecodeLoop, (self.why_not,)
+        return DecodeLoop, (self.why_not, self.fusion)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "DecodeLoop":
-        return DecodeLoop(self.why_not)
+        return DecodeLoop(self.why_not, copy.deepcopy(self.fusion, memo))
+
+    def fused(self, model: Any) -> AbstractContextManager[None]:
+        """Within it a step fuses what can be, wherever the weights have been moved to."""
+        if self.fusion is None:
+            return nullcontext()
+        self.fusion.pack(model)
+        return self.fusion.on()
 
     def compiled(self, model: Any, config: Any) -> Callable[..., torch.Tensor | None]:
         """The step compiled as transformers would compile the forward pass."""
         config = config or model._default_compile_config()
-        if self.step is None or self.compiled_with != config:
+        wanted = config, () if self.fusion is None else self.fusion.key()
+        if self.step is None or self.compiled_with != wanted:
             # torch counts recompilations by code object: other models' are not this one's.
             own = types.FunctionType(decode_step.__code__.replace(), globals(), "decode_step")
-            self.step, self.compiled_with = torch.compile(own, **config.to_dict()), config
+            by_layer = model.device.type in BY_LAYER and config.backend == "inductor"
+            layered = LayeredStep(own, config, model.device) if by_layer else None
+            self.step = layered or torch.compile(own, **config.to_dict())
+            self.compiled_with = wanted
         return self.step
 
     def take(self, *shape: Any) -> StepBuffers:
@@ -260,9 +280,11 @@ class Decoding:
         buffers = loop.take(*shape)
         try:
             self._begin(buffers, mask)
-            step = loop.compiled(self.model, self.config.compile_config) if compiles else None
-            with self.model._optimize_model_for_decode():
-                end = self._decode(step or decode_step, buffers, logits)
+            with loop.fused(self.model), self.model._optimize_model_for_decode():
+                step = decode_step
+                if compiles:
+                    step = loop.compiled(self.model, self.config.compile_config)
+                end = self._decode(step, buffers, logits)
         finally:
             loop.give_back(buffers, *shape)
         return self._result(end)
@@ -302,6 +324,8 @@ class Decoding:
         """Decode until all rows have ended. Returns the final length; what later steps have made is
         still there."""
         options = {name: self.inputs[name] for name in ("logits_to_keep",) if name in self.inputs}
+        if isinstance(step, LayeredStep):
+            step.begin(self.model, self.cache, vars(buffers).values(), self.greedy, options)
         self._choose(logits, buffers)
         while True:
             self._note_token(buffers)

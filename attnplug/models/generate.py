@@ -12,6 +12,7 @@ from transformers import Cache, PreTrainedModel, StaticCache
 from transformers.generation.configuration_utils import GenerationMode
 
 from attnplug.errors import UnsupportedCallError
+from attnplug.models.batching import bind_batching
 from attnplug.models.cache import MakeLayer, PlugCache, PlugLayer, autocast_dtype
 from attnplug.models.decode_loop import DecodeLoop, Decoding
 from attnplug.models.growth import GrowingCache, Growth
@@ -21,6 +22,7 @@ from attnplug.models.loop_calls import (
     unserved_arguments,
     unserved_call,
 )
+from attnplug.models.parallel import LOCAL, is_split, local_weights
 
 LAYER_MAKER = "_attnplug_make_layer"
 LARGEST = "_attnplug_largest_cache"  # rows times tokens
@@ -32,16 +34,13 @@ PREFILL_METHOD = "_prefill"
 LOOP = "_attnplug_loop"
 SWITCH_METHOD = "set_attn_implementation"
 OURS = frozenset({GENERATE_METHOD, STEP_METHOD, PREFILL_METHOD})
-BATCHING_METHODS = (
-    "generate_batch",
-    "init_continuous_batching",
-    "continuous_batching_context_manager",
-)
 
 
-def bind_generate(model: PreTrainedModel, make_layer: MakeLayer | None, *, loop: bool) -> list[str]:
+def bind_generate(
+    model: PreTrainedModel, make_layer: MakeLayer | None, loop: DecodeLoop | None
+) -> list[str]:
     """Give this instance refusals, its own cache preparation unless make_layer is None, and with it
-    attnplug's decode loop if `loop`. Returns the names of the attributes that were set, which
+    attnplug's decode loop if there is one. Returns the names of the attributes that were set, which
     `unbind_generate` deletes again."""
     names = []
     if make_layer is not None and hasattr(model, CACHE_METHOD):
@@ -55,14 +54,13 @@ def bind_generate(model: PreTrainedModel, make_layer: MakeLayer | None, *, loop:
         if hasattr(type(model), PREFILL_METHOD) and PREFILL_METHOD not in vars(model):
             vars(model)[PREFILL_METHOD] = MethodType(_prefill, model)
             names.append(PREFILL_METHOD)
-        if loop:
-            vars(model)[LOOP] = DecodeLoop()
-            vars(model)[GENERATE_METHOD] = MethodType(_generate, model)
-            names += [LOOP, GENERATE_METHOD]
-    for name in BATCHING_METHODS:
-        if hasattr(model, name):
-            vars(model)[name] = _refuse_batching
-            names.append(name)
+        if loop is not None:
+            vars(model)[LOOP] = loop
+            names.append(LOOP)
+    if GENERATE_METHOD not in vars(model) and (LOOP in names or is_split(model)):
+        vars(model)[GENERATE_METHOD] = MethodType(_generate, model)
+        names += [GENERATE_METHOD, LOCAL]
+    names += bind_batching(model)
     vars(model)[SWITCH_METHOD] = _refuse_switch
     return [*names, SWITCH_METHOD]
 
@@ -79,14 +77,22 @@ def own_cache(model: PreTrainedModel) -> str:
     return ""
 
 
-def last_loop(model: PreTrainedModel) -> str:
-    """Why the last call of generate decoded with transformers' loop, "" where it did not."""
+def last_call(model: PreTrainedModel) -> tuple[str, str]:
+    """Of the last call of generate, why it decoded with transformers' loop, "" where it did not,
+    and what its steps have fused, "" where nobody asked them to."""
     loop: DecodeLoop | None = vars(model).get(LOOP)
-    return "" if loop is None else loop.why_not
+    if loop is None:
+        return "", ""
+    if getattr(vars(model).get(GENERATE_METHOD), "__func__", None) is not _generate:
+        return "generate was replaced since, as pickle does; remove the policy and apply it", ""
+    return loop.why_not, "" if loop.why_not or loop.fusion is None else str(loop.fusion)
 
 
 def unbind_generate(model: PreTrainedModel, names: list[str]) -> None:
-    """Undo `bind_generate`."""
+    """Undo `bind_generate`, and what its loop has done to the weights."""
+    loop: DecodeLoop | None = vars(model).get(LOOP)
+    if loop is not None and loop.fusion is not None:
+        loop.fusion.unpack()
     for name in names:
         vars(model).pop(name, None)  # someone may have taken it off already
 
@@ -132,13 +138,15 @@ def _prepare_cache_for_generation(
 
 @functools.wraps(MIXIN.generate)
 def _generate(model: Any, *args: Any, **kwargs: Any) -> Any:
-    """generate, told of attnplug's loop where its arguments allow it."""
-    arguments = ARGUMENTS.bind(model, *args, **kwargs).arguments
-    why = unserved_arguments(model, arguments, OURS)
-    vars(model)[LOOP].why_not = why
-    if not why:
-        kwargs["custom_generate"] = _decode
-    return type(model).generate(model, *args, **kwargs)
+    """generate, told of attnplug's loop where its arguments allow it, and with plain weights."""
+    loop: DecodeLoop | None = vars(model).get(LOOP)
+    if loop is not None:
+        arguments = ARGUMENTS.bind(model, *args, **kwargs).arguments
+        loop.why_not = unserved_arguments(model, arguments, OURS)
+        if not loop.why_not:
+            kwargs["custom_generate"] = _decode
+    with local_weights(model):
+        return type(model).generate(model, *args, **kwargs)
 
 
 @functools.wraps(MIXIN._sample)  # generate reads its signature
@@ -246,13 +254,6 @@ def _speculated(generation_config: Any, generation_mode: Any) -> int:
 
 def _croppable(cache: Cache) -> bool:
     return all(isinstance(layer, PlugLayer) for layer in cache.layers)
-
-
-def _refuse_batching(*args: Any, **kwargs: Any) -> NoReturn:
-    raise UnsupportedCallError(
-        "continuous batching replaces the model's attention and would drop the policy. Call "
-        "generate, or attnplug.remove(model) first."
-    )
 
 
 def _refuse_switch(*args: Any, **kwargs: Any) -> NoReturn:

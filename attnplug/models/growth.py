@@ -23,6 +23,12 @@ class Growth:
     config: PreTrainedConfig
     make_layer: MakeLayer
 
+    def layer(self, index: int, max_length: int) -> PlugLayer:
+        """A layer of a length that the next call, or the next turn, does not have."""
+        layer = self.make_layer(index, max_length)
+        layer.any_length = True
+        return layer
+
 
 class GrowingCache(PlugCache):
     """A PlugCache that gets longer layers where tokens would not fit.
@@ -37,7 +43,7 @@ class GrowingCache(PlugCache):
     @classmethod
     def begin(cls, cache: StaticCache, growth: Growth) -> "GrowingCache":
         """Of a fresh static cache, as `from_static`."""
-        made = cls.from_static(cache, growth.make_layer)
+        made = cls.from_static(cache, growth.layer)
         made.growth = growth
         return made
 
@@ -64,7 +70,7 @@ class GrowingCache(PlugCache):
             return
         size = max(length, had + max(had // 4, LEAST_GROWTH))
         static = StaticCache(self.growth.config, max_cache_len=size)
-        longer = PlugCache.from_static(static, self.growth.make_layer)
+        longer = PlugCache.from_static(static, self.growth.layer)
         pairs = list(zip(self.layers, longer.layers, strict=True))
         windows = [_longer_window(*pair) for pair in pairs]  # raises before anything has moved
         for index, window in enumerate(windows):  # one by one: an old layer's memory is freed

@@ -35,12 +35,13 @@ PolicyT = TypeVar("PolicyT", bound=Serves, covariant=True)
 class Binding(Generic[PolicyT]):
     """What `apply` decided for one attention module: its policy, or why it stays dense or was
     chosen, and the model's own attention ("sdpa" or "eager") for the case that it stays dense.
-    `trace_to` is set while a trace is recorded."""
+    `trace_to` is set while a trace is recorded, `pieces` while a prompt runs in pieces."""
 
     policy: PolicyT | None
     reason: str
     stock: str
     trace_to: EdgeWriter | None = None
+    pieces: Any = None
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Register attnplug's names: a model that was saved whole may be read where `apply` has
@@ -154,12 +155,17 @@ def plug_attention(
 ) -> tuple[torch.Tensor, None]:
     """transformers' attention function: runs the module's policy, or its own dense attention
     where `apply` or the mask says so. Returns `[B,T,Hq,D]` and no weights."""
-    _refuse(query, dropout, kwargs)
+    refuse_options(query, dropout, kwargs)
+    if kwargs.get("cache") is not None:
+        raise UnsupportedCallError(
+            "this manager of continuous batching was made before attnplug.apply and knows nothing "
+            "of the policy: stop it, and make another one."
+        )
     binding: Binding[Serves] | None = getattr(module, BINDING, None)
     state = attnplug_state
     if isinstance(state, PlugLayer) and query.shape[2] > 1:  # steps defer their write by it
         state.note_buffers(key, value)
-    query, key, value = _as_autocast(query, key, value, state)
+    query, key, value = as_autocast(query, key, value, state)
     key, value, lengths = _valid_part(query, key, value, state, attnplug_fresh)
     call = AttentionCall(
         query,
@@ -176,7 +182,7 @@ def plug_attention(
         _refuse_unknown_keys(module, query, key)
     if binding is None or binding.policy is None or not compact or _exotic(kwargs):
         call.flush()
-        return _stock(module, binding, call, attention_mask, compact, kwargs)
+        return stock_attention(module, binding, call, attention_mask, compact, kwargs)
     if query.dtype == torch.float64:
         raise UnsupportedCallError(
             "attnplug computes in float32, float16 or bfloat16, and this model was cast to float64 "
@@ -188,7 +194,8 @@ def plug_attention(
     return out.transpose(1, 2).contiguous(), None
 
 
-def _refuse(query: torch.Tensor, dropout: float, kwargs: dict[str, Any]) -> None:
+def refuse_options(query: torch.Tensor, dropout: float, kwargs: dict[str, Any]) -> None:
+    """Raise for what no attention of attnplug serves: gradients, dropout, attention weights."""
     if torch.is_grad_enabled() and query.requires_grad:
         raise GradientError(
             "attnplug is inference only, and this forward pass records gradients. Call the model "
@@ -203,14 +210,9 @@ def _refuse(query: torch.Tensor, dropout: float, kwargs: dict[str, Any]) -> None
             "output_attentions=True: attnplug never builds the attention matrix. Remove the policy "
             "(attnplug.remove) and load the model with attn_implementation='eager' to see it."
         )
-    if kwargs.get("cache") is not None:
-        raise UnsupportedCallError(
-            "continuous batching hands attention a paged cache, which attnplug does not serve. "
-            "Call generate, or remove the policy first."
-        )
 
 
-def _as_autocast(
+def as_autocast(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, state: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The three in autocast's dtype where it is on, as sdpa casts them: rotary embeddings leave
@@ -269,7 +271,7 @@ def _exotic(kwargs: dict[str, Any]) -> bool:
     return kwargs.get("position_bias") is not None or kwargs.get("is_causal") is False
 
 
-def _stock(
+def stock_attention(
     module: torch.nn.Module,
     binding: Binding[Serves] | None,
     call: AttentionCall,

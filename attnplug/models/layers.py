@@ -2,6 +2,7 @@
 
 import inspect
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -114,6 +115,13 @@ def _weights(module: torch.nn.Module) -> list[torch.Tensor]:
     return [*module.parameters(), *module.buffers()]
 
 
+def config_heads(config: PreTrainedConfig) -> tuple[int, int, int]:
+    """Query heads, KV heads and head dimension of a decoder's config, all ranks together."""
+    heads = config.num_attention_heads
+    dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    return heads, getattr(config, "num_key_value_heads", None) or heads, dim
+
+
 def _heads(module: torch.nn.Module) -> tuple[int, int]:
     """Query heads and KV heads, of all ranks together."""
     config = _config(module)
@@ -134,9 +142,29 @@ def _shape(module: torch.nn.Module, weights: list[torch.Tensor], split: Split | 
         head_dim=head_dim or (hidden // heads if heads else 0),
         softcap=softcap or 0.0,
         sinks=hasattr(module, "sinks"),
-        # torch.ao packs weights on the CPU only, so a model without any tensor runs there.
-        device=weights[0].device if weights else torch.device("cpu"),
+        device=_device(module, weights),
     )
+
+
+def _device(module: torch.nn.Module, weights: list[torch.Tensor]) -> torch.device:
+    """Where the module computes: where its weights are, or, where accelerate has offloaded them,
+    where its hooks bring them."""
+    if not weights:
+        return torch.device("cpu")  # torch.ao packs weights on the CPU only
+    if weights[0].is_meta:
+        return next(_hooked_devices(module), weights[0].device)
+    return weights[0].device
+
+
+def _hooked_devices(module: torch.nn.Module) -> Iterator[torch.device]:
+    """The devices that accelerate's hooks have a module's parts compute on."""
+    for part in module.modules():
+        hook = getattr(part, "_hf_hook", None)
+        for each in getattr(hook, "hooks", [hook]):
+            device = getattr(each, "execution_device", None)
+            if device is not None:
+                number = type(device) is int
+                yield torch.device("cuda", device) if number else torch.device(device)
 
 
 def _kind(module: torch.nn.Module, index: int) -> str:

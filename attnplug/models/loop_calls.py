@@ -17,9 +17,7 @@ from transformers.generation.configuration_utils import GenerationMode
 
 from attnplug.models.cache import PlugCache, PlugLayer
 
-# Where the loop has been seen to give transformers' tokens. "cuda" joins when the gpu tests of
-# tests/models/test_decode_loop.py have passed on one.
-DEVICES = frozenset({"cpu"})
+DEVICES = frozenset({"cpu", "cuda"})  # where the loop has been seen to give transformers' tokens
 # What transformers' loop calls of a model between two tokens, and this loop does not call.
 OWN_METHODS = (
     "generate",

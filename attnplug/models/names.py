@@ -5,6 +5,10 @@ ATTENTION_NAME = "attnplug"
 # The same attention for a config whose own is eager: its model may do sums with the masks.
 ADDITIVE_NAME = "attnplug_additive"
 ATTENTION_NAMES = (ATTENTION_NAME, ADDITIVE_NAME)
+PIECES_NAME = "attnplug_pieces"  # while a prompt runs in pieces; it has no mask function
+# That of continuous batching. transformers leaves the masks out where a name has "flash" in it; the
+# second is how 5.17 and 5.18 write it.
+PAGED_NAMES = ("attnplug_flash", "paged|attnplug_flash")
 CACHE_ARGUMENTS = ("past_key_values", "layer_past")  # the latter in GPT-NeoX and GPTBigCode
 STATE_ARGUMENT = "attnplug_state"
 FRESH_ARGUMENT = "attnplug_fresh"

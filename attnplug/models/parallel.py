@@ -1,7 +1,9 @@
 """What a rank holds of a model that transformers has split over several: which attention layers are
-split by heads, and how many heads that leaves."""
+split by heads, how many heads that leaves, and its part of the weights."""
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +12,7 @@ import torch
 from attnplug.errors import UnsupportedModelError
 
 PROJECTIONS = ("k_proj", "qkv_proj", "query_key_value")  # whose output has the keys
+LOCAL = "_attnplug_local_weights"
 SPLIT = ("colwise", "packed_colwise")  # plan styles that leave each rank its own part of the output
 
 
@@ -42,12 +45,28 @@ class Split:
         )
 
 
+def is_split(model: torch.nn.Module) -> bool:
+    """Whether tensor parallelism has split a model over ranks."""
+    return (getattr(model, "_tp_size", None) or 1) > 1
+
+
+def tensor_parallel_group(model: torch.nn.Module) -> tuple[list[int], int]:
+    """The ranks that tensor parallelism has split a model over, and which of them this process is:
+    ([0], 0) where it is one process's."""
+    if not is_split(model):
+        return [0], 0
+    mesh: Any = model._device_mesh
+    if mesh.ndim > 1:
+        mesh = mesh["tp"]
+    return mesh.mesh.flatten().tolist(), mesh.get_local_rank()
+
+
 def split_of(model: torch.nn.Module, name: str, heads_q: int, heads_kv: int) -> Split | None:
     """How tensor parallelism has split an attention layer of so many heads, None where the model is
     one process's. Raises UnsupportedModelError where the ranks cannot share its heads evenly."""
-    ranks = getattr(model, "_tp_size", None) or 1
-    if ranks == 1:
+    if not is_split(model):
         return None
+    ranks: int = model._tp_size  # pyright: ignore[reportAssignmentType]
     split = Split(ranks, _by_heads(model, name), heads_q, heads_kv)
     if split.by_heads and (heads_q % ranks or heads_kv % ranks):
         raise UnsupportedModelError(
@@ -64,3 +83,47 @@ def _by_heads(model: Any, name: str) -> bool:
     generic = re.sub(r"\.\d+(?=\.|$)", ".*", name)
     plan = model.tp_plan or {}
     return any(plan.get(f"{generic}.{projection}") in SPLIT for projection in PROJECTIONS)
+
+
+@contextmanager
+def local_weights(model: torch.nn.Module) -> Iterator[None]:
+    """Within it the linear layers of a model under tensor parallelism have this rank's part of
+    their weights as plain parameters. Without gradients they compute with these anyway, and the
+    host of a compiled step takes every DTensor apart at every call.
+
+    Nothing that looks at parameters, as saving does, belongs inside. The plain parameters are the
+    same objects each time, so that code compiled inside is not compiled again. Other models stay
+    as they are.
+    """
+    local = _local_weights(model)
+    for module, name, _, plain in local:
+        module._parameters[name] = plain
+    try:
+        yield
+    finally:
+        for module, name, split, _ in local:
+            module._parameters[name] = split
+
+
+LocalWeight = tuple[torch.nn.Module, str, torch.nn.Parameter, torch.nn.Parameter]
+
+
+def _local_weights(model: torch.nn.Module) -> list[LocalWeight]:
+    """(module, name, parameter, this rank's part of it as a parameter) of each linear layer's."""
+    if not is_split(model) or (getattr(model, "_fsdp_size", None) or 1) > 1:
+        return []
+    known: list[LocalWeight] = vars(model).get(LOCAL, [])
+    if not known or any(module._parameters[name] is not split for module, name, split, _ in known):
+        known = vars(model)[LOCAL] = list(_find_local_weights(model))
+    return known
+
+
+def _find_local_weights(model: torch.nn.Module) -> Iterator[LocalWeight]:
+    from torch.distributed.tensor import DTensor
+
+    for module in model.modules():
+        if isinstance(module, torch.nn.Linear):
+            for name, split in module._parameters.items():
+                if isinstance(split, DTensor):
+                    plain = torch.nn.Parameter(split.to_local(), requires_grad=False)
+                    yield module, name, split, plain

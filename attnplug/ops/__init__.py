@@ -9,6 +9,7 @@ from attnplug.ops.dense.dense_decode import dense_decode
 from attnplug.ops.gather.block_bounds import block_bounds
 from attnplug.ops.gather.gather_attention import gather_attention
 from attnplug.ops.gather.gather_decode import gather_decode
+from attnplug.ops.gather.page_bounds import page_bounds
 from attnplug.ops.gather.select_blocks import select_blocks
 from attnplug.ops.gather.tiered_decode import ResidentBlocks, tiered_decode
 from attnplug.ops.gvr.gather_tokens_attention import gather_tokens_attention
@@ -42,6 +43,7 @@ __all__ = [
     "gather_tokens_attention",
     "measure_blocks",
     "merge_block_rows",
+    "page_bounds",
     "quantize_kv",
     "query_sparse_attention",
     "score_tokens",

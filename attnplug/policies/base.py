@@ -2,11 +2,11 @@
 
 import dataclasses
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from attnplug.call import AttentionCall, Edges, LayerShape, Reads
+from attnplug.call import AttentionCall, Edges, LayerShape, PagedCall, Reads
 from attnplug.deprecated import old_names
 from attnplug.errors import PolicyError
 
@@ -50,6 +50,11 @@ class Phase:
         """The key blocks that serving this call reads; None where it reads all of them."""
         return None
 
+    def query_grid(self) -> int | None:
+        """A prefill that is cut at multiples of so many queries comes out as it does uncut; None
+        where it may not be cut."""
+        return None
+
     def resolve(self, slot: str, shape: LayerShape, layers: int) -> tuple["Phase", str]:
         """The method that is to serve a layer's `slot`, "prefill" or "decode", in this one's place,
         and why: for a method that only chooses. `layers` like it are on the layer's device."""
@@ -66,6 +71,27 @@ class Phase:
     def cache_layer(self, max_length: int) -> "PlugLayer | None":
         """The cache layer with this method's state, or None where it needs none."""
         return None
+
+    def pages_refusal(self) -> str | None:
+        """Why this method cannot decode from a paged cache, as continuous batching has it (`dense`
+        then does), or None."""
+        return "needs rows of a cache of its own"
+
+    def page_state(self, k: torch.Tensor) -> Any:
+        """What this method keeps beside one layer's pages `k [pages,Hkv,page,D]`, or None."""
+        return None
+
+    def page_share(self, itemsize: int) -> float:
+        """The bytes of `page_state`, as a share of those of keys and values."""
+        return 0.0
+
+    def note_pages(self, k: torch.Tensor, state: Any, slots: torch.Tensor) -> None:
+        """Called after keys were written or copied to the `slots` `[N]` of one layer's pages: page
+        times its size, plus the place in it."""
+
+    def attend_pages(self, call: PagedCall) -> torch.Tensor:
+        """The attention output `[R,Hq,1,D]` of a decode step over pages."""
+        raise NotImplementedError(f"{type(self).__name__} has no attend_pages")
 
     def check(self, option: str, valid: bool, needed: str) -> None:
         """Raise PolicyError unless the option's value is `valid`; `needed` says what is."""

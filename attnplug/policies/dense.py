@@ -6,12 +6,12 @@ device. Decode is `dense_decode`, which reads only the valid part of a static ca
 """
 
 import dataclasses
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from attnplug.call import AttentionCall, causal_mask
+from attnplug.call import AttentionCall, PagedCall, causal_mask
 from attnplug.errors import UnsupportedCallError
 from attnplug.models.sync import may_sync
 from attnplug.ops import dense_decode, query_sparse_attention
@@ -34,6 +34,9 @@ class Dense(Phase):
     name: ClassVar[str] = "dense"
     phases: ClassVar[frozenset[str]] = frozenset({"prefill", "decode"})
 
+    def query_grid(self) -> int:
+        return 1
+
     def attend(self, call: AttentionCall) -> torch.Tensor:
         queries = call.q.shape[2]
         if known_below(queries, MAX_DECODE_QUERIES + 1):
@@ -48,6 +51,14 @@ class Dense(Phase):
         if plain and call.q.device.type == "cpu":
             return _sdpa(call, causal_mask(call))
         return _flash(call)
+
+    def pages_refusal(self) -> str | None:
+        return None
+
+    def attend_pages(self, call: PagedCall) -> torch.Tensor:
+        where: dict[str, Any] = {"table": call.table, "lengths": call.lengths}
+        out, _ = dense_decode(call.q, call.k, call.v, **call.options, **where)
+        return out
 
 
 def exporting() -> bool:

@@ -14,15 +14,17 @@ from typing import Any, ClassVar
 
 import torch
 
-from attnplug.call import AttentionCall, LayerShape, Reads
+from attnplug.call import AttentionCall, LayerShape, PagedCall, Reads
 from attnplug.ops import (
     ResidentBlocks,
     gather_attention,
     gather_decode,
+    page_bounds,
     select_blocks,
     tiered_decode,
 )
 from attnplug.ops.common.checks import BLOCKS
+from attnplug.ops.gather.page_bounds import empty_page_bounds
 from attnplug.ops.gather.select_blocks import MAX_BLOCKS, SCORINGS
 from attnplug.policies._gather_layers import Form, GatherLayer, HostGatherLayer
 from attnplug.policies._reads import query_positions, read_blocks
@@ -193,6 +195,61 @@ class Gather(DenseBelow):
         if not count:
             layer.cumulative_length.add_(1)
         return out
+
+    def pages_refusal(self) -> str | None:
+        return None if self.kv == "gpu" else "with kv='host' needs rows of a cache of its own"
+
+    def page_state(self, k: torch.Tensor) -> torch.Tensor | None:
+        """Summaries by physical block, so that requests share them as they share pages. INT8 bounds
+        are of a row, and exact ones stand in for them."""
+        parts, dtype = self._page_form
+        if k.shape[2] % self.block:
+            return None
+        return empty_page_bounds(k, self.block, parts, dtype=dtype)
+
+    def page_share(self, itemsize: int) -> float:
+        parts, dtype = self._page_form
+        return parts / (2 * self.block) / (1 if dtype is None else itemsize)
+
+    @property
+    def _page_form(self) -> Form:
+        if self.scoring == "spread":
+            return 2, torch.uint8
+        return 1 if self.scoring == "mean" else 2, None
+
+    def note_pages(self, k: torch.Tensor, state: torch.Tensor | None, slots: torch.Tensor) -> None:
+        if state is not None:
+            page_bounds(k, state, slots, block=self.block)
+
+    def attend_pages(self, call: PagedCall) -> torch.Tensor:
+        limit, kept = self.crossover(call.q.device), self.sink + self.local + self.k
+        if call.state is None or call.room < limit:
+            return Dense().attend_pages(call)
+        whole = limit <= kept * self.block  # of short rows all is kept anyway
+        lengths = call.lengths
+        out, _ = gather_decode(
+            call.q,
+            call.k,
+            call.v,
+            None,
+            None,
+            call.state,
+            None,
+            lengths if whole else lengths.where(lengths >= limit, 0),
+            block=self.block,
+            top_k=self.k,
+            sink=self.sink,
+            local=self.local,
+            scoring=self.scoring,
+            table=call.table,
+            **call.options,
+        )
+        if whole:
+            return out
+        short = call.table[:, : -(-limit // call.k.shape[2])]
+        rest = lengths.where(lengths < limit, 0)
+        dense = Dense().attend_pages(dataclasses.replace(call, table=short, lengths=rest))
+        return torch.where((lengths >= limit)[:, None, None, None], out, dense)
 
     def reads(self, call: AttentionCall) -> Reads | None:
         layer = self._own_layer(call)

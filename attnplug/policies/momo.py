@@ -110,9 +110,21 @@ class Momo(DenseBelow):
     def measured_crossover(self, kind: str) -> int:
         return max(CROSSOVER_FLOOR[kind], CROSSOVER_FACTOR[kind] * self.top_k * self.block)
 
+    def density(self, tokens: int) -> float:
+        """The share of a causal prefill's keys that a query reads, as the paper counts it (its
+        equation 9 is 1 less this): the listed blocks, the sink, the window, and the dense rows
+        spread over the gamma queries that each of them stands for."""
+        read = self.block * (self.top_k + self.sink) + self.window + tokens / self.gamma
+        return min(1.0, read / tokens)
+
     def note(self, shape: LayerShape) -> str:
-        tokens = self.crossover(shape.device)
-        return f"dense in prefills below {tokens:,} tokens" if tokens else ""
+        least = self.crossover(shape.device)
+        tokens = max(131072, least)
+        density = f"density {self.density(tokens):.1%} at {tokens:,}"
+        return f"dense in prefills below {least:,} tokens; {density}" if least else density
+
+    def query_grid(self) -> int:
+        return self.query_block
 
     def is_short(self, call: AttentionCall) -> bool:
         """Whether dense attention is faster: the prefill that the call is a part of is short, as

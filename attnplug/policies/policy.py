@@ -60,6 +60,35 @@ class Policy:
             call.trace_to.emit(call, self.trace.observe(call, phase))
         return out
 
+    @property
+    def page_phase(self) -> Phase:
+        """The method that decodes from a paged cache."""
+        assert self.decode is not None  # filled by __post_init__
+        return Dense() if self.decode.pages_refusal() else self.decode
+
+    def attend_prompt(self, call: AttentionCall) -> torch.Tensor:
+        """Serve a prompt of continuous batching, or a piece of one. Its other requests decide how
+        it is cut, so that a method which is not exact serves prompts that come whole."""
+        assert self.prefill is not None  # filled by __post_init__
+        return (self.prefill if call.whole else Dense()).attend(call)
+
+    @property
+    def shares_pages(self) -> bool:
+        """Whether a prompt's keys are the same however the prompt is cut, so that requests may
+        share its pages."""
+        return self.prefill == Dense()
+
+    @property
+    def batching_notes(self) -> list[str]:
+        """What continuous batching serves otherwise than `generate` does."""
+        assert self.prefill is not None and self.decode is not None  # filled by __post_init__
+        notes, why = [], self.decode.pages_refusal()
+        if not self.shares_pages:
+            notes.append(f"{self.prefill.name} serves prompts that come whole, dense serves pieces")
+        if why:
+            notes.append(f"{self.decode.name} {why}: dense decodes")
+        return notes
+
     def __str__(self) -> str:
         prefill, decode = self.prefill, self.decode
         assert prefill is not None and decode is not None  # filled by __post_init__

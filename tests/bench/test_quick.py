@@ -45,7 +45,7 @@ def test_a_step_runs_the_method_and_sees_the_tokens(name, monkeypatch):
     method = methods()[name](**({} if name == "dense" else {"min_tokens": 0}))
     call, k, v = quick.decode_call(HEADS, TINY, 192, method, 0)
     assert call.lengths is not None and call.lengths.item() == call.k.shape[2] == 192
-    wanted = quick._sdpa("sdpa", call.q, k, v, call.scale, False)
+    wanted = quick.attend_by_torch("sdpa", call.q, k, v, call.scale, False)
     if name == "sketch":  # its basis is made of a prompt's queries
         assert call.state.is_fitted and call.state.recent is not None
     if name != "dense":

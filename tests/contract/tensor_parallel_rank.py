@@ -9,11 +9,14 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import transformers
+from torch._dynamo.backends.debugging import aot_eager
+from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
 
 import attnplug
 from attnplug import trace
+from attnplug.models.parallel import local_weights
 
 TOKENS, NEW, PADDED = 70, 5, 13
 
@@ -78,6 +81,46 @@ def trace_of(model, path: Path) -> list[int]:
     return [meta["heads"], meta["kv_heads"]]
 
 
+@torch.no_grad()
+def steps_of(model, policy: str, compiled: bool) -> list[int]:
+    """The tokens of a prompt's first steps in a loop of one's own, and that compiled code takes
+    plain weights where `local_weights` gives them."""
+    ids = torch.randint(2, 97, (1, TOKENS), generator=torch.Generator().manual_seed(5))
+    weights: list[int] = []
+
+    def backend(graph, inputs):
+        weights.append(sum(isinstance(x, DTensor) and x.dim() > 1 for x in inputs))
+        return aot_eager(graph, inputs)
+
+    torch.compiler.reset()
+    step = torch.compile(model, fullgraph=True, backend=backend) if compiled else model
+    with attnplug.applied(model, policy):
+        cache = attnplug.make_cache(model, TOKENS + NEW)
+        tokens = [model(ids, past_key_values=cache).logits[:, -1:].argmax(-1)]
+        for _ in range(NEW - 1):
+            tokens.append(step(tokens[-1], past_key_values=cache).logits[:, -1:].argmax(-1))
+    if compiled:
+        assert len(weights) <= 2, f"compiled {len(weights)} times"
+        linear = [m.weight for m in model.modules() if isinstance(m, torch.nn.Linear)]
+        plain = not any(isinstance(weight, DTensor) for weight in linear)
+        # The embedding table's DTensor stays: transformers needs it to be one.
+        assert (weights[-1] <= 1) == plain
+    return torch.cat(tokens).flatten().tolist()
+
+
+def compiled_steps_of(model, policy: str) -> bool:
+    """Whether compiled steps give the tokens of those that are not, with weights of both kinds; and
+    whether the split weights are back."""
+    wanted = steps_of(model, policy, compiled=False)
+    before = dict(model.named_parameters())
+    found = [steps_of(model, policy, compiled=True)]
+    with local_weights(model):
+        found.append(steps_of(model, policy, compiled=True))
+    after = dict(model.named_parameters())
+    restored = all(after[name] is parameter for name, parameter in before.items())
+    return found == [wanted, wanted] and restored
+
+
 def main(folder: Path) -> None:
     transformers.logging.set_verbosity_error()
     torch.set_num_threads(1)
@@ -90,6 +133,7 @@ def main(folder: Path) -> None:
         if asked.get("full"):
             told["sketch"] = picks_of(model)
             told["trace"] = trace_of(model, folder / f"{name}-{rank}.parquet")
+        told["compiled"] = [compiled_steps_of(model, x) for x in asked.get("compiled", [])]
         found[name] = told
     (folder / f"found-{rank}.json").write_text(json.dumps(found))
     dist.barrier()

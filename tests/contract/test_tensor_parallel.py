@@ -34,7 +34,8 @@ def test_every_method_gives_the_tokens_of_one_process(tmp_path):
     odd = tiny_model(hidden_size=96, num_attention_heads=6, num_key_value_heads=3)
     one_head = tiny_model(num_attention_heads=4, num_key_value_heads=1)
     models = {"tiny": model, "odd": odd, "one-head": one_head}
-    asked = {"tiny": {"policies": policies, "full": True}}
+    compiled = [CASES[name].policy for name in ("dense", "gather")]
+    asked = {"tiny": {"policies": policies, "full": True, "compiled": compiled}}
     asked |= {name: {"policies": []} for name in ("odd", "one-head")}
     wanted = {policy: tokens_of(model, policy) for policy in policies}
     picked = picks_of(model)
@@ -42,6 +43,7 @@ def test_every_method_gives_the_tokens_of_one_process(tmp_path):
     for found in ask(tmp_path, models, asked):
         assert found["tiny"]["sketch"] == picked | {"heads": 2}
         assert found["tiny"]["tokens"] == wanted
+        assert found["tiny"]["compiled"] == [True, True]
         assert found["tiny"]["trace"] == [2, 1]
         assert found["tiny"]["report"] == {
             "says": "tensor parallel: each of 2 ranks holds 2 of 4 query heads and 1 of 2 KV heads",

@@ -170,13 +170,16 @@ def test_below_the_crossover_it_is_dense(device):
     assert not torch.equal(dataclasses.replace(MOMO, min_tokens=100).attend(c), Dense().attend(c))
 
 
-def test_the_note_names_the_crossover():
+def test_the_note_names_the_crossover_and_the_papers_density():
     shape = LayerShape(4, 2, 64, 0.0, False, torch.device("cpu"))
-    assert (
-        dataclasses.replace(MOMO, min_tokens=4096).note(shape)
-        == "dense in prefills below 4,096 tokens"
-    )
-    assert MOMO.note(shape) == ""
+    late = Momo(gamma=16, min_tokens=4096)
+    # B_k K + S + W + C / gamma of C tokens, the paper's equation 9
+    density = f"density {(64 * 128 + 64 + 0 + 131072 / 16) / 131072:.1%} at 131,072"
+    assert late.note(shape) == f"dense in prefills below 4,096 tokens; {density}"
+    forced = Momo(min_tokens=0, sink=0, window=64)  # a window counts as much as a sink's block
+    assert forced.note(shape) == density
+    assert dataclasses.replace(late, min_tokens=1 << 20).note(shape).endswith("at 1,048,576")
+    assert Momo().density(1000) == 1.0 and Momo().density(1 << 20) < 0.0704
 
 
 @pytest.mark.parametrize("limit", [1, 10_000])

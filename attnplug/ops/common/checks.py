@@ -8,6 +8,7 @@ import torch
 
 from attnplug.errors import ArgumentError
 from attnplug.ops.common.define import require
+from attnplug.ops.common.pages import capacity, check_table
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 HEAD_DIMS = (64, 80, 96, 128, 256)
@@ -15,12 +16,21 @@ BLOCKS = (16, 32, 64, 128)  # keys a block
 
 
 def check_attention_inputs(
-    name: str, q: torch.Tensor | None, k: torch.Tensor, v: torch.Tensor | None = None
+    name: str,
+    q: torch.Tensor | None,
+    k: torch.Tensor,
+    v: torch.Tensor | None = None,
+    table: torch.Tensor | None = None,
 ) -> None:
-    """The checks every attention op makes of q `[B,Hq,T,D]` and k, v `[B,Hkv,S,D]`.
+    """The checks every attention op makes of q `[B,Hq,T,D]` and k, v `[B,Hkv,S,D]`; with a `table`
+    of pages, k, v `[pages,Hkv,page,D]`.
 
     An op that has no q or no v passes None for it.
     """
+    check_table(name, table, k if q is None else q, None if q is None else q.shape[0])
+    for label, pages in (("k", k), ("v", v)) if table is not None else ():
+        copied = pages is not None and pages.stride(-1) != 1  # a cache of many sequences
+        require(not copied, name, f"{label} has a stride other than 1 in D, which pages may not")
     first, model = ("k", k) if q is None else ("q", q)  # the others must match this one
     for label, tensor in (("q", q), ("k", k), ("v", v)):
         if tensor is None:
@@ -41,7 +51,7 @@ def check_attention_inputs(
     if v is not None and k.shape != v.shape:
         raise ArgumentError(f"{name}: k {tuple(k.shape)} and v {tuple(v.shape)} differ in shape")
     if q is not None:
-        _check_query_shape(name, q, k)
+        _check_query_shape(name, q, k, table is None)
     if k.shape[3] not in HEAD_DIMS:
         sizes = ", ".join(map(str, HEAD_DIMS))
         raise ArgumentError(f"{name}: head dimension {k.shape[3]} is not one of {sizes}")
@@ -51,8 +61,8 @@ def check_attention_inputs(
         )
 
 
-def _check_query_shape(name: str, q: torch.Tensor, k: torch.Tensor) -> None:
-    if q.shape[0] != k.shape[0]:
+def _check_query_shape(name: str, q: torch.Tensor, k: torch.Tensor, rows: bool) -> None:
+    if rows and q.shape[0] != k.shape[0]:
         raise ArgumentError(f"{name}: q has batch {q.shape[0]} but k has batch {k.shape[0]}")
     if q.shape[3] != k.shape[3]:
         raise ArgumentError(f"{name}: q has head dimension {q.shape[3]} but k has {k.shape[3]}")
@@ -65,19 +75,20 @@ def check_sequence_inputs(
     lengths: torch.Tensor | None,
     start: torch.Tensor | None,
     key_mask: torch.Tensor | None,
+    table: torch.Tensor | None = None,
 ) -> None:
     """The checks of the per-sequence tensors: `lengths` and `start`, [1] or [B], and `key_mask`
     [B,S] bool. An op that has no q passes None for it."""
     first, model = ("k", k) if q is None else ("q", q)
+    rows, size = model.shape[0], capacity(k, table)
     for label, tensor in (("lengths", lengths), ("start", start)):
         if tensor is None:
             continue
         if tensor.dtype not in (torch.int32, torch.int64):
             raise ArgumentError(f"{name}: {label} is {tensor.dtype}, needs int32 or int64")
-        if tensor.dim() != 1 or tensor.shape[0] not in (1, model.shape[0]):
+        if tensor.dim() != 1 or tensor.shape[0] not in (1, rows):
             raise ArgumentError(
-                f"{name}: {label} has shape {tuple(tensor.shape)}, needs [1] or [B] = "
-                f"[{model.shape[0]}]"
+                f"{name}: {label} has shape {tuple(tensor.shape)}, needs [1] or [B] = [{rows}]"
             )
         if tensor.device != model.device:
             raise ArgumentError(f"{name}: {label} is on {tensor.device}, {first} on {model.device}")
@@ -85,10 +96,9 @@ def check_sequence_inputs(
         return
     if key_mask.dtype != torch.bool:
         raise ArgumentError(f"{name}: key_mask is {key_mask.dtype}, needs bool")
-    if tuple(key_mask.shape) != (k.shape[0], k.shape[2]):
+    if tuple(key_mask.shape) != (rows, size):
         raise ArgumentError(
-            f"{name}: key_mask has shape {tuple(key_mask.shape)}, needs [B,S] = "
-            f"[{k.shape[0]}, {k.shape[2]}]"
+            f"{name}: key_mask has shape {tuple(key_mask.shape)}, needs [B,S] = [{rows}, {size}]"
         )
     if key_mask.device != model.device:
         raise ArgumentError(f"{name}: key_mask is on {key_mask.device}, {first} on {model.device}")

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from attnplug.errors import ArgumentError, GradientError
+from attnplug.ops.common.first_call import announced
 
 # Kept alive for the life of the process: torch forgets the ops when the Library is collected.
 LIBRARY = torch.library.Library("attnplug", "DEF")
@@ -33,8 +34,8 @@ def define_op(
     """
     name = schema.partition("(")[0]
     LIBRARY.define(schema)
-    LIBRARY.impl(name, _run(allocate, cpu), "CPU")
-    LIBRARY.impl(name, _run_on_device(allocate, cuda), "CUDA")
+    LIBRARY.impl(name, _run(allocate, announced(cpu, name, "numba")), "CPU")
+    LIBRARY.impl(name, _run_on_device(allocate, announced(cuda, name, "Triton")), "CUDA")
     torch.library.register_fake(f"attnplug::{name}", allocate, lib=LIBRARY)
     return getattr(torch.ops.attnplug, name).default
 

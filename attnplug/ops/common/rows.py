@@ -7,6 +7,8 @@ import torch
 import triton
 import triton.language as tl
 
+from attnplug.ops.common.pages import capacity
+
 # Stands for "no key mask" in a numba reference.
 NO_MASK = np.empty((1, 0), np.bool_)
 
@@ -17,10 +19,13 @@ def row_step(tensor: torch.Tensor | None) -> int:
 
 
 def rows_on_cpu(
-    k: torch.Tensor, lengths: torch.Tensor | None, start: torch.Tensor | None
+    k: torch.Tensor,
+    lengths: torch.Tensor | None,
+    start: torch.Tensor | None,
+    table: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(lengths, start) as int64 `[B]`, both within the buffer."""
-    batch, size = k.shape[0], k.shape[2]
+    batch, size = (k if table is None else table).shape[0], capacity(k, table)
     lengths = torch.tensor([size]) if lengths is None else lengths.to(torch.int64)
     start = torch.tensor([0]) if start is None else start.to(torch.int64)
     lengths, start = lengths.clamp(0, size), start.clamp(0, size)

@@ -25,6 +25,7 @@ from attnplug.errors import ArgumentError
 from attnplug.ops.common.checks import check_attention_inputs, check_sequence_inputs, check_sinks
 from attnplug.ops.common.define import define_op, refuse_gradients
 from attnplug.ops.common.device import early, machine
+from attnplug.ops.common.pages import capacity, page_of, table_at, whole_rows
 from attnplug.ops.common.reference import reference_rows, sinks_on_cpu
 from attnplug.ops.common.rows import NO_MASK, mask_bytes, row_span, row_step, rows_on_cpu
 from attnplug.ops.common.sizes import cdiv, next_power_of_two
@@ -44,6 +45,7 @@ def dense_decode(
     window: int = 0,
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,
+    table: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Causal softmax attention of the last T tokens of a sequence over all its keys.
 
@@ -52,7 +54,8 @@ def dense_decode(
 
     Args:
         q: `[B, Hq, T, D]`, float32, float16 or bfloat16, any T >= 1 (made for T of 1 to about 16).
-        k, v: `[B, Hkv, S, D]` like q, Hkv dividing Hq; S is the size of the cache.
+        k, v: `[B, Hkv, S, D]` like q, Hkv dividing Hq; S is the size of the cache. With a table
+            pages `[pages, Hkv, page, D]`, and S is `P * page`.
         scale: factor on q.k, commonly `D ** -0.5`.
         lengths: int32 or int64 `[1]` or `[B]`, tokens that are valid in k and v, the T queries
             being the last of them: query t stands at `length - T + t`. None: all S. Slots from
@@ -62,6 +65,8 @@ def dense_decode(
         window: a query sees itself and the `window - 1` keys before it; 0: no window.
         softcap: scores become `softcap * tanh(score / softcap)`; 0: off.
         sinks: `[Hq]`, one more logit for each head, without a value.
+        table: int32 `[B, P]`, the pages of each row: key n is at `n % page` of page
+            `table[b, n // page]`. Entries past a row's length may be anything.
 
     Returns:
         out `[B, Hq, T, D]` of q's dtype and lse `[B, Hq, T]` float32. A query that sees no key
@@ -72,13 +77,16 @@ def dense_decode(
         GradientError: an input requires grad.
     """
     refuse_gradients("dense_decode", q, k, v, sinks)
-    return _dense_decode(q, k, v, scale, lengths, start, key_mask, window, softcap, sinks)
+    options = scale, lengths, start, key_mask, window, softcap, sinks
+    if table is not None:
+        return _dense_decode_paged(q, k, v, table, *options)
+    return _dense_decode(q, k, v, *options)
 
 
-def _allocate(q, k, v, scale, lengths, start, key_mask, window, softcap, sinks):
+def _allocate(q, k, v, scale, lengths, start, key_mask, window, softcap, sinks, table=None):
     name = "dense_decode"
-    check_attention_inputs(name, q, k, v)
-    check_sequence_inputs(name, q, k, lengths, start, key_mask)
+    check_attention_inputs(name, q, k, v, table)
+    check_sequence_inputs(name, q, k, lengths, start, key_mask, table)
     if window < 0:
         raise ArgumentError(f"{name}: window is {window}, needs 0 (none) or a number of keys")
     if not softcap >= 0:
@@ -124,14 +132,15 @@ def _reference(q, k, v, lengths, start, mask, window, sinks, scale, softcap, out
         )
 
 
-def _cpu(q, k, v, scale, lengths, start, key_mask, window, softcap, sinks, out, lse):
-    lengths, start = rows_on_cpu(k, lengths, start)
+def _cpu(q, k, v, scale, lengths, start, key_mask, window, softcap, sinks, out, lse, table=None):
+    lengths, start = rows_on_cpu(k, lengths, start, table)
     valid = int(lengths.max())
+    k, v = (x[:, :, :valid] if table is None else whole_rows(x, table, valid) for x in (k, v))
     result = torch.empty(out.shape, dtype=torch.float32)
     _reference(
         q.float().contiguous().numpy(),
-        k[:, :, :valid].float().numpy(),
-        v[:, :, :valid].float().numpy(),
+        k.float().numpy(),
+        v.float().numpy(),
         lengths.numpy(),
         start.numpy(),
         NO_MASK if key_mask is None else key_mask.numpy(),
@@ -167,6 +176,7 @@ def _attend(
     lengths,
     start,
     key_mask,
+    table,
     partial,
     scale,
     cap,
@@ -178,6 +188,7 @@ def _attend(
     k_strides,
     v_strides,
     mask_stride,
+    table_stride,
     GROUP: tl.constexpr,
     D: tl.constexpr,
     DP: tl.constexpr,
@@ -188,10 +199,11 @@ def _attend(
     WINDOWED: tl.constexpr,
     LENGTH_STEP: tl.constexpr,
     START_STEP: tl.constexpr,
+    PAGE: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """One block of rows of one KV head against one split of the keys it sees. DP is D padded to a
-    power of two."""
+    power of two. PAGE: keys a page of a table."""
     q_b, q_h, q_t = q_strides
     k_b, k_h, k_s = k_strides
     v_b, v_h, v_s = v_strides
@@ -223,8 +235,16 @@ def _attend(
     last = (split + 1) * tiles // splits
 
     n = tl.arange(0, TILE)
-    k_at = k + b * k_b + h.to(tl.int64) * k_h + n.to(tl.int64)[:, None] * k_s + d[None, :]
-    v_at = v + b * v_b + h.to(tl.int64) * v_h + n.to(tl.int64)[:, None] * v_s + d[None, :]
+    pages, row_table = 0, table
+    if table is None:
+        k_at = k + b * k_b + h.to(tl.int64) * k_h + n.to(tl.int64)[:, None] * k_s + d[None, :]
+        v_at = v + b * v_b + h.to(tl.int64) * v_h + n.to(tl.int64)[:, None] * v_s + d[None, :]
+    else:
+        k_at = k + h.to(tl.int64) * k_h + d[None, :]
+        v_at = v + h.to(tl.int64) * v_h + d[None, :]
+        row_table = table + b * table_stride
+        here = low + first * TILE + n
+        pages = page_of(row_table, here, here < high, PAGE)
     top = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, DP], tl.float32)
@@ -236,7 +256,12 @@ def _attend(
         at = low + i * TILE
         readable = at + n < high
         loadable = readable[:, None] & in_width[None, :]
-        key = tl.load(k_at + at.to(tl.int64) * k_s, mask=loadable, other=0.0)
+        if table is None:
+            key = tl.load(k_at + at.to(tl.int64) * k_s, mask=loadable, other=0.0)
+        else:
+            in_page = ((at + n) % PAGE).to(tl.int64)
+            key_at = k_at + (pages * k_b + in_page * k_s)[:, None]
+            key = tl.load(key_at, mask=loadable, other=0.0)
         s = tl.dot(query, key.T, input_precision="ieee") * scale
         if CAPPED:
             s = softcap(s, cap)
@@ -247,7 +272,15 @@ def _attend(
             seen = seen & (visible != 0)[None, :]
         s = tl.where(seen, s, float("-inf"))
         p, decay, top, total = online_softmax(s, top, total)
-        value = tl.load(v_at + at.to(tl.int64) * v_s, mask=loadable, other=0.0)
+        if table is None:
+            value = tl.load(v_at + at.to(tl.int64) * v_s, mask=loadable, other=0.0)
+        else:
+            in_page = ((at + n) % PAGE).to(tl.int64)
+            value_at = v_at + (pages * v_b + in_page * v_s)[:, None]
+            value = tl.load(value_at, mask=loadable, other=0.0)
+            # A tile ahead, as with the mask below: the keys' addresses need not wait for them.
+            following = at + TILE + n
+            pages = page_of(row_table, following, following < high, PAGE)
         if key_mask is not None:
             value = tl.where((visible != 0)[:, None], value, 0.0)  # 0 times a hidden NaN is NaN
             # A tile ahead: bytes cannot be copied asynchronously, the turn hides their latency.
@@ -306,11 +339,24 @@ def plan_for(
 
 
 def launch_dense_decode(
-    q, k, v, scale, lengths, start, key_mask, window, softcap, sinks, out, lse, plan=None
+    q,
+    k,
+    v,
+    scale,
+    lengths,
+    start,
+    key_mask,
+    window,
+    softcap,
+    sinks,
+    out,
+    lse,
+    plan=None,
+    table=None,
 ):
     """Run the kernels; tensors as in `dense_decode`, on a GPU or in Triton's interpreter."""
     batch, heads, queries, width = q.shape
-    kv_heads, size = k.shape[1], k.shape[2]
+    kv_heads, size = k.shape[1], capacity(k, table)
     pdl, dependent = early(q.device)
     if plan is None:
         plan = plan_for(
@@ -339,6 +385,7 @@ def launch_dense_decode(
         lengths=lengths,
         start=start,
         key_mask=key_mask,
+        table=table,
         partial=partial,
         scale=factor,
         cap=cap,
@@ -350,6 +397,7 @@ def launch_dense_decode(
         k_strides=k.stride()[:3],
         v_strides=v.stride()[:3],
         mask_stride=0 if key_mask is None else key_mask.stride(0),
+        table_stride=None if table is None else table.stride(0),
         GROUP=group,
         D=width,
         DP=next_power_of_two(width),
@@ -360,6 +408,7 @@ def launch_dense_decode(
         WINDOWED=window > 0,
         LENGTH_STEP=row_step(lengths),
         START_STEP=row_step(start),
+        PAGE=0 if table is None else k.shape[2],
         PDL=pdl,
         **{"num_warps": plan.warps},
     )
@@ -387,4 +436,14 @@ _dense_decode = define_op(
     allocate=_allocate,
     cpu=_cpu,
     cuda=launch_dense_decode,
+)
+
+
+_dense_decode_paged = define_op(
+    "dense_decode_paged(Tensor q, Tensor k, Tensor v, Tensor table, float scale, Tensor? lengths, "
+    "Tensor? start, Tensor? key_mask, int window, float softcap, Tensor? sinks) "
+    "-> (Tensor, Tensor)",
+    allocate=table_at(3, _allocate),
+    cpu=table_at(3, _cpu),
+    cuda=table_at(3, launch_dense_decode),
 )

@@ -30,7 +30,8 @@ from attnplug.ops.common.checks import (
 )
 from attnplug.ops.common.define import define_op, refuse_gradients
 from attnplug.ops.common.device import early, machine
-from attnplug.ops.common.reference import reference_kept, sinks_on_cpu
+from attnplug.ops.common.pages import capacity, page_rows, table_at
+from attnplug.ops.common.reference import reference_rows, sinks_on_cpu
 from attnplug.ops.common.rows import NO_MASK, mask_bytes, row_step, rows_on_cpu
 from attnplug.ops.common.sizes import cdiv, next_power_of_two
 from attnplug.ops.common.softmax import base_two
@@ -54,12 +55,14 @@ def gather_attention(
     key_mask: torch.Tensor | None = None,
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,
+    table: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Causal softmax attention of the last T tokens over the key blocks that each KV head keeps.
 
     Args:
         q: `[B, Hq, T, D]`, float32, float16 or bfloat16, made for T = 1.
-        k, v: `[B, Hkv, S, D]` like q, Hkv dividing Hq; S is the size of the cache.
+        k, v: `[B, Hkv, S, D]` like q, Hkv dividing Hq; S is the size of the cache. With a table
+            pages `[pages, Hkv, page, D]`, and S is `P * page`.
         index: int32 `[B, Hkv, T, K]`, blocks counted from `start`, none twice. -1 is passed over,
             and so are first and last blocks, and blocks after the query.
         scale: factor on q.k, commonly `D ** -0.5`.
@@ -72,6 +75,7 @@ def gather_attention(
         key_mask: bool `[B, S]`, False where a key must not be seen.
         softcap: scores become `softcap * tanh(score / softcap)`; 0: off.
         sinks: `[Hq]`, one more logit for each head, without a value.
+        table: int32 `[B, P]`, the pages of each row, as `dense_decode` has it.
 
     Returns:
         out `[B, Hq, T, D]` of q's dtype and lse `[B, Hq, T]` float32 (natural logarithm, sinks left
@@ -82,17 +86,18 @@ def gather_attention(
         GradientError: an input requires grad.
     """
     refuse_gradients("gather_attention", q, k, v, sinks)
-    return _gather_attention(
-        q, k, v, index, scale, block, sink, local, lengths, start, key_mask, softcap, sinks
-    )
+    options = scale, block, sink, local, lengths, start, key_mask, softcap, sinks
+    if table is not None:
+        return _gather_attention_paged(q, k, v, index, table, *options)
+    return _gather_attention(q, k, v, index, *options)
 
 
 def allocate_attention(
-    q, k, v, index, scale, block, sink, local, lengths, start, key_mask, softcap, sinks
+    q, k, v, index, scale, block, sink, local, lengths, start, key_mask, softcap, sinks, table=None
 ):
     name = "gather_attention"
-    check_attention_inputs(name, q, k, v)
-    check_sequence_inputs(name, q, k, lengths, start, key_mask)
+    check_attention_inputs(name, q, k, v, table)
+    check_sequence_inputs(name, q, k, lengths, start, key_mask, table)
     batch, heads, queries, width = q.shape
     wanted = (batch, k.shape[1], queries)
     if index.dim() != 4 or tuple(index.shape[:3]) != wanted or index.dtype != torch.int32:
@@ -147,7 +152,7 @@ def kept_keys(listed, position, start, mask, block, sink, local):
 
 @numba.njit(parallel=True, cache=True)
 def _reference(
-    q, k, v, index, lengths, start, mask, block, sink, local, sinks, scale, softcap, out, lse
+    q, k, v, table, index, lengths, start, mask, block, sink, local, sinks, scale, softcap, out, lse
 ):
     """Dense attention over the kept keys, for every (row, KV head, query) in parallel."""
     batch, heads, queries, _ = q.shape
@@ -161,11 +166,18 @@ def _reference(
         hidden = mask[b * len(mask) // batch]
         position = lengths[b] - queries + t
         kept = kept_keys(index[b, h, t], position, start[b], hidden, block, sink, local)
-        reference_kept(
+        keys = np.empty((2, len(kept), q.shape[3]), np.float32)
+        for i in range(len(kept)):
+            page, place = table[b, kept[i] // k.shape[2]], kept[i] % k.shape[2]
+            keys[0, i], keys[1, i] = k[page, h, place], v[page, h, place]
+        reference_rows(
             q[b, g : g + group, t : t + 1],
-            k[b, h],
-            v[b, h],
-            kept,
+            keys[0],
+            keys[1],
+            np.empty(0, np.bool_),
+            len(kept) - 1,
+            0,
+            0,
             sinks[g : g + group],
             scale,
             softcap,
@@ -175,15 +187,17 @@ def _reference(
 
 
 def attend_on_cpu(
-    q, k, v, index, scale, block, sink, local, lengths, start, key_mask, softcap, sinks, out, lse
-):
-    lengths, start = rows_on_cpu(k, lengths, start)
-    valid = int(lengths.max())
+    q, k, v, index, scale, block, sink, local, lengths, start, key_mask, softcap, sinks, out, lse,
+    table=None,
+):  # fmt: skip
+    lengths, start = rows_on_cpu(k, lengths, start, table)
+    k, v, table = page_rows(k, v, table, int(lengths.max()))
     result = torch.empty(out.shape, dtype=torch.float32)
     _reference(
         q.float().contiguous().numpy(),
-        k[:, :, :valid].float().numpy(),
-        v[:, :, :valid].float().numpy(),
+        k.numpy(),
+        v.numpy(),
+        table.numpy(),
         index.contiguous().numpy(),
         lengths.numpy(),
         start.numpy(),
@@ -240,12 +254,13 @@ def plan_for(
 
 
 class Step(NamedTuple):
-    """What `gather_decode` adds to a list of blocks: the token that is not in the cache yet,
-    whether to count it in `lengths`, and scores to pick from where no kernel has selected."""
+    """What `gather_decode` adds to a list of blocks: the token that is not in the cache yet (on
+    pages there is none), whether to count it in `lengths`, and scores to pick from where no kernel
+    has selected."""
 
-    new_k: torch.Tensor
-    new_v: torch.Tensor
-    progress: torch.Tensor
+    new_k: torch.Tensor | None
+    new_v: torch.Tensor | None
+    progress: torch.Tensor | None
     counts: bool
     scores: Scores | None = None
     top_k: int = 0
@@ -269,11 +284,12 @@ def launch_gather_attention(
     lse,
     plan=None,
     step=None,
+    table=None,
 ):
     """Run the kernels; tensors as in `gather_attention`, on a GPU or in Triton's interpreter. With
     a `step` they write its token and count it, and `index` may be None."""
     batch, heads, queries, width = q.shape
-    kv_heads, size = k.shape[1], k.shape[2]
+    kv_heads, size = k.shape[1], capacity(k, table)
     listed = _listed(index, step)
     group, rows = heads // kv_heads, batch * kv_heads * queries
     pdl, dependent = early(q.device)
@@ -281,6 +297,8 @@ def launch_gather_attention(
     if plan is None:
         processors = machine(q.device)[0]
         plan = plan_for(rows, group, keys, block, width, q.element_size(), processors)
+        if table is not None:  # the keys' addresses are loaded, and no such pipeline was compared
+            plan = plan._replace(stages=1)
     q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k, v))
     index, key_mask = None if index is None else index.contiguous(), mask_bytes(key_mask)
     fused, counts = plan.splits == 1, step is not None and step.counts
@@ -299,6 +317,7 @@ def launch_gather_attention(
         lengths=lengths,
         start=start,
         key_mask=key_mask,
+        table=table,
         sinks=sinks,
         partial=partial,
         out=out,
@@ -312,6 +331,7 @@ def launch_gather_attention(
         k_strides=k.stride()[:3],
         v_strides=v.stride()[:3],
         mask_stride=0 if key_mask is None else key_mask.stride(0),
+        table_stride=None if table is None else table.stride(0),
         GROUP=group,
         ROWS=max(16, next_power_of_two(group)),
         D=width,
@@ -329,6 +349,7 @@ def launch_gather_attention(
         CHAINED=step is not None and listed > 0,
         LENGTH_STEP=row_step(lengths),
         START_STEP=row_step(start),
+        PAGE=0 if table is None else k.shape[2],
         PDL=pdl,
         **_step_arguments(step, rows, listed),
         **{"num_warps": plan.warps, **dependent},
@@ -370,8 +391,10 @@ def _step_arguments(step: Step | None, rows: int, listed: int) -> dict[str, Any]
     found.update(N=0, KP=0, WIDE=0, MEMBERS=0, new_k_strides=(0, 0), new_v_strides=(0, 0))
     if step is None:
         return found
-    found.update(new_k=step.new_k, new_v=step.new_v, progress=step.progress)
-    found.update(new_k_strides=step.new_k.stride()[:2], new_v_strides=step.new_v.stride()[:2])
+    found.update(progress=step.progress)
+    if step.new_k is not None and step.new_v is not None:
+        found.update(new_k=step.new_k, new_k_strides=step.new_k.stride()[:2])
+        found.update(new_v=step.new_v, new_v_strides=step.new_v.stride()[:2])
     if step.scores is not None:
         blocks = step.scores.keys.numel() // rows
         kept, wide = step.scores.widths(listed, blocks)
@@ -387,4 +410,13 @@ _gather_attention = define_op(
     allocate=allocate_attention,
     cpu=attend_on_cpu,
     cuda=launch_gather_attention,
+)
+
+_gather_attention_paged = define_op(
+    "gather_attention_paged(Tensor q, Tensor k, Tensor v, Tensor index, Tensor table, "
+    "float scale, int block, int sink, int local, Tensor? lengths, Tensor? start, "
+    "Tensor? key_mask, float softcap, Tensor? sinks) -> (Tensor, Tensor)",
+    allocate=table_at(4, allocate_attention),
+    cpu=table_at(4, attend_on_cpu),
+    cuda=table_at(4, launch_gather_attention),
 )

@@ -19,6 +19,7 @@ import torch
 from attnplug.errors import ArgumentError
 from attnplug.ops.common.define import define_op, refuse_gradients, require
 from attnplug.ops.common.device import machine
+from attnplug.ops.common.pages import capacity
 from attnplug.ops.common.sizes import cdiv
 from attnplug.ops.gather.gather_attention import Plan as AttendPlan
 from attnplug.ops.gather.gather_attention import (
@@ -44,10 +45,10 @@ def gather_decode(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    new_k: torch.Tensor,
-    new_v: torch.Tensor,
+    new_k: torch.Tensor | None,
+    new_v: torch.Tensor | None,
     bounds: torch.Tensor,
-    progress: torch.Tensor,
+    progress: torch.Tensor | None,
     lengths: torch.Tensor,
     *,
     scale: float,
@@ -61,9 +62,11 @@ def gather_decode(
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,
     count: bool = True,
+    table: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Write one token to the cache and attend from it, over the keep set, as `select_blocks` and
-    `gather_attention` would with the token in the cache.
+    `gather_attention` would with the token in the cache. With a `table` of pages the token is in
+    the cache already: nothing is written, and `lengths` counts it.
 
     Args:
         q: `[B, Hq, 1, D]`, float32, float16 or bfloat16.
@@ -80,6 +83,9 @@ def gather_decode(
         count: whether to count the token. Compiled code must count it itself where it reads
             `lengths` elsewhere: inductor (2.11 to 2.13) moves such reads, a position's say, behind
             an op that writes what they read.
+        table: int32 `[B, P]`, the pages of each row, as `dense_decode` has it. k and v are then
+            pages `[pages, Hkv, page, D]`, bounds those that `page_bounds` keeps, new_k, new_v and
+            progress None; there is no start and no key_mask.
 
     Returns:
         out `[B, Hq, 1, D]` of q's dtype and lse `[B, Hq, 1]` float32, as `gather_attention`.
@@ -89,6 +95,11 @@ def gather_decode(
         GradientError: an input requires grad.
     """
     refuse_gradients(NAME, q, k, v, new_k, new_v, sinks)
+    if table is not None:
+        lone = new_k is None and new_v is None
+        require(lone, NAME, "with a table there are no new_k and no new_v: write them to the pages")
+        choice = scale, block, top_k, sink, local, scoring, start, key_mask, softcap, sinks
+        return _gather_decode_paged(q, k, v, bounds, progress, table, lengths, *choice)
     tensors = q, k, v, new_k, new_v, bounds, progress, lengths
     options = scale, block, top_k, sink, local, scoring, start, key_mask, softcap, sinks
     return (_gather_decode if count else _gather_decode_uncounted)(*tensors, *options)
@@ -100,10 +111,10 @@ class Call(NamedTuple):
     q: torch.Tensor
     k: torch.Tensor
     v: torch.Tensor
-    new_k: torch.Tensor
-    new_v: torch.Tensor
+    new_k: torch.Tensor | None
+    new_v: torch.Tensor | None
     bounds: torch.Tensor
-    progress: torch.Tensor
+    progress: torch.Tensor | None
     lengths: torch.Tensor
     scale: float
     block: int
@@ -131,14 +142,21 @@ def attention(call: Any, index: torch.Tensor | None, lengths: torch.Tensor) -> t
     return call.q, call.k, call.v, index, *blocks, *rows, call.softcap, call.sinks
 
 
-def _allocate(*args):
+def _allocate(*args, table=None):
     call = Call(*args)
-    q, k, lengths = call.q, call.k, call.lengths
+    q, lengths = call.q, call.lengths
     rows = lengths.reshape(1) if lengths.dim() == 0 else lengths
-    index = allocate_index(*selection(call, rows))
-    outputs = allocate_attention(*attention(call, index, rows))
+    index = allocate_index(*selection(call, rows), table=table)
+    outputs = allocate_attention(*attention(call, index, rows), table=table)
     if q.shape[2] != 1:
         raise ArgumentError(f"{NAME}: q has {q.shape[2]} queries a row, needs 1")
+    if table is None:
+        _check_new(call)
+    return outputs
+
+
+def _check_new(call):
+    q, k, lengths = call.q, call.k, call.lengths
     wanted = (*k.shape[:2], 1, k.shape[3])
     for label, cache, new in (("k", k, call.new_k), ("v", call.v, call.new_v)):
         if tuple(new.shape) != wanted or new.dtype != q.dtype or new.device != q.device:
@@ -148,7 +166,6 @@ def _allocate(*args):
             )
         require(cache.stride(3) == 1, NAME, f"{label} has a stride of {cache.stride(3)} in D")
     require(lengths.is_contiguous(), NAME, "lengths is not contiguous")
-    return outputs
 
 
 # --- CPU: the specification ------------------------------------------------------------------
@@ -157,6 +174,7 @@ def _allocate(*args):
 def _cpu(*args, count=True):
     call, (out, lse) = Call(*args[:-2]), args[-2:]
     q, k, v = call.q, call.k, call.v
+    assert call.new_k is not None and call.new_v is not None  # else a table would be there
     lengths = call.lengths.reshape(-1)
     full = (lengths >= k.shape[2]).expand(q.shape[0])
     for b, at in enumerate(lengths.expand(q.shape[0]).tolist()):
@@ -168,6 +186,16 @@ def _cpu(*args, count=True):
         select_on_cpu(*selection(call, now), index)
     attend_on_cpu(*attention(call, index, now), out, lse)
     out[full], lse[full] = torch.nan, torch.nan
+
+
+def _cpu_paged(*args, table):
+    call, (out, lse) = Call(*args[:-2]), args[-2:]
+    lengths = call.lengths.reshape(-1)
+    shape = call.q.shape[0], call.k.shape[1], 1, call.top_k
+    index = call.q.new_empty(shape, dtype=torch.int32)
+    if call.top_k > 0:
+        select_on_cpu(*selection(call, lengths), index, table=table)
+    attend_on_cpu(*attention(call, index, lengths), out, lse, table=table)
 
 
 # --- CUDA ------------------------------------------------------------------------------------
@@ -194,11 +222,14 @@ def plan_for(
     multiprocessors: int,
     pipelined: bool,
     summary_size: int,
+    paged: bool = False,
 ) -> Plan:
     """The pre-tuned plan of a shape: `rows` (sequence, KV head) pairs keep `kept` blocks each, of
     the `blocks` that the cache has room for; a summary's element has `summary_size` bytes."""
-    select = plan_selection(rows, blocks, top_k, width, summary_size, pipelined)
+    select = plan_selection(rows, blocks, top_k, width, summary_size, pipelined and not paged)
     attend = plan_attention(rows, group, kept * block, block, width, itemsize, multiprocessors)
+    if paged:
+        attend = attend._replace(stages=1)
     alone = attend.splits * attend.tile == kept * block and block % attend.tile == 0
     # While there are few programs and few blocks, selecting again in every program costs less than
     # a kernel: fetching a kernel's code costs more than running it.
@@ -206,14 +237,14 @@ def plan_for(
     return Plan(select, attend, alone and few)
 
 
-def launch_gather_decode(*args, plan=None, count=True):
+def launch_gather_decode(*args, plan=None, count=True, table=None):
     """Run the kernels: arguments and outputs as those of `gather_decode`, on a GPU or in Triton's
     interpreter."""
     call, outputs = Call(*args[:-2]), args[-2:]
     q, k, block, top_k = call.q, call.k, call.block, call.top_k
     lengths = call.lengths.reshape(-1)
     batch, heads, _, width = q.shape
-    kv_heads, blocks = k.shape[1], cdiv(k.shape[2], block)
+    kv_heads, blocks = k.shape[1], cdiv(capacity(k, table), block)
     if plan is None:
         plan = plan_for(
             rows=batch * kv_heads,
@@ -227,20 +258,27 @@ def launch_gather_decode(*args, plan=None, count=True):
             multiprocessors=machine(q.device)[0],
             pipelined=call.scoring in ("bounds", "spread") and call.key_mask is None,
             summary_size=call.bounds.element_size(),
+            paged=table is not None,
         )
-    new_k, new_v = (x if x.stride(3) == 1 else x.contiguous() for x in (call.new_k, call.new_v))
+    new_k, new_v = (
+        x if x is None or x.stride(3) == 1 else x.contiguous() for x in (call.new_k, call.new_v)
+    )
     index = q.new_empty((batch, kv_heads, 1, top_k), dtype=torch.int32)
-    step = Step(new_k, new_v, call.progress, count)
+    step, more = Step(new_k, new_v, call.progress, count), {"new": int(table is None)}
+    if table is not None:
+        more["table"] = table
     if top_k > 0:
-        scores = launch_scores(*selection(call, lengths), plan=plan.select, new=1)
+        scores = launch_scores(*selection(call, lengths), plan=plan.select, **more)
         if plan.inline:
             index, step = None, step._replace(scores=scores, top_k=top_k)
         else:
             rows = lengths, call.start
             launch_choice(
-                scores, k, call.progress, block, top_k, call.local, *rows, blocks, index, new=1
+                scores, k, call.progress, block, top_k, call.local, *rows, blocks, index, **more
             )
-    launch_gather_attention(*attention(call, index, lengths), *outputs, plan=plan.attend, step=step)
+    launch_gather_attention(
+        *attention(call, index, lengths), *outputs, plan=plan.attend, step=step, table=table
+    )
 
 
 SCHEMA = (
@@ -262,4 +300,26 @@ _gather_decode_uncounted = define_op(
     allocate=_allocate,
     cpu=functools.partial(_cpu, count=False),
     cuda=functools.partial(launch_gather_decode, count=False),
+)
+
+
+def _paged(fn):
+    """`fn` of a step's arguments, without those that pages have not: the token, what is written."""
+
+    def on_pages(q, k, v, bounds, progress, table, *rest, **options):
+        return fn(q, k, v, None, None, bounds, progress, *rest, table=table, **options)
+
+    return on_pages
+
+
+launch_gather_decode_paged = _paged(functools.partial(launch_gather_decode, count=False))
+
+_gather_decode_paged = define_op(
+    "gather_decode_paged(Tensor q, Tensor k, Tensor v, Tensor bounds, Tensor? progress, "
+    "Tensor table, Tensor lengths, float scale, int block, int top_k, int sink, int local, "
+    "str scoring, Tensor? start, Tensor? key_mask, float softcap, Tensor? sinks) "
+    "-> (Tensor, Tensor)",
+    allocate=_paged(_allocate),
+    cpu=_paged(_cpu_paged),
+    cuda=launch_gather_decode_paged,
 )

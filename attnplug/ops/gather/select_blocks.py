@@ -29,11 +29,13 @@ from attnplug.errors import ArgumentError
 from attnplug.ops.common.checks import check_attention_inputs, check_sequence_inputs
 from attnplug.ops.common.define import define_op, refuse_gradients, require
 from attnplug.ops.common.device import early
+from attnplug.ops.common.pages import capacity, table_at
 from attnplug.ops.common.rows import NO_MASK, mask_bytes, row_step, rows_on_cpu
 from attnplug.ops.common.sizes import cdiv, next_power_of_two
 from attnplug.ops.gather.block_bounds import Frame, check_bounds, frame_of, refresh_on_cpu
 from attnplug.ops.gather.kernels.score import score_blocks
 from attnplug.ops.gather.kernels.select import combine_heads, select_best, select_many
+from attnplug.ops.gather.page_bounds import check_page_bounds, rows_of_summaries
 from attnplug.ops.gather.reference import RANKED, choose_blocks
 from attnplug.ops.gather.spread import launch_spread, spread_parts
 
@@ -46,7 +48,7 @@ def select_blocks(
     q: torch.Tensor,
     k: torch.Tensor,
     bounds: torch.Tensor,
-    progress: torch.Tensor,
+    progress: torch.Tensor | None,
     *,
     scale: float,
     block: int,
@@ -57,6 +59,7 @@ def select_blocks(
     lengths: torch.Tensor | None = None,
     start: torch.Tensor | None = None,
     key_mask: torch.Tensor | None = None,
+    table: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The best distant key blocks of every query and KV head; makes missing summaries first.
 
@@ -65,10 +68,12 @@ def select_blocks(
 
     Args:
         q: `[B, Hq, T, D]`, float32, float16 or bfloat16; the last T tokens of each row.
-        k: `[B, Hkv, S, D]` like q, a cache that holds these tokens already.
+        k: `[B, Hkv, S, D]` like q, a cache that holds these tokens already. With a table pages
+            `[pages, Hkv, page, D]`, `page` a multiple of `block`; S is `P * page`.
         bounds: `[B, Hkv, ceil(S / block), 2, D]`, for `scoring` "mean" 1 for 2, like k; or as
-            `empty_bounds` makes them, for "bounds" int8 and for "spread" uint8; written.
-        progress: int32 `[B, 2]`; written. Both as `block_bounds` keeps them.
+            `empty_bounds` makes them, for "bounds" int8 and for "spread" uint8; written. With a
+            table those of all pages, as `page_bounds` keeps them; read only.
+        progress: int32 `[B, 2]`; written. Both as `block_bounds` keeps them. None with a table.
         scale: factor on q.k, above 0.
         block: keys a block: 16, 32, 64 or 128.
         top_k: blocks to take, 0 to 256.
@@ -78,6 +83,8 @@ def select_blocks(
         lengths: int32 or int64 `[1]` or `[B]`, valid keys. None: all S.
         start: int32 or int64 `[1]` or `[B]`, first real key of a left-padded row. None: 0.
         key_mask: bool `[B, S]`, False where a key must not be seen.
+        table: int32 `[B, P]`, the pages of each row, as `dense_decode` has it. Sequences share a
+            page's summaries, which know of no row's padding: there is no start and no key_mask.
 
     Returns:
         int32 `[B, Hkv, T, top_k]`, blocks counted from `start`, -1 where there are fewer. Lists
@@ -88,18 +95,25 @@ def select_blocks(
         GradientError: an input requires grad.
     """
     refuse_gradients("select_blocks", q, k)
-    return _select_blocks(
-        q, k, bounds, progress, scale, block, top_k, sink, local, scoring, lengths, start, key_mask
-    )
+    options = scale, block, top_k, sink, local, scoring, lengths, start, key_mask
+    if table is not None:
+        return _select_blocks_paged(q, k, bounds, progress, table, *options)
+    return _select_blocks(q, k, bounds, progress, *options)
 
 
 def allocate_index(
-    q, k, bounds, progress, scale, block, top_k, sink, local, scoring, lengths, start, key_mask
-):
+    q, k, bounds, progress, scale, block, top_k, sink, local, scoring, lengths, start, key_mask,
+    table=None,
+):  # fmt: skip
     name = "select_blocks"
-    check_attention_inputs(name, q, k, k)
-    check_sequence_inputs(name, q, k, lengths, start, key_mask)
-    check_bounds(name, k, bounds, progress, block)
+    check_attention_inputs(name, q, k, k, table)
+    check_sequence_inputs(name, q, k, lengths, start, key_mask, table)
+    if table is None:
+        check_bounds(name, k, bounds, progress, block)
+    else:
+        check_page_bounds(name, k, bounds, block)
+        lone = progress is None and start is None and key_mask is None
+        require(lone, name, "with a table there are no progress, no start and no key_mask")
     if not scale > 0:
         raise ArgumentError(f"{name}: scale is {scale}, needs a number above 0")
     if not 0 <= top_k <= MAX_BLOCKS:
@@ -127,15 +141,21 @@ def allocate_index(
 
 
 def select_on_cpu(
-    q, k, bounds, progress, scale, block, top_k, sink, local, scoring, lengths, start, key_mask, out
-):
-    lengths, start = rows_on_cpu(k, lengths, start)
+    q, k, bounds, progress, scale, block, top_k, sink, local, scoring, lengths, start, key_mask,
+    out, table=None,
+):  # fmt: skip
+    lengths, start = rows_on_cpu(k, lengths, start, table)
     until = ((lengths - 1 - start).clamp(min=0) // block - local + 1).clamp(min=0)
-    refresh_on_cpu(k, key_mask, bounds, progress, start, until, block)
+    blocks, rows = cdiv(k.shape[2], block), (len(q), k.shape[1])
+    if table is None:
+        refresh_on_cpu(k, key_mask, bounds, progress, start, until, block)
+    else:
+        blocks = max(int(until.max()), sink, 1)
+        bounds = rows_of_summaries(bounds, table, blocks, k, block)
     # numba compiles every layout: whole tensors are contiguous, and a part is read where it lies
-    shown, blocks = bounds, -(-k.shape[2] // block)
-    frame = Frame(*[torch.empty(*k.shape[:2], 0)] * 3)
-    bits = torch.empty((*k.shape[:2], 2, 0, 0), dtype=torch.int16)
+    shown = bounds
+    frame = Frame(*[torch.empty(*rows, 0)] * 3)
+    bits = torch.empty((*rows, 2, 0, 0), dtype=torch.int16)
     if bounds.dtype == torch.int8:
         frame = frame_of(bounds, blocks)
     elif bounds.dtype == torch.uint8:
@@ -257,15 +277,19 @@ def launch_scores(
     key_mask,
     plan=None,
     new=0,
+    table=None,
 ):
     """Make missing summaries and score the blocks. `new` tokens are neither in the cache nor
     counted by `lengths` yet; a chain of kernels then begins, of which each may start early."""
     batch, heads, queries, width = q.shape
-    kv_heads, size, blocks = k.shape[1], k.shape[2], cdiv(k.shape[2], block)
+    kv_heads, size = k.shape[1], capacity(k, table)
+    blocks, stored = cdiv(size, block), cdiv(k.shape[0] * k.shape[2], block)
     group, rows, int8 = heads // kv_heads, batch * kv_heads * queries, bounds.dtype == torch.int8
     if plan is None:
-        plain = scoring in ("bounds", "spread") and key_mask is None
+        plain = scoring in ("bounds", "spread") and key_mask is None and table is None
         plan = plan_for(rows, blocks, top_k, width, bounds.element_size(), plain)
+    if table is not None:  # no summary is read before the length says that it is one
+        plan = plan._replace(soon=False)
     pdl, dependent = early(q.device)
     q, k = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k))
     key_mask = mask_bytes(key_mask)
@@ -283,7 +307,7 @@ def launch_scores(
         per_head = torch.empty(places, dtype=torch.float32, device=q.device)
     padded = max(16, next_power_of_two(group) * (2 if int8 else 1))
     if mode == SPREAD:
-        cache = q, k, bounds, progress, lengths, start, key_mask
+        cache = q, k, bounds, progress, lengths, start, key_mask, table
         launch_spread(*cache, scale, block, sink, local, plan, keys, best, new)
         return Scores(keys, best, plan)
     score_blocks.run(
@@ -296,6 +320,7 @@ def launch_scores(
         lengths=lengths,
         start=start,
         key_mask=key_mask,
+        table=table,
         scores=keys,
         best=best,
         head_scores=per_head,
@@ -303,10 +328,12 @@ def launch_scores(
         T=queries,
         S=size,
         N=blocks,
+        places=None if table is None else stored,
         chunks=chunks,
         q_strides=q.stride()[:3],
         k_strides=k.stride()[:3],
         mask_stride=0 if key_mask is None else key_mask.stride(0),
+        table_stride=None if table is None else table.stride(0),
         GROUP=group,
         ROWS=padded,
         D=width,
@@ -324,6 +351,7 @@ def launch_scores(
         NEW=new,
         LENGTH_STEP=row_step(lengths),
         START_STEP=row_step(start),
+        PAGE=0 if table is None else k.shape[2],
         PDL=pdl,
         **{"num_warps": plan.warps, "maxnreg": plan.registers, **(dependent if new else {})},
     )
@@ -357,10 +385,12 @@ def launch_scores(
     return Scores(keys, best, plan, per_head)
 
 
-def launch_choice(scores, k, progress, block, top_k, local, lengths, start, blocks, out, new=0):
+def launch_choice(
+    scores, k, progress, block, top_k, local, lengths, start, blocks, out, new=0, table=None
+):
     """Select from what `launch_scores` left, into `out [B,Hkv,T,top_k]`."""
     batch, kv_heads, queries, _ = out.shape
-    plan, size, rows = scores.plan, k.shape[2], batch * kv_heads * queries
+    plan, size, rows = scores.plan, capacity(k, table), batch * kv_heads * queries
     kept, wide = scores.widths(top_k, blocks)
     pdl, dependent = early(k.device)
     select = select_best if top_k <= RANKED else select_many
@@ -391,14 +421,14 @@ def launch_choice(scores, k, progress, block, top_k, local, lengths, start, bloc
     )
 
 
-def launch_select_blocks(*args, plan=None, new=0):
+def launch_select_blocks(*args, plan=None, new=0, table=None):
     """Run the kernels; arguments and output as those of `select_blocks`, on a GPU or in Triton's
     interpreter."""
     *call, out = args
     _, k, _, progress, _, block, top_k, _, local, _, lengths, start, _ = call
-    scores = launch_scores(*call, plan=plan, new=new)
-    blocks = cdiv(k.shape[2], block)
-    launch_choice(scores, k, progress, block, top_k, local, lengths, start, blocks, out, new)
+    scores = launch_scores(*call, plan=plan, new=new, table=table)
+    rows = lengths, start, cdiv(capacity(k, table), block)
+    launch_choice(scores, k, progress, block, top_k, local, *rows, out, new, table)
 
 
 _select_blocks = define_op(
@@ -408,4 +438,13 @@ _select_blocks = define_op(
     allocate=allocate_index,
     cpu=select_on_cpu,
     cuda=launch_select_blocks,
+)
+
+_select_blocks_paged = define_op(
+    "select_blocks_paged(Tensor q, Tensor k, Tensor bounds, Tensor? progress, Tensor table, "
+    "float scale, int block, int top_k, int sink, int local, str scoring, Tensor? lengths, "
+    "Tensor? start, Tensor? key_mask) -> Tensor",
+    allocate=table_at(4, allocate_index),
+    cpu=table_at(4, select_on_cpu),
+    cuda=table_at(4, launch_select_blocks),
 )

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 from attnplug.ops.common.device import early
+from attnplug.ops.common.pages import capacity
 from attnplug.ops.common.rows import row_step
 from attnplug.ops.common.sizes import cdiv, next_power_of_two
 from attnplug.ops.gather.kernels import score_spread as scoring
@@ -177,12 +178,13 @@ def spread_scores(q, codes, bits, allowed, scale):
 
 
 def launch_spread(
-    q, k, bounds, progress, lengths, start, key_mask, scale, block, sink, local, plan, keys, best,
-    new,
+    q, k, bounds, progress, lengths, start, key_mask, table, scale, block, sink, local, plan, keys,
+    best, new,
 ):  # fmt: skip
     """Score blocks into `keys` and `best`; tensors as in the launcher of `select_blocks`."""
     batch, heads, queries, width = q.shape
-    kv_heads, blocks = k.shape[1], cdiv(k.shape[2], block)
+    kv_heads, size = k.shape[1], capacity(k, table)
+    blocks, stored = cdiv(size, block), cdiv(k.shape[0] * k.shape[2], block)
     pdl, dependent = early(q.device)
     scoring.score_spread.run(
         grid=(cdiv(blocks, plan.chunk * plan.repeat), kv_heads * queries, batch),
@@ -194,15 +196,18 @@ def launch_spread(
         lengths=lengths,
         start=start,
         key_mask=key_mask,
+        table=table,
         scores=keys,
         best=best,
         scale=scale,
         T=queries,
-        S=k.shape[2],
+        S=size,
         N=blocks,
+        places=None if table is None else stored,
         q_strides=q.stride()[:3],
         k_strides=k.stride()[:3],
         mask_stride=0 if key_mask is None else key_mask.stride(0),
+        table_stride=None if table is None else table.stride(0),
         GROUP=heads // kv_heads,
         HEADS=max(8, next_power_of_two(heads // kv_heads)),
         D=width,
@@ -217,6 +222,7 @@ def launch_spread(
         NEW=new,
         LENGTH_STEP=row_step(lengths),
         START_STEP=row_step(start),
+        PAGE=0 if table is None else k.shape[2],
         PDL=pdl,
         **{"num_warps": plan.warps, "maxnreg": plan.registers, **(dependent if new else {})},
     )

@@ -17,7 +17,6 @@ import torch
 from attnplug.errors import ArgumentError
 from attnplug.ops.common.define import define_op, refuse_gradients, require
 from attnplug.ops.common.device import machine
-from attnplug.ops.sketch import attend_best as best
 from attnplug.ops.sketch import attend_picks as attend
 from attnplug.ops.sketch import encode_keys as encode
 from attnplug.ops.sketch import merge_sketch as merge
@@ -249,11 +248,9 @@ class Plan(NamedTuple):
 
     parts: int  # of a row's candidates in the scan
     scan: scan.Plan
-    pieces: int  # of the list of picks, or of the candidates
+    pieces: int  # of the list of picks
     attend_warps: int
     columns: int  # of the head dimension, for one program of the merge
-    own_picks: bool = False  # `attend_best`: programs find their own picks, and share no list
-    tile: int = 32  # of its picks
 
 
 @functools.lru_cache(maxsize=1024)
@@ -269,13 +266,6 @@ def plan_for(
     pieces = max(1, min(steps, 3 * multiprocessors // rows))  # all at once
     wide = width * itemsize > 256
     return Plan(parts, scan.Plan(256, 4, 3), -(-steps // -(-steps // pieces)), 8 if wide else 4, 32)
-
-
-def with_own_picks(plan: Plan, rows: int, size: int, multiprocessors: int) -> Plan:
-    """The plan with `attend_best` in place of `pick` and `attend`."""
-    blocks = max(1, size // encode.BLOCK)  # no program has less than one of candidates
-    pieces = max(1, min(2 * multiprocessors // rows, blocks))
-    return plan._replace(pieces=pieces, own_picks=True)
 
 
 def launch_sketch_decode(
@@ -302,7 +292,7 @@ def launch_sketch_decode(
         *(top_k, plan.parts, *rows, call.key_mask, softcap),
     )
     scanned = shares, total, sums, norm, middle = scan._allocate(*asked_scan)
-    marks = pick.new_marks(shares, plan.pieces if plan.own_picks else None)
+    marks = pick.new_marks(shares)
     prepare_query(
         *asked,
         projected,
@@ -316,25 +306,15 @@ def launch_sketch_decode(
     )
     behind = {"hint": call.hint, "is_new": call.new_k is not None}
     scan.launch_scan_sketch(*asked_scan, *scanned, plan=plan.scan, chained=True, **behind)
-    if plan.own_picks:
-        _, cut, *picked = made = best.allocate(q, shares, top_k, plan.pieces)
-        best.launch_attend_best(
-            *(q, k, v, projected, call.fine, call.coarse, shares, total, middle, norm),
-            *(call.scale, top_k, softcap, *rows, marks, *made),
-            **behind,
-            tile=plan.tile,
-            warps=plan.attend_warps,
-        )
-    else:
-        asked_picks = (shares, total, middle, top_k, *rows)
-        picks, cut = pick._allocate(*asked_picks)
-        pick.launch_pick_tokens(*asked_picks, picks, cut, marks=marks, **behind)
-        asked_attend = (
-            *(q, k, v, projected, call.fine, call.coarse),
-            *(picks, cut, norm, call.scale, plan.pieces, softcap),
-        )
-        picked = attend._allocate(*asked_attend)
-        attend_picks(*asked_attend, *picked, warps=plan.attend_warps, chained=True)
+    asked_picks = (shares, total, middle, top_k, *rows)
+    picks, cut = pick._allocate(*asked_picks)
+    pick.launch_pick_tokens(*asked_picks, picks, cut, marks=marks, **behind)
+    asked_attend = (
+        *(q, k, v, projected, call.fine, call.coarse),
+        *(picks, cut, norm, call.scale, plan.pieces, softcap),
+    )
+    picked = attend._allocate(*asked_attend)
+    attend_picks(*asked_attend, *picked, warps=plan.attend_warps, chained=True)
     merge.launch_merge_sketch(
         *(q, projected, *fixed, *picked, sums, norm, cut),
         *(call.v_mean, call.tail, softcap, call.sinks, out, lse),

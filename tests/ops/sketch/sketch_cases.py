@@ -10,7 +10,6 @@ from attnplug.ops.sketch.state import Basis, Codes, empty_codes, fit_basis
 
 DEFAULTS = {"scale": 0.125, "top_k": 60, "tail": "regression", "softcap": 0.0}
 PLAN = op.Plan(2, scan.Plan(256, 4, 2), 2, 4, 32)
-OWN = PLAN._replace(pieces=3, own_picks=True, tile=16)
 
 
 def random(seed, *shape, dtype=torch.float32):

@@ -4,6 +4,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from attnplug.ops.common.pages import page_of
 from attnplug.ops.common.rows import note_progress, row_span
 from attnplug.ops.common.softmax import attend_tile
 from attnplug.ops.common.splits import store_piece
@@ -19,11 +20,15 @@ def _append(new, cache, position, S, d, s_stride, D: tl.constexpr):
 
 
 @triton.jit
-def _token_at(cache, new, at, position, s_stride):
-    """Where the keys (values) of the tokens `at` are: the newest one's is not in the cache yet."""
-    token_at = cache + at.to(tl.int64) * s_stride
-    if new is not None:
-        token_at = tl.where(at == position, new, token_at)
+def _token_at(cache, new, at, position, pages, in_page, p_stride, s_stride, table):
+    """Where the keys (values) of the tokens `at` are: the newest one's is not in the cache yet, or
+    with a table all of them are in the `pages`, at `in_page`."""
+    if table is None:
+        token_at = cache + at.to(tl.int64) * s_stride
+        if new is not None:
+            token_at = tl.where(at == position, new, token_at)
+    else:
+        token_at = cache + pages * p_stride + in_page * s_stride
     return token_at
 
 
@@ -47,6 +52,7 @@ def attend_kept(
     lengths,
     start,
     key_mask,
+    table,
     sinks,
     partial,
     out,
@@ -63,6 +69,7 @@ def attend_kept(
     new_k_strides,
     new_v_strides,
     mask_stride,
+    table_stride,
     GROUP: tl.constexpr,
     ROWS: tl.constexpr,
     D: tl.constexpr,
@@ -83,6 +90,7 @@ def attend_kept(
     CHAINED: tl.constexpr,
     LENGTH_STEP: tl.constexpr,
     START_STEP: tl.constexpr,
+    PAGE: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """All heads of one query and KV head against one piece of the kept keys.
@@ -91,7 +99,8 @@ def attend_kept(
     (of N blocks, see `best_keys`). With a new token (T = 1) the kernel reads its key and value from
     `new_k, new_v` and writes them to the cache. ONE: each piece is one tile. CHAINED: the kernels
     in front are those of the same decode step, and only programs that read their list wait for it.
-    Everything else was there before the first of those kernels began.
+    Everything else was there before the first of those kernels began. With a `table`, k and v are
+    pages of PAGE keys; the token is in them already.
     """
     q_b, q_h, q_t = q_strides
     k_b, k_h, k_s = k_strides
@@ -124,8 +133,12 @@ def attend_kept(
     own = tl.maximum(position - low, 0) // BLOCK
     edge = tl.maximum(own - LOCAL + 1, SINK)
     limit = own - LOCAL + 1
-    k_at = k + b * k_b + h.to(tl.int64) * k_h
-    v_at = v + b * v_b + h.to(tl.int64) * v_h
+    if table is None:
+        k_at = k + b * k_b + h.to(tl.int64) * k_h
+        v_at = v + b * v_b + h.to(tl.int64) * v_h
+    else:
+        k_at = k + h.to(tl.int64) * k_h
+        v_at = v + h.to(tl.int64) * v_h
     token_k, token_v = new_k, new_v
     if NEW == 1:
         token_k = new_k + b * new_k_strides[0] + h * new_k_strides[1]
@@ -196,15 +209,21 @@ def attend_kept(
         if key_mask is not None:
             seen = seen & (tl.load(key_mask + b * mask_stride + at, mask=seen, other=0) != 0)
         loadable = seen[:, None] & in_width[None, :]
+        pages, in_page = 0, 0
+        if table is not None:
+            pages = page_of(table + b * table_stride, at, seen, PAGE)
+            in_page = (at % PAGE).to(tl.int64)
         # .cg: nothing is read twice, and an L1 line may be older than the last token.
         key = tl.load(
-            _token_at(k_at, token_k, at, position, k_s)[:, None] + d[None, :],
+            _token_at(k_at, token_k, at, position, pages, in_page, k_b, k_s, table)[:, None]
+            + d[None, :],
             mask=loadable,
             other=0.0,
             cache_modifier=".cg",
         )
         value = tl.load(
-            _token_at(v_at, token_v, at, position, v_s)[:, None] + d[None, :],
+            _token_at(v_at, token_v, at, position, pages, in_page, v_b, v_s, table)[:, None]
+            + d[None, :],
             mask=loadable,
             other=0.0,
             cache_modifier=".cg",
@@ -223,8 +242,9 @@ def attend_kept(
         )
 
     if scores is not None:  # no selecting kernel has run, so this one notes the progress
-        if (h == 0) & (split == splits - 1):  # its block is a listed one, hence it has waited
-            note_progress(progress, b, low, tl.maximum(limit, 0))
+        if progress is not None:
+            if (h == 0) & (split == splits - 1):  # its block is a listed one, hence it has waited
+                note_progress(progress, b, low, tl.maximum(limit, 0))
     heads = (tl.num_programs(1) // T) * GROUP
     store_piece(
         top=top,

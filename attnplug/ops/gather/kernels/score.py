@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from attnplug.ops.common.pages import place_of_block
 from attnplug.ops.common.rows import blocks_done, row_span
 from attnplug.ops.gather.kernels.bounds import frame_at, refresh_blocks, summaries_at
 from attnplug.ops.gather.kernels.select import store_keys
@@ -24,17 +25,18 @@ def _load_summaries(
     bounds_at,
     frame,
     j,
+    place,
     limit,
     D: tl.constexpr,
     DP: tl.constexpr,
     SCORING: tl.constexpr,
     INT8: tl.constexpr,
 ):
-    """(maxima, minima) `[CHUNK, DP]` of blocks j, or their means twice, and the codes' scales.
-    .cg: they are read once."""
+    """(maxima, minima) `[CHUNK, DP]` of blocks j, or their means twice, and the codes' scales; they
+    lie at `place`. .cg: they are read once."""
     PARTS: tl.constexpr = 1 if SCORING == 2 else 2
     d = tl.arange(0, DP)
-    at = bounds_at + j[:, None] * (PARTS * D) + d[None, :]
+    at = bounds_at + place[:, None] * (PARTS * D) + d[None, :]
     readable = (j < limit)[:, None] & (d < D)[None, :]
     maxima = tl.load(at, mask=readable, other=0, cache_modifier=".cg")
     minima = maxima
@@ -42,7 +44,7 @@ def _load_summaries(
         minima = tl.load(at + D, mask=readable, other=0, cache_modifier=".cg")
     scales = 1.0
     if INT8:
-        scales = tl.load(frame + 2 * D + j, mask=j < limit, other=0.0, cache_modifier=".cg")
+        scales = tl.load(frame + 2 * D + place, mask=j < limit, other=0.0, cache_modifier=".cg")
     return maxima, minima, scales
 
 
@@ -230,6 +232,7 @@ def score_blocks(
     lengths,
     start,
     key_mask,
+    table,
     scores,
     best,
     head_scores,
@@ -237,10 +240,12 @@ def score_blocks(
     T,
     S,
     N,
+    places,
     chunks,
     q_strides,
     k_strides,
     mask_stride,
+    table_stride,
     GROUP: tl.constexpr,
     ROWS: tl.constexpr,
     D: tl.constexpr,
@@ -258,12 +263,14 @@ def score_blocks(
     NEW: tl.constexpr,
     LENGTH_STEP: tl.constexpr,
     START_STEP: tl.constexpr,
+    PAGE: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """REPEAT chunks of blocks of one query and KV head: missing summaries, then scores.
 
     INT8: the summaries are codes; their products have two rows for a head. SOON (REPEAT is 1): read
-    the summaries before the length is known.
+    the summaries before the length is known. With a `table` of pages of PAGE keys, the summaries
+    are those of all pages' blocks, `places` many, and none is missing.
     """
     PARTS: tl.constexpr = 1 if SCORING == 2 else 2
     HEADS: tl.constexpr = ROWS // 2 if INT8 else ROWS
@@ -279,9 +286,14 @@ def score_blocks(
         gdc_launch_dependents()  # the next kernel waits for the end of this grid
     kv_heads = tl.num_programs(1) // T
     row = (b * kv_heads + h) * T + t
-    bounds_at, frame = summaries_at(bounds, b * kv_heads + h, N, D, PARTS, INT8)
+    if table is None:
+        bounds_at, frame = summaries_at(bounds, b * kv_heads + h, N, D, PARTS, INT8)
+    else:
+        bounds_at, frame = summaries_at(bounds, h.to(tl.int64), places, D, PARTS, INT8)
     length, low = row_span(lengths, start, b, S, LENGTH_STEP, START_STEP, NEW)
-    done = blocks_done(progress, b, low)
+    done = 0
+    if table is None:
+        done = blocks_done(progress, b, low)
     g = tl.arange(0, HEADS)
     r = tl.arange(0, ROWS) % HEADS
     in_group = g < GROUP
@@ -293,14 +305,16 @@ def score_blocks(
     j = chunk * CHUNK + tl.arange(0, CHUNK)
     score = 0.0
     if SOON:  # while the length is on its way; blocks past it count for nothing
-        summaries = _load_summaries(bounds_at, frame, j, N, D, DP, SCORING, INT8)
+        summaries = _load_summaries(bounds_at, frame, j, j, N, D, DP, SCORING, INT8)
         prepared = _prepare_query(query, frame, GROUP, HEADS, D, DP, SCORING, INT8)
         score = _scores(prepared, summaries, scale, GROUP, HEADS, CHUNK, SCORING, INT8)
     limit = (length - T + t - low) // BLOCK - LOCAL + 1
     # No early return when SOON: the compiler would sink the loads above below the branch.
     if SOON or chunk * CHUNK < limit:
         end = tl.minimum((chunk + REPEAT) * CHUNK, limit)
-        begin = tl.maximum(chunk * CHUNK, done)
+        begin = end
+        if table is None:
+            begin = tl.maximum(chunk * CHUNK, done)
         if begin < end:
             mask_at = k
             if key_mask is not None:
@@ -326,7 +340,7 @@ def score_blocks(
             )
             tl.debug_barrier()  # other warps load what one has stored
             if SOON:  # Score again here: were only the loads in this branch, both would unpack.
-                summaries = _load_summaries(bounds_at, frame, j, N, D, DP, SCORING, INT8)
+                summaries = _load_summaries(bounds_at, frame, j, j, N, D, DP, SCORING, INT8)
                 prepared = _prepare_query(query, frame, GROUP, HEADS, D, DP, SCORING, INT8)
                 score = _scores(prepared, summaries, scale, GROUP, HEADS, CHUNK, SCORING, INT8)
         if SOON:
@@ -357,7 +371,10 @@ def score_blocks(
             own, best_at = _row_at(head_scores, best, row, N, chunks, g, GROUP, SCORING, MEMBERS)
             for i in tl.range(0, REPEAT, num_stages=STAGES):  # pyright: ignore[reportGeneralTypeIssues]
                 blocks = (chunk + i) * CHUNK + tl.arange(0, CHUNK)
-                shown = _load_summaries(bounds_at, frame, blocks, limit, D, DP, SCORING, INT8)
+                place = place_of_block(table, b, table_stride, blocks, blocks < limit, BLOCK, PAGE)
+                shown = _load_summaries(
+                    bounds_at, frame, blocks, place, limit, D, DP, SCORING, INT8
+                )
                 _store_chunk(
                     score=_scores(prepared, shown, scale, GROUP, HEADS, CHUNK, SCORING, INT8),
                     chunk=chunk,

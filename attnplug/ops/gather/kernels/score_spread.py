@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from attnplug.ops.common.pages import place_of_block
 from attnplug.ops.common.rows import blocks_done, row_span
 from attnplug.ops.gather.kernels.score import visible_blocks
 from attnplug.ops.gather.kernels.select import store_keys
@@ -74,25 +75,30 @@ def _part_scores(
     codes_at,
     scales_at,
     j,
+    place,
     limit,
     N,
     D: tl.constexpr,
     ROWS: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """`[ROWS, CHUNK]`: products of digits with the means (part 0) or variances of blocks j."""
+    """`[ROWS, CHUNK]`: products of digits with the means (part 0) or variances of blocks j, whose
+    summaries lie at `place` among N."""
     GROUPS: tl.constexpr = (D + CHANNELS - 1) // CHANNELS
     score = tl.zeros([ROWS, CHUNK], tl.float32)
     for c in tl.static_range(GROUPS):
         d = c * CHANNELS + tl.arange(0, CHANNELS)
         code = tl.load(
-            codes_at + (j * 2 + part)[:, None] * D + d[None, :],
+            codes_at + (place * 2 + part)[:, None] * D + d[None, :],
             mask=(j < limit)[:, None] & (d < D)[None, :],
             other=0,
             cache_modifier=".cg",
         )
         bits = tl.load(
-            scales_at + (part * GROUPS + c) * N + j, mask=j < limit, other=0, cache_modifier=".cg"
+            scales_at + (part * GROUPS + c) * N + place,
+            mask=j < limit,
+            other=0,
+            cache_modifier=".cg",
         )
         scale = (bits.to(tl.int32) << 16).to(tl.float32, bitcast=True)
         total = tl.dot(digits[c], code.T, out_dtype=tl.int32)
@@ -110,6 +116,7 @@ def _head_scores(
     codes_at,
     scales_at,
     j,
+    place,
     limit,
     N,
     scale,
@@ -121,9 +128,9 @@ def _head_scores(
     `offset` is NaN for a query that is not finite. What is not finite comes back as infinity."""
     ROWS: tl.constexpr = 2 * HEADS
     quantum = tl.where(coarse, 128.0 / 16256.0, 1.0 / 16256.0)
-    mean = _part_scores(means, 0, codes_at, scales_at, j, limit, N, D, ROWS, CHUNK)
+    mean = _part_scores(means, 0, codes_at, scales_at, j, place, limit, N, D, ROWS, CHUNK)
     mean = mean * (top * quantum)[:, None] + offset[:, None]
-    square = _part_scores(squares, 1, codes_at, scales_at, j, limit, N, D, ROWS, CHUNK)
+    square = _part_scores(squares, 1, codes_at, scales_at, j, place, limit, N, D, ROWS, CHUNK)
     square = square * (top * top * quantum)[:, None]
     mean = tl.sum(tl.reshape(mean, [2, HEADS, CHUNK]), 0)
     square = tl.sum(tl.reshape(square, [2, HEADS, CHUNK]), 0)
@@ -152,15 +159,18 @@ def score_spread(
     lengths,
     start,
     key_mask,
+    table,
     scores,
     best,
     scale,
     T,
     S,
     N,
+    places,
     q_strides,
     k_strides,
     mask_stride,
+    table_stride,
     GROUP: tl.constexpr,
     HEADS: tl.constexpr,
     D: tl.constexpr,
@@ -175,6 +185,7 @@ def score_spread(
     NEW: tl.constexpr,
     LENGTH_STEP: tl.constexpr,
     START_STEP: tl.constexpr,
+    PAGE: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """REPEAT chunks of blocks of one query and KV head: missing summaries, then keys of scores.
@@ -182,7 +193,8 @@ def score_spread(
     A block's score is log sum_g exp(e_gj - N_g) over the heads of the group. N_g is the log-sum-exp
     of e_g over SAMPLE candidates at equal distances, so each program finds the same one by itself
     and needs no result of another. It makes these candidates' summaries too where they are missing;
-    programs that make the same summary store the same bytes.
+    programs that make the same summary store the same bytes. With a `table` of pages of PAGE keys,
+    the summaries are those of all pages' blocks, `places` many, and none is missing.
     """
     ROWS: tl.constexpr = 2 * HEADS
     q_b, q_h, q_t = q_strides
@@ -197,36 +209,43 @@ def score_spread(
         gdc_launch_dependents()  # the next kernel waits for the end of this grid
     kv_heads = tl.num_programs(1) // T
     row = (b * kv_heads + h) * T + t
-    codes_at, scales_at = spread_at(bounds, b * kv_heads + h, N, D)
+    if table is None:
+        places = N
+        codes_at, scales_at = spread_at(bounds, b * kv_heads + h, N, D)
+    else:
+        codes_at, scales_at = spread_at(bounds, h.to(tl.int64), places, D)
     length, low = row_span(lengths, start, b, S, LENGTH_STEP, START_STEP, NEW)
     limit = (length - T + t - low) // BLOCK - LOCAL + 1
     if chunk * CHUNK < limit:
-        done = blocks_done(progress, b, low)
+        done = 0
+        if table is None:
+            done = blocks_done(progress, b, low)
         step = tl.maximum((limit - SINK) // SAMPLE, 1)
-        mask_at = k
-        if key_mask is not None:
-            mask_at = key_mask + b * mask_stride
-        for own in range(2):  # this program's blocks, then the sample
-            sampled = SINK + tl.cdiv(tl.maximum(done - SINK, 0), step) * step
-            begin = tl.where(own == 0, tl.maximum(chunk * CHUNK, done), sampled)
-            end = tl.where(own == 0, (chunk + REPEAT) * CHUNK, SINK + SAMPLE * step)
-            refresh_spread(
-                k_at=k + b * k_b + h.to(tl.int64) * k_h,
-                mask_at=mask_at,
-                codes_at=codes_at,
-                scales_at=scales_at,
-                begin=begin,
-                end=tl.minimum(end, limit),
-                stride=tl.where(own == 0, 1, step),
-                start=low,
-                N=N,
-                k_s=k_s,
-                D=D,
-                DP=DP,
-                BLOCK=BLOCK,
-                MASKED=key_mask is not None,
-            )
-        tl.debug_barrier()  # other warps load what one has stored
+        if table is None:
+            mask_at = k
+            if key_mask is not None:
+                mask_at = key_mask + b * mask_stride
+            for own in range(2):  # this program's blocks, then the sample
+                sampled = SINK + tl.cdiv(tl.maximum(done - SINK, 0), step) * step
+                begin = tl.where(own == 0, tl.maximum(chunk * CHUNK, done), sampled)
+                end = tl.where(own == 0, (chunk + REPEAT) * CHUNK, SINK + SAMPLE * step)
+                refresh_spread(
+                    k_at=k + b * k_b + h.to(tl.int64) * k_h,
+                    mask_at=mask_at,
+                    codes_at=codes_at,
+                    scales_at=scales_at,
+                    begin=begin,
+                    end=tl.minimum(end, limit),
+                    stride=tl.where(own == 0, 1, step),
+                    start=low,
+                    N=N,
+                    k_s=k_s,
+                    D=D,
+                    DP=DP,
+                    BLOCK=BLOCK,
+                    MASKED=key_mask is not None,
+                )
+            tl.debug_barrier()  # other warps load what one has stored
         r = tl.arange(0, ROWS) % HEADS
         coarse = tl.arange(0, ROWS) < HEADS
         d = tl.arange(0, DP)
@@ -253,8 +272,9 @@ def score_spread(
             codes_at=codes_at,
             scales_at=scales_at,
             j=picks,
+            place=place_of_block(table, b, table_stride, picks, picks < limit, BLOCK, PAGE),
             limit=limit,
-            N=N,
+            N=places,
             scale=scale,
             D=D,
             HEADS=HEADS,
@@ -280,8 +300,9 @@ def score_spread(
                 codes_at=codes_at,
                 scales_at=scales_at,
                 j=j,
+                place=place_of_block(table, b, table_stride, j, j < limit, BLOCK, PAGE),
                 limit=limit,
-                N=N,
+                N=places,
                 scale=scale,
                 D=D,
                 HEADS=HEADS,

@@ -234,7 +234,7 @@ def select_best(
     PDL: tl.constexpr,
 ):
     """The best K of one row's keys. The first program of a sequence notes which blocks have
-    summaries now. A row is a (sequence, KV head, query) triple."""
+    summaries now, unless they are those of pages. A row is a (sequence, KV head, query) triple."""
     row = tl.program_id(0).to(tl.int64)
     if PDL:
         if NEW == 0:
@@ -261,8 +261,9 @@ def select_best(
     key = best_keys(scores + row * N, best_at, limit, KP, WIDE, MEMBERS)
     n = tl.arange(0, KP)
     tl.store(out + row * K + n, block_of(key), mask=n < K)
-    if row % (kv_heads * T) == 0:
-        note_progress(progress, b, low, last)
+    if progress is not None:
+        if row % (kv_heads * T) == 0:
+            note_progress(progress, b, low, last)
 
 
 @triton.jit
@@ -374,5 +375,6 @@ def select_many(
     keys = _load_keys(scores + row * N + j, j < limit)
     count = _store_taken(out_at, _take_best(_scores_of(keys), K), j)
     tl.store(out_at + n, -1, mask=(n >= count) & (n < K))
-    if row % (kv_heads * T) == 0:
-        note_progress(progress, b, low, last)
+    if progress is not None:
+        if row % (kv_heads * T) == 0:
+            note_progress(progress, b, low, last)

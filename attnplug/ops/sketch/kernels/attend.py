@@ -1,4 +1,4 @@
-"""The Triton kernel of `attend_picks`, and what it shares with that of `attend_best`."""
+"""The Triton kernel of `attend_picks`."""
 
 import triton
 import triton.language as tl
@@ -47,116 +47,6 @@ def query_facts(
     base = tl.load(norm + row + g, mask=g < GROUP, other=float("inf"), cache_modifier=".cg")
     shift = offset if CAPPED else offset - base
     return unit, fine_high, fine_low, coarse_high, coarse_low, base, shift
-
-
-@triton.jit
-def attend_tile(
-    at,
-    seen,
-    query,
-    k_at,
-    v_at,
-    k_s,
-    v_s,
-    fine,
-    coarse,
-    place,
-    S,
-    unit,
-    fine_high,
-    fine_low,
-    coarse_high,
-    coarse_low,
-    base,
-    shift,
-    base_r,
-    edge,
-    scale,
-    cap,
-    in_width,
-    top,
-    total,
-    acc,
-    mass,
-    moment,
-    exact_low,
-    guess_low,
-    R4: tl.constexpr,
-    R2: tl.constexpr,
-    CAPPED: tl.constexpr,
-    ASM: tl.constexpr,
-):
-    """Add the tokens at `at` that are `seen` to what a piece adds up, exactly and as the scan
-    scored them."""
-    loadable = seen[:, None] & in_width[None, :]
-    key = tl.load(k_at + at[:, None] * k_s, mask=loadable, other=0.0)
-    value = tl.load(v_at + at[:, None] * v_s, mask=loadable, other=0.0)
-    code = (place * S + at)[:, None]
-    fine_bytes = tl.load(
-        fine + code * (R4 // 2) + tl.arange(0, R4 // 2)[None, :], mask=seen[:, None], other=0
-    )
-    coarse_bytes = tl.load(
-        coarse + code * (R2 // 4) + tl.arange(0, R2 // 4)[None, :], mask=seen[:, None], other=0
-    )
-    guess = estimated(
-        unpack_fine(fine_bytes, ASM),
-        unpack_coarse(coarse_bytes, ASM),
-        fine_high,
-        fine_low,
-        coarse_high,
-        coarse_low,
-        unit,
-        shift,
-    )
-    limit = tl.where(seen, LARGEST, float("-inf"))[:, None]
-    if CAPPED:
-        e = exp2(tl.minimum(capped(guess, cap, CAPPED) - base[None, :], limit), ASM)
-    else:
-        e = exp2(tl.minimum(guess, limit), ASM)
-    lower = seen & (share(e, ASM).to(tl.float32) < edge)
-    mass += tl.sum(e, 0)
-    moment += tl.sum(e * guess, 0)
-    guess_low += tl.sum(tl.where(lower[:, None], e, 0.0), 0)
-
-    s = tl.dot(query, key.T, input_precision="ieee") * scale
-    if CAPPED:  # cap tanh(y), tanh(y) = 1 - 2 / (exp(2y) + 1); scale holds 2 log2(e) / cap
-        s = cap * (1 - 2 / (tl.exp2(s) + 1))
-    own = tl.exp2(tl.minimum(s - base_r[:, None], LARGEST))
-    exact_low += tl.sum(tl.where(lower[None, :], own, 0.0), 1)
-    s = tl.where(seen[None, :], s, float("-inf"))
-    best = tl.maximum(top, tl.max(s, 1))
-    safe = tl.where(best == float("-inf"), 0.0, best)
-    # A NaN score may be dropped by the maximum; it comes back through p.
-    p = tl.exp2(s - safe[:, None])
-    decay = tl.exp2(top - safe)
-    total = total * decay + tl.sum(p, 1)
-    acc = tl.dot(p.to(value.dtype), value, acc * decay[:, None], input_precision="ieee")
-    return best, total, acc, mass, moment, exact_low, guess_low
-
-
-@triton.jit
-def store_sums(
-    pick_sums,
-    row,
-    pieces,
-    piece,
-    mass,
-    moment,
-    exact_low,
-    guess_low,
-    in_group,
-    GROUP: tl.constexpr,
-    ROWS: tl.constexpr,
-    HEADS: tl.constexpr,
-):
-    """Write a piece's sums over its tokens to `pick_sums`."""
-    r = tl.arange(0, ROWS)
-    g = tl.arange(0, HEADS)
-    sums = pick_sums + ((row + g) * pieces + piece) * SUMS
-    tl.store(sums, mass, mask=g < GROUP)
-    tl.store(sums + 1, moment, mask=g < GROUP)
-    tl.store(pick_sums + ((row + r) * pieces + piece) * SUMS + 2, exact_low, mask=in_group)
-    tl.store(sums + 3, guess_low, mask=g < GROUP)
 
 
 @triton.jit
@@ -244,57 +134,58 @@ def attend(
         coming = tl.load(
             listed + slot, mask=slot < tl.minimum(end, capacity), other=-1, cache_modifier=".cg"
         )
-        top, total, acc, mass, moment, exact_low, guess_low = attend_tile(
-            at,
-            (at >= 0) & (at < S),
-            query,
-            k_at,
-            v_at,
-            k_s,
-            v_s,
-            fine,
-            coarse,
-            place,
-            S,
-            unit,
+        seen = (at >= 0) & (at < S)
+        loadable = seen[:, None] & in_width[None, :]
+        key = tl.load(k_at + at[:, None] * k_s, mask=loadable, other=0.0)
+        value = tl.load(v_at + at[:, None] * v_s, mask=loadable, other=0.0)
+        code = (place * S + at)[:, None]
+        fine_bytes = tl.load(
+            fine + code * (R4 // 2) + tl.arange(0, R4 // 2)[None, :], mask=seen[:, None], other=0
+        )
+        coarse_bytes = tl.load(
+            coarse + code * (R2 // 4) + tl.arange(0, R2 // 4)[None, :], mask=seen[:, None], other=0
+        )
+        guess = estimated(
+            unpack_fine(fine_bytes, ASM),
+            unpack_coarse(coarse_bytes, ASM),
             fine_high,
             fine_low,
             coarse_high,
             coarse_low,
-            base,
+            unit,
             shift,
-            base_r,
-            edge,
-            scale,
-            cap,
-            in_width,
-            top,
-            total,
-            acc,
-            mass,
-            moment,
-            exact_low,
-            guess_low,
-            R4,
-            R2,
-            CAPPED,
-            ASM,
         )
+        limit = tl.where(seen, LARGEST, float("-inf"))[:, None]
+        if CAPPED:
+            e = exp2(tl.minimum(capped(guess, cap, CAPPED) - base[None, :], limit), ASM)
+        else:
+            e = exp2(tl.minimum(guess, limit), ASM)
+        lower = seen & (share(e, ASM).to(tl.float32) < edge)
+        mass += tl.sum(e, 0)
+        moment += tl.sum(e * guess, 0)
+        guess_low += tl.sum(tl.where(lower[:, None], e, 0.0), 0)
+
+        s = tl.dot(query, key.T, input_precision="ieee") * scale
+        if CAPPED:  # cap tanh(y), tanh(y) = 1 - 2 / (exp(2y) + 1); scale holds 2 log2(e) / cap
+            s = cap * (1 - 2 / (tl.exp2(s) + 1))
+        own = tl.exp2(tl.minimum(s - base_r[:, None], LARGEST))
+        exact_low += tl.sum(tl.where(lower[None, :], own, 0.0), 1)
+        s = tl.where(seen[None, :], s, float("-inf"))
+        best = tl.maximum(top, tl.max(s, 1))
+        safe = tl.where(best == float("-inf"), 0.0, best)
+        # A NaN score may be dropped by the maximum; it comes back through p.
+        p = tl.exp2(s - safe[:, None])
+        decay = tl.exp2(top - safe)
+        total = total * decay + tl.sum(p, 1)
+        acc = tl.dot(p.to(value.dtype), value, acc * decay[:, None], input_precision="ieee")
+        top = best
 
     store_partial(
         top, total, acc, pick_out, pick_lse, (row + r) * pieces + piece, d, in_group, in_width, D
     )
-    store_sums(
-        pick_sums,
-        row,
-        pieces,
-        piece,
-        mass,
-        moment,
-        exact_low,
-        guess_low,
-        in_group,
-        GROUP,
-        ROWS,
-        HEADS,
-    )
+    g = tl.arange(0, HEADS)
+    sums = pick_sums + ((row + g) * pieces + piece) * SUMS
+    tl.store(sums, mass, mask=g < GROUP)
+    tl.store(sums + 1, moment, mask=g < GROUP)
+    tl.store(pick_sums + ((row + r) * pieces + piece) * SUMS + 2, exact_low, mask=in_group)
+    tl.store(sums + 3, guess_low, mask=g < GROUP)

@@ -1,0 +1,229 @@
+"""Projections of one input as one matrix product: q, k and v, and an MLP's gate and up.
+
+`pack` lays the weights of such a group behind each other in one buffer. The parameters stay the
+model's own, as views of it, so that nothing is stored twice, and names, checkpoints and adapters
+are what they were. Nothing else is kept: whether a group is packed is read off the addresses of
+its parameters, before each call of generate. What has moved since (`to`, `load_state_dict` with
+`assign`, a deepcopy) is packed again, and what no longer fits decodes unfused.
+
+Only attnplug's own decode loop multiplies by a whole buffer: it can look at addresses before it
+runs compiled steps, where code that somebody else compiled cannot.
+"""
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.nn.functional import linear
+
+GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+TENSORS = ("weight", "bias")
+
+
+class Part:
+    """One projection of a group, and the forward that it has while a step runs: the first
+    multiplies its input by all of the buffer, the others take their part of that."""
+
+    def __init__(self, group: "Group", module: torch.nn.Linear, index: int):
+        self.group, self.module, self.index = group, module, index
+        self.instead = self.forward  # one object, as compiled steps are guarded by it
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """`input @ weight.T + bias` of this projection, `[..., N]`."""
+        group, module = self.group, self.module
+        if self.index == 0:
+            # Behind its own rows lie those of the others; `Group.pack` has made sure.
+            rows, width = sum(group.widths), module.in_features
+            weight = module.weight.as_strided((rows, width), (width, 1))
+            bias = None if module.bias is None else module.bias.as_strided((rows,), (1,))
+            group.input = input
+            group.products = linear(input, weight, bias).split(group.widths, -1)
+            return group.products[0]
+        if group.input is not input or group.products is None:
+            return linear(input, module.weight, module.bias)
+        found = group.products[self.index]
+        if self.index == len(group.widths) - 1:
+            group.input = group.products = None  # a compiled step must not return them
+        return found
+
+
+class Group:
+    """Projections of one module, by name, and while a step runs the last input and products."""
+
+    def __init__(self, owner: torch.nn.Module, names: tuple[str, ...]):
+        self.owner, self.names = owner, names
+        self.parts: tuple[Part, ...] = ()
+        self.widths: list[int] = []
+        self.input: torch.Tensor | None = None
+        self.products: tuple[torch.Tensor, ...] | None = None
+
+    def modules(self) -> list[Any]:
+        """The projections themselves, out of the adapters that may be about them (PEFT's)."""
+        found = [getattr(self.owner, name) for name in self.names]
+        return [getattr(module, "base_layer", module) for module in found]
+
+    def refusal(self) -> str:
+        """Why these cannot be one product; "" where they can."""
+        modules = self.modules()
+        strange = [type(each).__name__ for each in modules if type(each) is not torch.nn.Linear]
+        if strange:
+            return f"a projection is a {strange[0]}"
+        if any(hasattr(each, "_hf_hook") or _is_replaced(each) for each in modules):
+            return "accelerate's hook or another forward is on a projection"
+        if len({each.in_features for each in modules}) > 1:
+            return "the projections have inputs of different widths"
+        if len({each.bias is None for each in modules}) > 1:
+            return "only some of the projections have a bias"
+        tensors = [vars(each)["_parameters"].get(name) for name in TENSORS for each in modules]
+        present = [each for each in tensors if each is not None]
+        if len(present) != len(modules) * (1 if modules[0].bias is None else 2):
+            return "a weight is computed, not a parameter"
+        return _unpackable(present) or ("" if self._fits() else "a weight shares its memory")
+
+    def _fits(self) -> bool:
+        """Whether every tensor is the only one in its memory, or lies as `pack` lays it: others of
+        its group may have moved since, and pickle gives each the whole buffer."""
+        return all(
+            _is_alone(each) or _is_laid(each, rows) for rows in self._tensors() for each in rows
+        )
+
+    def _tensors(self) -> list[list[torch.Tensor]]:
+        modules = self.modules()
+        names = [name for name in TENSORS if getattr(modules[0], name) is not None]
+        return [[getattr(each, name) for each in modules] for name in names]
+
+    def pack(self) -> None:
+        """Lay the tensors of a group that has no refusal behind each other; a group that lies so
+        costs a look at addresses."""
+        modules = self.modules()
+        if [part.module for part in self.parts] != modules:
+            self.parts = tuple(Part(self, each, index) for index, each in enumerate(modules))
+        self.widths = [each.out_features for each in modules]
+        for tensors in self._tensors():
+            if not _is_packed(tensors):
+                _lay(tensors)
+
+    def unpack(self) -> None:
+        """Give each tensor memory of its own again."""
+        for part in self.parts:
+            for name in TENSORS:
+                tensor = getattr(part.module, name, None)
+                if tensor is not None and not _is_alone(tensor):
+                    tensor.data = tensor.data.clone()
+        self.parts = ()
+
+
+@dataclass
+class Fusion:
+    """The groups of a model: those that decode as one product, and why others do not."""
+
+    groups: list[Group] = field(default_factory=list)
+    fused: list[Group] = field(default_factory=list)
+    refused: Counter[str] = field(default_factory=Counter)
+
+    @classmethod
+    def of(cls, model: torch.nn.Module) -> "Fusion":
+        """The groups of a model, packed where they can be."""
+        groups = [
+            Group(module, names)
+            for module in model.modules()
+            for names in GROUPS
+            if all(isinstance(getattr(module, name, None), torch.nn.Module) for name in names)
+        ]
+        fusion = cls(groups)
+        fusion.pack(model)
+        return fusion
+
+    @torch.no_grad()
+    def pack(self, model: torch.nn.Module) -> None:
+        """Pack what can be and note the rest; a look at addresses where nothing has moved."""
+        self.fused, self.refused = [], Counter()
+        split = (getattr(model, "_tp_size", None) or 1) > 1
+        for group in self.groups:
+            why = "tensor parallelism has split the weights" if split else group.refusal()
+            if why:
+                self.refused[why] += 1
+            else:
+                group.pack()
+                self.fused.append(group)
+
+    @torch.no_grad()
+    def unpack(self) -> None:
+        """Undo `pack`."""
+        for group in self.groups:
+            group.unpack()
+        self.fused = []
+
+    def key(self) -> tuple[int, ...]:
+        """Which projections are fused: a step that was compiled for others is not this one."""
+        return tuple(id(part.module) for group in self.fused for part in group.parts)
+
+    @contextmanager
+    def on(self) -> Iterator[None]:
+        """Within it the fused groups multiply once. Their addresses must have been looked at."""
+        parts = [part for group in self.fused for part in group.parts]
+        for part in parts:
+            vars(part.module)["forward"] = part.instead
+        try:
+            yield
+        finally:
+            for part in parts:
+                del vars(part.module)["forward"]
+                part.group.input = part.group.products = None
+
+    def __str__(self) -> str:
+        """One line for `report`."""
+        counts = Counter(", ".join(group.names) for group in self.fused)
+        texts = [f"one product for {names} in {count} layers" for names, count in counts.items()]
+        lines = [f"decode has {' and '.join(texts)}"] if texts else []
+        lines += [f"not fused in {count} places: {why}" for why, count in self.refused.items()]
+        return "; ".join(lines) or "nothing to fuse: no projections of one input"
+
+
+def _is_replaced(module: torch.nn.Module) -> bool:
+    return "forward" in vars(module)
+
+
+def _unpackable(tensors: list[torch.Tensor]) -> str:
+    """Why these parameters cannot lie in one buffer."""
+    first = tensors[0]
+    if any(type(each) is not torch.nn.Parameter or each.is_inference() for each in tensors):
+        return f"a weight is a {type(first).__name__} that must not move"
+    if any(type(each.data) is not torch.Tensor for each in tensors):
+        return f"a weight is a {type(first.data).__name__}"
+    if first.is_meta or not first.is_floating_point():
+        return f"weights of {first.dtype} on {first.device}"
+    if len({(each.dtype, each.device) for each in tensors}) > 1:
+        return "the weights have different dtypes or devices"
+    return "" if all(each.is_contiguous() for each in tensors) else "a weight is not contiguous"
+
+
+def _is_alone(tensor: torch.Tensor) -> bool:
+    return tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
+
+
+def _is_laid(tensor: torch.Tensor, tensors: list[torch.Tensor]) -> bool:
+    """Whether a tensor lies in its memory where `pack` would lay it in that of its group."""
+    index = next(index for index, each in enumerate(tensors) if each is tensor)
+    before = sum(each.numel() for each in tensors[:index])
+    whole = sum(each.numel() for each in tensors) * tensor.element_size()
+    return tensor.storage_offset() == before and tensor.untyped_storage().nbytes() == whole
+
+
+def _is_packed(tensors: list[torch.Tensor]) -> bool:
+    """Whether tensors lie behind each other in one storage."""
+    storages = {each.untyped_storage().data_ptr() for each in tensors}
+    ends = [each.data_ptr() + each.numel() * each.element_size() for each in tensors]
+    begins = [each.data_ptr() for each in tensors[1:]]
+    return len(storages) == 1 and begins == ends[:-1]
+
+
+def _lay(tensors: list[torch.Tensor]) -> None:
+    rows = [len(each) for each in tensors]
+    buffer = tensors[0].new_empty((sum(rows), *tensors[0].shape[1:]))
+    for tensor, place in zip(tensors, buffer.split(rows), strict=True):
+        place.copy_(tensor)
+        tensor.data = place

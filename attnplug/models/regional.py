@@ -1,0 +1,129 @@
+"""A step compiled layer by layer: layers that compute the same become one piece of code.
+
+torch.compile traces a step whole and hands this backend its graph. The graph is cut where one
+numbered module (a decoder layer) ends, and inductor compiles each different piece once. Layers that
+differ only in their weights and caches share a piece, whose inputs these are. The step stays one
+graph to dynamo (`fullgraph`), and one function of tensors to whoever captures it.
+"""
+
+import functools
+import logging
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch._dynamo.exc import Unsupported
+from torch.fx.passes.split_module import split_module
+
+from attnplug.models.captured import CapturedStep, Step
+
+NUMBERED = re.compile(r".*?\.\d+(?=\.|$)")  # the outermost numbered module, a decoder layer
+LOG = logging.getLogger("attnplug")
+
+
+class LayeredStep:
+    """A step compiled layer by layer with the options of a CompileConfig, and captured where these
+    ask for CUDA graphs. One that dynamo cannot trace whole is compiled as the config says."""
+
+    def __init__(self, step: Step, config: Any, device: torch.device):
+        options = torch._inductor.list_mode_options(config.mode) if config.mode else {}
+        options = options | (config.options or {})
+        graphs = options.pop("triton.cudagraphs", False) and device.type == "cuda"
+        backend = functools.partial(compile_by_layer, options=options)
+        compiled = torch.compile(step, backend=backend, fullgraph=True, dynamic=config.dynamic)
+        self.now: Step = CapturedStep(compiled) if graphs else compiled
+        self.whole = functools.partial(torch.compile, step, **config.to_dict())
+
+    def begin(self, *about: Any) -> None:
+        """A call of generate begins, about what `CapturedStep.begin` takes."""
+        if isinstance(self.now, CapturedStep):
+            self.now.begin(*about)
+
+    def __call__(self, *arguments: Any) -> torch.Tensor | None:
+        try:
+            return self.now(*arguments)
+        except Unsupported as why:
+            LOG.warning("a decode step is compiled whole, as it has graph breaks: %s", why)
+            self.now = self.whole()
+            return self.now(*arguments)
+
+
+class Piece(torch.nn.Module):
+    """A compiled piece in the place of the graph that it was compiled from."""
+
+    def __init__(self, compiled: Callable[..., Any], single: bool):
+        super().__init__()
+        self.compiled, self.single = compiled, single
+
+    def forward(self, *inputs: Any) -> Any:
+        outputs = self.compiled(*inputs)
+        return outputs[0] if self.single else outputs
+
+
+def compile_by_layer(
+    graph: fx.GraphModule, inputs: Sequence[Any], *, options: dict[str, Any] | None = None
+) -> Callable[..., Any]:
+    """A backend of torch.compile; `options` are inductor's."""
+    regions = _regions(graph)
+    whole = split_module(graph, graph, regions.__getitem__, keep_original_order=True)
+    found: dict[Any, Callable[..., Any]] = {}
+    for name, piece in list(whole.named_children()):
+        assert isinstance(piece, fx.GraphModule)
+        key = _key(piece)
+        single = _make_flat(piece)
+        if key not in found:
+            found[key] = _compile(piece, options)
+        setattr(whole, name, Piece(found[key], single))
+    return whole
+
+
+def _regions(graph: fx.GraphModule) -> dict[fx.Node, int]:
+    """The number of each node's region: consecutive nodes of one layer, or of none."""
+    regions: dict[fx.Node, int] = {}
+    now, number = "", 0
+    for node in graph.graph.nodes:
+        paths = [entry[0] for entry in (node.meta.get("nn_module_stack") or {}).values()]
+        layer = next((match[0] for match in map(NUMBERED.match, paths) if match), "")
+        if node.op not in ("placeholder", "output", "get_attr") and layer != now:
+            now, number = layer, number + 1
+        regions[node] = number
+    return regions
+
+
+def _key(piece: fx.GraphModule) -> tuple[Any, ...]:
+    """What makes two pieces the same: operations, constants, and the sizes of what comes in."""
+    numbers: dict[fx.Node, int] = {}
+    key = []
+    for node in piece.graph.nodes:
+        numbers[node] = len(numbers)
+        arguments = fx.map_arg((node.args, node.kwargs), lambda each: f"%{numbers[each]}")
+        target = "" if node.op in ("placeholder", "output") else node.target
+        value = _described(node.meta.get("example_value")) if node.op == "placeholder" else ""
+        key.append((node.op, target, repr(arguments), value))
+    return tuple(key)
+
+
+def _described(value: Any) -> str:
+    if not isinstance(value, torch.Tensor):
+        return repr(value)
+    parts = (value.shape, value.stride(), value.storage_offset(), value.dtype, value.device)
+    return repr((*parts, value.requires_grad))
+
+
+def _make_flat(piece: fx.GraphModule) -> bool:
+    """Have a piece return a tuple. Says whether it returned one thing alone."""
+    output = next(node for node in piece.graph.nodes if node.op == "output")
+    if isinstance(output.args[0], (tuple, list)):
+        return False
+    output.args = ((output.args[0],),)
+    piece.recompile()
+    return True
+
+
+def _compile(piece: fx.GraphModule, options: dict[str, Any] | None) -> Callable[..., Any]:
+    inputs = [node.meta["example_value"] for node in piece.graph.nodes if node.op == "placeholder"]
+    return torch._inductor.standalone_compile(
+        piece, inputs, dynamic_shapes="from_tracing_context", options=options or {}
+    )

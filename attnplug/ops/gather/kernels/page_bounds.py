@@ -1,0 +1,75 @@
+"""The Triton kernel of page_bounds: one program looks at a few of the slots that were written, and
+summarises the blocks whose last key is among them."""
+
+import triton
+import triton.language as tl
+
+from attnplug.ops.gather.kernels.bounds import refresh_blocks, summaries_at
+from attnplug.ops.gather.kernels.spread import refresh_spread, spread_at
+
+
+@triton.jit
+def summarise_written(
+    k,
+    bounds,
+    slots,
+    count,
+    places,
+    k_strides,
+    slot_stride,
+    D: tl.constexpr,
+    DP: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PAGE: tl.constexpr,
+    PARTS: tl.constexpr,
+    SPREAD: tl.constexpr,
+    EACH: tl.constexpr,
+):
+    """The blocks that slots EACH i and on complete, of one head. `places`: blocks of all pages."""
+    k_p, k_h, k_s = k_strides
+    h = tl.program_id(1).to(tl.int64)
+    first = tl.program_id(0) * EACH
+    for i in range(first, tl.minimum(first + EACH, count)):
+        slot = tl.load(slots + i * slot_stride).to(tl.int64)
+        if (slot >= 0) & (slot % BLOCK == BLOCK - 1):
+            begin = slot // PAGE * k_p + (slot % PAGE - BLOCK + 1) * k_s
+            k_at = k + h * k_h + begin
+            place = slot // BLOCK
+            if SPREAD:
+                codes_at, scales_at = spread_at(bounds, h, places, D)
+                refresh_spread(
+                    k_at=k_at,
+                    mask_at=k,
+                    codes_at=codes_at + place * (2 * D),
+                    scales_at=scales_at + place,
+                    begin=0,
+                    end=1,
+                    stride=1,
+                    start=0,
+                    N=places,
+                    k_s=k_s,
+                    D=D,
+                    DP=DP,
+                    BLOCK=BLOCK,
+                    MASKED=False,
+                )
+            else:
+                bounds_at, frame = summaries_at(bounds, h, places, D, PARTS, False)
+                refresh_blocks(
+                    k_at=k_at,
+                    mask_at=k,
+                    bounds_at=bounds_at + place * (PARTS * D),
+                    frame=frame,
+                    begin=0,
+                    end=1,
+                    stride=1,
+                    done=0,
+                    start=0,
+                    k_s=k_s,
+                    D=D,
+                    DP=DP,
+                    BLOCK=BLOCK,
+                    PARTS=PARTS,
+                    INT8=False,
+                    MASKED=False,
+                )

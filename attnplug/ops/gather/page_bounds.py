@@ -1,0 +1,184 @@
+"""Summaries of the key blocks of a paged cache, by physical block: sequences that share a page
+share its summaries.
+
+    summary of block i of page p  ->  place p * (page / block) + i  among those of all pages
+
+What a block's summary holds is said in `block_bounds`. The caller tells which keys it has written,
+and the block whose last key is among them is summarised. There is no count of what is done: a page
+that a new sequence takes is written anew before one of its blocks is complete again. Whoever copies
+a page's keys copies its summaries along (`page_summaries`).
+
+Source: Quest (Tang et al., 2024), as in "Attention Pays Its Bill" (docs/papers.md).
+"""
+
+import torch
+
+from attnplug.errors import ArgumentError
+from attnplug.ops.common.checks import BLOCKS, check_attention_inputs
+from attnplug.ops.common.define import define_op, refuse_gradients, require
+from attnplug.ops.common.pages import block_places
+from attnplug.ops.common.sizes import cdiv, next_power_of_two
+from attnplug.ops.gather.block_bounds import empty_bounds, refresh_on_cpu, summary_rows
+from attnplug.ops.gather.kernels.page_bounds import summarise_written
+from attnplug.ops.gather.spread import spread_parts
+
+NAME = "page_bounds"
+
+
+def empty_page_bounds(
+    k: torch.Tensor, block: int, parts: int = 2, *, dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    """Summaries of all blocks of the pages `k [pages, Hkv, page, D]`, zeros: those that
+    `empty_bounds` makes of one row with as many keys, `[1, Hkv, pages * page / block, parts, D]`
+    like k, or with `dtype` uint8 the bytes of spread summaries."""
+    pages, heads, page, width = k.shape
+    one_row = k.new_empty((1,), dtype=k.dtype).expand(1, heads, pages * page, width)
+    return empty_bounds(one_row, block, parts, dtype=dtype)
+
+
+def page_bounds(k: torch.Tensor, bounds: torch.Tensor, slots: torch.Tensor, *, block: int) -> None:
+    """Summarise, in place, the blocks whose last key has just been written.
+
+    Args:
+        k: `[pages, Hkv, page, D]`, float32, float16 or bfloat16, the written keys in it; `page` a
+            multiple of `block`. Neighbours in D next to each other.
+        bounds: `[1, Hkv, pages * page / block, parts, D]` like k, or uint8, as `empty_page_bounds`
+            makes them; contiguous; written.
+        slots: int32 or int64 `[N]`, where keys were written: page times `page`, plus the place in
+            the page. Negative: nowhere.
+        block: keys a block: 16, 32, 64 or 128.
+
+    Raises:
+        ArgumentError: a shape, dtype, device or option does not fit.
+        GradientError: an input requires grad.
+    """
+    refuse_gradients(NAME, k)
+    _page_bounds(k, bounds, slots, block)
+
+
+def _allocate(k, bounds, slots, block):
+    check_attention_inputs(NAME, None, k)
+    check_page_bounds(NAME, k, bounds, block)
+    fits = slots.dim() == 1 and slots.dtype in (torch.int32, torch.int64)
+    found = f"slots is {slots.dtype} {tuple(slots.shape)}"
+    require(fits, NAME, f"{found}, needs int32 or int64 [N]")
+    require(slots.device == k.device, NAME, f"slots is on {slots.device}, k on {k.device}")
+    require(k.stride(3) == 1, NAME, f"k has a stride of {k.stride(3)} in D, needs 1")
+
+
+def check_page_bounds(name, k, bounds, block):
+    """The checks of the summaries of pages, for `page_bounds` and for `select_blocks`."""
+    if block not in BLOCKS:
+        raise ArgumentError(f"{name}: block is {block}, needs {', '.join(map(str, BLOCKS))}")
+    pages, heads, page, width = k.shape
+    require(page % block == 0, name, f"pages of {page} keys are no multiple of block {block}")
+    if bounds.dtype not in (k.dtype, torch.uint8):
+        raise ArgumentError(
+            f"{name}: bounds is {bounds.dtype}, pages of {k.dtype} need that or uint8: what INT8 "
+            "codes stand for depends on a row's first block, and pages belong to no row"
+        )
+    rows, coded = summary_rows(pages * page // block, width, bounds.dtype), bounds.dtype != k.dtype
+    if tuple(bounds.shape) not in [(1, heads, rows, n, width) for n in ((2,) if coded else (1, 2))]:
+        raise ArgumentError(
+            f"{name}: bounds has shape {tuple(bounds.shape)}, needs [1,Hkv,blocks of all pages,"
+            f"parts,D] = [1, {heads}, {rows}, {2 if coded else '1 or 2'}, {width}]"
+        )
+    require(bounds.device == k.device, name, f"bounds is on {bounds.device}, k on {k.device}")
+    require(bounds.is_contiguous(), name, "bounds is not contiguous")
+
+
+def page_summaries(bounds: torch.Tensor, k: torch.Tensor, block: int) -> list[torch.Tensor]:
+    """Views of the summaries of the pages `k`, with page p's own at `[p]`: what must be copied
+    where a page is copied."""
+    pages, per_page = k.shape[0], k.shape[2] // block
+    if bounds.dtype == torch.uint8:
+        codes, scales = spread_parts(bounds, pages * per_page)
+        by_page = scales[0].unflatten(3, (pages, per_page)).movedim(3, 0)
+        return [codes[0].unflatten(1, (pages, per_page)).movedim(1, 0), by_page]
+    return [bounds[0].unflatten(1, (pages, per_page)).movedim(1, 0)]
+
+
+# --- CPU: the specification ------------------------------------------------------------------
+
+
+def rows_of_summaries(
+    bounds: torch.Tensor, table: torch.Tensor, blocks: int, k: torch.Tensor, block: int
+) -> torch.Tensor:
+    """The summaries of the first `blocks` blocks of each row, as `empty_bounds` would have them for
+    rows of so many blocks; a copy."""
+    pages, heads, page, width = k.shape
+    stored = pages * page // block
+    places = block_places(table, blocks, page // block, stored)
+    if bounds.dtype != torch.uint8:
+        return bounds[0][:, places].transpose(0, 1)
+    rows = summary_rows(blocks, width, bounds.dtype)
+    found = bounds.new_zeros((len(table), heads, rows, *bounds.shape[3:]))
+    codes, scales = spread_parts(bounds, stored)
+    own_codes, own_scales = spread_parts(found, blocks)
+    own_codes.copy_(codes[0][:, places].transpose(0, 1))
+    own_scales.copy_(scales[0][..., places].movedim(3, 0))
+    return found
+
+
+def _cpu(k, bounds, slots, block):
+    slots = slots.long()
+    ends = slots[(slots >= 0) & (slots % block == block - 1)]
+    if len(ends) == 0:
+        return
+    pages, heads, page, width = k.shape
+    first = ends % page - block + 1
+    at = first[:, None] + torch.arange(block)
+    keys = k.transpose(1, 2)[ends[:, None] // page, at]  # [N, block, Hkv, D]
+    row = keys.permute(2, 0, 1, 3).reshape(1, heads, len(ends) * block, width)
+    own = empty_bounds(row, block, bounds.shape[3], dtype=bounds.dtype)
+    progress, start = torch.zeros((1, 2), dtype=torch.int32), torch.zeros(1, dtype=torch.long)
+    refresh_on_cpu(row, None, own, progress, start, start + len(ends), block)
+    places, stored = ends // block, pages * page // block
+    if bounds.dtype == torch.uint8:
+        for part, new in zip(
+            spread_parts(bounds, stored), spread_parts(own, len(ends)), strict=True
+        ):
+            across = 2 if part.dtype == torch.int8 else 4
+            part.index_copy_(across, places, new)
+    else:
+        bounds.index_copy_(2, places, own)
+
+
+# --- CUDA ------------------------------------------------------------------------------------
+
+MANY = 1024  # slots from which a program looks at several
+
+
+def launch_page_bounds(k, bounds, slots, block):
+    """Run the kernel; tensors as in `page_bounds`, on a GPU or in Triton's interpreter."""
+    pages, heads, page, width = k.shape
+    count, each = len(slots), 1 if len(slots) < MANY else block
+    if count == 0:
+        return
+    summarise_written.run(
+        grid=(cdiv(count, each), heads),
+        warmup=False,
+        k=k,
+        bounds=bounds,
+        slots=slots,
+        count=count,
+        places=pages * page // block,
+        k_strides=k.stride()[:3],
+        slot_stride=slots.stride(0),
+        D=width,
+        DP=next_power_of_two(width),
+        BLOCK=block,
+        PAGE=page,
+        PARTS=bounds.shape[3],
+        SPREAD=bounds.dtype == torch.uint8,
+        EACH=each,
+        **{"num_warps": 4},
+    )
+
+
+_page_bounds = define_op(
+    "page_bounds(Tensor k, Tensor(a!) bounds, Tensor slots, int block) -> ()",
+    allocate=_allocate,
+    cpu=_cpu,
+    cuda=launch_page_bounds,
+)

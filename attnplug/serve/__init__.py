@@ -1,0 +1,1 @@
+"""attnplug's methods inside serving engines, a room for each engine."""

@@ -1,0 +1,180 @@
+"""What a server is asked to run: the policy in vLLM's options, and what is refused at start.
+
+    --additional-config.attnplug "momo+gather"
+    --additional-config '{"attnplug": {"policy": "momo+gather", "layers": {"0-1": "dense"}}}'
+
+or the environment variable ATTNPLUG_POLICY. vLLM hands the options to its workers.
+"""
+
+import dataclasses
+import os
+import re
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from attnplug.errors import ServeError
+from attnplug.policies import Dense, Gather, Momo, Phase, Policy, parse
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+KEY = "attnplug"
+VARIABLE = "ATTNPLUG_POLICY"
+EXAMPLE = '--additional-config.attnplug "momo+gather"'
+INSTEAD = {
+    "certified": "vLLM's own quantized cache, --kv-cache-dtype fp8, beside 'momo'",
+    "gvr": "gather, whose ops read vLLM's pages",
+    "sketch": "gather, whose ops read vLLM's pages",
+    "auto": "the methods by name, such as 'momo+gather'",
+    "stream": "attnplug.trace.record on the model in transformers",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Phases:
+    """What serves one layer: momo or None for dense prefill, gather or None for dense decode."""
+
+    prefill: Momo | None = None
+    decode: Gather | None = None
+
+    @property
+    def sparse(self) -> bool:
+        """Whether anything but dense serves."""
+        return self.prefill is not None or self.decode is not None
+
+
+@dataclasses.dataclass(frozen=True)
+class ServedPolicy:
+    """A server's policy: that of all layers, and those of spans of layers, first to last."""
+
+    whole: Phases
+    spans: tuple[tuple[int, int, Phases], ...] = ()
+
+    def of_layer(self, index: int) -> Phases:
+        """What serves the layer of this index."""
+        for first, last, phases in self.spans:
+            if first <= index <= last:
+                return phases
+        return self.whole
+
+    @property
+    def decode(self) -> Gather | None:
+        """The one method that decodes, on some layers at least."""
+        found = [phases.decode for phases in self._all if phases.decode is not None]
+        return found[0] if found else None
+
+    @property
+    def _all(self) -> list[Phases]:
+        return [*(phases for _, _, phases in self.spans), self.whole]
+
+    def __post_init__(self) -> None:
+        decodes = {phases.decode for phases in self._all if phases.decode is not None}
+        if len(decodes) > 1:
+            raise ServeError(
+                "attnplug in vLLM: the layers name different decode methods, "
+                f"{' and '.join(sorted(map(str, decodes)))}; a step's pages and lengths are shared "
+                "by all layers: keep one, and 'dense' elsewhere"
+            )
+
+
+def policy_of(config: "VllmConfig") -> ServedPolicy:
+    """The policy in a server's options. Raises ServeError or PolicyError."""
+    return read_policy((config.additional_config or {}).get(KEY) or os.environ.get(VARIABLE))
+
+
+def read_policy(option: Any) -> ServedPolicy:
+    """The policy that an option describes: a string, or a mapping with `policy` and `layers`."""
+    if option is None:
+        raise ServeError(f"attnplug in vLLM: no policy is given; add {EXAMPLE}, or set {VARIABLE}")
+    if isinstance(option, str):
+        return ServedPolicy(phases_of(option))
+    if not isinstance(option, Mapping) or not {"policy"} <= option.keys() <= {"policy", "layers"}:
+        raise ServeError(
+            f"attnplug in vLLM: {KEY} is {option!r}, needs a policy, or a mapping "
+            'such as {"policy": "momo+gather", "layers": {"0-1": "dense"}}'
+        )
+    spans = tuple(
+        (*_span(key), phases_of(policy)) for key, policy in (option.get("layers") or {}).items()
+    )
+    return ServedPolicy(phases_of(option["policy"]), spans)
+
+
+def _span(key: str) -> tuple[int, int]:
+    found = re.fullmatch(r"(\d+)(?:-(\d+))?", str(key))
+    if found is None:
+        raise ServeError(f"attnplug in vLLM: layers names {key!r}, needs an index or '4-7'")
+    return int(found[1]), int(found[2] or found[1])
+
+
+def phases_of(policy: str) -> Phases:
+    """What a policy's string puts in the place of dense. Raises ServeError for a method that vLLM's
+    pages cannot serve, with what to use instead."""
+    parsed: Policy = parse(policy)
+    prefill, decode = parsed.prefill, parsed.decode
+    if parsed.trace is not None:
+        raise _unserved(parsed.trace)
+    for phase, known in ((prefill, (Dense, Momo)), (decode, (Dense, Gather))):
+        assert phase is not None  # filled by Policy
+        if type(phase) not in known:
+            raise _unserved(phase)
+    if isinstance(decode, Gather):
+        _check_gather(decode)
+    return Phases(
+        prefill if isinstance(prefill, Momo) else None,
+        decode if isinstance(decode, Gather) else None,
+    )
+
+
+def _unserved(phase: Phase) -> ServeError:
+    instead = INSTEAD.get(phase.name, "momo for prefill and gather for decode")
+    return ServeError(f"attnplug in vLLM: {phase.name} is not served; use {instead}")
+
+
+def _check_gather(phase: Gather) -> None:
+    if phase.kv == "host":
+        raise ServeError(
+            "attnplug in vLLM: gather(kv='host') is not served, since vLLM owns the pages; use "
+            "vLLM's offload, --kv-offloading-size, with dense decode"
+        )
+    if phase.bounds == "int8":
+        raise ServeError(
+            "attnplug in vLLM: gather(bounds='int8') is not served: codes refer to a sequence's "
+            "first block, and requests share pages; use bounds='exact', the default here"
+        )
+
+
+def check_server(config: "VllmConfig", policy: ServedPolicy) -> None:
+    """Raise ServeError for a server whose other options a sparse phase cannot live with."""
+    for asked, message in _conflicts(config, policy):
+        if asked:
+            raise ServeError(f"attnplug in vLLM: {message}")
+
+
+def _conflicts(config: "VllmConfig", policy: ServedPolicy) -> list[tuple[bool, str]]:
+    parallel, cache = config.parallel_config, config.cache_config
+    return [
+        (
+            parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1,
+            "context parallelism splits a row's pages over GPUs; use --tensor-parallel-size, which "
+            "splits heads",
+        ),
+        (
+            policy.decode is not None and config.kv_transfer_config is not None,
+            "a KV connector fills pages that gather has no summaries of; use 'momo', which needs "
+            "none, or drop the connector",
+        ),
+        (
+            cache.cache_dtype not in ("auto", "bfloat16", "float16"),
+            f"--kv-cache-dtype {cache.cache_dtype}: momo and gather read keys in 16 bits; use "
+            "auto, or vLLM's FLASH_ATTN backend with the quantized cache",
+        ),
+        (
+            config.speculative_config is not None,
+            "speculative decoding gives rows several queries, which is not served; drop "
+            "--speculative-config, or use --attention-backend FLASH_ATTN",
+        ),
+        (
+            config.model_config.use_mla,
+            "the model keeps latents instead of keys (MLA); use vLLM's own MLA backends",
+        ),
+    ]

@@ -1,0 +1,73 @@
+"""What happens while vLLM measures how much memory its cache may have: the summaries' share is held
+back, and each method runs once on made-up keys, so that its workspace is in the measured peak and
+Triton has compiled its kernels before the first request."""
+
+from typing import Any
+
+import torch
+from vllm.logger import init_logger
+
+from attnplug.serve.vllm.summaries import share_of_cache
+
+logger = init_logger("vllm.attnplug")
+
+
+def prepare(impl: Any, dtype: torch.dtype, device: torch.device) -> None:
+    """Hold back the memory of all layers' summaries and run their methods, once a process."""
+    if impl.profiled:
+        return
+    layers = impl.config.compilation_config.static_forward_context
+    impls = {name: layer.impl for name, layer in layers.items() if hasattr(layer, "impl")}
+    own = {name: other for name, other in impls.items() if isinstance(other, type(impl))}
+    for other in own.values():
+        other.profiled = True
+    served = {name: other.served(name, device) for name, other in own.items()}
+    if device.type == "cuda":
+        _hold(impl.config, own, served, device)
+    warmed: set[Any] = set()
+    for name, other in own.items():
+        shape = other.num_heads, other.num_kv_heads, other.head_size, served[name].phases
+        if shape not in warmed:
+            warmed.add(shape)
+            _warm(other, served[name], dtype, device)
+
+
+def _hold(config: Any, own: dict[str, Any], served: dict[str, Any], device: torch.device) -> None:
+    """Reserve the summaries' part of what the server's budget leaves for keys and values. What
+    the profile run needs besides is in that too, so that the part is rather too large."""
+    shares = {
+        name: share_of_cache(layer.phases.decode, own[name].head_size, config.model_config.dtype)
+        for name, layer in served.items()
+        if layer.summaries is not None
+    }
+    if not shares:
+        return
+    if config.cache_config.kv_cache_memory_bytes:
+        logger.warning(
+            "attnplug: with --kv-cache-memory-bytes vLLM measures nothing; the summaries of gather "
+            "take memory on top of it"
+        )
+        return
+    total = torch.cuda.get_device_properties(device).total_memory
+    budget = total * config.cache_config.gpu_memory_utilization
+    left = max(0.0, budget - torch.cuda.memory_allocated(device))
+    each = left / (len(own) + sum(shares.values()))  # of a layer's keys and values
+    for name, share in shares.items():
+        served[name].summaries.reserve(int(each * share), device)
+    held = each * sum(shares.values()) / 2**30
+    logger.info("attnplug: %.2f GiB are held for the summaries of gather", held)
+
+
+def _warm(impl: Any, served: Any, dtype: torch.dtype, device: torch.device) -> None:
+    config, scheduler = impl.config, impl.config.scheduler_config
+    longest = config.model_config.max_model_len
+    shape = dict(
+        heads=impl.num_heads,
+        kv_heads=impl.num_kv_heads,
+        head_dim=impl.head_size,
+        dtype=dtype,
+        device=device,
+    )
+    served.warm_prompts(min(scheduler.max_num_batched_tokens, longest), longest, **shape)
+    page = config.cache_config.block_size
+    served.warm_steps(scheduler.max_num_seqs, longest, page=page, **shape)

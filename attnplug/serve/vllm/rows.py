@@ -1,0 +1,67 @@
+"""The rows of a batch as the host knows them, cut into runs that one kernel serves."""
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from itertools import groupby
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One request's part of a batch: its queries are tokens `first` to `first + queries - 1`, and
+    `seen` keys are in its pages, those of the queries included."""
+
+    index: int
+    first: int
+    queries: int
+    seen: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """Neighbouring rows of one kind."""
+
+    rows: tuple[Row, ...]
+    sparse: bool
+
+    @property
+    def tokens(self) -> slice:
+        """The run's tokens in the batch."""
+        return slice(self.rows[0].first, self.rows[-1].first + self.rows[-1].queries)
+
+    @property
+    def longest(self) -> int:
+        """The most queries of a row."""
+        return max(row.queries for row in self.rows)
+
+
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    """What a batch's metadata says on the host. Rows with one query come first, `steps` of them, of
+    which the longest sees `longest_step` keys: vLLM reorders batches so. `prompts` are the
+    others."""
+
+    steps: int
+    longest_step: int
+    prompts: tuple[Row, ...]
+
+    def runs(self, is_sparse: Callable[[Row], bool]) -> Iterator[Run]:
+        """The prompts in runs of neighbours that a method serves, or that it leaves dense. A run
+        of rows that it serves has one row."""
+        for sparse, rows in groupby(self.prompts, is_sparse):
+            if sparse:
+                yield from (Run((row,), True) for row in rows)
+            else:
+                yield Run(tuple(rows), False)
+
+
+def batch_of(starts: list[int], seen: list[int]) -> Batch:
+    """The batch whose row i has queries `starts[i]` to `starts[i + 1] - 1` and `seen[i]` keys. Rows
+    without queries, which pad a batch, count as steps: kernels look at their lengths."""
+    rows = [
+        Row(i, first, last - first, keys)
+        for i, (first, last, keys) in enumerate(zip(starts, starts[1:], seen, strict=False))
+    ]
+    steps = next((row.index for row in rows if row.queries > 1), len(rows))
+    prompts = tuple(row for row in rows[steps:] if row.queries > 0)
+    longest = max((row.seen for row in rows[:steps]), default=0)
+    return Batch(steps, longest, prompts)

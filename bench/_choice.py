@@ -1,0 +1,100 @@
+"""The table "which method when": what one needs, the default that serves it, and of that one string
+what its answers keep, how fast it is and what it takes, from rows alone."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from _plots import Row
+
+from attnplug.eval.tasks import TASKS
+
+NEEDS = (
+    ("exact attention", "dense"),
+    ("the first token sooner, on long prompts", "momo"),
+    ("decode at constant cost", "gather"),
+    ("decode that finds single tokens", "gvr"),
+    ("the same, and nothing is dropped", "sketch"),
+    ("half the cache's GPU memory, with proof", "certified"),
+)
+LENGTHS = {32768: "32K", 131072: "128K", 1 << 20: "1M"}
+MODELS = {
+    "smollm2-135m": ("quality: SmolLM2-135M, 8K", 8192),
+    "gemma3-270m": ("quality: Gemma 3 270M, 32K", 32768),
+}
+MEMORY_AT = 131072
+NONE = "not yet"
+
+
+def choice(timing: Sequence[Row], quality: Sequence[Row], pages: str) -> str:
+    """The table in Markdown; `pages` is the way to the pages of methods."""
+    heads = ["for", "policy", *(title for title, _ in MODELS.values())]
+    heads += [f"speed at {name}" for name in LENGTHS.values()] + ["cache memory"]
+    lines = [heads, ["---"] * len(heads)]
+    for need, policy in NEEDS:
+        cells = [need, f"[`{policy}`]({pages}/{policy}.md)"]
+        cells += [_kept(quality, policy, model, n) for model, (_, n) in MODELS.items()]
+        cells += [_speed(timing, policy, n) for n in LENGTHS]
+        lines.append([*cells, _memory(timing, policy)])
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def speed_of(timing: Sequence[Row], policy: str, n: int) -> float | None:
+    """How many times faster than dense one layer of a default is: its step, or its prefill, beside
+    the fastest peer that it was timed with."""
+    found = [row["ratio"] for row in timing if _is_speed(row, policy) and row["n"] == n]
+    return min((ratio for ratio in found if ratio), default=None)
+
+
+def _is_speed(row: Row, policy: str) -> bool:
+    if row.get("policy") != policy or row["batch"] != 1:
+        return False
+    if policy == "momo":
+        shape = (row["heads_q"], row["heads_kv"], row["head_dim"])
+        return row["case"] == "op" and shape == (32, 8, 128) and row["peer"] in ("fa3", "cudnn")
+    return row["case"] == "step" and row["peer"] == "dense"
+
+
+def memory_of(timing: Sequence[Row], policy: str, n: int) -> float | None:
+    """Bytes of the GPU that one layer's cache of n tokens takes."""
+    steps = [row for row in timing if row["case"] == "step" and row["n"] == n]
+    return next((row["memory"] for row in steps if row["policy"] == policy), None)
+
+
+def _speed(timing: Sequence[Row], policy: str, n: int) -> str:
+    ratio = 1.0 if policy == "dense" else speed_of(timing, policy, n)
+    if ratio is None:
+        return NONE
+    return f"**{ratio:.2f}x**" if ratio > 1 else f"{ratio:.2f}x"
+
+
+def _memory(timing: Sequence[Row], policy: str) -> str:
+    if policy in ("dense", "momo"):  # momo serves no cache of its own
+        return "100%"
+    own, whole = (memory_of(timing, name, MEMORY_AT) for name in (policy, "dense"))
+    return NONE if own is None or whole is None else f"{own / whole:.0%}"
+
+
+def _kept(quality: Sequence[Row], policy: str, model: str, n: int) -> str:
+    """Mean score beside dense's over the tasks that have rows, and how many of these are worse than
+    dense on the same prompts (an interval of 0.95 all below zero)."""
+    if policy == "dense":
+        return "the reference"
+    found: dict[str, Row] = {}
+    for row in quality:
+        asked = (row["policy"], row["model"], row["n"], row["study"]) == (policy, model, n, "")
+        if asked and row["task"] in TASKS:
+            best: Any = found.get(row["task"])
+            found[row["task"]] = row if best is None or row["trials"] > best["trials"] else best
+    if not found:
+        return NONE
+    ours, dense = (
+        math.fsum(row[key] for row in found.values()) / len(found) for key in ("value", "dense")
+    )
+    worse = sum(row["diff_high"] < 0 for row in found.values())
+    trials = sorted({row["trials"] for row in found.values()})
+    prompts = str(trials[0]) if len(trials) == 1 else f"{trials[0]} to {trials[-1]}"
+    told = f"{ours:.3f} beside {dense:.3f}; {worse} of {len(found)} tasks worse"
+    return f"{told}; {prompts} prompts"

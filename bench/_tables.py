@@ -1,0 +1,84 @@
+"""The Markdown tables of bench/report.py: a row a line, and scores, a column a length or a task."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from _plots import Row, tokens
+
+Column = tuple[str, Callable[[Row], str]]
+
+
+def table(rows: Sequence[Row], columns: Sequence[Column]) -> str:
+    """A Markdown table."""
+    lines = ["| " + " | ".join(title for title, _ in columns) + " |"]
+    lines.append("|" + "|".join(" --- " for _ in columns) + "|")
+    lines += ["| " + " | ".join(show(row) for _, show in columns) + " |" for row in rows]
+    return "\n".join(lines)
+
+
+def scores(rows: Sequence[Row], show: str, across: str) -> str:
+    """A Markdown table with a line for each model, task and policy, and a column for each length
+    (`across` "n"), or with a column for each task and a line for each of the rest ("task"). `show`
+    is a value whose interval is `low` to `high` or `SHOW_low` to `SHOW_high`."""
+    if across not in ("n", "task"):
+        raise SystemExit(f"<!-- scores -->: across={across} is neither n nor task")
+    keys = [key for key in ("model", "n", "task", "policy") if key != across]
+    heads = sorted({row[across] for row in rows})
+    lines: dict[tuple[Any, ...], Row] = {}
+    for row in rows:
+        line = lines.setdefault(tuple(row[key] for key in keys), {})
+        if row[across] in line:
+            raise SystemExit(
+                f"<!-- scores -->: two rows for {row['task']} of {row['policy']}: "
+                "trials= or study= tells them apart"
+            )
+        line[row[across]] = row
+    low, high = ("low", "high") if show == "value" else (f"{show}_low", f"{show}_high")
+
+    shown = [row for row in rows if show in row]
+    usual = {head: _usual(row["trials"] for row in shown if row[across] == head) for head in heads}
+
+    def cell(row: Row | None) -> str:
+        if row is None or show not in row:
+            return ""
+        trials = "" if row["trials"] == usual[row[across]] else f", {row['trials']} samples"
+        value, *span = (0.0 if abs(row[key]) < 1e-12 else row[key] for key in (show, low, high))
+        digits = 3 if abs(value) < 10 else 4  # of a perplexity, the second decimal
+        return f"{value:.{digits}g} ({span[0]:.{digits}g} to {span[1]:.{digits}g}){trials}"
+
+    def name(line: Row, key: str) -> str:
+        shown = {"policy": f"`{line[key]}`", "n": tokens(line["n"]) if "n" in line else ""}
+        return shown.get(key, line[key])
+
+    whole = [dict(zip(keys, values, strict=True)) | {"": line} for values, line in lines.items()]
+    columns: list[Column] = [
+        (key, lambda line, key=key: name(line, key))
+        for key in keys
+        if len({line[key] for line in whole}) > 1 or key in ("task", "policy")
+    ]
+    columns = [c for c in columns if c[0] != "policy" or len({x["policy"] for x in whole}) > 1]
+    exceptions = any(row["trials"] != usual[row[across]] for row in shown)
+    titles = {head: tokens(head) if across == "n" else head for head in heads}
+    columns += [(titles[head], lambda line, head=head: cell(line[""].get(head))) for head in heads]
+    return f"{table(whole, columns)}\n\n{_samples(usual, titles, exceptions)}"
+
+
+def _usual(numbers: Iterable[int]) -> int:
+    """The number that occurs most often; of equals the largest, 0 of none."""
+    counts = Counter(numbers)
+    return max(counts, key=lambda number: (counts[number], number), default=0)
+
+
+def _samples(usual: dict[Any, int], titles: dict[Any, str], exceptions: bool) -> str:
+    """The sentence under a table of scores: over how many samples a cell is."""
+    most = _usual(number for number in usual.values() if number)
+    columns: dict[int, list[str]] = {}
+    for head, number in usual.items():
+        if number not in (0, most):
+            columns.setdefault(number, []).append(f"`{titles[head]}`")
+    others = [f"{number} in {', '.join(heads)}" for number, heads in columns.items()]
+    unless = ", unless it names another number" if exceptions else ""
+    return f"Samples a cell{unless}: {'; '.join([str(most), *others])}."

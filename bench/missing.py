@@ -1,0 +1,163 @@
+"""Which rows the docs need and bench/results lacks, and which of them older code measured.
+
+    python bench/missing.py            # a line a cell; exits 1 while there is one
+
+Quality: the default of every method on the tasks and measures of the default suite, with its number
+of prompts, for both small models at the suite's lengths that fit them. Timing: one layer's step of
+every default, momo's prefill, every op alone that a method calls, time to first token and decode of
+whole models. Masks: momo's rivals. A cell is
+
+    missing     no row answers it
+    few         its row has fewer prompts than the suite asks
+    stale       code that the row depends on has changed since (bench/stale.py)
+    no commit, dirty, unknown commit    what measured it cannot be said
+
+Without git's history only `missing` and `few` are told."""
+
+import itertools
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from _plots import bare, tokens
+from report import load
+from stale import History, NoHistoryError
+
+from attnplug.eval.measure import DECODES
+from attnplug.eval.suite import SUITES, all_policies
+from attnplug.policies import methods, parse
+
+Row = dict[str, Any]
+
+ROOT = Path(__file__).resolve().parent.parent
+SUITE = SUITES["default"]
+LONGEST = {"smollm2-135m": 8192, "gemma3-270m": 32768}
+# a measure's rows have names of their own
+MEASURED = {"captured-mass": ("captured-mass", "captured-mass-of-oracle")} | {
+    name: tuple(
+        measure.prefix + value
+        for value in ("agreement", "kl", "total-variation", "decode-perplexity")
+    )
+    for name, measure in DECODES.items()
+}
+MILLION = 1 << 20
+STEPS = (8192, 32768, 131072, 524288, MILLION)
+# what is asked of timings: op, case, lengths
+TIMED: tuple[tuple[str, str, Sequence[int]], ...] = (
+    *((name, "step", STEPS) for name in ("dense_decode", "gather", "gvr", "sketch", "certified")),
+    ("momo", "op", (8192, 16384, 32768, 131072, 524288, MILLION)),
+    ("momo", "e2e-ttft", (32768, 131072, 262144, 524288, MILLION)),
+    ("dense_decode", "op", (8192, 32768, 131072, 524288, MILLION)),
+    ("dense_decode", "e2e-decode", (8192, 131072)),
+    ("gather", "e2e-decode", (8192, 32768, 131072, 524288, MILLION)),
+    *((name, "e2e-decode", (32768, 131072, MILLION)) for name in ("gvr", "sketch")),
+    ("certified", "e2e-decode", (131072,)),
+    ("tiered", "e2e-decode", (MILLION,)),
+    ("block_bounds", "op", (32768, 131072, MILLION)),
+    ("gather_attention", "op", (32768, 131072, MILLION)),
+    ("quantize_kv", "op", (32768, 131072, 524288)),
+    ("stream_edges", "op", (32768, 131072)),
+    ("stream_mask", "op", (131072, MILLION)),
+    *(
+        (name, "op", (32768, 131072, MILLION))
+        for name in ("score_tokens", "topk", "gather_tokens_attention")
+    ),
+    *(
+        (name, "op", (32768, 131072, 524288))
+        for name in ("measure_blocks", "block_sparse_attention", "merge_block_rows")
+    ),
+    ("query_sparse_attention", "op", (32768, 131072)),
+    ("delta_correct", "op", (32768, 131072, 524288)),
+)
+MASKS = ("mean-pooling", "vertical-slash")
+
+
+class Cell(NamedTuple):
+    """What is asked, and the least number of prompts, 0 of a timing."""
+
+    what: str
+    case: str
+    where: str
+    trials: int
+    answers: Callable[[Row], bool]
+
+
+def main(results: Path = ROOT / "bench" / "results", root: Path = ROOT) -> int:
+    timing, quality = load(results)
+    try:
+        history: History | None = History(root)
+    except NoHistoryError as error:
+        print(f"What older code measured is not told: {error}.")
+        history = None
+    found = [(cell, word) for cell, word in judged(timing, quality, history) if word]
+
+    def place(each: tuple[Cell, str]) -> tuple[str, str, str]:
+        return each[1], each[0].what, each[0].where
+
+    for (word, what, where), group in itertools.groupby(sorted(found, key=place), key=place):
+        print(f"{word:15} {what:24} {where:14} {', '.join(cell.case for cell, _ in group)}")
+    counts = Counter(word for _, word in found)
+    told = ", ".join(f"{number} {word}" for word, number in sorted(counts.items()))
+    print(f"\n{told or 'nothing is missing'}")
+    return 1 if found else 0
+
+
+def judged(
+    timing: Sequence[Row], quality: Sequence[Row], history: History | None
+) -> Iterator[tuple[Cell, str]]:
+    """Each cell, and what is wrong with the best row that answers it: "" where nothing is."""
+    for cell in cells():
+        rows = [row for row in (quality if cell.trials else timing) if cell.answers(row)]
+        enough = [row for row in rows if row.get("trials", 0) >= cell.trials]
+        if not rows:
+            yield cell, "missing"
+        elif not enough:
+            yield cell, "few"
+        else:
+            words = [history.state(row).word if history else "" for row in enough]
+            yield cell, "" if "" in words else words[-1]
+
+
+def cells() -> Iterator[Cell]:
+    """All that is asked."""
+    for policy, task, model, n in itertools.product(
+        map(bare, all_policies()), SUITE.tasks, LONGEST, SUITE.lengths
+    ):
+        if n > LONGEST[model] or not applies(policy, task):
+            continue
+        for name in MEASURED.get(task, (task,)):
+            asked = {"policy": policy, "task": name, "model": model, "n": n}
+            trials = SUITE.fewer.get(task, SUITE.trials)
+            yield Cell(policy, f"{name} {tokens(n)}", model, trials, asking(asked))
+    for op, case, lengths in TIMED:
+        for n in lengths:
+            yield Cell(op, tokens(n), case, 0, asking({"op": op, "case": case, "n": n}))
+    for mask, (model, n) in itertools.product(MASKS, LONGEST.items()):
+        yield Cell(mask, tokens(n), model, 1, of_mask(mask, model, n))
+
+
+def applies(policy: str, task: str) -> bool:
+    """Whether the suite has such a cell: a block mask is a prefill's, a decode's steps are a
+    decode's, and dense is what all are beside."""
+    if policy == "dense":
+        return False
+    served = parse(policy)
+    prefills = policy.partition("(")[0] in methods() and served.prefill.name != "dense"
+    if task == "captured-mass":
+        return prefills and hasattr(served.prefill, "select")
+    return True
+
+
+def asking(wanted: dict[str, Any]) -> Callable[[Row], bool]:
+    return lambda row: all(row.get(key) == value for key, value in wanted.items())
+
+
+def of_mask(mask: str, model: str, n: int) -> Callable[[Row], bool]:
+    place = {"study": "masks", "model": model, "n": n}
+    return lambda row: asking(place)(row) and row["policy"].startswith(mask)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

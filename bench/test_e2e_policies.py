@@ -1,0 +1,90 @@
+"""Decode of a whole model with the methods that keep codes of all tokens, beside dense:
+milliseconds a step at growing lengths, default options.
+
+The shape is Qwen2.5-7B's with random bf16 weights. One cache with room for a million tokens is
+filled up to each length in turn with random keys and values, through the layers' own `update`,
+which writes the codes; no prefill runs. sketch's basis is made anew at each length, between two
+steps. The step is compiled once a policy (mode="reduce-overhead", fullgraph), as in
+test_e2e_gather, whose rows stand beside these. A sample is one step, between CUDA events, without
+host synchronisation."""
+
+import functools
+import gc
+from typing import Any
+
+import pytest
+import torch
+from _models import heads_of
+from test_e2e_decode import CONFIG, ROOM, STEPS, WARMUP, Decoder, model, time_steps, work_of
+
+import attnplug
+from attnplug.bench.rows import policy_name
+from attnplug.policies import Phase, methods, refit
+
+LENGTHS = [32768, 131072, 1048576]
+CHUNK = 65536
+METHODS = {name: methods()[name](min_tokens=0) for name in ("gvr", "sketch")}
+
+
+def fill_up_to(cache: Any, n: int) -> None:
+    """Append random tokens to every layer until there are n."""
+    heads, dim = CONFIG.num_key_value_heads, CONFIG.hidden_size // CONFIG.num_attention_heads
+    for index, layer in enumerate(cache.layers):
+        random = torch.Generator("cuda").manual_seed(index)
+        there = int(layer.cumulative_length) if layer.is_initialized else 0
+        for first in range(there, n, CHUNK):
+            shape = (2, 1, heads, min(CHUNK, n - first), dim)
+            new = torch.empty(shape, dtype=torch.bfloat16, device="cuda")
+            layer.update(*new.normal_(generator=random))
+        layer.exposes_buffers = True  # as a prefill would have found
+
+
+@functools.cache
+def measured(name: str) -> dict[int, list[float]]:
+    """Microseconds of each step, at each length."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.compiler.reset()
+    times = {}
+    with attnplug.applied(model(), str(METHODS.get(name, name))), torch.no_grad():
+        cache = attnplug.make_cache(model(), LENGTHS[-1] + ROOM)
+        decoder = None
+        for n in LENGTHS:
+            fill_up_to(cache, n)
+            refit(cache)
+            decoder = decoder or Decoder(model(), cache, n)
+            decoder.position = torch.full_like(decoder.position, n)
+            for _ in range(WARMUP):
+                decoder.step()
+            times[n] = time_steps(decoder, STEPS)
+    torch.compiler.reset()
+    return times
+
+
+def read_tokens(policy: Any, n: int) -> float:
+    """Keys and values that a step reads, in tokens: those it keeps, and the codes of all."""
+    dim = CONFIG.hidden_size // CONFIG.num_attention_heads
+    code = policy.bytes if policy.name == "sketch" else dim + 4
+    return min(policy.kept, n) + n * code / (4 * dim)
+
+
+@pytest.mark.parametrize("n", LENGTHS)
+@pytest.mark.parametrize("name", METHODS)
+def test_e2e_policies(gpu_bench, name, n):
+    policy: Phase = METHODS[name]
+    nbytes, flops = work_of(model(), CONFIG, read_tokens(policy, n))
+    gpu_bench.record(
+        op=name,
+        case="e2e-decode",
+        n=n,
+        batch=1,
+        **heads_of(CONFIG),
+        dtype=torch.bfloat16,
+        options=f"room for {LENGTHS[-1]}",
+        times_us=measured(name)[n],
+        peer="dense",
+        peer_times_us=measured("dense")[n],
+        bytes=nbytes,
+        flops=flops,
+        policy=policy_name(policy),
+    )

@@ -1,0 +1,207 @@
+"""Steps compiled layer by layer give the tokens of uncompiled ones from three pieces of code, and
+captured ones replay only what stays where it is."""
+
+import copy
+import gc
+import weakref
+
+import pytest
+import torch
+from transformers.generation.configuration_utils import CompileConfig
+
+import attnplug
+from attnplug.models import captured, decode_loop, loop_calls, regional
+from attnplug.models.generate import LOOP
+from attnplug.testing.policy import tiny_model
+
+GATHER = "gather(k=16, block=16, sink=1, local=2, min_tokens=0)"
+POLICIES = ["dense", GATHER, "gvr(k=16, sink=2, window=8, min_tokens=0)"]
+LAYERS = 4
+PIECES: list[int] = []  # nodes of each piece that was compiled
+
+
+def as_it_is(piece, options):
+    """In inductor's place: nothing to wait for."""
+    PIECES.append(len(piece.graph.nodes))
+    return piece
+
+
+@pytest.fixture
+def pieces(monkeypatch):
+    PIECES.clear()
+    monkeypatch.setattr(regional, "_compile", as_it_is)
+    return PIECES
+
+
+def model_of(device: str = "cpu", **config):
+    return tiny_model(device=device, num_hidden_layers=LAYERS, **config)
+
+
+def compiling(mode: str | None = None) -> CompileConfig:
+    config = CompileConfig(mode=mode)
+    config._compile_all_devices = True
+    return config
+
+
+def tokens_of(model, *, tokens: int = 70, padded: bool = False, new: int = 12, **options):
+    ids = torch.randint(3, 97, (2, tokens), generator=torch.Generator().manual_seed(tokens))
+    mask = torch.ones_like(ids)
+    mask[0, : 5 * padded] = 0
+    torch.manual_seed(5)
+    inputs = dict(attention_mask=mask.to(model.device), do_sample=False)
+    found = model.generate(ids.to(model.device), max_new_tokens=new, **(inputs | options))
+    return found[:, tokens:].tolist()
+
+
+@pytest.mark.parametrize("padded", [False, True], ids=["", "padded"])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_layers_share_a_piece(policy, padded, pieces):
+    model = attnplug.apply(model_of(), policy)
+    wanted = tokens_of(model, padded=padded, disable_compile=True)
+    assert tokens_of(model, padded=padded, compile_config=compiling()) == wanted
+    kinds = len(pieces)  # before, a layer, after; gvr's first layer also does what others share
+    assert kinds == 3 + policy.startswith("gvr") and attnplug.report(model).loop == ""
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for tokens in (75, 81, 90):
+            wanted = tokens_of(model, tokens=tokens, padded=padded, disable_compile=True)
+            found = tokens_of(model, tokens=tokens, padded=padded, compile_config=compiling())
+            assert found == wanted
+    assert len(pieces) == kinds
+
+
+def test_sampled_steps_are_cut_too(pieces):
+    model = attnplug.apply(model_of(), "dense")
+    options = dict(do_sample=True, top_k=9)
+    wanted = tokens_of(model, disable_compile=True, **options)
+    assert tokens_of(model, compile_config=compiling(), **options) == wanted
+    assert len(pieces) == 3
+
+
+def test_layers_that_differ_have_pieces_of_their_own(pieces):
+    policies = {"0-1": "dense", "2-3": GATHER}
+    model = attnplug.apply(model_of(), policies)
+    wanted = tokens_of(model, disable_compile=True)
+    assert tokens_of(model, compile_config=compiling()) == wanted
+    # Before, dense, gather, after; and gather once more: the lengths of its pages have two symbols,
+    # as `_compare_sizes` compares with the buffers of the first layer only.
+    assert len(pieces) == 5
+
+
+def test_fused_projections_are_cut_too(pieces):
+    model, stock = model_of(), model_of()
+    attnplug.apply(model, "dense", fuse=True)
+    assert tokens_of(model, compile_config=compiling()) == tokens_of(stock)
+    assert len(pieces) == 3
+
+
+def test_inductor_compiles_the_pieces():
+    model = attnplug.apply(model_of(), "dense")
+    wanted = tokens_of(model, disable_compile=True)
+    assert tokens_of(model, compile_config=compiling()) == wanted
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        wanted = tokens_of(model, tokens=90, disable_compile=True)
+        assert tokens_of(model, tokens=90, compile_config=compiling()) == wanted
+
+
+def test_a_step_with_a_graph_break_is_compiled_whole(caplog):
+    model = attnplug.apply(model_of(), "dense")
+    wanted = tokens_of(model)
+    model.model.norm.register_forward_hook(lambda *_: torch._dynamo.graph_break())
+    config = CompileConfig(mode=None)
+    config._compile_all_devices = True
+    with caplog.at_level("WARNING", logger="attnplug"):
+        assert tokens_of(model, compile_config=config) == wanted
+    assert "compiled whole" in caplog.text
+    assert isinstance(vars(model)[LOOP].step, regional.LayeredStep)
+
+
+def test_a_config_that_names_a_backend_gets_it(pieces):
+    model = attnplug.apply(model_of(), "dense")
+    config = CompileConfig(mode=None, backend="eager")
+    config._compile_all_devices = True
+    tokens_of(model, compile_config=config)
+    assert not pieces
+
+
+class Replays:
+    """In the place of CUDA graphs: a capture runs nothing, and a replay runs the step."""
+
+    def __init__(self):
+        self.captures, self.replays = 0, 0
+
+    def __call__(self, step):
+        self.captures += 1
+
+        def replay():
+            self.replays += 1
+            return step()
+
+        return replay
+
+
+def test_a_captured_step_replays_until_something_moves(monkeypatch):
+    replays = Replays()
+    monkeypatch.setattr(captured, "capture", replays)
+    model = attnplug.apply(model_of(), "dense")
+    tokens_of(model, compile_config=(config := compiling()), new=1)
+    loop = vars(model)[LOOP]
+    step = loop.compiled(model, config)
+    monkeypatch.setattr(step, "now", captured.CapturedStep(decode_loop.decode_step))
+    cache = attnplug.make_cache(model, 256)
+    options = dict(past_key_values=cache, compile_config=config)
+    ids = torch.randint(3, 97, (1, 40), generator=torch.Generator().manual_seed(1))
+    stock = model_of().generate(ids, max_new_tokens=9, do_sample=False)
+    first = model.generate(ids, max_new_tokens=9, do_sample=False, **options)
+    assert torch.equal(first, stock)
+    assert (replays.captures, replays.replays) == (1, 7)  # of eight steps the first was not
+    stock = model_of().generate(first, max_new_tokens=5, do_sample=False)
+    again = model.generate(first, max_new_tokens=5, do_sample=False, **options)
+    assert torch.equal(again, stock)
+    assert (replays.captures, replays.replays) == (1, 7 + 3)  # the same cache: the same graph
+    tokens_of(model, new=5, compile_config=config)
+    assert replays.captures == 2  # another cache
+    weight = model.lm_head.weight
+    weight.data = weight.data.clone()
+    options["past_key_values"] = copy.copy(cache)
+    model.generate(again, max_new_tokens=5, do_sample=False, **options)
+    assert replays.captures == 3
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("padded", [False, True], ids=["", "padded"])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_captured_steps_give_the_tokens_of_steps_that_are_not(policy, padded, monkeypatch):
+    monkeypatch.setattr(decode_loop, "BY_LAYER", {"cuda"})
+    monkeypatch.setattr(loop_calls, "DEVICES", {"cuda"})
+    model = attnplug.apply(model_of("cuda"), policy)
+    for tokens in (70, 75, 90):  # the second has a cache of its own, and the same code
+        for options in ({}, dict(do_sample=True, top_k=9)):
+            options = options | dict(tokens=tokens, padded=padded, new=24)
+            wanted = tokens_of(model, disable_compile=True, **options)
+            assert tokens_of(model, compile_config=CompileConfig(), **options) == wanted
+            assert attnplug.report(model).loop == ""
+    step = vars(model)[LOOP].step
+    assert isinstance(step.now, captured.CapturedStep) and step.now.replay is not None
+
+
+@pytest.mark.gpu
+def test_a_second_turn_replays_on_the_same_cache(monkeypatch):
+    monkeypatch.setattr(decode_loop, "BY_LAYER", {"cuda"})
+    monkeypatch.setattr(loop_calls, "DEVICES", {"cuda"})
+    model, stock = attnplug.apply(model_of("cuda"), "dense"), model_of("cuda")
+    cache, ids = attnplug.make_cache(model, 256), torch.full((1, 40), 7, device="cuda")
+    wanted = ids
+    for _ in range(3):
+        ids = model.generate(ids, past_key_values=cache, max_new_tokens=20, do_sample=False)
+        wanted = stock.generate(wanted, max_new_tokens=20, do_sample=False)
+        assert torch.equal(ids, wanted)
+
+
+def test_a_captured_step_keeps_no_cache_alive():
+    model = attnplug.apply(model_of(), "dense")
+    step, cache = captured.CapturedStep(decode_loop.decode_step), attnplug.make_cache(model, 64)
+    step.begin(model, cache, [torch.zeros(1), None], True)
+    seen = weakref.ref(cache)
+    del cache
+    gc.collect()
+    assert seen() is None

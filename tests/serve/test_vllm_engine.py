@@ -1,0 +1,156 @@
+"""attnplug inside vLLM's own engine, on a CPU: `scripts/vllm_cpu.sh FOLDER` makes the environment,
+`ATTNPLUG_VLLM_PYTHON=FOLDER/bin/python pytest -m vllm tests/serve` runs this.
+
+A small Qwen2 with random weights answers through chunked prefills, mixed batches, prefix hits,
+evictions and preemptions. Its tokens are those of transformers, with stock attention where the
+budget covers everything, with attnplug there where it does not.
+"""
+
+import json
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+import attnplug
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
+HERE = Path(__file__).parent / "vllm_cpu"
+PYTHON = os.environ.get("ATTNPLUG_VLLM_PYTHON", sys.executable)
+ENVIRONMENT = dict(
+    VLLM_CPU_KVCACHE_SPACE="1",
+    VLLM_CPU_CI_ENV="1",
+    VLLM_NO_USAGE_STATS="1",
+    VLLM_ENABLE_V1_MULTIPROCESSING="0",
+    HF_HUB_OFFLINE="1",
+    PYTHONPATH=os.pathsep.join([str(HERE), str(Path(attnplug.__file__).parent.parent)]),
+)
+COVERING = "momo(min_tokens=0, top_k=512)+gather(min_tokens=0)"
+DECODE = "gather(k=3, block=16, sink=1, local=2, min_tokens=400, bounds='exact')"
+SHARED = [random.Random(7).randrange(2, 1000) for _ in range(600)]
+MADE = 12
+
+
+def prompt(seed: int, shared: int, more: int) -> list[int]:
+    """`shared` tokens that other prompts begin with too, and some of its own."""
+    draw = random.Random(seed)
+    return SHARED[:shared] + [draw.randrange(2, 1000) for _ in range(more)]
+
+
+# Several chunks of 512 each, beside steps; the second turn finds prefixes of the first.
+FIRST = [prompt(1, 600, 700), prompt(2, 0, 300), prompt(3, 600, 30)]
+SECOND = [prompt(4, 600, 200), prompt(1, 600, 701)]
+# More than 130 pages of 16 hold: rows are preempted, and pages change hands.
+CROWD = [[prompt(seed, 500, 40 * seed) for seed in range(turn, turn + 4)] for turn in (1, 5)]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=1000,
+        max_position_embeddings=8192,
+        initializer_range=0.1,  # attention that prefers some keys
+        tie_word_embeddings=False,
+        bos_token_id=0,
+        eos_token_id=None,
+    )
+    made = Qwen2ForCausalLM(config).eval()
+    folder = tmp_path_factory.mktemp("qwen2")
+    made.save_pretrained(folder)
+    return made, folder
+
+
+@pytest.fixture(scope="module")
+def runs(model, tmp_path_factory):
+    """What each of two engines made and noted: (outputs, notes of its calls)."""
+    probe = [PYTHON, "-c", "import vllm, vllm.platforms as p; print(p.current_platform.is_cpu())"]
+    found = subprocess.run(probe, capture_output=True, text=True)
+    if found.stdout.split()[-1:] != ["True"]:
+        pytest.skip("no vllm-cpu in ATTNPLUG_VLLM_PYTHON: scripts/vllm_cpu.sh makes it")
+    folder = tmp_path_factory.mktemp("jobs")
+    jobs = {
+        "covering": dict(
+            policy=COVERING,
+            options=dict(max_num_batched_tokens=512, num_gpu_blocks_override=400),
+            turns=[dict(prompts=turn, tokens=MADE) for turn in (FIRST, SECOND)],
+        ),
+        "crowded": dict(
+            policy=DECODE,
+            options=dict(max_num_batched_tokens=256, num_gpu_blocks_override=130),
+            turns=[dict(prompts=turn, tokens=MADE) for turn in CROWD],
+        ),
+    }
+    made = {}
+    for name, job in jobs.items():
+        todo, log = folder / f"{name}.json", folder / f"{name}.log"
+        todo.write_text(json.dumps([job]))
+        run = subprocess.run(
+            [PYTHON, str(HERE / "engine.py"), str(model[1]), str(todo)],
+            env=os.environ | ENVIRONMENT | {"ATTNPLUG_TEST_LOG": str(log)},
+            capture_output=True,
+            text=True,
+        )
+        lines = [line for line in run.stdout.splitlines() if line.startswith("JOB ")]
+        assert lines, f"the engine failed:\n{run.stdout[-3000:]}\n{run.stderr[-6000:]}"
+        notes = [json.loads(line) for line in log.read_text().splitlines()]
+        made[name] = json.loads(lines[0].removeprefix("JOB ")), notes
+    return made
+
+
+def generated(model, prompts: list[list[int]]) -> list[list[int]]:
+    """transformers' greedy tokens, each prompt alone."""
+    return [
+        model.generate(torch.tensor([p]), max_new_tokens=MADE, do_sample=False)[
+            0, len(p) :
+        ].tolist()
+        for p in prompts
+    ]
+
+
+def test_covering_budgets_give_the_tokens_of_stock(runs, model):
+    outputs, _ = runs["covering"]
+    assert [o["tokens"] for o in outputs] == generated(model[0], FIRST + SECOND)
+
+
+def test_small_budgets_give_the_tokens_of_attnplug_in_transformers(runs, model):
+    outputs, _ = runs["crowded"]
+    prompts = [p for turn in CROWD for p in turn]
+    stock = generated(model[0], prompts)
+    # A cache below `min_tokens` is dense there by its size, here a row by its length.
+    for output, p, dense in zip(outputs, prompts, stock, strict=True):
+        want = [dense]
+        if len(p) >= 400:
+            with attnplug.applied(model[0], DECODE.replace("400", "0")):
+                want = generated(model[0], [p])
+        assert output["tokens"] == want[0]
+    assert [o["tokens"] for o in outputs] != stock  # or the budget decided nothing
+
+
+def test_the_layers_really_ran(runs):
+    """vLLM's CPU platform drops a backend that it does not know without an error."""
+    notes = runs["covering"][1]
+    assert sum(note["momo"] for note in notes) > 10
+    assert sum(note["gather"] for note in notes) > 40
+    assert any(note["chunks"] for note in notes), "no later chunk of a prompt"
+    assert any(note["steps"] and note["prompts"] for note in notes), "no mixed batch"
+    assert any(output["cached"] > 0 for output in runs["covering"][0]), "no prefix hit"
+
+
+def test_summaries_are_never_stale_under_eviction(runs):
+    """The engine's backend compares every complete block of every call with its keys."""
+    outputs, notes = runs["crowded"]
+    assert sum(note["checked"] for note in notes) > 1000
+    blocks = {sum(len(p) for p in turn) // 16 for turn in CROWD}
+    assert min(blocks) > 130, "all rows fit: nothing was evicted"
+    assert any(output["cached"] > 0 for output in outputs)

@@ -1,0 +1,256 @@
+"""attnplug inside vLLM on an H200, beside vLLM's FlashAttention: `source bench/vllm_setup.sh`, then
+`pytest -m gpu tests/serve/test_vllm_gpu.py --numprocesses 0 -s`. Each engine is a process.
+
+Tokens are compared up to the first that differs. There the two engines must have been undecided:
+bfloat16 rounds attention by its order, and a model picks one of two equally likely tokens.
+"""
+
+import concurrent.futures
+import importlib.util
+import json
+import os
+import random
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from attnplug.eval.needle import needle_prompt
+from attnplug.models import pretrained
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.timeout(900),
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
+]
+ENGINE = Path(__file__).with_name("vllm_gpu_engine.py")
+COVERING = "momo(min_tokens=0, top_k=1024)+gather(min_tokens=0)"
+SPARSE = "momo(min_tokens=1024, top_k=8)+gather(k=8, sink=1, local=4, min_tokens=1024)"
+UNDECIDED = 0.25  # nats between two tokens, where bfloat16 may choose either
+DRAW = random.Random(3)
+SHARED = [DRAW.randrange(2, 1000) for _ in range(1500)]
+
+
+def prompts(lengths: list[int], shared: int = 0) -> list[list[int]]:
+    return [SHARED[:shared] + [DRAW.randrange(2, 1000) for _ in range(n)] for n in lengths]
+
+
+# Batches of 3, 5 and 7 rows, which graphs pad to 4 and 8; chunks of 2048 beside steps; prefix hits.
+TURNS = [
+    dict(prompts=prompts([3000, 700, 40]), tokens=24),
+    dict(prompts=prompts([2000, 1500, 300, 90, 1100], shared=1500), tokens=24),
+    dict(prompts=prompts([500, 600, 700, 800, 900, 1000, 1200], shared=1500), tokens=24),
+]
+CHUNKED = dict(max_num_batched_tokens=2048)
+
+
+@pytest.fixture(scope="module")
+def qwen2(tmp_path_factory) -> str:
+    """A small model with random weights, attention of which prefers some keys."""
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        hidden_size=512,
+        intermediate_size=1024,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=1000,
+        max_position_embeddings=8192,
+        initializer_range=0.08,
+        tie_word_embeddings=False,
+        bos_token_id=0,
+        eos_token_id=1,
+        torch_dtype="bfloat16",
+    )
+    folder = tmp_path_factory.mktemp("qwen2")
+    Qwen2ForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """run(model, policy, turns, **options): an engine's outputs, and its log; each once."""
+    folder, known = tmp_path_factory.mktemp("jobs"), {}
+
+    def run_once(model, policy, turns=TURNS, **options):
+        job = json.dumps(dict(model=model, policy=policy, turns=turns, options=options))
+        if job not in known:
+            todo = folder / f"{len(known)}.json"
+            todo.write_text(job)
+            done = subprocess.run(
+                [sys.executable, str(ENGINE), str(todo)],
+                env=os.environ | {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"},
+                capture_output=True,
+                text=True,
+            )
+            log = done.stdout + done.stderr
+            lines = [line for line in done.stdout.splitlines() if line.startswith("JOB ")]
+            assert lines, f"the engine failed:\n{log[-8000:]}"
+            known[job] = json.loads(lines[0].removeprefix("JOB ")), log
+        return known[job]
+
+    return run_once
+
+
+def agree(found: list[dict], wanted: list[dict], exactly: float = 0.7) -> None:
+    """Rows are the same up to a place where both tokens were as likely; most of them throughout."""
+    same = 0
+    for row, (one, other) in enumerate(zip(found, wanted, strict=True)):
+        pairs = enumerate(zip(one["tokens"], other["tokens"], strict=True))
+        place = next((i for i, (a, b) in pairs if a != b), None)
+        if place is None:
+            same += 1
+            continue
+        best, mine = other["best"][place], str(one["tokens"][place])
+        assert mine in best, f"row {row} leaves at {place} for an unlikely token"
+        gap = max(best.values()) - best[mine]
+        assert gap < UNDECIDED, f"row {row} leaves at {place}, {gap:.2f} nats apart"
+    assert same >= exactly * len(found), f"{same} of {len(found)} rows are the same"
+
+
+def test_covering_budgets_give_the_tokens_of_flash_attention(qwen2, run):
+    stock, _ = run(qwen2, None, **CHUNKED)
+    found, log = run(qwen2, COVERING, **CHUNKED)
+    assert "attnplug: prefill momo" in log and "decode gather" in log
+    assert any(output["cached"] for output in found), "no prefix hit"
+    agree(found, stock)
+
+
+def test_full_graphs_give_what_eager_gives(qwen2, run):
+    graphs, log = run(qwen2, SPARSE, **CHUNKED)
+    eager, _ = run(qwen2, SPARSE, enforce_eager=True, **CHUNKED)
+    assert "FULL_AND_PIECEWISE" in log
+    agree(graphs, eager)
+    stock, _ = run(qwen2, None, **CHUNKED)
+    assert [o["tokens"] for o in graphs] != [o["tokens"] for o in stock]  # the budget mattered
+
+
+def test_preemption_loses_no_request_and_no_summary(qwen2, run):
+    """Pages for half of the rows: some wait, are preempted and computed again."""
+    roomy, _ = run(qwen2, SPARSE, **CHUNKED)
+    fewer = dict(num_gpu_blocks_override=560, enable_prefix_caching=False)
+    tight, log = run(qwen2, SPARSE, **fewer, **CHUNKED)
+    assert "attnplug" in log
+    agree(tight, roomy, exactly=0.5)
+
+
+def test_the_summaries_are_inside_the_budget(qwen2, run):
+    _, log = run(qwen2, SPARSE, **CHUNKED)
+    held = [line for line in log.splitlines() if "are held for the summaries" in line]
+    assert held and float(held[0].split("attnplug: ")[1].split(" GiB")[0]) > 0
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("policy", [SPARSE])
+def test_two_ranks_give_the_tokens_of_one(qwen2, run, policy):
+    one, _ = run(qwen2, policy, **CHUNKED)
+    two, _ = run(qwen2, policy, tensor_parallel_size=2, **CHUNKED)
+    agree(two, one)
+
+
+@pytest.mark.parametrize("name", ["smollm2-135m", "gemma3-270m"])
+def test_real_models_with_covering_budgets_give_the_tokens_of_flash_attention(name, run):
+    folder, tokenizer = weights(name)
+    text = needle_prompt(tokenizer, 6000, haystack="prose").ids[0].tolist()
+    turns = [dict(prompts=[text, text[:3000], text[:500]], tokens=24)]
+    stock, _ = run(folder, None, turns, **CHUNKED)
+    found, _ = run(folder, COVERING, turns, **CHUNKED)
+    agree(found, stock, exactly=0.6)
+
+
+def test_needles_at_32k_are_found_as_often_as_by_flash_attention(run):
+    folder, tokenizer = weights("gemma3-270m")
+    made = [
+        needle_prompt(tokenizer, 32000, depth=depth, seed=seed)
+        for seed, depth in enumerate([0.1, 0.25, 0.4, 0.5, 0.6, 0.75, 0.9, 0.95])
+    ]
+    turns = [dict(prompts=[needle.ids[0].tolist() for needle in made], tokens=24)]
+    hits = []
+    for policy in (None, "momo(min_tokens=8192)+gather(min_tokens=8192)"):
+        outputs, _ = run(folder, policy, turns, max_model_len=32768)
+        replies = [tokenizer.decode(output["tokens"]) for output in outputs]
+        hits.append(sum(n.found_in(reply) for n, reply in zip(made, replies, strict=True)))
+    print(f"needles at 32K: stock {hits[0]} of {len(made)}, attnplug {hits[1]}")
+    assert hits[1] >= hits[0] - 1
+
+
+def weights(name: str):
+    """(folder, tokenizer) of a small real model, or a skip."""
+    folder = pretrained.checkpoint_dir(name)
+    if not folder.is_dir():
+        pytest.skip(f"the weights of {name} are not here: bench/carry_weights.py brings them")
+    from transformers import AutoTokenizer
+
+    return str(folder), AutoTokenizer.from_pretrained(folder)
+
+
+@pytest.fixture
+def server(tmp_path):
+    """The OpenAI server on a free port, with SmolLM2 and a sparse policy."""
+    folder, _ = weights("smollm2-135m")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", folder]
+    command += ["--served-model-name", "small", "--port", str(port), "--host", "127.0.0.1"]
+    command += ["--max-model-len", "8192", "--gpu-memory-utilization", "0.4"]
+    command += ["--attention-backend", "CUSTOM", "--additional-config.attnplug", SPARSE]
+    log = (tmp_path / "server.log").open("w+")
+    process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
+    try:
+        until = time.monotonic() + 300
+        while True:
+            try:
+                urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=2)
+                break
+            except OSError:
+                log.seek(0)
+                assert process.poll() is None and time.monotonic() < until, log.read()[-8000:]
+                time.sleep(1)
+        yield f"http://127.0.0.1:{port}/v1/chat/completions"
+    finally:
+        process.terminate()
+        process.wait(60)
+
+
+def ask(url: str, number: int, leave_after: int | None = None) -> tuple[str, str | None]:
+    """(text, why it ended) of a streamed chat; leaves after so many pieces of it."""
+    question = "Repeat these words. " + f"word{number} " * (200 * (number + 1))
+    body = dict(
+        model="small",
+        messages=[{"role": "user", "content": question}],
+        stream=True,
+        temperature=0,
+        max_tokens=48,
+    )
+    request = urllib.request.Request(
+        url, json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    text, ended, pieces = "", None, 0
+    with urllib.request.urlopen(request, timeout=120) as answer:
+        for line in answer:
+            if not line.startswith(b"data: ") or b"[DONE]" in line:
+                continue
+            choice = json.loads(line[6:])["choices"][0]
+            text += choice["delta"].get("content") or ""
+            ended, pieces = choice["finish_reason"] or ended, pieces + 1
+            if leave_after is not None and pieces >= leave_after:
+                break
+    return text, ended
+
+
+def test_the_server_streams_chats_of_eight_clients_and_outlives_one_that_leaves(server):
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        together = list(pool.map(lambda number: ask(server, number), range(8)))
+    assert all(text and ended in ("stop", "length") for text, ended in together)
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        left = [pool.submit(ask, server, number, 2) for number in range(4)]
+        stayed = [pool.submit(ask, server, number) for number in range(4, 8)]
+    assert all(future.result()[1] is None for future in left)
+    assert all(future.result()[1] in ("stop", "length") for future in stayed)

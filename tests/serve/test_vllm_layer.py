@@ -1,0 +1,173 @@
+"""One served layer on shuffled pages: what momo and gather give there is what they give on a
+contiguous cache, whatever the chunks, and the crossovers count what they should."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from attnplug import Gather, Momo
+from attnplug.ops import dense_decode, gather_attention, select_blocks
+from attnplug.ops.gather.block_bounds import empty_bounds
+from attnplug.policies import AttentionCall
+from attnplug.policies.momo import LEAST_CHUNK
+from attnplug.serve.vllm.layer import Far, LayerTraits, ServedLayer, phases_for
+from attnplug.serve.vllm.options import Phases
+from attnplug.serve.vllm.rows import Row
+from attnplug.serve.vllm.summaries import share_of_cache
+
+CPU = torch.device("cpu")
+HEADS, KV_HEADS, WIDTH, PAGE = 4, 2, 64, 16
+MOMO = Momo(gamma=8, block=16, query_block=32, top_k=3, min_tokens=0)
+
+
+def served(phases: Phases, device: torch.device = CPU) -> ServedLayer:
+    return ServedLayer(phases, scale=0.125, softcap=0.0, sinks=None, device=device)
+
+
+class Cache:
+    """Pages of some rows in a shuffled order, and their block tables."""
+
+    def __init__(self, rows: int, tokens: int, dtype=torch.float32):
+        random = torch.Generator().manual_seed(5)
+        blocks = -(-tokens // PAGE)
+        order = torch.randperm(rows * blocks, generator=random) + 1  # page 0 is nobody's
+        self.table = order.reshape(rows, blocks).to(torch.int32)
+        shape = 1 + rows * blocks, KV_HEADS, PAGE, WIDTH
+        self.k, self.v = (torch.full(shape, torch.nan, dtype=dtype) for _ in range(2))
+
+    def write(self, row: int, first: int, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """Write keys `[tokens, Hkv, D]` at a row's tokens from `first` on; returns their slots."""
+        at = torch.arange(first, first + k.shape[0])
+        slots = self.table[row, at // PAGE].long() * PAGE + at % PAGE
+        for pages, new in ((self.k, k), (self.v, v)):
+            pages[slots // PAGE, :, slots % PAGE] = new
+        return slots
+
+
+def tokens(count: int, heads: int, seed: int) -> torch.Tensor:
+    return torch.randn(count, heads, WIDTH, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("chunk", [32, 96, 224])
+def test_chunks_on_the_grid_give_what_the_whole_prompt_gives(chunk):
+    count = 235
+    q, k, v = tokens(count, HEADS, 1), tokens(count, KV_HEADS, 2), tokens(count, KV_HEADS, 3)
+    layer = served(Phases(prefill=MOMO))
+    rows = (x.transpose(0, 1)[None] for x in (q, k, v))
+    whole = MOMO.attend(AttentionCall(*rows, scale=0.125))[0].transpose(0, 1)
+    for beside in (0, 3):  # tokens of other rows in front of the row's in the batch
+        cache, out = Cache(2, 256), torch.full((count, HEADS, WIDTH), torch.nan)
+        for first in range(0, count, chunk):
+            last = min(first + chunk, count)
+            cache.write(1, first, k[first:last], v[first:last])
+            others = [torch.zeros(beside, *x.shape[1:]) for x in (q, k, v)]
+            parts = zip(others, (q, k, v), strict=True)
+            batch = [torch.cat([other, x[first:last]]) for other, x in parts]
+            made = torch.full((beside + last - first, HEADS, WIDTH), torch.nan)
+            row = Row(index=1, first=beside, queries=last - first, seen=last)
+            layer.attend_prompt(row, *batch, (cache.k, cache.v), cache.table, made)
+            assert made[:beside].isnan().all()  # nobody else's output is touched
+            out[first:last] = made[beside:]
+        # The reference multiplies the rows of a call at once, and BLAS rounds by their number.
+        room = torch.finfo(torch.float32).eps * whole.abs().max()
+        assert (out - whole).abs().max() <= room
+
+
+def test_the_crossover_counts_the_keys_seen():
+    layer = served(Phases(prefill=dataclasses.replace(MOMO, min_tokens=20_000)))
+    chunk = 16_384
+    assert not layer.serves_prompt(Row(0, 0, chunk, seen=chunk))
+    assert layer.serves_prompt(Row(0, 0, chunk, seen=2 * chunk))
+    assert layer.serves_prompt(Row(0, 0, LEAST_CHUNK, seen=20_000))
+    assert not layer.serves_prompt(Row(0, 0, LEAST_CHUNK - 1, seen=200_000))  # a question
+    assert not served(Phases()).serves_prompt(Row(0, 0, chunk, seen=2 * chunk))
+    assert served(Phases(prefill=MOMO)).serves_prompt(Row(0, 0, 2, seen=2))
+
+
+@pytest.mark.parametrize(
+    "change, phases, why",
+    [
+        ({}, Phases(MOMO, Gather()), ""),
+        ({"left_dense": "the layer has ALiBi"}, Phases(), "the layer has ALiBi"),
+        ({"head_dim": 72}, Phases(), "head dimension 72"),
+        ({"longest": 2048}, Phases(MOMO), "gather serves from 9,472 tokens on"),
+    ],
+)
+def test_a_layer_that_a_method_cannot_serve_is_left_dense(change, phases, why):
+    traits = LayerTraits(**{"head_dim": 64, "longest": 100_000, "device": CPU} | change)
+    found, reason = phases_for(Phases(MOMO, Gather()), traits)
+    assert found == phases
+    assert why in reason and bool(why) == bool(reason)
+
+
+@pytest.mark.parametrize("scoring", ["bounds", "mean", "spread"])
+def test_gather_on_pages_is_gather_on_a_contiguous_cache(scoring):
+    """Three rows in pages: one far, one near, one that pads the batch."""
+    phase = Gather(k=3, block=PAGE, sink=1, local=2, scoring=scoring, min_tokens=200)
+    layer, cache, lengths = served(Phases(decode=phase)), Cache(3, 320), [301, 199, 0]
+    k, v = tokens(320, KV_HEADS, 2), tokens(320, KV_HEADS, 3)
+    for row, length in enumerate(lengths):
+        for first in range(0, length, 80):  # as an engine writes them, chunk by chunk
+            last = min(first + 80, length)
+            slots = cache.write(row, first, k[first:last], v[first:last])
+            layer.summaries.update(cache.k, torch.cat([torch.tensor([-1]), slots]))
+    q, out = tokens(3, HEADS, 4), torch.full((3, HEADS, WIDTH), 7.0)
+    chosen = torch.tensor(lengths) >= layer.decode_from
+    far = Far((torch.tensor(lengths) * chosen).int(), chosen)
+    layer.attend_steps(q, (cache.k, cache.v), cache.table, far, out)
+    assert (out[1:] == 7.0).all()  # what serves those rows stays
+    keys, values = (x[:301].transpose(0, 1)[None].contiguous() for x in (k, v))
+    parts, dtype = (1 if scoring == "mean" else 2), torch.uint8 if scoring == "spread" else None
+    bounds = empty_bounds(keys, PAGE, parts, dtype=dtype)
+    progress, query = torch.zeros(1, 2, dtype=torch.int32), q[:1].unsqueeze(2)
+    common = dict(scale=0.125, block=PAGE, sink=1, local=2)
+    index = select_blocks(query, keys, bounds, progress, top_k=3, scoring=scoring, **common)
+    want, _ = gather_attention(query, keys, values, index, **common)
+    assert torch.equal(out[:1], want[:, :, 0])
+    whole, _ = dense_decode(query, keys, values, scale=0.125)
+    assert not torch.allclose(out[:1], whole[:, :, 0], atol=1e-3)  # it left keys out
+
+
+def test_steps_below_a_covering_budget_are_dense():
+    layer, cache = served(Phases(decode=Gather(min_tokens=0))), Cache(1, 320)
+    k, v, q = tokens(320, KV_HEADS, 2), tokens(320, KV_HEADS, 3), tokens(1, HEADS, 4)
+    layer.summaries.update(cache.k, cache.write(0, 0, k, v))
+    far, out = Far(torch.tensor([320], dtype=torch.int32), torch.tensor([True])), q.clone()
+    layer.attend_steps(q, (cache.k, cache.v), cache.table, far, out)
+    rows = (x.double().transpose(0, 1)[None] for x in (q, k, v))
+    want = torch.nn.functional.scaled_dot_product_attention(*rows, scale=0.125, enable_gqa=True)
+    plain = torch.nn.functional.scaled_dot_product_attention(
+        *(x.transpose(0, 1)[None] for x in (q, k, v)), scale=0.125, enable_gqa=True
+    )
+    error = (out - want[0].transpose(0, 1)).abs().max()
+    assert error <= 4 * (plain - want).abs().max()
+
+
+def test_warming_runs_every_method_without_a_trace(monkeypatch):
+    layer = served(Phases(prefill=MOMO, decode=Gather(k=3, min_tokens=0)))
+    calls = []
+    gather, momo = ServedLayer._gather, Momo.attend
+
+    def gathered(self, q, *rest):
+        calls.append(f"{len(q)} rows")
+        return gather(self, q, *rest)
+
+    def prompted(self, call):
+        calls.append(call.q.shape[2])
+        return momo(self, call)
+
+    monkeypatch.setattr(ServedLayer, "_gather", gathered)
+    monkeypatch.setattr(Momo, "attend", prompted)
+    shape = dict(heads=HEADS, kv_heads=KV_HEADS, head_dim=WIDTH, dtype=torch.float32, device=CPU)
+    layer.warm_prompts(64, 128, **shape)
+    layer.warm_steps(3, 128, page=PAGE, **shape)
+    assert calls == [64, 64, 63, 63, 64, "1 rows", "2 rows", "3 rows"]
+    assert layer.summaries._bounds is None  # nothing is kept
+
+
+def test_the_summaries_share_of_memory():
+    """Two numbers a channel for a block's keys and values, one for means."""
+    assert share_of_cache(Gather(block=16), 128, torch.bfloat16) == 1 / 16
+    assert share_of_cache(Gather(block=128), 128, torch.bfloat16) == 1 / 128
+    assert share_of_cache(Gather(block=16, scoring="mean"), 64, torch.float16) == 1 / 32

