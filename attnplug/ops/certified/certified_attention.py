@@ -199,6 +199,7 @@ def _allocate(
     batch, heads, queries, width = q.shape
     require(queries == 1, name, f"q has {queries} queries, needs 1: certified serves decode")
     for label, value, valid, needed in (
+        ("scale", scale, 0 <= scale < float("inf"), "at least 0 and finite"),
         ("coverage", coverage, 0 <= coverage <= 1, "0 to 1"),
         ("k_min", k_min, k_min >= max(ranking, 0), "at least ranking"),
         ("k_max", k_max, max(k_min, 1) <= k_max <= 1024, "k_min to 1024"),

@@ -29,6 +29,8 @@ from attnplug.ops.certified.proof import (
     EXPM1_SLACK,
     HEAD,
     LOG_FLOOR,
+    MASS_FLOOR,
+    MOST_NEEDED,
     NEED_SHARE,
     NEEDED,
     NOISE_FLOOR,
@@ -43,12 +45,13 @@ from attnplug.ops.certified.proof import (
     SCORE_CARE,
     SQUARE_FLOOR,
     VALUES,
+    VANISHED,
     WAYS,
 )
 from attnplug.ops.common.product import add_product
 from attnplug.ops.common.reference import reference_rows
 
-PROOF = "dd94fc339c50cad3"  # `proof.digest()` of the constants that numba compiles in here
+PROOF = "44d2b0e4c8b6aedc"  # `proof.digest()` of the constants that numba compiles in here
 
 
 @numba.njit(cache=True)
@@ -179,7 +182,7 @@ def _change(mass, root, delta, noise, moved):
     """(what the weights of a block can change by in all, and shrink by). Its tokens have `mass` and
     squares of weights whose sum has the `root`; their scores are off by `delta` at most, and as a
     vector by `moved`, and each of them by `noise`."""
-    most = mass * (np.expm1(delta) + EXPM1_SLACK)
+    most = (mass + MASS_FLOOR) * (np.expm1(delta) + EXPM1_SLACK)
     change = min(most, np.exp(delta) * ((root + SQUARE_FLOOR) * moved + mass * noise))
     return change, min(change, mass * (-np.expm1(-delta) + EXPM1_SLACK))
 
@@ -199,7 +202,7 @@ def key_bound(tail, centre, loss, deviation):
     `centre` is at least the norm of the output with these weights and exact values, `loss` what
     the weights of exactly read tokens can shrink by, `deviation` the largest D of all blocks."""
     change, under, moved, _, mass, largest = tail
-    if mass == 0:
+    if change == 0:
         return 0.0, 0.0
     left = 1 - under - loss
     tight = (moved + change * centre) / left * CARE if left > 0 else np.inf
@@ -235,8 +238,8 @@ def _tail(logs, squares, delta, noise, moved, summary, marks, norm):
 @numba.njit(cache=True)
 def _needed(logs, squares, delta, noise, moved, summary, norm, size, most, tolerance, marks):
     """Mark the blocks that one head needs: the largest of them by what they add to its bound,
-    until the rest adds at most NEED_SHARE of `tolerance` times `size`, its output's norm. Blocks
-    without a finite bound first. Whether any is."""
+    until the rest adds at most NEED_SHARE of `tolerance` times `size`, its output's norm. Whether
+    any is."""
     blocks = logs.shape[0]
     budget = NEED_SHARE * tolerance * size
     if not (tolerance < np.inf and norm > -np.inf and 0 < budget < np.inf):
@@ -250,8 +253,8 @@ def _needed(logs, squares, delta, noise, moved, summary, norm, size, most, toler
         change, _ = _change(m, root, delta[j], noise[j], moved * summary[j, 2])
         adds = change * (summary[j, 1] + size) + _error(m, root, summary[j])
         part = adds / budget
-        share[0, j] = part if part < np.inf else 0.0
-        score[j] = np.log2(share[0, j] + LOG_FLOOR) if part < np.inf else np.inf
+        share[0, j] = part if part < MOST_NEEDED else MOST_NEEDED  # so is a NaN
+        score[j] = np.log2(share[0, j] + LOG_FLOOR)
         total += share[0, j]
     own = np.array([1 - total], np.float32)
     x = _search(score, share, own, 0.0, 0, most, 0)
@@ -476,13 +479,14 @@ def certify_group(
             acc[g] = 0.0
         out[g] = acc[g]
         rung[g] = climbed
+        base = 0.0 if final[g] == -np.inf else final[g]
         tail, worst, reach = _tail(
-            logs[g], squares[g], delta[g], noise[g], moved[g], summary, marks, final[g]
+            logs[g], squares[g], delta[g], noise[g], moved[g], summary, marks, base
         )
-        mass = np.exp(np.float64(_log_sum(rest[g])) - final[g])
+        mass = np.exp(np.float64(_log_sum(rest[g])) - base)
         for j in range(blocks):
             if marks[j] > 0:
-                m = np.exp(np.float64(exact[g, j]) - final[g])
+                m = np.exp(np.float64(exact[g, j]) - base)
                 mass += m
                 worst += m * eta[j] if marks[j] == 1 else 0.0
         highest = delta[g].max() if blocks > 0 else 0.0
@@ -493,7 +497,8 @@ def certify_group(
         centre = min(size + worst * CARE + around, (tail[3] + held[g]) * CARE)
         tight, paper = key_bound(tail, centre, mass * off, highest)
         left = 1 - tail[1] - mass * off
-        apart = 2 * max(widest, tail[5])  # two means of values, whatever the weights
+        wide = max(widest, tail[5])
+        apart = 2 * wide  # two means of values, whatever the weights
         moves = (held[g] + mass * centre) * off / left if left > 0 else np.inf
         around += min(apart, moves) * CARE
         bounds[g, 0], bounds[g, 3] = tight, tight
@@ -502,8 +507,9 @@ def certify_group(
         agree, safe = ranks_agree(logs[g], exact[g], marks, reach, depth)
         rung[g] |= (0 if agree else RANKING) | (0 if safe else BOUNDARY)
         full = bounds[g, 0] + bounds[g, 1] + bounds[g, 2]
-        fits = full < np.inf and (tolerance == np.inf or full <= tolerance * size)
-        fits = fits and bounds[g, 1] <= options[4]
+        free = tolerance == np.inf or lse[g] == -np.inf or wide <= VANISHED
+        within = free or full <= tolerance * size * (1 - 2 * unit) / CARE
+        fits = full < np.inf and within and bounds[g, 1] <= options[4]
         rung[g] |= 0 if fits or blocks == 0 else BOUND
         rung[g] |= CAPACITY if counts[0] > capacity else 0
     return wrong

@@ -369,6 +369,8 @@ def test_compiles_without_a_break_or_a_recompilation(device):
 
 WRONG = [
     ({"q": torch.zeros(1, 2, 2, 64)}, "q has 2 queries, needs 1"),
+    ({"scale": -0.1}, "scale is -0.1, needs at least 0 and finite"),
+    ({"scale": float("nan")}, "scale is nan, needs at least 0 and finite"),
     ({"coverage": 1.5}, "coverage is 1.5, needs 0 to 1"),
     ({"ranking": 1}, "k_min is 0, needs at least ranking"),
     ({"k_max": 0}, "k_max is 0, needs k_min to 1024"),

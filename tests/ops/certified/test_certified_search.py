@@ -77,7 +77,7 @@ SEARCHES = {  # blocks, of how many, heads, (least, most, target), coverage, wha
 
 
 def masses(blocks, heads, odd):
-    """Log-masses [heads, N], which are 1 with the own shares, summary [N, 2], norms and own shares
+    """Log-masses [heads, N], which are 1 with the own shares, summary [N, 4], norms and own shares
     [heads]."""
     random = np.random.default_rng(blocks + heads)
     own = 2.0 ** -random.integers(3, 8, heads).astype(np.float32)
@@ -90,7 +90,7 @@ def masses(blocks, heads, odd):
         logs[1, 1050] = np.nan
     if odd == "budget":
         own = -(2.0 ** random.integers(-4, -1, heads).astype(np.float32))
-    eta = 2.0 ** random.integers(-6, 3, (blocks, 2)).astype(np.float32)
+    eta = 2.0 ** random.integers(-6, 3, (blocks, 4)).astype(np.float32)
     return logs, eta, np.zeros(heads, np.float32), own
 
 

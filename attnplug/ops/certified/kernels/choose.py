@@ -253,8 +253,8 @@ def choose_blocks(
         need_at = needs + row_g[None, :] * N + j[:, None]
         need = tl.load(need_at, mask=mask, other=float("-inf"))
         least = tl.load(head_lse + row_g * R.HEAD_FIELDS + R.HEAD_NEED, mask=in_heads, other=0.0)
-        wanted = (need >= least[None, :]) | ((need != need) & (least < float("inf"))[None, :])
-        needed = there & (tl.max((wanted & mask).to(tl.int32), 1) > 0)
+        wanted = (need >= least[None, :]) & mask
+        needed = there & (tl.max(wanted.to(tl.int32), 1) > 0)
         climbed = tl.max(needed.to(tl.int32), 0)
         keys, values, spot = keys | needed, values | needed, spot & ~needed
     change, under, shift, plain, left, error, reach, largest, loudest, widest = block_sums(

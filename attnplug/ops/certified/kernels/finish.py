@@ -209,13 +209,23 @@ def finish(
     mass_rest = tl.exp2(rest - shift) / divisor
     mass_exact = tl.sum(weight, 0) / divisor + mass_rest
     held = tl.sum(weight * held, 0) / divisor + rest_norm * mass_rest
-    before = tl.sum(before * tl.exp2(tops - shift), 0) / divisor + rest_norm * mass_rest
-    after, before = (held + plain * ratio) * R.CARE, (before + plain * ratio) * R.CARE
+    pieces_top = tl.exp2(tops - shift) / divisor
+    taken = tl.sum(before * pieces_top, 0) * R.CARE
+    after = (held + plain * ratio) * R.CARE
+    before = taken + (rest_norm * mass_rest + plain * ratio) * R.CARE
     value = (error * ratio + tl.sum(weight * value, 0) / divisor) * R.CARE
     # Sums of probabilities and values, of the pass and of what promotion changes.
-    chain = (blocks // splits + 1) * (BLOCK // R.CHAIN_TOKENS) + R.CHAIN_EXTRA + splits
+    longest = tl.maximum(blocks // splits, promoted // PIECES) + 1
+    chain = longest * (BLOCK // R.CHAIN_TOKENS) + R.CHAIN_EXTRA + splits
     sums = 4 * unit_p + (4 * chain) * R.CHAIN_SLACK
     around = (tl.maximum(after, before) * sums + unit * size) * R.CARE + R.ROUND_FLOOR
+    wide = tl.maximum(widest, rest_widest) * R.CARE
+    vanishing = (longest * BLOCK) * (unit_p * R.VANISHING_SHARE)
+    around += vanishing * wide * (ratio + 2 * tl.sum(pieces_top, 0))
+    # What promotion leaves behind of the pass, whose scores were not bit for bit its own.
+    pair = noise * ((D + R.PAIR_EXTRA) / (D + R.DOT_EXTRA)) + cap * R.CAP_SLACK
+    behind = taken * (tl.exp2(pair) - 1 + R.EXP2_SLACK)
+    around += tl.where(taken == 0, 0.0, behind)
     centre = tl.minimum(size + value + around, after)
     # Scores of what is read exactly: e^x - 1 is at most x (1 + x) where x is at most 1.
     noise = tl.maximum(noise, rest_reach * ((D + R.DOT_EXTRA) * R.DOT_SLACK))
@@ -226,22 +236,22 @@ def finish(
         change=change * ratio,
         under=under * ratio,
         moved=moved * ratio,
-        mass=left * ratio,
         centre=centre,
         loss=loss,
     )
     remains = 1 - under * ratio - loss
     moves = (held + mass_exact * centre) * noise * R.CARE
-    apart = (
-        2 * tl.maximum(widest, rest_widest) * R.CARE
-    )  # two means of values, whatever the weights
+    apart = 2 * wide  # two means of values, whatever the weights
     around += tl.where(remains > 0, tl.minimum(moves / remains, apart), apart)
     growth = tl.exp2(2 * largest)
     paper = 2 * widest * growth * (left * ratio) * (growth - 1) * R.CARE
     paper = tl.where(left * ratio == 0, 0.0, paper)
 
     fits = key + value + around < float("inf")
-    limit = tl.where(tolerance < float("inf"), tolerance * size, float("inf"))
+    # Of the norm of what is returned, which is rounded. Where it is a mean of nothing it is exact.
+    limit = tolerance * (size * (1 - 2 * unit) / R.CARE)
+    free = (tolerance == float("inf")) | (seen == 0) | (wide <= R.VANISHED)
+    limit = tl.where(free, float("inf"), limit)
     fits = fits & (key + value + around <= limit) & (value <= value_budget)
     rung = climbed | tl.where(worthy > 0, R.VALUES, 0)
     rung |= tl.where(agree, 0, R.RANKING) | tl.where(safe, 0, R.BOUNDARY)

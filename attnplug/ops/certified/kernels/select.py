@@ -34,31 +34,33 @@ def set_digest(j, values, keys):
 
 
 @triton.jit
-def key_bound(change, under, moved, mass, centre, loss):
+def key_bound(change, under, moved, centre, loss):
     """The tight bound of `reference.key_bound`."""
     left = 1 - under - loss
     tight = tl.where(left > 0, (moved + change * centre) / left * R.CARE, float("inf"))
-    return tl.where(mass == 0, 0.0, tight)
+    return tl.where(change == 0, 0.0, tight)
 
 
 @triton.jit
 def query_norms(q, q_strides, b, first_head, scale, GP: tl.constexpr, SHAPE: tl.constexpr):
-    """At least the norms of the queries [GP] of a KV head's group, times the scale, to the base
-    e."""
+    """At least the norms of the queries [GP] of a KV head's group, times the scale's size, to the
+    base e."""
     q_b, q_h = q_strides
     g = tl.arange(0, GP)
     d = tl.arange(0, SHAPE.DP)
     at = q + b * q_b + (first_head + g).to(tl.int64)[:, None] * q_h + d[None, :]
     mask = (g < SHAPE.GROUP)[:, None] & (d < SHAPE.D)[None, :]
-    query = tl.load(at, mask=mask, other=0.0).to(tl.float32)
-    return tl.sqrt(tl.sum(query * query, 1)) * (scale * R.LN2 * R.CARE)
+    query = tl.load(at, mask=mask, other=0.0).to(tl.float32) * scale
+    widest = tl.max(tl.abs(query), 1)  # squares relative to it: its own may vanish
+    query = query / tl.where(widest > 0, widest, 1.0)[:, None]
+    return tl.sqrt(tl.sum(query * query, 1)) * widest * (R.LN2 * R.CARE)
 
 
 @triton.jit
 def weight_change(mass, root, delta, noise, moved):
     """`reference._change`, of deviations to the base 2; `moved` to the base e."""
     up = tl.exp2(delta)
-    most = mass * (up - 1 + R.EXP2_SLACK)
+    most = (mass + R.MASS_FLOOR) * (up - 1 + R.EXP2_SLACK)
     change = tl.minimum(most, up * (root * moved + mass * noise * R.LN2))
     return change, tl.minimum(change, mass * (1 - tl.exp2(-delta) + R.EXP2_SLACK))
 
@@ -114,7 +116,7 @@ def block_sums(log, delta, noise, summary_at, j, there, mass, root, moved, keys)
     high = tl.where(keys[:, None], float("-inf"), log + delta)
     change, under = weight_change(mass, root, delta, noise, of_keys[:, None] * moved[None, :])
     off = tl.minimum(mass * eta[:, None], root * of_values[:, None])
-    left = ~keys[:, None]
+    left = (there & ~keys)[:, None]
     is_nan = tl.where(high != high, 1.0, 0.0)
     sums = _four(
         tl.where(left, change, 0.0),

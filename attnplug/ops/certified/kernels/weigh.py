@@ -43,8 +43,8 @@ def weigh_heads(
     PDL: tl.constexpr,
 ):
     """Merge the `pieces` of the first pass of one head into `merged` and `head_lse`. Then leave in
-    `needs` the log of what each block adds to the bound, as a share of the tolerance; NaN if that
-    is not finite. And in `head_lse` the threshold: blocks below it add less than the tolerance."""
+    `needs` the log of what each block adds to the bound, as a share of the tolerance, or that of
+    R.MOST_NEEDED. And in `head_lse` the threshold: blocks below it add less than the tolerance."""
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -93,10 +93,9 @@ def weigh_heads(
         change, _under = weight_change(mass, root, delta, noise, of_keys * moved)
         adds = change * (nu + size) + tl.minimum(mass * eta, root * of_values)
         share = adds * factor
-        finite = share < float("inf")
-        total += tl.where(there & finite, share, 0.0)
-        need = tl.where(finite, tl.log2(share + R.LOG_FLOOR), float("nan"))
-        tl.store(needs_at + j, need, mask=there)
+        share = tl.where(share < R.MOST_NEEDED, share, R.MOST_NEEDED)  # so is a NaN
+        total += tl.where(there, share, 0.0)
+        tl.store(needs_at + j, tl.log2(share + R.LOG_FLOOR), mask=there)
     tl.debug_barrier()  # the search reads what other warps have written
     left = tl.sum(total, 0)
     x = search(
