@@ -97,10 +97,11 @@ def certified_attention(
             that the device reads (`models.pinned`); what a step needs of them is read in place.
         tier: the quantized blocks of these keys. Tokens that `tier.progress` does not cover are
             read from the originals.
-        scale: factor on q.k, commonly `D ** -0.5`.
+        scale: factor on q.k, at least 0, commonly `D ** -0.5`.
         block: keys a block, as the tier was made.
         tolerance: blocks are promoted until every head's bound is at most this share of its
-            output's norm. Heads whose bound is not are recomputed exactly. None: no such limit.
+            output's norm. Heads whose bound is not are recomputed exactly, but where all values are
+            zero or nothing is seen. None: no such limit.
         coverage: blocks are promoted until they hold this share of every head's estimated mass.
         k_min: at least so many blocks for each KV head.
         k_max: at most so many blocks for each head by need, and for each KV head by coverage.

@@ -191,7 +191,7 @@ def test_digits_of_what_is_not_finite_have_no_finite_unit(bad):
 
 READ = (  # what the pass itself looks at
     "key code", "key scale", "key zero", "value code", "value scale", "value zero", "eta",
-    "second check", "swapped",
+    "key spectrum", "value spectrum", "second check", "swapped",
 )  # fmt: skip
 FAULTS = {name: tier_faults(block=2, value_zero=4)[name] for name in READ}
 
