@@ -79,24 +79,28 @@ def counted(found: CertifiedOutput, want: torch.Tensor, tolerance: float | None)
     }
 
 
-def search(first: int, every: int, head_steps: int, seconds: float, device: str) -> dict:
-    """What seeds first, first + every, .. came to."""
+def search(
+    first: int, every: int, head_steps: int, seconds: float, device: str, out: Path | None
+) -> dict:
+    """What seeds first, first + every, .. came to; written to `out` after each of them."""
     begun, total, seed, rows = time.time(), 0, first, {}
+    found = {"device": device, "options": rows}
     while total < head_steps and time.time() - begun < seconds:
         case = case_of(seed)
         tier, want = case.tier(device), case.oracle()[0]
         for name, options in SETTINGS.items():
-            found = step(case, tier, device, options)
-            one = counted(found, want, options.get("tolerance", 0.05))
+            output = step(case, tier, device, options)
+            one = counted(output, want, options.get("tolerance", 0.05))
             label = f"{name}, {case.q.dtype}".replace("torch.", "")
             add(rows.setdefault(label, dict.fromkeys(one, 0)), one)
             total += one["head_steps"]
         seed += every
+        found |= {"seeds": [[first, seed, every]], "seconds": time.time() - begun}
+        if out is not None:
+            out.write_text(json.dumps(found))
         if seed // every % 10 == 0:
             print(seed, total, sum(row["violated"] for row in rows.values()), flush=True)
-    return {"device": device, "seeds": [[first, seed, every]], "options": rows} | {
-        "seconds": time.time() - begun
-    }
+    return found
 
 
 def add(row: dict, one: dict) -> None:
@@ -137,7 +141,7 @@ def main() -> None:
     else:
         part, parts_in_all = map(int, wanted.part.split("/"))
         first, share = wanted.first + part, -(-wanted.head_steps // parts_in_all)
-        parts = [search(first, parts_in_all, share, wanted.seconds, wanted.device)]
+        parts = [search(first, parts_in_all, share, wanted.seconds, wanted.device, wanted.out)]
     found = joined(parts)
     print(json.dumps(found, indent=1))
     if wanted.out is not None:

@@ -38,7 +38,7 @@ within() { timeout --kill-after=5 "$(left)" "$@"; }
 op=(tests/ops/certified)
 rest=(
   tests/policies/test_certified.py tests/hostile/test_past_the_end.py
-  tests/contract/test_policies.py tests/contract/test_cuda_graphs.py tests/contract/test_traps.py
+  tests/contract/test_policies.py tests/contract/test_cuda_graphs.py
 )
 tests() { # op, or rest of the tests, or both
   local begun=$SECONDS chosen=("${op[@]}" "${rest[@]}") mark=gpu
@@ -81,7 +81,7 @@ rows() {
 }
 
 fuzz() { # one shape a process: the kernels of a shape take longer to compile than to run
-  local begun=$SECONDS seconds part pids=() status=0 parts=18
+  local begun=$SECONDS seconds part pids=() status=0 parts=${FUZZ_PARTS:-18}
   seconds=${FUZZ_SECONDS:-$(($(left) - 60))}
   for ((part = 0; part < parts; part++)); do
     while [ "$(jobs -rp | wc -l)" -ge "$workers" ]; do wait -n || true; done
