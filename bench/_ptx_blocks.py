@@ -160,9 +160,10 @@ def gather_tokens_attention(op: Any) -> Cases:
 
 @cases
 def measure_blocks(op: Any) -> Cases:
-    def case(batch, heads, kv, queries, size, width, dtype=BF16, **options):
+    def case(batch, heads, kv, queries, size, width, dtype=BF16, values=True, **options):
         slots = -(-queries // options.get("query_block", 128))
-        args = (*attention(batch, heads, kv, queries, size, width, dtype), new(1, slots))
+        q, k, v = attention(batch, heads, kv, queries, size, width, dtype)
+        args = (q, k, v if values else None, new(1, slots))
         return lambda: op(*args, scale=0.1, **options)
 
     yield "bench", case(1, 28, 4, 32768, 32768, 128)
@@ -173,6 +174,9 @@ def measure_blocks(op: Any) -> Cases:
     yield "padded", case(2, 28, 4, 4096, 4096, 128, softcap=30.0, **padding(2, 4096))
     yield "block=128", case(1, 8, 2, 4096, 4096, 128, block=128, query_block=256, top_k=16)
     yield "fp32", case(1, 8, 2, 2048, 2048, 64, FP32, top_k=16)
+    yield "no values", case(1, 28, 4, 32768, 32768, 128, values=False)
+    yield "no values, lengths", case(2, 24, 8, 8192, 16384, 64, FP16, False, lengths=new(1))
+    yield "no values, padded", case(2, 28, 4, 4096, 4096, 128, values=False, **padding(2, 4096))
 
 
 @cases

@@ -48,11 +48,12 @@ def inputs(shape: Shape, n: int, seed: int) -> tuple[torch.Tensor, torch.Tensor,
 
 
 def work(shape: Shape, momo: Momo, n: int) -> tuple[int, int]:
-    """Bytes (q, k, v and out once) and FLOPs that the method needs: every gamma-th row whole, and
-    of every row its blocks, the sink, the window and half its own query block."""
+    """Bytes (q, k, v and out once) and FLOPs that the method needs: every gamma-th row whole, or
+    its logits alone where `delta` is None, and of every row its blocks, the sink, the window and
+    half its own query block."""
     batch, heads_q, heads_kv, dim = shape
     nbytes = 2 * batch * n * dim * (2 * heads_q + 2 * heads_kv)
-    rows = n * n / 2 / momo.gamma
+    rows = n * n / 2 / momo.gamma / (2 if momo.delta is None else 1)
     kept = (momo.top_k + momo.sink) * momo.block + momo.window + momo.query_block / 2
     pairs = n * n / 2 if kept >= n else kept * n - kept * kept / 2
     return nbytes, int(4 * dim * batch * heads_q * (rows + pairs))
@@ -79,6 +80,13 @@ def test_momo(gpu_bench, peer, shape, n, top_k):
 def test_the_papers_selection(gpu_bench, top_k, n):
     momo = Momo(top_k=top_k, selection="estimated", delta=1.0, min_tokens=0)
     run(gpu_bench, peers.causal_peers()[-1], LLAMA, n, momo, ", selection=estimated")
+
+
+@pytest.mark.parametrize("n", [32768, 131072, 524288, 1048576])
+@pytest.mark.parametrize(("gamma", "top_k"), [(16, 128), (32, 128), (16, 64), (32, 64)])
+def test_without_values(gpu_bench, gamma, top_k, n):
+    momo = Momo(gamma=gamma, top_k=top_k, delta=None, min_tokens=0)
+    run(gpu_bench, peers.causal_peers()[-1], LLAMA, n, momo, ", no values")
 
 
 def run(gpu_bench, peer: str, shape: Shape, n: int, momo: Momo, options: str = "") -> None:

@@ -7,15 +7,15 @@ import copy
 import functools
 import inspect
 from collections.abc import Callable
-from types import MethodType
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
-from transformers.generation.continuous_batching import ContinuousBatchingManager, ContinuousMixin
+from transformers.generation.continuous_batching import ContinuousBatchingManager
 
 from attnplug.errors import UnsupportedCallError
 from attnplug.models.hf import binding_of
+from attnplug.models.instance_method import put_method
 from attnplug.models.names import ATTENTION_NAMES
 from attnplug.models.paged import KEPT, adopt, paged_name, register_paged_names
 from attnplug.models.switch import ATTENTION
@@ -68,7 +68,7 @@ def bind_batching(model: PreTrainedModel) -> list[str]:
     if not hasattr(model, INIT_METHOD):
         return []
     register_paged_names()
-    vars(model)[INIT_METHOD] = MethodType(_init_continuous_batching, model)
+    put_method(model, INIT_METHOD, _init_continuous_batching)
     return [INIT_METHOD]
 
 
@@ -100,7 +100,6 @@ def _refuse_generate(model: Any, *args: Any, **kwargs: Any) -> Any:
     )
 
 
-@functools.wraps(ContinuousMixin.init_continuous_batching)
 def _init_continuous_batching(model: Any, *args: Any, **kwargs: Any) -> Any:
     """What `generate_batch` and `transformers serve` call: a manager that serves the policy."""
     _settle(model)

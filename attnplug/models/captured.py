@@ -50,7 +50,8 @@ class CapturedStep:
 def capture(step: Replay) -> Replay:
     """Capture a step, without running it. The replay returns the same tensor each time."""
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    # Other threads may allocate meanwhile: a tokenizer's, a server's, a trace's writer.
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         found = step()
 
     def replay() -> torch.Tensor | None:

@@ -3,7 +3,6 @@ prepares, the loop that it decodes with, and refusals of what would lose the pol
 
 import copy
 import functools
-from collections.abc import Callable
 from types import MethodType
 from typing import Any, NoReturn
 
@@ -16,6 +15,7 @@ from attnplug.models.batching import bind_batching
 from attnplug.models.cache import MakeLayer, PlugCache, PlugLayer, autocast_dtype
 from attnplug.models.decode_loop import DecodeLoop, Decoding
 from attnplug.models.growth import GrowingCache, Growth
+from attnplug.models.instance_method import put_method
 from attnplug.models.loop_calls import (
     ARGUMENTS,
     MIXIN,
@@ -46,19 +46,19 @@ def bind_generate(
     if make_layer is not None and hasattr(model, CACHE_METHOD):
         vars(model)[LAYER_MAKER] = make_layer
         vars(model)[LARGEST] = 0
-        vars(model)[CACHE_METHOD] = MethodType(_prepare_cache_for_generation, model)
+        put_method(model, CACHE_METHOD, _prepare_cache_for_generation)
         names += [LAYER_MAKER, LARGEST, CACHE_METHOD]
         if hasattr(model, STEP_METHOD):
-            vars(model)[STEP_METHOD] = MethodType(_step_method(type(model)), model)
+            put_method(model, STEP_METHOD, _prepare_step)
             names.append(STEP_METHOD)
         if hasattr(type(model), PREFILL_METHOD) and PREFILL_METHOD not in vars(model):
-            vars(model)[PREFILL_METHOD] = MethodType(_prefill, model)
+            put_method(model, PREFILL_METHOD, _prefill)
             names.append(PREFILL_METHOD)
         if loop is not None:
             vars(model)[LOOP] = loop
             names.append(LOOP)
     if GENERATE_METHOD not in vars(model) and (LOOP in names or is_split(model)):
-        vars(model)[GENERATE_METHOD] = MethodType(_generate, model)
+        put_method(model, GENERATE_METHOD, _generate)
         names += [GENERATE_METHOD, LOCAL]
     names += bind_batching(model)
     vars(model)[SWITCH_METHOD] = _refuse_switch
@@ -83,8 +83,8 @@ def last_call(model: PreTrainedModel) -> tuple[str, str]:
     loop: DecodeLoop | None = vars(model).get(LOOP)
     if loop is None:
         return "", ""
-    if getattr(vars(model).get(GENERATE_METHOD), "__func__", None) is not _generate:
-        return "generate was replaced since, as pickle does; remove the policy and apply it", ""
+    if getattr(vars(model).get(GENERATE_METHOD), "function", None) is not _generate:
+        return "generate was replaced since; remove the policy and apply it", ""
     return loop.why_not, "" if loop.why_not or loop.fusion is None else str(loop.fusion)
 
 
@@ -136,7 +136,6 @@ def _prepare_cache_for_generation(
     _drop_full_mask(model_kwargs)
 
 
-@functools.wraps(MIXIN.generate)
 def _generate(model: Any, *args: Any, **kwargs: Any) -> Any:
     """generate, told of attnplug's loop where its arguments allow it, and with plain weights."""
     loop: DecodeLoop | None = vars(model).get(LOOP)
@@ -167,7 +166,6 @@ def _decode(
     return Decoding(model, *call, model_kwargs).run(loop)
 
 
-@functools.wraps(MIXIN._prefill)
 def _prefill(
     model: Any, input_ids: torch.Tensor, generation_config: Any, model_kwargs: Any, **options: Any
 ) -> Any:
@@ -201,25 +199,18 @@ def _bound_length(model: Any, rows: int, length: int) -> None:
     vars(model)[LARGEST] = largest
 
 
-def _step_method(model_class: type) -> Callable[..., dict[str, Any]]:
+def _prepare_step(model: Any, input_ids: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
     """What generate calls on the instance before each forward pass, on the host: before a step the
-    layers of a PlugCache get their chance. It has the stock method's name, by which pickle finds
-    it, and its signature, in which generate looks for `inputs_embeds`."""
-    stock = getattr(model_class, STEP_METHOD)
-
-    @functools.wraps(stock)
-    def prepare(model: Any, input_ids: torch.Tensor, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        cache, mask = kwargs.get("past_key_values"), kwargs.get("attention_mask")
-        # A prefill, or a chunk of one, is left alone: its tokens are not in the cache yet.
-        if isinstance(cache, PlugCache) and not kwargs.get("is_first_iteration", False):
-            plain = mask if isinstance(mask, torch.Tensor) and mask.dim() == 2 else None
-            tokens = 0 if input_ids is None else input_ids.shape[1] - 1
-            for layer in cache.layers:
-                if isinstance(layer, PlugLayer):
-                    layer.prepare_step(tokens, plain)
-        return stock(model, input_ids, *args, **kwargs)
-
-    return prepare
+    layers of a PlugCache get their chance."""
+    cache, mask = kwargs.get("past_key_values"), kwargs.get("attention_mask")
+    # A prefill, or a chunk of one, is left alone: its tokens are not in the cache yet.
+    if isinstance(cache, PlugCache) and not kwargs.get("is_first_iteration", False):
+        plain = mask if isinstance(mask, torch.Tensor) and mask.dim() == 2 else None
+        tokens = 0 if input_ids is None else input_ids.shape[1] - 1
+        for layer in cache.layers:
+            if isinstance(layer, PlugLayer):
+                layer.prepare_step(tokens, plain)
+    return getattr(type(model), STEP_METHOD)(model, input_ids, *args, **kwargs)
 
 
 def _drop_full_mask(model_kwargs: dict[str, Any]) -> None:

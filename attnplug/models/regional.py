@@ -8,6 +8,7 @@ graph to dynamo (`fullgraph`), and one function of tensors to whoever captures i
 
 import functools
 import logging
+import operator
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -99,7 +100,9 @@ def _key(piece: fx.GraphModule) -> tuple[Any, ...]:
     for node in piece.graph.nodes:
         numbers[node] = len(numbers)
         arguments = fx.map_arg((node.args, node.kwargs), lambda each: f"%{numbers[each]}")
-        target = "" if node.op in ("placeholder", "output") else node.target
+        target: Any = "" if node.op in ("placeholder", "output") else node.target
+        if node.op in ("get_attr", "call_module"):  # a name tells nothing of what it names
+            target = id(operator.attrgetter(node.target)(piece))
         value = _described(node.meta.get("example_value")) if node.op == "placeholder" else ""
         key.append((node.op, target, repr(arguments), value))
     return tuple(key)

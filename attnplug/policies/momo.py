@@ -55,7 +55,8 @@ class Momo(DenseBelow):
     merge says how their lists vote: by summed attention mass, or by mean score as the paper does.
     sink: first key blocks that are always read. window: keys before the query block always read.
     delta: how much of a measured row's difference from its sparse self its followers get; 1 is the
-    paper's correction, 0 leaves them block-sparse. Measured rows are dense at any.
+    paper's correction, 0 leaves them block-sparse. Measured rows are dense at any. With None they
+    are block-sparse, too: the measuring pass needs no values, and half of the FLOPs ("joint").
     min_tokens: tokens of a prefill, all its chunks, below which dense attention runs instead; None
     is the crossover measured on the kind of device, a multiple of the budget top_k x block.
     """
@@ -69,7 +70,7 @@ class Momo(DenseBelow):
     merge: str = "mass"
     sink: int = 1
     window: int = 0
-    delta: float = 0.5
+    delta: float | None = 0.5
     min_tokens: int | None = None
 
     name: ClassVar[str] = "momo"
@@ -103,8 +104,9 @@ class Momo(DenseBelow):
         self.check("merge", self.merge in merges, ", ".join(merges))
         joint = self.selection == "joint"
         self.check("merge", not joint or self.merge == "mass", "'mass' where selection='joint'")
-        share = type(self.delta) in (int, float) and 0 <= self.delta <= 1
-        self.check("delta", share, "0 to 1")
+        share = self.delta is None or (type(self.delta) in (int, float) and 0 <= self.delta <= 1)
+        self.check("delta", share, "0 to 1, or None")
+        self.check("delta", joint or self.delta is not None, "0 to 1 unless selection='joint'")
         self.check_min_tokens()
 
     def measured_crossover(self, kind: str) -> int:
@@ -112,9 +114,10 @@ class Momo(DenseBelow):
 
     def density(self, tokens: int) -> float:
         """The share of a causal prefill's keys that a query reads, as the paper counts it (its
-        equation 9 is 1 less this): the listed blocks, the sink, the window, and the dense rows
-        spread over the gamma queries that each of them stands for."""
-        read = self.block * (self.top_k + self.sink) + self.window + tokens / self.gamma
+        equation 9 is 1 less this): the listed blocks, the sink, the window, and the dense rows, if
+        there are any, spread over the gamma queries that each of them stands for."""
+        dense = 0 if self.delta is None else tokens / self.gamma
+        read = self.block * (self.top_k + self.sink) + self.window + dense
         return min(1.0, read / tokens)
 
     def note(self, shape: LayerShape) -> str:
@@ -155,9 +158,11 @@ class Momo(DenseBelow):
             start=call.start,
             **call.options,
         )
-        if call.sinks is None:
+        if call.sinks is None and self.delta is not None:
             return attend(rows=rows.out, gamma=self.gamma, weight=self.delta)[0]
         sparse, lse = attend()
+        if self.delta is None:
+            return sparse if call.sinks is None else apply_sinks(sparse, lse, call.sinks)
         return delta_correct(
             apply_sinks(sparse, lse, call.sinks),
             apply_sinks(rows.out, rows.lse, call.sinks),
@@ -195,7 +200,7 @@ class Momo(DenseBelow):
             *measure_blocks(
                 call.q,
                 call.k,
-                call.v,
+                None if self.delta is None else call.v,
                 self._first_local(call),
                 gamma=self.gamma,
                 block=self.block,
@@ -259,8 +264,8 @@ class Momo(DenseBelow):
 
 
 class MeasuredRows(NamedTuple):
-    """Output `[B,Hq,R,D]` and log-sum-exp `[B,Hq,R]` of the dense rows, and the key blocks
-    `[B,Hq,NQ,k]` (int32, ascending, -1 = none) of every query block."""
+    """Output `[B,Hq,R,D]` (`[B,Hq,R,0]` if `delta` is None) and log-sum-exp `[B,Hq,R]` of the dense
+    rows, and the key blocks `[B,Hq,NQ,k]` (int32, ascending, -1 = none) of every query block."""
 
     out: torch.Tensor
     lse: torch.Tensor

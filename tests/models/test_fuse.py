@@ -172,16 +172,20 @@ def test_weights_that_moved_are_read_where_they_are(move):
     assert tokens_of(moved) == tokens_of(stock)
 
 
-def test_a_pickled_model_says_that_it_has_lost_the_loop():
+def test_a_pickled_model_keeps_its_loop_and_what_it_fused():
     model = tiny_model()
     attnplug.apply(model, "dense", fuse=True)
     read = pickle.loads(pickle.dumps(model))
     assert tokens_of(read) == tokens_of(tiny_model())
-    report = attnplug.report(read)
-    assert "apply it" in report.loop and report.fused == ""
-    attnplug.apply(attnplug.remove(read), "dense", fuse=True)
-    assert tokens_of(read) == tokens_of(tiny_model())
     assert attnplug.report(read).fused == WHOLE and memory_of(read) == memory_of(model)
+    attnplug.remove(read)
+    assert "generate" not in vars(read) and tokens_of(read) == tokens_of(tiny_model())
+
+
+def test_a_replaced_generate_is_reported():
+    model = attnplug.apply(tiny_model(), "dense")
+    model.generate = type(model).generate.__get__(model)
+    assert "apply it" in attnplug.report(model).loop
 
 
 class OtherLinear(nn.Linear):

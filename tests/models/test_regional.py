@@ -94,6 +94,21 @@ def test_fused_projections_are_cut_too(pieces):
     assert len(pieces) == 3
 
 
+class Constant(torch.nn.Module):
+    def __init__(self, value):
+        super().__init__()
+        self.value = torch.full((3,), value)
+
+    def forward(self, x):
+        return x * self.value
+
+
+def test_pieces_that_differ_in_a_constant_are_not_the_same():
+    """The name of an attribute is the same in both graphs, and no input."""
+    one, other = (torch.fx.symbolic_trace(Constant(float(x))) for x in (1, 2))
+    assert regional._key(one) == regional._key(one) != regional._key(other)
+
+
 def test_inductor_compiles_the_pieces():
     model = attnplug.apply(model_of(), "dense")
     wanted = tokens_of(model, disable_compile=True)

@@ -268,9 +268,7 @@ def test_a_model_that_was_saved_whole_keeps_what_was_chosen(candidates):
     candidates(auto.RoomySketch(min_tokens=0))
     with attnplug.applied(tiny_model(), "auto") as model:
         again = pickle.loads(pickle.dumps(model))
-        told, lost = attnplug.report(again), "generate was replaced since, as pickle does"
-        assert lost in told.loop
-        assert str(dataclasses.replace(told, loop="")) == str(attnplug.report(model))
+        assert str(attnplug.report(again)) == str(attnplug.report(model))
         layer = attnplug.make_cache(again, 64).layers[0]
     assert type(layer) is auto.RoomySketchLayer
 

@@ -77,6 +77,44 @@ def test_delta_brings_the_rows_between_nearer_to_dense(device):
     assert torch.equal(MOMO.attend(c), corrected[0.5])
 
 
+WITHOUT_VALUES = dataclasses.replace(MOMO, delta=None)
+
+
+@given(tokens=st.integers(1, 150), seed=st.integers(0, 9))
+def test_without_values_a_covering_budget_is_dense(tokens, seed):
+    c = call(tokens, seed=seed)
+    covering = dataclasses.replace(WITHOUT_VALUES, top_k=16)
+    assert (covering.attend(c) - exact(c)).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("sinks", [False, True])
+def test_without_values_all_rows_are_sparse(device, sinks):
+    """The same blocks are chosen, and no value is read but theirs."""
+    c = call(512, device=device)
+    blocks = MOMO.select(c).blocks
+    sparse, lse = block_sparse_attention(
+        c.q, c.k, c.v, blocks, scale=c.scale, query_block=32, block=16, sink=1
+    )
+    if sinks:
+        c.sinks = torch.linspace(-1, 3, 4, device=device)
+        share = torch.sigmoid(lse - c.sinks[:, None])
+        sparse = sparse * share[..., None]
+    rows = WITHOUT_VALUES.select(c)
+    assert torch.equal(rows.blocks, blocks) and rows.out.shape == (1, 4, 64, 0)
+    found = WITHOUT_VALUES.attend(c)
+    assert (found - sparse).abs().max() < 1e-5
+    assert (MOMO.attend(c) - sparse).abs().max() > 1e-2
+
+
+def test_without_values_needs_joint_lists():
+    with pytest.raises(PolicyError, match="delta=None, needs 0 to 1 unless selection='joint'"):
+        Momo(delta=None, selection="exact")
+    with pytest.raises(PolicyError, match="delta=2, needs 0 to 1, or None"):
+        Momo(delta=2)
+    assert str(Momo(delta=None)) == "momo(delta=None)"
+    assert Momo(delta=None).density(1 << 20) < Momo().density(1 << 20) / 2
+
+
 def test_joint_lists_keep_at_least_what_merged_ones_do(device):
     """Of the measured rows, joint lists are the best of their size, whatever the rows list."""
     c = call(1024, device=device)

@@ -11,6 +11,9 @@ lse is known: nothing is estimated, and no block is lost because no single row h
 The scores of one query block take 2 rows S / block bytes. The launcher computes them for as many
 query blocks at a time as fit SCORE_BYTES.
 
+A call without values measures and chooses alone: it has no product with v, which is half of the
+FLOPs, and no out. Its lse and blocks are those of the call with any values.
+
 float16 changes a score by at most 2^-11 of its value (0.03 at 60), less than the scores of
 neighbouring rows differ; scores saturate at 65504. A score that is not finite adds no mass.
 
@@ -44,7 +47,7 @@ MAX_BLOCKS = 65536  # of a sequence: one program holds their masses in registers
 def measure_blocks(
     q: torch.Tensor,
     k: torch.Tensor,
-    v: torch.Tensor,
+    v: torch.Tensor | None,
     before: torch.Tensor,
     *,
     scale: float,
@@ -61,7 +64,8 @@ def measure_blocks(
     """Dense rows and the query blocks' key blocks (equations above).
 
     Args:
-        q: `[B,Hq,T,D]`; k, v: `[B,Hkv,S,D]`; float32, float16 or bfloat16, any strides.
+        q: `[B,Hq,T,D]`; k, v: `[B,Hkv,S,D]`; float32, float16 or bfloat16, any strides. v may be
+            None.
         before: int32 `[1 or B,NQ]`, NQ = ceil(T / query_block): only blocks below it are
             candidates. They must be complete for every row of the query block, which those before
             its first query are.
@@ -73,9 +77,9 @@ def measure_blocks(
         lengths, start, key_mask, softcap: as for query_sparse_attention.
 
     Returns:
-        out `[B,Hq,R,D]` in q's dtype, lse `[B,Hq,R]` float32 (natural log), R = ceil(T / gamma),
-        and blocks int32 `[B,Hq,NQ,top_k]`: ascending, no block twice, -1 last; all -1 past a padded
-        row's end.
+        out `[B,Hq,R,D]` in q's dtype, `[B,Hq,R,0]` without v; lse `[B,Hq,R]` float32 (natural log),
+        R = ceil(T / gamma); and blocks int32 `[B,Hq,NQ,top_k]`: ascending, no block twice, -1
+        last; all -1 past a padded row's end.
 
     Raises:
         ArgumentError: a shape, dtype, device or option that the text above excludes.
@@ -138,7 +142,7 @@ def _allocate(
     query_blocks = (q.shape[2] + query_block - 1) // query_block
     check_before(NAME, before, q.shape[0], query_blocks, q.device)
     return (
-        q.new_empty((*shape, q.shape[3])),
+        q.new_empty((*shape, 0 if v is None else q.shape[3])),
         q.new_empty(shape, dtype=torch.float32),
         q.new_empty((*shape[:2], query_blocks, top_k), dtype=torch.int32),
     )
@@ -166,8 +170,9 @@ def _cpu(
     lse,
     blocks,
 ):
-    if out.numel() == 0:
+    if lse.numel() == 0:
         return
+    v = k.new_empty((*k.shape[:3], 0)) if v is None else v
     kept = max(1, k.shape[2] // block)
     index = torch.empty((*lse.shape, kept), dtype=torch.int32)
     score = torch.empty((*lse.shape, kept), dtype=torch.float32)
@@ -274,7 +279,7 @@ def launch_measure_blocks(
 ):
     """The kernels on the current device, or Triton's interpreted on CPU tensors
     (TRITON_INTERPRET=1). No value is read on the host."""
-    if out.numel() == 0:
+    if lse.numel() == 0:
         return
     kept = max(1, k.shape[2] // block)
     group, queries = q.shape[1] // k.shape[1], q.shape[2]
@@ -290,7 +295,7 @@ def launch_measure_blocks(
         score = _launch_scores(
             q[part.batch, heads, part.queries],
             k[part.batch, part.heads, keys],
-            v[part.batch, part.heads, keys],
+            None if v is None else v[part.batch, part.heads, keys],
             *contiguous,
             scale=scale,
             gamma=gamma,
@@ -325,13 +330,13 @@ def _cut(rows, batch, less):
 def _launch_scores(
     q, k, v, out, lse, *, scale, gamma, block, lengths, start, key_mask, softcap
 ) -> torch.Tensor:
-    """Fill out and lse of a part's rows; returns the scores of their blocks,
+    """Fill out, if there are values, and lse of a part's rows; returns the scores of their blocks,
     `[B,Hq,blocks,rows]`."""
     kept = max(1, k.shape[2] // block)
     shape = (*out.shape[:2], kept, out.shape[2])
     score = torch.empty(shape, dtype=torch.float16, device=q.device)
     plain = start is None and key_mask is None and softcap == 0.0
-    if plain and block == _hopper.BLOCK and _hopper.serves(q, k, v):
+    if plain and block == _hopper.BLOCK and _hopper.serves(q, k, k if v is None else v):
         _hopper.launch_scores(q, k, v, scale, gamma, lengths, out, lse, score)
         return score
     launch_triton(
@@ -357,7 +362,7 @@ def _launch_scores(
 
 
 _op = define_op(
-    f"{NAME}(Tensor q, Tensor k, Tensor v, Tensor before, float scale, int gamma, int block, "
+    f"{NAME}(Tensor q, Tensor k, Tensor? v, Tensor before, float scale, int gamma, int block, "
     "int query_block, int top_k, int sink, Tensor? lengths, Tensor? start, Tensor? key_mask, "
     "float softcap) -> (Tensor, Tensor, Tensor)",
     allocate=_allocate,

@@ -152,8 +152,8 @@ def _cpu(
 
 def run_reference(name, inputs, outputs, *, scale, gamma, block, exact_k, algorithm, softcap):
     """Fill the outputs (out, lse, index, score) on the CPU from the inputs (q, k, v, lengths,
-    start, key_mask). `algorithm` is the number of one of `online_topk.py`; errors name the op
-    `name`."""
+    start, key_mask); v may have no columns, and so has out then. `algorithm` is the number of one
+    of `online_topk.py`; errors name the op `name`."""
     q, k, v, lengths, start, key_mask = inputs
     out, *rest = outputs
     batch, keys = q.shape[0], k.shape[2]
@@ -249,7 +249,7 @@ def _reference_tile(
     q, k, v, pos, start, mask, before, scale, block, top_k, exact_k, algorithm, softcap
 ):
     height, end = len(pos), pos.max() + 1
-    acc = np.zeros(q.shape, np.float32)
+    acc = np.zeros((height, v.shape[1]), np.float32)  # no columns where there are no values
     peak = np.full(height, -np.inf, np.float32)
     mass = np.zeros(height, np.float32)
     state = start_rows(algorithm, height, top_k)

@@ -28,13 +28,13 @@ def call_op(
     op: Callable[..., Any],
     allocate: Callable[..., Any],
     launch: Callable[..., None],
-    tensors: tuple[torch.Tensor, ...],
+    tensors: tuple[torch.Tensor | None, ...],
     options: dict[str, Any],
 ) -> Any:
     """The op's outputs, on the CPU: of the public op, or on ("cpu", "kernel") of its launcher with
     the kernel interpreted. `options` are in the order of the op's schema."""
     device, path = device_path
-    tensors = tuple(x.to(device) for x in tensors)
+    tensors = tuple(None if x is None else x.to(device) for x in tensors)
     options = {n: x.to(device) if isinstance(x, torch.Tensor) else x for n, x in options.items()}
     if (device, path) == ("cpu", "kernel"):
         args = (*tensors, *options.values())

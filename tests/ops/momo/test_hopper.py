@@ -131,9 +131,10 @@ def test_measure_blocks(only_hopper, monkeypatch, case, parts):
     )
     call = AttentionCall(q, k, v, scale, lengths=on_device)
     before = Momo(gamma=gamma, query_block=chi)._first_local(call)
-    out, lse, blocks = measure_blocks(
-        q, k, v, before, scale=scale, gamma=gamma, query_block=chi, top_k=top_k, lengths=on_device
-    )
+    options = dict(scale=scale, gamma=gamma, query_block=chi, top_k=top_k, lengths=on_device)
+    out, lse, blocks = measure_blocks(q, k, v, before, **options)
+    none, *same = measure_blocks(q, k, None, before, **options)
+    assert none.shape[3] == 0 and torch.equal(same[0], lse) and torch.equal(same[1], blocks)
     for b in range(batch):
         length = lengths[b % len(lengths)] if lengths else keys
         t = torch.arange(0, queries, gamma, device="cuda")

@@ -153,12 +153,21 @@ def dtypes(device_path):
     return (torch.float32, torch.float16) + (() if kernel_on_cpu else (torch.bfloat16,))
 
 
+def check_without_values(device_path, q, k, scale, options, lse, blocks):
+    """It measures and chooses the same, bit for bit."""
+    before = first_local(q, k, {**DEFAULTS, **options})
+    out, *found = run(device_path, q, k, None, before, scale, **options)
+    assert out.shape == (*lse.shape, 0) and out.dtype == q.dtype
+    assert torch.equal(found[0], lse) and torch.equal(found[1], blocks)
+
+
 def test_fuzz(device_path):
     @settings(suppress_health_check=list(HealthCheck))
     @given(cases(dtypes(device_path)))
     def fuzz(case):
         q, k, v, scale, options = case
-        check(device_path, q, k, v, scale, **options)
+        _, lse, blocks = check(device_path, q, k, v, scale, **options)
+        check_without_values(device_path, q, k, scale, options, lse, blocks)
 
     fuzz()
 
@@ -176,6 +185,7 @@ def test_parts_are_the_whole(device_path, padded, monkeypatch):
     assert len(parts) == 4
     for got, want in zip(check(device_path, q, k, v, 0.125, **options), whole, strict=True):
         assert torch.equal(got, want)
+    check_without_values(device_path, q, k, 0.125, options, *whole[1:])
     without = dict(lengths=None, **({"start": options["start"]} if padded else {}))
     check(device_path, q, k, v, 0.125, **without)
 
@@ -225,8 +235,9 @@ def test_strides_and_expanded_rows(device_path):
 def test_opcheck():
     q, k, v = draw_inputs(1, 2, 1, 40, 48, 64)
     before = first_local(q, k, DEFAULTS)
-    args = (q, k, v, before, 0.125, *DEFAULTS.values())
-    torch.library.opcheck(torch.ops.attnplug.measure_blocks.default, args)
+    for values in (v, None):
+        args = (q, k, values, before, 0.125, *DEFAULTS.values())
+        torch.library.opcheck(torch.ops.attnplug.measure_blocks.default, args)
 
 
 @pytest.mark.parametrize(

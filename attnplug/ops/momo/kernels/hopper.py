@@ -4,7 +4,8 @@ A program is warp-specialised. A producer warp loads tiles of two 64-key blocks 
 of two stages. Two consumer warpgroups hold 64 query rows each. The tensor cores compute q.k of the
 next tile while they compute p.v of the current one; the softmax stays in registers. For a selection
 a third warpgroup, one row a thread, receives every block's score through a small ring. It keeps the
-row's list, so that the selection does not delay the softmax.
+row's list, so that the selection does not delay the softmax. Where only scores are wanted, nobody
+loads values, and the consumers are others (`hopper_scores.py`).
 
 Query-sparse: the key tiles come in ascending order, and the last ones are masked causally. PACK
 heads of a group share a program, with 128 / PACK rows of each. Block-sparse: a program has 128
@@ -32,6 +33,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from attnplug.ops.common.hopper import reinterpret
 from attnplug.ops.common.rows import row_step
+from attnplug.ops.momo.kernels.hopper_scores import scorer
 from attnplug.ops.momo.kernels.hopper_select import keeper, selector
 from attnplug.ops.momo.kernels.hopper_tiles import (
     LISTS,
@@ -112,7 +114,9 @@ def attention_kernel(
     QR: gl.constexpr = 32 if spec.PACK == 4 else 64
     q = gl.allocate_shared_memory(DTYPE, [2, 64, D], READ)
     k = gl.allocate_shared_memory(DTYPE, [STAGES, 128, D], READ)
-    v = gl.allocate_shared_memory(DTYPE, [STAGES, 128, D], READ)
+    v = k
+    if spec.VALUES:
+        v = gl.allocate_shared_memory(DTYPE, [STAGES, 128, D], READ)
     tiles = Tiles(q, k, v)
     panels = Tiles(
         reinterpret(q, DTYPE, [2 * D // QR, 1, 1, QR, 64], WRITTEN),
@@ -157,6 +161,17 @@ def attention_kernel(
             ],
             [4, 4, 4],
             [208, 24, 72],
+        )
+    elif not spec.VALUES:
+        gl.warp_specialize(
+            [
+                (scorer, (tensors, tiles, ring, bars, problem, gl.constexpr(0), spec)),
+                (scorer, (tensors, tiles, ring, bars, problem, gl.constexpr(1), spec)),
+                (producer, (sources, panels, bars, problem, spec)),
+                (keeper, (SCORE, COUNT, LENGTHS, ring, bars, problem, spec)),
+            ],
+            [4, 4, 4],
+            [216, 24, 56],
         )
     elif spec.SELECT == SCORES:
         gl.warp_specialize(
@@ -273,14 +288,15 @@ def _launch(
     score=None,
 ):
     """One launch of the kernel. Tensors that it does not read are stood in for by others."""
-    values = _descriptor(v, 64)
+    values = _descriptor(k if v is None else v, 64)
+    has_tail = v is not None and lengths is not None
     attention_kernel.run(
         grid=(problem.items,),
         warmup=False,
         q_desc=_descriptor(q, 32 if spec.PACK == 4 else 64, 1 if spec.SPARSE else problem.gamma),
         k_desc=_descriptor(k, 64),
         v_desc=values,
-        tail_desc=values if lengths is None else _descriptor(_values_tail(v, lengths), 64),
+        tail_desc=_descriptor(_values_tail(v, lengths), 64) if has_tail else values,
         OUT=out,
         LSE=lse,
         DENSE=out if dense is None else dense,
@@ -338,10 +354,11 @@ def launch_query_sparse(q, k, v, scale, gamma, exact_k, lengths, out, lse, index
 
 def launch_scores(q, k, v, scale, gamma, lengths, out, lse, score):
     """The same rows, and the scores of all their complete blocks of BLOCK keys: score
-    `[B,Hq,blocks,R]` float16, written nowhere else."""
+    `[B,Hq,blocks,R]` float16, written nowhere else. Without v out is not written, either."""
     pack, columns, items = _packed(q, k, out.shape[2])
     problem = _problem(q, k, scale, gamma, lengths, items, columns=columns, kept=score.shape[2])
-    spec = _spec(q, k, lengths, PACK=pack, SELECT=SCORES.value)
+    how = {} if v is not None else dict(VALUES=False, STAGES=4)
+    spec = _spec(q, k, lengths, PACK=pack, SELECT=SCORES.value, **how)
     _launch(q, k, v, out, lse, lengths, problem, spec, score=score)
 
 

@@ -50,6 +50,7 @@ class Spec(NamedTuple):
     SELECT: int = 0  # query-sparse: 0 nothing, LISTS (`selector`) or SCORES (`keeper`)
     EXACT: int = 0  # exact slots of a list
     DELTA: int = 0  # block-sparse: queries of a delta group, 0 for no correction
+    VALUES: bool = True  # False with SCORES alone: `scorer` instead of `consumer`
     STAGES: int = 2  # tiles of keys and of values in shared memory
     RING: int = 4  # tiles whose block scores are in shared memory
 
@@ -195,16 +196,17 @@ def producer(sources, panels, bars, problem, spec: gl.constexpr):
             mbarrier.expect(bar, 256 * D)
             _copy_block((k_desc,), panels.k, bar, slot, 0, b, kv, first, PANELS)
             _copy_block((k_desc,), panels.k, bar, slot, 1, b, kv, second, PANELS)
-            bar = bars.v_full.index(slot)
-            mbarrier.wait(bars.v_empty.index(slot), phase)
-            mbarrier.expect(bar, 256 * D)
-            if spec.HAS_LENGTHS:
-                values = (v_desc, tail_desc, tail)
-                _copy_block(values, panels.v, bar, slot, 0, b, kv, first, PANELS)
-                _copy_block(values, panels.v, bar, slot, 1, b, kv, second, PANELS)
-            else:
-                _copy_block((v_desc,), panels.v, bar, slot, 0, b, kv, first, PANELS)
-                _copy_block((v_desc,), panels.v, bar, slot, 1, b, kv, second, PANELS)
+            if spec.VALUES:
+                bar = bars.v_full.index(slot)
+                mbarrier.wait(bars.v_empty.index(slot), phase)
+                mbarrier.expect(bar, 256 * D)
+                if spec.HAS_LENGTHS:
+                    values = (v_desc, tail_desc, tail)
+                    _copy_block(values, panels.v, bar, slot, 0, b, kv, first, PANELS)
+                    _copy_block(values, panels.v, bar, slot, 1, b, kv, second, PANELS)
+                else:
+                    _copy_block((v_desc,), panels.v, bar, slot, 0, b, kv, first, PANELS)
+                    _copy_block((v_desc,), panels.v, bar, slot, 1, b, kv, second, PANELS)
 
 
 @gluon.jit
@@ -215,7 +217,7 @@ def _mask_key(entry, near, local):
 
 
 @gluon.jit
-def _mask(s, i, position, column, local, front, near, SPARSE: gl.constexpr):
+def mask(s, i, position, column, local, front, near, SPARSE: gl.constexpr):
     """Logits of tile i, -inf where its key comes after the row's position."""
     if SPARSE:
         first = _mask_key(i * 2 - front, near, local)
@@ -227,7 +229,7 @@ def _mask(s, i, position, column, local, front, near, SPARSE: gl.constexpr):
 
 
 @gluon.jit
-def _emit(p, top, ring, bars, tile, W: gl.constexpr, ROW: gl.constexpr, RING: gl.constexpr):
+def emit(p, top, ring, bars, tile, W: gl.constexpr, ROW: gl.constexpr, RING: gl.constexpr):
     """Row sums of p; each block's, with the running maximum, goes to the selection's ring. The
     caller arrives at `scores_full`: every arrival is a barrier of the warpgroup, and the caller has
     one in a moment."""
@@ -283,11 +285,11 @@ def consumer(tensors, tiles, ring, bars, problem, W: gl.constexpr, spec: gl.cons
         )
         s = warpgroup_mma_wait(0, deps=[s])
         mbarrier.arrive(bars.k_empty.index(slot))
-        s = _mask(s, 0, position, column, local, front, near, SPARSE)
+        s = mask(s, 0, position, column, local, front, near, SPARSE)
         top = gl.maximum(gl.max(s, 1) * scale, FLOOR)
         p = gl.exp2(s * scale - top[:, None])
         if SELECT:
-            total = _emit(p, top, ring, bars, tile, W, ROW, RING)
+            total = emit(p, top, ring, bars, tile, W, ROW, RING)
             mbarrier.arrive(bars.scores_full.index(tile % RING))
         else:
             total = gl.sum(p, 1)
@@ -309,16 +311,16 @@ def consumer(tensors, tiles, ring, bars, problem, W: gl.constexpr, spec: gl.cons
             mbarrier.arrive(bars.k_empty.index(slot))
             if SPARSE:
                 if i < edge:
-                    s = _mask(s, i, position, column, local, front, near, SPARSE)
+                    s = mask(s, i, position, column, local, front, near, SPARSE)
             else:
                 if i >= edge:
-                    s = _mask(s, i, position, column, local, front, near, SPARSE)
+                    s = mask(s, i, position, column, local, front, near, SPARSE)
             higher = gl.maximum(top, gl.max(s, 1) * scale)
             p = gl.exp2(s * scale - higher[:, None])
             decay = gl.exp2(top - higher)
             top = higher
             if SELECT:
-                total = total * decay + _emit(p, top, ring, bars, tile, W, ROW, RING)
+                total = total * decay + emit(p, top, ring, bars, tile, W, ROW, RING)
             else:
                 total = total * decay + gl.sum(p, 1)
             acc = warpgroup_mma_wait(0, deps=[acc])

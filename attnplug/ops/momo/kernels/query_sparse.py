@@ -55,6 +55,7 @@ class Spec(NamedTuple):
     HAS_LENGTHS: bool
     HAS_START: bool
     HAS_MASK: bool
+    VALUES: bool = True  # without them there is no output
     PRECISION: str = "tf32x3"
 
 
@@ -183,14 +184,15 @@ def _scan(
             kept = tl.exp2(peak - shift)
             mass = mass * kept + tl.sum(p, 1)
         peak = higher
-        if DIAGONAL:
-            v = tl.load(vp, mask=ok[:, None] & (d < D)[None, :], other=0.0)
-        elif D == q.shape[1]:
-            v = tl.load(vp)
-        else:
-            v = tl.load(vp, mask=(d < D)[None, :], other=0.0)
-        acc = acc * kept[:, None]
-        acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
+        if spec.VALUES:
+            if DIAGONAL:
+                v = tl.load(vp, mask=ok[:, None] & (d < D)[None, :], other=0.0)
+            elif D == q.shape[1]:
+                v = tl.load(vp)
+            else:
+                v = tl.load(vp, mask=(d < D)[None, :], other=0.0)
+            acc = acc * kept[:, None]
+            acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
     return (acc, peak, mass), (s, t), (low, low_t), (seen, slot, finite, mean, squares)
 
 
@@ -315,10 +317,12 @@ def _kernel(
     acc, peak, mass = softmax
     empty = (mass == 0.0) | (live == 0)
     mass = tl.where(empty, 1.0, mass)
-    acc = tl.where(empty[:, None], 0.0, acc / mass[:, None])
+    if spec.VALUES:
+        acc = tl.where(empty[:, None], 0.0, acc / mass[:, None])
     tl.store(LSE + out_row, tl.where(empty, float("-inf"), (peak + tl.log2(mass)) * LN2), exists)
-    op = OUT + out_row[:, None] * D + d[None, :]
-    tl.store(op, acc.to(OUT.dtype.element_ty), mask=exists[:, None] & (d < D)[None, :])
+    if spec.VALUES:
+        op = OUT + out_row[:, None] * D + d[None, :]
+        tl.store(op, acc.to(OUT.dtype.element_ty), mask=exists[:, None] & (d < D)[None, :])
     if LEVELS >= 0:
         write_tree(TREE, INDEX, SCORE, exists, TOP_K)
     elif EXACT_K < TOP_K and TOP_K > 0:
@@ -364,7 +368,9 @@ def launch_triton(
     score,
 ):
     """The kernel on the current device, or interpreted on CPU tensors (TRITON_INTERPRET=1). With
-    `top_k` -1 score is `[B,Hq,blocks,R]` float16, where complete blocks' scores are stored."""
+    `top_k` -1 score is `[B,Hq,blocks,R]` float16, where complete blocks' scores are stored; v may
+    be None then."""
+    values, v = v is not None, k if v is None else v
     q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k, v))
     (batch, heads, queries, dim), kv_heads = q.shape, k.shape[1]
     tree = top_k > 0 and algorithm == "tournament"
@@ -388,6 +394,7 @@ def launch_triton(
         HAS_LENGTHS=lengths is not None,
         HAS_START=start is not None,
         HAS_MASK=key_mask is not None,
+        VALUES=values,
     )
     tiles = cdiv(out.shape[2] * spec.G, M)
     dummy = lse  # a tensor that the kernel does not read
