@@ -1,5 +1,6 @@
 """Cases of bench/ptx.py: dense attention, gather and momo."""
 
+import functools
 from typing import Any
 
 from _ptx_inputs import BF16, FP16, FP32, INT64, Cases, attention, cases, new, padding, summaries
@@ -156,6 +157,11 @@ def gather_tokens_attention(op: Any) -> Cases:
     yield "padded", case(2, 28, 4, 1, 4096, 128, 512, **capped, **padding(2, 4096))
     yield "fused", case(2, 28, 4, 1, 4096, 128, 31, sink=0, window=1, **capped, **padding(2, 4096))
     yield "fp32 D=64", case(1, 4, 4, 1, 1024, 64, 64, FP32)
+    for page in (16, 128):
+        _, k, v = attention(65536 // page, 28, 4, 1, page, 128, BF16)
+        q, index = new(8, 28, 1, 128, dtype=BF16), new(8, 4, 1, 2048)
+        rows = {"table": new(8, 131072 // page), "lengths": new(8), **capped}
+        yield f"pages of {page}", functools.partial(op, q, k, v, index, scale=0.1, **rows)
 
 
 @cases

@@ -48,7 +48,7 @@ def stream_edges(op: Any) -> Cases:
 @cases
 def score_tokens(op: Any) -> Cases:
     def case(batch, heads, kv, size, width, dtype=BF16, **options):
-        q = new(batch, heads, 1, width, dtype=dtype)
+        q = new(options.pop("rows", batch), heads, 1, width, dtype=dtype)
         codes = new(batch, kv, size, width, dtype=torch.int8)
         return lambda: op(q, codes, new(batch, kv, size, dtype=FP32), **options)
 
@@ -58,6 +58,23 @@ def score_tokens(op: Any) -> Cases:
     yield "fp16 D=80", case(2, 8, 2, 1003, 80, FP16, lengths=new(2))
     yield "padded", case(2, 28, 4, 4096, 128, **kept, **padding(2, 4096))
     yield "fp32 D=256", case(1, 4, 4, 4096, 256, FP32)
+    for page in (16, 128):
+        rows = {"rows": 8, "table": new(8, 131072 // page), "lengths": new(8), **kept}
+        yield f"pages of {page}", case(65536 // page, 28, 4, page, 128, **rows)
+    yield "fp16 D=80 pages", case(64, 8, 2, 48, 80, FP16, rows=2, table=new(2, 9), lengths=new(2))
+
+
+@cases
+def page_codes(op: Any) -> Cases:
+    def case(pages, kv, page, width, slots, dtype=BF16, wide=INT64):
+        k, codes = new(pages, kv, page, width, dtype=dtype), new(pages, kv, page, width)
+        scales = new(pages, kv, page, dtype=FP32)
+        return lambda: op(k, codes.to(torch.int8), scales, new(slots, dtype=wide))
+
+    yield "a step", case(4096, 4, 16, 128, 8)
+    yield "a prompt", case(512, 8, 128, 128, 16384)
+    yield "fp16 D=80", case(64, 2, 48, 80, 100, FP16, torch.int32)
+    yield "fp32 D=256", case(64, 4, 16, 256, 33, FP32)
 
 
 @cases

@@ -13,6 +13,7 @@ from attnplug.ops.gather.page_bounds import page_bounds
 from attnplug.ops.gather.select_blocks import select_blocks
 from attnplug.ops.gather.tiered_decode import ResidentBlocks, tiered_decode
 from attnplug.ops.gvr.gather_tokens_attention import gather_tokens_attention
+from attnplug.ops.gvr.page_codes import page_codes
 from attnplug.ops.gvr.score_tokens import score_tokens
 from attnplug.ops.gvr.topk import topk
 from attnplug.ops.momo.block_sparse_attention import block_sparse_attention
@@ -44,6 +45,7 @@ __all__ = [
     "measure_blocks",
     "merge_block_rows",
     "page_bounds",
+    "page_codes",
     "quantize_kv",
     "query_sparse_attention",
     "score_tokens",

@@ -93,6 +93,16 @@ class Phase:
         """The attention output `[R,Hq,1,D]` of a decode step over pages."""
         raise NotImplementedError(f"{type(self).__name__} has no attend_pages")
 
+    def attend_far(self, call: PagedCall) -> torch.Tensor:
+        """The same by the method itself for rows of any length, where another decides which rows
+        are far: the others come with a length of 0, and what they give is not looked at."""
+        raise NotImplementedError(f"{type(self).__name__} has no attend_far")
+
+    def row_state(self, rows: int, kv_heads: int, device: torch.device) -> torch.Tensor | None:
+        """What this method keeps for each row of a batch over pages, `[rows,...]`, or None. Rows
+        come, go and move between steps, so that no result may depend on it."""
+        return None
+
     def check(self, option: str, valid: bool, needed: str) -> None:
         """Raise PolicyError unless the option's value is `valid`; `needed` says what is."""
         check_option(self.name, option, getattr(self, option), valid, needed)

@@ -1,8 +1,41 @@
 """Methods that leave short calls to dense attention, which is faster there."""
 
+import dataclasses
+from typing import NamedTuple
+
 import torch
 
+from attnplug.call import PagedCall
 from attnplug.policies.base import Phase
+from attnplug.policies.dense import Dense
+
+
+class RowCrossover(NamedTuple):
+    """From where on a method pays for the rows of one decode step over pages.
+
+    A step pays a fixed price for the method, whatever it reads (more kernels), and a row pays for
+    its keep set. Tokens are what a row saves and what the step has paid, in the time that dense
+    attention takes to read them:
+
+        saved(n) = max(0, n - row)        a row of n tokens, beside others that pay the price
+        far(r)   = n_r >= row  and  sum over all rows i of saved(n_i) >= alone - row
+
+    so that a row alone is far from `alone` tokens on, and the total of the tokens decides for
+    several. With row = alone each row is decided by its own length.
+    """
+
+    row: int
+    alone: int
+
+    def far(self, lengths: torch.Tensor) -> torch.Tensor:
+        """Which rows the method serves, bool `[R]`, from their lengths, int32 or int64 `[R]`; 0 is
+        a row that pads the batch. Decided where `lengths` is, in integers."""
+        saved = (lengths - self.row).clamp(min=0).sum()
+        return (lengths >= max(1, self.row)) & (saved >= self.alone - self.row)
+
+    def reachable(self, rows: int, room: int) -> bool:
+        """Whether a batch of so many rows with room for `room` tokens each can have a far row."""
+        return room >= self.row and rows * (room - self.row) >= self.alone - self.row
 
 
 class DenseBelow(Phase):
@@ -17,9 +50,42 @@ class DenseBelow(Phase):
             return self.min_tokens
         return self.measured_crossover("cpu" if device.type == "cpu" else "cuda")
 
+    def row_crossover(self, device: torch.device) -> RowCrossover:
+        """The same for the rows of a batch over pages. An explicit `min_tokens` decides each row by
+        its own length."""
+        alone = self.crossover(device)
+        if self.min_tokens is not None:
+            return RowCrossover(alone, alone)
+        row = self.measured_row_crossover("cpu" if device.type == "cpu" else "cuda")
+        return RowCrossover(min(row, alone), alone)
+
     def measured_crossover(self, kind: str) -> int:
         """The crossover on a kind of device, "cpu" or "cuda", with these options."""
         raise NotImplementedError(f"{type(self).__name__} has no measured_crossover")
+
+    def measured_row_crossover(self, kind: str) -> int:
+        """The tokens from which on a row pays beside others that pay the step's fixed price. Those
+        of a row alone where no batch was measured."""
+        return self.measured_crossover(kind)
+
+    @property
+    def kept(self) -> int:
+        """The most keys that a step reads of a row: a shorter row is read whole in any case."""
+        return 0
+
+    def attend_pages(self, call: PagedCall) -> torch.Tensor:
+        """Far rows by this method, the others by `dense`, decided on the device."""
+        rule = self.row_crossover(call.q.device)
+        if call.state is None or not rule.reachable(len(call.table), call.room):
+            return Dense().attend_pages(call)
+        if rule.alone <= self.kept:
+            return self.attend_far(call)
+        far = rule.far(call.lengths)
+        out = self.attend_far(dataclasses.replace(call, lengths=call.lengths.where(far, 0)))
+        # No near row is longer than one that would be far alone.
+        table = call.table[:, : -(-rule.alone // call.k.shape[2])]
+        near = dataclasses.replace(call, table=table, lengths=call.lengths.where(~far, 0))
+        return torch.where(far[:, None, None, None], out, Dense().attend_pages(near))
 
     def check_min_tokens(self) -> None:
         """Raise PolicyError unless `min_tokens` is None or a count."""

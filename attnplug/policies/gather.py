@@ -36,6 +36,10 @@ from attnplug.policies.dense import Dense
 # shapes, of which that with four KV heads decides (bench/results/e2e_gather.json).
 CROSSOVER_FACTOR = {"cuda": 10, "cpu": 2}
 CROSSOVER_FLOOR = {"cuda": 32768, "cpu": 4096}
+# In a batch that has paid a step's fixed price, a row costs what dense takes for so many times the
+# keys that it keeps, or less: rows of batch 1, 8 and 64 on an H200 (docs/log/gather.md). A CPU
+# serves row after row, and a batch shares nothing there.
+ROW_FACTOR, ROW_FLOOR = 3, 4096
 BOUNDS = ("int8", "exact")
 INT8_FROM = 16384  # tokens of a cache whose bounds are INT8 unless told otherwise
 Token = tuple[torch.Tensor, torch.Tensor]  # a step's key and value
@@ -90,9 +94,18 @@ class Gather(DenseBelow):
             enough = type(self.resident) is int and self.resident >= self.sink + self.k
             self.check("resident", enough, f"an integer, at least sink + k = {self.sink + self.k}")
 
+    @property
+    def kept(self) -> int:
+        """The most keys that a step reads of a row, summaries aside."""
+        return (self.sink + self.local + self.k) * self.block
+
     def measured_crossover(self, kind: str) -> int:
-        kept = (self.sink + self.local + self.k) * self.block
-        return max(CROSSOVER_FLOOR[kind], CROSSOVER_FACTOR[kind] * kept)
+        return max(CROSSOVER_FLOOR[kind], CROSSOVER_FACTOR[kind] * self.kept)
+
+    def measured_row_crossover(self, kind: str) -> int:
+        if kind == "cpu":
+            return self.measured_crossover(kind)
+        return max(ROW_FLOOR, ROW_FACTOR * self.kept)
 
     def note(self, shape: LayerShape) -> str:
         kept, where = self.sink + self.local + self.k, ""
@@ -221,12 +234,7 @@ class Gather(DenseBelow):
         if state is not None:
             page_bounds(k, state, slots, block=self.block)
 
-    def attend_pages(self, call: PagedCall) -> torch.Tensor:
-        limit, kept = self.crossover(call.q.device), self.sink + self.local + self.k
-        if call.state is None or call.room < limit:
-            return Dense().attend_pages(call)
-        whole = limit <= kept * self.block  # of short rows all is kept anyway
-        lengths = call.lengths
+    def attend_far(self, call: PagedCall) -> torch.Tensor:
         out, _ = gather_decode(
             call.q,
             call.k,
@@ -235,7 +243,7 @@ class Gather(DenseBelow):
             None,
             call.state,
             None,
-            lengths if whole else lengths.where(lengths >= limit, 0),
+            call.lengths,
             block=self.block,
             top_k=self.k,
             sink=self.sink,
@@ -244,12 +252,7 @@ class Gather(DenseBelow):
             table=call.table,
             **call.options,
         )
-        if whole:
-            return out
-        short = call.table[:, : -(-limit // call.k.shape[2])]
-        rest = lengths.where(lengths < limit, 0)
-        dense = Dense().attend_pages(dataclasses.replace(call, table=short, lengths=rest))
-        return torch.where((lengths >= limit)[:, None, None, None], out, dense)
+        return out
 
     def reads(self, call: AttentionCall) -> Reads | None:
         layer = self._own_layer(call)

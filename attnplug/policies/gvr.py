@@ -16,8 +16,9 @@ from typing import Any, ClassVar
 
 import torch
 
-from attnplug.call import AttentionCall, LayerShape
-from attnplug.ops import gather_tokens_attention, score_tokens, topk
+from attnplug.call import AttentionCall, LayerShape, PagedCall
+from attnplug.ops import gather_tokens_attention, page_codes, score_tokens, topk
+from attnplug.ops.gvr.page_codes import PageCodes, empty_page_codes
 from attnplug.ops.gvr.topk import MAX_K
 from attnplug.policies._gvr_layer import GvrLayer
 from attnplug.policies.crossover import DenseBelow
@@ -75,21 +76,30 @@ class Gvr(DenseBelow):
         layer = self._own_layer(call)
         if layer is None:
             return Dense().attend(call)
-        options: dict[str, Any] = {
-            "sink": self.sink,
-            "window": self.window,
-            "lengths": call.lengths,
-            "start": call.first_key,
-            "key_mask": call.key_mask,
-        }
-        rows = call.lengths
+        where = {"lengths": call.lengths, "start": call.first_key, "key_mask": call.key_mask}
+        out, picks = self._step(call, PageCodes(layer.codes, layer.scales), layer.picks, where)
+        layer.remember(picks)  # last: the kernels before it start one another early
+        return out
+
+    def _step(
+        self,
+        call: AttentionCall | PagedCall,
+        keys: PageCodes,
+        hint: torch.Tensor | None,
+        where: dict[str, Any],
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The output of a step and its picks, int32 `[B,Hkv,k]`. `hint`, of the same shape, makes
+        it faster and changes no pick; `where` says which keys are the rows'."""
+        options: dict[str, Any] = {"sink": self.sink, "window": self.window, **where}
+        heads, rows = call.k.shape[1], call.lengths
         if rows is not None and rows.shape[0] > 1:  # topk's rows are (sequence, KV head) pairs
-            rows = rows.repeat_interleave(call.k.shape[1])
+            rows = rows.repeat_interleave(heads)
         # Not by the softcap: it changes no order.
-        scores = score_tokens(call.q, layer.codes, layer.scales, **options)
+        scores = score_tokens(call.q, *keys, **options)
         # Where a row has fewer than k others, -inf is picked too; attention passes over those.
-        picks, _ = topk(scores, self.k, hint=layer.picks.flatten(0, 1), lengths=rows)
-        picks = picks.view(layer.picks.shape)
+        last = None if hint is None else hint.flatten(0, 1)
+        picks, _ = topk(scores, self.k, hint=last, lengths=rows)
+        picks = picks.view(len(call.q), heads, self.k)
         out, _ = gather_tokens_attention(
             call.q,
             call.k,
@@ -100,7 +110,31 @@ class Gvr(DenseBelow):
             sinks=call.sinks,
             **options,
         )
-        layer.remember(picks)  # last: the kernels before it start one another early
+        return out, picks
+
+    def pages_refusal(self) -> str | None:
+        return None
+
+    def page_state(self, k: torch.Tensor) -> PageCodes:
+        return empty_page_codes(k)
+
+    def page_share(self, itemsize: int) -> float:
+        least = 64  # elements of a head: the fewer, the more a scale counts
+        return (least + 4) / (2 * least * itemsize)
+
+    def note_pages(self, k: torch.Tensor, state: PageCodes | None, slots: torch.Tensor) -> None:
+        if state is not None:
+            page_codes(k, *state, slots)
+
+    def row_state(self, rows: int, kv_heads: int, device: torch.device) -> torch.Tensor:
+        """The last picks of each row, int32 `[rows,Hkv,k]`: hints, that may be another row's."""
+        return torch.full((rows, kv_heads, self.k), -1, dtype=torch.int32, device=device)
+
+    def attend_far(self, call: PagedCall) -> torch.Tensor:
+        where = {"lengths": call.lengths, "table": call.table}
+        out, picks = self._step(call, call.state, call.row_state, where)
+        if call.row_state is not None:
+            call.row_state.copy_(picks)  # last, as in `attend`
         return out
 
     def _own_layer(self, call: AttentionCall) -> GvrLayer | None:

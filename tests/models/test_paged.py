@@ -1,6 +1,7 @@
 """Continuous batching gives the tokens of generate, its summaries stay those of the keys, and what
 it cannot do is refused."""
 
+import dataclasses
 import threading
 
 import pytest
@@ -20,10 +21,12 @@ from attnplug.models.batching import SESSION
 from attnplug.models.hf import tracing
 from attnplug.ops import page_bounds
 from attnplug.ops.gather.page_bounds import empty_page_bounds, rows_of_summaries
-from attnplug.policies import Dense, Gather
+from attnplug.ops.gvr.score_tokens import quantize_keys
+from attnplug.policies import Dense, Gather, Gvr
 
 PAGE, NEW = 32, 6
 GATHER = "gather(k=2, block=16, sink=1, local=2, min_tokens=0)"
+GVR = "gvr(k=6, sink=1, window=4, min_tokens=0)"
 MOMO = "momo(top_k=2, block=16, query_block=16, gamma=16, min_tokens=0)"
 LENGTHS = (1, 5, 40, 200, 333)
 SIZE = "page_size" if hasattr(ContinuousBatchingConfig(), "page_size") else "block_size"
@@ -113,17 +116,18 @@ def expected():
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
-@pytest.mark.parametrize("policy", ["dense", GATHER, GATHER[:-1] + ", scoring='spread')"])
+@pytest.mark.parametrize("policy", ["dense", GATHER, GATHER[:-1] + ", scoring='spread')", GVR])
 def test_gives_the_tokens_of_generate(policy, setting, expected):
     with attnplug.applied(llama(), policy) as model:
         assert batched(model, prompts(), **SETTINGS[setting]) == expected(model, policy)
         assert one_by_one(model, prompts()[:1]) == expected(model, policy)[:1]  # and generate back
 
 
-def test_gather_changes_tokens_here(expected):
+@pytest.mark.parametrize("policy", [GATHER, GVR])
+def test_the_budget_changes_tokens_here(expected, policy):
     """Else the test above would hold nothing."""
-    with attnplug.applied(llama(), GATHER) as model:
-        sparse = expected(model, GATHER)
+    with attnplug.applied(llama(), policy) as model:
+        sparse = expected(model, policy)
     assert sparse != one_by_one(llama(), prompts())
 
 
@@ -153,14 +157,14 @@ def test_momo_leaves_pieces_of_prompts_to_dense():
     assert got == one_by_one(llama(), ids)
 
 
-@pytest.mark.parametrize("policy", ["dense", GATHER, "gvr(min_tokens=0)"])
+@pytest.mark.parametrize("policy", ["dense", GATHER, GVR, "sketch(min_tokens=0)"])
 def test_sliding_layers_stay_the_models_own(policy):
-    """They have no block table, and gvr decodes dense."""
+    """They have no block table, and sketch decodes dense."""
     with attnplug.applied(gemma(), policy) as model:
-        served = "dense" if policy.startswith("gvr") else policy
+        served = "dense" if policy.startswith("sketch") else policy
         notes = attnplug.report(model).batching
-        assert ("gvr needs rows of a cache of its own: dense decodes" in notes) == (
-            policy.startswith("gvr")
+        assert ("sketch needs rows of a cache of its own: dense decodes" in notes) == (
+            policy.startswith("sketch")
         )
         found = [batched(model, prompts(), **SETTINGS[x]) for x in ("block table", "chunks")]
     with attnplug.applied(gemma(), served) as model:
@@ -179,15 +183,17 @@ def test_layers_without_a_policy():
 class Watch:
     """Compares the summaries of every complete block of every request, at every step."""
 
+    watched = Gather
+
     def __init__(self, monkeypatch):
         self.compared, self.seen = 0, set()
-        stock = Gather.attend_pages
+        stock = self.watched.attend_pages
 
         def attend_pages(method, call):
             self.compare(method, call)
             return stock(method, call)
 
-        monkeypatch.setattr(Gather, "attend_pages", attend_pages)
+        monkeypatch.setattr(self.watched, "attend_pages", attend_pages)
 
     def compare(self, method, call):
         right = empty_page_bounds(call.k, method.block, dtype=method._page_form[1])
@@ -205,6 +211,32 @@ class Watch:
             assert torch.equal(found[row, :, :complete], wanted[row, :, :complete])
             self.compared += complete
             self.seen.update(call.table[row, : -(-length // call.k.shape[2])].tolist())
+
+
+class WatchCodes(Watch):
+    """Compares the codes of every key of every request, at every step."""
+
+    watched = Gvr
+
+    def compare(self, method, call):
+        for row, length in enumerate(call.lengths.tolist()):
+            n = torch.arange(length)
+            page, place = call.table[row].long()[n // call.k.shape[2]], n % call.k.shape[2]
+            for found, wanted in zip(
+                call.state, quantize_keys(call.k[page, :, place]), strict=True
+            ):
+                assert torch.equal(found[page, :, place], wanted)
+            self.compared += length
+
+
+@pytest.mark.parametrize("setting", ["block table", "indices", "evicted"])
+def test_codes_follow_shared_and_reused_pages(monkeypatch, setting):
+    watch = WatchCodes(monkeypatch)
+    common = prompts((160,))[0]
+    ids = [common + x for x in prompts((7, 40, 65))] + [common]
+    with attnplug.applied(llama(), GVR) as model:
+        batched(model, ids * 2, **SETTINGS[setting])
+    assert watch.compared > 5000
 
 
 @pytest.mark.parametrize("setting", ["block table", "indices", "evicted"])
@@ -394,10 +426,10 @@ def test_a_failed_manager_leaves_the_model_alone():
 
 
 def test_report_says_what_batching_serves_otherwise():
-    with attnplug.applied(llama(), "momo+gvr") as model:
+    with attnplug.applied(llama(), "momo+sketch") as model:
         text = str(attnplug.report(model))
     assert "continuous batching: momo serves prompts that come whole, dense serves pieces" in text
-    assert "gvr needs rows of a cache of its own: dense decodes" in text
+    assert "sketch needs rows of a cache of its own: dense decodes" in text
     with attnplug.applied(llama(), GATHER) as model:
         assert "continuous batching" not in str(attnplug.report(model))
 
@@ -405,22 +437,49 @@ def test_report_says_what_batching_serves_otherwise():
 # --- methods on pages ------------------------------------------------------------------------
 
 
-def test_rows_below_the_crossover_are_read_whole():
-    """Decided on the device: rows on both sides of it in one step."""
+@pytest.fixture
+def step():
+    """A step of four rows on shuffled pages: of 320, 150, 0 and 149 keys."""
     generator = torch.Generator().manual_seed(0)
     k, v = torch.randn(2, 40, 2, 32, 64, generator=generator)
     table = torch.randperm(40, generator=generator).view(4, 10).int()
     lengths = torch.tensor([320, 150, 0, 149], dtype=torch.int32)
     q = torch.randn(4, 4, 1, 64, generator=generator)
-    method = Gather(k=2, block=16, sink=1, local=2, min_tokens=150)
-    state = method.page_state(k)
-    method.note_pages(k, state, torch.arange(40 * 32))
-    call = attnplug.call.PagedCall(q, k, v, table, lengths, 0.125, state=state)
-    every = Gather(k=2, block=16, sink=1, local=2, min_tokens=0).attend_pages(call)
+
+    def of(method):
+        state = method.page_state(k)
+        method.note_pages(k, state, torch.arange(40 * 32))
+        return attnplug.call.PagedCall(q, k, v, table, lengths, 0.125, state=state)
+
+    return of
+
+
+@pytest.mark.parametrize(
+    "method", [Gather(k=2, block=16, sink=1, local=2), Gvr(k=24, sink=2, window=9)], ids=str
+)
+def test_rows_below_the_crossover_are_read_whole(step, method):
+    """Decided on the device: rows on both sides of it in one step."""
+    method = dataclasses.replace(method, min_tokens=150)
+    call = step(method)
+    every = dataclasses.replace(method, min_tokens=0).attend_pages(call)
     found, dense = method.attend_pages(call), Dense().attend_pages(call)
     assert torch.equal(found[:2], every[:2]) and not torch.allclose(found[:2], dense[:2])
     assert (found[2] == 0).all() and torch.allclose(found[3], dense[3], atol=1e-6)
     assert not torch.allclose(every[3], dense[3], atol=1e-3)
+
+
+@pytest.mark.parametrize("alone, far", [(399, [0, 1, 3]), (400, [])])
+def test_the_tokens_of_all_rows_decide(step, monkeypatch, alone, far):
+    """Those past 110 of each: 210, 40 and 39 come to 289, which is 399 less 110."""
+    monkeypatch.setattr(Gather, "measured_crossover", lambda *_: alone)
+    monkeypatch.setattr(Gather, "measured_row_crossover", lambda *_: 110)
+    method = Gather(k=2, block=16, sink=1, local=2)
+    call = step(method)
+    every = dataclasses.replace(method, min_tokens=0).attend_pages(call)
+    found, dense = method.attend_pages(call), Dense().attend_pages(call)
+    for row in (0, 1, 3):
+        assert torch.allclose(found[row], (every if row in far else dense)[row], atol=1e-6)
+    assert (found[2] == 0).all()
 
 
 def test_pages_that_are_no_multiple_of_blocks_run_dense():

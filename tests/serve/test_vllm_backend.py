@@ -169,9 +169,17 @@ class Layer:
         return torch.cat(made)
 
 
-@pytest.mark.parametrize("policy", [COVERING, "momo(min_tokens=64, top_k=512)", "gather", "dense"])
+@pytest.mark.parametrize(
+    "policy",
+    [
+        COVERING,
+        "momo(min_tokens=64, top_k=512)",
+        "gather(min_tokens=100)",
+        "gvr(min_tokens=100)",
+        "dense",
+    ],
+)
 def test_batches_of_every_mixture_give_attention(backend, monkeypatch, policy):
-    policy = policy.replace("gather", "gather(min_tokens=100)") if policy == "gather" else policy
     layer = Layer(backend, monkeypatch, policy)
     batches = [
         [(0, 0, 90)],  # a whole prompt, momo's
@@ -188,8 +196,9 @@ def test_batches_of_every_mixture_give_attention(backend, monkeypatch, policy):
     assert (layer.step(steps, padding=2) - layer.exact(steps)).abs().max() < 2e-6
 
 
-def test_small_budgets_leave_keys_out_of_far_rows_alone(backend, monkeypatch):
-    policy = "gather(k=1, sink=1, local=1, min_tokens=100)"
+@pytest.mark.parametrize("policy", ["gather(k=1, sink=1, local=1", "gvr(k=9, sink=1, window=9"])
+def test_small_budgets_leave_keys_out_of_far_rows_alone(backend, monkeypatch, policy):
+    policy += ", min_tokens=100)"
     layer = Layer(backend, monkeypatch, policy)
     layer.step([(0, 0, 300)])
     layer.step([(1, 0, 60)])
@@ -198,12 +207,61 @@ def test_small_budgets_leave_keys_out_of_far_rows_alone(backend, monkeypatch):
     assert error[0] > 1e-2 and error[1] < 2e-6
 
 
+def test_the_tokens_of_all_steps_decide_and_those_of_prompts_do_not(backend, monkeypatch):
+    """Far alone from 400 tokens on, beside others from 100 on: what is far leaves keys out."""
+    from attnplug import Gather
+
+    monkeypatch.setattr(Gather, "measured_crossover", lambda *_: 400)
+    monkeypatch.setattr(Gather, "measured_row_crossover", lambda *_: 100)
+    layer = Layer(backend, monkeypatch, "gather(k=1, sink=1, local=1)")
+    assert layer.builder.rule == (100, 400)
+
+    def far(batch, padding=0):
+        error = (layer.step(batch, padding) - layer.exact(batch)).abs().amax((1, 2))
+        return [bool(e > 1e-2) for e in error]
+
+    layer.step([(0, 0, 260)])
+    layer.step([(1, 0, 230)])
+    assert far([(0, 260, 261)]) == [False]
+    assert far([(0, 261, 262), (1, 230, 231)]) == [False, False]  # they save 293 of 300
+    assert far([(0, 262, 263)], padding=3) == [False]
+    layer.step([(1, 231, 240)])
+    assert far([(0, 263, 264), (1, 240, 241)]) == [True, True]
+    assert far([(0, 264, 265), (1, 241, 242)], padding=2) == [True, True]
+    mixed = far([(0, 265, 266), (1, 242, 250)])  # the prompt's 250 keys do not count
+    assert not any(mixed)
+
+
+def test_a_graph_of_too_few_rows_has_no_kernels_of_the_method(backend, monkeypatch):
+    """No row can be far alone: 350 tokens is the most. Of two rows each can."""
+    from attnplug import Gather
+
+    monkeypatch.setattr(Gather, "measured_crossover", lambda *_: 400)
+    monkeypatch.setattr(Gather, "measured_row_crossover", lambda *_: 100)
+    layer, calls, stock = Layer(backend, monkeypatch, "gather"), [], Gather.attend_far
+    layer.config.model_config.max_model_len = 350
+    monkeypatch.setattr(Gather, "attend_far", lambda *x: calls.append(len(x[1].q)) or stock(*x))
+    layer.step([(0, 0, 300)])
+    for batch, padding, launched in (
+        ([(0, 300, 301)], 0, []),
+        ([(0, 301, 302)], 1, [2]),
+        ([(0, 302, 303), (1, 0, 90)], 0, []),
+        ([(0, 303, 304), (1, 90, 91)], 0, [2]),
+    ):
+        calls.clear()
+        assert (layer.step(batch, padding) - layer.exact(batch)).abs().max() < 2e-6
+        assert calls == launched
+
+
 def test_the_policy_shapes_the_cache(backend, monkeypatch):
     Layer(backend, monkeypatch, "momo+gather(block=128, k=32)")
     plug = backend.PlugBackend
     assert plug.get_preferred_block_size(16) == 128
     assert plug.get_required_kv_cache_layout() == "HND"
     assert [size.base for size in plug.get_supported_kernel_block_sizes()] == [128]
+    Layer(backend, monkeypatch, "gvr")
+    assert plug.get_preferred_block_size(16) == 16
+    assert plug.get_required_kv_cache_layout() == "HND"
     Layer(backend, monkeypatch, "momo")
     assert plug.get_preferred_block_size(16) == 16
     assert plug.get_required_kv_cache_layout() is None

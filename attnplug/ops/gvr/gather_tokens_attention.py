@@ -18,19 +18,18 @@ from typing import NamedTuple
 import numba
 import numpy as np
 import torch
-import triton
-import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from attnplug.errors import ArgumentError
 from attnplug.ops.common.checks import check_attention_inputs, check_sequence_inputs, check_sinks
 from attnplug.ops.common.define import define_op, refuse_gradients, require
 from attnplug.ops.common.device import machine
-from attnplug.ops.common.reference import reference_kept, sinks_on_cpu
-from attnplug.ops.common.rows import NO_MASK, mask_bytes, row_span, row_step, rows_on_cpu
+from attnplug.ops.common.pages import capacity, page_rows, table_at
+from attnplug.ops.common.reference import reference_rows, sinks_on_cpu
+from attnplug.ops.common.rows import NO_MASK, mask_bytes, row_step, rows_on_cpu
 from attnplug.ops.common.sizes import cdiv, next_power_of_two
-from attnplug.ops.common.softmax import attend_tile, base_two
-from attnplug.ops.common.splits import merge_splits, store_piece
+from attnplug.ops.common.softmax import base_two
+from attnplug.ops.common.splits import merge_splits
+from attnplug.ops.gvr.kernels.attend_tokens import attend_tokens
 
 NAME = "gather_tokens_attention"
 
@@ -49,14 +48,16 @@ def gather_tokens_attention(
     key_mask: torch.Tensor | None = None,
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,
+    table: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Causal softmax attention of the last T tokens over the tokens that each KV head keeps.
 
     Args:
         q: `[B,Hq,T,D]`, float32, float16 or bfloat16, made for T = 1.
-        k, v: `[B,Hkv,S,D]` like q, Hkv dividing Hq; S is the size of the cache.
-        index: int32 `[B,Hkv,T,K]`, slots of k and v, none twice. -1 is skipped, and so are tokens
-            of the sink, the window or the padding, and tokens after the query.
+        k, v: `[B,Hkv,S,D]` like q, Hkv dividing Hq; S is the size of the cache. With a table pages
+            `[pages,Hkv,page,D]`, and S is `P * page`.
+        index: int32 `[B,Hkv,T,K]`, a row's tokens, none twice. -1 is skipped, and so are tokens of
+            the sink, the window or the padding, and tokens after the query.
         scale: factor on q.k, commonly `D ** -0.5`.
         sink: so many first real tokens are always read.
         window: so many last tokens are always read, the query's own included; at least 1.
@@ -66,6 +67,7 @@ def gather_tokens_attention(
         key_mask: bool `[B,S]`, False where a key must not be seen.
         softcap: scores become `softcap * tanh(score / softcap)`; 0: off.
         sinks: `[Hq]`, one more logit for each head, without a value.
+        table: int32 `[B,P]`, the pages of each row, as `dense_decode` has it.
 
     Returns:
         out `[B,Hq,T,D]` of q's dtype and lse `[B,Hq,T]` float32 (natural logarithm, sinks left
@@ -76,14 +78,17 @@ def gather_tokens_attention(
         GradientError: an input requires grad.
     """
     refuse_gradients(NAME, q, k, v, sinks)
-    return _gather_tokens_attention(
-        q, k, v, index, scale, sink, window, lengths, start, key_mask, softcap, sinks
-    )
+    options = scale, sink, window, lengths, start, key_mask, softcap, sinks
+    if table is not None:
+        return _gather_tokens_attention_paged(q, k, v, index, table, *options)
+    return _gather_tokens_attention(q, k, v, index, *options)
 
 
-def _allocate(q, k, v, index, scale, sink, window, lengths, start, key_mask, softcap, sinks):
-    check_attention_inputs(NAME, q, k, v)
-    check_sequence_inputs(NAME, q, k, lengths, start, key_mask)
+def _allocate(
+    q, k, v, index, scale, sink, window, lengths, start, key_mask, softcap, sinks, table=None
+):
+    check_attention_inputs(NAME, q, k, v, table)
+    check_sequence_inputs(NAME, q, k, lengths, start, key_mask, table)
     batch, heads, queries, width = q.shape
     wanted = (batch, k.shape[1], queries)
     if index.dim() != 4 or tuple(index.shape[:3]) != wanted or index.dtype != torch.int32:
@@ -125,7 +130,9 @@ def _kept_keys(listed, position, start, mask, sink, window):
 
 
 @numba.njit(parallel=True, cache=True)
-def _reference(q, k, v, index, lengths, start, mask, sink, window, sinks, scale, softcap, out, lse):
+def _reference(
+    q, k, v, table, index, lengths, start, mask, sink, window, sinks, scale, softcap, out, lse
+):
     """Dense attention over the kept keys, for every (row, KV head, query) in parallel."""
     batch, heads, queries, _ = q.shape
     kv_heads = k.shape[1]
@@ -138,11 +145,18 @@ def _reference(q, k, v, index, lengths, start, mask, sink, window, sinks, scale,
         hidden = mask[b * len(mask) // batch]
         position = lengths[b] - queries + t
         kept = _kept_keys(index[b, h, t], position, start[b], hidden, sink, window)
-        reference_kept(
+        keys = np.empty((2, len(kept), q.shape[3]), np.float32)
+        for i in range(len(kept)):
+            page, place = table[b, kept[i] // k.shape[2]], kept[i] % k.shape[2]
+            keys[0, i], keys[1, i] = k[page, h, place], v[page, h, place]
+        reference_rows(
             q[b, g : g + group, t : t + 1],
-            k[b, h],
-            v[b, h],
-            kept,
+            keys[0],
+            keys[1],
+            np.empty(0, np.bool_),
+            len(kept) - 1,
+            0,
+            0,
             sinks[g : g + group],
             scale,
             softcap,
@@ -151,14 +165,18 @@ def _reference(q, k, v, index, lengths, start, mask, sink, window, sinks, scale,
         )
 
 
-def _cpu(q, k, v, index, scale, sink, window, lengths, start, key_mask, softcap, sinks, out, lse):
-    lengths, start = rows_on_cpu(k, lengths, start)
-    valid = int(lengths.max())
+def _cpu(
+    q, k, v, index, scale, sink, window, lengths, start, key_mask, softcap, sinks, out, lse,
+    table=None,
+):  # fmt: skip
+    lengths, start = rows_on_cpu(k, lengths, start, table)
+    k, v, table = page_rows(k, v, table, int(lengths.max()))
     result = torch.empty(out.shape, dtype=torch.float32)
     _reference(
         q.float().contiguous().numpy(),
-        k[:, :, :valid].float().numpy(),
-        v[:, :, :valid].float().numpy(),
+        k.numpy(),
+        v.numpy(),
+        table.numpy(),
         index.contiguous().numpy(),
         lengths.numpy(),
         start.numpy(),
@@ -184,126 +202,6 @@ class Plan(NamedTuple):
     splits: int  # of the kept keys, a program each; 1: fused
     warps: int
     columns: int  # of the head dimension, for one program of the merge
-
-
-@triton.jit
-def _attend(
-    q,
-    k,
-    v,
-    index,
-    lengths,
-    start,
-    key_mask,
-    sinks,
-    partial,
-    out,
-    lse,
-    scale,
-    cap,
-    T,
-    S,
-    splits,
-    q_strides,
-    k_strides,
-    v_strides,
-    mask_stride,
-    GROUP: tl.constexpr,
-    ROWS: tl.constexpr,
-    D: tl.constexpr,
-    DP: tl.constexpr,
-    SINK: tl.constexpr,
-    WINDOW: tl.constexpr,
-    K: tl.constexpr,
-    TILE: tl.constexpr,
-    CAPPED: tl.constexpr,
-    FUSED: tl.constexpr,
-    LENGTH_STEP: tl.constexpr,
-    START_STEP: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """All heads of one query and KV head against one split of the kept keys."""
-    q_b, q_h, q_t = q_strides
-    k_b, k_h, k_s = k_strides
-    v_b, v_h, v_s = v_strides
-    split = tl.program_id(0)
-    t = tl.program_id(1) % T
-    h = tl.program_id(1) // T
-    b = tl.program_id(2).to(tl.int64)
-    if PDL:
-        gdc_wait()  # for the list, and for whatever else the kernels before have written
-        gdc_launch_dependents()
-    length, low = row_span(lengths, start, b, S, LENGTH_STEP, START_STEP)
-    position = length - T + t
-    window_first = tl.maximum(position - WINDOW + 1, low + SINK)
-    index_at = index + ((b * tl.num_programs(1)) + tl.program_id(1)) * K
-
-    g = tl.arange(0, ROWS)
-    d = tl.arange(0, DP)
-    n = tl.arange(0, TILE)
-    head = h * GROUP + g
-    in_group = g < GROUP
-    in_width = d < D
-    q_at = q + b * q_b + head.to(tl.int64)[:, None] * q_h + t * q_t + d[None, :]
-    query = tl.load(q_at, mask=in_group[:, None] & in_width[None, :], other=0.0)
-    k_at = k + b * k_b + h.to(tl.int64) * k_h + d[None, :]
-    v_at = v + b * v_b + h.to(tl.int64) * v_h + d[None, :]
-    top = tl.full([ROWS], float("-inf"), tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
-    acc = tl.zeros([ROWS, DP], tl.float32)
-    TILES: tl.constexpr = (SINK + WINDOW + K + TILE - 1) // TILE
-    first = split * TILES // splits
-    last = (split + 1) * TILES // splits
-    # Not pipelined: Triton 3.6 silently compiled such a loop over gathered keys to wrong code
-    # (block_sparse_attention).
-    for i in tl.range(first, last, num_stages=1):
-        # Slots are the sink, then the window, then the list; no token counts twice.
-        slot = i * TILE + n
-        in_list = (slot >= SINK + WINDOW) & (slot < SINK + WINDOW + K)
-        listed = tl.load(index_at + slot - SINK - WINDOW, mask=in_list, other=-1)
-        nearby = position - WINDOW + 1 + slot - SINK
-        at = tl.where(slot < SINK, low + slot, tl.where(slot < SINK + WINDOW, nearby, listed))
-        until = tl.where(in_list, window_first - 1, position)
-        since = tl.where(slot < SINK, low, low + SINK)
-        seen = (at >= since) & (at <= until) & (slot < SINK + WINDOW + K)
-        if key_mask is not None:
-            seen = seen & (tl.load(key_mask + b * mask_stride + at, mask=seen, other=0) != 0)
-        loadable = seen[:, None] & in_width[None, :]
-        key = tl.load(k_at + at.to(tl.int64)[:, None] * k_s, mask=loadable, other=0.0)
-        value = tl.load(v_at + at.to(tl.int64)[:, None] * v_s, mask=loadable, other=0.0)
-        top, total, acc = attend_tile(
-            query=query,
-            key=key,
-            value=value,
-            seen=seen,
-            top=top,
-            total=total,
-            acc=acc,
-            scale=scale,
-            cap=cap,
-            CAPPED=CAPPED,
-        )
-
-    heads = (tl.num_programs(1) // T) * GROUP
-    store_piece(
-        top=top,
-        total=total,
-        acc=acc,
-        sinks=sinks,
-        partial=partial,
-        out=out,
-        lse=lse,
-        head=head,
-        row=(b * heads + head) * T + t,
-        rows=tl.num_programs(2).to(tl.int64) * heads * T,
-        d=d,
-        in_group=in_group,
-        in_width=in_width,
-        split=split,
-        splits=splits,
-        D=D,
-        FUSED=FUSED,
-    )
 
 
 @functools.lru_cache(maxsize=1024)
@@ -334,10 +232,11 @@ def launch_gather_tokens_attention(
     out,
     lse,
     plan=None,
+    table=None,
 ):
     """Run the kernels; tensors as in `gather_tokens_attention`, on a GPU or in the interpreter."""
     batch, heads, queries, width = q.shape
-    kv_heads, size, listed = k.shape[1], k.shape[2], index.shape[3]
+    kv_heads, size, listed = k.shape[1], capacity(k, table), index.shape[3]
     group, rows = heads // kv_heads, batch * kv_heads * queries
     multiprocessors, pdl = machine(q.device)
     if plan is None:
@@ -350,7 +249,7 @@ def launch_gather_tokens_attention(
         elements = rows * group * plan.splits * (width + 1)
         partial = torch.empty(elements, dtype=torch.float32, device=q.device)
     factor, cap = base_two(scale, softcap)
-    _attend.run(
+    attend_tokens.run(
         grid=(plan.splits, kv_heads * queries, batch),
         warmup=False,
         q=q,
@@ -360,6 +259,7 @@ def launch_gather_tokens_attention(
         lengths=lengths,
         start=start,
         key_mask=key_mask,
+        table=table,
         sinks=sinks,
         partial=partial,
         out=out,
@@ -373,6 +273,7 @@ def launch_gather_tokens_attention(
         k_strides=k.stride()[:3],
         v_strides=v.stride()[:3],
         mask_stride=0 if key_mask is None else key_mask.stride(0),
+        table_stride=None if table is None else table.stride(0),
         GROUP=group,
         ROWS=max(16, next_power_of_two(group)),
         D=width,
@@ -385,6 +286,7 @@ def launch_gather_tokens_attention(
         FUSED=fused,
         LENGTH_STEP=row_step(lengths),
         START_STEP=row_step(start),
+        PAGE=0 if table is None else k.shape[2],
         PDL=pdl,
         num_warps=plan.warps,
         **({"launch_pdl": True} if pdl else {}),
@@ -422,4 +324,13 @@ _gather_tokens_attention = define_op(
     allocate=_allocate,
     cpu=_cpu,
     cuda=launch_gather_tokens_attention,
+)
+
+_gather_tokens_attention_paged = define_op(
+    f"{NAME}_paged(Tensor q, Tensor k, Tensor v, Tensor index, Tensor table, float scale, "
+    "int sink, int window, Tensor? lengths, Tensor? start, Tensor? key_mask, float softcap, "
+    "Tensor? sinks) -> (Tensor, Tensor)",
+    allocate=table_at(4, _allocate),
+    cpu=table_at(4, _cpu),
+    cuda=table_at(4, launch_gather_tokens_attention),
 )

@@ -24,6 +24,7 @@ from attnplug.errors import ArgumentError
 from attnplug.ops.common.checks import HEAD_DIMS, check_sequence_inputs
 from attnplug.ops.common.define import define_op, refuse_gradients, require
 from attnplug.ops.common.device import machine
+from attnplug.ops.common.pages import capacity, check_table, page_of, table_at
 from attnplug.ops.common.product import add_product
 from attnplug.ops.common.rows import NO_MASK, mask_bytes, row_span, row_step, rows_on_cpu
 from attnplug.ops.common.sizes import cdiv, next_power_of_two
@@ -41,28 +42,38 @@ def score_tokens(
     lengths: torch.Tensor | None = None,
     start: torch.Tensor | None = None,
     key_mask: torch.Tensor | None = None,
+    table: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The scores of the cached tokens for one decode step.
 
     Args:
         q: `[B,Hq,1,D]`, float32, float16 or bfloat16.
-        codes: int8 `[B,Hkv,S,D]`, Hkv dividing Hq; see `quantize_keys`.
-        steps: float32 `[B,Hkv,S]`, each key's quantization scale: the value of code 1.
+        codes: int8 `[B,Hkv,S,D]`, Hkv dividing Hq; see `quantize_keys`. With a table pages
+            `[pages,Hkv,page,D]`, and S is `P * page`.
+        steps: float32 `[B,Hkv,S]`, each key's quantization scale: the value of code 1. With a table
+            `[pages,Hkv,page]`.
         sink: the first so many real tokens of each row get -inf.
         window: the last so many tokens get -inf, the query's own included.
         lengths: int32 or int64 `[1]` or `[B]`, valid tokens. None: all S. Others are not read.
         start: int32 or int64 `[1]` or `[B]`, first real token of a left-padded row. None: 0.
         key_mask: bool `[B,S]`, False where a token must not be seen.
+        table: int32 `[B,P]`, the pages of each row, as `dense_decode` has it; `page_codes` writes
+            codes and scales of pages.
 
     Returns:
-        scores `[B * Hkv, S]` float32.
+        scores `[B * Hkv, S]` float32. With a table what lies past a row's length is unspecified,
+        because a table has room for the longest row that an engine takes; `topk` with the rows'
+        lengths does not read it.
 
     Raises:
         ArgumentError: a shape, dtype, device or option does not fit.
         GradientError: q requires grad.
     """
     refuse_gradients(NAME, q)
-    return _score_tokens(q, codes, steps, sink, window, lengths, start, key_mask)
+    options = sink, window, lengths, start, key_mask
+    if table is not None:
+        return _score_tokens_paged(q, codes, steps, table, *options)
+    return _score_tokens(q, codes, steps, *options)
 
 
 def quantize_keys(keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -77,18 +88,22 @@ def quantize_keys(keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return codes.to(torch.int8), scales
 
 
-def _allocate(q, codes, steps, sink, window, lengths, start, key_mask):
+def _allocate(q, codes, steps, sink, window, lengths, start, key_mask, table=None):
     if q.dim() != 4 or q.shape[2] != 1 or q.shape[3] not in HEAD_DIMS:
         raise ArgumentError(
             f"{NAME}: q is {tuple(q.shape)}, needs [B,Hq,1,D] with D of "
             f"{', '.join(map(str, HEAD_DIMS))}"
         )
-    fits = codes.dim() == 4 and codes.shape[0] == q.shape[0] and codes.shape[3] == q.shape[3]
+    check_table(NAME, table, q, q.shape[0])
+    rows = table is not None or codes.shape[0] == q.shape[0]
+    fits = codes.dim() == 4 and rows and codes.shape[3] == q.shape[3]
     if not fits or codes.dtype != torch.int8 or q.shape[1] % codes.shape[1]:
         raise ArgumentError(
             f"{NAME}: codes is {codes.dtype} {tuple(codes.shape)}, needs int8 [B,Hkv,S,D] for q "
             f"{tuple(q.shape)}"
         )
+    whole = table is None or codes.stride(3) == 1
+    require(whole, NAME, "codes has a stride other than 1 in D, which pages may not")
     if steps.dtype != torch.float32 or steps.shape != codes.shape[:3]:
         raise ArgumentError(
             f"{NAME}: steps is {steps.dtype} {tuple(steps.shape)}, needs float32 [B,Hkv,S] = "
@@ -96,11 +111,10 @@ def _allocate(q, codes, steps, sink, window, lengths, start, key_mask):
         )
     for label, tensor in (("codes", codes), ("steps", steps)):
         require(tensor.device == q.device, NAME, f"{label} is on {tensor.device}, q on {q.device}")
-    check_sequence_inputs(NAME, q, codes, lengths, start, key_mask)
+    check_sequence_inputs(NAME, q, codes, lengths, start, key_mask, table)
     require(sink >= 0, NAME, f"sink is {sink}, needs at least 0")
     require(window >= 1, NAME, f"window is {window}, needs at least 1, the query's own token")
-    batch, heads, size, _ = codes.shape
-    return q.new_empty((batch * heads, size), dtype=torch.float32)
+    return q.new_empty((len(q) * codes.shape[1], capacity(codes, table)), dtype=torch.float32)
 
 
 # --- CPU: the specification ------------------------------------------------------------------
@@ -110,28 +124,31 @@ REFERENCE_TILE = 256  # tokens that one task of the reference dequantizes at onc
 
 
 @numba.njit(cache=True)
-def _score_tile(q, codes, scales, mask, scores):
-    """Scores `[N]` of tokens `codes [N, D]`, `scales [N]` for a group's heads `q [G, D]`; an empty
-    `mask` hides nothing. The order of the sums depends on D alone."""
-    tokens, width = codes.shape
+def _score_tile(q, codes, scales, pages, first, mask, scores):
+    """Scores `[N]` of tokens `first` and on of a row for a group's heads `q [G, D]`: token n is
+    that of `codes [pages, page, D]`, `scales [pages, page]` at `pages[n // page], n % page`; an
+    empty `mask` hides nothing. The order of the sums depends on D alone."""
+    tokens, page, width = len(scores), codes.shape[1], codes.shape[2]
     keys = np.empty((width, tokens), np.float32)
     for n in range(tokens):
+        at, place = pages[(first + n) // page], (first + n) % page
         for d in range(width):
-            keys[d, n] = codes[n, d]
+            keys[d, n] = codes[at, place, d]
     products = np.zeros((q.shape[0], tokens), np.float32)
     add_product(q, keys, products)
     for n in range(tokens):
         if mask.shape[0] > 0 and not mask[n]:
             continue
+        at, place = pages[(first + n) // page], (first + n) % page
         for g in range(q.shape[0]):
-            score = products[g, n] * scales[n]
+            score = products[g, n] * scales[at, place]
             scores[n] = max(scores[n], np.inf if np.isnan(score) else score)
 
 
 @numba.njit(parallel=True, cache=True)
-def _reference(q, codes, scales, lengths, start, mask, sink, window, scores):
+def _reference(q, codes, scales, table, lengths, start, mask, sink, window, scores):
     """Every (row, KV head, tile of tokens), in parallel; `scores [B, Hkv, S]` come as -inf."""
-    batch, heads, size, _ = codes.shape
+    batch, heads, size = scores.shape
     group = q.shape[1] // heads
     tiles = (size + REFERENCE_TILE - 1) // REFERENCE_TILE
     for item in numba.prange(batch * heads * tiles):
@@ -142,26 +159,31 @@ def _reference(q, codes, scales, lengths, start, mask, sink, window, scores):
         if first < last:
             _score_tile(
                 q[b, h * group : (h + 1) * group],
-                codes[b, h, first:last],
-                scales[b, h, first:last],
+                codes[:, h],
+                scales[:, h],
+                table[b],
+                first,
                 mask[b * len(mask) // batch][first:last],
                 scores[b, h, first:last],
             )
 
 
-def _cpu(q, codes, steps, sink, window, lengths, start, key_mask, scores):
-    lengths, start = rows_on_cpu(codes, lengths, start)
+def _cpu(q, codes, steps, sink, window, lengths, start, key_mask, scores, table=None):
+    lengths, start = rows_on_cpu(codes, lengths, start, table)
     scores.fill_(-torch.inf)
+    if table is None:  # a contiguous cache is one page a row
+        table = torch.arange(len(q), dtype=torch.int32)[:, None]
     _reference(
         q[:, :, 0].float().contiguous().numpy(),
         codes.contiguous().numpy(),
         steps.contiguous().numpy(),
+        table.contiguous().numpy(),
         lengths.numpy(),
         start.numpy(),
         NO_MASK if key_mask is None else key_mask.contiguous().numpy(),
         sink,
         window,
-        scores.view(codes.shape[:3]).numpy(),
+        scores.view(len(q), codes.shape[1], -1).numpy(),
     )
 
 
@@ -185,6 +207,7 @@ def _score(
     lengths,
     start,
     key_mask,
+    table,
     scores,
     S,
     programs,
@@ -192,6 +215,7 @@ def _score(
     codes_strides,
     scales_strides,
     mask_stride,
+    table_stride,
     GROUP: tl.constexpr,
     ROWS: tl.constexpr,
     D: tl.constexpr,
@@ -202,9 +226,11 @@ def _score(
     STAGES: tl.constexpr,
     LENGTH_STEP: tl.constexpr,
     START_STEP: tl.constexpr,
+    PAGE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One of `programs` of a row and KV head: it scores every `programs`-th tile."""
+    """One of `programs` of a row and KV head: it scores every `programs`-th tile. With a `table`,
+    codes and scales are those of pages of PAGE keys."""
     q_b, q_h = q_strides
     codes_b, codes_h, codes_s = codes_strides
     scales_b, scales_h, scales_s = scales_strides
@@ -221,8 +247,12 @@ def _score(
     in_width = d < D
     q_at = q + b * q_b + (h * GROUP + g).to(tl.int64)[:, None] * q_h + d[None, :]
     query = tl.load(q_at, mask=(g < GROUP)[:, None] & in_width[None, :], other=0.0)
-    codes_at = codes + b * codes_b + h.to(tl.int64) * codes_h + d[None, :]
-    scales_at = scales + b * scales_b + h.to(tl.int64) * scales_h
+    if table is None:
+        codes_at = codes + b * codes_b + h.to(tl.int64) * codes_h + d[None, :]
+        scales_at = scales + b * scales_b + h.to(tl.int64) * scales_h
+    else:
+        codes_at = codes + h.to(tl.int64) * codes_h + d[None, :]
+        scales_at = scales + h.to(tl.int64) * scales_h
     out_at = scores + (b * tl.num_programs(1) + h) * S
     # Two loops, so that a short row in a long buffer costs its own reads and -inf for the rest.
     reach = tl.minimum(tl.maximum(length - WINDOW, 0), S)
@@ -232,15 +262,26 @@ def _score(
         seen = (at >= low + SINK) & (at < length - WINDOW)
         if key_mask is not None:
             seen = seen & (tl.load(key_mask + b * mask_stride + at, mask=seen, other=0) != 0)
-        wide = at.to(tl.int64)
         loadable = seen[:, None] & in_width[None, :]
-        key = tl.load(codes_at + wide[:, None] * codes_s, mask=loadable, other=0)
-        scale = tl.load(scales_at + wide * scales_s, mask=seen, other=0.0)
+        if table is None:
+            wide = at.to(tl.int64)
+            code_places = wide[:, None] * codes_s
+            scale_places = wide * scales_s
+        else:
+            page = page_of(table + b * table_stride, at, seen, PAGE)
+            in_page = (at % PAGE).to(tl.int64)
+            code_places = (page * codes_b + in_page * codes_s)[:, None]
+            scale_places = page * scales_b + in_page * scales_s
+        key = tl.load(codes_at + code_places, mask=loadable, other=0)
+        scale = tl.load(scales_at + scale_places, mask=seen, other=0.0)
         s = tl.dot(query, key.to(query.dtype).T, input_precision="ieee") * scale[None, :]
         s = tl.where(s == s, s, float("inf"))
         best = tl.max(tl.where((g < GROUP)[:, None], s, float("-inf")), 0)
         tl.store(out_at + at, tl.where(seen, best, float("-inf")), mask=at < S)
-    for first in range((program + tiles * programs) * TILE, S, programs * TILE):
+    end = S
+    if table is not None:
+        end = length
+    for first in range((program + tiles * programs) * TILE, end, programs * TILE):
         tl.store(out_at + first + n, tl.full([TILE], float("-inf"), tl.float32), mask=first + n < S)
 
 
@@ -254,9 +295,11 @@ def plan_for(rows: int, size: int, width: int, multiprocessors: int) -> Plan:
     return Plan(tile, max(1, min(cdiv(size, tile), 8 * multiprocessors // rows)), 4, 3)
 
 
-def launch_score_tokens(q, codes, steps, sink, window, lengths, start, key_mask, scores, plan=None):
+def launch_score_tokens(
+    q, codes, steps, sink, window, lengths, start, key_mask, scores, plan=None, table=None
+):
     """Run the kernel; tensors as in `score_tokens`, on a GPU or in Triton's interpreter."""
-    batch, heads, size, width = codes.shape
+    (batch, _, _, width), heads, size = q.shape, codes.shape[1], capacity(codes, table)
     group = q.shape[1] // heads
     if q.stride(3) != 1:
         q = q.contiguous()
@@ -264,7 +307,10 @@ def launch_score_tokens(q, codes, steps, sink, window, lengths, start, key_mask,
         codes = codes.contiguous()
     key_mask = mask_bytes(key_mask)
     multiprocessors, pdl = machine(q.device)
-    plan = plan or plan_for(batch * heads, size, width, multiprocessors)
+    if plan is None:
+        plan = plan_for(batch * heads, size, width, multiprocessors)
+        if table is not None:  # the codes' addresses are loaded, and no such pipeline was compared
+            plan = plan._replace(stages=1)
     _score.run(
         grid=(plan.programs, heads, batch),
         warmup=False,
@@ -274,6 +320,7 @@ def launch_score_tokens(q, codes, steps, sink, window, lengths, start, key_mask,
         lengths=lengths,
         start=start,
         key_mask=key_mask,
+        table=table,
         scores=scores,
         S=size,
         programs=plan.programs,
@@ -281,6 +328,7 @@ def launch_score_tokens(q, codes, steps, sink, window, lengths, start, key_mask,
         codes_strides=codes.stride()[:3],
         scales_strides=steps.stride(),
         mask_stride=0 if key_mask is None else key_mask.stride(0),
+        table_stride=None if table is None else table.stride(0),
         GROUP=group,
         ROWS=max(16, next_power_of_two(group)),
         D=width,
@@ -291,6 +339,7 @@ def launch_score_tokens(q, codes, steps, sink, window, lengths, start, key_mask,
         STAGES=plan.stages,
         LENGTH_STEP=row_step(lengths),
         START_STEP=row_step(start),
+        PAGE=0 if table is None else codes.shape[2],
         PDL=pdl,
         num_warps=plan.warps,
         **({"launch_pdl": True} if pdl else {}),
@@ -303,4 +352,12 @@ _score_tokens = define_op(
     allocate=_allocate,
     cpu=_cpu,
     cuda=launch_score_tokens,
+)
+
+_score_tokens_paged = define_op(
+    f"{NAME}_paged(Tensor q, Tensor codes, Tensor steps, Tensor table, int sink, int window, "
+    "Tensor? lengths, Tensor? start, Tensor? key_mask) -> Tensor",
+    allocate=table_at(3, _allocate),
+    cpu=table_at(3, _cpu),
+    cuda=table_at(3, launch_score_tokens),
 )

@@ -2,8 +2,8 @@
 
 Rows that no sparse method serves, layers that it cannot serve, and whatever else vLLM does with a
 backend go to FlashAttention as they come. Steps run inside full CUDA graphs, so that which of their
-rows are long enough for gather is decided on the device: FlashAttention gets the lengths of the
-short rows and 0 for the others, gather the reverse.
+rows are far, gather's or gvr's, is decided on the device (`RowCrossover`): FlashAttention gets the
+lengths of the near rows and 0 for the others, the method the reverse.
 """
 
 import dataclasses
@@ -30,14 +30,15 @@ from vllm.v1.attention.backends.flash_attn import (
 from attnplug.serve.vllm.layer import Far, LayerTraits, ServedLayer, phases_for
 from attnplug.serve.vllm.layout import pages
 from attnplug.serve.vllm.options import check_server, policy_of
-from attnplug.serve.vllm.profile import prepare
+from attnplug.serve.vllm.profile import most_rows, prepare
 from attnplug.serve.vllm.rows import Batch, Run, batch_of
 
 logger = init_logger("vllm.attnplug")
 
 
 class PlugBackend(FlashAttentionBackend):
-    """FlashAttention with attnplug's policies; a page is one block of gather's, or several."""
+    """FlashAttention with attnplug's policies. Where gather decodes, a page is one block, or
+    several."""
 
     @staticmethod
     def get_name() -> str:
@@ -45,17 +46,14 @@ class PlugBackend(FlashAttentionBackend):
 
     @staticmethod
     def get_supported_kernel_block_sizes() -> list[Any]:
-        gather = policy_of(get_current_vllm_config()).decode
-        if gather is None:
+        block = _block()
+        if block is None:
             return FlashAttentionBackend.get_supported_kernel_block_sizes()
-        return [MultipleOf(gather.block)]
+        return [MultipleOf(block)]
 
     @classmethod
     def get_preferred_block_size(cls, default_block_size: int) -> int:
-        gather = policy_of(get_current_vllm_config()).decode
-        if gather is None:
-            return super().get_preferred_block_size(default_block_size)
-        return gather.block
+        return _block() or super().get_preferred_block_size(default_block_size)
 
     @classmethod
     def get_required_kv_cache_layout(cls) -> str | None:
@@ -85,12 +83,18 @@ class PlugBackend(FlashAttentionBackend):
         return PlugBuilder
 
 
+def _block() -> int | None:
+    """The keys of a block of gather's, None where another method decodes."""
+    return getattr(policy_of(get_current_vllm_config()).decode, "block", None)
+
+
 @dataclasses.dataclass
 class PlugMetadata(FlashAttentionMetadata):
     """FlashAttention's metadata of a batch, and what attnplug's layers need besides.
 
-    `whole` is the metadata of the same batch with a length of 0 for the rows that gather serves,
-    which `far` says; both are None where no layer has gather.
+    `whole` is the metadata of the same batch with a length of 0 for the rows that are far, which
+    `far` says; both are None where no layer has a method that decodes, and where a batch has no far
+    row: because it has too few rows, or prompts besides, so that the host may look at lengths.
     """
 
     batch: Batch = dataclasses.field(default_factory=lambda: batch_of([0], []))
@@ -104,7 +108,7 @@ class PlugMetadata(FlashAttentionMetadata):
         key = first, last, whole
         if key not in self.parts:
             base = self.whole if whole else self
-            assert base is not None  # asked for where a layer has gather
+            assert base is not None  # asked for where a row is far
             known = {field.name for field in dataclasses.fields(FlashAttentionMetadata)}
             alone = FlashAttentionMetadata(**{name: getattr(base, name) for name in known})
             self.parts[key] = dataclasses.replace(
@@ -136,11 +140,10 @@ class PlugBuilder(FlashAttentionMetadataBuilder):
             for layer in layers.values()
             if isinstance(layer.impl, PlugImpl)
         ]
-        froms = {layer.decode_from for layer in served if layer.phases.decode is not None}
-        self.decode_from = froms.pop() if froms else None  # one gather serves all layers
-        if self.decode_from is not None:
-            scheduler = self.vllm_config.scheduler_config
-            rows = max(scheduler.max_num_seqs, self.max_cudagraph_size or 0)
+        rules = {layer.rule for layer in served if layer.rule is not None}
+        self.rule = rules.pop() if rules else None  # one method decodes in all layers
+        if self.rule is not None:
+            rows = most_rows(self.vllm_config)
             # Graphs read these where they are.
             self._near = torch.zeros(rows, dtype=torch.int32, device=self.device)
             self._far = Far(
@@ -166,13 +169,22 @@ class PlugBuilder(FlashAttentionMetadataBuilder):
             common.seq_lens_cpu_upper_bound.tolist(),  # exact: no speculative decoding here
         )
         made = PlugMetadata(**vars(built), batch=batch)
-        if self.decode_from is not None and batch.steps:
-            near, far = self._near[: common.num_reqs], self._far.first(common.num_reqs)
-            torch.ge(common.seq_lens, self.decode_from, out=far.chosen)
-            torch.mul(common.seq_lens, far.chosen, out=far.lengths)
-            torch.sub(common.seq_lens, far.lengths, out=near)
-            made.far = far
-            made.whole = self._build_near(common, near, fast_build)
+        if self.rule is None or not batch.steps:
+            return made
+        # A graph of few rows, in which none can be far, is captured without the method's kernels:
+        # it is replayed for batches that are padded to as many rows, and they decide alike.
+        longest = self.vllm_config.model_config.max_model_len
+        if not self.rule.reachable(batch.steps, longest):
+            return made
+        if batch.prompts and not self.rule.far(torch.tensor(batch.step_keys)).any():
+            return made  # it runs eagerly, and may look at lengths on the host
+        near, far = self._near[: common.num_reqs], self._far.first(common.num_reqs)
+        far.chosen[: batch.steps] = self.rule.far(common.seq_lens[: batch.steps])
+        far.chosen[batch.steps :] = False
+        torch.mul(common.seq_lens, far.chosen, out=far.lengths)
+        torch.sub(common.seq_lens, far.lengths, out=near)
+        made.far = far
+        made.whole = self._build_near(common, near, fast_build)
         return made
 
     def _build_near(
@@ -190,7 +202,8 @@ class PlugBuilder(FlashAttentionMetadataBuilder):
 
 
 class PlugImpl(FlashAttentionImpl):
-    """One layer: FlashAttention, with momo for long prompts and gather for long rows' steps."""
+    """One layer: FlashAttention, with momo for long prompts and gather or gvr for far rows'
+    steps."""
 
     can_return_lse_for_decode = False  # vLLM then refuses decode context parallelism
 
@@ -211,6 +224,7 @@ class PlugImpl(FlashAttentionImpl):
             traits = LayerTraits(
                 head_dim=self.head_size,
                 longest=self.config.model_config.max_model_len,
+                rows=self.config.scheduler_config.max_num_seqs,
                 device=device,
                 left_dense=self._left_dense(),
             )
@@ -227,6 +241,7 @@ class PlugImpl(FlashAttentionImpl):
                 softcap=float(self.logits_soft_cap),
                 sinks=self.sinks,
                 device=device,
+                rows=most_rows(self.config),
             )
         return self._served
 
@@ -243,9 +258,9 @@ class PlugImpl(FlashAttentionImpl):
     def do_kv_cache_update(self, layer, key, value, kv_cache, slot_mapping) -> None:
         super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
         served = self.served(layer.layer_name, key.device)
-        if served.summaries is not None:
+        if served.state is not None:
             k, _ = pages(kv_cache, heads_first=False)
-            served.summaries.update(k, slot_mapping)
+            served.state.update(k, slot_mapping)
 
     def forward(
         self,
@@ -271,7 +286,7 @@ class PlugImpl(FlashAttentionImpl):
             return super().forward(layer, query, key, value, kv_cache, m, output, **more)
         if m.batch.prompts:
             self._attend_mixed(served, layer, query, key, value, kv_cache, m, output)
-        elif served.phases.decode is None:
+        elif served.phases.decode is None or m.far is None:
             super().forward(layer, query, key, value, kv_cache, m, output)
         else:
             super().forward(layer, query, key, value, kv_cache, m.whole, output)
@@ -284,17 +299,17 @@ class PlugImpl(FlashAttentionImpl):
         """A batch with prompts, eagerly: runs of its rows, each by what serves it."""
         batch, cache = m.batch, pages(kv_cache, heads_first=False)
         runs = list(batch.runs(served.serves_prompt))
-        gathers = served.phases.decode is not None and batch.longest_step >= served.decode_from
-        if not gathers and not any(run.sparse for run in runs):
+        far = None if served.phases.decode is None else m.far
+        if far is None and not any(run.sparse for run in runs):
             super().forward(layer, query, key, value, kv_cache, m, output)
             return
         if batch.steps:
             steps = slice(0, batch.steps)
-            part = m.part(0, batch.steps, steps, 1, whole=gathers)
+            part = m.part(0, batch.steps, steps, 1, whole=far is not None)
             self._attend_dense(layer, steps, part, query, kv_cache, output)
-            if gathers:
-                table, far = m.block_table[steps], m.far.first(batch.steps)
-                served.attend_steps(query[steps], cache, table, far, output[steps])
+            if far is not None:
+                rows = m.block_table[steps], far.first(batch.steps)
+                served.attend_steps(query[steps], cache, *rows, output[steps])
         for run in runs:
             if run.sparse:
                 row = run.rows[0]

@@ -1,19 +1,18 @@
 """One attention layer's work on vLLM's pages, for any of its attention backends: which rows a
-method serves, prompts by momo, steps by gather. It knows tensors, and not the engine."""
+method serves, prompts by momo, steps by gather or gvr. It knows tensors, and not the engine."""
 
 import dataclasses
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
-from attnplug.call import AttentionCall
-from attnplug.ops import gather_decode
+from attnplug.call import AttentionCall, PagedCall
 from attnplug.ops.common.checks import HEAD_DIMS
 from attnplug.policies.momo import LEAST_CHUNK
 from attnplug.serve.vllm.layout import Pages, contiguous_row
 from attnplug.serve.vllm.options import Phases
 from attnplug.serve.vllm.rows import Row
-from attnplug.serve.vllm.summaries import PageSummaries, empty_summaries
+from attnplug.serve.vllm.state import LayerState
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,6 +21,7 @@ class LayerTraits:
 
     head_dim: int
     longest: int  # tokens that a request can have
+    rows: int  # requests that a batch can have
     device: torch.device
     left_dense: str = ""  # why the engine's own attention must serve it, "" where it need not
 
@@ -37,20 +37,23 @@ def phases_for(asked: Phases, traits: LayerTraits) -> tuple[Phases, str]:
         phase = getattr(asked, slot)
         if phase is None:
             continue
-        crossover = phase.crossover(traits.device)
-        if traits.longest < crossover:
+        alone = phase.crossover(traits.device)
+        served = traits.longest >= alone
+        if slot == "decode":
+            served = phase.row_crossover(traits.device).reachable(traits.rows, traits.longest)
+        if served:
+            kept[slot] = phase
+        else:
             reasons.append(
-                f"{phase.name} serves from {crossover:,} tokens on, --max-model-len is "
+                f"{phase.name} serves from {alone:,} tokens on, --max-model-len is "
                 f"{traits.longest:,}"
             )
-        else:
-            kept[slot] = phase
     return Phases(**kept), "; ".join(reasons)
 
 
 class Far(NamedTuple):
-    """Which rows of a batch gather serves: bool `chosen` `[rows]`, and int32 `lengths` `[rows]`,
-    the keys of those rows and 0 for others."""
+    """Which rows of a batch the method that decodes serves: bool `chosen` `[rows]`, and int32
+    `lengths` `[rows]`, the keys of those rows and 0 for others."""
 
     lengths: torch.Tensor
     chosen: torch.Tensor
@@ -71,16 +74,18 @@ class ServedLayer:
         softcap: float,
         sinks: torch.Tensor | None,
         device: torch.device,
+        rows: int,
     ):
         self.phases, self.scale, self.softcap, self.sinks = phases, scale, softcap, sinks
-        self.summaries = None if phases.decode is None else PageSummaries(phases.decode)
-        self.prefill_from = self.decode_from = 0
+        self.state = self.rule = None
+        if phases.decode is not None:
+            self.state = LayerState(phases.decode, rows)
+            self.rule = phases.decode.row_crossover(device)
+        self.prefill_from = 0
         if phases.prefill is not None:
             self.prefill_from = phases.prefill.crossover(device)
             # The crossover is decided here, by the keys that are seen, and not by a call's queries.
             self._momo = dataclasses.replace(phases.prefill, min_tokens=0)
-        if phases.decode is not None:
-            self.decode_from = phases.decode.crossover(device)
 
     def serves_prompt(self, row: Row) -> bool:
         """Whether momo serves a row of several queries: many keys are seen, by queries enough."""
@@ -141,37 +146,27 @@ class ServedLayer:
         far: Far,
         out: torch.Tensor,
     ) -> None:
-        """gather for the `far` ones of rows of one query each, into `out [rows, Hq, D]`, like q.
-        Other rows keep what is there. Nothing here looks at a length on the host."""
-        phase, summaries = self.phases.decode, self.summaries
-        assert phase is not None and summaries is not None  # asked of a layer that decodes
-        found = self._gather(q, pages, summaries.of(pages[0]), table, far.lengths)[:, :, 0]
+        """The method that decodes, for the `far` ones of rows of one query each, into `out [rows,
+        Hq, D]`, like q. Other rows keep what is there. Nothing here looks at a length on the
+        host."""
+        assert self.state is not None  # asked of a layer that decodes
+        found = self._attend_far(q, pages, table, far.lengths, *self.state.of(pages[0]))
         torch.where(far.chosen[:, None, None], found, out, out=out)
 
-    def _gather(
-        self, q: torch.Tensor, pages: Pages, bounds: torch.Tensor, table: torch.Tensor, far
+    def _attend_far(
+        self,
+        q: torch.Tensor,
+        pages: Pages,
+        table: torch.Tensor,
+        lengths: torch.Tensor,
+        state: Any,
+        row_state: torch.Tensor | None,
     ) -> torch.Tensor:
-        phase = self.phases.decode
-        assert phase is not None
-        out, _ = gather_decode(
-            q.unsqueeze(2),
-            *pages,
-            None,
-            None,
-            bounds,
-            None,
-            far,
-            scale=self.scale,
-            block=phase.block,
-            top_k=phase.k,
-            sink=phase.sink,
-            local=phase.local,
-            scoring=phase.scoring,
-            softcap=self.softcap,
-            sinks=self.sinks,
-            table=table,
-        )
-        return out
+        assert self.phases.decode is not None
+        more: dict[str, Any] = {"softcap": self.softcap, "sinks": self.sinks, "state": state}
+        own = None if row_state is None else row_state[: len(q)]
+        call = PagedCall(q.unsqueeze(2), *pages, table, lengths, self.scale, row_state=own, **more)
+        return self.phases.decode.attend_far(call)[:, :, 0]
 
     def warm_steps(
         self,
@@ -184,18 +179,19 @@ class ServedLayer:
         page: int,
         **place,
     ) -> None:
-        """Run gather once for 1, 2, 4 and so on up to `rows` rows of up to `longest` keys, over
-        made-up pages of `page` keys."""
-        if self.phases.decode is None:
+        """Run the method that decodes once for 1, 2, 4 and so on up to `rows` rows of up to
+        `longest` keys, over made-up pages of `page` keys."""
+        phase = self.phases.decode
+        if phase is None:
             return
         k = torch.zeros(2, kv_heads, page, head_dim, **place)
-        bounds = empty_summaries(k, self.phases.decode)
+        state = phase.page_state(k), phase.row_state(rows, kv_heads, k.device)
         count = 1
         while True:
             q = torch.zeros(count, heads, head_dim, **place)
             table = torch.zeros(count, -(-longest // page), dtype=torch.int32, device=k.device)
             lengths = torch.zeros(count, dtype=torch.int32, device=k.device)
-            self._gather(q, (k, k), bounds, table, lengths)
+            self._attend_far(q, (k, k), table, lengths, *state)
             if count >= rows:
                 return
             count = min(2 * count, rows)

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from attnplug.errors import ServeError
-from attnplug.policies import Dense, Gather, Momo, Phase, Policy, parse
+from attnplug.policies import Dense, Gather, Gvr, Momo, Phase, Policy, parse
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -23,8 +23,7 @@ VARIABLE = "ATTNPLUG_POLICY"
 EXAMPLE = '--additional-config.attnplug "momo+gather"'
 INSTEAD = {
     "certified": "vLLM's own quantized cache, --kv-cache-dtype fp8, beside 'momo'",
-    "gvr": "gather, whose ops read vLLM's pages",
-    "sketch": "gather, whose ops read vLLM's pages",
+    "sketch": "gather or gvr, whose ops read vLLM's pages",
     "auto": "the methods by name, such as 'momo+gather'",
     "stream": "attnplug.trace.record on the model in transformers",
 }
@@ -32,10 +31,11 @@ INSTEAD = {
 
 @dataclasses.dataclass(frozen=True)
 class Phases:
-    """What serves one layer: momo or None for dense prefill, gather or None for dense decode."""
+    """What serves one layer: momo or None for dense prefill, gather, gvr or None for dense
+    decode."""
 
     prefill: Momo | None = None
-    decode: Gather | None = None
+    decode: Gather | Gvr | None = None
 
     @property
     def sparse(self) -> bool:
@@ -58,7 +58,7 @@ class ServedPolicy:
         return self.whole
 
     @property
-    def decode(self) -> Gather | None:
+    def decode(self) -> Gather | Gvr | None:
         """The one method that decodes, on some layers at least."""
         found = [phases.decode for phases in self._all if phases.decode is not None]
         return found[0] if found else None
@@ -113,7 +113,7 @@ def phases_of(policy: str) -> Phases:
     prefill, decode = parsed.prefill, parsed.decode
     if parsed.trace is not None:
         raise _unserved(parsed.trace)
-    for phase, known in ((prefill, (Dense, Momo)), (decode, (Dense, Gather))):
+    for phase, known in ((prefill, (Dense, Momo)), (decode, (Dense, Gather, Gvr))):
         assert phase is not None  # filled by Policy
         if type(phase) not in known:
             raise _unserved(phase)
@@ -121,12 +121,12 @@ def phases_of(policy: str) -> Phases:
         _check_gather(decode)
     return Phases(
         prefill if isinstance(prefill, Momo) else None,
-        decode if isinstance(decode, Gather) else None,
+        decode if isinstance(decode, Gather | Gvr) else None,
     )
 
 
 def _unserved(phase: Phase) -> ServeError:
-    instead = INSTEAD.get(phase.name, "momo for prefill and gather for decode")
+    instead = INSTEAD.get(phase.name, "momo for prefill and gather or gvr for decode")
     return ServeError(f"attnplug in vLLM: {phase.name} is not served; use {instead}")
 
 
@@ -160,12 +160,12 @@ def _conflicts(config: "VllmConfig", policy: ServedPolicy) -> list[tuple[bool, s
         ),
         (
             policy.decode is not None and config.kv_transfer_config is not None,
-            "a KV connector fills pages that gather has no summaries of; use 'momo', which needs "
-            "none, or drop the connector",
+            "a KV connector fills pages that gather and gvr know nothing of; use 'momo', which "
+            "keeps nothing beside them, or drop the connector",
         ),
         (
             cache.cache_dtype not in ("auto", "bfloat16", "float16"),
-            f"--kv-cache-dtype {cache.cache_dtype}: momo and gather read keys in 16 bits; use "
+            f"--kv-cache-dtype {cache.cache_dtype}: attnplug reads keys in 16 bits; use "
             "auto, or vLLM's FLASH_ATTN backend with the quantized cache",
         ),
         (

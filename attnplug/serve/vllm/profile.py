@@ -1,4 +1,4 @@
-"""What happens while vLLM measures how much memory its cache may have: the summaries' share is held
+"""What happens while vLLM measures how much memory its cache may have: the state's share is held
 back, and each method runs once on made-up keys, so that its workspace is in the measured peak and
 Triton has compiled its kernels before the first request."""
 
@@ -7,13 +7,13 @@ from typing import Any
 import torch
 from vllm.logger import init_logger
 
-from attnplug.serve.vllm.summaries import share_of_cache
+from attnplug.serve.vllm.state import bytes_of, share_of_cache
 
 logger = init_logger("vllm.attnplug")
 
 
 def prepare(impl: Any, dtype: torch.dtype, device: torch.device) -> None:
-    """Hold back the memory of all layers' summaries and run their methods, once a process."""
+    """Hold back the memory of all layers' state and run their methods, once a process."""
     if impl.profiled:
         return
     layers = impl.config.compilation_config.static_forward_context
@@ -33,29 +33,37 @@ def prepare(impl: Any, dtype: torch.dtype, device: torch.device) -> None:
 
 
 def _hold(config: Any, own: dict[str, Any], served: dict[str, Any], device: torch.device) -> None:
-    """Reserve the summaries' part of what the server's budget leaves for keys and values. What
-    the profile run needs besides is in that too, so that the part is rather too large."""
-    shares = {
-        name: share_of_cache(layer.phases.decode, own[name].head_size, config.model_config.dtype)
-        for name, layer in served.items()
-        if layer.summaries is not None
-    }
+    """Reserve the state's part of what the server's budget leaves for keys and values. What the
+    profile run needs besides is in that too, so that the part is rather too large."""
+    shares, rows = {}, {}
+    for name, layer in served.items():
+        if layer.state is not None:
+            impl, phase = own[name], layer.phases.decode
+            shares[name] = share_of_cache(phase, impl.head_size, config.model_config.dtype)
+            meta = torch.device("meta")
+            rows[name] = bytes_of(phase.row_state(most_rows(config), impl.num_kv_heads, meta))
     if not shares:
         return
     if config.cache_config.kv_cache_memory_bytes:
         logger.warning(
-            "attnplug: with --kv-cache-memory-bytes vLLM measures nothing; the summaries of gather "
-            "take memory on top of it"
+            "attnplug: with --kv-cache-memory-bytes vLLM measures nothing; what the method that "
+            "decodes keeps takes memory on top of it"
         )
         return
     total = torch.cuda.get_device_properties(device).total_memory
     budget = total * config.cache_config.gpu_memory_utilization
-    left = max(0.0, budget - torch.cuda.memory_allocated(device))
+    left = max(0.0, budget - torch.cuda.memory_allocated(device) - sum(rows.values()))
     each = left / (len(own) + sum(shares.values()))  # of a layer's keys and values
     for name, share in shares.items():
-        served[name].summaries.reserve(int(each * share), device)
-    held = each * sum(shares.values()) / 2**30
-    logger.info("attnplug: %.2f GiB are held for the summaries of gather", held)
+        served[name].state.reserve(int(each * share) + rows[name], device)
+    held = (each * sum(shares.values()) + sum(rows.values())) / 2**30
+    logger.info("attnplug: %.2f GiB are held beside the cache", held)
+
+
+def most_rows(config: Any) -> int:
+    """The most rows of a batch of steps, those included that pad it for a CUDA graph."""
+    graphs = config.compilation_config.max_cudagraph_capture_size or 0
+    return max(config.scheduler_config.max_num_seqs, graphs)
 
 
 def _warm(impl: Any, served: Any, dtype: torch.dtype, device: torch.device) -> None:

@@ -36,13 +36,16 @@ class Run:
 
 @dataclasses.dataclass(frozen=True)
 class Batch:
-    """What a batch's metadata says on the host. Rows with one query come first, `steps` of them, of
-    which the longest sees `longest_step` keys: vLLM reorders batches so. `prompts` are the
-    others."""
+    """What a batch's metadata says on the host. Rows with one query come first, and see
+    `step_keys` keys: vLLM reorders batches so. `prompts` are the others."""
 
-    steps: int
-    longest_step: int
+    step_keys: tuple[int, ...]
     prompts: tuple[Row, ...]
+
+    @property
+    def steps(self) -> int:
+        """How many rows have one query, or none."""
+        return len(self.step_keys)
 
     def runs(self, is_sparse: Callable[[Row], bool]) -> Iterator[Run]:
         """The prompts in runs of neighbours that a method serves, or that it leaves dense. A run
@@ -63,5 +66,4 @@ def batch_of(starts: list[int], seen: list[int]) -> Batch:
     ]
     steps = next((row.index for row in rows if row.queries > 1), len(rows))
     prompts = tuple(row for row in rows[steps:] if row.queries > 0)
-    longest = max((row.seen for row in rows[:steps]), default=0)
-    return Batch(steps, longest, prompts)
+    return Batch(tuple(row.seen for row in rows[:steps]), prompts)

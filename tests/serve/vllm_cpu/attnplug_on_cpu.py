@@ -3,7 +3,8 @@
 vLLM's CPU platform ignores the backend CUSTOM, and has no FlashAttention. So this plugin puts a
 backend in the place of CPU_ATTN that shares all of attnplug's code but for FlashAttention: dense
 rows are torch's attention on a row's gathered keys. Every call is noted in the file that
-ATTNPLUG_TEST_LOG names, and every call checks the summaries of all complete blocks.
+ATTNPLUG_TEST_LOG names, and every call checks the summaries of all complete blocks, or the codes of
+all keys.
 """
 
 import dataclasses
@@ -16,6 +17,8 @@ from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.attention.backend import AttentionMetadataBuilder
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, CPUAttentionBackendImpl
 
+from attnplug.ops.gvr.page_codes import PageCodes
+from attnplug.ops.gvr.score_tokens import quantize_keys
 from attnplug.serve.vllm.layer import Far, LayerTraits, ServedLayer, phases_for
 from attnplug.serve.vllm.layout import contiguous_row, pages
 from attnplug.serve.vllm.options import check_server, policy_of
@@ -106,8 +109,10 @@ class Impl(CPUAttentionBackendImpl):
         if self._served is None:
             asked = self.policy.of_layer(extract_layer_index(layer.layer_name))
             longest, device = self.config.model_config.max_model_len, torch.device("cpu")
-            phases, _ = phases_for(asked, LayerTraits(self.head_size, longest, device))
+            rows = self.config.scheduler_config.max_num_seqs
+            phases, _ = phases_for(asked, LayerTraits(self.head_size, longest, rows, device))
             more = dict(softcap=float(self.logits_soft_cap), sinks=self.sinks, device=device)
+            more["rows"] = rows
             self._served = ServedLayer(phases, scale=self.scale, **more)
         return self._served
 
@@ -118,8 +123,8 @@ class Impl(CPUAttentionBackendImpl):
         k[slots // page, :, slots % page] = key[:count]
         v[slots // page, :, slots % page] = value[:count]
         served = self.served(layer)
-        if served.summaries is not None:
-            served.summaries.update(k, slot_mapping)
+        if served.state is not None:
+            served.state.update(k, slot_mapping)
 
     def forward(
         self,
@@ -137,16 +142,17 @@ class Impl(CPUAttentionBackendImpl):
         if m is None:
             return output.fill_(0)
         served, cache = self.served(layer), pages(kv_cache, heads_first=True)
-        pages_checked = self.check_summaries(served, cache, m)
-        chosen = m.lengths >= served.decode_from
-        far = Far((m.lengths * chosen).to(torch.int32), chosen).first(m.batch.steps)
-        gathers = served.phases.decode is not None
+        pages_checked = self.check_state(served, cache, m)
+        gathers, steps = served.phases.decode is not None, slice(0, m.batch.steps)
+        chosen = torch.zeros(m.batch.steps, dtype=torch.bool)
+        if gathers:
+            chosen = served.rule.far(m.lengths[steps])
+        far = Far((m.lengths[steps] * chosen).to(torch.int32), chosen)
         momo = 0
         for row in (Row(i, m.starts[i], 1, m.seen[i]) for i in range(m.batch.steps)):
-            if m.seen[row.index] and not (gathers and chosen[row.index]):
+            if m.seen[row.index] and not chosen[row.index]:
                 self.attend_densely(row, query, cache, m.table, output)
         if gathers and m.batch.steps:
-            steps = slice(0, m.batch.steps)
             served.attend_steps(query[steps], cache, m.table[steps], far, output[steps])
         for run in m.batch.runs(served.serves_prompt):
             for row in run.rows:
@@ -156,8 +162,9 @@ class Impl(CPUAttentionBackendImpl):
                 else:
                     self.attend_densely(row, query, cache, m.table, output)
         note = dict(
+            policy=self.config.additional_config["attnplug"],
             momo=momo,
-            gather=int(far.chosen.sum()) if gathers else 0,
+            far=int(chosen.sum()),
             steps=m.batch.steps,
             prompts=len(m.batch.prompts),
             checked=pages_checked,
@@ -177,12 +184,15 @@ class Impl(CPUAttentionBackendImpl):
         )
         output[tokens] = out[0].transpose(0, 1)
 
-    def check_summaries(self, served, cache, m) -> int:
-        """How many complete blocks the batch's rows have; each must have its keys' summary."""
-        if served.summaries is None:
+    def check_state(self, served, cache, m) -> int:
+        """How many complete blocks, or tokens, the batch's rows have; each must have its keys'
+        summary, or its key's code."""
+        if served.state is None:
             return 0
-        k, checked = cache[0], 0
-        bounds, block = served.summaries.of(k)[0], served.phases.decode.block
+        k, _ = cache
+        state, _ = served.state.of(k)
+        coded, checked = isinstance(state, PageCodes), 0
+        block = 1 if coded else served.phases.decode.block
         for row, seen in enumerate(m.seen):
             full = seen // block
             if not full:
@@ -190,9 +200,13 @@ class Impl(CPUAttentionBackendImpl):
             at = torch.arange(full) * block
             pages_of = m.table[row, at // k.shape[2]].long()
             keys = contiguous_row(k, m.table[row], full * block)[0].unflatten(1, (full, block))
-            want = torch.stack([keys.amax(2), keys.amin(2)], 2)
-            places = pages_of * (k.shape[2] // block) + at % k.shape[2] // block
-            found = bounds[:, places]
-            assert torch.equal(found, want), f"stale summaries in row {row} of {seen} keys"
+            if coded:
+                wanted = quantize_keys(keys[:, :, 0])
+                found = [x[pages_of, :, at % k.shape[2]].transpose(0, 1) for x in state]
+            else:
+                wanted = [torch.stack([keys.amax(2), keys.amin(2)], 2)]
+                found = [state[0][:, pages_of * (k.shape[2] // block) + at % k.shape[2] // block]]
+            same = all(torch.equal(x, y) for x, y in zip(found, wanted, strict=True))
+            assert same, f"a stale state in row {row} of {seen} keys"
             checked += full
         return checked

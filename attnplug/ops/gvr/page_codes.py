@@ -1,0 +1,120 @@
+"""The keys of a paged cache as INT8, by physical slot: sequences that share a page share its codes.
+
+    codes[p, h, i], scales[p, h, i] = quantize_keys(k[p, h, i])   for each slot p * page + i
+
+`score_tokens` reads them. The caller tells which keys it has written, and these are coded. There is
+nothing else to keep: a key's code depends on the key alone, and a slot that is written again is
+coded again. Whoever copies a page's keys copies its codes along, or has the copies' slots coded.
+
+Source: the INT8 keys of `score_tokens`, as in "Guess-Verify-Refine" (docs/papers.md).
+"""
+
+from typing import NamedTuple
+
+import torch
+
+from attnplug.ops.common.checks import check_attention_inputs
+from attnplug.ops.common.define import define_op, refuse_gradients, require
+from attnplug.ops.common.sizes import cdiv, next_power_of_two
+from attnplug.ops.gvr.kernels.page_codes import code_written
+from attnplug.ops.gvr.score_tokens import quantize_keys
+
+NAME = "page_codes"
+EACH = 16  # slots of one program
+
+
+class PageCodes(NamedTuple):
+    """int8 `codes` `[pages, Hkv, page, D]` and float32 `scales` `[pages, Hkv, page]` of all keys of
+    a paged cache."""
+
+    codes: torch.Tensor
+    scales: torch.Tensor
+
+
+def empty_page_codes(k: torch.Tensor) -> PageCodes:
+    """Codes of fresh pages `k [pages, Hkv, page, D]`, zeros."""
+    codes = torch.zeros(k.shape, dtype=torch.int8, device=k.device)
+    return PageCodes(codes, torch.zeros(k.shape[:3], dtype=torch.float32, device=k.device))
+
+
+def page_codes(
+    k: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, slots: torch.Tensor
+) -> None:
+    """Code, in place, the keys that have just been written.
+
+    Args:
+        k: `[pages, Hkv, page, D]`, float32, float16 or bfloat16, the written keys in it. Neighbours
+            in D next to each other.
+        codes, scales: int8 `[pages, Hkv, page, D]` and float32 `[pages, Hkv, page]`, as
+            `empty_page_codes` makes them; contiguous; written.
+        slots: int32 or int64 `[N]`, where keys were written: page times `page`, plus the place in
+            the page. Negative: nowhere.
+
+    Raises:
+        ArgumentError: a shape, dtype or device does not fit.
+        GradientError: an input requires grad.
+    """
+    refuse_gradients(NAME, k)
+    _page_codes(k, codes, scales, slots)
+
+
+def _allocate(k, codes, scales, slots):
+    check_attention_inputs(NAME, None, k)
+    require(k.stride(3) == 1, NAME, f"k has a stride of {k.stride(3)} in D, needs 1")
+    for label, tensor, dtype, shape in (
+        ("codes", codes, torch.int8, k.shape),
+        ("scales", scales, torch.float32, k.shape[:3]),
+    ):
+        found = f"{label} is {tensor.dtype} {tuple(tensor.shape)}"
+        fits = tensor.dtype == dtype and tensor.shape == shape
+        require(fits, NAME, f"{found}, needs {dtype} {tuple(shape)}")
+        require(tensor.device == k.device, NAME, f"{label} is on {tensor.device}, k on {k.device}")
+        require(tensor.is_contiguous(), NAME, f"{label} is not contiguous")
+    fits = slots.dim() == 1 and slots.dtype in (torch.int32, torch.int64)
+    found = f"slots is {slots.dtype} {tuple(slots.shape)}"
+    require(fits, NAME, f"{found}, needs int32 or int64 [N]")
+    require(slots.device == k.device, NAME, f"slots is on {slots.device}, k on {k.device}")
+
+
+# --- CPU: the specification ------------------------------------------------------------------
+
+
+def _cpu(k, codes, scales, slots):
+    slots = slots[slots >= 0].long()
+    at = slots // k.shape[2], slice(None), slots % k.shape[2]
+    codes[at], scales[at] = quantize_keys(k[at])
+
+
+# --- CUDA ------------------------------------------------------------------------------------
+
+
+def launch_page_codes(k, codes, scales, slots):
+    """Run the kernel; tensors as in `page_codes`, on a GPU or in Triton's interpreter."""
+    _, heads, page, width = k.shape
+    count = len(slots)
+    if count == 0:
+        return
+    code_written.run(
+        grid=(cdiv(count, EACH), heads),
+        warmup=False,
+        k=k,
+        codes=codes,
+        scales=scales,
+        slots=slots,
+        count=count,
+        k_strides=k.stride()[:3],
+        slot_stride=slots.stride(0),
+        D=width,
+        DP=next_power_of_two(width),
+        PAGE=page,
+        EACH=EACH,
+        **{"num_warps": 4},
+    )
+
+
+_page_codes = define_op(
+    "page_codes(Tensor k, Tensor(a!) codes, Tensor(b!) scales, Tensor slots) -> ()",
+    allocate=_allocate,
+    cpu=_cpu,
+    cuda=launch_page_codes,
+)
