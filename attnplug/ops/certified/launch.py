@@ -37,9 +37,8 @@ from attnplug.ops.common.rows import mask_bytes, row_step
 from attnplug.ops.common.sizes import cdiv, next_power_of_two
 from attnplug.ops.common.softmax import LOG2E
 
-PHASES = (
-    "prepare", "rest", "attend", "weigh", "choose", "promote", "finish", "recompute", "replace",
-)  # fmt: skip  # a chain
+FIRST = ("prepare", "rest", "attend")  # what reads the tier, and what is not quantized
+PHASES = (*FIRST, "weigh", "choose", "promote", "finish", "recompute", "replace")
 EXACT_TILE = 32  # tokens at a time of a recomputation
 
 
