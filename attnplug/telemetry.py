@@ -137,7 +137,7 @@ def certified(rows: list[Certificates]) -> list[Table]:
         )
         work.add_row(
             str(row.layer),
-            str(row.expanded),
+            str(row.needed),
             str(row.values),
             str(row.head),
             str(row.row),

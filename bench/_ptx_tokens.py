@@ -103,7 +103,7 @@ def tier_of(quantized: Any, k: torch.Tensor, block: int) -> Any:
     return quantized(
         new(*grid, block, width, dtype=torch.int8), new(*grid, 2, width, dtype=BF16),
         new(*grid, block, columns, dtype=torch.uint8), new(*grid, block, columns // 8),
-        new(*grid, 2, dtype=FP32), new(*grid, 2), new(batch, 2),
+        new(*grid, 4, dtype=FP32), new(*grid, 2), new(batch, 2),
     )  # fmt: skip
 
 
@@ -229,7 +229,8 @@ def sketch_host_decode(op: Any) -> Cases:
     yield "padded", case(2, 28, 4, 4096, 128, softcap=30.0, **padding(2, 4096))
 
 
-BOUND = {"coverage": 0.0, "v_tol": 1e30, "explore": 0.0}
+BOUND = {"tolerance": None, "k_min": 2, "ranking": 1, "explore": 0.0}
+PAPER = BOUND | {"coverage": 0.995, "k_max": 128, "v_tol": 0.05}
 
 
 @cases
@@ -250,12 +251,12 @@ def certified_attention(op: Any) -> Cases:
     one, bench = {"lengths": new(1)}, (1, 32, 8, 131072, 128)
     yield "bound", case(*bench, **one, **BOUND)
     yield "default", case(*bench, **one)
-    yield "paper scratch", case(*bench, **one, explore=0.0, slots=256)
+    yield "default scratch", case(*bench, **one, slots=256)
+    yield "paper scratch", case(*bench, **one, **PAPER, slots=256)
     yield "bound scratch", case(*bench, **one, **BOUND, slots=128)
-    yield "key_tolerance", case(*bench, **one, key_tolerance=0.1)
-    yield "value_budget", case(*bench, **one, value_budget=0.1, tolerance=0.2)
+    yield "value_budget", case(*bench, **one, value_budget=0.1, coverage=0.5)
     yield "few blocks", case(1, 28, 4, 1000, 128, **one)
-    yield "bound few blocks", case(1, 28, 4, 1000, 128, **one, **BOUND, ranking=0)
+    yield "bound few blocks", case(1, 28, 4, 1000, 128, **one, **BOUND | {"ranking": 0})
     yield "many blocks", case(1, 28, 4, 1 << 20, 128, **one)
     yield "bound batch=4 block=16", case(4, 32, 8, 65536, 128, block=16, **BOUND)
     yield "group=8", case(1, 32, 4, 32768, 128, **one)

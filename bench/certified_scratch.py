@@ -1,5 +1,5 @@
 """Hit rates of certified's scratch cache on a small real model: prose, a dense prefill, then
-teacher-forced decode steps with the default options. Writes bench/results/certified/scratch.json.
+teacher-forced decode steps with the paper's options. Writes bench/results/certified/scratch.json.
 
     python bench/certified_scratch.py [context tokens] [steps]
 
@@ -27,6 +27,10 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench/results/certified/scratch.json"
 SLOTS = (16, 32, 64, 128, 256)
 SETTINGS = ({"block": 16}, {"block": 64})
+PAPER = {
+    "tolerance": None, "coverage": 0.995, "k_min": 2, "k_max": 128, "v_tol": 0.05, "ranking": 1,
+    "explore": 0.0,
+}  # fmt: skip
 
 
 @torch.no_grad()
@@ -66,7 +70,7 @@ def main(context: int = 2048, steps: int = 20, name: str = "smollm2-135m") -> No
     width = model.config.hidden_size // model.config.num_attention_heads
     after, rows = steps // 4, []  # the first steps fill it
     for options in SETTINGS:
-        policy = Certified(**options, explore=0.0, min_tokens=0)
+        policy = Certified(**options, **PAPER, min_tokens=0)
         marks = wanted(model, ids, context, policy)
         item = 2 * policy.block * width
         for slots in SLOTS:

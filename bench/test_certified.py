@@ -4,6 +4,7 @@ memory, as a user has them, and on the device.
 
 Gaussian keys and values, with one key that most of the attention goes to: attention that is spread
 evenly has no first block, so that the ranking check would recompute every head from the host.
+`default` are the default options: blocks are promoted until every head is inside the tolerance.
 `bound` promotes two blocks and leaves the rest to the certificate; `paper` are the paper's options.
 Every call reads inputs that are not in the L2. What crossed the link, the tier's share of the
 cache's bytes and the share of heads that were recomputed stand in `options`. `phase` rows are the
@@ -25,13 +26,15 @@ from attnplug.bench.rows import policy_name
 from attnplug.ops import quantize_kv
 from attnplug.ops.certified.certified_attention import _allocate
 from attnplug.ops.certified.launch import PHASES, launch
+from attnplug.ops.certified.records import TELEMETRY
 from attnplug.policies import AttentionCall
 from attnplug.policies._certified_layer import _summary
 
 HEADS_Q, HEADS_KV, WIDTH = 32, 8, 128
 SCALE = WIDTH**-0.5
-BOUND = Certified(coverage=0.0, v_tol=1e30, explore=0.0, min_tokens=0)
-PAPER = Certified(explore=0.0, min_tokens=0, scratch=0)
+DEFAULT = Certified(min_tokens=0)
+BOUND = Certified(tolerance=None, k_min=2, ranking=1, explore=0.0, min_tokens=0)
+PAPER = dataclasses.replace(BOUND, coverage=0.995, k_max=128, v_tol=0.05, scratch=0)
 STEPS = 16  # of drifting queries, walked there and back again
 
 
@@ -72,6 +75,8 @@ def run(gpu_bench, policy: Certified, batch: int, n: int, options: str):
     found = _summary(0, layer)
     share = layer.tier.nbytes() / (2 * made[0][2].nbytes)
     link, again = found.link_bytes, found.exact
+    if policy.tolerance is not None:
+        options += f", promoted {promoted(layer, policy, n):.4f}"
     gpu_bench(
         op="certified", case="op", n=n, batch=batch, heads_q=HEADS_Q, heads_kv=HEADS_KV,
         head_dim=WIDTH, dtype=torch.bfloat16,
@@ -86,6 +91,29 @@ def run(gpu_bench, policy: Certified, batch: int, n: int, options: str):
     )  # fmt: skip
 
 
+def promoted(layer, policy: Certified, n: int) -> float:
+    """The share of the quantized blocks whose keys the last step read exactly."""
+    tokens = layer.telemetry[..., TELEMETRY.index("key_tokens")].sum()
+    steps = layer.telemetry[..., TELEMETRY.index("steps")].amax()
+    rows = layer.telemetry.shape[0] * HEADS_KV * steps
+    return float((tokens - n % policy.block * rows) / (n // policy.block * policy.block * rows))
+
+
+@pytest.mark.parametrize("batch", [1, 4])
+@pytest.mark.parametrize("n", [65536, 131072, 32768, 524288])
+@pytest.mark.parametrize("originals", ["host", "device"])
+def test_defaults(gpu_bench, originals, batch, n):
+    policy = dataclasses.replace(DEFAULT, originals=originals)
+    run(gpu_bench, policy, batch, n, f"default, block=64, originals={originals}")
+
+
+@pytest.mark.parametrize("n", [65536, 131072])
+def test_defaults_without_slots(gpu_bench, n):
+    """The same query over and over finds its blocks in the scratch cache: here there is none."""
+    policy = dataclasses.replace(DEFAULT, scratch=0)
+    run(gpu_bench, policy, 1, n, "default, scratch=0, block=64, originals=host")
+
+
 @pytest.mark.parametrize("batch", [1, 4])
 @pytest.mark.parametrize("n", [65536, 131072, 32768, 8192])
 @pytest.mark.parametrize("originals", ["host", "device"])
@@ -94,12 +122,19 @@ def test_certified(gpu_bench, originals, batch, n):
     run(gpu_bench, policy, batch, n, f"bound, block=64, originals={originals}")
 
 
+CHAINS = [
+    *(("bound", x) for x in ("quantize_kv", *PHASES[1:]) if x not in ("weigh", "promote")),
+    *(("default", x) for x in PHASES[2:]),
+]
+
+
 @pytest.mark.parametrize("n", [65536, 131072])
-@pytest.mark.parametrize("last", ["quantize_kv", *(x for x in PHASES[1:] if x != "promote")])
-def test_phases(gpu_bench, n, last):
+@pytest.mark.parametrize(("name", "last"), CHAINS)
+def test_phases(gpu_bench, n, name, last):
     """The chain cut off after each of its kernels: what a row adds to the one before is its own."""
-    size = HEADS_KV * n * token_bytes(BOUND.block)
-    near = dataclasses.replace(BOUND, originals="device")
+    policy = {"bound": BOUND, "default": DEFAULT}[name]
+    size = HEADS_KV * n * token_bytes(policy.block)
+    near = dataclasses.replace(policy, originals="device")
     made = [inputs(near, 1, n, seed)[:2] for seed in range(gpu_bench.sets(size))]
     if last == "quantize_kv":
         options = {"block": BOUND.block}
@@ -109,22 +144,22 @@ def test_phases(gpu_bench, n, last):
         ]
     else:
         phases = PHASES[: PHASES.index(last) + 1]
-        fns = [functools.partial(upto, layer, call, phases) for layer, call in made]
+        fns = [functools.partial(upto, policy, layer, call, phases) for layer, call in made]
     whole = last not in ("quantize_kv", "rest")  # reads the tier
     gpu_bench(
         op="certified", case="phase", n=n, batch=1, heads_q=HEADS_Q, heads_kv=HEADS_KV,
-        head_dim=WIDTH, dtype=torch.bfloat16, options=f"bound, block=64, up to {last}", fns=fns,
+        head_dim=WIDTH, dtype=torch.bfloat16, options=f"{name}, block=64, up to {last}", fns=fns,
         bytes=size * whole, flops=4 * n * HEADS_Q * WIDTH * whole,
     )  # fmt: skip
 
 
-def upto(layer, call, phases) -> None:
+def upto(policy: Certified, layer, call, phases) -> None:
     """The first phases of a step, without what `quantize_kv` does."""
     inf = float("inf")
     args = (
-        call.q, call.k, call.v, *layer.tier, call.scale, BOUND.block, BOUND.coverage, BOUND.k_min,
-        BOUND.k_max, BOUND.v_tol, inf, inf, inf, BOUND.ranking, BOUND.explore, call.lengths, None,
-        None, 0.0, None, layer.telemetry, *(None,) * 5,
+        call.q, call.k, call.v, *layer.tier, call.scale, policy.block, policy.coverage,
+        policy.k_min, policy.k_max, inf, inf, policy.tolerance or inf, policy.ranking,
+        policy.explore, call.lengths, None, None, 0.0, None, layer.telemetry, *(None,) * 5,
     )  # fmt: skip
     launch(*args, *_allocate(*args), phases=phases)
 
@@ -155,10 +190,13 @@ def drifting(call: AttentionCall, correlation: float) -> list[AttentionCall]:
 
 
 @pytest.mark.parametrize("correlation", [0.95, 0.99, 0.0])
-@pytest.mark.parametrize("slots", [128, 256, 64, 0])
-def test_scratch(gpu_bench, slots, correlation):
+@pytest.mark.parametrize(
+    ("name", "slots"),
+    [("paper", 128), ("paper", 256), ("paper", 64), ("paper", 0), ("default", 256)],
+)
+def test_scratch(gpu_bench, name, slots, correlation):
     n = 131072
-    policy = dataclasses.replace(PAPER, scratch=slots)
+    policy = dataclasses.replace({"paper": PAPER, "default": DEFAULT}[name], scratch=slots)
     layer, call, _, _ = inputs(policy, 1, n, 0)
     steps = drifting(call, correlation)
     for _ in range(2):  # the second is as it goes on
@@ -171,7 +209,7 @@ def test_scratch(gpu_bench, slots, correlation):
     gpu_bench(
         op="certified", case="scratch", n=n, batch=1, heads_q=HEADS_Q, heads_kv=HEADS_KV,
         head_dim=WIDTH, dtype=torch.bfloat16,
-        options=f"paper, block=64, scratch={slots}, correlation={correlation}, "
+        options=f"{name}, block=64, scratch={slots}, correlation={correlation}, "
         f"hits {found.hit_rate:.3f}, link {found.link_bytes / len(steps) / 2**20:.2f} MiB, "
         f"exact {found.exact:.3f}",
         fns=[functools.partial(policy.attend, one) for one in steps], rounds=9,

@@ -8,7 +8,7 @@ Llama-3.1-8B, random weights, 32K random tokens. The prefill is the model's own 
 all. Steps are eager on both sides, as quanto's cache breaks the compiler's graph, so that the
 host's time is in all of them; `compiled` are steps with mode="reduce-overhead". Memory is what the
 cache holds on the GPU over 16 bits a number, `exact` the share of heads that were recomputed.
-Random weights attend evenly, which has `coverage` promote all that `k_max` allows.
+Random weights attend evenly, and their outputs nearly cancel: most blocks are promoted.
 
 Of quanto's CUDA extension only the kernel that unpacks integers is compiled (with nvcc and ninja,
 once): its matrix products, which no cache needs, take minutes.

@@ -123,7 +123,7 @@ class Certificates:
     key_max: float
     value_mean: float
     value_max: float
-    expanded: int
+    needed: int
     values: int
     head: int
     row: int
@@ -172,7 +172,7 @@ def _summary(index: int, layer: CertifiedLayer) -> Certificates:
         key_max=peak["key_max"],
         value_mean=total["value_sum"] / steps,
         value_max=peak["value_max"],
-        expanded=int(total["expanded"]),
+        needed=int(total["needed"]),
         values=int(total["values"]),
         head=int(total["head"]),
         row=int(total["row"]),

@@ -31,12 +31,13 @@ CROSSOVER = {"cuda": 65536, "cpu": 4096}
 
 @dataclasses.dataclass(frozen=True)
 class Certified(DenseBelow):
-    """Decode over a two-tier cache, each head certified or exact.
+    """Decode over a two-tier cache, each head within its tolerance or exact.
 
-    block: keys a block. coverage, k_min, k_max: blocks are read exactly until they hold this share
-    of the attention, clamped. v_tol: a block whose mass times value error is above it is read with
-    exact values. value_budget: a hard limit on E_val. key_tolerance: twice the blocks are read
-    where E_key is above it. tolerance: a head whose whole bound is above it is recomputed exactly.
+    block: keys a block. tolerance: blocks are read exactly until every head's bound is at most this
+    share of its output's norm; a head whose bound is not is recomputed exactly. None: no such
+    limit. coverage, k_min: blocks are read exactly until they hold this share of the attention, and
+    at least so many. k_max: at most so many for each of these. v_tol: a block whose mass times
+    value error is above it is read with exact values. value_budget: a hard limit on E_val.
     ranking: to which depth quantized and exact blocks must rank alike, else the head is recomputed.
     explore: share of the blocks that is spot-checked. originals: "host" (pinned) or "device".
     scratch: slots of the GPU, for each row and KV head, that keep what was read of the host's
@@ -46,15 +47,14 @@ class Certified(DenseBelow):
     """
 
     block: int = 64
-    coverage: float = 0.995
-    k_min: int = 2
-    k_max: int = 128
-    v_tol: float = 0.05
+    tolerance: float | None = 0.05
+    coverage: float = 0.0
+    k_min: int = 0
+    k_max: int = 1024
+    v_tol: float | None = None
     value_budget: float | None = None
-    key_tolerance: float | None = None
-    tolerance: float | None = None
-    ranking: int = 1
-    explore: float = 0.001
+    ranking: int = 0
+    explore: float = 0.0001
     originals: str = "host"
     scratch: int = 256
     min_tokens: int | None = None
@@ -64,9 +64,9 @@ class Certified(DenseBelow):
 
     def __post_init__(self) -> None:
         self.check_integers("block", "k_min", "k_max", "ranking", "scratch")
-        for option in ("coverage", "v_tol", "explore"):
+        for option in ("coverage", "explore"):
             self.check(option, type(getattr(self, option)) in (int, float), "a number")
-        for option in ("value_budget", "key_tolerance", "tolerance"):
+        for option in ("tolerance", "v_tol", "value_budget"):
             kind = type(getattr(self, option))
             self.check(option, kind in (int, float, type(None)), "None or a number")
         self.check("block", self.block in BLOCKS, ", ".join(map(str, BLOCKS)))
@@ -74,8 +74,7 @@ class Certified(DenseBelow):
         self.check("ranking", 0 <= self.ranking <= MAX_RANKING, f"0 to {MAX_RANKING}")
         self.check("k_min", self.k_min >= self.ranking, "at least ranking")
         self.check("k_max", max(self.k_min, 1) <= self.k_max <= 1024, "k_min to 1024")
-        self.check("v_tol", self.v_tol >= 0, "at least 0")
-        for option in ("value_budget", "key_tolerance", "tolerance"):
+        for option in ("tolerance", "v_tol", "value_budget"):
             value = getattr(self, option)
             self.check(option, value is None or value >= 0, "None or at least 0")
         self.check("explore", 0 <= self.explore <= 1, "0 to 1")
@@ -90,8 +89,8 @@ class Certified(DenseBelow):
         """Slots of the scratch cache of `blocks` blocks. None where k_min blocks are all that is
         promoted: reading these over the link takes less time than looking after them. At most a
         sixteenth of the originals, so that the GPU's share of the cache stays what it promises."""
-        hard = self.value_budget is None and self.key_tolerance is None and self.v_tol >= 1e30
-        few = hard and self.coverage == 0 and self.explore == 0
+        hard = self.value_budget is None and self.tolerance is None
+        few = hard and self.v_tol is None and self.coverage == 0 and self.explore == 0
         none = few or self.originals == "device"
         return 0 if none else min(self.scratch, max(SETS, blocks // 8))
 
@@ -127,7 +126,6 @@ class Certified(DenseBelow):
             k_max=self.k_max,
             v_tol=self.v_tol,
             value_budget=self.value_budget,
-            key_tolerance=self.key_tolerance,
             tolerance=self.tolerance,
             ranking=self.ranking,
             explore=self.explore,

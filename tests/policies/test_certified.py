@@ -14,9 +14,9 @@ from attnplug.policies import AttentionCall, LayerShape, certificates
 from attnplug.policies.certified import CertifiedLayer
 from attnplug.testing import oracle_attention, tiny_model
 
-EXACT = Certified(block=16, coverage=1.0, k_min=64, v_tol=0.0, min_tokens=0)
+EXACT = Certified(block=16, tolerance=None, coverage=1.0, k_min=64, v_tol=0.0, min_tokens=0)
 LOOSE = Certified(
-    block=16, coverage=0.0, k_min=0, v_tol=1e30, ranking=0, explore=0.0, min_tokens=0
+    block=16, tolerance=None, explore=0.0, min_tokens=0
 )  # fmt: skip
 SIZE, HEADS, KV_HEADS, DIM = 200, 4, 2, 64
 
@@ -141,7 +141,9 @@ def test_rows_move_with_their_tier(change, order, device):
     assert torch.equal(LOOSE.attend(found), LOOSE.attend(fresh))
 
 
-SCRATCH = Certified(block=16, coverage=0.9, v_tol=1e30, explore=0.0, min_tokens=0)
+SCRATCH = Certified(
+    block=16, tolerance=None, coverage=0.9, explore=0.0, k_min=2, k_max=128, ranking=1, min_tokens=0
+)
 
 
 def held(layer: CertifiedLayer) -> list[int]:
@@ -296,8 +298,9 @@ def test_note_says_what_is_where():
     [
         ({"block": 48}, "block=48, needs 16, 32, 64, 128"),
         ({"coverage": 2}, "coverage=2, needs 0 to 1"),
-        ({"k_min": 0}, "k_min=0, needs at least ranking"),
-        ({"k_max": 1}, "k_max=1, needs k_min to 1024"),
+        ({"ranking": 1}, "k_min=0, needs at least ranking"),
+        ({"k_max": 0}, "k_max=0, needs k_min to 1024"),
+        ({"v_tol": "a"}, "v_tol='a', needs None or a number"),
         ({"ranking": 5}, "ranking=5, needs 0 to 4"),
         ({"tolerance": "a"}, "tolerance='a', needs None or a number"),
         ({"coverage": None}, "coverage=None, needs a number"),

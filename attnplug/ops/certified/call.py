@@ -68,6 +68,7 @@ class Memory(NamedTuple):
     left_sums: torch.Tensor
     counts: torch.Tensor
     head_lse: torch.Tensor
+    needs: torch.Tensor
     block_list: torch.Tensor
     promoted_sums: torch.Tensor
     changes: torch.Tensor  # of promotion, or the pieces of a recomputation, which replace it
@@ -129,12 +130,13 @@ def memory_of(inputs: Inputs, plan: Plan, programs: Programs, preparing: int) ->
     readers = programs.READERS or plan.list_readers
     listed = 1 if programs.READERS else groups * programs.CHUNKS * programs.OWN
     return Memory(
-        scores=BlockScores(*floats(4, heads, max(1, blocks))),
+        scores=BlockScores(*floats(5, heads, max(1, blocks))),
         splits=Splits(floats(heads, plan.splits + 1, width), floats(heads, plan.splits + 1)),
         merged=floats(heads, width),
         left_sums=floats(heads, records.LEFT_FIELDS.value, programs.CHUNKS),
         counts=integers(groups, records.COUNT_FIELDS.value, programs.CHUNKS),
         head_lse=floats(heads, records.HEAD_FIELDS.value),
+        needs=floats(heads, max(1, blocks)),
         block_list=integers(listed, records.LIST_FIELDS.value),
         promoted_sums=floats(heads, records.PROMOTED_FIELDS.value, readers),
         changes=floats(heads, max(readers, plan.pieces), width),

@@ -25,8 +25,8 @@ from attnplug.ops.certified.proof import (
     BOUNDARY,
     CAPACITY,
     CHECK,
-    EXPANDED,
     HEAD,
+    NEEDED,
     RANKING,
     ROW,
     SCORE,
@@ -42,7 +42,7 @@ from attnplug.ops.common.reference import sinks_on_cpu
 from attnplug.ops.common.rows import NO_MASK, rows_on_cpu
 
 RUNGS = {
-    "expanded": EXPANDED,
+    "needed": NEEDED,
     "values": VALUES,
     "head": HEAD,
     "row": ROW,
@@ -73,15 +73,14 @@ def certified_attention(
     *,
     scale: float,
     block: int,
-    coverage: float = 0.995,
-    k_min: int = 2,
-    k_max: int = 128,
-    v_tol: float = 0.05,
+    tolerance: float | None = 0.05,
+    coverage: float = 0.0,
+    k_min: int = 0,
+    k_max: int = 1024,
+    v_tol: float | None = None,
     value_budget: float | None = None,
-    key_tolerance: float | None = None,
-    tolerance: float | None = None,
-    ranking: int = 1,
-    explore: float = 0.02,
+    ranking: int = 0,
+    explore: float = 0.0001,
     lengths: torch.Tensor | None = None,
     start: torch.Tensor | None = None,
     key_mask: torch.Tensor | None = None,
@@ -98,16 +97,18 @@ def certified_attention(
             that the device reads (`models.pinned`); what a step needs of them is read in place.
         tier: the quantized blocks of these keys. Tokens that `tier.progress` does not cover are
             read from the originals.
-        scale: factor on q.k, commonly `D ** -0.5`.
+        scale: factor on q.k, at least 0, commonly `D ** -0.5`.
         block: keys a block, as the tier was made.
+        tolerance: blocks are promoted until every head's bound is at most this share of its
+            output's norm. Heads whose bound is not are recomputed exactly, but where all values are
+            zero or nothing is seen. None: no such limit.
         coverage: blocks are promoted until they hold this share of every head's estimated mass.
-        k_min, k_max: at least and at most so many blocks for each KV head.
+        k_min: at least so many blocks for each KV head.
+        k_max: at most so many blocks for each head by need, and for each KV head by coverage.
         v_tol: a block is read with exact values where mass times value error is above this, in
-            units of the values.
+            units of the values. None: none is for that.
         value_budget: a hard limit on E_val: blocks are promoted until it holds, or the head is
             recomputed. None: none.
-        key_tolerance: rung 1 doubles the promoted blocks where the estimated E_key is above it.
-        tolerance: heads whose whole bound is above it are recomputed exactly. None: none.
         ranking: depth to which the promoted blocks must rank alike by exact and by quantized mass,
             0 (no check) to 4; a head that fails is recomputed exactly.
         explore: share of the blocks that are read exactly at random, against silent faults.
@@ -132,7 +133,7 @@ def certified_attention(
         GradientError: an input requires grad.
     """
     refuse_gradients("certified_attention", q, k, v, sinks)
-    hard = [float("inf") if x is None else x for x in (value_budget, key_tolerance, tolerance)]
+    limits = [float("inf") if x is None else x for x in (v_tol, value_budget, tolerance)]
     return CertifiedOutput(
         *_certified_attention(
             q,
@@ -144,8 +145,7 @@ def certified_attention(
             coverage,
             k_min,
             k_max,
-            v_tol,
-            *hard,
+            *limits,
             ranking,
             explore,
             lengths,
@@ -177,7 +177,6 @@ def _allocate(
     k_max,
     v_tol,
     value_budget,
-    key_tolerance,
     tolerance,
     ranking,
     explore,
@@ -201,12 +200,12 @@ def _allocate(
     batch, heads, queries, width = q.shape
     require(queries == 1, name, f"q has {queries} queries, needs 1: certified serves decode")
     for label, value, valid, needed in (
+        ("scale", scale, 0 <= scale < float("inf"), "at least 0 and finite"),
         ("coverage", coverage, 0 <= coverage <= 1, "0 to 1"),
         ("k_min", k_min, k_min >= max(ranking, 0), "at least ranking"),
         ("k_max", k_max, max(k_min, 1) <= k_max <= 1024, "k_min to 1024"),
         ("v_tol", v_tol, v_tol >= 0, "at least 0"),
         ("value_budget", value_budget, value_budget >= 0, "at least 0"),
-        ("key_tolerance", key_tolerance, key_tolerance >= 0, "at least 0"),
         ("tolerance", tolerance, tolerance >= 0, "at least 0"),
         ("ranking", ranking, 0 <= ranking <= MAX_RANKING, f"0 to {MAX_RANKING}"),
         ("explore", explore, 0 <= explore <= 1, "0 to 1"),
@@ -255,7 +254,6 @@ def _cpu(
     k_max,
     v_tol,
     value_budget,
-    key_tolerance,
     tolerance,
     ranking,
     explore,
@@ -288,7 +286,7 @@ def _cpu(
     counts = torch.zeros(*k.shape[:2], 2, dtype=torch.int64)
     marks = torch.zeros(*k.shape[:2], count, dtype=torch.int32)
     capacity = capacity_for(check.shape[2], k_max, explore)
-    options = (coverage, k_min, k_max, v_tol, value_budget, key_tolerance, explore)
+    options = (coverage, k_min, k_max, v_tol, value_budget, explore)
     reference(
         q[:, :, 0].float().contiguous().numpy(),
         k[:, :, :valid].float().contiguous().numpy(),
@@ -320,7 +318,8 @@ def _cpu(
         simulate(next(state), next(state), block, *state)
     if telemetry is not None:
         tail = lengths - start - blocks * block
-        _record(telemetry, bounds, rungs, counts * block, tail, lengths - start, tolerance)
+        limit = tolerance * result.norm(dim=-1) if tolerance < float("inf") else tolerance
+        _record(telemetry, bounds, rungs, counts * block, tail, lengths - start, limit)
 
 
 def _halves(words: torch.Tensor) -> torch.Tensor:
@@ -328,13 +327,13 @@ def _halves(words: torch.Tensor) -> torch.Tensor:
     return words.view(torch.float16).float().unflatten(-1, (-1, 2))
 
 
-def _record(telemetry, bounds, rungs, tokens, tail, whole, tolerance):
-    """Add one step to the telemetry of each head."""
+def _record(telemetry, bounds, rungs, tokens, tail, whole, limit):
+    """Add one step to the telemetry of each head. `limit`: what a head's bound may be."""
     bounds, rungs = (x.unflatten(1, (tokens.shape[1], -1)) for x in (bounds, rungs))
     own = telemetry[:, :, : rungs.shape[2]].unbind(-1)
     fields = dict(zip(TELEMETRY, own, strict=True))
     fields["steps"] += 1
-    for name in ("expanded", "values", "head", "row", "ranking", "boundary", "bound"):
+    for name in ("needed", "values", "head", "row", "ranking", "boundary", "bound"):
         fields[name] += (rungs & RUNGS[name]) > 0
     again = (rungs & (HEAD | ROW)) > 0
     for i, name in enumerate(("key", "value")):
@@ -343,7 +342,9 @@ def _record(telemetry, bounds, rungs, tokens, tail, whole, tolerance):
     widest = torch.where(again, 0.0, bounds[..., 2].double())
     fields["round_max"].copy_(torch.maximum(fields["round_max"], widest))
     paper = bounds[..., 5] + bounds[..., 4] + bounds[..., 2]
-    fields["saved"] += ~again & ~(paper <= tolerance)
+    if isinstance(limit, torch.Tensor):
+        limit = limit.unflatten(1, (tokens.shape[1], -1))
+    fields["saved"] += ~again & ~(paper <= limit)
     # The group's first head keeps count of what its KV head reads.
     shared = again.any(-1) * whole[:, None]
     for i, name in enumerate(("key_tokens", "value_tokens")):
@@ -354,7 +355,7 @@ _certified_attention = define_op(
     "certified_attention(Tensor q, Tensor k, Tensor v, Tensor k_codes, Tensor k_meta, "
     "Tensor v_codes, Tensor v_meta, Tensor summary, Tensor check, Tensor progress, float scale, "
     "int block, float coverage, int k_min, int k_max, float v_tol, float value_budget, "
-    "float key_tolerance, float tolerance, int ranking, float explore, Tensor? lengths, "
+    "float tolerance, int ranking, float explore, Tensor? lengths, "
     "Tensor? start, Tensor? key_mask, float softcap, Tensor? sinks, Tensor(a!)? telemetry, "
     "Tensor(b!)? slots, Tensor(c!)? owner, Tensor(d!)? used, Tensor(e!)? seals, "
     "Tensor(f!)? counters) -> "

@@ -29,6 +29,7 @@ from attnplug.ops.certified.kernels.finish import finish, replace
 from attnplug.ops.certified.kernels.hopper import attend_blocks
 from attnplug.ops.certified.kernels.hopper_tiles import layouts
 from attnplug.ops.certified.kernels.promote import promote
+from attnplug.ops.certified.kernels.weigh import weigh_heads
 from attnplug.ops.certified.plan import INF, PREPARED, PROMOTING, Plan, capacity_for, plan_for
 from attnplug.ops.certified.scratch import Scratch
 from attnplug.ops.common.device import machine
@@ -36,7 +37,8 @@ from attnplug.ops.common.rows import mask_bytes, row_step
 from attnplug.ops.common.sizes import cdiv, next_power_of_two
 from attnplug.ops.common.softmax import LOG2E
 
-PHASES = ("prepare", "rest", "attend", "choose", "promote", "finish", "recompute", "replace")
+FIRST = ("prepare", "rest", "attend")  # what reads the tier, and what is not quantized
+PHASES = (*FIRST, "weigh", "choose", "promote", "finish", "recompute", "replace")
 EXACT_TILE = 32  # tokens at a time of a recomputation
 
 
@@ -177,22 +179,55 @@ class _Step:
         lines = x.view(torch.int32).view(-1, 32)
         return TensorDescriptor.from_tensor(lines, [self.plan.step // tokens, 32], layout)
 
-    def choose(self, choice: Choice, one_sweep: bool, ranking: int) -> None:
+    def weigh(self, choice: Choice, tolerance: float) -> None:
+        if tolerance == INF:
+            return
+        every = max(16, next_power_of_two(self.blocks))
+        weigh_heads.run(
+            grid=(self.heads, self.batch),
+            warmup=False,
+            q=self.inputs.q,
+            tier=self.inputs.tier,
+            rows=self.inputs.rows,
+            scores=self.memory.scores,
+            splits=self.memory.splits,
+            merged=self.memory.merged,
+            head_lse=self.memory.head_lse,
+            needs=self.memory.needs,
+            scale=self.scales["scale"],
+            tolerance=tolerance,
+            most=choice.most,
+            N=self.blocks,
+            pieces=self.plan.splits + 1,
+            kv_heads=self.kv_heads,
+            q_strides=self.originals["q_strides"],
+            SHAPE=self.shape,
+            SPLITS=self.programs.SPLITS,
+            TILE=min(every, plans.WEIGHED),
+            HELD=plans.held_blocks(every, 1, False),
+            num_warps=plans.CHOOSING.warps,
+            **self.rows,
+        )
+
+    def choose(self, choice: Choice, one_sweep: bool, ranking: int, tolerance: float) -> None:
         search = plans.search_for(
             self.blocks,
             self.shape.GROUP,
             one_sweep=one_sweep,
             coverage=choice.coverage,
             value_budget=choice.value_budget,
-            key_tolerance=choice.key_tolerance,
+            k_min=choice.least,
+            tolerance=tolerance,
             explore=choice.explore,
         )
         finite = choice._replace(
-            value_budget=min(choice.value_budget, 1e30),
-            key_tolerance=min(choice.key_tolerance, 1e30),
+            v_tol=min(choice.v_tol, 1e30), value_budget=min(choice.value_budget, 1e30)
         )
-        programs = self.programs.READERS + self.programs.CHUNKS + self.shape.GROUP
-        # Not launched early: that made the whole step slower (docs/log/certified.md).
+        merging = 0 if search.NEEDS else self.shape.GROUP
+        programs = self.programs.READERS + self.programs.CHUNKS + merging
+        # Behind the pass it is not launched early: that made the whole step slower
+        # (docs/log/certified.md).
+        early = self.early if search.NEEDS else {}
         choose_blocks.run(
             grid=(self.kv_heads, programs, self.batch),
             warmup=False,
@@ -201,6 +236,7 @@ class _Step:
             merged=self.memory.merged,
             left_sums=self.memory.left_sums,
             head_lse=self.memory.head_lse,
+            needs=self.memory.needs,
             read_digest=self.memory.read_digest,
             choice=finite,
             pieces=self.plan.splits + 1,
@@ -208,6 +244,7 @@ class _Step:
             SEARCH=search,
             num_warps=plans.CHOOSING.warps,
             **self._limits(plans.CHOOSING.registers),
+            **early,
         )
 
     def promote(self, ranking: int) -> None:
@@ -276,6 +313,7 @@ class _Step:
             read_digest=memory.read_digest,
             value_budget=value_budget,
             tolerance=tolerance,
+            cap=self.scales["cap"],
             **self.units,
             capacity=capacity,
             splits=self.plan.splits,
@@ -337,7 +375,7 @@ class _Step:
 
 def launch(
     q, k, v, k_codes, k_meta, v_codes, v_meta, summary, check, progress, scale, block, coverage,
-    k_min, k_max, v_tol, value_budget, key_tolerance, tolerance, ranking, explore, lengths, start,
+    k_min, k_max, v_tol, value_budget, tolerance, ranking, explore, lengths, start,
     key_mask, softcap, sinks, telemetry, slots, owner, used, seals, counters, out, lse, bounds,
     rungs, plan=None, phases=PHASES,
 ):  # fmt: skip  # in the order of the op's schema
@@ -364,14 +402,15 @@ def launch(
     q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k, v))
     inputs = Inputs(q, k, v, tier, rows, sinks, telemetry, scratch)
     one_sweep = coverage == 0 and k_min <= 4 and blocks <= 8192
-    one_sweep = one_sweep and value_budget == key_tolerance == INF
+    one_sweep = one_sweep and value_budget == tolerance == INF
     inline = plan.inline_readers > 0 and one_sweep and scratch is None and explore == 0
     inline = inline and v_tol >= 1e30
     readers = max(plan.inline_readers, next_power_of_two(k_min)) if inline else 0
     step = _Step(inputs, block, scale, softcap, plan, readers)
-    choice = Choice(coverage, k_min, k_max, v_tol, value_budget, key_tolerance, explore)
+    choice = Choice(coverage, k_min, k_max, v_tol, value_budget, explore)
     arguments = {
-        "choose": (choice, one_sweep, ranking),
+        "weigh": (choice, tolerance),
+        "choose": (choice, one_sweep, ranking, tolerance),
         "promote": (ranking,),
         "finish": (out, lse, bounds, rungs, value_budget, tolerance, ranking, capacity),
         "recompute": (rungs,),

@@ -34,6 +34,7 @@ HELD = 20480
 PROMOTING = (4, 255)  # warps, and registers of a thread at most
 LIST_READERS = 2  # programs a multiprocessor that read a list
 HOPPER = Hopper(step=32, registers=255, programs=8, ring=1)
+WEIGHED = 2048  # blocks that a program weighs at a time
 PREPARED = 32  # blocks that a program prepares at a time
 
 
@@ -94,8 +95,8 @@ def plan_for(
 
 
 def capacity_for(blocks: int, k_max: int, explore: float) -> int:
-    """Blocks that one KV head can read exactly in a step, of `blocks` in the cache: what rung 1
-    may promote, as many again for their values, and the spot checks with room for chance."""
+    """Blocks that one KV head can read exactly in a step, of `blocks` in the cache: four times what
+    a head may promote, as the others may need others, and the spot checks with room for chance."""
     return min(blocks, 4 * k_max + 32 + int(1.5 * explore * blocks))
 
 
@@ -117,20 +118,22 @@ def search_for(
     *,
     one_sweep: bool,
     coverage: float,
+    k_min: int,
     value_budget: float,
-    key_tolerance: float,
+    tolerance: float,
     explore: float,
 ) -> Search:
     """How `choose_blocks` searches so many blocks for the heads of a group."""
     every = max(16, next_power_of_two(blocks))
-    again = min(value_budget, key_tolerance) < INF
+    again = value_budget < INF
     heads = next_power_of_two(group)
     return Search(
         TILE=every if one_sweep else min(every, CHOOSING.tile),
         HELD=0 if one_sweep else held_blocks(every, heads, again),
         ONE_SWEEP=one_sweep,
         COVERS=coverage > 0,
-        EXPANDS=key_tolerance < INF,
+        PROMOTES=coverage > 0 or k_min > 0,
+        NEEDS=tolerance < INF,
         BUDGETED=value_budget < INF,
         EXPLORES=explore > 0,
     )

@@ -43,20 +43,34 @@ DELTA_CARE_16_BIT = 1 + 2.0**-6 + 2.0**-7
 # error of 2^-22 becomes an absolute one, 2^-22 e^D. Above e^D = 8 CARE has room for it.
 EXPM1_SLACK = 2.0**-20
 EXP2_SLACK = 2.0**-19
-# Of sum m nu, added to the difference of sums m nu e^D / (1 - L) - m nu. In float64, room. In the
-# kernels each sum is a tree of at most 15 additions in float32, and the terms have four roundings
-# more: 37 u of sum m nu. This is 16 u. EXP2_SLACK, which raises L by 32 u of the left mass t, is
-# another 32 u t. Where t is small, less than 21 u t nu is missing, and E_round is never below
-# 2^-15 nu.
-SUM_SLACK = 2.0**-20
+# Squares of weights below 2^-63 vanish in float32: this share of all mass is added to every
+# block's root of their sum. 128 tokens and the sums so far, whose squares are below 2^-126 each,
+# make 2^-59.4.
+SQUARE_FLOOR = 2.0**-59
+# And a block's mass below 2^-126 vanishes, while e^D may be 2^127: this is added to the mass.
+MASS_FLOOR = 2.0**-120
 CARE = 1 + 2.0**-10  # on every bound: masses, their sums and products are float32
 
 # --- rounding of the output (E_round) -------------------------------------------------------------
 
-# Scores off by x move weights by 2 tanh(x / 2) <= x in all. Twice that, because they also move the
-# masses of the blocks left quantized, whose E_key has been computed without.
+# Scores off by x move weights by 2 tanh(x / 2) <= x in all. Twice that in a recomputation.
 SCORE_CARE = 2.02
-ROUND_FLOOR = 2.0**-20  # products of probabilities and values may underflow
+# Scores of originals are off by this share of what those of quantized blocks can lose by arithmetic
+# (DOT_SLACK), beside what a softcap loses: one chain, 2^-23 each, and nothing is split.
+READ_SHARE = 0.25
+ROUND_FLOOR = 2.0**-20  # values may vanish in 16 bits
+# A promoted block's quantized score is computed twice: by the pass, which adds its weights to the
+# sum, and by the program that reads the block, which takes them out again. Each is off by D * 2^-22
+# and the 2^-16 that the split drops (DOT_SLACK): the two differ by (D + PAIR_EXTRA) * DOT_SLACK of
+# the sum of products. What is left behind is that share of the block's former part of the sum.
+PAIR_EXTRA = 64
+# Probabilities are 16-bit floats relative to the largest of a program: one of them is off by 2^-25
+# where its relative error is more, and that is this share of `unit_p`. (Float32 has no such bottom,
+# and is given 2^-38.) Unlike a relative error it does not shrink with the probability.
+VANISHING_SHARE = 2.0**-14
+# Values of blocks whose nu + eta is at most this are zero, or below 2^-49. Their mean has no norm
+# that an error could be a share of.
+VANISHED = 2.0**-48
 # Share of the largest ||v|| that sums can lose. The reference sums in float64 and stores float32;
 # where it recomputes a head it sums float32 tiles, as many terms as tokens.
 REFERENCE_SUMS = 2.0**-16
@@ -71,6 +85,12 @@ CHAIN_EXTRA = 64  # additions beside those of the tokens: within a tile, and acr
 # --- what is chosen -------------------------------------------------------------------------------
 
 LOG_FLOOR = 1e-37  # added before a logarithm: blocks of no mass rank last and are no NaN
+# Of the tolerance, that which promotion by need leaves to E_key and E_val: the rest is E_round's,
+# and what the estimates of the choice are off by.
+NEED_SHARE = 0.7
+# A block that adds more than what all may add has to be read in any case, by how much it does:
+# counted as this, it leaves the sum of the others its bits. Below 2, where the search begins.
+MOST_NEEDED = 1.9
 BUDGET_SHARE = (
     0.9375  # of the value budget is what the choice aims at: sums of float32 fit the rest
 )
@@ -81,14 +101,21 @@ DEEPEST, WAYS, ROUNDS = -40.0, 8, 4
 
 HALF_CARE = 1.00001  # on max |k - zero|, before it is divided in float32
 LEAST_SCALE = 2.0**-100  # of keys that are not constant: codes are quotients by it
-MEASURED_FLOOR = 2.0**-50  # on eta and nu, whose squares may underflow
+MEASURED_FLOOR = 2.0**-50  # on what is measured, whose squares may underflow
+# A spectral norm is measured by G = E E^T and F = G G, of errors E whose longest row is 1. Their
+# factors are rounded to fp16, so that an entry of G is off by 2^-10 |e_i| |e_j| at most, hence G by
+# 2^-10 of its trace, and F by 2^-10 ||G||_F^2, in the Frobenius norm. This is four times that, for
+# float32 sums and what vanishes. ||E||^2 <= ||G|| <= sqrt(||F||_F) with both added. Kernels measure
+# E in float32, which loses 2^-24 of the original. NOISE has room for that of keys: 2^-24 of
+# |q| |k^|. E_round has room for that of values, as its sums lose more of them.
+SPECTRAL_SLACK = 2.0**-8
 # Check words begin at CHECK_SEED + CHECK_STEP j: an empty block must not look like a written one,
 # nor one block like another. So do the seals of the scratch cache.
 CHECK_SEED, CHECK_STEP = 100_000_007, 7919
 
 # --- rungs: what was done for a head, and why it was recomputed -----------------------------------
 
-EXPANDED, VALUES, HEAD, ROW = 1, 2, 4, 8
+NEEDED, VALUES, HEAD, ROW = 1, 2, 4, 8
 RANKING, BOUNDARY, BOUND, CAPACITY, SCORE, CHECK = 16, 32, 64, 128, 256, 512
 
 

@@ -5,8 +5,9 @@
              so that |k - (scale code + zero)| <= scale / 2
     values   per token and group of 16 channels:  code = round((v - zero) / scale) in 0..15,
              zero = fp16(min), scale = fp16((max - zero) / 15)
-    summary  eta = max over the block's tokens of ||v - v^||_2, measured with the stored metadata,
-             nu = max ||v||_2, both rounded up
+    summary  eta = max over the block's tokens of ||v - v^||_2, nu = max ||v||_2, and the spectral
+             norms of the block's errors of keys and of values, as matrices [block, D]; measured
+             with the stored metadata, all rounded up
     check    sums over all of the above, by which a reader knows that it reads what was written
 
 Blocks are numbered from each row's first real token: block j is keys start + block j up to
@@ -34,13 +35,15 @@ from attnplug.ops.certified.proof import (
     HALF_CARE,
     LEAST_SCALE,
     MEASURED_FLOOR,
+    SPECTRAL_SLACK,
 )
 from attnplug.ops.common.checks import BLOCKS, check_attention_inputs, check_sequence_inputs
 from attnplug.ops.common.define import define_op, refuse_gradients, require
 from attnplug.ops.common.rows import NO_MASK, rows_on_cpu
 
 GROUP = 16  # channels of a value that share scale and zero
-PROOF = "3044f1073df8bc31"  # `proof.digest()` of the constants that numba compiles in here
+SUMMARY_FIELDS = 4
+PROOF = "44d2b0e4c8b6aedc"  # `proof.digest()` of the constants that numba compiles in here
 
 
 class QuantizedKV(NamedTuple):
@@ -50,7 +53,7 @@ class QuantizedKV(NamedTuple):
     k_meta: torch.Tensor  # bfloat16 [B,Hkv,N,2,D]: scale, zero
     v_codes: torch.Tensor  # uint8 [B,Hkv,N,block,C], C = 16 ceil(D / 32)
     v_meta: torch.Tensor  # int32 [B,Hkv,N,block,C/8]: fp16 scale in the low half, zero in the high
-    summary: torch.Tensor  # float32 [B,Hkv,N,2]: eta, nu
+    summary: torch.Tensor  # float32 [B,Hkv,N,4]: eta, nu, spectral norms of key and value errors
     check: torch.Tensor  # int32 [B,Hkv,N,2]
     progress: torch.Tensor  # int32 [B,2]: leading blocks done, and the start they count from
 
@@ -69,7 +72,7 @@ class QuantizedKV(NamedTuple):
             zeros(torch.bfloat16, *grid, 2, width),
             zeros(torch.uint8, *grid, block, columns),
             zeros(torch.int32, *grid, block, columns // 8),
-            zeros(torch.float32, *grid, 2),
+            zeros(torch.float32, *grid, SUMMARY_FIELDS),
             zeros(torch.int32, *grid, 2),
             zeros(torch.int32, batch, 2),
         )
@@ -127,7 +130,7 @@ def check_tier(name: str, k: torch.Tensor, tier: tuple[torch.Tensor, ...], block
         ("k_meta", torch.bfloat16, (*grid, 2, width)),
         ("v_codes", torch.uint8, (*grid, block, columns)),
         ("v_meta", torch.int32, (*grid, block, columns // 8)),
-        ("summary", torch.float32, (*grid, 2)),
+        ("summary", torch.float32, (*grid, SUMMARY_FIELDS)),
         ("check", torch.int32, (*grid, 2)),
         ("progress", torch.int32, (batch, 2)),
     )
@@ -194,8 +197,29 @@ def _fp16(x, scratch):
 
 
 @numba.njit(cache=True)
-def _quantize_keys(k, seen, codes, meta, scratch):
-    """Keys `k [block, D]` into codes and metadata; returns their part of (check0, check1)."""
+def _spectral_norm(errors):
+    """At least the spectral norm of `errors [block, D]`: the Schatten norm ||(E E^T)^2||_F^(1/4),
+    which is at most n^(1/8) times it, and what the kernel's arithmetic needs."""
+    longest = 0.0
+    for n in range(errors.shape[0]):
+        size = np.sqrt((errors[n] ** 2).sum())
+        if not size < np.inf:
+            return np.inf
+        longest = max(longest, size)
+    if longest == 0:
+        return MEASURED_FLOOR
+    near = errors / longest
+    gram = near @ near.T
+    fourth = gram @ gram
+    square = np.sqrt(np.sqrt((fourth**2).sum()) + SPECTRAL_SLACK * (gram**2).sum())
+    square += SPECTRAL_SLACK * np.trace(gram)
+    return longest * np.sqrt(square) * CARE + MEASURED_FLOOR
+
+
+@numba.njit(cache=True)
+def _quantize_keys(k, seen, codes, meta, scratch, errors):
+    """Keys `k [block, D]` into codes, metadata and `errors`; returns their part of (check0,
+    check1)."""
     size, width = k.shape
     first, second = np.int64(0), np.int64(0)
     for d in range(width):
@@ -220,6 +244,7 @@ def _quantize_keys(k, seen, codes, meta, scratch):
             if seen[n] and scale > 0:
                 code = int(max(-127.0, min(127.0, np.floor((k[n, d] - zero) / scale + 0.5))))
             codes[n, d] = code
+            errors[n, d] = k[n, d] - (np.float64(code) * scale + zero) if seen[n] else 0.0
             first += weight * code
         first += (scale_bits & 0xFFFF) << 16 * (d % 2)
         words = (scale_bits & 0xFFFF) + 3 * (zero_bits & 0xFFFF)
@@ -228,14 +253,14 @@ def _quantize_keys(k, seen, codes, meta, scratch):
 
 
 @numba.njit(cache=True)
-def _quantize_values(v, seen, codes, meta, scratch):
-    """Values `v [block, D]` into codes and metadata; returns (check0's part, eta, nu)."""
+def _quantize_values(v, seen, codes, meta, scratch, errors):
+    """Values `v [block, D]` into codes, metadata and `errors`; returns (check0's part, eta, nu)."""
     size, width = v.shape
     columns = codes.shape[1]
     half = columns // 16
     first, eta, nu = np.int64(0), 0.0, 0.0
     for n in range(size):
-        codes[n], meta[n] = 0, 0
+        codes[n], meta[n], errors[n] = 0, 0, 0.0
         if not seen[n]:
             continue
         error, norm = 0.0, 0.0
@@ -252,7 +277,8 @@ def _quantize_values(v, seen, codes, meta, scratch):
                     code = int(max(0.0, min(15.0, np.floor((part[i] - zero) / scale + 0.5))))
                 c = g * 16 + i
                 codes[n, c % columns] |= code << 4 * (c // columns)
-                error += (np.float64(part[i]) - (code * scale + zero)) ** 2
+                errors[n, c] = np.float64(part[i]) - (code * scale + zero)
+                error += errors[n, c] ** 2
                 norm += np.float64(part[i]) ** 2
             first += (1 + 2 * (g // half)) * (1 + 2 * (g % half)) * (word & 0xFFFFFFFF)
         eta, nu = max(eta, np.sqrt(error)), max(nu, np.sqrt(norm))
@@ -274,6 +300,7 @@ def _reference(
         b, h = item // heads, item % heads
         hidden = mask[b * len(mask) // batch]
         scratch = np.empty(1, np.float32)
+        errors = np.empty((block, k.shape[3]))
         seen = np.ones(block, np.bool_)
         for j in range(done[b], until[b]):
             at = start[b] + j * block
@@ -281,16 +308,20 @@ def _reference(
                 seen = hidden[at : at + block]
             tokens = slice(at - offset, at - offset + block)
             one, two = _quantize_keys(
-                k[b, h, tokens], seen, k_codes[b, h, j], k_meta[b, h, j], scratch
+                k[b, h, tokens], seen, k_codes[b, h, j], k_meta[b, h, j], scratch, errors
             )
+            of_keys = _spectral_norm(errors)
             three, eta, nu = _quantize_values(
-                v[b, h, tokens], seen, v_codes[b, h, j], v_meta[b, h, j], scratch
+                v[b, h, tokens], seen, v_codes[b, h, j], v_meta[b, h, j], scratch, errors
             )
             summary[b, h, j, 0], summary[b, h, j, 1] = eta, nu
+            summary[b, h, j, 2], summary[b, h, j, 3] = of_keys, _spectral_norm(errors)
             bits = summary[b, h, j].view(np.int32)
             seed = CHECK_SEED + CHECK_STEP * j
             check[b, h, j, 0] = seed + one + three
-            check[b, h, j, 1] = seed + two + bits[0] + 7 * np.int64(bits[1])
+            check[b, h, j, 1] = seed + two
+            for i in range(SUMMARY_FIELDS):
+                check[b, h, j, 1] += (1 + 6 * i) * np.int64(bits[i])
 
 
 def _cpu(

@@ -18,10 +18,17 @@ CAP_SLACK = Constant(proof.CAP_SLACK)
 QUERY_CARE = Constant(proof.QUERY_CARE)
 DELTA_CARE_16_BIT = Constant(proof.DELTA_CARE_16_BIT)
 EXP2_SLACK = Constant(proof.EXP2_SLACK)
-SUM_SLACK = Constant(proof.SUM_SLACK)
+SQUARE_FLOOR = Constant(proof.SQUARE_FLOOR)
+MASS_FLOOR = Constant(proof.MASS_FLOOR)
 CARE = Constant(proof.CARE)
 SCORE_CARE = Constant(proof.SCORE_CARE)
+READ_SHARE = Constant(proof.READ_SHARE)
+NEED_SHARE = Constant(proof.NEED_SHARE)
+MOST_NEEDED = Constant(proof.MOST_NEEDED)
 ROUND_FLOOR = Constant(proof.ROUND_FLOOR)
+PAIR_EXTRA = Constant(proof.PAIR_EXTRA)
+VANISHING_SHARE = Constant(proof.VANISHING_SHARE)
+VANISHED = Constant(proof.VANISHED)
 CHAIN_SLACK = Constant(proof.CHAIN_SLACK)
 CHAIN_TOKENS = Constant(proof.CHAIN_TOKENS)
 CHAIN_EXTRA = Constant(proof.CHAIN_EXTRA)
@@ -33,10 +40,11 @@ ROUNDS = Constant(proof.ROUNDS)
 HALF_CARE = Constant(proof.HALF_CARE)
 LEAST_SCALE = Constant(proof.LEAST_SCALE)
 MEASURED_FLOOR = Constant(proof.MEASURED_FLOOR)
+SPECTRAL_SLACK = Constant(proof.SPECTRAL_SLACK)
 CHECK_SEED = Constant(proof.CHECK_SEED)
 CHECK_STEP = Constant(proof.CHECK_STEP)
 
-EXPANDED = Constant(proof.EXPANDED)
+NEEDED = Constant(proof.NEEDED)
 VALUES = Constant(proof.VALUES)
 HEAD = Constant(proof.HEAD)
 ROW = Constant(proof.ROW)
@@ -52,14 +60,14 @@ LN2 = Constant(0.6931471805599453)
 
 # --- left_sums, float32 [head, LEFT_FIELDS, chunk]: choose_blocks to finish -----------------------
 # Sums over the blocks that a chunk leaves quantized, with masses m relative to all that the first
-# pass has seen (docs/methods/certified-bounds.md, "Scores").
+# pass has seen (docs/methods/certified-bounds.md, "Weights").
 
-LEFT_OVER = Constant(0)  # m (e^D - 1)
-LEFT_UNDER = Constant(1)  # m (1 - e^-D)
-LEFT_NORM = Constant(2)  # m nu
-LEFT_GROWN = Constant(3)  # m nu e^D
+LEFT_CHANGE = Constant(0)  # A, what the weights can change by
+LEFT_UNDER = Constant(1)  # and can shrink by
+LEFT_MOVED = Constant(2)  # A nu
+LEFT_NORM = Constant(3)  # m (nu + eta)
 LEFT_MASS = Constant(4)  # m
-LEFT_ERROR = Constant(5)  # m eta
+LEFT_ERROR = Constant(5)  # what the values can be off by
 LEFT_REACH = Constant(6)  # the largest log-mass + D, NaN if one is
 ALL_DELTA = Constant(7)  # and of all its blocks the largest D,
 ALL_NOISE = Constant(8)  # the largest part of it that arithmetic can make,
@@ -71,7 +79,7 @@ LEFT_FIELDS = Constant(10)
 COUNT_KEYS = Constant(0)  # promoted blocks
 COUNT_VALUES = Constant(1)  # those of them that are read with their values
 COUNT_WORTHY = Constant(2)  # those whose values would err too much
-COUNT_EXPANDED = Constant(3)  # whether rung 1 was climbed
+COUNT_NEEDED = Constant(3)  # whether a head needed some of them
 COUNT_DIGEST = Constant(4)  # `set_digest` of the promoted blocks; only without a list
 COUNT_FIELDS = Constant(5)
 
@@ -91,24 +99,26 @@ NAME_STEP = Constant(4)
 # Of the promoted blocks that one program reads, with their exact scores s.
 
 PROMOTED_LSE = Constant(0)  # log-sum-exp of s
-PROMOTED_NORM = Constant(1)  # mean of nu, plus eta where values are left quantized
+PROMOTED_NORM = Constant(1)  # mean of ||v'|| + eta
 PROMOTED_ERROR = Constant(2)  # mean of eta where values are left quantized, else 0
 PROMOTED_TOP = Constant(3)  # the score that the changes of the output are relative to
+PROMOTED_BEFORE = Constant(4)  # sum of ||v'|| by quantized scores, relative to that score
 # Then the first RANKS of its blocks by quantized and by exact log-mass, RANK_FIELDS each.
-PROMOTED_RANKS = Constant(4)
+PROMOTED_RANKS = Constant(5)
 RANKS = Constant(4)
 RANK_ROUGH = Constant(0)  # log-mass by quantized keys
 RANK_ROUGH_BLOCK = Constant(1)  # its block
 RANK_EXACT = Constant(2)  # log-mass by exact keys
 RANK_EXACT_BLOCK = Constant(3)  # its block
 RANK_FIELDS = Constant(4)
-PROMOTED_FIELDS = Constant(4 + 4 * 4)
+PROMOTED_FIELDS = Constant(5 + 4 * 4)
 
-# --- head_lse, float32 [head, HEAD_FIELDS]: choose_blocks to finish -------------------------------
+# --- head_lse, float32 [head, HEAD_FIELDS]: choose_blocks or weigh_heads to finish ----------------
 
 HEAD_LSE = Constant(0)  # log-sum-exp of all that the first pass has seen
 HEAD_REST_LSE = Constant(1)  # and of what is not quantized
-HEAD_FIELDS = Constant(2)
+HEAD_NEED = Constant(2)  # from which need on blocks are promoted: weigh_heads to choose_blocks
+HEAD_FIELDS = Constant(3)
 
 # --- rest_norms, float32 [head, REST_FIELDS]: attend_rest to finish; of what is not quantized -----
 
@@ -133,7 +143,9 @@ FLAG_FIELDS = Constant(2)
 
 ETA = Constant(0)  # of `summary`: the largest ||v - v^||
 NU = Constant(1)  # the largest ||v||
-SUMMARY_FIELDS = Constant(2)
+KEY_SPECTRUM = Constant(2)  # the spectral norm of the block's key errors [tokens, channels],
+VALUE_SPECTRUM = Constant(3)  # and of its value errors
+SUMMARY_FIELDS = Constant(4)
 CHECK_PASS = Constant(0)  # of `check`: the word that the pass over the blocks compares
 CHECK_PREPARE = Constant(1)  # and the one that goes with deviations: metadata and summaries
 CHECK_FIELDS = Constant(2)
@@ -147,11 +159,11 @@ BOUND_PAPER = Constant(5)
 BOUND_FIELDS = Constant(6)
 
 TELEMETRY = (
-    "steps", "expanded", "values", "head", "row", "ranking", "boundary", "bound", "key_sum",
+    "steps", "needed", "values", "head", "row", "ranking", "boundary", "bound", "key_sum",
     "key_max", "value_sum", "value_max", "round_max", "saved", "key_tokens", "value_tokens",
 )  # fmt: skip  # a table
 T_STEPS = Constant(TELEMETRY.index("steps"))
-T_EXPANDED = Constant(TELEMETRY.index("expanded"))
+T_NEEDED = Constant(TELEMETRY.index("needed"))
 T_VALUES = Constant(TELEMETRY.index("values"))
 T_HEAD = Constant(TELEMETRY.index("head"))
 T_ROW = Constant(TELEMETRY.index("row"))

@@ -26,12 +26,16 @@ from attnplug.ops.certified.proof import (
     DELTA_CARE,
     DOT_EXTRA,
     DOT_SLACK,
-    EXPANDED,
     EXPM1_SLACK,
     HEAD,
     LOG_FLOOR,
+    MASS_FLOOR,
+    MOST_NEEDED,
+    NEED_SHARE,
+    NEEDED,
     NOISE_FLOOR,
     RANKING,
+    READ_SHARE,
     REFERENCE_SUMS,
     REFERENCE_TOKEN,
     ROUND_FLOOR,
@@ -39,14 +43,15 @@ from attnplug.ops.certified.proof import (
     ROW,
     SCORE,
     SCORE_CARE,
-    SUM_SLACK,
+    SQUARE_FLOOR,
     VALUES,
+    VANISHED,
     WAYS,
 )
 from attnplug.ops.common.product import add_product
 from attnplug.ops.common.reference import reference_rows
 
-PROOF = "3044f1073df8bc31"  # `proof.digest()` of the constants that numba compiles in here
+PROOF = "44d2b0e4c8b6aedc"  # `proof.digest()` of the constants that numba compiles in here
 
 
 @numba.njit(cache=True)
@@ -81,7 +86,7 @@ def check_words(j, k_codes, k_bits, v_codes, v_words, summary):
         first += scale << 16 * (d % 2)
         second += (1 + 2 * (d // 2)) * (scale + 3 * zero << 16 * (d % 2))
     bits = summary.view(np.int32)
-    for i in range(2):
+    for i in range(summary.shape[0]):
         second += (1 + 6 * i) * np.int64(bits[i])
     return first, second
 
@@ -110,6 +115,18 @@ def _log_sum(x):
     for y in x:
         total += np.exp(np.float64(y) - top)
     return top + np.log(total)
+
+
+@numba.njit(cache=True)
+def _log_squares(x):
+    """The logarithm of the sum of squared exponentials."""
+    top = _log_sum(x)
+    if not abs(top) < np.inf:
+        return top
+    total = 0.0
+    for y in x:
+        total += np.exp(2 * (np.float64(y) - top))
+    return 2 * top + np.log(total)
 
 
 @numba.njit(cache=True)
@@ -161,52 +178,99 @@ def _above(score, mass, own, x, coverage):
 
 
 @numba.njit(cache=True)
-def key_bound(tail, top):
-    """The tight bound and the paper's, of one head.
-
-    `tail` [6]: over the blocks left quantized, with the final masses m, the sums of m (e^D - 1),
-    m (1 - e^-D), m nu, m nu e^D and m, and the largest nu of all blocks; `top` [2]: the exactly
-    scored tokens' mass-weighted norms, and the largest D of all blocks."""
-    over, under, plain, grown, mass, largest = tail
-    exact, deviation = top
-    if mass == 0:
-        return 0.0, 0.0
-    if not under < 1:
-        return np.inf, np.inf
-    up, down = over / (1 + over), under / (1 - under)
-    slack = plain * SUM_SLACK
-    tight = exact * max(up, down) + grown / (1 - under) - plain + max(0.0, up - down) * plain
-    ratio = np.exp(2 * deviation)
-    return (tight + slack) * CARE, 2 * largest * ratio * mass * (ratio - 1) * CARE
+def _change(mass, root, delta, noise, moved):
+    """(what the weights of a block can change by in all, and shrink by). Its tokens have `mass` and
+    squares of weights whose sum has the `root`; their scores are off by `delta` at most, and as a
+    vector by `moved`, and each of them by `noise`."""
+    most = (mass + MASS_FLOOR) * (np.expm1(delta) + EXPM1_SLACK)
+    change = min(most, np.exp(delta) * ((root + SQUARE_FLOOR) * moved + mass * noise))
+    return change, min(change, mass * (-np.expm1(-delta) + EXPM1_SLACK))
 
 
 @numba.njit(cache=True)
-def _tail(logs, delta, eta, nu, marks, norm):
-    """Sums of one head over the blocks left quantized, for `key_bound`; and of their m eta, and the
-    largest log-mass that one of them can have. `norm` is the logarithm of the denominator."""
+def _error(mass, root, summary):
+    """What the quantized values of a block of such a mass can be off by."""
+    return min(mass * summary[0], (root + SQUARE_FLOOR) * summary[3])
+
+
+@numba.njit(cache=True)
+def key_bound(tail, centre, loss, deviation):
+    """The tight bound and the paper's, of one head.
+
+    `tail` [6]: over the blocks left quantized, with the final masses m, the sums of what weights
+    change by (A), shrink by, of A nu, m (nu + eta) and m, and the largest nu + eta of all blocks.
+    `centre` is at least the norm of the output with these weights and exact values, `loss` what
+    the weights of exactly read tokens can shrink by, `deviation` the largest D of all blocks."""
+    change, under, moved, _, mass, largest = tail
+    if change == 0:
+        return 0.0, 0.0
+    left = 1 - under - loss
+    tight = (moved + change * centre) / left * CARE if left > 0 else np.inf
+    ratio = np.exp(2 * deviation)
+    return tight, 2 * largest * ratio * mass * (ratio - 1) * CARE
+
+
+@numba.njit(cache=True)
+def _tail(logs, squares, delta, noise, moved, summary, marks, norm):
+    """Sums of one head over the blocks left quantized, for `key_bound`; and of what their values
+    are off by, and the largest log-mass that one of them can have. `norm` is the logarithm of the
+    denominator, `moved` the norm of the query."""
     sums = np.zeros(6)
     worst, reach = 0.0, -np.inf
     for j in range(logs.shape[0]):
-        sums[5] = max(sums[5], nu[j] + eta[j])
+        eta, nu = summary[j, 0], summary[j, 1]
+        sums[5] = max(sums[5], nu + eta)
         if marks[j] == 0:
             m = np.exp(np.float64(logs[j]) - norm)
-            sums[0] += m * (np.expm1(delta[j]) + EXPM1_SLACK)
-            sums[1] += m * (-np.expm1(-delta[j]) + EXPM1_SLACK)
-            sums[2] += m * nu[j]
-            sums[3] += m * nu[j] * np.exp(delta[j])
+            root = np.exp(np.float64(squares[j]) / 2 - norm)
+            change, under = _change(m, root, delta[j], noise[j], moved * summary[j, 2])
+            sums[0] += change
+            sums[1] += under
+            sums[2] += change * nu
+            sums[3] += m * (nu + eta)
             sums[4] += m
-            worst += m * eta[j]
+            worst += _error(m, root, summary[j])
             high = logs[j] + delta[j]
             reach = high if high > reach or high != high else reach
     return sums, worst, reach
 
 
 @numba.njit(cache=True)
-def _choose(logs, delta, eta, nu, own, norm, row, length, options, marks):
-    """Which blocks of a KV head are read exactly: marks 1 keys, 3 keys and values, 7 both for a
-    spot check only. Returns the rungs that were climbed."""
+def _needed(logs, squares, delta, noise, moved, summary, norm, size, most, tolerance, marks):
+    """Mark the blocks that one head needs: the largest of them by what they add to its bound,
+    until the rest adds at most NEED_SHARE of `tolerance` times `size`, its output's norm. Whether
+    any is."""
+    blocks = logs.shape[0]
+    budget = NEED_SHARE * tolerance * size
+    if not (tolerance < np.inf and norm > -np.inf and 0 < budget < np.inf):
+        return False
+    share = np.empty((1, blocks), np.float32)
+    score = np.empty(blocks, np.float32)
+    total = 0.0
+    for j in range(blocks):
+        m = np.exp(np.float64(logs[j]) - norm)
+        root = np.exp(np.float64(squares[j]) / 2 - norm)
+        change, _ = _change(m, root, delta[j], noise[j], moved * summary[j, 2])
+        adds = change * (summary[j, 1] + size) + _error(m, root, summary[j])
+        part = adds / budget
+        share[0, j] = part if part < MOST_NEEDED else MOST_NEEDED  # so is a NaN
+        score[j] = np.log2(share[0, j] + LOG_FLOOR)
+        total += share[0, j]
+    own = np.array([1 - total], np.float32)
+    x = _search(score, share, own, 0.0, 0, most, 0)
+    some = False
+    for j in range(blocks):
+        if score[j] >= x:
+            marks[j], some = 3, True
+    return some
+
+
+@numba.njit(cache=True)
+def _choose(logs, eta, own, norm, row, length, options, marks):
+    """Which blocks of a KV head are read exactly, beside those that a head needs: marks 1 keys, 3
+    keys and values, 7 both for a spot check only. Returns the rungs that were climbed."""
     group, blocks = logs.shape
-    coverage, least, most, v_tol, budget, key_tolerance, explore = options
+    coverage, least, most, v_tol, budget, explore = options
     mass = np.exp(logs - norm.reshape(-1, 1))
     score, worth = np.empty(blocks, np.float32), np.empty(blocks, np.float32)
     for j in range(blocks):
@@ -217,12 +281,8 @@ def _choose(logs, delta, eta, nu, own, norm, row, length, options, marks):
         score[j] = np.log(np.float64(top) + LOG_FLOOR) / np.log(2.0)
         worth[j] = score[j] + np.log(np.float64(eta[j]) + LOG_FLOOR) / np.log(2.0)
     x = _search(score, mass, own, coverage, least, most, 0)
+    marks[:] = np.maximum(marks, (score >= x).astype(np.int32))
     rung = 0
-    marks[:] = (score >= x).astype(np.int32)
-    if key_tolerance < np.inf and _loose(logs, delta, eta, nu, own, norm, marks, key_tolerance):
-        x = _search(score, mass, own, coverage, least, 2 * most, 2 * max(marks.sum(), least))
-        marks[:] = (score >= x).astype(np.int32)
-        rung = EXPANDED
     x = np.log(v_tol + LOG_FLOOR) / np.log(2.0)
     if budget < np.inf:  # enough: what is promoted leaves at most the budget, with some room
         share = mass * eta.reshape(1, -1)
@@ -232,21 +292,10 @@ def _choose(logs, delta, eta, nu, own, norm, row, length, options, marks):
         x = min(x, _search(worth, share, own, 0.0, 0, blocks + 1, 0))
     for j in range(blocks):
         if worth[j] >= x:
-            marks[j], rung = 3, rung | VALUES
+            marks[j], rung = 3, VALUES
         elif explored(j, row, length, explore):
             marks[j] = 3 if marks[j] > 0 else 7
     return rung
-
-
-@numba.njit(cache=True)
-def _loose(logs, delta, eta, nu, own, norm, marks, key_tolerance):
-    """Whether some head's tight bound, estimated from the quantized masses, is above tolerance."""
-    for g in range(logs.shape[0]):
-        tail, _, _ = _tail(logs[g], delta[g], eta, nu, marks, norm[g])
-        exact = np.array([(1 - min(1.0, tail[4])) * tail[5], 0.0])
-        if not key_bound(tail, exact)[0] <= key_tolerance:
-            return True
-    return False
 
 
 @numba.njit(cache=True)
@@ -283,15 +332,15 @@ def _values(codes, meta, out):
 
 
 @numba.njit(cache=True)
-def _add(p, values, seen, acc, norms):
-    """acc [G, D] += p values, norms [G] += p ||v||; p [G, n] float64."""
+def _add(p, values, seen, extra, acc, norms):
+    """acc [G, D] += p values, norms [G] += p (||v|| + extra); p [G, n] float64."""
     for n in range(values.shape[0]):
         if not seen[n]:
             continue
         size = 0.0
         for d in range(values.shape[1]):
             size += np.float64(values[n, d]) ** 2
-        size = np.sqrt(size)
+        size = np.sqrt(size) + extra
         for g in range(p.shape[0]):
             norms[g] += p[g, n] * size
             for d in range(values.shape[1]):
@@ -334,9 +383,10 @@ def certify_group(
     blocks, block = codes.shape[0], codes.shape[1]
     edge = low + blocks * block  # from here on the originals are read
     scaled = q * np.float32(scale)
-    eta, nu = summary[:, 0].copy(), summary[:, 1].copy()
+    eta = summary[:, 0].copy()
     scores = np.empty((blocks, group, block), np.float32)
     logs = np.full((group, blocks), -np.inf, np.float32)
+    squares = np.full((group, blocks), -np.inf, np.float32)
     delta, noise = np.zeros((group, blocks)), np.zeros((group, blocks))
     for j in range(blocks):
         at = low + j * block
@@ -345,14 +395,45 @@ def certify_group(
         _deviations(scaled, meta[j], softcap, delta[:, j], noise[:, j])
         for g in range(group):
             logs[g, j] = _log_sum(scores[j, g])
+            squares[g, j] = _log_squares(scores[j, g])
     rest = np.empty((group, max(0, length - edge)), np.float32)
     _scores(scaled, k[edge:length], seen[edge:length], softcap, rest)
     norm, own = np.empty(group, np.float32), np.empty(group, np.float32)
+    moved = np.empty(group)
     for g in range(group):
         last = _log_sum(rest[g])
         norm[g] = np.logaddexp(np.float64(_log_sum(logs[g])), last)
         own[g] = np.exp(last - norm[g]) if norm[g] > -np.inf else 1.0
-    climbed = _choose(logs, delta, eta, nu, own, norm, row, length, options, marks)
+        moved[g] = np.sqrt((scaled[g].astype(np.float64) ** 2).sum()) * CARE
+    tail_out, tail_norms = np.zeros((group, width)), np.zeros(group)
+    _add(_weights(rest, norm), v[edge:length], seen[edge:length], 0.0, tail_out, tail_norms)
+    values = np.empty((block, width), np.float32)
+    parts, norms = np.zeros((blocks, group, width)), np.zeros(group)
+    whole = tail_out.copy()  # the output with all blocks quantized
+    for j in range(blocks):
+        at = low + j * block
+        _values(v_codes[j], v_meta[j], values)
+        weights = _weights(scores[j], norm)
+        _add(weights, values, seen[at : at + block], 0.0, parts[j], norms)
+        whole += parts[j]
+    climbed = 0
+    marks[:] = 0
+    for g in range(group):
+        if _needed(
+            logs[g],
+            squares[g],
+            delta[g],
+            noise[g],
+            moved[g],
+            summary,
+            norm[g],
+            np.sqrt((whole[g] ** 2).sum()),
+            options[2],
+            tolerance,
+            marks,
+        ):
+            climbed = NEEDED
+    climbed |= _choose(logs, eta, own, norm, row, length, options, marks)
     exact, wrong = logs.copy(), False
     mixed = np.empty((group, block), np.float32)
     for j in range(blocks):
@@ -372,10 +453,16 @@ def certify_group(
     for g in range(group):
         lse[g] = np.logaddexp(np.float64(_log_sum(exact[g])), np.float64(_log_sum(rest[g])))
         final[g] = np.logaddexp(lse[g], sinks[g]) if sinks.shape[0] > 0 else lse[g]
-    acc, norms = np.zeros((group, width)), np.zeros((group, 2))
-    values = np.empty((block, width), np.float32)
-    weights = np.empty((group, block))
+    acc, held = np.zeros((group, width)), np.zeros(group)  # exact keys: their values' norms
+    for g in range(group):
+        here = np.exp(norm[g] - final[g]) if norm[g] > -np.inf else 0.0
+        acc[g], held[g] = tail_out[g] * here, tail_norms[g] * here
+        for j in range(blocks):
+            if marks[j] == 0:
+                acc[g] += parts[j, g] * here
     for j in range(blocks):
+        if marks[j] == 0:
+            continue
         at = low + j * block
         _values(v_codes[j], v_meta[j], values)
         if marks[j] & 2 > 0:
@@ -385,44 +472,57 @@ def certify_group(
                     error += (np.float64(values[n, d]) - v[at + n, d]) ** 2
                 wrong = wrong or (seen[at + n] and not np.sqrt(error) <= eta[j])
             values[:] = v[at : at + block]
-        for g in range(group):
-            for n in range(block):
-                weights[g, n] = np.exp(np.float64(scores[j, g, n]) - final[g])
-        _add(weights, values, seen[at : at + block], acc, norms[:, marks[j] & 1])
-    weights = np.empty((group, max(0, length - edge)))
-    for g in range(group):
-        for n in range(length - edge):
-            weights[g, n] = np.exp(np.float64(rest[g, n]) - final[g])
-    _add(weights, v[edge:length], seen[edge:length], acc, norms[:, 1])
+        _add(_weights(scores[j], final), values, seen[at : at + block], eta[j], acc, held)
     widest, reach_q = _extremes(scaled, k[edge:length], v[edge:length], seen[edge:length])
     for g in range(group):
         if lse[g] == -np.inf:  # nothing to see
             acc[g] = 0.0
         out[g] = acc[g]
         rung[g] = climbed
-        tail, worst, reach = _tail(logs[g], delta[g], eta, nu, marks, final[g])
-        held = norms[g, 1]
+        base = 0.0 if final[g] == -np.inf else final[g]
+        tail, worst, reach = _tail(
+            logs[g], squares[g], delta[g], noise[g], moved[g], summary, marks, base
+        )
+        mass = np.exp(np.float64(_log_sum(rest[g])) - base)
         for j in range(blocks):
-            if marks[j] == 1:  # exact keys, quantized values
-                m = np.exp(np.float64(exact[g, j]) - final[g])
-                worst += m * eta[j]
-                held += m * eta[j]
+            if marks[j] > 0:
+                m = np.exp(np.float64(exact[g, j]) - base)
+                mass += m
+                worst += m * eta[j] if marks[j] == 1 else 0.0
         highest = delta[g].max() if blocks > 0 else 0.0
-        tight, paper = key_bound(tail, np.array([held, highest]))
+        loudest = noise[g].max() if blocks > 0 else 0.0
+        off = np.expm1(READ_SHARE * max(loudest, reach_q[g]) + softcap * CAP_SLACK)
+        size = np.sqrt((out[g].astype(np.float64) ** 2).sum())
+        around = ((tail[3] + held[g]) * REFERENCE_SUMS + unit * size) * CARE + ROUND_FLOOR
+        centre = min(size + worst * CARE + around, (tail[3] + held[g]) * CARE)
+        tight, paper = key_bound(tail, centre, mass * off, highest)
+        left = 1 - tail[1] - mass * off
+        wide = max(widest, tail[5])
+        apart = 2 * wide  # two means of values, whatever the weights
+        moves = (held[g] + mass * centre) * off / left if left > 0 else np.inf
+        around += min(apart, moves) * CARE
         bounds[g, 0], bounds[g, 3] = tight, tight
         bounds[g, 1], bounds[g, 4] = worst * CARE, worst * CARE
-        bounds[g, 5] = paper
-        loudest = noise[g].max() if blocks > 0 else 0.0
-        bounds[g, 2] = rounding(
-            max(tail[5], widest), max(loudest, reach_q[g]), np.sqrt((out[g] ** 2).sum()), unit
-        )
+        bounds[g, 2], bounds[g, 5] = around, paper
         agree, safe = ranks_agree(logs[g], exact[g], marks, reach, depth)
         rung[g] |= (0 if agree else RANKING) | (0 if safe else BOUNDARY)
-        whole = bounds[g, 0] + bounds[g, 1] + bounds[g, 2]
-        fits = whole < np.inf and whole <= tolerance and bounds[g, 1] <= options[4]
+        full = bounds[g, 0] + bounds[g, 1] + bounds[g, 2]
+        free = tolerance == np.inf or lse[g] == -np.inf or wide <= VANISHED
+        within = free or full <= tolerance * size * (1 - 2 * unit) / CARE
+        fits = full < np.inf and within and bounds[g, 1] <= options[4]
         rung[g] |= 0 if fits or blocks == 0 else BOUND
         rung[g] |= CAPACITY if counts[0] > capacity else 0
     return wrong
+
+
+@numba.njit(cache=True)
+def _weights(scores, norm):
+    """Softmax weights of scores [G, n] relative to the logarithms `norm` [G], in float64."""
+    weights = np.empty(scores.shape)
+    for g in range(scores.shape[0]):
+        for n in range(scores.shape[1]):
+            weights[g, n] = np.exp(np.float64(scores[g, n]) - np.float64(norm[g]))
+    return weights
 
 
 @numba.njit(cache=True)

@@ -19,7 +19,6 @@ OPTIONS = {
     "k_max": 128,
     "v_tol": 0.05,
     "value_budget": INF,
-    "key_tolerance": INF,
     "tolerance": INF,
     "ranking": 1,
     "explore": 0.02,
@@ -41,6 +40,8 @@ def tier_faults(block: int, value_zero: int) -> dict[str, Callable[[QuantizedKV]
         "value zero": lambda t: t.v_meta[at].view(-1)[value_zero].bitwise_xor_(0x04000000),
         "eta": lambda t: t.summary[at][0:1].mul_(0.5),
         "nu": lambda t: t.summary[at][1:2].mul_(0.5),
+        "key spectrum": lambda t: t.summary[at][2:3].mul_(0.5),
+        "value spectrum": lambda t: t.summary[at][3:4].mul_(0.5),
         "check": lambda t: t.check[at][0:1].add_(1),
         "second check": lambda t: t.check[at][1:2].add_(1),
         "count": lambda t: t.progress[0, 0:1].fill_(99),
@@ -176,3 +177,47 @@ def adversary(seed: int, dtype=torch.float32, batch=4, kv_heads=4, group=1, size
     v = v * 10 ** (4 * uniform(1) - 2)
     q = q.repeat_interleave(group, 1)
     return Case(q.to(dtype), keys.flatten(2, 3).to(dtype), v.flatten(2, 3).to(dtype), scale=scale)
+
+
+def aligned(
+    seed: int, dtype=torch.float32, batch=4, kv_heads=4, group=1, size=144, width=64, values=False
+):
+    """Errors that are one vector for all tokens of a block, times a number each, and weights in
+    proportion to these numbers: Cauchy-Schwarz, by which spectral norms bound what errors do, is an
+    equality. The errors of the keys lie along the query, and values point the way that their
+    weight changes. With `values` the keys have none, and the values' errors add up."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def uniform(*shape):
+        return torch.rand(*shape, generator=generator)
+
+    block, blocks = 16, size // 16
+    shape = batch, kv_heads, blocks, block
+    step = 2.0 ** torch.randint(-2, 3, (batch, kv_heads, 1, 1, width), generator=generator)
+    sign = torch.where(uniform(batch, kv_heads, 1, 1, width) < 0.5, -1.0, 1.0)
+    part = 0.3 + 0.7 * uniform(*shape)  # of the largest error; tokens 0..2 span the channels' range
+    part[..., 3::2] *= -1
+    part[..., :3] = 0
+    deviation = 10 ** (2 * uniform(1) - 2)  # D of every block: 0.01 to 1
+    q = step * sign
+    scale = float(deviation) / float((step * step / 2).sum(-1).amax())
+    unit = scale * (step * step).sum(-1)  # what a code more in every channel makes of a score
+    codes = (part.abs().clamp(min=1e-9).log() / unit * width).round()
+    first = codes.div(width, rounding_mode="floor")
+    codes = first[..., None] + (torch.arange(width) < (codes - width * first)[..., None])
+    third = torch.arange(width) % 3 == torch.arange(3)[:, None]
+    codes[..., :3, :] = torch.where(third, 1.0, -1.0) * (127 if dtype == torch.bfloat16 else 126.99)
+    off = 0.0 if values else 0.48 * part[..., None]
+    k = (codes.clamp(-127, 127) * sign + off * sign) * step
+    if values:
+        levels = torch.randint(1, 15, (batch, kv_heads, 1, 1, width), generator=generator).float()
+        levels[..., 0::16], levels[..., 1::16] = 0.0, 15.0
+        inner = (levels > 0) & (levels < 15)
+        v = (levels + 0.48 * torch.where(inner, part[..., None].abs(), 0.0)) / 8 - 1
+    else:
+        v = torch.where(part < 0, -1.0, 1.0)[..., None] * (
+            2.0 ** torch.randint(-3, 3, (batch, kv_heads, 1, 1, width // 16), generator=generator)
+        ).repeat_interleave(16, -1)
+    q = q[:, :, 0].repeat_interleave(group, 1)
+    k, v = (x.expand(*shape, width).flatten(2, 3) for x in (k, v))
+    return Case(q.to(dtype), k.to(dtype).contiguous(), v.to(dtype).contiguous(), scale=scale)

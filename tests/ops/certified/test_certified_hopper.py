@@ -37,7 +37,7 @@ def attended(block, step, size, ring=2, softcap=0.0, fault=None, width=128):
         fault(tier)
     blocks = tier.check.shape[2]
     made = {name: np.full(HEADS * blocks, np.nan, np.float32)
-            for name in ("base", "delta", "noise", "logs")}  # fmt: skip
+            for name in ("base", "delta", "noise", "logs", "squares")}  # fmt: skip
     made |= {
         "partial": np.full(HEADS * (SPLITS + 1) * width, np.nan, np.float32),
         "partial_lse": np.full(HEADS * (SPLITS + 1), np.nan, np.float32),
@@ -120,6 +120,8 @@ def test_what_it_leaves(block, step, size, ring, softcap):
     ).all()
     logs = s.mul(np.log(2)).logsumexp(-1) * LOG2E
     assert (got("logs") - logs).abs().max() < 1e-3
+    squares = s.mul(2 * np.log(2)).logsumexp(-1) * LOG2E
+    assert (got("squares") - squares).abs().max() < 2e-3
     lse = torch.from_numpy(made["partial_lse"][:, 1:]).double()
     assert (lse.mul(np.log(2)).logsumexp(1) * LOG2E - logs.mul(np.log(2)).logsumexp(2).flatten()
             * LOG2E).abs().max() < 1e-3  # fmt: skip
@@ -189,7 +191,7 @@ def test_digits_of_what_is_not_finite_have_no_finite_unit(bad):
 
 READ = (  # what the pass itself looks at
     "key code", "key scale", "key zero", "value code", "value scale", "value zero", "eta",
-    "second check", "swapped",
+    "key spectrum", "value spectrum", "second check", "swapped",
 )  # fmt: skip
 FAULTS = {name: tier_faults(block=2, value_zero=4)[name] for name in READ}
 
@@ -225,7 +227,7 @@ def beside(case, tier, plan, **options):
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("group", "block", "softcap"), [(4, 64, 0.0), (1, 16, 3.0), (7, 32, 0.0)])
-@pytest.mark.parametrize("options", [{}, LOOSE, {"coverage": 0.8, "tolerance": 0.5}], ids=str)
+@pytest.mark.parametrize("options", [{}, LOOSE, LOOSE | {"tolerance": 0.3}], ids=str)
 def test_compiled_it_equals_the_kernels_for_all_cases(dtype, group, block, softcap, options):
     case = gaussian(group, dtype, group=group, size=700, width=128)
     case.block, case.more["softcap"] = block, softcap

@@ -77,7 +77,7 @@ SEARCHES = {  # blocks, of how many, heads, (least, most, target), coverage, wha
 
 
 def masses(blocks, heads, odd):
-    """Log-masses [heads, N], which are 1 with the own shares, summary [N, 2], norms and own shares
+    """Log-masses [heads, N], which are 1 with the own shares, summary [N, 4], norms and own shares
     [heads]."""
     random = np.random.default_rng(blocks + heads)
     own = 2.0 ** -random.integers(3, 8, heads).astype(np.float32)
@@ -90,7 +90,7 @@ def masses(blocks, heads, odd):
         logs[1, 1050] = np.nan
     if odd == "budget":
         own = -(2.0 ** random.integers(-4, -1, heads).astype(np.float32))
-    eta = 2.0 ** random.integers(-6, 3, (blocks, 2)).astype(np.float32)
+    eta = 2.0 ** random.integers(-6, 3, (blocks, 4)).astype(np.float32)
     return logs, eta, np.zeros(heads, np.float32), own
 
 
@@ -130,7 +130,8 @@ def test_a_search_is_the_references(device, blocks, size, heads, counts, coverag
 COVERS = [
     LOOSE | {"coverage": 0.3, "k_min": 1},
     LOOSE | {"coverage": 0.95},
-    LOOSE | {"coverage": 0.3, "k_max": 8, "key_tolerance": 1e-3},  # expands
+    LOOSE | {"tolerance": 0.5},
+    LOOSE | {"tolerance": 0.3, "coverage": 0.3, "k_min": 1},
     LOOSE | {"value_budget": 0.05},
     {"coverage": 0.6, "value_budget": 0.02, "explore": 0.1},
 ]
@@ -148,6 +149,7 @@ def test_both_searches_choose_alike(device_path, options, monkeypatch):
 
     want, held = step(("cpu", "reference")), step(device_path)
     monkeypatch.setattr(plans, "HELD", 0)
+    monkeypatch.setattr(plans, "WEIGHED", 16)
     monkeypatch.setattr(plans, "CHOOSING", plans.CHOOSING._replace(tile=16))  # three tiles
     tiles = step(device_path)
     assert all(torch.equal(a, b) for a, b in zip(held, tiles, strict=True))
@@ -158,9 +160,10 @@ def test_both_searches_choose_alike(device_path, options, monkeypatch):
     tail = 600 % case.block  # tokens that are read exactly in any case
     assert (held[4][:, :, 0, op.TELEMETRY.index("key_tokens")] > tail).all()
     whole = held[4][:, :, 0, op.TELEMETRY.index("value_tokens")]
-    assert (whole > tail).all() == ("value_budget" in options or "v_tol" not in options)
-    if "key_tolerance" in options:
-        assert (held[3] & op.RUNGS["expanded"]).any()
+    reads = {"value_budget", "tolerance"} & set(options) or "v_tol" not in options
+    assert (whole > tail).all() == bool(reads)
+    if "tolerance" in options:
+        assert (held[3] & op.RUNGS["needed"]).any()
 
 
 @pytest.mark.parametrize("heads", [1, 2, 4, 8, 16, 32])

@@ -47,6 +47,7 @@ class BlockScores(NamedTuple):
     delta: Any  # what a score can be off by
     noise: Any  # the part of it that arithmetic can make
     logs: Any  # log-mass
+    squares: Any  # log of the sum of squared weights
 
 
 class Splits(NamedTuple):
@@ -65,7 +66,6 @@ class Choice(NamedTuple):
     most: Any  # k_max
     v_tol: Any
     value_budget: Any
-    key_tolerance: Any
     explore: Any
 
 
@@ -76,7 +76,8 @@ class Search(NamedTuple):
     HELD: int  # blocks that it holds in registers; 0: reads them again in every round
     ONE_SWEEP: bool  # coverage 0 and few blocks: `search_one_sweep`
     COVERS: bool  # the coverage is above 0
-    EXPANDS: bool  # there is a key tolerance
+    PROMOTES: bool  # by coverage or number
+    NEEDS: bool  # by need: there is a tolerance, and `weigh_heads` ran
     BUDGETED: bool  # there is a value budget
     EXPLORES: bool  # blocks are spot-checked
 

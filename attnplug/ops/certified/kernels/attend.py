@@ -95,6 +95,10 @@ def prepare(
         eta = tl.load(summary_at + R.ETA, mask=there, other=0.0)
         nu = tl.load(summary_at + R.NU, mask=there, other=0.0)
         words += eta.to(tl.int32, bitcast=True) + 7 * nu.to(tl.int32, bitcast=True)
+        of_keys = tl.load(summary_at + R.KEY_SPECTRUM, mask=there, other=0.0)
+        of_values = tl.load(summary_at + R.VALUE_SPECTRUM, mask=there, other=0.0)
+        words += 13 * of_keys.to(tl.int32, bitcast=True)
+        words += 19 * of_values.to(tl.int32, bitcast=True)
         check_at = tier.check + (first + j) * R.CHECK_FIELDS + R.CHECK_PREPARE
         stored = tl.load(check_at, mask=there, other=0)
         wrong |= (there & (words.to(tl.int32) != stored)).to(tl.int32)
@@ -202,6 +206,8 @@ def attend(
         total = total * decay + mass
         log_at = scores.logs + row.to(tl.int64) * N + j
         tl.store(log_at, shift + tl.log2(mass), mask=in_group)
+        square_at = scores.squares + row.to(tl.int64) * N + j
+        tl.store(square_at, 2 * shift + tl.log2(tl.sum(p * p, 1)), mask=in_group)
         bytes_v, low_words, high_words = load_value_codes(tier.v_codes, tier.v_meta, place, SHAPE)
         if CHECKED:
             sums_v += bytes_v.to(tl.int32) * column_weight

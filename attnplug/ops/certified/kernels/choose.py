@@ -2,7 +2,8 @@
 bounds need of the rest. To the base 2.
 
 A row's KV head has CHUNKS programs that sum up, block j belonging to chunk j % CHUNKS, and as many
-that merge the pieces of the first pass as its group has heads. Where few blocks are promoted,
+that merge the pieces of the first pass as its group has heads, unless `weigh_heads` has merged
+them. Where few blocks are promoted,
 READERS more programs read these, each its own, and need no sums. Else the chunks' programs list
 them for `promote`. All but the merging programs choose for the whole head, which costs no time as
 they all do it at once.
@@ -20,6 +21,7 @@ from attnplug.ops.certified.kernels.select import (
     head_norms,
     marked,
     merge_head,
+    query_norms,
     set_digest,
 )
 from attnplug.ops.certified.kernels.tier import quantized_blocks
@@ -48,6 +50,7 @@ def choose_blocks(
     left_sums,
     counts,
     head_lse,
+    needs,
     block_list,
     promoted_sums,
     changes,
@@ -103,7 +106,6 @@ def choose_blocks(
     in_heads = g < GROUP
     row_g = group * GROUP + g
     logs_at = scores.logs + row_g * N
-    delta_at = scores.delta + row_g * N
     summary_at = tier.summary + group * N * R.SUMMARY_FIELDS
     every = tl.arange(0, SEARCH.TILE)
     eta_every, query = every, every
@@ -129,18 +131,23 @@ def choose_blocks(
         last_use = tl.load(used_at, mask=ways, other=0, cache_modifier=".cg")
         clock = tl.load(clock_at, mask=mine, other=0, cache_modifier=".cg")
         now = tl.max(clock, 0).to(tl.int32) + 1
-    norm, rest = head_norms(splits.lse, row_g, in_heads, pieces, PROGRAMS.SPLITS)
+    if SEARCH.NEEDS:
+        norm_at = head_lse + row_g * R.HEAD_FIELDS + R.HEAD_LSE
+        norm = tl.load(norm_at, mask=in_heads, other=float("-inf"))
+        rest_at = head_lse + row_g * R.HEAD_FIELDS + R.HEAD_REST_LSE
+        rest = tl.load(rest_at, mask=in_heads, other=float("-inf"))
+    else:
+        norm, rest = head_norms(splits.lse, row_g, in_heads, pieces, PROGRAMS.SPLITS)
     empty = norm == float("-inf")
     shown = tl.where(empty, 0.0, norm)
     rest_mass = tl.where(empty, 1.0, tl.exp2(rest - shown))
-    if chunk == 0:
+    if (chunk == 0) and not SEARCH.NEEDS:
         tl.store(head_lse + row_g * R.HEAD_FIELDS + R.HEAD_LSE, norm, mask=in_heads)
         tl.store(head_lse + row_g * R.HEAD_FIELDS + R.HEAD_REST_LSE, rest, mask=in_heads)
-    key_threshold, value_threshold, climbed, block_scores, order = choose(
+    key_threshold, value_threshold, block_scores, order = choose(
         head_at=scores.logs + group * GROUP * N,
         N=N,
         logs_at=logs_at,
-        delta_at=delta_at,
         summary_at=summary_at,
         norm=shown,
         rest_mass=rest_mass,
@@ -221,11 +228,14 @@ def choose_blocks(
     there = j < blocks
     mask = there[:, None] & in_heads[None, :]
     log = tl.load(logs_at[None, :] + j[:, None], mask=mask, other=float("-inf"))
-    delta = tl.load(delta_at[None, :] + j[:, None], mask=mask, other=0.0)
+    delta = tl.load(scores.delta + row_g[None, :] * N + j[:, None], mask=mask, other=0.0)
     noise = tl.load(scores.noise + row_g[None, :] * N + j[:, None], mask=mask, other=0.0)
+    square_at = scores.squares + row_g[None, :] * N + j[:, None]
+    square = tl.load(square_at, mask=mask, other=float("-inf"))
     eta = tl.load(summary_at + j * R.SUMMARY_FIELDS + R.ETA, mask=there, other=0.0)
-    nu = tl.load(summary_at + j * R.SUMMARY_FIELDS + R.NU, mask=there, other=0.0)
+    moved = query_norms(q, q_strides, b, h * GROUP, scale, GP, SHAPE)
     mass = tl.exp2(log - shown[None, :])
+    root = tl.exp2(square * 0.5 - shown[None, :]) + R.SQUARE_FLOOR
     keys, values, worthy, spot = marked(
         score=score_of(mass),
         eta=eta,
@@ -238,14 +248,32 @@ def choose_blocks(
         explore=choice.explore,
         EXPLORES=SEARCH.EXPLORES,
     )
-    over, under, plain, grown, left, error, reach, largest, loudest, widest = block_sums(
-        log=log, delta=delta, noise=noise, eta=eta, nu=nu, mass=mass, keys=keys
+    climbed = 0
+    if SEARCH.NEEDS:
+        need_at = needs + row_g[None, :] * N + j[:, None]
+        need = tl.load(need_at, mask=mask, other=float("-inf"))
+        least = tl.load(head_lse + row_g * R.HEAD_FIELDS + R.HEAD_NEED, mask=in_heads, other=0.0)
+        wanted = (need >= least[None, :]) & mask
+        needed = there & (tl.max(wanted.to(tl.int32), 1) > 0)
+        climbed = tl.max(needed.to(tl.int32), 0)
+        keys, values, spot = keys | needed, values | needed, spot & ~needed
+    change, under, shift, plain, left, error, reach, largest, loudest, widest = block_sums(
+        log=log,
+        delta=delta,
+        noise=noise,
+        summary_at=summary_at,
+        j=j,
+        there=there,
+        mass=mass,
+        root=root,
+        moved=moved,
+        keys=keys,
     )
     at = left_sums + row_g * (R.LEFT_FIELDS * CHUNKS) + chunk
-    tl.store(at + R.LEFT_OVER * CHUNKS, over, mask=in_heads)
+    tl.store(at + R.LEFT_CHANGE * CHUNKS, change, mask=in_heads)
     tl.store(at + R.LEFT_UNDER * CHUNKS, under, mask=in_heads)
     tl.store(at + R.LEFT_NORM * CHUNKS, plain, mask=in_heads)
-    tl.store(at + R.LEFT_GROWN * CHUNKS, grown, mask=in_heads)
+    tl.store(at + R.LEFT_MOVED * CHUNKS, shift, mask=in_heads)
     tl.store(at + R.LEFT_MASS * CHUNKS, left, mask=in_heads)
     tl.store(at + R.LEFT_ERROR * CHUNKS, error, mask=in_heads)
     tl.store(at + R.LEFT_REACH * CHUNKS, reach, mask=in_heads)
@@ -258,7 +286,7 @@ def choose_blocks(
     tl.store(at + R.COUNT_KEYS * CHUNKS, promoted)
     tl.store(at + R.COUNT_VALUES * CHUNKS, whole)
     tl.store(at + R.COUNT_WORTHY * CHUNKS, tl.sum(worthy.to(tl.int32), 0))
-    tl.store(at + R.COUNT_EXPANDED * CHUNKS, climbed)
+    tl.store(at + R.COUNT_NEEDED * CHUNKS, climbed)
     if READERS > 0:
         tl.store(at + R.COUNT_DIGEST * CHUNKS, set_digest(j, values, keys))
 

@@ -79,6 +79,7 @@ def finish(
     read_digest,
     value_budget,
     tolerance,
+    cap,
     unit_p,
     unit,
     S,
@@ -116,12 +117,12 @@ def finish(
     promoted_i = tl.load(at + R.COUNT_KEYS * CHUNKS)
     whole_i = tl.load(at + R.COUNT_VALUES * CHUNKS)
     worthy_i = tl.load(at + R.COUNT_WORTHY * CHUNKS)
-    climbed = tl.load(counts + group * (R.COUNT_FIELDS * CHUNKS) + R.COUNT_EXPANDED * CHUNKS)
+    climbed_i = tl.load(at + R.COUNT_NEEDED * CHUNKS)
     at = left_sums + row * (R.LEFT_FIELDS * CHUNKS) + i
-    over = tl.load(at + R.LEFT_OVER * CHUNKS)
+    change = tl.load(at + R.LEFT_CHANGE * CHUNKS)
     under = tl.load(at + R.LEFT_UNDER * CHUNKS)
     plain = tl.load(at + R.LEFT_NORM * CHUNKS)
-    grown = tl.load(at + R.LEFT_GROWN * CHUNKS)
+    moved = tl.load(at + R.LEFT_MOVED * CHUNKS)
     left = tl.load(at + R.LEFT_MASS * CHUNKS)
     error = tl.load(at + R.LEFT_ERROR * CHUNKS)
     reach_i = tl.load(at + R.LEFT_REACH * CHUNKS)
@@ -134,6 +135,7 @@ def finish(
     held = tl.load(at + R.PROMOTED_NORM * PIECES)
     value = tl.load(at + R.PROMOTED_ERROR * PIECES)
     tops = tl.load(at + R.PROMOTED_TOP * PIECES)
+    before = tl.load(at + R.PROMOTED_BEFORE * PIECES)
     rough_rank, rough_block, exact_rank, exact_block = exact, exact, exact, exact
     if DEPTH > 0:
         rough_rank, rough_block, exact_rank, exact_block = _load_ranks(
@@ -168,9 +170,10 @@ def finish(
     exact, held = tl.where(some, exact, float("-inf")), tl.where(some, held, 0.0)
     value, tops = tl.where(some, value, 0.0), tl.where(some, tops, float("-inf"))
     part = tl.where(some[:, None], part, 0.0)
+    before = tl.where(some, before, 0.0)
     whole, worthy = tl.sum(whole_i, 0), tl.sum(worthy_i, 0)
-    over, under, plain = tl.sum(over, 0), tl.sum(under, 0), tl.sum(plain, 0)
-    grown = tl.sum(grown, 0)
+    change, under, plain = tl.sum(change, 0), tl.sum(under, 0), tl.sum(plain, 0)
+    moved, climbed = tl.sum(moved, 0), tl.max(climbed_i, 0) * R.NEEDED
     left, error = tl.sum(left, 0), tl.sum(error, 0)
     largest, noise, widest = tl.max(largest, 0), tl.max(noise, 0), tl.max(widest, 0)
     has_nan = tl.max((reach_i != reach_i).to(tl.int32), 0) > 0
@@ -203,29 +206,53 @@ def finish(
     tl.store(lse + row, result * R.LN2)
 
     ratio = here / divisor
-    held = tl.sum(weight * held, 0) / divisor
-    held += rest_norm * (tl.exp2(rest - shift) / divisor)
-    key = key_bound(
-        over=over * ratio,
-        under=under * ratio,
-        plain=plain * ratio,
-        grown=grown * ratio,
-        mass=left * ratio,
-        exact=held,
-    )
+    mass_rest = tl.exp2(rest - shift) / divisor
+    mass_exact = tl.sum(weight, 0) / divisor + mass_rest
+    held = tl.sum(weight * held, 0) / divisor + rest_norm * mass_rest
+    pieces_top = tl.exp2(tops - shift) / divisor
+    taken = tl.sum(before * pieces_top, 0) * R.CARE
+    after = (held + plain * ratio) * R.CARE
+    before = taken + (rest_norm * mass_rest + plain * ratio) * R.CARE
     value = (error * ratio + tl.sum(weight * value, 0) / divisor) * R.CARE
+    # Sums of probabilities and values, of the pass and of what promotion changes.
+    longest = tl.maximum(blocks // splits, promoted // PIECES) + 1
+    chain = longest * (BLOCK // R.CHAIN_TOKENS) + R.CHAIN_EXTRA + splits
+    sums = 4 * unit_p + (4 * chain) * R.CHAIN_SLACK
+    around = (tl.maximum(after, before) * sums + unit * size) * R.CARE + R.ROUND_FLOOR
+    wide = tl.maximum(widest, rest_widest) * R.CARE
+    vanishing = (longest * BLOCK) * (unit_p * R.VANISHING_SHARE)
+    around += vanishing * wide * (ratio + 2 * tl.sum(pieces_top, 0))
+    # What promotion leaves behind of the pass, whose scores were not bit for bit its own.
+    pair = noise * ((D + R.PAIR_EXTRA) / (D + R.DOT_EXTRA)) + cap * R.CAP_SLACK
+    behind = taken * (tl.exp2(pair) - 1 + R.EXP2_SLACK)
+    around += tl.where(taken == 0, 0.0, behind)
+    centre = tl.minimum(size + value + around, after)
+    # Scores of what is read exactly: e^x - 1 is at most x (1 + x) where x is at most 1.
+    noise = tl.maximum(noise, rest_reach * ((D + R.DOT_EXTRA) * R.DOT_SLACK))
+    noise = (noise * R.READ_SHARE + cap * R.CAP_SLACK) * R.LN2
+    noise = tl.where(noise <= 1, noise * (1 + noise), float("inf"))
+    loss = mass_exact * noise
+    key = key_bound(
+        change=change * ratio,
+        under=under * ratio,
+        moved=moved * ratio,
+        centre=centre,
+        loss=loss,
+    )
+    remains = 1 - under * ratio - loss
+    moves = (held + mass_exact * centre) * noise * R.CARE
+    apart = 2 * wide  # two means of values, whatever the weights
+    around += tl.where(remains > 0, tl.minimum(moves / remains, apart), apart)
     growth = tl.exp2(2 * largest)
     paper = 2 * widest * growth * (left * ratio) * (growth - 1) * R.CARE
     paper = tl.where(left * ratio == 0, 0.0, paper)
-    widest = tl.maximum(widest, rest_widest)
-    rest_noise = rest_reach * ((D + R.DOT_EXTRA) * R.DOT_SLACK)
-    noise = tl.maximum(noise, rest_noise) * R.LN2
-    chain = (blocks // splits + 1) * (BLOCK // R.CHAIN_TOKENS) + R.CHAIN_EXTRA + splits
-    sums = 4 * unit_p * tl.maximum(ratio, 1.0) + (2 * chain) * R.CHAIN_SLACK * (1 + ratio)
-    around = _rounding(widest, noise, sums, size, unit)
 
     fits = key + value + around < float("inf")
-    fits = fits & (key + value + around <= tolerance) & (value <= value_budget)
+    # Of the norm of what is returned, which is rounded. Where it is a mean of nothing it is exact.
+    limit = tolerance * (size * (1 - 2 * unit) / R.CARE)
+    free = (tolerance == float("inf")) | (seen == 0) | (wide <= R.VANISHED)
+    limit = tl.where(free, float("inf"), limit)
+    fits = fits & (key + value + around <= limit) & (value <= value_budget)
     rung = climbed | tl.where(worthy > 0, R.VALUES, 0)
     rung |= tl.where(agree, 0, R.RANKING) | tl.where(safe, 0, R.BOUNDARY)
     rung |= tl.where(fits | (blocks == 0), 0, R.BOUND) | tl.where(
@@ -244,7 +271,7 @@ def finish(
     tl.store(at + R.BOUND_VALUE_BEFORE, value)
     tl.store(at + R.BOUND_PAPER, paper)
     if telemetry is not None:
-        saved = ~again & ~(paper + value + around <= tolerance)
+        saved = ~again & ~(paper + value + around <= limit)
         _record(
             at=telemetry + (group * telemetry_rows + head % GROUP) * R.TELEMETRY_FIELDS,
             rung=rung,
@@ -266,7 +293,7 @@ def finish(
 def _record(at, rung, again, key, value, around, saved, key_tokens, value_tokens):
     """Add one step to a head's telemetry (`TELEMETRY`)."""
     f = tl.arange(0, R.TELEMETRY_FIELDS)
-    bit = tl.where(f == R.T_EXPANDED, R.EXPANDED, 0) + tl.where(f == R.T_VALUES, R.VALUES, 0)
+    bit = tl.where(f == R.T_NEEDED, R.NEEDED, 0) + tl.where(f == R.T_VALUES, R.VALUES, 0)
     bit += tl.where(f == R.T_HEAD, R.HEAD, 0)
     more = tl.where(f == R.T_ROW, R.ROW, 0) + tl.where(f == R.T_RANKING, R.RANKING, 0)
     bit += more + tl.where(f == R.T_BOUNDARY, R.BOUNDARY, 0)

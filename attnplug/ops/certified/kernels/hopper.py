@@ -48,19 +48,22 @@ def _capped(s, cap):
 
 @gluon.jit
 def _metadata(meta_at, summary_at, check_at, j, last, D: gl.constexpr, PL: gl.constexpr):
-    """Of blocks j [8] below `last`: words of scales and of zeros [8, D/2], eta, nu and the second
-    check word [8]."""
+    """Of blocks j [8] below `last`: words of scales and of zeros [8, D/2], those of the summary,
+    weighted and summed, and the second check word [8]."""
     there = j < last
     c = gl.arange(0, D // 2, layout=gl.SliceLayout(0, PL))
     at = meta_at + j.to(gl.int64)[:, None] * D + c[None, :]
     scales = gl.load(at, mask=there[:, None], other=0)
     zeros = gl.load(at + D // 2, mask=there[:, None], other=0)
-    eta = gl.load(summary_at + j.to(gl.int64) * R.SUMMARY_FIELDS + R.ETA, mask=there, other=0)
-    nu = gl.load(summary_at + j.to(gl.int64) * R.SUMMARY_FIELDS + R.NU, mask=there, other=0)
+    at = summary_at + j.to(gl.int64) * R.SUMMARY_FIELDS
+    summed = gl.load(at + R.ETA, mask=there, other=0)
+    summed += 7 * gl.load(at + R.NU, mask=there, other=0)
+    summed += 13 * gl.load(at + R.KEY_SPECTRUM, mask=there, other=0)
+    summed += 19 * gl.load(at + R.VALUE_SPECTRUM, mask=there, other=0)
     stored = gl.load(
         check_at + j.to(gl.int64) * R.CHECK_FIELDS + R.CHECK_PREPARE, mask=there, other=0
     )
-    return scales, zeros, eta, nu, stored
+    return scales, zeros, summed, stored
 
 
 @gluon.jit
@@ -102,10 +105,10 @@ def _prepare(
     for block in range(first, last, 8):
         j = block + n
         there = j < last
-        scales, zeros, eta, nu, stored = ahead
+        scales, zeros, summed, stored = ahead
         ahead = _metadata(meta_at, summary_at, check_at, j + 8, last, D, PL)
         words = gl.sum((1 + 2 * c)[None, :] * (scales + 3 * zeros), 1)
-        words += R.CHECK_SEED + R.CHECK_STEP * j + eta + 7 * nu
+        words += R.CHECK_SEED + R.CHECK_STEP * j + summed
         wrong += (there & (words != stored)).to(gl.int32)
 
         z = channels_first(halves(zeros, D), 8, D)
@@ -287,6 +290,7 @@ def attend_blocks(
         scales = gl.load(scales_at + at * D)
         zero = gl.load(base_at + at, mask=in_group, other=0.0)
         held = gl.full([8], 0.0, gl.float32, ROW)
+        held_squares = gl.full([8], 0.0, gl.float32, ROW)
         for _part in range(PARTS):
             mbarrier.wait(full.index(slot), phase)
             codes = k_ring.index(slot).load(LAYOUTS.key_words)
@@ -324,6 +328,8 @@ def attend_blocks(
             mass = gl.convert_layout(gl.sum(p, 1), ROW)
             total = total * decay + mass
             held = held * decay + mass
+            squares = gl.convert_layout(gl.sum(p * p, 1), ROW)
+            held_squares = held_squares * (decay * decay) + squares
             values = value_tile(words, low_words, high_words, STEP, D)
             weights = gl.convert_layout(
                 gl.permute(p.to(gl.float16), (1, 0)), gl.DotOperandLayout(1, S_MMA, 2)
@@ -332,6 +338,8 @@ def attend_blocks(
             acc = mma_v2(values, weights, acc)
         shift = gl.where(top == float("-inf"), 0.0, top)
         gl.store(scores.logs + row.to(gl.int64) * N + j, shift + gl.log2(held), mask=in_group)
+        square = 2 * shift + gl.log2(held_squares)
+        gl.store(scores.squares + row.to(gl.int64) * N + j, square, mask=in_group)
 
     if PDL:
         gl.inline_asm_elementwise(

@@ -147,6 +147,7 @@ def read_blocks(
     top = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     held = tl.zeros([ROWS], tl.float32)
+    held_before = tl.zeros([ROWS], tl.float32)
     error_held = tl.zeros([ROWS], tl.float32)
     acc_low = tl.zeros([ROWS, CP], tl.float32)
     acc_high = tl.zeros([ROWS, CP], tl.float32)
@@ -195,7 +196,6 @@ def read_blocks(
         bias = tl.load(scores.base + row * N + block, mask=in_group, other=0.0)
         limit = tl.load(scores.delta + row * N + block, mask=in_group, other=0.0)
         eta_b = tl.load(summary_at + block * R.SUMMARY_FIELDS + R.ETA)
-        nu_b = tl.load(summary_at + block * R.SUMMARY_FIELDS + R.NU)
         bits, codes, key = arrived(bits, PDL), arrived(codes, PDL), arrived(key, PDL)
         value_codes = arrived(value_codes, PDL)
         low_words, high_words = arrived(low_words, PDL), arrived(high_words, PDL)
@@ -226,7 +226,6 @@ def read_blocks(
         top = best
         mass_r = tl.sum(p, 1)
         total = total * decay + mass_r
-        held = held * decay + mass_r * tl.where(whole > 0, nu_b, nu_b + eta_b)
         error_held = error_held * decay + tl.where(whole > 0, 0.0, mass_r * eta_b)
         block_r = block.to(tl.float32) + mass_r * 0
         (
@@ -277,6 +276,9 @@ def read_blocks(
         value_low = values_of(value_codes & 15, low_words, BLOCK, CP)
         acc_low = split_dot(change, value_low.to(PV), acc_low * decay[:, None], PV, PARTS)
         value_high = values_of(value_codes >> 4, high_words, BLOCK, CP)
+        lengths = tl.sqrt(tl.sum(value_low * value_low, 1) + tl.sum(value_high * value_high, 1))
+        held = held * decay + tl.sum(p * (lengths + eta_b)[None, :], 1)
+        held_before = held_before * decay + tl.sum(old * lengths[None, :], 1)
         acc_high = split_dot(change, value_high.to(PV), acc_high * decay[:, None], PV, PARTS)
         if whole > 0:
             if scratch is None:
@@ -317,6 +319,7 @@ def read_blocks(
     tl.store(at + R.PROMOTED_NORM * pieces, held / divisor, mask=in_group)
     tl.store(at + R.PROMOTED_ERROR * pieces, error_held / divisor, mask=in_group)
     tl.store(at + R.PROMOTED_TOP * pieces, top, mask=in_group)
+    tl.store(at + R.PROMOTED_BEFORE * pieces, held_before, mask=in_group)
     if DEPTH > 0:
         _store_rank(at, 0, pieces, rough0, rough_block0, exact0, exact_block0, in_group)
     if DEPTH > 1:

@@ -19,7 +19,8 @@ WAVES = 1
 
 @triton.jit
 def _quantize_key_tile(key, seen, in_width, d):
-    """Keys [BLOCK, DP] -> (codes, scale bits, zero bits, their parts of check0 and check1)."""
+    """Keys [BLOCK, DP] -> (codes, scale bits, zero bits, errors, their parts of check0 and
+    check1)."""
     finite = seen[:, None] & (tl.abs(key) < float("inf"))
     bad = tl.sum((seen[:, None] & ~(tl.abs(key) < float("inf"))).to(tl.int32), 0)
     low = tl.min(tl.where(finite, key, float("inf")), 0)
@@ -48,13 +49,15 @@ def _quantize_key_tile(key, seen, in_width, d):
     first += tl.sum(tl.where(in_width, raw << 16 * (d % 2), 0), 0)
     words = (raw + 3 * (zero_bits & 0xFFFF)) << 16 * (d % 2)
     second = tl.sum(tl.where(in_width, (1 + 2 * (d // 2)) * words, 0), 0)
-    return codes, scale_bits, zero_bits, first, second
+    error = tl.where(seen[:, None], key - (codes.to(tl.float32) * scale + zero), 0.0)
+    error = tl.where(in_width[None, :], error, 0.0)
+    return codes, scale_bits, zero_bits, error, first, second
 
 
 @triton.jit
 def _quantize_value_tile(value, seen, in_groups, weight):
-    """Values [BLOCK, groups, 16] -> (codes, words, check0's part of the words, squared errors and
-    squared norms [BLOCK])."""
+    """Values [BLOCK, groups, 16] -> (codes, words, check0's part of the words, errors, squared
+    norms [BLOCK])."""
     low = tl.min(value, 2)
     high = tl.max(value, 2)
     has_nan = tl.sum((value != value).to(tl.int32), 2) > 0  # a minimum may drop a NaN
@@ -70,13 +73,37 @@ def _quantize_value_tile(value, seen, in_groups, weight):
     keep = seen[:, None] & in_groups[None, :]
     codes = tl.where(keep[:, :, None], codes, 0)
     error = value - (codes.to(tl.float32) * step[:, :, None] + base[:, :, None])
-    squares = tl.sum(tl.sum(tl.where(keep[:, :, None], error * error, 0.0), 2), 1)
+    error = tl.where(keep[:, :, None], error, 0.0)
     norms = tl.sum(tl.sum(tl.where(keep[:, :, None], value * value, 0.0), 2), 1)
     scale_bits = scale.to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
     zero_bits = zero.to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
     words = tl.where(keep, scale_bits | (zero_bits << 16), 0)
     part = tl.sum(tl.sum(words * weight[None, :], 1), 0)
-    return codes, words, part, squares, norms
+    return codes, words, part, error, norms
+
+
+@triton.jit
+def _spectral_norm(low, high, TWO: tl.constexpr):
+    """`quantize_kv._spectral_norm` of errors [BLOCK, n], `high` beside `low` with TWO; and the
+    length of the longest row. NaN and infinity give infinity."""
+    squares = tl.sum(low * low, 1)
+    if TWO:
+        squares += tl.sum(high * high, 1)
+    bad = tl.sum((~(squares < float("inf"))).to(tl.int32), 0) > 0
+    longest = tl.sqrt(tl.max(squares, 0))
+    factor = tl.where((longest > 0) & ~bad, 1 / tl.maximum(longest, 1e-30), 0.0)
+    near = (low * factor).to(tl.float16)  # no entry is above 1, here and in the product
+    gram = tl.dot(near, near.T)
+    if TWO:
+        near = (high * factor).to(tl.float16)
+        gram = tl.dot(near, near.T, gram)
+    half = gram.to(tl.float16)
+    fourth = tl.dot(half, half)
+    square = tl.sqrt(tl.sum(tl.sum(fourth * fourth, 1), 0))
+    square = tl.sqrt(square + R.SPECTRAL_SLACK * tl.sum(tl.sum(gram * gram, 1), 0))
+    square += R.SPECTRAL_SLACK * tl.sum(squares * (factor * factor), 0)
+    norm = longest * tl.sqrt(square) * R.CARE + R.MEASURED_FLOOR
+    return tl.where(bad, float("inf"), norm), longest
 
 
 @triton.jit
@@ -133,7 +160,10 @@ def _quantize(
         block = (b * tl.num_programs(1) + h) * N + j
         loadable = seen[:, None] & in_width[None, :]
         key = tl.load(k_at + tokens[:, None] * k_s, mask=loadable, other=0.0).to(tl.float32)
-        codes, scale_bits, zero_bits, first, second = _quantize_key_tile(key, seen, in_width, d)
+        codes, scale_bits, zero_bits, error, first, second = _quantize_key_tile(
+            key, seen, in_width, d
+        )
+        of_keys, _longest = _spectral_norm(error, error, False)
         code_at = k_codes + block * (BLOCK * D) + n[:, None] * D + d[None, :]
         tl.store(code_at, codes.to(tl.int8), mask=in_width[None, :])
         tl.store(k_meta + block * (2 * D) + d, scale_bits.to(tl.int16), mask=in_width)
@@ -146,17 +176,20 @@ def _quantize(
         high_mask = seen[:, None, None] & high_groups[None, :, None]
         low_value = tl.load(token_at, mask=low_mask, other=0.0).to(tl.float32)
         high_value = tl.load(token_at + COLUMNS, mask=high_mask, other=0.0).to(tl.float32)
-        low_codes, low_words, part, squares, norms = _quantize_value_tile(
+        low_codes, low_words, part, low_error, norms = _quantize_value_tile(
             low_value, seen, low_groups, 1 + 2 * g
         )
         first += part
-        high_codes, high_words, part, more_squares, more_norms = _quantize_value_tile(
+        high_codes, high_words, part, high_error, more_norms = _quantize_value_tile(
             high_value, seen, high_groups, 3 + 6 * g
         )
-        error = tl.sqrt(squares + more_squares)
+        low_error = tl.reshape(low_error, [BLOCK, HALF_P * 16])
+        high_error = tl.reshape(high_error, [BLOCK, HALF_P * 16])
+        of_values, longest = _spectral_norm(low_error, high_error, True)
         norm = tl.sqrt(norms + more_norms)
-        bad = tl.sum((~((error < float("inf")) & (norm < float("inf")))).to(tl.int32), 0) > 0
-        eta = tl.where(bad, float("inf"), tl.max(error, 0) * R.CARE + R.MEASURED_FLOOR)
+        bad = tl.sum((~(norm < float("inf"))).to(tl.int32), 0) > 0
+        bad = bad | (of_values == float("inf"))
+        eta = tl.where(bad, float("inf"), longest * R.CARE + R.MEASURED_FLOOR)
         nu = tl.where(bad, float("inf"), tl.max(norm, 0) * R.CARE + R.MEASURED_FLOOR)
         codes_v = low_codes | (high_codes << 4)
         weight = tl.where(low_groups[:, None], (1 + 2 * (channel // 4)) << 8 * (channel % 4), 0)
@@ -168,12 +201,16 @@ def _quantize(
         tl.store(word_at + HALF, high_words, mask=low_groups[None, :])
         tl.store(summary + block * R.SUMMARY_FIELDS + R.ETA, eta)
         tl.store(summary + block * R.SUMMARY_FIELDS + R.NU, nu)
+        tl.store(summary + block * R.SUMMARY_FIELDS + R.KEY_SPECTRUM, of_keys)
+        tl.store(summary + block * R.SUMMARY_FIELDS + R.VALUE_SPECTRUM, of_values)
         check_at = check + block * R.CHECK_FIELDS
         # Constants on the right: the interpreter makes a constant of what stands at one's right.
         seed = j * R.CHECK_STEP + R.CHECK_SEED
         tl.store(check_at + R.CHECK_PASS, seed + first)
         second += seed + eta.to(tl.int32, bitcast=True)
         second += 7 * nu.to(tl.int32, bitcast=True)
+        second += 13 * of_keys.to(tl.int32, bitcast=True)
+        second += 19 * of_values.to(tl.int32, bitcast=True)
         tl.store(check_at + R.CHECK_PREPARE, second)
 
 

@@ -34,14 +34,35 @@ def set_digest(j, values, keys):
 
 
 @triton.jit
-def key_bound(over, under, plain, grown, mass, exact):
+def key_bound(change, under, moved, centre, loss):
     """The tight bound of `reference.key_bound`."""
-    up = over / (1 + over)
-    down = under / (1 - under)
-    tight = exact * tl.maximum(up, down) + grown / (1 - under) - plain
-    tight += tl.maximum(0.0, up - down) * plain + plain * R.SUM_SLACK
-    tight = tl.where(under < 1, tight * R.CARE, float("inf"))
-    return tl.where(mass == 0, 0.0, tight)
+    left = 1 - under - loss
+    tight = tl.where(left > 0, (moved + change * centre) / left * R.CARE, float("inf"))
+    return tl.where(change == 0, 0.0, tight)
+
+
+@triton.jit
+def query_norms(q, q_strides, b, first_head, scale, GP: tl.constexpr, SHAPE: tl.constexpr):
+    """At least the norms of the queries [GP] of a KV head's group, times the scale's size, to the
+    base e."""
+    q_b, q_h = q_strides
+    g = tl.arange(0, GP)
+    d = tl.arange(0, SHAPE.DP)
+    at = q + b * q_b + (first_head + g).to(tl.int64)[:, None] * q_h + d[None, :]
+    mask = (g < SHAPE.GROUP)[:, None] & (d < SHAPE.D)[None, :]
+    query = tl.load(at, mask=mask, other=0.0).to(tl.float32) * scale
+    widest = tl.max(tl.abs(query), 1)  # squares relative to it: its own may vanish
+    query = query / tl.where(widest > 0, widest, 1.0)[:, None]
+    return tl.sqrt(tl.sum(query * query, 1)) * widest * (R.LN2 * R.CARE)
+
+
+@triton.jit
+def weight_change(mass, root, delta, noise, moved):
+    """`reference._change`, of deviations to the base 2; `moved` to the base e."""
+    up = tl.exp2(delta)
+    most = (mass + R.MASS_FLOOR) * (up - 1 + R.EXP2_SLACK)
+    change = tl.minimum(most, up * (root * moved + mass * noise * R.LN2))
+    return change, tl.minimum(change, mass * (1 - tl.exp2(-delta) + R.EXP2_SLACK))
 
 
 @triton.jit
@@ -83,79 +104,39 @@ def marked(
 
 
 @triton.jit
-def block_sums(log, delta, noise, eta, nu, mass, keys):
+def block_sums(log, delta, noise, summary_at, j, there, mass, root, moved, keys):
     """What the bounds need of some blocks [n, GP], promoted ones (`keys`) left out of the sums:
-    over, under, plain, grown, mass, error, reach and the largest delta, noise and norm
+    change, under, moved, norm, mass, error, reach and the largest delta, noise and norm
     (`left_sums` in records.py)."""
-    mass = tl.where(keys[:, None], 0.0, mass)
-    up = tl.exp2(delta)
+    at = summary_at + j * R.SUMMARY_FIELDS
+    eta = tl.load(at + R.ETA, mask=there, other=0.0)
+    nu = tl.load(at + R.NU, mask=there, other=0.0)
+    of_keys = tl.load(at + R.KEY_SPECTRUM, mask=there, other=0.0)
+    of_values = tl.load(at + R.VALUE_SPECTRUM, mask=there, other=0.0)
     high = tl.where(keys[:, None], float("-inf"), log + delta)
-    heavy = mass * nu[:, None]
-    over, under, plain, grown = _apart(
-        tl.sum(
-            _four(
-                mass * (up - 1 + R.EXP2_SLACK),
-                mass * (1 - tl.exp2(-delta) + R.EXP2_SLACK),
-                heavy,
-                heavy * up,
-            ),
-            0,
-        )
-    )
+    change, under = weight_change(mass, root, delta, noise, of_keys[:, None] * moved[None, :])
+    off = tl.minimum(mass * eta[:, None], root * of_values[:, None])
+    left = (there & ~keys)[:, None]
     is_nan = tl.where(high != high, 1.0, 0.0)
-    sums = tl.sum(_four(mass, mass * eta[:, None], is_nan, is_nan), 0)
-    left, error, is_nan, _ = _apart(sums)
+    sums = _four(
+        tl.where(left, change, 0.0),
+        tl.where(left, under, 0.0),
+        tl.where(left, change * nu[:, None], 0.0),
+        tl.where(left, mass * (nu + eta)[:, None], 0.0),
+    )
+    change, under, shift, norm = _apart(tl.sum(sums, 0))
+    sums = _four(tl.where(left, mass, 0.0), tl.where(left, off, 0.0), is_nan, is_nan)
+    total, error, is_nan, _ = _apart(tl.sum(sums, 0))
     wide = (eta + nu)[:, None] + mass * 0
     reach, largest, loudest, widest = _apart(tl.max(_four(high, delta, noise, wide), 0))
     reach = tl.where(is_nan > 0, float("nan"), reach)
-    return over, under, plain, grown, left, error, reach, largest, loudest, widest
-
-
-@triton.jit
-def _estimate(
-    logs_at,
-    delta_at,
-    summary_at,
-    norm,
-    key_threshold,
-    blocks,
-    in_group,
-    GP: tl.constexpr,
-    TILE: tl.constexpr,
-):
-    """The tight bound of each head if blocks with score >= `key_threshold` are promoted; how many
-    these are."""
-    i = tl.arange(0, TILE)
-    over = tl.zeros([GP], tl.float32)
-    under, plain, grown, left, widest = over, over, over, over, over
-    promoted = 0
-    for first in range(0, blocks, TILE):
-        j = first + i
-        there = j < blocks
-        mask = there[:, None] & in_group[None, :]
-        log = log_masses(logs_at, j, blocks, in_group)
-        score, mass = masses(log, summary_at, norm, j, blocks, False)
-        delta = tl.load(delta_at[None, :] + j[:, None], mask=mask, other=0.0)
-        eta = tl.load(summary_at + j * R.SUMMARY_FIELDS + R.ETA, mask=there, other=0.0)
-        nu = tl.load(summary_at + j * R.SUMMARY_FIELDS + R.NU, mask=there, other=0.0)
-        keys = there & (score >= key_threshold)
-        promoted += tl.sum(keys.to(tl.int32), 0)
-        a, b, c, d, e, _, _, _, _, f = block_sums(
-            log=mass, delta=delta, noise=delta, eta=eta, nu=nu, mass=mass, keys=keys
-        )
-        over += a
-        under += b
-        plain += c
-        grown += d
-        left += e
-        widest = tl.maximum(widest, f)
-    exact = (1 - tl.minimum(left, 1.0)) * widest
-    return key_bound(over, under, plain, grown, left, exact), promoted
+    return change, under, shift, norm, total, error, reach, largest, loudest, widest
 
 
 @triton.jit
 def merge_head(merged, splits, row, count, D: tl.constexpr, DP: tl.constexpr, COUNT: tl.constexpr):
-    """The sum of one head's `count` pieces, relative to their log-sum-exp."""
+    """The sum [DP] of one head's `count` pieces, relative to their log-sum-exp, left in
+    `merged`."""
     i = tl.arange(0, COUNT)
     lse = tl.load(splits.lse + row * count + i, mask=i < count, other=float("-inf"))
     top = tl.max(lse, 0)
@@ -173,6 +154,7 @@ def merge_head(merged, splits, row, count, D: tl.constexpr, DP: tl.constexpr, CO
         part = tl.load(part_at, mask=there[:, None] & (d < D)[None, :], other=0.0)
         acc += tl.sum(part * tl.exp2(one - shift)[:, None], 0)
     tl.store(merged + row * D + d, acc, mask=d < D)
+    return acc
 
 
 @triton.jit
@@ -195,7 +177,6 @@ def choose(
     head_at,
     N,
     logs_at,
-    delta_at,
     summary_at,
     norm,
     rest_mass,
@@ -206,8 +187,8 @@ def choose(
     GP: tl.constexpr,
     SEARCH: tl.constexpr,
 ):
-    """(score from which on keys are read exactly, and values, whether rung 1 was climbed, and with
-    SEARCH.ONE_SWEEP all blocks' scores and ranks). The log-masses lie at `head_at`, N for each
+    """(score from which on keys are read exactly, and values, and with SEARCH.ONE_SWEEP all
+    blocks' scores and ranks). The log-masses lie at `head_at`, N for each
     head; `logs_at` is where each head's begin. `choice` is a `Choice`."""
     coverage = tl.zeros([GP], tl.float32) + choice.coverage
     least, most = choice.least, choice.most
@@ -223,7 +204,7 @@ def choose(
             GP=GP,
             TILE=SEARCH.TILE,
         )
-    else:
+    elif SEARCH.PROMOTES:
         key_threshold = search(
             logs_at=logs_at,
             summary_at=summary_at,
@@ -242,39 +223,9 @@ def choose(
             COVERS=SEARCH.COVERS,
         )
         scores, order = key_threshold, key_threshold
-    climbed = 0
-    if SEARCH.EXPANDS:
-        bound, promoted = _estimate(
-            logs_at=logs_at,
-            delta_at=delta_at,
-            summary_at=summary_at,
-            norm=norm,
-            key_threshold=key_threshold,
-            blocks=blocks,
-            in_group=in_group,
-            GP=GP,
-            TILE=SEARCH.TILE,
-        )
-        loose = tl.sum((in_group & ~(bound <= choice.key_tolerance)).to(tl.int32), 0)
-        if loose > 0:
-            climbed = 1
-            key_threshold = search(
-                logs_at=logs_at,
-                summary_at=summary_at,
-                norm=norm,
-                rest_mass=rest_mass,
-                coverage=coverage,
-                least=least,
-                most=2 * most,
-                target=2 * tl.maximum(promoted, least),
-                blocks=blocks,
-                in_group=in_group,
-                GP=GP,
-                TILE=SEARCH.TILE,
-                HELD=SEARCH.HELD,
-                BUDGET=False,
-                COVERS=SEARCH.COVERS,
-            )
+    else:
+        key_threshold = tl.min(norm * 0, 0) + float("inf")
+        scores, order = key_threshold, key_threshold
     value_threshold = tl.log2(choice.v_tol + R.LOG_FLOOR)
     if SEARCH.BUDGETED:
         total = tl.zeros([GP], tl.float32)
@@ -301,4 +252,4 @@ def choose(
             COVERS=True,
         )
         value_threshold = tl.minimum(value_threshold, budget_threshold)
-    return key_threshold, value_threshold, climbed, scores, order
+    return key_threshold, value_threshold, scores, order
