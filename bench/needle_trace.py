@@ -33,6 +33,7 @@ THRESHOLD = 0.1
 RESULTS = Path(__file__).parent / "results"
 METHODS = {
     "stream": "stream(top_k={k}, block=16)",
+    "bounds": "stream(top_k={k}, block=16, search='bounds')",
     "momo": "momo(top_k={k}, block=16, query_block=64)",
     "gather": "gather(k={k}, sink=1, local=4)",
     "oracle": "the {k} blocks with most attention",
@@ -64,11 +65,13 @@ def layer_lists(call: AttentionCall, at: torch.Tensor) -> dict[tuple[str, int], 
     shape = (*call.k.shape[:2], -(-size // BLOCK), 2, call.k.shape[3])
     mass = masses(call, at)
     for k in BUDGETS:
-        steps = [
-            stream_mask(q[:, :, [j]], call.k[:, :, : at[j] + 1], top_k=k, block=BLOCK)[0]
-            for j in range(DIGITS)
-        ]
-        found["stream", k] = torch.cat(steps, 2)[0]
+        for method, search in (("stream", "branches"), ("bounds", "bounds")):
+            options = {"top_k": k, "block": BLOCK, "search": search}
+            steps = [
+                stream_mask(q[:, :, [j]], call.k[:, :, : at[j] + 1], **options)[0]
+                for j in range(DIGITS)
+            ]
+            found[method, k] = torch.cat(steps, 2)[0]
         index = select_blocks(
             q, call.k, torch.zeros(shape), torch.zeros(1, 2, dtype=torch.int32), scale=call.scale,
             block=BLOCK, top_k=k, sink=1, local=LOCAL, lengths=torch.tensor([int(at[-1]) + 1]),
@@ -132,7 +135,7 @@ def rows(samples: list[dict], tokens: int, heads: int) -> list[dict]:
     questions = ("needle-block-listed", "needle-block-first", "needle-attention-kept")
     for place, task in enumerate(questions):
         for method, name in METHODS.items():
-            if place == 1 and method not in ("stream", "oracle"):
+            if place == 1 and method not in ("stream", "bounds", "oracle"):
                 continue  # the others' lists are in another order
             for k in BUDGETS:
                 mean = bootstrap_mean([s["shares"][f"{method} {k}"][place] for s in samples])
