@@ -302,40 +302,44 @@ def test_refuses_gradients():
 
 
 @pytest.mark.gpu
-def test_a_million_tokens_times_sixteen():
+def test_a_million_tokens_times_sixteen(search):
     """Offsets past 2^31: each row's and head's needle is the first block of its last branch."""
     size = 1 << 20
     k = torch.zeros(8, 2, size, 128, dtype=torch.bfloat16, device="cuda")
     q = random(0, 8, 4, 1, 128, dtype=torch.bfloat16, whole=True).cuda()
     place = size // 32 * 31
     k[:, :, place + 5] = q[:, ::2, 0]
-    index, score = op.stream_mask(q, k)
+    index, score = op.stream_mask(q, k, search=search)
     assert index[:, ::2, 0, 0].eq(place // 64).all()
     assert torch.equal(score[:, ::2, 0, 0], q[:, ::2, 0].float().square().sum(-1))
 
 
 @pytest.mark.gpu
-def test_memory_is_linear_and_a_graph_replays():
-    """Nothing beside the outputs is allocated; a captured call follows the lengths."""
+def test_memory_is_linear_and_a_graph_replays(search):
+    """Nothing beside the outputs is allocated, and for bounds the summaries and four int32 for each
+    place of a list; a captured call follows the lengths."""
     used = []
     for size in (1 << 14, 1 << 16):
         q, k = (x.cuda() for x in pair(0, 1, 4, 2, size, size, dtype=torch.bfloat16))
         lengths = torch.tensor([size], device="cuda")
-        op.stream_mask(q, k, lengths=lengths)
+        op.stream_mask(q, k, lengths=lengths, search=search)
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        out = op.stream_mask(q, k, lengths=lengths)
+        out = op.stream_mask(q, k, lengths=lengths, search=search)
         used.append(torch.cuda.max_memory_allocated() - before)
-        assert used[-1] <= 1.1 * sum(x.numel() * x.element_size() for x in out) + 4096
+        room = sum(x.nbytes for x in out)
+        room += 4 * out[0].nbytes + 2 * k.nbytes // 64 if search == "bounds" else 0
+        assert used[-1] <= 1.1 * room + 4096
     assert used[1] <= 4.1 * used[0]
     q, k = (x.cuda() for x in pair(0, 1, 4, 2, 40, 300))
     lengths = torch.tensor([300], device="cuda")
-    op.stream_mask(q, k, lengths=lengths, **DEFAULTS)
+    options = DEFAULTS | {"search": search}
+    op.stream_mask(q, k, lengths=lengths, **options)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = op.stream_mask(q, k, lengths=lengths, **DEFAULTS)
+        out = op.stream_mask(q, k, lengths=lengths, **options)
     for length in (60, 300):
         lengths.fill_(length)
         graph.replay()
-        wanted = specified(q.cpu(), k.cpu(), lengths=torch.tensor([length]))
+        wanted = specified(q.cpu(), k.cpu(), lengths=torch.tensor([length]), search=search)
         same(tuple(x.cpu() for x in out), wanted[:2])
