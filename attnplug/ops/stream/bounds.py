@@ -9,6 +9,11 @@ from attnplug.ops.common.sizes import cdiv, next_power_of_two
 from attnplug.ops.stream.kernels import bounds as kernels
 
 LISTS, WIDER = kernels.LISTS.value, kernels.WIDER.value
+# What the first kernel takes of the arguments that all share.
+OF_KEYS = (
+    "k", "S", "lengths", "start", "key_mask", "k_strides", "mask_stride", "D", "DP", "BLOCK",
+    "LENGTH_STEP", "START_STEP",
+)  # fmt: skip
 
 
 class RankPlan(NamedTuple):
@@ -44,13 +49,11 @@ def launch_bounds(shared: dict[str, Any], plan: RankPlan | None = None) -> None:
         plan = rank_plan_for(shared["ROWS"], block, width, q.element_size(), top_k)
     summaries = k.new_empty((batch, kv_heads, blocks, 2, width))
     chosen = q.new_empty((batch, heads, slots, WIDER * top_k), dtype=torch.int32)
-    of_keys = {"k", "S", "lengths", "start", "key_mask", "k_strides", "mask_stride", "D", "DP"}
-    of_keys |= {"BLOCK", "LENGTH_STEP", "START_STEP"}
     kernels.summarise.run(
         grid=(blocks, kv_heads, batch),
         warmup=False,
         summaries=summaries,
-        **{name: shared[name] for name in of_keys},
+        **{name: shared[name] for name in OF_KEYS},
         num_warps=4,
     )
     together = min(next_power_of_two(group), LISTS)

@@ -191,7 +191,8 @@ def rank(
     negative = tl.minimum(mean, 0.0)
     allowed_at = block_mask
     if block_mask is not None:
-        allowed_at = (block_mask + b * allowed_b + h * allowed_h + i * allowed_q)[:, None]
+        to_block = b * allowed_b + h * allowed_h + i.to(tl.int64) * allowed_q
+        allowed_at = (block_mask + to_block)[:, None]
     after_at = after
     if after is not None:
         after_at = after + b * S
@@ -278,9 +279,8 @@ def rescore(
     if branches > 0:
         allowed_at = block_mask
         if block_mask is not None:
-            allowed_at = (
-                block_mask + b * allowed_b + h * allowed_h + program.to(tl.int64) * allowed_q
-            )
+            to_block = b * allowed_b + h * allowed_h + program.to(tl.int64) * allowed_q
+            allowed_at = block_mask + to_block
         mask_at = key_mask
         after_at = after
         if key_mask is not None:
