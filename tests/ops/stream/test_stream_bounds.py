@@ -119,8 +119,8 @@ def test_a_block_with_a_key_that_is_not_finite_is_looked_at(device_path, bad):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_means_of_many_queries_are_not_rounded(device_path, dtype):
-    """Block 4 is above blocks 0 to 3 by less than two 16-bit parts of a mean could tell, and one has
-    to go: the means are 1 + 2^-13 + 2^-21 and 1 + 2^-13."""
+    """Block 4 is above blocks 0 to 3 by less than two 16-bit parts of a mean could tell: the means
+    are 1 + 2^-13 + 2^-21 and 1 + 2^-13. One of the five has to go."""
     if device_path == ("cpu", "kernel") and dtype == torch.bfloat16:
         pytest.skip("Triton's interpreter cannot multiply bfloat16")
     q = torch.zeros(1, 1, 64, 64, dtype=dtype)
