@@ -11,9 +11,19 @@ from attnplug.ops.stream.kernels import bounds as kernels
 LISTS, WIDER = kernels.LISTS.value, kernels.WIDER.value
 # What the first kernel takes of the arguments that all share.
 OF_KEYS = (
-    "k", "S", "lengths", "start", "key_mask", "k_strides", "mask_stride", "D", "DP", "BLOCK",
-    "LENGTH_STEP", "START_STEP",
-)  # fmt: skip
+    "k",
+    "S",
+    "lengths",
+    "start",
+    "key_mask",
+    "k_strides",
+    "mask_stride",
+    "D",
+    "DP",
+    "BLOCK",
+    "LENGTH_STEP",
+    "START_STEP",
+)
 
 
 class RankPlan(NamedTuple):
@@ -38,17 +48,13 @@ def _without(shared: dict[str, Any], *names: str) -> dict[str, Any]:
     return {name: value for name, value in shared.items() if name not in names}
 
 
-def launch_bounds(shared: dict[str, Any], plan: RankPlan | None = None) -> None:
-    """Run the kernels with the arguments that both searches `share`, on a GPU or in Triton's
-    interpreter. They need memory for two numbers of k's dtype a block and channel, and for WIDER
-    int32 a place of a list."""
-    q, k, index = shared["q"], shared["k"], shared["index"]
-    (batch, heads, slots, top_k), (_, kv_heads, size, width) = index.shape, k.shape
-    block, group, blocks = shared["BLOCK"], shared["GROUP"], cdiv(size, shared["BLOCK"])
-    if plan is None:
-        plan = rank_plan_for(shared["ROWS"], block, width, q.element_size(), top_k)
+def _summaries(shared: dict[str, Any]) -> torch.Tensor:
+    """Max and min of the shown keys of every complete block, `[B, Hkv, NK, 2, D]` like k; max is
+    NaN where one of them is not finite. The other blocks are not written."""
+    k = shared["k"]
+    batch, kv_heads, size, width = k.shape
+    blocks = cdiv(size, shared["BLOCK"])
     summaries = k.new_empty((batch, kv_heads, blocks, 2, width))
-    chosen = q.new_empty((batch, heads, slots, WIDER * top_k), dtype=torch.int32)
     kernels.summarise.run(
         grid=(blocks, kv_heads, batch),
         warmup=False,
@@ -56,6 +62,20 @@ def launch_bounds(shared: dict[str, Any], plan: RankPlan | None = None) -> None:
         **{name: shared[name] for name in OF_KEYS},
         num_warps=4,
     )
+    return summaries
+
+
+def launch_bounds(shared: dict[str, Any], plan: RankPlan | None = None) -> None:
+    """Run the kernels with the arguments that both searches `share`, on a GPU or in Triton's
+    interpreter. They need memory for two numbers of k's dtype a block and channel, and for WIDER
+    int32 a place of a list."""
+    q, k, index = shared["q"], shared["k"], shared["index"]
+    (batch, heads, slots, top_k), (kv_heads, _, width) = index.shape, k.shape[1:]
+    if plan is None:
+        shape = shared["ROWS"], shared["BLOCK"], width, q.element_size()
+        plan = rank_plan_for(*shape, top_k)
+    summaries, group = _summaries(shared), shared["GROUP"]
+    chosen = q.new_empty((batch, heads, slots, WIDER * top_k), dtype=torch.int32)
     together = min(next_power_of_two(group), LISTS)
     unranked = "k", "index", "score", "key_mask", "before", "k_strides", "mask_stride", "KP"
     kernels.rank.run(
@@ -64,7 +84,7 @@ def launch_bounds(shared: dict[str, Any], plan: RankPlan | None = None) -> None:
         **_without(shared, *unranked),
         summaries=summaries,
         chosen=chosen,
-        N=blocks,
+        N=summaries.shape[2],
         slots=slots,
         TILE=plan.blocks,
         CP=max(2, next_power_of_two(WIDER * top_k)),

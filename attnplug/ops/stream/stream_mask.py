@@ -147,9 +147,20 @@ def _check_shape(q, label, tensor, names, ends):
 
 
 def _cpu(
-    q, k, query_block, block, top_k, budget, lengths, start, key_mask, block_mask, search, index,
+    q,
+    k,
+    query_block,
+    block,
+    top_k,
+    budget,
+    lengths,
+    start,
+    key_mask,
+    block_mask,
+    search,
+    index,
     score,
-):  # fmt: skip
+):
     lengths, start = rows_on_cpu(k, lengths, start)
     if budget is None:
         budget = torch.full((1, 1, index.shape[2]), top_k)
@@ -256,9 +267,21 @@ def _shared(
 
 
 def launch_stream_mask(
-    q, k, query_block, block, top_k, budget, lengths, start, key_mask, block_mask, search, index,
-    score, plan: Plan | RankPlan | None = None,
-):  # fmt: skip
+    q,
+    k,
+    query_block,
+    block,
+    top_k,
+    budget,
+    lengths,
+    start,
+    key_mask,
+    block_mask,
+    search,
+    index,
+    score,
+    plan: Plan | RankPlan | None = None,
+):
     """Run the kernels; tensors as in `stream_mask`, on a GPU or in Triton's interpreter. For
     branches they need memory beside the outputs only with a `key_mask`, two int32 a key."""
     if index.numel() == 0:
@@ -267,16 +290,22 @@ def launch_stream_mask(
         q, k, query_block, block, top_k, budget, lengths, start, key_mask, block_mask, index, score
     )
     if search == "bounds":
-        assert plan is None or isinstance(plan, RankPlan)
-        return launch_bounds(shared, plan)
-    (batch, heads, _, width), group = q.shape, shared["GROUP"]
+        assert not isinstance(plan, Plan)
+        launch_bounds(shared, plan)
+    else:
+        assert not isinstance(plan, RankPlan)
+        _launch_branches(shared, plan)
+
+
+def _launch_branches(shared, plan: Plan | None):
+    q, k, index, group = (shared[name] for name in ("q", "k", "index", "GROUP"))
     if plan is None:
-        alike = all(x is None or x.shape[1] == 1 for x in (budget, block_mask))
-        masked = key_mask is not None
-        plan = plan_for(shared["ROWS"], group, block, width, q.element_size(), alike, masked)
-    assert isinstance(plan, Plan)
+        alike = all(x is None or x.shape[1] == 1 for x in (shared["budget"], shared["block_mask"]))
+        shape = shared["ROWS"], group, shared["BLOCK"], q.shape[3], q.element_size()
+        plan = plan_for(*shape, alike, masked=shared["key_mask"] is not None)
+    batch, heads, slots, _ = index.shape
     kernels.seed.run(
-        grid=(index.shape[2], k.shape[1] * cdiv(group, plan.heads), batch),
+        grid=(slots, k.shape[1] * cdiv(group, plan.heads), batch),
         warmup=False,
         **shared,
         TILE=plan.tile,
@@ -285,7 +314,7 @@ def launch_stream_mask(
         num_warps=plan.seed_warps,
     )
     kernels.refine.run(
-        grid=(index.shape[2], heads, batch),
+        grid=(slots, heads, batch),
         warmup=False,
         **shared,
         TILE=plan.tile,
