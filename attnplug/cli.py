@@ -239,6 +239,7 @@ def record(
     measure: Annotated[
         int, typer.Option(help="Measure what the edges hold on every so many-th query; 0: don't.")
     ] = 0,
+    search: Annotated[str, typer.Option(help="branches or bounds.")] = "branches",
     max_tokens: Annotated[int, typer.Option(help="Cut the text to so many tokens.")] = 0,
     new_tokens: Annotated[int, typer.Option(help="Generate so many tokens, traced too.")] = 0,
     compare: Annotated[bool, typer.Option(help="Run it untraced first, and compare.")] = False,
@@ -249,7 +250,7 @@ def record(
         from attnplug.policies import Stream
         from attnplug.trace import command
 
-        method = Stream(top_k, block, block, weights, measure=measure)
+        method = Stream(top_k, block, block, weights, measure=measure, search=search)
         parsed = command.traced(policy, method)  # a typing mistake should not wait for the weights
         outcome = command.run(
             model,

@@ -1,5 +1,6 @@
 """Cases of bench/ptx.py: stream, gvr, certified, tiered gather and sketch."""
 
+import inspect
 from typing import Any
 
 import torch
@@ -23,6 +24,21 @@ def stream_mask(op: Any) -> Cases:
     yield "one query", case(1, 28, 4, 1, 32768, 128, lengths=new(1))
     yield "fp16 D=80", case(2, 8, 2, 1003, 1003, 80, FP16, query_block=32, block=16, top_k=5)
     yield "fp32 query_block=128", case(1, 4, 4, 1024, 1024, 64, FP32, query_block=128, block=128)
+    if "search" not in inspect.signature(op).parameters:  # an older tree
+        return
+    flat = {"search": "bounds"}
+    yield "bounds", case(1, 32, 8, 131072, 131072, 128, **flat)
+    yield "bounds 1M", case(1, 32, 8, 1 << 20, 1 << 20, 128, **flat)
+    yield "bounds budget", case(1, 28, 4, 8192, 8192, 128, budget=new(1, 28, 128), **flat)
+    shown = new(1, 1, 128, 128, dtype=torch.bool)
+    yield "bounds block_mask", case(1, 28, 4, 8192, 8192, 128, block_mask=shown, **flat)
+    yield "bounds padded", case(2, 28, 4, 4096, 4096, 128, top_k=16, **padding(2, 4096), **flat)
+    yield "bounds one query", case(1, 28, 4, 1, 32768, 128, lengths=new(1), **flat)
+    small = {"query_block": 32, "block": 16, "top_k": 5, **flat}
+    yield "bounds fp16 D=80", case(2, 8, 2, 1003, 1003, 80, FP16, **small)
+    large = {"query_block": 128, "block": 128, **flat}
+    yield "bounds fp32", case(1, 4, 4, 1024, 1024, 64, FP32, **large)
+    yield "bounds fp32 D=256", case(1, 4, 1, 1024, 1024, 256, FP32, top_k=128, **large)
 
 
 @cases

@@ -1,16 +1,18 @@
 """Which methods name the key block that holds the needle, in SmolLM2's retrieving heads.
 
-    python bench/needle_trace.py [--needles 50] [--tokens 1024]
+    python bench/needle_trace.py [--needles 50] [--tokens 1024] [--only METHOD]
 
 A prompt with a hidden number (`attnplug.eval.needle`) and the reply that quotes it: while the
 model writes digit j, a retrieving head attends to digit j in the text. For each such step, each
 retrieving head and each method: does its list hold the block with that digit? Retrieving heads are
 those that give the digit's block at least a tenth of their attention on average over ten other
 prompts, by dense attention. Writes bench/results/needle-trace.json, one quality row a method and
-question, the interval a bootstrap over needles; a run goes on where one stopped."""
+question, the interval a bootstrap over needles; a run goes on where one stopped. `--only` measures
+one method, and keeps the rows of the others."""
 
 import argparse
 import datetime
+import itertools
 import json
 from pathlib import Path
 
@@ -30,9 +32,11 @@ BLOCK, LOCAL, DIGITS = 16, 4, 5
 BUDGETS = (8, 32)
 HELD_OUT = range(1000, 1010)
 THRESHOLD = 0.1
+SEARCHES = {"stream": "branches", "bounds": "bounds"}
 RESULTS = Path(__file__).parent / "results"
 METHODS = {
     "stream": "stream(top_k={k}, block=16)",
+    "bounds": "stream(top_k={k}, block=16, search='bounds')",
     "momo": "momo(top_k={k}, block=16, query_block=64)",
     "gather": "gather(k={k}, sink=1, local=4)",
     "oracle": "the {k} blocks with most attention",
@@ -56,30 +60,29 @@ def quoted(tokenizer, seed: int, tokens: int) -> tuple[torch.Tensor, list[int], 
     return whole, list(range(first, first + DIGITS)), at
 
 
-def layer_lists(call: AttentionCall, at: torch.Tensor) -> dict[tuple[str, int], torch.Tensor]:
-    """(method, budget) -> the blocks `[Hq,5,K]` that each of the queries `at` would read."""
-    group = call.q.shape[1] // call.k.shape[1]
-    q, size = call.q[:, :, at], call.k.shape[2]
-    found: dict[tuple[str, int], torch.Tensor] = {}
-    shape = (*call.k.shape[:2], -(-size // BLOCK), 2, call.k.shape[3])
-    mass = masses(call, at)
-    for k in BUDGETS:
+def blocks_read(method: str, k: int, call: AttentionCall, at: torch.Tensor) -> torch.Tensor:
+    """The blocks `[Hq,5,K]` that each of the queries `at` would read by a method with budget k."""
+    q = call.q[:, :, at]
+    if method in SEARCHES:
+        options = {"top_k": k, "block": BLOCK, "search": SEARCHES[method]}
         steps = [
-            stream_mask(q[:, :, [j]], call.k[:, :, : at[j] + 1], top_k=k, block=BLOCK)[0]
+            stream_mask(q[:, :, [j]], call.k[:, :, : at[j] + 1], **options)[0]
             for j in range(DIGITS)
         ]
-        found["stream", k] = torch.cat(steps, 2)[0]
+        return torch.cat(steps, 2)[0]
+    if method == "gather":
+        shape = (*call.k.shape[:2], -(-call.k.shape[2] // BLOCK), 2, call.k.shape[3])
         index = select_blocks(
             q, call.k, torch.zeros(shape), torch.zeros(1, 2, dtype=torch.int32), scale=call.scale,
             block=BLOCK, top_k=k, sink=1, local=LOCAL, lengths=torch.tensor([int(at[-1]) + 1]),
         )  # fmt: skip
-        found["gather", k] = index[0].repeat_interleave(group, 0)
+        return index[0].repeat_interleave(call.q.shape[1] // call.k.shape[1], 0)
+    if method == "momo":
         momo = Momo(top_k=k, exact_k=min(k, 8), block=BLOCK, query_block=64, min_tokens=0)
         reads = momo.reads(call)
         assert reads is not None  # nothing is too short for it
-        found["momo", k] = reads.index[0][:, at // momo.query_block]
-        found["oracle", k] = mass.topk(k, -1).indices
-    return found
+        return reads.index[0][:, at // momo.query_block]
+    return masses(call, at).topk(k, -1).indices
 
 
 def masses(call: AttentionCall, at: torch.Tensor) -> torch.Tensor:
@@ -100,8 +103,8 @@ def needle_masses(model, tokenizer, seed: int, tokens: int) -> np.ndarray:
     return torch.stack(each).numpy()
 
 
-def sample(model, tokenizer, seed: int, tokens: int, heads: list[list[int]]) -> dict:
-    """For every method and budget `[listed, first, kept]`: in which share of (digit, head) the
+def sample(model, tokenizer, seed: int, tokens: int, heads: list[list[int]], methods) -> dict:
+    """For the methods and every budget `[listed, first, kept]`: in which share of (digit, head) the
     block is listed and stands first, and how much of the heads' attention on it is kept."""
     ids, digits, at = quoted(tokenizer, seed, tokens)
     calls = capture_layers(model, ids, sorted({layer for layer, _ in heads}))
@@ -112,8 +115,8 @@ def sample(model, tokenizer, seed: int, tokens: int, heads: list[list[int]]) -> 
         own = [head for each, head in heads if each == layer]
         mass = masses(call, at)[:, torch.arange(DIGITS), blocks][own]
         weight += float(mass.sum())
-        for (method, k), index in layer_lists(call, at).items():
-            hit = index[own] == blocks[:, None]
+        for method, k in itertools.product(methods, BUDGETS):
+            hit = blocks_read(method, k, call, at)[own] == blocks[:, None]
             listed = hit.any(-1)
             found = sums.setdefault(f"{method} {k}", [0.0, 0.0, 0.0])
             found[0] += float(listed.sum())
@@ -124,20 +127,20 @@ def sample(model, tokenizer, seed: int, tokens: int, heads: list[list[int]]) -> 
     return {"seed": seed, "tokens": ids.shape[1], "shares": shares}
 
 
-def rows(samples: list[dict], tokens: int, heads: int) -> list[dict]:
+def rows(samples: list[dict], tokens: int, heads: int, methods) -> list[dict]:
     about = {"model": MODEL, "n": tokens, "trials": len(samples), "dense": 1.0}
     about |= {"heads": heads, "commit": commit()}
     about["date"] = datetime.datetime.now(datetime.UTC).date().isoformat()
     found = []
     questions = ("needle-block-listed", "needle-block-first", "needle-attention-kept")
     for place, task in enumerate(questions):
-        for method, name in METHODS.items():
-            if place == 1 and method not in ("stream", "oracle"):
-                continue  # the others' lists are in another order
+        for method in methods:
+            if place == 1 and method in ("gather", "momo"):
+                continue  # their lists are in another order
             for k in BUDGETS:
                 mean = bootstrap_mean([s["shares"][f"{method} {k}"][place] for s in samples])
                 values = {"value": mean.value, "low": mean.low, "high": mean.high}
-                found.append({"task": task, "policy": name.format(k=k)} | about | values)
+                found.append({"task": task, "policy": METHODS[method].format(k=k)} | about | values)
     return found
 
 
@@ -146,7 +149,9 @@ def main() -> None:
     parser.add_argument("--needles", type=int, default=50)
     parser.add_argument("--tokens", type=int, default=1024)
     parser.add_argument("--samples", type=Path, default=Path("/tmp/needle-trace.json"))
+    parser.add_argument("--only", choices=METHODS)
     options = parser.parse_args()
+    methods = [options.only] if options.only else list(METHODS)
     torch.set_num_threads(1)  # start several on a busy machine: threads that wait cost the most
     model, tokenizer = load(MODEL, device="cpu")
     known = json.loads(options.samples.read_text()) if options.samples.exists() else {}
@@ -159,16 +164,20 @@ def main() -> None:
     heads = np.argwhere(mean >= THRESHOLD).tolist()
     print("retrieving heads (layer, head):", [(*h, round(float(mean[*h]), 2)) for h in heads])
     for seed in range(options.needles):
-        if str(seed) not in known.setdefault("needles", {}):
-            found = sample(model, tokenizer, seed, options.tokens, heads)
+        before = known.setdefault("needles", {}).get(str(seed), {"shares": {}})["shares"]
+        lacking = [method for method in methods if f"{method} {BUDGETS[0]}" not in before]
+        if lacking:
+            found = sample(model, tokenizer, seed, options.tokens, heads, lacking)
+            found["shares"] = before | found["shares"]
             known["needles"][str(seed)] = found
             options.samples.write_text(json.dumps(known))
             print(seed, found["tokens"], {n: round(s[0], 2) for n, s in found["shares"].items()})
     samples = [known["needles"][str(seed)] for seed in range(options.needles)]
     path = RESULTS / "needle-trace.json"
     known = json.loads(path.read_text())["rows"] if path.exists() else []
-    kept = [row for row in known if row["n"] != options.tokens]
-    kept += rows(samples, options.tokens, len(heads))
+    measured = rows(samples, options.tokens, len(heads), methods)
+    asked = {(row["n"], row["policy"]) for row in measured}
+    kept = [row for row in known if (row["n"], row["policy"]) not in asked] + measured
     lines = ",\n".join(json.dumps(row) for row in sorted(kept, key=lambda row: row["n"]))
     path.write_text(f'{{"rows": [\n{lines}\n]}}\n')
 

@@ -1,8 +1,8 @@
 """stream: looks on while another method serves, and tells which key blocks each query block attends
 to, in near-linear time.
 
-Beside any method, `trace=Stream()` finds by hierarchical refinement the `top_k` key blocks with the
-largest q.k of every query block and head (`attnplug.ops.stream_mask`) and weighs them
+Beside any method, `trace=Stream()` searches for the `top_k` key blocks with the largest q.k of
+every query block and head (`attnplug.ops.stream_mask`) and weighs them
 (`attnplug.ops.stream_edges`). Nothing is computed unless `attnplug.trace.record` is on, and what
 the model computes stays bit for bit the same.
 
@@ -20,7 +20,7 @@ import torch
 from attnplug.call import AttentionCall, Edges, LayerShape
 from attnplug.ops import query_sparse_attention, stream_edges, stream_mask
 from attnplug.ops.stream.stream_edges import WEIGHTS
-from attnplug.ops.stream.stream_mask import BLOCKS, MAX_BRANCHES
+from attnplug.ops.stream.stream_mask import BLOCKS, MAX_BRANCHES, SEARCHES
 from attnplug.policies.base import Phase
 from attnplug.policies.dense import apply_sinks, check_open_length
 
@@ -36,7 +36,8 @@ class Stream(Phase):
     blocks' attention ("mass"), or the length of what it adds to the output ("value"). of: whose
     blocks, those that the model attends to ("model"), or those that the serving method has picked
     ("policy"), which has blocks of its own. measure: on every so many-th query, how much of dense
-    attention the named blocks hold; 0 measures none.
+    attention the named blocks hold; 0 measures none. search: how the model's blocks are found, by
+    hierarchical refinement ("branches") or from all blocks' max and min ("bounds").
     """
 
     top_k: int = 32
@@ -45,6 +46,7 @@ class Stream(Phase):
     weights: str = "mass"
     of: str = "model"
     measure: int = 0
+    search: str = "branches"
 
     name: ClassVar[str] = "stream"
     phases: ClassVar[frozenset[str]] = frozenset({"trace"})
@@ -58,6 +60,7 @@ class Stream(Phase):
         self.check("weights", self.weights in WEIGHTS, ", ".join(WEIGHTS))
         self.check("of", self.of in SUBJECTS, ", ".join(SUBJECTS))
         self.check("measure", self.measure >= 0, "at least 0")
+        self.check("search", self.search in SEARCHES, ", ".join(SEARCHES))
 
     def refusal(self, shape: LayerShape) -> str | None:
         return "stream knows no softcap" if shape.softcap else None
@@ -72,7 +75,7 @@ class Stream(Phase):
         """Attention over the named blocks alone."""
         check_open_length(self.name, call.q.shape[2], self.query_block)
         options, blocks = self._options(call), self._blocks()
-        index, _ = stream_mask(call.q, call.k, top_k=self.top_k, **blocks, **options)
+        index, _ = self._find(call, options)
         # 0 times NaN is NaN, for the queries of a block that do not see the key; _poison shows it
         # to those that do.
         v = torch.nan_to_num(call.v, nan=0.0, posinf=0.0, neginf=0.0)
@@ -91,7 +94,7 @@ class Stream(Phase):
             index, score = reads.index, None
             blocks = {"query_block": reads.query_block, "block": reads.block}
         else:
-            index, score = stream_mask(call.q, call.k, top_k=self.top_k, **blocks, **options)
+            index, score = self._find(call, options)
         captured = None
         if score is not None and self.weights == "score" and not self.measure:
             weight = score
@@ -100,6 +103,14 @@ class Stream(Phase):
             if lse is not None:
                 captured = self._captured(call, lse, options)
         return Edges(index, weight, **blocks, weights=self.weights, captured=captured)
+
+    def _find(
+        self, call: AttentionCall, options: dict[str, Any]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The model's blocks, best first, and their scores `[B,Hq,NQ,top_k]`."""
+        return stream_mask(
+            call.q, call.k, top_k=self.top_k, search=self.search, **self._blocks(), **options
+        )
 
     def _weigh(
         self, call: AttentionCall, index: torch.Tensor, options: dict[str, Any]

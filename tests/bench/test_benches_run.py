@@ -4,6 +4,7 @@ inputs, call what they time, and count what they say. Nothing is timed."""
 import importlib
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -93,6 +94,20 @@ def test_stream_edges(bench, weights):
     heads, pairs = 32, 3  # of blocks that see each other
     products = {"score": 1, "value": 2}[weights]
     assert gpu_bench.rows[0]["flops"] == 2 * products * heads * pairs * 64 * 64 * 128
+
+
+@pytest.mark.parametrize("search", ["branches", "bounds"])
+def test_stream_mask(bench, monkeypatch, search):
+    module, gpu_bench = bench[0]("test_stream"), bench[1]
+    monkeypatch.setattr(module.peers, "causal_peers", lambda: ["cudnn"])
+    monkeypatch.setattr(module.peers, "causal", lambda *_: lambda: None)
+    event = SimpleNamespace(elapsed_time=lambda end: 1.0)
+    monkeypatch.setattr(module, "timed", lambda fn: (event, fn()))
+    for name in ("reset_peak_memory_stats", "memory_allocated", "max_memory_allocated"):
+        monkeypatch.setattr(torch.cuda, name, lambda: 0)
+    module.test_stream_mask(gpu_bench, 192, search)
+    ranked = {"branches": 0, "bounds": 3}[search]  # and 6 scored, of 3 query blocks
+    assert gpu_bench.rows[0]["flops"] == 2 * 32 * 128 * (64 * 64 * 6 + 2 * ranked)
 
 
 @pytest.mark.parametrize(("new", "originals"), [(4, "device"), (1, "host")])

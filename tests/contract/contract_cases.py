@@ -38,6 +38,7 @@ CERTIFIED = Case(
 SKETCH = Case("sketch(k=16, min_tokens=0)", "sketch(min_tokens=0)")
 HOST_SKETCH = Case("sketch(k=16, min_tokens=0, kv='host')", "sketch(min_tokens=0, kv='host')")
 STREAM = "stream(top_k=2, block=16)"
+BOUNDS = "stream(top_k=1, block=16, query_block=16, search='bounds')"
 CASES = {
     "dense": Case("dense", "dense"),
     "auto": Case("auto", "auto"),
@@ -66,7 +67,7 @@ CASES = {
         f"{MOMO.policy}+{HOST_SKETCH.policy}",
         f"{MOMO.exact}+{HOST_SKETCH.exact}",
     ),
-    "sketch+stream": Case(f"{SKETCH.policy}+{STREAM}", f"{SKETCH.exact}+{STREAM}"),
+    "sketch+stream": Case(f"{SKETCH.policy}+{BOUNDS}", f"{SKETCH.exact}+{BOUNDS}"),
     "momo+gather+stream": Case(
         f"{MOMO.policy}+{GATHER.policy}+{STREAM}",
         f"{MOMO.exact}+{GATHER.exact}+{STREAM}",
@@ -74,6 +75,9 @@ CASES = {
     "prefill=stream": Case(
         "prefill=stream(top_k=2, block=16, query_block=16)",
         "prefill=stream(top_k=8, block=16, query_block=16)",
+    ),
+    "prefill=stream by bounds": Case(
+        f"prefill={BOUNDS}", "prefill=stream(top_k=8, block=16, query_block=16, search='bounds')"
     ),
 }
 

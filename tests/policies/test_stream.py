@@ -256,6 +256,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"weights": "sum"}, r"stream: weights='sum', needs score, mass, value"),
     ({"of": "all"}, r"stream: of='all', needs model, policy"),
     ({"measure": -1}, r"stream: measure=-1, needs at least 0"),
+    ({"search": "flat"}, r"stream: search='flat', needs branches, bounds"),
 ]
 
 

@@ -1,38 +1,54 @@
-"""Which key blocks each query block attends to, found by hierarchical refinement: near-linear in
-the context, never T x T.
+"""Which key blocks each query block attends to, never T x T.
 
 Key block r of a query block is *valid* iff a query of the block sees a key in it (causality,
 padding, `key_mask`, `block_mask`). Its score is
 
     score(r) = max q[t].k[s]   over the pairs (t, s) that see each other; unscaled, a NaN is -inf
 
-`top_k` branches divide the interval from the first to the last valid block into equal parts; the
-first ones get the remainder. ceil(log2(blocks)) times, each branch [a, b) is split at
-a + ceil((b - a) / 2). The first valid block of a part represents it, and the best `top_k` of the
-parts are kept by the total order (score descending, then block, branch, part ascending). So the
-same inputs give the same bits on every path, wherever the arithmetic of the scores is exact.
+A search finds up to `top_k` valid blocks of high score. Lists have the total order (score
+descending, then block ascending). So the same inputs give the same bits on every path, wherever
+the arithmetic is exact.
 
-A part that contains its branch's representative has the same score: one new score a branch and
-iteration. Source: STREAM (Rosser et al., 2025), appendices A and B (docs/papers.md).
+search="branches", hierarchical, near-linear in the context
+    `top_k` branches divide the interval from the first to the last valid block into equal parts;
+    the first ones get the remainder. ceil(log2(blocks)) times, each branch [a, b) is split at
+    a + ceil((b - a) / 2). The first valid block of a part represents it, and the best `top_k` of
+    the parts are kept, by the total order and then (branch, part) ascending. A part that contains
+    its branch's representative has the same score: one new score a branch and iteration.
+search="bounds", flat
+    The block of a query block's first query and those behind it are its *own*. Every earlier block
+    has a bound, from the block's channelwise max and min over the keys that the masks show:
+
+        bound(r) = sum_d max(m_d max_rd, m_d min_rd),   m = sum_t q[t] / query_block
+
+    over t in the query block, values that are not finite left out. For each of the block's keys,
+    m . k is at most bound(r). A shown key that is not finite makes the bound +inf. The `4 top_k`
+    valid earlier blocks of highest bound, ties to the lower block, are scored, and so are the valid
+    own ones. The best `top_k` of these are the list: with at most `4 top_k` valid earlier blocks
+    the best of all.
+
+Sources: STREAM (Rosser et al., 2025), appendices A and B; the bound is Quest's (Tang et al., 2024)
+(docs/papers.md).
 """
 
 from typing import NamedTuple
 
-import numba
 import numpy as np
 import torch
 
 from attnplug.errors import ArgumentError
 from attnplug.ops.common.checks import check_attention_inputs, check_sequence_inputs
 from attnplug.ops.common.define import define_op, refuse_gradients
-from attnplug.ops.common.product import add_product
 from attnplug.ops.common.rows import NO_MASK, mask_bytes, row_step, rows_on_cpu
 from attnplug.ops.common.sizes import cdiv, next_power_of_two
+from attnplug.ops.stream.bounds import RankPlan, launch_bounds
 from attnplug.ops.stream.kernels import refine as kernels
+from attnplug.ops.stream.reference import rank_rows, refine_rows, summarise
 
 NAME = "stream_mask"
 BLOCKS = (16, 32, 64, 128)
 MAX_BRANCHES = 128
+SEARCHES = ("branches", "bounds")
 
 
 def stream_mask(
@@ -47,6 +63,7 @@ def stream_mask(
     start: torch.Tensor | None = None,
     key_mask: torch.Tensor | None = None,
     block_mask: torch.Tensor | None = None,
+    search: str = "branches",
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The key blocks that each query head's query blocks attend to, best first (see above).
 
@@ -58,8 +75,8 @@ def stream_mask(
         k: `[B, Hkv, S, D]` like q; any strides, both.
         query_block: queries a block: 16, 32, 64 or 128.
         block: keys a block: 16, 32, 64 or 128.
-        top_k: branches, and so the most blocks of one query block: 1 to 128.
-        budget: int32 or int64 `[B or 1, Hq or 1, NQ]`, branches of each query block, cut to 0 to
+        top_k: the most blocks of one query block's list, and its branches: 1 to 128.
+        budget: int32 or int64 `[B or 1, Hq or 1, NQ]`, the `top_k` of each query block, cut to 0 to
             `top_k`: its list is what `top_k=budget` gives, padded. None: `top_k`.
         lengths: int32 or int64 `[1]` or `[B]`, valid keys, the T queries being the last of them.
             None: all S. Slots from `length` on are never read.
@@ -67,6 +84,7 @@ def stream_mask(
         key_mask: bool `[B, S]`, False where a key must not be seen.
         block_mask: bool `[B or 1, Hq or 1, NQ, NK]`, False where a query block must not see a key
             block; any strides.
+        search: "branches" or "bounds". "bounds" reads all keys once, whatever T is.
 
     Returns:
         index: int32 `[B, Hq, NQ, top_k]`, NQ = ceil(T / query_block), NK = ceil(S / block); -1
@@ -79,11 +97,13 @@ def stream_mask(
     """
     refuse_gradients(NAME, q, k)
     return _stream_mask(
-        q, k, query_block, block, top_k, budget, lengths, start, key_mask, block_mask
+        q, k, query_block, block, top_k, budget, lengths, start, key_mask, block_mask, search
     )
 
 
-def _allocate(q, k, query_block, block, top_k, budget, lengths, start, key_mask, block_mask):
+def _allocate(
+    q, k, query_block, block, top_k, budget, lengths, start, key_mask, block_mask, search
+):
     check_attention_inputs(NAME, q, k, k)
     check_sequence_inputs(NAME, q, k, lengths, start, key_mask)
     for label, size in (("query_block", query_block), ("block", block)):
@@ -91,6 +111,8 @@ def _allocate(q, k, query_block, block, top_k, budget, lengths, start, key_mask,
             raise ArgumentError(f"{NAME}: {label} is {size}, needs {', '.join(map(str, BLOCKS))}")
     if not 1 <= top_k <= MAX_BRANCHES:
         raise ArgumentError(f"{NAME}: top_k is {top_k}, needs 1 to {MAX_BRANCHES}")
+    if search not in SEARCHES:
+        raise ArgumentError(f"{NAME}: search is {search!r}, needs {' or '.join(SEARCHES)}")
     batch, heads, queries = q.shape[:3]
     slots = -(-queries // query_block)
     if budget is not None:
@@ -121,163 +143,39 @@ def _check_shape(q, label, tensor, names, ends):
         raise ArgumentError(f"{NAME}: {label} is on {tensor.device}, q on {q.device}")
 
 
-# --- CPU: the specification ------------------------------------------------------------------
-
-
-@numba.njit(cache=True)
-def _valid_blocks(mask, allowed, start, position, block):
-    """Which blocks a query block that ends at `position` may look at, up to the last such; empty
-    masks hide nothing."""
-    valid = np.zeros(position // block + 1, np.bool_)
-    end = 0
-    for s in range(start, position + 1):
-        r = (s - start) // block
-        if (mask.shape[0] == 0 or mask[s]) and (allowed.shape[0] == 0 or allowed[r]):
-            valid[r] = True
-            end = r + 1
-    return valid[:end]
-
-
-@numba.njit(cache=True)
-def _score(q, k, mask, position, first):
-    """Largest product of queries `q [M, D]`, at `position` on, and keys `k [N, D]`, at `first`
-    on, that see each other."""
-    products = np.zeros((q.shape[0], k.shape[0]), np.float32)
-    add_product(q, np.ascontiguousarray(k.T), products)
-    best = np.float32(-np.inf)
-    for m in range(q.shape[0]):
-        for n in range(min(k.shape[0], position + m - first + 1)):
-            if (mask.shape[0] == 0 or mask[first + n]) and products[m, n] > best:
-                best = products[m, n]  # a NaN is never larger
-    return best
-
-
-@numba.njit(cache=True)
-def _first_valid(valid, a, b):
-    for r in range(a, b):
-        if valid[r]:
-            return r
-    return -1
-
-
-@numba.njit(cache=True)
-def _before(score, r, other_score, other):
-    """Whether candidate (score, r) comes before the other; r = -1 stands for none. Two that tie
-    stay in the order of branch and part, in which they are offered."""
-    if other == -1 or r == -1:
-        return r != -1
-    return score > other_score or (score == other_score and r < other)
-
-
-@numba.njit(cache=True)
-def _insert(lists, count, score, r, a, b):
-    """Candidate (score, r, [a, b)) into the sorted lists of `count`, the last one may fall out."""
-    scores, blocks, begins, ends = lists
-    place = min(count, blocks.shape[0] - 1)
-    if count == blocks.shape[0] and not _before(score, r, scores[place], blocks[place]):
-        return count
-    while place > 0 and _before(score, r, scores[place - 1], blocks[place - 1]):
-        scores[place], blocks[place] = scores[place - 1], blocks[place - 1]
-        begins[place], ends[place] = begins[place - 1], ends[place - 1]
-        place -= 1
-    scores[place], blocks[place], begins[place], ends[place] = score, r, a, b
-    return min(count + 1, blocks.shape[0])
-
-
-@numba.njit(cache=True)
-def _lists(size):
-    return (
-        np.full(size, -np.inf, np.float32),
-        np.full(size, -1, np.int64),
-        np.zeros(size, np.int64),
-        np.zeros(size, np.int64),
-    )
-
-
-@numba.njit(cache=True)
-def _refine(q, k, mask, valid, position, start, block, branches):
-    """(scores, blocks) of the query block `q`, sorted, `[branches]`; `valid` ends with the last
-    valid block."""
-    found = _lists(branches)
-    first = _first_valid(valid, 0, valid.shape[0])
-    width = valid.shape[0] - first if first >= 0 else 0
-    a = first
-    for i in range(branches):
-        b = a + width // branches + (1 if i < width % branches else 0)
-        r = _first_valid(valid, a, b)
-        score = np.float32(-np.inf)
-        if r >= 0:
-            begin = start + r * block
-            score = _score(q, k[begin : begin + block], mask, position, begin)
-        found[0][i], found[1][i], found[2][i], found[3][i] = score, r, a, b
-        a = b
-    blocks, iterations = valid.shape[0], 1
-    while 1 << iterations < blocks:
-        iterations += 1
-    for _ in range(iterations):
-        better, count = _lists(branches), 0
-        for i in range(branches):
-            a, b = found[2][i], found[3][i]
-            cut = a + (b - a + 1) // 2
-            for begin, end in ((a, cut), (cut, b)):
-                r = _first_valid(valid, begin, end)
-                score = np.float32(-np.inf)
-                if r >= 0 and r == found[1][i]:
-                    score = found[0][i]
-                elif r >= 0:
-                    at = start + r * block
-                    score = _score(q, k[at : at + block], mask, position, at)
-                count = _insert(better, count, score, r, begin, end)
-        found = better
-    return found[0], found[1]
-
-
-@numba.njit(parallel=True, cache=True)
-def _reference(q, k, lengths, start, mask, block_mask, budget, query_block, block, index, score):
-    """Every (row, query head, query block), in parallel."""
-    batch, heads, queries, _ = q.shape
-    group, slots = heads // k.shape[1], index.shape[2]
-    for item in numba.prange(batch * heads * slots):
-        b, h, i = item // (heads * slots), item // slots % heads, item % slots
-        offset = lengths[b] - queries
-        t = max(0, start[b] - offset) + i * query_block
-        until = min(t + query_block, queries)
-        branches = max(min(budget[b % len(budget), h % budget.shape[1], i], index.shape[3]), 0)
-        index[b, h, i] = -1
-        score[b, h, i] = -np.inf
-        if t >= queries or branches == 0:
-            continue
-        hidden = mask[b * len(mask) // batch]
-        position = offset + until - 1
-        allowed = block_mask[b % len(block_mask), h % block_mask.shape[1], i]
-        valid = _valid_blocks(hidden, allowed, start[b], position, block)
-        row, keys = q[b, h, t:until], k[b, h // group, : position + 1]
-        scores, blocks = _refine(row, keys, hidden, valid, offset + t, start[b], block, branches)
-        index[b, h, i, :branches] = blocks
-        score[b, h, i, :branches] = scores
+# --- CPU: the specification, in reference.py ---------------------------------------------------
 
 
 def _cpu(
-    q, k, query_block, block, top_k, budget, lengths, start, key_mask, block_mask, index, score
+    q,
+    k,
+    query_block,
+    block,
+    top_k,
+    budget,
+    lengths,
+    start,
+    key_mask,
+    block_mask,
+    search,
+    index,
+    score,
 ):
     lengths, start = rows_on_cpu(k, lengths, start)
     if budget is None:
         budget = torch.full((1, 1, index.shape[2]), top_k)
-    _reference(
-        q.float().contiguous().numpy(),
-        k[:, :, : max(int(lengths.max()), 0)].float().contiguous().numpy(),
-        lengths.numpy(),
-        start.numpy(),
-        NO_MASK if key_mask is None else key_mask.contiguous().numpy(),
-        np.empty((1, 1, index.shape[2], 0), np.bool_)
-        if block_mask is None
-        else block_mask.contiguous().numpy(),
-        budget.long().contiguous().numpy(),
-        query_block,
-        block,
-        index.numpy(),
-        score.numpy(),
-    )
+    keys = k[:, :, : max(int(lengths.max()), 0)].float().contiguous().numpy()
+    mask = NO_MASK if key_mask is None else key_mask.contiguous().numpy()
+    allowed = np.empty((1, 1, index.shape[2], 0), np.bool_)
+    if block_mask is not None:
+        allowed = block_mask.contiguous().numpy()
+    rows = lengths.numpy(), start.numpy(), mask
+    options = allowed, budget.long().contiguous().numpy(), query_block, block
+    queries, out = q.float().contiguous().numpy(), (index.numpy(), score.numpy())
+    if search == "branches":
+        refine_rows(queries, keys, *rows, *options, *out)
+    else:
+        rank_rows(queries, keys, summarise(keys, *rows, block), *rows, *options, *out)
 
 
 # --- CUDA: the scores that a group's heads share, then each head's refinement ------------------
@@ -328,37 +226,15 @@ def _broadcast_strides(tensor: torch.Tensor | None, dimensions: int) -> tuple[in
     return tuple(s if n > 1 else 0 for n, s in zip(tensor.shape, tensor.stride(), strict=True))
 
 
-def launch_stream_mask(
-    q,
-    k,
-    query_block,
-    block,
-    top_k,
-    budget,
-    lengths,
-    start,
-    key_mask,
-    block_mask,
-    index,
-    score,
-    plan=None,
+def _shared(
+    q, k, query_block, block, top_k, budget, lengths, start, key_mask, block_mask, index, score
 ):
-    """Run the kernels; tensors as in `stream_mask`, on a GPU or in Triton's interpreter. Only with
-    a `key_mask` do they need memory beside the outputs: two int32 a key."""
-    if index.numel() == 0:
-        return
-    batch, heads, queries, width = q.shape
-    kv_heads, slots = k.shape[1], index.shape[2]
-    group = heads // kv_heads
-    rows = min(query_block, max(16, next_power_of_two(queries)))
-    if plan is None:
-        alike = all(x is None or x.shape[1] == 1 for x in (budget, block_mask))
-        masked = key_mask is not None
-        plan = plan_for(rows, group, block, width, q.element_size(), alike, masked)
+    """The kernels' arguments that do not depend on the search or its plan."""
+    queries, width = q.shape[2:]
     q, k = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k))
     after, before = _nearest_keys(key_mask)
     key_mask = mask_bytes(key_mask)
-    shared = {
+    return {
         "q": q,
         "k": k,
         "index": index,
@@ -377,34 +253,80 @@ def launch_stream_mask(
         "mask_stride": 0 if key_mask is None else key_mask.stride(0),
         "allowed_strides": _broadcast_strides(block_mask, 4),
         "budget_strides": _broadcast_strides(budget, 3),
-        "GROUP": group,
+        "GROUP": q.shape[1] // k.shape[1],
         "D": width,
         "DP": next_power_of_two(width),
         "QUERY_BLOCK": query_block,
-        "ROWS": rows,
+        "ROWS": min(query_block, max(16, next_power_of_two(queries))),
         "BLOCK": block,
-        "TILE": plan.tile,
         "K": top_k,
         "KP": max(2, next_power_of_two(top_k)),
         "LENGTH_STEP": row_step(lengths),
         "START_STEP": row_step(start),
     }
+
+
+def launch_stream_mask(
+    q,
+    k,
+    query_block,
+    block,
+    top_k,
+    budget,
+    lengths,
+    start,
+    key_mask,
+    block_mask,
+    search,
+    index,
+    score,
+    plan: Plan | RankPlan | None = None,
+):
+    """Run the kernels; tensors as in `stream_mask`, on a GPU or in Triton's interpreter. For
+    branches they need memory beside the outputs only with a `key_mask`, two int32 a key."""
+    if index.numel() == 0:
+        return
+    shared = _shared(
+        q, k, query_block, block, top_k, budget, lengths, start, key_mask, block_mask, index, score
+    )
+    if search == "bounds":
+        assert not isinstance(plan, Plan)
+        launch_bounds(shared, plan)
+    else:
+        assert not isinstance(plan, RankPlan)
+        _launch_branches(shared, plan)
+
+
+def _launch_branches(shared, plan: Plan | None):
+    q, k, index, group = (shared[name] for name in ("q", "k", "index", "GROUP"))
+    if plan is None:
+        alike = all(x is None or x.shape[1] == 1 for x in (shared["budget"], shared["block_mask"]))
+        shape = shared["ROWS"], group, shared["BLOCK"], q.shape[3], q.element_size()
+        plan = plan_for(*shape, alike, masked=shared["key_mask"] is not None)
+    batch, heads, slots, _ = index.shape
     kernels.seed.run(
-        grid=(slots, kv_heads * cdiv(group, plan.heads), batch),
+        grid=(slots, k.shape[1] * cdiv(group, plan.heads), batch),
         warmup=False,
         **shared,
+        TILE=plan.tile,
         STAGES=plan.seed_stages,
         HEADS=plan.heads,
         num_warps=plan.seed_warps,
     )
     kernels.refine.run(
-        grid=(slots, heads, batch), warmup=False, **shared, STAGES=plan.stages, num_warps=plan.warps
+        grid=(slots, heads, batch),
+        warmup=False,
+        **shared,
+        TILE=plan.tile,
+        STAGES=plan.stages,
+        num_warps=plan.warps,
     )
 
 
 _stream_mask = define_op(
     "stream_mask(Tensor q, Tensor k, int query_block, int block, int top_k, Tensor? budget, "
-    "Tensor? lengths, Tensor? start, Tensor? key_mask, Tensor? block_mask) -> (Tensor, Tensor)",
+    "Tensor? lengths, Tensor? start, Tensor? key_mask, Tensor? block_mask, str search) "
+    "-> (Tensor, Tensor)",
     allocate=_allocate,
     cpu=_cpu,
     cuda=launch_stream_mask,

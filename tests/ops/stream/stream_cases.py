@@ -1,10 +1,14 @@
-"""What stream_mask must give, as the paper's appendices A and B say it plainly; and inputs."""
+"""What stream_mask must give, as the paper's appendices A and B say it plainly, and what its flat
+search must; and inputs."""
 
 import math
 
 import torch
+from hypothesis import strategies as st
 
-DEFAULTS = {"query_block": 16, "block": 16, "top_k": 3}
+from attnplug.ops.stream import stream_mask as op
+
+DEFAULTS = {"query_block": 16, "block": 16, "top_k": 3, "search": "branches"}
 
 
 def seen_pairs(q, k, b, h, *, query_block, block, lengths=None, start=None, key_mask=None,
@@ -68,6 +72,34 @@ def select(scores, blocks, branches):
     return kept, gap
 
 
+def flat(q, k, b, h, i, scores, branches, **options):
+    """The flat search: ([(score, block)] of the list, the smallest difference of two bounds or
+    scores that decided anything)."""
+    seen, rows, columns = seen_pairs(q, k, b, h, **options)
+    mine = rows == i
+    low = 0 if options.get("start") is None else int(options["start"].expand(q.shape[0])[b])
+    length = k.shape[2]
+    if options.get("lengths") is not None:
+        length = int(options["lengths"].expand(q.shape[0])[b])
+    first = length - q.shape[2] + int(mine.nonzero()[0])
+    own = (first - low) // options["block"]
+    mean = q[b, h, mine].double().nan_to_num(0, 0, 0).sum(0) / options["query_block"]
+    bounds = []
+    for r in scores:
+        if r < own:
+            keys = k[b, h // (q.shape[1] // k.shape[1]), seen[mine][0] & (columns == r)].double()
+            bound = torch.maximum(mean * keys.amax(0), mean * keys.amin(0)).sum()
+            bounds.append((math.inf if not keys.isfinite().all() else float(bound), r))
+    bounds.sort(key=lambda x: (-x[0], x[1]))
+    cut = 4 * branches
+    gap = bounds[cut - 1][0] - bounds[cut][0] if len(bounds) > cut else math.inf
+    looked = {r for _, r in bounds[:cut]} | {r for r in scores if r >= own}
+    ranked = sorted(((scores[r], r) for r in looked), key=lambda x: (-x[0], x[1]))
+    for (above, _), (below, _) in zip(ranked[:branches], ranked[1:]):  # noqa: B905, RUF007
+        gap = min(gap, above - below)
+    return ranked[:branches], gap
+
+
 def specified(q, k, **options):
     """(index, score) of the whole call, and the gaps `[B, Hq, NQ]`."""
     options = DEFAULTS | options
@@ -88,7 +120,10 @@ def specified(q, k, **options):
                 if branches == 0:
                     continue
                 found = block_scores(q, k, b, h, i, **options)
-                kept, gaps[b, h, i] = select(found, int(columns.max()) + 1, branches)
+                if options["search"] == "bounds" and found:
+                    kept, gaps[b, h, i] = flat(q, k, b, h, i, found, branches, **options)
+                else:
+                    kept, gaps[b, h, i] = select(found, int(columns.max()) + 1, branches)
                 for j, (value, r) in enumerate(kept):
                     index[b, h, i, j], score[b, h, i, j] = r, value
     return index, score, gaps
@@ -116,3 +151,64 @@ def dtypes(device_path):
     """Those that the path can multiply: Triton's interpreter cannot multiply bfloat16."""
     exact = [torch.float32, torch.float16]
     return exact if device_path == ("cpu", "kernel") else [*exact, torch.bfloat16]
+
+
+NAMES = (
+    "query_block", "block", "top_k", "budget", "lengths", "start", "key_mask", "block_mask",
+    "search",
+)  # fmt: skip
+
+
+def trace(device_path, q, k, plan=None, **options):
+    """(index, score) on the CPU, of the public op, or of the launcher where the op would not run
+    it."""
+    device, path = device_path
+    args = [(DEFAULTS | options).get(name) for name in NAMES]
+    args = [x.to(device) if isinstance(x, torch.Tensor) else x for x in args]
+    q, k = q.to(device), k.to(device)
+    if plan is None and (path == "reference" or device == "cuda"):
+        out = op.stream_mask(q, k, **dict(zip(NAMES, args, strict=True)))
+    else:
+        out = op._allocate(q, k, *args)
+        op.launch_stream_mask(q, k, *args, *out, plan)
+    return tuple(x.cpu() for x in out)
+
+
+@st.composite
+def calls(draw, device_path, whole):
+    exact = dtypes(device_path)
+    slow = device_path == ("cpu", "kernel")  # 0.1 s a query block and head
+    batch, kv_heads = draw(st.integers(1, 2)), draw(st.integers(1, 2))
+    heads = kv_heads * draw(st.sampled_from([1, 2, 3]))
+    queries = draw(st.sampled_from([1, 2, 15, 17, 40] if slow else [1, 2, 15, 16, 17, 40, 66]))
+    size = queries + draw(st.sampled_from([0, 0, 1, 15, 64, 130]))
+    dtype, seed = draw(st.sampled_from(exact)), draw(st.integers(0, 999))
+    width = draw(st.sampled_from([64, 64, 80, 128]))
+    options: dict = {
+        "query_block": draw(st.sampled_from([16, 16, 32, 64])),
+        "block": draw(st.sampled_from([16, 16, 32, 64])),
+        "top_k": draw(st.sampled_from([1, 2, 3, 5, 8])),
+    }
+    slots = math.ceil(queries / options["query_block"])
+    if draw(st.booleans()):
+        lengths = draw(st.lists(st.integers(queries, size), min_size=batch, max_size=batch))
+        options["lengths"] = torch.tensor(lengths)
+    if draw(st.booleans()):
+        starts = draw(st.lists(st.integers(0, size), min_size=batch, max_size=batch))
+        options["start"] = torch.tensor(starts, dtype=torch.int32)
+    if draw(st.booleans()):
+        options["key_mask"] = random(seed + 2, batch, size) > draw(st.sampled_from([-0.5, 1.8]))
+    ends = draw(st.sampled_from([(1, 1), (batch, 1), (batch, heads)]))
+    if draw(st.booleans()):
+        blocks = math.ceil(size / options["block"])
+        mask = random(seed + 3, *ends, blocks, slots) > draw(st.sampled_from([-1.0, 0.5]))
+        options["block_mask"] = mask.mT
+    if draw(st.booleans()):
+        options["budget"] = torch.randint(
+            -1, options["top_k"] + 2, (*ends, slots), generator=torch.Generator().manual_seed(seed)
+        )
+    q, k = pair(seed, batch, heads, kv_heads, queries, size, width, dtype, whole)
+    if "lengths" in options:
+        for b, length in enumerate(options["lengths"].tolist()):
+            k[b, :, length:] = torch.nan  # what a cache has not written yet
+    return q, k, options

@@ -52,7 +52,7 @@ def best_branches(old, new, branches, KP: tl.constexpr):
 
 
 @triton.jit
-def _valid(r, inside, allowed_at, after_at, limits, BLOCK: tl.constexpr):
+def valid_blocks(r, inside, allowed_at, after_at, limits, BLOCK: tl.constexpr):
     """Which of the blocks r that are `inside` the query block may look at, by both masks."""
     allowed_k, low, top = limits
     if allowed_at is not None:
@@ -72,7 +72,7 @@ def _first_valid(begin, end, allowed_at, after_at, limits, BLOCK: tl.constexpr, 
         WIDE: tl.constexpr = 16
         for offset in range(0, tl.max(end - begin, 0), WIDE):
             r = (begin + offset)[:, None] + tl.arange(0, WIDE)[None, :]
-            valid = _valid(r, r < end[:, None], allowed_at, after_at, limits, BLOCK)
+            valid = valid_blocks(r, r < end[:, None], allowed_at, after_at, limits, BLOCK)
             found = tl.minimum(found, tl.min(tl.where(valid, r, NONE), 1))
     elif after_at is not None:
         seen = tl.load(after_at + low + begin * BLOCK, mask=begin < end, other=NONE)
@@ -96,7 +96,7 @@ def interval(allowed_at, after_at, before_at, limits, BLOCK: tl.constexpr):
         highest = tl.full([WIDE], -1, tl.int32)
         for offset in range(0, last + 1, WIDE):
             r = offset + i
-            valid = _valid(r, r <= last, allowed_at, after_at, limits, BLOCK)
+            valid = valid_blocks(r, r <= last, allowed_at, after_at, limits, BLOCK)
             lowest = tl.minimum(lowest, tl.where(valid, r, NONE))
             highest = tl.maximum(highest, tl.where(valid, r, -1))
         first = tl.min(lowest, 0)

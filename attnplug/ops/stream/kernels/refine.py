@@ -52,7 +52,7 @@ def scope(
 
 
 @triton.jit
-def _row_maxima(
+def row_maxima(
     query,
     position,
     floor,
@@ -191,7 +191,7 @@ def seed(
             slot = tile // (2 * PARTS)
             second = tile // PARTS % 2
             r = tl.sum(tl.where(i == slot, tl.where(second == 1, other, rep), 0), 0)
-            part = _row_maxima(
+            part = row_maxima(
                 query=query,
                 position=position,
                 floor=floor,
@@ -321,7 +321,7 @@ def refine(
             for tile in tl.range(0, tiles, num_stages=STAGES):
                 slot = tile // PARTS
                 r = tl.sum(tl.where(i == slot, other, 0), 0)
-                part = _row_maxima(
+                part = row_maxima(
                     query=query,
                     position=position,
                     floor=floor,

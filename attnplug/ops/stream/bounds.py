@@ -1,0 +1,102 @@
+"""How `stream_mask` launches its flat search, `search="bounds"`: summaries of key blocks, the
+earlier blocks of highest bound, and the scores of these."""
+
+from typing import Any, NamedTuple
+
+import torch
+
+from attnplug.ops.common.sizes import cdiv, next_power_of_two
+from attnplug.ops.stream.kernels import bounds as kernels
+
+LISTS, WIDER = kernels.LISTS.value, kernels.WIDER.value
+# What the first kernel takes of the arguments that all share.
+OF_KEYS = (
+    "k",
+    "S",
+    "lengths",
+    "start",
+    "key_mask",
+    "k_strides",
+    "mask_stride",
+    "D",
+    "DP",
+    "BLOCK",
+    "LENGTH_STEP",
+    "START_STEP",
+)
+
+
+class RankPlan(NamedTuple):
+    """How the kernels of the flat search cut the work; chosen from static shapes alone."""
+
+    blocks: int  # summaries that a program compares at once
+    rank_warps: int
+    tile: int  # keys that a program scores at once
+    warps: int
+    stages: int = 1  # of the pipeline over keys; more only after a GPU has compared it
+
+
+def rank_plan_for(rows: int, block: int, width: int, itemsize: int, top_k: int) -> RankPlan:
+    """The plan of a shape: `rows` queries a block."""
+    key_bytes = next_power_of_two(width) * itemsize
+    blocks = max(16, min(128, 32768 // key_bytes))
+    tile = max(16, min(block, 32768 // key_bytes))
+    return RankPlan(blocks, 8 if WIDER * top_k > 256 else 4, tile, 8 if rows == 128 else 4)
+
+
+def _without(shared: dict[str, Any], *names: str) -> dict[str, Any]:
+    return {name: value for name, value in shared.items() if name not in names}
+
+
+def _summaries(shared: dict[str, Any]) -> torch.Tensor:
+    """Max and min of the shown keys of every complete block, `[B, Hkv, NK, 2, D]` like k; max is
+    NaN where one of them is not finite. The other blocks are not written."""
+    k = shared["k"]
+    batch, kv_heads, size, width = k.shape
+    blocks = cdiv(size, shared["BLOCK"])
+    summaries = k.new_empty((batch, kv_heads, blocks, 2, width))
+    kernels.summarise.run(
+        grid=(blocks, kv_heads, batch),
+        warmup=False,
+        summaries=summaries,
+        **{name: shared[name] for name in OF_KEYS},
+        num_warps=4,
+    )
+    return summaries
+
+
+def launch_bounds(shared: dict[str, Any], plan: RankPlan | None = None) -> None:
+    """Run the kernels with the arguments that both searches `share`, on a GPU or in Triton's
+    interpreter. They need memory for two numbers of k's dtype a block and channel, and for WIDER
+    int32 a place of a list."""
+    q, k, index = shared["q"], shared["k"], shared["index"]
+    (batch, heads, slots, top_k), (kv_heads, _, width) = index.shape, k.shape[1:]
+    if plan is None:
+        shape = shared["ROWS"], shared["BLOCK"], width, q.element_size()
+        plan = rank_plan_for(*shape, top_k)
+    summaries, group = _summaries(shared), shared["GROUP"]
+    chosen = q.new_empty((batch, heads, slots, WIDER * top_k), dtype=torch.int32)
+    together = min(next_power_of_two(group), LISTS)
+    unranked = "k", "index", "score", "key_mask", "before", "k_strides", "mask_stride", "KP"
+    kernels.rank.run(
+        grid=(cdiv(slots, LISTS // together), kv_heads * cdiv(group, together), batch),
+        warmup=False,
+        **_without(shared, *unranked),
+        summaries=summaries,
+        chosen=chosen,
+        N=summaries.shape[2],
+        slots=slots,
+        TILE=plan.blocks,
+        CP=max(2, next_power_of_two(WIDER * top_k)),
+        HEADS=together,
+        num_warps=plan.rank_warps,
+    )
+    kernels.rescore.run(
+        grid=(slots, heads, batch),
+        warmup=False,
+        **_without(shared, "before"),
+        chosen=chosen,
+        TILE=plan.tile,
+        STAGES=plan.stages,
+        num_warps=plan.warps,
+    )
