@@ -37,9 +37,9 @@ if torch.cuda.is_available() and "PYTEST_XDIST_WORKER" in os.environ:
     share_compilations()
 
 if os.environ.get("TRITON_INTERPRET") == "1":
-    from interpreter import replace_once_a_launch
+    from interpreter import speed_up
 
-    replace_once_a_launch()
+    speed_up()
 
 # `device` and `device_path` are the same for every example of a test.
 CHECKS = [hypothesis.HealthCheck.function_scoped_fixture, hypothesis.HealthCheck.too_slow]
