@@ -31,10 +31,12 @@ if "PYTEST_XDIST_WORKER_COUNT" in os.environ:
 import hypothesis
 import pytest
 
-if torch.cuda.is_available() and "PYTEST_XDIST_WORKER" in os.environ:
-    from compile_once import share_compilations
+if "PYTEST_XDIST_WORKER" in os.environ:
+    from compile_once import share_kernels, share_references
 
-    share_compilations()
+    share_references()
+    if torch.cuda.is_available():
+        share_kernels()
 
 if os.environ.get("TRITON_INTERPRET") == "1":
     from interpreter import speed_up
