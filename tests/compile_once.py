@@ -1,5 +1,5 @@
-"""Several test processes on one GPU: a kernel that one of them compiles, the others wait for. Each
-would compile it as well, and the cores do nothing else for most of the suite."""
+"""Several test processes on one machine: what one of them compiles, the others wait for. Each would
+compile it as well, and the cores do nothing else for most of the suite."""
 
 import contextlib
 import fcntl
@@ -10,6 +10,9 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from numba.core.caching import FunctionCache
+from numba.core.compiler_lock import global_compiler_lock
+from numba.core.dispatcher import Dispatcher
 from triton.runtime.jit import JITFunction
 
 
@@ -23,7 +26,7 @@ def only_one(name: str) -> Iterator[None]:
         yield
 
 
-def share_compilations() -> None:
+def share_kernels() -> None:
     """Have Triton compile what another process compiles only when that one has done, and then read
     it from the disk cache."""
     compile_now = JITFunction._do_compile
@@ -34,3 +37,20 @@ def share_compilations() -> None:
             return compile_now(self, key, *args, **options)
 
     JITFunction._do_compile = wait_or_compile
+
+
+def share_references() -> None:
+    """The same for numba, whose index on disk also loses what two processes write at a time. Call
+    graphs have no circles, so that no two processes wait for each other; threads of one process
+    take numba's own lock first, as its compiler does."""
+    compile_now = Dispatcher.compile
+
+    @functools.wraps(compile_now)
+    def wait_or_compile(self, sig):
+        if not isinstance(self._cache, FunctionCache):
+            return compile_now(self, sig)
+        code = self.py_func.__code__
+        with global_compiler_lock, only_one(f"{code.co_filename}:{code.co_firstlineno}"):
+            return compile_now(self, sig)
+
+    Dispatcher.compile = wait_or_compile

@@ -51,3 +51,36 @@ def test_a_launch_looks_through_the_language_once(monkeypatch):
 
 def test_the_language_is_found_by_any_name():
     assert languages(doubled.fn) == {tl}
+
+
+def test_types_of_blocks_are_made_once():
+    four = tl.block_type(tl.int32, [4])
+    assert tl.block_type(tl.int32, (tl.constexpr(4),)) is four
+    assert four.numel == 4 and [*four.shape] == [4] and four.scalar is tl.int32
+    pointers = [tl.pointer_type(tl.int32, *more) for more in ((), (3,), (3, True))]
+    others = [tl.block_type(element, [4]) for element in (tl.float32, *pointers)]
+    assert all(a != b for a in others for b in (four, *others) if a is not b)
+    assert len({id(x) for x in (four, *others)}) == 5
+    for shape, error in (([3], ValueError), ([], TypeError), ([4.0], TypeError)):
+        with pytest.raises(error):
+            tl.block_type(tl.int32, shape)
+
+
+@triton.jit
+def meet(x, y, out, N: tl.constexpr):
+    rows, columns = tl.arange(0, N)[:, None], tl.arange(0, N)[None, :]
+    products = tl.load(x + rows) * tl.load(y + columns) + tl.load(x + columns)
+    tl.store(out + rows * N + columns, products.to(tl.float32) + products.shape[0])
+
+
+def test_shapes_that_differ_are_broadcast():
+    x, y = torch.arange(4.0), torch.arange(4, dtype=torch.int32) + 1
+    out = torch.empty(4, 4)
+    meet.run(grid=(1,), warmup=False, x=x, y=y, out=out, N=4)
+    assert torch.equal(out, x[:, None] * y[None] + x[None] + 4)
+
+
+def test_no_check_is_left_out_that_would_raise():
+    """The check of overflow ends in a device assert, which says nothing without `debug`."""
+    assert not interpreter.interpreter_builder.options.debug
+    assert interpreter.interpreter_semantic.device_assert(None, "never read", None) is None

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from compile_once import share_references
 from torch.distributed.device_mesh import init_device_mesh
 
 import attnplug
@@ -76,6 +77,7 @@ def killed(rank: int, mesh: Any) -> dict[str, list[Any]]:
 
 def main(folder: Path) -> None:
     torch.set_num_threads(1)
+    share_references()
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import transformers
+from compile_once import share_references
 from tensor_parallel_rank import load
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -81,6 +82,7 @@ def main(folder: Path) -> None:
     transformers.logging.set_verbosity_error()
     warnings.filterwarnings("error", "`torch.distributed", FutureWarning)  # of attnplug's own calls
     torch.set_num_threads(1)
+    share_references()
     dist.init_process_group("gloo")
     rank, found = dist.get_rank(), []
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import transformers
+from compile_once import share_references
 from torch._dynamo.backends.debugging import aot_eager
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
@@ -124,6 +125,7 @@ def compiled_steps_of(model, policy: str) -> bool:
 def main(folder: Path) -> None:
     transformers.logging.set_verbosity_error()
     torch.set_num_threads(1)
+    share_references()
     dist.init_process_group("gloo")
     rank, found = dist.get_rank(), {}
     for name, asked in json.loads((folder / "asked.json").read_text()).items():

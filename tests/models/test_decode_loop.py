@@ -129,13 +129,13 @@ def test_steps_past_the_end_leave_no_trace(policy, sampled, monkeypatch):
 def test_steps_ahead_end_with_the_length(monkeypatch):
     """The last look at rows that end with the last tokens is not forgotten."""
     model = tiny_model()
-    for lag in range(1, 6):
-        monkeypatch.setitem(decode_loop.LAG, "cpu", lag)
-        for tokens in range(1, 9):
-            options = dict(max_new_tokens=tokens, eos_token_id=ENDS, do_sample=True)
-            wanted = call(model, **options)
-            with attnplug.applied(model, "dense"):
-                assert_same(call(model, compile_config=compiling(), **options), wanted)
+    cases = [dict(max_new_tokens=n, eos_token_id=ENDS, do_sample=True) for n in range(1, 9)]
+    wanted = [call(model, **options) for options in cases]
+    with attnplug.applied(model, "dense"):  # once: each compiles anew
+        for lag in range(1, 6):
+            monkeypatch.setitem(decode_loop.LAG, "cpu", lag)
+            for options, of_stock in zip(cases, wanted, strict=True):
+                assert_same(call(model, compile_config=compiling(), **options), of_stock)
 
 
 def test_a_step_is_fed_once_for_each_token():
