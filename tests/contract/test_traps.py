@@ -183,7 +183,7 @@ def test_a_full_static_cache_says_so():
 def test_a_copy_of_a_model_generates_by_itself():
     model = attnplug.apply(tiny_model(), "dense")
     twin = copy.deepcopy(model)
-    assert twin._prepare_cache_for_generation.__self__ is twin
+    assert twin._prepare_cache_for_generation.model is twin
     attnplug.remove(model)
     assert attnplug.report(twin).policy == "dense"
     mask = torch.ones_like(ids)

@@ -5,7 +5,7 @@ import threading
 
 import pytest
 import torch
-from paged_cases import (
+from batching_cases import (
     ENDLESS,
     GATHER,
     MOMO,

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 import torch
-from paged_cases import (
+from batching_cases import (
     ENDLESS,
     GATHER,
     GVR,

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from paged_cases import (
+from batching_cases import (
     ENDLESS,
     GATHER,
     GVR,
