@@ -119,31 +119,6 @@ def _refine(q, k, mask, valid, position, start, block, branches):
     return found[0], found[1]
 
 
-@numba.njit(parallel=True, cache=True)
-def refine_rows(q, k, lengths, start, mask, block_mask, budget, query_block, block, index, score):
-    """Every (row, query head, query block), in parallel."""
-    batch, heads, queries, _ = q.shape
-    group, slots = heads // k.shape[1], index.shape[2]
-    for item in numba.prange(batch * heads * slots):
-        b, h, i = item // (heads * slots), item // slots % heads, item % slots
-        offset = lengths[b] - queries
-        t = max(0, start[b] - offset) + i * query_block
-        until = min(t + query_block, queries)
-        branches = max(min(budget[b % len(budget), h % budget.shape[1], i], index.shape[3]), 0)
-        index[b, h, i] = -1
-        score[b, h, i] = -np.inf
-        if t >= queries or branches == 0:
-            continue
-        hidden = mask[b * len(mask) // batch]
-        position = offset + until - 1
-        allowed = block_mask[b % len(block_mask), h % block_mask.shape[1], i]
-        valid = _valid_blocks(hidden, allowed, start[b], position, block)
-        row, keys = q[b, h, t:until], k[b, h // group, : position + 1]
-        scores, blocks = _refine(row, keys, hidden, valid, offset + t, start[b], block, branches)
-        index[b, h, i, :branches] = blocks
-        score[b, h, i, :branches] = scores
-
-
 # --- search="bounds" -----------------------------------------------------------------------------
 
 
@@ -214,11 +189,37 @@ def _best_of(q, k, mask, candidates, position, start, block, branches):
     return found[0], found[1]
 
 
+# --- either search -------------------------------------------------------------------------------
+
+
+@numba.njit(cache=True)
+def _rank(q, k, mask, summaries, valid, position, start, block, query_block, places):
+    """(scores, blocks) of the query block `q`, sorted, `[places]`: of the earlier blocks of highest
+    bound, and of those that not all its queries see whole."""
+    own = (position - start) // block
+    ranked = _candidates(_mean(q, query_block), summaries[:own], valid, WIDER * places)
+    candidates = np.append(ranked, own + np.nonzero(valid[own:])[0])
+    return _best_of(q, k, mask, candidates, position, start, block, places)
+
+
 @numba.njit(parallel=True, cache=True)
-def rank_rows(
-    q, k, summaries, lengths, start, mask, block_mask, budget, query_block, block, index, score
+def search_rows(
+    q,
+    k,
+    summaries,
+    flat,
+    lengths,
+    start,
+    mask,
+    block_mask,
+    budget,
+    query_block,
+    block,
+    index,
+    score,
 ):
-    """Every (row, query head, query block), in parallel."""
+    """Every (row, query head, query block), in parallel: by bounds of `summaries` if `flat`, else
+    by branches."""
     batch, heads, queries, _ = q.shape
     group, slots = heads // k.shape[1], index.shape[2]
     for item in numba.prange(batch * heads * slots):
@@ -236,12 +237,13 @@ def rank_rows(
         allowed = block_mask[b % len(block_mask), h % block_mask.shape[1], i]
         valid = _valid_blocks(hidden, allowed, start[b], position, block)
         row, keys = q[b, h, t:until], k[b, h // group, : position + 1]
-        own = (offset + t - start[b]) // block
-        earlier = summaries[b, h // group, :own]
-        ranked = _candidates(_mean(row, query_block), earlier, valid, WIDER * places)
-        later = own + np.nonzero(valid[own:])[0]
-        scores, blocks = _best_of(
-            row, keys, hidden, np.append(ranked, later), offset + t, start[b], block, places
-        )
+        first = offset + t
+        if flat:
+            earlier = summaries[b, h // group]
+            scores, blocks = _rank(
+                row, keys, hidden, earlier, valid, first, start[b], block, query_block, places
+            )
+        else:
+            scores, blocks = _refine(row, keys, hidden, valid, first, start[b], block, places)
         index[b, h, i, :places] = blocks
         score[b, h, i, :places] = scores

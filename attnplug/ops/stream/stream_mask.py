@@ -43,7 +43,7 @@ from attnplug.ops.common.rows import NO_MASK, mask_bytes, row_step, rows_on_cpu
 from attnplug.ops.common.sizes import cdiv, next_power_of_two
 from attnplug.ops.stream.bounds import RankPlan, launch_bounds
 from attnplug.ops.stream.kernels import refine as kernels
-from attnplug.ops.stream.reference import rank_rows, refine_rows, summarise
+from attnplug.ops.stream.reference import search_rows, summarise
 
 NAME = "stream_mask"
 BLOCKS = (16, 32, 64, 128)
@@ -172,10 +172,11 @@ def _cpu(
     rows = lengths.numpy(), start.numpy(), mask
     options = allowed, budget.long().contiguous().numpy(), query_block, block
     queries, out = q.float().contiguous().numpy(), (index.numpy(), score.numpy())
-    if search == "branches":
-        refine_rows(queries, keys, *rows, *options, *out)
-    else:
-        rank_rows(queries, keys, summarise(keys, *rows, block), *rows, *options, *out)
+    flat = search == "bounds"
+    summaries = np.empty((*keys.shape[:2], 0, 2, keys.shape[3]), np.float32)
+    if flat:
+        summaries = summarise(keys, *rows, block)
+    search_rows(queries, keys, summaries, flat, *rows, *options, *out)
 
 
 # --- CUDA: the scores that a group's heads share, then each head's refinement ------------------
