@@ -1,6 +1,9 @@
-"""Triton's interpreter spends its time beside the arithmetic: it looks for what it must replace in
-each call of a device function, makes the type of each value anew, and computes a check of overflow
-that it then drops. Most of the suite's time is in it, so that here it does these once or not."""
+"""What Triton's interpreter does otherwise in the tests.
+
+It spends its time beside the arithmetic: it looks for what it must replace in each call of a device
+function, makes the type of each value anew, and computes a check of overflow that it then drops.
+Most of the suite's time is in it, so that here it does these once or not. And it has BLAS multiply
+tiles, which on some CPUs rounds a row by its place in the tile, as no GPU does."""
 
 import dataclasses
 import functools
@@ -8,6 +11,7 @@ import inspect
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import triton.language as tl
 from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
@@ -132,3 +136,19 @@ def drop_unread_checks() -> None:
     builder = interpreter.interpreter_builder
     if not builder.options.debug:
         builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
+
+
+def multiply_in_double() -> None:
+    """Round a product of tiles once, at its end: a row's bits are then the same wherever in a tile
+    it stands. Products of integers stay as they are."""
+    multiply = interpreter.InterpreterBuilder.create_dot
+
+    @functools.wraps(multiply)
+    def multiply_and_round(self, a, b, d, input_precision, max_num_imprecise_acc):
+        if not all(x.data.dtype in (np.float16, np.float32) for x in (a, b, d)):
+            return multiply(self, a, b, d, input_precision, max_num_imprecise_acc)
+        with np.errstate(over="ignore"):
+            product = np.matmul(a.data, b.data, dtype=np.float64).astype(d.data.dtype)
+        return interpreter.TensorHandle(product + d.data, d.dtype.scalar)
+
+    interpreter.InterpreterBuilder.create_dot = multiply_and_round

@@ -80,6 +80,24 @@ def test_shapes_that_differ_are_broadcast():
     assert torch.equal(out, x[:, None] * y[None] + x[None] + 4)
 
 
+@triton.jit
+def multiply(x, y, out, N: tl.constexpr):
+    rows, columns = tl.arange(0, N)[:, None], tl.arange(0, N)[None, :]
+    product = tl.dot(tl.load(x + rows * N + columns), tl.load(y + rows * N + columns))
+    tl.store(out + rows * N + columns, product)
+
+
+def test_the_bits_of_a_row_are_the_same_anywhere_in_a_tile():
+    """BLAS takes the last rows of a tile by other kernels on some CPUs, with other roundings."""
+    x, y = torch.randn(2, 64, 64, generator=torch.Generator().manual_seed(0))
+    order = torch.randperm(64, generator=torch.Generator().manual_seed(1))
+    found, moved = torch.empty(64, 64), torch.empty(64, 64)
+    multiply.run(grid=(1,), warmup=False, x=x, y=y, out=found, N=64)
+    multiply.run(grid=(1,), warmup=False, x=x[order].contiguous(), y=y, out=moved, N=64)
+    assert torch.equal(moved, found[order])
+    assert torch.allclose(found, (x.double() @ y.double()).float(), rtol=1e-6, atol=1e-6)
+
+
 def test_no_check_is_left_out_that_would_raise():
     """The check of overflow ends in a device assert, which says nothing without `debug`."""
     assert not interpreter.interpreter_builder.options.debug
