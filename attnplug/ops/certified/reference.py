@@ -147,18 +147,17 @@ def _deviations(q, meta, softcap, delta, noise):
 
 
 @numba.njit(cache=True)
-def _search(score, mass, own, coverage, least, most, target):
-    """The largest x of a fixed grid such that blocks with score >= x are enough: `target` of them
-    or, where that is 0, `least` that cover every head's mass, or `most`. If it takes more than
-    `most`, the smallest that do not."""
+def _search(score, mass, own, coverage, least, most):
+    """The largest x of a fixed grid such that blocks with score >= x are enough: `least` of them
+    that cover every head's mass, or `most`. If it takes more than `most`, the smallest that do
+    not."""
     low, high = DEEPEST, 1.0
     for _ in range(ROUNDS):
         step = (high - low) / (WAYS + 1)
         passed = 0
         for i in range(WAYS):
             count, short = _above(score, mass, own, low + step * (i + 1), coverage)
-            enough = count >= target if target > 0 else count >= least and not short
-            passed += enough or count >= most
+            passed += count >= most or (count >= least and not short)
         low, high = low + step * passed, low + step * (passed + 1)
     return low if _above(score, mass, own, low, coverage)[0] <= most else high
 
@@ -257,7 +256,7 @@ def _needed(logs, squares, delta, noise, moved, summary, norm, size, most, toler
         score[j] = np.log2(share[0, j] + LOG_FLOOR)
         total += share[0, j]
     own = np.array([1 - total], np.float32)
-    x = _search(score, share, own, 0.0, 0, most, 0)
+    x = _search(score, share, own, 0.0, 0, most)
     some = False
     for j in range(blocks):
         if score[j] >= x:
@@ -280,7 +279,7 @@ def _choose(logs, eta, own, norm, row, length, options, marks):
                 top = mass[g, j]
         score[j] = np.log(np.float64(top) + LOG_FLOOR) / np.log(2.0)
         worth[j] = score[j] + np.log(np.float64(eta[j]) + LOG_FLOOR) / np.log(2.0)
-    x = _search(score, mass, own, coverage, least, most, 0)
+    x = _search(score, mass, own, coverage, least, most)
     marks[:] = np.maximum(marks, (score >= x).astype(np.int32))
     rung = 0
     x = np.log(v_tol + LOG_FLOOR) / np.log(2.0)
@@ -289,7 +288,7 @@ def _choose(logs, eta, own, norm, row, length, options, marks):
         own = np.empty(group, np.float32)
         for g in range(group):
             own[g] = BUDGET_SHARE * budget - share[g].sum()
-        x = min(x, _search(worth, share, own, 0.0, 0, blocks + 1, 0))
+        x = min(x, _search(worth, share, own, 0.0, 0, blocks + 1))
     for j in range(blocks):
         if worth[j] >= x:
             marks[j], rung = 3, VALUES
@@ -348,6 +347,124 @@ def _add(p, values, seen, extra, acc, norms):
 
 
 @numba.njit(cache=True)
+def _quantized_scores(q, codes, meta, seen, low, softcap):
+    """Of each block, by its INT8 keys: scores [blocks, G, block]; and per head [G, blocks] the
+    logarithms of the sum of exponentials and of their squares, and both of `_deviations`."""
+    blocks, block, group = codes.shape[0], codes.shape[1], q.shape[0]
+    scores = np.empty((blocks, group, block), np.float32)
+    logs = np.full((group, blocks), -np.inf, np.float32)
+    squares = np.full((group, blocks), -np.inf, np.float32)
+    delta, noise = np.zeros((group, blocks)), np.zeros((group, blocks))
+    for j in range(blocks):
+        at = low + j * block
+        keys = codes[j] * meta[j, 0] + meta[j, 1]
+        _scores(q, keys, seen[at : at + block], softcap, scores[j])
+        _deviations(q, meta[j], softcap, delta[:, j], noise[:, j])
+        for g in range(group):
+            logs[g, j] = _log_sum(scores[j, g])
+            squares[g, j] = _log_squares(scores[j, g])
+    return scores, logs, squares, delta, noise
+
+
+@numba.njit(cache=True)
+def _normalizers(logs, rest):
+    """Per head: (the logarithm of the denominator over blocks and rest, the rest's share)."""
+    group = rest.shape[0]
+    norm, own = np.empty(group, np.float32), np.empty(group, np.float32)
+    for g in range(group):
+        last = _log_sum(rest[g])
+        norm[g] = np.logaddexp(np.float64(_log_sum(logs[g])), last)
+        own[g] = np.exp(last - norm[g]) if norm[g] > -np.inf else 1.0
+    return norm, own
+
+
+@numba.njit(cache=True)
+def _quantized_outputs(scores, norm, v_codes, v_meta, seen, low):
+    """[blocks, G, D] float64: what each block adds to the outputs with INT4 values."""
+    blocks, group, block = scores.shape
+    width = 2 * v_codes.shape[2]
+    parts, norms = np.zeros((blocks, group, width)), np.zeros(group)
+    values = np.empty((block, width), np.float32)
+    for j in range(blocks):
+        at = low + j * block
+        _values(v_codes[j], v_meta[j], values)
+        _add(_weights(scores[j], norm), values, seen[at : at + block], 0.0, parts[j], norms)
+    return parts
+
+
+@numba.njit(cache=True)
+def _rescore(q, k, seen, low, softcap, marks, delta, scores, exact):
+    """Put exact scores into the marked blocks' `scores` and `exact` [G, blocks], their
+    log-masses. Whether a score was further off than its bound."""
+    group, block = q.shape[0], scores.shape[2]
+    wrong = False
+    mixed = np.empty((group, block), np.float32)
+    for j in range(len(marks)):
+        if marks[j] == 0:
+            continue
+        at = low + j * block
+        _scores(q, k[at : at + block], seen[at : at + block], softcap, mixed)
+        for g in range(group):
+            for n in range(block):
+                off = abs(mixed[g, n] - scores[j, g, n])
+                wrong = wrong or (seen[at + n] and not off <= delta[g, j])
+            exact[g, j] = _log_sum(mixed[g])
+        scores[j] = mixed
+    return wrong
+
+
+@numba.njit(cache=True)
+def _add_marked(scores, final, v, v_codes, v_meta, eta, seen, low, marks, acc, held):
+    """Add the marked blocks to the outputs `acc` and to `held`, the weighted norms of values.
+    Whether an exactly read value was further off than its bound."""
+    block = scores.shape[2]
+    wrong = False
+    values = np.empty((block, acc.shape[1]), np.float32)
+    for j in range(len(marks)):
+        if marks[j] == 0:
+            continue
+        at = low + j * block
+        _values(v_codes[j], v_meta[j], values)
+        if marks[j] & 2 > 0:
+            for n in range(block):
+                error = 0.0
+                for d in range(values.shape[1]):
+                    error += (np.float64(values[n, d]) - v[at + n, d]) ** 2
+                wrong = wrong or (seen[at + n] and not np.sqrt(error) <= eta[j])
+            values[:] = v[at : at + block]
+        _add(_weights(scores[j], final), values, seen[at : at + block], eta[j], acc, held)
+    return wrong
+
+
+@numba.njit(cache=True)
+def _bounds(
+    tail, worst, mass, held, size, widest, reach, delta, noise, softcap, unit, tolerance, bounds
+):
+    """Write one head's six `bounds`, and return whether they are inside the tolerance.
+
+    `tail` and `worst` are `_tail`'s, the latter with what exactly read keys add; `mass` is the
+    mass of exactly read tokens, `held` their values' weighted norms, `size` the output's norm,
+    `widest` and `reach` are `_extremes`', `delta` and `noise` [blocks] are `_deviations`'."""
+    highest = delta.max() if len(delta) > 0 else 0.0
+    loudest = noise.max() if len(noise) > 0 else 0.0
+    off = np.expm1(READ_SHARE * max(loudest, reach) + softcap * CAP_SLACK)
+    around = ((tail[3] + held) * REFERENCE_SUMS + unit * size) * CARE + ROUND_FLOOR
+    centre = min(size + worst * CARE + around, (tail[3] + held) * CARE)
+    tight, paper = key_bound(tail, centre, mass * off, highest)
+    left = 1 - tail[1] - mass * off
+    wide = max(widest, tail[5])
+    apart = 2 * wide  # two means of values, whatever the weights
+    moves = (held + mass * centre) * off / left if left > 0 else np.inf
+    around += min(apart, moves) * CARE
+    bounds[0], bounds[3] = tight, tight
+    bounds[1], bounds[4] = worst * CARE, worst * CARE
+    bounds[2], bounds[5] = around, paper
+    full = tight + bounds[1] + around
+    free = tolerance == np.inf or wide <= VANISHED
+    return full < np.inf and (free or full <= tolerance * size * (1 - 2 * unit) / CARE)
+
+
+@numba.njit(cache=True)
 def certify_group(
     q,
     k,
@@ -379,46 +496,26 @@ def certify_group(
     """The heads `q [G, D]` of one (row, KV head), up to what only they need. Returns whether a
     score or value was further off than its bound. `k, v` are the row's originals, `codes` and the
     rest its quantized blocks, `seen [S]` what the key mask shows."""
-    group, width = q.shape
-    blocks, block = codes.shape[0], codes.shape[1]
-    edge = low + blocks * block  # from here on the originals are read
+    group = q.shape[0]
+    blocks = codes.shape[0]
+    edge = low + blocks * codes.shape[1]  # from here on the originals are read
     scaled = q * np.float32(scale)
     eta = summary[:, 0].copy()
-    scores = np.empty((blocks, group, block), np.float32)
-    logs = np.full((group, blocks), -np.inf, np.float32)
-    squares = np.full((group, blocks), -np.inf, np.float32)
-    delta, noise = np.zeros((group, blocks)), np.zeros((group, blocks))
-    for j in range(blocks):
-        at = low + j * block
-        keys = codes[j] * meta[j, 0] + meta[j, 1]
-        _scores(scaled, keys, seen[at : at + block], softcap, scores[j])
-        _deviations(scaled, meta[j], softcap, delta[:, j], noise[:, j])
-        for g in range(group):
-            logs[g, j] = _log_sum(scores[j, g])
-            squares[g, j] = _log_squares(scores[j, g])
     rest = np.empty((group, max(0, length - edge)), np.float32)
     _scores(scaled, k[edge:length], seen[edge:length], softcap, rest)
-    norm, own = np.empty(group, np.float32), np.empty(group, np.float32)
+    scores, logs, squares, delta, noise = _quantized_scores(scaled, codes, meta, seen, low, softcap)
+    norm, own = _normalizers(logs, rest)
+    acc, held = np.zeros((group, q.shape[1])), np.zeros(group)
+    _add(_weights(rest, norm), v[edge:length], seen[edge:length], 0.0, acc, held)
+    parts = _quantized_outputs(scores, norm, v_codes, v_meta, seen, low)
     moved = np.empty(group)
-    for g in range(group):
-        last = _log_sum(rest[g])
-        norm[g] = np.logaddexp(np.float64(_log_sum(logs[g])), last)
-        own[g] = np.exp(last - norm[g]) if norm[g] > -np.inf else 1.0
-        moved[g] = np.sqrt((scaled[g].astype(np.float64) ** 2).sum()) * CARE
-    tail_out, tail_norms = np.zeros((group, width)), np.zeros(group)
-    _add(_weights(rest, norm), v[edge:length], seen[edge:length], 0.0, tail_out, tail_norms)
-    values = np.empty((block, width), np.float32)
-    parts, norms = np.zeros((blocks, group, width)), np.zeros(group)
-    whole = tail_out.copy()  # the output with all blocks quantized
-    for j in range(blocks):
-        at = low + j * block
-        _values(v_codes[j], v_meta[j], values)
-        weights = _weights(scores[j], norm)
-        _add(weights, values, seen[at : at + block], 0.0, parts[j], norms)
-        whole += parts[j]
     climbed = 0
     marks[:] = 0
     for g in range(group):
+        moved[g] = np.sqrt((scaled[g].astype(np.float64) ** 2).sum()) * CARE
+        whole = acc[g].copy()  # the output with all blocks quantized
+        for j in range(blocks):
+            whole += parts[j, g]
         if _needed(
             logs[g],
             squares[g],
@@ -427,58 +524,31 @@ def certify_group(
             moved[g],
             summary,
             norm[g],
-            np.sqrt((whole[g] ** 2).sum()),
+            np.sqrt((whole**2).sum()),
             options[2],
             tolerance,
             marks,
         ):
             climbed = NEEDED
     climbed |= _choose(logs, eta, own, norm, row, length, options, marks)
-    exact, wrong = logs.copy(), False
-    mixed = np.empty((group, block), np.float32)
-    for j in range(blocks):
-        if marks[j] == 0:
-            continue
-        at = low + j * block
-        _scores(scaled, k[at : at + block], seen[at : at + block], softcap, mixed)
-        for g in range(group):
-            for n in range(block):
-                off = abs(mixed[g, n] - scores[j, g, n])
-                wrong = wrong or (seen[at + n] and not off <= delta[g, j])
-            exact[g, j] = _log_sum(mixed[g])
-        scores[j] = mixed
     counts[0], counts[1] = (marks > 0).sum(), (marks & 2 > 0).sum()
+    exact = logs.copy()
+    wrong = _rescore(scaled, k, seen, low, softcap, marks, delta, scores, exact)
 
     final = np.empty(group)  # of the denominators' logarithms, sinks included
     for g in range(group):
         lse[g] = np.logaddexp(np.float64(_log_sum(exact[g])), np.float64(_log_sum(rest[g])))
         final[g] = np.logaddexp(lse[g], sinks[g]) if sinks.shape[0] > 0 else lse[g]
-    acc, held = np.zeros((group, width)), np.zeros(group)  # exact keys: their values' norms
-    for g in range(group):
         here = np.exp(norm[g] - final[g]) if norm[g] > -np.inf else 0.0
-        acc[g], held[g] = tail_out[g] * here, tail_norms[g] * here
+        acc[g], held[g] = acc[g] * here, held[g] * here
         for j in range(blocks):
             if marks[j] == 0:
                 acc[g] += parts[j, g] * here
-    for j in range(blocks):
-        if marks[j] == 0:
-            continue
-        at = low + j * block
-        _values(v_codes[j], v_meta[j], values)
-        if marks[j] & 2 > 0:
-            for n in range(block):
-                error = 0.0
-                for d in range(width):
-                    error += (np.float64(values[n, d]) - v[at + n, d]) ** 2
-                wrong = wrong or (seen[at + n] and not np.sqrt(error) <= eta[j])
-            values[:] = v[at : at + block]
-        _add(_weights(scores[j], final), values, seen[at : at + block], eta[j], acc, held)
+    wrong |= _add_marked(scores, final, v, v_codes, v_meta, eta, seen, low, marks, acc, held)
     widest, reach_q = _extremes(scaled, k[edge:length], v[edge:length], seen[edge:length])
     for g in range(group):
-        if lse[g] == -np.inf:  # nothing to see
-            acc[g] = 0.0
-        out[g] = acc[g]
-        rung[g] = climbed
+        sees = lse[g] > -np.inf or np.isnan(lse[g])
+        out[g] = acc[g] if sees else np.zeros_like(acc[g])
         base = 0.0 if final[g] == -np.inf else final[g]
         tail, worst, reach = _tail(
             logs[g], squares[g], delta[g], noise[g], moved[g], summary, marks, base
@@ -489,27 +559,24 @@ def certify_group(
                 m = np.exp(np.float64(exact[g, j]) - base)
                 mass += m
                 worst += m * eta[j] if marks[j] == 1 else 0.0
-        highest = delta[g].max() if blocks > 0 else 0.0
-        loudest = noise[g].max() if blocks > 0 else 0.0
-        off = np.expm1(READ_SHARE * max(loudest, reach_q[g]) + softcap * CAP_SLACK)
-        size = np.sqrt((out[g].astype(np.float64) ** 2).sum())
-        around = ((tail[3] + held[g]) * REFERENCE_SUMS + unit * size) * CARE + ROUND_FLOOR
-        centre = min(size + worst * CARE + around, (tail[3] + held[g]) * CARE)
-        tight, paper = key_bound(tail, centre, mass * off, highest)
-        left = 1 - tail[1] - mass * off
-        wide = max(widest, tail[5])
-        apart = 2 * wide  # two means of values, whatever the weights
-        moves = (held[g] + mass * centre) * off / left if left > 0 else np.inf
-        around += min(apart, moves) * CARE
-        bounds[g, 0], bounds[g, 3] = tight, tight
-        bounds[g, 1], bounds[g, 4] = worst * CARE, worst * CARE
-        bounds[g, 2], bounds[g, 5] = around, paper
+        within = _bounds(
+            tail,
+            worst,
+            mass,
+            held[g],
+            np.sqrt((out[g].astype(np.float64) ** 2).sum()),
+            widest,
+            reach_q[g],
+            delta[g],
+            noise[g],
+            softcap,
+            unit,
+            tolerance if sees else np.inf,
+            bounds[g],
+        )
         agree, safe = ranks_agree(logs[g], exact[g], marks, reach, depth)
-        rung[g] |= (0 if agree else RANKING) | (0 if safe else BOUNDARY)
-        full = bounds[g, 0] + bounds[g, 1] + bounds[g, 2]
-        free = tolerance == np.inf or lse[g] == -np.inf or wide <= VANISHED
-        within = free or full <= tolerance * size * (1 - 2 * unit) / CARE
-        fits = full < np.inf and within and bounds[g, 1] <= options[4]
+        rung[g] = climbed | (0 if agree else RANKING) | (0 if safe else BOUNDARY)
+        fits = within and bounds[g, 1] <= options[4]
         rung[g] |= 0 if fits or blocks == 0 else BOUND
         rung[g] |= CAPACITY if counts[0] > capacity else 0
     return wrong

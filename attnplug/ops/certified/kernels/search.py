@@ -58,7 +58,6 @@ def _narrower(
     coverage,
     least,
     most,
-    target,
     in_group,
     COVERS: tl.constexpr,
 ):
@@ -69,10 +68,7 @@ def _narrower(
     if COVERS:
         short = ~(held + rest_mass[:, None] >= coverage[:, None]) & in_group[:, None]
         lacking = tl.max(short.to(tl.int32), 0) > 0
-    if target > 0:
-        enough = count >= target
-    else:
-        enough = (count >= least) & ~lacking
+    enough = (count >= least) & ~lacking
     passed = tl.sum((enough | (count >= most)).to(tl.int32), 0)
     at = tl.sum(tl.where(tl.arange(0, R.WAYS) == passed - 1, count, 0), 0)
     lowest = tl.where(passed == 0, lowest, at)
@@ -88,7 +84,6 @@ def _search_tiles(
     coverage,
     least,
     most,
-    target,
     blocks,
     in_group,
     GP: tl.constexpr,
@@ -129,7 +124,6 @@ def _search_tiles(
             coverage=coverage,
             least=least,
             most=most,
-            target=target,
             in_group=in_group,
             COVERS=COVERS,
         )
@@ -161,7 +155,6 @@ def _search_held(
     coverage,
     least,
     most,
-    target,
     blocks,
     in_group,
     GP: tl.constexpr,
@@ -198,7 +191,6 @@ def _search_held(
             coverage=coverage,
             least=least,
             most=most,
-            target=target,
             in_group=in_group,
             COVERS=True,
         )
@@ -214,7 +206,6 @@ def search(
     coverage,
     least,
     most,
-    target,
     blocks,
     in_group,
     GP: tl.constexpr,
@@ -235,7 +226,6 @@ def search(
             coverage=coverage,
             least=least,
             most=most,
-            target=target,
             blocks=blocks,
             in_group=in_group,
             GP=GP,
@@ -251,7 +241,6 @@ def search(
             coverage=coverage,
             least=least,
             most=most,
-            target=target,
             blocks=blocks,
             in_group=in_group,
             GP=GP,

@@ -106,7 +106,6 @@ def weigh_heads(
         coverage=one * 0.0,
         least=0,
         most=most,
-        target=0,
         blocks=blocks,
         in_group=one >= 0,
         GP=1,
