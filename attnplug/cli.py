@@ -47,7 +47,7 @@ def demo(
         "attnplug-demo.png"
     ),
 ) -> None:
-    """SmolLM2 finds a number hidden in a long text: dense, and with momo's block-sparse prefill."""
+    """SmolLM2 finds a number hidden in a long text: stock, and with momo's block-sparse prefill."""
     with _clear_errors():
         from attnplug import demo as module
 

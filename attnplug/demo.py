@@ -1,5 +1,5 @@
-"""`attnplug demo`: SmolLM2 finds a needle in a long prompt, dense and with momo's block-sparse
-prefill, side by side, with what the mask read and what it kept."""
+"""`attnplug demo`: SmolLM2 finds a needle in a long prompt, as transformers has it and with momo's
+block-sparse prefill, side by side, with what the mask read and what it kept."""
 
 import dataclasses
 import time
@@ -45,7 +45,7 @@ class DemoResult:
     device: str
     crossover: int
     needle: Needle
-    dense: Run
+    stock: Run
     momo: Run
     layers: list[LayerMask]
     image: Path
@@ -70,9 +70,9 @@ class DemoResult:
             caption=self.policy,
         )
         table.add_column("")
-        table.add_column("dense", justify="right")
+        table.add_column("stock", justify="right")
         table.add_column("momo", justify="right")
-        pair = (self.dense, self.momo)
+        pair = (self.stock, self.momo)
         table.add_row("answer", *(_answer(run) for run in pair))
         table.add_row("prefill", *(f"{run.prefill_s:.2f} s" for run in pair))
         table.add_row("decode, per token", *(f"{run.decode_s * 1e3:.1f} ms" for run in pair))
@@ -87,7 +87,8 @@ class DemoResult:
             f"Key blocks and attention are means over layers {names}, all heads and query blocks; "
             "the pass that finds the mask reads every key on top, from every 16th query. Unforced, "
             f"this momo runs from {self.crossover:,} prompt tokens on {self.device} and leaves "
-            f"shorter prompts dense. Picture of one head's mask: {self.image}"
+            "shorter prompts dense. Stock is the model without attnplug; beside momo, attnplug's "
+            f"dense decodes. Picture of one head's mask: {self.image}"
         )
 
 
@@ -122,8 +123,8 @@ def run(
         )
         _generate(model, tokenizer, warm, None)
         _generate(model, tokenizer, warm, policy)
-        bar.update(step, description=f"dense: {needle.ids.shape[1]:,} tokens")
-        dense = _generate(model, tokenizer, needle, None)
+        bar.update(step, description=f"stock: {needle.ids.shape[1]:,} tokens")
+        stock = _generate(model, tokenizer, needle, None)
         bar.update(step, description=f"{policy}: {needle.ids.shape[1]:,} tokens")
         momo = _generate(model, tokenizer, needle, policy)
         bar.update(step, description="exact attention mass inside the mask")
@@ -131,7 +132,7 @@ def run(
         bar.update(step, description="drawing the mask")
         _draw(layers, policy, Path(image))
     unforced = dataclasses.replace(policy, min_tokens=None).crossover(torch.device(device))
-    return DemoResult(str(policy), device, unforced, needle, dense, momo, layers, Path(image))
+    return DemoResult(str(policy), device, unforced, needle, stock, momo, layers, Path(image))
 
 
 class _Clock(BaseStreamer):

@@ -16,13 +16,13 @@ def result(tmp_path_factory):
 
 def test_both_find_the_answer(result):
     assert 920 <= result.needle.ids.shape[1] <= 1024
-    assert result.dense.found and result.momo.found
-    assert result.needle.answer in result.dense.reply
+    assert result.stock.found and result.momo.found
+    assert result.needle.answer in result.stock.reply
     assert result.needle.answer in result.momo.reply
 
 
 def test_times_are_times(result):
-    for run in (result.dense, result.momo):
+    for run in (result.stock, result.momo):
         assert 0 < run.decode_s < run.prefill_s
 
 
