@@ -8,7 +8,9 @@ Nothing here knows the engine: `Requests` says which rows of a batch are whose.
 import dataclasses
 import fcntl
 import logging
+import os
 import re
+import weakref
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -77,7 +79,7 @@ class Traces:
         self.layers: set[int] = set()  # those that are traced, known before the first prompt
         self.open: list[Prompt] = []
         self.folder = Path(options.folder).resolve()
-        self._lock = self._claim()
+        weakref.finalize(self, os.close, self._claim())
         numbers = [re.match(r"prompt-(\d+)", path.name) for path in self.folder.iterdir()]
         self.numbered = max((int(found[1]) for found in numbers if found), default=0)
         mine = re.compile(rf"prompt-[^@]*{label}\.parquet(\.part)?")
@@ -86,22 +88,23 @@ class Traces:
         self.full = ""  # why nothing more is recorded
         self._has_room()
 
-    def _claim(self) -> Any:
-        """Make the folder, and keep other servers out of it as long as this process lives."""
-        place = self.folder / f".lock{self.label}"
+    def _claim(self) -> int:
+        """Make the folder, and keep other servers out of it until this file is closed."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            lock = place.open("w")
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise ServeError(
-                f"attnplug in vLLM: another server writes traces to {self.folder}; give this one "
-                "a folder of its own (traces: folder)"
-            ) from error
+            lock = os.open(self.folder / f".lock{self.label}", os.O_CREAT | os.O_WRONLY, 0o644)
         except OSError as error:
             raise ServeError(
                 f"attnplug in vLLM: traces cannot go to {self.folder} ({error}); name another "
                 "folder (traces: folder)"
+            ) from error
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            os.close(lock)
+            raise ServeError(
+                f"attnplug in vLLM: another server writes traces to {self.folder}; give this one "
+                "a folder of its own (traces: folder)"
             ) from error
         return lock
 
