@@ -3,9 +3,11 @@
 
 A small Qwen2 with random weights answers through chunked prefills, mixed batches, prefix hits,
 evictions and preemptions. Its tokens are those of transformers, with stock attention where the
-budget covers everything, with attnplug there where it does not.
+budget covers everything, with attnplug there where it does not. The traces of its prompts are those
+that attnplug records in transformers.
 """
 
+import itertools
 import json
 import os
 import random
@@ -18,6 +20,9 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 import attnplug
+from attnplug import trace
+from attnplug.serve.vllm.options import REQUESTS
+from attnplug.trace.view import write_page
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 HERE = Path(__file__).parent / "vllm_cpu"
@@ -31,6 +36,8 @@ ENVIRONMENT = dict(
     PYTHONPATH=os.pathsep.join([str(HERE), str(Path(attnplug.__file__).parent.parent)]),
 )
 COVERING = "momo(min_tokens=0, top_k=512)+gather(min_tokens=0)"
+# Every list is exact: at most twice as many blocks are visible as it has places.
+TRACED = f"{COVERING}+stream(top_k=48, block=16, query_block=16, measure=64)"
 SMALL = [
     "gather(k=3, block=16, sink=1, local=2, min_tokens=400, bounds='exact')",
     "gvr(k=24, sink=2, window=24, min_tokens=400)",
@@ -48,6 +55,14 @@ def prompt(seed: int, shared: int, more: int) -> list[int]:
 # Several chunks of 512 each, beside steps; the second turn finds prefixes of the first.
 FIRST = [prompt(1, 600, 700), prompt(2, 0, 300), prompt(3, 600, 30)]
 SECOND = [prompt(4, 600, 200), prompt(1, 600, 701)]
+# What each request says of its trace.
+ASKED = [["first", True, "third"], [False, "fifth"]]
+FILES = {
+    "prompt-0001-first.parquet": FIRST[0],
+    "prompt-0002.parquet": FIRST[1],
+    "prompt-0003-third.parquet": FIRST[2],
+    "prompt-0004-fifth.parquet": SECOND[1],
+}
 # More than 130 pages of 16 hold: rows are preempted, and pages change hands.
 CROWD = [[prompt(seed, 500, 40 * seed) for seed in range(turn, turn + 4)] for turn in (1, 5)]
 
@@ -75,7 +90,13 @@ def model(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def runs(model, tmp_path_factory):
+def traces(tmp_path_factory):
+    """Where the engine's traces go."""
+    return tmp_path_factory.mktemp("traces")
+
+
+@pytest.fixture(scope="module")
+def runs(model, traces, tmp_path_factory):
     """What an engine of each policy made and noted: {policy: (outputs, notes of its calls)}."""
     probe = [PYTHON, "-c", "import vllm, vllm.platforms as p; print(p.current_platform.is_cpu())"]
     found = subprocess.run(probe, capture_output=True, text=True)
@@ -84,14 +105,21 @@ def runs(model, tmp_path_factory):
     folder = tmp_path_factory.mktemp("jobs")
     jobs = [
         dict(
-            policy=COVERING,
-            options=dict(max_num_batched_tokens=512, num_gpu_blocks_override=400),
-            turns=[dict(prompts=turn, tokens=MADE) for turn in (FIRST, SECOND)],
+            attnplug={"policy": TRACED, "traces": {"folder": str(traces)}},
+            options=dict(
+                max_num_batched_tokens=512,
+                num_gpu_blocks_override=400,
+                logits_processors=[REQUESTS],
+            ),
+            turns=[
+                dict(prompts=turn, tokens=MADE, traces=asked)
+                for turn, asked in zip((FIRST, SECOND), ASKED, strict=True)
+            ],
         )
     ]
     jobs += [
         dict(
-            policy=policy,
+            attnplug={"policy": policy},
             options=dict(max_num_batched_tokens=256, num_gpu_blocks_override=130),
             turns=[dict(prompts=turn, tokens=MADE) for turn in CROWD],
         )
@@ -110,9 +138,9 @@ def runs(model, tmp_path_factory):
     assert len(lines) == len(jobs), wrong
     notes = [json.loads(line) for line in log.read_text().splitlines()]
     return {
-        job["policy"]: (
+        (policy := job["attnplug"]["policy"]): (
             json.loads(line.removeprefix("JOB ")),
-            [note for note in notes if note["policy"] == job["policy"]],
+            [note for note in notes if note["policy"] == policy],
         )
         for job, line in zip(jobs, lines, strict=True)
     }
@@ -129,7 +157,7 @@ def generated(model, prompts: list[list[int]]) -> list[list[int]]:
 
 
 def test_covering_budgets_give_the_tokens_of_stock(runs, model):
-    outputs, _ = runs[COVERING]
+    outputs, _ = runs[TRACED]
     assert [o["tokens"] for o in outputs] == generated(model[0], FIRST + SECOND)
 
 
@@ -150,7 +178,7 @@ def test_small_budgets_give_the_tokens_of_attnplug_in_transformers(runs, model, 
 
 def test_the_layers_really_ran(runs):
     """vLLM's CPU platform drops a backend that it does not know without an error."""
-    outputs, notes = runs[COVERING]
+    outputs, notes = runs[TRACED]
     assert sum(note["momo"] for note in notes) > 10
     assert sum(note["far"] for note in notes) > 40
     assert any(note["chunks"] for note in notes), "no later chunk of a prompt"
@@ -167,3 +195,59 @@ def test_what_is_kept_is_never_stale_under_eviction(runs, policy):
     blocks = {sum(len(p) for p in turn) // 16 for turn in CROWD}
     assert min(blocks) > 130, "all rows fit: nothing was evicted"
     assert any(output["cached"] > 0 for output in outputs)
+
+
+@torch.no_grad()
+def recorded(model, ids: list[int], chunks: list[int], path) -> trace.Trace:
+    """attnplug's trace in transformers, in chunks that end there; the first is not traced."""
+    with attnplug.applied(model, TRACED):
+        cache = attnplug.make_cache(model, len(ids))
+
+        def run(first: int, last: int) -> None:
+            if last > first:
+                model(torch.tensor([ids[first:last]]), past_key_values=cache)
+
+        run(0, chunks[0])
+        with trace.record(model, path):
+            for first, last in itertools.pairwise(chunks):
+                run(first, last)
+    return trace.read(path)
+
+
+def edges_of(found: trace.Trace):
+    names = ["layer", "head", "q_block", "k_block"]
+    return found.to_pandas().sort_values(names).set_index(names)["weight"]
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_the_trace_of_a_served_prompt_is_that_of_transformers(runs, model, traces, tmp_path, name):
+    """In vLLM's chunks. Weights differ by no more than they do in transformers between these chunks
+    and others, but for a factor."""
+    found, ids = trace.read(traces / name), FILES[name]
+    found.verify()
+    assert found.token_ids[0].tolist() == ids and found.meta["prompt_tokens"] == len(ids)
+    steps = [(step["first"][0], step["queries"][0]) for step in found.meta["steps"]]
+    chunks = [steps[0][0], *(first + queries for first, queries in steps)]
+    assert [first for first, _ in steps] == chunks[:-1] and chunks[-1] >= len(ids) - 1
+    assert (
+        (chunks[0] > 0)
+        == (name == "prompt-0004-fifth.parquet")
+        == (found.meta["cached_tokens"] > 0)
+    )
+    same = recorded(model[0], ids, chunks, tmp_path / "same")
+    got, want = edges_of(found), edges_of(same)
+    assert got.index.equals(want.index)
+    whole = recorded(model[0], ids, [0, chunks[-1]], tmp_path / "whole")
+    others = [
+        x.to_pandas().groupby(["layer", "head", "k_block"])["weight"].sum() for x in (same, whole)
+    ]
+    print(name, chunks, (got - want).abs().max(), (others[0] - others[1]).abs().max())
+    assert (got - want).abs().max() < 1e-3
+    for layer, heads in found.meta["captured"].items():
+        assert heads == pytest.approx(same.meta["captured"][layer], abs=1e-5)
+    assert found.meta["policy"] == same.meta["policy"] == TRACED
+    assert write_page(found, tmp_path / "page.html") > 1e6
+
+
+def test_only_what_was_asked_for_is_recorded(runs, traces):
+    assert sorted(path.name for path in traces.iterdir()) == [".lock", *sorted(FILES)]
