@@ -465,6 +465,16 @@ def test_a_server_that_traces_needs_to_hear_of_requests(backend, monkeypatch, tm
         backend._note_traced(configuration("momo+stream"), {0})
 
 
+def test_a_server_of_another_backend_is_told_that_nothing_is_traced(monkeypatch, tmp_path):
+    import attnplug.serve.vllm.requests as module
+
+    said = []
+    monkeypatch.setattr(module.logger, "warning_once", said.append)
+    requests = requests_made(monkeypatch, configuration(traced("momo", tmp_path)))
+    requests.update_state(update(added=[(0, [1, 2, 3], [], None)]))
+    assert requests.prompts == {} and "without --attention-backend CUSTOM" in said[0]
+
+
 def test_the_logits_stay_as_they_are(backend, monkeypatch):
     requests = requests_made(monkeypatch, configuration("momo"))
     logits = torch.randn(2, 5)

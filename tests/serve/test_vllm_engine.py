@@ -15,6 +15,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pandas
 import pytest
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
@@ -214,39 +215,42 @@ def recorded(model, ids: list[int], chunks: list[int], path) -> trace.Trace:
     return trace.read(path)
 
 
-def edges_of(found: trace.Trace):
+def lists_of(found: trace.Trace):
+    """An edge's weight by layer, head, query block and key block."""
     names = ["layer", "head", "q_block", "k_block"]
-    return found.to_pandas().sort_values(names).set_index(names)["weight"]
+    return found.to_pandas().set_index(names)["weight"]
 
 
 @pytest.mark.parametrize("name", FILES)
 def test_the_trace_of_a_served_prompt_is_that_of_transformers(runs, model, traces, tmp_path, name):
-    """In vLLM's chunks. Weights differ by no more than they do in transformers between these chunks
-    and others, but for a factor."""
+    """In vLLM's chunks, the tokens that came from the prefix cache left out."""
     found, ids = trace.read(traces / name), FILES[name]
     found.verify()
-    assert found.token_ids[0].tolist() == ids and found.meta["prompt_tokens"] == len(ids)
-    steps = [(step["first"][0], step["queries"][0]) for step in found.meta["steps"]]
+    meta = found.meta
+    assert found.token_ids[0].tolist() == ids and meta["prompt_tokens"] == len(ids)
+    steps = [(step["first"][0], step["queries"][0]) for step in meta["steps"]]
     chunks = [steps[0][0], *(first + queries for first, queries in steps)]
     assert [first for first, _ in steps] == chunks[:-1] and chunks[-1] >= len(ids) - 1
-    assert (
-        (chunks[0] > 0)
-        == (name == "prompt-0004-fifth.parquet")
-        == (found.meta["cached_tokens"] > 0)
-    )
+    assert meta["cached_tokens"] == chunks[0]
     same = recorded(model[0], ids, chunks, tmp_path / "same")
-    got, want = edges_of(found), edges_of(same)
-    assert got.index.equals(want.index)
-    whole = recorded(model[0], ids, [0, chunks[-1]], tmp_path / "whole")
-    others = [
-        x.to_pandas().groupby(["layer", "head", "k_block"])["weight"].sum() for x in (same, whole)
-    ]
-    print(name, chunks, (got - want).abs().max(), (others[0] - others[1]).abs().max())
-    assert (got - want).abs().max() < 1e-3
-    for layer, heads in found.meta["captured"].items():
-        assert heads == pytest.approx(same.meta["captured"][layer], abs=1e-5)
-    assert found.meta["policy"] == same.meta["policy"] == TRACED
+    both = pandas.concat([lists_of(found), lists_of(same)], axis=1, keys=["vllm", "transformers"])
+    ties = both.isna().any(axis=1).groupby(level=[0, 1, 2]).transform("any")
+    assert ties.groupby(level=[0, 1, 2]).any().sum() <= 1  # rounding may decide between two scores
+    # A weight sums a query block's softmaxes.
+    room = 64 * torch.finfo(torch.float32).eps * meta["query_block"]
+    assert (both["vllm"] - both["transformers"])[~ties].abs().max() <= room
+    for layer, heads in meta["captured"].items():
+        assert heads == pytest.approx(same.meta["captured"][layer], abs=room)
+    assert meta["policy"] == same.meta["policy"] and meta["heads"] == same.meta["heads"]
     assert write_page(found, tmp_path / "page.html") > 1e6
+
+
+def test_the_traces_hold_chunks_and_prefix_hits(runs, traces):
+    steps, cached = zip(
+        *((len(found.meta["steps"]), found.meta["cached_tokens"] > 0)
+          for found in (trace.read(traces / name) for name in FILES)), strict=True
+    )  # fmt: skip
+    assert max(steps) >= 3 and any(cached) and not all(cached)
 
 
 def test_only_what_was_asked_for_is_recorded(runs, traces):

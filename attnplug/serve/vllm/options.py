@@ -73,7 +73,7 @@ class TraceOptions:
 @dataclasses.dataclass(frozen=True)
 class ServedPolicy:
     """A server's policy: that of all layers, and those of spans of layers, first to last. `text`
-    is the policy of all layers as it was given."""
+    is the policy of all layers."""
 
     whole: Phases
     spans: tuple[tuple[int, int, Phases], ...] = ()
@@ -147,7 +147,7 @@ def read_policy(option: Any) -> ServedPolicy:
     if option is None:
         raise ServeError(f"attnplug in vLLM: no policy is given; add {EXAMPLE}, or set {VARIABLE}")
     if isinstance(option, str):
-        return ServedPolicy(phases_of(option), text=option)
+        return ServedPolicy(phases_of(option), text=str(parse(option)))
     known = {"policy", "layers", "traces"}
     if not isinstance(option, Mapping) or not {"policy"} <= option.keys() <= known:
         raise ServeError(
@@ -157,9 +157,8 @@ def read_policy(option: Any) -> ServedPolicy:
     spans = tuple(
         (*_span(key), phases_of(policy)) for key, policy in (option.get("layers") or {}).items()
     )
-    made = ServedPolicy(
-        phases_of(option["policy"]), spans, option["policy"], _trace_options(option.get("traces"))
-    )
+    whole, text = phases_of(option["policy"]), str(parse(option["policy"]))
+    made = ServedPolicy(whole, spans, text, _trace_options(option.get("traces")))
     if "traces" in option and made.trace is None:
         raise ServeError(
             "attnplug in vLLM: traces are given, and no layer is traced; use a policy that traces, "

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 from vllm.config import VllmConfig
+from vllm.logger import init_logger
 from vllm.sampling_params import SamplingParams
 from vllm.tokenizers import cached_tokenizer_from_config
 from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor
@@ -31,6 +32,7 @@ from attnplug.serve.vllm.rows import Batch
 from attnplug.serve.vllm.traces import NAME, Prompt, Traced, Traces
 from attnplug.trace.record import versions
 
+logger = init_logger("vllm.attnplug")
 ARGUMENT = "attnplug_trace"
 _made: "weakref.WeakValueDictionary[int, Requests]" = weakref.WeakValueDictionary()
 
@@ -90,6 +92,12 @@ class Requests(LogitsProcessor):
         """A request that comes. One that has made tokens comes back, and its prompt was traced; one
         without token ids has embeddings for a prompt."""
         if self.traces is None or prompt is None or made:
+            return None
+        if not self.traces.layers:
+            logger.warning_once(
+                "attnplug: no layer is traced; the log's lines 'attnplug: prefill' say why, and if "
+                "there is none, the server runs without --attention-backend CUSTOM"
+            )
             return None
         return self.traces.prompt(prompt, _asked(params, not self.traces.options.asked))
 

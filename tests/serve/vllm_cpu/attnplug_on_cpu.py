@@ -177,7 +177,7 @@ class Impl(CPUAttentionBackendImpl):
             for traced in m.traced:
                 served.trace_prompt(traced, query, key, value, cache, m.table)
         note = dict(
-            policy=self.policy.text,
+            policy=self.config.additional_config["attnplug"]["policy"],
             momo=momo,
             far=int(chosen.sum()),
             steps=m.batch.steps,
