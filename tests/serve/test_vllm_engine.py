@@ -25,7 +25,8 @@ from attnplug import trace
 from attnplug.serve.vllm.options import REQUESTS
 from attnplug.trace.view import write_page
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
+# `scripts/vllm_cpu.sh` runs groups side by side.
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600), pytest.mark.xdist_group("engine")]
 HERE = Path(__file__).parent / "vllm_cpu"
 PYTHON = os.environ.get("ATTNPLUG_VLLM_PYTHON", sys.executable)
 ENVIRONMENT = dict(
@@ -36,6 +37,7 @@ ENVIRONMENT = dict(
     HF_HUB_OFFLINE="1",
     PYTHONPATH=os.pathsep.join([str(HERE), str(Path(attnplug.__file__).parent.parent)]),
 )
+NO_ENGINE = 9  # as engine.py exits
 COVERING = "momo(min_tokens=0, top_k=512)+gather(min_tokens=0)"
 # Every list is exact: at most twice as many blocks are visible as it has places.
 TRACED = f"{COVERING}+stream(top_k=48, block=16, query_block=16, measure=64)"
@@ -96,28 +98,48 @@ def traces(tmp_path_factory):
     return tmp_path_factory.mktemp("traces")
 
 
+def answers(jobs: list[dict], model, folder: Path, **environment: str):
+    """What an engine for each job answers, and the notes of all calls. Skips where there is no
+    engine."""
+    todo, log = folder / "jobs.json", folder / "log"
+    todo.write_text(json.dumps(jobs))
+    run = subprocess.run(
+        [PYTHON, str(HERE / "engine.py"), str(model[1]), str(todo)],
+        env=os.environ | ENVIRONMENT | environment | {"ATTNPLUG_TEST_LOG": str(log)},
+        capture_output=True,
+        text=True,
+    )
+    if run.returncode == NO_ENGINE:
+        pytest.skip("no vllm-cpu in ATTNPLUG_VLLM_PYTHON: scripts/vllm_cpu.sh makes it")
+    lines = [line for line in run.stdout.splitlines() if line.startswith("JOB ")]
+    wrong = f"an engine failed:\n{run.stdout[-3000:]}\n{run.stderr[-6000:]}"
+    assert len(lines) == len(jobs), wrong
+    notes = [json.loads(line) for line in log.read_text().splitlines()]
+    return [json.loads(line.removeprefix("JOB ")) for line in lines], notes
+
+
+def traced_job(folder: Path, turns: list[dict], **options) -> dict:
+    """A job whose prompts are traced to a folder."""
+    return dict(
+        attnplug={"policy": TRACED, "traces": {"folder": str(folder)}},
+        options=dict(
+            max_num_batched_tokens=512,
+            num_gpu_blocks_override=400,
+            logits_processors=[REQUESTS],
+            **options,
+        ),
+        turns=turns,
+    )
+
+
 @pytest.fixture(scope="module")
 def runs(model, traces, tmp_path_factory):
     """What an engine of each policy made and noted: {policy: (outputs, notes of its calls)}."""
-    probe = [PYTHON, "-c", "import vllm, vllm.platforms as p; print(p.current_platform.is_cpu())"]
-    found = subprocess.run(probe, capture_output=True, text=True)
-    if found.stdout.split()[-1:] != ["True"]:
-        pytest.skip("no vllm-cpu in ATTNPLUG_VLLM_PYTHON: scripts/vllm_cpu.sh makes it")
-    folder = tmp_path_factory.mktemp("jobs")
-    jobs = [
-        dict(
-            attnplug={"policy": TRACED, "traces": {"folder": str(traces)}},
-            options=dict(
-                max_num_batched_tokens=512,
-                num_gpu_blocks_override=400,
-                logits_processors=[REQUESTS],
-            ),
-            turns=[
-                dict(prompts=turn, tokens=MADE, traces=asked)
-                for turn, asked in zip((FIRST, SECOND), ASKED, strict=True)
-            ],
-        )
+    turns = [
+        dict(prompts=turn, tokens=MADE, traces=asked)
+        for turn, asked in zip((FIRST, SECOND), ASKED, strict=True)
     ]
+    jobs = [traced_job(traces, turns)]
     jobs += [
         dict(
             attnplug={"policy": policy},
@@ -126,24 +148,13 @@ def runs(model, traces, tmp_path_factory):
         )
         for policy in SMALL
     ]
-    todo, log = folder / "jobs.json", folder / "log"
-    todo.write_text(json.dumps(jobs))
-    run = subprocess.run(
-        [PYTHON, str(HERE / "engine.py"), str(model[1]), str(todo)],
-        env=os.environ | ENVIRONMENT | {"ATTNPLUG_TEST_LOG": str(log)},
-        capture_output=True,
-        text=True,
-    )
-    lines = [line for line in run.stdout.splitlines() if line.startswith("JOB ")]
-    wrong = f"an engine failed:\n{run.stdout[-3000:]}\n{run.stderr[-6000:]}"
-    assert len(lines) == len(jobs), wrong
-    notes = [json.loads(line) for line in log.read_text().splitlines()]
+    outputs, notes = answers(jobs, model, tmp_path_factory.mktemp("jobs"))
     return {
         (policy := job["attnplug"]["policy"]): (
-            json.loads(line.removeprefix("JOB ")),
+            output,
             [note for note in notes if note["policy"] == policy],
         )
-        for job, line in zip(jobs, lines, strict=True)
+        for job, output in zip(jobs, outputs, strict=True)
     }
 
 
@@ -221,6 +232,20 @@ def lists_of(found: trace.Trace):
     return found.to_pandas().set_index(names)["weight"]
 
 
+def equal(found: pandas.Series, wanted: pandas.Series, room: float) -> None:
+    """The same lists but for one, as rounding may decide between two scores, and weights within
+    `room`."""
+    both = pandas.concat([found, wanted], axis=1, keys=["found", "wanted"])
+    ties = both.isna().any(axis=1).groupby(level=[0, 1, 2]).transform("any")
+    assert ties.groupby(level=[0, 1, 2]).any().sum() <= 1
+    assert (both["found"] - both["wanted"])[~ties].abs().max() <= room
+
+
+def room_of(found: trace.Trace) -> float:
+    """float32's rounding: a weight sums a query block's softmaxes."""
+    return 64 * torch.finfo(torch.float32).eps * found.meta["query_block"]
+
+
 @pytest.mark.parametrize("name", FILES)
 def test_the_trace_of_a_served_prompt_is_that_of_transformers(runs, model, traces, tmp_path, name):
     """In vLLM's chunks, the tokens that came from the prefix cache left out."""
@@ -233,12 +258,7 @@ def test_the_trace_of_a_served_prompt_is_that_of_transformers(runs, model, trace
     assert [first for first, _ in steps] == chunks[:-1] and chunks[-1] >= len(ids) - 1
     assert meta["cached_tokens"] == chunks[0]
     same = recorded(model[0], ids, chunks, tmp_path / "same")
-    both = pandas.concat([lists_of(found), lists_of(same)], axis=1, keys=["vllm", "transformers"])
-    ties = both.isna().any(axis=1).groupby(level=[0, 1, 2]).transform("any")
-    assert ties.groupby(level=[0, 1, 2]).any().sum() <= 1  # rounding may decide between two scores
-    # A weight sums a query block's softmaxes.
-    room = 64 * torch.finfo(torch.float32).eps * meta["query_block"]
-    assert (both["vllm"] - both["transformers"])[~ties].abs().max() <= room
+    equal(lists_of(found), lists_of(same), room := room_of(found))
     for layer, heads in meta["captured"].items():
         assert heads == pytest.approx(same.meta["captured"][layer], abs=room)
     assert meta["policy"] == same.meta["policy"] and meta["heads"] == same.meta["heads"]
@@ -255,3 +275,23 @@ def test_the_traces_hold_chunks_and_prefix_hits(runs, traces):
 
 def test_only_what_was_asked_for_is_recorded(runs, traces):
     assert sorted(path.name for path in traces.iterdir()) == [".lock", *sorted(FILES)]
+
+
+@pytest.mark.xdist_group("ranks")
+def test_two_ranks_answer_as_one_and_trace_their_own_heads(model, tmp_path):
+    """Tensor parallelism, its processes being vLLM's own."""
+    folder, cores = tmp_path / "traces", sorted(os.sched_getaffinity(0))
+    job = traced_job(folder, [dict(prompts=FIRST[:1], tokens=MADE)], tensor_parallel_size=2)
+    cores = {"VLLM_CPU_OMP_THREADS_BIND": f"{cores[0]}|{cores[-1]}"}
+    (outputs,), notes = answers([job], model, tmp_path, VLLM_ENABLE_V1_MULTIPROCESSING="1", **cores)
+    assert [o["tokens"] for o in outputs] == generated(model[0], FIRST[:1])
+    assert sum(note["momo"] for note in notes) > 0 and sum(note["far"] for note in notes) > 0
+    parts = [trace.read(folder / f"prompt-0001@rank{rank}.parquet") for rank in range(2)]
+    same = recorded(model[0], FIRST[0], [0, 512, 1024, 1300], tmp_path / "same")
+    wanted = lists_of(same)
+    for rank, found in enumerate(parts):
+        assert found.meta["heads"] == 2 and found.meta["kv_heads"] == 1
+        assert found.meta["steps"] == same.meta["steps"]
+        heads = wanted[wanted.index.get_level_values("head") // 2 == rank]
+        mine = lists_of(found).rename({head: head + 2 * rank for head in range(2)}, level="head")
+        equal(mine, heads, room_of(found))

@@ -166,7 +166,7 @@ class Traces:
             self._finish(prompt)
         else:
             prompt.closed = True
-            why = "all but the last were in the prefix cache"
+            why = "they were in the prefix cache, or came one at a time"
             logger.info("attnplug: no trace of %s: %s", prompt, why)
 
     def _advance(self, prompt: Prompt, row: Row) -> bool:

@@ -3,16 +3,25 @@
 JOBS is a JSON file, a list of {"attnplug", "options", "turns"}: an engine for each, with attnplug's
 options and more of `LLM`, that answers the turns one after the other, each a list of prompts with
 the tokens to make, and perhaps what each request says of its trace. Prints one JSON line a job: the
-tokens of each prompt, and how many of its tokens came from the prefix cache.
+tokens of each prompt, and how many of its tokens came from the prefix cache. Where there is no vLLM
+for CPUs it exits with 9.
 """
 
 import json
 import sys
 from pathlib import Path
 
-from vllm import LLM, SamplingParams
-from vllm.inputs import TokensPrompt
-from vllm.v1.attention.backends.registry import AttentionBackendEnum
+try:
+    from vllm import LLM, SamplingParams
+    from vllm.inputs import TokensPrompt
+    from vllm.platforms import current_platform
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+except ModuleNotFoundError as error:
+    if error.name != "vllm":
+        raise
+    sys.exit(9)
+if not current_platform.is_cpu():
+    sys.exit(9)
 
 COMMON = dict(
     skip_tokenizer_init=True,
