@@ -277,7 +277,7 @@ def test_only_what_was_asked_for_is_recorded(runs, traces):
     assert sorted(path.name for path in traces.iterdir()) == [".lock", *sorted(FILES)]
 
 
-@pytest.mark.xdist_group("ranks")
+@pytest.mark.xdist_group("backend")
 def test_two_ranks_answer_as_one_and_trace_their_own_heads(model, tmp_path):
     """Tensor parallelism, its processes being vLLM's own."""
     folder, cores = tmp_path / "traces", sorted(os.sched_getaffinity(0))
