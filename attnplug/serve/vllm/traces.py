@@ -223,6 +223,8 @@ class Traces:
 
     def _has_room(self) -> bool:
         """Whether one file more may be begun; if there will be no room again, say so."""
+        if self.full:
+            return False
         if self.nbytes >= self.options.megabytes * 1e6:
             self._stop(f"it holds {self.nbytes / 1e6:.0f} megabytes")
         elif self.files >= self.options.files and not self.open:
