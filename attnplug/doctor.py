@@ -16,6 +16,7 @@ from rich.text import Text
 
 from attnplug.models import pretrained
 from attnplug.serve import vllm
+from attnplug.serve.vllm.options import REQUESTS
 
 Status = Literal["ok", "note", "fail"]
 STYLES = {"ok": "green", "note": "yellow", "fail": "red"}
@@ -125,7 +126,9 @@ def _vllm() -> Check:
     allowed = os.environ.get("VLLM_PLUGINS")
     if allowed is not None and "attnplug" not in allowed.split(","):
         return Check("vLLM", "note", f"{found}; VLLM_PLUGINS={allowed} leaves attnplug out")
-    return Check("vLLM", "ok", f"{found}, with --attention-backend CUSTOM")
+    traces = f"--logits-processors {REQUESTS}"
+    detail = f"{found}, with --attention-backend CUSTOM; traces of prompts with {traces} besides"
+    return Check("vLLM", "ok", detail)
 
 
 def _weights() -> list[Check]:

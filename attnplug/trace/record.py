@@ -93,13 +93,18 @@ def _about(
         "policy": what,
         "method": method.name,
         "options": dataclasses.asdict(method),
-        "versions": {
-            "attnplug": attnplug.__version__,
-            "torch": torch.__version__,
-            "triton": triton.__version__,
-            "transformers": transformers.__version__,
-            "pyarrow": pyarrow.__version__,
-        },
+        "versions": versions(),
+    }
+
+
+def versions() -> dict[str, str]:
+    """The packages that a trace depends on."""
+    return {
+        "attnplug": attnplug.__version__,
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "transformers": transformers.__version__,
+        "pyarrow": pyarrow.__version__,
     }
 
 
@@ -116,13 +121,18 @@ class LayerEdges:
 
 
 class Recording:
-    """A recording that goes on. `edges` counts what came so far, `steps` the forward passes."""
+    """A recording that goes on. `edges` counts what came so far, `steps` the forward passes.
+
+    `tokens` are the ids of each sequence, where they are known before the model runs; else a hook
+    of the embeddings tells them (`see_tokens`).
+    """
 
     def __init__(
         self,
         path: str | os.PathLike[str],
         about: dict[str, Any],
         progress: Callable[[int], None] | None = None,
+        tokens: list[np.ndarray] | None = None,
     ):
         self.path = check_path(path)  # before the model runs
         self.edges = 0
@@ -131,13 +141,24 @@ class Recording:
         self._progress = progress
         self._layer: int | None = None
         self._ids: np.ndarray | None = None
-        self._tokens: list[np.ndarray] | None = []
+        self._known = tokens is not None
+        self._tokens: list[np.ndarray] | None = tokens or []
         self._captured: dict[int, np.ndarray] = {}
         self._writer: Writer | None = None
         self._begun: list[tuple[list[int], list[int]]] = []
         self._jobs: queue.Queue[Callable[[], None] | None] = queue.Queue(WAITING)
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._work, name="attnplug-trace", daemon=True)
+
+    @property
+    def empty(self) -> bool:
+        """Whether no edge has come, so that there is nothing to finish."""
+        return self._writer is None
+
+    @property
+    def nbytes(self) -> int:
+        """About the bytes of the file so far, those included that wait to be written."""
+        return 0 if self._writer is None else self._writer.nbytes
 
     def see_tokens(self, module: torch.nn.Module, args: tuple[Any, ...]) -> None:
         """A forward pre-hook of the embeddings: which tokens a step is about."""
@@ -232,7 +253,8 @@ class Recording:
             first.append(max(0, end - queries + skipped - low))
             real.append(queries - skipped)
         self.steps += 1
-        self._note_tokens(first, real, queries)
+        if not self._known:
+            self._note_tokens(first, real, queries)
         self._begun.append((first, real))
 
     def _note_tokens(self, first: list[int], real: list[int], queries: int) -> None:

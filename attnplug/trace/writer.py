@@ -30,6 +30,7 @@ from attnplug.trace.layout import (
 from attnplug.trace.seal import seal
 
 GROUP = 1 << 20  # rows of a row group, about 20 MB in memory
+ROW = sum(kind.bit_width for kind in SCHEMA.types) // 8  # bytes of a row
 
 
 class Writer:
@@ -80,6 +81,12 @@ class Writer:
             {"first": [int(x) for x in first], "queries": [int(x) for x in queries]}
             | {"blocks": blocks}
         )
+
+    @property
+    def nbytes(self) -> int:
+        """About the bytes of the file so far; what is held counts as it is in memory."""
+        with _disk(self.path):
+            return self._part.stat().st_size + self._held_rows * ROW
 
     @property
     def first_block(self) -> int:

@@ -3,133 +3,87 @@
 
 A small Qwen2 with random weights answers through chunked prefills, mixed batches, prefix hits,
 evictions and preemptions. Its tokens are those of transformers, with stock attention where the
-budget covers everything, with attnplug there where it does not.
+budget covers everything, with attnplug there where it does not. The traces of its prompts are those
+that attnplug records in transformers.
 """
 
-import json
-import os
-import random
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
-import torch
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from vllm_engines import (
+    FIRST,
+    MADE,
+    SECOND,
+    TRACED,
+    answers,
+    equal,
+    generated,
+    lists_of,
+    prompt,
+    recorded,
+    room_of,
+    small_model,
+    traced_job,
+)
 
 import attnplug
+from attnplug import trace
+from attnplug.trace.view import write_page
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
-HERE = Path(__file__).parent / "vllm_cpu"
-PYTHON = os.environ.get("ATTNPLUG_VLLM_PYTHON", sys.executable)
-ENVIRONMENT = dict(
-    VLLM_CPU_KVCACHE_SPACE="1",
-    VLLM_CPU_CI_ENV="1",
-    VLLM_NO_USAGE_STATS="1",
-    VLLM_ENABLE_V1_MULTIPROCESSING="0",
-    HF_HUB_OFFLINE="1",
-    PYTHONPATH=os.pathsep.join([str(HERE), str(Path(attnplug.__file__).parent.parent)]),
-)
-COVERING = "momo(min_tokens=0, top_k=512)+gather(min_tokens=0)"
 SMALL = [
     "gather(k=3, block=16, sink=1, local=2, min_tokens=400, bounds='exact')",
     "gvr(k=24, sink=2, window=24, min_tokens=400)",
 ]
-SHARED = [random.Random(7).randrange(2, 1000) for _ in range(600)]
-MADE = 12
-
-
-def prompt(seed: int, shared: int, more: int) -> list[int]:
-    """`shared` tokens that other prompts begin with too, and some of its own."""
-    draw = random.Random(seed)
-    return SHARED[:shared] + [draw.randrange(2, 1000) for _ in range(more)]
-
-
-# Several chunks of 512 each, beside steps; the second turn finds prefixes of the first.
-FIRST = [prompt(1, 600, 700), prompt(2, 0, 300), prompt(3, 600, 30)]
-SECOND = [prompt(4, 600, 200), prompt(1, 600, 701)]
+# What each request says of its trace.
+ASKED = [["first", True, "third"], [False, "fifth"]]
+FILES = {
+    "prompt-0001-first.parquet": FIRST[0],
+    "prompt-0002.parquet": FIRST[1],
+    "prompt-0003-third.parquet": FIRST[2],
+    "prompt-0004-fifth.parquet": SECOND[1],
+}
 # More than 130 pages of 16 hold: rows are preempted, and pages change hands.
 CROWD = [[prompt(seed, 500, 40 * seed) for seed in range(turn, turn + 4)] for turn in (1, 5)]
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    torch.manual_seed(0)
-    config = Qwen2Config(
-        hidden_size=256,
-        intermediate_size=512,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=1000,
-        max_position_embeddings=8192,
-        initializer_range=0.1,  # attention that prefers some keys
-        tie_word_embeddings=False,
-        bos_token_id=0,
-        eos_token_id=None,
-    )
-    made = Qwen2ForCausalLM(config).eval()
-    folder = tmp_path_factory.mktemp("qwen2")
-    made.save_pretrained(folder)
-    return made, folder
+    return small_model(tmp_path_factory.mktemp("qwen2"))
 
 
 @pytest.fixture(scope="module")
-def runs(model, tmp_path_factory):
+def traces(tmp_path_factory):
+    """Where the engine's traces go."""
+    return tmp_path_factory.mktemp("traces")
+
+
+@pytest.fixture(scope="module")
+def runs(model, traces, tmp_path_factory):
     """What an engine of each policy made and noted: {policy: (outputs, notes of its calls)}."""
-    probe = [PYTHON, "-c", "import vllm, vllm.platforms as p; print(p.current_platform.is_cpu())"]
-    found = subprocess.run(probe, capture_output=True, text=True)
-    if found.stdout.split()[-1:] != ["True"]:
-        pytest.skip("no vllm-cpu in ATTNPLUG_VLLM_PYTHON: scripts/vllm_cpu.sh makes it")
-    folder = tmp_path_factory.mktemp("jobs")
-    jobs = [
-        dict(
-            policy=COVERING,
-            options=dict(max_num_batched_tokens=512, num_gpu_blocks_override=400),
-            turns=[dict(prompts=turn, tokens=MADE) for turn in (FIRST, SECOND)],
-        )
+    turns = [
+        dict(prompts=turn, tokens=MADE, traces=asked)
+        for turn, asked in zip((FIRST, SECOND), ASKED, strict=True)
     ]
+    jobs = [traced_job(traces, turns)]
     jobs += [
         dict(
-            policy=policy,
+            attnplug={"policy": policy},
             options=dict(max_num_batched_tokens=256, num_gpu_blocks_override=130),
             turns=[dict(prompts=turn, tokens=MADE) for turn in CROWD],
         )
         for policy in SMALL
     ]
-    todo, log = folder / "jobs.json", folder / "log"
-    todo.write_text(json.dumps(jobs))
-    run = subprocess.run(
-        [PYTHON, str(HERE / "engine.py"), str(model[1]), str(todo)],
-        env=os.environ | ENVIRONMENT | {"ATTNPLUG_TEST_LOG": str(log)},
-        capture_output=True,
-        text=True,
-    )
-    lines = [line for line in run.stdout.splitlines() if line.startswith("JOB ")]
-    wrong = f"an engine failed:\n{run.stdout[-3000:]}\n{run.stderr[-6000:]}"
-    assert len(lines) == len(jobs), wrong
-    notes = [json.loads(line) for line in log.read_text().splitlines()]
+    outputs, notes = answers(jobs, model, tmp_path_factory.mktemp("jobs"))
     return {
-        job["policy"]: (
-            json.loads(line.removeprefix("JOB ")),
-            [note for note in notes if note["policy"] == job["policy"]],
+        (policy := job["attnplug"]["policy"]): (
+            output,
+            [note for note in notes if note["policy"] == policy],
         )
-        for job, line in zip(jobs, lines, strict=True)
+        for job, output in zip(jobs, outputs, strict=True)
     }
 
 
-def generated(model, prompts: list[list[int]]) -> list[list[int]]:
-    """transformers' greedy tokens, each prompt alone."""
-    return [
-        model.generate(torch.tensor([p]), max_new_tokens=MADE, do_sample=False)[
-            0, len(p) :
-        ].tolist()
-        for p in prompts
-    ]
-
-
 def test_covering_budgets_give_the_tokens_of_stock(runs, model):
-    outputs, _ = runs[COVERING]
+    outputs, _ = runs[TRACED]
     assert [o["tokens"] for o in outputs] == generated(model[0], FIRST + SECOND)
 
 
@@ -150,7 +104,7 @@ def test_small_budgets_give_the_tokens_of_attnplug_in_transformers(runs, model, 
 
 def test_the_layers_really_ran(runs):
     """vLLM's CPU platform drops a backend that it does not know without an error."""
-    outputs, notes = runs[COVERING]
+    outputs, notes = runs[TRACED]
     assert sum(note["momo"] for note in notes) > 10
     assert sum(note["far"] for note in notes) > 40
     assert any(note["chunks"] for note in notes), "no later chunk of a prompt"
@@ -167,3 +121,34 @@ def test_what_is_kept_is_never_stale_under_eviction(runs, policy):
     blocks = {sum(len(p) for p in turn) // 16 for turn in CROWD}
     assert min(blocks) > 130, "all rows fit: nothing was evicted"
     assert any(output["cached"] > 0 for output in outputs)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_the_trace_of_a_served_prompt_is_that_of_transformers(runs, model, traces, tmp_path, name):
+    """In vLLM's chunks, the tokens that came from the prefix cache left out."""
+    found, ids = trace.read(traces / name), FILES[name]
+    found.verify()
+    meta = found.meta
+    assert found.token_ids[0].tolist() == ids and meta["prompt_tokens"] == len(ids)
+    steps = [(step["first"][0], step["queries"][0]) for step in meta["steps"]]
+    chunks = [steps[0][0], *(first + queries for first, queries in steps)]
+    assert [first for first, _ in steps] == chunks[:-1] and chunks[-1] >= len(ids) - 1
+    assert meta["cached_tokens"] == chunks[0]
+    same = recorded(model[0], ids, chunks, tmp_path / "same")
+    equal(lists_of(found), lists_of(same), room := room_of(found))
+    for layer, heads in meta["captured"].items():
+        assert heads == pytest.approx(same.meta["captured"][layer], abs=room)
+    assert meta["policy"] == same.meta["policy"] and meta["heads"] == same.meta["heads"]
+    assert write_page(found, tmp_path / "page.html") > 1e6
+
+
+def test_the_traces_hold_chunks_and_prefix_hits(runs, traces):
+    steps, cached = zip(
+        *((len(found.meta["steps"]), found.meta["cached_tokens"] > 0)
+          for found in (trace.read(traces / name) for name in FILES)), strict=True
+    )  # fmt: skip
+    assert max(steps) >= 3 and any(cached) and not all(cached)
+
+
+def test_only_what_was_asked_for_is_recorded(runs, traces):
+    assert sorted(path.name for path in traces.iterdir()) == [".lock", *sorted(FILES)]

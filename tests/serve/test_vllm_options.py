@@ -6,14 +6,16 @@ import types
 
 import pytest
 
-from attnplug import Gather, Gvr, Momo, PolicyError
+from attnplug import Gather, Gvr, Momo, PolicyError, Stream
 from attnplug.errors import ServeError
 from attnplug.policies import names
 from attnplug.serve import vllm as plugin
 from attnplug.serve.vllm.options import (
     KEY,
+    REQUESTS,
     VARIABLE,
     Phases,
+    TraceOptions,
     check_server,
     phases_of,
     policy_of,
@@ -24,9 +26,11 @@ from attnplug.serve.vllm.options import (
 def server(**changes) -> types.SimpleNamespace:
     """What attnplug reads of vLLM's configuration; `changes` name fields by part__field."""
     parts = dict(
-        parallel_config=dict(decode_context_parallel_size=1, prefill_context_parallel_size=1),
+        parallel_config=dict(
+            decode_context_parallel_size=1, prefill_context_parallel_size=1, use_ubatching=False
+        ),
         cache_config=dict(cache_dtype="auto"),
-        model_config=dict(use_mla=False),
+        model_config=dict(use_mla=False, runner_type="generate", logits_processors=[REQUESTS]),
     )
     whole = dict(additional_config={}, kv_transfer_config=None, speculative_config=None)
     for name, value in changes.items():
@@ -88,7 +92,27 @@ def test_no_policy_is_an_error_with_an_example(monkeypatch):
         ("certified", "certified is not served; use vLLM's own quantized cache"),
         ("sketch", "sketch is not served; use gather or gvr"),
         ("auto", "use the methods by name"),
-        ("momo+stream", "stream is not served; use attnplug.trace.record"),
+        ("prefill=stream", "stream is not served; use it as what looks on, such as 'momo"),
+        ("gather+stream(of='policy')", "follows the method that serves prefill"),
+        (
+            {"policy": "momo+stream", "layers": {"0": "momo+stream(top_k=8)"}},
+            r"traced by stream and stream\(top_k=8\); one file",
+        ),
+        (
+            {
+                "policy": "momo+stream(of='policy')",
+                "layers": {"0": "momo(block=32)+stream(of='policy')"},
+            },
+            "blocks of several sizes",
+        ),
+        ({"policy": "momo", "traces": {}}, "no layer is traced; use a policy that traces"),
+        ({"policy": "momo+stream", "traces": {"files": 0}}, "files=0, needs an integer above 0"),
+        ({"policy": "momo+stream", "traces": {"files": True}}, "files=True, needs an integer"),
+        ({"policy": "momo+stream", "traces": {"megabytes": "9"}}, "megabytes='9', needs a number"),
+        ({"policy": "momo+stream", "traces": {"folder": ""}}, "folder='', needs a path"),
+        ({"policy": "momo+stream", "traces": {"asked": 1}}, "asked=1, needs true or false"),
+        ({"policy": "momo+stream", "traces": {"fils": 3}}, "any of folder, files, megabytes, ask"),
+        ({"policy": "momo+stream", "traces": "here"}, "needs a mapping with any of folder"),
         ("gather(kv='host')", "--kv-offloading-size"),
         ("gather(bounds='int8')", "use bounds='exact'"),
     ],
@@ -98,10 +122,36 @@ def test_what_pages_cannot_serve_is_refused(option, message):
         read_policy(option)
 
 
-@pytest.mark.parametrize("name", sorted(set(names()) - {"dense", "momo", "gather", "gvr"}))
+SERVED = {"dense", "momo", "gather", "gvr", "stream"}
+
+
+@pytest.mark.parametrize("name", sorted(set(names()) - SERVED))
 def test_every_other_method_is_refused(name):
     with pytest.raises(ServeError, match=f"{name} is not served; use"):
-        phases_of(name if name != "stream" else "dense+stream")
+        phases_of(name)
+
+
+def test_a_policy_may_trace():
+    assert phases_of("momo+gather+stream(top_k=8)") == Phases(Momo(), Gather(), Stream(top_k=8))
+    assert not phases_of("stream").sparse  # dense serves
+    asked = {"policy": "gvr+stream", "layers": {"0-1": "gvr"}, "traces": {"files": 4}}
+    policy = read_policy(asked)
+    assert policy.trace == Stream() and policy.of_layer(1).trace is None
+    assert policy.traces == TraceOptions(files=4) and policy.text == "gvr+stream"
+    assert read_policy("momo").trace is None
+    both = {"policy": "momo(block=32)+stream(of='policy')", "layers": {"0": "momo(block=128)"}}
+    assert read_policy(both).trace == Stream(of="policy")  # the other layer is not traced
+
+
+class Requests:
+    """As a logits processor that was given as a class."""
+
+    __module__, __qualname__ = REQUESTS.split(":")
+
+
+@pytest.mark.parametrize("given", [[REQUESTS], ["a.b:C", REQUESTS], [Requests]])
+def test_a_trace_needs_to_know_whose_a_row_is(given):
+    check_server(server(model_config__logits_processors=given), read_policy("stream"))
 
 
 def test_a_policy_that_is_none_says_so():
@@ -119,6 +169,10 @@ def test_a_policy_that_is_none_says_so():
         ({"cache_config__cache_dtype": "fp8"}, "momo", "--kv-cache-dtype fp8"),
         ({"speculative_config": object()}, "momo", "drop --speculative-config"),
         ({"model_config__use_mla": True}, "momo", "vLLM's own MLA backends"),
+        ({"model_config__logits_processors": None}, "stream", f"--logits-processors {REQUESTS}"),
+        ({"model_config__logits_processors": ["a:B"]}, "stream", f"add --logits-pro.* {REQUESTS}"),
+        ({"model_config__runner_type": "pooling"}, "stream", "attnplug.trace.record"),
+        ({"parallel_config__use_ubatching": True}, "stream", "drop --enable-dbo"),
     ],
 )
 def test_conflicting_options_are_refused(change, policy, message):
@@ -130,6 +184,7 @@ def test_what_does_not_conflict_starts():
     check_server(server(), read_policy("momo+gather"))
     check_server(server(cache_config__cache_dtype="bfloat16"), read_policy("momo+gather"))
     check_server(server(kv_transfer_config=object()), read_policy("momo"))
+    check_server(server(model_config__logits_processors=None), read_policy("momo"))
 
 
 @pytest.mark.parametrize("found", ["0.20.2", "0.22.1", "0.22.1+cpu"])

@@ -7,7 +7,7 @@ lengths of the near rows and 0 for the others, the method the reverse.
 """
 
 import dataclasses
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.config import get_current_vllm_config, get_layers_from_vllm_config
@@ -27,11 +27,16 @@ from vllm.v1.attention.backends.flash_attn import (
     FlashAttentionMetadataBuilder,
 )
 
+from attnplug.errors import ServeError
 from attnplug.serve.vllm.layer import Far, LayerTraits, ServedLayer, phases_for
 from attnplug.serve.vllm.layout import pages
 from attnplug.serve.vllm.options import check_server, policy_of
 from attnplug.serve.vllm.profile import most_rows, prepare
 from attnplug.serve.vllm.rows import Batch, Run, batch_of
+
+if TYPE_CHECKING:  # writing files needs packages that serving does not
+    from attnplug.serve.vllm.requests import Requests
+    from attnplug.serve.vllm.traces import Traced
 
 logger = init_logger("vllm.attnplug")
 
@@ -95,11 +100,13 @@ class PlugMetadata(FlashAttentionMetadata):
     `whole` is the metadata of the same batch with a length of 0 for the rows that are far, which
     `far` says; both are None where no layer has a method that decodes, and where a batch has no far
     row: because it has too few rows, or prompts besides, so that the host may look at lengths.
+    `traced` are the prompts that are recorded.
     """
 
     batch: Batch = dataclasses.field(default_factory=lambda: batch_of([0], []))
     whole: FlashAttentionMetadata | None = None
     far: Far | None = None
+    traced: "tuple[Traced, ...]" = ()
     parts: dict[Any, FlashAttentionMetadata] = dataclasses.field(default_factory=dict)
 
     def part(self, first: int, last: int, tokens: slice, longest: int, *, whole: bool = False):
@@ -140,6 +147,8 @@ class PlugBuilder(FlashAttentionMetadataBuilder):
             for layer in layers.values()
             if isinstance(layer.impl, PlugImpl)
         ]
+        traced = {layer.index for layer in served if layer.phases.trace is not None}
+        self.requests = _note_traced(self.vllm_config, traced) if traced else None
         rules = {layer.rule for layer in served if layer.rule is not None}
         self.rule = rules.pop() if rules else None  # one method decodes in all layers
         if self.rule is not None:
@@ -169,6 +178,8 @@ class PlugBuilder(FlashAttentionMetadataBuilder):
             common.seq_lens_cpu_upper_bound.tolist(),  # exact: no speculative decoding here
         )
         made = PlugMetadata(**vars(built), batch=batch)
+        if self.requests is not None:
+            made.traced = self.requests.traced(batch)
         if self.rule is None or not batch.steps:
             return made
         # A graph of few rows, in which none can be far, is captured without the method's kernels:
@@ -201,6 +212,20 @@ class PlugBuilder(FlashAttentionMetadataBuilder):
             self.scheduler_metadata = own
 
 
+def _note_traced(config: Any, layers: set[int]) -> "Requests":
+    """What tells of requests, having heard that these layers are traced."""
+    from attnplug.serve.vllm.requests import requests_of
+
+    requests = requests_of(config)
+    if requests is None or requests.traces is None:
+        raise ServeError(
+            "attnplug in vLLM: stream: vLLM has made no logits processors here, which tell whose "
+            "tokens a batch holds; use attnplug.trace.record in transformers"
+        )
+    requests.traces.layers |= layers
+    return requests
+
+
 class PlugImpl(FlashAttentionImpl):
     """One layer: FlashAttention, with momo for long prompts and gather or gvr for far rows'
     steps."""
@@ -218,21 +243,24 @@ class PlugImpl(FlashAttentionImpl):
     def served(self, layer_name: str, device: torch.device) -> ServedLayer:
         """What serves the layer of this name, decided once."""
         if self._served is None:
-            # Not every name has one index; only spans need it.
-            index = extract_layer_index(layer_name) if self.policy.spans else 0
+            # Not every name has one index; only spans and traces need it.
+            named = self.policy.spans or self.policy.trace is not None
+            index = extract_layer_index(layer_name) if named else 0
             asked = self.policy.of_layer(index)
             traits = LayerTraits(
                 head_dim=self.head_size,
                 longest=self.config.model_config.max_model_len,
                 rows=self.config.scheduler_config.max_num_seqs,
                 device=device,
+                softcap=float(self.logits_soft_cap),
                 left_dense=self._left_dense(),
             )
             phases, why = phases_for(asked, traits)
             logger.info_once(
-                "attnplug: prefill %s, decode %s%s",
+                "attnplug: prefill %s, decode %s%s%s",
                 phases.prefill or "dense",
                 phases.decode or "dense",
+                f", trace {phases.trace}" if phases.trace else "",
                 f" ({why})" if why else "",
             )
             self._served = ServedLayer(
@@ -242,6 +270,7 @@ class PlugImpl(FlashAttentionImpl):
                 sinks=self.sinks,
                 device=device,
                 rows=most_rows(self.config),
+                index=index,
             )
         return self._served
 
@@ -283,7 +312,17 @@ class PlugImpl(FlashAttentionImpl):
         scales = output_scale is not None or output_block_scale is not None
         if scales or not served.phases.sparse or not m.causal:
             more = dict(output_scale=output_scale, output_block_scale=output_block_scale)
-            return super().forward(layer, query, key, value, kv_cache, m, output, **more)
+            super().forward(layer, query, key, value, kv_cache, m, output, **more)
+        else:
+            self._attend(served, layer, query, key, value, kv_cache, m, output)
+        if served.phases.trace is not None and m.causal:
+            for traced in m.traced:  # of prompts, whose attention runs eagerly
+                cache = pages(kv_cache, heads_first=False)
+                served.trace_prompt(traced, query, key, value, cache, m.block_table)
+        return output
+
+    def _attend(self, served, layer, query, key, value, kv_cache, m, output) -> None:
+        """Each row of a batch by what serves it."""
         if m.batch.prompts:
             self._attend_mixed(served, layer, query, key, value, kv_cache, m, output)
         elif served.phases.decode is None or m.far is None:
@@ -293,7 +332,6 @@ class PlugImpl(FlashAttentionImpl):
             rows = m.far.lengths.shape[0]
             cache = pages(kv_cache, heads_first=False)
             served.attend_steps(query[:rows], cache, m.block_table, m.far, output[:rows])
-        return output
 
     def _attend_mixed(self, served, layer, query, key, value, kv_cache, m, output) -> None:
         """A batch with prompts, eagerly: runs of its rows, each by what serves it."""

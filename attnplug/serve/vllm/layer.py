@@ -1,18 +1,23 @@
 """One attention layer's work on vLLM's pages, for any of its attention backends: which rows a
-method serves, prompts by momo, steps by gather or gvr. It knows tensors, and not the engine."""
+method serves, prompts by momo, steps by gather or gvr, and which prompts stream looks on at. It
+knows tensors, and not the engine."""
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from attnplug.call import AttentionCall, PagedCall
+from attnplug.call import AttentionCall, LayerShape, PagedCall
 from attnplug.ops.common.checks import HEAD_DIMS
+from attnplug.policies import Dense, Phase
 from attnplug.policies.momo import LEAST_CHUNK
 from attnplug.serve.vllm.layout import Pages, contiguous_row
 from attnplug.serve.vllm.options import Phases
 from attnplug.serve.vllm.rows import Row
 from attnplug.serve.vllm.state import LayerState
+
+if TYPE_CHECKING:  # writing files needs packages that serving does not
+    from attnplug.serve.vllm.traces import Traced
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,6 +28,7 @@ class LayerTraits:
     longest: int  # tokens that a request can have
     rows: int  # requests that a batch can have
     device: torch.device
+    softcap: float = 0.0
     left_dense: str = ""  # why the engine's own attention must serve it, "" where it need not
 
 
@@ -48,7 +54,23 @@ def phases_for(asked: Phases, traits: LayerTraits) -> tuple[Phases, str]:
                 f"{phase.name} serves from {alone:,} tokens on, --max-model-len is "
                 f"{traits.longest:,}"
             )
+    if asked.trace is not None:
+        why = _untraced(asked, kept, traits)
+        if why:
+            reasons.append(why)
+        else:
+            kept["trace"] = asked.trace
     return Phases(**kept), "; ".join(reasons)
+
+
+def _untraced(asked: Phases, kept: dict[str, Any], traits: LayerTraits) -> str:
+    """Why a layer cannot be traced, "" where it can."""
+    assert asked.trace is not None  # asked of a policy that traces
+    if asked.trace.of == "policy" and "prefill" not in kept:
+        return "stream(of='policy') has no method to follow there"
+    # What a trace can take does not depend on the number of heads.
+    shape = LayerShape(1, 1, traits.head_dim, traits.softcap, False, traits.device)
+    return asked.trace.refusal(shape) or ""
 
 
 class Far(NamedTuple):
@@ -75,7 +97,9 @@ class ServedLayer:
         sinks: torch.Tensor | None,
         device: torch.device,
         rows: int,
+        index: int = 0,
     ):
+        self.index = index
         self.phases, self.scale, self.softcap, self.sinks = phases, scale, softcap, sinks
         self.state = self.rule = None
         if phases.decode is not None:
@@ -103,19 +127,46 @@ class ServedLayer:
         table: torch.Tensor,
         out: torch.Tensor,
     ) -> None:
-        """momo for one row, into `out [tokens, Hq, D]`.
+        """momo for one row, into `out [tokens, Hq, D]`."""
+        call = self._prompt_call(row, q, k, v, pages, table)
+        tokens = slice(row.first, row.first + row.queries)
+        out[tokens].copy_(self._momo.attend(call)[0].transpose(0, 1))
 
-        q `[tokens, Hq, D]`, k and v `[tokens, Hkv, D]` are the batch's. A row that begins its
-        request is read from them; of a later chunk the keys come from `pages`, through the block
-        table `[rows, blocks]`, by one copy.
-        """
+    def trace_prompt(
+        self,
+        traced: "Traced",
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        pages: Pages,
+        table: torch.Tensor,
+    ) -> None:
+        """Look on at a row that is recorded, and has been served."""
+        if not traced.recorded:
+            return  # it was given up at an earlier layer
+        assert self.phases.trace is not None  # asked of a layer that is traced
+        call = self._prompt_call(traced.row, q, k, v, pages, table)
+        served = self._momo if self.serves_prompt(traced.row) else Dense()
+        traced.emit(self.index, call, self.phases.trace.observe(call, served))
+
+    def _prompt_call(
+        self,
+        row: Row,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        pages: Pages,
+        table: torch.Tensor,
+    ) -> AttentionCall:
+        """One row of several queries. q `[tokens, Hq, D]`, k and v `[tokens, Hkv, D]` are the
+        batch's. A row that begins its request is read from them; of a later chunk the keys come
+        from `pages`, through the block table `[rows, blocks]`, by one copy."""
         tokens = slice(row.first, row.first + row.queries)
         if row.queries == row.seen:
             keys, values = (x[tokens].transpose(0, 1)[None] for x in (k, v))
         else:
             keys, values = (contiguous_row(x, table[row.index], row.seen) for x in pages)
-        query = q[tokens].transpose(0, 1)[None]
-        out[tokens].copy_(self._momo.attend(self._call(query, keys, values))[0].transpose(0, 1))
+        return self._call(q[tokens].transpose(0, 1)[None], keys, values)
 
     def _call(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> AttentionCall:
         return AttentionCall(q, k, v, self.scale, softcap=self.softcap, sinks=self.sinks)
@@ -123,9 +174,9 @@ class ServedLayer:
     def warm_prompts(
         self, chunk: int, longest: int, *, heads: int, kv_heads: int, head_dim: int, **place
     ) -> None:
-        """Run momo once for each kind of call: chunks of up to `chunk` queries over up to `longest`
-        keys. Triton compiles apart what 16 divides and what it does not."""
-        if self.phases.prefill is None or chunk < 2:
+        """Run momo and stream once for each kind of call: chunks of up to `chunk` queries over up
+        to `longest` keys. Triton compiles apart what 16 divides and what it does not."""
+        if chunk < 2 or (self.phases.prefill is None and self.phases.trace is None):
             return
         q = torch.zeros(chunk, heads, head_dim, **place).transpose(0, 1)[None]
         k = torch.zeros(1, kv_heads, longest, head_dim, **place)
@@ -134,9 +185,17 @@ class ServedLayer:
                 if queries > keys:
                     continue
                 rows = q[:, :, :queries], k[:, :, :keys], k[:, :, :keys].clone()
-                self._momo.attend(self._call(*rows))
+                self._warm_prompt(self._call(*rows))
         keys = torch.zeros(chunk, kv_heads, head_dim, **place).transpose(0, 1)[None]
-        self._momo.attend(self._call(q, keys, keys))
+        self._warm_prompt(self._call(q, keys, keys))
+
+    def _warm_prompt(self, call: AttentionCall) -> None:
+        served: Phase = Dense()
+        if self.phases.prefill is not None:
+            served = self._momo
+            served.attend(call)
+        if self.phases.trace is not None:
+            self.phases.trace.observe(call, served)
 
     def attend_steps(
         self,

@@ -3,7 +3,8 @@
     --additional-config.attnplug "momo+gather"
     --additional-config '{"attnplug": {"policy": "momo+gather", "layers": {"0-1": "dense"}}}'
 
-or the environment variable ATTNPLUG_POLICY. vLLM hands the options to its workers.
+or the environment variable ATTNPLUG_POLICY. vLLM hands the options to its workers. A policy that
+traces needs the option `--logits-processors` besides (`REQUESTS`).
 """
 
 import dataclasses
@@ -13,7 +14,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from attnplug.errors import ServeError
-from attnplug.policies import Dense, Gather, Gvr, Momo, Phase, Policy, parse
+from attnplug.policies import Dense, Gather, Gvr, Momo, Phase, Policy, Stream, parse
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -21,21 +22,23 @@ if TYPE_CHECKING:
 KEY = "attnplug"
 VARIABLE = "ATTNPLUG_POLICY"
 EXAMPLE = '--additional-config.attnplug "momo+gather"'
+REQUESTS = "attnplug.serve.vllm.requests:Requests"  # what tells which request a row is
 INSTEAD = {
     "certified": "vLLM's own quantized cache, --kv-cache-dtype fp8, beside 'momo'",
     "sketch": "gather or gvr, whose ops read vLLM's pages",
     "auto": "the methods by name, such as 'momo+gather'",
-    "stream": "attnplug.trace.record on the model in transformers",
+    "stream": "it as what looks on, such as 'momo+stream'; momo serves prefill",
 }
 
 
 @dataclasses.dataclass(frozen=True)
 class Phases:
     """What serves one layer: momo or None for dense prefill, gather, gvr or None for dense
-    decode."""
+    decode; and what looks on at its prefill."""
 
     prefill: Momo | None = None
     decode: Gather | Gvr | None = None
+    trace: Stream | None = None
 
     @property
     def sparse(self) -> bool:
@@ -44,11 +47,38 @@ class Phases:
 
 
 @dataclasses.dataclass(frozen=True)
+class TraceOptions:
+    """Where traces of prompts go, and how many at most: `files` in the folder of `megabytes`
+    together, for each process of the server. `asked`: only of requests that ask for it."""
+
+    folder: str = "attnplug-traces"
+    files: int = 16
+    megabytes: float = 1024
+    asked: bool = False
+
+    def __post_init__(self) -> None:
+        whole = type(self.files) is int and self.files > 0
+        number = isinstance(self.megabytes, int | float) and not isinstance(self.megabytes, bool)
+        for option, valid, needed in (
+            ("folder", isinstance(self.folder, str) and self.folder, "a path"),
+            ("files", whole, "an integer above 0"),
+            ("megabytes", number and self.megabytes > 0, "a number above 0"),
+            ("asked", isinstance(self.asked, bool), "true or false"),
+        ):
+            if not valid:
+                value = getattr(self, option)
+                raise ServeError(f"attnplug in vLLM: traces: {option}={value!r}, needs {needed}")
+
+
+@dataclasses.dataclass(frozen=True)
 class ServedPolicy:
-    """A server's policy: that of all layers, and those of spans of layers, first to last."""
+    """A server's policy: that of all layers, and those of spans of layers, first to last. `text`
+    is the policy of all layers."""
 
     whole: Phases
     spans: tuple[tuple[int, int, Phases], ...] = ()
+    text: str = "dense"
+    traces: TraceOptions = TraceOptions()
 
     def of_layer(self, index: int) -> Phases:
         """What serves the layer of this index."""
@@ -64,16 +94,45 @@ class ServedPolicy:
         return found[0] if found else None
 
     @property
+    def trace(self) -> Stream | None:
+        """The one method that traces, on some layers at least."""
+        return next((phases.trace for phases in self._all if phases.trace is not None), None)
+
+    @property
     def _all(self) -> list[Phases]:
         return [*(phases for _, _, phases in self.spans), self.whole]
 
     def __post_init__(self) -> None:
+        self._check_traces()
         decodes = {phases.decode for phases in self._all if phases.decode is not None}
         if len(decodes) > 1:
             raise ServeError(
                 "attnplug in vLLM: the layers name different decode methods, "
                 f"{' and '.join(sorted(map(str, decodes)))}; a step's pages and lengths are shared "
                 "by all layers: keep one, and 'dense' elsewhere"
+            )
+
+    def _check_traces(self) -> None:
+        """One file holds all layers of a prompt, in blocks of one size."""
+        traced = [phases for phases in self._all if phases.trace is not None]
+        methods = sorted({str(phases.trace) for phases in traced})
+        if len(methods) > 1:
+            raise ServeError(
+                f"attnplug in vLLM: the layers are traced by {' and '.join(methods)}; one file "
+                "holds them all: keep one"
+            )
+        if self.trace is None or self.trace.of != "policy":
+            return
+        followed = [phases.prefill for phases in traced if phases.prefill is not None]
+        if not followed:
+            raise ServeError(
+                "attnplug in vLLM: stream(of='policy') follows the method that serves prefill, and "
+                "dense reads every block; use 'momo+stream(of='policy')', or of='model'"
+            )
+        if len({(momo.query_block, momo.block) for momo in followed}) > 1:
+            raise ServeError(
+                "attnplug in vLLM: stream(of='policy') follows momo in blocks of several sizes; "
+                "one file holds one: give all layers the same block and query_block"
             )
 
 
@@ -83,12 +142,14 @@ def policy_of(config: "VllmConfig") -> ServedPolicy:
 
 
 def read_policy(option: Any) -> ServedPolicy:
-    """The policy that an option describes: a string, or a mapping with `policy` and `layers`."""
+    """The policy that an option describes: a string, or a mapping with `policy`, `layers` and
+    `traces`."""
     if option is None:
         raise ServeError(f"attnplug in vLLM: no policy is given; add {EXAMPLE}, or set {VARIABLE}")
     if isinstance(option, str):
-        return ServedPolicy(phases_of(option))
-    if not isinstance(option, Mapping) or not {"policy"} <= option.keys() <= {"policy", "layers"}:
+        return ServedPolicy(phases_of(option), text=str(parse(option)))
+    known = {"policy", "layers", "traces"}
+    if not isinstance(option, Mapping) or not {"policy"} <= option.keys() <= known:
         raise ServeError(
             f"attnplug in vLLM: {KEY} is {option!r}, needs a policy, or a mapping "
             'such as {"policy": "momo+gather", "layers": {"0-1": "dense"}}'
@@ -96,7 +157,23 @@ def read_policy(option: Any) -> ServedPolicy:
     spans = tuple(
         (*_span(key), phases_of(policy)) for key, policy in (option.get("layers") or {}).items()
     )
-    return ServedPolicy(phases_of(option["policy"]), spans)
+    whole, text = phases_of(option["policy"]), str(parse(option["policy"]))
+    made = ServedPolicy(whole, spans, text, _trace_options(option.get("traces")))
+    if "traces" in option and made.trace is None:
+        raise ServeError(
+            "attnplug in vLLM: traces are given, and no layer is traced; use a policy that traces, "
+            "such as 'momo+stream'"
+        )
+    return made
+
+
+def _trace_options(given: Any) -> TraceOptions:
+    names = [field.name for field in dataclasses.fields(TraceOptions)]
+    if given is not None and (not isinstance(given, Mapping) or not {*given} <= {*names}):
+        raise ServeError(
+            f"attnplug in vLLM: traces is {given!r}, needs a mapping with any of {', '.join(names)}"
+        )
+    return TraceOptions(**(given or {}))
 
 
 def _span(key: str) -> tuple[int, int]:
@@ -110,23 +187,26 @@ def phases_of(policy: str) -> Phases:
     """What a policy's string puts in the place of dense. Raises ServeError for a method that vLLM's
     pages cannot serve, with what to use instead."""
     parsed: Policy = parse(policy)
-    prefill, decode = parsed.prefill, parsed.decode
-    if parsed.trace is not None:
-        raise _unserved(parsed.trace)
+    prefill, decode, trace = parsed.prefill, parsed.decode, parsed.trace
     for phase, known in ((prefill, (Dense, Momo)), (decode, (Dense, Gather, Gvr))):
         assert phase is not None  # filled by Policy
         if type(phase) not in known:
             raise _unserved(phase)
+    if trace is not None and type(trace) is not Stream:
+        raise _unserved(trace)
     if isinstance(decode, Gather):
         _check_gather(decode)
     return Phases(
         prefill if isinstance(prefill, Momo) else None,
         decode if isinstance(decode, Gather | Gvr) else None,
+        trace if isinstance(trace, Stream) else None,
     )
 
 
 def _unserved(phase: Phase) -> ServeError:
-    instead = INSTEAD.get(phase.name, "momo for prefill and gather or gvr for decode")
+    instead = INSTEAD.get(
+        phase.name, "momo for prefill, gather or gvr for decode and stream to trace"
+    )
     return ServeError(f"attnplug in vLLM: {phase.name} is not served; use {instead}")
 
 
@@ -152,6 +232,7 @@ def check_server(config: "VllmConfig", policy: ServedPolicy) -> None:
 
 def _conflicts(config: "VllmConfig", policy: ServedPolicy) -> list[tuple[bool, str]]:
     parallel, cache = config.parallel_config, config.cache_config
+    traces = _trace_conflicts(config) if policy.trace is not None else []
     return [
         (
             parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1,
@@ -177,4 +258,31 @@ def _conflicts(config: "VllmConfig", policy: ServedPolicy) -> list[tuple[bool, s
             config.model_config.use_mla,
             "the model keeps latents instead of keys (MLA); use vLLM's own MLA backends",
         ),
+        *traces,
     ]
+
+
+def _trace_conflicts(config: "VllmConfig") -> list[tuple[bool, str]]:
+    return [
+        (
+            config.model_config.runner_type == "pooling",
+            "stream: vLLM tells of the requests of models that generate; trace a model that "
+            "embeds with attnplug.trace.record in transformers",
+        ),
+        (
+            REQUESTS not in map(_place, config.model_config.logits_processors or ()),
+            "stream: a backend does not see whose tokens a batch holds, a logits processor does; "
+            f"add --logits-processors {REQUESTS} (it leaves the logits alone)",
+        ),
+        (
+            config.parallel_config.use_ubatching,
+            "stream: dual batch overlap cuts batches in two; drop --enable-dbo",
+        ),
+    ]
+
+
+def _place(processor: Any) -> str:
+    """Where a logits processor is defined, as vLLM's option names it."""
+    if isinstance(processor, str):
+        return processor
+    return f"{processor.__module__}:{processor.__qualname__}"

@@ -12,7 +12,8 @@ import json
 import os
 
 import torch
-from vllm.config import get_current_vllm_config
+from vllm.config import get_current_vllm_config, get_layers_from_vllm_config
+from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.attention.backend import AttentionMetadataBuilder
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, CPUAttentionBackendImpl
@@ -22,6 +23,7 @@ from attnplug.ops.gvr.score_tokens import quantize_keys
 from attnplug.serve.vllm.layer import Far, LayerTraits, ServedLayer, phases_for
 from attnplug.serve.vllm.layout import contiguous_row, pages
 from attnplug.serve.vllm.options import check_server, policy_of
+from attnplug.serve.vllm.requests import requests_of
 from attnplug.serve.vllm.rows import Batch, Row, batch_of
 
 KERNELS = torch.library.Library("_C", "FRAGMENT")
@@ -64,24 +66,33 @@ class Metadata:
     lengths: torch.Tensor
     table: torch.Tensor
     slots: torch.Tensor
+    traced: tuple
 
 
 class Builder(AttentionMetadataBuilder):
     def __init__(self, *args, **options):
         super().__init__(*args, **options)
         self._init_reorder_batch_threshold(1)
+        layers = get_layers_from_vllm_config(self.vllm_config, Attention, self.layer_names)
+        served = [layer.impl.served(layer) for layer in layers.values()]
+        traced = {layer.index for layer in served if layer.phases.trace is not None}
+        self.requests = requests_of(self.vllm_config) if traced else None
+        if self.requests is not None:
+            self.requests.traces.layers |= traced
 
     def build(self, common_prefix_len, common_attn_metadata, fast_build=False) -> Metadata:
         common = common_attn_metadata
         starts = common.query_start_loc_cpu.tolist()
         seen = common.seq_lens_cpu_upper_bound.tolist()
+        batch = batch_of(starts, seen)
         return Metadata(
-            batch_of(starts, seen),
+            batch,
             starts,
             seen,
             common.seq_lens.clone(),
             common.block_table_tensor.clone(),
             common.slot_mapping.clone(),
+            () if self.requests is None else self.requests.traced(batch),
         )
 
 
@@ -107,12 +118,13 @@ class Impl(CPUAttentionBackendImpl):
 
     def served(self, layer) -> ServedLayer:
         if self._served is None:
-            asked = self.policy.of_layer(extract_layer_index(layer.layer_name))
+            index = extract_layer_index(layer.layer_name)
+            asked = self.policy.of_layer(index)
             longest, device = self.config.model_config.max_model_len, torch.device("cpu")
             rows = self.config.scheduler_config.max_num_seqs
             phases, _ = phases_for(asked, LayerTraits(self.head_size, longest, rows, device))
             more = dict(softcap=float(self.logits_soft_cap), sinks=self.sinks, device=device)
-            more["rows"] = rows
+            more |= dict(rows=rows, index=index)
             self._served = ServedLayer(phases, scale=self.scale, **more)
         return self._served
 
@@ -161,8 +173,11 @@ class Impl(CPUAttentionBackendImpl):
                     momo += 1
                 else:
                     self.attend_densely(row, query, cache, m.table, output)
+        if served.phases.trace is not None:
+            for traced in m.traced:
+                served.trace_prompt(traced, query, key, value, cache, m.table)
         note = dict(
-            policy=self.config.additional_config["attnplug"],
+            policy=self.config.additional_config["attnplug"]["policy"],
             momo=momo,
             far=int(chosen.sum()),
             steps=m.batch.steps,

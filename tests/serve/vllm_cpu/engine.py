@@ -1,18 +1,27 @@
 """python engine.py MODEL JOBS: vLLM's CPU engine with attnplug, for test_vllm_engine.py.
 
-JOBS is a JSON file, a list of {"policy", "options", "turns"}: an engine for each, with the policy
-and more options of `LLM`, that answers the turns one after the other, each a list of prompts with
-the tokens to make. Prints one JSON line a job: the tokens of each prompt, and how many of its
-tokens came from the prefix cache.
+JOBS is a JSON file, a list of {"attnplug", "options", "turns"}: an engine for each, with attnplug's
+options and more of `LLM`, that answers the turns one after the other, each a list of prompts with
+the tokens to make, and perhaps what each request says of its trace. Prints one JSON line a job: the
+tokens of each prompt, and how many of its tokens came from the prefix cache. Where there is no vLLM
+for CPUs it exits with 9.
 """
 
 import json
 import sys
 from pathlib import Path
 
-from vllm import LLM, SamplingParams
-from vllm.inputs import TokensPrompt
-from vllm.v1.attention.backends.registry import AttentionBackendEnum
+try:
+    from vllm import LLM, SamplingParams
+    from vllm.inputs import TokensPrompt
+    from vllm.platforms import current_platform
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+except ModuleNotFoundError as error:
+    if error.name != "vllm":
+        raise
+    sys.exit(9)
+if not current_platform.is_cpu():
+    sys.exit(9)
 
 COMMON = dict(
     skip_tokenizer_init=True,
@@ -31,15 +40,18 @@ def main() -> None:
     model, jobs = sys.argv[1], json.loads(Path(sys.argv[2]).read_text())
     for job in jobs:
         options = COMMON | job["options"]
-        llm = LLM(model=model, additional_config={"attnplug": job["policy"]}, **options)
+        llm = LLM(model=model, additional_config={"attnplug": job["attnplug"]}, **options)
         # vLLM found attnplug's own entry point, besides the tests' plugin.
         assert AttentionBackendEnum.CUSTOM.get_path() == "attnplug.serve.vllm.backend.PlugBackend"
         outputs = []
         for turn in job["turns"]:
             prompts = [TokensPrompt(prompt_token_ids=tokens) for tokens in turn["prompts"]]
-            sampling = SamplingParams(
-                temperature=0, max_tokens=turn["tokens"], ignore_eos=True, detokenize=False
-            )
+            common = dict(temperature=0, max_tokens=turn["tokens"], ignore_eos=True)
+            asked = turn.get("traces", [True] * len(prompts))
+            sampling = [
+                SamplingParams(**common, detokenize=False, extra_args={"attnplug_trace": name})
+                for name in asked
+            ]
             for output in llm.generate(prompts, sampling, use_tqdm=False):
                 made = list(output.outputs[0].token_ids)
                 outputs.append({"tokens": made, "cached": output.num_cached_tokens})
