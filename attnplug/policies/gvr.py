@@ -6,6 +6,8 @@ sink, the window and the picks:
 
     keep = tokens 0..sink-1, the last `window`, and the top k of the others by max_g q[g] . k
 
+or by their share of the attention, summed over the group.
+
 Source: "Guess-Verify-Refine" (docs/papers.md); token selection as in DeepSeek's sparse
 attention, with the model's own keys in place of a trained indexer. Prefill is another phase's
 business.
@@ -17,7 +19,7 @@ from typing import Any, ClassVar
 import torch
 
 from attnplug.call import AttentionCall, LayerShape, PagedCall
-from attnplug.ops import gather_tokens_attention, page_codes, score_tokens, topk
+from attnplug.ops import gather_tokens_attention, page_codes, score_tokens, share_tokens, topk
 from attnplug.ops.gvr.page_codes import PageCodes, empty_page_codes
 from attnplug.ops.gvr.topk import MAX_K
 from attnplug.policies._gvr_layer import GvrLayer
@@ -29,6 +31,7 @@ from attnplug.policies.dense import Dense
 # the two lines cross at about 64K.
 CROSSOVER_FACTOR = 4
 CROSSOVER_FLOOR = {"cuda": 98304, "cpu": 8192}
+GROUPS = ("max", "share")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,13 +41,15 @@ class Gvr(DenseBelow):
     k: tokens that each KV head picks at each step. sink: first tokens that are always read.
     window: last tokens that are always read, the query's own included. min_tokens: caches below so
     many tokens are read whole, by `dense`; None is a multiple of what a step keeps, but not below a
-    floor for the kind of device.
+    floor for the kind of device. group: what ranks a token for the heads of a group, its largest
+    score (max) or the sum of its shares of their attention (share).
     """
 
     k: int = 2048
     sink: int = 16
     window: int = 256
     min_tokens: int | None = None
+    group: str = "max"
 
     name: ClassVar[str] = "gvr"
     phases: ClassVar[frozenset[str]] = frozenset({"decode"})
@@ -55,6 +60,7 @@ class Gvr(DenseBelow):
         self.check("sink", self.sink >= 0, "at least 0")
         self.check("window", self.window >= 1, "at least 1, the query's own token")
         self.check_min_tokens()
+        self.check("group", self.group in GROUPS, " or ".join(GROUPS))
 
     @property
     def kept(self) -> int:
@@ -94,8 +100,11 @@ class Gvr(DenseBelow):
         heads, rows = call.k.shape[1], call.lengths
         if rows is not None and rows.shape[0] > 1:  # topk's rows are (sequence, KV head) pairs
             rows = rows.repeat_interleave(heads)
-        # Not by the softcap: it changes no order.
-        scores = score_tokens(call.q, *keys, **options)
+        if self.group == "share":
+            capped = {"scale": call.scale, "softcap": call.softcap}
+            scores = share_tokens(call.q, *keys, **capped, **options)
+        else:  # neither the scale nor the softcap changes an order
+            scores = score_tokens(call.q, *keys, **options)
         # Where a row has fewer than k others, -inf is picked too; attention passes over those.
         last = None if hint is None else hint.flatten(0, 1)
         picks, _ = topk(scores, self.k, hint=last, lengths=rows)
