@@ -24,11 +24,11 @@ from attnplug.errors import ArgumentError
 from attnplug.ops.common.checks import HEAD_DIMS, check_sequence_inputs
 from attnplug.ops.common.define import define_op, refuse_gradients, require
 from attnplug.ops.common.device import machine
-from attnplug.ops.common.pages import capacity, check_table, page_of, table_at
+from attnplug.ops.common.pages import capacity, check_table, table_at
 from attnplug.ops.common.product import add_product
 from attnplug.ops.common.rows import NO_MASK, mask_bytes, row_span, row_step, rows_on_cpu
 from attnplug.ops.common.sizes import cdiv, next_power_of_two
-from attnplug.ops.common.softmax import softcap
+from attnplug.ops.gvr.kernels.score import token_scores
 
 NAME = "score_tokens"
 
@@ -228,27 +228,6 @@ class Shares(NamedTuple):
 
 
 @triton.jit
-def _best(s, in_group):
-    """The largest score of a group's heads."""
-    s = tl.where(s == s, s, float("inf"))
-    return tl.max(tl.where(in_group[:, None], s, float("-inf")), 0)
-
-
-@triton.jit
-def _share(s, norm, in_group, factor, cap, CAPPED: tl.constexpr):
-    """log2 of the sum of a group's shares 2^(logit - norm), `norm [ROWS]`."""
-    y = s * factor
-    if CAPPED:
-        y = softcap(y, cap)
-    y -= norm[:, None]
-    y = tl.where(y == y, y, float("inf"))
-    y = tl.where(in_group[:, None], y, float("-inf"))
-    top = tl.max(y, 0)
-    base = tl.where(tl.abs(top) < float("inf"), top, 0.0)
-    return base + tl.log2(tl.sum(tl.exp2(y - base[None, :]), 0))
-
-
-@triton.jit
 def _score(
     q,
     codes,
@@ -285,8 +264,8 @@ def _score(
     """One of `programs` of a row and KV head: it scores every `programs`-th tile. With a `table`,
     codes and scales are those of pages of PAGE keys. With `norms` the scores are shares."""
     q_b, q_h = q_strides
-    codes_b, codes_h, codes_s = codes_strides
-    scales_b, scales_h, scales_s = scales_strides
+    codes_b, codes_h, _ = codes_strides
+    scales_b, scales_h, _ = scales_strides
     program = tl.program_id(0)
     h = tl.program_id(1)
     b = tl.program_id(2).to(tl.int64)
@@ -300,15 +279,18 @@ def _score(
     in_width = d < D
     q_at = q + b * q_b + (h * GROUP + g).to(tl.int64)[:, None] * q_h + d[None, :]
     query = tl.load(q_at, mask=(g < GROUP)[:, None] & in_width[None, :], other=0.0)
+    norm = None
     if norms is not None:
         row = b * tl.num_programs(1) + h
         norm = tl.load(norms + row * GROUP + g, mask=g < GROUP, other=0.0, cache_modifier=".cg")
+    row_table = None
     if table is None:
         codes_at = codes + b * codes_b + h.to(tl.int64) * codes_h + d[None, :]
         scales_at = scales + b * scales_b + h.to(tl.int64) * scales_h
     else:
         codes_at = codes + h.to(tl.int64) * codes_h + d[None, :]
         scales_at = scales + h.to(tl.int64) * scales_h
+        row_table = table + b * table_stride
     out_at = scores + (b * tl.num_programs(1) + h) * S
     # Two loops, so that a short row in a long buffer costs its own reads and -inf for the rest.
     reach = tl.minimum(tl.maximum(length - WINDOW, 0), S)
@@ -318,24 +300,24 @@ def _score(
         seen = (at >= low + SINK) & (at < length - WINDOW)
         if key_mask is not None:
             seen = seen & (tl.load(key_mask + b * mask_stride + at, mask=seen, other=0) != 0)
-        loadable = seen[:, None] & in_width[None, :]
-        if table is None:
-            wide = at.to(tl.int64)
-            code_places = wide[:, None] * codes_s
-            scale_places = wide * scales_s
-        else:
-            page = page_of(table + b * table_stride, at, seen, PAGE)
-            in_page = (at % PAGE).to(tl.int64)
-            code_places = (page * codes_b + in_page * codes_s)[:, None]
-            scale_places = page * scales_b + in_page * scales_s
-        key = tl.load(codes_at + code_places, mask=loadable, other=0)
-        scale = tl.load(scales_at + scale_places, mask=seen, other=0.0)
-        s = tl.dot(query, key.to(query.dtype).T, input_precision="ieee") * scale[None, :]
-        if norms is None:
-            score = _best(s, g < GROUP)
-        else:
-            score = _share(s, norm, g < GROUP, factor, cap, CAPPED)
-        tl.store(out_at + at, tl.where(seen, score, float("-inf")), mask=at < S)
+        score = token_scores(
+            at=at,
+            seen=seen,
+            query=query,
+            norm=norm,
+            codes_at=codes_at,
+            scales_at=scales_at,
+            row_table=row_table,
+            codes_strides=codes_strides,
+            scales_strides=scales_strides,
+            in_group=g < GROUP,
+            in_width=in_width,
+            factor=factor,
+            cap=cap,
+            PAGE=PAGE,
+            CAPPED=CAPPED,
+        )
+        tl.store(out_at + at, score, mask=at < S)
     end = S
     if table is not None:
         end = length

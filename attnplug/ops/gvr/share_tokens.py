@@ -237,7 +237,8 @@ def _normalize(
             s = softcap(s, cap)
         s = tl.where(seen[None, :], s, float("-inf"))
         _, _, top, total = online_softmax(s, top, total)
-    norm = tl.where(total == 0, 0.0, top + tl.log2(total))
+    empty = total == 0
+    norm = tl.where(empty, 0.0, top + tl.log2(tl.where(empty, 1.0, total)))
     tl.store(norms + (b * tl.num_programs(0) + h) * GROUP + g, norm, mask=g < GROUP)
 
 
@@ -247,19 +248,20 @@ def launch_share_tokens(
 ):  # fmt: skip
     """Run the kernels; tensors as in `share_tokens`, on a GPU or in Triton's interpreter."""
     q, codes = (x if x.stride(3) == 1 else x.contiguous() for x in (q, codes))
-    factor, cap = base_two(scale, softcap)
-    norms = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
-    of_shares = Shares(norms, factor, cap)
-    _launch_normalize(q, codes, steps, sink, window, lengths, start, key_mask, of_shares, table)
-    launch_score_tokens(
-        q, codes, steps, sink, window, lengths, start, key_mask, shares, plan, table, of_shares
-    )
+    kept = sink, window, lengths, start, key_mask
+    shares_of = launch_normalizers(q, codes, steps, scale, *kept, softcap, table)
+    launch_score_tokens(q, codes, steps, *kept, shares, plan, table, shares_of)
 
 
-def _launch_normalize(q, codes, steps, sink, window, lengths, start, key_mask, of_shares, table):
-    """Fill the normalizers of `of_shares`."""
+def launch_normalizers(
+    q, codes, steps, scale, sink, window, lengths, start, key_mask, softcap, table
+) -> Shares:
+    """What the kernels that score need to know for shares; q and codes have a stride of 1 in D."""
     (batch, _, _, width), heads = q.shape, codes.shape[1]
     group, padded = q.shape[1] // heads, next_power_of_two(width)
+    of_shares = Shares(
+        torch.empty(q.shape[:2], dtype=torch.float32, device=q.device), *base_two(scale, softcap)
+    )
     key_mask = mask_bytes(key_mask)
     _, pdl = machine(q.device)
     _normalize.run(
@@ -296,6 +298,7 @@ def _launch_normalize(q, codes, steps, sink, window, lengths, start, key_mask, o
         num_warps=8,
         **({"launch_pdl": True} if pdl else {}),
     )
+    return of_shares
 
 
 _share_tokens = define_op(
