@@ -19,6 +19,8 @@ from attnplug.testing import oracle_attention, tiny_model
 
 GVR = Gvr(k=24, sink=4, window=20, min_tokens=0)
 SHARE = dataclasses.replace(GVR, group="share")
+SAMPLE = dataclasses.replace(SHARE, search="sample")
+POLICIES = [GVR, SHARE, SAMPLE]
 SIZE, HEADS, KV_HEADS, DIM = 200, 4, 2, 64
 
 
@@ -101,7 +103,7 @@ def hold(policy: Gvr, call: AttentionCall) -> None:
     assert (found - expected(call, policy)).abs().max() < 1e-5
 
 
-@pytest.mark.parametrize("policy", [GVR, SHARE], ids=str)
+@pytest.mark.parametrize("policy", POLICIES, ids=str)
 @pytest.mark.parametrize("length", [1, 4, 5, 20, 24, 25, 48, 49, 130, 199, 200])
 def test_a_step_attends_to_the_keep_set(length, policy, device):
     layer = filled(policy, tokens(0, length, batch=2, device=device))
@@ -139,6 +141,17 @@ def test_the_hint_changes_nothing(device):
 
 
 @pytest.mark.parametrize("policy", [GVR, SHARE], ids=str)
+def test_the_search_changes_no_pick(policy, device):
+    """Nor does a search by a sample keep any."""
+    call = step(filled(policy, tokens(0, 190, batch=2, device=device)))
+    sampled = dataclasses.replace(policy, search="sample")
+    assert (policy.attend(call) - sampled.attend(call)).abs().max() < 1e-6
+    fresh = filled(sampled, tokens(0, 190, batch=2, device=device))
+    sampled.attend(step(fresh))
+    assert (fresh.picks == -1).all() and sampled.row_state(3, 2, call.q.device) is None
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=str)
 def test_left_padding_does_not_change_a_row(policy, device):
     kv = tokens(0, 170, batch=3, device=device)
     starts = (0, 37, 169)
@@ -163,7 +176,7 @@ def test_a_hole_in_the_mask_is_not_read(device):
     assert torch.equal(found, GVR.attend(step(filled(GVR, kv), mask=mask)))
 
 
-@pytest.mark.parametrize("policy", [GVR, SHARE], ids=str)
+@pytest.mark.parametrize("policy", POLICIES, ids=str)
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 def test_a_bad_key_surfaces_wherever_it_is(bad, policy, device):
     """It ranks first, so that no budget can hide it."""
@@ -380,6 +393,7 @@ WRONG = [
     ({"min_tokens": -1}, "min_tokens=-1, needs None or"),
     ({"min_tokens": "8K"}, "min_tokens='8K', needs None or"),
     ({"group": "mean"}, "group='mean', needs max or share"),
+    ({"search": "wide"}, "search='wide', needs hint or sample"),
 ]
 
 
