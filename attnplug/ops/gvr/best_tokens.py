@@ -106,9 +106,23 @@ def _of_rows(lengths, heads):
 
 
 def _cpu(
-    q, codes, steps, k, share, scale, sink, window, lengths, start, key_mask, softcap,
-    picks, scores, how, table=None,
-):  # fmt: skip
+    q,
+    codes,
+    steps,
+    k,
+    share,
+    scale,
+    sink,
+    window,
+    lengths,
+    start,
+    key_mask,
+    softcap,
+    picks,
+    scores,
+    how,
+    table=None,
+):
     kept = sink, window, lengths, start, key_mask
     if share:
         sharing._cpu(q, codes, steps, scale, *kept, softcap, scores, table=table)
@@ -145,9 +159,24 @@ def plan_for(rows: int, size: int, k: int, width: int, multiprocessors: int) -> 
 
 
 def launch_best_tokens(
-    q, codes, steps, k, share, scale, sink, window, lengths, start, key_mask, softcap,
-    picks, scores, how, plan=None, table=None,
-):  # fmt: skip
+    q,
+    codes,
+    steps,
+    k,
+    share,
+    scale,
+    sink,
+    window,
+    lengths,
+    start,
+    key_mask,
+    softcap,
+    picks,
+    scores,
+    how,
+    plan=None,
+    table=None,
+):
     """Run the kernels; tensors as in `best_tokens`, on a GPU or in Triton's interpreter. A `plan`
     is for a long row."""
     q, codes = (x if x.stride(3) == 1 else x.contiguous() for x in (q, codes))

@@ -243,9 +243,20 @@ def _normalize(
 
 
 def launch_share_tokens(
-    q, codes, steps, scale, sink, window, lengths, start, key_mask, softcap, shares, plan=None,
+    q,
+    codes,
+    steps,
+    scale,
+    sink,
+    window,
+    lengths,
+    start,
+    key_mask,
+    softcap,
+    shares,
+    plan=None,
     table=None,
-):  # fmt: skip
+):
     """Run the kernels; tensors as in `share_tokens`, on a GPU or in Triton's interpreter."""
     q, codes = (x if x.stride(3) == 1 else x.contiguous() for x in (q, codes))
     kept = sink, window, lengths, start, key_mask

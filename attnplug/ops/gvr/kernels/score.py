@@ -200,9 +200,22 @@ def score_and_count(
         at = first_far + (odd * far // (2 * SAMPLE)).to(tl.int32)
         seen = _seen(at, length, low, mask_at, SINK, WINDOW)
         x = token_scores(
-            at, seen, query, norm, codes_at, scales_at, row_table, codes_strides, scales_strides,
-            in_group, in_width, factor, cap, PAGE, CAPPED,
-        )  # fmt: skip
+            at=at,
+            seen=seen,
+            query=query,
+            norm=norm,
+            codes_at=codes_at,
+            scales_at=scales_at,
+            row_table=row_table,
+            codes_strides=codes_strides,
+            scales_strides=scales_strides,
+            in_group=in_group,
+            in_width=in_width,
+            factor=factor,
+            cap=cap,
+            PAGE=PAGE,
+            CAPPED=CAPPED,
+        )
         usable = tl.abs(x) < HUGE
         x = tl.where(usable, x, 0.0)
         counted, sums, sums_of_squares = tl.reduce((usable.to(tl.float32), x, x * x), 0, add_three)
@@ -220,9 +233,22 @@ def score_and_count(
         at = tile + tl.arange(0, TILE)
         seen = _seen(at, length, low, mask_at, SINK, WINDOW)
         x = token_scores(
-            at, seen, query, norm, codes_at, scales_at, row_table, codes_strides, scales_strides,
-            in_group, in_width, factor, cap, PAGE, CAPPED,
-        )  # fmt: skip
+            at=at,
+            seen=seen,
+            query=query,
+            norm=norm,
+            codes_at=codes_at,
+            scales_at=scales_at,
+            row_table=row_table,
+            codes_strides=codes_strides,
+            scales_strides=scales_strides,
+            in_group=in_group,
+            in_width=in_width,
+            factor=factor,
+            cap=cap,
+            PAGE=PAGE,
+            CAPPED=CAPPED,
+        )
         tl.store(scores + r * S + at, x, mask=at < last)
         counts_of_bins += count_bins(
             tl.where(at < last, clean(x), float("-inf")), bin_low, bin_scale, BINS
