@@ -215,11 +215,10 @@ def _normalize(
     top = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     for first in range(0, SINK + WINDOW, TILE):
-        # Slots are the sink, then the window; no token counts twice.
+        # Slots are the sink, then the window. Where they overlap no token is scored: N is not read.
         slot = first + tl.arange(0, TILE)
         at = tl.where(slot < SINK, low + slot, length - WINDOW + slot - SINK)
-        since = tl.where(slot < SINK, low, low + SINK)
-        seen = (at >= since) & (at < length) & (slot < SINK + WINDOW)
+        seen = (at >= low) & (at < length) & (slot < SINK + WINDOW)
         if key_mask is not None:
             seen = seen & (tl.load(key_mask + b * mask_stride + at, mask=seen, other=0) != 0)
         if table is None:

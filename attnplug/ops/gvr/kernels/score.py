@@ -250,8 +250,6 @@ def score_and_count(
             CAPPED=CAPPED,
         )
         tl.store(scores + r * S + at, x, mask=at < last)
-        counts_of_bins += count_bins(
-            tl.where(at < last, clean(x), float("-inf")), bin_low, bin_scale, BINS
-        )
+        counts_of_bins += count_bins(clean(x), bin_low, bin_scale, BINS)
     count_at = counts + (r * parts + part) * BINS + tl.arange(0, BINS)
     tl.store(count_at, counts_of_bins.to(counts.dtype.element_ty))
