@@ -12,7 +12,7 @@ standard deviations, the one that hits most often:
     last place          its distance from the mean, in deviations; mean and deviation of 256 tokens
     bell                the k-th of so many normal scores with that mean and deviation
 
-`bell, in the bins` is the share of rows whose k-th lies in the bins that `best_tokens` counts.
+`within the bins` is the share of rows whose k-th lies in the bins that `best_tokens` counts.
 Then the share of the exact softmax that the tokens kept by gvr hold (`captured-attention`) and
 |out - dense| / |dense| of a layer's heads (`output-error`), over every eighth step. Adds quality
 rows of the study `gvr-hints` to bench/results/gvr-hints.json; low and high are the worst and the
@@ -72,15 +72,15 @@ def hits(scores: torch.Tensor, k: int) -> Iterator[tuple[str, torch.Tensor]]:
     place = (kth - mean) / deviation
     now = mean[:, 1:], deviation[:, 1:]
     predicted = {
-        "last k-th": (kth[:, :-1], deviation[:, :-1]),
-        "last place": (now[0] + place[:, :-1] * now[1], now[1]),
-        "bell": (now[0] + bell[1:] * now[1], now[1]),
+        "hits of the last k-th": (kth[:, :-1], deviation[:, :-1]),
+        "hits of the last place": (now[0] + place[:, :-1] * now[1], now[1]),
+        "hits of the bell": (now[0] + bell[1:] * now[1], now[1]),
     }
     for name, (threshold, unit) in predicted.items():
         at = threshold[..., None] - MARGINS * unit[..., None]
         count = size - torch.searchsorted(ascending[:, 1:].contiguous(), at.contiguous())
         yield name, ((count >= k) & (count <= LIST * k)).float().flatten(0, 1)
-    yield "bell, in the bins", ((place - bell).abs() <= BINS).float().flatten()[:, None]
+    yield "within the bins", ((place - bell).abs() <= BINS).float().flatten()[:, None]
 
 
 def kept(call: AttentionCall, scores: torch.Tensor, k: int) -> tuple[float, float]:
@@ -111,7 +111,7 @@ def measure(call: AttentionCall, found: dict[tuple[str, str], list[torch.Tensor]
         for k in KS:
             policy = f"gvr(k={k}, group={group!r})" if group == "share" else f"gvr(k={k})"
             for name, each in hits(scores, k):
-                found["hits, " + name, policy].append(each)
+                found[name, policy].append(each)
             mass, error = kept(call, scores, k)
             quality["captured-attention", policy] = [mass]
             quality["output-error", policy] = [error]
