@@ -263,6 +263,12 @@ def launch_share_tokens(
     launch_score_tokens(q, codes, steps, *kept, shares, plan, table, shares_of)
 
 
+def _tile(row_bytes, tokens):
+    """Tokens that `_normalize` reads at once: a widened key has `row_bytes`, and more spill."""
+    most = 128 if row_bytes <= 256 else 64 if row_bytes <= 512 else 16
+    return max(16, min(most, next_power_of_two(tokens)))
+
+
 def launch_normalizers(
     q, codes, steps, scale, sink, window, lengths, start, key_mask, softcap, table
 ) -> Shares:
@@ -299,7 +305,7 @@ def launch_normalizers(
         DP=padded,
         SINK=sink,
         WINDOW=window,
-        TILE=min(128, next_power_of_two(max(16, sink + window))) if padded <= 128 else 64,
+        TILE=_tile(padded * q.element_size(), sink + window),
         LENGTH_STEP=row_step(lengths),
         START_STEP=row_step(start),
         PAGE=0 if table is None else codes.shape[2],
