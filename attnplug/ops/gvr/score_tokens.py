@@ -223,8 +223,8 @@ class Shares(NamedTuple):
     """What turns a group's scores into the shares of `share_tokens`."""
 
     norms: torch.Tensor  # `[B,Hq]` float32, log2 of each head's normalizer
-    factor: float  # on q.k, and the cap: see `base_two`
-    cap: float
+    factor: float  # on q.k, and the cap (None: off): see `base_two`
+    cap: float | None
 
 
 @triton.jit
@@ -236,10 +236,9 @@ def _score(
     start,
     key_mask,
     table,
-    norms,
-    scores,
-    factor,
+    shares,
     cap,
+    scores,
     S,
     programs,
     q_strides,
@@ -259,10 +258,9 @@ def _score(
     START_STEP: tl.constexpr,
     PAGE: tl.constexpr,
     PDL: tl.constexpr,
-    CAPPED: tl.constexpr,
 ):
     """One of `programs` of a row and KV head: it scores every `programs`-th tile. With a `table`,
-    codes and scales are those of pages of PAGE keys. With `norms` the scores are shares."""
+    codes and scales are those of pages of PAGE keys. With `shares` the scores are shares."""
     q_b, q_h = q_strides
     codes_b, codes_h, _ = codes_strides
     scales_b, scales_h, _ = scales_strides
@@ -280,7 +278,9 @@ def _score(
     q_at = q + b * q_b + (h * GROUP + g).to(tl.int64)[:, None] * q_h + d[None, :]
     query = tl.load(q_at, mask=(g < GROUP)[:, None] & in_width[None, :], other=0.0)
     norm = None
-    if norms is not None:
+    factor = None
+    if shares is not None:
+        norms, factor = shares
         row = b * tl.num_programs(1) + h
         norm = tl.load(norms + row * GROUP + g, mask=g < GROUP, other=0.0, cache_modifier=".cg")
     row_table = None
@@ -315,7 +315,6 @@ def _score(
             factor=factor,
             cap=cap,
             PAGE=PAGE,
-            CAPPED=CAPPED,
         )
         tl.store(out_at + at, score, mask=at < S)
     end = S
@@ -373,10 +372,9 @@ def launch_score_tokens(
         start=start,
         key_mask=key_mask,
         table=table,
-        norms=None if shares is None else shares.norms,
-        scores=scores,
-        factor=None if shares is None else shares.factor,
+        shares=None if shares is None else shares[:2],
         cap=None if shares is None else shares.cap,
+        scores=scores,
         S=size,
         programs=plan.programs,
         q_strides=q.stride()[:2],
@@ -396,7 +394,6 @@ def launch_score_tokens(
         START_STEP=row_step(start),
         PAGE=0 if table is None else codes.shape[2],
         PDL=pdl,
-        CAPPED=shares is not None and shares.cap > 0,
         num_warps=plan.warps,
         **({"launch_pdl": True} if pdl else {}),
     )

@@ -192,7 +192,6 @@ def _normalize(
     LENGTH_STEP: tl.constexpr,
     START_STEP: tl.constexpr,
     PAGE: tl.constexpr,
-    CAPPED: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """log2 of the normalizers N of one row and KV head."""
@@ -232,7 +231,7 @@ def _normalize(
         key = tl.load(codes_at + code_places[:, None], mask=loadable, other=0)
         unit = tl.load(scales_at + page * scales_b + in_page * scales_s, mask=seen, other=0.0)
         s = tl.dot(query, key.to(query.dtype).T, input_precision="ieee") * unit[None, :] * factor
-        if CAPPED:
+        if cap is not None:
             s = softcap(s, cap)
         s = tl.where(seen[None, :], s, float("-inf"))
         _, _, top, total = online_softmax(s, top, total)
@@ -275,9 +274,9 @@ def launch_normalizers(
     """What the kernels that score need to know for shares; q and codes have a stride of 1 in D."""
     (batch, _, _, width), heads = q.shape, codes.shape[1]
     group, padded = q.shape[1] // heads, next_power_of_two(width)
-    of_shares = Shares(
-        torch.empty(q.shape[:2], dtype=torch.float32, device=q.device), *base_two(scale, softcap)
-    )
+    norms = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+    factor, cap = base_two(scale, softcap)
+    of_shares = Shares(norms, factor, cap if softcap > 0 else None)
     key_mask = mask_bytes(key_mask)
     _, pdl = machine(q.device)
     _normalize.run(
@@ -290,8 +289,8 @@ def launch_normalizers(
         start=start,
         key_mask=key_mask,
         table=table,
-        norms=of_shares.norms,
-        factor=of_shares.factor,
+        norms=norms,
+        factor=factor,
         cap=of_shares.cap,
         S=capacity(codes, table),
         q_strides=q.stride()[:2],
@@ -309,7 +308,6 @@ def launch_normalizers(
         LENGTH_STEP=row_step(lengths),
         START_STEP=row_step(start),
         PAGE=0 if table is None else codes.shape[2],
-        CAPPED=of_shares.cap > 0,
         PDL=pdl,
         num_warps=8,
         **({"launch_pdl": True} if pdl else {}),

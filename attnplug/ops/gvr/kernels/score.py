@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from attnplug.ops.common.constants import Constant
 from attnplug.ops.common.pages import page_of
 from attnplug.ops.common.rows import row_span
 from attnplug.ops.common.softmax import softcap
@@ -28,7 +29,7 @@ from attnplug.ops.gvr.kernels.topk_verify import HUGE, count_bins, part_of_row
 
 # Standard deviations from the guess to the edges of the bins. On real scores the k-th lay up to 1.3
 # away; a bin of these 3 / 62 still holds few enough scores for `refine` to have them in registers.
-_REACH = tl.constexpr(1.5)
+_REACH = Constant(1.5)
 
 
 @triton.jit
@@ -39,10 +40,10 @@ def _best(s, in_group):
 
 
 @triton.jit
-def _share(s, norm, in_group, factor, cap, CAPPED: tl.constexpr):
+def _share(s, norm, in_group, factor, cap):
     """log2 of the sum of a group's shares 2^(logit - norm), `norm [ROWS]`."""
     y = s * factor
-    if CAPPED:
+    if cap is not None:
         y = softcap(y, cap)
     y -= norm[:, None]
     y = tl.where(y == y, y, float("inf"))
@@ -68,7 +69,6 @@ def token_scores(
     factor,
     cap,
     PAGE: tl.constexpr,
-    CAPPED: tl.constexpr,
 ):
     """The group's scores of the tokens `at`, -inf where not `seen`; shares if there is a `norm`.
     codes_at and scales_at are those of the row's first token, or with a table of page 0."""
@@ -90,7 +90,7 @@ def token_scores(
     if norm is None:
         score = _best(s, in_group)
     else:
-        score = _share(s, norm, in_group, factor, cap, CAPPED)
+        score = _share(s, norm, in_group, factor, cap)
     return tl.where(seen, score, float("-inf"))
 
 
@@ -126,12 +126,11 @@ def score_and_count(
     start,
     key_mask,
     table,
-    norms,
+    shares,
+    cap,
     scores,
     edges,
     counts,
-    factor,
-    cap,
     S,
     K,
     parts,
@@ -153,7 +152,6 @@ def score_and_count(
     LENGTH_STEP: tl.constexpr,
     START_STEP: tl.constexpr,
     PAGE: tl.constexpr,
-    CAPPED: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Score one of the `parts` of a row and KV head and count its scores in the bins. What lies
@@ -176,7 +174,9 @@ def score_and_count(
     q_at = q + b * q_b + (h * GROUP + g).to(tl.int64)[:, None] * q_h + d[None, :]
     query = tl.load(q_at, mask=in_group[:, None] & in_width[None, :], other=0.0)
     norm = None
-    if norms is not None:
+    factor = None
+    if shares is not None:
+        norms, factor = shares
         norm = tl.load(norms + r * GROUP + g, mask=in_group, other=0.0, cache_modifier=".cg")
     codes_at = codes + h.to(tl.int64) * codes_h + d[None, :]
     scales_at = scales + h.to(tl.int64) * scales_h
@@ -214,7 +214,6 @@ def score_and_count(
             factor=factor,
             cap=cap,
             PAGE=PAGE,
-            CAPPED=CAPPED,
         )
         usable = tl.abs(x) < HUGE
         x = tl.where(usable, x, 0.0)
@@ -247,7 +246,6 @@ def score_and_count(
             factor=factor,
             cap=cap,
             PAGE=PAGE,
-            CAPPED=CAPPED,
         )
         tl.store(scores + r * S + at, x, mask=at < last)
         counts_of_bins += count_bins(clean(x), bin_low, bin_scale, BINS)
