@@ -13,18 +13,27 @@ from peers import cudnn_attention
 
 from attnplug import Dense, Gvr
 from attnplug.bench.rows import policy_name
-from attnplug.ops import gather_tokens_attention, score_tokens, topk
+from attnplug.ops import (
+    best_tokens,
+    gather_tokens_attention,
+    score_tokens,
+    share_tokens,
+    topk,
+)
 from attnplug.policies import AttentionCall
 
 HEADS_Q, HEADS_KV, WIDTH = 28, 4, 128
 SCALE = WIDTH**-0.5
 CALLS = 8  # in one graph
 CHUNK = 65536
-# (k, batch, tokens)
+# (options beside k, k, batch, tokens)
 SHAPES = [
-    *((2048, 1, n) for n in (32768, 65536, 131072, 524288, 1048576)),
-    (512, 1, 131072),
-    (2048, 8, 131072),
+    *(("", 2048, 1, n) for n in (32768, 65536, 131072, 524288, 1048576)),
+    ("", 512, 1, 131072),
+    ("", 2048, 8, 131072),
+    *(("search=sample", 2048, 1, n) for n in (32768, 65536, 131072, 524288, 1048576)),
+    ("search=sample", 2048, 8, 131072),
+    *(("group=share", k, 1, n) for k in (512, 2048) for n in (32768, 131072, 1048576)),
 ]
 
 
@@ -47,9 +56,9 @@ def call_of(policy: Gvr, batch: int, n: int, seed: int) -> AttentionCall:
 
 
 @pytest.mark.parametrize("peer", ["dense", "cudnn"])
-@pytest.mark.parametrize("k, batch, n", SHAPES)
-def test_gvr(gpu_bench, k, batch, n, peer):
-    policy = Gvr(k=k, min_tokens=0)
+@pytest.mark.parametrize("form, k, batch, n", SHAPES)
+def test_gvr(gpu_bench, form, k, batch, n, peer):
+    policy = Gvr(k=k, min_tokens=0, **dict([form.split("=")] if form else []))
     cache_bytes = batch * HEADS_KV * n * (5 * WIDTH + 4)
     count = min(gpu_bench.sets(cache_bytes), 4)
     calls = [call_of(policy, batch, n, seed) for seed in range(count)]
@@ -58,7 +67,7 @@ def test_gvr(gpu_bench, k, batch, n, peer):
     calls *= max(1, CALLS // count)
     gpu_bench(
         op="gvr", case="op", n=n, batch=batch, heads_q=HEADS_Q, heads_kv=HEADS_KV, head_dim=WIDTH,
-        dtype=torch.bfloat16, options=f"k={k}",
+        dtype=torch.bfloat16, options=f"k={k}" + (f", {form}" if form else ""),
         fns=[functools.partial(policy.attend, c) for c in calls],
         peer=peer, peer_fns=[functools.partial(theirs, c) for c in calls],
         bytes=batch * (HEADS_KV * scanned + 4 * HEADS_Q * WIDTH), flops=0,
@@ -67,13 +76,17 @@ def test_gvr(gpu_bench, k, batch, n, peer):
 
 
 @pytest.mark.parametrize("n", [32768, 65536, 131072, 524288, 1048576])
-@pytest.mark.parametrize("part", ["score_tokens", "topk", "gather_tokens_attention"])
+@pytest.mark.parametrize(
+    "part", ["score_tokens", "share_tokens", "best_tokens", "topk", "gather_tokens_attention"]
+)
 def test_part(gpu_bench, part, n):
     """An op of a step alone: scores, the top-k of the KV heads' rows, attention. Caches go
     round, so that none is read from the L2."""
     policy = Gvr(min_tokens=0)
     nbytes = {
         "score_tokens": HEADS_KV * n * (WIDTH + 8),
+        "share_tokens": HEADS_KV * n * (WIDTH + 8),
+        "best_tokens": HEADS_KV * n * (WIDTH + 12),
         "topk": HEADS_KV * (4 * n + 8 * policy.k),
         "gather_tokens_attention": HEADS_KV * min(policy.kept, n) * 4 * WIDTH,
     }[part]
@@ -81,7 +94,7 @@ def test_part(gpu_bench, part, n):
     fns = [part_of(part, policy, call_of(policy, 1, n, seed)) for seed in range(count)]
     row = {"batch": 1, "heads_q": HEADS_Q, "heads_kv": HEADS_KV, "head_dim": WIDTH}
     options, dtype = f"k={policy.k}", torch.bfloat16
-    if part == "score_tokens":
+    if part in ("score_tokens", "share_tokens"):
         options = ""
     elif part == "topk":
         row = {"batch": HEADS_KV, "heads_q": 1, "heads_kv": 1, "head_dim": 0}
@@ -103,6 +116,12 @@ def part_of(part: str, policy: Gvr, call: AttentionCall) -> Callable[[], Any]:
     scoring = functools.partial(score_tokens, call.q, layer.codes, layer.scales, **kept)
     if part == "score_tokens":
         return scoring
+    if part == "best_tokens":
+        keys = call.q, layer.codes, layer.scales
+        return functools.partial(best_tokens, *keys, policy.k, **kept)
+    if part == "share_tokens":
+        codes = call.q, layer.codes, layer.scales
+        return functools.partial(share_tokens, *codes, scale=SCALE, **kept)
     scores = scoring()
     if part == "topk":
         hint = layer.picks.flatten(0, 1)

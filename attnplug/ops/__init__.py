@@ -12,9 +12,11 @@ from attnplug.ops.gather.gather_decode import gather_decode
 from attnplug.ops.gather.page_bounds import page_bounds
 from attnplug.ops.gather.select_blocks import select_blocks
 from attnplug.ops.gather.tiered_decode import ResidentBlocks, tiered_decode
+from attnplug.ops.gvr.best_tokens import best_tokens
 from attnplug.ops.gvr.gather_tokens_attention import gather_tokens_attention
 from attnplug.ops.gvr.page_codes import page_codes
 from attnplug.ops.gvr.score_tokens import score_tokens
+from attnplug.ops.gvr.share_tokens import share_tokens
 from attnplug.ops.gvr.topk import topk
 from attnplug.ops.momo.block_sparse_attention import block_sparse_attention
 from attnplug.ops.momo.delta_correct import delta_correct
@@ -33,6 +35,7 @@ __all__ = [
     "QuantizedKV",
     "ResidentBlocks",
     "Scratch",
+    "best_tokens",
     "block_bounds",
     "block_sparse_attention",
     "certified_attention",
@@ -50,6 +53,7 @@ __all__ = [
     "query_sparse_attention",
     "score_tokens",
     "select_blocks",
+    "share_tokens",
     "sketch_decode",
     "sketch_host_decode",
     "stream_edges",

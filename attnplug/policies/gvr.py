@@ -6,6 +6,8 @@ sink, the window and the picks:
 
     keep = tokens 0..sink-1, the last `window`, and the top k of the others by max_g q[g] . k
 
+or by their share of the attention, summed over the group.
+
 Source: "Guess-Verify-Refine" (docs/papers.md); token selection as in DeepSeek's sparse
 attention, with the model's own keys in place of a trained indexer. Prefill is another phase's
 business.
@@ -17,7 +19,14 @@ from typing import Any, ClassVar
 import torch
 
 from attnplug.call import AttentionCall, LayerShape, PagedCall
-from attnplug.ops import gather_tokens_attention, page_codes, score_tokens, topk
+from attnplug.ops import (
+    best_tokens,
+    gather_tokens_attention,
+    page_codes,
+    score_tokens,
+    share_tokens,
+    topk,
+)
 from attnplug.ops.gvr.page_codes import PageCodes, empty_page_codes
 from attnplug.ops.gvr.topk import MAX_K
 from attnplug.policies._gvr_layer import GvrLayer
@@ -29,6 +38,8 @@ from attnplug.policies.dense import Dense
 # the two lines cross at about 64K.
 CROSSOVER_FACTOR = 4
 CROSSOVER_FLOOR = {"cuda": 98304, "cpu": 8192}
+GROUPS = ("max", "share")
+SEARCHES = ("hint", "sample")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,13 +49,18 @@ class Gvr(DenseBelow):
     k: tokens that each KV head picks at each step. sink: first tokens that are always read.
     window: last tokens that are always read, the query's own included. min_tokens: caches below so
     many tokens are read whole, by `dense`; None is a multiple of what a step keeps, but not below a
-    floor for the kind of device.
+    floor for the kind of device. group: what ranks a token for the heads of a group, its largest
+    score (max) or the sum of its shares of their attention (share). search: where the search for
+    the best tokens starts, from the last step's picks (hint), or from a sample while they are
+    scored (sample). It changes no pick.
     """
 
     k: int = 2048
     sink: int = 16
     window: int = 256
     min_tokens: int | None = None
+    group: str = "max"
+    search: str = "hint"
 
     name: ClassVar[str] = "gvr"
     phases: ClassVar[frozenset[str]] = frozenset({"decode"})
@@ -55,6 +71,8 @@ class Gvr(DenseBelow):
         self.check("sink", self.sink >= 0, "at least 0")
         self.check("window", self.window >= 1, "at least 1, the query's own token")
         self.check_min_tokens()
+        self.check("group", self.group in GROUPS, " or ".join(GROUPS))
+        self.check("search", self.search in SEARCHES, " or ".join(SEARCHES))
 
     @property
     def kept(self) -> int:
@@ -78,7 +96,8 @@ class Gvr(DenseBelow):
             return Dense().attend(call)
         where = {"lengths": call.lengths, "start": call.first_key, "key_mask": call.key_mask}
         out, picks = self._step(call, PageCodes(layer.codes, layer.scales), layer.picks, where)
-        layer.remember(picks)  # last: the kernels before it start one another early
+        if self.search == "hint":
+            layer.remember(picks)  # last: the kernels before it start one another early
         return out
 
     def _step(
@@ -91,15 +110,7 @@ class Gvr(DenseBelow):
         """The output of a step and its picks, int32 `[B,Hkv,k]`. `hint`, of the same shape, makes
         it faster and changes no pick; `where` says which keys are the rows'."""
         options: dict[str, Any] = {"sink": self.sink, "window": self.window, **where}
-        heads, rows = call.k.shape[1], call.lengths
-        if rows is not None and rows.shape[0] > 1:  # topk's rows are (sequence, KV head) pairs
-            rows = rows.repeat_interleave(heads)
-        # Not by the softcap: it changes no order.
-        scores = score_tokens(call.q, *keys, **options)
-        # Where a row has fewer than k others, -inf is picked too; attention passes over those.
-        last = None if hint is None else hint.flatten(0, 1)
-        picks, _ = topk(scores, self.k, hint=last, lengths=rows)
-        picks = picks.view(len(call.q), heads, self.k)
+        picks = self._best(call, keys, hint, options)
         out, _ = gather_tokens_attention(
             call.q,
             call.k,
@@ -111,6 +122,29 @@ class Gvr(DenseBelow):
             **options,
         )
         return out, picks
+
+    def _best(
+        self,
+        call: AttentionCall | PagedCall,
+        keys: PageCodes,
+        hint: torch.Tensor | None,
+        options: dict[str, Any],
+    ) -> torch.Tensor:
+        """The picks of a step, int32 `[B,Hkv,k]`. Where a row has fewer than k others, -inf is
+        picked too; attention passes over those."""
+        logits = {"scale": call.scale, "softcap": call.softcap}
+        if self.search == "sample":
+            return best_tokens(call.q, *keys, self.k, group=self.group, **logits, **options)[0]
+        if self.group == "share":
+            scores = share_tokens(call.q, *keys, **logits, **options)
+        else:  # neither the scale nor the softcap changes an order
+            scores = score_tokens(call.q, *keys, **options)
+        heads, rows = call.k.shape[1], call.lengths
+        if rows is not None and rows.shape[0] > 1:  # topk's rows are (sequence, KV head) pairs
+            rows = rows.repeat_interleave(heads)
+        last = None if hint is None else hint.flatten(0, 1)
+        picks, _ = topk(scores, self.k, hint=last, lengths=rows)
+        return picks.view(len(call.q), heads, self.k)
 
     def pages_refusal(self) -> str | None:
         return None
@@ -126,8 +160,10 @@ class Gvr(DenseBelow):
         if state is not None:
             page_codes(k, *state, slots)
 
-    def row_state(self, rows: int, kv_heads: int, device: torch.device) -> torch.Tensor:
+    def row_state(self, rows: int, kv_heads: int, device: torch.device) -> torch.Tensor | None:
         """The last picks of each row, int32 `[rows,Hkv,k]`: hints, that may be another row's."""
+        if self.search == "sample":
+            return None
         return torch.full((rows, kv_heads, self.k), -1, dtype=torch.int32, device=device)
 
     def attend_far(self, call: PagedCall) -> torch.Tensor:

@@ -18,6 +18,9 @@ from attnplug.policies.gvr import GvrLayer
 from attnplug.testing import oracle_attention, tiny_model
 
 GVR = Gvr(k=24, sink=4, window=20, min_tokens=0)
+SHARE = dataclasses.replace(GVR, group="share")
+SAMPLE = dataclasses.replace(SHARE, search="sample")
+POLICIES = [GVR, SHARE, SAMPLE]
 SIZE, HEADS, KV_HEADS, DIM = 200, 4, 2, 64
 
 
@@ -48,6 +51,18 @@ def step(layer: StaticLayer, seed: int = 0, mask: torch.Tensor | None = None, **
     )
 
 
+def group_score(
+    call: AttentionCall, products: torch.Tensor, near: torch.Tensor, group: str
+) -> torch.Tensor:
+    """What ranks tokens for a group, from its heads' q . k `[G,S]`."""
+    if group == "max":
+        return products.amax(0)
+    logits = products * call.scale
+    if call.softcap:
+        logits = call.softcap * torch.tanh(logits / call.softcap)
+    return (logits - logits[:, near].logsumexp(1, keepdim=True)).logsumexp(0)
+
+
 def expected(call: AttentionCall, policy: Gvr) -> torch.Tensor:
     """fp64 attention over the keep set that the rounded keys tell."""
     length = int(call.lengths)
@@ -63,7 +78,7 @@ def expected(call: AttentionCall, policy: Gvr) -> torch.Tensor:
         near = (at < start + policy.sink) | (at >= length - policy.window)
         for h in range(KV_HEADS):
             query = call.q[b, h * group : h * group + group, 0].double().cpu()
-            score = (query @ keys[b, h].T).amax(0)
+            score = group_score(call, query @ keys[b, h].T, near & visible, policy.group)
             score = torch.where(visible & ~near, score, -torch.inf)
             kept[b, h, score.topk(policy.k).indices] = True
             kept[b, h] = (kept[b, h] | near) & visible
@@ -88,11 +103,20 @@ def hold(policy: Gvr, call: AttentionCall) -> None:
     assert (found - expected(call, policy)).abs().max() < 1e-5
 
 
+@pytest.mark.parametrize("policy", POLICIES, ids=str)
 @pytest.mark.parametrize("length", [1, 4, 5, 20, 24, 25, 48, 49, 130, 199, 200])
-def test_a_step_attends_to_the_keep_set(length, device):
-    layer = filled(GVR, tokens(0, length, batch=2, device=device))
-    hold(GVR, step(layer))
-    hold(GVR, step(layer, softcap=3.0, sinks=random(5, HEADS).to(device)))
+def test_a_step_attends_to_the_keep_set(length, policy, device):
+    layer = filled(policy, tokens(0, length, batch=2, device=device))
+    hold(policy, step(layer))
+    hold(policy, step(layer, softcap=3.0, sinks=random(5, HEADS).to(device)))
+
+
+def test_shares_keep_other_tokens_than_maxima(device):
+    layer = filled(GVR, tokens(0, 190, device=device))
+    call = step(layer)
+    call.q[:, 0] *= 9  # a head with long queries
+    hold(SHARE, call)
+    assert (SHARE.attend(call) - GVR.attend(call)).abs().max() > 1e-2
 
 
 def test_the_budget_is_felt(device):
@@ -116,16 +140,28 @@ def test_the_hint_changes_nothing(device):
         assert torch.equal(found, GVR.attend(step(filled(GVR, kv), seed)))
 
 
-def test_left_padding_does_not_change_a_row(device):
+@pytest.mark.parametrize("policy", [GVR, SHARE], ids=str)
+def test_the_search_changes_no_pick(policy, device):
+    """Nor does a search by a sample keep any."""
+    call = step(filled(policy, tokens(0, 190, batch=2, device=device)))
+    sampled = dataclasses.replace(policy, search="sample")
+    assert (policy.attend(call) - sampled.attend(call)).abs().max() < 1e-6
+    fresh = filled(sampled, tokens(0, 190, batch=2, device=device))
+    sampled.attend(step(fresh))
+    assert (fresh.picks == -1).all() and sampled.row_state(3, 2, call.q.device) is None
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=str)
+def test_left_padding_does_not_change_a_row(policy, device):
     kv = tokens(0, 170, batch=3, device=device)
     starts = (0, 37, 169)
     mask = torch.arange(SIZE, device=device) >= torch.tensor(starts, device=device)[:, None]
-    call = step(filled(GVR, kv), mask=mask)
-    together = GVR.attend(call)
+    call = step(filled(policy, kv), mask=mask)
+    together = policy.attend(call)
     for row, start in enumerate(starts):
-        alone = step(filled(GVR, kv[:, row : row + 1, :, start:]))
+        alone = step(filled(policy, kv[:, row : row + 1, :, start:]))
         alone.q = call.q[row : row + 1]
-        assert (GVR.attend(alone) - together[row]).abs().max() < 1e-6
+        assert (policy.attend(alone) - together[row]).abs().max() < 1e-6
 
 
 def test_a_hole_in_the_mask_is_not_read(device):
@@ -140,13 +176,14 @@ def test_a_hole_in_the_mask_is_not_read(device):
     assert torch.equal(found, GVR.attend(step(filled(GVR, kv), mask=mask)))
 
 
+@pytest.mark.parametrize("policy", POLICIES, ids=str)
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
-def test_a_bad_key_surfaces_wherever_it_is(bad, device):
+def test_a_bad_key_surfaces_wherever_it_is(bad, policy, device):
     """It ranks first, so that no budget can hide it."""
     kv = tokens(0, 190, device=device)
     kv[0, 0, 1, 77] = bad
-    call = step(filled(GVR, kv))
-    found, dense = GVR.attend(call), Dense().attend(call)
+    call = step(filled(policy, kv))
+    found, dense = policy.attend(call), Dense().attend(call)
     assert dense[:, 2:].isnan().any() and torch.equal(found.isnan(), dense.isnan())
 
 
@@ -355,6 +392,8 @@ WRONG = [
     ({"sink": -1}, "sink=-1, needs at least 0"),
     ({"min_tokens": -1}, "min_tokens=-1, needs None or"),
     ({"min_tokens": "8K"}, "min_tokens='8K', needs None or"),
+    ({"group": "mean"}, "group='mean', needs max or share"),
+    ({"search": "wide"}, "search='wide', needs hint or sample"),
 ]
 
 

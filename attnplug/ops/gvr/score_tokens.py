@@ -24,10 +24,11 @@ from attnplug.errors import ArgumentError
 from attnplug.ops.common.checks import HEAD_DIMS, check_sequence_inputs
 from attnplug.ops.common.define import define_op, refuse_gradients, require
 from attnplug.ops.common.device import machine
-from attnplug.ops.common.pages import capacity, check_table, page_of, table_at
+from attnplug.ops.common.pages import capacity, check_table, table_at
 from attnplug.ops.common.product import add_product
 from attnplug.ops.common.rows import NO_MASK, mask_bytes, row_span, row_step, rows_on_cpu
 from attnplug.ops.common.sizes import cdiv, next_power_of_two
+from attnplug.ops.gvr.kernels.score import token_scores
 
 NAME = "score_tokens"
 
@@ -89,31 +90,36 @@ def quantize_keys(keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _allocate(q, codes, steps, sink, window, lengths, start, key_mask, table=None):
+    return allocate_scores(NAME, q, codes, steps, sink, window, lengths, start, key_mask, table)
+
+
+def allocate_scores(name, q, codes, steps, sink, window, lengths, start, key_mask, table):
+    """Check what the op `name` got, and return its scores."""
     if q.dim() != 4 or q.shape[2] != 1 or q.shape[3] not in HEAD_DIMS:
         raise ArgumentError(
-            f"{NAME}: q is {tuple(q.shape)}, needs [B,Hq,1,D] with D of "
+            f"{name}: q is {tuple(q.shape)}, needs [B,Hq,1,D] with D of "
             f"{', '.join(map(str, HEAD_DIMS))}"
         )
-    check_table(NAME, table, q, q.shape[0])
+    check_table(name, table, q, q.shape[0])
     rows = table is not None or codes.shape[0] == q.shape[0]
     fits = codes.dim() == 4 and rows and codes.shape[3] == q.shape[3]
     if not fits or codes.dtype != torch.int8 or q.shape[1] % codes.shape[1]:
         raise ArgumentError(
-            f"{NAME}: codes is {codes.dtype} {tuple(codes.shape)}, needs int8 [B,Hkv,S,D] for q "
+            f"{name}: codes is {codes.dtype} {tuple(codes.shape)}, needs int8 [B,Hkv,S,D] for q "
             f"{tuple(q.shape)}"
         )
     whole = table is None or codes.stride(3) == 1
-    require(whole, NAME, "codes has a stride other than 1 in D, which pages may not")
+    require(whole, name, "codes has a stride other than 1 in D, which pages may not")
     if steps.dtype != torch.float32 or steps.shape != codes.shape[:3]:
         raise ArgumentError(
-            f"{NAME}: steps is {steps.dtype} {tuple(steps.shape)}, needs float32 [B,Hkv,S] = "
+            f"{name}: steps is {steps.dtype} {tuple(steps.shape)}, needs float32 [B,Hkv,S] = "
             f"{list(codes.shape[:3])}"
         )
     for label, tensor in (("codes", codes), ("steps", steps)):
-        require(tensor.device == q.device, NAME, f"{label} is on {tensor.device}, q on {q.device}")
-    check_sequence_inputs(NAME, q, codes, lengths, start, key_mask, table)
-    require(sink >= 0, NAME, f"sink is {sink}, needs at least 0")
-    require(window >= 1, NAME, f"window is {window}, needs at least 1, the query's own token")
+        require(tensor.device == q.device, name, f"{label} is on {tensor.device}, q on {q.device}")
+    check_sequence_inputs(name, q, codes, lengths, start, key_mask, table)
+    require(sink >= 0, name, f"sink is {sink}, needs at least 0")
+    require(window >= 1, name, f"window is {window}, needs at least 1, the query's own token")
     return q.new_empty((len(q) * codes.shape[1], capacity(codes, table)), dtype=torch.float32)
 
 
@@ -124,24 +130,35 @@ REFERENCE_TILE = 256  # tokens that one task of the reference dequantizes at onc
 
 
 @numba.njit(cache=True)
-def _score_tile(q, codes, scales, pages, first, mask, scores):
-    """Scores `[N]` of tokens `first` and on of a row for a group's heads `q [G, D]`: token n is
-    that of `codes [pages, page, D]`, `scales [pages, page]` at `pages[n // page], n % page`; an
-    empty `mask` hides nothing. The order of the sums depends on D alone."""
-    tokens, page, width = len(scores), codes.shape[1], codes.shape[2]
-    keys = np.empty((width, tokens), np.float32)
-    for n in range(tokens):
-        at, place = pages[(first + n) // page], (first + n) % page
+def key_products(q, codes, scales, pages, tokens):
+    """q . k `[G, N]` of the `tokens` `[N]` of a row for a group's heads `q [G, D]`: token n is that
+    of `codes [pages, page, D]`, `scales [pages, page]` at `pages[n // page], n % page`. The order
+    of the sums depends on D alone."""
+    count, page, width = len(tokens), codes.shape[1], codes.shape[2]
+    keys = np.empty((width, count), np.float32)
+    for i in range(count):
+        at, place = pages[tokens[i] // page], tokens[i] % page
         for d in range(width):
-            keys[d, n] = codes[at, place, d]
-    products = np.zeros((q.shape[0], tokens), np.float32)
+            keys[d, i] = codes[at, place, d]
+    products = np.zeros((q.shape[0], count), np.float32)
     add_product(q, keys, products)
-    for n in range(tokens):
+    for i in range(count):
+        scale = scales[pages[tokens[i] // page], tokens[i] % page]
+        for g in range(q.shape[0]):
+            products[g, i] *= scale
+    return products
+
+
+@numba.njit(cache=True)
+def _score_tile(q, codes, scales, pages, first, mask, scores):
+    """Scores `[N]` of tokens `first` and on (see `key_products`); an empty `mask` hides nothing."""
+    tokens = np.arange(first, first + len(scores))
+    products = key_products(q, codes, scales, pages, tokens)
+    for n in range(len(scores)):
         if mask.shape[0] > 0 and not mask[n]:
             continue
-        at, place = pages[(first + n) // page], (first + n) % page
         for g in range(q.shape[0]):
-            score = products[g, n] * scales[at, place]
+            score = products[g, n]
             scores[n] = max(scores[n], np.inf if np.isnan(score) else score)
 
 
@@ -168,12 +185,12 @@ def _reference(q, codes, scales, table, lengths, start, mask, sink, window, scor
             )
 
 
-def _cpu(q, codes, steps, sink, window, lengths, start, key_mask, scores, table=None):
+def arrays_on_cpu(q, codes, steps, lengths, start, key_mask, table):
+    """The arguments of a reference: (q, codes, scales, table, lengths, start, mask)."""
     lengths, start = rows_on_cpu(codes, lengths, start, table)
-    scores.fill_(-torch.inf)
     if table is None:  # a contiguous cache is one page a row
         table = torch.arange(len(q), dtype=torch.int32)[:, None]
-    _reference(
+    return (
         q[:, :, 0].float().contiguous().numpy(),
         codes.contiguous().numpy(),
         steps.contiguous().numpy(),
@@ -181,10 +198,13 @@ def _cpu(q, codes, steps, sink, window, lengths, start, key_mask, scores, table=
         lengths.numpy(),
         start.numpy(),
         NO_MASK if key_mask is None else key_mask.contiguous().numpy(),
-        sink,
-        window,
-        scores.view(len(q), codes.shape[1], -1).numpy(),
     )
+
+
+def _cpu(q, codes, steps, sink, window, lengths, start, key_mask, scores, table=None):
+    scores.fill_(-torch.inf)
+    arrays = arrays_on_cpu(q, codes, steps, lengths, start, key_mask, table)
+    _reference(*arrays, sink, window, scores.view(len(q), codes.shape[1], -1).numpy())
 
 
 # --- CUDA ------------------------------------------------------------------------------------
@@ -199,6 +219,14 @@ class Plan(NamedTuple):
     stages: int  # of the pipeline over tiles
 
 
+class Shares(NamedTuple):
+    """What turns a group's scores into the shares of `share_tokens`."""
+
+    norms: torch.Tensor  # `[B,Hq]` float32, log2 of each head's normalizer
+    factor: float  # on q.k, and the cap (None: off): see `base_two`
+    cap: float | None
+
+
 @triton.jit
 def _score(
     q,
@@ -208,6 +236,8 @@ def _score(
     start,
     key_mask,
     table,
+    shares,
+    cap,
     scores,
     S,
     programs,
@@ -230,10 +260,10 @@ def _score(
     PDL: tl.constexpr,
 ):
     """One of `programs` of a row and KV head: it scores every `programs`-th tile. With a `table`,
-    codes and scales are those of pages of PAGE keys."""
+    codes and scales are those of pages of PAGE keys. With `shares` the scores are shares."""
     q_b, q_h = q_strides
-    codes_b, codes_h, codes_s = codes_strides
-    scales_b, scales_h, scales_s = scales_strides
+    codes_b, codes_h, _ = codes_strides
+    scales_b, scales_h, _ = scales_strides
     program = tl.program_id(0)
     h = tl.program_id(1)
     b = tl.program_id(2).to(tl.int64)
@@ -247,12 +277,20 @@ def _score(
     in_width = d < D
     q_at = q + b * q_b + (h * GROUP + g).to(tl.int64)[:, None] * q_h + d[None, :]
     query = tl.load(q_at, mask=(g < GROUP)[:, None] & in_width[None, :], other=0.0)
+    norm = None
+    factor = None
+    if shares is not None:
+        norms, factor = shares
+        row = b * tl.num_programs(1) + h
+        norm = tl.load(norms + row * GROUP + g, mask=g < GROUP, other=0.0, cache_modifier=".cg")
+    row_table = None
     if table is None:
         codes_at = codes + b * codes_b + h.to(tl.int64) * codes_h + d[None, :]
         scales_at = scales + b * scales_b + h.to(tl.int64) * scales_h
     else:
         codes_at = codes + h.to(tl.int64) * codes_h + d[None, :]
         scales_at = scales + h.to(tl.int64) * scales_h
+        row_table = table + b * table_stride
     out_at = scores + (b * tl.num_programs(1) + h) * S
     # Two loops, so that a short row in a long buffer costs its own reads and -inf for the rest.
     reach = tl.minimum(tl.maximum(length - WINDOW, 0), S)
@@ -262,22 +300,23 @@ def _score(
         seen = (at >= low + SINK) & (at < length - WINDOW)
         if key_mask is not None:
             seen = seen & (tl.load(key_mask + b * mask_stride + at, mask=seen, other=0) != 0)
-        loadable = seen[:, None] & in_width[None, :]
-        if table is None:
-            wide = at.to(tl.int64)
-            code_places = wide[:, None] * codes_s
-            scale_places = wide * scales_s
-        else:
-            page = page_of(table + b * table_stride, at, seen, PAGE)
-            in_page = (at % PAGE).to(tl.int64)
-            code_places = (page * codes_b + in_page * codes_s)[:, None]
-            scale_places = page * scales_b + in_page * scales_s
-        key = tl.load(codes_at + code_places, mask=loadable, other=0)
-        scale = tl.load(scales_at + scale_places, mask=seen, other=0.0)
-        s = tl.dot(query, key.to(query.dtype).T, input_precision="ieee") * scale[None, :]
-        s = tl.where(s == s, s, float("inf"))
-        best = tl.max(tl.where((g < GROUP)[:, None], s, float("-inf")), 0)
-        tl.store(out_at + at, tl.where(seen, best, float("-inf")), mask=at < S)
+        score = token_scores(
+            at=at,
+            seen=seen,
+            query=query,
+            norm=norm,
+            codes_at=codes_at,
+            scales_at=scales_at,
+            row_table=row_table,
+            codes_strides=codes_strides,
+            scales_strides=scales_strides,
+            in_group=g < GROUP,
+            in_width=in_width,
+            factor=factor,
+            cap=cap,
+            PAGE=PAGE,
+        )
+        tl.store(out_at + at, score, mask=at < S)
     end = S
     if table is not None:
         end = length
@@ -296,9 +335,21 @@ def plan_for(rows: int, size: int, width: int, multiprocessors: int) -> Plan:
 
 
 def launch_score_tokens(
-    q, codes, steps, sink, window, lengths, start, key_mask, scores, plan=None, table=None
+    q,
+    codes,
+    steps,
+    sink,
+    window,
+    lengths,
+    start,
+    key_mask,
+    scores,
+    plan=None,
+    table=None,
+    shares=None,
 ):
-    """Run the kernel; tensors as in `score_tokens`, on a GPU or in Triton's interpreter."""
+    """Run the kernel; tensors as in `score_tokens`, on a GPU or in Triton's interpreter. With
+    `shares`, scores as in `share_tokens`."""
     (batch, _, _, width), heads, size = q.shape, codes.shape[1], capacity(codes, table)
     group = q.shape[1] // heads
     if q.stride(3) != 1:
@@ -321,6 +372,8 @@ def launch_score_tokens(
         start=start,
         key_mask=key_mask,
         table=table,
+        shares=None if shares is None else shares[:2],
+        cap=None if shares is None else shares.cap,
         scores=scores,
         S=size,
         programs=plan.programs,

@@ -3,8 +3,8 @@
     picks(r) = the k indices i < length(r) that come first by (scores[r, i] descending, i ascending)
 
 so the set is the one of a stable sort: ties go to the lower index. NaN counts as -inf, -0.0 as 0.0.
-A hint, the picks of the decode step before, makes it fast if consecutive steps resemble each other.
-It never changes the set.
+A hint, the picks of the decode step before, may say where the k-th score lies. It never changes the
+set. It saves the reference passes; on CUDA a sample of the row says as much (docs/log/gvr.md).
 
 Guess: scores at the hint suggest a threshold t. Verify (lemma 1): if k <= |{x >= t}| <= C, the
 elements >= t contain every top-k. Refine: the k best of these few are selected. If no threshold

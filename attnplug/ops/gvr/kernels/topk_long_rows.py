@@ -4,6 +4,8 @@ verify   guesses a range of scores from the hint and counts the row's scores in 
 collect  finds the bin that holds the k-th score; scores above it are sure and go to the output,
          scores in it go to a list
 refine   one program a row selects the rest from the list
+
+`best_tokens` counts while it scores, and needs the last two alone.
 """
 
 import functools
@@ -18,7 +20,7 @@ from attnplug.ops.gvr.kernels.topk_refine import refine
 from attnplug.ops.gvr.kernels.topk_verify import verify
 
 
-class _Buffers(NamedTuple):
+class Buffers(NamedTuple):
     """What the kernels of long rows hand each other (topk_select.py has the layouts)."""
 
     programs: int  # of `collect`, a row
@@ -34,7 +36,8 @@ class _Buffers(NamedTuple):
     groups: torch.Tensor | None
 
 
-def _allocate_buffers(scores, k, plan) -> _Buffers:
+def allocate_buffers(scores, k, plan) -> Buffers:
+    """For `plan`, a `topk.Plan`."""
     rows, size = scores.shape
     grouped = plan.group > 1
     groups_of_row = cdiv(size, plan.group) if grouped else 0
@@ -44,7 +47,7 @@ def _allocate_buffers(scores, k, plan) -> _Buffers:
     part = cdiv(cdiv(counted, plan.verify_tile), plan.verifiers) * plan.verify_tile
     count_dtype = torch.int16 if part < 2**15 else torch.int32
     new = functools.partial(torch.empty, device=scores.device)
-    return _Buffers(
+    return Buffers(
         programs=programs,
         slots=max(128, next_power_of_two(programs)),  # few sizes: few kernels to compile
         groups_of_row=groups_of_row,
@@ -61,25 +64,11 @@ def _allocate_buffers(scores, k, plan) -> _Buffers:
 
 def launch_long_rows(scores, k, hint, lengths, indices, values, how, plan, pdl):
     """Run the three kernels; tensors as in `topk`, `plan` a `topk.Plan`."""
-    rows, size = scores.shape
-    buffers = _allocate_buffers(scores, k, plan)
-    row_and_launch = {
-        "scores": scores,
-        "lengths": lengths,
-        "words": buffers.words,
-        "N": size,
-        "scores_stride": scores.stride(0),
-        "programs": buffers.programs,
-        "K": k,
-        "LENGTH_STEP": row_step(lengths),
-        "PDL": pdl,
-        "num_stages": 1,
-        **({"launch_pdl": True} if pdl else {}),
-    }
+    buffers = allocate_buffers(scores, k, plan)
     verify.run(
-        grid=(plan.verifiers * rows,),
+        grid=(plan.verifiers * len(scores),),
         warmup=False,
-        **row_and_launch,
+        **_of_all(scores, k, lengths, buffers, pdl),
         hint=hint,
         edges=buffers.edges,
         counts=buffers.counts,
@@ -95,7 +84,30 @@ def launch_long_rows(scores, k, hint, lengths, indices, values, how, plan, pdl):
         WORDS=next_power_of_two(cdiv(buffers.programs, plan.verifiers)),
         num_warps=plan.verify_warps,
     )
-    lists_and_output = {
+    launch_after_counts(scores, k, lengths, indices, values, how, plan, pdl, buffers)
+
+
+def _of_all(scores, k, lengths, buffers, pdl):
+    """The arguments that all three kernels take."""
+    return {
+        "scores": scores,
+        "lengths": lengths,
+        "words": buffers.words,
+        "N": scores.shape[1],
+        "scores_stride": scores.stride(0),
+        "programs": buffers.programs,
+        "K": k,
+        "LENGTH_STEP": row_step(lengths),
+        "PDL": pdl,
+        "num_stages": 1,
+        **({"launch_pdl": True} if pdl else {}),
+    }
+
+
+def launch_after_counts(scores, k, lengths, indices, values, how, plan, pdl, buffers, fresh=False):
+    """Run collect and refine on `buffers` that have the edges and the counts. `fresh`: the kernel
+    in front has made the scores too."""
+    shared = _of_all(scores, k, lengths, buffers, pdl) | {
         "ranges": buffers.ranges,
         "list_index": buffers.list_index,
         "list_score": buffers.list_score,
@@ -105,10 +117,9 @@ def launch_long_rows(scores, k, hint, lengths, indices, values, how, plan, pdl):
         "SLOTS": buffers.slots,
     }
     collect.run(
-        grid=(buffers.programs * rows,),
+        grid=(buffers.programs * len(scores),),
         warmup=False,
-        **row_and_launch,
-        **lists_and_output,
+        **shared,
         edges=buffers.edges,
         counts=buffers.counts,
         maxima=buffers.maxima,
@@ -122,13 +133,13 @@ def launch_long_rows(scores, k, hint, lengths, indices, values, how, plan, pdl):
         HERE=plan.here,
         GROUP=plan.group,
         BATCH=plan.batch,
+        FRESH=fresh,
         num_warps=plan.collect_warps,
     )
     refine.run(
-        grid=(rows,),
+        grid=(len(scores),),
         warmup=False,
-        **row_and_launch,
-        **lists_and_output,
+        **shared,
         stats=how,
         K_PAD=max(2, next_power_of_two(k)),
         TILE=plan.refine_tile,
