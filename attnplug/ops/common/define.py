@@ -12,6 +12,7 @@ import torch
 
 from attnplug.errors import ArgumentError, GradientError
 from attnplug.ops.common.first_call import announced
+from attnplug.ops.common.threads import with_threads
 
 # Kept alive for the life of the process: torch forgets the ops when the Library is collected.
 LIBRARY = torch.library.Library("attnplug", "DEF")
@@ -34,7 +35,7 @@ def define_op(
     """
     name = schema.partition("(")[0]
     LIBRARY.define(schema)
-    LIBRARY.impl(name, _run(allocate, announced(cpu, name, "numba")), "CPU")
+    LIBRARY.impl(name, _run(allocate, announced(with_threads(cpu), name, "numba")), "CPU")
     LIBRARY.impl(name, _run_on_device(allocate, announced(cuda, name, "Triton")), "CUDA")
     torch.library.register_fake(f"attnplug::{name}", allocate, lib=LIBRARY)
     return getattr(torch.ops.attnplug, name).default
