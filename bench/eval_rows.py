@@ -15,6 +15,8 @@ import lzma
 from pathlib import Path
 from typing import Any
 
+from _results import write_rows
+
 from attnplug.eval.output import draw_heatmap
 from attnplug.eval.records import Record, Records, key_of
 from attnplug.eval.rows import make_rows
@@ -40,9 +42,8 @@ def main() -> None:
     text = "".join(json.dumps(record) + "\n" for record in records)
     packed.write_bytes(lzma.compress(text.encode(), preset=9))
     rows = [{"study": options.study} | row if options.study else row for row in make_rows(records)]
-    lines = ",\n".join(json.dumps(row) for row in rows)
     results = ROOT / "bench" / "results" / f"eval-{options.name}.json"
-    results.write_text(f'{{"rows": [\n{lines}\n]}}\n')
+    write_rows(results, rows)
     print(f"{len(records)} samples, {len(rows)} rows: {results.relative_to(ROOT)}")
     if not options.study:
         draw_heatmap(rows, ROOT / "docs" / "img" / f"eval-{options.name}.png")

@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 import torch
+from _results import write_rows
 from _selectors import Selector, shares, valid
 
 import attnplug
@@ -215,8 +216,7 @@ def add(samples: Samples, cases: dict[str, Case], about: dict[str, Any], path: P
         row |= {"bytes": case.size, "read": case.read, "samples": values}
         row |= {"step_bytes": scanned + 4 * about["head_dim"] * min(case.read, about["n"])}
         rows[tuple(row[x] for x in KEY)] = row
-    lines = ",\n".join(json.dumps(row) for row in rows.values())
-    path.write_text(f'{{"rows": [\n{lines}\n]}}\n')
+    write_rows(path, rows.values())
 
 
 def main(arguments: list[str] | None = None) -> None:

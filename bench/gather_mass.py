@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from _results import write_rows
 
 from attnplug import Dense, Gather
 from attnplug.bench.provenance import commit
@@ -116,8 +117,7 @@ def main() -> None:
                 if any(old[key] != (row | about)[key] for key in ("task", "policy", "model", "n"))
             ]
             known.append(row | about | values)
-    lines = ",\n".join(json.dumps(row) for row in known)
-    RESULTS.write_text(f'{{"rows": [\n{lines}\n]}}\n')
+    write_rows(RESULTS, known)
 
 
 if __name__ == "__main__":

@@ -26,6 +26,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+from _results import write_rows
 
 from attnplug.bench.provenance import commit
 from attnplug.eval.capture import capture_layers
@@ -152,8 +153,7 @@ def write(values: Values, about: dict) -> None:
         spread = {"value": sum(each) / len(each), "low": min(each), "high": max(each)}
         dense = 0.0 if task == "output-error" else 1.0
         known.append({"task": task, "policy": policy, "dense": dense} | about | spread)
-    lines = ",\n".join(json.dumps(row) for row in known)
-    RESULTS.write_text(f'{{"rows": [\n{lines}\n]}}\n')
+    write_rows(RESULTS, known)
 
 
 if __name__ == "__main__":

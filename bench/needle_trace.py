@@ -18,6 +18,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from _results import write_rows
 
 from attnplug.bench.provenance import commit
 from attnplug.eval.capture import capture_layers
@@ -178,8 +179,7 @@ def main() -> None:
     measured = rows(samples, options.tokens, len(heads), methods)
     asked = {(row["n"], row["policy"]) for row in measured}
     kept = [row for row in known if (row["n"], row["policy"]) not in asked] + measured
-    lines = ",\n".join(json.dumps(row) for row in sorted(kept, key=lambda row: row["n"]))
-    path.write_text(f'{{"rows": [\n{lines}\n]}}\n')
+    write_rows(path, sorted(kept, key=lambda row: row["n"]))
 
 
 if __name__ == "__main__":

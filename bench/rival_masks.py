@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from _results import write_rows
 
 from attnplug import Momo
 from attnplug.bench.provenance import commit
@@ -180,8 +181,7 @@ def write(path: Path, model: str, tokens: int, samples: dict[str, list[float]]) 
             "low": mean.low, "high": mean.high, "samples": values, "commit": commit(),
             "date": today,
         })  # fmt: skip
-    lines = ",\n".join(json.dumps(row) for row in known)
-    path.write_text(f'{{"rows": [\n{lines}\n]}}\n')
+    write_rows(path, known)
 
 
 if __name__ == "__main__":

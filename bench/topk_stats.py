@@ -9,11 +9,11 @@ of which a given share are picks; and random normal ones. Writes bench/results/t
 quality rows of the study `topk`, a mean over rows and the 5th and 95th percentile."""
 
 import datetime
-import json
 from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+from _results import write_rows
 
 from attnplug.bench.provenance import commit
 from attnplug.eval.capture import capture_layers
@@ -94,8 +94,7 @@ def main() -> None:
         found += measured(name, rows, before, "picks of the step before", K)
         found += of_hints(name, rows, K)
         print(name, len(rows), "rows", flush=True)
-    lines = ",\n".join(json.dumps(row) for row in found)
-    RESULTS.write_text(f'{{"rows": [\n{lines}\n]}}\n')
+    write_rows(RESULTS, found)
 
 
 if __name__ == "__main__":
