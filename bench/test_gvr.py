@@ -113,15 +113,14 @@ def part_of(part: str, policy: Gvr, call: AttentionCall) -> Callable[[], Any]:
         "window": policy.window,
         "lengths": call.lengths,
     }
-    scoring = functools.partial(score_tokens, call.q, layer.codes, layer.scales, **kept)
+    keys = call.q, layer.codes, layer.scales
+    scoring = functools.partial(score_tokens, *keys, **kept)
     if part == "score_tokens":
         return scoring
     if part == "best_tokens":
-        keys = call.q, layer.codes, layer.scales
         return functools.partial(best_tokens, *keys, policy.k, **kept)
     if part == "share_tokens":
-        codes = call.q, layer.codes, layer.scales
-        return functools.partial(share_tokens, *codes, scale=SCALE, **kept)
+        return functools.partial(share_tokens, *keys, scale=SCALE, **kept)
     scores = scoring()
     if part == "topk":
         hint = layer.picks.flatten(0, 1)

@@ -28,6 +28,7 @@ from attnplug.ops import (
     topk,
 )
 from attnplug.ops.gvr.page_codes import PageCodes, empty_page_codes
+from attnplug.ops.gvr.score_tokens import score_lengths
 from attnplug.ops.gvr.topk import MAX_K
 from attnplug.policies._gvr_layer import GvrLayer
 from attnplug.policies.crossover import DenseBelow
@@ -139,10 +140,9 @@ class Gvr(DenseBelow):
             scores = share_tokens(call.q, *keys, **logits, **options)
         else:  # neither the scale nor the softcap changes an order
             scores = score_tokens(call.q, *keys, **options)
-        heads, rows = call.k.shape[1], call.lengths
-        if rows is not None and rows.shape[0] > 1:  # topk's rows are (sequence, KV head) pairs
-            rows = rows.repeat_interleave(heads)
+        heads = call.k.shape[1]
         last = None if hint is None else hint.flatten(0, 1)
+        rows = score_lengths(call.lengths, heads)
         picks, _ = topk(scores, self.k, hint=last, lengths=rows)
         return picks.view(len(call.q), heads, self.k)
 

@@ -23,7 +23,11 @@ from attnplug.ops.gvr import share_tokens as sharing
 from attnplug.ops.gvr.kernels.score import score_and_count
 from attnplug.ops.gvr.kernels.topk_long_rows import allocate_buffers, launch_after_counts
 from attnplug.ops.gvr.score_tokens import _cpu as score_on_cpu
-from attnplug.ops.gvr.score_tokens import allocate_scores, launch_score_tokens
+from attnplug.ops.gvr.score_tokens import (
+    allocate_scores,
+    launch_score_tokens,
+    score_lengths,
+)
 from attnplug.ops.gvr.topk import MAX_K, MAX_SCORES, WHOLE_ROW, Plan, launch_topk
 from attnplug.ops.gvr.topk import _cpu as topk_on_cpu
 
@@ -98,13 +102,6 @@ def _allocate(
     return picks, scores, q.new_empty((len(scores), 3), dtype=torch.int32)
 
 
-def _of_rows(lengths, heads):
-    """The lengths of the rows of scores, (sequence, KV head) pairs."""
-    if lengths is None or lengths.shape[0] == 1:
-        return lengths
-    return lengths.repeat_interleave(heads)
-
-
 def _cpu(
     q,
     codes,
@@ -129,7 +126,8 @@ def _cpu(
     else:
         score_on_cpu(q, codes, steps, *kept, scores, table=table)
     indices, values = picks.flatten(0, 1), scores.new_empty((len(scores), k))
-    topk_on_cpu(scores, k, None, _of_rows(lengths, codes.shape[1]), False, indices, values, how)
+    of_rows = score_lengths(lengths, codes.shape[1])
+    topk_on_cpu(scores, k, None, of_rows, False, indices, values, how)
 
 
 # --- CUDA ------------------------------------------------------------------------------------
@@ -187,7 +185,7 @@ def launch_best_tokens(
         shares = sharing.launch_normalizers(q, codes, steps, scale, *kept, softcap, table)
     multiprocessors, pdl = machine(q.device)
     indices, values = picks.flatten(0, 1), scores.new_empty((rows, k))
-    of_rows = _of_rows(lengths, codes.shape[1])
+    of_rows = score_lengths(lengths, codes.shape[1])
     if plan is None and size <= WHOLE_ROW:
         launch_score_tokens(q, codes, steps, *kept, scores, table=table, shares=shares)
         launch_topk(scores, k, None, of_rows, False, indices, values, how)

@@ -28,7 +28,7 @@ from attnplug.ops.common.pages import capacity, check_table, table_at
 from attnplug.ops.common.product import add_product
 from attnplug.ops.common.rows import NO_MASK, mask_bytes, row_span, row_step, rows_on_cpu
 from attnplug.ops.common.sizes import cdiv, next_power_of_two
-from attnplug.ops.gvr.kernels.score import token_scores
+from attnplug.ops.gvr.kernels.score import choosable, token_scores
 
 NAME = "score_tokens"
 
@@ -121,6 +121,13 @@ def allocate_scores(name, q, codes, steps, sink, window, lengths, start, key_mas
     require(sink >= 0, name, f"sink is {sink}, needs at least 0")
     require(window >= 1, name, f"window is {window}, needs at least 1, the query's own token")
     return q.new_empty((len(q) * codes.shape[1], capacity(codes, table)), dtype=torch.float32)
+
+
+def score_lengths(lengths, heads):
+    """The lengths of the rows of scores, which are (sequence, KV head) pairs."""
+    if lengths is None or lengths.shape[0] == 1:
+        return lengths
+    return lengths.repeat_interleave(heads)
 
 
 # --- CPU: the specification ------------------------------------------------------------------
@@ -291,15 +298,16 @@ def _score(
         codes_at = codes + h.to(tl.int64) * codes_h + d[None, :]
         scales_at = scales + h.to(tl.int64) * scales_h
         row_table = table + b * table_stride
+    mask_at = None
+    if key_mask is not None:
+        mask_at = key_mask + b * mask_stride
     out_at = scores + (b * tl.num_programs(1) + h) * S
     # Two loops, so that a short row in a long buffer costs its own reads and -inf for the rest.
     reach = tl.minimum(tl.maximum(length - WINDOW, 0), S)
     tiles = tl.cdiv(tl.maximum(reach - program * TILE, 0), programs * TILE)
     for i in tl.range(0, tiles, num_stages=STAGES):
         at = (program + i * programs) * TILE + n
-        seen = (at >= low + SINK) & (at < length - WINDOW)
-        if key_mask is not None:
-            seen = seen & (tl.load(key_mask + b * mask_stride + at, mask=seen, other=0) != 0)
+        seen = choosable(at, length, low, mask_at, SINK, WINDOW)
         score = token_scores(
             at=at,
             seen=seen,

@@ -20,10 +20,11 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from attnplug.ops.common.define import define_op, refuse_gradients, require
 from attnplug.ops.common.device import machine
-from attnplug.ops.common.pages import capacity, page_of, table_at
+from attnplug.ops.common.pages import capacity, table_at
 from attnplug.ops.common.rows import mask_bytes, row_span, row_step
 from attnplug.ops.common.sizes import next_power_of_two
 from attnplug.ops.common.softmax import base_two, online_softmax, softcap
+from attnplug.ops.gvr.kernels.score import token_products
 from attnplug.ops.gvr.score_tokens import (
     REFERENCE_TILE,
     Shares,
@@ -196,8 +197,8 @@ def _normalize(
 ):
     """log2 of the normalizers N of one row and KV head."""
     q_b, q_h = q_strides
-    codes_b, codes_h, codes_s = codes_strides
-    scales_b, scales_h, scales_s = scales_strides
+    codes_b, codes_h, _codes_s = codes_strides  # not _, which the loop below binds to a tensor
+    scales_b, scales_h, _scales_s = scales_strides
     h = tl.program_id(0)
     b = tl.program_id(1).to(tl.int64)
     if PDL:
@@ -211,6 +212,12 @@ def _normalize(
     query = tl.load(q_at, mask=(g < GROUP)[:, None] & in_width[None, :], other=0.0)
     codes_at = codes + h.to(tl.int64) * codes_h + d[None, :]
     scales_at = scales + h.to(tl.int64) * scales_h
+    row_table = None
+    if table is None:
+        codes_at += b * codes_b
+        scales_at += b * scales_b
+    else:
+        row_table = table + b * table_stride
     top = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     for first in range(0, SINK + WINDOW, TILE):
@@ -220,17 +227,18 @@ def _normalize(
         seen = (at >= low) & (at < length) & (slot < SINK + WINDOW)
         if key_mask is not None:
             seen = seen & (tl.load(key_mask + b * mask_stride + at, mask=seen, other=0) != 0)
-        if table is None:
-            page = b
-            in_page = at.to(tl.int64)
-        else:
-            page = page_of(table + b * table_stride, at, seen, PAGE)
-            in_page = (at % PAGE).to(tl.int64)
-        code_places = page * codes_b + in_page * codes_s
-        loadable = seen[:, None] & in_width[None, :]
-        key = tl.load(codes_at + code_places[:, None], mask=loadable, other=0)
-        unit = tl.load(scales_at + page * scales_b + in_page * scales_s, mask=seen, other=0.0)
-        s = tl.dot(query, key.to(query.dtype).T, input_precision="ieee") * unit[None, :] * factor
+        s = factor * token_products(
+            at=at,
+            seen=seen,
+            query=query,
+            codes_at=codes_at,
+            scales_at=scales_at,
+            row_table=row_table,
+            codes_strides=codes_strides,
+            scales_strides=scales_strides,
+            in_width=in_width,
+            PAGE=PAGE,
+        )
         if cap is not None:
             s = softcap(s, cap)
         s = tl.where(seen[None, :], s, float("-inf"))

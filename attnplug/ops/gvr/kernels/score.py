@@ -54,6 +54,38 @@ def _share(s, norm, in_group, factor, cap):
 
 
 @triton.jit
+def token_products(
+    at,
+    seen,
+    query,
+    codes_at,
+    scales_at,
+    row_table,
+    codes_strides,
+    scales_strides,
+    in_width,
+    PAGE: tl.constexpr,
+):
+    """q . k of the tokens `at`, 0 where not `seen`. codes_at and scales_at are those of the row's
+    first token, or with a table of page 0."""
+    codes_b, _, codes_s = codes_strides
+    scales_b, _, scales_s = scales_strides
+    loadable = seen[:, None] & in_width[None, :]
+    if row_table is None:
+        wide = at.to(tl.int64)
+        code_places = wide[:, None] * codes_s
+        scale_places = wide * scales_s
+    else:
+        page = page_of(row_table, at, seen, PAGE)
+        in_page = (at % PAGE).to(tl.int64)
+        code_places = (page * codes_b + in_page * codes_s)[:, None]
+        scale_places = page * scales_b + in_page * scales_s
+    key = tl.load(codes_at + code_places, mask=loadable, other=0)
+    scale = tl.load(scales_at + scale_places, mask=seen, other=0.0)
+    return tl.dot(query, key.to(query.dtype).T, input_precision="ieee") * scale[None, :]
+
+
+@triton.jit
 def token_scores(
     at,
     seen,
@@ -71,22 +103,19 @@ def token_scores(
     PAGE: tl.constexpr,
 ):
     """The group's scores of the tokens `at`, -inf where not `seen`; shares if there is a `norm`.
-    codes_at and scales_at are those of the row's first token, or with a table of page 0."""
-    codes_b, _, codes_s = codes_strides
-    scales_b, _, scales_s = scales_strides
-    loadable = seen[:, None] & in_width[None, :]
-    if row_table is None:
-        wide = at.to(tl.int64)
-        code_places = wide[:, None] * codes_s
-        scale_places = wide * scales_s
-    else:
-        page = page_of(row_table, at, seen, PAGE)
-        in_page = (at % PAGE).to(tl.int64)
-        code_places = (page * codes_b + in_page * codes_s)[:, None]
-        scale_places = page * scales_b + in_page * scales_s
-    key = tl.load(codes_at + code_places, mask=loadable, other=0)
-    scale = tl.load(scales_at + scale_places, mask=seen, other=0.0)
-    s = tl.dot(query, key.to(query.dtype).T, input_precision="ieee") * scale[None, :]
+    The others as in `token_products`."""
+    s = token_products(
+        at=at,
+        seen=seen,
+        query=query,
+        codes_at=codes_at,
+        scales_at=scales_at,
+        row_table=row_table,
+        codes_strides=codes_strides,
+        scales_strides=scales_strides,
+        in_width=in_width,
+        PAGE=PAGE,
+    )
     if norm is None:
         score = _best(s, in_group)
     else:
@@ -95,7 +124,7 @@ def token_scores(
 
 
 @triton.jit
-def _seen(at, length, low, mask_at, SINK: tl.constexpr, WINDOW: tl.constexpr):
+def choosable(at, length, low, mask_at, SINK: tl.constexpr, WINDOW: tl.constexpr):
     """Which of the tokens `at` may be chosen: not the sink, the window, or what is masked."""
     seen = (at >= low + SINK) & (at < length - WINDOW)
     if mask_at is not None:
@@ -198,7 +227,7 @@ def score_and_count(
     for e in tl.range(0, SAMPLE, TILE, num_stages=1):  # pyright: ignore[reportGeneralTypeIssues]
         odd = 2 * (e + tl.arange(0, TILE)).to(tl.int64) + 1
         at = first_far + (odd * far // (2 * SAMPLE)).to(tl.int32)
-        seen = _seen(at, length, low, mask_at, SINK, WINDOW)
+        seen = choosable(at, length, low, mask_at, SINK, WINDOW)
         x = token_scores(
             at=at,
             seen=seen,
@@ -230,7 +259,7 @@ def score_and_count(
     counts_of_bins = tl.zeros([BINS], tl.int32)
     for tile in tl.range(first, last, TILE, num_stages=STAGES):
         at = tile + tl.arange(0, TILE)
-        seen = _seen(at, length, low, mask_at, SINK, WINDOW)
+        seen = choosable(at, length, low, mask_at, SINK, WINDOW)
         x = token_scores(
             at=at,
             seen=seen,
