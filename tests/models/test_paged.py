@@ -182,7 +182,8 @@ def test_steps_are_captured_on_a_gpu():
         ids = prompts((333, 200, 40))
         names = [manager.add_request(x, max_new_tokens=NEW) for x in ids]
         found = [manager.get_result(request_id=x, timeout=60).generated_tokens for x in names]
-        graphs = manager.batch_processor.inputs_and_outputs.io_pairs[0].device_io.graphs._storage
-        manager.stop()
+        pairs = manager.batch_processor.inputs_and_outputs.io_pairs
+        graphs = list(pairs[0].device_io.graphs._storage)
+        manager.stop()  # which empties them
         assert graphs
         assert found == one_by_one(model, ids)

@@ -27,7 +27,7 @@ class Paged:
         """Where the keys of all rows are, row by row."""
         found = []
         for b, length in enumerate(self.lengths.tolist()):
-            n = torch.arange(length)
+            n = torch.arange(length, device=self.table.device)
             found.append(self.table[b].long()[n // self.page] * self.page + n % self.page)
         return torch.cat(found)
 

@@ -90,7 +90,7 @@ def attend(device_path, case: Case, tier=None, telemetry=None, scratch=None, pla
     inputs = [x.to(device) for x in (case.q, case.k, case.v)]
     args = [*inputs, *tier, case.scale, case.block, *values.values(), *more, telemetry]
     args += scratch or [None] * 5
-    if path == "reference" or device == "cuda":
+    if path == "reference" or (device == "cuda" and plan is None):
         found = op.CertifiedOutput(*torch.ops.attnplug.certified_attention(*args))
     else:
         found = op.CertifiedOutput(*op._allocate(*args))
