@@ -10,8 +10,8 @@ _shared=/tmp/attnplug-cxx
 _library="$(ldconfig -p | awk '/libstdc\+\+\.so\.6 .*x86-64/ {print $NF; exit}')"
 cat >"$_shared" <<END
 #!/bin/sh
-for word; do case \$word in -c | -S | -E) exec ${CXX:-$(command -v g++)} "\$@" ;; esac; done
-exec ${CXX:-$(command -v g++)} "\$@" -Wl,--no-as-needed $_library
+for word; do case \$word in -shared) set -- "\$@" -x none -Wl,--no-as-needed $_library ;; esac; done
+exec ${CXX:-$(command -v g++)} "\$@"
 END
 chmod +x "$_shared"
 export CXX="$_shared"
