@@ -29,7 +29,7 @@ PEERS = {
     "torch.topk": "torch.topk",
     "dense": "dense",
 }
-COUNTED = re.compile(r", (link|tier|exact|hits|GPU memory) [^,]*")
+COUNTED = re.compile(r", (link|tier|exact|hits|promoted|GPU memory) [^,]*")
 MAX_PANELS = 2
 SHAPE = ("heads_q", "heads_kv", "head_dim", "dtype")
 
