@@ -207,7 +207,7 @@ def test_a_second_turn_replays_on_the_same_cache(monkeypatch):
     cache, ids = attnplug.make_cache(model, 256), torch.full((1, 40), 7, device="cuda")
     wanted = ids
     for _ in range(3):
-        # Without a mask generate makes one, of the tokens that are no padding, as some new ones are.
+        # Without a mask generate makes one, and takes some of the new tokens for padding.
         options = dict(attention_mask=torch.ones_like(ids), max_new_tokens=20, do_sample=False)
         ids = model.generate(ids, past_key_values=cache, **options)
         wanted = stock.generate(wanted, **options)

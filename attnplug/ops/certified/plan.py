@@ -34,7 +34,7 @@ HELD = 20480
 PROMOTING = (4, 255)  # warps, and registers of a thread at most
 LIST_READERS = 2  # programs a multiprocessor that read a list
 HOPPER = Hopper(step=32, registers=255, programs=8, ring=1)
-WEIGHED = 2048  # blocks that a program weighs at a time
+WEIGHED = 2048  # blocks that a program weighs at a time, and loads ahead
 PREPARED = 32  # blocks that a program prepares at a time
 
 

@@ -9,7 +9,7 @@ from certified_cases import KERNEL_PATHS, LOOSE, counted, gaussian, op
 
 from attnplug.ops.certified import plan as plans
 from attnplug.ops.certified import reference
-from attnplug.ops.certified.kernels.search import search
+from attnplug.ops.certified.kernels.search import FEW, search, search_few
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, in the interpreter
 
@@ -123,6 +123,44 @@ def test_a_search_is_the_references(device, blocks, size, heads, counts, coverag
         assert not chosen[-1].any()
     elif blocks > 5:
         assert 0 < chosen[-1].sum() < blocks
+
+
+@triton.jit
+def few_found_by(x_at, found_at, shares, most, N, TILE: tl.constexpr):
+    i = tl.arange(0, TILE)
+    share = tl.load(shares + i, mask=i < N, other=0.0)
+    score = tl.where(i < N, tl.log2(share + 1e-37), float("-inf"))
+    x, found = search_few(share, score, most)
+    tl.store(x_at, x)
+    tl.store(found_at, found.to(tl.int32))
+
+
+FEWS = {  # the largest shares, what the others are in all, most, blocks that are needed
+    "none": ([0.3], 0.6, 128, 0),
+    "none of nothing": ([0.0], 0.0, 128, 0),
+    "one": ([1.9], 0.9, 128, 1),
+    "as large as each other": ([0.4, 0.4, 0.4], 0.1, 128, 3),
+    "three": ([1.9, 0.7, 0.6, 0.1], 0.8, 128, 3),
+    "as many as it finds": ([1.9] * FEW.value, 0.9, 128, FEW.value),
+    "one more": ([1.9 - i / 100 for i in range(FEW.value + 1)], 0.9, 128, None),
+    "more than may be": ([1.9, 1.5, 1.2], 0.9, 2, None),
+}
+
+
+@pytest.mark.parametrize(("largest", "others", "most", "needed"), FEWS.values(), ids=FEWS)
+def test_a_few_blocks_are_the_references(device, largest, others, most, needed):
+    share = np.full(300, others / (300 - len(largest)), np.float32)
+    share[11 : 11 + len(largest)] = largest
+    x, found = torch.zeros(1, device=device), torch.zeros(1, dtype=torch.int32, device=device)
+    there = torch.from_numpy(share).to(device)
+    few_found_by[(1,)](x, found, there, most, 300, 512, num_warps=8)
+    assert bool(found) == (needed is not None)
+    if needed is None:
+        return  # `weigh_heads` searches on
+    score = np.log2(share + np.float32(1e-37))
+    own = np.array([1 - share.sum()], np.float32)
+    want = reference._search(score, share[:, None], own, 0.0, 0, most)
+    assert (score >= float(x)).sum() == (score >= want).sum() == needed
 
 
 COVERS = [

@@ -18,6 +18,7 @@ from attnplug.ops.certified.kernels.search import score_of
 from attnplug.ops.certified.kernels.select import (
     block_sums,
     choose,
+    head_norm,
     head_norms,
     marked,
     merge_head,
@@ -98,7 +99,8 @@ def choose_blocks(
             gdc_launch_dependents()
     if chunk >= CHUNKS:
         row = group * GROUP + chunk - CHUNKS
-        merge_head(merged, splits, row, pieces, SHAPE.D, SHAPE.DP, PROGRAMS.SPLITS)
+        of_head = head_norm(splits.lse, row, pieces, PROGRAMS.SPLITS)
+        merge_head(merged, splits, row, pieces, of_head, SHAPE.D, SHAPE.DP)
         return
     length, low = row_span(rows.lengths, rows.start, b, S, STEPS.length, STEPS.start)
     blocks = quantized_blocks(tier.progress, b, length, low, BLOCK)

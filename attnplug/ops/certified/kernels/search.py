@@ -7,6 +7,8 @@ import triton.language as tl
 
 from attnplug.ops.certified.records import R
 
+FEW = tl.constexpr(8)  # blocks that one head may need and `search_few` finds
+
 
 @triton.jit
 def log_masses(logs_at, j, blocks, in_group):
@@ -282,6 +284,13 @@ def search_one_sweep(
         first = tl.min(tl.where(rest == enough, i, TILE), 0)
         order = tl.where((i == first) & (order == 0), place + 1, order)  # once, if all are taken
         rest = tl.where(i == first, float("-inf"), rest)
+    return _threshold(score, enough, most, norm), score, order
+
+
+@triton.jit
+def _threshold(score, enough, most, norm):
+    """What `search` finds where the blocks that score at least `enough` are enough, and no fewer
+    of the best are."""
     way = tl.arange(0, R.WAYS)
     low, high = _whole_range(norm)
     for _ in range(R.ROUNDS):
@@ -289,4 +298,24 @@ def search_one_sweep(
         passed = tl.sum((low + step * (way + 1) <= enough).to(tl.int32), 0)
         low, high = low + step * passed, low + step * (passed + 1)
     count = tl.sum((score >= low).to(tl.int32), 0)
-    return tl.where(count <= most, low, high), score, order
+    return tl.where(count <= most, low, high)
+
+
+@triton.jit
+def search_few(share, score, most):
+    """`search` for one head that needs few blocks, if any: (threshold, whether FEW of the largest
+    shares [n] were enough to leave at most 1 in all, and no more than `most`). A round of `search`
+    costs as much as four blocks here."""
+    left = tl.sum(share, 0)
+    taken = tl.sum((share < 0).to(tl.int32), 0)  # 0, of the type that it ends with
+    enough = left * 0 + float("inf")
+    rest = share
+    while (left > 1) & (taken < FEW):
+        enough = tl.max(rest, 0)
+        largest = rest == enough
+        left -= tl.sum(tl.where(largest, rest, 0.0), 0)
+        taken += tl.sum(largest.to(tl.int32), 0)
+        rest = tl.where(largest, 0.0, rest)
+    enough = tl.where(taken > 0, _score(enough), float("inf"))
+    norm = tl.zeros([1], tl.float32)
+    return _threshold(score, enough, most, norm), (left <= 1) & (taken <= most)

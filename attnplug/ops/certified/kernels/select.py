@@ -134,27 +134,34 @@ def block_sums(log, delta, noise, summary_at, j, there, mass, root, moved, keys)
 
 
 @triton.jit
-def merge_head(merged, splits, row, count, D: tl.constexpr, DP: tl.constexpr, COUNT: tl.constexpr):
-    """The sum [DP] of one head's `count` pieces, relative to their log-sum-exp, left in
-    `merged`."""
+def head_norm(splits_lse, row, count, COUNT: tl.constexpr):
+    """The log-sum-exp of one head over its `count` pieces: -inf where all are, NaN where one is."""
     i = tl.arange(0, COUNT)
-    lse = tl.load(splits.lse + row * count + i, mask=i < count, other=float("-inf"))
+    lse = tl.load(splits_lse + row * count + i, mask=i < count, other=float("-inf"))
     top = tl.max(lse, 0)
     has_nan = tl.sum((lse != lse).to(tl.int32), 0) > 0  # a maximum may drop a NaN
     shift = tl.where(top == float("-inf"), 0.0, top)
-    shift += tl.where(has_nan, float("nan"), tl.log2(tl.sum(tl.exp2(lse - shift), 0)))
-    shift = tl.where(top == float("-inf"), 0.0, shift)
+    norm = shift + tl.log2(tl.sum(tl.exp2(lse - shift), 0))
+    return tl.where(has_nan, float("nan"), norm)
+
+
+@triton.jit
+def merge_head(merged, splits, row, count, norm, D: tl.constexpr, DP: tl.constexpr):
+    """The sum [DP] of one head's `count` pieces, relative to their log-sum-exp `norm`, left in
+    `merged`."""
+    shift = tl.where(norm == float("-inf"), 0.0, norm)
     d = tl.arange(0, DP)
     p = tl.arange(0, 32)
-    acc = tl.zeros([DP], tl.float32)
+    acc = tl.zeros([32, DP], tl.float32)  # a sum over pieces crosses warps: once, at the end
     for first in tl.range(0, count, 32, num_stages=3):
         there = first + p < count
         one = tl.load(splits.lse + row * count + first + p, mask=there, other=float("-inf"))
         part_at = splits.out + (row * count + first + p)[:, None] * D + d[None, :]
         part = tl.load(part_at, mask=there[:, None] & (d < D)[None, :], other=0.0)
-        acc += tl.sum(part * tl.exp2(one - shift)[:, None], 0)
-    tl.store(merged + row * D + d, acc, mask=d < D)
-    return acc
+        acc += part * tl.exp2(one - shift)[:, None]
+    out = tl.sum(acc, 0)
+    tl.store(merged + row * D + d, out, mask=d < D)
+    return out
 
 
 @triton.jit
