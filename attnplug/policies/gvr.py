@@ -20,7 +20,6 @@ import torch
 
 from attnplug.call import AttentionCall, LayerShape, PagedCall
 from attnplug.ops import (
-    best_tokens,
     gather_tokens_attention,
     page_codes,
     score_tokens,
@@ -40,7 +39,6 @@ from attnplug.policies.dense import Dense
 CROSSOVER_FACTOR = 4
 CROSSOVER_FLOOR = {"cuda": 98304, "cpu": 8192}
 GROUPS = ("max", "share")
-SEARCHES = ("hint", "sample")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,9 +49,7 @@ class Gvr(DenseBelow):
     window: last tokens that are always read, the query's own included. min_tokens: caches below so
     many tokens are read whole, by `dense`; None is a multiple of what a step keeps, but not below a
     floor for the kind of device. group: what ranks a token for the heads of a group, its largest
-    score (max) or the sum of its shares of their attention (share). search: where the search for
-    the best tokens starts, from the last step's picks (hint), or from a sample while they are
-    scored (sample). It changes no pick.
+    score (max) or the sum of its shares of their attention (share).
     """
 
     k: int = 2048
@@ -61,7 +57,6 @@ class Gvr(DenseBelow):
     window: int = 256
     min_tokens: int | None = None
     group: str = "max"
-    search: str = "hint"
 
     name: ClassVar[str] = "gvr"
     phases: ClassVar[frozenset[str]] = frozenset({"decode"})
@@ -73,7 +68,6 @@ class Gvr(DenseBelow):
         self.check("window", self.window >= 1, "at least 1, the query's own token")
         self.check_min_tokens()
         self.check("group", self.group in GROUPS, " or ".join(GROUPS))
-        self.check("search", self.search in SEARCHES, " or ".join(SEARCHES))
 
     @property
     def kept(self) -> int:
@@ -97,8 +91,7 @@ class Gvr(DenseBelow):
             return Dense().attend(call)
         where = {"lengths": call.lengths, "start": call.first_key, "key_mask": call.key_mask}
         out, picks = self._step(call, PageCodes(layer.codes, layer.scales), layer.picks, where)
-        if self.search == "hint":
-            layer.remember(picks)  # last: the kernels before it start one another early
+        layer.remember(picks)  # last: the kernels before it start one another early
         return out
 
     def _step(
@@ -134,8 +127,6 @@ class Gvr(DenseBelow):
         """The picks of a step, int32 `[B,Hkv,k]`. Where a row has fewer than k others, -inf is
         picked too; attention passes over those."""
         logits = {"scale": call.scale, "softcap": call.softcap}
-        if self.search == "sample":
-            return best_tokens(call.q, *keys, self.k, group=self.group, **logits, **options)[0]
         if self.group == "share":
             scores = share_tokens(call.q, *keys, **logits, **options)
         else:  # neither the scale nor the softcap changes an order
@@ -162,8 +153,6 @@ class Gvr(DenseBelow):
 
     def row_state(self, rows: int, kv_heads: int, device: torch.device) -> torch.Tensor | None:
         """The last picks of each row, int32 `[rows,Hkv,k]`: hints, that may be another row's."""
-        if self.search == "sample":
-            return None
         return torch.full((rows, kv_heads, self.k), -1, dtype=torch.int32, device=device)
 
     def attend_far(self, call: PagedCall) -> torch.Tensor:

@@ -19,8 +19,7 @@ from attnplug.testing import oracle_attention, tiny_model
 
 GVR = Gvr(k=24, sink=4, window=20, min_tokens=0)
 SHARE = dataclasses.replace(GVR, group="share")
-SAMPLE = dataclasses.replace(SHARE, search="sample")
-POLICIES = [GVR, SHARE, SAMPLE]
+POLICIES = [GVR, SHARE]
 SIZE, HEADS, KV_HEADS, DIM = 200, 4, 2, 64
 
 
@@ -138,17 +137,6 @@ def test_the_hint_changes_nothing(device):
     for seed in range(4):
         found = GVR.attend(step(used, seed))
         assert torch.equal(found, GVR.attend(step(filled(GVR, kv), seed)))
-
-
-@pytest.mark.parametrize("policy", [GVR, SHARE], ids=str)
-def test_the_search_changes_no_pick(policy, device):
-    """Nor does a search by a sample keep any."""
-    call = step(filled(policy, tokens(0, 190, batch=2, device=device)))
-    sampled = dataclasses.replace(policy, search="sample")
-    assert (policy.attend(call) - sampled.attend(call)).abs().max() < 1e-6
-    fresh = filled(sampled, tokens(0, 190, batch=2, device=device))
-    sampled.attend(step(fresh))
-    assert (fresh.picks == -1).all() and sampled.row_state(3, 2, call.q.device) is None
 
 
 @pytest.mark.parametrize("policy", POLICIES, ids=str)
@@ -393,7 +381,6 @@ WRONG = [
     ({"min_tokens": -1}, "min_tokens=-1, needs None or"),
     ({"min_tokens": "8K"}, "min_tokens='8K', needs None or"),
     ({"group": "mean"}, "group='mean', needs max or share"),
-    ({"search": "wide"}, "search='wide', needs hint or sample"),
 ]
 
 
