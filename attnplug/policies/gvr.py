@@ -1,8 +1,7 @@
 """gvr: decode that reads the best tokens, found exactly among all of them at each step.
 
 A step scores every cached token of each KV head from INT8 keys, takes the exact top k of these
-scores (Guess-Verify-Refine, which starts from the picks of the step before), and attends to the
-sink, the window and the picks:
+scores (Guess-Verify-Refine), and attends to the sink, the window and the picks:
 
     keep = tokens 0..sink-1, the last `window`, and the top k of the others by max_g q[g] . k
 
@@ -49,7 +48,9 @@ class Gvr(DenseBelow):
     window: last tokens that are always read, the query's own included. min_tokens: caches below so
     many tokens are read whole, by `dense`; None is a multiple of what a step keeps, but not below a
     floor for the kind of device. group: what ranks a token for the heads of a group, its largest
-    score (max) or the sum of its shares of their attention (share).
+    score (max) or the sum of its shares of their attention (share). hint: whether a step's top-k
+    starts from the last step's picks, as in the paper; it changes no pick, and on an H200 costs
+    more than it gains.
     """
 
     k: int = 2048
@@ -57,6 +58,7 @@ class Gvr(DenseBelow):
     window: int = 256
     min_tokens: int | None = None
     group: str = "max"
+    hint: bool = False
 
     name: ClassVar[str] = "gvr"
     phases: ClassVar[frozenset[str]] = frozenset({"decode"})
@@ -68,6 +70,7 @@ class Gvr(DenseBelow):
         self.check("window", self.window >= 1, "at least 1, the query's own token")
         self.check_min_tokens()
         self.check("group", self.group in GROUPS, " or ".join(GROUPS))
+        self.check("hint", isinstance(self.hint, bool), "True or False")
 
     @property
     def kept(self) -> int:
@@ -83,15 +86,18 @@ class Gvr(DenseBelow):
         return f"reads {self.kept:,} tokens{density}, and INT8 keys to choose them; {dense}"
 
     def cache_layer(self, max_length: int) -> GvrLayer:
-        return GvrLayer(max_length, self.k, self.kept)
+        return GvrLayer(max_length, self.k, self.kept, self.hint)
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
         layer = self._own_layer(call)
         if layer is None:
             return Dense().attend(call)
         where = {"lengths": call.lengths, "start": call.first_key, "key_mask": call.key_mask}
-        out, picks = self._step(call, PageCodes(layer.codes, layer.scales), layer.picks, where)
-        layer.remember(picks)  # last: the kernels before it start one another early
+        last = layer.last if self.hint else None
+        hint = None if last is None else last.picks
+        out, picks = self._step(call, PageCodes(layer.codes, layer.scales), hint, where)
+        if last is not None:
+            last.remember(picks)  # last: the kernels before it start one another early
         return out
 
     def _step(
@@ -101,8 +107,8 @@ class Gvr(DenseBelow):
         hint: torch.Tensor | None,
         where: dict[str, Any],
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The output of a step and its picks, int32 `[B,Hkv,k]`. `hint`, of the same shape, makes
-        it faster and changes no pick; `where` says which keys are the rows'."""
+        """The output of a step and its picks, int32 `[B,Hkv,k]`. `hint`, of the same shape, changes
+        no pick; `where` says which keys are the rows'."""
         options: dict[str, Any] = {"sink": self.sink, "window": self.window, **where}
         picks = self._best(call, keys, hint, options)
         out, _ = gather_tokens_attention(
@@ -152,7 +158,10 @@ class Gvr(DenseBelow):
             page_codes(k, *state, slots)
 
     def row_state(self, rows: int, kv_heads: int, device: torch.device) -> torch.Tensor | None:
-        """The last picks of each row, int32 `[rows,Hkv,k]`: hints, that may be another row's."""
+        """With `hint` the last picks of each row, int32 `[rows,Hkv,k]`, which may be another
+        row's."""
+        if not self.hint:
+            return None
         return torch.full((rows, kv_heads, self.k), -1, dtype=torch.int32, device=device)
 
     def attend_far(self, call: PagedCall) -> torch.Tensor:
