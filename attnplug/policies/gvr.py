@@ -18,13 +18,7 @@ from typing import Any, ClassVar
 import torch
 
 from attnplug.call import AttentionCall, LayerShape, PagedCall
-from attnplug.ops import (
-    gather_tokens_attention,
-    page_codes,
-    score_tokens,
-    share_tokens,
-    topk,
-)
+from attnplug.ops import gather_tokens_attention, page_codes, score_tokens, share_tokens, topk
 from attnplug.ops.gvr.page_codes import PageCodes, empty_page_codes
 from attnplug.ops.gvr.score_tokens import score_lengths
 from attnplug.ops.gvr.topk import MAX_K
@@ -97,7 +91,7 @@ class Gvr(DenseBelow):
         hint = None if last is None else last.picks
         out, picks = self._step(call, PageCodes(layer.codes, layer.scales), hint, where)
         if last is not None:
-            last.remember(picks)  # last: the kernels before it start one another early
+            last.remember(picks)  # at the end: the kernels before it start one another early
         return out
 
     def _step(
@@ -132,8 +126,8 @@ class Gvr(DenseBelow):
     ) -> torch.Tensor:
         """The picks of a step, int32 `[B,Hkv,k]`. Where a row has fewer than k others, -inf is
         picked too; attention passes over those."""
-        logits = {"scale": call.scale, "softcap": call.softcap}
         if self.group == "share":
+            logits = {"scale": call.scale, "softcap": call.softcap}
             scores = share_tokens(call.q, *keys, **logits, **options)
         else:  # neither the scale nor the softcap changes an order
             scores = score_tokens(call.q, *keys, **options)
@@ -168,7 +162,7 @@ class Gvr(DenseBelow):
         where = {"lengths": call.lengths, "table": call.table}
         out, picks = self._step(call, call.state, call.row_state, where)
         if call.row_state is not None:
-            call.row_state.copy_(picks)  # last, as in `attend`
+            call.row_state.copy_(picks)  # at the end, as in `attend`
         return out
 
     def _own_layer(self, call: AttentionCall) -> GvrLayer | None:
