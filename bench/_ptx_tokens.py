@@ -97,27 +97,6 @@ def share_tokens(op: Any) -> Cases:
 
 
 @cases
-def best_tokens(op: Any) -> Cases:
-    def case(batch, heads, kv, size, width, dtype=BF16, k=2048, **options):
-        q = new(options.pop("rows", batch), heads, 1, width, dtype=dtype)
-        codes = new(batch, kv, size, width, dtype=torch.int8)
-        return lambda: op(q, codes, new(batch, kv, size, dtype=FP32), k, **options)
-
-    kept = {"sink": 16, "window": 256}
-    yield "bench", case(1, 28, 4, 131072, 128, lengths=new(1), **kept)
-    yield "by share", case(1, 28, 4, 32768, 128, group="share", lengths=new(1), **kept)
-    yield "1M", case(1, 28, 4, 1 << 20, 128, lengths=new(1), **kept)
-    yield "batch=16", case(16, 28, 4, 131072, 128, lengths=new(16), **kept)
-    yield "short row", case(1, 28, 4, 8192, 128, lengths=new(1), **kept)
-    yield "fp16 D=80", case(2, 8, 2, 10003, 80, FP16, 100, lengths=new(2))
-    yield "padded", case(2, 28, 4, 16384, 128, **kept, **padding(2, 16384))
-    yield "fp32 D=256", case(1, 4, 4, 16384, 256, FP32, 4096)
-    for page in (16, 128):
-        rows = {"rows": 8, "table": new(8, 131072 // page), "lengths": new(8), **kept}
-        yield f"pages of {page}", case(65536 // page, 28, 4, page, 128, **rows)
-
-
-@cases
 def page_codes(op: Any) -> Cases:
     def case(pages, kv, page, width, slots, dtype=BF16, wide=INT64):
         k, codes = new(pages, kv, page, width, dtype=dtype), new(pages, kv, page, width)

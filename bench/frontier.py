@@ -71,7 +71,8 @@ def own(tokens: list[int], sizes: list[int], width: int) -> list[Case]:
             read = (pages.sink + pages.local + pages.k) * pages.block
             cases.append(Case(pages, policy_name(pages), 2 * width / pages.block, read))
         best = Gvr(k=k, min_tokens=0)
-        cases.append(Case(best, policy_name(best), width + 4, best.kept))
+        told = dataclasses.replace(best, hint=True)  # which keeps its picks, for `kept_by`
+        cases.append(Case(told, policy_name(best), width + 4, best.kept))
         for size, tail in itertools.product(sizes, ("regression", "drop")):
             sketch = Sketch(bytes=size, k=k, tail=tail, min_tokens=0)
             silent = dataclasses.replace(sketch, audit=0)  # an audit is the host's, between steps
@@ -136,7 +137,8 @@ def kept_by(method: Phase, call: AttentionCall) -> torch.Tensor | None:
         at = torch.where(blocks[..., None] < 0, length, at).flatten(1).clamp(max=length)
         return read.scatter_(1, at, True)[:, :length]
     if isinstance(method, Gvr) and isinstance(layer, GvrLayer):
-        picks = layer.picks[0]
+        assert layer.last is not None
+        picks = layer.last.picks[0]
         read[:, : method.sink], read[:, max(0, length - method.window) : length] = True, True
     elif isinstance(method, Sketch) and isinstance(layer, SketchLayer) and layer.is_fitted:
         assert layer.basis is not None and layer.codes is not None and layer.asked is not None

@@ -12,7 +12,6 @@ standard deviations, the one that hits most often:
     last place          its distance from the mean, in deviations; mean and deviation of 256 tokens
     bell                the k-th of so many normal scores with that mean and deviation
 
-`within the bins` is the share of rows whose k-th lies in the bins that `best_tokens` counts.
 Then the share of the exact softmax that the tokens kept by gvr hold (`captured-attention`) and
 |out - dense| / |dense| of a layer's heads (`output-error`), over every eighth step. Adds quality
 rows of the study `gvr-hints` to bench/results/gvr-hints.json; low and high are the worst and the
@@ -39,7 +38,7 @@ from attnplug.policies import AttentionCall
 
 STEPS, EVERY, SINK, WINDOW, SAMPLE = 80, 8, 16, 256, 256
 KS = (512, 1024, 2048)
-LIST, BINS = 2, 1.5  # of k; deviations on either side of the bell's k-th
+LIST = 2  # of k
 MARGINS = torch.tensor([-0.1, 0, 0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.75, 1.0, 1.5])
 RESULTS = Path(__file__).parent / "results" / "gvr-hints.json"
 Values = dict[tuple[str, str], list[float]]  # by (task, policy), a value a layer
@@ -81,7 +80,6 @@ def hits(scores: torch.Tensor, k: int) -> Iterator[tuple[str, torch.Tensor]]:
         at = threshold[..., None] - MARGINS * unit[..., None]
         count = size - torch.searchsorted(ascending[:, 1:].contiguous(), at.contiguous())
         yield name, ((count >= k) & (count <= LIST * k)).float().flatten(0, 1)
-    yield "within the bins", ((place - bell).abs() <= BINS).float().flatten()[:, None]
 
 
 def kept(call: AttentionCall, scores: torch.Tensor, k: int) -> tuple[float, float]:

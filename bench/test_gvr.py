@@ -1,7 +1,7 @@
-"""A gvr decode step of one layer (scores from INT8 keys, exact top-k with the last picks as hint,
-attention over the picks) against the fastest dense decode of the same run over the same cache: one
-query a sequence, bf16, 28/4 heads of 128. Gaussian keys: which tokens are picked is random, and as
-the query stays the same, so do the picks. Writing the token is not in it, on either side."""
+"""A gvr decode step of one layer (scores from INT8 keys, exact top-k, attention over the picks)
+against the fastest dense decode of the same run over the same cache: one query a sequence, bf16,
+28/4 heads of 128. Gaussian keys: which tokens are picked is random. Writing the token is not in it,
+on either side."""
 
 import functools
 from collections.abc import Callable
@@ -13,27 +13,19 @@ from peers import cudnn_attention
 
 from attnplug import Dense, Gvr
 from attnplug.bench.rows import policy_name
-from attnplug.ops import (
-    best_tokens,
-    gather_tokens_attention,
-    score_tokens,
-    share_tokens,
-    topk,
-)
+from attnplug.ops import gather_tokens_attention, score_tokens, share_tokens, topk
 from attnplug.policies import AttentionCall
 
 HEADS_Q, HEADS_KV, WIDTH = 28, 4, 128
 SCALE = WIDTH**-0.5
 CALLS = 8  # in one graph
 CHUNK = 65536
-# (options beside k, k, batch, tokens)
+# (group, k, batch, tokens)
 SHAPES = [
-    *(("", 2048, 1, n) for n in (32768, 65536, 131072, 524288, 1048576)),
-    ("", 512, 1, 131072),
-    ("", 2048, 8, 131072),
-    *(("search=sample", 2048, 1, n) for n in (32768, 65536, 131072, 524288, 1048576)),
-    ("search=sample", 2048, 8, 131072),
-    *(("group=share", k, 1, n) for k in (512, 2048) for n in (32768, 131072, 1048576)),
+    *(("max", 2048, 1, n) for n in (32768, 65536, 131072, 524288, 1048576)),
+    ("max", 512, 1, 131072),
+    ("max", 2048, 8, 131072),
+    *(("share", k, 1, n) for k in (512, 2048) for n in (32768, 131072, 1048576)),
 ]
 
 
@@ -56,9 +48,9 @@ def call_of(policy: Gvr, batch: int, n: int, seed: int) -> AttentionCall:
 
 
 @pytest.mark.parametrize("peer", ["dense", "cudnn"])
-@pytest.mark.parametrize("form, k, batch, n", SHAPES)
-def test_gvr(gpu_bench, form, k, batch, n, peer):
-    policy = Gvr(k=k, min_tokens=0, **dict([form.split("=")] if form else []))
+@pytest.mark.parametrize("group, k, batch, n", SHAPES)
+def test_gvr(gpu_bench, group, k, batch, n, peer):
+    policy = Gvr(k=k, min_tokens=0, group=group)
     cache_bytes = batch * HEADS_KV * n * (5 * WIDTH + 4)
     count = min(gpu_bench.sets(cache_bytes), 4)
     calls = [call_of(policy, batch, n, seed) for seed in range(count)]
@@ -67,7 +59,7 @@ def test_gvr(gpu_bench, form, k, batch, n, peer):
     calls *= max(1, CALLS // count)
     gpu_bench(
         op="gvr", case="op", n=n, batch=batch, heads_q=HEADS_Q, heads_kv=HEADS_KV, head_dim=WIDTH,
-        dtype=torch.bfloat16, options=f"k={k}" + (f", {form}" if form else ""),
+        dtype=torch.bfloat16, options=f"k={k}" + (", group=share" if group == "share" else ""),
         fns=[functools.partial(policy.attend, c) for c in calls],
         peer=peer, peer_fns=[functools.partial(theirs, c) for c in calls],
         bytes=batch * (HEADS_KV * scanned + 4 * HEADS_Q * WIDTH), flops=0,
@@ -77,7 +69,7 @@ def test_gvr(gpu_bench, form, k, batch, n, peer):
 
 @pytest.mark.parametrize("n", [32768, 65536, 131072, 524288, 1048576])
 @pytest.mark.parametrize(
-    "part", ["score_tokens", "share_tokens", "best_tokens", "topk", "gather_tokens_attention"]
+    "part", ["score_tokens", "share_tokens", "topk", "gather_tokens_attention"]
 )
 def test_part(gpu_bench, part, n):
     """An op of a step alone: scores, the top-k of the KV heads' rows, attention. Caches go
@@ -86,7 +78,6 @@ def test_part(gpu_bench, part, n):
     nbytes = {
         "score_tokens": HEADS_KV * n * (WIDTH + 8),
         "share_tokens": HEADS_KV * n * (WIDTH + 8),
-        "best_tokens": HEADS_KV * n * (WIDTH + 12),
         "topk": HEADS_KV * (4 * n + 8 * policy.k),
         "gather_tokens_attention": HEADS_KV * min(policy.kept, n) * 4 * WIDTH,
     }[part]
@@ -117,15 +108,12 @@ def part_of(part: str, policy: Gvr, call: AttentionCall) -> Callable[[], Any]:
     scoring = functools.partial(score_tokens, *keys, **kept)
     if part == "score_tokens":
         return scoring
-    if part == "best_tokens":
-        return functools.partial(best_tokens, *keys, policy.k, **kept)
     if part == "share_tokens":
         return functools.partial(share_tokens, *keys, scale=SCALE, **kept)
     scores = scoring()
     if part == "topk":
-        hint = layer.picks.flatten(0, 1)
-        return functools.partial(topk, scores, policy.k, hint=hint, lengths=call.lengths)
-    index = topk(scores, policy.k, lengths=call.lengths)[0].view(layer.picks.shape).unsqueeze(2)
+        return functools.partial(topk, scores, policy.k, lengths=call.lengths)
+    index = topk(scores, policy.k, lengths=call.lengths)[0].view(1, HEADS_KV, 1, policy.k)
     qkv = call.q, call.k, call.v, index
     return functools.partial(gather_tokens_attention, *qkv, scale=SCALE, **kept)
 

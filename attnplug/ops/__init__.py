@@ -12,7 +12,6 @@ from attnplug.ops.gather.gather_decode import gather_decode
 from attnplug.ops.gather.page_bounds import page_bounds
 from attnplug.ops.gather.select_blocks import select_blocks
 from attnplug.ops.gather.tiered_decode import ResidentBlocks, tiered_decode
-from attnplug.ops.gvr.best_tokens import best_tokens
 from attnplug.ops.gvr.gather_tokens_attention import gather_tokens_attention
 from attnplug.ops.gvr.page_codes import page_codes
 from attnplug.ops.gvr.score_tokens import score_tokens
@@ -35,7 +34,6 @@ __all__ = [
     "QuantizedKV",
     "ResidentBlocks",
     "Scratch",
-    "best_tokens",
     "block_bounds",
     "block_sparse_attention",
     "certified_attention",

@@ -1,8 +1,7 @@
 """gvr: decode that reads the best tokens, found exactly among all of them at each step.
 
 A step scores every cached token of each KV head from INT8 keys, takes the exact top k of these
-scores (Guess-Verify-Refine, which starts from the picks of the step before), and attends to the
-sink, the window and the picks:
+scores (Guess-Verify-Refine), and attends to the sink, the window and the picks:
 
     keep = tokens 0..sink-1, the last `window`, and the top k of the others by max_g q[g] . k
 
@@ -19,14 +18,7 @@ from typing import Any, ClassVar
 import torch
 
 from attnplug.call import AttentionCall, LayerShape, PagedCall
-from attnplug.ops import (
-    best_tokens,
-    gather_tokens_attention,
-    page_codes,
-    score_tokens,
-    share_tokens,
-    topk,
-)
+from attnplug.ops import gather_tokens_attention, page_codes, score_tokens, share_tokens, topk
 from attnplug.ops.gvr.page_codes import PageCodes, empty_page_codes
 from attnplug.ops.gvr.score_tokens import score_lengths
 from attnplug.ops.gvr.topk import MAX_K
@@ -40,7 +32,6 @@ from attnplug.policies.dense import Dense
 CROSSOVER_FACTOR = 4
 CROSSOVER_FLOOR = {"cuda": 98304, "cpu": 8192}
 GROUPS = ("max", "share")
-SEARCHES = ("hint", "sample")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,9 +42,9 @@ class Gvr(DenseBelow):
     window: last tokens that are always read, the query's own included. min_tokens: caches below so
     many tokens are read whole, by `dense`; None is a multiple of what a step keeps, but not below a
     floor for the kind of device. group: what ranks a token for the heads of a group, its largest
-    score (max) or the sum of its shares of their attention (share). search: where the search for
-    the best tokens starts, from the last step's picks (hint), or from a sample while they are
-    scored (sample). It changes no pick.
+    score (max) or the sum of its shares of their attention (share). hint: whether a step's top-k
+    starts from the last step's picks, as in the paper; it changes no pick, and on an H200 costs
+    more than it gains.
     """
 
     k: int = 2048
@@ -61,7 +52,7 @@ class Gvr(DenseBelow):
     window: int = 256
     min_tokens: int | None = None
     group: str = "max"
-    search: str = "hint"
+    hint: bool = False
 
     name: ClassVar[str] = "gvr"
     phases: ClassVar[frozenset[str]] = frozenset({"decode"})
@@ -73,7 +64,7 @@ class Gvr(DenseBelow):
         self.check("window", self.window >= 1, "at least 1, the query's own token")
         self.check_min_tokens()
         self.check("group", self.group in GROUPS, " or ".join(GROUPS))
-        self.check("search", self.search in SEARCHES, " or ".join(SEARCHES))
+        self.check("hint", isinstance(self.hint, bool), "True or False")
 
     @property
     def kept(self) -> int:
@@ -89,16 +80,18 @@ class Gvr(DenseBelow):
         return f"reads {self.kept:,} tokens{density}, and INT8 keys to choose them; {dense}"
 
     def cache_layer(self, max_length: int) -> GvrLayer:
-        return GvrLayer(max_length, self.k, self.kept)
+        return GvrLayer(max_length, self.k, self.kept, self.hint)
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
         layer = self._own_layer(call)
         if layer is None:
             return Dense().attend(call)
         where = {"lengths": call.lengths, "start": call.first_key, "key_mask": call.key_mask}
-        out, picks = self._step(call, PageCodes(layer.codes, layer.scales), layer.picks, where)
-        if self.search == "hint":
-            layer.remember(picks)  # last: the kernels before it start one another early
+        last = layer.last if self.hint else None
+        hint = None if last is None else last.picks
+        out, picks = self._step(call, PageCodes(layer.codes, layer.scales), hint, where)
+        if last is not None:
+            last.remember(picks)  # at the end: the kernels before it start one another early
         return out
 
     def _step(
@@ -108,8 +101,8 @@ class Gvr(DenseBelow):
         hint: torch.Tensor | None,
         where: dict[str, Any],
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The output of a step and its picks, int32 `[B,Hkv,k]`. `hint`, of the same shape, makes
-        it faster and changes no pick; `where` says which keys are the rows'."""
+        """The output of a step and its picks, int32 `[B,Hkv,k]`. `hint`, of the same shape, changes
+        no pick; `where` says which keys are the rows'."""
         options: dict[str, Any] = {"sink": self.sink, "window": self.window, **where}
         picks = self._best(call, keys, hint, options)
         out, _ = gather_tokens_attention(
@@ -133,10 +126,8 @@ class Gvr(DenseBelow):
     ) -> torch.Tensor:
         """The picks of a step, int32 `[B,Hkv,k]`. Where a row has fewer than k others, -inf is
         picked too; attention passes over those."""
-        logits = {"scale": call.scale, "softcap": call.softcap}
-        if self.search == "sample":
-            return best_tokens(call.q, *keys, self.k, group=self.group, **logits, **options)[0]
         if self.group == "share":
+            logits = {"scale": call.scale, "softcap": call.softcap}
             scores = share_tokens(call.q, *keys, **logits, **options)
         else:  # neither the scale nor the softcap changes an order
             scores = score_tokens(call.q, *keys, **options)
@@ -161,8 +152,9 @@ class Gvr(DenseBelow):
             page_codes(k, *state, slots)
 
     def row_state(self, rows: int, kv_heads: int, device: torch.device) -> torch.Tensor | None:
-        """The last picks of each row, int32 `[rows,Hkv,k]`: hints, that may be another row's."""
-        if self.search == "sample":
+        """With `hint` the last picks of each row, int32 `[rows,Hkv,k]`, which may be another
+        row's."""
+        if not self.hint:
             return None
         return torch.full((rows, kv_heads, self.k), -1, dtype=torch.int32, device=device)
 
@@ -170,7 +162,7 @@ class Gvr(DenseBelow):
         where = {"lengths": call.lengths, "table": call.table}
         out, picks = self._step(call, call.state, call.row_state, where)
         if call.row_state is not None:
-            call.row_state.copy_(picks)  # last, as in `attend`
+            call.row_state.copy_(picks)  # at the end, as in `attend`
         return out
 
     def _own_layer(self, call: AttentionCall) -> GvrLayer | None:

@@ -257,7 +257,7 @@ LAYERS = {
     "dense": lambda: PlugLayer(max_cache_len=SIZE),
     "gather": lambda: GatherLayer(SIZE, BLOCK, (2, torch.int8)),
     "gather-host": lambda: HostGatherLayer(SIZE, BLOCK, (2, None), 1, 3, lambda device: 0),
-    "gvr": lambda: GvrLayer(SIZE, 8, 12),
+    "gvr": lambda: GvrLayer(SIZE, 8, 12, True),
     "sketch-host": lambda: HostSketchLayer(SIZE, 24, lambda device: 0),
 }
 

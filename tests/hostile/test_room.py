@@ -116,7 +116,8 @@ def test_the_cache_of_prompt_lookup_serves_the_next_turn(exact, device):
 
 
 def test_what_steps_counted_outlives_a_growth(device):
-    model = attnplug.apply(tiny_model(device=device), "gvr(k=16, sink=1, window=4, min_tokens=0)")
+    policy = "gvr(k=16, sink=1, window=4, min_tokens=0, hint=True)"
+    model = attnplug.apply(tiny_model(device=device), policy)
     prompt = ids().to(device)
     mask = torch.ones_like(prompt)
     out = model.generate(prompt, attention_mask=mask, max_new_tokens=9, **OPTIONS)

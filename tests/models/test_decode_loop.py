@@ -306,6 +306,7 @@ EVERY = {
     "gather": GATHER,
     "gather-default": "gather",
     "gvr": "gvr(k=16, sink=2, window=8, min_tokens=0)",
+    "gvr-hint": "gvr(k=16, sink=2, window=8, min_tokens=0, hint=True)",
     "sketch": "sketch(min_tokens=0)",
     "certified": "certified(block=16, min_tokens=0)",
 }

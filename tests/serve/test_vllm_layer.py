@@ -152,7 +152,7 @@ def gvr_of_a_row(q, k, v, phase):
 def test_gvr_on_pages_is_gvr_on_a_contiguous_cache_wherever_its_rows_move():
     """Step after step, with hints of the rows that were at these places before: other requests,
     rows that pad the batch, and a request that comes back with another's pages."""
-    phase = Gvr(k=20, sink=2, window=9, min_tokens=150)
+    phase = Gvr(k=20, sink=2, window=9, min_tokens=150, hint=True)
     layer, cache = served(Phases(decode=phase)), Cache(3, 320)
     k, v = tokens(960, KV_HEADS, 2).unflatten(0, (3, 320)), tokens(960, KV_HEADS, 3)
     v, hints = v.unflatten(0, (3, 320)), []

@@ -266,7 +266,7 @@ def launch_share_tokens(
     """Run the kernels; tensors as in `share_tokens`, on a GPU or in Triton's interpreter."""
     q, codes = (x if x.stride(3) == 1 else x.contiguous() for x in (q, codes))
     kept = sink, window, lengths, start, key_mask
-    shares_of = launch_normalizers(q, codes, steps, scale, *kept, softcap, table)
+    shares_of = _launch_normalizers(q, codes, steps, scale, *kept, softcap, table)
     launch_score_tokens(q, codes, steps, *kept, shares, plan, table, shares_of)
 
 
@@ -276,7 +276,7 @@ def _tile(row_bytes, tokens):
     return max(16, min(most, next_power_of_two(tokens)))
 
 
-def launch_normalizers(
+def _launch_normalizers(
     q, codes, steps, scale, sink, window, lengths, start, key_mask, softcap, table
 ) -> Shares:
     """What the kernels that score need to know for shares; q and codes have a stride of 1 in D."""

@@ -248,23 +248,19 @@ def collect(
     CAPACITY: tl.constexpr,
     SLOTS: tl.constexpr,
     LENGTH_STEP: tl.constexpr,
-    FRESH: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """One of the `programs` of row r: the part that the same program of `verify` counted, in tiles
-    of PART_TILE, or HERE groups. FRESH: the kernel in front of this one has made the scores."""
+    of PART_TILE, or HERE groups."""
     program = tl.program_id(0) % programs
     r = (tl.program_id(0) // programs).to(tl.int64)
     n = length_of(lengths, r, N, LENGTH_STEP)
     x_at = scores + r * scores_stride
     first, last = part_of_row(n, program, parts, PART_TILE)
+    # The scores are an input: this load need not wait for the counts.
     i = first + tl.arange(0, TILE)
-    if PDL and FRESH:
-        gdc_wait()
-        gdc_launch_dependents()
-    # Where the scores are an input, this load need not wait for the counts.
     x = tl.load(x_at + i, mask=i < last, other=float("-inf"), cache_modifier=".cg")
-    if PDL and not FRESH:
+    if PDL:
         gdc_wait()
         gdc_launch_dependents()
     if n > K:

@@ -4,8 +4,6 @@ verify   guesses a range of scores from the hint and counts the row's scores in 
 collect  finds the bin that holds the k-th score; scores above it are sure and go to the output,
          scores in it go to a list
 refine   one program a row selects the rest from the list
-
-`best_tokens` counts while it scores, and needs the last two alone.
 """
 
 import functools
@@ -20,7 +18,7 @@ from attnplug.ops.gvr.kernels.topk_refine import refine
 from attnplug.ops.gvr.kernels.topk_verify import verify
 
 
-class Buffers(NamedTuple):
+class _Buffers(NamedTuple):
     """What the kernels of long rows hand each other (topk_select.py has the layouts)."""
 
     programs: int  # of `collect`, a row
@@ -36,8 +34,7 @@ class Buffers(NamedTuple):
     groups: torch.Tensor | None
 
 
-def allocate_buffers(scores, k, plan) -> Buffers:
-    """For `plan`, a `topk.Plan`."""
+def _allocate_buffers(scores, k, plan) -> _Buffers:
     rows, size = scores.shape
     grouped = plan.group > 1
     groups_of_row = cdiv(size, plan.group) if grouped else 0
@@ -47,7 +44,7 @@ def allocate_buffers(scores, k, plan) -> Buffers:
     part = cdiv(cdiv(counted, plan.verify_tile), plan.verifiers) * plan.verify_tile
     count_dtype = torch.int16 if part < 2**15 else torch.int32
     new = functools.partial(torch.empty, device=scores.device)
-    return Buffers(
+    return _Buffers(
         programs=programs,
         slots=max(128, next_power_of_two(programs)),  # few sizes: few kernels to compile
         groups_of_row=groups_of_row,
@@ -64,11 +61,12 @@ def allocate_buffers(scores, k, plan) -> Buffers:
 
 def launch_long_rows(scores, k, hint, lengths, indices, values, how, plan, pdl):
     """Run the three kernels; tensors as in `topk`, `plan` a `topk.Plan`."""
-    buffers = allocate_buffers(scores, k, plan)
+    buffers = _allocate_buffers(scores, k, plan)
+    of_all = _of_all(scores, k, lengths, buffers, pdl)
     verify.run(
         grid=(plan.verifiers * len(scores),),
         warmup=False,
-        **_of_all(scores, k, lengths, buffers, pdl),
+        **of_all,
         hint=hint,
         edges=buffers.edges,
         counts=buffers.counts,
@@ -84,7 +82,7 @@ def launch_long_rows(scores, k, hint, lengths, indices, values, how, plan, pdl):
         WORDS=next_power_of_two(cdiv(buffers.programs, plan.verifiers)),
         num_warps=plan.verify_warps,
     )
-    launch_after_counts(scores, k, lengths, indices, values, how, plan, pdl, buffers)
+    _launch_after_counts(of_all, len(scores), k, indices, values, how, plan, buffers)
 
 
 def _of_all(scores, k, lengths, buffers, pdl):
@@ -104,10 +102,9 @@ def _of_all(scores, k, lengths, buffers, pdl):
     }
 
 
-def launch_after_counts(scores, k, lengths, indices, values, how, plan, pdl, buffers, fresh=False):
-    """Run collect and refine on `buffers` that have the edges and the counts. `fresh`: the kernel
-    in front has made the scores too."""
-    shared = _of_all(scores, k, lengths, buffers, pdl) | {
+def _launch_after_counts(of_all, rows, k, indices, values, how, plan, buffers):
+    """Run collect and refine."""
+    shared = of_all | {
         "ranges": buffers.ranges,
         "list_index": buffers.list_index,
         "list_score": buffers.list_score,
@@ -117,7 +114,7 @@ def launch_after_counts(scores, k, lengths, indices, values, how, plan, pdl, buf
         "SLOTS": buffers.slots,
     }
     collect.run(
-        grid=(buffers.programs * len(scores),),
+        grid=(buffers.programs * rows,),
         warmup=False,
         **shared,
         edges=buffers.edges,
@@ -133,11 +130,10 @@ def launch_after_counts(scores, k, lengths, indices, values, how, plan, pdl, buf
         HERE=plan.here,
         GROUP=plan.group,
         BATCH=plan.batch,
-        FRESH=fresh,
         num_warps=plan.collect_warps,
     )
     refine.run(
-        grid=(len(scores),),
+        grid=(rows,),
         warmup=False,
         **shared,
         stats=how,

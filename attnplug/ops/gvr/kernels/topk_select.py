@@ -143,7 +143,7 @@ def key_range(key, ok):
 
 
 @triton.jit
-def normal_quantile(rank, count, mean, deviation):
+def _normal_quantile(rank, count, mean, deviation):
     """The score that `rank` of `count` normal scores reach (Abramowitz and Stegun, 26.2.22)."""
     fraction = tl.minimum(tl.maximum(rank, 0.5), count - 0.5) / count
     tail = tl.minimum(fraction, 1 - fraction)
@@ -180,10 +180,10 @@ def _try_normal(x, low, high, at_low, at_high, need, normal, outer, inner):
     """Try the four thresholds that `outer` or `inner` more or fewer scores than needed would reach,
     were the scores normal; `normal` is their (count, mean, deviation)."""
     count, mean, deviation = normal
-    t1 = _clamped_key(normal_quantile(need + outer, count, mean, deviation), low, high)
-    t2 = _clamped_key(normal_quantile(need + inner, count, mean, deviation), low, high)
-    t3 = _clamped_key(normal_quantile(need - inner, count, mean, deviation), low, high)
-    t4 = _clamped_key(normal_quantile(need - outer, count, mean, deviation), low, high)
+    t1 = _clamped_key(_normal_quantile(need + outer, count, mean, deviation), low, high)
+    t2 = _clamped_key(_normal_quantile(need + inner, count, mean, deviation), low, high)
+    t3 = _clamped_key(_normal_quantile(need - inner, count, mean, deviation), low, high)
+    t4 = _clamped_key(_normal_quantile(need - outer, count, mean, deviation), low, high)
     return _try(x, low, high, at_low, at_high, (t1, t2, t3, t4), need, True)
 
 

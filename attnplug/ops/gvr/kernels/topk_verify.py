@@ -16,7 +16,7 @@ from attnplug.ops.gvr.kernels.topk_select import (
     length_of,
 )
 
-HUGE = tl.constexpr(1e30)  # larger scores are masks in disguise: the guess ignores them
+_HUGE = tl.constexpr(1e30)  # larger scores are masks in disguise: the guess ignores them
 
 
 # ---- bins, groups and parts, on which verify and collect must agree -----------------------------
@@ -85,7 +85,7 @@ def _guess(x_at, hint_at, n, hints, K, BINS: tl.constexpr, SAMPLE: tl.constexpr)
     if hint_at is not None:
         i = tl.load(hint_at + e * hints // (2 * SAMPLE))
     sample = clean(tl.load(x_at + e * n // (2 * SAMPLE)))
-    usable = tl.abs(sample) < HUGE
+    usable = tl.abs(sample) < _HUGE
     _, mean, low, top = _outline_without_outliers(sample, usable)
     raised = mean + 0.4 * (top - mean)
     lowest = mean
@@ -94,7 +94,7 @@ def _guess(x_at, hint_at, n, hints, K, BINS: tl.constexpr, SAMPLE: tl.constexpr)
         in_row = (i >= 0) & (i < n)
         hinted = clean(tl.load(x_at + i, mask=in_row, other=float("-inf")))
         hits, middle, least, most = _outline_without_outliers(
-            hinted, in_row & (tl.abs(hinted) < HUGE)
+            hinted, in_row & (tl.abs(hinted) < _HUGE)
         )
         highest = tl.maximum(tl.minimum(most, middle + 8 * (middle - least)), top)
         lowest = tl.where(hits >= 8, least - 0.15 * (most - least), lowest)
@@ -124,7 +124,7 @@ def _guess(x_at, hint_at, n, hints, K, BINS: tl.constexpr, SAMPLE: tl.constexpr)
 
 
 @triton.jit
-def count_bins(x, low, scale, BINS: tl.constexpr):
+def _count_bins(x, low, scale, BINS: tl.constexpr):
     """Scores in each bin. Bin 0 is left out: it is the fullest, and its count is not needed."""
     bins = bin_of(x, low, scale, BINS)
     return tl.histogram(bins, BINS, mask=bins > 0)
@@ -139,7 +139,7 @@ def _count_maxima(
     largest = tl.max(tl.reshape(x, [GROUPS, GROUP]), 1)
     group = first // GROUP + tl.arange(0, GROUPS)
     tl.store(maxima + group, largest, mask=group < tl.cdiv(n, GROUP))
-    return count_bins(largest, low, scale, BINS)
+    return _count_bins(largest, low, scale, BINS)
 
 
 @triton.jit
@@ -213,9 +213,9 @@ def verify(
                         GROUP=GROUP,
                     )
                 else:
-                    count += count_bins(x, low, scale, BINS)
+                    count += _count_bins(x, low, scale, BINS)
             else:
-                count += count_bins(x, low, scale, BINS)
+                count += _count_bins(x, low, scale, BINS)
             x = next_x
         # int16 where a part fits it; of maxima, saturated counts are still above any k.
         if counts.dtype.element_ty == tl.int16:
