@@ -197,6 +197,19 @@ def _fp16(x, scratch):
 
 
 @numba.njit(cache=True)
+def _product_with_transpose(rows):
+    """`rows @ rows.T` without BLAS, which warns once a block where a parallel loop calls it."""
+    size, width = rows.shape
+    columns = rows.T.copy()
+    found = np.zeros((size, size))
+    for i in range(size):
+        for d in range(width):
+            for j in range(size):
+                found[i, j] += rows[i, d] * columns[d, j]
+    return found
+
+
+@numba.njit(cache=True)
 def _spectral_norm(errors):
     """At least the spectral norm of `errors [block, D]`: the Schatten norm ||(E E^T)^2||_F^(1/4),
     which is at most n^(1/8) times it, and what the kernel's arithmetic needs."""
@@ -209,8 +222,8 @@ def _spectral_norm(errors):
     if longest == 0:
         return MEASURED_FLOOR
     near = errors / longest
-    gram = near @ near.T
-    fourth = gram @ gram
+    gram = _product_with_transpose(near)
+    fourth = _product_with_transpose(gram)
     square = np.sqrt(np.sqrt((fourth**2).sum()) + SPECTRAL_SLACK * (gram**2).sum())
     square += SPECTRAL_SLACK * np.trace(gram)
     return longest * np.sqrt(square) * CARE + MEASURED_FLOOR
