@@ -304,13 +304,13 @@ def _threshold(score, enough, most, norm):
 @triton.jit
 def search_few(share, score, most):
     """`search` for one head that needs few blocks, if any: (threshold, whether FEW of the largest
-    shares [n] were enough to leave at most 1 in all, and no more than `most`). A round of `search`
-    costs as much as four blocks here."""
+    shares [n] were enough to leave at most 1 in all, and no more than `most`). It gives up as soon
+    as FEW cannot be, none being larger than the last."""
     left = tl.sum(share, 0)
     taken = tl.sum((share < 0).to(tl.int32), 0)  # 0, of the type that it ends with
-    enough = left * 0 + float("inf")
+    enough = left * 0 + R.MOST_NEEDED
     rest = share
-    while (left > 1) & (taken < FEW):
+    while (left > 1) & (left <= 1 + enough * (FEW - taken)):
         enough = tl.max(rest, 0)
         largest = rest == enough
         left -= tl.sum(tl.where(largest, rest, 0.0), 0)

@@ -107,8 +107,10 @@ def weigh_heads(
     score = tl.log2(share + R.LOG_FLOOR)
     tl.store(needs_at + n, score, mask=n < blocks)
     left = tl.sum(share, 0)
-    x, found = search_few(share, tl.where(n < blocks, score, float("-inf")), most)
-    if (blocks > TILE) | (not found):
+    x, found = left, blocks <= TILE
+    if found:
+        x, found = search_few(share, tl.where(n < blocks, score, float("-inf")), most)
+    if not found:
         total = tl.zeros([TILE], tl.float32)
         for start in range(TILE, blocks, TILE):
             j = start + n
