@@ -140,14 +140,25 @@ def question(row: Row, *, peer: bool = True) -> tuple[Any, ...]:
 def _rows(folder: Path) -> Iterable[tuple[str, str, Row]]:
     """Each row with the moment of its run (or its day) and its file's name."""
     for path in sorted(folder.glob("*.json")):
-        content = json.loads(path.read_text())
-        if not isinstance(content, dict) or not {"benchmarks", "rows"} & set(content):
-            raise SystemExit(f"{path}: neither pytest-benchmark's JSON nor an object with 'rows'")
-        rows = [bench["extra_info"] for bench in content.get("benchmarks", ())]
-        for row in [row for row in rows if "op" in row] + content.get("rows", []):
-            today = {key: current_text(row[key]) for key in ("policy", "options") if key in row}
-            today |= {"policy": bare(today["policy"])} if "policy" in row else {}
-            yield content.get("datetime", row.get("date", "")), path.name, row | today
+        moment, rows = rows_of(path)
+        for row in rows:
+            yield moment or row.get("date", ""), path.name, worded_as_today(row)
+
+
+def rows_of(path: Path) -> tuple[str, list[Row]]:
+    """A file's moment ("": its rows have days of their own) and its rows as they were written."""
+    content = json.loads(path.read_text())
+    if not isinstance(content, dict) or not {"benchmarks", "rows"} & set(content):
+        raise SystemExit(f"{path}: neither pytest-benchmark's JSON nor an object with 'rows'")
+    rows = [bench["extra_info"] for bench in content.get("benchmarks", ())]
+    rows = [row for row in rows if "op" in row] + content.get("rows", [])
+    return content.get("datetime", ""), rows
+
+
+def worded_as_today(row: Row) -> Row:
+    """A row with the names that its policy and options have today."""
+    today = {key: current_text(row[key]) for key in ("policy", "options") if key in row}
+    return row | today | ({"policy": bare(today["policy"])} if "policy" in row else {})
 
 
 def _timing_order(row: Row) -> tuple[Any, ...]:
