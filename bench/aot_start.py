@@ -8,6 +8,10 @@ the package; the model compiled (`fullgraph=True`) on an empty inductor cache; a
 more on that cache. A row says what each took from the first import on, for its first token and for
 ten more, and whether all gave the same tokens. If "stock" crashes with signal 11, see
 bench/shared_libstdcxx.sh.
+
+On an empty cache inductor compiles a C++ program for each vector instruction set of the CPU, to see
+whether the compiler knows it, also before it loads a package. `TORCHINDUCTOR_VEC_ISA_OK=1` spares
+all processes that; `--probe` times them with it.
 """
 
 import argparse
@@ -105,9 +109,10 @@ def package(options: argparse.Namespace, path: str) -> float:
 
 
 def started(kind: str, options: argparse.Namespace, path: str, cache: str) -> dict[str, object]:
+    """What a fresh process that loads the package, or compiles, says of itself."""
     command = [sys.executable, __file__, "--child", kind, "--package", path]
     command += ["--policy", options.policy, "--device", options.device]
-    command += ["--layers", str(options.layers)]
+    command += ["--layers", str(options.layers)] + ["--probe"] * options.probe
     environment = os.environ | {
         "TORCHINDUCTOR_CACHE_DIR": cache,
         "ATTNPLUG_BENCH_BEGIN": str(time.time()),
@@ -126,18 +131,19 @@ def tell(line: str) -> None:
 
 def measure(options: argparse.Namespace) -> dict[str, object]:
     with tempfile.TemporaryDirectory() as folder:
-        path, cache = f"{folder}/step.pt2", f"{folder}/cache"
+        path = f"{folder}/step.pt2"
         made = package(options, path)
         tell(f"{options.policy}: packaged in {made:.0f} s")
         kinds = {"package": "package", "compile_cold": "compile", "compile_warm": "compile"}
         found = {}
         for name, kind in kinds.items():
-            found[name] = started(kind, options, path, cache)
+            found[name] = started(kind, options, path, f"{folder}/{kind}")
             tell(f"{options.policy}: {name} {found[name]}")
         size = Path(path).stat().st_size
     tokens = [run.pop("tokens") for run in found.values()]
     row = {"case": "aot-start", "policy": options.policy, "layers": options.layers, "n": SIZE}
-    row |= {"package_s": made, "package_bytes": size, "same": all(x == tokens[0] for x in tokens)}
+    row |= {"probe": options.probe, "package_s": made, "package_bytes": size}
+    row |= {"same": all(x == tokens[0] for x in tokens)}
     return row | found | provenance()
 
 
@@ -147,12 +153,17 @@ def main() -> None:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--policy", help="one; default: all")
+    parser.add_argument("--probe", action="store_true", help="let inductor probe the compiler")
     parser.add_argument("--child", choices=("package", "compile"), help=argparse.SUPPRESS)
     parser.add_argument("--package", help=argparse.SUPPRESS)
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     if options.child:
         return child(options.child, options)
+    if not options.probe:
+        # Read when torch is imported: the children hear of it, this process must be told.
+        os.environ["TORCHINDUCTOR_VEC_ISA_OK"] = "1"
+        torch._inductor.config.cpp.vec_isa_ok = True
     for policy in [options.policy] if options.policy else POLICIES:
         options.policy = policy
         row = measure(options)

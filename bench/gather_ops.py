@@ -30,14 +30,16 @@ from attnplug.ops.gather import select_blocks as select
 
 HEADS, KV_HEADS, WIDTH = 28, 4, 128
 PAPER = {"block": 128, "sink": 1, "local": 4, "scoring": "bounds", "min_tokens": 0}
+DEFAULT = Gather(k=256, block=16, sink=8, local=32, scoring="bounds", min_tokens=0)
 POLICIES = [
     Gather(k=256, block=16, sink=8, local=32, scoring="spread", min_tokens=0),
-    Gather(k=256, block=16, sink=8, local=32, scoring="bounds", min_tokens=0),
+    DEFAULT,
     Gather(k=32, **PAPER),
     Gather(k=8, **PAPER),
 ]
 SHAPES = [(1, 1 << 17), (1, 1 << 20), (1, 1 << 15), (1, 1 << 13), (8, 1 << 17), (8, 1 << 20)]
-TUNED = [(1, 1 << 17), (1, 1 << 20)]  # whose kernels are timed under all plans
+# Whose kernels are timed under all plans.
+TUNED = [(1, 1 << 17), (1, 1 << 20), (1, 1 << 15), (8, 1 << 17)]
 ROTATE = 256 << 20  # bytes of caches that a graph goes through
 # dtype, head dimension, group, tokens, padded, masked, blocks to list
 CHECKS = [
@@ -109,33 +111,32 @@ def check(scoring, dtype, width, group, tokens, padded, masked, top_k) -> dict[s
 
 def plans(blocks: int) -> Iterator[select.Plan]:
     """Plans of the score kernel and the selection behind it."""
-    sizes = (0, 8, 16, 32) if blocks > select.ONE_LEVEL else (0, 4, 8)
     default = select.plan_for(KV_HEADS, blocks, 256, WIDTH, 1, True)
-    for members, warps in itertools.product(sizes, (8, 16, 32)):
-        if max(blocks // max(members, 1), 256 * members) <= 1 << 15:
+    sizes = (8, 16, 32) if blocks > 16384 else (0, 4, 8, 16)
+    for members, warps in itertools.product(sizes, (2, 4, 8)):
+        if max(blocks // max(members, 1), 256 * members) <= 2048 * warps:
             yield default._replace(members=members, select_warps=warps)
     for chunk, repeat, warps, stages in SCORE_PLANS:
         if chunk * repeat <= blocks // 8:
             yield default._replace(chunk=chunk, repeat=repeat, warps=warps, stages=stages)
-    yield default._replace(registers=128)
+    yield default._replace(registers=None)
 
 
 SCORE_PLANS = [
-    (32, 1, 4, 1),
-    (64, 1, 4, 1),
-    (64, 2, 4, 1),
-    (64, 4, 4, 2),
     (64, 4, 4, 3),
-    (64, 2, 2, 2),
-    (64, 4, 2, 2),
+    (64, 8, 4, 3),
+    (64, 8, 2, 3),
     (128, 1, 4, 1),
+    (128, 2, 4, 1),
     (128, 2, 4, 2),
-    (128, 4, 4, 1),
+    (128, 4, 4, 2),
     (128, 4, 4, 3),
-    (128, 4, 8, 2),
+    (128, 4, 8, 3),
     (128, 8, 4, 2),
+    (128, 8, 4, 3),
+    (256, 2, 8, 1),
     (256, 2, 8, 2),
-    (256, 4, 8, 1),
+    (256, 4, 8, 3),
 ]
 
 
@@ -283,7 +284,7 @@ def time_shape(rows: Rows, batch: int, tokens: int, kernels: bool) -> None:
         rows.attempt("step", case, str(policy), time_steps, layers, policy)
     if not kernels or (batch, tokens) not in TUNED:
         return
-    policy = POLICIES[0]
+    policy = DEFAULT
     for layer in layers:
         layer.summarise(policy)
     base = plan_of(layers[0], policy)

@@ -196,7 +196,7 @@ class Plan(NamedTuple):
 
 
 FLAT = 512  # candidates up to which one program selects among all of them
-ONE_LEVEL = 8192  # candidates of a long list up to which its threshold is searched among all
+ONE_LEVEL = 2048  # candidates of a long list up to which its threshold is searched among all
 GROUPS = 4096  # of blocks, whose maxima are searched first where there are more
 FEW = 8192  # blocks of all rows up to which latency counts, and not bandwidth
 
@@ -236,8 +236,9 @@ def _plan_for_many(rows: int, blocks: int, width: int, itemsize: int, pipelined:
     few, int8 = rows * blocks <= FEW, itemsize == 1
     chunk = 32 if few or not int8 else 64 if rows * blocks <= 2**16 else 128
     chunk = max(16, min(chunk, 16384 // row_bytes))
-    members = 0 if blocks <= ONE_LEVEL else min(chunk, next_power_of_two(blocks) // GROUPS)
-    warps = 16 if blocks > 2048 else 8
+    members = 0 if blocks <= ONE_LEVEL else 8 if blocks <= 4 * ONE_LEVEL else 16
+    members = min(chunk, max(members, next_power_of_two(blocks) // GROUPS))
+    warps = 4 if blocks <= 16384 else 8
     if few or not (pipelined and int8):
         return Plan(chunk, members, 4, warps)
     if rows * blocks <= 2**16:

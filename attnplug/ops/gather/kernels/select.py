@@ -267,35 +267,54 @@ def select_best(
 
 
 @triton.jit
-def _take_best(score, K: tl.constexpr):
-    """Which K of `score [SIZE]` are the largest, ties to the lower place; all candidates where they
-    are fewer. No candidate's score is NONE.
+def _threshold(score, low, high, found, K: tl.constexpr):
+    """(low, high, scores not below low, scores not below high): K or more scores are not below
+    `low`, of which there are `found` at first, and fewer than K are not below `high`.
 
-    The threshold is searched between the smallest and the largest score. `low` always has at least
-    K scores not below it and `high` fewer, and two more scores, a third and two thirds of the way,
-    are tried in each turn. The search ends when `low` has exactly K, or when all between are equal.
+    Each turn cuts what is between in five and counts at the four cuts. One sum gives all counts, 16
+    bits each: a reduction over a program's warps takes longer than the comparisons. The search ends
+    when `low` has exactly K, or when all between are equal.
     """
-    usable = score > NONE
-    low = tl.min(tl.where(usable, score, 0x7FFFFFFF), 0)
-    high = tl.max(score, 0) + 1  # the largest score is infinity, so there is room for 1
-    found = tl.sum(usable.to(tl.int32), 0)  # not below `low`
-    above = found * 0  # not below `high`
+    above = found * 0
     distance = high.to(tl.int64) - low.to(tl.int64)
     while (found > K) & (distance > 1):
-        third = (distance + 2) // 3
-        first = (low.to(tl.int64) + third).to(tl.int32)
-        second = tl.minimum(low.to(tl.int64) + 2 * third, high.to(tl.int64)).to(tl.int32)
-        both = (score >= first).to(tl.int32) + ((score >= second).to(tl.int32) << 16)
-        both = tl.sum(both, 0)
-        of_first, of_second = both & 0xFFFF, both >> 16
-        below_first, below_second = of_first < K, of_second < K
-        high = tl.where(below_first, first, tl.where(below_second, second, high))
-        above = tl.where(below_first, of_first, tl.where(below_second, of_second, above))
-        low = tl.where(below_first, low, tl.where(below_second, first, second))
-        found = tl.where(below_first, found, tl.where(below_second, of_first, of_second))
+        step = (distance + 4) // 5
+        first = _cut(low, high, step)
+        second = _cut(low, high, 2 * step)
+        third = _cut(low, high, 3 * step)
+        fourth = _cut(low, high, 4 * step)
+        few = (score >= first).to(tl.int32) + ((score >= second).to(tl.int32) << 16)
+        fewer = (score >= third).to(tl.int32) + ((score >= fourth).to(tl.int32) << 16)
+        counts = tl.sum(few.to(tl.int64) + (fewer.to(tl.int64) << 32), 0)
+        before, end = low, high
+        for i in tl.static_range(4):
+            cut = first if i == 0 else second if i == 1 else third if i == 2 else fourth
+            count = ((counts >> (16 * i)) & 0xFFFF).to(tl.int32)
+            last = (count < K) & (cut < end)  # cuts ascend: the first one with too few ends it
+            end = tl.where(last, cut, end)
+            above = tl.where(last, count, above)
+            before = tl.where(count >= K, cut, before)
+            found = tl.where(count >= K, count, found)
+        low, high = before, end
         distance = high.to(tl.int64) - low.to(tl.int64)
-    least = usable & (score >= low) & (score < high)
-    return (usable & (score >= high)) | (least & (tl.cumsum(least.to(tl.int32), 0) <= K - above))
+    return low, high, found, above
+
+
+@triton.jit
+def _cut(low, high, distance):
+    """low + distance, at most high."""
+    return tl.minimum(low.to(tl.int64) + distance, high.to(tl.int64)).to(tl.int32)
+
+
+@triton.jit
+def _at_least(score, low, high, found, above, K: tl.constexpr):
+    """The K largest scores between the ends that `_threshold` found, ties to the lower place; all
+    that are not below `low` where they are fewer."""
+    taken = score >= low
+    if found > K:
+        least = taken & (score < high)
+        taken = (score >= high) | (least & (tl.cumsum(least.to(tl.int32), 0) <= K - above))
+    return taken
 
 
 @triton.jit
@@ -306,10 +325,18 @@ def _scores_of(keys):
 
 @triton.jit
 def _store_taken(out_at, taken, j):
-    """Store the taken ones of j in their order; returns how many there are."""
+    """Store the taken ones of j in their order."""
     place = tl.cumsum(taken.to(tl.int32), 0) - 1
     tl.store(out_at + place, j, mask=taken)
-    return tl.sum(taken.to(tl.int32), 0)
+
+
+@triton.jit
+def _ends(score):
+    """(smallest, largest + 1, number) of the scores that are no NONE."""
+    usable = score > NONE
+    low = tl.min(tl.where(usable, score, 0x7FFFFFFF), 0)
+    high = tl.max(score, 0) + 1  # the largest score is infinity, so there is room for 1
+    return low, high, tl.sum(usable.to(tl.int32), 0)
 
 
 @triton.jit
@@ -364,16 +391,27 @@ def select_many(
     if MEMBERS > 0:
         group = tl.arange(0, WIDE)
         maxima = _load_keys(best + row * tl.cdiv(N, MEMBERS) + group, group * MEMBERS < limit)
-        count = _store_taken(out_at, _take_best(_scores_of(maxima), K), group)
+        maxima = _scores_of(maxima)
+        least, most, found = _ends(maxima)
+        low, high, enough, above = _threshold(maxima, least, most, found, K)
+        _store_taken(out_at, _at_least(maxima, low, high, enough, above, K), group)
+        groups = tl.minimum(found, K)
         tl.debug_barrier()  # other warps load what one has stored
-        chosen = tl.load(out_at + n, mask=n < count, other=0, cache_modifier=".cg")
+        chosen = tl.load(out_at + n, mask=n < groups, other=0, cache_modifier=".cg")
         tl.debug_barrier()
         j = chosen[:, None] * MEMBERS + tl.arange(0, MEMBERS)[None, :]
-        j = tl.reshape(tl.where((n < count)[:, None], j, limit), [KP * MEMBERS])
+        j = tl.reshape(tl.where((n < groups)[:, None], j, limit), [KP * MEMBERS])
+        score = _scores_of(_load_keys(scores + row * N + j, j < limit))
+        # The K groups' maxima are K scores: no score below the least of them is taken.
+        low = tl.where(found < K, NONE + 1, low)
+        found = tl.sum((score >= low).to(tl.int32), 0)
     else:
         j = tl.arange(0, WIDE)
-    keys = _load_keys(scores + row * N + j, j < limit)
-    count = _store_taken(out_at, _take_best(_scores_of(keys), K), j)
+        score = _scores_of(_load_keys(scores + row * N + j, j < limit))
+        low, most, found = _ends(score)
+    low, high, enough, above = _threshold(score, low, most, found, K)
+    _store_taken(out_at, _at_least(score, low, high, enough, above, K), j)
+    count = tl.minimum(found, K)
     tl.store(out_at + n, -1, mask=(n >= count) & (n < K))
     if progress is not None:
         if row % (kv_heads * T) == 0:
