@@ -30,6 +30,16 @@ DEFAULTS = {
 }
 
 
+def hold_progress(progress, k, options):
+    """A fresh cache's progress is what one selection over it must have noted."""
+    batch, size = k.shape[0], k.shape[2]
+    lengths = torch.tensor([size]) if options.get("lengths") is None else options["lengths"]
+    start = torch.tensor([0]) if options.get("start") is None else options["start"]
+    lengths, start = (x.long().clamp(0, size).expand(batch) for x in (lengths, start))
+    until = (lengths - 1 - start).clamp(min=0) // options["block"] - options["local"] + 1
+    assert progress.tolist() == torch.stack([until.clamp(min=0), start], 1).tolist()
+
+
 def empty(k, block, parts=2, dtype=None):
     """(summaries of a fresh cache, its progress), with garbage where no kernel has written: NaN, or
     a code that no test makes."""

@@ -268,8 +268,8 @@ def select_best(
 
 @triton.jit
 def _threshold(score, low, high, found, K: tl.constexpr):
-    """(low, high, scores not below low, scores not below high): K or more scores are not below
-    `low`, of which there are `found` at first, and fewer than K are not below `high`.
+    """(low, high, scores not below low, scores not below high), between which the K-th largest is: K
+    or more scores are not below `low`, `found` of them at first, and fewer than K not below `high`.
 
     Each turn cuts what is between in five and counts at the four cuts. One sum gives all counts, 16
     bits each: a reduction over a program's warps takes longer than the comparisons. The search ends
@@ -392,9 +392,9 @@ def select_many(
         group = tl.arange(0, WIDE)
         maxima = _load_keys(best + row * tl.cdiv(N, MEMBERS) + group, group * MEMBERS < limit)
         maxima = _scores_of(maxima)
-        least, most, found = _ends(maxima)
-        low, high, enough, above = _threshold(maxima, least, most, found, K)
-        _store_taken(out_at, _at_least(maxima, low, high, enough, above, K), group)
+        floor, ceiling, found = _ends(maxima)
+        floor, top, enough, above = _threshold(maxima, floor, ceiling, found, K)
+        _store_taken(out_at, _at_least(maxima, floor, top, enough, above, K), group)
         groups = tl.minimum(found, K)
         tl.debug_barrier()  # other warps load what one has stored
         chosen = tl.load(out_at + n, mask=n < groups, other=0, cache_modifier=".cg")
@@ -403,14 +403,14 @@ def select_many(
         j = tl.reshape(tl.where((n < groups)[:, None], j, limit), [KP * MEMBERS])
         score = _scores_of(_load_keys(scores + row * N + j, j < limit))
         # The K groups' maxima are K scores: no score below the least of them is taken.
-        low = tl.where(found < K, NONE + 1, low)
-        found = tl.sum((score >= low).to(tl.int32), 0)
+        floor = tl.where(found < K, NONE + 1, floor)
+        found = tl.sum((score >= floor).to(tl.int32), 0)
     else:
         j = tl.arange(0, WIDE)
         score = _scores_of(_load_keys(scores + row * N + j, j < limit))
-        low, most, found = _ends(score)
-    low, high, enough, above = _threshold(score, low, most, found, K)
-    _store_taken(out_at, _at_least(score, low, high, enough, above, K), j)
+        floor, ceiling, found = _ends(score)
+    floor, top, enough, above = _threshold(score, floor, ceiling, found, K)
+    _store_taken(out_at, _at_least(score, floor, top, enough, above, K), j)
     count = tl.minimum(found, K)
     tl.store(out_at + n, -1, mask=(n >= count) & (n < K))
     if progress is not None:
