@@ -1,6 +1,7 @@
 """`gather` with pages of 16 on one GPU: right against its reference, and how long a step takes.
 
     python bench/gather_ops.py --out rows.jsonl [--part checks|steps|times] [--seconds 140]
+                               [--shapes 1x131072,1x1048576]
 
 Checks summaries, lists and steps on odd shapes against the CPU's, and that every plan lists the
 same blocks. Then times one layer's step (append, selection, attention) under the paper's options,
@@ -304,10 +305,14 @@ def main() -> int:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--seconds", type=float, default=140, help="begin nothing after so many")
     parser.add_argument("--part", choices=("checks", "steps", "times", "all"), default="all")
+    parser.add_argument("--shapes", help="batch x tokens, as 1x131072,8x32768")
     options = parser.parse_args()
     torch.set_grad_enabled(False)
     rows = Rows(options.out, options.seconds)
-    checks, shapes = (CHECKS, SHAPES) if options.part == "all" else ((), SHAPES)
+    shapes = SHAPES
+    if options.shapes:
+        shapes = [tuple(map(int, shape.split("x"))) for shape in options.shapes.split(",")]
+    checks, shapes = (CHECKS, shapes) if options.part == "all" else ((), shapes)
     checks, shapes = (CHECKS, ()) if options.part == "checks" else (checks, shapes)
     for scoring, facts in itertools.product(("spread", "bounds"), checks):
         case = " ".join(str(x).removeprefix("torch.") for x in facts)
