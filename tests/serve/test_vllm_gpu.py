@@ -148,7 +148,9 @@ def test_preemption_loses_no_request_and_no_summary(qwen2, run, policy):
 
 @pytest.mark.parametrize("policy", [SPARSE, SPARSE_GVR])
 def test_what_is_kept_is_inside_the_budget(qwen2, run, policy):
-    _, log = run(qwen2, policy, **CHUNKED)
+    """vLLM measures memory here: nothing else may use the GPU meanwhile."""
+    measured = dict(kv_cache_memory_bytes=None, gpu_memory_utilization=0.2)
+    _, log = run(qwen2, policy, **measured, **CHUNKED)
     held = [line for line in log.splitlines() if "are held beside the cache" in line]
     assert held and float(held[0].split("attnplug: ")[1].split(" GiB")[0]) > 0
 

@@ -243,7 +243,8 @@ def _plan_for_many(rows: int, blocks: int, width: int, itemsize: int, pipelined:
         return Plan(chunk, members, 4, warps)
     if rows * blocks <= 2**16:
         return Plan(chunk, members, 4, warps, repeat=2, stages=2)
-    return Plan(chunk, members, 4, warps, repeat=4, stages=2, registers=128)
+    limit = 128 if rows * blocks > 2**18 else None
+    return Plan(chunk, members, 4, warps, repeat=4, stages=2, registers=limit)
 
 
 class Scores(NamedTuple):
