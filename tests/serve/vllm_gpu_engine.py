@@ -14,7 +14,7 @@ COMMON = dict(
     skip_tokenizer_init=True,
     max_model_len=8192,
     max_num_seqs=8,
-    # Not measured: engines start beside each other, and vLLM stops where one frees memory meanwhile.
+    # Not measured: engines start side by side, and vLLM stops where one frees memory meanwhile.
     kv_cache_memory_bytes=4 << 30,
     enable_prefix_caching=True,
     seed=0,

@@ -268,8 +268,8 @@ def select_best(
 
 @triton.jit
 def _threshold(score, low, high, found, K: tl.constexpr):
-    """(low, high, scores not below low, scores not below high), between which the K-th largest is: K
-    or more scores are not below `low`, `found` of them at first, and fewer than K not below `high`.
+    """(low, high, scores not below low, scores not below high), between which the K-th largest is:
+    K or more scores are not below `low`, `found` at first, and fewer than K not below `high`.
 
     Each turn cuts what is between in five and counts at the four cuts. One sum gives all counts, 16
     bits each: a reduction over a program's warps takes longer than the comparisons. The search ends
