@@ -3,15 +3,16 @@
     python bench/aot_start.py --out rows.jsonl [--device cuda] [--layers 8] [--policy dense]
 
 For each policy, and the model without one ("stock"): exports one decode step of a model with random
-weights (its cache's tensors are the program's buffers), packages it, and starts three processes:
-the package; the model compiled (`fullgraph=True`) on an empty inductor cache; and compiled once
-more on that cache. A row says what each took from the first import on, for its first token and for
-ten more, and whether all gave the same tokens. If "stock" crashes with signal 11, see
+weights (its cache's tensors are the program's buffers), packages it, and starts four processes:
+the package, on an empty inductor cache and once more on that cache, and the model compiled
+(`fullgraph=True`), likewise. A row says what each took from the first import on, for its first
+token and for ten more, and whether all gave the same tokens. If "stock" crashes with signal 11, see
 bench/shared_libstdcxx.sh.
 
 On an empty cache inductor compiles a C++ program for each vector instruction set of the CPU, to see
 whether the compiler knows it, also before it loads a package. `TORCHINDUCTOR_VEC_ISA_OK=1` spares
-all processes that; `--probe` times them with it.
+all processes that, but for AMX with torch 2.11; `--probe` times them with it. Rows measured on an
+H200 stand in aot-start-h200.json.
 """
 
 import argparse
@@ -32,6 +33,7 @@ import attnplug.ops  # registers what a package calls
 from attnplug.bench.provenance import provenance
 
 POLICIES = ("stock", "dense", "gather(min_tokens=0)")
+KINDS = ("package", "compile")
 SIZE = 4096  # tokens of the cache
 TOKENS = 11
 # Inductor takes the cache's length, 0 when it is exported, for a constant of the program and folds
@@ -134,7 +136,7 @@ def measure(options: argparse.Namespace) -> dict[str, object]:
         path = f"{folder}/step.pt2"
         made = package(options, path)
         tell(f"{options.policy}: packaged in {made:.0f} s")
-        kinds = {"package": "package", "compile_cold": "compile", "compile_warm": "compile"}
+        kinds = {f"{kind}_{cache}": kind for kind in KINDS for cache in ("cold", "warm")}
         found = {}
         for name, kind in kinds.items():
             found[name] = started(kind, options, path, f"{folder}/{kind}")
@@ -154,7 +156,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--policy", help="one; default: all")
     parser.add_argument("--probe", action="store_true", help="let inductor probe the compiler")
-    parser.add_argument("--child", choices=("package", "compile"), help=argparse.SUPPRESS)
+    parser.add_argument("--child", choices=KINDS, help=argparse.SUPPRESS)
     parser.add_argument("--package", help=argparse.SUPPRESS)
     options = parser.parse_args()
     warnings.simplefilter("ignore")
