@@ -232,14 +232,13 @@ def plan_for(
 
 def _plan_for_many(rows: int, blocks: int, width: int, itemsize: int, pipelined: bool) -> Plan:
     """The plan of a selection by a threshold."""
-    row_bytes, total = next_power_of_two(width) * itemsize, rows * blocks
-    few, int8 = total <= FEW, itemsize == 1
-    chunk = 32 if few or not int8 else 64 if total <= 2**16 else 128
+    row_bytes, total, int8 = next_power_of_two(width) * itemsize, rows * blocks, itemsize == 1
+    chunk = 32 if total <= FEW or not int8 else 64 if total <= 2**16 else 128
     chunk = max(16, min(chunk, 16384 // row_bytes))
     members = 0 if blocks <= ONE_LEVEL else 8 if blocks <= 4 * ONE_LEVEL else 16
     members = min(chunk, max(members, next_power_of_two(blocks) // GROUPS))
     plan = Plan(chunk, members, 4, 4 if blocks <= 16384 else 8)
-    if few or not (pipelined and int8):
+    if total <= FEW or not (pipelined and int8):
         return plan
     if total <= 2**16:
         return plan._replace(repeat=2, stages=2)
