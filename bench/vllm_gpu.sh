@@ -1,0 +1,51 @@
+#!/usr/bin/env bash
+# attnplug inside vLLM on a bare machine with one CUDA GPU, in calls of 9 minutes:
+#
+#   bash bench/vllm_gpu.sh tests               # tests/serve/test_vllm_gpu.py; engines start together
+#   bash bench/vllm_gpu.sh speed qwen7b        # first tokens and steps beside stock vLLM: rows
+#   bash bench/vllm_gpu.sh load qwen7b         # a served load
+#
+# Each wants vLLM's pieces in .carry/ (bench/vllm_pack.sh) until all of them are there, and export
+# ATTNPLUG_COMMIT. Weights of small models that bench/carry_weights.py split, .carry/MODEL-N, are put
+# together on the way; tests of models that are not whole skip. $OUT gets vllm.log, rows of speed and
+# load as vllm-PART-SHAPE.json, and vllm-jobs.tgz: what each engine of the tests was told and said.
+# POLICY (momo+gather) is what speed and load serve with. SECONDS_AT_MOST (530) is when a call ends by
+# itself. Nothing else may use the GPU: vLLM stops where another process frees memory while it looks.
+set -uo pipefail
+cd "$(dirname "$0")/.."
+: "${ATTNPLUG_COMMIT:?names the commit that is measured}"
+out=${OUT:-/tmp} limit=${SECONDS_AT_MOST:-530} part=${1:-} shape=${2:-qwen7b}
+export ATTNPLUG_CACHE=${ATTNPLUG_CACHE:-/tmp/attnplug}
+for piece in .carry/*-[0-9]*; do
+  compgen -G "$piece/*.part*-of-*" >/dev/null && python3 bench/carry_weights.py join "$piece"
+done
+if compgen -G ".whl/*.whl" >/dev/null; then
+  python3 -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --upgrade \
+    --target /tmp/site .whl/*.whl || exit
+fi
+# shellcheck source=bench/vllm_setup.sh
+source bench/vllm_setup.sh
+export PYTHONPATH="$PYTHONPATH:$ATTNPLUG_CACHE/site:/tmp/site"
+within() { timeout --kill-after=5 "$((limit - SECONDS))" "$@"; }
+
+tests() {
+  within python3 -m pytest -m gpu tests/serve/test_vllm_gpu.py -p no:cacheprovider -v -s \
+    --numprocesses 0 --tb=short --basetemp=/tmp/vllm-tests >>"$out/vllm.log" 2>&1
+  local status=$?
+  tar -czf "$out/vllm-jobs.tgz" -C /tmp/vllm-tests . # with what was said until a call was cut
+  grep -E "PASSED|FAILED|SKIPPED|ERROR|needles|^E  |passed|failed" "$out/vllm.log" | cut -c1-200
+  return $status
+}
+
+measure() { # parts of the bench
+  within python3 bench/vllm_engine.py --shape "$shape" --parts "$1" \
+    --policy "${POLICY:-momo+gather}" --out "$out/vllm-$part-$shape.json" 2>&1 |
+    tee -a "$out/vllm.log"
+}
+
+case $part in
+  tests) tests ;;
+  speed) measure ttft,decode ;;
+  load) measure load ;;
+  *) echo "name a part: tests, speed SHAPE, load SHAPE" >&2; exit 2 ;;
+esac
