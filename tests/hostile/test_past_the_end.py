@@ -20,9 +20,11 @@ from attnplug.ops.certified import quantize_kv as quantize
 from attnplug.ops.certified.plan import Plan
 from attnplug.ops.gather import block_bounds as summaries
 from attnplug.ops.gather import gather_decode as decode
+from attnplug.ops.gather import page_bounds as bounds_of_pages
 from attnplug.ops.gather import select_blocks as select
 from attnplug.ops.gather import tiered_decode as tiered
 from attnplug.ops.gather.block_bounds import empty_bounds
+from attnplug.ops.gvr import page_codes as codes_of_pages
 from attnplug.ops.sketch import encode_keys as encode
 from attnplug.ops.sketch import host_decode as sketch_host
 from attnplug.ops.sketch import sketch_decode as sketch
@@ -134,7 +136,7 @@ def call(op: Any, launch: Callable[..., Any], path: str, device: str, args: list
     return outputs[0] if outputs else None
 
 
-@pytest.mark.parametrize("top_k, local", [(1, 1), (0, 3)])
+@pytest.mark.parametrize("top_k, local", [(1, 1), (0, 3), (40, 1)])
 @pytest.mark.parametrize("int8", [False, True])
 @pytest.mark.parametrize("length", LENGTHS)
 def test_gather_decode(device_path, length, int8, top_k, local):
@@ -190,6 +192,37 @@ def test_summaries(device_path, length, int8):
         step.hold_unwritten()
         done = progress[:, 0].tolist()
         assert 0 <= done[0] <= SIZE // BLOCK and done[1] <= SANE // BLOCK
+
+
+@pytest.mark.parametrize("form", ["bounds", "spread", "codes"])
+@pytest.mark.parametrize(
+    "lost", [2 * SIZE + 15, 2**31 + 31, 2**32 + 15, 2**63 - 1, -1, -(2**63) + 15]
+)
+def test_slots_outside_of_the_pages(device_path, lost, form):
+    """What is kept of written keys, by slot: a slot that no page has is nowhere."""
+    device, path = device_path
+    random = torch.Generator().manual_seed(0)
+    k = torch.randn(2, HEADS, SIZE, WIDTH, generator=random)
+    kept: list[list[torch.Tensor]] = []
+    for slots in ([SANE + 1, lost], [SANE + 1]):  # that slot completes a block
+        guard = Guarded(device)
+        keys, where = guard(k), guard(torch.tensor(slots))
+        if form == "codes":
+            state = guard.all(codes_of_pages.empty_page_codes(k))
+            args = [keys, *state, where]
+            op = codes_of_pages._page_codes, codes_of_pages._allocate
+            call(op, codes_of_pages.launch_page_codes, path, device, args)
+        else:
+            dtype = torch.uint8 if form == "spread" else None
+            state = [guard(bounds_of_pages.empty_page_bounds(k, BLOCK, dtype=dtype))]
+            op = bounds_of_pages._page_bounds, bounds_of_pages._allocate
+            args = [keys, *state, where, BLOCK]
+            call(op, bounds_of_pages.launch_page_bounds, path, device, args)
+        guard.check()
+        assert torch.equal(keys.cpu(), k)
+        kept.append([x.cpu() for x in state])
+    assert all(torch.equal(*pair) for pair in zip(*kept, strict=True))
+    assert any(x.any() for x in kept[0])
 
 
 @pytest.mark.parametrize("length", [SIZE - 1, SIZE, SIZE + 7, 2**31 + 5, 2**32 + 3, -1, -(2**63)])

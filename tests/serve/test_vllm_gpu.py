@@ -1,5 +1,5 @@
-"""attnplug inside vLLM on an H200, beside vLLM's FlashAttention: `bash bench/vllm_gpu.sh tests`. Each
-engine is a process.
+"""attnplug inside vLLM on an H200, beside vLLM's FlashAttention: `bash bench/vllm_gpu.sh tests`.
+Each engine is a process.
 
 Tokens are compared up to the first that differs. There the two engines must have been undecided:
 bfloat16 rounds attention by its order, and a model picks one of two equally likely tokens.

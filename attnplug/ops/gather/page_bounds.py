@@ -45,7 +45,7 @@ def page_bounds(k: torch.Tensor, bounds: torch.Tensor, slots: torch.Tensor, *, b
         bounds: `[1, Hkv, pages * page / block, parts, D]` like k, or uint8, as `empty_page_bounds`
             makes them; contiguous; written.
         slots: int32 or int64 `[N]`, where keys were written: page times `page`, plus the place in
-            the page. Negative: nowhere.
+            the page. Outside of the pages, negative ones too: nowhere.
         block: keys a block: 16, 32, 64 or 128.
 
     Raises:
@@ -121,11 +121,12 @@ def rows_of_summaries(
 
 
 def _cpu(k, bounds, slots, block):
+    pages, heads, page, width = k.shape
     slots = slots.long()
-    ends = slots[(slots >= 0) & (slots % block == block - 1)]
+    stored = (slots >= 0) & (slots < pages * page)
+    ends = slots[stored & (slots % block == block - 1)]
     if len(ends) == 0:
         return
-    pages, heads, page, width = k.shape
     first = ends % page - block + 1
     at = first[:, None] + torch.arange(block)
     keys = k.transpose(1, 2)[ends[:, None] // page, at]  # [N, block, Hkv, D]

@@ -48,7 +48,7 @@ def page_codes(
         codes, scales: int8 `[pages, Hkv, page, D]` and float32 `[pages, Hkv, page]`, as
             `empty_page_codes` makes them; contiguous; written.
         slots: int32 or int64 `[N]`, where keys were written: page times `page`, plus the place in
-            the page. Negative: nowhere.
+            the page. Outside of the pages, negative ones too: nowhere.
 
     Raises:
         ArgumentError: a shape, dtype or device does not fit.
@@ -80,7 +80,7 @@ def _allocate(k, codes, scales, slots):
 
 
 def _cpu(k, codes, scales, slots):
-    slots = slots[slots >= 0].long()
+    slots = slots[(slots >= 0) & (slots < k.shape[0] * k.shape[2])].long()
     at = slots // k.shape[2], slice(None), slots % k.shape[2]
     codes[at], scales[at] = quantize_keys(k[at])
 
@@ -90,7 +90,7 @@ def _cpu(k, codes, scales, slots):
 
 def launch_page_codes(k, codes, scales, slots):
     """Run the kernel; tensors as in `page_codes`, on a GPU or in Triton's interpreter."""
-    _, heads, page, width = k.shape
+    pages, heads, page, width = k.shape
     count = len(slots)
     if count == 0:
         return
@@ -102,6 +102,7 @@ def launch_page_codes(k, codes, scales, slots):
         scales=scales,
         slots=slots,
         count=count,
+        stored=pages * page,
         k_strides=k.stride()[:3],
         slot_stride=slots.stride(0),
         D=width,

@@ -31,7 +31,8 @@ def summarise_written(
     first = tl.program_id(0) * EACH
     for i in range(first, tl.minimum(first + EACH, count)):
         slot = tl.load(slots + i * slot_stride).to(tl.int64)
-        if (slot >= 0) & (slot % BLOCK == BLOCK - 1):
+        in_pages = (slot >= 0) & (slot // BLOCK < places)
+        if in_pages & (slot % BLOCK == BLOCK - 1):
             begin = slot // PAGE * k_p + (slot % PAGE - BLOCK + 1) * k_s
             k_at = k + h * k_h + begin
             place = slot // BLOCK

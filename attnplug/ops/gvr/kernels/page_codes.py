@@ -16,6 +16,7 @@ def code_written(
     scales,
     slots,
     count,
+    stored,
     k_strides,
     slot_stride,
     D: tl.constexpr,
@@ -23,13 +24,14 @@ def code_written(
     PAGE: tl.constexpr,
     EACH: tl.constexpr,
 ):
-    """Slots EACH i and on, of head h; what `quantize_keys` makes of their keys."""
+    """Slots EACH i and on, of head h; what `quantize_keys` makes of their keys. All pages have
+    `stored` slots."""
     k_p, k_h, k_s = k_strides
     h = tl.program_id(1).to(tl.int64)
     i = tl.program_id(0) * EACH + tl.arange(0, EACH)
     d = tl.arange(0, DP)
     slot = tl.load(slots + i.to(tl.int64) * slot_stride, mask=i < count, other=-1).to(tl.int64)
-    written = slot >= 0
+    written = (slot >= 0) & (slot < stored)
     loadable = written[:, None] & (d < D)[None, :]
     page, in_page = slot // PAGE, slot % PAGE
     k_at = k + h * k_h + (page * k_p + in_page * k_s)[:, None] + d[None, :]
