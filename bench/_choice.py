@@ -14,7 +14,7 @@ from attnplug.eval.tasks import TASKS
 NEEDS = (
     ("exact attention", "dense"),
     ("the first token sooner, on long prompts", "momo"),
-    ("decode at constant cost", "gather"),
+    ("decode at nearly constant cost", "gather"),
     ("decode that finds single tokens", "gvr"),
     ("the same, and nothing is dropped", "sketch"),
     ("half the cache's GPU memory, with proof", "certified"),

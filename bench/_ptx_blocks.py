@@ -3,6 +3,7 @@
 import functools
 from typing import Any
 
+import torch
 from _ptx_inputs import BF16, FP16, FP32, INT64, Cases, attention, cases, new, padding, summaries
 
 
@@ -139,9 +140,25 @@ def gather_decode(op: Any) -> Cases:
     yield "padded", case(2, 28, 4, 4096, 128, **some, **capped)
     many = {"block": 16, "top_k": 256, "sink": 8, "local": 32}
     for size in (8192, 32768, 131072, 1 << 20):
-        yield f"default {size}", case(1, 28, 4, size, 128, scoring="spread", **many)
-        yield f"pages, bounds {size}", case(1, 28, 4, size, 128, int8=True, **many)
-    yield "default batch=8", case(8, 28, 4, 1 << 20, 128, scoring="spread", **many)
+        yield f"pages, spread {size}", case(1, 28, 4, size, 128, scoring="spread", **many)
+        yield f"default {size}", case(1, 28, 4, size, 128, int8=True, **many)
+    yield "pages, spread batch=8", case(8, 28, 4, 1 << 20, 128, scoring="spread", **many)
+    yield "default batch=8", case(8, 28, 4, 1 << 20, 128, int8=True, **many)
+
+
+@cases
+def page_bounds(op: Any) -> Cases:
+    def case(pages, kv, page, width, slots, dtype=BF16, wide=INT64, parts=2, spread=False):
+        k = new(pages, kv, page, width, dtype=dtype)
+        one_row = new(1, kv, pages * page, width, dtype=dtype)
+        bounds, _ = summaries(one_row, 16, parts, False, spread)
+        return lambda: op(k, bounds, new(slots, dtype=wide), block=16)
+
+    yield "a step", case(4096, 4, 16, 128, 8)
+    yield "a prompt", case(512, 8, 128, 128, 16384)
+    yield "spread", case(4096, 4, 16, 128, 8, spread=True)
+    yield "fp16 D=80 mean", case(64, 2, 48, 80, 100, FP16, torch.int32, parts=1)
+    yield "fp32 D=256", case(64, 4, 16, 256, 33, FP32)
 
 
 @cases

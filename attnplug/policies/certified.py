@@ -25,7 +25,8 @@ from attnplug.policies.crossover import DenseBelow
 from attnplug.policies.dense import Dense
 
 # Caches below so many tokens keep their originals on the device and are read by `dense`: one query
-# a sequence is as fast from 64K on, on an H200 (bench/results/certified.json).
+# a sequence that promotes two blocks is as fast from 64K on, on an H200
+# (bench/results/certified.json).
 CROSSOVER = {"cuda": 65536, "cpu": 4096}
 
 

@@ -1,4 +1,4 @@
-"""gather: decode whose cost does not depend on the context.
+"""gather: decode that reads as many keys at every length, and a small summary of each block.
 
 A step reads the sink, the last blocks and, of the blocks between, the best k of each KV head,
 chosen by summaries of their keys that live beside the cache:

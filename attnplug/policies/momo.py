@@ -58,7 +58,8 @@ class Momo(DenseBelow):
     paper's correction, 0 leaves them block-sparse. Measured rows are dense at any. With None they
     are block-sparse, too: the measuring pass needs no values, and half of the FLOPs ("joint").
     min_tokens: tokens of a prefill, all its chunks, below which dense attention runs instead; None
-    is the crossover measured on the kind of device, a multiple of the budget top_k x block.
+    is the crossover measured on the kind of device, a multiple of the budget top_k x block and
+    at least CROSSOVER_FLOOR.
     """
 
     gamma: int = 16

@@ -24,7 +24,7 @@ VARIABLE = "ATTNPLUG_POLICY"
 EXAMPLE = '--additional-config.attnplug "momo+gather"'
 REQUESTS = "attnplug.serve.vllm.requests:Requests"  # what tells which request a row is
 INSTEAD = {
-    "certified": "vLLM's own quantized cache, --kv-cache-dtype fp8, beside 'momo'",
+    "certified": "vLLM's own quantized cache, --kv-cache-dtype fp8, with vLLM's own attention",
     "sketch": "gather or gvr, whose ops read vLLM's pages",
     "auto": "the methods by name, such as 'momo+gather'",
     "stream": "it as what looks on, such as 'momo+stream'; momo serves prefill",
