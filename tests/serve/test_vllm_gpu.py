@@ -39,6 +39,9 @@ SPARSE = "momo(min_tokens=1024, top_k=8)+gather(k=8, sink=1, local=4, min_tokens
 COVERING_GVR = "momo(min_tokens=0, top_k=1024)+gvr(k=4096, min_tokens=0)"
 SPARSE_GVR = "momo(min_tokens=1024, top_k=8)+gvr(k=256, sink=16, window=64, min_tokens=1024)"
 UNDECIDED = 0.25  # nats between two tokens, where bfloat16 may choose either
+# Rows that are the same throughout where weights are random and two tokens often as likely:
+# 7 and 9 of 15 were, on an H200, and no other left at more than 0.1 nats.
+TIED = 0.4
 DRAW = random.Random(3)
 SHARED = [DRAW.randrange(2, 1000) for _ in range(1500)]
 
@@ -128,8 +131,8 @@ def run(tmp_path_factory, request):
         yield lambda *job, **options: begin(*job, **options).result()
 
 
-def agree(found: list[dict], wanted: list[dict], exactly: float = 0.3) -> None:
-    """Rows are the same up to a place where both tokens were as likely; some of them throughout."""
+def agree(found: list[dict], wanted: list[dict], exactly: float = 0.7) -> None:
+    """Rows are the same up to a place where both tokens were as likely; most of them throughout."""
     same = 0
     for row, (one, other) in enumerate(zip(found, wanted, strict=True)):
         pairs = enumerate(zip(one["tokens"], other["tokens"], strict=True))
@@ -152,7 +155,7 @@ def test_covering_budgets_give_the_tokens_of_flash_attention(qwen2, run, policy)
     assert "attnplug: prefill momo" in log and f"decode {method}" in log
     assert "FULL_AND_PIECEWISE" in log
     assert any(output["cached"] for output in found), "no prefix hit"
-    agree(found, stock)
+    agree(found, stock, exactly=TIED)
 
 
 @pytest.mark.parametrize("policy", SPARSE_ONES)
@@ -167,11 +170,12 @@ def test_full_graphs_give_what_the_same_code_gives_without(qwen2, run, policy):
 
 @pytest.mark.parametrize("policy", COVERING_ONES)
 def test_preemption_loses_no_request(qwen2, run, policy):
-    """Pages for half of the rows: some wait, are preempted and computed again."""
+    """Pages for half of the rows: some wait, are preempted and computed again. What summaries then
+    say matters to sparse budgets only: the tests on a CPU hold it (vllm_cpu)."""
     stock, _ = run(qwen2, None, **CHUNKED)
     tight, log = run(qwen2, policy, **FEWER, **CHUNKED)
     assert "attnplug" in log
-    agree(tight, stock)
+    agree(tight, stock, exactly=TIED)
 
 
 @pytest.mark.parametrize("policy", SPARSE_ONES)
@@ -198,7 +202,7 @@ def test_real_models_with_covering_budgets_give_the_tokens_of_flash_attention(na
     turns = [dict(prompts=[text, text[:3000], text[:500]], tokens=24)]
     stock, _ = run(folder, None, turns, **CHUNKED)
     found, _ = run(folder, COVERING, turns, **CHUNKED)
-    agree(found, stock)
+    agree(found, stock, exactly=0.6)
 
 
 def test_needles_at_32k_are_found_as_often_as_by_flash_attention(run):
