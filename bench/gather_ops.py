@@ -233,6 +233,7 @@ def plan_of(layer: Layer, policy: Gather) -> decode.Plan:
         multiprocessors=machine(CUDA)[0],
         pipelined=True,
         summary_size=layer.bounds.element_size(),
+        spread=policy.scoring == "spread",
     )
 
 

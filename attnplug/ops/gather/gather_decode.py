@@ -29,14 +29,14 @@ from attnplug.ops.gather.gather_attention import (
     launch_gather_attention,
 )
 from attnplug.ops.gather.gather_attention import plan_for as plan_attention
-from attnplug.ops.gather.select_blocks import Plan as SelectPlan
 from attnplug.ops.gather.select_blocks import (
     allocate_index,
     launch_choice,
     launch_scores,
     select_on_cpu,
 )
-from attnplug.ops.gather.select_blocks import plan_for as plan_selection
+from attnplug.ops.gather.select_plan import Plan as SelectPlan
+from attnplug.ops.gather.select_plan import plan_for as plan_selection
 
 NAME = "gather_decode"
 
@@ -222,11 +222,14 @@ def plan_for(
     multiprocessors: int,
     pipelined: bool,
     summary_size: int,
+    spread: bool = False,
     paged: bool = False,
 ) -> Plan:
     """The pre-tuned plan of a shape: `rows` (sequence, KV head) pairs keep `kept` blocks each, of
-    the `blocks` that the cache has room for; a summary's element has `summary_size` bytes."""
-    select = plan_selection(rows, blocks, top_k, width, summary_size, pipelined and not paged)
+    the `blocks` that the cache has room for; a summary's element has `summary_size` bytes, and
+    `spread` says that summaries are means and variances."""
+    pipelined = pipelined and not paged
+    select = plan_selection(rows, blocks, top_k, width, summary_size, pipelined, spread)
     attend = plan_attention(rows, group, kept * block, block, width, itemsize, multiprocessors)
     if paged:
         attend = attend._replace(stages=1)
@@ -258,6 +261,7 @@ def launch_gather_decode(*args, plan=None, count=True, table=None):
             multiprocessors=machine(q.device)[0],
             pipelined=call.scoring in ("bounds", "spread") and call.key_mask is None,
             summary_size=call.bounds.element_size(),
+            spread=call.scoring == "spread",
             paged=table is not None,
         )
     new_k, new_v = (

@@ -37,6 +37,7 @@ from attnplug.ops.gather.kernels.score import score_blocks
 from attnplug.ops.gather.kernels.select import combine_heads, select_best, select_many
 from attnplug.ops.gather.page_bounds import check_page_bounds, rows_of_summaries
 from attnplug.ops.gather.reference import RANKED, choose_blocks
+from attnplug.ops.gather.select_plan import Plan, plan_for
 from attnplug.ops.gather.spread import launch_spread, spread_parts
 
 SCORINGS = ("bounds", "estimate", "mean", "spread")
@@ -182,69 +183,6 @@ def select_on_cpu(
 # --- CUDA: refresh and score, then (for estimate) combine, then select -----------------------
 
 
-class Plan(NamedTuple):
-    """How the kernels cut the work; chosen from static shapes alone."""
-
-    chunk: int  # blocks that are scored together
-    members: int  # blocks whose maximum the score kernel hands on; 0: none, the selection is flat
-    warps: int
-    select_warps: int
-    repeat: int = 1  # chunks of one program of the score kernel
-    stages: int = 1  # of its pipeline
-    soon: bool = False  # read summaries before the length is known; one chunk a program
-    registers: int | None = None  # limit of a thread of the score kernel, so that more programs fit
-
-
-FLAT = 512  # candidates up to which one program selects among all of them
-ONE_LEVEL = 2048  # candidates of a long list up to which its threshold is searched among all
-GROUPS = 4096  # of blocks, whose maxima are searched first where there are more
-FEW = 8192  # blocks of all rows up to which latency counts, and not bandwidth
-
-
-def plan_for(
-    rows: int, blocks: int, top_k: int, width: int, itemsize: int, pipelined: bool
-) -> Plan:
-    """The pre-tuned plan of a shape. `blocks` is how many the cache has room for, `itemsize` that
-    of their summaries. `pipelined` allows a pipeline: only cases that were compared on a GPU get
-    one, because Triton 3.6 compiles some wrong."""
-    if top_k > RANKED:
-        return _plan_for_many(rows, blocks, width, itemsize, pipelined)
-    total, row_bytes = rows * blocks, next_power_of_two(width) * itemsize
-    int8, few, flat = itemsize == 1, total <= FEW, next_power_of_two(blocks) <= FLAT
-    chunk = (32 if few else 64) * (2 if int8 else 1)
-    chunk = max(16, min(chunk, (8192 if few else 16384) // row_bytes))
-    members = 0
-    if not flat:
-        members = 32 if (blocks > 4096 and top_k <= 8) or blocks > 16384 else 16
-        members = min(chunk, 8 if top_k > 8 and blocks <= 1024 else members)
-    many = top_k > 64 or (not flat and top_k > 8) or blocks > 4096
-    plan = Plan(chunk, members, 4, 8 if many else 4)
-    if few:
-        return plan._replace(soon=True)
-    if not pipelined or row_bytes > 256:
-        return plan
-    if int8:  # many bytes on their way need no long programs
-        if total <= 2**15 and rows <= 8:
-            return plan
-        return plan._replace(repeat=2 if total <= 2**17 else 4, stages=2, registers=128)
-    return plan._replace(repeat=2 if total <= 2**17 else 4, stages=3, registers=128)
-
-
-def _plan_for_many(rows: int, blocks: int, width: int, itemsize: int, pipelined: bool) -> Plan:
-    """The plan of a selection by a threshold."""
-    row_bytes, total, int8 = next_power_of_two(width) * itemsize, rows * blocks, itemsize == 1
-    chunk = 32 if total <= FEW or not int8 else 64 if total <= 2**16 else 128
-    chunk = max(16, min(chunk, 16384 // row_bytes))
-    members = 0 if blocks <= ONE_LEVEL else 8 if blocks <= 4 * ONE_LEVEL else 16
-    members = min(chunk, max(members, next_power_of_two(blocks) // GROUPS))
-    plan = Plan(chunk, members, 4, 4 if blocks <= 16384 else 8)
-    if total <= FEW or not (pipelined and int8):
-        return plan
-    if total <= 2**16:
-        return plan._replace(repeat=2, stages=2)
-    return plan._replace(repeat=4, stages=2, registers=None if total <= 2**18 else 128)
-
-
 class Scores(NamedTuple):
     """What the score kernel leaves: int64 keys of all blocks, and the maxima of groups of them."""
 
@@ -287,7 +225,8 @@ def launch_scores(
     group, rows, int8 = heads // kv_heads, batch * kv_heads * queries, bounds.dtype == torch.int8
     if plan is None:
         plain = scoring in ("bounds", "spread") and key_mask is None and table is None
-        plan = plan_for(rows, blocks, top_k, width, bounds.element_size(), plain)
+        spread = scoring == "spread"
+        plan = plan_for(rows, blocks, top_k, width, bounds.element_size(), plain, spread)
     if table is not None:  # no summary is read before the length says that it is one
         plan = plan._replace(soon=False)
     pdl, dependent = early(q.device)

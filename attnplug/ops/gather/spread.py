@@ -186,9 +186,6 @@ def launch_spread(
     kv_heads, size = k.shape[1], capacity(k, table)
     blocks, stored = cdiv(size, block), cdiv(k.shape[0] * k.shape[2], block)
     pdl, dependent = early(q.device)
-    # Means and variances of two tiles: without a limit two programs fit where four should.
-    piped = plan.chunk >= 128 and plan.stages > 1
-    limit = plan.registers or (128 if piped else None)
     scoring.score_spread.run(
         grid=(cdiv(blocks, plan.chunk * plan.repeat), kv_heads * queries, batch),
         warmup=False,
@@ -227,5 +224,5 @@ def launch_spread(
         START_STEP=row_step(start),
         PAGE=0 if table is None else k.shape[2],
         PDL=pdl,
-        **{"num_warps": plan.warps, "maxnreg": limit, **(dependent if new else {})},
+        **{"num_warps": plan.warps, "maxnreg": plan.registers, **(dependent if new else {})},
     )

@@ -7,7 +7,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 
-from attnplug.ops.gather.select_blocks import Plan, Scores, launch_choice
+from attnplug.ops.gather.select_blocks import Scores, launch_choice
+from attnplug.ops.gather.select_plan import Plan
 
 DEVICES = [pytest.param("cuda", marks=pytest.mark.gpu)]
 if os.environ.get("TRITON_INTERPRET") == "1":
