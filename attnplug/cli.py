@@ -111,9 +111,9 @@ def eval(
     limit_seconds: Annotated[
         float | None, typer.Option(help="Begin no batch after that many seconds.")
     ] = None,
-    share: Annotated[
-        str, typer.Option(help="Such as 1/4: the second of four processes' part.")
-    ] = "0/1",
+    claims: Annotated[
+        Path | None, typer.Option(help="Folder by which several processes share a study's batches.")
+    ] = None,
     out: Annotated[Path, typer.Option(help="Folder for samples and results.")] = Path(
         "attnplug-eval"
     ),
@@ -124,7 +124,7 @@ def eval(
         from attnplug.eval import command
 
         asked = command.Asked(policy or [], policies, suite, tasks, lengths, trials)
-        study = command.make_study(asked, seed, batch, limit_seconds, share)
+        study = command.make_study(asked, seed, batch, limit_seconds, claims)
         command.run(model, study, out, device, Console())
 
 

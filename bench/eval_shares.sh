@@ -2,8 +2,8 @@
 # One eval study by several processes of one machine:
 #   bash bench/eval_shares.sh PROCESSES NAME MODEL [options of attnplug eval]
 #
-# A model that is small leaves most of a GPU idle. Each process runs its share of every cell. $OUT/NAME.jsonl
-# gets all samples, of which `python bench/eval_rows.py MODEL $OUT/NAME.jsonl` makes rows, also where this
+# A model that is small leaves most of a GPU idle. Each process claims a batch after the other, in the
+# order of --lengths and --tasks: name first what takes longest. $OUT/NAME.jsonl gets all samples, of which `python bench/eval_rows.py MODEL $OUT/NAME.jsonl` makes rows, also where this
 # script is cut short (SIGTERM, as of `timeout`); $OUT/NAME.log gets what the processes said last. Two
 # files, because a machine may bring back few. Fails if a process did. KNOWN names a file of samples
 # that are not to be run again.
@@ -24,7 +24,7 @@ trap collect EXIT
 trap 'exit 143' TERM
 for ((i = 0; i < processes; i++)); do
   mkdir "$folder/$i" && { [ -z "${KNOWN:-}" ] || cp "$KNOWN" "$folder/$i/samples.jsonl"; } || exit
-  python3 -m attnplug eval "$model" --share "$i/$processes" --out "$folder/$i" "$@" \
+  python3 -m attnplug eval "$model" --claims "$folder/claims" --out "$folder/$i" "$@" \
     >"$folder/$i.log" 2>&1 &
   ids+=($!)
 done

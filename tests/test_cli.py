@@ -27,8 +27,8 @@ def test_help_names_the_commands_that_work():
 
 def test_it_runs_as_a_module():
     command = [sys.executable, "-m", "attnplug", "eval", "nothing", "--policy", "dense"]
-    done = subprocess.run([*command, "--share", "x"], capture_output=True, text=True, check=False)
-    assert done.returncode and "share is 'x', needs two numbers such as 0/4" in done.stderr
+    done = subprocess.run([*command, "--lengths", "x"], capture_output=True, text=True, check=False)
+    assert done.returncode and "lengths is 'x', needs numbers with commas between" in done.stderr
 
 
 def test_report_shows_what_runs_where():

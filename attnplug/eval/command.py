@@ -1,6 +1,5 @@
 """What stands behind `attnplug eval`: reads the options, runs the study, writes and shows it."""
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,7 +31,7 @@ class Asked:
 
 
 def make_study(
-    asked: Asked, seed: int, batch: int, limit_seconds: float | None, share: str = "0/1"
+    asked: Asked, seed: int, batch: int, limit_seconds: float | None, claims: Path | None = None
 ) -> Study:
     """A Study from the command line's words. Raises ArgumentError and PolicyError: a typing
     mistake should not wait for the weights."""
@@ -43,9 +42,6 @@ def make_study(
         tasks = [*TASKS, *MEASURES] if every else _split(asked.tasks)
     if asked.lengths is not None:
         lengths = _numbers(asked.lengths)
-    part = re.fullmatch(r"(\d+)/(\d+)", share)
-    if part is None:
-        raise ArgumentError(f"share is {share!r}, needs two numbers such as 0/4")
     study = Study(
         _policies(asked),
         tasks,
@@ -54,7 +50,7 @@ def make_study(
         seed,
         batch,
         limit_seconds,
-        (int(part[1]), int(part[2])),
+        claims,
         suite.fewer if asked.trials is None else {},
     )
     study.parsed()

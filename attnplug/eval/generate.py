@@ -1,7 +1,7 @@
 """Greedy replies to a batch of prompts, by the model itself and by policies. Policies that share a
 prefill method share the prefill: its cache is handed on to each one's own decode."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -10,6 +10,10 @@ import torch
 from attnplug.api import applied, make_cache
 from attnplug.models.cache import PlugCache
 from attnplug.policies import Policy
+
+# Elements of the [B,1,T,T] masks that stock attention makes of padded prompts (1 GiB, copied as
+# floats): the model alone answers as many rows at a time as keep below it.
+STOCK_MASK = 2**30
 
 
 class Batch(NamedTuple):
@@ -61,7 +65,11 @@ def _batch(model: Any, tokenizer: Any, prompts: Sequence[torch.Tensor], new_toke
 
 def _alone(model: Any, batch: Batch, policy: Policy | None) -> torch.Tensor:
     if policy is None:
-        return _generate(model, batch)
+        rows = max(1, STOCK_MASK // batch.ids.shape[1] ** 2)
+        parts = [_generate(model, part) for part in _split(batch, rows)]
+        new = max(part.shape[1] for part in parts)
+        pad = torch.nn.functional.pad
+        return torch.cat([pad(part, (0, new - part.shape[1]), value=batch.pad) for part in parts])
     with applied(model, policy):
         return _generate(model, batch)
 
@@ -92,6 +100,13 @@ def _after_one_prefill(
             cache.adopt(source)
             tokens[name] = torch.cat([token, _generate(model, then, cache)], 1)
     return tokens
+
+
+def _split(batch: Batch, rows: int) -> Iterator[Batch]:
+    """Batches of so many rows, without what pads all of them."""
+    for ids, mask in zip(batch.ids.split(rows), batch.mask.split(rows), strict=True):
+        first = int(mask.argmax(-1).min())
+        yield batch._replace(ids=ids[:, first:], mask=mask[:, first:])
 
 
 def _generate(model: Any, batch: Batch, cache: PlugCache | None = None) -> torch.Tensor:

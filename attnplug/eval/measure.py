@@ -18,7 +18,8 @@ distribution:
 and of either side the mean loss of the tokens that the steps predict, whose exponential is the
 perplexity of a policy's decode."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib.resources import files
@@ -115,65 +116,111 @@ def window_nll(model: Any, ids: torch.Tensor) -> float:
     return torch.nn.functional.cross_entropy(logits.float(), ids[0, -scored:]).item()
 
 
-@torch.inference_mode()
-def step_logits(
-    model: Any, ids: torch.Tensor, policy: Policy | None, steps: int = STEPS
-) -> torch.Tensor:
-    """Logits `[steps,V]` (float32, the model's device) of the last `steps` tokens of `ids` `[1,T]`,
-    read one at a time after a prefill of the others. Without a policy: the model's own attention
-    and cache."""
-    if policy is not None:
-        with applied(model, policy):
-            return _steps(model, ids, make_cache(model, ids.shape[1]), steps)
-    return _steps(model, ids, None, steps)
+class Reading:
+    """Windows `ids` `[B,T]` of one length whose last `steps` tokens are read one at a time, after a
+    prefill of the others. Without a policy: by the model's own attention, over its own cache.
+
+    Several readings may take turns on one model, so that their logits, of which a large vocabulary
+    has many, are compared and forgotten a few steps at a time."""
+
+    def __init__(self, model: Any, ids: torch.Tensor, policy: Policy | None, steps: int) -> None:
+        self.model, self.policy, self.steps = model, policy, ids[:, -steps:]
+        with self._attention(), torch.inference_mode():
+            cache = None if policy is None else make_cache(model, ids.shape[1])
+            prompt = ids[:, :-steps]
+            out = model(prompt, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        self.cache = out.past_key_values
+
+    def _attention(self) -> AbstractContextManager[Any]:
+        return nullcontext() if self.policy is None else applied(self.model, self.policy)
+
+    @torch.inference_mode()
+    def logits(self, first: int, end: int) -> torch.Tensor:
+        """Logits `[B,end-first,V]` (float32, the model's device) of the next steps."""
+        found = []
+        with self._attention():
+            for token in self.steps[:, first:end].split(1, dim=1):
+                out = self.model(token, past_key_values=self.cache, use_cache=True)
+                self.cache = out.past_key_values
+                found.append(out.logits[:, -1].float())
+        return torch.stack(found, 1)
 
 
-def _steps(model: Any, ids: torch.Tensor, cache: Any, steps: int) -> torch.Tensor:
-    prompt, rest = ids[:, :-steps], ids[:, -steps:]
-    out = model(prompt, past_key_values=cache, use_cache=True, logits_to_keep=1)
-    logits = []
-    for step in range(steps):
-        token = rest[:, step : step + 1]
-        out = model(token, past_key_values=out.past_key_values, use_cache=True)
-        logits.append(out.logits[0, -1].float())
-    return torch.stack(logits)
+def compare_decodes(
+    model: Any, ids: torch.Tensor, policies: Mapping[str, Policy | None], steps: int
+) -> dict[str, list[dict[str, float]]]:
+    """For each policy by its name, and each window of `ids` `[B,T]`: the measures above of its last
+    `steps` steps against the model's own, and its loss `nll`. None is the model's own."""
+    dense = Reading(model, ids, None, steps)
+    others = {n: Reading(model, ids, policy, steps) for n, policy in policies.items() if policy}
+    parts: dict[str, list[dict[str, torch.Tensor]]] = {name: [] for name in policies}
+    for first in range(0, steps, CHUNK):
+        end = min(first + CHUNK, steps)
+        wanted = ids[:, ids.shape[1] - steps + first + 1 :][:, : end - first]  # the last has none
+        own = dense.logits(first, end)
+        for name in policies:
+            logits = own if name not in others else others[name].logits(first, end)
+            found = {"loss": _losses(logits, wanted)}
+            if name in others:
+                found |= _compare(own, logits)
+            parts[name].append(found)
+    return {
+        name: [
+            _means({key: torch.cat([p[key][row] for p in chunks]) for key in chunks[0]})
+            for row in range(len(ids))
+        ]
+        for name, chunks in parts.items()
+    }
 
 
-def step_nll(logits: torch.Tensor, ids: torch.Tensor) -> float:
-    """Mean negative log-likelihood (nats) that `step_logits` of `ids` give to the tokens after
-    those that were read; the last step has none."""
-    wanted = ids[0, 1 - len(logits) :].to(logits.device)
-    return torch.nn.functional.cross_entropy(logits[:-1], wanted).item()
+def _losses(logits: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+    """Negative log-likelihood (nats) `[B,n]` of the tokens `wanted` `[B,n]` by logits `[B,N,V]`."""
+    n = wanted.shape[1]
+    return (
+        torch.nn.functional.cross_entropy(
+            logits[:, :n].flatten(0, 1), wanted.flatten(), reduction="none"
+        )
+        .view(-1, n)
+        .cpu()
+    )
+
+
+def _compare(dense: torch.Tensor, policy: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Of every step `[B,N]`: whether both agree, whether dense is sure, KL and total variation."""
+    p, r = (logits.double().log_softmax(-1) for logits in (dense, policy))
+    best = dense.topk(2, dim=-1).values
+    found = {
+        "agreement": dense.argmax(-1) == policy.argmax(-1),
+        "sure": best[..., 0] - best[..., 1] > MARGIN,
+        "kl": (p.exp() * (p - r)).sum(-1),
+        "total-variation": (p.exp() - r.exp()).abs().sum(-1) / 2,
+    }
+    return {name: value.cpu() for name, value in found.items()}
+
+
+def _means(steps: Mapping[str, torch.Tensor]) -> dict[str, float]:
+    """The means over steps `[N]`. `agreement-at-margin` is missing where no step has a margin."""
+    values = {}
+    if "kl" in steps:
+        same, sure = steps["agreement"], steps["sure"]
+        values = {
+            "agreement": same.double().mean().item(),
+            "kl": steps["kl"].mean().item(),
+            "total-variation": steps["total-variation"].mean().item(),
+        }
+        if sure.any():
+            values["agreement-at-margin"] = same[sure].double().mean().item()
+    return values | {"nll": steps["loss"].double().mean().item()}
 
 
 def compare_logits(dense: torch.Tensor, policy: torch.Tensor) -> dict[str, float]:
-    """The means over steps of the measures above, for logits `[steps,V]`. `agreement-at-margin` is
-    missing where no step has such a margin."""
+    """The measures above of logits `[steps,V]`, but for the loss."""
     chunks = zip(dense.split(CHUNK), policy.split(CHUNK), strict=True)
-    same, sure, kl, distance = (
-        torch.cat(parts).cpu()
-        for parts in zip(*(_compare(*chunk) for chunk in chunks), strict=True)
-    )
-    values = {
-        "agreement": same.double().mean().item(),
-        "kl": kl.mean().item(),
-        "total-variation": distance.mean().item(),
-    }
-    if sure.any():
-        values["agreement-at-margin"] = same[sure].double().mean().item()
+    parts = [_compare(one[None], other[None]) for one, other in chunks]
+    steps = {key: torch.cat([part[key][0] for part in parts]) for key in parts[0]}
+    values = _means(steps | {"loss": torch.zeros(1)})
+    del values["nll"]
     return values
-
-
-def _compare(dense: torch.Tensor, policy: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Of every step: whether both agree, whether dense is sure, KL and total variation."""
-    p, r = (logits.double().log_softmax(-1) for logits in (dense, policy))
-    best = dense.topk(2, dim=-1).values
-    return (
-        dense.argmax(-1) == policy.argmax(-1),
-        best[:, 0] - best[:, 1] > MARGIN,
-        (p.exp() * (p - r)).sum(-1),
-        (p.exp() - r.exp()).abs().sum(-1) / 2,
-    )
 
 
 def mask_values(

@@ -27,11 +27,9 @@ from attnplug.eval.fidelity import has_block_mask
 from attnplug.eval.generate import replies
 from attnplug.eval.measure import (
     DECODES,
-    compare_logits,
+    compare_decodes,
     mask_values,
     prose_window,
-    step_logits,
-    step_nll,
     window_nll,
 )
 from attnplug.eval.prompts import SHORTEST, digest, template_name
@@ -42,15 +40,13 @@ from attnplug.policies.grammar import parse_policy
 
 STOCK = "stock"
 MEASURES = ("perplexity", *DECODES, "captured-mass")
-# On CUDA: prompt tokens of a batch (a prefill of that many fills the GPU), and elements of the
-# [B,1,T,T] masks that stock attention makes of padded prompts (1 GiB each, copied as floats).
-BATCH_TOKENS, BATCH_MASK = 131_072, 2**30
+BATCH_TOKENS = 131_072  # of a batch on CUDA: a prefill of that many fills the GPU
 
 
 @dataclass(frozen=True)
 class Study:
     """What to run. `policies` are strings, methods or Policies; `batch` 0 chooses by the device.
-    `share` (i, n): every n-th batch of a cell, from the i-th on; n processes run the study.
+    `claims`: a folder in which processes that run one study together say which batches they run.
     `fewer`: the trials of tasks that have not `trials`."""
 
     policies: Sequence[Any]
@@ -60,7 +56,7 @@ class Study:
     seed: int = 0
     batch: int = 0
     limit_seconds: float | None = None
-    share: tuple[int, int] = (0, 1)
+    claims: Path | None = None
     fewer: Mapping[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -79,9 +75,6 @@ class Study:
                 f"trials is {self.trials}, batch {self.batch}, seed {self.seed}; needs at least 1, "
                 "0 and 0"
             )
-        part, parts = self.share
-        if not 0 <= part < parts:
-            raise ArgumentError(f"share is {part}/{parts}, needs 0/{parts} to {parts - 1}/{parts}")
 
     def trials_of(self, task: str) -> int:
         """How many prompts the task has at each length."""
@@ -153,6 +146,7 @@ def run_study(
                         break
                     if batch is not None:
                         records.add(batch())
+                        _give_memory_back()
                     bar.advance(step, done)
             except ArgumentError as error:
                 outcome.left_out[f"{task} at {length}"] = str(error)
@@ -161,6 +155,12 @@ def run_study(
             if outcome.stopped:
                 break
     return outcome
+
+
+def _give_memory_back() -> None:
+    """To the other processes that may share the study's GPU: batches differ in what they need."""
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
 
 
 def _too_long(model: Any, length: int) -> str:
@@ -189,16 +189,26 @@ class _Cell:
         """(number of trials, what runs them) for each batch; None where all of it is known."""
         self._check()
         size = self.batch_size()
-        for number, first in enumerate(range(0, self.trials, size)):
+        for first in range(0, self.trials, size):
             trials = range(first, min(first + size, self.trials))
-            if number % self.study.share[1] != self.study.share[0]:
-                yield len(trials), None
-                continue
             wanted = [STOCK, *self.policies]
             missing = [
                 p for p in wanted if any(self.key(t, p) not in records.known for t in trials)
             ]
-            yield len(trials), partial(self.run, trials, missing) if missing else None
+            mine = missing and self._claim(trials, missing)
+            yield len(trials), partial(self.run, trials, missing) if mine else None
+
+    def _claim(self, trials: Sequence[int], missing: Sequence[str]) -> bool:
+        """Whether this process runs the batch: the first that asks does."""
+        if self.study.claims is None:
+            return True
+        name = digest(str([self.key(trial, policy) for trial in trials for policy in missing]))
+        self.study.claims.mkdir(parents=True, exist_ok=True)
+        try:
+            (self.study.claims / name).touch(exist_ok=False)
+        except FileExistsError:
+            return False
+        return True
 
     def _check(self) -> None:
         last = self.trials - 1
@@ -208,17 +218,17 @@ class _Cell:
             self.window(last)
 
     def batch_size(self) -> int:
-        if self.task not in TASKS:
+        if self.task not in TASKS and self.task not in DECODES:
             return 1
         if self.study.batch:
             return self.study.batch
-        if self.model.device.type != "cuda":
-            return 1
-        return max(1, min(BATCH_TOKENS // self.length, BATCH_MASK // self.length**2))
+        return max(1, BATCH_TOKENS // self.length) if self.model.device.type == "cuda" else 1
 
     def run(self, trials: Sequence[int], missing: Sequence[str]) -> list[Record]:
         if self.task in TASKS:
             return self._generate(trials, missing)
+        if self.task in DECODES:
+            return self._decodes(trials, missing)
         return [record for trial in trials for record in self._measure(trial, missing)]
 
     def _generate(self, trials: Sequence[int], missing: Sequence[str]) -> list[Record]:
@@ -244,30 +254,37 @@ class _Cell:
         make = DECODES[self.task].window if self.task in DECODES else prose_window
         return make(self.tokenizer, self.length, trial)
 
+    def _decodes(self, trials: Sequence[int], missing: Sequence[str]) -> list[Record]:
+        """Windows have one length each: they are read together."""
+        steps = DECODES[self.task].steps
+        windows = [self.window(trial) for trial in trials]
+        values = compare_decodes(
+            self.model,
+            torch.cat(windows).to(self.model.device),
+            {name: self.policies.get(name) for name in missing},
+            steps,
+        )
+        return [
+            self.record(trial, name, ids, str(ids[0].tolist()))
+            | {"steps": steps, "values": values[name][row]}
+            for row, (trial, ids) in enumerate(zip(trials, windows, strict=True))
+            for name in missing
+        ]
+
     def _measure(self, trial: int, missing: Sequence[str]) -> Iterator[Record]:
         ids = self.window(trial)
         on_device = ids.to(self.model.device)
-        dense = None
         for name in missing:
             policy = self.policies.get(name)
             record = self.record(trial, name, ids, str(ids[0].tolist()))
             if self.task == "perplexity":
                 with applied(self.model, policy) if policy is not None else nullcontext():
                     record["values"] = {"nll": window_nll(self.model, on_device)}
-            elif self.task in DECODES:
-                steps = DECODES[self.task].steps
-                if dense is None:
-                    dense = step_logits(self.model, on_device, None, steps)
-                logits = dense
-                if policy is not None:
-                    logits = step_logits(self.model, on_device, policy, steps)
-                measured = {} if policy is None else compare_logits(dense, logits)
-                record |= {"steps": steps, "values": measured | {"nll": step_nll(logits, ids)}}
-            elif self.task == "captured-mass" and policy and has_block_mask(policy.prefill):
+            elif policy and has_block_mask(policy.prefill):
                 mask: Any = policy.prefill
                 record["values"], record["layers"] = mask_values(self.model, on_device, mask)
             else:
-                record["values"] = {}  # nothing to compare: dense with itself, or no block mask
+                record["values"] = {}  # nothing to compare: no block mask
             yield record
 
     def record(self, trial: int, policy: str, ids: torch.Tensor, text: str) -> Record:

@@ -10,11 +10,11 @@ from attnplug.eval.measure import (
     LONG,
     OTHER,
     STEPS,
+    Reading,
+    compare_decodes,
     compare_logits,
     long_window,
     prose_window,
-    step_logits,
-    step_nll,
     topic_window,
     window_nll,
 )
@@ -74,15 +74,34 @@ def test_fidelity_of_two_hand_made_steps():
 
 def test_dense_through_its_decode_steps_is_the_models_own(tiny, tokenizer):
     ids = prose_window(tokenizer, 200, 1)
-    stock, dense = (step_logits(tiny, ids, policy) for policy in (None, parse("dense")))
+    stock = Reading(tiny, ids, None, STEPS).logits(0, STEPS)[0]
     with torch.no_grad():
         whole = tiny(ids).logits[0, -STEPS:]
     torch.testing.assert_close(stock, whole, rtol=1e-3, atol=1e-3)
-    found = compare_logits(stock, dense)
+    (found,) = compare_decodes(tiny, ids, {"dense": parse("dense")}, STEPS)["dense"]
     assert found["agreement"] == 1 and found["kl"] < 1e-6 and found["total-variation"] < 1e-3
     steps = range(200 - STEPS, 199)
     wanted = -sum(whole.log_softmax(-1)[at + STEPS - 200, ids[0, at + 1]].item() for at in steps)
-    assert step_nll(dense, ids) == pytest.approx(wanted / (STEPS - 1), rel=1e-3)
+    assert found["nll"] == pytest.approx(wanted / (STEPS - 1), rel=1e-3)
+
+
+def test_decodes_in_turns_and_together_are_those_one_by_one(tiny, tokenizer):
+    """Three chunks of steps, two windows, policies that take turns on one model."""
+    windows = torch.cat([prose_window(tokenizer, 200, number) for number in (0, 1)])
+    policies = {"stock": None, "dense": parse("dense"), "gvr": parse("gvr(k=16, min_tokens=0)")}
+    steps = 2 * STEPS + 5
+    together = compare_decodes(tiny, windows, policies, steps)
+    assert "kl" not in together["stock"][0]
+    assert together["gvr"][0]["kl"] != together["dense"][0]["kl"]
+    for name, policy in policies.items():
+        for row in (0, 1):
+            ids = windows[row : row + 1]
+            (alone,) = compare_decodes(tiny, ids, {name: policy}, steps)[name]
+            assert together[name][row] == pytest.approx(alone, rel=1e-3, abs=1e-6)
+            read = Reading(tiny, ids, policy, steps)
+            logits = torch.cat([read.logits(0, 7), read.logits(7, steps)], 1)[0, :-1]
+            loss = torch.nn.functional.cross_entropy(logits, ids[0, 1 - steps :])
+            assert alone["nll"] == pytest.approx(loss.item(), rel=1e-4)
 
 
 def record(task: str, policy: str, trial: int, **payload):

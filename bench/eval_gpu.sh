@@ -1,0 +1,28 @@
+#!/usr/bin/env bash
+# The quality table of every default, both small models, on a machine with one GPU of 140 GB:
+#   bash bench/eval_gpu.sh SECONDS [options of attnplug eval]
+#
+# Without options: the default suite, all policies. $OUT gets MODEL.jsonl and MODEL.log of each, as
+# eval_shares.sh says, also where SECONDS end it. Its eager steps are short, so that the processes
+# (GEMMA, 8; SMOLLM, 6) share the GPU through MPS, which this script starts and ends. Weights lie in
+# ATTNPLUG_CACHE (bench/carry_weights.py).
+set -uo pipefail
+cd "$(dirname "$0")/.."
+seconds=$1
+shift
+[ $# -gt 0 ] || set -- --suite default --policies all --lengths 32768,8192,4096 --tasks \
+  "long-decode,topic-change,ten-needles,common-words,multi-query,multi-value,variable-tracking,frequent-words,needle-noise,needle-prose,multi-key,captured-mass,fidelity,perplexity"
+export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True
+export CUDA_MPS_PIPE_DIRECTORY=/tmp/mps CUDA_MPS_LOG_DIRECTORY=/tmp/mps-log
+mkdir -p /tmp/mps /tmp/mps-log
+nvidia-cuda-mps-control -d || echo "no MPS: processes take turns" >&2
+trap 'echo quit | nvidia-cuda-mps-control' EXIT
+ids=()
+for share in "gemma3-270m ${GEMMA:-8}" "smollm2-135m ${SMOLLM:-6}"; do
+  read -r model processes <<<"$share"
+  timeout --kill-after=20 "$seconds" bash bench/eval_shares.sh "$processes" "$model" "$model" "$@" &
+  ids+=($!)
+done
+failed=0
+for id in "${ids[@]}"; do wait "$id" || failed=1; done
+exit $failed
