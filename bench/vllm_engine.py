@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -94,13 +95,18 @@ def main() -> None:
 
 
 def compare(options: argparse.Namespace) -> None:
-    """Both engines, one after the other, and the rows of attnplug's beside stock's."""
-    found = {engine: run_engine(engine) for engine in (STOCK, options.policy)}
-    rows = []
-    for key, times in found[options.policy].items():
-        if key in found[STOCK]:
-            rows += rows_of(options, key, times, found[STOCK][key])
+    """Both engines, one after the other, and the rows of attnplug's beside stock's, written as they
+    come: a run that is cut keeps them."""
+    stock: dict[str, list[float]] = {}
+    run_engine(STOCK, stock.__setitem__)
+    rows: list[dict[str, Any]] = []
+
+    def add(key: str, times: list[float]) -> None:
+        if key in stock:
+            rows.extend(rows_of(options, key, times, stock[key]))
             options.out.write_text(json.dumps({"datetime": now(), "rows": rows}, indent=1))
+
+    run_engine(options.policy, add)
     for row in rows:
         print(f"{row['case']} {row['n']} x{row['batch']}: {row['ratio']:.3f}x", flush=True)
 
@@ -109,23 +115,21 @@ def now() -> str:
     return time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime())
 
 
-def run_engine(engine: str) -> dict[str, list[float]]:
-    """{measurement: microseconds} of one engine, in a process of its own."""
+def run_engine(engine: str, tell_of: Callable[[str, list[float]], None]) -> None:
+    """Each measurement of one engine, in a process of its own, and its microseconds."""
     command = [sys.executable, __file__, *sys.argv[1:], "--engine", engine]
     print(f"== {engine}", flush=True)
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
-    found: dict[str, list[float]] = {}
     for line in process.stdout:
         if line.startswith("MEASURED "):
             key, times = json.loads(line.removeprefix("MEASURED "))
-            found[key] = times
             print(f"{engine} {key}: {[round(t / 1e3, 3) for t in times]} ms", flush=True)
+            tell_of(key, times)
         elif "attnplug" in line or "ERROR" in line or "KV cache" in line:
             print(line, end="", flush=True)
     if process.wait():
         print(f"{engine} ended with {process.returncode}", flush=True)
-    return found
 
 
 def rows_of(options, key: str, times: list[float], stock: list[float]) -> list[dict[str, Any]]:
@@ -151,6 +155,7 @@ def rows_of(options, key: str, times: list[float], stock: list[float]) -> list[d
         peer="vllm",
         bytes=bytes_,
         flops=flops,
+        ceiling=lambda seconds: None,  # that of a whole engine, host included, says little
     )
     made = [make_row(case=case, times_us=times, peer_times_us=stock, **row)]
     if case in ("vllm-load-ttft", "vllm-load-itl"):
