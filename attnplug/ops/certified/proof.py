@@ -88,7 +88,7 @@ LOG_FLOOR = 1e-37  # added before a logarithm: blocks of no mass rank last and a
 # Of the tolerance, that which promotion by need leaves to E_key and E_val: the rest is E_round's,
 # and what the estimates of the choice are off by. The larger, the fewer blocks are read, and the
 # more heads recomputed: none on a text in bf16 at 0.7, 0.01% at 0.85 and 0.2% at 0.9. A step of
-# 128K tokens took 0.12 ms at 0.7 and, as heads were recomputed, 4 ms at 0.75 (docs/log/certified.md).
+# 128K tokens took 0.12 ms at 0.7, and 4 ms at 0.75, where heads were (docs/log/certified.md).
 NEED_SHARE = 0.7
 # A block that adds more than what all may add has to be read in any case, by how much it does:
 # counted as this, it leaves the sum of the others its bits. Below 2, where the search begins.
