@@ -160,29 +160,24 @@ def compare_decodes(
         own = dense.logits(first, end)
         for name in policies:
             logits = own if name not in others else others[name].logits(first, end)
-            found = {"loss": _losses(logits, wanted)}
-            if name in others:
-                found |= _compare(own, logits)
-            parts[name].append(found)
-    return {
-        name: [
-            _means({key: torch.cat([p[key][row] for p in chunks]) for key in chunks[0]})
-            for row in range(len(ids))
+            compared = _compare(own, logits) if name in others else {}
+            parts[name].append(compared | {"loss": _losses(logits, wanted)})
+    found = {}
+    for name, chunks in parts.items():
+        whole = {key: torch.cat([chunk[key] for chunk in chunks], 1) for key in chunks[0]}
+        rows = [{key: values[row] for key, values in whole.items()} for row in range(len(ids))]
+        found[name] = [
+            (_fidelity(row) if name in others else {}) | {"nll": row["loss"].double().mean().item()}
+            for row in rows
         ]
-        for name, chunks in parts.items()
-    }
+    return found
 
 
 def _losses(logits: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
     """Negative log-likelihood (nats) `[B,n]` of the tokens `wanted` `[B,n]` by logits `[B,N,V]`."""
-    n = wanted.shape[1]
-    return (
-        torch.nn.functional.cross_entropy(
-            logits[:, :n].flatten(0, 1), wanted.flatten(), reduction="none"
-        )
-        .view(-1, n)
-        .cpu()
-    )
+    read = logits[:, : wanted.shape[1]].flatten(0, 1)
+    losses = torch.nn.functional.cross_entropy(read, wanted.flatten(), reduction="none")
+    return losses.view_as(wanted).cpu()
 
 
 def _compare(dense: torch.Tensor, policy: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -198,29 +193,24 @@ def _compare(dense: torch.Tensor, policy: torch.Tensor) -> dict[str, torch.Tenso
     return {name: value.cpu() for name, value in found.items()}
 
 
-def _means(steps: Mapping[str, torch.Tensor]) -> dict[str, float]:
+def _fidelity(steps: Mapping[str, torch.Tensor]) -> dict[str, float]:
     """The means over steps `[N]`. `agreement-at-margin` is missing where no step has a margin."""
-    values = {}
-    if "kl" in steps:
-        same, sure = steps["agreement"], steps["sure"]
-        values = {
-            "agreement": same.double().mean().item(),
-            "kl": steps["kl"].mean().item(),
-            "total-variation": steps["total-variation"].mean().item(),
-        }
-        if sure.any():
-            values["agreement-at-margin"] = same[sure].double().mean().item()
-    return values | {"nll": steps["loss"].double().mean().item()}
+    same, sure = steps["agreement"].double(), steps["sure"]
+    values = {
+        "agreement": same.mean().item(),
+        "kl": steps["kl"].mean().item(),
+        "total-variation": steps["total-variation"].mean().item(),
+    }
+    if sure.any():
+        values["agreement-at-margin"] = same[sure].mean().item()
+    return values
 
 
 def compare_logits(dense: torch.Tensor, policy: torch.Tensor) -> dict[str, float]:
     """The measures above of logits `[steps,V]`, but for the loss."""
     chunks = zip(dense.split(CHUNK), policy.split(CHUNK), strict=True)
     parts = [_compare(one[None], other[None]) for one, other in chunks]
-    steps = {key: torch.cat([part[key][0] for part in parts]) for key in parts[0]}
-    values = _means(steps | {"loss": torch.zeros(1)})
-    del values["nll"]
-    return values
+    return _fidelity({key: torch.cat([part[key][0] for part in parts]) for key in parts[0]})
 
 
 def mask_values(
