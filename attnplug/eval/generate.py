@@ -6,14 +6,16 @@ from itertools import groupby
 from typing import Any, NamedTuple
 
 import torch
+from transformers.generation.configuration_utils import CompileConfig
 
 from attnplug.api import applied, make_cache
+from attnplug.eval.steps import own_steps
 from attnplug.models.cache import PlugCache
+from attnplug.models.decode_loop import CAPTURE
+from attnplug.models.generate import LOOP, own_cache
+from attnplug.models.layers import find_attention_layers as layers_of
+from attnplug.models.loop_calls import unserved_model
 from attnplug.policies import Policy
-
-# Elements of the [B,1,T,T] masks that stock attention makes of padded prompts (1 GiB, copied as
-# floats): the model alone answers as many rows at a time as keep below it.
-STOCK_MASK = 2**30
 
 
 class Batch(NamedTuple):
@@ -64,14 +66,25 @@ def _batch(model: Any, tokenizer: Any, prompts: Sequence[torch.Tensor], new_toke
 
 
 def _alone(model: Any, batch: Batch, policy: Policy | None) -> torch.Tensor:
-    if policy is None:
-        rows = max(1, STOCK_MASK // batch.ids.shape[1] ** 2)
-        parts = [_generate(model, part) for part in _split(batch, rows)]
+    if policy is not None:
+        with applied(model, policy):
+            return _generate(model, batch)
+    if own_cache(model) or unserved_model(model, [each.kind for each in layers_of(model)]):
+        parts = [_generate(model, part) for part in _rows(batch)]
         new = max(part.shape[1] for part in parts)
         pad = torch.nn.functional.pad
         return torch.cat([pad(part, (0, new - part.shape[1]), value=batch.pad) for part in parts])
-    with applied(model, policy):
-        return _generate(model, batch)
+    return _own_greedy(model, batch)
+
+
+def _own_greedy(model: Any, batch: Batch) -> torch.Tensor:
+    """New tokens `[B,N]` of the model without a policy, also those after a reply's end."""
+    room = batch.ids.shape[1] + batch.new_tokens
+    logits, steps = own_steps(model, [part.ids for part in _rows(batch)], room)
+    tokens = [logits.argmax(-1, keepdim=True)]
+    while len(tokens) < batch.new_tokens:
+        tokens.append(steps.logits(tokens[-1]).argmax(-1, keepdim=True))
+    return torch.cat(tokens, 1)
 
 
 def _after_one_prefill(
@@ -102,10 +115,11 @@ def _after_one_prefill(
     return tokens
 
 
-def _split(batch: Batch, rows: int) -> Iterator[Batch]:
-    """Batches of so many rows, without what pads all of them."""
-    for ids, mask in zip(batch.ids.split(rows), batch.mask.split(rows), strict=True):
-        first = int(mask.argmax(-1).min())
+def _rows(batch: Batch) -> Iterator[Batch]:
+    """Each row as a batch of its own, without what pads it: of padded rows stock attention makes
+    masks `[B,1,T,T]`."""
+    for ids, mask in zip(batch.ids.split(1), batch.mask.split(1), strict=True):
+        first = int(mask.argmax(-1))
         yield batch._replace(ids=ids[:, first:], mask=mask[:, first:])
 
 
@@ -120,10 +134,17 @@ def _generate(model: Any, batch: Batch, cache: PlugCache | None = None) -> torch
         max_new_tokens=batch.new_tokens,
         do_sample=False,
         num_beams=1,
-        disable_compile=True,
         pad_token_id=batch.pad,
+        **_uncompiled(model),
     )
     return out[:, batch.ids.shape[1] :]
+
+
+def _uncompiled(model: Any) -> dict[str, Any]:
+    """Options of generate that leave each step the model's own code, captured on a GPU."""
+    if model.device.type == "cuda" and vars(model).get(LOOP) is not None:
+        return {"compile_config": CompileConfig(backend=CAPTURE)}
+    return {"disable_compile": True}
 
 
 def _text(model: Any, tokenizer: Any, tokens: torch.Tensor) -> str:

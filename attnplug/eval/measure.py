@@ -6,7 +6,7 @@ STRIDE tokens are scored, each after at least `tokens - STRIDE` others (half the
 is shorter than two strides), so that no token is scored twice.
 
 Fidelity: both sides prefill the same tokens, then read the same next tokens one at a time (teacher
-forcing), each through its real decode step, over its static cache for a policy: the last 32 of a
+forcing), each through its real decode step over a static cache: the last 32 of a
 window ("fidelity"), its last 1,024 ("long-decode"), or 1,024 of which the last 768 are of plays and
 not of the prose ("topic-change"). From the logits of every step, p dense's and r the policy's
 distribution:
@@ -32,6 +32,7 @@ from attnplug.errors import ArgumentError
 from attnplug.eval.fidelity import BlockMask, measure_masks
 from attnplug.eval.mass import captured_mass, oracle_blocks
 from attnplug.eval.needle import prose
+from attnplug.eval.steps import Steps, own_steps
 from attnplug.policies import Policy
 
 STRIDE, STEPS, LONG = 512, 32, 1024
@@ -118,32 +119,31 @@ def window_nll(model: Any, ids: torch.Tensor) -> float:
 
 class Reading:
     """Windows `ids` `[B,T]` of one length whose last `steps` tokens are read one at a time, after a
-    prefill of the others. Without a policy: by the model's own attention, over its own cache.
+    prefill of the others. Without a policy: by the model's own attention.
 
     Several readings may take turns on one model, so that their logits, of which a large vocabulary
     has many, are compared and forgotten a few steps at a time."""
 
     def __init__(self, model: Any, ids: torch.Tensor, policy: Policy | None, steps: int) -> None:
-        self.model, self.policy, self.steps = model, policy, ids[:, -steps:]
+        self.model, self.policy, self.tokens = model, policy, ids[:, -steps:]
+        prompt, room = ids[:, :-steps], ids.shape[1]
+        if policy is None:
+            _, self.steps = own_steps(model, prompt.split(1), room)
+            return
         with self._attention(), torch.inference_mode():
-            cache = None if policy is None else make_cache(model, ids.shape[1])
-            prompt = ids[:, :-steps]
-            out = model(prompt, past_key_values=cache, use_cache=True, logits_to_keep=1)
-        self.cache = out.past_key_values
+            cache = make_cache(model, room)
+            model(prompt, past_key_values=cache, use_cache=True, logits_to_keep=1)
+            real = torch.ones_like(prompt, dtype=torch.bool)
+            self.steps = Steps(model, cache, real, masked=False)
 
     def _attention(self) -> AbstractContextManager[Any]:
         return nullcontext() if self.policy is None else applied(self.model, self.policy)
 
-    @torch.inference_mode()
     def logits(self, first: int, end: int) -> torch.Tensor:
         """Logits `[B,end-first,V]` (float32, the model's device) of the next steps."""
-        found = []
         with self._attention():
-            for token in self.steps[:, first:end].split(1, dim=1):
-                out = self.model(token, past_key_values=self.cache, use_cache=True)
-                self.cache = out.past_key_values
-                found.append(out.logits[:, -1].float())
-        return torch.stack(found, 1)
+            tokens = self.tokens[:, first:end].split(1, dim=1)
+            return torch.stack([self.steps.logits(token) for token in tokens], 1)
 
 
 def compare_decodes(

@@ -2,7 +2,7 @@
 and CUDA graphs want, made to crop and to reorder in place.
 
 `PlugLayer` is one full-attention layer's keys, values and length. A method with state of its own
-subclasses it. Sliding-window and other layers stay what transformers makes them.
+subclasses it. Sliding windows are `SlidingLayer`s; other layers stay what transformers makes them.
 """
 
 import copy
@@ -11,9 +11,10 @@ from typing import Any, ClassVar, Self
 
 import torch
 from transformers import Cache, PreTrainedConfig, StaticCache
-from transformers.cache_utils import StaticLayer
+from transformers.cache_utils import StaticLayer, StaticSlidingWindowLayer
 
 from attnplug.errors import UnsupportedCallError
+from attnplug.models.sliding import SlidingLayer
 from attnplug.models.sync import may_sync
 
 RowBuffers = Mapping[str, float | None]  # name of a side buffer: what `reset` fills it with
@@ -354,17 +355,11 @@ class PlugCache(Cache):
 
     @classmethod
     def from_static(cls, cache: StaticCache, make_layer: MakeLayer) -> Self:
-        """Replace the full-attention layers of a fresh static cache.
+        """Replace the full-attention and sliding-window layers of a fresh static cache.
 
-        `make_layer(index, max_length)` makes the layer for that index.
+        `make_layer(index, max_length)` makes the full-attention layer for that index.
         """
-        layers = [
-            _adopt(layer, make_layer(index, layer.max_cache_len))
-            if type(layer) is StaticLayer
-            else layer
-            for index, layer in enumerate(cache.layers)
-        ]
-        return cls(layers=layers)
+        return cls(layers=[_ours(layer, i, make_layer) for i, layer in enumerate(cache.layers)])
 
     @classmethod
     def for_config(cls, config: PreTrainedConfig, max_length: int, make_layer: MakeLayer) -> Self:
@@ -383,6 +378,15 @@ class PlugCache(Cache):
                 mine.adopt(layer)
             else:
                 self.layers[index] = copy.deepcopy(layer)
+
+
+def _ours(layer: Any, index: int, make_layer: MakeLayer) -> Any:
+    """What stands in a PlugCache for a layer of transformers' static cache."""
+    if type(layer) is StaticLayer:
+        return _adopt(layer, make_layer(index, layer.max_cache_len))
+    if type(layer) is StaticSlidingWindowLayer:
+        return SlidingLayer.taking_over(layer)
+    return layer
 
 
 def _adopt(old: StaticLayer, new: PlugLayer) -> PlugLayer:

@@ -26,9 +26,18 @@ from transformers.generation.stopping_criteria import MaxLengthCriteria
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from attnplug.models.cache import PlugCache, PlugLayer
+from attnplug.models.captured import CapturedStep
+from attnplug.models.decode_step import StepBuffers, accept, decode_step, layers_to_prepare
 from attnplug.models.fuse import Fusion
 from attnplug.models.hf import binding_of
 from attnplug.models.regional import LayeredStep
+from attnplug.models.sliding import (
+    SlidingLayer,
+    note_steps,
+    sliding_layers,
+    stepping,
+    window_mask,
+)
 
 # Steps that a compiled run is ahead of what the host knows. Zero where a step is not compiled: the
 # host is then the slower of the two.
@@ -36,51 +45,10 @@ LAG = {"cuda": 2, "cpu": 0}
 # Where steps compile layer by layer. "cuda" joins when the gpu tests of
 # tests/models/test_regional.py have passed on one and bench/step_7b.py has found such steps fast.
 BY_LAYER = frozenset({"cpu"})
+CAPTURE = "cudagraphs"  # torch's name of the backend that captures and compiles nothing
 SILENT_S = 2.0  # how long a first call may take without a word
 LOG = logging.getLogger("attnplug")
 STOPPED, INVALID = 1, 2  # what a step says of itself; 0: rows go on
-
-
-@dataclass
-class StepBuffers:
-    """What a step reads and writes, at fixed addresses: last token `[B,1]`, its position `[1|B,1]`,
-    its slot in the cache `[1]`, which keys are real `[B,1,1,S]` (bool) or None, which rows go on
-    `[B]` (bool), its verdict `[]` (int8), and where rows end the tokens that end them `[E]` and the
-    one that follows `[]`."""
-
-    token: torch.Tensor
-    position: torch.Tensor
-    slot: torch.Tensor
-    mask: torch.Tensor | None
-    unfinished: torch.Tensor
-    verdict: torch.Tensor
-    ends: torch.Tensor | None
-    pad: torch.Tensor | None
-
-    @classmethod
-    def empty(
-        cls, rows: int, positions: int, room: int | None, ends: int, device: torch.device
-    ) -> "StepBuffers":
-        """Buffers for so many rows; `room` is the cache's length where keys are masked, `ends` how
-        many tokens end a row."""
-        mask = None
-        if room is not None:
-            mask = torch.zeros((rows, 1, 1, room), dtype=torch.bool, device=device)
-            torch._dynamo.maybe_mark_dynamic(mask, 3)
-        made = cls(
-            token=torch.zeros((rows, 1), dtype=torch.long, device=device),
-            position=torch.zeros((positions, 1), dtype=torch.long, device=device),
-            slot=torch.zeros(1, dtype=torch.long, device=device),
-            mask=mask,
-            unfinished=torch.ones(rows, dtype=torch.bool, device=device),
-            verdict=torch.zeros((), dtype=torch.int8, device=device),
-            ends=torch.zeros(ends, dtype=torch.long, device=device) if ends else None,
-            pad=torch.zeros((), dtype=torch.long, device=device) if ends else None,
-        )
-        for tensor in vars(made).values():
-            if tensor is not None:
-                torch._dynamo.mark_static_address(tensor)
-        return made
 
 
 @dataclass
@@ -128,11 +96,7 @@ class DecodeLoop:
         config = config or model._default_compile_config()
         wanted = config, () if self.fusion is None else self.fusion.key()
         if self.step is None or self.compiled_with != wanted:
-            # torch counts recompilations by code object: other models' are not this one's.
-            own = types.FunctionType(decode_step.__code__.replace(), globals(), "decode_step")
-            by_layer = model.device.type in BY_LAYER and config.backend == "inductor"
-            layered = LayeredStep(own, config, model.device) if by_layer else None
-            self.step = layered or torch.compile(own, **config.to_dict())
+            self.step = _compile(config, model.device)
             self.compiled_with = wanted
         return self.step
 
@@ -146,71 +110,15 @@ class DecodeLoop:
         self.buffers = {shape: made}
 
 
-def decode_step(
-    model: Any,
-    cache: PlugCache,
-    token: torch.Tensor,
-    position: torch.Tensor,
-    slot: torch.Tensor,
-    mask: torch.Tensor | None,
-    unfinished: torch.Tensor,
-    verdict: torch.Tensor,
-    ends: torch.Tensor | None,
-    pad: torch.Tensor | None,
-    greedy: bool,
-    options: dict[str, Any],
-) -> torch.Tensor | None:
-    """Feed the last token and move position, slot and mask on by one. Where `greedy`, choose and
-    write the next token as well; else return its logits `[B,V]` in float32."""
-    _compare_sizes(cache)
-    if mask is not None:
-        mask.index_fill_(3, slot, True)
-    outputs = model(
-        input_ids=token,
-        position_ids=position,
-        attention_mask=mask,
-        past_key_values=cache,
-        use_cache=True,
-        return_dict=True,
-        **options,
-    )
-    position.add_(1)
-    slot.add_(1)
-    logits = outputs.logits[:, -1].to(dtype=torch.float32, copy=True)
-    if not greedy:
-        return logits
-    accept(logits.argmax(-1), token, unfinished, verdict, ends, pad)
-    return None
-
-
-def _compare_sizes(cache: PlugCache) -> None:
-    """Let the compiler see that the buffers of all layers are of one length: it has a symbol for
-    each of them until then, and guards and graphs that carry them all."""
-    if not torch.compiler.is_compiling():
-        return
-    layers: list[Any] = cache.layers
-    first = [tensor.shape for tensor in layers[0].tensors()]
-    for layer in layers[1:]:
-        for one, other in zip(first, (tensor.shape for tensor in layer.tensors()), strict=False):
-            if len(one) > 2 and len(other) > 2 and one[2] == other[2]:
-                continue
-
-
-def accept(
-    chosen: torch.Tensor,
-    token: torch.Tensor,
-    unfinished: torch.Tensor,
-    verdict: torch.Tensor,
-    ends: torch.Tensor | None,
-    pad: torch.Tensor | None,
-) -> None:
-    """Write the chosen tokens `[B]`, padding in rows that have ended, which rows go on, and the
-    verdict of that."""
-    if ends is not None and pad is not None:
-        chosen = torch.where(unfinished, chosen, pad)
-        unfinished.logical_and_((chosen[:, None] != ends).all(-1))
-        verdict.copy_(~unfinished.any())
-    token.copy_(chosen[:, None])
+def _compile(config: Any, device: torch.device) -> Callable[..., torch.Tensor | None]:
+    if config.backend == CAPTURE and device.type == "cuda":
+        return CapturedStep(decode_step)  # the model's own code: nothing is left to compile
+    # torch counts recompilations by code object: other models' are not this one's.
+    code = decode_step.__code__.replace()
+    own = types.FunctionType(code, decode_step.__globals__, "decode_step")
+    if config.backend == "inductor" and device.type in BY_LAYER:
+        return LayeredStep(own, config, device)
+    return torch.compile(own, **config.to_dict())
 
 
 @dataclass
@@ -273,14 +181,15 @@ class Decoding:
         compiles = self.model._valid_auto_compile_criteria(self.inputs, self.config)
         self.lag = LAG.get(self.device.type, 0) if compiles and self._may_overrun() else 0
         mask = self._real_keys()
-        room, ends = None if mask is None else self.cache.room, 0
-        if self.ends is not None:
-            ends = len(self.ends)
-        shape = (self.rows, len(self.inputs["position_ids"]), room, ends, self.device)
+        shape = self._shape(mask)
         buffers = loop.take(*shape)
         try:
             self._begin(buffers, mask)
-            with loop.fused(self.model), self.model._optimize_model_for_decode():
+            with (
+                loop.fused(self.model),
+                self.model._optimize_model_for_decode(),
+                stepping(self.cache.layers),
+            ):
                 step = decode_step
                 if compiles:
                     step = loop.compiled(self.model, self.config.compile_config)
@@ -289,14 +198,27 @@ class Decoding:
             loop.give_back(buffers, *shape)
         return self._result(end)
 
+    def _shape(self, mask: torch.Tensor | None) -> tuple[Any, ...]:
+        """What `StepBuffers.empty` takes."""
+        room = None if mask is None else self.cache.room
+        windows = sliding_layers(self.cache.layers)
+        window = windows[0].max_cache_len if windows else 0
+        ends = 0 if self.ends is None else len(self.ends)
+        positions = len(self.inputs["position_ids"])
+        return self.rows, positions, room, window, ends, self.device
+
     def _may_overrun(self) -> bool:
         """Whether steps past the end leave no trace: a cache that nobody sees again, or layers that
         `crop` brings back to what they were, and no trace file."""
-        kept = self.config.return_dict_in_generate or getattr(self.cache, "_is_user_defined", False)
-        if kept and not all(_crops_exactly(layer) for layer in self.cache.layers):
+        if self._is_kept() and not all(_crops_exactly(layer) for layer in self.cache.layers):
             return False
         bindings = map(binding_of, self.model.modules())
         return all(each is None or each.trace_to is None for each in bindings)
+
+    def _is_kept(self) -> bool:
+        """Whether anybody sees the cache again."""
+        given = getattr(self.cache, "_is_user_defined", False)
+        return bool(self.config.return_dict_in_generate or given)
 
     def _real_keys(self) -> torch.Tensor | None:
         """Which keys of the prompt are real `[B,T]`; None where all are, which costs a look."""
@@ -313,6 +235,9 @@ class Decoding:
         for buffer, value in ((buffers.ends, self.ends), (buffers.pad, self.pad)):
             if buffer is not None and value is not None:
                 buffer.copy_(value)
+        window = window_mask(self.cache.layers, mask, self.rows)
+        if window is not None and buffers.window is not None:
+            buffers.window.copy_(window)
         if mask is not None and buffers.mask is not None:
             buffers.mask.fill_(False)
             buffers.mask[:, 0, 0, : mask.shape[1]] = mask
@@ -324,7 +249,7 @@ class Decoding:
         """Decode until all rows have ended. Returns the final length; what later steps have made is
         still there."""
         options = {name: self.inputs[name] for name in ("logits_to_keep",) if name in self.inputs}
-        if isinstance(step, LayeredStep):
+        if isinstance(step, (LayeredStep, CapturedStep)):
             step.begin(self.model, self.cache, vars(buffers).values(), self.greedy, options)
         self._choose(logits, buffers)
         while True:
@@ -362,11 +287,7 @@ class Decoding:
 
     def _prepare_layers(self, buffers: StepBuffers) -> None:
         """What a layer wants of the host before a step."""
-        wanting = [
-            layer
-            for layer in self.cache.layers
-            if isinstance(layer, PlugLayer) and type(layer).prepare_step != PlugLayer.prepare_step
-        ]
+        wanting = layers_to_prepare(self.cache)
         mask = None
         if buffers.mask is not None:
             self.masked += 1
@@ -414,8 +335,10 @@ class Decoding:
                 torch.set_rng_state(look.random)
 
     def _result(self, end: int) -> Any:
-        if end < self.length:
+        fed = self.length - self.prompt.shape[1] - 1  # the last token chosen is not
+        if end < self.length and self._is_kept():
             self.cache.crop(end - self.length)
+        note_steps(self.cache.layers, fed)
         tokens: Any = self.ids[:, :end].clone(memory_format=torch.contiguous_format)
         if not self.config.return_dict_in_generate:
             return tokens
@@ -423,6 +346,8 @@ class Decoding:
 
 
 def _crops_exactly(layer: Any) -> bool:
+    if isinstance(layer, SlidingLayer):  # it forgets what it would have to bring back
+        return False
     return not layer.row_buffers or layer.crops_exactly
 
 

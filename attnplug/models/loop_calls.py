@@ -16,6 +16,7 @@ from transformers.generation import logits_process, stopping_criteria
 from transformers.generation.configuration_utils import GenerationMode
 
 from attnplug.models.cache import PlugCache, PlugLayer
+from attnplug.models.sliding import SlidingLayer, sliding_layers
 
 DEVICES = frozenset({"cpu", "cuda"})  # where the loop has been seen to give transformers' tokens
 # What transformers' loop calls of a model between two tokens, and this loop does not call.
@@ -58,10 +59,14 @@ ARGUMENTS = inspect.signature(MIXIN.generate)
 def unserved_model(model: PreTrainedModel, kinds: Iterable[str]) -> str:
     """Why no call of this model's generate takes the loop; `kinds` are those of its attention
     layers."""
-    others = sorted({*kinds} - {"full"})
+    kinds = {*kinds}
+    others = sorted(kinds - {"full", "sliding"})
     if others:
         return f"the caches of its {others[0]} layers are counted on the host"
     family = type(model)
+    # Only a model that names its layers' types takes a mask for each type of them.
+    if "sliding" in kinds and not getattr(model.config.get_text_config(), "layer_types", None):
+        return f"{family.__name__} takes one mask for all of its layers"
     for name in OWN_METHODS:
         if getattr(family, name, None) is not getattr(MIXIN, name, None):
             return f"{family.__name__} has its own {name}"
@@ -144,9 +149,14 @@ def _unserved_inputs(
     cache = inputs["past_key_values"]
     if not isinstance(cache, PlugCache):
         return f"generate has a {type(cache).__name__}"
-    strange = [type(layer).__name__ for layer in cache.layers if not isinstance(layer, PlugLayer)]
+    known = PlugLayer, SlidingLayer
+    strange = [type(layer).__name__ for layer in cache.layers if not isinstance(layer, known)]
     if strange:
         return f"the cache has layers of another kind, {strange[0]}"
+    if not any(isinstance(layer, PlugLayer) for layer in cache.layers):
+        return "the cache has sliding windows only"
+    if len({layer.max_cache_len for layer in sliding_layers(cache.layers)}) > 1:
+        return "its sliding windows are of several sizes"
     if {tensor.device for tensor in (*model.parameters(), *model.buffers())} != {ids.device}:
         return "the prompt and all of the model are not on one device"
     if config._eos_token_tensor is not None and config._pad_token_tensor is None:

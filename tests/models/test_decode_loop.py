@@ -276,7 +276,7 @@ def test_a_copy_decodes_with_its_own_weights():
 
 def test_buffers_are_those_of_the_last_call_unless_it_still_runs():
     loop = decode_loop.DecodeLoop()
-    key = (2, 1, 64, 3, torch.device("cpu"))
+    key = (2, 1, 64, 0, 3, torch.device("cpu"))
     first, second = loop.take(*key), loop.take(*key)
     assert first is not second
     loop.give_back(first, *key)

@@ -1,0 +1,140 @@
+"""One decode step as a function of tensors that never move, so that a compiled or captured one
+needs nothing of the host."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from attnplug.models.cache import PlugCache, PlugLayer
+from attnplug.models.sliding import roll_in, sliding_layers
+
+
+@dataclass
+class StepBuffers:
+    """What a step reads and writes, at fixed addresses: last token `[B,1]`, its position `[1|B,1]`,
+    its slot in the cache `[1]`, which keys are real `[B,1,1,S]` (bool) or None, which of those in a
+    sliding window `[B,1,1,W]` (bool) or None, which rows go on `[B]` (bool), its verdict `[]`
+    (int8), and where rows end the tokens that end them `[E]` and the one that follows `[]`."""
+
+    token: torch.Tensor
+    position: torch.Tensor
+    slot: torch.Tensor
+    mask: torch.Tensor | None
+    window: torch.Tensor | None
+    unfinished: torch.Tensor
+    verdict: torch.Tensor
+    ends: torch.Tensor | None
+    pad: torch.Tensor | None
+
+    @classmethod
+    def empty(
+        cls,
+        rows: int,
+        positions: int,
+        room: int | None,
+        window: int,
+        ends: int,
+        device: torch.device,
+    ) -> "StepBuffers":
+        """Buffers for so many rows; `room` is the cache's length where keys are masked, `window`
+        that of its sliding windows or 0, `ends` how many tokens end a row."""
+        mask = sliding = None
+        if room is not None:
+            mask = torch.zeros((rows, 1, 1, room), dtype=torch.bool, device=device)
+            torch._dynamo.maybe_mark_dynamic(mask, 3)
+        if window:
+            sliding = torch.zeros((rows, 1, 1, window), dtype=torch.bool, device=device)
+        made = cls(
+            token=torch.zeros((rows, 1), dtype=torch.long, device=device),
+            position=torch.zeros((positions, 1), dtype=torch.long, device=device),
+            slot=torch.zeros(1, dtype=torch.long, device=device),
+            mask=mask,
+            window=sliding,
+            unfinished=torch.ones(rows, dtype=torch.bool, device=device),
+            verdict=torch.zeros((), dtype=torch.int8, device=device),
+            ends=torch.zeros(ends, dtype=torch.long, device=device) if ends else None,
+            pad=torch.zeros((), dtype=torch.long, device=device) if ends else None,
+        )
+        for tensor in vars(made).values():
+            if tensor is not None:
+                torch._dynamo.mark_static_address(tensor)
+        return made
+
+
+def decode_step(
+    model: Any,
+    cache: PlugCache,
+    token: torch.Tensor,
+    position: torch.Tensor,
+    slot: torch.Tensor,
+    mask: torch.Tensor | None,
+    window: torch.Tensor | None,
+    unfinished: torch.Tensor,
+    verdict: torch.Tensor,
+    ends: torch.Tensor | None,
+    pad: torch.Tensor | None,
+    greedy: bool,
+    options: dict[str, Any],
+) -> torch.Tensor | None:
+    """Feed the last token and move position, slot and masks on by one. Where `greedy`, choose and
+    write the next token as well; else return its logits `[B,V]` in float32."""
+    _compare_sizes(cache)
+    if mask is not None:
+        mask.index_fill_(3, slot, True)
+    masks: Any = mask
+    if window is not None:  # a mask for each type of layer, as generate's compiled steps give it
+        roll_in(window, True, sliding_layers(cache.layers)[0].cumulative_length, 3)
+        masks = {"full_attention": mask, "sliding_attention": window}
+    outputs = model(
+        input_ids=token,
+        position_ids=position,
+        attention_mask=masks,
+        past_key_values=cache,
+        use_cache=True,
+        return_dict=True,
+        **options,
+    )
+    position.add_(1)
+    slot.add_(1)
+    logits = outputs.logits[:, -1].to(dtype=torch.float32, copy=True)
+    if not greedy:
+        return logits
+    accept(logits.argmax(-1), token, unfinished, verdict, ends, pad)
+    return None
+
+
+def _compare_sizes(cache: PlugCache) -> None:
+    """Let the compiler see that the buffers of all layers are of one length: it has a symbol for
+    each of them until then, and guards and graphs that carry them all."""
+    if not torch.compiler.is_compiling():
+        return
+    layers = [layer for layer in cache.layers if isinstance(layer, PlugLayer)]
+    first = [tensor.shape for tensor in layers[0].tensors()]
+    for layer in layers[1:]:
+        for one, other in zip(first, (tensor.shape for tensor in layer.tensors()), strict=False):
+            if len(one) > 2 and len(other) > 2 and one[2] == other[2]:
+                continue
+
+
+def accept(
+    chosen: torch.Tensor,
+    token: torch.Tensor,
+    unfinished: torch.Tensor,
+    verdict: torch.Tensor,
+    ends: torch.Tensor | None,
+    pad: torch.Tensor | None,
+) -> None:
+    """Write the chosen tokens `[B]`, padding in rows that have ended, which rows go on, and the
+    verdict of that."""
+    if ends is not None and pad is not None:
+        chosen = torch.where(unfinished, chosen, pad)
+        unfinished.logical_and_((chosen[:, None] != ends).all(-1))
+        verdict.copy_(~unfinished.any())
+    token.copy_(chosen[:, None])
+
+
+def layers_to_prepare(cache: PlugCache) -> list[PlugLayer]:
+    """Those that want something of the host before each step."""
+    layers = [layer for layer in cache.layers if isinstance(layer, PlugLayer)]
+    return [each for each in layers if type(each).prepare_step != PlugLayer.prepare_step]

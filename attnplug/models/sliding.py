@@ -1,0 +1,101 @@
+"""A sliding-window layer of a static cache whose steps count on the device.
+
+transformers' own counts its tokens on the host, which a captured step leaves behind: its replays
+run no code of the host. While `stepping`, this one does the same with a count on the device.
+"""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, Self
+
+import torch
+from transformers.cache_utils import StaticSlidingWindowLayer
+
+
+class SlidingLayer(StaticSlidingWindowLayer):
+    """The last `max_cache_len` tokens, oldest first: keys and values `[B,Hkv,max_cache_len,D]`.
+
+    While `counts_on_device`, tokens come one at a time, `cumulative_length` is how many the window
+    holds, and `cumulative_length_int` stands still."""
+
+    counts_on_device = False
+
+    @classmethod
+    def taking_over(cls, layer: StaticSlidingWindowLayer) -> Self:
+        """With the state of transformers' own."""
+        made = cls.__new__(cls)
+        vars(made).update(vars(layer))
+        return made
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As the base: write tokens, and return what their queries may see."""
+        if not self.counts_on_device:
+            return super().update(key_states, value_states, *args, **kwargs)
+        assert self.keys is not None and self.values is not None  # a prefill came first
+        roll_in(self.keys, key_states, self.cumulative_length, 2)
+        roll_in(self.values, value_states, self.cumulative_length, 2)
+        self.cumulative_length.add_(1).clamp_(max=self.max_cache_len)
+        return self.keys, self.values
+
+    def reset(self) -> None:
+        self.counts_on_device = False
+        super().reset()
+
+
+def roll_in(
+    window: torch.Tensor, new: torch.Tensor | bool, held: torch.Tensor, dimension: int
+) -> None:
+    """Put one more into a window that holds `held` `[]` along `dimension`, behind the others: a
+    full one forgets its first."""
+    size = window.shape[dimension]
+    window.copy_(torch.where(held < size, window, window.roll(-1, dimension)))
+    slot = held.clamp(max=size - 1).reshape(1)
+    if isinstance(new, torch.Tensor):
+        window.index_copy_(dimension, slot, new)
+    else:
+        window.index_fill_(dimension, slot, new)
+
+
+def sliding_layers(layers: Iterable[Any]) -> list[SlidingLayer]:
+    return [layer for layer in layers if isinstance(layer, SlidingLayer)]
+
+
+def count_on_device(layers: Iterable[Any]) -> None:
+    """From here on these layers' windows take single tokens and count them on the device."""
+    for layer in sliding_layers(layers):
+        layer.cumulative_length.fill_(min(layer.cumulative_length_int, layer.max_cache_len))
+        layer.counts_on_device = True
+
+
+@contextmanager
+def stepping(layers: Iterable[Any]) -> Iterator[None]:
+    """Within it these layers' windows count on the device. Whoever knows how many tokens came says
+    so by `note_steps` afterwards."""
+    count_on_device(layers)
+    try:
+        yield
+    finally:
+        for layer in sliding_layers(layers):
+            layer.counts_on_device = False
+
+
+def note_steps(layers: Iterable[Any], steps: int) -> None:
+    """Tell these layers' windows how many tokens they have taken while `stepping`."""
+    for layer in sliding_layers(layers):
+        layer.cumulative_length_int += steps
+
+
+def window_mask(layers: Iterable[Any], real: torch.Tensor | None, rows: int) -> torch.Tensor | None:
+    """Which keys of a window are real `[B,1,1,W]` (bool), of all these layers' windows, which are
+    of one size; `real` `[B,T]` are those of all tokens so far, None: all. None without a window."""
+    windows = sliding_layers(layers)
+    if not windows:
+        return None
+    first = windows[0]
+    size, tokens = first.max_cache_len, first.cumulative_length_int
+    mask = torch.zeros((rows, 1, 1, size), dtype=torch.bool, device=first.device)
+    held = min(size, tokens)
+    mask[:, 0, 0, :held] = True if real is None else real[:, tokens - held : tokens]
+    return mask

@@ -1,0 +1,93 @@
+"""Steps of an evaluation give what the model's own generate and forward passes give."""
+
+import pytest
+import torch
+from transformers import Gemma3ForCausalLM, Gemma3TextConfig
+
+import attnplug
+from attnplug.eval import generate
+from attnplug.eval.measure import Reading, compare_logits
+from attnplug.eval.steps import own_steps
+from attnplug.policies import parse
+from attnplug.testing.policy import tiny_model
+
+SKETCH = "sketch(min_tokens=0)"  # wants the host before its first step
+
+
+def gemma(window: int, device: str = "cpu"):
+    config = Gemma3TextConfig(
+        vocab_size=97, hidden_size=64, intermediate_size=96, num_hidden_layers=2, head_dim=64,
+        num_attention_heads=4, num_key_value_heads=2, initializer_range=0.3, pad_token_id=0,
+        eos_token_id=None, sliding_window=window,
+        layer_types=["sliding_attention", "full_attention"],
+    )  # fmt: skip
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = Gemma3ForCausalLM(config).eval().to(device)
+    model.generation_config.eos_token_id = None
+    return model
+
+
+def prompts(device: str, lengths=(40, 31, 9)) -> list[torch.Tensor]:
+    draw = torch.Generator().manual_seed(4)
+    return [torch.randint(41, 97, (1, n), generator=draw).to(device) for n in lengths]
+
+
+MODELS = {"llama": lambda device: tiny_model(device=device)} | {
+    f"gemma-{window}": lambda device, window=window: gemma(window, device)
+    for window in (8, 35, 100)  # each row is longer; some are; none fills it
+}
+
+
+@pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
+def test_rows_read_alone_go_on_together_as_alone(make, device):
+    model = make(device)
+    rows = prompts(device)
+    logits, steps = own_steps(model, rows, 60)
+    tokens = [logits.argmax(-1, keepdim=True)]
+    for _ in range(11):
+        tokens.append(steps.logits(tokens[-1]).argmax(-1, keepdim=True))
+    found = torch.cat(tokens, 1)
+    for row, ids in enumerate(rows):
+        options = dict(attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False)
+        wanted = model.generate(ids, disable_compile=True, **options)[0, ids.shape[1] :]
+        assert torch.equal(found[row], wanted)
+
+
+@pytest.mark.parametrize("policy", [None, "dense", SKETCH], ids=["stock", "dense", "sketch"])
+@pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
+def test_steps_are_what_a_whole_pass_gives(make, policy, device):
+    model = make(device)
+    ids = torch.cat(prompts(device, (50, 50)))
+    with torch.no_grad():
+        whole = model(ids).logits[:, -20:].float()
+    reading = Reading(model, ids, policy and parse(policy), 20)
+    found = torch.cat([reading.logits(0, 3), reading.logits(3, 20)], 1)
+    for row in (0, 1):
+        assert compare_logits(whole[row].cpu(), found[row].cpu())["kl"] < 1e-5
+
+
+def test_a_model_that_no_static_cache_serves_answers_by_generate(monkeypatch):
+    model = tiny_model()
+    batch = generate._batch(model, _Padding, prompts("cpu"), 6)
+    wanted = generate._alone(model, batch, None)
+    monkeypatch.setattr(generate, "own_cache", lambda _: "it makes a cache of its own")
+    monkeypatch.setattr(generate, "own_steps", None)
+    assert torch.equal(generate._alone(model, batch, None), wanted)
+
+
+class _Padding:
+    pad_token_id = 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
+@pytest.mark.parametrize("policy", ["dense", "gather(k=8, block=16, min_tokens=0)", SKETCH])
+def test_captured_replies_are_those_of_steps_that_are_not(make, policy, monkeypatch):
+    model = make("cuda")
+    batch = generate._batch(model, _Padding, prompts("cuda"), 24)
+    found = generate._alone(model, batch, parse(policy))
+    monkeypatch.setattr(generate, "_uncompiled", lambda _: {"disable_compile": True})
+    assert torch.equal(found, generate._alone(model, batch, parse(policy)))
+    attnplug.apply(model, policy)
+    assert attnplug.report(model).loop == ""
