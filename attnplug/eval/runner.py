@@ -35,12 +35,17 @@ from attnplug.eval.measure import (
 from attnplug.eval.prompts import SHORTEST, digest, template_name
 from attnplug.eval.records import KEY, Record, Records
 from attnplug.eval.tasks import TASKS, Sample, make_sample
+from attnplug.models.layers import config_heads
 from attnplug.policies import Policy, methods, parse
 from attnplug.policies.grammar import parse_policy
 
-STOCK = "stock"
+STOCK, FULL = "stock", "full_attention"
 MEASURES = ("perplexity", *DECODES, "captured-mass")
-BATCH_TOKENS = 131_072  # of a batch on CUDA: a prefill of that many fills the GPU
+# Tokens of a batch on CUDA, where a step of many rows takes as long as one of few. Prompts differ
+# in length, and sliding windows have a mask `[B,1,T,T]` of padded ones: 13 GiB of 13 x 32K.
+PROMPT_TOKENS = 13 * 2**15
+WINDOW_TOKENS = 2**19
+READ_BYTES = 2**32  # of one policy's keys and values, where all policies read windows in turns
 
 
 @dataclass(frozen=True)
@@ -169,6 +174,14 @@ def _too_long(model: Any, length: int) -> str:
     return f"the model has {limit} positions" if limit is not None and length > limit else ""
 
 
+def _cache_bytes(model: Any) -> int:
+    """Bytes that a token's keys and values take in the layers that keep all of them."""
+    config = model.config.get_text_config(decoder=True)
+    _, heads, dim = config_heads(config)
+    kinds = getattr(config, "layer_types", None) or [FULL] * config.num_hidden_layers
+    return max(1, kinds.count(FULL)) * 2 * heads * dim * model.dtype.itemsize
+
+
 @dataclass
 class _Cell:
     """One task at one length."""
@@ -222,7 +235,12 @@ class _Cell:
             return 1
         if self.study.batch:
             return self.study.batch
-        return max(1, BATCH_TOKENS // self.length) if self.model.device.type == "cuda" else 1
+        if self.model.device.type != "cuda":
+            return 1
+        tokens = PROMPT_TOKENS
+        if self.task in DECODES:
+            tokens = min(WINDOW_TOKENS, READ_BYTES // _cache_bytes(self.model))
+        return max(1, tokens // self.length)
 
     def run(self, trials: Sequence[int], missing: Sequence[str]) -> list[Record]:
         if self.task in TASKS:
