@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +38,7 @@ from attnplug.models.layers import config_heads
 from attnplug.policies import Policy, methods, parse
 from attnplug.policies.grammar import parse_policy
 
+Batch = tuple[Sequence[int], Sequence[str]]  # trials, and the policies that lack any of them
 STOCK, FULL = "stock", "full_attention"
 MEASURES = ("perplexity", *DECODES, "captured-mass")
 # Tokens of a batch on CUDA, where a step of many rows takes as long as one of few. Prompts differ
@@ -149,8 +149,8 @@ def run_study(
                     if batch is not None and late:
                         outcome.stopped = True
                         break
-                    if batch is not None:
-                        records.add(batch())
+                    if batch is not None and cell.claim(*batch):
+                        records.add(cell.run(*batch))
                         _give_memory_back()
                     bar.advance(step, done)
             except ArgumentError as error:
@@ -198,8 +198,8 @@ class _Cell:
     def trials(self) -> int:
         return self.study.trials_of(self.task)
 
-    def batches(self, records: Records) -> Iterator[tuple[int, Callable[[], list[Record]] | None]]:
-        """(number of trials, what runs them) for each batch; None where all of it is known."""
+    def batches(self, records: Records) -> Iterator[tuple[int, Batch | None]]:
+        """The number of trials of each batch, and the batch; None where all of it is known."""
         self._check()
         size = self.batch_size()
         for first in range(0, self.trials, size):
@@ -208,10 +208,9 @@ class _Cell:
             missing = [
                 p for p in wanted if any(self.key(t, p) not in records.known for t in trials)
             ]
-            mine = missing and self._claim(trials, missing)
-            yield len(trials), partial(self.run, trials, missing) if mine else None
+            yield len(trials), (trials, missing) if missing else None
 
-    def _claim(self, trials: Sequence[int], missing: Sequence[str]) -> bool:
+    def claim(self, trials: Sequence[int], missing: Sequence[str]) -> bool:
         """Whether this process runs the batch: the first that asks does."""
         if self.study.claims is None:
             return True

@@ -96,7 +96,7 @@ def test_a_stopped_run_resumes_to_the_same_rows(tiny, tokenizer, tmp_path):
 
 
 def test_processes_that_claim_batches_make_the_whole(tiny, tokenizer, tmp_path):
-    """A batch belongs to the first that asks, and what a process left undone to nobody else."""
+    """A batch belongs to the first that begins it, and what a process left undone to the others."""
     options = dict(trials=5, batch=2)
     whole = run(tiny, tokenizer, tmp_path / "whole.jsonl", **options)
     claims, ticks = tmp_path / "claims", iter(range(100))
@@ -109,10 +109,7 @@ def test_processes_that_claim_batches_make_the_whole(tiny, tokenizer, tmp_path):
     assert len(first.records) == 4 and not third.records
     assert {r["trial"] for r in first.records}.isdisjoint(r["trial"] for r in second.records)
     parts = sorted(first.records + second.records, key=lambda record: record["trial"])
-    left = {r["trial"] for r in whole.records} - {r["trial"] for r in parts}
-    assert left <= {2, 3}  # claimed by the first when its time was over
-    again = run(tiny, tokenizer, tmp_path / "0.jsonl", claims=tmp_path / "anew", **options)
-    assert undated(make_rows(again.records)) == undated(make_rows(whole.records))
+    assert undated(make_rows(parts)) == undated(make_rows(whole.records))
 
 
 def test_other_steps_have_rows_of_their_own(tiny, tokenizer, tmp_path, monkeypatch):
