@@ -81,11 +81,13 @@ class DenseBelow(Phase):
         if rule.alone <= self.kept:
             return self.attend_far(call)
         far = rule.far(call.lengths)
-        out = self.attend_far(dataclasses.replace(call, lengths=call.lengths.where(far, 0)))
         # No near row is longer than one that would be far alone.
         table = call.table[:, : -(-rule.alone // call.k.shape[2])]
         near = dataclasses.replace(call, table=table, lengths=call.lengths.where(~far, 0))
-        return torch.where(far[:, None, None, None], out, Dense().attend_pages(near))
+        out = Dense().attend_pages(near)
+        distant = dataclasses.replace(call, lengths=call.lengths.where(far, 0))
+        self.end_far(self.begin_far(distant), distant, far, out)
+        return out
 
     def check_min_tokens(self) -> None:
         """Raise PolicyError unless `min_tokens` is None or a count."""
