@@ -29,6 +29,7 @@ from vllm.v1.attention.backends.flash_attn import (
 )
 
 from attnplug.errors import ServeError
+from attnplug.ops.common.divide_rows import divide_rows
 from attnplug.policies import Phase
 from attnplug.serve.vllm.layer import Far, LayerTraits, ServedLayer, phases_for
 from attnplug.serve.vllm.layout import pages
@@ -204,10 +205,8 @@ class PlugBuilder(FlashAttentionMetadataBuilder):
         if batch.prompts and not self.rule.far(torch.tensor(batch.step_keys)).any():
             return made  # it runs eagerly, and may look at lengths on the host
         near, far = self._near[: common.num_reqs], self._far.first(common.num_reqs)
-        far.chosen[: batch.steps] = self.rule.far(common.seq_lens[: batch.steps])
-        far.chosen[batch.steps :] = False
-        torch.mul(common.seq_lens, far.chosen, out=far.lengths)
-        torch.sub(common.seq_lens, far.lengths, out=near)
+        rule = {"row": self.rule.row, "alone": self.rule.alone, "steps": batch.steps}
+        divide_rows(common.seq_lens, near, far.lengths, far.chosen, **rule)
         made.far = far
         made.whole = self._build_near(common, near, fast_build)
         return made
