@@ -160,9 +160,32 @@ def test_a_batch_without_a_served_row_is_left_as_it_is(device_path):
     pages = make(3, [96, 64], page=32).to(device_path[0])
     pages.table.fill_(-1)
     q = random(0, 2, 4, 1, 64).to(device_path[0])
-    bounds, out = empty(pages.kv[0], 16, "bounds"), torch.full_like(q, torch.nan)
+    bounds, out = empty(pages.kv[0], 16, "bounds"), torch.full_like(q, 7.0)
     run(device_path, q, pages, bounds, torch.zeros_like(pages.lengths), out, top_k=40)
-    assert out.isnan().all() and bounds.isnan().all()
+    assert (out == 7.0).all() and bounds.isnan().all()
+
+
+@pytest.mark.parametrize("members", [0, 8])
+@pytest.mark.parametrize("programs", [0, 1])
+@pytest.mark.parametrize("scoring", ["bounds", "estimate"])
+def test_few_programs_score_all_chunks_of_a_long_row(
+    device_path, monkeypatch, scoring, programs, members
+):
+    """One program a row, or two: 62 blocks are four chunks, and 25 are two."""
+    monkeypatch.setattr(page_scores, "PROGRAMS", programs)
+    pages = make(5, [999, 400, 640], page=32)
+    on, q = pages.to(device_path[0]), random(0, 3, 4, 1, 64).to(device_path[0])
+    bounds, lengths = empty(on.kv[0], 16, scoring), on.lengths.clone()
+    note(device_path, on.kv[0], bounds, on.slots())
+    options = OPTIONS | {"top_k": 5, "scoring": scoring}
+    step = {"table": on.table, **options}
+    want, _ = gather_decode(q, *on.kv, None, None, bounds, None, on.lengths, **step)
+    plan = decode.Plan(select.Plan(16, members, 4, 4), attend.Plan(16, 2, 4, 1, 64), False)
+    lengths[2], out = 0, torch.full_like(q, 7.0)
+    run(device_path, q, on, bounds, lengths, out, plan, **options)
+    epsilon = torch.finfo(q.dtype).eps
+    error = (out[:2].double() - want[:2].double()).abs().max()
+    assert error <= (4 * epsilon + 1e-5) * (1 + want.abs().max()) and (out[2] == 7.0).all()
 
 
 def test_opcheck(device):
