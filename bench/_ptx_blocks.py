@@ -112,6 +112,26 @@ def gather_attention(op: Any) -> Cases:
     yield "D=256", case(1, 16, 8, 1, 8192, 256, 8, lengths=new(1))
 
 
+def served_step(rows: int, room: int, **options) -> Any:
+    """A server's step over pages: both halves, in place."""
+    page, block = 16, options["block"]
+    q, k, v = (
+        new(rows, 28, 1, 128, dtype=BF16),
+        *(new(8192, 4, page, 128, dtype=BF16) for _ in "kv"),
+    )
+    bounds, _ = summaries(new(1, 4, 8192 * page, 128, dtype=BF16), block)
+    table, lengths, slots = new(rows, room // page), new(rows), new(rows, dtype=INT64)
+    out = new(rows, 28, 1, 128, dtype=BF16)
+
+    def call() -> None:
+        from attnplug.ops.gather.gather_pieces import gather_pieces, merge_pieces
+
+        pieces = gather_pieces(q, k, v, bounds, table, lengths, slots=slots, scale=0.1, **options)
+        merge_pieces(pieces, lengths, out, chained=False)
+
+    return call
+
+
 @cases
 def gather_decode(op: Any) -> Cases:
     def case(batch, heads, kv, size, width, dtype=BF16, int8=False, **options):
@@ -139,6 +159,8 @@ def gather_decode(op: Any) -> Cases:
     capped = {"softcap": 30.0, "sinks": new(28, dtype=FP32), "int8": True}
     yield "padded", case(2, 28, 4, 4096, 128, **some, **capped)
     many = {"block": 16, "top_k": 256, "sink": 8, "local": 32}
+    for rows in (1, 8):
+        yield f"served, {rows} rows", served_step(rows, 131072, **many)
     for size in (8192, 32768, 131072, 1 << 20):
         yield f"pages, spread {size}", case(1, 28, 4, size, 128, scoring="spread", **many)
         yield f"default {size}", case(1, 28, 4, size, 128, int8=True, **many)

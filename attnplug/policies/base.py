@@ -30,6 +30,7 @@ class Phase:
     phases: ClassVar[frozenset[str]]
     takes_pending: ClassVar[bool] = False  # writes the cache layer's pending token, or flushes it
     keeps_queries: ClassVar[bool] = False  # its cache layer keeps a prefill's last queries
+    notes_in_step: ClassVar[bool] = False  # `begin_far` notes the keys at a call's slots
     on_request: ClassVar[frozenset[str]] = frozenset()
     renamed: ClassVar[Mapping[str, str]] = {}  # old option: its name now; see `renamed_option`
 
@@ -97,6 +98,25 @@ class Phase:
         """The same by the method itself for rows of any length, where another decides which rows
         are far: the others come with a length of 0, and what they give is not looked at."""
         raise NotImplementedError(f"{type(self).__name__} has no attend_far")
+
+    def begin_far(self, call: PagedCall) -> Any:
+        """The first half of `attend_far`, for what another method may run beside: what `end_far`
+        needs."""
+        return self.attend_far(call)
+
+    def end_far(
+        self,
+        found: Any,
+        call: PagedCall,
+        far: torch.Tensor,
+        out: torch.Tensor,
+        *,
+        chained: bool = True,
+    ) -> None:
+        """The second half: write the output of the rows that are `far`, bool `[R]`, into `out`
+        `[R,Hq,1,D]`, in which another method has written the others'. `chained` says that the
+        kernel in front is the last one of `begin_far`."""
+        torch.where(far[:, None, None, None], found, out, out=out)
 
     def row_state(self, rows: int, kv_heads: int, device: torch.device) -> torch.Tensor | None:
         """What this method keeps for each row of a batch over pages, `[rows,...]`, or None. Rows

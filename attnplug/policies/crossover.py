@@ -6,6 +6,7 @@ from typing import NamedTuple
 import torch
 
 from attnplug.call import PagedCall
+from attnplug.ops.common.divide_rows import divide_rows
 from attnplug.policies.base import Phase
 from attnplug.policies.dense import Dense
 
@@ -32,6 +33,14 @@ class RowCrossover(NamedTuple):
         a row that pads the batch. Decided where `lengths` is, in integers."""
         saved = (lengths - self.row).clamp(min=0).sum()
         return (lengths >= max(1, self.row)) & (saved >= self.alone - self.row)
+
+    def divide(self, lengths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """(lengths of the near rows and 0 for the others, those of the far rows likewise, `far`),
+        in one launch."""
+        near, far = torch.empty_like(lengths), torch.empty_like(lengths)
+        chosen = torch.empty_like(lengths, dtype=torch.bool)
+        divide_rows(lengths, near, far, chosen, row=self.row, alone=self.alone)
+        return near, far, chosen
 
     def reachable(self, rows: int, room: int) -> bool:
         """Whether a batch of so many rows with room for `room` tokens each can have a far row."""
@@ -80,12 +89,14 @@ class DenseBelow(Phase):
             return Dense().attend_pages(call)
         if rule.alone <= self.kept:
             return self.attend_far(call)
-        far = rule.far(call.lengths)
-        out = self.attend_far(dataclasses.replace(call, lengths=call.lengths.where(far, 0)))
+        near_lengths, far_lengths, far = rule.divide(call.lengths)
         # No near row is longer than one that would be far alone.
         table = call.table[:, : -(-rule.alone // call.k.shape[2])]
-        near = dataclasses.replace(call, table=table, lengths=call.lengths.where(~far, 0))
-        return torch.where(far[:, None, None, None], out, Dense().attend_pages(near))
+        near = dataclasses.replace(call, table=table, lengths=near_lengths)
+        out = Dense().attend_pages(near)
+        distant = dataclasses.replace(call, lengths=far_lengths)
+        self.end_far(self.begin_far(distant), distant, far, out)
+        return out
 
     def check_min_tokens(self) -> None:
         """Raise PolicyError unless `min_tokens` is None or a count."""

@@ -24,6 +24,7 @@ from attnplug.ops import (
     tiered_decode,
 )
 from attnplug.ops.common.checks import BLOCKS
+from attnplug.ops.gather.gather_pieces import gather_pieces, merge_pieces
 from attnplug.ops.gather.page_bounds import empty_page_bounds
 from attnplug.ops.gather.select_blocks import MAX_BLOCKS, SCORINGS
 from attnplug.policies._gather_layers import Form, GatherLayer, HostGatherLayer
@@ -78,6 +79,7 @@ class Gather(DenseBelow):
     name: ClassVar[str] = "gather"
     phases: ClassVar[frozenset[str]] = frozenset({"decode"})
     takes_pending: ClassVar[bool] = True
+    notes_in_step: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         self.check_integers("k", "block", "sink", "local")
@@ -253,6 +255,35 @@ class Gather(DenseBelow):
             **call.options,
         )
         return out
+
+    def begin_far(self, call: PagedCall) -> torch.Tensor:
+        return gather_pieces(
+            call.q,
+            call.k,
+            call.v,
+            call.state,
+            call.table,
+            call.lengths,
+            scale=call.scale,
+            block=self.block,
+            top_k=self.k,
+            sink=self.sink,
+            local=self.local,
+            scoring=self.scoring,
+            softcap=call.softcap,
+            slots=call.slots,
+        )
+
+    def end_far(
+        self,
+        found: torch.Tensor,
+        call: PagedCall,
+        far: torch.Tensor,
+        out: torch.Tensor,
+        *,
+        chained: bool = True,
+    ) -> None:
+        merge_pieces(found, call.lengths, out, sinks=call.sinks, chained=chained)
 
     def reads(self, call: AttentionCall) -> Reads | None:
         layer = self._own_layer(call)

@@ -258,9 +258,9 @@ def test_a_graph_of_too_few_rows_has_no_kernels_of_the_method(backend, monkeypat
 
     monkeypatch.setattr(Gather, "measured_crossover", lambda *_: 400)
     monkeypatch.setattr(Gather, "measured_row_crossover", lambda *_: 100)
-    layer, calls, stock = Layer(backend, monkeypatch, "gather"), [], Gather.attend_far
+    layer, calls, stock = Layer(backend, monkeypatch, "gather"), [], Gather.begin_far
     layer.config.model_config.max_model_len = 350
-    monkeypatch.setattr(Gather, "attend_far", lambda *x: calls.append(len(x[1].q)) or stock(*x))
+    monkeypatch.setattr(Gather, "begin_far", lambda *x: calls.append(len(x[1].q)) or stock(*x))
     layer.step([(0, 0, 300)])
     for batch, padding, launched in (
         ([(0, 300, 301)], 0, []),
@@ -274,15 +274,22 @@ def test_a_graph_of_too_few_rows_has_no_kernels_of_the_method(backend, monkeypat
 
 
 def test_the_policy_shapes_the_cache(backend, monkeypatch):
-    Layer(backend, monkeypatch, "momo+gather(block=128, k=32)")
-    plug = backend.PlugBackend
+    plug, long = backend.PlugBackend, 131072
+
+    def served(policy, longest=long):
+        Layer(backend, monkeypatch, policy).config.model_config.max_model_len = longest
+
+    served("momo+gather(block=128, k=32)")
     assert plug.get_preferred_block_size(16) == 128
     assert plug.get_required_kv_cache_layout() == "HND"
     assert [size.base for size in plug.get_supported_kernel_block_sizes()] == [128]
-    Layer(backend, monkeypatch, "gvr")
+    served("momo+gather(block=128, k=32)", 4096)  # no batch of 8 has a far row
+    assert plug.get_preferred_block_size(16) == 16
+    assert plug.get_required_kv_cache_layout() is None
+    served("gvr")
     assert plug.get_preferred_block_size(16) == 16
     assert plug.get_required_kv_cache_layout() == "HND"
-    Layer(backend, monkeypatch, "momo")
+    served("momo")
     assert plug.get_preferred_block_size(16) == 16
     assert plug.get_required_kv_cache_layout() is None
     assert not plug.supports_batch_invariance() and not plug.supports_kv_cache_dtype("fp8")

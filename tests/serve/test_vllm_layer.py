@@ -207,10 +207,39 @@ def test_steps_below_a_covering_budget_are_dense():
     assert error <= 4 * (plain - want).abs().max()
 
 
+def test_a_step_notes_what_it_writes_and_runs_the_other_rows_attention_first():
+    """What `dense` writes stays in near rows; the block that the step completes is summarised."""
+    phase = Gather(k=3, block=PAGE, sink=1, local=2, min_tokens=200)
+    layer, cache, lengths = served(Phases(decode=phase)), Cache(3, 320), [304, 160, 0]
+    k, v = tokens(320, KV_HEADS, 2), tokens(320, KV_HEADS, 3)
+    written = [cache.write(row, 0, k[:n], v[:n]) for row, n in enumerate(lengths)]
+    layer.state.update(cache.k, torch.cat([x[:-1] for x in written]))
+    slots = torch.tensor([int(written[0][-1]), int(written[1][-1]), -1])
+    state = layer.state.of(cache.k)[0]
+    before, ends = state.clone(), slots[:2] // PAGE
+    chosen = torch.tensor([True, False, False])
+    far = Far((torch.tensor(lengths) * chosen).int(), chosen)
+    q, out = tokens(3, HEADS, 4), torch.full((3, HEADS, WIDTH), torch.nan)
+
+    def dense():
+        out.fill_(5.0)
+
+    assert layer.notes_in_step and not served(Phases(decode=Gvr())).notes_in_step
+    steps = q, (cache.k, cache.v), cache.table, far, out
+    layer.attend_steps(*steps, slots=slots, dense=dense)
+    assert (out[1:] == 5.0).all() and not (out[0] == 5.0).any()
+    at = (slots[:2] // PAGE, slice(None))
+    want = torch.stack([cache.k[at].amax(2), cache.k[at].amin(2)], 2)  # [2, Hkv, 2, D]
+    assert torch.equal(state[0][:, ends], want.transpose(0, 1))
+    others = torch.ones(state.shape[2], dtype=torch.bool)
+    others[ends] = False
+    assert torch.equal(state[:, :, others], before[:, :, others])
+
+
 def test_warming_runs_every_method_without_a_trace(monkeypatch):
     layer = served(Phases(prefill=MOMO, decode=Gather(k=3, min_tokens=0)))
     calls = []
-    gather, momo = Gather.attend_far, Momo.attend
+    gather, momo = Gather.begin_far, Momo.attend
 
     def gathered(self, call):
         calls.append(f"{len(call.q)} rows")
@@ -220,7 +249,7 @@ def test_warming_runs_every_method_without_a_trace(monkeypatch):
         calls.append(call.q.shape[2])
         return momo(self, call)
 
-    monkeypatch.setattr(Gather, "attend_far", gathered)
+    monkeypatch.setattr(Gather, "begin_far", gathered)
     monkeypatch.setattr(Momo, "attend", prompted)
     shape = dict(heads=HEADS, kv_heads=KV_HEADS, head_dim=WIDTH, dtype=torch.float32, device=CPU)
     layer.warm_prompts(64, 128, **shape)

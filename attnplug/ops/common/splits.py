@@ -78,11 +78,14 @@ def merge_splits(
     PDL: tl.constexpr,
     lengths=None,
     counters: tl.constexpr = 0,
+    row_lengths=None,
+    ROW_STEP: tl.constexpr = 0,
 ):
     """Merge the pieces of one query-head pair, in one slice of COLUMNS of the head dimension.
 
     With `lengths` `[counters]` it also counts the decode step's token in them: all kernels that
-    read them have ended.
+    read them have ended. With `row_lengths` `[B]`, ROW_STEP apart, rows of length 0 keep what is in
+    `out`, and their pieces need not be there. `lse` may be None.
     """
     row = tl.program_id(0).to(tl.int64)
     d = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
@@ -91,6 +94,9 @@ def merge_splits(
     lse_at = partial + tl.num_programs(0).to(tl.int64) * splits * D
     if PDL:
         gdc_wait()
+    if row_lengths is not None:
+        if tl.load(row_lengths + row // (heads * T) * ROW_STEP, cache_modifier=".cg") <= 0:
+            return
     # .cg: an L1 line may be older than the pieces, which other multiprocessors wrote.
     piece_lse = tl.load(
         lse_at + row * splits + j, mask=in_splits, other=float("-inf"), cache_modifier=".cg"
@@ -115,7 +121,8 @@ def merge_splits(
     merged = tl.sum(piece * weight[:, None], 0) / denominator
     tl.store(out + row * D + d, merged.to(out.dtype.element_ty), mask=d < D)
     if tl.program_id(1) == 0:
-        tl.store(lse + row, result * _LN2)
+        if lse is not None:
+            tl.store(lse + row, result * _LN2)
         if lengths is not None:
             if row < counters:
                 tl.atomic_add(lengths + row, 1, sem="relaxed")

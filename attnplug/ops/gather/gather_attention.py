@@ -285,9 +285,11 @@ def launch_gather_attention(
     plan=None,
     step=None,
     table=None,
+    pieces=None,
 ):
     """Run the kernels; tensors as in `gather_attention`, on a GPU or in Triton's interpreter. With
-    a `step` they write its token and count it, and `index` may be None."""
+    a `step` they write its token and count it, and `index` may be None. With `pieces`, float32, the
+    first kernel stores them there, none for rows of length 0; nothing merges them into `out`."""
     batch, heads, queries, width = q.shape
     kv_heads, size = k.shape[1], capacity(k, table)
     listed = _listed(index, step)
@@ -301,9 +303,10 @@ def launch_gather_attention(
             plan = plan._replace(stages=1)
     q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k, v))
     index, key_mask = None if index is None else index.contiguous(), mask_bytes(key_mask)
-    fused, counts = plan.splits == 1, step is not None and step.counts
-    partial = out
-    if not fused:
+    fused = plan.splits == 1 and pieces is None
+    counts = step is not None and step.counts
+    partial = out if pieces is None else pieces
+    if not fused and pieces is None:
         places = rows * group * plan.splits * (width + 1)
         partial = torch.empty(places, dtype=torch.float32, device=q.device)
     factor, cap = base_two(scale, softcap)
@@ -351,10 +354,11 @@ def launch_gather_attention(
         START_STEP=row_step(start),
         PAGE=0 if table is None else k.shape[2],
         PDL=pdl,
+        SKIP_EMPTY=pieces is not None,
         **_step_arguments(step, rows, listed),
         **{"num_warps": plan.warps, **dependent},
     )
-    if not fused:
+    if not fused and pieces is None:
         merge_splits.run(
             grid=(rows * group, cdiv(width, plan.columns)),
             warmup=False,

@@ -240,30 +240,35 @@ def plan_for(
     return Plan(select, attend, alone and few)
 
 
-def launch_gather_decode(*args, plan=None, count=True, table=None):
+def plan_of(call: Call, table: torch.Tensor | None) -> Plan:
+    """The plan of a call."""
+    (batch, heads, _, width), kv_heads = call.q.shape, call.k.shape[1]
+    return plan_for(
+        rows=batch * kv_heads,
+        group=heads // kv_heads,
+        blocks=cdiv(capacity(call.k, table), call.block),
+        block=call.block,
+        top_k=call.top_k,
+        kept=call.sink + call.local + call.top_k,
+        width=width,
+        itemsize=call.q.element_size(),
+        multiprocessors=machine(call.q.device)[0],
+        pipelined=call.scoring in ("bounds", "spread") and call.key_mask is None,
+        summary_size=call.bounds.element_size(),
+        spread=call.scoring == "spread",
+        paged=table is not None,
+    )
+
+
+def launch_gather_decode(*args, plan=None, count=True, table=None, slots=None, pieces=None):
     """Run the kernels: arguments and outputs as those of `gather_decode`, on a GPU or in Triton's
-    interpreter."""
+    interpreter. `slots` and `pieces` are those of `gather_pieces`, which leaves the outputs."""
     call, outputs = Call(*args[:-2]), args[-2:]
     q, k, block, top_k = call.q, call.k, call.block, call.top_k
     lengths = call.lengths.reshape(-1)
-    batch, heads, _, width = q.shape
-    kv_heads, blocks = k.shape[1], cdiv(capacity(k, table), block)
+    batch, kv_heads, blocks = q.shape[0], k.shape[1], cdiv(capacity(k, table), block)
     if plan is None:
-        plan = plan_for(
-            rows=batch * kv_heads,
-            group=heads // kv_heads,
-            blocks=blocks,
-            block=block,
-            top_k=top_k,
-            kept=call.sink + call.local + top_k,
-            width=width,
-            itemsize=q.element_size(),
-            multiprocessors=machine(q.device)[0],
-            pipelined=call.scoring in ("bounds", "spread") and call.key_mask is None,
-            summary_size=call.bounds.element_size(),
-            spread=call.scoring == "spread",
-            paged=table is not None,
-        )
+        plan = plan_of(call, table)
     new_k, new_v = (
         x if x is None or x.stride(3) == 1 else x.contiguous() for x in (call.new_k, call.new_v)
     )
@@ -272,7 +277,7 @@ def launch_gather_decode(*args, plan=None, count=True, table=None):
     if table is not None:
         more["table"] = table
     if top_k > 0:
-        scores = launch_scores(*selection(call, lengths), plan=plan.select, **more)
+        scores = launch_scores(*selection(call, lengths), plan=plan.select, slots=slots, **more)
         if plan.inline:
             index, step = None, step._replace(scores=scores, top_k=top_k)
         else:
@@ -280,9 +285,8 @@ def launch_gather_decode(*args, plan=None, count=True, table=None):
             launch_choice(
                 scores, k, call.progress, block, top_k, call.local, *rows, blocks, index, **more
             )
-    launch_gather_attention(
-        *attention(call, index, lengths), *outputs, plan=plan.attend, step=step, table=table
-    )
+    made = {"plan": plan.attend, "step": step, "table": table, "pieces": pieces}
+    launch_gather_attention(*attention(call, index, lengths), *outputs, **made)
 
 
 SCHEMA = (

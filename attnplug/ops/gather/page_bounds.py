@@ -120,7 +120,7 @@ def rows_of_summaries(
     return found
 
 
-def _cpu(k, bounds, slots, block):
+def summarise_on_cpu(k, bounds, slots, block):
     pages, heads, page, width = k.shape
     slots = slots.long()
     stored = (slots >= 0) & (slots < pages * page)
@@ -180,6 +180,6 @@ def launch_page_bounds(k, bounds, slots, block):
 _page_bounds = define_op(
     "page_bounds(Tensor k, Tensor(a!) bounds, Tensor slots, int block) -> ()",
     allocate=_allocate,
-    cpu=_cpu,
+    cpu=summarise_on_cpu,
     cuda=launch_page_bounds,
 )

@@ -36,6 +36,7 @@ from attnplug.ops.gather.block_bounds import Frame, check_bounds, frame_of, refr
 from attnplug.ops.gather.kernels.score import score_blocks
 from attnplug.ops.gather.kernels.select import combine_heads, select_best, select_many
 from attnplug.ops.gather.page_bounds import check_page_bounds, rows_of_summaries
+from attnplug.ops.gather.page_scores import launch_page_scores
 from attnplug.ops.gather.reference import RANKED, choose_blocks
 from attnplug.ops.gather.select_plan import Plan, plan_for
 from attnplug.ops.gather.spread import launch_spread, spread_parts
@@ -216,19 +217,21 @@ def launch_scores(
     plan=None,
     new=0,
     table=None,
+    slots=None,
 ):
     """Make missing summaries and score the blocks. `new` tokens are neither in the cache nor
-    counted by `lengths` yet; a chain of kernels then begins, of which each may start early."""
+    counted by `lengths` yet; a chain of kernels then begins, of which each may start early. With
+    `slots` the summaries of the blocks of pages that they complete are made too."""
     batch, heads, queries, width = q.shape
     kv_heads, size = k.shape[1], capacity(k, table)
-    blocks, stored = cdiv(size, block), cdiv(k.shape[0] * k.shape[2], block)
+    blocks = cdiv(size, block)
     group, rows, int8 = heads // kv_heads, batch * kv_heads * queries, bounds.dtype == torch.int8
     if plan is None:
         plain = scoring in ("bounds", "spread") and key_mask is None and table is None
         spread = scoring == "spread"
         plan = plan_for(rows, blocks, top_k, width, bounds.element_size(), plain, spread)
     if table is not None:  # no summary is read before the length says that it is one
-        plan = plan._replace(soon=False)
+        plan = plan._replace(soon=False, repeat=1, stages=1)
     pdl, dependent = early(q.device)
     q, k = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k))
     key_mask = mask_bytes(key_mask)
@@ -246,54 +249,57 @@ def launch_scores(
         per_head = torch.empty(places, dtype=torch.float32, device=q.device)
     padded = max(16, next_power_of_two(group) * (2 if int8 else 1))
     if mode == SPREAD:
+        require(slots is None, "select_blocks", "spread summaries are made by page_bounds")
         cache = q, k, bounds, progress, lengths, start, key_mask, table
         launch_spread(*cache, scale, block, sink, local, plan, keys, best, new)
         return Scores(keys, best, plan)
-    score_blocks.run(
-        grid=(programs, kv_heads * queries, batch),
-        warmup=False,
-        q=q,
-        k=k,
-        bounds=bounds,
-        progress=progress,
-        lengths=lengths,
-        start=start,
-        key_mask=key_mask,
-        table=table,
-        scores=keys,
-        best=best,
-        head_scores=per_head,
-        scale=scale,
-        T=queries,
-        S=size,
-        N=blocks,
-        places=None if table is None else stored,
-        chunks=chunks,
-        q_strides=q.stride()[:3],
-        k_strides=k.stride()[:3],
-        mask_stride=0 if key_mask is None else key_mask.stride(0),
-        table_stride=None if table is None else table.stride(0),
-        GROUP=group,
-        ROWS=padded,
-        D=width,
-        DP=next_power_of_two(width),
-        BLOCK=block,
-        SINK=sink,
-        LOCAL=local,
-        SCORING=mode,
-        CHUNK=plan.chunk,
-        MEMBERS=plan.members,
-        REPEAT=plan.repeat,
-        STAGES=plan.stages,
-        SOON=plan.soon,
-        INT8=int8,
-        NEW=new,
-        LENGTH_STEP=row_step(lengths),
-        START_STEP=row_step(start),
-        PAGE=0 if table is None else k.shape[2],
-        PDL=pdl,
-        **{"num_warps": plan.warps, "maxnreg": plan.registers, **(dependent if new else {})},
-    )
+    if table is not None:
+        made = keys, best, per_head
+        launch_page_scores(
+            q, k, bounds, table, lengths, slots, scale, block, sink, local, mode, plan, *made
+        )
+    else:
+        score_blocks.run(
+            grid=(programs, kv_heads * queries, batch),
+            warmup=False,
+            q=q,
+            k=k,
+            bounds=bounds,
+            progress=progress,
+            lengths=lengths,
+            start=start,
+            key_mask=key_mask,
+            scores=keys,
+            best=best,
+            head_scores=per_head,
+            scale=scale,
+            T=queries,
+            S=size,
+            N=blocks,
+            chunks=chunks,
+            q_strides=q.stride()[:3],
+            k_strides=k.stride()[:3],
+            mask_stride=0 if key_mask is None else key_mask.stride(0),
+            GROUP=group,
+            ROWS=padded,
+            D=width,
+            DP=next_power_of_two(width),
+            BLOCK=block,
+            SINK=sink,
+            LOCAL=local,
+            SCORING=mode,
+            CHUNK=plan.chunk,
+            MEMBERS=plan.members,
+            REPEAT=plan.repeat,
+            STAGES=plan.stages,
+            SOON=plan.soon,
+            INT8=int8,
+            NEW=new,
+            LENGTH_STEP=row_step(lengths),
+            START_STEP=row_step(start),
+            PDL=pdl,
+            **{"num_warps": plan.warps, "maxnreg": plan.registers, **(dependent if new else {})},
+        )
     if mode == 1:
         combine_heads.run(
             grid=(chunks, rows),

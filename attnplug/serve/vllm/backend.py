@@ -7,6 +7,7 @@ lengths of the near rows and 0 for the others, the method the reverse.
 """
 
 import dataclasses
+import functools
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,6 +29,8 @@ from vllm.v1.attention.backends.flash_attn import (
 )
 
 from attnplug.errors import ServeError
+from attnplug.ops.common.divide_rows import divide_rows
+from attnplug.policies import Phase
 from attnplug.serve.vllm.layer import Far, LayerTraits, ServedLayer, phases_for
 from attnplug.serve.vllm.layout import pages
 from attnplug.serve.vllm.options import check_server, policy_of
@@ -63,7 +66,7 @@ class PlugBackend(FlashAttentionBackend):
     @classmethod
     def get_required_kv_cache_layout(cls) -> str | None:
         # A KV head's page in one piece of memory.
-        return None if policy_of(get_current_vllm_config()).decode is None else "HND"
+        return None if _decode_phase() is None else "HND"
 
     @classmethod
     def supports_kv_cache_dtype(cls, kv_cache_dtype: str | None) -> bool:
@@ -88,9 +91,21 @@ class PlugBackend(FlashAttentionBackend):
         return PlugBuilder
 
 
+def _decode_phase() -> Phase | None:
+    """The method that decodes. None also where no batch can have a row for it: what vLLM then sees
+    is FlashAttention's own layout."""
+    config = get_current_vllm_config()
+    phase = policy_of(config).decode
+    if phase is None:
+        return None
+    rows, longest = config.scheduler_config.max_num_seqs, config.model_config.max_model_len
+    rule = phase.row_crossover(torch.device("cuda"))  # vLLM's CPU platform asks nobody here
+    return phase if rule.reachable(rows, longest) else None
+
+
 def _block() -> int | None:
     """The keys of a block of gather's, None where another method decodes."""
-    return getattr(policy_of(get_current_vllm_config()).decode, "block", None)
+    return getattr(_decode_phase(), "block", None)
 
 
 @dataclasses.dataclass
@@ -190,10 +205,8 @@ class PlugBuilder(FlashAttentionMetadataBuilder):
         if batch.prompts and not self.rule.far(torch.tensor(batch.step_keys)).any():
             return made  # it runs eagerly, and may look at lengths on the host
         near, far = self._near[: common.num_reqs], self._far.first(common.num_reqs)
-        far.chosen[: batch.steps] = self.rule.far(common.seq_lens[: batch.steps])
-        far.chosen[batch.steps :] = False
-        torch.mul(common.seq_lens, far.chosen, out=far.lengths)
-        torch.sub(common.seq_lens, far.lengths, out=near)
+        rule = {"row": self.rule.row, "alone": self.rule.alone, "steps": batch.steps}
+        divide_rows(common.seq_lens, near, far.lengths, far.chosen, **rule)
         made.far = far
         made.whole = self._build_near(common, near, fast_build)
         return made
@@ -238,6 +251,7 @@ class PlugImpl(FlashAttentionImpl):
         self.policy = policy_of(self.config)
         check_server(self.config, self.policy)
         self.profiled = False
+        self._written: torch.Tensor | None = None  # slots that nobody has noted yet
         self._served: ServedLayer | None = None
 
     def served(self, layer_name: str, device: torch.device) -> ServedLayer:
@@ -287,9 +301,15 @@ class PlugImpl(FlashAttentionImpl):
     def do_kv_cache_update(self, layer, key, value, kv_cache, slot_mapping) -> None:
         super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
         served = self.served(layer.layer_name, key.device)
-        if served.state is not None:
+        if served.notes_in_step:
+            self._written = slot_mapping  # `forward` comes next, and knows whether steps do it
+        elif served.state is not None:
+            self._note(served, kv_cache, slot_mapping)
+
+    def _note(self, served, kv_cache, slots: torch.Tensor | None) -> None:
+        if slots is not None:
             k, _ = pages(kv_cache, heads_first=False)
-            served.state.update(k, slot_mapping)
+            served.state.update(k, slots)
 
     def forward(
         self,
@@ -304,34 +324,39 @@ class PlugImpl(FlashAttentionImpl):
         output_block_scale=None,
     ):
         served = self.served(layer.layer_name, query.device)
-        if attn_metadata is None:
+        m, (written, self._written) = attn_metadata, (self._written, None)
+        scales = output_scale is not None or output_block_scale is not None
+        if m is None:
+            self._note(served, kv_cache, written)
             if kv_cache.numel() == 0:
                 prepare(self, query.dtype, query.device)
             return output.fill_(0)
-        m = attn_metadata
-        scales = output_scale is not None or output_block_scale is not None
-        if scales or not served.phases.sparse or not m.causal:
+        plain = scales or not served.phases.sparse or not m.causal
+        if plain or m.batch.prompts or m.far is None:
+            self._note(served, kv_cache, written)
+        if plain:
             more = dict(output_scale=output_scale, output_block_scale=output_block_scale)
             super().forward(layer, query, key, value, kv_cache, m, output, **more)
         else:
-            self._attend(served, layer, query, key, value, kv_cache, m, output)
+            self._attend(served, layer, query, key, value, kv_cache, m, output, written)
         if served.phases.trace is not None and m.causal:
             for traced in m.traced:  # of prompts, whose attention runs eagerly
                 cache = pages(kv_cache, heads_first=False)
                 served.trace_prompt(traced, query, key, value, cache, m.block_table)
         return output
 
-    def _attend(self, served, layer, query, key, value, kv_cache, m, output) -> None:
-        """Each row of a batch by what serves it."""
+    def _attend(self, served, layer, query, key, value, kv_cache, m, output, written) -> None:
+        """Each row of a batch by what serves it. Steps alone note the slots that are `written`."""
         if m.batch.prompts:
             self._attend_mixed(served, layer, query, key, value, kv_cache, m, output)
         elif served.phases.decode is None or m.far is None:
             super().forward(layer, query, key, value, kv_cache, m, output)
         else:
-            super().forward(layer, query, key, value, kv_cache, m.whole, output)
-            rows = m.far.lengths.shape[0]
-            cache = pages(kv_cache, heads_first=False)
-            served.attend_steps(query[:rows], cache, m.block_table, m.far, output[:rows])
+            whole = layer, query, key, value, kv_cache, m.whole, output
+            rows, dense = m.far.lengths.shape[0], functools.partial(super().forward, *whole)
+            steps = query[:rows], pages(kv_cache, heads_first=False), m.block_table, m.far
+            slots = None if written is None else written[:rows]
+            served.attend_steps(*steps, output[:rows], slots=slots, dense=dense)
 
     def _attend_mixed(self, served, layer, query, key, value, kv_cache, m, output) -> None:
         """A batch with prompts, eagerly: runs of its rows, each by what serves it."""

@@ -3,6 +3,7 @@ method serves, prompts by momo, steps by gather or gvr, and which prompts stream
 knows tensors, and not the engine."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -11,6 +12,7 @@ from attnplug.call import AttentionCall, LayerShape, PagedCall
 from attnplug.ops.common.checks import HEAD_DIMS
 from attnplug.policies import Dense, Phase
 from attnplug.policies.momo import LEAST_CHUNK
+from attnplug.serve.vllm.beside import run_beside, side_stream
 from attnplug.serve.vllm.layout import Pages, contiguous_row
 from attnplug.serve.vllm.options import Phases
 from attnplug.serve.vllm.rows import Row
@@ -105,6 +107,8 @@ class ServedLayer:
         if phases.decode is not None:
             self.state = LayerState(phases.decode, rows)
             self.rule = phases.decode.row_crossover(device)
+            if device.type == "cuda":
+                side_stream(device)  # made now, and not while a graph is captured
         self.prefill_from = 0
         if phases.prefill is not None:
             self.prefill_from = phases.prefill.crossover(device)
@@ -204,15 +208,32 @@ class ServedLayer:
         table: torch.Tensor,
         far: Far,
         out: torch.Tensor,
+        *,
+        slots: torch.Tensor | None = None,
+        dense: Callable[[], Any] | None = None,
     ) -> None:
         """The method that decodes, for the `far` ones of rows of one query each, into `out [rows,
-        Hq, D]`, like q. Other rows keep what is there. Nothing here looks at a length on the
-        host."""
+        Hq, D]`, like q. Other rows keep what is there, or what `dense` writes there, which runs
+        beside the method. `slots` `[rows]` are where the keys were written that the method has not
+        noted yet. Nothing here looks at a length on the host."""
         assert self.state is not None  # asked of a layer that decodes
-        found = self._attend_far(q, pages, table, far.lengths, *self.state.of(pages[0]))
-        torch.where(far.chosen[:, None, None], found, out, out=out)
+        call = self._steps_call(q, pages, table, far.lengths, *self.state.of(pages[0]))
+        call.slots = slots
+        self._run_steps(call, far.chosen, out, dense)
 
-    def _attend_far(
+    def _run_steps(
+        self,
+        call: PagedCall,
+        chosen: torch.Tensor,
+        out: torch.Tensor,
+        dense: Callable[[], Any] | None = None,
+    ) -> None:
+        phase = self.phases.decode
+        assert phase is not None
+        found, chained = run_beside(dense, lambda: phase.begin_far(call), call.q.device)
+        phase.end_far(found, call, chosen, out.unsqueeze(2), chained=chained)
+
+    def _steps_call(
         self,
         q: torch.Tensor,
         pages: Pages,
@@ -220,12 +241,16 @@ class ServedLayer:
         lengths: torch.Tensor,
         state: Any,
         row_state: torch.Tensor | None,
-    ) -> torch.Tensor:
-        assert self.phases.decode is not None
+    ) -> PagedCall:
         more: dict[str, Any] = {"softcap": self.softcap, "sinks": self.sinks, "state": state}
         own = None if row_state is None else row_state[: len(q)]
-        call = PagedCall(q.unsqueeze(2), *pages, table, lengths, self.scale, row_state=own, **more)
-        return self.phases.decode.attend_far(call)[:, :, 0]
+        return PagedCall(q.unsqueeze(2), *pages, table, lengths, self.scale, row_state=own, **more)
+
+    @property
+    def notes_in_step(self) -> bool:
+        """Whether `attend_steps` notes the keys that a step has written, so that nobody else need
+        do so."""
+        return self.phases.decode is not None and self.phases.decode.notes_in_step
 
     def warm_steps(
         self,
@@ -250,7 +275,10 @@ class ServedLayer:
             q = torch.zeros(count, heads, head_dim, **place)
             table = torch.zeros(count, -(-longest // page), dtype=torch.int32, device=k.device)
             lengths = torch.zeros(count, dtype=torch.int32, device=k.device)
-            self._attend_far(q, (k, k), table, lengths, *state)
+            call = self._steps_call(q, (k, k), table, lengths, *state)
+            if phase.notes_in_step:
+                call.slots = torch.full((count,), -1, device=k.device)
+            self._run_steps(call, lengths > 0, torch.empty_like(q))
             if count >= rows:
                 return
             count = min(2 * count, rows)

@@ -92,6 +92,7 @@ def attend_kept(
     START_STEP: tl.constexpr,
     PAGE: tl.constexpr,
     PDL: tl.constexpr,
+    SKIP_EMPTY: tl.constexpr = 0,
 ):
     """All heads of one query and KV head against one piece of the kept keys.
 
@@ -100,7 +101,8 @@ def attend_kept(
     `new_k, new_v` and writes them to the cache. ONE: each piece is one tile. CHAINED: the kernels
     in front are those of the same decode step, and only programs that read their list wait for it.
     Everything else was there before the first of those kernels began. With a `table`, k and v are
-    pages of PAGE keys; the token is in them already.
+    pages of PAGE keys; the token is in them already. SKIP_EMPTY: nothing is stored for a row of
+    length 0.
     """
     q_b, q_h, q_t = q_strides
     k_b, k_h, k_s = k_strides
@@ -115,6 +117,11 @@ def attend_kept(
         gdc_launch_dependents()
     NEW: tl.constexpr = 0 if new_k is None else 1
     length, low = row_span(lengths, start, b, S, LENGTH_STEP, START_STEP, NEW)
+    if SKIP_EMPTY:
+        if length <= 0:
+            if PDL and CHAINED:
+                gdc_wait()  # the end of this grid tells that the kernels in front have ended too
+            return
     row = b * tl.num_programs(1) + tl.program_id(1)
     g = tl.arange(0, ROWS)
     d = tl.arange(0, DP)

@@ -9,6 +9,69 @@ from attnplug.ops.gather.kernels.spread import refresh_spread, spread_at
 
 
 @triton.jit
+def summarise_slot(
+    k,
+    bounds,
+    slot,
+    h,
+    places,
+    k_strides,
+    D: tl.constexpr,
+    DP: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PAGE: tl.constexpr,
+    PARTS: tl.constexpr,
+    SPREAD: tl.constexpr,
+):
+    """The block that a slot completes, if it completes one, of head h (int64). `places`: blocks of
+    all pages."""
+    k_p, k_h, k_s = k_strides
+    in_pages = (slot >= 0) & (slot // BLOCK < places)
+    if in_pages & (slot % BLOCK == BLOCK - 1):
+        begin = slot // PAGE * k_p + (slot % PAGE - BLOCK + 1) * k_s
+        k_at = k + h * k_h + begin
+        place = slot // BLOCK
+        if SPREAD:
+            codes_at, scales_at = spread_at(bounds, h, places, D)
+            refresh_spread(
+                k_at=k_at,
+                mask_at=k,
+                codes_at=codes_at + place * (2 * D),
+                scales_at=scales_at + place,
+                begin=0,
+                end=1,
+                stride=1,
+                start=0,
+                N=places,
+                k_s=k_s,
+                D=D,
+                DP=DP,
+                BLOCK=BLOCK,
+                MASKED=False,
+            )
+        else:
+            bounds_at, frame = summaries_at(bounds, h, places, D, PARTS, False)
+            refresh_blocks(
+                k_at=k_at,
+                mask_at=k,
+                bounds_at=bounds_at + place * (PARTS * D),
+                frame=frame,
+                begin=0,
+                end=1,
+                stride=1,
+                done=0,
+                start=0,
+                k_s=k_s,
+                D=D,
+                DP=DP,
+                BLOCK=BLOCK,
+                PARTS=PARTS,
+                INT8=False,
+                MASKED=False,
+            )
+
+
+@triton.jit
 def summarise_written(
     k,
     bounds,
@@ -26,51 +89,20 @@ def summarise_written(
     EACH: tl.constexpr,
 ):
     """The blocks that slots EACH i and on complete, of one head. `places`: blocks of all pages."""
-    k_p, k_h, k_s = k_strides
     h = tl.program_id(1).to(tl.int64)
     first = tl.program_id(0) * EACH
     for i in range(first, tl.minimum(first + EACH, count)):
-        slot = tl.load(slots + i * slot_stride).to(tl.int64)
-        in_pages = (slot >= 0) & (slot // BLOCK < places)
-        if in_pages & (slot % BLOCK == BLOCK - 1):
-            begin = slot // PAGE * k_p + (slot % PAGE - BLOCK + 1) * k_s
-            k_at = k + h * k_h + begin
-            place = slot // BLOCK
-            if SPREAD:
-                codes_at, scales_at = spread_at(bounds, h, places, D)
-                refresh_spread(
-                    k_at=k_at,
-                    mask_at=k,
-                    codes_at=codes_at + place * (2 * D),
-                    scales_at=scales_at + place,
-                    begin=0,
-                    end=1,
-                    stride=1,
-                    start=0,
-                    N=places,
-                    k_s=k_s,
-                    D=D,
-                    DP=DP,
-                    BLOCK=BLOCK,
-                    MASKED=False,
-                )
-            else:
-                bounds_at, frame = summaries_at(bounds, h, places, D, PARTS, False)
-                refresh_blocks(
-                    k_at=k_at,
-                    mask_at=k,
-                    bounds_at=bounds_at + place * (PARTS * D),
-                    frame=frame,
-                    begin=0,
-                    end=1,
-                    stride=1,
-                    done=0,
-                    start=0,
-                    k_s=k_s,
-                    D=D,
-                    DP=DP,
-                    BLOCK=BLOCK,
-                    PARTS=PARTS,
-                    INT8=False,
-                    MASKED=False,
-                )
+        summarise_slot(
+            k=k,
+            bounds=bounds,
+            slot=tl.load(slots + i * slot_stride).to(tl.int64),
+            h=h,
+            places=places,
+            k_strides=k_strides,
+            D=D,
+            DP=DP,
+            BLOCK=BLOCK,
+            PAGE=PAGE,
+            PARTS=PARTS,
+            SPREAD=SPREAD,
+        )

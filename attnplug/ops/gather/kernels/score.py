@@ -1,12 +1,12 @@
 """The Triton kernel that scores blocks for select_blocks: it makes missing summaries, then scores
 them. It stores each block's score as a key, or for "estimate" one score a head, which
-`combine_heads` makes a key of (`kernels/select.py`)."""
+`combine_heads` makes a key of (`kernels/select.py`). Pages have a kernel of their own, made of the
+same pieces (`kernels/score_pages.py`)."""
 
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from attnplug.ops.common.pages import place_of_block
 from attnplug.ops.common.rows import blocks_done, row_span
 from attnplug.ops.gather.kernels.bounds import frame_at, refresh_blocks, summaries_at
 from attnplug.ops.gather.kernels.select import store_keys
@@ -21,7 +21,7 @@ def visible_blocks(key_mask, offset, low, j, limit, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _load_summaries(
+def load_summaries(
     bounds_at,
     frame,
     j,
@@ -76,7 +76,7 @@ def _digits(query, frame, D: tl.constexpr, DP: tl.constexpr, HEADS: tl.constexpr
 
 
 @triton.jit
-def _prepare_query(
+def prepare_query(
     query,
     frame,
     GROUP: tl.constexpr,
@@ -86,7 +86,8 @@ def _prepare_query(
     SCORING: tl.constexpr,
     INT8: tl.constexpr,
 ):
-    """What `_scores` needs of the queries `[HEADS, DP]` (for codes, twice), once for all blocks."""
+    """What `block_scores` needs of the queries `[HEADS, DP]` (for codes, twice), once for all
+    blocks."""
     if INT8:
         return _digits(query, frame, D, DP, HEADS)
     elif SCORING == 2:  # the mean over the group is a product with ones: every row holds it
@@ -129,7 +130,7 @@ def _head_scores(query, maxima, minima, scale, SCORING: tl.constexpr):
 
 
 @triton.jit
-def _scores(
+def block_scores(
     prepared,
     summaries,
     scale,
@@ -140,7 +141,7 @@ def _scores(
     INT8: tl.constexpr,
 ):
     """`[CHUNK]` scores of blocks; for "estimate" `[HEADS, CHUNK]`, of every head. Takes what
-    `_prepare_query` and `_load_summaries` return."""
+    `prepare_query` and `load_summaries` return."""
     if INT8:
         score = _code_scores(prepared, summaries, HEADS, CHUNK)
     else:
@@ -167,7 +168,7 @@ def _store_heads(score, usable, j, limit, own, chunk_at, in_group, GROUP: tl.con
 
 
 @triton.jit
-def _row_at(
+def row_at(
     head_scores,
     best,
     row,
@@ -189,7 +190,7 @@ def _row_at(
 
 
 @triton.jit
-def _store_chunk(
+def store_chunk(
     score,
     chunk,
     turn,
@@ -232,7 +233,6 @@ def score_blocks(
     lengths,
     start,
     key_mask,
-    table,
     scores,
     best,
     head_scores,
@@ -240,12 +240,10 @@ def score_blocks(
     T,
     S,
     N,
-    places,
     chunks,
     q_strides,
     k_strides,
     mask_stride,
-    table_stride,
     GROUP: tl.constexpr,
     ROWS: tl.constexpr,
     D: tl.constexpr,
@@ -263,14 +261,12 @@ def score_blocks(
     NEW: tl.constexpr,
     LENGTH_STEP: tl.constexpr,
     START_STEP: tl.constexpr,
-    PAGE: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """REPEAT chunks of blocks of one query and KV head: missing summaries, then scores.
 
     INT8: the summaries are codes; their products have two rows for a head. SOON (REPEAT is 1): read
-    the summaries before the length is known. With a `table` of pages of PAGE keys, the summaries
-    are those of all pages' blocks, `places` many, and none is missing.
+    the summaries before the length is known.
     """
     PARTS: tl.constexpr = 1 if SCORING == 2 else 2
     HEADS: tl.constexpr = ROWS // 2 if INT8 else ROWS
@@ -286,14 +282,9 @@ def score_blocks(
         gdc_launch_dependents()  # the next kernel waits for the end of this grid
     kv_heads = tl.num_programs(1) // T
     row = (b * kv_heads + h) * T + t
-    if table is None:
-        bounds_at, frame = summaries_at(bounds, b * kv_heads + h, N, D, PARTS, INT8)
-    else:
-        bounds_at, frame = summaries_at(bounds, h.to(tl.int64), places, D, PARTS, INT8)
+    bounds_at, frame = summaries_at(bounds, b * kv_heads + h, N, D, PARTS, INT8)
     length, low = row_span(lengths, start, b, S, LENGTH_STEP, START_STEP, NEW)
-    done = 0
-    if table is None:
-        done = blocks_done(progress, b, low)
+    done = blocks_done(progress, b, low)
     g = tl.arange(0, HEADS)
     r = tl.arange(0, ROWS) % HEADS
     in_group = g < GROUP
@@ -305,16 +296,14 @@ def score_blocks(
     j = chunk * CHUNK + tl.arange(0, CHUNK)
     score = 0.0
     if SOON:  # while the length is on its way; blocks past it count for nothing
-        summaries = _load_summaries(bounds_at, frame, j, j, N, D, DP, SCORING, INT8)
-        prepared = _prepare_query(query, frame, GROUP, HEADS, D, DP, SCORING, INT8)
-        score = _scores(prepared, summaries, scale, GROUP, HEADS, CHUNK, SCORING, INT8)
+        summaries = load_summaries(bounds_at, frame, j, j, N, D, DP, SCORING, INT8)
+        prepared = prepare_query(query, frame, GROUP, HEADS, D, DP, SCORING, INT8)
+        score = block_scores(prepared, summaries, scale, GROUP, HEADS, CHUNK, SCORING, INT8)
     limit = (length - T + t - low) // BLOCK - LOCAL + 1
     # No early return when SOON: the compiler would sink the loads above below the branch.
     if SOON or chunk * CHUNK < limit:
         end = tl.minimum((chunk + REPEAT) * CHUNK, limit)
-        begin = end
-        if table is None:
-            begin = tl.maximum(chunk * CHUNK, done)
+        begin = tl.maximum(chunk * CHUNK, done)
         if begin < end:
             mask_at = k
             if key_mask is not None:
@@ -340,12 +329,12 @@ def score_blocks(
             )
             tl.debug_barrier()  # other warps load what one has stored
             if SOON:  # Score again here: were only the loads in this branch, both would unpack.
-                summaries = _load_summaries(bounds_at, frame, j, j, N, D, DP, SCORING, INT8)
-                prepared = _prepare_query(query, frame, GROUP, HEADS, D, DP, SCORING, INT8)
-                score = _scores(prepared, summaries, scale, GROUP, HEADS, CHUNK, SCORING, INT8)
+                summaries = load_summaries(bounds_at, frame, j, j, N, D, DP, SCORING, INT8)
+                prepared = prepare_query(query, frame, GROUP, HEADS, D, DP, SCORING, INT8)
+                score = block_scores(prepared, summaries, scale, GROUP, HEADS, CHUNK, SCORING, INT8)
         if SOON:
-            own, best_at = _row_at(head_scores, best, row, N, chunks, g, GROUP, SCORING, MEMBERS)
-            _store_chunk(
+            own, best_at = row_at(head_scores, best, row, N, chunks, g, GROUP, SCORING, MEMBERS)
+            store_chunk(
                 score=score,
                 chunk=chunk,
                 turn=0,
@@ -367,16 +356,15 @@ def score_blocks(
                 MEMBERS=MEMBERS,
             )
         else:
-            prepared = _prepare_query(query, frame, GROUP, HEADS, D, DP, SCORING, INT8)
-            own, best_at = _row_at(head_scores, best, row, N, chunks, g, GROUP, SCORING, MEMBERS)
+            prepared = prepare_query(query, frame, GROUP, HEADS, D, DP, SCORING, INT8)
+            own, best_at = row_at(head_scores, best, row, N, chunks, g, GROUP, SCORING, MEMBERS)
             for i in tl.range(0, REPEAT, num_stages=STAGES):  # pyright: ignore[reportGeneralTypeIssues]
                 blocks = (chunk + i) * CHUNK + tl.arange(0, CHUNK)
-                place = place_of_block(table, b, table_stride, blocks, blocks < limit, BLOCK, PAGE)
-                shown = _load_summaries(
-                    bounds_at, frame, blocks, place, limit, D, DP, SCORING, INT8
+                shown = load_summaries(
+                    bounds_at, frame, blocks, blocks, limit, D, DP, SCORING, INT8
                 )
-                _store_chunk(
-                    score=_scores(prepared, shown, scale, GROUP, HEADS, CHUNK, SCORING, INT8),
+                store_chunk(
+                    score=block_scores(prepared, shown, scale, GROUP, HEADS, CHUNK, SCORING, INT8),
                     chunk=chunk,
                     turn=i,
                     limit=limit,

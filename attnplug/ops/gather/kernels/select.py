@@ -211,6 +211,14 @@ def combine_heads(
 
 
 @triton.jit
+def _store_none(out_at, K: tl.constexpr, KP: tl.constexpr):
+    """The list of a row without candidates. On pages that is most rows of most steps: those which
+    another method serves have a length of 0, and should cost next to nothing."""
+    n = tl.arange(0, KP)
+    tl.store(out_at + n, -1, mask=n < K)
+
+
+@triton.jit
 def select_best(
     scores,
     best,
@@ -255,6 +263,10 @@ def select_best(
     )
     if PDL and NEW > 0:
         gdc_wait()
+    if progress is None:
+        if limit <= 0:
+            _store_none(out + row * K, K, KP)
+            return
     best_at = best
     if MEMBERS > 0:
         best_at = best + row * tl.cdiv(N, MEMBERS)
@@ -386,6 +398,10 @@ def select_many(
     )
     if PDL and NEW > 0:
         gdc_wait()
+    if progress is None:
+        if limit <= 0:
+            _store_none(out + row * K, K, KP)
+            return
     n = tl.arange(0, KP)
     out_at = out + row * K
     if MEMBERS > 0:

@@ -1,0 +1,129 @@
+"""The Triton kernel that scores the blocks of a paged cache for select_blocks. `page_bounds` keeps
+the summaries, so that none is missing; on request the kernel makes those that a step completes."""
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents
+
+from attnplug.ops.common.pages import place_of_block
+from attnplug.ops.common.rows import row_span
+from attnplug.ops.gather.kernels.bounds import summaries_at
+from attnplug.ops.gather.kernels.page_bounds import summarise_slot
+from attnplug.ops.gather.kernels.score import (
+    block_scores,
+    load_summaries,
+    prepare_query,
+    row_at,
+    store_chunk,
+)
+
+
+@triton.jit
+def score_pages(
+    q,
+    k,
+    bounds,
+    lengths,
+    table,
+    slots,
+    scores,
+    best,
+    head_scores,
+    scale,
+    T,
+    S,
+    N,
+    places,
+    chunks,
+    programs,
+    q_strides,
+    k_strides,
+    table_stride,
+    slot_stride,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    D: tl.constexpr,
+    DP: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SINK: tl.constexpr,
+    LOCAL: tl.constexpr,
+    SCORING: tl.constexpr,
+    CHUNK: tl.constexpr,
+    MEMBERS: tl.constexpr,
+    LENGTH_STEP: tl.constexpr,
+    PAGE: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Every `programs`-th chunk of blocks of one query and KV head, up to the row's own length: a
+    grid for the longest rows would be mostly empty.
+
+    The summaries are those of all pages' blocks, `places` many. With `slots` `[B]` (T is 1), where
+    the step has written its keys, one program more for each row and head makes the summary of the
+    block that the slot completes. No program of the grid may read it: the launcher sees to that.
+    """
+    PARTS: tl.constexpr = 1 if SCORING == 2 else 2
+    q_b, q_h, q_t = q_strides
+    first = tl.program_id(0)
+    t = tl.program_id(1) % T
+    h = tl.program_id(1) // T
+    b = tl.program_id(2).to(tl.int64)
+    if PDL:
+        gdc_launch_dependents()  # the next kernel waits for the end of this grid
+    if slots is not None:
+        if first == programs:
+            summarise_slot(
+                k=k,
+                bounds=bounds,
+                slot=tl.load(slots + b * slot_stride).to(tl.int64),
+                h=h.to(tl.int64),
+                places=places,
+                k_strides=k_strides,
+                D=D,
+                DP=DP,
+                BLOCK=BLOCK,
+                PAGE=PAGE,
+                PARTS=PARTS,
+                SPREAD=False,
+            )
+            return
+    length, _ = row_span(lengths, None, b, S, LENGTH_STEP, 0)
+    limit = (length - T + t) // BLOCK - LOCAL + 1
+    if first * CHUNK < limit:
+        kv_heads = tl.num_programs(1) // T
+        row = (b * kv_heads + h) * T + t
+        bounds_at, frame = summaries_at(bounds, h.to(tl.int64), places, D, PARTS, False)
+        g = tl.arange(0, ROWS)
+        d = tl.arange(0, DP)
+        in_group = g < GROUP
+        q_at = q + b * q_b + (h * GROUP + g).to(tl.int64)[:, None] * q_h + t * q_t + d[None, :]
+        query = tl.load(
+            q_at, mask=in_group[:, None] & (d < D)[None, :], other=0.0, cache_modifier=".cg"
+        )
+        prepared = prepare_query(query, frame, GROUP, ROWS, D, DP, SCORING, False)
+        own, best_at = row_at(head_scores, best, row, N, chunks, g, GROUP, SCORING, MEMBERS)
+        last = tl.cdiv(limit, CHUNK)
+        for chunk in tl.range(first, last, programs, num_stages=1):  # pyright: ignore[reportGeneralTypeIssues]
+            blocks = chunk * CHUNK + tl.arange(0, CHUNK)
+            place = place_of_block(table, b, table_stride, blocks, blocks < limit, BLOCK, PAGE)
+            shown = load_summaries(bounds_at, frame, blocks, place, limit, D, DP, SCORING, False)
+            store_chunk(
+                score=block_scores(prepared, shown, scale, GROUP, ROWS, CHUNK, SCORING, False),
+                chunk=chunk,
+                turn=0,
+                limit=limit,
+                key_mask=None,
+                mask_offset=0,
+                low=0,
+                own=own,
+                scores=scores,
+                row=row,
+                best_at=best_at,
+                N=N,
+                in_group=in_group,
+                GROUP=GROUP,
+                BLOCK=BLOCK,
+                SINK=SINK,
+                SCORING=SCORING,
+                CHUNK=CHUNK,
+                MEMBERS=MEMBERS,
+            )

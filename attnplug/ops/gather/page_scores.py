@@ -1,0 +1,62 @@
+"""The launcher that scores the blocks of a paged cache, for `select_blocks` and `gather_pieces`."""
+
+from attnplug.ops.common.device import early, machine
+from attnplug.ops.common.pages import capacity
+from attnplug.ops.common.rows import row_step
+from attnplug.ops.common.sizes import cdiv, next_power_of_two
+from attnplug.ops.gather.kernels.score_pages import score_pages
+
+# Programs for each multiprocessor: as many as fit at once. More would find nothing where rows are
+# shorter than the table has room for, which is where most rows of a server are.
+PROGRAMS = 8
+
+
+def launch_page_scores(
+    q, k, bounds, table, lengths, slots, scale, block, sink, local, mode, plan, keys, best, per_head
+):
+    """Score the blocks of pages into `keys`, `best` and `per_head`, as `launch_scores` makes them.
+    `slots` `[B]`, or None: where this step has written its keys, whose summaries it makes then."""
+    batch, heads, queries, width = q.shape
+    kv_heads, size = k.shape[1], capacity(k, table)
+    group, rows, blocks = heads // kv_heads, batch * kv_heads * queries, cdiv(size, block)
+    chunks = cdiv(blocks, plan.chunk)
+    programs = min(chunks, max(1, PROGRAMS * machine(q.device)[0] // rows))
+    pdl, _ = early(q.device)
+    score_pages.run(
+        grid=(programs + (slots is not None), kv_heads * queries, batch),
+        warmup=False,
+        q=q,
+        k=k,
+        bounds=bounds,
+        lengths=lengths,
+        table=table,
+        slots=slots,
+        scores=keys,
+        best=best,
+        head_scores=per_head,
+        scale=scale,
+        T=queries,
+        S=size,
+        N=blocks,
+        places=k.shape[0] * k.shape[2] // block,
+        chunks=chunks,
+        programs=programs,
+        q_strides=q.stride()[:3],
+        k_strides=k.stride()[:3],
+        table_stride=table.stride(0),
+        slot_stride=None if slots is None else slots.stride(0),
+        GROUP=group,
+        ROWS=max(16, next_power_of_two(group)),
+        D=width,
+        DP=next_power_of_two(width),
+        BLOCK=block,
+        SINK=sink,
+        LOCAL=local,
+        SCORING=mode,
+        CHUNK=plan.chunk,
+        MEMBERS=plan.members,
+        LENGTH_STEP=row_step(lengths),
+        PAGE=k.shape[2],
+        PDL=pdl,
+        **{"num_warps": plan.warps, "maxnreg": plan.registers},
+    )
