@@ -259,32 +259,22 @@ def stand_in(batch: Batch, lengths: torch.Tensor) -> Callable[..., None]:
 
 def measured(layers: Layers, batch: Batch) -> Iterator[tuple[str, float, list[dict[str, Any]]]]:
     """(variant, microseconds a layer, launches of a layer) of each way to run a batch."""
-    import attnplug.serve.vllm.layer as module
-
     graph = captured(layers.stock(batch), len(layers))
     yield "stock", timed(graph, len(layers)), launches(graph, len(layers))
-    step, beside = layers.served_step(batch), getattr(module, "run_beside", None)
+    step, beside = layers.served_step(batch), sys.modules.get("attnplug.serve.vllm.beside")
     found: list[list[torch.Tensor]] = []
     for variant in ("beside", "in line") if beside else ("in line",):
         if beside:
-            module.run_beside = beside if variant == "beside" else in_line
+            vars(beside)["BESIDE"] = variant == "beside"
         for out in layers.outs:
             out.fill_(torch.nan)
         graph = captured(step, len(layers))
         graph.replay()
         found.append([layers.of(batch, i)[1].clone() for i in range(len(layers))])
         yield variant, timed(graph, len(layers)), launches(graph, len(layers))
-    if beside:
-        module.run_beside = beside
     for outs in found:
         assert all(torch.equal(a, b) for a, b in zip(outs, found[0], strict=True)), "streams differ"
     hold(layers, batch, found[0])
-
-
-def in_line(dense: Callable[[], Any], method: Callable[[], Any], device: Any) -> tuple[Any, bool]:
-    """What stands for `run_beside` where all is on one stream."""
-    dense()
-    return method(), True
 
 
 def hold(layers: Layers, batch: Batch, found: list[torch.Tensor]) -> None:

@@ -7,6 +7,10 @@ from typing import Any
 
 import torch
 
+# Whether captured steps run the two on two streams. True once bench/vllm_layer.py has found that
+# faster on a GPU, and tests/serve/test_vllm_gpu.py has passed with it.
+BESIDE = False
+
 
 @functools.cache
 def side_stream(device: torch.device) -> torch.cuda.Stream:
@@ -20,11 +24,13 @@ def run_beside(
     """Run `dense` (None: nothing), and `method` beside it: what `method` returns, and whether its
     kernels are the last ones on the current stream.
 
-    They run beside each other only while a graph is captured. Outside of graphs the host launches
-    one after the other anyway. What `method` allocates belongs to the side stream. Its memory is
-    given away to that stream alone, which first waits for the current one, hence for whoever reads.
+    They run beside each other only while a graph is captured, where `BESIDE` says so. Outside of
+    graphs the host launches one after the other anyway. What `method` allocates belongs to the side
+    stream. Its memory is given away to that stream alone, which first waits for the current one,
+    hence for whoever reads.
     """
-    if dense is None or device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
+    captured = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    if dense is None or not (BESIDE and captured):
         if dense is not None:
             dense()
         return method(), True
