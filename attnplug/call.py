@@ -22,8 +22,9 @@ class AttentionCall:
     them. `key_mask` `[B,S]` is False where a key must not be seen (padding); `start` `[B]` is the
     first key it lets through, given for T > 1 only. `state` is the layer's static cache, a method's
     own layer where generate or `make_cache` made it, or None. `trace_to` takes the edges that a
-    tracing method finds, while `attnplug.trace.record` is on. The attention is causal; a policy
-    returns `[B,Hq,T,D]`.
+    tracing method finds, while `attnplug.trace.record` is on. `follow` is how many tokens of the
+    prompt are known to come after these queries. The attention is causal; a policy returns
+    `[B,Hq,T,D]`.
     """
 
     q: torch.Tensor
@@ -37,6 +38,7 @@ class AttentionCall:
     key_mask: torch.Tensor | None = None
     state: "StaticLayer | None" = None
     trace_to: "EdgeWriter | None" = None
+    follow: int = 0
 
     def flush(self) -> None:
         """Write the cache layer's pending token (see `PlugLayer`). A method that reads k, v or

@@ -192,6 +192,7 @@ def attend_in_pieces(
             q=query[:, :, at : at + end - begin],
             k=call.k[:, :, :end],
             v=call.v[:, :, :end],
+            follow=run.pieces.cuts[-1] - end,
         )
         at += end - begin
         windowed = run.kinds[index] == "sliding"

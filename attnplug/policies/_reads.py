@@ -51,3 +51,23 @@ def read_blocks(
     listed = torch.where(kept, listed, -1)
     fixed = fixed[:, None].expand(batch, heads, -1, -1)
     return Reads(torch.cat([fixed, listed], -1).to(torch.int32), query_block, block)
+
+
+def read_all(call: AttentionCall, reads: Reads, queries: int) -> Reads:
+    """With the query blocks that hold any of the last `queries` reading every block they see."""
+    if queries == 0:
+        return reads
+    block, query_block = reads.block, reads.query_block
+    first = (call.q.shape[2] - queries) // query_block
+    length = call.k.shape[2] if call.lengths is None else call.lengths[:, None]
+    end = length - 1 if call.first_key is None else length - 1 - call.first_key[:, None]
+    position = query_positions(call, query_block)[:, first:]
+    last = ((position + query_block - 1).clamp(max=end) // block)[..., None]
+    every = torch.arange(-(-call.k.shape[2] // block), device=reads.index.device)
+    every = torch.where((every <= last) & (position <= end)[..., None], every, -1)
+    batch, heads, rows, width = reads.index.shape
+    index = reads.index.new_full((batch, heads, rows, max(width, every.shape[-1])), -1)
+    index[..., :width] = reads.index
+    index[:, :, first:] = -1
+    index[:, :, first:, : every.shape[-1]] = every[:, None].to(index.dtype)
+    return Reads(index, query_block, block)

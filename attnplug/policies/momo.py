@@ -28,7 +28,7 @@ from attnplug.ops import (
 )
 from attnplug.ops.momo.merge_block_rows import MAX_ENTRIES
 from attnplug.ops.momo.query_sparse_attention import MAX_EXACT
-from attnplug.policies._reads import query_positions, read_blocks
+from attnplug.policies._reads import query_positions, read_all, read_blocks
 from attnplug.policies.crossover import DenseBelow
 from attnplug.policies.dense import Dense, apply_sinks, check_open_length, known_below
 
@@ -57,6 +57,9 @@ class Momo(DenseBelow):
     delta: how much of a measured row's difference from its sparse self its followers get; 1 is the
     paper's correction, 0 leaves them block-sparse. Measured rows are dense at any. With None they
     are block-sparse, too: the measuring pass needs no values, and half of the FLOPs ("joint").
+    tail: the prompt's last queries, which are dense: what a prompt asks comes last, and a fact that
+    no other query looks at is in no list. Of chunks that nobody knows the prompt of, the last of
+    each.
     min_tokens: tokens of a prefill, all its chunks, below which dense attention runs instead; None
     is the crossover measured on the kind of device, a multiple of the budget top_k x block and
     at least CROSSOVER_FLOOR.
@@ -72,13 +75,16 @@ class Momo(DenseBelow):
     sink: int = 1
     window: int = 0
     delta: float | None = 0.5
+    tail: int = 0
     min_tokens: int | None = None
 
     name: ClassVar[str] = "momo"
     phases: ClassVar[frozenset[str]] = frozenset({"prefill"})
 
     def __post_init__(self) -> None:
-        self.check_integers("gamma", "block", "query_block", "top_k", "exact_k", "sink", "window")
+        self.check_integers(
+            "gamma", "block", "query_block", "top_k", "exact_k", "sink", "window", "tail"
+        )
         self.check("gamma", self.gamma >= 1, "at least 1")
         self.check("block", self.block in (16, 32, 64, 128), "16, 32, 64 or 128")
         self.check("top_k", 1 <= self.top_k <= 1024, "1 to 1024")
@@ -99,6 +105,7 @@ class Momo(DenseBelow):
         )
         self.check("sink", self.sink >= 0, "at least 0")
         self.check("window", self.window >= 0, "at least 0")
+        self.check("tail", self.tail >= 0, "at least 0")
         algorithms = ("joint", "exact", "tournament", "estimated")
         self.check("selection", self.selection in algorithms, ", ".join(algorithms))
         merges = ("mass", "mean", "mean_normalised")
@@ -116,8 +123,8 @@ class Momo(DenseBelow):
     def density(self, tokens: int) -> float:
         """The share of a causal prefill's keys that a query reads, as the paper counts it (its
         equation 9 is 1 less this): the listed blocks, the sink, the window, and the dense rows, if
-        there are any, spread over the gamma queries that each of them stands for."""
-        dense = 0 if self.delta is None else tokens / self.gamma
+        there are any, spread over the gamma queries that each of them stands for, or over all."""
+        dense = self.tail + (0 if self.delta is None else tokens / self.gamma)
         read = self.block * (self.top_k + self.sink) + self.window + dense
         return min(1.0, read / tokens)
 
@@ -145,6 +152,19 @@ class Momo(DenseBelow):
         if self.is_short(call):
             return Dense().attend(call)
         check_open_length(self.name, call.q.shape[2], self.query_block)
+        out, tail = self._attend_sparse(call), self._tail(call)
+        if tail > 0:
+            out[:, :, -tail:] = Dense().attend(_last_queries(call, tail))
+        return out
+
+    def _tail(self, call: AttentionCall) -> int:
+        """How many of the call's queries are dense, its last ones."""
+        follow, state = call.follow, call.state
+        if not torch.compiler.is_compiling() and isinstance(state, PlugLayer):
+            follow = max(follow, state.prefill_tokens - state.counted)
+        return min(max(0, self.tail - follow), call.q.shape[2])
+
+    def _attend_sparse(self, call: AttentionCall) -> torch.Tensor:
         rows = self.select(call)
         attend = functools.partial(
             block_sparse_attention,
@@ -177,7 +197,7 @@ class Momo(DenseBelow):
     def reads(self, call: AttentionCall) -> Reads | None:
         if self.is_short(call):
             return None
-        return read_blocks(
+        reads = read_blocks(
             call,
             self.select(call).blocks,
             self._first_local(call),
@@ -186,6 +206,7 @@ class Momo(DenseBelow):
             sink=self.sink,
             most=(self.query_block - 1 + self.window) // self.block + 2,
         )
+        return read_all(call, reads, self._tail(call))
 
     def select(self, call: AttentionCall) -> "MeasuredRows":
         """The query-sparse pass and the block mask measured by it."""
@@ -262,6 +283,15 @@ class Momo(DenseBelow):
         anyway, as block_sparse_attention counts it."""
         position = query_positions(call, self.query_block)
         return ((position - self.window).clamp(min=0) // self.block).to(torch.int32)
+
+
+def _last_queries(call: AttentionCall, queries: int) -> AttentionCall:
+    """The call of its last queries alone."""
+    lengths = call.lengths
+    if lengths is None:
+        lengths = torch.full((1,), call.k.shape[2], device=call.q.device)
+    q = call.q[:, :, -queries:].contiguous()
+    return dataclasses.replace(call, q=q, lengths=lengths)
 
 
 class MeasuredRows(NamedTuple):
