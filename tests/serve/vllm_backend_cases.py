@@ -1,0 +1,169 @@
+"""A layer of vLLM's on a CPU, and the batches that it is given: vLLM's FlashAttention classes with
+torch in the place of its two kernels."""
+
+import itertools
+import types
+
+import torch
+
+from attnplug.serve.vllm.options import REQUESTS
+
+HEADS, KV_HEADS, WIDTH, PAGE, PAGES = 4, 2, 64, 16, 80
+COVERING = "momo(min_tokens=64, top_k=512)+gather(min_tokens=100)"
+NAME = "model.layers.0.self_attn.attn"
+
+
+def flash_attention(q, k, v, out, cu_seqlens_q, seqused_k, block_table, softmax_scale, **_):
+    """What FlashAttention's varlen kernel does with a paged cache; a row of no keys gives NaN here,
+    of which nothing may be seen."""
+    edges = cu_seqlens_q.tolist()
+    assert edges[0] == 0 and edges[-1] <= len(q)
+    for row, (first, last) in enumerate(itertools.pairwise(edges)):
+        length = int(seqused_k[row])
+        pages = block_table[row, : -(-length // PAGE)].long()
+        out[first:last] = torch.nan
+        if length and last > first:
+            keys, values = (x[pages].flatten(0, 1)[:length].transpose(0, 1)[None] for x in (k, v))
+            seen = torch.ones(last - first, length, dtype=torch.bool).tril(length - (last - first))
+            out[first:last] = torch.nn.functional.scaled_dot_product_attention(
+                q[first:last].transpose(0, 1)[None],
+                keys,
+                values,
+                seen,
+                scale=softmax_scale,
+                enable_gqa=True,
+            )[0].transpose(0, 1)
+
+
+def write_cache(key, value, key_cache, value_cache, slot_mapping, *_):
+    slots = slot_mapping[slot_mapping >= 0]
+    key_cache[slots // PAGE, slots % PAGE] = key[: len(slots)]
+    value_cache[slots // PAGE, slots % PAGE] = value[: len(slots)]
+
+
+def configuration(policy: str | dict, **changes):
+    """What the backend reads of vLLM's configuration."""
+    given = dict(
+        additional_config={"attnplug": policy},
+        kv_transfer_config=None,
+        speculative_config=None,
+        parallel_config=types.SimpleNamespace(
+            decode_context_parallel_size=1,
+            prefill_context_parallel_size=1,
+            dcp_comm_backend="ag",
+            cp_kv_cache_interleave_size=1,
+            use_ubatching=False,
+            rank=0,
+            world_size=1,
+            data_parallel_index=0,
+        ),
+        cache_config=types.SimpleNamespace(cache_dtype="auto", block_size=PAGE),
+        model_config=types.SimpleNamespace(
+            use_mla=False,
+            model="made/up",
+            runner_type="generate",
+            logits_processors=[REQUESTS],
+            max_model_len=512,
+            is_hybrid=False,
+            get_num_attention_heads=lambda _: HEADS,
+            get_num_kv_heads=lambda _: KV_HEADS,
+            get_head_size=lambda: WIDTH,
+        ),
+        scheduler_config=types.SimpleNamespace(max_num_seqs=8, max_num_batched_tokens=256),
+        compilation_config=types.SimpleNamespace(
+            cudagraph_mode=types.SimpleNamespace(has_full_cudagraphs=lambda: False),
+            max_cudagraph_capture_size=8,
+            static_forward_context={},
+        ),
+        attention_config=types.SimpleNamespace(flash_attn_max_num_splits_for_cuda_graph=32),
+    )
+    return types.SimpleNamespace(**given | changes)
+
+
+def requests_made(monkeypatch, config, tokenizer=None):
+    """What tells of requests, with this tokenizer."""
+    import attnplug.serve.vllm.requests as requests
+
+    monkeypatch.setattr(requests, "cached_tokenizer_from_config", lambda _: tokenizer)
+    return requests.Requests(config, torch.device("cpu"), False)
+
+
+class Layer:
+    """A layer of one row set: its backend objects, its cache, and all tokens of each row."""
+
+    def __init__(self, plug, monkeypatch, policy: str | dict, tokenizer=None):
+        self.config = configuration(policy)
+        for module in (plug, __import__("vllm.v1.attention.backends.flash_attn", fromlist=["x"])):
+            for name in ("get_current_vllm_config", "get_current_vllm_config_or_none"):
+                monkeypatch.setattr(module, name, lambda: self.config, raising=False)
+        self.impl = plug.PlugImpl(HEADS, WIDTH, 0.125, KV_HEADS, None, None, "auto")
+        scale = torch.ones(1)
+        self.layer = types.SimpleNamespace(
+            layer_name=NAME, impl=self.impl, _q_scale=scale, _k_scale=scale, _v_scale=scale
+        )
+        self.requests = requests_made(monkeypatch, self.config, tokenizer)
+        layers = {NAME: self.layer}
+        monkeypatch.setattr(plug, "get_layers_from_vllm_config", lambda *_: layers)
+        spec = types.SimpleNamespace(dtype=torch.float32, block_size=PAGE)
+        self.builder = plug.PlugBuilder(spec, [NAME], self.config, torch.device("cpu"))
+        self.builder.aot_schedule = False
+        self.cache = torch.full((2, PAGES, KV_HEADS, PAGE, WIDTH), torch.nan).transpose(2, 3)
+        order = torch.randperm(PAGES - 1, generator=torch.Generator().manual_seed(2)) + 1
+        self.table = order[: 2 * 32].reshape(2, 32).to(torch.int32)
+        draw = torch.Generator().manual_seed(1)
+        shapes = ((2, 400, HEADS, WIDTH), (2, 400, KV_HEADS, WIDTH), (2, 400, KV_HEADS, WIDTH))
+        self.q, self.k, self.v = (torch.randn(shape, generator=draw) for shape in shapes)
+
+    def step(self, parts: list[tuple[int, int, int]], padding: int = 0) -> torch.Tensor:
+        """One batch: row r from token `first` to `last - 1`, for each (r, first, last)."""
+        from vllm.v1.attention.backend import CommonAttentionMetadata
+
+        tokens = [(r, t) for r, first, last in parts for t in range(first, last)]
+        rows, places = (torch.tensor(x) for x in zip(*tokens, strict=True))
+        q, k, v = (x[rows, places] for x in (self.q, self.k, self.v))
+        slots = self.table[rows, places // PAGE].long() * PAGE + places % PAGE
+        q, k, v = (torch.cat([x, torch.zeros(padding, *x.shape[1:])]) for x in (q, k, v))
+        slots = torch.cat([slots, torch.full((padding,), -1)])
+        starts = [0]
+        for _, first, last in parts:
+            starts.append(starts[-1] + last - first)
+        starts += [starts[-1] + n + 1 for n in range(padding)]  # as FULL graphs pad: one token each
+        seen = [last for _, _, last in parts] + [0] * padding
+        table = torch.cat(
+            [self.table[[r for r, _, _ in parts]], torch.zeros(padding, 32, dtype=torch.int32)]
+        )
+        self.impl.do_kv_cache_update(self.layer, k, v, self.cache, slots)
+        metadata = self.builder.build(
+            0,
+            CommonAttentionMetadata(
+                query_start_loc=torch.tensor(starts, dtype=torch.int32),
+                query_start_loc_cpu=torch.tensor(starts, dtype=torch.int32),
+                seq_lens=torch.tensor(seen, dtype=torch.int32),
+                seq_lens_cpu_upper_bound=torch.tensor(seen, dtype=torch.int32),
+                num_reqs=len(seen),
+                num_actual_tokens=len(q),
+                max_query_len=max(last - first for _, first, last in parts),
+                max_seq_len=max(seen),
+                block_table_tensor=table,
+                slot_mapping=slots,
+            ),
+        )
+        out = torch.full((len(q), HEADS, WIDTH), torch.nan)
+        self.impl.forward(self.layer, q, k, v, self.cache, metadata, out)
+        return out[: len(tokens)]
+
+    def exact(self, parts: list[tuple[int, int, int]]) -> torch.Tensor:
+        """fp64 attention of the batch's rows."""
+        made = []
+        for r, first, last in parts:
+            seen = torch.ones(last - first, last, dtype=torch.bool).tril(first)
+            out = torch.nn.functional.scaled_dot_product_attention(
+                self.q[r, first:last].double().transpose(0, 1)[None],
+                self.k[r, :last].double().transpose(0, 1)[None],
+                self.v[r, :last].double().transpose(0, 1)[None],
+                seen,
+                scale=0.125,
+                enable_gqa=True,
+            )
+            made.append(out[0].transpose(0, 1))
+        return torch.cat(made)
