@@ -3,9 +3,10 @@
 #   bash bench/eval_gpu.sh SECONDS [options of attnplug eval]
 #
 # Without options: the default suite, all policies. $OUT gets MODEL.jsonl and MODEL.log of each, as
-# eval_shares.sh says, also where SECONDS end it. Its eager steps are short, so that the processes
-# (GEMMA, 8; SMOLLM, 6) share the GPU through MPS, which this script starts and ends. Weights lie in
-# ATTNPLUG_CACHE (bench/carry_weights.py).
+# eval_shares.sh says, also where SECONDS end it. A captured step is a thousand short kernels, so that
+# processes (GEMMA, 2; SMOLLM, 2: batches are large, and 140 GB hold no more of them) share the GPU
+# through MPS, which this script starts and ends. Weights lie in ATTNPLUG_CACHE
+# (bench/carry_weights.py).
 set -uo pipefail
 cd "$(dirname "$0")/.."
 seconds=$1
@@ -18,7 +19,7 @@ mkdir -p /tmp/mps /tmp/mps-log
 nvidia-cuda-mps-control -d || echo "no MPS: processes take turns" >&2
 trap 'echo quit | nvidia-cuda-mps-control' EXIT
 ids=()
-for share in "gemma3-270m ${GEMMA:-8}" "smollm2-135m ${SMOLLM:-6}"; do
+for share in "gemma3-270m ${GEMMA:-2}" "smollm2-135m ${SMOLLM:-2}"; do
   read -r model processes <<<"$share"
   timeout --kill-after=20 "$seconds" bash bench/eval_shares.sh "$processes" "$model" "$model" "$@" &
   ids+=($!)

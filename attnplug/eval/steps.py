@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from attnplug.models.cache import PlugCache, PlugLayer
-from attnplug.models.captured import CapturedStep
+from attnplug.models.captured import CapturedStep, Step
 from attnplug.models.decode_step import StepBuffers, decode_step, layers_to_prepare
 from attnplug.models.sliding import SlidingLayer, count_on_device, window_mask
 
@@ -34,10 +34,11 @@ class Steps:
         if made.window is not None and window is not None:
             made.window.copy_(window)
         count_on_device(cache.layers)
-        self.step = decode_step
+        self.step: Step = decode_step
         if real.is_cuda:
-            self.step = CapturedStep(decode_step)
-            self.step.begin(model, cache, vars(made).values(), False, {})
+            captured = CapturedStep(decode_step)
+            captured.begin(model, cache, vars(made).values(), False, {})
+            self.step = captured
 
     @torch.inference_mode()
     def logits(self, token: torch.Tensor) -> torch.Tensor:
