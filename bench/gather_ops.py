@@ -39,7 +39,12 @@ POLICIES = [
     Gather(k=8, **PAPER),
 ]
 SHAPES = [(1, 1 << 17), (1, 1 << 20), (1, 1 << 15), (1, 1 << 13), (8, 1 << 17), (8, 1 << 20)]
-TUNED = [(1, 1 << 17), (1, 1 << 20), (1, 1 << 15)]  # whose kernels are timed under all plans
+TUNED = [(1, 1 << 17), (1, 1 << 20), (1, 1 << 15), (8, 1 << 17)]  # kernels under all plans
+    (1, 1 << 17),
+    (1, 1 << 20),
+    (1, 1 << 15),
+    (8, 1 << 17),
+]  # whose kernels are timed under all plans
 ROTATE = 256 << 20  # bytes of caches that a graph goes through
 # dtype, head dimension, group, tokens, padded, masked, blocks to list
 CHECKS = [
@@ -109,11 +114,11 @@ def check(scoring, dtype, width, group, tokens, padded, masked, top_k) -> dict[s
     return {"result": "ok: " + ", ".join(found)}
 
 
-def plans(blocks: int) -> Iterator[select.Plan]:
+def plans(batch: int, blocks: int) -> Iterator[select.Plan]:
     """Plans of the score kernel and the selection behind it."""
-    default = select.plan_for(KV_HEADS, blocks, 256, WIDTH, 1, True)
+    default = select.plan_for(batch * KV_HEADS, blocks, 256, WIDTH, 1, True)
     sizes = (8, 16, 32) if blocks > 16384 else (0, 4, 8, 16)
-    for members, warps in itertools.product(sizes, (2, 4, 8)):
+    for members, warps in itertools.product(sizes, (2, 4, 8, 16)):
         if max(blocks // max(members, 1), 256 * members) <= 2048 * warps:
             yield default._replace(members=members, select_warps=warps)
     for chunk, repeat, warps, stages in SCORE_PLANS:
@@ -140,10 +145,14 @@ SCORE_PLANS = [
 ]
 
 
-def attend_plans() -> Iterator[attend.Plan]:
-    """Plans of attention over 4,736 keys of four KV heads, in pages."""
-    base = attend.plan_for(KV_HEADS, HEADS // KV_HEADS, 4736, 16, WIDTH, 2, machine(CUDA)[0])
+def attend_plans(batch: int) -> Iterator[attend.Plan]:
+    """Plans of attention over 4,736 keys of four KV heads a row, in pages."""
+    rows = batch * KV_HEADS
+    base = attend.plan_for(rows, HEADS // KV_HEADS, 4736, 16, WIDTH, 2, machine(CUDA)[0])
+    many = itertools.product((64,), (6, 8, 12, 16, 24, 37), (4,), (1, 2, 3, 4))
+    long = itertools.product((32, 128), (8, 16, 37), (4, 8), (1, 3))
     for tile, splits, warps, stages in (
+        *(() if batch == 1 else (*many, *long)),
         (64, 74, 4, 1),
         (64, 74, 4, 2),
         (64, 37, 4, 1),
@@ -289,14 +298,14 @@ def time_shape(rows: Rows, batch: int, tokens: int, kernels: bool) -> None:
     for layer in layers:
         layer.summarise(policy)
     base = plan_of(layers[0], policy)
-    for plan in plans(tokens // policy.block):
+    for plan in plans(batch, tokens // policy.block):
         if (plan.members, plan.select_warps) == (base.select.members, base.select.select_warps):
             rows.attempt("score", case, named(plan), time_scores, layers, policy, plan)
         if plan._replace(members=0, select_warps=0) == base.select._replace(
             members=0, select_warps=0
         ):
             rows.attempt("select", case, named(plan), time_choice, layers, policy, plan)
-    for plan in attend_plans():
+    for plan in attend_plans(batch):
         rows.attempt("attend", case, named(plan), time_attention, layers, policy, plan)
 
 

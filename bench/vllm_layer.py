@@ -27,6 +27,8 @@ import torch
 
 HEADS, KV_HEADS, WIDTH, PAGE, LONGEST = 28, 4, 128, 16, 131072
 SCALE, SPLITS = WIDTH**-0.5, 32  # what vLLM bounds FlashAttention's splits by in graphs
+SHAPE = (8 * LONGEST // PAGE, PAGE, KV_HEADS, WIDTH)  # of one layer's keys, and of its values
+STRIDES = (PAGE * KV_HEADS * WIDTH, KV_HEADS * WIDTH, WIDTH, 1)
 CASES = "8192x1,32768x1,131072x1,8192x8,32768x8,131072x8"
 Step = Callable[[int], None]
 
@@ -37,7 +39,8 @@ def main() -> None:
     parser.add_argument("--root", type=Path, default=Path(__file__).resolve().parent.parent)
     parser.add_argument("--cases", default=CASES, help="tokens x rows")
     parser.add_argument("--layers", type=int, default=6, help="in a graph; 2.2 GiB each")
-    parser.add_argument("--splits", type=int, help="pieces of a row's keep set; the plan's without")
+    parser.add_argument("--attend", default="", help="of the attending plan: splits=8,stages=3")
+    parser.add_argument("--layout", choices=("HND", "NHD"), default="HND", help="of the caches")
     parser.add_argument("--programs", type=int, help="scoring programs a multiprocessor")
     options = parser.parse_args()
     sys.path.insert(0, str(options.root))
@@ -50,15 +53,16 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     """All cases; prints the table as it comes."""
     import triton
 
-    override(options.splits, options.programs)
-    layers = Layers(options.layers)
+    attend = dict(pair.split("=") for pair in options.attend.split(",") if pair)
+    override({name: int(value) for name, value in attend.items()}, options.programs)
+    layers = Layers(options.layers, options.layout)
     report = {
         "datetime": time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime()),
         "gpu": torch.cuda.get_device_name(),
         "torch": torch.__version__,
         "triton": triton.__version__,
         "dense": flash_attention.__name__ if has_flash() else stand_in.__name__,
-        "options": {"splits": options.splits, "programs": options.programs},
+        "options": {x: getattr(options, x) for x in ("attend", "layout", "programs")},
         "rows": [],
     }
     print(f"{report['gpu']}, {report['dense']}, us a layer")
@@ -74,16 +78,16 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     return report
 
 
-def override(splits: int | None, programs: int | None) -> None:
+def override(attend: dict[str, int], programs: int | None) -> None:
     """Another plan than the shape's."""
     from attnplug.ops.gather import gather_decode
 
     stock = gather_decode.plan_for
-    if splits is not None:
+    if attend:
 
         def plan_for(*args: Any, **options: Any) -> Any:
             plan = stock(*args, **options)
-            return plan._replace(attend=plan.attend._replace(splits=splits))
+            return plan._replace(attend=plan.attend._replace(**attend))
 
         gather_decode.plan_for = plan_for  # pyright: ignore[reportAttributeAccessIssue]
     if programs is not None:
@@ -120,14 +124,16 @@ class Batch:
 class Layers:
     """Layers of a model with gather, each with a cache for 8 rows of `LONGEST` tokens."""
 
-    def __init__(self, count: int, device: str = "cuda") -> None:
+    def __init__(self, count: int, layout: str = "HND", device: str = "cuda") -> None:
         from attnplug.policies import Gather
         from attnplug.serve.vllm.layer import ServedLayer
         from attnplug.serve.vllm.options import Phases
 
         place: dict[str, Any] = {"dtype": torch.bfloat16, "device": device}
-        shape, pages = (2, 8 * LONGEST // PAGE, KV_HEADS, PAGE, WIDTH), 8 * LONGEST // PAGE
-        self.caches = [torch.empty(shape, **place).normal_() for _ in range(count)]
+        pages, heads_first = 8 * LONGEST // PAGE, layout == "HND"
+        inner = (KV_HEADS, PAGE) if heads_first else (PAGE, KV_HEADS)
+        caches = [torch.empty(2, pages, *inner, WIDTH, **place).normal_() for _ in range(count)]
+        self.caches = [x if heads_first else x.transpose(2, 3) for x in caches]
         self.queries = [torch.randn(8, HEADS, WIDTH, **place) for _ in range(count)]
         self.outs = [torch.empty(8, HEADS, WIDTH, **place) for _ in range(count)]
         phases, there = Phases(decode=Gather()), torch.device(device, 0)
@@ -145,8 +151,10 @@ class Layers:
         attend = dense_for(batch, batch.lengths)
 
         def step(i: int) -> None:
-            pages = (x.view(-1, PAGE, KV_HEADS, WIDTH) for x in self.caches[i])
-            attend(*self.of(batch, i)[:1], *pages, self.of(batch, i)[1])
+            q, out = self.of(batch, i)
+            # Whatever lies there: the time is that of tokens first.
+            tokens_first = (x.as_strided(SHAPE, STRIDES) for x in self.caches[i])
+            attend(q, *tokens_first, out)
 
         return step
 

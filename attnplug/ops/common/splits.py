@@ -92,11 +92,13 @@ def merge_splits(
     j = tl.arange(0, SPLITS)
     in_splits = j < splits
     lse_at = partial + tl.num_programs(0).to(tl.int64) * splits * D
+    length = 1
+    if row_lengths is not None:  # there before the first kernel of the step began
+        length = tl.load(row_lengths + row // (heads * T) * ROW_STEP, cache_modifier=".cg")
     if PDL:
         gdc_wait()
-    if row_lengths is not None:
-        if tl.load(row_lengths + row // (heads * T) * ROW_STEP, cache_modifier=".cg") <= 0:
-            return
+    if length <= 0:
+        return
     # .cg: an L1 line may be older than the pieces, which other multiprocessors wrote.
     piece_lse = tl.load(
         lse_at + row * splits + j, mask=in_splits, other=float("-inf"), cache_modifier=".cg"
