@@ -40,11 +40,6 @@ POLICIES = [
 ]
 SHAPES = [(1, 1 << 17), (1, 1 << 20), (1, 1 << 15), (1, 1 << 13), (8, 1 << 17), (8, 1 << 20)]
 TUNED = [(1, 1 << 17), (1, 1 << 20), (1, 1 << 15), (8, 1 << 17)]  # kernels under all plans
-    (1, 1 << 17),
-    (1, 1 << 20),
-    (1, 1 << 15),
-    (8, 1 << 17),
-]  # whose kernels are timed under all plans
 ROTATE = 256 << 20  # bytes of caches that a graph goes through
 # dtype, head dimension, group, tokens, padded, masked, blocks to list
 CHECKS = [
@@ -149,23 +144,16 @@ def attend_plans(batch: int) -> Iterator[attend.Plan]:
     """Plans of attention over 4,736 keys of four KV heads a row, in pages."""
     rows = batch * KV_HEADS
     base = attend.plan_for(rows, HEADS // KV_HEADS, 4736, 16, WIDTH, 2, machine(CUDA)[0])
-    many = itertools.product((64,), (6, 8, 12, 16, 24, 37), (4,), (1, 2, 3, 4))
-    long = itertools.product((32, 128), (8, 16, 37), (4, 8), (1, 3))
-    for tile, splits, warps, stages in (
-        *(() if batch == 1 else (*many, *long)),
-        (64, 74, 4, 1),
-        (64, 74, 4, 2),
-        (64, 37, 4, 1),
-        (64, 37, 4, 2),
-        (64, 37, 4, 3),
-        (32, 148, 4, 1),
-        (32, 74, 4, 2),
-        (32, 148, 2, 1),
-        (16, 148, 2, 2),
-        (128, 37, 4, 1),
-        (128, 37, 8, 1),
-    ):
-        yield base._replace(tile=tile, splits=splits, warps=warps, stages=stages)
+    few = [(64, 74, 4, 1), (64, 37, 4, 1), (32, 148, 4, 1), (32, 148, 2, 1), (16, 148, 2, 2)]
+    piped = [(64, 74, 4, 2), (64, 37, 4, 2), (64, 37, 4, 3), (32, 74, 4, 2)]
+    many = [(64, splits, 4, stages) for splits in (8, 16, 24, 37) for stages in (1, 3)]
+    many += [(32, splits, warps, 1) for splits in (37, 74, 148) for warps in (1, 2)]
+    many += [(128, 37, 4, 1), (128, 37, 8, 1), (128, 19, 8, 1), (64, 74, 2, 1), (64, 74, 8, 1)]
+    limits = (None,) if batch == 1 else (None, 128, 96)
+    for tile, splits, warps, stages in few + (piped if batch == 1 else many):
+        for registers in limits:
+            made = base._replace(tile=tile, splits=splits, warps=warps, stages=stages)
+            yield made._replace(registers=registers)
 
 
 CUDA = torch.device("cuda")

@@ -10,7 +10,6 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from attnplug.ops.common.rows import note_progress, row_span
-from attnplug.ops.common.threshold import clean, keep_best, score_of
 
 NONE = tl.constexpr(-0x80000000)  # the upper half of no candidate's key
 
@@ -278,11 +277,60 @@ def select_best(
 
 
 @triton.jit
+def _threshold(score, low, high, found, K: tl.constexpr):
+    """(low, high, scores not below low, scores not below high), between which the K-th largest is:
+    K or more scores are not below `low`, `found` at first, and fewer than K not below `high`.
+
+    Each turn cuts what is between in five and counts at the four cuts. One sum gives all counts, 16
+    bits each: a reduction over a program's warps takes longer than the comparisons. The search ends
+    when `low` has exactly K, or when all between are equal.
+    """
+    above = found * 0
+    distance = high.to(tl.int64) - low.to(tl.int64)
+    while (found > K) & (distance > 1):
+        step = (distance + 4) // 5
+        first = _cut(low, high, step)
+        second = _cut(low, high, 2 * step)
+        third = _cut(low, high, 3 * step)
+        fourth = _cut(low, high, 4 * step)
+        few = (score >= first).to(tl.int32) + ((score >= second).to(tl.int32) << 16)
+        fewer = (score >= third).to(tl.int32) + ((score >= fourth).to(tl.int32) << 16)
+        counts = tl.sum(few.to(tl.int64) + (fewer.to(tl.int64) << 32), 0)
+        before, end = low, high
+        for i in tl.static_range(4):
+            cut = first if i == 0 else second if i == 1 else third if i == 2 else fourth
+            count = ((counts >> (16 * i)) & 0xFFFF).to(tl.int32)
+            last = (count < K) & (cut < end)  # cuts ascend: the first one with too few ends it
+            end = tl.where(last, cut, end)
+            above = tl.where(last, count, above)
+            before = tl.where(count >= K, cut, before)
+            found = tl.where(count >= K, count, found)
+        low, high = before, end
+        distance = high.to(tl.int64) - low.to(tl.int64)
+    return low, high, found, above
+
+
+@triton.jit
+def _cut(low, high, distance):
+    """low + distance, at most high."""
+    return tl.minimum(low.to(tl.int64) + distance, high.to(tl.int64)).to(tl.int32)
+
+
+@triton.jit
+def _at_least(score, low, high, found, above, K: tl.constexpr):
+    """The K largest scores between the ends that `_threshold` found, ties to the lower place; all
+    that are not below `low` where they are fewer."""
+    taken = score >= low
+    if found > K:
+        least = taken & (score < high)
+        taken = (score >= high) | (least & (tl.cumsum(least.to(tl.int32), 0) <= K - above))
+    return taken
+
+
+@triton.jit
 def _scores_of(keys):
-    """(scores of keys, which of them are candidates' keys); -inf for no candidate."""
-    bits = (keys >> 32).to(tl.int32)
-    ok = bits > NONE
-    return tl.where(ok, clean(score_of(bits)), float("-inf")), ok
+    """The scores of keys, as integers in the same order; NONE for no candidate."""
+    return (keys >> 32).to(tl.int32)
 
 
 @triton.jit
@@ -290,6 +338,22 @@ def _store_taken(out_at, taken, j):
     """Store the taken ones of j in their order."""
     place = tl.cumsum(taken.to(tl.int32), 0) - 1
     tl.store(out_at + place, j, mask=taken)
+
+
+@triton.jit
+def _wider(low, high, count, other_low, other_high, other_count):
+    """Combine function of a `tl.reduce` for (smallest, largest, number)."""
+    return tl.minimum(low, other_low), tl.maximum(high, other_high), count + other_count
+
+
+@triton.jit
+def _ends(score):
+    """(smallest, largest + 1, number) of the scores that are no NONE."""
+    usable = score > NONE
+    low = tl.where(usable, score, 0x7FFFFFFF)
+    # One reduction: the program's warps wait for each other once.
+    low, high, count = tl.reduce((low, score, usable.to(tl.int32)), 0, _wider)
+    return low, high + 1, count  # the largest score is infinity, so there is room for 1
 
 
 @triton.jit
@@ -345,27 +409,27 @@ def select_many(
     out_at = out + row * K
     if MEMBERS > 0:
         group = tl.arange(0, WIDE)
-        at = best + row * tl.cdiv(N, MEMBERS) + group
-        maxima, ok = _scores_of(_load_keys(at, group * MEMBERS < limit))
-        found = tl.sum(ok.to(tl.int32), 0)
-        taken, floor, _ = keep_best(maxima, ok, found, K, NORMAL=True)
-        _store_taken(out_at, taken, group)
+        maxima = _load_keys(best + row * tl.cdiv(N, MEMBERS) + group, group * MEMBERS < limit)
+        maxima = _scores_of(maxima)
+        floor, ceiling, found = _ends(maxima)
+        floor, top, enough, above = _threshold(maxima, floor, ceiling, found, K)
+        _store_taken(out_at, _at_least(maxima, floor, top, enough, above, K), group)
         groups = tl.minimum(found, K)
         tl.debug_barrier()  # other warps load what one has stored
         chosen = tl.load(out_at + n, mask=n < groups, other=0, cache_modifier=".cg")
         tl.debug_barrier()
         j = chosen[:, None] * MEMBERS + tl.arange(0, MEMBERS)[None, :]
         j = tl.reshape(tl.where((n < groups)[:, None], j, limit), [KP * MEMBERS])
-        score, ok = _scores_of(_load_keys(scores + row * N + j, j < limit))
+        score = _scores_of(_load_keys(scores + row * N + j, j < limit))
         # The K groups' maxima are K scores: no score below the least of them is taken.
-        ok = ok & (score >= score_of(floor.to(tl.int32)))
-        score = tl.where(ok, score, float("-inf"))
+        floor = tl.where(found < K, NONE + 1, floor)
+        found = tl.sum((score >= floor).to(tl.int32), 0)
     else:
         j = tl.arange(0, WIDE)
-        score, ok = _scores_of(_load_keys(scores + row * N + j, j < limit))
-    found = tl.sum(ok.to(tl.int32), 0)
-    taken, _, _ = keep_best(score, ok, found, K, NORMAL=True)
-    _store_taken(out_at, taken, j)
+        score = _scores_of(_load_keys(scores + row * N + j, j < limit))
+        floor, ceiling, found = _ends(score)
+    floor, top, enough, above = _threshold(score, floor, ceiling, found, K)
+    _store_taken(out_at, _at_least(score, floor, top, enough, above, K), j)
     count = tl.minimum(found, K)
     tl.store(out_at + n, -1, mask=(n >= count) & (n < K))
     if progress is not None:

@@ -14,17 +14,22 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from attnplug.ops.common.threshold import LEAST, MOST, add_three, clean, key_of, key_range
 from attnplug.ops.gvr.kernels.topk_select import (
     COUNT_MASK,
     EDGE_LOW,
     EDGE_SCALE,
     IN_BIN_SHIFT,
+    LEAST,
+    MOST,
     RANGE_HIGH,
     RANGE_LOW,
     READY,
     SURE_MASK,
     SURE_SHIFT,
+    add_three,
+    clean,
+    key_of,
+    key_range,
     length_of,
     write,
 )

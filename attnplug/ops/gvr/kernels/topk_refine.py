@@ -8,24 +8,29 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from attnplug.ops.common.threshold import LEAST, MOST, clean, fifth, key_of, tighten
 from attnplug.ops.gvr.kernels.topk_select import (
     ALL,
     BIN_LIST,
     COUNT_MASK,
     GVR,
     IN_BIN,
+    LEAST,
+    MOST,
     RADIX,
     RANGE_HIGH,
     RANGE_LOW,
     READY,
     SURE,
     SURE_SHIFT,
+    clean,
+    fifth,
+    key_of,
     length_of,
     pick,
     pick_list,
     store_stats,
     take_all,
+    tighten,
     write,
 )
 

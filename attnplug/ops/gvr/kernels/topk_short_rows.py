@@ -8,7 +8,7 @@ deviations wide, of the number of scores that reach the predicted one. One pass 
 the program synchronizes its warps a fixed number of times: for mean and deviation, for the counts,
 for the places and for the list. If the k-th is in no bin, another pass counts wider bins beside the
 first; if too many scores share its bin, it counts narrower bins inside. After _PASSES passes
-without success, `pick` brackets the k-th by rounds of thresholds (`ops/common/threshold.py`;
+without success, `pick` brackets the k-th by rounds of thresholds (`_narrow` in topk_select.py;
 docs/methods/topk.md draws it).
 
 A thread holds 4 neighbours of every 128: `[32 lanes, warps, 1 or 2 halves, 4 groups, 4]` in the
@@ -22,7 +22,6 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from attnplug.ops.common.threshold import add_three, clean
 from attnplug.ops.gvr.kernels import topk_select as select
 from attnplug.ops.gvr.kernels.topk_select import (
     CANDIDATES,
@@ -32,6 +31,8 @@ from attnplug.ops.gvr.kernels.topk_select import (
     PATH,
     SURE,
     SURE_MASK,
+    add_three,
+    clean,
     length_of,
     pick,
     take_all,

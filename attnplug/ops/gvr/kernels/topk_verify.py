@@ -8,8 +8,13 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from attnplug.ops.common.threshold import add_three, clean
-from attnplug.ops.gvr.kernels.topk_select import EDGE_LOW, EDGE_SCALE, length_of
+from attnplug.ops.gvr.kernels.topk_select import (
+    EDGE_LOW,
+    EDGE_SCALE,
+    add_three,
+    clean,
+    length_of,
+)
 
 _HUGE = tl.constexpr(1e30)  # larger scores are masks in disguise: the guess ignores them
 
