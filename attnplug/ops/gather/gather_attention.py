@@ -243,8 +243,8 @@ def plan_for(
     splits, stages = tiles, 2 if pipelined else 1  # one turn: key and value load at once
     if pipelined and rows * tiles > 8 * multiprocessors:  # bandwidth counts: few, long programs
         splits, stages = max(1, min(tiles, 2 * multiprocessors // rows)), 4
-    elif rows * tiles > 32 * multiprocessors:
-        splits = max(1, min(tiles, 16 * multiprocessors // rows))
+    elif rows * tiles > 8 * multiprocessors:
+        splits = max(1, min(tiles, 4 * multiprocessors // rows))
     return Plan(
         tile=tile,
         splits=splits,
