@@ -192,7 +192,10 @@ def test_plans_fill_the_machine():
     assert op.plan_for(32, 7, 37 * 128, 128, 128, 2, 132).splits == 8  # two a multiprocessor
     assert op.plan_for(256, 7, 13 * 128, 128, 128, 2, 132).splits == 1
     pages = op.plan_for(512, 7, 37 * 128, 16, 128, 2, 132)  # gathered: not pipelined
-    assert pages.stages == 1 and 1 < pages.splits < 74 and 512 * pages.splits >= 2 * 132
+    assert (pages.stages, pages.splits) == (1, 1)
+    # as many programs as fit at once, four a multiprocessor
+    assert op.plan_for(32, 7, 37 * 128, 16, 128, 2, 132).splits == 16
+    assert op.plan_for(4, 7, 37 * 128, 16, 128, 2, 132).splits == 74
 
 
 def test_opcheck(device):
