@@ -74,8 +74,8 @@ class Momo(DenseBelow):
     merge: str = "mass"
     sink: int = 1
     window: int = 0
-    delta: float | None = 0.5
-    tail: int = 0
+    delta: float | None = None
+    tail: int = 128
     min_tokens: int | None = None
 
     name: ClassVar[str] = "momo"
