@@ -34,6 +34,7 @@ from attnplug.ops.certified.proof import (
     NEED_SHARE,
     NEEDED,
     NOISE_FLOOR,
+    NORM_SHARE,
     RANKING,
     READ_SHARE,
     REFERENCE_SUMS,
@@ -51,7 +52,7 @@ from attnplug.ops.certified.proof import (
 from attnplug.ops.common.product import add_product
 from attnplug.ops.common.reference import reference_rows
 
-PROOF = "44d2b0e4c8b6aedc"  # `proof.digest()` of the constants that numba compiles in here
+PROOF = "1d8fcecec6c11768"  # `proof.digest()` of the constants that numba compiles in here
 
 
 @numba.njit(cache=True)
@@ -235,30 +236,72 @@ def _tail(logs, squares, delta, noise, moved, summary, marks, norm):
 
 
 @numba.njit(cache=True)
-def _needed(logs, squares, delta, noise, moved, summary, norm, size, most, tolerance, marks):
-    """Mark the blocks that one head needs: the largest of them by what they add to its bound,
-    until the rest adds at most NEED_SHARE of `tolerance` times `size`, its output's norm. Whether
-    any is."""
-    blocks = logs.shape[0]
-    budget = NEED_SHARE * tolerance * size
-    if not (tolerance < np.inf and norm > -np.inf and 0 < budget < np.inf):
-        return False
-    share = np.empty((1, blocks), np.float32)
-    score = np.empty(blocks, np.float32)
-    total = 0.0
-    for j in range(blocks):
+def _reads_off(noise, reach, softcap):
+    """e^x - 1, x being what exactly read scores can be off by: a share of the `noise` of quantized
+    ones, or of the `reach` of those that are in no block."""
+    loudest = noise.max() if len(noise) > 0 else 0.0
+    return np.expm1(READ_SHARE * max(loudest, reach) + softcap * CAP_SLACK)
+
+
+@numba.njit(cache=True)
+def _hidden_norm(mass, root, wide, shown):
+    """About how much of a block's weighted norms of values does not show in the norm of its output:
+    NORM_SHARE of what does not at most. None is above `wide`, `shown` is what shows of all mass."""
+    spread = 2 * (mass - root * root / max(mass, LOG_FLOOR)) * wide
+    return NORM_SHARE * max(min(spread, mass * (wide - shown)), 0.0)
+
+
+@numba.njit(cache=True)
+def _shares(logs, squares, delta, noise, moved, summary, norm, output, off, limit, share, gain):
+    """Of one head, as shares of `limit`: what each block adds to the bound if it is left quantized
+    (`share`), and by how much that is more than what it adds to E_round if it is read (`gain`, 0
+    at least). `output` is as in `_needed`, `off` is `_reads_off`. Returns all hidden norms."""
+    size, shown = output[0], output[1]
+    hidden = 0.0
+    for j in range(len(share)):
+        eta, nu = summary[j, 0], summary[j, 1]
         m = np.exp(np.float64(logs[j]) - norm)
         root = np.exp(np.float64(squares[j]) / 2 - norm)
-        change, _ = _change(m, root, delta[j], noise[j], moved * summary[j, 2])
-        adds = change * (summary[j, 1] + size) + _error(m, root, summary[j])
-        part = adds / budget
-        share[0, j] = part if part < MOST_NEEDED else MOST_NEEDED  # so is a NaN
-        score[j] = np.log2(share[0, j] + LOG_FLOOR)
-        total += share[0, j]
-    own = np.array([1 - total], np.float32)
-    x = _search(score, share, own, 0.0, 0, most)
+        change, under = _change(m, root, delta[j], noise[j], moved * summary[j, 2])
+        apart = _hidden_norm(m, root, nu + eta, shown)
+        # E_round takes a block that is left for as wide as its widest value.
+        adds = change * (nu + size) + _error(m, root, summary[j])
+        adds += (m * (nu + eta) - apart) * REFERENCE_SUMS
+        part = adds / limit + under
+        share[j] = part if part < MOST_NEEDED else MOST_NEEDED  # so is a NaN
+        part = share[j] - off * (apart + m * (shown + size)) / limit
+        gain[j] = part if part > 0 else 0.0
+        hidden += apart
+    return hidden
+
+
+@numba.njit(cache=True)
+def _needed(
+    logs, squares, delta, noise, moved, summary, norm, output, off, unit, most, tolerance, marks
+):  # fmt: skip  # as short as its docstring
+    """Mark the blocks that one head needs: those whose reading gains most, until its bound, E_round
+    included, is NEED_SHARE of `tolerance` times its output's norm. None if all are not enough: the
+    head is recomputed, whatever is read. Whether any is marked.
+
+    `output`: the norm of the output with all blocks quantized, what the norms of the blocks'
+    outputs come to, the weighted norms of values that are in no block, and their mass."""
+    size, shown, held, mass = output
+    limit = NEED_SHARE * tolerance * size
+    if not (tolerance < np.inf and norm > -np.inf and 0 < limit < np.inf):
+        return False
+    share, gain = np.empty(len(logs), np.float32), np.empty((1, len(logs)), np.float32)
+    hidden = _shares(
+        logs, squares, delta, noise, moved, summary, norm, output, off, limit, share, gain[0]
+    )
+    around = (shown + hidden + held) * REFERENCE_SUMS + unit * size + ROUND_FLOOR
+    around += off * (held + mass * size)
+    total = around / limit + share.astype(np.float64).sum()
+    if not total - gain.astype(np.float64).sum() <= 1:
+        return False
+    score = np.log2(gain[0] + np.float32(LOG_FLOOR))
+    x = _search(score, gain, np.array([1 - total], np.float32), 0.0, 0, most)
     some = False
-    for j in range(blocks):
+    for j in range(len(score)):
         if score[j] >= x:
             marks[j], some = 3, True
     return some
@@ -446,8 +489,7 @@ def _bounds(
     mass of exactly read tokens, `held` their values' weighted norms, `size` the output's norm,
     `widest` and `reach` are `_extremes`', `delta` and `noise` [blocks] are `_deviations`'."""
     highest = delta.max() if len(delta) > 0 else 0.0
-    loudest = noise.max() if len(noise) > 0 else 0.0
-    off = np.expm1(READ_SHARE * max(loudest, reach) + softcap * CAP_SLACK)
+    off = _reads_off(noise, reach, softcap)
     around = ((tail[3] + held) * REFERENCE_SUMS + unit * size) * CARE + ROUND_FLOOR
     centre = min(size + worst * CARE + around, (tail[3] + held) * CARE)
     tight, paper = key_bound(tail, centre, mass * off, highest)
@@ -508,14 +550,17 @@ def certify_group(
     acc, held = np.zeros((group, q.shape[1])), np.zeros(group)
     _add(_weights(rest, norm), v[edge:length], seen[edge:length], 0.0, acc, held)
     parts = _quantized_outputs(scores, norm, v_codes, v_meta, seen, low)
+    widest, reach_q = _extremes(scaled, k[edge:length], v[edge:length], seen[edge:length])
     moved = np.empty(group)
     climbed = 0
     marks[:] = 0
     for g in range(group):
         moved[g] = np.sqrt((scaled[g].astype(np.float64) ** 2).sum()) * CARE
         whole = acc[g].copy()  # the output with all blocks quantized
+        shown = 0.0
         for j in range(blocks):
             whole += parts[j, g]
+            shown += np.sqrt((parts[j, g] ** 2).sum())
         if _needed(
             logs[g],
             squares[g],
@@ -524,7 +569,9 @@ def certify_group(
             moved[g],
             summary,
             norm[g],
-            np.sqrt((whole**2).sum()),
+            (np.sqrt((whole**2).sum()), shown, held[g], np.float64(own[g])),
+            _reads_off(noise[g], reach_q[g], softcap),
+            unit,
             options[2],
             tolerance,
             marks,
@@ -545,7 +592,6 @@ def certify_group(
             if marks[j] == 0:
                 acc[g] += parts[j, g] * here
     wrong |= _add_marked(scores, final, v, v_codes, v_meta, eta, seen, low, marks, acc, held)
-    widest, reach_q = _extremes(scaled, k[edge:length], v[edge:length], seen[edge:length])
     for g in range(group):
         sees = lse[g] > -np.inf or np.isnan(lse[g])
         out[g] = acc[g] if sees else np.zeros_like(acc[g])

@@ -130,7 +130,7 @@ def few_found_by(x_at, found_at, shares, most, N, TILE: tl.constexpr):
     i = tl.arange(0, TILE)
     share = tl.load(shares + i, mask=i < N, other=0.0)
     score = tl.where(i < N, tl.log2(share + 1e-37), float("-inf"))
-    x, found = search_few(share, score, most)
+    x, found = search_few(share, score, tl.sum(share, 0), most)
     tl.store(x_at, x)
     tl.store(found_at, found.to(tl.int32))
 

@@ -5,6 +5,12 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from attnplug.ops.certified.kernels.rounding import (
+    left_behind,
+    lost_by_sums,
+    lost_by_vanishing,
+    reads_off,
+)
 from attnplug.ops.certified.kernels.select import key_bound
 from attnplug.ops.certified.kernels.tier import quantized_blocks
 from attnplug.ops.certified.records import R
@@ -216,21 +222,15 @@ def finish(
     value = (error * ratio + tl.sum(weight * value, 0) / divisor) * R.CARE
     # Sums of probabilities and values, of the pass and of what promotion changes.
     longest = tl.maximum(blocks // splits, promoted // PIECES) + 1
-    chain = longest * (BLOCK // R.CHAIN_TOKENS) + R.CHAIN_EXTRA + splits
-    sums = 4 * unit_p + (4 * chain) * R.CHAIN_SLACK
+    sums = lost_by_sums(longest, splits, unit_p, BLOCK)
     around = (tl.maximum(after, before) * sums + unit * size) * R.CARE + R.ROUND_FLOOR
     wide = tl.maximum(widest, rest_widest) * R.CARE
-    vanishing = (longest * BLOCK) * (unit_p * R.VANISHING_SHARE)
+    vanishing = lost_by_vanishing(longest, unit_p, BLOCK)
     around += vanishing * wide * (ratio + 2 * tl.sum(pieces_top, 0))
-    # What promotion leaves behind of the pass, whose scores were not bit for bit its own.
-    pair = noise * ((D + R.PAIR_EXTRA) / (D + R.DOT_EXTRA)) + cap * R.CAP_SLACK
-    behind = taken * (tl.exp2(pair) - 1 + R.EXP2_SLACK)
+    behind = taken * left_behind(noise, cap, D)
     around += tl.where(taken == 0, 0.0, behind)
     centre = tl.minimum(size + value + around, after)
-    # Scores of what is read exactly: e^x - 1 is at most x (1 + x) where x is at most 1.
-    noise = tl.maximum(noise, rest_reach * ((D + R.DOT_EXTRA) * R.DOT_SLACK))
-    noise = (noise * R.READ_SHARE + cap * R.CAP_SLACK) * R.LN2
-    noise = tl.where(noise <= 1, noise * (1 + noise), float("inf"))
+    noise = reads_off(noise, rest_reach, cap, D)
     loss = mass_exact * noise
     key = key_bound(
         change=change * ratio,

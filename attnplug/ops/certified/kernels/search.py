@@ -302,11 +302,10 @@ def _threshold(score, enough, most, norm):
 
 
 @triton.jit
-def search_few(share, score, most):
+def search_few(share, score, left, most):
     """`search` for one head that needs few blocks, if any: (threshold, whether FEW of the largest
-    shares [n] were enough to leave at most 1 in all, and no more than `most`). It gives up as soon
-    as FEW cannot be, none being larger than the last."""
-    left = tl.sum(share, 0)
+    shares [n] were enough to leave at most 1 of `left`, and no more than `most`). It gives up as
+    soon as FEW cannot be, none being larger than the last."""
     taken = tl.sum((share < 0).to(tl.int32), 0)  # 0, of the type that it ends with
     enough = left * 0 + R.MOST_NEEDED
     rest = share

@@ -66,14 +66,14 @@ def weight_change(mass, root, delta, noise, moved):
 
 
 @triton.jit
-def _four(a, b, c, d):
-    """[.., 2, 2] of four tensors; `_apart` takes them apart again."""
+def four(a, b, c, d):
+    """[.., 2, 2] of four tensors; `apart` takes them apart again."""
     return tl.join(tl.join(a, c), tl.join(b, d))
 
 
 @triton.jit
-def _apart(x):
-    """a, b, c, d of `_four(a, b, c, d)`."""
+def apart(x):
+    """a, b, c, d of `four(a, b, c, d)`."""
     first, second = tl.split(x)
     a, c = tl.split(first)
     b, d = tl.split(second)
@@ -118,17 +118,17 @@ def block_sums(log, delta, noise, summary_at, j, there, mass, root, moved, keys)
     off = tl.minimum(mass * eta[:, None], root * of_values[:, None])
     left = (there & ~keys)[:, None]
     is_nan = tl.where(high != high, 1.0, 0.0)
-    sums = _four(
+    sums = four(
         tl.where(left, change, 0.0),
         tl.where(left, under, 0.0),
         tl.where(left, change * nu[:, None], 0.0),
         tl.where(left, mass * (nu + eta)[:, None], 0.0),
     )
-    change, under, shift, norm = _apart(tl.sum(sums, 0))
-    sums = _four(tl.where(left, mass, 0.0), tl.where(left, off, 0.0), is_nan, is_nan)
-    total, error, is_nan, _ = _apart(tl.sum(sums, 0))
+    change, under, shift, norm = apart(tl.sum(sums, 0))
+    sums = four(tl.where(left, mass, 0.0), tl.where(left, off, 0.0), is_nan, is_nan)
+    total, error, is_nan, _ = apart(tl.sum(sums, 0))
     wide = (eta + nu)[:, None] + mass * 0
-    reach, largest, loudest, widest = _apart(tl.max(_four(high, delta, noise, wide), 0))
+    reach, largest, loudest, widest = apart(tl.max(four(high, delta, noise, wide), 0))
     reach = tl.where(is_nan > 0, float("nan"), reach)
     return change, under, shift, norm, total, error, reach, largest, loudest, widest
 
@@ -147,21 +147,24 @@ def head_norm(splits_lse, row, count, COUNT: tl.constexpr):
 
 @triton.jit
 def merge_head(merged, splits, row, count, norm, D: tl.constexpr, DP: tl.constexpr):
-    """The sum [DP] of one head's `count` pieces, relative to their log-sum-exp `norm`, left in
-    `merged`."""
+    """(the sum [DP] of one head's `count` pieces, relative to their log-sum-exp `norm`, left in
+    `merged`; the sum of the norms of all of them but the first, which is what is not quantized)."""
     shift = tl.where(norm == float("-inf"), 0.0, norm)
     d = tl.arange(0, DP)
     p = tl.arange(0, 32)
     acc = tl.zeros([32, DP], tl.float32)  # a sum over pieces crosses warps: once, at the end
+    shown = tl.zeros([32], tl.float32)
     for first in tl.range(0, count, 32, num_stages=3):
         there = first + p < count
         one = tl.load(splits.lse + row * count + first + p, mask=there, other=float("-inf"))
         part_at = splits.out + (row * count + first + p)[:, None] * D + d[None, :]
         part = tl.load(part_at, mask=there[:, None] & (d < D)[None, :], other=0.0)
-        acc += part * tl.exp2(one - shift)[:, None]
+        weight = tl.exp2(one - shift)
+        acc += part * weight[:, None]
+        shown += tl.where(first + p > 0, tl.sqrt(tl.sum(part * part, 1)) * weight, 0.0)
     out = tl.sum(acc, 0)
     tl.store(merged + row * D + d, out, mask=d < D)
-    return out
+    return out, tl.sum(shown, 0)
 
 
 @triton.jit

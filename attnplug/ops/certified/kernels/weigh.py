@@ -1,6 +1,6 @@
 """The Triton kernel of `certified_attention` that says what each head needs: how much every
 quantized block would add to its bound, and from which share on blocks must be read exactly for the
-bound to meet the tolerance. To the base 2.
+bound to meet the tolerance, E_round included. To the base 2.
 
 A program has one head, so that a block's share and the search for the threshold are one vector in
 registers. `choose_blocks` promotes what any head of the group needs.
@@ -10,8 +10,16 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from attnplug.ops.certified.kernels.rounding import (
+    left_behind,
+    lost_by_sums,
+    lost_by_vanishing,
+    reads_off,
+)
 from attnplug.ops.certified.kernels.search import search, search_few
 from attnplug.ops.certified.kernels.select import (
+    apart,
+    four,
     head_norm,
     merge_head,
     query_norms,
@@ -38,16 +46,31 @@ def _load_blocks(scores, summary_at, block_at, j, there):
 
 
 @triton.jit
-def _shares(seen, there, norm, size, moved, factor):
-    """What each block adds to the bound, as a share of what all may add, or MOST_NEEDED."""
+def _hidden_norm(mass, root, wide, shown):
+    """`reference._hidden_norm`."""
+    spread = 2 * (mass - root * root / tl.maximum(mass, R.LOG_FLOOR)) * wide
+    return tl.maximum(tl.minimum(spread, mass * (wide - shown)), 0.0) * R.NORM_SHARE
+
+
+@triton.jit
+def _shares(seen, there, norm, output, factor, rates):
+    """`reference._shares` of some blocks: (share, gain, hidden norms). `output` is (its norm, what
+    the norms of the pass's outputs come to, the query's norm), `factor` is 1 / limit, and `rates`
+    is (what E_round counts of weighted norms, of those that are read besides, `reads_off`)."""
     log, square, delta, noise, eta, nu, of_keys, of_values = seen
+    size, shown, moved = output
+    sums, reads, off = rates
     mass = tl.exp2(log - norm)
     root = tl.exp2(square * 0.5 - norm) + R.SQUARE_FLOOR
-    change, _under = weight_change(mass, root, delta, noise, of_keys * moved)
+    change, under = weight_change(mass, root, delta, noise, of_keys * moved)
+    hidden = _hidden_norm(mass, root, nu + eta, shown)
     adds = change * (nu + size) + tl.minimum(mass * eta, root * of_values)
-    share = adds * factor
+    adds += (mass * (nu + eta) - hidden) * sums
+    share = adds * factor + under
     share = tl.where(share < R.MOST_NEEDED, share, R.MOST_NEEDED)  # so is a NaN
-    return tl.where(there, share, 0.0)
+    gain = share - ((hidden + mass * shown) * reads + mass * size * off) * factor
+    gain = tl.where(there & (gain > 0), gain, 0.0)
+    return tl.where(there, share, 0.0), gain, tl.where(there, hidden, 0.0)
 
 
 @triton.jit
@@ -60,8 +83,12 @@ def weigh_heads(
     merged,
     head_lse,
     needs,
+    rest_norms,
     scale,
+    cap,
     tolerance,
+    unit_p,
+    unit,
     most,
     S,
     N,
@@ -76,9 +103,10 @@ def weigh_heads(
     PDL: tl.constexpr,
 ):
     """Merge the `pieces` of the first pass of one head into `merged` and `head_lse`. Then leave in
-    `needs` the log of what each block adds to the bound, as a share of the tolerance, or that of
-    R.MOST_NEEDED. And in `head_lse` the threshold: blocks below it add less than the tolerance.
-    Where TILE has room for all N blocks, they are loaded before anything is waited for."""
+    `needs` the log of what the bound gains by reading each block, as a share of the tolerance. And
+    in `head_lse` the threshold: with the blocks from it on read, the bound is within the tolerance.
+    It is infinity where no blocks are enough, as such a head is recomputed whatever is read. Where
+    TILE has room for all N blocks, they are loaded before anything is waited for."""
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -94,31 +122,56 @@ def weigh_heads(
     moved = tl.sum(query_norms(q, q_strides, b, head, scale, 1, SHAPE), 0)
     length, low = row_span(rows.lengths, rows.start, b, S, STEPS.length, STEPS.start)
     blocks = quantized_blocks(tier.progress, b, length, low, SHAPE.BLOCK)
+    noise = tl.where(n < blocks, first[3], 0.0)
+    wide = tl.where(n < blocks, first[4] + first[5], 0.0)
+    for start in range(TILE, blocks, TILE):
+        seen = _load_blocks(scores, summary_at, block_at, start + n, start + n < blocks)
+        noise = tl.maximum(noise, seen[3])
+        wide = tl.maximum(wide, seen[4] + seen[5])
+    noise, wide = tl.split(tl.max(tl.join(noise, wide), 0))
+    rest_at = rest_norms + row * R.REST_FIELDS
+    rest_norm = tl.load(rest_at + R.REST_NORM)
+    wide = tl.maximum(wide, tl.load(rest_at + R.REST_WIDEST))
+    off = reads_off(noise, tl.load(rest_at + R.REST_REACH), cap, SHAPE.D)
+    longest = blocks // (pieces - 1) + 1
+    sums = lost_by_sums(longest, pieces - 1, unit_p, SHAPE.BLOCK)
+
     norm = head_norm(splits.lse, row, pieces, SPLITS)
-    out = merge_head(merged, splits, row, pieces, norm, SHAPE.D, SHAPE.DP)
+    out, shown = merge_head(merged, splits, row, pieces, norm, SHAPE.D, SHAPE.DP)
     size = tl.sqrt(tl.sum(out * out, 0))
+    rest = tl.load(splits.lse + row * pieces)
     head_at = head_lse + row * R.HEAD_FIELDS
     tl.store(head_at + R.HEAD_LSE, norm)
-    tl.store(head_at + R.HEAD_REST_LSE, tl.load(splits.lse + row * pieces))
+    tl.store(head_at + R.HEAD_REST_LSE, rest)
 
-    budget = tolerance * size * R.NEED_SHARE
-    factor = 1 / tl.maximum(budget, 1e-30)
-    share = _shares(first, n < blocks, norm, size, moved, factor)
-    score = tl.log2(share + R.LOG_FLOOR)
+    limit = tolerance * size * R.NEED_SHARE
+    factor = 1 / tl.maximum(limit, 1e-30)
+    output = (size, shown, moved)
+    rates = (sums, left_behind(noise, cap, SHAPE.D) + off, off)
+    share, gain, hidden = _shares(first, n < blocks, norm, output, factor, rates)
+    score = tl.where(n < blocks, tl.log2(gain + R.LOG_FLOOR), float("-inf"))
     tl.store(needs_at + n, score, mask=n < blocks)
-    left = tl.sum(share, 0)
+    total, gains = share, gain
+    for start in range(TILE, blocks, TILE):
+        j = start + n
+        seen = _load_blocks(scores, summary_at, block_at, j, j < blocks)
+        share_j, gain_j, hidden_j = _shares(seen, j < blocks, norm, output, factor, rates)
+        tl.store(needs_at + j, tl.log2(gain_j + R.LOG_FLOOR), mask=j < blocks)
+        total += share_j
+        gains += gain_j
+        hidden += hidden_j
+    sums_of = four(total, gains, hidden, hidden)
+    left, gains, hidden, _ = apart(tl.sum(sums_of, 0))
+    norms = rest_norm * tl.exp2(rest - norm)
+    around = (shown + hidden + norms) * sums + unit * size + R.ROUND_FLOOR
+    around += off * (norms + tl.exp2(rest - norm) * size)
+    # What promotion takes out and puts in has at most the probabilities of the pass, each.
+    around += 3 * lost_by_vanishing(longest, unit_p, SHAPE.BLOCK) * wide
+    left += around * factor
     x, found = left, blocks <= TILE
     if found:
-        x, found = search_few(share, tl.where(n < blocks, score, float("-inf")), most)
+        x, found = search_few(gain, score, left, most)
     if not found:
-        total = tl.zeros([TILE], tl.float32)
-        for start in range(TILE, blocks, TILE):
-            j = start + n
-            seen = _load_blocks(scores, summary_at, block_at, j, j < blocks)
-            share = _shares(seen, j < blocks, norm, size, moved, factor)
-            total += share
-            tl.store(needs_at + j, tl.log2(share + R.LOG_FLOOR), mask=j < blocks)
-        left += tl.sum(total, 0)
         tl.debug_barrier()  # the search reads what other warps have written
         one = tl.arange(0, 1)
         x = search(
@@ -137,5 +190,6 @@ def weigh_heads(
             BUDGET=False,
             COVERS=True,
         )
-    hopeless = ~((norm > float("-inf")) & (budget > 0) & (budget < float("inf")))
-    tl.store(head_at + R.HEAD_NEED, tl.where(hopeless, float("inf"), x))
+    hopeful = (norm > float("-inf")) & (limit > 0) & (limit < float("inf"))
+    hopeful = hopeful & (left - gains <= 1)
+    tl.store(head_at + R.HEAD_NEED, tl.where(hopeful, x, float("inf")))
