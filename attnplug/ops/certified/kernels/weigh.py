@@ -1,6 +1,6 @@
-"""The Triton kernel of `certified_attention` that says what each head needs: how much every
-quantized block would add to its bound, and from which share on blocks must be read exactly for the
-bound to meet the tolerance, E_round included. To the base 2.
+"""The Triton kernel of `certified_attention` that says what each head needs: how much its bound,
+E_round included, gains by reading each block exactly, and from which gain on blocks must be read
+for the bound to meet the tolerance. To the base 2.
 
 A program has one head, so that a block's share and the search for the threshold are one vector in
 registers. `choose_blocks` promotes what any head of the group needs.
@@ -56,7 +56,7 @@ def _hidden_norm(mass, root, wide, shown):
 def _shares(seen, there, norm, output, factor, rates):
     """`reference._shares` of some blocks: (share, gain, hidden norms). `output` is (its norm, what
     the norms of the pass's outputs come to, the query's norm), `factor` is 1 / limit, and `rates`
-    is (what E_round counts of weighted norms, of those that are read besides, `reads_off`)."""
+    is what E_round counts: (of weighted norms, besides of those that are read, `reads_off`)."""
     log, square, delta, noise, eta, nu, of_keys, of_values = seen
     size, shown, moved = output
     sums, reads, off = rates
@@ -135,6 +135,8 @@ def weigh_heads(
     off = reads_off(noise, tl.load(rest_at + R.REST_REACH), cap, SHAPE.D)
     longest = blocks // (pieces - 1) + 1
     sums = lost_by_sums(longest, pieces - 1, unit_p, SHAPE.BLOCK)
+    # Of the pass. What vanishes of promoted blocks is little, and NEED_SHARE has room for it.
+    vanishing = lost_by_vanishing(longest, unit_p, SHAPE.BLOCK) * wide
 
     norm = head_norm(splits.lse, row, pieces, SPLITS)
     out, shown = merge_head(merged, splits, row, pieces, norm, SHAPE.D, SHAPE.DP)
@@ -160,14 +162,11 @@ def weigh_heads(
         total += share_j
         gains += gain_j
         hidden += hidden_j
-    sums_of = four(total, gains, hidden, hidden)
-    left, gains, hidden, _ = apart(tl.sum(sums_of, 0))
-    norms = rest_norm * tl.exp2(rest - norm)
-    around = (shown + hidden + norms) * sums + unit * size + R.ROUND_FLOOR
-    around += off * (norms + tl.exp2(rest - norm) * size)
-    # What promotion takes out and puts in has at most the probabilities of the pass, each.
-    around += 3 * lost_by_vanishing(longest, unit_p, SHAPE.BLOCK) * wide
-    left += around * factor
+    left, gains, hidden, _ = apart(tl.sum(four(total, gains, hidden, hidden), 0))
+    rest_mass = tl.exp2(rest - norm)
+    norms = rest_norm * rest_mass
+    around = (shown + hidden + norms) * sums + unit * size + vanishing + R.ROUND_FLOOR
+    left += (around + off * (norms + rest_mass * size)) * factor
     x, found = left, blocks <= TILE
     if found:
         x, found = search_few(gain, score, left, most)
@@ -190,6 +189,5 @@ def weigh_heads(
             BUDGET=False,
             COVERS=True,
         )
-    hopeful = (norm > float("-inf")) & (limit > 0) & (limit < float("inf"))
-    hopeful = hopeful & (left - gains <= 1)
+    hopeful = (norm > float("-inf")) & (limit > 0) & (limit < float("inf")) & (left - gains <= 1)
     tl.store(head_at + R.HEAD_NEED, tl.where(hopeful, x, float("inf")))
