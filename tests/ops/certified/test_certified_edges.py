@@ -139,7 +139,7 @@ def test_a_block_without_a_useful_bound_does_not_hide_the_others(device_path):
     case.k[:, :, 32, 0] = -253.0 * 128  # the others of its block are quantized nearly without error
     loose = attend(device_path, case, **LOOSE)
     assert loose.bounds[..., 3].min() > 2e7 * loose.out.norm()
-    found, telemetry = counted(device_path, case, **LOOSE | {"tolerance": 3.0})
+    found, telemetry = counted(device_path, case, **LOOSE | {"tolerance": 3.08})
     hold(found, case)
     assert rungs(found, "needed").all() and not rungs(found, "head").any()
     assert 16 < int(telemetry[..., op.TELEMETRY.index("key_tokens")]) < 256
