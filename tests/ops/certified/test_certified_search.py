@@ -167,7 +167,7 @@ COVERS = [
     LOOSE | {"coverage": 0.3, "k_min": 1},
     LOOSE | {"coverage": 0.95},
     LOOSE | {"tolerance": 0.5},
-    LOOSE | {"tolerance": 0.3, "coverage": 0.3, "k_min": 1},
+    LOOSE | {"tolerance": 0.28, "coverage": 0.3, "k_min": 1},
     LOOSE | {"value_budget": 0.05},
     {"coverage": 0.6, "value_budget": 0.02, "explore": 0.1},
 ]
