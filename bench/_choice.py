@@ -51,7 +51,7 @@ def speed_of(timing: Sequence[Row], policy: str, n: int) -> float | None:
 def _is_speed(row: Row, policy: str) -> bool:
     if row.get("policy") != policy or row["batch"] != 1:
         return False
-    if policy == "momo":
+    if policy.partition("(")[0] == "momo":
         shape = (row["heads_q"], row["heads_kv"], row["head_dim"])
         return row["case"] == "op" and shape == (32, 8, 128) and row["peer"] in ("fa3", "cudnn")
     return row["case"] == "step" and row["peer"] == "dense"

@@ -3,7 +3,8 @@
 #   bash bench/eval_gpu.sh SECONDS [options of attnplug eval]
 #
 # Without options: the default suite, all policies. $OUT gets MODEL.jsonl and MODEL.log of each, as
-# eval_shares.sh says, also where SECONDS end it. A captured step is a thousand short kernels, so that
+# eval_shares.sh says, also where SECONDS end it. What bench/results/samples/ has is not run again, so
+# that calls go on where the last one was cut; FRESH=1 asks everything anew. A captured step is a thousand short kernels, so that
 # processes (GEMMA, 2; SMOLLM, 2: batches are large, and 140 GB hold no more of them) share the GPU
 # through MPS, which this script starts and ends. Weights lie in ATTNPLUG_CACHE
 # (bench/carry_weights.py).
@@ -21,7 +22,15 @@ trap 'echo quit | nvidia-cuda-mps-control' EXIT
 ids=()
 for share in "gemma3-270m ${GEMMA:-2}" "smollm2-135m ${SMOLLM:-2}"; do
   read -r model processes <<<"$share"
-  timeout --kill-after=20 "$seconds" bash bench/eval_shares.sh "$processes" "$model" "$model" "$@" &
+  [ "$processes" -gt 0 ] || continue
+  known=
+  if [ -z "${FRESH:-}" ]; then
+    known=$(mktemp)
+    python3 -c "import lzma, sys; sys.stdout.buffer.write(lzma.open(sys.argv[1]).read())" \
+      "bench/results/samples/$model.jsonl.xz" >"$known" || exit
+  fi
+  KNOWN=$known timeout --kill-after=20 "$seconds" bash bench/eval_shares.sh "$processes" \
+    "$model" "$model" "$@" &
   ids+=($!)
 done
 failed=0

@@ -38,7 +38,7 @@ RESULTS = Path(__file__).parent / "results"
 METHODS = {
     "stream": "stream(top_k={k}, block=16)",
     "bounds": "stream(top_k={k}, block=16, search='bounds')",
-    "momo": "momo(top_k={k}, block=16, query_block=64)",
+    "momo": "momo(top_k={k}, block=16, query_block=64, tail=0)",
     "gather": "gather(k={k}, sink=1, local=4)",
     "oracle": "the {k} blocks with most attention",
 }
@@ -79,7 +79,7 @@ def blocks_read(method: str, k: int, call: AttentionCall, at: torch.Tensor) -> t
         )  # fmt: skip
         return index[0].repeat_interleave(call.q.shape[1] // call.k.shape[1], 0)
     if method == "momo":
-        momo = Momo(top_k=k, exact_k=min(k, 8), block=BLOCK, query_block=64, min_tokens=0)
+        momo = Momo(top_k=k, exact_k=min(k, 8), block=BLOCK, query_block=64, tail=0, min_tokens=0)
         reads = momo.reads(call)
         assert reads is not None  # nothing is too short for it
         return reads.index[0][:, at // momo.query_block]

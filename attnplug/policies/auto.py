@@ -75,14 +75,14 @@ GATHER = Candidate(
     "faster than sketch, but it may miss a fact",
     "its pages of 16 were not timed on a CPU",
 )
-MOMO = Candidate(Momo(), "faster on long prompts, at some perplexity")
+MOMO = Candidate(Momo(), "faster on long prompts, but it may miss a fact")
 CANDIDATES = {
     "faithful": {"prefill": (), "decode": (SKETCH,)},
     "fast": {"prefill": (MOMO,), "decode": (GATHER,)},
 }
 # Methods that `faithful` leaves out, though one could expect them: by committed rows, which
 # tests/policies/test_auto.py reads.
-LEFT_OUT = {("faithful", "prefill"): "not momo (its perplexity is outside dense's interval)"}
+LEFT_OUT = {("faithful", "prefill"): "not momo (not all of its tasks are measured)"}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -56,7 +56,8 @@ class Momo(DenseBelow):
     sink: first key blocks that are always read. window: keys before the query block always read.
     delta: how much of a measured row's difference from its sparse self its followers get; 1 is the
     paper's correction, 0 leaves them block-sparse. Measured rows are dense at any. With None they
-    are block-sparse, too: the measuring pass needs no values, and half of the FLOPs ("joint").
+    are block-sparse, too: with "joint" the measuring pass then needs no values, and half of the
+    FLOPs.
     tail: the prompt's last queries, which are dense: what a prompt asks comes last, and a fact that
     no other query looks at is in no list. Of chunks that nobody knows the prompt of, the last of
     each.
@@ -114,7 +115,6 @@ class Momo(DenseBelow):
         self.check("merge", not joint or self.merge == "mass", "'mass' where selection='joint'")
         share = self.delta is None or (type(self.delta) in (int, float) and 0 <= self.delta <= 1)
         self.check("delta", share, "0 to 1, or None")
-        self.check("delta", joint or self.delta is not None, "0 to 1 unless selection='joint'")
         self.check_min_tokens()
 
     def measured_crossover(self, kind: str) -> int:

@@ -21,10 +21,10 @@ class Case:
 
 
 MOMO = Case(
-    "momo(gamma=8, block=16, query_block=16, top_k=2, exact_k=1, min_tokens=0)",
-    "momo(gamma=8, block=16, query_block=16, top_k=8, exact_k=8, min_tokens=0)",
-    family="momo(gamma=4, block=16, query_block=16, top_k=8, exact_k=8, min_tokens=0)",
-    graphs="momo(gamma=8, block=16, query_block=16, top_k=4, exact_k=1, min_tokens=0)",
+    "momo(gamma=8, block=16, query_block=16, top_k=2, delta=0.5, tail=8, min_tokens=0)",
+    "momo(gamma=8, block=16, query_block=16, top_k=8, tail=8, min_tokens=0)",
+    family="momo(gamma=4, block=16, query_block=16, top_k=8, delta=0.5, tail=4, min_tokens=0)",
+    graphs="momo(gamma=8, block=16, query_block=16, top_k=4, tail=8, min_tokens=0)",
 )
 GATHER = Case(
     "gather(k=1, block=16, sink=1, local=2, min_tokens=0)",

@@ -4,7 +4,7 @@ import pytest
 
 EXACT = {
     "dense": "dense",
-    "momo": "momo(gamma=8, block=16, query_block=16, top_k=8, exact_k=8, min_tokens=0)",
+    "momo": "momo(gamma=8, block=16, query_block=16, top_k=8, tail=8, min_tokens=0)",
     "gather": "gather(k=8, block=16, sink=1, local=2, min_tokens=0)",
     "gather-host": "gather(k=8, block=16, sink=1, local=2, min_tokens=0, kv='host', resident=9)",
     "gvr": "gvr(k=512, sink=2, window=8, min_tokens=0)",

@@ -16,7 +16,7 @@ from attnplug.models import paged
 PAGE, NEW = 32, 6
 GATHER = "gather(k=2, block=16, sink=1, local=2, min_tokens=0)"
 GVR = "gvr(k=6, sink=1, window=4, min_tokens=0)"
-MOMO = "momo(top_k=2, block=16, query_block=16, gamma=16, min_tokens=0)"
+MOMO = "momo(top_k=2, block=16, query_block=16, gamma=16, tail=8, min_tokens=0)"
 LENGTHS = (1, 5, 40, 200, 333)
 SIZE = "page_size" if hasattr(ContinuousBatchingConfig(), "page_size") else "block_size"
 SETTINGS = {

@@ -11,7 +11,8 @@ from attnplug import Momo, PolicyError
 from attnplug.ops import block_sparse_attention
 from attnplug.policies import AttentionCall, Dense, LayerShape
 
-MOMO = Momo(gamma=8, block=16, query_block=32, top_k=3, exact_k=1, min_tokens=0)
+SHAPE = dict(gamma=8, block=16, query_block=32, tail=0, min_tokens=0)
+MOMO = Momo(**SHAPE, top_k=3, exact_k=1, delta=0.5)
 
 
 def call(tokens: int, *, heads=(4, 2), dim=64, batch=1, seed=0, device="cpu") -> AttentionCall:
@@ -44,7 +45,7 @@ def test_a_budget_that_covers_everything_is_dense(tokens, selection, seed):
 
 @pytest.mark.parametrize("selection", ["joint", "exact", "tournament"])
 def test_only_estimated_minds_exact_k(selection):
-    few = Momo(gamma=8, block=16, query_block=32, top_k=2, selection=selection, min_tokens=0)
+    few = Momo(**SHAPE, top_k=2, selection=selection)
     assert few.exact_k > few.top_k
     least = dataclasses.replace(few, exact_k=0)
     assert torch.equal(few.attend(call(150)), least.attend(call(150)))
@@ -106,13 +107,25 @@ def test_without_values_all_rows_are_sparse(device, sinks):
     assert (MOMO.attend(c) - sparse).abs().max() > 1e-2
 
 
-def test_without_values_needs_joint_lists():
-    with pytest.raises(PolicyError, match="delta=None, needs 0 to 1 unless selection='joint'"):
-        Momo(delta=None, selection="exact")
+@pytest.mark.parametrize("selection", ["exact", "estimated"])
+def test_rows_with_lists_need_no_correction_either(selection, device):
+    """No row is dense then; its list is the one that it has with a correction."""
+    c = call(512, device=device)
+    listed = dataclasses.replace(MOMO, selection=selection)
+    blocks = listed.select(c).blocks
+    sparse, _ = block_sparse_attention(
+        c.q, c.k, c.v, blocks, scale=c.scale, query_block=32, block=16, sink=1
+    )
+    found = dataclasses.replace(listed, delta=None).attend(c)
+    assert (found - sparse).abs().max() < 1e-5
+    assert (listed.attend(c) - sparse).abs().max() > 1e-2
+
+
+def test_delta_is_a_share_or_none():
     with pytest.raises(PolicyError, match="delta=2, needs 0 to 1, or None"):
         Momo(delta=2)
-    assert str(Momo(delta=None)) == "momo(delta=None)"
-    assert Momo(delta=None).density(1 << 20) < Momo().density(1 << 20) / 2
+    assert str(Momo(delta=None)) == "momo" and str(Momo(delta=1)) == "momo(delta=1)"
+    assert Momo(tail=0).density(1 << 20) < Momo(delta=0.5, tail=0).density(1 << 20) / 2
 
 
 def test_joint_lists_keep_at_least_what_merged_ones_do(device):
@@ -211,13 +224,16 @@ def test_below_the_crossover_it_is_dense(device):
 def test_the_note_names_the_crossover_and_the_papers_density():
     shape = LayerShape(4, 2, 64, 0.0, False, torch.device("cpu"))
     late = Momo(gamma=16, min_tokens=4096)
-    # B_k K + S + W + C / gamma of C tokens, the paper's equation 9
-    density = f"density {(64 * 128 + 64 + 0 + 131072 / 16) / 131072:.1%} at 131,072"
+    # B_k K + S + W of C tokens and C / gamma dense rows, the paper's equation 9; of C / gamma only
+    # the tail is dense by default
+    density = f"density {(64 * 128 + 64 + 0 + 128) / 131072:.1%} at 131,072"
     assert late.note(shape) == f"dense in prefills below 4,096 tokens; {density}"
     forced = Momo(min_tokens=0, sink=0, window=64)  # a window counts as much as a sink's block
     assert forced.note(shape) == density
     assert dataclasses.replace(late, min_tokens=1 << 20).note(shape).endswith("at 1,048,576")
-    assert Momo().density(1000) == 1.0 and Momo().density(1 << 20) < 0.0704
+    corrected = Momo(delta=0.5, tail=0)
+    assert corrected.density(131072) == (64 * 128 + 64 + 131072 / 16) / 131072
+    assert Momo().density(1000) == 1.0 and corrected.density(1 << 20) < 0.0704
 
 
 @pytest.mark.parametrize("limit", [1, 10_000])

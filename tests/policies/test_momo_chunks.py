@@ -17,7 +17,7 @@ from attnplug.policies import AttentionCall, Dense
 from attnplug.policies import momo as policy
 from attnplug.testing.policy import tiny_model
 
-MOMO = Momo(gamma=8, block=16, query_block=32, top_k=3, min_tokens=0)
+MOMO = Momo(gamma=8, block=16, query_block=32, top_k=3, delta=0.5, tail=0, min_tokens=0)
 TOKENS, ROOM = 235, 300
 
 
@@ -103,7 +103,7 @@ def dense_calls(monkeypatch):
 def test_the_crossover_is_that_of_the_whole_prompt(limit, dense, dense_calls, device):
     model = tiny_model(device=device, num_hidden_layers=1)
     ids = torch.randint(2, 97, (1, 200)).to(device)
-    method = f"momo(gamma=8, block=16, query_block=32, top_k=3, min_tokens={limit})"
+    method = f"momo(gamma=8, block=16, query_block=32, top_k=3, tail=0, min_tokens={limit})"
     with attnplug.applied(model, method):
         out = model.generate(
             ids, max_new_tokens=1, prefill_chunk_size=64, return_dict_in_generate=True

@@ -11,7 +11,7 @@ from attnplug.models.cache import PlugLayer
 from attnplug.policies import AttentionCall, Dense
 from attnplug.testing.policy import tiny_model
 
-MOMO = Momo(gamma=8, block=16, query_block=32, top_k=1, sink=0, delta=None, min_tokens=0)
+MOMO = Momo(gamma=8, block=16, query_block=32, top_k=1, sink=0, tail=0, min_tokens=0)
 TAILED = dataclasses.replace(MOMO, tail=40)
 TOKENS, ROOM, PADDING = 235, 300, 50
 

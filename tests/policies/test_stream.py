@@ -15,7 +15,7 @@ from attnplug.policies._reads import query_positions, read_blocks
 from attnplug.testing import oracle_attention
 
 STREAM = Stream(top_k=2, block=16, query_block=16)
-MOMO = Momo(gamma=8, block=16, query_block=32, top_k=2, exact_k=1, window=20, min_tokens=0)
+MOMO = Momo(gamma=8, block=16, query_block=32, top_k=2, window=20, tail=0, min_tokens=0)
 GATHER = Gather(k=2, block=16, local=2, min_tokens=0)
 
 

@@ -26,7 +26,7 @@ from attnplug.serve.vllm.state import share_of_cache
 
 CPU = torch.device("cpu")
 HEADS, KV_HEADS, WIDTH, PAGE = 4, 2, 64, 16
-MOMO = Momo(gamma=8, block=16, query_block=32, top_k=3, min_tokens=0)
+MOMO = Momo(gamma=8, block=16, query_block=32, top_k=3, tail=0, min_tokens=0)
 
 
 def served(phases: Phases, device: torch.device = CPU) -> ServedLayer:

@@ -19,7 +19,7 @@ from attnplug.trace.view import write_page
 
 HEADS, KV_HEADS, WIDTH, PAGE, LAYERS = 4, 2, 64, 16, 2
 STREAM = Stream(top_k=3, block=16, query_block=16, weights="value", measure=4)
-MOMO = Momo(gamma=8, block=16, query_block=16, top_k=3, min_tokens=0)
+MOMO = Momo(gamma=8, block=16, query_block=16, top_k=3, tail=0, min_tokens=0)
 
 
 def traces_in(folder, *, label: str = "", **options) -> Traces:
@@ -132,8 +132,8 @@ def test_a_prompts_chunks_give_the_trace_of_the_whole(tmp_path, chunks):
 
 def test_a_trace_follows_momo_where_it_serves(tmp_path):
     """The blocks that momo read, of a prompt that it served; none of one that is too short."""
-    phases = Phases(prefill=Momo(gamma=8, block=16, query_block=16, top_k=3, min_tokens=100),
-                    trace=Stream(of="policy"))  # fmt: skip
+    momo = Momo(gamma=8, block=16, query_block=16, top_k=3, tail=0, min_tokens=100)
+    phases = Phases(prefill=momo, trace=Stream(of="policy"))
     server = Server(traces_in(tmp_path), phases)
     long, short = (server.traces.prompt([7] * count, True) for count in (200, 99))
     server.step({0: long, 1: short}, [(0, 0, 200), (1, 0, 99)])

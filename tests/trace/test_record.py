@@ -16,7 +16,7 @@ from attnplug.ops import stream_edges, stream_mask
 from attnplug.testing import tiny_model
 
 STREAM = "stream(top_k=2, block=16, query_block=16)"
-MOMO = "momo(gamma=8, block=16, query_block=16, top_k=2, exact_k=1, min_tokens=0)"
+MOMO = "momo(gamma=8, block=16, query_block=16, top_k=2, tail=4, min_tokens=0)"
 GATHER = "gather(k=1, block=16, sink=1, local=2, min_tokens=0)"
 SKETCH = "sketch(k=8, min_tokens=0)"
 HOST = "sketch(k=8, min_tokens=0, kv='host')"

@@ -278,7 +278,7 @@ def _shares(logs, squares, delta, noise, moved, summary, norm, output, off, limi
 @numba.njit(cache=True)
 def _needed(
     logs, squares, delta, noise, moved, summary, norm, output, off, unit, most, tolerance, marks
-):  # fmt: skip  # as short as its docstring
+):
     """Mark the blocks that one head needs: those whose reading gains most, until its bound, E_round
     included, is NEED_SHARE of `tolerance` times its output's norm. None if all are not enough: the
     head is recomputed, whatever is read. Whether any is marked.

@@ -292,7 +292,7 @@ def test_momo_equals_its_triton_kernels(monkeypatch, heads):
     q, k, v = tensors(2, *heads, 2000, 2300, 128, BF16, [2100, 2300], True)
     lengths = torch.tensor([2100], device="cuda")
     call = AttentionCall(q, k, v, scale=0.1, lengths=lengths)
-    momo = Momo(top_k=40, min_tokens=0)
+    momo = Momo(top_k=40, delta=0.5, tail=0, min_tokens=0)
     fast = momo.attend(call)
     monkeypatch.setattr(_hopper, "serves", lambda *_: False)
     slow = momo.attend(call)
@@ -303,7 +303,7 @@ def test_momo_equals_its_triton_kernels(monkeypatch, heads):
 def test_a_graph_follows_the_length(only_hopper):
     q, k, v = tensors(1, 4, 1, 256, 2048, 128, BF16, None, False)
     lengths = torch.tensor([2048], device="cuda")
-    momo = Momo(top_k=8, min_tokens=0)
+    momo = Momo(top_k=8, delta=0.5, tail=0, min_tokens=0)
     call = AttentionCall(q, k, v, scale=0.1, lengths=lengths)
     momo.attend(call)
     torch.cuda.synchronize()
@@ -342,7 +342,7 @@ def test_offsets_past_2_to_the_31(device, tokens, heads, dtype):
     """momo's queries and outputs of 32 heads at 1M tokens have 2 ** 32 elements: some queries of
     the first and the last head, one key at a time."""
     q, k, v = tensors(1, *heads, tokens, tokens, 128, dtype, None, False, device)
-    momo = Momo(top_k=6, exact_k=4, min_tokens=0)
+    momo = Momo(top_k=6, exact_k=4, delta=0.5, tail=0, min_tokens=0)
     call = AttentionCall(q, k, v, scale=0.4)  # so sharp that no output is near 0
     out = momo.attend(call)
     blocks = momo.select(call).blocks
