@@ -7,7 +7,6 @@ that a resumed run gives the rows of an uninterrupted one."""
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,6 +30,7 @@ from attnplug.eval.measure import (
     prose_window,
     window_nll,
 )
+from attnplug.eval.own_attention import own_attention
 from attnplug.eval.prompts import SHORTEST, digest, template_name
 from attnplug.eval.records import KEY, Record, Records
 from attnplug.eval.tasks import TASKS, Sample, make_sample
@@ -295,7 +295,7 @@ class _Cell:
             policy = self.policies.get(name)
             record = self.record(trial, name, ids, str(ids[0].tolist()))
             if self.task == "perplexity":
-                with applied(self.model, policy) if policy is not None else nullcontext():
+                with own_attention(self.model) if policy is None else applied(self.model, policy):
                     record["values"] = {"nll": window_nll(self.model, on_device)}
             elif policy and has_block_mask(policy.prefill):
                 mask: Any = policy.prefill

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from attnplug.eval.own_attention import own_attention
 from attnplug.models.cache import PlugCache, PlugLayer
 from attnplug.models.captured import CapturedStep, Step
 from attnplug.models.decode_step import StepBuffers, decode_step, layers_to_prepare
@@ -62,7 +63,8 @@ class Steps:
 def own_steps(model: Any, prompts: Sequence[torch.Tensor], room: int) -> tuple[torch.Tensor, Steps]:
     """Logits `[B,V]` after prompts `[1,T]`, and the steps from there on, by the attention of a
     model without a policy. Each prompt is read alone, so that no mask of `T` by `T` is made."""
-    prefills = [model(ids, use_cache=True, logits_to_keep=1) for ids in prompts]
+    with own_attention(model):
+        prefills = [model(ids, use_cache=True, logits_to_keep=1) for ids in prompts]
     logits = torch.cat([out.logits[:, -1] for out in prefills]).float()
     caches = [out.past_key_values for out in prefills]
     longest = max(ids.shape[1] for ids in prompts)

@@ -290,13 +290,10 @@ def stock_attention(
         mask = causal_mask(call)
     elif mask is not None:
         mask = mask[..., : call.k.shape[2]]  # a first prefill has left the empty slots out
-    if stock == "sdpa" and mask is not None and windowed and _pays_in_bands(call, mask, kwargs):
-        return _banded(module, call, mask, kwargs), None
     if stock == "sdpa":
-        out, _ = sdpa_attention_forward(
-            module, call.q, call.k, call.v, mask, scaling=call.scale, **kwargs
+        return sdpa_in_bands(
+            module, call.q, call.k, call.v, mask, scaling=call.scale, whole=call.whole, **kwargs
         )
-        return out, None
     if mask is None and queries > 1:
         mask = torch.ones(queries, call.k.shape[2], dtype=torch.bool, device=call.q.device).tril()[
             None, None
@@ -315,36 +312,42 @@ def stock_attention(
     return out, None
 
 
-def _pays_in_bands(call: AttentionCall, mask: torch.Tensor, kwargs: dict[str, Any]) -> bool:
-    """Whether a long first prefill of a sliding-window layer can leave out what no query sees.
-    Traced code would be compiled anew for every number of bands."""
-    long = call.q.shape[2] > 2 * max(BAND, kwargs["sliding_window"])
-    square = mask.shape[-2:] == (call.q.shape[2], call.k.shape[2]) and call.whole
-    return long and square and not torch.compiler.is_compiling()
-
-
-def _banded(
-    module: torch.nn.Module, call: AttentionCall, mask: torch.Tensor, kwargs: dict[str, Any]
-) -> torch.Tensor:
-    """sdpa band by band: queries of a band see no key more than a window before it, so time is
-    T (band + window) instead of T T. Returns `[B,T,Hq,D]`."""
-    window, tokens = kwargs["sliding_window"], call.q.shape[2]
+def sdpa_in_bands(
+    module: torch.nn.Module,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None,
+    *,
+    whole: bool = True,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """transformers' sdpa, `[B,T,Hq,D]`, and where that is shorter band by band: queries of a band
+    in a sliding-window layer see no key more than a window before it, so time is T (band + window)
+    instead of T T. `whole`: the keys are the queries' own."""
+    if mask is None or not (whole and _pays_in_bands(q, k, mask, kwargs)):
+        return sdpa_attention_forward(module, q, k, v, mask, **kwargs)[0], None
+    window, tokens = kwargs["sliding_window"], q.shape[2]
     band = max(BAND, window)
     out = []
     for begin in range(0, tokens, band):
         queries = slice(begin, begin + band)
         keys = slice(max(0, begin - window) // 64 * 64, begin + band)  # kernels like it aligned
-        part, _ = sdpa_attention_forward(
-            module,
-            call.q[:, :, queries],
-            call.k[:, :, keys],
-            call.v[:, :, keys],
-            mask[..., queries, keys],
-            scaling=call.scale,
-            **kwargs,
-        )
-        out.append(part)
-    return torch.cat(out, 1)
+        rows = q[:, :, queries], k[:, :, keys], v[:, :, keys], mask[..., queries, keys]
+        out.append(sdpa_attention_forward(module, *rows, **kwargs)[0])
+    return torch.cat(out, 1), None
+
+
+def _pays_in_bands(
+    q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor, kwargs: dict[str, Any]
+) -> bool:
+    """Whether a long prefill of a sliding-window layer can leave out what no query sees. Traced
+    code would be compiled anew for every number of bands."""
+    window = kwargs.get("sliding_window")
+    if window is None or torch.compiler.is_compiling():
+        return False
+    square = mask.shape[-2:] == (q.shape[2], k.shape[2]) and q.shape[2] == k.shape[2]
+    return square and q.shape[2] > 2 * max(BAND, window)
 
 
 def _eager_function(module: torch.nn.Module) -> Any:

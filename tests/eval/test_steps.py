@@ -7,7 +7,9 @@ from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 import attnplug
 from attnplug.eval import generate
 from attnplug.eval.measure import Reading, compare_logits
+from attnplug.eval.own_attention import own_attention
 from attnplug.eval.steps import own_steps
+from attnplug.models import hf
 from attnplug.policies import parse
 from attnplug.testing.policy import tiny_model
 
@@ -65,6 +67,37 @@ def test_steps_are_what_a_whole_pass_gives(make, policy, device):
     found = torch.cat([reading.logits(0, 3), reading.logits(3, 20)], 1)
     for row in (0, 1):
         assert compare_logits(whole[row].cpu(), found[row].cpu())["kl"] < 1e-5
+
+
+@pytest.mark.parametrize("window", [8, 35])
+def test_a_models_own_windows_are_read_in_bands(window, device, monkeypatch):
+    """As from the whole mask, where the prompt is long; the model is as before afterwards."""
+    model, ids = gemma(window, device), prompts(device, (90,))[0]
+    with torch.no_grad():
+        wanted = model(ids).logits
+    calls, keep = [], hf.sdpa_attention_forward
+    monkeypatch.setattr(hf, "BAND", 16)
+    monkeypatch.setattr(
+        hf, "sdpa_attention_forward", lambda *a, **k: calls.append(a[1].shape[2]) or keep(*a, **k)
+    )
+    with torch.no_grad(), own_attention(model):
+        found = model(ids).logits
+    band = max(16, window)
+    bands = [band] * (90 // band) + [90 % band]
+    assert calls == [*bands, 90]  # the second layer has no window
+    assert (found - wanted).abs().max() < 1e-5 * wanted.abs().max()
+    calls.clear()
+    with torch.no_grad():
+        assert torch.equal(model(ids).logits, wanted)
+    assert not calls
+
+
+@pytest.mark.parametrize("own", ["eager", "attnplug"])
+def test_another_attention_than_sdpa_stays(own):
+    model = gemma(8)
+    model.config._attn_implementation = own
+    with own_attention(model):
+        assert model.config._attn_implementation == own
 
 
 def test_a_model_that_no_static_cache_serves_answers_by_generate(monkeypatch):

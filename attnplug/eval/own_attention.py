@@ -1,0 +1,32 @@
+"""A model's own attention in an evaluation: sdpa, but for sliding windows band by band.
+
+sdpa reads a window through a mask of all tokens by all tokens, which takes most of the time of a
+long prompt. A band attends to the same keys through its part of the same mask."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import sdpa_mask
+
+from attnplug.models.hf import sdpa_in_bands
+
+NAME = "attnplug_own"
+
+
+@contextmanager
+def own_attention(model: Any) -> Iterator[None]:
+    """Within it a model that has no policy, and whose attention is sdpa, reads windows in bands."""
+    config = model.config.get_text_config(decoder=True)
+    own = config._attn_implementation
+    if own != "sdpa":
+        yield
+        return
+    AttentionInterface.register(NAME, sdpa_in_bands)
+    AttentionMaskInterface.register(NAME, sdpa_mask)
+    config._attn_implementation = NAME
+    try:
+        yield
+    finally:
+        config._attn_implementation = own
