@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from sketch_ops import Rows, inputs, microseconds, near
+from _op_rows import Rows, inputs, microseconds, near
 
 from attnplug import Gather
 from attnplug.ops import dense_decode
