@@ -41,7 +41,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=6, help="in a graph; 2.2 GiB each")
     parser.add_argument("--attend", default="", help="of the attending plan: splits=8,stages=3")
     parser.add_argument("--layout", choices=("HND", "NHD"), default="HND", help="of the caches")
-    parser.add_argument("--programs", type=int, help="scoring programs a multiprocessor")
+    parser.add_argument("--score", default="", help="of the scoring kernel: programs=2,stages=3")
     options = parser.parse_args()
     sys.path.insert(0, str(options.root))
     with torch.inference_mode():
@@ -53,8 +53,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     """All cases; prints the table as it comes."""
     import triton
 
-    attend = dict(pair.split("=") for pair in options.attend.split(",") if pair)
-    override({name: int(value) for name, value in attend.items()}, options.programs)
+    override(numbers(options.attend), numbers(options.score))
     layers = Layers(options.layers, options.layout)
     report = {
         "datetime": time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime()),
@@ -62,7 +61,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         "torch": torch.__version__,
         "triton": triton.__version__,
         "dense": flash_attention.__name__ if has_flash() else stand_in.__name__,
-        "options": {x: getattr(options, x) for x in ("attend", "layout", "programs")},
+        "options": {x: getattr(options, x) for x in ("attend", "layout", "score")},
         "rows": [],
     }
     print(f"{report['gpu']}, {report['dense']}, us a layer")
@@ -78,7 +77,13 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     return report
 
 
-def override(attend: dict[str, int], programs: int | None) -> None:
+def numbers(text: str) -> dict[str, int]:
+    """The numbers that an option names."""
+    pairs = (pair.split("=") for pair in text.split(",") if pair)
+    return {name: int(value) for name, value in pairs}
+
+
+def override(attend: dict[str, int], score: dict[str, int]) -> None:
     """Another plan than the shape's."""
     from attnplug.ops.gather import gather_decode
 
@@ -90,10 +95,11 @@ def override(attend: dict[str, int], programs: int | None) -> None:
             return plan._replace(attend=plan.attend._replace(**attend))
 
         gather_decode.plan_for = plan_for  # pyright: ignore[reportAttributeAccessIssue]
-    if programs is not None:
+    if score:  # an older tree has none of these
         from attnplug.ops.gather import page_scores
 
-        page_scores.PROGRAMS = programs
+        for name, value in score.items():
+            setattr(page_scores, name.upper(), value)
 
 
 @dataclasses.dataclass

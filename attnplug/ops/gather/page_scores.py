@@ -7,8 +7,9 @@ from attnplug.ops.common.sizes import cdiv, next_power_of_two
 from attnplug.ops.gather.kernels.score_pages import score_pages
 
 # Programs for each multiprocessor: as many as fit at once. More would find nothing where rows are
-# shorter than the table has room for, which is where most rows of a server are.
-PROGRAMS = 8
+# shorter than the table has room for, which is where most rows of a server are. STAGES: of the
+# pipeline of a program's chunks; 1 is none (`bench/vllm_layer.py` compares others on a GPU).
+PROGRAMS, STAGES = 8, 1
 
 
 def launch_page_scores(
@@ -57,6 +58,7 @@ def launch_page_scores(
         MEMBERS=plan.members,
         LENGTH_STEP=row_step(lengths),
         PAGE=k.shape[2],
+        STAGES=STAGES,
         PDL=pdl,
         **{"num_warps": plan.warps, "maxnreg": plan.registers},
     )

@@ -52,6 +52,7 @@ def score_pages(
     MEMBERS: tl.constexpr,
     LENGTH_STEP: tl.constexpr,
     PAGE: tl.constexpr,
+    STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Every `programs`-th chunk of blocks of one query and KV head, up to the row's own length: a
@@ -102,7 +103,7 @@ def score_pages(
         prepared = prepare_query(query, frame, GROUP, ROWS, D, DP, SCORING, False)
         own, best_at = row_at(head_scores, best, row, N, chunks, g, GROUP, SCORING, MEMBERS)
         last = tl.cdiv(limit, CHUNK)
-        for chunk in tl.range(first, last, programs, num_stages=1):  # pyright: ignore[reportGeneralTypeIssues]
+        for chunk in tl.range(first, last, programs, num_stages=STAGES):  # pyright: ignore[reportGeneralTypeIssues]
             blocks = chunk * CHUNK + tl.arange(0, CHUNK)
             place = place_of_block(table, b, table_stride, blocks, blocks < limit, BLOCK, PAGE)
             shown = load_summaries(bounds_at, frame, blocks, place, limit, D, DP, SCORING, False)
