@@ -5,7 +5,7 @@ import re
 from collections.abc import Sequence
 
 import numpy as np
-from _plots import COLORS, GRID, INK, Row, bare, duration, grouped, natural, tokens
+from _plots import GRID, INK, MORE, Row, bare, duration, grouped, natural, tokens
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
@@ -13,7 +13,6 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 STUDY, TASK = "frontier", "output-error"
 OURS = ("sketch", "gather", "gvr")
 # a color a method, a marker a way to set it
-PALETTE = (*COLORS, "#1f9e89", "#4d4d4d")
 MARKERS = "osD^v"
 TIMED = {"case": "op", "batch": 1, "n": 131072, "heads_q": 28, "heads_kv": 4, "head_dim": 128}
 
@@ -86,7 +85,7 @@ def looks_of(rows: Sequence[Row]) -> dict[str, tuple[str, str]]:
     for name in ordered:
         methods.setdefault(name.partition("(")[0], []).append(name)
     return {
-        name: (PALETTE[place % len(PALETTE)], MARKERS[number % len(MARKERS)])
+        name: (MORE[place % len(MORE)], MARKERS[number % len(MARKERS)])
         for place, lines in enumerate(methods.values())
         for number, name in enumerate(lines)
     }

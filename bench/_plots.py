@@ -16,6 +16,7 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullForma
 Row = dict[str, Any]
 
 COLORS = ("#0b6e99", "#c4511b", "#3d8b37", "#7b4ea3", "#a8821a", "#b0306a")
+MORE = (*COLORS, "#1f9e89", "#4d4d4d")  # where each has a point, and no line that crosses others
 STOCK = "stock"  # the policy of a row about the model itself
 INK, GRID, PEER = "#222222", "#dddddd", "#7a7a7a"
 PEERS = {
@@ -294,7 +295,8 @@ def quality_name(model: str) -> str:
 
 def draw_quality(rows: Sequence[Row]) -> Figure:
     """One model: a panel for each task, each policy's score with its interval against tokens, and
-    the dense score it is paired with."""
+    the dense score it is paired with. Rows of traced heads are another question's."""
+    rows = [row for row in rows if "heads" not in row]
     tasks = list(dict.fromkeys(row["task"] for row in rows))
     policies = list(dict.fromkeys(row["policy"] for row in rows if row["policy"] != STOCK))
     lines = -(-len(tasks) // 3)
@@ -317,12 +319,13 @@ def draw_quality(rows: Sequence[Row]) -> Figure:
 
 def _plot_scores(axes: Axes, rows: Sequence[Row], policies: Sequence[str]) -> None:
     ns = sorted({row["n"] for row in rows})
-    for place, policy in enumerate(policies):
+    shown = [policy for policy in policies if any(row["policy"] == policy for row in rows)]
+    for place, policy in enumerate(shown):
         mine = sorted((r for r in rows if r["policy"] == policy), key=lambda r: r["n"])
         # side by side, as intervals overlap
-        at = [r["n"] * 2 ** (0.12 * (place - (len(policies) - 1) / 2)) for r in mine]
+        at = [r["n"] * 2 ** (0.09 * (place - (len(shown) - 1) / 2)) for r in mine]
         spread = [[r["value"] - r["low"] for r in mine], [r["high"] - r["value"] for r in mine]]
-        color = COLORS[place % len(COLORS)]
+        color = MORE[policies.index(policy) % len(MORE)]
         axes.errorbar(at, [r["value"] for r in mine], spread, fmt="o", color=color, label=policy)
     for row in rows:
         edges = [row["n"] / 2**0.3, row["n"] * 2**0.3]
