@@ -1,8 +1,9 @@
 """momo: block-sparse prefill that measures once and masks once.
 
-A query-sparse pass attends densely from every gamma-th query and scores the key blocks; the rows
-of a query block choose the ones that matter to them; a block-sparse pass attends from every query;
-and the query-sparse rows correct it by their difference (delta correction):
+A query-sparse pass looks at all keys from every gamma-th query and scores the key blocks; the rows
+of a query block choose the ones that matter to them; a block-sparse pass attends from every query,
+and the prompt's last queries attend to everything. On request the query-sparse rows are dense and
+correct the others by their difference (delta correction):
 
     O[i] = O_*[i] + delta (O_g[i // gamma] - O_*[(i // gamma) gamma])
 
@@ -48,7 +49,7 @@ LIST_BYTES = 600 << 20
 class Momo(DenseBelow):
     """Block-sparse prefill with a mask measured by its own query-sparse pass.
 
-    gamma: every gamma-th query is dense. block: keys a block (beta). query_block: queries that
+    gamma: every gamma-th query is measured. block: keys a block (beta). query_block: queries that
     share a mask (chi). top_k: blocks kept per query block. selection: the rows of a query block
     choose them together ("joint"), or every row keeps a list of top_k online, by the paper's
     "exact", "tournament" or "estimated" selection (the last one exact for exact_k of them), and
@@ -122,8 +123,8 @@ class Momo(DenseBelow):
 
     def density(self, tokens: int) -> float:
         """The share of a causal prefill's keys that a query reads, as the paper counts it (its
-        equation 9 is 1 less this): the listed blocks, the sink, the window, and the dense rows, if
-        there are any, spread over the gamma queries that each of them stands for, or over all."""
+        equation 9 is 1 less this): the listed blocks, the sink and the window, and the tail and the
+        dense rows of a correction, if there is one, both spread over all queries."""
         dense = self.tail + (0 if self.delta is None else tokens / self.gamma)
         read = self.block * (self.top_k + self.sink) + self.window + dense
         return min(1.0, read / tokens)
@@ -295,8 +296,9 @@ def _last_queries(call: AttentionCall, queries: int) -> AttentionCall:
 
 
 class MeasuredRows(NamedTuple):
-    """Output `[B,Hq,R,D]` (`[B,Hq,R,0]` if `delta` is None) and log-sum-exp `[B,Hq,R]` of the dense
-    rows, and the key blocks `[B,Hq,NQ,k]` (int32, ascending, -1 = none) of every query block."""
+    """Output `[B,Hq,R,D]` (`[B,Hq,R,0]` if "joint" measured without values) and log-sum-exp
+    `[B,Hq,R]` of the measured rows, and the key blocks `[B,Hq,NQ,k]` (int32, ascending, -1 = none)
+    of every query block."""
 
     out: torch.Tensor
     lse: torch.Tensor
