@@ -4,10 +4,10 @@
 #
 # Without options: the default suite, all policies. $OUT gets MODEL.jsonl and MODEL.log of each, as
 # eval_shares.sh says, also where SECONDS end it. What bench/results/samples/ has is not run again, so
-# that calls go on where the last one was cut; FRESH=1 asks everything anew. A captured step is a thousand short kernels, so that
-# processes (GEMMA, 2; SMOLLM, 2: batches are large, and 140 GB hold no more of them) share the GPU
-# through MPS, which this script starts and ends. Weights lie in ATTNPLUG_CACHE
-# (bench/carry_weights.py).
+# that calls go on where the last one was cut; FRESH=1 asks everything anew. A captured step is a
+# thousand short kernels, so that processes (GEMMA, 2; SMOLLM, 2: batches are large, and 140 GB hold no
+# more of them) share the GPU through MPS, which this script starts and ends. Weights lie in
+# ATTNPLUG_CACHE (bench/carry_weights.py).
 set -uo pipefail
 cd "$(dirname "$0")/.."
 seconds=$1

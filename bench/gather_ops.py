@@ -149,11 +149,8 @@ def attend_plans(batch: int) -> Iterator[attend.Plan]:
     many = [(64, splits, 4, stages) for splits in (8, 16, 24, 37) for stages in (1, 3)]
     many += [(32, splits, warps, 1) for splits in (37, 74, 148) for warps in (1, 2)]
     many += [(128, 37, 4, 1), (128, 37, 8, 1), (128, 19, 8, 1), (64, 74, 2, 1), (64, 74, 8, 1)]
-    limits = (None,) if batch == 1 else (None, 128, 96)
     for tile, splits, warps, stages in few + (piped if batch == 1 else many):
-        for registers in limits:
-            made = base._replace(tile=tile, splits=splits, warps=warps, stages=stages)
-            yield made._replace(registers=registers)
+        yield base._replace(tile=tile, splits=splits, warps=warps, stages=stages)
 
 
 CUDA = torch.device("cuda")

@@ -11,8 +11,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
 from attnplug.models.hf import sdpa_in_bands
-
-NAME = "attnplug_own"
+from attnplug.models.names import OWN_NAME
 
 
 @contextmanager
@@ -23,9 +22,9 @@ def own_attention(model: Any) -> Iterator[None]:
     if own != "sdpa":
         yield
         return
-    AttentionInterface.register(NAME, sdpa_in_bands)
-    AttentionMaskInterface.register(NAME, sdpa_mask)
-    config._attn_implementation = NAME
+    AttentionInterface.register(OWN_NAME, sdpa_in_bands)
+    AttentionMaskInterface.register(OWN_NAME, sdpa_mask)
+    config._attn_implementation = OWN_NAME
     try:
         yield
     finally:

@@ -62,7 +62,7 @@ class Steps:
 @torch.inference_mode()
 def own_steps(model: Any, prompts: Sequence[torch.Tensor], room: int) -> tuple[torch.Tensor, Steps]:
     """Logits `[B,V]` after prompts `[1,T]`, and the steps from there on, by the attention of a
-    model without a policy. Each prompt is read alone, so that no mask of `T` by `T` is made."""
+    model without a policy. Each prompt is read alone, so that none is padded."""
     with own_attention(model):
         prefills = [model(ids, use_cache=True, logits_to_keep=1) for ids in prompts]
     logits = torch.cat([out.logits[:, -1] for out in prefills]).float()

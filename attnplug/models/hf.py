@@ -291,9 +291,7 @@ def stock_attention(
     elif mask is not None:
         mask = mask[..., : call.k.shape[2]]  # a first prefill has left the empty slots out
     if stock == "sdpa":
-        return sdpa_in_bands(
-            module, call.q, call.k, call.v, mask, scaling=call.scale, whole=call.whole, **kwargs
-        )
+        return sdpa_in_bands(module, call.q, call.k, call.v, mask, scaling=call.scale, **kwargs)
     if mask is None and queries > 1:
         mask = torch.ones(queries, call.k.shape[2], dtype=torch.bool, device=call.q.device).tril()[
             None, None
@@ -318,14 +316,12 @@ def sdpa_in_bands(
     k: torch.Tensor,
     v: torch.Tensor,
     mask: torch.Tensor | None,
-    *,
-    whole: bool = True,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """transformers' sdpa, `[B,T,Hq,D]`, and where that is shorter band by band: queries of a band
     in a sliding-window layer see no key more than a window before it, so time is T (band + window)
-    instead of T T. `whole`: the keys are the queries' own."""
-    if mask is None or not (whole and _pays_in_bands(q, k, mask, kwargs)):
+    instead of T T."""
+    if mask is None or not _pays_in_bands(q, k, mask, kwargs):
         return sdpa_attention_forward(module, q, k, v, mask, **kwargs)[0], None
     window, tokens = kwargs["sliding_window"], q.shape[2]
     band = max(BAND, window)
@@ -341,8 +337,8 @@ def sdpa_in_bands(
 def _pays_in_bands(
     q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor, kwargs: dict[str, Any]
 ) -> bool:
-    """Whether a long prefill of a sliding-window layer can leave out what no query sees. Traced
-    code would be compiled anew for every number of bands."""
+    """Whether a long first prefill of a sliding-window layer can leave out what no query sees.
+    Traced code would be compiled anew for every number of bands."""
     window = kwargs.get("sliding_window")
     if window is None or torch.compiler.is_compiling():
         return False

@@ -5,6 +5,7 @@ ATTENTION_NAME = "attnplug"
 # The same attention for a config whose own is eager: its model may do sums with the masks.
 ADDITIVE_NAME = "attnplug_additive"
 ATTENTION_NAMES = (ATTENTION_NAME, ADDITIVE_NAME)
+OWN_NAME = "attnplug_own"  # of a model without a policy, in an evaluation: windows in bands
 PIECES_NAME = "attnplug_pieces"  # while a prompt runs in pieces; it has no mask function
 # That of continuous batching. transformers leaves the masks out where a name has "flash" in it; the
 # second is how 5.17 and 5.18 write it.

@@ -80,8 +80,8 @@ CANDIDATES = {
     "faithful": {"prefill": (), "decode": (SKETCH,)},
     "fast": {"prefill": (MOMO,), "decode": (GATHER,)},
 }
-# Methods that `faithful` leaves out, though one could expect them: by committed rows, which
-# tests/policies/test_auto.py reads.
+# Methods that `faithful` leaves out, though one could expect them: by committed rows, or for want
+# of them. tests/policies/test_auto.py reads them.
 LEFT_OUT = {("faithful", "prefill"): "not momo (not all of its tasks are measured)"}
 
 

@@ -153,7 +153,10 @@ class Momo(DenseBelow):
         if self.is_short(call):
             return Dense().attend(call)
         check_open_length(self.name, call.q.shape[2], self.query_block)
-        out, tail = self._attend_sparse(call), self._tail(call)
+        tail = self._tail(call)
+        if known_below(call.q.shape[2], tail + 1):
+            return Dense().attend(call)
+        out = self._attend_sparse(call)
         if tail > 0:
             out[:, :, -tail:] = Dense().attend(_last_queries(call, tail))
         return out

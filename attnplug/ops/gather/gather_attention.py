@@ -225,7 +225,6 @@ class Plan(NamedTuple):
     warps: int
     stages: int
     columns: int  # of the head dimension, for one program of the reduction
-    registers: int | None = None  # limit of a thread, so that more programs fit
 
 
 @functools.lru_cache(maxsize=1024)
@@ -357,7 +356,7 @@ def launch_gather_attention(
         PDL=pdl,
         SKIP_EMPTY=pieces is not None,
         **_step_arguments(step, rows, listed),
-        **{"num_warps": plan.warps, "maxnreg": plan.registers, **dependent},
+        **{"num_warps": plan.warps, **dependent},
     )
     if not fused and pieces is None:
         merge_splits.run(

@@ -73,7 +73,7 @@ def _plan_for_many(
     plan = Plan(chunk, members, 4, 4 if blocks <= 16384 else 8)
     if total <= FEW or not (pipelined and int8):
         return plan
-    if total <= 2**15 and not spread:
+    if total <= 2**15 and row_bytes <= 128 and not spread:
         return plan._replace(chunk=128)
     if total <= 2**16:
         return plan._replace(repeat=2, stages=2)
