@@ -22,9 +22,9 @@ CASES += [(n, 128, False) for n in LENGTHS]
 def test_measure_blocks(gpu_bench, n, top_k, values):
     batch, heads, kv_heads, dim = shape = test_momo.LLAMA
     q, k, v = test_momo.inputs(shape, n, 0)
-    scale, momo = dim**-0.5, Momo(top_k=top_k)
+    scale, momo, gamma = dim**-0.5, Momo(top_k=top_k), 16
     before = momo._first_local(AttentionCall(q, k, v, scale))
-    rows = n // momo.gamma
+    rows = n // gamma
     peer, wide = causal_peers()[-1], heads if values else 0
     gpu_bench(
         op="measure_blocks",
@@ -35,7 +35,7 @@ def test_measure_blocks(gpu_bench, n, top_k, values):
         heads_kv=kv_heads,
         head_dim=dim,
         dtype=torch.bfloat16,
-        options=f"gamma={momo.gamma} k={top_k}" + ("" if values else " no values"),
+        options=f"gamma={gamma} k={top_k}" + ("" if values else " no values"),
         fns=[
             functools.partial(
                 measure_blocks, q, k, v if values else None, before, scale=scale, top_k=top_k

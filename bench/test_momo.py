@@ -12,6 +12,9 @@ import torch
 from attnplug import Momo
 from attnplug.bench.rows import policy_name
 from attnplug.policies import AttentionCall
+from attnplug.policies.momo import FAR, FAR_GAMMA, NEAR_GAMMA
+
+GAMMAS = f"{NEAR_GAMMA} then {FAR_GAMMA}"  # what the default's rows are called
 
 
 class Shape(NamedTuple):
@@ -48,12 +51,14 @@ def inputs(shape: Shape, n: int, seed: int) -> tuple[torch.Tensor, torch.Tensor,
 
 
 def work(shape: Shape, momo: Momo, n: int) -> tuple[int, int]:
-    """Bytes (q, k, v and out once) and FLOPs that the method needs: every gamma-th row whole, or
-    its logits alone where `delta` is None, and of every row its blocks, the sink, the window and
-    half its own query block."""
+    """Bytes (q, k, v and out once) and FLOPs that the method needs: every gamma-th row whole (every
+    16th and 32nd by default), or its logits alone where `delta` is None, and of every row its
+    blocks, the sink, the window and half its own query block."""
     batch, heads_q, heads_kv, dim = shape
     nbytes = 2 * batch * n * dim * (2 * heads_q + 2 * heads_kv)
-    rows = n * n / 2 / momo.gamma / (2 if momo.delta is None else 1)
+    near = min(n, FAR) ** 2 / 2
+    rows = near / (momo.gamma or NEAR_GAMMA) + (n * n / 2 - near) / (momo.gamma or FAR_GAMMA)
+    rows /= 2 if momo.delta is None else 1
     kept = (momo.top_k + momo.sink) * momo.block + momo.window + momo.query_block / 2
     pairs = n * n / 2 if kept >= n else kept * n - kept * kept / 2
     return nbytes, int(4 * dim * batch * heads_q * (rows + pairs))
@@ -84,9 +89,9 @@ def test_the_papers_selection(gpu_bench, top_k, n):
 
 @pytest.mark.parametrize("n", [32768, 131072, 524288, 1048576])
 @pytest.mark.parametrize(("gamma", "top_k"), [(16, 128), (32, 128), (16, 64), (32, 64)])
-def test_without_values(gpu_bench, gamma, top_k, n):
-    momo = Momo(gamma=gamma, top_k=top_k, delta=None, min_tokens=0)
-    run(gpu_bench, peers.causal_peers()[-1], LLAMA, n, momo, ", no values")
+def test_one_gamma(gpu_bench, gamma, top_k, n):
+    momo = Momo(gamma=gamma, top_k=top_k, min_tokens=0)
+    run(gpu_bench, peers.causal_peers()[-1], LLAMA, n, momo)
 
 
 def run(gpu_bench, peer: str, shape: Shape, n: int, momo: Momo, options: str = "") -> None:
@@ -109,7 +114,7 @@ def run(gpu_bench, peer: str, shape: Shape, n: int, momo: Momo, options: str = "
         heads_kv=shape.heads_kv,
         head_dim=shape.dim,
         dtype=torch.bfloat16,
-        options=f"gamma={momo.gamma}, k={momo.top_k}{options}",
+        options=f"gamma={momo.gamma or GAMMAS}, k={momo.top_k}{options}",
         fns=[functools.partial(momo.attend, AttentionCall(*qkv, scale=scale)) for qkv in sets],
         peer=peer,
         peer_fns=[peer_call(peer, qkv, momo.top_k, scale) for qkv in sets],

@@ -76,9 +76,9 @@ REFUSALS = {
         "no method 'mojo'; there are auto,",
     ),
     "unknown option": ("momo(gama=2)", attnplug.PolicyError, "no option 'gama'; it has gamma,"),
-    "bad value": ("momo(gamma=0)", attnplug.PolicyError, "gamma=0, needs at least 1"),
+    "bad value": ("momo(gamma=0)", attnplug.PolicyError, "gamma=0, needs None or"),
     "bad multiple": ("momo(gamma=24)", attnplug.PolicyError, "query_block=128, needs a multiple"),
-    "bool": ("momo(gamma=True)", attnplug.PolicyError, "gamma=True, needs an integer"),
+    "bool": ("momo(gamma=True)", attnplug.PolicyError, "gamma=True, needs None or an integer"),
     "tokens": ("momo(min_tokens='4')", attnplug.PolicyError, "min_tokens='4', needs None or"),
     "slots": (
         "momo(selection='estimated', exact_k=65)",

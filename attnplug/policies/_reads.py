@@ -53,6 +53,18 @@ def read_blocks(
     return Reads(torch.cat([fixed, listed], -1).to(torch.int32), query_block, block)
 
 
+def stack_reads(rows: list[Reads | None], query_blocks: int) -> Reads:
+    """Rows that were read alone as a batch's; None is one that read nothing."""
+    read = [row for row in rows if row is not None]
+    one = read[0].index
+    shape = (len(rows), one.shape[1], query_blocks, max(row.index.shape[-1] for row in read))
+    index = one.new_full(shape, -1)
+    for place, row in zip(index, rows, strict=True):
+        if row is not None:
+            place[:, : row.index.shape[2], : row.index.shape[3]] = row.index[0]
+    return Reads(index, read[0].query_block, read[0].block)
+
+
 def read_all(call: AttentionCall, reads: Reads, queries: int) -> Reads:
     """With the query blocks that hold any of the last `queries` reading every block they see."""
     if queries == 0:

@@ -12,14 +12,14 @@ Decode is another phase's business.
 """
 
 import dataclasses
-import functools
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
 from attnplug.call import AttentionCall, LayerShape, Reads
 from attnplug.deprecated import renamed_option
 from attnplug.models.cache import PlugLayer
+from attnplug.models.sync import may_sync
 from attnplug.ops import (
     block_sparse_attention,
     delta_correct,
@@ -29,9 +29,16 @@ from attnplug.ops import (
 )
 from attnplug.ops.momo.merge_block_rows import MAX_ENTRIES
 from attnplug.ops.momo.query_sparse_attention import MAX_EXACT
-from attnplug.policies._reads import query_positions, read_all, read_blocks
+from attnplug.policies._prompt_parts import first_queries, first_query, last_queries, rows_alone
+from attnplug.policies._reads import query_positions, read_all, read_blocks, stack_reads
 from attnplug.policies.crossover import DenseBelow
-from attnplug.policies.dense import Dense, apply_sinks, check_open_length, known_below
+from attnplug.policies.dense import (
+    Dense,
+    apply_sinks,
+    check_open_length,
+    exporting,
+    known_below,
+)
 
 # Below this many query tokens for each key that a query block may read, dense attention is
 # faster, and below so many tokens in any case; measured (docs/log/momo.md).
@@ -40,6 +47,11 @@ CROSSOVER_FLOOR = {"cuda": 8192, "cpu": 4096}
 # A chunk that nobody says the whole prefill of is long where the keys that it sees are many, and
 # its queries these: fewer are a question in a conversation. Not measured.
 LEAST_CHUNK = 1024
+# gamma=None: what it is for the prompt's first FAR queries, and for those behind them, where the
+# measuring pass is most of the time. By a query's place, so that chunks measure what the whole
+# prompt does (docs/log/momo.md).
+FAR = 65536
+NEAR_GAMMA, FAR_GAMMA = 16, 32
 # The row lists of so many heads are in memory at a time (at 1M tokens, 32 heads: a quarter).
 LIST_BYTES = 600 << 20
 
@@ -49,11 +61,13 @@ LIST_BYTES = 600 << 20
 class Momo(DenseBelow):
     """Block-sparse prefill with a mask measured by its own query-sparse pass.
 
-    gamma: every gamma-th query is measured. block: keys a block (beta). query_block: queries that
-    share a mask (chi). top_k: blocks kept per query block. selection: the rows of a query block
-    choose them together ("joint"), or every row keeps a list of top_k online, by the paper's
-    "exact", "tournament" or "estimated" selection (the last one exact for exact_k of them), and
-    merge says how their lists vote: by summed attention mass, or by mean score as the paper does.
+    gamma: every gamma-th query is measured. None: every 16th of the first 65,536, every 32nd of
+    those behind them; in traced and captured code every 16th where there is padding.
+    block: keys a block (beta). query_block: queries that share a mask (chi). top_k: blocks kept per
+    query block. selection: the rows of a query block choose them together ("joint"), or every row
+    keeps a list of top_k online, by the paper's "exact", "tournament" or "estimated" selection (the
+    last one exact for exact_k of them), and merge says how their lists vote: by summed attention
+    mass, or by mean score as the paper does.
     sink: first key blocks that are always read. window: keys before the query block always read.
     delta: how much of a measured row's difference from its sparse self its followers get; 1 is the
     paper's correction, 0 leaves them block-sparse. Measured rows are dense at any. With None they
@@ -67,7 +81,7 @@ class Momo(DenseBelow):
     at least CROSSOVER_FLOOR.
     """
 
-    gamma: int = 16
+    gamma: int | None = None
     block: int = 64
     query_block: int = 128
     top_k: int = 128
@@ -84,22 +98,22 @@ class Momo(DenseBelow):
     phases: ClassVar[frozenset[str]] = frozenset({"prefill"})
 
     def __post_init__(self) -> None:
-        self.check_integers(
-            "gamma", "block", "query_block", "top_k", "exact_k", "sink", "window", "tail"
-        )
-        self.check("gamma", self.gamma >= 1, "at least 1")
+        self.check_integers("block", "query_block", "top_k", "exact_k", "sink", "window", "tail")
+        count = self.gamma is None or (type(self.gamma) is int and self.gamma >= 1)
+        self.check("gamma", count, "None or an integer, at least 1")
+        least, most = (self.gamma, self.gamma) if self.gamma else (NEAR_GAMMA, FAR_GAMMA)
         self.check("block", self.block in (16, 32, 64, 128), "16, 32, 64 or 128")
         self.check("top_k", 1 <= self.top_k <= 1024, "1 to 1024")
         self.check("exact_k", self.exact_k >= 0, "at least 0")
-        most = min(self.top_k, MAX_EXACT)
-        fits = self.selection != "estimated" or self.exact_k <= most  # nobody else reads it
-        self.check("exact_k", fits, f"0 to {most} here (top_k={self.top_k})")
+        exact = min(self.top_k, MAX_EXACT)
+        fits = self.selection != "estimated" or self.exact_k <= exact  # nobody else reads it
+        self.check("exact_k", fits, f"0 to {exact} here (top_k={self.top_k})")
         self.check(
             "query_block",
-            self.query_block > 0 and self.query_block % self.gamma == 0,
-            f"a multiple of gamma={self.gamma}",
+            self.query_block > 0 and self.query_block % most == 0,
+            f"a multiple of gamma={self.gamma}" if self.gamma else f"a multiple of {most}",
         )
-        entries = self.query_block // self.gamma * self.top_k
+        entries = self.query_block // least * self.top_k
         self.check(
             "top_k",
             self.selection == "joint" or entries <= MAX_ENTRIES,
@@ -125,9 +139,15 @@ class Momo(DenseBelow):
         """The share of a causal prefill's keys that a query reads, as the paper counts it (its
         equation 9 is 1 less this): the listed blocks, the sink and the window, and the tail and the
         dense rows of a correction, if there is one, both spread over all queries."""
-        dense = self.tail + (0 if self.delta is None else tokens / self.gamma)
+        dense = self.tail + (0 if self.delta is None else self._measured(tokens))
         read = self.block * (self.top_k + self.sink) + self.window + dense
         return min(1.0, read / tokens)
+
+    def _measured(self, tokens: int) -> float:
+        """How many of a prompt's queries are measured."""
+        if self.gamma is not None:
+            return tokens / self.gamma
+        return min(tokens, FAR) / NEAR_GAMMA + max(0, tokens - FAR) / FAR_GAMMA
 
     def note(self, shape: LayerShape) -> str:
         least = self.crossover(shape.device)
@@ -156,9 +176,9 @@ class Momo(DenseBelow):
         tail = self._tail(call)
         if known_below(call.q.shape[2], tail + 1):
             return Dense().attend(call)
-        out = self._attend_sparse(call)
+        out = self._attend_rows(call)
         if tail > 0:
-            out[:, :, -tail:] = Dense().attend(_last_queries(call, tail))
+            out[:, :, -tail:] = Dense().attend(last_queries(call, tail))
         return out
 
     def _tail(self, call: AttentionCall) -> int:
@@ -168,40 +188,74 @@ class Momo(DenseBelow):
             follow = max(follow, state.prefill_tokens - state.counted)
         return min(max(0, self.tail - follow), call.q.shape[2])
 
+    def _attend_rows(self, call: AttentionCall) -> torch.Tensor:
+        rows = self._rows(call)
+        if rows is None:
+            return self._attend_sparse(call)
+        out = call.q.new_zeros(call.q.shape)
+        for row, alone in enumerate(rows):
+            if alone is not None:
+                out[row : row + 1, :, -alone.q.shape[2] :] = self._attend_sparse(alone)
+        return out
+
+    def _rows(self, call: AttentionCall) -> list[AttentionCall | None] | None:
+        """The rows of a padded batch alone, where gamma changes at a place of each; else None."""
+        if self.gamma is not None or call.start is None or not may_sync(call.q.is_cuda):
+            return None
+        return rows_alone(call) if first_query(call) + call.q.shape[2] > FAR else None
+
     def _attend_sparse(self, call: AttentionCall) -> torch.Tensor:
-        rows = self.select(call)
-        attend = functools.partial(
-            block_sparse_attention,
+        if self.delta is None:
+            sparse, lse = self._attend_blocks(call, self.select(call).blocks)
+            return sparse if call.sinks is None else apply_sinks(sparse, lse, call.sinks)
+        parts = [self._attend_corrected(part, gamma) for part, gamma in self._parts(call)]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, 2)
+
+    def _attend_corrected(self, call: AttentionCall, gamma: int) -> torch.Tensor:
+        rows = self._measure(call, gamma)
+        assert self.delta is not None
+        correction = {"gamma": gamma, "weight": self.delta}
+        if call.sinks is None:
+            return self._attend_blocks(call, rows.blocks, rows=rows.out, **correction)[0]
+        return delta_correct(
+            apply_sinks(*self._attend_blocks(call, rows.blocks), call.sinks),
+            apply_sinks(rows.out, rows.lse, call.sinks),
+            lengths=call.lengths,
+            start=call.start,
+            kv_length=call.k.shape[2],
+            **correction,
+        )
+
+    def _attend_blocks(
+        self, call: AttentionCall, blocks: torch.Tensor, **correction: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return block_sparse_attention(
             call.q,
             call.k,
             call.v,
-            rows.blocks,
+            blocks,
             query_block=self.query_block,
             block=self.block,
             sink=self.sink,
             window=self.window,
             start=call.start,
             **call.options,
-        )
-        if call.sinks is None and self.delta is not None:
-            return attend(rows=rows.out, gamma=self.gamma, weight=self.delta)[0]
-        sparse, lse = attend()
-        if self.delta is None:
-            return sparse if call.sinks is None else apply_sinks(sparse, lse, call.sinks)
-        return delta_correct(
-            apply_sinks(sparse, lse, call.sinks),
-            apply_sinks(rows.out, rows.lse, call.sinks),
-            gamma=self.gamma,
-            weight=self.delta,
-            lengths=call.lengths,
-            start=call.start,
-            kv_length=call.k.shape[2],
+            **correction,
         )
 
     def reads(self, call: AttentionCall) -> Reads | None:
         if self.is_short(call):
             return None
-        reads = read_blocks(
+        rows = self._rows(call)
+        if rows is None:
+            reads = self._reads_sparse(call)
+        else:
+            alone = [row if row is None else self._reads_sparse(row) for row in rows]
+            reads = stack_reads(alone, -(-call.q.shape[2] // self.query_block))
+        return read_all(call, reads, self._tail(call))
+
+    def _reads_sparse(self, call: AttentionCall) -> Reads:
+        return read_blocks(
             call,
             self.select(call).blocks,
             self._first_local(call),
@@ -210,25 +264,39 @@ class Momo(DenseBelow):
             sink=self.sink,
             most=(self.query_block - 1 + self.window) // self.block + 2,
         )
-        return read_all(call, reads, self._tail(call))
 
     def select(self, call: AttentionCall) -> "MeasuredRows":
         """The query-sparse pass and the block mask measured by it."""
-        if self.selection == "joint":
-            return self._measure(call)
-        parts = [self._select(part) for part in self._by_heads(call)]
-        if len(parts) == 1:
-            return parts[0]
-        return MeasuredRows(*(torch.cat(tensors, 1) for tensors in zip(*parts, strict=True)))
+        return _joined([self._measure(part, gamma) for part, gamma in self._parts(call)], 2)
 
-    def _measure(self, call: AttentionCall) -> "MeasuredRows":
+    def _parts(self, call: AttentionCall) -> list[tuple[AttentionCall, int]]:
+        """The call's queries in order, cut where gamma changes, on the grid of query blocks. That
+        of a padded row begins anywhere: a batch of them is not cut."""
+        if self.gamma is not None:
+            return [(call, self.gamma)]
+        if exporting() or call.start is not None:
+            return [(call, NEAR_GAMMA)]
+        near = -(-(FAR - first_query(call)) // self.query_block) * self.query_block
+        if near >= call.q.shape[2]:
+            return [(call, NEAR_GAMMA)]
+        if near <= 0:
+            return [(call, FAR_GAMMA)]
+        far = dataclasses.replace(call, q=call.q[:, :, near:])
+        return [(first_queries(call, near), NEAR_GAMMA), (far, FAR_GAMMA)]
+
+    def _measure(self, call: AttentionCall, gamma: int) -> "MeasuredRows":
+        if self.selection == "joint":
+            return self._select_jointly(call, gamma)
+        return _joined([self._select(part, gamma) for part in self._by_heads(call, gamma)], 1)
+
+    def _select_jointly(self, call: AttentionCall, gamma: int) -> "MeasuredRows":
         return MeasuredRows(
             *measure_blocks(
                 call.q,
                 call.k,
                 None if self.delta is None else call.v,
                 self._first_local(call),
-                gamma=self.gamma,
+                gamma=gamma,
                 block=self.block,
                 query_block=self.query_block,
                 top_k=self.top_k,
@@ -238,11 +306,11 @@ class Momo(DenseBelow):
             )
         )
 
-    def _by_heads(self, call: AttentionCall) -> list[AttentionCall]:
+    def _by_heads(self, call: AttentionCall, gamma: int) -> list[AttentionCall]:
         """The call in groups of KV heads whose row lists (8 bytes a slot) fit LIST_BYTES."""
         batch, heads_q, queries, _ = call.q.shape
         heads = call.k.shape[1]
-        nbytes = 8 * batch * heads_q * (queries + self.gamma - 1) // self.gamma * self.top_k
+        nbytes = 8 * batch * heads_q * (queries + gamma - 1) // gamma * self.top_k
         each = heads if nbytes <= LIST_BYTES else max(1, heads * LIST_BYTES // nbytes)
         if each == heads:
             return [call]
@@ -257,12 +325,12 @@ class Momo(DenseBelow):
             for first in range(0, heads, each)
         ]
 
-    def _select(self, call: AttentionCall) -> "MeasuredRows":
+    def _select(self, call: AttentionCall, gamma: int) -> "MeasuredRows":
         out, lse, index, score = query_sparse_attention(
             call.q,
             call.k,
             call.v,
-            gamma=self.gamma,
+            gamma=gamma,
             block=self.block,
             top_k=self.top_k,
             exact_k=min(self.exact_k, self.top_k),
@@ -274,7 +342,7 @@ class Momo(DenseBelow):
             index,
             score,
             lse,
-            rows=self.query_block // self.gamma,
+            rows=self.query_block // gamma,
             trim=self.top_k,
             merge=self.merge,
             sink=self.sink,
@@ -289,15 +357,6 @@ class Momo(DenseBelow):
         return ((position - self.window).clamp(min=0) // self.block).to(torch.int32)
 
 
-def _last_queries(call: AttentionCall, queries: int) -> AttentionCall:
-    """The call of its last queries alone."""
-    lengths = call.lengths
-    if lengths is None:
-        lengths = torch.full((1,), call.k.shape[2], device=call.q.device)
-    q = call.q[:, :, -queries:].contiguous()
-    return dataclasses.replace(call, q=q, lengths=lengths)
-
-
 class MeasuredRows(NamedTuple):
     """Output `[B,Hq,R,D]` (`[B,Hq,R,0]` if "joint" measured without values) and log-sum-exp
     `[B,Hq,R]` of the measured rows, and the key blocks `[B,Hq,NQ,k]` (int32, ascending, -1 = none)
@@ -306,3 +365,10 @@ class MeasuredRows(NamedTuple):
     out: torch.Tensor
     lse: torch.Tensor
     blocks: torch.Tensor
+
+
+def _joined(rows: list[MeasuredRows], dim: int) -> MeasuredRows:
+    """Parts of a call as one; its heads are dimension 1, its queries dimension 2."""
+    if len(rows) == 1:
+        return rows[0]
+    return MeasuredRows(*(torch.cat(tensors, dim) for tensors in zip(*rows, strict=True)))

@@ -12,7 +12,7 @@ from attnplug.policies import Phase, Stream, methods, names, parse, register
 OPTIONS = st.fixed_dictionaries(
     {},
     optional={
-        "gamma": st.sampled_from([1, 2, 8, 32]),
+        "gamma": st.sampled_from([None, 1, 2, 8, 32]),
         "top_k": st.integers(8, 128),
         "selection": st.sampled_from(["exact", "tournament", "estimated"]),
         "merge": st.sampled_from(["mass", "mean", "mean_normalised"]),
@@ -38,7 +38,7 @@ def test_text_and_object_are_the_same_policy(options):
         ("momo()", "momo"),
         ("momo+dense", "momo"),
         ("dense + momo", "momo"),
-        ("momo(gamma=16)", "momo"),
+        ("momo(gamma=None)", "momo"),
         (" momo( selection = 'exact' ) ", "momo(selection='exact')"),
         ("prefill=momo(gamma=8), decode=dense", "momo(gamma=8)"),
         ("decode=dense", "dense"),

@@ -231,7 +231,7 @@ def test_the_note_names_the_crossover_and_the_papers_density():
     forced = Momo(min_tokens=0, sink=0, window=64)  # a window counts as much as a sink's block
     assert forced.note(shape) == density
     assert dataclasses.replace(late, min_tokens=1 << 20).note(shape).endswith("at 1,048,576")
-    corrected = Momo(delta=0.5, tail=0)
+    corrected = Momo(gamma=16, delta=0.5, tail=0)
     assert corrected.density(131072) == (64 * 128 + 64 + 131072 / 16) / 131072
     assert Momo().density(1000) == 1.0 and corrected.density(1 << 20) < 0.0704
 
@@ -242,7 +242,7 @@ def test_heads_in_parts_equal_all_heads_at_once(device, monkeypatch, limit):
     c = call(200, heads=(10, 5), batch=2, device=device)
     wanted = MOMO.attend(c)
     monkeypatch.setattr("attnplug.policies.momo.LIST_BYTES", limit)
-    parts = MOMO._by_heads(c)
+    parts = MOMO._by_heads(c, MOMO.gamma)
     assert [part.k.shape[1] for part in parts] == ([1] * 5 if limit == 1 else [4, 1])
     assert torch.equal(MOMO.attend(c), wanted)
 

@@ -11,7 +11,7 @@ import torch
 from attnplug.call import AttentionCall, LayerShape, PagedCall
 from attnplug.ops.common.checks import HEAD_DIMS
 from attnplug.policies import Dense, Phase
-from attnplug.policies.momo import LEAST_CHUNK
+from attnplug.policies.momo import FAR, LEAST_CHUNK
 from attnplug.serve.vllm.beside import run_beside, side_stream
 from attnplug.serve.vllm.layout import Pages, contiguous_row
 from attnplug.serve.vllm.options import Phases
@@ -179,14 +179,15 @@ class ServedLayer:
         self, chunk: int, longest: int, *, heads: int, kv_heads: int, head_dim: int, **place
     ) -> None:
         """Run momo and stream once for each kind of call: chunks of up to `chunk` queries over up
-        to `longest` keys. Triton compiles apart what 16 divides and what it does not."""
+        to `longest` keys, near the prompt's beginning and far from it. Triton compiles apart what
+        16 divides and what it does not."""
         if chunk < 2 or (self.phases.prefill is None and self.phases.trace is None):
             return
         q = torch.zeros(chunk, heads, head_dim, **place).transpose(0, 1)[None]
         k = torch.zeros(1, kv_heads, longest, head_dim, **place)
         for queries in (chunk, chunk - 1):
-            for keys in (longest, longest - 1):
-                if queries > keys:
+            for keys in (longest, longest - 1, FAR, FAR - 1):
+                if not queries <= keys <= longest:
                     continue
                 rows = q[:, :, :queries], k[:, :, :keys], k[:, :, :keys].clone()
                 self._warm_prompt(self._call(*rows))

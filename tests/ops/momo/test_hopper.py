@@ -342,7 +342,7 @@ def test_offsets_past_2_to_the_31(device, tokens, heads, dtype):
     """momo's queries and outputs of 32 heads at 1M tokens have 2 ** 32 elements: some queries of
     the first and the last head, one key at a time."""
     q, k, v = tensors(1, *heads, tokens, tokens, 128, dtype, None, False, device)
-    momo = Momo(top_k=6, exact_k=4, delta=0.5, tail=0, min_tokens=0)
+    momo = Momo(gamma=16, top_k=6, exact_k=4, delta=0.5, tail=0, min_tokens=0)
     call = AttentionCall(q, k, v, scale=0.4)  # so sharp that no output is near 0
     out = momo.attend(call)
     blocks = momo.select(call).blocks

@@ -1,0 +1,59 @@
+"""Parts of a prefill's call as calls of their own: its first queries, its last, each row alone."""
+
+import dataclasses
+
+import torch
+
+from attnplug.call import AttentionCall
+from attnplug.models.cache import PlugLayer
+
+
+def first_query(call: AttentionCall) -> int:
+    """The place of the call's first query in its prompt, as far as the host knows."""
+    queries, state = call.q.shape[2], call.state
+    if not torch.compiler.is_compiling() and isinstance(state, PlugLayer):
+        return max(0, state.counted - queries)
+    return 0 if call.lengths is not None else call.k.shape[2] - queries
+
+
+def first_queries(call: AttentionCall, queries: int) -> AttentionCall:
+    """The call of its first queries alone."""
+    q, later = call.q[:, :, :queries], call.q.shape[2] - queries
+    if call.lengths is not None:
+        return dataclasses.replace(call, q=q, lengths=call.lengths - later)
+    keys = call.k.shape[2] - later
+    mask = None if call.key_mask is None else call.key_mask[:, :keys]
+    k, v = call.k[:, :, :keys], call.v[:, :, :keys]
+    return dataclasses.replace(call, q=q, k=k, v=v, key_mask=mask)
+
+
+def last_queries(call: AttentionCall, queries: int) -> AttentionCall:
+    """The call of its last queries alone."""
+    lengths = call.lengths
+    if lengths is None:
+        lengths = torch.full((1,), call.k.shape[2], device=call.q.device)
+    q = call.q[:, :, -queries:].contiguous()
+    return dataclasses.replace(call, q=q, lengths=lengths)
+
+
+def rows_alone(call: AttentionCall) -> list[AttentionCall | None]:
+    """Each row of a padded batch from its first key on, as if it had come alone; None for one
+    whose queries are all padding. Looks at lengths and mask on the host."""
+    assert call.start is not None
+    queries = call.q.shape[2]
+    length = call.k.shape[2] if call.lengths is None else int(call.lengths)
+    rows: list[AttentionCall | None] = []
+    for row, start in enumerate(call.start.tolist()):
+        skipped = max(0, start - (length - queries))
+        q, (k, v) = (
+            call.q[row : row + 1],
+            (x[row : row + 1, :, start:length] for x in (call.k, call.v)),
+        )
+        mask = None if call.key_mask is None else call.key_mask[row : row + 1, start:length]
+        if mask is not None and bool(mask.all()):
+            mask = None
+        alone = dataclasses.replace(
+            call, q=q[:, :, skipped:], k=k, v=v, lengths=None, start=None, key_mask=mask, state=None
+        )
+        rows.append(alone if skipped < queries else None)
+    return rows
