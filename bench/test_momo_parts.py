@@ -1,6 +1,6 @@
 """The parts of momo after the query-sparse pass, bf16, 32/8 heads, D = 128, gamma 16, 128 blocks of
 64 keys for 128 queries: block-sparse attention against dense causal attention, merge and delta
-against the same in eager torch."""
+against the same in eager torch, the dense tail with the keys split against the flash kernel."""
 
 import functools
 
@@ -8,6 +8,7 @@ import pytest
 import torch
 from peers import causal, causal_peers
 
+from attnplug.ops import dense_decode, query_sparse_attention
 from attnplug.ops.momo.block_sparse_attention import block_sparse_attention
 from attnplug.ops.momo.delta_correct import delta_correct
 from attnplug.ops.momo.merge_block_rows import merge_block_rows
@@ -69,6 +70,27 @@ def test_block_sparse_attention(gpu_bench, n, corrected):
         replays=1 if n > 500_000 else None,
         bytes=(2 * HEADS + 2 * KV_HEADS) * n * WIDTH * 2 + lists.nbytes,
         flops=4 * WIDTH * attended(lists),
+    )
+
+
+@pytest.mark.parametrize("n", [16384, 32768, 131072, 524288, 1048576])
+def test_tail(gpu_bench, n):
+    torch.manual_seed(0)
+    k, v = (torch.randn(1, KV_HEADS, n, WIDTH, dtype=torch.bfloat16, device="cuda") for _ in "kv")
+    q = torch.randn(1, HEADS, QUERY_BLOCK, WIDTH, dtype=torch.bfloat16, device="cuda")
+    flash = functools.partial(
+        query_sparse_attention, q, k, v, scale=WIDTH**-0.5, gamma=1, top_k=0, exact_k=0
+    )
+    gpu_bench(
+        op="dense_decode",
+        n=n,
+        **SHAPE,
+        options=f"{QUERY_BLOCK} queries",
+        fns=[functools.partial(dense_decode, q, k, v, scale=WIDTH**-0.5)],
+        peer="flash",
+        peer_fns=[flash],
+        bytes=2 * KV_HEADS * n * WIDTH * 2,
+        flops=4 * WIDTH * HEADS * QUERY_BLOCK * n,
     )
 
 

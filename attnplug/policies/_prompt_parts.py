@@ -29,11 +29,7 @@ def first_queries(call: AttentionCall, queries: int) -> AttentionCall:
 
 def last_queries(call: AttentionCall, queries: int) -> AttentionCall:
     """The call of its last queries alone."""
-    lengths = call.lengths
-    if lengths is None:
-        lengths = torch.full((1,), call.k.shape[2], device=call.q.device)
-    q = call.q[:, :, -queries:].contiguous()
-    return dataclasses.replace(call, q=q, lengths=lengths)
+    return dataclasses.replace(call, q=call.q[:, :, -queries:])
 
 
 def rows_alone(call: AttentionCall) -> list[AttentionCall | None]:

