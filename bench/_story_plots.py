@@ -31,7 +31,7 @@ def draw_story(timing: Sequence[Row], quality: Sequence[Row]) -> dict[str, Figur
     figures: dict[str, Figure] = {}
     panels = {
         "decode: share of next tokens that dense chooses too": decode_points(timing, quality),
-        "prefill: dense's perplexity over the policy's": prefill_points(timing, quality),
+        "prefill: share of dense's attention that is kept": prefill_points(timing, quality),
     }
     panels = {title: points for title, points in panels.items() if points}
     if panels:
@@ -63,9 +63,9 @@ def decode_points(timing: Sequence[Row], quality: Sequence[Row]) -> Points:
 
 
 def prefill_points(timing: Sequence[Row], quality: Sequence[Row]) -> Points:
-    kept = _quality(quality, "perplexity")
+    kept = _quality(quality, "captured-mass")
     return {
-        policy: (ratio, kept[policy]["dense"] / kept[policy]["value"])
+        policy: (ratio, kept[policy]["value"])
         for policy, ratio in _ratios(timing, ("op",), (32, 8, 128)).items()
         if policy in kept and policy.startswith("momo")
     }
