@@ -1,0 +1,190 @@
+"""Where gather is dense, what it reports and refuses, and which form its summaries have."""
+
+import dataclasses
+
+import pytest
+import torch
+from gather_cases import DIM, EXACT, GATHER, KV_HEADS, SIZE, SPREAD, filled, step, tokens
+from transformers.cache_utils import StaticLayer
+
+import attnplug
+from attnplug import Dense, Gather, PolicyError
+from attnplug.models.cache import PlugLayer
+from attnplug.policies import LayerShape
+from attnplug.policies import gather as policy_module
+from attnplug.testing import tiny_model
+
+
+def test_the_layer_is_sized_once():
+    layer = GATHER.cache_layer(SIZE)
+    layer.crop(-3)  # of nothing, as generate may
+    layer.reset()
+    layer.reorder_cache(torch.tensor([0]))
+    layer.batch_repeat_interleave(2)
+    layer.batch_select_indices(torch.tensor([0]))
+    assert not layer.is_initialized
+    kv = tokens(0, 3).bfloat16()
+    layer.update(kv[0], kv[1])
+    assert layer.bounds.shape == (1, KV_HEADS, 18, 2, DIM) and layer.bounds.dtype == torch.int8
+    assert layer.progress.shape == (1, 2)
+    exact = EXACT.cache_layer(SIZE)
+    exact.update(kv[0], kv[1])
+    assert exact.bounds.shape == (1, KV_HEADS, 13, 2, DIM) and exact.bounds.dtype == torch.bfloat16
+    spread = SPREAD.cache_layer(SIZE)
+    spread.update(kv[0], kv[1])
+    assert spread.bounds.shape == (1, KV_HEADS, 14, 2, DIM) and spread.bounds.dtype == torch.uint8
+    mean = dataclasses.replace(GATHER, scoring="mean", block=128).cache_layer(SIZE)
+    mean.update(kv[0], kv[1])
+    assert mean.bounds.shape == (1, KV_HEADS, 2, 1, DIM)
+
+
+def foreign_layers(kv: torch.Tensor) -> dict[str, StaticLayer | None]:
+    """Layers whose summaries, if any, are not those of the call's keys under GATHER."""
+    layers = {
+        "static": StaticLayer(max_cache_len=SIZE),
+        "plug": PlugLayer(max_cache_len=SIZE),
+        "another block": dataclasses.replace(GATHER, block=32).cache_layer(SIZE),
+        "another scoring": dataclasses.replace(GATHER, scoring="mean").cache_layer(SIZE),
+        "spread": SPREAD.cache_layer(SIZE),
+        "other bounds": EXACT.cache_layer(SIZE),
+    }
+    for layer in layers.values():
+        layer.update(kv[0], kv[1])
+    return layers
+
+
+@pytest.mark.parametrize("kind", foreign_layers(tokens(0, 1)))
+def test_without_summaries_of_its_own_it_is_dense(kind, device):
+    call = step(foreign_layers(tokens(0, 190, device=device))[kind])
+    assert torch.equal(GATHER.attend(call), Dense().attend(call))
+
+
+def test_without_a_static_cache_it_is_dense(device):
+    call = step(filled(GATHER, tokens(0, 190, device=device)))
+    call.state, call.lengths = None, None
+    call.k, call.v = call.k[:, :, :190], call.v[:, :, :190]
+    assert torch.equal(GATHER.attend(call), Dense().attend(call))
+
+
+def test_another_layers_keys_are_not_read_by_this_ones_summaries(device):
+    """Gemma 3n's last layers attend to keys of a layer that is not the one they are handed."""
+    call = step(filled(GATHER, tokens(0, 190, device=device)))
+    other = filled(GATHER, tokens(9, 190, device=device))
+    call.k, call.v = other.keys, other.values
+    assert torch.equal(GATHER.attend(call), Dense().attend(call))
+
+
+def test_a_small_cache_is_read_whole(device):
+    call = step(filled(GATHER, tokens(0, 190, device=device)))
+    late = dataclasses.replace(GATHER, min_tokens=SIZE + 1)
+    assert torch.equal(late.attend(call), Dense().attend(call))
+    early = dataclasses.replace(GATHER, min_tokens=SIZE)
+    assert not torch.equal(early.attend(call), Dense().attend(call))
+
+
+def test_the_crossover_grows_with_the_keep_set():
+    cpu, cuda = torch.device("cpu"), torch.device("cuda")
+    assert Gather(k=8).crossover(cpu) == 4096 and Gather(k=8).crossover(cuda) == 32768
+    kept = (8 + 32 + 256) * 16
+    assert Gather().crossover(cuda) == 10 * kept and Gather().crossover(cpu) == 2 * kept
+    published = Gather(k=32, block=128, sink=1, local=4)  # keeps as many keys
+    assert published.crossover(cuda) == 10 * kept
+    assert dataclasses.replace(GATHER, min_tokens=5).crossover(cuda) == 5
+
+
+def test_the_report_says_what_is_read_and_where_it_is_dense():
+    shape = LayerShape(4, 2, 64, 0.0, False, torch.device("cpu"))
+    assert Gather(k=8, block=128, sink=1, local=4).note(shape) == (
+        "reads 13 blocks of 128 keys; dense in caches below 4,096 tokens and in those that "
+        "attnplug did not make for it"
+    )
+    model = attnplug.apply(tiny_model(), GATHER)
+    name = "gather(k=2, sink=1, local=2, min_tokens=0, bounds='int8')"
+    assert f"decode {name}; gather: reads 5 blocks" in str(attnplug.report(model))
+
+
+def test_large_caches_have_int8_bounds():
+    """And small ones, other scorings and who asks for it exact ones."""
+    forms = {
+        (16384, "bounds", None): True,
+        (16383, "bounds", None): False,
+        (99999, "estimate", None): False,
+        (99999, "mean", None): False,
+        (99999, "bounds", "exact"): False,
+        (99, "bounds", "int8"): True,
+        (99, "mean", "int8"): False,
+    }
+    for (size, scoring, bounds), int8 in forms.items():
+        layer = Gather(scoring=scoring, bounds=bounds).cache_layer(size)
+        assert layer.form == (1 if scoring == "mean" else 2, torch.int8 if int8 else None)
+    for size, bounds in ((99, None), (99999, "exact")):  # spread has one form
+        layer = Gather(scoring="spread", bounds=bounds).cache_layer(size)
+        assert layer.form == (2, torch.uint8)
+
+
+@pytest.mark.parametrize("prefill", ["", "momo(gamma=8, block=16, top_k=2, exact_k=1)+"])
+def test_generate_runs_it_step_by_step(prefill):
+    """generate's own cache has the summaries: its tokens are those of steps made by hand, and not
+    dense's; chunked prefill changes nothing."""
+    model = tiny_model()
+    ids = torch.randint(2, 90, (2, 150), generator=torch.Generator().manual_seed(0))
+    options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 24, "do_sample": False}
+    dense = model.generate(ids, **options)
+    with attnplug.applied(model, f"{prefill}gather(k=1, block=16, sink=1, local=1, min_tokens=0)"):
+        found = model.generate(ids, **options)
+        chunked = model.generate(ids, prefill_chunk_size=40, **options)
+        cache, by_hand = attnplug.make_cache(model, 180), ids
+        with torch.no_grad():
+            logits = model(ids, past_key_values=cache).logits
+            for _ in range(24):
+                token = logits[:, -1:].argmax(-1)
+                by_hand = torch.cat([by_hand, token], 1)
+                logits = model(token, past_key_values=cache).logits
+    assert torch.equal(found, by_hand) and torch.equal(found, chunked)
+    assert not torch.equal(found, dense)
+
+
+WRONG = [
+    ({"k": -1}, "k=-1, needs 0 to 256"),
+    ({"k": 257}, "k=257, needs 0 to 256"),
+    ({"k": True}, "k=True, needs an integer"),
+    ({"k": 8.0}, "k=8.0, needs an integer"),
+    ({"block": 100}, "block=100, needs 16, 32, 64, 128"),
+    ({"sink": -1}, "sink=-1, needs at least 0"),
+    ({"local": 0}, "local=0, needs at least 1"),
+    ({"scoring": "max"}, "scoring='max', needs bounds, estimate, mean"),
+    ({"bounds": "fp8"}, "bounds='fp8', needs None, 'int8' or 'exact'"),
+    ({"min_tokens": -1}, "min_tokens=-1, needs None or"),
+    ({"min_tokens": "8K"}, "min_tokens='8K', needs None or"),
+    ({"kv": "disk"}, "kv='disk', needs 'gpu' or 'host'"),
+    ({"resident": 64}, "resident=64, needs kv='host'"),
+    ({"kv": "host", "resident": 32}, "resident=32, needs an integer, at least sink \\+ k = 264"),
+    ({"kv": "host", "resident": 64.0}, "resident=64.0, needs an integer"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), WRONG)
+def test_refuses(options, message):
+    with pytest.raises(PolicyError, match=f"gather: {message}"):
+        Gather(**options)
+
+
+@torch.no_grad()
+def test_compiled_steps_meet_caches_of_several_sizes(monkeypatch):
+    """The second size makes it a symbol of the compiler's, which decides the summaries' form."""
+    monkeypatch.setattr(policy_module, "INT8_FROM", 100)
+    torch._dynamo.reset()
+    model = tiny_model()
+    ids = torch.randint(3, 90, (2, 44), generator=torch.Generator().manual_seed(0))
+    with attnplug.applied(model, "gather(k=1, sink=1, local=1, scoring='bounds', min_tokens=0)"):
+        step = torch.compile(model, fullgraph=True, backend="aot_eager")
+        for size in (64, 48, 128):
+            one, two = (attnplug.make_cache(model, size) for _ in range(2))
+            for cache in (one, two):
+                model(ids[:, :40], past_key_values=cache)
+            for t in range(40, 44):
+                got = step(ids[:, t : t + 1], past_key_values=one).logits
+                assert (
+                    got - model(ids[:, t : t + 1], past_key_values=two).logits
+                ).abs().max() < 1e-5
+            assert one.layers[0].form == (2, torch.int8 if size >= 100 else None)
