@@ -14,6 +14,7 @@ whole models. Masks: momo's rivals. A cell is
 
 Without git's history only `missing` and `few` are told."""
 
+import functools
 import itertools
 import sys
 from collections import Counter
@@ -138,6 +139,7 @@ def cells() -> Iterator[Cell]:
         yield Cell(mask, tokens(n), model, 1, of_mask(mask, model, n))
 
 
+@functools.cache
 def applies(policy: str, task: str) -> bool:
     """Whether the suite has such a cell: a block mask is a prefill's, a decode's steps are a
     decode's, and dense is what all are beside."""

@@ -125,7 +125,7 @@ class PlugLayer(StaticLayer):
     def known_length(self, tokens: int) -> int | None:
         """The number of tokens in the buffers; None where the host may not read it, or has no need
         to: what it has counted says that `tokens` more fit. A GPU is asked once the count says
-        otherwise, as `crop` does not lower it, and after steps that were not counted."""
+        otherwise, and after steps that were not counted."""
         on_gpu = not self.cumulative_length.is_cpu
         if not may_sync(on_gpu):
             self.captured = True
@@ -230,6 +230,7 @@ class PlugLayer(StaticLayer):
                 f"crop({tokens_to_remove}): pass a negative number, the count of tokens to forget"
             )
         self.flush()
+        self.counted = max(0, self.counted + tokens_to_remove)
         if self.is_initialized:
             self.cumulative_length.add_(tokens_to_remove).clamp_(min=0)
 

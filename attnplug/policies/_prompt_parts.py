@@ -2,18 +2,22 @@
 
 import dataclasses
 
-import torch
-
 from attnplug.call import AttentionCall
 from attnplug.models.cache import PlugLayer
+from attnplug.models.sync import may_sync
 
 
 def first_query(call: AttentionCall) -> int:
-    """The place of the call's first query in its prompt, as far as the host knows."""
+    """The place of the call's first query in its prompt. 0 where only the device knows it: in
+    traced and captured code over a static cache."""
     queries, state = call.q.shape[2], call.state
-    if not torch.compiler.is_compiling() and isinstance(state, PlugLayer):
+    if call.lengths is None:
+        return call.k.shape[2] - queries
+    if not may_sync(call.q.is_cuda):
+        return 0
+    if isinstance(state, PlugLayer) and not state.uncounted:
         return max(0, state.counted - queries)
-    return 0 if call.lengths is not None else call.k.shape[2] - queries
+    return max(0, int(call.lengths) - queries)
 
 
 def first_queries(call: AttentionCall, queries: int) -> AttentionCall:

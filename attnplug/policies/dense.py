@@ -23,7 +23,7 @@ MAX_DECODE_QUERIES = 16
 
 # The flash kernel has a program for each head and so many queries. Where these are fewer than half
 # of an H200's multiprocessors, a few queries over a long cache, splitting the keys uses the others.
-TILE_QUERIES, FEW_PROGRAMS = 128, 66
+TILE_QUERIES, FEW_PROGRAMS, FEW_QUERIES = 128, 66, 256
 
 # From so many tokens on, each row of a padded prefill is worth a call of torch's SDPA of its own,
 # without a mask, and up to so many masked tokens behind a row's first a call each. Not measured.
@@ -93,7 +93,8 @@ def _leaves_a_gpu_idle(call: AttentionCall) -> bool:
     batch, heads, queries, _ = call.q.shape
     if call.whole or not call.q.is_cuda:
         return False
-    return known_below(queries, FEW_PROGRAMS // (batch * heads) * TILE_QUERIES + 1)
+    few = FEW_PROGRAMS // max(1, batch * heads) * TILE_QUERIES
+    return known_below(queries, min(few, FEW_QUERIES) + 1)
 
 
 def _decode(call: AttentionCall) -> torch.Tensor:

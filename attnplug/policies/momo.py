@@ -62,7 +62,8 @@ class Momo(DenseBelow):
     """Block-sparse prefill with a mask measured by its own query-sparse pass.
 
     gamma: every gamma-th query is measured. None: every 16th of the first 65,536, every 32nd of
-    those behind them; in traced and captured code every 16th where there is padding.
+    those behind them; in traced and captured code every 16th of all where there is padding, or a
+    static cache.
     block: keys a block (beta). query_block: queries that share a mask (chi). top_k: blocks kept per
     query block. selection: the rows of a query block choose them together ("joint"), or every row
     keeps a list of top_k online, by the paper's "exact", "tournament" or "estimated" selection (the
@@ -202,7 +203,9 @@ class Momo(DenseBelow):
         """The rows of a padded batch alone, where gamma changes at a place of each; else None."""
         if self.gamma is not None or call.start is None or not may_sync(call.q.is_cuda):
             return None
-        return rows_alone(call) if first_query(call) + call.q.shape[2] > FAR else None
+        if call.k.shape[2] <= FAR or first_query(call) + call.q.shape[2] <= FAR:
+            return None
+        return rows_alone(call)
 
     def _attend_sparse(self, call: AttentionCall) -> torch.Tensor:
         if self.delta is None:
@@ -275,6 +278,8 @@ class Momo(DenseBelow):
         if self.gamma is not None:
             return [(call, self.gamma)]
         if exporting() or call.start is not None:
+            return [(call, NEAR_GAMMA)]
+        if known_below(call.k.shape[2], FAR + 1):  # room for no query behind
             return [(call, NEAR_GAMMA)]
         near = -(-(FAR - first_query(call)) // self.query_block) * self.query_block
         if near >= call.q.shape[2]:

@@ -17,8 +17,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.cache_utils import StaticSlidingWindowLayer
 
 import attnplug
+from attnplug.policies import momo
 
-NEW = 5
+NEW, GAMMAS = 5, (momo.FAR, momo.NEAR_GAMMA, momo.FAR_GAMMA)
 OPTIONS = dict(max_new_tokens=NEW, do_sample=False, eos_token_id=None, pad_token_id=0)
 
 
@@ -46,6 +47,7 @@ def largest_difference(some: list[torch.Tensor], others: list[torch.Tensor]) -> 
 def compare(model: PreTrainedModel, path: Path, asked: dict[str, Any], mesh: Any) -> dict[str, Any]:
     """A prefill in pieces beside one by this process alone."""
     ids, policy = prompt_of(asked), asked["policy"]
+    momo.FAR, momo.NEAR_GAMMA, momo.FAR_GAMMA = asked.get("gammas", GAMMAS)
     found: dict[str, Any] = {}
     attnplug.apply(model, policy)
     alone = attnplug.make_cache(model, ids.shape[1] + 16)

@@ -20,6 +20,7 @@ from attnplug.testing import tiny_model
 TOKENS = 157  # no multiple of a block, so that pieces differ in length
 ROUNDING = 1e-5  # of the largest logit; momo without its mask is off by tens of percent
 MOMO = CASES["momo+gather"].policy
+GROWING = "momo(block=16, query_block=32, top_k=1, tail=8, min_tokens=0)"  # gamma, with the place
 LONG_ROPE = {
     "rope_type": "longrope",
     "rope_theta": 10000.0,
@@ -53,6 +54,7 @@ def test_pieces_give_what_one_process_gives(tmp_path):
         {"model": "tiny", "policy": "dense", "tokens": TOKENS},
         {"model": "tiny", "policy": MOMO, "tokens": TOKENS, "rows": 2},
         {"model": "tiny", "policy": MOMO, "tokens": TOKENS, "decoder": True, "heads": 1},
+        {"model": "tiny", "policy": GROWING, "tokens": 250, "gammas": [160, 4, 16]},
         {"model": "rope", "policy": "dense", "tokens": TOKENS},
     ]
     models = {"tiny": tiny_model(), "rope": tiny_model(rope_parameters=LONG_ROPE)}

@@ -67,6 +67,7 @@ def test_a_larger_buffer_changes_nothing(queries, device):
         (2, 128, 5000, True),
         (2, 129, 5000, False),
         (3, 20, 5000, False),
+        (0, 20, 5000, True),
         (1, 200, 200, False),  # torch's own kernel
     ],
 )
@@ -77,6 +78,20 @@ def test_few_queries_of_a_long_cache_split_its_keys(batch, queries, keys, few):
         k = torch.empty(batch, 8, keys, 64, device="cuda")
         assert dense._leaves_a_gpu_idle(AttentionCall(q, k, k, 0.125)) == few
         assert not dense._leaves_a_gpu_idle(AttentionCall(q.cpu(), k.cpu(), k.cpu(), 0.125))
+        one = torch.empty(1, 1, 257, 64, device="cuda")
+        assert not dense._leaves_a_gpu_idle(AttentionCall(one, k, k, 0.125))
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("feature", ["plain", "softcap", "sinks"])
+def test_few_queries_are_exact_too(padded, feature, device, monkeypatch):
+    """By the op that splits the keys, which the flash kernel's fallback is not."""
+    monkeypatch.setattr(dense, "_leaves_a_gpu_idle", lambda call: True)
+    monkeypatch.setattr(dense, "_flash", lambda call: pytest.fail("not split"))
+    c = call(33, 70, padded=padded, device=device)
+    c.softcap = 4.0 if feature == "softcap" else 0.0
+    c.sinks = SINKS.to(device) if feature == "sinks" else None
+    assert (Dense().attend(c) - exact(c)).abs().max() < 1e-5
 
 
 @pytest.mark.gpu

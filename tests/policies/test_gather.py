@@ -5,7 +5,7 @@ import itertools
 
 import pytest
 import torch
-from gather_cases import (
+from gather_policy_cases import (
     EXACT,
     GATHER,
     HEADS,

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 import torch
-from gather_cases import DIM, EXACT, GATHER, KV_HEADS, SIZE, SPREAD, filled, step, tokens
+from gather_policy_cases import DIM, EXACT, GATHER, KV_HEADS, SIZE, SPREAD, filled, step, tokens
 from transformers.cache_utils import StaticLayer
 
 import attnplug

@@ -11,6 +11,7 @@ from attnplug import Momo, PolicyError
 from attnplug.models.cache import PlugLayer
 from attnplug.policies import AttentionCall
 from attnplug.policies import momo as policy
+from attnplug.policies._prompt_parts import first_query
 from attnplug.testing.policy import tiny_model
 
 FAR, NEAR_GAMMA, FAR_GAMMA = 100, 4, 16  # 100 is not on the grid: gamma changes at 128
@@ -63,8 +64,7 @@ def test_each_query_is_measured_by_its_place(options, sinks, room, device):
 @pytest.mark.parametrize("chunk", [32, 96, 224])
 def test_chunks_on_the_grid_are_measured_as_the_whole(chunk, delta, device):
     method, whole = dataclasses.replace(MOMO, delta=delta), call(device)
-    alone, cached, seen = [], [], PlugLayer(ROOM)
-    lengths = whole.k.shape[2]
+    alone, cached, foreign, seen = [], [], [], PlugLayer(ROOM)
     for at in range(0, TOKENS, chunk):
         end = min(at + chunk, TOKENS)
         q, k, v = whole.q[:, :, at:end], whole.k[:, :, :end], whole.v[:, :, :end]
@@ -73,9 +73,39 @@ def test_chunks_on_the_grid_are_measured_as_the_whole(chunk, delta, device):
         lengths = torch.full((1,), end, device=device)
         step = dataclasses.replace(whole, q=q, state=seen, lengths=lengths)
         cached.append(method.attend(step))
+        foreign.append(method.attend(dataclasses.replace(step, state=None)))
     wanted = method.attend(whole)
     torch.testing.assert_close(torch.cat(alone, 2), wanted, rtol=0, atol=1e-6)
     torch.testing.assert_close(torch.cat(cached, 2), wanted, rtol=0, atol=1e-6)
+    torch.testing.assert_close(torch.cat(foreign, 2), wanted, rtol=0, atol=1e-6)
+
+
+def test_a_layer_that_was_cut_back_or_stepped_uncounted_knows_its_place(device):
+    layer, kv = PlugLayer(ROOM), torch.zeros(1, 2, 200, 64, device=device)
+    layer.update(kv, kv)
+    layer.crop(-150)
+    layer.update(kv[:, :, :20], kv[:, :, :20])
+    assert layer.counted == 70
+    step = AttentionCall(torch.zeros(1, 4, 20, 64, device=device), layer.keys, layer.values, 1.0)
+    step.lengths, step.state = layer.cumulative_length.view(1), layer
+    assert first_query(step) == 50
+    layer.counted, layer.uncounted = 30, True  # compiled steps came, which the host did not count
+    assert first_query(step) == 50
+    layer.crop(-1000)
+    assert layer.counted == 0
+
+
+def test_a_compiled_chunk_over_a_static_cache_is_measured_as_the_beginning():
+    c = call("cpu", room=ROOM, batch=1)
+
+    @torch.compile(backend="eager", fullgraph=True, dynamic=True)
+    def compiled(q, k, v, lengths):
+        return MOMO.attend(AttentionCall(q, k, v, 0.125, lengths=lengths))
+
+    late = c.q[:, :, 160:].contiguous()
+    found = compiled(late, c.k, c.v, c.lengths)
+    near = of(MOMO, NEAR_GAMMA).attend(AttentionCall(late, c.k, c.v, 0.125, lengths=c.lengths))
+    torch.testing.assert_close(found, near)
 
 
 def test_a_cut_chunk_off_the_grid_begins_its_far_part_on_its_own_grid(device):

@@ -19,6 +19,7 @@ from attnplug.ops.gather.block_bounds import empty_bounds
 from attnplug.ops.gvr.score_tokens import quantize_keys
 from attnplug.policies import AttentionCall
 from attnplug.policies.momo import LEAST_CHUNK
+from attnplug.serve.vllm import layer as layers
 from attnplug.serve.vllm.layer import Far, LayerTraits, ServedLayer, phases_for
 from attnplug.serve.vllm.options import Phases
 from attnplug.serve.vllm.rows import Row
@@ -255,6 +256,10 @@ def test_warming_runs_every_method_without_a_trace(monkeypatch):
     layer.warm_prompts(64, 128, **shape)
     layer.warm_steps(3, 128, page=PAGE, **shape)
     assert calls == [64, 64, 63, 63, 64, "1 rows", "2 rows", "3 rows"]
+    calls.clear()
+    monkeypatch.setattr(layers, "FAR", 96)  # where gamma changes, as far as keys go
+    layer.warm_prompts(64, 128, **shape)
+    assert calls == [64] * 4 + [63] * 4 + [64]
     assert layer.state._made is None  # nothing is kept
 
 

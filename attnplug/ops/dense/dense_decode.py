@@ -53,7 +53,8 @@ def dense_decode(
     a query sees, the sink left out.
 
     Args:
-        q: `[B, Hq, T, D]`, float32, float16 or bfloat16, any T >= 1 (made for T of 1 to about 16).
+        q: `[B, Hq, T, D]`, float32, float16 or bfloat16, any T >= 1 (made for T that
+            leave a program for each 128 queries and head few programs).
         k, v: `[B, Hkv, S, D]` like q, Hkv dividing Hq; S is the size of the cache. With a table
             pages `[pages, Hkv, page, D]`, and S is `P * page`.
         scale: factor on q.k, commonly `D ** -0.5`.
