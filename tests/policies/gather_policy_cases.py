@@ -3,22 +3,17 @@
 import dataclasses
 
 import torch
-from transformers.cache_utils import StaticLayer
+from step_cases import DIM, KV_HEADS, random
 
 from attnplug import Gather
 from attnplug.ops.gather.block_bounds import frame_of
 from attnplug.ops.gather.spread import spread_parts
-from attnplug.policies import AttentionCall
 from attnplug.policies.gather import GatherLayer
 
 GATHER = Gather(k=2, block=16, sink=1, local=2, scoring="bounds", min_tokens=0, bounds="int8")
 EXACT = dataclasses.replace(GATHER, bounds="exact")
 SPREAD = dataclasses.replace(GATHER, bounds=None, scoring="spread")
-SIZE, HEADS, KV_HEADS, DIM = 200, 4, 2, 64
-
-
-def random(seed: int, *shape: int) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+SIZE = 200
 
 
 def tokens(seed: int, count: int, batch: int = 1, device: str = "cpu") -> torch.Tensor:
@@ -27,24 +22,6 @@ def tokens(seed: int, count: int, batch: int = 1, device: str = "cpu") -> torch.
     drift = random(seed, 2, batch, KV_HEADS, count // 8 + 1, DIM).repeat_interleave(8, 3)
     return (drift[:, :, :, :count] + 0.5 * random(seed + 1, 2, batch, KV_HEADS, count, DIM)).to(
         device
-    )
-
-
-def filled(policy: Gather, kv: torch.Tensor, size: int = SIZE) -> GatherLayer:
-    """The policy's cache layer with these keys and values in it."""
-    layer = policy.cache_layer(size)
-    layer.update(kv[0], kv[1])
-    return layer
-
-
-def step(layer: StaticLayer, seed: int = 0, mask: torch.Tensor | None = None, **options):
-    """The call of a decode step whose token is in the layer already."""
-    keys, values = layer.keys, layer.values
-    assert keys is not None and values is not None
-    q = random(seed, keys.shape[0], HEADS, 1, DIM).to(keys.device)
-    lengths = layer.cumulative_length.reshape(1)
-    return AttentionCall(
-        q, keys, values, DIM**-0.5, lengths=lengths, key_mask=mask, state=layer, **options
     )
 
 

@@ -5,6 +5,7 @@ import dataclasses
 
 import pytest
 import torch
+from step_cases import DIM, HEADS, KV_HEADS, filled, random, step
 
 import attnplug
 from attnplug import Certified, Dense, HostMemoryError, PolicyError, telemetry
@@ -18,31 +19,11 @@ EXACT = Certified(block=16, tolerance=None, coverage=1.0, k_min=64, v_tol=0.0, m
 LOOSE = Certified(
     block=16, tolerance=None, explore=0.0, min_tokens=0
 )  # fmt: skip
-SIZE, HEADS, KV_HEADS, DIM = 200, 4, 2, 64
-
-
-def random(seed: int, *shape: int) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+SIZE = 200
 
 
 def tokens(seed: int, count: int, batch: int = 1, device: str = "cpu") -> torch.Tensor:
     return random(seed, 2, batch, KV_HEADS, count, DIM).to(device)
-
-
-def filled(policy: Certified, kv: torch.Tensor, size: int = SIZE) -> CertifiedLayer:
-    layer = policy.cache_layer(size)
-    layer.update(kv[0], kv[1])
-    return layer
-
-
-def step(layer: CertifiedLayer, seed: int = 0, mask: torch.Tensor | None = None, **options):
-    keys, values = layer.keys, layer.values
-    assert keys is not None and values is not None
-    q = random(seed, keys.shape[0], HEADS, 1, DIM).to(keys.device)
-    lengths = layer.cumulative_length.reshape(1)
-    return AttentionCall(
-        q, keys, values, DIM**-0.5, lengths=lengths, key_mask=mask, state=layer, **options
-    )
 
 
 def oracle(call: AttentionCall) -> torch.Tensor:

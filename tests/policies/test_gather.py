@@ -5,21 +5,10 @@ import itertools
 
 import pytest
 import torch
-from gather_policy_cases import (
-    EXACT,
-    GATHER,
-    HEADS,
-    KV_HEADS,
-    SIZE,
-    SPREAD,
-    bounds_of,
-    filled,
-    random,
-    step,
-    tokens,
-)
+from gather_policy_cases import EXACT, GATHER, SIZE, SPREAD, bounds_of, tokens
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from step_cases import HEADS, KV_HEADS, filled, random, step
 
 from attnplug import Dense, Gather
 from attnplug.policies import AttentionCall

@@ -4,7 +4,8 @@ import dataclasses
 
 import pytest
 import torch
-from gather_policy_cases import DIM, EXACT, GATHER, KV_HEADS, SIZE, SPREAD, filled, step, tokens
+from gather_policy_cases import EXACT, GATHER, SIZE, SPREAD, tokens
+from step_cases import DIM, KV_HEADS, step
 from transformers.cache_utils import StaticLayer
 
 import attnplug
@@ -57,29 +58,6 @@ def foreign_layers(kv: torch.Tensor) -> dict[str, StaticLayer | None]:
 def test_without_summaries_of_its_own_it_is_dense(kind, device):
     call = step(foreign_layers(tokens(0, 190, device=device))[kind])
     assert torch.equal(GATHER.attend(call), Dense().attend(call))
-
-
-def test_without_a_static_cache_it_is_dense(device):
-    call = step(filled(GATHER, tokens(0, 190, device=device)))
-    call.state, call.lengths = None, None
-    call.k, call.v = call.k[:, :, :190], call.v[:, :, :190]
-    assert torch.equal(GATHER.attend(call), Dense().attend(call))
-
-
-def test_another_layers_keys_are_not_read_by_this_ones_summaries(device):
-    """Gemma 3n's last layers attend to keys of a layer that is not the one they are handed."""
-    call = step(filled(GATHER, tokens(0, 190, device=device)))
-    other = filled(GATHER, tokens(9, 190, device=device))
-    call.k, call.v = other.keys, other.values
-    assert torch.equal(GATHER.attend(call), Dense().attend(call))
-
-
-def test_a_small_cache_is_read_whole(device):
-    call = step(filled(GATHER, tokens(0, 190, device=device)))
-    late = dataclasses.replace(GATHER, min_tokens=SIZE + 1)
-    assert torch.equal(late.attend(call), Dense().attend(call))
-    early = dataclasses.replace(GATHER, min_tokens=SIZE)
-    assert not torch.equal(early.attend(call), Dense().attend(call))
 
 
 def test_the_crossover_grows_with_the_keep_set():

@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from step_cases import DIM, HEADS, KV_HEADS, filled, random, step
 from transformers.cache_utils import StaticLayer
 
 import attnplug
@@ -22,34 +23,12 @@ GVR = Gvr(k=24, sink=4, window=20, min_tokens=0)
 SHARE = dataclasses.replace(GVR, group="share")
 HINT = dataclasses.replace(GVR, hint=True)
 POLICIES = [GVR, SHARE, HINT]
-SIZE, HEADS, KV_HEADS, DIM = 200, 4, 2, 64
-
-
-def random(seed: int, *shape: int) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+SIZE = 200
 
 
 def tokens(seed: int, count: int, batch: int = 1, device: str = "cpu") -> torch.Tensor:
     """Keys and values of `count` new tokens, `[2,B,Hkv,count,D]`."""
     return random(seed, 2, batch, KV_HEADS, count, DIM).to(device)
-
-
-def filled(policy: Gvr, kv: torch.Tensor, size: int = SIZE) -> GvrLayer:
-    """The policy's cache layer with these keys and values in it."""
-    layer = policy.cache_layer(size)
-    layer.update(kv[0], kv[1])
-    return layer
-
-
-def step(layer: StaticLayer, seed: int = 0, mask: torch.Tensor | None = None, **options):
-    """The call of a decode step whose token is in the layer already."""
-    keys, values = layer.keys, layer.values
-    assert keys is not None and values is not None
-    q = random(seed, keys.shape[0], HEADS, 1, DIM).to(keys.device)
-    lengths = layer.cumulative_length.reshape(1)
-    return AttentionCall(
-        q, keys, values, DIM**-0.5, lengths=lengths, key_mask=mask, state=layer, **options
-    )
 
 
 def group_score(
@@ -351,29 +330,6 @@ def foreign_layers(kv: torch.Tensor) -> dict[str, StaticLayer | None]:
 def test_without_codes_of_its_own_it_is_dense(kind, device):
     call = step(foreign_layers(tokens(0, 190, device=device))[kind])
     assert torch.equal(GVR.attend(call), Dense().attend(call))
-
-
-def test_without_a_static_cache_it_is_dense(device):
-    call = step(filled(GVR, tokens(0, 190, device=device)))
-    call.state, call.lengths = None, None
-    call.k, call.v = call.k[:, :, :190], call.v[:, :, :190]
-    assert torch.equal(GVR.attend(call), Dense().attend(call))
-
-
-def test_another_layers_keys_are_not_read_by_this_ones_codes(device):
-    """Gemma 3n's last layers attend to keys of a layer that is not the one they are handed."""
-    call = step(filled(GVR, tokens(0, 190, device=device)))
-    other = filled(GVR, tokens(9, 190, device=device))
-    call.k, call.v = other.keys, other.values
-    assert torch.equal(GVR.attend(call), Dense().attend(call))
-
-
-def test_a_small_cache_is_read_whole(device):
-    call = step(filled(GVR, tokens(0, 190, device=device)))
-    late = dataclasses.replace(GVR, min_tokens=SIZE + 1)
-    assert torch.equal(late.attend(call), Dense().attend(call))
-    early = dataclasses.replace(GVR, min_tokens=SIZE)
-    assert not torch.equal(early.attend(call), Dense().attend(call))
 
 
 def test_the_report_says_what_is_read_and_where_it_is_dense():

@@ -8,6 +8,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from real_models import real_model
+from step_cases import DIM, HEADS, KV_HEADS, random, step
 from transformers.cache_utils import StaticLayer
 
 import attnplug
@@ -21,11 +22,7 @@ from attnplug.policies._sketch_layer import FEW, LATE, QUERIES, SOON, SketchLaye
 from attnplug.testing import oracle_attention, plain_attention, tiny_model
 
 SKETCH = Sketch(k=40, min_tokens=0)
-SIZE, HEADS, KV_HEADS, DIM = 1500, 4, 2, 64
-
-
-def random(seed: int, *shape: int) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+SIZE = 1500
 
 
 def tokens(seed: int, count: int, batch: int = 1, device: str = "cpu") -> torch.Tensor:
@@ -51,17 +48,6 @@ def filled(policy: Sketch, new: torch.Tensor, mask: torch.Tensor | None = None) 
     layer = policy.cache_layer(SIZE)
     prefill(layer, new, mask)
     return layer
-
-
-def step(layer: StaticLayer, seed: int = 0, mask: torch.Tensor | None = None, **options):
-    """The call of a decode step whose token is in the layer already."""
-    keys, values = layer.keys, layer.values
-    assert keys is not None and values is not None
-    q = random(seed, keys.shape[0], HEADS, 1, DIM).to(keys.device)
-    lengths = layer.cumulative_length.reshape(1)
-    return AttentionCall(
-        q, keys, values, DIM**-0.5, lengths=lengths, key_mask=mask, state=layer, **options
-    )
 
 
 @settings(max_examples=12)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from step_cases import random
 
 import attnplug
 from attnplug.ops.sketch.encode_keys import encode_keys
@@ -12,10 +13,6 @@ from attnplug.policies._sketch_audit import Asked, Audit, audit_step
 from attnplug.testing import oracle_attention, tiny_model
 
 TOKENS, SCALE = 1300, 0.125
-
-
-def random(seed: int, *shape: int) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 def cache(seed: int):

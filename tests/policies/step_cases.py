@@ -1,0 +1,33 @@
+"""Small cache layers and decode steps, of four query heads and two of keys, for the policies'
+tests."""
+
+from typing import Any
+
+import torch
+from transformers.cache_utils import StaticLayer
+
+from attnplug.policies import AttentionCall
+
+HEADS, KV_HEADS, DIM = 4, 2, 64
+
+
+def random(seed: int, *shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def filled(policy: Any, kv: torch.Tensor, size: int = 200) -> Any:
+    """The policy's cache layer with these keys and values in it."""
+    layer = policy.cache_layer(size)
+    layer.update(kv[0], kv[1])
+    return layer
+
+
+def step(layer: StaticLayer, seed: int = 0, mask: torch.Tensor | None = None, **options):
+    """The call of a decode step whose token is in the layer already."""
+    keys, values = layer.keys, layer.values
+    assert keys is not None and values is not None
+    q = random(seed, keys.shape[0], HEADS, 1, DIM).to(keys.device)
+    lengths = layer.cumulative_length.reshape(1)
+    return AttentionCall(
+        q, keys, values, DIM**-0.5, lengths=lengths, key_mask=mask, state=layer, **options
+    )
