@@ -14,18 +14,16 @@
 # has. SECONDS_AT_MOST (530) is when a call ends by itself, HEAD_STEPS (1000000) what the fuzz
 # counts, WORKERS (16) its processes and the tests', FUZZ_SECONDS when the fuzz begins nothing new.
 # DEVICE (cuda): `cpu` tries the script where there is no GPU, and skips `rows`. `fidelity` wants the
-# weights in the user's cache (attnplug/models/pretrained.py) and says so. Wheels that the machine
-# lacks come from .whl/, as in gpu_suite.sh. Exits with 1 unless all parts ended well.
+# weights in the user's cache (attnplug/models/pretrained.py) and says so. Wheels and
+# weights come as gpu_join.sh says. Exits with 1 unless all parts ended well.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 : "${ATTNPLUG_COMMIT:?names the commit that is measured}"
 out=${OUT:-/tmp} limit=${SECONDS_AT_MOST:-530} device=${DEVICE:-cuda} workers=${WORKERS:-16}
-export PYTHONPATH="$PWD:/tmp/site${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
+export PYTHONUNBUFFERED=1
 python=${PYTHON:-python3} failed=0
-if compgen -G ".whl/*.whl" >/dev/null; then
-  "$python" -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --upgrade \
-    --target /tmp/site .whl/*.whl || exit
-fi
+# shellcheck source=bench/gpu_join.sh
+source bench/gpu_join.sh
 left() { echo $((limit - SECONDS)); }
 tell() { # part, status, since when
   local word="failed ($2)"

@@ -6,14 +6,16 @@
 # eval_shares.sh says, also where SECONDS end it. What bench/results/samples/ has is not run again, so
 # that calls go on where the last one was cut; FRESH=1 asks everything anew. A captured step is a
 # thousand short kernels, so that processes (GEMMA, 2; SMOLLM, 2: batches are large, and 140 GB hold no
-# more of them) share the GPU through MPS, which this script starts and ends. Weights lie in
-# ATTNPLUG_CACHE (bench/carry_weights.py).
+# more of them) share the GPU through MPS, which this script starts and ends. Weights come in pieces
+# (gpu_join.sh) and lie in ATTNPLUG_CACHE.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 seconds=$1
 shift
 [ $# -gt 0 ] || set -- --suite default --policies all --lengths 32768,8192,4096 --tasks \
   "long-decode,topic-change,ten-needles,common-words,multi-query,multi-value,variable-tracking,frequent-words,needle-noise,needle-prose,multi-key,captured-mass,fidelity,perplexity"
+# shellcheck source=bench/gpu_join.sh
+source bench/gpu_join.sh
 export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True
 export CUDA_MPS_PIPE_DIRECTORY=/tmp/mps CUDA_MPS_LOG_DIRECTORY=/tmp/mps-log
 mkdir -p /tmp/mps /tmp/mps-log

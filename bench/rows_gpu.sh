@@ -13,13 +13,12 @@
 #
 # The benches of ops compile in WORKERS (8) processes first, which time nothing; then one process at a
 # time measures. Peers that are no packages come from .peers/ (bench/peers.py), .so or .so.xz; wheels
-# that the machine lacks from .whl/, as in gpu_suite.sh. Exits with 1 unless all benches ended well.
+# and weights as gpu_join.sh says. Exits with 1 unless all benches ended well.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 : "${ATTNPLUG_COMMIT:?names the commit that is measured}"
 out=${OUT:-/tmp} limit=${SECONDS_AT_MOST:-530} rows=$(mktemp) log=${OUT:-/tmp}/rows.log
 export ATTNPLUG_BENCH_ROWS=$rows PYTHONUNBUFFERED=1
-export PYTHONPATH="$PWD:/tmp/site${PYTHONPATH:+:$PYTHONPATH}"
 export ATTNPLUG_BENCH_STREAM=${ATTNPLUG_BENCH_STREAM:-131072}
 # Benches that share a process, and what else pytest is told; those that tell most come first.
 decode=(
@@ -58,10 +57,8 @@ for name; do
 done
 [ ${#benches[@]} -gt 0 ] || { echo "name parts: decode, prefill, models, rest" >&2; exit 2; }
 
-if compgen -G ".whl/*.whl" >/dev/null; then
-  python3 -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --upgrade \
-    --target /tmp/site .whl/*.whl || exit
-fi
+# shellcheck source=bench/gpu_join.sh
+source bench/gpu_join.sh
 for packed in .peers/*.xz; do
   if [ -f "$packed" ] && [ ! -f "${packed%.xz}" ]; then
     python3 -c 'import lzma, shutil, sys

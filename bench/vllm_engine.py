@@ -4,7 +4,8 @@ token, decode steps, and a served load, of models of real shapes with random bf1
     source bench/vllm_setup.sh   # see bench/README.md
     python3 bench/vllm_engine.py --shape qwen7b --parts ttft,decode --out $OUT/vllm-qwen7b.json
 
-Each engine runs in a process of its own, stock first; prompts are the same. TTFT is from
+Each engine runs in a process of its own, stock first; prompts are the same. Its figures stay on the
+machine: a call that was cut goes on from them with --resume, while they are fresh. TTFT is from
 `add_request` to the first token; a step is the mean of 256 after a prefix hit, so that only decode
 counts; the load is requests that all come at once. Rows: `case` vllm-ttft, vllm-decode and
 vllm-load..., `peer` vllm. --quick makes everything small, for a look at whether it runs.
@@ -68,6 +69,7 @@ COMMON = dict(
 )
 TTFT, DECODE = "8192,32768,131072", "8192x1,32768x1,131072x1,32768x8,131072x8"
 MADE = 257  # tokens of a decode measurement: 256 steps
+FRESH = 900  # seconds: for so long stock's figures may stand beside others
 STOCK = "stock"
 
 
@@ -84,6 +86,7 @@ def main() -> None:
     parser.add_argument("--chunk", type=int, help="max_num_batched_tokens; vLLM's default without")
     parser.add_argument("--out", type=Path, default=Path("vllm.json"))
     parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--resume", action="store_true", help="stock's figures of the last call")
     parser.add_argument("--engine", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.quick:
@@ -97,8 +100,11 @@ def main() -> None:
 def compare(options: argparse.Namespace) -> None:
     """Both engines, one after the other, and the rows of attnplug's beside stock's, written as they
     come: a run that is cut keeps them."""
-    stock: dict[str, list[float]] = {}
-    run_engine(STOCK, stock.__setitem__)
+    kept = folder_of(options.shape) / "stock.json"
+    stock = read_stock(kept) if options.resume else {}
+    if not stock:
+        run_engine(STOCK, stock.__setitem__)
+        kept.write_text(json.dumps(stock))
     rows: list[dict[str, Any]] = []
 
     def add(key: str, times: list[float]) -> None:
@@ -109,6 +115,24 @@ def compare(options: argparse.Namespace) -> None:
     run_engine(options.policy, add)
     for row in rows:
         print(f"{row['case']} {row['n']} x{row['batch']}: {row['ratio']:.3f}x", flush=True)
+
+
+def folder_of(shape: str) -> Path:
+    """Where a shape's configuration is, and what stock took for it."""
+    folder = Path(tempfile.gettempdir(), f"attnplug-{shape}")
+    folder.mkdir(exist_ok=True)
+    return folder
+
+
+def read_stock(kept: Path) -> dict[str, list[float]]:
+    """What stock took in the call before this one, of a machine that has not changed since."""
+    if not kept.exists():
+        raise SystemExit(f"{kept} is not there: measure stock first")
+    age = time.time() - kept.stat().st_mtime
+    if age > FRESH:
+        raise SystemExit(f"{kept} is {age / 60:.0f} minutes old: measure stock again")
+    print(f"stock's figures are {age:.0f} s old", flush=True)
+    return json.loads(kept.read_text())
 
 
 def now() -> str:
@@ -243,8 +267,7 @@ class Engine:
         from vllm.inputs import TokensPrompt
 
         self.shape = SHAPES[options.shape]
-        folder = Path(tempfile.gettempdir(), f"attnplug-{options.shape}")
-        folder.mkdir(exist_ok=True)
+        folder = folder_of(options.shape)
         (folder / "config.json").write_text(json.dumps(self.shape | COMMON))
         if options.engine == STOCK:
             chosen: dict[str, Any] = dict(attention_backend="FLASH_ATTN")

@@ -9,23 +9,17 @@
 # ATTNPLUG_COMMIT. Weights of small models that bench/carry_weights.py split, .carry/MODEL-N, are put
 # together on the way; tests of models that are not whole skip. $OUT gets vllm.log, rows of speed and
 # load as vllm-PART-SHAPE.json, and vllm-jobs.tgz: what each engine of the tests was told and said.
-# POLICY (momo+gather) is what speed and load serve with. SECONDS_AT_MOST (530) is when a call ends by
+# POLICY (momo+gather) is what speed and load serve with. RESUME=1: stock's figures are those of the
+# call before on this machine, which was cut behind them: an engine takes two minutes to start cold. SECONDS_AT_MOST (530) is when a call ends by
 # itself. Nothing else may use the GPU: vLLM stops where another process frees memory while it looks.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 : "${ATTNPLUG_COMMIT:?names the commit that is measured}"
 out=${OUT:-/tmp} limit=${SECONDS_AT_MOST:-530} part=${1:-} shape=${2:-qwen7b}
-export ATTNPLUG_CACHE=${ATTNPLUG_CACHE:-/tmp/attnplug}
-for piece in .carry/*-[0-9]*; do
-  compgen -G "$piece/*.part*-of-*" >/dev/null && python3 bench/carry_weights.py join "$piece"
-done
-if compgen -G ".whl/*.whl" >/dev/null; then
-  python3 -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --upgrade \
-    --target /tmp/site .whl/*.whl || exit
-fi
+# shellcheck source=bench/gpu_join.sh
+source bench/gpu_join.sh
 # shellcheck source=bench/vllm_setup.sh
 source bench/vllm_setup.sh
-export PYTHONPATH="$PYTHONPATH:$ATTNPLUG_CACHE/site:/tmp/site"
 within() { timeout --kill-after=5 "$((limit - SECONDS))" "$@"; }
 
 tests() {
@@ -39,7 +33,7 @@ tests() {
 
 measure() { # parts of the bench
   within python3 bench/vllm_engine.py --shape "$shape" --parts "$1" \
-    --policy "${POLICY:-momo+gather}" --out "$out/vllm-$part-$shape.json" 2>&1 |
+    --policy "${POLICY:-momo+gather}" ${RESUME:+--resume} --out "$out/vllm-$part-$shape.json" 2>&1 |
     tee -a "$out/vllm.log"
 }
 
