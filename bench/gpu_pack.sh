@@ -5,7 +5,7 @@
 #
 # .whl/: small wheels. .carry/MODEL-N: weights, at most three of these in a call. .carry/vllm-N: vLLM
 # for an H200 (vllm_pack.sh, whose scratch folder WORK is). .peers/: FlashAttention 3 out of it, for
-# rows_gpu.sh. attnplug must be importable. What is there already is not made again, but for weights.
+# rows_gpu.sh. attnplug must be importable. WORK's compressed libraries are not made again.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python3 -m pip download --quiet --no-deps --dest .whl gguf==0.19.0 platformdirs==4.14.5

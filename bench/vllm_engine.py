@@ -100,11 +100,14 @@ def main() -> None:
 def compare(options: argparse.Namespace) -> None:
     """Both engines, one after the other, and the rows of attnplug's beside stock's, written as they
     come: a run that is cut keeps them."""
-    kept = folder_of(options.shape) / "stock.json"
-    stock = read_stock(kept) if options.resume else {}
-    if not stock:
-        run_engine(STOCK, stock.__setitem__)
-        kept.write_text(json.dumps(stock))
+    stock: dict[str, list[float]] = {}
+    kept, asked = folder_of(options.shape) / "stock.json", asked_of_stock(options)
+    if options.resume:
+        stock = read_stock(kept, asked)
+    else:
+        kept.unlink(missing_ok=True)
+        if run_engine(STOCK, stock.__setitem__) == 0:
+            kept.write_text(json.dumps({"asked": asked, "stock": stock}))
     rows: list[dict[str, Any]] = []
 
     def add(key: str, times: list[float]) -> None:
@@ -124,23 +127,33 @@ def folder_of(shape: str) -> Path:
     return folder
 
 
-def read_stock(kept: Path) -> dict[str, list[float]]:
+def asked_of_stock(options: argparse.Namespace) -> dict[str, Any]:
+    """The options that stock's figures depend on."""
+    names = ("parts", "ttft", "decode", "load", "rounds", "memory", "chunk")
+    return {name: getattr(options, name) for name in names}
+
+
+def read_stock(kept: Path, asked: dict[str, Any]) -> dict[str, list[float]]:
     """What stock took in the call before this one, of a machine that has not changed since."""
     if not kept.exists():
         raise SystemExit(f"{kept} is not there: measure stock first")
     age = time.time() - kept.stat().st_mtime
     if age > FRESH:
         raise SystemExit(f"{kept} is {age / 60:.0f} minutes old: measure stock again")
+    known = json.loads(kept.read_text())
+    if known["asked"] != asked:
+        raise SystemExit(f"{kept} is of {known['asked']}: measure stock again")
     print(f"stock's figures are {age:.0f} s old", flush=True)
-    return json.loads(kept.read_text())
+    return known["stock"]
 
 
 def now() -> str:
     return time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime())
 
 
-def run_engine(engine: str, tell_of: Callable[[str, list[float]], None]) -> None:
-    """Each measurement of one engine, in a process of its own, and its microseconds."""
+def run_engine(engine: str, tell_of: Callable[[str, list[float]], None]) -> int:
+    """Each measurement of one engine, in a process of its own, and its microseconds. Returns the
+    process's exit status."""
     command = [sys.executable, __file__, *sys.argv[1:], "--engine", engine]
     print(f"== {engine}", flush=True)
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
@@ -154,6 +167,7 @@ def run_engine(engine: str, tell_of: Callable[[str, list[float]], None]) -> None
             print(line, end="", flush=True)
     if process.wait():
         print(f"{engine} ended with {process.returncode}", flush=True)
+    return process.returncode
 
 
 def rows_of(options, key: str, times: list[float], stock: list[float]) -> list[dict[str, Any]]:

@@ -102,5 +102,9 @@ def nan_filled_empty():
 def fresh_dynamo(request):
     """Each test of whole models compiles for itself: torch counts recompilations of a model's code
     over all models of a process, whichever test came before, and stops at eight."""
-    if request.path.parent.name in ("contract", "hostile", "models", "policies"):
+    whole = request.path.parent.name in ("contract", "hostile", "models", "policies")
+    if whole:
+        torch._dynamo.reset()
+    yield
+    if whole:
         torch._dynamo.reset()

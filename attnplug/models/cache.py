@@ -230,7 +230,7 @@ class PlugLayer(StaticLayer):
                 f"crop({tokens_to_remove}): pass a negative number, the count of tokens to forget"
             )
         self.flush()
-        self.counted = max(0, self.counted + tokens_to_remove)
+        self.counted = max(0, self.counted + int(tokens_to_remove))
         if self.is_initialized:
             self.cumulative_length.add_(tokens_to_remove).clamp_(min=0)
 

@@ -62,8 +62,8 @@ class Momo(DenseBelow):
     """Block-sparse prefill with a mask measured by its own query-sparse pass.
 
     gamma: every gamma-th query is measured. None: every 16th of the first 65,536, every 32nd of
-    those behind them; in traced and captured code every 16th of all where there is padding, or a
-    static cache.
+    those behind them. Traced and captured code counts a chunk over a static cache from its own
+    first query, and measures every 16th of all where there is padding.
     block: keys a block (beta). query_block: queries that share a mask (chi). top_k: blocks kept per
     query block. selection: the rows of a query block choose them together ("joint"), or every row
     keeps a list of top_k online, by the paper's "exact", "tournament" or "estimated" selection (the
@@ -250,7 +250,7 @@ class Momo(DenseBelow):
         if self.is_short(call):
             return None
         rows = self._rows(call)
-        if rows is None:
+        if rows is None or all(row is None for row in rows):  # all padding: nothing is read
             reads = self._reads_sparse(call)
         else:
             alone = [row if row is None else self._reads_sparse(row) for row in rows]

@@ -17,23 +17,27 @@ def bench(monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(str(BENCH))
     module = importlib.import_module("vllm_engine")
     monkeypatch.setattr(module.tempfile, "gettempdir", lambda: str(tmp_path))
-    ran = []
+    ran, status = [], []
 
     def run(engine, tell_of):
         ran.append(engine)
         tell_of(STEP, [4000.0, 4200.0] if engine == module.STOCK else [5000.0])
+        return status.pop() if status else 0
 
     monkeypatch.setattr(module, "run_engine", run)
-    return module, ran
+    return module, ran, status
 
 
-def options(tmp_path, *, resume: bool) -> argparse.Namespace:
-    out = tmp_path / "rows.json"
-    return argparse.Namespace(shape="tiny", policy="momo+gather", resume=resume, out=out)
+def options(tmp_path, *, resume: bool, rounds: int = 2) -> argparse.Namespace:
+    asked = dict(parts="decode", ttft="", decode="8192x1", load="", memory=0.85, chunk=None)
+    return argparse.Namespace(
+        shape="tiny", policy="momo+gather", resume=resume, rounds=rounds,
+        out=tmp_path / "rows.json", **asked,
+    )  # fmt: skip
 
 
-def test_a_call_that_was_cut_goes_on_from_stocks_figures(bench, tmp_path, monkeypatch):
-    module, ran = bench
+def test_a_call_that_was_cut_goes_on_from_stocks_figures(bench, tmp_path):
+    module, ran, status = bench
     with pytest.raises(SystemExit, match="measure stock first"):
         module.compare(options(tmp_path, resume=True))
     module.compare(options(tmp_path, resume=False))
@@ -43,8 +47,13 @@ def test_a_call_that_was_cut_goes_on_from_stocks_figures(bench, tmp_path, monkey
     module.compare(options(tmp_path, resume=True))
     assert ran == ["stock", "momo+gather", "momo+gather"]
     assert json.loads((tmp_path / "rows.json").read_text())["rows"][0]["ratio"] == row["ratio"]
+    with pytest.raises(SystemExit, match="measure stock again"):  # of something else
+        module.compare(options(tmp_path, resume=True, rounds=3))
     kept = tmp_path / "attnplug-tiny" / "stock.json"
     old = kept.stat().st_mtime - module.FRESH - 1
     os.utime(kept, (old, old))
-    with pytest.raises(SystemExit, match="measure stock again"):
+    with pytest.raises(SystemExit, match="minutes old"):
         module.compare(options(tmp_path, resume=True))
+    status.append(1)  # a stock engine that fails leaves nothing, not even what was there
+    module.compare(options(tmp_path, resume=False))
+    assert not kept.exists()

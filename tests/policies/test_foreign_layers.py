@@ -9,7 +9,7 @@ from step_cases import filled, step
 
 from attnplug import Dense, Gvr
 
-METHODS = [GATHER, Gvr(k=24, sink=4, window=16, min_tokens=0)]
+METHODS = [GATHER, Gvr(k=24, sink=4, window=20, min_tokens=0)]
 each = pytest.mark.parametrize("method", METHODS, ids=["gather", "gvr"])
 
 

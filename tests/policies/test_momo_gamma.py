@@ -95,7 +95,7 @@ def test_a_layer_that_was_cut_back_or_stepped_uncounted_knows_its_place(device):
     assert layer.counted == 0
 
 
-def test_a_compiled_chunk_over_a_static_cache_is_measured_as_the_beginning():
+def test_a_compiled_call_over_a_static_cache_counts_from_its_own_first_query():
     c = call("cpu", room=ROOM, batch=1)
 
     @torch.compile(backend="eager", fullgraph=True, dynamic=True)
@@ -106,6 +106,8 @@ def test_a_compiled_chunk_over_a_static_cache_is_measured_as_the_beginning():
     found = compiled(late, c.k, c.v, c.lengths)
     near = of(MOMO, NEAR_GAMMA).attend(AttentionCall(late, c.k, c.v, 0.125, lengths=c.lengths))
     torch.testing.assert_close(found, near)
+    long = compiled(c.q, c.k, c.v, c.lengths)  # counts from its own first query
+    torch.testing.assert_close(long, MOMO.attend(c))
 
 
 def test_a_cut_chunk_off_the_grid_begins_its_far_part_on_its_own_grid(device):
@@ -153,6 +155,9 @@ def test_a_padded_rows_trace_is_that_of_the_row_alone(device):
     found, wanted = MOMO.reads(c), MOMO.reads(alone)
     assert found is not None and wanted is not None
     blocks = wanted.index.shape[2]
+    c.start = torch.full((3,), TOKENS, dtype=torch.int32, device=device)
+    nothing = MOMO.reads(c)
+    assert nothing is not None and (nothing.index == -1).all()
     assert torch.equal(found.index[1:2, :, :blocks], wanted.index)
     assert (found.index[1, :, blocks:] == -1).all() and (found.index[2] == -1).all()
 
