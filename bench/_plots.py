@@ -22,8 +22,8 @@ INK, GRID, PEER = "#222222", "#dddddd", "#7a7a7a"
 PEERS = {
     "cudnn": "cuDNN SDPA",
     "cudnn by layer": "cuDNN SDPA, by one layer's time",
-    "flash": "the flash kernel",
     "cudnn over as many": "cuDNN SDPA over as many keys",
+    "flash": "the flash kernel",
     "fa3": "FlashAttention-3",
     "flashinfer": "FlashInfer",
     "minference": "MInference block-sparse",

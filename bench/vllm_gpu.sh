@@ -10,8 +10,8 @@
 # together on the way; tests of models that are not whole skip. $OUT gets vllm.log, rows of speed and
 # load as vllm-PART-SHAPE.json, and vllm-jobs.tgz: what each engine of the tests was told and said.
 # POLICY (momo+gather) is what speed and load serve with. RESUME=1: stock's figures are those of the
-# call before on this machine, which was cut behind them: an engine takes two minutes to start cold. SECONDS_AT_MOST (530) is when a call ends by
-# itself. Nothing else may use the GPU: vLLM stops where another process frees memory while it looks.
+# call before on this machine, which was cut behind them: an engine takes two minutes to start cold.
+# SECONDS_AT_MOST (530) is when a call ends by itself. Nothing else may use the GPU: vLLM stops where another process frees memory while it looks.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 : "${ATTNPLUG_COMMIT:?names the commit that is measured}"

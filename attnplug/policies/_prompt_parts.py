@@ -45,15 +45,13 @@ def rows_alone(call: AttentionCall) -> list[AttentionCall | None]:
     rows: list[AttentionCall | None] = []
     for row, start in enumerate(call.start.tolist()):
         skipped = max(0, start - (length - queries))
-        q, (k, v) = (
-            call.q[row : row + 1],
-            (x[row : row + 1, :, start:length] for x in (call.k, call.v)),
-        )
+        q = call.q[row : row + 1, :, skipped:]
+        k, v = (x[row : row + 1, :, start:length] for x in (call.k, call.v))
         mask = None if call.key_mask is None else call.key_mask[row : row + 1, start:length]
         if mask is not None and bool(mask.all()):
             mask = None
         alone = dataclasses.replace(
-            call, q=q[:, :, skipped:], k=k, v=v, lengths=None, start=None, key_mask=mask, state=None
+            call, q=q, k=k, v=v, lengths=None, start=None, key_mask=mask, state=None
         )
         rows.append(alone if skipped < queries else None)
     return rows

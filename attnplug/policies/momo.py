@@ -32,13 +32,7 @@ from attnplug.ops.momo.query_sparse_attention import MAX_EXACT
 from attnplug.policies._prompt_parts import first_queries, first_query, last_queries, rows_alone
 from attnplug.policies._reads import query_positions, read_all, read_blocks, stack_reads
 from attnplug.policies.crossover import DenseBelow
-from attnplug.policies.dense import (
-    Dense,
-    apply_sinks,
-    check_open_length,
-    exporting,
-    known_below,
-)
+from attnplug.policies.dense import Dense, apply_sinks, check_open_length, exporting, known_below
 
 # Below this many query tokens for each key that a query block may read, dense attention is
 # faster, and below so many tokens in any case; measured (docs/log/momo.md).
@@ -277,9 +271,7 @@ class Momo(DenseBelow):
         of a padded row begins anywhere: a batch of them is not cut."""
         if self.gamma is not None:
             return [(call, self.gamma)]
-        if exporting() or call.start is not None:
-            return [(call, NEAR_GAMMA)]
-        if known_below(call.k.shape[2], FAR + 1):  # room for no query behind
+        if exporting() or call.start is not None or call.k.shape[2] <= FAR:
             return [(call, NEAR_GAMMA)]
         near = -(-(FAR - first_query(call)) // self.query_block) * self.query_block
         if near >= call.q.shape[2]:

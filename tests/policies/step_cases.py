@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import StaticLayer
 
+import attnplug
 from attnplug.policies import AttentionCall
 
 HEADS, KV_HEADS, DIM = 4, 2, 64
@@ -31,3 +32,16 @@ def step(layer: StaticLayer, seed: int = 0, mask: torch.Tensor | None = None, **
     return AttentionCall(
         q, keys, values, DIM**-0.5, lengths=lengths, key_mask=mask, state=layer, **options
     )
+
+
+@torch.no_grad()
+def stepped(model: Any, ids: torch.Tensor, room: int, new: int = 24) -> tuple[torch.Tensor, Any]:
+    """`ids` and the greedy tokens of `new` steps made by hand, over a cache with room for so many
+    tokens, and the cache."""
+    cache = attnplug.make_cache(model, room)
+    logits = model(ids, past_key_values=cache).logits
+    for _ in range(new):
+        token = logits[:, -1:].argmax(-1)
+        ids = torch.cat([ids, token], 1)
+        logits = model(token, past_key_values=cache).logits
+    return ids, cache

@@ -100,28 +100,6 @@ def test_large_caches_have_int8_bounds():
         assert layer.form == (2, torch.uint8)
 
 
-@pytest.mark.parametrize("prefill", ["", "momo(gamma=8, block=16, top_k=2, exact_k=1)+"])
-def test_generate_runs_it_step_by_step(prefill):
-    """generate's own cache has the summaries: its tokens are those of steps made by hand, and not
-    dense's; chunked prefill changes nothing."""
-    model = tiny_model()
-    ids = torch.randint(2, 90, (2, 150), generator=torch.Generator().manual_seed(0))
-    options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 24, "do_sample": False}
-    dense = model.generate(ids, **options)
-    with attnplug.applied(model, f"{prefill}gather(k=1, block=16, sink=1, local=1, min_tokens=0)"):
-        found = model.generate(ids, **options)
-        chunked = model.generate(ids, prefill_chunk_size=40, **options)
-        cache, by_hand = attnplug.make_cache(model, 180), ids
-        with torch.no_grad():
-            logits = model(ids, past_key_values=cache).logits
-            for _ in range(24):
-                token = logits[:, -1:].argmax(-1)
-                by_hand = torch.cat([by_hand, token], 1)
-                logits = model(token, past_key_values=cache).logits
-    assert torch.equal(found, by_hand) and torch.equal(found, chunked)
-    assert not torch.equal(found, dense)
-
-
 WRONG = [
     ({"k": -1}, "k=-1, needs 0 to 256"),
     ({"k": 257}, "k=257, needs 0 to 256"),

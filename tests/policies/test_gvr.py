@@ -344,28 +344,6 @@ def test_the_report_says_what_is_read_and_where_it_is_dense():
     )
 
 
-@pytest.mark.parametrize("prefill", ["", "momo(gamma=8, block=16, top_k=2, exact_k=1)+"])
-def test_generate_runs_it_step_by_step(prefill):
-    """generate's own cache has the codes: its tokens are those of steps made by hand, and not
-    dense's; chunked prefill changes nothing."""
-    model = tiny_model()
-    ids = torch.randint(2, 90, (2, 150), generator=torch.Generator().manual_seed(0))
-    options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 24, "do_sample": False}
-    dense = model.generate(ids, **options)
-    with attnplug.applied(model, f"{prefill}gvr(k=8, sink=2, window=4, min_tokens=0)"):
-        found = model.generate(ids, **options)
-        chunked = model.generate(ids, prefill_chunk_size=40, **options)
-        cache, by_hand = attnplug.make_cache(model, 180), ids
-        with torch.no_grad():
-            logits = model(ids, past_key_values=cache).logits
-            for _ in range(24):
-                token = logits[:, -1:].argmax(-1)
-                by_hand = torch.cat([by_hand, token], 1)
-                logits = model(token, past_key_values=cache).logits
-    assert torch.equal(found, by_hand) and torch.equal(found, chunked)
-    assert not torch.equal(found, dense)
-
-
 WRONG = [
     ({"k": 0}, "k=0, needs 1 to 4096"),
     ({"k": 4097}, "k=4097, needs 1 to 4096"),

@@ -8,7 +8,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from real_models import real_model
-from step_cases import DIM, HEADS, KV_HEADS, random, step
+from step_cases import DIM, HEADS, KV_HEADS, random, step, stepped
 from transformers.cache_utils import StaticLayer
 
 import attnplug
@@ -334,12 +334,7 @@ def test_generate_runs_it_step_by_step(prefill):
     dense = model.generate(ids, **options)
     with attnplug.applied(model, f"{prefill}sketch(k=1, tail='drop', min_tokens=0)"):
         found = model.generate(ids, **options)
-        cache, by_hand = attnplug.make_cache(model, 710), ids
-        logits = model(ids, past_key_values=cache).logits
-        for _ in range(24):
-            token = logits[:, -1:].argmax(-1)
-            by_hand = torch.cat([by_hand, token], 1)
-            logits = model(token, past_key_values=cache).logits
+        by_hand, cache = stepped(model, ids, 710)
         assert all(layer.is_fitted for layer in cache.layers)
     assert torch.equal(found, by_hand)
     assert not torch.equal(found, dense)

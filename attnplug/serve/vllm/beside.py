@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-# Whether captured steps run the two on two streams: faster on an H200 (bench/vllm_layer.py).
+# Whether captured steps run the two on two streams: faster on an H200, with the outputs of one
+# (bench/vllm_layer.py). tests/serve/test_vllm_gpu.py is yet to run with it; False is the way back.
 BESIDE = True
 
 
