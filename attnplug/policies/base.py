@@ -31,6 +31,8 @@ class Phase:
     takes_pending: ClassVar[bool] = False  # writes the cache layer's pending token, or flushes it
     keeps_queries: ClassVar[bool] = False  # its cache layer keeps a prefill's last queries
     notes_in_step: ClassVar[bool] = False  # `begin_far` notes the keys at a call's slots
+    # A captured step may run `begin_far` on a stream beside another method's kernels.
+    begins_beside: ClassVar[bool] = False
     on_request: ClassVar[frozenset[str]] = frozenset()
     renamed: ClassVar[Mapping[str, str]] = {}  # old option: its name now; see `renamed_option`
 

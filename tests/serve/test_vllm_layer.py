@@ -279,3 +279,17 @@ def test_the_states_share_of_memory():
     assert share_of_cache(Gather(block=16), 128, torch.bfloat16) == 1 / 16
     assert share_of_cache(Gather(block=128), 128, torch.bfloat16) == 1 / 128
     assert share_of_cache(Gather(block=16, scoring="mean"), 64, torch.float16) == 1 / 32
+
+
+@pytest.mark.parametrize(("phase", "beside"), [(Gather(k=3), True), (Gvr(k=8), False)])
+def test_gather_alone_begins_beside_the_other_rows_attention(phase, beside, monkeypatch):
+    asked, run = [], layers.run_beside
+
+    def ask(*args, beside):
+        asked.append(beside)
+        return run(*args, beside=beside)
+
+    monkeypatch.setattr(layers, "run_beside", ask)
+    sizes = dict(heads=HEADS, kv_heads=KV_HEADS, head_dim=WIDTH, page=PAGE)
+    served(Phases(decode=phase)).warm_steps(1, 1024, **sizes, dtype=torch.float32, device=CPU)
+    assert asked == [beside]

@@ -7,11 +7,6 @@ from typing import Any
 
 import torch
 
-# Whether captured steps run the two on two streams: faster on an H200, with the outputs of one
-# (bench/vllm_layer.py). tests/serve/test_vllm_gpu.py is yet to run with it; False is the way back.
-BESIDE = True
-
-
 @functools.cache
 def side_stream(device: torch.device) -> torch.cuda.Stream:
     """The stream of the method's kernels while a graph is captured, one for all layers."""
@@ -19,18 +14,22 @@ def side_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 def run_beside(
-    dense: Callable[[], Any] | None, method: Callable[[], Any], device: torch.device
+    dense: Callable[[], Any] | None,
+    method: Callable[[], Any],
+    device: torch.device,
+    *,
+    beside: bool,
 ) -> tuple[Any, bool]:
-    """Run `dense` (None: nothing), and `method` beside it: what `method` returns, and whether its
+    """Run `dense` (None: nothing), and `method` with it: what `method` returns, and whether its
     kernels are the last ones on the current stream.
 
-    They run beside each other only while a graph is captured, where `BESIDE` says so. Outside of
-    graphs the host launches one after the other anyway. What `method` allocates belongs to the side
-    stream. Its memory is given away to that stream alone, which first waits for the current one,
-    hence for whoever reads.
+    With `beside` they run beside each other while a graph is captured. Outside of graphs the host
+    launches one after the other anyway. What `method` allocates belongs to the side stream. Its
+    memory is given away to that stream alone, which first waits for the current one, hence for
+    whoever reads.
     """
     captured = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-    if dense is None or not (BESIDE and captured):
+    if dense is None or not (beside and captured):
         if dense is not None:
             dense()
         return method(), True

@@ -3,6 +3,7 @@ method serves, prompts by momo, steps by gather or gvr, and which prompts stream
 knows tensors, and not the engine."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -231,7 +232,8 @@ class ServedLayer:
     ) -> None:
         phase = self.phases.decode
         assert phase is not None
-        found, chained = run_beside(dense, lambda: phase.begin_far(call), call.q.device)
+        begin = functools.partial(phase.begin_far, call)
+        found, chained = run_beside(dense, begin, call.q.device, beside=phase.begins_beside)
         phase.end_far(found, call, chosen, out.unsqueeze(2), chained=chained)
 
     def _steps_call(
