@@ -208,7 +208,7 @@ def _draw(layers: list[LayerMask], policy: Momo, path: Path) -> None:
     share = (seen.sum() / causal.sum()).item()
     kept_text = f"{share:.0%} of the key blocks read, {kept:.1%} of the attention kept"
     right.set_title(kept_text, fontsize=10)
-    labels = (f"chosen (top {policy.top_k})", "always read", "skipped")
+    labels = (f"chosen (top {layer.index.shape[-1]})", "always read", "skipped")
     marks = [right.plot([], [], "s", color=colours(c))[0] for c in (3, 2, 1)]
     right.legend(marks, labels, loc="upper right")
     for axes in (left, right):

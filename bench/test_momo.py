@@ -12,9 +12,10 @@ import torch
 from attnplug import Momo
 from attnplug.bench.rows import policy_name
 from attnplug.policies import AttentionCall
-from attnplug.policies.momo import FAR, FAR_GAMMA, NEAR_GAMMA
+from attnplug.policies.momo import FAR_GAMMA, FAR_TOP_K, NEAR_GAMMA, NEAR_TOP_K
 
-GAMMAS = f"{NEAR_GAMMA} then {FAR_GAMMA}"  # what the default's rows are called
+# What rows of `None` are called.
+GAMMAS, BLOCKS = f"{NEAR_GAMMA} then {FAR_GAMMA}", f"{NEAR_TOP_K} then {FAR_TOP_K}"
 
 
 class Shape(NamedTuple):
@@ -51,17 +52,24 @@ def inputs(shape: Shape, n: int, seed: int) -> tuple[torch.Tensor, torch.Tensor,
 
 
 def work(shape: Shape, momo: Momo, n: int) -> tuple[int, int]:
-    """Bytes (q, k, v and out once) and FLOPs that the method needs: every gamma-th row whole (every
-    16th and 32nd by default), or its logits alone where `delta` is None, and of every row its
-    blocks, the sink, the window and half its own query block."""
+    """Bytes (q, k, v and out once) and FLOPs that the method needs, span by span: every gamma-th
+    row whole, or its logits alone where `delta` is None, and of every row its blocks, the sink, the
+    window and half its own query block."""
     batch, heads_q, heads_kv, dim = shape
     nbytes = 2 * batch * n * dim * (2 * heads_q + 2 * heads_kv)
-    near = min(n, FAR) ** 2 / 2
-    rows = near / (momo.gamma or NEAR_GAMMA) + (n * n / 2 - near) / (momo.gamma or FAR_GAMMA)
+    rows = pairs = 0.0
+    for span in momo.spans():
+        begin, end = min(n, span.begin), n if span.end is None else min(n, span.end)
+        rows += (end**2 - begin**2) / 2 / span.gamma
+        kept = (span.top_k + momo.sink) * momo.block + momo.window + momo.query_block / 2
+        pairs += pairs_before(end, kept) - pairs_before(begin, kept)
     rows /= 2 if momo.delta is None else 1
-    kept = (momo.top_k + momo.sink) * momo.block + momo.window + momo.query_block / 2
-    pairs = n * n / 2 if kept >= n else kept * n - kept * kept / 2
     return nbytes, int(4 * dim * batch * heads_q * (rows + pairs))
+
+
+def pairs_before(n: int, kept: float) -> float:
+    """Keys that the first n queries read, at most `kept` each."""
+    return n * n / 2 if kept >= n else kept * n - kept * kept / 2
 
 
 # Another block-sparse prefill of the same budget, where this checkout has it.
@@ -94,6 +102,11 @@ def test_one_gamma(gpu_bench, gamma, top_k, n):
     run(gpu_bench, peers.causal_peers()[-1], LLAMA, n, momo)
 
 
+@pytest.mark.parametrize("n", [16384, 32768, 131072, 524288])
+def test_blocks_by_place(gpu_bench, n):
+    run(gpu_bench, peers.causal_peers()[-1], LLAMA, n, Momo(top_k=None, min_tokens=0))
+
+
 def run(gpu_bench, peer: str, shape: Shape, n: int, momo: Momo, options: str = "") -> None:
     nbytes, flops = work(shape, momo, n)
     scale = shape.dim**-0.5
@@ -114,7 +127,7 @@ def run(gpu_bench, peer: str, shape: Shape, n: int, momo: Momo, options: str = "
         heads_kv=shape.heads_kv,
         head_dim=shape.dim,
         dtype=torch.bfloat16,
-        options=f"gamma={momo.gamma or GAMMAS}, k={momo.top_k}{options}",
+        options=f"gamma={momo.gamma or GAMMAS}, k={momo.top_k or BLOCKS}{options}",
         fns=[functools.partial(momo.attend, AttentionCall(*qkv, scale=scale)) for qkv in sets],
         peer=peer,
         peer_fns=[peer_call(peer, qkv, momo.top_k, scale) for qkv in sets],

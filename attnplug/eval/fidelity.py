@@ -2,7 +2,7 @@
 size."""
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
@@ -27,7 +27,7 @@ class BlockMask(Protocol):
     and a local part: momo, or anyone's."""
 
     @property
-    def top_k(self) -> int: ...
+    def top_k(self) -> int | None: ...
     @property
     def block(self) -> int: ...
     @property
@@ -39,6 +39,15 @@ class BlockMask(Protocol):
     def select(self, call: AttentionCall) -> Blocks: ...
 
 
+@runtime_checkable
+class BudgetedMask(BlockMask, Protocol):
+    """One whose query blocks may list some more blocks than others."""
+
+    def budgets(self, call: AttentionCall) -> torch.Tensor:
+        """`[NQ]`: how many blocks each query block of the call may list."""
+        ...
+
+
 def has_block_mask(method: Any) -> bool:
     """Whether a prefill method's mask can be measured: it has what `BlockMask` has."""
     needed = ("top_k", "block", "query_block", "sink", "window", "select")
@@ -47,12 +56,14 @@ def has_block_mask(method: Any) -> bool:
 
 @dataclass(frozen=True)
 class LayerMask:
-    """One layer: its exact masses, the mask's lists `[1,Hq,NQ,K]`, the share of causal key blocks
-    that they read, and the mean share of attention that they and the oracle's lists keep."""
+    """One layer: its exact masses, the mask's lists `[1,Hq,NQ,K]` and the oracle's, the `best` ones
+    of that size, the share of causal key blocks that the mask's read, and the mean share of
+    attention that either's keep."""
 
     layer: int
     mass: BlockMass
     index: torch.Tensor
+    best: torch.Tensor
     density: float
     captured: float
     oracle: float
@@ -84,11 +95,14 @@ def measure_mask(layer: int, call: AttentionCall, mask: BlockMask) -> LayerMask:
         dtype=torch.float32,
     )
     index = mask.select(call).blocks
-    best = oracle_blocks(mass, mask.top_k)
+    top_k = mask.budgets(call) if isinstance(mask, BudgetedMask) else mask.top_k
+    assert top_k is not None  # of a mask that has no budgets
+    best = oracle_blocks(mass, top_k)
     return LayerMask(
         layer,
         mass,
         index,
+        best,
         mask_density(mass, index),
         captured_mass(mass, index).mean().item(),
         captured_mass(mass, best).mean().item(),

@@ -85,15 +85,20 @@ def _one(q: torch.Tensor, k: torch.Tensor, first: int, scale: float, block: int)
     return weights.unflatten(-1, (-1, block)).sum(-1)
 
 
-def oracle_blocks(mass: BlockMass, top_k: int) -> torch.Tensor:
+def oracle_blocks(mass: BlockMass, top_k: int | torch.Tensor) -> torch.Tensor:
     """The lists of `top_k` key blocks that capture most: int32 `[B,Hq,N,top_k]`, ascending, -1
-    last where there are fewer candidates."""
+    last where there are fewer candidates. A tensor `[N]` says it of each query block; the lists
+    are as wide as the largest."""
     blocks = mass.values.shape[-1]
+    widest = top_k if isinstance(top_k, int) else int(top_k.max())
     offered = mass.values.masked_fill(mass.fixed() | ~mass.causal(), -1.0)
-    best, index = offered.topk(min(top_k, blocks), dim=-1)
-    index = index.masked_fill(best < 0, blocks).sort(-1).values
+    best, index = offered.topk(min(widest, blocks), dim=-1)
+    left_out = best < 0
+    if isinstance(top_k, torch.Tensor):
+        left_out |= torch.arange(index.shape[-1], device=index.device) >= top_k[:, None]
+    index = index.masked_fill(left_out, blocks).sort(-1).values
     index = index.masked_fill(index == blocks, -1).to(torch.int32)
-    return torch.nn.functional.pad(index, (0, top_k - index.shape[-1]), value=-1)
+    return torch.nn.functional.pad(index, (0, widest - index.shape[-1]), value=-1)
 
 
 def visible_blocks(mass: BlockMass, index: torch.Tensor) -> torch.Tensor:

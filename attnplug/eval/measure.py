@@ -30,7 +30,7 @@ import torch
 from attnplug.api import applied, make_cache
 from attnplug.errors import ArgumentError
 from attnplug.eval.fidelity import BlockMask, measure_masks
-from attnplug.eval.mass import captured_mass, oracle_blocks
+from attnplug.eval.mass import captured_mass
 from attnplug.eval.needle import prose
 from attnplug.eval.steps import Steps, own_steps
 from attnplug.policies import Policy
@@ -221,8 +221,8 @@ def mask_values(
     layers = measure_masks(model, ids, mask)
     detail = []
     for layer in layers:
-        best = oracle_blocks(layer.mass, mask.top_k)
-        kept, most = (captured_mass(layer.mass, lists) for lists in (layer.index, best))
+        lists = layer.index, layer.best
+        kept, most = (captured_mass(layer.mass, each) for each in lists)
         heads = {
             "captured": [round(x, 6) for x in kept.mean((0, 2)).tolist()],
             "oracle": [round(x, 6) for x in most.mean((0, 2)).tolist()],

@@ -1,20 +1,36 @@
-"""Parts of a prefill's call as calls of their own: its first queries, its last, each row alone."""
+"""Parts of a prefill's call as calls of their own: its first queries, its last, each row alone,
+those of each span of the prompt."""
 
 import dataclasses
+from typing import NamedTuple
 
 from attnplug.call import AttentionCall
 from attnplug.models.cache import PlugLayer
 from attnplug.models.sync import may_sync
 
 
-def first_query(call: AttentionCall) -> int:
-    """The place of the call's first query in its prompt. 0 where only the device knows it: in
+class Span(NamedTuple):
+    """How queries from one place of their prompt on, to before another (None: to its end), are
+    measured, and how many blocks each of their query blocks keeps."""
+
+    begin: int
+    end: int | None
+    gamma: int
+    top_k: int
+
+    def queries(self, tokens: int) -> int:
+        """How many of a prompt's queries are in it."""
+        return max(0, (tokens if self.end is None else min(tokens, self.end)) - self.begin)
+
+
+def first_query(call: AttentionCall) -> int | None:
+    """The place of the call's first query in its prompt. None where only the device knows it: in
     traced and captured code over a static cache."""
     queries, state = call.q.shape[2], call.state
     if call.lengths is None:
         return call.k.shape[2] - queries
     if not may_sync(call.q.is_cuda):
-        return 0
+        return None
     if isinstance(state, PlugLayer) and not state.uncounted:
         return max(0, state.counted - queries)
     return max(0, int(call.lengths) - queries)
@@ -55,3 +71,24 @@ def rows_alone(call: AttentionCall) -> list[AttentionCall | None]:
         )
         rows.append(alone if skipped < queries else None)
     return rows
+
+
+def cut_at_spans(
+    call: AttentionCall, first: int, spans: list[Span], query_block: int
+) -> list[tuple[AttentionCall, Span]]:
+    """The call, whose first query has the place `first`, in parts of one span each: cut at its
+    first query block that begins behind a span's end."""
+    parts, begun, queries = [], 0, call.q.shape[2]
+    for span in spans:
+        end = queries
+        if span.end is not None:
+            end = -(-(span.end - first) // query_block) * query_block
+        if end <= begun:
+            continue
+        if end >= queries:
+            parts.append((last_queries(call, queries - begun) if begun else call, span))
+            break
+        part = first_queries(call, end)
+        parts.append((last_queries(part, end - begun) if begun else part, span))
+        begun = end
+    return parts

@@ -29,7 +29,13 @@ from attnplug.ops import (
 )
 from attnplug.ops.momo.merge_block_rows import MAX_ENTRIES
 from attnplug.ops.momo.query_sparse_attention import MAX_EXACT
-from attnplug.policies._prompt_parts import first_queries, first_query, last_queries, rows_alone
+from attnplug.policies._prompt_parts import (
+    Span,
+    cut_at_spans,
+    first_query,
+    last_queries,
+    rows_alone,
+)
 from attnplug.policies._reads import query_positions, read_all, read_blocks, stack_reads
 from attnplug.policies.crossover import DenseBelow
 from attnplug.policies.dense import Dense, apply_sinks, check_open_length, exporting, known_below
@@ -46,6 +52,10 @@ LEAST_CHUNK = 1024
 # prompt does (docs/log/momo.md).
 FAR = 65536
 NEAR_GAMMA, FAR_GAMMA = 16, 32
+# top_k=None: what it is for the prompt's first NEAR queries, and for those behind them. 64 blocks
+# are a quarter of the keys at 16K, as 128 are at 32K.
+NEAR = 16384
+NEAR_TOP_K, FAR_TOP_K = 64, 128
 # The row lists of so many heads are in memory at a time (at 1M tokens, 32 heads: a quarter).
 LIST_BYTES = 600 << 20
 
@@ -59,10 +69,12 @@ class Momo(DenseBelow):
     those behind them. Traced and captured code counts a chunk over a static cache from its own
     first query, and measures every 16th of all where there is padding.
     block: keys a block (beta). query_block: queries that share a mask (chi). top_k: blocks kept per
-    query block. selection: the rows of a query block choose them together ("joint"), or every row
-    keeps a list of top_k online, by the paper's "exact", "tournament" or "estimated" selection (the
-    last one exact for exact_k of them), and merge says how their lists vote: by summed attention
-    mass, or by mean score as the paper does.
+    query block. None: 64 of the first 16,384 queries, 128 of those behind them; code that knows no
+    query's place, and a padded batch that is not run row by row, keep 128 of all.
+    selection: the rows of a query block choose them together ("joint"), or every row keeps a list
+    of top_k online, by the paper's "exact", "tournament" or "estimated" selection (the last one
+    exact for exact_k of them), and merge says how their lists vote: by summed attention mass, or by
+    mean score as the paper does.
     sink: first key blocks that are always read. window: keys before the query block always read.
     delta: how much of a measured row's difference from its sparse self its followers get; 1 is the
     paper's correction, 0 leaves them block-sparse. Measured rows are dense at any. With None they
@@ -79,7 +91,7 @@ class Momo(DenseBelow):
     gamma: int | None = None
     block: int = 64
     query_block: int = 128
-    top_k: int = 128
+    top_k: int | None = 128
     exact_k: int = 8
     selection: str = "joint"
     merge: str = "mass"
@@ -93,22 +105,24 @@ class Momo(DenseBelow):
     phases: ClassVar[frozenset[str]] = frozenset({"prefill"})
 
     def __post_init__(self) -> None:
-        self.check_integers("block", "query_block", "top_k", "exact_k", "sink", "window", "tail")
+        self.check_integers("block", "query_block", "exact_k", "sink", "window", "tail")
         count = self.gamma is None or (type(self.gamma) is int and self.gamma >= 1)
         self.check("gamma", count, "None or an integer, at least 1")
         least, most = (self.gamma, self.gamma) if self.gamma else (NEAR_GAMMA, FAR_GAMMA)
         self.check("block", self.block in (16, 32, 64, 128), "16, 32, 64 or 128")
-        self.check("top_k", 1 <= self.top_k <= 1024, "1 to 1024")
+        kept = self.top_k is None or (type(self.top_k) is int and 1 <= self.top_k <= 1024)
+        self.check("top_k", kept, "None or an integer, 1 to 1024")
+        fewest, widest = self._blocks(0), self._most_blocks
         self.check("exact_k", self.exact_k >= 0, "at least 0")
-        exact = min(self.top_k, MAX_EXACT)
+        exact = min(fewest, MAX_EXACT)
         fits = self.selection != "estimated" or self.exact_k <= exact  # nobody else reads it
-        self.check("exact_k", fits, f"0 to {exact} here (top_k={self.top_k})")
+        self.check("exact_k", fits, f"0 to {exact} here (top_k={fewest})")
         self.check(
             "query_block",
             self.query_block > 0 and self.query_block % most == 0,
             f"a multiple of gamma={self.gamma}" if self.gamma else f"a multiple of {most}",
         )
-        entries = self.query_block // least * self.top_k
+        entries = self.query_block // least * widest
         self.check(
             "top_k",
             self.selection == "joint" or entries <= MAX_ENTRIES,
@@ -128,21 +142,41 @@ class Momo(DenseBelow):
         self.check_min_tokens()
 
     def measured_crossover(self, kind: str) -> int:
-        return max(CROSSOVER_FLOOR[kind], CROSSOVER_FACTOR[kind] * self.top_k * self.block)
+        budget = self._blocks(0) * self.block  # of the queries of a short prompt
+        return max(CROSSOVER_FLOOR[kind], CROSSOVER_FACTOR[kind] * budget)
 
     def density(self, tokens: int) -> float:
         """The share of a causal prefill's keys that a query reads, as the paper counts it (its
         equation 9 is 1 less this): the listed blocks, the sink and the window, and the tail and the
         dense rows of a correction, if there is one, both spread over all queries."""
         dense = self.tail + (0 if self.delta is None else self._measured(tokens))
-        read = self.block * (self.top_k + self.sink) + self.window + dense
+        listed = sum(span.queries(tokens) * span.top_k for span in self.spans()) / tokens
+        read = self.block * (listed + self.sink) + self.window + dense
         return min(1.0, read / tokens)
 
     def _measured(self, tokens: int) -> float:
         """How many of a prompt's queries are measured."""
-        if self.gamma is not None:
-            return tokens / self.gamma
-        return min(tokens, FAR) / NEAR_GAMMA + max(0, tokens - FAR) / FAR_GAMMA
+        return sum(span.queries(tokens) / span.gamma for span in self.spans())
+
+    def spans(self) -> list[Span]:
+        """What queries are measured by, as their place in the prompt has it."""
+        changes = ([] if self.top_k else [NEAR]) + ([] if self.gamma else [FAR])
+        begins = [0, *sorted(changes)]
+        ends = [*begins[1:], None]
+        return [
+            Span(begin, end, self._gamma(begin), self._blocks(begin))
+            for begin, end in zip(begins, ends, strict=True)
+        ]
+
+    def _gamma(self, place: int) -> int:
+        return self.gamma or (NEAR_GAMMA if place < FAR else FAR_GAMMA)
+
+    def _blocks(self, place: int) -> int:
+        return self.top_k or (NEAR_TOP_K if place < NEAR else FAR_TOP_K)
+
+    @property
+    def _most_blocks(self) -> int:
+        return self.top_k or max(NEAR_TOP_K, FAR_TOP_K)
 
     def note(self, shape: LayerShape) -> str:
         least = self.crossover(shape.device)
@@ -194,10 +228,11 @@ class Momo(DenseBelow):
         return out
 
     def _rows(self, call: AttentionCall) -> list[AttentionCall | None] | None:
-        """The rows of a padded batch alone, where gamma changes at a place of each; else None."""
-        if self.gamma is not None or call.start is None or not may_sync(call.q.is_cuda):
+        """The rows of a padded batch alone, where a span ends at a place of each; else None."""
+        end = self.spans()[0].end
+        if end is None or call.start is None or not may_sync(call.q.is_cuda):
             return None
-        if call.k.shape[2] <= FAR or first_query(call) + call.q.shape[2] <= FAR:
+        if call.k.shape[2] <= end or (first_query(call) or 0) + call.q.shape[2] <= end:
             return None
         return rows_alone(call)
 
@@ -205,13 +240,13 @@ class Momo(DenseBelow):
         if self.delta is None:
             sparse, lse = self._attend_blocks(call, self.select(call).blocks)
             return sparse if call.sinks is None else apply_sinks(sparse, lse, call.sinks)
-        parts = [self._attend_corrected(part, gamma) for part, gamma in self._parts(call)]
+        parts = [self._attend_corrected(*part) for part in self._parts(call)]
         return parts[0] if len(parts) == 1 else torch.cat(parts, 2)
 
-    def _attend_corrected(self, call: AttentionCall, gamma: int) -> torch.Tensor:
-        rows = self._measure(call, gamma)
+    def _attend_corrected(self, call: AttentionCall, by: Span) -> torch.Tensor:
+        rows = self._measure(call, by)
         assert self.delta is not None
-        correction = {"gamma": gamma, "weight": self.delta}
+        correction = {"gamma": by.gamma, "weight": self.delta}
         if call.sinks is None:
             return self._attend_blocks(call, rows.blocks, rows=rows.out, **correction)[0]
         return delta_correct(
@@ -262,52 +297,61 @@ class Momo(DenseBelow):
             most=(self.query_block - 1 + self.window) // self.block + 2,
         )
 
+    def budgets(self, call: AttentionCall) -> torch.Tensor:
+        """`[NQ]` int64: how many blocks each query block of the call may list."""
+        blocks = [
+            torch.full((-(-part.q.shape[2] // self.query_block),), span.top_k)
+            for part, span in self._parts(call)
+        ]
+        return torch.cat(blocks).to(call.q.device)
+
     def select(self, call: AttentionCall) -> "MeasuredRows":
         """The query-sparse pass and the block mask measured by it."""
-        return _joined([self._measure(part, gamma) for part, gamma in self._parts(call)], 2)
+        return _joined([self._measure(*part) for part in self._parts(call)], 2)
 
-    def _parts(self, call: AttentionCall) -> list[tuple[AttentionCall, int]]:
-        """The call's queries in order, cut where gamma changes, on the grid of query blocks. That
-        of a padded row begins anywhere: a batch of them is not cut."""
-        if self.gamma is not None:
-            return [(call, self.gamma)]
-        if exporting() or call.start is not None or call.k.shape[2] <= FAR:
-            return [(call, NEAR_GAMMA)]
-        near = -(-(FAR - first_query(call)) // self.query_block) * self.query_block
-        if near >= call.q.shape[2]:
-            return [(call, NEAR_GAMMA)]
-        if near <= 0:
-            return [(call, FAR_GAMMA)]
-        far = dataclasses.replace(call, q=call.q[:, :, near:])
-        return [(first_queries(call, near), NEAR_GAMMA), (far, FAR_GAMMA)]
+    def _parts(self, call: AttentionCall) -> list[tuple[AttentionCall, Span]]:
+        """The call's queries in order, cut where a span ends, on the grid of query blocks. That of
+        a padded row begins anywhere: a batch of them is not cut."""
+        spans = self.spans()
+        careful = Span(0, None, self._gamma(0), self._most_blocks)
+        if spans[0].end is None or exporting():
+            return [(call, spans[0] if spans[0].end is None else careful)]
+        if call.k.shape[2] <= spans[0].end:
+            return [(call, spans[0])]
+        if call.start is not None:
+            return [(call, careful)]
+        first = first_query(call)
+        if first is None:  # counted from the call's own, whose blocks may be those of a later one
+            first, spans = 0, [span._replace(top_k=self._most_blocks) for span in spans]
+        return cut_at_spans(call, first, spans, self.query_block)
 
-    def _measure(self, call: AttentionCall, gamma: int) -> "MeasuredRows":
+    def _measure(self, call: AttentionCall, by: Span) -> "MeasuredRows":
         if self.selection == "joint":
-            return self._select_jointly(call, gamma)
-        return _joined([self._select(part, gamma) for part in self._by_heads(call, gamma)], 1)
+            return self._select_jointly(call, by)
+        return _joined([self._select(part, by) for part in self._by_heads(call, by)], 1)
 
-    def _select_jointly(self, call: AttentionCall, gamma: int) -> "MeasuredRows":
+    def _select_jointly(self, call: AttentionCall, by: Span) -> "MeasuredRows":
         return MeasuredRows(
             *measure_blocks(
                 call.q,
                 call.k,
                 None if self.delta is None else call.v,
                 self._first_local(call),
-                gamma=gamma,
+                gamma=by.gamma,
                 block=self.block,
                 query_block=self.query_block,
-                top_k=self.top_k,
+                top_k=by.top_k,
                 sink=self.sink,
                 start=call.start,
                 **call.options,
             )
         )
 
-    def _by_heads(self, call: AttentionCall, gamma: int) -> list[AttentionCall]:
+    def _by_heads(self, call: AttentionCall, by: Span) -> list[AttentionCall]:
         """The call in groups of KV heads whose row lists (8 bytes a slot) fit LIST_BYTES."""
         batch, heads_q, queries, _ = call.q.shape
         heads = call.k.shape[1]
-        nbytes = 8 * batch * heads_q * (queries + gamma - 1) // gamma * self.top_k
+        nbytes = 8 * batch * heads_q * (queries + by.gamma - 1) // by.gamma * by.top_k
         each = heads if nbytes <= LIST_BYTES else max(1, heads * LIST_BYTES // nbytes)
         if each == heads:
             return [call]
@@ -322,15 +366,15 @@ class Momo(DenseBelow):
             for first in range(0, heads, each)
         ]
 
-    def _select(self, call: AttentionCall, gamma: int) -> "MeasuredRows":
+    def _select(self, call: AttentionCall, by: Span) -> "MeasuredRows":
         out, lse, index, score = query_sparse_attention(
             call.q,
             call.k,
             call.v,
-            gamma=gamma,
+            gamma=by.gamma,
             block=self.block,
-            top_k=self.top_k,
-            exact_k=min(self.exact_k, self.top_k),
+            top_k=by.top_k,
+            exact_k=min(self.exact_k, by.top_k),
             algorithm=self.selection,
             start=call.start,
             **call.options,
@@ -339,8 +383,8 @@ class Momo(DenseBelow):
             index,
             score,
             lse,
-            rows=self.query_block // gamma,
-            trim=self.top_k,
+            rows=self.query_block // by.gamma,
+            trim=by.top_k,
             merge=self.merge,
             sink=self.sink,
             before=self._first_local(call),
@@ -368,4 +412,11 @@ def _joined(rows: list[MeasuredRows], dim: int) -> MeasuredRows:
     """Parts of a call as one; its heads are dimension 1, its queries dimension 2."""
     if len(rows) == 1:
         return rows[0]
-    return MeasuredRows(*(torch.cat(tensors, dim) for tensors in zip(*rows, strict=True)))
+    widest = max(part.blocks.shape[-1] for part in rows)
+    padded = [part._replace(blocks=_padded(part.blocks, widest)) for part in rows]
+    return MeasuredRows(*(torch.cat(tensors, dim) for tensors in zip(*padded, strict=True)))
+
+
+def _padded(blocks: torch.Tensor, width: int) -> torch.Tensor:
+    short = width - blocks.shape[-1]
+    return torch.nn.functional.pad(blocks, (0, short), value=-1) if short else blocks

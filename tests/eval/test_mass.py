@@ -83,6 +83,17 @@ def test_the_oracle_lists_no_fixed_no_future_and_no_block_twice():
             assert len(entries) == min(7, max(0, local - 2))
 
 
+def test_the_oracle_lists_what_each_query_block_may():
+    q, k = make(200)
+    mass = block_mass(q, k, scale=0.3, query_block=32, block=8)
+    budgets = torch.tensor([2, 2, 5, 1, 5, 3, 2])
+    index = oracle_blocks(mass, budgets)
+    assert index.shape[-1] == 5
+    for n, budget in enumerate(budgets.tolist()):
+        alone = oracle_blocks(mass, budget)[:, :, n]
+        assert torch.equal(index[:, :, n, :budget], alone) and (index[:, :, n, budget:] == -1).all()
+
+
 def test_sampled_query_blocks_equal_the_full_measurement():
     q, k = make(150)
     full = block_mass(q, k, scale=0.3, query_block=16, block=8)

@@ -242,7 +242,7 @@ def test_heads_in_parts_equal_all_heads_at_once(device, monkeypatch, limit):
     c = call(200, heads=(10, 5), batch=2, device=device)
     wanted = MOMO.attend(c)
     monkeypatch.setattr("attnplug.policies.momo.LIST_BYTES", limit)
-    parts = MOMO._by_heads(c, MOMO.gamma)
+    parts = MOMO._by_heads(c, *MOMO.spans())
     assert [part.k.shape[1] for part in parts] == ([1] * 5 if limit == 1 else [4, 1])
     assert torch.equal(MOMO.attend(c), wanted)
 

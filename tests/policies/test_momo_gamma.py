@@ -115,7 +115,7 @@ def test_a_cut_chunk_off_the_grid_begins_its_far_part_on_its_own_grid(device):
     whole = call(device)
     late = dataclasses.replace(whole, q=whole.q[:, :, 50:])
     parts = MOMO._parts(late)
-    assert [(part.q.shape[2], gamma) for part, gamma in parts] == [
+    assert [(part.q.shape[2], span.gamma) for part, span in parts] == [
         (64, NEAR_GAMMA),
         (TOKENS - 50 - 64, FAR_GAMMA),
     ]

@@ -256,11 +256,12 @@ def test_warming_runs_every_method_without_a_trace(monkeypatch):
     layer.warm_prompts(64, 128, **shape)
     layer.warm_steps(3, 128, page=PAGE, **shape)
     assert calls == [64, 64, 63, 63, 64, "1 rows", "2 rows", "3 rows"]
+    assert layer.state._made is None  # nothing is kept
     calls.clear()
-    monkeypatch.setattr(layers, "FAR", 96)  # where gamma changes, as far as keys go
+    monkeypatch.setattr("attnplug.policies.momo.FAR", 96)  # where a span ends
+    layer = served(Phases(prefill=dataclasses.replace(MOMO, gamma=None, top_k=3)))
     layer.warm_prompts(64, 128, **shape)
     assert calls == [64] * 4 + [63] * 4 + [64]
-    assert layer.state._made is None  # nothing is kept
 
 
 def test_a_layer_is_served_where_a_batch_can_be_long_enough():

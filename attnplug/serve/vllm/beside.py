@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+
 @functools.cache
 def side_stream(device: torch.device) -> torch.cuda.Stream:
     """The stream of the method's kernels while a graph is captured, one for all layers."""

@@ -12,7 +12,7 @@ import torch
 from attnplug.call import AttentionCall, LayerShape, PagedCall
 from attnplug.ops.common.checks import HEAD_DIMS
 from attnplug.policies import Dense, Phase
-from attnplug.policies.momo import FAR, LEAST_CHUNK
+from attnplug.policies.momo import LEAST_CHUNK
 from attnplug.serve.vllm.beside import run_beside, side_stream
 from attnplug.serve.vllm.layout import Pages, contiguous_row
 from attnplug.serve.vllm.options import Phases
@@ -186,8 +186,12 @@ class ServedLayer:
             return
         q = torch.zeros(chunk, heads, head_dim, **place).transpose(0, 1)[None]
         k = torch.zeros(1, kv_heads, longest, head_dim, **place)
+        ends = [longest]
+        if self.phases.prefill is not None:
+            ends += [span.end for span in self._momo.spans() if span.end is not None]
+        lengths = [keys for end in ends for keys in (end, end - 1)]
         for queries in (chunk, chunk - 1):
-            for keys in (longest, longest - 1, FAR, FAR - 1):
+            for keys in lengths:
                 if not queries <= keys <= longest:
                     continue
                 rows = q[:, :, :queries], k[:, :, :keys], k[:, :, :keys].clone()

@@ -1,0 +1,155 @@
+"""momo(top_k=None): queries at the beginning of a prompt list fewer blocks than those behind them,
+wherever the prompt is cut into chunks."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from attnplug import Momo, PolicyError
+from attnplug.eval.fidelity import measure_mask
+from attnplug.policies import AttentionCall, parse
+from attnplug.policies import momo as policy
+
+NEAR, NEAR_TOP_K, FAR_TOP_K, FAR = 70, 1, 3, 150  # on the grid of 32: 96 and 160
+CUT, FAR_CUT = 96, 160
+TOKENS, ROOM, PADDING = 235, 300, 37
+MOMO = Momo(gamma=4, block=16, query_block=32, top_k=None, exact_k=1, tail=0, min_tokens=0)
+METHODS = {
+    "": {},
+    "corrected": {"delta": 0.5},
+    "lists": {"selection": "exact"},
+    "corrected lists": {"selection": "estimated", "delta": 1.0},
+}
+
+
+@pytest.fixture(autouse=True)
+def short(monkeypatch):
+    """Spans end within a test's prompt."""
+    for name in ("NEAR", "NEAR_TOP_K", "FAR_TOP_K", "FAR"):
+        monkeypatch.setattr(policy, name, globals()[name])
+    monkeypatch.setattr(policy, "NEAR_GAMMA", 4)
+    monkeypatch.setattr(policy, "FAR_GAMMA", 16)
+
+
+def call(device: str, *, room: int = TOKENS, batch: int = 2) -> AttentionCall:
+    random = torch.Generator().manual_seed(6)
+    shapes = ((batch, 4, TOKENS, 64), (batch, 2, room, 64), (batch, 2, room, 64))
+    made = AttentionCall(*(torch.randn(s, generator=random).to(device) for s in shapes), 0.125)
+    if room > TOKENS:
+        made.lengths = torch.full((1,), TOKENS, device=device)
+    return made
+
+
+def of(method: Momo, **options) -> Momo:
+    return dataclasses.replace(method, **options)
+
+
+def close(found: torch.Tensor, wanted: torch.Tensor) -> None:
+    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("room", [TOKENS, ROOM])
+@pytest.mark.parametrize("options", METHODS.values(), ids=METHODS)
+def test_each_query_block_lists_by_its_place(options, room, device):
+    method, c = of(MOMO, **options), call(device, room=room)
+    near, far = of(method, top_k=NEAR_TOP_K).attend(c), of(method, top_k=FAR_TOP_K).attend(c)
+    found = method.attend(c)
+    close(found[:, :, :CUT], near[:, :, :CUT])
+    close(found[:, :, CUT:], far[:, :, CUT:])
+    assert (near - far)[:, :, CUT:].abs().max() > 1e-2
+
+
+def test_gamma_and_the_blocks_change_at_places_of_their_own(device):
+    c, method = call(device), of(MOMO, gamma=None)
+    spans = [(0, CUT, 4, 1), (CUT, FAR_CUT, 4, 3), (FAR_CUT, TOKENS, 16, 3)]
+    found = method.attend(c)
+    for begin, end, gamma, top_k in spans:
+        alone = of(MOMO, gamma=gamma, top_k=top_k).attend(c)
+        close(found[:, :, begin:end], alone[:, :, begin:end])
+    budgets = method.budgets(c).tolist()
+    assert budgets == [1] * 3 + [3] * 5
+
+
+@pytest.mark.parametrize("gamma", [None, 4])
+@pytest.mark.parametrize("chunk", [32, 96, 128, 192])
+def test_chunks_on_the_grid_list_as_the_whole(chunk, gamma, device):
+    method, whole, found = of(MOMO, gamma=gamma), call(device), []
+    for at in range(0, TOKENS, chunk):
+        end = min(at + chunk, TOKENS)
+        q, k, v = whole.q[:, :, at:end], whole.k[:, :, :end], whole.v[:, :, :end]
+        found.append(method.attend(dataclasses.replace(whole, q=q, k=k, v=v)))
+    close(torch.cat(found, 2), method.attend(whole))
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_code_that_knows_no_place_lists_the_most(padded):
+    c = call("cpu", room=ROOM, batch=1)
+    start = torch.tensor([PADDING], dtype=torch.int32) if padded else None
+    mask = torch.arange(ROOM)[None] >= PADDING if padded else None
+
+    @torch.compile(backend="eager", fullgraph=True, dynamic=True)
+    def compiled(q, k, v, lengths):
+        rows = dict(lengths=lengths, start=start, key_mask=mask)
+        return MOMO.attend(AttentionCall(q, k, v, 0.125, **rows))
+
+    wanted = of(MOMO, top_k=FAR_TOP_K)
+    for first in (0, 64):  # a whole prompt, and a chunk that sees its beginning in the cache
+        q = c.q[:, :, first:].contiguous()
+        rows = dict(lengths=c.lengths, start=start, key_mask=mask)
+        close(
+            compiled(q, c.k, c.v, c.lengths),
+            wanted.attend(AttentionCall(q, c.k, c.v, 0.125, **rows)),
+        )
+
+
+def test_a_compiled_prompt_without_a_cache_is_cut_too():
+    c = call("cpu", batch=1)
+    attend = torch.compile(
+        lambda q, k, v: MOMO.attend(AttentionCall(q, k, v, 0.125)),
+        backend="eager",
+        fullgraph=True,
+        dynamic=True,
+    )
+    for tokens in (TOKENS, 210, 65):
+        part = [x[:, :, :tokens].contiguous() for x in (c.q, c.k, c.v)]
+        close(attend(*part), MOMO.attend(AttentionCall(*part, 0.125)))
+
+
+def test_a_padded_row_lists_as_if_it_were_alone(device):
+    c = call(device, batch=3)
+    c.start = torch.tensor([0, PADDING, TOKENS], dtype=torch.int32, device=device)
+    c.key_mask = torch.arange(TOKENS, device=device) >= c.start[:, None]
+    alone = AttentionCall(*(x[1:2, :, PADDING:] for x in (c.q, c.k, c.v)), c.scale)
+    close(MOMO.attend(c)[1:2, :, PADDING:], MOMO.attend(alone))
+    found, wanted = MOMO.reads(c), MOMO.reads(alone)
+    assert found is not None and wanted is not None
+    assert torch.equal(found.index[1:2, :, : wanted.index.shape[2]], wanted.index)
+
+
+def test_the_oracle_lists_no_more_than_the_mask(device):
+    c = call(device, batch=1)
+    measured = measure_mask(0, c, MOMO)
+    for lists in (measured.index, measured.best):
+        listed = (lists >= 0).sum(-1)
+        assert (listed[:, :, : CUT // 32] <= NEAR_TOP_K).all()
+        assert (listed[:, :, CUT // 32 :] == FAR_TOP_K).all()
+    assert 0 < measured.captured <= measured.oracle < 1
+
+
+def test_what_is_read_and_where_it_pays():
+    blocks = (NEAR * NEAR_TOP_K + (1000 - NEAR) * FAR_TOP_K) / 1000
+    assert of(MOMO, sink=0).density(1000) == pytest.approx(16 * blocks / 1000)
+    assert of(MOMO, sink=0).density(NEAR) == pytest.approx(16 * NEAR_TOP_K / NEAR)
+
+
+def test_the_published_places():
+    placed = Momo(top_k=None)
+    assert parse("momo(top_k=None)").prefill == placed and str(placed) == "momo(top_k=None)"
+    assert Momo(gamma=None).spans() == Momo().spans()
+
+
+@pytest.mark.parametrize("top_k", [0, 1025, 2.0, True, "64"])
+def test_top_k_is_none_or_a_count(top_k):
+    with pytest.raises(PolicyError, match=r"top_k=.*needs None or an integer, 1 to 1024"):
+        Momo(top_k=top_k)
