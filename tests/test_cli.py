@@ -66,7 +66,7 @@ def test_report_shows_what_layers_counted(policy, headings, monkeypatch):
         (("report", "smollm2-135m", "--policy", "momo(gama=1)"), "momo has no option 'gama'"),
         (("report", "no/such-model"), "no model could be loaded from 'no/such-model'"),
         (("demo", "--tokens", "99999"), "tokens is 99999, needs 160 to 8192"),
-        (("demo", "--top-k", "0"), "momo: top_k=0, needs 1 to 1024"),
+        (("demo", "--top-k", "0"), "momo: top_k=0, needs None or an integer, 1 to 1024"),
         (("eval", "m", "--policy", "momo", "--tasks", "niah"), "task is 'niah', needs one of"),
         (("eval", "m", "--policy", "momo", "--lengths", "4K"), "lengths is '4K', needs numbers"),
         (("eval", "m", "--policy", "moomoo"), "there is no method 'moomoo'"),
