@@ -84,8 +84,8 @@ class Momo(DenseBelow):
     no other query looks at is in no list. Of chunks that nobody knows the prompt of, the last of
     each.
     min_tokens: tokens of a prefill, all its chunks, below which dense attention runs instead; None
-    is the crossover measured on the kind of device, a multiple of the budget top_k x block and
-    at least CROSSOVER_FLOOR.
+    is the crossover measured on the kind of device, a multiple of the budget top_k x block of the
+    first queries and at least CROSSOVER_FLOOR.
     """
 
     gamma: int | None = None
@@ -158,13 +158,20 @@ class Momo(DenseBelow):
         """How many of a prompt's queries are measured."""
         return sum(span.queries(tokens) / span.gamma for span in self.spans())
 
-    def spans(self) -> list[Span]:
-        """What queries are measured by, as their place in the prompt has it."""
-        changes = ([] if self.top_k else [NEAR]) + ([] if self.gamma else [FAR])
+    def spans(self, placed: bool = True) -> list[Span]:
+        """What queries are measured by, as their place in the prompt has it. Not `placed`: by a
+        place in a call that may begin anywhere, so that all list the most blocks."""
+        changes = [NEAR] if self.top_k is None and placed else []
+        changes += [] if self.gamma else [FAR]
         begins = [0, *sorted(changes)]
         ends = [*begins[1:], None]
         return [
-            Span(begin, end, self._gamma(begin), self._blocks(begin))
+            Span(
+                begin,
+                end,
+                self._gamma(begin),
+                self._blocks(begin) if placed else self._most_blocks,
+            )
             for begin, end in zip(begins, ends, strict=True)
         ]
 
@@ -314,15 +321,18 @@ class Momo(DenseBelow):
         a padded row begins anywhere: a batch of them is not cut."""
         spans = self.spans()
         careful = Span(0, None, self._gamma(0), self._most_blocks)
-        if spans[0].end is None or exporting():
-            return [(call, spans[0] if spans[0].end is None else careful)]
-        if call.k.shape[2] <= spans[0].end:
+        end = spans[0].end
+        if end is None or exporting():
+            return [(call, spans[0] if end is None else careful)]
+        if call.k.shape[2] <= end:
+            return [(call, spans[0])]
+        first = first_query(call)
+        if first is not None and first + call.q.shape[2] <= end:
             return [(call, spans[0])]
         if call.start is not None:
             return [(call, careful)]
-        first = first_query(call)
         if first is None:  # counted from the call's own, whose blocks may be those of a later one
-            first, spans = 0, [span._replace(top_k=self._most_blocks) for span in spans]
+            first, spans = 0, self.spans(placed=False)
         return cut_at_spans(call, first, spans, self.query_block)
 
     def _measure(self, call: AttentionCall, by: Span) -> "MeasuredRows":

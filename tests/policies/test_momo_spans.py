@@ -137,16 +137,30 @@ def test_the_oracle_lists_no_more_than_the_mask(device):
     assert 0 < measured.captured <= measured.oracle < 1
 
 
-def test_what_is_read_and_where_it_pays():
+@pytest.mark.parametrize("room", [TOKENS, ROOM])
+def test_padded_rows_that_end_before_a_span_does_list_as_it_says(room, device, monkeypatch):
+    monkeypatch.setattr(policy, "NEAR", 256)  # behind all tokens, in front of the room's end
+    c = call(device, room=room)
+    c.start = torch.tensor([0, PADDING], dtype=torch.int32, device=device)
+    c.key_mask = torch.arange(room, device=device) >= c.start[:, None]
+    close(MOMO.attend(c), of(MOMO, top_k=NEAR_TOP_K).attend(c))
+
+
+def test_what_is_read():
     blocks = (NEAR * NEAR_TOP_K + (1000 - NEAR) * FAR_TOP_K) / 1000
     assert of(MOMO, sink=0).density(1000) == pytest.approx(16 * blocks / 1000)
     assert of(MOMO, sink=0).density(NEAR) == pytest.approx(16 * NEAR_TOP_K / NEAR)
 
 
-def test_the_published_places():
+def test_the_published_places(monkeypatch):
+    monkeypatch.undo()
     placed = Momo(top_k=None)
     assert parse("momo(top_k=None)").prefill == placed and str(placed) == "momo(top_k=None)"
-    assert Momo(gamma=None).spans() == Momo().spans()
+    far = (65536, None, 32, 128)
+    assert placed.spans() == [(0, 16384, 16, 64), (16384, 65536, 16, 128), far]
+    assert placed.spans(placed=False) == Momo().spans() == [(0, 65536, 16, 128), far]
+    assert [placed.measured_crossover(kind) for kind in ("cuda", "cpu")] == [16384, 32768]
+    assert [Momo().measured_crossover(kind) for kind in ("cuda", "cpu")] == [32768, 65536]
 
 
 @pytest.mark.parametrize("top_k", [0, 1025, 2.0, True, "64"])

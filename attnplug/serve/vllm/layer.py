@@ -220,8 +220,8 @@ class ServedLayer:
     ) -> None:
         """The method that decodes, for the `far` ones of rows of one query each, into `out [rows,
         Hq, D]`, like q. Other rows keep what is there, or what `dense` writes there, which runs
-        beside the method. `slots` `[rows]` are where the keys were written that the method has not
-        noted yet. Nothing here looks at a length on the host."""
+        beside the method or in front of it. `slots` `[rows]` are where the keys were written that
+        the method has not noted yet. Nothing here looks at a length on the host."""
         assert self.state is not None  # asked of a layer that decodes
         call = self._steps_call(q, pages, table, far.lengths, *self.state.of(pages[0]))
         call.slots = slots
