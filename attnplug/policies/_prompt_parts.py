@@ -36,6 +36,14 @@ def first_query(call: AttentionCall) -> int | None:
     return max(0, int(call.lengths) - queries)
 
 
+def ends_before(call: AttentionCall, place: int) -> bool:
+    """Whether the host knows that all of the call's queries are in front of a place."""
+    if call.k.shape[2] <= place:
+        return True
+    first = first_query(call)
+    return first is not None and first + call.q.shape[2] <= place
+
+
 def first_queries(call: AttentionCall, queries: int) -> AttentionCall:
     """The call of its first queries alone."""
     q, later = call.q[:, :, :queries], call.q.shape[2] - queries

@@ -32,6 +32,7 @@ from attnplug.ops.momo.query_sparse_attention import MAX_EXACT
 from attnplug.policies._prompt_parts import (
     Span,
     cut_at_spans,
+    ends_before,
     first_query,
     last_queries,
     rows_alone,
@@ -239,9 +240,7 @@ class Momo(DenseBelow):
         end = self.spans()[0].end
         if end is None or call.start is None or not may_sync(call.q.is_cuda):
             return None
-        if call.k.shape[2] <= end or (first_query(call) or 0) + call.q.shape[2] <= end:
-            return None
-        return rows_alone(call)
+        return None if ends_before(call, end) else rows_alone(call)
 
     def _attend_sparse(self, call: AttentionCall) -> torch.Tensor:
         if self.delta is None:
@@ -319,20 +318,17 @@ class Momo(DenseBelow):
     def _parts(self, call: AttentionCall) -> list[tuple[AttentionCall, Span]]:
         """The call's queries in order, cut where a span ends, on the grid of query blocks. That of
         a padded row begins anywhere: a batch of them is not cut."""
-        spans = self.spans()
-        careful = Span(0, None, self._gamma(0), self._most_blocks)
+        spans, unplaced = self.spans(), self.spans(placed=False)
         end = spans[0].end
         if end is None or exporting():
-            return [(call, spans[0] if end is None else careful)]
+            return [(call, unplaced[0])]
+        if call.start is not None:
+            return [(call, spans[0] if ends_before(call, end) else unplaced[0])]
         if call.k.shape[2] <= end:
             return [(call, spans[0])]
         first = first_query(call)
-        if first is not None and first + call.q.shape[2] <= end:
-            return [(call, spans[0])]
-        if call.start is not None:
-            return [(call, careful)]
         if first is None:  # counted from the call's own, whose blocks may be those of a later one
-            first, spans = 0, self.spans(placed=False)
+            return cut_at_spans(call, 0, unplaced, self.query_block)
         return cut_at_spans(call, first, spans, self.query_block)
 
     def _measure(self, call: AttentionCall, by: Span) -> "MeasuredRows":

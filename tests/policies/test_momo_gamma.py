@@ -5,6 +5,7 @@ import dataclasses
 
 import pytest
 import torch
+from span_cases import PADDING, ROOM, SELECTIONS, TOKENS, call, padded
 
 import attnplug
 from attnplug import Momo, PolicyError
@@ -15,15 +16,9 @@ from attnplug.policies._prompt_parts import first_query
 from attnplug.testing.policy import tiny_model
 
 FAR, NEAR_GAMMA, FAR_GAMMA = 100, 4, 16  # 100 is not on the grid: gamma changes at 128
-TOKENS, ROOM, PADDING, CUT = 235, 300, 37, 128
+CUT = 128
 MOMO = Momo(block=16, query_block=32, top_k=2, exact_k=2, tail=0, min_tokens=0)
-METHODS = {
-    "": {},
-    "corrected": {"delta": 0.5},
-    "lists": {"selection": "exact"},
-    "corrected lists": {"selection": "estimated", "delta": 1.0},
-    "tail": {"tail": 40},
-}
+METHODS = SELECTIONS | {"tail": {"tail": 40}}
 
 
 @pytest.fixture(autouse=True)
@@ -31,17 +26,6 @@ def short(monkeypatch):
     """Gamma changes within a test's prompt."""
     for name in ("FAR", "NEAR_GAMMA", "FAR_GAMMA"):
         monkeypatch.setattr(policy, name, globals()[name])
-
-
-def call(device: str, *, room: int = TOKENS, sinks: bool = False, batch: int = 2) -> AttentionCall:
-    random = torch.Generator().manual_seed(5)
-    shapes = ((batch, 4, TOKENS, 64), (batch, 2, room, 64), (batch, 2, room, 64))
-    made = AttentionCall(*(torch.randn(s, generator=random).to(device) for s in shapes), 0.125)
-    if room > TOKENS:
-        made.lengths = torch.full((1,), TOKENS, device=device)
-    if sinks:
-        made.sinks = torch.linspace(-1, 3, 4, device=device)
-    return made
 
 
 def of(method: Momo, gamma: int) -> Momo:
@@ -120,15 +104,6 @@ def test_a_cut_chunk_off_the_grid_begins_its_far_part_on_its_own_grid(device):
         (TOKENS - 50 - 64, FAR_GAMMA),
     ]
     assert parts[0][0].k.shape[2] == 50 + 64
-
-
-def padded(device: str, *, room: int = TOKENS, hole: bool = False) -> AttentionCall:
-    """Rows of no padding, of some, and of nothing else."""
-    c = call(device, room=room, batch=3)
-    c.start = torch.tensor([0, PADDING, TOKENS], dtype=torch.int32, device=device)
-    c.key_mask = torch.arange(room, device=device) >= c.start[:, None]
-    c.key_mask[1, 90] = not hole
-    return c
 
 
 @pytest.mark.parametrize("hole", [False, True])

@@ -5,6 +5,7 @@ import dataclasses
 
 import pytest
 import torch
+from span_cases import PADDING, ROOM, SELECTIONS, TOKENS, call, padded
 
 from attnplug import Momo, PolicyError
 from attnplug.eval.fidelity import measure_mask
@@ -13,14 +14,7 @@ from attnplug.policies import momo as policy
 
 NEAR, NEAR_TOP_K, FAR_TOP_K, FAR = 70, 1, 3, 150  # on the grid of 32: 96 and 160
 CUT, FAR_CUT = 96, 160
-TOKENS, ROOM, PADDING = 235, 300, 37
 MOMO = Momo(gamma=4, block=16, query_block=32, top_k=None, exact_k=1, tail=0, min_tokens=0)
-METHODS = {
-    "": {},
-    "corrected": {"delta": 0.5},
-    "lists": {"selection": "exact"},
-    "corrected lists": {"selection": "estimated", "delta": 1.0},
-}
 
 
 @pytest.fixture(autouse=True)
@@ -32,15 +26,6 @@ def short(monkeypatch):
     monkeypatch.setattr(policy, "FAR_GAMMA", 16)
 
 
-def call(device: str, *, room: int = TOKENS, batch: int = 2) -> AttentionCall:
-    random = torch.Generator().manual_seed(6)
-    shapes = ((batch, 4, TOKENS, 64), (batch, 2, room, 64), (batch, 2, room, 64))
-    made = AttentionCall(*(torch.randn(s, generator=random).to(device) for s in shapes), 0.125)
-    if room > TOKENS:
-        made.lengths = torch.full((1,), TOKENS, device=device)
-    return made
-
-
 def of(method: Momo, **options) -> Momo:
     return dataclasses.replace(method, **options)
 
@@ -50,7 +35,7 @@ def close(found: torch.Tensor, wanted: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("room", [TOKENS, ROOM])
-@pytest.mark.parametrize("options", METHODS.values(), ids=METHODS)
+@pytest.mark.parametrize("options", SELECTIONS.values(), ids=SELECTIONS)
 def test_each_query_block_lists_by_its_place(options, room, device):
     method, c = of(MOMO, **options), call(device, room=room)
     near, far = of(method, top_k=NEAR_TOP_K).attend(c), of(method, top_k=FAR_TOP_K).attend(c)
@@ -82,11 +67,11 @@ def test_chunks_on_the_grid_list_as_the_whole(chunk, gamma, device):
     close(torch.cat(found, 2), method.attend(whole))
 
 
-@pytest.mark.parametrize("padded", [False, True])
-def test_code_that_knows_no_place_lists_the_most(padded):
+@pytest.mark.parametrize("with_padding", [False, True])
+def test_code_that_knows_no_place_lists_the_most(with_padding):
     c = call("cpu", room=ROOM, batch=1)
-    start = torch.tensor([PADDING], dtype=torch.int32) if padded else None
-    mask = torch.arange(ROOM)[None] >= PADDING if padded else None
+    start = torch.tensor([PADDING], dtype=torch.int32) if with_padding else None
+    mask = torch.arange(ROOM)[None] >= PADDING if with_padding else None
 
     @torch.compile(backend="eager", fullgraph=True, dynamic=True)
     def compiled(q, k, v, lengths):
@@ -117,9 +102,7 @@ def test_a_compiled_prompt_without_a_cache_is_cut_too():
 
 
 def test_a_padded_row_lists_as_if_it_were_alone(device):
-    c = call(device, batch=3)
-    c.start = torch.tensor([0, PADDING, TOKENS], dtype=torch.int32, device=device)
-    c.key_mask = torch.arange(TOKENS, device=device) >= c.start[:, None]
+    c = padded(device)
     alone = AttentionCall(*(x[1:2, :, PADDING:] for x in (c.q, c.k, c.v)), c.scale)
     close(MOMO.attend(c)[1:2, :, PADDING:], MOMO.attend(alone))
     found, wanted = MOMO.reads(c), MOMO.reads(alone)
@@ -140,9 +123,7 @@ def test_the_oracle_lists_no_more_than_the_mask(device):
 @pytest.mark.parametrize("room", [TOKENS, ROOM])
 def test_padded_rows_that_end_before_a_span_does_list_as_it_says(room, device, monkeypatch):
     monkeypatch.setattr(policy, "NEAR", 256)  # behind all tokens, in front of the room's end
-    c = call(device, room=room)
-    c.start = torch.tensor([0, PADDING], dtype=torch.int32, device=device)
-    c.key_mask = torch.arange(room, device=device) >= c.start[:, None]
+    c = padded(device, room=room)
     close(MOMO.attend(c), of(MOMO, top_k=NEAR_TOP_K).attend(c))
 
 

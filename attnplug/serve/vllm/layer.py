@@ -108,7 +108,7 @@ class ServedLayer:
         if phases.decode is not None:
             self.state = LayerState(phases.decode, rows)
             self.rule = phases.decode.row_crossover(device)
-            if device.type == "cuda":
+            if device.type == "cuda" and phases.decode.begins_beside:
                 side_stream(device)  # made now, and not while a graph is captured
         self.prefill_from = 0
         if phases.prefill is not None:
