@@ -85,14 +85,14 @@ class Momo(DenseBelow):
     no other query looks at is in no list. Of chunks that nobody knows the prompt of, the last of
     each.
     min_tokens: tokens of a prefill, all its chunks, below which dense attention runs instead; None
-    is the crossover measured on the kind of device, a multiple of the budget top_k x block of the
-    first queries and at least CROSSOVER_FLOOR.
+    is the crossover measured on the kind of device, a multiple of the budget top_k x block and at
+    least CROSSOVER_FLOOR.
     """
 
     gamma: int | None = None
     block: int = 64
     query_block: int = 128
-    top_k: int | None = 128
+    top_k: int | None = None
     exact_k: int = 8
     selection: str = "joint"
     merge: str = "mass"
@@ -143,8 +143,11 @@ class Momo(DenseBelow):
         self.check_min_tokens()
 
     def measured_crossover(self, kind: str) -> int:
-        budget = self._blocks(0) * self.block  # of the queries of a short prompt
-        return max(CROSSOVER_FLOOR[kind], CROSSOVER_FACTOR[kind] * budget)
+        least = [
+            max(CROSSOVER_FLOOR[kind], CROSSOVER_FACTOR[kind] * self._blocks(place) * self.block)
+            for place in (0, NEAR)
+        ]
+        return least[0] if least[0] <= NEAR else least[1]  # by the budget of its last queries
 
     def density(self, tokens: int) -> float:
         """The share of a causal prefill's keys that a query reads, as the paper counts it (its

@@ -240,7 +240,7 @@ def test_report_says_what_was_chosen_and_why():
     with attnplug.applied(tiny_model(), "auto") as model:
         assert str(attnplug.report(model)) == (
             "policy auto\nlayers 0-1 (full): prefill momo, decode dense; momo: dense in prefills "
-            "below 65,536 tokens; density 6.4% at 131,072; auto: prefill by momo, faster on long "
+            "below 65,536 tokens; density 6.0% at 131,072; auto: prefill by momo, faster on long "
             "prompts, and our tasks at 32K were answered as by dense; auto: decode by dense, not "
             "sketch (slower than dense on a CPU at every length that was tried)\n"
             "continuous batching: momo serves prompts that come whole, dense serves pieces"
@@ -322,7 +322,8 @@ def test_faithful_takes_what_no_committed_row_puts_outside_dense_and_leaves_out_
         assert len(rows) > 4
         return [row for row in rows if outside(row, len(rows))]
 
-    assert losses(Policy(prefill=Momo(delta=0.5, tail=0))) and losses(Policy(decode=Gather()))
+    assert losses(Policy(prefill=Momo(top_k=128, delta=0.5, tail=0)))
+    assert losses(Policy(decode=Gather()))
     for taken in (Policy(prefill=Momo()), Policy(decode=Sketch())):
         assert not losses(taken)
         assert set(TASKS) <= {row["task"] for row in rows_of(taken)}

@@ -223,15 +223,16 @@ def test_below_the_crossover_it_is_dense(device):
 
 def test_the_note_names_the_crossover_and_the_papers_density():
     shape = LayerShape(4, 2, 64, 0.0, False, torch.device("cpu"))
-    late = Momo(gamma=16, min_tokens=4096)
+    late = Momo(gamma=16, top_k=128, min_tokens=4096)
     # B_k K + S + W of C tokens and C / gamma dense rows, the paper's equation 9; of C / gamma only
     # the tail is dense by default
     density = f"density {(64 * 128 + 64 + 0 + 128) / 131072:.1%} at 131,072"
     assert late.note(shape) == f"dense in prefills below 4,096 tokens; {density}"
-    forced = Momo(min_tokens=0, sink=0, window=64)  # a window counts as much as a sink's block
+    # A window counts as much as a sink's block.
+    forced = Momo(top_k=128, min_tokens=0, sink=0, window=64)
     assert forced.note(shape) == density
     assert dataclasses.replace(late, min_tokens=1 << 20).note(shape).endswith("at 1,048,576")
-    corrected = Momo(gamma=16, delta=0.5, tail=0)
+    corrected = Momo(gamma=16, top_k=128, delta=0.5, tail=0)
     assert corrected.density(131072) == (64 * 128 + 64 + 131072 / 16) / 131072
     assert Momo().density(1000) == 1.0 and corrected.density(1 << 20) < 0.0704
 

@@ -135,13 +135,14 @@ def test_what_is_read():
 
 def test_the_published_places(monkeypatch):
     monkeypatch.undo()
-    placed = Momo(top_k=None)
-    assert parse("momo(top_k=None)").prefill == placed and str(placed) == "momo(top_k=None)"
+    placed, constant = Momo(), Momo(top_k=128)
+    assert parse("momo(top_k=None)").prefill == placed and str(placed) == "momo"
     far = (65536, None, 32, 128)
     assert placed.spans() == [(0, 16384, 16, 64), (16384, 65536, 16, 128), far]
-    assert placed.spans(placed=False) == Momo().spans() == [(0, 65536, 16, 128), far]
-    assert [placed.measured_crossover(kind) for kind in ("cuda", "cpu")] == [16384, 32768]
-    assert [Momo().measured_crossover(kind) for kind in ("cuda", "cpu")] == [32768, 65536]
+    assert placed.spans(placed=False) == constant.spans() == [(0, 65536, 16, 128), far]
+    assert [placed.measured_crossover(kind) for kind in ("cuda", "cpu")] == [16384, 65536]
+    assert [constant.measured_crossover(kind) for kind in ("cuda", "cpu")] == [32768, 65536]
+    assert Momo(top_k=64).measured_crossover("cpu") == 32768
 
 
 @pytest.mark.parametrize("top_k", [0, 1025, 2.0, True, "64"])
