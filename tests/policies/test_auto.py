@@ -323,10 +323,20 @@ def test_faithful_takes_what_no_committed_row_puts_outside_dense_and_leaves_out_
         return [row for row in rows if outside(row, len(rows))]
 
     assert losses(Policy(prefill=Momo(top_k=128, delta=0.5, tail=0)))
-    assert losses(Policy(decode=Gather()))
-    for taken in (Policy(prefill=Momo()), Policy(decode=Sketch())):
-        assert not losses(taken)
-        assert set(TASKS) <= {row["task"] for row in rows_of(taken)}
+    assert losses(Policy(decode=Gather())) and not losses(Policy(decode=Sketch()))
+    assert set(TASKS) <= {row["task"] for row in rows_of(Policy(decode=Sketch()))}
+    forced = losses(Policy(prefill=Momo()))  # where auto's momo is dense
+    assert forced and all(row["n"] < auto.MEASURED_TOKENS for row in forced)
+    served = [r for r in rows_of(Policy(prefill=Momo())) if r["n"] >= auto.MEASURED_TOKENS]
+    assert set(TASKS) <= {row["task"] for row in served}
+
+
+def test_faithful_reads_no_part_of_a_prompt_shorter_than_those_that_were_measured():
+    (faithful,), (fast,) = (auto.CANDIDATES[name]["prefill"] for name in ("faithful", "fast"))
+    kinds = ("cuda", "cpu")
+    assert [faithful.method.measured_crossover(kind) for kind in kinds] == [32768, 65536]
+    assert [fast.method.measured_crossover(kind) for kind in kinds] == [16384, 65536]
+    assert str(faithful.method) == str(fast.method) == "momo"
 
 
 @pytest.mark.gpu
