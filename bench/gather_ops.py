@@ -32,8 +32,9 @@ from attnplug.ops.gather import select_blocks as select
 HEADS, KV_HEADS, WIDTH = 28, 4, 128
 PAPER = {"block": 128, "sink": 1, "local": 4, "scoring": "bounds", "min_tokens": 0}
 DEFAULT = Gather(min_tokens=0)
+SPREAD = Gather(scoring="spread", min_tokens=0)
 POLICIES = [
-    Gather(scoring="spread", min_tokens=0),
+    SPREAD,
     DEFAULT,
     Gather(k=32, **PAPER),
     Gather(k=8, **PAPER),
@@ -109,9 +110,9 @@ def check(scoring, dtype, width, group, tokens, padded, masked, top_k) -> dict[s
     return {"result": "ok: " + ", ".join(found)}
 
 
-def plans(batch: int, blocks: int) -> Iterator[select.Plan]:
+def plans(batch: int, blocks: int, spread: bool) -> Iterator[select.Plan]:
     """Plans of the score kernel and the selection behind it."""
-    default = select.plan_for(batch * KV_HEADS, blocks, 256, WIDTH, 1, True)
+    default = select.plan_for(batch * KV_HEADS, blocks, 256, WIDTH, 1, True, spread)
     sizes = (8, 16, 32) if blocks > 16384 else (0, 4, 8, 16)
     for members, warps in itertools.product(sizes, (2, 4, 8, 16)):
         if max(blocks // max(members, 1), 256 * members) <= 2048 * warps:
@@ -122,9 +123,14 @@ def plans(batch: int, blocks: int) -> Iterator[select.Plan]:
     yield default._replace(registers=None)
 
 
+# Two stages of 128 blocks are 66 KiB of shared memory, so that three programs fit a multiprocessor
+# and not four: 512 programs at 1M are two waves, 5 or 6 turns make one of them.
 SCORE_PLANS = [
+    (64, 4, 4, 2),
     (64, 4, 4, 3),
+    (64, 8, 4, 2),
     (64, 8, 4, 3),
+    (64, 11, 4, 3),
     (64, 8, 2, 3),
     (128, 1, 4, 1),
     (128, 2, 4, 1),
@@ -132,6 +138,8 @@ SCORE_PLANS = [
     (128, 4, 4, 2),
     (128, 4, 4, 3),
     (128, 4, 8, 3),
+    (128, 5, 4, 2),
+    (128, 6, 4, 2),
     (128, 8, 4, 2),
     (128, 8, 4, 3),
     (256, 2, 8, 1),
@@ -265,7 +273,8 @@ def time_attention(layers: list[Layer], policy: Gather, plan: attend.Plan) -> di
 
 
 def time_shape(rows: Rows, batch: int, tokens: int, kernels: bool) -> None:
-    """Dense and the policies; for the tuned shapes each kernel of the default under its plans."""
+    """Dense and the policies; for the tuned shapes each kernel of the default under its plans, and
+    the scores by spread."""
     case, one = f"batch={batch} n={tokens}", 4 * batch * KV_HEADS * tokens * WIDTH
     layers = [Layer(batch, tokens, seed) for seed in range(max(1, min(8, ROTATE // one)))]
     dense = [
@@ -279,19 +288,26 @@ def time_shape(rows: Rows, batch: int, tokens: int, kernels: bool) -> None:
         rows.attempt("step", case, str(policy), time_steps, layers, policy)
     if not kernels or (batch, tokens) not in TUNED:
         return
-    policy = DEFAULT
-    for layer in layers:
-        layer.summarise(policy)
-    base = plan_of(layers[0], policy)
-    for plan in plans(batch, tokens // policy.block):
+    for policy in (SPREAD, DEFAULT):
+        for layer in layers:
+            layer.summarise(policy)
+        time_plans(rows, batch, tokens, layers, policy)
+    for plan in attend_plans(batch):
+        rows.attempt("attend", case, named(plan), time_attention, layers, DEFAULT, plan)
+
+
+def time_plans(rows: Rows, batch: int, tokens: int, layers: list[Layer], policy: Gather) -> None:
+    """The score kernel under its plans, and the list behind it, which is the same for all."""
+    base, spread = plan_of(layers[0], policy), policy == SPREAD
+    case = f"batch={batch} n={tokens}"
+    for plan in plans(batch, tokens // policy.block, spread):
         if (plan.members, plan.select_warps) == (base.select.members, base.select.select_warps):
-            rows.attempt("score", case, named(plan), time_scores, layers, policy, plan)
-        if plan._replace(members=0, select_warps=0) == base.select._replace(
+            name = f"{named(plan)}{' spread' if spread else ''}"
+            rows.attempt("score", case, name, time_scores, layers, policy, plan)
+        if not spread and plan._replace(members=0, select_warps=0) == base.select._replace(
             members=0, select_warps=0
         ):
             rows.attempt("select", case, named(plan), time_choice, layers, policy, plan)
-    for plan in attend_plans(batch):
-        rows.attempt("attend", case, named(plan), time_attention, layers, policy, plan)
 
 
 def main() -> int:

@@ -79,13 +79,15 @@ def _part_scores(
     limit,
     N,
     D: tl.constexpr,
-    ROWS: tl.constexpr,
+    HEADS: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """`[ROWS, CHUNK]`: products of digits with the means (part 0) or variances of blocks j, whose
-    summaries lie at `place` among N."""
+    """`[HEADS, CHUNK]`: products of queries, or of their squares, in units of top / 16256, with the
+    means (part 0) or variances of blocks j, whose summaries lie at `place` among N. The digits'
+    products are joined as integers, which is exact and converts half as many."""
     GROUPS: tl.constexpr = (D + CHANNELS - 1) // CHANNELS
-    score = tl.zeros([ROWS, CHUNK], tl.float32)
+    weight = tl.where(tl.arange(0, 2 * HEADS) < HEADS, 128, 1)
+    score = tl.zeros([HEADS, CHUNK], tl.float32)
     for c in tl.static_range(GROUPS):
         d = c * CHANNELS + tl.arange(0, CHANNELS)
         code = tl.load(
@@ -101,7 +103,8 @@ def _part_scores(
             cache_modifier=".cg",
         )
         scale = (bits.to(tl.int32) << 16).to(tl.float32, bitcast=True)
-        total = tl.dot(digits[c], code.T, out_dtype=tl.int32)
+        total = tl.dot(digits[c], code.T, out_dtype=tl.int32) * weight[:, None]
+        total = tl.sum(tl.reshape(total, [2, HEADS, CHUNK]), 0)
         score += total.to(tl.float32) * scale[None, :]
     return score
 
@@ -112,7 +115,6 @@ def _head_scores(
     squares,
     top,
     offset,
-    coarse,
     codes_at,
     scales_at,
     j,
@@ -125,15 +127,12 @@ def _head_scores(
     CHUNK: tl.constexpr,
 ):
     """`[HEADS, CHUNK]`: mean plus DEVIATIONS standard deviations of each head's scores of blocks j.
-    `offset` is NaN for a query that is not finite. What is not finite comes back as infinity."""
-    ROWS: tl.constexpr = 2 * HEADS
-    quantum = tl.where(coarse, 128.0 / 16256.0, 1.0 / 16256.0)
-    mean = _part_scores(means, 0, codes_at, scales_at, j, place, limit, N, D, ROWS, CHUNK)
-    mean = mean * (top * quantum)[:, None] + offset[:, None]
-    square = _part_scores(squares, 1, codes_at, scales_at, j, place, limit, N, D, ROWS, CHUNK)
-    square = square * (top * top * quantum)[:, None]
-    mean = tl.sum(tl.reshape(mean, [2, HEADS, CHUNK]), 0)
-    square = tl.sum(tl.reshape(square, [2, HEADS, CHUNK]), 0)
+    `top` `[HEADS]` is the largest channel of each query, `offset` NaN for one that is not finite.
+    What is not finite comes back as infinity."""
+    mean = _part_scores(means, 0, codes_at, scales_at, j, place, limit, N, D, HEADS, CHUNK)
+    mean = mean * (top * (1.0 / 16256.0))[:, None] + offset[:, None]
+    square = _part_scores(squares, 1, codes_at, scales_at, j, place, limit, N, D, HEADS, CHUNK)
+    square = square * (top * top * (1.0 / 16256.0))[:, None]
     square = tl.where(square > 0, square, tl.where(square == square, 0.0, square))
     score = scale * (mean + DEVIATIONS * tl.sqrt(square))
     return tl.where(tl.abs(score) < float("inf"), score, float("inf"))
@@ -148,6 +147,16 @@ def _log_sum_exp(x, axis: tl.constexpr):
     total = tl.sum(tl.exp(x - tl.expand_dims(shift, axis)), axis)
     result = shift + tl.log(tl.where(total > 0, total, 1.0))
     return tl.where(total > 0, result, float("-inf"))
+
+
+@triton.jit
+def _shares(x):
+    """log sum exp over the heads, `[CHUNK]`; infinity where a head's is. Every block has a head that
+    is above -inf. One reduction finds the largest and what is not finite."""
+    top = tl.max(x, 0)
+    shift = tl.where(top < float("inf"), top, 0.0)
+    total = tl.sum(tl.exp(x - shift[None, :]), 0)
+    return tl.where(top < float("inf"), shift + tl.log(total), float("inf"))
 
 
 @triton.jit
@@ -257,9 +266,11 @@ def score_spread(
             cache_modifier=".cg",
         ).to(tl.float32)
         top = tl.max(tl.abs(query), 1)
-        offset = tl.sum(query * 0, 1)  # NaN for a query that is not finite
         means = _all_digits(q_at, r < GROUP, top, coarse, 0, D)
         squares = _all_digits(q_at, r < GROUP, top, coarse, 1, D)
+        # Of each head once; its two rows hold the same.
+        offset = tl.sum(tl.reshape(tl.sum(query * 0, 1), [2, HEADS]), 0)
+        top = tl.max(tl.reshape(top, [2, HEADS]), 0)
         in_group = tl.arange(0, HEADS) < GROUP
 
         picks = SINK + tl.arange(0, SAMPLE) * step
@@ -268,7 +279,6 @@ def score_spread(
             squares=squares,
             top=top,
             offset=offset,
-            coarse=coarse,
             codes_at=codes_at,
             scales_at=scales_at,
             j=picks,
@@ -296,7 +306,6 @@ def score_spread(
                 squares=squares,
                 top=top,
                 offset=offset,
-                coarse=coarse,
                 codes_at=codes_at,
                 scales_at=scales_at,
                 j=j,
@@ -308,9 +317,8 @@ def score_spread(
                 HEADS=HEADS,
                 CHUNK=CHUNK,
             )
-            odd = tl.sum(((score == float("inf")) & in_group[:, None]).to(tl.int32), 0) > 0
             share = tl.where(in_group[:, None], score - norm[:, None], float("-inf"))
-            share = tl.where(odd, float("inf"), _log_sum_exp(share, 0))
+            share = _shares(share)
             usable = (j >= SINK) & (j < limit)
             if key_mask is not None:
                 usable = usable & visible_blocks(key_mask, b * mask_stride, low, j, limit, BLOCK)
