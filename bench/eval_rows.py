@@ -3,7 +3,8 @@
     python bench/eval_rows.py smollm2-135m [FOLDER/samples.jsonl ...]
 
 With `--study momo`: rows of a comparison of their own, which tables show where their filters say
-`study=momo` and plots leave out. NAME is then the study's file, such as momo-smollm2-135m.
+`study=momo` and plots leave out. NAME is then the study's file, such as momo-smollm2-135m. Without
+files it makes the rows of the samples that are there; with `--anew` it drops these.
 
 Adds the samples to bench/results/samples/NAME.jsonl.xz, which holds every prompt's hash, reply and
 score, and writes from it alone bench/results/eval-NAME.json (quality rows, one a line) and
@@ -32,9 +33,10 @@ def main() -> None:
     parser.add_argument("name")
     parser.add_argument("samples", nargs="*", type=Path)
     parser.add_argument("--study", default="")
+    parser.add_argument("--anew", action="store_true", help="drop the samples that are there")
     options = parser.parse_args()
     packed = ROOT / "bench" / "results" / "samples" / f"{options.name}.jsonl.xz"
-    known = read_packed(packed)
+    known = {} if options.anew else read_packed(packed)
     for path in options.samples:
         known |= Records(path).known
     records = sorted(known.values(), key=_order)

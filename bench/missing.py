@@ -5,7 +5,7 @@
 Quality: the default of every method on the tasks and measures of the default suite, with its number
 of prompts, for both small models at the suite's lengths that fit them. Timing: one layer's step of
 every default, momo's prefill, every op alone that a method calls, time to first token and decode of
-whole models. Masks: momo's rivals. A cell is
+whole models. Masks: momo's rivals. Comparisons of options: those of bench/studies.py. A cell is
 
     missing     no row answers it
     few         its row has fewer prompts than the suite asks
@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 from _plots import bare, tokens
 from report import load
 from stale import History, NoHistoryError
+from studies import STUDIES
 
 from attnplug.eval.measure import DECODES
 from attnplug.eval.suite import SUITES, all_policies
@@ -137,6 +138,16 @@ def cells() -> Iterator[Cell]:
             yield Cell(op, tokens(n), case, 0, asking({"op": op, "case": case, "n": n}))
     for mask, (model, n) in itertools.product(MASKS, LONGEST.items()):
         yield Cell(mask, tokens(n), model, 1, of_mask(mask, model, n))
+    for name, options in STUDIES.items():
+        for policy, task, model, n in itertools.product(
+            map(bare, options.policies), options.tasks, LONGEST, options.lengths
+        ):
+            if n > LONGEST[model]:
+                continue
+            measure = MEASURED.get(task, (task,))[0]
+            asked = {"study": name, "policy": policy, "task": measure, "model": model, "n": n}
+            case = f"{policy} {task} {tokens(n)}"
+            yield Cell(f"study {name}", case, model, options.trials_of(task), asking(asked))
 
 
 @functools.cache

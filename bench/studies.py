@@ -3,8 +3,9 @@
     python bench/studies.py              # their names, and how many prompts each asks
     python bench/studies.py gvr          # the arguments of `attnplug eval`, one a line
 
-`bench/studies_gpu.sh` runs them, `bench/eval_rows.py NAME-MODEL FILE --study NAME --anew` makes rows,
-which a table shows where its filters say `study=NAME`. `bench/missing.py` says which lack rows."""
+`bench/studies_gpu.sh` runs them, `bench/eval_rows.py NAME-MODEL FILE --study NAME --anew` makes
+rows, which a table shows where its filters say `study=NAME`. `bench/missing.py` says which lack
+rows."""
 
 import sys
 from collections.abc import Mapping, Sequence
@@ -56,11 +57,11 @@ STUDIES: Mapping[str, Options] = MappingProxyType(
             [
                 *(f"gather(k={k}, min_tokens=0)" for k in (64, 128)),
                 "gather(min_tokens=0)",
-                "gather(scoring='bounds', min_tokens=0)",
+                "gather(scoring='spread', min_tokens=0)",
                 "gather(scoring='mean', min_tokens=0)",
                 *(f"gather(k={k}, {LARGE_BLOCKS}, min_tokens=0)" for k in (0, 8, 32, 64)),
-                f"gather(k=8, {LARGE_BLOCKS}, scoring='bounds', min_tokens=0)",
-                f"gather(k=32, {LARGE_BLOCKS}, scoring='bounds', min_tokens=0)",
+                f"gather(k=32, {LARGE_BLOCKS}, scoring='mean', min_tokens=0)",
+                f"gather(k=32, {LARGE_BLOCKS}, scoring='estimate', min_tokens=0)",
             ],
             ("needle-noise", "needle-prose", "fidelity"),
         ),
@@ -91,7 +92,7 @@ STUDIES: Mapping[str, Options] = MappingProxyType(
         ),
         # What the tasks say of a mask that is broken on purpose.
         "control": Options(
-            ["random_blocks(k=64)"],
+            ["random_blocks(top_k=64)"],
             ("needle-noise", "needle-prose", "multi-key", "variable-tracking", "perplexity"),
             (32768, 8192, 4096),
         ),

@@ -151,8 +151,8 @@ def _log_sum_exp(x, axis: tl.constexpr):
 
 @triton.jit
 def _shares(x):
-    """log sum exp over the heads, `[CHUNK]`; infinity where a head's is. Every block has a head that
-    is above -inf. One reduction finds the largest and what is not finite."""
+    """log sum exp over the heads, `[CHUNK]`; infinity where a head's is. Every block has a head
+    above -inf. One reduction finds the largest and what is not finite."""
     top = tl.max(x, 0)
     shift = tl.where(top < float("inf"), top, 0.0)
     total = tl.sum(tl.exp(x - shift[None, :]), 0)
