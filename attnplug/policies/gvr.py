@@ -27,10 +27,10 @@ from attnplug.policies.crossover import DenseBelow
 from attnplug.policies.dense import Dense
 
 # A cache smaller than this many times the tokens that a step keeps is read whole, and one below so
-# many tokens in any case: on an H200 a step was slower than dense at 32K and faster at 128K, and
-# the two lines cross at about 64K.
+# many tokens in any case. On an H200 a layer's step alone pays from about 64K on, but a whole model
+# of 7B is slower than dense at 128K (0.98x) and faster at 1M: its lines cross at about 150K.
 CROSSOVER_FACTOR = 4
-CROSSOVER_FLOOR = {"cuda": 98304, "cpu": 8192}
+CROSSOVER_FLOOR = {"cuda": 163840, "cpu": 8192}
 GROUPS = ("max", "share")
 
 

@@ -76,7 +76,7 @@ def test_an_explicit_min_tokens_knows_no_batch():
 
 
 def test_without_rows_of_batches_each_row_counts_alone():
-    assert Gvr().row_crossover(CUDA) == (98304, 98304)
+    assert Gvr().row_crossover(CUDA) == (163840, 163840)
     cpu = torch.device("cpu")
     assert Gather().row_crossover(cpu) == (Gather().crossover(cpu),) * 2
 
