@@ -17,18 +17,17 @@ from peers import cudnn_attention
 from attnplug import Dense
 from attnplug.bench import quick
 from attnplug.bench.rows import policy_name
-from attnplug.bench.timing import rotated_sets
 from attnplug.policies import AttentionCall, Phase, methods
 
 HEADS, PLAN = quick.Heads(), quick.PLANS["cuda"]
 LENGTHS = [8192, 32768, 131072, 524288, 1048576]
-MOST_SETS = 4
 CALLS = 8  # in one graph, or more
 
 
 class Caches:
-    """Calls over as many caches as keep a run from reading the L2, the keys and values of each, and
-    the bytes of the GPU that one cache takes."""
+    """Calls over as many caches as keep a step from reading the L2, the keys and values of each, and
+    the bytes of the GPU that one cache takes. What a step reads decides, and not what a cache has:
+    a few MB of 268 at 128K, which would stay in the L2 from one step to the next."""
 
     def __init__(self, policy: Phase, n: int):
         kv_bytes = 2 * HEADS.kv * n * HEADS.dim * PLAN.dtype.itemsize
@@ -37,8 +36,13 @@ class Caches:
         gc.collect()
         torch.cuda.synchronize()
         before, seen = torch.cuda.memory_allocated(), 0
-        for seed in range(min(MOST_SETS, rotated_sets(kv_bytes))):
+        sets, seed = 1, 0
+        while seed < sets:
             call, k, v = quick.decode_call(HEADS, PLAN, n, policy, seed)
+            if seed == 0:
+                free, _ = torch.cuda.mem_get_info()
+                sets = quick.sets_of(policy, call, kv_bytes, free)
+            seed += 1
             plain = AttentionCall(call.q, k, v, call.scale, lengths=call.lengths)
             self.calls.append(call)
             self.dense.append(plain)

@@ -120,7 +120,8 @@ def test_quantize_kv(bench, new, originals):
 @pytest.mark.parametrize("name", ["dense", "gather", "gvr", "sketch", "certified"])
 def test_steps(bench, name, monkeypatch):
     module, gpu_bench = bench[0]("test_steps"), bench[1]
-    monkeypatch.setattr(module, "MOST_SETS", 1)
+    monkeypatch.setattr(module.quick, "MOST_SETS", 2)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (1 << 30, 1 << 30))
     monkeypatch.setattr(module, "cudnn_attention", lambda q, k, v, scale: q)
     module.test_step(gpu_bench, name, 256)
     (row,) = gpu_bench.rows

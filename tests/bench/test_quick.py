@@ -11,7 +11,8 @@ from attnplug.bench.provenance import KEYS
 from attnplug.bench.rows import make_row
 from attnplug.bench.timing import quantiles, time_on_cpu
 from attnplug.cli import app
-from attnplug.policies import Dense, methods
+from attnplug.models.cache import PlugLayer
+from attnplug.policies import AttentionCall, Dense, methods
 
 runner = CliRunner(env={"COLUMNS": "200", "NO_COLOR": "1"})
 HEADS = quick.Heads(4, 2, 64)
@@ -52,6 +53,26 @@ def test_a_step_runs_the_method_and_sees_the_tokens(name, monkeypatch):
         monkeypatch.setattr(Dense, "attend", lambda self, call: pytest.fail("dense ran"))
     # The budgets hold this many tokens, or estimate them; INT8 and INT4 make the rest.
     torch.testing.assert_close(method.attend(call), wanted, atol=0.05, rtol=0)
+
+
+@pytest.mark.parametrize("name", ["dense", "gather", "sketch"])
+def test_steps_go_through_caches_by_what_a_step_reads(name):
+    """A few MB of 268 at 128K: one such cache would stay in the L2 from step to step."""
+    method = methods()[name](**({} if name == "dense" else {"min_tokens": 0}))
+    keys = torch.empty(1, 4, 131072, 128, dtype=torch.bfloat16, device="meta")
+    layer = method.cache_layer(131072) or PlugLayer(max_cache_len=131072)
+    layer.lazy_initialization(keys[:, :, :0], keys[:, :, :0])
+    call = AttentionCall(keys[:, :, :1], layer.keys, layer.values, 0.1, state=layer)
+    kv_bytes = 2 * keys.nbytes
+    read, free = quick.read_bytes(method, call, kv_bytes), 64 << 30
+    beside = sum(t.nbytes for t in layer.tensors()) - kv_bytes
+    if name == "dense":
+        assert read == kv_bytes and quick.sets_of(method, call, kv_bytes, free) == 1
+    else:
+        assert 0 < beside < read < kv_bytes / 10
+        assert read - beside == 2048 * method.kept  # keys and values of four heads
+        assert quick.sets_of(method, call, kv_bytes, free) * read >= 180 << 20
+    assert quick.sets_of(method, call, kv_bytes, 0) == 1
 
 
 @pytest.mark.parametrize(
