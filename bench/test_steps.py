@@ -25,9 +25,9 @@ CALLS = 8  # in one graph, or more
 
 
 class Caches:
-    """Calls over as many caches as keep a step from reading the L2, the keys and values of each, and
-    the bytes of the GPU that one cache takes. What a step reads decides, and not what a cache has:
-    a few MB of 268 at 128K, which would stay in the L2 from one step to the next."""
+    """Calls over as many caches as keep a step from reading the L2, the keys and values of each,
+    and the bytes of the GPU that one cache takes. What a step reads decides, and not what a cache
+    has: a few MB of 268 at 128K, which would stay in the L2 from one step to the next."""
 
     def __init__(self, policy: Phase, n: int):
         kv_bytes = 2 * HEADS.kv * n * HEADS.dim * PLAN.dtype.itemsize
