@@ -122,9 +122,10 @@ def read_bytes(policy: Phase, call: AttentionCall, kv_bytes: int) -> int:
     """Bytes that one step reads of a cache whose keys and values have `kv_bytes`, at most: those of
     all tokens, or of the tokens that the policy keeps and all that its layer has beside them."""
     kept: int | None = getattr(policy, "kept", None)
-    if kept is None or call.state is None:
+    layer = call.state
+    if kept is None or not isinstance(layer, PlugLayer):
         return kv_bytes
-    beside = sum(t.nbytes for t in call.state.tensors() if t is not call.k and t is not call.v)
+    beside = sum(t.nbytes for t in layer.tensors() if t is not call.k and t is not call.v)
     return min(kv_bytes, kv_bytes * kept // call.k.shape[2]) + beside
 
 
