@@ -35,6 +35,8 @@ def main() -> None:
     parser.add_argument("--study", default="")
     parser.add_argument("--anew", action="store_true", help="drop the samples that are there")
     options = parser.parse_args()
+    if options.anew and not options.samples:
+        parser.error("--anew needs the samples that take the place of those that are there")
     packed = ROOT / "bench" / "results" / "samples" / f"{options.name}.jsonl.xz"
     known = {} if options.anew else read_packed(packed)
     for path in options.samples:

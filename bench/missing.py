@@ -130,7 +130,7 @@ def cells() -> Iterator[Cell]:
         if n > LONGEST[model] or not applies(policy, task):
             continue
         for name in MEASURED.get(task, (task,)):
-            asked = {"policy": policy, "task": name, "model": model, "n": n}
+            asked = {"policy": policy, "task": name, "model": model, "n": n, "study": None}
             trials = SUITE.fewer.get(task, SUITE.trials)
             yield Cell(policy, f"{name} {tokens(n)}", model, trials, asking(asked))
     for op, case, lengths in TIMED:

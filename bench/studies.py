@@ -76,7 +76,7 @@ STUDIES: Mapping[str, Options] = MappingProxyType(
             ],
             ("needle-noise", "needle-prose", "multi-key", "fidelity"),
         ),
-        "momo": Options(
+        "momo-options": Options(
             [
                 *(f"momo(top_k={k}, min_tokens=0)" for k in (16, 64, 128, 256)),
                 *(f"momo(gamma={gamma}, top_k=64, min_tokens=0)" for gamma in (8, 32, 64)),

@@ -22,7 +22,7 @@ from attnplug.policies import AttentionCall, Phase, methods
 DECODES = ("dense", "gather", "gvr", "sketch", "certified")
 PREFILLS = ("momo",)
 CHUNK = 65536  # tokens that a cache takes at once
-MOST_SETS = 24  # of inputs: 8 MB, what a step of the shortest caches reads, fill the L2 thrice
+MOST_SETS = 24  # of inputs: with 8 MB, about what a step of 8K reads, they fill the L2 thrice
 CALLS = 8  # in one graph, or more
 NEEDED = 6  # times keys and values: caches, codes, and what a basis is made in
 QUERIES = 512  # of a prompt's end, which `sketch` makes its basis of

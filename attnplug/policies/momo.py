@@ -86,7 +86,8 @@ class Momo(DenseBelow):
     each.
     min_tokens: tokens of a prefill, all its chunks, below which dense attention runs instead; None
     is the crossover measured on the kind of device, a multiple of the budget top_k x block and at
-    least CROSSOVER_FLOOR.
+    least CROSSOVER_FLOOR. Without a top_k that of the first queries counts where no query of so
+    short a prompt lists more.
     """
 
     gamma: int | None = None
@@ -143,11 +144,12 @@ class Momo(DenseBelow):
         self.check_min_tokens()
 
     def measured_crossover(self, kind: str) -> int:
-        least = [
-            max(CROSSOVER_FLOOR[kind], CROSSOVER_FACTOR[kind] * self._blocks(place) * self.block)
-            for place in (0, NEAR)
-        ]
-        return least[0] if least[0] <= NEAR else least[1]  # by the budget of its last queries
+        near, far = (self._crossover(kind, self._blocks(place)) for place in (0, NEAR))
+        return near if near <= NEAR else far  # that long a prompt has queries of both budgets
+
+    def _crossover(self, kind: str, blocks: int) -> int:
+        """That of queries which all list so many blocks."""
+        return max(CROSSOVER_FLOOR[kind], CROSSOVER_FACTOR[kind] * blocks * self.block)
 
     def density(self, tokens: int) -> float:
         """The share of a causal prefill's keys that a query reads, as the paper counts it (its
@@ -203,11 +205,26 @@ class Momo(DenseBelow):
         far as the host knows, and so are the keys that it sees."""
         queries, limit = call.q.shape[2], self.crossover(call.q.device)
         if not known_below(queries, limit):
-            return False
+            return not self._knows_places(call) and known_below(queries, self._unplaced(call))
         if torch.compiler.is_compiling() or not isinstance(call.state, PlugLayer):
             return True
         seen = call.state.counted if queries >= LEAST_CHUNK else 0
         return max(call.state.prefill_tokens, seen) < limit
+
+    def _knows_places(self, call: AttentionCall) -> bool:
+        """Whether the call's queries list by their places in the prompt (`_parts`)."""
+        if exporting():
+            return False
+        if may_sync(call.q.is_cuda) or call.k.shape[2] <= NEAR:
+            return True
+        return call.start is None and first_query(call) is not None
+
+    def _unplaced(self, call: AttentionCall) -> int:
+        """The crossover of code that knows no places: all of its queries list the most blocks."""
+        if self.min_tokens is not None or self.top_k is not None:
+            return self.crossover(call.q.device)
+        kind = "cpu" if call.q.device.type == "cpu" else "cuda"
+        return self._crossover(kind, self._most_blocks)
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
         if self.is_short(call):

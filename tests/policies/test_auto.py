@@ -296,14 +296,17 @@ def test_attend_without_a_layer_is_that_of_the_chosen_method(queries):
 
 
 def rows_of(policy: Policy) -> list[dict]:
-    """Committed rows of quality that a policy has, its crossover aside."""
-    found = []
+    """Committed rows of quality that a policy has, its crossover aside: one of each question, that
+    of the table of all defaults where it is there."""
+    found = {}
     for path in ROWS.glob("eval*.json"):
         for row in json.loads(path.read_text())["rows"]:
             named = row["policy"].replace("(min_tokens=0)", "").replace(", min_tokens=0", "")
             if named == str(policy) and row.get("diff_low") is not None:
-                found.append(row)
-    return found
+                question = row["model"], row["task"], row["n"]
+                if question not in found or "study" not in row:
+                    found[question] = row
+    return list(found.values())
 
 
 def outside(row: dict, rows: int) -> bool:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from span_cases import PADDING, ROOM, SELECTIONS, TOKENS, call, padded
 
-from attnplug import Momo, PolicyError
+from attnplug import Dense, Momo, PolicyError
 from attnplug.eval.fidelity import measure_mask
 from attnplug.policies import AttentionCall, parse
 from attnplug.policies import momo as policy
@@ -86,6 +86,33 @@ def test_code_that_knows_no_place_lists_the_most(with_padding):
             compiled(q, c.k, c.v, c.lengths),
             wanted.attend(AttentionCall(q, c.k, c.v, 0.125, **rows)),
         )
+
+
+@pytest.mark.parametrize(("tokens", "served"), [(60, []), (100, ["eager"]), (TOKENS, "both")])
+def test_code_that_knows_no_place_serves_from_where_the_most_blocks_pay(
+    tokens, served, monkeypatch
+):
+    monkeypatch.setattr(policy, "NEAR", 100)
+    monkeypatch.setattr(policy, "CROSSOVER_FLOOR", {"cpu": 0})
+    monkeypatch.setattr(policy, "CROSSOVER_FACTOR", {"cpu": 4})  # 64 tokens, and 192 of the most
+    c, method = call("cpu", room=ROOM, batch=1), of(MOMO, min_tokens=None)
+    q = c.q[:, :, :tokens].contiguous()
+    lengths = torch.full((1,), tokens)
+    calls = []
+    monkeypatch.setattr(
+        Momo, "_attend_rows", lambda self, call: calls.append("") or Dense().attend(call)
+    )
+    of(method).attend(AttentionCall(q, c.k, c.v, 0.125, lengths=lengths))
+    eager = len(calls)
+
+    @torch.compile(backend="eager", fullgraph=True)
+    def compiled(q, k, v, lengths):
+        return method.is_short(AttentionCall(q, k, v, 0.125, lengths=lengths))
+
+    found = ["eager"] * eager + ["compiled"] * (not compiled(q, c.k, c.v, lengths))
+    assert found == (["eager", "compiled"] if served == "both" else served)
+    whole = [x[:, :, :tokens].contiguous() for x in (c.k, c.v)]  # whose places are known
+    assert method.is_short(AttentionCall(q, *whole, 0.125)) == (not eager)
 
 
 def test_a_compiled_prompt_without_a_cache_is_cut_too():

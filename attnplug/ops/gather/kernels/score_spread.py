@@ -151,10 +151,10 @@ def _log_sum_exp(x, axis: tl.constexpr):
 
 @triton.jit
 def _shares(x):
-    """log sum exp over the heads, `[CHUNK]`; infinity where a head's is. Every block has a head
-    above -inf. One reduction finds the largest and what is not finite."""
+    """log sum exp over the heads, `[CHUNK]`, -inf where all are; infinity where one is. One
+    reduction finds the largest and what is not finite."""
     top = tl.max(x, 0)
-    shift = tl.where(top < float("inf"), top, 0.0)
+    shift = tl.where(tl.abs(top) < float("inf"), top, 0.0)
     total = tl.sum(tl.exp(x - shift[None, :]), 0)
     return tl.where(top < float("inf"), shift + tl.log(total), float("inf"))
 
