@@ -22,6 +22,7 @@ import torch
 import attnplug
 from attnplug import Certified
 from attnplug.bench.provenance import provenance
+from attnplug.bench.rows import policy_name
 from attnplug.models.pretrained import load
 from attnplug.ops import certified_attention, dense_decode, quantize_kv
 from attnplug.policies import AttentionCall
@@ -143,7 +144,8 @@ def study(context: int, steps: int, device: str, out: Path, name: str = "smollm2
     base: torch.Tensor | None = None
     rows = []
     others = json.loads(RESULTS.read_text())
-    others = [row for row in others if row["policy"] not in POLICIES]
+    names = {label: policy_name(policy) for label, policy in POLICIES.items()}
+    others = [row for row in others if row["policy"] not in names.values()]
     for label, policy in ({"dense": None} | POLICIES).items():
         options = {} if policy is None else dataclasses.asdict(policy)
         chosen = attnplug.Dense() if policy is None else Watched(**options, label=label)
@@ -158,7 +160,7 @@ def study(context: int, steps: int, device: str, out: Path, name: str = "smollm2
         low, high = bootstrap(delta)
         row = {
             "task": "perplexity", "model": name, "n": context, "trials": len(delta),
-            "device": device, "policy": label, "dense": math.exp(float(base.mean())),
+            "device": device, "policy": names[label], "dense": math.exp(float(base.mean())),
             "value": math.exp(float(found.mean())), "delta_nll": float(delta.mean()),
             "low": low, "high": high, **heads_row(torch.cat(HEADS[label])), **provenance(),
         }  # fmt: skip
