@@ -130,12 +130,12 @@ def cells() -> Iterator[Cell]:
         if n > LONGEST[model] or not applies(policy, task):
             continue
         for name in MEASURED.get(task, (task,)):
-            asked = {"policy": policy, "task": name, "model": model, "n": n, "study": None}
+            asked = {"policy": policy, "task": name, "model": model, "n": n}
             trials = SUITE.fewer.get(task, SUITE.trials)
-            yield Cell(policy, f"{name} {tokens(n)}", model, trials, asking(asked))
+            yield Cell(policy, f"{name} {tokens(n)}", model, trials, of_no_study(asked))
     for op, case, lengths in TIMED:
         for n in lengths:
-            yield Cell(op, tokens(n), case, 0, asking({"op": op, "case": case, "n": n}))
+            yield Cell(op, tokens(n), case, 0, of_default(op, case, n))
     for mask, (model, n) in itertools.product(MASKS, LONGEST.items()):
         yield Cell(mask, tokens(n), model, 1, of_mask(mask, model, n))
     for name, options in STUDIES.items():
@@ -165,6 +165,17 @@ def applies(policy: str, task: str) -> bool:
 
 def asking(wanted: dict[str, Any]) -> Callable[[Row], bool]:
     return lambda row: all(row.get(key) == value for key, value in wanted.items())
+
+
+def of_no_study(wanted: dict[str, Any]) -> Callable[[Row], bool]:
+    """A comparison's rows may hold a default, too, and stand in tables of their own."""
+    return lambda row: not row.get("study") and asking(wanted)(row)
+
+
+def of_default(op: str, case: str, n: int) -> Callable[[Row], bool]:
+    """A method's timing is its default's, or older than the key `policy`."""
+    place, own = {"op": op, "case": case, "n": n}, op in methods()
+    return lambda row: asking(place)(row) and not (own and row.get("policy", op) != op)
 
 
 def of_mask(mask: str, model: str, n: int) -> Callable[[Row], bool]:

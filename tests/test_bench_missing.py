@@ -42,7 +42,7 @@ def test_every_default_is_asked_on_every_task_that_it_has(missing):
 
 
 def test_a_cell_says_what_is_wrong_with_its_best_row(missing):
-    row = dict(policy="gvr", task="multi-key", model="gemma3-270m", n=4096)
+    row = dict(policy="gvr", task="multi-key", model="gemma3-270m", n=4096, study="")
     key = ("gvr", "multi-key 4K", "gemma3-270m")
     assert words(missing, [], [])[key] == "missing"
     assert words(missing, [], [row | dict(trials=50, study="x")])[key] == "missing"
@@ -53,6 +53,8 @@ def test_a_cell_says_what_is_wrong_with_its_best_row(missing):
     step = dict(op="gvr", case="step", n=8192)
     assert words(missing, [step], [])["gvr", "8K", "step"] == ""
     assert words(missing, [step | dict(n=9)], [])["gvr", "8K", "step"] == "missing"
+    assert words(missing, [step | dict(policy="gvr")], [])["gvr", "8K", "step"] == ""
+    assert words(missing, [step | dict(policy="gvr(k=64)")], [])["gvr", "8K", "step"] == "missing"
     row |= dict(study="gvr", task="agreement", n=8192, trials=16, policy="gvr(k=64)")
     asked = words(missing, [], [row])
     assert asked["study gvr", "gvr(k=64) fidelity 8K", "gemma3-270m"] == ""
