@@ -32,20 +32,12 @@ class Caches:
     says how many that takes, one where nothing is timed."""
 
     def __init__(self, policy: Phase, n: int, rotate: Callable[[int], int]):
-        kv_bytes = 2 * HEADS.kv * n * HEADS.dim * PLAN.dtype.itemsize
         self.calls: list[AttentionCall] = []
         self.dense: list[AttentionCall] = []
         gc.collect()
         torch.cuda.synchronize()
         before, seen = torch.cuda.memory_allocated(), 0
-        sets, seed = 1, 0
-        while seed < sets:
-            call, k, v = quick.decode_call(HEADS, PLAN, n, policy, seed)
-            if seed == 0:
-                free, _ = torch.cuda.mem_get_info()
-                most = quick.sets_of(policy, call, kv_bytes, free)
-                sets = min(most, rotate(quick.read_bytes(policy, call, kv_bytes)))
-            seed += 1
+        for call, k, v in quick.rotated_calls(HEADS, PLAN, n, policy, rotate):
             plain = AttentionCall(call.q, k, v, call.scale, lengths=call.lengths)
             self.calls.append(call)
             self.dense.append(plain)

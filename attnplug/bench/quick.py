@@ -129,11 +129,24 @@ def read_bytes(policy: Phase, call: AttentionCall, kv_bytes: int) -> int:
     return min(kv_bytes, kv_bytes * kept // call.k.shape[2]) + beside
 
 
-def sets_of(policy: Phase, call: AttentionCall, kv_bytes: int, free: int) -> int:
-    """How many caches steps go through in turn, so that none is read from the L2: as a model's,
-    whose weights come in between. `free` bytes bound them."""
-    wanted = rotated_sets(read_bytes(policy, call, kv_bytes))
-    return max(1, min(MOST_SETS, wanted, free // (NEEDED * kv_bytes)))
+def rotated_calls(
+    heads: Heads,
+    plan: Plan,
+    n: int,
+    policy: Phase,
+    rotate: Callable[[int], int] = rotated_sets,
+) -> Iterator[tuple[AttentionCall, torch.Tensor, torch.Tensor]]:
+    """`decode_call`s over as many caches as steps go through in turn, so that none is read from the
+    L2: as a model's, whose weights come in between. `rotate` says how many that is by what a step
+    reads; free memory bounds them. On a CPU one."""
+    first = decode_call(heads, plan, n, policy, 0)
+    yield first
+    if plan.device == "cuda":
+        free, _ = torch.cuda.mem_get_info()
+        kv_bytes = _cache_bytes(heads, plan, n)
+        wanted = rotate(read_bytes(policy, first[0], kv_bytes))
+        for seed in range(1, min(MOST_SETS, wanted, free // (NEEDED * kv_bytes))):
+            yield decode_call(heads, plan, n, policy, seed)
 
 
 def loud_key(q: torch.Tensor, kv_heads: int, scale: float) -> torch.Tensor:
@@ -145,11 +158,7 @@ def loud_key(q: torch.Tensor, kv_heads: int, scale: float) -> torch.Tensor:
 
 
 def _time_decode(heads: Heads, plan: Plan, n: int, name: str, policy: Phase, peer: str) -> Row:
-    made = [decode_call(heads, plan, n, policy, 0)]
-    if plan.device == "cuda":
-        free, _ = torch.cuda.mem_get_info()
-        sets = sets_of(policy, made[0][0], _cache_bytes(heads, plan, n), free)
-        made += [decode_call(heads, plan, n, policy, seed) for seed in range(1, sets)]
+    made = list(rotated_calls(heads, plan, n, policy))
     each = max(1, CALLS // len(made)) if plan.device == "cuda" else 1
     ours = [functools.partial(policy.attend, call) for call, _, _ in made] * each
     theirs = [

@@ -139,12 +139,12 @@ def _head_scores(
 
 
 @triton.jit
-def _log_sum_exp(x, axis: tl.constexpr):
-    """Of what is below infinity; -inf where there is nothing."""
+def _log_sum_exp(x):
+    """Of each row's values below infinity; -inf where there is none."""
     x = tl.where(x < float("inf"), x, float("-inf"))
-    top = tl.max(x, axis)
+    top = tl.max(x, 1)
     shift = tl.where(top == float("-inf"), 0.0, top)
-    total = tl.sum(tl.exp(x - tl.expand_dims(shift, axis)), axis)
+    total = tl.sum(tl.exp(x - shift[:, None]), 1)
     result = shift + tl.log(tl.where(total > 0, total, 1.0))
     return tl.where(total > 0, result, float("-inf"))
 
@@ -293,7 +293,7 @@ def score_spread(
         shown = picks < limit
         if key_mask is not None:
             shown = shown & visible_blocks(key_mask, b * mask_stride, low, picks, limit, BLOCK)
-        norm = _log_sum_exp(tl.where(shown[None, :], e, float("-inf")), 1)
+        norm = _log_sum_exp(tl.where(shown[None, :], e, float("-inf")))
         norm = tl.where(norm == float("-inf"), 0.0, norm)
 
         best_at = best
