@@ -70,10 +70,13 @@ def join_piece(folder: Path) -> None:
     cache = Path(os.environ["ATTNPLUG_CACHE"])
     wheels = cache / "wheels"
     wheels.mkdir(parents=True, exist_ok=True)
+    parts = [path for path in folder.glob("*.part*") if not arrived(path.name, wheels)]
+    if not parts:
+        return  # a warm machine shows each call the pieces of earlier ones
     small = [str(path) for path in folder.glob("*.whl")]
     site = str(cache / "site")
     pip("install", "--no-index", "--no-deps", "--upgrade", "--target", site, *small)
-    for path in folder.glob("*.part*"):
+    for path in parts:
         shutil.copy(path, wheels)
         wheel, count = path.name.partition(".part")[0], path.name.rpartition("-of-")[2]
         pieces = [wheels / f"{wheel}.part{i}-of-{count}" for i in range(int(count))]
@@ -82,6 +85,11 @@ def join_piece(folder: Path) -> None:
             for piece in pieces:
                 piece.unlink()
         print(f"{wheel}: {'whole' if (wheels / wheel).exists() else 'in part'}")
+
+
+def arrived(part: str, wheels: Path) -> bool:
+    """Whether `wheels` has the piece of this name, or the wheel that it is of."""
+    return any((wheels / name).exists() for name in (part, part.partition(".part")[0]))
 
 
 def pip(*arguments: str) -> None:

@@ -2,6 +2,7 @@
 # The quality table of every default, both small models, on a machine with one GPU of 140 GB:
 #   bash bench/eval_gpu.sh SECONDS [options of attnplug eval]
 #
+# SECONDS count from its start, weights included; bringing the samples in takes a few more.
 # Without options: the default suite, all policies. $OUT gets MODEL.jsonl and MODEL.log of each, as
 # eval_shares.sh says, also where SECONDS end it. What bench/results/samples/ has is not run again, so
 # that calls go on where the last one was cut; FRESH=1 asks everything anew. A captured step is a
@@ -31,7 +32,7 @@ for share in "gemma3-270m ${GEMMA:-2}" "smollm2-135m ${SMOLLM:-2}"; do
     python3 -c "import lzma, sys; sys.stdout.buffer.write(lzma.open(sys.argv[1]).read())" \
       "bench/results/samples/$model.jsonl.xz" >"$known" || exit
   fi
-  KNOWN=$known timeout --kill-after=20 "$seconds" bash bench/eval_shares.sh "$processes" \
+  KNOWN=$known timeout --kill-after=20 "$((seconds - SECONDS))" bash bench/eval_shares.sh "$processes" \
     "$model" "$model" "$@" &
   ids+=($!)
 done

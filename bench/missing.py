@@ -147,7 +147,7 @@ def cells() -> Iterator[Cell]:
             measure = MEASURED.get(task, (task,))[0]
             asked = {"study": name, "policy": policy, "task": measure, "model": model, "n": n}
             case = f"{policy} {task} {tokens(n)}"
-            yield Cell(f"study {name}", case, model, options.trials_of(task), asking(asked))
+            yield Cell(f"study {name}", case, model, options.trials, asking(asked))
 
 
 @functools.cache

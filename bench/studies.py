@@ -12,11 +12,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from attnplug.eval.measure import DECODES
-from attnplug.eval.suite import SUITES
-
-# The windows that a decode measure compares, in the default suite and here.
-WINDOWS = min(SUITES["default"].fewer.values())
 NAIVE = "certified(tolerance=None, explore=0.0, min_tokens=0)"
 PAPERS_LADDER = "tolerance=None, coverage=0.995, k_min=2, k_max=128, v_tol=0.05, ranking=1"
 LARGE_BLOCKS = "block=128, sink=1, local=4"
@@ -25,23 +20,18 @@ LARGE_BLOCKS = "block=128, sink=1, local=4"
 @dataclass(frozen=True)
 class Options:
     """One comparison. Both small models are asked at those of `lengths` that fit them, with
-    `trials` prompts a task; a decode measure has WINDOWS where that is fewer."""
+    `trials` prompts or windows a task."""
 
     policies: Sequence[str]
     tasks: Sequence[str]
     lengths: Sequence[int] = (32768, 8192)
     trials: int = 20
 
-    def trials_of(self, task: str) -> int:
-        return min(self.trials, WINDOWS) if task in DECODES else self.trials
-
     def arguments(self) -> list[str]:
         """Of `attnplug eval`."""
-        suite = ["--suite", "default"] if self.trials == SUITES["default"].trials else []
         named = [word for policy in self.policies for word in ("--policy", policy)]
         lengths, tasks = ",".join(map(str, self.lengths)), ",".join(self.tasks)
-        trials = [] if suite else ["--trials", str(self.trials)]
-        return [*suite, *named, "--lengths", lengths, "--tasks", tasks, *trials]
+        return [*named, "--lengths", lengths, "--tasks", tasks, "--trials", str(self.trials)]
 
 
 STUDIES: Mapping[str, Options] = MappingProxyType(
@@ -103,7 +93,7 @@ def main(names: Sequence[str]) -> None:
         print("\n".join(STUDIES[name].arguments()))
     if not names:
         for name, options in STUDIES.items():
-            asked = sum(map(options.trials_of, options.tasks)) * len(options.lengths)
+            asked = options.trials * len(options.tasks) * len(options.lengths)
             print(f"{name:10} {len(options.policies)} policies, {asked} prompts each")
 
 

@@ -55,7 +55,7 @@ def test_a_cell_says_what_is_wrong_with_its_best_row(missing):
     assert words(missing, [step | dict(n=9)], [])["gvr", "8K", "step"] == "missing"
     assert words(missing, [step | dict(policy="gvr")], [])["gvr", "8K", "step"] == ""
     assert words(missing, [step | dict(policy="gvr(k=64)")], [])["gvr", "8K", "step"] == "missing"
-    row |= dict(study="gvr", task="agreement", n=8192, trials=16, policy="gvr(k=64)")
+    row |= dict(study="gvr", task="agreement", n=8192, trials=20, policy="gvr(k=64)")
     asked = words(missing, [], [row])
     assert asked["study gvr", "gvr(k=64) fidelity 8K", "gemma3-270m"] == ""
     assert asked["study gvr", "gvr(k=64) fidelity 32K", "gemma3-270m"] == "missing"
