@@ -22,6 +22,8 @@ export CUDA_MPS_PIPE_DIRECTORY=/tmp/mps CUDA_MPS_LOG_DIRECTORY=/tmp/mps-log
 mkdir -p /tmp/mps /tmp/mps-log
 nvidia-cuda-mps-control -d || echo "no MPS: processes take turns" >&2
 trap 'echo quit | nvidia-cuda-mps-control' EXIT
+left=$((seconds - SECONDS))
+[ $left -gt 0 ] || { echo "no seconds left behind the weights" >&2 && exit 1; } # 0 would be no limit
 ids=()
 for share in "gemma3-270m ${GEMMA:-2}" "smollm2-135m ${SMOLLM:-2}"; do
   read -r model processes <<<"$share"
@@ -32,7 +34,7 @@ for share in "gemma3-270m ${GEMMA:-2}" "smollm2-135m ${SMOLLM:-2}"; do
     python3 -c "import lzma, sys; sys.stdout.buffer.write(lzma.open(sys.argv[1]).read())" \
       "bench/results/samples/$model.jsonl.xz" >"$known" || exit
   fi
-  KNOWN=$known timeout --kill-after=20 "$((seconds - SECONDS))" bash bench/eval_shares.sh "$processes" \
+  KNOWN=$known timeout --kill-after=20 "$left" bash bench/eval_shares.sh "$processes" \
     "$model" "$model" "$@" &
   ids+=($!)
 done
