@@ -26,6 +26,7 @@ from attnplug.ops import (
 from attnplug.ops.common.checks import BLOCKS
 from attnplug.ops.gather.gather_pieces import gather_pieces, merge_pieces
 from attnplug.ops.gather.page_bounds import empty_page_bounds
+from attnplug.ops.gather.reference import RANKED
 from attnplug.ops.gather.select_blocks import MAX_BLOCKS, SCORINGS
 from attnplug.policies._gather_layers import Form, GatherLayer, HostGatherLayer
 from attnplug.policies._reads import query_positions, read_blocks
@@ -34,9 +35,12 @@ from attnplug.policies.dense import Dense
 
 # A cache smaller than this many times the keys that a step keeps is read whole, and one below so
 # many tokens in any case: where whole models' steps are as fast as dense's at batch 1 on two
-# shapes, of which that with four KV heads decides (bench/results/e2e_gather.json).
+# shapes, of which that with four KV heads decides (bench/results/e2e_gather.json). A list of more
+# blocks than a kernel ranks has a higher floor: its selection takes longer, whatever the length,
+# and in a cache with room for 1M tokens whole steps gain from there on (bench/results/gather.json).
 CROSSOVER_FACTOR = {"cuda": 10, "cpu": 2}
 CROSSOVER_FLOOR = {"cuda": 32768, "cpu": 4096}
+LONG_LIST_FLOOR = {"cuda": 98304, "cpu": 4096}
 # In a batch that has paid a step's fixed price, a row costs what dense takes for so many times the
 # keys that it keeps, or less: rows of batch 1, 8 and 64 on an H200 (docs/log/gather.md). A CPU
 # serves row after row, and a batch shares nothing there.
@@ -105,7 +109,8 @@ class Gather(DenseBelow):
         return (self.sink + self.local + self.k) * self.block
 
     def measured_crossover(self, kind: str) -> int:
-        return max(CROSSOVER_FLOOR[kind], CROSSOVER_FACTOR[kind] * self.kept)
+        floor = LONG_LIST_FLOOR if self.k > RANKED else CROSSOVER_FLOOR
+        return max(floor[kind], CROSSOVER_FACTOR[kind] * self.kept)
 
     def measured_row_crossover(self, kind: str) -> int:
         if kind == "cpu":

@@ -94,7 +94,11 @@ def default_of(row: dict) -> Gather:
     return dataclasses.replace(decode, min_tokens=None)
 
 
-E2E = [r for r in rows_of("e2e_gather") if r["case"] == "e2e-decode" and r.get("peer") == "dense"]
+E2E = [
+    row
+    for row in rows_of("e2e_gather") + rows_of("gather")
+    if row["case"] == "e2e-decode" and row.get("peer") == "dense"
+]
 
 
 @pytest.mark.parametrize(
