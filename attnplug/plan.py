@@ -114,10 +114,10 @@ class Bill:
 
 # Fitted to bench/results/e2e_decode.json and e2e_gather.json.
 H200 = Bill(
-    4.5681e12,
-    1.8747e-3,
-    0.34241e-3,
-    5.1214e-6,
+    4.5843e12,
+    1.9227e-3,
+    0.35108e-3,
+    3.7191e-6,
     source="one NVIDIA H200, compiled decode",
     memory=141e9,
 )

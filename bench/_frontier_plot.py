@@ -5,7 +5,7 @@ import re
 from collections.abc import Sequence
 
 import numpy as np
-from _plots import GRID, INK, MORE, Row, bare, duration, grouped, natural, tokens
+from _plots import GRID, INK, MORE, Row, duration, grouped, natural, tokens
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
@@ -45,7 +45,7 @@ def times(timing: Sequence[Row]) -> dict[str, float]:
             if row["op"] == "dense_decode":
                 found["dense"] = row["p50_us"]
             elif "policy" in row:
-                found[bare(row["policy"])] = row["p50_us"]
+                found[row["policy"]] = row["p50_us"]
     return found
 
 

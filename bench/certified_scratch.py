@@ -18,6 +18,7 @@ import torch
 import attnplug
 from attnplug import Certified
 from attnplug.bench.provenance import provenance
+from attnplug.bench.rows import policy_name
 from attnplug.models.pretrained import load
 from attnplug.ops import Scratch
 from attnplug.ops.certified import certified_attention as OP
@@ -77,7 +78,8 @@ def main(context: int = 2048, steps: int = 20, name: str = "smollm2-135m") -> No
             asked, found = (int(x) for x in replayed(marks, slots, policy.block, after))
             heads = len(marks) * marks[0][0].shape[1]
             row = {
-                "model": name, "n": context, "steps": steps - after, **options, "scratch": slots,
+                "model": name, "n": context, "steps": steps - after,
+                "policy": policy_name(policy), **options, "scratch": slots,
                 "hit_rate": found / max(1, asked),
                 "items_a_step": asked / (steps - after) / heads,
                 "link_bytes_a_step": (asked - found) * item / (steps - after),

@@ -7,7 +7,8 @@ With `--study momo`: rows of a comparison of their own, which tables show where 
 files it makes the rows of the samples that are there; with `--anew` it drops these.
 
 Adds the samples to bench/results/samples/NAME.jsonl.xz, which holds every prompt's hash, reply and
-score, and writes from it alone bench/results/eval-NAME.json (quality rows, one a line) and
+score, and writes from it alone bench/results/eval-NAME.json (quality rows, one a line,
+a policy in the spelling of all rows, which samples have as it was asked) and
 docs/img/eval-NAME.png. `attnplug eval` goes on from the samples, unpacked as OUT/samples.jsonl."""
 
 import argparse
@@ -16,7 +17,7 @@ import lzma
 from pathlib import Path
 from typing import Any
 
-from _results import write_rows
+from _results import row_policy, write_rows
 
 from attnplug.eval.output import draw_heatmap
 from attnplug.eval.records import Record, Records, key_of
@@ -45,7 +46,8 @@ def main() -> None:
     packed.parent.mkdir(exist_ok=True)
     text = "".join(json.dumps(record) + "\n" for record in records)
     packed.write_bytes(lzma.compress(text.encode(), preset=9))
-    rows = [{"study": options.study} | row if options.study else row for row in make_rows(records)]
+    about = {"study": options.study} if options.study else {}
+    rows = [about | row | {"policy": row_policy(row["policy"])} for row in make_rows(records)]
     results = ROOT / "bench" / "results" / f"eval-{options.name}.json"
     write_rows(results, rows)
     print(f"{len(records)} samples, {len(rows)} rows: {results.relative_to(ROOT)}")

@@ -3,11 +3,12 @@
     python bench/figures.py             # exit 1 where a figure is in no row
     python bench/figures.py --quoted    # what is allowed without a row, and why
 
-A figure is a time, a ratio, a rate, a share, a difference in nats, a KL or perplexity, or a count
-of needles and the like, in digits or words ("half a percent"). A row must have it, rounded as
-written. Which rows may: those of an op or policy that the paragraph names, else the page's own; of
-the lengths and the models that it names; for shares, of the task that it names, of the ceiling or
-of the hits. So a sentence says which configuration it is, or its figure fails.
+A figure is a time, a ratio, a rate, a share, a difference in nats, a KL or perplexity, any number
+of two decimals or more, or a count ("two of 30"), in digits or words ("half a percent"). A row must
+have it, rounded as written. Which rows may: those of an op or policy that the paragraph names, else
+the page's own; of the lengths and the models that it names; for shares, decimals and counts, of the
+task that it names, of the ceiling or of the hits. So a sentence says which configuration it is, or
+its figure fails.
 
 Tables between report.py's markers come from rows already. A table typed by hand fails if a cell
 is a decimal number, or one with a unit. Between `<!-- quoted REASON -->` and `<!-- /quoted -->`
@@ -25,6 +26,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from stale import read_rows
+
+from attnplug.eval.runner import MEASURES
+from attnplug.eval.tasks import TASKS
 
 Row = dict[str, Any]
 
@@ -60,11 +64,20 @@ KINDS = {
     "score": NUMBER + r" nats?\b",
     "named score": r"\b(?:KL|kl|[Pp]erplexity)`?(?: divergence)?(?: is| was| of|:| =)* (?P<number>"
     r"\d+\.\d+)",
-    "count": NUMBER + r" (?:needle|prompt|answer|trial)s?(?: of (?P<unit>\d+)| events?\b)",
+    "count": NUMBER
+    + r" (?:(?:needle|prompt|answer|trial|window)s? )?of (?P<unit>\d+)(?!\w|[.,]\d)",
+    "event": NUMBER + r" (?:needle|prompt|answer|trial)s? events?\b",
+    # what no other kind has: a score, a perplexity for another, a share of the best mask
+    "decimal": r"(?<![\w.,/^-])(?P<number>\d{1,3}\.\d{2,})(?!\w|\.\w)",
 }
 FIGURES = {kind: re.compile(text.replace(" ", r"\s+")) for kind, text in KINDS.items()}
 # a cell of a table that is a decimal number, or a number with a unit
 CELL = re.compile(r"\**[<>~+-]?(?:\d[\d,]*\.\d+(?: ?\S+)?|\d[\d,]* ?(?:[uµm]?s|[x×%]|[GT]B/s))\**")
+# numbers that nobody measured: versions, and the confidence of all intervals
+UNMEASURED = re.compile(
+    r"(?:\b(?:C?Python|PyTorch|torch|Triton|transformers|CUDA|vLLM)\b|>=)[ `]*\d[\d.]*"
+    r"(?: (?:to|or|and) \d[\d.]*)*|\bconfidence 0\.95\b"
+)
 MODELS = {"SmolLM2": "smollm2-135m", "Gemma": "gemma3-270m"}
 SCORES = (
     "kl",
@@ -164,9 +177,13 @@ def _figures(page: Path, text: str) -> Iterator[Figure]:
     )
     for paragraph in PARAGRAPH.finditer(text):
         told = re.sub(r"`[^`\n]*\d[^`\n]*`", lambda code: " " * len(code[0]), paragraph[0])
+        told = _blanked(UNMEASURED, told)
+        seen = set()
         for kind, pattern in FIGURES.items():
             for match in pattern.finditer(told):
-                yield _figure(page, text, paragraph, kind, match)
+                if kind != "decimal" or match.start("number") not in seen:
+                    yield _figure(page, text, paragraph, kind, match)
+                seen.add(match.start("number"))
 
 
 def _figure(
@@ -195,7 +212,9 @@ def _speaks_of(row: Row, figure: Figure) -> bool:
         None,
     }
     named = {word for word in re.findall(r"\w+", told) if word in KNOWN}
-    if not subjects & (named or {figure.page.stem.partition("-")[0]}):
+    if not named - REFERENCES:
+        named |= {figure.page.stem.partition("-")[0]}
+    if not subjects & named:
         return False
     sizes = {int(a.replace(",", "")) << b for a, b in _sizes(told)}
     if sizes and row.get("n") not in sizes:
@@ -204,6 +223,7 @@ def _speaks_of(row: Row, figure: Figure) -> bool:
     return not models or row.get("model") in models
 
 
+REFERENCES = {"dense", "stock"}  # what any page's method is held against
 KNOWN = frozenset(
     "dense dense_decode momo gather gvr sketch certified stream stream_mask tiered topk "
     "select_blocks measure_blocks score_tokens share_tokens gather_tokens_attention "
@@ -244,18 +264,34 @@ def values(row: Row, figure: Figure) -> Iterator[float]:
             yield row["ceiling_fraction"]
         if "hit" in told:
             yield from (float(share) for share in re.findall(r"hits ([\d.]+)", row["options"]))
-    elif "task" in row:
-        wanted = SCORES if figure.kind == "score" else _tasks(told)
-        if row["task"] in wanted:
-            keys = ("value", "low", "high", "dense", "diff", "diff_low", "diff_high")
-            yield from (abs(row[key]) for key in keys if row.get(key) is not None)
+    elif "task" in row and _asks(row, figure):
+        keys = ("value", "dense", "diff")
+        if figure.kind != "decimal":  # an interval's ends are so many that any decimal is one
+            keys += ("low", "high", "diff_low", "diff_high")
+        yield from (abs(row[key]) for key in keys if row.get(key) is not None)
+
+
+def _asks(row: Row, figure: Figure) -> bool:
+    """Whether a quality row is of what the figure quotes: the paragraph's tasks, for a decimal of
+    any task where it names none."""
+    if figure.kind == "score":
+        return row["task"] in SCORES
+    named = _tasks(figure.paragraph) & ALL_TASKS
+    return row["task"] in named | SPOKEN if named else figure.kind == "decimal"
+
+
+SPOKEN = frozenset(SCORES) | {"captured-mass-of-oracle"}  # a sentence names these in words
+ALL_TASKS = frozenset([*TASKS, *MEASURES, "captured-attention", "output-error"])
 
 
 def _tasks(text: str) -> set[str]:
-    """Tasks that a paragraph names: by their name, or "needle" for both kinds of text."""
-    return {task for task in re.findall(r"[\w]+(?:-\w+)+", text)} | (
-        {"needle-noise", "needle-prose"} if "needle" in text.lower() else set()
-    )
+    """Tasks that a paragraph names, by their name or in words; "needle" is both kinds of text."""
+    words = " ".join(text.lower().split())
+    found = {task for task in re.findall(r"[\w]+(?:-\w+)+", text)}
+    found |= {task for task in ALL_TASKS if task.replace("-", " ") in words}
+    if "keys" in words:
+        found.add("multi-key")
+    return found | ({"needle-noise", "needle-prose"} if "needle" in words else set())
 
 
 def _counts(row: Row, figure: Figure) -> bool:
@@ -265,7 +301,8 @@ def _counts(row: Row, figure: Figure) -> bool:
     if figure.total is None:
         return figure.low <= row["trials"] <= figure.high
     found = (row["value"] * row["trials"], row.get("dense_only"), row.get("policy_only"))
-    same = row["trials"] == figure.total and row["task"] in _tasks(figure.paragraph)
+    asked = {row["trials"], round(row["dense"] * row["trials"])}  # or those that dense solves
+    same = figure.total in asked and row["task"] in _tasks(figure.paragraph)
     return same and any(figure.low <= one <= figure.high for one in found if one is not None)
 
 

@@ -20,7 +20,6 @@ bench/report.py draws them, with the time of a policy's step beside, where a row
 import argparse
 import copy
 import dataclasses
-import datetime
 import itertools
 import json
 import time
@@ -29,12 +28,11 @@ from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 import torch
-from _results import write_rows
+from _results import run_of, write_rows
 from _selectors import Selector, shares, valid
 
 import attnplug
 from attnplug import Dense, Gather, Gvr, Policy, Sketch
-from attnplug.bench.provenance import commit
 from attnplug.bench.rows import policy_name
 from attnplug.eval.measure import compare_logits, prose_window
 from attnplug.eval.stats import bootstrap_mean
@@ -237,8 +235,8 @@ def main(arguments: list[str] | None = None) -> None:
     model = model.bfloat16() if options.device == "cuda" else model.float()
     *_, width = config_heads(model.config)
     sizes = [size for size in options.bytes if sum(COORDINATES[size]) <= width]
-    about = {"model": options.model, "n": options.tokens, "head_dim": width, "commit": commit()}
-    about["date"] = datetime.datetime.now(datetime.UTC).date().isoformat()
+    about = {"model": options.model, "n": options.tokens, "head_dim": width}
+    about |= run_of(torch.device(options.device).type)
     samples: Samples = defaultdict(dict)
     for number in range(options.first, options.first + options.windows):
         ids = prose_window(tokenizer, options.tokens, number).to(options.device)

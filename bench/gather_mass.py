@@ -12,16 +12,15 @@ bench/results/gather-mass.json, one a policy and question; the interval is a boo
 
 import argparse
 import dataclasses
-import datetime
 import json
 from pathlib import Path
 from typing import Any
 
 import torch
-from _results import write_rows
+from _results import run_of, write_rows
 
 from attnplug import Dense, Gather
-from attnplug.bench.provenance import commit
+from attnplug.bench.rows import policy_name
 from attnplug.eval.capture import capture_layers
 from attnplug.eval.measure import prose_window
 from attnplug.eval.stats import bootstrap_mean
@@ -93,19 +92,19 @@ def main() -> None:
     model = model.float()
     layers = full_layers(model.config)[:: options.every]
     methods = policies(options.listed)
-    found: dict[str, list[tuple[float, float]]] = {str(policy): [] for policy in methods}
+    found: dict[str, list[tuple[float, float]]] = {}
     for number in range(options.windows):
         ids = prose_window(tokenizer, options.tokens, number).reshape(1, -1)
         with torch.no_grad():
             calls = capture_layers(model, ids, layers)
             for policy in methods:
                 each = torch.tensor([measure(policy, call) for call in calls.values()])
-                found[str(policy)].append(tuple(each.mean(0).tolist()))
-                print(number, policy, found[str(policy)][-1], flush=True)
+                means = tuple(each.mean(0).tolist())
+                found.setdefault(policy_name(policy), []).append(means)
+                print(number, policy, means, flush=True)
     known = json.loads(RESULTS.read_text())["rows"] if RESULTS.exists() else []
     about = {"model": options.model, "n": options.tokens, "trials": options.windows}
-    about |= {"listed": options.listed, "layers": len(layers), "commit": commit()}
-    about["date"] = datetime.datetime.now(datetime.UTC).date().isoformat()
+    about |= {"listed": options.listed, "layers": len(layers), **run_of()}
     for place, (task, dense) in enumerate((("captured-attention", 1.0), ("output-error", 0.0))):
         for policy, samples in found.items():
             mean = bootstrap_mean([sample[place] for sample in samples])

@@ -168,12 +168,13 @@ CUDA = torch.device("cuda")
 
 
 class Layer:
-    """A cache full of tokens but one, its summaries for a policy, and a step's arguments."""
+    """A cache of so many tokens but one, in a room that is full of them unless it is told to be
+    larger, its summaries for a policy, and a step's arguments."""
 
-    def __init__(self, batch: int, tokens: int, seed: int):
+    def __init__(self, batch: int, tokens: int, seed: int, room: int = 0):
         random = torch.Generator("cuda").manual_seed(seed)
         made = {"dtype": torch.bfloat16, "device": "cuda", "generator": random}
-        shape = (2, batch, KV_HEADS, tokens, WIDTH)
+        shape = (2, batch, KV_HEADS, max(tokens, room), WIDTH)
         self.k, self.v = torch.empty(shape, dtype=torch.bfloat16, device="cuda").normal_(
             generator=random
         )
@@ -243,8 +244,10 @@ def named(plan: Any) -> str:
     return " ".join(f"{name}={value}" for name, value in plan._asdict().items())
 
 
-def time_steps(layers: list[Layer], policy: Gather, plan: Any = None) -> dict[str, float]:
-    return microseconds([layer.step(policy, plan) for layer in layers])
+def time_steps(
+    layers: list[Layer], policy: Gather, plan: Any = None, between: Callable[[], Any] | None = None
+) -> dict[str, float]:
+    return microseconds([layer.step(policy, plan) for layer in layers], between)
 
 
 def time_scores(layers: list[Layer], policy: Gather, plan: select.Plan) -> dict[str, Any]:

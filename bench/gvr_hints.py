@@ -18,16 +18,16 @@ rows of the study `gvr-hints` to bench/results/gvr-hints.json; low and high are 
 best layer."""
 
 import argparse
-import datetime
 import json
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from _results import write_rows
+from _results import run_of, write_rows
 
-from attnplug.bench.provenance import commit
+from attnplug import Gvr
+from attnplug.bench.rows import policy_name
 from attnplug.eval.capture import capture_layers
 from attnplug.eval.measure import prose_window
 from attnplug.models.layers import find_attention_layers
@@ -108,7 +108,7 @@ def measure(call: AttentionCall, found: dict[tuple[str, str], list[torch.Tensor]
     for group in ("max", "share"):
         scores = step_scores(call, group)
         for k in KS:
-            policy = f"gvr(k={k}, group={group!r})" if group == "share" else f"gvr(k={k})"
+            policy = policy_name(Gvr(k=k, group=group))
             for name, each in hits(scores, k):
                 found[name, policy].append(each)
             mass, error = kept(call, scores, k)
@@ -145,8 +145,7 @@ def write(values: Values, about: dict) -> None:
     """Put the rows in the place of those of the same model and length."""
     known = json.loads(RESULTS.read_text())["rows"] if RESULTS.exists() else []
     known = [row for row in known if any(row[key] != about[key] for key in ("model", "n"))]
-    about = {"study": "gvr-hints", "trials": STEPS, "commit": commit()} | about
-    about["date"] = datetime.datetime.now(datetime.UTC).date().isoformat()
+    about = {"study": "gvr-hints", "trials": STEPS, **run_of()} | about
     for (task, policy), each in values.items():
         spread = {"value": sum(each) / len(each), "low": min(each), "high": max(each)}
         dense = 0.0 if task == "output-error" else 1.0

@@ -11,16 +11,14 @@ question, the interval a bootstrap over needles; a run goes on where one stopped
 one method, and keeps the rows of the others."""
 
 import argparse
-import datetime
 import itertools
 import json
 from pathlib import Path
 
 import numpy as np
 import torch
-from _results import write_rows
+from _results import row_policy, run_of, write_rows
 
-from attnplug.bench.provenance import commit
 from attnplug.eval.capture import capture_layers
 from attnplug.eval.needle import needle_prompt
 from attnplug.eval.stats import bootstrap_mean
@@ -130,8 +128,7 @@ def sample(model, tokenizer, seed: int, tokens: int, heads: list[list[int]], met
 
 def rows(samples: list[dict], tokens: int, heads: int, methods) -> list[dict]:
     about = {"model": MODEL, "n": tokens, "trials": len(samples), "dense": 1.0}
-    about |= {"heads": heads, "commit": commit()}
-    about["date"] = datetime.datetime.now(datetime.UTC).date().isoformat()
+    about |= {"heads": heads, **run_of()}
     found = []
     questions = ("needle-block-listed", "needle-block-first", "needle-attention-kept")
     for place, task in enumerate(questions):
@@ -141,8 +138,14 @@ def rows(samples: list[dict], tokens: int, heads: int, methods) -> list[dict]:
             for k in BUDGETS:
                 mean = bootstrap_mean([s["shares"][f"{method} {k}"][place] for s in samples])
                 values = {"value": mean.value, "low": mean.low, "high": mean.high}
-                found.append({"task": task, "policy": METHODS[method].format(k=k)} | about | values)
+                found.append({"task": task, "policy": name_of(method, k)} | about | values)
     return found
+
+
+def name_of(method: str, k: int) -> str:
+    """What rows call a method with budget k."""
+    name = METHODS[method].format(k=k)
+    return name if method == "oracle" else row_policy(name)
 
 
 def main() -> None:

@@ -6,9 +6,10 @@ docs.
     python bench/report.py            # write
     python bench/report.py --check    # exit 1 where a page is not what the JSON says
 
-A policy goes by its string without `min_tokens=0`, in rows and in filters: a row is of the method,
-whatever its crossover. A row whose ceiling is above 100%, against a probe that it names, makes both
-forms exit with 1: then the probe is slower than the kernel. Older rows name none, and show none.
+Rows carry a policy as `attnplug.bench.rows.policy_name` spells it, a default by its bare name;
+filters may say `min_tokens=0`, which is left out: a row is of the method, whatever its crossover. A
+row whose ceiling is above 100%, against a probe that it names, makes both forms exit with 1: then
+the probe is slower than the kernel. Older rows name none, and show none.
 
 A timing whose code has changed since is marked `stale` in results.md, when this program writes the
 page (bench/stale.py); `--check` leaves these marks out of the comparison, as they follow from git.
@@ -157,20 +158,31 @@ def rows_of(path: Path) -> tuple[str, list[Row]]:
 
 def worded_as_today(row: Row) -> Row:
     """A row with the names that its policy and options have today."""
-    today = {key: current_text(row[key]) for key in ("policy", "options") if key in row}
-    return row | today | ({"policy": bare(today["policy"])} if "policy" in row else {})
+    return row | {key: current_text(row[key]) for key in ("policy", "options") if key in row}
 
 
 def _timing_order(row: Row) -> tuple[Any, ...]:
     return (
-        row["op"], row["case"] != "op", row["case"], row["heads_q"], row["heads_kv"],
-        row["head_dim"], row["dtype"], row["batch"], natural(row["options"]), row["n"],
-        row["peer"] or "",
+        row["op"], row["case"] != "op", row["case"], _optioned(row), row["heads_q"],
+        row["heads_kv"], row["head_dim"], row["dtype"], row["batch"], natural(row["options"]),
+        row["n"], row["peer"] or "",
     )  # fmt: skip
 
 
 def _quality_order(row: Row) -> tuple[Any, ...]:
-    return row["model"], row["task"], row["n"], natural(row["policy"]), row["trials"]
+    return (
+        row["model"],
+        row["task"],
+        row["n"],
+        _optioned(row),
+        natural(row["policy"]),
+        row["trials"],
+    )
+
+
+def _optioned(row: Row) -> bool:
+    """Whether the row's policy names options: the default's rows lead a table."""
+    return "(" in row.get("policy", "")
 
 
 def stale_marks(timing: Sequence[Row], root: Path) -> dict[int, str]:

@@ -18,17 +18,15 @@ query blocks; the interval is a bootstrap over windows. Adds quality rows of the
 bench/results/masks.json, one a policy, which hold each window's value in `samples`."""
 
 import argparse
-import datetime
 import itertools
 import json
 from pathlib import Path
 from typing import Any
 
 import torch
-from _results import write_rows
+from _results import run_of, write_rows
 
 from attnplug import Momo
-from attnplug.bench.provenance import commit
 from attnplug.bench.rows import policy_name
 from attnplug.eval.capture import capture_layers
 from attnplug.eval.control import RandomBlocks
@@ -165,21 +163,22 @@ def main() -> None:
                 value = sum(each[policy] for each in found) / len(found)
                 samples.setdefault(policy, []).append(value)
                 print(number, policy, round(value, 4), flush=True)
-    write(options.results, options.model, options.tokens, samples)
+    run = run_of(torch.device(options.device).type)
+    write(options.results, options.model, options.tokens, samples, run)
 
 
-def write(path: Path, model: str, tokens: int, samples: dict[str, list[float]]) -> None:
+def write(
+    path: Path, model: str, tokens: int, samples: dict[str, list[float]], run: dict[str, str]
+) -> None:
     """Put the rows into the file, in the place of those that ask the same."""
     known = json.loads(path.read_text())["rows"] if path.exists() else []
-    today = datetime.datetime.now(datetime.UTC).date().isoformat()
     for policy, values in samples.items():
         mean, key = bootstrap_mean(values), (policy, model, tokens)
         known = [row for row in known if (row["policy"], row["model"], row["n"]) != key]
         known.append({
             "study": STUDY, "task": "captured-mass", "model": model, "n": tokens,
             "trials": len(values), "policy": policy, "dense": 1.0, "value": mean.value,
-            "low": mean.low, "high": mean.high, "samples": values, "commit": commit(),
-            "date": today,
+            "low": mean.low, "high": mean.high, "samples": values, **run,
         })  # fmt: skip
     write_rows(path, known)
 

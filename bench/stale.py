@@ -71,14 +71,14 @@ def main() -> int:
         return 0
     groups: dict[tuple[str, ...], int] = {}
     rows = 0
-    for file, row in committed_rows(ROOT / "bench" / "results"):
+    for file, row in read_rows(ROOT / "bench" / "results"):
         rows += 1
         state = history.state(row)
         if state.word:
             files = ", ".join(path.removeprefix("attnplug/") for path in state.files[:3])
             more = f" and {len(state.files) - 3} more" if len(state.files) > 3 else ""
             commit = row.get("commit", "")
-            key = (file, _title(row), commit, state.word, state.newest, files + more)
+            key = (file.as_posix(), _title(row), commit, state.word, state.newest, files + more)
             groups[key] = groups.get(key, 0) + 1
     lines = [(str(number), *key) for key, number in groups.items()]
     heads = ("rows", "file", "what", "commit", "state", "newest change", "changed files")
@@ -91,13 +91,6 @@ def main() -> int:
     )
     print(f"\n{rows} rows: {told or 'all by the code that ships'}.")
     return 0
-
-
-def committed_rows(folder: Path) -> Iterator[tuple[str, Row]]:
-    """Each row of all results, with its file's name. A folder's name is its rows' policy, unless
-    they name one."""
-    for file, row in read_rows(folder):
-        yield file.as_posix(), row if file.parent == Path() else {"policy": file.parts[0]} | row
 
 
 def read_rows(folder: Path) -> Iterator[tuple[Path, Row]]:
@@ -119,8 +112,8 @@ def _title(row: Row) -> str:
 
 
 def _bare(policy: str) -> str:
-    """A policy without options, and without what is said of it after a comma."""
-    return re.sub(r"\([^)]*\)|,.*", "", policy)
+    """A policy without options."""
+    return re.sub(r"\([^)]*\)", "", policy)
 
 
 def _aligned(lines: list[tuple[str, ...]]) -> list[str]:

@@ -149,7 +149,7 @@ def test_phases(gpu_bench, n, name, last):
     gpu_bench(
         op="certified", case="phase", n=n, batch=1, heads_q=HEADS_Q, heads_kv=HEADS_KV,
         head_dim=WIDTH, dtype=torch.bfloat16, options=f"{name}, block=64, up to {last}", fns=fns,
-        bytes=size * whole, flops=4 * n * HEADS_Q * WIDTH * whole,
+        bytes=size * whole, flops=4 * n * HEADS_Q * WIDTH * whole, policy=policy_name(near),
     )  # fmt: skip
 
 
@@ -214,7 +214,7 @@ def test_scratch(gpu_bench, name, slots, correlation):
         f"exact {found.exact:.3f}",
         fns=[functools.partial(policy.attend, one) for one in steps], rounds=9,
         bytes=HEADS_KV * n * token_bytes(policy.block),
-        flops=4 * n * HEADS_Q * WIDTH,
+        flops=4 * n * HEADS_Q * WIDTH, policy=policy_name(policy),
     )  # fmt: skip
 
 

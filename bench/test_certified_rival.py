@@ -32,6 +32,7 @@ from transformers import Cache, LlamaForCausalLM, PreTrainedModel, QuantizedCach
 
 import attnplug
 from attnplug import Certified, Policy
+from attnplug.bench.rows import policy_name
 from attnplug.models.pretrained import load
 from attnplug.policies.certified import CertifiedLayer
 
@@ -185,4 +186,5 @@ def test_rival(gpu_bench, kind, row):
         peer_times_us=theirs.times,
         bytes=mine.nbytes,
         flops=0,
+        policy=policy_name(OURS),
     )

@@ -209,5 +209,6 @@ def test_parts_of_a_step(gpu_bench, part):
         times_us=[sum(time for time, _ in kernels) / PROFILED_STEPS],
         bytes=weights,
         flops=flops,
+        policy=policy_name(policy_of(8)),
     )
     assert row["p50_us"] > 0

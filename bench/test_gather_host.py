@@ -29,6 +29,7 @@ from transformers.cache_utils import Cache
 
 import attnplug
 from attnplug import Dense, Gather
+from attnplug.bench.rows import policy_name
 from attnplug.policies import AttentionCall, parse, residency
 
 HEADS_Q, HEADS_KV, WIDTH = 28, 4, 128
@@ -149,6 +150,7 @@ def test_one_layer(gpu_bench, k, batch, n, kind, slots):
         bytes=crossed + summaries,
         flops=4 * batch * HEADS_Q * WIDTH * policy.block * (5 + k),
         ceiling=lambda seconds: crossed / seconds / link(),
+        policy=policy_name(policy),
     )
 
 
@@ -265,7 +267,7 @@ def record_million(
         bytes=weights + crossed + scanned,
         flops=flops,
         ceiling=lambda seconds: crossed / seconds / link(),
-        policy=policy,
+        policy=policy_name(policy),
     )
 
 

@@ -43,6 +43,7 @@ from transformers import Cache, DynamicCache
 from transformers.generation.configuration_utils import CompileConfig
 
 import attnplug
+from attnplug.bench.rows import policy_name
 
 TOKENS = [int(n) for n in os.environ.get("ATTNPLUG_BENCH_TOKENS", "8192,32768,131072").split(",")]
 BATCHES = [int(n) for n in os.environ.get("ATTNPLUG_BENCH_BATCHES", "1").split(",")]
@@ -145,7 +146,7 @@ def test_tokens(gpu_bench, policy, n, batch):
     gpu_bench.record(
         op=policy, case="generate", n=n, batch=batch, **heads_of(CONFIG), dtype=torch.bfloat16,
         options=KIND, times_us=times, peer="stock", peer_times_us=token_times("", n, batch),
-        bytes=nbytes, flops=flops, policy=policy,
+        bytes=nbytes, flops=flops, policy=policy_name(policy),
     )  # fmt: skip
 
 
@@ -186,7 +187,7 @@ def test_prefill(gpu_bench, policy, n, kind):
         op=policy, case="generate-prefill", n=n, batch=1, **heads_of(CONFIG), dtype=torch.bfloat16,
         options=f"{kind}, peak {peak / 2**30:.1f} GiB", times_us=times,
         peer="stock" if compares else "whole", peer_times_us=against, bytes=2 * read,
-        flops=2 * read * n, policy=policy,
+        flops=2 * read * n, policy=policy_name(policy),
     )  # fmt: skip
 
 
@@ -218,7 +219,8 @@ def test_first(gpu_bench, policy, n):
         gpu_bench.record(
             op=policy, case="generate-first", n=n, batch=1, **heads_of(CONFIG),
             dtype=torch.bfloat16, options=name, times_us=[seconds * 1e6], peer="stock",
-            peer_times_us=[stock[name] * 1e6], bytes=nbytes, flops=flops, policy=policy,
+            peer_times_us=[stock[name] * 1e6], bytes=nbytes, flops=flops,
+            policy=policy_name(policy),
         )  # fmt: skip
 
 

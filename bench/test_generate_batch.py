@@ -28,6 +28,7 @@ from transformers import ContinuousBatchingConfig, GenerationConfig
 from transformers.generation.continuous_batching.utils import WorkloadHints
 
 import attnplug
+from attnplug.bench.rows import policy_name
 
 LOADS = os.environ.get("ATTNPLUG_BENCH_LOADS", "64x8192,16x32768").split(",")
 POLICIES = os.environ.get("ATTNPLUG_BENCH_POLICIES", "dense;gather;gather(min_tokens=0)").split(";")
@@ -90,5 +91,5 @@ def test_load(gpu_bench, policy, load):
         op=policy, case="generate-batch", n=tokens, batch=count, **heads_of(CONFIG),
         dtype=torch.bfloat16, options=f"{NEW} new tokens, transformers {transformers.__version__}",
         times_us=times, peer=f"transformers {name}", peer_times_us=stock, bytes=nbytes / count,
-        flops=flops / count, policy=policy,
+        flops=flops / count, policy=policy_name(policy),
     )  # fmt: skip

@@ -31,6 +31,7 @@ from test_gather_host import (
 
 import attnplug
 from attnplug import Dense, Sketch
+from attnplug.bench.rows import policy_name
 from attnplug.ops.sketch.state import BLOCK
 from attnplug.policies import AttentionCall, refit
 
@@ -90,7 +91,7 @@ def test_one_layer(gpu_bench, k, batch):
         head_dim=WIDTH,
         dtype=torch.bfloat16,
         options=f"host memory, k={k}, drift queries, link {link() / 1e9:.1f} GB/s",
-        policy=str(Sketch(k=k, min_tokens=0, kv="host")),
+        policy=policy_name(Sketch(k=k, kv="host")),
         fns=host.steps(),
         peer="sketch on the GPU",
         peer_fns=near.steps(),

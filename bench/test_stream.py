@@ -21,6 +21,7 @@ from transformers import LlamaForCausalLM
 
 import attnplug
 import attnplug.trace
+from attnplug.bench.rows import policy_name
 from attnplug.ops import stream_mask
 from attnplug.ops.stream.bounds import WIDER
 
@@ -28,6 +29,7 @@ TOKENS = [int(n) for n in os.environ.get("ATTNPLUG_BENCH_STREAM", "131072,104857
 LONG = 524288  # from here on the dense peer runs once, while ours is compiled
 ROUNDS = 5
 BLOCK, TOP_K = 64, 32
+TRACED = f"momo+stream(top_k={TOP_K})"
 WANTED = {131072: 3.0, 1048576: 15.0}  # issue 6
 LONGEST_US = {1048576: 465e3}  # issue 25: bounds are no slower than branches were
 SHAPE = test_momo.LLAMA
@@ -144,6 +146,7 @@ def record_row(gpu_bench, n: int, layers: int, path, edges: int, traced: float, 
         peer_times_us=[plain * 1e6],
         bytes=layers * nbytes,
         flops=layers * flops,
+        policy=policy_name(TRACED),
     )
 
 
@@ -162,7 +165,7 @@ def test_trace_of_a_model(gpu_bench, tmp_path, n):
             forward()
         return recording
 
-    with mlps_in_parts(model), attnplug.applied(model, f"momo+stream(top_k={TOP_K})"):
+    with mlps_in_parts(model), attnplug.applied(model, TRACED):
         model.base_model(ids[:, :PART], use_cache=False)  # compiles momo's kernels
         plain = seconds(forward)
         with attnplug.trace.record(model, path):

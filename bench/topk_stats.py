@@ -8,14 +8,12 @@ q . k, in three layers of each small model), with the picks of the step before a
 of which a given share are picks; and random normal ones. Writes bench/results/topk-stats.json:
 quality rows of the study `topk`, a mean over rows and the 5th and 95th percentile."""
 
-import datetime
 from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from _results import write_rows
+from _results import run_of, write_rows
 
-from attnplug.bench.provenance import commit
 from attnplug.eval.capture import capture_layers
 from attnplug.eval.measure import prose_window
 from attnplug.models.layers import find_attention_layers
@@ -66,8 +64,7 @@ def measured(model: str, rows: torch.Tensor, hint: torch.Tensor | None, policy: 
         both = zip(picks.long(), hint.long(), strict=True)
         shares["hits of the hint"] = torch.stack([torch.isin(a, b).float().mean() for a, b in both])
     about = {"study": "topk", "model": model, "n": rows.shape[1], "trials": len(rows), "k": k}
-    about |= {"policy": policy, "dense": 1.0, "commit": commit()}
-    about["date"] = datetime.datetime.now(datetime.UTC).date().isoformat()
+    about |= {"policy": policy, "dense": 1.0, **run_of()}
     for task, values in shares.items():
         low, high = torch.quantile(values, torch.tensor([0.05, 0.95])).tolist()
         mean = values.mean().item()

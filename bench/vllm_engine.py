@@ -172,7 +172,7 @@ def run_engine(engine: str, tell_of: Callable[[str, list[float]], None]) -> int:
 
 def rows_of(options, key: str, times: list[float], stock: list[float]) -> list[dict[str, Any]]:
     """The rows of one measurement; where it is a distribution, one for its 99th percentile too."""
-    from attnplug.bench.rows import make_row
+    from attnplug.bench.rows import make_row, policy_name
 
     case, tokens, rows = key.split(" ")
     n, batch = int(tokens), int(rows)
@@ -189,7 +189,7 @@ def rows_of(options, key: str, times: list[float], stock: list[float]) -> list[d
         head_dim=shape["head_dim"],
         dtype="bfloat16",
         options="",
-        policy=options.policy,
+        policy=policy_name(options.policy),
         peer="vllm",
         bytes=bytes_,
         flops=flops,

@@ -60,6 +60,9 @@ TRUE = (
     "momo loses 3 needles of 20",
     "momo's KL is 0.0015",
     "momo loses 0.002 nats",
+    "momo answers needle-prose with 0.75, for 0.90",
+    "of 18 needles that dense finds momo loses 3 of 18",
+    "Gemma's mask loses 0.15 of them to momo",
 )
 INVENTED = (
     "momo is 4.4x as fast",
@@ -79,6 +82,13 @@ INVENTED = (
     "momo finds the needle in 14 answers of 20 on Gemma",
     "momo's `kl` is 0.0016",
     "momo loses 0.003 nats",
+    "momo keeps 0.777 of the best mask",
+    "momo answers needle-prose with 0.74, for 0.90",
+    "momo answers needle-prose with 0.75, for 0.91",
+    "momo loses 9 of 30 needles",
+    "momo loses 3 of 19.",
+    "momo's KL at 32K is 0.0999, where others have 0.0015",
+    "momo comes to 13.99, and dense to 13.09",
     "Output:\n\n```text\nmomo took 41 ms\n```",
     "- momo takes 42.6 ms\n- gather is 4.3x as fast",
 )
@@ -101,7 +111,18 @@ def test_a_page_of_a_method_speaks_of_it(told):
 
 @pytest.mark.parametrize(
     "text",
-    ["2 Hq T^2 D", "128K", "8 heads", "`4.4x`", "four times the keep set", "as fast"],
+    [
+        "2 Hq T^2 D",
+        "128K",
+        "8 heads",
+        "`4.4x`",
+        "four times the keep set",
+        "as fast",
+        "Python 3.11 to 3.12",
+        "torch 2.11",
+        "confidence 0.95",
+        "arXiv 2505.11254",
+    ],
 )
 def test_what_is_no_figure_passes(told, text):
     assert told(f"momo has {text}.") == ""

@@ -167,9 +167,9 @@ def rows(policies):
 def test_the_plot(bench):
     plot = bench("_frontier_plot")
     shown = rows([("sketch(k=512)", 1), ("sketch", 2), ("quest(bytes=16, k=512)", 3)])
-    timing = dict(plot.TIMED) | dict(op="sketch", p50_us=20.0, policy="sketch(k=512, min_tokens=0)")
+    timing = dict(plot.TIMED) | dict(op="sketch", p50_us=20.0, policy="sketch(k=512)")
     dense = dict(plot.TIMED) | dict(op="dense_decode", p50_us=65.0)
-    short = dict(timing, n=8192, policy="sketch(min_tokens=0)")
+    short = dict(timing, n=8192, policy="sketch")
     assert plot.times([timing, dense, short]) == {"sketch(k=512)": 20.0, "dense": 65.0}
     [(name, figure)] = plot.draw_frontiers(shown, [timing, dense, short]).items()
     assert name == "frontier-m.png" and len(figure.axes) == 2
@@ -184,19 +184,17 @@ def test_the_plot(bench):
 
 
 @pytest.mark.parametrize(
-    "policy, name, line",
+    "policy, line",
     [
-        ("sketch(min_tokens=0)", "sketch", "sketch"),
-        ("gather(k=64, min_tokens=0)", "gather(k=64)", "gather"),
-        ("gather(k=64, scoring='spread')", None, "gather(scoring='spread')"),
-        ("quest(bytes=16, k=1024)", None, "quest(bytes=16)"),
-        ("sketch(bytes=16, k=512, tail='drop')", None, "sketch(bytes=16, tail='drop')"),
+        ("sketch", "sketch"),
+        ("gather(k=64)", "gather"),
+        ("gather(k=64, scoring='spread')", "gather(scoring='spread')"),
+        ("quest(bytes=16, k=1024)", "quest(bytes=16)"),
+        ("sketch(bytes=16, k=512, tail='drop')", "sketch(bytes=16, tail='drop')"),
     ],
 )
-def test_names_of_policies_and_lines(bench, policy, name, line):
-    plot = bench("_frontier_plot")
-    assert plot.bare(policy) == (name or policy)
-    assert plot.line_of(name or policy) == line
+def test_a_line_is_a_policy_at_all_its_budgets(bench, policy, line):
+    assert bench("_frontier_plot").line_of(policy) == line
 
 
 def test_lines_look_different(bench):

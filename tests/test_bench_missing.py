@@ -50,10 +50,9 @@ def test_a_cell_says_what_is_wrong_with_its_best_row(missing):
     old = row | dict(trials=50, word="stale")
     assert words(missing, [], [old, row | dict(trials=49)])[key] == "stale"
     assert words(missing, [], [old, row | dict(trials=60)])[key] == ""
-    step = dict(op="gvr", case="step", n=8192)
+    step = dict(op="gvr", case="step", n=8192, policy="gvr")
     assert words(missing, [step], [])["gvr", "8K", "step"] == ""
     assert words(missing, [step | dict(n=9)], [])["gvr", "8K", "step"] == "missing"
-    assert words(missing, [step | dict(policy="gvr")], [])["gvr", "8K", "step"] == ""
     assert words(missing, [step | dict(policy="gvr(k=64)")], [])["gvr", "8K", "step"] == "missing"
     row |= dict(study="gvr", task="agreement", n=8192, trials=20, policy="gvr(k=64)")
     asked = words(missing, [], [row])

@@ -22,6 +22,7 @@ def report(monkeypatch):
         "_tables",
         "_story_plots",
         "_frontier_plot",
+        "_results",
     ):
         sys.modules.pop(name, None)
 
@@ -284,6 +285,25 @@ def test_a_policy_goes_by_its_string_without_a_crossover(report):
     assert report.filters("policy=a(k=8;min_tokens=0;b=1)") == {"policy": ["a(k=8;b=1)"]}
 
 
+@pytest.mark.parametrize(
+    ("asked", "name"),
+    [
+        ("gvr(k=2048, min_tokens=0)", "gvr"),
+        ("gather(min_tokens=8192)", None),
+        ("gather(scoring='bounds', k=8)", "gather(k=8)"),
+        ("momo(top_k=64, gamma=8, min_tokens=0)+gather(min_tokens=0)",
+         "momo(gamma=8, top_k=64)+gather"),
+        ("momo+stream(top_k=32)", "momo+stream"),
+        ("momo(topk='exact')", "momo(selection='exact')"),
+        ("random_blocks(top_k=64)", None),
+        ("stock", None),
+    ],
+)  # fmt: skip
+def test_rows_spell_a_policy_in_one_way(report, asked, name):
+    row_policy = importlib.import_module("_results").row_policy
+    assert row_policy(asked) == (name or asked) == row_policy(name or asked)
+
+
 def test_a_row_above_the_ceiling_that_it_names_fails(report, tree, capsys):
     rows = [timing(8192, ceiling_fraction=1.09), timing(4096, 4.0, ceiling_fraction=1.0)]
     path = tree / "bench" / "results" / "z.json"
@@ -351,11 +371,40 @@ def test_the_story_is_drawn_of_what_there_is(report):
     drawn = [line.get_xydata().tolist() for line in axes.lines]
     assert [[1.5, 0.9]] in drawn and len(drawn) == 3  # and dense's cross-hair
     (axes,) = figures[plots.MEMORY].axes
-    assert len(axes.lines) == 2 and axes.lines[0].get_ydata()[1] == 8 * 131072 / 2**30
+    assert [list(line.get_ydata()) for line in axes.lines] == [[1, 1], [1.25, 1.25]]
     text = "<!-- story images=img -->\n<!-- /story -->"
     shown = report.fill_markers(text, timings, [kept])
     assert shown.count("![") == 3 and "(img/story-memory.png)" in shown
     assert report.fill_markers(text, [timings[0]], []).count("Not measured yet.") == 1
+
+
+def test_the_story_joins_rows_of_one_kind(report):
+    plots = sys.modules["_story_plots"]
+    timings, _ = choice_rows()
+    other = step("gvr(k=9)", 131072, 2.0, 1)
+    timings += [other, other | dict(policy="gvr(k=8)", case="op")]
+    assert list(plots.timed_alike(timings, ["gvr", "sketch"])) == ["gvr", "gvr(k=9)"]
+    about = dict(task="agreement", model="gemma3-270m", n=32768, policy="gvr")
+    of_all, of_one = QUALITY | about, QUALITY | about | dict(study="gvr", trials=50)
+    assert plots._quality([of_one, of_all, of_one], "agreement") == {"gvr": of_all}
+
+
+def test_the_story_tells_rows_of_other_commits_apart(report):
+    plots = sys.modules["_story_plots"]
+    timings = [step("certified", n, 0.5, 1) for n in (8192, 32768)]
+    timings.append(step("certified", 1 << 19, 0.01, 1, commit="old"))
+    told = "originals=host, link 9 MiB, tier 0.5, exact 0.312"
+    timings.append(timing(1 << 19, policy="certified", options=told))
+    (axes,) = plots.draw_story(timings, [])[plots.SPEED].axes
+    hollow = [line for line in axes.lines if line.get_markerfacecolor() == "white"]
+    assert [line.get_xydata().tolist() for line in hollow] == [[[1 << 19, 0.01]]]
+    assert any("512K" in text.get_text() and "31%" in text.get_text() for text in axes.texts)
+
+
+def test_names_stand_apart_and_near(report):
+    spread = sys.modules["_story_plots"].spread
+    assert spread([0.1, 0.5], [0.1, 0.1]) == pytest.approx([0.1, 0.5])
+    assert spread([0.4, 0.42, 0.44], [0.1] * 3) == pytest.approx([0.32, 0.42, 0.52])
 
 
 def test_a_step_has_one_time_on_a_page(report, tree):

@@ -2,11 +2,14 @@
 
 import importlib
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from attnplug.policies import methods
 
 ROOT = Path(__file__).parent.parent
 OP = "attnplug/ops/one/scan.py"
@@ -18,7 +21,7 @@ ROW = dict(op="scan", case="op", n=1, commit="")
 def stale(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "bench"))
     yield importlib.import_module("stale")
-    for name in ("report", "stale", "_plots"):
+    for name in ("report", "stale", "_plots", "_results"):
         sys.modules.pop(name, None)
 
 
@@ -140,10 +143,28 @@ def test_the_page_of_results_marks_what_older_code_measured(stale, house):
     assert marked != unmarked and report.STALE_MARK.sub("", marked) == unmarked
 
 
+def ran_a_policy(stale, row):
+    """All but the rows of an op alone, which has plain arguments, and of the trace viewer."""
+    whole = (*stale.WHOLE_MODEL, "step")
+    return "op" not in row or row["op"] in (*methods(), "tiered") or row["case"] in whole
+
+
+def test_every_row_of_a_policy_names_it_and_each_policy_has_one_spelling(stale):
+    row_policy = importlib.import_module("_results").row_policy
+    seen = set()
+    for file, row in stale.read_rows(ROOT / "bench" / "results"):
+        policy = row.get("policy")
+        assert policy or not ran_a_policy(stale, row), (file, row)
+        if set(re.findall(r"[\w-]+", stale._bare(policy or ""))) & set(methods()):
+            assert row_policy(policy) == policy, file
+            seen.add(policy)
+    assert {"dense", "momo", "gather", "gvr", "sketch", "certified"} < seen
+
+
 def test_every_row_of_ours_is_known_to_depend_on_something(stale):
     """All but rows of no code of ours: transformers alone, and what the bench computes itself."""
     seen, foreign = 0, ("stock", "QuantizedCache", "the 8 blocks with", "the 32 blocks with")
-    for file, row in stale.committed_rows(ROOT / "bench" / "results"):
+    for file, row in stale.read_rows(ROOT / "bench" / "results"):
         if "op" in row or not row["policy"].startswith(foreign):
             assert stale.dependencies(ROOT, row), (file, row)
             seen += 1

@@ -10,16 +10,25 @@ import torch
 from attnplug.bench.ceilings import ceiling_fraction, ceilings
 from attnplug.bench.provenance import KEYS, provenance
 from attnplug.bench.timing import quantiles
-from attnplug.policies import Phase
+from attnplug.policies import Phase, Policy, parse
 
 Row = dict[str, Any]
 
 
-def policy_name(method: Phase) -> str:
-    """A method's string without `min_tokens`. A row is of the method, at lengths below its
-    crossover too, and a default's row carries the bare name."""
-    changed = {"min_tokens": None} if hasattr(method, "min_tokens") else {}
-    return str(dataclasses.replace(method, **changed))  # pyright: ignore[reportArgumentType]
+def policy_name(policy: str | Phase | Policy) -> str:
+    """How rows spell a policy: without `min_tokens=0` and without options that are the default's.
+    A row is of the method, at lengths below its crossover too, and a default's row carries the bare
+    name. Raises PolicyError for what `parse` does not know."""
+    served = parse(policy)
+    slots = {field.name: getattr(served, field.name) for field in dataclasses.fields(served)}
+    return str(Policy(**{slot: phase and _unswitched(phase) for slot, phase in slots.items()}))
+
+
+def _unswitched(method: Phase) -> Phase:
+    """The method with its own crossover, where that was switched off."""
+    off = getattr(method, "min_tokens", None) == 0
+    changed = {"min_tokens": None} if off else {}
+    return dataclasses.replace(method, **changed)  # pyright: ignore[reportArgumentType]
 
 
 def make_row(

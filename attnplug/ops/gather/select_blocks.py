@@ -33,8 +33,9 @@ from attnplug.ops.common.pages import capacity, table_at
 from attnplug.ops.common.rows import NO_MASK, mask_bytes, row_step, rows_on_cpu
 from attnplug.ops.common.sizes import cdiv, next_power_of_two
 from attnplug.ops.gather.block_bounds import Frame, check_bounds, frame_of, refresh_on_cpu
+from attnplug.ops.gather.kernels.combine import combine_heads
 from attnplug.ops.gather.kernels.score import score_blocks
-from attnplug.ops.gather.kernels.select import combine_heads, select_best, select_many
+from attnplug.ops.gather.kernels.select import select_best, select_many
 from attnplug.ops.gather.page_bounds import check_page_bounds, rows_of_summaries
 from attnplug.ops.gather.page_scores import launch_page_scores
 from attnplug.ops.gather.reference import RANKED, choose_blocks
@@ -293,6 +294,7 @@ def launch_scores(
             REPEAT=plan.repeat,
             STAGES=plan.stages,
             SOON=plan.soon,
+            SPACED=plan.spaced,
             INT8=int8,
             NEW=new,
             LENGTH_STEP=row_step(lengths),
@@ -338,7 +340,7 @@ def launch_choice(
     plan, size, rows = scores.plan, capacity(k, table), batch * kv_heads * queries
     kept, wide = scores.widths(top_k, blocks)
     pdl, dependent = early(k.device)
-    select = select_best if top_k <= RANKED else select_many
+    select, more = (select_best, {}) if top_k <= RANKED else (select_many, {"DIRECT": plan.direct})
     select.run(
         grid=(rows,),
         warmup=False,
@@ -362,7 +364,7 @@ def launch_choice(
         LENGTH_STEP=row_step(lengths),
         START_STEP=row_step(start),
         PDL=pdl,
-        **{"num_warps": plan.select_warps, **dependent},
+        **{"num_warps": plan.select_warps, **more, **dependent},
     )
 
 

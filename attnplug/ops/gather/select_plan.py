@@ -18,6 +18,9 @@ class Plan(NamedTuple):
     stages: int = 1  # of its pipeline
     soon: bool = False  # read summaries before the length is known; one chunk a program
     registers: int | None = None  # limit of a thread of the score kernel, so that more programs fit
+    # For a row that is short in a large room, not timed yet (bench/gather_room.py):
+    spaced: bool = False  # a program's chunks of bounds lie as far apart as there are programs
+    direct: bool = False  # rows of no more blocks than the second level takes have no first level
 
 
 FLAT = 512  # candidates up to which one program selects among all of them

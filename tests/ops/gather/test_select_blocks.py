@@ -180,10 +180,13 @@ def test_many_blocks_at_once(device_path):
     hold(select(device_path, q, k, **options), q, k, **options)
 
 
-@pytest.mark.parametrize("members", [0, 1, 4, 16])
+@pytest.mark.parametrize(
+    ("members", "spaced"), [(0, False), (1, True), (4, False), (16, False), (16, True)]
+)
 @pytest.mark.parametrize(("top_k", "int8"), [(1, False), (6, True), (32, False)])
-def test_any_plan_selects_the_same(device_path, members, top_k, int8):
-    plan = op.Plan(16, members, 4, 1, soon=members == 4, repeat=3 if members == 16 else 1)
+def test_any_plan_selects_the_same(device_path, members, spaced, top_k, int8):
+    repeat = 3 if members in (1, 16) else 1
+    plan = op.Plan(16, members, 4, 1, soon=members == 4, repeat=repeat, spaced=spaced)
     if device_path[1] == "reference":
         plan = None
     q, k = random(0, 1, 4, 1, 64), random(1, 1, 2, 50 * 16, 64)

@@ -24,7 +24,7 @@ def keys_of(scores):
     return (bits << 32) | (0x7FFFFFFF - torch.arange(scores.shape[-1]))
 
 
-def listed(scores, candidates, top_k, members, warps, device):
+def listed(scores, candidates, top_k, members, warps, device, direct=False):
     """The list of each row of `scores [rows, blocks]`, of which `candidates` are True."""
     rows, blocks = scores.shape
     keys = torch.where(candidates, keys_of(scores), NO_CANDIDATE)
@@ -32,7 +32,7 @@ def listed(scores, candidates, top_k, members, warps, device):
     if members:
         room = torch.full((rows, -blocks % members), NO_CANDIDATE)
         best = torch.cat([keys, room], 1).unflatten(1, (-1, members)).amax(2)
-    plan = Plan(chunk=16, members=members, warps=4, select_warps=warps)
+    plan = Plan(chunk=16, members=members, warps=4, select_warps=warps, direct=direct)
     left = Scores(keys.flatten().to(device), best.flatten().to(device), plan)
     k = torch.empty(1, device=device).expand(1, rows, blocks * BLOCK, 16)
     length = torch.tensor([blocks * BLOCK], device=device)  # all but the last, the local one
@@ -76,17 +76,19 @@ def test_lists_the_best_in_order(device, data):
     kinds = draw(st.tuples(*[st.sampled_from(sorted(KINDS))] * 2))
     scores = torch.stack([KINDS[kind](row) for kind, row in zip(kinds, drawn, strict=True)]) + 0.0
     candidates = torch.rand(2, blocks, generator=random) < share
-    found = listed(scores, candidates, top_k, members, warps, device)
+    direct = draw(st.booleans())
+    found = listed(scores, candidates, top_k, members, warps, device, direct)
     assert torch.equal(found, wanted(scores, candidates, top_k))
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("blocks", "members"), [(8192, 0), (8192, 8), (65536, 16), (65536, 32)])
 @pytest.mark.parametrize("warps", [4, 8, 16])
-def test_lists_the_best_of_many(blocks, members, warps):
+@pytest.mark.parametrize("direct", [False, True])
+def test_lists_the_best_of_many(blocks, members, warps, direct):
     random = torch.Generator().manual_seed(blocks + members)
     drawn = torch.randn(len(KINDS), blocks, generator=random)
     scores = torch.stack([kind(row) for kind, row in zip(KINDS.values(), drawn, strict=True)]) + 0.0
     candidates = torch.ones_like(scores, dtype=torch.bool)
-    found = listed(scores, candidates, 256, members, warps, "cuda")
+    found = listed(scores, candidates, 256, members, warps, "cuda", direct)
     assert torch.equal(found, wanted(scores, candidates, 256))

@@ -1,6 +1,6 @@
 """The Triton kernel that scores blocks for select_blocks: it makes missing summaries, then scores
 them. It stores each block's score as a key, or for "estimate" one score a head, which
-`combine_heads` makes a key of (`kernels/select.py`). Pages have a kernel of their own, made of the
+`combine_heads` makes a key of (`kernels/combine.py`). Pages have a kernel of their own, made of the
 same pieces (`kernels/score_pages.py`)."""
 
 import triton
@@ -257,6 +257,7 @@ def score_blocks(
     REPEAT: tl.constexpr,
     STAGES: tl.constexpr,
     SOON: tl.constexpr,
+    SPACED: tl.constexpr,
     INT8: tl.constexpr,
     NEW: tl.constexpr,
     LENGTH_STEP: tl.constexpr,
@@ -266,13 +267,16 @@ def score_blocks(
     """REPEAT chunks of blocks of one query and KV head: missing summaries, then scores.
 
     INT8: the summaries are codes; their products have two rows for a head. SOON (REPEAT is 1): read
-    the summaries before the length is known.
+    the summaries before the length is known. SPACED: the chunks lie as far apart as there are
+    programs, so that a row that is short in its room keeps as many programs busy as it has chunks.
     """
     PARTS: tl.constexpr = 1 if SCORING == 2 else 2
     HEADS: tl.constexpr = ROWS // 2 if INT8 else ROWS
     q_b, q_h, q_t = q_strides
     k_b, k_h, k_s = k_strides
-    chunk = tl.program_id(0) * REPEAT
+    chunk, apart = tl.program_id(0) * REPEAT, 1
+    if SPACED:
+        chunk, apart = tl.program_id(0), tl.num_programs(0)
     t = tl.program_id(1) % T
     h = tl.program_id(1) // T
     b = tl.program_id(2).to(tl.int64)
@@ -302,36 +306,41 @@ def score_blocks(
     limit = (length - T + t - low) // BLOCK - LOCAL + 1
     # No early return when SOON: the compiler would sink the loads above below the branch.
     if SOON or chunk * CHUNK < limit:
-        end = tl.minimum((chunk + REPEAT) * CHUNK, limit)
-        begin = tl.maximum(chunk * CHUNK, done)
-        if begin < end:
-            mask_at = k
-            if key_mask is not None:
-                mask_at = key_mask + b * mask_stride
-            # The queries of one row may refresh the same blocks at once: they store the same.
-            refresh_blocks(
-                k_at=k + b * k_b + h.to(tl.int64) * k_h,
-                mask_at=mask_at,
-                bounds_at=bounds_at,
-                frame=frame,
-                begin=begin,
-                end=end,
-                stride=1,
-                done=done,
-                start=low,
-                k_s=k_s,
-                D=D,
-                DP=DP,
-                BLOCK=BLOCK,
-                PARTS=PARTS,
-                INT8=INT8,
-                MASKED=key_mask is not None,
-            )
-            tl.debug_barrier()  # other warps load what one has stored
-            if SOON:  # Score again here: were only the loads in this branch, both would unpack.
-                summaries = load_summaries(bounds_at, frame, j, j, N, D, DP, SCORING, INT8)
-                prepared = prepare_query(query, frame, GROUP, HEADS, D, DP, SCORING, INT8)
-                score = block_scores(prepared, summaries, scale, GROUP, HEADS, CHUNK, SCORING, INT8)
+        SPANS: tl.constexpr = REPEAT if SPACED else 1
+        for i in range(SPANS):
+            first = chunk + i * apart
+            end = tl.minimum((first + REPEAT // SPANS) * CHUNK, limit)
+            begin = tl.maximum(first * CHUNK, done)
+            if begin < end:
+                mask_at = k
+                if key_mask is not None:
+                    mask_at = key_mask + b * mask_stride
+                # The queries of one row may refresh the same blocks at once: they store the same.
+                refresh_blocks(
+                    k_at=k + b * k_b + h.to(tl.int64) * k_h,
+                    mask_at=mask_at,
+                    bounds_at=bounds_at,
+                    frame=frame,
+                    begin=begin,
+                    end=end,
+                    stride=1,
+                    done=done,
+                    start=low,
+                    k_s=k_s,
+                    D=D,
+                    DP=DP,
+                    BLOCK=BLOCK,
+                    PARTS=PARTS,
+                    INT8=INT8,
+                    MASKED=key_mask is not None,
+                )
+                tl.debug_barrier()  # other warps load what one has stored
+                if SOON:  # Score again here: were only the loads in this branch, both would unpack.
+                    summaries = load_summaries(bounds_at, frame, j, j, N, D, DP, SCORING, INT8)
+                    prepared = prepare_query(query, frame, GROUP, HEADS, D, DP, SCORING, INT8)
+                    score = block_scores(
+                        prepared, summaries, scale, GROUP, HEADS, CHUNK, SCORING, INT8
+                    )
         if SOON:
             own, best_at = row_at(head_scores, best, row, N, chunks, g, GROUP, SCORING, MEMBERS)
             store_chunk(
@@ -359,14 +368,14 @@ def score_blocks(
             prepared = prepare_query(query, frame, GROUP, HEADS, D, DP, SCORING, INT8)
             own, best_at = row_at(head_scores, best, row, N, chunks, g, GROUP, SCORING, MEMBERS)
             for i in tl.range(0, REPEAT, num_stages=STAGES):  # pyright: ignore[reportGeneralTypeIssues]
-                blocks = (chunk + i) * CHUNK + tl.arange(0, CHUNK)
+                blocks = (chunk + i * apart) * CHUNK + tl.arange(0, CHUNK)
                 shown = load_summaries(
                     bounds_at, frame, blocks, blocks, limit, D, DP, SCORING, INT8
                 )
                 store_chunk(
                     score=block_scores(prepared, shown, scale, GROUP, HEADS, CHUNK, SCORING, INT8),
                     chunk=chunk,
-                    turn=i,
+                    turn=i * apart,
                     limit=limit,
                     key_mask=key_mask,
                     mask_offset=b * mask_stride,

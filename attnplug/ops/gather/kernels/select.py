@@ -132,85 +132,6 @@ def row_limit(
 
 
 @triton.jit
-def combine_heads(
-    scores,
-    best,
-    head_scores,
-    lengths,
-    start,
-    T,
-    S,
-    N,
-    chunks,
-    kv_heads,
-    GROUP: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    LOCAL: tl.constexpr,
-    CHUNK: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    MEMBERS: tl.constexpr,
-    NEW: tl.constexpr,
-    LENGTH_STEP: tl.constexpr,
-    START_STEP: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """log sum over the heads of each one's softmax over the candidates, for one chunk."""
-    chunk = tl.program_id(0)
-    row = tl.program_id(1).to(tl.int64)
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
-    _, _, limit, _ = row_limit(
-        lengths=lengths,
-        start=start,
-        row=row,
-        T=T,
-        S=S,
-        kv_heads=kv_heads,
-        BLOCK=BLOCK,
-        LOCAL=LOCAL,
-        NEW=NEW,
-        LENGTH_STEP=LENGTH_STEP,
-        START_STEP=START_STEP,
-    )
-    if chunk * CHUNK < limit:
-        g = tl.arange(0, ROWS)
-        c = tl.arange(0, CHUNKS)
-        own = head_scores + row * GROUP * (N + chunks) + g
-        in_group = g < GROUP
-        lse = tl.load(
-            own[None, :] + (N + c)[:, None] * GROUP,
-            mask=in_group[None, :] & (c < tl.cdiv(limit, CHUNK))[:, None],
-            other=float("-inf"),
-            cache_modifier=".cg",
-        )
-        top = tl.max(lse, 0)
-        top = tl.where(top == float("-inf"), 0.0, top)
-        total = tl.sum(tl.exp(lse - top[None, :]), 0)
-        lse = top + tl.log(tl.where(total > 0, total, 1.0))
-        j = chunk * CHUNK + tl.arange(0, CHUNK)
-        score = tl.load(
-            own[None, :] + j[:, None] * GROUP,
-            mask=in_group[None, :] & (j < limit)[:, None],
-            other=float("-inf"),
-            cache_modifier=".cg",
-        )
-        any_nan = tl.sum((score != score).to(tl.int32), 1) > 0
-        share = tl.where(score == score, score - lse[None, :], float("-inf"))
-        high = tl.max(share, 1)
-        shift = tl.where((high == float("-inf")) | (high == float("inf")), 0.0, high)
-        total = tl.sum(tl.exp(share - shift[:, None]), 1)
-        score = shift + tl.log(tl.where(total > 0, total, 1.0))
-        score = tl.where(any_nan, float("inf"), score)
-        best_at = best
-        if MEMBERS > 0:
-            best_at = best + row * tl.cdiv(N, MEMBERS)
-        usable = any_nan | (high > float("-inf"))
-        store_keys(score, j, usable, scores + row * N, best_at, limit, CHUNK, MEMBERS)
-
-
-@triton.jit
 def _store_none(out_at, K: tl.constexpr, KP: tl.constexpr):
     """The list of a row without candidates. On pages that is most rows of most steps: those which
     another method serves have a length of 0, and should cost next to nothing."""
@@ -357,6 +278,34 @@ def _ends(score):
 
 
 @triton.jit
+def _best_groups(
+    maxima_at,
+    out_at,
+    limit,
+    K: tl.constexpr,
+    KP: tl.constexpr,
+    WIDE: tl.constexpr,
+    MEMBERS: tl.constexpr,
+):
+    """The blocks [KP * MEMBERS] of the K groups with the best maxima, `limit` for none; a score
+    that none of the K best blocks is below; and one that no block reaches. The list's memory holds
+    the groups meanwhile."""
+    n, group = tl.arange(0, KP), tl.arange(0, WIDE)
+    maxima = _scores_of(_load_keys(maxima_at + group, group * MEMBERS < limit))
+    floor, ceiling, found = _ends(maxima)
+    floor, top, enough, above = _threshold(maxima, floor, ceiling, found, K)
+    _store_taken(out_at, _at_least(maxima, floor, top, enough, above, K), group)
+    groups = tl.minimum(found, K)
+    tl.debug_barrier()  # other warps load what one has stored
+    chosen = tl.load(out_at + n, mask=n < groups, other=0, cache_modifier=".cg")
+    tl.debug_barrier()
+    j = chosen[:, None] * MEMBERS + tl.arange(0, MEMBERS)[None, :]
+    j = tl.reshape(tl.where((n < groups)[:, None], j, limit), [KP * MEMBERS])
+    # The K groups' maxima are K scores: no score below the least of them is taken.
+    return j, tl.where(found < K, NONE + 1, floor), ceiling
+
+
+@triton.jit
 def select_many(
     scores,
     best,
@@ -378,10 +327,12 @@ def select_many(
     LENGTH_STEP: tl.constexpr,
     START_STEP: tl.constexpr,
     PDL: tl.constexpr,
+    DIRECT: tl.constexpr = False,
 ):
     """What `select_best` does for a long list, in ascending order: it compares scores with a
     threshold and sorts nothing. Where blocks stand in groups, it takes the K groups with the best
     maxima first; they hold the K best blocks. The list's own memory holds their numbers meanwhile.
+    DIRECT: a row of no more blocks than K groups hold skips that.
     """
     row = tl.program_id(0).to(tl.int64)
     if PDL:
@@ -408,22 +359,17 @@ def select_many(
     n = tl.arange(0, KP)
     out_at = out + row * K
     if MEMBERS > 0:
-        group = tl.arange(0, WIDE)
-        maxima = _load_keys(best + row * tl.cdiv(N, MEMBERS) + group, group * MEMBERS < limit)
-        maxima = _scores_of(maxima)
-        floor, ceiling, found = _ends(maxima)
-        floor, top, enough, above = _threshold(maxima, floor, ceiling, found, K)
-        _store_taken(out_at, _at_least(maxima, floor, top, enough, above, K), group)
-        groups = tl.minimum(found, K)
-        tl.debug_barrier()  # other warps load what one has stored
-        chosen = tl.load(out_at + n, mask=n < groups, other=0, cache_modifier=".cg")
-        tl.debug_barrier()
-        j = chosen[:, None] * MEMBERS + tl.arange(0, MEMBERS)[None, :]
-        j = tl.reshape(tl.where((n < groups)[:, None], j, limit), [KP * MEMBERS])
-        score = _scores_of(_load_keys(scores + row * N + j, j < limit))
-        # The K groups' maxima are K scores: no score below the least of them is taken.
-        floor = tl.where(found < K, NONE + 1, floor)
-        found = tl.sum((score >= floor).to(tl.int32), 0)
+        maxima_at = best + row * tl.cdiv(N, MEMBERS)
+        if DIRECT:
+            j, floor = tl.arange(0, KP * MEMBERS), tl.full([], NONE + 1, tl.int32)
+            if limit > KP * MEMBERS:
+                j, floor, _ = _best_groups(maxima_at, out_at, limit, K, KP, WIDE, MEMBERS)
+            score = _scores_of(_load_keys(scores + row * N + j, j < limit))
+            floor, ceiling, found = _ends(tl.where(score >= floor, score, NONE))
+        else:
+            j, floor, ceiling = _best_groups(maxima_at, out_at, limit, K, KP, WIDE, MEMBERS)
+            score = _scores_of(_load_keys(scores + row * N + j, j < limit))
+            found = tl.sum((score >= floor).to(tl.int32), 0)
     else:
         j = tl.arange(0, WIDE)
         score = _scores_of(_load_keys(scores + row * N + j, j < limit))

@@ -1,0 +1,116 @@
+"""gather's step between a model's other kernels, and over a row that is short in a large room: how
+long it takes on one GPU.
+
+    python bench/gather_room.py --out rows.jsonl [--seconds 100]
+
+A whole model's step of the default took 20 to 37 us a layer more than the rows of its steps say
+(docs/log/gather.md, 2026-11-25). Those go through one kind of step after the other, in caches as
+long as their rows. Here steps of dense and of gather run by themselves, behind forty other small
+kernels and behind a product with a layer's weights, whose own times are taken off, in rooms of one
+and of 32 times a row; the default's also with the plans `spaced` and `direct` of
+ops/gather/select_plan.py, after a check that these list the same blocks."""
+
+import argparse
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from _op_rows import Rows, microseconds
+from gather_ops import (
+    DEFAULT,
+    PAPER,
+    WIDTH,
+    Layer,
+    plan_of,
+    time_choice,
+    time_scores,
+    time_steps,
+)
+
+from attnplug import Gather
+from attnplug.ops import dense_decode
+
+ROOMS = [(1 << 15, 1 << 20), (1 << 15, 1 << 15), (1 << 17, 1 << 20)]  # tokens, room
+SHORT = [{}, {"spaced": True}, {"direct": True}, {"spaced": True, "direct": True}]
+SHORT_LIST = Gather(k=8, **PAPER)
+
+
+def other_code() -> Callable[[], Any]:
+    """Some forty small kernels of torch that read next to nothing: then a step's own code is no
+    longer in the instruction caches."""
+    x = torch.rand(64, device="cuda")
+    names = "sin cos exp log tanh sigmoid sqrt rsqrt abs neg ceil floor round sign erf log2 atan"
+    alone = [getattr(torch, name) for name in names.split()]
+    pairs = [torch.add, torch.mul, torch.div, torch.maximum, torch.pow, torch.fmod, torch.atan2]
+    along = [torch.cumsum, torch.cumprod, torch.amin, torch.argmax, torch.sum, torch.var]
+
+    def run() -> None:
+        for fn in alone:
+            fn(x)
+        for fn in pairs:
+            fn(x, x)
+        for fn in along:
+            fn(x, 0)
+
+    return run
+
+
+def weights() -> Callable[[], Any]:
+    """A product with a matrix that is larger than the L2, as a layer's are."""
+    matrix = torch.randn(8192, 8192, dtype=torch.bfloat16, device="cuda")
+    vector = torch.randn(8192, dtype=torch.bfloat16, device="cuda")
+    return lambda: torch.mv(matrix, vector)
+
+
+def time_room(rows: Rows, tokens: int, room: int) -> None:
+    """All steps over rows of so many tokens in so much room."""
+    layers = [Layer(1, tokens, seed, room) for seed in range(8)]
+    dense = [
+        lambda x=x: dense_decode(x.q, x.k, x.v, scale=WIDTH**-0.5, lengths=x.lengths)
+        for x in layers
+    ]
+    for where, between in (("alone", None), ("code", other_code()), ("weights", weights())):
+        case = f"n={tokens} room={room} {where}"
+        rows.attempt("dense", case, "dense", microseconds, dense, between)
+        for policy in (SHORT_LIST, DEFAULT):
+            for layer in layers:
+                layer.summarise(policy)
+            rows.attempt("step", case, str(policy), time_steps, layers, policy, None, between)
+        for choice in SHORT:
+            time_short(rows, case, layers, choice, between)
+
+
+def time_short(
+    rows: Rows,
+    case: str,
+    layers: list[Layer],
+    choice: dict[str, bool],
+    between: Callable[[], Any] | None,
+) -> None:
+    """The default's step under a plan for short rows; by itself also its two first kernels."""
+    base = plan_of(layers[0], DEFAULT)
+    plan, name = base._replace(select=base.select._replace(**choice)), str(choice)
+    rows.attempt("step", case, name, time_steps, layers, DEFAULT, plan, between)
+    if between is None:
+        rows.attempt("score", case, name, time_scores, layers, DEFAULT, plan.select)
+        rows.attempt("select", case, name, time_choice, layers, DEFAULT, plan.select)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--seconds", type=float, default=100, help="begin nothing after so many")
+    options = parser.parse_args()
+    torch.set_grad_enabled(False)
+    rows = Rows(options.out, options.seconds)
+    for tokens, room in ROOMS:
+        time_room(rows, tokens, room)
+        torch.cuda.empty_cache()
+    print(f"{rows.failed} failed; {torch.cuda.get_device_name()}, torch {torch.__version__}")
+    return rows.failed > 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
