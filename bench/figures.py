@@ -87,6 +87,8 @@ SCORES = (
     "output-error",
     "long-kl",
     "long-decode-perplexity",
+    "topic-kl",
+    "topic-decode-perplexity",
 )
 
 

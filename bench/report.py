@@ -8,8 +8,8 @@ docs.
 
 Rows carry a policy as `attnplug.bench.rows.policy_name` spells it, a default by its bare name;
 filters may say `min_tokens=0`, which is left out: a row is of the method, whatever its crossover. A
-row whose ceiling is above 100%, against a probe that it names, makes both forms exit with 1: then
-the probe is slower than the kernel. Older rows name none, and show none.
+row whose ceiling is above 100% makes both forms exit with 1: then the probe is slower than the
+kernel.
 
 A timing whose code has changed since is marked `stale` in results.md, when this program writes the
 page (bench/stale.py); `--check` leaves these marks out of the comparison, as they follow from git.
@@ -111,10 +111,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def above_ceiling(timing: Sequence[Row]) -> Iterator[str]:
-    """The rows that did more than their probe says the machine can."""
+    """The rows that did more than their probe says the machine can: the probe was slow."""
     for row in timing:
         share = row["ceiling_fraction"]
-        if "ceilings" in row and share is not None and share > 1:
+        if share is not None and share > 1:
             yield f"{row['op']} {row['case']} {row['options']} n={row['n']}: {share:.1%}"
 
 
@@ -358,9 +358,8 @@ def _ratio(row: Row) -> str:
 
 
 def _ceiling(row: Row) -> str:
-    """Empty too where the probe of before 2026-11-23 was outrun, which says that it was wrong."""
     share = row["ceiling_fraction"]
-    return "" if share is None or share > 1 else f"{share:.0%}"
+    return "" if share is None else f"{share:.0%}"
 
 
 TIMING_COLUMNS: list[Column] = [
