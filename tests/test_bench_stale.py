@@ -176,3 +176,14 @@ def test_every_row_of_ours_is_known_to_depend_on_something(stale):
     assert "bench/_selectors.py" in stale.dependencies(ROOT, selector)
     mask = dict(study="masks", policy="vertical-slash(k=16)")
     assert "bench/rival_masks.py" in stale.dependencies(ROOT, mask)
+
+
+def test_every_row_of_ours_names_a_clean_commit_of_this_repository(stale):
+    try:
+        history = stale.History(ROOT)
+    except stale.NoHistoryError as error:
+        pytest.skip(str(error))
+    words = {}
+    for file, row in stale.read_rows(ROOT / "bench" / "results"):
+        words.setdefault(history.state(row).word, []).append(str(file))
+    assert set(words) <= {"", "stale"}, words.keys()
