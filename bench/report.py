@@ -310,7 +310,8 @@ def filters(text: str) -> dict[str, list[str]]:
 
 
 def _passes(row: Row, wanted: dict[str, list[str]]) -> bool:
-    values = row | ({"heads": heads(row)} if "heads_q" in row else {})
+    # an op alone has no policy
+    values = {"policy": ""} | row | ({"heads": heads(row)} if "heads_q" in row else {})
     unknown = set(wanted) - set(values)
     if unknown:
         raise SystemExit(f"<!-- results -->: rows have no {', '.join(sorted(unknown))}")
