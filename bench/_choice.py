@@ -32,7 +32,7 @@ def choice(timing: Sequence[Row], quality: Sequence[Row], pages: str) -> str:
     """The table in Markdown; `pages` is the way to the pages of methods."""
     heads = ["for", "policy", *(title for title, _ in MODELS.values())]
     heads += [f"one layer's speed at {name}" for name in LENGTHS.values()]
-    heads.append("cache memory at 128K")
+    heads.append(f"cache memory at {LENGTHS[MEMORY_AT]}")
     lines = [heads, ["---"] * len(heads)]
     for need, policy in NEEDS:
         cells = [need, f"[`{policy}`]({pages}/{policy}.md)"]

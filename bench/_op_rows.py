@@ -4,12 +4,14 @@ time of a call in a CUDA graph."""
 import json
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from triton.errors import TritonError
+
+from attnplug.ops import dense_decode
 
 FAILURES = (
     TritonError,
@@ -75,6 +77,14 @@ def inputs(dtype, width, group, tokens, padded, masked, seed=0, batch=2, kv_head
     start = torch.tensor([3, 131]) if padded else None
     mask = torch.rand(batch, tokens, generator=random) < 0.9 if masked else None
     return q.to(dtype), k.to(dtype), v.to(dtype), lengths, start, mask
+
+
+def dense_steps(layers: Sequence[Any]) -> list[Callable[[], Any]]:
+    """dense's step over each layer's `q`, `k`, `v` and `lengths`."""
+    return [
+        lambda x=x: dense_decode(x.q, x.k, x.v, scale=x.k.shape[3] ** -0.5, lengths=x.lengths)
+        for x in layers
+    ]
 
 
 def microseconds(

@@ -199,7 +199,7 @@ def _figure(
     half = 0.5 * 10.0**-digits if written[0].isdigit() else 0.1 * value
     scale = {"time": SECONDS.get(unit, 1.0), "rate": SCALES.get(unit, 1.0), "share": 0.01}
     low, high = ((value + side) * scale.get(kind, 1.0) for side in (-half, half))
-    kind = {"twice": "ratio", "named score": "score"}.get(kind, kind)
+    kind = {"twice": "ratio", "named score": "score", "event": "count"}.get(kind, kind)
     total = int(unit) if kind == "count" and unit else None
     line = _line(text, paragraph.start() + match.start())
     said = " ".join(match[0].split())

@@ -19,10 +19,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _op_rows import Rows, inputs, microseconds, near
+from _op_rows import Rows, dense_steps, inputs, microseconds, near
 
 from attnplug import Gather
-from attnplug.ops import dense_decode
 from attnplug.ops.common.device import machine
 from attnplug.ops.gather import block_bounds as summaries
 from attnplug.ops.gather import gather_attention as attend
@@ -280,10 +279,7 @@ def time_shape(rows: Rows, batch: int, tokens: int, kernels: bool) -> None:
     the scores by spread."""
     case, one = f"batch={batch} n={tokens}", 4 * batch * KV_HEADS * tokens * WIDTH
     layers = [Layer(batch, tokens, seed) for seed in range(max(1, min(8, ROTATE // one)))]
-    dense = [
-        lambda x=x: dense_decode(x.q, x.k, x.v, scale=WIDTH**-0.5, lengths=x.lengths)
-        for x in layers
-    ]
+    dense = dense_steps(layers)
     rows.attempt("dense", case, "dense", microseconds, dense)
     for policy in POLICIES:
         for layer in layers:

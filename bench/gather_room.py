@@ -5,7 +5,7 @@ long it takes on one GPU.
 
 A whole model's step of the default took 20 to 37 us a layer more than the rows of its steps say
 (docs/log/gather.md, 2026-11-25). Those go through one kind of step after the other, in caches as
-long as their rows. Here steps of dense and of gather run by themselves, behind forty other small
+long as their rows. Here steps of dense and of gather run by themselves, behind thirty other small
 kernels and behind a product with a layer's weights, whose own times are taken off, in rooms of one
 and of 32 times a row; the default's also with the plans `spaced` and `direct` of
 ops/gather/select_plan.py, after a check that these list the same blocks."""
@@ -17,11 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _op_rows import Rows, microseconds
+from _op_rows import Rows, dense_steps, microseconds
 from gather_ops import (
     DEFAULT,
     PAPER,
-    WIDTH,
     Layer,
     plan_of,
     time_choice,
@@ -30,7 +29,6 @@ from gather_ops import (
 )
 
 from attnplug import Gather
-from attnplug.ops import dense_decode
 
 ROOMS = [(1 << 15, 1 << 20), (1 << 15, 1 << 15), (1 << 17, 1 << 20)]  # tokens, room
 SHORT = [{}, {"spaced": True}, {"direct": True}, {"spaced": True, "direct": True}]
@@ -38,7 +36,7 @@ SHORT_LIST = Gather(k=8, **PAPER)
 
 
 def other_code() -> Callable[[], Any]:
-    """Some forty small kernels of torch that read next to nothing: then a step's own code is no
+    """Thirty small kernels of torch that read next to nothing: then a step's own code is no
     longer in the instruction caches."""
     x = torch.rand(64, device="cuda")
     names = "sin cos exp log tanh sigmoid sqrt rsqrt abs neg ceil floor round sign erf log2 atan"
@@ -67,17 +65,15 @@ def weights() -> Callable[[], Any]:
 def time_room(rows: Rows, tokens: int, room: int) -> None:
     """All steps over rows of so many tokens in so much room."""
     layers = [Layer(1, tokens, seed, room) for seed in range(8)]
-    dense = [
-        lambda x=x: dense_decode(x.q, x.k, x.v, scale=WIDTH**-0.5, lengths=x.lengths)
-        for x in layers
-    ]
+    dense = dense_steps(layers)
     for where, between in (("alone", None), ("code", other_code()), ("weights", weights())):
         case = f"n={tokens} room={room} {where}"
         rows.attempt("dense", case, "dense", microseconds, dense, between)
-        for policy in (SHORT_LIST, DEFAULT):
-            for layer in layers:
-                layer.summarise(policy)
-            rows.attempt("step", case, str(policy), time_steps, layers, policy, None, between)
+        for layer in layers:
+            layer.summarise(SHORT_LIST)
+        rows.attempt("step", case, str(SHORT_LIST), time_steps, layers, SHORT_LIST, None, between)
+        for layer in layers:
+            layer.summarise(DEFAULT)
         for choice in SHORT:
             time_short(rows, case, layers, choice, between)
 

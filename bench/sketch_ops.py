@@ -17,10 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _op_rows import Rows, microseconds, near
+from _op_rows import Rows, dense_steps, microseconds, near
 from _sketch_checks import CHECKS, PLANS, check, compare_counts
 
-from attnplug.ops import dense_decode
 from attnplug.ops.sketch import attend_picks as attend
 from attnplug.ops.sketch import encode_keys as encode
 from attnplug.ops.sketch import merge_sketch as merge
@@ -214,10 +213,7 @@ def time_chain(rows: Rows, batch: int, tokens: int) -> dict[str, str]:
     """The chain, and dense."""
     case = f"batch={batch} n={tokens}"
     layers, base = caches(batch, tokens), plan_of(batch, tokens)
-    dense = [
-        lambda x=x: dense_decode(x.q, x.k, x.v, scale=WIDTH**-0.5, lengths=x.lengths)
-        for x in layers
-    ]
+    dense = dense_steps(layers)
     rows.attempt("chain", case, named(base), whole, layers, base)
     rows.attempt("dense", case, "", microseconds, dense)
     return {"result": "done"}

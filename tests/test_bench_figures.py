@@ -61,6 +61,7 @@ TRUE = (
     "momo's KL is 0.0015",
     "momo loses 0.002 nats",
     "momo answers needle-prose with 0.75, for 0.90",
+    "momo has 20 prompt events",
     "of 18 needles that dense finds momo loses 3 of 18",
     "Gemma's mask loses 0.15 of them to momo",
 )
@@ -86,6 +87,7 @@ INVENTED = (
     "momo answers needle-prose with 0.74, for 0.90",
     "momo answers needle-prose with 0.75, for 0.91",
     "momo loses 9 of 30 needles",
+    "momo has 19 prompt events",
     "momo loses 3 of 19.",
     "momo's KL at 32K is 0.0999, where others have 0.0015",
     "momo comes to 13.99, and dense to 13.09",
