@@ -54,10 +54,10 @@ def model():
     return random_model(LlamaForCausalLM, CONFIG, "cuda")
 
 
-def measure(model, prompts):
-    """{n: microseconds of each prefill} of {n: tokens}. The first call of a length is not counted:
-    one compilation serves all lengths, but inductor makes another where a tensor of the model
-    passes 2^31 elements (between 128K and 256K tokens)."""
+def prefills(model):
+    """A function of tokens that returns the microseconds of each prefill. The first call of a
+    length is not counted: one compilation serves all lengths, but inductor makes another where a
+    tensor of the model passes 2^31 elements (between 128K and 256K tokens)."""
     torch.compiler.reset()
     forward = torch.compile(model.__call__, fullgraph=True, dynamic=True)
 
@@ -65,35 +65,38 @@ def measure(model, prompts):
     def prefill(tokens):
         return forward(tokens, use_cache=True, logits_to_keep=1).logits
 
-    times = {}
-    for n, tokens in prompts.items():
-        begun = time.perf_counter()
+    def measure(tokens):
+        n, begun = tokens.shape[1], time.perf_counter()
         logits = prefill(tokens)
         torch.cuda.synchronize()
         print(f"first call at {n}: {time.perf_counter() - begun:.1f} s", flush=True)
-        times[n] = []
+        times = []
         for _ in range(ROUNDS.get(n, 1)):
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             begin.record()
             logits = prefill(tokens)
             end.record()
             end.synchronize()
-            times[n].append(begin.elapsed_time(end) * 1e3)
+            times.append(begin.elapsed_time(end) * 1e3)
         assert logits.isfinite().all()
         torch.cuda.empty_cache()
-        print(n, [round(t / 1e6, 2) for t in times[n]], "s", flush=True)
-    return times
+        print(n, [round(t / 1e6, 2) for t in times], "s", flush=True)
+        return times
+
+    return measure
 
 
 @pytest.fixture(scope="module")
 def measured(model):
-    """{n: (microseconds of dense, of momo)}."""
+    """A function of n that returns the microseconds of dense and of momo. All of dense's are
+    measured before, momo's when a test asks: a run that is cut keeps the rows it has."""
     prompts = {n: torch.randint(0, CONFIG.vocab_size, (1, n), device="cuda") for n in TOKENS}
     with sdpa_kernel(SDPBackend.CUDNN_ATTENTION), attnplug.applied(model, "dense"):
-        dense = measure(model, prompts)
+        measure = prefills(model)
+        dense = {n: measure(tokens) for n, tokens in prompts.items()}
     with attnplug.applied(model, "momo"):
-        ours = measure(model, prompts)
-    return {n: (dense[n], ours[n]) for n in TOKENS}
+        measure = prefills(model)
+        yield lambda n: (dense[n], measure(prompts[n]))
 
 
 def work(n):
@@ -112,7 +115,7 @@ LINEAR = CONFIG.hidden_size * (  # weights of a layer's products
 
 @pytest.mark.parametrize("n", TOKENS)
 def test_e2e_ttft(gpu_bench, measured, n):
-    dense, ours = measured[n]
+    dense, ours = measured(n)
     nbytes, flops = work(n)
     row = gpu_bench.record(
         op="momo",
