@@ -58,7 +58,7 @@ def read_tokens(policy: Gather, tokens: int, size: int) -> float:
     sequence of `tokens`, in a cache with room for `size`: the keep set, and the summaries."""
     kept = min((policy.sink + policy.local + policy.k) * policy.block, tokens)
     summaries = tokens // policy.block if policy.k else 0
-    parts, codes = policy.summary_form(size)
+    parts, codes, _ = policy.summary_form(size)
     scales = 1 / 32 if codes == torch.uint8 else 0  # two bytes for each 32 codes of a byte
     return kept + summaries * (parts / (2 if codes is None else 4) + scales)
 

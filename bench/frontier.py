@@ -64,7 +64,7 @@ def own(tokens: list[int], sizes: list[int], width: int) -> list[Case]:
     """attnplug's policies at these budgets."""
     cases = []
     for k in tokens:
-        for scoring in ("bounds", "spread"):
+        for scoring in ("bounds", "band", "spread"):
             pages = Gather(k=k // 16, scoring=scoring, min_tokens=0)
             read = (pages.sink + pages.local + pages.k) * pages.block
             cases.append(Case(pages, policy_name(pages), 2 * width / pages.block, read))

@@ -183,7 +183,7 @@ class Layer:
 
     def summarise(self, policy: Gather) -> None:
         """Make the summaries of all complete blocks."""
-        parts, codes = policy.summary_form(self.k.shape[2])
+        parts, codes, _ = policy.summary_form(self.k.shape[2])
         self.bounds = summaries.empty_bounds(self.k, policy.block, parts, dtype=codes)
         self.progress = torch.zeros(len(self.k), 2, dtype=torch.int32, device="cuda")
         made = (self.k, self.bounds, self.progress)

@@ -48,6 +48,7 @@ STUDIES: Mapping[str, Options] = MappingProxyType(
                 *(f"gather(k={k}, min_tokens=0)" for k in (64, 128)),
                 "gather(min_tokens=0)",
                 "gather(scoring='spread', min_tokens=0)",
+                "gather(scoring='band', min_tokens=0)",
                 "gather(scoring='mean', min_tokens=0)",
                 *(f"gather(k={k}, {LARGE_BLOCKS}, min_tokens=0)" for k in (0, 8, 32, 64)),
                 f"gather(k=32, {LARGE_BLOCKS}, scoring='mean', min_tokens=0)",

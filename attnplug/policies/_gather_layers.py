@@ -3,7 +3,7 @@ values in host memory with what steps read most on the GPU."""
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from transformers import Cache
@@ -13,12 +13,19 @@ from attnplug.ops import ResidentBlocks
 from attnplug.ops.gather.block_bounds import empty_bounds
 from attnplug.policies._host_layer import HostLayer
 
-Form = tuple[int, torch.dtype | None]
+
+class Form(NamedTuple):
+    """What a layer's summaries are: their parts, the dtype of their codes or None for the keys',
+    and whether they are edges of bands, which look like bounds."""
+
+    parts: int
+    codes: torch.dtype | None
+    band: bool = False
 
 
 class GatherLayer(PlugLayer):
     """Keys, values, and summaries of the key blocks, `bounds`, as `empty_bounds` makes them for
-    `form`, (parts, dtype of codes or None); and for each row how many leading blocks are done and
+    `form`; and for each row how many leading blocks are done and
     the start that they are counted from, `progress` `[B,2]` int32.
 
     `update` writes keys and values only, and leaves a step's token to `gather_decode` where it may
@@ -44,9 +51,9 @@ class GatherLayer(PlugLayer):
 
     def _make_summaries(self) -> None:
         assert self.keys is not None
-        parts, dtype = self.form
+        parts, codes, _ = self.form
         self.bind_rows(
-            bounds=empty_bounds(self.keys, self.block, parts, dtype=dtype),
+            bounds=empty_bounds(self.keys, self.block, parts, dtype=codes),
             progress=torch.zeros((len(self.keys), 2), dtype=torch.int32, device=self.keys.device),
         )
 

@@ -59,15 +59,16 @@ class Gather(DenseBelow):
     first blocks that are always read. local: last blocks that are always read, the query's own
     included. scoring: how a block's summary ranks it, by an upper bound of its keys' scores
     ("bounds"), by the share of attention that three standard deviations above its mean score would
-    get ("spread"), by the attention it is expected to get ("estimate"), or by its mean key
+    get ("spread"), by the attention it is expected to get ("estimate"), by bounds of 0.8 standard
+    deviations about its keys' mean ("band", which no GPU has run yet), or by its mean key
     ("mean").
     min_tokens: caches below so many tokens are read whole, by `dense`; None is a multiple of the
     keep set, but not below a floor for the kind of device. kv: where keys and values live, "gpu" or
     "host" (pinned memory, read over the link). resident: blocks of each KV head that a cache in
     host memory keeps on the GPU beside the last; None is 32,768 keys' worth, or what a step wants
     where that is more. bounds: what the bounds are kept as, "int8", codes rounded outwards, or
-    "exact", the keys' own dtype; None is "int8" in caches of many tokens. Those of "spread"
-    are always INT8 codes, and those of other scorings exact.
+    "exact", the keys' own dtype; None is "int8" in caches of many tokens, as are the edges
+    of bands. Those of "spread" are always INT8 codes, and those of other scorings exact.
     """
 
     k: int = 256
@@ -139,16 +140,16 @@ class Gather(DenseBelow):
         )
 
     def summary_form(self, tokens: int) -> Form:
-        """(parts of a summary, dtype of its codes or None for the keys') in a cache of so many
-        tokens."""
+        """What the summaries of a cache of so many tokens are."""
         if self.scoring == "spread":
-            return 2, torch.uint8
+            return Form(2, torch.uint8)
         int8 = self.bounds == "int8"
         if self.bounds is None:
             if tokens >= INT8_FROM:  # a statement: the size may be the compiler's symbol
                 int8 = True
-        coded = int8 if self.scoring == "bounds" else False
-        return 1 if self.scoring == "mean" else 2, torch.int8 if coded else None
+        band = self.scoring == "band"
+        coded = int8 if self.scoring == "bounds" or band else False
+        return Form(1 if self.scoring == "mean" else 2, torch.int8 if coded else None, band)
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
         layer = self._own_layer(call)
@@ -220,25 +221,27 @@ class Gather(DenseBelow):
         return out
 
     def pages_refusal(self) -> str | None:
+        if self.scoring == "band":
+            return "with scoring='band' has no summaries of pages"
         return None if self.kv == "gpu" else "with kv='host' needs rows of a cache of its own"
 
     def page_state(self, k: torch.Tensor) -> torch.Tensor | None:
         """Summaries by physical block, so that requests share them as they share pages. INT8 bounds
         are of a row, and exact ones stand in for them."""
-        parts, dtype = self._page_form
+        parts, codes, _ = self._page_form
         if k.shape[2] % self.block:
             return None
-        return empty_page_bounds(k, self.block, parts, dtype=dtype)
+        return empty_page_bounds(k, self.block, parts, dtype=codes)
 
     def page_share(self, itemsize: int) -> float:
-        parts, dtype = self._page_form
-        return parts / (2 * self.block) / (1 if dtype is None else itemsize)
+        parts, codes, _ = self._page_form
+        return parts / (2 * self.block) / (1 if codes is None else itemsize)
 
     @property
     def _page_form(self) -> Form:
         if self.scoring == "spread":
-            return 2, torch.uint8
-        return 1 if self.scoring == "mean" else 2, None
+            return Form(2, torch.uint8)
+        return Form(1 if self.scoring == "mean" else 2, None)
 
     def note_pages(self, k: torch.Tensor, state: torch.Tensor | None, slots: torch.Tensor) -> None:
         if state is not None:

@@ -29,7 +29,7 @@ from attnplug.ops.sketch import encode_keys as encode
 from attnplug.ops.sketch import host_decode as sketch_host
 from attnplug.ops.sketch import sketch_decode as sketch
 from attnplug.ops.sketch.state import empty_codes, fit_basis
-from attnplug.policies._gather_layers import GatherLayer, HostGatherLayer
+from attnplug.policies._gather_layers import Form, GatherLayer, HostGatherLayer
 from attnplug.policies._gvr_layer import GvrLayer
 from attnplug.policies._sketch_layer import HostSketchLayer
 
@@ -288,8 +288,8 @@ def test_sketch(device_path, length, appends, host):
 
 LAYERS = {
     "dense": lambda: PlugLayer(max_cache_len=SIZE),
-    "gather": lambda: GatherLayer(SIZE, BLOCK, (2, torch.int8)),
-    "gather-host": lambda: HostGatherLayer(SIZE, BLOCK, (2, None), 1, 3, lambda device: 0),
+    "gather": lambda: GatherLayer(SIZE, BLOCK, Form(2, torch.int8)),
+    "gather-host": lambda: HostGatherLayer(SIZE, BLOCK, Form(2, None), 1, 3, lambda device: 0),
     "gvr": lambda: GvrLayer(SIZE, 8, 12, True),
     "sketch-host": lambda: HostSketchLayer(SIZE, 24, lambda device: 0),
 }

@@ -12,6 +12,7 @@ from attnplug.policies.gather import GatherLayer
 
 GATHER = Gather(k=2, block=16, sink=1, local=2, scoring="bounds", min_tokens=0, bounds="int8")
 EXACT = dataclasses.replace(GATHER, bounds="exact")
+BAND = dataclasses.replace(GATHER, scoring="band")
 SPREAD = dataclasses.replace(GATHER, bounds=None, scoring="spread")
 SIZE = 200
 
@@ -26,7 +27,8 @@ def tokens(seed: int, count: int, batch: int = 1, device: str = "cpu") -> torch.
 
 
 def bounds_of(layer: GatherLayer) -> torch.Tensor:
-    """What the summaries say, `[B,Hkv,blocks,2,D]` fp64: max and min, or mean and variance."""
+    """What the summaries say, `[B,Hkv,blocks,2,D]` fp64: max and min, or mean and variance, or
+    a band's edges."""
     if not layer.form[1]:
         return layer.bounds.double().cpu()
     blocks = -(-SIZE // layer.block)

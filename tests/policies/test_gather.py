@@ -5,23 +5,26 @@ import itertools
 
 import pytest
 import torch
-from gather_policy_cases import EXACT, GATHER, SIZE, SPREAD, bounds_of, tokens
+from gather_policy_cases import BAND, EXACT, GATHER, SIZE, SPREAD, bounds_of, tokens
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from step_cases import HEADS, KV_HEADS, filled, random, step
 
 from attnplug import Dense, Gather
 from attnplug.policies import AttentionCall
+from attnplug.policies._gather_layers import Form
 from attnplug.policies.gather import GatherLayer
 from attnplug.testing import oracle_attention
 
 
-def assert_right(
-    words: torch.Tensor, keys: torch.Tensor, form: tuple[int, torch.dtype | None]
-) -> None:
-    """Assert that `words [2,D]` hold keys `[block,D]`, or are their mean and variance but for half
-    a code's worth."""
-    if form[1] == torch.uint8:
+def assert_right(words: torch.Tensor, keys: torch.Tensor, form: Form) -> None:
+    """Assert that `words [2,D]` hold keys `[block,D]`, or are their mean and variance, or the edges
+    of their band, but for half a code's worth."""
+    if form.band:
+        half = 0.8 * keys.std(0, correction=0)
+        wanted = torch.stack([keys.mean(0) + half, keys.mean(0) - half])
+        assert (words - wanted).abs().max() < 0.1
+    elif form.codes == torch.uint8:
         wanted = torch.stack([keys.mean(0), keys.var(0, correction=0)])
         room = wanted.unflatten(1, (-1, 32)).abs().amax(2).repeat_interleave(32, 1) / 127
         assert ((words - wanted).abs() <= 0.51 * room + 1e-7).all()
@@ -96,7 +99,9 @@ def hold(policy: Gather, call: AttentionCall) -> None:
 
 
 @pytest.mark.parametrize("length", [1, 15, 16, 17, 48, 49, 64, 65, 130, 199, 200])
-@pytest.mark.parametrize("policy", [GATHER, EXACT, SPREAD], ids=["int8", "exact", "spread"])
+@pytest.mark.parametrize(
+    "policy", [GATHER, EXACT, SPREAD, BAND], ids=["int8", "exact", "spread", "band"]
+)
 def test_a_step_attends_to_the_keep_set(policy, length, device):
     layer = filled(policy, tokens(0, length, batch=2, device=device))
     hold(policy, step(layer))
@@ -109,7 +114,7 @@ def test_the_budget_is_felt(device):
     assert (GATHER.attend(call) - Dense().attend(call)).abs().max() > 1e-2
 
 
-@pytest.mark.parametrize("scoring", ["bounds", "estimate", "mean", "spread"])
+@pytest.mark.parametrize("scoring", ["bounds", "estimate", "mean", "spread", "band"])
 @given(length=st.integers(1, SIZE), seed=st.integers(0, 99))
 def test_a_keep_set_of_everything_is_dense(scoring, length, seed):
     covering = dataclasses.replace(GATHER, k=12, scoring=scoring)
@@ -117,7 +122,7 @@ def test_a_keep_set_of_everything_is_dense(scoring, length, seed):
     assert (covering.attend(call) - Dense().attend(call)).abs().max() < 2e-6
 
 
-@pytest.mark.parametrize("scoring", ["bounds", "estimate", "mean", "spread"])
+@pytest.mark.parametrize("scoring", ["bounds", "estimate", "mean", "spread", "band"])
 def test_left_padding_does_not_change_a_row(scoring, device):
     policy = dataclasses.replace(GATHER, scoring=scoring)
     kv = tokens(0, 170, batch=3, device=device)
@@ -131,7 +136,7 @@ def test_left_padding_does_not_change_a_row(scoring, device):
         assert (policy.attend(alone) - together[row]).abs().max() < 1e-6
 
 
-@pytest.mark.parametrize("policy", [GATHER, SPREAD], ids=["bounds", "spread"])
+@pytest.mark.parametrize("policy", [GATHER, SPREAD, BAND], ids=["bounds", "spread", "band"])
 def test_a_hole_in_the_mask_is_neither_read_nor_summarised(policy, device):
     kv = tokens(0, 170, device=device)
     kv[:, :, :, 90] = torch.nan
@@ -141,7 +146,7 @@ def test_a_hole_in_the_mask_is_neither_read_nor_summarised(policy, device):
     hold(policy, step(filled(policy, kv), mask=mask))
 
 
-@pytest.mark.parametrize("policy", [GATHER, SPREAD], ids=["bounds", "spread"])
+@pytest.mark.parametrize("policy", [GATHER, SPREAD, BAND], ids=["bounds", "spread", "band"])
 def test_padding_that_appears_later_is_seen(policy, device):
     """A step without a mask and then one with: the blocks are counted anew, and back again."""
     layer = filled(policy, tokens(0, 170, device=device))
@@ -151,7 +156,7 @@ def test_padding_that_appears_later_is_seen(policy, device):
     assert layer.progress.tolist() == [[(169 // 16) - 1, 0]]
 
 
-@pytest.mark.parametrize("policy", [GATHER, SPREAD], ids=["bounds", "spread"])
+@pytest.mark.parametrize("policy", [GATHER, SPREAD, BAND], ids=["bounds", "spread", "band"])
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 def test_a_bad_key_surfaces_wherever_it_is(bad, policy, device):
     """Its block ranks first, so that no budget can hide it."""
@@ -249,7 +254,7 @@ def check(
             high, low = said.unbind(2)
             for h, j in itertools.product(range(KV_HEADS), range(done)):
                 assert_right(said[h, j], keys[h, j].double(), layer.form)
-            if not layer.form[1]:
+            if not layer.form.codes:
                 assert torch.equal(high, keys.amax(2).double())
                 assert torch.equal(low, keys.amin(2).double())
 
@@ -264,3 +269,11 @@ def test_beams_are_reordered_in_place(device):
     layer.reorder_cache(torch.tensor([2, 0, 0]))
     assert before == [x.data_ptr() for x in (layer.keys, layer.bounds, layer.progress)]
     assert layer.progress.tolist() == [[6, 30], [8, 0], [8, 0]]
+
+
+def test_a_cache_of_bounds_is_none_of_bands(device):
+    """Both are INT8, and say other things: a step over the other's summaries is dense."""
+    layer = filled(GATHER, tokens(0, 190, device=device))
+    call = step(layer)
+    assert torch.equal(BAND.attend(call), Dense().attend(call))
+    hold(BAND, step(filled(BAND, tokens(0, 190, device=device))))

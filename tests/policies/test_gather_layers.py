@@ -92,13 +92,16 @@ def test_large_caches_have_int8_bounds():
         (99999, "bounds", "exact"): False,
         (99, "bounds", "int8"): True,
         (99, "mean", "int8"): False,
+        (99999, "band", None): True,
+        (99, "band", None): False,
     }
     for (size, scoring, bounds), int8 in forms.items():
         layer = Gather(scoring=scoring, bounds=bounds).cache_layer(size)
-        assert layer.form == (1 if scoring == "mean" else 2, torch.int8 if int8 else None)
+        parts = 1 if scoring == "mean" else 2
+        assert layer.form == (parts, torch.int8 if int8 else None, scoring == "band")
     for size, bounds in ((99, None), (99999, "exact")):  # spread has one form
         layer = Gather(scoring="spread", bounds=bounds).cache_layer(size)
-        assert layer.form == (2, torch.uint8)
+        assert layer.form == (2, torch.uint8, False)
 
 
 WRONG = [
@@ -144,4 +147,4 @@ def test_compiled_steps_meet_caches_of_several_sizes(monkeypatch):
                 assert (
                     got - model(ids[:, t : t + 1], past_key_values=two).logits
                 ).abs().max() < 1e-5
-            assert one.layers[0].form == (2, torch.int8 if size >= 100 else None)
+            assert one.layers[0].form == (2, torch.int8 if size >= 100 else None, False)

@@ -38,8 +38,9 @@ from attnplug.ops.gather.kernels import bounds as kernels
 from attnplug.ops.gather.kernels.spread import refresh_all_spread
 from attnplug.ops.gather.spread import spread_parts, spread_rows, summarise_spread
 
-SLACK, MOST, LEAST, SPREAD = (
-    x.value for x in (kernels.SLACK, kernels.MOST, kernels.LEAST, kernels.SPREAD)
+SLACK, MOST, LEAST, SPREAD, BAND_WIDTH = (
+    x.value
+    for x in (kernels.SLACK, kernels.MOST, kernels.LEAST, kernels.SPREAD, kernels.BAND_WIDTH)
 )
 
 
@@ -176,6 +177,26 @@ def _summarise(k, mask, out):
 
 
 @numba.njit(cache=True)
+def _summarise_band(k, mask, out):
+    """The edges of the band of keys `k [block, D]`, mean and 0.8 standard deviations, `[2, D]`."""
+    seen = 0
+    first, second = np.zeros(k.shape[1], np.float32), np.zeros(k.shape[1], np.float32)
+    for n in range(k.shape[0]):
+        if mask.shape[0] > 0 and not mask[n]:
+            continue
+        off = k[n] - k[0]
+        first += off
+        second += off * off
+        seen += 1
+    out[:] = 0.0
+    for d in range(k.shape[1] if seen > 0 else 0):
+        mean = first[d] / np.float32(seen)
+        square = second[d] / np.float32(seen) - mean * mean
+        half = np.float32(BAND_WIDTH) * np.sqrt(square if square > 0 else np.float32(0.0))
+        out[0, d], out[1, d] = k[0, d] + mean + half, k[0, d] + mean - half
+
+
+@numba.njit(cache=True)
 def _set_frame(wide, centre, unit):
     """The frame of a row's head, from its first block `wide [2, D]`."""
     half = (wide[0] - wide[1]) * np.float32(0.5)
@@ -188,8 +209,8 @@ def _set_frame(wide, centre, unit):
 
 
 @numba.njit(cache=True)
-def _encode(wide, centre, unit, codes):
-    """Max and min `wide [2, D]` into `codes [2, D]`; returns their scale."""
+def _encode(wide, centre, unit, codes, band):
+    """Max and min `wide [2, D]`, or a band's edges, into `codes [2, D]`; returns their scale."""
     codes[:] = 0
     top = np.float32(0.0)
     for d in range(wide.shape[1]):
@@ -200,13 +221,17 @@ def _encode(wide, centre, unit, codes):
             top = max(top, abs(wide[part, d]))
     scale = max(top * np.float32(1 / MOST), np.float32(LEAST))
     for d in range(wide.shape[1]):
-        codes[0, d] = np.int8(np.ceil(wide[0, d] / scale + np.float32(SLACK)))
-        codes[1, d] = np.int8(np.floor(wide[1, d] / scale - np.float32(SLACK)))
+        if band:
+            codes[0, d] = np.int8(np.floor(wide[0, d] / scale + np.float32(0.5)))
+            codes[1, d] = np.int8(np.floor(wide[1, d] / scale + np.float32(0.5)))
+        else:
+            codes[0, d] = np.int8(np.ceil(wide[0, d] / scale + np.float32(SLACK)))
+            codes[1, d] = np.int8(np.floor(wide[1, d] / scale - np.float32(SLACK)))
     return scale
 
 
 @numba.njit(parallel=True, cache=True)
-def _reference(k, mask, bounds, centre, unit, scale, done, until, start, offset, block):
+def _reference(k, mask, bounds, centre, unit, scale, done, until, start, offset, block, band):
     """`_summarise` for blocks done..until-1 of every row and head, in parallel; `k` holds the keys
     from `offset` on. If `scale` is not empty, the bounds are codes."""
     batch, heads = k.shape[:2]
@@ -217,16 +242,20 @@ def _reference(k, mask, bounds, centre, unit, scale, done, until, start, offset,
             first = start[b] + j * block
             part = hidden[first : first + block] if hidden.shape[0] > 0 else hidden
             wide = np.empty(bounds.shape[3:], np.float32)
-            _summarise(k[b, h, first - offset : first - offset + block], part, wide)
+            keys = k[b, h, first - offset : first - offset + block]
+            if band:
+                _summarise_band(keys, part, wide)
+            else:
+                _summarise(keys, part, wide)
             if scale.shape[2] > 0:
                 if j == 0:
                     _set_frame(wide, centre[b, h], unit[b, h])
-                scale[b, h, j] = _encode(wide, centre[b, h], unit[b, h], bounds[b, h, j])
+                scale[b, h, j] = _encode(wide, centre[b, h], unit[b, h], bounds[b, h, j], band)
             else:
                 bounds[b, h, j] = wide
 
 
-def refresh_on_cpu(k, key_mask, bounds, progress, start, until, block):
+def refresh_on_cpu(k, key_mask, bounds, progress, start, until, block, band=False):
     """Make the missing summaries of the blocks before `until` (int64 `[B]`), and note that."""
     done = torch.where(progress[:, 1] == start, progress[:, 0], 0).long()
     missing = done < until
@@ -250,6 +279,7 @@ def refresh_on_cpu(k, key_mask, bounds, progress, start, until, block):
             wide.numpy(),
             *(part.numpy() for part in frame),
             *spans,
+            band,
         )
         if wide is not bounds:
             bounds.copy_(wide)

@@ -30,6 +30,7 @@ from attnplug.ops.gather.gather_attention import (
 )
 from attnplug.ops.gather.gather_attention import plan_for as plan_attention
 from attnplug.ops.gather.select_blocks import (
+    PIPELINED,
     allocate_index,
     launch_choice,
     launch_scores,
@@ -253,7 +254,7 @@ def plan_of(call: Call, table: torch.Tensor | None) -> Plan:
         width=width,
         itemsize=call.q.element_size(),
         multiprocessors=machine(call.q.device)[0],
-        pipelined=call.scoring in ("bounds", "spread") and call.key_mask is None,
+        pipelined=call.scoring in PIPELINED and call.key_mask is None,
         summary_size=call.bounds.element_size(),
         spread=call.scoring == "spread",
         paged=table is not None,

@@ -5,6 +5,7 @@ summaries.
     estimate   log sum_g softmax_j(e_gj),   e_gj = scale q_g . (max_j + min_j) / 2
                                                    + sum_d (scale q_gd (max_jd - min_jd) / 4)^2 / 2
     mean       mean_g q_g . mean_j
+    band       as bounds, of mean_j + 0.8 deviation_j and mean_j - 0.8 deviation_j
     spread     log sum_g exp(e_gj - N_g),   e_gj = scale q_g . mean_j
                                                    + 3 sqrt(sum_d (scale q_gd)^2 variance_jd)
 
@@ -13,9 +14,9 @@ last `local` blocks. A block whose keys the mask hides entirely is no candidate.
 are taken, ties to the lower index. A block with a NaN or infinite key has a NaN or infinite score
 and comes first: the key must surface. Missing summaries are made on the way (`block_bounds`).
 
-Bounds may be INT8 codes. The query, times the channels' units, is then rounded to 15 bits relative
-to its largest element, and the products are of integers. The means and variances of "spread" are
-codes too, and N_g comes from a sample (`attnplug.ops.gather.spread`).
+Bounds and edges of bands may be INT8 codes. The query, times the channels' units, is then rounded
+to 15 bits relative to its largest element, and the products are of integers. The means and
+variances of "spread" are codes too, and N_g comes from a sample (`attnplug.ops.gather.spread`).
 
 Sources: Quest (Tang et al., 2024); "Attention Pays Its Bill" (docs/papers.md).
 """
@@ -42,8 +43,10 @@ from attnplug.ops.gather.reference import RANKED, choose_blocks
 from attnplug.ops.gather.select_plan import Plan, plan_for
 from attnplug.ops.gather.spread import launch_spread, spread_parts
 
-SCORINGS = ("bounds", "estimate", "mean", "spread")
+SCORINGS = ("bounds", "estimate", "mean", "spread", "band")
 SPREAD = SCORINGS.index("spread")
+# Compared on a GPU with a pipelined score kernel; "band" has the one of "bounds".
+PIPELINED = ("bounds", "band", "spread")
 MAX_BLOCKS = 256
 
 
@@ -74,15 +77,15 @@ def select_blocks(
         k: `[B, Hkv, S, D]` like q, a cache that holds these tokens already. With a table pages
             `[pages, Hkv, page, D]`, `page` a multiple of `block`; S is `P * page`.
         bounds: `[B, Hkv, ceil(S / block), 2, D]`, for `scoring` "mean" 1 for 2, like k; or as
-            `empty_bounds` makes them, for "bounds" int8 and for "spread" uint8; written. With a
-            table those of all pages, as `page_bounds` keeps them; read only.
+            `empty_bounds` makes them, for "bounds" and "band" int8, for "spread" uint8; written.
+            With a table those of all pages, as `page_bounds` keeps them; read only.
         progress: int32 `[B, 2]`; written. Both as `block_bounds` keeps them. None with a table.
         scale: factor on q.k, above 0.
         block: keys a block: 16, 32, 64 or 128.
         top_k: blocks to take, 0 to 256.
         sink: first blocks that are read anyway.
         local: last blocks that are read anyway, the query's own included; at least 1.
-        scoring: "bounds", "estimate", "mean" or "spread".
+        scoring: "bounds", "estimate", "mean", "spread" or "band".
         lengths: int32 or int64 `[1]` or `[B]`, valid keys. None: all S.
         start: int32 or int64 `[1]` or `[B]`, first real key of a left-padded row. None: 0.
         key_mask: bool `[B, S]`, False where a key must not be seen.
@@ -117,6 +120,7 @@ def allocate_index(
         check_page_bounds(name, k, bounds, block)
         lone = progress is None and start is None and key_mask is None
         require(lone, name, "with a table there are no progress, no start and no key_mask")
+        require(scoring != "band", name, "scoring 'band' has no summaries of pages")
     if not scale > 0:
         raise ArgumentError(f"{name}: scale is {scale}, needs a number above 0")
     if not 0 <= top_k <= MAX_BLOCKS:
@@ -132,7 +136,8 @@ def allocate_index(
         raise ArgumentError(
             f"{name}: bounds has {bounds.shape[3]} parts, scoring {scoring!r} needs {parts}"
         )
-    codes = {"bounds": (k.dtype, torch.int8), "spread": (torch.uint8,)}.get(scoring, (k.dtype,))
+    either = (k.dtype, torch.int8)
+    codes = {"bounds": either, "band": either, "spread": (torch.uint8,)}.get(scoring, (k.dtype,))
     wanted = " or ".join(map(str, codes))
     fits = bounds.dtype in codes
     require(fits, name, f"bounds is {bounds.dtype}, scoring {scoring!r} needs {wanted}")
@@ -151,7 +156,8 @@ def select_on_cpu(
     until = ((lengths - 1 - start).clamp(min=0) // block - local + 1).clamp(min=0)
     blocks, rows = cdiv(k.shape[2], block), (len(q), k.shape[1])
     if table is None:
-        refresh_on_cpu(k, key_mask, bounds, progress, start, until, block)
+        band = scoring == "band"
+        refresh_on_cpu(k, key_mask, bounds, progress, start, until, block, band)
     else:
         blocks = max(int(until.max()), sink, 1)
         bounds = rows_of_summaries(bounds, table, blocks, k, block)
@@ -228,7 +234,7 @@ def launch_scores(
     blocks = cdiv(size, block)
     group, rows, int8 = heads // kv_heads, batch * kv_heads * queries, bounds.dtype == torch.int8
     if plan is None:
-        plain = scoring in ("bounds", "spread") and key_mask is None and table is None
+        plain = scoring in PIPELINED and key_mask is None and table is None
         spread = scoring == "spread"
         plan = plan_for(rows, blocks, top_k, width, bounds.element_size(), plain, spread)
     if table is not None:  # no summary is read before the length says that it is one
@@ -238,7 +244,7 @@ def launch_scores(
     key_mask = mask_bytes(key_mask)
     programs = cdiv(blocks, plan.chunk * plan.repeat)
     chunks = programs * plan.repeat
-    mode = SCORINGS.index(scoring)
+    mode = SCORINGS.index("bounds" if scoring == "band" else scoring)
     keys = torch.empty(rows * blocks, dtype=torch.int64, device=q.device)
     best = keys
     if plan.members:
@@ -295,6 +301,7 @@ def launch_scores(
             STAGES=plan.stages,
             SOON=plan.soon,
             SPACED=plan.spaced,
+            BAND=scoring == "band",
             INT8=int8,
             NEW=new,
             LENGTH_STEP=row_step(lengths),

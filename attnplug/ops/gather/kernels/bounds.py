@@ -14,6 +14,7 @@ from attnplug.ops.common.rows import blocks_done, note_progress, row_span
 # quotient of up to MOST; the last of the 127 codes is left for that. A block whose keys are all
 # equal has the scale LEAST.
 SLACK, MOST, LEAST = tl.constexpr(2e-4), tl.constexpr(126.0), tl.constexpr(1e-30)
+BAND_WIDTH = tl.constexpr(0.8)  # standard deviations on either side of the mean
 SPREAD = tl.constexpr(8.0)  # units lie within this factor of their mean over the channels
 
 
@@ -48,8 +49,9 @@ def _set_frame(frame, high, low, d, D: tl.constexpr):
 
 
 @triton.jit
-def _store_codes(out, frame, j, high, low, d, D: tl.constexpr):
-    """Max and min of block j as codes, rounded outwards, and their scale."""
+def _store_codes(out, frame, j, high, low, d, D: tl.constexpr, BAND: tl.constexpr):
+    """Max and min of block j as codes, rounded outwards, or the edges of its band, rounded to the
+    nearest; and their scale."""
     centre, unit = frame_at(frame, d, D)
     inverse = 1.0 / tl.where(d < D, unit, 1.0)
     high, low = (high - centre) * inverse, (low - centre) * inverse
@@ -58,8 +60,12 @@ def _store_codes(out, frame, j, high, low, d, D: tl.constexpr):
     any_not_finite = finite < high.shape[0]
     scale = tl.maximum(tl.max(size, 0) * (1.0 / MOST), LEAST)
     inverse = 1.0 / scale
-    above = tl.where(any_not_finite, 0.0, tl.ceil(high * inverse + SLACK))
-    below = tl.where(any_not_finite, 0.0, tl.floor(low * inverse - SLACK))
+    if BAND:
+        above = tl.where(any_not_finite, 0.0, tl.floor(high * inverse + 0.5))
+        below = tl.where(any_not_finite, 0.0, tl.floor(low * inverse + 0.5))
+    else:
+        above = tl.where(any_not_finite, 0.0, tl.ceil(high * inverse + SLACK))
+        below = tl.where(any_not_finite, 0.0, tl.floor(low * inverse - SLACK))
     tl.store(out, above.to(tl.int8), mask=d < D)
     tl.store(out + D, below.to(tl.int8), mask=d < D)
     tl.store(frame + 2 * D + j, tl.where(any_not_finite, float("nan"), scale))
@@ -83,9 +89,11 @@ def refresh_blocks(
     PARTS: tl.constexpr,
     INT8: tl.constexpr,
     MASKED: tl.constexpr,
+    BAND: tl.constexpr = False,
 ):
     """Summarise blocks begin, begin + stride, ... before end of one row's head, whose blocks begin
-    at key `start` and of which `done` have summaries.
+    at key `start` and of which `done` have summaries. BAND: by mean and standard deviation, not
+    max and min.
 
     KEYS keys at a time enter elementwise, and the reduction across them comes at the end: this runs
     once in a block's life and must not make the kernels that call it large. INT8: the first block
@@ -106,8 +114,13 @@ def refresh_blocks(
         high = tl.full([KEYS, DP], float("-inf"), tl.float32)
         low = tl.full([KEYS, DP], float("inf"), tl.float32)
         count = tl.zeros([KEYS], tl.int32)
-        if PARTS == 1:
+        pivot = tl.zeros([DP], tl.float32)
+        if PARTS == 1 or BAND:  # sums, of a band about its first key and of the squares
             high = tl.zeros([KEYS, DP], tl.float32)
+            low = tl.zeros([KEYS, DP], tl.float32)
+        if BAND:
+            pivot_at = (start + j * BLOCK).to(tl.int64) * k_s
+            pivot = tl.load(k_at + pivot_at + d, mask=in_width, other=0.0).to(tl.float32)
         for i in range(0, BLOCK, KEYS):
             at = start + j * BLOCK + i + n
             key = tl.load(
@@ -121,6 +134,10 @@ def refresh_blocks(
             count += seen.to(tl.int32)
             if PARTS == 1:
                 high += tl.where(seen[:, None], key, 0.0)
+            elif BAND:
+                off = tl.where(seen[:, None], key - pivot[None, :], 0.0)
+                high += off
+                low += off * off
             else:  # a NaN comes in and stays
                 above = tl.where(seen[:, None], key, float("-inf"))
                 below = tl.where(seen[:, None], key, float("inf"))
@@ -132,8 +149,15 @@ def refresh_blocks(
             tl.store(out, tl.sum(high, 0) / tl.maximum(seen_keys, 1), mask=in_width)
         else:  # the reduction across keys drops a NaN
             any_nan = tl.sum((high != high).to(tl.int32), 0) > 0
-            top = tl.where(seen_keys > 0, tl.max(high, 0), 0.0)
-            bottom = tl.where(seen_keys > 0, tl.min(low, 0), 0.0)
+            if BAND:
+                mean = tl.sum(high, 0) / tl.maximum(seen_keys, 1)
+                square = tl.sum(low, 0) / tl.maximum(seen_keys, 1) - mean * mean
+                half = BAND_WIDTH * tl.sqrt(tl.maximum(square, 0.0))
+                top = tl.where(seen_keys > 0, pivot + mean + half, 0.0)
+                bottom = tl.where(seen_keys > 0, pivot + mean - half, 0.0)
+            else:
+                top = tl.where(seen_keys > 0, tl.max(high, 0), 0.0)
+                bottom = tl.where(seen_keys > 0, tl.min(low, 0), 0.0)
             if INT8:
                 top = tl.where(in_width, tl.where(any_nan, float("nan"), top), 0.0)
                 bottom = tl.where(in_width, bottom, 0.0)
@@ -141,7 +165,7 @@ def refresh_blocks(
                     _set_frame(frame, top, bottom, d, D)
                     tl.debug_barrier()  # other warps read it
                 else:
-                    _store_codes(out, frame, j, top, bottom, d, D)
+                    _store_codes(out, frame, j, top, bottom, d, D, BAND)
             else:
                 tl.store(out, tl.where(any_nan, float("nan"), top), mask=in_width)
                 tl.store(out + D, tl.where(any_nan, float("nan"), bottom), mask=in_width)

@@ -258,6 +258,7 @@ def score_blocks(
     STAGES: tl.constexpr,
     SOON: tl.constexpr,
     SPACED: tl.constexpr,
+    BAND: tl.constexpr,
     INT8: tl.constexpr,
     NEW: tl.constexpr,
     LENGTH_STEP: tl.constexpr,
@@ -269,6 +270,7 @@ def score_blocks(
     INT8: the summaries are codes; their products have two rows for a head. SOON (REPEAT is 1): read
     the summaries before the length is known. SPACED: the chunks lie as far apart as there are
     programs, so that a row that is short in its room keeps as many programs busy as it has chunks.
+    BAND: the summaries are the edges of bands, which are scored as bounds are.
     """
     PARTS: tl.constexpr = 1 if SCORING == 2 else 2
     HEADS: tl.constexpr = ROWS // 2 if INT8 else ROWS
@@ -333,6 +335,7 @@ def score_blocks(
                     PARTS=PARTS,
                     INT8=INT8,
                     MASKED=key_mask is not None,
+                    BAND=BAND,
                 )
                 tl.debug_barrier()  # other warps load what one has stored
                 if SOON:  # Score again here: were only the loads in this branch, both would unpack.
