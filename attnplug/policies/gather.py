@@ -221,8 +221,6 @@ class Gather(DenseBelow):
         return out
 
     def pages_refusal(self) -> str | None:
-        if self.scoring == "band":
-            return "with scoring='band' has no summaries of pages"
         return None if self.kv == "gpu" else "with kv='host' needs rows of a cache of its own"
 
     def page_state(self, k: torch.Tensor) -> torch.Tensor | None:
@@ -241,11 +239,11 @@ class Gather(DenseBelow):
     def _page_form(self) -> Form:
         if self.scoring == "spread":
             return Form(2, torch.uint8)
-        return Form(1 if self.scoring == "mean" else 2, None)
+        return Form(1 if self.scoring == "mean" else 2, None, self.scoring == "band")
 
     def note_pages(self, k: torch.Tensor, state: torch.Tensor | None, slots: torch.Tensor) -> None:
         if state is not None:
-            page_bounds(k, state, slots, block=self.block)
+            page_bounds(k, state, slots, block=self.block, band=self._page_form.band)
 
     def attend_far(self, call: PagedCall) -> torch.Tensor:
         out, _ = gather_decode(

@@ -3,8 +3,12 @@
     bounds[b, h, j, 0] = max of the keys of block j,   bounds[b, h, j, 1] = their min  (elementwise)
     relu(q) . max - relu(-q) . min  >=  q . key        for every query and every key of the block
 
-or, with one part instead of two, the mean of the block's keys. Max and min may be INT8 codes,
-rounded outwards so that the inequality holds for what they stand for:
+or, with one part instead of two, the mean of the block's keys; or, for a band, not max and min but
+
+    mean + 0.8 sigma   and   mean - 0.8 sigma    of the block's keys, for each channel.
+
+Two parts may be INT8 codes, those of max and min rounded outwards, so that the inequality holds for
+what they stand for:
 
     centre + unit scale_j max_code >= max,   min >= centre + unit scale_j min_code
 
@@ -88,6 +92,7 @@ def block_bounds(
     lengths: torch.Tensor | None = None,
     start: torch.Tensor | None = None,
     key_mask: torch.Tensor | None = None,
+    band: bool = False,
 ) -> None:
     """Bring the summaries of all complete blocks up to date, in place.
 
@@ -106,20 +111,28 @@ def block_bounds(
         lengths: int32 or int64 `[1]` or `[B]`, valid keys. None: all S.
         start: int32 or int64 `[1]` or `[B]`, first real key of a left-padded row. None: 0.
         key_mask: bool `[B, S]`, False where a key must not be seen.
+        band: whether the two parts, or their INT8 codes, are the edges of a band about the keys'
+            mean, not max and min.
 
     Raises:
         ArgumentError: a shape, dtype, device or option does not fit.
         GradientError: an input requires grad.
     """
     refuse_gradients("block_bounds", k)
-    _block_bounds(k, bounds, progress, lengths, start, key_mask, block)
+    _block_bounds(k, bounds, progress, lengths, start, key_mask, block, band)
 
 
-def _allocate(k, bounds, progress, lengths, start, key_mask, block):
+def _allocate(k, bounds, progress, lengths, start, key_mask, block, band):
     name = "block_bounds"
     check_attention_inputs(name, None, k)
     check_sequence_inputs(name, None, k, lengths, start, key_mask)
     check_bounds(name, k, bounds, progress, block)
+    check_band(name, bounds, band)
+
+
+def check_band(name, bounds, band):
+    fits = not band or (bounds.dtype != torch.uint8 and bounds.shape[3] == 2)
+    require(fits, name, "the edges of bands need two parts, exact or INT8")
 
 
 def check_bounds(name, k, bounds, progress, block):
@@ -287,17 +300,16 @@ def refresh_on_cpu(k, key_mask, bounds, progress, start, until, block, band=Fals
     progress[:, 1] = start
 
 
-def _cpu(k, bounds, progress, lengths, start, key_mask, block):
+def _cpu(k, bounds, progress, lengths, start, key_mask, block, band):
     lengths, start = rows_on_cpu(k, lengths, start)
-    refresh_on_cpu(
-        k, key_mask, bounds, progress, start, (lengths - start).clamp(min=0) // block, block
-    )
+    until = (lengths - start).clamp(min=0) // block
+    refresh_on_cpu(k, key_mask, bounds, progress, start, until, block, band)
 
 
 # --- CUDA ------------------------------------------------------------------------------------
 
 
-def launch_block_bounds(k, bounds, progress, lengths, start, key_mask, block):
+def launch_block_bounds(k, bounds, progress, lengths, start, key_mask, block, band=False):
     """Run the kernels; tensors as in `block_bounds`, on a GPU or in Triton's interpreter."""
     batch, heads, size, width = k.shape
     k = k if k.stride(3) == 1 else k.contiguous()
@@ -329,7 +341,8 @@ def launch_block_bounds(k, bounds, progress, lengths, start, key_mask, block):
         refresh_all_spread.run(grid=grid, warmup=False, **arguments)
     else:
         int8 = bounds.dtype == torch.int8
-        kernels.refresh.run(grid=grid, warmup=False, **arguments, PARTS=bounds.shape[3], INT8=int8)
+        form = {"PARTS": bounds.shape[3], "INT8": int8, "BAND": band}
+        kernels.refresh.run(grid=grid, warmup=False, **arguments, **form)
     kernels.note_refreshed.run(
         grid=(batch,),
         warmup=False,
@@ -346,7 +359,7 @@ def launch_block_bounds(k, bounds, progress, lengths, start, key_mask, block):
 
 _block_bounds = define_op(
     "block_bounds(Tensor k, Tensor(a!) bounds, Tensor(b!) progress, Tensor? lengths, "
-    "Tensor? start, Tensor? key_mask, int block) -> ()",
+    "Tensor? start, Tensor? key_mask, int block, bool band) -> ()",
     allocate=_allocate,
     cpu=_cpu,
     cuda=launch_block_bounds,

@@ -242,12 +242,14 @@ def plan_for(
 
 
 def plan_of(call: Call, table: torch.Tensor | None) -> Plan:
-    """The plan of a call."""
-    (batch, heads, _, width), kv_heads = call.q.shape, call.k.shape[1]
+    """The plan of a call. Where its sizes are a compiler's symbols (`gather_pieces` sizes its output
+    by the plan) the graph then holds for the sizes that it was traced with."""
+    batch, heads, width = (int(call.q.shape[i]) for i in (0, 1, 3))
+    kv_heads = int(call.k.shape[1])
     return plan_for(
         rows=batch * kv_heads,
         group=heads // kv_heads,
-        blocks=cdiv(capacity(call.k, table), call.block),
+        blocks=cdiv(int(capacity(call.k, table)), call.block),
         block=call.block,
         top_k=call.top_k,
         kept=call.sink + call.local + call.top_k,

@@ -152,7 +152,7 @@ def _cpu(q, k, v, bounds, table, lengths, slots, *choice_and_pieces):
     *choice, pieces = choice_and_pieces
     call = _call(q, k, v, bounds, lengths, *choice)
     if slots is not None:
-        summarise_on_cpu(k, bounds, slots, call.block)
+        summarise_on_cpu(k, bounds, slots, call.block, call.scoring == "band")
     batch, heads, _, width = q.shape
     index = q.new_empty((batch, k.shape[1], 1, call.top_k), dtype=torch.int32)
     if call.top_k > 0:
@@ -197,7 +197,7 @@ def launch_gather_pieces(q, k, v, bounds, table, lengths, slots, *choice_and_pie
     # candidate.
     apart = call.top_k == 0 or call.scoring == "spread" or call.local < 2
     if slots is not None and apart:
-        launch_page_bounds(k, bounds, slots, call.block)
+        launch_page_bounds(k, bounds, slots, call.block, call.scoring == "band")
         slots = None
     more = {"count": False, "table": table, "slots": slots, "pieces": pieces}
     launch_gather_decode(*call, pieces, pieces, plan=plan, **more)

@@ -18,7 +18,7 @@ from attnplug.ops.common.checks import BLOCKS, check_attention_inputs
 from attnplug.ops.common.define import define_op, refuse_gradients, require
 from attnplug.ops.common.pages import block_places
 from attnplug.ops.common.sizes import cdiv, next_power_of_two
-from attnplug.ops.gather.block_bounds import empty_bounds, refresh_on_cpu, summary_rows
+from attnplug.ops.gather.block_bounds import check_band, empty_bounds, refresh_on_cpu, summary_rows
 from attnplug.ops.gather.kernels.page_bounds import summarise_written
 from attnplug.ops.gather.spread import spread_parts
 
@@ -36,7 +36,14 @@ def empty_page_bounds(
     return empty_bounds(one_row, block, parts, dtype=dtype)
 
 
-def page_bounds(k: torch.Tensor, bounds: torch.Tensor, slots: torch.Tensor, *, block: int) -> None:
+def page_bounds(
+    k: torch.Tensor,
+    bounds: torch.Tensor,
+    slots: torch.Tensor,
+    *,
+    block: int,
+    band: bool = False,
+) -> None:
     """Summarise, in place, the blocks whose last key has just been written.
 
     Args:
@@ -47,18 +54,21 @@ def page_bounds(k: torch.Tensor, bounds: torch.Tensor, slots: torch.Tensor, *, b
         slots: int32 or int64 `[N]`, where keys were written: page times `page`, plus the place in
             the page. Outside of the pages, negative ones too: nowhere.
         block: keys a block: 16, 32, 64 or 128.
+        band: whether the two parts of exact summaries are the edges of a band about the keys' mean,
+            not max and min.
 
     Raises:
         ArgumentError: a shape, dtype, device or option does not fit.
         GradientError: an input requires grad.
     """
     refuse_gradients(NAME, k)
-    _page_bounds(k, bounds, slots, block)
+    _page_bounds(k, bounds, slots, block, band)
 
 
-def _allocate(k, bounds, slots, block):
+def _allocate(k, bounds, slots, block, band):
     check_attention_inputs(NAME, None, k)
     check_page_bounds(NAME, k, bounds, block)
+    check_band(NAME, bounds, band)
     fits = slots.dim() == 1 and slots.dtype in (torch.int32, torch.int64)
     found = f"slots is {slots.dtype} {tuple(slots.shape)}"
     require(fits, NAME, f"{found}, needs int32 or int64 [N]")
@@ -120,7 +130,7 @@ def rows_of_summaries(
     return found
 
 
-def summarise_on_cpu(k, bounds, slots, block):
+def summarise_on_cpu(k, bounds, slots, block, band=False):
     pages, heads, page, width = k.shape
     slots = slots.long()
     stored = (slots >= 0) & (slots < pages * page)
@@ -133,7 +143,7 @@ def summarise_on_cpu(k, bounds, slots, block):
     row = keys.permute(2, 0, 1, 3).reshape(1, heads, len(ends) * block, width)
     own = empty_bounds(row, block, bounds.shape[3], dtype=bounds.dtype)
     progress, start = torch.zeros((1, 2), dtype=torch.int32), torch.zeros(1, dtype=torch.long)
-    refresh_on_cpu(row, None, own, progress, start, start + len(ends), block)
+    refresh_on_cpu(row, None, own, progress, start, start + len(ends), block, band)
     places, stored = ends // block, pages * page // block
     if bounds.dtype == torch.uint8:
         for part, new in zip(
@@ -150,7 +160,7 @@ def summarise_on_cpu(k, bounds, slots, block):
 MANY = 1024  # slots from which a program looks at several
 
 
-def launch_page_bounds(k, bounds, slots, block):
+def launch_page_bounds(k, bounds, slots, block, band=False):
     """Run the kernel; tensors as in `page_bounds`, on a GPU or in Triton's interpreter."""
     pages, heads, page, width = k.shape
     count, each = len(slots), 1 if len(slots) < MANY else block
@@ -172,13 +182,14 @@ def launch_page_bounds(k, bounds, slots, block):
         PAGE=page,
         PARTS=bounds.shape[3],
         SPREAD=bounds.dtype == torch.uint8,
+        BAND=band,
         EACH=each,
         **{"num_warps": 4},
     )
 
 
 _page_bounds = define_op(
-    "page_bounds(Tensor k, Tensor(a!) bounds, Tensor slots, int block) -> ()",
+    "page_bounds(Tensor k, Tensor(a!) bounds, Tensor slots, int block, bool band) -> ()",
     allocate=_allocate,
     cpu=summarise_on_cpu,
     cuda=launch_page_bounds,

@@ -13,10 +13,26 @@ PROGRAMS, STAGES = 8, 1
 
 
 def launch_page_scores(
-    q, k, bounds, table, lengths, slots, scale, block, sink, local, mode, plan, keys, best, per_head
+    q,
+    k,
+    bounds,
+    table,
+    lengths,
+    slots,
+    scale,
+    block,
+    sink,
+    local,
+    mode,
+    band,
+    plan,
+    keys,
+    best,
+    per_head,
 ):
     """Score the blocks of pages into `keys`, `best` and `per_head`, as `launch_scores` makes them.
-    `slots` `[B]`, or None: where this step has written its keys, whose summaries it makes then."""
+    `slots` `[B]`, or None: where this step has written its keys, whose summaries it makes then;
+    `band`: those are the edges of bands."""
     batch, heads, queries, width = q.shape
     kv_heads, size = k.shape[1], capacity(k, table)
     group, rows, blocks = heads // kv_heads, batch * kv_heads * queries, cdiv(size, block)
@@ -54,6 +70,7 @@ def launch_page_scores(
         SINK=sink,
         LOCAL=local,
         SCORING=mode,
+        BAND=band,
         CHUNK=plan.chunk,
         MEMBERS=plan.members,
         LENGTH_STEP=row_step(lengths),

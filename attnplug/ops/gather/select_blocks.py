@@ -120,7 +120,6 @@ def allocate_index(
         check_page_bounds(name, k, bounds, block)
         lone = progress is None and start is None and key_mask is None
         require(lone, name, "with a table there are no progress, no start and no key_mask")
-        require(scoring != "band", name, "scoring 'band' has no summaries of pages")
     if not scale > 0:
         raise ArgumentError(f"{name}: scale is {scale}, needs a number above 0")
     if not 0 <= top_k <= MAX_BLOCKS:
@@ -244,7 +243,8 @@ def launch_scores(
     key_mask = mask_bytes(key_mask)
     programs = cdiv(blocks, plan.chunk * plan.repeat)
     chunks = programs * plan.repeat
-    mode = SCORINGS.index("bounds" if scoring == "band" else scoring)
+    band = scoring == "band"
+    mode = SCORINGS.index("bounds" if band else scoring)
     keys = torch.empty(rows * blocks, dtype=torch.int64, device=q.device)
     best = keys
     if plan.members:
@@ -261,9 +261,10 @@ def launch_scores(
         launch_spread(*cache, scale, block, sink, local, plan, keys, best, new)
         return Scores(keys, best, plan)
     if table is not None:
+        how = mode, band, plan
         made = keys, best, per_head
         launch_page_scores(
-            q, k, bounds, table, lengths, slots, scale, block, sink, local, mode, plan, *made
+            q, k, bounds, table, lengths, slots, scale, block, sink, local, *how, *made
         )
     else:
         score_blocks.run(
@@ -301,7 +302,7 @@ def launch_scores(
             STAGES=plan.stages,
             SOON=plan.soon,
             SPACED=plan.spaced,
-            BAND=scoring == "band",
+            BAND=band,
             INT8=int8,
             NEW=new,
             LENGTH_STEP=row_step(lengths),

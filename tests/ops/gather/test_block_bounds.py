@@ -18,14 +18,16 @@ def refresh(device_path, k, bounds, progress, block=BLOCK, **rows):
     """The public op, or the Triton launcher where the op would not run it; works in place on CPU
     tensors whatever the device."""
     device, path = device_path
+    band = rows.pop("band", False)
     names = ("lengths", "start", "key_mask")
     args = [rows.get(name) for name in names]
     there = to_device((k, bounds, progress, *args), device)
     if path == "reference" or device == "cuda":
-        op.block_bounds(*there[:3], block=block, **dict(zip(names, there[3:], strict=True)))
+        named = dict(zip(names, there[3:], strict=True))
+        op.block_bounds(*there[:3], block=block, band=band, **named)
     else:
-        op._allocate(*there, block)
-        op.launch_block_bounds(*there, block)
+        op._allocate(*there, block, band)
+        op.launch_block_bounds(*there, block, band)
     bounds.copy_(there[1])
     progress.copy_(there[2])
 
@@ -102,6 +104,42 @@ def test_no_key_scores_above_its_bound(device_path, data):
     above = bounds[:, :, :, 0] @ q.clamp(min=0) + bounds[:, :, :, 1] @ q.clamp(max=0)
     scores = (k[:, :, :64].double() @ q).unflatten(2, (4, 16))
     assert (scores <= above[..., None] + 1e-9 * above.abs().max()).all()
+
+
+@pytest.mark.parametrize("int8", [False, True])
+@given(data=st.data())
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_bands_lie_about_the_mean(device_path, int8, data):
+    """In padded and masked rows, to half a step of a code; and offsets of channels cost nothing."""
+    draw = data.draw
+    seed, width, start = draw(st.integers(0, 999)), draw(st.sampled_from([64, 80])), 3
+    k = random(seed, 1, 2, 90, width) * random(seed + 1, 1, 2, 1, width).exp()
+    k += random(seed + 2, 1, 2, 1, width) * draw(st.sampled_from([0, 1, 50]))
+    seen = random(seed + 3, 1, 90) > draw(st.sampled_from([-0.5, -9.0]))
+    bounds = op.empty_bounds(k, BLOCK, dtype=torch.int8 if int8 else None)
+    progress = torch.zeros(1, 2, dtype=torch.int32)
+    rows = {"start": torch.tensor([start]), "key_mask": seen, "lengths": torch.tensor([85])}
+    refresh(device_path, k, bounds, progress, band=True, **rows)
+    assert progress.tolist() == [[5, start]]
+    found, step = decoded(bounds, 6) if int8 else (bounds.double(), torch.zeros(()))
+    keys = k[0, :, start : start + 80].double().unflatten(1, (5, 16))
+    shown = seen[0, start : start + 80].unflatten(0, (5, 16))[None, :, :, None].double()
+    count = shown.sum(2)
+    mean = (keys * shown).sum(2) / count
+    half = 0.8 * (((keys - mean[:, :, None]) ** 2 * shown).sum(2) / count).sqrt()
+    assert (count > 0).all()
+    room = 2e-3 * half + 3e-6 * mean.abs() + 1e-6
+    if int8:
+        room = room + 0.501 * step[0, :, :5, 0]
+    assert ((found[0, :, :5, 0] - mean - half).abs() <= room).all()
+    assert ((found[0, :, :5, 1] - mean + half).abs() <= room).all()
+
+
+@pytest.mark.parametrize("form", [{"parts": 1}, {"dtype": torch.uint8}])
+def test_a_band_needs_two_parts(form):
+    k, progress = random(0, 1, 2, 64, 64), torch.zeros(1, 2, dtype=torch.int32)
+    with pytest.raises(ArgumentError, match="the edges of bands need two parts"):
+        op.block_bounds(k, op.empty_bounds(k, BLOCK, **form), progress, block=BLOCK, band=True)
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -239,7 +277,8 @@ def test_opcheck(device):
     overload = torch.ops.attnplug.block_bounds.default
     bounds.zero_()
     for extra in [(None, None, None), (rows, rows - 20, mask)]:
-        torch.library.opcheck(overload, (k, bounds, progress, *extra, BLOCK))
+        for band in (False, True):
+            torch.library.opcheck(overload, (k, bounds, progress, *extra, BLOCK, band))
 
 
 K = torch.zeros(2, 2, 40, 64)

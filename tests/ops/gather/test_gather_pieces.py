@@ -23,6 +23,7 @@ FORMS = {
     "estimate": (2, None),
     "mean": (1, None),
     "spread": (2, torch.uint8),
+    "band": (2, None),
 }
 OPTIONS = {"scale": 0.2, "block": 16, "top_k": 3, "sink": 1, "local": 2, "scoring": "bounds"}
 
@@ -35,12 +36,12 @@ def empty(k, block, scoring):
     )
 
 
-def note(device_path, k, bounds, slots, block=16):
+def note(device_path, k, bounds, slots, scoring, block=16):
     """`page_bounds` as the halves run it: sums of another order differ in the last bits."""
     if device_path == ("cpu", "kernel"):
-        summarise.launch_page_bounds(k, bounds, slots, block)
+        summarise.launch_page_bounds(k, bounds, slots, block, scoring == "band")
     else:
-        page_bounds(k, bounds, slots, block=block)
+        page_bounds(k, bounds, slots, block=block, band=scoring == "band")
 
 
 def run(device_path, q, pages, bounds, lengths, out, plan=None, slots=None, sinks=None, **options):
@@ -107,10 +108,10 @@ def test_rows_that_are_served_get_gathers_output_and_the_others_keep_theirs(devi
     on = pages.to(device)
     bounds, slots = empty(on.kv[0], block, scoring), newest(pages).to(device)
     known = torch.tensor([x for x in pages.slots().tolist() if x not in slots.tolist()])
-    note(device_path, on.kv[0], bounds, known.to(device).long(), block)
+    note(device_path, on.kv[0], bounds, known.to(device).long(), scoring, block)
 
     right = bounds.clone()
-    note(device_path, on.kv[0], right, slots, block)
+    note(device_path, on.kv[0], right, slots, scoring, block)
     step = {"table": on.table, "sinks": sinks, **options}
     want, _ = gather_decode(q, *on.kv, None, None, right, None, on.lengths, **step)
 
@@ -133,7 +134,7 @@ def test_rows_that_are_served_get_gathers_output_and_the_others_keep_theirs(devi
 
 
 @pytest.mark.parametrize(
-    "top_k, scoring", [(3, "bounds"), (3, "mean"), (3, "spread"), (0, "bounds")]
+    "top_k, scoring", [(3, "bounds"), (3, "mean"), (3, "spread"), (3, "band"), (0, "band")]
 )
 def test_blocks_that_a_step_completes_are_summarised_in_all_rows(device_path, top_k, scoring):
     """A served row, another attention's, one whose block is not complete, and one that pads."""
@@ -143,9 +144,9 @@ def test_blocks_that_a_step_completes_are_summarised_in_all_rows(device_path, to
     assert (slots % 16 == 15).tolist() == [True, True, False, True] and slots[3] == -1
     bounds = empty(on.kv[0], 16, scoring)
     known = torch.tensor([x for x in pages.slots().tolist() if x not in slots.tolist()])
-    note(device_path, on.kv[0], bounds, known.to(device_path[0]))
+    note(device_path, on.kv[0], bounds, known.to(device_path[0]), scoring)
     right = bounds.clone()
-    note(device_path, on.kv[0], right, slots.to(device_path[0]))
+    note(device_path, on.kv[0], right, slots.to(device_path[0]), scoring)
     assert not torch.equal(bounds.cpu().nan_to_num(7), right.cpu().nan_to_num(7))
     lengths = on.lengths * torch.tensor([1, 0, 1, 0], device=on.lengths.device)
     for wide in (slots, slots.int()):
@@ -167,7 +168,7 @@ def test_a_batch_without_a_served_row_is_left_as_it_is(device_path):
 
 @pytest.mark.parametrize("members", [0, 8])
 @pytest.mark.parametrize("programs", [0, 1])
-@pytest.mark.parametrize("scoring", ["bounds", "estimate"])
+@pytest.mark.parametrize("scoring", ["bounds", "estimate", "band"])
 def test_few_programs_score_all_chunks_of_a_long_row(
     device_path, monkeypatch, scoring, programs, members
 ):
@@ -176,7 +177,7 @@ def test_few_programs_score_all_chunks_of_a_long_row(
     pages = make(5, [999, 400, 640], page=32)
     on, q = pages.to(device_path[0]), random(0, 3, 4, 1, 64).to(device_path[0])
     bounds, lengths = empty(on.kv[0], 16, scoring), on.lengths.clone()
-    note(device_path, on.kv[0], bounds, on.slots())
+    note(device_path, on.kv[0], bounds, on.slots(), scoring)
     options = OPTIONS | {"top_k": 5, "scoring": scoring}
     step = {"table": on.table, **options}
     want, _ = gather_decode(q, *on.kv, None, None, bounds, None, on.lengths, **step)

@@ -23,6 +23,7 @@ FORMS = {
     "estimate": (2, None),
     "mean": (1, None),
     "spread": (2, torch.uint8),
+    "band": (2, None),
 }
 
 
@@ -33,13 +34,14 @@ def garbage(k, block, scoring):
     return bounds.fill_(torch.nan if dtype is None else 179)
 
 
-def note(device_path, k, bounds, slots, block):
+def note(device_path, k, bounds, slots, block, scoring):
     """The public op, or the Triton launcher where the op would not run it."""
     if device_path[1] == "reference" or device_path[0] == "cuda":
-        page_bounds(k, bounds, slots, block=block)
+        page_bounds(k, bounds, slots, block=block, band=scoring == "band")
     else:
-        summarise._allocate(k, bounds, slots, block)
-        summarise.launch_page_bounds(k, bounds, slots, block)
+        args = k, bounds, slots, block, scoring == "band"
+        summarise._allocate(*args)
+        summarise.launch_page_bounds(*args)
 
 
 def of_rows(pages, block, scoring):
@@ -48,7 +50,8 @@ def of_rows(pages, block, scoring):
     k = pages.rows[0].contiguous()
     bounds = empty_bounds(k, block, parts, dtype=dtype)
     progress = torch.zeros((len(k), 2), dtype=torch.int32)
-    block_bounds(k, bounds, progress, block=block, lengths=pages.lengths)
+    how = {"lengths": pages.lengths, "band": scoring == "band"}
+    block_bounds(k, bounds, progress, block=block, **how)
     return bounds, progress
 
 
@@ -112,7 +115,7 @@ def test_equals_the_rows_side_by_side(device_path, data):
     there = q.to(device)
     k, v = on.kv
     bounds = garbage(k, block, scoring)
-    note(device_path, k, bounds, on.slots(), block)
+    note(device_path, k, bounds, on.slots(), block, scoring)
     hold_summaries(pages, bounds, block, scoring)
 
     own, progress = of_rows(pages, block, scoring)
@@ -168,13 +171,13 @@ def whole_step(device_path, q, pages, bounds, inline=None, **options):
 
 
 @pytest.mark.parametrize("inline", [False, True])
-@pytest.mark.parametrize("scoring", ["bounds", "spread"])
+@pytest.mark.parametrize("scoring", ["bounds", "spread", "band"])
 def test_a_step_with_and_without_a_selecting_kernel(device_path, scoring, inline):
     pages = make(5, [0, 15, 16, 90, 160], page=32)
     on, q = pages.to(device_path[0]), random(0, 5, 6, 1, 64)
     options = {"scale": 0.2, "block": 16, "sink": 1, "local": 2}
     bounds = garbage(on.kv[0], 16, scoring)
-    note(device_path, on.kv[0], bounds, on.slots(), 16)
+    note(device_path, on.kv[0], bounds, on.slots(), 16, scoring)
     there = q.to(device_path[0])
     got = whole_step(device_path, there, on, bounds, inline, top_k=3, scoring=scoring, **options)
     own = of_rows(pages, 16, scoring)
@@ -209,16 +212,17 @@ def test_summaries_follow_what_is_written(device_path, data):
                 )
                 slots = torch.cat([at * 32 + n % 32, torch.tensor([-1])])
                 slots = slots[torch.randperm(len(slots))].to(device)
-                note(device_path, kv[0], bounds, slots.int() if done % 2 else slots, block)
+                slots = slots.int() if done % 2 else slots
+                note(device_path, kv[0], bounds, slots, block, scoring)
         turn.kv = kv.cpu()
         hold_summaries(turn, bounds, block, scoring)
 
 
-@pytest.mark.parametrize("scoring", ["bounds", "mean", "spread"])
+@pytest.mark.parametrize("scoring", ["bounds", "mean", "spread", "band"])
 def test_a_copied_page_takes_its_summaries_along(scoring):
     pages = make(0, [64, 64], page=32)
     bounds = garbage(pages.kv[0], 16, scoring)
-    page_bounds(pages.kv[0], bounds, pages.slots(), block=16)
+    page_bounds(pages.kv[0], bounds, pages.slots(), block=16, band=scoring == "band")
     old, new = pages.table[0].tolist(), pages.table[1].tolist()
     pages.kv[:, new] = pages.kv[:, old]
     pages.rows[:, 1] = pages.rows[:, 0]
@@ -234,9 +238,9 @@ def test_a_nan_key_comes_first(device_path):
     pages.rows[0, 0, 1, 100, 7] = torch.nan
     pages.kv[0, pages.table[0, 3], 1, 4, 7] = torch.nan
     on, q = pages.to(device_path[0]), random(0, 1, 4, 1, 64)
-    for scoring in ("bounds", "spread"):
+    for scoring in ("bounds", "spread", "band"):
         bounds = garbage(on.kv[0], 16, scoring)
-        note(device_path, on.kv[0], bounds, on.slots(), 16)
+        note(device_path, on.kv[0], bounds, on.slots(), 16, scoring)
         options = {"block": 16, "top_k": 2, "sink": 1, "local": 2, "scoring": scoring}
         index = chosen(device_path, q.to(device_path[0]), on, bounds, **options)
         assert 6 in index[0, 1, 0] and 6 not in index[0, 0, 0, :0]
@@ -247,9 +251,10 @@ def test_opcheck(device):
     pages.kv.nan_to_num_()
     q = random(1, 2, 4, 1, 64).to(device)
     k, v = pages.kv
-    for scoring in ("bounds", "spread"):
+    for scoring in ("bounds", "spread", "band"):
         bounds = garbage(k, 16, scoring).fill_(0)
-        torch.library.opcheck(summarise._page_bounds, (k, bounds, pages.slots().to(device), 16))
+        slots, band = pages.slots().to(device), scoring == "band"
+        torch.library.opcheck(summarise._page_bounds, (k, bounds, slots, 16, band))
         rest = 0.125, 16, 3, 1, 2, scoring
         none = None, None
         torch.library.opcheck(
@@ -333,7 +338,7 @@ def test_page_bounds_refuses(slots):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("scoring", ["bounds", "spread"])
+@pytest.mark.parametrize("scoring", ["bounds", "spread", "band"])
 @pytest.mark.parametrize("page", [16, 256])
 def test_one_cuda_graph_for_all_tables(page, scoring):
     """Padded rows, too: length 0 and a table of -1. The default keep set, and a plan of its own."""
@@ -353,7 +358,7 @@ def test_one_cuda_graph_for_all_tables(page, scoring):
     for case in cases:
         for own, new in zip(on.tensors(), case.tensors(), strict=True):
             own.copy_(new)
-        page_bounds(on.kv[0], bounds, case.slots().cuda(), block=16)
+        page_bounds(on.kv[0], bounds, case.slots().cuda(), block=16, band=scoring == "band")
         graph.replay()
         choice = {x: options[x] for x in ("scale", "block", "sink", "local")}
         index = select_blocks(

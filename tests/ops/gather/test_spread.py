@@ -343,7 +343,7 @@ def test_opcheck(device):
     for extra in ((None,) * 3, (rows, rows - 130, mask)):
         args = (q, k, bounds, progress, SCALE, 16, 3, 1, 2, "spread", *extra)
         torch.library.opcheck(torch.ops.attnplug.select_blocks.default, args)
-        args = (k, bounds, progress, *extra, 16)
+        args = (k, bounds, progress, *extra, 16, False)
         torch.library.opcheck(torch.ops.attnplug.block_bounds.default, args)
 
 

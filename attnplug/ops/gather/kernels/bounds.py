@@ -189,6 +189,7 @@ def refresh(
     BLOCK: tl.constexpr,
     PARTS: tl.constexpr,
     INT8: tl.constexpr,
+    BAND: tl.constexpr,
     LENGTH_STEP: tl.constexpr,
     START_STEP: tl.constexpr,
 ):
@@ -220,6 +221,7 @@ def refresh(
         PARTS=PARTS,
         INT8=INT8,
         MASKED=key_mask is not None,
+        BAND=BAND,
     )
 
 

@@ -22,6 +22,7 @@ def summarise_slot(
     PAGE: tl.constexpr,
     PARTS: tl.constexpr,
     SPREAD: tl.constexpr,
+    BAND: tl.constexpr,
 ):
     """The block that a slot completes, if it completes one, of head h (int64). `places`: blocks of
     all pages."""
@@ -68,6 +69,7 @@ def summarise_slot(
                 PARTS=PARTS,
                 INT8=False,
                 MASKED=False,
+                BAND=BAND,
             )
 
 
@@ -86,6 +88,7 @@ def summarise_written(
     PAGE: tl.constexpr,
     PARTS: tl.constexpr,
     SPREAD: tl.constexpr,
+    BAND: tl.constexpr,
     EACH: tl.constexpr,
 ):
     """The blocks that slots EACH i and on complete, of one head. `places`: blocks of all pages."""
@@ -105,4 +108,5 @@ def summarise_written(
             PAGE=PAGE,
             PARTS=PARTS,
             SPREAD=SPREAD,
+            BAND=BAND,
         )

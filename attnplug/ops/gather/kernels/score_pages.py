@@ -48,6 +48,7 @@ def score_pages(
     SINK: tl.constexpr,
     LOCAL: tl.constexpr,
     SCORING: tl.constexpr,
+    BAND: tl.constexpr,
     CHUNK: tl.constexpr,
     MEMBERS: tl.constexpr,
     LENGTH_STEP: tl.constexpr,
@@ -85,6 +86,7 @@ def score_pages(
                 PAGE=PAGE,
                 PARTS=PARTS,
                 SPREAD=False,
+                BAND=BAND,
             )
             return
     length, _ = row_span(lengths, None, b, S, LENGTH_STEP, 0)
