@@ -45,14 +45,17 @@ STUDIES: Mapping[str, Options] = MappingProxyType(
         ),
         "gather": Options(
             [
-                *(f"gather(k={k}, min_tokens=0)" for k in (64, 128)),
+                *(f"gather(k={k}, scoring='bounds', min_tokens=0)" for k in (64, 128)),
                 "gather(min_tokens=0)",
-                "gather(scoring='spread', min_tokens=0)",
-                "gather(scoring='band', min_tokens=0)",
-                "gather(scoring='mean', min_tokens=0)",
-                *(f"gather(k={k}, {LARGE_BLOCKS}, min_tokens=0)" for k in (0, 8, 32, 64)),
-                f"gather(k=32, {LARGE_BLOCKS}, scoring='mean', min_tokens=0)",
-                f"gather(k=32, {LARGE_BLOCKS}, scoring='estimate', min_tokens=0)",
+                *(f"gather(scoring='{s}', min_tokens=0)" for s in ("bounds", "spread", "mean")),
+                *(
+                    f"gather(k={k}, {LARGE_BLOCKS}, scoring='bounds', min_tokens=0)"
+                    for k in (0, 8, 32, 64)
+                ),
+                *(
+                    f"gather(k=32, {LARGE_BLOCKS}, scoring='{s}', min_tokens=0)"
+                    for s in ("mean", "estimate")
+                ),
             ],
             ("needle-noise", "needle-prose", "fidelity"),
         ),

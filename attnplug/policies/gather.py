@@ -57,10 +57,10 @@ class Gather(DenseBelow):
 
     k: distant blocks that each KV head reads; 0 is a sliding window. block: keys a block. sink:
     first blocks that are always read. local: last blocks that are always read, the query's own
-    included. scoring: how a block's summary ranks it, by an upper bound of its keys' scores
+    included. scoring: how a block's summary ranks it, by its keys' mean and 0.8 standard deviations
+    of each channel in the query's favour ("band"), by an upper bound of its keys' scores
     ("bounds"), by the share of attention that three standard deviations above its mean score would
-    get ("spread"), by the attention it is expected to get ("estimate"), by bounds of 0.8 standard
-    deviations about its keys' mean ("band", which no GPU has run yet), or by its mean key
+    get ("spread"), by the attention it is expected to get ("estimate"), or by its mean key
     ("mean").
     min_tokens: caches below so many tokens are read whole, by `dense`; None is a multiple of the
     keep set, but not below a floor for the kind of device. kv: where keys and values live, "gpu" or
@@ -75,7 +75,7 @@ class Gather(DenseBelow):
     block: int = 16
     sink: int = 8
     local: int = 32
-    scoring: str = "bounds"
+    scoring: str = "band"
     min_tokens: int | None = None
     kv: str = "gpu"
     resident: int | None = None
