@@ -242,8 +242,8 @@ def plan_for(
 
 
 def plan_of(call: Call, table: torch.Tensor | None) -> Plan:
-    """The plan of a call. Where its sizes are a compiler's symbols (`gather_pieces` sizes its output
-    by the plan) the graph then holds for the sizes that it was traced with."""
+    """The plan of a call. Where its sizes are a compiler's symbols (`gather_pieces` sizes what it
+    returns by the plan) the graph then holds for the sizes that it was traced with."""
     batch, heads, width = (int(call.q.shape[i]) for i in (0, 1, 3))
     kv_heads = int(call.k.shape[1])
     return plan_for(
