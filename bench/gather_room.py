@@ -6,11 +6,13 @@ long it takes on one GPU.
 A whole model's step of the default took 20 to 37 us a layer more than the rows of its steps say
 (docs/log/gather.md, 2026-11-25). Those go through one kind of step after the other, in caches as
 long as their rows. Here steps of dense and of gather run by themselves, behind thirty other small
-kernels and behind a product with a layer's weights, whose own times are taken off, in rooms of one
-and of 32 times a row; the default's also with the plans `spaced` and `direct` of
+kernels and behind the products of a layer, of one or of 28 layers, whose own times are taken off,
+in rooms of one and of 32 times a row; the default's also with the plans `spaced` and `direct` of
 ops/gather/select_plan.py, after a check that these list the same blocks."""
 
 import argparse
+import functools
+import itertools
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -55,18 +57,31 @@ def other_code() -> Callable[[], Any]:
     return run
 
 
-def weights() -> Callable[[], Any]:
-    """A product with a matrix that is larger than the L2, as a layer's are."""
-    matrix = torch.randn(8192, 8192, dtype=torch.bfloat16, device="cuda")
-    vector = torch.randn(8192, dtype=torch.bfloat16, device="cuda")
-    return lambda: torch.mv(matrix, vector)
+def weights(layers: int) -> Callable[[], Any]:
+    """Products with the matrices of a layer, 403 MB, of the next layer each time. With many layers
+    the TLBs, too, have lost what a step reads before it comes again."""
+    make = functools.partial(torch.randn, dtype=torch.bfloat16, device="cuda")
+    vector, matrices = make(8192), [make(8192, 8192) for _ in range(3 * layers)]
+    following = itertools.cycle(matrices)
+
+    def run() -> None:
+        for _ in range(3):
+            torch.mv(next(following), vector)
+
+    return run
 
 
 def time_room(rows: Rows, tokens: int, room: int) -> None:
     """All steps over rows of so many tokens in so much room."""
     layers = [Layer(1, tokens, seed, room) for seed in range(8)]
     dense = dense_steps(layers)
-    for where, between in (("alone", None), ("code", other_code()), ("weights", weights())):
+    places = {
+        "alone": None,
+        "code": other_code(),
+        "a layer's weights": weights(1),
+        "28 layers' weights": weights(28),
+    }
+    for where, between in places.items():
         case = f"n={tokens} room={room} {where}"
         rows.attempt("dense", case, "dense", microseconds, dense, between)
         for layer in layers:

@@ -30,8 +30,8 @@ from attnplug.testing.policy import tiny_model
 EXACT = {
     "dense": "dense",
     "momo": "momo(gamma=8, block=128, query_block=128, top_k=64, exact_k=64, min_tokens=0)",
-    "gather": "gather(k={blocks}, block=128, local=2, scoring='bounds', min_tokens=0)",
-    "gather-host": "gather(k={blocks}, block=128, local=2, scoring='bounds', min_tokens=0, kv='host')",
+    "gather": "gather(k={blocks}, block=128, local=2, min_tokens=0)",
+    "gather-host": "gather(k={blocks}, block=128, local=2, min_tokens=0, kv='host')",
     "gvr": "gvr(k=2048, sink=4, window=64, min_tokens=0)",
     "sketch": "sketch(k=2048, min_tokens=0)",
     "certified": "certified(block=64, coverage=1.0, k_min=1024, k_max=1024, v_tol=0.0, "

@@ -290,7 +290,7 @@ def test_a_policy_goes_by_its_string_without_a_crossover(report):
     [
         ("gvr(k=2048, min_tokens=0)", "gvr"),
         ("gather(min_tokens=8192)", None),
-        ("gather(scoring='bounds', k=8)", "gather(k=8)"),
+        ("gather(scoring='band', k=8)", "gather(k=8)"),
         ("momo(top_k=64, gamma=8, min_tokens=0)+gather(min_tokens=0)",
          "momo(gamma=8, top_k=64)+gather"),
         ("momo+stream(top_k=32)", "momo+stream"),
