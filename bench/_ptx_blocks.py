@@ -38,6 +38,7 @@ def block_bounds(op: Any) -> Cases:
     yield "int8 padded", case(32, 2, 4, 4096, 128, int8=True, **padding(2, 4096))
     yield "fp16 D=80 padded", case(16, 2, 3, 1003, 80, FP16, **padding(2, 1003))
     yield "fp32 D=64 block=128", case(128, 1, 2, 1024, 64, FP32)
+    yield "band", case(16, 1, 4, 131072, 128, int8=True, lengths=new(1), band=True)
     yield "spread", case(16, 1, 4, 131072, 128, spread=True, lengths=new(1))
     yield "spread fp16 D=80", case(16, 2, 3, 1003, 80, FP16, spread=True, **padding(2, 1003))
 
@@ -163,21 +164,24 @@ def gather_decode(op: Any) -> Cases:
         yield f"served, {rows} rows", served_step(rows, 131072, **many)
     for size in (8192, 32768, 131072, 1 << 20):
         yield f"pages, spread {size}", case(1, 28, 4, size, 128, scoring="spread", **many)
-        yield f"default {size}", case(1, 28, 4, size, 128, int8=True, **many)
+        yield f"pages, bounds {size}", case(1, 28, 4, size, 128, int8=True, **many)
+        band = {"scoring": "band", "int8": True, **many}
+        yield f"default {size}", case(1, 28, 4, size, 128, **band)
     yield "pages, spread batch=8", case(8, 28, 4, 1 << 20, 128, scoring="spread", **many)
-    yield "default batch=8", case(8, 28, 4, 1 << 20, 128, int8=True, **many)
+    yield "default batch=8", case(8, 28, 4, 1 << 20, 128, scoring="band", int8=True, **many)
 
 
 @cases
 def page_bounds(op: Any) -> Cases:
-    def case(pages, kv, page, width, slots, dtype=BF16, wide=INT64, parts=2, spread=False):
+    def case(pages, kv, page, width, slots, dtype=BF16, wide=INT64, parts=2, spread=False, **more):
         k = new(pages, kv, page, width, dtype=dtype)
         one_row = new(1, kv, pages * page, width, dtype=dtype)
         bounds, _ = summaries(one_row, 16, parts, False, spread)
-        return lambda: op(k, bounds, new(slots, dtype=wide), block=16)
+        return lambda: op(k, bounds, new(slots, dtype=wide), block=16, **more)
 
     yield "a step", case(4096, 4, 16, 128, 8)
     yield "a prompt", case(512, 8, 128, 128, 16384)
+    yield "band", case(4096, 4, 16, 128, 8, band=True)
     yield "spread", case(4096, 4, 16, 128, 8, spread=True)
     yield "fp16 D=80 mean", case(64, 2, 48, 80, 100, FP16, torch.int32, parts=1)
     yield "fp32 D=256", case(64, 4, 16, 256, 33, FP32)

@@ -326,7 +326,8 @@ def test_faithful_takes_what_no_committed_row_puts_outside_dense_and_leaves_out_
         return [row for row in rows if outside(row, len(rows))]
 
     assert losses(Policy(prefill=Momo(top_k=128, delta=0.5, tail=0)))
-    assert losses(Policy(decode=Gather())) and not losses(Policy(decode=Sketch()))
+    assert losses(Policy(decode=Gather(scoring="bounds")))
+    assert not losses(Policy(decode=Gather())) and not losses(Policy(decode=Sketch()))
     assert set(TASKS) <= {row["task"] for row in rows_of(Policy(decode=Sketch()))}
     forced = losses(Policy(prefill=Momo()))  # where auto's momo is dense
     assert forced and all(row["n"] < auto.MEASURED_TOKENS for row in forced)

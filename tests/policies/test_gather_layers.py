@@ -78,7 +78,7 @@ def test_the_report_says_what_is_read_and_where_it_is_dense():
         "attnplug did not make for it"
     )
     model = attnplug.apply(tiny_model(), GATHER)
-    name = "gather(k=2, sink=1, local=2, min_tokens=0, bounds='int8')"
+    name = "gather(k=2, sink=1, local=2, scoring='bounds', min_tokens=0, bounds='int8')"
     assert f"decode {name}; gather: reads 5 blocks" in str(attnplug.report(model))
 
 

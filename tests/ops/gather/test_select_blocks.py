@@ -239,16 +239,6 @@ def test_a_band_lies_about_the_mean_however_far_off(device_path, int8, masked):
         assert (found - wanted).abs().max() < (0.2 if int8 else 1e-3)
 
 
-def test_bands_have_no_pages():
-    q, k = random(0, 1, 4, 1, 64), random(1, 8, 2, 16, 64)
-    table, length = torch.arange(8, dtype=torch.int32)[None], torch.tensor([100])
-    options = {"scale": 1.0, "block": 16, "top_k": 2, "scoring": "band"}
-    with pytest.raises(ArgumentError, match="no summaries of pages"):
-        op.select_blocks(
-            q, k, k.new_zeros(1, 2, 8, 2, 64), None, lengths=length, table=table, **options
-        )
-
-
 def test_codes_bound_whatever_the_offset(device_path):
     """A needle below the noise of channels that are far off zero, as some models' keys are."""
     q, k = random(0, 1, 4, 1, 64), random(1, 1, 2, 300, 64)

@@ -370,7 +370,10 @@ def score_blocks(
         else:
             prepared = prepare_query(query, frame, GROUP, HEADS, D, DP, SCORING, INT8)
             own, best_at = row_at(head_scores, best, row, N, chunks, g, GROUP, SCORING, MEMBERS)
-            for i in tl.range(0, REPEAT, num_stages=STAGES):  # pyright: ignore[reportGeneralTypeIssues]
+            turns = REPEAT
+            if SPACED:  # no turn past the row's end, where a short row has one
+                turns = tl.minimum(tl.cdiv(tl.cdiv(limit, CHUNK) - chunk, apart), REPEAT)
+            for i in tl.range(0, turns, num_stages=STAGES):  # pyright: ignore[reportGeneralTypeIssues]
                 blocks = (chunk + i * apart) * CHUNK + tl.arange(0, CHUNK)
                 shown = load_summaries(
                     bounds_at, frame, blocks, blocks, limit, D, DP, SCORING, INT8
