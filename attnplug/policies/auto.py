@@ -85,7 +85,7 @@ SKETCH = Candidate(
 )
 GATHER = Candidate(
     Gather(),
-    "faster than sketch, but it may miss a fact",
+    "faster than sketch, but nothing audits what it misses",
     "its pages of 16 were not timed on a CPU",
 )
 MEASURED_MOMO = Candidate(
