@@ -192,12 +192,14 @@ def _summarise(k, mask, out):
 @numba.njit(cache=True)
 def _summarise_band(k, mask, out):
     """The edges of the band of keys `k [block, D]`, mean and 0.8 standard deviations, `[2, D]`."""
-    seen = 0
+    seen, pivot = 0, k[0]
     first, second = np.zeros(k.shape[1], np.float32), np.zeros(k.shape[1], np.float32)
     for n in range(k.shape[0]):
         if mask.shape[0] > 0 and not mask[n]:
             continue
-        off = k[n] - k[0]
+        if seen == 0:
+            pivot = k[n]
+        off = k[n] - pivot
         first += off
         second += off * off
         seen += 1
@@ -206,7 +208,7 @@ def _summarise_band(k, mask, out):
         mean = first[d] / np.float32(seen)
         square = second[d] / np.float32(seen) - mean * mean
         half = np.float32(BAND_WIDTH) * np.sqrt(square if square > 0 else np.float32(0.0))
-        out[0, d], out[1, d] = k[0, d] + mean + half, k[0, d] + mean - half
+        out[0, d], out[1, d] = pivot[d] + mean + half, pivot[d] + mean - half
 
 
 @numba.njit(cache=True)

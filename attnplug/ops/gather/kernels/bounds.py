@@ -119,8 +119,12 @@ def refresh_blocks(
             high = tl.zeros([KEYS, DP], tl.float32)
             low = tl.zeros([KEYS, DP], tl.float32)
         if BAND:
-            pivot_at = (start + j * BLOCK).to(tl.int64) * k_s
-            pivot = tl.load(k_at + pivot_at + d, mask=in_width, other=0.0).to(tl.float32)
+            one = start + j * BLOCK
+            if MASKED:  # its first key that is seen: what is hidden enters nothing
+                m = tl.arange(0, BLOCK)
+                one += tl.min(tl.where(tl.load(mask_at + one + m) != 0, m, BLOCK - 1), 0)
+            pivot = tl.load(k_at + one.to(tl.int64) * k_s + d, mask=in_width, other=0.0)
+            pivot = pivot.to(tl.float32)
         for i in range(0, BLOCK, KEYS):
             at = start + j * BLOCK + i + n
             key = tl.load(
