@@ -18,7 +18,7 @@ class Plan(NamedTuple):
     stages: int = 1  # of its pipeline
     soon: bool = False  # read summaries before the length is known; one chunk a program
     registers: int | None = None  # limit of a thread of the score kernel, so that more programs fit
-    # For a row that is short in a large room, not timed yet (bench/gather_room.py):
+    # For a row that is short in a large room; no plan takes them yet (docs/log/gather.md):
     spaced: bool = False  # a program's chunks of bounds lie as far apart as there are programs
     direct: bool = False  # rows of no more blocks than the second level takes have no first level
 

@@ -134,7 +134,8 @@ def test_rows_that_are_served_get_gathers_output_and_the_others_keep_theirs(devi
 
 
 @pytest.mark.parametrize(
-    "top_k, scoring", [(3, "bounds"), (3, "mean"), (3, "spread"), (3, "band"), (0, "band")]
+    "top_k, scoring",
+    [(3, "bounds"), (3, "mean"), (3, "spread"), (3, "band"), (0, "bounds"), (0, "band")],
 )
 def test_blocks_that_a_step_completes_are_summarised_in_all_rows(device_path, top_k, scoring):
     """A served row, another attention's, one whose block is not complete, and one that pads."""
