@@ -38,7 +38,7 @@ def block_bounds(op: Any) -> Cases:
     yield "int8 padded", case(32, 2, 4, 4096, 128, int8=True, **padding(2, 4096))
     yield "fp16 D=80 padded", case(16, 2, 3, 1003, 80, FP16, **padding(2, 1003))
     yield "fp32 D=64 block=128", case(128, 1, 2, 1024, 64, FP32)
-    yield "band", case(16, 1, 4, 131072, 128, int8=True, lengths=new(1), band=True)
+    yield "band", case(16, 1, 4, 131072, 128, parts=1, int8=True, lengths=new(1), band=True)
     yield "spread", case(16, 1, 4, 131072, 128, spread=True, lengths=new(1))
     yield "spread fp16 D=80", case(16, 2, 3, 1003, 80, FP16, spread=True, **padding(2, 1003))
 
@@ -139,7 +139,7 @@ def gather_decode(op: Any) -> Cases:
         q, k, v = attention(batch, heads, kv, 1, size, width, dtype)
         options = {"scale": 0.1, "block": 64, "top_k": 8, **options}
         scoring = options.get("scoring")
-        parts = 1 if scoring == "mean" else 2
+        parts = 1 if scoring in ("mean", "band") else 2
         made = summaries(k, options["block"], parts, int8, scoring == "spread")
         token = (new(batch, kv, 1, width, dtype=dtype) for _ in range(2))
         lengths = options.pop("lengths", new(1))

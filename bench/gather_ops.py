@@ -72,11 +72,12 @@ def check(scoring, dtype, width, group, tokens, padded, masked, top_k) -> dict[s
     rows = {"lengths": lengths, "start": start, "key_mask": mask}
     shape = {"scale": width**-0.5, "block": 16, "sink": 2, "local": 3}
     rows_there = {name: there(x) for name, x in rows.items()}
-    made = summaries.empty_bounds(k, 16, dtype=codes)
+    band, parts = scoring == "band", 1 if scoring == "band" else 2
+    made = summaries.empty_bounds(k, 16, parts, dtype=codes)
     made_there, progress = made.cuda(), torch.zeros(2, 2, dtype=torch.int32)
     progress_there = progress.cuda()
-    summaries.block_bounds(k, made, progress, block=16, **rows)
-    summaries.block_bounds(k.cuda(), made_there, progress_there, block=16, **rows_there)
+    summaries.block_bounds(k, made, progress, block=16, band=band, **rows)
+    summaries.block_bounds(k.cuda(), made_there, progress_there, block=16, band=band, **rows_there)
     assert torch.equal(progress_there.cpu(), progress), "progress"
     differing = int((made_there.cpu() != made).sum())
     room = 2e-3 if scoring == "spread" else 2e-2  # of bounds, a scale's last bits
@@ -84,7 +85,7 @@ def check(scoring, dtype, width, group, tokens, padded, masked, top_k) -> dict[s
     found = [f"bytes {differing}"]
     asked = {**shape, "top_k": top_k, "scoring": scoring}
     index = select.select_blocks(q, k, made, progress, **asked, **rows)
-    cold = summaries.empty_bounds(k.cuda(), 16, dtype=codes), torch.zeros_like(progress_there)
+    cold = torch.zeros_like(made_there), torch.zeros_like(progress_there)
     for name, state in (("warm", (made_there, progress_there)), ("cold", cold)):
         first = select.select_blocks(q.cuda(), k.cuda(), *state, **asked, **rows_there)
         for turn in range(20):
@@ -183,11 +184,11 @@ class Layer:
 
     def summarise(self, policy: Gather) -> None:
         """Make the summaries of all complete blocks."""
-        parts, codes, _ = policy.summary_form(self.k.shape[2])
+        parts, codes, band = policy.summary_form(self.k.shape[2])
         self.bounds = summaries.empty_bounds(self.k, policy.block, parts, dtype=codes)
         self.progress = torch.zeros(len(self.k), 2, dtype=torch.int32, device="cuda")
         made = (self.k, self.bounds, self.progress)
-        summaries.block_bounds(*made, block=policy.block, lengths=self.lengths)
+        summaries.block_bounds(*made, block=policy.block, lengths=self.lengths, band=band)
 
     def args(self, policy: Gather) -> tuple[Any, ...]:
         tensors = (self.q, self.k, self.v, *self.token, self.bounds, self.progress, self.lengths)

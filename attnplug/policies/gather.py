@@ -149,7 +149,8 @@ class Gather(DenseBelow):
                 int8 = True
         band = self.scoring == "band"
         coded = int8 if self.scoring == "bounds" or band else False
-        return Form(1 if self.scoring == "mean" else 2, torch.int8 if coded else None, band)
+        lone = self.scoring == "mean" or (band and coded)
+        return Form(1 if lone else 2, torch.int8 if coded else None, band)
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
         layer = self._own_layer(call)

@@ -137,16 +137,28 @@ def call(op: Any, launch: Callable[..., Any], path: str, device: str, args: list
 
 
 @pytest.mark.parametrize("top_k, local", [(1, 1), (0, 3), (40, 1)])
-@pytest.mark.parametrize("int8", [False, True])
+@pytest.mark.parametrize("form", ["bounds", "codes", "band codes"])
 @pytest.mark.parametrize("length", LENGTHS)
-def test_gather_decode(device_path, length, int8, top_k, local):
+def test_gather_decode(device_path, length, form, top_k, local):
     device, path = device_path
 
     def attend(step: Step) -> torch.Tensor:
-        bounds = step.guard(empty_bounds(step.k, BLOCK, 2, dtype=torch.int8 if int8 else None))
+        dtype, parts = torch.int8 if "codes" in form else None, 1 if "band" in form else 2
+        bounds = step.guard(empty_bounds(step.k, BLOCK, parts, dtype=dtype))
         progress = step.guard(torch.zeros(BATCH, 2, dtype=torch.int32))
         args = [step.q, step.k, step.v, *step.new, bounds, progress, step.lengths]
-        args += [0.125, BLOCK, top_k, 1, local, "bounds", None, None, 0.0, None]
+        args += [
+            0.125,
+            BLOCK,
+            top_k,
+            1,
+            local,
+            "band" if "band" in form else "bounds",
+            None,
+            None,
+            0.0,
+            None,
+        ]
         op = decode._gather_decode, decode._allocate
         return call(op, decode.launch_gather_decode, path, device, args)
 

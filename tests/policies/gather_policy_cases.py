@@ -36,7 +36,11 @@ def bounds_of(layer: GatherLayer) -> torch.Tensor:
         codes, bits = (x.cpu() for x in spread_parts(layer.bounds, blocks))
         scales = bits.contiguous().view(torch.bfloat16).double().permute(0, 1, 4, 2, 3)
         return codes.double() * scales.repeat_interleave(32, -1)[..., :DIM]
-    centre, unit, scale = (x.double().cpu() for x in frame_of(layer.bounds, blocks))
+    centre, unit, scale, width = (x.double().cpu() for x in frame_of(layer.bounds, blocks))
     codes = layer.bounds[:, :, :blocks].double().cpu()
     step = (unit[:, :, None] * scale[..., None])[:, :, :, None]
-    return centre[:, :, None, None] + step * codes
+    said = centre[:, :, None, None] + step * codes
+    if layer.form.parts == 1:
+        half = (unit[:, :, None] * width[..., None])[:, :, :, None]
+        said = torch.cat([said + half, said - half], 3)
+    return said

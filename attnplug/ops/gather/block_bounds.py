@@ -14,7 +14,10 @@ what they stand for:
 
 with a scale for each block, and a centre and a unit for each channel. Centre and unit are middle
 and half width of the row's first block; the unit stays within a factor of SPREAD of its mean over
-the channels.
+the channels. The INT8 codes of a band have one part, its middle, and one width for all channels:
+
+    mean ~ centre + unit scale_j code,   its edges mean + unit width_j and mean - unit width_j
+    width_j = mean over the channels of 0.8 sigma / unit
 
 Other summaries are uint8, the bytes of mean and variance of the keys of each block
 (`attnplug.ops.gather.spread`).
@@ -52,35 +55,47 @@ def empty_bounds(
     k: torch.Tensor, block: int, parts: int = 2, *, dtype: torch.dtype | None = None
 ) -> torch.Tensor:
     """Summaries of a fresh cache `k [B, Hkv, S, D]`, zeros: `[B, Hkv, ceil(S / block), parts, D]`
-    like k. With `dtype` int8 they are codes of bounds, with uint8 the bytes of spread summaries,
-    and further rows hold what the codes stand for (`Frame`, `spread_parts`)."""
+    like k. With `dtype` int8 they are codes, of bounds (2 parts) or of bands (1 part), with uint8 the
+    bytes of spread summaries (2 parts). Further rows hold what these stand for (`Frame`,
+    `spread_parts`)."""
     batch, heads, size, width = k.shape
     dtype = k.dtype if dtype is None else dtype
-    rows = summary_rows(-(-size // block), width, dtype)
+    rows = summary_rows(-(-size // block), width, dtype, parts)
     return k.new_zeros((batch, heads, rows, parts, width), dtype=dtype)
 
 
-def summary_rows(blocks: int, width: int, dtype: torch.dtype) -> int:
+def summary_rows(blocks: int, width: int, dtype: torch.dtype, parts: int) -> int:
     """Rows `[parts, D]` of the summaries of so many blocks."""
     if dtype == torch.uint8:
         return spread_rows(blocks, width)
-    return blocks + 4 + -(-2 * blocks // width) if dtype == torch.int8 else blocks
+    if dtype != torch.int8:
+        return blocks
+    numbers = 2 * width + blocks * (2 if parts == 1 else 1)  # float32, of the frame
+    return blocks + -(-4 * numbers // (parts * width))
 
 
 class Frame(NamedTuple):
     """What INT8 codes stand for, `centre + unit scale code`: float32 views of the rows behind the
-    codes. Centre and unit are `[B, Hkv, D]`, scale is `[B, Hkv, blocks]`."""
+    codes. Centre and unit are `[B, Hkv, D]`, scale and width are `[B, Hkv, blocks]`; bounds have no
+    width, `[B, Hkv, 0]`."""
 
     centre: torch.Tensor
     unit: torch.Tensor
     scale: torch.Tensor
+    width: torch.Tensor
 
 
 def frame_of(bounds: torch.Tensor, blocks: int) -> Frame:
     """The frame of INT8 summaries of so many blocks."""
-    width = bounds.shape[4]
-    behind = bounds.flatten(2)[:, :, blocks * 2 * width :].view(torch.float32)
-    return Frame(*behind[:, :, : 2 * width + blocks].split([width, width, blocks], 2))
+    parts, channels = bounds.shape[3:]
+    behind = bounds.flatten(2)[:, :, blocks * parts * channels :].view(torch.float32)
+    sizes = [channels, channels, blocks, blocks if parts == 1 else 0]
+    return Frame(*behind[:, :, : sum(sizes)].split(sizes, 2))
+
+
+def no_frame(batch: int, heads: int) -> Frame:
+    """The frame of summaries that are no codes: nothing in it."""
+    return Frame(*[torch.empty(batch, heads, 0)] * 4)
 
 
 def block_bounds(
@@ -103,7 +118,7 @@ def block_bounds(
     Args:
         k: `[B, Hkv, S, D]`, float32, float16 or bfloat16.
         bounds: `[B, Hkv, ceil(S / block), parts, D]` like k, or int8 or uint8 as `empty_bounds`
-            makes them (2 parts); contiguous; written.
+            makes them; contiguous; written.
         progress: int32 `[B, 2]`, contiguous; written. Of each row: how many leading blocks have
             summaries, and the start that they are counted from; another start makes them anew.
             Begin with zeros. A caller that shortens or replaces the keys lowers the count.
@@ -111,8 +126,8 @@ def block_bounds(
         lengths: int32 or int64 `[1]` or `[B]`, valid keys. None: all S.
         start: int32 or int64 `[1]` or `[B]`, first real key of a left-padded row. None: 0.
         key_mask: bool `[B, S]`, False where a key must not be seen.
-        band: whether the two parts, or their INT8 codes, are the edges of a band about the keys'
-            mean, not max and min.
+        band: whether the summaries are bands about the keys' mean, not max and min or the mean
+            alone. INT8 codes of one part are bands.
 
     Raises:
         ArgumentError: a shape, dtype, device or option does not fit.
@@ -131,8 +146,12 @@ def _allocate(k, bounds, progress, lengths, start, key_mask, block, band):
 
 
 def check_band(name, bounds, band):
-    fits = not band or (bounds.dtype != torch.uint8 and bounds.shape[3] == 2)
-    require(fits, name, "the edges of bands need two parts, exact or INT8")
+    parts, int8 = bounds.shape[3], bounds.dtype == torch.int8
+    if band:
+        fits = bounds.dtype != torch.uint8 and parts == (1 if int8 else 2)
+        require(fits, name, "a band has two exact parts, its edges, or INT8 codes of one part")
+    else:
+        require(parts == 2 or not int8, name, "INT8 codes of one part are those of a band")
 
 
 def check_bounds(name, k, bounds, progress, block):
@@ -141,15 +160,15 @@ def check_bounds(name, k, bounds, progress, block):
         raise ArgumentError(f"{name}: block is {block}, needs {', '.join(map(str, BLOCKS))}")
     batch, heads, size, width = k.shape
     shape, coded = tuple(bounds.shape), bounds.dtype in (torch.int8, torch.uint8)
-    rows = summary_rows(-(-size // block), width, bounds.dtype)
-    if shape not in [(batch, heads, rows, parts, width) for parts in ((2,) if coded else (1, 2))]:
-        wanted = (
-            "[B,Hkv,ceil(S/block) and scales,2,D]" if coded else "[B,Hkv,ceil(S/block),2 or 1,D]"
-        )
-        raise ArgumentError(
-            f"{name}: bounds has shape {shape}, needs {wanted} = "
-            f"[{batch}, {heads}, {rows}, {'2' if coded else '2 or 1'}, {width}]"
-        )
+    choices = (2,) if bounds.dtype == torch.uint8 else (2, 1)
+    fitting = {
+        parts: (batch, heads, summary_rows(cdiv(size, block), width, bounds.dtype, parts), parts)
+        for parts in choices
+    }
+    if shape not in [(*leading, width) for leading in fitting.values()]:
+        wanted = f"[B,Hkv,ceil(S/block){' and scales' if coded else ''},parts,D]"
+        sizes = " or ".join(str([*leading, width]) for leading in fitting.values())
+        raise ArgumentError(f"{name}: bounds has shape {shape}, needs {wanted} = {sizes}")
     if tuple(progress.shape) != (batch, 2) or progress.dtype != torch.int32:
         raise ArgumentError(
             f"{name}: progress is {progress.dtype} {tuple(progress.shape)}, needs int32 [B,2] = "
@@ -224,8 +243,8 @@ def _set_frame(wide, centre, unit):
 
 
 @numba.njit(cache=True)
-def _encode(wide, centre, unit, codes, band):
-    """Max and min `wide [2, D]`, or a band's edges, into `codes [2, D]`; returns their scale."""
+def _encode(wide, centre, unit, codes):
+    """Max and min `wide [2, D]` into `codes [2, D]`; returns their scale."""
     codes[:] = 0
     top = np.float32(0.0)
     for d in range(wide.shape[1]):
@@ -236,19 +255,33 @@ def _encode(wide, centre, unit, codes, band):
             top = max(top, abs(wide[part, d]))
     scale = max(top * np.float32(1 / MOST), np.float32(LEAST))
     for d in range(wide.shape[1]):
-        if band:
-            codes[0, d] = np.int8(np.floor(wide[0, d] / scale + np.float32(0.5)))
-            codes[1, d] = np.int8(np.floor(wide[1, d] / scale + np.float32(0.5)))
-        else:
-            codes[0, d] = np.int8(np.ceil(wide[0, d] / scale + np.float32(SLACK)))
-            codes[1, d] = np.int8(np.floor(wide[1, d] / scale - np.float32(SLACK)))
+        codes[0, d] = np.int8(np.ceil(wide[0, d] / scale + np.float32(SLACK)))
+        codes[1, d] = np.int8(np.floor(wide[1, d] / scale - np.float32(SLACK)))
     return scale
 
 
+@numba.njit(cache=True)
+def _encode_band(wide, centre, unit, codes):
+    """A band's edges `wide [2, D]` into `codes [1, D]`; returns their scale, and the width."""
+    codes[:] = 0
+    top, width = np.float32(0.0), np.float32(0.0)
+    middle = (wide[0] * np.float32(0.5) + wide[1] * np.float32(0.5) - centre) / unit
+    for d in range(middle.shape[0]):
+        half = (wide[0, d] - wide[1, d]) * np.float32(0.5) / unit[d]
+        if not (abs(middle[d]) < np.inf and half < np.inf):
+            return np.float32(np.nan), np.float32(np.nan)
+        top, width = max(top, abs(middle[d])), width + half
+    scale = max(top * np.float32(1 / MOST), np.float32(LEAST))
+    for d in range(middle.shape[0]):
+        codes[0, d] = np.int8(np.floor(middle[d] / scale + np.float32(0.5)))
+    return scale, width / np.float32(middle.shape[0])
+
+
 @numba.njit(parallel=True, cache=True)
-def _reference(k, mask, bounds, centre, unit, scale, done, until, start, offset, block, band):
+def _reference(k, mask, bounds, frame, done, until, start, offset, block, band):
     """`_summarise` for blocks done..until-1 of every row and head, in parallel; `k` holds the keys
-    from `offset` on. If `scale` is not empty, the bounds are codes."""
+    from `offset` on. If the frame is not empty, the bounds are codes."""
+    centre, unit, scale, width = frame
     batch, heads = k.shape[:2]
     for item in numba.prange(batch * heads):
         b, h = item // heads, item % heads
@@ -256,7 +289,7 @@ def _reference(k, mask, bounds, centre, unit, scale, done, until, start, offset,
         for j in range(done[b], until[b]):
             first = start[b] + j * block
             part = hidden[first : first + block] if hidden.shape[0] > 0 else hidden
-            wide = np.empty(bounds.shape[3:], np.float32)
+            wide = np.empty((2 if band else bounds.shape[3], bounds.shape[4]), np.float32)
             keys = k[b, h, first - offset : first - offset + block]
             if band:
                 _summarise_band(keys, part, wide)
@@ -265,7 +298,11 @@ def _reference(k, mask, bounds, centre, unit, scale, done, until, start, offset,
             if scale.shape[2] > 0:
                 if j == 0:
                     _set_frame(wide, centre[b, h], unit[b, h])
-                scale[b, h, j] = _encode(wide, centre[b, h], unit[b, h], bounds[b, h, j], band)
+                codes, own = bounds[b, h, j], (centre[b, h], unit[b, h])
+                if band:
+                    scale[b, h, j], width[b, h, j] = _encode_band(wide, *own, codes)
+                else:
+                    scale[b, h, j] = _encode(wide, *own, codes)
             else:
                 bounds[b, h, j] = wide
 
@@ -286,13 +323,13 @@ def refresh_on_cpu(k, key_mask, bounds, progress, start, until, block, band=Fals
             summarise_spread(keys, mask, *parts, *spans)
             progress[:, 0], progress[:, 1] = torch.maximum(done, until), start
             return
-        frame = frame_of(bounds, blocks) if int8 else Frame(*[torch.empty(*k.shape[:2], 0)] * 3)
+        frame = frame_of(bounds, blocks) if int8 else no_frame(*k.shape[:2])
         wide = bounds if int8 else bounds.float()  # bounds itself where it is float32
         _reference(
             keys,
             mask,
             wide.numpy(),
-            *(part.numpy() for part in frame),
+            tuple(part.numpy() for part in frame),
             *spans,
             band,
         )

@@ -87,7 +87,8 @@ def check_page_bounds(name, k, bounds, block):
             f"{name}: bounds is {bounds.dtype}, pages of {k.dtype} need that or uint8: what INT8 "
             "codes stand for depends on a row's first block, and pages belong to no row"
         )
-    rows, coded = summary_rows(pages * page // block, width, bounds.dtype), bounds.dtype != k.dtype
+    rows, coded = pages * page // block, bounds.dtype != k.dtype
+    rows = summary_rows(rows, width, bounds.dtype, 2)
     if tuple(bounds.shape) not in [(1, heads, rows, n, width) for n in ((2,) if coded else (1, 2))]:
         raise ArgumentError(
             f"{name}: bounds has shape {tuple(bounds.shape)}, needs [1,Hkv,blocks of all pages,"
@@ -121,7 +122,7 @@ def rows_of_summaries(
     places = block_places(table, blocks, page // block, stored)
     if bounds.dtype != torch.uint8:
         return bounds[0][:, places].transpose(0, 1)
-    rows = summary_rows(blocks, width, bounds.dtype)
+    rows = summary_rows(blocks, width, bounds.dtype, 2)
     found = bounds.new_zeros((len(table), heads, rows, *bounds.shape[3:]))
     codes, scales = spread_parts(bounds, stored)
     own_codes, own_scales = spread_parts(found, blocks)

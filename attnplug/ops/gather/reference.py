@@ -62,16 +62,17 @@ def _scores(q, bounds, scale, scoring):
 
 
 @numba.njit(cache=True)
-def _code_scores(q, codes, centre, unit, scale):
-    """`_scores` by bounds of summaries in INT8, `codes [blocks, 2, D]`."""
+def _code_scores(q, codes, centre, unit, scale, width):
+    """`_scores` of summaries in INT8: by bounds, `codes [blocks, 2, D]`, or by bands, which have one
+    part, and widths."""
     group, blocks = q.shape[0], codes.shape[0]
     scores = np.full(blocks, -np.inf, np.float32)
-    level = np.empty(q.shape[1], np.int64)
+    level, last = np.empty(q.shape[1], np.int64), codes.shape[1] - 1
     for g in range(group):
         scaled = q[g] * unit
-        top, middle = np.float32(0.0), np.float32(0.0)
+        top, middle, reach = np.float32(0.0), np.float32(0.0), np.float32(0.0)
         for d in range(q.shape[1]):
-            top = max(top, abs(scaled[d]))
+            top, reach = max(top, abs(scaled[d])), reach + abs(scaled[d])
             middle += q[g, d] * centre[d] + q[g, d] * np.float32(0.0)  # what is not finite: NaN
         inverse = np.float32(16256) / top if 0 < top < np.inf else np.float32(0.0)
         for d in range(q.shape[1]):
@@ -80,9 +81,11 @@ def _code_scores(q, codes, centre, unit, scale):
         for j in range(blocks):
             total = 0
             for d in range(q.shape[1]):
-                total += level[d] * (codes[j, 0, d] if level[d] > 0 else codes[j, 1, d])
+                total += level[d] * codes[j, 0 if level[d] > 0 else last, d]
             quantum = top * np.float32(1 / 16256)
             score = np.float32(total) * quantum * scale[j] + middle
+            if width.shape[0] > 0:
+                score += reach * width[j]
             scores[j] = score if score > scores[j] or score != score else scores[j]
     return scores
 
@@ -123,8 +126,8 @@ def choose_blocks(
     q, bounds, frame, bits, mask, lengths, start, scale, block, sink, local, scoring, out
 ):
     """Scores and choice of every (row, KV head, query), in parallel. With scales in the `frame`
-    (centre, unit, scales) the bounds are codes; with `bits` they are spread summaries."""
-    centre, unit, scales = frame
+    (centre, unit, scales, widths) the bounds are codes; with `bits` they are spread summaries."""
+    centre, unit, scales, widths = frame
     batch, heads, queries, _ = q.shape
     kv_heads = bounds.shape[1]
     group = heads // kv_heads
@@ -147,8 +150,11 @@ def choose_blocks(
             codes, own = bounds[b, h, sink:end], bits[b, h, :, :, sink:end]
             scores = spread_scores(query, codes, own, allowed, scale)
         elif scales.shape[2] > 0:
+            own_scales, own_widths = scales[b, h, sink:end][allowed], widths[b, h, sink:end]
+            if widths.shape[2] > 0:
+                own_widths = own_widths[allowed]
             scores[allowed] = _code_scores(
-                query, shown, centre[b, h], unit[b, h], scales[b, h, sink:end][allowed]
+                query, shown, centre[b, h], unit[b, h], own_scales, own_widths
             )
         else:
             scores[allowed] = _scores(query, shown, scale, scoring)

@@ -5,7 +5,7 @@ summaries.
     estimate   log sum_g softmax_j(e_gj),   e_gj = scale q_g . (max_j + min_j) / 2
                                                    + sum_d (scale q_gd (max_jd - min_jd) / 4)^2 / 2
     mean       mean_g q_g . mean_j
-    band       as bounds, of mean_j + 0.8 deviation_j and mean_j - 0.8 deviation_j
+    band       max_g q_g . mean_j + 0.8 sum_d |q_gd| deviation_jd
     spread     log sum_g exp(e_gj - N_g),   e_gj = scale q_g . mean_j
                                                    + 3 sqrt(sum_d (scale q_gd)^2 variance_jd)
 
@@ -14,8 +14,9 @@ last `local` blocks. A block whose keys the mask hides entirely is no candidate.
 are taken, ties to the lower index. A block with a NaN or infinite key has a NaN or infinite score
 and comes first: the key must surface. Missing summaries are made on the way (`block_bounds`).
 
-Bounds and edges of bands may be INT8 codes. The query, times the channels' units, is then rounded
-to 15 bits relative to its largest element, and the products are of integers. The means and
+Bounds and bands may be INT8 codes. The query, times the channels' units, is then rounded to 15
+bits relative to its largest element, and the products are of integers. Of a band's deviations such
+codes have one width for all channels: q_g . mean_j + width_j sum_d |q_gd| unit_d. The means and
 variances of "spread" are codes too, and N_g comes from a sample (`attnplug.ops.gather.spread`).
 
 Sources: Quest (Tang et al., 2024); "Attention Pays Its Bill" (docs/papers.md).
@@ -33,7 +34,7 @@ from attnplug.ops.common.device import early
 from attnplug.ops.common.pages import capacity, table_at
 from attnplug.ops.common.rows import NO_MASK, mask_bytes, row_step, rows_on_cpu
 from attnplug.ops.common.sizes import cdiv, next_power_of_two
-from attnplug.ops.gather.block_bounds import Frame, check_bounds, frame_of, refresh_on_cpu
+from attnplug.ops.gather.block_bounds import check_bounds, frame_of, no_frame, refresh_on_cpu
 from attnplug.ops.gather.kernels.combine import combine_heads
 from attnplug.ops.gather.kernels.score import score_blocks
 from attnplug.ops.gather.kernels.select import select_best, select_many
@@ -45,7 +46,7 @@ from attnplug.ops.gather.spread import launch_spread, spread_parts
 
 SCORINGS = ("bounds", "estimate", "mean", "spread", "band")
 SPREAD = SCORINGS.index("spread")
-# Compared on a GPU with a pipelined score kernel; "band" has the one of "bounds".
+# Compared on a GPU with a pipelined score kernel.
 PIPELINED = ("bounds", "band", "spread")
 MAX_BLOCKS = 256
 
@@ -77,7 +78,8 @@ def select_blocks(
         k: `[B, Hkv, S, D]` like q, a cache that holds these tokens already. With a table pages
             `[pages, Hkv, page, D]`, `page` a multiple of `block`; S is `P * page`.
         bounds: `[B, Hkv, ceil(S / block), 2, D]`, for `scoring` "mean" 1 for 2, like k; or as
-            `empty_bounds` makes them, for "bounds" and "band" int8, for "spread" uint8; written.
+            `empty_bounds` makes them, int8 for "bounds" and, with 1 part, for "band", uint8 for
+            "spread"; written.
             With a table those of all pages, as `page_bounds` keeps them; read only.
         progress: int32 `[B, 2]`; written. Both as `block_bounds` keeps them. None with a table.
         scale: factor on q.k, above 0.
@@ -130,10 +132,12 @@ def allocate_index(
         raise ArgumentError(f"{name}: local is {local}, needs at least 1, the query's own block")
     if scoring not in SCORINGS:
         raise ArgumentError(f"{name}: scoring is {scoring!r}, needs {', '.join(SCORINGS)}")
-    parts = 1 if scoring == "mean" else 2
+    thin = scoring == "band" and bounds.dtype == torch.int8
+    parts = 1 if scoring == "mean" or thin else 2
     if bounds.shape[3] != parts:
         raise ArgumentError(
-            f"{name}: bounds has {bounds.shape[3]} parts, scoring {scoring!r} needs {parts}"
+            f"{name}: bounds has {bounds.shape[3]} parts of {bounds.dtype}, scoring {scoring!r} "
+            f"needs {parts}"
         )
     either = (k.dtype, torch.int8)
     codes = {"bounds": either, "band": either, "spread": (torch.uint8,)}.get(scoring, (k.dtype,))
@@ -162,7 +166,7 @@ def select_on_cpu(
         bounds = rows_of_summaries(bounds, table, blocks, k, block)
     # numba compiles every layout: whole tensors are contiguous, and a part is read where it lies
     shown = bounds
-    frame = Frame(*[torch.empty(*rows, 0)] * 3)
+    frame = no_frame(*rows)
     bits = torch.empty((*rows, 2, 0, 0), dtype=torch.int16)
     if bounds.dtype == torch.int8:
         frame = frame_of(bounds, blocks)
@@ -244,7 +248,8 @@ def launch_scores(
     programs = cdiv(blocks, plan.chunk * plan.repeat)
     chunks = programs * plan.repeat
     band = scoring == "band"
-    mode = SCORINGS.index("bounds" if band else scoring)
+    # The edges of exact bands are scored as bounds are.
+    mode = SCORINGS.index("bounds" if band and not int8 else scoring)
     keys = torch.empty(rows * blocks, dtype=torch.int64, device=q.device)
     best = keys
     if plan.members:

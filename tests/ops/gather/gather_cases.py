@@ -49,10 +49,15 @@ def empty(k, block, parts=2, dtype=None):
 
 
 def decoded(bounds, blocks):
-    """What codes stand for, fp64 `[B, Hkv, blocks, 2, D]`, and one code's worth, `[.., 1, D]`."""
-    centre, unit, scale = (x.double() for x in frame_of(bounds, blocks))
+    """What codes stand for, max and min or a band's edges, fp64 `[B, Hkv, blocks, 2, D]`; and one
+    code's worth, `[.., 1, D]`."""
+    centre, unit, scale, width = (x.double() for x in frame_of(bounds, blocks))
     worth = (unit[:, :, None] * scale[..., None])[:, :, :, None]
-    return centre[:, :, None, None] + worth * bounds[:, :, :blocks].double(), worth
+    said = centre[:, :, None, None] + worth * bounds[:, :, :blocks].double()
+    if bounds.shape[3] == 1:
+        half = (unit[:, :, None] * width[..., None])[:, :, :, None]
+        said = torch.cat([said + half, said - half], 3)
+    return said, worth
 
 
 def decoded_spread(bounds, blocks):

@@ -110,13 +110,15 @@ def test_no_key_scores_above_its_bound(device_path, data):
 @given(data=st.data())
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_bands_lie_about_the_mean(device_path, int8, data):
-    """In padded and masked rows, to half a step of a code; and offsets of channels cost nothing."""
+    """In padded and masked rows; and offsets of channels cost nothing. Codes hold means to half a
+    step, and the mean of the widths in the channels' units."""
     draw = data.draw
     seed, width, start = draw(st.integers(0, 999)), draw(st.sampled_from([64, 80])), 3
     k = random(seed, 1, 2, 90, width) * random(seed + 1, 1, 2, 1, width).exp()
     k += random(seed + 2, 1, 2, 1, width) * draw(st.sampled_from([0, 1, 50]))
     seen = random(seed + 3, 1, 90) > draw(st.sampled_from([-0.5, -9.0]))
-    bounds = op.empty_bounds(k, BLOCK, dtype=torch.int8 if int8 else None)
+    form = {"parts": 1, "dtype": torch.int8} if int8 else {}
+    bounds = op.empty_bounds(k, BLOCK, **form)
     progress = torch.zeros(1, 2, dtype=torch.int32)
     rows = {"start": torch.tensor([start]), "key_mask": seen, "lengths": torch.tensor([85])}
     poisoned = k.masked_fill(~seen[:, None, :, None], torch.nan)  # hidden keys enter nothing
@@ -131,16 +133,30 @@ def test_bands_lie_about_the_mean(device_path, int8, data):
     assert (count > 0).all()
     room = 2e-3 * half + 3e-6 * mean.abs() + 1e-6
     if int8:
-        room = room + 0.501 * step[0, :, :5, 0]
+        frame = op.frame_of(bounds, 6)
+        width = (half / frame.unit[0, :, None].double()).mean(2)
+        assert torch.allclose(frame.width[0, :, :5].double(), width, rtol=2e-3, atol=1e-4)
+        room = 3e-6 * keys.abs().amax(2) + 1e-6 + 0.501 * step[0, :, :5, 0]
+        assert ((found[0, :, :5].mean(2) - mean).abs() <= room).all()
+        return
     assert ((found[0, :, :5, 0] - mean - half).abs() <= room).all()
     assert ((found[0, :, :5, 1] - mean + half).abs() <= room).all()
 
 
-@pytest.mark.parametrize("form", [{"parts": 1}, {"dtype": torch.uint8}])
-def test_a_band_needs_two_parts(form):
+@pytest.mark.parametrize(
+    "form", [{"parts": 1}, {"dtype": torch.uint8}, {"dtype": torch.int8}], ids=str
+)
+def test_a_band_has_two_exact_parts_or_one_of_codes(form):
     k, progress = random(0, 1, 2, 64, 64), torch.zeros(1, 2, dtype=torch.int32)
-    with pytest.raises(ArgumentError, match="the edges of bands need two parts"):
+    with pytest.raises(ArgumentError, match="a band has two exact parts"):
         op.block_bounds(k, op.empty_bounds(k, BLOCK, **form), progress, block=BLOCK, band=True)
+
+
+def test_codes_of_one_part_are_bands():
+    k, progress = random(0, 1, 2, 64, 64), torch.zeros(1, 2, dtype=torch.int32)
+    bounds = op.empty_bounds(k, BLOCK, 1, dtype=torch.int8)
+    with pytest.raises(ArgumentError, match="INT8 codes of one part are those of a band"):
+        op.block_bounds(k, bounds, progress, block=BLOCK)
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -194,22 +210,26 @@ def test_codes_hold_every_key(device_path, data):
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("at", [3, 20])
+@pytest.mark.parametrize("band", [False, True], ids=["bounds", "band"])
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, under the interpreter
-def test_a_bad_key_makes_a_scale_of_nan(device_path, at, bad):
+def test_a_bad_key_makes_a_scale_of_nan(device_path, band, at, bad):
     """And of its own block alone, the first block's frame or not."""
     k = random(0, 1, 2, 48, 64)
     k[0, 1, at, 5] = bad
     bounds, progress = (
-        op.empty_bounds(k, BLOCK, dtype=torch.int8),
+        op.empty_bounds(k, BLOCK, 1 if band else 2, dtype=torch.int8),
         torch.zeros(1, 2, dtype=torch.int32),
     )
-    refresh(device_path, k, bounds, progress)
+    refresh(device_path, k, bounds, progress, band=band)
     scale = op.frame_of(bounds, 3).scale
     assert scale.isnan().nonzero().tolist() == [[0, 1, at // 16]]
     found, _ = decoded(bounds, 3)
     others = [(h, j) for h in range(2) for j in range(3) if (h, j) != (1, at // 16)]
     for h, j in others:
         keys = k[0, h, j * 16 : j * 16 + 16].double()
+        if band:
+            assert (found[0, h, j].mean(0) - keys.mean(0)).abs().max() < 0.1
+            continue
         assert (found[0, h, j, 0] >= keys.amax(0)).all()
         assert (found[0, h, j, 1] <= keys.amin(0)).all()
 
@@ -280,15 +300,20 @@ def test_opcheck(device):
     for extra in [(None, None, None), (rows, rows - 20, mask)]:
         for band in (False, True):
             torch.library.opcheck(overload, (k, bounds, progress, *extra, BLOCK, band))
+        codes = op.empty_bounds(k, BLOCK, 1, dtype=torch.int8)
+        torch.library.opcheck(overload, (k, codes, progress, *extra, BLOCK, True))
 
 
 K = torch.zeros(2, 2, 40, 64)
 WRONG = [
     ({"block": 48}, "block is 48, needs 16, 32, 64, 128"),
     ({"block": 8}, "block is 8"),
-    ({"bounds": torch.zeros(2, 2, 2, 2, 64)}, r"bounds has shape .* \[2, 2, 3, 2 or 1, 64\]"),
+    (
+        {"bounds": torch.zeros(2, 2, 2, 2, 64)},
+        r"bounds has shape .* \[2, 2, 3, 2, 64\] or \[2, 2, 3, 1, 64\]",
+    ),
     ({"bounds": torch.zeros(2, 2, 3, 2, 64).double()}, "bounds is torch.float64 but k is"),
-    ({"bounds": torch.zeros(2, 2, 3, 2, 64).char()}, r"needs .* scales,2,D\] = \[2, 2, 8, 2, 64\]"),
+    ({"bounds": torch.zeros(2, 2, 3, 2, 64).char()}, r"scales,parts,D\] = \[2, 2, 8, 2, 64\]"),
     ({"bounds": torch.zeros(2, 2, 3, 2, 128)[..., ::2]}, "bounds is not contiguous"),
     ({"progress": torch.zeros(2, 2)}, r"progress is torch.float32 \(2, 2\), needs int32 \[B,2\]"),
     ({"progress": torch.zeros(1, 2).int()}, r"progress is torch.int32 \(1, 2\)"),

@@ -114,7 +114,7 @@ def test_equals_its_parts(device_path, data):
         "top_k": draw(st.sampled_from([0, 1, 3, 8])),
         "sink": draw(st.integers(0, 2)),
         "local": draw(st.integers(1, 3)),
-        "scoring": draw(st.sampled_from(["bounds", "bounds", "estimate", "mean"])),
+        "scoring": draw(st.sampled_from(["bounds", "bounds", "estimate", "mean", "band"])),
         "softcap": draw(st.sampled_from([0.0, 2.5])),
     }
     if draw(st.booleans()):
@@ -124,8 +124,8 @@ def test_equals_its_parts(device_path, data):
         options["start"] = torch.tensor(starts, dtype=torch.int32)
     if draw(st.booleans()):
         options["key_mask"] = random(seed + 3, batch, size) > -0.5
-    parts = 1 if options["scoring"] == "mean" else 2
-    int8 = options["scoring"] == "bounds" and draw(st.booleans())
+    int8 = options["scoring"] in ("bounds", "band") and draw(st.booleans())
+    parts = 1 if options["scoring"] == "mean" or (options["scoring"] == "band" and int8) else 2
     cache = Cache(seed, batch, heads, size, width, lengths, parts=parts, int8=int8)
     q = random(seed + 4, batch, heads * group, 1, width)
     new = random(seed + 5, 2, batch, 1, heads, width).transpose(2, 3)
@@ -310,6 +310,12 @@ SHIPPED = [
     (8, 131072, 8, {"masked": True}),
     (1, 131072, 8, {"scoring": "estimate"}),
     (1, 131072, 64, {"block": 16, "local": 32}),
+    (1, 8192, 256, {"block": 16, "local": 32, "scoring": "band"}),
+    (1, 131072, 256, {"block": 16, "local": 32, "scoring": "band"}),
+    (1, 1 << 20, 256, {"block": 16, "local": 32, "scoring": "band"}),
+    (8, 131072, 256, {"block": 16, "local": 32, "scoring": "band"}),
+    (8, 131072, 8, {"scoring": "band", "masked": True}),
+    (2, 32768, 32, {"scoring": "band", "width": 80}),
     (8, 32768, 8, {"width": 64}),
     (8, 32768, 8, {"width": 80}),
     (8, 32768, 8, {"width": 96}),
@@ -332,8 +338,9 @@ def test_shipped_plans_equal_unpipelined_ones(batch, size, top_k, more):
         start = torch.full((batch,), 77, dtype=torch.int32, device="cuda")
         key_mask = (torch.arange(size, device="cuda") >= 77).expand(batch, size).contiguous()
         key_mask[:, size // 2] = False
-    int8 = scoring == "bounds" and not more.get("exact")
-    bounds = empty_bounds(k, block, dtype=torch.int8 if int8 else None)
+    int8 = scoring in ("bounds", "band") and not more.get("exact")
+    parts = 1 if scoring == "band" else 2
+    bounds = empty_bounds(k, block, parts, dtype=torch.int8 if int8 else None)
     progress = torch.zeros(batch, 2, dtype=torch.int32, device="cuda")
     lengths = torch.tensor([size], device="cuda")
 

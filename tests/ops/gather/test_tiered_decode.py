@@ -21,7 +21,8 @@ class Cache:
 
     def __init__(self, seed, batch, heads, width, length, slots, options, device="cpu", int8=False):
         block, local = options["block"], options["local"]
-        parts = 1 if options["scoring"] == "mean" else 2
+        one = options["scoring"] == "mean" or (options["scoring"] == "band" and int8)
+        parts = 1 if one else 2
         kv = random(seed, 2, batch, heads, SIZE, width)
         kv *= random(seed + 1, 1, batch, heads, 25, 1).exp().repeat_interleave(8, 3)
         kv[:, :, :, length:] = torch.nan
@@ -99,7 +100,7 @@ def test_steps_are_those_of_a_cache_on_the_gpu(device_path, data):
         "top_k": draw(st.sampled_from([0, 1, 3])),
         "sink": draw(st.integers(0, 2)),
         "local": draw(st.integers(1, 3)),
-        "scoring": draw(st.sampled_from(["bounds", "estimate", "mean"])),
+        "scoring": draw(st.sampled_from(["bounds", "estimate", "mean", "band"])),
         "softcap": draw(st.sampled_from([0.0, 2.5])),
     }
     if draw(st.booleans()):
@@ -111,7 +112,7 @@ def test_steps_are_those_of_a_cache_on_the_gpu(device_path, data):
         options["key_mask"] = (random(seed + 3, batch, SIZE) > -0.5).to(device)
     least = max(1, options["sink"] + options["top_k"])
     slots = draw(st.integers(least, least + 4))
-    int8 = options["scoring"] == "bounds" and draw(st.booleans())
+    int8 = options["scoring"] in ("bounds", "band") and draw(st.booleans())
     cache = Cache(seed, batch, heads, 64, length, slots, options, device, int8)
     bounds, progress = cache.bounds.clone(), cache.progress.clone()
     for turn in range(4):

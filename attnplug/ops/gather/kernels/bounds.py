@@ -1,8 +1,8 @@
 """The Triton kernels of block_bounds, and the pieces of them that other kernels call: select_blocks
 and gather_decode make missing summaries on the way.
 
-A row's head has its summaries at `bounds_at`. INT8 codes have their frame (centre, unit and scales,
-float32) behind them, at `frame`.
+A row's head has its summaries at `bounds_at`. INT8 codes have their frame (centre, unit, scales and
+for bands widths, float32) behind them, at `frame`. PARTS is 1 for means and for the codes of bands.
 """
 
 import triton
@@ -22,7 +22,8 @@ SPREAD = tl.constexpr(8.0)  # units lie within this factor of their mean over th
 def summaries_at(bounds, row, N, D: tl.constexpr, PARTS: tl.constexpr, INT8: tl.constexpr):
     """(where the summaries of one row's head begin, where the frame of N blocks' codes does)."""
     if INT8:
-        at = bounds + row * (N + 4 + tl.cdiv(2 * N, D)) * (PARTS * D)
+        NUMBERS: tl.constexpr = 2 if PARTS == 1 else 1  # of a block in the frame
+        at = bounds + row * (N + tl.cdiv(4 * (2 * D + NUMBERS * N), PARTS * D)) * (PARTS * D)
         return at, (at + N * (PARTS * D)).to(tl.pointer_type(tl.float32))
     else:
         at = bounds + row * N * (PARTS * D)
@@ -49,9 +50,8 @@ def _set_frame(frame, high, low, d, D: tl.constexpr):
 
 
 @triton.jit
-def _store_codes(out, frame, j, high, low, d, D: tl.constexpr, BAND: tl.constexpr):
-    """Max and min of block j as codes, rounded outwards, or the edges of its band, rounded to the
-    nearest; and their scale."""
+def _store_codes(out, frame, j, high, low, d, D: tl.constexpr):
+    """Max and min of block j as codes, rounded outwards, and their scale."""
     centre, unit = frame_at(frame, d, D)
     inverse = 1.0 / tl.where(d < D, unit, 1.0)
     high, low = (high - centre) * inverse, (low - centre) * inverse
@@ -60,15 +60,27 @@ def _store_codes(out, frame, j, high, low, d, D: tl.constexpr, BAND: tl.constexp
     any_not_finite = finite < high.shape[0]
     scale = tl.maximum(tl.max(size, 0) * (1.0 / MOST), LEAST)
     inverse = 1.0 / scale
-    if BAND:
-        above = tl.where(any_not_finite, 0.0, tl.floor(high * inverse + 0.5))
-        below = tl.where(any_not_finite, 0.0, tl.floor(low * inverse + 0.5))
-    else:
-        above = tl.where(any_not_finite, 0.0, tl.ceil(high * inverse + SLACK))
-        below = tl.where(any_not_finite, 0.0, tl.floor(low * inverse - SLACK))
+    above = tl.where(any_not_finite, 0.0, tl.ceil(high * inverse + SLACK))
+    below = tl.where(any_not_finite, 0.0, tl.floor(low * inverse - SLACK))
     tl.store(out, above.to(tl.int8), mask=d < D)
     tl.store(out + D, below.to(tl.int8), mask=d < D)
     tl.store(frame + 2 * D + j, tl.where(any_not_finite, float("nan"), scale))
+
+
+@triton.jit
+def _store_band(out, frame, j, N, high, low, d, D: tl.constexpr):
+    """The middle of block j's band as codes, rounded to the nearest; their scale, and its width."""
+    centre, unit = frame_at(frame, d, D)
+    inverse = 1.0 / tl.where(d < D, unit, 1.0)
+    middle = (high * 0.5 + low * 0.5 - centre) * inverse
+    half = (high - low) * 0.5 * inverse
+    fits = (tl.abs(middle) < float("inf")) & (half < float("inf"))
+    finite = tl.sum(fits.to(tl.int32), 0) == high.shape[0]
+    scale = tl.maximum(tl.max(tl.abs(middle), 0) * (1.0 / MOST), LEAST)
+    code = tl.where(finite, tl.floor(middle * (1.0 / scale) + 0.5), 0.0)
+    tl.store(out, code.to(tl.int8), mask=d < D)
+    tl.store(frame + 2 * D + j, tl.where(finite, scale, float("nan")))
+    tl.store(frame + 2 * D + N + j, tl.where(finite, tl.sum(half, 0) / D, float("nan")))
 
 
 @triton.jit
@@ -77,6 +89,7 @@ def refresh_blocks(
     mask_at,
     bounds_at,
     frame,
+    N,
     begin,
     end,
     stride,
@@ -91,9 +104,9 @@ def refresh_blocks(
     MASKED: tl.constexpr,
     BAND: tl.constexpr = False,
 ):
-    """Summarise blocks begin, begin + stride, ... before end of one row's head, whose blocks begin
-    at key `start` and of which `done` have summaries. BAND: by mean and standard deviation, not
-    max and min.
+    """Summarise blocks begin, begin + stride, ... before end of one row's head, which has room for
+    N, whose blocks begin at key `start`, and of which `done` have summaries. BAND: by mean and
+    standard deviation, not max and min.
 
     KEYS keys at a time enter elementwise, and the reduction across them comes at the end: this runs
     once in a block's life and must not make the kernels that call it large. INT8: the first block
@@ -115,7 +128,8 @@ def refresh_blocks(
         low = tl.full([KEYS, DP], float("inf"), tl.float32)
         count = tl.zeros([KEYS], tl.int32)
         pivot = tl.zeros([DP], tl.float32)
-        if PARTS == 1 or BAND:  # sums, of a band about its first key and of the squares
+        SUMS: tl.constexpr = PARTS == 1 or BAND
+        if SUMS:  # sums, of a band about its first key and of the squares
             high = tl.zeros([KEYS, DP], tl.float32)
             low = tl.zeros([KEYS, DP], tl.float32)
         if BAND:
@@ -136,7 +150,7 @@ def refresh_blocks(
             if MASKED:
                 seen = tl.load(mask_at + at) != 0
             count += seen.to(tl.int32)
-            if PARTS == 1:
+            if PARTS == 1 and not BAND:
                 high += tl.where(seen[:, None], key, 0.0)
             elif BAND:
                 off = tl.where(seen[:, None], key - pivot[None, :], 0.0)
@@ -149,7 +163,7 @@ def refresh_blocks(
                 low = tl.minimum(low, below, propagate_nan=tl.PropagateNan.ALL)
         out = bounds_at + j * (PARTS * D) + d
         seen_keys = tl.sum(count, 0)
-        if PARTS == 1:
+        if PARTS == 1 and not BAND:
             tl.store(out, tl.sum(high, 0) / tl.maximum(seen_keys, 1), mask=in_width)
         else:  # the reduction across keys drops a NaN
             any_nan = tl.sum((high != high).to(tl.int32), 0) > 0
@@ -168,8 +182,10 @@ def refresh_blocks(
                 if (done == 0) & (turn == first):
                     _set_frame(frame, top, bottom, d, D)
                     tl.debug_barrier()  # other warps read it
+                elif BAND:
+                    _store_band(out, frame, j, N, top, bottom, d, D)
                 else:
-                    _store_codes(out, frame, j, top, bottom, d, D, BAND)
+                    _store_codes(out, frame, j, top, bottom, d, D)
             else:
                 tl.store(out, tl.where(any_nan, float("nan"), top), mask=in_width)
                 tl.store(out + D, tl.where(any_nan, float("nan"), bottom), mask=in_width)
@@ -213,6 +229,7 @@ def refresh(
         mask_at=mask_at,
         bounds_at=bounds_at,
         frame=frame,
+        N=N,
         begin=done + tl.program_id(0),
         end=until,
         stride=programs,

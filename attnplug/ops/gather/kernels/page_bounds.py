@@ -57,6 +57,7 @@ def summarise_slot(
                 mask_at=k,
                 bounds_at=bounds_at + place * (PARTS * D),
                 frame=frame,
+                N=places,
                 begin=0,
                 end=1,
                 stride=1,

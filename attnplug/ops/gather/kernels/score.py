@@ -24,6 +24,7 @@ def visible_blocks(key_mask, offset, low, j, limit, BLOCK: tl.constexpr):
 def load_summaries(
     bounds_at,
     frame,
+    N,
     j,
     place,
     limit,
@@ -32,29 +33,35 @@ def load_summaries(
     SCORING: tl.constexpr,
     INT8: tl.constexpr,
 ):
-    """(maxima, minima) `[CHUNK, DP]` of blocks j, or their means twice, and the codes' scales; they
-    lie at `place`. .cg: they are read once."""
-    PARTS: tl.constexpr = 1 if SCORING == 2 else 2
+    """(maxima, minima) `[CHUNK, DP]` of blocks j, or their means twice, and the scales and widths
+    of codes; they lie at `place`. .cg: they are read once."""
+    PARTS: tl.constexpr = 1 if SCORING == 2 or SCORING == 4 else 2
     d = tl.arange(0, DP)
     at = bounds_at + place[:, None] * (PARTS * D) + d[None, :]
     readable = (j < limit)[:, None] & (d < D)[None, :]
     maxima = tl.load(at, mask=readable, other=0, cache_modifier=".cg")
     minima = maxima
-    if SCORING != 2:
+    if PARTS == 2:
         minima = tl.load(at + D, mask=readable, other=0, cache_modifier=".cg")
-    scales = 1.0
+    scales, widths = 1.0, 0.0
     if INT8:
-        scales = tl.load(frame + 2 * D + place, mask=j < limit, other=0.0, cache_modifier=".cg")
-    return maxima, minima, scales
+        at = frame + 2 * D + place
+        scales = tl.load(at, mask=j < limit, other=0.0, cache_modifier=".cg")
+        if SCORING == 4:
+            widths = tl.load(at + N, mask=j < limit, other=0.0, cache_modifier=".cg")
+    return maxima, minima, scales, widths
 
 
 @triton.jit
-def _digits(query, frame, D: tl.constexpr, DP: tl.constexpr, HEADS: tl.constexpr):
+def _digits(
+    query, frame, D: tl.constexpr, DP: tl.constexpr, HEADS: tl.constexpr, SCORING: tl.constexpr
+):
     """Queries as INT8 digits, to be multiplied with codes: `query unit = quantum (128 a + b)`.
 
     Returns the digits of positive elements, those of negative ones, what a product of a row counts,
-    and what to add to its score, `query . centre`. The heads come twice: the first HEADS rows get
-    the digits a, the others the digits b and nothing to add.
+    and what to add to its score, `query . centre`, and `sum |query| unit` for each width of a band.
+    The heads come twice: the first HEADS rows get the digits a, the others the digits b and nothing
+    to add.
     """
     coarse = tl.arange(0, 2 * HEADS) < HEADS
     centre, unit = frame_at(frame, tl.arange(0, DP), D)
@@ -67,12 +74,17 @@ def _digits(query, frame, D: tl.constexpr, DP: tl.constexpr, HEADS: tl.constexpr
     level = (level + 12582912.0).to(tl.int32, bitcast=True) - 0x4B400000
     first = (level + 64) >> 7
     digit = tl.where(coarse[:, None], first, level - first * 128)
-    above = tl.where(level > 0, digit, 0).to(tl.int8)
-    below = tl.where(level < 0, digit, 0).to(tl.int8)
+    above, below = digit.to(tl.int8), digit.to(tl.int8)
+    if SCORING != 4:
+        above = tl.where(level > 0, digit, 0).to(tl.int8)
+        below = tl.where(level < 0, digit, 0).to(tl.int8)
     # An element that is not finite makes a NaN of it.
     offset = tl.sum(query * centre[None, :] + query * 0, 1)
     quantum = top * tl.where(coarse, 128.0 / 16256.0, 1.0 / 16256.0)
-    return above, below, quantum, tl.where(coarse, offset, 0.0)
+    reach = 0.0
+    if SCORING == 4:
+        reach = tl.where(coarse, tl.sum(tl.abs(scaled), 1), 0.0)
+    return above, below, quantum, tl.where(coarse, offset, 0.0), reach
 
 
 @triton.jit
@@ -89,23 +101,26 @@ def prepare_query(
     """What `block_scores` needs of the queries `[HEADS, DP]` (for codes, twice), once for all
     blocks."""
     if INT8:
-        return _digits(query, frame, D, DP, HEADS)
+        return _digits(query, frame, D, DP, HEADS, SCORING)
     elif SCORING == 2:  # the mean over the group is a product with ones: every row holds it
         mean = tl.sum(query.to(tl.float32), 0) / GROUP
         query = tl.zeros([HEADS, DP], tl.float32) + mean[None, :]
-        return query, query, 1.0, 0.0
+        return query, query, 1.0, 0.0, 0.0
     else:
-        return query, query, 1.0, 0.0
+        return query, query, 1.0, 0.0, 0.0
 
 
 @triton.jit
-def _code_scores(digits, codes, HEADS: tl.constexpr, CHUNK: tl.constexpr):
+def _code_scores(digits, codes, HEADS: tl.constexpr, CHUNK: tl.constexpr, SCORING: tl.constexpr):
     """`[HEADS, CHUNK]` scores of codes. Each row sums integers: the sum is exact."""
-    above, below, quantum, offset = digits
-    maxima, minima, scales = codes
+    above, below, quantum, offset, reach = digits
+    maxima, minima, scales, widths = codes
     total = tl.dot(above, maxima.T, out_dtype=tl.int32)
-    total = tl.dot(below, minima.T, total, out_dtype=tl.int32)
+    if SCORING != 4:
+        total = tl.dot(below, minima.T, total, out_dtype=tl.int32)
     score = total.to(tl.float32) * quantum[:, None] * scales[None, :] + offset[:, None]
+    if SCORING == 4:
+        score += reach[:, None] * widths[None, :]
     return tl.sum(tl.reshape(score, [2, HEADS, CHUNK]), 0)
 
 
@@ -143,7 +158,7 @@ def block_scores(
     """`[CHUNK]` scores of blocks; for "estimate" `[HEADS, CHUNK]`, of every head. Takes what
     `prepare_query` and `load_summaries` return."""
     if INT8:
-        score = _code_scores(prepared, summaries, HEADS, CHUNK)
+        score = _code_scores(prepared, summaries, HEADS, CHUNK, SCORING)
     else:
         score = _head_scores(prepared[0], summaries[0], summaries[1], scale, SCORING)
     if SCORING != 1:
@@ -270,9 +285,9 @@ def score_blocks(
     INT8: the summaries are codes; their products have two rows for a head. SOON (REPEAT is 1): read
     the summaries before the length is known. SPACED: the chunks lie as far apart as there are
     programs, so that a row that is short in its room keeps as many programs busy as it has chunks.
-    BAND: the summaries are the edges of bands, which are scored as bounds are.
+    BAND: the summaries are bands: exact edges, which are scored as bounds are, or codes (SCORING 4).
     """
-    PARTS: tl.constexpr = 1 if SCORING == 2 else 2
+    PARTS: tl.constexpr = 1 if SCORING == 2 or SCORING == 4 else 2
     HEADS: tl.constexpr = ROWS // 2 if INT8 else ROWS
     q_b, q_h, q_t = q_strides
     k_b, k_h, k_s = k_strides
@@ -302,7 +317,7 @@ def score_blocks(
     j = chunk * CHUNK + tl.arange(0, CHUNK)
     score = 0.0
     if SOON:  # while the length is on its way; blocks past it count for nothing
-        summaries = load_summaries(bounds_at, frame, j, j, N, D, DP, SCORING, INT8)
+        summaries = load_summaries(bounds_at, frame, N, j, j, N, D, DP, SCORING, INT8)
         prepared = prepare_query(query, frame, GROUP, HEADS, D, DP, SCORING, INT8)
         score = block_scores(prepared, summaries, scale, GROUP, HEADS, CHUNK, SCORING, INT8)
     limit = (length - T + t - low) // BLOCK - LOCAL + 1
@@ -323,6 +338,7 @@ def score_blocks(
                     mask_at=mask_at,
                     bounds_at=bounds_at,
                     frame=frame,
+                    N=N,
                     begin=begin,
                     end=end,
                     stride=1,
@@ -339,7 +355,7 @@ def score_blocks(
                 )
                 tl.debug_barrier()  # other warps load what one has stored
                 if SOON:  # Score again here: were only the loads in this branch, both would unpack.
-                    summaries = load_summaries(bounds_at, frame, j, j, N, D, DP, SCORING, INT8)
+                    summaries = load_summaries(bounds_at, frame, N, j, j, N, D, DP, SCORING, INT8)
                     prepared = prepare_query(query, frame, GROUP, HEADS, D, DP, SCORING, INT8)
                     score = block_scores(
                         prepared, summaries, scale, GROUP, HEADS, CHUNK, SCORING, INT8
@@ -376,7 +392,7 @@ def score_blocks(
             for i in tl.range(0, turns, num_stages=STAGES):  # pyright: ignore[reportGeneralTypeIssues]
                 blocks = (chunk + i * apart) * CHUNK + tl.arange(0, CHUNK)
                 shown = load_summaries(
-                    bounds_at, frame, blocks, blocks, limit, D, DP, SCORING, INT8
+                    bounds_at, frame, N, blocks, blocks, limit, D, DP, SCORING, INT8
                 )
                 store_chunk(
                     score=block_scores(prepared, shown, scale, GROUP, HEADS, CHUNK, SCORING, INT8),

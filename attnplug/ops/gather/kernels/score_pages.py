@@ -108,7 +108,7 @@ def score_pages(
         for chunk in tl.range(first, last, programs, num_stages=STAGES):  # pyright: ignore[reportGeneralTypeIssues]
             blocks = chunk * CHUNK + tl.arange(0, CHUNK)
             place = place_of_block(table, b, table_stride, blocks, blocks < limit, BLOCK, PAGE)
-            shown = load_summaries(bounds_at, frame, blocks, place, limit, D, DP, SCORING, False)
+            shown = load_summaries(bounds_at, frame, 0, blocks, place, limit, D, DP, SCORING, False)
             store_chunk(
                 score=block_scores(prepared, shown, scale, GROUP, ROWS, CHUNK, SCORING, False),
                 chunk=chunk,
