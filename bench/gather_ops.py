@@ -142,6 +142,16 @@ SCORE_PLANS = [
     (128, 6, 4, 2),
     (128, 8, 4, 2),
     (128, 8, 4, 3),
+    (64, 2, 4, 2),
+    (64, 4, 4, 4),
+    (64, 8, 4, 4),
+    (64, 16, 4, 4),
+    (128, 4, 4, 4),
+    (128, 8, 4, 4),
+    (256, 1, 4, 1),
+    (256, 2, 4, 2),
+    (256, 4, 4, 2),
+    (256, 4, 4, 3),
     (256, 2, 8, 1),
     (256, 2, 8, 2),
     (256, 4, 8, 3),
@@ -288,7 +298,7 @@ def time_shape(rows: Rows, batch: int, tokens: int, kernels: bool) -> None:
         rows.attempt("step", case, str(policy), time_steps, layers, policy)
     if not kernels or (batch, tokens) not in TUNED:
         return
-    for policy in (SPREAD, DEFAULT):
+    for policy in (DEFAULT, SPREAD):
         for layer in layers:
             layer.summarise(policy)
         time_plans(rows, batch, tokens, layers, policy)
@@ -324,7 +334,7 @@ def main() -> int:
         shapes = [tuple(map(int, shape.split("x"))) for shape in options.shapes.split(",")]
     checks = CHECKS if options.part in ("checks", "all") else ()
     shapes = () if options.part == "checks" else shapes
-    for scoring, facts in itertools.product(("spread", "bounds"), checks):
+    for scoring, facts in itertools.product(("spread", "bounds", "band"), checks):
         case = " ".join(str(x).removeprefix("torch.") for x in facts)
         rows.attempt("check", case[:40], scoring, check, scoring, *facts)
     for batch, tokens in shapes:

@@ -55,8 +55,8 @@ def empty_bounds(
     k: torch.Tensor, block: int, parts: int = 2, *, dtype: torch.dtype | None = None
 ) -> torch.Tensor:
     """Summaries of a fresh cache `k [B, Hkv, S, D]`, zeros: `[B, Hkv, ceil(S / block), parts, D]`
-    like k. With `dtype` int8 they are codes, of bounds (2 parts) or of bands (1 part), with uint8 the
-    bytes of spread summaries (2 parts). Further rows hold what these stand for (`Frame`,
+    like k. With `dtype` int8 they are codes, of bounds (2 parts) or of bands (1 part), with uint8
+    the bytes of spread summaries (2 parts). Further rows hold what these stand for (`Frame`,
     `spread_parts`)."""
     batch, heads, size, width = k.shape
     dtype = k.dtype if dtype is None else dtype

@@ -63,8 +63,8 @@ def _scores(q, bounds, scale, scoring):
 
 @numba.njit(cache=True)
 def _code_scores(q, codes, centre, unit, scale, width):
-    """`_scores` of summaries in INT8: by bounds, `codes [blocks, 2, D]`, or by bands, which have one
-    part, and widths."""
+    """`_scores` of summaries in INT8: by bounds, `codes [blocks, 2, D]`, or by bands, whose codes
+    have one part, and widths."""
     group, blocks = q.shape[0], codes.shape[0]
     scores = np.full(blocks, -np.inf, np.float32)
     level, last = np.empty(q.shape[1], np.int64), codes.shape[1] - 1

@@ -285,7 +285,8 @@ def score_blocks(
     INT8: the summaries are codes; their products have two rows for a head. SOON (REPEAT is 1): read
     the summaries before the length is known. SPACED: the chunks lie as far apart as there are
     programs, so that a row that is short in its room keeps as many programs busy as it has chunks.
-    BAND: the summaries are bands: exact edges, which are scored as bounds are, or codes (SCORING 4).
+    BAND: the summaries are bands, exact edges, which are scored as bounds are, or codes (SCORING
+    4).
     """
     PARTS: tl.constexpr = 1 if SCORING == 2 or SCORING == 4 else 2
     HEADS: tl.constexpr = ROWS // 2 if INT8 else ROWS
