@@ -46,7 +46,8 @@ def summaries(
 ):
     """bounds and progress of a cache."""
     (batch, heads, _, width), blocks = k.shape, -(-k.shape[2] // block)
-    rows = blocks + 4 + -(-2 * blocks // width) if int8 else blocks
+    frame = 4 * (2 * width + blocks * (3 - parts))  # bytes
+    rows = blocks + -(-frame // (parts * width)) if int8 else blocks
     rows += -(-2 * -(-width // 32) * blocks // width) if spread else 0
     dtype = torch.uint8 if spread else torch.int8 if int8 else k.dtype
     return new(batch, heads, rows, parts, width, dtype=dtype), new(batch, 2)

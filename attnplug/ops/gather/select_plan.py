@@ -18,7 +18,7 @@ class Plan(NamedTuple):
     stages: int = 1  # of its pipeline
     soon: bool = False  # read summaries before the length is known; one chunk a program
     registers: int | None = None  # limit of a thread of the score kernel, so that more programs fit
-    # For a row that is short in a large room; no plan takes them yet (docs/log/gather.md):
+    # For a row that is short in a large room:
     spaced: bool = False  # a program's chunks of bounds lie as far apart as there are programs
     direct: bool = False  # rows of no more blocks than the second level takes have no first level
 
@@ -73,13 +73,13 @@ def _plan_for_many(
     chunk = max(16, min(chunk, 16384 // row_bytes))
     members = 0 if blocks <= ONE_LEVEL else 8 if blocks <= 4 * ONE_LEVEL else 16
     members = min(chunk, max(members, next_power_of_two(blocks) // GROUPS))
-    plan = Plan(chunk, members, 4, 4 if blocks <= 16384 else 8)
+    plan = Plan(chunk, members, 4, 4 if blocks <= 16384 else 8, direct=members > 0)
     if total <= FEW or not (pipelined and int8):
         return plan
     if total <= 2**15 and row_bytes <= 128 and not spread:
         return plan._replace(chunk=128)
     if total <= 2**16:
-        return plan._replace(repeat=2, stages=2)
+        return plan._replace(repeat=2, stages=2, spaced=not spread)
     # Means and variances of two tiles: without a limit two programs fit where four should.
     limit = None if total <= 2**18 and not spread else 128
-    return plan._replace(repeat=4, stages=2, registers=limit)
+    return plan._replace(repeat=4, stages=2, registers=limit, spaced=not spread)

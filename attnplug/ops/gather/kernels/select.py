@@ -360,12 +360,10 @@ def select_many(
     out_at = out + row * K
     if MEMBERS > 0:
         maxima_at = best + row * tl.cdiv(N, MEMBERS)
-        if DIRECT:
-            j, floor = tl.arange(0, KP * MEMBERS), tl.full([], NONE + 1, tl.int32)
-            if limit > KP * MEMBERS:
-                j, floor, _ = _best_groups(maxima_at, out_at, limit, K, KP, WIDE, MEMBERS)
+        if DIRECT and limit <= KP * MEMBERS:
+            j = tl.arange(0, KP * MEMBERS)
             score = _scores_of(_load_keys(scores + row * N + j, j < limit))
-            floor, ceiling, found = _ends(tl.where(score >= floor, score, NONE))
+            floor, ceiling, found = _ends(score)
         else:
             j, floor, ceiling = _best_groups(maxima_at, out_at, limit, K, KP, WIDE, MEMBERS)
             score = _scores_of(_load_keys(scores + row * N + j, j < limit))
