@@ -285,9 +285,9 @@ def time_attention(layers: list[Layer], policy: Gather, plan: attend.Plan) -> di
     return microseconds([layer.attention(policy, plan) for layer in layers])
 
 
-def time_shape(rows: Rows, batch: int, tokens: int, kernels: bool) -> None:
-    """Dense and the policies; for the tuned shapes each kernel of the default under its plans, and
-    the scores by spread."""
+def time_shape(rows: Rows, batch: int, tokens: int, kernels: list[str]) -> None:
+    """Dense and the policies; for the tuned shapes the named kernels of the default under their
+    plans, and the scores by spread."""
     case, one = f"batch={batch} n={tokens}", 4 * batch * KV_HEADS * tokens * WIDTH
     layers = [Layer(batch, tokens, seed) for seed in range(max(1, min(8, ROTATE // one)))]
     dense = dense_steps(layers)
@@ -301,20 +301,24 @@ def time_shape(rows: Rows, batch: int, tokens: int, kernels: bool) -> None:
     for policy in (DEFAULT, SPREAD):
         for layer in layers:
             layer.summarise(policy)
-        time_plans(rows, batch, tokens, layers, policy)
-    for plan in attend_plans(batch):
+        time_plans(rows, batch, tokens, layers, policy, kernels)
+    for plan in attend_plans(batch) if "attend" in kernels else ():
         rows.attempt("attend", case, named(plan), time_attention, layers, DEFAULT, plan)
 
 
-def time_plans(rows: Rows, batch: int, tokens: int, layers: list[Layer], policy: Gather) -> None:
+def time_plans(
+    rows: Rows, batch: int, tokens: int, layers: list[Layer], policy: Gather, kernels: list[str]
+) -> None:
     """The score kernel under its plans, and the list behind it, which is the same for all."""
     base, spread = plan_of(layers[0], policy), policy == SPREAD
     case = f"batch={batch} n={tokens}"
     for plan in plans(batch, tokens // policy.block, spread):
-        if (plan.members, plan.select_warps) == (base.select.members, base.select.select_warps):
+        usual = (base.select.members, base.select.select_warps)
+        if "score" in kernels and (plan.members, plan.select_warps) == usual:
             name = f"{named(plan)}{' spread' if spread else ''}"
             rows.attempt("score", case, name, time_scores, layers, policy, plan)
-        if not spread and plan._replace(members=0, select_warps=0) == base.select._replace(
+        asked = "select" in kernels and not spread
+        if asked and plan._replace(members=0, select_warps=0) == base.select._replace(
             members=0, select_warps=0
         ):
             rows.attempt("select", case, named(plan), time_choice, layers, policy, plan)
@@ -326,6 +330,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=140, help="begin nothing after so many")
     parser.add_argument("--part", choices=("checks", "steps", "times", "all"), default="all")
     parser.add_argument("--shapes", help="batch x tokens, as 1x131072,8x32768")
+    parser.add_argument("--kernels", default="score,select,attend", help="which `times` goes into")
     options = parser.parse_args()
     torch.set_grad_enabled(False)
     rows = Rows(options.out, options.seconds)
@@ -337,9 +342,10 @@ def main() -> int:
     for scoring, facts in itertools.product(("spread", "bounds", "band"), checks):
         case = " ".join(str(x).removeprefix("torch.") for x in facts)
         rows.attempt("check", case[:40], scoring, check, scoring, *facts)
+    kernels = [] if options.part == "steps" else options.kernels.split(",")
     for batch, tokens in shapes:
         try:
-            time_shape(rows, batch, tokens, options.part != "steps")
+            time_shape(rows, batch, tokens, kernels)
         except torch.OutOfMemoryError as error:
             rows.add(what="step", case=f"batch={batch} n={tokens}", variant="", result=str(error))
             rows.failed += 1
