@@ -33,7 +33,10 @@ from gather_ops import (
 from attnplug import Gather
 
 ROOMS = [(1 << 15, 1 << 20), (1 << 15, 1 << 15), (1 << 17, 1 << 20)]  # tokens, room
-SHORT = [{}, {"spaced": True}, {"direct": True}, {"spaced": True, "direct": True}]
+SHORT = [
+    dict(zip(("spaced", "direct"), x, strict=True))
+    for x in itertools.product((False, True), repeat=2)
+]
 SHORT_LIST = Gather(k=8, **PAPER)
 
 

@@ -73,7 +73,7 @@ def _plan_for_many(
     chunk = max(16, min(chunk, 16384 // row_bytes))
     members = 0 if blocks <= ONE_LEVEL else 8 if blocks <= 4 * ONE_LEVEL else 16
     members = min(chunk, max(members, next_power_of_two(blocks) // GROUPS))
-    plan = Plan(chunk, members, 4, 4 if blocks <= 16384 else 8, direct=members > 0)
+    plan = Plan(chunk, members, 4, 4 if blocks <= 16384 else 8, direct=blocks > 16384)
     if total <= FEW or not (pipelined and int8):
         return plan
     if total <= 2**15 and row_bytes <= 128 and not spread:
