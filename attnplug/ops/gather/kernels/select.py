@@ -306,15 +306,6 @@ def _best_groups(
 
 
 @triton.jit
-def _list_best(score, j, out_at, floor, ceiling, found, K: tl.constexpr, KP: tl.constexpr):
-    """List those of the blocks j that have the K best scores; `found` have no less than `floor`."""
-    floor, top, enough, above = _threshold(score, floor, ceiling, found, K)
-    _store_taken(out_at, _at_least(score, floor, top, enough, above, K), j)
-    n, count = tl.arange(0, KP), tl.minimum(found, K)
-    tl.store(out_at + n, -1, mask=(n >= count) & (n < K))
-
-
-@triton.jit
 def select_many(
     scores,
     best,
@@ -365,24 +356,26 @@ def select_many(
         if limit <= 0:
             _store_none(out + row * K, K, KP)
             return
-    out_at, scores_at = out + row * K, scores + row * N
+    n = tl.arange(0, KP)
+    out_at = out + row * K
     if MEMBERS > 0:
-        if DIRECT and limit <= KP * MEMBERS:  # with a list of its own: merged, both would be slower
+        maxima_at = best + row * tl.cdiv(N, MEMBERS)
+        if DIRECT and limit <= KP * MEMBERS:
             j = tl.arange(0, KP * MEMBERS)
-            score = _scores_of(_load_keys(scores_at + j, j < limit))
+            score = _scores_of(_load_keys(scores + row * N + j, j < limit))
             floor, ceiling, found = _ends(score)
-            _list_best(score, j, out_at, floor, ceiling, found, K, KP)
         else:
-            maxima_at = best + row * tl.cdiv(N, MEMBERS)
             j, floor, ceiling = _best_groups(maxima_at, out_at, limit, K, KP, WIDE, MEMBERS)
-            score = _scores_of(_load_keys(scores_at + j, j < limit))
+            score = _scores_of(_load_keys(scores + row * N + j, j < limit))
             found = tl.sum((score >= floor).to(tl.int32), 0)
-            _list_best(score, j, out_at, floor, ceiling, found, K, KP)
     else:
         j = tl.arange(0, WIDE)
-        score = _scores_of(_load_keys(scores_at + j, j < limit))
+        score = _scores_of(_load_keys(scores + row * N + j, j < limit))
         floor, ceiling, found = _ends(score)
-        _list_best(score, j, out_at, floor, ceiling, found, K, KP)
+    floor, top, enough, above = _threshold(score, floor, ceiling, found, K)
+    _store_taken(out_at, _at_least(score, floor, top, enough, above, K), j)
+    count = tl.minimum(found, K)
+    tl.store(out_at + n, -1, mask=(n >= count) & (n < K))
     if progress is not None:
         if row % (kv_heads * T) == 0:
             note_progress(progress, b, low, last)
