@@ -43,6 +43,7 @@ from attnplug.policies import AttentionCall, Phase
 from attnplug.policies._gvr_layer import GvrLayer
 from attnplug.policies._sketch_audit import _repeat
 from attnplug.policies._sketch_layer import SketchLayer
+from attnplug.policies.gather import INT8_FROM
 
 STEPS = 16
 FIXED = 5 * BLOCK  # tokens that selectors read beside those they choose
@@ -60,14 +61,18 @@ class Case(NamedTuple):
     read: int
 
 
+def paged(pages: Gather, width: int) -> Case:
+    """gather over a cache that is long enough for codes."""
+    size = pages.summary_form(INT8_FROM).parts * width / pages.block
+    return Case(pages, policy_name(pages), size, pages.kept)
+
+
 def own(tokens: list[int], sizes: list[int], width: int) -> list[Case]:
-    """attnplug's policies at these budgets."""
-    cases = []
+    """attnplug's policies at these budgets, and gather's default."""
+    cases = [paged(Gather(min_tokens=0), width)]
     for k in tokens:
         for scoring in ("bounds", "band", "spread"):
-            pages = Gather(k=k // 16, scoring=scoring, min_tokens=0)
-            read = (pages.sink + pages.local + pages.k) * pages.block
-            cases.append(Case(pages, policy_name(pages), 2 * width / pages.block, read))
+            cases.append(paged(Gather(k=k // 16, scoring=scoring, min_tokens=0), width))
         best = Gvr(k=k, min_tokens=0)
         told = dataclasses.replace(best, hint=True)  # which keeps its picks, for `kept_by`
         cases.append(Case(told, policy_name(best), width + 4, best.kept))
