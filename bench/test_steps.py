@@ -3,13 +3,15 @@ goes by. One query over a cache of n tokens, 28/4 heads of 128, bf16, beside att
 step over the same keys; dense itself beside cuDNN.
 
 Inputs are those of `attnplug bench --quick`: Gaussian keys but for one that most of the attention
-goes to. Writing the token is in no side's time, and the crossover is switched off (`min_tokens=0`).
+goes to. Methods whose step writes its token do so, as in a model; the others, and dense beside all
+of them, find it written. The crossover is switched off (`min_tokens=0`).
 `memory` is what the layer's cache takes of the GPU, by torch's allocator, codes and summaries
 included; originals in pinned host memory are not of the GPU."""
 
 import functools
 import gc
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +20,8 @@ from peers import cudnn_attention
 from attnplug import Dense
 from attnplug.bench import quick
 from attnplug.bench.rows import policy_name
-from attnplug.policies import AttentionCall, Phase, methods
+from attnplug.models.cache import PlugLayer
+from attnplug.policies import AttentionCall, Phase, gather, methods, sketch
 
 HEADS, PLAN = quick.Heads(), quick.PLANS["cuda"]
 LENGTHS = [8192, 32768, 131072, 524288, 1048576]
@@ -26,32 +29,60 @@ CALLS = 8  # in one graph, or more
 
 
 class Caches:
-    """Calls over as many caches as keep a step from reading the L2, the keys and values of each,
-    and the bytes of the GPU that one cache takes. What a step reads decides, and not what a cache
-    has: a few MB of 268 at 128K, which would stay in the L2 from one step to the next. `rotate`
-    says how many that takes, one where nothing is timed."""
+    """Steps over as many caches as keep a step from reading the L2, dense's over the same keys and
+    values, and the bytes of the GPU that one cache takes. What a step reads decides, and not what a
+    cache has: a few MB of 268 at 128K, which would stay in the L2 from one step to the next.
+    `rotate` says how many that takes, one where nothing is timed."""
 
     def __init__(self, policy: Phase, n: int, rotate: Callable[[int], int]):
-        self.calls: list[AttentionCall] = []
+        self.steps: list[Callable[[], torch.Tensor]] = []
         self.dense: list[AttentionCall] = []
         gc.collect()
         torch.cuda.synchronize()
         before, seen = torch.cuda.memory_allocated(), 0
         for call, k, v in quick.rotated_calls(HEADS, PLAN, n, policy, rotate):
-            plain = AttentionCall(call.q, k, v, call.scale, lengths=call.lengths)
-            self.calls.append(call)
-            self.dense.append(plain)
+            lengths = torch.full((1,), n, dtype=torch.int32, device=call.q.device)
+            self.steps.append(step_of(policy, call))
+            self.dense.append(AttentionCall(call.q, k, v, call.scale, lengths=lengths))
             seen += k.nbytes + v.nbytes
         gc.collect()
-        self.memory = (torch.cuda.memory_allocated() - before - seen) // len(self.calls)
+        self.memory = (torch.cuda.memory_allocated() - before - seen) // len(self.steps)
+
+
+def step_of(policy: Phase, call: AttentionCall) -> Callable[[], torch.Tensor]:
+    """A step that ends with the cache's last token, which it writes if the method's steps do."""
+    layer = call.state
+    if not policy.takes_pending:
+        return functools.partial(policy.attend, call)
+    assert isinstance(layer, PlugLayer)
+    layer.cumulative_length.sub_(1)
+    last = call.k[:, :, -1:].clone(), call.v[:, :, -1:].clone()
+
+    def step() -> torch.Tensor:
+        layer.pending = last
+        return policy.attend(call)
+
+    return step
+
+
+def count_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps that write their token do not count it: each then writes the same one."""
+    for module, name in ((gather, "gather_decode"), (sketch, "sketch_decode")):
+        op = getattr(module, name)
+
+        def run(*args: Any, op: Callable[..., Any] = op, count: bool, **options: Any) -> Any:
+            return op(*args, count=False, **options)
+
+        monkeypatch.setattr(module, name, run)
 
 
 @pytest.mark.parametrize("n", LENGTHS)
 @pytest.mark.parametrize("name", quick.DECODES)
-def test_step(gpu_bench, name, n):
+def test_step(gpu_bench, monkeypatch, name, n):
+    count_no_token(monkeypatch)
     policy = methods()[name](**({} if name == "dense" else {"min_tokens": 0}))
     made = Caches(policy, n, gpu_bench.sets)
-    each = max(1, CALLS // len(made.calls))
+    each = max(1, CALLS // len(made.steps))
     theirs = [functools.partial(Dense().attend, call) for call in made.dense]
     if name == "dense":
         theirs = [
@@ -69,7 +100,7 @@ def test_step(gpu_bench, name, n):
         head_dim=HEADS.dim,
         dtype=PLAN.dtype,
         options="",
-        fns=[functools.partial(policy.attend, call) for call in made.calls] * each,
+        fns=made.steps * each,
         peer="cudnn" if name == "dense" else "dense",
         peer_fns=theirs * each,
         bytes=kv_bytes,

@@ -11,7 +11,8 @@ import torch
 from torch.overrides import TorchFunctionMode
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
-from attnplug.bench import rows
+from attnplug.bench import quick, rows
+from attnplug.policies import methods
 
 BENCH = Path(__file__).parents[2] / "bench"
 TINY = dict(
@@ -79,6 +80,23 @@ def test_block_bounds(bench, form, new):
     blocks = 512 // module.FORMS[form][0]
     module.bench(gpu_bench, 512, form, blocks if new == "all" else new)
     assert gpu_bench.rows[0]["options"].endswith("whole prompt" if new == "all" else "one block")
+
+
+@pytest.mark.parametrize("name", quick.DECODES)
+def test_steps_write_their_own_token(bench, monkeypatch, name):
+    """Where a model's step does; again and again the same one. Others find it written."""
+    module = bench[0]("test_steps")
+    policy = methods()[name](**({} if name == "dense" else {"min_tokens": 0}))
+    call, k, _ = quick.decode_call(quick.Heads(4, 2, 64), quick.PLANS["cpu"], 192, policy, 0)
+    wanted, writes = policy.attend(call), name in ("gather", "sketch")
+    step = module.step_of(policy, call)
+    module.count_no_token(monkeypatch)
+    for _ in range(2):
+        if writes:
+            call.k[:, :, -1], call.v[:, :, -1] = torch.nan, torch.nan
+        torch.testing.assert_close(step(), wanted)
+        assert not writes or torch.equal(call.k[:, :, -1], k[:, :, -1])
+        assert int(call.state.cumulative_length) == 192 - writes
 
 
 def test_gather_attention(bench):
