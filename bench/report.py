@@ -340,7 +340,7 @@ def _varying(rows: Sequence[Row], columns: Sequence[Column]) -> list[Column]:
         dull = (
             values == {""}
             or title == "peer's time"
-            or (title in ("dtype", "D", "options", "case") and len(values) == 1)
+            or (title in ("dtype", "D", "options", "case", "GPU") and len(values) == 1)
         )
         if not dull or title in ("op", "n"):
             kept.append((title, show))
@@ -373,6 +373,7 @@ TIMING_COLUMNS: list[Column] = [
     ("dtype", lambda row: row["dtype"]),
     ("options", lambda row: row["options"]),
     ("policy", lambda row: f"`{row['policy']}`" if row.get("policy") else ""),
+    ("GPU", lambda row: re.sub(r".*?([A-Z]+\d+).*", r"\1", row["gpu"])),
     ("time", _time),
     ("peer", lambda row: PEERS.get(row["peer"], row["peer"] or "")),
     ("peer's time", lambda row: duration(row["peer_p50_us"]) if row["peer"] else ""),
