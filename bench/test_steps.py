@@ -70,8 +70,8 @@ def count_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
     for module, name in ((gather, "gather_decode"), (sketch, "sketch_decode")):
         op = getattr(module, name)
 
-        def run(*args: Any, op: Callable[..., Any] = op, count: bool, **options: Any) -> Any:
-            return op(*args, count=False, **options)
+        def run(*args: Any, op: Callable[..., Any] = op, **options: Any) -> Any:
+            return op(*args, **(options | {"count": False} if "count" in options else options))
 
         monkeypatch.setattr(module, name, run)
 
