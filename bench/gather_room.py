@@ -7,7 +7,7 @@ A whole model's step of the default took 20 to 37 us a layer more than the rows 
 (docs/log/gather.md, 2026-11-25). Those go through one kind of step after the other, in caches as
 long as their rows. Here steps of dense and of gather run by themselves, behind thirty other small
 kernels and behind the products of a layer, of one or of 28 layers, whose own times are taken off,
-in rooms of one and of 32 times a row; the default's also with the plans `spaced` and `direct` of
+in rooms of one and of 32 times a row; the default's also under other plans of
 ops/gather/select_plan.py, after a check that these list the same blocks."""
 
 import argparse
@@ -33,10 +33,7 @@ from gather_ops import (
 from attnplug import Gather
 
 ROOMS = [(1 << 15, 1 << 20), (1 << 15, 1 << 15), (1 << 17, 1 << 20)]  # tokens, room
-SHORT = [
-    dict(zip(("spaced", "direct"), x, strict=True))
-    for x in itertools.product((False, True), repeat=2)
-]
+CHOICES = [{}, {"guess": True}, {"spaced": False}, {"direct": False}]
 SHORT_LIST = Gather(k=8, **PAPER)
 
 
@@ -92,18 +89,18 @@ def time_room(rows: Rows, tokens: int, room: int) -> None:
         rows.attempt("step", case, str(SHORT_LIST), time_steps, layers, SHORT_LIST, None, between)
         for layer in layers:
             layer.summarise(DEFAULT)
-        for choice in SHORT:
-            time_short(rows, case, layers, choice, between)
+        for choice in CHOICES:
+            time_choice_of_plan(rows, case, layers, choice, between)
 
 
-def time_short(
+def time_choice_of_plan(
     rows: Rows,
     case: str,
     layers: list[Layer],
     choice: dict[str, bool],
     between: Callable[[], Any] | None,
 ) -> None:
-    """The default's step under a plan for short rows; by itself also its two first kernels."""
+    """The default's step under another plan; by itself also its two first kernels."""
     base = plan_of(layers[0], DEFAULT)
     plan, name = base._replace(select=base.select._replace(**choice)), str(choice)
     rows.attempt("step", case, name, time_steps, layers, DEFAULT, plan, between)
@@ -113,7 +110,7 @@ def time_short(
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--seconds", type=float, default=100, help="begin nothing after so many")
     options = parser.parse_args()

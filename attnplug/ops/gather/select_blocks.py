@@ -353,7 +353,11 @@ def launch_choice(
     plan, size, rows = scores.plan, capacity(k, table), batch * kv_heads * queries
     kept, wide = scores.widths(top_k, blocks)
     pdl, dependent = early(k.device)
-    select, more = (select_best, {}) if top_k <= RANKED else (select_many, {"DIRECT": plan.direct})
+    select, more = (
+        (select_best, {})
+        if top_k <= RANKED
+        else (select_many, {"DIRECT": plan.direct, "GUESS": plan.guess})
+    )
     select.run(
         grid=(rows,),
         warmup=False,

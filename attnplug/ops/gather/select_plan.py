@@ -21,6 +21,8 @@ class Plan(NamedTuple):
     # For a row that is short in a large room:
     spaced: bool = False  # a program's chunks of bounds lie as far apart as there are programs
     direct: bool = False  # rows of no more blocks than the second level takes have no first level
+    # No plan takes it yet, as no GPU has timed it (docs/log/gather.md):
+    guess: bool = False  # a search by threshold begins where mean and deviation of the scores say
 
 
 FLAT = 512  # candidates up to which one program selects among all of them

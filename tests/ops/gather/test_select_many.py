@@ -24,7 +24,7 @@ def keys_of(scores):
     return (bits << 32) | (0x7FFFFFFF - torch.arange(scores.shape[-1]))
 
 
-def listed(scores, candidates, top_k, members, warps, device, direct=False):
+def listed(scores, candidates, top_k, members, warps, device, **choices):
     """The list of each row of `scores [rows, blocks]`, of which `candidates` are True."""
     rows, blocks = scores.shape
     keys = torch.where(candidates, keys_of(scores), NO_CANDIDATE)
@@ -32,7 +32,7 @@ def listed(scores, candidates, top_k, members, warps, device, direct=False):
     if members:
         room = torch.full((rows, -blocks % members), NO_CANDIDATE)
         best = torch.cat([keys, room], 1).unflatten(1, (-1, members)).amax(2)
-    plan = Plan(chunk=16, members=members, warps=4, select_warps=warps, direct=direct)
+    plan = Plan(chunk=16, members=members, warps=4, select_warps=warps, **choices)
     left = Scores(keys.flatten().to(device), best.flatten().to(device), plan)
     k = torch.empty(1, device=device).expand(1, rows, blocks * BLOCK, 16)
     length = torch.tensor([blocks * BLOCK], device=device)  # all but the last, the local one
@@ -65,6 +65,7 @@ KINDS = {
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, under the interpreter
 @pytest.mark.parametrize("device", DEVICES)
 def test_lists_the_best_in_order(device, data):
     draw = data.draw
@@ -76,8 +77,8 @@ def test_lists_the_best_in_order(device, data):
     kinds = draw(st.tuples(*[st.sampled_from(sorted(KINDS))] * 2))
     scores = torch.stack([KINDS[kind](row) for kind, row in zip(kinds, drawn, strict=True)]) + 0.0
     candidates = torch.rand(2, blocks, generator=random) < share
-    direct = draw(st.booleans())
-    found = listed(scores, candidates, top_k, members, warps, device, direct)
+    choices = {"direct": draw(st.booleans()), "guess": draw(st.booleans())}
+    found = listed(scores, candidates, top_k, members, warps, device, **choices)
     assert torch.equal(found, wanted(scores, candidates, top_k))
 
 
@@ -85,10 +86,12 @@ def test_lists_the_best_in_order(device, data):
 @pytest.mark.parametrize(("blocks", "members"), [(8192, 0), (8192, 8), (65536, 16), (65536, 32)])
 @pytest.mark.parametrize("warps", [4, 8, 16])
 @pytest.mark.parametrize("direct", [False, True])
-def test_lists_the_best_of_many(blocks, members, warps, direct):
+@pytest.mark.parametrize("guess", [False, True])
+def test_lists_the_best_of_many(blocks, members, warps, direct, guess):
     random = torch.Generator().manual_seed(blocks + members)
     drawn = torch.randn(len(KINDS), blocks, generator=random)
     scores = torch.stack([kind(row) for kind, row in zip(KINDS.values(), drawn, strict=True)]) + 0.0
     candidates = torch.ones_like(scores, dtype=torch.bool)
-    found = listed(scores, candidates, 256, members, warps, "cuda", direct)
+    choices = {"direct": direct, "guess": guess}
+    found = listed(scores, candidates, 256, members, warps, "cuda", **choices)
     assert torch.equal(found, wanted(scores, candidates, 256))
