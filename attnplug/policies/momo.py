@@ -12,6 +12,7 @@ Decode is another phase's business.
 """
 
 import dataclasses
+import functools
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -19,7 +20,7 @@ import torch
 from attnplug.call import AttentionCall, LayerShape, Reads
 from attnplug.deprecated import renamed_option
 from attnplug.models.cache import PlugLayer
-from attnplug.models.sync import may_sync
+from attnplug.models.sync import may_sync, without_sync
 from attnplug.ops import (
     block_sparse_attention,
     delta_correct,
@@ -27,6 +28,7 @@ from attnplug.ops import (
     merge_block_rows,
     query_sparse_attention,
 )
+from attnplug.ops.common.define import define_composite
 from attnplug.ops.momo.merge_block_rows import MAX_ENTRIES
 from attnplug.ops.momo.query_sparse_attention import MAX_EXACT
 from attnplug.policies._prompt_parts import (
@@ -40,6 +42,7 @@ from attnplug.policies._prompt_parts import (
 from attnplug.policies._reads import query_positions, read_all, read_blocks, stack_reads
 from attnplug.policies.crossover import DenseBelow
 from attnplug.policies.dense import Dense, apply_sinks, check_open_length, exporting, known_below
+from attnplug.policies.grammar import parse_policy
 
 # Below this many query tokens for each key that a query block may read, dense attention is
 # faster, and below so many tokens in any case; measured (docs/log/momo.md).
@@ -103,6 +106,8 @@ class Momo(DenseBelow):
     tail: int = 128
     min_tokens: int | None = None
 
+    _text: ClassVar[str | None]  # of each policy its own; no option
+
     name: ClassVar[str] = "momo"
     phases: ClassVar[frozenset[str]] = frozenset({"prefill"})
 
@@ -142,6 +147,8 @@ class Momo(DenseBelow):
         share = self.delta is None or (type(self.delta) in (int, float) and 0 <= self.delta <= 1)
         self.check("delta", share, "0 to 1, or None")
         self.check_min_tokens()
+        # What compiled code hands to its op; a subclass may be known by no name.
+        object.__setattr__(self, "_text", str(self) if type(self) is Momo else None)
 
     def measured_crossover(self, kind: str) -> int:
         near, far = (self._crossover(kind, self._blocks(place)) for place in (0, NEAR))
@@ -215,9 +222,9 @@ class Momo(DenseBelow):
         """Whether the call's queries list by their places in the prompt (`_parts`)."""
         if exporting():
             return False
-        if may_sync(call.q.is_cuda) or call.k.shape[2] <= NEAR:
+        if may_sync(call.q.is_cuda) or (call.start is None and first_query(call) is not None):
             return True
-        return call.start is None and first_query(call) is not None
+        return call.k.shape[2] <= NEAR  # last: code is compiled anew where a size is compared
 
     def _unplaced(self, call: AttentionCall) -> int:
         """The crossover of code that knows no places: all of its queries list the most blocks."""
@@ -233,7 +240,7 @@ class Momo(DenseBelow):
         tail = self._tail(call)
         if known_below(call.q.shape[2], tail + 1):
             return Dense().attend(call)
-        out = self._attend_rows(call)
+        out = self._attend_as_one(call)
         if tail > 0:
             out[:, :, -tail:] = Dense().attend(last_queries(call, tail))
         return out
@@ -244,6 +251,14 @@ class Momo(DenseBelow):
         if not torch.compiler.is_compiling() and isinstance(state, PlugLayer):
             follow = max(follow, state.prefill_tokens - state.counted)
         return min(max(0, self.tail - follow), call.q.shape[2])
+
+    def _attend_as_one(self, call: AttentionCall) -> torch.Tensor:
+        """`_attend_rows`; in compiled code as one op, so that no way to cut a prompt is a graph of
+        its own."""
+        if self._text is None or exporting() or not torch.compiler.is_compiling():
+            return self._attend_rows(call)
+        rows = call.sinks, call.lengths, call.start, call.key_mask
+        return _momo_prefill(call.q, call.k, call.v, *rows, call.scale, call.softcap, self._text)
 
     def _attend_rows(self, call: AttentionCall) -> torch.Tensor:
         rows = self._rows(call)
@@ -422,6 +437,31 @@ class Momo(DenseBelow):
         anyway, as block_sparse_attention counts it."""
         position = query_positions(call, self.query_block)
         return ((position - self.window).clamp(min=0) // self.block).to(torch.int32)
+
+
+def _run_prefill(q, k, v, sinks, lengths, start, key_mask, scale, softcap, policy):
+    rows = dict(sinks=sinks, lengths=lengths, start=start, key_mask=key_mask)
+    with without_sync():
+        return _parsed(policy)._attend_rows(AttentionCall(q, k, v, scale, softcap, **rows))
+
+
+@functools.lru_cache(maxsize=64)
+def _parsed(text: str) -> Momo:
+    method = parse_policy(text, {Momo.name: Momo}).prefill
+    assert isinstance(method, Momo)
+    return method
+
+
+def _allocate_prefill(q, *others):
+    return q.new_empty(q.shape)
+
+
+_momo_prefill = define_composite(
+    "momo_prefill(Tensor q, Tensor k, Tensor v, Tensor? sinks, Tensor? lengths, Tensor? start, "
+    "Tensor? key_mask, float scale, float softcap, str policy) -> Tensor",
+    allocate=_allocate_prefill,
+    run=_run_prefill,
+)
 
 
 class MeasuredRows(NamedTuple):

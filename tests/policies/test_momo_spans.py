@@ -115,17 +115,30 @@ def test_code_that_knows_no_place_serves_from_where_the_most_blocks_pay(
     assert method.is_short(AttentionCall(q, *whole, 0.125)) == (not eager)
 
 
-def test_a_compiled_prompt_without_a_cache_is_cut_too():
+@pytest.mark.parametrize("sinks", [False, True])
+def test_a_compiled_prompt_without_a_cache_is_cut_too(sinks):
+    """In one graph for all lengths, however many spans they have."""
     c = call("cpu", batch=1)
+    extra = {"sinks": torch.linspace(-1, 1, c.q.shape[1])} if sinks else {}
     attend = torch.compile(
-        lambda q, k, v: MOMO.attend(AttentionCall(q, k, v, 0.125)),
+        lambda q, k, v: MOMO.attend(AttentionCall(q, k, v, 0.125, **extra)),
         backend="eager",
         fullgraph=True,
         dynamic=True,
     )
-    for tokens in (TOKENS, 210, 65):
+    for turn, tokens in enumerate((210, TOKENS, 65)):
         part = [x[:, :, :tokens].contiguous() for x in (c.q, c.k, c.v)]
-        close(attend(*part), MOMO.attend(AttentionCall(*part, 0.125)))
+        with torch._dynamo.config.patch(error_on_recompile=turn > 0):
+            close(attend(*part), MOMO.attend(AttentionCall(*part, 0.125, **extra)))
+
+
+def test_opcheck(device):
+    """Of the op that compiled code calls, whose parts are ops with checks of their own."""
+    c = call(device)
+    start = torch.tensor([0, PADDING], dtype=torch.int32, device=device)
+    for rows in ((None, None, None), (torch.tensor([TOKENS], device=device), start, None)):
+        args = c.q, c.k, c.v, None, *rows, 0.125, 0.0, str(MOMO)
+        torch.library.opcheck(torch.ops.attnplug.momo_prefill.default, args)
 
 
 def test_a_padded_row_lists_as_if_it_were_alone(device):

@@ -41,6 +41,20 @@ def define_op(
     return getattr(torch.ops.attnplug, name).default
 
 
+def define_composite(
+    schema: str, *, allocate: Callable[..., torch.Tensor], run: Callable[..., torch.Tensor]
+) -> torch._ops.OpOverload:
+    """Register an op that calls others and returns what they return; its overload. Compiled code
+    does not look into it: what depends on sizes there is decided at run time, in one graph.
+    `allocate(*args)` is the fake."""
+    name = schema.partition("(")[0]
+    LIBRARY.define(schema)
+    LIBRARY.impl(name, run, "CPU")
+    LIBRARY.impl(name, run, "CUDA")
+    torch.library.register_fake(f"attnplug::{name}", allocate, lib=LIBRARY)
+    return getattr(torch.ops.attnplug, name).default
+
+
 def _outputs(allocated: Any) -> tuple[torch.Tensor, ...]:
     if allocated is None:
         return ()
