@@ -60,6 +60,23 @@ def last_queries(call: AttentionCall, queries: int) -> AttentionCall:
     return dataclasses.replace(call, q=call.q[:, :, -queries:])
 
 
+def groups_of_heads(call: AttentionCall, each: int) -> list[AttentionCall]:
+    """The call in groups of so many KV heads, and their query heads."""
+    heads = call.k.shape[1]
+    if each >= heads:
+        return [call]
+    group = call.q.shape[1] // heads
+    return [
+        dataclasses.replace(
+            call,
+            q=call.q[:, first * group : (first + each) * group],
+            k=call.k[:, first : first + each],
+            v=call.v[:, first : first + each],
+        )
+        for first in range(0, heads, each)
+    ]
+
+
 def rows_alone(call: AttentionCall) -> list[AttentionCall | None]:
     """Each row of a padded batch from its first key on, as if it had come alone; None for one
     whose queries are all padding. Looks at lengths and mask on the host."""

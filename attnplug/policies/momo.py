@@ -13,7 +13,7 @@ Decode is another phase's business.
 
 import dataclasses
 import functools
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 
@@ -31,11 +31,13 @@ from attnplug.ops import (
 from attnplug.ops.common.define import define_composite
 from attnplug.ops.momo.merge_block_rows import MAX_ENTRIES
 from attnplug.ops.momo.query_sparse_attention import MAX_EXACT
+from attnplug.policies._measured_rows import MeasuredRows, joined
 from attnplug.policies._prompt_parts import (
     Span,
     cut_at_spans,
     ends_before,
     first_query,
+    groups_of_heads,
     last_queries,
     rows_alone,
 )
@@ -346,9 +348,9 @@ class Momo(DenseBelow):
         ]
         return torch.cat(blocks).to(call.q.device)
 
-    def select(self, call: AttentionCall) -> "MeasuredRows":
+    def select(self, call: AttentionCall) -> MeasuredRows:
         """The query-sparse pass and the block mask measured by it."""
-        return _joined([self._measure(*part) for part in self._parts(call)], 2)
+        return joined([self._measure(*part) for part in self._parts(call)], 2)
 
     def _parts(self, call: AttentionCall) -> list[tuple[AttentionCall, Span]]:
         """The call's queries in order, cut where a span ends, on the grid of query blocks. That of
@@ -366,12 +368,12 @@ class Momo(DenseBelow):
             return cut_at_spans(call, 0, unplaced, self.query_block)
         return cut_at_spans(call, first, spans, self.query_block)
 
-    def _measure(self, call: AttentionCall, by: Span) -> "MeasuredRows":
+    def _measure(self, call: AttentionCall, by: Span) -> MeasuredRows:
         if self.selection == "joint":
             return self._select_jointly(call, by)
-        return _joined([self._select(part, by) for part in self._by_heads(call, by)], 1)
+        return joined([self._select(part, by) for part in self._by_heads(call, by)], 1)
 
-    def _select_jointly(self, call: AttentionCall, by: Span) -> "MeasuredRows":
+    def _select_jointly(self, call: AttentionCall, by: Span) -> MeasuredRows:
         return MeasuredRows(
             *measure_blocks(
                 call.q,
@@ -390,24 +392,12 @@ class Momo(DenseBelow):
 
     def _by_heads(self, call: AttentionCall, by: Span) -> list[AttentionCall]:
         """The call in groups of KV heads whose row lists (8 bytes a slot) fit LIST_BYTES."""
-        batch, heads_q, queries, _ = call.q.shape
-        heads = call.k.shape[1]
+        (batch, heads_q, queries, _), heads = call.q.shape, call.k.shape[1]
         nbytes = 8 * batch * heads_q * (queries + by.gamma - 1) // by.gamma * by.top_k
         each = heads if nbytes <= LIST_BYTES else max(1, heads * LIST_BYTES // nbytes)
-        if each == heads:
-            return [call]
-        group = heads_q // heads
-        return [
-            dataclasses.replace(
-                call,
-                q=call.q[:, first * group : (first + each) * group],
-                k=call.k[:, first : first + each],
-                v=call.v[:, first : first + each],
-            )
-            for first in range(0, heads, each)
-        ]
+        return groups_of_heads(call, each)
 
-    def _select(self, call: AttentionCall, by: Span) -> "MeasuredRows":
+    def _select(self, call: AttentionCall, by: Span) -> MeasuredRows:
         out, lse, index, score = query_sparse_attention(
             call.q,
             call.k,
@@ -452,37 +442,9 @@ def _parsed(text: str) -> Momo:
     return method
 
 
-def _allocate_prefill(q, *others):
-    return q.new_empty(q.shape)
-
-
 _momo_prefill = define_composite(
     "momo_prefill(Tensor q, Tensor k, Tensor v, Tensor? sinks, Tensor? lengths, Tensor? start, "
     "Tensor? key_mask, float scale, float softcap, str policy) -> Tensor",
-    allocate=_allocate_prefill,
+    allocate=lambda q, *_: q.new_empty(q.shape),
     run=_run_prefill,
 )
-
-
-class MeasuredRows(NamedTuple):
-    """Output `[B,Hq,R,D]` (`[B,Hq,R,0]` if "joint" measured without values) and log-sum-exp
-    `[B,Hq,R]` of the measured rows, and the key blocks `[B,Hq,NQ,k]` (int32, ascending, -1 = none)
-    of every query block."""
-
-    out: torch.Tensor
-    lse: torch.Tensor
-    blocks: torch.Tensor
-
-
-def _joined(rows: list[MeasuredRows], dim: int) -> MeasuredRows:
-    """Parts of a call as one; its heads are dimension 1, its queries dimension 2."""
-    if len(rows) == 1:
-        return rows[0]
-    widest = max(part.blocks.shape[-1] for part in rows)
-    padded = [part._replace(blocks=_padded(part.blocks, widest)) for part in rows]
-    return MeasuredRows(*(torch.cat(tensors, dim) for tensors in zip(*padded, strict=True)))
-
-
-def _padded(blocks: torch.Tensor, width: int) -> torch.Tensor:
-    short = width - blocks.shape[-1]
-    return torch.nn.functional.pad(blocks, (0, short), value=-1) if short else blocks

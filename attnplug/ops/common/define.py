@@ -49,8 +49,7 @@ def define_composite(
     `allocate(*args)` is the fake."""
     name = schema.partition("(")[0]
     LIBRARY.define(schema)
-    LIBRARY.impl(name, run, "CPU")
-    LIBRARY.impl(name, run, "CUDA")
+    LIBRARY.impl(name, run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"attnplug::{name}", allocate, lib=LIBRARY)
     return getattr(torch.ops.attnplug, name).default
 
