@@ -45,7 +45,7 @@ class Shape:
 
     def gathered(self, policy: Gather, tokens: int) -> float:
         """Bytes that a step of `policy` reads of one sequence."""
-        return self.cached(read_tokens(policy, tokens, tokens))
+        return self.cached(read_tokens(policy, tokens, tokens, self.head_dim))
 
 
 def listed(policy: Gather) -> float:
@@ -53,13 +53,15 @@ def listed(policy: Gather) -> float:
     return policy.k * policy.block / 128
 
 
-def read_tokens(policy: Gather, tokens: int, size: int) -> float:
+def read_tokens(policy: Gather, tokens: int, size: int, head_dim: int = 128) -> float:
     """Tokens whose keys and values are as many bytes as what a step of `policy` reads of one
     sequence of `tokens`, in a cache with room for `size`: the keep set, and the summaries."""
     kept = min((policy.sink + policy.local + policy.k) * policy.block, tokens)
     summaries = tokens // policy.block if policy.k else 0
     parts, codes, _ = policy.summary_form(size)
     scales = 1 / 32 if codes == torch.uint8 else 0  # two bytes for each 32 codes of a byte
+    if codes == torch.int8 and parts == 1:  # a band's scale and width, float32
+        scales = 2 / head_dim
     return kept + summaries * (parts / (2 if codes is None else 4) + scales)
 
 

@@ -139,7 +139,7 @@ def gather_decode(op: Any) -> Cases:
         q, k, v = attention(batch, heads, kv, 1, size, width, dtype)
         options = {"scale": 0.1, "block": 64, "top_k": 8, **options}
         scoring = options.get("scoring")
-        parts = 1 if scoring in ("mean", "band") else 2
+        parts = 1 if scoring == "mean" or (scoring == "band" and int8) else 2
         made = summaries(k, options["block"], parts, int8, scoring == "spread")
         token = (new(batch, kv, 1, width, dtype=dtype) for _ in range(2))
         lengths = options.pop("lengths", new(1))

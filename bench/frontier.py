@@ -63,8 +63,9 @@ class Case(NamedTuple):
 
 def paged(pages: Gather, width: int) -> Case:
     """gather over a cache that is long enough for codes."""
-    size = pages.summary_form(INT8_FROM).parts * width / pages.block
-    return Case(pages, policy_name(pages), size, pages.kept)
+    parts, _, band = pages.summary_form(INT8_FROM)
+    size = parts * width + (8 if band else 0)  # a band's scale and width
+    return Case(pages, policy_name(pages), size / pages.block, pages.kept)
 
 
 def own(tokens: list[int], sizes: list[int], width: int) -> list[Case]:

@@ -65,6 +65,8 @@ class MeasuredMomo(Momo):
     """momo, but dense in prompts that are shorter than those whose tasks were measured, though it
     is faster than dense there."""
 
+    rows_as_momo: ClassVar[bool] = True
+
     def measured_crossover(self, kind: str) -> int:
         return max(MEASURED_TOKENS, super().measured_crossover(kind))
 

@@ -66,9 +66,10 @@ class Gather(DenseBelow):
     keep set, but not below a floor for the kind of device. kv: where keys and values live, "gpu" or
     "host" (pinned memory, read over the link). resident: blocks of each KV head that a cache in
     host memory keeps on the GPU beside the last; None is 32,768 keys' worth, or what a step wants
-    where that is more. bounds: what the bounds are kept as, "int8", codes rounded outwards, or
-    "exact", the keys' own dtype; None is "int8" in caches of many tokens, as are the edges
-    of bands. Those of "spread" are always INT8 codes, and those of other scorings exact.
+    where that is more. bounds: what the summaries of "bounds" and "band" are kept as, "int8" codes,
+    those of bounds rounded outwards and those of a band with one width for all channels, or
+    "exact", the keys' own dtype; None is "int8" in caches of many tokens. Those of "spread" are
+    always INT8 codes, and those of other scorings exact.
     """
 
     k: int = 256

@@ -12,7 +12,6 @@ Decode is another phase's business.
 """
 
 import dataclasses
-import functools
 from typing import Any, ClassVar
 
 import torch
@@ -20,7 +19,7 @@ import torch
 from attnplug.call import AttentionCall, LayerShape, Reads
 from attnplug.deprecated import renamed_option
 from attnplug.models.cache import PlugLayer
-from attnplug.models.sync import may_sync, without_sync
+from attnplug.models.sync import may_sync
 from attnplug.ops import (
     block_sparse_attention,
     delta_correct,
@@ -28,10 +27,11 @@ from attnplug.ops import (
     merge_block_rows,
     query_sparse_attention,
 )
-from attnplug.ops.common.define import define_composite
+from attnplug.ops.common.define import refuse_gradients
 from attnplug.ops.momo.merge_block_rows import MAX_ENTRIES
 from attnplug.ops.momo.query_sparse_attention import MAX_EXACT
 from attnplug.policies._measured_rows import MeasuredRows, joined
+from attnplug.policies._prefill_op import METHODS, prefill_rows
 from attnplug.policies._prompt_parts import (
     Span,
     cut_at_spans,
@@ -44,7 +44,6 @@ from attnplug.policies._prompt_parts import (
 from attnplug.policies._reads import query_positions, read_all, read_blocks, stack_reads
 from attnplug.policies.crossover import DenseBelow
 from attnplug.policies.dense import Dense, apply_sinks, check_open_length, exporting, known_below
-from attnplug.policies.grammar import parse_policy
 
 # Below this many query tokens for each key that a query block may read, dense attention is
 # faster, and below so many tokens in any case; measured (docs/log/momo.md).
@@ -64,6 +63,7 @@ NEAR = 16384
 NEAR_TOP_K, FAR_TOP_K = 64, 128
 # The row lists of so many heads are in memory at a time (at 1M tokens, 32 heads: a quarter).
 LIST_BYTES = 600 << 20
+LITERALS = (bool, int, float, str, type(None))  # options that a policy's text can hold
 
 
 @renamed_option("topk", "selection")
@@ -108,7 +108,9 @@ class Momo(DenseBelow):
     tail: int = 128
     min_tokens: int | None = None
 
-    _text: ClassVar[str | None]  # of each policy its own; no option
+    _text: ClassVar[str | None] = None  # of each policy its own; no option
+    # Of this class alone: a subclass whose rows are cut and attended to as momo's says so again.
+    rows_as_momo: ClassVar[bool] = True
 
     name: ClassVar[str] = "momo"
     phases: ClassVar[frozenset[str]] = frozenset({"prefill"})
@@ -149,8 +151,10 @@ class Momo(DenseBelow):
         share = self.delta is None or (type(self.delta) in (int, float) and 0 <= self.delta <= 1)
         self.check("delta", share, "0 to 1, or None")
         self.check_min_tokens()
-        # What compiled code hands to its op; a subclass may be known by no name.
-        object.__setattr__(self, "_text", str(self) if type(self) is Momo else None)
+        # What compiled code hands to its op, which parses it.
+        known = vars(type(self)).get("rows_as_momo", False)
+        plain = all(type(value) in LITERALS for value in vars(self).values())
+        object.__setattr__(self, "_text", str(self) if known and plain else None)
 
     def measured_crossover(self, kind: str) -> int:
         near, far = (self._crossover(kind, self._blocks(place)) for place in (0, NEAR))
@@ -259,8 +263,9 @@ class Momo(DenseBelow):
         its own."""
         if self._text is None or exporting() or not torch.compiler.is_compiling():
             return self._attend_rows(call)
+        refuse_gradients(self.name, call.q, call.k, call.v, call.sinks)
         rows = call.sinks, call.lengths, call.start, call.key_mask
-        return _momo_prefill(call.q, call.k, call.v, *rows, call.scale, call.softcap, self._text)
+        return prefill_rows(call.q, call.k, call.v, *rows, call.scale, call.softcap, self._text)
 
     def _attend_rows(self, call: AttentionCall) -> torch.Tensor:
         rows = self._rows(call)
@@ -429,22 +434,4 @@ class Momo(DenseBelow):
         return ((position - self.window).clamp(min=0) // self.block).to(torch.int32)
 
 
-def _run_prefill(q, k, v, sinks, lengths, start, key_mask, scale, softcap, policy):
-    rows = dict(sinks=sinks, lengths=lengths, start=start, key_mask=key_mask)
-    with without_sync():
-        return _parsed(policy)._attend_rows(AttentionCall(q, k, v, scale, softcap, **rows))
-
-
-@functools.lru_cache(maxsize=64)
-def _parsed(text: str) -> Momo:
-    method = parse_policy(text, {Momo.name: Momo}).prefill
-    assert isinstance(method, Momo)
-    return method
-
-
-_momo_prefill = define_composite(
-    "momo_prefill(Tensor q, Tensor k, Tensor v, Tensor? sinks, Tensor? lengths, Tensor? start, "
-    "Tensor? key_mask, float scale, float softcap, str policy) -> Tensor",
-    allocate=lambda q, *_: q.new_empty(q.shape),
-    run=_run_prefill,
-)
+METHODS[Momo.name] = Momo

@@ -8,9 +8,11 @@ import torch
 from span_cases import PADDING, ROOM, SELECTIONS, TOKENS, call, padded
 
 from attnplug import Dense, Momo, PolicyError
+from attnplug.errors import ArgumentError, GradientError
 from attnplug.eval.fidelity import measure_mask
 from attnplug.policies import AttentionCall, parse
 from attnplug.policies import momo as policy
+from attnplug.policies.auto import MeasuredMomo
 
 NEAR, NEAR_TOP_K, FAR_TOP_K, FAR = 70, 1, 3, 150  # on the grid of 32: 96 and 160
 CUT, FAR_CUT = 96, 160
@@ -132,13 +134,40 @@ def test_a_compiled_prompt_without_a_cache_is_cut_too(sinks):
             close(attend(*part), MOMO.attend(AttentionCall(*part, 0.125, **extra)))
 
 
+def test_autos_momo_and_old_pickles_attend():
+    """A subclass that says so is one op too; one that does not, and what lacks the text, is not."""
+    same, other = MeasuredMomo(**vars_of(MOMO)), type("Other", (Momo,), {})(**vars_of(MOMO))
+    assert same._text == str(MOMO) == MOMO._text and other._text is None
+    old = of(MOMO)
+    del vars(old)["_text"]
+    c = call("cpu", batch=1)
+    assert torch.equal(old.attend(c), MOMO.attend(c))
+
+
+def vars_of(method):
+    return {field.name: getattr(method, field.name) for field in dataclasses.fields(method)}
+
+
+def test_the_op_of_compiled_code_refuses_gradients_and_wrong_inputs(monkeypatch):
+    c = call("cpu", batch=1)
+    op = torch.ops.attnplug.prefill_rows.default
+    rows = None, None, None, None, 0.125, 0.0, str(MOMO)
+    with torch._subclasses.FakeTensorMode() as mode:
+        q, k, v = (mode.from_tensor(x) for x in (c.q, c.k, c.v))
+        with pytest.raises(ArgumentError, match=r"momo.*float16"):
+            op(q.half(), k, v, *rows)
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    with pytest.raises(GradientError, match="momo: an input requires grad"):
+        MOMO.attend(AttentionCall(c.q.clone().requires_grad_(), c.k, c.v, 0.125))
+
+
 def test_opcheck(device):
     """Of the op that compiled code calls, whose parts are ops with checks of their own."""
     c = call(device)
     start = torch.tensor([0, PADDING], dtype=torch.int32, device=device)
     for rows in ((None, None, None), (torch.tensor([TOKENS], device=device), start, None)):
         args = c.q, c.k, c.v, None, *rows, 0.125, 0.0, str(MOMO)
-        torch.library.opcheck(torch.ops.attnplug.momo_prefill.default, args)
+        torch.library.opcheck(torch.ops.attnplug.prefill_rows.default, args)
 
 
 def test_a_padded_row_lists_as_if_it_were_alone(device):

@@ -111,9 +111,9 @@ def block_bounds(
 ) -> None:
     """Bring the summaries of all complete blocks up to date, in place.
 
-    Elementwise max and min of a block's keys (`parts` 2) or their mean (`parts` 1). A NaN among
-    the keys gives NaN; a block without a visible key gives 0. With INT8 codes a key that is not
-    finite gives a scale of NaN.
+    Elementwise max and min of a block's keys (`parts` 2), their mean (`parts` 1), or a band. A NaN
+    among the keys gives NaN; a block without a visible key gives 0. With INT8 codes a key that is
+    not finite gives a scale of NaN, and a width of NaN.
 
     Args:
         k: `[B, Hkv, S, D]`, float32, float16 or bfloat16.

@@ -1,0 +1,43 @@
+"""A prefill's rows as one op, which compiled code calls: it does not look into an op, so that what
+depends on a prompt's length there is no graph of its own.
+
+    out = method._attend_rows(call),   the method by its text, such as "momo(gamma=16)"
+
+It decides as traced code would: the host reads nothing."""
+
+import functools
+from typing import Any
+
+from attnplug.call import AttentionCall
+from attnplug.models.sync import without_sync
+from attnplug.ops.common.checks import check_attention_inputs, check_sequence_inputs
+from attnplug.ops.common.define import define_composite
+from attnplug.policies.base import Phase
+from attnplug.policies.grammar import parse_policy
+
+METHODS: dict[str, type[Phase]] = {}  # each method that has such rows adds itself
+
+
+@functools.lru_cache(maxsize=64)
+def _parsed(text: str) -> Any:
+    return parse_policy(text, METHODS).prefill
+
+
+def _run(q, k, v, sinks, lengths, start, key_mask, scale, softcap, policy):
+    rows = dict(sinks=sinks, lengths=lengths, start=start, key_mask=key_mask)
+    with without_sync():
+        return _parsed(policy)._attend_rows(AttentionCall(q, k, v, scale, softcap, **rows))
+
+
+def _allocate(q, k, v, sinks, lengths, start, key_mask, scale, softcap, policy):
+    check_attention_inputs(policy, q, k, v)
+    check_sequence_inputs(policy, q, k, lengths, start, key_mask)
+    return q.new_empty(q.shape)
+
+
+prefill_rows = define_composite(
+    "prefill_rows(Tensor q, Tensor k, Tensor v, Tensor? sinks, Tensor? lengths, Tensor? start, "
+    "Tensor? key_mask, float scale, float softcap, str policy) -> Tensor",
+    allocate=_allocate,
+    run=_run,
+)
