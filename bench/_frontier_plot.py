@@ -14,7 +14,7 @@ STUDY, TASK = "frontier", "output-error"
 OURS = ("sketch", "gather", "gvr")
 # a color a method, a marker a way to set it
 MARKERS = "osD^v"
-TIMED = {"case": "op", "batch": 1, "n": 131072, "heads_q": 28, "heads_kv": 4, "head_dim": 128}
+TIMED = {"case": "step", "batch": 1, "n": 131072, "heads_q": 28, "heads_kv": 4, "head_dim": 128}
 
 
 def image_name(model: str) -> str:
