@@ -72,7 +72,7 @@ def check(scoring, dtype, width, group, tokens, padded, masked, top_k) -> dict[s
     rows = {"lengths": lengths, "start": start, "key_mask": mask}
     shape = {"scale": width**-0.5, "block": 16, "sink": 2, "local": 3}
     rows_there = {name: there(x) for name, x in rows.items()}
-    band, parts = scoring == "band", 1 if scoring == "band" else 2
+    band, parts = scoring == "band", summaries.summary_parts(scoring, codes == torch.int8)
     made = summaries.empty_bounds(k, 16, parts, dtype=codes)
     made_there, progress = made.cuda(), torch.zeros(2, 2, dtype=torch.int32)
     progress_there = progress.cuda()

@@ -24,6 +24,7 @@ from attnplug.ops import (
     tiered_decode,
 )
 from attnplug.ops.common.checks import BLOCKS
+from attnplug.ops.gather.block_bounds import summary_parts
 from attnplug.ops.gather.gather_pieces import gather_pieces, merge_pieces
 from attnplug.ops.gather.page_bounds import empty_page_bounds
 from attnplug.ops.gather.reference import RANKED
@@ -150,8 +151,8 @@ class Gather(DenseBelow):
                 int8 = True
         band = self.scoring == "band"
         coded = int8 if self.scoring == "bounds" or band else False
-        lone = self.scoring == "mean" or (band and coded)
-        return Form(1 if lone else 2, torch.int8 if coded else None, band)
+        parts = summary_parts(self.scoring, coded)
+        return Form(parts, torch.int8 if coded else None, band)
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
         layer = self._own_layer(call)
@@ -241,7 +242,7 @@ class Gather(DenseBelow):
     def _page_form(self) -> Form:
         if self.scoring == "spread":
             return Form(2, torch.uint8)
-        return Form(1 if self.scoring == "mean" else 2, None, self.scoring == "band")
+        return Form(summary_parts(self.scoring, False), None, self.scoring == "band")
 
     def note_pages(self, k: torch.Tensor, state: torch.Tensor | None, slots: torch.Tensor) -> None:
         if state is not None:

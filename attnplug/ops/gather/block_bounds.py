@@ -64,6 +64,11 @@ def empty_bounds(
     return k.new_zeros((batch, heads, rows, parts, width), dtype=dtype)
 
 
+def summary_parts(scoring: str, int8: bool) -> int:
+    """Parts of the summaries that a scoring of `select_blocks` reads."""
+    return 1 if scoring == "mean" or (scoring == "band" and int8) else 2
+
+
 def summary_rows(blocks: int, width: int, dtype: torch.dtype, parts: int) -> int:
     """Rows `[parts, D]` of the summaries of so many blocks."""
     if dtype == torch.uint8:

@@ -34,7 +34,13 @@ from attnplug.ops.common.device import early
 from attnplug.ops.common.pages import capacity, table_at
 from attnplug.ops.common.rows import NO_MASK, mask_bytes, row_step, rows_on_cpu
 from attnplug.ops.common.sizes import cdiv, next_power_of_two
-from attnplug.ops.gather.block_bounds import check_bounds, frame_of, no_frame, refresh_on_cpu
+from attnplug.ops.gather.block_bounds import (
+    check_bounds,
+    frame_of,
+    no_frame,
+    refresh_on_cpu,
+    summary_parts,
+)
 from attnplug.ops.gather.kernels.combine import combine_heads
 from attnplug.ops.gather.kernels.score import score_blocks
 from attnplug.ops.gather.kernels.select import select_best, select_many
@@ -132,8 +138,7 @@ def allocate_index(
         raise ArgumentError(f"{name}: local is {local}, needs at least 1, the query's own block")
     if scoring not in SCORINGS:
         raise ArgumentError(f"{name}: scoring is {scoring!r}, needs {', '.join(SCORINGS)}")
-    thin = scoring == "band" and bounds.dtype == torch.int8
-    parts = 1 if scoring == "mean" or thin else 2
+    parts = summary_parts(scoring, bounds.dtype == torch.int8)
     if bounds.shape[3] != parts:
         raise ArgumentError(
             f"{name}: bounds has {bounds.shape[3]} parts of {bounds.dtype}, scoring {scoring!r} "

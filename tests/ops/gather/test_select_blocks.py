@@ -5,133 +5,14 @@ import itertools
 
 import pytest
 import torch
-from cases import dtypes, random, to_device
-from gather_cases import decoded, empty, hold_progress
+from cases import dtypes, random
+from gather_cases import empty
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from select_cases import DEFAULTS, NAMES, SCALE, codes, hold, said, select
 
 from attnplug.errors import ArgumentError, GradientError
 from attnplug.ops.gather import select_blocks as op
-
-SCALE = 0.125
-NAMES = ("scale", "block", "top_k", "sink", "local", "scoring", "lengths", "start", "key_mask")
-DEFAULTS = {"scale": SCALE, "block": 16, "top_k": 2, "sink": 1, "local": 2, "scoring": "bounds"}
-
-
-def select(device_path, q, k, state=None, plan=None, **options):
-    """The public op, or the Triton launcher where the op would not run it. `state` is (bounds,
-    progress) on the CPU, updated; a fresh cache's without."""
-    device, path = device_path
-    options = DEFAULTS | options
-    bounds, progress = state or fresh(k, options["block"], options["scoring"])
-    args = [options.get(name) for name in NAMES]
-    there = to_device((q, k, bounds, progress), device)
-    args = to_device(args, device)
-    if plan is None and (path == "reference" or device == "cuda"):
-        out = op.select_blocks(*there, **dict(zip(NAMES, args, strict=True)))
-    else:
-        out = op.allocate_index(*there, *args).fill_(-7)
-        op.launch_select_blocks(*there, *args, out, plan=plan)
-    bounds.copy_(there[2])
-    progress.copy_(there[3])
-    if state is None and options["top_k"] > 0:
-        hold_progress(progress, k, options)
-    return out.cpu()
-
-
-def fresh(k, block, scoring="bounds"):
-    dtype = torch.uint8 if scoring == "spread" else None
-    return empty(k, block, 1 if scoring == "mean" else 2, dtype)
-
-
-def codes(k, block, scoring="bounds"):
-    """(INT8 summaries of a fresh cache, its progress)."""
-    return empty(k, block, 1 if scoring == "band" else 2, dtype=torch.int8)
-
-
-def said(bounds, blocks):
-    """What INT8 summaries say, `[B, Hkv, blocks, 2, D]` fp64."""
-    return decoded(bounds, blocks)[0]
-
-
-def edges(keys, scoring="bounds"):
-    """(max, min) of keys `[n, D]`, or the edges of their band."""
-    if scoring != "band":
-        return keys.amax(0), keys.amin(0)
-    half = 0.8 * keys.std(0, unbiased=False)
-    return keys.mean(0) + half, keys.mean(0) - half
-
-
-def scores(
-    q,
-    k,
-    b,
-    h,
-    t,
-    *,
-    scale,
-    block,
-    sink,
-    local,
-    scoring,
-    lengths=None,
-    start=None,
-    key_mask=None,
-    words=None,
-    **_,
-):
-    """({candidate block: fp64 score}, what rounding may change in one) of one query; by the keys,
-    or by what summaries say of them (`words`)."""
-    group = q.shape[1] // k.shape[1]
-    length = k.shape[2] if lengths is None else int(lengths.expand(k.shape[0])[b])
-    low = 0 if start is None else int(start.expand(k.shape[0])[b])
-    query = q[b, h * group : (h + 1) * group, t].double()
-    position = length - q.shape[2] + t
-    found = {}
-    for j in range(sink, (position - low) // block - local + 1):
-        at = torch.arange(low + j * block, low + (j + 1) * block)
-        at = at if key_mask is None else at[key_mask[b, at]]
-        if len(at) == 0:
-            continue
-        keys = k[b, h, at].double()
-        high, deep = edges(keys, scoring) if words is None else words[b, h, j]
-        if scoring in ("bounds", "band"):
-            above = query.clamp(min=0) @ high + query.clamp(max=0) @ deep
-            assert scoring == "band" or (query @ keys.T).max() <= above.max() + 1e-9
-            found[j] = above.max()
-        elif scoring == "mean":
-            found[j] = query.mean(0) @ keys.mean(0).to(k.dtype).double()
-        else:
-            step = scale * query
-            found[j] = step @ (high + deep) / 2 + (step**2) @ ((high - deep) / 4) ** 2 / 2
-    if scoring == "estimate" and found:
-        each = torch.stack(list(found.values()))  # [blocks, group]
-        found = dict(zip(found, each.log_softmax(0).logsumexp(1), strict=True))
-    values = {j: float(score) for j, score in found.items()}
-    return values, 2e-5 * max([1.0, *map(abs, values.values())])
-
-
-def hold(index, q, k, **options):
-    """Every list is as long as it can be, has no block twice, offers candidates only, and leaves
-    out nothing that scores clearly higher; best first."""
-    options = DEFAULTS | options
-    assert index.shape == (k.shape[0], k.shape[1], q.shape[2], options["top_k"])
-    # Products of rounded means and squares in TF32 differ a little more.
-    loose = {"bounds": 1, "mean": 50, "band": 50, "estimate": 100}[options["scoring"]]
-    for b, h, t in itertools.product(*map(range, index.shape[:3])):
-        value, room = scores(q, k, b, h, t, **options)
-        room *= loose if q.dtype == torch.float32 else 100 * loose
-        room *= 1 if options.get("words") is None else 50  # 15 bits of a query
-        picked = [j for j in index[b, h, t].tolist() if j != -1]
-        assert index[b, h, t, len(picked) :].eq(-1).all()
-        assert len(picked) == len(set(picked)) == min(options["top_k"], len(value))
-        assert set(picked) <= set(value)
-        left = [value[j] for j in value if j not in picked]
-        if left and picked:
-            assert max(left) <= min(value[j] for j in picked) + room
-        for a, c in itertools.pairwise(picked):
-            assert value[a] >= value[c] - room
-
 
 SCORINGS = st.sampled_from(["bounds", "estimate", "mean", "band"])
 
@@ -207,52 +88,6 @@ def test_any_plan_selects_the_same(device_path, members, spaced, top_k, int8, sc
     for _ in range(1 + int8):  # with fresh summaries, and with kept ones
         index = select(device_path, q, k, state, plan=plan, **options)
         hold(index, q, k, words=said(state[0], 50) if int8 else None, **options)
-
-
-@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
-@pytest.mark.parametrize("scoring", ["bounds", "band"])
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, under the interpreter
-def test_a_bad_key_is_selected_first_by_codes(device_path, scoring, bad):
-    q, k = random(0, 1, 4, 1, 64), random(1, 1, 2, 300, 64)
-    k[0, 1, 7 * 16 + 3, 9] = bad
-    options = {"top_k": 2, "scoring": scoring}
-    index = select(device_path, q, k, codes(k, 16, scoring), **options)
-    assert index[0, 1, 0, 0] == 7
-    other = k[:, :1].expand(1, 2, 300, 64)
-    alone = select(device_path, q, other, codes(other, 16, scoring), **options)
-    assert torch.equal(index[0, 0], alone[0, 0])
-
-
-@pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("int8", [False, True])
-def test_a_band_lies_about_the_mean_however_far_off(device_path, int8, masked):
-    """Channels that are far off zero, as some models' keys are, keep their deviations; codes keep
-    means to half a step, and one width."""
-    q, k = random(0, 2, 4, 1, 64), random(1, 2, 2, 300, 64) + 100 * random(2, 2, 2, 1, 64)
-    start = torch.tensor([0, 21])
-    mask = torch.rand(2, 300, generator=torch.Generator().manual_seed(3)) < 0.8 if masked else None
-    rows = {"start": start, "key_mask": mask, "scoring": "band", "top_k": 3}
-    state = codes(k, 16, "band") if int8 else empty(k, 16)
-    index = select(device_path, q, k, state, **rows)
-    words = said(state[0], 19) if int8 else state[0].double()
-    hold(index, q, k, words=words, **rows)
-    for b, h, j in itertools.product(range(2), range(2), range(1, 15)):
-        at = torch.arange(16) + int(start[b]) + 16 * j
-        keys = k[b, h, at if mask is None else at[mask[b, at]]].double()
-        wanted, found = torch.stack(edges(keys, "band")), words[b, h, j]
-        if int8:
-            assert (found.mean(0) - wanted.mean(0)).abs().max() < 0.1
-            found, wanted = (found[0] - found[1]).mean(), (wanted[0] - wanted[1]).mean()
-        assert (found - wanted).abs().max() < (0.2 if int8 else 1e-3)
-
-
-def test_codes_bound_whatever_the_offset(device_path):
-    """A needle below the noise of channels that are far off zero, as some models' keys are."""
-    q, k = random(0, 1, 4, 1, 64), random(1, 1, 2, 300, 64)
-    q = q[:, :1].expand(1, 4, 1, 64).contiguous()
-    k[0, :, 101] = 3 * q[0, 0, 0]
-    k += 100 * random(2, 1, 2, 1, 64)
-    assert (select(device_path, q, k, codes(k, 16), top_k=1) == 101 // 16).all()
 
 
 @pytest.mark.parametrize("scoring", ["bounds", "estimate", "mean"])

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from attnplug.errors import ArgumentError, GradientError
 from attnplug.ops import ResidentBlocks, gather_attention, select_blocks, tiered_decode
 from attnplug.ops.gather import tiered_decode as op
-from attnplug.ops.gather.block_bounds import empty_bounds
+from attnplug.ops.gather.block_bounds import empty_bounds, summary_parts
 
 SIZE = 200
 
@@ -21,8 +21,7 @@ class Cache:
 
     def __init__(self, seed, batch, heads, width, length, slots, options, device="cpu", int8=False):
         block, local = options["block"], options["local"]
-        one = options["scoring"] == "mean" or (options["scoring"] == "band" and int8)
-        parts = 1 if one else 2
+        parts = summary_parts(options["scoring"], int8)
         kv = random(seed, 2, batch, heads, SIZE, width)
         kv *= random(seed + 1, 1, batch, heads, 25, 1).exp().repeat_interleave(8, 3)
         kv[:, :, :, length:] = torch.nan
