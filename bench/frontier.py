@@ -39,6 +39,7 @@ from attnplug.eval.stats import bootstrap_mean
 from attnplug.models.layers import config_heads
 from attnplug.models.pretrained import load
 from attnplug.ops.sketch.state import BLOCK, COORDINATES
+from attnplug.plan import read_tokens
 from attnplug.policies import AttentionCall, Phase
 from attnplug.policies._gvr_layer import GvrLayer
 from attnplug.policies._sketch_audit import _repeat
@@ -63,9 +64,8 @@ class Case(NamedTuple):
 
 def paged(pages: Gather, width: int) -> Case:
     """gather over a cache that is long enough for codes."""
-    parts, _, band = pages.summary_form(INT8_FROM)
-    size = parts * width + (8 if band else 0)  # a band's scale and width
-    return Case(pages, policy_name(pages), size / pages.block, pages.kept)
+    summaries = read_tokens(pages, INT8_FROM, INT8_FROM, width) - pages.kept
+    return Case(pages, policy_name(pages), 4 * width * summaries / INT8_FROM, pages.kept)
 
 
 def own(tokens: list[int], sizes: list[int], width: int) -> list[Case]:
