@@ -5,9 +5,10 @@ import itertools
 import math
 
 import pytest
+import select_cases
 import torch
 from cases import dtypes, random, to_device
-from gather_cases import OPTIONS, decoded_spread, empty, hold_progress
+from gather_cases import OPTIONS, decoded_spread
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -18,32 +19,16 @@ from attnplug.ops.gather import select_blocks as op
 from attnplug.ops.gather.spread import SAMPLE, spread_parts
 
 SCALE = 0.125
-NAMES = ("scale", "block", "top_k", "sink", "local", "scoring", "lengths", "start", "key_mask")
-DEFAULTS = {"scale": SCALE, "block": 16, "top_k": 2, "sink": 1, "local": 2, "scoring": "spread"}
+DEFAULTS = select_cases.DEFAULTS | {"scoring": "spread"}
 
 
 def fresh(k, block=16, scoring="spread"):
-    return empty(k, block, dtype=torch.uint8 if scoring == "spread" else None)
+    return select_cases.fresh(k, block, scoring)
 
 
 def select(device_path, q, k, state=None, plan=None, **options):
-    """The public op, or the Triton launcher where the op would not run it. `state` is (bounds,
-    progress) on the CPU, updated; a fresh cache's without."""
-    device, path = device_path
-    options = DEFAULTS | options
-    bounds, progress = state or fresh(k, options["block"], options["scoring"])
-    args = to_device([options.get(name) for name in NAMES], device)
-    there = to_device((q, k, bounds, progress), device)
-    if plan is None and (path == "reference" or device == "cuda"):
-        out = op.select_blocks(*there, **dict(zip(NAMES, args, strict=True)))
-    else:
-        out = op.allocate_index(*there, *args).fill_(-7)
-        op.launch_select_blocks(*there, *args, out, plan=plan)
-    bounds.copy_(there[2])
-    progress.copy_(there[3])
-    if state is None and options["top_k"] > 0:
-        hold_progress(progress, k, options)
-    return out.cpu()
+    """`select_cases.select` by spread, unless told otherwise."""
+    return select_cases.select(device_path, q, k, state, plan, **(DEFAULTS | options))
 
 
 def refresh(device_path, k, block, state=None, **options):
