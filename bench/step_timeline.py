@@ -1,0 +1,133 @@
+"""Where a layer's time goes in a whole decode step: each kernel's time, and the gap in front of it.
+
+    python bench/step_timeline.py --out timeline.json [--policies dense,gather] [--lengths 32768]
+                                  [--room 1048576] [--layers 8]
+
+The shape is Qwen2.5-7B's with random bf16 weights and fewer layers, the step that of
+test_e2e_policies: caches with room for `--room` tokens, compiled with CUDA graphs. A kernel's gap
+is the time from the last end of any kernel before it to its start, negative where it starts early
+(PDL). Each layer of a step has the same kernels; times are medians over the layers and steps.
+The profiler itself slows the step: `us_step` says what it takes with and without."""
+
+import argparse
+import gc
+import json
+import re
+import statistics
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from _models import random_model
+from test_e2e_decode import CONFIG, ROOM, WARMUP, Decoder, time_steps
+from test_e2e_policies import fill_up_to
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+import attnplug
+from attnplug.bench.provenance import provenance
+from attnplug.policies import refit
+
+STEPS = 20
+
+
+def kernels_of(decoder: Decoder) -> list[dict[str, Any]]:
+    """The kernels of one step, in the order of their starts."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as recorded:
+        decoder.step()
+        torch.cuda.synchronize()
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "trace.json"
+        recorded.export_chrome_trace(str(file))
+        events = json.loads(file.read_text())["traceEvents"]
+    kinds = {"kernel", "gpu_memcpy", "gpu_memset"}
+    return sorted((e for e in events if e.get("cat") in kinds), key=lambda e: e["ts"])
+
+
+def layers_of(kernels: list[dict[str, Any]], layers: int) -> Iterator[list[dict[str, Any]]]:
+    """The kernels of each layer but the first and the last: the step's names repeat themselves."""
+    names = [re.sub(r"_\d+$", "", kernel["name"]) for kernel in kernels]  # inductor numbers its own
+    for first in range(len(names)):
+        for period in range(1, len(names) // layers + 1):
+            inner = names[first : first + period * (layers - 2)]
+            if inner == inner[:period] * (layers - 2):
+                for at in range(first, first + len(inner), period):
+                    yield kernels[at : at + period]
+                return
+    raise RuntimeError("no kernels repeat themselves as layers do: " + ", ".join(names))
+
+
+def timeline(decoder: Decoder, layers: int) -> tuple[list[dict[str, Any]], float]:
+    """(kernel, gap, time) of a layer, and a whole layer's microseconds."""
+    found: list[list[tuple[str, float, float]]] = []
+    whole = []
+    for _ in range(5):
+        kernels = kernels_of(decoder)
+        ends = {}
+        end = kernels[0]["ts"]
+        for kernel in kernels:
+            ends[id(kernel)] = end
+            end = max(end, kernel["ts"] + kernel["dur"])
+        inner = list(layers_of(kernels, layers))
+        for layer, following in zip(inner, inner[1:], strict=False):
+            whole.append(following[0]["ts"] - layer[0]["ts"])
+        found += [[(k["name"], k["ts"] - ends[id(k)], k["dur"]) for k in layer] for layer in inner]
+    rows = []
+    for same in zip(*found, strict=True):
+        gap, time = (round(statistics.median(one[i] for one in same), 2) for i in (1, 2))
+        rows.append({"kernel": same[0][0][:60], "gap_us": gap, "us": time})
+    return rows, statistics.median(whole)
+
+
+def measure(model: Any, policy: str, lengths: list[int], room: int) -> Iterator[dict[str, Any]]:
+    layers = model.config.num_hidden_layers
+    torch.compiler.reset()
+    with attnplug.applied(model, policy), torch.no_grad():
+        cache = attnplug.make_cache(model, room + ROOM)
+        decoder = None
+        for n in lengths:
+            fill_up_to(cache, n)
+            refit(cache)
+            decoder = decoder or Decoder(model, cache, n)
+            decoder.position = torch.full_like(decoder.position, n)
+            for _ in range(WARMUP):
+                decoder.step()
+            step = statistics.median(time_steps(decoder, STEPS))
+            rows, layer = timeline(decoder, layers)
+            facts = {"policy": policy, "n": n, "room": room, "us_step": step, "us_layer": layer}
+            yield facts | {"layers": layers, "kernels": rows}
+        del cache, decoder
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--policies", default="dense;gather(min_tokens=0);sketch(min_tokens=0)")
+    parser.add_argument("--lengths", default="32768")
+    parser.add_argument("--room", type=int, default=1 << 20)
+    parser.add_argument("--layers", type=int, default=8)
+    options = parser.parse_args()
+    shape = CONFIG.to_dict() | {"num_hidden_layers": options.layers, "layer_types": None}
+    config = Qwen2Config.from_dict(shape, attn_implementation="sdpa")
+    model = random_model(Qwen2ForCausalLM, config, "cuda")
+    rows = []
+    for policy in options.policies.split(";"):
+        for row in measure(
+            model, policy, [int(n) for n in options.lengths.split(",")], options.room
+        ):
+            rows.append(row | provenance())
+            options.out.write_text(json.dumps(rows, indent=1))
+            print(
+                f"{policy} n={row['n']}: step {row['us_step']:.0f} us, layer {row['us_layer']:.1f} us"
+            )
+            for kernel in row["kernels"]:
+                print(f"  {kernel['gap_us']:8.2f} {kernel['us']:8.2f}  {kernel['kernel']}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
