@@ -237,7 +237,7 @@ def plan_of(layer: Layer, policy: Gather) -> decode.Plan:
     return decode.plan_for(
         rows=layer.k.shape[0] * KV_HEADS,
         group=HEADS // KV_HEADS,
-        blocks=-(-layer.k.shape[2] // policy.block),
+        candidates=select.candidates_of(-(-layer.k.shape[2] // policy.block), policy.local),
         block=policy.block,
         top_k=policy.k,
         kept=policy.sink + policy.local + policy.k,

@@ -33,7 +33,7 @@ from gather_ops import (
 from attnplug import Gather
 
 ROOMS = [(1 << 15, 1 << 20), (1 << 15, 1 << 15), (1 << 17, 1 << 20)]  # tokens, room
-CHOICES = [{}, {"guess": True}, {"spaced": False}, {"direct": False}]
+CHOICES = [{}, {"spaced": False}, {"direct": False}]
 SHORT_LIST = Gather(k=8, **PAPER)
 
 

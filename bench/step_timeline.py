@@ -11,6 +11,7 @@ The profiler itself slows the step: `us_step` says what it takes with and withou
 
 import argparse
 import gc
+import itertools
 import json
 import re
 import statistics
@@ -71,7 +72,7 @@ def timeline(decoder: Decoder, layers: int) -> tuple[list[dict[str, Any]], float
             ends[id(kernel)] = end
             end = max(end, kernel["ts"] + kernel["dur"])
         inner = list(layers_of(kernels, layers))
-        for layer, following in zip(inner, inner[1:], strict=False):
+        for layer, following in itertools.pairwise(inner):
             whole.append(following[0]["ts"] - layer[0]["ts"])
         found += [[(k["name"], k["ts"] - ends[id(k)], k["dur"]) for k in layer] for layer in inner]
     rows = []
@@ -122,7 +123,7 @@ def main() -> int:
             rows.append(row | provenance())
             options.out.write_text(json.dumps(rows, indent=1))
             print(
-                f"{policy} n={row['n']}: step {row['us_step']:.0f} us, layer {row['us_layer']:.1f} us"
+                f"{policy} n={row['n']}: step {row['us_step']:.0f}, layer {row['us_layer']:.1f} us"
             )
             for kernel in row["kernels"]:
                 print(f"  {kernel['gap_us']:8.2f} {kernel['us']:8.2f}  {kernel['kernel']}")

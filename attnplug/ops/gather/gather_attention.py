@@ -38,6 +38,7 @@ from attnplug.ops.common.softmax import base_two
 from attnplug.ops.common.splits import merge_splits
 from attnplug.ops.gather.kernels import attend as kernels
 from attnplug.ops.gather.select_blocks import Scores
+from attnplug.ops.gather.select_plan import candidates_of
 
 
 def gather_attention(
@@ -355,7 +356,7 @@ def launch_gather_attention(
         PAGE=0 if table is None else k.shape[2],
         PDL=pdl,
         SKIP_EMPTY=pieces is not None,
-        **_step_arguments(step, rows, listed),
+        **_step_arguments(step, rows, listed, local),
         **{"num_warps": plan.warps, **dependent},
     )
     if not fused and pieces is None:
@@ -389,7 +390,7 @@ def _listed(index, step: Step | None) -> int:
     return step.top_k
 
 
-def _step_arguments(step: Step | None, rows: int, listed: int) -> dict[str, Any]:
+def _step_arguments(step: Step | None, rows: int, listed: int, local: int) -> dict[str, Any]:
     """The kernel's arguments that only a step has."""
     found: dict[str, Any] = dict.fromkeys(("new_k", "new_v", "scores", "best", "progress"))
     found.update(N=0, KP=0, WIDE=0, MEMBERS=0, new_k_strides=(0, 0), new_v_strides=(0, 0))
@@ -401,7 +402,7 @@ def _step_arguments(step: Step | None, rows: int, listed: int) -> dict[str, Any]
         found.update(new_v=step.new_v, new_v_strides=step.new_v.stride()[:2])
     if step.scores is not None:
         blocks = step.scores.keys.numel() // rows
-        kept, wide = step.scores.widths(listed, blocks)
+        kept, wide = step.scores.widths(listed, candidates_of(blocks, local))
         found.update(scores=step.scores.keys, best=step.scores.best, N=blocks)
         found.update(KP=kept, WIDE=wide, MEMBERS=step.scores.plan.members)
     return found

@@ -37,6 +37,7 @@ from attnplug.ops.gather.select_blocks import (
     select_on_cpu,
 )
 from attnplug.ops.gather.select_plan import Plan as SelectPlan
+from attnplug.ops.gather.select_plan import candidates_of
 from attnplug.ops.gather.select_plan import plan_for as plan_selection
 
 NAME = "gather_decode"
@@ -214,7 +215,7 @@ class Plan(NamedTuple):
 def plan_for(
     rows: int,
     group: int,
-    blocks: int,
+    candidates: int,
     block: int,
     top_k: int,
     kept: int,
@@ -226,18 +227,18 @@ def plan_for(
     spread: bool = False,
     paged: bool = False,
 ) -> Plan:
-    """The pre-tuned plan of a shape: `rows` (sequence, KV head) pairs keep `kept` blocks each, of
-    the `blocks` that the cache has room for; a summary's element has `summary_size` bytes, and
-    `spread` says that summaries are means and variances."""
+    """The pre-tuned plan of a shape: `rows` (sequence, KV head) pairs keep `kept` blocks each, out of
+    `candidates` in a full cache (`candidates_of`) those that are listed; a summary's element has
+    `summary_size` bytes, and `spread` says that summaries are means and variances."""
     pipelined = pipelined and not paged
-    select = plan_selection(rows, blocks, top_k, width, summary_size, pipelined, spread)
+    select = plan_selection(rows, candidates, top_k, width, summary_size, pipelined, spread)
     attend = plan_attention(rows, group, kept * block, block, width, itemsize, multiprocessors)
     if paged:
         attend = attend._replace(stages=1)
     alone = attend.splits * attend.tile == kept * block and block % attend.tile == 0
     # While there are few programs and few blocks, selecting again in every program costs less than
     # a kernel: fetching a kernel's code costs more than running it.
-    few = rows * attend.splits <= multiprocessors and top_k <= 8 and blocks <= 2048
+    few = rows * attend.splits <= multiprocessors and top_k <= 8 and candidates <= 2048
     return Plan(select, attend, alone and few)
 
 
@@ -249,7 +250,7 @@ def plan_of(call: Call, table: torch.Tensor | None) -> Plan:
     return plan_for(
         rows=batch * kv_heads,
         group=heads // kv_heads,
-        blocks=cdiv(int(capacity(call.k, table)), call.block),
+        candidates=candidates_of(cdiv(int(capacity(call.k, table)), call.block), call.local),
         block=call.block,
         top_k=call.top_k,
         kept=call.sink + call.local + call.top_k,

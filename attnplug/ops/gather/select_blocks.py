@@ -47,7 +47,7 @@ from attnplug.ops.gather.kernels.select import select_best, select_many
 from attnplug.ops.gather.page_bounds import check_page_bounds, rows_of_summaries
 from attnplug.ops.gather.page_scores import launch_page_scores
 from attnplug.ops.gather.reference import RANKED, choose_blocks
-from attnplug.ops.gather.select_plan import Plan, plan_for
+from attnplug.ops.gather.select_plan import Plan, candidates_of, plan_for
 from attnplug.ops.gather.spread import launch_spread, spread_parts
 
 SCORINGS = ("bounds", "estimate", "mean", "spread", "band")
@@ -208,10 +208,10 @@ class Scores(NamedTuple):
     # Kept alive with the rest: a kernel that starts early must not be given its memory.
     heads: torch.Tensor | None = None
 
-    def widths(self, top_k: int, blocks: int) -> tuple[int, int]:
+    def widths(self, top_k: int, candidates: int) -> tuple[int, int]:
         """(padded top_k, padded number of keys that the first level selects from)."""
         members, kept = self.plan.members, max(2, next_power_of_two(top_k))
-        wide = cdiv(blocks, members) if members else blocks
+        wide = cdiv(candidates, members) if members else candidates
         return kept, max(2 * kept, next_power_of_two(wide))
 
 
@@ -244,7 +244,8 @@ def launch_scores(
     if plan is None:
         plain = scoring in PIPELINED and key_mask is None and table is None
         spread = scoring == "spread"
-        plan = plan_for(rows, blocks, top_k, width, bounds.element_size(), plain, spread)
+        candidates = candidates_of(blocks, local)
+        plan = plan_for(rows, candidates, top_k, width, bounds.element_size(), plain, spread)
     if table is not None:  # no summary is read before the length says that it is one
         plan = plan._replace(soon=False, repeat=1, stages=1)
     pdl, dependent = early(q.device)
@@ -356,13 +357,9 @@ def launch_choice(
     """Select from what `launch_scores` left, into `out [B,Hkv,T,top_k]`."""
     batch, kv_heads, queries, _ = out.shape
     plan, size, rows = scores.plan, capacity(k, table), batch * kv_heads * queries
-    kept, wide = scores.widths(top_k, blocks)
+    kept, wide = scores.widths(top_k, candidates_of(blocks, local))
     pdl, dependent = early(k.device)
-    select, more = (
-        (select_best, {})
-        if top_k <= RANKED
-        else (select_many, {"DIRECT": plan.direct, "GUESS": plan.guess})
-    )
+    select, more = (select_best, {}) if top_k <= RANKED else (select_many, {"DIRECT": plan.direct})
     select.run(
         grid=(rows,),
         warmup=False,

@@ -21,8 +21,6 @@ class Plan(NamedTuple):
     # For a row that is short in a large room:
     spaced: bool = False  # a program's chunks of bounds lie as far apart as there are programs
     direct: bool = False  # rows of no more blocks than the second level takes have no first level
-    # No plan takes it yet, as no GPU has timed it (docs/log/gather.md):
-    guess: bool = False  # a search by threshold begins where mean and deviation of the scores say
 
 
 FLAT = 512  # candidates up to which one program selects among all of them
@@ -31,29 +29,37 @@ GROUPS = 4096  # of blocks, whose maxima are searched first where there are more
 FEW = 8192  # blocks of all rows up to which latency counts, and not bandwidth
 
 
+def candidates_of(blocks: int, local: int) -> int:
+    """How many of a row's blocks can be listed: the last `local`, the query's own among them, are
+    read anyway. A plan goes by this and not by the room: with a few tokens of room past a power of
+    two, padding would double a search, while local blocks take those tokens off."""
+    return max(1, blocks - local)
+
+
 def plan_for(
     rows: int,
-    blocks: int,
+    candidates: int,
     top_k: int,
     width: int,
     itemsize: int,
     pipelined: bool,
     spread: bool = False,
 ) -> Plan:
-    """The pre-tuned plan of a shape. `blocks` is how many the cache has room for, `itemsize` that
-    of their summaries, `spread` says that these are means and variances. `pipelined` allows a
-    pipeline: only cases compared on a GPU get one, because Triton 3.6 compiles some wrong."""
+    """The pre-tuned plan of a shape. `candidates` is how many blocks a full cache has to choose
+    from, `itemsize` that of their summaries, `spread` says that these are means and variances.
+    `pipelined` allows a pipeline: only cases compared on a GPU get one, because Triton 3.6 compiles
+    some wrong."""
     if top_k > RANKED:
-        return _plan_for_many(rows, blocks, width, itemsize, pipelined, spread)
-    total, row_bytes = rows * blocks, next_power_of_two(width) * itemsize
-    int8, few, flat = itemsize == 1, total <= FEW, next_power_of_two(blocks) <= FLAT
+        return _plan_for_many(rows, candidates, width, itemsize, pipelined, spread)
+    total, row_bytes = rows * candidates, next_power_of_two(width) * itemsize
+    int8, few, flat = itemsize == 1, total <= FEW, next_power_of_two(candidates) <= FLAT
     chunk = (32 if few else 64) * (2 if int8 else 1)
     chunk = max(16, min(chunk, (8192 if few else 16384) // row_bytes))
     members = 0
     if not flat:
-        members = 32 if (blocks > 4096 and top_k <= 8) or blocks > 16384 else 16
-        members = min(chunk, 8 if top_k > 8 and blocks <= 1024 else members)
-    many = top_k > 64 or (not flat and top_k > 8) or blocks > 4096
+        members = 32 if (candidates > 4096 and top_k <= 8) or candidates > 16384 else 16
+        members = min(chunk, 8 if top_k > 8 and candidates <= 1024 else members)
+    many = top_k > 64 or (not flat and top_k > 8) or candidates > 4096
     plan = Plan(chunk, members, 4, 8 if many else 4)
     if few:
         return plan._replace(soon=True)
@@ -67,15 +73,15 @@ def plan_for(
 
 
 def _plan_for_many(
-    rows: int, blocks: int, width: int, itemsize: int, pipelined: bool, spread: bool
+    rows: int, candidates: int, width: int, itemsize: int, pipelined: bool, spread: bool
 ) -> Plan:
     """The plan of a selection by a threshold."""
-    row_bytes, total, int8 = next_power_of_two(width) * itemsize, rows * blocks, itemsize == 1
+    row_bytes, total, int8 = next_power_of_two(width) * itemsize, rows * candidates, itemsize == 1
     chunk = 32 if total <= FEW or not int8 else 64 if total <= 2**16 else 128
     chunk = max(16, min(chunk, 16384 // row_bytes))
-    members = 0 if blocks <= ONE_LEVEL else 8 if blocks <= 4 * ONE_LEVEL else 16
-    members = min(chunk, max(members, next_power_of_two(blocks) // GROUPS))
-    plan = Plan(chunk, members, 4, 4 if blocks <= 16384 else 8, direct=blocks > 16384)
+    members = 0 if candidates <= ONE_LEVEL else 8 if candidates <= 4 * ONE_LEVEL else 16
+    members = min(chunk, max(members, next_power_of_two(candidates) // GROUPS))
+    plan = Plan(chunk, members, 4, 4 if candidates <= 16384 else 8, direct=candidates > 16384)
     if total <= FEW or not (pipelined and int8):
         return plan
     if total <= 2**15 and row_bytes <= 128 and not spread:

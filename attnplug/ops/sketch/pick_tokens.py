@@ -178,12 +178,13 @@ def tile_for(rows: int, size: int, multiprocessors: int) -> int:
 
 
 def new_marks(shares: torch.Tensor, programs: int | None = None) -> torch.Tensor:
-    """What the programs of one row tell each other, int64 `[B, Hkv, programs]`, as many as `pick`
-    has by itself unless told. To be cleared before each launch: in a chain `prepare` does."""
+    """What the programs of one row tell each other, int64 `[B, Hkv, programs + SHARED]`; as many
+    programs as `pick` has by itself unless told. To be cleared before each launch: in a chain
+    `prepare` does."""
     batch, heads, size = shares.shape
     if programs is None:
         programs = cdiv(size, tile_for(batch * heads, size, machine(shares.device)[0]))
-    return shares.new_empty((batch, heads, programs), dtype=torch.int64)
+    return shares.new_empty((batch, heads, programs + kernels.SHARED.value), dtype=torch.int64)
 
 
 def launch_pick_tokens(
@@ -209,9 +210,10 @@ def launch_pick_tokens(
     capacity = picks.shape[2]
     tile = tile or tile_for(batch * heads, size, machine(shares.device)[0])
     marks = new_marks(shares, cdiv(size, tile)).zero_() if marks is None else marks
+    pieces = marks.shape[2] - kernels.SHARED.value
     pdl, dependent = early(shares.device)
     kernels.pick.run(
-        grid=(marks.shape[2], heads, batch),
+        grid=(pieces, heads, batch),
         warmup=False,
         shares=shares,
         total=total,
@@ -224,10 +226,10 @@ def launch_pick_tokens(
         cut=cut,
         k=top_k,
         S=size,
-        pieces=marks.shape[2],
+        pieces=pieces,
         capacity=capacity,
         TILE=tile,
-        PIECES=triton.next_power_of_2(marks.shape[2]),
+        PIECES=triton.next_power_of_2(pieces),
         CAPACITY_P=triton.next_power_of_2(capacity),
         ASM=shares.is_cuda,
         NEW=int(is_new),

@@ -77,8 +77,8 @@ def test_lists_the_best_in_order(device, data):
     kinds = draw(st.tuples(*[st.sampled_from(sorted(KINDS))] * 2))
     scores = torch.stack([KINDS[kind](row) for kind, row in zip(kinds, drawn, strict=True)]) + 0.0
     candidates = torch.rand(2, blocks, generator=random) < share
-    choices = {"direct": draw(st.booleans()), "guess": draw(st.booleans())}
-    found = listed(scores, candidates, top_k, members, warps, device, **choices)
+    direct = draw(st.booleans())
+    found = listed(scores, candidates, top_k, members, warps, device, direct=direct)
     assert torch.equal(found, wanted(scores, candidates, top_k))
 
 
@@ -86,12 +86,10 @@ def test_lists_the_best_in_order(device, data):
 @pytest.mark.parametrize(("blocks", "members"), [(8192, 0), (8192, 8), (65536, 16), (65536, 32)])
 @pytest.mark.parametrize("warps", [4, 8, 16])
 @pytest.mark.parametrize("direct", [False, True])
-@pytest.mark.parametrize("guess", [False, True])
-def test_lists_the_best_of_many(blocks, members, warps, direct, guess):
+def test_lists_the_best_of_many(blocks, members, warps, direct):
     random = torch.Generator().manual_seed(blocks + members)
     drawn = torch.randn(len(KINDS), blocks, generator=random)
     scores = torch.stack([kind(row) for kind, row in zip(KINDS.values(), drawn, strict=True)]) + 0.0
     candidates = torch.ones_like(scores, dtype=torch.bool)
-    choices = {"direct": direct, "guess": guess}
-    found = listed(scores, candidates, 256, members, warps, "cuda", **choices)
+    found = listed(scores, candidates, 256, members, warps, "cuda", direct=direct)
     assert torch.equal(found, wanted(scores, candidates, 256))

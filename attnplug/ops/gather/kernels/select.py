@@ -203,25 +203,22 @@ def select_best(
 
 
 @triton.jit
-def _threshold(score, low, high, found, K: tl.constexpr, GUESS: tl.constexpr):
+def _threshold(score, low, high, found, K: tl.constexpr):
     """(low, high, scores not below low, scores not below high), between which the K-th largest is:
     K or more scores are not below `low`, `found` at first, and fewer than K not below `high`.
 
     Each turn cuts what is between in five and counts at the four cuts. One sum gives all counts, 16
     bits each: a reduction over a program's warps takes longer than the comparisons. The search ends
-    when `low` has exactly K, or when all between are equal. GUESS: the first turn cuts as `_guess`
-    says.
+    when `low` has exactly K, or when all between are equal.
     """
     above = found * 0
     distance = high.to(tl.int64) - low.to(tl.int64)
-    begin, step = low, (distance + 4) // 5
-    if GUESS > 0:
-        begin, step = _guess(score, low, high, found, step, GUESS)
     while (found > K) & (distance > 1):
-        first = _cut(begin, low, high, step, GUESS)
-        second = _cut(begin, low, high, 2 * step, GUESS)
-        third = _cut(begin, low, high, 3 * step, GUESS)
-        fourth = _cut(begin, low, high, 4 * step, GUESS)
+        step = (distance + 4) // 5
+        first = _cut(low, high, step)
+        second = _cut(low, high, 2 * step)
+        third = _cut(low, high, 3 * step)
+        fourth = _cut(low, high, 4 * step)
         few = (score >= first).to(tl.int32) + ((score >= second).to(tl.int32) << 16)
         fewer = (score >= third).to(tl.int32) + ((score >= fourth).to(tl.int32) << 16)
         counts = tl.sum(few.to(tl.int64) + (fewer.to(tl.int64) << 32), 0)
@@ -236,53 +233,13 @@ def _threshold(score, low, high, found, K: tl.constexpr, GUESS: tl.constexpr):
             found = tl.where(count >= K, count, found)
         low, high = before, end
         distance = high.to(tl.int64) - low.to(tl.int64)
-        begin, step = low, (distance + 4) // 5
     return low, high, found, above
 
 
 @triton.jit
-def _cut(begin, low, high, distance, GUESS: tl.constexpr):
-    """begin + distance, between low and high; without a guess it begins at low."""
-    cut = tl.minimum(begin.to(tl.int64) + distance, high.to(tl.int64)).to(tl.int32)
-    if GUESS > 0:
-        cut = tl.maximum(cut, low)
-    return cut
-
-
-@triton.jit
-def _guess(score, low, high, found, step, GUESS: tl.constexpr):
-    """Where a search begins and how far its first cuts are apart, by mean and deviation of the
-    `found` scores from `low` on; as it would without where these are not finite.
-
-    GUESS 1: of all candidates, whose K-th best lies above their mean. GUESS 2: of those that are no
-    less than the K-th best group's, which fall off like an exponential from `low`, about half of
-    them to be taken. One loud block cannot stretch the cuts, as it does a range.
-    """
-    origin = _float_of(low)
-    value = tl.where(score >= low, _float_of(score) - origin, 0.0)
-    total, squares = tl.reduce((value, value * value), 0, _plus)
-    mean = total / found
-    deviation = tl.sqrt(tl.maximum(squares / found - mean * mean, 0.0))
-    if GUESS == 1:
-        first, last = mean - 0.6 * deviation, mean + 1.8 * deviation
-    else:
-        first, last = mean - deviation, mean + 0.2 * deviation
-    begin = tl.maximum(_order_of(origin + first), low)
-    apart = (_order_of(origin + last).to(tl.int64) - begin.to(tl.int64)) // 4
-    usable = (deviation > 0) & (deviation < float("inf")) & (apart > 0)
-    return tl.where(usable, begin, low), tl.where(usable, apart, step)
-
-
-@triton.jit
-def _plus(first, second, other_first, other_second):
-    """Combine function of a `tl.reduce` for two sums."""
-    return first + other_first, second + other_second
-
-
-@triton.jit
-def _float_of(order):
-    """The score that a key's upper half stands for."""
-    return (order ^ ((order >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+def _cut(low, high, distance):
+    """low + distance, but no more than high."""
+    return tl.minimum(low.to(tl.int64) + distance, high.to(tl.int64)).to(tl.int32)
 
 
 @triton.jit
@@ -334,7 +291,6 @@ def _best_groups(
     KP: tl.constexpr,
     WIDE: tl.constexpr,
     MEMBERS: tl.constexpr,
-    GUESS: tl.constexpr,
 ):
     """The blocks [KP * MEMBERS] of the K groups with the best maxima, `limit` for none; a score
     that none of the K best blocks is below; and one that no block reaches. The list's memory holds
@@ -342,7 +298,7 @@ def _best_groups(
     n, group = tl.arange(0, KP), tl.arange(0, WIDE)
     maxima = _scores_of(_load_keys(maxima_at + group, group * MEMBERS < limit))
     floor, ceiling, found = _ends(maxima)
-    floor, top, enough, above = _threshold(maxima, floor, ceiling, found, K, GUESS)
+    floor, top, enough, above = _threshold(maxima, floor, ceiling, found, K)
     _store_taken(out_at, _at_least(maxima, floor, top, enough, above, K), group)
     groups = tl.minimum(found, K)
     tl.debug_barrier()  # other warps load what one has stored
@@ -377,13 +333,11 @@ def select_many(
     START_STEP: tl.constexpr,
     PDL: tl.constexpr,
     DIRECT: tl.constexpr = False,
-    GUESS: tl.constexpr = False,
 ):
     """What `select_best` does for a long list, in ascending order: it compares scores with a
     threshold and sorts nothing. Where blocks stand in groups, it takes the K groups with the best
     maxima first; they hold the K best blocks. The list's own memory holds their numbers meanwhile.
-    DIRECT: a row of no more blocks than K groups hold skips that. GUESS: searches begin where mean
-    and deviation of the scores say.
+    DIRECT: a row of no more blocks than K groups hold skips that.
     """
     row = tl.program_id(0).to(tl.int64)
     if PDL:
@@ -416,17 +370,14 @@ def select_many(
             score = _scores_of(_load_keys(scores + row * N + j, j < limit))
             floor, ceiling, found = _ends(score)
         else:
-            j, floor, ceiling = _best_groups(
-                maxima_at, out_at, limit, K, KP, WIDE, MEMBERS, 1 if GUESS else 0
-            )
+            j, floor, ceiling = _best_groups(maxima_at, out_at, limit, K, KP, WIDE, MEMBERS)
             score = _scores_of(_load_keys(scores + row * N + j, j < limit))
             found = tl.sum((score >= floor).to(tl.int32), 0)
     else:
         j = tl.arange(0, WIDE)
         score = _scores_of(_load_keys(scores + row * N + j, j < limit))
         floor, ceiling, found = _ends(score)
-    SHAPE: tl.constexpr = 0 if not GUESS else 2 if MEMBERS > 0 else 1
-    floor, top, enough, above = _threshold(score, floor, ceiling, found, K, SHAPE)
+    floor, top, enough, above = _threshold(score, floor, ceiling, found, K)
     _store_taken(out_at, _at_least(score, floor, top, enough, above, K), j)
     count = tl.minimum(found, K)
     tl.store(out_at + n, -1, mask=(n >= count) & (n < K))

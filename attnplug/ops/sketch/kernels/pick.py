@@ -19,7 +19,10 @@ from attnplug.ops.sketch.kernels.codes import (
     place_of,
 )
 
-RECOUNT = tl.constexpr(2048)  # tokens of one step where the counts do not do
+RECOUNT = tl.constexpr(4096)  # tokens that a program counts at a time where the counts do not do
+# What a row's programs share behind their marks: how many times a program has come for tokens to
+# count again, how many of these have been counted, and the counts.
+SHARED = tl.constexpr(2 + 256)
 
 
 @triton.jit
@@ -54,14 +57,26 @@ def next_hint(reached, visible, k):
 
 
 @triton.jit
-def _counted_again(shares, since, until, centre):
-    """The histogram of a row's shares, as the scan counts them without a hint."""
-    own = tl.zeros([BINS], tl.int32)
-    for at in tl.range(since, until, RECOUNT, num_stages=1):  # pyright: ignore[reportGeneralTypeIssues]
-        n = at + tl.arange(0, RECOUNT)
+def _counted_again(shares, since, until, centre, shared):
+    """The histogram of a row's shares, as the scan counts them without a hint. The row's programs
+    that run by now share the work: each comes for RECOUNT tokens until none are left, and waits for
+    those that others count. No program waits for one that may not have started."""
+    bins = tl.arange(0, BINS)
+    turns = tl.cdiv(until - since, RECOUNT).to(tl.int64)
+    turn = tl.atomic_add(shared, 1, sem="relaxed")
+    while turn < turns:
+        n = since + turn.to(tl.int32) * RECOUNT + tl.arange(0, RECOUNT)
         share = tl.load(shares + n, mask=n < until, other=float("-inf"), cache_modifier=".cg")
-        own += tl.histogram(tl.where(share > float("-inf"), bin_of(share, centre), 0), BINS)
-    return own
+        own = tl.histogram(tl.where(share > float("-inf"), bin_of(share, centre), 0), BINS)
+        tl.atomic_add(shared + 2 + bins, own.to(tl.int64), mask=own > 0, sem="relaxed")
+        tl.debug_barrier()  # what all threads have added comes before the next line
+        tl.atomic_add(shared + 1, 1, sem="acq_rel")
+        turn = tl.atomic_add(shared, 1, sem="relaxed")
+    counted = tl.atomic_add(shared + 1, 0, sem="acquire")
+    while counted < turns:
+        counted = tl.atomic_add(shared + 1, 0, sem="acquire")
+    tl.debug_barrier()
+    return tl.load(shared + 2 + bins, cache_modifier=".cg").to(tl.int32)
 
 
 @triton.jit
@@ -108,11 +123,11 @@ def list_tokens(picks, slot, n, taken, ASM: tl.constexpr):
 
 
 @triton.jit
-def threshold_of(total, hint, shares, place, centre, k, since, until):
+def threshold_of(total, hint, shares, shared, place, centre, k, since, until):
     """(visible, wanted, reached, threshold, above): how many candidates there are and how many of
     them are to be picks, how many tokens reach each bin, the highest bin that as many as wanted
     reach, and how many are above it. `shares` are the row's; where the scan has counted too few, as
-    the `hint` was too high, they are counted here."""
+    the `hint` was too high, its programs count them again."""
     bins = tl.arange(0, BINS)
     visible = tl.load(total + place * BINS, cache_modifier=".cg")
     own = tl.load(total + place * BINS + bins, cache_modifier=".cg")
@@ -121,7 +136,7 @@ def threshold_of(total, hint, shares, place, centre, k, since, until):
     if hint is not None:
         hinted = lowest_counted(tl.load(hint + place, cache_modifier=".cg")) > 1
         if hinted & (_counted(reached) < wanted):
-            own = _counted_again(shares, since, until, centre)
+            own = _counted_again(shares, since, until, centre, shared)
             reached = _reaching(own, visible)
     # Tokens above the threshold's bin: all are picks.
     above = tl.max(tl.where(reached < wanted, reached, 0), 0)
@@ -166,8 +181,8 @@ def pick(
     PDL: tl.constexpr,
 ):
     """The picks among TILE slots of one row's KV head, in the order of the cache; their place in
-    the list is where the pieces before this one end. Where the scan has counted too few, as the
-    `hint` was too high, every program counts the row's shares itself."""
+    the list is where the pieces before this one end. Pieces behind the row's last candidate, in
+    whose room there are no tokens yet, have nothing to do."""
     piece = tl.program_id(0)
     h = tl.program_id(1)
     b = tl.program_id(2).to(tl.int64)
@@ -175,18 +190,20 @@ def pick(
     length, low = row_span(lengths, start, b, S, LENGTH_STEP, START_STEP, NEW)
     since = low + BLOCK
     until = low + near_block(tl.minimum(length, S), low) * BLOCK
+    if (piece > 0) & (piece * TILE >= until):
+        return
     n = piece * TILE + tl.arange(0, TILE)
     begin(PDL)
     # Slots that are no candidates are read too, so that loads are wide; they are not looked at.
     share = tl.load(shares + place * S + n, mask=n < S, other=0.0, cache_modifier=".cg")
     centre = tl.load(middle + place, cache_modifier=".cg")
+    marks += place * (pieces + SHARED)
     visible, wanted, reached, threshold, above = threshold_of(
-        total, hint, shares + place * S, place, centre, k, since, until
+        total, hint, shares + place * S, marks + pieces, place, centre, k, since, until
     )
 
     both = levels(share, (n >= since) & (n < until), threshold, centre)
     own_both = tl.sum(both, 0)
-    marks += place * pieces
     mark = (own_both & 65535).to(tl.int64) * 4294967296 + (own_both >> 16).to(tl.int64) * 2 + 1
     tl.atomic_xchg(marks + piece, mark, sem="relaxed")
     ahead = tl.cumsum(both, 0) - both  # those in front of each
