@@ -227,8 +227,8 @@ def plan_for(
     spread: bool = False,
     paged: bool = False,
 ) -> Plan:
-    """The pre-tuned plan of a shape: `rows` (sequence, KV head) pairs keep `kept` blocks each, out of
-    `candidates` in a full cache (`candidates_of`) those that are listed; a summary's element has
+    """The pre-tuned plan of a shape: `rows` (sequence, KV head) pairs keep `kept` blocks each, the
+    listed ones out of `candidates` (`candidates_of`) in a full cache; a summary's element has
     `summary_size` bytes, and `spread` says that summaries are means and variances."""
     pipelined = pipelined and not paged
     select = plan_selection(rows, candidates, top_k, width, summary_size, pipelined, spread)
