@@ -207,39 +207,25 @@ def _threshold(score, low, high, found, K: tl.constexpr):
     """(low, high, scores not below low, scores not below high), between which the K-th largest is:
     K or more scores are not below `low`, `found` at first, and fewer than K not below `high`.
 
-    Each turn cuts what is between in five and counts at the four cuts. One sum gives all counts, 16
-    bits each: a reduction over a program's warps takes longer than the comparisons. The search ends
-    when `low` has exactly K, or when all between are equal.
+    Each turn cuts what is between in three and counts at both cuts. One sum gives both counts, 16
+    bits each, of an int32: a warp adds those up in one instruction, where it would shuffle an int64
+    ten times. The search ends when `low` has exactly K, or when all between are equal.
     """
     above = found * 0
     distance = high.to(tl.int64) - low.to(tl.int64)
     while (found > K) & (distance > 1):
-        step = (distance + 4) // 5
-        first = _cut(low, high, step)
-        second = _cut(low, high, 2 * step)
-        third = _cut(low, high, 3 * step)
-        fourth = _cut(low, high, 4 * step)
-        few = (score >= first).to(tl.int32) + ((score >= second).to(tl.int32) << 16)
-        fewer = (score >= third).to(tl.int32) + ((score >= fourth).to(tl.int32) << 16)
-        counts = tl.sum(few.to(tl.int64) + (fewer.to(tl.int64) << 32), 0)
-        before, end = low, high
-        for i in tl.static_range(4):
-            cut = first if i == 0 else second if i == 1 else third if i == 2 else fourth
-            count = ((counts >> (16 * i)) & 0xFFFF).to(tl.int32)
-            last = (count < K) & (cut < end)  # cuts ascend: the first one with too few ends it
-            end = tl.where(last, cut, end)
-            above = tl.where(last, count, above)
-            before = tl.where(count >= K, cut, before)
-            found = tl.where(count >= K, count, found)
-        low, high = before, end
+        step = ((distance.to(tl.uint32) + 2) // 3).to(tl.int64)
+        first = (low.to(tl.int64) + step).to(tl.int32)
+        second = (low.to(tl.int64) + 2 * step).to(tl.int32)  # no more than high
+        both = (score >= first).to(tl.int32) + ((score >= second).to(tl.int32) << 16)
+        counts = tl.sum(both, 0)
+        few, fewer = counts & 0xFFFF, counts >> 16
+        above = tl.where(few < K, few, tl.where(fewer < K, fewer, above))
+        found = tl.where(fewer >= K, fewer, tl.where(few >= K, few, found))
+        high = tl.where(few < K, first, tl.where(fewer < K, second, high))
+        low = tl.where(fewer >= K, second, tl.where(few >= K, first, low))
         distance = high.to(tl.int64) - low.to(tl.int64)
     return low, high, found, above
-
-
-@triton.jit
-def _cut(low, high, distance):
-    """low + distance, but no more than high."""
-    return tl.minimum(low.to(tl.int64) + distance, high.to(tl.int64)).to(tl.int32)
 
 
 @triton.jit
