@@ -40,7 +40,8 @@ POLICIES = [
 ]
 SHAPES = [(1, 1 << 17), (1, 1 << 20), (1, 1 << 15), (1, 1 << 13), (8, 1 << 17), (8, 1 << 20)]
 TUNED = [(1, 1 << 17), (1, 1 << 20), (1, 1 << 15), (8, 1 << 17)]  # kernels under all plans
-ROTATE = 256 << 20  # bytes of caches that a graph goes through
+ROTATE = 256 << 20  # bytes that steps read before one reads the same again
+MOST = 24 << 30  # bytes of caches for that, at most
 # dtype, head dimension, group, tokens, padded, masked, blocks to list
 CHECKS = [
     (torch.bfloat16, 128, 7, 9501, True, False, 256),
@@ -289,7 +290,10 @@ def time_shape(rows: Rows, batch: int, tokens: int, kernels: list[str]) -> None:
     """Dense and the policies; for the tuned shapes the named kernels of the default under their
     plans, and the scores by spread."""
     case, one = f"batch={batch} n={tokens}", 4 * batch * KV_HEADS * tokens * WIDTH
-    layers = [Layer(batch, tokens, seed) for seed in range(max(1, min(8, ROTATE // one)))]
+    # What a step of the default reads decides, and not what a cache has: a few MB of 268 at 128K.
+    read = batch * KV_HEADS * (tokens // 16 * (WIDTH + 8) + 4736 * 4 * WIDTH)
+    sets = max(1, min(-(-ROTATE // read), MOST // one))
+    layers = [Layer(batch, tokens, seed) for seed in range(sets)]
     dense = dense_steps(layers)
     rows.attempt("dense", case, "dense", microseconds, dense)
     for policy in POLICIES:
