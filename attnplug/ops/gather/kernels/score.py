@@ -328,9 +328,9 @@ def score_blocks(
         score = block_scores(prepared, summaries, scale, GROUP, HEADS, CHUNK, SCORING, INT8)
     limit = (length - T + t - low) // BLOCK - LOCAL + 1
     if PDL and STAGES > 1:  # many chunks: all on their way before the first is worked at
-        for i in tl.static_range(REPEAT):
-            first = (chunk + i * apart) * CHUNK
-            fetch_summaries(bounds_at, frame, N, first, limit, D, DP, PARTS, CHUNK, INT8)
+        for later in tl.static_range(REPEAT):
+            at = (chunk + later * apart) * CHUNK
+            fetch_summaries(bounds_at, frame, N, at, limit, D, DP, PARTS, CHUNK, INT8)
     # No early return when SOON: the compiler would sink the loads above below the branch.
     if SOON or chunk * CHUNK < limit:
         SPANS: tl.constexpr = REPEAT if SPACED else 1
