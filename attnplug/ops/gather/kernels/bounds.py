@@ -31,45 +31,6 @@ def summaries_at(bounds, row, N, D: tl.constexpr, PARTS: tl.constexpr, INT8: tl.
 
 
 @triton.jit
-def _fetch(at, size, LINES: tl.constexpr):
-    """Have the L2 fetch `size` bytes from `at` on, of at most LINES of its lines. Nothing waits."""
-    offset = tl.arange(0, LINES) * 128
-    tl.inline_asm_elementwise(
-        "{ .reg .pred p; setp.ne.s32 p, $2, 0; @p prefetch.global.L2 [$1]; mov.b32 $0, 0; }",
-        "=r,l,r",
-        [at.to(tl.int64) + offset, (offset < size).to(tl.int32)],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
-
-
-@triton.jit
-def fetch_summaries(
-    bounds_at,
-    frame,
-    N,
-    first,
-    limit,
-    D: tl.constexpr,
-    DP: tl.constexpr,
-    PARTS: tl.constexpr,
-    CHUNK: tl.constexpr,
-    INT8: tl.constexpr,
-):
-    """Have the L2 fetch the summaries of CHUNK blocks from `first` on, none from `limit` on. A
-    program's own loads come chunk by chunk, and only when its query is ready."""
-    SIZE: tl.constexpr = bounds_at.dtype.element_ty.primitive_bitwidth // 8
-    blocks = tl.minimum(limit - first, CHUNK)
-    LINES: tl.constexpr = CHUNK * PARTS * DP * SIZE // 128
-    _fetch(bounds_at + first * (PARTS * D), blocks * (PARTS * D * SIZE), LINES)
-    if INT8:
-        NUMBERS: tl.constexpr = 2 if PARTS == 1 else 1  # of a block in the frame
-        for i in tl.static_range(NUMBERS):
-            _fetch(frame + 2 * D + i * N + first, blocks * 4, (CHUNK * 4 + 127) // 128)
-
-
-@triton.jit
 def frame_at(frame, d, D: tl.constexpr):
     """(centre, unit) of the channels d, 0 and 0 from D on."""
     centre = tl.load(frame + d, mask=d < D, other=0.0, cache_modifier=".cg")

@@ -8,12 +8,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from attnplug.ops.common.rows import blocks_done, row_span
-from attnplug.ops.gather.kernels.bounds import (
-    fetch_summaries,
-    frame_at,
-    refresh_blocks,
-    summaries_at,
-)
+from attnplug.ops.gather.kernels.bounds import frame_at, refresh_blocks, summaries_at
 from attnplug.ops.gather.kernels.select import store_keys
 
 
@@ -327,10 +322,6 @@ def score_blocks(
         prepared = prepare_query(query, frame, GROUP, HEADS, D, DP, SCORING, INT8)
         score = block_scores(prepared, summaries, scale, GROUP, HEADS, CHUNK, SCORING, INT8)
     limit = (length - T + t - low) // BLOCK - LOCAL + 1
-    if PDL and STAGES > 1:  # many chunks: all on their way before the first is worked at
-        for later in tl.static_range(REPEAT):
-            at = (chunk + later * apart) * CHUNK
-            fetch_summaries(bounds_at, frame, N, at, limit, D, DP, PARTS, CHUNK, INT8)
     # No early return when SOON: the compiler would sink the loads above below the branch.
     if SOON or chunk * CHUNK < limit:
         SPANS: tl.constexpr = REPEAT if SPACED else 1
