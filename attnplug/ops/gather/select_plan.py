@@ -86,7 +86,7 @@ def _plan_for_many(
         return plan
     if total <= 2**15 and row_bytes <= 128 and not spread:
         return plan._replace(chunk=128)
-    if total <= 2**16:
+    if total <= (2**16 if spread else 2**17):
         return plan._replace(repeat=2, stages=2, spaced=not spread)
     # Means and variances of two tiles: without a limit two programs fit where four should.
     limit = None if total <= 2**18 and not spread else 128
