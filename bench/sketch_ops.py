@@ -122,7 +122,12 @@ class Layer:
 
         def scan_tokens():
             scan.launch_scan_sketch(
-                *asked_scan, *scanned, plan=plan.scan, chained=True, hint=self.hint
+                *asked_scan,
+                *scanned,
+                plan=plan.scan,
+                fewest=plan.fewest,
+                chained=True,
+                hint=self.hint,
             )
 
         def pick_from_shares():

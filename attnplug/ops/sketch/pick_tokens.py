@@ -172,7 +172,7 @@ def _cpu(shares, total, middle, top_k, lengths, start, picks, cut):
 def tile_for(rows: int, size: int, multiprocessors: int) -> int:
     """Slots for one program, of `rows` rows and KV heads with `size` slots each."""
     tile = 1024
-    while tile < 8192 and rows * cdiv(size, tile) > 2 * multiprocessors:
+    while tile < 4096 and rows * cdiv(size, tile) > 2 * multiprocessors:
         tile *= 2
     return tile
 
@@ -236,9 +236,9 @@ def launch_pick_tokens(
         LENGTH_STEP=row_step(lengths),
         START_STEP=row_step(start),
         PDL=pdl,
-        num_warps=warps or max(4, min(16, tile // 512)),
+        num_warps=warps or max(4, tile // 512),
         **dependent,
-        maxnreg=registers,  # two programs of 16 warps run at a time; nothing is spilled
+        maxnreg=registers,  # four programs of 8 warps run at a time; nothing is spilled
     )
 
 

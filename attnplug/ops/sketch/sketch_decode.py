@@ -246,7 +246,8 @@ def _cpu(
 class Plan(NamedTuple):
     """How the kernels cut the work; chosen from static shapes alone."""
 
-    parts: int  # of a row's candidates in the scan
+    parts: int  # of a full row's candidates in the scan
+    fewest: int  # of a shorter row's, `parts_of`
     scan: scan.Plan
     pieces: int  # of the list of picks
     attend_warps: int
@@ -260,12 +261,13 @@ def plan_for(
     """The plan of a shape: `rows` (sequence, KV head) pairs with caches of `size` tokens."""
     blocks = max(1, size // encode.BLOCK)
     # Four programs of the scan fit a multiprocessor; short caches get one, of several steps.
-    parts = min(4 * multiprocessors // rows, max(multiprocessors // rows, blocks // 16))
-    parts = max(1, min(parts, blocks // 4))
+    fewest = max(1, multiprocessors // rows)
+    parts = max(1, min(4 * multiprocessors // rows, max(fewest, blocks // 16), blocks // 4))
     steps = pick.capacity_for(top_k) // attend.TILE
     pieces = max(1, min(steps, 3 * multiprocessors // rows))  # all at once
     wide = width * itemsize > 256
-    return Plan(parts, scan.Plan(256, 4, 3), -(-steps // -(-steps // pieces)), 8 if wide else 4, 32)
+    pieces = -(-steps // -(-steps // pieces))
+    return Plan(parts, fewest, scan.Plan(256, 4, 3), pieces, 8 if wide else 4, 32)
 
 
 def launch_sketch_decode(
@@ -305,7 +307,8 @@ def launch_sketch_decode(
         marks=marks,
     )
     behind = {"hint": call.hint, "is_new": call.new_k is not None}
-    scan.launch_scan_sketch(*asked_scan, *scanned, plan=plan.scan, chained=True, **behind)
+    how = {"plan": plan.scan, "fewest": plan.fewest, "chained": True}
+    scan.launch_scan_sketch(*asked_scan, *scanned, **how, **behind)
     asked_picks = (shares, total, middle, top_k, *rows)
     picks, cut = pick._allocate(*asked_picks)
     pick.launch_pick_tokens(*asked_picks, picks, cut, marks=marks, **behind)

@@ -5,11 +5,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sketch_cases import DEFAULTS, cache, coded, random, rows_of, step
+from sketch_cases import DEFAULTS, PLAN, cache, coded, random, rows_of, step
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from attnplug.errors import ArgumentError, GradientError
 from attnplug.ops.sketch import sketch_decode as op
+from attnplug.ops.sketch.encode_keys import encode_keys
 from attnplug.ops.sketch.state import empty_codes
 from attnplug.testing import oracle_attention, plain_attention
 
@@ -216,6 +217,25 @@ def test_no_hint_changes_anything(device_path, softcap):
     for hint in left:  # where it was too high, all were counted, and the new one is right
         again = step(device_path, q, k, v, basis, codes, hint=hint, **options)
         assert all(torch.equal(a, b) for a, b in zip(again, want, strict=True))
+
+
+@pytest.mark.parametrize("tokens", [700, 1300, 1700])
+def test_a_short_row_in_a_large_room(device_path, tokens):
+    """What lies behind a row's tokens changes nothing, though plans go by the room: programs of the
+    scan and of the picks that have no tokens leave early."""
+    q, k, v = cache(4, tokens=tokens)
+    room = torch.full((*k.shape[:2], 9000, k.shape[3]), 1e4)
+    large_k, large_v = room.clone(), -room
+    large_k[:, :, :tokens], large_v[:, :, :tokens] = k, v
+    options = {"lengths": torch.tensor([tokens, tokens - 100]), "top_k": 100}
+    basis, codes = coded(q, k, v, **options)
+    want = step(device_path, q, k, v, basis, codes, **options)
+    large = empty_codes(large_k, 24)
+    encode_keys(large_k, large_v, basis.encoder, *large, lengths=options["lengths"])
+    plan = PLAN._replace(parts=8)
+    found = step(device_path, q, large_k, large_v, basis, large, plan=plan, **options)
+    for a, b in zip(found, want, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
 def test_a_step_is_five_launches(monkeypatch):

@@ -44,6 +44,16 @@ def near_block(length, low):
 
 
 @triton.jit
+def parts_of(near, parts, fewest):
+    """How many of the `parts` programs of a row's scan share its blocks: at least `fewest` and no
+    more than one for 16 blocks, while each has 4. In a large room a short row has fewer, as a
+    program's beginning takes as long as several blocks."""
+    blocks = near - 1
+    used = tl.minimum(parts, tl.maximum(fewest, tl.cdiv(blocks, 16)))
+    return tl.maximum(tl.minimum(used, blocks // 4), 1)
+
+
+@triton.jit
 def _nibbles(x, ASM: tl.constexpr):
     """The low and the high halves of bytes, int8."""
     if ASM:  # the compiler would handle one byte at a time

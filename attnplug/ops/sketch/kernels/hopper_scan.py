@@ -24,6 +24,7 @@ from attnplug.ops.sketch.kernels.codes import (
     edge_of,
     lowest_counted,
     near_block,
+    parts_of,
     placed,
     reach,
 )
@@ -230,6 +231,17 @@ def _add(a, b):
 
 
 @gluon.jit
+def _begin():
+    """`begin`, in Gluon."""
+    gl.inline_asm_elementwise(
+        "griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+    )
+    gl.inline_asm_elementwise(
+        "griddepcontrol.launch_dependents; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
 def _below(index, centre):
     """A share below a bin's edge, which float16 does not round to one above it."""
     edge = edge_of(index, centre)
@@ -256,6 +268,7 @@ def scan(
     S,
     chunks,
     parts,
+    fewest,
     pieces,
     columns,
     patience,
@@ -277,8 +290,17 @@ def scan(
     row = place * GROUP
     length, low = row_span(lengths, start, b, S, LENGTH_STEP, START_STEP, NEW)
     near = near_block(gl.minimum(length, S), low)
-    first = part * (near - 1) // parts  # blocks after the sink
-    last = (part + 1) * (near - 1) // parts
+    used = parts_of(near, parts, fewest)
+    if part >= used:
+        if PDL:
+            _begin()
+        heads = gl.arange(0, 8, layout=COLUMN)
+        idle = sums + ((row + heads) * parts + part) * 2
+        gl.store(idle, gl.full([8], 0.0, gl.float32, COLUMN), mask=heads < GROUP)
+        gl.store(idle + 1, gl.full([8], 0.0, gl.float32, COLUMN), mask=heads < GROUP)
+        return
+    first = part * (near - 1) // used  # blocks after the sink
+    last = (part + 1) * (near - 1) // used
     some = last > first
     slot = place * S + low + BLOCK
     F: gl.constexpr = R4 // 2  # bytes of a token
@@ -295,17 +317,7 @@ def scan(
     soon = some & (1 + gl.minimum(first + CHUNKS, last) <= done)
     ahead = load_step(fine_at, coarse_at, first, soon, F, C)
     if PDL:
-        gl.inline_asm_elementwise(
-            "griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
-        )
-        gl.inline_asm_elementwise(
-            "griddepcontrol.launch_dependents; // $0",
-            "=r",
-            [],
-            dtype=gl.int32,
-            is_pure=False,
-            pack=1,
-        )
+        _begin()
     if some & (soon == 0):
         ahead = load_step(fine_at, coarse_at, first, some, F, C)
 

@@ -19,6 +19,7 @@ from attnplug.ops.sketch.kernels.codes import (
     load_variance,
     lowest_counted,
     near_block,
+    parts_of,
     placed,
     share,
     unpack_coarse,
@@ -48,6 +49,7 @@ def scan(
     S,
     chunks,
     parts,
+    fewest,
     pieces,
     columns,
     mask_b,
@@ -80,8 +82,15 @@ def scan(
     near = near_block(tl.minimum(length, S), low)
     n_tokens = (near - 1) * BLOCK
     PER: tl.constexpr = TILE // BLOCK  # blocks a tile
-    first = part * (near - 1) // parts  # blocks after the sink
-    last = (part + 1) * (near - 1) // parts
+    used = parts_of(near, parts, fewest)
+    if part >= used:
+        heads = tl.arange(0, HEADS)
+        idle = sums + ((row + heads) * parts + part) * 2
+        tl.store(idle, tl.zeros([HEADS], tl.float32), mask=heads < GROUP)
+        tl.store(idle + 1, tl.zeros([HEADS], tl.float32), mask=heads < GROUP)
+        return
+    first = part * (near - 1) // used  # blocks after the sink
+    last = (part + 1) * (near - 1) // used
     own_tokens = (last - first) * BLOCK
     total += place * BINS
     bins = tl.arange(0, BINS)
