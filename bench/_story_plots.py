@@ -334,7 +334,8 @@ def _size(size: float) -> str:
 
 
 def _peers(rows: Iterable[Row]) -> str:
-    return " or ".join(sorted({PEERS.get(row["peer"], row["peer"]) for row in rows}))
+    first, *others = sorted({PEERS.get(row["peer"], row["peer"]) for row in rows})
+    return " or ".join([first, *(name.removeprefix(f"{first}, ") for name in others)])
 
 
 def _dense(rows: Iterable[Row]) -> str:

@@ -37,11 +37,12 @@ from attnplug.policies.dense import Dense
 # A cache smaller than this many times the keys that a step keeps is read whole, and one below so
 # many tokens in any case: where whole models' steps are as fast as dense's at batch 1 on two
 # shapes, of which that with four KV heads decides (bench/results/e2e_gather.json). A list of more
-# blocks than a kernel ranks has a higher floor: its selection takes longer, whatever the length,
-# and in a cache with room for 1M tokens whole steps gain from there on (bench/results/gather.json).
+# blocks than a kernel ranks has a higher floor: its selection takes longer, whatever the length. In
+# a cache with room for 1M tokens the lines of whole steps cross at about 50,000 tokens
+# (bench/results/gather.json).
 CROSSOVER_FACTOR = {"cuda": 10, "cpu": 2}
 CROSSOVER_FLOOR = {"cuda": 32768, "cpu": 4096}
-LONG_LIST_FLOOR = {"cuda": 98304, "cpu": 4096}
+LONG_LIST_FLOOR = {"cuda": 65536, "cpu": 4096}
 # In a batch that has paid a step's fixed price, a row costs what dense takes for so many times the
 # keys that it keeps, or less: rows of batch 1, 8 and 64 on an H200 (docs/log/gather.md). A CPU
 # serves row after row, and a batch shares nothing there.
