@@ -30,7 +30,8 @@ FIXED = (1 + LOCAL.value) * BLOCK  # tokens that every step reads: the sink and 
 MAX_K = 16384
 # A cache smaller than this many times the tokens that a step reads is read whole, and one below so
 # many tokens in any case: on an H200, in a cache with room for 1M tokens, the lines of whole steps
-# cross at about 54,000 tokens (bench/results/sketch.json). On a CPU it was slower at every length that was tried, up to 262,144.
+# cross at about 54,000 tokens (bench/results/sketch.json). On a CPU it was slower at every length
+# that was tried, up to 262,144.
 CROSSOVER_FACTOR = 4
 CROSSOVER_FLOOR = {"cuda": 65536, "cpu": 524288}
 
