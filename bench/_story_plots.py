@@ -334,8 +334,8 @@ def _size(size: float) -> str:
 
 
 def _peers(rows: Iterable[Row]) -> str:
-    first, *others = sorted({PEERS.get(row["peer"], row["peer"]) for row in rows})
-    return " or ".join([first, *(name.removeprefix(f"{first}, ") for name in others)])
+    names = sorted({PEERS.get(row["peer"], row["peer"]) for row in rows})
+    return " or ".join(name.removeprefix(f"{names[0]}, ") for name in names)
 
 
 def _dense(rows: Iterable[Row]) -> str:

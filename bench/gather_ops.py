@@ -113,7 +113,8 @@ def check(scoring, dtype, width, group, tokens, padded, masked, top_k) -> dict[s
 
 def plans(batch: int, blocks: int, spread: bool) -> Iterator[select.Plan]:
     """Plans of the score kernel and the selection behind it."""
-    default = select.plan_for(batch * KV_HEADS, blocks, 256, WIDTH, 1, True, spread)
+    candidates = select.candidates_of(blocks, DEFAULT.local)
+    default = select.plan_for(batch * KV_HEADS, candidates, 256, WIDTH, 1, True, spread)
     sizes = (8, 16, 32) if blocks > 16384 else (0, 4, 8, 16)
     for members, warps in itertools.product(sizes, (2, 4, 8, 16)):
         if max(blocks // max(members, 1), 256 * members) <= 2048 * warps:
@@ -233,6 +234,13 @@ class Layer:
         return lambda: (attend.launch_gather_attention(*args, plan=plan, step=step), outputs[0])
 
 
+def sets_of(batch: int, tokens: int, room: int) -> int:
+    """How many caches a graph goes through. What a step of the default reads decides, and not what
+    a cache has: a few MB of 268 at 128K, which would stay in the L2."""
+    read = batch * KV_HEADS * (tokens // 16 * (WIDTH + 8) + 4736 * 4 * WIDTH)
+    return max(1, min(-(-ROTATE // read), MOST // (4 * batch * KV_HEADS * room * WIDTH)))
+
+
 def plan_of(layer: Layer, policy: Gather) -> decode.Plan:
     """The plan that a step takes by itself."""
     return decode.plan_for(
@@ -289,11 +297,8 @@ def time_attention(layers: list[Layer], policy: Gather, plan: attend.Plan) -> di
 def time_shape(rows: Rows, batch: int, tokens: int, kernels: list[str]) -> None:
     """Dense and the policies; for the tuned shapes the named kernels of the default under their
     plans, and the scores by spread."""
-    case, one = f"batch={batch} n={tokens}", 4 * batch * KV_HEADS * tokens * WIDTH
-    # What a step of the default reads decides, and not what a cache has: a few MB of 268 at 128K.
-    read = batch * KV_HEADS * (tokens // 16 * (WIDTH + 8) + 4736 * 4 * WIDTH)
-    sets = max(1, min(-(-ROTATE // read), MOST // one))
-    layers = [Layer(batch, tokens, seed) for seed in range(sets)]
+    case = f"batch={batch} n={tokens}"
+    layers = [Layer(batch, tokens, seed) for seed in range(sets_of(batch, tokens, tokens))]
     dense = dense_steps(layers)
     rows.attempt("dense", case, "dense", microseconds, dense)
     for policy in POLICIES:

@@ -25,6 +25,7 @@ from gather_ops import (
     PAPER,
     Layer,
     plan_of,
+    sets_of,
     time_choice,
     time_scores,
     time_steps,
@@ -73,7 +74,7 @@ def weights(layers: int) -> Callable[[], Any]:
 
 def time_room(rows: Rows, tokens: int, room: int) -> None:
     """All steps over rows of so many tokens in so much room."""
-    layers = [Layer(1, tokens, seed, room) for seed in range(8)]
+    layers = [Layer(1, tokens, seed, room) for seed in range(sets_of(1, tokens, room))]
     dense = dense_steps(layers)
     places = {
         "alone": None,

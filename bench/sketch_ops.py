@@ -34,7 +34,8 @@ SHAPES = [(1, 1 << 15), (1, 1 << 17), (1, 1 << 20), (8, 1 << 17), (8, 1 << 20), 
 TUNED = SHAPES[:4]  # whose kernels are timed under a few plans
 PICKS = [(2048, 4, 64), (4096, 8, 64), (8192, 16, 64), (8192, 16, 128)]  # tile, warps, registers
 DRIFT = 0.9  # correlation of a query with the one before
-ROTATE = 256 << 20  # bytes of caches that a graph goes through
+ROTATE = 256 << 20  # bytes that steps read before one reads the same again
+MOST = 24 << 30  # bytes of caches for that, at most
 
 
 # --- times -----------------------------------------------------------------------------------
@@ -82,7 +83,6 @@ class Layer:
         """One call of each kernel of the chain, the scan and the picks with the hint that a first
         step leaves; `more` are options of launchers, by kernel."""
         self.chain(plan, 1, True)[0]()
-        self.hint += more.get("hint", 0.0)
         rows, q, k, v = (self.lengths, None), self.q, self.k, self.v
         asked = (q, k, v, self.basis.queries, WIDTH**-0.5, *rows, None, 0.0)
         projected, *fixed = prepare._allocate(*asked)
@@ -207,7 +207,11 @@ def check_large(tokens, tile) -> dict[str, Any]:
 
 def caches(batch: int, tokens: int) -> list[Layer]:
     one = 4 * batch * KV_HEADS * tokens * WIDTH
-    return [Layer(batch, tokens, seed) for seed in range(max(1, min(8, ROTATE // one)))]
+    # What a step reads decides, and not what a cache has: 15 MB of 268 at 128K.
+    read = batch * KV_HEADS * (24 * tokens + 4 * WIDTH * (TOP_K + 640))
+    return [
+        Layer(batch, tokens, seed) for seed in range(max(1, min(-(-ROTATE // read), MOST // one)))
+    ]
 
 
 def plan_of(batch: int, tokens: int) -> decode.Plan:
@@ -233,7 +237,7 @@ def time_kernels(rows: Rows, batch: int, tokens: int) -> dict[str, str]:
     for many in (1, 2, 3, 4):
         parts = max(1, min(many * 132 // pairs, tokens // 512))
         if parts != base.parts:
-            plan = base._replace(parts=parts)
+            plan = base._replace(parts=parts, fewest=scan.ALL_PARTS)
             rows.attempt("chain", case, named(plan), whole, layers, plan)
     for tile, warps, registers in PICKS:
         more = {"pick": {"tile": tile, "warps": warps, "registers": registers}}

@@ -1,13 +1,13 @@
 """Where a layer's time goes in a whole decode step: each kernel's time, and the gap in front of it.
 
-    python bench/step_timeline.py --out timeline.json [--policies dense,gather] [--lengths 32768]
+    python bench/step_timeline.py --out timeline.json [--policies 'dense;gather'] [--lengths 32768]
                                   [--room 1048576] [--layers 8]
 
 The shape is Qwen2.5-7B's with random bf16 weights and fewer layers, the step that of
 test_e2e_policies: caches with room for `--room` tokens, compiled with CUDA graphs. A kernel's gap
 is the time from the last end of any kernel before it to its start, negative where it starts early
 (PDL). Each layer of a step has the same kernels; times are medians over the layers and steps.
-The profiler itself slows the step: `us_step` says what it takes with and without."""
+`us_step` is a step without the profiler, `us_layer` a layer with it."""
 
 import argparse
 import gc
@@ -32,6 +32,7 @@ from attnplug.bench.provenance import provenance
 from attnplug.policies import refit
 
 STEPS = 20
+LEAST = 8  # kernels of a layer
 
 
 def kernels_of(decoder: Decoder) -> list[dict[str, Any]]:
@@ -48,10 +49,11 @@ def kernels_of(decoder: Decoder) -> list[dict[str, Any]]:
 
 
 def layers_of(kernels: list[dict[str, Any]], layers: int) -> Iterator[list[dict[str, Any]]]:
-    """The kernels of each layer but the first and the last: the step's names repeat themselves."""
+    """The kernels of each layer but the first and the last: the step's names repeat themselves. A
+    layer has at least LEAST of them; a few equal ones in a row are none."""
     names = [re.sub(r"_\d+$", "", kernel["name"]) for kernel in kernels]  # inductor numbers its own
     for first in range(len(names)):
-        for period in range(1, len(names) // layers + 1):
+        for period in range(LEAST, len(names) // layers + 1):
             inner = names[first : first + period * (layers - 2)]
             if inner == inner[:period] * (layers - 2):
                 for at in range(first, first + len(inner), period):
@@ -112,19 +114,21 @@ def main() -> int:
     parser.add_argument("--room", type=int, default=1 << 20)
     parser.add_argument("--layers", type=int, default=8)
     options = parser.parse_args()
+    lengths = [int(n) for n in options.lengths.split(",")]
+    if options.layers < 5:
+        parser.error("--layers: fewer than 5 do not tell a layer from what else repeats itself")
+    if any(b - a < 2 * STEPS for a, b in itertools.pairwise(lengths)):
+        parser.error(f"--lengths: one cache is filled on, so each is {2 * STEPS} more at least")
     shape = CONFIG.to_dict() | {"num_hidden_layers": options.layers, "layer_types": None}
     config = Qwen2Config.from_dict(shape, attn_implementation="sdpa")
     model = random_model(Qwen2ForCausalLM, config, "cuda")
     rows = []
     for policy in options.policies.split(";"):
-        for row in measure(
-            model, policy, [int(n) for n in options.lengths.split(",")], options.room
-        ):
+        for row in measure(model, policy, lengths, options.room):
             rows.append(row | provenance())
             options.out.write_text(json.dumps(rows, indent=1))
-            print(
-                f"{policy} n={row['n']}: step {row['us_step']:.0f}, layer {row['us_layer']:.1f} us"
-            )
+            step, layer = row["us_step"], row["us_layer"]
+            print(f"{policy} n={row['n']}: step {step:.0f} us, layer {layer:.1f} us")
             for kernel in row["kernels"]:
                 print(f"  {kernel['gap_us']:8.2f} {kernel['us']:8.2f}  {kernel['kernel']}")
     return 0

@@ -112,8 +112,12 @@ def test_choice(gpu_bench, n, rows, k):
     bits = scores.view(torch.int32).to(torch.int64)
     bits = bits ^ ((bits >> 63) & 0x7FFFFFFF)
     keys = (bits << 32) | (0x7FFFFFFF - torch.arange(n, device="cuda"))
+    keys = torch.nn.functional.pad(keys, (0, 1), value=-0x7FFFFFFFFFFFFFFF)  # the query's own
     plan = blocks.plan_for(rows, n, k, block, 2, True)
-    best = keys.view(rows, -1, plan.members).amax(2) if plan.members else keys
+    best = keys
+    if plan.members:
+        room = torch.nn.functional.pad(keys, (0, -(n + 1) % plan.members), value=keys[0, -1].item())
+        best = room.view(rows, -1, plan.members).amax(2)
     left = blocks.Scores(keys.flatten(), best.flatten(), plan)
     size = (n + 1) * block  # the last block is the query's own
     shape, none = (rows, 1, size, width), (0, 0, 0, 1)
@@ -122,7 +126,7 @@ def test_choice(gpu_bench, n, rows, k):
     length = torch.tensor([size], device="cuda")
     out = torch.empty(rows, 1, 1, k, dtype=torch.int32, device="cuda")
     choose = functools.partial(
-        blocks.launch_choice, left, cache, progress, block, k, 1, length, None, n, out
+        blocks.launch_choice, left, cache, progress, block, k, 1, length, None, n + 1, out
     )
     gpu_bench(
         op="select_blocks", case="choice", n=n, batch=rows, heads_q=1, heads_kv=1, head_dim=0,

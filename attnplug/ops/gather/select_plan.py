@@ -26,13 +26,14 @@ class Plan(NamedTuple):
 FLAT = 512  # candidates up to which one program selects among all of them
 ONE_LEVEL = 2048  # candidates of a long list up to which its threshold is searched among all
 GROUPS = 4096  # of blocks, whose maxima are searched first where there are more
-FEW = 8192  # blocks of all rows up to which latency counts, and not bandwidth
+FEW = 8192  # candidates of all rows up to which latency counts, and not bandwidth
 
 
 def candidates_of(blocks: int, local: int) -> int:
     """How many of a row's blocks can be listed: the last `local`, the query's own among them, are
     read anyway. A plan goes by this and not by the room: with a few tokens of room past a power of
-    two, padding would double a search, while local blocks take those tokens off."""
+    two, padding would double a search, while local blocks take those tokens off. A row that is full
+    before its token comes has one more, and no output."""
     return max(1, blocks - local)
 
 

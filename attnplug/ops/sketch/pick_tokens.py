@@ -238,7 +238,7 @@ def launch_pick_tokens(
         PDL=pdl,
         num_warps=warps or max(4, tile // 512),
         **dependent,
-        maxnreg=registers,  # four programs of 8 warps run at a time; nothing is spilled
+        maxnreg=registers,  # four programs of 8 warps run at a time; few bytes are spilled
     )
 
 

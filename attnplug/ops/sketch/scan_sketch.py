@@ -335,6 +335,7 @@ class Plan(NamedTuple):
 
 
 PLAN = Plan(256, 4, 3)
+ALL_PARTS = -1  # the `fewest` with which every row has all of them
 
 
 @functools.cache
@@ -364,13 +365,12 @@ def launch_scan_sketch(
     chained=False,
     hint=None,
     is_new=False,
-    fewest=None,
+    fewest=ALL_PARTS,
 ):
     """Run a kernel; tensors as in `scan_sketch`, on a GPU or in Triton's interpreter. In a chain
     `total` has been cleared, and the codes are known to be complete. Tokens are counted from the
     bin `hint` on, float32 `[B, Hkv]`, which the picks of the step before left; 0: all. With
-    `is_new`, `lengths` lack a token. A short row has fewer parts, but no fewer than `fewest`; None:
-    all."""
+    `is_new`, `lengths` lack a token. A short row has fewer parts, about `fewest` (`parts_of`)."""
     batch, kv_heads, size, _ = fine.shape
     group = projected.shape[1] // kv_heads
     pdl, dependent = early(projected.device)
@@ -396,7 +396,7 @@ def launch_scan_sketch(
         "S": size,
         "chunks": odd.shape[2],
         "parts": parts,
-        "fewest": parts if fewest is None else fewest,
+        "fewest": fewest,
         "pieces": fixed_lse.shape[2],
         "columns": projected.shape[2],
         "GROUP": group,

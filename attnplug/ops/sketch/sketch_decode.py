@@ -247,7 +247,7 @@ class Plan(NamedTuple):
     """How the kernels cut the work; chosen from static shapes alone."""
 
     parts: int  # of a full row's candidates in the scan
-    fewest: int  # of a shorter row's, `parts_of`
+    fewest: int  # of a shorter row's, about (`parts_of`)
     scan: scan.Plan
     pieces: int  # of the list of picks
     attend_warps: int

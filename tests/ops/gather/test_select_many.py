@@ -93,3 +93,18 @@ def test_lists_the_best_of_many(blocks, members, warps, direct):
     candidates = torch.ones_like(scores, dtype=torch.bool)
     found = listed(scores, candidates, 256, members, warps, "cuda", direct=direct)
     assert torch.equal(found, wanted(scores, candidates, 256))
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("device", DEVICES)
+def test_all_of_a_second_level_are_counted(device):
+    """256 groups of 128 hold 32,768 blocks, all above the first level's cut: a count of 16 bits
+    whose highest is set."""
+    members, top_k = 128, 256
+    scores = torch.full((1, 300 * members), 1e-3)
+    random = torch.Generator().manual_seed(0)
+    hot = torch.randperm(299, generator=random)[:top_k]
+    scores.view(300, members)[hot] = 100 + torch.rand(top_k, members, generator=random)
+    candidates = torch.ones_like(scores, dtype=torch.bool)
+    found = listed(scores, candidates, top_k, members, 8, device)
+    assert torch.equal(found, wanted(scores, candidates, top_k))

@@ -9,7 +9,7 @@ from attnplug.ops.sketch.encode_keys import encode_keys
 from attnplug.ops.sketch.state import Basis, Codes, empty_codes, fit_basis
 
 DEFAULTS = {"scale": 0.125, "top_k": 60, "tail": "regression", "softcap": 0.0}
-PLAN = op.Plan(2, 2, scan.Plan(256, 4, 2), 2, 4, 32)
+PLAN = op.Plan(2, scan.ALL_PARTS, scan.Plan(256, 4, 2), 2, 4, 32)
 
 
 def random(seed, *shape, dtype=torch.float32):

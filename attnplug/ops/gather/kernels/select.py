@@ -209,8 +209,10 @@ def _threshold(score, low, high, found, K: tl.constexpr):
 
     Each turn cuts what is between in three and counts at both cuts. One sum gives both counts, 16
     bits each, of an int32: a warp adds those up in one instruction, where it would shuffle an int64
-    ten times. The search ends when `low` has exactly K, or when all between are equal.
+    ten times. Behind a first level `low` may be below all scores, which are 32,768 at most, so all
+    of them may be counted. The search ends when `low` has exactly K, or when all between are equal.
     """
+    tl.static_assert(score.shape[0] <= 65536, "counts have 16 bits")
     above = found * 0
     distance = high.to(tl.int64) - low.to(tl.int64)
     while (found > K) & (distance > 1):
@@ -219,7 +221,7 @@ def _threshold(score, low, high, found, K: tl.constexpr):
         second = (low.to(tl.int64) + 2 * step).to(tl.int32)  # no more than high
         both = (score >= first).to(tl.int32) + ((score >= second).to(tl.int32) << 16)
         counts = tl.sum(both, 0)
-        few, fewer = counts & 0xFFFF, counts >> 16
+        few, fewer = counts & 0xFFFF, (counts >> 16) & 0xFFFF
         above = tl.where(few < K, few, tl.where(fewer < K, fewer, above))
         found = tl.where(fewer >= K, fewer, tl.where(few >= K, few, found))
         high = tl.where(few < K, first, tl.where(fewer < K, second, high))

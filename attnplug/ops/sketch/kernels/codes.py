@@ -45,12 +45,13 @@ def near_block(length, low):
 
 @triton.jit
 def parts_of(near, parts, fewest):
-    """How many of the `parts` programs of a row's scan share its blocks: at least `fewest` and no
-    more than one for 16 blocks, while each has 4. In a large room a short row has fewer, as a
-    program's beginning takes as long as several blocks."""
+    """How many of the `parts` programs of a row's scan share its blocks: `fewest`, or more while
+    each has 16 blocks, and fewer where one had less than 4. So a short row in a large room has
+    fewer than a full one, as a program's beginning takes as long as several blocks. All programs
+    where `fewest` is -1."""
     blocks = near - 1
-    used = tl.minimum(parts, tl.maximum(fewest, tl.cdiv(blocks, 16)))
-    return tl.maximum(tl.minimum(used, blocks // 4), 1)
+    used = tl.minimum(tl.maximum(fewest, tl.cdiv(blocks, 16)), blocks // 4)
+    return tl.where(fewest < 0, parts, tl.maximum(tl.minimum(used, parts), 1))
 
 
 @triton.jit
