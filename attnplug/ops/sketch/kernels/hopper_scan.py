@@ -21,12 +21,12 @@ from attnplug.ops.sketch.kernels.codes import (
     BLOCK,
     CHUNK,
     LARGEST,
-    REACH,
     edge_of,
     lowest_counted,
     near_block,
     parts_of,
     placed,
+    reach,
 )
 from attnplug.ops.sketch.kernels.hopper_codes import (
     MMA,
@@ -107,26 +107,37 @@ def _weights(projected, columns, first, FIELDS: gl.constexpr, BYTES: gl.constexp
 
 
 @gluon.jit
-def _both_in_units(weight, unit, FIELDS: gl.constexpr, BYTES: gl.constexpr):
-    """Weights in units, int8, for even and for odd tokens: where a row has two tokens, the weights
-    of one are 0 where the other has its codes."""
-    whole = (weight * (1 / unit)[None, :] + 12582912.0).to(gl.int32, bitcast=True) - MAGIC
-    whole = gl.convert_layout(whole, WEIGHTS)
-    if BYTES == 16:
-        same = whole.to(gl.int8)
-        return same, same
-    else:
-        k = gl.arange(0, 16 * FIELDS, layout=gl.SliceLayout(1, WEIGHTS))
-        even = gl.where((k % 16 < 8)[:, None], whole, 0)
-        return even.to(gl.int8), (whole - even).to(gl.int8)
+def _digits(whole):
+    """Integers as two int8 digits, 64 high + low."""
+    high = (whole + 32) >> 6
+    return high.to(gl.int8), (whole - (high << 6)).to(gl.int8)
 
 
 @gluon.jit
-def _products(fine, coarse, fine_weights, coarse_weights):
-    """Sums over the codes of 64 tokens, plus MAGIC, as float32 [64, 8]."""
-    total = mma_v2(fine, fine_weights, gl.full([PAIRS, 8], MAGIC, gl.int32, MMA))
-    total = mma_v2(coarse, coarse_weights, total)
-    return total.to(gl.float32, bitcast=True)
+def _both_digits(weight, unit, FIELDS: gl.constexpr, BYTES: gl.constexpr):
+    """The digits of weights in units, for even and for odd tokens: where a row has two tokens, the
+    weights of one are 0 where the other has its codes."""
+    whole = (weight * (1 / unit)[None, :] + 12582912.0).to(gl.int32, bitcast=True) - MAGIC
+    whole = gl.convert_layout(whole, WEIGHTS)
+    if BYTES == 16:
+        digits = _digits(whole)
+        return digits, digits
+    else:
+        k = gl.arange(0, 16 * FIELDS, layout=gl.SliceLayout(1, WEIGHTS))
+        even = gl.where((k % 16 < 8)[:, None], whole, 0)
+        return _digits(even), _digits(whole - even)
+
+
+@gluon.jit
+def _products(fine, coarse, fine_digits, coarse_digits):
+    """64 high + low of 64 tokens, plus MAGIC, as float32 [64, 8]."""
+    fine_high, fine_low = fine_digits
+    coarse_high, coarse_low = coarse_digits
+    low = mma_v2(fine, fine_low, gl.full([PAIRS, 8], MAGIC, gl.int32, MMA))
+    high = mma_v2(fine, fine_high, gl.full([PAIRS, 8], 0, gl.int32, MMA))
+    low = mma_v2(coarse, coarse_low, low)
+    high = mma_v2(coarse, coarse_high, high)
+    return ((high << 6) + low).to(gl.float32, bitcast=True)
 
 
 @gluon.jit
@@ -157,7 +168,7 @@ def _half_step(
     fine_b,
     coarse_a,
     coarse_b,
-    weights,
+    digits,
     unit,
     shift,
     limit_a,
@@ -173,9 +184,9 @@ def _half_step(
     f0, f1, f2, f3 = two_chunks(fine_a, fine_b, R4 // 2, 2)
     c0, c1, c2, c3 = two_chunks(coarse_a, coarse_b, R2 // 4, 4)
     mass, moment, sums = _chunk(
-        f0, f1, c0, c1, weights, unit, shift, limit_a, mass, moment, sums, FIRST
+        f0, f1, c0, c1, digits, unit, shift, limit_a, mass, moment, sums, FIRST
     )
-    return _chunk(f2, f3, c2, c3, weights, unit, shift, limit_b, mass, moment, sums, FIRST + 1)
+    return _chunk(f2, f3, c2, c3, digits, unit, shift, limit_b, mass, moment, sums, FIRST + 1)
 
 
 @gluon.jit
@@ -184,7 +195,7 @@ def _chunk(
     fine_odd,
     coarse_even,
     coarse_odd,
-    weights,
+    digits,
     unit,
     shift,
     limit,
@@ -194,11 +205,11 @@ def _chunk(
     INDEX: gl.constexpr,
 ):
     """Add a chunk to the heads' sums, and its tokens' sums over heads to two columns of `sums`."""
-    fine_weights, coarse_weights = weights
-    for_fine_even, for_fine_odd = fine_weights
-    for_coarse_even, for_coarse_odd = coarse_weights
-    even = _products(fine_even, coarse_even, for_fine_even, for_coarse_even)
-    odd = _products(fine_odd, coarse_odd, for_fine_odd, for_coarse_odd)
+    fine_digits, coarse_digits = digits
+    fine_even_digits, fine_odd_digits = fine_digits
+    coarse_even_digits, coarse_odd_digits = coarse_digits
+    even = _products(fine_even, coarse_even, fine_even_digits, coarse_even_digits)
+    odd = _products(fine_odd, coarse_odd, fine_odd_digits, coarse_odd_digits)
     even = even * unit[None, :] + shift[None, :]
     odd = odd * unit[None, :] + shift[None, :]
     e = _exp2(gl.minimum(even, limit))
@@ -334,10 +345,10 @@ def scan(
         cache_modifier=".cg",
     )
     most = gl.maximum(gl.max(gl.abs(fine_weights), 0), gl.max(gl.abs(coarse_weights), 0))
-    unit = gl.maximum(most / REACH, 1e-30)
-    weights = (
-        _both_in_units(fine_weights, unit, 2, F),
-        _both_in_units(coarse_weights, unit, 4, C),
+    unit = gl.maximum(most / reach(R4 + R2), 1e-30)
+    digits = (
+        _both_digits(fine_weights, unit, 2, F),
+        _both_digits(coarse_weights, unit, 4, C),
     )
     variance = gl.sum(spread * spread, 0)
     base, likely = placed(known, mean, variance, (near - 1) * BLOCK, k, 0.0, False)
@@ -372,12 +383,12 @@ def scan(
         limit = LARGEST
         limit_1 = gl.where(block + 1 < last, LARGEST, none)
         mass, moment, totals = _half_step(
-            f0, f1, c0, c1, weights, unit, shift, limit, limit_1, mass, moment, totals, 0, R4, R2
+            f0, f1, c0, c1, digits, unit, shift, limit, limit_1, mass, moment, totals, 0, R4, R2
         )
         limit_2 = gl.where(block + 2 < last, LARGEST, none)
         limit_3 = gl.where(block + 3 < last, LARGEST, none)
         mass, moment, totals = _half_step(
-            f2, f3, c2, c3, weights, unit, shift, limit_2, limit_3, mass, moment, totals, 2, R4, R2
+            f2, f3, c2, c3, digits, unit, shift, limit_2, limit_3, mass, moment, totals, 2, R4, R2
         )
         share = _log2(totals).to(gl.float16)
         share = gl.reshape(share, (PAIRS, 4, 2))

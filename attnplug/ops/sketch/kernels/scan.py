@@ -14,9 +14,9 @@ from attnplug.ops.sketch.kernels.codes import (
     capped,
     estimated,
     exp2,
+    load_digits,
     load_unit,
     load_variance,
-    load_weights,
     lowest_counted,
     near_block,
     parts_of,
@@ -100,10 +100,10 @@ def scan(
     in_group = g < GROUP
     RP: tl.constexpr = 64 if R4 + R2 <= 64 else 128
     unit = load_unit(projected, row, columns, R4 + R2, RP, GROUP, HEADS)
-    fine_weights = load_weights(
+    fine_high, fine_low = load_digits(
         projected, row, columns, 0, R4, 32 if R4 < 32 else R4, GROUP, HEADS, unit
     )
-    coarse_weights = load_weights(projected, row, columns, R4, R2, R2, GROUP, HEADS, unit)
+    coarse_high, coarse_low = load_digits(projected, row, columns, R4, R2, R2, GROUP, HEADS, unit)
     facts = projected + (row + g).to(tl.int64) * columns + R4 + R2
     offset = tl.load(facts, mask=in_group, other=0.0, cache_modifier=".cg")
     mean = tl.load(facts + 1, mask=in_group, other=0.0, cache_modifier=".cg")
@@ -155,8 +155,10 @@ def scan(
         s = estimated(
             unpack_fine(fine_bytes, ASM),
             unpack_coarse(coarse_bytes, ASM),
-            fine_weights,
-            coarse_weights,
+            fine_high,
+            fine_low,
+            coarse_high,
+            coarse_low,
             unit,
             shift,
         )
