@@ -82,7 +82,7 @@ def test_a_refusal_leaves_the_layer_to_the_next_candidate(candidates, free):
 
 def test_room_is_asked_for_all_layers_of_the_device_at_the_crossover(free):
     """Keys and values of 16 bits, 24 bytes a token and 512 queries a head are the least of it."""
-    tokens, layers = Sketch().crossover(CUDA), 28
+    tokens, layers = Sketch().crossover(CUDA), 40  # a tenth of a GiB lies in the 1% above the least
     least = layers * (4 * tokens * (2 * 2 * 128 + 24) + 28 * 512 * 128 * 2)
     free(least)
     assert str(chosen("faithful", SHAPE, layers)) == "momo"  # the basis, too
@@ -91,9 +91,8 @@ def test_room_is_asked_for_all_layers_of_the_device_at_the_crossover(free):
     assert str(chosen("faithful", SHAPE, layers)) == "momo+sketch"
     free(least)
     reason = Auto().resolve("decode", SHAPE, layers)[1]
-    told = re.search(r"from 65,536 tokens on its caches take (.*) GiB in 28 layers, and", reason)
-    assert told is not None
-    assert least / 2**30 - 0.05 <= float(told[1]) <= 1.01 * least / 2**30 + 0.05  # one decimal
+    told = re.search(r"from 65,536 tokens on its caches take (.*) GiB in 40 layers, and", reason)
+    assert told is not None and least < float(told[1]) * 2**30 < 1.01 * least
     assert f"and {least / 2**30:.1f} GiB are free" in reason
 
 
