@@ -1,8 +1,11 @@
-"""What the Gluon kernels for Hopper share: copies by the tensor memory accelerator, and views of
-shared memory as another dtype, shape or layout."""
+"""What the Gluon kernels for Hopper share: copies by the tensor memory accelerator, views of shared
+memory as another dtype, shape or layout, and the two instructions of programmatic dependent launch,
+which Triton has for its own kernels only."""
 
 from typing import Any
 
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language import _core
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
@@ -16,3 +19,19 @@ def reinterpret(buffer, dtype, shape, layout, _semantic: Any = None):
     value = _core._unwrap_if_constexpr
     shape = [value(n) for n in value(shape)]
     return _semantic.memdesc_reinterpret(buffer, value(dtype), shape, value(layout))
+
+
+@gluon.jit
+def gdc_wait():
+    """Wait for the end of the kernel in front."""
+    gl.inline_asm_elementwise(
+        "griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def gdc_launch_dependents():
+    """Let the next kernel start."""
+    gl.inline_asm_elementwise(
+        "griddepcontrol.launch_dependents; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+    )

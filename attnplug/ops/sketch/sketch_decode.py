@@ -23,6 +23,7 @@ from attnplug.ops.sketch import merge_sketch as merge
 from attnplug.ops.sketch import pick_tokens as pick
 from attnplug.ops.sketch import prepare_query as prepare
 from attnplug.ops.sketch import scan_sketch as scan
+from attnplug.ops.sketch.kernels.codes import LEAST, PART
 
 NAME = "sketch_decode"
 
@@ -262,7 +263,8 @@ def plan_for(
     blocks = max(1, size // encode.BLOCK)
     # Four programs of the scan fit a multiprocessor; short caches get one, of several steps.
     fewest = max(1, multiprocessors // rows)
-    parts = max(1, min(4 * multiprocessors // rows, max(fewest, blocks // 16), blocks // 4))
+    parts = min(max(fewest, blocks // PART.value), blocks // LEAST.value)
+    parts = max(1, min(parts, 4 * multiprocessors // rows))
     steps = pick.capacity_for(top_k) // attend.TILE
     pieces = max(1, min(steps, 3 * multiprocessors // rows))  # all at once
     wide = width * itemsize > 256

@@ -34,7 +34,7 @@ from attnplug.ops.certified.kernels.hopper_tiles import (
 )
 from attnplug.ops.certified.kernels.tier import quantized_blocks
 from attnplug.ops.certified.records import R
-from attnplug.ops.common.hopper import copy_tile
+from attnplug.ops.common.hopper import copy_tile, gdc_launch_dependents, gdc_wait
 from attnplug.ops.common.rows import row_span
 
 CHECK_ROW = gl.constexpr(7)  # of a tile of 8 query rows: a group has 7 heads at most
@@ -201,14 +201,7 @@ def attend_blocks(
     ROW: gl.constexpr = gl.SliceLayout(1, SL)
     QUARTER: gl.constexpr = gl.DistributedLinearLayout([], [[1], [2], [0], [0], [0]], [], [], [4])
     if PDL:
-        gl.inline_asm_elementwise(
-            "griddepcontrol.launch_dependents; // $0",
-            "=r",
-            [],
-            dtype=gl.int32,
-            is_pure=False,
-            pack=1,
-        )
+        gdc_launch_dependents()
     length, low = row_span(rows.lengths, rows.start, b, S, STEPS.length, STEPS.start)
     blocks = quantized_blocks(progress, b, length, low, BLOCK)
     first = split * blocks // count
@@ -342,9 +335,7 @@ def attend_blocks(
         gl.store(scores.squares + row.to(gl.int64) * N + j, square, mask=in_group)
 
     if PDL:
-        gl.inline_asm_elementwise(
-            "griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
-        )
+        gdc_wait()
     if CHECKED:
         summed = gl.sum(gl.where(r == CHECK_ROW, gl.sum(sums_k, 1), 0), 0)
         summed += gl.sum(sums_s, 0)

@@ -17,6 +17,9 @@ CHUNK = tl.constexpr(32)  # tokens that share a flag
 LOCAL = tl.constexpr(4)  # last blocks that are read exactly, the one being filled included
 DIGIT = tl.constexpr(64)  # units of the low digit in one of the high digit
 ROUND = tl.constexpr(12582912.0)  # 1.5 * 2^23: added to a number it leaves an integer
+# Blocks of a part of the scan: where a row has so many for each, it has more parts; none has less.
+PART = tl.constexpr(16)
+LEAST = tl.constexpr(4)
 LARGEST = tl.constexpr(100.0)  # share of a token, log2, past which it counts no more
 # Bins of the histogram of shares: STEPS a factor of 2 within FINE bins of the middle, an eighth of
 # that beyond.
@@ -46,11 +49,11 @@ def near_block(length, low):
 @triton.jit
 def parts_of(near, parts, fewest):
     """How many of the `parts` programs of a row's scan share its blocks: `fewest`, or more while
-    each has 16 blocks, and fewer where one had less than 4. So a short row in a large room has
-    fewer than a full one, as a program's beginning takes as long as several blocks. All programs
-    where `fewest` is -1."""
+    each has PART blocks, and fewer where one had less than LEAST. So a short row in a large room
+    has fewer than a full one, as a program's beginning takes as long as several blocks. All
+    programs where `fewest` is -1."""
     blocks = near - 1
-    used = tl.minimum(tl.maximum(fewest, tl.cdiv(blocks, 16)), blocks // 4)
+    used = tl.minimum(tl.maximum(fewest, tl.cdiv(blocks, PART)), blocks // LEAST)
     return tl.where(fewest < 0, parts, tl.maximum(tl.minimum(used, parts), 1))
 
 

@@ -15,6 +15,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
+from attnplug.ops.common.hopper import gdc_launch_dependents, gdc_wait
 from attnplug.ops.common.rows import blocks_done, row_span
 from attnplug.ops.sketch.kernels.codes import (
     BINS,
@@ -233,12 +234,8 @@ def _add(a, b):
 @gluon.jit
 def _begin():
     """`begin`, in Gluon."""
-    gl.inline_asm_elementwise(
-        "griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
-    )
-    gl.inline_asm_elementwise(
-        "griddepcontrol.launch_dependents; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
-    )
+    gdc_wait()
+    gdc_launch_dependents()
 
 
 @gluon.jit

@@ -22,7 +22,7 @@ from attnplug.ops.sketch.kernels.codes import (
 RECOUNT = tl.constexpr(4096)  # tokens that a program counts at a time where the counts do not do
 # What a row's programs share behind their marks: how many times a program has come for tokens to
 # count again, how many of these have been counted, and the counts.
-SHARED = tl.constexpr(2 + 256)
+SHARED = tl.constexpr(2 + BINS.value)
 
 
 @triton.jit
