@@ -79,6 +79,16 @@ def inputs(dtype, width, group, tokens, padded, masked, seed=0, batch=2, kv_head
     return q.to(dtype), k.to(dtype), v.to(dtype), lengths, start, mask
 
 
+ROTATE = 256 << 20  # bytes that steps read before one reads the same again
+MOST = 24 << 30  # bytes of caches for that, at most
+
+
+def sets_for(read: int, held: int) -> int:
+    """How many caches of `held` bytes a graph goes through. What a step reads of one decides, and
+    not what it has: a few MB of 268 at 128K, which would stay in the L2."""
+    return max(1, min(-(-ROTATE // read), MOST // held))
+
+
 def dense_steps(layers: Sequence[Any]) -> list[Callable[[], Any]]:
     """dense's step over each layer's `q`, `k`, `v` and `lengths`."""
     return [

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _op_rows import Rows, dense_steps, inputs, microseconds, near
+from _op_rows import Rows, dense_steps, inputs, microseconds, near, sets_for
 
 from attnplug import Gather
 from attnplug.ops.common.device import machine
@@ -40,8 +40,6 @@ POLICIES = [
 ]
 SHAPES = [(1, 1 << 17), (1, 1 << 20), (1, 1 << 15), (1, 1 << 13), (8, 1 << 17), (8, 1 << 20)]
 TUNED = [(1, 1 << 17), (1, 1 << 20), (1, 1 << 15), (8, 1 << 17)]  # kernels under all plans
-ROTATE = 256 << 20  # bytes that steps read before one reads the same again
-MOST = 24 << 30  # bytes of caches for that, at most
 # dtype, head dimension, group, tokens, padded, masked, blocks to list
 CHECKS = [
     (torch.bfloat16, 128, 7, 9501, True, False, 256),
@@ -235,10 +233,9 @@ class Layer:
 
 
 def sets_of(batch: int, tokens: int, room: int) -> int:
-    """How many caches a graph goes through. What a step of the default reads decides, and not what
-    a cache has: a few MB of 268 at 128K, which would stay in the L2."""
+    """How many caches a graph goes through, by what a step of the default reads."""
     read = batch * KV_HEADS * (tokens // 16 * (WIDTH + 8) + 4736 * 4 * WIDTH)
-    return max(1, min(-(-ROTATE // read), MOST // (4 * batch * KV_HEADS * room * WIDTH)))
+    return sets_for(read, 4 * batch * KV_HEADS * room * WIDTH)
 
 
 def plan_of(layer: Layer, policy: Gather) -> decode.Plan:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _op_rows import Rows, dense_steps, microseconds, near
+from _op_rows import Rows, dense_steps, microseconds, near, sets_for
 from _sketch_checks import CHECKS, PLANS, check, compare_counts
 
 from attnplug.ops.sketch import attend_picks as attend
@@ -34,8 +34,6 @@ SHAPES = [(1, 1 << 15), (1, 1 << 17), (1, 1 << 20), (8, 1 << 17), (8, 1 << 20), 
 TUNED = SHAPES[:4]  # whose kernels are timed under a few plans
 PICKS = [(2048, 4, 64), (4096, 8, 64), (8192, 16, 64), (8192, 16, 128)]  # tile, warps, registers
 DRIFT = 0.9  # correlation of a query with the one before
-ROTATE = 256 << 20  # bytes that steps read before one reads the same again
-MOST = 24 << 30  # bytes of caches for that, at most
 
 
 # --- times -----------------------------------------------------------------------------------
@@ -207,11 +205,8 @@ def check_large(tokens, tile) -> dict[str, Any]:
 
 def caches(batch: int, tokens: int) -> list[Layer]:
     one = 4 * batch * KV_HEADS * tokens * WIDTH
-    # What a step reads decides, and not what a cache has: 15 MB of 268 at 128K.
     read = batch * KV_HEADS * (24 * tokens + 4 * WIDTH * (TOP_K + 640))
-    return [
-        Layer(batch, tokens, seed) for seed in range(max(1, min(-(-ROTATE // read), MOST // one)))
-    ]
+    return [Layer(batch, tokens, seed) for seed in range(sets_for(read, one))]
 
 
 def plan_of(batch: int, tokens: int) -> decode.Plan:

@@ -23,20 +23,18 @@ from typing import Any
 
 import torch
 from _models import random_model
-from test_e2e_decode import CONFIG, ROOM, WARMUP, Decoder, time_steps
-from test_e2e_policies import fill_up_to
+from test_e2e_decode import CONFIG, Decoder, time_steps
+from test_e2e_policies import decoders_at
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-import attnplug
 from attnplug.bench.provenance import provenance
-from attnplug.policies import refit
 
 STEPS = 20
 LEAST = 8  # kernels of a layer
 
 
 def kernels_of(decoder: Decoder) -> list[dict[str, Any]]:
-    """The kernels of one step, in the order of their starts."""
+    """The kernels of one step in the order of their starts, each with its `gap`."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as recorded:
         decoder.step()
         torch.cuda.synchronize()
@@ -45,7 +43,12 @@ def kernels_of(decoder: Decoder) -> list[dict[str, Any]]:
         recorded.export_chrome_trace(str(file))
         events = json.loads(file.read_text())["traceEvents"]
     kinds = {"kernel", "gpu_memcpy", "gpu_memset"}
-    return sorted((e for e in events if e.get("cat") in kinds), key=lambda e: e["ts"])
+    kernels = sorted((e for e in events if e.get("cat") in kinds), key=lambda e: e["ts"])
+    end = kernels[0]["ts"]
+    for kernel in kernels:
+        kernel["gap"] = kernel["ts"] - end
+        end = max(end, kernel["ts"] + kernel["dur"])
+    return kernels
 
 
 def layers_of(kernels: list[dict[str, Any]], layers: int) -> Iterator[list[dict[str, Any]]]:
@@ -64,44 +67,27 @@ def layers_of(kernels: list[dict[str, Any]], layers: int) -> Iterator[list[dict[
 
 def timeline(decoder: Decoder, layers: int) -> tuple[list[dict[str, Any]], float]:
     """(kernel, gap, time) of a layer, and a whole layer's microseconds."""
-    found: list[list[tuple[str, float, float]]] = []
-    whole = []
+    found, whole = [], []
     for _ in range(5):
-        kernels = kernels_of(decoder)
-        ends = {}
-        end = kernels[0]["ts"]
-        for kernel in kernels:
-            ends[id(kernel)] = end
-            end = max(end, kernel["ts"] + kernel["dur"])
-        inner = list(layers_of(kernels, layers))
-        for layer, following in itertools.pairwise(inner):
-            whole.append(following[0]["ts"] - layer[0]["ts"])
-        found += [[(k["name"], k["ts"] - ends[id(k)], k["dur"]) for k in layer] for layer in inner]
+        inner = list(layers_of(kernels_of(decoder), layers))
+        whole += [b[0]["ts"] - a[0]["ts"] for a, b in itertools.pairwise(inner)]
+        found += inner
     rows = []
     for same in zip(*found, strict=True):
-        gap, time = (round(statistics.median(one[i] for one in same), 2) for i in (1, 2))
-        rows.append({"kernel": same[0][0][:60], "gap_us": gap, "us": time})
+        gap, time = (round(statistics.median(k[what] for k in same), 2) for what in ("gap", "dur"))
+        rows.append({"kernel": same[0]["name"][:60], "gap_us": gap, "us": time})
     return rows, statistics.median(whole)
 
 
 def measure(model: Any, policy: str, lengths: list[int], room: int) -> Iterator[dict[str, Any]]:
     layers = model.config.num_hidden_layers
     torch.compiler.reset()
-    with attnplug.applied(model, policy), torch.no_grad():
-        cache = attnplug.make_cache(model, room + ROOM)
-        decoder = None
-        for n in lengths:
-            fill_up_to(cache, n)
-            refit(cache)
-            decoder = decoder or Decoder(model, cache, n)
-            decoder.position = torch.full_like(decoder.position, n)
-            for _ in range(WARMUP):
-                decoder.step()
-            step = statistics.median(time_steps(decoder, STEPS))
-            rows, layer = timeline(decoder, layers)
-            facts = {"policy": policy, "n": n, "room": room, "us_step": step, "us_layer": layer}
-            yield facts | {"layers": layers, "kernels": rows}
-        del cache, decoder
+    for n, decoder in decoders_at(lengths, model, policy, room):
+        step = statistics.median(time_steps(decoder, STEPS))
+        rows, layer = timeline(decoder, layers)
+        facts = {"policy": policy, "n": n, "room": room, "us_step": step, "us_layer": layer}
+        yield facts | {"layers": layers, "kernels": rows}
+    del decoder
     gc.collect()
     torch.cuda.empty_cache()
 

@@ -10,6 +10,7 @@ host synchronisation."""
 
 import functools
 import gc
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -39,24 +40,31 @@ def fill_up_to(cache: Any, n: int) -> None:
         layer.exposes_buffers = True  # as a prefill would have found
 
 
+def decoders_at(
+    lengths: list[int], model: Any, policy: str, room: int
+) -> Iterator[tuple[int, Decoder]]:
+    """(length, a warm decoder of compiled steps there), ascending: one cache is filled on."""
+    with attnplug.applied(model, policy), torch.no_grad():
+        cache = attnplug.make_cache(model, room + ROOM)
+        decoder = None
+        for n in lengths:
+            fill_up_to(cache, n)
+            refit(cache)
+            decoder = decoder or Decoder(model, cache, n)
+            decoder.position = torch.full_like(decoder.position, n)
+            for _ in range(WARMUP):
+                decoder.step()
+            yield n, decoder
+
+
 @functools.cache
 def measured(name: str) -> dict[int, list[float]]:
     """Microseconds of each step, at each length."""
     gc.collect()
     torch.cuda.empty_cache()
     torch.compiler.reset()
-    times = {}
-    with attnplug.applied(model(), str(METHODS.get(name, name))), torch.no_grad():
-        cache = attnplug.make_cache(model(), LENGTHS[-1] + ROOM)
-        decoder = None
-        for n in LENGTHS:
-            fill_up_to(cache, n)
-            refit(cache)
-            decoder = decoder or Decoder(model(), cache, n)
-            decoder.position = torch.full_like(decoder.position, n)
-            for _ in range(WARMUP):
-                decoder.step()
-            times[n] = time_steps(decoder, STEPS)
+    decoders = decoders_at(LENGTHS, model(), str(METHODS.get(name, name)), LENGTHS[-1])
+    times = {n: time_steps(decoder, STEPS) for n, decoder in decoders}
     torch.compiler.reset()
     return times
 

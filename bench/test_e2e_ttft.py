@@ -94,6 +94,23 @@ def work(n):
     return 2 * (LAYERS * LINEAR + embedding + cache), LAYERS * (2 * LINEAR * n + attention)
 
 
+def facts(n, options=""):
+    """What every row of a prompt of n tokens says of it."""
+    nbytes, flops = work(n)
+    return dict(
+        op="momo",
+        case="e2e-ttft",
+        n=n,
+        batch=1,
+        **heads_of(CONFIG),
+        dtype=torch.bfloat16,
+        options=f"gamma={test_momo.GAMMAS}, k={test_momo.BLOCKS}{options}",
+        bytes=nbytes,
+        flops=flops,
+        policy="momo",
+    )
+
+
 LAYERS, DIM = CONFIG.num_hidden_layers, 128
 LINEAR = CONFIG.hidden_size * (  # weights of a layer's products
     2 * CONFIG.hidden_size + 2 * CONFIG.num_key_value_heads * DIM + 3 * CONFIG.intermediate_size
@@ -121,21 +138,11 @@ def test_long(gpu_bench, model, n):
         ours = timed(functools.partial(forward, ids))
     torch.cuda.empty_cache()
     theirs = ours + LAYERS * (dense - momo)
-    nbytes, flops = work(n)
     row = gpu_bench.record(
-        op="momo",
-        case="e2e-ttft",
-        n=n,
-        batch=1,
-        **heads_of(CONFIG),
-        dtype=torch.bfloat16,
-        options=f"gamma={test_momo.GAMMAS}, k={test_momo.BLOCKS}, eager, no cache",
+        **facts(n, ", eager, no cache"),
         times_us=[ours * 1e6],
         peer="cudnn by layer",
         peer_times_us=[theirs * 1e6],
-        bytes=nbytes,
-        flops=flops,
-        policy="momo",
     )
     assert row["ratio"] >= WANTED[131072]
 
@@ -157,20 +164,5 @@ def measured(model):
 @pytest.mark.parametrize("n", TOKENS)
 def test_e2e_ttft(gpu_bench, measured, n):
     dense, ours = measured(n)
-    nbytes, flops = work(n)
-    row = gpu_bench.record(
-        op="momo",
-        case="e2e-ttft",
-        n=n,
-        batch=1,
-        **heads_of(CONFIG),
-        dtype=torch.bfloat16,
-        options=f"gamma={test_momo.GAMMAS}, k={test_momo.BLOCKS}",
-        times_us=ours,
-        peer="cudnn",
-        peer_times_us=dense,
-        bytes=nbytes,
-        flops=flops,
-        policy="momo",
-    )
+    row = gpu_bench.record(**facts(n), times_us=ours, peer="cudnn", peer_times_us=dense)
     assert row["ratio"] >= WANTED.get(n, 1.0)

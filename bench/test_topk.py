@@ -112,12 +112,12 @@ def test_choice(gpu_bench, n, rows, k):
     bits = scores.view(torch.int32).to(torch.int64)
     bits = bits ^ ((bits >> 63) & 0x7FFFFFFF)
     keys = (bits << 32) | (0x7FFFFFFF - torch.arange(n, device="cuda"))
-    keys = torch.nn.functional.pad(keys, (0, 1), value=-0x7FFFFFFFFFFFFFFF)  # the query's own
+    none = -0x7FFFFFFFFFFFFFFF  # no candidate's key
+    keys = torch.nn.functional.pad(keys, (0, 1), value=none)  # the query's own
     plan = blocks.plan_for(rows, n, k, block, 2, True)
-    best = keys
-    if plan.members:
-        room = torch.nn.functional.pad(keys, (0, -(n + 1) % plan.members), value=keys[0, -1].item())
-        best = room.view(rows, -1, plan.members).amax(2)
+    members = max(plan.members, 1)
+    room = torch.nn.functional.pad(keys, (0, -(n + 1) % members), value=none)
+    best = room.view(rows, -1, members).amax(2)
     left = blocks.Scores(keys.flatten(), best.flatten(), plan)
     size = (n + 1) * block  # the last block is the query's own
     shape, none = (rows, 1, size, width), (0, 0, 0, 1)
