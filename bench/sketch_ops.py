@@ -32,7 +32,8 @@ from attnplug.ops.sketch.state import empty_codes, fit_basis
 HEADS, KV_HEADS, WIDTH, TOP_K = 28, 4, 128, 2048
 SHAPES = [(1, 1 << 15), (1, 1 << 17), (1, 1 << 20), (8, 1 << 17), (8, 1 << 20), (1, 1 << 19)]
 TUNED = SHAPES[:4]  # whose kernels are timed under a few plans
-PICKS = [(2048, 4, 64), (4096, 8, 64), (8192, 16, 64), (8192, 16, 128)]  # tile, warps, registers
+PICKS = [(2048, 4, 64), (2048, 8, 64), (4096, 8, 64), (1024, 4, 64)]  # tile, warps, registers
+LARGE = [(1 << 17, 64, 2048), (150001, 13, 1024), (1 << 20, 66, 2048)]  # tokens, pieces, tile
 DRIFT = 0.9  # correlation of a query with the one before
 
 
@@ -88,8 +89,8 @@ class Layer:
         scanned = scan._allocate(*asked_scan)
         shares, total, sums, norm, middle = scanned
         asked_picks = (shares, total, middle, TOP_K, *rows)
-        tile = more.get("pick", {}).get("tile")
-        marks = pick.new_marks(shares, -(-shares.shape[2] // tile) if tile else None)
+        pick_plan = pick.own_plan(shares)._replace(**more.get("pick", {}))
+        notes = pick.Notes.empty(shares, pick_plan)
         picks = pick._allocate(*asked_picks)
         asked_attend = (
             q,
@@ -112,7 +113,7 @@ class Layer:
                 projected,
                 *fixed,
                 total=total,
-                marks=marks,
+                marks=notes.marks,
                 encoder=self.basis.encoder,
                 codes=self.codes,
                 **more.get("prepare", {}),
@@ -126,12 +127,11 @@ class Layer:
                 fewest=plan.fewest,
                 chained=True,
                 hint=self.hint,
+                counted=notes.counted,
             )
 
         def pick_from_shares():
-            pick.launch_pick_tokens(
-                *asked_picks, *picks, marks=marks, hint=self.hint, **more.get("pick", {})
-            )
+            pick.launch_pick_tokens(*asked_picks, *picks, pick_plan, notes, hint=self.hint)
 
         return {
             "prepare": ready,
@@ -158,8 +158,10 @@ class Layer:
         }
 
 
-def check_large(tokens, tile) -> dict[str, Any]:
-    """Picks of many tokens against the reference, of shares that the scan made on the GPU."""
+def check_large(tokens, pieces, tile) -> dict[str, Any]:
+    """Picks of many tokens against the reference, of shares that the scan made on the GPU: of all
+    tokens, and of those that the scan has counted, with good and with bad hints."""
+    pick_plan = pick.Plan(pieces, tile=tile)
     layer = Layer(1, tokens, 0)
     plan = decode.plan_for(KV_HEADS, tokens, TOP_K, WIDTH, 2, 132)
     asked = (layer.q, layer.k, layer.v, layer.basis.queries, WIDTH**-0.5, layer.lengths, None)
@@ -185,18 +187,20 @@ def check_large(tokens, tile) -> dict[str, Any]:
     wanted = pick._pick_tokens(*own, TOP_K, rows["lengths"], None)
     for _ in range(20):
         picked = pick._allocate(*asked)
-        pick.launch_pick_tokens(*asked, *picked, tile=tile)
+        pick.launch_pick_tokens(*asked, *picked, plan=pick_plan)
         assert torch.equal(picked[0].cpu(), wanted[0]), f"picks differ, tile {tile}"
         assert torch.equal(picked[1].cpu(), wanted[1]), f"cut differs, tile {tile}"
     true = wanted[1][..., 2]
     for guess in (true, true + 9, true - 9, true + torch.inf, true * torch.nan, true + 80):
         hint = guess.cuda()
         again = scan._allocate(*rescan)
-        scan.launch_scan_sketch(*rescan, *again, hint=hint)
+        notes = pick.Notes.empty(again[0], pick_plan)
+        notes.marks.zero_()
+        scan.launch_scan_sketch(*rescan, *again, hint=hint, counted=notes.counted)
         shares, total, _, _, middle = again
         asked = (shares, total, middle, TOP_K, layer.lengths, None)
         picked = pick._allocate(*asked)
-        pick.launch_pick_tokens(*asked, *picked, hint=hint, tile=tile)
+        pick.launch_pick_tokens(*asked, *picked, pick_plan, notes, hint=hint)
         picks, cut = (x.cpu() for x in picked)  # the next hint may differ
         same = torch.equal(picks, wanted[0]) and torch.equal(cut[..., :2], wanted[1][..., :2])
         assert same, f"picks differ by the hint {guess.flatten()[0]}, tile {tile}"
@@ -303,10 +307,11 @@ def main() -> int:
         for shape in SHAPES:
             rows.attempt("shape", f"chains of {shape}", "", time_chain, rows, *shape)
     if args.part in ("checks", "all"):
+        for tokens, pieces, tile in LARGE:
+            how = f"pieces={pieces} tile={tile}"
+            rows.attempt("check", f"n={tokens}", how, check_large, tokens, pieces, tile)
         for case in CHECKS:
             rows.attempt("check", label(case), "", check, *case)
-        for tokens, tile in ((1 << 17, 1024), (150001, 8192)):
-            rows.attempt("check", f"n={tokens}", f"tile={tile}", check_large, tokens, tile)
     if args.part in ("kernels", "all"):
         for shape in TUNED:
             rows.attempt("shape", f"kernels of {shape}", "", time_kernels, rows, *shape)

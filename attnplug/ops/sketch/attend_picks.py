@@ -23,9 +23,9 @@ from attnplug.ops.sketch.encode_keys import check_float
 from attnplug.ops.sketch.estimates import (
     LARGEST,
     capped,
-    digits,
     estimate,
     exp2,
+    in_units,
     log2,
     rounded,
     unpack,
@@ -143,10 +143,10 @@ def _reference(
         heads_of = slice(h * group, (h + 1) * group)
         query = np.ascontiguousarray(q[b, heads_of])
         codes = np.empty(rank, np.float32)
-        high, low = np.empty((2, group, rank), np.float32)
+        whole = np.empty((group, rank), np.float32)
         unit = np.empty(group, np.float32)
         for g in range(group):
-            high[g], low[g], unit[g] = digits(projected[b, h * group + g, :rank])
+            whole[g], unit[g] = in_units(projected[b, h * group + g, :rank])
         for p in range(pick_lse.shape[2]):
             listed = picks[b, h, p * size : (p + 1) * size]
             listed = listed[listed >= 0]
@@ -161,7 +161,7 @@ def _reference(
                 exact, guess = np.empty((2, group), np.float64)
                 for g in range(group):
                     row = h * group + g
-                    s = estimate(high[g], low[g], unit[g], projected[b, row, rank], codes)
+                    s = estimate(whole[g], unit[g], projected[b, row, rank], codes)
                     guess[g] = exp2(min(capped(s, cap) - norm[b, row], np.float32(LARGEST)))
                     sums[g, 0] += guess[g]
                     shift = np.float32(0) if cap > 0 else norm[b, row]

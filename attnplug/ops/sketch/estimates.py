@@ -6,8 +6,8 @@ import numpy as np
 
 from attnplug.ops.sketch.kernels import codes as kernel_codes
 
-NAMED = ("BINS", "DIGIT", "LARGEST", "STEPS", "FINE", "MARGIN", "LOWER")
-BINS, DIGIT, LARGEST, STEPS, FINE, MARGIN, LOWER = (
+NAMED = ("BINS", "REACH", "LARGEST", "STEPS", "FINE", "MARGIN", "LOWER")
+BINS, REACH, LARGEST, STEPS, FINE, MARGIN, LOWER = (
     getattr(kernel_codes, name).value for name in NAMED
 )
 
@@ -30,15 +30,10 @@ def capped(s, cap):
 
 
 @numba.njit(cache=True)
-def digits(weights):
-    """Weights `[r]` as (high, low, unit): unit (64 high + low), the digits int8. The largest weight
-    is so many units that sums over codes stay below 2^22."""
-    coarse = 64 if weights.shape[0] == 96 else 32
-    reach = min(4194303 // (15 * (weights.shape[0] - coarse) + 3 * coarse), 127 * DIGIT)
-    unit = max(np.abs(weights).max() / np.float32(reach), np.float32(1e-30))
-    whole = np.rint(weights * (np.float32(1) / unit))
-    high = np.floor((whole + np.float32(DIGIT // 2)) / np.float32(DIGIT))
-    return high, whole - high * np.float32(DIGIT), unit
+def in_units(weights):
+    """Weights `[r]` as (integers, unit), the largest REACH units."""
+    unit = max(np.abs(weights).max() / np.float32(REACH), np.float32(1e-30))
+    return np.rint(weights * (np.float32(1) / unit)), unit
 
 
 @numba.njit(cache=True)
@@ -53,13 +48,12 @@ def unpack(fine, coarse, codes):
 
 
 @numba.njit(cache=True)
-def estimate(high, low, unit, offset, codes):
-    """The estimated score of one head and token. The sums are exact: integers below 2^24."""
-    top, bottom = np.float32(0), np.float32(0)
+def estimate(whole, unit, offset, codes):
+    """The estimated score of one head and token. The sum is exact: an integer below 2^24."""
+    total = np.float32(0)
     for i in range(codes.shape[0]):
-        top += high[i] * codes[i]
-        bottom += low[i] * codes[i]
-    return (top * np.float32(DIGIT) + bottom) * unit + offset
+        total += whole[i] * codes[i]
+    return total * unit + offset
 
 
 @numba.njit(cache=True)

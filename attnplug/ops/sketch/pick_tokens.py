@@ -6,6 +6,8 @@ among them unless more than k / 8 tokens share the bin, which then takes in some
 most a bin's width (2^(1/16) near the middle) better. No sort, and no pass over the shares but one.
 """
 
+from typing import NamedTuple
+
 import numba
 import numpy as np
 import torch
@@ -24,6 +26,7 @@ from attnplug.ops.sketch.state import BLOCK
 
 NAME = "sketch_pick"
 ROUND = 64  # tokens: lists are a multiple of it
+EIGHTS = 2048  # eights of a piece at most: two counts of its tokens fit in an int32
 
 
 def capacity_for(k: int) -> int:
@@ -169,22 +172,56 @@ def _cpu(shares, total, middle, top_k, lengths, start, picks, cut):
 # --- CUDA ------------------------------------------------------------------------------------
 
 
-def tile_for(rows: int, size: int, multiprocessors: int) -> int:
-    """Slots for one program, of `rows` rows and KV heads with `size` slots each."""
-    tile = 1024
-    while tile < 4096 and rows * cdiv(size, tile) > 2 * multiprocessors:
-        tile *= 2
-    return tile
+class Plan(NamedTuple):
+    """How the kernel cuts the work; results do not depend on it."""
+
+    pieces: int  # of a row's KV head
+    least: int = 128  # eights of a piece, a multiple of 4: a short row has fewer pieces
+    tile: int = 2048  # tokens that a program looks at at once
+    warps: int = 4
+    registers: int = 64  # of a thread, at most
 
 
-def new_marks(shares: torch.Tensor, programs: int | None = None) -> torch.Tensor:
-    """What the programs of one row tell each other, int64 `[B, Hkv, programs + SHARED]`; as many
-    programs as `pick` has by itself unless told. To be cleared before each launch: in a chain
-    `prepare` does."""
+def plan_for(rows: int, size: int, multiprocessors: int) -> Plan:
+    """The plan for `rows` rows and KV heads with `size` slots each."""
+    pieces = min(max(1, 2 * multiprocessors // rows), cdiv(size, 1024))
+    return Plan(max(pieces, fewest_for(size)))
+
+
+def fewest_for(size: int) -> int:
+    """How many pieces there must be: none has more than EIGHTS times eight tokens."""
+    return max(1, cdiv(size, 8 * EIGHTS))
+
+
+class Notes(NamedTuple):
+    """What the kernels of a chain leave for `pick`, and it for itself.
+
+    marks: int64 `[B,Hkv,pieces + SHARED]`, what the programs of a row tell each other. To be
+        cleared before each launch: in a chain `prepare` does.
+    counted: uint8 `[B,Hkv,S/32]`: whether the scan has counted one of eight candidates, four bits
+        in a byte; None: nobody has noted it.
+    listed: int32 `[B,Hkv,S/8]`, of which eights it has; None with `counted`.
+    """
+
+    marks: torch.Tensor
+    counted: torch.Tensor | None = None
+    listed: torch.Tensor | None = None
+
+    @classmethod
+    def empty(cls, shares: torch.Tensor, plan: Plan) -> "Notes":
+        """Memory for all of them, not cleared."""
+        rows, size = tuple(shares.shape[:2]), shares.shape[2]
+        return cls(
+            shares.new_empty((*rows, plan.pieces + kernels.SHARED.value), dtype=torch.int64),
+            shares.new_empty((*rows, size // 32), dtype=torch.uint8),
+            shares.new_empty((*rows, size // 8), dtype=torch.int32),
+        )
+
+
+def own_plan(shares: torch.Tensor) -> Plan:
+    """The plan for these shares on their device."""
     batch, heads, size = shares.shape
-    if programs is None:
-        programs = cdiv(size, tile_for(batch * heads, size, machine(shares.device)[0]))
-    return shares.new_empty((batch, heads, programs + kernels.SHARED.value), dtype=torch.int64)
+    return plan_for(batch * heads, size, machine(shares.device)[0])
 
 
 def launch_pick_tokens(
@@ -196,49 +233,52 @@ def launch_pick_tokens(
     start,
     picks,
     cut,
-    marks=None,
+    plan=None,
+    notes=None,
     hint=None,
     is_new=False,
-    tile=None,
-    warps=None,
-    registers=64,
 ):
-    """Run the kernel; tensors as in `pick_tokens`, on a GPU or in Triton's interpreter. `marks` are
-    of `new_marks`, cleared; `hint` is the one that the scan had. With `is_new`, `lengths` lack a
-    token."""
+    """Run the kernel; tensors as in `pick_tokens`, on a GPU or in Triton's interpreter. `notes` are
+    a chain's, made for the plan; `hint` is the one that the scan had. With `is_new`, `lengths` lack
+    a token."""
     batch, heads, size = shares.shape
     capacity = picks.shape[2]
-    tile = tile or tile_for(batch * heads, size, machine(shares.device)[0])
-    marks = new_marks(shares, cdiv(size, tile)).zero_() if marks is None else marks
-    pieces = marks.shape[2] - kernels.SHARED.value
+    plan = plan or own_plan(shares)
+    require(plan.pieces >= fewest_for(size), NAME, f"{plan.pieces} pieces are too few")
+    if notes is None:
+        notes = Notes(Notes.empty(shares, plan).marks.zero_())
     pdl, dependent = early(shares.device)
     kernels.pick.run(
-        grid=(pieces, heads, batch),
+        grid=(plan.pieces, heads, batch),
         warmup=False,
         shares=shares,
         total=total,
         middle=middle,
         hint=hint,
+        counted=notes.counted,
+        listed=notes.listed,
         lengths=lengths,
         start=start,
-        marks=marks,
+        marks=notes.marks,
         picks=picks,
         cut=cut,
         k=top_k,
         S=size,
-        pieces=pieces,
+        pieces=plan.pieces,
         capacity=capacity,
-        TILE=tile,
-        PIECES=triton.next_power_of_2(pieces),
+        EIGHTS=EIGHTS,
+        LEAST=plan.least,
+        TILE=plan.tile,
+        PIECES=triton.next_power_of_2(plan.pieces),
         CAPACITY_P=triton.next_power_of_2(capacity),
         ASM=shares.is_cuda,
         NEW=int(is_new),
         LENGTH_STEP=row_step(lengths),
         START_STEP=row_step(start),
         PDL=pdl,
-        num_warps=warps or max(4, tile // 512),
+        num_warps=plan.warps,
         **dependent,
-        maxnreg=registers,  # four programs of 8 warps run at a time; few bytes are spilled
+        maxnreg=plan.registers,
     )
 
 

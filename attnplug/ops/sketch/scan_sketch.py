@@ -1,7 +1,7 @@
 """The scan of `sketch`: estimated scores of all coded tokens, each token's share of its group's
 attention, and what the tokens add up to.
 
-    s^_gi = offset_g + w_g.code_i                       to the base 2, w_g in two int8 digits
+    s^_gi = offset_g + w_g.code_i                       to the base 2, w_g in int8 units
     h_i   = log2 sum_g 2^(s^_gi - N_g)                  the token's share, rounded to float16
     Z_g   = sum_i 2^(s^_gi - N_g),   U_g = sum_i 2^(s^_gi - N_g) (s^_gi - N_g)
 
@@ -33,9 +33,9 @@ from attnplug.ops.sketch.estimates import (
     LARGEST,
     bin_of,
     capped,
-    digits,
     estimate,
     exp2,
+    in_units,
     log2,
     unpack,
 )
@@ -233,10 +233,10 @@ def _score(
             cap,
             own_norm,
         )
-        high, low = np.empty((2, group, rank), np.float32)
+        whole = np.empty((group, rank), np.float32)
         unit = np.empty(group, np.float32)
         for g in range(group):
-            high[g], low[g], unit[g] = digits(facts[g, :rank])
+            whole[g], unit[g] = in_units(facts[g, :rank])
         codes = np.empty(rank, np.float32)
         for part in range(parts):
             first, last = part * (near - 1) // parts, (part + 1) * (near - 1) // parts
@@ -250,7 +250,7 @@ def _score(
                 unpack(fine[b, h, n], coarse[b, h, n], codes)
                 share = 0.0
                 for g in range(group):
-                    s = estimate(high[g], low[g], unit[g], facts[g, rank], codes)
+                    s = estimate(whole[g], unit[g], facts[g, rank], codes)
                     e = exp2(min(capped(s, cap) - own_norm[g], np.float32(LARGEST)))
                     mass[g] += e
                     moment[g] += e * (s - (np.float32(0) if cap > 0 else own_norm[g]))
@@ -366,6 +366,7 @@ def launch_scan_sketch(
     hint=None,
     is_new=False,
     fewest=ALL_PARTS,
+    counted=None,
 ):
     """Run a kernel; tensors as in `scan_sketch`, on a GPU or in Triton's interpreter. In a chain
     `total` has been cleared, and the codes are known to be complete. Tokens are counted from the
@@ -387,6 +388,7 @@ def launch_scan_sketch(
         "lengths": lengths,
         "start": start,
         "hint": hint,
+        "counted": counted,
         "shares": shares,
         "total": total,
         "sums": sums,

@@ -296,7 +296,8 @@ def launch_sketch_decode(
         *(top_k, plan.parts, *rows, call.key_mask, softcap),
     )
     scanned = shares, total, sums, norm, middle = scan._allocate(*asked_scan)
-    marks = pick.new_marks(shares)
+    pick_plan = pick.own_plan(shares)
+    notes = pick.Notes.empty(shares, pick_plan)
     prepare_query(
         *asked,
         projected,
@@ -306,14 +307,14 @@ def launch_sketch_decode(
         codes=call.codes,
         new=(call.new_k, call.new_v),
         recent=call.recent,
-        marks=marks,
+        marks=notes.marks,
     )
     behind = {"hint": call.hint, "is_new": call.new_k is not None}
-    how = {"plan": plan.scan, "fewest": plan.fewest, "chained": True}
+    how = {"plan": plan.scan, "fewest": plan.fewest, "counted": notes.counted, "chained": True}
     scan.launch_scan_sketch(*asked_scan, *scanned, **how, **behind)
     asked_picks = (shares, total, middle, top_k, *rows)
     picks, cut = pick._allocate(*asked_picks)
-    pick.launch_pick_tokens(*asked_picks, picks, cut, marks=marks, **behind)
+    pick.launch_pick_tokens(*asked_picks, picks, cut, pick_plan, notes, **behind)
     asked_attend = (
         *(q, k, v, projected, call.fine, call.coarse),
         *(picks, cut, norm, call.scale, plan.pieces, softcap),

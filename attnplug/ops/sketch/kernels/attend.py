@@ -9,8 +9,8 @@ from attnplug.ops.sketch.kernels.codes import (
     capped,
     estimated,
     exp2,
-    load_digits,
     load_unit,
+    load_weights,
     share,
     unpack_coarse,
     unpack_fine,
@@ -32,21 +32,20 @@ def query_facts(
     R2: tl.constexpr,
     CAPPED: tl.constexpr,
 ):
-    """What scores of codes are made of: the unit of the digits, the digits of the fine and of the
-    coarse weights (high, low), and what is added to a score, less the `norm` where none is
-    capped."""
+    """What scores of codes are made of: the unit of the weights, those of the fine and those of the
+    coarse coordinates, and what is added to a score, less the `norm` where none is capped."""
     g = tl.arange(0, HEADS)
     RP: tl.constexpr = 64 if R4 + R2 <= 64 else 128
     unit = load_unit(projected, row, columns, R4 + R2, RP, GROUP, HEADS)
-    fine_high, fine_low = load_digits(
+    fine_weights = load_weights(
         projected, row, columns, 0, R4, 32 if R4 < 32 else R4, GROUP, HEADS, unit
     )
-    coarse_high, coarse_low = load_digits(projected, row, columns, R4, R2, R2, GROUP, HEADS, unit)
+    coarse_weights = load_weights(projected, row, columns, R4, R2, R2, GROUP, HEADS, unit)
     facts = projected + (row + g).to(tl.int64) * columns + R4 + R2
     offset = tl.load(facts, mask=g < GROUP, other=0.0, cache_modifier=".cg")
     base = tl.load(norm + row + g, mask=g < GROUP, other=float("inf"), cache_modifier=".cg")
     shift = offset if CAPPED else offset - base
-    return unit, fine_high, fine_low, coarse_high, coarse_low, base, shift
+    return unit, fine_weights, coarse_weights, base, shift
 
 
 @triton.jit
@@ -107,7 +106,7 @@ def attend(
     v_b, v_h, v_s = v_strides
     k_at = k + b * k_b + h.to(tl.int64) * k_h + d[None, :]
     v_at = v + b * v_b + h.to(tl.int64) * v_h + d[None, :]
-    unit, fine_high, fine_low, coarse_high, coarse_low, base, shift = query_facts(
+    unit, fine_weights, coarse_weights, base, shift = query_facts(
         projected, norm, row, columns, GROUP, HEADS, R4, R2, CAPPED
     )
     # The same for the rows of the exact product.
@@ -148,10 +147,8 @@ def attend(
         guess = estimated(
             unpack_fine(fine_bytes, ASM),
             unpack_coarse(coarse_bytes, ASM),
-            fine_high,
-            fine_low,
-            coarse_high,
-            coarse_low,
+            fine_weights,
+            coarse_weights,
             unit,
             shift,
         )

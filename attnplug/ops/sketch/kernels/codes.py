@@ -14,8 +14,9 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 BLOCK = tl.constexpr(128)  # tokens; the sink is the first block
 CHUNK = tl.constexpr(32)  # tokens that share a flag
+EIGHT = tl.constexpr(8)  # neighbours that share a bit of what a scan has counted
 LOCAL = tl.constexpr(4)  # last blocks that are read exactly, the one being filled included
-DIGIT = tl.constexpr(64)  # units of the low digit in one of the high digit
+REACH = tl.constexpr(127)  # units of the largest weight, so that int8 holds all
 ROUND = tl.constexpr(12582912.0)  # 1.5 * 2^23: added to a number it leaves an integer
 # Blocks of a part of the scan: where a row has so many for each, it has more parts; none has less.
 PART = tl.constexpr(16)
@@ -119,24 +120,14 @@ def unpack_coarse(x, ASM: tl.constexpr):
 
 
 @triton.jit
-def reach(R: tl.constexpr):
-    """The largest weight in units: two int8 digits hold it, and sums over the codes of R
-    coordinates stay below 2^22, so that 1.5 * 2^23 plus a sum is exact in float32."""
-    COARSE: tl.constexpr = 64 if R == 96 else 32
-    LIMIT: tl.constexpr = 4194303 // (15 * (R - COARSE) + 3 * COARSE)
-    return LIMIT if LIMIT < 127 * DIGIT else 127 * DIGIT
+def in_units(weight, unit):
+    """Weights in units, int8. Sums over codes stay below 2^22, so that 1.5 * 2^23 plus a sum is
+    exact in float32."""
+    return ((weight * (1 / unit) + ROUND).to(tl.int32, bitcast=True) - 0x4B400000).to(tl.int8)
 
 
 @triton.jit
-def split_digits(weight, unit):
-    """Weights as two int8 digits, 64 high + low, in units."""
-    whole = (weight * (1 / unit) + ROUND).to(tl.int32, bitcast=True) - 0x4B400000
-    high = (whole + DIGIT // 2) >> 6
-    return high.to(tl.int8), (whole - high * DIGIT).to(tl.int8)
-
-
-@triton.jit
-def load_digits(
+def load_weights(
     weights,
     row,
     columns,
@@ -147,14 +138,14 @@ def load_digits(
     HEADS: tl.constexpr,
     unit,
 ):
-    """The weights [RP, HEADS] of R coordinates from `first` on, as two int8 digits in `unit`."""
+    """The weights [RP, HEADS] of R coordinates from `first` on in units, int8."""
     i = tl.arange(0, RP)
     g = tl.arange(0, HEADS)
     at = weights + (row + g).to(tl.int64)[None, :] * columns + first + i[:, None]
     weight = tl.load(
         at, mask=(i < R)[:, None] & (g < GROUP)[None, :], other=0.0, cache_modifier=".cg"
     )
-    return split_digits(weight, unit[None, :])
+    return in_units(weight, unit[None, :])
 
 
 @triton.jit
@@ -167,14 +158,14 @@ def load_unit(
     GROUP: tl.constexpr,
     HEADS: tl.constexpr,
 ):
-    """What one unit of the digits stands for, [HEADS]."""
+    """What one unit of the weights is, [HEADS]."""
     i = tl.arange(0, RP)
     g = tl.arange(0, HEADS)
     at = weights + (row + g).to(tl.int64)[None, :] * columns + i[:, None]
     weight = tl.load(
         at, mask=(i < R)[:, None] & (g < GROUP)[None, :], other=0.0, cache_modifier=".cg"
     )
-    return tl.maximum(tl.max(tl.abs(weight), 0) / reach(R), 1e-30)
+    return tl.maximum(tl.max(tl.abs(weight), 0) / REACH, 1e-30)
 
 
 @triton.jit
@@ -206,13 +197,11 @@ def capped(s, cap, CAPPED: tl.constexpr):
 
 
 @triton.jit
-def estimated(fine, coarse, fine_high, fine_low, coarse_high, coarse_low, unit, offset):
+def estimated(fine, coarse, fine_weights, coarse_weights, unit, offset):
     """Estimated scores [N, HEADS] of tokens by their codes, without cap."""
-    high = tl.dot(fine, fine_high, out_dtype=tl.int32)
-    high = tl.dot(coarse, coarse_high, acc=high, out_dtype=tl.int32)
-    low = tl.dot(fine, fine_low, out_dtype=tl.int32)
-    low = tl.dot(coarse, coarse_low, acc=low, out_dtype=tl.int32)
-    return (high * DIGIT + low).to(tl.float32) * unit[None, :] + offset[None, :]
+    total = tl.dot(fine, fine_weights, out_dtype=tl.int32)
+    total = tl.dot(coarse, coarse_weights, acc=total, out_dtype=tl.int32)
+    return total.to(tl.float32) * unit[None, :] + offset[None, :]
 
 
 @triton.jit

@@ -22,12 +22,12 @@ from attnplug.ops.sketch.kernels.codes import (
     BLOCK,
     CHUNK,
     LARGEST,
+    REACH,
     edge_of,
     lowest_counted,
     near_block,
     parts_of,
     placed,
-    reach,
 )
 from attnplug.ops.sketch.kernels.hopper_codes import (
     MMA,
@@ -51,11 +51,11 @@ FLAT = gl.constexpr(gl.BlockedLayout([2], [32], [4], [0]))
 MAGIC = gl.constexpr(0x4B400000)  # the bits of 1.5 * 2^23
 SMALLEST = gl.constexpr(2.0**-126)
 
-# Count a pair of shares $1 in their bins, as `bin_of`: $2 is the address of bin 0, $4 the least
-# share that can count (in both halves), $5 the middle, $7 the least bin that counts.
+# Count a share in its bin, as `bin_of`: $4 is the address of bin 0, $10 the middle, $14 the least bin
+# that counts.
 _ONE = """
 cvt.f32.f16 y, {half};
-sub.f32 y, y, $5;
+sub.f32 y, y, $10;
 mul.f32 y, y, {steps};
 abs.f32 far, y;
 sub.f32 far, far, {fine};
@@ -68,28 +68,42 @@ max.f32 y, y, 0fC3000000;
 add.rm.f32 y, y, 0f4B400000;
 mov.b32 index, y;
 sub.s32 index, index, 0x4B3FFF80;
-setp.ge.s32 p, index, $7;
-mad.wide.s32 at, index, 4, $2;
+setp.ge.s32 p, index, $14;
+mad.wide.s32 at, index, 4, $4;
 @p red.relaxed.gpu.global.add.u32 [at], 1;
 """
 
 
 def _count() -> str:
+    """PTX that counts two pairs of shares, $2 and $3, of which $8 is the least that can count (in
+    both halves). $0 becomes a bit for every eight tokens of a warp, or $18 the place of a thread's
+    first: whether any can."""
     numbers = {"steps": "0f41800000", "fine": "0f42C00000"}
     both = "".join(_ONE.format(half=half, **numbers) for half in ("a", "b"))
     return f"""{{
 .reg .b16 a, b;
-.reg .b32 index;
+.reg .b32 index, one, two;
 .reg .b64 at;
 .reg .f32 y, far, t;
-.reg .pred p, q;
-mov.b32 {{a, b}}, $1;
-setp.ge.f16x2 p|q, $1, $4;
-or.pred p, p, q;
-@!p bra DONE;
+.reg .pred p, q, first, second;
+setp.ge.f16x2 p|q, $2, $8;
+or.pred first, p, q;
+setp.ge.f16x2 p|q, $3, $8;
+or.pred second, p, q;
+selp.b32 one, 1, 0, first;
+selp.b32 two, 4, 0, second;
+or.b32 one, one, two;
+shl.b32 one, one, $18;
+redux.sync.or.b32 $0, one, 0xffffffff;
+mov.b32 $1, 0;
+mov.b32 {{a, b}}, $2;
+@!first bra SECOND;
+{both}
+SECOND:
+mov.b32 {{a, b}}, $3;
+@!second bra DONE;
 {both}
 DONE:
-mov.b32 $0, 0;
 }}"""
 
 
@@ -108,37 +122,26 @@ def _weights(projected, columns, first, FIELDS: gl.constexpr, BYTES: gl.constexp
 
 
 @gluon.jit
-def _digits(whole):
-    """Integers as two int8 digits, 64 high + low."""
-    high = (whole + 32) >> 6
-    return high.to(gl.int8), (whole - (high << 6)).to(gl.int8)
-
-
-@gluon.jit
-def _both_digits(weight, unit, FIELDS: gl.constexpr, BYTES: gl.constexpr):
-    """The digits of weights in units, for even and for odd tokens: where a row has two tokens, the
-    weights of one are 0 where the other has its codes."""
+def _both_in_units(weight, unit, FIELDS: gl.constexpr, BYTES: gl.constexpr):
+    """Weights in units, int8, for even and for odd tokens: where a row has two tokens, the weights
+    of one are 0 where the other has its codes."""
     whole = (weight * (1 / unit)[None, :] + 12582912.0).to(gl.int32, bitcast=True) - MAGIC
     whole = gl.convert_layout(whole, WEIGHTS)
     if BYTES == 16:
-        digits = _digits(whole)
-        return digits, digits
+        same = whole.to(gl.int8)
+        return same, same
     else:
         k = gl.arange(0, 16 * FIELDS, layout=gl.SliceLayout(1, WEIGHTS))
         even = gl.where((k % 16 < 8)[:, None], whole, 0)
-        return _digits(even), _digits(whole - even)
+        return even.to(gl.int8), (whole - even).to(gl.int8)
 
 
 @gluon.jit
-def _products(fine, coarse, fine_digits, coarse_digits):
-    """64 high + low of 64 tokens, plus MAGIC, as float32 [64, 8]."""
-    fine_high, fine_low = fine_digits
-    coarse_high, coarse_low = coarse_digits
-    low = mma_v2(fine, fine_low, gl.full([PAIRS, 8], MAGIC, gl.int32, MMA))
-    high = mma_v2(fine, fine_high, gl.full([PAIRS, 8], 0, gl.int32, MMA))
-    low = mma_v2(coarse, coarse_low, low)
-    high = mma_v2(coarse, coarse_high, high)
-    return ((high << 6) + low).to(gl.float32, bitcast=True)
+def _products(fine, coarse, fine_weights, coarse_weights):
+    """Sums over the codes of 64 tokens, plus MAGIC, as float32 [64, 8]."""
+    total = mma_v2(fine, fine_weights, gl.full([PAIRS, 8], MAGIC, gl.int32, MMA))
+    total = mma_v2(coarse, coarse_weights, total)
+    return total.to(gl.float32, bitcast=True)
 
 
 @gluon.jit
@@ -169,7 +172,7 @@ def _half_step(
     fine_b,
     coarse_a,
     coarse_b,
-    digits,
+    weights,
     unit,
     shift,
     limit_a,
@@ -185,9 +188,9 @@ def _half_step(
     f0, f1, f2, f3 = two_chunks(fine_a, fine_b, R4 // 2, 2)
     c0, c1, c2, c3 = two_chunks(coarse_a, coarse_b, R2 // 4, 4)
     mass, moment, sums = _chunk(
-        f0, f1, c0, c1, digits, unit, shift, limit_a, mass, moment, sums, FIRST
+        f0, f1, c0, c1, weights, unit, shift, limit_a, mass, moment, sums, FIRST
     )
-    return _chunk(f2, f3, c2, c3, digits, unit, shift, limit_b, mass, moment, sums, FIRST + 1)
+    return _chunk(f2, f3, c2, c3, weights, unit, shift, limit_b, mass, moment, sums, FIRST + 1)
 
 
 @gluon.jit
@@ -196,7 +199,7 @@ def _chunk(
     fine_odd,
     coarse_even,
     coarse_odd,
-    digits,
+    weights,
     unit,
     shift,
     limit,
@@ -206,11 +209,11 @@ def _chunk(
     INDEX: gl.constexpr,
 ):
     """Add a chunk to the heads' sums, and its tokens' sums over heads to two columns of `sums`."""
-    fine_digits, coarse_digits = digits
-    fine_even_digits, fine_odd_digits = fine_digits
-    coarse_even_digits, coarse_odd_digits = coarse_digits
-    even = _products(fine_even, coarse_even, fine_even_digits, coarse_even_digits)
-    odd = _products(fine_odd, coarse_odd, fine_odd_digits, coarse_odd_digits)
+    fine_weights, coarse_weights = weights
+    for_fine_even, for_fine_odd = fine_weights
+    for_coarse_even, for_coarse_odd = coarse_weights
+    even = _products(fine_even, coarse_even, for_fine_even, for_coarse_even)
+    odd = _products(fine_odd, coarse_odd, for_fine_odd, for_coarse_odd)
     even = even * unit[None, :] + shift[None, :]
     odd = odd * unit[None, :] + shift[None, :]
     e = _exp2(gl.minimum(even, limit))
@@ -256,6 +259,7 @@ def scan(
     lengths,
     start,
     hint,
+    counted,
     shares,
     total,
     sums,
@@ -342,10 +346,10 @@ def scan(
         cache_modifier=".cg",
     )
     most = gl.maximum(gl.max(gl.abs(fine_weights), 0), gl.max(gl.abs(coarse_weights), 0))
-    unit = gl.maximum(most / reach(R4 + R2), 1e-30)
-    digits = (
-        _both_digits(fine_weights, unit, 2, F),
-        _both_digits(coarse_weights, unit, 4, C),
+    unit = gl.maximum(most / REACH, 1e-30)
+    weights = (
+        _both_in_units(fine_weights, unit, 2, F),
+        _both_in_units(coarse_weights, unit, 4, C),
     )
     variance = gl.sum(spread * spread, 0)
     base, likely = placed(known, mean, variance, (near - 1) * BLOCK, k, 0.0, False)
@@ -371,6 +375,8 @@ def scan(
     bins = gl.arange(0, BINS, layout=FLAT)
     total += place * BINS
     shares += slot
+    if counted is not None:
+        counted += place * (S // 32)
     for block in range(first, last, CHUNKS):
         f0, c0, f1, c1, f2, c2, f3, c3 = ahead
         after = gl.minimum(block + CHUNKS, last - 1)
@@ -380,12 +386,12 @@ def scan(
         limit = LARGEST
         limit_1 = gl.where(block + 1 < last, LARGEST, none)
         mass, moment, totals = _half_step(
-            f0, f1, c0, c1, digits, unit, shift, limit, limit_1, mass, moment, totals, 0, R4, R2
+            f0, f1, c0, c1, weights, unit, shift, limit, limit_1, mass, moment, totals, 0, R4, R2
         )
         limit_2 = gl.where(block + 2 < last, LARGEST, none)
         limit_3 = gl.where(block + 3 < last, LARGEST, none)
         mass, moment, totals = _half_step(
-            f2, f3, c2, c3, digits, unit, shift, limit_2, limit_3, mass, moment, totals, 2, R4, R2
+            f2, f3, c2, c3, weights, unit, shift, limit_2, limit_3, mass, moment, totals, 2, R4, R2
         )
         share = _log2(totals).to(gl.float16)
         share = gl.reshape(share, (PAIRS, 4, 2))
@@ -398,22 +404,29 @@ def scan(
         own = own & (at >= 0)
         gl.store(shares + block * BLOCK + at, share, mask=own)
         if block == due:
-            counted = gl.load(total + bins, cache_modifier=".cg")
-            reached = gl.associative_scan(counted, 0, _add, reverse=True)
+            so_far = gl.load(total + bins, cache_modifier=".cg")
+            reached = gl.associative_scan(so_far, 0, _add, reverse=True)
             index = gl.sum((reached >= k).to(gl.int32), 0) - 1
             floor = gl.maximum(floor, index)
             edge = _below(floor, centre)
             due += 2 * (due - first)
         counts = gl.where(own, share, float("-inf"))
         least = gl.full([PAIRS, 4, 2], 0.0, gl.float16, LAYOUT) + edge.to(gl.float16)
-        gl.inline_asm_elementwise(
+        # Rows of 16 pairs are two times four eights, of four chunks.
+        first_bit = 4 * c[None, :, None] + (pair % 8 // 4)[:, None, None]
+        found = gl.inline_asm_elementwise(
             _COUNT,
-            "=r,r,l,l,r,f,f,r,r",
-            [counts, total.to(gl.int64), least, centre, floor],
+            "=&r,=&r,r,r,l,l,l,l,r,r,f,f,f,f,r,r,r,r,r,r,r,r",
+            [counts, total.to(gl.int64), least, centre, floor, first_bit],
             dtype=gl.int16,
             is_pure=False,
-            pack=2,
+            pack=4,
         )
+        if counted is not None:
+            byte = (found.to(gl.int32) >> 4 * c[None, :, None]) & 15
+            there = (pair % 16 == 0)[:, None, None] & (p == 0)[None, None, :]
+            byte_at = (4 * (block + c))[None, :, None] + (pair // 16)[:, None, None]
+            gl.store(counted + byte_at, byte.to(gl.uint8), mask=there & own)
 
     seen_tokens = (last - first) * BLOCK
     gl.atomic_add(total, seen_tokens, sem="relaxed")

@@ -7,6 +7,7 @@ from attnplug.ops.common.rows import row_span
 from attnplug.ops.sketch.kernels.codes import (
     BINS,
     BLOCK,
+    EIGHT,
     FINE,
     LOWER,
     MARGIN,
@@ -124,23 +125,25 @@ def list_tokens(picks, slot, n, taken, ASM: tl.constexpr):
 
 @triton.jit
 def threshold_of(total, hint, shares, shared, place, centre, k, since, until):
-    """(visible, wanted, reached, threshold, above): how many candidates there are and how many of
-    them are to be picks, how many tokens reach each bin, the highest bin that as many as wanted
-    reach, and how many are above it. `shares` are the row's; where the scan has counted too few, as
-    the `hint` was too high, its programs count them again."""
+    """(visible, wanted, reached, threshold, above, complete): how many candidates there are and how
+    many of them are to be picks, how many tokens reach each bin, the highest bin that as many as
+    wanted reach, how many are above it, and whether the scan has counted all that can be picks.
+    `shares` are the row's; where it has counted too few, as the `hint` was too high, the row's
+    programs count them again."""
     bins = tl.arange(0, BINS)
     visible = tl.load(total + place * BINS, cache_modifier=".cg")
     own = tl.load(total + place * BINS + bins, cache_modifier=".cg")
     wanted = tl.minimum(k, visible)
     reached = _reaching(own, visible)
+    complete = _counted(reached) >= wanted
     if hint is not None:
         hinted = lowest_counted(tl.load(hint + place, cache_modifier=".cg")) > 1
-        if hinted & (_counted(reached) < wanted):
+        if hinted & (complete == 0):
             own = _counted_again(shares, since, until, centre, shared)
             reached = _reaching(own, visible)
     # Tokens above the threshold's bin: all are picks.
     above = tl.max(tl.where(reached < wanted, reached, 0), 0)
-    return visible, wanted, reached, _lowest(reached, wanted), above
+    return visible, wanted, reached, _lowest(reached, wanted), above, complete
 
 
 @triton.jit
@@ -157,11 +160,57 @@ def upper_edge(wanted, reached, threshold, centre):
 
 
 @triton.jit
+def _list_eights(counted, listed, count, EIGHTS: tl.constexpr):
+    """List those of the `count` first eights of which the scan has counted a token; returns how
+    many there are. `counted` has a bit for each, four in a byte."""
+    e = tl.arange(0, EIGHTS)
+    byte = tl.load(counted + e // 4, mask=e < count, other=0, cache_modifier=".cg")
+    found = (byte.to(tl.int32) >> (e % 4)) & 1
+    tl.store(listed + tl.cumsum(found, 0) - found, e, mask=found != 0)
+    tl.debug_barrier()  # a thread reads what others have listed
+    return tl.sum(found, 0)
+
+
+@triton.jit
+def _eights(listed, at, count, direct, EACH: tl.constexpr):
+    """(index, whether there is one) of eights `at` to `at + EACH` of the list, or of all."""
+    e = at + tl.arange(0, EACH)
+    index = e
+    if direct == 0:
+        index = tl.load(listed + e, mask=e < count, other=0, cache_modifier=".cg")
+    return index, e < count
+
+
+@triton.jit
+def _shares_of(shares, listed, at, count, direct, TILE: tl.constexpr):
+    """(token, share, whether there is one) [TILE] of so many tokens of a piece, in their order."""
+    index, there = _eights(listed, at, count, direct, TILE // EIGHT)
+    n = index[:, None] * EIGHT + tl.arange(0, EIGHT)[None, :]
+    seen = there[:, None] & (n >= 0)
+    share = tl.load(shares + n, mask=seen, other=0.0, cache_modifier=".cg")
+    return tl.reshape(n, (TILE,)), tl.reshape(share, (TILE,)), tl.reshape(seen, (TILE,))
+
+
+@triton.jit
+def _list_tile(picks, n, both, above, equal, room, ASM: tl.constexpr):
+    """List the picks among a tile's tokens `n`, where so many above the threshold's bin and in it
+    are in front of them; returns how many are in front of the next tile's."""
+    ahead = tl.cumsum(both, 0) - both
+    rank = equal + (ahead >> 16)
+    slot = above + (ahead & 65535) + tl.minimum(rank, room)
+    list_tokens(picks, slot, n, (both == 1) | ((both > 1) & (rank < room)), ASM)
+    own = tl.sum(both, 0)
+    return above + (own & 65535), equal + (own >> 16)
+
+
+@triton.jit
 def pick(
     shares,
     total,
     middle,
     hint,
+    counted,
+    listed,
     lengths,
     start,
     marks,
@@ -171,6 +220,8 @@ def pick(
     S,
     pieces,
     capacity,
+    EIGHTS: tl.constexpr,
+    LEAST: tl.constexpr,
     TILE: tl.constexpr,
     PIECES: tl.constexpr,
     CAPACITY_P: tl.constexpr,
@@ -180,9 +231,10 @@ def pick(
     START_STEP: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """The picks among TILE slots of one row's KV head, in the order of the cache; their place in
-    the list is where the pieces before this one end. Pieces behind the row's last candidate, in
-    whose room there are no tokens yet, have nothing to do."""
+    """The picks of one piece of the candidates of one row's KV head, in the order of the cache;
+    their place in the list is where the pieces before this one end. A piece has LEAST to EIGHTS
+    times eight tokens. If it has more than TILE, only those eights are read of which the scan has
+    counted a token, listed first in `listed`."""
     piece = tl.program_id(0)
     h = tl.program_id(1)
     b = tl.program_id(2).to(tl.int64)
@@ -190,38 +242,60 @@ def pick(
     length, low = row_span(lengths, start, b, S, LENGTH_STEP, START_STEP, NEW)
     since = low + BLOCK
     until = low + near_block(tl.minimum(length, S), low) * BLOCK
-    if (piece > 0) & (piece * TILE >= until):
+    eights = (until - since) // EIGHT
+    per = tl.maximum(tl.cdiv(eights, pieces * 4) * 4, LEAST)  # whole bytes of `counted`
+    first = piece * per
+    count = tl.minimum(per, eights - first)
+    if (piece > 0) & (count <= 0):
         return
-    n = piece * TILE + tl.arange(0, TILE)
+    EACH: tl.constexpr = TILE // EIGHT
+    own = shares + place * S + since + first * EIGHT
     begin(PDL)
-    # Slots that are no candidates are read too, so that loads are wide; they are not looked at.
-    share = tl.load(shares + place * S + n, mask=n < S, other=0.0, cache_modifier=".cg")
+    direct = per <= EACH
+    if counted is None:
+        direct = per > 0
+        listed = picks  # not read
+    n, share, seen = _shares_of(own, listed, 0, tl.where(direct, count, 0), 1, TILE)
     centre = tl.load(middle + place, cache_modifier=".cg")
     marks += place * (pieces + SHARED)
-    visible, wanted, reached, threshold, above = threshold_of(
+    visible, wanted, reached, threshold, above, complete = threshold_of(
         total, hint, shares + place * S, marks + pieces, place, centre, k, since, until
     )
+    if counted is not None:
+        if direct == 0:
+            listed += place * (S // EIGHT) + first
+            direct = complete == 0
+            if complete:
+                bytes_at = counted + place * (S // (4 * EIGHT)) + first // 4
+                count = _list_eights(bytes_at, listed, count, EIGHTS)
+            n, share, seen = _shares_of(own, listed, 0, count, direct, TILE)
 
-    both = levels(share, (n >= since) & (n < until), threshold, centre)
+    both = levels(share, seen, threshold, centre)
     own_both = tl.sum(both, 0)
+    for at in tl.range(EACH, count, EACH, num_stages=1):  # pyright: ignore[reportGeneralTypeIssues]
+        _, more, there = _shares_of(own, listed, at, count, direct, TILE)
+        own_both += tl.sum(levels(more, there, threshold, centre), 0)
     mark = (own_both & 65535).to(tl.int64) * 4294967296 + (own_both >> 16).to(tl.int64) * 2 + 1
     tl.atomic_xchg(marks + piece, mark, sem="relaxed")
-    ahead = tl.cumsum(both, 0) - both  # those in front of each
     in_front = before(marks, piece, PIECES)
 
+    picks += place * capacity
     room = capacity - above  # for the tokens of the threshold's bin, in the order of the cache
-    rank = ((in_front & 4294967295) >> 1).to(tl.int32) + (ahead >> 16)
-    slot = (in_front >> 32).to(tl.int32) + (ahead & 65535) + tl.minimum(rank, room)
-    taken = (both == 1) | ((both > 1) & (rank < room))
-    list_tokens(picks + place * capacity, slot, n, taken, ASM)
+    n_above, n_equal = (in_front >> 32).to(tl.int32), ((in_front & 4294967295) >> 1).to(tl.int32)
+    token = since + first * EIGHT
+    n_above, n_equal = _list_tile(picks, token + n, both, n_above, n_equal, room, ASM)
+    for at in tl.range(EACH, count, EACH, num_stages=1):  # pyright: ignore[reportGeneralTypeIssues]
+        n, more, there = _shares_of(own, listed, at, count, direct, TILE)
+        both = levels(more, there, threshold, centre)
+        n_above, n_equal = _list_tile(picks, token + n, both, n_above, n_equal, room, ASM)
     if piece == 0:
-        count = picked_of(visible, wanted, reached, capacity)
+        n_picks = picked_of(visible, wanted, reached, capacity)
         tl.store(cut + place * 3, upper_edge(wanted, reached, threshold, centre))
-        tl.store(cut + place * 3 + 1, (visible - count).to(tl.float32))
+        tl.store(cut + place * 3 + 1, (visible - n_picks).to(tl.float32))
         tl.store(cut + place * 3 + 2, next_hint(reached, visible, k).to(tl.float32))
         empty = tl.arange(0, CAPACITY_P)
         tl.store(
-            picks + place * capacity + empty,
+            picks + empty,
             tl.full([CAPACITY_P], -1, tl.int32),
-            mask=(empty >= count) & (empty < capacity),
+            mask=(empty >= n_picks) & (empty < capacity),
         )

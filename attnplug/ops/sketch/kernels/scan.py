@@ -8,15 +8,16 @@ from attnplug.ops.sketch.kernels.codes import (
     BINS,
     BLOCK,
     CHUNK,
+    EIGHT,
     LARGEST,
     begin,
     bin_of,
     capped,
     estimated,
     exp2,
-    load_digits,
     load_unit,
     load_variance,
+    load_weights,
     lowest_counted,
     near_block,
     parts_of,
@@ -39,6 +40,7 @@ def scan(
     start,
     key_mask,
     hint,
+    counted,
     shares,
     total,
     sums,
@@ -71,6 +73,7 @@ def scan(
 ):
     """One part of the candidates of one row's KV head: shares, their histogram, and for each head
     the sums of the estimated weights 2^(s - norm) and of weight times s - norm (times s if capped).
+    In the chain also, in `counted`, a bit for every eight candidates: whether any is counted.
     """
     begin(PDL)
     part = tl.program_id(0)
@@ -100,10 +103,10 @@ def scan(
     in_group = g < GROUP
     RP: tl.constexpr = 64 if R4 + R2 <= 64 else 128
     unit = load_unit(projected, row, columns, R4 + R2, RP, GROUP, HEADS)
-    fine_high, fine_low = load_digits(
+    fine_weights = load_weights(
         projected, row, columns, 0, R4, 32 if R4 < 32 else R4, GROUP, HEADS, unit
     )
-    coarse_high, coarse_low = load_digits(projected, row, columns, R4, R2, R2, GROUP, HEADS, unit)
+    coarse_weights = load_weights(projected, row, columns, R4, R2, R2, GROUP, HEADS, unit)
     facts = projected + (row + g).to(tl.int64) * columns + R4 + R2
     offset = tl.load(facts, mask=in_group, other=0.0, cache_modifier=".cg")
     mean = tl.load(facts + 1, mask=in_group, other=0.0, cache_modifier=".cg")
@@ -130,6 +133,8 @@ def scan(
     fine_at = fine + slot[:, None] * (R4 // 2) + tl.arange(0, R4 // 2)[None, :]
     coarse_at = coarse + slot[:, None] * (R2 // 4) + tl.arange(0, R2 // 4)[None, :]
     shares_at = shares + slot
+    if counted is not None:
+        counted_at = counted + place * (S // 32) + first * (BLOCK // 32)
     mask_at = key_mask
     if key_mask is not None:
         mask_at = key_mask + b * mask_b + since + n
@@ -155,10 +160,8 @@ def scan(
         s = estimated(
             unpack_fine(fine_bytes, ASM),
             unpack_coarse(coarse_bytes, ASM),
-            fine_high,
-            fine_low,
-            coarse_high,
-            coarse_low,
+            fine_weights,
+            coarse_weights,
             unit,
             shift,
         )
@@ -180,8 +183,13 @@ def scan(
             floor = tl.maximum(floor, index)
             due += due * REFRESH
         index = bin_of(h_tile, centre)
-        counted = seen & (index >= floor)
-        tl.atomic_add(total + index, 1, mask=counted, sem="relaxed")
+        own = seen & (index >= floor)
+        tl.atomic_add(total + index, 1, mask=own, sem="relaxed")
+        if counted is not None:
+            eights = tl.max(tl.reshape(own.to(tl.int32), (TILE // 32, 32 // EIGHT, EIGHT)), 2)
+            byte = tl.sum(eights << tl.arange(0, 32 // EIGHT)[None, :], 1)
+            where = at // 32 + tl.arange(0, TILE // 32)
+            tl.store(counted_at + where, byte.to(tl.uint8), mask=where < own_tokens // 32)
 
     tl.atomic_add(total, tl.sum(visible, 0), sem="relaxed")
     wrong = tl.zeros([BINS], tl.int32)
