@@ -51,8 +51,8 @@ FLAT = gl.constexpr(gl.BlockedLayout([2], [32], [4], [0]))
 MAGIC = gl.constexpr(0x4B400000)  # the bits of 1.5 * 2^23
 SMALLEST = gl.constexpr(2.0**-126)
 
-# Count a share in its bin, as `bin_of`: $4 is the address of bin 0, $10 the middle, $14 the least bin
-# that counts.
+# Count a share in its bin, as `bin_of`: $4 is the address of bin 0, $10 the middle, $14 the least
+# bin that counts.
 _ONE = """
 cvt.f32.f16 y, {half};
 sub.f32 y, y, $10;
@@ -426,6 +426,7 @@ def scan(
             byte = (found.to(gl.int32) >> 4 * c[None, :, None]) & 15
             there = (pair % 16 == 0)[:, None, None] & (p == 0)[None, None, :]
             byte_at = (4 * (block + c))[None, :, None] + (pair // 16)[:, None, None]
+            byte_at += gl.full([PAIRS, 4, 2], 0, gl.int32, LAYOUT)
             gl.store(counted + byte_at, byte.to(gl.uint8), mask=there & own)
 
     seen_tokens = (last - first) * BLOCK
