@@ -6,8 +6,8 @@ import numpy as np
 
 from attnplug.ops.sketch.kernels import codes as kernel_codes
 
-NAMED = ("BINS", "REACH", "LARGEST", "STEPS", "FINE", "MARGIN", "LOWER")
-BINS, REACH, LARGEST, STEPS, FINE, MARGIN, LOWER = (
+NAMED = ("BINS", "REACH", "LARGEST", "STEPS", "FINE", "MARGIN", "LOWER", "RISE")
+BINS, REACH, LARGEST, STEPS, FINE, MARGIN, LOWER, RISE = (
     getattr(kernel_codes, name).value for name in NAMED
 )
 

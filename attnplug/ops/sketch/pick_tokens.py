@@ -20,7 +20,7 @@ from attnplug.ops.common.device import early, machine
 from attnplug.ops.common.rows import row_step, rows_on_cpu
 from attnplug.ops.common.sizes import cdiv
 from attnplug.ops.sketch.encode_keys import near_block
-from attnplug.ops.sketch.estimates import BINS, FINE, LOWER, MARGIN, STEPS, bin_of
+from attnplug.ops.sketch.estimates import BINS, FINE, LOWER, MARGIN, RISE, STEPS, bin_of
 from attnplug.ops.sketch.kernels import pick as kernels
 from attnplug.ops.sketch.state import BLOCK
 
@@ -56,7 +56,7 @@ def pick_tokens(
             behind them. All candidates where there are no more than top_k.
         cut float32 `[B, Hkv, 3]`: the share from which on a pick is of the upper half (inf: none
             is), how many visible candidates are not picked, and the `hint` for the next step's
-            scan: the bin from which it counts, the highest that 4 top_k tokens reach; 0: all.
+            scan: the bin from which it counts, the highest that 2 top_k tokens reach; 0: all.
 
     Raises:
         ArgumentError: a shape, dtype, device or option does not fit.
@@ -127,6 +127,12 @@ def _next_hint(total, wanted):
     return max(lowest - LOWER, 0)
 
 
+def coming_hint(hint: torch.Tensor, known: torch.Tensor) -> torch.Tensor:
+    """The hint after a step that had `hint` and found `known`: queries differ, and one that is too
+    high costs more than one that is too low, so it goes up slowly and down at once."""
+    return torch.where(hint > 1, torch.minimum(known, hint.clamp(max=BINS - 1) + RISE), known)
+
+
 @numba.njit(parallel=True, cache=True)
 def _reference(shares, total, middle, top_k, lengths, start, picks, cut):
     """The list of every row and KV head, in parallel."""
@@ -178,14 +184,15 @@ class Plan(NamedTuple):
     pieces: int  # of a row's KV head
     least: int = 128  # eights of a piece, a multiple of 4: a short row has fewer pieces
     tile: int = 2048  # tokens that a program looks at at once
-    warps: int = 4
+    warps: int = 8
     registers: int = 64  # of a thread, at most
 
 
 def plan_for(rows: int, size: int, multiprocessors: int) -> Plan:
     """The plan for `rows` rows and KV heads with `size` slots each."""
     pieces = min(max(1, 2 * multiprocessors // rows), cdiv(size, 1024))
-    return Plan(max(pieces, fewest_for(size)))
+    pieces = max(pieces, fewest_for(size))
+    return Plan(pieces, tile=1024, warps=4) if size <= 1024 * pieces else Plan(pieces)
 
 
 def fewest_for(size: int) -> int:

@@ -232,7 +232,7 @@ def _cpu(
     )
     picks, cut = pick._pick_tokens(shares, total, middle, call.top_k, *rows)
     if call.hint is not None:
-        call.hint.copy_(cut[..., 2])
+        call.hint.copy_(pick.coming_hint(call.hint, cut[..., 2]))
     picked = attend_picks(
         q, k, v, projected, call.fine, call.coarse, picks, cut, norm, call.scale, 1, softcap
     )

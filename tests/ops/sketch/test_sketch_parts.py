@@ -225,7 +225,8 @@ def test_picks_come_from_what_the_scan_has_counted(device_path, known, plain):
     args = [x.to(device) for x in (fixed[0], fixed[2], *codes)]
     asked = (*args, top_k, 3, *rows, None, 0.0)
     outputs = scan._allocate(*asked)
-    scan.launch_scan_sketch(*asked, *outputs)
+    scan_plan = scan.PLAN._replace(hopper=not plain)
+    scan.launch_scan_sketch(*asked, *outputs, plan=scan_plan)
     shares, total, _, _, middle = (x.cpu() for x in outputs)
     wanted = pick._pick_tokens(shares, total, middle, top_k, *ROWS.values())
     hint = {"nothing": torch.zeros(2, 2), "the bin": wanted[1][..., 2].contiguous()}
@@ -234,7 +235,7 @@ def test_picks_come_from_what_the_scan_has_counted(device_path, known, plain):
     plan = pick.Plan(3, 4, 32)
     notes = pick.Notes.empty(outputs[0], plan)
     notes.marks.zero_()
-    how = {"plan": scan.PLAN._replace(hopper=not plain), "hint": hint, "counted": notes.counted}
+    how = {"plan": scan_plan, "hint": hint, "counted": notes.counted}
     scan.launch_scan_sketch(*asked, *outputs, **how)
     shares, total, _, _, middle = outputs
     uncounted = 0

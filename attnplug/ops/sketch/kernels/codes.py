@@ -27,8 +27,9 @@ LARGEST = tl.constexpr(100.0)  # share of a token, log2, past which it counts no
 BINS = tl.constexpr(256)
 STEPS = tl.constexpr(16.0)
 FINE = tl.constexpr(96.0)
-MARGIN = tl.constexpr(4)  # times k: so many tokens a step means the next one to count
+MARGIN = tl.constexpr(2)  # times k: so many tokens a step means the next one to count
 LOWER = tl.constexpr(2)  # bins by which the hint goes down where too few were counted to know
+RISE = tl.constexpr(1)  # bins by which it goes up in a step, at most
 
 
 @triton.jit
@@ -123,7 +124,10 @@ def unpack_coarse(x, ASM: tl.constexpr):
 def in_units(weight, unit):
     """Weights in units, int8. Sums over codes stay below 2^22, so that 1.5 * 2^23 plus a sum is
     exact in float32."""
-    return ((weight * (1 / unit) + ROUND).to(tl.int32, bitcast=True) - 0x4B400000).to(tl.int8)
+    whole = (weight * (1 / unit) + ROUND).to(tl.int32, bitcast=True) - 0x4B400000
+    # No weight is larger. Without a bound, LLVM stores the low byte of the float, and ptxas 12.8
+    # makes that the float's value as an integer (F2IP).
+    return tl.minimum(tl.maximum(whole, -REACH), REACH).to(tl.int8)
 
 
 @triton.jit

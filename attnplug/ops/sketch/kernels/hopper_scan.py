@@ -51,15 +51,48 @@ FLAT = gl.constexpr(gl.BlockedLayout([2], [32], [4], [0]))
 MAGIC = gl.constexpr(0x4B400000)  # the bits of 1.5 * 2^23
 SMALLEST = gl.constexpr(2.0**-126)
 
-# Count a share in its bin, as `bin_of`: $4 is the address of bin 0, $10 the middle, $14 the least
-# bin that counts.
-_ONE = """
-cvt.f32.f16 y, {half};
+# Count the shares of two pairs, $2 and $3, in their bins, as `bin_of`: $4 is the address of bin 0,
+# $8 the least share that can count (in both halves), $10 the middle, $14 the least bin that counts.
+# $0 becomes a bit for every eight tokens of a warp, of which $18 is the place of a thread's first:
+# whether any can count. Few can, so that a thread looks at one after the other.
+_COUNT = gl.constexpr("""{
+.reg .b16 a, b;
+.reg .b32 index, one, two, left, place;
+.reg .b64 at;
+.reg .f32 y, far, t;
+.reg .pred p, q, r, s, first, second;
+setp.ge.f16x2 p|q, $2, $8;
+setp.ge.f16x2 r|s, $3, $8;
+or.pred first, p, q;
+or.pred second, r, s;
+selp.b32 one, 1, 0, first;
+selp.b32 two, 4, 0, second;
+or.b32 one, one, two;
+shl.b32 one, one, $18;
+redux.sync.or.b32 $0, one, 0xffffffff;
+mov.b32 $1, 0;
+or.pred first, first, second;
+@!first bra DONE;
+selp.b32 left, 1, 0, p;
+selp.b32 two, 2, 0, q;
+or.b32 left, left, two;
+selp.b32 two, 4, 0, r;
+or.b32 left, left, two;
+selp.b32 two, 8, 0, s;
+or.b32 left, left, two;
+NEXT:
+bfind.u32 place, left;
+shl.b32 one, 1, place;
+xor.b32 left, left, one;
+mad.lo.u32 place, place, 0x22, 0x10;
+prmt.b32 one, $2, $3, place;
+mov.b32 {a, b}, one;
+cvt.f32.f16 y, a;
 sub.f32 y, y, $10;
-mul.f32 y, y, {steps};
+mul.f32 y, y, 0f41800000;
 abs.f32 far, y;
-sub.f32 far, far, {fine};
-fma.rn.f32 t, far, 0f3E000000, {fine};
+sub.f32 far, far, 0f42C00000;
+fma.rn.f32 t, far, 0f3E000000, 0f42C00000;
 copysign.f32 t, y, t;
 setp.gt.f32 p, far, 0f00000000;
 selp.f32 y, t, y, p;
@@ -71,43 +104,10 @@ sub.s32 index, index, 0x4B3FFF80;
 setp.ge.s32 p, index, $14;
 mad.wide.s32 at, index, 4, $4;
 @p red.relaxed.gpu.global.add.u32 [at], 1;
-"""
-
-
-def _count() -> str:
-    """PTX that counts two pairs of shares, $2 and $3, of which $8 is the least that can count (in
-    both halves). $0 becomes a bit for every eight tokens of a warp, or $18 the place of a thread's
-    first: whether any can."""
-    numbers = {"steps": "0f41800000", "fine": "0f42C00000"}
-    both = "".join(_ONE.format(half=half, **numbers) for half in ("a", "b"))
-    return f"""{{
-.reg .b16 a, b;
-.reg .b32 index, one, two;
-.reg .b64 at;
-.reg .f32 y, far, t;
-.reg .pred p, q, first, second;
-setp.ge.f16x2 p|q, $2, $8;
-or.pred first, p, q;
-setp.ge.f16x2 p|q, $3, $8;
-or.pred second, p, q;
-selp.b32 one, 1, 0, first;
-selp.b32 two, 4, 0, second;
-or.b32 one, one, two;
-shl.b32 one, one, $18;
-redux.sync.or.b32 $0, one, 0xffffffff;
-mov.b32 $1, 0;
-mov.b32 {{a, b}}, $2;
-@!first bra SECOND;
-{both}
-SECOND:
-mov.b32 {{a, b}}, $3;
-@!second bra DONE;
-{both}
+setp.ne.u32 p, left, 0;
+@p bra NEXT;
 DONE:
-}}"""
-
-
-_COUNT = gl.constexpr(_count())
+}""")
 
 
 @gluon.jit
@@ -355,12 +355,13 @@ def scan(
     base, likely = placed(known, mean, variance, (near - 1) * BLOCK, k, 0.0, False)
     centre = gl.max(gl.where(in_group, likely, float("-inf")), 0)
     centre = gl.where(gl.abs(centre) < 1e30, centre, 0.0)
+    # Scores are computed as 1.5 * 2^23 units and more, less as many: the norm is what a float of
+    # that size leaves of it. Heads that pad the group have no share of anything.
+    shift = gl.where(in_group, gl.fma(unit, -12582912.0, offset - base), float("-inf"))
     if part == 0:
-        gl.store(norm + row + g, base, mask=in_group)
+        gl.store(norm + row + g, offset - gl.fma(unit, 12582912.0, shift), mask=in_group)
         gl.store(middle + place, centre)
-    # Heads that pad the group have no share of anything.
-    shift = gl.where(in_group, offset - base, float("-inf"))
-    shift = gl.convert_layout(shift - 12582912.0 * unit, COLUMN)
+    shift = gl.convert_layout(shift, COLUMN)
     unit = gl.convert_layout(unit, COLUMN)
 
     mass = gl.full([PAIRS, 8], 0.0, gl.float32, MMA)

@@ -11,6 +11,7 @@ from attnplug.ops.sketch.kernels.codes import (
     FINE,
     LOWER,
     MARGIN,
+    RISE,
     STEPS,
     begin,
     bin_of,
@@ -292,7 +293,11 @@ def pick(
         n_picks = picked_of(visible, wanted, reached, capacity)
         tl.store(cut + place * 3, upper_edge(wanted, reached, threshold, centre))
         tl.store(cut + place * 3 + 1, (visible - n_picks).to(tl.float32))
-        tl.store(cut + place * 3 + 2, next_hint(reached, visible, k).to(tl.float32))
+        coming = next_hint(reached, visible, k)
+        if hint is not None:
+            known = lowest_counted(tl.load(hint + place, cache_modifier=".cg"))
+            coming = tl.where(known > 1, tl.minimum(coming, known + RISE), coming)
+        tl.store(cut + place * 3 + 2, coming.to(tl.float32))
         empty = tl.arange(0, CAPACITY_P)
         tl.store(
             picks + empty,
