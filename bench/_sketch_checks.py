@@ -133,7 +133,7 @@ def compare_scan(wanted, found, written, rows, top_k) -> str:
     parts = [
         near("shares", own[0][written], shares[written], 0.02),
         near("sums", own[2] / (1 + sums.abs()), sums / (1 + sums.abs()), 2e-3),
-        near("norm", own[3], norm, 1e-3),
+        near("norm", own[3], norm, 0.01),  # Hopper's kernel rounds it (`hopper_scan`)
         near("middle", own[4], middle, 1e-3),
     ]
     own[0][~written] = -torch.inf

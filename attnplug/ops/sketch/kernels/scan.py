@@ -133,8 +133,9 @@ def scan(
     fine_at = fine + slot[:, None] * (R4 // 2) + tl.arange(0, R4 // 2)[None, :]
     coarse_at = coarse + slot[:, None] * (R2 // 4) + tl.arange(0, R2 // 4)[None, :]
     shares_at = shares + slot
+    counted_at = counted
     if counted is not None:
-        counted_at = counted + place * (S // 32) + first * (BLOCK // 32)
+        counted_at += place * (S // 32) + first * (BLOCK // 32)
     mask_at = key_mask
     if key_mask is not None:
         mask_at = key_mask + b * mask_b + since + n
