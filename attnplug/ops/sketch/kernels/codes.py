@@ -220,16 +220,21 @@ def exp2(x, ASM: tl.constexpr):
 
 
 @triton.jit
+def log2(x, ASM: tl.constexpr):
+    """log2 by the one instruction, within 2^-21; that of numbers below 2^-126 is -inf."""
+    if ASM:
+        return tl.inline_asm_elementwise(
+            "lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
+    else:
+        return tl.log2(x)
+
+
+@triton.jit
 def share(e, ASM: tl.constexpr):
     """log2 of the sum of a group's shares `e [N, HEADS]`, rounded as it is stored."""
     total = tl.maximum(tl.sum(e, 1), 1.1754943508222875e-38)  # no token is out of reach
-    if ASM:  # within 2^-21, far below the float16 that it becomes
-        total = tl.inline_asm_elementwise(
-            "lg2.approx.ftz.f32 $0, $1;", "=f,f", [total], dtype=tl.float32, is_pure=True, pack=1
-        )
-    else:
-        total = tl.log2(total)
-    return total.to(tl.float16)
+    return log2(total, ASM).to(tl.float16)
 
 
 @triton.jit
@@ -263,34 +268,34 @@ def edge_of(index, middle):
 
 
 @triton.jit
-def _logaddexp2(a, b):
+def _logaddexp2(a, b, ASM: tl.constexpr):
     top = tl.maximum(a, b)
     shift = tl.where(top == float("-inf"), 0.0, top)
-    return shift + tl.log2(tl.exp2(a - shift) + tl.exp2(b - shift))
+    return shift + log2(exp2(a - shift, ASM) + exp2(b - shift, ASM), ASM)
 
 
 @triton.jit
-def _normal_quantile(p):
+def _normal_quantile(p, ASM: tl.constexpr):
     """z with P(Z > z) = p for a standard normal Z, within 0.003: Abramowitz and Stegun 26.2.22."""
     small = tl.maximum(tl.minimum(p, 1 - p), 1e-9)
-    t = tl.sqrt(-1.3862943611198906 * tl.log2(small))
+    t = tl.sqrt(-1.3862943611198906 * log2(small, ASM))
     z = t - (2.30753 + 0.27061 * t) / (1 + t * (0.99229 + 0.04481 * t))
     return tl.where(p < 0.5, z, -z)
 
 
 @triton.jit
-def placed(known, mean, variance, n_tokens, k, cap, CAPPED: tl.constexpr):
+def placed(known, mean, variance, n_tokens, k, cap, CAPPED: tl.constexpr, ASM: tl.constexpr):
     """(norm, likely) [HEADS]: what stands for a head's log-sum-exp, that of the pieces `known`
     [PIECES, HEADS] and of scores as if they were normal, and the share that the k-th token would
     then have."""
-    log_n = tl.log2(n_tokens.to(tl.float32))
+    log_n = log2(n_tokens.to(tl.float32), ASM)
     closed = capped(mean, cap, CAPPED) + log_n + 0.34657359027997264 * variance
     if CAPPED:
         closed = tl.minimum(closed, cap + log_n)
     top = tl.max(known, 0)
     shift = tl.where(top == float("-inf"), 0.0, top)
     # A NaN may be dropped by the maximum; it comes back through the sum.
-    fixed = shift + tl.log2(tl.sum(tl.exp2(known - shift[None, :]), 0))
-    norm = _logaddexp2(fixed, closed)
-    z = _normal_quantile(k / tl.maximum(n_tokens, 1).to(tl.float32))
+    fixed = shift + log2(tl.sum(exp2(known - shift[None, :], ASM), 0), ASM)
+    norm = _logaddexp2(fixed, closed, ASM)
+    z = _normal_quantile(k / tl.maximum(n_tokens, 1).to(tl.float32), ASM)
     return norm, capped(mean + z * tl.sqrt(variance), cap, CAPPED) - norm

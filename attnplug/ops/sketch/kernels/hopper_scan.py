@@ -24,6 +24,8 @@ from attnplug.ops.sketch.kernels.codes import (
     LARGEST,
     REACH,
     edge_of,
+    exp2,
+    log2,
     lowest_counted,
     near_block,
     parts_of,
@@ -145,20 +147,6 @@ def _products(fine, coarse, fine_weights, coarse_weights):
 
 
 @gluon.jit
-def _exp2(x):
-    return gl.inline_asm_elementwise(
-        "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1
-    )
-
-
-@gluon.jit
-def _log2(x):
-    return gl.inline_asm_elementwise(
-        "lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1
-    )
-
-
-@gluon.jit
 def _heads_in_order(e, other):
     """[64, 8] of even and of odd tokens as [64, 16], the heads in the order in which threads hold
     them."""
@@ -216,8 +204,8 @@ def _chunk(
     odd = _products(fine_odd, coarse_odd, for_fine_odd, for_coarse_odd)
     even = even * unit[None, :] + shift[None, :]
     odd = odd * unit[None, :] + shift[None, :]
-    e = _exp2(gl.minimum(even, limit))
-    o = _exp2(gl.minimum(odd, limit))
+    e = exp2(gl.minimum(even, limit), True)
+    o = exp2(gl.minimum(odd, limit), True)
     mass += e
     mass += o
     moment += e * even
@@ -352,7 +340,7 @@ def scan(
         _both_in_units(coarse_weights, unit, 4, C),
     )
     variance = gl.sum(spread * spread, 0)
-    base, likely = placed(known, mean, variance, (near - 1) * BLOCK, k, 0.0, False)
+    base, likely = placed(known, mean, variance, (near - 1) * BLOCK, k, 0.0, False, True)
     centre = gl.max(gl.where(in_group, likely, float("-inf")), 0)
     centre = gl.where(gl.abs(centre) < 1e30, centre, 0.0)
     # Scores are computed as 1.5 * 2^23 units and more, less as many: the norm is what a float of
@@ -394,7 +382,7 @@ def scan(
         mass, moment, totals = _half_step(
             f2, f3, c2, c3, weights, unit, shift, limit_2, limit_3, mass, moment, totals, 2, R4, R2
         )
-        share = _log2(totals).to(gl.float16)
+        share = log2(totals, True).to(gl.float16)
         share = gl.reshape(share, (PAIRS, 4, 2))
         LAYOUT: gl.constexpr = share.type.layout
         pair = gl.arange(0, PAIRS, layout=gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT)))

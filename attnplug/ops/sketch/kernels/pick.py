@@ -21,7 +21,7 @@ from attnplug.ops.sketch.kernels.codes import (
     place_of,
 )
 
-RECOUNT = tl.constexpr(4096)  # tokens that a program counts at a time where the counts do not do
+RECOUNT = tl.constexpr(2048)  # tokens that a program counts at a time where the counts do not do
 # What a row's programs share behind their marks: how many times a program has come for tokens to
 # count again, how many of these have been counted, and the counts.
 SHARED = tl.constexpr(2 + BINS.value)
@@ -125,6 +125,15 @@ def list_tokens(picks, slot, n, taken, ASM: tl.constexpr):
 
 
 @triton.jit
+def _threshold(own, reached, wanted):
+    """The highest bin that as many as wanted reach, and how many are above it. Bin 0, which all
+    reach, is not above any."""
+    both = tl.where(reached >= wanted, 4294967296, own.to(tl.int64))
+    found = tl.sum(both, 0)
+    return (found >> 32).to(tl.int32) - 1, found.to(tl.int32)
+
+
+@triton.jit
 def threshold_of(total, hint, shares, shared, place, centre, k, since, until):
     """(visible, wanted, reached, threshold, above, complete): how many candidates there are and how
     many of them are to be picks, how many tokens reach each bin, the highest bin that as many as
@@ -136,15 +145,15 @@ def threshold_of(total, hint, shares, shared, place, centre, k, since, until):
     own = tl.load(total + place * BINS + bins, cache_modifier=".cg")
     wanted = tl.minimum(k, visible)
     reached = _reaching(own, visible)
-    complete = _counted(reached) >= wanted
+    threshold, above = _threshold(own, reached, wanted)
+    complete = threshold > 0
     if hint is not None:
         hinted = lowest_counted(tl.load(hint + place, cache_modifier=".cg")) > 1
         if hinted & (complete == 0):
             own = _counted_again(shares, since, until, centre, shared)
             reached = _reaching(own, visible)
-    # Tokens above the threshold's bin: all are picks.
-    above = tl.max(tl.where(reached < wanted, reached, 0), 0)
-    return visible, wanted, reached, _lowest(reached, wanted), above, complete
+            threshold, above = _threshold(own, reached, wanted)
+    return visible, wanted, reached, threshold, above, complete
 
 
 @triton.jit
@@ -165,8 +174,10 @@ def _list_eights(counted, listed, count, EIGHTS: tl.constexpr):
     """List those of the `count` first eights of which the scan has counted a token; returns how
     many there are. `counted` has a bit for each, four in a byte."""
     e = tl.arange(0, EIGHTS)
-    byte = tl.load(counted + e // 4, mask=e < count, other=0, cache_modifier=".cg")
-    found = (byte.to(tl.int32) >> (e % 4)) & 1
+    at = tl.arange(0, EIGHTS // 4)
+    byte = tl.load(counted + at, mask=at < count // 4, other=0, cache_modifier=".cg")
+    found = (byte.to(tl.int32)[:, None] >> tl.arange(0, 4)[None, :]) & 1
+    found = tl.reshape(found, (EIGHTS,))
     tl.store(listed + tl.cumsum(found, 0) - found, e, mask=found != 0)
     tl.debug_barrier()  # a thread reads what others have listed
     return tl.sum(found, 0)
@@ -195,13 +206,11 @@ def _shares_of(shares, listed, at, count, direct, TILE: tl.constexpr):
 @triton.jit
 def _list_tile(picks, n, both, above, equal, room, ASM: tl.constexpr):
     """List the picks among a tile's tokens `n`, where so many above the threshold's bin and in it
-    are in front of them; returns how many are in front of the next tile's."""
+    are in front of them."""
     ahead = tl.cumsum(both, 0) - both
     rank = equal + (ahead >> 16)
     slot = above + (ahead & 65535) + tl.minimum(rank, room)
     list_tokens(picks, slot, n, (both == 1) | ((both > 1) & (rank < room)), ASM)
-    own = tl.sum(both, 0)
-    return above + (own & 65535), equal + (own >> 16)
 
 
 @triton.jit
@@ -272,7 +281,8 @@ def pick(
             n, share, seen = _shares_of(own, listed, 0, count, direct, TILE)
 
     both = levels(share, seen, threshold, centre)
-    own_both = tl.sum(both, 0)
+    ahead = tl.sum(both, 0)
+    own_both = ahead
     for at in tl.range(EACH, count, EACH, num_stages=1):  # pyright: ignore[reportGeneralTypeIssues]
         _, more, there = _shares_of(own, listed, at, count, direct, TILE)
         own_both += tl.sum(levels(more, there, threshold, centre), 0)
@@ -284,11 +294,14 @@ def pick(
     room = capacity - above  # for the tokens of the threshold's bin, in the order of the cache
     n_above, n_equal = (in_front >> 32).to(tl.int32), ((in_front & 4294967295) >> 1).to(tl.int32)
     token = since + first * EIGHT
-    n_above, n_equal = _list_tile(picks, token + n, both, n_above, n_equal, room, ASM)
+    _list_tile(picks, token + n, both, n_above, n_equal, room, ASM)
     for at in tl.range(EACH, count, EACH, num_stages=1):  # pyright: ignore[reportGeneralTypeIssues]
         n, more, there = _shares_of(own, listed, at, count, direct, TILE)
+        n_above += ahead & 65535
+        n_equal += ahead >> 16
         both = levels(more, there, threshold, centre)
-        n_above, n_equal = _list_tile(picks, token + n, both, n_above, n_equal, room, ASM)
+        ahead = tl.sum(both, 0)
+        _list_tile(picks, token + n, both, n_above, n_equal, room, ASM)
     if piece == 0:
         n_picks = picked_of(visible, wanted, reached, capacity)
         tl.store(cut + place * 3, upper_edge(wanted, reached, threshold, centre))

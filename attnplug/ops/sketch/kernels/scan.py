@@ -118,7 +118,7 @@ def scan(
         other=float("-inf"),
         cache_modifier=".cg",
     )
-    base, likely = placed(known, mean, variance, n_tokens, k, cap, CAPPED)
+    base, likely = placed(known, mean, variance, n_tokens, k, cap, CAPPED, ASM)
     centre = tl.max(tl.where(in_group, likely, float("-inf")), 0)
     centre = tl.where(tl.abs(centre) < 1e30, centre, 0.0)
     if part == 0:
