@@ -29,7 +29,7 @@ from attnplug.ops.sketch.state import BLOCK
 NAME = "sketch_prepare"
 PIECE = kernels.PIECE.value  # tokens
 PIECES = (1 + LOCAL) * BLOCK // PIECE
-COLUMNS = 32  # of the projection, for one program
+COLUMNS = 16  # of the projection, for one program
 ENCODERS = 4  # programs a KV head that make codes in the chain
 
 
@@ -198,7 +198,7 @@ def launch_prepare_query(
     coders = 0 if encoder is None else ENCODERS
     factor, cap = base_two(scale, softcap)
     kernels.prepare.run(
-        grid=(PIECES + column_programs + coders, kv_heads, batch),
+        grid=(PIECES + column_programs + coders + (total is not None), kv_heads, batch),
         warmup=False,
         q=q,
         k=k,

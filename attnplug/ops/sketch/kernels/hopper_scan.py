@@ -230,6 +230,18 @@ def _begin():
 
 
 @gluon.jit
+def _any_odd(flags, first, last):
+    """Whether a flag is set of the blocks from `first` to before `last`."""
+    bins = gl.arange(0, BINS, layout=FLAT)
+    odd = gl.full([BINS], 0, gl.int32, FLAT)
+    end = last * (BLOCK // CHUNK)
+    for at in range(first * (BLOCK // CHUNK), end, BINS):
+        flag = gl.load(flags + at + bins, mask=at + bins < end, other=0, cache_modifier=".cg")
+        odd |= (flag != 0).to(gl.int32)
+    return gl.max(odd, 0)
+
+
+@gluon.jit
 def _below(index, centre):
     """A share below a bin's edge, which float16 does not round to one above it."""
     edge = edge_of(index, centre)
@@ -305,6 +317,11 @@ def scan(
     done = blocks_done(progress, b, low)
     soon = some & (1 + gl.minimum(first + CHUNKS, last) <= done)
     ahead = load_step(fine_at, coarse_at, first, soon, F, C)
+    floor = 1
+    if hint is not None:  # of the step before
+        floor = lowest_counted(gl.load(hint + place, cache_modifier=".cg"))
+    flags = odd + place * chunks
+    bad = _any_odd(flags, 1 + first, gl.minimum(1 + last, done)) > 0
     if PDL:
         _begin()
     if some & (soon == 0):
@@ -354,9 +371,6 @@ def scan(
 
     mass = gl.full([PAIRS, 8], 0.0, gl.float32, MMA)
     moment = gl.full([PAIRS, 8], 0.0, gl.float32, MMA)
-    floor = 1
-    if hint is not None:
-        floor = lowest_counted(gl.load(hint + place, cache_modifier=".cg"))
     edge = gl.where(floor > 1, _below(floor, centre), float("-inf"))
     # A look at `total` takes as long as a step: a short part does without, and who has a hint.
     looks = (floor == 1) & (last - first >= patience * CHUNKS)
@@ -420,13 +434,8 @@ def scan(
 
     seen_tokens = (last - first) * BLOCK
     gl.atomic_add(total, seen_tokens, sem="relaxed")
-    wrong = gl.full([BINS], 0, gl.int32, FLAT)
-    flags = odd + place * chunks
-    end = (1 + last) * (BLOCK // CHUNK)
-    for at in range((1 + first) * (BLOCK // CHUNK), end, BINS):
-        flag = gl.load(flags + at + bins, mask=at + bins < end, other=0)
-        wrong |= (flag != 0).to(gl.int32)
-    bad = gl.max(wrong, 0) > 0
+    if done <= last:
+        bad = bad | (_any_odd(flags, gl.maximum(1 + first, done), 1 + last) > 0)
     if CHECKED:
         bad = bad | (done < near) & (near > 1)
     poison = gl.where(bad, float("nan"), 0.0)

@@ -71,8 +71,9 @@ def merge(
 ):
     """A slice of one head's output: pieces read exactly, and what the others are estimated as. In
     the chain also note which blocks have codes now, keep the next step's `hint`, and count the new
-    token in the `counts` entries of `counted`. There the kernel in front has waited for the scan
-    before this one starts, so that all that is the scan's or older can be read at once."""
+    token in the `counts` entries of `counted`. There `attend` has waited for `pick` before this
+    kernel starts, and nothing that runs by then reads a length or a block's progress, so that these
+    can be written, and all that is the scan's or older read, before the wait."""
     if not CHAINED:
         begin(PDL)
     row = tl.program_id(0).to(tl.int64)
@@ -94,14 +95,30 @@ def merge(
         mean = tl.load(facts + R + 1, cache_modifier=".cg")
         along = tl.load(facts + 2 * R + 2 + d, mask=d < D, other=0.0, cache_modifier=".cg")
     if CHAINED:
+        if tl.program_id(1) == 0:
+            if progress is not None:
+                if row < counts:  # the program that counts a length is the only one that reads it
+                    for b in range(row, BATCH, counts):
+                        _note(progress, lengths, start, b, S, NEW, LENGTH_STEP, START_STEP)
+            if counted is not None:
+                if row < counts:
+                    before = tl.load(counted + row, cache_modifier=".cg")
+                    tl.debug_barrier()  # every warp loads and stores the same word
+                    tl.store(counted + row, before + 1)
         begin(PDL)
+    # All is asked for before any of it is used: each wait takes as long as all of them.
     left = tl.load(cut + place * 3 + 1, cache_modifier=".cg")
-    pick_lses, picked = _pieces(pick_out, pick_lse, row, pieces, d, D, PIECES)
-    top = tl.maximum(tl.max(near_lse, 0), tl.max(pick_lses, 0))
+    coming = tl.load(cut + place * 3 + 2, cache_modifier=".cg")
     j = tl.arange(0, PIECES)
     at = pick_sums + (row * pieces + j) * 4
-    mass -= tl.sum(tl.load(at, mask=j < pieces, other=0.0, cache_modifier=".cg"), 0)
-    moment -= tl.sum(tl.load(at + 1, mask=j < pieces, other=0.0, cache_modifier=".cg"), 0)
+    picked_mass = tl.load(at, mask=j < pieces, other=0.0, cache_modifier=".cg")
+    picked_moment = tl.load(at + 1, mask=j < pieces, other=0.0, cache_modifier=".cg")
+    exact = tl.load(at + 2, mask=j < pieces, other=0.0, cache_modifier=".cg")
+    guess = tl.load(at + 3, mask=j < pieces, other=0.0, cache_modifier=".cg")
+    pick_lses, picked = _pieces(pick_out, pick_lse, row, pieces, d, D, PIECES)
+    top = tl.maximum(tl.max(near_lse, 0), tl.max(pick_lses, 0))
+    mass -= tl.sum(picked_mass, 0)
+    moment -= tl.sum(picked_moment, 0)
     tail = (left > 0) & (mass > 0)
     if TAIL == "drop":
         tail = tail & (left < 0)
@@ -113,10 +130,9 @@ def merge(
     total = tl.sum(weight_near, 0) + tl.sum(weight_picked, 0) + poison
     merged = tl.sum(near * weight_near[:, None], 0) + tl.sum(picked * weight_picked[:, None], 0)
     if TAIL != "drop":
-        exact = tl.sum(tl.load(at + 2, mask=j < pieces, other=0.0, cache_modifier=".cg"), 0)
-        guess = tl.sum(tl.load(at + 3, mask=j < pieces, other=0.0, cache_modifier=".cg"), 0)
-        known = (guess > 0) & (exact > 0)
-        rho = tl.where(known, exact, 1.0) / tl.where(known, guess, 1.0)
+        whole_exact, whole_guess = tl.sum(exact, 0), tl.sum(guess, 0)
+        known = (whole_guess > 0) & (whole_exact > 0)
+        rho = tl.where(known, whole_exact, 1.0) / tl.where(known, whole_guess, 1.0)
         rho = tl.minimum(tl.maximum(rho, 1 / RATIO), RATIO)
         rest = tl.where(tail, rho * mass * tl.exp2(base - shift), 0.0)
         if TAIL == "regression":
@@ -137,16 +153,7 @@ def merge(
         tl.store(lse + row, result * 0.6931471805599453)
         if hint is not None:
             if row % group == 0:
-                tl.store(hint + place, tl.load(cut + place * 3 + 2, cache_modifier=".cg"))
-        if progress is not None:
-            if row < counts:  # the program that counts a length is the only one that reads it
-                for b in range(row, BATCH, counts):
-                    _note(progress, lengths, start, b, S, NEW, LENGTH_STEP, START_STEP)
-        if counted is not None:
-            if row < counts:
-                before = tl.load(counted + row, cache_modifier=".cg")
-                tl.debug_barrier()  # every warp loads and stores the same word
-                tl.store(counted + row, before + 1)
+                tl.store(hint + place, coming)
 
 
 @triton.jit

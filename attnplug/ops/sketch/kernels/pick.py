@@ -134,12 +134,12 @@ def _threshold(own, reached, wanted):
 
 
 @triton.jit
-def threshold_of(total, hint, shares, shared, place, centre, k, since, until):
+def threshold_of(total, hinted, shares, shared, place, centre, k, since, until):
     """(visible, wanted, reached, threshold, above, complete): how many candidates there are and how
     many of them are to be picks, how many tokens reach each bin, the highest bin that as many as
     wanted reach, how many are above it, and whether the scan has counted all that can be picks.
-    `shares` are the row's; where it has counted too few, as the `hint` was too high, the row's
-    programs count them again."""
+    `shares` are the row's; where it has counted too few, as the hint was too high (`hinted`: the
+    lowest bin that was counted by it, or 1), the row's programs count them again."""
     bins = tl.arange(0, BINS)
     visible = tl.load(total + place * BINS, cache_modifier=".cg")
     own = tl.load(total + place * BINS + bins, cache_modifier=".cg")
@@ -147,12 +147,10 @@ def threshold_of(total, hint, shares, shared, place, centre, k, since, until):
     reached = _reaching(own, visible)
     threshold, above = _threshold(own, reached, wanted)
     complete = threshold > 0
-    if hint is not None:
-        hinted = lowest_counted(tl.load(hint + place, cache_modifier=".cg")) > 1
-        if hinted & (complete == 0):
-            own = _counted_again(shares, since, until, centre, shared)
-            reached = _reaching(own, visible)
-            threshold, above = _threshold(own, reached, wanted)
+    if (hinted > 1) & (complete == 0):
+        own = _counted_again(shares, since, until, centre, shared)
+        reached = _reaching(own, visible)
+        threshold, above = _threshold(own, reached, wanted)
     return visible, wanted, reached, threshold, above, complete
 
 
@@ -260,6 +258,9 @@ def pick(
         return
     EACH: tl.constexpr = TILE // EIGHT
     own = shares + place * S + since + first * EIGHT
+    hinted = 1
+    if hint is not None:  # of the step before
+        hinted = lowest_counted(tl.load(hint + place, cache_modifier=".cg"))
     begin(PDL)
     direct = per <= EACH
     if counted is None:
@@ -269,7 +270,7 @@ def pick(
     centre = tl.load(middle + place, cache_modifier=".cg")
     marks += place * (pieces + SHARED)
     visible, wanted, reached, threshold, above, complete = threshold_of(
-        total, hint, shares + place * S, marks + pieces, place, centre, k, since, until
+        total, hinted, shares + place * S, marks + pieces, place, centre, k, since, until
     )
     if counted is not None:
         if direct == 0:
@@ -307,9 +308,7 @@ def pick(
         tl.store(cut + place * 3, upper_edge(wanted, reached, threshold, centre))
         tl.store(cut + place * 3 + 1, (visible - n_picks).to(tl.float32))
         coming = next_hint(reached, visible, k)
-        if hint is not None:
-            known = lowest_counted(tl.load(hint + place, cache_modifier=".cg"))
-            coming = tl.where(known > 1, tl.minimum(coming, known + RISE), coming)
+        coming = tl.where(hinted > 1, tl.minimum(coming, hinted + RISE), coming)
         tl.store(cut + place * 3 + 2, coming.to(tl.float32))
         empty = tl.arange(0, CAPACITY_P)
         tl.store(

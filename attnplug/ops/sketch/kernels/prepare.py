@@ -28,7 +28,7 @@ def _project(
     COUNT: tl.constexpr,
 ):
     """COUNT columns of the projection of a group's queries."""
-    DEPTH: tl.constexpr = 32
+    DEPTH: tl.constexpr = 128 if DP > 128 else DP  # one read of them all
     r = tl.arange(0, ROWS)
     c = first + tl.arange(0, COUNT)
     d = tl.arange(0, DEPTH)
@@ -46,13 +46,6 @@ def _project(
         acc = tl.dot(query, matrix, acc, input_precision="ieee")
     at = projected + (place * GROUP + r)[:, None] * columns + c[None, :]
     tl.store(at, acc * scale, mask=(r < GROUP)[:, None] & (c < columns)[None, :])
-
-
-@triton.jit
-def _append(new, cache, position, room, d, s_stride, D: tl.constexpr):
-    """Write a token's key or value `[D]` to its place in the cache, if there is room."""
-    x = tl.load(new + d, mask=d < D, other=0.0)
-    tl.store(cache + position.to(tl.int64) * s_stride + d, x, mask=d < tl.where(room, D, 0))
 
 
 @triton.jit
@@ -188,7 +181,7 @@ def prepare(
     PDL: tl.constexpr,
 ):
     """One piece of the fixed part, a few columns of the projection, or in the chain the codes of a
-    block that has left the fixed part. The first program clears the chain's histogram and the
+    block that has left the fixed part. There the last program clears the chain's histogram and the
     marks of `pick`, writes the new token to the cache, and the query to its place in `recent`, a
     ring of RING queries a head."""
     if PDL:
@@ -218,24 +211,6 @@ def prepare(
         if NEW:
             token_k = new_k + b * new_k_strides[0] + h * new_k_strides[1]
             token_v = new_v + b * new_v_strides[0] + h * new_v_strides[1]
-        if part == 0:
-            d = tl.arange(0, DP)
-            if total is not None:
-                bins = tl.arange(0, BINS)
-                tl.store(total + place * BINS + bins, tl.zeros([BINS], tl.int32))
-            if marks is not None:
-                i = tl.arange(0, MARKS)
-                mark_at = marks + place * mark_count + i
-                tl.store(mark_at, tl.zeros([MARKS], tl.int64), mask=i < mark_count)
-            if NEW:
-                there = room & (length > 0)  # a negative length has no place in the cache
-                _append(token_k, k_at, length - 1, there, d, k_s, D)
-                _append(token_v, v_at, length - 1, there, d, v_s, D)
-            if recent is not None:
-                shown = (r < tl.where(length > 0, GROUP, 0))[:, None] & (d < D)[None, :]
-                query = tl.load(q_at + d[None, :], mask=shown, other=0.0)
-                ring = (place * GROUP + r)[:, None] * RING + (length - 1) % RING
-                tl.store(recent + ring * D + d[None, :], query, mask=shown)
         _attend_piece(
             q_at,
             k_at,
@@ -278,6 +253,28 @@ def prepare(
             DP,
             COUNT,
         )
+    elif part == SLOTS + COLUMN_PROGRAMS + CODERS:
+        d = tl.arange(0, DP)
+        if total is not None:
+            bins = tl.arange(0, BINS)
+            tl.store(total + place * BINS + bins, tl.zeros([BINS], tl.int32))
+        if marks is not None:
+            i = tl.arange(0, MARKS)
+            mark_at = marks + place * mark_count + i
+            tl.store(mark_at, tl.zeros([MARKS], tl.int64), mask=i < mark_count)
+        if NEW:
+            # A negative length has no place in the cache, and neither has a token too many.
+            written = d < tl.where(room & (length > 0), D, 0)
+            key = tl.load(new_k + b * new_k_strides[0] + h * new_k_strides[1] + d, mask=written)
+            value = tl.load(new_v + b * new_v_strides[0] + h * new_v_strides[1] + d, mask=written)
+            end = (length - 1).to(tl.int64)
+            tl.store(k + b * k_b + h.to(tl.int64) * k_h + end * k_s + d, key, mask=written)
+            tl.store(v + b * v_b + h.to(tl.int64) * v_h + end * v_s + d, value, mask=written)
+        if recent is not None:
+            shown = (r < tl.where(length > 0, GROUP, 0))[:, None] & (d < D)[None, :]
+            query = tl.load(q_at + d[None, :], mask=shown, other=0.0)
+            ring = (place * GROUP + r)[:, None] * RING + (length - 1) % RING
+            tl.store(recent + ring * D + d[None, :], query, mask=shown)
     elif CODERS > 0:
         PER: tl.constexpr = BLOCK // CHUNK
         done = tl.maximum(blocks_done(progress, b, low), 1)
