@@ -91,7 +91,20 @@ def blocks_done(progress, b, low):
 def note_progress(progress, b, low, until):
     """Note that the blocks of row b before `until` have summaries. One program a row runs this,
     after every program that reads the row's progress."""
-    done = tl.maximum(blocks_done(progress, b, low), until)
+    store_progress(progress, b, low, tl.maximum(known_progress(progress, b, low), until))
+
+
+@triton.jit
+def known_progress(progress, b, low):
+    """`blocks_done`, for the program that stores the row's progress later: it may ask well before,
+    while it waits for others."""
+    done = blocks_done(progress, b, low)
     tl.debug_barrier()  # every warp loads and stores the same words
+    return done
+
+
+@triton.jit
+def store_progress(progress, b, low, done):
+    """Store how many blocks of row b have summaries, as `blocks_done` reads it."""
     tl.store(progress + b * 2, done)
     tl.store(progress + b * 2 + 1, low)

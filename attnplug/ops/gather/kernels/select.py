@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from attnplug.ops.common.rows import note_progress, row_span
+from attnplug.ops.common.rows import known_progress, row_span, store_progress
 
 NONE = tl.constexpr(-0x80000000)  # the upper half of no candidate's key
 
@@ -185,7 +185,12 @@ def select_best(
         LENGTH_STEP=LENGTH_STEP,
         START_STEP=START_STEP,
     )
-    if PDL:  # the lengths were there before the kernel in front began
+    done = 0
+    notes = row % (kv_heads * T) == 0
+    if progress is not None:
+        if notes:
+            done = known_progress(progress, b, low)
+    if PDL:  # lengths and progress were there before the kernel in front began
         gdc_wait()
     if progress is None:
         if limit <= 0:
@@ -198,8 +203,8 @@ def select_best(
     n = tl.arange(0, KP)
     tl.store(out + row * K + n, block_of(key), mask=n < K)
     if progress is not None:
-        if row % (kv_heads * T) == 0:
-            note_progress(progress, b, low, last)
+        if notes:
+            store_progress(progress, b, low, tl.maximum(done, last))
 
 
 @triton.jit
@@ -343,7 +348,12 @@ def select_many(
         LENGTH_STEP=LENGTH_STEP,
         START_STEP=START_STEP,
     )
-    if PDL:  # the lengths were there before the kernel in front began
+    done = 0
+    notes = row % (kv_heads * T) == 0
+    if progress is not None:
+        if notes:
+            done = known_progress(progress, b, low)
+    if PDL:  # lengths and progress were there before the kernel in front began
         gdc_wait()
     if progress is None:
         if limit <= 0:
@@ -370,5 +380,5 @@ def select_many(
     count = tl.minimum(found, K)
     tl.store(out_at + n, -1, mask=(n >= count) & (n < K))
     if progress is not None:
-        if row % (kv_heads * T) == 0:
-            note_progress(progress, b, low, last)
+        if notes:
+            store_progress(progress, b, low, tl.maximum(done, last))
