@@ -118,8 +118,8 @@ class Bill:
 H200 = Bill(
     4.5843e12,
     1.9227e-3,
-    0.35108e-3,
-    3.7191e-6,
+    0.33867e-3,
+    5.2701e-6,
     source="one NVIDIA H200, compiled decode",
     memory=141e9,
 )

@@ -371,7 +371,8 @@ def launch_scan_sketch(
     """Run a kernel; tensors as in `scan_sketch`, on a GPU or in Triton's interpreter. In a chain
     `total` has been cleared, and the codes are known to be complete. Tokens are counted from the
     bin `hint` on, float32 `[B, Hkv]`, which the picks of the step before left; 0: all. With
-    `is_new`, `lengths` lack a token. A short row has fewer parts, about `fewest` (`parts_of`)."""
+    `is_new`, `lengths` lack a token. A short row has fewer parts, about `fewest` (`parts_of`).
+    `counted` gets what `pick_tokens.Notes` says."""
     batch, kv_heads, size, _ = fine.shape
     group = projected.shape[1] // kv_heads
     pdl, dependent = early(projected.device)
@@ -415,15 +416,9 @@ def launch_scan_sketch(
     grid = (parts, kv_heads, batch)
     plain = group <= 8 and key_mask is None and softcap == 0
     if plan.hopper and plain and _on_hopper(projected.device):
-        limit = {} if plan.registers is None else {"maxnreg": plan.registers}
-        hopper_scan.scan.run(
-            grid=grid,
-            warmup=False,
-            **asked,
-            patience=plan.patience,
-            num_warps=hopper_scan.WARPS.value,
-            **limit,
-        )
+        how = {"patience": plan.patience, "num_warps": hopper_scan.WARPS.value}
+        how |= {} if plan.registers is None else {"maxnreg": plan.registers}
+        hopper_scan.scan.run(grid=grid, warmup=False, **asked, **how)
         return
     kernels.scan.run(
         grid=grid,
