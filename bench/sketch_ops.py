@@ -33,7 +33,7 @@ HEADS, KV_HEADS, WIDTH, TOP_K = 28, 4, 128, 2048
 SHAPES = [(1, 1 << 15), (1, 1 << 17), (1, 1 << 20), (8, 1 << 17), (8, 1 << 20), (1, 1 << 19)]
 TUNED = SHAPES[:4]  # whose kernels are timed under a few plans
 PICKS = [(2048, 4, 64), (2048, 8, 64), (4096, 8, 64), (1024, 4, 64)]  # tile, warps, registers
-LARGE = [(1 << 17, 64, 2048), (150001, 13, 1024), (1 << 20, 66, 2048)]  # tokens, pieces, tile
+LARGE = [(1 << 17, 32, 2048), (150001, 13, 1024), (1 << 20, 66, 2048)]  # tokens, pieces, tile
 DRIFT = 0.9  # correlation of a query with the one before
 
 

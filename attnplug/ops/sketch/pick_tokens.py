@@ -56,7 +56,8 @@ def pick_tokens(
             behind them. All candidates where there are no more than top_k.
         cut float32 `[B, Hkv, 3]`: the share from which on a pick is of the upper half (inf: none
             is), how many visible candidates are not picked, and the `hint` for the next step's
-            scan: the bin from which it counts, the highest that 2 top_k tokens reach; 0: all.
+            scan: the bin from which it counts, the highest that 2 top_k tokens reach; 0: all. In
+            the chain it goes up a bin a step at most, and is a guess where too few were counted.
 
     Raises:
         ArgumentError: a shape, dtype, device or option does not fit.
@@ -123,6 +124,8 @@ def _next_hint(total, wanted):
     index, above = _reaching(total, wanted)
     if index > 0:
         return index
+    if above == 0:
+        return 0
     lowest, _ = _reaching(total, above)
     return max(lowest - LOWER, 0)
 
@@ -130,7 +133,8 @@ def _next_hint(total, wanted):
 def coming_hint(hint: torch.Tensor, known: torch.Tensor) -> torch.Tensor:
     """The hint after a step that had `hint` and found `known`: queries differ, and one that is too
     high costs more than one that is too low, so it goes up slowly and down at once."""
-    return torch.where(hint > 1, torch.minimum(known, hint.clamp(max=BINS - 1) + RISE), known)
+    limit = hint.floor().clamp(max=BINS - 1) + RISE
+    return torch.where(hint >= 2, torch.minimum(known, limit), known)
 
 
 @numba.njit(parallel=True, cache=True)
@@ -205,8 +209,8 @@ class Notes(NamedTuple):
 
     marks: int64 `[B,Hkv,pieces + SHARED]`, what the programs of a row tell each other. To be
         cleared before each launch: in a chain `prepare` does.
-    counted: uint8 `[B,Hkv,S/32]`: whether the scan has counted one of eight candidates, four bits
-        in a byte; None: nobody has noted it.
+    counted: uint8 `[B,Hkv,S/32]`: whether the scan may have counted one of eight candidates, four
+        bits in a byte; None: nobody has noted it.
     listed: int32 `[B,Hkv,S/8]`, of which eights it has; None with `counted`.
     """
 
@@ -252,6 +256,7 @@ def launch_pick_tokens(
     capacity = picks.shape[2]
     plan = plan or own_plan(shares)
     require(plan.pieces >= fewest_for(size), NAME, f"{plan.pieces} pieces are too few")
+    require(plan.least in range(4, EIGHTS + 1, 4), NAME, f"least is {plan.least}")
     if notes is None:
         notes = Notes(Notes.empty(shares, plan).marks.zero_())
     pdl, dependent = early(shares.device)

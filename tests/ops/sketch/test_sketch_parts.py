@@ -210,9 +210,9 @@ def test_picks_are_the_references(top_k, pieces, tile):
     assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
 
 
-@pytest.mark.parametrize("plain", [False, True])
-@pytest.mark.parametrize("known", ["nothing", "the bin", "a bin too high"])
-def test_picks_come_from_what_the_scan_has_counted(device_path, known, plain):
+@pytest.mark.parametrize("kind", ["hopper", "plain", "masked and capped"])
+@pytest.mark.parametrize("known", ["nothing", "the bin", "a bin too low", "a bin too high"])
+def test_picks_come_from_what_the_scan_has_counted(device_path, known, kind):
     """Of every eight tokens the scan notes whether it has counted one; if it knows enough, no
     others are looked at. Pieces of a few tiles."""
     device, path = device_path
@@ -220,22 +220,28 @@ def test_picks_come_from_what_the_scan_has_counted(device_path, known, plain):
         pytest.skip("the specification looks at all tokens")
     top_k, rows = 20, [x.to(device) for x in ROWS.values()]
     q, k, v = cache(0)
-    basis, codes = coded(q, k, v, **ROWS)
-    fixed = prepare.prepare_query(q[:, :, -1:], k, v, basis.queries, scale=SCALE, **ROWS)
+    hidden = kind == "masked and capped"
+    options = {"key_mask": random(3, 2, 1300) > -0.5, "softcap": 3.0} if hidden else {}
+    basis, codes = coded(q, k, v, **ROWS, **options)
+    fixed = prepare.prepare_query(q[:, :, -1:], k, v, basis.queries, scale=SCALE, **ROWS, **options)
     args = [x.to(device) for x in (fixed[0], fixed[2], *codes)]
-    asked = (*args, top_k, 3, *rows, None, 0.0)
+    mask = options["key_mask"].to(device) if hidden else None
+    asked = (*args, top_k, 3, *rows, mask, 3.0 * hidden)
     outputs = scan._allocate(*asked)
-    scan_plan = scan.PLAN._replace(hopper=not plain)
+    scan_plan = scan.PLAN._replace(hopper=kind == "hopper")
     scan.launch_scan_sketch(*asked, *outputs, plan=scan_plan)
     shares, total, _, _, middle = (x.cpu() for x in outputs)
     wanted = pick._pick_tokens(shares, total, middle, top_k, *ROWS.values())
-    hint = {"nothing": torch.zeros(2, 2), "the bin": wanted[1][..., 2].contiguous()}
+    true = wanted[1][..., 2].contiguous()
+    hint = {"nothing": 0 * true, "the bin": true, "a bin too low": true - 9}
     hint = hint.get(known, torch.full((2, 2), 250.0)).to(device)
 
     plan = pick.Plan(3, 4, 32)
     notes = pick.Notes.empty(outputs[0], plan)
     notes.marks.zero_()
     how = {"plan": scan_plan, "hint": hint, "counted": notes.counted}
+    if known != "nothing":  # of which a long part soon counts fewer
+        how["fewest"] = 1
     scan.launch_scan_sketch(*asked, *outputs, **how)
     shares, total, _, _, middle = outputs
     uncounted = 0
@@ -253,6 +259,8 @@ def test_picks_come_from_what_the_scan_has_counted(device_path, known, plain):
     pick.launch_pick_tokens(*asked, *picked, plan, notes, hint=hint)
     assert torch.equal(picked[0].cpu(), wanted[0])
     assert torch.equal(picked[1][..., :2].cpu(), wanted[1][..., :2])
+    if known != "a bin too high":
+        assert torch.equal(picked[1][..., 2].cpu(), pick.coming_hint(hint.cpu(), true))
 
 
 def test_missing_codes_give_nan(device_path):

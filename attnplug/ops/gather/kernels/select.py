@@ -137,6 +137,19 @@ def row_limit(
 
 
 @triton.jit
+def _wait_for_scores(progress, notes, b, low, PDL: tl.constexpr):
+    """Wait for the kernel in front. Lengths and progress were there before it began, so the program
+    that `notes` how many blocks have summaries asks for what is noted before; 0 for others."""
+    done = 0
+    if progress is not None:
+        if notes:
+            done = known_progress(progress, b, low)
+    if PDL:
+        gdc_wait()
+    return done
+
+
+@triton.jit
 def _store_none(out_at, K: tl.constexpr, KP: tl.constexpr):
     """The list of a row without candidates. On pages that is most rows of most steps: those which
     another method serves have a length of 0, and should cost next to nothing."""
@@ -185,13 +198,8 @@ def select_best(
         LENGTH_STEP=LENGTH_STEP,
         START_STEP=START_STEP,
     )
-    done = 0
     notes = row % (kv_heads * T) == 0
-    if progress is not None:
-        if notes:
-            done = known_progress(progress, b, low)
-    if PDL:  # lengths and progress were there before the kernel in front began
-        gdc_wait()
+    done = _wait_for_scores(progress, notes, b, low, PDL)
     if progress is None:
         if limit <= 0:
             _store_none(out + row * K, K, KP)
@@ -348,13 +356,8 @@ def select_many(
         LENGTH_STEP=LENGTH_STEP,
         START_STEP=START_STEP,
     )
-    done = 0
     notes = row % (kv_heads * T) == 0
-    if progress is not None:
-        if notes:
-            done = known_progress(progress, b, low)
-    if PDL:  # lengths and progress were there before the kernel in front began
-        gdc_wait()
+    done = _wait_for_scores(progress, notes, b, low, PDL)
     if progress is None:
         if limit <= 0:
             _store_none(out + row * K, K, KP)

@@ -128,7 +128,8 @@ def _both_in_units(weight, unit, FIELDS: gl.constexpr, BYTES: gl.constexpr):
     """Weights in units, int8, for even and for odd tokens: where a row has two tokens, the weights
     of one are 0 where the other has its codes."""
     whole = (weight * (1 / unit)[None, :] + 12582912.0).to(gl.int32, bitcast=True) - MAGIC
-    whole = gl.convert_layout(whole, WEIGHTS)
+    # No weight is larger: see `codes.in_units`.
+    whole = gl.convert_layout(gl.minimum(gl.maximum(whole, -REACH), REACH), WEIGHTS)
     if BYTES == 16:
         same = whole.to(gl.int8)
         return same, same
@@ -202,8 +203,8 @@ def _chunk(
     for_coarse_even, for_coarse_odd = coarse_weights
     even = _products(fine_even, coarse_even, for_fine_even, for_coarse_even)
     odd = _products(fine_odd, coarse_odd, for_fine_odd, for_coarse_odd)
-    even = even * unit[None, :] + shift[None, :]
-    odd = odd * unit[None, :] + shift[None, :]
+    even = gl.fma(even, unit[None, :], shift[None, :])  # two roundings would lose a unit
+    odd = gl.fma(odd, unit[None, :], shift[None, :])
     e = exp2(gl.minimum(even, limit), True)
     o = exp2(gl.minimum(odd, limit), True)
     mass += e
@@ -313,9 +314,10 @@ def scan(
     fine_at += m[:, None] * (F // 2) + word[None, :]
     coarse_at = coarse.to(gl.pointer_type(gl.int32), bitcast=True) + slot * (C // 4)
     coarse_at += m[:, None] * (C // 2) + word[None, :]
-    # The kernel in front may make codes of the last blocks; others it does not touch.
+    # The kernel in front may make codes of the blocks from `done` on. Others it does not touch, but
+    # the last of those can share 32 bytes with them, which would stay in the L1 as they were.
     done = blocks_done(progress, b, low)
-    soon = some & (1 + gl.minimum(first + CHUNKS, last) <= done)
+    soon = some & (1 + gl.minimum(first + CHUNKS, last) < done)
     ahead = load_step(fine_at, coarse_at, first, soon, F, C)
     floor = 1
     if hint is not None:  # of the step before

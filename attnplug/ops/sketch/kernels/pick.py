@@ -48,13 +48,17 @@ def _counted(reached):
 
 
 @triton.jit
-def next_hint(reached, visible, k):
+def next_hint(reached, visible, hinted, k):
     """The bin that a next scan is to count from: the highest that MARGIN k tokens reach. Where
-    this scan has counted too few to know it, LOWER below the lowest counted."""
+    this scan, which counted from bin `hinted` on (1: all), has too few to know it, LOWER below its
+    lowest bin. It goes up by RISE at most where there was a hint."""
     counted = _counted(reached)
     wanted = MARGIN * k
     known = _lowest(reached, wanted)
-    guess = tl.maximum(_lowest(reached, counted) - LOWER, 0)
+    known = tl.where(hinted > 1, tl.minimum(known, hinted + RISE), known)
+    lowest = _lowest(reached, counted)
+    lowest = tl.where(hinted > 1, tl.minimum(lowest, hinted), lowest)
+    guess = tl.where(counted > 0, tl.maximum(lowest - LOWER, 0), 0)
     return tl.where(visible <= wanted, 0, tl.where(counted < wanted, guess, known))
 
 
@@ -169,8 +173,8 @@ def upper_edge(wanted, reached, threshold, centre):
 
 @triton.jit
 def _list_eights(counted, listed, count, EIGHTS: tl.constexpr):
-    """List those of the `count` first eights of which the scan has counted a token; returns how
-    many there are. `counted` has a bit for each, four in a byte."""
+    """List those of the `count` first eights of which the scan may have counted a token; returns
+    how many there are. `counted` has a bit for each, four in a byte."""
     e = tl.arange(0, EIGHTS)
     at = tl.arange(0, EIGHTS // 4)
     byte = tl.load(counted + at, mask=at < count // 4, other=0, cache_modifier=".cg")
@@ -241,8 +245,8 @@ def pick(
 ):
     """The picks of one piece of the candidates of one row's KV head, in the order of the cache;
     their place in the list is where the pieces before this one end. A piece has LEAST to EIGHTS
-    times eight tokens. If it has more than TILE, only those eights are read of which the scan has
-    counted a token, listed first in `listed`."""
+    times eight tokens. If it has more than TILE, and the scan has counted enough, only those eights
+    are read of which it may have counted a token, listed first in `listed`."""
     piece = tl.program_id(0)
     h = tl.program_id(1)
     b = tl.program_id(2).to(tl.int64)
@@ -307,8 +311,7 @@ def pick(
         n_picks = picked_of(visible, wanted, reached, capacity)
         tl.store(cut + place * 3, upper_edge(wanted, reached, threshold, centre))
         tl.store(cut + place * 3 + 1, (visible - n_picks).to(tl.float32))
-        coming = next_hint(reached, visible, k)
-        coming = tl.where(hinted > 1, tl.minimum(coming, hinted + RISE), coming)
+        coming = next_hint(reached, visible, hinted, k)
         tl.store(cut + place * 3 + 2, coming.to(tl.float32))
         empty = tl.arange(0, CAPACITY_P)
         tl.store(

@@ -73,7 +73,7 @@ def scan(
 ):
     """One part of the candidates of one row's KV head: shares, their histogram, and for each head
     the sums of the estimated weights 2^(s - norm) and of weight times s - norm (times s if capped).
-    In the chain also, in `counted`, a bit for every eight candidates: whether any is counted.
+    In the chain also, in `counted`, a bit for every eight candidates: whether any may be counted.
     """
     begin(PDL)
     part = tl.program_id(0)
