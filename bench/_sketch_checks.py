@@ -69,7 +69,11 @@ def check(dtype, width, group, size, tokens, padded, masked, cap) -> dict[str, A
         moved_asked = list(map(there, asked))
         scanned_there = scan._allocate(*moved_asked)
         scan.launch_scan_sketch(*moved_asked, *scanned_there, plan=plan)
-        found.append(name + " " + compare_scan(scanned, scanned_there, written, rows, top_k))
+        # Hopper's kernel rounds a norm by up to a unit of the weights (`hopper_scan`).
+        rank = 2 * codes.fine.shape[3] + 4 * codes.coarse.shape[3]
+        unit = 0.0 if name == "plain" else float(fixed[0][..., :rank].abs().max()) / 127
+        compared = compare_scan(scanned, scanned_there, written, rows, top_k, 1e-3 + unit)
+        found.append(f"{name} {compared}")
     picked, picked_there = both(pick.pick_tokens, shares, total, middle, top_k=top_k, **rows)
     assert torch.equal(picked_there[0].cpu(), picked[0]), "picks differ"
     found.append(near("cut", picked_there[1], picked[1], 1e-3))
@@ -126,14 +130,14 @@ def check(dtype, width, group, size, tokens, padded, masked, cap) -> dict[str, A
     return {"result": "ok: " + ", ".join(found)}
 
 
-def compare_scan(wanted, found, written, rows, top_k) -> str:
+def compare_scan(wanted, found, written, rows, top_k, norm_room) -> str:
     """A scan's outputs on the GPU against the CPU's, and its histogram against its own shares."""
     shares, _, sums, norm, middle = wanted
     own = [x.cpu() for x in found]
     parts = [
         near("shares", own[0][written], shares[written], 0.02),
         near("sums", own[2] / (1 + sums.abs()), sums / (1 + sums.abs()), 2e-3),
-        near("norm", own[3], norm, 0.01),  # Hopper's kernel rounds it (`hopper_scan`)
+        near("norm", own[3], norm, norm_room),
         near("middle", own[4], middle, 1e-3),
     ]
     own[0][~written] = -torch.inf
