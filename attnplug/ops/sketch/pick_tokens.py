@@ -26,6 +26,7 @@ from attnplug.ops.sketch.state import BLOCK
 
 NAME = "sketch_pick"
 ROUND = 64  # tokens: lists are a multiple of it
+EIGHT, NOTED = kernels.EIGHT.value, kernels.NOTED.value
 EIGHTS = 2048  # eights of a piece at most: two counts of its tokens fit in an int32
 
 
@@ -201,7 +202,7 @@ def plan_for(rows: int, size: int, multiprocessors: int) -> Plan:
 
 def fewest_for(size: int) -> int:
     """How many pieces there must be: none has more than EIGHTS times eight tokens."""
-    return max(1, cdiv(size, 8 * EIGHTS))
+    return max(1, cdiv(size, EIGHT * EIGHTS))
 
 
 class Notes(NamedTuple):
@@ -224,8 +225,8 @@ class Notes(NamedTuple):
         rows, size = tuple(shares.shape[:2]), shares.shape[2]
         return cls(
             shares.new_empty((*rows, plan.pieces + kernels.SHARED.value), dtype=torch.int64),
-            shares.new_empty((*rows, size // 32), dtype=torch.uint8),
-            shares.new_empty((*rows, size // 8), dtype=torch.int32),
+            shares.new_empty((*rows, size // NOTED), dtype=torch.uint8),
+            shares.new_empty((*rows, size // EIGHT), dtype=torch.int32),
         )
 
 

@@ -15,6 +15,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 BLOCK = tl.constexpr(128)  # tokens; the sink is the first block
 CHUNK = tl.constexpr(32)  # tokens that share a flag
 EIGHT = tl.constexpr(8)  # neighbours that share a bit of what a scan has counted
+NOTED = tl.constexpr(32)  # tokens of a byte of such bits
 LOCAL = tl.constexpr(4)  # last blocks that are read exactly, the one being filled included
 REACH = tl.constexpr(127)  # units of the largest weight, so that int8 holds all
 ROUND = tl.constexpr(12582912.0)  # 1.5 * 2^23: added to a number it leaves an integer

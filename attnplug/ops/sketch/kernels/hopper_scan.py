@@ -22,6 +22,7 @@ from attnplug.ops.sketch.kernels.codes import (
     BLOCK,
     CHUNK,
     LARGEST,
+    NOTED,
     REACH,
     edge_of,
     exp2,
@@ -381,7 +382,7 @@ def scan(
     total += place * BINS
     shares += slot
     if counted is not None:
-        counted += place * (S // 32)
+        counted += place * (S // NOTED)
     for block in range(first, last, CHUNKS):
         f0, c0, f1, c1, f2, c2, f3, c3 = ahead
         after = gl.minimum(block + CHUNKS, last - 1)

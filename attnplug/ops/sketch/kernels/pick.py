@@ -11,6 +11,7 @@ from attnplug.ops.sketch.kernels.codes import (
     FINE,
     LOWER,
     MARGIN,
+    NOTED,
     RISE,
     STEPS,
     begin,
@@ -281,7 +282,7 @@ def pick(
             listed += place * (S // EIGHT) + first
             direct = complete == 0
             if complete:
-                bytes_at = counted + place * (S // (4 * EIGHT)) + first // 4
+                bytes_at = counted + place * (S // NOTED) + first // (NOTED // EIGHT)
                 count = _list_eights(bytes_at, listed, count, EIGHTS)
             n, share, seen = _shares_of(own, listed, 0, count, direct, TILE)
 

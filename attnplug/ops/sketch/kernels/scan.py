@@ -10,6 +10,7 @@ from attnplug.ops.sketch.kernels.codes import (
     CHUNK,
     EIGHT,
     LARGEST,
+    NOTED,
     begin,
     bin_of,
     capped,
@@ -135,7 +136,7 @@ def scan(
     shares_at = shares + slot
     counted_at = counted
     if counted is not None:
-        counted_at += place * (S // 32) + first * (BLOCK // 32)
+        counted_at += place * (S // NOTED) + first * (BLOCK // NOTED)
     mask_at = key_mask
     if key_mask is not None:
         mask_at = key_mask + b * mask_b + since + n
@@ -187,10 +188,10 @@ def scan(
         own = seen & (index >= floor)
         tl.atomic_add(total + index, 1, mask=own, sem="relaxed")
         if counted is not None:
-            eights = tl.max(tl.reshape(own.to(tl.int32), (TILE // 32, 32 // EIGHT, EIGHT)), 2)
-            byte = tl.sum(eights << tl.arange(0, 32 // EIGHT)[None, :], 1)
-            where = at // 32 + tl.arange(0, TILE // 32)
-            tl.store(counted_at + where, byte.to(tl.uint8), mask=where < own_tokens // 32)
+            eights = tl.max(tl.reshape(own.to(tl.int32), (TILE // NOTED, NOTED // EIGHT, EIGHT)), 2)
+            byte = tl.sum(eights << tl.arange(0, NOTED // EIGHT)[None, :], 1)
+            where = at // NOTED + tl.arange(0, TILE // NOTED)
+            tl.store(counted_at + where, byte.to(tl.uint8), mask=where < own_tokens // NOTED)
 
     tl.atomic_add(total, tl.sum(visible, 0), sem="relaxed")
     wrong = tl.zeros([BINS], tl.int32)
