@@ -6,10 +6,9 @@ const map = (() => {
   const MOST_CELLS = 600;
   const FEWEST_BLOCKS = 4;
   const GRID_CELLS = 96;
-  // Two presses so near each other are a double click.
+  // A press so near the one before it goes on with a double click.
   const DOUBLE_MS = 500;
   const DOUBLE_PIXELS = 5;
-  const NEVER = { timeStamp: -Infinity };
   const size = { x: meta.keyBlocks, y: meta.queryBlocks };
   let view = { x: [0, size.x], y: [0, size.y] }; // in blocks; y from the top down
   let drawn = null; // what the last draw was made of
@@ -361,14 +360,14 @@ const map = (() => {
     });
     // What Plotly hands on of a click has no place on the screen in every version of it, and may
     // come late: a double click has moved the map by then. What was pressed is what was there. Of
-    // a double click that is the first press: the second may find the map moved already.
+    // presses in quick succession that is the first: a later one may find the map moved already.
     let pressed = null;
-    let last = NEVER;
+    let last = { timeStamp: -Infinity };
     const press = (event) => {
       const apart = Math.hypot(event.clientX - last.clientX, event.clientY - last.clientY);
-      const isSecond = event.timeStamp - last.timeStamp < DOUBLE_MS && apart < DOUBLE_PIXELS;
-      last = isSecond ? NEVER : event;
-      if (isSecond) return;
+      const goesOn = event.timeStamp - last.timeStamp < DOUBLE_MS && apart < DOUBLE_PIXELS;
+      last = event;
+      if (goesOn) return;
       const place = at(event);
       pressed = place && heaviest(place);
     };
