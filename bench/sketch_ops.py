@@ -89,7 +89,7 @@ class Layer:
         scanned = scan._allocate(*asked_scan)
         shares, total, sums, norm, middle = scanned
         asked_picks = (shares, total, middle, TOP_K, *rows)
-        pick_plan = pick.own_plan(shares)._replace(**more.get("pick", {}))
+        pick_plan = plan.pick._replace(**more.get("pick", {}))
         notes = pick.Notes.empty(shares, pick_plan)
         picks = pick._allocate(*asked_picks)
         asked_attend = (
@@ -131,7 +131,9 @@ class Layer:
             )
 
         def pick_from_shares():
-            pick.launch_pick_tokens(*asked_picks, *picks, pick_plan, notes, hint=self.hint)
+            pick.launch_pick_tokens(
+                *asked_picks, *picks, pick_plan, notes, hint=self.hint, cache=(k, v)
+            )
 
         return {
             "prepare": ready,
@@ -222,7 +224,9 @@ def time_chain(rows: Rows, batch: int, tokens: int) -> dict[str, str]:
     case = f"batch={batch} n={tokens}"
     layers, base = caches(batch, tokens), plan_of(batch, tokens)
     dense = dense_steps(layers)
-    rows.attempt("chain", case, named(base), whole, layers, base)
+    for ahead in ("", *pick.ASKS):
+        plan = base._replace(pick=base.pick._replace(ahead=ahead))
+        rows.attempt("chain", case, named(plan), whole, layers, plan)
     rows.attempt("dense", case, "", microseconds, dense)
     return {"result": "done"}
 
@@ -289,7 +293,8 @@ def misled(layer: Layer, hint: float, call: Callable[[], Any]) -> None:
 def named(plan: decode.Plan) -> str:
     kind = "hopper" if plan.scan.hopper else "plain"
     pieces = f"pieces={plan.pieces}/{plan.attend_warps}w"
-    return f"parts={plan.parts} {kind} {pieces} c={plan.columns}"
+    ahead = f" ahead={plan.pick.ahead}" if plan.pick.ahead else ""
+    return f"parts={plan.parts} {kind} {pieces} c={plan.columns}{ahead}"
 
 
 def main() -> int:

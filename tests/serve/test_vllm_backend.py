@@ -106,7 +106,7 @@ def test_the_policy_shapes_the_cache(backend, monkeypatch):
     served("momo+gather(block=128, k=32)", 4096)  # no batch of 8 has a far row
     assert plug.get_preferred_block_size(16) == 16
     assert plug.get_required_kv_cache_layout() is None
-    served("gvr")
+    served("gvr", 2 * long)
     assert plug.get_preferred_block_size(16) == 16
     assert plug.get_required_kv_cache_layout() == "HND"
     served("momo")

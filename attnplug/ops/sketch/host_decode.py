@@ -344,6 +344,7 @@ def launch_sketch_host_decode(*args, plan=None, count=True):
         count=count,
         prepare_query=link.prepare_query,
         attend_picks=link.attend_picks,
+        is_here=False,
     )
 
 

@@ -250,6 +250,7 @@ class Plan(NamedTuple):
     parts: int  # of a full row's candidates in the scan
     fewest: int  # of a shorter row's, about (`parts_of`)
     scan: scan.Plan
+    pick: pick.Plan
     pieces: int  # of the list of picks
     attend_warps: int
     columns: int  # of the head dimension, for one program of the merge
@@ -269,7 +270,8 @@ def plan_for(
     pieces = max(1, min(steps, 3 * multiprocessors // rows))  # all at once
     wide = width * itemsize > 256
     pieces = -(-steps // -(-steps // pieces))
-    return Plan(parts, fewest, scan.Plan(256, 4, 3), pieces, 8 if wide else 4, 32)
+    how = scan.Plan(256, 4, 3), pick.plan_for(rows, size, multiprocessors)
+    return Plan(parts, fewest, *how, pieces, 8 if wide else 4, 32)
 
 
 def launch_sketch_decode(
@@ -278,9 +280,10 @@ def launch_sketch_decode(
     count=True,
     prepare_query=prepare.launch_prepare_query,
     attend_picks=attend.launch_attend_picks,
+    is_here=True,
 ):
     """Run the kernels: arguments and outputs as those of the op, on a GPU or in Triton's
-    interpreter. A cache that is elsewhere brings its own launchers of what reads it."""
+    interpreter. A cache that is not here brings its own launchers of what reads it."""
     call, (out, lse) = Call(*args[:-2]), args[-2:]
     k, top_k, softcap, size = call.k, call.top_k, call.softcap, call.k.shape[2]
     if plan is None:
@@ -296,8 +299,7 @@ def launch_sketch_decode(
         *(top_k, plan.parts, *rows, call.key_mask, softcap),
     )
     scanned = shares, total, sums, norm, middle = scan._allocate(*asked_scan)
-    pick_plan = pick.own_plan(shares)
-    notes = pick.Notes.empty(shares, pick_plan)
+    notes = pick.Notes.empty(shares, plan.pick)
     prepare_query(
         *asked,
         projected,
@@ -314,7 +316,8 @@ def launch_sketch_decode(
     scan.launch_scan_sketch(*asked_scan, *scanned, **how, **behind)
     asked_picks = (shares, total, middle, top_k, *rows)
     picks, cut = pick._allocate(*asked_picks)
-    pick.launch_pick_tokens(*asked_picks, picks, cut, pick_plan, notes, **behind)
+    cache = (k, v) if is_here else None
+    pick.launch_pick_tokens(*asked_picks, picks, cut, plan.pick, notes, **behind, cache=cache)
     asked_attend = (
         *(q, k, v, projected, call.fine, call.coarse),
         *(picks, cut, norm, call.scale, plan.pieces, softcap),
