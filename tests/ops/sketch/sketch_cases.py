@@ -3,13 +3,15 @@
 import torch
 
 from attnplug.ops.sketch import host_decode as host
+from attnplug.ops.sketch import pick_tokens as pick
 from attnplug.ops.sketch import scan_sketch as scan
 from attnplug.ops.sketch import sketch_decode as op
 from attnplug.ops.sketch.encode_keys import encode_keys
 from attnplug.ops.sketch.state import Basis, Codes, empty_codes, fit_basis
 
 DEFAULTS = {"scale": 0.125, "top_k": 60, "tail": "regression", "softcap": 0.0}
-PLAN = op.Plan(2, scan.ALL_PARTS, scan.Plan(256, 4, 2), 2, 4, 32)
+PICKING = pick.Plan(2, tile=1024, warps=4)
+PLAN = op.Plan(2, scan.ALL_PARTS, scan.Plan(256, 4, 2), PICKING, 2, 4, 32)
 
 
 def random(seed, *shape, dtype=torch.float32):

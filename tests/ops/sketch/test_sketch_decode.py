@@ -9,6 +9,7 @@ from sketch_cases import DEFAULTS, PLAN, cache, coded, random, rows_of, step
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from attnplug.errors import ArgumentError, GradientError
+from attnplug.ops.sketch import pick_tokens as pick
 from attnplug.ops.sketch import sketch_decode as op
 from attnplug.ops.sketch.encode_keys import encode_keys
 from attnplug.ops.sketch.state import empty_codes
@@ -232,7 +233,7 @@ def test_a_short_row_in_a_large_room(device_path, tokens):
     want = step(device_path, q, k, v, basis, codes, **options)
     large = empty_codes(large_k, 24)
     encode_keys(large_k, large_v, basis.encoder, *large, lengths=options["lengths"])
-    plan = PLAN._replace(parts=8, fewest=2)
+    plan = PLAN._replace(parts=8, fewest=2, pick=pick.plan_for(4, 9000, 8))
     found = step(device_path, q, large_k, large_v, basis, large, plan=plan, **options)
     for a, b in zip(found, want, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
