@@ -287,6 +287,7 @@ def test_adapters_go_about_fused_projections(late):
     assert COUNTS == [2 * 4 + 1 + 2] and attnplug.report(model).fused == WHOLE
 
 
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # PEFT asks for it
 @pytest.mark.parametrize("late", [False, True], ids=["before", "after"])
 def test_peft_merges_and_leaves(late):
     peft = pytest.importorskip("peft")
