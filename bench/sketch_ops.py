@@ -224,8 +224,9 @@ def time_chain(rows: Rows, batch: int, tokens: int) -> dict[str, str]:
     case = f"batch={batch} n={tokens}"
     layers, base = caches(batch, tokens), plan_of(batch, tokens)
     dense = dense_steps(layers)
-    for ahead in ("", *pick.ASKS):
-        plan = base._replace(pick=base.pick._replace(ahead=ahead))
+    for ahead, evict in [("", ""), *((ahead, "") for ahead in pick.ASKS), ("", "evict_first")]:
+        how = {"pick": base.pick._replace(ahead=ahead), "scan": base.scan._replace(evict=evict)}
+        plan = base._replace(**how)
         rows.attempt("chain", case, named(plan), whole, layers, plan)
     rows.attempt("dense", case, "", microseconds, dense)
     return {"result": "done"}
@@ -293,8 +294,8 @@ def misled(layer: Layer, hint: float, call: Callable[[], Any]) -> None:
 def named(plan: decode.Plan) -> str:
     kind = "hopper" if plan.scan.hopper else "plain"
     pieces = f"pieces={plan.pieces}/{plan.attend_warps}w"
-    ahead = f" ahead={plan.pick.ahead}" if plan.pick.ahead else ""
-    return f"parts={plan.parts} {kind} {pieces} c={plan.columns}{ahead}"
+    more = f" {plan.pick.ahead} {plan.scan.evict}".rstrip()
+    return f"parts={plan.parts} {kind} {pieces} c={plan.columns}{more}"
 
 
 def main() -> int:

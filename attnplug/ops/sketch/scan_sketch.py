@@ -332,6 +332,7 @@ class Plan(NamedTuple):
     hopper: bool = True  # the kernel for Hopper where it can run, which has one way
     registers: int | None = 128  # of a thread of it, at most
     patience: int = 4  # steps of a part of it, below which it counts all its tokens
+    evict: str = ""  # Triton's eviction policy of the codes' loads, in the kernel for Hopper
 
 
 PLAN = Plan(256, 4, 3)
@@ -416,7 +417,8 @@ def launch_scan_sketch(
     grid = (parts, kv_heads, batch)
     plain = group <= 8 and key_mask is None and softcap == 0
     if plan.hopper and plain and _on_hopper(projected.device):
-        how = {"patience": plan.patience, "num_warps": hopper_scan.WARPS.value}
+        how = {"patience": plan.patience, "EVICT": plan.evict}
+        how["num_warps"] = hopper_scan.WARPS.value
         how |= {} if plan.registers is None else {"maxnreg": plan.registers}
         hopper_scan.scan.run(grid=grid, warmup=False, **asked, **how)
         return

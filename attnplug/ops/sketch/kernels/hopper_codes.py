@@ -104,32 +104,35 @@ def two_chunks(a, b, BYTES: gl.constexpr, FIELDS: gl.constexpr):
 
 
 @gluon.jit
-def _rows(at, there, CHUNK_: gl.constexpr, BYTES: gl.constexpr):
+def _rows(at, there, CHUNK_: gl.constexpr, BYTES: gl.constexpr, EVICT: gl.constexpr):
     """The words of the rows 0..7 and 8..15 of each 16 of a chunk: of even and of odd tokens if a
     token has 16 bytes, else of all. `at` are this thread's words of chunk 0."""
     ROW: gl.constexpr = BYTES // 2  # words of two tokens
     at += CHUNK_ * PAIRS * ROW
-    x = gl.load(at, mask=there, other=0)
-    x_8 = gl.load(at + 8 * ROW, mask=there, other=0)
+    x = gl.load(at, mask=there, other=0, eviction_policy=EVICT)
+    x_8 = gl.load(at + 8 * ROW, mask=there, other=0, eviction_policy=EVICT)
     if BYTES == 16:
-        odd = gl.load(at + 4, mask=there, other=0)
-        return x, x_8, odd, gl.load(at + 8 * ROW + 4, mask=there, other=0)
+        odd = gl.load(at + 4, mask=there, other=0, eviction_policy=EVICT)
+        odd_8 = gl.load(at + 8 * ROW + 4, mask=there, other=0, eviction_policy=EVICT)
+        return x, x_8, odd, odd_8
     else:
         return x, x_8, x, x_8
 
 
 @gluon.jit
-def load_step(fine_at, coarse_at, block, there, F: gl.constexpr, C: gl.constexpr):
+def load_step(
+    fine_at, coarse_at, block, there, F: gl.constexpr, C: gl.constexpr, EVICT: gl.constexpr
+):
     """The words of four chunks from `block` on. They may be past the part, but they are in the
     cache: behind the candidates there are three full blocks."""
     fine_at += block * (PAIRS * F // 2)
     coarse_at += block * (PAIRS * C // 2)
-    f0 = _rows(fine_at, there, 0, F)
-    c0 = _rows(coarse_at, there, 0, C)
-    f1 = _rows(fine_at, there, 1, F)
-    c1 = _rows(coarse_at, there, 1, C)
-    f2 = _rows(fine_at, there, 2, F)
-    c2 = _rows(coarse_at, there, 2, C)
-    f3 = _rows(fine_at, there, 3, F)
-    c3 = _rows(coarse_at, there, 3, C)
+    f0 = _rows(fine_at, there, 0, F, EVICT)
+    c0 = _rows(coarse_at, there, 0, C, EVICT)
+    f1 = _rows(fine_at, there, 1, F, EVICT)
+    c1 = _rows(coarse_at, there, 1, C, EVICT)
+    f2 = _rows(fine_at, there, 2, F, EVICT)
+    c2 = _rows(coarse_at, there, 2, C, EVICT)
+    f3 = _rows(fine_at, there, 3, F, EVICT)
+    c3 = _rows(coarse_at, there, 3, C, EVICT)
     return f0, c0, f1, c1, f2, c2, f3, c3

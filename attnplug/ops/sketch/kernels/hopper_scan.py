@@ -280,6 +280,7 @@ def scan(
     R2: gl.constexpr,
     PIECES: gl.constexpr,
     CHECKED: gl.constexpr,
+    EVICT: gl.constexpr,
     NEW: gl.constexpr,
     LENGTH_STEP: gl.constexpr,
     START_STEP: gl.constexpr,
@@ -319,7 +320,7 @@ def scan(
     # the last of those can share 32 bytes with them, which would stay in the L1 as they were.
     done = blocks_done(progress, b, low)
     soon = some & (1 + gl.minimum(first + CHUNKS, last) < done)
-    ahead = load_step(fine_at, coarse_at, first, soon, F, C)
+    ahead = load_step(fine_at, coarse_at, first, soon, F, C, EVICT)
     floor = 1
     if hint is not None:  # of the step before
         floor = lowest_counted(gl.load(hint + place, cache_modifier=".cg"))
@@ -328,7 +329,7 @@ def scan(
     if PDL:
         _begin()
     if some & (soon == 0):
-        ahead = load_step(fine_at, coarse_at, first, some, F, C)
+        ahead = load_step(fine_at, coarse_at, first, some, F, C, EVICT)
 
     projected += row * columns
     fine_weights = _weights(projected, columns, 0, 2, F, GROUP)
@@ -386,7 +387,7 @@ def scan(
     for block in range(first, last, CHUNKS):
         f0, c0, f1, c1, f2, c2, f3, c3 = ahead
         after = gl.minimum(block + CHUNKS, last - 1)
-        ahead = load_step(fine_at, coarse_at, after, True, F, C)
+        ahead = load_step(fine_at, coarse_at, after, True, F, C, EVICT)
         totals = gl.full([PAIRS, 8], SMALLEST, gl.float32, MMA)
         none = float("-inf")
         limit = LARGEST

@@ -273,9 +273,9 @@ def pick(
     """The picks of one piece of the candidates of one row's KV head, in the order of the cache;
     their place in the list is where the pieces before this one end. A piece has LEAST to EIGHTS
     times eight tokens. If it has more than TILE, and the scan has counted enough, only those eights
-    are read of which it may have counted a token, listed first in `listed`. ASK is
-    the instruction by which the L2 is asked for the picks' `keys` and `values`, whose strides are
-    in bytes; "": it is not."""
+    are read of which it may have counted a token, listed first in `listed`. ASK is the instruction
+    by which the L2 is asked for the picks' `keys` and `values`, whose strides are in bytes; "": it
+    is not."""
     piece = tl.program_id(0)
     h = tl.program_id(1)
     b = tl.program_id(2).to(tl.int64)
