@@ -200,7 +200,8 @@ def select_on_cpu(
 
 
 class Scores(NamedTuple):
-    """What the score kernel leaves: int64 keys of all blocks, and the maxima of groups of them."""
+    """What the score kernel leaves of all blocks, and the maxima of groups of them: int64 keys for
+    lists of up to RANKED, and the scores as int32 in their order for longer ones."""
 
     keys: torch.Tensor
     best: torch.Tensor
@@ -256,11 +257,12 @@ def launch_scores(
     band = scoring == "band"
     # The edges of exact bands are scored as bounds are.
     mode = SCORINGS.index("bounds" if band and not int8 else scoring)
-    keys = torch.empty(rows * blocks, dtype=torch.int64, device=q.device)
+    made = {"dtype": torch.int32 if top_k > RANKED else torch.int64, "device": q.device}
+    keys = torch.empty(rows * blocks, **made)
     best = keys
     if plan.members:
         groups = rows * cdiv(blocks, plan.members)
-        best = torch.empty(groups, dtype=torch.int64, device=q.device)
+        best = torch.empty(groups, **made)
     per_head = None
     if mode == 1:
         places = rows * group * (blocks + chunks)
@@ -273,9 +275,9 @@ def launch_scores(
         return Scores(keys, best, plan)
     if table is not None:
         how = mode, band, plan
-        made = keys, best, per_head
+        scored = keys, best, per_head
         launch_page_scores(
-            q, k, bounds, table, lengths, slots, scale, block, sink, local, *how, *made
+            q, k, bounds, table, lengths, slots, scale, block, sink, local, *how, *scored
         )
     else:
         score_blocks.run(

@@ -13,15 +13,14 @@ from attnplug.ops.gather.select_plan import Plan
 DEVICES = [pytest.param("cuda", marks=pytest.mark.gpu)]
 if os.environ.get("TRITON_INTERPRET") == "1":
     DEVICES.insert(0, "cpu")
-NO_CANDIDATE = -0x7FFFFFFFFFFFFFFF
+NO_CANDIDATE = -0x80000000
 BLOCK = 16
 
 
 def keys_of(scores):
-    """What the score kernel stores: larger for larger scores, then for lower blocks."""
+    """What the score kernel stores: larger for larger scores."""
     bits = scores.view(torch.int32)
-    bits = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long()
-    return (bits << 32) | (0x7FFFFFFF - torch.arange(scores.shape[-1]))
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 def listed(scores, candidates, top_k, members, warps, device, **choices):
@@ -30,7 +29,7 @@ def listed(scores, candidates, top_k, members, warps, device, **choices):
     keys = torch.where(candidates, keys_of(scores), NO_CANDIDATE)
     best = keys
     if members:
-        room = torch.full((rows, -blocks % members), NO_CANDIDATE)
+        room = torch.full((rows, -blocks % members), NO_CANDIDATE, dtype=torch.int32)
         best = torch.cat([keys, room], 1).unflatten(1, (-1, members)).amax(2)
     plan = Plan(chunk=16, members=members, warps=4, select_warps=warps, **choices)
     left = Scores(keys.flatten().to(device), best.flatten().to(device), plan)

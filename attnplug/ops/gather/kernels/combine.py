@@ -84,4 +84,4 @@ def combine_heads(
         if MEMBERS > 0:
             best_at = best + row * tl.cdiv(N, MEMBERS)
         usable = any_nan | (high > float("-inf"))
-        store_keys(score, j, usable, scores + row * N, best_at, limit, CHUNK, MEMBERS)
+        store_keys(score, chunk * CHUNK, usable, scores + row * N, best_at, limit, CHUNK, MEMBERS)

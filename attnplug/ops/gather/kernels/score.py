@@ -228,7 +228,8 @@ def store_chunk(
 ):
     """Store the scores of chunk `chunk + turn`: as keys, or of every head for combine_heads. Blocks
     from SINK to `limit` that the key mask lets through are candidates."""
-    j = (chunk + turn) * CHUNK + tl.arange(0, CHUNK)
+    first = (chunk + turn) * CHUNK
+    j = first + tl.arange(0, CHUNK)
     usable = (j >= SINK) & (j < limit)
     if key_mask is not None:
         usable = usable & visible_blocks(key_mask, mask_offset, low, j, limit, BLOCK)
@@ -236,7 +237,7 @@ def store_chunk(
         chunk_at = own + (N + chunk + turn) * GROUP
         _store_heads(score, usable, j, limit, own, chunk_at, in_group, GROUP)
     else:
-        store_keys(score, j, usable, scores + row * N, best_at, limit, CHUNK, MEMBERS)
+        store_keys(score, first, usable, scores + row * N, best_at, limit, CHUNK, MEMBERS)
 
 
 @triton.jit

@@ -300,7 +300,8 @@ def score_spread(
         if MEMBERS > 0:
             best_at = best + row * tl.cdiv(N, MEMBERS)
         for i in tl.range(0, REPEAT, num_stages=STAGES):  # pyright: ignore[reportGeneralTypeIssues]
-            j = (chunk + i) * CHUNK + tl.arange(0, CHUNK)
+            first = (chunk + i) * CHUNK
+            j = first + tl.arange(0, CHUNK)
             score = _head_scores(
                 means=means,
                 squares=squares,
@@ -322,4 +323,4 @@ def score_spread(
             usable = (j >= SINK) & (j < limit)
             if key_mask is not None:
                 usable = usable & visible_blocks(key_mask, b * mask_stride, low, j, limit, BLOCK)
-            store_keys(share, j, usable, scores + row * N, best_at, limit, CHUNK, MEMBERS)
+            store_keys(share, first, usable, scores + row * N, best_at, limit, CHUNK, MEMBERS)

@@ -1,8 +1,9 @@
 """The Triton kernels that make keys of blocks' scores and select by them, for select_blocks.
 gather_decode's attending kernel calls pieces of them.
 
-A candidate block is an int64 key, which orders by score first, larger is better, and then by block,
-lower is better. Where there are many, a first level selects groups of blocks by their maxima.
+For a short list, a candidate block is an int64 key, which orders by score first, larger is better,
+and then by block, lower is better. For a long one it is the key's upper half, an int32. Where there
+are many, a first level selects groups of blocks by their maxima.
 """
 
 import triton
@@ -11,7 +12,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from attnplug.ops.common.rows import known_progress, row_span, store_progress
 
-NONE = tl.constexpr(-0x80000000)  # the upper half of no candidate's key
+NONE = tl.constexpr(-0x80000000)  # the upper half of what is no candidate's key
 
 
 @triton.jit
@@ -35,15 +36,19 @@ def index_of(key):
 
 @triton.jit
 def store_keys(
-    score, j, usable, scores_at, best_at, limit, CHUNK: tl.constexpr, MEMBERS: tl.constexpr
+    score, first, usable, scores_at, best_at, limit, CHUNK: tl.constexpr, MEMBERS: tl.constexpr
 ):
-    """Store a chunk's keys and, where the selection has two levels, the maxima of their groups of
-    MEMBERS."""
-    key = tl.where(usable, key_of(score, j), -0x7FFFFFFFFFFFFFFF)
+    """Store the keys of CHUNK blocks from `first` on, or the keys' upper halves, and, where the
+    selection has two levels, the maxima of their groups of MEMBERS."""
+    j = first + tl.arange(0, CHUNK)
+    if scores_at.dtype.element_ty == tl.int32:
+        key = tl.where(usable, _order_of(score), NONE)
+    else:
+        key = tl.where(usable, key_of(score, j), -0x7FFFFFFFFFFFFFFF)
     tl.store(scores_at + j, key, mask=j < limit)
     if MEMBERS > 0:
         best = tl.max(tl.reshape(key, [CHUNK // MEMBERS, MEMBERS]), 1)
-        group = tl.min(j, 0) // MEMBERS + tl.arange(0, CHUNK // MEMBERS)
+        group = first // MEMBERS + tl.arange(0, CHUNK // MEMBERS)
         tl.store(best_at + group, best, mask=group * MEMBERS < limit)
 
 
@@ -255,9 +260,10 @@ def _at_least(score, low, high, found, above, K: tl.constexpr):
 
 
 @triton.jit
-def _scores_of(keys):
-    """The scores of keys, as integers in the same order; NONE for no candidate."""
-    return (keys >> 32).to(tl.int32)
+def _load_scores(at, inside):
+    """Scores at `at`, as integers in their order; NONE for no candidate and outside `inside`. .cg:
+    see `_load_keys`."""
+    return tl.load(at, mask=inside, other=NONE, cache_modifier=".cg")
 
 
 @triton.jit
@@ -297,7 +303,7 @@ def _best_groups(
     that none of the K best blocks is below; and one that no block reaches. The list's memory holds
     the groups meanwhile."""
     n, group = tl.arange(0, KP), tl.arange(0, WIDE)
-    maxima = _scores_of(_load_keys(maxima_at + group, group * MEMBERS < limit))
+    maxima = _load_scores(maxima_at + group, group * MEMBERS < limit)
     floor, ceiling, found = _ends(maxima)
     floor, top, enough, above = _threshold(maxima, floor, ceiling, found, K)
     _store_taken(out_at, _at_least(maxima, floor, top, enough, above, K), group)
@@ -368,15 +374,15 @@ def select_many(
         maxima_at = best + row * tl.cdiv(N, MEMBERS)
         if DIRECT and limit <= KP * MEMBERS:
             j = tl.arange(0, KP * MEMBERS)
-            score = _scores_of(_load_keys(scores + row * N + j, j < limit))
+            score = _load_scores(scores + row * N + j, j < limit)
             floor, ceiling, found = _ends(score)
         else:
             j, floor, ceiling = _best_groups(maxima_at, out_at, limit, K, KP, WIDE, MEMBERS)
-            score = _scores_of(_load_keys(scores + row * N + j, j < limit))
+            score = _load_scores(scores + row * N + j, j < limit)
             found = tl.sum((score >= floor).to(tl.int32), 0)
     else:
         j = tl.arange(0, WIDE)
-        score = _scores_of(_load_keys(scores + row * N + j, j < limit))
+        score = _load_scores(scores + row * N + j, j < limit)
         floor, ceiling, found = _ends(score)
     floor, top, enough, above = _threshold(score, floor, ceiling, found, K)
     _store_taken(out_at, _at_least(score, floor, top, enough, above, K), j)
