@@ -250,19 +250,18 @@ ASKS: dict[str, Callable[[int], str]] = {
 }
 
 
-def asked_ahead(cache: tuple[torch.Tensor, torch.Tensor], how: str) -> dict[str, Any]:
+def asked_ahead(keys: torch.Tensor, values: torch.Tensor, how: str) -> dict[str, Any]:
     """The kernel's arguments about keys and values that the L2 is to fetch: none where a token is
     not whole 16 bytes at an address of 16, as a piece must be."""
-    size = cache[0].element_size()
-    width = size * cache[0].shape[3]
-    strides = [tuple(size * n for n in x.stride()[:3]) for x in cache]
-    places = [width, *strides[0], *strides[1], *(x.data_ptr() for x in cache)]
-    if any(n % 16 for n in places) or any(x.stride(3) != 1 for x in cache):
+    size = keys.element_size()
+    width = size * keys.shape[3]
+    of_keys, of_values = (tuple(size * n for n in x.stride()[:3]) for x in (keys, values))
+    places = [width, *of_keys, *of_values, keys.data_ptr(), values.data_ptr()]
+    if any(n % 16 for n in places) or keys.stride(3) != 1 or values.stride(3) != 1:
         return NOTHING
-    ask = ASKS[how](width)
-    text = "{ .reg .pred p; .reg .b64 at; setp.ne.s32 p, $3, 0; mad.wide.s32 at, $2, $4, $1; "
-    found = dict(zip(("key_strides", "value_strides"), strides, strict=True))
-    return {"keys": cache[0], "values": cache[1], **found, "ASK": text + ask + "mov.b32 $0, 0; }"}
+    address = ".reg .b64 at; mad.wide.s32 at, $2, $4, $1; "
+    ask = f"{{ .reg .pred p; setp.ne.s32 p, $3, 0; {address}{ASKS[how](width)}mov.b32 $0, 0; }}"
+    return dict(keys=keys, values=values, key_strides=of_keys, value_strides=of_values, ASK=ask)
 
 
 def launch_pick_tokens(
@@ -292,7 +291,7 @@ def launch_pick_tokens(
         notes = Notes(Notes.empty(shares, plan).marks.zero_())
     pdl, dependent = early(shares.device)
     asks = pdl and cache is not None and plan.ahead
-    asked = asked_ahead(cache, plan.ahead) if asks else NOTHING
+    asked = asked_ahead(*cache, plan.ahead) if asks else NOTHING
     kernels.pick.run(
         grid=(plan.pieces, heads, batch),
         warmup=False,

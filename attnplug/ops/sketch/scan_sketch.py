@@ -417,10 +417,10 @@ def launch_scan_sketch(
     grid = (parts, kv_heads, batch)
     plain = group <= 8 and key_mask is None and softcap == 0
     if plan.hopper and plain and _on_hopper(projected.device):
-        how = {"patience": plan.patience, "EVICT": plan.evict}
-        how["num_warps"] = hopper_scan.WARPS.value
-        how |= {} if plan.registers is None else {"maxnreg": plan.registers}
-        hopper_scan.scan.run(grid=grid, warmup=False, **asked, **how)
+        asked |= {"patience": plan.patience, "EVICT": plan.evict}
+        how = {} if plan.registers is None else {"maxnreg": plan.registers}
+        warps = hopper_scan.WARPS.value
+        hopper_scan.scan.run(grid=grid, warmup=False, **asked, num_warps=warps, **how)
         return
     kernels.scan.run(
         grid=grid,

@@ -269,14 +269,14 @@ def test_picks_come_from_what_the_scan_has_counted(device_path, known, kind):
 
 def test_the_l2_is_asked_for_whole_tokens():
     k, v = torch.zeros(2, 1, 3, 40, 128, dtype=torch.float16)
-    found = pick.asked_ahead((k, v), "lines")
+    found = pick.asked_ahead(k, v, "lines")
     assert found["ASK"].count("prefetch.global.L2 [at+") == 2
-    assert "[at], 256;" in pick.asked_ahead((k, v), "piece")["ASK"]
+    assert "[at], 256;" in pick.asked_ahead(k, v, "piece")["ASK"]
     assert found["key_strides"] == found["value_strides"] == (3 * 40 * 256, 40 * 256, 256)
     narrow, wide = k[..., :120], torch.zeros(1, 3, 40, 124, dtype=torch.float16)[..., :120]
-    assert pick.asked_ahead((narrow, narrow), "piece")["ASK"]
+    assert pick.asked_ahead(narrow, narrow, "piece")["ASK"]
     for other in (wide, k[..., ::2], k[..., 1:121], k.transpose(2, 3)):
-        assert pick.asked_ahead((other, other), "piece") == pick.NOTHING
+        assert pick.asked_ahead(other, other, "piece") == pick.NOTHING
 
 
 def test_missing_codes_give_nan(device_path):
