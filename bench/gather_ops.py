@@ -23,6 +23,7 @@ from _op_rows import Rows, dense_steps, inputs, microseconds, near, sets_for
 
 from attnplug import Gather
 from attnplug.ops.common.device import machine
+from attnplug.ops.common.sizes import cdiv
 from attnplug.ops.gather import block_bounds as summaries
 from attnplug.ops.gather import gather_attention as attend
 from attnplug.ops.gather import gather_decode as decode
@@ -64,6 +65,19 @@ def apart(found: torch.Tensor, wanted: torch.Tensor) -> int:
     return sum(len(set(a) ^ set(b)) for a, b in pairs)
 
 
+def same_summaries(found: torch.Tensor, wanted: torch.Tensor, blocks: int) -> str:
+    """Of codes one in 500 may be another, where a frame's last bits decide."""
+    framed = wanted.dtype == torch.int8
+    codes = (found != wanted)[:, :, : blocks if framed else None]
+    share = float(codes.double().mean())
+    assert share <= 2e-3, f"{share:.2%} of the codes differ"
+    if framed:
+        frames = (summaries.frame_of(x, blocks) for x in (found, wanted))
+        for name, a, b in zip(summaries.Frame._fields, *frames, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7, equal_nan=True, msg=name)
+    return f"codes {int(codes.sum())}"
+
+
 def check(scoring, dtype, width, group, tokens, padded, masked, top_k) -> dict[str, Any]:
     """Summaries, list and step on the GPU against the CPU's."""
     queries, k, v, lengths, start, mask = inputs(dtype, width, group, tokens, padded, masked)
@@ -78,10 +92,7 @@ def check(scoring, dtype, width, group, tokens, padded, masked, top_k) -> dict[s
     summaries.block_bounds(k, made, progress, block=16, band=band, **rows)
     summaries.block_bounds(k.cuda(), made_there, progress_there, block=16, band=band, **rows_there)
     assert torch.equal(progress_there.cpu(), progress), "progress"
-    differing = int((made_there.cpu() != made).sum())
-    room = 2e-3 if scoring == "spread" else 2e-2  # of bounds, a scale's last bits
-    assert differing <= room * made.numel(), f"{differing} bytes of summaries differ"
-    found = [f"bytes {differing}"]
+    found = [same_summaries(made_there.cpu(), made, cdiv(tokens, 16))]
     asked = {**shape, "top_k": top_k, "scoring": scoring}
     index = select.select_blocks(q, k, made, progress, **asked, **rows)
     cold = torch.zeros_like(made_there), torch.zeros_like(progress_there)

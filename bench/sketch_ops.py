@@ -131,9 +131,7 @@ class Layer:
             )
 
         def pick_from_shares():
-            pick.launch_pick_tokens(
-                *asked_picks, *picks, pick_plan, notes, hint=self.hint, cache=(k, v)
-            )
+            pick.launch_pick_tokens(*asked_picks, *picks, pick_plan, notes, hint=self.hint)
 
         return {
             "prepare": ready,
@@ -224,9 +222,8 @@ def time_chain(rows: Rows, batch: int, tokens: int) -> dict[str, str]:
     case = f"batch={batch} n={tokens}"
     layers, base = caches(batch, tokens), plan_of(batch, tokens)
     dense = dense_steps(layers)
-    for ahead, evict in [("", ""), *((ahead, "") for ahead in pick.ASKS), ("", "evict_first")]:
-        how = {"pick": base.pick._replace(ahead=ahead), "scan": base.scan._replace(evict=evict)}
-        plan = base._replace(**how)
+    for evict in ("", "evict_first"):
+        plan = base._replace(scan=base.scan._replace(evict=evict))
         rows.attempt("chain", case, named(plan), whole, layers, plan)
     rows.attempt("dense", case, "", microseconds, dense)
     return {"result": "done"}
@@ -294,7 +291,7 @@ def misled(layer: Layer, hint: float, call: Callable[[], Any]) -> None:
 def named(plan: decode.Plan) -> str:
     kind = "hopper" if plan.scan.hopper else "plain"
     pieces = f"pieces={plan.pieces}/{plan.attend_warps}w"
-    more = f" {plan.pick.ahead} {plan.scan.evict}".rstrip()
+    more = f" {plan.scan.evict}".rstrip()
     return f"parts={plan.parts} {kind} {pieces} c={plan.columns}{more}"
 
 

@@ -344,7 +344,6 @@ def launch_sketch_host_decode(*args, plan=None, count=True):
         count=count,
         prepare_query=link.prepare_query,
         attend_picks=link.attend_picks,
-        is_here=False,
     )
 
 

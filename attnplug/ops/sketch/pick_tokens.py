@@ -6,8 +6,7 @@ among them unless more than k / 8 tokens share the bin, which then takes in some
 most a bin's width (2^(1/16) near the middle) better. No sort, and no pass over the shares but one.
 """
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numba
 import numpy as np
@@ -192,7 +191,6 @@ class Plan(NamedTuple):
     tile: int = 2048  # tokens that a program looks at at once
     warps: int = 8
     registers: int = 64  # of a thread, at most
-    ahead: str = ""  # how the L2 is asked for the picks' keys and values, of `ASKS`; "": not
 
 
 def plan_for(rows: int, size: int, multiprocessors: int) -> Plan:
@@ -238,32 +236,6 @@ def own_plan(shares: torch.Tensor) -> Plan:
     return plan_for(batch * heads, size, machine(shares.device)[0])
 
 
-NOTHING: dict[str, Any] = dict(
-    keys=None, values=None, key_strides=(0, 0, 0), value_strides=(0, 0, 0), ASK=""
-)
-# How the L2 is asked for the bytes of one token: as a piece, or line by line.
-ASKS: dict[str, Callable[[int], str]] = {
-    "piece": lambda size: f"@p cp.async.bulk.prefetch.L2.global [at], {size}; ",
-    "lines": lambda size: "".join(
-        f"@p prefetch.global.L2 [at+{line}]; " for line in range(0, size, 128)
-    ),
-}
-
-
-def asked_ahead(keys: torch.Tensor, values: torch.Tensor, how: str) -> dict[str, Any]:
-    """The kernel's arguments about keys and values that the L2 is to fetch: none where a token is
-    not whole 16 bytes at an address of 16, as a piece must be."""
-    size = keys.element_size()
-    width = size * keys.shape[3]
-    of_keys, of_values = (tuple(size * n for n in x.stride()[:3]) for x in (keys, values))
-    places = [width, *of_keys, *of_values, keys.data_ptr(), values.data_ptr()]
-    if any(n % 16 for n in places) or keys.stride(3) != 1 or values.stride(3) != 1:
-        return NOTHING
-    address = ".reg .b64 at; mad.wide.s32 at, $2, $4, $1; "
-    ask = f"{{ .reg .pred p; setp.ne.s32 p, $3, 0; {address}{ASKS[how](width)}mov.b32 $0, 0; }}"
-    return dict(keys=keys, values=values, key_strides=of_keys, value_strides=of_values, ASK=ask)
-
-
 def launch_pick_tokens(
     shares,
     total,
@@ -277,11 +249,10 @@ def launch_pick_tokens(
     notes=None,
     hint=None,
     is_new=False,
-    cache=None,
 ):
     """Run the kernel; tensors as in `pick_tokens`, on a GPU or in Triton's interpreter. `notes` are
     a chain's, made for the plan; `hint` is the one that the scan had. With `is_new`, `lengths` lack
-    a token. `cache`: keys and values that are read next, which the plan may ask the L2 for."""
+    a token."""
     batch, heads, size = shares.shape
     capacity = picks.shape[2]
     plan = plan or own_plan(shares)
@@ -290,8 +261,6 @@ def launch_pick_tokens(
     if notes is None:
         notes = Notes(Notes.empty(shares, plan).marks.zero_())
     pdl, dependent = early(shares.device)
-    asks = pdl and cache is not None and plan.ahead
-    asked = asked_ahead(*cache, plan.ahead) if asks else NOTHING
     kernels.pick.run(
         grid=(plan.pieces, heads, batch),
         warmup=False,
@@ -306,7 +275,6 @@ def launch_pick_tokens(
         marks=notes.marks,
         picks=picks,
         cut=cut,
-        **asked,
         k=top_k,
         S=size,
         pieces=plan.pieces,

@@ -244,6 +244,11 @@ def _cpu(
 # --- CUDA ------------------------------------------------------------------------------------
 
 
+# Tokens and KV heads whose codes fill the L2 when the scan has read them, 24 MiB: above it codes
+# leave first, so that the shares stay, which `pick` reads next.
+CACHED = 1 << 20
+
+
 class Plan(NamedTuple):
     """How the kernels cut the work; chosen from static shapes alone."""
 
@@ -270,7 +275,8 @@ def plan_for(
     pieces = max(1, min(steps, 3 * multiprocessors // rows))  # all at once
     wide = width * itemsize > 256
     pieces = -(-steps // -(-steps // pieces))
-    how = scan.Plan(256, 4, 3), pick.plan_for(rows, size, multiprocessors)
+    evict = "evict_first" if rows * size > CACHED else ""
+    how = scan.Plan(256, 4, 3, evict=evict), pick.plan_for(rows, size, multiprocessors)
     return Plan(parts, fewest, *how, pieces, 8 if wide else 4, 32)
 
 
@@ -280,10 +286,9 @@ def launch_sketch_decode(
     count=True,
     prepare_query=prepare.launch_prepare_query,
     attend_picks=attend.launch_attend_picks,
-    is_here=True,
 ):
     """Run the kernels: arguments and outputs as those of the op, on a GPU or in Triton's
-    interpreter. A cache that is not here brings its own launchers of what reads it."""
+    interpreter. A cache that is elsewhere brings its own launchers of what reads it."""
     call, (out, lse) = Call(*args[:-2]), args[-2:]
     k, top_k, softcap, size = call.k, call.top_k, call.softcap, call.k.shape[2]
     if plan is None:
@@ -316,8 +321,7 @@ def launch_sketch_decode(
     scan.launch_scan_sketch(*asked_scan, *scanned, **how, **behind)
     asked_picks = (shares, total, middle, top_k, *rows)
     picks, cut = pick._allocate(*asked_picks)
-    cache = (k, v) if is_here else None
-    pick.launch_pick_tokens(*asked_picks, picks, cut, plan.pick, notes, **behind, cache=cache)
+    pick.launch_pick_tokens(*asked_picks, picks, cut, plan.pick, notes, **behind)
     asked_attend = (
         *(q, k, v, projected, call.fine, call.coarse),
         *(picks, cut, norm, call.scale, plan.pieces, softcap),

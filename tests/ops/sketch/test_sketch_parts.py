@@ -255,28 +255,12 @@ def test_picks_come_from_what_the_scan_has_counted(device_path, known, kind):
             own[~bits] = torch.inf
     assert uncounted == 0 if known == "nothing" else uncounted > 50
     asked = (shares, total, middle, top_k, *rows)
-    kv = k.to(device), v.to(device)
-    for ahead in ("", *pick.ASKS):
-        notes.marks.zero_()
-        picked = pick._allocate(*asked)
-        how = plan._replace(ahead=ahead), notes
-        pick.launch_pick_tokens(*asked, *picked, *how, hint=hint, cache=kv)
-        assert torch.equal(picked[0].cpu(), wanted[0])
-        assert torch.equal(picked[1][..., :2].cpu(), wanted[1][..., :2])
-        if known != "a bin too high":
-            assert torch.equal(picked[1][..., 2].cpu(), pick.coming_hint(hint.cpu(), true))
-
-
-def test_the_l2_is_asked_for_whole_tokens():
-    k, v = torch.zeros(2, 1, 3, 40, 128, dtype=torch.float16)
-    found = pick.asked_ahead(k, v, "lines")
-    assert found["ASK"].count("prefetch.global.L2 [at+") == 2
-    assert "[at], 256;" in pick.asked_ahead(k, v, "piece")["ASK"]
-    assert found["key_strides"] == found["value_strides"] == (3 * 40 * 256, 40 * 256, 256)
-    narrow, wide = k[..., :120], torch.zeros(1, 3, 40, 124, dtype=torch.float16)[..., :120]
-    assert pick.asked_ahead(narrow, narrow, "piece")["ASK"]
-    for other in (wide, k[..., ::2], k[..., 1:121], k.transpose(2, 3)):
-        assert pick.asked_ahead(other, other, "piece") == pick.NOTHING
+    picked = pick._allocate(*asked)
+    pick.launch_pick_tokens(*asked, *picked, plan, notes, hint=hint)
+    assert torch.equal(picked[0].cpu(), wanted[0])
+    assert torch.equal(picked[1][..., :2].cpu(), wanted[1][..., :2])
+    if known != "a bin too high":
+        assert torch.equal(picked[1][..., 2].cpu(), pick.coming_hint(hint.cpu(), true))
 
 
 def test_missing_codes_give_nan(device_path):

@@ -130,27 +130,6 @@ def list_tokens(picks, slot, n, taken, ASM: tl.constexpr):
 
 
 @triton.jit
-def _ask_for(at, n, wanted, step, ASK: tl.constexpr):
-    """Run ASK for the addresses `at` of those tokens `n` that are `wanted`, `step` bytes apart."""
-    tl.inline_asm_elementwise(
-        ASK,
-        "=r,l,r,r,r",
-        [at.to(tl.int64), n, wanted.to(tl.int32), step],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
-
-
-@triton.jit
-def _ask_for_tokens(keys_at, values_at, n, both, steps, ASK: tl.constexpr):
-    """Have the L2 fetch the keys and values of what may be a pick. Nobody waits for them."""
-    if ASK != "":
-        _ask_for(keys_at, n, both, steps[0], ASK)
-        _ask_for(values_at, n, both, steps[1], ASK)
-
-
-@triton.jit
 def _threshold(own, reached, wanted):
     """The highest bin that as many as wanted reach, and how many are above it. Bin 0, which all
     reach, is not above any."""
@@ -250,15 +229,10 @@ def pick(
     marks,
     picks,
     cut,
-    keys,
-    values,
     k,
     S,
     pieces,
     capacity,
-    key_strides,
-    value_strides,
-    ASK: tl.constexpr,
     EIGHTS: tl.constexpr,
     LEAST: tl.constexpr,
     TILE: tl.constexpr,
@@ -273,9 +247,7 @@ def pick(
     """The picks of one piece of the candidates of one row's KV head, in the order of the cache;
     their place in the list is where the pieces before this one end. A piece has LEAST to EIGHTS
     times eight tokens. If it has more than TILE, and the scan has counted enough, only those eights
-    are read of which it may have counted a token, listed first in `listed`. ASK is the instruction
-    by which the L2 is asked for the picks' `keys` and `values`, whose strides are in bytes; "": it
-    is not."""
+    are read of which it may have counted a token, listed first in `listed`."""
     piece = tl.program_id(0)
     h = tl.program_id(1)
     b = tl.program_id(2).to(tl.int64)
@@ -291,14 +263,6 @@ def pick(
         return
     EACH: tl.constexpr = TILE // EIGHT
     own = shares + place * S + since + first * EIGHT
-    keys_at, values_at, steps = 0, 0, (0, 0)
-    if ASK != "":
-        token = (since + first * EIGHT).to(tl.int64)
-        keys_at = keys.to(tl.int64) + b * key_strides[0] + h.to(tl.int64) * key_strides[1]
-        values_at = values.to(tl.int64) + b * value_strides[0] + h.to(tl.int64) * value_strides[1]
-        keys_at += token * key_strides[2]
-        values_at += token * value_strides[2]
-        steps = key_strides[2], value_strides[2]
     hinted = 1
     if hint is not None:  # of the step before
         hinted = lowest_counted(tl.load(hint + place, cache_modifier=".cg"))
@@ -326,13 +290,10 @@ def pick(
     ahead = tl.sum(both, 0)
     own_both = ahead
     for at in tl.range(EACH, count, EACH, num_stages=1):  # pyright: ignore[reportGeneralTypeIssues]
-        m, more, there = _shares_of(own, listed, at, count, direct, TILE)
-        level = levels(more, there, threshold, centre)
-        _ask_for_tokens(keys_at, values_at, m, level, steps, ASK)
-        own_both += tl.sum(level, 0)
+        _, more, there = _shares_of(own, listed, at, count, direct, TILE)
+        own_both += tl.sum(levels(more, there, threshold, centre), 0)
     mark = (own_both & 65535).to(tl.int64) * 4294967296 + (own_both >> 16).to(tl.int64) * 2 + 1
     tl.atomic_xchg(marks + piece, mark, sem="relaxed")
-    _ask_for_tokens(keys_at, values_at, n, both, steps, ASK)  # while it waits for the others
     in_front = before(marks, piece, PIECES)
 
     picks += place * capacity
