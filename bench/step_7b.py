@@ -109,7 +109,7 @@ class Stepper:
         decode_loop.BY_LAYER = frozenset({self.device.type} if variant.by_layer else ())
         self.step = self.loop.compiled(self.model, config)
         # The loop's calls use these again and again, too.
-        self.buffers = StepBuffers.empty(1, 1, None, 1, self.device)
+        self.buffers = StepBuffers.empty(1, 1, None, 0, 1, self.device)
 
     def fill(self, n: int) -> None:
         """A cache with n random tokens, and the buffers set to its first step."""

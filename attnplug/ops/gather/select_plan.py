@@ -89,6 +89,7 @@ def _plan_for_many(
         return plan._replace(chunk=128)
     if total <= (2**16 if spread else 2**17):
         return plan._replace(repeat=2, stages=2, spaced=not spread)
+    if total <= 2**18 and not spread:  # two programs a multiprocessor, of as many stages as fit
+        return plan._replace(repeat=8, stages=3, spaced=True)
     # Means and variances of two tiles: without a limit two programs fit where four should.
-    limit = None if total <= 2**18 and not spread else 128
-    return plan._replace(repeat=4, stages=2, registers=limit, spaced=not spread)
+    return plan._replace(repeat=4, stages=2, registers=128, spaced=not spread)
