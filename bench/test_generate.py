@@ -209,19 +209,22 @@ def first_calls(policy: str, n: int) -> dict[str, float]:
     return found
 
 
+CALLS = ("first call", "next call", "slowest other length", "median other length")
+FIRST = [f"{process}, {call}" for process in ("cold", "second process") for call in CALLS]
+
+
+@pytest.mark.parametrize("name", FIRST)
 @pytest.mark.parametrize("n", TOKENS[:1])
 @pytest.mark.parametrize("policy", POLICIES)
-def test_first(gpu_bench, policy, n):
+def test_first(gpu_bench, policy, n, name):
     """Of the first length only: each policy takes two processes."""
-    stock = first_calls("", n)
-    for name, seconds in first_calls(policy, n).items():
-        nbytes, flops = work_of_prefill(n)
-        gpu_bench.record(
-            op=policy, case="generate-first", n=n, batch=1, **heads_of(CONFIG),
-            dtype=torch.bfloat16, options=name, times_us=[seconds * 1e6], peer="stock",
-            peer_times_us=[stock[name] * 1e6], bytes=nbytes, flops=flops,
-            policy=policy_name(policy),
-        )  # fmt: skip
+    nbytes, flops = work_of_prefill(n)
+    gpu_bench.record(
+        op=policy, case="generate-first", n=n, batch=1, **heads_of(CONFIG), dtype=torch.bfloat16,
+        options=name, times_us=[first_calls(policy, n)[name] * 1e6], peer="stock",
+        peer_times_us=[first_calls("", n)[name] * 1e6], bytes=nbytes, flops=flops,
+        policy=policy_name(policy),
+    )  # fmt: skip
 
 
 def work_of_prefill(n: int) -> tuple[int, int]:

@@ -1,8 +1,9 @@
 """A compiled step as one CUDA graph of our own, which replays without a look at guards.
 
 A step that is compiled in pieces has as many launches and more work for the host than one whole
-program. Captured once a call of generate, it has one launch. That is right for steps whose tensors
-stay where they are and that want nothing of the host in between, as those of the decode loop do.
+program. Captured, it has one launch. That is right for steps whose tensors stay where they are and
+that want nothing of the host in between, as those of the decode loop do. A graph serves later calls
+of generate, too, where these are about the same memory.
 """
 
 import weakref
@@ -47,12 +48,71 @@ class CapturedStep:
         return self.replay()
 
 
+class Noted:
+    """What a compiled graph computes from: which of the graphs that dynamo has made ran last, and
+    its inputs, all that it reads or writes: where tensors are, and what numbers were."""
+
+    def __init__(self) -> None:
+        self.about: tuple[Any, ...] = ()
+
+    def around(self, graph: Callable[..., Any]) -> Callable[..., Any]:
+        """The graph, which notes each of its runs here."""
+
+        def run(*inputs: Any) -> Any:
+            self.about = run, *map(_place, inputs)
+            return graph(*inputs)
+
+        return run
+
+
+class GuardedStep(CapturedStep):
+    """A step that dynamo has compiled. Each call's first step asks its guards, which choose one of
+    its graphs; the CUDA graph of an earlier call serves again where they choose the same graph and
+    that gets the same inputs, also of another cache that has come to the same memory."""
+
+    def __init__(self, step: Step, noted: Noted):
+        super().__init__(step)
+        self.noted = noted
+
+    def begin(
+        self, model: torch.nn.Module, cache: Any, buffers: Iterable[Any], *constants: Any
+    ) -> None:
+        self.first = True
+
+    def __call__(self, *arguments: Any) -> torch.Tensor | None:
+        found = super().__call__(*arguments)
+        if self.noted.about != self.about:
+            self.about, self.replay = self.noted.about, None
+        return found
+
+
+def _place(value: Any) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value
+    return value.data_ptr(), value.shape, value.stride(), value.dtype
+
+
+ROOM = 1 << 30  # bytes, more than a step's activations and logits
+
+
 def capture(step: Replay) -> Replay:
-    """Capture a step, without running it. The replay returns the same tensor each time."""
-    graph = torch.cuda.CUDAGraph()
-    # Other threads may allocate meanwhile: a tokenizer's, a server's, a trace's writer.
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        found = step()
+    """Capture a step, without running it. The replay returns the same tensor each time.
+
+    Not `torch.cuda.graph`, which first gives all memory that nobody uses back to the driver: the
+    next prompt would have to ask for it again, for milliseconds of each call. Here only where there
+    is little left, as an allocator cannot free its own while a graph is captured."""
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    if torch.cuda.mem_get_info()[0] < ROOM:
+        torch.cuda.empty_cache()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        # Other threads may allocate meanwhile: a tokenizer's, a server's, a trace's writer.
+        graph.capture_begin(capture_error_mode="thread_local")
+        try:
+            found = step()
+        finally:
+            graph.capture_end()
+    torch.cuda.current_stream().wait_stream(stream)
 
     def replay() -> torch.Tensor | None:
         graph.replay()

