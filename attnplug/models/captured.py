@@ -48,31 +48,31 @@ class CapturedStep:
         return self.replay()
 
 
-class Noted:
-    """What a compiled graph computes from: which of the graphs that dynamo has made ran last, and
-    its inputs, all that it reads or writes: where tensors are, and what numbers were."""
+class GuardedStep(CapturedStep):
+    """A step that dynamo compiles, with `around` about each of the graphs that it finds.
+
+    Each call's first step asks dynamo's guards, which choose a graph. Where that is the graph whose
+    run has been captured, and its inputs are the same (all that it reads or writes: where tensors
+    are, and what numbers are), the CUDA graph is replayed in its place, also for another cache that
+    has come to the same memory. Later steps replay and ask nobody."""
 
     def __init__(self) -> None:
-        self.about: tuple[Any, ...] = ()
+        super().__init__(_not_compiled)
+        self.seen: tuple[Any, ...] = ()  # what the last run was about
+        self.outputs: Any = None  # of the run that has been captured
 
     def around(self, graph: Callable[..., Any]) -> Callable[..., Any]:
-        """The graph, which notes each of its runs here."""
+        """What dynamo is to run in the place of a graph."""
 
         def run(*inputs: Any) -> Any:
-            self.about = run, *map(_place, inputs)
-            return graph(*inputs)
+            self.seen = run, *map(_place, inputs)
+            if self.replay is None or self.seen != self.about:
+                self.outputs = graph(*inputs)
+            else:
+                self.replay()
+            return self.outputs
 
         return run
-
-
-class GuardedStep(CapturedStep):
-    """A step that dynamo has compiled. Each call's first step asks its guards, which choose one of
-    its graphs; the CUDA graph of an earlier call serves again where they choose the same graph and
-    that gets the same inputs, also of another cache that has come to the same memory."""
-
-    def __init__(self, step: Step, noted: Noted):
-        super().__init__(step)
-        self.noted = noted
 
     def begin(
         self, model: torch.nn.Module, cache: Any, buffers: Iterable[Any], *constants: Any
@@ -80,10 +80,18 @@ class GuardedStep(CapturedStep):
         self.first = True
 
     def __call__(self, *arguments: Any) -> torch.Tensor | None:
-        found = super().__call__(*arguments)
-        if self.noted.about != self.about:
-            self.about, self.replay = self.noted.about, None
-        return found
+        if self.first:
+            self.first = False
+            return self.step(*arguments)
+        if self.replay is None or self.seen != self.about:
+            self.replay = self.outputs = None
+            self.replay = capture(lambda: self.step(*arguments))
+            self.about = self.seen
+        return self.replay()
+
+
+def _not_compiled(*arguments: Any) -> torch.Tensor | None:
+    raise AssertionError("the step has not been compiled")
 
 
 def _place(value: Any) -> Any:

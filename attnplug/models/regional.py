@@ -18,7 +18,7 @@ from torch import fx
 from torch._dynamo.exc import Unsupported
 from torch.fx.passes.split_module import split_module
 
-from attnplug.models.captured import CapturedStep, GuardedStep, Noted, Step
+from attnplug.models.captured import CapturedStep, GuardedStep, Step
 
 NUMBERED = re.compile(r".*?\.\d+(?=\.|$)")  # the outermost numbered module, a decoder layer
 LOG = logging.getLogger("attnplug")
@@ -32,10 +32,12 @@ class LayeredStep:
         options = torch._inductor.list_mode_options(config.mode) if config.mode else {}
         options = options | (config.options or {})
         graphs = options.pop("triton.cudagraphs", False) and device.type == "cuda"
-        noted = Noted() if graphs else None
-        backend = functools.partial(compile_by_layer, options=options, noted=noted)
-        compiled = torch.compile(step, backend=backend, fullgraph=True, dynamic=config.dynamic)
-        self.now: Step = compiled if noted is None else GuardedStep(compiled, noted)
+        guarded = GuardedStep()
+        backend = functools.partial(compile_by_layer, options=options)
+        if graphs:
+            backend.keywords["around"] = guarded.around
+        guarded.step = torch.compile(step, backend=backend, fullgraph=True, dynamic=config.dynamic)
+        self.now: Step = guarded if graphs else guarded.step
         self.whole = functools.partial(torch.compile, step, **config.to_dict())
 
     def begin(self, *about: Any) -> None:
@@ -69,9 +71,10 @@ def compile_by_layer(
     inputs: Sequence[Any],
     *,
     options: dict[str, Any] | None = None,
-    noted: Noted | None = None,
+    around: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None,
 ) -> Callable[..., Any]:
-    """A backend of torch.compile; `options` are inductor's. Runs are `noted` there."""
+    """A backend of torch.compile; `options` are inductor's, `around` makes of a graph what dynamo
+    is to run in its place."""
     regions = _regions(graph)
     whole = split_module(graph, graph, regions.__getitem__, keep_original_order=True)
     found: dict[Any, Callable[..., Any]] = {}
@@ -82,7 +85,7 @@ def compile_by_layer(
         if key not in found:
             found[key] = _compile(piece, options)
         setattr(whole, name, Piece(found[key], single))
-    return whole if noted is None else noted.around(whole)
+    return whole if around is None else around(whole)
 
 
 def _regions(graph: fx.GraphModule) -> dict[fx.Node, int]:

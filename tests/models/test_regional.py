@@ -141,17 +141,23 @@ def test_a_config_that_names_a_backend_gets_it(pieces):
 
 
 class Replays:
-    """In the place of CUDA graphs: a capture runs nothing, and a replay runs the step."""
+    """In the place of CUDA graphs: a capture runs nothing, and a replay runs the step, whose graph
+    does not replay meanwhile."""
 
-    def __init__(self):
-        self.captures, self.replays = 0, 0
+    def __init__(self, captured=None):
+        self.captured, self.captures, self.replays = captured, 0, 0
 
     def __call__(self, step):
         self.captures += 1
 
         def replay():
             self.replays += 1
-            return step()
+            if self.captured is None:
+                return step()
+            self.captured.replay = None
+            found = step()
+            self.captured.replay = replay
+            return found
 
         return replay
 
@@ -185,38 +191,39 @@ def test_a_captured_step_replays_until_something_moves(monkeypatch):
 
 
 def test_a_guarded_step_replays_where_guards_and_inputs_are_the_same(monkeypatch):
-    monkeypatch.setattr(captured, "capture", replays := Replays())
+    step = guarded()
+    monkeypatch.setattr(captured, "capture", replays := Replays(step))
     model, stock = attnplug.apply(model_of(), "dense"), model_of()
     tokens_of(model, compile_config=(config := compiling()), new=1)
-    step = vars(model)[LOOP].compiled(model, config)
-    monkeypatch.setattr(step, "now", guarded())
+    monkeypatch.setattr(vars(model)[LOOP].compiled(model, config), "now", step)
     ids = torch.randint(3, 97, (1, 40), generator=torch.Generator().manual_seed(1))
 
     def check(cache):
         options = dict(max_new_tokens=9, do_sample=False)
         found = model.generate(ids, past_key_values=cache, compile_config=config, **options)
         assert torch.equal(found, stock.generate(ids, **options))
-        return replays.captures
+        return replays.captures, replays.replays
 
     first = attnplug.make_cache(model, 256)
-    assert check(first) == 1
+    assert check(first) == (1, 7)
     first.reset()
-    assert check(first) == 1
+    assert check(first) == (1, 7 + 8)
     first.reset()
-    assert check(copy.copy(first)) == 1  # another cache on the same memory
-    assert check(attnplug.make_cache(model, 256)) == 2  # on memory of its own
+    assert check(copy.copy(first)) == (1, 7 + 8 + 8)  # another cache on the same memory
+    assert check(attnplug.make_cache(model, 256)) == (2, 30)  # on memory of its own
     for each in (model, stock):  # which the guards see
         each.model.layers[1].mlp.act_fn = torch.nn.ReLU()
     first.reset()
-    assert check(first) == 3
+    assert check(first) == (3, 37)
 
 
 def guarded():
-    noted = captured.Noted()
-    backend = functools.partial(regional.compile_by_layer, noted=noted)
+    step = captured.GuardedStep()
+    backend = functools.partial(regional.compile_by_layer, around=step.around)
     code = decode_loop.decode_step.__code__.replace()
     own = types.FunctionType(code, decode_loop.decode_step.__globals__)
-    return captured.GuardedStep(torch.compile(own, backend=backend, fullgraph=True), noted)
+    step.step = torch.compile(own, backend=backend, fullgraph=True)
+    return step
 
 
 @pytest.mark.gpu
