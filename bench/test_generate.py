@@ -43,7 +43,10 @@ from transformers import Cache, DynamicCache
 from transformers.generation.configuration_utils import CompileConfig
 
 import attnplug
+from attnplug import Gather
 from attnplug.bench.rows import policy_name
+from attnplug.plan import read_tokens
+from attnplug.policies import parse
 
 TOKENS = [int(n) for n in os.environ.get("ATTNPLUG_BENCH_TOKENS", "8192,32768,131072").split(",")]
 BATCHES = [int(n) for n in os.environ.get("ATTNPLUG_BENCH_BATCHES", "1").split(",")]
@@ -142,12 +145,29 @@ def profile_of(made: Any, policy: str, ids: torch.Tensor) -> None:
 @pytest.mark.parametrize("policy", POLICIES)
 def test_tokens(gpu_bench, policy, n, batch):
     times = token_times(policy, n, batch)
-    nbytes, flops = work_of(model(), CONFIG, n, batch)
+    nbytes, flops = work_of(model(), CONFIG, tokens_read(policy, n), batch)
     gpu_bench.record(
-        op=policy, case="generate", n=n, batch=batch, **heads_of(CONFIG), dtype=torch.bfloat16,
-        options=KIND, times_us=times, peer="stock", peer_times_us=token_times("", n, batch),
+        op=served_by(policy, "decode"), case="generate", n=n, batch=batch, **heads_of(CONFIG), dtype=torch.bfloat16,
+        options=kind_of(policy), times_us=times, peer="stock", peer_times_us=token_times("", n, batch),
         bytes=nbytes, flops=flops, policy=policy_name(policy),
     )  # fmt: skip
+
+
+def served_by(policy: str, phase: str) -> str:
+    """The method that serves a phase."""
+    method = getattr(parse(policy), phase)
+    return method.name if method else "dense"
+
+
+def kind_of(policy: str) -> str:
+    """What a row's options say; a composed policy has another than each of its methods alone."""
+    return ", ".join(filter(None, [KIND, policy if "+" in policy else ""]))
+
+
+def tokens_read(policy: str, n: int) -> float:
+    method = parse(policy).decode
+    is_far = isinstance(method, Gather) and n >= method.crossover(model().device)
+    return read_tokens(method, n, n + TAIL) if is_far else n
 
 
 PREFILLS = {"mask of ones": True, "holds its pad id": True, "chunks": False}
@@ -184,7 +204,7 @@ def test_prefill(gpu_bench, policy, n, kind):
     against = prefill_times("" if compares else policy, n, "mask of ones")[0]
     read = sum(p.numel() for p in model().parameters())
     gpu_bench.record(
-        op=policy, case="generate-prefill", n=n, batch=1, **heads_of(CONFIG), dtype=torch.bfloat16,
+        op=served_by(policy, "prefill"), case="generate-prefill", n=n, batch=1, **heads_of(CONFIG), dtype=torch.bfloat16,
         options=f"{kind}, peak {peak / 2**30:.1f} GiB", times_us=times,
         peer="stock" if compares else "whole", peer_times_us=against, bytes=2 * read,
         flops=2 * read * n, policy=policy_name(policy),
@@ -220,7 +240,7 @@ def test_first(gpu_bench, policy, n, name):
     """Of the first length only: each policy takes two processes."""
     nbytes, flops = work_of_prefill(n)
     gpu_bench.record(
-        op=policy, case="generate-first", n=n, batch=1, **heads_of(CONFIG), dtype=torch.bfloat16,
+        op=served_by(policy, "prefill"), case="generate-first", n=n, batch=1, **heads_of(CONFIG), dtype=torch.bfloat16,
         options=name, times_us=[first_calls(policy, n)[name] * 1e6], peer="stock",
         peer_times_us=[first_calls("", n)[name] * 1e6], bytes=nbytes, flops=flops,
         policy=policy_name(policy),
