@@ -147,9 +147,10 @@ def test_tokens(gpu_bench, policy, n, batch):
     times = token_times(policy, n, batch)
     nbytes, flops = work_of(model(), CONFIG, tokens_read(policy, n), batch)
     gpu_bench.record(
-        op=served_by(policy, "decode"), case="generate", n=n, batch=batch, **heads_of(CONFIG), dtype=torch.bfloat16,
-        options=kind_of(policy), times_us=times, peer="stock", peer_times_us=token_times("", n, batch),
-        bytes=nbytes, flops=flops, policy=policy_name(policy),
+        op=served_by(policy, "decode"), case="generate", n=n, batch=batch, **heads_of(CONFIG),
+        dtype=torch.bfloat16, options=kind_of(policy, KIND), times_us=times, peer="stock",
+        peer_times_us=token_times("", n, batch), bytes=nbytes, flops=flops,
+        policy=policy_name(policy),
     )  # fmt: skip
 
 
@@ -159,9 +160,9 @@ def served_by(policy: str, phase: str) -> str:
     return method.name if method else "dense"
 
 
-def kind_of(policy: str) -> str:
-    """What a row's options say; a composed policy has another than each of its methods alone."""
-    return ", ".join(filter(None, [KIND, policy if "+" in policy else ""]))
+def kind_of(policy: str, what: str) -> str:
+    """A row's options: what was asked, and a composed policy, which is not its methods alone."""
+    return ", ".join(filter(None, [what, policy if "+" in policy else ""]))
 
 
 def tokens_read(policy: str, n: int) -> float:
@@ -204,8 +205,8 @@ def test_prefill(gpu_bench, policy, n, kind):
     against = prefill_times("" if compares else policy, n, "mask of ones")[0]
     read = sum(p.numel() for p in model().parameters())
     gpu_bench.record(
-        op=served_by(policy, "prefill"), case="generate-prefill", n=n, batch=1, **heads_of(CONFIG), dtype=torch.bfloat16,
-        options=f"{kind}, peak {peak / 2**30:.1f} GiB", times_us=times,
+        op=served_by(policy, "prefill"), case="generate-prefill", n=n, batch=1,
+        **heads_of(CONFIG), dtype=torch.bfloat16, options=f"{kind}, peak {peak / 2**30:.1f} GiB", times_us=times,
         peer="stock" if compares else "whole", peer_times_us=against, bytes=2 * read,
         flops=2 * read * n, policy=policy_name(policy),
     )  # fmt: skip
@@ -240,8 +241,8 @@ def test_first(gpu_bench, policy, n, name):
     """Of the first length only: each policy takes two processes."""
     nbytes, flops = work_of_prefill(n)
     gpu_bench.record(
-        op=served_by(policy, "prefill"), case="generate-first", n=n, batch=1, **heads_of(CONFIG), dtype=torch.bfloat16,
-        options=name, times_us=[first_calls(policy, n)[name] * 1e6], peer="stock",
+        op=served_by(policy, "decode"), case="generate-first", n=n, batch=1, **heads_of(CONFIG),
+        dtype=torch.bfloat16, options=kind_of(policy, name), times_us=[first_calls(policy, n)[name] * 1e6], peer="stock",
         peer_times_us=[first_calls("", n)[name] * 1e6], bytes=nbytes, flops=flops,
         policy=policy_name(policy),
     )  # fmt: skip
