@@ -147,11 +147,20 @@ def test_tokens(gpu_bench, policy, n, batch):
     times = token_times(policy, n, batch)
     nbytes, flops = work_of(model(), CONFIG, tokens_read(policy, n), batch)
     gpu_bench.record(
-        op=served_by(policy, "decode"), case="generate", n=n, batch=batch, **heads_of(CONFIG),
-        dtype=torch.bfloat16, options=kind_of(policy, KIND), times_us=times, peer="stock",
-        peer_times_us=token_times("", n, batch), bytes=nbytes, flops=flops,
+        op=served_by(policy, "decode"),
+        case="generate",
+        n=n,
+        batch=batch,
+        **heads_of(CONFIG),
+        dtype=torch.bfloat16,
+        options=kind_of(policy, KIND),
+        times_us=times,
+        peer="stock",
+        peer_times_us=token_times("", n, batch),
+        bytes=nbytes,
+        flops=flops,
         policy=policy_name(policy),
-    )  # fmt: skip
+    )
 
 
 def served_by(policy: str, phase: str) -> str:
@@ -205,11 +214,20 @@ def test_prefill(gpu_bench, policy, n, kind):
     against = prefill_times("" if compares else policy, n, "mask of ones")[0]
     read = sum(p.numel() for p in model().parameters())
     gpu_bench.record(
-        op=served_by(policy, "prefill"), case="generate-prefill", n=n, batch=1,
-        **heads_of(CONFIG), dtype=torch.bfloat16, options=f"{kind}, peak {peak / 2**30:.1f} GiB", times_us=times,
-        peer="stock" if compares else "whole", peer_times_us=against, bytes=2 * read,
-        flops=2 * read * n, policy=policy_name(policy),
-    )  # fmt: skip
+        op=served_by(policy, "prefill"),
+        case="generate-prefill",
+        n=n,
+        batch=1,
+        **heads_of(CONFIG),
+        dtype=torch.bfloat16,
+        options=f"{kind}, peak {peak / 2**30:.1f} GiB",
+        times_us=times,
+        peer="stock" if compares else "whole",
+        peer_times_us=against,
+        bytes=2 * read,
+        flops=2 * read * n,
+        policy=policy_name(policy),
+    )
 
 
 @functools.cache
@@ -241,11 +259,20 @@ def test_first(gpu_bench, policy, n, name):
     """Of the first length only: each policy takes two processes."""
     nbytes, flops = work_of_prefill(n)
     gpu_bench.record(
-        op=served_by(policy, "decode"), case="generate-first", n=n, batch=1, **heads_of(CONFIG),
-        dtype=torch.bfloat16, options=kind_of(policy, name), times_us=[first_calls(policy, n)[name] * 1e6], peer="stock",
-        peer_times_us=[first_calls("", n)[name] * 1e6], bytes=nbytes, flops=flops,
+        op=served_by(policy, "decode"),
+        case="generate-first",
+        n=n,
+        batch=1,
+        **heads_of(CONFIG),
+        dtype=torch.bfloat16,
+        options=kind_of(policy, name),
+        times_us=[first_calls(policy, n)[name] * 1e6],
+        peer="stock",
+        peer_times_us=[first_calls("", n)[name] * 1e6],
+        bytes=nbytes,
+        flops=flops,
         policy=policy_name(policy),
-    )  # fmt: skip
+    )
 
 
 def work_of_prefill(n: int) -> tuple[int, int]:
