@@ -32,6 +32,8 @@ class LayeredStep:
         options = torch._inductor.list_mode_options(config.mode) if config.mode else {}
         options = options | (config.options or {})
         graphs = options.pop("triton.cudagraphs", False) and device.type == "cuda"
+        if device.type == "cuda":
+            warm_pool()
         guarded = GuardedStep()
         backend = functools.partial(compile_by_layer, options=options)
         if graphs:
@@ -52,6 +54,14 @@ class LayeredStep:
             LOG.warning("a decode step is compiled whole, as it has graph breaks: %s", why)
             self.now = self.whole()
             return self.now(*arguments)
+
+
+def warm_pool() -> None:
+    """Have inductor start the processes that compile kernels, as its own backend does: while dynamo
+    traces, they load. Without them it compiles one kernel after the other in this process."""
+    from torch._inductor.async_compile import maybe_warm_pool
+
+    maybe_warm_pool()
 
 
 class Piece(torch.nn.Module):

@@ -9,6 +9,7 @@ import weakref
 
 import pytest
 import torch
+from torch._inductor import async_compile
 from transformers.generation.configuration_utils import CompileConfig
 
 import attnplug
@@ -219,6 +220,14 @@ def test_a_guarded_step_replays_where_guards_and_inputs_are_the_same(monkeypatch
         each.model.layers[1].mlp.act_fn = torch.nn.ReLU()
     first.reset()
     assert check(first) == (3, 37)
+
+
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+def test_processes_for_triton_start_before_the_trace(kind, monkeypatch):
+    warmed = []
+    monkeypatch.setattr(async_compile, "maybe_warm_pool", lambda: warmed.append(kind))
+    regional.LayeredStep(decode_loop.decode_step, CompileConfig(), torch.device(kind))
+    assert warmed == ["cuda"] * (kind == "cuda")
 
 
 def test_a_step_between_leaves_a_captured_graph_its_outputs(monkeypatch):
