@@ -58,9 +58,14 @@ def _is_speed(row: Row, policy: str) -> bool:
     return row["case"] == "step" and row["peer"] == "dense"
 
 
+def is_step(row: Row) -> bool:
+    """Whether a row is of one layer's step of a row alone."""
+    return row["case"] == "step" and row["batch"] == 1
+
+
 def memory_of(timing: Sequence[Row], policy: str, n: int) -> float | None:
     """Bytes of the GPU that one layer's cache of n tokens takes."""
-    steps = [row for row in timing if row["case"] == "step" and row["n"] == n]
+    steps = [row for row in timing if is_step(row) and row["n"] == n]
     return next((row["memory"] for row in steps if row["policy"] == policy), None)
 
 

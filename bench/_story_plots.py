@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from statistics import fmean
 from typing import NamedTuple
 
-from _choice import memory_of, speed_of
+from _choice import is_step, memory_of, speed_of
 from _plots import COLORS, GRID, INK, PEER, PEERS, Row, bare, heads, natural, tokens
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -59,7 +59,7 @@ def draw_story(timing: Sequence[Row], quality: Sequence[Row]) -> dict[str, Figur
         figures[SPEED] = draw_speed(lines, recomputed(timing))
     shares = memory_lines(timing)
     if shares:
-        figures[MEMORY] = draw_memory(shares, [r for r in timing if r["case"] == "step"])
+        figures[MEMORY] = draw_memory(shares, [r for r in timing if is_step(r)])
     return figures
 
 

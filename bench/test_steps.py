@@ -1,6 +1,6 @@
 """One layer's step of every method with its default options, in one run: what a choice among them
-goes by. One query over a cache of n tokens, 28/4 heads of 128, bf16, beside attnplug's own dense
-step over the same keys; dense itself beside cuDNN.
+goes by. One query of each row over a cache of n tokens, 28/4 heads of 128, bf16, beside attnplug's
+own dense step over the same keys; dense itself beside cuDNN.
 
 Inputs are those of `attnplug bench --quick`: Gaussian keys but for one that most of the attention
 goes to. Methods whose step writes its token do so, as in a model; the others, and dense beside all
@@ -25,6 +25,9 @@ from attnplug.policies import AttentionCall, Phase, gather, methods, sketch
 
 HEADS, PLAN = quick.Heads(), quick.PLANS["cuda"]
 LENGTHS = [8192, 32768, 131072, 524288, 1048576]
+BATCHES = [(8, 131072), (8, 1048576)]  # of methods that have targets there
+CASES = [(name, 1, n) for name in quick.DECODES for n in LENGTHS]
+CASES += [(name, *shape) for name in ("gather", "sketch") for shape in BATCHES]
 CALLS = 8  # in one graph, or more
 
 
@@ -34,13 +37,13 @@ class Caches:
     cache has: a few MB of 268 at 128K, which would stay in the L2 from one step to the next.
     `rotate` says how many that takes, one where nothing is timed."""
 
-    def __init__(self, policy: Phase, n: int, rotate: Callable[[int], int]):
+    def __init__(self, policy: Phase, batch: int, n: int, rotate: Callable[[int], int]):
         self.steps: list[Callable[[], torch.Tensor]] = []
         self.dense: list[AttentionCall] = []
         gc.collect()
         torch.cuda.synchronize()
         before, seen = torch.cuda.memory_allocated(), 0
-        for call, k, v in quick.rotated_calls(HEADS, PLAN, n, policy, rotate):
+        for call, k, v in quick.rotated_calls(HEADS, PLAN, n, policy, rotate, batch):
             lengths = torch.full((1,), n, dtype=torch.int32, device=call.q.device)
             self.steps.append(step_of(policy, call))
             self.dense.append(AttentionCall(call.q, k, v, call.scale, lengths=lengths))
@@ -76,12 +79,11 @@ def count_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, name, run)
 
 
-@pytest.mark.parametrize("n", LENGTHS)
-@pytest.mark.parametrize("name", quick.DECODES)
-def test_step(gpu_bench, monkeypatch, name, n):
+@pytest.mark.parametrize("name,batch,n", CASES)
+def test_step(gpu_bench, monkeypatch, name, batch, n):
     count_no_token(monkeypatch)
     policy = methods()[name](**({} if name == "dense" else {"min_tokens": 0}))
-    made = Caches(policy, n, gpu_bench.sets)
+    made = Caches(policy, batch, n, gpu_bench.sets)
     each = max(1, CALLS // len(made.steps))
     theirs = [functools.partial(Dense().attend, call) for call in made.dense]
     if name == "dense":
@@ -89,12 +91,12 @@ def test_step(gpu_bench, monkeypatch, name, n):
             functools.partial(cudnn_attention, call.q, call.k, call.v, scale=call.scale)
             for call in made.dense
         ]
-    kv_bytes = 2 * HEADS.kv * n * HEADS.dim * PLAN.dtype.itemsize
+    kv_bytes = 2 * batch * HEADS.kv * n * HEADS.dim * PLAN.dtype.itemsize
     gpu_bench(
         op="dense_decode" if name == "dense" else name,
         case="step",
         n=n,
-        batch=1,
+        batch=batch,
         heads_q=HEADS.query,
         heads_kv=HEADS.kv,
         head_dim=HEADS.dim,
@@ -104,7 +106,7 @@ def test_step(gpu_bench, monkeypatch, name, n):
         peer="cudnn" if name == "dense" else "dense",
         peer_fns=theirs * each,
         bytes=kv_bytes,
-        flops=4 * n * HEADS.query * HEADS.dim,
+        flops=4 * batch * n * HEADS.query * HEADS.dim,
         # of a method that reads less than all keys this would be no share of what it can do
         ceiling=None if name == "dense" else lambda seconds: None,
         policy=policy_name(policy),

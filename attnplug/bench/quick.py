@@ -96,13 +96,14 @@ def _normal(plan: Plan, seed: int) -> Callable[..., torch.Tensor]:
 
 
 def decode_call(
-    heads: Heads, plan: Plan, n: int, policy: Phase, seed: int
+    heads: Heads, plan: Plan, n: int, policy: Phase, seed: int, batch: int = 1
 ) -> tuple[AttentionCall, torch.Tensor, torch.Tensor]:
-    """A step's call, over a cache layer of the policy that holds n tokens; and these tokens' keys
-    and values `[1,Hkv,n,D]` on the device, where the layer's own may be in host memory."""
+    """A step's call, over a cache layer of the policy that holds n tokens of each row; and these
+    tokens' keys and values `[B,Hkv,n,D]` on the device, where the layer's own may be in host
+    memory."""
     normal, scale = _normal(plan, seed), heads.dim**-0.5
-    q = normal(1, heads.query, 1, heads.dim)
-    k, v = normal(2, 1, heads.kv, n, heads.dim)
+    q = normal(batch, heads.query, 1, heads.dim)
+    k, v = normal(2, batch, heads.kv, n, heads.dim)
     k[:, :, 3] = loud_key(q, heads.kv, scale)
     layer: Any = policy.cache_layer(n) or PlugLayer(max_cache_len=n)
     for first in range(0, n, CHUNK):
@@ -112,7 +113,7 @@ def decode_call(
         q, layer.keys, layer.values, scale, lengths=layer.cumulative_length.reshape(1), state=layer
     )
     layer.note_buffers(layer.keys, layer.values)  # as a prefill: then prompt queries are kept
-    prompt = normal(1, heads.query, min(n, QUERIES), heads.dim)
+    prompt = normal(batch, heads.query, min(n, QUERIES), heads.dim)
     policy.note_queries(dataclasses.replace(call, q=prompt))
     policy.attend(call)  # makes codes and bases, which a step finds made
     return call, k, v
@@ -135,22 +136,23 @@ def rotated_calls(
     n: int,
     policy: Phase,
     rotate: Callable[[int], int] = rotated_sets,
+    batch: int = 1,
 ) -> Iterator[tuple[AttentionCall, torch.Tensor, torch.Tensor]]:
     """`decode_call`s over as many caches as steps go through in turn, so that none is read from the
     L2: as a model's, whose weights come in between. `rotate` says how many that is by what a step
     reads; free memory bounds them. On a CPU one."""
-    first = decode_call(heads, plan, n, policy, 0)
+    first = decode_call(heads, plan, n, policy, 0, batch)
     yield first
     if plan.device == "cuda":
         free, _ = torch.cuda.mem_get_info()
-        kv_bytes = _cache_bytes(heads, plan, n)
+        kv_bytes = batch * _cache_bytes(heads, plan, n)
         wanted = rotate(read_bytes(policy, first[0], kv_bytes))
         for seed in range(1, min(MOST_SETS, wanted, free // (NEEDED * kv_bytes))):
-            yield decode_call(heads, plan, n, policy, seed)
+            yield decode_call(heads, plan, n, policy, seed, batch)
 
 
 def loud_key(q: torch.Tensor, kv_heads: int, scale: float) -> torch.Tensor:
-    """A key `[1,Hkv,D]` whose score is 13 or more for every query head of its group."""
+    """A key `[B,Hkv,D]` whose score is 13 or more for every query head of its group."""
     group = q.float().unflatten(1, (kv_heads, -1))[:, :, :, 0]
     middle = group.mean(2)
     least = (group * middle.unsqueeze(2)).sum(-1).amin(-1, keepdim=True).clamp(min=1.0) * scale

@@ -141,9 +141,9 @@ def test_steps(bench, name, monkeypatch):
     monkeypatch.setattr(module.quick, "MOST_SETS", 2)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (1 << 30, 1 << 30))
     monkeypatch.setattr(module, "cudnn_attention", lambda q, k, v, scale: q)
-    module.test_step(gpu_bench, monkeypatch, name, 256)
+    module.test_step(gpu_bench, monkeypatch, name, 2, 256)
     (row,) = gpu_bench.rows
-    assert row["policy"] == name and "memory" in row
+    assert row["policy"] == name and row["batch"] == 2 and "memory" in row
     assert (row["ceilings"] is None) == (name != "dense")
 
 

@@ -40,11 +40,13 @@ def test_the_command_writes_rows_a_plot_and_a_table(tmp_path, monkeypatch):
         assert row["options"].endswith("cpu")
 
 
+@pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("name", quick.DECODES)
-def test_a_step_runs_the_method_and_sees_the_tokens(name, monkeypatch):
+def test_a_step_runs_the_method_and_sees_the_tokens(name, batch, monkeypatch):
     """Not the dense attention that methods fall back to; its cache holds every token."""
     method = methods()[name](**({} if name == "dense" else {"min_tokens": 0}))
-    call, k, v = quick.decode_call(HEADS, TINY, 192, method, 0)
+    call, k, v = quick.decode_call(HEADS, TINY, 192, method, 0, batch)
+    assert len(call.q) == len(k) == batch
     assert call.lengths is not None and call.lengths.item() == call.k.shape[2] == 192
     wanted = quick.attend_by_torch("sdpa", call.q, k, v, call.scale, False)
     if name == "sketch":  # its basis is made of a prompt's queries
