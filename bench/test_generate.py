@@ -146,27 +146,27 @@ def profile_of(made: Any, policy: str, ids: torch.Tensor) -> None:
 def test_tokens(gpu_bench, policy, n, batch):
     times = token_times(policy, n, batch)
     nbytes, flops = work_of(model(), CONFIG, tokens_read(policy, n), batch)
-    gpu_bench.record(
-        op=served_by(policy, "decode"),
+    record(
+        gpu_bench,
+        policy,
+        "decode",
         case="generate",
         n=n,
         batch=batch,
-        **heads_of(CONFIG),
-        dtype=torch.bfloat16,
         options=kind_of(policy, KIND),
         times_us=times,
         peer="stock",
         peer_times_us=token_times("", n, batch),
         bytes=nbytes,
         flops=flops,
-        policy=policy_name(policy),
     )
 
 
-def served_by(policy: str, phase: str) -> str:
-    """The method that serves a phase."""
-    method = getattr(parse(policy), phase)
-    return method.name if method else "dense"
+def record(gpu_bench: Any, policy: str, phase: str, *, batch: int = 1, **row: Any) -> None:
+    """A row of the model, whose op is the method that serves the phase."""
+    shape = dict(batch=batch, **heads_of(CONFIG), dtype=torch.bfloat16)
+    op = getattr(parse(policy), phase).name
+    gpu_bench.record(op=op, policy=policy_name(policy), **shape, **row)
 
 
 def kind_of(policy: str, what: str) -> str:
@@ -213,20 +213,18 @@ def test_prefill(gpu_bench, policy, n, kind):
     compares = PREFILLS[kind]
     against = prefill_times("" if compares else policy, n, "mask of ones")[0]
     read = sum(p.numel() for p in model().parameters())
-    gpu_bench.record(
-        op=served_by(policy, "prefill"),
+    record(
+        gpu_bench,
+        policy,
+        "prefill",
         case="generate-prefill",
         n=n,
-        batch=1,
-        **heads_of(CONFIG),
-        dtype=torch.bfloat16,
         options=f"{kind}, peak {peak / 2**30:.1f} GiB",
         times_us=times,
         peer="stock" if compares else "whole",
         peer_times_us=against,
         bytes=2 * read,
         flops=2 * read * n,
-        policy=policy_name(policy),
     )
 
 
@@ -258,20 +256,18 @@ FIRST = [f"{process}, {call}" for process in ("cold", "second process") for call
 def test_first(gpu_bench, policy, n, name):
     """Of the first length only: each policy takes two processes."""
     nbytes, flops = work_of_prefill(n)
-    gpu_bench.record(
-        op=served_by(policy, "decode"),
+    record(
+        gpu_bench,
+        policy,
+        "decode",
         case="generate-first",
         n=n,
-        batch=1,
-        **heads_of(CONFIG),
-        dtype=torch.bfloat16,
         options=kind_of(policy, name),
         times_us=[first_calls(policy, n)[name] * 1e6],
         peer="stock",
         peer_times_us=[first_calls("", n)[name] * 1e6],
         bytes=nbytes,
         flops=flops,
-        policy=policy_name(policy),
     )
 
 

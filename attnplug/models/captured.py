@@ -14,6 +14,7 @@ import torch
 
 Step = Callable[..., torch.Tensor | None]
 Replay = Callable[[], torch.Tensor | None]
+Around = Callable[[Callable[..., Any]], Callable[..., Any]]  # what is to run in a graph's place
 
 
 class CapturedStep:
@@ -34,7 +35,7 @@ class CapturedStep:
         same tensors in the same places, and the same constants."""
         tensors = [each for each in buffers if each is not None]
         tensors += [*model.parameters(), *model.buffers(), *_tensors(cache.layers)]
-        about = [(each.data_ptr(), each.shape) for each in tensors], constants
+        about = [_place(each) for each in tensors], constants
         if cache is not self.cache() or about != self.about:
             self.replay = None
         self.cache, self.about, self.first = weakref.ref(cache), about, True
@@ -49,19 +50,20 @@ class CapturedStep:
 
 
 class GuardedStep(CapturedStep):
-    """A step that dynamo compiles, with `around` about each of the graphs that it finds.
+    """A step that dynamo compiles. `compiled` compiles it, with its argument around each graph that
+    dynamo finds.
 
     Each call's first step asks dynamo's guards, which choose a graph. Where that is the graph whose
     run has been captured, and its inputs are the same (all that it reads or writes: where tensors
     are, and what numbers are), the CUDA graph is replayed in its place, also for another cache that
     has come to the same memory. Later steps replay and ask nobody."""
 
-    def __init__(self) -> None:
-        super().__init__(_not_compiled)
+    def __init__(self, compiled: Callable[[Around], Step]):
+        super().__init__(compiled(self._around))
         self.seen: tuple[Any, ...] = ()  # what the last run was about
         self.outputs: Any = None  # of the run that has been captured
 
-    def around(self, graph: Callable[..., Any]) -> Callable[..., Any]:
+    def _around(self, graph: Callable[..., Any]) -> Callable[..., Any]:
         """What dynamo is to run in the place of a graph."""
 
         def run(*inputs: Any) -> Any:
@@ -70,8 +72,8 @@ class GuardedStep(CapturedStep):
                 self.replay()
                 return self.outputs
             found = graph(*inputs)
-            if self.replay is None:  # else they are those of another run
-                self.outputs = found
+            if self.replay is None:  # the last such run is the one that is captured
+                self.about, self.outputs = self.seen, found
             return found
 
         return run
@@ -82,18 +84,9 @@ class GuardedStep(CapturedStep):
         self.first = True
 
     def __call__(self, *arguments: Any) -> torch.Tensor | None:
-        if self.first:
-            self.first = False
-            return self.step(*arguments)
-        if self.replay is None or self.seen != self.about:
+        if not self.first and self.seen != self.about:
             self.replay = self.outputs = None
-            self.replay = capture(lambda: self.step(*arguments))
-            self.about = self.seen
-        return self.replay()
-
-
-def _not_compiled(*arguments: Any) -> torch.Tensor | None:
-    raise AssertionError("the step has not been compiled")
+        return super().__call__(*arguments)
 
 
 def _place(value: Any) -> Any:

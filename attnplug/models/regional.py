@@ -18,7 +18,7 @@ from torch import fx
 from torch._dynamo.exc import Unsupported
 from torch.fx.passes.split_module import split_module
 
-from attnplug.models.captured import CapturedStep, GuardedStep, Step
+from attnplug.models.captured import Around, CapturedStep, GuardedStep, Step
 
 NUMBERED = re.compile(r".*?\.\d+(?=\.|$)")  # the outermost numbered module, a decoder layer
 LOG = logging.getLogger("attnplug")
@@ -34,12 +34,12 @@ class LayeredStep:
         graphs = options.pop("triton.cudagraphs", False) and device.type == "cuda"
         if device.type == "cuda":
             warm_pool()
-        guarded = GuardedStep()
-        backend = functools.partial(compile_by_layer, options=options)
-        if graphs:
-            backend.keywords["around"] = guarded.around
-        guarded.step = torch.compile(step, backend=backend, fullgraph=True, dynamic=config.dynamic)
-        self.now: Step = guarded if graphs else guarded.step
+
+        def compiled(around: Around | None = None) -> Step:
+            backend = functools.partial(compile_by_layer, options=options, around=around)
+            return torch.compile(step, backend=backend, fullgraph=True, dynamic=config.dynamic)
+
+        self.now: Step = GuardedStep(compiled) if graphs else compiled()
         self.whole = functools.partial(torch.compile, step, **config.to_dict())
 
     def begin(self, *about: Any) -> None:
@@ -81,7 +81,7 @@ def compile_by_layer(
     inputs: Sequence[Any],
     *,
     options: dict[str, Any] | None = None,
-    around: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None,
+    around: Around | None = None,
 ) -> Callable[..., Any]:
     """A backend of torch.compile; `options` are inductor's, `around` makes of a graph what dynamo
     is to run in its place."""

@@ -145,23 +145,23 @@ class Replays:
     """In the place of CUDA graphs: a capture runs nothing, and a replay runs the step, whose graph
     does not replay meanwhile."""
 
-    def __init__(self, captured=None):
-        self.captured, self.captures, self.replays = captured, 0, 0
+    def __init__(self, guarded=None):
+        self.guarded, self.captures, self.replays = guarded, 0, 0
 
     def __call__(self, step):
         self.captures += 1
 
         def replay():
             self.replays += 1
-            if self.captured is None:
+            if self.guarded is None:
                 return step()
-            before, self.captured.replay = self.captured.outputs, None
+            before, self.guarded.replay = self.guarded.outputs, None
             found = step()
-            self.captured.replay = replay
+            self.guarded.replay = replay
             if before is not None:  # a graph writes to where it wrote
-                for old, new in zip(before, self.captured.outputs, strict=True):
+                for old, new in zip(before, self.guarded.outputs, strict=True):
                     old.copy_(new)
-                self.captured.outputs = before
+                self.guarded.outputs = before
             return found
 
         return replay
@@ -251,12 +251,14 @@ def test_a_step_between_leaves_a_captured_graph_its_outputs(monkeypatch):
 
 
 def guarded():
-    step = captured.GuardedStep()
-    backend = functools.partial(regional.compile_by_layer, around=step.around)
     code = decode_loop.decode_step.__code__.replace()
     own = types.FunctionType(code, decode_loop.decode_step.__globals__)
-    step.step = torch.compile(own, backend=backend, fullgraph=True)
-    return step
+
+    def compiled(around):
+        backend = functools.partial(regional.compile_by_layer, around=around)
+        return torch.compile(own, backend=backend, fullgraph=True)
+
+    return captured.GuardedStep(compiled)
 
 
 @pytest.mark.gpu

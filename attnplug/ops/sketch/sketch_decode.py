@@ -276,7 +276,7 @@ def plan_for(
     wide = width * itemsize > 256
     pieces = -(-steps // -(-steps // pieces))
     evict = "evict_first" if rows * size > CACHED else ""
-    how = scan.Plan(256, 4, 3, evict=evict), pick.plan_for(rows, size, multiprocessors)
+    how = scan.PLAN._replace(evict=evict), pick.plan_for(rows, size, multiprocessors)
     return Plan(parts, fewest, *how, pieces, 8 if wide else 4, 32)
 
 
