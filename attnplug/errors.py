@@ -45,7 +45,7 @@ class WeightsUnavailableError(AttnplugError, OSError):
 
 
 class HostMemoryError(AttnplugError, MemoryError):
-    """A cache that keeps its originals in pinned host memory could not be given any."""
+    """A cache that keeps its originals in host memory could not be given any."""
 
 
 class ServeError(AttnplugError, ValueError):

@@ -1,5 +1,5 @@
 """certified decode of one layer (quantize what is due, attend, bound, check) against cuDNN's dense
-decode in the same run: one query a sequence, bf16, 32/8 heads of 128. Originals in pinned host
+decode in the same run: one query a sequence, bf16, 32/8 heads of 128. Originals in host
 memory, as a user has them, and on the device.
 
 Gaussian keys and values, with one key that most of the attention goes to: attention that is spread

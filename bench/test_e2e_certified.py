@@ -4,7 +4,7 @@ The shape is Llama-3.1-8B's with random bf16 weights, one sequence of 128K rando
 (no prefill runs; the first step, which is not timed, quantizes them), the step compiled as one
 graph (mode="reduce-overhead"). Two blocks are promoted and the rest is left to the bound, as in
 test_certified's `bound`; random keys have no block that stands out, so that the ranking check would
-recompute every head, and is off. Originals in pinned host memory and on the device."""
+recompute every head, and is off. Originals in host memory and on the device."""
 
 import dataclasses
 import functools

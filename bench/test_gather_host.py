@@ -1,4 +1,4 @@
-"""gather decode from a cache in pinned host memory: one layer, and a whole model at 1M tokens.
+"""gather decode from a cache in host memory: one layer, and a whole model at 1M tokens.
 
 The ceiling of these rows is the link: bytes that crossed it a second, beside a plain copy of pinned
 memory in the same run. Keys and values are Gaussian, so that which blocks a step wants hangs on its

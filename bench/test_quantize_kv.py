@@ -1,13 +1,13 @@
 """quantize_kv alone: the tier of a whole prompt, as certified makes it after a prefill, and of the
 one block that a step completes; bf16, 8 KV heads of 128, originals on the GPU and, for a block, in
-pinned host memory, where a step finds them."""
+host memory, where a step finds them."""
 
 import functools
 
 import pytest
 import torch
 
-from attnplug.models.pinned import host_zeros
+from attnplug.models.host_memory import host_zeros
 from attnplug.ops import QuantizedKV, quantize_kv
 
 HEADS_KV, WIDTH = 8, 128

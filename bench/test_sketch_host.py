@@ -1,4 +1,4 @@
-"""sketch decode from a cache in pinned host memory: one layer, and a whole model at 1M tokens.
+"""sketch decode from a cache in host memory: one layer, and a whole model at 1M tokens.
 
 As test_gather_host, whose keys, values, queries and link these are: the ceiling is the link. Every
 pick of every step crosses it. `policy` names what runs, and the basis is made once, of the keys and

@@ -6,7 +6,7 @@ Inputs are those of `attnplug bench --quick`: Gaussian keys but for one that mos
 goes to. Methods whose step writes its token do so, as in a model; the others, and dense beside all
 of them, find it written. The crossover is switched off (`min_tokens=0`).
 `memory` is what the layer's cache takes of the GPU, by torch's allocator, codes and summaries
-included; originals in pinned host memory are not of the GPU."""
+included; originals in host memory are not of the GPU."""
 
 import functools
 import gc

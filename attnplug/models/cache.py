@@ -18,7 +18,8 @@ from attnplug.models.sliding import SlidingLayer
 from attnplug.models.sync import may_sync
 
 RowBuffers = Mapping[str, float | None]  # name of a side buffer: what `reset` fills it with
-MakeBuffer = Callable[[tuple[int, ...], torch.dtype, torch.device], torch.Tensor]
+Shape = tuple[int, ...]
+MakeBuffers = Callable[[list[Shape], torch.dtype, torch.device], list[torch.Tensor]]
 
 
 def check_room(length: int, tokens: int, size: int) -> None:
@@ -278,16 +279,16 @@ class PlugLayer(StaticLayer):
         return self.keys, self.values
 
     def _initialize(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, zeros: MakeBuffer
+        self, key_states: torch.Tensor, value_states: torch.Tensor, zeros: MakeBuffers
     ) -> None:
         """`lazy_initialization`, which would allocate on the device, with buffers that `zeros`
         makes."""
         self.dtype, self.device = key_states.dtype, key_states.device
         self.batch_size, self.num_heads = key_states.shape[:2]
         self.k_head_dim, self.v_head_dim = key_states.shape[-1], value_states.shape[-1]
-        shape = (self.batch_size, self.num_heads, self.max_cache_len)
-        self.keys = zeros((*shape, self.k_head_dim), self.dtype, self.device)
-        self.values = zeros((*shape, self.v_head_dim), self.dtype, self.device)
+        tokens = (self.batch_size, self.num_heads, self.max_cache_len)
+        shapes = [(*tokens, width) for width in (self.k_head_dim, self.v_head_dim)]
+        self.keys, self.values = zeros(shapes, self.dtype, self.device)
         self.cumulative_length = self.cumulative_length.to(self.device)
         if not torch.compiler.is_compiling():  # as the base does: it cannot be traced
             for tensor in (self.keys, self.values, self.cumulative_length):

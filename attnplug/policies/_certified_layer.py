@@ -8,8 +8,8 @@ from typing import Any, ClassVar
 import torch
 from transformers import Cache
 
-from attnplug.models.cache import PlugLayer, RowBuffers
-from attnplug.models.pinned import host_zeros
+from attnplug.models.cache import PlugLayer, RowBuffers, Shape
+from attnplug.models.host_memory import host_zeros
 from attnplug.ops import QuantizedKV, Scratch
 from attnplug.ops.certified.certified_attention import TELEMETRY
 
@@ -62,11 +62,10 @@ class CertifiedLayer(PlugLayer):
         self.bind_rows(tier=tier, telemetry=telemetry, scratch=scratch)
 
     def _zeros(
-        self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
-    ) -> torch.Tensor:
-        if self.originals == "device":
-            return torch.zeros(shape, dtype=dtype, device=device)
-        return host_zeros(shape, dtype, device)
+        self, shapes: list[Shape], dtype: torch.dtype, device: torch.device
+    ) -> list[torch.Tensor]:
+        make = torch.zeros if self.originals == "device" else host_zeros
+        return [make(shape, dtype=dtype, device=device) for shape in shapes]
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any

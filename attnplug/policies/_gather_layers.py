@@ -66,7 +66,7 @@ class GatherLayer(PlugLayer):
 
 
 class HostGatherLayer(GatherLayer, HostLayer):
-    """Keys and values in pinned host memory; on the GPU the summaries, the last tokens, and the
+    """Keys and values in host memory; on the GPU the summaries, the last tokens, and the
     blocks that steps wanted lately (`near`), which a cache on the GPU has not. New tokens go to the
     host and to the ring.
     """

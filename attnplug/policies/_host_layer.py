@@ -1,17 +1,18 @@
-"""The cache layer of keys and values in pinned host memory, whatever a method keeps beside them."""
+"""The cache layer of keys and values in host memory, whatever a method keeps beside them."""
 
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from attnplug.models.cache import PlugLayer
-from attnplug.models.pinned import host_zeros
+from attnplug.models.cache import PlugLayer, Shape
+from attnplug.models.host_memory import host_rows
 
 
 class HostLayer(PlugLayer):
-    """Keys and values in pinned host memory, which kernels read and write over the link, where the
-    cache has at least `crossover` tokens. Smaller ones are on the GPU, as dense reads them whole.
+    """Keys and values in host memory, a token's next to each other, which kernels read and
+    write over the link, where the cache has at least `crossover` tokens. Smaller ones are on the
+    GPU, as dense reads them whole.
 
     A base beside a method's own layer. A prefill of several chunks copies what came before back to
     the GPU, for one layer at a time.
@@ -49,12 +50,13 @@ class HostLayer(PlugLayer):
         self.given = None
 
     def _host(
-        self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
-    ) -> torch.Tensor:
-        return host_zeros(shape, dtype, device, instead="keep keys and values on the GPU: kv='gpu'")
+        self, shapes: list[Shape], dtype: torch.dtype, device: torch.device
+    ) -> list[torch.Tensor]:
+        return host_rows(shapes, dtype, device, instead="keep keys and values on the GPU: kv='gpu'")
 
     def _rebind(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         if self.on_host:
-            there = (self._host(tuple(x.shape), x.dtype, x.device) for x in (keys, values))
+            shapes = [tuple(x.shape) for x in (keys, values)]
+            there = self._host(shapes, keys.dtype, keys.device)
             keys, values = (x.copy_(y) for x, y in zip(there, (keys, values), strict=True))
         super()._rebind(keys, values)

@@ -275,7 +275,7 @@ class SketchLayer(PlugLayer):
 
 
 class HostSketchLayer(SketchLayer, HostLayer):
-    """Keys and values in pinned host memory; on the GPU all that `SketchLayer` has beside them, and
+    """Keys and values in host memory; on the GPU all that `SketchLayer` has beside them, and
     the tokens that every step reads (`fixed`), which a cache on the GPU has not.
 
     A step that writes its own token keeps `fixed` true, and finds it out by itself where the row's

@@ -40,7 +40,7 @@ class Certified(DenseBelow):
     at least so many. k_max: at most so many for each of these. v_tol: a block whose mass times
     value error is above it is read with exact values. value_budget: a hard limit on E_val.
     ranking: to which depth quantized and exact blocks must rank alike, else the head is recomputed.
-    explore: share of the blocks that is spot-checked. originals: "host" (pinned) or "device".
+    explore: share of the blocks that is spot-checked. originals: "host" or "device".
     scratch: slots of the GPU, for each row and KV head, that keep what was read of the host's
     originals, a block's keys or its values each, at most a sixteenth of them; 0: none, as where no
     more than k_min blocks are promoted.

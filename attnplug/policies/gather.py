@@ -66,7 +66,7 @@ class Gather(DenseBelow):
     ("mean").
     min_tokens: caches below so many tokens are read whole, by `dense`; None is a multiple of the
     keep set, but not below a floor for the kind of device. kv: where keys and values live, "gpu" or
-    "host" (pinned memory, read over the link). resident: blocks of each KV head that a cache in
+    "host" (memory read over the link). resident: blocks of each KV head that a cache in
     host memory keeps on the GPU beside the last; None is 32,768 keys' worth, or what a step wants
     where that is more. bounds: what the summaries of "bounds" and "band" are kept as, "int8" codes,
     those of bounds rounded outwards and those of a band with one width for all channels, or

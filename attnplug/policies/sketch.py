@@ -46,7 +46,7 @@ class Sketch(DenseBelow):
     the mean value ("mean"), or nothing ("drop"). min_tokens: caches below so many tokens are read
     whole, by `dense`; None is a multiple of what a step reads, but not below a floor for the kind
     of device. audit: after so many tokens the host estimates the error of a step, between two
-    steps; 0: never. kv: where keys and values live, "gpu" or "host" (pinned memory, read over the
+    steps; 0: never. kv: where keys and values live, "gpu" or "host" (memory read over the
     link); the codes are on the GPU.
     """
 

@@ -9,7 +9,7 @@ from step_cases import DIM, HEADS, KV_HEADS, filled, random, step
 
 import attnplug
 from attnplug import Certified, Dense, HostMemoryError, PolicyError, telemetry
-from attnplug.models import pinned
+from attnplug.models import host_memory
 from attnplug.models.cache import PlugLayer
 from attnplug.policies import AttentionCall, LayerShape, certificates
 from attnplug.policies.certified import CertifiedLayer
@@ -213,16 +213,16 @@ def test_the_tier_is_half_of_the_cache():
 
 def test_no_host_memory_is_an_error_at_allocation(monkeypatch):
     """On a GPU whose host has none left to pin."""
-    monkeypatch.setattr(pinned, "_available", lambda: 0)
-    monkeypatch.setattr(pinned.torch.cuda, "device", lambda device: monkeypatch.context())
-    with pytest.raises(HostMemoryError, match=r"1\.00 GiB of pinned host memory cannot be had"):
-        pinned.host_zeros((2**28,), torch.float32, "cuda")
+    monkeypatch.setattr(host_memory, "_available", lambda: 0)
+    monkeypatch.setattr(host_memory.torch.cuda, "device", lambda device: monkeypatch.context())
+    with pytest.raises(HostMemoryError, match=r"1\.00 GiB of host memory cannot be had"):
+        host_memory.host_zeros((2**28,), torch.float32, "cuda")
 
 
 @pytest.mark.gpu
 def test_originals_are_in_host_memory():
     before = torch.cuda.memory_allocated()
-    x = pinned.host_zeros((1 << 24,), torch.bfloat16, "cuda")
+    x = host_memory.host_zeros((1 << 24,), torch.bfloat16, "cuda")
     assert x.is_cuda and torch.cuda.memory_allocated() == before
     x.fill_(3)
     torch.cuda.synchronize()

@@ -2,8 +2,6 @@
 bytes."""
 
 import dataclasses
-import mmap
-from pathlib import Path
 
 import pytest
 import torch
@@ -12,7 +10,7 @@ from hypothesis import strategies as st
 
 import attnplug
 from attnplug import Dense, Gather, HostMemoryError, telemetry
-from attnplug.models import pinned
+from attnplug.models import host_memory
 from attnplug.policies import AttentionCall, LayerShape, residency
 from attnplug.policies._gather_layers import GatherLayer, HostGatherLayer
 from attnplug.testing import tiny_model
@@ -233,26 +231,27 @@ def test_a_layer_made_for_other_options_is_read_whole(change):
 
 def test_no_host_memory_is_an_error_that_says_what_to_do(monkeypatch):
     layer = HOST.cache_layer(1 << 20)
-    monkeypatch.setattr(pinned, "_available", lambda: 3 << 28)
-    monkeypatch.setattr(pinned.torch.cuda, "device", lambda device: monkeypatch.context())
-    wanted = r"1\.00 GiB of pinned.*\(0\.75 GiB are free\).*: kv='gpu'"
+    monkeypatch.setattr(host_memory, "_available", lambda: 3 << 28)
+    monkeypatch.setattr(host_memory.torch.cuda, "device", lambda device: monkeypatch.context())
+    wanted = r"1\.00 GiB of host memory.*\(0\.75 GiB are free\).*: kv='gpu'"
     with pytest.raises(HostMemoryError, match=wanted):
-        layer._host((1, 8, 1 << 20, 64), torch.bfloat16, torch.device("cuda"))
+        layer._host([(1, 8, 1 << 20, 32)] * 2, torch.bfloat16, torch.device("cuda"))
 
 
-def test_memory_that_cannot_be_pinned_is_an_error(monkeypatch):
-    class Runtime:
-        def cudaHostRegister(self, place, count, flags):
+def test_memory_that_the_driver_does_not_give_is_an_error(monkeypatch):
+    class Driver:
+        def cuMemAllocManaged(self, place, size, flags):
             return 2
 
-    monkeypatch.setattr(pinned.torch.cuda, "cudart", Runtime)
-    monkeypatch.setattr(pinned.torch.cuda, "device", lambda device: monkeypatch.context())
-    with pytest.raises(HostMemoryError, match=r"0\.06 GiB.*\(cudaHostRegister: 2\)"):
-        pinned.host_zeros((1 << 24,), torch.float32, "cuda")
+    monkeypatch.setattr(host_memory, "_driver", Driver)
+    monkeypatch.setattr(host_memory.torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(host_memory.torch.cuda, "device", lambda device: monkeypatch.context())
+    with pytest.raises(HostMemoryError, match=r"0\.06 GiB.*\(cuMemAllocManaged: 2\)"):
+        host_memory.host_zeros((1 << 24,), torch.float32, "cuda")
 
 
 def test_free_memory_is_the_least_of_what_limits_it(tmp_path, monkeypatch):
-    assert 0 < pinned._available() < 1 << 62
+    assert 0 < host_memory._available() < 1 << 62
     files = {
         "/proc/meminfo": "MemTotal: 99 kB\nMemAvailable: 64 kB",
         "/sys/fs/cgroup/memory.max": "40960",
@@ -261,22 +260,72 @@ def test_free_memory_is_the_least_of_what_limits_it(tmp_path, monkeypatch):
     for name, text in files.items():
         (tmp_path / name[1:]).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name[1:]).write_text(text)
-    monkeypatch.setattr(pinned, "Path", lambda name: tmp_path / name[1:])
-    assert pinned._available() == 39936
+    monkeypatch.setattr(host_memory, "Path", lambda name: tmp_path / name[1:])
+    assert host_memory._available() == 39936
     (tmp_path / "sys/fs/cgroup/memory.max").write_text("max\n")
-    assert pinned._available() == 65536
+    assert host_memory._available() == 65536
+
+
+class Bytes:
+    """Memory of the CPU in the place of the host's."""
+
+    def __init__(self, count):
+        self.all = torch.zeros(count, dtype=torch.uint8)
+
+    def since(self, offset):
+        return self.all[offset:]
+
+
+@pytest.mark.parametrize(("widths", "row"), [((64, 64), 128), ((20, 12), 24 + 16)])
+def test_rows_lie_next_to_one_another(widths, row, monkeypatch):
+    taken = []
+
+    def take(count, device, instead):
+        taken.append(Bytes(count))
+        return taken[-1]
+
+    monkeypatch.setattr(host_memory, "_take", take)
+    shapes = [(2, 3, 5, width) for width in widths]
+    found = host_memory.host_rows(shapes, torch.bfloat16, "cuda", instead="")
+    assert [x.shape for x in found] == shapes
+    assert {x.stride() for x in found} == {(15 * row, 5 * row, row, 1)}
+    assert len(taken) == 1 and taken[0].all.nbytes == 2 * 30 * row
+    first, second = (x.data_ptr() - taken[0].all.data_ptr() for x in found)
+    assert first == 0 and second % 16 == 0 and 2 * widths[0] <= second <= 2 * (row - widths[1])
+    for value, x in enumerate(found, 1):
+        x.fill_(value)
+    assert all(bool((x == value).all()) for value, x in enumerate(found, 1))
 
 
 @pytest.mark.gpu
-def test_memory_is_given_back():
-    def resident() -> int:
-        return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
+def test_rows_of_one_memory_are_tensors_of_their_own():
+    """To torch's compiler, which joins those that share a storage; the memory is there as long as
+    one of them."""
+    shapes = [(1, 2, 1 << 16, 64)] * 2
+    keys, values = host_memory.host_rows(shapes, torch.bfloat16, "cuda", instead="")
+    assert values.data_ptr() == keys.data_ptr() + 128
+    assert keys.untyped_storage()._cdata != values.untyped_storage()._cdata
+    keys.fill_(1)
+    values.fill_(2)
+    del keys
+    assert float(values.sum()) == 2 * values.numel()
 
-    x = pinned.host_zeros((1 << 29,), torch.bfloat16, "cuda")
-    assert bool((x[:: 1 << 20] == 0).all())
-    held = resident()
+
+@pytest.mark.gpu
+def test_memory_is_given_back(monkeypatch):
+    freed = []
+
+    def call(name, *arguments, own=host_memory._call):
+        own(name, *arguments)
+        if name == "cuMemFree_v2":
+            freed.append(arguments[0].value)
+
+    monkeypatch.setattr(host_memory, "_call", call)
+    x = host_memory.host_zeros((1 << 29,), torch.bfloat16, "cuda")
+    place = x.data_ptr()
+    assert bool((x[:: 1 << 20] == 0).all()) and place not in freed
     del x
-    assert held - resident() > 1 << 29
+    assert place in freed
 
 
 @pytest.mark.parametrize("prefill", ["", "momo(gamma=8, block=16, top_k=2, exact_k=1)+"])

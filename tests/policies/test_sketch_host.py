@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import attnplug
 from attnplug import Dense, HostMemoryError, PolicyError, Sketch, telemetry
-from attnplug.models import pinned
+from attnplug.models import host_memory
 from attnplug.policies import AttentionCall, LayerShape, certificates, refit
 from attnplug.policies._sketch_layer import HostSketchLayer, SketchLayer
 from attnplug.testing import tiny_model
@@ -236,10 +236,10 @@ def test_a_small_cache_is_on_the_gpu():
 
 def test_no_host_memory_is_an_error_that_says_what_to_do(monkeypatch):
     layer = HOST.cache_layer(1 << 20)
-    monkeypatch.setattr(pinned, "_available", lambda: 3 << 28)
-    monkeypatch.setattr(pinned.torch.cuda, "device", lambda device: monkeypatch.context())
-    with pytest.raises(HostMemoryError, match=r"1\.00 GiB of pinned.*: kv='gpu'"):
-        layer._host((1, 8, 1 << 20, 64), torch.bfloat16, torch.device("cuda"))
+    monkeypatch.setattr(host_memory, "_available", lambda: 3 << 28)
+    monkeypatch.setattr(host_memory.torch.cuda, "device", lambda device: monkeypatch.context())
+    with pytest.raises(HostMemoryError, match=r"1\.00 GiB of host memory.*: kv='gpu'"):
+        layer._host([(1, 8, 1 << 20, 32)] * 2, torch.bfloat16, torch.device("cuda"))
 
 
 @torch.no_grad()

@@ -93,8 +93,8 @@ def certified_attention(
 
     Args:
         q: `[B, Hq, 1, D]`, float32, float16 or bfloat16.
-        k, v: `[B, Hkv, S, D]` like q: the originals. On a GPU they may lie in pinned host memory
-            that the device reads (`models.pinned`); what a step needs of them is read in place.
+        k, v: `[B, Hkv, S, D]` like q: the originals. On a GPU they may lie in host memory
+            (`models.host_memory`); what a step needs of them is read in place.
         tier: the quantized blocks of these keys. Tokens that `tier.progress` does not cover are
             read from the originals.
         scale: factor on q.k, at least 0, commonly `D ** -0.5`.

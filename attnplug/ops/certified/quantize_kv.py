@@ -100,8 +100,8 @@ def quantize_kv(
     """Quantize all complete blocks that `tier` lacks, in place.
 
     Args:
-        k, v: `[B, Hkv, S, D]`, float32, float16 or bfloat16. Originals; may lie in pinned host
-            memory that the device reads (`models.pinned`).
+        k, v: `[B, Hkv, S, D]`, float32, float16 or bfloat16. Originals; may lie in host
+            memory that the device reads (`models.host_memory`).
         tier: `QuantizedKV.empty(B, Hkv, S, D, block, device)` at first; written.
         block: keys a block: 16, 32, 64 or 128.
         lengths: int32 or int64 `[1]` or `[B]`, valid keys. None: all S.

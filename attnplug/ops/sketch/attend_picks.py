@@ -234,11 +234,13 @@ def launch_attend_picks(
     pick_sums,
     warps=4,
     chained=False,
+    fetched=False,
 ):
     """Run the kernel; tensors as in `attend_picks`, on a GPU or in Triton's interpreter. `chained`:
-    the kernel in front is `pick`."""
+    the kernel in front is `pick`, or `fetched` with it: one that has put keys and values side by
+    side in the order of the picks."""
     batch, heads, _, width = q.shape
-    kv_heads, size = k.shape[1], k.shape[2]
+    kv_heads, size = fine.shape[1:3]
     group = heads // kv_heads
     pdl, dependent = early(q.device)
     q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k, v))
@@ -279,6 +281,7 @@ def launch_attend_picks(
         CAPPED=softcap > 0,
         ASM=q.is_cuda,
         CHAINED=chained,
+        FETCHED=fetched,
         PDL=pdl,
         num_warps=warps,
         **dependent,

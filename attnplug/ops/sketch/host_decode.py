@@ -1,11 +1,12 @@
 """A decode step of `sketch` whose cache lies in host memory.
 
-It computes what `sketch_decode` does, with keys and values in pinned host memory that the GPU reads
+It computes what `sketch_decode` does, with keys and values in host memory that the GPU reads
 over the link. The codes are on the GPU, and so is the fixed part: the first block and the last
 four, side by side. It moves up when a block is full, and is read from the host again where the row
 has changed otherwise. The chain of `sketch_decode` gets two more kernels: `stage` in front has the
 fixed part as this step reads it and writes the new token to the host; `fetch` behind the picks
-brings them over the link. All others compute on the GPU's memory, the same to the bit.
+brings their keys and values over the link. All others compute on the GPU's memory, the same to the
+bit.
 """
 
 import functools
@@ -83,7 +84,7 @@ def sketch_host_decode(
     """Attend from the last token of each row, which `new` writes to the cache first.
 
     Args:
-        k, v: `[B, Hkv, S, D]` like q, tensors of the GPU whose memory is the host's, pinned;
+        k, v: `[B, Hkv, S, D]` like q, tensors of the GPU whose memory is the host's;
             neighbours in D next to each other.
         fixed: what of them is on the GPU; written.
         q, encoder to progress, scale to sinks: as `sketch_decode` has them.
@@ -174,16 +175,6 @@ def _prepare_from(fixed: FixedPart, written: torch.Tensor):
     return prepare_query
 
 
-def _attend_fetched(q, k, v, projected, fine, coarse, picks, *rest):
-    """`attend_picks` to copies of the picks."""
-    place = picks.clamp(min=0).long()[..., None]
-    near = (x.gather(2, place.expand(-1, -1, -1, x.shape[3])) for x in (k, v, fine, coarse))
-    near_k, near_v, near_fine, near_coarse = near
-    slot = torch.arange(picks.shape[2], dtype=torch.int32)
-    listed = torch.where(picks >= 0, slot, -1)
-    return attend._attend_picks(q, near_k, near_v, projected, near_fine, near_coarse, listed, *rest)
-
-
 def _cpu(*args, count=True):
     *asked, tokens, held, out, lse = args
     call = chain.Call(*asked)
@@ -191,8 +182,8 @@ def _cpu(*args, count=True):
     if call.new_k is not None and call.counted is not None:
         at = call.counted.expand(len(call.k))
         written = (at >= 0) & (at < call.k.shape[2])
-    ways = _prepare_from(FixedPart(tokens, held), written), _attend_fetched
-    chain._cpu(*asked, out, lse, count=count, prepare_query=ways[0], attend_picks=ways[1])
+    prepare_query = _prepare_from(FixedPart(tokens, held), written)
+    chain._cpu(*asked, out, lse, count=count, prepare_query=prepare_query)
 
 
 # --- CUDA ------------------------------------------------------------------------------------
@@ -291,45 +282,34 @@ class _OverLink:
             num_warps=4,
         )
 
-    def attend_picks(self, q, k, v, projected, fine, coarse, picks, cut, norm, *rest, **more):
+    def attend_picks(self, q, k, v, projected, fine, coarse, picks, *rest, **more):
         """`fetch`, then `attend` on what it brought, as `launch_attend_picks` in the chain. `fetch`
         has waited for all before it when `attend` starts, as `pick` has in front of it."""
         batch, heads, size, width = k.shape
         capacity = picks.shape[2]
-        near = k.new_empty((batch, heads, 2, capacity, width))
-        near_fine = fine.new_empty((batch, heads, capacity, fine.shape[3]))
-        near_coarse = coarse.new_empty((batch, heads, capacity, coarse.shape[3]))
-        near_picks = torch.empty_like(picks)
-        self.near = near, near_fine, near_coarse, near_picks
+        self.near = k.new_empty((batch, heads, 2, capacity, width))
         pdl, dependent = early(q.device)
         kernels.fetch.run(
             grid=(cdiv(capacity, FETCHED), heads, batch),
             warmup=False,
             k=k,
             v=v,
-            fine=fine,
-            coarse=coarse,
             picks=picks,
-            near=near,
-            near_fine=near_fine,
-            near_coarse=near_coarse,
-            near_picks=near_picks,
+            near=self.near,
             S=size,
             capacity=capacity,
             k_strides=k.stride()[:3],
             v_strides=v.stride()[:3],
             D=width,
             DP=triton.next_power_of_2(width),
-            F=fine.shape[3],
-            C=coarse.shape[3],
             TILE=FETCHED,
             PDL=pdl,
             num_warps=4,
             **dependent,
         )
+        near_k, near_v = self.near.unbind(2)
         attend.launch_attend_picks(
-            *(q, *near.unbind(2), projected, near_fine, near_coarse, near_picks, cut, norm, *rest),
-            **more,
+            *(q, near_k, near_v, projected, fine, coarse, picks, *rest), **more, fetched=True
         )
 
 

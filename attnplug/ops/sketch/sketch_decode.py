@@ -209,11 +209,8 @@ def _write(call: Call, full: torch.Tensor) -> torch.Tensor | None:
     return lengths
 
 
-def _cpu(
-    *args, count=True, prepare_query=prepare._prepare_query, attend_picks=attend._attend_picks
-):
-    """The step; a cache that is elsewhere brings its own ways to read the fixed part and the
-    picks."""
+def _cpu(*args, count=True, prepare_query=prepare._prepare_query):
+    """The step; a cache that is elsewhere brings its own way to read the fixed part."""
     call, (out, lse) = Call(*args[:-2]), args[-2:]
     q, k, v, counted = call.q, call.k, call.v, call.counted
     full = torch.zeros(q.shape[0], dtype=torch.bool)
@@ -233,7 +230,7 @@ def _cpu(
     picks, cut = pick._pick_tokens(shares, total, middle, call.top_k, *rows)
     if call.hint is not None:
         call.hint.copy_(pick.coming_hint(call.hint, cut[..., 2]))
-    picked = attend_picks(
+    picked = attend._attend_picks(
         q, k, v, projected, call.fine, call.coarse, picks, cut, norm, call.scale, 1, softcap
     )
     rest = sums, norm, cut, call.v_mean, call.tail, softcap, call.sinks

@@ -72,7 +72,8 @@ def test_steps_are_those_of_a_cache_on_the_gpu(device_path, data):
         options["sinks"] = 2 * random(seed + 4, group)
     lengths = torch.tensor([length, max(1, length - draw(st.integers(0, 300)))])
     basis, codes = coded(q, k, v, size, **options | {"lengths": lengths})
-    near = [x.clone() for x in (k, v, *codes, lengths)]
+    side_by_side = torch.stack([k, v], 3).unbind(3)  # as a cache in host memory has them
+    near = [*side_by_side, *(x.clone() for x in (*codes, lengths))]
     near[0][:, :, length:], near[1][:, :, length:] = torch.nan, torch.nan
     fixed = nothing_held(k)
     hints = torch.zeros(2, 2, 1)

@@ -83,11 +83,13 @@ def attend(
     CAPPED: tl.constexpr,
     ASM: tl.constexpr,
     CHAINED: tl.constexpr,
+    FETCHED: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """A group's queries against one piece of its picks, exactly and as the scan scored them. In
     the chain `pick` has waited for the scan before this kernel starts, so that all that is not of
-    `pick` can be read at once."""
+    `pick` can be read at once. Keys and values that have been FETCHED lie in the order of the
+    picks, their codes where the cache has them."""
     piece = tl.program_id(0)
     h = tl.program_id(1)
     b = tl.program_id(2).to(tl.int64)
@@ -129,14 +131,15 @@ def attend(
     # word (block_sparse_attention).
     for _ in tl.range(0, TILES, num_stages=1):  # pyright: ignore[reportGeneralTypeIssues]
         at = coming.to(tl.int64)
+        own = slot if FETCHED else at
         slot += TILE
         coming = tl.load(
             listed + slot, mask=slot < tl.minimum(end, capacity), other=-1, cache_modifier=".cg"
         )
         seen = (at >= 0) & (at < S)
         loadable = seen[:, None] & in_width[None, :]
-        key = tl.load(k_at + at[:, None] * k_s, mask=loadable, other=0.0)
-        value = tl.load(v_at + at[:, None] * v_s, mask=loadable, other=0.0)
+        key = tl.load(k_at + own[:, None] * k_s, mask=loadable, other=0.0)
+        value = tl.load(v_at + own[:, None] * v_s, mask=loadable, other=0.0)
         code = (place * S + at)[:, None]
         fine_bytes = tl.load(
             fine + code * (R4 // 2) + tl.arange(0, R4 // 2)[None, :], mask=seen[:, None], other=0
@@ -165,8 +168,8 @@ def attend(
         s = tl.dot(query, key.T, input_precision="ieee") * scale
         if CAPPED:  # cap tanh(y), tanh(y) = 1 - 2 / (exp(2y) + 1); scale holds 2 log2(e) / cap
             s = cap * (1 - 2 / (tl.exp2(s) + 1))
-        own = tl.exp2(tl.minimum(s - base_r[:, None], LARGEST))
-        exact_low += tl.sum(tl.where(lower[None, :], own, 0.0), 1)
+        exact = tl.exp2(tl.minimum(s - base_r[:, None], LARGEST))
+        exact_low += tl.sum(tl.where(lower[None, :], exact, 0.0), 1)
         s = tl.where(seen[None, :], s, float("-inf"))
         best = tl.maximum(top, tl.max(s, 1))
         safe = tl.where(best == float("-inf"), 0.0, best)

@@ -191,26 +191,20 @@ def stage(
 def fetch(
     k,
     v,
-    fine,
-    coarse,
     picks,
     near,
-    near_fine,
-    near_coarse,
-    near_picks,
     S,
     capacity,
     k_strides,
     v_strides,
     D: tl.constexpr,
     DP: tl.constexpr,
-    F: tl.constexpr,
-    C: tl.constexpr,
     TILE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """TILE picks of one row's KV head from the host, side by side; their codes with them. A program
-    asks for all its tokens at once: the link wants many bytes under way."""
+    """TILE picks of a row's KV head from the host, keys and values side by side in the order of the
+    picks. A program asks for all its tokens at once: the link wants many bytes under way. Nothing
+    else is read here, as reads of the GPU's memory would wait behind these."""
     h = tl.program_id(1)
     b = tl.program_id(2).to(tl.int64)
     place = b * tl.num_programs(1) + h
@@ -219,20 +213,13 @@ def fetch(
     k_b, k_h, k_s = k_strides
     v_b, v_h, v_s = v_strides
     begin(PDL)
-    listed = place * capacity + slot
-    at = tl.load(picks + listed, mask=slot < capacity, other=-1, cache_modifier=".cg")
-    seen = (at >= 0) & (at < S)
-    tl.store(near_picks + listed, tl.where(seen, slot, -1), mask=slot < capacity)
+    at = tl.load(
+        picks + place * capacity + slot, mask=slot < capacity, other=-1, cache_modifier=".cg"
+    )
+    shown = ((at >= 0) & (at < S))[:, None] & (d < D)[None, :]
     at = at.to(tl.int64)[:, None]
-    shown = seen[:, None] & (d < D)[None, :]
     key = tl.load(k + b * k_b + h.to(tl.int64) * k_h + at * k_s + d[None, :], mask=shown)
     value = tl.load(v + b * v_b + h.to(tl.int64) * v_h + at * v_s + d[None, :], mask=shown)
-    f = tl.arange(0, F)[None, :]
-    c = tl.arange(0, C)[None, :]
-    fine_bytes = tl.load(fine + (place * S + at) * F + f, mask=seen[:, None])
-    coarse_bytes = tl.load(coarse + (place * S + at) * C + c, mask=seen[:, None])
-    tl.store(near_fine + listed[:, None] * F + f, fine_bytes, mask=seen[:, None])
-    tl.store(near_coarse + listed[:, None] * C + c, coarse_bytes, mask=seen[:, None])
-    first = near + place * (2 * capacity * D)
-    tl.store(first + slot[:, None] * D + d[None, :], key, mask=shown)
-    tl.store(first + (capacity + slot)[:, None] * D + d[None, :], value, mask=shown)
+    first = near + place * (2 * capacity * D) + d[None, :]
+    tl.store(first + slot[:, None] * D, key, mask=shown)
+    tl.store(first + (capacity + slot)[:, None] * D, value, mask=shown)
