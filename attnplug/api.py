@@ -163,10 +163,9 @@ def report(model: torch.nn.Module) -> Report:
                 "policy; call attnplug.remove(model) and apply again"
             )
     found = ledger.report
-    why, fused = last_call(target)
-    if not (why or fused):
-        return found
-    return replace(found, loop=_loop_text(why) or found.loop, fused=fused or found.fused)
+    why, fused, steps = last_call(target)
+    loop, fused = _loop_text(why) or found.loop, fused or found.fused
+    return replace(found, loop=loop, fused=fused, steps=steps)
 
 
 def _loop_text(why: str) -> str:

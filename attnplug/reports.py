@@ -23,8 +23,9 @@ class Report:
     cache ("" where it prepares attnplug's), in `loop` why it decodes with transformers' own loop:
     always, or in the last call ("" where it is attnplug's), in `parallel` which heads a rank holds
     under tensor parallelism, in `batching` what continuous batching serves otherwise than generate
-    does, and in `fused` which projections the last call's steps multiplied at once, and why not
-    others. `str()` gives text, `table()` a rich table."""
+    does, in `fused` which projections the last call's steps multiplied at once, and why not
+    others, and in `steps` when the steps of generate will be compiled ("" where they are, or are
+    not to be). `str()` gives text, `table()` a rich table."""
 
     policy: str
     layers: tuple[LayerReport, ...]
@@ -33,6 +34,7 @@ class Report:
     parallel: str = ""
     batching: str = ""
     fused: str = ""
+    steps: str = ""
 
     def table(self) -> Table:
         """The report as a rich table; runs of layers alike but for their index share a row."""
@@ -51,7 +53,7 @@ class Report:
         return "\n".join([*lines, *self._notes()])
 
     def _notes(self) -> list[str]:
-        notes = self.parallel, self.cache, self.loop, self.batching, self.fused
+        notes = self.parallel, self.cache, self.loop, self.batching, self.fused, self.steps
         return [note for note in notes if note]
 
     def _spans(self) -> list[tuple[str, LayerReport]]:

@@ -13,7 +13,8 @@ and by the environment, as a whole run is long:
     ATTNPLUG_BENCH_PROFILE   1: print where eight tokens of each policy spend their time
 
 - test_tokens: time a token. The cache holds n - TAIL random tokens already, so no long prefill
-  runs: the call feeds the TAIL, and a token costs (time of NEW + 1 tokens - time of 1) / NEW.
+  runs: the call feeds the TAIL, and a token costs (time of NEW + 1 tokens - time of 1) / NEW. Our
+  steps are compiled ahead by attnplug.warm, or are the model's own, as a session's first are.
 - test_first: the first call of a process on an empty compile cache, of a second process on the same
   cache, and then calls of ten other lengths. Each is a process of its own.
 - test_prefill: time to first token, with a mask of ones, and with a prompt that holds its pad id,
@@ -103,12 +104,17 @@ def seconds_of(made: Any, ids: torch.Tensor, tokens: int, **options: Any) -> flo
     return taken
 
 
+OWN_STEPS = "steps not compiled yet"
+
+
 @functools.cache
-def token_times(policy: str, n: int, batch: int) -> list[float]:
+def token_times(policy: str, n: int, batch: int, kind: str = "") -> list[float]:
     """Microseconds a token of each round, the first call of all left out."""
     ids = prompt(n, batch)
     times = []
     with served(policy) as made:
+        if policy and kind != OWN_STEPS:
+            warm(made, policy, n, batch)
         for number in range(ROUNDS + 1):
             taken = []
             for tokens in (1, NEW + 1):
@@ -122,10 +128,17 @@ def token_times(policy: str, n: int, batch: int) -> list[float]:
                 times.append((taken[1] - taken[0]) / NEW * 1e6)
         if policy:
             assert attnplug.report(made).loop == "", attnplug.report(made).loop
+            assert (attnplug.report(made).steps != "") == (kind == OWN_STEPS)
         if policy and os.environ.get("ATTNPLUG_BENCH_PROFILE"):
             profile_of(made, policy, ids)
-    print(f"{policy or 'stock'} {n} x {batch}: {[round(t) for t in times]} us", flush=True)
+    print(f"{policy or 'stock'} {n} x {batch} {kind}: {[round(t) for t in times]} us", flush=True)
     return times
+
+
+def warm(made: Any, policy: str, n: int, batch: int) -> None:
+    """Compile steps for a cache of n tokens, most of which it holds already."""
+    cache = filled(policy, n - TAIL, batch)
+    attnplug.warm(made, [n], batch, past_key_values=cache, **OPTIONS | OURS)
 
 
 def profile_of(made: Any, policy: str, ids: torch.Tensor) -> None:
@@ -143,8 +156,9 @@ def profile_of(made: Any, policy: str, ids: torch.Tensor) -> None:
 @pytest.mark.parametrize("batch", BATCHES)
 @pytest.mark.parametrize("n", TOKENS)
 @pytest.mark.parametrize("policy", POLICIES)
-def test_tokens(gpu_bench, policy, n, batch):
-    times = token_times(policy, n, batch)
+@pytest.mark.parametrize("kind", ["", OWN_STEPS], ids=["compiled", "own"])
+def test_tokens(gpu_bench, kind, policy, n, batch):
+    times = token_times(policy, n, batch, kind)
     nbytes, flops = work_of(model(), CONFIG, tokens_read(policy, n), batch)
     record(
         gpu_bench,
@@ -153,7 +167,7 @@ def test_tokens(gpu_bench, policy, n, batch):
         case="generate",
         n=n,
         batch=batch,
-        options=kind_of(policy, KIND),
+        options=kind_of(policy, ", ".join(filter(None, [KIND, kind]))),
         times_us=times,
         peer="stock",
         peer_times_us=token_times("", n, batch),

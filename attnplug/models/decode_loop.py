@@ -12,6 +12,7 @@ device.
 """
 
 import copy
+import functools
 import logging
 import threading
 import types
@@ -30,6 +31,7 @@ from attnplug.models.captured import CapturedStep
 from attnplug.models.decode_step import StepBuffers, accept, decode_step, layers_to_prepare
 from attnplug.models.fuse import Fusion
 from attnplug.models.hf import binding_of
+from attnplug.models.patience import PATIENCE, PatientStep, is_capturable, is_on_one_device
 from attnplug.models.regional import LayeredStep
 from attnplug.models.sliding import (
     SlidingLayer,
@@ -44,6 +46,7 @@ from attnplug.models.sliding import (
 LAG = {"cuda": 2, "cpu": 0}
 # Where steps compile layer by layer: bench/step_7b.py has found such steps fast.
 BY_LAYER = frozenset({"cpu", "cuda"})
+PATIENT = frozenset({"cuda"})  # where steps that are not compiled can be captured
 CAPTURE = "cudagraphs"  # torch's name of the backend that captures and compiles nothing
 SILENT_S = 2.0  # how long a first call may take without a word
 LOG = logging.getLogger("attnplug")
@@ -60,14 +63,15 @@ class DecodeLoop:
     fusion: Fusion | None = None
     step: Callable[..., torch.Tensor | None] | None = None
     compiled_with: Any = None
+    patience: int = PATIENCE  # steps before they are compiled, where nobody asks for it
     buffers: dict[tuple[Any, ...], StepBuffers] = field(default_factory=dict)
     is_new: bool = True  # no call has decoded yet
 
     def notice(self, family: str) -> threading.Timer:
         """Under way: a word on the log if a first call takes long, unless it is cancelled."""
         text = (
-            f"the first call of this {family} compiles kernels and a decode step where no earlier "
-            "process has; attnplug.warm(model, lengths) does so ahead"
+            f"the first call of this {family} compiles what no earlier process has; "
+            "attnplug.warm(model, lengths) does so ahead"
         )
         timer = threading.Timer(SILENT_S, LOG.warning, [text])
         timer.daemon = True
@@ -91,13 +95,29 @@ class DecodeLoop:
         return self.fusion.on()
 
     def compiled(self, model: Any, config: Any) -> Callable[..., torch.Tensor | None]:
-        """The step compiled as transformers would compile the forward pass."""
-        config = config or model._default_compile_config()
+        """The step compiled as transformers would compile the forward pass: with a `config` that
+        was asked for at once, else once that pays."""
         wanted = config, () if self.fusion is None else self.fusion.key()
         if self.step is None or self.compiled_with != wanted:
-            self.step = _compile(config, model.device)
+            how = config or model._default_compile_config()
+            make = functools.partial(_compile, how, model.device, is_on_one_device(model))
+            waits = config is None and self.patience > 0 and model.device.type in PATIENT
+            if waits and is_capturable(model):
+                self.step = PatientStep(decode_step, make, self.patience)
+            else:
+                self.step = make()
             self.compiled_with = wanted
         return self.step
+
+    def steps(self) -> str:
+        """What the last call's steps are, "" where they are as they stay."""
+        return str(self.step) if isinstance(self.step, PatientStep) else ""
+
+    def compile_soon(self) -> None:
+        """Have the next call compile its steps, and not once that pays."""
+        self.patience = 0
+        if isinstance(self.step, PatientStep):
+            self.step.left = 0
 
     def take(self, *shape: Any) -> StepBuffers:
         """Buffers as `StepBuffers.empty` makes them, that nobody else uses: those of the last call
@@ -109,13 +129,15 @@ class DecodeLoop:
         self.buffers = {shape: made}
 
 
-def _compile(config: Any, device: torch.device) -> Callable[..., torch.Tensor | None]:
+def _compile(
+    config: Any, device: torch.device, is_alone: bool
+) -> Callable[..., torch.Tensor | None]:
     if config.backend == CAPTURE and device.type == "cuda":
         return CapturedStep(decode_step)  # the model's own code: nothing is left to compile
     # torch counts recompilations by code object: other models' are not this one's.
     code = decode_step.__code__.replace()
     own = types.FunctionType(code, decode_step.__globals__, "decode_step")
-    if config.backend == "inductor" and device.type in BY_LAYER:
+    if config.backend == "inductor" and device.type in BY_LAYER and is_alone:
         return LayeredStep(own, config, device)
     return torch.compile(own, **config.to_dict())
 
@@ -248,7 +270,7 @@ class Decoding:
         """Decode until all rows have ended. Returns the final length; what later steps have made is
         still there."""
         options = {name: self.inputs[name] for name in ("logits_to_keep",) if name in self.inputs}
-        if isinstance(step, (LayeredStep, CapturedStep)):
+        if isinstance(step, (LayeredStep, CapturedStep, PatientStep)):
             step.begin(self.model, self.cache, vars(buffers).values(), self.greedy, options)
         self._choose(logits, buffers)
         while True:

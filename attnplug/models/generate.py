@@ -77,15 +77,18 @@ def own_cache(model: PreTrainedModel) -> str:
     return ""
 
 
-def last_call(model: PreTrainedModel) -> tuple[str, str]:
+def last_call(model: PreTrainedModel) -> tuple[str, str, str]:
     """Of the last call of generate, why it decoded with transformers' loop, "" where it did not,
-    and what its steps have fused, "" where nobody asked them to."""
+    what its steps have fused, "" where nobody asked them to, and when they will be compiled, ""
+    where they are or are not to be."""
     loop: DecodeLoop | None = vars(model).get(LOOP)
     if loop is None:
-        return "", ""
+        return "", "", ""
     if getattr(vars(model).get(GENERATE_METHOD), "function", None) is not _generate:
-        return "generate was replaced since; remove the policy and apply it", ""
-    return loop.why_not, "" if loop.why_not or loop.fusion is None else str(loop.fusion)
+        return "generate was replaced since; remove the policy and apply it", "", ""
+    if loop.why_not:
+        return loop.why_not, "", ""
+    return "", "" if loop.fusion is None else str(loop.fusion), loop.steps()
 
 
 def unbind_generate(model: PreTrainedModel, names: list[str]) -> None:

@@ -9,7 +9,7 @@ import torch
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from attnplug.models.generate import LARGEST, LONGEST
+from attnplug.models.generate import LARGEST, LONGEST, LOOP
 
 STEPS = 4  # tokens: the first compiled step warms up, the second is captured, the others replay
 KEPT = (LONGEST, LARGEST)  # how long the caches of later calls are made
@@ -18,8 +18,10 @@ KEPT = (LONGEST, LARGEST)  # how long the caches of later calls are made
 def generate_ahead(
     model: Any, lengths: Sequence[int], batch: int, padded: bool, options: dict[str, Any]
 ) -> dict[int, float]:
-    """Seconds of a call of generate for each prompt length, as the first to come. Leaves random
-    state and the size of later caches as they were."""
+    """Seconds of a call of generate for each prompt length, as the first to come; their steps are
+    compiled. Leaves random state and the size of later caches as they were."""
+    if LOOP in vars(model):
+        vars(model)[LOOP].compile_soon()
     kept = {name: vars(model)[name] for name in KEPT if name in vars(model)}
     columns = SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
     seconds: dict[int, float] = {}

@@ -31,7 +31,8 @@ def fresh_dynamo():
 @pytest.mark.parametrize("policy", GRAPHS.values(), ids=GRAPHS)
 @pytest.mark.parametrize("family", [FAMILIES[0], FAMILIES[6]], ids=lambda family: family.name)
 def test_generate_compiles_to_cuda_graphs(family, policy):
-    """All steps are one graph, also where rolling windows take transformers two."""
+    """The model's own steps are captured, and then compiled; all are one graph, also where rolling
+    windows take transformers two."""
     model = family.build("cuda")
     ids = torch.randint(3, VOCABULARY, (2, 50), device="cuda")
     mask = torch.ones_like(ids)
@@ -40,7 +41,12 @@ def test_generate_compiles_to_cuda_graphs(family, policy):
     with attnplug.applied(model, policy):
         wanted = model.generate(ids, disable_compile=True, **options)
         found = model.generate(ids, **options)
-        step = vars(model)[LOOP].step
+        loop = vars(model)[LOOP]
+        assert type(loop.step.now) is CapturedStep and loop.step.now.replay is not None
+        assert torch.equal(found, wanted) and counters["stats"]["unique_graphs"] == 0
+        loop.compile_soon()
+        found = model.generate(ids, **options)
+        step = loop.step.now
     assert torch.equal(found, wanted)
     assert counters["stats"]["unique_graphs"] == 1
     assert isinstance(step.now, CapturedStep) and step.now.replay is not None

@@ -1,0 +1,193 @@
+"""A model's own steps are replayed until compiled ones pay, and never where a graph would not do
+what the steps do."""
+
+import logging
+
+import pytest
+import torch
+from test_regional import GATHER, as_it_is, model_of, tokens_of
+
+import attnplug
+from attnplug.models import captured, decode_loop, loop_calls, patience, regional
+from attnplug.models.captured import CapturedStep, CaptureError
+from attnplug.models.generate import LOOP
+from attnplug.models.patience import PatientStep, Replayable
+
+
+@pytest.fixture
+def on_cpu(monkeypatch):
+    """A CPU takes the part of a GPU: a graph runs its step again."""
+    monkeypatch.setattr(decode_loop, "PATIENT", {"cpu"})
+    monkeypatch.setattr(captured, "capture", lambda step: step)
+    monkeypatch.setattr(regional, "_compile", as_it_is)
+
+    def compiles(self, inputs, config):
+        return not config.disable_compile
+
+    monkeypatch.setattr("transformers.GenerationMixin._valid_auto_compile_criteria", compiles)
+
+
+@pytest.mark.usefixtures("on_cpu")
+@pytest.mark.parametrize("policy", ["dense", GATHER])
+def test_steps_are_compiled_once_they_pay(policy, caplog):
+    """In the middle of a call; a report and the log say so."""
+    model = attnplug.apply(model_of(), policy)
+    loop = vars(model)[LOOP]
+    loop.patience = 19
+    wanted = [tokens_of(model, disable_compile=True, new=new) for new in (12, 30)]
+    assert attnplug.report(model).steps == ""  # nothing has been asked of compiled steps yet
+    assert tokens_of(model) == wanted[0]
+    assert "are compiled after 8 more" in attnplug.report(model).steps
+    assert "are compiled after 8 more" in str(attnplug.report(model))
+    assert type(loop.step.now) is CapturedStep and loop.step.now.replay is not None
+    with caplog.at_level(logging.WARNING, "attnplug"):
+        assert tokens_of(model, new=30) == wanted[1]
+    assert "compiled now" in caplog.text
+    assert isinstance(loop.step.now, regional.LayeredStep)
+    assert attnplug.report(model).steps == ""
+    caplog.clear()
+    assert tokens_of(model, new=30) == wanted[1] and caplog.text == ""
+
+
+@pytest.mark.usefixtures("on_cpu")
+@pytest.mark.parametrize("before", [False, True])
+def test_warm_compiles_at_once(before):
+    model = attnplug.apply(model_of(), "dense")
+    wanted = tokens_of(model, disable_compile=True)
+    if before:
+        assert tokens_of(model) == wanted
+    attnplug.warm(model, lengths=[70])
+    assert isinstance(
+        vars(model)[LOOP].step.now if before else vars(model)[LOOP].step, regional.LayeredStep
+    )
+    assert tokens_of(model) == wanted and attnplug.report(model).steps == ""
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_code_that_is_not_transformers_is_compiled_at_once(monkeypatch):
+    """It may do anything on the host between two steps."""
+    model = attnplug.apply(model_of(), "dense")
+    monkeypatch.setattr(patience, "OWN", "another.")
+    tokens_of(model)
+    assert isinstance(vars(model)[LOOP].step, regional.LayeredStep)
+
+
+def test_a_model_on_several_devices_is_not_captured():
+    model = model_of()
+    assert patience.is_capturable(model) and patience.is_on_one_device(model)
+    model.model.norm.to("meta")
+    assert not patience.is_capturable(model) and not patience.is_on_one_device(model)
+    model.to_empty(device="cpu")
+    step = decode_loop._compile(model._default_compile_config(), torch.device("cpu"), False)
+    assert not isinstance(step, regional.LayeredStep)
+
+
+@pytest.mark.parametrize(
+    ("op", "why"),
+    [
+        (lambda x: int(x.sum()), "_local_scalar_dense.default asks the device"),
+        (lambda x: x[x > 0], "index.Tensor asks the device"),
+        (lambda x: x.nonzero(), "nonzero.default asks the device"),
+        (lambda x: x.to("meta"), "_to_copy.default is about a tensor that is not on cpu"),
+        (lambda x: torch.full((2,), 3.0, device="meta"), "full.default is about a tensor"),
+    ],
+)
+def test_what_a_graph_cannot_replay_raises(op, why):
+    with Replayable(torch.device("cpu")), pytest.raises(RuntimeError, match=why):
+        op(torch.ones(3))
+
+
+def test_what_a_graph_replays_does_not_raise():
+    x, number = torch.ones(3), torch.zeros((), device="meta")
+    with Replayable(torch.device("cpu")):
+        assert (x * 2 + x.softmax(0).sum()).tolist() == [3.0] * 3
+        assert number.dim() == 0 and torch.full_like(number, 2).shape == ()
+
+
+class Steps:
+    """Steps that count what runs, on a model and a cache."""
+
+    def __init__(self, step):
+        self.step, self.ran = step, []
+
+    def own(self, model, cache):
+        self.ran.append("own")
+        return self.step(cache)
+
+    def make(self):
+        def compiled(model, cache):
+            self.ran.append("compiled")
+            return torch.ones(1)
+
+        return compiled
+
+
+def test_a_step_that_asks_the_device_is_compiled(monkeypatch, caplog):
+    """What it asked in the capture has no answer."""
+    capturing = []
+
+    def capture(step):
+        capturing.append(True)
+        try:
+            step()
+        except RuntimeError as why:
+            raise CaptureError from why
+        finally:
+            capturing.clear()
+
+    monkeypatch.setattr(captured, "capture", capture)
+    monkeypatch.setattr(patience, "is_capturing", lambda: bool(capturing))
+    steps = Steps(lambda cache: torch.ones(1) * int(torch.ones(1).sum()))
+    step = PatientStep(steps.own, steps.make)
+    model = attnplug.apply(model_of(), "dense")
+    for _ in range(4):
+        assert step(model, attnplug.make_cache(model, 64)) == 1
+    assert steps.ran == ["own", "own", "compiled", "compiled", "compiled"]
+    assert "_local_scalar_dense.default asks the device" in caplog.text
+
+
+def test_a_step_that_cannot_be_captured_is_compiled(monkeypatch, caplog):
+    """The token that its cache has deferred comes again."""
+    model = attnplug.apply(model_of(), "dense")
+    cache = attnplug.make_cache(model, 64)
+
+    def step_of(cache):
+        for layer in cache.layers:
+            layer.pending = torch.zeros(1), torch.zeros(1)
+        return torch.ones(1)
+
+    def capture(step):
+        step()
+        raise CaptureError("no") from RuntimeError("it waits")
+
+    steps = Steps(step_of)
+    monkeypatch.setattr(captured, "capture", capture)
+    step = PatientStep(steps.own, steps.make)
+    for _ in range(3):
+        assert step(model, cache) == 1
+    assert steps.ran == ["own", "own", "compiled", "compiled"]
+    assert all(layer.pending is None for layer in cache.layers)
+    assert "cannot be captured and are compiled: it waits" in caplog.text
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("is_seen", [True, False])
+def test_a_gpu_that_must_wait_compiles(is_seen, monkeypatch, caplog):
+    """What asks it is seen before CUDA refuses; where it is not, the refusal leaves the GPU as it
+    was."""
+    monkeypatch.setattr(loop_calls, "DEVICES", {"cuda"})
+    model = attnplug.apply(model_of("cuda"), "dense")
+
+    def look(module, inputs):
+        if not torch.compiler.is_compiling():
+            float(inputs[0].sum())
+
+    model.model.layers[1].mlp.register_forward_pre_hook(look)
+    if not is_seen:
+        monkeypatch.setattr(Replayable, "HOST_TAGS", frozenset())
+        monkeypatch.setattr(Replayable, "_is_elsewhere", lambda self, value: False)
+    wanted = tokens_of(model, disable_compile=True, new=24)
+    for _ in range(2):
+        assert tokens_of(model, new=24) == wanted
+    assert "cannot be captured" in caplog.text and ("asks the device" in caplog.text) == is_seen
+    assert isinstance(vars(model)[LOOP].step.now, regional.LayeredStep)
