@@ -98,13 +98,8 @@ def _place(value: Any) -> Any:
 ROOM = 1 << 30  # bytes, more than a step's activations and logits
 
 
-class CaptureError(RuntimeError):
-    """A step that CUDA cannot capture, such as one that waits for the device."""
-
-
 def capture(step: Replay) -> Replay:
-    """Capture a step, without running it. The replay returns the same tensor each time. Raises
-    CaptureError.
+    """Capture a step, without running it. The replay returns the same tensor each time.
 
     Not `torch.cuda.graph`, which first gives all memory that nobody uses back to the driver: the
     next prompt would have to ask for it again, for milliseconds of each call. Here only where there
@@ -115,14 +110,11 @@ def capture(step: Replay) -> Replay:
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         # Other threads may allocate meanwhile: a tokenizer's, a server's, a trace's writer.
+        graph.capture_begin(capture_error_mode="thread_local")
         try:
-            graph.capture_begin(capture_error_mode="thread_local")
-            try:
-                found = step()
-            finally:
-                graph.capture_end()
-        except RuntimeError as why:
-            raise CaptureError(str(why)) from why
+            found = step()
+        finally:
+            graph.capture_end()
     torch.cuda.current_stream().wait_stream(stream)
 
     def replay() -> torch.Tensor | None:

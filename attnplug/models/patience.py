@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from attnplug.models.cache import PlugLayer
-from attnplug.models.captured import CapturedStep, CaptureError, Step
+from attnplug.models.captured import CapturedStep, Step
 from attnplug.models.regional import LayeredStep
 
 PATIENCE = 4096  # steps of a model before they are compiled
@@ -59,8 +59,8 @@ class PatientStep:
         self.left -= 1
         try:
             return self.now(*arguments)
-        except CaptureError as why:
-            LOG.warning("decode steps cannot be captured and are compiled: %s", why.__cause__)
+        except NotReplayable as why:
+            LOG.warning("decode steps cannot be captured and are compiled: %s", why)
             _forget_pending(arguments[1].layers)
             return self._compile()(*arguments)
 
@@ -86,10 +86,16 @@ def is_capturing() -> bool:
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
+class NotReplayable(RuntimeError):
+    """An op that no graph of a device can replay."""
+
+
 class Replayable(TorchDispatchMode):
-    """Within it an op that no graph of a device can replay raises RuntimeError: what depends on
+    """Within it an op that no graph of a device can replay raises NotReplayable: what depends on
     data by its shape or on the host, and what is about a tensor of elsewhere. Numbers, which the
-    host hands over as tensors without dimensions, are constants of a graph."""
+    host hands over as tensors without dimensions, are constants of a graph.
+
+    Before CUDA refuses it: torch's random generators do not survive a capture that CUDA ended."""
 
     supports_higher_order_operators = True
     HOST_TAGS = frozenset({torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape})
@@ -100,10 +106,10 @@ class Replayable(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self.HOST_TAGS.intersection(getattr(func, "tags", ())):
-            raise RuntimeError(f"{func} asks the device")
+            raise NotReplayable(f"{func} asks the device")
         found = func(*args, **(kwargs or {}))
         if any(map(self._is_elsewhere, tree_leaves((args, kwargs, found)))):
-            raise RuntimeError(f"{func} is about a tensor that is not on {self.device}")
+            raise NotReplayable(f"{func} is about a tensor that is not on {self.device}")
         return found
 
     def _is_elsewhere(self, value: Any) -> bool:
