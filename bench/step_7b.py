@@ -133,8 +133,7 @@ class Stepper:
             assert tensor is not None
             tensor.fill_(value)
         if isinstance(self.step, LayeredStep):  # as at the beginning of a call
-            buffers = vars(self.buffers).values()
-            self.step.begin(self.model, self.cache, buffers, True, OPTIONS)
+            self.step.begin()
 
     @torch.no_grad()
     def logits(self) -> torch.Tensor:

@@ -37,9 +37,7 @@ class Steps:
         count_on_device(cache.layers)
         self.step: Step = decode_step
         if real.is_cuda:
-            captured = CapturedStep(decode_step)
-            captured.begin(model, cache, vars(made).values(), False, {})
-            self.step = captured
+            self.step = CapturedStep(decode_step)
 
     @torch.inference_mode()
     def logits(self, token: torch.Tensor) -> torch.Tensor:

@@ -2,12 +2,11 @@
 
 A step that is compiled in pieces has as many launches and more work for the host than one whole
 program. Captured, it has one launch. That is right for steps whose tensors stay where they are and
-that want nothing of the host in between, as those of the decode loop do. A graph serves later calls
-of generate, too, where these are about the same memory.
+that want nothing of the host in between, as those of the decode loop do. Where dynamo guards a
+step, a graph serves later calls of generate, too, which are about the same memory.
 """
 
-import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,27 +17,18 @@ Around = Callable[[Callable[..., Any]], Callable[..., Any]]  # what is to run in
 
 
 class CapturedStep:
-    """Runs the first step of a call as it is, for guards and for what it does on the host; captures
-    the second, and replays it from there on. `begin` starts a call."""
+    """Runs the first step of a call as it is, for what it does on the host; captures the second,
+    and replays it from there on. `begin` starts a call: nobody knows what has changed on the host
+    since the last one, such as an adapter, a hook, or what autocast has cast before."""
 
     def __init__(self, step: Step):
         self.step = step
         self.replay: Replay | None = None
-        self.cache: Callable[[], Any] = lambda: None  # weakly: it may be most of the memory
-        self.about: tuple[Any, ...] = ()
         self.first = True
 
-    def begin(
-        self, model: torch.nn.Module, cache: Any, buffers: Iterable[Any], *constants: Any
-    ) -> None:
-        """A call of generate begins. The graph of the last call serves again where it is about the
-        same tensors in the same places, and the same constants."""
-        tensors = [each for each in buffers if each is not None]
-        tensors += [*model.parameters(), *model.buffers(), *_tensors(cache.layers)]
-        about = [_place(each) for each in tensors], constants
-        if cache is not self.cache() or about != self.about:
-            self.replay = None
-        self.cache, self.about, self.first = weakref.ref(cache), about, True
+    def begin(self) -> None:
+        """A call of generate begins."""
+        self.replay, self.first = None, True
 
     def __call__(self, *arguments: Any) -> torch.Tensor | None:
         if self.first:
@@ -60,7 +50,8 @@ class GuardedStep(CapturedStep):
 
     def __init__(self, compiled: Callable[[Around], Step]):
         super().__init__(compiled(self._around))
-        self.seen: tuple[Any, ...] = ()  # what the last run was about
+        self.about: tuple[Any, ...] = ()  # what the captured run is about
+        self.seen: tuple[Any, ...] = ()  # and the last one
         self.outputs: Any = None  # of the run that has been captured
 
     def _around(self, graph: Callable[..., Any]) -> Callable[..., Any]:
@@ -78,9 +69,7 @@ class GuardedStep(CapturedStep):
 
         return run
 
-    def begin(
-        self, model: torch.nn.Module, cache: Any, buffers: Iterable[Any], *constants: Any
-    ) -> None:
+    def begin(self) -> None:
         self.first = True
 
     def __call__(self, *arguments: Any) -> torch.Tensor | None:
@@ -122,10 +111,3 @@ def capture(step: Replay) -> Replay:
         return found
 
     return replay
-
-
-def _tensors(layers: Iterable[Any]) -> list[torch.Tensor]:
-    """The tensors that are attributes of a cache's layers, or in tuples that are."""
-    values = [value for layer in layers for value in vars(layer).values()]
-    parts = [part for value in values for part in (value if isinstance(value, tuple) else [value])]
-    return [part for part in parts if isinstance(part, torch.Tensor)]

@@ -271,7 +271,7 @@ class Decoding:
         still there."""
         options = {name: self.inputs[name] for name in ("logits_to_keep",) if name in self.inputs}
         if isinstance(step, (LayeredStep, CapturedStep, PatientStep)):
-            step.begin(self.model, self.cache, vars(buffers).values(), self.greedy, options)
+            step.begin()
         self._choose(logits, buffers)
         while True:
             self._note_token(buffers)

@@ -45,10 +45,10 @@ class PatientStep:
         self.step, self.compiled, self.left = step, compiled, left
         self.now: Step = CapturedStep(self._own)
 
-    def begin(self, *about: Any) -> None:
-        """A call of generate begins, about what `CapturedStep.begin` takes."""
+    def begin(self) -> None:
+        """A call of generate begins."""
         if isinstance(self.now, (CapturedStep, LayeredStep)):
-            self.now.begin(*about)
+            self.now.begin()
 
     def __call__(self, *arguments: Any) -> torch.Tensor | None:
         if not isinstance(self.now, CapturedStep):

@@ -42,10 +42,10 @@ class LayeredStep:
         self.now: Step = GuardedStep(compiled) if graphs else compiled()
         self.whole = functools.partial(torch.compile, step, **config.to_dict())
 
-    def begin(self, *about: Any) -> None:
-        """A call of generate begins, about what `CapturedStep.begin` takes."""
+    def begin(self) -> None:
+        """A call of generate begins."""
         if isinstance(self.now, CapturedStep):
-            self.now.begin(*about)
+            self.now.begin()
 
     def __call__(self, *arguments: Any) -> torch.Tensor | None:
         try:

@@ -167,7 +167,7 @@ class Replays:
         return replay
 
 
-def test_a_captured_step_replays_until_something_moves(monkeypatch):
+def test_a_captured_step_replays_for_one_call(monkeypatch):
     replays = Replays()
     monkeypatch.setattr(captured, "capture", replays)
     model = attnplug.apply(model_of(), "dense")
@@ -185,14 +185,7 @@ def test_a_captured_step_replays_until_something_moves(monkeypatch):
     stock = model_of().generate(first, max_new_tokens=5, do_sample=False)
     again = model.generate(first, max_new_tokens=5, do_sample=False, **options)
     assert torch.equal(again, stock)
-    assert (replays.captures, replays.replays) == (1, 7 + 3)  # the same cache: the same graph
-    tokens_of(model, new=5, compile_config=config)
-    assert replays.captures == 2  # another cache
-    weight = model.lm_head.weight
-    weight.data = weight.data.clone()
-    options["past_key_values"] = copy.copy(cache)
-    model.generate(again, max_new_tokens=5, do_sample=False, **options)
-    assert replays.captures == 3
+    assert (replays.captures, replays.replays) == (2, 7 + 3)  # the same cache, another call
 
 
 def test_a_guarded_step_replays_where_guards_and_inputs_are_the_same(monkeypatch):
@@ -291,10 +284,12 @@ def test_a_second_turn_replays_on_the_same_cache(monkeypatch):
         assert torch.equal(ids, wanted)
 
 
-def test_a_captured_step_keeps_no_cache_alive():
+def test_a_captured_step_keeps_no_cache_alive(monkeypatch):
+    monkeypatch.setattr(captured, "capture", lambda step: int)
     model = attnplug.apply(model_of(), "dense")
-    step, cache = captured.CapturedStep(decode_loop.decode_step), attnplug.make_cache(model, 64)
-    step.begin(model, cache, [torch.zeros(1), None], True)
+    step, cache = captured.CapturedStep(lambda *arguments: None), attnplug.make_cache(model, 64)
+    for _ in range(3):
+        step(model, cache)
     seen = weakref.ref(cache)
     del cache
     gc.collect()
