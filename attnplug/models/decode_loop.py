@@ -195,13 +195,13 @@ class Decoding:
             self.notice.cancel()
 
     def _run(self, loop: DecodeLoop) -> Any:
+        mask = self._real_keys()
         outputs = self.model._prefill(self.prompt, self.config, self.inputs)
         self.cache: PlugCache = outputs.past_key_values
         logits = outputs.logits[:, -1].to(dtype=torch.float32, copy=True)
         del outputs  # the logits of a whole prompt may be large
         compiles = self.model._valid_auto_compile_criteria(self.inputs, self.config)
         self.lag = LAG.get(self.device.type, 0) if compiles and self._may_overrun() else 0
-        mask = self._real_keys()
         shape = self._shape(mask)
         buffers = loop.take(*shape)
         try:
@@ -242,7 +242,8 @@ class Decoding:
         return bool(self.config.return_dict_in_generate or given)
 
     def _real_keys(self) -> torch.Tensor | None:
-        """Which keys of the prompt are real `[B,T]`; None where all are, which costs a look."""
+        """Which keys of the prompt are real `[B,T]`; None where all are, which costs a look: behind
+        the prefill it would keep the host from going ahead."""
         mask = self.inputs.get("attention_mask")
         return None if mask is None or bool(mask.all()) else mask.to(torch.bool)
 
