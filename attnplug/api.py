@@ -164,6 +164,8 @@ def report(model: torch.nn.Module) -> Report:
             )
     found = ledger.report
     why, fused, steps = last_call(target)
+    if not (why or fused or steps):
+        return found
     loop, fused = _loop_text(why) or found.loop, fused or found.fused
     return replace(found, loop=loop, fused=fused, steps=steps)
 
