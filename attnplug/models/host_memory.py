@@ -131,9 +131,7 @@ def host_rows(
     instead: str,
 ) -> list[torch.Tensor]:
     """Zeros of each shape as `host_zeros`, whose rows in the last dimension lie next to one
-    another: key and value of a token are one run of bytes. Whoever translates addresses on the
-    way to the host does so once a run; where tokens are far apart, that is what a read costs
-    (23 ns on a lent H200, at 2 GiB a layer).
+    another: key and value of a token are one run of bytes, and one address to translate.
 
     The shapes differ in their last dimension only. On a CPU, ordinary memory.
     """
