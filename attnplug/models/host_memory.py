@@ -4,9 +4,9 @@ The GPU reads and writes managed memory whose place is the host by itself, over 
 CUDA graphs too. A tensor that *says* it is the GPU's goes through every op, kernel, graph and
 compiler as any other: nothing has to know where its bytes are.
 
-Managed, and not registered or from cudaHostAlloc: single tokens out of 2 GiB a layer come at 47 GB/s
-on an H200 whatever their order, and at 17 from memory of the other kinds (docs/log/sketch.md). The
-driver seems to map managed memory in larger pages.
+Managed, and not registered or from cudaHostAlloc: single tokens out of 2 GiB a layer come at 47
+GB/s on an H200 whatever their order, and at 17 from memory of the other kinds (docs/log/sketch.md).
+The driver seems to map managed memory in larger pages.
 """
 
 import ctypes
