@@ -57,7 +57,10 @@ class _HostMemory:
     def since(self, offset: int) -> torch.Tensor:
         """The bytes from `offset` on, as a tensor of the GPU. Each has a storage of its own to
         torch, whose compiler would join tensors of one."""
-        there = torch.as_tensor(_Bytes(self, offset), device=self.device)
+        try:
+            there = torch.as_tensor(_Bytes(self, offset), device=self.device)
+        except RuntimeError as why:
+            raise HostMemoryError(f"{self.device} cannot read host memory: {why}") from why
         if there.data_ptr() != self.place + offset:
             raise HostMemoryError(f"{self.device} cannot read host memory in place")
         return there
