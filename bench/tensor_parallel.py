@@ -12,9 +12,9 @@ runs the model on a prompt, then all ranks `attnplug.prefill`. Logits of one GPU
 compared, and all ranks must have the same. A row is a line of JSON in --out, peer `one GPU`.
 
 `--ways split` leaves the weights what transformers makes of them under tensor parallelism
-(DTensors), `local` gives steps plain parameters, as generate does, and `unguarded` has
-torch.compile skip its guards as well, which is safe here only because nothing but tokens changes.
-Rows are those of `local`. `host` is how long the host takes to hand a step to an idle GPU: a step
+(DTensors), `nccl` gives steps plain parameters, `local` sums over the ranks in one kernel as well,
+both as generate does, and `unguarded` has torch.compile skip its guards besides, which is safe
+here only because nothing but tokens changes. Rows are those of `local`. `host` is how long the host takes to hand a step to an idle GPU: a step
 that is not shorter waits for the host. `--profile` prints the kernels of a step, and the gaps
 between them.
 """
@@ -39,6 +39,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 import attnplug
 from attnplug.bench.rows import make_row
+from attnplug.models.all_reduce import one_shot_all_reduce
 from attnplug.models.parallel import local_weights
 from attnplug.plan import read_tokens
 
@@ -71,7 +72,7 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--parts", default="decode,ttft")
     parser.add_argument("--policies", default="dense,gather", help="of decode")
     parser.add_argument("--prefills", default="momo", help="policies of prefill; dense takes long")
-    parser.add_argument("--ways", default="split,local,unguarded")
+    parser.add_argument("--ways", default="split,nccl,local,unguarded")
     parser.add_argument("--layers", type=int, default=28)
     parser.add_argument("--tokens", type=int, default=131072)
     parser.add_argument("--rounds", type=int, default=3, help="of prefill")
@@ -386,7 +387,11 @@ def run_decode(bench: Bench) -> None:
     for name in names:
         for way in ways:
             label = f"decode {name}, {WORLD} GPUs, {way}"
-            with contextlib.nullcontext() if way == "split" else local_weights(model):
+            with contextlib.ExitStack() as stack:
+                if way != "split":
+                    stack.enter_context(local_weights(model))
+                if way not in ("split", "nccl"):
+                    stack.enter_context(one_shot_all_reduce(model))
                 times, first = bench.decode(model, name, own, label, way == "unguarded")
             one = alone[name][1] if RANK == 0 else None
             bench.compare(one, first, label)
