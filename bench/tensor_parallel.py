@@ -6,17 +6,15 @@ token of a prompt in pieces of its sequence.
 
 The shape is Qwen2.5-7B's with random bf16 weights (`--layers` takes fewer), the same on one GPU and
 on two. Decode (`case=tp-decode`): the first rank times steps of the whole model while the others
-wait, then all ranks those of the split one; a step is compiled (reduce-overhead, fullgraph), the
-cache holds random keys and values of `--tokens` tokens. Prefill (`case=tp-ttft`): the first rank
-runs the model on a prompt, then all ranks `attnplug.prefill`. Logits of one GPU and of several are
-compared, and all ranks must have the same. A row is a line of JSON in --out, peer `one GPU`.
+wait, then all ranks those of the split one; the cache holds random keys and values of `--tokens`
+tokens. Prefill (`case=tp-ttft`): the first rank runs the model on a prompt, then all ranks
+`attnplug.prefill`. Logits of one GPU and of several are compared, and all ranks must have the same.
+A row is a line of JSON in --out, peer `one GPU`.
 
-`--ways split` leaves the weights what transformers makes of them under tensor parallelism
-(DTensors), `nccl` gives steps plain parameters, `local` sums over the ranks in one kernel as well,
-both as generate does, and `unguarded` has torch.compile skip its guards besides, which is safe
-here only because nothing but tokens changes. Rows are those of `local`. `host` is how long the host takes to hand a step to an idle GPU: a step
-that is not shorter waits for the host. `--profile` prints the kernels of a step, and the gaps
-between them.
+Steps are those of generate, compiled and captured, whose logits somebody wants. `--ways nccl` sums
+over the ranks by NCCL, `one-shot` as generate does, which the rows are of. `host` is how long the
+host takes to hand a step to an idle GPU: a step that is not shorter waits for the host. `--profile`
+prints the kernels of a step, and the gaps between them.
 """
 
 import argparse
@@ -40,10 +38,14 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 import attnplug
 from attnplug.bench.rows import make_row
 from attnplug.models.all_reduce import one_shot_all_reduce
+from attnplug.models.decode_loop import DecodeLoop
+from attnplug.models.decode_step import StepBuffers, decode_step
+from attnplug.models.generate import LOOP
 from attnplug.models.parallel import local_weights
 from attnplug.plan import read_tokens
 
 POLICIES = {"dense": "dense", "gather": "gather(min_tokens=0)", "momo": "momo"}
+BUFFERS = (1, 1, None, 0, 0)  # one row without a mask, that no token ends
 ROOM, WARMUP, STEPS, HOST_STEPS, PROFILED = 128, 8, 30, 12, 3
 SLOW = 3e-6  # seconds without a kernel that count as a gap
 RANK, WORLD = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
@@ -72,7 +74,7 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--parts", default="decode,ttft")
     parser.add_argument("--policies", default="dense,gather", help="of decode")
     parser.add_argument("--prefills", default="momo", help="policies of prefill; dense takes long")
-    parser.add_argument("--ways", default="split,nccl,local,unguarded")
+    parser.add_argument("--ways", default="nccl,one-shot")
     parser.add_argument("--layers", type=int, default=28)
     parser.add_argument("--tokens", type=int, default=131072)
     parser.add_argument("--rounds", type=int, default=3, help="of prefill")
@@ -183,23 +185,26 @@ class Bench:
         return cache
 
     @torch.no_grad()
-    def decode(
-        self, model: Any, policy: str, heads: slice, label: str, unguarded: bool = False
-    ) -> tuple[list[float], Any]:
+    def decode(self, model: Any, policy: str, heads: slice, label: str) -> tuple[list[float], Any]:
         """Microseconds of each step, and the logits of the first. All heads: on this rank alone."""
         with attnplug.applied(model, POLICIES[policy]):
-            cache = self.cache(model, heads)
-            forward = model.__call__
+            cache, buffers = self.cache(model, heads), StepBuffers.empty(*BUFFERS, self.device)
+            buffers.token.fill_(7)
+            buffers.position.fill_(self.asked.tokens)
+            buffers.slot.fill_(self.asked.tokens)
+            forward = decode_step
             if self.device.type == "cuda":
-                forward = torch.compile(forward, mode="reduce-overhead", fullgraph=True)
-            token = torch.full((1, 1), 7, device=self.device)
-            position = torch.full((1, 1), self.asked.tokens, device=self.device)
+                loop: DecodeLoop = vars(model)[LOOP]
+                loop.compile_soon()
+                forward = loop.compiled(model, None)
 
             def step() -> torch.Tensor:
-                inputs = dict(input_ids=token, position_ids=position, past_key_values=cache)
-                logits = forward(**inputs, use_cache=True, return_dict=True).logits[:, -1].float()
-                token.copy_(logits.argmax(-1, keepdim=True))
-                position.add_(1)
+                for layer in cache.layers:
+                    layer.prepare_step(self.asked.tokens, None)
+                state = vars(buffers).values()
+                logits = forward(model, cache, *state, False, dict(logits_to_keep=1))
+                assert logits is not None
+                buffers.token.copy_(logits.argmax(-1, keepdim=True))
                 return logits
 
             begun = time.perf_counter()
@@ -208,16 +213,12 @@ class Bench:
             say(f"{label}: first step {time.perf_counter() - begun:.1f} s")
             for _ in range(WARMUP):
                 step()
-            with torch.compiler.set_stance("default", skip_guard_eval_unsafe=unguarded):
-                times, host = self._times(step, heads == slice(None)), self._host_times(step)
+            times, host = self._times(step, heads == slice(None)), self._host_times(step)
             p50 = statistics.median(times)
             say(
                 f"{label}: {p50 / 1e3:.2f} ms a step ({min(times) / 1e3:.2f} to "
                 f"{max(times) / 1e3:.2f}), host {statistics.median(host) / 1e3:.2f} ms"
             )
-            skipped = torch._dynamo.utils.counters["inductor"]["cudagraph_skips"]
-            if skipped:
-                say(f"{label}: torch has made no CUDA graph of {skipped} compiled functions")
             if self.asked.profile and self.device.type == "cuda":
                 self._profile(step, label)
         self.free()
@@ -387,15 +388,12 @@ def run_decode(bench: Bench) -> None:
     for name in names:
         for way in ways:
             label = f"decode {name}, {WORLD} GPUs, {way}"
-            with contextlib.ExitStack() as stack:
-                if way != "split":
-                    stack.enter_context(local_weights(model))
-                if way not in ("split", "nccl"):
-                    stack.enter_context(one_shot_all_reduce(model))
-                times, first = bench.decode(model, name, own, label, way == "unguarded")
+            sums = contextlib.nullcontext() if way == "nccl" else one_shot_all_reduce(model)
+            with local_weights(model), sums:
+                times, first = bench.decode(model, name, own, label)
             one = alone[name][1] if RANK == 0 else None
             bench.compare(one, first, label)
-            if RANK == 0 and way == "local":
+            if RANK == 0 and way == "one-shot":
                 op = "gather" if name == "gather" else "dense_decode"
                 bench.add("tp-decode", op, name, times, alone[name][0])
 

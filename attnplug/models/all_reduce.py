@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch._inductor.config as inductor
 import torch.distributed as dist
 
 from attnplug.models.parallel import is_split, tensor_parallel_group
@@ -30,7 +31,7 @@ def one_shot_all_reduce(model: Any) -> Iterator[None]:
     from torch.distributed._symmetric_memory import enable_symm_mem_for_group
 
     enable_symm_mem_for_group(_group(model).group_name)
-    with torch._inductor.config.patch({"_collective.auto_select": True}):
+    with inductor.patch({"_collective.auto_select": True}):
         yield
 
 

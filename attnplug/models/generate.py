@@ -11,6 +11,7 @@ from transformers import Cache, PreTrainedModel, StaticCache
 from transformers.generation.configuration_utils import GenerationMode
 
 from attnplug.errors import UnsupportedCallError
+from attnplug.models.all_reduce import one_shot_all_reduce
 from attnplug.models.batching import bind_batching
 from attnplug.models.cache import MakeLayer, PlugCache, PlugLayer, autocast_dtype
 from attnplug.models.decode_loop import DecodeLoop, Decoding
@@ -140,14 +141,15 @@ def _prepare_cache_for_generation(
 
 
 def _generate(model: Any, *args: Any, **kwargs: Any) -> Any:
-    """generate, told of attnplug's loop where its arguments allow it, and with plain weights."""
+    """generate, told of attnplug's loop where its arguments allow it, and with plain weights and
+    sums of ranks in one kernel."""
     loop: DecodeLoop | None = vars(model).get(LOOP)
     if loop is not None:
         arguments = ARGUMENTS.bind(model, *args, **kwargs).arguments
         loop.why_not = unserved_arguments(model, arguments, OURS)
         if not loop.why_not:
             kwargs["custom_generate"] = _decode
-    with local_weights(model):
+    with local_weights(model), one_shot_all_reduce(model):
         return type(model).generate(model, *args, **kwargs)
 
 

@@ -6,7 +6,7 @@ import os
 
 from ranks import TESTS, needs_gloo, run_ranks
 
-SMALL = ("--cpu", "--layers", "2", "--tokens", "512", "--rounds", "1", "--ways", "local")
+SMALL = ("--cpu", "--layers", "2", "--tokens", "512", "--rounds", "1", "--ways", "one-shot")
 
 
 @needs_gloo

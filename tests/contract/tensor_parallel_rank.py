@@ -25,6 +25,7 @@ TOKENS, NEW, PADDED = 70, 5, 13
 def tokens_of(model, policy: str) -> list[list[int]]:
     """What a model generates under a policy ("" for none), one row of two padded on the left."""
     ids = torch.randint(2, 97, (2, TOKENS), generator=torch.Generator().manual_seed(3))
+    ids = ids.to(model.device)
     mask = torch.ones_like(ids)
     mask[1, :PADDED] = 0
     options = dict(max_new_tokens=NEW, do_sample=False, eos_token_id=None, pad_token_id=0)

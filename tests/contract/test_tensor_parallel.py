@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from contract_cases import CASES
 from families import FAMILIES
 from ranks import needs_gloo, run_ranks
@@ -52,6 +53,22 @@ def test_every_method_gives_the_tokens_of_one_process(tmp_path):
         assert "6 query heads and 3 KV heads, which 2 ranks" in found["odd"]["report"]["says"]
         assert "4 query heads and 1 KV heads" in found["one-head"]["report"]["says"]
     assert len({str(tokens) for tokens in wanted.values()}) > 2  # budgets that choose
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one GPU at most")
+def test_two_gpus_give_the_tokens_of_one_and_sum_in_one_kernel(tmp_path):
+    policies = ["", *(CASES[name].policy for name in ("dense", "gather", "gvr", "sketch"))]
+    model = tiny_model(device="cuda")
+    model.save_pretrained(tmp_path / "tiny")
+    (tmp_path / "asked.json").write_text(json.dumps(policies))
+    wanted = {policy: tokens_of(model, policy) for policy in policies}
+    run_ranks("contract/two_gpus_rank.py", tmp_path)
+    for rank in range(2):
+        found = json.loads((tmp_path / f"found-{rank}.json").read_text())
+        assert found["tokens"] == wanted
+        # A prompt's sums are NCCL's: it is not compiled.
+        assert all("one_shot_all_reduce" in each for each in found["sums"].values()), found
 
 
 def test_every_family_gives_the_tokens_of_one_process(tmp_path):
