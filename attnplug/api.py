@@ -65,7 +65,7 @@ class Ledger:
     compiled: dict[str, Any] = field(default_factory=dict)
 
 
-def apply(model: Model, policy: Policies, *, fuse: bool = False) -> Model:
+def apply(model: Model, policy: Policies, *, fuse: bool | None = None) -> Model:
     """Serve a Hugging Face model's attention by a policy. Training-free; the weights stay.
 
     `policy` is a string ("momo", "momo(gamma=32)", "momo+dense"), a method (`attnplug.Momo()`), a
@@ -78,7 +78,8 @@ def apply(model: Model, policy: Policies, *, fuse: bool = False) -> Model:
 
     With `fuse`, steps of attnplug's decode loop compute q, k and v as one matrix product, and an
     MLP's gate and up as another. The weights of each move into one buffer, of which the parameters
-    are views. No memory is added. A wide product may round otherwise than narrow ones.
+    are views. No memory is added. A wide product may round otherwise than narrow ones. None, the
+    default, has a CUDA model do so from its first call of generate on; True moves weights at once.
 
     Raises PolicyError, UnsupportedModelError or AlreadyAppliedError; the model is then unchanged.
     """
@@ -112,7 +113,8 @@ def apply(model: Model, policy: Policies, *, fuse: bool = False) -> Model:
         hooked = [x for x in layers if id(x.config) in switched and has_own_slot(x.module)]
         ledger.hooks = [_hooked(layer, first=layer is hooked[0]) for layer in hooked]
         ledger.configs = switch_configs(target, switched)
-        fusion = Fusion.of(target) if fuse and not (keeps or loop) else None
+        may = fuse is not False and not (keeps or loop)
+        fusion = Fusion.of(target, asked=bool(fuse)) if may else None
         ours = None if loop else DecodeLoop(fusion=fusion)
         ledger.methods = bind_generate(target, None if keeps else ledger.make_layer, ours)
     ledger.compiled = _take_compiled(target)
@@ -140,7 +142,7 @@ def remove(model: Model) -> Model:
 
 
 @contextmanager
-def applied(model: Model, policy: Policies, *, fuse: bool = False) -> Iterator[Model]:
+def applied(model: Model, policy: Policies, *, fuse: bool | None = None) -> Iterator[Model]:
     """`with applied(model, policy):` applies the policy and removes it at the end."""
     apply(model, policy, fuse=fuse)
     try:

@@ -82,6 +82,8 @@ VARIANTS = {
     "layers": Variant(by_layer=True),
     "layers+gemv": Variant(by_layer=True, options=GEMV),
     "layers+fused": Variant(by_layer=True, fuse=True),
+    "layers+fused+combo": Variant(by_layer=True, fuse=True, options={"combo_kernels": True}),
+    "layers+gemv+fused": Variant(by_layer=True, fuse=True, options=GEMV),
     "lt": Variant(blas="cublaslt"),
     "lt+fused": Variant(fuse=True, blas="cublaslt"),
     "gemv+combo": Variant(options=GEMV | {"combo_kernels": True}),

@@ -1,6 +1,7 @@
 """One decode step as a function of tensors that never move, so that a compiled or captured one
 needs nothing of the host."""
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,6 +9,8 @@ import torch
 
 from attnplug.models.cache import PlugCache, PlugLayer
 from attnplug.models.sliding import roll_in, sliding_layers
+
+PIECES, FEWEST = 512, 16  # of a row of logits, for a program each
 
 
 @dataclass
@@ -100,8 +103,20 @@ def decode_step(
     logits = outputs.logits[:, -1].to(dtype=torch.float32, copy=True)
     if not greedy:
         return logits
-    accept(logits.argmax(-1), token, unfinished, verdict, ends, pad)
+    accept(argmax(logits), token, unfinished, verdict, ends, pad)
     return None
+
+
+def argmax(logits: torch.Tensor) -> torch.Tensor:
+    """The place of each row's largest value `[B]` in `[B,V]`, the first of equal ones. In pieces,
+    as inductor has one program find a row's: 33 us of 152,064 logits on an H200."""
+    size = logits.shape[-1]
+    count = math.gcd(size, PIECES)
+    if count < FEWEST:
+        return logits.argmax(-1)
+    best, place = logits.unflatten(-1, (count, size // count)).max(-1)
+    piece = best.argmax(-1, keepdim=True)
+    return (piece * (size // count) + place.gather(-1, piece)).squeeze(-1)
 
 
 def _compare_sizes(cache: PlugCache) -> None:

@@ -146,5 +146,8 @@ def _make_flat(piece: fx.GraphModule) -> bool:
 def _compile(piece: fx.GraphModule, options: dict[str, Any] | None) -> Callable[..., Any]:
     inputs = [node.meta["example_value"] for node in piece.graph.nodes if node.op == "placeholder"]
     return torch._inductor.standalone_compile(
-        piece, inputs, dynamic_shapes="from_tracing_context", options=options or {}
+        piece,
+        inputs,
+        dynamic_shapes="from_tracing_context",
+        options={"config_patches": options or {}},
     )

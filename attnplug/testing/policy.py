@@ -46,8 +46,8 @@ def tiny_model(
         eos_token_id=None,
         attn_implementation="sdpa",
     )
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
+    with torch.random.fork_rng(devices=[]):  # weights are drawn on the CPU
+        torch.default_generator.manual_seed(seed)
         model: Any = LlamaForCausalLM(LlamaConfig(**(fields | config)))
     return model.eval().to(device, dtype)
 

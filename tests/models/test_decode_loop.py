@@ -13,6 +13,8 @@ from transformers.generation.streamers import BaseStreamer
 
 import attnplug
 from attnplug.models import decode_loop, loop_calls
+from attnplug.models.decode_step import argmax
+from attnplug.models.generate import LOOP
 from attnplug.testing.policy import tiny_model
 
 GATHER = "gather(k=16, block=16, sink=1, local=2, min_tokens=0)"  # all of these prompts
@@ -336,11 +338,21 @@ def test_compiled_steps_are_cuda_graphs_and_run_ahead(policy, options):
     model = tiny_model(device="cuda")
     wanted = call(model, disable_compile=True, **options)
     with attnplug.applied(model, policy):
+        vars(model)[LOOP].compile_soon()
         for _ in range(4):  # warm, captured, replayed; and the buffers of the last call
             assert_same(call(model, **options), wanted)
         assert attnplug.report(model).loop == ""
     assert counters["stats"]["unique_graphs"] == 1
     assert counters["inductor"]["cudagraph_skips"] == 0
+
+
+@pytest.mark.parametrize("size", [97, 512, 49152, 152064])
+def test_the_largest_logit_is_found_in_pieces(size):
+    random = torch.Generator().manual_seed(size)
+    logits = torch.randint(0, 40, (64, size), generator=random).float()  # many are equal
+    logits[3, size // 2] = torch.nan
+    logits[5] = -torch.inf
+    assert torch.equal(argmax(logits), logits.argmax(-1))
 
 
 def test_a_device_that_was_not_tried_keeps_transformers_loop(monkeypatch):

@@ -13,7 +13,9 @@ from transformers.generation.configuration_utils import CompileConfig
 from transformers.generation.streamers import BaseStreamer
 
 import attnplug
+from attnplug.models import fuse
 from attnplug.models.fuse import Fusion
+from attnplug.models.generate import LOOP
 from attnplug.testing.policy import tiny_model
 
 SHAPE = dict(
@@ -418,12 +420,45 @@ def test_split_weights_are_left_alone():
     assert all(p.untyped_storage().nbytes() == p.nbytes for p in model.parameters())
 
 
+@pytest.mark.parametrize("name", FAMILIES)
+def test_unasked_a_gpu_fuses_from_the_first_call_on(name, device):
+    model = family(name, device)
+    before = [each.data_ptr() for each in model.parameters()]
+    wanted = tokens_of(model)
+    with attnplug.applied(model, "dense"):
+        assert [each.data_ptr() for each in model.parameters()] == before
+        assert attnplug.report(model).fused == ""
+        assert tokens_of(model) == wanted
+        moved = [each.data_ptr() for each in model.parameters()] != before
+        assert moved == (device == "cuda")
+        assert attnplug.report(model).fused == (WHOLE if moved else "")
+    with attnplug.applied(model, "dense", fuse=False):
+        before = [each.data_ptr() for each in model.parameters()]
+        assert tokens_of(model) == wanted
+        assert [each.data_ptr() for each in model.parameters()] == before
+
+
+def test_it_fuses_where_the_model_is_moved_to(monkeypatch):
+    monkeypatch.setattr(fuse, "FASTER", {"cpu"})
+    model = tiny_model()
+    wanted = tokens_of(model)
+    with attnplug.applied(model, "dense"):
+        assert not vars(model)[LOOP].fusion.fused
+        assert tokens_of(model) == wanted and attnplug.report(model).fused == WHOLE
+    alone = (p.untyped_storage().nbytes() == p.nbytes for p in model.parameters())
+    assert all(alone)
+    other = nn.Sequential(nn.Linear(3, 3))
+    assert str(Fusion.of(other, asked=False)) == ""
+
+
 @pytest.mark.gpu
 def test_packing_takes_no_memory():
     model = tiny_model(device="cuda", hidden_size=2048, intermediate_size=4096)
     torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
+    torch.cuda.empty_cache()
+    before, reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
     attnplug.apply(model, "dense", fuse=True)
     assert torch.cuda.memory_allocated() <= before
+    assert torch.cuda.memory_reserved() <= 1.1 * reserved
     attnplug.remove(model)
     assert torch.cuda.memory_allocated() <= before

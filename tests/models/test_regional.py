@@ -36,6 +36,19 @@ def pieces(monkeypatch):
     return PIECES
 
 
+def test_inductor_gets_the_options():
+    seen = []
+
+    def noted(graph):
+        seen.append(graph)
+
+    backend = functools.partial(regional.compile_by_layer, options={"pre_grad_custom_pass": noted})
+    torch._dynamo.reset()
+    double = torch.compile(lambda x: 2 * x, backend=backend, fullgraph=True)
+    assert torch.equal(double(torch.ones(3)), torch.full((3,), 2.0))
+    assert len(seen) == 1
+
+
 def model_of(device: str = "cpu", **config):
     return tiny_model(device=device, num_hidden_layers=LAYERS, **config)
 
