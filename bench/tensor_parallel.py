@@ -38,7 +38,6 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 import attnplug
 from attnplug.bench.rows import make_row
 from attnplug.models.all_reduce import one_shot_all_reduce
-from attnplug.models.decode_loop import DecodeLoop
 from attnplug.models.decode_step import StepBuffers, decode_step
 from attnplug.models.generate import LOOP
 from attnplug.models.parallel import local_weights
@@ -187,14 +186,14 @@ class Bench:
     @torch.no_grad()
     def decode(self, model: Any, policy: str, heads: slice, label: str) -> tuple[list[float], Any]:
         """Microseconds of each step, and the logits of the first. All heads: on this rank alone."""
-        with attnplug.applied(model, POLICIES[policy]):
+        with attnplug.applied(model, POLICIES[policy]), contextlib.ExitStack() as stack:
             cache, buffers = self.cache(model, heads), StepBuffers.empty(*BUFFERS, self.device)
             buffers.token.fill_(7)
             buffers.position.fill_(self.asked.tokens)
             buffers.slot.fill_(self.asked.tokens)
-            forward = decode_step
+            forward, loop = decode_step, vars(model)[LOOP]
+            stack.enter_context(loop.fused(model))
             if self.device.type == "cuda":
-                loop: DecodeLoop = vars(model)[LOOP]
                 loop.compile_soon()
                 forward = loop.compiled(model, None)
 

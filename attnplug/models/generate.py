@@ -96,7 +96,7 @@ def unbind_generate(model: PreTrainedModel, names: list[str]) -> None:
     """Undo `bind_generate`, and what its loop has done to the weights."""
     loop: DecodeLoop | None = vars(model).get(LOOP)
     if loop is not None and loop.fusion is not None:
-        loop.fusion.unpack()
+        loop.fusion.unpack(model)
     for name in names:
         vars(model).pop(name, None)  # someone may have taken it off already
 

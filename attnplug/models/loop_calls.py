@@ -12,12 +12,13 @@ from typing import Any
 
 import torch
 from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
-from transformers.generation import logits_process, stopping_criteria
+from transformers.generation import logits_process, stopping_criteria, utils
 from transformers.generation.configuration_utils import GenerationMode
 
 from attnplug.models.cache import PlugCache, PlugLayer
 from attnplug.models.sliding import SlidingLayer, sliding_layers
 
+STOCK: Any = utils
 DEVICES = frozenset({"cpu", "cuda"})  # where the loop has been seen to give transformers' tokens
 # What transformers' loop calls of a model between two tokens, and this loop does not call.
 OWN_METHODS = (
@@ -94,10 +95,19 @@ def unserved_arguments(
     given += [name for name in ("tokenizer", "assistant_tokenizer") if options.get(name)]
     if given:
         return f"generate was given {given[0]}"
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        return "several processes generate together"
+    if _goes_on_for_others(model):
+        return "several processes that share each weight generate together"
     mode = _mode(model, arguments.get("generation_config"), options)
     return "" if mode in MODES else f"generate was asked for {mode.value}"
+
+
+def _goes_on_for_others(model: PreTrainedModel) -> bool:
+    """Whether a process that has ended must still run steps, as others want its part of a weight.
+    Ranks of tensor parallelism compute the same tokens and end together."""
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return False
+    shared = STOCK.is_deepspeed_zero3_enabled() or STOCK.is_fsdp_managed_module(model)
+    return shared and torch.distributed.get_world_size() > 1
 
 
 def _mode(

@@ -13,6 +13,7 @@ from attnplug.errors import UnsupportedModelError
 
 PROJECTIONS = ("k_proj", "qkv_proj", "query_key_value")  # whose output has the keys
 LOCAL = "_attnplug_local_weights"
+RANKS_FORWARD = "TensorParallelLayer.install_forward.<locals>.tp_forward"
 SPLIT = ("colwise", "packed_colwise")  # plan styles that leave each rank its own part of the output
 
 
@@ -80,9 +81,23 @@ def split_of(model: torch.nn.Module, name: str, heads_q: int, heads_kv: int) -> 
 def _by_heads(model: Any, name: str) -> bool:
     """Whether the model's plan gives each rank its own heads of a layer. Some plans split the
     weights and gather what they give, and some leave attention alone."""
-    generic = re.sub(r"\.\d+(?=\.|$)", ".*", name)
-    plan = model.tp_plan or {}
-    return any(plan.get(f"{generic}.{projection}") in SPLIT for projection in PROJECTIONS)
+    return any(_style(model, f"{name}.{projection}") in SPLIT for projection in PROJECTIONS)
+
+
+def keeps_parts(model: Any, name: str) -> bool:
+    """Whether a projection gives what its own weights make of the input: its ranks keep their parts
+    of the output, or there are none."""
+    return not is_split(model) or _style(model, name) == "colwise"
+
+
+def _style(model: Any, name: str) -> str | None:
+    """How the model's plan splits a module."""
+    return (model.tp_plan or {}).get(re.sub(r"\.\d+(?=\.|$)", ".*", name))
+
+
+def is_of_ranks(forward: Any) -> bool:
+    """Whether a module's forward is the one that transformers' tensor parallelism gives it."""
+    return getattr(forward, "__qualname__", "") == RANKS_FORWARD
 
 
 @contextmanager
@@ -103,6 +118,13 @@ def local_weights(model: torch.nn.Module) -> Iterator[None]:
     finally:
         for module, name, split, _ in local:
             module._parameters[name] = split
+
+
+def follow_local_weights(model: torch.nn.Module) -> None:
+    """Have the split weights hold the memory that their plain parameters have moved to."""
+    for _, _, split, plain in vars(model).get(LOCAL, []):
+        if split.to_local().data_ptr() != plain.data_ptr():
+            split._local_tensor = plain.data
 
 
 LocalWeight = tuple[torch.nn.Module, str, torch.nn.Parameter, torch.nn.Parameter]

@@ -4,6 +4,7 @@
 import json
 import os
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -24,18 +25,53 @@ TOKENS, NEW, PADDED = 70, 5, 13
 
 def tokens_of(model, policy: str) -> list[list[int]]:
     """What a model generates under a policy ("" for none), one row of two padded on the left."""
+    with attnplug.applied(model, policy) if policy else nullcontext():
+        return tokens_of_applied(model)
+
+
+def tokens_of_applied(model) -> list[list[int]]:
     ids = torch.randint(2, 97, (2, TOKENS), generator=torch.Generator().manual_seed(3))
     ids = ids.to(model.device)
     mask = torch.ones_like(ids)
     mask[1, :PADDED] = 0
     options = dict(max_new_tokens=NEW, do_sample=False, eos_token_id=None, pad_token_id=0)
-    if policy:
-        attnplug.apply(model, policy)
-    try:
-        return model.generate(ids, attention_mask=mask, **options)[:, TOKENS:].tolist()
-    finally:
-        if policy:
-            attnplug.remove(model)
+    return model.generate(ids, attention_mask=mask, **options)[:, TOKENS:].tolist()
+
+
+@torch.no_grad()
+def fused_of(model) -> dict:
+    """Tokens of a model whose steps fuse the projections that its plan lets them, what the report
+    says of it, and whether the weights are bit for bit what they were, in as much memory."""
+    for parameter in model.parameters():
+        if isinstance(parameter, DTensor):  # as on a GPU: here a part is of the file's memory
+            parameter._local_tensor = parameter.to_local().clone()
+    before = {name: each.clone() for name, each in parts_of(model)}
+    memory = memory_of(model)
+    with attnplug.applied(model, "dense", fuse=True):
+        tokens = tokens_of_applied(model)
+        said = attnplug.report(model).fused
+        held = len({each.untyped_storage().data_ptr() for _, each in parts_of(model)})
+        kept = memory_of(model) == memory
+        again = tokens_of_applied(model)
+    restored = all(torch.equal(each, before[name]) for name, each in parts_of(model))
+    return {
+        "tokens": tokens,
+        "again": again == tokens,
+        "says": said,
+        "joined": len(before) - held,
+        "restored": restored and kept and memory_of(model) == memory,
+    }
+
+
+def parts_of(model) -> list[tuple[str, torch.Tensor]]:
+    """This rank's parts of the weights that are split."""
+    return [(n, p.to_local()) for n, p in model.named_parameters() if isinstance(p, DTensor)]
+
+
+def memory_of(model) -> int:
+    """Bytes of all memory that the parts keep."""
+    storages = (part.untyped_storage() for _, part in parts_of(model))
+    return sum({each.data_ptr(): each.nbytes() for each in storages}.values())
 
 
 @torch.no_grad()
@@ -133,6 +169,8 @@ def main(folder: Path) -> None:
         model = load(folder / name, **asked.get("options", {}))
         told: dict = {"report": report_of(model)}
         told["tokens"] = {policy: tokens_of(model, policy) for policy in asked["policies"]}
+        if asked.get("fused"):
+            told["fused"] = fused_of(model)
         if asked.get("full"):
             told["sketch"] = picks_of(model)
             told["trace"] = trace_of(model, folder / f"{name}-{rank}.parquet")

@@ -16,6 +16,8 @@ from attnplug.testing import tiny_model
 
 pytestmark = needs_gloo
 METHODS = ("dense", "momo", "gather", "gvr", "sketch", "certified", "momo+gather")
+# Weights and biases less the buffers that hold them, in two layers: attention's, an MLP's.
+JOINED = {"qwen2": 10, "olmo2": 2, "gpt-oss": 0, "phi3": 0, "mistral-sliding": 0}
 WHOLE = {"phi3", "olmo2", "gpt-oss"}  # their plans gather the projections, or leave attention alone
 
 
@@ -76,6 +78,8 @@ def test_every_family_gives_the_tokens_of_one_process(tmp_path):
     models = {family.name: family.build() for family in FAMILIES}
     wanted = {n: {p: tokens_of(model, p) for p in policies} for n, model in models.items()}
     asked: dict[str, Any] = {name: {"policies": policies} for name in models}
+    for name in models:
+        asked[name]["fused"] = True
     asked["gemma2"]["options"] = {"attn_implementation": "eager"}
     for found in ask(tmp_path, models, asked):
         for name in models:
@@ -83,3 +87,7 @@ def test_every_family_gives_the_tokens_of_one_process(tmp_path):
             whole = "the model's plan does not split attention" in found[name]["report"]["says"]
             assert whole == (name in WHOLE), name
             assert found[name]["report"]["heads"] == [2, 2] if whole else [1, 1], name
+            fused = found[name]["fused"]
+            assert fused["tokens"] == wanted[name][""] and fused["again"], name
+            assert fused["restored"], name
+            assert fused["joined"] == JOINED.get(name, 6), (name, fused["says"])

@@ -412,14 +412,6 @@ def test_report_says_where_nothing_is_fused():
     assert "no projections of one input" in str(Fusion.of(nn.Linear(3, 3)))
 
 
-def test_split_weights_are_left_alone():
-    model = tiny_model()
-    model._tp_size = 2
-    fusion = Fusion.of(model)
-    assert "4 places: tensor parallelism" in str(fusion)
-    assert all(p.untyped_storage().nbytes() == p.nbytes for p in model.parameters())
-
-
 @pytest.mark.parametrize("name", FAMILIES)
 def test_unasked_a_gpu_fuses_from_the_first_call_on(name, device):
     model = family(name, device)
