@@ -6,38 +6,52 @@ memory, and inductor takes it for small sums of groups that have symmetric memor
 addition is that of the ranks, so all of them have the same bits.
 """
 
+import logging
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch._inductor.config as inductor
 import torch.distributed as dist
 
 from attnplug.models.parallel import is_split, tensor_parallel_group
 
 RANKS = (2, 4, 8)  # that the kernel is compiled for
 DTYPES = (torch.bfloat16, torch.float32)
+SHARES_MEMORY: dict[str, bool] = {}  # of each group that was asked
+LOG = logging.getLogger("attnplug")
 
 
-@contextmanager
-def one_shot_all_reduce(model: Any) -> Iterator[None]:
-    """Within it inductor compiles the small sums of a model under tensor parallelism to one kernel
-    where the GPUs reach each other's memory, and to NCCL's elsewhere."""
+def one_shot_options(model: Any) -> dict[str, Any]:
+    """Options of inductor with which it sums over the ranks of a model in one kernel, where the
+    GPUs reach each other's memory; none elsewhere, where NCCL sums.
+
+    For steps that are captured by a graph of ours. Those of torch (mode="reduce-overhead") refuse
+    the pointers that the kernel keeps: "tensor(s) in the cudagraph pool not tracked as outputs".
+    """
     if not is_split(model) or not _reaches_all(model):
-        yield
-        return
-    from torch.distributed._symmetric_memory import enable_symm_mem_for_group
-
-    enable_symm_mem_for_group(_group(model).group_name)
-    with inductor.patch({"_collective.auto_select": True}):
-        yield
-
-
-def _group(model: Any) -> Any:
+        return {}
     mesh = model._device_mesh
-    return (mesh["tp"] if mesh.ndim > 1 else mesh).get_group()
+    group = (mesh["tp"] if mesh.ndim > 1 else mesh).get_group()
+    if group.group_name not in SHARES_MEMORY:
+        SHARES_MEMORY[group.group_name] = _shares_memory(group, model.device)
+    return {"_collective.auto_select": True} if SHARES_MEMORY[group.group_name] else {}
+
+
+def _shares_memory(group: Any, device: torch.device) -> bool:
+    """Whether the ranks of a group can open each other's memory. A container may forbid it, so they
+    try, and agree on what came of it."""
+    from torch.distributed import _symmetric_memory as memory  # not every build of torch has it
+
+    why = ""
+    memory.enable_symm_mem_for_group(group.group_name)
+    try:
+        memory.rendezvous(memory.empty(16, dtype=torch.float32, device=device), group)
+    except RuntimeError as error:
+        why = str(error).partition("\n")[0]
+        LOG.warning("NCCL sums over the ranks of a decode step: %s", why)
+    worked = torch.tensor(int(not why), device=device)
+    dist.all_reduce(worked, dist.ReduceOp.MIN, group=group)
+    return bool(worked)
 
 
 def _reaches_all(model: Any) -> bool:

@@ -26,6 +26,7 @@ import torch
 from transformers.generation.stopping_criteria import MaxLengthCriteria
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
+from attnplug.models.all_reduce import one_shot_options
 from attnplug.models.cache import PlugCache, PlugLayer
 from attnplug.models.captured import CapturedStep
 from attnplug.models.decode_step import StepBuffers, accept, decode_step, layers_to_prepare
@@ -100,7 +101,8 @@ class DecodeLoop:
         wanted = config, () if self.fusion is None else self.fusion.key()
         if self.step is None or self.compiled_with != wanted:
             how = config or model._default_compile_config()
-            make = functools.partial(_compile, how, model.device, is_on_one_device(model))
+            alone, sums = is_on_one_device(model), one_shot_options(model)
+            make = functools.partial(_compile, how, model.device, alone, sums)
             waits = config is None and self.patience > 0 and model.device.type in PATIENT
             if waits and is_capturable(model):
                 self.step = PatientStep(decode_step, make, self.patience)
@@ -130,7 +132,7 @@ class DecodeLoop:
 
 
 def _compile(
-    config: Any, device: torch.device, is_alone: bool
+    config: Any, device: torch.device, is_alone: bool, sums: dict[str, Any]
 ) -> Callable[..., torch.Tensor | None]:
     if config.backend == CAPTURE and device.type == "cuda":
         return CapturedStep(decode_step)  # the model's own code: nothing is left to compile
@@ -138,7 +140,7 @@ def _compile(
     code = decode_step.__code__.replace()
     own = types.FunctionType(code, decode_step.__globals__, "decode_step")
     if config.backend == "inductor" and device.type in BY_LAYER and is_alone:
-        return LayeredStep(own, config, device)
+        return LayeredStep(own, config, device, sums)
     return torch.compile(own, **config.to_dict())
 
 

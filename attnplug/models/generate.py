@@ -11,7 +11,6 @@ from transformers import Cache, PreTrainedModel, StaticCache
 from transformers.generation.configuration_utils import GenerationMode
 
 from attnplug.errors import UnsupportedCallError
-from attnplug.models.all_reduce import one_shot_all_reduce
 from attnplug.models.batching import bind_batching
 from attnplug.models.cache import MakeLayer, PlugCache, PlugLayer, autocast_dtype
 from attnplug.models.decode_loop import DecodeLoop, Decoding
@@ -141,15 +140,14 @@ def _prepare_cache_for_generation(
 
 
 def _generate(model: Any, *args: Any, **kwargs: Any) -> Any:
-    """generate, told of attnplug's loop where its arguments allow it, and with plain weights and
-    sums of ranks in one kernel."""
+    """generate, told of attnplug's loop where its arguments allow it, and with plain weights."""
     loop: DecodeLoop | None = vars(model).get(LOOP)
     if loop is not None:
         arguments = ARGUMENTS.bind(model, *args, **kwargs).arguments
         loop.why_not = unserved_arguments(model, arguments, OURS)
         if not loop.why_not:
             kwargs["custom_generate"] = _decode
-    with local_weights(model), one_shot_all_reduce(model):
+    with local_weights(model):
         return type(model).generate(model, *args, **kwargs)
 
 

@@ -28,9 +28,9 @@ class LayeredStep:
     """A step compiled layer by layer with the options of a CompileConfig, and captured where these
     ask for CUDA graphs. One that dynamo cannot trace whole is compiled as the config says."""
 
-    def __init__(self, step: Step, config: Any, device: torch.device):
+    def __init__(self, step: Step, config: Any, device: torch.device, sums: dict[str, Any]):
         options = torch._inductor.list_mode_options(config.mode) if config.mode else {}
-        options = options | (config.options or {})
+        options = options | sums | (config.options or {})
         graphs = options.pop("triton.cudagraphs", False) and device.type == "cuda"
         if device.type == "cuda":
             warm_pool()

@@ -232,7 +232,7 @@ def test_a_guarded_step_replays_where_guards_and_inputs_are_the_same(monkeypatch
 def test_processes_for_triton_start_before_the_trace(kind, monkeypatch):
     warmed = []
     monkeypatch.setattr(async_compile, "maybe_warm_pool", lambda: warmed.append(kind))
-    regional.LayeredStep(decode_loop.decode_step, CompileConfig(), torch.device(kind))
+    regional.LayeredStep(decode_loop.decode_step, CompileConfig(), torch.device(kind), {})
     assert warmed == ["cuda"] * (kind == "cuda")
 
 
