@@ -168,6 +168,12 @@ class PlugLayer(StaticLayer):
         """Called with what a prefill's attention got, after the `update` that returned it."""
         self.exposes_buffers = key is self.keys and value is self.values
 
+    def mask_of_buffer(self, mask: torch.Tensor | None) -> torch.Tensor | None:
+        """A mask `[B,S]` of the first keys of the buffer, for all of it."""
+        if mask is None:
+            return None
+        return torch.nn.functional.pad(mask, (0, self.max_cache_len - mask.shape[1]), value=True)
+
     def take_pending(self) -> tuple[torch.Tensor, torch.Tensor] | None:
         """The token that `update` has deferred, for an op that will write and count it."""
         pending, self.pending = self.pending, None

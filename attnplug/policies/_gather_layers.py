@@ -9,7 +9,7 @@ import torch
 from transformers import Cache
 
 from attnplug.models.cache import PlugLayer, RowBuffers
-from attnplug.ops import ResidentBlocks
+from attnplug.ops import ResidentBlocks, block_bounds
 from attnplug.ops.gather.block_bounds import empty_bounds
 from attnplug.policies._host_layer import HostLayer
 
@@ -30,9 +30,10 @@ class GatherLayer(PlugLayer):
     the start that they are counted from, `progress` `[B,2]` int32.
 
     `update` writes keys and values only, and leaves a step's token to `gather_decode` where it may
-    (`PlugLayer`). `select_blocks` and `gather_decode` make the summaries that a step lacks from
-    complete blocks, which do not change: what shortens a row lowers its count, what moves rows
-    moves them along, and another padding is seen by its start.
+    (`PlugLayer`). After a prompt `summarise` makes its summaries; `select_blocks` and
+    `gather_decode` make those that a step lacks. They are of complete blocks, which do not change:
+    what shortens a row lowers its count, what moves rows moves them along, and another padding is
+    seen by its start.
     """
 
     row_buffers: ClassVar[RowBuffers] = {"bounds": None, "progress": 0}
@@ -56,6 +57,20 @@ class GatherLayer(PlugLayer):
         self.bind_rows(
             bounds=empty_bounds(self.keys, self.block, parts, dtype=codes),
             progress=torch.zeros((len(self.keys), 2), dtype=torch.int32, device=self.keys.device),
+        )
+
+    def summarise(self, start: torch.Tensor | None, mask: torch.Tensor | None) -> None:
+        """Make the summaries that complete blocks lack, all of them at once, where a step makes one
+        after the other. `start` `[B]` and `mask` `[B,S]` as in `AttentionCall`."""
+        block_bounds(
+            self._buffers()[0],
+            self.bounds,
+            self.progress,
+            block=self.block,
+            lengths=self.cumulative_length.reshape(1),
+            start=start,
+            key_mask=self.mask_of_buffer(mask),
+            band=self.form.band,
         )
 
     def crop(self, tokens_to_remove: int) -> None:

@@ -161,7 +161,7 @@ class SketchLayer(PlugLayer):
             self._make_ring(call.q.shape[1])
         self._keep_queries(call)
         self._forget_hint()
-        mask = self._of_buffer(call.key_mask)
+        mask = self.mask_of_buffer(call.key_mask)
         # Traced code must not look at the counts.
         if may_sync(call.q.is_cuda) and self._is_due() and self.seen >= self.fitted_at * 5 // 4:
             self.refit(call.start, mask)
@@ -232,17 +232,11 @@ class SketchLayer(PlugLayer):
         if mask is not None:
             mask = mask.bool().to(keys.device)[:, : self.max_cache_len]
             start = mask.int().argmax(-1).to(torch.int32)
-            mask = self._of_buffer(mask)
+            mask = self.mask_of_buffer(mask)
         if audit:
             self._audit(start, mask)
         if fit:
             self.refit(start, mask)
-
-    def _of_buffer(self, mask: torch.Tensor | None) -> torch.Tensor | None:
-        """A mask of a prefix of the buffer, for all of it."""
-        if mask is None:
-            return None
-        return torch.nn.functional.pad(mask, (0, self.max_cache_len - mask.shape[1]), value=True)
 
     def refit(self, start: torch.Tensor | None, mask: torch.Tensor | None) -> None:
         """Make the basis of the tokens that are in the cache and the queries that were kept, and

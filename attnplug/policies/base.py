@@ -47,7 +47,8 @@ class Phase:
 
     def note_queries(self, call: AttentionCall) -> None:
         """Called on the method that decodes after each call of several queries, which the prefill
-        method has served: for a method that wants to know a prompt's queries."""
+        method has served: for a method that keeps a prompt's queries, or makes something of its
+        keys, which are in the cache."""
 
     def reads(self, call: AttentionCall) -> Reads | None:
         """The key blocks that serving this call reads; None where it reads all of them."""

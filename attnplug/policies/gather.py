@@ -155,6 +155,17 @@ class Gather(DenseBelow):
         parts = summary_parts(self.scoring, coded)
         return Form(parts, torch.int8 if coded else None, band)
 
+    def note_queries(self, call: AttentionCall) -> None:
+        """After a prompt, or a piece of one: summarise the blocks that it has completed. Keys in
+        host memory are left to the step, which reads them over the link either way."""
+        layer = call.state
+        if self.kv == "host" or not isinstance(layer, GatherLayer) or not layer.exposes_buffers:
+            return
+        size = layer.max_cache_len
+        is_own = (layer.block, layer.form) == (self.block, self.summary_form(size))
+        if is_own and size >= self.crossover(call.q.device):
+            layer.summarise(call.start, call.key_mask)
+
     def attend(self, call: AttentionCall) -> torch.Tensor:
         layer = self._own_layer(call)
         if layer is None:

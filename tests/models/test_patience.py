@@ -78,7 +78,7 @@ def test_a_model_on_several_devices_is_not_captured():
     model.model.norm.to("meta")
     assert not patience.is_capturable(model) and not patience.is_on_one_device(model)
     model.to_empty(device="cpu")
-    step = decode_loop._compile(model._default_compile_config(), torch.device("cpu"), False)
+    step = decode_loop._compile(model._default_compile_config(), torch.device("cpu"), False, {})
     assert not isinstance(step, regional.LayeredStep)
 
 

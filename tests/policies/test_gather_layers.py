@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 import torch
-from gather_policy_cases import EXACT, GATHER, SIZE, SPREAD, tokens
+from gather_policy_cases import BAND, EXACT, GATHER, SIZE, SPREAD, bounds_of, tokens
 from step_cases import DIM, KV_HEADS, step
 from transformers.cache_utils import StaticLayer
 
@@ -148,3 +148,45 @@ def test_compiled_steps_meet_caches_of_several_sizes(monkeypatch):
                     got - model(ids[:, t : t + 1], past_key_values=two).logits
                 ).abs().max() < 1e-5
             assert one.layers[0].form == (2, torch.int8 if size >= 100 else None, False)
+
+
+@pytest.mark.parametrize("policy", [GATHER, EXACT, SPREAD, BAND], ids=str)
+def test_a_prompt_has_its_summaries_when_it_has_come(policy, device):
+    """In chunks and padded on the left: those that a step would make, and no step makes more."""
+    model, ids = tiny_model(device=device), torch.arange(2, 92, device=device)[None].repeat(2, 1)
+    mask = torch.ones_like(ids)
+    mask[1, :21] = 0
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    with attnplug.applied(model, policy), torch.no_grad():
+        cache = attnplug.make_cache(model, SIZE)
+        for begin, end, wanted in ((0, 50, [[3, 0], [1, 21]]), (50, 90, [[5, 0], [4, 21]])):
+            model(
+                ids[:, begin:end],
+                attention_mask=mask[:, :end],
+                position_ids=positions[:, begin:end],
+                past_key_values=cache,
+            )
+            assert all(layer.progress.tolist() == wanted for layer in cache.layers)
+        made = [bounds_of(layer) for layer in cache.layers]
+        for layer in cache.layers:
+            layer.bounds.zero_()
+            layer.progress.zero_()
+        model(
+            ids[:, :1],
+            attention_mask=torch.nn.functional.pad(mask, (0, 1), value=1),
+            position_ids=positions[:, -1:] + 1,
+            past_key_values=cache,
+        )
+        for layer, before in zip(cache.layers, made, strict=True):
+            assert layer.progress[:, 0].tolist() == [4, 3]  # a step wants none of its local blocks
+            for row, count in enumerate((4, 3)):
+                assert torch.equal(bounds_of(layer)[row, :, :count], before[row, :, :count])
+
+
+def test_a_cache_that_dense_reads_has_no_summaries(device):
+    model = tiny_model(device=device)
+    far = dataclasses.replace(GATHER, min_tokens=SIZE + 1)
+    with attnplug.applied(model, far), torch.no_grad():
+        cache = attnplug.make_cache(model, SIZE)
+        model(torch.arange(2, 92, device=device)[None], past_key_values=cache)
+    assert all(layer.progress.tolist() == [[0, 0]] for layer in cache.layers)

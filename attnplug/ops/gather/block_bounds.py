@@ -50,6 +50,9 @@ SLACK, MOST, LEAST, SPREAD, BAND_WIDTH = (
     for x in (kernels.SLACK, kernels.MOST, kernels.LEAST, kernels.SPREAD, kernels.BAND_WIDTH)
 )
 
+# As many as a GPU of 132 multiprocessors runs at once: one waits for memory most of its time.
+PROGRAMS = 2048
+
 
 def empty_bounds(
     k: torch.Tensor, block: int, parts: int = 2, *, dtype: torch.dtype | None = None
@@ -358,9 +361,8 @@ def launch_block_bounds(k, bounds, progress, lengths, start, key_mask, block, ba
     batch, heads, size, width = k.shape
     k = k if k.stride(3) == 1 else k.contiguous()
     key_mask = mask_bytes(key_mask)
-    # Enough programs to fill a GPU when a whole prompt is new, few where nothing is.
     blocks = cdiv(size, block)
-    programs = max(1, min(512 // (batch * heads), blocks))
+    programs = max(1, min(PROGRAMS // (batch * heads), blocks))
     arguments: dict[str, Any] = dict(
         k=k,
         bounds=bounds,
