@@ -34,7 +34,7 @@ Row = dict[str, Any]
 
 ROOT = Path(__file__).resolve().parent.parent
 GENERATED = re.compile(
-    r"<!-- (results|scores|scratch|choice|story|op|capabilities)\b(.*?)-->.*?<!-- /\1 -->",
+    r"<!-- (results|scores|scratch|bounds|choice|story|op|capabilities)\b(.*?)-->.*?<!-- /\1 -->",
     re.DOTALL,
 )
 QUOTED = re.compile(r"<!-- quoted\b(.*?)-->(.*?)<!-- /quoted -->", re.DOTALL)

@@ -23,8 +23,9 @@ each length, `image=FILE` a picture above the table. Files are pytest-benchmark'
 `extra_info`) or `{"rows": [...]}` with quality rows (`task, model, n, trials, dense, policy, value,
 low, high`). Where two rows ask the same question, the later one stands.
 Between `<!-- choice pages=docs/methods -->` and `<!-- /choice -->` stands the table of methods,
-between `<!-- story images=docs/img -->` and `<!-- /story -->` the three plots of all, and between
-`<!-- scratch -->` and `<!-- /scratch -->` what certified/scratch.json has.
+between `<!-- story images=docs/img -->` and `<!-- /story -->` the three plots of all, between
+`<!-- scratch -->` and `<!-- /scratch -->` what certified/scratch.json has, and between
+`<!-- bounds -->` and `<!-- /bounds -->` the quantiles in certified/fidelity.json.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ QUALITY = ("study", "task", "model", "n", "trials", "policy")
 RUN = ("gpu", "torch", "triton", "commit", "date")
 STALE_MARK = re.compile(r"(?<=\]\(#runs\)) (stale|unknown)(?= \|)")
 MARKED = re.compile(
-    r"(<!-- (results|scores|scratch|choice|story)\b(.*?)-->\n).*?(<!-- /\2 -->)", re.DOTALL
+    r"(<!-- (results|scores|scratch|bounds|choice|story)\b(.*?)-->\n).*?(<!-- /\2 -->)", re.DOTALL
 )
 
 
@@ -247,9 +248,11 @@ def fill_markers(
     """Replace what stands between each pair of markers by the table its filters ask for."""
 
     def fill(match: re.Match[str]) -> str:
-        if match[2] == "scratch" and folder is not None:
-            rows = json.loads((folder / "certified" / "scratch.json").read_text())
-            return f"{match[1]}\n{table(rows, SCRATCH_COLUMNS)}\n\n{match[4]}"
+        if match[2] in CERTIFIED and folder is not None:
+            name, key, columns = CERTIFIED[match[2]]
+            rows = json.loads((folder / "certified" / name).read_text())
+            rows = [row for row in rows if key in row]
+            return f"{match[1]}\n{table(rows, columns)}\n\n{match[4]}"
         if match[2] in ("choice", "story"):
             make, key = {"choice": (choice, "pages"), "story": (pictures, "images")}[match[2]]
             (where,) = filters(match[3])[key]
@@ -398,6 +401,26 @@ SCRATCH_COLUMNS: list[Column] = [
     ("hit rate", lambda row: f"{row['hit_rate']:.3f}"),
     ("MiB a step", lambda row: f"{row['link_bytes_a_step'] / 2**20:.2f}"),
 ]
+QUANTILES = ("p5", "p50", "p95", "max")
+
+
+def _quantiles(key: str) -> Column:
+    title = key.replace("_over_", " / ")
+    return title, lambda row: ", ".join(f"{row[key][name]:.2g}" for name in QUANTILES)
+
+
+# bench/certified_fidelity.py
+BOUND_COLUMNS: list[Column] = [
+    ("policy", lambda row: f"`{row['policy']}`"),
+    *map(_quantiles, ("E_key", "E_val", "E_round", "bound_over_output", "error_over_output")),
+    ("recomputed", lambda row: f"{row['recomputed']:.2g}"),
+    ("violated", lambda row: f"{row['violated']} of {row['head_steps']}"),
+]
+# A marker's file, what its rows have where others in it do not, and the table of them.
+CERTIFIED = {
+    "scratch": ("scratch.json", "scratch", SCRATCH_COLUMNS),
+    "bounds": ("fidelity.json", "E_key", BOUND_COLUMNS),
+}
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -196,6 +196,21 @@ def test_the_table_of_the_scratch_cache_is_its_files(report, tree):
     assert line in (tree / "docs" / "momo.md").read_text()
 
 
+def test_the_table_of_bounds_is_its_files(report, tree):
+    spread = dict(p5=0.001, p50=0.0123, p95=0.2, max=3.0)
+    keys = ("E_key", "E_val", "E_round", "bound_over_output", "error_over_output")
+    row = dict(policy="certified", head_steps=90, violated=0, recomputed=0.25)
+    folder = tree / "bench" / "results" / "certified"
+    folder.mkdir()
+    rows = [row | dict.fromkeys(keys, spread), {"policy": "a row without bounds"}]
+    (folder / "fidelity.json").write_text(json.dumps(rows))
+    (tree / "docs" / "momo.md").write_text("<!-- bounds -->\n<!-- /bounds -->\n")
+    run(report, tree)
+    text = (tree / "docs" / "momo.md").read_text()
+    assert "| `certified` | 0.001, 0.012, 0.2, 3 |" in text and "| 0.25 | 0 of 90 |" in text
+    assert "without bounds" not in text and "bound / output" in text
+
+
 def test_an_option_of_an_old_name_is_the_same_policy(report, tree):
     """A later run under the new name replaces the row, and filters know both names."""
     texts = [f"momo({name}='exact')" for name in ("topk", "selection")]
