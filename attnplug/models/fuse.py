@@ -166,10 +166,13 @@ class Fusion:
         for group in self.groups:
             gathers = not all(keeps_parts(model, f"{group.path}.{name}") for name in group.names)
             why = "the ranks gather what a projection gives" if gathers else group.refusal()
+            try:
+                moved |= not why and group.pack()
+            except torch.OutOfMemoryError:
+                why = "the device has no room to move weights to"
             if why:
                 self.refused[why] += 1
             else:
-                moved |= group.pack()
                 self.fused.append(group)
         if moved:
             follow_local_weights(model)

@@ -443,6 +443,21 @@ def test_it_fuses_where_the_model_is_moved_to(monkeypatch):
     assert str(Fusion.of(other, asked=False)) == ""
 
 
+def test_weights_stay_where_there_is_no_room_to_move_them(monkeypatch):
+    def full(tensors):
+        raise torch.OutOfMemoryError
+
+    model, stock = tiny_model(), tiny_model()
+    with monkeypatch.context() as patched:
+        patched.setattr(fuse, "_lay", full)
+        attnplug.apply(model, "dense", fuse=True)
+        assert tokens_of(model) == tokens_of(stock)
+        assert attnplug.report(model).fused == (
+            "not fused in 4 places: the device has no room to move weights to"
+        )
+    assert tokens_of(model) == tokens_of(stock) and attnplug.report(model).fused == WHOLE
+
+
 @pytest.mark.gpu
 def test_packing_takes_no_memory():
     model = tiny_model(device="cuda", hidden_size=2048, intermediate_size=4096)
