@@ -49,12 +49,8 @@ class Part:
         """`input @ weight.T + bias` of this projection, `[..., N]`."""
         group, module = self.group, self.module
         if self.index == 0:
-            # Behind its own rows lie those of the others; `Group.pack` has made sure.
-            rows, width = sum(group.widths), module.in_features
-            weight = module.weight.as_strided((rows, width), (width, 1))
-            bias = None if module.bias is None else module.bias.as_strided((rows,), (1,))
             group.input = input
-            group.products = linear(input, weight, bias).split(group.widths, -1)
+            group.products = linear(input, group.weight, group.bias).split(group.widths, -1)
             return group.products[0]
         if group.input is not input or group.products is None:
             return linear(input, module.weight, module.bias)
@@ -65,12 +61,15 @@ class Part:
 
 
 class Group:
-    """Projections of one module, by name, and while a step runs the last input and products."""
+    """Projections of one module, by name; while a step runs their weights and biases as one tensor,
+    which nobody may keep for longer than that, and the last input and products."""
 
     def __init__(self, owner: torch.nn.Module, path: str, names: tuple[str, ...]):
         self.owner, self.path, self.names = owner, path, names
         self.parts: tuple[Part, ...] = ()
         self.widths: list[int] = []
+        self.weight: Any = None
+        self.bias: Any = None
         self.input: torch.Tensor | None = None
         self.products: tuple[torch.Tensor, ...] | None = None
 
@@ -120,6 +119,23 @@ class Group:
         for tensors in loose:
             _lay(tensors)
         return bool(loose)
+
+    def open(self) -> None:
+        """Have the weights and biases of a packed group as one tensor. Compiled steps take it as an
+        input: of a narrow one, read on past its end, inductor times kernels on as little memory."""
+        first = self.modules()[0]
+        for name in TENSORS:
+            narrow = getattr(first, name)
+            if narrow is not None:
+                size = (sum(self.widths), *narrow.shape[1:])
+                wide = narrow.detach().as_strided(size, narrow.stride())
+                torch._dynamo.mark_static(wide)
+                torch._dynamo.mark_static_address(wide, guard=False)
+                setattr(self, name, wide)
+
+    def close(self) -> None:
+        """Forget what `open` and steps have made: memory that weights leave must be free."""
+        self.weight = self.bias = self.input = self.products = None
 
     def unpack(self) -> None:
         """Give each tensor memory of its own again."""
@@ -197,6 +213,8 @@ class Fusion:
         """Within it the fused groups multiply once. Their addresses must have been looked at."""
         parts = [part for group in self.fused for part in group.parts]
         before = [vars(part.module).get("forward") for part in parts]
+        for group in self.fused:
+            group.open()
         for part in parts:
             vars(part.module)["forward"] = part.instead
         try:
@@ -206,7 +224,8 @@ class Fusion:
                 del vars(part.module)["forward"]
                 if forward is not None:
                     vars(part.module)["forward"] = forward
-                part.group.input = part.group.products = None
+            for group in self.fused:
+                group.close()
 
     def __str__(self) -> str:
         """One line for `report`."""
