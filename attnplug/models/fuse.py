@@ -233,7 +233,8 @@ class Fusion:
         texts = [f"one product for {names} in {count} layers" for names, count in counts.items()]
         lines = [f"decode has {' and '.join(texts)}"] if texts else []
         lines += [f"not fused in {count} places: {why}" for why, count in self.refused.items()]
-        nothing = "nothing to fuse: no projections of one input" if self.asked else ""
+        is_empty = self.asked and not self.groups
+        nothing = "nothing to fuse: no projections of one input" if is_empty else ""
         return "; ".join(lines) or nothing
 
 

@@ -87,7 +87,7 @@ def _by_heads(model: Any, name: str) -> bool:
 def keeps_parts(model: Any, name: str) -> bool:
     """Whether a projection gives what its own weights make of the input: its ranks keep their parts
     of the output, or there are none."""
-    return not is_split(model) or _style(model, name) == "colwise"
+    return not is_split(model) or _style(model, name) in (None, "colwise")
 
 
 def _style(model: Any, name: str) -> str | None:
