@@ -1,7 +1,7 @@
 """Where a layer's time goes in a whole decode step: each kernel's time, and the gap in front of it.
 
     python bench/step_timeline.py --out timeline.json [--policies 'dense;gather'] [--lengths 32768]
-                                  [--room 1048576] [--layers 8]
+                                  [--room 1048576] [--layers 8] [--batch 1]
 
 The shape is Qwen2.5-7B's with random bf16 weights and fewer layers, the step that of
 test_e2e_policies: caches with room for `--room` tokens, compiled with CUDA graphs. A kernel's gap
@@ -79,13 +79,16 @@ def timeline(decoder: Decoder, layers: int) -> tuple[list[dict[str, Any]], float
     return rows, statistics.median(whole)
 
 
-def measure(model: Any, policy: str, lengths: list[int], room: int) -> Iterator[dict[str, Any]]:
+def measure(
+    model: Any, policy: str, lengths: list[int], room: int, batch: int
+) -> Iterator[dict[str, Any]]:
     layers = model.config.num_hidden_layers
     torch.compiler.reset()
-    for n, decoder in decoders_at(lengths, model, policy, room):
+    for n, decoder in decoders_at(lengths, model, policy, room, batch):
         step = statistics.median(time_steps(decoder, STEPS))
         rows, layer = timeline(decoder, layers)
-        facts = {"policy": policy, "n": n, "room": room, "us_step": step, "us_layer": layer}
+        facts = {"policy": policy, "n": n, "batch": batch, "room": room}
+        facts |= {"us_step": step, "us_layer": layer}
         yield facts | {"layers": layers, "kernels": rows}
     del decoder
     gc.collect()
@@ -99,6 +102,7 @@ def main() -> int:
     parser.add_argument("--lengths", default="32768")
     parser.add_argument("--room", type=int, default=1 << 20)
     parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--batch", type=int, default=1)
     options = parser.parse_args()
     lengths = [int(n) for n in options.lengths.split(",")]
     if options.layers < 5:
@@ -110,7 +114,7 @@ def main() -> int:
     model = random_model(Qwen2ForCausalLM, config, "cuda")
     rows = []
     for policy in options.policies.split(";"):
-        for row in measure(model, policy, lengths, options.room):
+        for row in measure(model, policy, lengths, options.room, options.batch):
             rows.append(row | provenance())
             options.out.write_text(json.dumps(rows, indent=1))
             step, layer = row["us_step"], row["us_layer"]

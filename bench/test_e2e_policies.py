@@ -27,30 +27,30 @@ CHUNK = 65536
 METHODS = {name: methods()[name](min_tokens=0) for name in ("gvr", "sketch")}
 
 
-def fill_up_to(cache: Any, n: int) -> None:
-    """Append random tokens to every layer until there are n."""
+def fill_up_to(cache: Any, n: int, batch: int = 1) -> None:
+    """Append random tokens to every row and layer until there are n."""
     heads, dim = CONFIG.num_key_value_heads, CONFIG.hidden_size // CONFIG.num_attention_heads
     for index, layer in enumerate(cache.layers):
         random = torch.Generator("cuda").manual_seed(index)
         there = int(layer.cumulative_length) if layer.is_initialized else 0
         for first in range(there, n, CHUNK):
-            shape = (2, 1, heads, min(CHUNK, n - first), dim)
+            shape = (2, batch, heads, min(CHUNK, n - first), dim)
             new = torch.empty(shape, dtype=torch.bfloat16, device="cuda")
             layer.update(*new.normal_(generator=random))
         layer.exposes_buffers = True  # as a prefill would have found
 
 
 def decoders_at(
-    lengths: list[int], model: Any, policy: str, room: int
+    lengths: list[int], model: Any, policy: str, room: int, batch: int = 1
 ) -> Iterator[tuple[int, Decoder]]:
     """(length, a warm decoder of compiled steps there), ascending: one cache is filled on."""
     with attnplug.applied(model, policy), torch.no_grad():
         cache = attnplug.make_cache(model, room + ROOM)
         decoder = None
         for n in lengths:
-            fill_up_to(cache, n)
+            fill_up_to(cache, n, batch)
             refit(cache)
-            decoder = decoder or Decoder(model, cache, n)
+            decoder = decoder or Decoder(model, cache, n, batch)
             decoder.position = torch.full_like(decoder.position, n)
             for _ in range(WARMUP):
                 decoder.step()
