@@ -29,12 +29,23 @@ def tokens_of(model, policy: str) -> list[list[int]]:
         return tokens_of_applied(model)
 
 
-def tokens_of_applied(model) -> list[list[int]]:
+def sampled_of(model) -> dict:
+    """What a model samples in attnplug's loop, rows that end before others among it, and the next
+    random number."""
+    torch.manual_seed(7)
+    with attnplug.applied(model, "dense"):
+        ends = [5, 8, 11, 14, 17, 20, 23]
+        tokens = tokens_of_applied(model, do_sample=True, eos_token_id=ends, max_new_tokens=24)
+        assert attnplug.report(model).loop == "", attnplug.report(model).loop
+    return {"tokens": tokens, "next": float(torch.rand(1))}
+
+
+def tokens_of_applied(model, **asked) -> list[list[int]]:
     ids = torch.randint(2, 97, (2, TOKENS), generator=torch.Generator().manual_seed(3))
     ids = ids.to(model.device)
     mask = torch.ones_like(ids)
     mask[1, :PADDED] = 0
-    options = dict(max_new_tokens=NEW, do_sample=False, eos_token_id=None, pad_token_id=0)
+    options = dict(max_new_tokens=NEW, do_sample=False, eos_token_id=None, pad_token_id=0) | asked
     return model.generate(ids, attention_mask=mask, **options)[:, TOKENS:].tolist()
 
 
@@ -172,7 +183,7 @@ def main(folder: Path) -> None:
         if asked.get("fused"):
             told["fused"] = fused_of(model)
         if asked.get("full"):
-            told["sketch"] = picks_of(model)
+            told["sketch"], told["sampled"] = picks_of(model), sampled_of(model)
             told["trace"] = trace_of(model, folder / f"{name}-{rank}.parquet")
         told["compiled"] = [compiled_steps_of(model, x) for x in asked.get("compiled", [])]
         found[name] = told

@@ -10,7 +10,7 @@ import torch
 from contract_cases import CASES
 from families import FAMILIES
 from ranks import needs_gloo, run_ranks
-from tensor_parallel_rank import picks_of, tokens_of
+from tensor_parallel_rank import picks_of, sampled_of, tokens_of
 
 from attnplug.testing import tiny_model
 
@@ -41,11 +41,12 @@ def test_every_method_gives_the_tokens_of_one_process(tmp_path):
     asked = {"tiny": {"policies": policies, "full": True, "compiled": compiled}}
     asked |= {name: {"policies": []} for name in ("odd", "one-head")}
     wanted = {policy: tokens_of(model, policy) for policy in policies}
-    picked = picks_of(model)
+    picked, sampled = picks_of(model), sampled_of(model)
     assert picked["heads"] == 4
     for found in ask(tmp_path, models, asked):
         assert found["tiny"]["sketch"] == picked | {"heads": 2}
         assert found["tiny"]["tokens"] == wanted
+        assert found["tiny"]["sampled"] == sampled
         assert found["tiny"]["compiled"] == [True, True]
         assert found["tiny"]["trace"] == [2, 1]
         assert found["tiny"]["report"] == {
@@ -55,6 +56,8 @@ def test_every_method_gives_the_tokens_of_one_process(tmp_path):
         assert "6 query heads and 3 KV heads, which 2 ranks" in found["odd"]["report"]["says"]
         assert "4 query heads and 1 KV heads" in found["one-head"]["report"]["says"]
     assert len({str(tokens) for tokens in wanted.values()}) > 2  # budgets that choose
+    lengths = [row.index(0) if 0 in row else len(row) for row in sampled["tokens"]]
+    assert len(set(lengths)) == 2, sampled  # one row ended before the other
 
 
 @pytest.mark.gpu

@@ -355,6 +355,17 @@ def test_the_largest_logit_is_found_in_pieces(size):
     assert torch.equal(argmax(logits), logits.argmax(-1))
 
 
+@pytest.mark.parametrize(
+    "ranks, shares, served", [(2, True, False), (1, True, True), (2, False, True)]
+)
+def test_processes_that_share_weights_keep_transformers_loop(ranks, shares, served, monkeypatch):
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: ranks)
+    monkeypatch.setattr(loop_calls.STOCK, "is_fsdp_managed_module", lambda model: shares)
+    why = loop_calls.unserved_arguments(tiny_model(), {}, frozenset())
+    assert why == ("" if served else "several processes that share each weight generate together")
+
+
 def test_a_device_that_was_not_tried_keeps_transformers_loop(monkeypatch):
     monkeypatch.setattr(loop_calls, "DEVICES", set())
     model = attnplug.apply(tiny_model(), "dense")
