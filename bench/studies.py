@@ -68,7 +68,10 @@ STUDIES: Mapping[str, Options] = MappingProxyType(
                 NAIVE,
                 NAIVE.replace("(", "(block=16, "),
             ],
-            ("needle-noise", "needle-prose", "multi-key", "fidelity"),
+            (
+                *("needle-noise", "needle-prose", "multi-key", "variable-tracking"),
+                *("common-words", "frequent-words", "fidelity"),
+            ),
         ),
         "momo-options": Options(
             [
