@@ -89,6 +89,9 @@ def has_line(rows: Iterable[Row]) -> bool:
     return any(len({row["n"] for row in panel}) > 1 for panel in grouped(rows, *SHAPE).values())
 
 
+PER_TOKEN = frozenset({"e2e-decode", "generate", "tp-decode", "vllm-decode"})
+
+
 def image_name(op: str, case: str) -> str:
     return f"{op}.png" if case == "op" else f"{op}-{case}.png"
 
@@ -117,7 +120,7 @@ def draw_timing(op: str, case: str, rows: Sequence[Row]) -> Figure:
     for column, key in enumerate(shown):
         group = _legible(panels[key])
         upper, lower = axes[0][column], axes[-1][column]
-        kind = "per token" if case == "e2e-decode" else "per call"
+        kind = "per token" if case in PER_TOKEN else "per call"
         upper.set_title(_title(op, case, key), loc="left", fontsize=12, color=INK)
         _plot_times(upper, group)
         lower.set_xlabel("tokens", fontsize=11)
