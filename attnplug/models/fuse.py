@@ -31,7 +31,7 @@ from attnplug.models.parallel import (
     local_weights,
 )
 
-# Where a token of generate takes less time so: on an H200 a step of a 7B model takes 9% less.
+# Where a token of generate takes less time so: a step of a 7B model on an H200 8 to 9% less.
 FASTER = frozenset({"cuda"})
 GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 TENSORS = ("weight", "bias")
