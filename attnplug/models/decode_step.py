@@ -31,6 +31,7 @@ class StepBuffers:
     pad: torch.Tensor | None
 
     @classmethod
+    @torch.inference_mode(False)  # they serve calls outside of it, too
     def empty(
         cls,
         rows: int,

@@ -171,6 +171,7 @@ class Fusion:
             fusion.pack(model)
         return fusion
 
+    @torch.inference_mode(False)  # parameters would not be ones any more
     @torch.no_grad()
     def pack(self, model: torch.nn.Module) -> None:
         """Pack what can be and note the rest; a look at addresses where nothing has moved."""
@@ -195,6 +196,7 @@ class Fusion:
         if moved and device.type == "cuda":
             torch.cuda.empty_cache()  # where the narrow weights were, nothing as wide has room
 
+    @torch.inference_mode(False)
     @torch.no_grad()
     def unpack(self, model: torch.nn.Module) -> None:
         """Undo `pack`."""

@@ -355,6 +355,21 @@ def test_the_largest_logit_is_found_in_pieces(size):
     assert torch.equal(argmax(logits), logits.argmax(-1))
 
 
+@pytest.mark.parametrize("compiled", [False, True], ids=["as it is", "compiled"])
+@pytest.mark.parametrize("policy", ["dense", GATHER], ids=["dense", "gather"])
+def test_calls_in_inference_mode_and_outside_share_what_is_kept(policy, compiled, device):
+    model = tiny_model(device=device)
+    ids = torch.arange(2, 42, device=device)[None]
+    options = dict(max_new_tokens=8, do_sample=False)
+    options |= dict(compile_config=compiling()) if compiled else {}
+    wanted = model.generate(ids, max_new_tokens=8, do_sample=False)
+    with attnplug.applied(model, policy):
+        for mode in (True, False, True):
+            with torch.inference_mode(mode):
+                assert torch.equal(model.generate(ids, **options), wanted)
+            assert attnplug.report(model).loop == ""
+
+
 @pytest.mark.parametrize(
     "ranks, shares, served", [(2, True, False), (1, True, True), (2, False, True)]
 )

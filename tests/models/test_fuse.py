@@ -458,6 +458,18 @@ def test_it_fuses_where_the_model_is_moved_to(monkeypatch):
     assert str(Fusion.of(other, asked=False)) == ""
 
 
+def test_weights_that_inference_mode_has_moved_train(monkeypatch):
+    monkeypatch.setattr(fuse, "FASTER", {"cpu"})
+    model, ids = tiny_model(), torch.arange(3, 20)[None]
+    with torch.inference_mode(), attnplug.applied(model, "dense"):
+        tokens_of(model)
+        assert attnplug.report(model).fused == WHOLE
+        inside = [each.is_inference() for each in model.parameters()]
+    assert not any([*inside, *(each.is_inference() for each in model.parameters())])
+    model(ids, labels=ids).loss.backward()
+    assert all(each.grad is not None for each in model.parameters())
+
+
 def test_weights_stay_where_there_is_no_room_to_move_them(monkeypatch):
     def full(tensors):
         raise torch.OutOfMemoryError
