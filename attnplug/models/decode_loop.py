@@ -67,6 +67,8 @@ class DecodeLoop:
     patience: int = PATIENCE  # steps before they are compiled, where nobody asks for it
     buffers: dict[tuple[Any, ...], StepBuffers] = field(default_factory=dict)
     is_new: bool = True  # no call has decoded yet
+    # One call at a time: steps, buffers and fused weights are the model's, whoever calls.
+    turn: threading.RLock = field(default_factory=threading.RLock, repr=False, compare=False)
 
     def notice(self, family: str) -> threading.Timer:
         """Under way: a word on the log if a first call takes long, unless it is cancelled."""
@@ -190,11 +192,12 @@ class Decoding:
         self.lag = 0
 
     def run(self, loop: DecodeLoop) -> Any:
-        self.notice = loop.notice(type(self.model).__name__)
-        try:
-            return self._run(loop)
-        finally:
-            self.notice.cancel()
+        with loop.turn:
+            self.notice = loop.notice(type(self.model).__name__)
+            try:
+                return self._run(loop)
+            finally:
+                self.notice.cancel()
 
     def _run(self, loop: DecodeLoop) -> Any:
         mask = self._real_keys()

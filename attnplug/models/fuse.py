@@ -46,18 +46,19 @@ class Part:
         self.instead = self.forward  # one object, as compiled steps are guarded by it
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """`input @ weight.T + bias` of this projection, `[..., N]`."""
-        group, module = self.group, self.module
-        if self.index == 0:
-            group.input = input
-            group.products = linear(input, group.weight, group.bias).split(group.widths, -1)
-            return group.products[0]
-        if group.input is not input or group.products is None:
+        """`input @ weight.T + bias` of this projection, `[..., N]`. Other threads may run the model
+        at the same time: what is not of this input is not taken."""
+        group, module, weight = self.group, self.module, self.group.weight
+        if self.index == 0 and weight is not None:
+            products = linear(input, weight, group.bias).split(group.widths, -1)
+            group.last = input, products
+            return products[0]
+        last = group.last
+        if last is None or last[0] is not input:
             return linear(input, module.weight, module.bias)
-        found = group.products[self.index]
         if self.index == len(group.widths) - 1:
-            group.input = group.products = None  # a compiled step must not return them
-        return found
+            group.last = None  # a compiled step must not return it
+        return last[1][self.index]
 
 
 class Group:
@@ -70,8 +71,7 @@ class Group:
         self.widths: list[int] = []
         self.weight: Any = None
         self.bias: Any = None
-        self.input: torch.Tensor | None = None
-        self.products: tuple[torch.Tensor, ...] | None = None
+        self.last: tuple[torch.Tensor, tuple[torch.Tensor, ...]] | None = None
 
     def modules(self) -> list[Any]:
         """The projections themselves, out of the adapters that may be about them (PEFT's)."""
@@ -135,7 +135,7 @@ class Group:
 
     def close(self) -> None:
         """Forget what `open` and steps have made: memory that weights leave must be free."""
-        self.weight = self.bias = self.input = self.products = None
+        self.weight = self.bias = self.last = None
 
     def unpack(self) -> None:
         """Give each tensor memory of its own again."""

@@ -4,6 +4,7 @@ memory, wherever its weights go."""
 import copy
 import gc
 import pickle
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import pytest
@@ -456,6 +457,34 @@ def test_it_fuses_where_the_model_is_moved_to(monkeypatch):
     assert all(alone)
     other = nn.Sequential(nn.Linear(3, 3))
     assert str(Fusion.of(other, asked=False)) == ""
+
+
+def test_threads_that_share_a_model_get_their_own_tokens(monkeypatch):
+    monkeypatch.setattr(fuse, "FASTER", {"cpu"})
+    model, lengths = tiny_model(), range(20, 26)
+    wanted = [tokens_of(model, tokens=length) for length in lengths]
+    with attnplug.applied(model, "dense"), ThreadPoolExecutor(len(lengths)) as pool:
+        for _ in range(4):
+            found = list(pool.map(lambda length: tokens_of(model, tokens=length), lengths))
+            assert found == wanted
+        assert attnplug.report(model).fused == WHOLE
+
+
+def test_another_threads_forward_is_its_own():
+    """While steps fuse, somebody else calls the model: the last product is not of his input."""
+    model = tiny_model()
+    attnplug.apply(model, "dense", fuse=True)
+    fusion, attention = vars(model)[LOOP].fusion, layer_of(model)
+    one, other = torch.randn(2, 1, 3, 64).unbind()
+    wanted = torch.nn.functional.linear(other, attention.k_proj.weight)
+    with fusion.on():
+        attention.q_proj(one)
+        assert torch.equal(attention.k_proj(other), wanted)
+        attention.q_proj(one)
+        fusion.groups[0].close()  # the other thread's call has ended
+        assert torch.equal(attention.k_proj(other), wanted)
+        q = torch.nn.functional.linear(other, attention.q_proj.weight)
+        assert torch.equal(attention.q_proj(other), q)
 
 
 def test_weights_that_inference_mode_has_moved_train(monkeypatch):
