@@ -46,6 +46,7 @@ from transformers.generation.configuration_utils import CompileConfig
 import attnplug
 from attnplug import Gather
 from attnplug.bench.rows import policy_name
+from attnplug.models import captured
 from attnplug.plan import read_tokens
 from attnplug.policies import parse
 
@@ -109,12 +110,30 @@ OWN_STEPS = "steps not compiled yet"
 KINDS = {"compiled": ""} | ({} if OURS else {"own": OWN_STEPS})
 
 
+@contextmanager
+def counted_captures() -> Iterator[list[str]]:
+    """A word for each graph that steps are captured as: a call on memory that an earlier one had
+    needs none."""
+    taken: list[str] = []
+    capture = captured.capture
+
+    def counting(step: captured.Replay) -> captured.Replay:
+        taken.append("captured")  # not the graph, which nobody else may keep
+        return capture(step)
+
+    captured.capture = counting
+    try:
+        yield taken
+    finally:
+        captured.capture = capture
+
+
 @functools.cache
 def token_times(policy: str, n: int, batch: int, kind: str = "") -> list[float]:
     """Microseconds a token of each round, the first call of all left out."""
     ids = prompt(n, batch)
     times = []
-    with served(policy) as made:
+    with served(policy) as made, counted_captures() as graphs:
         if policy and kind != OWN_STEPS:
             warm(made, policy, n, batch)
         for number in range(ROUNDS + 1):
@@ -133,7 +152,8 @@ def token_times(policy: str, n: int, batch: int, kind: str = "") -> list[float]:
             assert (attnplug.report(made).steps != "") == (kind == OWN_STEPS)
         if policy and os.environ.get("ATTNPLUG_BENCH_PROFILE"):
             profile_of(made, policy, ids)
-    print(f"{policy or 'stock'} {n} x {batch} {kind}: {[round(t) for t in times]} us", flush=True)
+    name = f"{policy or 'stock'} {n} x {batch} {kind}"
+    print(f"{name}: {[round(t) for t in times]} us, {len(graphs)} graphs", flush=True)
     return times
 
 
