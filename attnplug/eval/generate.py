@@ -67,7 +67,7 @@ def _batch(model: Any, tokenizer: Any, prompts: Sequence[torch.Tensor], new_toke
 
 def _alone(model: Any, batch: Batch, policy: Policy | None) -> torch.Tensor:
     if policy is not None:
-        with applied(model, policy):
+        with applied(model, policy, fuse=False):  # only attention differs from the model's own
             return _generate(model, batch)
     if own_cache(model) or unserved_model(model, [each.kind for each in layers_of(model)]):
         parts = [_generate(model, part) for part in _rows(batch)]
@@ -108,7 +108,7 @@ def _after_one_prefill(
     then = Batch(torch.cat([batch.ids, token], 1), seen, batch.new_tokens - 1, batch.pad)
     tokens = {}
     for name, policy in policies.items():
-        with applied(model, policy):
+        with applied(model, policy, fuse=False):
             cache = make_cache(model, length)
             cache.adopt(source)
             tokens[name] = torch.cat([token, _generate(model, then, cache)], 1)
