@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from attnplug.models.parallel import is_split, tensor_parallel_group
+from attnplug.models.parallel import is_split, tensor_parallel_mesh
 
 RANKS = (2, 4, 8)  # that the kernel is compiled for
 DTYPES = (torch.bfloat16, torch.float32)
@@ -30,8 +30,7 @@ def one_shot_options(model: Any) -> dict[str, Any]:
     """
     if not is_split(model) or not _reaches_all(model):
         return {}
-    mesh = model._device_mesh
-    group = (mesh["tp"] if mesh.ndim > 1 else mesh).get_group()
+    group = tensor_parallel_mesh(model).get_group()
     if group.group_name not in SHARES_MEMORY:
         SHARES_MEMORY[group.group_name] = _shares_memory(group, model.device)
     return {"_collective.auto_select": True} if SHARES_MEMORY[group.group_name] else {}
@@ -57,7 +56,7 @@ def _shares_memory(group: Any, device: torch.device) -> bool:
 def _reaches_all(model: Any) -> bool:
     """Whether this rank's GPU may read the memory of all other ranks' GPUs, as far as ranks agree
     on it without a word: all on one host, each with a GPU that all of them see."""
-    device, ranks = model.device, len(tensor_parallel_group(model)[0])
+    device, ranks = model.device, tensor_parallel_mesh(model).size()
     is_mixed = torch.is_autocast_enabled("cuda")
     if device.type != "cuda" or ranks not in RANKS or model.dtype not in DTYPES or is_mixed:
         return False

@@ -51,14 +51,18 @@ def is_split(model: torch.nn.Module) -> bool:
     return (getattr(model, "_tp_size", None) or 1) > 1
 
 
+def tensor_parallel_mesh(model: Any) -> Any:
+    """The mesh of the ranks that share a split model's weights, of all that it is on."""
+    mesh = model._device_mesh
+    return mesh["tp"] if mesh.ndim > 1 else mesh
+
+
 def tensor_parallel_group(model: torch.nn.Module) -> tuple[list[int], int]:
     """The ranks that tensor parallelism has split a model over, and which of them this process is:
     ([0], 0) where it is one process's."""
     if not is_split(model):
         return [0], 0
-    mesh: Any = model._device_mesh
-    if mesh.ndim > 1:
-        mesh = mesh["tp"]
+    mesh = tensor_parallel_mesh(model)
     return mesh.mesh.flatten().tolist(), mesh.get_local_rank()
 
 

@@ -16,9 +16,8 @@ class Split(SimpleNamespace):
     """What is asked of a model that two ranks of this host share, the second of which this is."""
 
     def __init__(self, **fields):
-        mesh = torch.tensor([0, 1])
         group = SimpleNamespace(group_name="pair")
-        mesh = SimpleNamespace(ndim=1, mesh=mesh, get_group=lambda: group, get_local_rank=lambda: 1)
+        mesh = SimpleNamespace(ndim=1, size=lambda: 2, get_group=lambda: group)
         given = dict(_tp_size=2, _device_mesh=mesh, dtype=torch.bfloat16)
         super().__init__(**(given | {"device": torch.device("cuda", 1)} | fields))
 
