@@ -323,7 +323,9 @@ class Bench:
             say(f"{label}: logits differ from one GPU's by {error:.4f} of their norm")
             assert error < 0.2, f"{label}: not the same computation"
 
-    def add(self, case: str, op: str, policy: str, times: list[float], peer: list[float]) -> None:
+    def add(
+        self, case: str, op: str, policy: str, times: list[float], peer: list[float], who: str = ""
+    ) -> None:
         config, n = self.config, self.asked.tokens
         nbytes, flops = self.work(op, case)
         row = make_row(
@@ -337,14 +339,14 @@ class Bench:
             dtype=self.dtype,
             options=f"gpus={WORLD}, layers={self.asked.layers}",
             times_us=times,
-            peer="one GPU",
+            peer=who or "one GPU",
             peer_times_us=peer,
             bytes=nbytes,
             flops=flops,
             ceiling=lambda seconds: None,  # of several GPUs: none was measured
             policy=policy,
         )
-        say(f"{case} {policy}: {row['ratio']:.2f}x of one GPU")
+        say(f"{case} {policy}: {row['ratio']:.2f}x of {row['peer']}")
         if self.asked.out is not None and RANK == 0:
             with self.asked.out.open("a") as file:
                 file.write(json.dumps(row) + "\n")

@@ -23,3 +23,14 @@ def test_it_times_one_rank_and_two(tmp_path):
         ("tp-ttft", "momo"),
     ]
     assert all(row["options"] == "gpus=2, layers=2" for row in found)
+
+
+@needs_gloo
+def test_a_prompt_in_pieces_is_compared_with_dense_in_pieces(tmp_path):
+    rows = tmp_path / "rows.jsonl"
+    script = os.path.relpath(TESTS.parent / "bench" / "million_tokens.py", TESTS)
+    small = ("--cpu", "--layers", "2", "--tokens", "1024", "--warm", "512")
+    run_ranks(script, "--out", rows, *small, limit=120)
+    (row,) = (json.loads(line) for line in rows.read_text().splitlines())
+    assert (row["case"], row["policy"], row["n"]) == ("tp-ttft", "momo", 1024)
+    assert (row["peer"], row["options"]) == ("dense, 2 GPUs", "gpus=2, layers=2")
