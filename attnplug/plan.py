@@ -272,9 +272,10 @@ def notes(shape: Shape, bill: Bill, policy: Gather, batch: int) -> str:
     pays = "does not pay at any length up to 16M tokens"
     if crossover is not None:
         pays = f"pays from {crossover:,} tokens on"
+    least = policy.row_crossover(torch.device("cuda")).least(batch)
     return (
         f"By bytes {policy} {pays}. attnplug runs dense in caches below "
-        f"{policy.crossover(torch.device('cuda')):,} tokens. Bill of: {bill.source}."
+        f"{least:,} tokens. Bill of: {bill.source}."
     )
 
 
@@ -298,14 +299,14 @@ def table(shape: Shape, bill: Bill, policy: Gather, batch: int, contexts: Iterab
 def gains(shape: Shape, bill: Bill, policy: Gather) -> np.ndarray:
     """Speed-ups `[BATCHES,CONTEXTS]` of what attnplug would run: 1 where that is dense, NaN where
     the cache does not fit."""
-    crossover = policy.crossover(torch.device("cuda"))
+    rule = policy.row_crossover(torch.device("cuda"))
     return np.array(
         [
             [
                 math.nan
                 if not bill.fits(shape, n, b)
                 else 1.0
-                if n < crossover
+                if not rule.reachable(b, n)
                 else bill.speedup(shape, n, b, policy)
                 for n in CONTEXTS
             ]
@@ -323,23 +324,23 @@ def draw_map(shape: Shape, bill: Bill, policy: Gather, path: Path) -> None:
     from matplotlib.patches import Rectangle
 
     found = gains(shape, bill, policy)
-    crossover = policy.crossover(torch.device("cuda"))
+    rule = policy.row_crossover(torch.device("cuda"))
     figure = Figure(figsize=(8, 4.2), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots()
     colors = colormaps["viridis"].with_extremes(bad="#ffffff")
-    dense = [n < crossover for n in CONTEXTS]
-    shown = np.where(np.array(dense), np.nan, np.log2(found))
+    dense = np.array([[not rule.reachable(b, n) for n in CONTEXTS] for b in BATCHES])
+    shown = np.where(dense, np.nan, np.log2(found))
     axes.imshow(shown, origin="lower", cmap=colors, aspect="auto")
     for (row, column), gain in np.ndenumerate(found):
         if np.isnan(gain):
             continue
-        if dense[column]:
+        if dense[row, column]:
             square = Rectangle((column - 0.5, row - 0.5), 1, 1, color="#d4d4d4")
             axes.add_patch(square)
-        bright = not dense[column] and np.log2(gain) < 0.6 * np.nanmax(shown)
+        bright = not dense[row, column] and np.log2(gain) < 0.6 * np.nanmax(shown)
         color = "#ff9e80" if gain < 1 else "w" if bright else "k"
-        label = "dense" if dense[column] else f"{gain:.2f}"
+        label = "dense" if dense[row, column] else f"{gain:.2f}"
         axes.text(column, row, label, ha="center", va="center", color=color)
     names = [f"{n // 1024}K" if n < 1 << 20 else f"{n >> 20}M" for n in CONTEXTS]
     axes.set_xticks(range(len(CONTEXTS)), names)

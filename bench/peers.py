@@ -2,6 +2,9 @@
 
 import functools
 import importlib.util
+import lzma
+import os
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -11,8 +14,34 @@ import torch
 from attnplug.bench.quick import attend_by_torch
 
 # FlashAttention-3 as the PyPI wheel vllm 0.20.2 ships it (torch 2.11, CUDA 13): copy that one file
-# here to bench against it. It is never committed.
+# here to bench against it, or the .so.xz that bench/gpu_pack.sh makes. It is never committed.
 FA3_LIBRARY = Path(__file__).resolve().parent.parent / ".peers" / "_vllm_fa3_C.abi3.so"
+FA3_PACKED = FA3_LIBRARY.with_name(f"{FA3_LIBRARY.name}.xz")
+
+
+def unpack() -> None:
+    """Write each library that came to `.peers` as .xz beside it, unless it is there already."""
+    for packed in sorted(FA3_LIBRARY.parent.glob("*.xz")):
+        library = packed.with_suffix("")
+        if not library.exists():
+            own = library.with_name(f"{library.name}.{os.getpid()}")  # others may unpack it, too
+            with lzma.open(packed) as read, own.open("wb") as written:
+                shutil.copyfileobj(read, written)
+            own.replace(library)
+
+
+def load_fa3() -> None:
+    """Have torch know FlashAttention-3's op. Raises FileNotFoundError where the library is missing,
+    RuntimeError where it does not have the op."""
+    if hasattr(torch.ops._vllm_fa3_C, "fwd"):
+        return
+    unpack()
+    made = "bench/gpu_pack.sh makes it, and a call must carry .peers"
+    if not FA3_LIBRARY.exists():
+        raise FileNotFoundError(f"neither {FA3_LIBRARY} nor {FA3_PACKED.name} is there: {made}")
+    torch.ops.load_library(str(FA3_LIBRARY))
+    if not hasattr(torch.ops._vllm_fa3_C, "fwd"):
+        raise RuntimeError(f"{FA3_LIBRARY} has no op _vllm_fa3_C.fwd: {made}")
 
 
 # MInference's block-sparse prefill (github.com/microsoft/MInference, MIT, commit of 2025-08-11):
@@ -47,7 +76,8 @@ def cudnn_attention(
 
 def causal_peers() -> list[str]:
     """The peers for causal prefill that this checkout has."""
-    return ["cudnn", "fa3"] if FA3_LIBRARY.exists() else ["cudnn"]
+    found = FA3_LIBRARY.exists() or FA3_PACKED.exists()
+    return ["cudnn", "fa3"] if found else ["cudnn"]
 
 
 def causal(
@@ -66,22 +96,43 @@ def _cudnn_causal(
 def _fa3_causal(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
 ) -> Callable[[], torch.Tensor]:
-    torch.ops.load_library(str(FA3_LIBRARY))
+    load_fa3()
     batch, _, tokens, _ = q.shape
     q, k, v = (x.transpose(1, 2).flatten(0, 1).contiguous() for x in (q, k, v))
     ends = torch.arange(0, (batch + 1) * tokens, tokens, dtype=torch.int32, device=q.device)
+    rows = dict(ends_q=ends, ends_k=ends, longest_q=tokens, longest_k=tokens)
+    return functools.partial(fa3, q, k, v, scale=scale, causal=True, splits=1, **rows)
 
-    def run() -> torch.Tensor:
-        out, *_ = torch.ops._vllm_fa3_C.fwd(
-            q, k, v,
-            None, None, None, None,  # new keys, new values, q of values, out
-            ends, ends, None, None, None,  # row ends of q and k, of new keys; lengths used
-            tokens, tokens,
-            None, None, None, None, None, None,  # page table, batch index, padding, rotary
-            None, None, None,  # scales of fp8
-            scale, True, -1, -1, 0.0,  # causal, window, softcap
-            True, None, 1, None, 0, None, 1, 0, None,  # rotary kind, scheduler, one split
-        )  # fmt: skip
-        return out
 
-    return run
+def fa3(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    scale: float,
+    causal: bool,
+    ends_q: torch.Tensor | None = None,
+    ends_k: torch.Tensor | None = None,
+    longest_q: int | None = None,
+    longest_k: int | None = None,
+    lengths: torch.Tensor | None = None,
+    table: torch.Tensor | None = None,
+    window: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    splits: int = 0,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """FlashAttention-3's op, whose build for vLLM takes rows of several lengths only: either of
+    q `[N,Hq,D]` that end at `ends_q` and k `[M,Hkv,D]` at `ends_k`; or of q `[B,Sq,Hq,D]` over
+    pages `[pages,page,Hkv,D]`, by a `table` and the `lengths` of keys. 0 splits: it decides."""
+    out, *_ = torch.ops._vllm_fa3_C.fwd(
+        q, k, v,
+        None, None, None, None,  # new keys, new values, q of values, out
+        ends_q, ends_k, None, None, lengths,  # row ends of q and k, of new keys; lengths used
+        longest_q, longest_k,
+        table, None, None, None, None, None,  # page table, batch index, padding, rotary
+        None, None, None,  # scales of fp8
+        scale, causal, window[0], window[1], softcap,
+        True, None, splits, None, 0, sinks, 1, 0, None,  # rotary kind, scheduler
+    )  # fmt: skip
+    return out

@@ -59,13 +59,9 @@ done
 
 # shellcheck source=bench/gpu_join.sh
 source bench/gpu_join.sh
-for packed in .peers/*.xz; do
-  if [ -f "$packed" ] && [ ! -f "${packed%.xz}" ]; then
-    python3 -c 'import lzma, shutil, sys
-with lzma.open(sys.argv[1]) as packed, open(sys.argv[1][:-3], "wb") as whole:
-    shutil.copyfileobj(packed, whole)' "$packed" || exit
-  fi
-done
+if compgen -G ".peers/*.xz" >/dev/null; then # before processes start that would each do it
+  PYTHONPATH="$PWD/bench:$PYTHONPATH" python3 -c 'import peers; peers.unpack()' || exit
+fi
 
 summarise() { # however it ends
   python3 bench/join_rows.py "$rows" >"$out/rows.json"

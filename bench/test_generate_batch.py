@@ -2,23 +2,33 @@
 own attention for continuous batching, in one run.
 
 The shape is Qwen2.5-7B's with random bf16 weights (test_e2e_decode). Choose parts by pytest's -k
-and by the environment:
+(`-k "dense-64x8192 or gather-16x32768"`) and by the environment:
 
     ATTNPLUG_BENCH_LOADS     requests x tokens of a prompt   "64x8192,16x32768"
     ATTNPLUG_BENCH_POLICIES                                  "dense;gather;gather(min_tokens=0)"
     ATTNPLUG_BENCH_PEER      what stock must attend with     "flash"; "" takes whatever is there
+    ATTNPLUG_BENCH_ROUNDS    calls that are timed, a side    "2"
+
+Where neither flash-attn nor kernels is installed, "flash" is vLLM's build of FlashAttention 3, and
+a row's peer says so. Calls carry `.peers`, and `_flash_stand_in` shows it to transformers while
+stock runs. Policies never see it.
 
 A row's time is that of a new token: seconds from the first request to the last token, prompts and
-all, by the new tokens of all requests. The first call warms up and is left out.
+all, by the new tokens of all requests. The first call warms up and is left out. A call that has not
+answered all requests after LIMIT seconds fails, and its manager stops at once. A process that hangs
+otherwise (a kernel, a capture) ends after twice LIMIT, and tells where each thread stood.
 """
 
+import contextlib
+import faulthandler
 import functools
 import gc
 import os
+import sys
 import time
-from contextlib import nullcontext
 from typing import Any
 
+import _flash_stand_in
 import pytest
 import torch
 import transformers
@@ -33,7 +43,8 @@ from attnplug.bench.rows import policy_name
 LOADS = os.environ.get("ATTNPLUG_BENCH_LOADS", "64x8192,16x32768").split(",")
 POLICIES = os.environ.get("ATTNPLUG_BENCH_POLICIES", "dense;gather;gather(min_tokens=0)").split(";")
 PEER = os.environ.get("ATTNPLUG_BENCH_PEER", "flash")
-NEW, ROUNDS = 128, 2
+ROUNDS = int(os.environ.get("ATTNPLUG_BENCH_ROUNDS", "2"))
+NEW, LIMIT = 128, 120
 
 
 def prompts(count: int, tokens: int) -> list[list[int]]:
@@ -52,25 +63,64 @@ def call(made: Any, ids: list[list[int]], tokens: int) -> tuple[float, str]:
         workload_hints=WorkloadHints(max(map(len, ids)), tokens, len(ids)),
     ) as manager:
         name = made.config._attn_implementation
-        begun = time.perf_counter()  # graphs are captured: they are a server's start
-        manager.add_requests(inputs=ids, max_new_tokens=tokens)
-        done = 0
-        while done < len(ids):
-            result = manager.get_result(timeout=60)
-            assert result is not None and result.error is None, result
+        with contextlib.ExitStack() as failing:
+            # The context manager would first let all requests run to their end.
+            failing.callback(manager.stop, hard_stop=True)
+            begun = time.perf_counter()  # graphs are captured: they are a server's start
+            manager.add_requests(inputs=ids, max_new_tokens=tokens)
+            await_all(manager, len(ids), tokens)
+            taken = time.perf_counter() - begun
+            failing.pop_all()
+    return taken, name
+
+
+def await_all(manager: Any, count: int, tokens: int) -> None:
+    """Take the results of all requests; fail LIMIT seconds from now, or when none can come."""
+    done, end = 0, time.perf_counter() + LIMIT
+    while done < count:
+        result = manager.get_result(timeout=1)  # None: there is none yet
+        if result is not None:
+            assert result.error is None, f"{done} of {count} requests are done: {result.error}"
             done += result.is_finished()
             assert not result.is_finished() or len(result.generated_tokens) == tokens
-        taken = time.perf_counter() - begun
-    return taken, name
+        elif not manager.is_running():
+            pytest.fail(f"the manager's thread ended: {done} of {count} requests are done")
+        if done < count and time.perf_counter() > end:
+            pytest.fail(f"{done} of {count} requests are done after {LIMIT} s")
+
+
+@contextlib.contextmanager
+def ending_the_process():
+    """The process ends, with a traceback of each thread, where one call takes twice LIMIT."""
+    faulthandler.dump_traceback_later(2 * LIMIT, file=sys.__stderr__, exit=True)
+    try:
+        yield
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+
+
+def stands_in() -> bool:
+    """Whether stock attends by the stand-in."""
+    return PEER == "flash" and _flash_stand_in.is_needed()
+
+
+def side(policy: str) -> contextlib.AbstractContextManager[Any]:
+    """Gives the model, under a policy or, for "", as transformers has it."""
+    if policy:
+        return attnplug.applied(model(), policy)
+    if stands_in():
+        return _flash_stand_in.attending_by_flash(model())
+    return contextlib.nullcontext(model())
 
 
 @functools.cache
 def times_of(policy: str, count: int, tokens: int) -> tuple[list[float], str]:
     """Microseconds a new token of each round, and the attention that ran."""
     ids, found, name = prompts(count, tokens), [], ""
-    with attnplug.applied(model(), policy) if policy else nullcontext(model()) as made:
+    with side(policy) as made:
         for number in range(ROUNDS + 1):
-            taken, name = call(made, ids, NEW)
+            with ending_the_process():
+                taken, name = call(made, ids, NEW)
             print(f"{policy or 'stock'} {name} {count}x{tokens}: {taken:.2f} s", flush=True)
             if number:
                 found.append(taken / (count * NEW) * 1e6)
@@ -87,9 +137,10 @@ def test_load(gpu_bench, policy, load):
     assert PEER in name, f"stock attends with {name}, not {PEER}: install flash-attn or kernels"
     times, _ = times_of(policy, count, tokens)
     nbytes, flops = work_of(model(), CONFIG, tokens, count)
+    peer = f"transformers {name}" + " (vLLM's build)" * stands_in()
     gpu_bench.record(
         op=policy, case="generate-batch", n=tokens, batch=count, **heads_of(CONFIG),
         dtype=torch.bfloat16, options=f"{NEW} new tokens, transformers {transformers.__version__}",
-        times_us=times, peer=f"transformers {name}", peer_times_us=stock, bytes=nbytes / count,
+        times_us=times, peer=peer, peer_times_us=stock, bytes=nbytes / count,
         flops=flops / count, policy=policy_name(policy),
     )  # fmt: skip

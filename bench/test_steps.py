@@ -25,7 +25,8 @@ from attnplug.policies import AttentionCall, Phase, gather, methods, sketch
 
 HEADS, PLAN = quick.Heads(), quick.PLANS["cuda"]
 LENGTHS = [8192, 32768, 131072, 524288, 1048576]
-BATCHES = [(8, 131072), (8, 1048576)]  # of methods that have targets there
+# Of methods that have targets there, and around their crossovers in batches.
+BATCHES = [(8, 131072), (8, 1048576), (8, 32768), (8, 16384), (4, 32768), (2, 65536)]
 CASES = [(name, 1, n) for name in quick.DECODES for n in LENGTHS]
 CASES += [(name, *shape) for name in ("gather", "sketch") for shape in BATCHES]
 CALLS = 8  # in one graph, or more

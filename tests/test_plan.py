@@ -161,12 +161,12 @@ def test_two_rows_are_no_evidence():
 def test_the_map_knows_where_it_runs_dense_and_what_fits():
     shape, policy = plan.SHAPES["llama-3.1-8b"], Gather(k=8)
     found = plan.gains(shape, plan.H200, policy)
-    crossover = policy.crossover(torch.device("cuda"))
+    rule = policy.row_crossover(torch.device("cuda"))
     for (row, column), gain in np.ndenumerate(found):
         n, batch = plan.CONTEXTS[column], plan.BATCHES[row]
         if shape.weights + batch * shape.cached(n) > 141e9:
             assert np.isnan(gain)
-        elif n < crossover:
+        elif not rule.reachable(batch, n):
             assert gain == 1
         else:
             assert gain == plan.H200.speedup(shape, n, batch, policy) > 1

@@ -23,8 +23,8 @@ class CertifiedLayer(PlugLayer):
 
     `update` writes originals only. A step quantizes what has become a complete block; complete
     blocks do not change, so that what shortens a row lowers its count and what moves rows moves
-    them along. Caches below `crossover` tokens, which may differ by device, have no tier, and their
-    originals on the device.
+    them along. Caches that the method does not serve (`serves`: rows, slots, device) have no tier,
+    and their originals on the device.
     """
 
     row_buffers: ClassVar[RowBuffers] = {"tier": None, "telemetry": 0, "scratch": None}
@@ -35,18 +35,18 @@ class CertifiedLayer(PlugLayer):
         block: int,
         slots: int,
         originals: str,
-        crossover: Callable[[torch.device], int],
+        serves: Callable[[int, int, torch.device], bool],
     ):
         super().__init__(max_cache_len=max_cache_len)
         self.block, self.slots = block, slots
-        self.originals, self.crossover = originals, crossover
+        self.originals, self.serves = originals, serves
         self.tier: QuantizedKV | None = None
         self.telemetry: torch.Tensor | None = None
         self.scratch: Scratch | None = None
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         device = key_states.device
-        if self.max_cache_len < self.crossover(device):
+        if not self.serves(len(key_states), self.max_cache_len, device):
             super().lazy_initialization(key_states, value_states)
             return
         batch, heads, _, width = key_states.shape

@@ -97,10 +97,10 @@ class HostGatherLayer(GatherLayer, HostLayer):
         form: Form,
         local: int,
         resident: int,
-        crossover: Callable[[torch.device], int],
+        serves: Callable[[int, int, torch.device], bool],
     ):
         super().__init__(max_cache_len, block, form)
-        self.local, self.resident, self.crossover = local, resident, crossover
+        self.local, self.resident, self.serves = local, resident, serves
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         super().lazy_initialization(key_states, value_states)

@@ -11,19 +11,19 @@ from attnplug.models.host_memory import host_rows
 
 class HostLayer(PlugLayer):
     """Keys and values in host memory, a token's next to each other, which kernels read and
-    write over the link, where the cache has at least `crossover` tokens. Smaller ones are on the
+    write over the link, where the method `serves` so many rows and slots. Smaller caches are on the
     GPU, as dense reads them whole.
 
     A base beside a method's own layer. A prefill of several chunks copies what came before back to
     the GPU, for one layer at a time.
     """
 
-    crossover: Callable[[torch.device], int]
+    serves: Callable[[int, int, torch.device], bool]
     on_host = False
     given: tuple[torch.Tensor, torch.Tensor] | None = None  # what `update` has returned last
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        self.on_host = self.max_cache_len >= self.crossover(key_states.device)
+        self.on_host = self.serves(len(key_states), self.max_cache_len, key_states.device)
         if self.on_host:
             self._initialize(key_states, value_states, self._host)
         else:

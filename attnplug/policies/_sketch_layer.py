@@ -36,7 +36,8 @@ class SketchLayer(PlugLayer):
     `note_queries` has it; between steps of generate, which calls `prepare_step`; in a step that is
     not compiled. It counts the tokens on the host for that, `seen`; compiled code does not count.
     Codes follow `progress`: what shortens a row lowers it, what moves rows moves them along, and a
-    new basis begins it anew. Caches below `crossover` tokens have neither: dense reads them whole.
+    new basis begins it anew. Caches that the method does not serve (`serves`: rows, slots, device)
+    have neither: dense reads them whole.
     """
 
     row_buffers: ClassVar[RowBuffers] = {
@@ -55,6 +56,7 @@ class SketchLayer(PlugLayer):
     hint: torch.Tensor | None = None
     asked: Asked | None = None  # of the last call
     is_fitted = False
+    on_host = False
     seen = 0  # tokens, as far as the host knows
     without_query = 0  # of them, those that came without their queries
     fitted_at = 0  # tokens that the basis was made of
@@ -65,11 +67,11 @@ class SketchLayer(PlugLayer):
         self,
         max_cache_len: int,
         size: int,
-        crossover: Callable[[torch.device], int],
+        serves: Callable[[int, int, torch.device], bool],
         audit: int = 0,
     ):
         super().__init__(max_cache_len=max_cache_len)
-        self.size, self.crossover, self.audit = size, crossover, audit
+        self.size, self.serves, self.audit = size, serves, audit
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         super().lazy_initialization(key_states, value_states)
@@ -90,7 +92,7 @@ class SketchLayer(PlugLayer):
 
     def wants_codes(self, keys: torch.Tensor) -> bool:
         """Whether a cache with these buffers is to have codes; dense reads one that has none."""
-        return self.max_cache_len >= self.crossover(keys.device)
+        return self.serves(len(keys), self.max_cache_len, keys.device)
 
     def _make_ring(self, heads: int) -> None:
         keys = self._buffers()[0]

@@ -34,7 +34,7 @@ class RoomySketchLayer(SketchLayer):
         free = free_memory(keys.device) if may_sync(keys.is_cuda) else None
         if free is None:
             return True
-        like = SketchLayer(self.max_cache_len, self.size, self.crossover)
+        like = SketchLayer(self.max_cache_len, self.size, self.serves)
         like.query_heads = self.query_heads
         own = sum(buffer.nbytes for buffer in self._buffers())  # not free any more
         if cache_bytes(like, keys) * (1 + self.layers_behind) - own <= free:
@@ -48,16 +48,20 @@ class RoomySketchLayer(SketchLayer):
         return False
 
 
+# The shortest prompts whose tasks were measured where momo, or sketch, reads a part of them.
+MEASURED_TOKENS = 32768
+
+
 @dataclasses.dataclass(frozen=True)
 class RoomySketch(Sketch):
-    """sketch, but dense in caches that leave no room for its codes."""
+    """sketch, but dense in caches that leave no room for its codes, and in those of a batch that
+    have fewer tokens than its tasks were measured with."""
+
+    def measured_row_crossover(self, kind: str) -> int:
+        return max(MEASURED_TOKENS, super().measured_row_crossover(kind))
 
     def cache_layer(self, max_length: int) -> RoomySketchLayer:
-        return RoomySketchLayer(max_length, self.bytes, self.crossover, self.audit)
-
-
-# The shortest prompts whose tasks were measured where momo reads a part of them.
-MEASURED_TOKENS = 32768
+        return RoomySketchLayer(max_length, self.bytes, self.serves, self.audit)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -103,7 +103,7 @@ class Certified(DenseBelow):
 
     def cache_layer(self, max_length: int) -> CertifiedLayer:
         slots = self.slots(-(-max_length // self.block))
-        return CertifiedLayer(max_length, self.block, slots, self.originals, self.crossover)
+        return CertifiedLayer(max_length, self.block, slots, self.originals, self.serves)
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
         layer = self._own_layer(call)

@@ -12,7 +12,7 @@ from attnplug.policies.dense import Dense
 
 
 class RowCrossover(NamedTuple):
-    """From where on a method pays for the rows of one decode step over pages.
+    """From where on a method pays for the rows of one decode step.
 
     A step pays a fixed price for the method, whatever it reads (more kernels), and a row pays for
     its keep set. Tokens are what a row saves and what the step has paid, in the time that dense
@@ -46,6 +46,10 @@ class RowCrossover(NamedTuple):
         """Whether a batch of so many rows with room for `room` tokens each can have a far row."""
         return room >= self.row and rows * (room - self.row) >= self.alone - self.row
 
+    def least(self, rows: int) -> int:
+        """The least room that is reachable for so many rows."""
+        return self.row + -(-(self.alone - self.row) // rows)
+
 
 class DenseBelow(Phase):
     """A method with an option `min_tokens`: calls of fewer tokens run dense; None is the crossover
@@ -60,13 +64,18 @@ class DenseBelow(Phase):
         return self.measured_crossover("cpu" if device.type == "cpu" else "cuda")
 
     def row_crossover(self, device: torch.device) -> RowCrossover:
-        """The same for the rows of a batch over pages. An explicit `min_tokens` decides each row by
+        """The same for the rows of a batch. An explicit `min_tokens` decides each row by
         its own length."""
         alone = self.crossover(device)
         if self.min_tokens is not None:
             return RowCrossover(alone, alone)
         row = self.measured_row_crossover("cpu" if device.type == "cpu" else "cuda")
         return RowCrossover(min(row, alone), alone)
+
+    def serves(self, rows: int, size: int, device: torch.device) -> bool:
+        """Whether steps over so many rows of one cache with `size` slots are this method's; else
+        dense reads them whole."""
+        return self.row_crossover(device).reachable(rows, size)
 
     def measured_crossover(self, kind: str) -> int:
         """The crossover on a kind of device, "cpu" or "cuda", with these options."""
@@ -106,6 +115,7 @@ class DenseBelow(Phase):
 
     def dense_caches(self, device: torch.device) -> str:
         """Which caches a method with a cache layer of its own runs dense in, for its note."""
-        tokens = self.crossover(device)
-        small = f" below {tokens:,} tokens and in those" if tokens else ""
+        rule = self.row_crossover(device)
+        batch = f" ({rule.least(8):,} at batch 8)" if rule.row < rule.alone else ""
+        small = f" below {rule.alone:,} tokens{batch} and in those" if rule.alone else ""
         return f"dense in caches{small} that attnplug did not make for it"

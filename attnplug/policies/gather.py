@@ -65,13 +65,13 @@ class Gather(DenseBelow):
     get ("spread"), by the attention it is expected to get ("estimate"), or by its mean key
     ("mean").
     min_tokens: caches below so many tokens are read whole, by `dense`; None is a multiple of the
-    keep set, but not below a floor for the kind of device. kv: where keys and values live, "gpu" or
-    "host" (memory read over the link). resident: blocks of each KV head that a cache in
-    host memory keeps on the GPU beside the last; None is 32,768 keys' worth, or what a step wants
-    where that is more. bounds: what the summaries of "bounds" and "band" are kept as, "int8" codes,
-    those of bounds rounded outwards and those of a band with one width for all channels, or
-    "exact", the keys' own dtype; None is "int8" in caches of many tokens. Those of "spread" are
-    always INT8 codes, and those of other scorings exact.
+    keep set, but not below a floor for the kind of device, and less in a batch (`RowCrossover`).
+    kv: where keys and values live, "gpu" or "host" (memory read over the link). resident: blocks of
+    each KV head that a cache in host memory keeps on the GPU beside the last; None is 32,768 keys'
+    worth, or what a step wants where that is more. bounds: what the summaries of "bounds" and
+    "band" are kept as, "int8" codes, those of bounds rounded outwards and those of a band with one
+    width for all channels, or "exact", the keys' own dtype; None is "int8" in caches of many
+    tokens. Those of "spread" are always INT8 codes, and those of other scorings exact.
     """
 
     k: int = 256
@@ -138,9 +138,7 @@ class Gather(DenseBelow):
         form = self.summary_form(max_length)
         if self.kv == "gpu":
             return GatherLayer(max_length, self.block, form)
-        return HostGatherLayer(
-            max_length, self.block, form, self.local, self._slots, self.crossover
-        )
+        return HostGatherLayer(max_length, self.block, form, self.local, self._slots, self.serves)
 
     def summary_form(self, tokens: int) -> Form:
         """What the summaries of a cache of so many tokens are."""
@@ -163,7 +161,7 @@ class Gather(DenseBelow):
             return
         size = layer.max_cache_len
         is_own = (layer.block, layer.form) == (self.block, self.summary_form(size))
-        if is_own and size >= self.crossover(call.q.device):
+        if is_own and self.serves(len(call.q), size, call.q.device):
             layer.summarise(call.start, call.key_mask)
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
@@ -356,9 +354,12 @@ class Gather(DenseBelow):
         """The call's cache layer if its summaries are those of the call's keys, else None: a small
         cache, one that this method did not make, or another layer's (Gemma 3n's share some)."""
         layer, size = call.state, call.k.shape[2]
-        if size < self.crossover(call.q.device) or not isinstance(layer, GatherLayer):
+        if not isinstance(layer, GatherLayer):
             return None
-        if isinstance(layer, HostGatherLayer) and layer.near is not None:
+        if not isinstance(layer, HostGatherLayer) or layer.near is None:
+            if not self.serves(len(call.q), size, call.q.device):
+                return None
+        else:
             blocks = layer.near.table.shape[2]
             enough = layer.near.owner.shape[2] >= min(self.sink + self.k, blocks)
             if not enough or layer.local != self.local:

@@ -168,7 +168,7 @@ class Gvr(DenseBelow):
     def _own_layer(self, call: AttentionCall) -> GvrLayer | None:
         """The call's cache layer if its codes are those of the call's keys, else None: a small
         cache, one that this method did not make, or another layer's (Gemma 3n's share some)."""
-        layer = call.state
-        if call.k.shape[2] < self.crossover(call.q.device) or not isinstance(layer, GvrLayer):
+        layer, size = call.state, call.k.shape[2]
+        if not isinstance(layer, GvrLayer) or not self.serves(len(call.q), size, call.q.device):
             return None
         return layer if layer.keys is call.k and layer.k == self.k else None

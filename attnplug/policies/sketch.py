@@ -34,6 +34,9 @@ MAX_K = 16384
 # that was tried, up to 262,144.
 CROSSOVER_FACTOR = 4
 CROSSOVER_FLOOR = {"cuda": 65536, "cpu": 524288}
+# In a batch that has paid a step's fixed price, a row costs what dense takes for about so many
+# times the tokens that it reads: steps of 1 and 8 rows on an H200 (docs/log/sketch.md).
+ROW_FACTOR = 5
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,6 +82,11 @@ class Sketch(DenseBelow):
     def measured_crossover(self, kind: str) -> int:
         return max(CROSSOVER_FLOOR[kind], CROSSOVER_FACTOR * self.kept)
 
+    def measured_row_crossover(self, kind: str) -> int:
+        if kind == "cpu":
+            return self.measured_crossover(kind)
+        return ROW_FACTOR * self.kept
+
     def refusal(self, shape: LayerShape) -> str | None:
         rank = sum(COORDINATES[self.bytes])
         if rank > shape.head_dim:
@@ -94,7 +102,7 @@ class Sketch(DenseBelow):
 
     def cache_layer(self, max_length: int) -> SketchLayer:
         kind = HostSketchLayer if self.kv == "host" else SketchLayer
-        return kind(max_length, self.bytes, self.crossover, self.audit)
+        return kind(max_length, self.bytes, self.serves, self.audit)
 
     def note_queries(self, call: AttentionCall) -> None:
         if isinstance(call.state, SketchLayer):
@@ -149,7 +157,9 @@ class Sketch(DenseBelow):
         """The call's cache layer if its codes are those of the call's keys, else None: a small
         cache, one that this method did not make, or another layer's (Gemma 3n's share some)."""
         layer = call.state
-        if call.k.shape[2] < self.crossover(call.q.device) or not isinstance(layer, SketchLayer):
+        if not isinstance(layer, SketchLayer):
+            return None
+        if not layer.on_host and not self.serves(len(call.q), call.k.shape[2], call.q.device):
             return None
         own = layer.keys is call.k and layer.codes is not None and layer.size == self.bytes
         return layer if own else None

@@ -64,7 +64,8 @@ def test_every_method_gives_the_tokens_of_one_process(tmp_path):
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one GPU at most")
 def test_two_gpus_give_the_tokens_of_one_and_sum_in_one_kernel(tmp_path):
     policies = ["", *(CASES[name].policy for name in ("dense", "gather", "gvr", "sketch"))]
-    model = tiny_model(device="cuda")
+    # transformers 5.17 splits the head's rows, and does not pad them.
+    model = tiny_model(device="cuda", vocab_size=98)
     model.save_pretrained(tmp_path / "tiny")
     (tmp_path / "asked.json").write_text(json.dumps(policies))
     wanted = {policy: tokens_of(model, policy) for policy in policies}

@@ -103,7 +103,7 @@ def test_the_size_that_is_asked_for_is_that_of_the_cache(candidates):
         model(IDS, past_key_values=cache)
     layer = cache.layers[0]
     taken = sum(tensor.nbytes for tensor in layer.tensors())
-    like = SketchLayer(300, 24, Sketch(min_tokens=0).crossover)
+    like = SketchLayer(300, 24, Sketch(min_tokens=0).serves)
     like.query_heads = layer.query_heads
     assert auto.cache_bytes(like, layer.keys) == taken > layer.keys.nbytes * 2
 
@@ -137,7 +137,7 @@ def test_as_many_layers_have_codes_as_there_is_room_for(fit, candidates, monkeyp
     with attnplug.applied(model, "auto"):
         cache = attnplug.make_cache(model, 300)
         keys = plain.layers[0].keys
-        like = SketchLayer(300, 24, Sketch(min_tokens=0).crossover)
+        like = SketchLayer(300, 24, Sketch(min_tokens=0).serves)
         like.query_heads = 4
         codes = auto.cache_bytes(like, keys) - 2 * keys.nbytes
         total = 3 * 2 * keys.nbytes + fit * codes + codes // 2

@@ -1,6 +1,7 @@
 """The crossover of a batch's rows: the tokens of all of them decide, on the device, and what the
 rule calls far is what the committed rows measured to be faster."""
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -9,8 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attnplug import Gather, Gvr
-from attnplug.policies import parse
+from attnplug import Gather, Gvr, Sketch
+from attnplug.policies import auto, parse
 from attnplug.policies.crossover import RowCrossover
 
 RESULTS = Path(__file__).parents[2] / "bench" / "results"
@@ -43,6 +44,30 @@ def test_the_tokens_of_all_rows_decide(row, more, lengths, wide):
 def test_what_is_not_reachable_never_happens(row, more, rows, room):
     rule = RowCrossover(row, row + more)
     assert rule.reachable(rows, room) == bool(rule.far(torch.full((rows,), room)).any())
+
+
+@given(st.integers(0, 200), st.integers(0, 300), st.integers(1, 9))
+def test_the_least_room_is_the_first_that_is_reachable(row, more, rows):
+    rule = RowCrossover(row, row + more)
+    least = rule.least(rows)
+    assert rule.reachable(rows, least) and not rule.reachable(rows, least - 1)
+
+
+@pytest.mark.parametrize("method", [Gather(), Sketch()], ids=str)
+def test_rows_of_one_cache_share_the_price(method):
+    rule = method.row_crossover(CUDA)
+    for rows in (1, 2, 8):
+        assert method.serves(rows, rule.least(rows), CUDA)
+        assert not method.serves(rows, rule.least(rows) - 1, CUDA)
+    assert rule.least(1) == method.crossover(CUDA) == 65536
+    assert rule.least(8) < 32768 < rule.least(2)
+    alone = dataclasses.replace(method, min_tokens=65536)
+    assert alone.serves(8, 65536, CUDA) and not alone.serves(8, 65535, CUDA)
+
+
+def test_auto_serves_no_batch_of_shorter_rows_than_were_measured():
+    sketch = next(c for c in auto.CANDIDATES["faithful"]["decode"] if c.method.name == "sketch")
+    assert sketch.method.row_crossover(CUDA) == (32768, 65536)
 
 
 def test_a_sum_past_32_bits_is_still_a_sum():

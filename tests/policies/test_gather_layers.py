@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 from gather_policy_cases import BAND, EXACT, GATHER, SIZE, SPREAD, bounds_of, tokens
-from step_cases import DIM, KV_HEADS, step
+from step_cases import DIM, KV_HEADS, filled, step
 from transformers.cache_utils import StaticLayer
 
 import attnplug
@@ -71,12 +71,29 @@ def test_the_crossover_grows_with_the_keep_set():
     assert dataclasses.replace(GATHER, min_tokens=5).crossover(cuda) == 5
 
 
+@pytest.mark.parametrize("rows", [1, 3, 4])
+def test_a_batch_is_served_from_fewer_tokens_on(rows, monkeypatch):
+    """What 200 slots have past 110 comes to 400 less 110 in four rows, and not in three."""
+    monkeypatch.setattr(Gather, "measured_crossover", lambda *_: 400)
+    monkeypatch.setattr(Gather, "measured_row_crossover", lambda *_: 110)
+    batched = dataclasses.replace(GATHER, min_tokens=None)
+    call = step(filled(batched, tokens(0, 190, batch=rows), SIZE))
+    call.state.exposes_buffers = True  # as a prompt's attention finds
+    batched.note_queries(call)
+    assert call.state.progress.any() == (rows == 4)
+    other = GATHER if rows == 4 else Dense()
+    assert torch.equal(batched.attend(call), other.attend(call))
+    assert not torch.allclose(GATHER.attend(call), Dense().attend(call), atol=1e-3)
+
+
 def test_the_report_says_what_is_read_and_where_it_is_dense():
     shape = LayerShape(4, 2, 64, 0.0, False, torch.device("cpu"))
     assert Gather(k=8, block=128, sink=1, local=4).note(shape) == (
         "reads 13 blocks of 128 keys; dense in caches below 4,096 tokens and in those that "
         "attnplug did not make for it"
     )
+    gpu = LayerShape(28, 4, 128, 0.0, False, torch.device("cuda"))
+    assert "dense in caches below 65,536 tokens (20,624 at batch 8) and in" in Gather().note(gpu)
     model = attnplug.apply(tiny_model(), GATHER)
     name = "gather(k=2, sink=1, local=2, scoring='bounds', min_tokens=0, bounds='int8')"
     assert f"decode {name}; gather: reads 5 blocks" in str(attnplug.report(model))

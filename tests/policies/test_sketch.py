@@ -50,6 +50,18 @@ def filled(policy: Sketch, new: torch.Tensor, mask: torch.Tensor | None = None) 
     return layer
 
 
+@pytest.mark.parametrize("rows", [3, 4])
+def test_a_batch_has_codes_from_fewer_tokens_on(rows, monkeypatch):
+    """What 200 slots have past 110 comes to 400 less 110 in four rows, and not in three."""
+    monkeypatch.setattr(Sketch, "measured_crossover", lambda *_: 400)
+    monkeypatch.setattr(Sketch, "measured_row_crossover", lambda *_: 110)
+    layer = Sketch().cache_layer(200)
+    layer.update(*random(0, 2, rows, KV_HEADS, 190, DIM))
+    assert (layer.codes is not None) == (rows == 4)
+    if rows == 3:
+        assert torch.equal(Sketch().attend(step(layer)), Dense().attend(step(layer)))
+
+
 @settings(max_examples=12)
 @given(length=st.integers(1, SIZE), seed=st.integers(0, 99), capped=st.booleans())
 def test_a_budget_of_everything_is_dense(length, seed, capped):

@@ -256,6 +256,7 @@ class Plan(NamedTuple):
     pieces: int  # of the list of picks
     attend_warps: int
     columns: int  # of the head dimension, for one program of the merge
+    attend: tuple[int, bool, int | None] = (64, False, None)  # its tile, AHEAD, registers
 
 
 @functools.lru_cache(maxsize=1024)
@@ -324,7 +325,7 @@ def launch_sketch_decode(
         *(picks, cut, norm, call.scale, plan.pieces, softcap),
     )
     picked = attend._allocate(*asked_attend)
-    attend_picks(*asked_attend, *picked, warps=plan.attend_warps, chained=True)
+    attend_picks(*asked_attend, *picked, warps=plan.attend_warps, chained=True, how=plan.attend)
     merge.launch_merge_sketch(
         *(q, projected, *fixed, *picked, sums, norm, cut),
         *(call.v_mean, call.tail, softcap, call.sinks, out, lse),
