@@ -75,7 +75,6 @@ class Layer:
         for q in drifting[:steps]:
             call = decode.Call(**(none | own | {"q": q.to(torch.bfloat16)}))
             outputs = decode._allocate(*call)
-            self.made = outputs[0]
             calls.append(functools.partial(decode.launch_sketch_decode, *call, *outputs, plan=plan))
         return calls
 
@@ -139,7 +138,7 @@ class Layer:
             "scan": scan_tokens,
             "pick": pick_from_shares,
             "attend": lambda: attend.launch_attend_picks(
-                *asked_attend, *own, warps=plan.attend_warps, how=plan.attend
+                *asked_attend, *own, warps=plan.attend_warps
             ),
             "merge": lambda: merge.launch_merge_sketch(
                 q,
@@ -245,7 +244,9 @@ def time_kernels(rows: Rows, batch: int, tokens: int) -> dict[str, str]:
         more = {"pick": {"tile": tile, "warps": warps, "registers": registers}}
         variant = f"tile={tile}/{warps}w/{registers}r"
         rows.attempt("pick", case, variant, alone, layers, base, "pick", more)
-    time_attend(rows, case, layers, base)
+    for pieces, warps in ((9, 4), (12, 4), (18, 4), (36, 4), (18, 8)):
+        plan = base._replace(pieces=pieces, attend_warps=warps)
+        rows.attempt("attend", case, named(plan), alone, layers, plan, "attend")
     for registers in (96, 128):
         more = {"prepare": {"registers": registers}}
         variant = f"registers={registers}"
@@ -253,31 +254,6 @@ def time_kernels(rows: Rows, batch: int, tokens: int) -> dict[str, str]:
     rows.attempt("chain", case, "no hint", whole, layers, base, False)
     rows.attempt("chain", case, "hint too high", whole, layers, base, True, 250.0)
     return {"result": "done"}
-
-
-ATTEND = [(64, False, None), (64, False, 168), (64, False, 128), (32, False, None)]
-ATTEND += [(32, True, None), (32, True, 168), (16, True, None), (16, False, None)]
-
-
-def time_attend(rows: Rows, case: str, layers: list[Layer], base: decode.Plan) -> None:
-    """`attend` and the chain under a few plans: pieces; tile, prefetch, registers."""
-    for pieces in (7, 9, 12, 18, 36):
-        for how in ATTEND:
-            plan = base._replace(pieces=pieces, attend=how)
-            label = "pieces={} tile={} ahead={} r={}".format(pieces, *how)
-            rows.attempt("same", case, label, same_output, layers[0], base, plan)
-            rows.attempt("attend", case, label, alone, layers, plan, "attend")
-            rows.attempt("chain", case, label, whole, layers, plan)
-
-
-def same_output(layer: Layer, one: decode.Plan, other: decode.Plan) -> dict[str, str]:
-    """The same step under two plans gives the same output."""
-    found = []
-    for plan in (one, other):
-        layer.chain(plan, 1, False)[0]()
-        torch.cuda.synchronize()
-        found.append(layer.made.float().cpu())
-    return {"result": "ok: " + near("output", found[1], found[0], 2e-2)}
 
 
 def alone(
@@ -323,7 +299,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--seconds", type=float, default=150)
-    parts = ("all", "steps", "checks", "kernels", "attend")
+    parts = ("all", "steps", "checks", "kernels")
     parser.add_argument("--part", choices=parts, default="all")
     args = parser.parse_args()
     rows = Rows(args.out, args.seconds)
@@ -342,10 +318,6 @@ def main() -> int:
     if args.part in ("kernels", "all"):
         for shape in TUNED:
             rows.attempt("shape", f"kernels of {shape}", "", time_kernels, rows, *shape)
-    if args.part == "attend":
-        for shape in ((8, 1 << 17), (1, 1 << 17)):
-            case, layers = f"batch={shape[0]} n={shape[1]}", caches(*shape)
-            time_attend(rows, case, layers, plan_of(*shape))
     print(f"--- {rows.failed} failed")
     for line in sorted(rows.table):
         if not line.startswith("shape"):

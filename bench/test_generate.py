@@ -38,7 +38,8 @@ from typing import Any
 import pytest
 import torch
 from _models import heads_of
-from test_e2e_decode import CONFIG, fill, model, profile, work_of
+from test_e2e_decode import CONFIG, model, profile, work_of
+from test_e2e_policies import fill_up_to
 from torch._dynamo.utils import compilation_time_metrics, counters
 from transformers import Cache, DynamicCache
 from transformers.generation.configuration_utils import CompileConfig
@@ -82,7 +83,9 @@ def filled(policy: str, n: int, batch: int) -> Cache:
     """A cache that holds n random tokens and has room for what a call adds: the one that generate
     takes by default, stock's growing one or ours."""
     if policy:
-        return fill(attnplug.make_cache(model(), n + TAIL + NEW + 1), CONFIG, n, "cuda", batch)
+        made = attnplug.make_cache(model(), n + TAIL + NEW + 1)
+        fill_up_to(made, n, batch)
+        return made
     cache, dim = DynamicCache(config=CONFIG), CONFIG.hidden_size // CONFIG.num_attention_heads
     for index in range(CONFIG.num_hidden_layers):
         random = torch.Generator("cuda").manual_seed(index)

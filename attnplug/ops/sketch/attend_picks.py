@@ -35,6 +35,9 @@ from attnplug.ops.sketch.prepare_query import check_step
 
 NAME = "sketch_attend"
 TILE = 64  # picks of one step
+# Of a program of several steps: with 204 two of them fitted a multiprocessor, where the plan counts
+# on three.
+REGISTERS = 168
 SUMS = kernels.SUMS.value
 
 
@@ -235,7 +238,6 @@ def launch_attend_picks(
     warps=4,
     chained=False,
     fetched=False,
-    how=(TILE, False, None),
 ):
     """Run the kernel; tensors as in `attend_picks`, on a GPU or in Triton's interpreter. `chained`:
     the kernel in front is `pick`, or `fetched` with it: one that has put keys and values side by
@@ -244,9 +246,9 @@ def launch_attend_picks(
     kv_heads, size = fine.shape[1:3]
     group = heads // kv_heads
     pdl, dependent = early(q.device)
-    tile, ahead, registers = how
     q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k, v))
     factor, cap = base_two(scale, softcap)
+    tiles = tiles_of(picks.shape[2], pieces)
     kernels.attend.run(
         grid=(pieces, kv_heads, batch),
         warmup=False,
@@ -278,16 +280,15 @@ def launch_attend_picks(
         DP=triton.next_power_of_2(width),
         R4=2 * fine.shape[3],
         R2=4 * coarse.shape[3],
-        TILE=tile,
-        TILES=tiles_of(picks.shape[2], pieces) * (TILE // tile),
+        TILE=TILE,
+        TILES=tiles,
         CAPPED=softcap > 0,
         ASM=q.is_cuda,
         CHAINED=chained,
         FETCHED=fetched,
-        AHEAD=ahead,
         PDL=pdl,
         num_warps=warps,
-        maxnreg=registers,
+        maxnreg=REGISTERS if tiles > 1 else None,
         **dependent,
     )
 

@@ -256,7 +256,6 @@ class Plan(NamedTuple):
     pieces: int  # of the list of picks
     attend_warps: int
     columns: int  # of the head dimension, for one program of the merge
-    attend: tuple[int, bool, int | None] = (64, False, 168)  # its tile, AHEAD, registers
 
 
 @functools.lru_cache(maxsize=1024)
@@ -270,7 +269,7 @@ def plan_for(
     parts = min(max(fewest, blocks // PART.value), blocks // LEAST.value)
     parts = max(1, min(parts, 4 * multiprocessors // rows))
     steps = pick.capacity_for(top_k) // attend.TILE
-    pieces = max(1, min(steps, 9 if rows == 32 else 3 * multiprocessors // rows))
+    pieces = max(1, min(steps, 3 * multiprocessors // rows))  # all at once
     wide = width * itemsize > 256
     pieces = -(-steps // -(-steps // pieces))
     evict = "evict_first" if rows * size > CACHED else ""
@@ -325,7 +324,7 @@ def launch_sketch_decode(
         *(picks, cut, norm, call.scale, plan.pieces, softcap),
     )
     picked = attend._allocate(*asked_attend)
-    attend_picks(*asked_attend, *picked, warps=plan.attend_warps, chained=True, how=plan.attend)
+    attend_picks(*asked_attend, *picked, warps=plan.attend_warps, chained=True)
     merge.launch_merge_sketch(
         *(q, projected, *fixed, *picked, sums, norm, cut),
         *(call.v_mean, call.tail, softcap, call.sinks, out, lse),

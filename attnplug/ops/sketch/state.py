@@ -19,12 +19,13 @@ import torch
 from attnplug.errors import ArgumentError
 from attnplug.ops.common.checks import HEAD_DIMS
 from attnplug.ops.common.define import require
+from attnplug.ops.sketch.eigh import eigh_side_by_side
 
 BLOCK, CHUNK = 128, 32
 CLIPS = {4: 3.64, 2: 1.49}  # standard deviations
 COORDINATES = {16: (16, 32), 24: (32, 32), 32: (32, 64)}  # bytes: of 4 bits, of 2 bits
 SAMPLE = 16384  # tokens of a row that `fit_basis` reads at most, evenly spaced
-STEP_TOKENS = 4096  # tokens that it widens to float32 at a time
+STEP_ROWS = 1 << 16  # tokens, of all rows and KV heads, that it widens to float32 at a time
 
 
 class Codes(NamedTuple):
@@ -155,8 +156,9 @@ def _sampled(keys, lengths, start, key_mask):
 def _parts(keys, values, at, weight):
     """(keys, values, weight) of some tokens at a time, float32, `[B, Hkv, n, D]` and `[..., n]`;
     what is not to count is 0."""
-    for first in range(0, at.shape[1], STEP_TOKENS):
-        part = slice(first, first + STEP_TOKENS)
+    step = max(1024, STEP_ROWS // (keys.shape[0] * keys.shape[1]))
+    for first in range(0, at.shape[1], step):
+        part = slice(first, first + step)
         place = at[:, None, part, None].expand(-1, keys.shape[1], -1, keys.shape[3])
         k, v = keys.gather(2, place).float(), values.gather(2, place).float()
         counts = weight[:, None, part] & k.isfinite().all(-1) & v.isfinite().all(-1)
@@ -199,8 +201,7 @@ def _directions(cov_k, queries, heads, rank, ridge):
     plain = (mean > 0) & mean.isfinite()
     c = torch.where(plain[..., None, None], c / mean.where(plain, 1.0)[..., None, None], eye)
     lower = torch.linalg.cholesky((c + ridge * eye).cpu())
-    # LAPACK: solvers on a GPU take the matrices of a batch one after the other, and wait likewise.
-    values, vectors = torch.linalg.eigh(lower.mT @ cov_k.cpu() @ lower)
+    values, vectors = eigh_side_by_side(lower.mT @ cov_k.cpu() @ lower)
     vectors = vectors.flip(-1)[..., :rank]
     variance = values.flip(-1)[..., :rank].clamp(min=0)
     # A coordinate that does not vary has codes of no meaning, and a step that keeps it finite.
@@ -240,7 +241,7 @@ def _query_map(b, k_mean, level, step, mean_x, cov_xx, cov_xv):
     variance, and the covariance of values and score."""
     offset = k_mean + (b @ level[..., None])[..., 0]
     mean = k_mean + (b @ mean_x[..., None])[..., 0]
-    values, vectors = torch.linalg.eigh(cov_xx.cpu())
+    values, vectors = eigh_side_by_side(cov_xx.cpu())
     root = (vectors * values.clamp(min=0).sqrt()[..., None, :]).to(b.device)
     parts = [b * step[..., None, :], offset[..., None], mean[..., None], b @ root, b @ cov_xv]
     return torch.cat(parts, -1).float().contiguous()

@@ -49,36 +49,6 @@ def query_facts(
 
 
 @triton.jit
-def fetch_tokens(
-    k_at,
-    v_at,
-    k_s,
-    v_s,
-    S,
-    fine,
-    coarse,
-    listed,
-    slot,
-    in_width,
-    R4: tl.constexpr,
-    R2: tl.constexpr,
-    FETCHED: tl.constexpr,
-):
-    """Keys, values and codes of the `listed` tokens of one row, and which of these there are."""
-    at = listed.to(tl.int64)
-    own = slot if FETCHED else at
-    seen = (at >= 0) & (at < S)
-    loadable = seen[:, None] & in_width[None, :]
-    key = tl.load(k_at + own[:, None] * k_s, mask=loadable, other=0.0)
-    value = tl.load(v_at + own[:, None] * v_s, mask=loadable, other=0.0)
-    fine_at = fine + at[:, None] * (R4 // 2) + tl.arange(0, R4 // 2)[None, :]
-    fine_bytes = tl.load(fine_at, mask=seen[:, None], other=0)
-    coarse_at = coarse + at[:, None] * (R2 // 4) + tl.arange(0, R2 // 4)[None, :]
-    coarse_bytes = tl.load(coarse_at, mask=seen[:, None], other=0)
-    return seen, key, value, fine_bytes, coarse_bytes
-
-
-@triton.jit
 def attend(
     q,
     k,
@@ -114,7 +84,6 @@ def attend(
     ASM: tl.constexpr,
     CHAINED: tl.constexpr,
     FETCHED: tl.constexpr,
-    AHEAD: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """A group's queries against one piece of its picks, exactly and as the scan scored them. In
@@ -156,27 +125,28 @@ def attend(
     guess_low = tl.zeros([HEADS], tl.float32)
     listed = picks + place * capacity
     slot = piece * TILES * TILE + tl.arange(0, TILE)
-    end = tl.minimum((piece + 1) * TILES * TILE, capacity)
-    own_codes = fine + place * S * (R4 // 2), coarse + place * S * (R2 // 4)
-    rows = k_at, v_at, k_s, v_s, S
-    coming = tl.load(listed + slot, mask=slot < end, other=-1, cache_modifier=".cg")
-    if AHEAD:
-        seen, key, value, fine_bytes, coarse_bytes = fetch_tokens(
-            *rows, *own_codes, coming, slot, in_width, R4, R2, FETCHED
-        )
-        slot += TILE
-        coming = tl.load(listed + slot, mask=slot < end, other=-1, cache_modifier=".cg")
-    # Not pipelined by Triton: 3.6 compiled such a loop over gathered keys to wrong code, without a
-    # word (block_sparse_attention). With AHEAD a turn asks for the keys of the next one itself.
+    end = (piece + 1) * TILES * TILE
+    coming = tl.load(listed + slot, mask=slot < capacity, other=-1, cache_modifier=".cg")
+    # Not pipelined: Triton 3.6 compiled such a loop over gathered keys to wrong code, without a
+    # word (block_sparse_attention).
     for _ in tl.range(0, TILES, num_stages=1):  # pyright: ignore[reportGeneralTypeIssues]
-        next_seen, next_key, next_value, next_fine, next_coarse = fetch_tokens(
-            *rows, *own_codes, coming, slot, in_width, R4, R2, FETCHED
-        )
+        at = coming.to(tl.int64)
+        own = slot if FETCHED else at
         slot += TILE
-        coming = tl.load(listed + slot, mask=slot < end, other=-1, cache_modifier=".cg")
-        if not AHEAD:
-            seen, key, value = next_seen, next_key, next_value
-            fine_bytes, coarse_bytes = next_fine, next_coarse
+        coming = tl.load(
+            listed + slot, mask=slot < tl.minimum(end, capacity), other=-1, cache_modifier=".cg"
+        )
+        seen = (at >= 0) & (at < S)
+        loadable = seen[:, None] & in_width[None, :]
+        key = tl.load(k_at + own[:, None] * k_s, mask=loadable, other=0.0)
+        value = tl.load(v_at + own[:, None] * v_s, mask=loadable, other=0.0)
+        code = (place * S + at)[:, None]
+        fine_bytes = tl.load(
+            fine + code * (R4 // 2) + tl.arange(0, R4 // 2)[None, :], mask=seen[:, None], other=0
+        )
+        coarse_bytes = tl.load(
+            coarse + code * (R2 // 4) + tl.arange(0, R2 // 4)[None, :], mask=seen[:, None], other=0
+        )
         guess = estimated(
             unpack_fine(fine_bytes, ASM),
             unpack_coarse(coarse_bytes, ASM),
@@ -209,9 +179,6 @@ def attend(
         total = total * decay + tl.sum(p, 1)
         acc = tl.dot(p.to(value.dtype), value, acc * decay[:, None], input_precision="ieee")
         top = best
-        if AHEAD:
-            seen, key, value = next_seen, next_key, next_value
-            fine_bytes, coarse_bytes = next_fine, next_coarse
 
     store_partial(
         top, total, acc, pick_out, pick_lse, (row + r) * pieces + piece, d, in_group, in_width, D
