@@ -184,7 +184,7 @@ def profile_of(made: Any, policy: str, ids: torch.Tensor) -> None:
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 def test_tokens(gpu_bench, kind, policy, n, batch):
     times = token_times(policy, n, batch, kind)
-    nbytes, flops = work_of(model(), CONFIG, tokens_read(policy, n), batch)
+    nbytes, flops = work_of(model(), CONFIG, tokens_read(policy, n, batch), batch)
     record(
         gpu_bench,
         policy,
@@ -213,9 +213,9 @@ def kind_of(policy: str, *what: str) -> str:
     return ", ".join(filter(None, [*what, policy if "+" in policy else ""]))
 
 
-def tokens_read(policy: str, n: int) -> float:
+def tokens_read(policy: str, n: int, batch: int) -> float:
     method = parse(policy).decode
-    is_far = isinstance(method, Gather) and n >= method.crossover(model().device)
+    is_far = isinstance(method, Gather) and method.serves(batch, n, model().device)
     return read_tokens(method, n, n + TAIL) if is_far else n
 
 

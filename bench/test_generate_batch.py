@@ -137,7 +137,8 @@ def test_load(gpu_bench, policy, load):
     assert PEER in name, f"stock attends with {name}, not {PEER}: install flash-attn or kernels"
     times, _ = times_of(policy, count, tokens)
     nbytes, flops = work_of(model(), CONFIG, tokens, count)
-    peer = f"transformers {name}" + " (vLLM's build)" * stands_in()
+    attention = name.rpartition("|")[2]  # "paged|..." is two cells of a table
+    peer = f"transformers' {attention}" + " (vLLM's build)" * stands_in()
     gpu_bench.record(
         op=policy, case="generate-batch", n=tokens, batch=count, **heads_of(CONFIG),
         dtype=torch.bfloat16, options=f"{NEW} new tokens, transformers {transformers.__version__}",

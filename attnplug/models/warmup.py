@@ -42,7 +42,7 @@ def generate_ahead(
 
 def _call(model: Any, length: int, batch: int, padded: bool, options: dict[str, Any]) -> None:
     size = model.config.get_text_config(decoder=True).vocab_size
-    # The same on all ranks of a split model: one that ended before the others would leave them waiting.
+    # The same on all ranks of a split model: who ends before the others leaves them waiting.
     random = torch.Generator(model.device).manual_seed(length)
     ids = torch.randint(0, size, (batch, length), device=model.device, generator=random)
     mask = torch.ones_like(ids)

@@ -33,6 +33,17 @@ def test_no_call_compiles_after_warm(padded, capsys):
     assert attnplug.report(model).loop == ""
 
 
+def test_ranks_with_unlike_random_states_warm_with_the_same_prompts(monkeypatch):
+    """Else one might end before another, which would wait for it."""
+    model, seen = attnplug.apply(tiny_model(), "dense"), []
+    monkeypatch.setattr(model, "generate", lambda ids, **_: seen.append(ids))
+    for rank in range(2):
+        torch.manual_seed(rank)
+        attnplug.warm(model, lengths=[70, 90], batch=2)
+    assert [tuple(ids.shape) for ids in seen] == 2 * [(2, 70), (2, 90)]
+    assert all(torch.equal(one, other) for one, other in zip(seen[:2], seen[2:], strict=True))
+
+
 def test_bad_arguments_are_named():
     model = tiny_model()
     with pytest.raises(attnplug.NotAppliedError):

@@ -1,8 +1,8 @@
 """Eigenvalues of many small matrices on the CPU, a matrix a thread.
 
-LAPACK, because solvers on a GPU take the matrices of a batch one after the other, and the host waits
-likewise. torch takes them one after the other, too, each with all threads, of which a matrix of 128
-rows has little to do.
+LAPACK, because solvers on a GPU take the matrices of a batch one after the other, and the host
+waits likewise. torch takes them one after the other, too, each with all threads, for which a matrix
+of 128 rows is little work.
 """
 
 import functools

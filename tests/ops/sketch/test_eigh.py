@@ -1,5 +1,5 @@
-"""Many small eigenproblems, a matrix a thread: what torch.linalg.eigh gives, and no thread of anyone
-else computes with fewer cores afterwards."""
+"""Many small eigenproblems, a matrix a thread: what torch.linalg.eigh gives, and nobody else's
+threads compute with fewer cores afterwards."""
 
 import threading
 
