@@ -154,8 +154,9 @@ class SketchLayer(PlugLayer):
 
     def note_queries(self, call: AttentionCall) -> None:
         """After a call of several queries, whose tokens are in the cache: keep the last queries,
-        and make what codes are missing. A prefill of many chunks has the basis made whenever it has
-        grown by a quarter; the first step after it has it made of the rest."""
+        and make what codes are missing. A prefill of many chunks has the basis made with the last
+        of them where generate has told how many tokens come. Else it is made whenever the prefill
+        has grown by a quarter, and the first step after it has it made of the rest."""
         if self.codes is None or not self.exposes_buffers:
             return
         compiling = torch.compiler.is_compiling()
@@ -165,7 +166,8 @@ class SketchLayer(PlugLayer):
         self._forget_hint()
         mask = self.mask_of_buffer(call.key_mask)
         # Traced code must not look at the counts.
-        if may_sync(call.q.is_cuda) and self._is_due() and self.seen >= self.fitted_at * 5 // 4:
+        grown = self.seen >= max(self.fitted_at * 5 // 4, self.prefill_tokens)
+        if may_sync(call.q.is_cuda) and self._is_due() and grown:
             self.refit(call.start, mask)
         elif self.is_fitted:
             self._encode(call.start, mask)
