@@ -40,7 +40,7 @@ while [ $# -ge 2 ]; do
   bound=()
   if [ "$own" = - ]; then own=; elif [ "$gpus" -gt 0 ]; then bound=(taskset -c "$(cores_of "$own")"); fi
   CUDA_VISIBLE_DEVICES=$own OUT=$folder ATTNPLUG_BENCH_ROWS=$folder/rows.jsonl \
-    "${bound[@]}" timeout --signal=INT --kill-after=10 "$((limit - SECONDS))" bash -c "$2" \
+    "${bound[@]}" timeout --signal=INT --kill-after=10 "$((limit > SECONDS ? limit - SECONDS : 1))" bash -c "$2" \
     >"$folder/log" 2>&1 &
   lanes+=($!)
   shift 2

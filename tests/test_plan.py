@@ -91,6 +91,11 @@ def test_it_never_pays_where_the_extra_is_more_than_the_cache():
     assert "does not pay at any length" in plan.notes(SHAPE, bill, Gather(), 1)
 
 
+@pytest.mark.parametrize("batch, tokens", [(1, "65,536"), (8, "20,624")])
+def test_the_notes_name_the_crossover_of_the_batch(batch, tokens):
+    assert f"dense in caches below {tokens} tokens" in plan.notes(SHAPE, BILL, Gather(), batch)
+
+
 def test_a_fit_finds_the_bill():
     fitted = plan.fit(rows(BILL))
     found = fitted.bill

@@ -42,9 +42,13 @@ def generate_ahead(
 
 def _call(model: Any, length: int, batch: int, padded: bool, options: dict[str, Any]) -> None:
     size = model.config.get_text_config(decoder=True).vocab_size
-    # The same on all ranks of a split model: who ends before the others leaves them waiting.
-    random = torch.Generator(model.device).manual_seed(length)
-    ids = torch.randint(0, size, (batch, length), device=model.device, generator=random)
+    # The same on all ranks of a split model, and so what they sample: who ends before the others
+    # leaves them waiting. The caller has the random state put back.
+    torch.default_generator.manual_seed(length)
+    if model.device.type == "cuda":
+        with torch.cuda.device(model.device):
+            torch.cuda.manual_seed(length)
+    ids = torch.randint(0, size, (batch, length), device=model.device)
     mask = torch.ones_like(ids)
     if padded:
         mask[0, 0] = 0

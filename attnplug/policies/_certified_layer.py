@@ -46,6 +46,7 @@ class CertifiedLayer(PlugLayer):
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         device = key_states.device
+        self.tier = self.telemetry = self.scratch = None  # of other rows, after a reset
         if not self.serves(len(key_states), self.max_cache_len, device):
             super().lazy_initialization(key_states, value_states)
             return

@@ -104,6 +104,7 @@ class HostGatherLayer(GatherLayer, HostLayer):
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         super().lazy_initialization(key_states, value_states)
+        self.near = None  # of other rows, after a reset
         if not self.on_host:
             return
         batch, heads, _, width = key_states.shape

@@ -94,6 +94,14 @@ class SketchLayer(PlugLayer):
         """Whether a cache with these buffers is to have codes; dense reads one that has none."""
         return self.serves(len(keys), self.max_cache_len, keys.device)
 
+    def _serves_its_rows(self) -> bool:
+        """Whether steps read the codes; fewer rows than the cache began with may leave it to
+        dense."""
+        keys = self.keys
+        if keys is None or self.on_host:
+            return keys is not None
+        return self.serves(len(keys), self.max_cache_len, keys.device)
+
     def _make_ring(self, heads: int) -> None:
         keys = self._buffers()[0]
         self.bind_rows(recent=keys.new_zeros((len(keys), heads, QUERIES, keys.shape[3])))
@@ -228,6 +236,8 @@ class SketchLayer(PlugLayer):
 
     def prepare_step(self, tokens: int, mask: torch.Tensor | None) -> None:
         self.seen = max(self.seen, tokens)
+        if not self._serves_its_rows():
+            return
         audit, fit = self._audit_is_due(), self._is_due()
         if self.codes is None or not self.is_initialized or self.seen == 0 or not (audit or fit):
             return

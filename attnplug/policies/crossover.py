@@ -44,7 +44,8 @@ class RowCrossover(NamedTuple):
 
     def reachable(self, rows: int, room: int) -> bool:
         """Whether a batch of so many rows with room for `room` tokens each can have a far row."""
-        return room >= self.row and rows * (room - self.row) >= self.alone - self.row
+        # One comparison: compiled code is guarded by it, and by no second limit.
+        return rows > 0 and room >= self.least(rows)
 
     def least(self, rows: int) -> int:
         """The least room that is reachable for so many rows."""

@@ -5,6 +5,7 @@ import torch
 from transformers.generation.configuration_utils import CompileConfig
 
 import attnplug
+from attnplug import Gather, Sketch
 from attnplug.testing.policy import tiny_model
 
 
@@ -31,6 +32,22 @@ def test_no_call_compiles_after_warm(padded, capsys):
     with torch._dynamo.config.patch(error_on_recompile=True):
         model.generate(ids, attention_mask=mask, max_new_tokens=5, **options)
     assert attnplug.report(model).loop == ""
+
+
+@pytest.mark.parametrize("policy", [Gather(k=2, sink=1, local=2), Sketch(k=8)], ids=str)
+def test_a_method_compiles_no_third_time_between_its_limits(policy, monkeypatch):
+    """One length below and one above the crossover serve all: 200 is past what a row costs, and
+    dense all the same."""
+    torch._dynamo.reset()
+    monkeypatch.setattr(type(policy), "measured_crossover", lambda *_: 400)
+    monkeypatch.setattr(type(policy), "measured_row_crossover", lambda *_: 110)
+    model = attnplug.apply(tiny_model(), policy)
+    options = dict(compile_config=compiling())
+    attnplug.warm(model, lengths=[60, 450], **options)
+    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    for length in (80, 200, 300, 500):
+        model.generate(torch.randint(2, 97, (1, length)), max_new_tokens=5, **options)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs
 
 
 def test_ranks_with_unlike_random_states_warm_with_the_same_prompts(monkeypatch):

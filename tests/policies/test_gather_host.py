@@ -34,6 +34,23 @@ def pair(kv: torch.Tensor, host: Gather = HOST) -> list[tuple[Gather, GatherLaye
     return both
 
 
+@pytest.mark.parametrize("order", [(4, 1), (1, 4)])
+def test_a_cache_that_is_reset_may_be_another_batchs(order, monkeypatch):
+    """Four rows are served from host memory, and one is not."""
+    monkeypatch.setattr(Gather, "measured_crossover", lambda *_: 400)
+    monkeypatch.setattr(Gather, "measured_row_crossover", lambda *_: 110)
+    model = attnplug.apply(tiny_model(), dataclasses.replace(HOST, min_tokens=None))
+    cache, asked = attnplug.make_cache(model, 200), dict(max_new_tokens=6, do_sample=False)
+    asked |= dict(eos_token_id=None, pad_token_id=0)
+    for rows in order:
+        ids = torch.randint(2, 97, (rows, 150), generator=torch.Generator().manual_seed(rows))
+        found = model.generate(ids, past_key_values=cache, **asked)
+        assert cache.layers[0].on_host == (rows == 4)
+        fresh = attnplug.make_cache(model, 200)
+        assert torch.equal(found, model.generate(ids, past_key_values=fresh, **asked))
+        cache.reset()
+
+
 def attend(policy: Gather, layer: GatherLayer, q: torch.Tensor, mask=None, **options):
     keys, values = layer._buffers()
     lengths = layer.cumulative_length.reshape(1)

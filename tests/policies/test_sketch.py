@@ -18,7 +18,6 @@ from attnplug.models.cache import PlugLayer
 from attnplug.ops.sketch.encode_keys import encode_keys
 from attnplug.ops.sketch.state import Basis, empty_codes, fit_basis
 from attnplug.policies import AttentionCall, LayerShape, refit
-from attnplug.policies import _sketch_layer as sketch_layer
 from attnplug.policies._sketch_layer import FEW, LATE, QUERIES, SOON, SketchLayer
 from attnplug.testing import oracle_attention, plain_attention, tiny_model
 
@@ -49,18 +48,6 @@ def filled(policy: Sketch, new: torch.Tensor, mask: torch.Tensor | None = None) 
     layer = policy.cache_layer(SIZE)
     prefill(layer, new, mask)
     return layer
-
-
-@pytest.mark.parametrize("rows", [3, 4])
-def test_a_batch_has_codes_from_fewer_tokens_on(rows, monkeypatch):
-    """What 200 slots have past 110 comes to 400 less 110 in four rows, and not in three."""
-    monkeypatch.setattr(Sketch, "measured_crossover", lambda *_: 400)
-    monkeypatch.setattr(Sketch, "measured_row_crossover", lambda *_: 110)
-    layer = Sketch().cache_layer(200)
-    layer.update(*random(0, 2, rows, KV_HEADS, 190, DIM))
-    assert (layer.codes is not None) == (rows == 4)
-    if rows == 3:
-        assert torch.equal(Sketch().attend(step(layer)), Dense().attend(step(layer)))
 
 
 @settings(max_examples=12)
@@ -264,28 +251,6 @@ def test_a_prefill_in_chunks_fits_when_it_has_grown_by_a_quarter():
     assert all(b - a >= min(max(a, SOON), LATE) for a, b in itertools.pairwise(kept))
     SKETCH.attend(step(layer))
     assert layer.seen - layer.fitted_at < LATE
-
-
-def test_generate_in_chunks_makes_the_basis_once_and_of_all(monkeypatch):
-    """Two turns, the second of fewer tokens than would pay for another basis."""
-    made, model = [], attnplug.apply(tiny_model(), "sketch(k=16, min_tokens=0)")
-    fit = sketch_layer.fit_basis
-    monkeypatch.setattr(
-        sketch_layer,
-        "fit_basis",
-        lambda k, *a, **o: made.append(int(o["lengths"])) or fit(k, *a, **o),
-    )
-    ids = torch.randint(2, 97, (1, 900), generator=torch.Generator().manual_seed(3))
-    asked = dict(max_new_tokens=5, do_sample=False, eos_token_id=None, pad_token_id=0)
-    whole = model.generate(ids, **asked)
-    count = model.config.num_hidden_layers
-    assert made == count * [900]
-    cache = attnplug.make_cache(model, 1100)
-    chunked = model.generate(ids, past_key_values=cache, prefill_chunk_size=128, **asked)
-    assert made == 2 * count * [900] and torch.equal(chunked, whole)
-    more = torch.cat([chunked, ids[:, :100]], 1)
-    model.generate(more, past_key_values=cache, prefill_chunk_size=64, **asked)
-    assert made == 2 * count * [900]
 
 
 def test_what_is_adopted_brings_its_queries():

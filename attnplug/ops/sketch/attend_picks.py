@@ -35,8 +35,8 @@ from attnplug.ops.sketch.prepare_query import check_step
 
 NAME = "sketch_attend"
 TILE = 64  # picks of one step
-# Of a program of several steps: with 204 two of them fitted a multiprocessor, where the plan counts
-# on three.
+# Of a program of several steps in four warps: with 204 two of them fitted a multiprocessor, where
+# the plan counts on three. Larger groups and eight warps would only spill.
 REGISTERS = 168
 SUMS = kernels.SUMS.value
 
@@ -288,7 +288,7 @@ def launch_attend_picks(
         FETCHED=fetched,
         PDL=pdl,
         num_warps=warps,
-        maxnreg=REGISTERS if tiles > 1 else None,
+        maxnreg=REGISTERS if tiles > 1 and warps == 4 and group <= 16 else None,
         **dependent,
     )
 

@@ -6,7 +6,7 @@ of 128 rows is little work.
 """
 
 import functools
-import threading
+import os
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
@@ -18,21 +18,20 @@ def eigh_side_by_side(matrices: torch.Tensor) -> tuple[torch.Tensor, torch.Tenso
     flat = matrices.reshape(-1, *matrices.shape[-2:])
     if len(flat) < 2 or torch.get_num_threads() < 2:
         return torch.linalg.eigh(matrices)
-    found = list(_solvers(torch.get_num_threads()).map(torch.linalg.eigh, flat))
+    pool = _solvers(torch.get_num_threads())
+    try:
+        jobs = [pool.submit(torch.linalg.eigh, each) for each in flat]
+    except RuntimeError:  # the interpreter is ending: no pool takes a job, and others still compute
+        return torch.linalg.eigh(matrices)
+    found = [job.result() for job in jobs]
     values, vectors = (torch.stack([pair[i] for pair in found]) for i in (0, 1))
     return values.reshape(matrices.shape[:-1]), vectors.reshape(matrices.shape)
 
 
 @functools.cache
 def _solvers(threads: int) -> ThreadPoolExecutor:
-    """So many threads, each of which computes alone."""
-    pool, begun = ThreadPoolExecutor(threads, "attnplug-eigh"), threading.Barrier(threads)
+    return ThreadPoolExecutor(threads, "attnplug-eigh")
 
-    def be_alone() -> None:
-        torch.set_num_threads(1)
-        begun.wait()
 
-    for each in [pool.submit(be_alone) for _ in range(threads)]:
-        each.result()
-    torch.set_num_threads(threads)  # what torch gives to threads that begin later, too
-    return pool
+if hasattr(os, "register_at_fork"):  # a child has none of these threads
+    os.register_at_fork(after_in_child=_solvers.cache_clear)

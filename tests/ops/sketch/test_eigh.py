@@ -6,6 +6,7 @@ import threading
 import pytest
 import torch
 
+from attnplug.ops.sketch import eigh
 from attnplug.ops.sketch.eigh import eigh_side_by_side
 
 
@@ -35,12 +36,21 @@ def test_it_is_eigh(threads, shape):
 
 
 def test_threads_that_begin_later_have_all_cores(threads):
+    eigh._solvers.cache_clear()
     eigh_side_by_side(covariances(4, 8))
     found = []
     later = threading.Thread(target=lambda: found.append(torch.get_num_threads()))
     later.start()
     later.join()
     assert found == [threads]
+
+
+def test_an_ending_interpreter_takes_no_jobs(threads):
+    eigh._solvers.cache_clear()
+    eigh._solvers(threads).shutdown()  # as the interpreter does
+    matrices = covariances(3, 8)
+    assert torch.allclose(eigh_side_by_side(matrices)[0], torch.linalg.eigh(matrices)[0])
+    eigh._solvers.cache_clear()
 
 
 def test_what_lapack_refuses_is_refused(threads):
