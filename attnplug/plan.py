@@ -299,14 +299,14 @@ def table(shape: Shape, bill: Bill, policy: Gather, batch: int, contexts: Iterab
 def gains(shape: Shape, bill: Bill, policy: Gather) -> np.ndarray:
     """Speed-ups `[BATCHES,CONTEXTS]` of what attnplug would run: 1 where that is dense, NaN where
     the cache does not fit."""
-    rule = policy.row_crossover(torch.device("cuda"))
+    cuda = torch.device("cuda")
     return np.array(
         [
             [
                 math.nan
                 if not bill.fits(shape, n, b)
                 else 1.0
-                if not rule.reachable(b, n)
+                if not policy.serves(b, n, cuda)
                 else bill.speedup(shape, n, b, policy)
                 for n in CONTEXTS
             ]
@@ -323,13 +323,12 @@ def draw_map(shape: Shape, bill: Bill, policy: Gather, path: Path) -> None:
     from matplotlib.figure import Figure
     from matplotlib.patches import Rectangle
 
-    found = gains(shape, bill, policy)
-    rule = policy.row_crossover(torch.device("cuda"))
+    found, cuda = gains(shape, bill, policy), torch.device("cuda")
     figure = Figure(figsize=(8, 4.2), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots()
     colors = colormaps["viridis"].with_extremes(bad="#ffffff")
-    dense = np.array([[not rule.reachable(b, n) for n in CONTEXTS] for b in BATCHES])
+    dense = np.array([[not policy.serves(b, n, cuda) for n in CONTEXTS] for b in BATCHES])
     shown = np.where(dense, np.nan, np.log2(found))
     axes.imshow(shown, origin="lower", cmap=colors, aspect="auto")
     for (row, column), gain in np.ndenumerate(found):

@@ -19,17 +19,12 @@ from typing import Any
 import tensor_parallel
 import torch
 import torch.distributed as dist
-from tensor_parallel import RANK, ROOM, WORLD, Bench, say
+from tensor_parallel import RANK, ROOM, SMALL, WORLD, Bench, say
+from vllm_engine import SHAPES
 
 import attnplug
 
-LLAMA = dict(
-    hidden_size=4096,
-    num_attention_heads=32,
-    num_key_value_heads=8,
-    intermediate_size=14336,
-    vocab_size=128256,
-)
+LLAMA = {key: SHAPES["llama8b"][key] for key in SMALL}
 ROUNDS = {"momo": 2, "dense": 1}
 
 
@@ -93,7 +88,7 @@ def main() -> None:
         bench.add("tp-ttft", "momo", "momo", times["momo"], times["dense"], f"dense, {WORLD} GPUs")
     bench.wait()
     sys.stdout.flush()
-    os._exit(0)
+    os._exit(0)  # as tensor_parallel.py
 
 
 if __name__ == "__main__":

@@ -324,7 +324,13 @@ class Bench:
             assert error < 0.2, f"{label}: not the same computation"
 
     def add(
-        self, case: str, op: str, policy: str, times: list[float], peer: list[float], who: str = ""
+        self,
+        case: str,
+        op: str,
+        policy: str,
+        times: list[float],
+        theirs: list[float],
+        peer="one GPU",
     ) -> None:
         config, n = self.config, self.asked.tokens
         nbytes, flops = self.work(op, case)
@@ -339,14 +345,14 @@ class Bench:
             dtype=self.dtype,
             options=f"gpus={WORLD}, layers={self.asked.layers}",
             times_us=times,
-            peer=who or "one GPU",
-            peer_times_us=peer,
+            peer=peer,
+            peer_times_us=theirs,
             bytes=nbytes,
             flops=flops,
             ceiling=lambda seconds: None,  # of several GPUs: none was measured
             policy=policy,
         )
-        say(f"{case} {policy}: {row['ratio']:.2f}x of {row['peer']}")
+        say(f"{case} {policy}: {row['ratio']:.2f}x of {peer}")
         if self.asked.out is not None and RANK == 0:
             with self.asked.out.open("a") as file:
                 file.write(json.dumps(row) + "\n")

@@ -98,9 +98,9 @@ class SketchLayer(PlugLayer):
         """Whether steps read the codes; fewer rows than the cache began with may leave it to
         dense."""
         keys = self.keys
-        if keys is None or self.on_host:
-            return keys is not None
-        return self.serves(len(keys), self.max_cache_len, keys.device)
+        if keys is None:
+            return False
+        return self.on_host or self.serves(len(keys), self.max_cache_len, keys.device)
 
     def _make_ring(self, heads: int) -> None:
         keys = self._buffers()[0]
