@@ -324,13 +324,7 @@ class Bench:
             assert error < 0.2, f"{label}: not the same computation"
 
     def add(
-        self,
-        case: str,
-        op: str,
-        policy: str,
-        times: list[float],
-        theirs: list[float],
-        peer="one GPU",
+        self, case: str, op: str, policy: str, times: list[float], base: list[float], peer="one GPU"
     ) -> None:
         config, n = self.config, self.asked.tokens
         nbytes, flops = self.work(op, case)
@@ -346,7 +340,7 @@ class Bench:
             options=f"gpus={WORLD}, layers={self.asked.layers}",
             times_us=times,
             peer=peer,
-            peer_times_us=theirs,
+            peer_times_us=base,
             bytes=nbytes,
             flops=flops,
             ceiling=lambda seconds: None,  # of several GPUs: none was measured
