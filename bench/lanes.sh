@@ -13,7 +13,7 @@
 # is a job without a GPU. Exits with 1 unless all jobs did with 0.
 set -uo pipefail
 cd "$(dirname "$0")/.."
-limit=$1 out=${OUT:-/tmp} here=/tmp/lanes failed=0
+limit=$1 out=${OUT:-/tmp} failed=0
 shift
 # shellcheck source=bench/gpu_join.sh
 source bench/gpu_join.sh
@@ -31,7 +31,7 @@ cores_of() { # of GPUs, as taskset wants them
   echo "${list#,}"
 }
 
-rm -rf "$here"
+here=$(mktemp -d)
 lanes=()
 while [ $# -ge 2 ]; do
   folder=$here/${#lanes[@]} own=$1
