@@ -5,14 +5,24 @@ import os
 import pytest
 
 from attnplug.errors import WeightsUnavailableError
-from attnplug.models.pretrained import load
+from attnplug.models.pretrained import fetch, load
 
 
 def real_model(name):
-    """A model on the CPU, and its tokenizer. Where its weights are not to be had, on a machine
-    without a network, the test skips; with ATTNPLUG_REQUIRE_WEIGHTS=1, as in .ci/run, it fails."""
+    """A model on the CPU, and its tokenizer."""
+    return _or_skip(load, name, device="cpu")
+
+
+def real_folder(name):
+    """The folder of a checkpoint, made if it is missing."""
+    return _or_skip(fetch, name)
+
+
+def _or_skip(get, name, **options):
+    """Where weights are not to be had, on a machine without a network, the test skips; with
+    ATTNPLUG_REQUIRE_WEIGHTS=1, as in .ci/run, it fails."""
     try:
-        return load(name, device="cpu")
+        return get(name, **options)
     except WeightsUnavailableError as error:
         if os.environ.get("ATTNPLUG_REQUIRE_WEIGHTS") == "1":
             raise

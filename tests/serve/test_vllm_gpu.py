@@ -23,10 +23,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from real_models import real_folder
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from attnplug.eval.needle import needle_prompt
-from attnplug.models import pretrained
 
 pytestmark = [
     pytest.mark.gpu,
@@ -42,6 +42,8 @@ UNDECIDED = 0.25  # nats between two tokens, where bfloat16 may choose either
 # Rows that are the same throughout where weights are random and two tokens often as likely:
 # 7 and 9 of 15 were, on an H200, and no other left at more than 0.1 nats.
 TIED = 0.4
+# Two ranks round each projection's sum otherwise, too: 11 of 27 were, and none left at more.
+SPLIT = 0.3
 DRAW = random.Random(3)
 SHARED = [DRAW.randrange(2, 1000) for _ in range(1500)]
 
@@ -199,7 +201,7 @@ def test_what_is_kept_is_inside_the_budget(qwen2, run, policy):
 def test_two_ranks_give_the_tokens_of_one(qwen2, run, policy):
     one, _ = run(qwen2, policy, **CHUNKED)
     two, _ = run(qwen2, policy, tensor_parallel_size=2, **CHUNKED)
-    agree(two, one)
+    agree(two, one, exactly=SPLIT)
 
 
 @pytest.mark.parametrize("name", ["smollm2-135m", "gemma3-270m"])
@@ -230,11 +232,9 @@ def test_needles_at_32k_are_found_as_often_as_by_flash_attention(run):
 
 def weights(name: str):
     """(folder, tokenizer) of a small real model, or a skip."""
-    folder = pretrained.checkpoint_dir(name)
-    if not folder.is_dir():
-        pytest.skip(f"the weights of {name} are not here: bench/carry_weights.py brings them")
     from transformers import AutoTokenizer
 
+    folder = real_folder(name)
     return str(folder), AutoTokenizer.from_pretrained(folder)
 
 
