@@ -113,8 +113,8 @@ def gather_attention(op: Any) -> Cases:
     yield "D=256", case(1, 16, 8, 1, 8192, 256, 8, lengths=new(1))
 
 
-def served_step(rows: int, room: int, **options) -> Any:
-    """A server's step over pages: both halves, in place."""
+def served_step(rows: int, room: int, chain: bool = False, **options) -> Any:
+    """A server's step over pages, in place: both halves, or all rows in one `chain`."""
     page, block = 16, options["block"]
     q, k, v = (
         new(rows, 28, 1, 128, dtype=BF16),
@@ -122,11 +122,16 @@ def served_step(rows: int, room: int, **options) -> Any:
     )
     bounds, _ = summaries(new(1, 4, 8192 * page, 128, dtype=BF16), block)
     table, lengths, slots = new(rows, room // page), new(rows), new(rows, dtype=INT64)
-    out = new(rows, 28, 1, 128, dtype=BF16)
+    near, out = new(rows), new(rows, 28, 1, 128, dtype=BF16)
 
     def call() -> None:
         from attnplug.ops.gather.gather_pieces import gather_pieces, merge_pieces
+        from attnplug.ops.gather.gather_rows import gather_rows
 
+        if chain:
+            at = bounds, table, lengths, near, out
+            gather_rows(q, k, v, *at, slots=slots, scale=0.1, **options)
+            return
         pieces = gather_pieces(q, k, v, bounds, table, lengths, slots=slots, scale=0.1, **options)
         merge_pieces(pieces, lengths, out, chained=False)
 
@@ -169,6 +174,8 @@ def gather_decode(op: Any) -> Cases:
         yield f"default {size}", case(1, 28, 4, size, 128, **band)
     yield "pages, spread batch=8", case(8, 28, 4, 1 << 20, 128, scoring="spread", **many)
     yield "default batch=8", case(8, 28, 4, 1 << 20, 128, scoring="band", int8=True, **many)
+    for rows in (1, 8):
+        yield f"one chain, {rows} rows", served_step(rows, 131072, True, **many)
 
 
 @cases

@@ -163,7 +163,9 @@ class Random(Decoder):
 
 
 class Drift(Decoder):
-    """Tokens in turn whose embeddings turn a little from one to the next."""
+    """Tokens in turn whose embeddings turn a little from one to the next, at such a cosine."""
+
+    cosine = 0.95
 
     def __init__(self, model: PreTrainedModel, cache: Cache, n: int):
         super().__init__(model, cache, n)
@@ -171,7 +173,7 @@ class Drift(Decoder):
         random = torch.Generator(rows.device).manual_seed(8)
         noise = torch.randn(rows.shape, device=rows.device, generator=random)
         with torch.no_grad():
-            rows.copy_(turn(noise, 0.95) * rows.float().std())
+            rows.copy_(turn(noise, self.cosine) * rows.float().std())
         self.next = 0
 
     def step(self) -> torch.Tensor:
@@ -180,7 +182,21 @@ class Drift(Decoder):
         return super().step()
 
 
-TOKENS_OF = {"random": Random, "greedy": Decoder, "drift": Drift}
+class SlowDrift(Drift):
+    cosine = 0.999
+
+
+class SlowestDrift(Drift):
+    cosine = 0.99999
+
+
+TOKENS_OF = {
+    "random": Random,
+    "greedy": Decoder,
+    "drift": Drift,
+    "slow drift": SlowDrift,
+    "slowest drift": SlowestDrift,
+}
 
 
 @functools.cache

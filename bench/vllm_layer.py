@@ -168,8 +168,11 @@ class Layers:
         """The step as attnplug's backend runs it, in this tree or an older one."""
         from attnplug.serve.vllm.layer import Far, ServedLayer
 
+        near_lengths = batch.lengths - batch.far_lengths
         far = Far(batch.far_lengths, batch.chosen)
-        attend = dense_for(batch, batch.lengths - batch.far_lengths)
+        if "near" in Far._fields:  # an older tree has no such field
+            far = far._replace(near=near_lengths)
+        attend = dense_for(batch, near_lengths)
         halves = "dense" in inspect.signature(ServedLayer.attend_steps).parameters
 
         def step(i: int) -> None:

@@ -33,6 +33,8 @@ class Phase:
     notes_in_step: ClassVar[bool] = False  # `begin_far` notes the keys at a call's slots
     # A captured step may run `begin_far` on a stream beside another method's kernels.
     begins_beside: ClassVar[bool] = False
+    # Served steps of up to so many rows run `attend_rows`, and no other method for near rows.
+    rows_whole: ClassVar[int] = 0
     on_request: ClassVar[frozenset[str]] = frozenset()
     renamed: ClassVar[Mapping[str, str]] = {}  # old option: its name now; see `renamed_option`
 
@@ -120,6 +122,11 @@ class Phase:
         `[R,Hq,1,D]`, in which another method has written the others'. `chained` says that the
         kernel in front is the last one of `begin_far`."""
         torch.where(far[:, None, None, None], found, out, out=out)
+
+    def attend_rows(self, call: PagedCall, near: torch.Tensor, out: torch.Tensor) -> None:
+        """The step of all rows, into `out` `[R,Hq,1,D]`: far rows by this method, and those with a
+        length of 0 in the call over all of their `near` keys, `[R]`."""
+        raise NotImplementedError(f"{type(self).__name__} has no attend_rows")
 
     def row_state(self, rows: int, kv_heads: int, device: torch.device) -> torch.Tensor | None:
         """What this method keeps for each row of a batch over pages, `[rows,...]`, or None. Rows

@@ -26,6 +26,7 @@ from attnplug.ops import (
 from attnplug.ops.common.checks import BLOCKS
 from attnplug.ops.gather.block_bounds import summary_parts
 from attnplug.ops.gather.gather_pieces import gather_pieces, merge_pieces
+from attnplug.ops.gather.gather_rows import gather_rows
 from attnplug.ops.gather.page_bounds import empty_page_bounds
 from attnplug.ops.gather.reference import RANKED
 from attnplug.ops.gather.select_blocks import MAX_BLOCKS, SCORINGS
@@ -91,6 +92,7 @@ class Gather(DenseBelow):
     # Faster on an H200 with the outputs of one stream (bench/vllm_layer.py), tokens held by
     # tests/serve/test_vllm_gpu.py.
     begins_beside: ClassVar[bool] = True
+    rows_whole: ClassVar[int] = 0  # not timed yet: bench/vllm_rows.py
 
     def __post_init__(self) -> None:
         self.check_integers("k", "block", "sink", "local")
@@ -306,6 +308,25 @@ class Gather(DenseBelow):
         chained: bool = True,
     ) -> None:
         merge_pieces(found, call.lengths, out, sinks=call.sinks, chained=chained)
+
+    def attend_rows(self, call: PagedCall, near: torch.Tensor, out: torch.Tensor) -> None:
+        gather_rows(
+            call.q,
+            call.k,
+            call.v,
+            call.state,
+            call.table,
+            call.lengths,
+            near,
+            out,
+            block=self.block,
+            top_k=self.k,
+            sink=self.sink,
+            local=self.local,
+            scoring=self.scoring,
+            slots=call.slots,
+            **call.options,
+        )
 
     def reads(self, call: AttentionCall) -> Reads | None:
         layer = self._own_layer(call)

@@ -295,3 +295,29 @@ def test_gather_alone_begins_beside_the_other_rows_attention(phase, beside, monk
     sizes = dict(heads=HEADS, kv_heads=KV_HEADS, head_dim=WIDTH, page=PAGE)
     served(Phases(decode=phase)).warm_steps(1, 1024, **sizes, dtype=torch.float32, device=CPU)
     assert asked == [beside]
+
+
+@pytest.mark.parametrize("most", [2, 3])
+def test_batches_of_few_rows_need_no_other_attention_where_gather_reads_near_rows(
+    most, monkeypatch
+):
+    """A far row, a near one and one that pads, with room for as many rows or not."""
+    monkeypatch.setattr(Gather, "rows_whole", most)
+    layer = served(Phases(decode=Gather(k=3, block=PAGE, sink=1, local=2, min_tokens=200)))
+    cache, lengths = Cache(3, 320), torch.tensor([304, 160, 0], dtype=torch.int32)
+    k, v = tokens(320, KV_HEADS, 2), tokens(320, KV_HEADS, 3)
+    slots = torch.cat([cache.write(i, 0, k[:n], v[:n]) for i, n in enumerate(lengths.tolist())])
+    layer.state.update(cache.k, slots)
+    chosen = layer.rule.far(lengths)
+    far, q = Far(lengths * chosen, chosen, lengths * ~chosen), tokens(3, HEADS, 4)
+    steps, called = (q, (cache.k, cache.v), cache.table), []
+    gathered = torch.full_like(q, 7.0)
+    layer.attend_steps(*steps, far, gathered)
+    assert (gathered[1:] == 7.0).all()  # nobody else is there, and none is asked to read them
+    out = torch.full_like(q, 7.0)
+    layer.attend_steps(*steps, far, out, dense=lambda: called.append(out[1:].fill_(5.0)))
+    assert torch.equal(out[0], gathered[0]) and len(called) == int(most < 3)
+    rows = {"lengths": far.near, "table": cache.table}
+    whole, _ = dense_decode(q.unsqueeze(2), cache.k, cache.v, scale=0.125, **rows)
+    want = whole[1:, :, 0] if most == 3 else torch.full_like(q[1:], 5.0)
+    assert torch.equal(out[1:], want)

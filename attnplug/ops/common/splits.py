@@ -80,12 +80,15 @@ def merge_splits(
     counters: tl.constexpr = 0,
     row_lengths=None,
     ROW_STEP: tl.constexpr = 0,
+    kept_splits=None,
+    whole_splits=None,
 ):
     """Merge the pieces of one query-head pair, in one slice of COLUMNS of the head dimension.
 
     With `lengths` `[counters]` it also counts the decode step's token in them: all kernels that
     read them have ended. With `row_lengths` `[B]`, ROW_STEP apart, rows of length 0 keep what is in
-    `out`, and their pieces need not be there. `lse` may be None.
+    `out`, and their pieces need not be there. With `whole_splits` these are merged as well: they
+    have that many pieces, the others `kept_splits`. `lse` may be None.
     """
     row = tl.program_id(0).to(tl.int64)
     d = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
@@ -97,8 +100,11 @@ def merge_splits(
         length = tl.load(row_lengths + row // (heads * T) * ROW_STEP, cache_modifier=".cg")
     if PDL:
         gdc_wait()
-    if length <= 0:
-        return
+    if whole_splits is None:
+        if length <= 0:
+            return
+    else:
+        in_splits = j < tl.where(length > 0, kept_splits, whole_splits)
     # .cg: an L1 line may be older than the pieces, which other multiprocessors wrote.
     piece_lse = tl.load(
         lse_at + row * splits + j, mask=in_splits, other=float("-inf"), cache_modifier=".cg"

@@ -103,23 +103,29 @@ def merge_pieces(
     _merge_pieces(pieces, lengths, out, sinks, chained)
 
 
-def _call(q, k, v, bounds, lengths, scale, block, top_k, sink, local, scoring, softcap) -> Call:
+def step_of(q, k, v, bounds, lengths, scale, block, top_k, sink, local, scoring, softcap) -> Call:
     """The step as `gather_decode` has it, without the sinks: the merge counts them."""
     tensors = q, k, v, None, None, bounds, None, lengths
     return Call(*tensors, scale, block, top_k, sink, local, scoring, None, None, softcap, None)
 
 
-def _allocate(q, k, v, bounds, table, lengths, slots, *choice, plan=None):
-    call = _call(q, k, v, bounds, lengths, *choice)
+def check_step(name, q, k, v, bounds, table, lengths, slots, *choice) -> Call:
+    """The checks of a step that notes its `slots`, for this op and `gather_rows`; the step."""
+    call = step_of(q, k, v, bounds, lengths, *choice)
     index = allocate_index(*selection(call, lengths), table=table)
     allocate_attention(*attention(call, index, lengths), table=table)
-    require(q.shape[2] == 1, NAME, f"q has {q.shape[2]} queries a row, needs 1")
+    require(q.shape[2] == 1, name, f"q has {q.shape[2]} queries a row, needs 1")
     if slots is not None:
         fits = slots.dtype in (torch.int32, torch.int64) and tuple(slots.shape) == (q.shape[0],)
         found = f"slots is {slots.dtype} {tuple(slots.shape)}"
-        require(fits, NAME, f"{found}, needs int32 or int64 [B] = [{q.shape[0]}]")
-        require(slots.device == q.device, NAME, f"slots is on {slots.device}, q on {q.device}")
-        require(k.stride(3) == 1, NAME, f"k has a stride of {k.stride(3)} in D, needs 1")
+        require(fits, name, f"{found}, needs int32 or int64 [B] = [{q.shape[0]}]")
+        require(slots.device == q.device, name, f"slots is on {slots.device}, q on {q.device}")
+        require(k.stride(3) == 1, name, f"k has a stride of {k.stride(3)} in D, needs 1")
+    return call
+
+
+def _allocate(q, k, v, bounds, table, lengths, slots, *choice, plan=None):
+    call = check_step(NAME, q, k, v, bounds, table, lengths, slots, *choice)
     splits = 1
     if plan is not None or q.device.type == "cuda":
         splits = (plan or plan_of(call, table)).attend.splits
@@ -147,10 +153,10 @@ def _allocate_merge(pieces, lengths, out, sinks, chained):
 # --- CPU: the specification ------------------------------------------------------------------
 
 
-def _cpu(q, k, v, bounds, table, lengths, slots, *choice_and_pieces):
+def pieces_on_cpu(q, k, v, bounds, table, lengths, slots, *choice_and_pieces):
     """One piece a row: the whole of it."""
     *choice, pieces = choice_and_pieces
-    call = _call(q, k, v, bounds, lengths, *choice)
+    call = step_of(q, k, v, bounds, lengths, *choice)
     if slots is not None:
         summarise_on_cpu(k, bounds, slots, call.block, call.scoring == "band")
     batch, heads, _, width = q.shape
@@ -165,7 +171,7 @@ def _cpu(q, k, v, bounds, table, lengths, slots, *choice_and_pieces):
     lse /= LN2
 
 
-def _merge_on_cpu(pieces, lengths, out, sinks, chained):
+def merge_on_cpu(pieces, lengths, out, sinks, chained):
     batch, heads, _, width = out.shape
     rows = batch * heads
     splits = pieces.shape[0] // max(1, rows * (width + 1))
@@ -186,19 +192,27 @@ def _merge_on_cpu(pieces, lengths, out, sinks, chained):
 # --- CUDA ------------------------------------------------------------------------------------
 
 
+def note_apart(call: Call, slots: torch.Tensor | None) -> torch.Tensor | None:
+    """Launch `page_bounds` where the kernel that scores cannot make the summaries: the slots that
+    are left to it.
+
+    It makes them where no row of the step can read them: a row that has just come may share the
+    block that another row completes, if it is the row's last but one (vLLM lends blocks that are
+    still to be computed). With two local blocks it is no candidate.
+    """
+    apart = call.top_k == 0 or call.scoring == "spread" or call.local < 2
+    if slots is None or not apart:
+        return slots
+    launch_page_bounds(call.k, call.bounds, slots, call.block, call.scoring == "band")
+    return None
+
+
 def launch_gather_pieces(q, k, v, bounds, table, lengths, slots, *choice_and_pieces, plan=None):
     """Run the kernels: arguments and output as those of `gather_pieces`, on a GPU or in Triton's
     interpreter."""
     *choice, pieces = choice_and_pieces
-    call = _call(q, k, v, bounds, lengths, *choice)
-    # The kernel that scores bounds makes them besides, where no row of the step can read them: a
-    # row that has just come may share the block that another row completes, if it is the row's last
-    # but one (vLLM lends blocks that are still to be computed). With two local blocks it is no
-    # candidate.
-    apart = call.top_k == 0 or call.scoring == "spread" or call.local < 2
-    if slots is not None and apart:
-        launch_page_bounds(k, bounds, slots, call.block, call.scoring == "band")
-        slots = None
+    call = step_of(q, k, v, bounds, lengths, *choice)
+    slots = note_apart(call, slots)
     more = {"count": False, "table": table, "slots": slots, "pieces": pieces}
     launch_gather_decode(*call, pieces, pieces, plan=plan, **more)
 
@@ -237,7 +251,7 @@ _gather_pieces = define_op(
     "Tensor? slots, float scale, int block, int top_k, int sink, int local, str scoring, "
     "float softcap) -> Tensor",
     allocate=_allocate,
-    cpu=_cpu,
+    cpu=pieces_on_cpu,
     cuda=launch_gather_pieces,
 )
 
@@ -245,6 +259,6 @@ _merge_pieces = define_op(
     "merge_pieces(Tensor pieces, Tensor lengths, Tensor(a!) out, Tensor? sinks, bool chained) "
     "-> ()",
     allocate=_allocate_merge,
-    cpu=_merge_on_cpu,
+    cpu=merge_on_cpu,
     cuda=launch_merge_pieces,
 )

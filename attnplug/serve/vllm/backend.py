@@ -173,6 +173,7 @@ class PlugBuilder(FlashAttentionMetadataBuilder):
             self._far = Far(
                 torch.zeros(rows, dtype=torch.int32, device=self.device),
                 torch.zeros(rows, dtype=torch.bool, device=self.device),
+                self._near,
             )
             if self.use_full_cuda_graph and self.aot_schedule:
                 self._near_schedule = torch.zeros_like(self.scheduler_metadata)

@@ -78,14 +78,16 @@ def _untraced(asked: Phases, kept: dict[str, Any], traits: LayerTraits) -> str:
 
 class Far(NamedTuple):
     """Which rows of a batch the method that decodes serves: bool `chosen` `[rows]`, and int32
-    `lengths` `[rows]`, the keys of those rows and 0 for others."""
+    `lengths` `[rows]`, the keys of those rows and 0 for others, whose keys are in `near`."""
 
     lengths: torch.Tensor
     chosen: torch.Tensor
+    near: torch.Tensor | None = None
 
     def first(self, rows: int) -> "Far":
         """The first rows alone."""
-        return Far(self.lengths[:rows], self.chosen[:rows])
+        near = None if self.near is None else self.near[:rows]
+        return Far(self.lengths[:rows], self.chosen[:rows], near)
 
 
 class ServedLayer:
@@ -220,12 +222,21 @@ class ServedLayer:
     ) -> None:
         """The method that decodes, for the `far` ones of rows of one query each, into `out [rows,
         Hq, D]`, like q. Other rows keep what is there, or what `dense` writes there, which runs
-        beside the method or in front of it. `slots` `[rows]` are where the keys were written that
-        the method has not noted yet. Nothing here looks at a length on the host."""
+        beside the method or in front of it, or not at all where the method reads those whole.
+        `slots` `[rows]` are where the keys were written that the method has not noted yet. Nothing
+        here looks at a length on the host."""
         assert self.state is not None  # asked of a layer that decodes
         call = self._steps_call(q, pages, table, far.lengths, *self.state.of(pages[0]))
         call.slots = slots
+        if dense is not None and far.near is not None and self.reads_whole(len(q)):
+            assert self.phases.decode is not None  # it reads whole
+            self.phases.decode.attend_rows(call, far.near, out.unsqueeze(2))
+            return
         self._run_steps(call, far.chosen, out, dense)
+
+    def reads_whole(self, rows: int) -> bool:
+        """Whether the method that decodes serves near rows of a step, too."""
+        return self.phases.decode is not None and rows <= self.phases.decode.rows_whole
 
     def _run_steps(
         self,
@@ -286,6 +297,8 @@ class ServedLayer:
             if phase.notes_in_step:
                 call.slots = torch.full((count,), -1, device=k.device)
             self._run_steps(call, lengths > 0, torch.empty_like(q))
+            if self.reads_whole(count):
+                phase.attend_rows(call, lengths, torch.empty_like(call.q))
             if count >= rows:
                 return
             count = min(2 * count, rows)

@@ -56,7 +56,7 @@ def run(device_path, q, pages, bounds, lengths, out, plan=None, slots=None, sink
     names = ("scale", "block", "top_k", "sink", "local", "scoring", "softcap")
     args = q, k, v, *at, slots, *(options[name] for name in names)
     if plan is None:  # that of a GPU: on a CPU the op itself makes one piece
-        plan = decode.plan_of(halves._call(q, k, v, bounds, lengths, *args[7:]), pages.table)
+        plan = decode.plan_of(halves.step_of(q, k, v, bounds, lengths, *args[7:]), pages.table)
     pieces = halves._allocate(*args, plan=plan)
     halves.launch_gather_pieces(*args, pieces, plan=plan)
     halves._allocate_merge(pieces, lengths, out, sinks, True)

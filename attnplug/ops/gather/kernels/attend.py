@@ -39,7 +39,16 @@ def _edge_block(slot, own, SINK: tl.constexpr, LOCAL: tl.constexpr):
 
 
 @triton.jit
-def attend_kept(
+def attend_piece(
+    split,
+    t,
+    h,
+    b,
+    row,
+    kv_heads,
+    rows,
+    length,
+    low,
     q,
     k,
     v,
@@ -49,8 +58,6 @@ def attend_kept(
     scores,
     best,
     progress,
-    lengths,
-    start,
     key_mask,
     table,
     sinks,
@@ -63,6 +70,7 @@ def attend_kept(
     S,
     N,
     splits,
+    places,
     q_strides,
     k_strides,
     v_strides,
@@ -88,41 +96,16 @@ def attend_kept(
     WIDE: tl.constexpr,
     MEMBERS: tl.constexpr,
     CHAINED: tl.constexpr,
-    LENGTH_STEP: tl.constexpr,
-    START_STEP: tl.constexpr,
     PAGE: tl.constexpr,
     PDL: tl.constexpr,
-    SKIP_EMPTY: tl.constexpr = 0,
 ):
-    """All heads of one query and KV head against one piece of the kept keys.
-
-    The listed blocks stand in `index`; where that is None, each program picks them from `scores`
-    (of N blocks, see `best_keys`). With a new token (T = 1) the kernel reads its key and value from
-    `new_k, new_v` and writes them to the cache. ONE: each piece is one tile. CHAINED: the kernels
-    in front are those of the same decode step, and only programs that read their list wait for it.
-    Everything else was there before the first of those kernels began. With a `table`, k and v are
-    pages of PAGE keys; the token is in them already. SKIP_EMPTY: nothing is stored for a row of
-    length 0.
-    """
+    """Piece `split` of `splits` of a row that is not empty, stored among `places`: query t and KV
+    head h of sequence b (int64), the `row`-th of all. What else is given is that of `attend_kept`
+    and `attend_rows`."""
     q_b, q_h, q_t = q_strides
     k_b, k_h, k_s = k_strides
     v_b, v_h, v_s = v_strides
-    split = tl.program_id(0)
-    t = tl.program_id(1) % T
-    h = tl.program_id(1) // T
-    b = tl.program_id(2).to(tl.int64)
-    if PDL:
-        if not CHAINED:
-            gdc_wait()  # for the list, and for all else that the kernels in front have written
-        gdc_launch_dependents()
     NEW: tl.constexpr = 0 if new_k is None else 1
-    length, low = row_span(lengths, start, b, S, LENGTH_STEP, START_STEP, NEW)
-    if SKIP_EMPTY:
-        if length <= 0:
-            if PDL and CHAINED:
-                gdc_wait()  # the end of this grid tells that the kernels in front have ended too
-            return
-    row = b * tl.num_programs(1) + tl.program_id(1)
     g = tl.arange(0, ROWS)
     d = tl.arange(0, DP)
     n = tl.arange(0, TILE)
@@ -252,7 +235,7 @@ def attend_kept(
         if progress is not None:
             if (h == 0) & (split == splits - 1):  # its block is a listed one, hence it has waited
                 note_progress(progress, b, low, tl.maximum(limit, 0))
-    heads = (tl.num_programs(1) // T) * GROUP
+    heads = kv_heads * GROUP
     store_piece(
         top=top,
         total=total,
@@ -263,12 +246,155 @@ def attend_kept(
         lse=lse,
         head=head,
         row=(b * heads + head) * T + t,
-        rows=tl.num_programs(2).to(tl.int64) * heads * T,
+        rows=rows,
         d=d,
         in_group=in_group,
         in_width=in_width,
         split=split,
-        splits=splits,
+        splits=places,
         D=D,
         FUSED=FUSED,
+    )
+
+
+@triton.jit
+def attend_kept(
+    q,
+    k,
+    v,
+    new_k,
+    new_v,
+    index,
+    scores,
+    best,
+    progress,
+    lengths,
+    start,
+    key_mask,
+    table,
+    sinks,
+    partial,
+    out,
+    lse,
+    scale,
+    cap,
+    T,
+    S,
+    N,
+    splits,
+    q_strides,
+    k_strides,
+    v_strides,
+    new_k_strides,
+    new_v_strides,
+    mask_stride,
+    table_stride,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    D: tl.constexpr,
+    DP: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SINK: tl.constexpr,
+    LOCAL: tl.constexpr,
+    K: tl.constexpr,
+    LIST: tl.constexpr,
+    TILE: tl.constexpr,
+    STAGES: tl.constexpr,
+    CAPPED: tl.constexpr,
+    FUSED: tl.constexpr,
+    ONE: tl.constexpr,
+    KP: tl.constexpr,
+    WIDE: tl.constexpr,
+    MEMBERS: tl.constexpr,
+    CHAINED: tl.constexpr,
+    LENGTH_STEP: tl.constexpr,
+    START_STEP: tl.constexpr,
+    PAGE: tl.constexpr,
+    PDL: tl.constexpr,
+    SKIP_EMPTY: tl.constexpr = 0,
+):
+    """All heads of one query and KV head against one piece of the kept keys.
+
+    The listed blocks stand in `index`; where that is None, each program picks them from `scores`
+    (of N blocks, see `best_keys`). With a new token (T = 1) the kernel reads its key and value from
+    `new_k, new_v` and writes them to the cache. ONE: each piece is one tile. CHAINED: the kernels
+    in front are those of the same decode step, and only programs that read their list wait for it.
+    Everything else was there before the first of those kernels began. With a `table`, k and v are
+    pages of PAGE keys; the token is in them already. SKIP_EMPTY: nothing is stored for a row of
+    length 0.
+    """
+    split = tl.program_id(0)
+    t = tl.program_id(1) % T
+    h = tl.program_id(1) // T
+    b = tl.program_id(2).to(tl.int64)
+    if PDL:
+        if not CHAINED:
+            gdc_wait()  # for the list, and for all else that the kernels in front have written
+        gdc_launch_dependents()
+    NEW: tl.constexpr = 0 if new_k is None else 1
+    length, low = row_span(lengths, start, b, S, LENGTH_STEP, START_STEP, NEW)
+    if SKIP_EMPTY:
+        if length <= 0:
+            if PDL and CHAINED:
+                gdc_wait()  # the end of this grid tells that the kernels in front have ended too
+            return
+    attend_piece(
+        split=split,
+        t=t,
+        h=h,
+        b=b,
+        row=b * tl.num_programs(1) + tl.program_id(1),
+        kv_heads=tl.num_programs(1) // T,
+        rows=tl.num_programs(2).to(tl.int64) * (tl.num_programs(1) * GROUP),
+        length=length,
+        low=low,
+        q=q,
+        k=k,
+        v=v,
+        new_k=new_k,
+        new_v=new_v,
+        index=index,
+        scores=scores,
+        best=best,
+        progress=progress,
+        key_mask=key_mask,
+        table=table,
+        sinks=sinks,
+        partial=partial,
+        out=out,
+        lse=lse,
+        scale=scale,
+        cap=cap,
+        T=T,
+        S=S,
+        N=N,
+        splits=splits,
+        places=splits,
+        q_strides=q_strides,
+        k_strides=k_strides,
+        v_strides=v_strides,
+        new_k_strides=new_k_strides,
+        new_v_strides=new_v_strides,
+        mask_stride=mask_stride,
+        table_stride=table_stride,
+        GROUP=GROUP,
+        ROWS=ROWS,
+        D=D,
+        DP=DP,
+        BLOCK=BLOCK,
+        SINK=SINK,
+        LOCAL=LOCAL,
+        K=K,
+        LIST=LIST,
+        TILE=TILE,
+        STAGES=STAGES,
+        CAPPED=CAPPED,
+        FUSED=FUSED,
+        ONE=ONE,
+        KP=KP,
+        WIDE=WIDE,
+        MEMBERS=MEMBERS,
+        CHAINED=CHAINED,
+        PAGE=PAGE,
+        PDL=PDL,
     )

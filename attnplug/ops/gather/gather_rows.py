@@ -1,0 +1,263 @@
+"""A decode step over pages for all rows of a batch, in one chain of kernels: gather for the rows
+that are far, all keys for the others.
+
+    out[b] = gather_decode's output of row b              where lengths[b] > 0
+    out[b] = dense_decode's over its near[b] keys         elsewhere
+
+Near rows have no kernels of their own. The kernels that score and select find nothing to do for
+them, and the one that attends starts before these have ended: its programs read a near row whole
+without waiting for them. So a step of near rows alone costs what `dense_decode` does, and two
+launches that end at once. The first kernel also makes the summaries of the blocks that the step
+completes, in all rows, as that of `gather_pieces`.
+
+Source: Flash-Decoding, as in `attnplug.ops.common.splits`.
+"""
+
+from typing import NamedTuple
+
+import torch
+
+from attnplug.ops.common.checks import check_sinks
+from attnplug.ops.common.define import define_op, refuse_gradients, require
+from attnplug.ops.common.device import early, machine
+from attnplug.ops.common.pages import capacity
+from attnplug.ops.common.rows import row_step
+from attnplug.ops.common.sizes import cdiv, next_power_of_two
+from attnplug.ops.common.softmax import base_two
+from attnplug.ops.common.splits import merge_splits
+from attnplug.ops.gather.gather_attention import attend_on_cpu
+from attnplug.ops.gather.gather_decode import Call, Plan, attention, plan_of, selection
+from attnplug.ops.gather.gather_pieces import (
+    check_step,
+    merge_on_cpu,
+    note_apart,
+    pieces_on_cpu,
+    step_of,
+)
+from attnplug.ops.gather.kernels.attend_rows import attend_rows
+from attnplug.ops.gather.select_blocks import launch_choice, launch_scores
+
+NAME = "gather_rows"
+
+# Of near rows: programs for each multiprocessor, and the stages of a program's pipeline.
+# `bench/vllm_rows.py` compares others on a GPU.
+PROGRAMS, STAGES = 1, 4
+
+
+def gather_rows(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    bounds: torch.Tensor,
+    table: torch.Tensor,
+    lengths: torch.Tensor,
+    near: torch.Tensor,
+    out: torch.Tensor,
+    *,
+    scale: float,
+    block: int,
+    top_k: int,
+    sink: int = 1,
+    local: int = 4,
+    scoring: str = "bounds",
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
+    slots: torch.Tensor | None = None,
+) -> None:
+    """One step, into `out`.
+
+    Args:
+        q, k, v, bounds, table, slots: as `gather_pieces` has them; bounds are written with slots.
+        lengths: int32 or int64 `[B]`, keys of each far row; 0 for the others.
+        near: like lengths, keys of each row that `lengths` has 0 for. Those of far rows are not
+            looked at. A row with neither, which pads a batch, gives 0.
+        out: `[B, Hq, 1, D]` like q, contiguous; written.
+        scale, block, top_k, sink, local, scoring: as `select_blocks` has them.
+        softcap, sinks: as `gather_attention` has them.
+
+    Raises:
+        ArgumentError: a shape, dtype, device or option does not fit.
+        GradientError: an input requires grad.
+    """
+    refuse_gradients(NAME, q, k, v, out, sinks)
+    choice = scale, block, top_k, sink, local, scoring, softcap
+    _gather_rows(q, k, v, bounds, table, lengths, near, out, sinks, slots, *choice)
+
+
+def _check(q, k, v, bounds, table, lengths, near, out, sinks, slots, *choice):
+    check_step(NAME, q, k, v, bounds, table, lengths, slots, *choice)
+    fits = near.dtype in (torch.int32, torch.int64) and near.shape == lengths.shape
+    found = f"near is {near.dtype} {tuple(near.shape)}"
+    require(fits, NAME, f"{found}, needs int32 or int64 [B] = [{q.shape[0]}]")
+    fits = out.dtype == q.dtype and out.shape == q.shape and out.is_contiguous()
+    found = f"out is {out.dtype} {tuple(out.shape)}"
+    require(fits, NAME, f"{found}, needs {q.dtype} {tuple(q.shape)}, contiguous")
+    same = near.device == out.device == q.device
+    require(same, NAME, f"q is on {q.device}, near or out are not")
+    require(q.stride(3) == 1, NAME, f"q has a stride of {q.stride(3)} in D, needs 1")
+    for label, x in (("k", k), ("v", v)):
+        require(x.stride(3) == 1, NAME, f"{label} has a stride of {x.stride(3)} in D, needs 1")
+    if sinks is not None:
+        check_sinks(NAME, q, sinks)
+
+
+# --- CPU: the specification ------------------------------------------------------------------
+
+
+def _cpu(q, k, v, bounds, table, lengths, near, out, sinks, slots, *choice):
+    pieces = q.new_empty((q.shape[0] * q.shape[1] * (q.shape[3] + 1),), dtype=torch.float32)
+    pieces_on_cpu(q, k, v, bounds, table, lengths, slots, *choice, pieces)
+    call = step_of(q, k, v, bounds, near, *choice)
+    everything = cdiv(capacity(k, table), call.block)
+    call = call._replace(sink=everything, sinks=sinks)  # a sink of all blocks: the row is whole
+    index = q.new_empty((q.shape[0], k.shape[1], 1, 0), dtype=torch.int32)
+    lse = q.new_empty(q.shape[:3], dtype=torch.float32)
+    attend_on_cpu(*attention(call, index, near), out, lse, table=table)
+    merge_on_cpu(pieces, lengths, out, sinks, True)
+
+
+# --- CUDA: score, select, attend, merge ------------------------------------------------------
+
+
+class Whole(NamedTuple):
+    """How a near row is cut; chosen from static shapes alone."""
+
+    tile: int  # keys that a program attends to at a time
+    splits: int  # pieces
+    stages: int
+
+
+def whole_of(call: Call) -> Whole:
+    """The pre-tuned plan of a shape, that of `dense_decode`: one program a multiprocessor reads
+    fastest, two do where one would leave a tenth of the multiprocessors idle."""
+    row_bytes = next_power_of_two(call.q.shape[3]) * call.q.element_size()
+    tile = min(max(16, 16384 // row_bytes), 128)  # 16 KiB of keys
+    pairs, processors = call.q.shape[0] * call.k.shape[1], machine(call.q.device)[0]
+    splits = PROGRAMS * processors // pairs
+    if splits * pairs < 0.9 * PROGRAMS * processors:
+        splits = 2 * PROGRAMS * processors // pairs
+    return Whole(tile, max(1, splits), STAGES)
+
+
+def launch_gather_rows(
+    q, k, v, bounds, table, lengths, near, out, sinks, slots, *choice, plan=None, whole=None
+):
+    """Run the kernels: arguments as those of `gather_rows`, on a GPU or in Triton's interpreter."""
+    call = step_of(q, k, v, bounds, lengths, *choice)
+    batch, kv_heads, top_k = q.shape[0], k.shape[1], call.top_k
+    if batch == 0:
+        return
+    plan, whole = plan or plan_of(call, table), whole or whole_of(call)
+    slots, scores = note_apart(call, slots), None
+    index = q.new_empty((batch, kv_heads, 1, top_k), dtype=torch.int32)
+    if top_k > 0:
+        step = {"plan": plan.select, "table": table, "slots": slots}
+        scores = launch_scores(*selection(call, lengths), **step)
+        blocks = cdiv(capacity(k, table), call.block)
+        rows = lengths, None, blocks, index
+        launch_choice(scores, k, None, call.block, top_k, call.local, *rows, table=table)
+    places = max(plan.attend.splits, whole.splits)
+    size = batch * q.shape[1] * places * (q.shape[3] + 1)
+    pieces = torch.empty(size, dtype=torch.float32, device=q.device)
+    _launch_attend(call, table, near, index, pieces, plan, whole, places)
+    _launch_merge(pieces, lengths, out, sinks, plan.attend.splits, whole.splits, places)
+    del scores  # until here: a kernel that starts early must not be given its memory
+
+
+def _launch_attend(
+    call: Call,
+    table: torch.Tensor,
+    near: torch.Tensor,
+    index: torch.Tensor,
+    pieces: torch.Tensor,
+    plan: Plan,
+    whole: Whole,
+    places: int,
+) -> None:
+    q, k, v, lengths = call.q, call.k, call.v, call.lengths
+    batch, heads, _, width = q.shape
+    kv_heads, attend = k.shape[1], plan.attend
+    group = heads // kv_heads
+    pdl, dependent = early(q.device)
+    factor, cap = base_two(call.scale, call.softcap)
+    attend_rows.run(
+        grid=(places * kv_heads, batch),
+        warmup=False,
+        q=q,
+        k=k,
+        v=v,
+        index=index,
+        lengths=lengths,
+        near=near,
+        table=table,
+        partial=pieces,
+        scale=factor,
+        cap=cap,
+        S=capacity(k, table),
+        splits=attend.splits,
+        whole_splits=whole.splits,
+        places=places,
+        q_strides=q.stride()[:3],
+        k_strides=k.stride()[:3],
+        v_strides=v.stride()[:3],
+        table_stride=table.stride(0),
+        KV_HEADS=kv_heads,
+        GROUP=group,
+        ROWS=max(16, next_power_of_two(group)),
+        D=width,
+        DP=next_power_of_two(width),
+        BLOCK=call.block,
+        SINK=call.sink,
+        LOCAL=call.local,
+        K=call.top_k,
+        LIST=next_power_of_two(max(1, call.top_k)),
+        TILE=attend.tile,
+        STAGES=attend.stages,
+        WHOLE_TILE=whole.tile,
+        WHOLE_STAGES=whole.stages,
+        CAPPED=call.softcap > 0,
+        CHAINED=call.top_k > 0,
+        LENGTH_STEP=row_step(lengths),
+        NEAR_STEP=row_step(near),
+        PAGE=k.shape[2],
+        ASM=q.device.type == "cuda",
+        PDL=pdl and call.top_k > 0,
+        **{"num_warps": attend.warps, **(dependent if call.top_k > 0 else {})},
+    )
+
+
+def _launch_merge(pieces, lengths, out, sinks, kept_splits, whole_splits, places):
+    batch, heads, _, width = out.shape
+    rows = batch * heads
+    columns = 32 if rows <= 4096 else next_power_of_two(width)
+    pdl, dependent = early(out.device)
+    merge_splits.run(
+        grid=(rows, cdiv(width, columns)),
+        warmup=False,
+        partial=pieces,
+        sinks=sinks,
+        out=out,
+        lse=None,
+        heads=heads,
+        T=1,
+        splits=places,
+        D=width,
+        COLUMNS=columns,
+        SPLITS=next_power_of_two(places),
+        PDL=pdl,
+        row_lengths=lengths,
+        ROW_STEP=row_step(lengths),
+        kept_splits=kept_splits,
+        whole_splits=whole_splits,
+        **{"num_warps": 4, **dependent},
+    )
+
+
+_gather_rows = define_op(
+    "gather_rows(Tensor q, Tensor k, Tensor v, Tensor(a!) bounds, Tensor table, Tensor lengths, "
+    "Tensor near, Tensor(b!) out, Tensor? sinks, Tensor? slots, float scale, int block, "
+    "int top_k, int sink, int local, str scoring, float softcap) -> ()",
+    allocate=_check,
+    cpu=_cpu,
+    cuda=launch_gather_rows,
+)

@@ -1,0 +1,219 @@
+"""Ways to run a layer's decode step in vLLM, side by side in one process: JSON rows on stdout.
+
+    source bench/vllm_setup.sh; python3 bench/vllm_rows.py --out rows.jsonl
+
+`stock` is FlashAttention 3 for all rows, `beside` gather's kernels on a branch beside it, `in line`
+both on one stream. `chain` is one chain of gather's kernels that reads near rows too
+(`gather_rows`), with settings behind the word. Each graph has a few layers, each with a cache of
+its own. `back to back` is microseconds a layer of these alone; `apart` the same with one small
+kernel in front of each layer that writes its queries, as a model has others there, and without that
+kernel's own time. Outputs of every variant are held to stock's and gather's own op's first; a
+variant that differs, or fails, prints its error and no time.
+"""
+
+import argparse
+import dataclasses
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import vllm_layer as layer_bench
+from vllm_layer import Batch, Layers, Step, captured, timed
+
+SECONDS = 100  # after which nothing further begins
+
+
+@dataclasses.dataclass(frozen=True)
+class Variant:
+    """What is set while a graph is captured. None: as it is."""
+
+    name: str
+    rows_whole: int = 0  # of Gather
+    beside: bool = True
+    kept: int | None = None  # stages of a far row's pieces
+    whole: int = 4  # stages of a near row's pieces
+    programs: int = 1  # of near rows for each multiprocessor
+    score: int | None = None  # scoring programs for each multiprocessor
+    early: bool = False  # the first kernel is launched before the one in front has ended
+
+
+CHAIN: dict[str, Any] = {"rows_whole": 64}
+VARIANTS = (
+    Variant("beside"),
+    Variant("in line", beside=False),
+    Variant("chain", **CHAIN),
+    Variant("chain kept=2", **CHAIN, kept=2),
+    Variant("chain kept=2 whole=3", **CHAIN, kept=2, whole=3),
+    Variant("chain kept=2 whole=3 programs=2", **CHAIN, kept=2, whole=3, programs=2),
+    Variant("chain kept=2 early", **CHAIN, kept=2, early=True),
+    Variant("chain kept=2 early score=4", **CHAIN, kept=2, early=True, score=4),
+)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
+    parser.add_argument("--out", type=Path, default=Path("vllm-rows.jsonl"))
+    parser.add_argument("--cases", default=layer_bench.CASES, help="tokens x rows")
+    parser.add_argument("--layers", type=int, default=6, help="in a graph; 2.2 GiB each")
+    parser.add_argument("--heads", default="28/4", help="of queries and of keys")
+    parser.add_argument("--only", default="", help="variants whose names contain this")
+    options = parser.parse_args()
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+    set_heads(*map(int, options.heads.split("/")))
+    begin = time.monotonic()
+    with torch.inference_mode(), options.out.open("w") as file:
+        for row in rows_of(options, begin):
+            line = json.dumps(row | {"heads": options.heads, "s": time.monotonic() - begin})
+            print(line, flush=True)
+            file.write(line + "\n")
+            file.flush()
+
+
+def set_heads(heads: int, kv_heads: int) -> None:
+    """The shape of the layers, which vllm_layer has as constants."""
+    page, width = layer_bench.PAGE, layer_bench.WIDTH
+    layer_bench.HEADS, layer_bench.KV_HEADS = heads, kv_heads
+    layer_bench.SHAPE = (8 * layer_bench.LONGEST // page, page, kv_heads, width)
+    layer_bench.STRIDES = (page * kv_heads * width, kv_heads * width, width, 1)
+
+
+def rows_of(options: argparse.Namespace, begin: float) -> Iterator[dict[str, Any]]:
+    import triton
+
+    layers = Layers(options.layers)
+    dense = "flash_attention" if layer_bench.has_flash() else "stand_in"
+    yield {
+        "gpu": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "dense": dense,
+    }
+    for tokens, rows in (map(int, case.split("x")) for case in options.cases.split(",")):
+        batch = Batch.of(rows, tokens, layers.rule)
+        case = {"tokens": tokens, "rows": rows, "far": int(batch.chosen.sum())}
+        empty = timed(captured(feed_alone(layers, batch), len(layers)), len(layers))
+        stock = times(layers.stock(batch), layers, batch, empty)
+        yield case | {"variant": "stock", **stock}
+        want = wanted_outputs(layers, batch)
+        for variant in VARIANTS:
+            if options.only not in variant.name:
+                continue
+            row: dict[str, Any] = {"error": "no time left"}
+            if time.monotonic() - begin < SECONDS:
+                row = measured(variant, layers, batch, want, empty, stock)
+            yield case | {"variant": variant.name} | row
+
+
+def wanted_outputs(layers: Layers, batch: Batch) -> list[torch.Tensor]:
+    """FlashAttention's output in near rows and that of gather's own op in far ones, as they are
+    without any setting."""
+    attend, found = layer_bench.dense_for(batch, batch.lengths), []
+    for i in range(len(layers)):
+        (q, out), (k, v) = layers.of(batch, i), layers.caches[i]
+        near = torch.empty_like(out)
+        attend(q, k.transpose(1, 2), v.transpose(1, 2), near)
+        far = layer_bench.far_output(layers.served[i], q, k, v, batch)
+        found.append(torch.where(batch.chosen[:, None, None], far, near))
+    return found
+
+
+def measured(
+    variant: Variant,
+    layers: Layers,
+    batch: Batch,
+    want: list[torch.Tensor],
+    empty: float,
+    stock: dict[str, float],
+) -> dict[str, Any]:
+    """The row of one variant; its error where it gives something else or fails to compile."""
+    before = settings(variant)
+    try:
+        found = outputs(layers.served_step(batch), layers, batch)
+        pairs = list(zip(found, want, strict=True))
+        assert all(x.isfinite().all() for x in found), "a row was not written"
+        worst = max(float((a.float() - b.float()).abs().max()) for a, b in pairs)
+        bound = 2.0**-8 * float(max(x.abs().max() for x in want))
+        assert worst <= bound, f"differs by {worst:.3g}, more than {bound:.3g}"
+        row = times(layers.served_step(batch), layers, batch, empty)
+        lost = {f"{name}, lost": round(row[name] - stock[name], 2) for name in row}
+        return {**row, **lost, "difference": worst}
+    except Exception as error:
+        return {"error": f"{type(error).__name__}: {error}"[:300]}
+    finally:
+        for owner, name, value in before:
+            setattr(owner, name, value)
+
+
+def settings(variant: Variant) -> list[tuple[Any, str, Any]]:
+    """Set what the variant says; (owner, name, value) of what was there."""
+    from attnplug import Gather
+    from attnplug.ops.gather import gather_decode, gather_rows, page_scores
+
+    stock = gather_decode.plan_for
+
+    def plan_for(*args: Any, **options: Any) -> Any:
+        plan = stock(*args, **options)
+        if variant.kept is None:
+            return plan
+        return plan._replace(attend=plan.attend._replace(stages=variant.kept))
+
+    score = page_scores.PROGRAMS if variant.score is None else variant.score
+    wanted = [
+        (Gather, "rows_whole", variant.rows_whole),
+        (Gather, "begins_beside", variant.beside),
+        (gather_rows, "STAGES", variant.whole),
+        (gather_rows, "PROGRAMS", variant.programs),
+        (page_scores, "EARLY", variant.early),
+        (page_scores, "PROGRAMS", score),
+        (gather_decode, "plan_for", plan_for),
+    ]
+    before = [(owner, name, getattr(owner, name)) for owner, name, _ in wanted]
+    for owner, name, value in wanted:
+        setattr(owner, name, value)
+    return before
+
+
+def outputs(step: Step, layers: Layers, batch: Batch) -> list[torch.Tensor]:
+    """What a replay of the captured step leaves, after NaN was there; the same twice."""
+    graph, found = captured(step, len(layers)), []
+    for _ in range(2):
+        for out in layers.outs:
+            out.fill_(torch.nan)
+        graph.replay()
+        torch.cuda.synchronize()
+        found.append([layers.of(batch, i)[1].clone() for i in range(len(layers))])
+    same = all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    assert same, "two replays differ"
+    return found[0]
+
+
+def times(step: Step, layers: Layers, batch: Batch, empty: float) -> dict[str, float]:
+    """Microseconds a layer, alone and behind another kernel."""
+    alone = timed(captured(step, len(layers)), len(layers))
+    feed = feed_alone(layers, batch)
+
+    def behind(i: int) -> None:
+        feed(i)
+        step(i)
+
+    apart = timed(captured(behind, len(layers)), len(layers)) - empty
+    return {"back to back": round(alone, 2), "apart": round(apart, 2)}
+
+
+def feed_alone(layers: Layers, batch: Batch) -> Callable[[int], None]:
+    """A small kernel that writes a layer's queries, and waits for the layer in front."""
+    kept = [x.clone() for x in layers.queries]
+
+    def feed(i: int) -> None:
+        q, _ = layers.of(batch, i)
+        q.copy_(kept[i][: len(q)])
+
+    return feed
+
+
+if __name__ == "__main__":
+    main()
