@@ -55,7 +55,7 @@ TOKENS = [int(n) for n in os.environ.get("ATTNPLUG_BENCH_TOKENS", "8192,32768,13
 BATCHES = [int(n) for n in os.environ.get("ATTNPLUG_BENCH_BATCHES", "1").split(",")]
 POLICIES = os.environ.get("ATTNPLUG_BENCH_POLICIES", "dense;gather;momo+gather").split(";")
 SAMPLED = os.environ.get("ATTNPLUG_BENCH_SAMPLED") == "1"
-TAIL, NEW, ROUNDS = 32, 64, 3
+TAIL, NEW, ROUNDS = 128, 64, 3  # of fewer queries sketch makes a basis that it soon makes again
 CHUNK = 8192
 PAD, END = 0, 2
 OPTIONS: dict[str, Any] = dict(eos_token_id=END, pad_token_id=PAD, do_sample=SAMPLED)

@@ -16,9 +16,6 @@ from typing import NamedTuple
 import numba
 import numpy as np
 import torch
-import triton
-import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from attnplug.errors import ArgumentError
 from attnplug.ops.common.checks import HEAD_DIMS, check_sequence_inputs
@@ -26,9 +23,10 @@ from attnplug.ops.common.define import define_op, refuse_gradients, require
 from attnplug.ops.common.device import machine
 from attnplug.ops.common.pages import capacity, check_table, table_at
 from attnplug.ops.common.product import add_product
-from attnplug.ops.common.rows import NO_MASK, mask_bytes, row_span, row_step, rows_on_cpu
+from attnplug.ops.common.rows import NO_MASK, mask_bytes, row_step, rows_on_cpu
 from attnplug.ops.common.sizes import cdiv, next_power_of_two
-from attnplug.ops.gvr.kernels.score import choosable, token_scores
+from attnplug.ops.gvr.kernels.score_cache import score
+from attnplug.ops.gvr.kernels.topk_sifted_rows import tile_of
 
 NAME = "score_tokens"
 
@@ -224,6 +222,11 @@ class Plan(NamedTuple):
     programs: int  # of one row and KV head
     warps: int
     stages: int  # of the pipeline over tiles
+    keys_first: bool = False  # whether products have a row a token, not a row a head
+    halves: bool = False  # whether a bfloat16 query is multiplied as float16
+    whole: bool = False  # whether tiles are read without a mask, where all tokens of a tile are
+    registers: int | None = None  # of a thread at most
+    chunk: int = 0  # tokens next to each other in a tile, else from all over the row; 0: all
 
 
 class Shares(NamedTuple):
@@ -234,102 +237,12 @@ class Shares(NamedTuple):
     cap: float | None
 
 
-@triton.jit
-def _score(
-    q,
-    codes,
-    scales,
-    lengths,
-    start,
-    key_mask,
-    table,
-    shares,
-    cap,
-    scores,
-    S,
-    programs,
-    q_strides,
-    codes_strides,
-    scales_strides,
-    mask_stride,
-    table_stride,
-    GROUP: tl.constexpr,
-    ROWS: tl.constexpr,
-    D: tl.constexpr,
-    DP: tl.constexpr,
-    SINK: tl.constexpr,
-    WINDOW: tl.constexpr,
-    TILE: tl.constexpr,
-    STAGES: tl.constexpr,
-    LENGTH_STEP: tl.constexpr,
-    START_STEP: tl.constexpr,
-    PAGE: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """One of `programs` of a row and KV head: it scores every `programs`-th tile. With a `table`,
-    codes and scales are those of pages of PAGE keys. With `shares` the scores are shares."""
-    q_b, q_h = q_strides
-    codes_b, codes_h, _ = codes_strides
-    scales_b, scales_h, _ = scales_strides
-    program = tl.program_id(0)
-    h = tl.program_id(1)
-    b = tl.program_id(2).to(tl.int64)
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
-    length, low = row_span(lengths, start, b, S, LENGTH_STEP, START_STEP)
-    g = tl.arange(0, ROWS)
-    d = tl.arange(0, DP)
-    n = tl.arange(0, TILE)
-    in_width = d < D
-    q_at = q + b * q_b + (h * GROUP + g).to(tl.int64)[:, None] * q_h + d[None, :]
-    query = tl.load(q_at, mask=(g < GROUP)[:, None] & in_width[None, :], other=0.0)
-    norm = None
-    factor = None
-    if shares is not None:
-        norms, factor = shares
-        row = b * tl.num_programs(1) + h
-        norm = tl.load(norms + row * GROUP + g, mask=g < GROUP, other=0.0, cache_modifier=".cg")
-    row_table = None
-    if table is None:
-        codes_at = codes + b * codes_b + h.to(tl.int64) * codes_h + d[None, :]
-        scales_at = scales + b * scales_b + h.to(tl.int64) * scales_h
-    else:
-        codes_at = codes + h.to(tl.int64) * codes_h + d[None, :]
-        scales_at = scales + h.to(tl.int64) * scales_h
-        row_table = table + b * table_stride
-    mask_at = None
-    if key_mask is not None:
-        mask_at = key_mask + b * mask_stride
-    out_at = scores + (b * tl.num_programs(1) + h) * S
-    # Two loops, so that a short row in a long buffer costs its own reads and -inf for the rest.
-    reach = tl.minimum(tl.maximum(length - WINDOW, 0), S)
-    tiles = tl.cdiv(tl.maximum(reach - program * TILE, 0), programs * TILE)
-    for i in tl.range(0, tiles, num_stages=STAGES):
-        at = (program + i * programs) * TILE + n
-        seen = choosable(at, length, low, mask_at, SINK, WINDOW)
-        score = token_scores(
-            at=at,
-            seen=seen,
-            query=query,
-            norm=norm,
-            codes_at=codes_at,
-            scales_at=scales_at,
-            row_table=row_table,
-            codes_strides=codes_strides,
-            scales_strides=scales_strides,
-            in_group=g < GROUP,
-            in_width=in_width,
-            factor=factor,
-            cap=cap,
-            PAGE=PAGE,
-        )
-        tl.store(out_at + at, score, mask=at < S)
-    end = S
-    if table is not None:
-        end = length
-    for first in range((program + tiles * programs) * TILE, end, programs * TILE):
-        tl.store(out_at + first + n, tl.full([TILE], float("-inf"), tl.float32), mask=first + n < S)
+def whole_tiles(plan: Plan, size: int) -> bool:
+    """Whether no tile reaches past the cache."""
+    return size % (plan.tile * (plan.programs if plan.chunk else 1)) == 0
+
+
+FAST = {"keys_first": True, "halves": True, "whole": True}
 
 
 def plan_for(rows: int, size: int, width: int, multiprocessors: int) -> Plan:
@@ -337,9 +250,9 @@ def plan_for(rows: int, size: int, width: int, multiprocessors: int) -> Plan:
     wide = 2 if width > 128 else 1
     if rows * size <= 2**21:  # one wave of few, long programs
         tile = 256 // wide
-        return Plan(tile, max(1, min(cdiv(size, tile), 2 * multiprocessors // rows)), 8, 3)
+        return Plan(tile, max(1, min(cdiv(size, tile), 2 * multiprocessors // rows)), 8, 3, **FAST)
     tile = 128 // wide
-    return Plan(tile, max(1, min(cdiv(size, tile), 8 * multiprocessors // rows)), 4, 3)
+    return Plan(tile, max(1, min(cdiv(size, tile), 8 * multiprocessors // rows)), 4, 3, **FAST)
 
 
 def launch_score_tokens(
@@ -355,9 +268,11 @@ def launch_score_tokens(
     plan=None,
     table=None,
     shares=None,
+    kept=None,
 ):
     """Run the kernel; tensors as in `score_tokens`, on a GPU or in Triton's interpreter. With
-    `shares`, scores as in `share_tokens`."""
+    `shares`, scores as in `share_tokens`. With `kept` = ((slots' scores, slots' indices, floors), a
+    `Sift` of as many parts as the plan has programs), it does what `sift` does too."""
     (batch, _, _, width), heads, size = q.shape, codes.shape[1], capacity(codes, table)
     group = q.shape[1] // heads
     if q.stride(3) != 1:
@@ -368,9 +283,16 @@ def launch_score_tokens(
     multiprocessors, pdl = machine(q.device)
     if plan is None:
         plan = plan_for(batch * heads, size, width, multiprocessors)
+        if table is not None or shares is not None:  # not compared there
+            plan = plan._replace(keys_first=False, halves=False, whole=False)
         if table is not None:  # the codes' addresses are loaded, and no such pipeline was compared
             plan = plan._replace(stages=1)
-    _score.run(
+    sifted = {}
+    if kept is not None:
+        slots, sift = kept
+        own = tile_of(size, sift.parts, sift.chunk)
+        sifted = {"slots": slots, "least": sift.least, "ROOM": sift.room, "KEPT": own}
+    score.run(
         grid=(plan.programs, heads, batch),
         warmup=False,
         q=q,
@@ -391,7 +313,7 @@ def launch_score_tokens(
         mask_stride=0 if key_mask is None else key_mask.stride(0),
         table_stride=None if table is None else table.stride(0),
         GROUP=group,
-        ROWS=max(16, next_power_of_two(group)),
+        ROWS=max(8 if plan.keys_first else 16, next_power_of_two(group)),
         D=width,
         DP=next_power_of_two(width),
         SINK=sink,
@@ -401,8 +323,15 @@ def launch_score_tokens(
         LENGTH_STEP=row_step(lengths),
         START_STEP=row_step(start),
         PAGE=0 if table is None else codes.shape[2],
+        KEYS_FIRST=plan.keys_first,
+        HALVES=(2 - pdl) * (plan.halves and q.dtype == torch.bfloat16),
+        WHOLE=plan.whole and table is None and width in (64, 128, 256) and whole_tiles(plan, size),
+        CHUNK=plan.chunk,
+        ASM=pdl,
+        **sifted,
         PDL=pdl,
         num_warps=plan.warps,
+        maxnreg=plan.registers,
         **({"launch_pdl": True} if pdl else {}),
     )
 

@@ -34,6 +34,7 @@ from attnplug.ops.common.sizes import cdiv, next_power_of_two
 from attnplug.ops.gvr.kernels import topk_select as select
 from attnplug.ops.gvr.kernels import topk_short_rows as short_rows
 from attnplug.ops.gvr.kernels.topk_long_rows import launch_long_rows
+from attnplug.ops.gvr.kernels.topk_sifted_rows import Sift, launch_sifted_rows, sift_for
 
 NAME = "topk"
 MAX_K = 4096
@@ -272,6 +273,7 @@ class Plan(NamedTuple):
     refine_warps: int = 4
     bins: int = 64
     sample: int = 256  # scores of the hint, and of the row, that the guess reads
+    sift: Sift | None = None  # two kernels that read the row once, in place of the three
 
 
 WHOLE_ROW = 8192  # scores of the longest row that one program does alone
@@ -280,13 +282,16 @@ COLLECTORS = 1024  # most programs a row that look back at one another
 
 
 @functools.lru_cache(maxsize=1024)
-def plan_for(rows: int, size: int, k: int, multiprocessors: int) -> Plan:
-    """The pre-tuned plan of a shape. `size` is the buffer's; the host does not know the lengths."""
+def plan_for(rows: int, size: int, k: int, hinted: bool, multiprocessors: int) -> Plan:
+    """The pre-tuned plan of a shape. `size` is the buffer's; the host does not know the lengths. A
+    hint is of use to `verify` alone."""
     if size <= WHOLE_ROW:
         padded = next_power_of_two(size)
         if padded <= 256:
             return Plan(True, refine_warps=1, small=0)
         return Plan(True, refine_warps=8, small=256)
+    if not hinted:
+        return Plan(False, sift=sift_for(size, k))
     total = rows * size
     group = 16 if total >= GROUPED and size >= 256 * k else 1
     # Programs a row. Each samples the row: more programs would cost more than idle multiprocessors.
@@ -319,14 +324,16 @@ def launch_topk(scores, k, hint, lengths, sorted, indices, values, how, plan=Non
     if rows == 0:
         return
     multiprocessors, pdl = machine(scores.device)
-    plan = plan or plan_for(rows, size, k, multiprocessors)
+    if hint is not None and hint.shape[1] == 0:
+        hint = None
+    plan = plan or plan_for(rows, size, k, hint is not None, multiprocessors)
     if scores.stride(1) != 1:
         scores = scores.contiguous()
     if plan.whole_row:
         _launch_short_rows(scores, k, lengths, indices, values, how, plan, pdl)
+    elif plan.sift is not None:
+        launch_sifted_rows(scores, k, lengths, indices, values, how, plan.sift, pdl)
     else:
-        if hint is not None and hint.shape[1] == 0:
-            hint = None
         if hint is not None and hint.stride(1) != 1:
             hint = hint.contiguous()
         launch_long_rows(scores, k, hint, lengths, indices, values, how, plan, pdl)

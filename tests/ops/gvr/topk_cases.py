@@ -5,6 +5,7 @@ import torch
 
 from attnplug.ops import topk
 from attnplug.ops.gvr import topk as op
+from attnplug.ops.gvr.kernels.topk_sifted_rows import Sift
 
 # Small enough for a list of 64 to overflow and for several programs to share 300 scores.
 SMALL = dict(
@@ -19,6 +20,7 @@ PLANS = {
     "programs": op.Plan(False, **SMALL),
     "tiles": op.Plan(False, **SMALL | {"verifiers": 5, "collect_tile": 32}),
     "groups": op.Plan(False, group=4, here=32, **SMALL),
+    "sifted": op.Plan(False, sift=Sift(4, 16, 12, 1, 1, ranked=16, searched=64)),
 }
 
 

@@ -49,7 +49,7 @@ def _count_four(key, ok, t1, t2, t3, t4):
 
 
 @triton.jit
-def _search(
+def search(
     x_at,
     n,
     low,
@@ -191,7 +191,7 @@ def refine(
             at_high = sure
         # Equal scores need no search: the list has the first of them, which are selected.
         if (in_bin > CAPACITY) & (high - low > 1):
-            sure, in_bin, passes = _search(
+            sure, in_bin, passes = search(
                 x_at=x_at,
                 n=n,
                 low=low,

@@ -119,7 +119,7 @@ def fifth(low, high, part):
 
 
 @triton.jit
-def _clamped_key(x, low, high):
+def clamped_key(x, low, high):
     """Key of the score x, moved between low and high (exclusive)."""
     return tl.minimum(tl.maximum(key_of(x + 0.0).to(tl.int64), low + 1), high - 1)
 
@@ -143,7 +143,7 @@ def key_range(key, ok):
 
 
 @triton.jit
-def _normal_quantile(rank, count, mean, deviation):
+def normal_quantile(rank, count, mean, deviation):
     """The score that `rank` of `count` normal scores reach (Abramowitz and Stegun, 26.2.22)."""
     fraction = tl.minimum(tl.maximum(rank, 0.5), count - 0.5) / count
     tail = tl.minimum(fraction, 1 - fraction)
@@ -153,17 +153,17 @@ def _normal_quantile(rank, count, mean, deviation):
 
 
 @triton.jit
-def _reaches(x, t):
+def reaches(x, t):
     """Which clean scores reach the key t. MOST + 1 is the key of a NaN, which no score reaches."""
     return x >= score_of(t.to(tl.int32))
 
 
 @triton.jit
-def _try(x, low, high, at_low, at_high, thresholds, need, TOGETHER: tl.constexpr):
+def try_four(x, low, high, at_low, at_high, thresholds, need, TOGETHER: tl.constexpr):
     """Count the scores at four thresholds, two 16-bit counts a sum, and tighten by each."""
     t1, t2, t3, t4 = thresholds
-    counts_1_2 = _reaches(x, t1).to(tl.int32) + (_reaches(x, t2).to(tl.int32) << 16)
-    counts_3_4 = _reaches(x, t3).to(tl.int32) + (_reaches(x, t4).to(tl.int32) << 16)
+    counts_1_2 = reaches(x, t1).to(tl.int32) + (reaches(x, t2).to(tl.int32) << 16)
+    counts_3_4 = reaches(x, t3).to(tl.int32) + (reaches(x, t4).to(tl.int32) << 16)
     if TOGETHER:  # one synchronization of the program's warps instead of two
         counts_1_2, counts_3_4 = tl.reduce((counts_1_2, counts_3_4), 0, _add_two)
     else:
@@ -180,15 +180,15 @@ def _try_normal(x, low, high, at_low, at_high, need, normal, outer, inner):
     """Try the four thresholds that `outer` or `inner` more or fewer scores than needed would reach,
     were the scores normal; `normal` is their (count, mean, deviation)."""
     count, mean, deviation = normal
-    t1 = _clamped_key(_normal_quantile(need + outer, count, mean, deviation), low, high)
-    t2 = _clamped_key(_normal_quantile(need + inner, count, mean, deviation), low, high)
-    t3 = _clamped_key(_normal_quantile(need - inner, count, mean, deviation), low, high)
-    t4 = _clamped_key(_normal_quantile(need - outer, count, mean, deviation), low, high)
-    return _try(x, low, high, at_low, at_high, (t1, t2, t3, t4), need, True)
+    t1 = clamped_key(normal_quantile(need + outer, count, mean, deviation), low, high)
+    t2 = clamped_key(normal_quantile(need + inner, count, mean, deviation), low, high)
+    t3 = clamped_key(normal_quantile(need - inner, count, mean, deviation), low, high)
+    t4 = clamped_key(normal_quantile(need - outer, count, mean, deviation), low, high)
+    return try_four(x, low, high, at_low, at_high, (t1, t2, t3, t4), need, True)
 
 
 @triton.jit
-def _narrow(x, ok, count, need, NORMAL: tl.constexpr):
+def narrow(x, ok, count, need, NORMAL: tl.constexpr):
     """Bracket the k-th of the `count` scores that are ok (the others are -inf).
     docs/methods/topk.md draws a round.
 
@@ -230,7 +230,7 @@ def _narrow(x, ok, count, need, NORMAL: tl.constexpr):
         low_score = score_of(low.to(tl.int32))
         high_score = score_of((high - 1).to(tl.int32))
         if stuck | ~(tl.abs(high_score - low_score) < float("inf")):
-            least, most = key_range(key_of(x), ok & _reaches(x, low) & ~_reaches(x, high))
+            least, most = key_range(key_of(x), ok & reaches(x, low) & ~reaches(x, high))
             low = least.to(tl.int64)
             high = most.to(tl.int64) + 1
             low_score = score_of(least)
@@ -246,15 +246,17 @@ def _narrow(x, ok, count, need, NORMAL: tl.constexpr):
             t4 = fifth(low, high, 4)
         else:
             part_1 = tl.where(stuck, 0.2, tl.maximum(fraction - 1.5 * sigma, 0.0))
-            t1 = _clamped_key(low_score + width * part_1, low, high)
+            t1 = clamped_key(low_score + width * part_1, low, high)
             part_2 = tl.where(stuck, 0.4, tl.maximum(fraction - 0.3 * sigma, 0.0))
-            t2 = _clamped_key(low_score + width * part_2, low, high)
+            t2 = clamped_key(low_score + width * part_2, low, high)
             part_3 = tl.where(stuck, 0.6, tl.minimum(fraction + 0.3 * sigma, 1.0))
-            t3 = _clamped_key(low_score + width * part_3, low, high)
+            t3 = clamped_key(low_score + width * part_3, low, high)
             part_4 = tl.where(stuck, 0.8, tl.minimum(fraction + 1.5 * sigma, 1.0))
-            t4 = _clamped_key(low_score + width * part_4, low, high)
+            t4 = clamped_key(low_score + width * part_4, low, high)
         thresholds = (t1, t2, t3, t4)
-        low, high, at_low, at_high = _try(x, low, high, at_low, at_high, thresholds, need, NORMAL)
+        low, high, at_low, at_high = try_four(
+            x, low, high, at_low, at_high, thresholds, need, NORMAL
+        )
         stuck = (at_low - at_high) * 2 > before
         rounds += 1
     return low, high, at_low, at_high, rounds
@@ -264,10 +266,10 @@ def _narrow(x, ok, count, need, NORMAL: tl.constexpr):
 def pick(x, i, ok, count, need, indices, values, NORMAL: tl.constexpr):
     """Store the best `need` of the `count` scores x (clean, and -inf where not ok) with indices i,
     in the order of the tensors; of equals the first."""
-    low, high, at_low, at_high, rounds = _narrow(x, ok, count, need, NORMAL)
-    keep = ok & _reaches(x, low)
+    low, high, at_low, at_high, rounds = narrow(x, ok, count, need, NORMAL)
+    keep = ok & reaches(x, low)
     if at_low > need:
-        above = _reaches(x, high)
+        above = reaches(x, high)
         first = tl.cumsum((keep & ~above).to(tl.int32), 0) <= need - at_high
         keep = above | (keep & first)
     slot = tl.cumsum(keep.to(tl.int32), 0)

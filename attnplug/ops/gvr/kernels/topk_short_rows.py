@@ -8,7 +8,7 @@ deviations wide, of the number of scores that reach the predicted one. One pass 
 the program synchronizes its warps a fixed number of times: for mean and deviation, for the counts,
 for the places and for the list. If the k-th is in no bin, another pass counts wider bins beside the
 first; if too many scores share its bin, it counts narrower bins inside. After _PASSES passes
-without success, `pick` brackets the k-th by rounds of thresholds (`_narrow` in topk_select.py;
+without success, `pick` brackets the k-th by rounds of thresholds (`narrow` in topk_select.py;
 docs/methods/topk.md draws it).
 
 A thread holds 4 neighbours of every 128: `[32 lanes, warps, 1 or 2 halves, 4 groups, 4]` in the
@@ -60,7 +60,7 @@ def _add_five(a0, a1, a2, a3, a4, b0, b1, b2, b3, b4):
 
 
 @triton.jit
-def _memory_axes(x):
+def memory_axes(x):
     """Convert between the axes of the code and those of memory accesses."""
     if _LAST_FIRST:
         return tl.trans(x, 4, 3, 2, 1, 0)
@@ -69,7 +69,7 @@ def _memory_axes(x):
 
 
 @triton.jit
-def _thread_sum(x):
+def thread_sum(x):
     """`[32, WARPS, HALVES, 4, 4]` -> `[WARPS, 32]`: the sum of each thread."""
     return tl.trans(tl.sum(tl.sum(tl.sum(x, 4), 3), 2))
 
@@ -97,9 +97,9 @@ def _normal_bins(x, sampled, K, SHARE: tl.constexpr, WIDTH: tl.constexpr):
     would hold the k-th. One of SHARE scores is sampled."""
     finite = sampled & (tl.abs(x) < 1e30)
     y = tl.where(finite, x, 0.0)
-    count = tl.sum(_thread_sum(finite.to(tl.float32)), 1)
-    total = tl.sum(_thread_sum(y), 1)
-    squares = tl.sum(_thread_sum(y * y), 1)
+    count = tl.sum(thread_sum(finite.to(tl.float32)), 1)
+    total = tl.sum(thread_sum(y), 1)
+    squares = tl.sum(thread_sum(y * y), 1)
     count, total, squares = tl.reduce((count, total, squares), 0, add_three)
     mean = total / count
     deviation = tl.sqrt(tl.maximum(squares / count - mean * mean, 0.0))
@@ -114,13 +114,13 @@ def _normal_bins(x, sampled, K, SHARE: tl.constexpr, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def _usable(scale, shift):
+def usable_bins(scale, shift):
     """Whether the bins are finite and their numbers small enough to round by _MAGIC."""
     return (scale > 0) & (scale < 1e30) & (tl.abs(shift) < 2e6)
 
 
 @triton.jit
-def _other_bins(scale, shift, kth_bin):
+def other_bins(scale, shift, kth_bin):
     """(scale, shift) of bins four times as wide, below the bins or above them; or of eight bins in
     place of the k-th's."""
     beside = (kth_bin == _BELOW) | (kth_bin == _ABOVE)
@@ -146,7 +146,7 @@ def _pass_two_edges(counts, spare, kth_bin, below, upto):
 
 
 @triton.jit
-def _find_bin(x, scale, shift, spare, SIZE: tl.constexpr):
+def find_bin(x, scale, shift, spare, SIZE: tl.constexpr):
     """(bins, kth_bin, below, upto): the bins of the scores x, 0 to 10, as floats _MAGIC further up;
     the bin of the score that `spare` scores are smaller than; how many scores are below that bin,
     and how many up to it.
@@ -157,7 +157,7 @@ def _find_bin(x, scale, shift, spare, SIZE: tl.constexpr):
     bins = tl.minimum(tl.maximum(bins, _MAGIC), _MAGIC + 10)  # NaN goes to the lowest
     bit = (bins.to(tl.int32, bitcast=True) - _MAGIC_BITS) * 6
     ones = tl.full(bins.shape, 1, tl.int64) << bit.to(tl.int64)
-    counts = _thread_sum(ones) * 0x0041041041041041
+    counts = thread_sum(ones) * 0x0041041041041041
     low = counts.to(tl.int32)  # up to bins 0 to 4
     high = (counts >> 30).to(tl.int32)  # up to bins 5 to 9
     up_to_0_5 = tl.sum((low & 63) | ((high & 63) << 16), 1)
@@ -180,7 +180,7 @@ def _find_bin(x, scale, shift, spare, SIZE: tl.constexpr):
 
 
 @triton.jit
-def _fits(kth_bin, below, upto, LIST: tl.constexpr):
+def fits(kth_bin, below, upto, LIST: tl.constexpr):
     """Whether the list holds all scores of the k-th's bin. The bin above the nine is as good as any
     other; the one below them holds NaN too."""
     return (kth_bin > _BELOW) & (upto - below <= LIST)
@@ -246,6 +246,41 @@ def _rank_list(entries, count, need, indices, values):
         tl.store(values + rank, x + 0.0, mask=kept)
 
 
+@triton.jit
+def store_best(
+    x,
+    i,
+    i_to_store,
+    found,
+    entries,
+    indices,
+    values,
+    K,
+    WARPS: tl.constexpr,
+    HALVES: tl.constexpr,
+):
+    """Store the K best of the scores x with indices i, where `found`, of `find_bin`, fits the list.
+    `i_to_store` is i with the axes of memory, `entries` the room for the list."""
+    bins, kth_bin, below, upto = found
+    SIZE: tl.constexpr = 512 * HALVES * WARPS
+    count = upto - below
+    kth_bins = kth_bin.to(tl.float32) + _MAGIC
+    sure = bins > kth_bins
+    in_bin = bins == kth_bins
+    places = _places(tl.where(sure, SURE, tl.where(in_bin, IN_BIN, 0)), WARPS, HALVES)
+    entry = (x.to(tl.int32, bitcast=True).to(tl.int64) << 32) | i.to(tl.int64)
+    place = memory_axes(places)
+    entry_at = entries + (place >> IN_BIN_SHIFT)
+    tl.store(entry_at, memory_axes(entry), mask=memory_axes(in_bin))
+    tl.store(entries + count + tl.arange(0, _TILE), tl.full([_TILE], _EMPTY, tl.int64))
+    to_out = place & SURE_MASK
+    tl.store(indices + to_out, i_to_store, mask=memory_axes(sure))
+    tl.store(values + to_out, memory_axes(x) + 0.0, mask=memory_axes(sure))
+    tl.debug_barrier()  # other warps read what one has stored
+    selected = SIZE - upto
+    _rank_list(entries, count, K - selected, indices + selected, values + selected)
+
+
 # ---- the row ------------------------------------------------------------------------------------
 
 
@@ -302,34 +337,30 @@ def binned_row(
         group = tl.arange(0, 4)[None, None, None, :, None]
         in_group = tl.arange(0, 4)[None, None, None, None, :]
         i = in_group + lane * 4 + group * 128 + half * 512 + warp * (512 * HALVES)
-        i_to_store = _memory_axes(i)
-        x = _memory_axes(_load(x_at, i_to_store, n, N, lengths))
+        i_to_store = memory_axes(i)
+        x = memory_axes(_load(x_at, i_to_store, n, N, lengths))
         scale, shift = _normal_bins(x, in_group < 4 // SHARE, K, SHARE, WIDTH)
-        usable = _usable(scale, shift)
-        bins, kth_bin, below, upto = _find_bin(x, scale, shift, SIZE - K, SIZE)
+        usable = usable_bins(scale, shift)
+        bins, kth_bin, below, upto = find_bin(x, scale, shift, SIZE - K, SIZE)
         rounds = n * 0 + 1
-        while usable & ~_fits(kth_bin, below, upto, LIST) & (rounds < _PASSES):
-            scale, shift = _other_bins(scale, shift, kth_bin)
-            usable = _usable(scale, shift)
-            bins, kth_bin, below, upto = _find_bin(x, scale, shift, SIZE - K, SIZE)
+        while usable & ~fits(kth_bin, below, upto, LIST) & (rounds < _PASSES):
+            scale, shift = other_bins(scale, shift, kth_bin)
+            usable = usable_bins(scale, shift)
+            bins, kth_bin, below, upto = find_bin(x, scale, shift, SIZE - K, SIZE)
             rounds += 1
-        if usable & _fits(kth_bin, below, upto, LIST):
-            count = upto - below
-            kth_bins = kth_bin.to(tl.float32) + _MAGIC
-            sure = bins > kth_bins
-            in_bin = bins == kth_bins
-            places = _places(tl.where(sure, SURE, tl.where(in_bin, IN_BIN, 0)), WARPS, HALVES)
-            entry = (x.to(tl.int32, bitcast=True).to(tl.int64) << 32) | i.to(tl.int64)
-            place = _memory_axes(places)
-            entry_at = entries + (place >> IN_BIN_SHIFT)
-            tl.store(entry_at, _memory_axes(entry), mask=_memory_axes(in_bin))
-            tl.store(entries + count + tl.arange(0, _TILE), tl.full([_TILE], _EMPTY, tl.int64))
-            to_out = place & SURE_MASK
-            tl.store(indices + to_out, i_to_store, mask=_memory_axes(sure))
-            tl.store(values + to_out, _memory_axes(x) + 0.0, mask=_memory_axes(sure))
-            tl.debug_barrier()  # other warps read what one has stored
-            selected = SIZE - upto
-            _rank_list(entries, count, K - selected, indices + selected, values + selected)
+        if usable & fits(kth_bin, below, upto, LIST):
+            store_best(
+                x=x,
+                i=i,
+                i_to_store=i_to_store,
+                found=(bins, kth_bin, below, upto),
+                entries=entries,
+                indices=indices,
+                values=values,
+                K=K,
+                WARPS=WARPS,
+                HALVES=HALVES,
+            )
         else:
             j = tl.arange(0, SIZE)
             cleaned = clean(tl.load(x_at + j, mask=j < n, other=float("-inf")))

@@ -1,0 +1,72 @@
+"""Plans of score_tokens that are no shape's default: other products, tiles from all over the row,
+and scores that the kernel keeps for `finish` of topk."""
+
+import pytest
+import torch
+from gvr_cases import random
+from topk_cases import assert_exact
+
+from attnplug.ops.gvr import score_tokens as op
+from attnplug.ops.gvr import topk
+from attnplug.ops.gvr.kernels import topk_sifted_rows as sifted
+
+NEW = {"keys_first": True, "halves": True, "whole": True}
+PLANS = [
+    op.Plan(64, 2, 4, 1, **NEW),
+    op.Plan(64, 2, 4, 1, halves=True, chunk=4),
+    op.Plan(32, 4, 4, 1, **NEW, chunk=8),
+]
+# batch, query heads, KV heads, tokens, lengths, start
+SHAPES = [
+    (1, 7, 1, 512, None, None),
+    (2, 4, 2, 512, [500, 300], [3, 130]),
+    (1, 9, 1, 300, [290], None),
+]
+
+
+def case(batch, heads, kv_heads, size, lengths, start, device):
+    """The arguments of launch_score_tokens but for scores, and the reference's scores."""
+    q = random(0, batch, heads, 1, 64).bfloat16()
+    codes, steps = op.quantize_keys(random(1, batch, kv_heads, size, 64))
+    lengths, start = (x if x is None else torch.tensor(x) for x in (lengths, start))
+    options = {"sink": 4, "window": 9, "lengths": lengths, "start": start}
+    wanted = op.score_tokens(q, codes, steps, **options)
+    args = [x if x is None else x.to(device) for x in (q, codes, steps)]
+    rows = [x if x is None else x.to(device) for x in (lengths, start)]
+    return [*args, 4, 9, *rows, None], wanted
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_scores(device, plan, shape):
+    args, wanted = case(*shape, device)
+    found = torch.empty(wanted.shape, device=device)
+    op.launch_score_tokens(*args, found, plan=plan)
+    found, seen = found.cpu(), wanted.isfinite()
+    assert torch.equal(found.isfinite(), seen)
+    torch.testing.assert_close(found[seen], wanted[seen], rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_kept_scores_have_the_best(device, shape):
+    plan, k = PLANS[2], 50
+    args, wanted = case(*shape, device)
+    scores = torch.empty(wanted.shape, device=device)
+    sift = sifted.Sift(plan.programs, 32, 20, 1, 1, plan.chunk, ranked=64, searched=64)
+    slots = sifted.empty_slots(len(scores), sift, scores.device)
+    op.launch_score_tokens(*args, scores, plan=plan, kept=(tuple(slots), sift))
+    lengths = op.score_lengths(args[5], shape[2])
+    found = topk._allocate(scores, k, None, lengths, False)
+    sifted.launch_finish(scores, k, lengths, slots, *found, sift, device == "cuda")
+    lengths = None if lengths is None else lengths.cpu()
+    assert_exact([x.cpu() for x in found], scores.cpu(), k, lengths)
+    assert (found[2][:, 0] == topk.GVR).all()
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_a_bad_query_scores_all_highest(device):
+    args, wanted = case(*SHAPES[0], device)
+    args[0][0, 2, 0, 5] = torch.nan
+    found = torch.empty(wanted.shape, device=device)
+    op.launch_score_tokens(*args, found, plan=PLANS[0])
+    assert torch.equal(found.cpu() == torch.inf, wanted.isfinite())
