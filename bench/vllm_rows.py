@@ -35,10 +35,8 @@ class Variant:
     rows_whole: int = 0  # of Gather
     beside: bool = True
     kept: int | None = None  # stages of a far row's pieces
-    whole: int = 4  # stages of a near row's pieces
-    programs: int = 1  # of near rows for each multiprocessor
-    score: int | None = None  # scoring programs for each multiprocessor
-    early: bool = False  # the first kernel is launched before the one in front has ended
+    whole: int = 3  # stages of a near row's pieces
+    programs: int = 2  # of near rows for each multiprocessor
 
 
 CHAIN: dict[str, Any] = {"rows_whole": 64}
@@ -46,11 +44,9 @@ VARIANTS = (
     Variant("beside"),
     Variant("in line", beside=False),
     Variant("chain", **CHAIN),
-    Variant("chain kept=2", **CHAIN, kept=2),
-    Variant("chain kept=2 whole=3", **CHAIN, kept=2, whole=3),
-    Variant("chain kept=2 whole=3 programs=2", **CHAIN, kept=2, whole=3, programs=2),
-    Variant("chain kept=2 early", **CHAIN, kept=2, early=True),
-    Variant("chain kept=2 early score=4", **CHAIN, kept=2, early=True, score=4),
+    Variant("chain kept=1", **CHAIN, kept=1),
+    Variant("chain whole=4", **CHAIN, whole=4),
+    Variant("chain programs=1", **CHAIN, programs=1),
 )
 
 
@@ -151,25 +147,15 @@ def measured(
 def settings(variant: Variant) -> list[tuple[Any, str, Any]]:
     """Set what the variant says; (owner, name, value) of what was there."""
     from attnplug import Gather
-    from attnplug.ops.gather import gather_decode, gather_rows, page_scores
+    from attnplug.ops.gather import gather_rows
 
-    stock = gather_decode.plan_for
-
-    def plan_for(*args: Any, **options: Any) -> Any:
-        plan = stock(*args, **options)
-        if variant.kept is None:
-            return plan
-        return plan._replace(attend=plan.attend._replace(stages=variant.kept))
-
-    score = page_scores.PROGRAMS if variant.score is None else variant.score
+    kept = gather_rows.KEPT_STAGES if variant.kept is None else {256: variant.kept}
     wanted = [
         (Gather, "rows_whole", variant.rows_whole),
         (Gather, "begins_beside", variant.beside),
         (gather_rows, "STAGES", variant.whole),
         (gather_rows, "PROGRAMS", variant.programs),
-        (page_scores, "EARLY", variant.early),
-        (page_scores, "PROGRAMS", score),
-        (gather_decode, "plan_for", plan_for),
+        (gather_rows, "KEPT_STAGES", kept),
     ]
     before = [(owner, name, getattr(owner, name)) for owner, name, _ in wanted]
     for owner, name, value in wanted:

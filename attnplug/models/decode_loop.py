@@ -203,6 +203,7 @@ class Decoding:
         mask = self._real_keys()
         outputs = self.model._prefill(self.prompt, self.config, self.inputs)
         self.cache: PlugCache = outputs.past_key_values
+        self.wanting = layers_to_prepare(self.cache)
         logits = outputs.logits[:, -1].to(dtype=torch.float32, copy=True)
         del outputs  # the logits of a whole prompt may be large
         compiles = self.model._valid_auto_compile_criteria(self.inputs, self.config)
@@ -314,8 +315,7 @@ class Decoding:
 
     def _prepare_layers(self, buffers: StepBuffers) -> None:
         """What a layer wants of the host before a step."""
-        wanting = layers_to_prepare(self.cache)
-        mask = None
+        wanting, mask = self.wanting, None
         if buffers.mask is not None:
             self.masked += 1
             if wanting:

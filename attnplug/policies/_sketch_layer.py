@@ -59,6 +59,7 @@ class SketchLayer(PlugLayer):
     on_host = False
     seen = 0  # tokens, as far as the host knows
     without_query = 0  # of them, those that came without their queries
+    served = 0, False  # so many rows, and whether the method serves them
     fitted_at = 0  # tokens that the basis was made of
     due = 0  # the basis is made again at so many tokens
     audit_due = 0  # and a step is audited
@@ -100,7 +101,12 @@ class SketchLayer(PlugLayer):
         keys = self.keys
         if keys is None:
             return False
-        return self.on_host or self.serves(len(keys), self.max_cache_len, keys.device)
+        if self.on_host:
+            return True
+        rows = len(keys)
+        if self.served[0] != rows:  # asked before each step of every layer
+            self.served = rows, self.serves(rows, self.max_cache_len, keys.device)
+        return self.served[1]
 
     def _make_ring(self, heads: int) -> None:
         keys = self._buffers()[0]

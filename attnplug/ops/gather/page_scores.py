@@ -10,9 +10,6 @@ from attnplug.ops.gather.kernels.score_pages import score_pages
 # shorter than the table has room for, which is where most rows of a server are. STAGES: of the
 # pipeline of a program's chunks; 1 is none (`bench/vllm_layer.py` compares others on a GPU).
 PROGRAMS, STAGES = 8, 1
-# Whether the kernel is launched before the one in front has ended, whosever that is: it waits at
-# once, but is there by then.
-EARLY = False
 
 
 def launch_page_scores(
@@ -41,8 +38,7 @@ def launch_page_scores(
     group, rows, blocks = heads // kv_heads, batch * kv_heads * queries, cdiv(size, block)
     chunks = cdiv(blocks, plan.chunk)
     programs = min(chunks, max(1, PROGRAMS * machine(q.device)[0] // rows))
-    pdl, dependent = early(q.device)
-    soon = pdl and bool(EARLY)
+    pdl, _ = early(q.device)
     score_pages.run(
         grid=(programs + (slots is not None), kv_heads * queries, batch),
         warmup=False,
@@ -81,6 +77,5 @@ def launch_page_scores(
         PAGE=k.shape[2],
         STAGES=STAGES,
         PDL=pdl,
-        EARLY=soon,
-        **{"num_warps": plan.warps, "maxnreg": plan.registers, **(dependent if soon else {})},
+        **{"num_warps": plan.warps, "maxnreg": plan.registers},
     )

@@ -29,7 +29,7 @@ from attnplug.ops.common.rows import NO_MASK, mask_bytes, row_step, rows_on_cpu
 from attnplug.ops.common.sizes import cdiv, next_power_of_two
 from attnplug.ops.common.softmax import base_two
 from attnplug.ops.common.splits import merge_splits
-from attnplug.ops.gvr.kernels.attend_tokens import attend_tokens, merge_early
+from attnplug.ops.gvr.kernels.attend_tokens import attend_tokens
 
 NAME = "gather_tokens_attention"
 
@@ -204,9 +204,6 @@ class Plan(NamedTuple):
     columns: int  # of the head dimension, for one program of the merge
 
 
-EARLY = False  # whether kernels read what is older than the list before they wait for it
-
-
 @functools.lru_cache(maxsize=1024)
 def plan_for(
     rows: int, group: int, keys: int, width: int, itemsize: int, multiprocessors: int
@@ -290,7 +287,6 @@ def launch_gather_tokens_attention(
         LENGTH_STEP=row_step(lengths),
         START_STEP=row_step(start),
         PAGE=0 if table is None else k.shape[2],
-        EARLY=EARLY,
         PDL=pdl,
         num_warps=plan.warps,
         **({"launch_pdl": True} if pdl else {}),
@@ -302,7 +298,7 @@ def launch_gather_tokens_attention(
 def _launch_merge(partial, sinks, out, lse, plan, pdl):
     """Merge the splits in `partial` into `out` and `lse`."""
     batch, heads, queries, width = out.shape
-    (merge_early if EARLY else merge_splits).run(
+    merge_splits.run(
         grid=(batch * heads * queries, cdiv(width, plan.columns)),
         warmup=False,
         partial=partial,

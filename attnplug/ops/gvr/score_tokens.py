@@ -26,7 +26,6 @@ from attnplug.ops.common.product import add_product
 from attnplug.ops.common.rows import NO_MASK, mask_bytes, row_step, rows_on_cpu
 from attnplug.ops.common.sizes import cdiv, next_power_of_two
 from attnplug.ops.gvr.kernels.score_cache import score
-from attnplug.ops.gvr.kernels.topk_sifted_rows import tile_of
 
 NAME = "score_tokens"
 
@@ -225,8 +224,6 @@ class Plan(NamedTuple):
     keys_first: bool = False  # whether products have a row a token, not a row a head
     halves: bool = False  # whether a bfloat16 query is multiplied as float16
     whole: bool = False  # whether tiles are read without a mask, where all tokens of a tile are
-    registers: int | None = None  # of a thread at most
-    chunk: int = 0  # tokens next to each other in a tile, else from all over the row; 0: all
 
 
 class Shares(NamedTuple):
@@ -239,20 +236,25 @@ class Shares(NamedTuple):
 
 def whole_tiles(plan: Plan, size: int) -> bool:
     """Whether no tile reaches past the cache."""
-    return size % (plan.tile * (plan.programs if plan.chunk else 1)) == 0
-
-
-FAST = {"keys_first": True, "halves": True, "whole": True}
+    return size % plan.tile == 0
 
 
 def plan_for(rows: int, size: int, width: int, multiprocessors: int) -> Plan:
-    """The pre-tuned plan of a shape: `rows` (sequence, KV head) pairs of `size` tokens."""
+    """The pre-tuned plan of a shape: `rows` (sequence, KV head) pairs of `size` tokens. With
+    tokens as rows and float16 a tile is less work, so that what counts is the bytes in flight."""
+    tile = 256 if width <= 128 else 128
+    programs = max(1, min(cdiv(size, tile), 3 * multiprocessors // rows))
+    return Plan(tile, programs, 8, 3, keys_first=True, halves=True, whole=True)
+
+
+def plain_plan_for(rows: int, size: int, width: int, multiprocessors: int) -> Plan:
+    """That of shares and of pages, for which no other was compared."""
     wide = 2 if width > 128 else 1
     if rows * size <= 2**21:  # one wave of few, long programs
         tile = 256 // wide
-        return Plan(tile, max(1, min(cdiv(size, tile), 2 * multiprocessors // rows)), 8, 3, **FAST)
+        return Plan(tile, max(1, min(cdiv(size, tile), 2 * multiprocessors // rows)), 8, 3)
     tile = 128 // wide
-    return Plan(tile, max(1, min(cdiv(size, tile), 8 * multiprocessors // rows)), 4, 3, **FAST)
+    return Plan(tile, max(1, min(cdiv(size, tile), 8 * multiprocessors // rows)), 4, 3)
 
 
 def launch_score_tokens(
@@ -268,11 +270,9 @@ def launch_score_tokens(
     plan=None,
     table=None,
     shares=None,
-    kept=None,
 ):
     """Run the kernel; tensors as in `score_tokens`, on a GPU or in Triton's interpreter. With
-    `shares`, scores as in `share_tokens`. With `kept` = ((slots' scores, slots' indices, floors), a
-    `Sift` of as many parts as the plan has programs), it does what `sift` does too."""
+    `shares`, scores as in `share_tokens`."""
     (batch, _, _, width), heads, size = q.shape, codes.shape[1], capacity(codes, table)
     group = q.shape[1] // heads
     if q.stride(3) != 1:
@@ -282,16 +282,10 @@ def launch_score_tokens(
     key_mask = mask_bytes(key_mask)
     multiprocessors, pdl = machine(q.device)
     if plan is None:
-        plan = plan_for(batch * heads, size, width, multiprocessors)
-        if table is not None or shares is not None:  # not compared there
-            plan = plan._replace(keys_first=False, halves=False, whole=False)
+        plans = plan_for if table is None and shares is None else plain_plan_for
+        plan = plans(batch * heads, size, width, multiprocessors)
         if table is not None:  # the codes' addresses are loaded, and no such pipeline was compared
             plan = plan._replace(stages=1)
-    sifted = {}
-    if kept is not None:
-        slots, sift = kept
-        own = tile_of(size, sift.parts, sift.chunk)
-        sifted = {"slots": slots, "least": sift.least, "ROOM": sift.room, "KEPT": own}
     score.run(
         grid=(plan.programs, heads, batch),
         warmup=False,
@@ -326,12 +320,8 @@ def launch_score_tokens(
         KEYS_FIRST=plan.keys_first,
         HALVES=(2 - pdl) * (plan.halves and q.dtype == torch.bfloat16),
         WHOLE=plan.whole and table is None and width in (64, 128, 256) and whole_tiles(plan, size),
-        CHUNK=plan.chunk,
-        ASM=pdl,
-        **sifted,
         PDL=pdl,
         num_warps=plan.warps,
-        maxnreg=plan.registers,
         **({"launch_pdl": True} if pdl else {}),
     )
 

@@ -3,7 +3,7 @@ the summaries, so that none is missing; on request the kernel makes those that a
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.language.extra.cuda import gdc_launch_dependents
 
 from attnplug.ops.common.pages import place_of_block
 from attnplug.ops.common.rows import row_span
@@ -55,7 +55,6 @@ def score_pages(
     PAGE: tl.constexpr,
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
-    EARLY: tl.constexpr,
 ):
     """Every `programs`-th chunk of blocks of one query and KV head, up to the row's own length: a
     grid for the longest rows would be mostly empty.
@@ -70,8 +69,6 @@ def score_pages(
     t = tl.program_id(1) % T
     h = tl.program_id(1) // T
     b = tl.program_id(2).to(tl.int64)
-    if EARLY:
-        gdc_wait()  # the step's keys and lengths may come from the kernel in front
     if PDL:
         gdc_launch_dependents()  # the next kernel waits for the end of this grid
     if slots is not None:

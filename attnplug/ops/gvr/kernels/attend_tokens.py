@@ -7,7 +7,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from attnplug.ops.common.pages import page_of
 from attnplug.ops.common.rows import row_span
 from attnplug.ops.common.softmax import attend_tile
-from attnplug.ops.common.splits import merge_splits, store_piece
+from attnplug.ops.common.splits import store_piece
 
 
 @triton.jit
@@ -56,12 +56,10 @@ def attend_tokens(
     LENGTH_STEP: tl.constexpr,
     START_STEP: tl.constexpr,
     PAGE: tl.constexpr,
-    EARLY: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """All heads of one query and KV head against one split of the kept keys. With a `table`, k and
-    v are pages of PAGE keys. EARLY: the kernel in front makes the list and nothing else of what is
-    read here, and has waited for the kernels before it."""
+    v are pages of PAGE keys."""
     q_b, q_h, q_t = q_strides
     k_b, k_h, k_s = k_strides
     v_b, v_h, v_s = v_strides
@@ -69,7 +67,7 @@ def attend_tokens(
     t = tl.program_id(1) % T
     h = tl.program_id(1) // T
     b = tl.program_id(2).to(tl.int64)
-    if PDL and not EARLY:
+    if PDL:
         gdc_wait()  # for the list, and for whatever else the kernels before have written
         gdc_launch_dependents()
     length, low = row_span(lengths, start, b, S, LENGTH_STEP, START_STEP)
@@ -97,9 +95,6 @@ def attend_tokens(
     TILES: tl.constexpr = (SINK + WINDOW + K + TILE - 1) // TILE
     first = split * TILES // splits
     last = (split + 1) * TILES // splits
-    if PDL and EARLY:
-        gdc_wait()
-        gdc_launch_dependents()
     # Not pipelined: Triton 3.6 silently compiled such a loop over gathered keys to wrong code
     # (block_sparse_attention).
     for i in tl.range(first, last, num_stages=1):
@@ -152,37 +147,4 @@ def attend_tokens(
         splits=splits,
         D=D,
         FUSED=FUSED,
-    )
-
-
-@triton.jit
-def merge_early(
-    partial,
-    sinks,
-    out,
-    lse,
-    heads,
-    T,
-    splits,
-    D: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    SPLITS: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """`merge_splits` that lets the next kernel start."""
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
-    merge_splits(
-        partial=partial,
-        sinks=sinks,
-        out=out,
-        lse=lse,
-        heads=heads,
-        T=T,
-        splits=splits,
-        D=D,
-        COLUMNS=COLUMNS,
-        SPLITS=SPLITS,
-        PDL=False,
     )

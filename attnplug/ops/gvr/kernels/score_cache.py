@@ -9,25 +9,6 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from attnplug.ops.common.rows import row_span
 from attnplug.ops.gvr.kernels.score import choosable, in_halves, token_scores
-from attnplug.ops.gvr.kernels.topk_sift import keep_best
-
-
-@triton.jit
-def _tokens(e, program, programs, CHUNK: tl.constexpr):
-    """The tokens that are the e-th of a program, whose chunks of CHUNK are every `programs`-th."""
-    return (e // CHUNK * programs + program) * CHUNK + e % CHUNK
-
-
-@triton.jit
-def _keep_best(
-    out_at, S, program, programs, slots, ROOM, KEPT: tl.constexpr, CHUNK: tl.constexpr, ASM
-):
-    """Keep the best of what this program has scored, as `sift` of topk_sift.py does."""
-    outputs, place, least = slots
-    tl.debug_barrier()  # a thread reads what others have stored
-    at = _tokens(tl.arange(0, KEPT), program, programs, CHUNK)
-    x = tl.load(out_at + at, mask=at < S, other=float("-inf"), cache_modifier=".cg")
-    keep_best(x + 0.0, at, place, least, outputs, ROOM, KEPT, ASM)
 
 
 @triton.jit
@@ -64,17 +45,9 @@ def score(
     HALVES: tl.constexpr,
     WHOLE: tl.constexpr,
     PDL: tl.constexpr,
-    slots=None,
-    least=0,
-    CHUNK: tl.constexpr = 0,
-    ROOM: tl.constexpr = 0,
-    KEPT: tl.constexpr = 0,
-    ASM: tl.constexpr = False,
 ):
     """One of `programs` of a row and KV head: it scores every `programs`-th tile. With a `table`,
-    codes and scales are those of pages of PAGE keys. With `shares` the scores are shares. With
-    CHUNK its tiles are made of chunks from all over the row. With `slots` it also keeps the best
-    of its scores, KEPT or fewer in all, as the first kernel of a `topk` would."""
+    codes and scales are those of pages of PAGE keys. With `shares` the scores are shares."""
     q_b, q_h = q_strides
     codes_b, codes_h, _ = codes_strides
     scales_b, scales_h, _ = scales_strides
@@ -114,16 +87,9 @@ def score(
     out_at = scores + (b * tl.num_programs(1) + h) * S
     # Two loops, so that a short row in a long buffer costs its own reads and -inf for the rest.
     reach = tl.minimum(tl.maximum(length - WINDOW, 0), S)
-    if CHUNK == 0:
-        tiles = tl.cdiv(tl.maximum(reach - program * TILE, 0), programs * TILE)
-    else:
-        chunks = tl.cdiv(tl.maximum(reach - program * CHUNK, 0), programs * CHUNK)
-        tiles = tl.cdiv(chunks * CHUNK, TILE)
+    tiles = tl.cdiv(tl.maximum(reach - program * TILE, 0), programs * TILE)
     for i in tl.range(0, tiles, num_stages=STAGES):
-        if CHUNK == 0:
-            at = (program + i * programs) * TILE + n
-        else:
-            at = _tokens(i * TILE + n, program, programs, CHUNK)
+        at = (program + i * programs) * TILE + n
         seen = choosable(at, length, low, mask_at, SINK, WINDOW)
         best = token_scores(
             at=at,
@@ -150,14 +116,5 @@ def score(
     if table is not None:
         end = length
     none = tl.full([TILE], float("-inf"), tl.float32)
-    if CHUNK == 0:
-        for first in range((program + tiles * programs) * TILE, end, programs * TILE):
-            tl.store(out_at + first + n, none, mask=first + n < S)
-    else:
-        for i in range(tiles, tl.cdiv(tl.cdiv(end, programs), TILE) + 1):
-            at = _tokens(i * TILE + n, program, programs, CHUNK)
-            tl.store(out_at + at, none, mask=at < S)
-    if slots is not None:
-        place = (b * tl.num_programs(1) + h) * programs + program
-        kept = (slots, place, least)
-        _keep_best(out_at, S, program, programs, kept, ROOM, KEPT, CHUNK, ASM)
+    for first in range((program + tiles * programs) * TILE, end, programs * TILE):
+        tl.store(out_at + first + n, none, mask=first + n < S)

@@ -35,7 +35,8 @@ class Sift(NamedTuple):
 def sift_for(size: int, k: int, parts: int | None = None, chunk: int = 8) -> Sift:
     """Programs and slots for rows of `size` scores."""
     if parts is None:
-        parts = max(32, next_power_of_two(cdiv(size, LARGEST)))
+        parts = min(max(16, next_power_of_two(cdiv(size, 2048))), 64)
+        parts = max(parts, next_power_of_two(cdiv(size, LARGEST)))
     mean = k / parts
     least = int(mean + 6 * mean**0.5 + 6)  # a part's share of k scores anywhere in the row
     room = max(16, next_power_of_two(int(1.25 * least)))

@@ -1,6 +1,6 @@
-"""Variants of gvr's step and of topk on one GPU: whether they are right, and how long each takes.
+"""Plans of gvr's step and of topk on one GPU: whether they are right, and how long each takes.
 
-    python bench/gvr_variants.py [--seconds 115] [--part all|checks|steps|topk|kernels]
+    python bench/gvr_ops.py [--seconds 115] [--part all|checks|steps|topk|kernels]
 
 Prints a JSON line a measurement: CUDA graphs of calls on caches that rotate past the L2. A variant
 that fails is a line with its error; the script goes on, and exits with 1.
@@ -35,8 +35,6 @@ class Variant(NamedTuple):
     name: str
     score: Any = None  # a plan of score_tokens; None: the default
     topk: Any = None  # a plan of topk; None: the default
-    early: bool = False  # whether attention reads ahead of its wait
-    fused: Any = None  # a Sift: the score kernel keeps its best, and no `sift` runs
 
 
 class Layer:
@@ -56,42 +54,33 @@ class Layer:
                 self.codes[b, h], self.scales[b, h] = made
         self.lengths = torch.full((1,), tokens, device="cuda", dtype=torch.int32)
 
-    def score(self, plan: Any = None, fused: Any = None) -> tuple[torch.Tensor, Any]:
-        """The scores, and the slots if there is a Sift `fused`."""
+    def score(self, plan: Any = None) -> torch.Tensor:
         rows, size = len(self.q) * KV, self.k.shape[2]
         scores = torch.empty(rows, size, device="cuda")
-        slots: Any = None if fused is None else sifted.empty_slots(rows, fused, scores.device)
         scoring.launch_score_tokens(
             self.q, self.codes, self.scales, SINK, WINDOW, self.lengths, None, None, scores,
-            plan=plan, kept=None if fused is None else (tuple(slots), fused),
+            plan=plan,
         )  # fmt: skip
-        return scores, slots
+        return scores
 
-    def rank(self, scores: torch.Tensor, plan: Any = None, fused: Any = None, slots: Any = None):
+    def rank(self, scores: torch.Tensor, plan: Any = None) -> tuple[torch.Tensor, ...]:
         """topk's outputs."""
         found = ranking._allocate(scores, K, None, None, False)
-        if fused is None:
-            ranking.launch_topk(scores, K, None, self.lengths, False, *found, plan=plan)
-        else:
-            sifted.launch_finish(scores, K, self.lengths, slots, *found, fused, True)
+        ranking.launch_topk(scores, K, None, self.lengths, False, *found, plan=plan)
         return found
 
-    def attend(self, picks: torch.Tensor, early: bool) -> torch.Tensor:
+    def attend(self, picks: torch.Tensor) -> torch.Tensor:
         """Attention over the picks."""
         index = picks.view(len(self.q), KV, 1, K)
         out, lse = torch.empty_like(self.q), torch.empty(self.q.shape[:3], device="cuda")
-        attending.EARLY = early
         attending.launch_gather_tokens_attention(
             self.q, self.k, self.v, index, WIDTH**-0.5, SINK, WINDOW, self.lengths, None, None,
             0.0, None, out, lse,
         )  # fmt: skip
-        attending.EARLY = False
         return out
 
     def step(self, variant: Variant) -> torch.Tensor:
-        scores, slots = self.score(variant.score, variant.fused)
-        picks, _, _ = self.rank(scores, variant.topk, variant.fused, slots)
-        return self.attend(picks, variant.early)
+        return self.attend(self.rank(self.score(variant.score), variant.topk)[0])
 
 
 # --- variants --------------------------------------------------------------------------------
@@ -102,52 +91,33 @@ def sift_plan(size: int, parts: int | None = None, chunk: int = 8) -> Any:
 
 
 def plans_before(batch: int, size: int) -> tuple[Any, Any]:
-    """The plans of score_tokens and of topk that these variants are to replace."""
-    plain = {"keys_first": False, "halves": False, "whole": False}
-    score = scoring.plan_for(batch * KV, size, WIDTH, 132)._replace(**plain)
+    """The plans of score_tokens and of topk until 2026-11-27, still those of pages and of hints."""
+    score = scoring.plain_plan_for(batch * KV, size, WIDTH, 132)
     return score, ranking.plan_for(batch * KV, size, K, True, 132)
 
 
 def score_plans(batch: int, size: int) -> Iterator[tuple[str, Any]]:
-    """Plans of score_tokens, all of one wave but for the last of them."""
-    Plan, rows = scoring.Plan, batch * KV
+    """Plans of score_tokens, most of one wave."""
+    rows = batch * KV
     base, _ = plans_before(batch, size)
-    yield "now", base
-    yield "now, keys first", base._replace(keys_first=True)
-    yield "now, keys first, halves, whole", base._replace(**NEW)
+    yield "before", base
+    yield "before, keys first, halves, whole", base._replace(**NEW)
     for each, tile, warps, stages in (
-        (2, 256, 8, 3), (3, 256, 8, 3), (2, 256, 4, 3), (4, 128, 4, 4), (6, 128, 4, 3),
-        (4, 128, 4, 3), (3, 128, 4, 5), (1, 512, 8, 3), (8, 128, 4, 3),
+        (2, 256, 8, 3), (3, 256, 8, 3), (4, 128, 4, 4), (6, 128, 4, 3), (8, 128, 4, 3),
+        (4, 128, 4, 3), (3, 128, 4, 5), (1, 512, 8, 3), (2, 256, 4, 3),
     ):  # fmt: skip
         programs = max(1, min(-(-size // tile), each * 132 // rows))
-        yield f"{each} x {tile}/{warps}w/{stages}s", Plan(tile, programs, warps, stages, **NEW)
-
-
-def fused_variant(batch: int, size: int, chunk: int = 8, early: bool = True) -> Variant:
-    """A step whose score kernel keeps its best."""
-    programs = 64 if size <= 1 << 17 else 128
-    sift = sifted.sift_for(size, K, programs, chunk)
-    registers = None if size <= 1 << 17 else 128
-    plan = scoring.Plan(256, programs, 8, 3, **NEW, registers=registers, chunk=chunk)
-    return Variant(f"fused, chunks of {chunk}", plan, None, early, sift)
+        yield (
+            f"{each} x {tile}/{warps}w/{stages}s",
+            scoring.Plan(tile, programs, warps, stages, **NEW),
+        )
 
 
 def variants(batch: int, size: int) -> list[Variant]:
-    base, before = plans_before(batch, size)
-    quick, sift = base._replace(**NEW), sift_plan(size)
-    parts = 16 if size <= 1 << 17 else 128
-    return [
-        Variant("now", base, before),
-        Variant("early", base, before, True),
-        Variant("sift", base, sift),
-        Variant("sift, early", base, sift, True),
-        Variant(f"score, sift of {parts}", quick, sift_plan(size, parts)),
-        Variant("score", quick, before),
-        Variant("score, sift", quick, sift),
-        Variant("score, sift, early", quick, sift, True),
-        fused_variant(batch, size),
-        fused_variant(batch, size, 32),
-    ]
+    score, topk = plans_before(batch, size)
+    quick = dict(score_plans(batch, size))["6 x 128/4w/3s"]
+    made = [Variant("default"), Variant("before", score, topk), Variant("6 x 128", quick)]
+    return [*made, *(Variant(f"sift of {n}", None, sift_plan(size, n)) for n in (16, 32, 64))]
 
 
 # --- lines -----------------------------------------------------------------------------------
@@ -186,7 +156,7 @@ def caches(batch: int, tokens: int) -> list[Layer]:
 def check_scores(plan: Any, tokens: int = 32768) -> dict[str, Any]:
     """Scores beside those of the reference, on the CPU, up to a float32's rounding of them."""
     layer = Layer(1, tokens, 7)
-    found = layer.score(plan)[0].cpu()
+    found = layer.score(plan).cpu()
     keys = layer.q.cpu(), layer.codes.cpu(), layer.scales.cpu()
     wanted = scoring.score_tokens(*keys, sink=SINK, window=WINDOW)
     seen = wanted.isfinite()
@@ -235,29 +205,25 @@ def check_topk(kind: str, rows: int, size: int, parts: int | None) -> dict[str, 
 
 
 def check_step(variant: Variant, batch: int, tokens: int) -> dict[str, Any]:
-    """The picks are the best of the variant's scores, and attention is the default's of them."""
+    """The picks are the best of the variant's scores, which are the plan's of before."""
     layer = Layer(batch, tokens, 3)
-    scores, slots = layer.score(variant.score, variant.fused)
-    found = layer.rank(scores, variant.topk, variant.fused, slots)
-    out, wanted = (layer.attend(found[0], early) for early in (variant.early, False))
-    assert torch.equal(out, wanted), "another output"
-    plain = layer.score()[0]
+    scores, plain = layer.score(variant.score), layer.score(plans_before(batch, tokens)[0])
     seen = plain.isfinite()
     assert torch.equal(seen, scores.isfinite()), "other tokens may be chosen"
     error = (scores - plain)[seen].abs().max().item()
     assert error < 1e-4 * plain[seen].abs().max().item(), f"error {error:.3g}"
-    return exact(scores, found)
+    return exact(scores, layer.rank(scores, variant.topk))
 
 
 def run_checks(lines: Lines) -> None:
-    for name, plan in list(score_plans(1, 32768))[1:5]:
+    for name, plan in score_plans(1, 32768):
         lines.attempt("check", "scores", name, check_scores, plan)
     for kind in ("normal", "heavy", "ties", "together", "padded", "odd"):
         lines.attempt("check", f"topk {kind}", "sift", check_topk, kind, 64, 32768, None)
     for size, parts in ((131072, None), (131072, 16), (1 << 20, None)):
         lines.attempt("check", f"topk {size}", f"{parts}", check_topk, "normal", 4, size, parts)
     for batch, tokens in ((1, 1 << 17), (8, 1 << 15), (1, 1 << 20)):
-        for variant in variants(batch, tokens)[-4:]:
+        for variant in variants(batch, tokens):
             case = f"step {batch} x {tokens}"
             lines.attempt("check", case, variant.name, check_step, variant, batch, tokens)
 
@@ -287,13 +253,9 @@ def run_kernels(lines: Lines, case: str, layers: list[Layer], batch: int, tokens
     for name, plan in score_plans(batch, tokens):
         calls = [functools.partial(layer.score, plan) for layer in layers]
         lines.attempt("score", case, name, timed, calls)
-    for chunk in (8, 32):
-        fused = fused_variant(batch, tokens, chunk)
-        calls = [functools.partial(layer.score, fused.score, fused.fused) for layer in layers]
-        lines.attempt("score", case, fused.name, timed, calls)
-    scores = [layer.score()[0] for layer in layers]
+    scores = [layer.score() for layer in layers]
     _, before = plans_before(batch, tokens)
-    plans = {"now": before, "sift": sift_plan(tokens), "sift of 64": sift_plan(tokens, 64)}
+    plans = {"before": before, "sift": sift_plan(tokens), "sift of 64": sift_plan(tokens, 64)}
     if tokens <= 1 << 17:
         plans["sift of 16"] = sift_plan(tokens, 16)
     for name, plan in plans.items():
@@ -301,10 +263,8 @@ def run_kernels(lines: Lines, case: str, layers: list[Layer], batch: int, tokens
         calls = [functools.partial(layer.rank, x, plan) for layer, x in both]
         lines.attempt("topk", case, name, timed, calls)
     picks = [layer.rank(x)[0] for layer, x in zip(layers, scores, strict=True)]
-    for early in (False, True):
-        both = zip(layers, picks, strict=True)
-        calls = [functools.partial(layer.attend, x, early) for layer, x in both]
-        lines.attempt("attend", case, "early" if early else "now", timed, calls)
+    calls = [functools.partial(layer.attend, x) for layer, x in zip(layers, picks, strict=True)]
+    lines.attempt("attend", case, "default", timed, calls)
 
 
 def run_topk(lines: Lines) -> None:
@@ -312,7 +272,7 @@ def run_topk(lines: Lines) -> None:
     for size in (1 << 17, 1 << 15):
         case = f"64 x {size}"
         rows = [torch.randn(64, size, device="cuda") for _ in range(sets_for(64 * size * 4, 1))]
-        plans = {"now": ranking.plan_for(64, size, K, True, 132)}
+        plans = {"before": ranking.plan_for(64, size, K, True, 132)}
         plans |= {f"sift of {parts}": sift_plan(size, parts) for parts in (8, 16, 32, 64)}
         plans["sift of 32, chunks of 32"] = sift_plan(size, 32, 32)
         for name, plan in plans.items():
