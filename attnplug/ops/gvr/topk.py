@@ -278,7 +278,7 @@ class Plan(NamedTuple):
 
 WHOLE_ROW = 8192  # scores of the longest row that one program does alone
 GROUPED = 2**20  # scores of the smallest batch of which only maxima are counted
-SIFTED = 2**19  # scores of the longest row that is read once
+SIFTED = 2**19  # scores of the longest row that is read once: rows of 1M were slower so
 COLLECTORS = 1024  # most programs a row that look back at one another
 
 
@@ -291,7 +291,7 @@ def plan_for(rows: int, size: int, k: int, hinted: bool, multiprocessors: int) -
         if padded <= 256:
             return Plan(True, refine_warps=1, small=0)
         return Plan(True, refine_warps=8, small=256)
-    if not hinted and size <= SIFTED:
+    if not hinted and rows >= 4 and k >= 256 and size <= SIFTED:  # what was timed
         return Plan(False, sift=sift_for(size, k))
     total = rows * size
     group = 16 if total >= GROUPED and size >= 256 * k else 1
