@@ -1,6 +1,7 @@
 """No op that writes to a cache writes outside of it, whatever length it is told: every buffer lies
 between guards, and what the view of a longer cache leaves out stays as it was. The same tests run
-on the GPU, and under compute-sanitizer there.
+on the GPU, and under compute-sanitizer there. Reads of guards, which change no result, are held in
+the interpreter.
 
 The second row of each batch has a length as it should be: what it gets does not depend on the
 first one's.
@@ -10,8 +11,10 @@ import functools
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from triton.runtime.interpreter import InterpreterBuilder
 
 from attnplug.models.cache import PlugLayer
 from attnplug.ops import QuantizedKV, ResidentBlocks, Scratch, block_bounds
@@ -20,6 +23,7 @@ from attnplug.ops.certified import quantize_kv as quantize
 from attnplug.ops.certified.plan import Plan
 from attnplug.ops.gather import block_bounds as summaries
 from attnplug.ops.gather import gather_decode as decode
+from attnplug.ops.gather import gather_rows as rows_of_pages
 from attnplug.ops.gather import page_bounds as bounds_of_pages
 from attnplug.ops.gather import select_blocks as select
 from attnplug.ops.gather import tiered_decode as tiered
@@ -72,6 +76,21 @@ class Guarded:
         inner = self.longer[-1][:, :, 8 : 8 + size]
         inner.copy_(tensor)
         return inner
+
+    def watch(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Have the interpreter raise IndexError where a kernel loads from a guard."""
+        load = InterpreterBuilder.create_masked_load
+
+        def load_inside(builder, ptrs, mask, *more):
+            addresses = ptrs.data[np.broadcast_to(mask.data, ptrs.data.shape)].astype(np.int64)
+            for flat, count in self.whole:
+                place = (addresses - flat.data_ptr()) // flat.element_size()
+                outside = (place < GUARD) | (place >= GUARD + count)
+                if (outside & (place >= 0) & (place < len(flat))).any():
+                    raise IndexError(f"loads {place[outside]} of {count} after {GUARD}")
+            return load(builder, ptrs, mask, *more)
+
+        monkeypatch.setattr(InterpreterBuilder, "create_masked_load", load_inside)
 
     def check(self) -> None:
         for flat, count in self.whole:
@@ -235,6 +254,41 @@ def test_slots_outside_of_the_pages(device_path, lost, form):
         kept.append([x.cpu() for x in state])
     assert all(torch.equal(*pair) for pair in zip(*kept, strict=True))
     assert any(x.any() for x in kept[0])
+
+
+@pytest.mark.parametrize("page", [16, 48, 64])
+@pytest.mark.parametrize("far", [False, True])
+@pytest.mark.parametrize("length", LENGTHS)
+def test_gather_rows(device_path, monkeypatch, length, far, page):
+    """It writes the summary of the block that a slot completes, and its output. A row as long as
+    its table reads no page behind the table, whose last row it is."""
+    device, path = device_path
+    size = -(-SIZE // page) * page
+    dtype = torch.int32 if -(2**31) <= length < 2**31 and length % 2 else torch.int64
+    found = []
+    for last in (length, min(max(length, 0), size)):
+        guard = Guarded(device)
+        if path == "kernel" and device == "cpu":
+            guard.watch(monkeypatch)
+        pages = guard.all(random(0, 2, BATCH * size // page, HEADS, page, WIDTH))
+        q, out = guard.all(random(2, 2, BATCH, HEADS * GROUP, 1, WIDTH))
+        bounds = guard(bounds_of_pages.empty_page_bounds(pages[0], BLOCK))
+        every = torch.arange(BATCH * size, device=device)
+        bounds_of_pages.page_bounds(pages[0], bounds, every, block=BLOCK)
+        table = guard(torch.arange(BATCH * size // page, dtype=torch.int32).view(BATCH, -1))
+        rows = torch.tensor([SANE, last], dtype=dtype)
+        lengths, near = guard(rows if far else rows * 0), guard(rows * 0 if far else rows)
+        slots = guard(torch.tensor([SANE + 1, -1]))
+        choice = 0.125, BLOCK, 1, 1, 2, "bounds", 0.0
+        args = [q, *pages, bounds, table, lengths, near, out, None, slots, *choice]
+        whole = rows_of_pages.Whole(64, 2, 2)  # a tile of several pages
+        launch = functools.partial(rows_of_pages.launch_gather_rows, whole=whole)
+        call((rows_of_pages._gather_rows, rows_of_pages._check), launch, path, device, args)
+        guard.check()
+        monkeypatch.undo()
+        found.append((out.cpu(), bounds.cpu()))
+    assert found[0][0].isfinite().all()
+    assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
 
 
 @pytest.mark.parametrize("length", [SIZE - 1, SIZE, SIZE + 7, 2**31 + 5, 2**32 + 3, -1, -(2**63)])

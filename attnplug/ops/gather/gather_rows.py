@@ -109,6 +109,7 @@ def _check(q, k, v, bounds, table, lengths, near, out, sinks, slots, *choice):
 def _cpu(q, k, v, bounds, table, lengths, near, out, sinks, slots, *choice):
     pieces = q.new_empty((q.shape[0] * q.shape[1] * (q.shape[3] + 1),), dtype=torch.float32)
     pieces_on_cpu(q, k, v, bounds, table, lengths, slots, *choice, pieces)
+    near = near.masked_fill(lengths > 0, 0)  # a far row's is not looked at
     call = step_of(q, k, v, bounds, near, *choice)
     everything = cdiv(capacity(k, table), call.block)
     call = call._replace(sink=everything, sinks=sinks)  # a sink of all blocks: the row is whole

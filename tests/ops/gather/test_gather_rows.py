@@ -117,6 +117,21 @@ def test_rows_do_not_change_each_other(device_path):
     assert not torch.equal(found[0, 0], found[0, 1])
 
 
+def test_the_reference_follows_no_far_row_to_where_near_says(monkeypatch):
+    """Table entries behind a row's end may be anything: where one is no page, it would crash."""
+    pages = make(5, [100, 40], page=16)
+    q, asked, attend = random(0, 2, 4, 1, 64), [], op.attend_on_cpu
+
+    def note_lengths(*args, **more):
+        asked.append(args[8].tolist())
+        attend(*args, **more)
+
+    monkeypatch.setattr(op, "attend_on_cpu", note_lengths)
+    at = empty(pages.kv[0], 16, "bounds"), pages.table, torch.tensor([0, 40])
+    op.gather_rows(q, *pages.kv, *at, torch.tensor([100, 112]), torch.empty_like(q), **OPTIONS)
+    assert [lengths[1] <= 40 for lengths in asked] == [True]
+
+
 def test_opcheck(device):
     pages = make(0, [130, 77], page=32).to(device)
     pages.kv.nan_to_num_()

@@ -51,3 +51,31 @@ def test_a_bad_query_scores_all_highest(device):
     found = torch.empty(wanted.shape, device=device)
     op.launch_score_tokens(*args, found, plan=PLANS[0])
     assert torch.equal(found.cpu() == torch.inf, wanted.isfinite())
+
+
+def assert_like_the_reference(args, device):
+    """The kernel's scores of these arguments, infinite ones among them, are the reference's."""
+    q, codes, steps, sink, window, lengths, start, _ = args
+    options = {"sink": sink, "window": window, "lengths": lengths, "start": start}
+    wanted = op.score_tokens(*(x.cpu() for x in (q, codes, steps)), **options)
+    found = torch.empty(wanted.shape, device=device)
+    op.launch_score_tokens(*args, found, plan=PLANS[0])
+    largest = wanted[wanted.isfinite()].abs().max().item()
+    torch.testing.assert_close(found.cpu(), wanted, rtol=1e-5, atol=1e-6 * largest)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_an_infinite_query_leaves_the_other_heads_scores(device):
+    """It is -inf at many tokens, whose best score is another head's."""
+    args, _ = case(*SHAPES[0], device)
+    args[0][0, 2, 0, 5] = torch.inf
+    assert_like_the_reference(args, device)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("size", [1e-12, 1e12])
+def test_scores_are_finite_where_the_references_are(device, size):
+    """Small queries with large keys, and the reverse."""
+    args, _ = case(*SHAPES[0], device)
+    args[0], args[2] = (args[0] * size).bfloat16(), args[2] * (1e36 if size < 1 else 1e-36)
+    assert_like_the_reference(args, device)

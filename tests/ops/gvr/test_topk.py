@@ -50,6 +50,31 @@ def test_every_kind_on_every_plan(device_path, kind, plan):
     assert_exact(found, scores, 33)
 
 
+@pytest.mark.parametrize("spare", [-1, 0, 1])
+@pytest.mark.parametrize("plan", list(PLANS))
+def test_about_as_many_real_scores_as_picks(device_path, plan, spare):
+    """Padding, -inf or NaN, is picked where real scores run out, and nothing is stored behind the
+    row's picks."""
+    if device_path == ("cpu", "reference"):
+        plan = "default"  # the reference knows no plans
+    generator = torch.Generator().manual_seed(5)
+    rows, size, k, guard = 3, 300, 33, 1024
+    scores = torch.full((rows, size), -torch.inf)
+    scores[:, 1::7] = torch.nan
+    for r, value in enumerate((torch.randn(k + spare, generator=generator), 2.0, torch.inf)):
+        scores[r, torch.randperm(size, generator=generator)[: k + spare]] = value
+    found = call(device_path, scores, k, sorted=True) if plan == "default" else None
+    if found is None:
+        device = device_path[0]
+        kinds = (k, torch.int32), (k, torch.float32), (3, torch.int32)
+        whole = [torch.full((rows + 2 * guard, n), 77, dtype=t, device=device) for n, t in kinds]
+        inner = [x[guard : guard + rows] for x in whole]
+        op.launch_topk(scores.to(device), k, None, None, True, *inner, plan=PLANS[plan])
+        assert all((x[:guard] == 77).all() and (x[-guard:] == 77).all() for x in whole)
+        found = tuple(x.cpu() for x in inner)
+    assert_exact(found, scores, k, sorted=True)
+
+
 @pytest.mark.parametrize("kind", ["normal", "odd", "cluster", "relu"])
 def test_the_hint_changes_nothing_but_the_way(device_path, kind):
     generator = torch.Generator().manual_seed(4)

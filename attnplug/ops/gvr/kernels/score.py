@@ -67,6 +67,7 @@ def token_products(
     KEYS_FIRST: tl.constexpr = False,
     WHOLE: tl.constexpr = False,
     HALVES: tl.constexpr = 0,
+    unit=None,
 ):
     """q . k `[ROWS, TILE]` of the tokens `at`, 0 where not `seen`; if KEYS_FIRST `[TILE, ROWS]`, of
     which a GPU makes [.., 8] where [8, ..] would be computed as [16, ..]. WHOLE: all of `at` are in
@@ -96,9 +97,15 @@ def token_products(
     else:
         key = key.to(query.dtype)
     if KEYS_FIRST:
-        return tl.dot(key, query.T, input_precision="ieee") * scale[:, None]
+        s = tl.dot(key, query.T, input_precision="ieee")
+        if unit is not None:  # before the scale: their product may be finite where s * scale is not
+            s *= unit
+        return s * scale[:, None]
     else:
-        return tl.dot(query, key.T, input_precision="ieee") * scale[None, :]
+        s = tl.dot(query, key.T, input_precision="ieee")
+        if unit is not None:
+            s *= unit
+        return s * scale[None, :]
 
 
 @triton.jit
@@ -138,9 +145,8 @@ def token_scores(
         KEYS_FIRST=KEYS_FIRST,
         WHOLE=WHOLE,
         HALVES=HALVES,
+        unit=unit,
     )
-    if unit is not None:
-        s *= unit
     if norm is None:
         score = _best(s, in_group, KEYS_FIRST)
     else:
@@ -152,9 +158,10 @@ def token_scores(
 def in_halves(query):
     """(bfloat16 `query` in units, as float16, the unit): a power of two for which the largest
     number of the group has 9 bits before the point. What float16 then lacks of a number is 2^-33
-    of the largest at most. INT8 becomes float16 in fewer instructions than bfloat16."""
+    of the largest at most, unless that is below 2^-103. INT8 becomes float16 in fewer instructions than bfloat16."""
     wide = query.to(tl.float32)
-    peak = tl.max(tl.max(tl.abs(wide), 1), 0)
+    size = tl.abs(wide)
+    peak = tl.max(tl.max(tl.where(size < float("inf"), size, 0.0), 1), 0)
     bits = peak.to(tl.int32, bitcast=True) & 0x7F800000
     bits = tl.minimum(tl.maximum(bits, 0x0C000000), 0x7F000000)  # the unit is a normal number
     unit = (bits - 0x04000000).to(tl.float32, bitcast=True)

@@ -115,7 +115,7 @@ def _pick(slot_scores, slot_index, slots, there, size, indices, values, K, SIZE:
     x = tl.load(slot_scores + e, mask=e < slots, other=float("-inf"), cache_modifier=".cg")
     i = tl.load(slot_index + e, mask=e < slots, other=0, cache_modifier=".cg")
     low, high, at_low, at_high, rounds = narrow(x, x > float("-inf"), there, K, False)
-    keep = reaches(x, low)
+    keep = (x > float("-inf")) & reaches(x, low)
     if at_low > K:
         above = reaches(x, high)
         tied = keep & ~above
