@@ -98,7 +98,7 @@ def token_products(
         key = key.to(query.dtype)
     if KEYS_FIRST:
         s = tl.dot(key, query.T, input_precision="ieee")
-        if unit is not None:  # before the scale: their product may be finite where s * scale is not
+        if unit is not None:  # first, as s * scale may be infinite where the score is not
             s *= unit
         return s * scale[:, None]
     else:
