@@ -158,7 +158,8 @@ def token_scores(
 def in_halves(query):
     """(bfloat16 `query` in units, as float16, the unit): a power of two for which the largest
     number of the group has 9 bits before the point. What float16 then lacks of a number is 2^-33
-    of the largest at most, unless that is below 2^-103. INT8 becomes float16 in fewer instructions than bfloat16."""
+    of the largest at most, unless that is below 2^-103. INT8 becomes float16 in fewer instructions
+    than bfloat16."""
     wide = query.to(tl.float32)
     size = tl.abs(wide)
     peak = tl.max(tl.max(tl.where(size < float("inf"), size, 0.0), 1), 0)
