@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 import vllm_layer as layer_bench
+from _op_rows import FAILURES
 from vllm_layer import Batch, Layers, Step, captured, timed
 
 SECONDS = 100  # after which nothing further begins
@@ -137,7 +138,7 @@ def measured(
         row = times(layers.served_step(batch), layers, batch, empty)
         lost = {f"{name}, lost": round(row[name] - stock[name], 2) for name in row}
         return {**row, **lost, "difference": worst}
-    except Exception as error:
+    except FAILURES as error:
         return {"error": f"{type(error).__name__}: {error}"[:300]}
     finally:
         for owner, name, value in before:

@@ -220,10 +220,16 @@ def launch_gather_pieces(q, k, v, bounds, table, lengths, slots, *choice_and_pie
 def launch_merge_pieces(pieces, lengths, out, sinks, chained):
     """Run the kernel: arguments as those of `merge_pieces`."""
     batch, heads, _, width = out.shape
+    if batch * heads > 0:
+        splits = pieces.shape[0] // (batch * heads * (width + 1))
+        launch_merge(pieces, lengths, out, sinks, splits, chained)
+
+
+def launch_merge(pieces, lengths, out, sinks, places, chained, kept_splits=None, whole_splits=None):
+    """Merge the pieces of each row, which has `places` for them; with `whole_splits` those of rows
+    of length 0, too (`merge_splits`)."""
+    batch, heads, _, width = out.shape
     rows = batch * heads
-    if rows == 0:
-        return
-    splits = pieces.shape[0] // (rows * (width + 1))
     columns = 32 if rows <= 4096 else next_power_of_two(width)
     pdl, dependent = early(out.device)
     merge_splits.run(
@@ -235,13 +241,15 @@ def launch_merge_pieces(pieces, lengths, out, sinks, chained):
         lse=None,
         heads=heads,
         T=1,
-        splits=splits,
+        splits=places,
         D=width,
         COLUMNS=columns,
-        SPLITS=next_power_of_two(splits),
+        SPLITS=next_power_of_two(places),
         PDL=pdl and chained,
         row_lengths=lengths,
         ROW_STEP=row_step(lengths),
+        kept_splits=kept_splits,
+        whole_splits=whole_splits,
         **{"num_warps": 4, **(dependent if chained else {})},
     )
 

@@ -24,11 +24,11 @@ from attnplug.ops.common.pages import capacity
 from attnplug.ops.common.rows import row_step
 from attnplug.ops.common.sizes import cdiv, next_power_of_two
 from attnplug.ops.common.softmax import base_two
-from attnplug.ops.common.splits import merge_splits
 from attnplug.ops.gather.gather_attention import attend_on_cpu
 from attnplug.ops.gather.gather_decode import Call, Plan, attention, plan_of, selection
 from attnplug.ops.gather.gather_pieces import (
     check_step,
+    launch_merge,
     merge_on_cpu,
     note_apart,
     pieces_on_cpu,
@@ -171,7 +171,8 @@ def launch_gather_rows(
     size = batch * q.shape[1] * places * (q.shape[3] + 1)
     pieces = torch.empty(size, dtype=torch.float32, device=q.device)
     _launch_attend(call, table, near, index, pieces, plan, whole, places)
-    _launch_merge(pieces, lengths, out, sinks, plan.attend.splits, whole.splits, places)
+    splits = plan.attend.splits, whole.splits
+    launch_merge(pieces, lengths, out, sinks, places, True, *splits)
     del scores  # until here: a kernel that starts early must not be given its memory
 
 
@@ -234,33 +235,6 @@ def _launch_attend(
         ASM=q.device.type == "cuda",
         PDL=pdl and call.top_k > 0,
         **{"num_warps": attend.warps, **(dependent if call.top_k > 0 else {})},
-    )
-
-
-def _launch_merge(pieces, lengths, out, sinks, kept_splits, whole_splits, places):
-    batch, heads, _, width = out.shape
-    rows = batch * heads
-    columns = 32 if rows <= 4096 else next_power_of_two(width)
-    pdl, dependent = early(out.device)
-    merge_splits.run(
-        grid=(rows, cdiv(width, columns)),
-        warmup=False,
-        partial=pieces,
-        sinks=sinks,
-        out=out,
-        lse=None,
-        heads=heads,
-        T=1,
-        splits=places,
-        D=width,
-        COLUMNS=columns,
-        SPLITS=next_power_of_two(places),
-        PDL=pdl,
-        row_lengths=lengths,
-        ROW_STEP=row_step(lengths),
-        kept_splits=kept_splits,
-        whole_splits=whole_splits,
-        **{"num_warps": 4, **dependent},
     )
 
 

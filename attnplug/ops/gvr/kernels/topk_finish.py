@@ -31,6 +31,7 @@ from attnplug.ops.gvr.kernels.topk_select import (
 )
 from attnplug.ops.gvr.kernels.topk_short_rows import (
     TILE,
+    add_five,
     find_bin,
     fits,
     memory_axes,
@@ -43,11 +44,6 @@ from attnplug.ops.gvr.kernels.topk_short_rows import (
 _ALL, _GVR, _RADIX = (tl.constexpr(path) for path in (ALL, GVR, RADIX))
 _TILE = tl.constexpr(TILE)
 _PASSES = tl.constexpr(4)  # over the bins, before rounds of thresholds take over
-
-
-@triton.jit
-def _add_five(a0, a1, a2, a3, a4, b0, b1, b2, b3, b4):
-    return a0 + b0, a1 + b1, a2 + b2, a3 + b3, a4 + b4
 
 
 @triton.jit
@@ -64,7 +60,7 @@ def _tail_bins(x, floor, K, WIDTH: tl.constexpr):
     total = tl.sum(thread_sum(y), 1)
     squares = tl.sum(thread_sum(y * y), 1)
     reach, there, count, total, squares = tl.reduce(
-        (reach, there, count, total, squares), 0, _add_five
+        (reach, there, count, total, squares), 0, add_five
     )
     mean = total / tl.maximum(count, 1.0)
     variance = tl.maximum(squares / tl.maximum(count, 1.0) - mean * mean, 1e-30)

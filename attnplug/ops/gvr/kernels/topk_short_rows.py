@@ -55,7 +55,7 @@ _EMPTY = tl.constexpr((-0x800000 << 32) | 0x7FFFFFFF)  # -inf at no index: after
 
 
 @triton.jit
-def _add_five(a0, a1, a2, a3, a4, b0, b1, b2, b3, b4):
+def add_five(a0, a1, a2, a3, a4, b0, b1, b2, b3, b4):
     return a0 + b0, a1 + b1, a2 + b2, a3 + b3, a4 + b4
 
 
@@ -166,7 +166,7 @@ def find_bin(x, scale, shift, spare, SIZE: tl.constexpr):
     up_to_3_8 = tl.sum(((low >> 18) & 63) | (((high >> 18) & 63) << 16), 1)
     up_to_4_9 = tl.sum(((low >> 24) & 63) | (((high >> 24) & 63) << 16), 1)
     up_to_0_5, up_to_1_6, up_to_2_7, up_to_3_8, up_to_4_9 = tl.reduce(
-        (up_to_0_5, up_to_1_6, up_to_2_7, up_to_3_8, up_to_4_9), 0, _add_five
+        (up_to_0_5, up_to_1_6, up_to_2_7, up_to_3_8, up_to_4_9), 0, add_five
     )
     kth_bin = up_to_0_5 * 0
     below = up_to_0_5 * 0
