@@ -25,7 +25,7 @@ sifted: Any = importlib.import_module("attnplug.ops.gvr.kernels.topk_sifted_rows
 attending: Any = importlib.import_module("attnplug.ops.gvr.gather_tokens_attention")
 
 HEADS, KV, WIDTH, K, SINK, WINDOW = 28, 4, 128, 2048, 16, 256
-SHAPES = [(1, 1 << 17), (1, 1 << 15), (1, 1 << 20), (8, 1 << 17)]
+SHAPES = [(1, 1 << 17), (1, 1 << 15), (1, 1 << 16), (1, 1 << 20), (8, 1 << 17)]
 NEW = {"keys_first": True, "halves": True, "whole": True}
 
 
@@ -86,8 +86,8 @@ class Layer:
 # --- variants --------------------------------------------------------------------------------
 
 
-def sift_plan(size: int, parts: int | None = None, chunk: int = 8) -> Any:
-    return ranking.Plan(False, sift=sifted.sift_for(size, K, parts, chunk))
+def sift_plan(size: int, parts: int | None = None, chunk: int = 8, rows: int = KV) -> Any:
+    return ranking.Plan(False, sift=sifted.sift_for(size, K, rows, parts, chunk))
 
 
 def plans_before(batch: int, size: int) -> tuple[Any, Any]:
@@ -115,8 +115,8 @@ def score_plans(batch: int, size: int) -> Iterator[tuple[str, Any]]:
 
 def variants(batch: int, size: int) -> list[Variant]:
     score, topk = plans_before(batch, size)
-    quick = dict(score_plans(batch, size))["6 x 128/4w/3s"]
-    made = [Variant("default"), Variant("before", score, topk), Variant("6 x 128", quick)]
+    long = dict(score_plans(batch, size))["3 x 256/8w/3s"]
+    made = [Variant("default"), Variant("before", score, topk), Variant("3 x 256", long)]
     return [*made, *(Variant(f"sift of {n}", None, sift_plan(size, n)) for n in (16, 32, 64))]
 
 

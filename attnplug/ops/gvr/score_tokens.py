@@ -242,9 +242,9 @@ def whole_tiles(plan: Plan, size: int) -> bool:
 def plan_for(rows: int, size: int, width: int, multiprocessors: int) -> Plan:
     """The pre-tuned plan of a shape: `rows` (sequence, KV head) pairs of `size` tokens. With
     tokens as rows and float16 a tile is less work, so that what counts is the bytes in flight."""
-    tile = 256 if width <= 128 else 128
-    programs = max(1, min(cdiv(size, tile), 3 * multiprocessors // rows))
-    return Plan(tile, programs, 8, 3, keys_first=True, halves=True, whole=True)
+    tile, each, warps = (128, 6, 4) if width <= 128 else (128, 3, 8)
+    programs = max(1, min(cdiv(size, tile), each * multiprocessors // rows))
+    return Plan(tile, programs, warps, 3, keys_first=True, halves=True, whole=True)
 
 
 def plain_plan_for(rows: int, size: int, width: int, multiprocessors: int) -> Plan:

@@ -292,7 +292,7 @@ def plan_for(rows: int, size: int, k: int, hinted: bool, multiprocessors: int) -
             return Plan(True, refine_warps=1, small=0)
         return Plan(True, refine_warps=8, small=256)
     if not hinted and rows >= 4 and k >= 256 and size <= SIFTED:  # what was timed
-        return Plan(False, sift=sift_for(size, k))
+        return Plan(False, sift=sift_for(size, k, rows))
     total = rows * size
     group = 16 if total >= GROUPED and size >= 256 * k else 1
     # Programs a row. Each samples the row: more programs would cost more than idle multiprocessors.

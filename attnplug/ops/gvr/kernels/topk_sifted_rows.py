@@ -16,6 +16,7 @@ from attnplug.ops.gvr.kernels.topk_finish import finish
 from attnplug.ops.gvr.kernels.topk_sift import sift
 
 LARGEST = 16384  # scores of a program of `sift`, and slots of a row: counts of 16 bits, registers
+FEW = 8  # rows
 CAPACITY = 4096  # of the list of a search, or twice k
 
 
@@ -32,10 +33,12 @@ class Sift(NamedTuple):
     searched: int = 4096  # scores that a search reads at once
 
 
-def sift_for(size: int, k: int, parts: int | None = None, chunk: int = 8) -> Sift:
-    """Programs and slots for rows of `size` scores."""
+def sift_for(size: int, k: int, rows: int, parts: int | None = None, chunk: int = 8) -> Sift:
+    """Programs and slots for `rows` of `size` scores. Where rows are few, `finish` is what takes
+    time, and it takes less of fewer slots."""
     if parts is None:
-        parts = min(max(16, next_power_of_two(cdiv(size, 2048))), 64)
+        most = 32 if rows <= FEW and size <= 2**17 else 64
+        parts = min(max(16, next_power_of_two(cdiv(size, 2048))), most)
         parts = max(parts, next_power_of_two(cdiv(size, LARGEST)))
     mean = k / parts
     least = int(mean + 6 * mean**0.5 + 6)  # a part's share of k scores anywhere in the row
