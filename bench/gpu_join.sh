@@ -2,12 +2,16 @@
 # source bench/gpu_join.sh, in the repository's root on a GPU machine: installs the wheels of .whl/
 # that the machine lacks, and puts weights together of the pieces .carry/MODEL-N that this call
 # brought, in /tmp/attnplug. A machine that is warm keeps what earlier calls brought.
-# bench/gpu_pack.sh makes wheels and pieces. Nothing is done for the jobs of lanes.sh, which has done it.
+# bench/gpu_pack.sh makes wheels and pieces, bench/flashinfer_pack.sh FlashInfer's top-k. Nothing is done for the jobs of lanes.sh, which has done it.
 [ -z "${ATTNPLUG_JOINED:-}" ] || return 0
 export PYTHONPATH="$PWD:/tmp/site${PYTHONPATH:+:$PYTHONPATH}"
 if compgen -G ".whl/*.whl" >/dev/null; then
   "${PYTHON:-python3}" -m pip install -q --no-index --no-deps --no-compile --no-cache-dir \
     --upgrade --target /tmp/site .whl/*.whl || exit
+fi
+if [ -f .peers/flashinfer.tar.xz ] && [ ! -d /tmp/site/flashinfer ]; then
+  mkdir -p /tmp/site
+  tar -xJf .peers/flashinfer.tar.xz -C /tmp/site || exit # bench/flashinfer_pack.sh
 fi
 if [ -d /tmp/attnplug ] || compgen -G ".carry/*/*.part*-of-*" >/dev/null; then
   export ATTNPLUG_CACHE="${ATTNPLUG_CACHE:-/tmp/attnplug}"

@@ -93,7 +93,7 @@ def sift_plan(size: int, parts: int | None = None, chunk: int = 8, rows: int = K
 def plans_before(batch: int, size: int) -> tuple[Any, Any]:
     """The plans of score_tokens and of topk until 2026-11-27, still those of pages and of hints."""
     score = scoring.plain_plan_for(batch * KV, size, WIDTH, 132)
-    return score, ranking.plan_for(batch * KV, size, K, True, 132)
+    return score, ranking.verified_plan_for(batch * KV, size, K)
 
 
 def score_plans(batch: int, size: int) -> Iterator[tuple[str, Any]]:
@@ -272,7 +272,7 @@ def run_topk(lines: Lines) -> None:
     for size in (1 << 17, 1 << 15):
         case = f"64 x {size}"
         rows = [torch.randn(64, size, device="cuda") for _ in range(sets_for(64 * size * 4, 1))]
-        plans = {"before": ranking.plan_for(64, size, K, True, 132)}
+        plans = {"before": ranking.verified_plan_for(64, size, K)}
         plans |= {f"sift of {parts}": sift_plan(size, parts) for parts in (8, 16, 32, 64)}
         plans["sift of 32, chunks of 32"] = sift_plan(size, 32, 32)
         for name, plan in plans.items():

@@ -7,14 +7,16 @@ and by the environment, as a whole run is long:
     ATTNPLUG_BENCH_TOKENS    prompt lengths       "8192,32768,131072"
     ATTNPLUG_BENCH_BATCHES   rows                 "1"
     ATTNPLUG_BENCH_POLICIES                       "dense;gather;momo+gather"
+    ATTNPLUG_BENCH_PEER      of test_tokens: "" is stock, or a policy, whose tokens take less long
     ATTNPLUG_BENCH_SAMPLED   1: sample instead of greedy decoding
     ATTNPLUG_BENCH_COMPILE   a CompileConfig for ours, as JSON: {"mode": "max-autotune"},
                              {"mode": null, "options": {"triton.cudagraphs": true, ...}}
     ATTNPLUG_BENCH_PROFILE   1: print where eight tokens of each policy spend their time
 
 - test_tokens: time a token. The cache holds n - TAIL random tokens already, so no long prefill
-  runs: the call feeds the TAIL, and a token costs (time of NEW + 1 tokens - time of 1) / NEW. Our
-  steps are compiled ahead by attnplug.warm, or are the model's own, as a session's first are.
+  runs: the call feeds the TAIL. A token costs (time of HEAD + NEW tokens - time of HEAD) / NEW, as a
+  call's first steps look at guards, may be captured, and are audited. Our steps are compiled ahead
+  by attnplug.warm, or are the model's own, as a session's first are.
 - test_first: the first call of a process on an empty compile cache, of a second process on the same
   cache, and then calls of ten other lengths. Each is a process of its own.
 - test_prefill: time to first token, with a mask of ones, and with a prompt that holds its pad id,
@@ -53,10 +55,11 @@ from attnplug.policies import parse
 
 TOKENS = [int(n) for n in os.environ.get("ATTNPLUG_BENCH_TOKENS", "8192,32768,131072").split(",")]
 BATCHES = [int(n) for n in os.environ.get("ATTNPLUG_BENCH_BATCHES", "1").split(",")]
+PEER = os.environ.get("ATTNPLUG_BENCH_PEER", "")
 POLICIES = os.environ.get("ATTNPLUG_BENCH_POLICIES", "dense;gather;momo+gather").split(";")
 SAMPLED = os.environ.get("ATTNPLUG_BENCH_SAMPLED") == "1"
 # Of fewer queries sketch makes a basis that it soon makes again, within the new tokens.
-TAIL, NEW, ROUNDS = 128, 256, 3
+TAIL, HEAD, NEW, ROUNDS = 128, 16, 256, 3
 FIRST = 64  # new tokens of a process's first calls
 CHUNK = 8192
 PAD, END = 0, 2
@@ -85,7 +88,7 @@ def filled(policy: str, n: int, batch: int) -> Cache:
     """A cache that holds n random tokens and has room for what a call adds: the one that generate
     takes by default, stock's growing one or ours."""
     if policy:
-        made = attnplug.make_cache(model(), n + TAIL + NEW + 1)
+        made = attnplug.make_cache(model(), n + TAIL + HEAD + NEW)
         fill_up_to(made, n, batch)
         return made
     cache, dim = DynamicCache(config=CONFIG), CONFIG.hidden_size // CONFIG.num_attention_heads
@@ -143,7 +146,7 @@ def token_times(policy: str, n: int, batch: int, kind: str = "") -> list[float]:
             warm(made, policy, n, batch)
         for number in range(ROUNDS + 1):
             taken = []
-            for tokens in (1, NEW + 1):
+            for tokens in (HEAD, HEAD + NEW):
                 cache = filled(policy, n - TAIL, batch)
                 mask = torch.ones_like(ids)
                 options = dict(past_key_values=cache, attention_mask=mask)
@@ -157,8 +160,9 @@ def token_times(policy: str, n: int, batch: int, kind: str = "") -> list[float]:
             assert (attnplug.report(made).steps != "") == (kind == OWN_STEPS)
         if policy and os.environ.get("ATTNPLUG_BENCH_PROFILE"):
             profile_of(made, policy, ids)
+            print(f"{[round(1e3 * t) for t in taken]} ms, {len(graphs)} graphs so far", flush=True)
     name = f"{policy or 'stock'} {n} x {batch} {kind}"
-    print(f"{name}: {[round(t) for t in times]} us, {len(graphs)} graphs", flush=True)
+    print(f"{name}: {[round(t) for t in times]} us", flush=True)
     return times
 
 
@@ -196,8 +200,8 @@ def test_tokens(gpu_bench, kind, policy, n, batch):
         batch=batch,
         options=kind_of(policy, KIND, kind),
         times_us=times,
-        peer="stock",
-        peer_times_us=token_times("", n, batch),
+        peer=PEER or "stock",
+        peer_times_us=token_times(PEER, n, batch),
         bytes=nbytes,
         flops=flops,
     )

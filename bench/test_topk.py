@@ -1,7 +1,8 @@
 """topk against FlashInfer, SGLang and torch.topk: long rows with a hint of known overlap at k=2048,
-and the small k of the block selectors.
+scores of a real model's decode steps, and the small k of the block selectors.
 
-FlashInfer is timed where `flashinfer` can be imported (0.6.13; it compiles with nvcc), SGLang where
+FlashInfer is timed where `flashinfer.topk` can be imported (bench/flashinfer_pack.sh; 0.6.13, which
+compiles with nvcc for a minute), SGLang where
 its library lies at `.peers/common_ops.abi3.so` (sglang-kernel 0.4.2.post2, needs libnuma; its k is
 2048, and past 128K its set is wrong).
 """
@@ -14,6 +15,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from attnplug.eval.capture import capture_layers
+from attnplug.eval.measure import prose_window
+from attnplug.models.layers import find_attention_layers
+from attnplug.models.pretrained import load
 from attnplug.ops import topk
 from attnplug.ops.gather import select_blocks as blocks
 
@@ -90,6 +95,46 @@ def test_topk(gpu_bench, peer, overlap, batch, n):
     if peer == "sglang" and n > 131072:
         return
     run(gpu_bench, batch, n, K, overlap, peer)
+
+
+@functools.cache
+def real_scores(name, n, steps=40):
+    """Scores of a model's last `steps` + 1 steps over prose of n tokens, `[step, KV head, token]`
+    for each of two layers with full attention; -inf for tokens to come."""
+    model, tokenizer = load(name, device="cuda")
+    served = [layer.index for layer in find_attention_layers(model) if not layer.reason]
+    chosen = [served[0], served[len(served) // 2]]
+    with torch.no_grad():
+        calls = capture_layers(model, prose_window(tokenizer, n, 0), chosen)
+    found = {}
+    for layer, call in calls.items():
+        q = call.q[0, :, -steps - 1 :].float().unflatten(0, (call.k.shape[1], -1))
+        best = (q @ call.k[0, :, None].float().mT).amax(1).transpose(0, 1)
+        future = torch.ones(steps + 1, n, device="cuda").triu(n - steps).bool()
+        found[layer] = best.masked_fill(future[:, None], -torch.inf).contiguous()
+    return found
+
+
+@pytest.mark.parametrize("number", [0, 1])
+@pytest.mark.parametrize(("n", "k"), [(8192, 1024), (32768, 2048)])
+@pytest.mark.parametrize("peer", PEERS)
+def test_real_scores(gpu_bench, peer, n, k, number):
+    """Gemma 3 270M's scores, step after step, the picks of the step before as the hint."""
+    layer, scores = list(real_scores("gemma3-270m", n).items())[number]
+    picks = scores.topk(k, dim=2).indices
+    pairs = zip(picks[1:].flatten(0, 1), picks[:-1].flatten(0, 1), strict=True)
+    same = [torch.isin(new, old).float().mean().item() for new, old in pairs]
+    hints, steps, rows = picks.int().contiguous(), scores[1:], scores.shape[1]
+    theirs = peer_of(peer)
+    gpu_bench(
+        op="topk", case="op", n=n, batch=rows, heads_q=1, heads_kv=1, head_dim=0,
+        dtype=torch.float32,
+        options=f"k={k} gemma3-270m layer={layer} overlap={100 * sum(same) / len(same):.0f}%",
+        fns=[functools.partial(topk, x, k, hint=h) for x, h in zip(steps, hints, strict=False)],
+        peer=peer, peer_fns=[functools.partial(theirs, x, k) for x in steps],
+        bytes=rows * (4 * n + 8 * k), flops=0,
+        ceiling=lambda seconds: None,  # rows that are in the L2, as scores are left there
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("n", [256, 1024, 8192, 65536])

@@ -59,7 +59,7 @@ def topk(
         k: 1 to 4096, also above N.
         hint: `[R,M]` int32 or None: indices that are likely in the result, ideally the result of
             the decode step before. Any content is allowed (-1, out of range, twice, none right).
-            None: the row is sampled instead.
+            None: the row is sampled instead. On CUDA four long rows and more do without either.
         lengths: int32 or int64 `[R]` or `[1]`: row r has scores[r, :lengths[r]]; scores behind that
             are not read. None: N. A length below 0 counts as 0, one above N as N.
         sorted: largest first, of equals the lower index first. Otherwise the order is
@@ -283,16 +283,20 @@ COLLECTORS = 1024  # most programs a row that look back at one another
 
 
 @functools.lru_cache(maxsize=1024)
-def plan_for(rows: int, size: int, k: int, hinted: bool, multiprocessors: int) -> Plan:
-    """The pre-tuned plan of a shape. `size` is the buffer's; the host does not know the lengths. A
-    hint is of use to `verify` alone."""
+def plan_for(rows: int, size: int, k: int) -> Plan:
+    """The pre-tuned plan of a shape. `size` is the buffer's; the host does not know the lengths."""
     if size <= WHOLE_ROW:
         padded = next_power_of_two(size)
         if padded <= 256:
             return Plan(True, refine_warps=1, small=0)
         return Plan(True, refine_warps=8, small=256)
-    if not hinted and rows >= 4 and k >= 256 and size <= SIFTED:  # what was timed
+    if rows >= 4 and k >= 256 and size <= SIFTED:  # faster than the best hint makes `verify`
         return Plan(False, sift=sift_for(size, k, rows))
+    return verified_plan_for(rows, size, k)
+
+
+def verified_plan_for(rows: int, size: int, k: int) -> Plan:
+    """The plan of long rows that a hint, or a sample of the row, begins."""
     total = rows * size
     group = 16 if total >= GROUPED and size >= 256 * k else 1
     # Programs a row. Each samples the row: more programs would cost more than idle multiprocessors.
@@ -324,10 +328,10 @@ def launch_topk(scores, k, hint, lengths, sorted, indices, values, how, plan=Non
     rows, size = scores.shape
     if rows == 0:
         return
-    multiprocessors, pdl = machine(scores.device)
+    _, pdl = machine(scores.device)
     if hint is not None and hint.shape[1] == 0:
         hint = None
-    plan = plan or plan_for(rows, size, k, hint is not None, multiprocessors)
+    plan = plan or plan_for(rows, size, k)
     if scores.stride(1) != 1:
         scores = scores.contiguous()
     if plan.whole_row:
