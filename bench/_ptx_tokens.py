@@ -97,6 +97,24 @@ def share_tokens(op: Any) -> Cases:
 
 
 @cases
+def top_tokens(op: Any) -> Cases:
+    def case(batch, heads, kv, size, width, k=2048, dtype=BF16, **options):
+        q = new(batch, heads, 1, width, dtype=dtype)
+        codes = new(batch, kv, size, width, dtype=torch.int8)
+        return lambda: op(q, codes, new(batch, kv, size, dtype=FP32), k, **options)
+
+    kept = {"sink": 16, "window": 256}
+    yield "bench", case(1, 28, 4, 131072, 128, lengths=new(1), **kept)
+    yield "32K", case(1, 28, 4, 32768, 128, lengths=new(1), **kept)
+    yield "1M", case(1, 28, 4, 1 << 20, 128, lengths=new(1), **kept)
+    yield "batch=8", case(8, 28, 4, 131072, 128, lengths=new(8), **kept)
+    yield "fp16 D=80", case(2, 8, 2, 10003, 80, 300, FP16, lengths=new(2))
+    yield "padded", case(2, 28, 4, 16384, 128, **kept, **padding(2, 16384))
+    yield "fp32 D=256", case(1, 4, 4, 16384, 256, 500, FP32)
+    yield "two ops", case(2, 8, 2, 1003, 80, 100, FP16, lengths=new(2))
+
+
+@cases
 def page_codes(op: Any) -> Cases:
     def case(pages, kv, page, width, slots, dtype=BF16, wide=INT64):
         k, codes = new(pages, kv, page, width, dtype=dtype), new(pages, kv, page, width)

@@ -16,6 +16,7 @@ from attnplug.ops.gvr.gather_tokens_attention import gather_tokens_attention
 from attnplug.ops.gvr.page_codes import page_codes
 from attnplug.ops.gvr.score_tokens import score_tokens
 from attnplug.ops.gvr.share_tokens import share_tokens
+from attnplug.ops.gvr.top_tokens import top_tokens
 from attnplug.ops.gvr.topk import topk
 from attnplug.ops.momo.block_sparse_attention import block_sparse_attention
 from attnplug.ops.momo.delta_correct import delta_correct
@@ -57,6 +58,7 @@ __all__ = [
     "stream_edges",
     "stream_mask",
     "tiered_decode",
+    "top_tokens",
     "topk",
 ]
 

@@ -26,6 +26,7 @@ from attnplug.ops.common.product import add_product
 from attnplug.ops.common.rows import NO_MASK, mask_bytes, row_step, rows_on_cpu
 from attnplug.ops.common.sizes import cdiv, next_power_of_two
 from attnplug.ops.gvr.kernels.score_cache import score
+from attnplug.ops.gvr.kernels.topk_sifted_rows import Sift, Slots, tile_of
 
 NAME = "score_tokens"
 
@@ -90,8 +91,13 @@ def _allocate(q, codes, steps, sink, window, lengths, start, key_mask, table=Non
     return allocate_scores(NAME, q, codes, steps, sink, window, lengths, start, key_mask, table)
 
 
-def allocate_scores(name, q, codes, steps, sink, window, lengths, start, key_mask, table):
-    """Check what the op `name` got, and return its scores."""
+def allocate_scores(name, q, *args):
+    """Check what the op `name` got, and return its scores; the arguments of `score_shape`."""
+    return q.new_empty(score_shape(name, q, *args), dtype=torch.float32)
+
+
+def score_shape(name, q, codes, steps, sink, window, lengths, start, key_mask, table):
+    """Check what the op `name` got, and return the shape of its scores."""
     if q.dim() != 4 or q.shape[2] != 1 or q.shape[3] not in HEAD_DIMS:
         raise ArgumentError(
             f"{name}: q is {tuple(q.shape)}, needs [B,Hq,1,D] with D of "
@@ -117,7 +123,7 @@ def allocate_scores(name, q, codes, steps, sink, window, lengths, start, key_mas
     check_sequence_inputs(name, q, codes, lengths, start, key_mask, table)
     require(sink >= 0, name, f"sink is {sink}, needs at least 0")
     require(window >= 1, name, f"window is {window}, needs at least 1, the query's own token")
-    return q.new_empty((len(q) * codes.shape[1], capacity(codes, table)), dtype=torch.float32)
+    return len(q) * codes.shape[1], capacity(codes, table)
 
 
 def score_lengths(lengths, heads):
@@ -234,9 +240,32 @@ class Shares(NamedTuple):
     cap: float | None
 
 
-def whole_tiles(plan: Plan, size: int) -> bool:
-    """Whether no tile reaches past the cache."""
-    return size % plan.tile == 0
+class Keep(NamedTuple):
+    """What has the kernel keep the best scores of each part of a row, as `sift` does."""
+
+    sift: Sift  # its parts are those of all programs of a row
+    each: int  # parts of a program, one after the other
+    slots: Slots
+    k: int  # rows that are no longer keep nothing
+
+
+def whole_tiles(plan: Plan, size: int, chunk: int) -> bool:
+    """Whether tiles can be read without a mask: none reaches past the cache, or is moved there."""
+    return size % plan.tile == 0 or chunk < plan.tile
+
+
+def _kept_arguments(keep: Keep | None, plan: Plan, size: int):
+    """Those of the kernel that say what is kept."""
+    if keep is None:
+        return {"kept": None, "EACH": 1, "CHUNK": plan.tile, "PART": 0, "ROOM": 0}
+    sift = keep.sift
+    return {
+        "kept": (*keep.slots, sift.least, keep.k),
+        "EACH": keep.each,
+        "CHUNK": sift.chunk,
+        "PART": tile_of(size, sift.parts, sift.chunk),
+        "ROOM": sift.room,
+    }
 
 
 def plan_for(rows: int, size: int, width: int, multiprocessors: int) -> Plan:
@@ -270,9 +299,10 @@ def launch_score_tokens(
     plan=None,
     table=None,
     shares=None,
+    keep=None,
 ):
     """Run the kernel; tensors as in `score_tokens`, on a GPU or in Triton's interpreter. With
-    `shares`, scores as in `share_tokens`."""
+    `shares`, scores as in `share_tokens`. With `keep` its slots are filled."""
     (batch, _, _, width), heads, size = q.shape, codes.shape[1], capacity(codes, table)
     group = q.shape[1] // heads
     if q.stride(3) != 1:
@@ -286,6 +316,8 @@ def launch_score_tokens(
         plan = plans(batch * heads, size, width, multiprocessors)
         if table is not None:  # the codes' addresses are loaded, and no such pipeline was compared
             plan = plan._replace(stages=1)
+    kept = _kept_arguments(keep, plan, size)
+    unmasked = table is None and width in (64, 128, 256) and whole_tiles(plan, size, kept["CHUNK"])
     score.run(
         grid=(plan.programs, heads, batch),
         warmup=False,
@@ -319,8 +351,9 @@ def launch_score_tokens(
         PAGE=0 if table is None else codes.shape[2],
         KEYS_FIRST=plan.keys_first,
         HALVES=(2 - pdl) * (plan.halves and q.dtype == torch.bfloat16),
-        WHOLE=plan.whole and table is None and width in (64, 128, 256) and whole_tiles(plan, size),
+        WHOLE=plan.whole and unmasked,
         PDL=pdl,
+        **kept,
         num_warps=plan.warps,
         **({"launch_pdl": True} if pdl else {}),
     )

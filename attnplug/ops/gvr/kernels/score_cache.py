@@ -1,6 +1,7 @@
-"""The kernel of `score_tokens` and `share_tokens`: a row and KV head's cache, several programs.
+"""The kernel of `score_tokens`, `share_tokens` and `top_tokens`: a row and KV head's cache, several
+programs. For `top_tokens` they also keep their best scores, as `sift` does in topk_sift.py.
 
-Names as in `score`.
+Names as in `score`; a part is what one set of slots is kept of.
 """
 
 import triton
@@ -9,6 +10,44 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from attnplug.ops.common.rows import row_span
 from attnplug.ops.gvr.kernels.score import choosable, in_halves, token_scores
+from attnplug.ops.gvr.kernels.topk_select import clean
+from attnplug.ops.gvr.kernels.topk_sift import keep_best
+
+
+@triton.jit
+def _tokens(tile, part, parts, n, TILE: tl.constexpr, CHUNK: tl.constexpr):
+    """The tokens of a part's `tile`: the part has every `parts`-th chunk of CHUNK tokens."""
+    if CHUNK == TILE:
+        return (part + tile * parts) * TILE + n
+    else:
+        return ((tile * (TILE // CHUNK) + n // CHUNK) * parts + part) * CHUNK + n % CHUNK
+
+
+@triton.jit
+def _keep_part(
+    out_at,
+    reach,
+    part,
+    parts,
+    row,
+    S,
+    kept,
+    CHUNK: tl.constexpr,
+    PART: tl.constexpr,
+    ROOM: tl.constexpr,
+    ASM: tl.constexpr,
+):
+    """Keep the best of a part's scores, which this program has stored at `out_at`."""
+    slot_scores, slot_index, floors, least, _ = kept
+    tl.debug_barrier()  # other warps have stored some of them
+    e = tl.arange(0, PART)
+    i = (e // CHUNK * parts + part) * CHUNK + e % CHUNK
+    # Whole groups of four, so that a thread loads them together; a chunk is stored to its end.
+    inside = (i < (reach + 3) // 4 * 4) & (i < S)
+    x = tl.load(out_at + i, mask=inside, other=float("-inf"), cache_modifier=".cg")
+    at = row * parts + part
+    outputs = (slot_scores, slot_index, floors)
+    keep_best(clean(x), i, at, least, outputs, ROOM, PART, ASM)
 
 
 @triton.jit
@@ -23,6 +62,7 @@ def score(
     shares,
     cap,
     scores,
+    kept,
     S,
     programs,
     q_strides,
@@ -45,9 +85,15 @@ def score(
     HALVES: tl.constexpr,
     WHOLE: tl.constexpr,
     PDL: tl.constexpr,
+    EACH: tl.constexpr,
+    CHUNK: tl.constexpr,
+    PART: tl.constexpr,
+    ROOM: tl.constexpr,
 ):
-    """One of `programs` of a row and KV head: it scores every `programs`-th tile. With a `table`,
-    codes and scales are those of pages of PAGE keys. With `shares` the scores are shares."""
+    """One of `programs` of a row and KV head: it scores every `programs`-th of their EACH * programs
+    parts. With a `table`, codes and scales are those of pages of PAGE keys. With `shares` the
+    scores are shares. With `kept` = (slots' scores, slots' indices, floors, least, k) the best ROOM
+    of each part, PART tokens at most, go into slots, in rows longer than k."""
     q_b, q_h = q_strides
     codes_b, codes_h, _ = codes_strides
     scales_b, scales_h, _ = scales_strides
@@ -67,11 +113,11 @@ def score(
     unit = None
     if HALVES:
         query, unit = in_halves(query)
+    row = b * tl.num_programs(1) + h
     norm = None
     factor = None
     if shares is not None:
         norms, factor = shares
-        row = b * tl.num_programs(1) + h
         norm = tl.load(norms + row * GROUP + g, mask=g < GROUP, other=0.0, cache_modifier=".cg")
     row_table = None
     if table is None:
@@ -84,37 +130,48 @@ def score(
     mask_at = None
     if key_mask is not None:
         mask_at = key_mask + b * mask_stride
-    out_at = scores + (b * tl.num_programs(1) + h) * S
-    # Two loops, so that a short row in a long buffer costs its own reads and -inf for the rest.
+    out_at = scores + row * S
     reach = tl.minimum(tl.maximum(length - WINDOW, 0), S)
-    tiles = tl.cdiv(tl.maximum(reach - program * TILE, 0), programs * TILE)
-    for i in tl.range(0, tiles, num_stages=STAGES):
-        at = (program + i * programs) * TILE + n
-        seen = choosable(at, length, low, mask_at, SINK, WINDOW)
-        best = token_scores(
-            at=at,
-            seen=seen,
-            query=query,
-            norm=norm,
-            codes_at=codes_at,
-            scales_at=scales_at,
-            row_table=row_table,
-            codes_strides=codes_strides,
-            scales_strides=scales_strides,
-            in_group=g < GROUP,
-            in_width=in_width,
-            factor=factor,
-            cap=cap,
-            PAGE=PAGE,
-            KEYS_FIRST=KEYS_FIRST,
-            WHOLE=WHOLE,
-            HALVES=HALVES,
-            unit=unit,
-        )
-        tl.store(out_at + at, best, mask=at < S)
     end = S
     if table is not None:
         end = length
     none = tl.full([TILE], float("-inf"), tl.float32)
-    for first in range((program + tiles * programs) * TILE, end, programs * TILE):
-        tl.store(out_at + first + n, none, mask=first + n < S)
+    parts = programs * EACH
+    for each in range(0, EACH):
+        part = program + each * programs
+        # Two loops, so that a short row in a long buffer costs its own reads and -inf for the rest.
+        tiles = tl.cdiv(tl.maximum(reach - part * CHUNK, 0), parts * TILE)
+        for i in tl.range(0, tiles, num_stages=STAGES):
+            at = _tokens(i, part, parts, n, TILE, CHUNK)
+            seen = choosable(at, length, low, mask_at, SINK, WINDOW)
+            read = at
+            if WHOLE and CHUNK < TILE:  # a tile's last chunks may lie past the cache
+                read = tl.minimum(at, S - 1)
+            best = token_scores(
+                at=read,
+                seen=seen,
+                query=query,
+                norm=norm,
+                codes_at=codes_at,
+                scales_at=scales_at,
+                row_table=row_table,
+                codes_strides=codes_strides,
+                scales_strides=scales_strides,
+                in_group=g < GROUP,
+                in_width=in_width,
+                factor=factor,
+                cap=cap,
+                PAGE=PAGE,
+                KEYS_FIRST=KEYS_FIRST,
+                WHOLE=WHOLE,
+                HALVES=HALVES,
+                unit=unit,
+            )
+            tl.store(out_at + at, best, mask=at < S)
+        if kept is not None:
+            if length > kept[4]:
+                _keep_part(out_at, reach, part, parts, row, S, kept, CHUNK, PART, ROOM, PDL)
+        ends = tl.cdiv(tl.maximum(end - part * CHUNK, 0), parts * TILE)
+        for i in range(tiles, ends):
+            at = _tokens(i, part, parts, n, TILE, CHUNK)
+            tl.store(out_at + at, none, mask=at < S)

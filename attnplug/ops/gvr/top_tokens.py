@@ -1,0 +1,207 @@
+"""The best cached tokens of a decode step: `score_tokens`, and `topk` of its scores, in two kernels.
+
+    picks[b, h] = the k tokens n < length(b) that come first by (score[b, h, n] descending, n ascending)
+
+with `score` of score_tokens.py; ties, NaN and -0.0 as in topk.py. Picks and values are those of the
+two ops. What is saved is a kernel and a reading of the scores: the programs that score a row keep
+the best of what they have scored, in the slots of kernels/topk_sifted_rows.py, and `finish` selects
+from these. All scores are written too, because `finish` searches a row that its slots do not settle.
+Source: as in topk.py.
+"""
+
+import functools
+from typing import NamedTuple
+
+import torch
+
+from attnplug.ops.common.define import define_op, refuse_gradients, require
+from attnplug.ops.common.device import machine
+from attnplug.ops.common.sizes import cdiv, next_power_of_two
+from attnplug.ops.gvr import score_tokens as scoring
+from attnplug.ops.gvr import topk as ranking
+from attnplug.ops.gvr.kernels.topk_sifted_rows import (
+    LARGEST,
+    Sift,
+    empty_slots,
+    launch_finish,
+    tile_of,
+)
+
+NAME = "top_tokens"
+
+
+def top_tokens(
+    q: torch.Tensor,
+    codes: torch.Tensor,
+    steps: torch.Tensor,
+    k: int,
+    *,
+    sink: int = 0,
+    window: int = 1,
+    lengths: torch.Tensor | None = None,
+    start: torch.Tensor | None = None,
+    key_mask: torch.Tensor | None = None,
+    stats: bool = False,
+) -> tuple[torch.Tensor, ...]:
+    """The k cached tokens of each KV head with the largest scores, for one decode step.
+
+    Args:
+        q: `[B,Hq,1,D]`, float32, float16 or bfloat16.
+        codes: int8 `[B,Hkv,S,D]`, Hkv dividing Hq, S up to 4,194,304; see `quantize_keys`.
+        steps: float32 `[B,Hkv,S]`, each key's quantization scale: the value of code 1.
+        k: 1 to 4096, also above S.
+        sink: the first so many real tokens of each row score -inf.
+        window: the last so many tokens score -inf, the query's own included.
+        lengths: int32 or int64 `[1]` or `[B]`, valid tokens. None: all S. Others are not read, and
+            not picked.
+        start: int32 or int64 `[1]` or `[B]`, first real token of a left-padded row. None: 0.
+        key_mask: bool `[B,S]`, False where a token must not be seen.
+        stats: also return the path and the cost of each row, as `topk` does.
+
+    Returns:
+        indices `[R,k]` int32 and values `[R,k]` float32 of the R = B * Hkv rows, in an order that
+        is unspecified, but the same in every run with the same arguments on the same device. Where
+        fewer than k tokens may be seen, others of the length are picked, whose value is -inf. Where
+        k exceeds a row's length, -1 and -inf at the end. With `stats` a third tensor `[R,3]` int32.
+
+    Raises:
+        ArgumentError: a shape, dtype, device or option does not fit.
+        GradientError: q requires grad.
+    """
+    refuse_gradients(NAME, q)
+    indices, values, how = _top_tokens(q, codes, steps, k, sink, window, lengths, start, key_mask)
+    return (indices, values, how) if stats else (indices, values)
+
+
+def _allocate(q, codes, steps, k, sink, window, lengths, start, key_mask):
+    options = sink, window, lengths, start, key_mask
+    rows, size = scoring.score_shape(NAME, q, codes, steps, *options, None)
+    require(1 <= k <= ranking.MAX_K, NAME, f"k is {k}, needs 1 to {ranking.MAX_K}")
+    require(
+        size <= ranking.MAX_SCORES,
+        NAME,
+        f"codes has {size} tokens a row, at most {ranking.MAX_SCORES} are allowed",
+    )
+    return (
+        q.new_empty((rows, k), dtype=torch.int32),
+        q.new_empty((rows, k), dtype=torch.float32),
+        q.new_empty((rows, 3), dtype=torch.int32),
+    )
+
+
+# --- CPU: the specification ------------------------------------------------------------------
+
+
+def _cpu(q, codes, steps, k, sink, window, lengths, start, key_mask, indices, values, how):
+    options = {"sink": sink, "window": window, "start": start, "key_mask": key_mask}
+    scores = scoring.score_tokens(q, codes, steps, lengths=lengths, **options)
+    rows = scoring.score_lengths(lengths, codes.shape[1])
+    found = ranking.topk(scores, k, lengths=rows, stats=True)
+    for output, result in zip((indices, values, how), found, strict=True):
+        output.copy_(result)
+
+
+def _empty_scores(q, codes):
+    return q.new_empty((len(q) * codes.shape[1], codes.shape[2]), dtype=torch.float32)
+
+
+# --- CUDA ------------------------------------------------------------------------------------
+
+
+class Plan(NamedTuple):
+    """How the two kernels divide a shape; chosen from static shapes alone."""
+
+    score: scoring.Plan
+    each: int  # parts of a program
+    sift: Sift  # parts of a row, and their slots; its chunk is that of the tokens of a part
+
+
+PART = 2048  # most tokens of a part: they are held in registers
+SLOTS = 8192  # of a row, where that is to be had
+
+
+def plan_of(
+    size: int, k: int, score: scoring.Plan, each: int, room: int = 0, chunk: int = 0
+) -> Plan:
+    """The plan of rows of `size` tokens with `each` parts a program. room: slots of a part, 0: so
+    many that none of its picks is lost by bad luck. chunk: neighbours that one part has, 0: a
+    tile."""
+    parts = score.programs * each
+    mean = k / parts
+    least = int(mean + 6 * mean**0.5 + 6)  # a part's share of k scores anywhere in the row
+    if room:
+        least = min(least, max(1, int(0.8 * room)))
+    room = room or max(16, next_power_of_two(int(1.25 * least)))
+    warps = max(4, min(16, next_power_of_two(parts * room) // 512))
+    return Plan(score, each, Sift(parts, room, least, score.warps, warps, chunk or score.tile))
+
+
+def slots_of(plan: Plan) -> int:
+    """Slots of a row."""
+    return plan.sift.parts * plan.sift.room
+
+
+@functools.lru_cache(maxsize=1024)
+def plan_for(rows: int, size: int, width: int, k: int, multiprocessors: int) -> Plan | None:
+    """The pre-tuned plan of a shape: the fewest parts that fit the registers and the slots. None:
+    the two ops' own kernels, for shapes that they do otherwise or that nobody has timed."""
+    if size <= ranking.WHOLE_ROW or rows < 4 or k < 256:
+        return None
+    score = scoring.plan_for(rows, size, width, multiprocessors)
+    score = score._replace(programs=min(score.programs, PROGRAMS))
+    plans = [plan_of(size, k, score, each) for each in range(1, 33)]
+    plans = [plan for plan in plans if tile_of(size, plan.sift.parts, plan.sift.chunk) <= PART]
+    for most in (SLOTS, LARGEST):
+        for plan in plans:
+            if slots_of(plan) <= most:
+                return plan
+    return None
+
+
+PROGRAMS = 128  # most of a row: the slots of more parts are too many for one program of `finish`
+
+
+def launch_top_tokens(
+    q,
+    codes,
+    steps,
+    k,
+    sink,
+    window,
+    lengths,
+    start,
+    key_mask,
+    indices,
+    values,
+    how,
+    plan=None,
+    scores=None,
+):
+    """Run the kernels; tensors as in `top_tokens`, on a GPU or in Triton's interpreter. `scores`
+    `[R,S]` float32: where the scores are written."""
+    rows, size = len(q) * codes.shape[1], codes.shape[2]
+    if rows == 0:
+        return
+    multiprocessors, pdl = machine(q.device)
+    plan = plan or plan_for(rows, size, q.shape[3], k, multiprocessors)
+    scores = _empty_scores(q, codes) if scores is None else scores
+    step = (q, codes, steps, sink, window, lengths, start, key_mask, scores)
+    if plan is None:
+        scoring.launch_score_tokens(*step)
+        own = scoring.score_lengths(lengths, codes.shape[1])
+        ranking.launch_topk(scores, k, None, own, False, indices, values, how)
+        return
+    slots = empty_slots(rows, plan.sift, q.device)
+    keep = scoring.Keep(plan.sift, plan.each, slots, k)
+    scoring.launch_score_tokens(*step, plan=plan.score, keep=keep)
+    shared = 1 if lengths is None or lengths.shape[0] == 1 else codes.shape[1]
+    launch_finish(scores, k, lengths, slots, indices, values, how, plan.sift, pdl, shared)
+
+
+_top_tokens = define_op(
+    f"{NAME}(Tensor q, Tensor codes, Tensor steps, int k, int sink, int window, Tensor? lengths, "
+    "Tensor? start, Tensor? key_mask) -> (Tensor, Tensor, Tensor)",
+    allocate=_allocate,
+    cpu=_cpu,
+    cuda=launch_top_tokens,
+)
