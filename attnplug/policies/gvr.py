@@ -18,7 +18,14 @@ from typing import Any, ClassVar
 import torch
 
 from attnplug.call import AttentionCall, LayerShape, PagedCall
-from attnplug.ops import gather_tokens_attention, page_codes, score_tokens, share_tokens, topk
+from attnplug.ops import (
+    gather_tokens_attention,
+    page_codes,
+    score_tokens,
+    share_tokens,
+    top_tokens,
+    topk,
+)
 from attnplug.ops.gvr.page_codes import PageCodes, empty_page_codes
 from attnplug.ops.gvr.score_tokens import score_lengths
 from attnplug.ops.gvr.topk import MAX_K
@@ -126,16 +133,17 @@ class Gvr(DenseBelow):
     ) -> torch.Tensor:
         """The picks of a step, int32 `[B,Hkv,k]`. Where a row has fewer than k others, -inf is
         picked too; attention passes over those."""
+        shape = len(call.q), call.k.shape[1], self.k
+        if self.group == "max" and hint is None and options.get("table") is None:
+            return top_tokens(call.q, *keys, self.k, **options)[0].view(shape)
         if self.group == "share":
             logits = {"scale": call.scale, "softcap": call.softcap}
             scores = share_tokens(call.q, *keys, **logits, **options)
         else:  # neither the scale nor the softcap changes an order
             scores = score_tokens(call.q, *keys, **options)
-        heads = call.k.shape[1]
         last = None if hint is None else hint.flatten(0, 1)
-        rows = score_lengths(call.lengths, heads)
-        picks, _ = topk(scores, self.k, hint=last, lengths=rows)
-        return picks.view(len(call.q), heads, self.k)
+        rows = score_lengths(call.lengths, shape[1])
+        return topk(scores, self.k, hint=last, lengths=rows)[0].view(shape)
 
     def pages_refusal(self) -> str | None:
         return None

@@ -247,6 +247,7 @@ class Keep(NamedTuple):
     each: int  # parts of a program, one after the other
     slots: Slots
     k: int  # rows that are no longer keep nothing
+    registers: int | None  # most of a thread, lest the selection's lower the programs in flight
 
 
 def whole_tiles(plan: Plan, size: int, chunk: int) -> bool:
@@ -257,7 +258,7 @@ def whole_tiles(plan: Plan, size: int, chunk: int) -> bool:
 def _kept_arguments(keep: Keep | None, plan: Plan, size: int):
     """Those of the kernel that say what is kept."""
     if keep is None:
-        return {"kept": None, "EACH": 1, "CHUNK": plan.tile, "PART": 0, "ROOM": 0}
+        return {"kept": None, "EACH": 1, "CHUNK": plan.tile, "PART": 0, "ROOM": 0, "maxnreg": None}
     sift = keep.sift
     return {
         "kept": (*keep.slots, sift.least, keep.k),
@@ -265,6 +266,7 @@ def _kept_arguments(keep: Keep | None, plan: Plan, size: int):
         "CHUNK": sift.chunk,
         "PART": tile_of(size, sift.parts, sift.chunk),
         "ROOM": sift.room,
+        "maxnreg": keep.registers,
     }
 
 

@@ -1,11 +1,12 @@
-"""The best cached tokens of a decode step: `score_tokens`, and `topk` of its scores, in two kernels.
+"""The best cached tokens of a decode step: `score_tokens` and `topk` of the scores in two kernels.
 
-    picks[b, h] = the k tokens n < length(b) that come first by (score[b, h, n] descending, n ascending)
+    picks[b, h] = the k tokens n < length[b] that come first by (score[b, h, n] descending,
+                  n ascending)
 
-with `score` of score_tokens.py; ties, NaN and -0.0 as in topk.py. Picks and values are those of the
-two ops. What is saved is a kernel and a reading of the scores: the programs that score a row keep
-the best of what they have scored, in the slots of kernels/topk_sifted_rows.py, and `finish` selects
-from these. All scores are written too, because `finish` searches a row that its slots do not settle.
+with `score` of score_tokens.py; ties, NaN and -0.0 as in topk.py. Picks and values are those of
+the two ops. A kernel and a reading of the scores are saved: the programs that score a row also keep
+the best of their scores, in the slots of kernels/topk_sifted_rows.py. `finish` selects from these.
+All scores are written too, because `finish` searches a row that its slots do not settle.
 Source: as in topk.py.
 """
 
@@ -16,7 +17,7 @@ import torch
 
 from attnplug.ops.common.define import define_op, refuse_gradients, require
 from attnplug.ops.common.device import machine
-from attnplug.ops.common.sizes import cdiv, next_power_of_two
+from attnplug.ops.common.sizes import next_power_of_two
 from attnplug.ops.gvr import score_tokens as scoring
 from attnplug.ops.gvr import topk as ranking
 from attnplug.ops.gvr.kernels.topk_sifted_rows import (
@@ -114,18 +115,21 @@ class Plan(NamedTuple):
     score: scoring.Plan
     each: int  # parts of a program
     sift: Sift  # parts of a row, and their slots; its chunk is that of the tokens of a part
+    registers: int | None = None  # most of a thread of the programs that score
 
 
 PART = 2048  # most tokens of a part: they are held in registers
 SLOTS = 8192  # of a row, where that is to be had
+PROGRAMS = 128  # most of a row: the slots of more parts are too many for one program of `finish`
+REGISTERS = 80  # 24 warps of a multiprocessor can have so many
+# Neighbours that one part has. Real picks stand together: with 128 neighbours a part has its share
+# of k so unevenly that rows must be searched, with 16 hardly more so than by chance.
+CHUNK = 16
 
 
-def plan_of(
-    size: int, k: int, score: scoring.Plan, each: int, room: int = 0, chunk: int = 0
-) -> Plan:
-    """The plan of rows of `size` tokens with `each` parts a program. room: slots of a part, 0: so
-    many that none of its picks is lost by bad luck. chunk: neighbours that one part has, 0: a
-    tile."""
+def plan_of(k: int, score: scoring.Plan, each: int, room: int = 0, chunk: int = CHUNK) -> Plan:
+    """The plan with `each` parts a program. room: slots of a part; 0: so
+    many that a part with far more than its share of k loses none of it."""
     parts = score.programs * each
     mean = k / parts
     least = int(mean + 6 * mean**0.5 + 6)  # a part's share of k scores anywhere in the row
@@ -133,7 +137,8 @@ def plan_of(
         least = min(least, max(1, int(0.8 * room)))
     room = room or max(16, next_power_of_two(int(1.25 * least)))
     warps = max(4, min(16, next_power_of_two(parts * room) // 512))
-    return Plan(score, each, Sift(parts, room, least, score.warps, warps, chunk or score.tile))
+    sift = Sift(parts, room, least, score.warps, warps, min(chunk, score.tile))
+    return Plan(score, each, sift, REGISTERS)
 
 
 def slots_of(plan: Plan) -> int:
@@ -149,16 +154,13 @@ def plan_for(rows: int, size: int, width: int, k: int, multiprocessors: int) -> 
         return None
     score = scoring.plan_for(rows, size, width, multiprocessors)
     score = score._replace(programs=min(score.programs, PROGRAMS))
-    plans = [plan_of(size, k, score, each) for each in range(1, 33)]
+    plans = [plan_of(k, score, each) for each in range(1, 33)]
     plans = [plan for plan in plans if tile_of(size, plan.sift.parts, plan.sift.chunk) <= PART]
     for most in (SLOTS, LARGEST):
         for plan in plans:
             if slots_of(plan) <= most:
                 return plan
     return None
-
-
-PROGRAMS = 128  # most of a row: the slots of more parts are too many for one program of `finish`
 
 
 def launch_top_tokens(
@@ -192,7 +194,7 @@ def launch_top_tokens(
         ranking.launch_topk(scores, k, None, own, False, indices, values, how)
         return
     slots = empty_slots(rows, plan.sift, q.device)
-    keep = scoring.Keep(plan.sift, plan.each, slots, k)
+    keep = scoring.Keep(plan.sift, plan.each, slots, k, plan.registers)
     scoring.launch_score_tokens(*step, plan=plan.score, keep=keep)
     shared = 1 if lengths is None or lengths.shape[0] == 1 else codes.shape[1]
     launch_finish(scores, k, lengths, slots, indices, values, how, plan.sift, pdl, shared)

@@ -15,15 +15,6 @@ from attnplug.ops.gvr.kernels.topk_sift import keep_best
 
 
 @triton.jit
-def _tokens(tile, part, parts, n, TILE: tl.constexpr, CHUNK: tl.constexpr):
-    """The tokens of a part's `tile`: the part has every `parts`-th chunk of CHUNK tokens."""
-    if CHUNK == TILE:
-        return (part + tile * parts) * TILE + n
-    else:
-        return ((tile * (TILE // CHUNK) + n // CHUNK) * parts + part) * CHUNK + n % CHUNK
-
-
-@triton.jit
 def _keep_part(
     out_at,
     reach,
@@ -90,10 +81,10 @@ def score(
     PART: tl.constexpr,
     ROOM: tl.constexpr,
 ):
-    """One of `programs` of a row and KV head: it scores every `programs`-th of their EACH * programs
-    parts. With a `table`, codes and scales are those of pages of PAGE keys. With `shares` the
-    scores are shares. With `kept` = (slots' scores, slots' indices, floors, least, k) the best ROOM
-    of each part, PART tokens at most, go into slots, in rows longer than k."""
+    """One of `programs` of a row and KV head: it scores every `programs`-th of their parts, which
+    are EACH times as many. With a `table`, codes and scales are those of pages of PAGE keys. With
+    `shares` the scores are shares. With `kept` = (slots' scores, slots' indices, floors, least, k)
+    it keeps the best ROOM of each part, PART tokens at most, in rows longer than k."""
     q_b, q_h = q_strides
     codes_b, codes_h, _ = codes_strides
     scales_b, scales_h, _ = scales_strides
@@ -137,12 +128,15 @@ def score(
         end = length
     none = tl.full([TILE], float("-inf"), tl.float32)
     parts = programs * EACH
+    WIDE: tl.constexpr = TILE // CHUNK
+    if CHUNK < TILE:  # a part has every `parts`-th chunk of CHUNK tokens
+        n = n // CHUNK * CHUNK * parts + n % CHUNK
     for each in range(0, EACH):
         part = program + each * programs
         # Two loops, so that a short row in a long buffer costs its own reads and -inf for the rest.
         tiles = tl.cdiv(tl.maximum(reach - part * CHUNK, 0), parts * TILE)
         for i in tl.range(0, tiles, num_stages=STAGES):
-            at = _tokens(i, part, parts, n, TILE, CHUNK)
+            at = (part + i * parts * WIDE) * CHUNK + n
             seen = choosable(at, length, low, mask_at, SINK, WINDOW)
             read = at
             if WHOLE and CHUNK < TILE:  # a tile's last chunks may lie past the cache
@@ -171,7 +165,5 @@ def score(
         if kept is not None:
             if length > kept[4]:
                 _keep_part(out_at, reach, part, parts, row, S, kept, CHUNK, PART, ROOM, PDL)
-        ends = tl.cdiv(tl.maximum(end - part * CHUNK, 0), parts * TILE)
-        for i in range(tiles, ends):
-            at = _tokens(i, part, parts, n, TILE, CHUNK)
-            tl.store(out_at + at, none, mask=at < S)
+        for first in range((part + tiles * parts * WIDE) * CHUNK, end, parts * TILE):
+            tl.store(out_at + first + n, none, mask=first + n < S)

@@ -1,0 +1,349 @@
+"""top_tokens against torch's stable sort of the scores, whatever the row: by the numba references,
+and by the two kernels under plans that send rows every way."""
+
+import pytest
+import torch
+from gvr_cases import dtypes, random
+from hypothesis import given
+from hypothesis import strategies as st
+from topk_cases import KINDS, assert_exact, make
+
+from attnplug.errors import ArgumentError, GradientError
+from attnplug.ops import score_tokens, top_tokens
+from attnplug.ops.gvr import score_tokens as scoring
+from attnplug.ops.gvr import top_tokens as op
+from attnplug.ops.gvr import topk as ranking
+from attnplug.ops.gvr.kernels.topk_sifted_rows import LARGEST, Sift, tile_of
+from attnplug.ops.gvr.score_tokens import quantize_keys
+
+# The kernels mean to overflow: a range that is infinite is not used.
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+SINK, WINDOW = 3, 5
+NAMES = ("lengths", "start", "key_mask")
+
+
+def small(programs, each, chunk, room=16, least=12, tile=32, **new):
+    """A plan for a few hundred tokens, whose list and search are short too."""
+    sift = Sift(programs * each, room, least, 4, 1, chunk, ranked=16, searched=64)
+    return op.Plan(scoring.Plan(tile, programs, 4, 1, **new), each, sift, 80)
+
+
+NEW = {"keys_first": True, "halves": True, "whole": True}
+PLANS = {
+    "default": None,
+    "tiles": small(4, 1, 32, **NEW),
+    "chunks": small(4, 1, 8, **NEW),
+    "several parts": small(2, 2, 32, **NEW),
+    "several parts of chunks": small(3, 2, 16, **NEW),
+    "more parts than tokens need": small(9, 3, 32, **NEW),
+    "heads first": small(2, 1, 32, room=32, least=20),
+}
+
+
+def plan_named(device_path, name):
+    return None if device_path[1] == "reference" else PLANS[name]  # the reference knows no plans
+
+
+def call(device_path, q, codes, steps, k, plan=None, sink=SINK, window=WINDOW, **options):
+    """(indices, values, stats), and the scores they are of, on the CPU; by the references, or by
+    the kernels under a plan."""
+    device, path = device_path
+    there = [x.to(device) for x in (q, codes, steps)]
+    rows = [options.get(name) for name in NAMES]
+    rows = [x if x is None else x.to(device) for x in rows]
+    kept = {"sink": sink, "window": window, **dict(zip(NAMES, rows, strict=True))}
+    if path == "reference" or (plan is None and device == "cuda"):
+        found = top_tokens(*there, k, **kept, stats=True)
+        scores = score_tokens(*there, **kept)
+    else:
+        args = *there, k, sink, window, *rows
+        found = op._allocate(*args)
+        scores = torch.empty(len(found[0]), codes.shape[2], device=device)
+        op.launch_top_tokens(*args, *found, plan=plan, scores=scores)
+    return tuple(x.cpu() for x in found), scores.cpu()
+
+
+def row_lengths(lengths, heads):
+    """The lengths of the rows of scores."""
+    return lengths if lengths is None else lengths.repeat_interleave(heads)
+
+
+def keys_of(wanted, kv_heads=1, group=2):
+    """(q, codes, steps) whose scores are `wanted [B * kv_heads, S]`, but for sink and window: the
+    query picks the one number of a key, whose code is 1."""
+    rows, size = wanted.shape
+    q = torch.zeros(rows // kv_heads, kv_heads * group, 1, 64)
+    q[..., 0] = 1
+    codes = torch.zeros(rows // kv_heads, kv_heads, size, 64, dtype=torch.int8)
+    codes[..., 0] = 1
+    return q, codes, wanted.view(rows // kv_heads, kv_heads, size)
+
+
+def seen_scores(wanted, lengths=None, start=None, sink=SINK, window=WINDOW):
+    """`wanted` where a token may be chosen, else -inf. NaN, of a bad key, scores highest."""
+    rows, size = wanted.shape
+    length = torch.full((rows,), size) if lengths is None else lengths.clamp(0, size).expand(rows)
+    first = torch.zeros(rows, dtype=torch.int64) if start is None else start.expand(rows)
+    at = torch.arange(size)
+    seen = (at >= first[:, None] + sink) & (at < length[:, None] - window)
+    return torch.where(seen, wanted.nan_to_num(torch.inf, torch.inf, -torch.inf), -torch.inf)
+
+
+def hold(found, scores, wanted, k, lengths=None):
+    """The scores are as wanted, and the picks theirs."""
+    for r in range(len(scores)):
+        n = scores.shape[1] if lengths is None else int(lengths[r % len(lengths)])
+        assert torch.equal(scores[r, : max(n, 0)], wanted[r, : max(n, 0)])
+    assert_exact(found, wanted, k, lengths)
+
+
+@given(data=st.data())
+def test_is_score_tokens_and_topk(device_path, data):
+    draw = data.draw
+    batch, heads = draw(st.integers(1, 2)), draw(st.integers(1, 2))
+    size, k = draw(st.sampled_from([1, 31, 64, 200, 256, 301])), draw(st.sampled_from([1, 7, 40]))
+    dtype, seed = draw(st.sampled_from(dtypes(device_path))), draw(st.integers(0, 999))
+    plan = plan_named(device_path, draw(st.sampled_from(list(PLANS))))
+    options = {"sink": draw(st.sampled_from([0, 3])), "window": draw(st.sampled_from([1, 40]))}
+    if draw(st.booleans()):
+        rows = draw(st.sampled_from([1, batch]))
+        lengths = draw(st.lists(st.integers(-2, size + 9), min_size=rows, max_size=rows))
+        options["lengths"] = torch.tensor(lengths)
+    if draw(st.booleans()):
+        starts = draw(st.lists(st.integers(0, size), min_size=batch, max_size=batch))
+        options["start"] = torch.tensor(starts, dtype=torch.int32)
+    if draw(st.booleans()):
+        options["key_mask"] = random(seed + 1, batch, size) > -0.5
+    q = random(seed, batch, 1, heads * 3, 64, dtype=dtype).transpose(1, 2)
+    codes, steps = quantize_keys(random(seed + 2, batch, size, heads, 64).transpose(1, 2))
+    found, scores = call(device_path, q, codes, steps, k, plan, **options)
+    lengths = row_lengths(options.get("lengths"), heads)
+    assert_exact(found, scores, k, lengths)
+    wanted = score_tokens(q, codes, steps, **options)
+    for r in range(len(scores)):
+        n = size if lengths is None else int(lengths[r % len(lengths)].clamp(0, size))
+        torch.testing.assert_close(scores[r, :n], wanted[r, :n], rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("plan", list(PLANS))
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_on_every_plan(device_path, kind, plan):
+    rows = make(kind, 333, 33, torch.Generator().manual_seed(3), rows=2)
+    found, scores = call(device_path, *keys_of(rows, 2), 33, plan_named(device_path, plan))
+    hold(found, scores, seen_scores(rows), 33)
+
+
+@pytest.mark.parametrize("spare", [-1, 0, 1])
+@pytest.mark.parametrize("plan", list(PLANS))
+def test_about_as_many_real_scores_as_picks(device_path, plan, spare):
+    """-inf is picked where real scores run out."""
+    generator = torch.Generator().manual_seed(5)
+    rows, size, k = 3, 300, 33
+    wanted = torch.full((rows, size), -torch.inf)
+    for r, value in enumerate((torch.randn(k + spare, generator=generator), 2.0, torch.inf)):
+        at = SINK + torch.randperm(size - SINK - WINDOW, generator=generator)[: k + spare]
+        wanted[r, at] = value
+    found, scores = call(device_path, *keys_of(wanted), k, plan_named(device_path, plan))
+    hold(found, scores, wanted, k)
+
+
+@pytest.mark.parametrize("plan", list(PLANS))
+def test_rows_of_their_own_lengths(device_path, plan):
+    """Each sequence has its own, and its KV heads share it; start and mask hide tokens of a row."""
+    batch, heads, size, k = 4, 2, 300, 40
+    rows = make("normal", size, k, torch.Generator().manual_seed(6), rows=batch * heads)
+    lengths, start = torch.tensor([300, k, 170, 41]), torch.tensor([0, 0, 100, 9])
+    mask = torch.ones(batch, size, dtype=torch.bool)
+    mask[0, ::3] = False
+    found, scores = call(
+        device_path, *keys_of(rows, heads), k, plan_named(device_path, plan),
+        lengths=lengths, start=start, key_mask=mask,
+    )  # fmt: skip
+    own = lengths.repeat_interleave(heads)
+    wanted = seen_scores(rows, own, start.repeat_interleave(heads))
+    wanted = wanted.masked_fill(~mask.repeat_interleave(heads, 0), -torch.inf)
+    hold(found, scores, wanted, k, own)
+
+
+# ---- the ways a row can go ----------------------------------------------------------------------
+
+
+KEPT = [name for name, plan in PLANS.items() if plan is not None]
+
+
+@pytest.mark.parametrize("plan", KEPT)
+def test_the_slots_settle_a_row(device, plan):
+    """What was kept is enough, is far less than the row, and nothing is searched."""
+    size, k, plan = 600, 20, PLANS[plan]
+    rows = make("normal", size, k, torch.Generator().manual_seed(7), rows=3)
+    found, scores = call((device, "kernel"), *keys_of(rows), k, plan)
+    hold(found, scores, seen_scores(rows), k)
+    paths, _, candidates = found[2].unbind(1)
+    assert [ranking.PATHS[path] for path in paths.tolist()] == ["gvr"] * 3
+    parts, room, least = plan.sift[:3]
+    assert (candidates <= parts * room).all()
+    assert (candidates >= least * min(parts, size // plan.score.tile)).all()
+    assert parts > 4 or (candidates < size // 4).all()
+
+
+@pytest.mark.parametrize("plan", KEPT)
+def test_a_row_that_the_slots_do_not_settle_is_searched(device, plan):
+    """The first part has all of the row's best, and keeps fewer than k."""
+    size, k, plan = 900, 60, PLANS[plan]
+    rows = make("normal", size, k, torch.Generator().manual_seed(8), rows=2)
+    first = torch.arange(size) // plan.sift.chunk % plan.sift.parts == 0
+    rows[:, first] += 90
+    found, scores = call((device, "kernel"), *keys_of(rows), k, plan)
+    hold(found, scores, seen_scores(rows), k)
+    assert min(int(first[SINK : size - WINDOW].sum()), k) > plan.sift.room
+    assert [ranking.PATHS[path] for path in found[2][:, 0].tolist()] == ["radix"] * 2
+
+
+def test_a_row_of_no_more_than_k_tokens(device_path):
+    rows = make("normal", 200, 9, torch.Generator().manual_seed(9), rows=2)
+    for length in (0, 1, 39, 40):
+        for plan in ("tiles", "several parts of chunks"):
+            lengths, plan = torch.tensor([length]), plan_named(device_path, plan)
+            found, scores = call(device_path, *keys_of(rows), 40, plan, lengths=lengths)
+            hold(found, scores, seen_scores(rows, lengths), 40, lengths)
+            assert (found[2][:, 0] == ranking.ALL).all()
+
+
+def test_what_lies_behind_the_length_is_not_read(device_path):
+    rows = make("normal", 500, 20, torch.Generator().manual_seed(10), rows=2)
+    lengths = torch.tensor([180])
+    for tail in (torch.nan, torch.inf):
+        x = rows.clone()
+        x[:, 180:] = tail
+        for plan in ("tiles", "chunks", "several parts"):
+            plan_ = plan_named(device_path, plan)
+            found, scores = call(device_path, *keys_of(x), 20, plan_, lengths=lengths)
+            hold(found, scores, seen_scores(rows, lengths), 20, lengths)
+
+
+@pytest.mark.parametrize("plan", KEPT)
+def test_nothing_is_written_past_a_row(device, plan):
+    rows = make("normal", 333, 31, torch.Generator().manual_seed(11), rows=3)
+    args = *(x.to(device) for x in keys_of(rows)), 31, SINK, WINDOW, None, None, None
+    whole = [torch.cat([x] * 3).fill_(7) for x in op._allocate(*args)]
+    scores = torch.full((9, 333), 7.0, device=device)
+    mine = [x[3:6] for x in whole]
+    op.launch_top_tokens(*args, *mine, plan=PLANS[plan], scores=scores[3:6])
+    hold([x.cpu() for x in mine], scores[3:6].cpu(), seen_scores(rows), 31)
+    for x in (*whole, scores):
+        assert (x[:3] == 7).all() and (x[6:] == 7).all()
+
+
+# ---- plans --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("k", [256, 2048, 4096])
+@pytest.mark.parametrize("rows", [4, 8, 32, 300])
+def test_plans_fit(rows, k):
+    """Registers hold a part's tokens and a row's slots; a part keeps more than its share of k."""
+    found = 0
+    for size in (8193, 10003, 2**15, 2**17, 2**20, 2**22):
+        plan = op.plan_for(rows, size, 128, k, 132)
+        if plan is None:
+            continue
+        found += 1
+        sift = plan.sift
+        assert sift.parts == plan.score.programs * plan.each
+        assert op.slots_of(plan) <= LARGEST
+        assert k / sift.parts < sift.least <= sift.room
+        assert tile_of(size, sift.parts, sift.chunk) <= op.PART
+        assert plan.score.tile % sift.chunk == 0
+    assert found >= 2
+    assert op.plan_for(rows, 8192, 128, k, 132) is None
+    assert op.plan_for(1, 2**17, 128, k, 132) is None
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("size", [8200, 2**15, 100003, 2**17, 2**20])
+@pytest.mark.parametrize("kind", KINDS)
+def test_full_size_of_every_kind(kind, size):
+    """The pre-tuned plans."""
+    rows = make(kind, size, 2048, torch.Generator().manual_seed(12), rows=4)
+    lengths = torch.tensor([size - 77])
+    device_path = "cuda", "kernel"
+    found, scores = call(device_path, *keys_of(rows, 4), 2048, lengths=lengths, window=256)
+    wanted = seen_scores(rows, lengths, window=256)
+    hold(found, scores, wanted, 2048, lengths)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("size", [2**15, 2**17])
+def test_many_replays_of_a_graph(size):
+    """Nothing waits for the host, and a replay leaves nothing behind for the next."""
+    torch.use_deterministic_algorithms(False)
+    q, codes, steps = (x.cuda() for x in keys_of(torch.zeros(4, size), 4))
+    lengths = torch.full((1,), size, device="cuda")
+    top_tokens(q, codes, steps, 2048, lengths=lengths)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = top_tokens(q, codes, steps, 2048, lengths=lengths, stats=True)
+    for step in range(50):
+        steps.normal_()
+        lengths.fill_(size - 37 * step)
+        graph.replay()
+        if step % 10 == 0:
+            wanted = seen_scores(steps[0].cpu(), lengths.cpu(), sink=0, window=1)
+            assert_exact([x.cpu() for x in found], wanted, 2048, lengths.cpu())
+
+
+# ---- the op -------------------------------------------------------------------------------------
+
+
+def test_compiles_as_one_graph(device):
+    q, codes, steps = (x.to(device) for x in keys_of(random(0, 2, 90), 2))
+    compiled = torch.compile(
+        lambda q, steps: top_tokens(q, codes, steps, 9), fullgraph=True, backend="aot_eager"
+    )
+    for mine, wanted in zip(compiled(q, steps), top_tokens(q, codes, steps, 9), strict=True):
+        assert torch.equal(mine, wanted)
+
+
+def test_opcheck(device):
+    codes, steps = (x.to(device) for x in quantize_keys(random(0, 2, 2, 90, 64)))
+    q, rows = random(1, 2, 4, 1, 64).to(device), torch.tensor([60, 90], device=device)
+    mask = torch.ones(2, 90, dtype=torch.bool, device=device)
+    for extra in [(None, None, None), (rows, rows - 60, mask)]:
+        torch.library.opcheck(op._top_tokens, (q, codes, steps, 7, SINK, WINDOW, *extra))
+
+
+CODES = torch.zeros(1, 2, 40, 64, dtype=torch.int8)
+WRONG = [
+    ({"codes": CODES.float()}, "codes is torch.float32"),
+    ({"steps": torch.zeros(1, 2, 39)}, r"steps is torch.float32 \(1, 2, 39\), needs"),
+    ({"q": torch.zeros(1, 4, 2, 64)}, r"q is \(1, 4, 2, 64\), needs \[B,Hq,1,D\]"),
+    ({"window": 0}, "window is 0"),
+    ({"sink": -1}, "sink is -1"),
+    ({"lengths": torch.tensor([1.0])}, "lengths is torch.float32"),
+    ({"k": 0}, "k is 0, needs 1 to 4096"),
+    ({"k": 4097}, "k is 4097"),
+]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"), WRONG, ids=lambda x: x if isinstance(x, str) else ""
+)
+def test_refuses(change, message):
+    inputs = {"q": torch.zeros(1, 4, 1, 64), "codes": CODES, "steps": torch.zeros(1, 2, 40), "k": 9}
+    with pytest.raises(ArgumentError, match="^top_tokens: .*" + message):
+        top_tokens(**(inputs | change))
+
+
+def test_refuses_more_tokens_than_topk():
+    size = ranking.MAX_SCORES + 1
+    inputs = [torch.empty(1, *shape, device="meta") for shape in ((1, 1, 64), (1, size, 64))]
+    steps = torch.empty(1, 1, size, device="meta")
+    with pytest.raises(ArgumentError, match="top_tokens: codes has 4194305 tokens"):
+        top_tokens(inputs[0], inputs[1].to(torch.int8), steps, 9)
+
+
+def test_refuses_gradients():
+    q = torch.zeros(1, 4, 1, 64, requires_grad=True)
+    with pytest.raises(GradientError, match="top_tokens"):
+        top_tokens(q, CODES, torch.zeros(1, 2, 40), 9)
