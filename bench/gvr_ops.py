@@ -125,7 +125,7 @@ def score_plans(batch: int, size: int) -> Iterator[tuple[str, Any]]:
         )
 
 
-# Of top_tokens: programs of a row, parts of each, slots of a part, neighbours of a part, tile, warps.
+# Of top_tokens: programs of a row, parts of each, slots of a part, neighbours of it, tile, warps.
 FUSED = {
     (1, 1 << 15): [
         (128, 1, 64, 16, 128, 4), (128, 1, 64, 8, 128, 4), (128, 1, 64, 32, 128, 4),

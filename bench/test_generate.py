@@ -14,9 +14,9 @@ and by the environment, as a whole run is long:
     ATTNPLUG_BENCH_PROFILE   1: print where eight tokens of each policy spend their time
 
 - test_tokens: time a token. The cache holds n - TAIL random tokens already, so no long prefill
-  runs: the call feeds the TAIL. A token costs (time of HEAD + NEW tokens - time of HEAD) / NEW, as a
-  call's first steps look at guards, may be captured, and are audited. Our steps are compiled ahead
-  by attnplug.warm, or are the model's own, as a session's first are.
+  runs: the call feeds the TAIL. A token costs (time of HEAD + NEW tokens - time of HEAD) / NEW, for
+  a call's first steps look at guards, may be captured, and are audited. Our steps are compiled
+  ahead by attnplug.warm, or are the model's own, as a session's first are.
 - test_first: the first call of a process on an empty compile cache, of a second process on the same
   cache, and then calls of ten other lengths. Each is a process of its own.
 - test_prefill: time to first token, with a mask of ones, and with a prompt that holds its pad id,

@@ -24,11 +24,13 @@ source bench/vllm_setup.sh
 within() { timeout --signal=INT --kill-after=15 "$((limit - SECONDS - 15))" "$@"; }
 
 tests() {
+  local folder
+  folder=$(mktemp -d)/tests # of its own: lanes may run others beside
   within python3 -m pytest -m gpu tests/serve/test_vllm_gpu.py -p no:cacheprovider -v -s \
-    --numprocesses 0 --tb=short --basetemp=/tmp/vllm-tests >>"$out/vllm.log" 2>&1
+    --numprocesses 0 --tb=short --basetemp="$folder" >>"$out/vllm.log" 2>&1
   local status=$?
   # What engines were told and said, until a call was cut, but no weights.
-  tar -czf "$out/vllm-jobs.tgz" --exclude='*.safetensors' -C /tmp/vllm-tests .
+  tar -czf "$out/vllm-jobs.tgz" --exclude='*.safetensors' -C "$folder" .
   grep -E "PASSED|FAILED|SKIPPED|ERROR|needles|^E  |passed|failed" "$out/vllm.log" | cut -c1-200
   return $status
 }
