@@ -13,7 +13,13 @@ from peers import cudnn_attention
 
 from attnplug import Dense, Gvr
 from attnplug.bench.rows import policy_name
-from attnplug.ops import gather_tokens_attention, score_tokens, share_tokens, topk
+from attnplug.ops import (
+    gather_tokens_attention,
+    score_tokens,
+    share_tokens,
+    top_tokens,
+    topk,
+)
 from attnplug.policies import AttentionCall
 
 HEADS_Q, HEADS_KV, WIDTH = 28, 4, 128
@@ -69,7 +75,7 @@ def test_gvr(gpu_bench, group, k, batch, n, peer):
 
 @pytest.mark.parametrize("n", [32768, 65536, 131072, 524288, 1048576])
 @pytest.mark.parametrize(
-    "part", ["score_tokens", "share_tokens", "topk", "gather_tokens_attention"]
+    "part", ["score_tokens", "share_tokens", "topk", "top_tokens", "gather_tokens_attention"]
 )
 def test_part(gpu_bench, part, n):
     """An op of a step alone: scores, the top-k of the KV heads' rows, attention. Caches go
@@ -79,6 +85,7 @@ def test_part(gpu_bench, part, n):
         "score_tokens": HEADS_KV * n * (WIDTH + 8),
         "share_tokens": HEADS_KV * n * (WIDTH + 8),
         "topk": HEADS_KV * (4 * n + 8 * policy.k),
+        "top_tokens": HEADS_KV * (n * (WIDTH + 8) + 8 * policy.k),
         "gather_tokens_attention": HEADS_KV * min(policy.kept, n) * 4 * WIDTH,
     }[part]
     count = min(gpu_bench.sets(nbytes), CALLS)
@@ -110,6 +117,8 @@ def part_of(part: str, policy: Gvr, call: AttentionCall) -> Callable[[], Any]:
         return scoring
     if part == "share_tokens":
         return functools.partial(share_tokens, *keys, scale=SCALE, **kept)
+    if part == "top_tokens":
+        return functools.partial(top_tokens, *keys, policy.k, **kept)
     scores = scoring()
     if part == "topk":
         return functools.partial(topk, scores, policy.k, lengths=call.lengths)

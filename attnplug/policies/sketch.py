@@ -56,7 +56,7 @@ class Sketch(DenseBelow):
     bytes: int = 24
     k: int = 2048
     tail: str = "regression"
-    audit: int = 256
+    audit: int = 1024
     min_tokens: int | None = None
     kv: str = "gpu"
 

@@ -148,7 +148,7 @@ def test_steps(bench, name, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "part", ["score_tokens", "share_tokens", "topk", "gather_tokens_attention"]
+    "part", ["score_tokens", "share_tokens", "topk", "top_tokens", "gather_tokens_attention"]
 )
 def test_parts_of_gvr(bench, part):
     module, gpu_bench = bench[0]("test_gvr"), bench[1]
