@@ -125,11 +125,7 @@ def score_plans(batch: int, size: int) -> Iterator[tuple[str, Any]]:
         )
 
 
-<<<<<<< HEAD
 # Of top_tokens: programs of a row, parts of each, slots of a part, neighbours of it, tile, warps.
-=======
-# Of top_tokens: programs of a row, parts of each, slots and neighbours of a part, tile, warps.
->>>>>>> 46b628b (Document top_tokens, and bench it as a part of gvr's step)
 FUSED = {
     (1, 1 << 15): [
         (128, 1, 64, 8, 128, 4), (64, 1, 128, 16, 128, 4), (128, 1, 64, 16, 64, 4),
