@@ -15,7 +15,7 @@ import attnplug
 from attnplug import Dense, Gvr, PolicyError, telemetry
 from attnplug.models.cache import PlugLayer
 from attnplug.ops.gvr.score_tokens import quantize_keys
-from attnplug.policies import AttentionCall, LayerShape, picks
+from attnplug.policies import AttentionCall, LayerShape, gvr, picks
 from attnplug.policies.gvr import GvrLayer
 from attnplug.testing import oracle_attention, tiny_model
 
@@ -120,6 +120,16 @@ def test_the_hint_changes_nothing(device):
         assert torch.equal(found, HINT.attend(step(filled(HINT, kv), seed)))
         plain = GVR.attend(step(filled(GVR, kv), seed))
         assert (found - plain).abs().max() < 1e-6  # the order of the picks may differ
+
+
+def test_maxima_without_a_hint_are_scored_and_picked_by_one_op(device, monkeypatch):
+    kv, found = tokens(0, 190, device=device), []
+    one, several = gvr.top_tokens, gvr.topk
+    monkeypatch.setattr(gvr, "top_tokens", lambda *a, **b: found.append(1) or one(*a, **b))
+    monkeypatch.setattr(gvr, "topk", lambda *a, **b: found.append(2) or several(*a, **b))
+    for policy in (GVR, SHARE, HINT):
+        policy.attend(step(filled(policy, kv)))
+    assert found == [1, 2, 2]
 
 
 def test_without_a_hint_no_picks_are_kept(device):

@@ -210,6 +210,17 @@ def test_a_row_of_no_more_than_k_tokens(device_path):
             assert (found[2][:, 0] == ranking.ALL).all()
 
 
+def test_signed_zeros_tie(device_path):
+    """Of equals the lower index; and the kernels return no -0.0."""
+    rows = torch.tensor([[0.0, -0.0, -0.0, 0.0, -1.0]]).repeat(2, 40)
+    for plan in ("tiles", "chunks"):
+        found, _ = call(device_path, *keys_of(rows), 21, plan_named(device_path, plan))
+        wanted = [i for i in range(SINK, 200) if i % 5 < 4][:21]
+        assert found[0].sort(1).values.tolist() == [wanted] * 2
+        assert (found[1] == 0).all()
+        assert device_path[1] == "reference" or not found[1].signbit().any()
+
+
 def test_what_lies_behind_the_length_is_not_read(device_path):
     rows = make("normal", 500, 20, torch.Generator().manual_seed(10), rows=2)
     lengths = torch.tensor([180])
