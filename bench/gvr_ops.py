@@ -129,7 +129,6 @@ def score_plans(batch: int, size: int) -> Iterator[tuple[str, Any]]:
 FUSED = {
     (1, 1 << 15): [
         (128, 1, 64, 8, 128, 4), (64, 1, 128, 16, 128, 4), (128, 1, 64, 16, 64, 4),
-        (32, 1, 128, 16, 256, 8),
     ],
     (1, 1 << 17): [
         (128, 1, 64, 8, 128, 4), (128, 1, 64, 128, 128, 4), (198, 1, 32, 16, 128, 4),
@@ -148,8 +147,13 @@ FUSED = {
 
 
 def fused_plans(batch: int, size: int) -> Iterator[tuple[str, Any]]:
-    """Plans of top_tokens; the default comes first."""
-    yield "fused default", fusing.plan_for(batch * KV, size, WIDTH, K, 132)
+    """Plans of top_tokens; the default comes first, where it is not the two ops' kernels."""
+    default = fusing.plan_for(batch * KV, size, WIDTH, K, 132)
+    if default is not None:
+        yield "fused default", default
+    score = scoring.plan_for(batch * KV, size, WIDTH, 132)
+    score = score._replace(programs=min(score.programs, fusing.PROGRAMS))
+    yield "fused, fewest parts", fusing.fewest_parts(size, K, score)
     for programs, each, room, chunk, tile, warps in FUSED.get((batch, size), ()):
         score = scoring.Plan(tile, programs, warps, 3, **NEW)
         name = f"fused {programs} x {each}, {room} slots, chunks of {chunk}, {tile}/{warps}w"
@@ -160,7 +164,7 @@ def fused_variants(batch: int, size: int) -> list[Variant]:
     """Also the first plan without a bound on the registers."""
     made = [Variant(name, fused=plan) for name, plan in fused_plans(batch, size)]
     free = made[0].fused._replace(registers=None)
-    return [*made, Variant("fused default, free registers", fused=free)]
+    return [*made, Variant(f"{made[0].name}, free registers", fused=free)]
 
 
 def variants(batch: int, size: int) -> list[Variant]:

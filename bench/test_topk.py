@@ -105,7 +105,7 @@ def real_scores(name, n, steps=40):
     served = [layer.index for layer in find_attention_layers(model) if not layer.reason]
     chosen = [served[0], served[len(served) // 2]]
     with torch.no_grad():
-        calls = capture_layers(model, prose_window(tokenizer, n, 0), chosen)
+        calls = capture_layers(model, prose_window(tokenizer, n, 0).to(model.device), chosen)
     found = {}
     for layer, call in calls.items():
         q = call.q[0, :, -steps - 1 :].float().unflatten(0, (call.k.shape[1], -1))

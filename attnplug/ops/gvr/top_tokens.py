@@ -17,7 +17,7 @@ import torch
 
 from attnplug.ops.common.define import define_op, refuse_gradients, require
 from attnplug.ops.common.device import machine
-from attnplug.ops.common.sizes import next_power_of_two
+from attnplug.ops.common.sizes import cdiv, next_power_of_two
 from attnplug.ops.gvr import score_tokens as scoring
 from attnplug.ops.gvr import topk as ranking
 from attnplug.ops.gvr.kernels.topk_sifted_rows import (
@@ -118,6 +118,10 @@ class Plan(NamedTuple):
     registers: int | None = None  # most of a thread of the programs that score
 
 
+# Rows and tokens that were timed. From half a million tokens of all rows on, scores are what takes
+# time, and programs that also select leave less of the memory's bandwidth to them.
+ROWS, LONGEST = range(4, 8), 1 << 17
+SHORT, FEW_TOKENS = 1 << 15, 1024  # rows of which `finish` takes most: the fewer slots, the better
 PART = 2048  # most tokens of a part: they are held in registers
 SLOTS = 8192  # of a row, where that is to be had
 PROGRAMS = 128  # most of a row: the slots of more parts are too many for one program of `finish`
@@ -127,12 +131,17 @@ REGISTERS = 80  # 24 warps of a multiprocessor can have so many
 CHUNK = 16
 
 
+def share_of(k: int, parts: int) -> int:
+    """More of k scores, anywhere in the row, than one of its parts has."""
+    mean = k / parts
+    return int(mean + 6 * mean**0.5 + 6)
+
+
 def plan_of(k: int, score: scoring.Plan, each: int, room: int = 0, chunk: int = CHUNK) -> Plan:
     """The plan with `each` parts a program. room: slots of a part; 0: so
     many that a part with far more than its share of k loses none of it."""
     parts = score.programs * each
-    mean = k / parts
-    least = int(mean + 6 * mean**0.5 + 6)  # a part's share of k scores anywhere in the row
+    least = share_of(k, parts)
     if room:
         least = min(least, max(1, int(0.8 * room)))
     room = room or max(16, next_power_of_two(int(1.25 * least)))
@@ -148,12 +157,20 @@ def slots_of(plan: Plan) -> int:
 
 @functools.lru_cache(maxsize=1024)
 def plan_for(rows: int, size: int, width: int, k: int, multiprocessors: int) -> Plan | None:
-    """The pre-tuned plan of a shape: the fewest parts that fit the registers and the slots. None:
-    the two ops' own kernels, for shapes that they do otherwise or that nobody has timed."""
-    if size <= ranking.WHOLE_ROW or rows < 4 or k < 256:
+    """The pre-tuned plan of a shape. None: the kernels of the two ops, where these are faster or
+    nobody has timed others."""
+    if rows not in ROWS or not ranking.WHOLE_ROW < size <= LONGEST or k < 256:
         return None
     score = scoring.plan_for(rows, size, width, multiprocessors)
-    score = score._replace(programs=min(score.programs, PROGRAMS))
+    if size <= SHORT:
+        programs = cdiv(size, FEW_TOKENS)
+        score = score._replace(tile=256, programs=programs, warps=8)
+        return plan_of(k, score, 1, next_power_of_two(share_of(k, programs)))
+    return fewest_parts(size, k, score._replace(programs=min(score.programs, PROGRAMS)))
+
+
+def fewest_parts(size: int, k: int, score: scoring.Plan) -> Plan | None:
+    """The plan with the fewest parts that fit the registers and the slots, if there is one."""
     plans = [plan_of(k, score, each) for each in range(1, 33)]
     plans = [plan for plan in plans if tile_of(size, plan.sift.parts, plan.sift.chunk) <= PART]
     for most in (SLOTS, LARGEST):

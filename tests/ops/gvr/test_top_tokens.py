@@ -249,25 +249,36 @@ def test_nothing_is_written_past_a_row(device, plan):
 # ---- plans --------------------------------------------------------------------------------------
 
 
+def hold_plan(plan, k, size):
+    sift = plan.sift
+    assert sift.parts == plan.score.programs * plan.each
+    assert op.slots_of(plan) <= LARGEST
+    assert k / sift.parts < sift.least <= sift.room
+    assert tile_of(size, sift.parts, sift.chunk) <= op.PART
+    assert plan.score.tile % sift.chunk == 0
+
+
 @pytest.mark.parametrize("k", [256, 2048, 4096])
-@pytest.mark.parametrize("rows", [4, 8, 32, 300])
+@pytest.mark.parametrize("rows", [4, 7])
 def test_plans_fit(rows, k):
     """Registers hold a part's tokens and a row's slots; a part keeps more than its share of k."""
-    found = 0
-    for size in (8193, 10003, 2**15, 2**17, 2**20, 2**22):
-        plan = op.plan_for(rows, size, 128, k, 132)
-        if plan is None:
-            continue
-        found += 1
-        sift = plan.sift
-        assert sift.parts == plan.score.programs * plan.each
-        assert op.slots_of(plan) <= LARGEST
-        assert k / sift.parts < sift.least <= sift.room
-        assert tile_of(size, sift.parts, sift.chunk) <= op.PART
-        assert plan.score.tile % sift.chunk == 0
-    assert found >= 2
-    assert op.plan_for(rows, 8192, 128, k, 132) is None
-    assert op.plan_for(1, 2**17, 128, k, 132) is None
+    for size in (8193, 10003, 2**15, 2**15 + 1, 2**16, 2**17):
+        hold_plan(op.plan_for(rows, size, 128, k, 132), k, size)
+
+
+@pytest.mark.parametrize(("rows", "size"), [(4, 2**17), (4, 2**20), (32, 2**17)])
+def test_plans_of_the_fewest_parts_fit(rows, size):
+    score = scoring.plan_for(rows, size, 128, 132)
+    score = score._replace(programs=min(score.programs, op.PROGRAMS))
+    hold_plan(op.fewest_parts(size, 2048, score), 2048, size)
+
+
+@pytest.mark.parametrize(
+    ("rows", "size", "k"),
+    [(4, 8192, 2048), (1, 2**17, 2048), (8, 2**17, 2048), (4, 2**17 + 1, 2048), (4, 2**16, 255)],
+)
+def test_shapes_that_the_two_ops_serve(rows, size, k):
+    assert op.plan_for(rows, size, 128, k, 132) is None
 
 
 @pytest.mark.gpu
