@@ -12,7 +12,12 @@ import torch
 from attnplug.eval.own_attention import own_attention
 from attnplug.models.cache import PlugCache, PlugLayer
 from attnplug.models.captured import CapturedStep, Step
-from attnplug.models.decode_step import StepBuffers, decode_step, layers_to_prepare
+from attnplug.models.decode_step import (
+    StepBuffers,
+    decode_step,
+    layers_to_prepare,
+    prepare_layers,
+)
 from attnplug.models.sliding import SlidingLayer, count_on_device, window_mask
 
 
@@ -49,8 +54,7 @@ class Steps:
         if waiting and made.mask is not None:
             mask = made.mask[:, 0, 0, : self.tokens + 1].long()
             mask[:, -1] = 1  # the step's own token
-        for layer in waiting:
-            layer.prepare_step(self.tokens, mask)
+        prepare_layers(waiting, self.tokens, mask)
         self.tokens += 1
         found = self.step(self.model, self.cache, *vars(made).values(), False, {})
         assert found is not None  # it was not asked to choose

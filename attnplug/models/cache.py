@@ -6,7 +6,7 @@ subclasses it. Sliding windows are `SlidingLayer`s; other layers stay what trans
 """
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Self
 
 import torch
@@ -81,6 +81,7 @@ class PlugLayer(StaticLayer):
     query_heads: int | None = None  # of the attention layer that it was made for, where known
     any_length: bool = False  # code compiled for this cache is to serve others of other lengths
     prefill_tokens: int = 0  # of the prefill that generate feeds in chunks now, all of them
+    steps_are_prepared: bool = False  # generate is at its prompt: prepare_steps comes before a step
     layers_behind: int = 0  # full-attention layers of its device that come after it
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
@@ -189,6 +190,15 @@ class PlugLayer(StaticLayer):
         """Called by generate on the host, outside of compiled code, before each step, for what a
         compiled step cannot do. `tokens` are in the cache, as far as generate knows, maybe more;
         `mask` `[B,T]` is the attention mask."""
+
+    @classmethod
+    def prepare_steps(
+        cls, layers: Sequence["PlugLayer"], tokens: int, mask: torch.Tensor | None
+    ) -> None:
+        """`prepare_step` of layers of this class; one that does more for them together overrides
+        it."""
+        for layer in layers:
+            layer.prepare_step(tokens, mask)
 
     def bind_rows(self, **buffers: Any) -> None:
         """Keep new side buffers under their names in `row_buffers`, at a fixed address."""

@@ -29,7 +29,13 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 from attnplug.models.all_reduce import one_shot_options
 from attnplug.models.cache import PlugCache, PlugLayer
 from attnplug.models.captured import CapturedStep
-from attnplug.models.decode_step import StepBuffers, accept, decode_step, layers_to_prepare
+from attnplug.models.decode_step import (
+    StepBuffers,
+    accept,
+    decode_step,
+    layers_to_prepare,
+    prepare_layers,
+)
 from attnplug.models.fuse import Fusion
 from attnplug.models.hf import binding_of
 from attnplug.models.patience import PATIENCE, PatientStep, is_capturable, is_on_one_device
@@ -321,8 +327,7 @@ class Decoding:
             if wanting:
                 mask = buffers.mask[:, 0, 0, : self.masked].long()
                 mask[:, -1] = 1  # the step's own token
-        for layer in wanting:
-            layer.prepare_step(self.length - 1, mask)
+        prepare_layers(wanting, self.length - 1, mask)
 
     def _ended(self, buffers: StepBuffers) -> int | None:
         """The length at which all rows had ended, if the host knows of one; it waits for all that

@@ -150,7 +150,16 @@ def accept(
     token.copy_(chosen[:, None])
 
 
-def layers_to_prepare(cache: PlugCache) -> list[PlugLayer]:
-    """Those that want something of the host before each step."""
-    layers = [layer for layer in cache.layers if isinstance(layer, PlugLayer)]
-    return [each for each in layers if type(each).prepare_step != PlugLayer.prepare_step]
+def layers_to_prepare(cache: PlugCache) -> list[list[PlugLayer]]:
+    """Those that want something of the host before each step, by their class."""
+    kinds: dict[type[PlugLayer], list[PlugLayer]] = {}
+    for layer in cache.layers:
+        if isinstance(layer, PlugLayer) and type(layer).prepare_step != PlugLayer.prepare_step:
+            kinds.setdefault(type(layer), []).append(layer)
+    return list(kinds.values())
+
+
+def prepare_layers(kinds: list[list[PlugLayer]], tokens: int, mask: torch.Tensor | None) -> None:
+    """Call `prepare_steps` of the classes of `layers_to_prepare`."""
+    for layers in kinds:
+        type(layers[0]).prepare_steps(layers, tokens, mask)

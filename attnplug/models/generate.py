@@ -14,6 +14,7 @@ from attnplug.errors import UnsupportedCallError
 from attnplug.models.batching import bind_batching
 from attnplug.models.cache import MakeLayer, PlugCache, PlugLayer, autocast_dtype
 from attnplug.models.decode_loop import DecodeLoop, Decoding
+from attnplug.models.decode_step import layers_to_prepare, prepare_layers
 from attnplug.models.growth import GrowingCache, Growth
 from attnplug.models.instance_method import put_method
 from attnplug.models.loop_calls import (
@@ -172,23 +173,27 @@ def _decode(
 def _prefill(
     model: Any, input_ids: torch.Tensor, generation_config: Any, model_kwargs: Any, **options: Any
 ) -> Any:
-    """generate's prefill. Where it comes in chunks, layers are told of how many tokens, so that a
-    method chooses for a chunk as it would for all; and chunks are not compiled, as a prefill in one
-    piece is not: that of the last one has a length of its own."""
+    """generate's prefill. Layers are told that steps follow which it prepares. Where the prefill
+    comes in chunks, they are told of how many tokens, so that a method chooses for a chunk as it
+    would for all; and chunks are not compiled, as a prefill in one piece is not: that of the last
+    one has a length of its own."""
     stock, chunk = type(model)._prefill, generation_config.prefill_chunk_size
     cache = model_kwargs.get("past_key_values")
-    if chunk is None or not isinstance(cache, PlugCache):
+    if not isinstance(cache, PlugCache):
         return stock(model, input_ids, generation_config, model_kwargs, **options)
-    eager = copy.copy(generation_config)
-    eager.compile_config, eager.disable_compile = None, True
+    config = generation_config
+    if chunk is not None:
+        config = copy.copy(generation_config)
+        config.compile_config, config.disable_compile = None, True
     layers = [layer for layer in cache.layers if isinstance(layer, PlugLayer)]
     for layer in layers:
-        layer.prefill_tokens = input_ids.shape[1]
+        layer.steps_are_prepared = True
+        layer.prefill_tokens = 0 if chunk is None else input_ids.shape[1]
     try:
-        return stock(model, input_ids, eager, model_kwargs, **options)
+        return stock(model, input_ids, config, model_kwargs, **options)
     finally:
         for layer in layers:
-            layer.prefill_tokens = 0
+            layer.steps_are_prepared, layer.prefill_tokens = False, 0
 
 
 def _bound_length(model: Any, rows: int, length: int) -> None:
@@ -210,9 +215,7 @@ def _prepare_step(model: Any, input_ids: Any, *args: Any, **kwargs: Any) -> dict
     if isinstance(cache, PlugCache) and not kwargs.get("is_first_iteration", False):
         plain = mask if isinstance(mask, torch.Tensor) and mask.dim() == 2 else None
         tokens = 0 if input_ids is None else input_ids.shape[1] - 1
-        for layer in cache.layers:
-            if isinstance(layer, PlugLayer):
-                layer.prepare_step(tokens, plain)
+        prepare_layers(layers_to_prepare(cache), tokens, plain)
     return getattr(type(model), STEP_METHOD)(model, input_ids, *args, **kwargs)
 
 

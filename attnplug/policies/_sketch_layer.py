@@ -2,8 +2,8 @@
 last queries, of which the basis is made; and the audits of its steps. Keys and values are on the
 GPU, or in host memory."""
 
-from collections.abc import Callable
-from typing import ClassVar
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, ClassVar
 
 import torch
 from transformers import Cache
@@ -14,7 +14,15 @@ from attnplug.models.cache import PlugLayer, RowBuffers
 from attnplug.models.sync import may_sync
 from attnplug.ops.sketch.encode_keys import encode_keys
 from attnplug.ops.sketch.host_decode import FixedPart
-from attnplug.ops.sketch.state import BLOCK, Basis, Codes, empty_basis, empty_codes, fit_basis
+from attnplug.ops.sketch.state import (
+    BLOCK,
+    Basis,
+    Codes,
+    Fit,
+    empty_basis,
+    empty_codes,
+    fit_bases,
+)
 from attnplug.policies._host_layer import HostLayer
 from attnplug.policies._sketch_audit import Asked, Audit, audit_step
 
@@ -33,7 +41,7 @@ class SketchLayer(PlugLayer):
     `audits` `[B,Hq,3]` float64 counts audits and sums their two results, see `audit_step`.
 
     The host makes the basis (`refit`), never a captured or compiled step: after a prefill, where
-    `note_queries` has it; between steps of generate, which calls `prepare_step`; in a step that is
+    `note_queries` has it; before steps of generate, which calls `prepare_steps`; in a step that is
     not compiled. It counts the tokens on the host for that, `seen`; compiled code does not count.
     Codes follow `progress`: what shortens a row lowers it, what moves rows moves them along, and a
     new basis begins it anew. Caches that the method does not serve (`serves`: rows, slots, device)
@@ -168,9 +176,10 @@ class SketchLayer(PlugLayer):
 
     def note_queries(self, call: AttentionCall) -> None:
         """After a call of several queries, whose tokens are in the cache: keep the last queries,
-        and make what codes are missing. A prefill of many chunks has the basis made with the last
-        of them where generate has told how many tokens come. Else it is made whenever the prefill
-        has grown by a quarter, and the first step after it has it made of the rest."""
+        and make what codes are missing. generate leaves the basis to its first step, which makes
+        those of all layers together. In other prefills it is made whenever they have grown by a
+        quarter (with the last piece, where `prefill_tokens` says which that is), and the first step
+        behind has it made of the rest."""
         if self.codes is None or not self.exposes_buffers:
             return
         compiling = torch.compiler.is_compiling()
@@ -181,7 +190,8 @@ class SketchLayer(PlugLayer):
         mask = self.mask_of_buffer(call.key_mask)
         # Traced code must not look at the counts.
         grown = self.seen >= max(self.fitted_at * 5 // 4, self.prefill_tokens)
-        if may_sync(call.q.is_cuda) and self._is_due() and grown:
+        now = not self.steps_are_prepared and may_sync(call.q.is_cuda)
+        if now and self._is_due() and grown:
             self.refit(call.start, mask)
         elif self.is_fitted:
             self._encode(call.start, mask)
@@ -241,12 +251,29 @@ class SketchLayer(PlugLayer):
         self.audits += torch.stack([torch.ones_like(found[0]), *found], -1)
 
     def prepare_step(self, tokens: int, mask: torch.Tensor | None) -> None:
+        self.prepare_steps([self], tokens, mask)
+
+    @classmethod
+    def prepare_steps(
+        cls, layers: Sequence["PlugLayer"], tokens: int, mask: torch.Tensor | None
+    ) -> None:
+        due = []
+        for layer in layers:
+            assert isinstance(layer, SketchLayer)
+            rows = layer._prepare(tokens, mask)
+            if rows is not None:
+                due.append((layer, rows[0], rows[1]))
+        refit_layers(due)
+
+    def _prepare(self, tokens: int, mask: torch.Tensor | None) -> "Rows | None":
+        """Audit the step before where that is due. (start, mask), as `refit` takes them, where the
+        basis is due."""
         self.seen = max(self.seen, tokens)
         if not self._serves_its_rows():
-            return
+            return None
         audit, fit = self._audit_is_due(), self._is_due()
         if self.codes is None or not self.is_initialized or self.seen == 0 or not (audit or fit):
-            return
+            return None
         keys = self._buffers()[0]
         start = None
         if mask is not None:
@@ -255,24 +282,28 @@ class SketchLayer(PlugLayer):
             mask = self.mask_of_buffer(mask)
         if audit:
             self._audit(start, mask)
-        if fit:
-            self.refit(start, mask)
+        return (start, mask) if fit else None
 
     def refit(self, start: torch.Tensor | None, mask: torch.Tensor | None) -> None:
         """Make the basis of the tokens that are in the cache and the queries that were kept, and
         all codes. `start` `[B]` and `mask` `[B,S]` as in `AttentionCall`."""
+        refit_layers([(self, start, mask)])
+
+    def _fit(self, start: torch.Tensor | None, mask: torch.Tensor | None) -> Fit:
         keys, values = self._buffers_to_read()
-        assert self.codes is not None and self.basis is not None
         queries = self.recent
         if queries is None:  # none was ever kept: zeros stand for no preference
             queries = keys.new_zeros((*keys.shape[:2], 1, keys.shape[3]))
-        lengths = self.cumulative_length.reshape(1)
-        rows = {"lengths": lengths, "start": start, "key_mask": mask}
-        fitted = fit_basis(keys, values, queries, size=self.size, **rows)
+        return Fit(keys, values, queries, self.cumulative_length.reshape(1), start, mask)
+
+    def _take_basis(self, fitted: Basis, of: Fit) -> None:
+        """Have a basis, and all codes made anew in it."""
+        assert self.codes is not None and self.basis is not None
         for own, new in zip(self.basis, fitted, strict=True):
             own.copy_(new)
         self.codes.progress.zero_()
-        encode_keys(keys, values, self.basis.encoder, *self.codes, **rows)
+        rows = {"lengths": of.lengths, "start": of.start, "key_mask": of.key_mask}
+        encode_keys(of.keys, of.values, self.basis.encoder, *self.codes, **rows)
         tokens = self.fitted_at = self._written
         few = tokens - self.without_query < FEW
         self.due = tokens + (FEW if few else min(max(tokens, SOON), LATE))
@@ -331,14 +362,32 @@ class HostSketchLayer(SketchLayer, HostLayer):
         return there
 
 
+Rows = tuple[torch.Tensor | None, torch.Tensor | None]
+
+
+def refit_layers(layers: Iterable[tuple[SketchLayer, *Rows]]) -> None:
+    """`refit` of layers, those that are alike together; of keys and values in host memory one
+    after the other, as each layer's are copied to the GPU."""
+    alike: dict[Any, list[tuple[SketchLayer, *Rows]]] = {}
+    for number, (layer, start, mask) in enumerate(layers):
+        keys = layer._buffers()[0]
+        kind = *keys.shape[:2], keys.shape[3], layer.size, keys.device.type
+        alike.setdefault(number if layer.on_host else kind, []).append((layer, start, mask))
+    for group in alike.values():
+        fits = [layer._fit(start, mask) for layer, start, mask in group]
+        fitted = fit_bases(fits, size=group[0][0].size)
+        for (layer, _, _), basis, of in zip(group, fitted, fits, strict=True):
+            layer._take_basis(basis, of)
+
+
 def refit(cache: Cache, attention_mask: torch.Tensor | None = None) -> None:
     """Make sketch's basis anew in every layer of a cache, from its tokens and the last queries,
     now and not when it is due: for loops of compiled steps, between two of them. `attention_mask`
     `[B,T]` is the model's, where it hides anything."""
-    for layer in cache.layers:
-        if isinstance(layer, SketchLayer):
-            layer.due = 0
-            layer.prepare_step(int(layer.cumulative_length), attention_mask)
+    layers = [layer for layer in cache.layers if isinstance(layer, SketchLayer)]
+    for layer in layers:
+        layer.due, layer.seen = 0, max(layer.seen, int(layer.cumulative_length))
+    SketchLayer.prepare_steps(layers, 0, attention_mask)
 
 
 def audits(cache: Cache) -> list[Audit]:

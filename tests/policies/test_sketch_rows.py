@@ -14,13 +14,13 @@ from attnplug.testing import tiny_model
 @pytest.fixture
 def fitted(monkeypatch):
     """The tokens that each basis is made of, as it comes."""
-    made, fit = [], sketch_layer.fit_basis
+    made, fit = [], sketch_layer.fit_bases
 
-    def counting(keys, *others, **options):
-        made.append(int(options["lengths"]))
-        return fit(keys, *others, **options)
+    def counting(fits, **options):
+        made.extend(int(each.lengths) for each in fits)
+        return fit(fits, **options)
 
-    monkeypatch.setattr(sketch_layer, "fit_basis", counting)
+    monkeypatch.setattr(sketch_layer, "fit_bases", counting)
     return made
 
 
@@ -70,3 +70,26 @@ def test_generate_in_chunks_makes_the_basis_once_and_of_all(fitted):
     more = torch.cat([chunked, ids[:, :100]], 1)
     model.generate(more, past_key_values=cache, prefill_chunk_size=64, **asked)
     assert made == 2 * count * [900]
+
+
+@pytest.mark.parametrize("chunk", [None, 128])
+def test_generate_makes_the_bases_of_all_layers_together(chunk, monkeypatch):
+    """At its first step, so that the host waits for the device once; one token needs none."""
+    calls, fit = [], sketch_layer.fit_bases
+    monkeypatch.setattr(
+        sketch_layer, "fit_bases", lambda fits, **o: calls.append(len(fits)) or fit(fits, **o)
+    )
+    model = attnplug.apply(tiny_model(), "sketch(k=16, min_tokens=0)")
+    layers = model.config.num_hidden_layers
+    ids = torch.randint(2, 97, (1, 700), generator=torch.Generator().manual_seed(3))
+    asked = dict(do_sample=False, eos_token_id=None, pad_token_id=0, prefill_chunk_size=chunk)
+    model.generate(ids, max_new_tokens=1, **asked)
+    assert layers > 1 and calls == []
+    model.generate(ids, max_new_tokens=4, **asked)
+    assert calls == [layers]
+    cache = attnplug.make_cache(model, 800)
+    with torch.no_grad():
+        model(ids, past_key_values=cache)  # a loop of one's own: each layer as it comes
+    assert calls == [layers, *[1] * layers]
+    sketch_layer.refit(cache)
+    assert calls[-1] == layers

@@ -12,6 +12,7 @@ Sources: Loki (Singhania et al., arXiv:2406.02542) for low-rank keys; the weighi
 bits and the clips are measured (docs/log/sketch.md).
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -78,6 +79,17 @@ def empty_basis(k: torch.Tensor, size: int) -> Basis:
     return Basis(*(k.new_zeros((*rows, *shape), dtype=torch.float32) for shape in shapes))
 
 
+class Fit(NamedTuple):
+    """What one basis is made of, as in `fit_basis`."""
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    queries: torch.Tensor
+    lengths: torch.Tensor | None = None
+    start: torch.Tensor | None = None
+    key_mask: torch.Tensor | None = None
+
+
 def fit_basis(
     keys: torch.Tensor,
     values: torch.Tensor,
@@ -107,34 +119,97 @@ def fit_basis(
     Raises:
         ArgumentError: `size` or a head dimension does not fit.
     """
-    with torch.autocast(keys.device.type, enabled=False):
-        return _fit_basis(keys, values, queries, size, lengths, start, key_mask, ridge)
+    fit = Fit(keys, values, queries, lengths, start, key_mask)
+    return fit_bases([fit], size=size, ridge=ridge)[0]
 
 
-def _fit_basis(keys, values, queries, size, lengths, start, key_mask, ridge):
-    """`fit_basis` without autocast, which would round the moments."""
-    heads, width = keys.shape[1], keys.shape[3]
+def fit_bases(fits: Sequence[Fit], *, size: int = 24, ridge: float = 0.1) -> list[Basis]:
+    """`fit_basis` of several caches whose rows and heads are as many, such as a model's layers'.
+    Their matrices are decomposed together: the host waits for the device twice, not twice a
+    cache, and each of its threads has a matrix."""
+    width = fits[0].keys.shape[3]
     if width not in HEAD_DIMS:
         raise ArgumentError(f"fit_basis: head dimension {width} is not one of {HEAD_DIMS}")
-    fine, coarse = coordinates("fit_basis", size, width)
-    tokens = _sampled(keys, lengths, start, key_mask)
-    k_mean, v_mean, cov_k = _moments(keys, values, *tokens)
-    a, b, deviation = _directions(cov_k, queries, heads, fine + coarse, ridge)
-    bits = torch.tensor([4] * fine + [2] * coarse, device=keys.device)
-    clip = torch.tensor([CLIPS[4]] * fine + [CLIPS[2]] * coarse, device=keys.device).double()
+    code = _Code.of(*coordinates("fit_basis", size, width))
+    # Without autocast, which would round the moments.
+    with torch.autocast(fits[0].keys.device.type, enabled=False):
+        seen = [_Seen.of(fit) for fit in fits]
+        found = _directions(
+            torch.stack([each.cov_k.cpu() for each in seen]),
+            torch.stack([each.cov_q.cpu() for each in seen]),
+            code.rank,
+            ridge,
+        )
+        coded = [
+            _coded(fit, each, code, *(x.to(each.cov_k.device) for x in parts))
+            for fit, each, *parts in zip(fits, seen, *found, strict=True)
+        ]
+        roots = _roots(torch.stack([each.cov_xx.cpu() for each in coded]))
+        return [
+            Basis(
+                each.encoder,
+                _query_map(of, each, root.to(of.k_mean.device)),
+                of.v_mean.float().contiguous(),
+            )
+            for of, each, root in zip(seen, coded, roots, strict=True)
+        ]
+
+
+class _Code(NamedTuple):
+    """The code of each coordinate, on the CPU."""
+
+    most: torch.Tensor  # [r], its largest code
+    clip: torch.Tensor  # [r], in standard deviations
+
+    @classmethod
+    def of(cls, fine: int, coarse: int) -> "_Code":
+        bits = torch.tensor([4] * fine + [2] * coarse)
+        return cls(2**bits - 1, torch.tensor([CLIPS[4]] * fine + [CLIPS[2]] * coarse).double())
+
+    @property
+    def rank(self) -> int:
+        return len(self.most)
+
+
+class _Seen(NamedTuple):
+    """What a cache's tokens and queries are like, float64 on its device."""
+
+    tokens: tuple[torch.Tensor, torch.Tensor]  # as `_sampled` has them
+    k_mean: torch.Tensor  # [B, Hkv, D]
+    v_mean: torch.Tensor
+    cov_k: torch.Tensor  # [B, Hkv, D, D]
+    cov_q: torch.Tensor  # the queries' second moment, of a mean eigenvalue of 1
+
+    @classmethod
+    def of(cls, fit: Fit) -> "_Seen":
+        tokens = _sampled(fit.keys, fit.lengths, fit.start, fit.key_mask)
+        k_mean, v_mean, cov_k = _moments(fit.keys, fit.values, *tokens)
+        return cls(tokens, k_mean, v_mean, cov_k, _query_moment(cov_k, fit.queries))
+
+
+class _Coded(NamedTuple):
+    """A cache in its coordinates, on its device."""
+
+    encoder: torch.Tensor  # of `Basis`
+    b: torch.Tensor  # [B, Hkv, D, r]
+    level: torch.Tensor  # [B, Hkv, r], the coordinate where the code is 0
+    step: torch.Tensor  # and a code's step
+    mean_x: torch.Tensor
+    cov_xx: torch.Tensor
+    cov_xv: torch.Tensor
+
+
+def _coded(fit, seen, code, a, b, deviation):
+    most, clip = (x.to(deviation.device) for x in code)
     reach = clip * deviation
-    level, step = -reach, 2 * reach / (2**bits - 1)
+    level, step = -reach, 2 * reach / most
     inverse = a / step[..., None, :]
-    bias = -(k_mean[..., None, :] @ inverse)[..., 0, :] - level / step
+    bias = -(seen.k_mean[..., None, :] @ inverse)[..., 0, :] - level / step
     encoder = torch.cat([inverse, bias[..., None, :]], -2).float().contiguous()
-    mean_x, cov_xx, cov_xv = _coded_moments(
-        keys, values, *tokens, encoder, level, step, 2**bits - 1, v_mean
+    moments = _coded_moments(
+        fit.keys, fit.values, *seen.tokens, encoder, level, step, most, seen.v_mean
     )
-    return Basis(
-        encoder,
-        _query_map(b, k_mean, level, step, mean_x, cov_xx, cov_xv),
-        v_mean.float().contiguous(),
-    )
+    return _Coded(encoder, b, level, step, *moments)
 
 
 def _sampled(keys, lengths, start, key_mask):
@@ -187,29 +262,32 @@ def _moments(keys, values, at, weight):
     return k_mean, v_mean, cov / count[..., None]
 
 
-def _directions(cov_k, queries, heads, rank, ridge):
-    """A `[B, Hkv, D, r]`, B alike, and the standard deviations of the coordinates `[B, Hkv, r]`."""
-    width = cov_k.shape[-1]
-    eye = torch.eye(width, dtype=torch.float64, device=cov_k.device)
-    q = queries.float().nan_to_num(0.0, 0.0, 0.0).unflatten(1, (heads, -1))
+def _query_moment(cov_k, queries):
+    """The second moment of queries `[B, Hq, N, D]`, each head's by how much its scores vary, or
+    the heads with long queries would decide alone; the identity where all are 0."""
+    q = queries.float().nan_to_num(0.0, 0.0, 0.0).unflatten(1, (cov_k.shape[1], -1))
     c_g = (q.transpose(3, 4) @ q).double() / q.shape[3]
-    # A head counts by how much its scores vary, or the heads with long queries would decide alone.
     variance = torch.einsum("bhgde,bhed->bhg", c_g, cov_k)
     largest = variance.amax(-1, keepdim=True).clamp(min=1e-30)
     c = (c_g / torch.maximum(variance, 1e-12 * largest)[..., None, None]).sum(2)
     mean = c.diagonal(dim1=-2, dim2=-1).mean(-1)
-    plain = (mean > 0) & mean.isfinite()
-    c = torch.where(plain[..., None, None], c / mean.where(plain, 1.0)[..., None, None], eye)
-    lower = torch.linalg.cholesky((c + ridge * eye).cpu())
-    values, vectors = eigh_side_by_side(lower.mT @ cov_k.cpu() @ lower)
+    plain = ((mean > 0) & mean.isfinite())[..., None, None]
+    eye = torch.eye(c.shape[-1], dtype=torch.float64, device=c.device)
+    return torch.where(plain, c / mean.where(plain[..., 0, 0], 1.0)[..., None, None], eye)
+
+
+def _directions(cov_k, cov_q, rank, ridge):
+    """A `[..., D, r]`, B alike, and the standard deviations of the coordinates `[..., r]`, of
+    matrices `[..., D, D]` on the CPU."""
+    eye = torch.eye(cov_k.shape[-1], dtype=torch.float64)
+    lower = torch.linalg.cholesky(cov_q + ridge * eye)
+    values, vectors = eigh_side_by_side(lower.mT @ cov_k @ lower)
     vectors = vectors.flip(-1)[..., :rank]
     variance = values.flip(-1)[..., :rank].clamp(min=0)
     # A coordinate that does not vary has codes of no meaning, and a step that keeps it finite.
     smallest = (1e-6 * variance[..., :1].sqrt()).clamp(min=1e-12)
-    a = lower @ vectors
     b = torch.linalg.solve_triangular(lower.mT, vectors, upper=True)
-    found = a, b, torch.maximum(variance.sqrt(), smallest)
-    return tuple(x.to(cov_k.device) for x in found)
+    return lower @ vectors, b, torch.maximum(variance.sqrt(), smallest)
 
 
 def _coded_moments(keys, values, at, weight, encoder, level, step, most, v_mean):
@@ -235,13 +313,19 @@ def _coded_moments(keys, values, at, weight, encoder, level, step, most, v_mean)
     return mean, cov, xv / count[..., None]
 
 
-def _query_map(b, k_mean, level, step, mean_x, cov_xx, cov_xv):
+def _roots(cov_xx):
+    """Components of matrices `[..., r, r]` on the CPU, whose squares add up to them."""
+    values, vectors = eigh_side_by_side(cov_xx)
+    return vectors * values.clamp(min=0).sqrt()[..., None, :]
+
+
+def _query_map(seen, coded, root):
     """What a query is multiplied by, `[B, Hkv, D, 2 r + 2 + D]`: the weights of the codes, the
     score where all codes are 0, the mean score, components whose squares add up to the scores'
     variance, and the covariance of values and score."""
-    offset = k_mean + (b @ level[..., None])[..., 0]
-    mean = k_mean + (b @ mean_x[..., None])[..., 0]
-    values, vectors = eigh_side_by_side(cov_xx.cpu())
-    root = (vectors * values.clamp(min=0).sqrt()[..., None, :]).to(b.device)
-    parts = [b * step[..., None, :], offset[..., None], mean[..., None], b @ root, b @ cov_xv]
+    b = coded.b
+    offset = seen.k_mean + (b @ coded.level[..., None])[..., 0]
+    mean = seen.k_mean + (b @ coded.mean_x[..., None])[..., 0]
+    weights = b * coded.step[..., None, :]
+    parts = [weights, offset[..., None], mean[..., None], b @ root, b @ coded.cov_xv]
     return torch.cat(parts, -1).float().contiguous()

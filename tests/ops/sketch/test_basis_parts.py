@@ -1,4 +1,5 @@
-"""The moments that a basis is made of are the same, however many tokens are widened at a time."""
+"""The moments that a basis is made of are the same, however many tokens are widened at a time; and
+so are bases that are made together."""
 
 import torch
 
@@ -19,3 +20,22 @@ def test_moments_in_parts_are_those_of_all_tokens(monkeypatch):
     assert torch.allclose(*spans, rtol=1e-3, atol=1e-4)
     halves = state.fit_basis(k[:, :, :1024], v[:, :, :1024], q, size=16)
     assert not torch.allclose(halves.v_mean, whole.v_mean, atol=1e-3)
+
+
+def test_bases_together_are_those_of_each_alone():
+    """Layers of a model, of lengths and paddings of their own."""
+    random = torch.Generator().manual_seed(1)
+    layers = []
+    for tokens in (900, 400, 900):
+        k, v = torch.randn(2, 2, 3, 900, 64, generator=random)
+        q = torch.randn(2, 6, 64, 64, generator=random)
+        mask = torch.rand(2, 900, generator=random) > 0.2
+        lengths, start = torch.tensor([tokens]), torch.tensor([0, 77])
+        layers.append(state.Fit(k, v, q, lengths, start, mask))
+    together = state.fit_bases(layers, size=16)
+    assert len(together) == len(layers)
+    for basis, (k, v, q, *rows) in zip(together, layers, strict=True):
+        options = dict(zip(("lengths", "start", "key_mask"), rows, strict=True))
+        alone = state.fit_basis(k, v, q, size=16, **options)
+        assert all(map(torch.equal, basis, alone))
+    assert not torch.equal(together[0].encoder, together[2].encoder)
