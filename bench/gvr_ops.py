@@ -136,8 +136,7 @@ FUSED = {
         (99, 1, 64, 16, 256, 8),
     ],
     (1, 1 << 20): [
-        (128, 4, 32, 128, 128, 4), (198, 2, 32, 16, 128, 4), (256, 1, 32, 16, 128, 4),
-        (99, 4, 32, 16, 256, 8),
+        (128, 4, 32, 128, 128, 4), (198, 3, 32, 16, 128, 4), (512, 1, 32, 16, 128, 4),
     ],
     (8, 1 << 17): [
         (24, 5, 64, 128, 128, 4), (24, 4, 64, 16, 128, 4), (96, 1, 64, 16, 128, 4),
@@ -153,7 +152,9 @@ def fused_plans(batch: int, size: int) -> Iterator[tuple[str, Any]]:
         yield "fused default", default
     score = scoring.plan_for(batch * KV, size, WIDTH, 132)
     score = score._replace(programs=min(score.programs, fusing.PROGRAMS))
-    yield "fused, fewest parts", fusing.fewest_parts(size, K, score)
+    fewest = fusing.fewest_parts(size, K, score)
+    if fewest is not None:
+        yield "fused, fewest parts", fewest
     for programs, each, room, chunk, tile, warps in FUSED.get((batch, size), ()):
         score = scoring.Plan(tile, programs, warps, 3, **NEW)
         name = f"fused {programs} x {each}, {room} slots, chunks of {chunk}, {tile}/{warps}w"
@@ -163,8 +164,9 @@ def fused_plans(batch: int, size: int) -> Iterator[tuple[str, Any]]:
 def fused_variants(batch: int, size: int) -> list[Variant]:
     """Also the first plan without a bound on the registers."""
     made = [Variant(name, fused=plan) for name, plan in fused_plans(batch, size)]
-    free = made[0].fused._replace(registers=None)
-    return [*made, Variant(f"{made[0].name}, free registers", fused=free)]
+    for name, plan in list(fused_plans(batch, size))[:1]:
+        made.append(Variant(f"{name}, free registers", fused=plan._replace(registers=None)))
+    return made
 
 
 def variants(batch: int, size: int) -> list[Variant]:

@@ -258,7 +258,7 @@ def whole_tiles(plan: Plan, size: int, chunk: int) -> bool:
 def _kept_arguments(keep: Keep | None, plan: Plan, size: int):
     """Those of the kernel that say what is kept."""
     if keep is None:
-        return {"kept": None, "EACH": 1, "CHUNK": plan.tile, "PART": 0, "ROOM": 0, "maxnreg": None}
+        return {"kept": None, "EACH": 1, "CHUNK": plan.tile, "PART": 0, "ROOM": 0}
     sift = keep.sift
     return {
         "kept": (*keep.slots, sift.least, keep.k),
@@ -266,7 +266,7 @@ def _kept_arguments(keep: Keep | None, plan: Plan, size: int):
         "CHUNK": sift.chunk,
         "PART": tile_of(size, sift.parts, sift.chunk),
         "ROOM": sift.room,
-        "maxnreg": keep.registers,
+        **({} if keep.registers is None else {"maxnreg": keep.registers}),
     }
 
 

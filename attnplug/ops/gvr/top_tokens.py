@@ -6,7 +6,8 @@
 with `score` of score_tokens.py; ties, NaN and -0.0 as in topk.py. Picks and values are those of
 the two ops. A kernel and a reading of the scores are saved: the programs that score a row also keep
 the best of their scores, in the slots of kernels/topk_sifted_rows.py. `finish` selects from these.
-All scores are written too, because `finish` searches a row that its slots do not settle.
+All scores are written too: `finish` searches a row that its slots do not settle, and takes all of
+one that is no longer than k.
 Source: as in topk.py.
 """
 

@@ -59,7 +59,8 @@ def topk(
         k: 1 to 4096, also above N.
         hint: `[R,M]` int32 or None: indices that are likely in the result, ideally the result of
             the decode step before. Any content is allowed (-1, out of range, twice, none right).
-            None: the row is sampled instead. On CUDA four long rows and more do without either.
+            None: the row is sampled instead. On CUDA four rows and more of 8,193 to 524,288 scores
+            do without either, for k from 256 on.
         lengths: int32 or int64 `[R]` or `[1]`: row r has scores[r, :lengths[r]]; scores behind that
             are not read. None: N. A length below 0 counts as 0, one above N as N.
         sorted: largest first, of equals the lower index first. Otherwise the order is
