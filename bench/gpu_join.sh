@@ -2,7 +2,8 @@
 # source bench/gpu_join.sh, in the repository's root on a GPU machine: installs the wheels of .whl/
 # that the machine lacks, and puts weights together of the pieces .carry/MODEL-N that this call
 # brought, in /tmp/attnplug. A machine that is warm keeps what earlier calls brought.
-# bench/gpu_pack.sh makes wheels and pieces, bench/flashinfer_pack.sh FlashInfer's top-k. Nothing is done for the jobs of lanes.sh, which has done it.
+# bench/gpu_pack.sh makes wheels and pieces, bench/flashinfer_pack.sh FlashInfer's top-k, which is
+# unpacked beside the wheels. Nothing is done for the jobs of lanes.sh, which has done it.
 [ -z "${ATTNPLUG_JOINED:-}" ] || return 0
 export PYTHONPATH="$PWD:/tmp/site${PYTHONPATH:+:$PYTHONPATH}"
 if compgen -G ".whl/*.whl" >/dev/null; then

@@ -164,9 +164,11 @@ def fused_plans(batch: int, size: int) -> Iterator[tuple[str, Any]]:
 def fused_variants(batch: int, size: int) -> list[Variant]:
     """Also the first plan without a bound on the registers."""
     made = [Variant(name, fused=plan) for name, plan in fused_plans(batch, size)]
-    for name, plan in list(fused_plans(batch, size))[:1]:
-        made.append(Variant(f"{name}, free registers", fused=plan._replace(registers=None)))
-    return made
+    free = [
+        Variant(f"{each.name}, free registers", fused=each.fused._replace(registers=None))
+        for each in made[:1]
+    ]
+    return [*made, *free]
 
 
 def variants(batch: int, size: int) -> list[Variant]:
@@ -209,17 +211,23 @@ def caches(batch: int, tokens: int) -> list[Layer]:
 # --- checks ----------------------------------------------------------------------------------
 
 
+def hold_scores(found: torch.Tensor, wanted: torch.Tensor) -> str:
+    """Assert that scores are `wanted` up to a float32's rounding; by how much they differ."""
+    seen = wanted.isfinite()
+    assert torch.equal(seen, found.isfinite()), "other tokens may be chosen"
+    error = (found - wanted)[seen].abs().max().item()
+    largest = wanted[seen].abs().max().item()
+    assert error < 1e-4 * largest, f"error {error:.3g}"
+    return f"error {error:.1e} of {largest:.1f}"
+
+
 def check_scores(plan: Any, tokens: int = 32768) -> dict[str, Any]:
-    """Scores beside those of the reference, on the CPU, up to a float32's rounding of them."""
+    """Scores beside those of the reference, on the CPU."""
     layer = Layer(1, tokens, 7)
     found = layer.score(plan).cpu()
     keys = layer.q.cpu(), layer.codes.cpu(), layer.scales.cpu()
     wanted = scoring.score_tokens(*keys, sink=SINK, window=WINDOW)
-    seen = wanted.isfinite()
-    assert torch.equal(seen, found.isfinite()), "other tokens may be chosen"
-    error = (found - wanted)[seen].abs().max().item()
-    assert error < 1e-4 * wanted[seen].abs().max().item(), f"error {error:.3g}"
-    return {"result": f"error {error:.1e} of {wanted[seen].abs().max().item():.1f}"}
+    return {"result": hold_scores(found, wanted)}
 
 
 def exact(scores: torch.Tensor, found: tuple[torch.Tensor, ...]) -> dict[str, Any]:
@@ -263,11 +271,8 @@ def check_topk(kind: str, rows: int, size: int, parts: int | None) -> dict[str, 
 def check_step(variant: Variant, batch: int, tokens: int) -> dict[str, Any]:
     """The picks are the best of the variant's scores, which are the plan's of before."""
     layer = Layer(batch, tokens, 3)
-    scores, plain = layer.score(variant.score), layer.score(plans_before(batch, tokens)[0])
-    seen = plain.isfinite()
-    assert torch.equal(seen, scores.isfinite()), "other tokens may be chosen"
-    error = (scores - plain)[seen].abs().max().item()
-    assert error < 1e-4 * plain[seen].abs().max().item(), f"error {error:.3g}"
+    scores = layer.score(variant.score)
+    hold_scores(scores, layer.score(plans_before(batch, tokens)[0]))
     return exact(scores, layer.rank(scores, variant.topk))
 
 
@@ -276,11 +281,7 @@ def check_fused(plan: Any, batch: int, tokens: int) -> dict[str, Any]:
     the same."""
     layer = Layer(batch, tokens, 3)
     *found, scores = layer.best(plan)
-    plain = layer.score(plans_before(batch, tokens)[0])
-    seen = plain.isfinite()
-    assert torch.equal(seen, scores.isfinite()), "other tokens may be chosen"
-    error = (scores - plain)[seen].abs().max().item()
-    assert error < 1e-4 * plain[seen].abs().max().item(), f"error {error:.3g}"
+    hold_scores(scores, layer.score(plans_before(batch, tokens)[0]))
     again = layer.best(plan)[:3]
     assert all(torch.equal(a, b) for a, b in zip(found, again, strict=True)), "not the same twice"
     return exact(scores, tuple(found))

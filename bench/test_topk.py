@@ -14,11 +14,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from topk_stats import decode_scores
 
-from attnplug.eval.capture import capture_layers
-from attnplug.eval.measure import prose_window
-from attnplug.models.layers import find_attention_layers
-from attnplug.models.pretrained import load
 from attnplug.ops import topk
 from attnplug.ops.gather import select_blocks as blocks
 
@@ -97,22 +94,7 @@ def test_topk(gpu_bench, peer, overlap, batch, n):
     run(gpu_bench, batch, n, K, overlap, peer)
 
 
-@functools.cache
-def real_scores(name, n, steps=40):
-    """Scores of a model's last `steps` + 1 steps over prose of n tokens, `[step, KV head, token]`
-    for each of two layers with full attention; -inf for tokens to come."""
-    model, tokenizer = load(name, device="cuda")
-    served = [layer.index for layer in find_attention_layers(model) if not layer.reason]
-    chosen = [served[0], served[len(served) // 2]]
-    with torch.no_grad():
-        calls = capture_layers(model, prose_window(tokenizer, n, 0).to(model.device), chosen)
-    found = {}
-    for layer, call in calls.items():
-        q = call.q[0, :, -steps - 1 :].float().unflatten(0, (call.k.shape[1], -1))
-        best = (q @ call.k[0, :, None].float().mT).amax(1).transpose(0, 1)
-        future = torch.ones(steps + 1, n, device="cuda").triu(n - steps).bool()
-        found[layer] = best.masked_fill(future[:, None], -torch.inf).contiguous()
-    return found
+real_scores = functools.cache(decode_scores)
 
 
 @pytest.mark.parametrize("number", [0, 1])
@@ -120,7 +102,8 @@ def real_scores(name, n, steps=40):
 @pytest.mark.parametrize("peer", PEERS)
 def test_real_scores(gpu_bench, peer, n, k, number):
     """Gemma 3 270M's scores, step after step, the picks of the step before as the hint."""
-    layer, scores = list(real_scores("gemma3-270m", n).items())[number]
+    layer, scores = list(real_scores("gemma3-270m", n, 40, "cuda").items())[number]
+    scores = scores.transpose(0, 1).contiguous()
     picks = scores.topk(k, dim=2).indices
     pairs = zip(picks[1:].flatten(0, 1), picks[:-1].flatten(0, 1), strict=True)
     same = [torch.isin(new, old).float().mean().item() for new, old in pairs]

@@ -27,19 +27,22 @@ OVERLAPS = (0, 3, 40, 90)
 RESULTS = Path(__file__).parent / "results" / "topk-stats.json"
 
 
-def decode_scores(name: str) -> torch.Tensor:
-    """Scores of the last STEPS + 1 steps, `[layer and KV head, step, token]`; later tokens -inf."""
-    model, tokenizer = load(name, device="cpu")
+def decode_scores(
+    name: str, tokens: int = TOKENS, steps: int = STEPS, device: str = "cpu"
+) -> dict[int, torch.Tensor]:
+    """Scores of the last `steps` + 1 steps over prose, `[KV head, step, token]` of each of three
+    layers; later tokens -inf."""
+    model, tokenizer = load(name, device=device)
     served = [layer.index for layer in find_attention_layers(model) if not layer.reason]
     chosen = [served[0], served[len(served) // 2], served[-1]]
-    calls = capture_layers(model, prose_window(tokenizer, TOKENS, 0), chosen)
-    heads = []
-    for call in calls.values():
-        q = call.q[0, :, -STEPS - 1 :].float().unflatten(0, (call.k.shape[1], -1))
-        heads += (q @ call.k[0, :, None].float().mT).amax(1)
-    scores = torch.stack(heads)
-    future = torch.ones(STEPS + 1, TOKENS).triu(TOKENS - STEPS).bool()
-    return scores.masked_fill(future, -torch.inf)
+    calls = capture_layers(model, prose_window(tokenizer, tokens, 0).to(device), chosen)
+    future = torch.ones(steps + 1, tokens, device=device).triu(tokens - steps).bool()
+    found = {}
+    for layer, call in calls.items():
+        q = call.q[0, :, -steps - 1 :].float().unflatten(0, (call.k.shape[1], -1))
+        scores = (q @ call.k[0, :, None].float().mT).amax(1)
+        found[layer] = scores.masked_fill(future, -torch.inf)
+    return found
 
 
 def hint_of(picks: torch.Tensor, size: int, overlap: int) -> torch.Tensor:
@@ -85,7 +88,7 @@ def main() -> None:
     torch.manual_seed(0)
     found = list(of_hints("normal scores", torch.randn(NORMAL_ROWS, NORMAL), NORMAL_K))
     for name in ("smollm2-135m", "gemma3-270m"):
-        scores = decode_scores(name)
+        scores = torch.cat([*decode_scores(name).values()])
         rows = scores[:, 1:].flatten(0, 1)
         before = topk(scores[:, :-1].flatten(0, 1), K)[0]
         found += measured(name, rows, before, "picks of the step before", K)

@@ -29,6 +29,7 @@ from attnplug.policies._sketch_audit import Asked, Audit, audit_step
 QUERIES = 512  # that are kept of each head
 FEW = 64  # a basis of fewer queries is made again after as many steps
 SOON, LATE = 512, 2048  # a basis is made again after as many tokens as it was made of, within
+Rows = tuple[torch.Tensor | None, torch.Tensor | None]  # start and mask, as `refit` takes them
 
 
 class SketchLayer(PlugLayer):
@@ -265,7 +266,7 @@ class SketchLayer(PlugLayer):
                 due.append((layer, rows[0], rows[1]))
         refit_layers(due)
 
-    def _prepare(self, tokens: int, mask: torch.Tensor | None) -> "Rows | None":
+    def _prepare(self, tokens: int, mask: torch.Tensor | None) -> Rows | None:
         """Audit the step before where that is due. (start, mask), as `refit` takes them, where the
         basis is due."""
         self.seen = max(self.seen, tokens)
@@ -360,9 +361,6 @@ class HostSketchLayer(SketchLayer, HostLayer):
         for near, far in zip(there, (keys, values), strict=True):
             near[:, :, :tokens] = far[:, :, :tokens]
         return there
-
-
-Rows = tuple[torch.Tensor | None, torch.Tensor | None]
 
 
 def refit_layers(layers: Iterable[tuple[SketchLayer, *Rows]]) -> None:

@@ -103,10 +103,6 @@ def _cpu(q, codes, steps, k, sink, window, lengths, start, key_mask, indices, va
         output.copy_(result)
 
 
-def _empty_scores(q, codes):
-    return q.new_empty((len(q) * codes.shape[1], codes.shape[2]), dtype=torch.float32)
-
-
 # --- CUDA ------------------------------------------------------------------------------------
 
 
@@ -204,7 +200,8 @@ def launch_top_tokens(
         return
     multiprocessors, pdl = machine(q.device)
     plan = plan or plan_for(rows, size, q.shape[3], k, multiprocessors)
-    scores = _empty_scores(q, codes) if scores is None else scores
+    if scores is None:
+        scores = q.new_empty((rows, size), dtype=torch.float32)
     step = (q, codes, steps, sink, window, lengths, start, key_mask, scores)
     if plan is None:
         scoring.launch_score_tokens(*step)

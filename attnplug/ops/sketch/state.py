@@ -271,9 +271,9 @@ def _query_moment(cov_k, queries):
     largest = variance.amax(-1, keepdim=True).clamp(min=1e-30)
     c = (c_g / torch.maximum(variance, 1e-12 * largest)[..., None, None]).sum(2)
     mean = c.diagonal(dim1=-2, dim2=-1).mean(-1)
-    plain = ((mean > 0) & mean.isfinite())[..., None, None]
+    plain = (mean > 0) & mean.isfinite()
     eye = torch.eye(c.shape[-1], dtype=torch.float64, device=c.device)
-    return torch.where(plain, c / mean.where(plain[..., 0, 0], 1.0)[..., None, None], eye)
+    return torch.where(plain[..., None, None], c / mean.where(plain, 1.0)[..., None, None], eye)
 
 
 def _directions(cov_k, cov_q, rank, ridge):
