@@ -179,7 +179,16 @@ def attend_plans(batch: int) -> Iterator[attend.Plan]:
     many += [(32, splits, warps, 1) for splits in (37, 74, 148) for warps in (1, 2)]
     many += [(128, 37, 4, 1), (128, 37, 8, 1), (128, 19, 8, 1), (64, 74, 2, 1), (64, 74, 8, 1)]
     for tile, splits, warps, stages in few + (piped if batch == 1 else many):
-        yield base._replace(tile=tile, splits=splits, warps=warps, stages=stages)
+        found = {"tile": tile, "splits": splits, "warps": warps, "stages": stages}
+        yield base._replace(**found, ahead=False)
+    for tile, splits, warps, stages in AHEAD if batch > 1 else ():
+        yield base._replace(tile=tile, splits=splits, warps=warps, stages=stages, ahead=True)
+
+
+# Of programs that look their blocks up before they read keys: tile, splits, warps, stages.
+AHEAD = [(64, splits, 4, stages) for splits in (6, 8, 12, 16, 24) for stages in (2, 3, 4)]
+AHEAD += [(64, 8, 4, 5), (64, 4, 4, 6), (32, 16, 4, 4), (32, 16, 4, 5), (32, 24, 4, 3)]
+AHEAD += [(128, 8, 4, 3), (128, 8, 8, 3), (128, 4, 8, 3)]
 
 
 CUDA = torch.device("cuda")

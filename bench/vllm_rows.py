@@ -38,6 +38,8 @@ class Variant:
     kept: int | None = None  # stages of a far row's pieces
     whole: int = 3  # stages of a near row's pieces
     programs: int = 2  # of near rows for each multiprocessor
+    attend: str = ""  # of the plan of far rows' pieces: splits=8,stages=4
+    score: str = ""  # of the kernel that scores: programs=8,stages=3
 
 
 CHAIN: dict[str, Any] = {"rows_whole": 64}
@@ -49,6 +51,18 @@ VARIANTS = (
     Variant("chain whole=4", **CHAIN, whole=4),
     Variant("chain programs=1", **CHAIN, programs=1),
 )
+ATTEND = ("ahead=0,stages=1", "splits=16,stages=2", "splits=16,stages=3", "splits=12,stages=3")
+ATTEND += ("splits=8,stages=3", "splits=8,stages=4", "splits=8,stages=5", "splits=6,stages=4")
+ATTEND += ("splits=24,stages=2", "splits=32,stages=2", "splits=4,stages=6")
+ATTEND += ("tile=32,splits=16,stages=4", "tile=32,splits=16,stages=5", "tile=32,splits=24,stages=3")
+ATTEND += ("tile=128,splits=8,stages=3", "tile=128,splits=4,stages=3,warps=8")
+SCORE = ("programs=8,stages=2", "programs=8,stages=3", "programs=4,stages=3", "programs=16")
+TUNED = (
+    *(Variant(f"beside {plan}", attend=plan) for plan in ATTEND),
+    *(Variant(f"beside scores {plan}", score=plan) for plan in SCORE),
+    *(Variant(f"chain {plan}", **CHAIN, attend=plan) for plan in ATTEND),
+    *(Variant(f"chain scores {plan}", **CHAIN, score=plan) for plan in SCORE),
+)
 
 
 def main() -> None:
@@ -58,6 +72,8 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=6, help="in a graph; 2.2 GiB each")
     parser.add_argument("--heads", default="28/4", help="of queries and of keys")
     parser.add_argument("--only", default="", help="variants whose names contain this")
+    parser.add_argument("--tuned", action="store_true", help="plans of the kernels, too")
+    parser.add_argument("--seconds", type=int, default=SECONDS, help="nothing begins after these")
     options = parser.parse_args()
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
     set_heads(*map(int, options.heads.split("/")))
@@ -96,11 +112,11 @@ def rows_of(options: argparse.Namespace, begin: float) -> Iterator[dict[str, Any
         stock = times(layers.stock(batch), layers, batch, empty)
         yield case | {"variant": "stock", **stock}
         want = wanted_outputs(layers, batch)
-        for variant in VARIANTS:
+        for variant in VARIANTS + TUNED * options.tuned:
             if options.only not in variant.name:
                 continue
             row: dict[str, Any] = {"error": "no time left"}
-            if time.monotonic() - begin < SECONDS:
+            if time.monotonic() - begin < options.seconds:
                 row = measured(variant, layers, batch, want, empty, stock)
             yield case | {"variant": variant.name} | row
 
@@ -148,7 +164,15 @@ def measured(
 def settings(variant: Variant) -> list[tuple[Any, str, Any]]:
     """Set what the variant says; (owner, name, value) of what was there."""
     from attnplug import Gather
-    from attnplug.ops.gather import gather_rows
+    from attnplug.ops.gather import gather_decode, gather_rows, page_scores
+
+    stock, attend = gather_decode.plan_for, layer_bench.numbers(variant.attend)
+    score = {"programs": page_scores.PROGRAMS, "stages": page_scores.STAGES}
+    score |= layer_bench.numbers(variant.score)
+
+    def plan_for(*args: Any, **options: Any) -> Any:
+        plan = stock(*args, **options)
+        return plan._replace(attend=plan.attend._replace(**attend))
 
     kept = gather_rows.KEPT_STAGES if variant.kept is None else {256: variant.kept}
     wanted = [
@@ -156,7 +180,10 @@ def settings(variant: Variant) -> list[tuple[Any, str, Any]]:
         (Gather, "begins_beside", variant.beside),
         (gather_rows, "STAGES", variant.whole),
         (gather_rows, "PROGRAMS", variant.programs),
-        (gather_rows, "KEPT_STAGES", kept),
+        (gather_rows, "KEPT_STAGES", {} if attend else kept),
+        (gather_decode, "plan_for", plan_for if attend else stock),
+        (page_scores, "PROGRAMS", score["programs"]),
+        (page_scores, "STAGES", score["stages"]),
     ]
     before = [(owner, name, getattr(owner, name)) for owner, name, _ in wanted]
     for owner, name, value in wanted:

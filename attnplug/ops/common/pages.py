@@ -62,9 +62,11 @@ def page_rows(
 
 def block_places(table: torch.Tensor, blocks: int, per_page: int, most: int) -> torch.Tensor:
     """int64 `[B, blocks]`: where the summary of each row's block lies among those of all pages'
-    blocks, of which a page has `per_page` and all have `most`."""
+    blocks, of which a page has `per_page` and all have `most`. A sink may have more blocks than a
+    row has room for; those of them that are none lie anywhere."""
     j = torch.arange(blocks, device=table.device)
-    places = table.long()[:, j // per_page] * per_page + j % per_page
+    pages = (j // per_page).clamp(max=table.shape[1] - 1)
+    places = table.long()[:, pages] * per_page + j % per_page
     return places.clamp(0, most - 1)  # entries past a row's length may be anything
 
 

@@ -226,6 +226,7 @@ class Plan(NamedTuple):
     warps: int
     stages: int
     columns: int  # of the head dimension, for one program of the reduction
+    ahead: bool = False  # a program looks its blocks up before it reads keys
 
 
 @functools.lru_cache(maxsize=1024)
@@ -240,18 +241,41 @@ def plan_for(
     # Only cases that were compared on a GPU are pipelined: Triton 3.6 silently compiled a loop over
     # gathered keys to wrong code (block_sparse_attention).
     pipelined = row_bytes <= 256 and block % tile == 0
+    ahead = False
     splits, stages = tiles, 2 if pipelined else 1  # one turn: key and value load at once
     if pipelined and rows * tiles > 8 * multiprocessors:  # bandwidth counts: few, long programs
         splits, stages = max(1, min(tiles, 2 * multiprocessors // rows)), 4
     elif rows * tiles > 8 * multiprocessors:
-        splits = max(1, min(tiles, 4 * multiprocessors // rows))
+        ahead = tile % block == 0
+        splits, stages = max(1, min(tiles, 4 * multiprocessors // rows)), 3 if ahead else 1
     return Plan(
         tile=tile,
         splits=splits,
         warps=4 if group <= 16 else 8,
         stages=stages,
         columns=32 if rows * group <= 4096 else next_power_of_two(width),
+        ahead=ahead,
     )
+
+
+def on_pages(plan: Plan) -> Plan:
+    """The plan over pages. Where a turn looks its keys' pages up it is not pipelined."""
+    return plan if plan.ahead else plan._replace(stages=1)
+
+
+def looked_up(
+    plan: Plan, keys: int, block: int, page: int = 0, plain: bool = True
+) -> tuple[int, int]:
+    """(of how many slots a program looks the blocks up before its loop, padded; the stages of the
+    loop). `keys`: those of all slots; `page`: of a page, 0 without a table; `plain`: with a list,
+    and without a key mask. What does not fit looks its blocks up in each turn, and is not
+    pipelined: of loads whose addresses are loaded Triton 3.6 makes wrong code."""
+    if not plan.ahead:
+        return 0, plan.stages
+    if not plain or plan.tile % block or page % block:
+        return 0, 1
+    turns = cdiv(cdiv(keys, plan.tile), plan.splits)
+    return next_power_of_two(turns * (plan.tile // block)), plan.stages
 
 
 class Step(NamedTuple):
@@ -300,8 +324,8 @@ def launch_gather_attention(
     if plan is None:
         processors = machine(q.device)[0]
         plan = plan_for(rows, group, keys, block, width, q.element_size(), processors)
-        if table is not None:  # the keys' addresses are loaded, and no such pipeline was compared
-            plan = plan._replace(stages=1)
+        if table is not None:
+            plan = on_pages(plan)
     q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k, v))
     index, key_mask = None if index is None else index.contiguous(), mask_bytes(key_mask)
     fused = plan.splits == 1 and pieces is None
@@ -311,6 +335,9 @@ def launch_gather_attention(
         places = rows * group * plan.splits * (width + 1)
         partial = torch.empty(places, dtype=torch.float32, device=q.device)
     factor, cap = base_two(scale, softcap)
+    page = 0 if table is None else k.shape[2]
+    plain = key_mask is None and index is not None
+    ahead, stages = looked_up(plan, keys, block, page, plain)
     kernels.attend_kept.run(
         grid=(plan.splits, kv_heads * queries, batch),
         warmup=False,
@@ -346,14 +373,15 @@ def launch_gather_attention(
         K=listed,
         LIST=next_power_of_two(max(1, listed)),
         TILE=plan.tile,
-        STAGES=plan.stages,
+        STAGES=stages,
+        AHEAD=ahead,
         CAPPED=softcap > 0,
         FUSED=fused,
         ONE=plan.splits * plan.tile == keys,
         CHAINED=step is not None and listed > 0,
         LENGTH_STEP=row_step(lengths),
         START_STEP=row_step(start),
-        PAGE=0 if table is None else k.shape[2],
+        PAGE=page,
         PDL=pdl,
         SKIP_EMPTY=pieces is not None,
         **_step_arguments(step, rows, listed, local),

@@ -27,6 +27,7 @@ from attnplug.ops.gather.gather_attention import (
     allocate_attention,
     attend_on_cpu,
     launch_gather_attention,
+    on_pages,
 )
 from attnplug.ops.gather.gather_attention import plan_for as plan_attention
 from attnplug.ops.gather.select_blocks import (
@@ -234,7 +235,7 @@ def plan_for(
     select = plan_selection(rows, candidates, top_k, width, summary_size, pipelined, spread)
     attend = plan_attention(rows, group, kept * block, block, width, itemsize, multiprocessors)
     if paged:
-        attend = attend._replace(stages=1)
+        attend = on_pages(attend)
     alone = attend.splits * attend.tile == kept * block and block % attend.tile == 0
     # While there are few programs and few blocks, selecting again in every program costs less than
     # a kernel: fetching a kernel's code costs more than running it.

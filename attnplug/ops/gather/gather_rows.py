@@ -24,7 +24,7 @@ from attnplug.ops.common.pages import capacity
 from attnplug.ops.common.rows import row_step
 from attnplug.ops.common.sizes import cdiv, next_power_of_two
 from attnplug.ops.common.softmax import base_two
-from attnplug.ops.gather.gather_attention import attend_on_cpu
+from attnplug.ops.gather.gather_attention import attend_on_cpu, looked_up
 from attnplug.ops.gather.gather_decode import Call, Plan, attention, plan_of, selection
 from attnplug.ops.gather.gather_pieces import (
     check_step,
@@ -192,6 +192,8 @@ def _launch_attend(
     group = heads // kv_heads
     pdl, dependent = early(q.device)
     factor, cap = base_two(call.scale, call.softcap)
+    keys = (call.sink + call.local + call.top_k) * call.block
+    ahead, stages = looked_up(attend, keys, call.block, k.shape[2])
     attend_rows.run(
         grid=(places * kv_heads, batch),
         warmup=False,
@@ -224,7 +226,8 @@ def _launch_attend(
         K=call.top_k,
         LIST=next_power_of_two(max(1, call.top_k)),
         TILE=attend.tile,
-        STAGES=attend.stages,
+        STAGES=stages,
+        AHEAD=ahead,
         WHOLE_TILE=whole.tile,
         WHOLE_STAGES=whole.stages,
         CAPPED=call.softcap > 0,

@@ -102,21 +102,23 @@ def test_matches_fp64(device_path, data):
     k, v = k.masked_fill(unread, torch.nan), v.masked_fill(unread, torch.nan)
     splits, plan = draw(st.sampled_from([None, 1, 2, 5])), None
     if splits is not None and device_path[1] == "kernel":
-        plan = op.Plan(
-            tile=draw(st.sampled_from([16, 32])), splits=splits, warps=4, stages=1, columns=64
-        )
+        tile, ahead = draw(st.sampled_from([16, 32])), draw(st.booleans())
+        stages = 3 if ahead else 1
+        plan = op.Plan(tile, splits, warps=4, stages=stages, columns=64, ahead=ahead)
     hold(attend(device_path, q, k, v, index, plan, **options), *clean, **options)
 
 
+@pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("block, tile", [(16, 16), (16, 64), (64, 32), (128, 64)])
-def test_fused_equals_split(device_path, block, tile):
+def test_fused_equals_split(device_path, block, tile, ahead):
     q, (k, v) = random(0, 2, 7, 1, 64), random(1, 2, 2, 1, 700, 64)
     index = lists(2, k, 1, 4, block)
     options = {"block": block, "softcap": 3.0, "sinks": random(3, 7), "start": torch.tensor([0, 9])}
     if device_path[1] == "reference":
         plans = [None]
     else:
-        plans = [op.Plan(tile, splits, 4, 1, 32) for splits in (1, 2, 3, 7 * block // tile)]
+        stages, splits = 3 if ahead else 1, (1, 2, 3, 7 * block // tile)
+        plans = [op.Plan(tile, each, 4, stages, 32, ahead) for each in splits]
     found = [attend(device_path, q, k, v, index, plan, **options) for plan in plans]
     for got in found:
         hold(got, q, k, v, index, **options)
@@ -191,8 +193,8 @@ def test_plans_fill_the_machine():
     assert op.plan_for(32, 7, 13 * 128, 128, 128, 2, 132).splits == 26
     assert op.plan_for(32, 7, 37 * 128, 128, 128, 2, 132).splits == 8  # two a multiprocessor
     assert op.plan_for(256, 7, 13 * 128, 128, 128, 2, 132).splits == 1
-    pages = op.plan_for(512, 7, 37 * 128, 16, 128, 2, 132)  # gathered: not pipelined
-    assert (pages.stages, pages.splits) == (1, 1)
+    pages = op.plan_for(512, 7, 37 * 128, 16, 128, 2, 132)  # pipelined: it looks them up before
+    assert (pages.ahead, pages.stages, pages.splits) == (True, 3, 1)
     # as many programs as fit at once, four a multiprocessor
     assert op.plan_for(32, 7, 37 * 128, 16, 128, 2, 132).splits == 16
     assert op.plan_for(4, 7, 37 * 128, 16, 128, 2, 132).splits == 74

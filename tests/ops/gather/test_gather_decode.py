@@ -154,6 +154,9 @@ def plans():
     yield "pieces", op.Plan(select, attend._replace(splits=4, stages=2), False)
     yield "fused", op.Plan(select, attend._replace(splits=1, stages=3), False)
     yield "wide tiles", op.Plan(select, attend._replace(tile=64, splits=2), False)
+    ahead = attend._replace(splits=2, stages=3, ahead=True)
+    yield "looked up", op.Plan(select, ahead, False)
+    yield "wide tiles, looked up", op.Plan(select, ahead._replace(tile=64), False)
 
 
 @pytest.mark.parametrize("name, plan", list(plans()))

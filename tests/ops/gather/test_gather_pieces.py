@@ -83,7 +83,9 @@ def a_plan(draw, kept, block, top_k):
     if draw(st.booleans()) and 0 < top_k <= 8:
         tile, splits, inline = block, kept, True
     chosen = select.Plan(16, draw(st.sampled_from([0, 8])) if top_k <= 32 else 0, 4, 4)
-    return decode.Plan(chosen, attend.Plan(tile, splits, 4, 1, 64), inline)
+    ahead = draw(st.booleans())
+    stages = draw(st.sampled_from([1, 3])) if ahead else 1
+    return decode.Plan(chosen, attend.Plan(tile, splits, 4, stages, 64, ahead), inline)
 
 
 @given(data=st.data())

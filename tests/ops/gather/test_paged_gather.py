@@ -9,7 +9,14 @@ from hypothesis import strategies as st
 from paged_cases import LAYOUTS, close, make, paged
 
 from attnplug.errors import ArgumentError
-from attnplug.ops import block_bounds, gather_attention, gather_decode, page_bounds, select_blocks
+from attnplug.ops import (
+    block_bounds,
+    dense_decode,
+    gather_attention,
+    gather_decode,
+    page_bounds,
+    select_blocks,
+)
 from attnplug.ops.gather import gather_attention as attend
 from attnplug.ops.gather import gather_decode as decode
 from attnplug.ops.gather import page_bounds as summarise
@@ -135,7 +142,8 @@ def test_equals_the_rows_side_by_side(device_path, data):
         args = *args, more["softcap"], more.get("sinks")
         got = attend.allocate_attention(*args, table=on.table)
         tile, splits = draw(st.sampled_from([16, 64])), draw(st.sampled_from([1, 2, 5]))
-        own_plan = attend.Plan(tile=tile, splits=splits, warps=4, stages=1, columns=64)
+        ahead = draw(st.booleans())
+        own_plan = attend.Plan(tile, splits, 4, 3 if ahead else 1, 64, ahead)
         attend.launch_gather_attention(*args, *got, plan=own_plan, table=on.table)
     else:
         there_more = {x: y.to(device) if x == "sinks" else y for x, y in more.items()}
@@ -367,3 +375,13 @@ def test_one_cuda_graph_for_all_tables(page, scoring):
         ).cpu()  # fmt: skip
         want = gather_attention(q, *case.rows, index, lengths=case.lengths, **choice)
         close((out.cpu(), lse.cpu()), want)
+
+
+def test_a_sink_of_more_blocks_than_a_row_has_room_for(device_path):
+    pages = make(5, [0, 15], page=32)
+    on, q = pages.to(device_path[0]), random(0, 2, 6, 1, 64)
+    options = {"scale": 0.2, "block": 32, "sink": 2, "local": 1, "top_k": 1, "scoring": "bounds"}
+    bounds = garbage(on.kv[0], 32, "bounds")
+    got = whole_step(device_path, q.to(device_path[0]), on, bounds, **options)
+    rows = {"lengths": pages.lengths, "scale": 0.2}
+    close(got, dense_decode(q, *pages.rows, **rows))

@@ -39,6 +39,39 @@ def _edge_block(slot, own, SINK: tl.constexpr, LOCAL: tl.constexpr):
 
 
 @triton.jit
+def _look_up(
+    slot,
+    listed_at,
+    row_table,
+    own,
+    edge,
+    reach,
+    low,
+    BLOCK: tl.constexpr,
+    SINK: tl.constexpr,
+    LOCAL: tl.constexpr,
+    K: tl.constexpr,
+    PAGE: tl.constexpr,
+):
+    """(where the blocks of these slots begin, how many of their first keys are seen), int32: a
+    token of the cache, or with a `row_table` the number of the block among those of all pages. A
+    slot whose block is counted in another slot has none."""
+    KNOWN: tl.constexpr = SINK + LOCAL
+    j = _edge_block(slot, own, SINK, LOCAL)
+    if K > 0:
+        in_list = (slot >= KNOWN) & (slot < KNOWN + K)
+        listed = tl.load(listed_at + slot - KNOWN, mask=in_list, other=-1, cache_modifier=".cg")
+        j = tl.where(slot < KNOWN, j, listed)
+    counts = ((slot < KNOWN) | (j < edge)) & ((slot < SINK) | (j >= SINK))
+    at = low + j * BLOCK
+    seen = tl.where(counts, tl.minimum(tl.maximum(reach - at + 1, 0), BLOCK), 0)
+    if row_table is not None:
+        page = tl.load(row_table + at // PAGE, mask=seen > 0, other=0)
+        at = page * (PAGE // BLOCK) + at % PAGE // BLOCK
+    return at, seen
+
+
+@triton.jit
 def attend_piece(
     split,
     t,
@@ -89,6 +122,7 @@ def attend_piece(
     LIST: tl.constexpr,
     TILE: tl.constexpr,
     STAGES: tl.constexpr,
+    AHEAD: tl.constexpr,
     CAPPED: tl.constexpr,
     FUSED: tl.constexpr,
     ONE: tl.constexpr,
@@ -171,38 +205,69 @@ def attend_piece(
         elif WHOLE:
             i = tl.arange(0, LIST)
             listed_blocks = tl.load(index + row * K + i, mask=i < K, other=-1, cache_modifier=".cg")
-    for i in tl.range(first, last, num_stages=STAGES):  # pyright: ignore[reportGeneralTypeIssues]
-        place = i * TILE + n
-        if WHOLE:
-            slot = i * TILE // BLOCK
-            if ONE:
-                j = only
-            else:
-                j = _edge_block(slot, own, SINK, LOCAL)
-                if K > 0:
-                    mine = tl.arange(0, LIST) == slot - KNOWN
-                    listed = tl.max(tl.where(mine, listed_blocks, -1), 0)
-                    j = tl.where(slot < KNOWN, j, listed)
-        else:
-            slot = place // BLOCK
-            j = _edge_block(slot, own, SINK, LOCAL)
-            in_list = (slot >= KNOWN) & (slot < KNOWN + K)
-            if K > 0:
-                listed = tl.load(index + row * K + slot - KNOWN, mask=in_list, other=-1)
-                j = tl.where(slot < KNOWN, j, listed)
-        # Keys of block j are visible up to the query's own position, or none where the slot's block
-        # is counted in another slot.
-        until = tl.where((slot < KNOWN) | (j < edge), reach, -0x7FFFFFFF)
-        until = tl.where((slot < SINK) | (j >= SINK), until, -0x7FFFFFFF)
-        at = low + j * BLOCK + place % BLOCK
-        seen = at <= until
-        if key_mask is not None:
-            seen = seen & (tl.load(key_mask + b * mask_stride + at, mask=seen, other=0) != 0)
-        loadable = seen[:, None] & in_width[None, :]
-        pages, in_page = 0, 0
+    # The loop loads keys alone where it looks nothing up, so that several tiles are on their way.
+    PER: tl.constexpr = TILE // BLOCK if AHEAD > 0 else 1
+    begins, visible = 0, 0
+    if AHEAD > 0:
+        row_table = None
         if table is not None:
-            pages = page_of(table + b * table_stride, at, seen, PAGE)
-            in_page = (at % PAGE).to(tl.int64)
+            row_table = table + b * table_stride
+        begins, visible = _look_up(
+            slot=first * PER + tl.arange(0, AHEAD),
+            listed_at=index + row * K,
+            row_table=row_table,
+            own=own,
+            edge=edge,
+            reach=reach,
+            low=low,
+            BLOCK=BLOCK,
+            SINK=SINK,
+            LOCAL=LOCAL,
+            K=K,
+            PAGE=PAGE,
+        )
+    for i in tl.range(first, last, num_stages=STAGES):  # pyright: ignore[reportGeneralTypeIssues]
+        pages, in_page = 0, 0
+        if AHEAD > 0:
+            mine = (i - first) * PER + n // BLOCK
+            at = tl.gather(begins, mine, 0)
+            seen = n % BLOCK < tl.gather(visible, mine, 0)
+            if table is None:
+                at += n % BLOCK
+            else:
+                pages = (at // (PAGE // BLOCK)).to(tl.int64)
+                in_page = (at % (PAGE // BLOCK) * BLOCK + n % BLOCK).to(tl.int64)
+        else:
+            place = i * TILE + n
+            if WHOLE:
+                slot = i * TILE // BLOCK
+                if ONE:
+                    j = only
+                else:
+                    j = _edge_block(slot, own, SINK, LOCAL)
+                    if K > 0:
+                        mine = tl.arange(0, LIST) == slot - KNOWN
+                        listed = tl.max(tl.where(mine, listed_blocks, -1), 0)
+                        j = tl.where(slot < KNOWN, j, listed)
+            else:
+                slot = place // BLOCK
+                j = _edge_block(slot, own, SINK, LOCAL)
+                in_list = (slot >= KNOWN) & (slot < KNOWN + K)
+                if K > 0:
+                    listed = tl.load(index + row * K + slot - KNOWN, mask=in_list, other=-1)
+                    j = tl.where(slot < KNOWN, j, listed)
+            # Keys of block j are visible up to the query's own position, or none where the slot's
+            # block is counted in another slot.
+            until = tl.where((slot < KNOWN) | (j < edge), reach, -0x7FFFFFFF)
+            until = tl.where((slot < SINK) | (j >= SINK), until, -0x7FFFFFFF)
+            at = low + j * BLOCK + place % BLOCK
+            seen = at <= until
+            if key_mask is not None:
+                seen = seen & (tl.load(key_mask + b * mask_stride + at, mask=seen, other=0) != 0)
+            if table is not None:
+                pages = page_of(table + b * table_stride, at, seen, PAGE)
+                in_page = (at % PAGE).to(tl.int64)
+        loadable = seen[:, None] & in_width[None, :]
         # .cg: nothing is read twice, and an L1 line may be older than the last token.
         key = tl.load(
             _token_at(k_at, token_k, at, position, pages, in_page, k_b, k_s, table)[:, None]
@@ -300,6 +365,7 @@ def attend_kept(
     LIST: tl.constexpr,
     TILE: tl.constexpr,
     STAGES: tl.constexpr,
+    AHEAD: tl.constexpr,
     CAPPED: tl.constexpr,
     FUSED: tl.constexpr,
     ONE: tl.constexpr,
@@ -388,6 +454,7 @@ def attend_kept(
         LIST=LIST,
         TILE=TILE,
         STAGES=STAGES,
+        AHEAD=AHEAD,
         CAPPED=CAPPED,
         FUSED=FUSED,
         ONE=ONE,
