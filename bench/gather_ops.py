@@ -188,7 +188,7 @@ def attend_plans(batch: int) -> Iterator[attend.Plan]:
 # Of programs that look their blocks up before they read keys: tile, splits, warps, stages.
 AHEAD = [(64, splits, 4, stages) for splits in (6, 8, 12, 16, 24) for stages in (2, 3, 4)]
 AHEAD += [(64, 8, 4, 5), (64, 4, 4, 6), (32, 16, 4, 4), (32, 16, 4, 5), (32, 24, 4, 3)]
-AHEAD += [(128, 8, 4, 3), (128, 8, 8, 3), (128, 4, 8, 3)]
+AHEAD += [(128, splits, warps, 3) for splits in (2, 4, 8) for warps in (4, 8)]
 
 
 CUDA = torch.device("cuda")
@@ -328,6 +328,8 @@ def time_shape(rows: Rows, batch: int, tokens: int, kernels: list[str]) -> None:
         for layer in layers:
             layer.summarise(policy)
         time_plans(rows, batch, tokens, layers, policy, kernels)
+    for layer in layers:
+        layer.summarise(DEFAULT)
     for plan in attend_plans(batch) if "attend" in kernels else ():
         rows.attempt("attend", case, named(plan), time_attention, layers, DEFAULT, plan)
 

@@ -231,31 +231,41 @@ class Plan(NamedTuple):
 
 @functools.lru_cache(maxsize=1024)
 def plan_for(
-    rows: int, group: int, keys: int, block: int, width: int, itemsize: int, multiprocessors: int
+    rows: int,
+    group: int,
+    keys: int,
+    block: int,
+    width: int,
+    itemsize: int,
+    multiprocessors: int,
+    masked: bool = False,
 ) -> Plan:
     """The pre-tuned plan of a shape: `rows` (sequence, KV head, query) triples keep `keys` each, in
-    blocks of `block`."""
+    blocks of `block`. `masked`: there is a key mask, which each turn must load."""
     row_bytes = next_power_of_two(width) * itemsize
     tile = 64 if row_bytes <= 256 else 32  # two programs for a block of 128
     tiles = -(-keys // tile)
     # Only cases that were compared on a GPU are pipelined: Triton 3.6 silently compiled a loop over
     # gathered keys to wrong code (block_sparse_attention).
     pipelined = row_bytes <= 256 and block % tile == 0
-    ahead = False
-    splits, stages = tiles, 2 if pipelined else 1  # one turn: key and value load at once
-    if pipelined and rows * tiles > 8 * multiprocessors:  # bandwidth counts: few, long programs
-        splits, stages = max(1, min(tiles, 2 * multiprocessors // rows)), 4
-    elif rows * tiles > 8 * multiprocessors:
-        ahead = tile % block == 0
-        splits, stages = max(1, min(tiles, 4 * multiprocessors // rows)), 3 if ahead else 1
-    return Plan(
+    plan = Plan(
         tile=tile,
-        splits=splits,
+        splits=tiles,
         warps=4 if group <= 16 else 8,
-        stages=stages,
+        stages=2 if pipelined else 1,  # one turn: key and value load at once
         columns=32 if rows * group <= 4096 else next_power_of_two(width),
-        ahead=ahead,
     )
+    if rows * tiles <= 8 * multiprocessors:
+        return plan
+    # Bandwidth counts: few, long programs.
+    if pipelined:
+        return plan._replace(splits=max(1, min(tiles, 2 * multiprocessors // rows)), stages=4)
+    if (
+        row_bytes <= 512 and 2 * tile % block == 0 and not masked
+    ):  # two tiles of 64 KiB are on their way
+        splits = max(1, min(cdiv(tiles, 2), multiprocessors // rows))
+        return plan._replace(tile=2 * tile, splits=splits, warps=8, stages=3, ahead=True)
+    return plan._replace(splits=max(1, min(tiles, 4 * multiprocessors // rows)))
 
 
 def on_pages(plan: Plan) -> Plan:
@@ -323,7 +333,8 @@ def launch_gather_attention(
     keys = (sink + local + listed) * block
     if plan is None:
         processors = machine(q.device)[0]
-        plan = plan_for(rows, group, keys, block, width, q.element_size(), processors)
+        shape = rows, group, keys, block, width, q.element_size(), processors
+        plan = plan_for(*shape, masked=key_mask is not None)
         if table is not None:
             plan = on_pages(plan)
     q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k, v))

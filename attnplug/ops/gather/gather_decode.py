@@ -227,13 +227,15 @@ def plan_for(
     summary_size: int,
     spread: bool = False,
     paged: bool = False,
+    masked: bool = False,
 ) -> Plan:
     """The pre-tuned plan of a shape: `rows` (sequence, KV head) pairs keep `kept` blocks each, the
     listed ones out of `candidates` (`candidates_of`) in a full cache; a summary's element has
     `summary_size` bytes, and `spread` says that summaries are means and variances."""
     pipelined = pipelined and not paged
     select = plan_selection(rows, candidates, top_k, width, summary_size, pipelined, spread)
-    attend = plan_attention(rows, group, kept * block, block, width, itemsize, multiprocessors)
+    shape = rows, group, kept * block, block, width, itemsize, multiprocessors
+    attend = plan_attention(*shape, masked)
     if paged:
         attend = on_pages(attend)
     alone = attend.splits * attend.tile == kept * block and block % attend.tile == 0
@@ -262,6 +264,7 @@ def plan_of(call: Call, table: torch.Tensor | None) -> Plan:
         summary_size=call.bounds.element_size(),
         spread=call.scoring == "spread",
         paged=table is not None,
+        masked=call.key_mask is not None,
     )
 
 
