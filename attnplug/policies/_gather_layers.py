@@ -16,8 +16,8 @@ from attnplug.policies._host_layer import HostLayer
 
 class Form(NamedTuple):
     """What a layer's summaries are: their parts, the dtype of their codes or None for the keys',
-    and whether they are bands: of exact ones the edges, which look like bounds, or codes of one
-    part."""
+    and whether they are bands: the edges, which look like bounds, or in a cache of rows codes of
+    one part."""
 
     parts: int
     codes: torch.dtype | None

@@ -240,8 +240,7 @@ class Gather(DenseBelow):
         return None if self.kv == "gpu" else "with kv='host' needs rows of a cache of its own"
 
     def page_state(self, k: torch.Tensor) -> torch.Tensor | None:
-        """Summaries by physical block, so that requests share them as they share pages. INT8 bounds
-        are of a row, and exact ones stand in for them."""
+        """Summaries by physical block, so that requests share them as they share pages."""
         parts, codes, _ = self._page_form
         if k.shape[2] % self.block:
             return None
@@ -255,7 +254,9 @@ class Gather(DenseBelow):
     def _page_form(self) -> Form:
         if self.scoring == "spread":
             return Form(2, torch.uint8)
-        return Form(summary_parts(self.scoring, False), None, self.scoring == "band")
+        int8 = self.bounds == "int8" if self.scoring == "bounds" else self.bounds != "exact"
+        codes = torch.int8 if int8 and self.scoring in ("band", "bounds") else None
+        return Form(summary_parts(self.scoring, int8, True), codes, self.scoring == "band")
 
     def note_pages(self, k: torch.Tensor, state: torch.Tensor | None, slots: torch.Tensor) -> None:
         if state is not None:

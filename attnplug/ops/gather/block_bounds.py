@@ -67,9 +67,9 @@ def empty_bounds(
     return k.new_zeros((batch, heads, rows, parts, width), dtype=dtype)
 
 
-def summary_parts(scoring: str, int8: bool) -> int:
+def summary_parts(scoring: str, int8: bool, paged: bool = False) -> int:
     """Parts of the summaries that a scoring of `select_blocks` reads."""
-    return 1 if scoring == "mean" or (scoring == "band" and int8) else 2
+    return 1 if scoring == "mean" or (scoring == "band" and int8 and not paged) else 2
 
 
 def summary_rows(blocks: int, width: int, dtype: torch.dtype, parts: int) -> int:
@@ -251,8 +251,9 @@ def _set_frame(wide, centre, unit):
 
 
 @numba.njit(cache=True)
-def _encode(wide, centre, unit, codes):
-    """Max and min `wide [2, D]` into `codes [2, D]`; returns their scale."""
+def encode(wide, centre, unit, nearest, codes):
+    """Max and min `wide [2, D]` into `codes [2, D]`, rounded outwards, or to the nearest; returns
+    their scale."""
     codes[:] = 0
     top = np.float32(0.0)
     for d in range(wide.shape[1]):
@@ -263,8 +264,13 @@ def _encode(wide, centre, unit, codes):
             top = max(top, abs(wide[part, d]))
     scale = max(top * np.float32(1 / MOST), np.float32(LEAST))
     for d in range(wide.shape[1]):
-        codes[0, d] = np.int8(np.ceil(wide[0, d] / scale + np.float32(SLACK)))
-        codes[1, d] = np.int8(np.floor(wide[1, d] / scale - np.float32(SLACK)))
+        high, low = wide[0, d] / scale, wide[1, d] / scale
+        if nearest:
+            codes[0, d] = np.int8(np.floor(high + np.float32(0.5)))
+            codes[1, d] = np.int8(np.floor(low + np.float32(0.5)))
+        else:
+            codes[0, d] = np.int8(np.ceil(high + np.float32(SLACK)))
+            codes[1, d] = np.int8(np.floor(low - np.float32(SLACK)))
     return scale
 
 
@@ -310,7 +316,7 @@ def _reference(k, mask, bounds, frame, done, until, start, offset, block, band):
                 if band:
                     scale[b, h, j], width[b, h, j] = _encode_band(wide, *own, codes)
                 else:
-                    scale[b, h, j] = _encode(wide, *own, codes)
+                    scale[b, h, j] = encode(wide, *own, False, codes)
             else:
                 bounds[b, h, j] = wide
 

@@ -3,7 +3,13 @@ share its summaries.
 
     summary of block i of page p  ->  place p * (page / block) + i  among those of all pages
 
-What a block's summary holds is said in `block_bounds`. The caller tells which keys it has written,
+What a block's summary holds is said in `block_bounds`. Its INT8 codes always have two parts here,
+the edges of a band too, and a scale for each block and nothing else, because a page belongs to no
+row whose first block could say more:
+
+    edges of block j ~ scale_j code,   max and min as bounds: scale_j code_max >= max, min likewise
+
+The caller tells which keys it has written,
 and the block whose last key is among them is summarised. There is no count of what is done: a page
 that a new sequence takes is written anew before one of its blocks is complete again. Whoever copies
 a page's keys copies its summaries along (`page_summaries`).
@@ -11,6 +17,8 @@ a page's keys copies its summaries along (`page_summaries`).
 Source: Quest (Tang et al., 2024), as in "Attention Pays Its Bill" (docs/papers.md).
 """
 
+import numba
+import numpy as np
 import torch
 
 from attnplug.errors import ArgumentError
@@ -18,7 +26,13 @@ from attnplug.ops.common.checks import BLOCKS, check_attention_inputs
 from attnplug.ops.common.define import define_op, refuse_gradients, require
 from attnplug.ops.common.pages import block_places
 from attnplug.ops.common.sizes import cdiv, next_power_of_two
-from attnplug.ops.gather.block_bounds import check_band, empty_bounds, refresh_on_cpu, summary_rows
+from attnplug.ops.gather.block_bounds import (
+    empty_bounds,
+    encode,
+    frame_of,
+    refresh_on_cpu,
+    summary_rows,
+)
 from attnplug.ops.gather.kernels.page_bounds import summarise_written
 from attnplug.ops.gather.spread import spread_parts
 
@@ -30,7 +44,7 @@ def empty_page_bounds(
 ) -> torch.Tensor:
     """Summaries of all blocks of the pages `k [pages, Hkv, page, D]`, zeros: those that
     `empty_bounds` makes of one row with as many keys, `[1, Hkv, pages * page / block, parts, D]`
-    like k, or with `dtype` uint8 the bytes of spread summaries."""
+    like k, with `dtype` int8 codes of two parts, or with uint8 the bytes of spread summaries."""
     pages, heads, page, width = k.shape
     one_row = k.new_empty((1,), dtype=k.dtype).expand(1, heads, pages * page, width)
     return empty_bounds(one_row, block, parts, dtype=dtype)
@@ -49,13 +63,12 @@ def page_bounds(
     Args:
         k: `[pages, Hkv, page, D]`, float32, float16 or bfloat16, the written keys in it; `page` a
             multiple of `block`. Neighbours in D next to each other.
-        bounds: `[1, Hkv, pages * page / block, parts, D]` like k, or uint8, as `empty_page_bounds`
-            makes them; contiguous; written.
+        bounds: `[1, Hkv, pages * page / block, parts, D]` like k, or int8 or uint8, as
+            `empty_page_bounds` makes them; contiguous; written.
         slots: int32 or int64 `[N]`, where keys were written: page times `page`, plus the place in
             the page. Outside of the pages, negative ones too: nowhere.
         block: keys a block: 16, 32, 64 or 128.
-        band: whether the two parts of exact summaries are the edges of a band about the keys' mean,
-            not max and min.
+        band: whether the two parts are the edges of a band about the keys' mean, not max and min.
 
     Raises:
         ArgumentError: a shape, dtype, device or option does not fit.
@@ -68,7 +81,8 @@ def page_bounds(
 def _allocate(k, bounds, slots, block, band):
     check_attention_inputs(NAME, None, k)
     check_page_bounds(NAME, k, bounds, block)
-    check_band(NAME, bounds, band)
+    fits = not band or (bounds.shape[3] == 2 and bounds.dtype != torch.uint8)
+    require(fits, NAME, "a band has two parts, its edges, like k or int8")
     fits = slots.dim() == 1 and slots.dtype in (torch.int32, torch.int64)
     found = f"slots is {slots.dtype} {tuple(slots.shape)}"
     require(fits, NAME, f"{found}, needs int32 or int64 [N]")
@@ -82,11 +96,9 @@ def check_page_bounds(name, k, bounds, block):
         raise ArgumentError(f"{name}: block is {block}, needs {', '.join(map(str, BLOCKS))}")
     pages, heads, page, width = k.shape
     require(page % block == 0, name, f"pages of {page} keys are no multiple of block {block}")
-    if bounds.dtype not in (k.dtype, torch.uint8):
-        raise ArgumentError(
-            f"{name}: bounds is {bounds.dtype}, pages of {k.dtype} need that or uint8: what INT8 "
-            "codes stand for depends on a row's first block, and pages belong to no row"
-        )
+    found = f"bounds is {bounds.dtype}"
+    fits = bounds.dtype in (k.dtype, torch.int8, torch.uint8)
+    require(fits, name, f"{found}, pages of {k.dtype} need that, int8 or uint8")
     rows, coded = pages * page // block, bounds.dtype != k.dtype
     rows = summary_rows(rows, width, bounds.dtype, 2)
     if tuple(bounds.shape) not in [(1, heads, rows, n, width) for n in ((2,) if coded else (1, 2))]:
@@ -106,6 +118,10 @@ def page_summaries(bounds: torch.Tensor, k: torch.Tensor, block: int) -> list[to
         codes, scales = spread_parts(bounds, pages * per_page)
         by_page = scales[0].unflatten(3, (pages, per_page)).movedim(3, 0)
         return [codes[0].unflatten(1, (pages, per_page)).movedim(1, 0), by_page]
+    if bounds.dtype == torch.int8:
+        scale = frame_of(bounds, pages * per_page).scale[0]
+        codes = bounds[0, :, : pages * per_page]
+        return [x.unflatten(1, (pages, per_page)).movedim(1, 0) for x in (codes, scale)]
     return [bounds[0].unflatten(1, (pages, per_page)).movedim(1, 0)]
 
 
@@ -120,15 +136,31 @@ def rows_of_summaries(
     pages, heads, page, width = k.shape
     stored = pages * page // block
     places = block_places(table, blocks, page // block, stored)
-    if bounds.dtype != torch.uint8:
+    if bounds.dtype not in (torch.int8, torch.uint8):
         return bounds[0][:, places].transpose(0, 1)
     rows = summary_rows(blocks, width, bounds.dtype, 2)
     found = bounds.new_zeros((len(table), heads, rows, *bounds.shape[3:]))
+    if bounds.dtype == torch.int8:
+        own = frame_of(found, blocks)
+        own.unit.fill_(1)
+        own.scale.copy_(frame_of(bounds, stored).scale[0][:, places].transpose(0, 1))
+        found[:, :, :blocks] = bounds[0][:, places].transpose(0, 1)
+        return found
     codes, scales = spread_parts(bounds, stored)
     own_codes, own_scales = spread_parts(found, blocks)
     own_codes.copy_(codes[0][:, places].transpose(0, 1))
     own_scales.copy_(scales[0][..., places].movedim(3, 0))
     return found
+
+
+@numba.njit(cache=True)
+def _encode_blocks(wide, places, nearest, codes, scale):
+    """Edges `wide [Hkv, N, 2, D]` as codes `[Hkv, blocks, 2, D]` and scales, at `places`."""
+    centre, unit = np.zeros(wide.shape[3], np.float32), np.ones(wide.shape[3], np.float32)
+    for h in range(wide.shape[0]):
+        for i in range(len(places)):
+            own = codes[h, places[i]]
+            scale[h, places[i]] = encode(wide[h, i], centre, unit, nearest, own)
 
 
 def summarise_on_cpu(k, bounds, slots, block, band=False):
@@ -142,11 +174,15 @@ def summarise_on_cpu(k, bounds, slots, block, band=False):
     at = first[:, None] + torch.arange(block)
     keys = k.transpose(1, 2)[ends[:, None] // page, at]  # [N, block, Hkv, D]
     row = keys.permute(2, 0, 1, 3).reshape(1, heads, len(ends) * block, width)
-    own = empty_bounds(row, block, bounds.shape[3], dtype=bounds.dtype)
+    places, stored, int8 = ends // block, pages * page // block, bounds.dtype == torch.int8
+    row = row.float() if int8 else row
+    own = empty_bounds(row, block, bounds.shape[3], dtype=row.dtype if int8 else bounds.dtype)
     progress, start = torch.zeros((1, 2), dtype=torch.int32), torch.zeros(1, dtype=torch.long)
     refresh_on_cpu(row, None, own, progress, start, start + len(ends), block, band)
-    places, stored = ends // block, pages * page // block
-    if bounds.dtype == torch.uint8:
+    if int8:
+        codes, scale = bounds[0, :, :stored], frame_of(bounds, stored).scale[0]
+        _encode_blocks(own[0].numpy(), places.numpy(), band, codes.numpy(), scale.numpy())
+    elif bounds.dtype == torch.uint8:
         for part, new in zip(
             spread_parts(bounds, stored), spread_parts(own, len(ends)), strict=True
         ):
@@ -184,6 +220,7 @@ def launch_page_bounds(k, bounds, slots, block, band=False):
         PARTS=bounds.shape[3],
         SPREAD=bounds.dtype == torch.uint8,
         BAND=band,
+        INT8=bounds.dtype == torch.int8,
         EACH=each,
         **{"num_warps": 4},
     )

@@ -1,5 +1,7 @@
 """The launcher that scores the blocks of a paged cache, for `select_blocks` and `gather_pieces`."""
 
+import torch
+
 from attnplug.ops.common.device import early, machine
 from attnplug.ops.common.pages import capacity
 from attnplug.ops.common.rows import row_step
@@ -25,6 +27,7 @@ def launch_page_scores(
     local,
     mode,
     band,
+    padded,
     plan,
     keys,
     best,
@@ -32,7 +35,7 @@ def launch_page_scores(
 ):
     """Score the blocks of pages into `keys`, `best` and `per_head`, as `launch_scores` makes them.
     `slots` `[B]`, or None: where this step has written its keys, whose summaries it makes then;
-    `band`: those are the edges of bands."""
+    `band`: those are the edges of bands. `padded`: the rows of a product with queries."""
     batch, heads, queries, width = q.shape
     kv_heads, size = k.shape[1], capacity(k, table)
     group, rows, blocks = heads // kv_heads, batch * kv_heads * queries, cdiv(size, block)
@@ -63,7 +66,7 @@ def launch_page_scores(
         table_stride=table.stride(0),
         slot_stride=None if slots is None else slots.stride(0),
         GROUP=group,
-        ROWS=max(16, next_power_of_two(group)),
+        ROWS=padded,
         D=width,
         DP=next_power_of_two(width),
         BLOCK=block,
@@ -71,6 +74,7 @@ def launch_page_scores(
         LOCAL=local,
         SCORING=mode,
         BAND=band,
+        INT8=bounds.dtype == torch.int8,
         CHUNK=plan.chunk,
         MEMBERS=plan.members,
         LENGTH_STEP=row_step(lengths),

@@ -138,7 +138,7 @@ def allocate_index(
         raise ArgumentError(f"{name}: local is {local}, needs at least 1, the query's own block")
     if scoring not in SCORINGS:
         raise ArgumentError(f"{name}: scoring is {scoring!r}, needs {', '.join(SCORINGS)}")
-    parts = summary_parts(scoring, bounds.dtype == torch.int8)
+    parts = summary_parts(scoring, bounds.dtype == torch.int8, table is not None)
     if bounds.shape[3] != parts:
         raise ArgumentError(
             f"{name}: bounds has {bounds.shape[3]} parts of {bounds.dtype}, scoring {scoring!r} "
@@ -255,8 +255,8 @@ def launch_scores(
     programs = cdiv(blocks, plan.chunk * plan.repeat)
     chunks = programs * plan.repeat
     band = scoring == "band"
-    # The edges of exact bands are scored as bounds are.
-    mode = SCORINGS.index("bounds" if band and not int8 else scoring)
+    # The edges of bands are scored as bounds are.
+    mode = SCORINGS.index("bounds" if band and bounds.shape[3] == 2 else scoring)
     made = {"dtype": torch.int32 if top_k > RANKED else torch.int64, "device": q.device}
     keys = torch.empty(rows * blocks, **made)
     best = keys
@@ -274,7 +274,7 @@ def launch_scores(
         launch_spread(*cache, scale, block, sink, local, plan, keys, best, new)
         return Scores(keys, best, plan)
     if table is not None:
-        how = mode, band, plan
+        how = mode, band, padded, plan
         scored = keys, best, per_head
         launch_page_scores(
             q, k, bounds, table, lengths, slots, scale, block, sink, local, *how, *scored

@@ -23,7 +23,7 @@ FORMS = {
     "estimate": (2, None),
     "mean": (1, None),
     "spread": (2, torch.uint8),
-    "band": (2, None),
+    "band": (2, torch.int8),
 }
 OPTIONS = {"scale": 0.2, "block": 16, "top_k": 3, "sink": 1, "local": 2, "scoring": "bounds"}
 
@@ -32,7 +32,7 @@ def empty(k, block, scoring):
     """Summaries of pages, with what no kernel writes where none has written."""
     parts, dtype = FORMS[scoring]
     return empty_page_bounds(k, block, parts, dtype=dtype).fill_(
-        torch.nan if dtype is None else 179
+        {None: torch.nan, torch.int8: -77, torch.uint8: 179}[dtype]
     )
 
 

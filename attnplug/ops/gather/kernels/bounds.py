@@ -50,18 +50,25 @@ def _set_frame(frame, high, low, d, D: tl.constexpr):
 
 
 @triton.jit
-def _store_codes(out, frame, j, high, low, d, D: tl.constexpr):
-    """Max and min of block j as codes, rounded outwards, and their scale."""
-    centre, unit = frame_at(frame, d, D)
-    inverse = 1.0 / tl.where(d < D, unit, 1.0)
-    high, low = (high - centre) * inverse, (low - centre) * inverse
+def _store_codes(
+    out, frame, j, high, low, d, D: tl.constexpr, FRAMED: tl.constexpr, NEAREST: tl.constexpr
+):
+    """Max and min of block j as codes, rounded outwards, or to the NEAREST, and their scale."""
+    if FRAMED:
+        centre, unit = frame_at(frame, d, D)
+        inverse = 1.0 / tl.where(d < D, unit, 1.0)
+        high, low = (high - centre) * inverse, (low - centre) * inverse
     size = tl.maximum(tl.abs(high), tl.abs(low))
     finite = tl.sum(((tl.abs(high) < float("inf")) & (tl.abs(low) < float("inf"))).to(tl.int32), 0)
     any_not_finite = finite < high.shape[0]
     scale = tl.maximum(tl.max(size, 0) * (1.0 / MOST), LEAST)
     inverse = 1.0 / scale
-    above = tl.where(any_not_finite, 0.0, tl.ceil(high * inverse + SLACK))
-    below = tl.where(any_not_finite, 0.0, tl.floor(low * inverse - SLACK))
+    if NEAREST:
+        above, below = tl.floor(high * inverse + 0.5), tl.floor(low * inverse + 0.5)
+    else:
+        above, below = tl.ceil(high * inverse + SLACK), tl.floor(low * inverse - SLACK)
+    above = tl.where(any_not_finite, 0.0, above)
+    below = tl.where(any_not_finite, 0.0, below)
     tl.store(out, above.to(tl.int8), mask=d < D)
     tl.store(out + D, below.to(tl.int8), mask=d < D)
     tl.store(frame + 2 * D + j, tl.where(any_not_finite, float("nan"), scale))
@@ -103,26 +110,27 @@ def refresh_blocks(
     INT8: tl.constexpr,
     MASKED: tl.constexpr,
     BAND: tl.constexpr = False,
+    FRAMED: tl.constexpr = True,
 ):
     """Summarise blocks begin, begin + stride, ... before end of one row's head, which has room for
     N, whose blocks begin at key `start`, and of which `done` have summaries. BAND: by mean and
     standard deviation, not max and min.
 
     KEYS keys at a time enter elementwise, and the reduction across them comes at the end: this runs
-    once in a block's life and must not make the kernels that call it large. INT8: the first block
-    is read twice, first for the frame that its codes need.
+    once in a block's life and must not make the kernels that call it large. INT8 and FRAMED: the
+    first block is read twice, first for the frame that its codes need.
     """
     KEYS: tl.constexpr = 8
     d = tl.arange(0, DP)
     n = tl.arange(0, KEYS)
     in_width = d < D
     first = begin
-    if INT8:
+    if INT8 and FRAMED:
         begin = tl.where((done == 0) & (begin < end), begin - stride, begin)
         first = begin
     for turn in range(begin, end, stride):
         j = turn
-        if INT8:
+        if INT8 and FRAMED:
             j = tl.where((done == 0) & (turn == first), 0, turn)
         high = tl.full([KEYS, DP], float("-inf"), tl.float32)
         low = tl.full([KEYS, DP], float("inf"), tl.float32)
@@ -179,13 +187,15 @@ def refresh_blocks(
             if INT8:
                 top = tl.where(in_width, tl.where(any_nan, float("nan"), top), 0.0)
                 bottom = tl.where(in_width, bottom, 0.0)
-                if (done == 0) & (turn == first):
+                if not FRAMED:
+                    _store_codes(out, frame, j, top, bottom, d, D, FRAMED, BAND)
+                elif (done == 0) & (turn == first):
                     _set_frame(frame, top, bottom, d, D)
                     tl.debug_barrier()  # other warps read it
                 elif BAND:
                     _store_band(out, frame, j, N, top, bottom, d, D)
                 else:
-                    _store_codes(out, frame, j, top, bottom, d, D)
+                    _store_codes(out, frame, j, top, bottom, d, D, FRAMED, BAND)
             else:
                 tl.store(out, tl.where(any_nan, float("nan"), top), mask=in_width)
                 tl.store(out + D, tl.where(any_nan, float("nan"), bottom), mask=in_width)

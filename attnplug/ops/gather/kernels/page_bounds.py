@@ -23,6 +23,7 @@ def summarise_slot(
     PARTS: tl.constexpr,
     SPREAD: tl.constexpr,
     BAND: tl.constexpr,
+    INT8: tl.constexpr,
 ):
     """The block that a slot completes, if it completes one, of head h (int64). `places`: blocks of
     all pages."""
@@ -51,12 +52,12 @@ def summarise_slot(
                 MASKED=False,
             )
         else:
-            bounds_at, frame = summaries_at(bounds, h, places, D, PARTS, False)
+            bounds_at, frame = summaries_at(bounds, h, places, D, PARTS, INT8)
             refresh_blocks(
                 k_at=k_at,
                 mask_at=k,
                 bounds_at=bounds_at + place * (PARTS * D),
-                frame=frame,
+                frame=frame + place,  # codes have a scale each, and no frame besides
                 N=places,
                 begin=0,
                 end=1,
@@ -68,9 +69,10 @@ def summarise_slot(
                 DP=DP,
                 BLOCK=BLOCK,
                 PARTS=PARTS,
-                INT8=False,
+                INT8=INT8,
                 MASKED=False,
                 BAND=BAND,
+                FRAMED=False,
             )
 
 
@@ -90,6 +92,7 @@ def summarise_written(
     PARTS: tl.constexpr,
     SPREAD: tl.constexpr,
     BAND: tl.constexpr,
+    INT8: tl.constexpr,
     EACH: tl.constexpr,
 ):
     """The blocks that slots EACH i and on complete, of one head. `places`: blocks of all pages."""
@@ -110,4 +113,5 @@ def summarise_written(
             PARTS=PARTS,
             SPREAD=SPREAD,
             BAND=BAND,
+            INT8=INT8,
         )

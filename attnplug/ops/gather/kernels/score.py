@@ -54,7 +54,13 @@ def load_summaries(
 
 @triton.jit
 def _digits(
-    query, frame, D: tl.constexpr, DP: tl.constexpr, HEADS: tl.constexpr, SCORING: tl.constexpr
+    query,
+    frame,
+    D: tl.constexpr,
+    DP: tl.constexpr,
+    HEADS: tl.constexpr,
+    SCORING: tl.constexpr,
+    FRAMED: tl.constexpr,
 ):
     """Queries as INT8 digits, to be multiplied with codes: `query unit = quantum (128 a + b)`.
 
@@ -64,9 +70,14 @@ def _digits(
     to add.
     """
     coarse = tl.arange(0, 2 * HEADS) < HEADS
-    centre, unit = frame_at(frame, tl.arange(0, DP), D)
     query = query.to(tl.float32)
-    scaled = query * unit[None, :]
+    # An element that is not finite makes a NaN of it.
+    offset = tl.sum(query * 0, 1)
+    scaled = query
+    if FRAMED:
+        centre, unit = frame_at(frame, tl.arange(0, DP), D)
+        scaled = query * unit[None, :]
+        offset = tl.sum(query * centre[None, :] + query * 0, 1)
     top = tl.max(tl.abs(scaled), 1)
     level = scaled * (16256.0 / tl.where(top > 0, top, 1.0))[:, None]
     level = tl.where(tl.abs(level) <= 16257.0, level, 0.0)
@@ -78,8 +89,6 @@ def _digits(
     if SCORING != 4:
         above = tl.where(level > 0, digit, 0).to(tl.int8)
         below = tl.where(level < 0, digit, 0).to(tl.int8)
-    # An element that is not finite makes a NaN of it.
-    offset = tl.sum(query * centre[None, :] + query * 0, 1)
     quantum = top * tl.where(coarse, 128.0 / 16256.0, 1.0 / 16256.0)
     reach = 0.0
     if SCORING == 4:
@@ -97,11 +106,12 @@ def prepare_query(
     DP: tl.constexpr,
     SCORING: tl.constexpr,
     INT8: tl.constexpr,
+    FRAMED: tl.constexpr = True,
 ):
     """What `block_scores` needs of the queries `[HEADS, DP]` (for codes, twice), once for all
-    blocks."""
+    blocks. FRAMED: codes count from a centre, in units for each channel."""
     if INT8:
-        return _digits(query, frame, D, DP, HEADS, SCORING)
+        return _digits(query, frame, D, DP, HEADS, SCORING, FRAMED)
     elif SCORING == 2:  # the mean over the group is a product with ones: every row holds it
         mean = tl.sum(query.to(tl.float32), 0) / GROUP
         query = tl.zeros([HEADS, DP], tl.float32) + mean[None, :]

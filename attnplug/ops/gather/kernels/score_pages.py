@@ -49,6 +49,7 @@ def score_pages(
     LOCAL: tl.constexpr,
     SCORING: tl.constexpr,
     BAND: tl.constexpr,
+    INT8: tl.constexpr,
     CHUNK: tl.constexpr,
     MEMBERS: tl.constexpr,
     LENGTH_STEP: tl.constexpr,
@@ -64,6 +65,7 @@ def score_pages(
     block that the slot completes. No program of the grid may read it: the launcher sees to that.
     """
     PARTS: tl.constexpr = 1 if SCORING == 2 else 2
+    HEADS: tl.constexpr = ROWS // 2 if INT8 else ROWS  # products of codes have two rows for a head
     q_b, q_h, q_t = q_strides
     first = tl.program_id(0)
     t = tl.program_id(1) % T
@@ -87,6 +89,7 @@ def score_pages(
                 PARTS=PARTS,
                 SPREAD=False,
                 BAND=BAND,
+                INT8=INT8,
             )
             return
     length, _ = row_span(lengths, None, b, S, LENGTH_STEP, 0)
@@ -94,23 +97,24 @@ def score_pages(
     if first * CHUNK < limit:
         kv_heads = tl.num_programs(1) // T
         row = (b * kv_heads + h) * T + t
-        bounds_at, frame = summaries_at(bounds, h.to(tl.int64), places, D, PARTS, False)
-        g = tl.arange(0, ROWS)
+        bounds_at, frame = summaries_at(bounds, h.to(tl.int64), places, D, PARTS, INT8)
+        g = tl.arange(0, HEADS)
+        r = tl.arange(0, ROWS) % HEADS
         d = tl.arange(0, DP)
         in_group = g < GROUP
-        q_at = q + b * q_b + (h * GROUP + g).to(tl.int64)[:, None] * q_h + t * q_t + d[None, :]
+        q_at = q + b * q_b + (h * GROUP + r).to(tl.int64)[:, None] * q_h + t * q_t + d[None, :]
         query = tl.load(
-            q_at, mask=in_group[:, None] & (d < D)[None, :], other=0.0, cache_modifier=".cg"
+            q_at, mask=(r < GROUP)[:, None] & (d < D)[None, :], other=0.0, cache_modifier=".cg"
         )
-        prepared = prepare_query(query, frame, GROUP, ROWS, D, DP, SCORING, False)
+        prepared = prepare_query(query, frame, GROUP, HEADS, D, DP, SCORING, INT8, False)
         own, best_at = row_at(head_scores, best, row, N, chunks, g, GROUP, SCORING, MEMBERS)
         last = tl.cdiv(limit, CHUNK)
         for chunk in tl.range(first, last, programs, num_stages=STAGES):  # pyright: ignore[reportGeneralTypeIssues]
             blocks = chunk * CHUNK + tl.arange(0, CHUNK)
             place = place_of_block(table, b, table_stride, blocks, blocks < limit, BLOCK, PAGE)
-            shown = load_summaries(bounds_at, frame, 0, blocks, place, limit, D, DP, SCORING, False)
+            shown = load_summaries(bounds_at, frame, 0, blocks, place, limit, D, DP, SCORING, INT8)
             store_chunk(
-                score=block_scores(prepared, shown, scale, GROUP, ROWS, CHUNK, SCORING, False),
+                score=block_scores(prepared, shown, scale, GROUP, HEADS, CHUNK, SCORING, INT8),
                 chunk=chunk,
                 turn=0,
                 limit=limit,
