@@ -3,6 +3,7 @@
 #
 #   bash bench/vllm_gpu.sh tests               # tests/serve/test_vllm_gpu.py; engines start together
 #   bash bench/vllm_gpu.sh speed qwen7b        # first tokens and steps beside stock vLLM: rows
+#   bash bench/vllm_gpu.sh decode qwen7b       # steps alone
 #   bash bench/vllm_gpu.sh load qwen7b         # a served load
 #
 # Each wants vLLM's pieces in .carry/ (bench/vllm_pack.sh) until all of them are there, and export
@@ -44,6 +45,7 @@ measure() { # parts of the bench
 case $part in
   tests) tests ;;
   speed) measure ttft,decode ;;
+  decode) measure decode ;;
   load) measure load ;;
-  *) echo "name a part: tests, speed SHAPE, load SHAPE" >&2; exit 2 ;;
+  *) echo "name a part: tests, speed SHAPE, decode SHAPE, load SHAPE" >&2; exit 2 ;;
 esac

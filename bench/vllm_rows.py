@@ -35,7 +35,6 @@ class Variant:
     name: str
     rows_whole: int = 0  # of Gather
     beside: bool = True
-    kept: int | None = None  # stages of a far row's pieces
     whole: int = 3  # stages of a near row's pieces
     programs: int = 2  # of near rows for each multiprocessor
     attend: str = ""  # of the plan of far rows' pieces: splits=8,stages=4
@@ -47,16 +46,12 @@ VARIANTS = (
     Variant("beside"),
     Variant("in line", beside=False),
     Variant("chain", **CHAIN),
-    Variant("chain kept=1", **CHAIN, kept=1),
     Variant("chain whole=4", **CHAIN, whole=4),
     Variant("chain programs=1", **CHAIN, programs=1),
 )
-ATTEND = ("ahead=0,stages=1", "splits=16,stages=2", "splits=16,stages=3", "splits=12,stages=3")
-ATTEND += ("splits=8,stages=3", "splits=8,stages=4", "splits=8,stages=5", "splits=6,stages=4")
-ATTEND += ("splits=24,stages=2", "splits=32,stages=2", "splits=4,stages=6")
-ATTEND += ("tile=32,splits=16,stages=4", "tile=32,splits=16,stages=5", "tile=32,splits=24,stages=3")
-ATTEND += ("tile=128,splits=8,stages=3", "tile=128,splits=4,stages=3,warps=8")
-SCORE = ("programs=8,stages=2", "programs=8,stages=3", "programs=4,stages=3", "programs=16")
+ATTEND = ("ahead=0,stages=1", "splits=8,stages=4", "splits=16,stages=3", "splits=16,stages=4")
+ATTEND += ("splits=4,stages=4", "splits=12,stages=3", "tile=128,splits=4,stages=3,warps=8")
+SCORE = ("programs=8,stages=1", "programs=8,stages=3", "programs=4,stages=2")
 TUNED = (
     *(Variant(f"beside {plan}", attend=plan) for plan in ATTEND),
     *(Variant(f"beside scores {plan}", score=plan) for plan in SCORE),
@@ -174,13 +169,11 @@ def settings(variant: Variant) -> list[tuple[Any, str, Any]]:
         plan = stock(*args, **options)
         return plan._replace(attend=plan.attend._replace(**attend))
 
-    kept = gather_rows.KEPT_STAGES if variant.kept is None else {256: variant.kept}
     wanted = [
         (Gather, "rows_whole", variant.rows_whole),
         (Gather, "begins_beside", variant.beside),
         (gather_rows, "STAGES", variant.whole),
         (gather_rows, "PROGRAMS", variant.programs),
-        (gather_rows, "KEPT_STAGES", {} if attend else kept),
         (gather_decode, "plan_for", plan_for if attend else stock),
         (page_scores, "PROGRAMS", score["programs"]),
         (page_scores, "STAGES", score["stages"]),

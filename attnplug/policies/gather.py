@@ -92,8 +92,8 @@ class Gather(DenseBelow):
     # Faster on an H200 with the outputs of one stream (bench/vllm_layer.py), tokens held by
     # tests/serve/test_vllm_gpu.py.
     begins_beside: ClassVar[bool] = True
-    # One row alone is faster in one chain; of eight rows 32 heads were not (bench/vllm_rows.py).
-    rows_whole: ClassVar[int] = 1
+    # Far rows are faster in one chain, however many (bench/vllm_rows.py).
+    rows_whole: ClassVar[int] = 1 << 20
 
     def __post_init__(self) -> None:
         self.check_integers("k", "block", "sink", "local")

@@ -257,14 +257,12 @@ def plan_for(
     )
     if rows * tiles <= 8 * multiprocessors:
         return plan
-    # Bandwidth counts: few, long programs.
+    # Bandwidth counts: few, long programs, two a multiprocessor.
+    splits = max(1, min(tiles, 2 * multiprocessors // rows))
     if pipelined:
-        return plan._replace(splits=max(1, min(tiles, 2 * multiprocessors // rows)), stages=4)
-    if (
-        row_bytes <= 512 and 2 * tile % block == 0 and not masked
-    ):  # two tiles of 64 KiB are on their way
-        splits = max(1, min(cdiv(tiles, 2), multiprocessors // rows))
-        return plan._replace(tile=2 * tile, splits=splits, warps=8, stages=3, ahead=True)
+        return plan._replace(splits=splits, stages=4)
+    if row_bytes <= 512 and tile % block == 0 and not masked:
+        return plan._replace(splits=splits, stages=3, ahead=True)
     return plan._replace(splits=max(1, min(tiles, 4 * multiprocessors // rows)))
 
 

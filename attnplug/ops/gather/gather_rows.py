@@ -39,11 +39,9 @@ from attnplug.ops.gather.select_blocks import launch_choice, launch_scores
 
 NAME = "gather_rows"
 
-# Of near rows: programs for each multiprocessor, and the stages of a program's pipeline. Of far
-# rows: the stages, for rows of so many bytes as were compared on a GPU. `bench/vllm_rows.py`
-# compares others.
+# Of near rows: programs for each multiprocessor, and the stages of a program's pipeline.
+# `bench/vllm_rows.py` compares others.
 PROGRAMS, STAGES = 2, 3
-KEPT_STAGES = {256: 2}
 
 
 def gather_rows(
@@ -142,14 +140,6 @@ def whole_of(call: Call) -> Whole:
     return Whole(tile, max(1, splits), STAGES)
 
 
-def rows_plan(call: Call, table: torch.Tensor) -> Plan:
-    """The plan of far rows: gather_decode's, but that keys and values are loaded at once."""
-    plan = plan_of(call, table)
-    row_bytes = next_power_of_two(call.q.shape[3]) * call.q.element_size()
-    stages = max(plan.attend.stages, KEPT_STAGES.get(row_bytes, 1))
-    return plan._replace(attend=plan.attend._replace(stages=stages))
-
-
 def launch_gather_rows(
     q, k, v, bounds, table, lengths, near, out, sinks, slots, *choice, plan=None, whole=None
 ):
@@ -158,7 +148,7 @@ def launch_gather_rows(
     batch, kv_heads, top_k = q.shape[0], k.shape[1], call.top_k
     if batch == 0:
         return
-    plan, whole = plan or rows_plan(call, table), whole or whole_of(call)
+    plan, whole = plan or plan_of(call, table), whole or whole_of(call)
     slots, scores = note_apart(call, slots), None
     index = q.new_empty((batch, kv_heads, 1, top_k), dtype=torch.int32)
     if top_k > 0:

@@ -8,10 +8,10 @@ from attnplug.ops.common.rows import row_step
 from attnplug.ops.common.sizes import cdiv, next_power_of_two
 from attnplug.ops.gather.kernels.score_pages import score_pages
 
-# Programs for each multiprocessor: as many as fit at once. More would find nothing where rows are
-# shorter than the table has room for, which is where most rows of a server are. STAGES: of the
-# pipeline of a program's chunks; 1 is none (`bench/vllm_layer.py` compares others on a GPU).
-PROGRAMS, STAGES = 8, 1
+# Programs for each multiprocessor. More would find nothing where rows are shorter than the table
+# has room for, which is where most rows of a server are. STAGES: of the pipeline of a program's
+# chunks (`bench/vllm_rows.py` compares others on a GPU).
+PROGRAMS, STAGES = 4, 3
 
 
 def launch_page_scores(

@@ -115,6 +115,7 @@ class PlugMetadata(FlashAttentionMetadata):
     `whole` is the metadata of the same batch with a length of 0 for the rows that are far, which
     `far` says; both are None where no layer has a method that decodes, and where a batch has no far
     row: because it has too few rows, or prompts besides, so that the host may look at lengths.
+    `whole` is None, too, where that method reads the other rows itself.
     `traced` are the prompts that are recorded.
     """
 
@@ -164,6 +165,7 @@ class PlugBuilder(FlashAttentionMetadataBuilder):
         ]
         traced = {layer.index for layer in served if layer.phases.trace is not None}
         self.requests = _note_traced(self.vllm_config, traced) if traced else None
+        self.decoding = [layer for layer in served if layer.phases.decode is not None]
         rules = {layer.rule for layer in served if layer.rule is not None}
         self.rule = rules.pop() if rules else None  # one method decodes in all layers
         if self.rule is not None:
@@ -209,7 +211,8 @@ class PlugBuilder(FlashAttentionMetadataBuilder):
         rule = {"row": self.rule.row, "alone": self.rule.alone, "steps": batch.steps}
         divide_rows(common.seq_lens, near, far.lengths, far.chosen, **rule)
         made.far = far
-        made.whole = self._build_near(common, near, fast_build)
+        if batch.prompts or not all(layer.reads_whole(common.num_reqs) for layer in self.decoding):
+            made.whole = self._build_near(common, near, fast_build)
         return made
 
     def _build_near(

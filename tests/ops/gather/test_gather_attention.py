@@ -195,8 +195,8 @@ def test_plans_fill_the_machine():
     assert op.plan_for(256, 7, 13 * 128, 128, 128, 2, 132).splits == 1
     pages = op.plan_for(512, 7, 37 * 128, 16, 128, 2, 132)  # pipelined: it looks them up before
     assert (pages.ahead, pages.stages, pages.splits) == (True, 3, 1)
-    pages = op.plan_for(32, 7, 37 * 128, 16, 128, 2, 132)  # one program a multiprocessor
-    assert (pages.tile, pages.splits) == (128, 4)
+    pages = op.plan_for(32, 7, 37 * 128, 16, 128, 2, 132)  # two programs a multiprocessor
+    assert (pages.tile, pages.splits) == (64, 8)
     wide = op.plan_for(32, 7, 37 * 128, 16, 256, 4, 132)  # as many as fit at once
     assert (wide.ahead, wide.splits) == (False, 16)
     assert op.plan_for(4, 7, 37 * 128, 16, 128, 2, 132).splits == 74
