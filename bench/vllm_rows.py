@@ -7,8 +7,10 @@ both on one stream. `chain` is one chain of gather's kernels that reads near row
 (`gather_rows`), with settings behind the word. Each graph has a few layers, each with a cache of
 its own. `back to back` is microseconds a layer of these alone; `apart` the same with one small
 kernel in front of each layer that writes its queries, as a model has others there, and without that
-kernel's own time. Outputs of every variant are held to stock's and gather's own op's first; a
-variant that differs, or fails, prints its error and no time.
+kernel's own time. `cold` is `apart` behind a copy of 192 MB, as a model's weights pass through the
+L2 cache between two layers and take kernels' code and tables with them. Outputs of every variant
+are held to stock's and gather's own op's first; a variant that differs, or fails, prints its error
+and no time.
 """
 
 import argparse
@@ -25,6 +27,7 @@ import vllm_layer as layer_bench
 from _op_rows import FAILURES
 from vllm_layer import Batch, Layers, Step, captured, timed
 
+WEIGHTS: list[torch.Tensor] = []  # what flushes the L2 cache, once it is there
 SECONDS = 100  # after which nothing further begins
 
 
@@ -35,7 +38,7 @@ class Variant:
     name: str
     rows_whole: int = 0  # of Gather
     beside: bool = True
-    whole: int = 3  # stages of a near row's pieces
+    whole: int = 0  # stages of a near row's pieces; 0: as it is
     programs: int = 2  # of near rows for each multiprocessor
     attend: str = ""  # of the plan of far rows' pieces: splits=8,stages=4
     score: str = ""  # of the kernel that scores: programs=8,stages=3
@@ -46,6 +49,7 @@ VARIANTS = (
     Variant("beside"),
     Variant("in line", beside=False),
     Variant("chain", **CHAIN),
+    Variant("chain whole=3", **CHAIN, whole=3),
     Variant("chain whole=4", **CHAIN, whole=4),
     Variant("chain programs=1", **CHAIN, programs=1),
 )
@@ -103,7 +107,10 @@ def rows_of(options: argparse.Namespace, begin: float) -> Iterator[dict[str, Any
     for tokens, rows in (map(int, case.split("x")) for case in options.cases.split(",")):
         batch = Batch.of(rows, tokens, layers.rule)
         case = {"tokens": tokens, "rows": rows, "far": int(batch.chosen.sum())}
-        empty = timed(captured(feed_alone(layers, batch), len(layers)), len(layers))
+        empty = {
+            name: timed(captured(feed, len(layers)), len(layers))
+            for name, feed in feeds(layers, batch).items()
+        }
         stock = times(layers.stock(batch), layers, batch, empty)
         yield case | {"variant": "stock", **stock}
         want = wanted_outputs(layers, batch)
@@ -134,7 +141,7 @@ def measured(
     layers: Layers,
     batch: Batch,
     want: list[torch.Tensor],
-    empty: float,
+    empty: dict[str, float],
     stock: dict[str, float],
 ) -> dict[str, Any]:
     """The row of one variant; its error where it gives something else or fails to compile."""
@@ -172,7 +179,8 @@ def settings(variant: Variant) -> list[tuple[Any, str, Any]]:
     wanted = [
         (Gather, "rows_whole", variant.rows_whole),
         (Gather, "begins_beside", variant.beside),
-        (gather_rows, "STAGES", variant.whole),
+        (gather_rows, "STAGES", variant.whole or gather_rows.STAGES),
+        (gather_rows, "LONG_STAGES", variant.whole or gather_rows.LONG_STAGES),
         (gather_rows, "PROGRAMS", variant.programs),
         (gather_decode, "plan_for", plan_for if attend else stock),
         (page_scores, "PROGRAMS", score["programs"]),
@@ -198,17 +206,31 @@ def outputs(step: Step, layers: Layers, batch: Batch) -> list[torch.Tensor]:
     return found[0]
 
 
-def times(step: Step, layers: Layers, batch: Batch, empty: float) -> dict[str, float]:
-    """Microseconds a layer, alone and behind another kernel."""
-    alone = timed(captured(step, len(layers)), len(layers))
-    feed = feed_alone(layers, batch)
+def times(step: Step, layers: Layers, batch: Batch, empty: dict[str, float]) -> dict[str, float]:
+    """Microseconds a layer, alone and behind other kernels."""
+    found = {"back to back": timed(captured(step, len(layers)), len(layers))}
+    for name, feed in feeds(layers, batch).items():
 
-    def behind(i: int) -> None:
-        feed(i)
-        step(i)
+        def behind(i: int, feed: Callable[[int], None] = feed) -> None:
+            feed(i)
+            step(i)
 
-    apart = timed(captured(behind, len(layers)), len(layers)) - empty
-    return {"back to back": round(alone, 2), "apart": round(apart, 2)}
+        found[name] = timed(captured(behind, len(layers)), len(layers)) - empty[name]
+    return {name: round(us, 2) for name, us in found.items()}
+
+
+def feeds(layers: Layers, batch: Batch) -> dict[str, Callable[[int], None]]:
+    """What runs in front of a layer, by the name of the time behind it."""
+    alone = feed_alone(layers, batch)
+
+    def flush(i: int) -> None:
+        WEIGHTS[1].copy_(WEIGHTS[0])
+        alone(i)
+
+    if not WEIGHTS:
+        WEIGHTS.append(torch.zeros(2, 96 << 20, dtype=torch.uint8, device="cuda"))
+        WEIGHTS[:] = WEIGHTS[0].unbind()
+    return {"apart": alone, "cold": flush}
 
 
 def feed_alone(layers: Layers, batch: Batch) -> Callable[[int], None]:

@@ -39,9 +39,10 @@ from attnplug.ops.gather.select_blocks import launch_choice, launch_scores
 
 NAME = "gather_rows"
 
-# Of near rows: programs for each multiprocessor, and the stages of a program's pipeline.
-# `bench/vllm_rows.py` compares others.
-PROGRAMS, STAGES = 2, 3
+# Of near rows: programs for each multiprocessor, and the stages of a program's pipeline, where far
+# rows have one program a tile, of which as many as can are to fit, and where they have few and long
+# ones. `bench/vllm_rows.py` compares others.
+PROGRAMS, STAGES, LONG_STAGES = 2, 3, 4
 
 
 def gather_rows(
@@ -128,16 +129,16 @@ class Whole(NamedTuple):
     stages: int
 
 
-def whole_of(call: Call) -> Whole:
-    """The pre-tuned plan of a shape, that of `dense_decode`: one program a multiprocessor reads
-    fastest, two do where one would leave a tenth of the multiprocessors idle."""
+def whole_of(call: Call, plan: Plan) -> Whole:
+    """The pre-tuned plan of a shape, beside the `plan` of far rows: two programs a multiprocessor,
+    or four where two would leave a tenth of the multiprocessors idle."""
     row_bytes = next_power_of_two(call.q.shape[3]) * call.q.element_size()
     tile = min(max(16, 16384 // row_bytes), 128)  # 16 KiB of keys
     pairs, processors = call.q.shape[0] * call.k.shape[1], machine(call.q.device)[0]
     splits = PROGRAMS * processors // pairs
     if splits * pairs < 0.9 * PROGRAMS * processors:
         splits = 2 * PROGRAMS * processors // pairs
-    return Whole(tile, max(1, splits), STAGES)
+    return Whole(tile, max(1, splits), LONG_STAGES if plan.attend.ahead else STAGES)
 
 
 def launch_gather_rows(
@@ -148,7 +149,8 @@ def launch_gather_rows(
     batch, kv_heads, top_k = q.shape[0], k.shape[1], call.top_k
     if batch == 0:
         return
-    plan, whole = plan or plan_of(call, table), whole or whole_of(call)
+    plan = plan or plan_of(call, table)
+    whole = whole or whole_of(call, plan)
     slots, scores = note_apart(call, slots), None
     index = q.new_empty((batch, kv_heads, 1, top_k), dtype=torch.int32)
     if top_k > 0:
