@@ -165,7 +165,10 @@ class PlugBuilder(FlashAttentionMetadataBuilder):
         ]
         traced = {layer.index for layer in served if layer.phases.trace is not None}
         self.requests = _note_traced(self.vllm_config, traced) if traced else None
-        self.decoding = [layer for layer in served if layer.phases.decode is not None]
+        decoding = [layer for layer in served if layer.phases.decode is not None]
+        # In steps of so many rows gather serves all rows of its layers, and all layers are its.
+        self.rows_whole = min((layer.rows_whole for layer in decoding), default=0)
+        self.rows_alone = self.rows_whole if len(decoding) == len(layers) else 0
         rules = {layer.rule for layer in served if layer.rule is not None}
         self.rule = rules.pop() if rules else None  # one method decodes in all layers
         if self.rule is not None:
@@ -190,11 +193,11 @@ class PlugBuilder(FlashAttentionMetadataBuilder):
         fast_build: bool = False,
     ) -> PlugMetadata:
         common = common_attn_metadata
-        built = super().build(common_prefix_len, common, fast_build)
         batch = batch_of(
             common.query_start_loc_cpu.tolist(),
             common.seq_lens_cpu_upper_bound.tolist(),  # exact: no speculative decoding here
         )
+        built = super().build(common_prefix_len, common, fast_build or self._alone(common, batch))
         made = PlugMetadata(**vars(built), batch=batch)
         if self.requests is not None:
             made.traced = self.requests.traced(batch)
@@ -211,9 +214,17 @@ class PlugBuilder(FlashAttentionMetadataBuilder):
         rule = {"row": self.rule.row, "alone": self.rule.alone, "steps": batch.steps}
         divide_rows(common.seq_lens, near, far.lengths, far.chosen, **rule)
         made.far = far
-        if batch.prompts or not all(layer.reads_whole(common.num_reqs) for layer in self.decoding):
+        if batch.prompts or common.num_reqs > self.rows_whole:
             made.whole = self._build_near(common, near, fast_build)
         return made
+
+    def _alone(self, common: CommonAttentionMetadata, batch: Batch) -> bool:
+        """Whether FlashAttention serves no row of the batch, and so needs no schedule. The first
+        batch, from which it learns its window, has one in any case."""
+        if batch.prompts or self.rule is None or self.aot_sliding_window is None:
+            return False
+        longest = self.vllm_config.model_config.max_model_len
+        return common.num_reqs <= self.rows_alone and self.rule.reachable(batch.steps, longest)
 
     def _build_near(
         self, common: CommonAttentionMetadata, near: torch.Tensor, fast_build: bool

@@ -228,15 +228,16 @@ class ServedLayer:
         assert self.state is not None  # asked of a layer that decodes
         call = self._steps_call(q, pages, table, far.lengths, *self.state.of(pages[0]))
         call.slots = slots
-        if dense is not None and far.near is not None and self.reads_whole(len(q)):
+        if dense is not None and far.near is not None and len(q) <= self.rows_whole:
             assert self.phases.decode is not None  # it reads whole
             self.phases.decode.attend_rows(call, far.near, out.unsqueeze(2))
             return
         self._run_steps(call, far.chosen, out, dense)
 
-    def reads_whole(self, rows: int) -> bool:
-        """Whether the method that decodes serves near rows of a step, too."""
-        return self.phases.decode is not None and rows <= self.phases.decode.rows_whole
+    @property
+    def rows_whole(self) -> int:
+        """Up to how many rows of a step the method that decodes serves near ones, too."""
+        return 0 if self.phases.decode is None else self.phases.decode.rows_whole
 
     def _run_steps(
         self,
@@ -297,7 +298,7 @@ class ServedLayer:
             if phase.notes_in_step:
                 call.slots = torch.full((count,), -1, device=k.device)
             self._run_steps(call, lengths > 0, torch.empty_like(q))
-            if self.reads_whole(count):
+            if count <= self.rows_whole:
                 phase.attend_rows(call, lengths, torch.empty_like(call.q))
             if count >= rows:
                 return
