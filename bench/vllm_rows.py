@@ -53,9 +53,18 @@ VARIANTS = (
     Variant("chain whole=4", **CHAIN, whole=4),
     Variant("chain programs=1", **CHAIN, programs=1),
 )
-ATTEND = ("ahead=0,stages=1", "splits=8,stages=4", "splits=16,stages=3", "splits=16,stages=4")
-ATTEND += ("splits=4,stages=4", "splits=12,stages=3", "tile=128,splits=4,stages=3,warps=8")
-SCORE = ("programs=8,stages=1", "programs=8,stages=3", "programs=4,stages=2")
+ATTEND = (
+    "ahead=0,stages=1",
+    "splits=8,stages=4",
+    "splits=16,stages=3",
+    "splits=37,stages=2,ahead=1",
+)
+ATTEND += (
+    "tile=128,splits=37",
+    "tile=128,splits=37,stages=2,ahead=1",
+    "splits=37,stages=3,ahead=1",
+)
+SCORE = ("programs=8,stages=1", "programs=2,stages=3", "programs=2,stages=2", "programs=3,stages=2")
 TUNED = (
     *(Variant(f"beside {plan}", attend=plan) for plan in ATTEND),
     *(Variant(f"beside scores {plan}", score=plan) for plan in SCORE),

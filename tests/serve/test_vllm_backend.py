@@ -78,9 +78,9 @@ def test_a_graph_of_too_few_rows_has_no_kernels_of_the_method(backend, monkeypat
 
     monkeypatch.setattr(Gather, "measured_crossover", lambda *_: 400)
     monkeypatch.setattr(Gather, "measured_row_crossover", lambda *_: 100)
-    layer, calls, stock = Layer(backend, monkeypatch, "gather"), [], Gather.begin_far
+    layer, calls, stock = Layer(backend, monkeypatch, "gather"), [], Gather.attend_rows
     layer.config.model_config.max_model_len = 350
-    monkeypatch.setattr(Gather, "begin_far", lambda *x: calls.append(len(x[1].q)) or stock(*x))
+    monkeypatch.setattr(Gather, "attend_rows", lambda *x: calls.append(len(x[1].q)) or stock(*x))
     layer.step([(0, 0, 300)])
     for batch, padding, launched in (
         ([(0, 300, 301)], 0, []),
