@@ -141,6 +141,18 @@ def whole_of(call: Call, plan: Plan) -> Whole:
     return Whole(tile, max(1, splits), LONG_STAGES if plan.attend.ahead else STAGES)
 
 
+def rows_plan(call: Call, table: torch.Tensor) -> Plan:
+    """The plan of far rows: gather_decode's, but that programs of one tile of small blocks have
+    twice as large a one. A row then has half as many places for pieces, which near rows leave empty
+    and the merge passes."""
+    plan = plan_of(call, table)
+    attend, row_bytes = plan.attend, next_power_of_two(call.q.shape[3]) * call.q.element_size()
+    if attend.ahead or call.block >= attend.tile or row_bytes > 256:
+        return plan
+    splits = cdiv(attend.splits, 2)
+    return plan._replace(attend=attend._replace(tile=2 * attend.tile, splits=splits))
+
+
 def launch_gather_rows(
     q, k, v, bounds, table, lengths, near, out, sinks, slots, *choice, plan=None, whole=None
 ):
@@ -149,7 +161,7 @@ def launch_gather_rows(
     batch, kv_heads, top_k = q.shape[0], k.shape[1], call.top_k
     if batch == 0:
         return
-    plan = plan or plan_of(call, table)
+    plan = plan or rows_plan(call, table)
     whole = whole or whole_of(call, plan)
     slots, scores = note_apart(call, slots), None
     index = q.new_empty((batch, kv_heads, 1, top_k), dtype=torch.int32)

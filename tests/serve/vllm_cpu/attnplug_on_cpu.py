@@ -224,9 +224,12 @@ class Impl(CPUAttentionBackendImpl):
             else:
                 assert served.phases.decode.scoring == "band"
                 own = rows_of_summaries(state, m.table[row : row + 1], full, k, block)
-                scale = frame_of(own, full).scale[0, :, :, None, None]
-                apart = (own[0, :, :full] * scale - band_of(keys)).abs()
-                same = bool((apart <= 0.51 * scale).all())  # half a code
+                said = own[0, :, :full].double()
+                slack = 4 * torch.finfo(k.dtype).eps * keys.abs().amax()
+                if own.dtype == torch.int8:
+                    scale = frame_of(own, full).scale[0, :, :, None, None]
+                    said, slack = said * scale, 0.51 * scale  # half a code
+                same = bool(((said - band_of(keys)).abs() <= slack).all())
             assert same, f"a stale state in row {row} of {seen} keys"
             checked += full
         return checked
