@@ -24,6 +24,7 @@ from _op_rows import Rows, dense_steps, inputs, microseconds, near, sets_for
 from attnplug import Gather
 from attnplug.ops.common.device import machine
 from attnplug.ops.common.sizes import cdiv
+from attnplug.ops.gather import attend_plan
 from attnplug.ops.gather import block_bounds as summaries
 from attnplug.ops.gather import gather_attention as attend
 from attnplug.ops.gather import gather_decode as decode
@@ -169,10 +170,10 @@ SCORE_PLANS = [
 ]
 
 
-def attend_plans(batch: int) -> Iterator[attend.Plan]:
+def attend_plans(batch: int) -> Iterator[attend_plan.Plan]:
     """Plans of attention over 4,736 keys of four KV heads a row, in pages."""
     rows = batch * KV_HEADS
-    base = attend.plan_for(rows, HEADS // KV_HEADS, 4736, 16, WIDTH, 2, machine(CUDA)[0])
+    base = attend_plan.plan_for(rows, HEADS // KV_HEADS, 4736, 16, WIDTH, 2, machine(CUDA)[0])
     few = [(64, 74, 4, 1), (64, 37, 4, 1), (32, 148, 4, 1), (32, 148, 2, 1), (16, 148, 2, 2)]
     piped = [(64, 74, 4, 2), (64, 37, 4, 2), (64, 37, 4, 3), (32, 74, 4, 2)]
     many = [(64, splits, 4, stages) for splits in (8, 16, 24, 37) for stages in (1, 3)]
@@ -243,7 +244,7 @@ class Layer:
         where = policy.block, policy.k, policy.local, self.lengths, None, blocks, out
         return lambda: (select.launch_choice(scores, self.k, self.progress, *where, new=1), out)
 
-    def attention(self, policy: Gather, plan: attend.Plan) -> Callable[[], Any]:
+    def attention(self, policy: Gather, plan: attend_plan.Plan) -> Callable[[], Any]:
         made = self.choice(policy, plan_of(self, policy).select)()[1]
         call = decode.Call(*self.args(policy))
         outputs = torch.empty_like(self.q), self.q.new_empty(self.q.shape[:3], dtype=torch.float32)
@@ -301,7 +302,7 @@ def time_choice(layers: list[Layer], policy: Gather, plan: select.Plan) -> dict[
     return microseconds([layer.choice(policy, plan) for layer in layers])
 
 
-def time_attention(layers: list[Layer], policy: Gather, plan: attend.Plan) -> dict[str, Any]:
+def time_attention(layers: list[Layer], policy: Gather, plan: attend_plan.Plan) -> dict[str, Any]:
     """Attention and merge alone, and whether the output is that of the unpipelined default."""
     usual = plan_of(layers[0], policy).attend._replace(stages=1)
     wanted = layers[0].attention(policy, usual)()[1].double().clone()

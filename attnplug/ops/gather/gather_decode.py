@@ -21,15 +21,15 @@ from attnplug.ops.common.define import define_op, refuse_gradients, require
 from attnplug.ops.common.device import machine
 from attnplug.ops.common.pages import capacity
 from attnplug.ops.common.sizes import cdiv
-from attnplug.ops.gather.gather_attention import Plan as AttendPlan
+from attnplug.ops.gather.attend_plan import Plan as AttendPlan
+from attnplug.ops.gather.attend_plan import on_pages
+from attnplug.ops.gather.attend_plan import plan_for as plan_attention
 from attnplug.ops.gather.gather_attention import (
     Step,
     allocate_attention,
     attend_on_cpu,
     launch_gather_attention,
-    on_pages,
 )
-from attnplug.ops.gather.gather_attention import plan_for as plan_attention
 from attnplug.ops.gather.select_blocks import (
     PIPELINED,
     allocate_index,

@@ -24,7 +24,8 @@ from attnplug.ops.common.pages import capacity
 from attnplug.ops.common.rows import row_step
 from attnplug.ops.common.sizes import cdiv, next_power_of_two
 from attnplug.ops.common.softmax import base_two
-from attnplug.ops.gather.gather_attention import attend_on_cpu, looked_up
+from attnplug.ops.gather.attend_plan import looked_up
+from attnplug.ops.gather.gather_attention import attend_on_cpu
 from attnplug.ops.gather.gather_decode import Call, Plan, attention, plan_of, selection
 from attnplug.ops.gather.gather_pieces import (
     check_step,

@@ -23,7 +23,8 @@ from attnplug.ops.common.rows import NO_MASK, mask_bytes, row_step
 from attnplug.ops.common.sizes import cdiv, next_power_of_two
 from attnplug.ops.common.softmax import base_two
 from attnplug.ops.common.splits import merge_splits
-from attnplug.ops.gather.gather_attention import Plan, allocate_attention, kept_keys
+from attnplug.ops.gather.attend_plan import Plan
+from attnplug.ops.gather.gather_attention import allocate_attention, kept_keys
 from attnplug.ops.gather.gather_attention import plan_for as plan_attention
 from attnplug.ops.gather.gather_decode import attention, selection
 from attnplug.ops.gather.kernels import tiered as kernels

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from attnplug.errors import ArgumentError, GradientError
 from attnplug.ops import dense_decode
 from attnplug.ops.gather import gather_attention as op
+from attnplug.ops.gather.attend_plan import Plan, plan_for
 from attnplug.testing import oracle_attention, plain_attention
 
 SCALE = 0.125
@@ -104,7 +105,7 @@ def test_matches_fp64(device_path, data):
     if splits is not None and device_path[1] == "kernel":
         tile, ahead = draw(st.sampled_from([16, 32])), draw(st.booleans())
         stages = 3 if ahead else 1
-        plan = op.Plan(tile, splits, warps=4, stages=stages, columns=64, ahead=ahead)
+        plan = Plan(tile, splits, warps=4, stages=stages, columns=64, ahead=ahead)
     hold(attend(device_path, q, k, v, index, plan, **options), *clean, **options)
 
 
@@ -118,7 +119,7 @@ def test_fused_equals_split(device_path, block, tile, ahead):
         plans = [None]
     else:
         stages, splits = 3 if ahead else 1, (1, 2, 3, 7 * block // tile)
-        plans = [op.Plan(tile, each, 4, stages, 32, ahead) for each in splits]
+        plans = [Plan(tile, each, 4, stages, 32, ahead) for each in splits]
     found = [attend(device_path, q, k, v, index, plan, **options) for plan in plans]
     for got in found:
         hold(got, q, k, v, index, **options)
@@ -184,22 +185,22 @@ def test_round_sizes(device_path):
     index = lists(2, k, 1, 16)
     plan = None
     if device_path[1] == "kernel":
-        plan = op.plan_for(4000, 4, 19 * 16, 16, 64, 4, 132)._replace(splits=1)
+        plan = plan_for(4000, 4, 19 * 16, 16, 64, 4, 132)._replace(splits=1)
     hold(attend(device_path, q, k, v, index, plan), q, k, v, index)
 
 
 def test_plans_fill_the_machine():
-    assert op.plan_for(4, 7, 13 * 128, 128, 128, 2, 132).splits == 26  # two programs a block
-    assert op.plan_for(32, 7, 13 * 128, 128, 128, 2, 132).splits == 26
-    assert op.plan_for(32, 7, 37 * 128, 128, 128, 2, 132).splits == 8  # two a multiprocessor
-    assert op.plan_for(256, 7, 13 * 128, 128, 128, 2, 132).splits == 1
-    pages = op.plan_for(512, 7, 37 * 128, 16, 128, 2, 132)  # pipelined: it looks them up before
+    assert plan_for(4, 7, 13 * 128, 128, 128, 2, 132).splits == 26  # two programs a block
+    assert plan_for(32, 7, 13 * 128, 128, 128, 2, 132).splits == 26
+    assert plan_for(32, 7, 37 * 128, 128, 128, 2, 132).splits == 8  # two a multiprocessor
+    assert plan_for(256, 7, 13 * 128, 128, 128, 2, 132).splits == 1
+    pages = plan_for(512, 7, 37 * 128, 16, 128, 2, 132)  # pipelined: it looks them up before
     assert (pages.ahead, pages.stages, pages.splits) == (True, 3, 1)
-    pages = op.plan_for(32, 7, 37 * 128, 16, 128, 2, 132)  # two programs a multiprocessor
+    pages = plan_for(32, 7, 37 * 128, 16, 128, 2, 132)  # two programs a multiprocessor
     assert (pages.tile, pages.splits) == (64, 8)
-    wide = op.plan_for(32, 7, 37 * 128, 16, 256, 4, 132)  # as many as fit at once
+    wide = plan_for(32, 7, 37 * 128, 16, 256, 4, 132)  # as many as fit at once
     assert (wide.ahead, wide.splits) == (False, 16)
-    assert op.plan_for(4, 7, 37 * 128, 16, 128, 2, 132).splits == 74
+    assert plan_for(4, 7, 37 * 128, 16, 128, 2, 132).splits == 74
 
 
 def test_opcheck(device):
@@ -274,7 +275,7 @@ def test_a_million_tokens_times_eight(splits):
     k[:, :, -4096:], v[:, :, -4096:] = tail.cuda()
     last = size // 128
     index = torch.tensor([last - 7, last - 20], dtype=torch.int32).expand(8, 4, 1, 2)
-    plan = op.Plan(64, splits, 4, 1, 32)
+    plan = Plan(64, splits, 4, 1, 32)
     got = attend(("cuda", "kernel"), q, k, v, index, plan, block=128, local=4, sink=0)
     small = index - (last - 32)
     hold(got, q, *tail, small, block=128, local=4, sink=0)
@@ -288,6 +289,6 @@ def test_ten_thousand_rows_are_repeatable():
     index = lists(2, k, 1, 3)
     first = None
     for _ in range(20):
-        got = attend(("cuda", "kernel"), q, k, v, index, op.Plan(32, 3, 4, 1, 64))
+        got = attend(("cuda", "kernel"), q, k, v, index, Plan(32, 3, 4, 1, 64))
         first = first or got
         assert all(torch.equal(a, b) for a, b in zip(first, got, strict=True))

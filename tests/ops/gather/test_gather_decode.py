@@ -13,6 +13,7 @@ from attnplug.ops import gather_attention, select_blocks
 from attnplug.ops.gather import gather_attention as attend
 from attnplug.ops.gather import gather_decode as op
 from attnplug.ops.gather import select_blocks as select
+from attnplug.ops.gather.attend_plan import Plan as AttendPlan
 from attnplug.ops.gather.block_bounds import empty_bounds, frame_of, summary_parts
 
 
@@ -142,7 +143,7 @@ def test_equals_its_parts(device_path, data):
 def plans():
     """Everything that the shipped plans use, in small: flat, grouped and inline selection,
     repeated chunks, early reads; a tile a program, several, one program a row, blocks in tiles."""
-    select, attend = op.SelectPlan(16, 0, 4, 1), op.AttendPlan(16, 6, 4, 1, 32)
+    select, attend = op.SelectPlan(16, 0, 4, 1), AttendPlan(16, 6, 4, 1, 32)
     yield "flat", op.Plan(select, attend, False)
     yield "soon", op.Plan(select._replace(soon=True), attend, False)
     yield "repeat", op.Plan(select._replace(repeat=2, stages=2), attend, False)
@@ -215,7 +216,7 @@ def test_a_full_row_gives_nan_and_writes_nothing(device_path, splits):
     q, new = random(1, 2, 4, 1, 64), random(2, 2, 2, 2, 1, 64)
     plan = None
     if device_path[1] == "kernel":
-        plan = op.Plan(op.SelectPlan(16, 0, 4, 1), op.AttendPlan(16, splits, 4, 1, 32), False)
+        plan = op.Plan(op.SelectPlan(16, 0, 4, 1), AttendPlan(16, splits, 4, 1, 32), False)
     mask = torch.ones(2, 100, dtype=torch.bool)
     for options in ({}, {"key_mask": mask}):
         out, lse, after = step(device_path, cache, q, new, plan, **options)
@@ -375,7 +376,7 @@ def test_shipped_plans_equal_unpipelined_ones(batch, size, top_k, more):
     want, want_lse = attend.allocate_attention(*args)
     tile = 64 if width <= 128 else 32
     tiles = (1 + local + top_k) * block // tile
-    attend.launch_gather_attention(*args, want, want_lse, op.AttendPlan(tile, tiles, 4, 1, 32))
+    attend.launch_gather_attention(*args, want, want_lse, AttendPlan(tile, tiles, 4, 1, 32))
     for turn in range(50):
         if turn == 25:
             progress.zero_()

@@ -10,12 +10,12 @@ from paged_cases import make, paged
 
 from attnplug.errors import ArgumentError
 from attnplug.ops import gather_decode, page_bounds
-from attnplug.ops.gather import gather_attention as attend
 from attnplug.ops.gather import gather_decode as decode
 from attnplug.ops.gather import gather_pieces as halves
 from attnplug.ops.gather import page_bounds as summarise
 from attnplug.ops.gather import page_scores
 from attnplug.ops.gather import select_blocks as select
+from attnplug.ops.gather.attend_plan import Plan as AttendPlan
 from attnplug.ops.gather.page_bounds import empty_page_bounds
 
 FORMS = {
@@ -85,7 +85,7 @@ def a_plan(draw, kept, block, top_k):
     chosen = select.Plan(16, draw(st.sampled_from([0, 8])) if top_k <= 32 else 0, 4, 4)
     ahead = draw(st.booleans())
     stages = draw(st.sampled_from([1, 3])) if ahead else 1
-    return decode.Plan(chosen, attend.Plan(tile, splits, 4, stages, 64, ahead), inline)
+    return decode.Plan(chosen, AttendPlan(tile, splits, 4, stages, 64, ahead), inline)
 
 
 @given(data=st.data())
@@ -184,7 +184,7 @@ def test_few_programs_score_all_chunks_of_a_long_row(
     options = OPTIONS | {"top_k": 5, "scoring": scoring}
     step = {"table": on.table, **options}
     want, _ = gather_decode(q, *on.kv, None, None, bounds, None, on.lengths, **step)
-    plan = decode.Plan(select.Plan(16, members, 4, 4), attend.Plan(16, 2, 4, 1, 64), False)
+    plan = decode.Plan(select.Plan(16, members, 4, 4), AttendPlan(16, 2, 4, 1, 64), False)
     lengths[2], out = 0, torch.full_like(q, 7.0)
     run(device_path, q, on, bounds, lengths, out, plan, **options)
     epsilon = torch.finfo(q.dtype).eps

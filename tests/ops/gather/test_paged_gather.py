@@ -21,6 +21,7 @@ from attnplug.ops.gather import gather_attention as attend
 from attnplug.ops.gather import gather_decode as decode
 from attnplug.ops.gather import page_bounds as summarise
 from attnplug.ops.gather import select_blocks as select
+from attnplug.ops.gather.attend_plan import Plan as AttendPlan
 from attnplug.ops.gather.block_bounds import empty_bounds
 from attnplug.ops.gather.page_bounds import empty_page_bounds, page_summaries, rows_of_summaries
 from attnplug.ops.gather.spread import spread_parts
@@ -143,7 +144,7 @@ def test_equals_the_rows_side_by_side(device_path, data):
         got = attend.allocate_attention(*args, table=on.table)
         tile, splits = draw(st.sampled_from([16, 64])), draw(st.sampled_from([1, 2, 5]))
         ahead = draw(st.booleans())
-        own_plan = attend.Plan(tile, splits, 4, 3 if ahead else 1, 64, ahead)
+        own_plan = AttendPlan(tile, splits, 4, 3 if ahead else 1, 64, ahead)
         attend.launch_gather_attention(*args, *got, plan=own_plan, table=on.table)
     else:
         there_more = {x: y.to(device) if x == "sinks" else y for x, y in more.items()}
@@ -172,7 +173,7 @@ def whole_step(device_path, q, pages, bounds, inline=None, **options):
     plan = None
     if inline is not None:
         kept = options["sink"] + options["local"] + options["top_k"]
-        own = attend.Plan(options["block"], kept, 4, 1, 32)
+        own = AttendPlan(options["block"], kept, 4, 1, 32)
         plan = decode.Plan(select.Plan(16, 0, 4, 4), own, inline)
     decode.launch_gather_decode_paged(*args, *found, plan=plan)
     return [x.cpu() for x in found]

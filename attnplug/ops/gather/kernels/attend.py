@@ -9,6 +9,7 @@ from attnplug.ops.common.rows import note_progress, row_span
 from attnplug.ops.common.softmax import attend_tile
 from attnplug.ops.common.splits import store_piece
 from attnplug.ops.gather.kernels.select import best_keys, block_of, nth_best
+from attnplug.ops.gather.kernels.slots import edge_block, look_up
 
 
 @triton.jit
@@ -30,45 +31,6 @@ def _token_at(cache, new, at, position, pages, in_page, p_stride, s_stride, tabl
     else:
         token_at = cache + pages * p_stride + in_page * s_stride
     return token_at
-
-
-@triton.jit
-def _edge_block(slot, own, SINK: tl.constexpr, LOCAL: tl.constexpr):
-    """The block of a slot before the list: the sink's blocks, then the LOCAL ones up to `own`."""
-    return tl.where(slot < SINK, slot, own - LOCAL + 1 + slot - SINK)
-
-
-@triton.jit
-def _look_up(
-    slot,
-    listed_at,
-    row_table,
-    own,
-    edge,
-    reach,
-    low,
-    BLOCK: tl.constexpr,
-    SINK: tl.constexpr,
-    LOCAL: tl.constexpr,
-    K: tl.constexpr,
-    PAGE: tl.constexpr,
-):
-    """(where the blocks of these slots begin, how many of their first keys are seen), int32: a
-    token of the cache, or with a `row_table` the number of the block among those of all pages. A
-    slot whose block is counted in another slot has none."""
-    KNOWN: tl.constexpr = SINK + LOCAL
-    j = _edge_block(slot, own, SINK, LOCAL)
-    if K > 0:
-        in_list = (slot >= KNOWN) & (slot < KNOWN + K)
-        listed = tl.load(listed_at + slot - KNOWN, mask=in_list, other=-1, cache_modifier=".cg")
-        j = tl.where(slot < KNOWN, j, listed)
-    counts = ((slot < KNOWN) | (j < edge)) & ((slot < SINK) | (j >= SINK))
-    at = low + j * BLOCK
-    seen = tl.where(counts, tl.minimum(tl.maximum(reach - at + 1, 0), BLOCK), 0)
-    if row_table is not None:
-        page = tl.load(row_table + at // PAGE, mask=seen > 0, other=0)
-        at = page * (PAGE // BLOCK) + at % PAGE // BLOCK
-    return at, seen
 
 
 @triton.jit
@@ -189,7 +151,7 @@ def attend_piece(
     only, listed_blocks = 0, 0
     if ONE and WHOLE:  # one block: only a program whose block is a listed one waits
         slot = split * TILE // BLOCK
-        only = _edge_block(slot, own, SINK, LOCAL)
+        only = edge_block(slot, own, SINK, LOCAL)
         if slot >= KNOWN:
             if PDL and CHAINED:
                 gdc_wait()
@@ -212,7 +174,7 @@ def attend_piece(
         row_table = None
         if table is not None:
             row_table = table + b * table_stride
-        begins, visible = _look_up(
+        begins, visible = look_up(
             slot=first * PER + tl.arange(0, AHEAD),
             listed_at=index + row * K,
             row_table=row_table,
@@ -244,14 +206,14 @@ def attend_piece(
                 if ONE:
                     j = only
                 else:
-                    j = _edge_block(slot, own, SINK, LOCAL)
+                    j = edge_block(slot, own, SINK, LOCAL)
                     if K > 0:
                         mine = tl.arange(0, LIST) == slot - KNOWN
                         listed = tl.max(tl.where(mine, listed_blocks, -1), 0)
                         j = tl.where(slot < KNOWN, j, listed)
             else:
                 slot = place // BLOCK
-                j = _edge_block(slot, own, SINK, LOCAL)
+                j = edge_block(slot, own, SINK, LOCAL)
                 in_list = (slot >= KNOWN) & (slot < KNOWN + K)
                 if K > 0:
                     listed = tl.load(index + row * K + slot - KNOWN, mask=in_list, other=-1)
