@@ -23,9 +23,8 @@ from attnplug.ops.common.rows import NO_MASK, mask_bytes, row_step
 from attnplug.ops.common.sizes import cdiv, next_power_of_two
 from attnplug.ops.common.softmax import base_two
 from attnplug.ops.common.splits import merge_splits
-from attnplug.ops.gather.attend_plan import Plan
+from attnplug.ops.gather import attend_plan
 from attnplug.ops.gather.gather_attention import allocate_attention, kept_keys
-from attnplug.ops.gather.gather_attention import plan_for as plan_attention
 from attnplug.ops.gather.gather_decode import attention, selection
 from attnplug.ops.gather.kernels import tiered as kernels
 from attnplug.ops.gather.reference import place_blocks
@@ -294,10 +293,10 @@ def _cpu(*args):
 
 def plan_for(
     rows: int, group: int, keys: int, block: int, width: int, itemsize: int, multiprocessors: int
-) -> Plan:
+) -> attend_plan.Plan:
     """The plan of the attending kernel: `gather_attention`'s, but not pipelined, which costs more
     than it hides, and a program for each tile while there are not too many."""
-    plan = plan_attention(rows, group, keys, block, width, itemsize, multiprocessors)
+    plan = attend_plan.plan_for(rows, group, keys, block, width, itemsize, multiprocessors)
     tile = min(plan.tile, block)
     splits = keys // tile
     if rows * splits > 32 * multiprocessors:

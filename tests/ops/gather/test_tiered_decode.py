@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from attnplug.errors import ArgumentError, GradientError
 from attnplug.ops import ResidentBlocks, gather_attention, select_blocks, tiered_decode
 from attnplug.ops.gather import tiered_decode as op
+from attnplug.ops.gather.attend_plan import Plan
 from attnplug.ops.gather.block_bounds import empty_bounds, summary_parts
 
 SIZE = 200
@@ -152,7 +153,7 @@ def test_slots_are_the_references(device_path):
 
 @pytest.mark.parametrize(
     "plan",
-    [op.Plan(16, 6, 4, 1, 32), op.Plan(16, 2, 4, 1, 32), op.Plan(16, 1, 4, 1, 64)],
+    [Plan(16, 6, 4, 1, 32), Plan(16, 2, 4, 1, 32), Plan(16, 1, 4, 1, 64)],
     ids=["a tile a program", "three tiles", "one program a row"],
 )
 def test_pieces_do_not_matter(device_path, plan):
