@@ -114,7 +114,6 @@ def test_no_policy_is_an_error_with_an_example(monkeypatch):
         ({"policy": "momo+stream", "traces": {"fils": 3}}, "any of folder, files, megabytes, ask"),
         ({"policy": "momo+stream", "traces": "here"}, "needs a mapping with any of folder"),
         ("gather(kv='host')", "--kv-offloading-size"),
-        ("gather(bounds='int8')", "use bounds='exact'"),
     ],
 )
 def test_what_pages_cannot_serve_is_refused(option, message):

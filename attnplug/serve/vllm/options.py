@@ -216,11 +216,6 @@ def _check_gather(phase: Gather) -> None:
             "attnplug in vLLM: gather(kv='host') is not served, since vLLM owns the pages; use "
             "vLLM's offload, --kv-offloading-size, with dense decode"
         )
-    if phase.bounds == "int8":
-        raise ServeError(
-            "attnplug in vLLM: gather(bounds='int8') is not served: codes refer to a sequence's "
-            "first block, and requests share pages; use bounds='exact', the default here"
-        )
 
 
 def check_server(config: "VllmConfig", policy: ServedPolicy) -> None:
