@@ -8,6 +8,7 @@ and by the environment, as a whole run is long:
     ATTNPLUG_BENCH_BATCHES   rows                 "1"
     ATTNPLUG_BENCH_POLICIES                       "dense;gather;momo+gather"
     ATTNPLUG_BENCH_PEER      of test_tokens: "" is stock, or a policy, whose tokens take less long
+    ATTNPLUG_BENCH_NEW       new tokens of test_tokens  "256"
     ATTNPLUG_BENCH_SAMPLED   1: sample instead of greedy decoding
     ATTNPLUG_BENCH_COMPILE   a CompileConfig for ours, as JSON: {"mode": "max-autotune"},
                              {"mode": null, "options": {"triton.cudagraphs": true, ...}}
@@ -59,7 +60,9 @@ PEER = os.environ.get("ATTNPLUG_BENCH_PEER", "")
 POLICIES = os.environ.get("ATTNPLUG_BENCH_POLICIES", "dense;gather;momo+gather").split(";")
 SAMPLED = os.environ.get("ATTNPLUG_BENCH_SAMPLED") == "1"
 # Of fewer queries sketch makes a basis that it soon makes again, within the new tokens.
-TAIL, HEAD, NEW, ROUNDS = 128, 16, 256, 3
+TAIL, HEAD, ROUNDS = 128, 16, 3
+# A token is a difference of two calls, each of which makes sketch's bases: the more the better.
+NEW = int(os.environ.get("ATTNPLUG_BENCH_NEW", 256))
 FIRST = 64  # new tokens of a process's first calls
 CHUNK = 8192
 PAD, END = 0, 2
