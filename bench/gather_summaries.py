@@ -3,13 +3,16 @@
     python bench/gather_summaries.py smollm2-135m --tokens 8192 [--windows 2] [--every 2]
 
 Each window of prose goes through the model once, dense. For the last 32 positions of its layers
-with full attention, `select_blocks` lists k of the blocks of 16, by summaries of the same keys: the
-edges as they are (`exact`), the INT8 codes of a cache of rows (`rows`), which count from the row's
-first block and have one width for all channels, and those of pages (`pages`), which have a scale
-for each block. Prints a JSON line for each k and form: the share of the exact softmax that the kept
-blocks hold (`mass`), that share over what exact edges keep (`relative`, and its 1st percentile `p1`
-over layers, heads and positions), and the part of the list that exact edges list as well
-(`overlap`).
+with full attention, `select_blocks` lists k of the blocks of 16, by three forms of summaries:
+
+- exact: the edges as they are.
+- rows: INT8 codes of a cache of rows, from the row's first block, one width for all channels.
+- pages: INT8 codes of pages, two edges, with a scale for each block.
+
+Prints a JSON line for each k and form. `mass` is the share of the exact softmax that the kept
+blocks hold, `relative` that share over what exact edges keep. `p1` is the 1st percentile of
+`relative` over layers, heads and positions. `overlap` is the part of the list that exact edges list
+as well.
 """
 
 import argparse

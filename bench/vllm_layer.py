@@ -5,8 +5,8 @@ a layer, and of each launch, beside FlashAttention alone.
     python3 bench/vllm_layer.py --root OLD_TREE --out before.json     # the same of another tree
 
 The graph holds a few layers, each with a cache of its own, so that no step finds its keys in the
-L2 cache. `stock` is FlashAttention for all rows. `beside` is attnplug's step as the backend runs
-it, `in line` the same on one stream; an older tree has only the latter. Where vLLM is not
+L2 cache. `stock` is FlashAttention for all rows. `served` is attnplug's step as the backend runs
+it, `in line` FlashAttention for near rows and gather behind it. Where vLLM is not
 importable, `dense_decode` and a copy stand in for FlashAttention. Launches are those of one layer
 as torch's profiler sees them in a replay, which makes gaps longer. Results are compared on the way.
 """
@@ -280,20 +280,20 @@ def measured(layers: Layers, batch: Batch) -> Iterator[tuple[str, float, list[di
 
     graph = captured(layers.stock(batch), len(layers))
     yield "stock", timed(graph, len(layers)), launches(graph, len(layers))
-    step, knows = layers.served_step(batch), hasattr(Gather, "begins_beside")
-    found: list[list[torch.Tensor]] = []
-    for variant in ("beside", "in line") if knows else ("in line",):
-        if knows:
-            Gather.begins_beside = variant == "beside"
+    ways = {"served": None} | ({"in line": 0} if hasattr(Gather, "rows_whole") else {})
+    usual = getattr(Gather, "rows_whole", None)
+    for variant, most in ways.items():
+        if most is not None:
+            Gather.rows_whole = most
         for out in layers.outs:
             out.fill_(torch.nan)
-        graph = captured(step, len(layers))
+        graph = captured(layers.served_step(batch), len(layers))
         graph.replay()
-        found.append([layers.of(batch, i)[1].clone() for i in range(len(layers))])
+        found = [layers.of(batch, i)[1].clone() for i in range(len(layers))]
         yield variant, timed(graph, len(layers)), launches(graph, len(layers))
-    for outs in found:
-        assert all(torch.equal(a, b) for a, b in zip(outs, found[0], strict=True)), "streams differ"
-    hold(layers, batch, found[0])
+        hold(layers, batch, found)
+    if usual is not None:
+        Gather.rows_whole = usual
 
 
 def hold(layers: Layers, batch: Batch, found: list[torch.Tensor]) -> None:
@@ -308,7 +308,7 @@ def hold(layers: Layers, batch: Batch, found: list[torch.Tensor]) -> None:
         want = torch.where(batch.chosen[:, None, None], far, near)
         assert got.isfinite().all(), "a row was not written"
         worst = max(worst, float((got.float() - want.float()).abs().max()))
-    bound = 2.0**-8 * float(max(x.abs().max() for x in found))
+    bound = 2.0**-6 * float(max(x.abs().max() for x in found))
     print(f"      largest difference {worst:.2g}, bound {bound:.2g}")
     assert worst <= bound, "the step gives something else"
 

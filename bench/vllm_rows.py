@@ -2,13 +2,13 @@
 
     source bench/vllm_setup.sh; python3 bench/vllm_rows.py --out rows.jsonl
 
-`stock` is FlashAttention 3 for all rows, `beside` gather's kernels on a branch beside it, `in line`
-both on one stream. `chain` is one chain of gather's kernels that reads near rows too
-(`gather_rows`), with settings behind the word. Each graph has a few layers, each with a cache of
+`stock` is FlashAttention 3 for all rows, `in line` the same for near rows and gather's kernels
+behind it. `chain` is one chain of gather's kernels that reads near rows too (`gather_rows`), with
+settings behind the word. Each graph has a few layers, each with a cache of
 its own. `back to back` is microseconds a layer of these alone; `apart` the same with one small
 kernel in front of each layer that writes its queries, as a model has others there, and without that
-kernel's own time. `cold` is `apart` behind a copy of 192 MB, as a model's weights pass through the
-L2 cache between two layers and take kernels' code and tables with them. Outputs of every variant
+kernel's own time. `cold` is `apart` behind a copy of 192 MB: between two layers a model's weights
+pass through the L2 cache. Outputs of every variant
 are held to stock's and gather's own op's first; a variant that differs, or fails, prints its error
 and no time.
 """
@@ -37,7 +37,6 @@ class Variant:
 
     name: str
     rows_whole: int = 0  # of Gather
-    beside: bool = True
     whole: int = 0  # stages of a near row's pieces; 0: as it is
     programs: int = 2  # of near rows for each multiprocessor
     attend: str = ""  # of the plan of far rows' pieces: splits=8,stages=4
@@ -46,8 +45,7 @@ class Variant:
 
 CHAIN: dict[str, Any] = {"rows_whole": 64}
 VARIANTS = (
-    Variant("beside"),
-    Variant("in line", beside=False),
+    Variant("in line"),
     Variant("chain", **CHAIN),
     Variant("chain whole=3", **CHAIN, whole=3),
     Variant("chain whole=4", **CHAIN, whole=4),
@@ -66,8 +64,6 @@ ATTEND += (
 )
 SCORE = ("programs=8,stages=1", "programs=2,stages=3", "programs=2,stages=2", "programs=3,stages=2")
 TUNED = (
-    *(Variant(f"beside {plan}", attend=plan) for plan in ATTEND),
-    *(Variant(f"beside scores {plan}", score=plan) for plan in SCORE),
     *(Variant(f"chain {plan}", **CHAIN, attend=plan) for plan in ATTEND),
     *(Variant(f"chain scores {plan}", **CHAIN, score=plan) for plan in SCORE),
 )
@@ -187,11 +183,11 @@ def settings(variant: Variant) -> list[tuple[Any, str, Any]]:
 
     wanted = [
         (Gather, "rows_whole", variant.rows_whole),
-        (Gather, "begins_beside", variant.beside),
         (gather_rows, "STAGES", variant.whole or gather_rows.STAGES),
         (gather_rows, "LONG_STAGES", variant.whole or gather_rows.LONG_STAGES),
         (gather_rows, "PROGRAMS", variant.programs),
         (gather_decode, "plan_for", plan_for if attend else stock),
+        (gather_rows, "rows_plan", gather_rows.plan_of if attend else gather_rows.rows_plan),
         (page_scores, "PROGRAMS", score["programs"]),
         (page_scores, "STAGES", score["stages"]),
     ]

@@ -31,8 +31,6 @@ class Phase:
     takes_pending: ClassVar[bool] = False  # writes the cache layer's pending token, or flushes it
     keeps_queries: ClassVar[bool] = False  # its cache layer keeps a prefill's last queries
     notes_in_step: ClassVar[bool] = False  # `begin_far` notes the keys at a call's slots
-    # A captured step may run `begin_far` on a stream beside another method's kernels.
-    begins_beside: ClassVar[bool] = False
     # Served steps of up to so many rows run `attend_rows`, and no other method for near rows.
     rows_whole: ClassVar[int] = 0
     on_request: ClassVar[frozenset[str]] = frozenset()

@@ -72,7 +72,8 @@ class Gather(DenseBelow):
     worth, or what a step wants where that is more. bounds: what the summaries of "bounds" and
     "band" are kept as, "int8" codes, those of bounds rounded outwards and those of a band with one
     width for all channels, or "exact", the keys' own dtype; None is "int8" in caches of many
-    tokens. Those of "spread" are always INT8 codes, and those of other scorings exact.
+    tokens, and on pages for "band" alone. There a band's codes are its two edges. Those of
+    "spread" are always INT8 codes, and those of other scorings exact.
     """
 
     k: int = 256
@@ -89,9 +90,6 @@ class Gather(DenseBelow):
     phases: ClassVar[frozenset[str]] = frozenset({"decode"})
     takes_pending: ClassVar[bool] = True
     notes_in_step: ClassVar[bool] = True
-    # Faster on an H200 with the outputs of one stream (bench/vllm_layer.py), tokens held by
-    # tests/serve/test_vllm_gpu.py.
-    begins_beside: ClassVar[bool] = True
     # Far rows are faster in one chain, however many (bench/vllm_rows.py).
     rows_whole: ClassVar[int] = 1 << 20
 

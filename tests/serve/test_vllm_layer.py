@@ -20,7 +20,6 @@ from attnplug.ops.gather.page_bounds import page_summaries
 from attnplug.ops.gvr.score_tokens import quantize_keys
 from attnplug.policies import AttentionCall
 from attnplug.policies.momo import LEAST_CHUNK
-from attnplug.serve.vllm import layer as layers
 from attnplug.serve.vllm.layer import Far, LayerTraits, ServedLayer, phases_for
 from attnplug.serve.vllm.options import Phases
 from attnplug.serve.vllm.rows import Row
@@ -289,20 +288,6 @@ def test_the_states_share_of_memory():
     bounds = dataclasses.replace(bounds, block=128)
     assert share_of_cache(bounds, 128, torch.bfloat16) == 1 / 128
     assert share_of_cache(Gather(block=16, scoring="mean"), 64, torch.float16) == 1 / 32
-
-
-@pytest.mark.parametrize(("phase", "beside"), [(Gather(k=3), True), (Gvr(k=8), False)])
-def test_gather_alone_begins_beside_the_other_rows_attention(phase, beside, monkeypatch):
-    asked, run = [], layers.run_beside
-
-    def ask(*args, beside):
-        asked.append(beside)
-        return run(*args, beside=beside)
-
-    monkeypatch.setattr(layers, "run_beside", ask)
-    sizes = dict(heads=HEADS, kv_heads=KV_HEADS, head_dim=WIDTH, page=PAGE)
-    served(Phases(decode=phase)).warm_steps(1, 1024, **sizes, dtype=torch.float32, device=CPU)
-    assert asked == [beside]
 
 
 @pytest.mark.parametrize("most", [2, 3])

@@ -6,6 +6,8 @@ from typing import NamedTuple
 
 from attnplug.ops.common.sizes import cdiv, next_power_of_two
 
+MOST_AHEAD = 1024  # slots that a program looks up at once: its code grows with them
+
 
 class Plan(NamedTuple):
     """How the kernels cut the work; chosen from static shapes alone."""
@@ -72,4 +74,5 @@ def looked_up(
     if not plain or plan.tile % block or page % block:
         return 0, 1
     turns = cdiv(cdiv(keys, plan.tile), plan.splits)
-    return next_power_of_two(turns * (plan.tile // block)), plan.stages
+    slots = next_power_of_two(turns * (plan.tile // block))
+    return (slots, plan.stages) if slots <= MOST_AHEAD else (0, 1)

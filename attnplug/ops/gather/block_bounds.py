@@ -14,7 +14,8 @@ what they stand for:
 
 with a scale for each block, and a centre and a unit for each channel. Centre and unit are middle
 and half width of the row's first block; the unit stays within a factor of SPREAD of its mean over
-the channels. The INT8 codes of a band have one part, its middle, and one width for all channels:
+the channels. The INT8 codes of a row's band have one part, its middle, and one width for all
+channels (those of pages: `page_bounds`):
 
     mean ~ centre + unit scale_j code,   its edges mean + unit width_j and mean - unit width_j
     width_j = mean over the channels of 0.8 sigma / unit

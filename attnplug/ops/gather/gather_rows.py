@@ -40,9 +40,8 @@ from attnplug.ops.gather.select_blocks import launch_choice, launch_scores
 
 NAME = "gather_rows"
 
-# Of near rows: programs for each multiprocessor, and the stages of a program's pipeline, where far
-# rows have one program a tile, of which as many as can are to fit, and where they have few and long
-# ones. `bench/vllm_rows.py` compares others.
+# Of near rows: programs for each multiprocessor, and the stages of a program's pipeline. There are
+# LONG_STAGES where far rows have few and long programs. `bench/vllm_rows.py` compares others.
 PROGRAMS, STAGES, LONG_STAGES = 2, 3, 4
 
 

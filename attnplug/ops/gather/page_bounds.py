@@ -3,9 +3,8 @@ share its summaries.
 
     summary of block i of page p  ->  place p * (page / block) + i  among those of all pages
 
-What a block's summary holds is said in `block_bounds`. Its INT8 codes always have two parts here,
-the edges of a band too, and a scale for each block and nothing else, because a page belongs to no
-row whose first block could say more:
+What a block's summary holds is said in `block_bounds`. INT8 codes have two parts here, for a band
+too, and a scale for each block. They have no frame: a page belongs to no row.
 
     edges of block j ~ scale_j code,   max and min as bounds: scale_j code_max >= max, min likewise
 

@@ -2,8 +2,9 @@
 
 Rows that no sparse method serves, layers that it cannot serve, and whatever else vLLM does with a
 backend go to FlashAttention as they come. Steps run inside full CUDA graphs, so that which of their
-rows are far, gather's or gvr's, is decided on the device (`RowCrossover`): FlashAttention gets the
-lengths of the near rows and 0 for the others, the method the reverse.
+rows are far, gather's or gvr's, is decided on the device (`RowCrossover`). gather reads the near
+rows of such a step itself. With gvr, and beside prompts, FlashAttention gets the lengths of the
+near rows and 0 for the others, the method the reverse.
 """
 
 import dataclasses

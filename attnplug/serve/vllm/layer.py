@@ -3,7 +3,6 @@ method serves, prompts by momo, steps by gather or gvr, and which prompts stream
 knows tensors, and not the engine."""
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -13,7 +12,6 @@ from attnplug.call import AttentionCall, LayerShape, PagedCall
 from attnplug.ops.common.checks import HEAD_DIMS
 from attnplug.policies import Dense, Phase
 from attnplug.policies.momo import LEAST_CHUNK
-from attnplug.serve.vllm.beside import run_beside, side_stream
 from attnplug.serve.vllm.layout import Pages, contiguous_row
 from attnplug.serve.vllm.options import Phases
 from attnplug.serve.vllm.rows import Row
@@ -110,8 +108,6 @@ class ServedLayer:
         if phases.decode is not None:
             self.state = LayerState(phases.decode, rows)
             self.rule = phases.decode.row_crossover(device)
-            if device.type == "cuda" and phases.decode.begins_beside:
-                side_stream(device)  # made now, and not while a graph is captured
         self.prefill_from = 0
         if phases.prefill is not None:
             self.prefill_from = phases.prefill.crossover(device)
@@ -222,7 +218,7 @@ class ServedLayer:
     ) -> None:
         """The method that decodes, for the `far` ones of rows of one query each, into `out [rows,
         Hq, D]`, like q. Other rows keep what is there, or what `dense` writes there, which runs
-        beside the method or in front of it, or not at all where the method reads those whole.
+        in front of the method, or not at all where the method reads those whole.
         `slots` `[rows]` are where the keys were written that the method has not noted yet. Nothing
         here looks at a length on the host."""
         assert self.state is not None  # asked of a layer that decodes
@@ -248,9 +244,9 @@ class ServedLayer:
     ) -> None:
         phase = self.phases.decode
         assert phase is not None
-        begin = functools.partial(phase.begin_far, call)
-        found, chained = run_beside(dense, begin, call.q.device, beside=phase.begins_beside)
-        phase.end_far(found, call, chosen, out.unsqueeze(2), chained=chained)
+        if dense is not None:
+            dense()
+        phase.end_far(phase.begin_far(call), call, chosen, out.unsqueeze(2))
 
     def _steps_call(
         self,

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from attnplug.errors import ArgumentError, GradientError
 from attnplug.ops import dense_decode
 from attnplug.ops.gather import gather_attention as op
-from attnplug.ops.gather.attend_plan import Plan, plan_for
+from attnplug.ops.gather.attend_plan import Plan, looked_up, plan_for
 from attnplug.testing import oracle_attention, plain_attention
 
 SCALE = 0.125
@@ -201,6 +201,15 @@ def test_plans_fill_the_machine():
     wide = plan_for(32, 7, 37 * 128, 16, 256, 4, 132)  # as many as fit at once
     assert (wide.ahead, wide.splits) == (False, 16)
     assert plan_for(4, 7, 37 * 128, 16, 128, 2, 132).splits == 74
+
+
+def test_a_large_keep_set_is_not_looked_up_at_once():
+    plan = plan_for(512, 7, 37 * 128, 16, 128, 2, 132)
+    assert looked_up(plan, 37 * 128, 16, 16) == (512, 3)
+    assert looked_up(plan, 2 * 37 * 128, 16) == (1024, 3)
+    assert looked_up(plan, 4 * 37 * 128, 16) == (0, 1)  # in each turn, and not pipelined
+    assert looked_up(plan, 37 * 128, 16, page=24) == looked_up(plan, 37 * 128, 128) == (0, 1)
+    assert looked_up(plan, 37 * 128, 16, plain=False) == (0, 1)
 
 
 def test_opcheck(device):

@@ -3,6 +3,7 @@ and gather_decode make missing summaries on the way.
 
 A row's head has its summaries at `bounds_at`. INT8 codes have their frame (centre, unit, scales and
 for bands widths, float32) behind them, at `frame`. PARTS is 1 for means and for the codes of bands.
+The codes of pages are not FRAMED: centre and unit are left unread, and a band has two parts.
 """
 
 import triton
