@@ -10,8 +10,9 @@ from attnplug.ops.gather.kernels.score_pages import score_pages
 
 # Programs for each multiprocessor. More would find nothing where rows are shorter than the table
 # has room for, which is where most rows of a server are. STAGES: of the pipeline of a program's
-# chunks (`bench/vllm_rows.py` compares others on a GPU).
-PROGRAMS, STAGES = 4, 3
+# chunks, where codes have so many bytes as were compared on a GPU, lists included: their addresses
+# are loaded (`bench/vllm_rows.py` compares others).
+PROGRAMS, STAGES, PIPELINED_BYTES = 4, 3, 128
 
 
 def launch_page_scores(
@@ -42,6 +43,7 @@ def launch_page_scores(
     chunks = cdiv(blocks, plan.chunk)
     programs = min(chunks, max(1, PROGRAMS * machine(q.device)[0] // rows))
     pdl, _ = early(q.device)
+    int8, padded_width = bounds.dtype == torch.int8, next_power_of_two(width)
     score_pages.run(
         grid=(programs + (slots is not None), kv_heads * queries, batch),
         warmup=False,
@@ -68,18 +70,18 @@ def launch_page_scores(
         GROUP=group,
         ROWS=padded,
         D=width,
-        DP=next_power_of_two(width),
+        DP=padded_width,
         BLOCK=block,
         SINK=sink,
         LOCAL=local,
         SCORING=mode,
         BAND=band,
-        INT8=bounds.dtype == torch.int8,
+        INT8=int8,
         CHUNK=plan.chunk,
         MEMBERS=plan.members,
         LENGTH_STEP=row_step(lengths),
         PAGE=k.shape[2],
-        STAGES=STAGES,
+        STAGES=STAGES if int8 and padded_width == PIPELINED_BYTES else 1,
         PDL=pdl,
         **{"num_warps": plan.warps, "maxnreg": plan.registers},
     )

@@ -225,7 +225,7 @@ class Impl(CPUAttentionBackendImpl):
                 assert served.phases.decode.scoring == "band"
                 own = rows_of_summaries(state, m.table[row : row + 1], full, k, block)
                 said = own[0, :, :full].double()
-                slack = 4 * torch.finfo(k.dtype).eps * keys.abs().amax()
+                slack = 16 * torch.finfo(k.dtype).eps * keys.abs().amax()  # sums round
                 if own.dtype == torch.int8:
                     scale = frame_of(own, full).scale[0, :, :, None, None]
                     said, slack = said * scale, 0.51 * scale  # half a code
