@@ -22,6 +22,11 @@ from batching_cases import (
 import attnplug
 from attnplug.policies import Dense, Gather, Gvr
 
+# Pages keep a band as codes, and rows as short as these exactly: of two blocks that score alike one
+# or the other is listed.
+EXACT = GATHER[:-1] + ", bounds='exact')"
+SPREAD = GATHER[:-1] + ", scoring='spread')"
+
 
 @pytest.fixture(scope="module")
 def expected():
@@ -37,14 +42,14 @@ def expected():
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
-@pytest.mark.parametrize("policy", ["dense", GATHER, GATHER[:-1] + ", scoring='spread')", GVR])
+@pytest.mark.parametrize("policy", ["dense", EXACT, SPREAD, GVR])
 def test_gives_the_tokens_of_generate(policy, setting, expected):
     with attnplug.applied(llama(), policy) as model:
         assert batched(model, prompts(), **SETTINGS[setting]) == expected(model, policy)
         assert one_by_one(model, prompts()[:1]) == expected(model, policy)[:1]  # and generate back
 
 
-@pytest.mark.parametrize("policy", [GATHER, GVR])
+@pytest.mark.parametrize("policy", [EXACT, GVR])
 def test_the_budget_changes_tokens_here(expected, policy):
     """Else the test above would hold nothing."""
     with attnplug.applied(llama(), policy) as model:
@@ -78,7 +83,7 @@ def test_momo_leaves_pieces_of_prompts_to_dense():
     assert got == one_by_one(llama(), ids)
 
 
-@pytest.mark.parametrize("policy", ["dense", GATHER, GVR, "sketch(min_tokens=0)"])
+@pytest.mark.parametrize("policy", ["dense", EXACT, GVR, "sketch(min_tokens=0)"])
 def test_sliding_layers_stay_the_models_own(policy):
     """They have no block table, and sketch decodes dense."""
     with attnplug.applied(gemma(), policy) as model:
@@ -93,7 +98,7 @@ def test_sliding_layers_stay_the_models_own(policy):
 
 
 def test_layers_without_a_policy():
-    with attnplug.applied(llama(), {1: GATHER}) as model:
+    with attnplug.applied(llama(), {1: EXACT}) as model:
         want = one_by_one(model, prompts())
         assert batched(model, prompts(), **SETTINGS["block table"]) == want
 
@@ -160,7 +165,7 @@ def test_pages_that_are_no_multiple_of_blocks_run_dense():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("graphs", [None, False])
-@pytest.mark.parametrize("policy", ["dense", GATHER, GATHER[:-1] + ", scoring='spread')"])
+@pytest.mark.parametrize("policy", ["dense", EXACT, SPREAD])
 def test_tokens_on_a_gpu_with_and_without_graphs(policy, graphs):
     """Batches of 3, 5 and 7 requests are padded to powers of two."""
     ids = prompts((333, 200, 40, 100, 64, 65, 127))
@@ -174,7 +179,7 @@ def test_tokens_on_a_gpu_with_and_without_graphs(policy, graphs):
 
 @pytest.mark.gpu
 def test_steps_are_captured_on_a_gpu():
-    with attnplug.applied(llama().cuda(), GATHER) as model:
+    with attnplug.applied(llama().cuda(), EXACT) as model:
         manager = model.init_continuous_batching(ENDLESS, settings(num_blocks=64))
         assert tuple(manager.continuous_batching_config.use_cuda_graph) == (False, True)
         manager.warmup()
