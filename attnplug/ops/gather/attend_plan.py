@@ -57,11 +57,6 @@ def plan_for(
     return plan._replace(splits=max(1, min(tiles, 4 * multiprocessors // rows)))
 
 
-def on_pages(plan: Plan) -> Plan:
-    """The plan over pages. Where a turn looks its keys' pages up it is not pipelined."""
-    return plan if plan.ahead else plan._replace(stages=1)
-
-
 def looked_up(
     plan: Plan, keys: int, block: int, page: int = 0, plain: bool = True
 ) -> tuple[int, int]:
@@ -70,7 +65,7 @@ def looked_up(
     and without a key mask. What does not fit looks its blocks up in each turn, and is not
     pipelined: of loads whose addresses are loaded Triton 3.6 makes wrong code."""
     if not plan.ahead:
-        return 0, plan.stages
+        return 0, 1 if page else plan.stages
     if not plain or plan.tile % block or page % block:
         return 0, 1
     turns = cdiv(cdiv(keys, plan.tile), plan.splits)

@@ -35,7 +35,7 @@ from attnplug.ops.common.rows import NO_MASK, mask_bytes, row_step, rows_on_cpu
 from attnplug.ops.common.sizes import cdiv, next_power_of_two
 from attnplug.ops.common.softmax import base_two
 from attnplug.ops.common.splits import merge_splits
-from attnplug.ops.gather.attend_plan import looked_up, on_pages, plan_for
+from attnplug.ops.gather.attend_plan import looked_up, plan_for
 from attnplug.ops.gather.kernels import attend as kernels
 from attnplug.ops.gather.select_blocks import Scores
 from attnplug.ops.gather.select_plan import candidates_of
@@ -265,8 +265,6 @@ def launch_gather_attention(
         processors = machine(q.device)[0]
         shape = rows, group, keys, block, width, q.element_size(), processors
         plan = plan_for(*shape, masked=key_mask is not None)
-        if table is not None:
-            plan = on_pages(plan)
     q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k, v))
     index, key_mask = None if index is None else index.contiguous(), mask_bytes(key_mask)
     fused = plan.splits == 1 and pieces is None

@@ -22,7 +22,6 @@ from attnplug.ops.common.device import machine
 from attnplug.ops.common.pages import capacity
 from attnplug.ops.common.sizes import cdiv
 from attnplug.ops.gather.attend_plan import Plan as AttendPlan
-from attnplug.ops.gather.attend_plan import on_pages
 from attnplug.ops.gather.attend_plan import plan_for as plan_attention
 from attnplug.ops.gather.gather_attention import (
     Step,
@@ -236,8 +235,6 @@ def plan_for(
     select = plan_selection(rows, candidates, top_k, width, summary_size, pipelined, spread)
     shape = rows, group, kept * block, block, width, itemsize, multiprocessors
     attend = plan_attention(*shape, masked)
-    if paged:
-        attend = on_pages(attend)
     alone = attend.splits * attend.tile == kept * block and block % attend.tile == 0
     # While there are few programs and few blocks, selecting again in every program costs less than
     # a kernel: fetching a kernel's code costs more than running it.

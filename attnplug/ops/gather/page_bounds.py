@@ -6,7 +6,8 @@ share its summaries.
 What a block's summary holds is said in `block_bounds`. INT8 codes have two parts here, for a band
 too, and a scale for each block. They have no frame: a page belongs to no row.
 
-    edges of block j ~ scale_j code,   max and min as bounds: scale_j code_max >= max, min likewise
+    a band's edges ~ scale_j code
+    bounds:  scale_j max_code >= max,   min >= scale_j min_code
 
 The caller tells which keys it has written,
 and the block whose last key is among them is summarised. There is no count of what is done: a page
