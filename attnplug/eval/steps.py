@@ -15,6 +15,7 @@ from attnplug.models.captured import CapturedStep, Step
 from attnplug.models.decode_step import (
     StepBuffers,
     decode_step,
+    due_layers,
     layers_to_prepare,
     prepare_layers,
 )
@@ -49,12 +50,12 @@ class Steps:
         """Logits `[B,V]` (float32) after the next token `[B,1]` of each row."""
         made = self.buffers
         made.token.copy_(token)
-        waiting = layers_to_prepare(self.cache)
+        due = due_layers(layers_to_prepare(self.cache), self.tokens)
         mask = None
-        if waiting and made.mask is not None:
+        if due and made.mask is not None:
             mask = made.mask[:, 0, 0, : self.tokens + 1].long()
             mask[:, -1] = 1  # the step's own token
-        prepare_layers(waiting, self.tokens, mask)
+        prepare_layers(due, self.tokens, mask)
         self.tokens += 1
         found = self.step(self.model, self.cache, *vars(made).values(), False, {})
         assert found is not None  # it was not asked to choose

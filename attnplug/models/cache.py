@@ -69,7 +69,6 @@ class PlugLayer(StaticLayer):
     """
 
     row_buffers: ClassVar[RowBuffers] = {}
-    crops_exactly: ClassVar[bool] = False  # `crop` leaves row buffers as if the steps had not been
     is_croppable = True
     defers_write = False
     defer_next = False  # for one update: PolicyHook sets it where plug_attention will follow
@@ -186,10 +185,23 @@ class PlugLayer(StaticLayer):
         if pending is not None:
             self._write(*pending)
 
+    @property
+    def crops_exactly(self) -> bool:
+        """Whether `crop` leaves side buffers as if the steps had not been: generate's steps then
+        run ahead of what the host knows, also in a cache that somebody sees again."""
+        return next(self._row_tensors(self.row_buffers), None) is None
+
     def prepare_step(self, tokens: int, mask: torch.Tensor | None) -> None:
-        """Called by generate on the host, outside of compiled code, before each step, for what a
+        """Called by generate on the host, outside of compiled code, before a step, for what a
         compiled step cannot do. `tokens` are in the cache, as far as generate knows, maybe more;
         `mask` `[B,T]` is the attention mask."""
+
+    @classmethod
+    def due_layers(cls, layers: Sequence["PlugLayer"], tokens: int) -> Sequence["PlugLayer"]:
+        """Those of layers of this class whose `prepare_step` has work before a step. Where there
+        are any, generate waits for the steps before: a class that has work now and then overrides
+        it."""
+        return layers
 
     @classmethod
     def prepare_steps(

@@ -17,7 +17,7 @@ import logging
 import threading
 import types
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -33,6 +33,7 @@ from attnplug.models.decode_step import (
     StepBuffers,
     accept,
     decode_step,
+    due_layers,
     layers_to_prepare,
     prepare_layers,
 )
@@ -288,10 +289,12 @@ class Decoding:
         self._choose(logits, buffers)
         while True:
             self._note_token(buffers)
-            end = self._ended(buffers)
+            due = due_layers(self.wanting, self.length - 1)
+            # What a layer does on the host cannot be taken back.
+            end = self._ended(buffers, lag=0 if due else self.lag)
             if end is not None:
                 return end
-            self._prepare_layers(buffers)
+            self._prepare_layers(due, buffers)
             found = step(self.model, self.cache, *vars(buffers).values(), self.greedy, options)
             self.notice.cancel()  # from here on tokens come
             if found is not None:
@@ -319,23 +322,23 @@ class Decoding:
             if known is not None and self.length == max(known, self.prompt.shape[1]) + 1:
                 limit(self.ids[:, : self.length], None)  # for its warning
 
-    def _prepare_layers(self, buffers: StepBuffers) -> None:
-        """What a layer wants of the host before a step."""
-        wanting, mask = self.wanting, None
+    def _prepare_layers(self, due: Sequence[Sequence[PlugLayer]], buffers: StepBuffers) -> None:
+        """What layers want of the host before a step."""
+        mask = None
         if buffers.mask is not None:
             self.masked += 1
-            if wanting:
+            if due:
                 mask = buffers.mask[:, 0, 0, : self.masked].long()
                 mask[:, -1] = 1  # the step's own token
-        prepare_layers(wanting, self.length - 1, mask)
+        prepare_layers(due, self.length - 1, mask)
 
-    def _ended(self, buffers: StepBuffers) -> int | None:
-        """The length at which all rows had ended, if the host knows of one; it waits for all that
-        it does not know before the last token."""
+    def _ended(self, buffers: StepBuffers, lag: int) -> int | None:
+        """The length at which all rows had ended, if the host knows of one. It waits for steps that
+        are more than `lag` back, and before the last token for all."""
         if self.ends is not None or self.config.do_sample:
             self.looks.append(self._look(buffers))
         done = self.length >= self.last
-        while self.looks and (done or len(self.looks) > self.lag):
+        while self.looks and (done or len(self.looks) > lag):
             look = self.looks.popleft()
             verdict = look.read()
             if verdict == INVALID:
@@ -380,7 +383,7 @@ class Decoding:
 def _crops_exactly(layer: Any) -> bool:
     if isinstance(layer, SlidingLayer):  # it forgets what it would have to bring back
         return False
-    return not layer.row_buffers or layer.crops_exactly
+    return layer.crops_exactly
 
 
 def _random_state(device: torch.device) -> torch.Tensor:

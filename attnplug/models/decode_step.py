@@ -2,6 +2,7 @@
 needs nothing of the host."""
 
 import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -151,7 +152,7 @@ def accept(
 
 
 def layers_to_prepare(cache: PlugCache) -> list[list[PlugLayer]]:
-    """Those that want something of the host before each step, by their class."""
+    """Those that may want something of the host before a step, by their class."""
     kinds: dict[type[PlugLayer], list[PlugLayer]] = {}
     for layer in cache.layers:
         if isinstance(layer, PlugLayer) and type(layer).prepare_step != PlugLayer.prepare_step:
@@ -159,7 +160,15 @@ def layers_to_prepare(cache: PlugCache) -> list[list[PlugLayer]]:
     return list(kinds.values())
 
 
-def prepare_layers(kinds: list[list[PlugLayer]], tokens: int, mask: torch.Tensor | None) -> None:
-    """Call `prepare_steps` of the classes of `layers_to_prepare`."""
+def due_layers(kinds: list[list[PlugLayer]], tokens: int) -> list[Sequence[PlugLayer]]:
+    """Those of `layers_to_prepare` that have work before the next step, by their class."""
+    due = [type(layers[0]).due_layers(layers, tokens) for layers in kinds]
+    return [layers for layers in due if layers]
+
+
+def prepare_layers(
+    kinds: Iterable[Sequence[PlugLayer]], tokens: int, mask: torch.Tensor | None
+) -> None:
+    """Call `prepare_steps` of the classes of `layers_to_prepare` or `due_layers`."""
     for layers in kinds:
         type(layers[0]).prepare_steps(layers, tokens, mask)

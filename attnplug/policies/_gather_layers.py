@@ -37,7 +37,6 @@ class GatherLayer(PlugLayer):
     """
 
     row_buffers: ClassVar[RowBuffers] = {"bounds": None, "progress": 0}
-    crops_exactly = True
     defers_write = True
 
     bounds: torch.Tensor
@@ -50,6 +49,10 @@ class GatherLayer(PlugLayer):
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         super().lazy_initialization(key_states, value_states)
         self._make_summaries()
+
+    @property
+    def crops_exactly(self) -> bool:
+        return True
 
     def _make_summaries(self) -> None:
         assert self.keys is not None
@@ -87,7 +90,6 @@ class HostGatherLayer(GatherLayer, HostLayer):
     """
 
     row_buffers: ClassVar[RowBuffers] = {**GatherLayer.row_buffers, "near": None}
-    crops_exactly = False  # steps change what is near, and count it
     near: ResidentBlocks | None = None
 
     def __init__(
@@ -112,6 +114,10 @@ class HostGatherLayer(GatherLayer, HostLayer):
         rows = batch, heads, self.max_cache_len, width
         like = key_states.dtype, key_states.device
         self.bind_rows(near=ResidentBlocks.empty(*rows, self.block, self.local, slots, *like))
+
+    @property
+    def crops_exactly(self) -> bool:
+        return self.near is None  # steps change what is near, and count it
 
     def continue_from(self, source: PlugLayer) -> None:
         if isinstance(source, HostGatherLayer) and self.near is not None and source.near:

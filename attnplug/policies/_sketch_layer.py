@@ -26,15 +26,18 @@ from attnplug.ops.sketch.state import (
 from attnplug.policies._host_layer import HostLayer
 from attnplug.policies._sketch_audit import Asked, Audit, audit_step
 
-QUERIES = 512  # that are kept of each head
+QUERIES = 512  # last ones of each head, that a basis is made of
+SPARE = 8  # and more, which are still there where generate takes steps back
+RING = QUERIES + SPARE
 FEW = 64  # a basis of fewer queries is made again after as many steps
 SOON, LATE = 512, 2048  # a basis is made again after as many tokens as it was made of, within
 Rows = tuple[torch.Tensor | None, torch.Tensor | None]  # start and mask, as `refit` takes them
 
 
 class SketchLayer(PlugLayer):
-    """Keys and values, `codes` of `size` bytes a token, the `basis`, and `recent`, the last 512
-    queries of each head `[B,Hq,512,D]`, a query at its position modulo 512.
+    """Keys and values, `codes` of `size` bytes a token, the `basis`, and `recent`, the last 520
+    queries of each head `[B,Hq,520,D]`, a query at its position modulo 520. A basis is made of the
+    last 512, so that a crop of eight steps leaves all that it needs.
 
     `hint` `[B,Hkv]` float32 is what the last step left for the scan of the next one, 0 where the
     tokens have changed since (`sketch_decode`).
@@ -119,7 +122,7 @@ class SketchLayer(PlugLayer):
 
     def _make_ring(self, heads: int) -> None:
         keys = self._buffers()[0]
-        self.bind_rows(recent=keys.new_zeros((len(keys), heads, QUERIES, keys.shape[3])))
+        self.bind_rows(recent=keys.new_zeros((len(keys), heads, RING, keys.shape[3])))
 
     def _forget(self) -> None:
         self.is_fitted, self.seen, self.without_query = False, 0, 0
@@ -207,7 +210,7 @@ class SketchLayer(PlugLayer):
         if call.key_mask is not None:
             hidden = ~call.key_mask.index_select(1, at)
             queries = queries.masked_fill(hidden[:, None, :, None], 0.0)
-        recent.index_copy_(2, at % QUERIES, queries.to(recent.dtype))
+        recent.index_copy_(2, at % RING, queries.to(recent.dtype))
 
     @property
     def _written(self) -> int:
@@ -238,7 +241,7 @@ class SketchLayer(PlugLayer):
         self.audit_due = self._written + self.audit
         lengths = self.cumulative_length.reshape(1)
         found = audit_step(
-            self.recent.index_select(2, (lengths - 1) % QUERIES),
+            self.recent.index_select(2, (lengths - 1) % RING),
             *self._buffers(),
             self.basis,
             self.codes,
@@ -251,8 +254,23 @@ class SketchLayer(PlugLayer):
             assert self.audits is not None
         self.audits += torch.stack([torch.ones_like(found[0]), *found], -1)
 
+    @property
+    def crops_exactly(self) -> bool:
+        return True  # of SPARE steps at most: more of generate's are never taken back
+
     def prepare_step(self, tokens: int, mask: torch.Tensor | None) -> None:
         self.prepare_steps([self], tokens, mask)
+
+    @classmethod
+    def due_layers(cls, layers: Sequence["PlugLayer"], tokens: int) -> Sequence["PlugLayer"]:
+        return [each for each in layers if isinstance(each, SketchLayer) and each._has_work(tokens)]
+
+    def _has_work(self, tokens: int) -> bool:
+        """Whether an audit or a basis is due before a step, with so many tokens in the cache."""
+        self.seen = max(self.seen, tokens)
+        if not self._serves_its_rows():
+            return False
+        return self.codes is not None and self.seen > 0 and (self._audit_is_due() or self._is_due())
 
     @classmethod
     def prepare_steps(
@@ -269,12 +287,9 @@ class SketchLayer(PlugLayer):
     def _prepare(self, tokens: int, mask: torch.Tensor | None) -> Rows | None:
         """Audit the step before where that is due. (start, mask), as `refit` takes them, where the
         basis is due."""
-        self.seen = max(self.seen, tokens)
-        if not self._serves_its_rows():
+        if not self.is_initialized or not self._has_work(tokens):
             return None
         audit, fit = self._audit_is_due(), self._is_due()
-        if self.codes is None or not self.is_initialized or self.seen == 0 or not (audit or fit):
-            return None
         keys = self._buffers()[0]
         start = None
         if mask is not None:
@@ -293,9 +308,13 @@ class SketchLayer(PlugLayer):
     def _fit(self, start: torch.Tensor | None, mask: torch.Tensor | None) -> Fit:
         keys, values = self._buffers_to_read()
         queries = self.recent
+        lengths = self.cumulative_length.reshape(1)
         if queries is None:  # none was ever kept: zeros stand for no preference
             queries = keys.new_zeros((*keys.shape[:2], 1, keys.shape[3]))
-        return Fit(keys, values, queries, self.cumulative_length.reshape(1), start, mask)
+        else:
+            age = (lengths - 1 - torch.arange(RING, device=queries.device)) % RING
+            queries = queries.masked_fill((age >= QUERIES)[:, None], 0.0)
+        return Fit(keys, values, queries, lengths, start, mask)
 
     def _take_basis(self, fitted: Basis, of: Fit) -> None:
         """Have a basis, and all codes made anew in it."""

@@ -18,7 +18,7 @@ from attnplug.models.cache import PlugLayer
 from attnplug.ops.sketch.encode_keys import encode_keys
 from attnplug.ops.sketch.state import Basis, empty_codes, fit_basis
 from attnplug.policies import AttentionCall, LayerShape, refit
-from attnplug.policies._sketch_layer import FEW, LATE, QUERIES, SOON, SketchLayer
+from attnplug.policies._sketch_layer import FEW, LATE, QUERIES, RING, SOON, SketchLayer
 from attnplug.testing import oracle_attention, plain_attention, tiny_model
 
 SKETCH = Sketch(k=40, min_tokens=0)
@@ -201,7 +201,7 @@ def test_the_basis_is_of_the_prompt_and_its_last_queries():
     new = tokens(3, 1200, batch=2)
     layer = filled(SKETCH, new)
     k, v, q = new
-    at = torch.arange(1200 - QUERIES, 1200) % QUERIES
+    at = torch.arange(1200 - QUERIES, 1200) % RING
     assert torch.equal(layer.recent[:, :, at], q[:, :, -QUERIES:])
     keys, values = (torch.zeros(2, KV_HEADS, SIZE, DIM) for _ in range(2))
     keys[:, :, :1200], values[:, :, :1200] = k[:, :KV_HEADS], v[:, :KV_HEADS]
@@ -213,7 +213,7 @@ def test_a_step_keeps_its_query():
     layer = filled(SKETCH, tokens(3, 900))
     call = step(layer)
     SKETCH.attend(call)
-    assert torch.equal(layer.recent[:, :, (900 - 1) % QUERIES], call.q[:, :, 0])
+    assert torch.equal(layer.recent[:, :, (900 - 1) % RING], call.q[:, :, 0])
 
 
 def fitted_at(layer: SketchLayer, span: int, host: str) -> list[int]:
