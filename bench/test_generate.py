@@ -17,7 +17,8 @@ and by the environment, as a whole run is long:
 - test_tokens: time a token. The cache holds n - TAIL random tokens already, so no long prefill
   runs: the call feeds the TAIL. A token costs (time of HEAD + NEW tokens - time of HEAD) / NEW, for
   a call's first steps look at guards, may be captured, and are audited. Our steps are compiled
-  ahead by attnplug.warm, or are the model's own, as a session's first are.
+  ahead by attnplug.warm, or are the model's own, as a session's first are. Each policy has a
+  process of its own: in one process the second one's tokens take some 3% longer, whichever it is.
 - test_first: the first call of a process on an empty compile cache, of a second process on the same
   cache, and then calls of ten other lengths. Each is a process of its own.
 - test_prefill: time to first token, with a mask of ones, and with a prompt that holds its pad id,
@@ -41,7 +42,8 @@ from typing import Any
 import pytest
 import torch
 from _models import heads_of
-from test_e2e_decode import CONFIG, model, profile, work_of
+from test_e2e_decode import CONFIG, profile, work_of
+from test_e2e_decode import model as random_weights
 from test_e2e_policies import fill_up_to
 from torch._dynamo.utils import compilation_time_metrics, counters
 from transformers import Cache, DynamicCache
@@ -70,6 +72,15 @@ OPTIONS: dict[str, Any] = dict(eos_token_id=END, pad_token_id=PAD, do_sample=SAM
 COMPILE = os.environ.get("ATTNPLUG_BENCH_COMPILE", "")
 OURS = dict(compile_config=CompileConfig(**json.loads(COMPILE))) if COMPILE else {}
 KIND = ", ".join(filter(None, ["sampled" if SAMPLED else "", COMPILE]))
+
+
+@functools.cache
+def model() -> Any:
+    """Random weights that never choose END, whose logit is 0: a call has all its tokens."""
+    made = random_weights()
+    with torch.no_grad():
+        made.lm_head.weight[END].zero_()
+    return made
 
 
 @contextmanager
@@ -141,6 +152,25 @@ def counted_captures() -> Iterator[list[str]]:
 
 @functools.cache
 def token_times(policy: str, n: int, batch: int, kind: str = "") -> list[float]:
+    """`times_here` of a process of its own."""
+    times = of_a_process("times_here", policy, n, batch, kind)
+    print(f"{policy or 'stock'} {n} x {batch} {kind}: {[round(t) for t in times]} us", flush=True)
+    return times
+
+
+def of_a_process(name: str, *arguments: Any, **environment: str) -> Any:
+    """What a function of this file returns in a process of its own."""
+    run = subprocess.run(
+        [sys.executable, __file__, name, json.dumps(arguments)],
+        env=os.environ | environment, stdout=subprocess.PIPE, text=True, check=True,
+        cwd=Path(__file__).parent,
+    )  # fmt: skip
+    *said, found = run.stdout.splitlines()
+    print(*said, sep="\n", flush=True)
+    return json.loads(found)
+
+
+def times_here(policy: str, n: int, batch: int, kind: str) -> list[float]:
     """Microseconds a token of each round, the first call of all left out."""
     ids = prompt(n, batch)
     times = []
@@ -164,8 +194,6 @@ def token_times(policy: str, n: int, batch: int, kind: str = "") -> list[float]:
         if policy and os.environ.get("ATTNPLUG_BENCH_PROFILE"):
             profile_of(made, policy, ids)
             print(f"{[round(1e3 * t) for t in taken]} ms, {len(graphs)} graphs so far", flush=True)
-    name = f"{policy or 'stock'} {n} x {batch} {kind}"
-    print(f"{name}: {[round(t) for t in times]} us", flush=True)
     return times
 
 
@@ -283,12 +311,7 @@ def first_calls(policy: str, n: int) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as folder:
         caches = {"TORCHINDUCTOR_CACHE_DIR": f"{folder}/i", "TRITON_CACHE_DIR": f"{folder}/t"}
         for process in ("cold", "second process"):
-            run = subprocess.run(
-                [sys.executable, __file__, policy, str(n)],
-                env=os.environ | caches, stdout=subprocess.PIPE, text=True, check=True,
-                cwd=Path(__file__).parent,
-            )  # fmt: skip
-            for name, value in json.loads(run.stdout.splitlines()[-1]).items():
+            for name, value in of_a_process("first_here", policy, n, **caches).items():
                 found[f"{process}, {name}"] = value
     print(policy or "stock", n, found, flush=True)
     return found
@@ -324,7 +347,7 @@ def work_of_prefill(n: int) -> tuple[int, int]:
     return 2 * read, 2 * read * n
 
 
-def first_of_a_process(policy: str, n: int) -> dict[str, float]:
+def first_here(policy: str, n: int) -> dict[str, float]:
     """Seconds of the first call, of the next, and of a call of each of ten other lengths. Under a
     policy these must not compile. The phases of the first call's compilation go to stderr."""
     found = {}
@@ -358,4 +381,5 @@ def phases() -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(first_of_a_process(sys.argv[1], int(sys.argv[2]))))
+    here = {each.__name__: each for each in (times_here, first_here)}[sys.argv[1]]
+    print(json.dumps(here(*json.loads(sys.argv[2]))))
