@@ -1,5 +1,5 @@
 """Steps that generate has run past the end of all rows, and takes back: what stays of them in
-sketch's layers. On a CPU, with compiled steps that run ahead as on a GPU."""
+sketch's layers. Compiled steps run further ahead here than they do elsewhere, also on a CPU."""
 
 import pytest
 import torch
@@ -18,13 +18,13 @@ def test_no_device_is_further_ahead_than_a_crop_is_exact():
     assert max(decode_loop.LAG.values()) <= SPARE
 
 
-def turns(tokens: int, monkeypatch, lag: int) -> tuple[list[torch.Tensor], PlugCache]:
+def turns(tokens: int, device, monkeypatch, lag: int) -> tuple[list[torch.Tensor], PlugCache]:
     """Tokens of two turns of two rows, of which the first ends early, and their cache."""
-    monkeypatch.setitem(decode_loop.LAG, "cpu", lag)
+    monkeypatch.setitem(decode_loop.LAG, device.type, lag)
     random = torch.Generator().manual_seed(2)
-    prompt, more = (torch.randint(41, 97, (2, n), generator=random) for n in (tokens, 3))
+    prompt, more = (torch.randint(41, 97, (2, n), generator=random).to(device) for n in (tokens, 3))
     torch._dynamo.reset()
-    with attnplug.applied(tiny_model(), POLICY) as model:
+    with attnplug.applied(tiny_model(device=device), POLICY) as model:
         options = dict(compile_config=compiling(), return_dict_in_generate=True)
         first = model.generate(prompt, max_new_tokens=40, eos_token_id=ENDS, **options)
         assert tokens + 2 < first.sequences.shape[1] < tokens + 40
@@ -51,15 +51,17 @@ def state(layer: SketchLayer) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("tokens", [690, 704, 5])
-def test_sketch_forgets_them(tokens, monkeypatch):
-    """Beside audits, and bases made anew: of a prompt of 5 tokens, behind 69."""
-    wanted, plain = turns(tokens, monkeypatch, 0)
-    found, cache = turns(tokens, monkeypatch, SPARE)
+def test_sketch_forgets_them(tokens, device, monkeypatch):
+    """Beside audits, and bases made anew: of a prompt of 5 tokens, behind 69. A GPU's kernels sum
+    picks in any order, so that numbers may differ there, but no count and no token."""
+    wanted, plain = turns(tokens, device, monkeypatch, 0)
+    found, cache = turns(tokens, device, monkeypatch, SPARE)
     assert all(map(torch.equal, found, wanted))
     for one, other in zip(cache.layers, plain.layers, strict=True):
         mine, theirs = state(one), state(other)
-        for name in theirs:
+        for name in theirs if device.type == "cpu" else ("counts",):
             assert torch.equal(mine[name], theirs[name]), name
+        assert torch.equal(mine["audits"][..., 0], theirs["audits"][..., 0])  # how many
 
 
 def test_the_host_waits_for_them_before_a_layer_has_work(monkeypatch):
