@@ -94,6 +94,16 @@ def test_the_crossover_counts_the_keys_seen():
     assert served(Phases(prefill=MOMO)).serves_prompt(Row(0, 0, 2, seen=2))
 
 
+def test_a_chunk_that_steps_beside_it_cut_short_reaches_the_crossover():
+    """A batch of 16,384 tokens has 16,353 of a prompt's beside 31 steps."""
+    device = torch.device("cuda")
+    layer = served(Phases(prefill=Momo()), device)
+    assert Momo().crossover(device) == 16_384
+    assert layer.serves_prompt(Row(31, 31, 16_353, seen=16_353))
+    assert layer.serves_prompt(Row(0, 0, 8192, seen=12_288))
+    assert not layer.serves_prompt(Row(0, 0, 12_287, seen=12_287))
+
+
 @pytest.mark.parametrize(
     "change, phases, why",
     [
@@ -259,13 +269,13 @@ def test_warming_runs_every_method_without_a_trace(monkeypatch):
     shape = dict(heads=HEADS, kv_heads=KV_HEADS, head_dim=WIDTH, dtype=torch.float32, device=CPU)
     layer.warm_prompts(64, 128, **shape)
     layer.warm_steps(3, 128, page=PAGE, **shape)
-    assert calls == [64, 64, 63, 63, 64, "1 rows", "2 rows", "3 rows"]
+    assert calls == [64, 64, 64, 63, 63, 63, "1 rows", "2 rows", "3 rows"]
     assert layer.state._made is None  # nothing is kept
     calls.clear()
     monkeypatch.setattr("attnplug.policies.momo.FAR", 96)  # where a span ends
     layer = served(Phases(prefill=dataclasses.replace(MOMO, gamma=None, top_k=3)))
     layer.warm_prompts(64, 128, **shape)
-    assert calls == [64] * 4 + [63] * 4 + [64]
+    assert calls == [64] * 5 + [63] * 5
 
 
 def test_a_layer_is_served_where_a_batch_can_be_long_enough():

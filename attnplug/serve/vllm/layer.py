@@ -21,6 +21,12 @@ if TYPE_CHECKING:  # writing files needs packages that serving does not
     from attnplug.serve.vllm.traces import Traced
 
 
+# vLLM fills a batch with as much of a prompt as the steps beside it leave: a chunk that has the
+# measured crossover's keys alone must not fall below it. momo is faster than dense well below it
+# (docs/log/momo.md).
+CUT_SHORT = 0.25
+
+
 @dataclasses.dataclass(frozen=True)
 class LayerTraits:
     """What decides whether a method can serve a layer."""
@@ -44,10 +50,12 @@ def phases_for(asked: Phases, traits: LayerTraits) -> tuple[Phases, str]:
         phase = getattr(asked, slot)
         if phase is None:
             continue
-        alone = phase.crossover(traits.device)
-        served = traits.longest >= alone
         if slot == "decode":
+            alone = phase.crossover(traits.device)
             served = phase.row_crossover(traits.device).reachable(traits.rows, traits.longest)
+        else:
+            alone = _prefill_from(phase, traits.device)
+            served = traits.longest >= alone
         if served:
             kept[slot] = phase
         else:
@@ -62,6 +70,12 @@ def phases_for(asked: Phases, traits: LayerTraits) -> tuple[Phases, str]:
         else:
             kept["trace"] = asked.trace
     return Phases(**kept), "; ".join(reasons)
+
+
+def _prefill_from(phase: Any, device: torch.device) -> int:
+    """The keys that a chunk must see for momo to serve it."""
+    crossover = phase.crossover(device)
+    return crossover if phase.min_tokens is not None else int(crossover * (1 - CUT_SHORT))
 
 
 def _untraced(asked: Phases, kept: dict[str, Any], traits: LayerTraits) -> str:
@@ -110,7 +124,7 @@ class ServedLayer:
             self.rule = phases.decode.row_crossover(device)
         self.prefill_from = 0
         if phases.prefill is not None:
-            self.prefill_from = phases.prefill.crossover(device)
+            self.prefill_from = _prefill_from(phases.prefill, device)
             # The crossover is decided here, by the keys that are seen, and not by a call's queries.
             self._momo = dataclasses.replace(phases.prefill, min_tokens=0)
 
@@ -188,14 +202,15 @@ class ServedLayer:
         if self.phases.prefill is not None:
             ends += [span.end for span in self._momo.spans() if span.end is not None]
         lengths = [keys for end in ends for keys in (end, end - 1)]
+        first = torch.zeros(chunk, kv_heads, head_dim, **place).transpose(0, 1)[None]
         for queries in (chunk, chunk - 1):
             for keys in lengths:
                 if not queries <= keys <= longest:
                     continue
                 rows = q[:, :, :queries], k[:, :, :keys], k[:, :, :keys].clone()
                 self._warm_prompt(self._call(*rows))
-        keys = torch.zeros(chunk, kv_heads, head_dim, **place).transpose(0, 1)[None]
-        self._warm_prompt(self._call(q, keys, keys))
+            own = first[:, :, :queries]
+            self._warm_prompt(self._call(q[:, :, :queries], own, own))
 
     def _warm_prompt(self, call: AttentionCall) -> None:
         served: Phase = Dense()
