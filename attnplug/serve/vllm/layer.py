@@ -293,24 +293,22 @@ class ServedLayer:
         page: int,
         **place,
     ) -> None:
-        """Run the method that decodes once for 1, 2, 4 and so on up to `rows` rows of up to
-        `longest` keys, over made-up pages of `page` keys."""
+        """Run the method that decodes once for each number of rows up to `rows`, of up to `longest`
+        keys, over made-up pages of `page` keys. Plans go by the number of rows: 5 to 7 rows beside
+        a prompt have kernels of their own, between those of 4 and of 8."""
         phase = self.phases.decode
         if phase is None:
             return
         k = torch.zeros(2, kv_heads, page, head_dim, **place)
         state = phase.page_state(k), phase.row_state(rows, kv_heads, k.device)
-        count = 1
-        while True:
-            q = torch.zeros(count, heads, head_dim, **place)
-            table = torch.zeros(count, -(-longest // page), dtype=torch.int32, device=k.device)
-            lengths = torch.zeros(count, dtype=torch.int32, device=k.device)
-            call = self._steps_call(q, (k, k), table, lengths, *state)
-            if phase.notes_in_step:
-                call.slots = torch.full((count,), -1, device=k.device)
-            self._run_steps(call, lengths > 0, torch.empty_like(q))
+        q = torch.zeros(rows, heads, head_dim, **place)
+        table = torch.zeros(rows, -(-longest // page), dtype=torch.int32, device=k.device)
+        lengths = torch.zeros(rows, dtype=torch.int32, device=k.device)
+        slots = torch.full((rows,), -1, device=k.device) if phase.notes_in_step else None
+        for count in range(1, rows + 1):
+            some = slice(count)
+            call = self._steps_call(q[some], (k, k), table[some], lengths[some], *state)
+            call.slots = None if slots is None else slots[some]
+            self._run_steps(call, lengths[some] > 0, torch.empty_like(q[some]))
             if count <= self.rows_whole:
-                phase.attend_rows(call, lengths, torch.empty_like(call.q))
-            if count >= rows:
-                return
-            count = min(2 * count, rows)
+                phase.attend_rows(call, lengths[some], torch.empty_like(call.q))
