@@ -3,7 +3,8 @@
 JOB is a JSON file {"model", "policy" or null for stock, "options", "turns"}; each turn has prompts,
 as lists of tokens, and how many tokens to make. Prints one JSON line: of each prompt the tokens,
 the two likeliest tokens of each place with their log-probabilities, and how many tokens of the
-prompt came from the prefix cache.
+prompt came from the prefix cache. A line COMPILED names each kernel that Triton compiles while
+requests are served.
 """
 
 import json
@@ -24,6 +25,16 @@ COMMON = dict(
 )
 
 
+def tell_of_kernels() -> None:
+    """Have Triton print what it compiles from here on."""
+    from triton import knobs
+
+    def told(*, fn, repr, **_) -> None:
+        print("COMPILED", fn.module, repr, flush=True)
+
+    knobs.runtime.jit_post_compile_hook = told
+
+
 def main() -> None:
     from vllm import LLM, SamplingParams
     from vllm.inputs import TokensPrompt
@@ -36,6 +47,7 @@ def main() -> None:
             "additional_config": {"attnplug": job["policy"]},
         }
     llm = LLM(model=job["model"], **(COMMON | job["options"] | chosen))
+    tell_of_kernels()
     outputs = []
     for turn in job["turns"]:
         prompts = [TokensPrompt(prompt_token_ids=tokens) for tokens in turn["prompts"]]
