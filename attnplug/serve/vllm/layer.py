@@ -26,6 +26,10 @@ if TYPE_CHECKING:  # writing files needs packages that serving does not
 # (docs/log/momo.md).
 CUT_SHORT = 0.25
 
+# Keys of a batch, so that kernels which note them are compiled for few and for many, for one, and
+# for what 16 divides and what it does not.
+NOTED = (1, 15, 16, 4095, 4096)
+
 
 @dataclasses.dataclass(frozen=True)
 class LayerTraits:
@@ -312,3 +316,5 @@ class ServedLayer:
             self._run_steps(call, lengths[some] > 0, torch.empty_like(q[some]))
             if count <= self.rows_whole:
                 phase.attend_rows(call, lengths[some], torch.empty_like(call.q))
+        for count in NOTED:  # of a prompt's chunk, beside steps or not
+            phase.note_pages(k, state[0], torch.full((count,), -1, device=k.device))
