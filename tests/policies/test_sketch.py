@@ -78,8 +78,10 @@ def test_left_padding_does_not_change_a_row(device):
         alone = step(filled(SKETCH, new[:, row : row + 1, :, start:]))
         alone.q = call.q[row : row + 1]
         # The eigenvectors of a covariance that was summed in another order are a little off, and a
-        # coordinate near a tie gets another code.
-        assert (SKETCH.attend(alone) - together[row]).abs().max() < 2e-3
+        # coordinate near a tie gets another code: of few numbers, and by more on a GPU, which sums
+        # in orders of its own (0.0055 at most on an H200).
+        off = (SKETCH.attend(alone) - together[row]).abs()
+        assert off.max() < (2e-3 if device == "cpu" else 2e-2) and off.mean() < 1e-3
 
 
 def test_what_stands_for_padding_makes_no_basis(device):
