@@ -268,9 +268,9 @@ class SketchLayer(PlugLayer):
     def _has_work(self, tokens: int) -> bool:
         """Whether an audit or a basis is due before a step, with so many tokens in the cache."""
         self.seen = max(self.seen, tokens)
-        if not self._serves_its_rows():
+        if self.codes is None or self.seen == 0 or not self._serves_its_rows():
             return False
-        return self.codes is not None and self.seen > 0 and (self._audit_is_due() or self._is_due())
+        return self._audit_is_due() or self._is_due()
 
     @classmethod
     def prepare_steps(
