@@ -69,12 +69,12 @@ def apply(model: Model, policy: Policies, *, fuse: bool | None = None) -> Model:
     """Serve a Hugging Face model's attention by a policy. Training-free; the weights stay.
 
     `policy` is a string ("momo", "momo(gamma=32)", "momo+dense"), a method (`attnplug.Momo()`), a
-    `Policy`, or a mapping from layer index, range, "4-7" or a glob on module names to any of
-    these (first match wins; layers without a match stay dense). The model is changed in place
-    and returned; `torch.compile(fullgraph=True)` and generate keep working, and `generate`
-    prepares a static cache where transformers can run the model on one, unless told otherwise.
-    Where a policy serves no layer, the model computes as it did. `report(model)` says what runs
-    where.
+    `Policy`, or a mapping. A mapping leads from layer index, range, "4-7" or a glob on module names
+    to any of these. The first match wins, and layers without a match keep the model's own
+    attention. The model is changed in place and returned. `torch.compile(fullgraph=True)` and
+    generate keep working. `generate` prepares a static cache where transformers can run the model
+    on one, unless told otherwise. Where a policy serves no layer, the model computes as it did.
+    `report(model)` says what runs where.
 
     With `fuse`, steps of attnplug's decode loop compute q, k and v as one matrix product, and an
     MLP's gate and up as another. The weights of each move into one buffer, of which the parameters
@@ -123,8 +123,8 @@ def apply(model: Model, policy: Policies, *, fuse: bool | None = None) -> Model:
 
 
 def remove(model: Model) -> Model:
-    """Undo `apply`, and only what it did: the weights are bit for bit what they were, and what
-    others changed since, such as the config's vocabulary, stays. Raises NotAppliedError."""
+    """Undo `apply`, and only what it did. The weights are bit for bit what they were. What others
+    changed since, such as the config's vocabulary, stays. Raises NotAppliedError."""
     target = unwrap(model)
     ledger = ledger_of(target)
     end_batching(target)
@@ -203,9 +203,9 @@ def warm(
     """Compile ahead what generate will need on a model that has a policy, with a progress bar.
 
     Calls generate on `batch` rows of random tokens for each prompt length, padded on the left if
-    `padded`; `options` go to generate, as a sampled call needs another step than a greedy one.
-    One length below and one above a policy's crossover for such a batch serve all. Returns the
-    seconds of each. Raises NotAppliedError, and ArgumentError for a length or batch below 1.
+    `padded`. `options` go to generate, as a sampled call needs another step than a greedy one. One
+    length below and one above a policy's crossover for such a batch serve all. Returns the seconds
+    of each. Raises NotAppliedError, and ArgumentError for a length or batch below 1.
     """
     target = unwrap(model)
     ledger_of(target)

@@ -51,13 +51,13 @@ def prefill(
     Every rank calls it with the same arguments. `model` is whole on each of them and has a policy
     whose prefill is dense or momo. Rows have no padding: `attention_mask`, if given, is all ones.
     `mesh` is a torch DeviceMesh of one dimension. The cache has room for `max_length` tokens (1,024
-    more than the prompt unless told otherwise), grows in generate, and holds all KV heads on each
-    rank; with `decoder`, the same model split by tensor parallelism with a policy of its own, the
-    heads of this rank of it. `generate` of the decoder (or of the model) takes the prompt, the next
-    token and this cache as `past_key_values`.
+    more than the prompt unless told otherwise) and grows in generate. Without `decoder` it holds
+    all KV heads on each rank. `decoder` is the same model split by tensor parallelism, with a
+    policy of its own; the cache then holds its heads of this rank. `generate` of the decoder (or of
+    the model) takes the prompt, the next token and this cache as `past_key_values`.
 
-    Raises on all ranks where one cannot take part: its own error there, RankError on the others,
-    as where ranks were called with different things, or one has ended.
+    Raises on all ranks where one cannot take part: its own error there, RankError on the others.
+    RankError is also raised where ranks were called with different things, or one has ended.
     """
     group = check_mesh(mesh).get_group()
     target, refused, plan = unwrap(model), None, None

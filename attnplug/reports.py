@@ -19,13 +19,13 @@ class LayerReport:
 
 @dataclass(frozen=True)
 class Report:
-    """What runs where: one LayerReport a layer, in `cache` why generate keeps transformers' own
-    cache ("" where it prepares attnplug's), in `loop` why it decodes with transformers' own loop:
-    always, or in the last call ("" where it is attnplug's), in `parallel` which heads a rank holds
-    under tensor parallelism, in `batching` what continuous batching serves otherwise than generate
-    does, in `fused` which projections the last call's steps multiplied at once, and why not
-    others, and in `steps` when the steps of generate will be compiled ("" where they are, or are
-    not to be). `str()` gives text, `table()` a rich table."""
+    """What runs where. `layers` has one LayerReport a layer. `cache` says why generate keeps
+    transformers' own cache ("" where it prepares attnplug's). `loop` says why it decodes with
+    transformers' own loop, always or in the last call ("" where it is attnplug's). `parallel` says
+    which heads a rank holds under tensor parallelism. `batching` says what continuous batching
+    serves otherwise than generate does. `fused` says which projections the last call's steps
+    multiplied at once, and why not others. `steps` says when the steps of generate will be compiled
+    ("" where they are, or are not to be). `str()` gives text, `table()` a rich table."""
 
     policy: str
     layers: tuple[LayerReport, ...]

@@ -1,5 +1,5 @@
-"""The ops: each a torch.library op with a Triton kernel (CUDA), a numba reference (CPU) and a fake
-(tracing), in a file of its own name."""
+"""The ops. Each is a torch.library op with a Triton kernel (CUDA), a numba reference (CPU) and a
+fake (tracing), in a file of its own name."""
 
 from attnplug import deprecated
 from attnplug.ops.certified.certified_attention import CertifiedOutput, certified_attention

@@ -35,15 +35,15 @@ class Certified(DenseBelow):
     """Decode over a two-tier cache, each head within its tolerance or exact.
 
     block: keys a block. tolerance: blocks are read exactly until every head's bound is at most this
-    share of its output's norm; a head whose bound is not is recomputed exactly. None: no such
+    share of its output's norm. A head whose bound is not is recomputed exactly. None: no such
     limit. coverage, k_min: blocks are read exactly until they hold this share of the attention, and
     at least so many. k_max: at most so many for each of these. v_tol: a block whose mass times
     value error is above it is read with exact values. value_budget: a hard limit on E_val.
     ranking: to which depth quantized and exact blocks must rank alike, else the head is recomputed.
     explore: share of the blocks that is spot-checked. originals: "host" or "device".
     scratch: slots of the GPU, for each row and KV head, that keep what was read of the host's
-    originals, a block's keys or its values each, at most a sixteenth of them; 0: none, as where no
-    more than k_min blocks are promoted.
+    originals. A slot has a block's keys or its values. All slots take at most a sixteenth of the
+    originals. 0: none, as where no more than k_min blocks are promoted.
     min_tokens: caches below so many tokens are dense.
     """
 

@@ -1,7 +1,7 @@
 """dense: exact attention, by the fastest kernel for the shape at hand.
 
-Prefill is torch's scaled_dot_product_attention where that is exact (no softcap, no sinks, the
-whole sequence at once), else attnplug's own flash kernel, which reads lengths and padding on the
+Prefill is torch's scaled_dot_product_attention where that is exact (no softcap, no sinks, the whole
+sequence at once). Else it is attnplug's own flash kernel, which reads lengths and padding on the
 device. Decode is `dense_decode`, which reads only the valid part of a static cache.
 """
 

@@ -60,20 +60,19 @@ class Gather(DenseBelow):
 
     k: distant blocks that each KV head reads; 0 is a sliding window. block: keys a block. sink:
     first blocks that are always read. local: last blocks that are always read, the query's own
-    included. scoring: how a block's summary ranks it, by its keys' mean and 0.8 standard deviations
-    of each channel in the query's favour ("band"), by an upper bound of its keys' scores
-    ("bounds"), by the share of attention that three standard deviations above its mean score would
-    get ("spread"), by the attention it is expected to get ("estimate"), or by its mean key
-    ("mean").
-    min_tokens: caches below so many tokens are read whole, by `dense`; None is a multiple of the
+    included. scoring: how a block's summary ranks it. "band": by its keys' mean and 0.8 standard
+    deviations of each channel in the query's favour. "bounds": by an upper bound of its keys'
+    scores. "spread": by the share of attention that three standard deviations above its mean score
+    would get. "estimate": by the attention it is expected to get. "mean": by its mean key.
+    min_tokens: caches below so many tokens are read whole, by `dense`. None is a multiple of the
     keep set, but not below a floor for the kind of device, and less in a batch (`RowCrossover`).
     kv: where keys and values live, "gpu" or "host" (memory read over the link). resident: blocks of
-    each KV head that a cache in host memory keeps on the GPU beside the last; None is 32,768 keys'
+    each KV head that a cache in host memory keeps on the GPU beside the last. None is 32,768 keys'
     worth, or what a step wants where that is more. bounds: what the summaries of "bounds" and
-    "band" are kept as, "int8" codes, those of bounds rounded outwards and those of a band with one
-    width for all channels, or "exact", the keys' own dtype; None is "int8" in caches of many
-    tokens, and on pages for "band" alone. There a band's codes are its two edges. Those of
-    "spread" are always INT8 codes, and those of other scorings exact.
+    "band" are kept as: "int8" codes, or "exact", the keys' own dtype. Codes of bounds are rounded
+    outwards, those of a band have one width for all channels. None is "int8" in caches of many
+    tokens, and on pages for "band" alone. There a band's codes are its two edges. Those of "spread"
+    are always INT8 codes, and those of other scorings exact.
     """
 
     k: int = 256

@@ -1,6 +1,6 @@
 """gvr: decode that reads the best tokens, found exactly among all of them at each step.
 
-A step scores every cached token of each KV head from INT8 keys, takes the exact top k of these
+A step scores every cached token of each KV head from INT8 keys. It takes the exact top k of these
 scores (Guess-Verify-Refine), and attends to the sink, the window and the picks:
 
     keep = tokens 0..sink-1, the last `window`, and the top k of the others by max_g q[g] . k
@@ -47,10 +47,10 @@ class Gvr(DenseBelow):
 
     k: tokens that each KV head picks at each step. sink: first tokens that are always read.
     window: last tokens that are always read, the query's own included. min_tokens: caches below so
-    many tokens are read whole, by `dense`; None is a multiple of what a step keeps, but not below a
+    many tokens are read whole, by `dense`. None is a multiple of what a step keeps, but not below a
     floor for the kind of device. group: what ranks a token for the heads of a group, its largest
     score (max) or the sum of its shares of their attention (share). hint: whether a step's top-k
-    starts from the last step's picks, as in the paper; it changes no pick, and on an H200 costs
+    starts from the last step's picks, as in the paper. It changes no pick, and on an H200 costs
     more than it gains.
     """
 

@@ -1,7 +1,7 @@
 """momo: block-sparse prefill that measures once and masks once.
 
-A query-sparse pass looks at all keys from every gamma-th query and scores the key blocks; the rows
-of a query block choose the ones that matter to them; a block-sparse pass attends from every query,
+A query-sparse pass looks at all keys from every gamma-th query and scores the key blocks. The rows
+of a query block choose the ones that matter to them. A block-sparse pass attends from every query,
 and the prompt's last queries attend to everything. On request the query-sparse rows are dense and
 correct the others by their difference (delta correction):
 
@@ -73,23 +73,23 @@ class Momo(DenseBelow):
 
     gamma: every gamma-th query is measured. None: every 16th of the first 65,536, every 32nd of
     those behind them. Traced and captured code counts a chunk over a static cache from its own
-    first query, and measures every 16th of all where there is padding.
+    first query. It measures every 16th of all where there is padding.
     block: keys a block (beta). query_block: queries that share a mask (chi). top_k: blocks kept per
-    query block. None: 64 of the first 16,384 queries, 128 of those behind them; code that knows no
+    query block. None: 64 of the first 16,384 queries, 128 of those behind them. Code that knows no
     query's place, and a padded batch that is not run row by row, keep 128 of all.
     selection: the rows of a query block choose them together ("joint"), or every row keeps a list
-    of top_k online, by the paper's "exact", "tournament" or "estimated" selection (the last one
-    exact for exact_k of them), and merge says how their lists vote: by summed attention mass, or by
-    mean score as the paper does.
+    of top_k online. Such lists are made by the paper's "exact", "tournament" or "estimated"
+    selection (the last one exact for exact_k of them). merge says how they vote: by summed
+    attention mass, or by mean score as the paper does.
     sink: first key blocks that are always read. window: keys before the query block always read.
     delta: how much of a measured row's difference from its sparse self its followers get; 1 is the
     paper's correction, 0 leaves them block-sparse. Measured rows are dense at any. With None they
     are block-sparse, too: with "joint" the measuring pass then needs no values, and half of the
     FLOPs.
-    tail: the prompt's last queries, which are dense: what a prompt asks comes last, and a fact that
+    tail: the prompt's last queries, which are dense. What a prompt asks comes last, and a fact that
     no other query looks at is in no list. Of chunks that nobody knows the prompt of, the last of
     each.
-    min_tokens: tokens of a prefill, all its chunks, below which dense attention runs instead; None
+    min_tokens: tokens of a prefill, all its chunks, below which dense attention runs instead. None
     is the crossover measured on the kind of device, a multiple of the budget top_k x block and at
     least CROSSOVER_FLOOR. Without a top_k that of the first queries counts where no query of so
     short a prompt lists more.
@@ -166,8 +166,9 @@ class Momo(DenseBelow):
 
     def density(self, tokens: int) -> float:
         """The share of a causal prefill's keys that a query reads, as the paper counts it (its
-        equation 9 is 1 less this): the listed blocks, the sink and the window, and the tail and the
-        dense rows of a correction, if there is one, both spread over all queries."""
+        equation 9 is 1 less this). It counts the listed blocks, the sink and the window. It also
+        counts the tail and the dense rows of a correction, if there is one, both spread over all
+        queries."""
         dense = self.tail + (0 if self.delta is None else self._measured(tokens))
         listed = sum(span.queries(tokens) * span.top_k for span in self.spans()) / tokens
         read = self.block * (listed + self.sink) + self.window + dense
@@ -214,7 +215,7 @@ class Momo(DenseBelow):
         return self.query_block
 
     def is_short(self, call: AttentionCall) -> bool:
-        """Whether dense attention is faster: the prefill that the call is a part of is short, as
+        """Whether dense attention is faster. The prefill that the call is a part of is short, as
         far as the host knows, and so are the keys that it sees."""
         queries, limit = call.q.shape[2], self.crossover(call.q.device)
         if not known_below(queries, limit):

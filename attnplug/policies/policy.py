@@ -39,7 +39,7 @@ class Policy:
 
     def resolve(self, shape: LayerShape, layers: int) -> tuple["Policy", str]:
         """The policy with the methods that serve such a layer in the place of those that only
-        choose, and why; `layers` like it are on its device."""
+        choose, and why. `layers` like it are on its device."""
         assert self.prefill is not None and self.decode is not None  # filled by __post_init__
         prefill, why = self.prefill.resolve("prefill", shape, layers)
         decode, more = self.decode.resolve("decode", shape, layers)

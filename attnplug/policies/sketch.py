@@ -47,10 +47,10 @@ class Sketch(DenseBelow):
     step, beside the first block of 128 and the last four. tail: what the tokens that are not read
     count as: their mass and a regression of the values on the scores ("regression"), their mass and
     the mean value ("mean"), or nothing ("drop"). min_tokens: caches below so many tokens are read
-    whole, by `dense`; None is a multiple of what a step reads, but not below a floor for the kind
+    whole, by `dense`. None is a multiple of what a step reads, but not below a floor for the kind
     of device. audit: after so many tokens the host estimates the error of a step, between two
-    steps; 0: never. kv: where keys and values live, "gpu" or "host" (memory read over the
-    link); the codes are on the GPU.
+    steps; 0: never. kv: where keys and values live, "gpu" or "host" (memory read over the link);
+    the codes are on the GPU.
     """
 
     bytes: int = 24

@@ -32,12 +32,12 @@ class Stream(Phase):
     """A trace of the attention, edge by edge.
 
     top_k: key blocks that are kept of each query block. block: keys a block. query_block: queries a
-    block. weights: what an edge weighs, its largest score ("score"), its share of the named
-    blocks' attention ("mass"), or the length of what it adds to the output ("value"). of: whose
-    blocks, those that the model attends to ("model"), or those that the serving method has picked
-    ("policy"), which has blocks of its own. measure: on every so many-th query, how much of dense
-    attention the named blocks hold; 0 measures none. search: how the model's blocks are found, by
-    hierarchical refinement ("branches") or from all blocks' max and min ("bounds").
+    block. weights: what an edge weighs. "score": its largest score. "mass": its share of the named
+    blocks' attention. "value": the length of what it adds to the output. of: whose blocks, those
+    that the model attends to ("model"), or those that the serving method has picked ("policy"),
+    which has blocks of its own. measure: on every so many-th query, how much of dense attention the
+    named blocks hold; 0 measures none. search: how the model's blocks are found, by hierarchical
+    refinement ("branches") or from all blocks' max and min ("bounds").
     """
 
     top_k: int = 32

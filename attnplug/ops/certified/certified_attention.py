@@ -5,9 +5,9 @@
 
 k', v' are the quantized keys and values (`quantize_kv`), or the originals of the blocks that a step
 reads exactly: those that hold the attention ("promoted"), those whose values would err too much,
-and a random few. Which these are, what the bounds are and when a head or a row is recomputed from
-the originals is decided on the device ("the ladder"). Every head that is returned is within its
-reported bound, or is the exact output. docs/methods/certified-bounds.md has the proofs. Source:
+and a random few. The device decides which these are, what the bounds are and when a head or a row
+is recomputed from the originals ("the ladder"). Every head that is returned is within its reported
+bound, or is the exact output. docs/methods/certified-bounds.md has the proofs. Source:
 "Runtime-Certified Bounded-Error Quantized Attention" (docs/papers.md); the bound that decides is a
 tighter one.
 """
@@ -110,7 +110,7 @@ def certified_attention(
         value_budget: a hard limit on E_val: blocks are promoted until it holds, or the head is
             recomputed. None: none.
         ranking: depth to which the promoted blocks must rank alike by exact and by quantized mass,
-            0 (no check) to 4; a head that fails is recomputed exactly.
+            0 (no check) to 4. A head that fails is recomputed exactly.
         explore: share of the blocks that are read exactly at random, against silent faults.
         lengths: int32 or int64 `[1]` or `[B]`, valid keys, the query being the last. None: all S.
         start: int32 or int64 `[1]` or `[B]`, first real key of a left-padded row. None: 0.
@@ -124,9 +124,10 @@ def certified_attention(
             outputs are the same with and without. On a CPU only its counts are kept. None: none.
 
     Returns:
-        CertifiedOutput: out of q's dtype, lse, bounds (E_key, E_val, E_round of what is returned,
-        in units of the values; E_key and E_val before any recomputation; E_key by the paper's
-        form) and rungs (bits of `RUNGS`). A head with bit "head" or "row" was recomputed exactly.
+        CertifiedOutput: out of q's dtype, lse, bounds and rungs (bits of `RUNGS`). bounds has
+        E_key, E_val, E_round of what is returned, in units of the values; E_key and E_val before
+        any recomputation; E_key by the paper's form. A head with bit "head" or "row" was recomputed
+        exactly.
 
     Raises:
         ArgumentError: a shape, dtype, device or option does not fit.

@@ -15,8 +15,8 @@ start + block (j + 1) - 1. Only complete blocks are quantized, once: `progress` 
 leading blocks are done, for which start. Keys that the key mask hides enter nothing. A key that is
 not finite makes its channel's scale NaN, a value that is not finite (or past fp16) makes eta
 infinite: `certified_attention` cannot certify such a block and reads the originals. Two value codes
-share a byte, channel c the low half and channel c + columns the high one, so that a reader unpacks
-them into two tiles and never interleaves. The format is that of "Runtime-Certified Bounded-Error
+share a byte, channel c the low half and channel c + columns the high one. So a reader unpacks them
+into two tiles and never interleaves. The format is that of "Runtime-Certified Bounded-Error
 Quantized Attention" (docs/papers.md), with the keys' metadata in bf16.
 """
 

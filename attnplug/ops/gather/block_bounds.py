@@ -13,7 +13,7 @@ what they stand for:
     centre + unit scale_j max_code >= max,   min >= centre + unit scale_j min_code
 
 with a scale for each block, and a centre and a unit for each channel. Centre and unit are middle
-and half width of the row's first block; the unit stays within a factor of SPREAD of its mean over
+and half width of the row's first block. The unit stays within a factor of SPREAD of its mean over
 the channels. The INT8 codes of a row's band have one part, its middle, and one width for all
 channels (those of pages: `page_bounds`):
 

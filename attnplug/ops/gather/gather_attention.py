@@ -3,9 +3,9 @@
     out[t] = sum_j p[t, j] v[j],   p[t, j] = exp(s[t, j]) / (sum_i exp(s[t, i]) + exp(sink)),
     s[t, j] = scale q[t].k[j]  (softcap: cap tanh(s / cap)),   lse[t] = log sum_i exp(s[t, i])
 
-over the keys j <= pos(t) of the blocks that the query's KV head keeps: the first `sink`, the last
-`local` up to the query's own, and the blocks listed in `index`. Blocks are numbered from each row's
-first real token. The cost does not depend on the length.
+over the keys j <= pos(t) of the blocks that the query's KV head keeps. These are the first `sink`,
+the last `local` up to the query's own, and the blocks listed in `index`. Blocks are numbered from
+each row's first real token. The cost does not depend on the length.
 
 The kept keys are cut in pieces. One program attends to each piece, and a second kernel merges the
 pieces by their log-sum-exps (split-k). For large batches a row is one piece, and its program writes

@@ -4,9 +4,9 @@
     index = select_blocks(q, k, ...);  out, lse = gather_attention(q, k, v, index, ...)
 
 in one chain of kernels, of which each starts before the one in front of it has ended (programmatic
-dependent launch). They score the blocks; select, unless every attending program picks its own
-block; attend to the keep set, where they read the token from `new_k, new_v` and write it to the
-cache; merge, and count the token.
+dependent launch). They score the blocks, and select unless every attending program picks its own
+block. They attend to the keep set, where they read the token from `new_k, new_v` and write it to
+the cache. They merge, and count the token.
 
 Sources: "Attention Pays Its Bill" (docs/papers.md); bounds of Quest (Tang et al., 2024).
 """
@@ -83,7 +83,7 @@ def gather_decode(
         key_mask: bool `[B, S]`, False where a key must not be seen.
         softcap, sinks: as `gather_attention` has them.
         count: whether to count the token. Compiled code must count it itself where it reads
-            `lengths` elsewhere: inductor (2.11 to 2.13) moves such reads, a position's say, behind
+            `lengths` elsewhere. Inductor (2.11 to 2.13) moves such reads, a position's say, behind
             an op that writes what they read.
         table: int32 `[B, P]`, the pages of each row, as `dense_decode` has it. k and v are then
             pages `[pages, Hkv, page, D]`, bounds those that `page_bounds` keeps, new_k, new_v and

@@ -10,7 +10,7 @@ too, and a scale for each block. They have no frame: a page belongs to no row.
     bounds:  scale_j max_code >= max,   min >= scale_j min_code
 
 The caller tells which keys it has written,
-and the block whose last key is among them is summarised. There is no count of what is done: a page
+and the block whose last key is among them is summarised. There is no count of what is done. A page
 that a new sequence takes is written anew before one of its blocks is complete again. Whoever copies
 a page's keys copies its summaries along (`page_summaries`).
 
@@ -42,9 +42,10 @@ NAME = "page_bounds"
 def empty_page_bounds(
     k: torch.Tensor, block: int, parts: int = 2, *, dtype: torch.dtype | None = None
 ) -> torch.Tensor:
-    """Summaries of all blocks of the pages `k [pages, Hkv, page, D]`, zeros: those that
+    """Summaries of all blocks of the pages `k [pages, Hkv, page, D]`, zeros. They are those that
     `empty_bounds` makes of one row with as many keys, `[1, Hkv, pages * page / block, parts, D]`
-    like k, with `dtype` int8 codes of two parts, or with uint8 the bytes of spread summaries."""
+    like k. With `dtype` int8 they are codes of two parts, with uint8 the bytes of spread
+    summaries."""
     pages, heads, page, width = k.shape
     one_row = k.new_empty((1,), dtype=k.dtype).expand(1, heads, pages * page, width)
     return empty_bounds(one_row, block, parts, dtype=dtype)

@@ -83,10 +83,10 @@ def select_blocks(
         q: `[B, Hq, T, D]`, float32, float16 or bfloat16; the last T tokens of each row.
         k: `[B, Hkv, S, D]` like q, a cache that holds these tokens already. With a table pages
             `[pages, Hkv, page, D]`, `page` a multiple of `block`; S is `P * page`.
-        bounds: `[B, Hkv, ceil(S / block), 2, D]`, for `scoring` "mean" 1 for 2, like k; or as
-            `empty_bounds` makes them, int8 for "bounds" and, with 1 part, for "band", uint8 for
-            "spread"; written.
-            With a table those of all pages, as `page_bounds` keeps them; read only.
+        bounds: `[B, Hkv, ceil(S / block), 2, D]` like k, for `scoring` "mean" 1 for 2. Or codes as
+            `empty_bounds` makes them: int8 for "bounds" and, with 1 part, for "band"; uint8 for
+            "spread". Written. With a table those of all pages, as `page_bounds` keeps them; read
+            only.
         progress: int32 `[B, 2]`; written. Both as `block_bounds` keeps them. None with a table.
         scale: factor on q.k, above 0.
         block: keys a block: 16, 32, 64 or 128.

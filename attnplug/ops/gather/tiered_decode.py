@@ -3,7 +3,7 @@
 It computes what `gather_decode` does, with keys and values in host memory that the GPU reads
 over the link. GPU memory holds the last `local * block` tokens, in a ring, and the blocks that
 recent steps wanted, in slots. If a step wants a block that no slot has, the program that attends to
-it reads it from the host, and writes it to the slot that it is given. The host computes nothing.
+it reads it from the host. It writes it to the slot that it is given. The host computes nothing.
 
 Slots are given by a clock: its hand passes by those whose block was wanted since it last passed.
 

@@ -3,11 +3,11 @@
     out[t] = sum_j p[t, j] v[j],   p[t, j] = exp(s[t, j]) / (sum_i exp(s[t, i]) + exp(sinks[h])),
     s[t, j] = scale q[t].k[j]  (softcap: cap tanh(s / cap)),   lse[t] = log sum_i exp(s[t, i])
 
-The sums run over the keys j <= pos(t) that the query's KV head keeps: the row's first `sink` real
-tokens, the last `window` tokens up to the query's own, and the tokens that `index` lists. The cost
-does not depend on the length. The kept keys are divided into splits; one program attends to each
-split, and a second kernel merges the splits by their log-sum-exps (split-k). With one split a row,
-as large batches have, the program writes the result itself (fused).
+The sums run over the keys j <= pos(t) that the query's KV head keeps. These are the row's first
+`sink` real tokens, the last `window` tokens up to the query's own, and the tokens that `index`
+lists. The cost does not depend on the length. The kept keys are divided into splits; one program
+attends to each split, and a second kernel merges the splits by their log-sum-exps (split-k). With
+one split a row, as large batches have, the program writes the result itself (fused).
 Source: "Guess-Verify-Refine: Data-Aware Top-K for Sparse-Attention Decoding on Blackwell via
 Temporal Correlation" (docs/papers.md), section 2; Flash-Decoding as in `dense_decode`.
 """

@@ -61,7 +61,7 @@ def score_tokens(
 
     Returns:
         scores `[B * Hkv, S]` float32. With a table what lies past a row's length is unspecified,
-        because a table has room for the longest row that an engine takes; `topk` with the rows'
+        because a table has room for the longest row that an engine takes. `topk` with the rows'
         lengths does not read it.
 
     Raises:

@@ -4,9 +4,9 @@
                   n ascending)
 
 with `score` of score_tokens.py; ties, NaN and -0.0 as in topk.py. Picks and values are those of
-the two ops. A kernel and a reading of the scores are saved: the programs that score a row also keep
+the two ops. A kernel and a reading of the scores are saved. The programs that score a row also keep
 the best of their scores, in the slots of kernels/topk_sifted_rows.py. `finish` selects from these.
-All scores are written too: `finish` searches a row that its slots do not settle, and takes all of
+All scores are written too. `finish` searches a row that its slots do not settle, and takes all of
 one that is no longer than k.
 Source: as in topk.py.
 """
@@ -61,8 +61,8 @@ def top_tokens(
         stats: also return the path and the cost of each row, as `topk` does.
 
     Returns:
-        indices `[R,k]` int32 and values `[R,k]` float32 of the R = B * Hkv rows, in an order that
-        is unspecified, but the same in every run with the same arguments on the same device. Where
+        indices `[R,k]` int32 and values `[R,k]` float32 of the R = B * Hkv rows. Their order is
+        unspecified, but the same in every run with the same arguments on the same device. Where
         fewer than k tokens may be seen, others of the length are picked, whose value is -inf. Where
         k exceeds a row's length, -1 and -inf at the end. With `stats` a third tensor `[R,3]` int32.
 

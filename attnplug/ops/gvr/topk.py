@@ -69,9 +69,9 @@ def topk(
 
     Returns:
         indices `[R,k]` int32 and values `[R,k]` float32; where k exceeds a row's length, -1 and
-        -inf at the end. With `stats` a third tensor `[R,3]` int32: the path (index into
-        `PATHS`), the passes that counted scores against thresholds, and the candidates that
-        reached the refinement.
+        -inf at the end. With `stats` a third tensor `[R,3]` int32. It has the path (index into
+        `PATHS`), the passes that counted scores against thresholds, and the candidates that reached
+        the refinement.
 
     Raises:
         ArgumentError: a shape, dtype, device or k does not fit.

@@ -7,8 +7,8 @@ blocks, and the local part: every key from the block that holds the key `window`
 block's first query, up to t itself. So listed blocks are complete for every query of the block and
 only the local part needs the causal mask.
 
-The CUDA path is two kernels. The first turns each list into the sorted list of distinct blocks
-that are neither sink nor local, with the sink's blocks in front, and counts them. The second runs
+The CUDA path is two kernels. The first turns each list into the sorted list of distinct blocks that
+are neither sink nor local. It puts the sink's blocks in front, and counts them. The second runs
 flash attention over that list, a tile made of whichever blocks come next, then over the local part.
 
 Source: MOMO (Measure Once, Mask Once; docs/papers.md), Algorithm 1, step 3.
@@ -56,7 +56,7 @@ def block_sparse_attention(
 
     q `[B,Hq,T,D]`; k, v `[B,Hkv,S,D]`; fp32, fp16 or bf16; D in 64, 80, 96, 128, 256. index
     `[B,Hq,ceil(T/query_block),K]` int32, K at most 8192: key blocks of `block` keys, numbered from
-    the row's `start`, in any order; entries that are negative, listed twice, in the sink or in the
+    the row's `start`, in any order. Entries that are negative, listed twice, in the sink or in the
     local part (so also the future) are ignored.
 
     lengths `[1]` or `[B]`: valid tokens in k, v, of which the T queries are the last (None: S).

@@ -40,9 +40,9 @@ def delta_correct(
 
     out_sparse `[B,H,T,D]` is O_*, out_rows `[B,H,R,D]` is O_g with R = ceil(T/gamma), one dtype
     (fp32, fp16, bf16); the sum is fp32 arithmetic, rounded once. weight is 0 to 1. lengths `[1]` or
-    `[B]` and start `[1]` or `[B]`, integers, as in the attention ops: the T queries are the last T
-    of `lengths` tokens (None: of `kv_length`, the S of k and v; None again: of T), and first =
-    max(0, start - (length - T)). Queries before `first` are padding and give 0.
+    `[B]` and start `[1]` or `[B]` are integers, as in the attention ops. The T queries are the last
+    T of `lengths` tokens (None: of `kv_length`, the S of k and v; None again: of T). first is
+    `max(0, start - (length - T))`. Queries before `first` are padding and give 0.
 
     Returns `[B,H,T,D]`. Rows first + gamma i are bitwise equal to out_rows[i].
 

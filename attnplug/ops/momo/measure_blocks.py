@@ -15,7 +15,7 @@ A call without values measures and chooses alone: it has no product with v, whic
 FLOPs, and no out. Its lse and blocks are those of the call with any values.
 
 float16 changes a score by at most 2^-11 of its value (0.03 at 60), less than the scores of
-neighbouring rows differ; scores saturate at 65504. A score that is not finite adds no mass.
+neighbouring rows differ. Scores saturate at 65504. A score that is not finite adds no mass.
 
 Source: the measuring pass of Measure Once, Mask Once, section 3 (docs/papers.md). Its lists are
 replaced.
@@ -78,7 +78,7 @@ def measure_blocks(
 
     Returns:
         out `[B,Hq,R,D]` in q's dtype, `[B,Hq,R,0]` without v; lse `[B,Hq,R]` float32 (natural log),
-        R = ceil(T / gamma); and blocks int32 `[B,Hq,NQ,top_k]`: ascending, no block twice, -1
+        R = ceil(T / gamma). Then blocks int32 `[B,Hq,NQ,top_k]`: ascending, no block twice, -1
         last; all -1 past a padded row's end.
 
     Raises:

@@ -1,7 +1,7 @@
 """Union and trim: the block lists of the sparse rows of one query block become its one list.
 
-For the rows r of a query block, each listing blocks j with scores S_r(j), the union of the listed
-blocks is ranked and its best `trim` are kept:
+The rows r of a query block each list blocks j with scores S_r(j). The union of the listed blocks is
+ranked and its best `trim` are kept:
 
     mass             sum over r of exp(S_r(j) - lse_r)     a row that did not list j adds 0
     mean             mean over the rows that listed j of S_r(j)
@@ -11,12 +11,12 @@ blocks is ranked and its best `trim` are kept:
 `mass` is the softmax mass that the listing rows give the block. On SmolLM2 it captures more (0.9126
 against 0.9007 at 8 blocks), because scores of different rows have different normalisers.
 
-Blocks that are read anyway, the sink and the local part, can be left out (`sink`, `before`): they
+Blocks that are read anyway, the sink and the local part, can be left out (`sink`, `before`). They
 would take slots of the list from blocks that nothing else reads.
 
-The CUDA path is one kernel, one program a query block, no memory beyond the output: entries are
-packed as 64-bit (index, value) keys and sorted in registers, runs of one index are summed by a
-segmented scan, a partial sort of (rank, index) keys keeps the best, and these are sorted by index.
+The CUDA path is one kernel, one program a query block, no memory beyond the output. It packs
+entries as 64-bit (index, value) keys and sorts them in registers. A segmented scan sums the runs of
+one index. A partial sort of (rank, index) keys keeps the best, and these are sorted by index.
 """
 
 import numba
@@ -55,11 +55,11 @@ def merge_block_rows(
 ) -> torch.Tensor:
     """Merge the block lists of `rows` neighbouring sparse rows and keep the best `trim` blocks.
 
-    index `[B,H,R,K]` int32 key-block numbers, -1 (any negative) for an empty slot; score
-    `[B,H,R,K]` fp32, log of the block's softmax mass before normalisation; lse `[B,H,R]` fp32, the
+    index `[B,H,R,K]` int32: key-block numbers, -1 (any negative) for an empty slot. score
+    `[B,H,R,K]` fp32: log of the block's softmax mass before normalisation. lse `[B,H,R]` fp32: the
     row's natural log-sum-exp. A NaN score counts as -inf: the block is listed, but ranked last.
-    `rows * K` may be at most 16384. Blocks below `sink`, and from `before`
-    `[1 or B,ceil(R/rows)]` (int32) on, count as not listed.
+    `rows * K` may be at most 16384. Blocks below `sink`, and from `before` `[1 or B,ceil(R/rows)]`
+    (int32) on, count as not listed.
 
     Returns int32 `[B,H,ceil(R/rows),trim]`: blocks in ascending order, no block twice, -1 last.
     Ties in rank go to the lower block index. Deterministic, whatever the order inside the rows.

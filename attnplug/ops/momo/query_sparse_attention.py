@@ -1,7 +1,7 @@
 """Exact attention of every gamma-th query over all its keys, with its log-sum-exp, and the best key
 blocks of each such row, chosen online. With `gamma=1, top_k=0` it is dense flash prefill.
 
-Row i of the result is query t = first + gamma i, first = the first query that is no padding, at
+`first` is the first query that is no padding. Row i of the result is query t = first + gamma i, at
 position pos = max(length - T, start) + gamma i:
 
     out[i] = sum_l softmax_l(c(scale q_t . k_l)) v_l    over visible keys start <= l <= pos
@@ -9,13 +9,14 @@ position pos = max(length - T, start) + gamma i:
     S(j)   = log sum over the visible l of block j of exp(c(scale q_t . k_l))
 
 Block j is keys start + block j .. start + block (j + 1) - 1. It is offered to the selection of a
-row where it is complete (its last key <= pos) and holds a visible key, in ascending order of j.
-Scores of two rows compare only after their lse is subtracted. `online_topk.py` defines the three
-algorithms and the order of their updates, which the CPU and the CUDA implementation share.
+row where it is complete (its last key <= pos) and holds a visible key. Blocks are offered in
+ascending order of j. Scores of two rows compare only after their lse is subtracted.
+`online_topk.py` defines the three algorithms and the order of their updates, which the CPU and the
+CUDA implementation share.
 
-A list keeps the order of its buffer: replaced slots in place ("exact"), leaves of the winner tree
-("tournament"), exact slots and then appended ones in ascending time ("estimated"). Where fewer
-blocks were offered than there are slots, all of them are listed and the other slots hold -1, -inf.
+A list keeps the order of its buffer. "exact": replaced slots in place. "tournament": leaves of the
+winner tree. "estimated": exact slots, then appended ones in ascending time. Where fewer blocks were
+offered than there are slots, all of them are listed and the other slots hold -1, -inf.
 
 Source: Measure Once, Mask Once, section 3, algorithm 1, lines 1 to 9 (docs/papers.md).
 """
@@ -65,9 +66,9 @@ def query_sparse_attention(
         block: keys a block, 16, 32, 64 or 128.
         top_k: blocks listed for each row; 0 selects nothing.
         exact_k: how many of them `algorithm="estimated"` chooses exactly, at most 64.
-        algorithm: "exact" (O(top_k) a replacement), "tournament" (the same set, O(log top_k), 24
-            bytes of temporary memory a slot) or "estimated" (exact_k exact ones, O(1) for the
-            rest).
+        algorithm: "exact" takes O(top_k) a replacement. "tournament" gives the same set by
+            `O(log top_k)`, with 24 bytes of temporary memory a slot. "estimated" has exact_k exact
+            ones, and takes O(1) for the rest.
         lengths: int `[1]` or `[B]`, valid tokens in k and v, the T queries being the last T of
             them; None is S.
         start: int `[1]` or `[B]`, the first valid key of each row (left padding); None is 0.

@@ -4,7 +4,7 @@
 
 Tokens are coded by blocks of 128, counted from each row's first real token, once a block is behind
 the last four, which are read exactly: block 0, the sink, is read exactly for ever and has no codes.
-A coded block never changes until the cache is cropped, so `progress` says how many leading blocks
+A coded block never changes until the cache is cropped. So `progress` says how many leading blocks
 are done, for which start, and only what is missing is read.
 """
 

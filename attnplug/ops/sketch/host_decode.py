@@ -3,8 +3,8 @@
 It computes what `sketch_decode` does, with keys and values in host memory that the GPU reads
 over the link. The codes are on the GPU, and so is the fixed part: the first block and the last
 four, side by side. It moves up when a block is full, and is read from the host again where the row
-has changed otherwise. The chain of `sketch_decode` gets two more kernels: `stage` in front has the
-fixed part as this step reads it and writes the new token to the host; `fetch` behind the picks
+has changed otherwise. The chain of `sketch_decode` gets two more kernels. `stage` in front has the
+fixed part as this step reads it and writes the new token to the host. `fetch` behind the picks
 brings their keys and values over the link. All others compute on the GPU's memory, the same to the
 bit.
 """

@@ -3,10 +3,10 @@
     encode_keys; prepare_query; scan_sketch; pick_tokens; attend_picks; merge_sketch
 
 in one chain of five kernels, each launched before the one in front of it has ended (programmatic
-dependent launch), nothing asked of the host: write the new token to the cache, attend to the sink
-and the last blocks, project the query, and make the codes of a block that has just left the last
-ones; scan the codes; list the picks; attend to them; merge, and count the token. Exact where there
-are no more than `top_k` candidates.
+dependent launch), nothing asked of the host. The first writes the new token to the cache, attends
+to the sink and the last blocks, and projects the query. It makes the codes of a block that has just
+left the last ones. The others scan the codes; list the picks; attend to them; merge, and count the
+token. Exact where there are no more than `top_k` candidates.
 """
 
 import functools

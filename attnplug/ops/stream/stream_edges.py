@@ -1,7 +1,7 @@
 """The weights of the edges (query block, key block) that a trace lists, and on request attention
 over the listed blocks alone. Never T x T.
 
-With C the pairs that see each other (causality, padding, `key_mask`), i a query block, r a block
+C are the pairs that see each other (causality, padding, `key_mask`). i is a query block, r a block
 that `index[i]` lists, and p[t] = softmax over the keys of all blocks listed for t's query block:
 
     "score"   max q[t].k[s]  over the pairs (t, s) of i and r in C; unscaled, a NaN is -inf

@@ -12,9 +12,9 @@ the arithmetic is exact.
 search="branches", hierarchical, near-linear in the context
     `top_k` branches divide the interval from the first to the last valid block into equal parts;
     the first ones get the remainder. ceil(log2(blocks)) times, each branch [a, b) is split at
-    a + ceil((b - a) / 2). The first valid block of a part represents it, and the best `top_k` of
-    the parts are kept, by the total order and then (branch, part) ascending. A part that contains
-    its branch's representative has the same score: one new score a branch and iteration.
+    a + ceil((b - a) / 2). The first valid block of a part represents it. The best `top_k` of the
+    parts are kept, by the total order and then (branch, part) ascending. A part that contains its
+    branch's representative has the same score: one new score a branch and iteration.
 search="bounds", flat
     The block of a query block's first query and those behind it are its *own*. Every earlier block
     has a bound, from the block's channelwise max and min over the keys that the masks show:
