@@ -304,7 +304,7 @@ class ServedLayer:
         if phase is None:
             return
         k = torch.zeros(2, kv_heads, page, head_dim, **place)
-        state = phase.page_state(k), phase.row_state(rows, kv_heads, k.device)
+        state: tuple[Any, Any] = phase.page_state(k), phase.row_state(rows, kv_heads, k.device)
         q = torch.zeros(rows, heads, head_dim, **place)
         table = torch.zeros(rows, -(-longest // page), dtype=torch.int32, device=k.device)
         lengths = torch.zeros(rows, dtype=torch.int32, device=k.device)
