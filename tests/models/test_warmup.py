@@ -70,5 +70,7 @@ def test_bad_arguments_are_named():
         attnplug.warm(model, lengths=[0])
     with pytest.raises(attnplug.ArgumentError, match="batch=True"):
         attnplug.warm(model, lengths=[8], batch=True)
+    with pytest.raises(attnplug.ArgumentError, match="lengths=8, needs a list"):
+        attnplug.warm(model, lengths=8)
     with pytest.raises(attnplug.ArgumentError, match="lengths=1"):
         attnplug.warm(model, lengths=[1], padded=True)
