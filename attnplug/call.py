@@ -1,5 +1,5 @@
-"""What passes between a model's attention layer and its policy: the call, what a layer looks like
-before it runs, and what a tracing method tells of a call. Models and policies both import this
+"""What passes between a model's attention layer and its policy. That is the call, what a layer looks
+like before it runs, and what a tracing method tells of a call. Models and policies both import this
 file. It imports neither."""
 
 import dataclasses
@@ -19,8 +19,8 @@ class AttentionCall:
 
     q is `[B,Hq,T,D]`; k, v are `[B,Hkv,S,D]`, not repeated, and may be longer than what is valid:
     `lengths` (`[1]`, int64, or None for S) counts the valid keys, the T queries being the last of
-    them. `key_mask` `[B,S]` is False where a key must not be seen (padding); `start` `[B]` is the
-    first key it lets through, given for T > 1 only. `state` is the layer's static cache, a method's
+    them. `key_mask` `[B,S]` is False where a key must not be seen (padding). `start` `[B]` is the
+    first key that it lets through, and is given for T > 1 only. `state` is the layer's static cache, a method's
     own layer where generate or `make_cache` made it, or None. `trace_to` takes the edges that a
     tracing method finds, while `attnplug.trace.record` is on. `follow` is how many tokens of the
     prompt are known to come after these queries. The attention is causal; a policy returns
@@ -86,8 +86,8 @@ class AttentionCall:
 class PagedCall:
     """One decode step of several requests over one layer's pages, as continuous batching has it.
 
-    q is `[R,Hq,1,D]`, a token of each request; k, v are pages `[pages,Hkv,page,D]` that hold these
-    tokens; `table` `[R,P]` int32 says which pages are whose, and `lengths` `[R]` int32 counts a
+    q is `[R,Hq,1,D]`, a token of each request. k, v are pages `[pages,Hkv,page,D]` that hold these
+    tokens. `table` `[R,P]` int32 says which pages are whose. `lengths` `[R]` int32 counts a
     request's keys, 0 for a row that only pads the batch. `state` is what the method's `page_state`
     made, `row_state` these rows of what its `row_state` made, or None. `slots` `[R]` says where the
     step has written its keys, if the method is still to note them (`notes_in_step`). Nothing here
@@ -131,10 +131,12 @@ class LayerShape:
 
 @dataclasses.dataclass(frozen=True)
 class Edges:
-    """What a tracing method found in one call: the key blocks `index` (int32 `[B,Hq,NQ,K]`, -1 =
-    none) that each query block attends to and what they weigh (float32, like index), in blocks of
-    `query_block` queries and `block` keys; what a weight means; and, where it was measured, how
-    much of the attention they hold: the sum over some queries and their number, `[B,Hq,2]`."""
+    """What a tracing method found in one call, in blocks of `query_block` queries and `block` keys.
+
+    `index` (int32 `[B,Hq,NQ,K]`, -1 = none) are the key blocks that each query block attends to,
+    `weight` (float32, like index) what they weigh, and `weights` says what a weight means. Where it
+    was measured, `captured` `[B,Hq,2]` is how much of the attention they hold: the sum over some
+    queries, and the number of these."""
 
     index: torch.Tensor
     weight: torch.Tensor
@@ -147,7 +149,7 @@ class Edges:
 @dataclasses.dataclass(frozen=True)
 class Reads:
     """The key blocks that a method reads for each query block: int32 `[B,Hq,NQ,K]`, no block
-    twice, -1 = none, in blocks of `query_block` queries and `block` keys."""
+    twice, -1 = none. They are blocks of `query_block` queries and of `block` keys."""
 
     index: torch.Tensor
     query_block: int

@@ -21,8 +21,8 @@ class Phase:
     `attnplug.policies.register`.
 
     `phases` names what it can serve, of "prefill" (T > 1), "decode" (T = 1) and "trace" (look on
-    while another serves); `on_request` what it serves only where a policy says so by the phase's
-    name. A phase holds no tensors: what it must remember lives in the cache layer that
+    while another serves). `on_request` names what it serves only where a policy says so by the
+    phase's name. A phase holds no tensors: what it must remember lives in the cache layer that
     `cache_layer` makes.
     """
 
@@ -122,8 +122,8 @@ class Phase:
         torch.where(far[:, None, None, None], found, out, out=out)
 
     def attend_rows(self, call: PagedCall, near: torch.Tensor, out: torch.Tensor) -> None:
-        """The step of all rows, into `out` `[R,Hq,1,D]`: far rows by this method, and those with a
-        length of 0 in the call over all of their `near` keys, `[R]`."""
+        """The step of all rows, into `out` `[R,Hq,1,D]`. This method serves far rows. Those with a
+        length of 0 in the call are read whole, over their `near` keys, `[R]`."""
         raise NotImplementedError(f"{type(self).__name__} has no attend_rows")
 
     def row_state(self, rows: int, kv_heads: int, device: torch.device) -> torch.Tensor | None:

@@ -1,7 +1,7 @@
 """Public test tools, the ones attnplug's own suite uses, for an op or a policy of your own.
 
-`attention_inputs` is a hypothesis strategy of attention inputs; `oracle_attention` is attention in
-fp64 and `dense_error` what plain low-precision attention loses against it; `check_op` holds an op
+`attention_inputs` is a hypothesis strategy of attention inputs. `oracle_attention` is attention in
+fp64, and `dense_error` what plain low-precision attention loses against it. `check_op` holds an op
 to its oracle, and `check_policy` a policy to the contract (docs/extend).
 """
 

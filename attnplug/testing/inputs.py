@@ -23,8 +23,8 @@ LAYOUTS = ("contiguous", "heads_last", "buffer", "strided")
 class AttentionInputs:
     """q `[B,Hq,T,D]`, k and v `[B,Hkv,S,D]`, and what says which keys a query sees.
 
-    The T queries are the last T of each row's `lengths` tokens (None: all S); `start` is a row's
-    first key (left padding), `key_mask` `[B,S]` False where a key is never seen.
+    The T queries are the last T of each row's `lengths` tokens (None: all S). `start` is a row's
+    first key (left padding). `key_mask` `[B,S]` is False where a key is never seen.
     """
 
     q: torch.Tensor
@@ -208,8 +208,8 @@ def odd_inputs(
     *, dtype: torch.dtype = torch.float32, sequence: bool = True, device: str = "cpu"
 ) -> Iterator[AttentionInputs]:
     """The shapes that break kernels, one of each: a single token, T = 1, sizes next to powers of
-    two, every head dimension, MHA and GQA with odd groups, every layout; with `sequence` also
-    padding, short lengths over a NaN tail and masks."""
+    two, every head dimension, MHA and GQA with odd groups, every layout. With `sequence` there are
+    also padding, short lengths over a NaN tail and masks."""
     make = functools.partial(make_inputs, dtype=dtype, device=device)
     yield make(keys=1)
     yield make(keys=65, heads_q=7)
