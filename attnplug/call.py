@@ -1,6 +1,7 @@
-"""What passes between a model's attention layer and its policy. That is the call, what a layer looks
-like before it runs, and what a tracing method tells of a call. Models and policies both import this
-file. It imports neither."""
+"""What passes between a model's attention layer and its policy.
+
+That is the call, what a layer looks like before it runs, and what a tracing method tells of a call.
+Models and policies both import this file. It imports neither."""
 
 import dataclasses
 from typing import TYPE_CHECKING, Any, Protocol
@@ -20,11 +21,11 @@ class AttentionCall:
     q is `[B,Hq,T,D]`; k, v are `[B,Hkv,S,D]`, not repeated, and may be longer than what is valid:
     `lengths` (`[1]`, int64, or None for S) counts the valid keys, the T queries being the last of
     them. `key_mask` `[B,S]` is False where a key must not be seen (padding). `start` `[B]` is the
-    first key that it lets through, and is given for T > 1 only. `state` is the layer's static cache, a method's
-    own layer where generate or `make_cache` made it, or None. `trace_to` takes the edges that a
-    tracing method finds, while `attnplug.trace.record` is on. `follow` is how many tokens of the
-    prompt are known to come after these queries. The attention is causal; a policy returns
-    `[B,Hq,T,D]`.
+    first key that it lets through, and is given for T > 1 only. `state` is the layer's static
+    cache, a method's own layer where generate or `make_cache` made it, or None. `trace_to` takes
+    the edges that a tracing method finds, while `attnplug.trace.record` is on. `follow` is how many
+    tokens of the prompt are known to come after these queries. The attention is causal; a policy
+    returns `[B,Hq,T,D]`.
     """
 
     q: torch.Tensor
