@@ -76,6 +76,10 @@ class GvrLayer(PlugLayer):
         self.scales.index_copy_(2, places, scales)
         return both
 
+    @property
+    def crops_exactly(self) -> bool:
+        return self.last is None  # codes of a token that comes again are written again
+
     def continue_from(self, source: PlugLayer) -> None:
         theirs = source.last if isinstance(source, GvrLayer) else None
         if self.last is None or theirs is None or theirs.picks.shape != self.last.picks.shape:

@@ -18,6 +18,7 @@ from attnplug.models.generate import LOOP
 from attnplug.testing.policy import tiny_model
 
 GATHER = "gather(k=16, block=16, sink=1, local=2, min_tokens=0)"  # all of these prompts
+GVR = "gvr(k=64, min_tokens=0)"
 ENDS = list(range(5, 40, 3))  # common enough that all rows end early
 CALLS = {
     "greedy": {},
@@ -100,7 +101,7 @@ def test_rows_without_padding_decode_without_a_mask(rows, device, monkeypatch):
     assert masks == [None] * 4
 
 
-@pytest.mark.parametrize("policy", ["dense", GATHER], ids=["dense", "gather"])
+@pytest.mark.parametrize("policy", ["dense", GATHER, GVR], ids=["dense", "gather", "gvr"])
 @pytest.mark.parametrize("sampled", [False, True])
 def test_steps_past_the_end_leave_no_trace(policy, sampled, monkeypatch):
     """Compiled steps run ahead of what the host knows; here they do so on a CPU."""
@@ -403,3 +404,25 @@ def test_a_long_first_call_says_what_it_does(monkeypatch, caplog):
     attnplug.apply(model, "dense")
     call(model)
     assert caplog.text == ""
+
+
+@pytest.mark.parametrize(
+    "policy, ahead",
+    [("dense", True), (GATHER, True), (GVR, True), (GVR[:-1] + ", hint=True)", False),
+     ("sketch(min_tokens=0)", True), ("certified(min_tokens=0)", False)],
+)  # fmt: skip
+def test_steps_of_a_cache_that_is_seen_again_run_ahead_where_crops_are_exact(
+    policy, ahead, monkeypatch
+):
+    monkeypatch.setitem(decode_loop.LAG, "cpu", 3)
+    waits = []
+    ended = decode_loop.Decoding._ended
+
+    def noted(self, buffers, lag):
+        waits.append(self.lag)
+        return ended(self, buffers, lag)
+
+    monkeypatch.setattr(decode_loop.Decoding, "_ended", noted)
+    with attnplug.applied(tiny_model(), policy) as model:
+        call(model, compile_config=compiling(), max_new_tokens=3)
+    assert set(waits) == {3 if ahead else 0}
