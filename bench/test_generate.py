@@ -18,7 +18,7 @@ and by the environment, as a whole run is long:
   runs: the call feeds the TAIL. A token costs (time of HEAD + NEW tokens - time of HEAD) / NEW, for
   a call's first steps look at guards, may be captured, and are audited. Our steps are compiled
   ahead by attnplug.warm, or are the model's own, as a session's first are. Each policy has a
-  process of its own: in one process the second one's tokens take some 3% longer, whichever it is.
+  process of its own, where no other has left memory in pieces.
 - test_first: the first call of a process on an empty compile cache, of a second process on the same
   cache, and then calls of ten other lengths. Each is a process of its own.
 - test_prefill: time to first token, with a mask of ones, and with a prompt that holds its pad id,
