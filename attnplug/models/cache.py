@@ -194,7 +194,7 @@ class PlugLayer(StaticLayer):
 
     def flush(self) -> None:
         """Write the token that `update` has deferred, if there is one. All that writes to a layer
-        comes through here first."""
+        comes through here first, but `reset`, which wants no such token."""
         self._leave_inference_mode()
         pending = self.take_pending()
         if pending is not None:

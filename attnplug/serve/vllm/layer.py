@@ -11,7 +11,7 @@ import torch
 from attnplug.call import AttentionCall, LayerShape, PagedCall
 from attnplug.ops.common.checks import HEAD_DIMS
 from attnplug.policies import Dense, Phase
-from attnplug.policies.momo import LEAST_CHUNK
+from attnplug.policies.momo import LEAST_CHUNK, Momo
 from attnplug.serve.vllm.layout import Pages, contiguous_row
 from attnplug.serve.vllm.options import Phases
 from attnplug.serve.vllm.rows import Row
@@ -76,7 +76,7 @@ def phases_for(asked: Phases, traits: LayerTraits) -> tuple[Phases, str]:
     return Phases(**kept), "; ".join(reasons)
 
 
-def _prefill_from(phase: Any, device: torch.device) -> int:
+def _prefill_from(phase: Momo, device: torch.device) -> int:
     """The keys that a chunk must see for momo to serve it."""
     crossover = phase.crossover(device)
     return crossover if phase.min_tokens is not None else int(crossover * (1 - CUT_SHORT))
