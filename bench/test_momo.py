@@ -28,12 +28,16 @@ class Shape(NamedTuple):
 LLAMA = Shape(1, 32, 8, 128)
 # Longer calls take milliseconds: no graph, fewer rounds. FA3 takes 3.5 s at 512K and 14 s at 1M.
 CAPTURED = 32768
-ROUNDS = {8192: 15, 16384: 15, 32768: 15, 131072: 5, 524288: 2, 1048576: 1}
-CASES = [(LLAMA, n, k) for n in ROUNDS for k in ((None,) if n > 524288 else (None, 128, 64))] + [
+ROUNDS = {8192: 15, 12288: 15, 16384: 15, 32768: 15, 131072: 5, 524288: 2, 1048576: 1}
+ONE_BUDGET = (12288, 1048576)  # of the default alone
+CASES = [(LLAMA, n, k) for n in ROUNDS for k in ((None,) if n in ONE_BUDGET else (None, 128, 64))]
+CASES += [
     (shape, n, None)
     for shape in (Shape(1, 32, 8, 64), Shape(1, 28, 4, 128), Shape(2, 32, 8, 128))
     for n in (32768, 131072)
 ]
+# Where vLLM's chunks begin to be sparse, and where all prompts do.
+CASES += [(Shape(1, 28, 4, 128), n, None) for n in (12288, 16384)]
 # Past 128K the fastest peer alone: cuDNN is slower than FA3 all along.
 PEERED = [
     (peer, *case)
