@@ -15,10 +15,10 @@ and by the environment, as a whole run is long:
     ATTNPLUG_BENCH_PROFILE   1: print where eight tokens of each policy spend their time
 
 - test_tokens: time a token. The cache holds n - TAIL random tokens already, so no long prefill
-  runs: the call feeds the TAIL. A token costs (time of HEAD + NEW tokens - time of HEAD) / NEW, for
-  a call's first steps look at guards, may be captured, and are audited. Our steps are compiled
-  ahead by attnplug.warm, or are the model's own, as a session's first are. Each policy has a
-  process of its own, where no other has left memory in pieces.
+  runs: the call feeds the TAIL. A token costs (time from the HEAD-th token on the host to the last)
+  / NEW, for a call's first steps look at guards, may be captured, and are audited. Our steps are
+  compiled ahead by attnplug.warm, or are the model's own, as a session's first are. Each policy has
+  a process of its own, where no other has left memory in pieces.
 - test_first: the first call of a process on an empty compile cache, of a second process on the same
   cache, and then calls of ten other lengths. Each is a process of its own.
 - test_prefill: time to first token, with a mask of ones, and with a prompt that holds its pad id,
@@ -46,13 +46,14 @@ from test_e2e_decode import CONFIG, profile, work_of
 from test_e2e_decode import model as random_weights
 from test_e2e_policies import fill_up_to
 from torch._dynamo.utils import compilation_time_metrics, counters
-from transformers import Cache, DynamicCache
+from transformers import Cache, DynamicCache, GenerationMixin
 from transformers.generation.configuration_utils import CompileConfig
 
 import attnplug
 from attnplug import Gather
 from attnplug.bench.rows import policy_name
 from attnplug.models import captured
+from attnplug.models.decode_loop import Decoding
 from attnplug.plan import read_tokens
 from attnplug.policies import parse
 
@@ -63,7 +64,6 @@ POLICIES = os.environ.get("ATTNPLUG_BENCH_POLICIES", "dense;gather;momo+gather")
 SAMPLED = os.environ.get("ATTNPLUG_BENCH_SAMPLED") == "1"
 # Of fewer queries sketch makes a basis that it soon makes again, within the new tokens.
 TAIL, HEAD, ROUNDS = 128, 16, 3
-# A token is a difference of two calls, each of which makes sketch's bases: the more the better.
 NEW = int(os.environ.get("ATTNPLUG_BENCH_NEW", 256))
 FIRST = 64  # new tokens of a process's first calls
 CHUNK = 8192
@@ -115,6 +115,31 @@ def filled(policy: str, n: int, batch: int) -> Cache:
         )
         cache.update(*new, index)
     return cache
+
+
+@contextmanager
+def known_tokens() -> Iterator[list[float]]:
+    """When the host came to know of each token of a call of generate, in seconds: of transformers'
+    loop after its look at what has ended, of ours after its own. Ours looks late, but for the token
+    HEAD and the last one."""
+    times: list[float] = []
+    looked, ended = GenerationMixin._has_unfinished_sequences, Decoding._ended
+
+    def look(*arguments: Any, **options: Any) -> bool:
+        found = looked(*arguments, **options)
+        times.append(time.perf_counter())
+        return found
+
+    def end(loop: Decoding, buffers: Any, lag: int) -> int | None:
+        found = ended(loop, buffers, 0 if len(times) + 1 == HEAD else lag)
+        times.append(time.perf_counter())
+        return found
+
+    GenerationMixin._has_unfinished_sequences, Decoding._ended = look, end
+    try:
+        yield times
+    finally:
+        GenerationMixin._has_unfinished_sequences, Decoding._ended = looked, ended
 
 
 def seconds_of(made: Any, ids: torch.Tensor, tokens: int, **options: Any) -> float:
@@ -178,22 +203,20 @@ def times_here(policy: str, n: int, batch: int, kind: str) -> list[float]:
         if policy and kind != OWN_STEPS:
             warm(made, policy, n, batch)
         for number in range(ROUNDS + 1):
-            taken = []
-            for tokens in (HEAD, HEAD + NEW):
-                cache = filled(policy, n - TAIL, batch)
-                mask = torch.ones_like(ids)
-                options = dict(past_key_values=cache, attention_mask=mask)
-                options |= OURS if policy else {}
-                taken.append(seconds_of(made, ids, tokens, **options))
-                del cache, options
+            cache = filled(policy, n - TAIL, batch)
+            options = dict(past_key_values=cache, attention_mask=torch.ones_like(ids))
+            options |= OURS if policy else {}
+            with known_tokens() as known:
+                taken = seconds_of(made, ids, HEAD + NEW, **options)
+            del cache, options
             if number:
-                times.append((taken[1] - taken[0]) / NEW * 1e6)
+                times.append((known[-1] - known[-1 - NEW]) / NEW * 1e6)
+                print(f"call {1e3 * taken:.0f} ms, {len(graphs)} captures so far")
         if policy:
             assert attnplug.report(made).loop == "", attnplug.report(made).loop
             assert (attnplug.report(made).steps != "") == (kind == OWN_STEPS)
         if policy and os.environ.get("ATTNPLUG_BENCH_PROFILE"):
             profile_of(made, policy, ids)
-            print(f"{[round(1e3 * t) for t in taken]} ms, {len(graphs)} graphs so far", flush=True)
     return times
 
 
