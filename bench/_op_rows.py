@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from triton.errors import TritonError
 
+from attnplug.bench.timing import graph_of
 from attnplug.ops import dense_decode
 
 FAILURES = (
@@ -107,21 +108,12 @@ def microseconds(
         alone = microseconds([between])["p50_us"]
         return {name: time - alone for name, time in microseconds(both).items()}
     repeats = -(-16 // len(calls))
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        for call in calls[:2]:
-            call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(repeats):
-            for call in calls:
-                call()
+    replay = graph_of(calls * repeats)
     times = []
     for _ in range(12):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
-        graph.replay()
+        replay()
         end.record()
         end.synchronize()
         times.append(begin.elapsed_time(end) * 1e3 / (repeats * len(calls)))

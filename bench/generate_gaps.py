@@ -49,8 +49,8 @@ class Clock:
     def capture(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """`captured.capture`, whose replays are noted."""
 
-        def capture(step: captured.Replay) -> captured.Replay:
-            replay = original(step)
+        def capture(*arguments: Any) -> captured.Replay:
+            replay = original(*arguments)
 
             def noted() -> torch.Tensor | None:
                 first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))

@@ -18,6 +18,7 @@ from peers import cudnn_attention
 
 from attnplug import Dense, Gather
 from attnplug.bench.rows import policy_name
+from attnplug.bench.timing import graph_of
 from attnplug.plan import read_tokens
 from attnplug.policies import AttentionCall
 
@@ -104,15 +105,10 @@ def fastest(caches: Caches) -> Callable[..., torch.Tensor]:
     times = {}
     for peer in (cudnn, dense):
         calls = caches.graph(peer)
-        calls[0]()
-        torch.cuda.synchronize()
-        captured = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(captured):
-            for call in calls:
-                call()
+        replay = graph_of(calls)
         marks = [torch.cuda.Event(enable_timing=True) for _ in range(4)]
         for mark in marks:
-            captured.replay()
+            replay()
             mark.record()
         torch.cuda.synchronize()
         times[peer] = marks[0].elapsed_time(marks[-1])

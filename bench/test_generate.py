@@ -164,9 +164,9 @@ def counted_captures() -> Iterator[list[str]]:
     taken: list[str] = []
     capture = captured.capture
 
-    def counting(step: captured.Replay) -> captured.Replay:
+    def counting(*arguments: Any) -> captured.Replay:
         taken.append("captured")  # not the graph, which nobody else may keep
-        return capture(step)
+        return capture(*arguments)
 
     captured.capture = counting
     try:

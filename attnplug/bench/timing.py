@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from attnplug.models.captured import capture
+
 Calls = Sequence[Callable[[], Any]]
 
 ROUNDS = 25
@@ -66,37 +68,44 @@ def quantiles(times: Sequence[float]) -> tuple[float, float, float]:
     return cuts[1], cuts[4], cuts[7]
 
 
-def _runner(fns: Sequence[Callable[[], Any]], graph: bool) -> Callable[[], None]:
-    """A function that runs every fn once, through one CUDA graph when `graph`."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):  # compiles kernels and fills workspaces before the capture
-        for fn in fns:
-            fn()
-    torch.cuda.current_stream().wait_stream(stream)
+def graph_of(fns: Calls) -> Callable[[], Any]:
+    """What replays one CUDA graph that runs every function once. It runs them once for what must
+    not be captured: kernels compile, workspaces are filled. All of it on the current stream: see
+    `capture`."""
+    for fn in fns:
+        fn()
     torch.cuda.synchronize()
-    if not graph:
+    torch.cuda.empty_cache()
 
-        def call() -> None:
-            for fn in fns:
-                fn()
-
-        return call
-    captured = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(captured):
+    def run() -> None:
         for fn in fns:
             fn()
-    return captured.replay
+
+    return capture(run, torch.cuda.Stream())
 
 
-def _replays(run: Callable[[], None], flush: torch.Tensor) -> int:
+def _runner(fns: Calls, graph: bool) -> Callable[[], Any]:
+    """A function that runs every fn once, through one CUDA graph when `graph`."""
+    if graph:
+        return graph_of(fns)
+
+    def call() -> None:
+        for fn in fns:
+            fn()
+
+    call()
+    torch.cuda.synchronize()
+    return call
+
+
+def _replays(run: Callable[[], Any], flush: torch.Tensor) -> int:
     once = _sample_us(run, 1, flush)
     if once < ROUND_US:  # the first may still have warmed something up
         once = min(once, _sample_us(run, 1, flush), _sample_us(run, 1, flush))
     return max(1, min(200, round(ROUND_US / once)))
 
 
-def _sample_us(run: Callable[[], None], repeats: int, flush: torch.Tensor) -> float:
+def _sample_us(run: Callable[[], Any], repeats: int, flush: torch.Tensor) -> float:
     """Device microseconds of `repeats` runs. The reductions before the first event empty the L2 of
     what the other side left there, and keep the device busy while the host enqueues."""
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

@@ -133,7 +133,7 @@ def test_a_step_that_asks_the_device_is_compiled(monkeypatch, caplog):
             layer.pending = torch.zeros(1), torch.zeros(1)
         return torch.ones(1) * int(torch.ones(1).sum())
 
-    def capture(step):
+    def capture(step, stream):
         monkeypatch.setattr(patience, "is_capturing", lambda: True)
         return step()
 
