@@ -81,7 +81,7 @@ def graph_of(fns: Calls) -> Callable[[], Any]:
         for fn in fns:
             fn()
 
-    return capture(run, torch.cuda.Stream())
+    return capture(run, torch.cuda.Stream)
 
 
 def _runner(fns: Calls, graph: bool) -> Callable[[], Any]:

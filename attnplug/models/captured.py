@@ -26,7 +26,6 @@ class CapturedStep:
         self.step = step
         self.replay: Replay | None = None
         self.first = True
-        # Of its own, for all captures: cuBLAS keeps 32 MiB for each stream that it has ever seen.
         self.stream: torch.cuda.Stream | None = None
 
     def begin(self) -> None:
@@ -38,9 +37,14 @@ class CapturedStep:
             self.first = False
             return self.step(*arguments)
         if self.replay is None:
-            self.stream = self.stream or torch.cuda.Stream()
-            self.replay = capture(lambda: self.step(*arguments), self.stream)
+            self.replay = capture(lambda: self.step(*arguments), self._stream)
         return self.replay()
+
+    def _stream(self) -> torch.cuda.Stream:
+        """One for all captures of a device: cuBLAS keeps 32 MiB for each that it has seen."""
+        if self.stream is None or self.stream.device_index != torch.cuda.current_device():
+            self.stream = torch.cuda.Stream()
+        return self.stream
 
 
 class GuardedStep(CapturedStep):
@@ -103,17 +107,18 @@ class OnStream(TorchDispatchMode):
             return func(*args, **(kwargs or {}))
 
 
-def capture(step: Replay, stream: torch.cuda.Stream) -> Replay:
-    """Capture a step on a stream, without running it. The replay returns the same tensor each time.
+def capture(step: Replay, on: Callable[[], torch.cuda.Stream]) -> Replay:
+    """Capture a step on a stream that `on` returns, without running it. The replay returns the same
+    tensor each time.
 
     Not `torch.cuda.graph`, which first gives all memory that nobody uses back to the driver: the
     next prompt would have to ask for it again, for milliseconds of each call. Here only where there
     is little left, as an allocator cannot free its own while a graph is captured.
 
-    torch fills its generator's two numbers as a capture begins, and would do so on `stream`. No
-    kernel may run there: once six have run beside the current stream, an H200 waits 0.2 to 0.6 us
+    torch fills its generator's two numbers as a capture begins, and would do so on that stream. No
+    kernel may run there: once six have run beside the current stream, an H200 waits 0.2 to 0.7 us
     more between any two kernels of any graph of the process (docs/log/house.md)."""
-    graph, current = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+    graph, stream, current = torch.cuda.CUDAGraph(), on(), torch.cuda.current_stream()
     if torch.cuda.mem_get_info()[0] < ROOM:
         torch.cuda.empty_cache()
     stream.wait_stream(current)

@@ -5,10 +5,12 @@ import torch
 from contract_cases import GRAPHS
 from families import FAMILIES, VOCABULARY
 from torch._dynamo.utils import counters
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
 
 import attnplug
 from attnplug import UnsupportedCallError
-from attnplug.models.captured import CapturedStep
+from attnplug.models.captured import CapturedStep, capture
 from attnplug.models.generate import LOOP
 
 pytestmark = [
@@ -50,6 +52,29 @@ def test_generate_compiles_to_cuda_graphs(family, policy):
     assert torch.equal(found, wanted)
     assert counters["stats"]["unique_graphs"] == 1
     assert isinstance(step.now, CapturedStep) and step.now.replay is not None
+
+
+def test_captures_take_no_more_memory_and_launch_no_kernel_beside_the_current_stream():
+    """A step is captured anew for every cache that has come to other memory."""
+    x = torch.ones(64, 64, device="cuda")
+    step = CapturedStep(lambda y: x @ y)  # cuBLAS takes a workspace for each stream
+    taken = []
+    for scale in range(8):
+        y = torch.full_like(x, scale)
+        step.begin()
+        for _ in range(3):
+            found = step(y)
+        assert torch.equal(found, x @ y)
+        del found
+        taken.append(torch.cuda.memory_allocated())
+    assert max(taken[2:]) - taken[1] < 1 << 20
+    with profile(activities=[ProfilerActivity.CUDA]) as seen:
+        x.add_(1)
+        capture(lambda: x @ x, torch.cuda.Stream)
+    torch.cuda.synchronize()
+    kernels = [event for event in seen.events() if event.device_type == DeviceType.CUDA]
+    streams = {event.device_resource_id for event in kernels}
+    assert len(streams) == 1, [(event.name, event.device_resource_id) for event in kernels]
 
 
 @torch.no_grad()

@@ -18,7 +18,7 @@ from attnplug.models.patience import NotReplayable, PatientStep, Replayable
 def on_cpu(monkeypatch):
     """A CPU takes the part of a GPU: a graph runs its step again."""
     monkeypatch.setattr(decode_loop, "PATIENT", {"cpu"})
-    monkeypatch.setattr(captured, "capture", lambda step: step)
+    monkeypatch.setattr(captured, "capture", lambda step, on: step)
     monkeypatch.setattr(regional, "_compile", as_it_is)
 
     def compiles(self, inputs, config):
@@ -133,7 +133,7 @@ def test_a_step_that_asks_the_device_is_compiled(monkeypatch, caplog):
             layer.pending = torch.zeros(1), torch.zeros(1)
         return torch.ones(1) * int(torch.ones(1).sum())
 
-    def capture(step, stream):
+    def capture(step, on):
         monkeypatch.setattr(patience, "is_capturing", lambda: True)
         return step()
 

@@ -161,7 +161,7 @@ class Replays:
     def __init__(self, guarded=None):
         self.guarded, self.captures, self.replays = guarded, 0, 0
 
-    def __call__(self, step):
+    def __call__(self, step, on):
         self.captures += 1
 
         def replay():
@@ -298,7 +298,7 @@ def test_a_second_turn_replays_on_the_same_cache(monkeypatch):
 
 
 def test_a_captured_step_keeps_no_cache_alive(monkeypatch):
-    monkeypatch.setattr(captured, "capture", lambda step: int)
+    monkeypatch.setattr(captured, "capture", lambda step, on: int)
     model = attnplug.apply(model_of(), "dense")
     step, cache = captured.CapturedStep(lambda *arguments: None), attnplug.make_cache(model, 64)
     for _ in range(3):

@@ -26,9 +26,7 @@ if TYPE_CHECKING:  # writing files needs packages that serving does not
 # FlashAttention-3, at half as many keys 0.90 times (bench/results/momo.json).
 CUT_SHORT = 0.25
 
-# Keys of a batch, so that kernels which note them are compiled for few and for many, for one, and
-# for what 16 divides and what it does not.
-NOTED = (1, 15, 16, 4095, 4096)
+NOTED = (1, 4096)  # keys of a batch: kernels that note few and many
 
 
 @dataclasses.dataclass(frozen=True)
@@ -196,25 +194,33 @@ class ServedLayer:
         self, chunk: int, longest: int, *, heads: int, kv_heads: int, head_dim: int, **place
     ) -> None:
         """Run momo and stream once for each kind of call: chunks of up to `chunk` queries over up
-        to `longest` keys, near the prompt's beginning and far from it. Triton compiles apart what
-        16 divides and what it does not."""
+        to `longest` keys. Triton compiles apart what 16 divides and what it does not."""
         if chunk < 2 or (self.phases.prefill is None and self.phases.trace is None):
             return
-        q = torch.zeros(chunk, heads, head_dim, **place).transpose(0, 1)[None]
-        k = torch.zeros(1, kv_heads, longest, head_dim, **place)
-        ends = [longest]
-        if self.phases.prefill is not None:
-            ends += [span.end for span in self._momo.spans() if span.end is not None]
-        lengths = [keys for end in ends for keys in (end, end - 1)]
-        first = torch.zeros(chunk, kv_heads, head_dim, **place).transpose(0, 1)[None]
-        for queries in (chunk, chunk - 1):
-            for keys in lengths:
-                if not queries <= keys <= longest:
-                    continue
-                rows = q[:, :, :queries], k[:, :, :keys], k[:, :, :keys].clone()
-                self._warm_prompt(self._call(*rows))
-            own = first[:, :, :queries]
-            self._warm_prompt(self._call(q[:, :, :queries], own, own))
+        rows, own = (max(2, min(chunk, longest)), heads, head_dim), (kv_heads, head_dim)
+        q = torch.zeros(*rows, **place).transpose(0, 1)[None]
+        first = torch.zeros(rows[0], *own, **place).transpose(0, 1)[None]
+        for keys in self._kinds_of_lengths(chunk, longest):
+            for seen in (keys, keys - 1):
+                queries = min(chunk, seen)
+                k = torch.zeros(1, kv_heads, seen, head_dim, **place)
+                self._warm_prompt(self._call(q[:, :, :queries], k, k.clone()))
+                if queries == seen:
+                    k = first[:, :, :seen]
+                    self._warm_prompt(self._call(q[:, :, :queries], k, k))
+
+    def _kinds_of_lengths(self, chunk: int, longest: int) -> list[int]:
+        """Lengths of prompts, one for each plan: plans go by powers of two of key blocks, and by
+        the part of a chunk that momo's spans have."""
+        if self.phases.prefill is None:
+            return [longest]
+        least, keys = max(3, self.prefill_from), self._momo.block
+        ends = [span.end for span in self._momo.spans() if span.end is not None]
+        found = {least, longest, *ends, *(end + chunk // 2 for end in ends)}
+        while keys < longest:
+            found |= {keys, keys + keys // 2}
+            keys *= 2
+        return sorted(keys for keys in found if least <= keys <= longest)
 
     def _warm_prompt(self, call: AttentionCall) -> None:
         served: Phase = Dense()
@@ -308,13 +314,19 @@ class ServedLayer:
         q = torch.zeros(rows, heads, head_dim, **place)
         table = torch.zeros(rows, -(-longest // page), dtype=torch.int32, device=k.device)
         lengths = torch.zeros(rows, dtype=torch.int32, device=k.device)
+        none_far = lengths > 0
         slots = torch.full((rows,), -1, device=k.device) if phase.notes_in_step else None
         for count in range(1, rows + 1):
             some = slice(count)
+            if self.rule is not None:
+                self.rule.divide(lengths[some])
             call = self._steps_call(q[some], (k, k), table[some], lengths[some], *state)
             call.slots = None if slots is None else slots[some]
-            self._run_steps(call, lengths[some] > 0, torch.empty_like(q[some]))
+            self._run_steps(call, none_far[some], torch.empty_like(q[some]))
             if count <= self.rows_whole:
                 phase.attend_rows(call, lengths[some], torch.empty_like(call.q))
+            if slots is not None:  # beside a prompt steps note nothing
+                call.slots = None
+                self._run_steps(call, none_far[some], torch.empty_like(q[some]))
         for count in NOTED:  # of a prompt's chunk, beside steps or not
             phase.note_pages(k, state[0], torch.full((count,), -1, device=k.device))

@@ -76,7 +76,7 @@ def summarise_slot(
             )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count", "places"])  # of any batch, of a cache of any size
 def summarise_written(
     k,
     bounds,

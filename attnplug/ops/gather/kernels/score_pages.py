@@ -18,7 +18,7 @@ from attnplug.ops.gather.kernels.score import (
 )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["places"])  # one kernel for caches of all sizes
 def score_pages(
     q,
     k,

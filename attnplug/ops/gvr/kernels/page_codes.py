@@ -9,7 +9,7 @@ from attnplug.ops.common.constants import Constant
 _ROUND = Constant(12582912.0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count", "stored"])  # of any batch, of a cache of any size
 def code_written(
     k,
     codes,

@@ -36,7 +36,7 @@ def count_run(block_a, count_a, block_b, count_b):
     return block_b, tl.where(block_a == block_b, count_a + count_b, count_b)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T", "S", "NQ"])
 def _list_kernel(
     INDEX,
     LIST,

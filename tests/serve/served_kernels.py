@@ -1,0 +1,180 @@
+"""python served_kernels.py JOB: which kernels requests in vLLM would compile, found without a GPU.
+
+JOB is JSON {"policy", "heads", "kv_heads", "dim", "chunk", "longest", "rows"}. A layer is warmed as
+vLLM's profile run warms it, and then serves drawn prompts and all numbers of steps. Tensors are
+fakes that say they are on an H200, and a launch ends where Triton would look for its kernel. Prints
+one JSON line: how many kernels were warmed, and of each that was not the request that wants it and
+in what its arguments differ from those of the warm one that is most alike.
+"""
+
+import contextlib
+import json
+import random
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
+
+import ptx
+import torch
+import triton
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from triton.runtime.jit import JITFunction
+
+GPU, PAGE, PAGES, PROMPTS = ptx.GPU, 16, 4095, 300
+Kernel = tuple[str, str]  # its function, and how the launch specialises it
+LAUNCHED: dict[Kernel, dict[str, Any]] = {}
+
+
+def pretend() -> None:
+    """Stand in for the GPU in torch and Triton, before the package is imported."""
+    properties = SimpleNamespace(
+        multi_processor_count=ptx.PROCESSORS, major=9, minor=0, name="NVIDIA H200",
+        shared_memory_per_block_optin=ptx.SHARED, L2_cache_size=60 << 20,
+    )  # fmt: skip
+    torch.cuda.device = lambda device: contextlib.nullcontext()  # pyright: ignore
+    torch.cuda.get_device_properties = lambda device=None: properties  # pyright: ignore
+    torch.cuda.get_device_capability = lambda device=None: (9, 0)
+    torch.cuda.is_current_stream_capturing = lambda: False
+    triton.runtime.driver.set_active(ptx.Driver())  # pyright: ignore
+    ptx.hook_ops()
+    JITFunction.run = launch  # pyright: ignore
+    # What a build of torch without CUDA has no device guard for; an allocator aligns to 512 bytes.
+    FakeTensor.__getitem__ = item_of
+    FakeTensor.__setitem__ = lambda self, index, value: None
+    FakeTensor.copy_ = lambda self, value: self
+    FakeTensor.data_ptr = lambda self: 512 + self.storage_offset() * self.element_size()
+
+
+def item_of(self: torch.Tensor, index: Any) -> torch.Tensor:
+    parts, found, dim = index if isinstance(index, tuple) else (index,), self, 0
+    named = sum(part is not None and part is not Ellipsis for part in parts)
+    for part in parts:
+        if part is None:
+            found, dim = found.unsqueeze(dim), dim + 1
+        elif part is Ellipsis:
+            dim += self.dim() - named
+        elif isinstance(part, slice):
+            first, last, step = part.indices(found.shape[dim])
+            found, dim = torch.ops.aten.slice(found, dim, first, last, step), dim + 1
+        elif isinstance(part, int):
+            found = found.select(dim, part)
+        else:
+            found, dim = torch.ops.aten.index(found, [None] * dim + [part]), dim + 1
+    return found
+
+
+def launch(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+    """Note the kernel that Triton would take, which it compiles where it has none."""
+    binder = self.device_caches[0][4]
+    bound, kinds, _ = binder(*args, **options, debug=False, instrumentation_mode="")
+    kinds = dict(zip(bound, kinds, strict=True))
+    kinds |= {name: value for name, value in options.items() if name not in bound}
+    LAUNCHED.setdefault((f"{self.fn.__module__}.{self.fn.__name__}", str(kinds)), kinds)
+
+
+def new(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device=GPU)
+
+
+class Server:
+    """A served layer, warmed."""
+
+    def __init__(self, policy: str, heads: int, kv_heads: int, dim: int, **room: int):
+        from attnplug.policies import parse
+        from attnplug.serve.vllm.layer import ServedLayer
+        from attnplug.serve.vllm.options import Phases
+
+        self.heads, self.kv_heads, self.dim = heads, kv_heads, dim
+        self.chunk, self.longest, self.rows = room["chunk"], room["longest"], room["rows"]
+        asked = parse(policy)
+        kept = {
+            slot: method
+            for slot in ("prefill", "decode")
+            if (method := getattr(asked, slot)).name != "dense"
+        }
+        self.layer = ServedLayer(
+            Phases(**kept), scale=dim**-0.5, softcap=0.0, sinks=None, device=GPU, rows=self.rows
+        )
+        shape = dict(heads=heads, kv_heads=kv_heads, head_dim=dim, dtype=torch.bfloat16, device=GPU)
+        self.layer.warm_prompts(min(self.chunk, self.longest), self.longest, **shape)
+        self.layer.warm_steps(self.rows, self.longest, page=PAGE, **shape)
+        self.pages = tuple(new(PAGES, kv_heads, PAGE, dim) for _ in range(2))
+        self.table = new(self.rows, -(-self.longest // PAGE), dtype=torch.int32)
+
+    def prompt(self, draw: random.Random) -> str:
+        """Serve a chunk behind a few steps, or in front of none."""
+        from attnplug.serve.vllm.rows import Row
+
+        beside = draw.choice([0, draw.randrange(self.rows), self.rows - 1])
+        whole = self.chunk - beside
+        queries = draw.choice([whole, draw.randint(1, whole), draw.randint(1, whole)])
+        queries = min(queries, self.longest)
+        seen = draw.choice([queries, draw.randint(queries, self.longest), self.longest])
+        row, tokens = Row(beside, beside, queries, seen), beside + queries
+        q, out = (new(tokens, self.heads, self.dim) for _ in range(2))
+        k, v = (new(tokens, self.kv_heads, self.dim) for _ in range(2))
+        if self.layer.serves_prompt(row):
+            self.layer.attend_prompt(row, q, k, v, self.pages, self.table, out)
+        if self.layer.state is not None:
+            self.layer.state.update(self.pages[0], new(tokens, dtype=torch.int64))
+        return f"{row}"
+
+    def steps(self, count: int, beside_a_prompt: bool) -> str:
+        from attnplug.serve.vllm.layer import Far
+
+        q, out = (new(count + 100, self.heads, self.dim)[:count] for _ in range(2))
+        lengths, near = (new(self.rows, dtype=torch.int32) for _ in range(2))
+        far = Far(lengths, new(self.rows, dtype=torch.bool), near).first(count)
+        self.layer.rule.divide(lengths[:count])
+        more = {} if beside_a_prompt else dict(dense=lambda: None)
+        if not beside_a_prompt:
+            more["slots"] = new(count, dtype=torch.int64)
+        self.layer.attend_steps(q, self.pages, self.table[:count], far, out, **more)
+        return f"{count} steps" + (" beside a prompt" if beside_a_prompt else "")
+
+
+def missing(server: Server, warmed: set[Kernel]) -> dict[Kernel, str]:
+    """The kernels that were not warmed, by the first request that wants each."""
+    found: dict[Kernel, str] = {}
+
+    def note(what: str) -> None:
+        for kernel in LAUNCHED.keys() - warmed:
+            found.setdefault(kernel, what)
+
+    draw = random.Random(0)
+    for _ in range(PROMPTS):
+        note(server.prompt(draw))
+    if server.layer.phases.decode is not None:
+        for count in range(1, server.rows + 1):
+            for beside_a_prompt in (False, True):
+                note(server.steps(count, beside_a_prompt))
+    return found
+
+
+def difference(kernel: Kernel, warmed: set[Kernel]) -> str:
+    """How a kernel's arguments differ from those of the warm one that is most alike."""
+    own, found = LAUNCHED[kernel], []
+    for other in warmed:
+        if other[0] == kernel[0]:
+            theirs = LAUNCHED[other]
+            found.append(
+                [f"{n}: {theirs.get(n)} -> {own[n]}" for n in own if theirs.get(n) != own[n]]
+            )
+    return "; ".join(min(found, key=len)) if found else "not warmed at all"
+
+
+def main() -> None:
+    pretend()
+    with FakeTensorMode():
+        server = Server(**json.loads(sys.argv[1]))
+        warmed = set(LAUNCHED)
+        wanted = missing(server, warmed)
+    lacking = [f"{k[0]} for {what}: {difference(k, warmed)}" for k, what in wanted.items()]
+    print(json.dumps({"warmed": len(warmed), "missing": lacking}))
+
+
+if __name__ == "__main__":
+    main()
