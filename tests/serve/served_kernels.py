@@ -23,7 +23,7 @@ import triton
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from triton.runtime.jit import JITFunction
 
-GPU, PAGE, PAGES, PROMPTS = ptx.GPU, 16, 4095, 300
+GPU, PAGE, PAGES, PROMPTS = ptx.GPU, 16, 4095, 600
 Kernel = tuple[str, str]  # its function, and how the launch specialises it
 LAUNCHED: dict[Kernel, dict[str, Any]] = {}
 
@@ -92,8 +92,8 @@ class Server:
         asked = parse(policy)
         kept = {
             slot: method
-            for slot in ("prefill", "decode")
-            if (method := getattr(asked, slot)).name != "dense"
+            for slot in ("prefill", "decode", "trace")
+            if (method := getattr(asked, slot)) is not None and method.name != "dense"
         }
         self.layer = ServedLayer(
             Phases(**kept), scale=dim**-0.5, softcap=0.0, sinks=None, device=GPU, rows=self.rows
@@ -112,12 +112,17 @@ class Server:
         whole = self.chunk - beside
         queries = draw.choice([whole, draw.randint(1, whole), draw.randint(1, whole)])
         queries = min(queries, self.longest)
-        seen = draw.choice([queries, draw.randint(queries, self.longest), self.longest])
+        near = 2 ** draw.randrange(6, 18) + draw.randint(-200, 200)  # where plans change
+        seen = draw.choice([queries, draw.randint(queries, self.longest), self.longest, near])
+        seen = min(max(seen, queries), self.longest)
         row, tokens = Row(beside, beside, queries, seen), beside + queries
         q, out = (new(tokens, self.heads, self.dim) for _ in range(2))
         k, v = (new(tokens, self.kv_heads, self.dim) for _ in range(2))
         if self.layer.serves_prompt(row):
             self.layer.attend_prompt(row, q, k, v, self.pages, self.table, out)
+        if self.layer.phases.trace is not None:
+            traced: Any = SimpleNamespace(recorded=True, row=row, emit=lambda *_: None)
+            self.layer.trace_prompt(traced, q, k, v, self.pages, self.table)
         if self.layer.state is not None:
             self.layer.state.update(self.pages[0], new(tokens, dtype=torch.int64))
         return f"{row}"

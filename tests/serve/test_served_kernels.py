@@ -31,11 +31,13 @@ def kernels(policy: str, shape: dict[str, int]) -> dict:
     [
         ("momo+gather", QWEN),
         ("momo+gvr", LLAMA),
+        ("momo+gather+stream", QWEN | {"rows": 2}),
         ("momo(min_tokens=1024, top_k=8)+gather(k=8, sink=1, local=4, min_tokens=1024)", SMALL),
         ("momo(min_tokens=1024, top_k=8)+gvr(k=256, sink=16, min_tokens=1024)", SMALL),
+        ("stream", SMALL),
     ],
 )
 def test_requests_find_their_kernels_warm(policy, shape):
     found = kernels(policy, shape)
     assert not found["missing"], "\n".join(found["missing"])
-    assert found["warmed"] >= 20
+    assert found["warmed"] >= 9

@@ -26,6 +26,7 @@ if TYPE_CHECKING:  # writing files needs packages that serving does not
 # FlashAttention-3, at 12,288 keys 1.2 times, at 8,192 0.90 times (bench/results/momo.json).
 CUT_SHORT = 0.25
 
+FEW = (8, 24)  # queries of a chunk that is traced
 NOTED = (1, 4096)  # keys of a batch: kernels that note few and many
 
 
@@ -198,11 +199,19 @@ class ServedLayer:
         if chunk < 2 or (self.phases.prefill is None and self.phases.trace is None):
             return
         rows, own = (max(2, min(chunk, longest)), heads, head_dim), (kv_heads, head_dim)
+        grid = 1 if self.phases.prefill is None else self._momo.query_block
         q = torch.zeros(*rows, **place).transpose(0, 1)[None]
         first = torch.zeros(rows[0], *own, **place).transpose(0, 1)[None]
+        if self.phases.trace is not None:  # whose plans for few queries are others
+            k = torch.zeros(1, kv_heads, longest, head_dim, **place)
+            for queries in FEW:
+                call = self._call(q[:, :, :queries], k, k.clone())
+                self.phases.trace.observe(call, Dense())
         for keys in self._kinds_of_lengths(chunk, longest):
             for seen in (keys, keys - 1):
                 queries = min(chunk, seen)
+                if seen == keys and grid < queries:  # the other begins off the grid
+                    queries -= (queries - seen) % grid
                 k = torch.zeros(1, kv_heads, seen, head_dim, **place)
                 self._warm_prompt(self._call(q[:, :, :queries], k, k.clone()))
                 if queries == seen:
@@ -211,16 +220,18 @@ class ServedLayer:
 
     def _kinds_of_lengths(self, chunk: int, longest: int) -> list[int]:
         """Lengths of prompts, one for each plan: plans go by powers of two of key blocks, and by
-        the part of a chunk that momo's spans have."""
+        the part of a chunk that momo's spans have. stream looks on at all prompts."""
+        traced = set() if self.phases.trace is None else {min(chunk, longest), longest}
         if self.phases.prefill is None:
-            return [longest]
+            return sorted(traced)
         least, keys = max(3, self.prefill_from), self._momo.block
         ends = [span.end for span in self._momo.spans() if span.end is not None]
-        found = {least, longest, *ends, *(end + chunk // 2 for end in ends)}
+        beyond = (0, self._momo.block // 2, chunk // 2)
+        found = {least, longest, *(end + more for end in ends for more in beyond)}
         while keys < longest:
             found |= {keys, keys + keys // 2}
             keys *= 2
-        return sorted(keys for keys in found if least <= keys <= longest)
+        return sorted(traced | {keys for keys in found if least <= keys <= longest})
 
     def _warm_prompt(self, call: AttentionCall) -> None:
         served: Phase = Dense()
