@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from triton.errors import TritonError
 
-from attnplug.bench.timing import graph_of
+from attnplug.bench.timing import runner
 from attnplug.ops import dense_decode
 
 FAILURES = (
@@ -108,7 +108,7 @@ def microseconds(
         alone = microseconds([between])["p50_us"]
         return {name: time - alone for name, time in microseconds(both).items()}
     repeats = -(-16 // len(calls))
-    replay = graph_of(calls * repeats)
+    replay = runner(calls * repeats)
     times = []
     for _ in range(12):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

@@ -12,7 +12,6 @@ replay's kernels by step: the longest and the median one of each, and the gap in
 """
 
 import argparse
-import contextlib
 import json
 import statistics
 from collections import defaultdict
@@ -25,12 +24,13 @@ import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from attnplug.bench.timing import graph_of, rotated_sets
+from attnplug.bench.timing import FLUSH_BYTES, ROUNDS, rotated_sets, runner, sample_us
 from attnplug.policies import methods
 
 LINKS, KERNELS = 120, 4  # of the chain, and of each link
 ON_ANOTHER = 12  # kernels on a second stream
 CALLS = 8  # of steps, in one graph, or more
+REPLAYS = 4  # of a sample
 
 
 def chain() -> Callable[[], Any]:
@@ -48,23 +48,12 @@ def chain() -> Callable[[], Any]:
             z = z + 0
         return z
 
-    return graph_of([links])
+    return runner([links])
 
 
-def microseconds(replay: Callable[[], Any], times: int = 4, rounds: int = 15) -> float:
+def microseconds(replay: Callable[[], Any], flush: torch.Tensor) -> float:
     """The median of a replay."""
-    for _ in range(3):
-        replay()
-    found = []
-    for _ in range(rounds):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        for _ in range(times):
-            replay()
-        end.record()
-        end.synchronize()
-        found.append(1e3 * begin.elapsed_time(end) / times)
-    return statistics.median(found)
+    return statistics.median(sample_us(replay, REPLAYS, flush) / REPLAYS for _ in range(ROUNDS))
 
 
 def run_beside(count: int) -> None:
@@ -77,12 +66,12 @@ def run_beside(count: int) -> None:
     torch.cuda.synchronize()
 
 
-def edges() -> Iterator[dict[str, Any]]:
+def edges(flush: torch.Tensor) -> Iterator[dict[str, Any]]:
     replay = chain()
     for count in range(ON_ANOTHER + 1):
         if count:
             run_beside(1)
-        each = microseconds(replay) / (LINKS * KERNELS)
+        each = microseconds(replay, flush) / (LINKS * KERNELS)
         yield {"kernels_on_another_stream": count, "us_a_kernel": round(each, 3)}
 
 
@@ -112,7 +101,7 @@ def kernels_of(replay: Callable[[], Any], steps: int) -> dict[str, list[float]]:
     }
 
 
-def steps(cases: list[str], graph_before: bool) -> Iterator[dict[str, Any]]:
+def steps(cases: list[str], graph_before: bool, flush: torch.Tensor) -> Iterator[dict[str, Any]]:
     first = chain() if graph_before else None
     if first is not None:
         first()
@@ -124,14 +113,14 @@ def steps(cases: list[str], graph_before: bool) -> Iterator[dict[str, Any]]:
             policy = methods()[name](min_tokens=0)
             caches = test_steps.Caches(policy, int(batch), int(tokens), rotated_sets)
             calls = caches.steps * max(1, CALLS // len(caches.steps))
-            made[case] = caches, len(calls), graph_of(calls)
+            made[case] = caches, len(calls), runner(calls)
         for is_slow in (False, True):
             if is_slow:
                 run_beside(ON_ANOTHER)
             if first is not None:
                 first()
             for case, (_, count, replay) in made.items():
-                time = microseconds(replay) / count
+                time = microseconds(replay, flush) / count
                 yield {
                     "case": case, "graph_before": graph_before, "slow": is_slow,
                     "us_a_step": round(time, 2), "kernels": kernels_of(replay, count),
@@ -144,11 +133,10 @@ def main() -> None:
     parser.add_argument("cases", nargs="*")
     parser.add_argument("--graph-before", action="store_true")
     args = parser.parse_args()
-    with contextlib.closing(
-        edges() if args.what == "edges" else steps(args.cases, args.graph_before)
-    ) as rows:
-        for row in rows:
-            print(json.dumps(row), flush=True)
+    flush = torch.zeros(FLUSH_BYTES // 4, dtype=torch.int32, device="cuda")
+    is_edges = args.what == "edges"
+    for row in edges(flush) if is_edges else steps(args.cases, args.graph_before, flush):
+        print(json.dumps(row), flush=True)
 
 
 if __name__ == "__main__":

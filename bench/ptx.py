@@ -144,6 +144,12 @@ def pretend() -> None:
         compute_plain(torch.Tensor, name)
     compute_plain(torch, "where")
     compute_plain(torch.nn.functional, "pad")
+    pretend_h200()
+    hook_launches()
+
+
+def pretend_h200() -> None:
+    """Have torch and Triton see an H200, and the package's ops run there."""
     torch.cuda.device = lambda device: contextlib.nullcontext()  # pyright: ignore
     properties = SimpleNamespace(
         multi_processor_count=PROCESSORS, major=9, minor=0, name="NVIDIA H200",
@@ -153,7 +159,6 @@ def pretend() -> None:
     torch.cuda.get_device_capability = lambda device=None: (9, 0)
     triton.runtime.driver.set_active(Driver())  # pyright: ignore
     hook_ops()
-    hook_launches()
 
 
 def hook_ops() -> None:

@@ -18,7 +18,7 @@ from peers import cudnn_attention
 
 from attnplug import Dense, Gather
 from attnplug.bench.rows import policy_name
-from attnplug.bench.timing import graph_of
+from attnplug.bench.timing import runner
 from attnplug.plan import read_tokens
 from attnplug.policies import AttentionCall
 
@@ -105,7 +105,7 @@ def fastest(caches: Caches) -> Callable[..., torch.Tensor]:
     times = {}
     for peer in (cudnn, dense):
         calls = caches.graph(peer)
-        replay = graph_of(calls)
+        replay = runner(calls)
         marks = [torch.cuda.Event(enable_timing=True) for _ in range(4)]
         for mark in marks:
             replay()

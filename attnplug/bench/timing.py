@@ -35,13 +35,13 @@ def time_in_turn(
     A side is a list of functions, one for each rotated set of inputs; with `graphs` it becomes one
     CUDA graph that runs all of them in order. A sample is the device time of `replays` replays
     divided by the calls in them. `replays=None` takes enough for 2 ms."""
-    runs = [_runner(fns, graph) for fns, graph in zip(sides, graphs, strict=True)]
+    runs = [runner(fns, graph) for fns, graph in zip(sides, graphs, strict=True)]
     flush = torch.zeros(FLUSH_BYTES // 4, dtype=torch.int32, device="cuda")
     repeats = [replays or _replays(run, flush) for run in runs]
     samples: list[list[float]] = [[] for _ in sides]
     for _ in range(rounds):
         for which, run in enumerate(runs):
-            elapsed = _sample_us(run, repeats[which], flush)
+            elapsed = sample_us(run, repeats[which], flush)
             samples[which].append(elapsed / (repeats[which] * len(sides[which])))
     return samples
 
@@ -68,44 +68,31 @@ def quantiles(times: Sequence[float]) -> tuple[float, float, float]:
     return cuts[1], cuts[4], cuts[7]
 
 
-def graph_of(fns: Calls) -> Callable[[], Any]:
-    """What replays one CUDA graph that runs every function once. It runs them once for what must
-    not be captured: kernels compile, workspaces are filled. All of it on the current stream: see
-    `capture`."""
-    for fn in fns:
-        fn()
-    torch.cuda.synchronize()
-    torch.cuda.empty_cache()
+def runner(fns: Calls, graph: bool = True) -> Callable[[], Any]:
+    """What runs every function once, through one CUDA graph when `graph`. It has run them once, for
+    what must not be captured: kernels compile, workspaces are filled. All of it on the current
+    stream: see `capture`."""
 
     def run() -> None:
         for fn in fns:
             fn()
 
+    run()
+    torch.cuda.synchronize()
+    if not graph:
+        return run
+    torch.cuda.empty_cache()
     return capture(run, torch.cuda.Stream)
 
 
-def _runner(fns: Calls, graph: bool) -> Callable[[], Any]:
-    """A function that runs every fn once, through one CUDA graph when `graph`."""
-    if graph:
-        return graph_of(fns)
-
-    def call() -> None:
-        for fn in fns:
-            fn()
-
-    call()
-    torch.cuda.synchronize()
-    return call
-
-
 def _replays(run: Callable[[], Any], flush: torch.Tensor) -> int:
-    once = _sample_us(run, 1, flush)
+    once = sample_us(run, 1, flush)
     if once < ROUND_US:  # the first may still have warmed something up
-        once = min(once, _sample_us(run, 1, flush), _sample_us(run, 1, flush))
+        once = min(once, sample_us(run, 1, flush), sample_us(run, 1, flush))
     return max(1, min(200, round(ROUND_US / once)))
 
 
-def _sample_us(run: Callable[[], Any], repeats: int, flush: torch.Tensor) -> float:
+def sample_us(run: Callable[[], Any], repeats: int, flush: torch.Tensor) -> float:
     """Device microseconds of `repeats` runs. The reductions before the first event empty the L2 of
     what the other side left there, and keep the device busy while the host enqueues."""
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

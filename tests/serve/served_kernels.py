@@ -7,7 +7,6 @@ one JSON line: how many kernels were warmed, and of each that was not the reques
 in what its arguments differ from those of the warm one that is most alike.
 """
 
-import contextlib
 import json
 import random
 import sys
@@ -19,7 +18,6 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
 
 import ptx
 import torch
-import triton
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from triton.runtime.jit import JITFunction
 
@@ -30,16 +28,8 @@ LAUNCHED: dict[Kernel, dict[str, Any]] = {}
 
 def pretend() -> None:
     """Stand in for the GPU in torch and Triton, before the package is imported."""
-    properties = SimpleNamespace(
-        multi_processor_count=ptx.PROCESSORS, major=9, minor=0, name="NVIDIA H200",
-        shared_memory_per_block_optin=ptx.SHARED, L2_cache_size=60 << 20,
-    )  # fmt: skip
-    torch.cuda.device = lambda device: contextlib.nullcontext()  # pyright: ignore
-    torch.cuda.get_device_properties = lambda device=None: properties  # pyright: ignore
-    torch.cuda.get_device_capability = lambda device=None: (9, 0)
+    ptx.pretend_h200()
     torch.cuda.is_current_stream_capturing = lambda: False
-    triton.runtime.driver.set_active(ptx.Driver())  # pyright: ignore
-    ptx.hook_ops()
     JITFunction.run = launch  # pyright: ignore
     # What a build of torch without CUDA has no device guard for; an allocator aligns to 512 bytes.
     FakeTensor.__getitem__ = item_of
@@ -110,7 +100,8 @@ class Server:
 
         beside = draw.choice([0, draw.randrange(self.rows), self.rows - 1])
         whole = self.chunk - beside
-        queries = draw.choice([whole, draw.randint(1, whole), draw.randint(1, whole)])
+        # Two at least: vLLM runs a chunk of one token as a step.
+        queries = draw.choice([whole, draw.randint(2, whole), draw.randint(2, 64)])
         queries = min(queries, self.longest)
         near = 2 ** draw.randrange(6, 18) + draw.randint(-200, 200)  # where plans change
         seen = draw.choice([queries, draw.randint(queries, self.longest), self.longest, near])

@@ -3,6 +3,7 @@ method serves, prompts by momo, steps by gather or gvr, and which prompts stream
 knows tensors, and not the engine."""
 
 import dataclasses
+import itertools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -26,7 +27,7 @@ if TYPE_CHECKING:  # writing files needs packages that serving does not
 # FlashAttention-3, at 12,288 keys 1.2 times, at 8,192 0.90 times (bench/results/momo.json).
 CUT_SHORT = 0.25
 
-FEW = (8, 24)  # queries of a chunk that is traced
+FEW = (8, 16, 24, 32)  # queries of a chunk that is traced: plans for them are others
 NOTED = (1, 4096)  # keys of a batch: kernels that note few and many
 
 
@@ -196,17 +197,18 @@ class ServedLayer:
     ) -> None:
         """Run momo and stream once for each kind of call: chunks of up to `chunk` queries over up
         to `longest` keys. Triton compiles apart what 16 divides and what it does not."""
+        chunk = min(chunk, longest)
         if chunk < 2 or (self.phases.prefill is None and self.phases.trace is None):
             return
-        rows, own = (max(2, min(chunk, longest)), heads, head_dim), (kv_heads, head_dim)
         grid = 1 if self.phases.prefill is None else self._momo.query_block
-        q = torch.zeros(*rows, **place).transpose(0, 1)[None]
-        first = torch.zeros(rows[0], *own, **place).transpose(0, 1)[None]
-        if self.phases.trace is not None:  # whose plans for few queries are others
+        q = torch.zeros(chunk, heads, head_dim, **place).transpose(0, 1)[None]
+        first = torch.zeros(chunk, kv_heads, head_dim, **place).transpose(0, 1)[None]
+        if self.phases.trace is not None:
             k = torch.zeros(1, kv_heads, longest, head_dim, **place)
-            for queries in FEW:
-                call = self._call(q[:, :, :queries], k, k.clone())
-                self.phases.trace.observe(call, Dense())
+            for queries, seen in itertools.product((*FEW, chunk - 1), (longest, longest - 1)):
+                if queries < chunk:
+                    keys = k[:, :, :seen]
+                    self.phases.trace.observe(self._call(q[:, :, :queries], keys, keys), Dense())
         for keys in self._kinds_of_lengths(chunk, longest):
             for seen in (keys, keys - 1):
                 queries = min(chunk, seen)
@@ -221,7 +223,7 @@ class ServedLayer:
     def _kinds_of_lengths(self, chunk: int, longest: int) -> list[int]:
         """Lengths of prompts, one for each plan: plans go by powers of two of key blocks, and by
         the part of a chunk that momo's spans have. stream looks on at all prompts."""
-        traced = set() if self.phases.trace is None else {min(chunk, longest), longest}
+        traced = set() if self.phases.trace is None else {chunk, longest}
         if self.phases.prefill is None:
             return sorted(traced)
         least, keys = max(3, self.prefill_from), self._momo.block

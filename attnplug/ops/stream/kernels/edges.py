@@ -31,7 +31,7 @@ def _logits(query, position, k_at, mask_at, at, top, k_s, D: tl.constexpr, DP: t
     return tl.where(pairs, s, float("-inf")), seen, pairs
 
 
-@triton.jit(do_not_specialize=["T", "S"])  # chunks have any length
+@triton.jit
 def weigh_edges(
     q,
     k,

@@ -90,7 +90,7 @@ def row_maxima(
     return tl.maximum(tl.max(s, 1), float("-inf"))  # no NaN
 
 
-@triton.jit(do_not_specialize=["T", "S"])  # chunks have any length
+@triton.jit
 def seed(
     q,
     k,
@@ -216,7 +216,7 @@ def seed(
             tl.store(index + out + slot, most.to(tl.int32, bitcast=True), mask=here)
 
 
-@triton.jit(do_not_specialize=["T", "S"])  # chunks have any length
+@triton.jit
 def refine(
     q,
     k,
