@@ -1,7 +1,6 @@
 """Runs a script over several processes that torch.distributed joins by gloo, as torchrun would."""
 
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -18,12 +17,13 @@ TESTS = Path(__file__).resolve().parent
 def run_ranks(script: str, *args: str | Path, ranks: int = 2, limit: float = 240) -> None:
     """Run `tests/SCRIPT ARGS` in so many processes, each told its rank by torchrun's variables.
     Fails with the output of a rank that failed, or of all where the limit (seconds) has passed."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    # The ranks meet at a store of this process, as torchrun's agent has one: a port that is found
+    # free here, for rank 0 to listen on, can be taken until rank 0 has imported torch.
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     common = os.environ | {
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "MASTER_ADDR": store.host,
+        "MASTER_PORT": str(store.port),
         "WORLD_SIZE": str(ranks),
         "LOCAL_WORLD_SIZE": str(ranks),
         "OMP_NUM_THREADS": "1",

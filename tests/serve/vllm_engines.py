@@ -25,6 +25,9 @@ ENVIRONMENT = dict(
     VLLM_CPU_CI_ENV="1",
     VLLM_NO_USAGE_STATS="1",
     VLLM_ENABLE_V1_MULTIPROCESSING="0",
+    # An engine's ranks listen some seconds after it has found a port free. Below those ports that
+    # Linux gives to whoever connects, and apart from other processes of tests, it is free still.
+    VLLM_PORT=str(16_384 + 16 * (os.getpid() % 1024)),
     HF_HUB_OFFLINE="1",
     PYTHONPATH=os.pathsep.join([str(HERE), str(Path(attnplug.__file__).parent.parent)]),
 )
