@@ -30,7 +30,12 @@ def server(**changes) -> types.SimpleNamespace:
             decode_context_parallel_size=1, prefill_context_parallel_size=1, use_ubatching=False
         ),
         cache_config=dict(cache_dtype="auto"),
-        model_config=dict(use_mla=False, runner_type="generate", logits_processors=[REQUESTS]),
+        model_config=dict(
+            use_mla=False,
+            runner_type="generate",
+            logits_processors=[REQUESTS],
+            get_total_num_hidden_layers=lambda: 8,
+        ),
     )
     whole = dict(additional_config={}, kv_transfer_config=None, speculative_config=None)
     for name, value in changes.items():
@@ -84,6 +89,8 @@ def test_no_policy_is_an_error_with_an_example(monkeypatch):
         ({"layers": {"0": "momo"}}, "needs a policy, or a mapping"),
         ({"policy": "momo", "more": 1}, "needs a policy, or a mapping"),
         ({"policy": "momo", "layers": {"*.3": "dense"}}, "needs an index or '4-7'"),
+        ({"policy": "momo", "layers": {"5-3": "dense"}}, "names '5-3', needs '3-5'"),
+        ({"policy": "momo", "layers": ["0-1"]}, r"layers is \['0-1'\], needs a mapping"),
         (
             {"policy": "gather", "layers": {"0": "gather(k=32)"}},
             "different decode methods, gather and gather",
@@ -177,6 +184,18 @@ def test_a_policy_that_is_none_says_so():
 def test_conflicting_options_are_refused(change, policy, message):
     with pytest.raises(ServeError, match=message):
         check_server(server(**change), read_policy(policy))
+
+
+def test_layers_that_the_model_does_not_have_are_refused():
+    asked = {"policy": "momo", "layers": {"0-1": "dense", "4-8": "dense"}}
+    with pytest.raises(ServeError, match="names layer 8, and the model's are 0 to 7"):
+        check_server(server(), read_policy(asked))
+    check_server(server(), read_policy(asked | {"layers": {"4-7": "dense"}}))
+
+
+def test_the_first_span_that_names_a_layer_serves_it():
+    policy = read_policy({"policy": "momo", "layers": {"0-3": "dense", "2-5": "gather"}})
+    assert [policy.of_layer(i).decode for i in (2, 3, 4)] == [None, None, Gather()]
 
 
 def test_what_does_not_conflict_starts():

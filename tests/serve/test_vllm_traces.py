@@ -170,6 +170,23 @@ def test_a_last_token_that_comes_alone_completes_the_file(tmp_path):
     assert len(list(tmp_path.glob("*.parquet*"))) == 1
 
 
+def test_a_token_that_comes_alone_is_no_hit_and_has_no_block(tmp_path):
+    """vLLM sets a request's first chunk behind longer ones that have begun, as a prompt's."""
+    server = Server(traces_in(tmp_path), Phases(trace=STREAM))
+    new, hit = server.traces.prompt([7] * 65, True), server.traces.prompt([7] * 97, True)
+    server.step({1: hit}, [(1, 32, 33)])  # behind a prefix hit of 32
+    server.step({0: new, 1: hit}, [(1, 33, 49), (0, 0, 1)])
+    server.step({0: new, 1: hit}, [(0, 1, 65), (1, 49, 97)])
+    for number, cached, chunks in ((1, 0, [1]), (2, 32, [33, 49])):
+        found = trace.read(tmp_path / f"prompt-{number:04}.parquet")
+        assert found.meta["cached_tokens"] == cached
+        assert [step["first"] for step in found.meta["steps"]] == [[first] for first in chunks]
+    same(rows_of(tmp_path / "prompt-0001.parquet"), server.edges(0, 1, 65))
+    alone = server.traces.prompt([7], True)
+    server.step({0: alone}, [(1, 0, 16), (0, 0, 1)])
+    assert alone.closed and len(list(tmp_path.glob("*.parquet*"))) == 2
+
+
 def test_a_prompt_that_is_computed_anew_is_recorded_anew(tmp_path, caplog):
     caplog.set_level(logging.INFO, logger="vllm.attnplug")
     server = Server(traces_in(tmp_path), Phases(trace=STREAM))
@@ -243,6 +260,21 @@ def test_two_servers_do_not_share_a_folder(tmp_path):
     file.write_text("")
     with pytest.raises(ServeError, match="name another folder"):
         traces_in(file)
+
+
+def test_what_a_server_left_unfinished_takes_no_room(tmp_path):
+    server = Server(traces_in(tmp_path), Phases(trace=STREAM))
+    server.step({0: server.traces.prompt([7] * 65, True)}, [(0, 0, 64)])
+    left = tmp_path / "prompt-0001.parquet.part"
+    held = left.read_bytes()
+    del server
+    gc.collect()
+    left.write_bytes(held)
+    other = tmp_path / "prompt-0002@rank1.parquet.part"
+    other.write_bytes(held)  # of a process that may be at it
+    traces = traces_in(tmp_path, files=1)
+    assert not left.exists() and other.exists()
+    assert (traces.files, traces.nbytes, traces.full, traces.numbered) == (0, 0, "", 2)
 
 
 def test_ranks_number_prompts_alike_and_count_their_own_files(tmp_path):

@@ -154,9 +154,12 @@ def read_policy(option: Any) -> ServedPolicy:
             f"attnplug in vLLM: {KEY} is {option!r}, needs a policy, or a mapping "
             'such as {"policy": "momo+gather", "layers": {"0-1": "dense"}}'
         )
-    spans = tuple(
-        (*_span(key), phases_of(policy)) for key, policy in (option.get("layers") or {}).items()
-    )
+    layers = option.get("layers") or {}
+    if not isinstance(layers, Mapping):
+        raise ServeError(
+            f"attnplug in vLLM: layers is {layers!r}, needs a mapping such as {{'0-1': 'dense'}}"
+        )
+    spans = tuple((*_span(key), phases_of(policy)) for key, policy in layers.items())
     whole, text = phases_of(option["policy"]), str(parse(option["policy"]))
     made = ServedPolicy(whole, spans, text, _trace_options(option.get("traces")))
     if "traces" in option and made.trace is None:
@@ -180,7 +183,10 @@ def _span(key: str) -> tuple[int, int]:
     found = re.fullmatch(r"(\d+)(?:-(\d+))?", str(key))
     if found is None:
         raise ServeError(f"attnplug in vLLM: layers names {key!r}, needs an index or '4-7'")
-    return int(found[1]), int(found[2] or found[1])
+    first, last = int(found[1]), int(found[2] or found[1])
+    if last < first:
+        raise ServeError(f"attnplug in vLLM: layers names {key!r}, needs '{last}-{first}'")
+    return first, last
 
 
 def phases_of(policy: str) -> Phases:
@@ -228,7 +234,13 @@ def check_server(config: "VllmConfig", policy: ServedPolicy) -> None:
 def _conflicts(config: "VllmConfig", policy: ServedPolicy) -> list[tuple[bool, str]]:
     parallel, cache = config.parallel_config, config.cache_config
     traces = _trace_conflicts(config) if policy.trace is not None else []
+    layers = config.model_config.get_total_num_hidden_layers()
+    missing = max((last for _, last, _ in policy.spans), default=0)
     return [
+        (
+            missing >= layers,
+            f"layers names layer {missing}, and the model's are 0 to {layers - 1}",
+        ),
         (
             parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1,
             "context parallelism splits a row's pages over GPUs; use --tensor-parallel-size, which "

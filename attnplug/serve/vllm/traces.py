@@ -34,8 +34,8 @@ class Prompt:
     def __init__(self, ids: list[int], number: int, name: str = ""):
         self.ids, self.number, self.name = ids, number, name
         self.recording: Recording | None = None
-        self.first = 0  # where the recording begins
-        self.computed = 0  # tokens that the engine has computed, or had in its cache
+        self.cached = 0  # tokens that the engine had in its cache
+        self.computed = 0  # tokens that it has computed, or had there
         self.closed = False  # nothing more is recorded of it
 
     def __str__(self) -> str:
@@ -84,6 +84,12 @@ class Traces:
         self.numbered = max((int(found[1]) for found in numbers if found), default=0)
         mine = re.compile(rf"prompt-[^@]*{label}\.parquet(\.part)?")
         held = [path for path in self.folder.iterdir() if mine.fullmatch(path.name)]
+        for path in held:
+            if (
+                path.suffix == ".part"
+            ):  # a server ended in the midst of a prompt: nobody completes it
+                path.unlink()
+        held = [path for path in held if path.suffix != ".part"]
         self.files, self.nbytes = len(held), sum(path.stat().st_size for path in held)
         self.full = ""  # why nothing more is recorded
         self._has_room()
@@ -118,10 +124,12 @@ class Traces:
 
     def rows(self, batch: Batch, prompts: Mapping[int, Prompt]) -> tuple[Traced, ...]:
         """The rows to record of a batch whose row i is `prompts[i]`'s. Called once a batch."""
-        for index, seen in enumerate(batch.step_keys):
+        # A request's first chunk has its place behind the steps, also where it is of one token.
+        alone = [(row.index, row.seen) for row in batch.prompts if row.queries == 1]
+        for index, seen in (*enumerate(batch.step_keys), *alone):
             if index in prompts:
                 self._pass(prompts[index], seen)
-        rows = [row for row in batch.prompts if row.index in prompts]
+        rows = [row for row in batch.prompts if row.index in prompts and row.queries > 1]
         return tuple(
             Traced(row, prompts[row.index], self)
             for row in rows
@@ -159,7 +167,7 @@ class Traces:
 
     def _pass(self, prompt: Prompt, seen: int) -> None:
         """A row of one query is not recorded: its attention may run in a CUDA graph."""
-        prompt.computed = seen
+        self._go_on(prompt, seen - 1, seen)
         if prompt.closed or seen < len(prompt.ids):
             return
         if prompt.recording is not None:
@@ -171,23 +179,27 @@ class Traces:
 
     def _advance(self, prompt: Prompt, row: Row) -> bool:
         """Whether to record the next chunk of a prompt."""
-        first = row.seen - row.queries
-        going_on = first == prompt.computed
-        prompt.computed = row.seen
-        if prompt.recording is not None and not going_on:
-            self.drop(prompt, "vLLM computes it anew")
+        self._go_on(prompt, row.seen - row.queries, row.seen)
         if prompt.recording is None and not prompt.closed:
-            self._begin(prompt, first)
+            self._begin(prompt)
         return prompt.recording is not None
 
-    def _begin(self, prompt: Prompt, first: int) -> None:
+    def _go_on(self, prompt: Prompt, first: int, last: int) -> None:
+        """The engine computes a prompt's tokens `first` to `last - 1`: those behind what it has
+        computed, or it begins, behind what its cache has."""
+        if first != prompt.computed:
+            self.drop(prompt, "vLLM computes it anew")
+            prompt.cached = first
+        prompt.computed = last
+
+    def _begin(self, prompt: Prompt) -> None:
         if not self._has_room():
             prompt.closed = True
             return
         name = f"-{prompt.name}" if prompt.name else ""
         path = self.folder / f"prompt-{prompt.number:04}{name}{self.label}.parquet"
-        prompt.first = first
-        own = {"request": prompt.name, "prompt_tokens": len(prompt.ids), "cached_tokens": first}
+        own = {"request": prompt.name, "prompt_tokens": len(prompt.ids)}
+        own["cached_tokens"] = prompt.cached
         try:
             tokens = [np.asarray(prompt.ids, np.int32)]
             prompt.recording = Recording(path, self.about | own, tokens=tokens)
@@ -213,7 +225,7 @@ class Traces:
             return
         prompt.recording = None
         self.open.remove(prompt)
-        cached = f" Its first {prompt.first:,} were in the prefix cache." if prompt.first else ""
+        cached = f" Its first {prompt.cached:,} were in the prefix cache." if prompt.cached else ""
         logger.info("attnplug: the trace of %s is %s.%s", prompt, recording.path, cached)
         self._has_room()
 
