@@ -82,15 +82,12 @@ class Traces:
         weakref.finalize(self, os.close, self._claim())
         numbers = [re.match(r"prompt-(\d+)", path.name) for path in self.folder.iterdir()]
         self.numbered = max((int(found[1]) for found in numbers if found), default=0)
-        mine = re.compile(rf"prompt-[^@]*{label}\.parquet(\.part)?")
-        held = [path for path in self.folder.iterdir() if mine.fullmatch(path.name)]
-        for path in held:
-            if (
-                path.suffix == ".part"
-            ):  # a server ended in the midst of a prompt: nobody completes it
-                path.unlink()
-        held = [path for path in held if path.suffix != ".part"]
-        self.files, self.nbytes = len(held), sum(path.stat().st_size for path in held)
+        held = re.compile(rf"prompt-[^@]*{label}\.parquet")
+        left = re.compile(held.pattern + r"\.part")  # in the midst of a prompt, by a server before
+        for path in [path for path in self.folder.iterdir() if left.fullmatch(path.name)]:
+            path.unlink()
+        sizes = [x.stat().st_size for x in self.folder.iterdir() if held.fullmatch(x.name)]
+        self.files, self.nbytes = len(sizes), sum(sizes)
         self.full = ""  # why nothing more is recorded
         self._has_room()
 
