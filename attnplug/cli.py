@@ -2,6 +2,7 @@
 line on stderr and exit code 1."""
 
 import contextlib
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
@@ -25,14 +26,25 @@ app = typer.Typer(
 Device = Annotated[str | None, typer.Option(help="cpu or cuda; the GPU if there is one.")]
 
 
+IMAGES = (".png", ".svg", ".pdf")
+
+
+def _console() -> Console:
+    """Prints what it is given: a file may be named [red].png."""
+    return Console(markup=False, highlight=False)
+
+
+def _print_error(error: object) -> None:
+    text = f"error: {error}".encode(errors="backslashreplace").decode()
+    Console(stderr=True, soft_wrap=True, markup=False, highlight=False).print(text, style="red")
+
+
 @contextlib.contextmanager
 def _clear_errors() -> Iterator[None]:
     try:
         yield
-    except AttnplugError as error:
-        Console(stderr=True, soft_wrap=True).print(
-            f"error: {error}", style="red", markup=False, highlight=False
-        )
+    except (AttnplugError, OSError) as error:  # a disk may fill while something is written
+        _print_error(error)
         raise typer.Exit(1) from error
 
 
@@ -41,6 +53,19 @@ def _check_least(option: str, value: int, least: int) -> None:
 
     if value < least:
         raise ArgumentError(f"{option} is {value}, needs at least {least}")
+
+
+def _check_place(option: str, path: Path, *, folder: bool = False, image: bool = False) -> None:
+    """A place that cannot be written should not wait for the work."""
+    from attnplug.errors import ArgumentError
+
+    there = next(place for place in (path, *path.absolute().parents) if place.exists())
+    fits = there.is_dir() == (folder or there != path)
+    if not fits or not os.access(there, os.W_OK):
+        kind = "a folder" if folder else "a file"
+        raise ArgumentError(f"{option} is {path}, where {kind} cannot be written")
+    if image and path.suffix.lower() not in IMAGES:
+        raise ArgumentError(f"{option} is {path}, needs a name that ends in {', '.join(IMAGES)}")
 
 
 @app.command()
@@ -58,10 +83,12 @@ def demo(
     with _clear_errors():
         from attnplug import demo as module
 
+        _check_place("image", image, image=True)
+        image.parent.mkdir(parents=True, exist_ok=True)
         result = module.run(tokens, top_k=top_k, device=device, image=image)
-        console = Console()
+        console = _console()
         console.print(result.table())
-        console.print(result.notes(), highlight=False)
+        console.print(result.notes())
 
 
 @app.command()
@@ -87,12 +114,12 @@ def report(
         _check_least("tokens", tokens, 1)
         network, tokenizer = load(model, dtype=torch.bfloat16, device=device)
         with api.applied(network, parsed):
-            Console().print(api.report(network).table())
+            _console().print(api.report(network).table())
             if steps > 0:
                 from attnplug import telemetry
 
                 tables = telemetry.run(network, tokenizer, tokens, steps)
-                Console().print(*tables or ["No layer counts anything: see the notes above."])
+                _console().print(*tables or ["No layer counts anything: see the notes above."])
 
 
 @app.command()
@@ -135,7 +162,10 @@ def eval(
 
         asked = command.Asked(policy or [], policies, suite, tasks, lengths, trials)
         study = command.make_study(asked, seed, batch, limit_seconds, claims)
-        command.run(model, study, out, device, Console())
+        _check_place("out", out, folder=True)
+        if claims is not None:
+            _check_place("claims", claims, folder=True)
+        command.run(model, study, out, device, _console())
 
 
 @app.command()
@@ -157,9 +187,10 @@ def bench(
 
         problem = command.problem(quick, device)
         if problem:
-            Console(stderr=True, soft_wrap=True).print(f"error: {problem}", style="red")
+            _print_error(problem)
             raise typer.Exit(2)
-        command.run(command.heads_of(model), device, out, Console())
+        _check_place("out", out, folder=True)
+        command.run(command.heads_of(model), device, out, _console())
 
 
 @app.command()
@@ -186,19 +217,21 @@ def plan(
     with _clear_errors():
         from attnplug import plan as module
 
-        console = Console()
+        console = _console()
+        if image is not None:
+            _check_place("image", image, image=True)
         contexts, method = module.read_options(context, batch, policy)
         shape, bill = module.shape_of(model), module.H200
         if rows:
             fitted = module.fit(module.read_rows(rows))
             bill = fitted.bill
-            console.print(module.summary(fitted), highlight=False)
+            console.print(module.summary(fitted))
         console.print(module.table(shape, bill, method, batch, contexts))
-        console.print(module.notes(shape, bill, method, batch), highlight=False)
+        console.print(module.notes(shape, bill, method, batch))
         if image is not None:
             image.parent.mkdir(parents=True, exist_ok=True)
             module.draw_map(shape, bill, method, image)
-            console.print(f"map: {image}", highlight=False)
+            console.print(f"map: {image}")
 
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
@@ -273,8 +306,8 @@ def record(
             compare=compare,
             device=device,
         )
-        Console().print(outcome.table())
-        Console().print(f"see it: attnplug trace view {out}", highlight=False)
+        _console().print(outcome.table())
+        _console().print(f"see it: attnplug trace view {out}")
 
 
 @trace.command()
@@ -295,7 +328,11 @@ def view(
     with _clear_errors():
         from attnplug.trace import view as module
 
-        page = out or file.with_suffix(".html")
+        page = out or Path(
+            f"{file}.html" if file.suffix in ("", ".html") else file.with_suffix(".html")
+        )
+        _check_place("out", page)
+        page.parent.mkdir(parents=True, exist_ok=True)
         size = module.write_page(
             file,
             page,
@@ -305,7 +342,7 @@ def view(
             limit_mb=limit_mb,
             progress=True,
         )
-        Console().print(f"{page}: {size / 1e6:.1f} MB; open it in a browser", highlight=False)
+        _console().print(f"{page}: {size / 1e6:.1f} MB; open it in a browser")
 
 
 @app.command()
@@ -314,6 +351,6 @@ def doctor() -> None:
     from attnplug import doctor as module
 
     checks = module.examine()
-    Console().print(module.table(checks))
+    _console().print(module.table(checks))
     if any(check.status == "fail" for check in checks):
         raise typer.Exit(1)

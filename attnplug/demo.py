@@ -11,6 +11,7 @@ import torch
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
+from rich.text import Text
 from transformers.generation.streamers import BaseStreamer
 
 from attnplug.api import applied
@@ -108,7 +109,8 @@ def run(
     `tokens` is the prompt's length (4,096 on CPU, 8,192 on CUDA; 160 to 8,192), `top_k` momo's
     blocks a query block. Raises ArgumentError, WeightsUnavailableError."""
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    tokens = tokens or TOKENS["cuda" if device.startswith("cuda") else "cpu"]
+    if tokens is None:
+        tokens = TOKENS["cuda" if device.startswith("cuda") else "cpu"]
     if not SHORTEST <= tokens <= LONGEST:
         raise ArgumentError(f"tokens is {tokens}, needs {SHORTEST} to {LONGEST} ({MODEL}'s length)")
     console = console or Console(stderr=True)
@@ -172,9 +174,9 @@ def _generate(model: Any, tokenizer: Any, needle: Needle, policy: Momo | None) -
     return Run(reply, needle.found_in(reply), first - prompt, (rest[-1] - first) / len(rest))
 
 
-def _answer(run: Run) -> str:
-    text = " ".join(run.reply.split())
-    return f"[green]{text}[/]" if run.found else f"[red]{text}[/] (not found)"
+def _answer(run: Run) -> Text:
+    text = Text(" ".join(run.reply.split()), style="green" if run.found else "red")
+    return text if run.found else Text.assemble(text, " (not found)")
 
 
 def _draw(layers: list[LayerMask], policy: Momo, path: Path) -> None:

@@ -146,6 +146,8 @@ def fit(rows: Iterable[Mapping[str, Any]]) -> Fit:
         raise ArgumentError("plan: a bill needs dense e2e-decode rows of at least two lengths")
     read, seconds = _columns(dense)
     slope, fixed = np.polyfit(read, seconds, 1)
+    if not slope > 0:
+        raise ArgumentError("plan: no dense row takes longer for more bytes, so no bill fits them")
     rest = ((seconds - slope * read - fixed) ** 2).sum()
     r2 = float(1 - rest / ((seconds - seconds.mean()) ** 2).sum()) if len(dense) > 2 else None
     held_out = {}
@@ -186,19 +188,30 @@ def _columns(rows: Iterable[Mapping[str, Any]]) -> tuple[np.ndarray, np.ndarray]
     return pairs[:, 0], pairs[:, 1]
 
 
-def read_rows(paths: Iterable[Path]) -> list[dict[str, Any]]:
+def read_rows(paths: Iterable[Path]) -> list[Mapping[str, Any]]:
     """The rows of benchmark files. Raises ArgumentError where one cannot be read."""
-    rows = []
+    rows: list[Mapping[str, Any]] = []
     for path in paths:
         try:
             facts = json.loads(path.read_text())
-            made = [each["extra_info"] for each in facts.get("benchmarks", ())]
-            rows += made if "benchmarks" in facts else facts["rows"]
-        except (OSError, ValueError, KeyError, TypeError) as error:
+            if "benchmarks" in facts:
+                rows += [_checked(each["extra_info"]) for each in facts["benchmarks"]]
+            else:
+                rows += map(_checked, facts["rows"])
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             raise ArgumentError(
-                f"plan: {path} cannot be read as benchmark rows: {error}"
+                f"plan: {path} cannot be read as benchmark rows: {error!r}"
             ) from error
     return rows
+
+
+def _checked(row: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A row, if its measured numbers are numbers. Raises ValueError, KeyError, TypeError."""
+    if row["case"] == "e2e-decode":
+        numbers = [row[name] for name in ("bytes", "p50_us", "batch")]
+        if not all(math.isfinite(number) and number > 0 for number in numbers):
+            raise ValueError(f"bytes, p50_us and batch are {numbers}")
+    return row
 
 
 def shape_of(model: str) -> Shape:
@@ -218,11 +231,10 @@ def shape_of(model: str) -> Shape:
         config = config.get_text_config(decoder=True)
         with torch.device("meta"):
             network = AutoModelForCausalLM.from_config(config)
-    except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
+    except pretrained.damaged() as error:
         raise ArgumentError(
-            f"plan: {model!r} is none of {', '.join(SHAPES)} and has no config: {reason}"
-            f"{pretrained.did_you_mean(model, SHAPES)}"
+            f"plan: {model!r} is none of {', '.join(SHAPES)} and has no config: "
+            f"{pretrained.first_line(error)}{pretrained.did_you_mean(model, SHAPES)}"
         ) from error
     count = sum(p.numel() for p in network.parameters())
     if not config.tie_word_embeddings:  # of an embedding table a step reads one row

@@ -89,6 +89,24 @@ def test_report_shows_what_layers_counted(policy, headings, monkeypatch):
         (("trace", "m", "--prompt", "a b", "--out", "no/x"), "no is no folder; make it"),
         (("trace", "view", "none.parquet"), "none.parquet cannot be read as a trace: "),
         (("demo", "--device", "abacus"), "device is 'abacus', needs cpu or cuda"),
+        (("demo", "--device", "mps"), "device is 'mps', needs cpu or cuda"),
+        (("demo", "--tokens", "0"), "tokens is 0, needs 160 to 8192"),
+        (("demo", "--image", "/dev/null/x.png"), "image is /dev/null/x.png, where a file cannot"),
+        (("demo", "--image", "map"), "image is map, needs a name that ends in .png, .svg, .pdf"),
+        (("plan", "qwen2.5-7b", "--image", "a.gif"), "image is a.gif, needs a name that ends in"),
+        (("eval", "m", "--policy", "momo", "--out", "/dev/null"), "out is /dev/null, where a fold"),
+        (("eval", "m", "--policy", "momo", "--claims", "/dev/null/a"), "claims is /dev/null/a, wh"),
+        (
+            ("eval", "m", "--policy", "momo", "--limit-seconds", "nan"),
+            "limit_seconds is nan, needs",
+        ),
+        (("bench", "--quick", "--device", "cpu", "--out", "/dev/null"), "out is /dev/null, where"),
+        (("report", "m", "--policy", "gather(k={[]})"), "k={[]} is not a literal"),
+        (("report", "m", "--policy", "mo\udcffmo"), "cannot be read (it is no text)"),
+        (("report", "m", "--policy", "gather(sink=10**20)"), "is not a literal"),
+        (("report", "m", "--policy", f"gather(sink={10**20})"), "needs at most 8388608"),
+        (("trace", "m", "--prompt", "a\udcff b"), "the prompt cannot be read as text"),
+        (("trace", "view", "no\udcff.parquet"), "no\\udcff.parquet cannot be read as a trace"),
     ],
 )
 def test_an_error_is_one_line_and_exit_code_1(arguments, message):
@@ -97,6 +115,16 @@ def test_an_error_is_one_line_and_exit_code_1(arguments, message):
     assert result.stdout == ""
     assert result.stderr.startswith("error: ") and message in result.stderr
     assert result.stderr.count("\n") == 1 and "Traceback" not in result.stderr
+
+
+def test_paths_are_printed_as_they_are(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "[red]").mkdir()
+    for _ in range(2):  # and again, where there is one
+        result = run("plan", "qwen2.5-7b", "--image", "[red]/[/x].png")
+    assert result.exit_code == 0, result.output
+    assert "map: [red]/[/x].png" in result.output and (tmp_path / "[red]/[/x].png").exists()
+    assert "device is '[/x]'" in run("bench", "--quick", "--device", "[/x]").stderr
 
 
 def test_no_weights_is_one_line_too(tmp_path, monkeypatch):

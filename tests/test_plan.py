@@ -196,6 +196,38 @@ def test_a_config_gives_the_shape(tmp_path):
     assert (shape.layers, shape.heads_kv, shape.head_dim) == (1, 1, 32)
 
 
+STEP = {"case": "e2e-decode", "op": "dense_decode", "bytes": 1, "p50_us": 1, "batch": 1}
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "[]",
+        "5",
+        "[" * 100_000,
+        *map(
+            json.dumps,
+            (
+                {"rows": [{"a": 1}]},
+                {"rows": ["x"]},
+                {"rows": [STEP | {"p50_us": "1"}]},
+                {"rows": [STEP | {"p50_us": float("nan")}]},
+                {"rows": [STEP | {"bytes": 0}]},
+            ),
+        ),
+    ],
+)
+def test_a_file_that_holds_no_rows_is_refused(tmp_path, content):
+    (tmp_path / "rows.json").write_text(content)
+    with pytest.raises(ArgumentError, match=r"rows.json cannot be read as benchmark rows"):
+        plan.read_rows([tmp_path / "rows.json"])
+
+
+def test_more_bytes_in_less_time_make_no_bill():
+    with pytest.raises(ArgumentError, match="no dense row takes longer for more bytes"):
+        plan.fit([STEP | {"bytes": 1e9, "p50_us": 9.0}, STEP | {"bytes": 2e9, "p50_us": 8.0}])
+
+
 def test_the_command(tmp_path):
     (tmp_path / "rows.json").write_text(
         json.dumps({"benchmarks": [{"extra_info": r} for r in rows(BILL)]})

@@ -13,7 +13,7 @@ from attnplug.bench.quick import PLANS, PREFILLS, Heads, Plan, measure
 from attnplug.bench.rows import Row
 from attnplug.errors import ArgumentError
 from attnplug.models.layers import config_heads
-from attnplug.models.pretrained import fetch, hub_answers, names
+from attnplug.models.pretrained import damaged, fetch, first_line, hub_answers, names
 
 
 def heads_of(model: str | None) -> Heads:
@@ -27,10 +27,9 @@ def heads_of(model: str | None) -> Heads:
     try:
         local = Path(source).is_dir() or not hub_answers()
         config: Any = AutoConfig.from_pretrained(source, local_files_only=local)
-    except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise ArgumentError(f"bench: {model!r} has no config: {reason}") from error
-    return Heads(*config_heads(config.get_text_config(decoder=True)))
+        return Heads(*config_heads(config.get_text_config(decoder=True)))
+    except damaged() as error:
+        raise ArgumentError(f"bench: {model!r} has no config: {first_line(error)}") from error
 
 
 def problem(quick: bool, device: str) -> str:
@@ -58,7 +57,7 @@ def run(heads: Heads, device: str, folder: Path, console: Console) -> list[Row]:
     console.print(table(rows, plan))
     for line in left_out:
         console.print(line, highlight=False, markup=False)
-    console.print(f"wrote {', '.join(map(str, written))}", highlight=False)
+    console.print(f"wrote {', '.join(map(str, written))}", highlight=False, markup=False)
     return rows
 
 

@@ -96,7 +96,7 @@ def run(model: str, study: Study, folder: Path, device: str | None, console: Con
         console.print(f"left out: {cell}: {reason}", highlight=False, markup=False)
     if outcome.stopped:
         console.print("stopped at the time limit; the same command goes on from here")
-    console.print(f"wrote {', '.join(str(path) for path in written)}", highlight=False)
+    console.print(f"wrote {', '.join(map(str, written))}", highlight=False, markup=False)
 
 
 def _split(text: str) -> list[str]:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from attnplug.deprecated import current_text
+from attnplug.errors import ArgumentError
 
 Record = dict[str, Any]
 # What makes two records the same question. A run that changes any of these asks anew. The batch
@@ -21,7 +22,7 @@ def key_of(record: Record) -> tuple[Any, ...]:
 
 class Records:
     """The samples of a JSONL file, by key; `add` appends. A last line that an interruption cut off
-    is dropped."""
+    is dropped. Raises ArgumentError where the file holds anything else, and leaves it as it is."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -29,12 +30,17 @@ class Records:
         path.parent.mkdir(parents=True, exist_ok=True)
         if not path.exists():
             return
-        whole, _, torn = path.read_bytes().rpartition(b"\n")
+        *lines, torn = path.read_bytes().split(b"\n")
+        for number, line in enumerate(lines, 1):
+            try:
+                record = json.loads(line)
+                self.known[key_of(record)] = record
+            except (ValueError, KeyError, TypeError, RecursionError) as error:
+                raise _no_sample(path, number) from error
+        if torn and not torn.startswith(b'{"'):
+            raise _no_sample(path, len(lines) + 1)
         if torn:
-            path.write_bytes(whole + b"\n" if whole else b"")
-        for line in whole.decode().splitlines():
-            record = json.loads(line)
-            self.known[key_of(record)] = record
+            path.write_bytes(b"".join(line + b"\n" for line in lines))
 
     def add(self, records: Iterable[Record]) -> None:
         """Append the records that are not known yet."""
@@ -42,3 +48,7 @@ class Records:
         with self.path.open("a", encoding="utf-8") as file:
             file.write("".join(json.dumps(record) + "\n" for record in fresh))
         self.known |= {key_of(record): record for record in fresh}
+
+
+def _no_sample(path: Path, number: int) -> ArgumentError:
+    return ArgumentError(f"{path}, line {number}, is no sample of a study; name another folder")

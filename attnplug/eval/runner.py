@@ -81,6 +81,9 @@ class Study:
                 "0 and 0"
             )
 
+        if self.limit_seconds is not None and not self.limit_seconds >= 0:
+            raise ArgumentError(f"limit_seconds is {self.limit_seconds}, needs at least 0")
+
     def trials_of(self, task: str) -> int:
         """How many prompts the task has at each length."""
         return self.fewer.get(task, self.trials)

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import functools
 import inspect
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -32,7 +33,7 @@ class Session:
 
     def __init__(self, model: PreTrainedModel):
         self.model = model
-        self.manager: Any = None
+        self.manager: Callable[[], Any] = lambda: None  # weak: nobody can stop one that is lost
         self.stopped = False
         self.generate = vars(model).get("generate", MISSING)
         self.names: list[tuple[dict[str, Any], str]] = []
@@ -60,7 +61,8 @@ class Session:
     @property
     def over(self) -> bool:
         """Whether the manager was stopped, and its thread has ended."""
-        return self.stopped and not self.manager.is_running()
+        manager = self.manager()  # a thread that runs keeps its manager alive
+        return manager is None or (self.stopped and not manager.is_running())
 
 
 def bind_batching(model: PreTrainedModel) -> list[str]:
@@ -120,7 +122,8 @@ def _init_continuous_batching(model: Any, *args: Any, **kwargs: Any) -> Any:
     with contextlib.ExitStack() as undo:
         session.begin()
         undo.callback(session.end)
-        session.manager = manager = stock(*given.args, **given.kwargs)
+        manager = stock(*given.args, **given.kwargs)
+        session.manager = weakref.ref(manager)
         if manager is not kept:
             _configure(model, manager, asked, given.arguments.get("workload_hints"))
             _watch(model, manager)
@@ -185,8 +188,30 @@ def _watch(model: Any, manager: Any) -> None:
         return processor
 
     manager._create_batch_processor = create
+    manager.start = _starting(model, manager, manager.start)
     for name in ("stop", "destroy"):
         setattr(manager, name, _ending(model, getattr(manager, name)))
+
+
+def _starting(model: Any, manager: Any, stock: Callable[..., Any]) -> Callable[..., Any]:
+    """A manager that was stopped may be started again, as transformers' may: a session anew."""
+    served = _policies(model)
+
+    def start(*args: Any, **kwargs: Any) -> Any:
+        _settle(model)
+        if _policies(model) != served:
+            raise UnsupportedCallError("this manager is of a policy that has gone: make another")
+        session = vars(model).get(SESSION)
+        if session is None:
+            session = Session(model)
+            session.begin()
+            session.manager = weakref.ref(manager)
+        elif session.manager() is not manager:
+            raise UnsupportedCallError("another manager runs on this model: stop it first")
+        session.stopped = False
+        return stock(*args, **kwargs)
+
+    return start
 
 
 def _ending(model: Any, stock: Callable[..., Any]) -> Callable[..., Any]:

@@ -119,10 +119,10 @@ def load(
             model: Any = AutoModelForCausalLM.from_pretrained(
                 source, dtype=dtype, local_files_only=local
             )
-        except (OSError, ValueError, SafetensorError) as error:
+        except damaged() as error:
             if name in WEIGHTS:
                 raise WeightsUnavailableError(
-                    f"the converted weights in {source} cannot be read ({_first_line(error)}); "
+                    f"the converted weights in {source} cannot be read ({first_line(error)}); "
                     "delete that folder and run again"
                 ) from error
             raise _no_model(name, error) from error
@@ -133,9 +133,18 @@ def load(
     return model.to(device).eval(), tokenizer
 
 
+def damaged() -> tuple[type[Exception], ...]:
+    """What transformers raises of a folder whose files are not what their names say, and of one
+    that is not there."""
+    from huggingface_hub.errors import StrictDataclassError
+
+    of_values = ValueError, TypeError, KeyError, ZeroDivisionError
+    return OSError, SafetensorError, StrictDataclassError, *of_values
+
+
 def _no_model(name: str, error: Exception) -> WeightsUnavailableError:
     return WeightsUnavailableError(
-        f"no model could be loaded from {name!r}: {_first_line(error)}."
+        f"no model could be loaded from {name!r}: {first_line(error)}."
         f"{did_you_mean(name, names())} Give a folder with a transformers checkpoint, a Hugging "
         f"Face model id (with network, or in its cache), or one of {', '.join(names())}"
     )
@@ -176,6 +185,8 @@ def _device(device: str | torch.device) -> torch.device:
         found = torch.device(device)
     except RuntimeError as error:
         raise ArgumentError(f"device is {device!r}, needs cpu or cuda") from error
+    if found.type not in ("cpu", "cuda"):
+        raise ArgumentError(f"device is {device!r}, needs cpu or cuda")
     if found.type == "cuda" and not torch.cuda.is_available():
         raise ArgumentError(f"device is {device!r} but torch sees no GPU here; use cpu")
     return found
@@ -368,7 +379,7 @@ def _quiet_transformers() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
 
 

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from attnplug.models.cache import PlugLayer
 
 SLOTS = frozenset({"prefill", "decode", "trace"})
+MOST = 1 << 23  # of an option: blocks of 128 tokens, and 32 bits
 
 
 class Phase:
@@ -136,9 +137,12 @@ class Phase:
         check_option(self.name, option, getattr(self, option), valid, needed)
 
     def check_integers(self, *options: str) -> None:
-        """Raise PolicyError unless each of these options is an integer (a bool is none)."""
+        """Raise PolicyError unless each of these options is an integer (a bool is none) that
+        kernels can multiply by a block's tokens."""
         for option in options:
-            self.check(option, type(getattr(self, option)) is int, "an integer")
+            value = getattr(self, option)
+            self.check(option, type(value) is int, "an integer")
+            self.check(option, abs(value) <= MOST, f"at most {MOST}")
 
     def __str__(self) -> str:
         options = [

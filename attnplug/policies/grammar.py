@@ -48,9 +48,10 @@ def _parse_call(text: str) -> ast.Call:
     """The text as the arguments of a call."""
     try:
         node = ast.parse(f"_({text.strip()})", mode="eval").body
-    except SyntaxError as error:
+    except (SyntaxError, ValueError) as error:  # ValueError: NUL, or no UTF-8
+        why = getattr(error, "msg", "it is no text")
         raise PolicyError(
-            f"policy {text!r} cannot be read ({error.msg}); write for example "
+            f"policy {text!r} cannot be read ({why}); write for example "
             '"momo(gamma=16)" or "momo+dense"'
         ) from error
     if not isinstance(node, ast.Call):
@@ -100,7 +101,7 @@ def _parse_term(node: ast.expr, text: str, methods: Mapping[str, type[Phase]]) -
             )
         try:
             options[name] = ast.literal_eval(value)
-        except ValueError as error:
+        except (ValueError, TypeError) as error:  # TypeError: a list in a set
             raise PolicyError(
                 f"policy {text!r}: {name}={ast.unparse(value)} is not a literal"
             ) from error

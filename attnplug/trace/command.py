@@ -11,6 +11,7 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
+from rich.text import Text
 
 from attnplug import api, policies
 from attnplug.errors import ArgumentError
@@ -32,7 +33,7 @@ class Outcome:
         """For the terminal."""
         meta = self.trace.meta
         title = f"{self.trace.path}: {meta['model']}, {meta['policy']}"
-        table = Table(title=title, show_header=False)
+        table = Table(title=Text(title), show_header=False)
         table.add_column("")
         table.add_column("", justify="right", overflow="fold")
         for name, value in self._rows():
@@ -71,11 +72,14 @@ def read_text(text: str | None, file: Path | None) -> str:
     """The prompt, given either way. Raises ArgumentError."""
     if (text is None) == (file is None):
         raise ArgumentError("give the text with --prompt TEXT or with --file PATH, one of them")
-    if text is not None:
-        return text
-    assert file is not None  # one of them is
     try:
+        if text is not None:
+            text.encode()  # what a terminal gave may be no text
+            return text
+        assert file is not None  # one of them is
         return file.read_text(encoding="utf-8")
+    except UnicodeEncodeError as error:
+        raise ArgumentError(f"the prompt cannot be read as text: {error}") from error
     except (OSError, UnicodeDecodeError) as error:
         raise ArgumentError(f"{file} cannot be read as text: {error}") from error
 

@@ -289,7 +289,7 @@ def _open(path: Path) -> tuple[pa.NativeFile, list[Segment]]:
         raise TraceFileError(f"{path} cannot be read as a trace: it is no regular file")
     try:
         source = pa.OSFile(str(path))
-    except OSError as error:
+    except (OSError, UnicodeEncodeError) as error:  # a name may be no UTF-8
         raise TraceFileError(f"{path} cannot be read as a trace: {error}") from error
     return source, open_seal(path, source)
 

@@ -11,6 +11,7 @@ import gzip
 import html
 import importlib.resources
 import json
+import math
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from importlib.metadata import version
@@ -28,6 +29,7 @@ from attnplug.trace.reader import Trace, read
 SCRIPTS = ("data.js", "colors.js", "map.js", "heads.js", "panel.js", "app.js")
 USUAL = 0.7  # of the bytes of edges, what gzip leaves of most traces
 OWN = 128 << 10  # the page's own code, and each layer's tags and numbers, with room
+MOST_LAYERS = 4096  # that a text may name
 CELLS = 256  # a side of the grid, at most
 
 
@@ -58,10 +60,15 @@ def write_page(
         ArgumentError: a file is no trace, a layer or sequence is not in it, or less than one
             edge of each query block fits.
     """
-    trace = trace if isinstance(trace, Trace) else read(trace)
+    if not math.isfinite(limit_mb * 1e6):
+        raise ArgumentError(f"view: limit_mb is {limit_mb}, needs a number of megabytes")
+    trace = _opened(trace)
+    opened = {name: _opened(mask) for name, mask in (masks or {}).items()}
+    if any(Path(out).resolve() == shown.path.resolve() for shown in (trace, *opened.values())):
+        raise ArgumentError(f"view: the page would replace the trace {out}; name another place")
     chosen = _chosen_layers(trace, layers)
     spans, keys = _sizes(trace, sequence)
-    others = [Mask(name, _opened(mask), sequence) for name, mask in (masks or {}).items()]
+    others = [Mask(name, mask, sequence) for name, mask in opened.items()]
     texts = _text(trace, sequence)
     library = _library()
     used = len(library.encode()) + sum(map(len, texts.values())) + OWN + 256 * len(chosen)
@@ -123,9 +130,12 @@ def parse_layers(text: str | None) -> list[int] | None:
     for part in text.split(","):
         first, dash, last = part.partition("-")
         try:
-            layers += range(int(first), int(last if dash else first) + 1)
+            span = range(int(first), int(last if dash else first) + 1)
         except ValueError as error:
             raise ArgumentError(f"view: layers {text!r}, need a list such as 0-3,7") from error
+        if len(span) > MOST_LAYERS:
+            raise ArgumentError(f"view: layers {text!r} are more than any model has")
+        layers += span
     return layers
 
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
+from attnplug.bench.command import heads_of
 from attnplug.errors import ArgumentError, WeightsUnavailableError
 from attnplug.models import pretrained
 from attnplug.plan import shape_of
@@ -108,3 +109,22 @@ def test_a_mistyped_name_is_answered_at_once_where_the_hub_does_not_answer(tmp_p
 def test_a_mistyped_shape_is_answered_with_the_closest_one():
     with pytest.raises(ArgumentError, match=r"Did you mean llama-3\.1-8b\?"):
         shape_of("lama-3.1-8b")
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        [1, 2],
+        {"model_type": "llama", "hidden_size": "x"},
+        {"model_type": "llama", "num_attention_heads": 0},
+    ],
+)
+def test_a_config_that_is_none_is_one_clear_error(tmp_path, config):
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ArgumentError, match="has no config"):
+        shape_of(str(tmp_path))
+    with pytest.raises(ArgumentError, match="has no config"):
+        heads_of(str(tmp_path))
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(WeightsUnavailableError, match="no model could be loaded"):
+        pretrained.load(str(tmp_path), device="cpu")

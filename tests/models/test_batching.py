@@ -1,6 +1,7 @@
 """The life of a manager of continuous batching: what is refused meanwhile, what is reported, and
 that nothing is left behind."""
 
+import gc
 import threading
 
 import pytest
@@ -59,6 +60,45 @@ def test_a_manager_that_stops_in_the_background():
         alive.set()
         assert model.generate(torch.tensor(prompts((5,))), generation_config=ENDLESS).shape[1] == 11
         manager.is_running = running
+
+
+def answer(manager, ids: list[int]) -> list[int]:
+    request = manager.add_request(ids, max_new_tokens=NEW)
+    result = manager.get_result(request_id=request, timeout=60)
+    assert result is not None and result.error is None
+    return result.generated_tokens
+
+
+def test_a_manager_that_was_stopped_starts_again():
+    (ids,) = prompts((40,))
+    with attnplug.applied(llama(), GATHER) as model:
+        (want,) = one_by_one(model, [ids])
+        manager = model.init_continuous_batching(ENDLESS, settings(num_blocks=32))
+        for _ in range(2):
+            manager.start()
+            assert answer(manager, ids) == want
+            with pytest.raises(attnplug.UnsupportedCallError, match="continuous batching runs"):
+                model.generate(torch.tensor([ids]))
+            manager.stop()
+            assert SESSION not in vars(model)
+        other = model.init_continuous_batching(ENDLESS, settings(num_blocks=32))
+        with pytest.raises(attnplug.UnsupportedCallError, match="another manager runs"):
+            manager.start()
+        other.stop()
+    with pytest.raises(attnplug.UnsupportedCallError, match="of a policy that has gone"):
+        manager.start()
+    with attnplug.applied(model, "dense"):
+        with pytest.raises(attnplug.UnsupportedCallError, match="of a policy that has gone"):
+            manager.start()
+
+
+def test_a_manager_that_is_lost_locks_nothing():
+    with attnplug.applied(llama(), "dense") as model:
+        manager = model.init_continuous_batching(ENDLESS, settings(num_blocks=32))
+        del manager
+        gc.collect()
+        assert len(one_by_one(model, prompts((5,)))[0]) == NEW
+        assert SESSION not in vars(model)
 
 
 def test_a_manager_kept_for_the_next_session_goes_with_the_policy():

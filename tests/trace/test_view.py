@@ -282,12 +282,32 @@ def test_options_are_read():
     assert parse_layers(None) is None
     assert parse_layers("0-2,7") == [0, 1, 2, 7]
     assert parse_masks(["momo=a=b.parquet", "gather=c"]) == {"momo": "a=b.parquet", "gather": "c"}
-    for wrong in ("", "a", "1-", "1,,2"):
+    for wrong in ("", "a", "1-", "1,,2", "0-99999999999"):
         with pytest.raises(ArgumentError, match="layers"):
             parse_layers(wrong)
     for wrong in (["momo"], ["=x"], ["momo="], ["a=b", "a=c"]):
         with pytest.raises(ArgumentError, match="mask"):
             parse_masks(wrong)
+
+
+@pytest.mark.parametrize("name", ["t.parquet", "t.html", "mask.html"])
+def test_no_page_replaces_a_trace(tmp_path, name):
+    for each in ("t.parquet", "mask.html"):
+        small(tmp_path / each)
+    (tmp_path / "t.html").symlink_to(tmp_path / "t.parquet")
+    before = (tmp_path / name).read_bytes()
+    with pytest.raises(ArgumentError, match="the page would replace the trace"):
+        write_page(tmp_path / "t.parquet", tmp_path / name, masks={"a": tmp_path / "mask.html"})
+    assert (tmp_path / name).read_bytes() == before
+
+
+@pytest.mark.parametrize(("name", "page"), [("t.html", "t.html.html"), ("[red]", "[red].html")])
+def test_the_command_names_a_page_beside_the_trace(tmp_path, name, page):
+    small(tmp_path / name)
+    run = CliRunner(env={"COLUMNS": "300"}).invoke(app, ["trace", "view", str(tmp_path / name)])
+    assert run.exit_code == 0, run.output
+    assert page in run.output and read(tmp_path / name).layers
+    assert (tmp_path / page).read_text().startswith("<!doctype html>")
 
 
 def test_the_command_makes_the_page(tmp_path):
@@ -306,6 +326,10 @@ def test_the_command_makes_the_page(tmp_path):
         (["--layers", "3"], "layers [3]"),
         (["--sequence", "1"], "sequence 1"),
         (["--mask", "x"], "NAME"),
+        (["--limit-mb", "nan"], "limit_mb is nan, needs a number of megabytes"),
+        (["--limit-mb", "inf"], "limit_mb is inf, needs a number of megabytes"),
+        (["--out", "/dev/null/page.html"], "where a file cannot be written"),
+        (["--out", "."], "where a file cannot be written"),
     ],
 )
 def test_the_command_says_what_is_wrong(tmp_path, arguments, words):

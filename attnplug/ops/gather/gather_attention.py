@@ -132,6 +132,8 @@ def kept_keys(listed, position, start, mask, block, sink, local):
     """The keys that a query at `position` reads, ascending within each block; an empty `mask` hides
     nothing."""
     own = (position - start) // block
+    seen = max(own + 1, 0)  # blocks up to the query's
+    sink, local = min(sink, seen), min(local, seen)
     edge = max(own - local + 1, sink)  # first local block
     blocks = np.empty(sink + local + listed.shape[0], np.int64)
     count = 0

@@ -13,6 +13,7 @@ from attnplug.errors import ArgumentError, GradientError
 from attnplug.ops import dense_decode
 from attnplug.ops.gather import gather_attention as op
 from attnplug.ops.gather.attend_plan import Plan, looked_up, plan_for
+from attnplug.policies.base import MOST
 from attnplug.testing import oracle_attention, plain_attention
 
 SCALE = 0.125
@@ -125,6 +126,18 @@ def test_fused_equals_split(device_path, block, tile, ahead):
         hold(got, q, k, v, index, **options)
         assert (got[0] - found[0][0]).abs().max() < 2e-6
         assert (got[1] - found[0][1]).abs().max() < 2e-6
+
+
+@pytest.mark.parametrize("option", ["sink", "local"])
+def test_more_blocks_than_there_are_change_nothing(device_path, option):
+    q, (k, v) = random(0, 1, 4, 3, 64), random(1, 2, 1, 2, 200, 64)
+    index, common = lists(2, k, 3, 0), {"start": torch.tensor([9]), "sink": 0, "local": 1}
+    many = MOST if device_path[1] == "reference" else 99  # a kernel takes a turn for each tile
+    for block in (16, 128):
+        options = common | {"block": block, "lengths": torch.tensor([190])}
+        want = attend(device_path, q, k, v, index, **options | {option: 13})
+        got = attend(device_path, q, k, v, index, **options | {option: many})
+        assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1])
 
 
 def test_a_keep_set_of_everything_is_dense(device_path):
