@@ -137,7 +137,8 @@ def test_more_blocks_than_there_are_change_nothing(device_path, option):
         options = common | {"block": block, "lengths": torch.tensor([190])}
         want = attend(device_path, q, k, v, index, **options | {option: 13})
         got = attend(device_path, q, k, v, index, **options | {option: many})
-        assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1])
+        for found, wanted in zip(got, want, strict=True):  # in other pieces
+            assert (found - wanted).abs().max() < 2e-6
 
 
 def test_a_keep_set_of_everything_is_dense(device_path):
