@@ -24,8 +24,6 @@ app = typer.Typer(
 )
 
 Device = Annotated[str | None, typer.Option(help="cpu or cuda; the GPU if there is one.")]
-
-
 IMAGES = (".png", ".svg", ".pdf")
 
 

@@ -80,7 +80,6 @@ class Study:
                 f"trials is {self.trials}, batch {self.batch}, seed {self.seed}; needs at least 1, "
                 "0 and 0"
             )
-
         if self.limit_seconds is not None and not self.limit_seconds >= 0:
             raise ArgumentError(f"limit_seconds is {self.limit_seconds}, needs at least 0")
 

@@ -190,7 +190,7 @@ def _watch(model: Any, manager: Any) -> None:
     manager._create_batch_processor = create
     manager.start = _starting(model, manager, manager.start)
     for name in ("stop", "destroy"):
-        setattr(manager, name, _ending(model, getattr(manager, name)))
+        setattr(manager, name, _ending(model, manager, getattr(manager, name)))
 
 
 def _starting(model: Any, manager: Any, stock: Callable[..., Any]) -> Callable[..., Any]:
@@ -202,23 +202,26 @@ def _starting(model: Any, manager: Any, stock: Callable[..., Any]) -> Callable[.
         if _policies(model) != served:
             raise UnsupportedCallError("this manager is of a policy that has gone: make another")
         session = vars(model).get(SESSION)
-        if session is None:
-            session = Session(model)
-            session.begin()
-            session.manager = weakref.ref(manager)
-        elif session.manager() is not manager:
-            raise UnsupportedCallError("another manager runs on this model: stop it first")
-        session.stopped = False
-        return stock(*args, **kwargs)
+        with contextlib.ExitStack() as undo:
+            if session is None:
+                session = Session(model)
+                session.begin()
+                undo.callback(session.end)
+                session.manager = weakref.ref(manager)
+            elif session.manager() is not manager:
+                raise UnsupportedCallError("another manager runs on this model: stop it first")
+            session.stopped = False
+            stock(*args, **kwargs)
+            undo.pop_all()
 
     return start
 
 
-def _ending(model: Any, stock: Callable[..., Any]) -> Callable[..., Any]:
+def _ending(model: Any, manager: Any, stock: Callable[..., Any]) -> Callable[..., Any]:
     def end(*args: Any, **kwargs: Any) -> Any:
         result = stock(*args, **kwargs)
         session = vars(model).get(SESSION)
-        if session is not None:
+        if session is not None and session.manager() is manager:
             session.stopped = True
         _settle(model)
         return result

@@ -380,7 +380,10 @@ def _quiet_transformers() -> Iterator[None]:
 
 
 def first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
+    said = str(error).strip()
+    if not said or isinstance(error, TypeError | KeyError | ZeroDivisionError):
+        said = f"{type(error).__name__} {said}".strip()  # of Python's own, which names no file
+    return said.splitlines()[0].rstrip(".")
 
 
 __all__ = ["WEIGHTS", "Weights", "cache_dir", "checkpoint_dir", "fetch", "load", "names"]

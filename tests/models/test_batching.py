@@ -69,7 +69,11 @@ def answer(manager, ids: list[int]) -> list[int]:
     return result.generated_tokens
 
 
-def test_a_manager_that_was_stopped_starts_again():
+def fail(thread) -> None:
+    raise RuntimeError("no thread is left")
+
+
+def test_a_manager_that_was_stopped_starts_again(monkeypatch):
     (ids,) = prompts((40,))
     with attnplug.applied(llama(), GATHER) as model:
         (want,) = one_by_one(model, [ids])
@@ -84,7 +88,13 @@ def test_a_manager_that_was_stopped_starts_again():
         other = model.init_continuous_batching(ENDLESS, settings(num_blocks=32))
         with pytest.raises(attnplug.UnsupportedCallError, match="another manager runs"):
             manager.start()
+        manager.stop()  # once more: it is not the other's
+        assert vars(model)[SESSION].manager() is other
         other.stop()
+        with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="no thread is left"):
+            patch.setattr(threading.Thread, "start", fail)
+            manager.start()
+        assert SESSION not in vars(model)
     with pytest.raises(attnplug.UnsupportedCallError, match="of a policy that has gone"):
         manager.start()
     with attnplug.applied(model, "dense"):

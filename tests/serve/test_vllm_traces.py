@@ -264,9 +264,11 @@ def test_two_servers_do_not_share_a_folder(tmp_path):
 
 def test_what_a_server_left_unfinished_takes_no_room(tmp_path):
     server = Server(traces_in(tmp_path), Phases(trace=STREAM))
-    server.step({0: server.traces.prompt([7] * 65, True)}, [(0, 0, 64)])
+    prompt = server.traces.prompt([7] * 65, True)
+    server.step({0: prompt}, [(0, 0, 64)])
     left = tmp_path / "prompt-0001.parquet.part"
     held = left.read_bytes()
+    server.traces.drop(prompt, "the server ends")
     del server
     gc.collect()
     left.write_bytes(held)

@@ -235,11 +235,11 @@ def _conflicts(config: "VllmConfig", policy: ServedPolicy) -> list[tuple[bool, s
     parallel, cache = config.parallel_config, config.cache_config
     traces = _trace_conflicts(config) if policy.trace is not None else []
     layers = config.model_config.get_total_num_hidden_layers()
-    missing = max((last for _, last, _ in policy.spans), default=0)
+    farthest = max((first for first, _, _ in policy.spans), default=0)
     return [
         (
-            missing >= layers,
-            f"layers names layer {missing}, and the model's are 0 to {layers - 1}",
+            farthest >= layers,
+            f"layers names layer {farthest}, and the model's are 0 to {layers - 1}",
         ),
         (
             parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1,

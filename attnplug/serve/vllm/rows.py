@@ -37,9 +37,9 @@ class Run:
 @dataclasses.dataclass(frozen=True)
 class Batch:
     """What a batch's metadata says on the host. Rows with one query come first, and see
-    `step_keys` keys: vLLM reorders batches so. `prompts` are the others. A request's first chunk is
-    among them also where it has one token, as vLLM sets it behind all that have begun, unless no
-    longer one is in front of it."""
+    `step_keys` keys: vLLM reorders batches so. `prompts` are the others. vLLM sets
+    first chunks last: one of a single token is among them where a longer row is in front of it, and
+    among the steps elsewhere."""
 
     step_keys: tuple[int, ...]
     prompts: tuple[Row, ...]
