@@ -60,6 +60,7 @@ def configuration(policy: str | dict, **changes):
         cache_config=types.SimpleNamespace(cache_dtype="auto", block_size=PAGE),
         model_config=types.SimpleNamespace(
             use_mla=False,
+            get_total_num_hidden_layers=lambda: 100,
             model="made/up",
             runner_type="generate",
             logits_processors=[REQUESTS],
