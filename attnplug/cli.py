@@ -82,7 +82,6 @@ def demo(
         from attnplug import demo as module
 
         _check_place("image", image, image=True)
-        image.parent.mkdir(parents=True, exist_ok=True)
         result = module.run(tokens, top_k=top_k, device=device, image=image)
         console = _console()
         console.print(result.table())

@@ -37,7 +37,7 @@ class Records:
                 self.known[key_of(record)] = record
             except (ValueError, KeyError, TypeError, RecursionError) as error:
                 raise _no_sample(path, number) from error
-        if torn and not torn.startswith(b'{"'):
+        if not b'{"'.startswith(torn[:2]):
             raise _no_sample(path, len(lines) + 1)
         if torn:
             path.write_bytes(b"".join(line + b"\n" for line in lines))

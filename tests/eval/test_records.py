@@ -1,5 +1,6 @@
 """The log of a study knows a record again."""
 
+import itertools
 import json
 
 import pytest
@@ -21,8 +22,8 @@ def test_a_record_under_an_options_old_name_is_known(tmp_path):
 def test_a_line_that_was_cut_off_is_dropped(tmp_path):
     path = tmp_path / "log.jsonl"
     line = json.dumps(RECORD)
-    for whole in (f"{line}\n", ""):
-        path.write_text(whole + line[:20])
+    for whole, kept in itertools.product((f"{line}\n", ""), (1, 2, 20)):
+        path.write_text(whole + line[:kept])
         assert len(Records(path).known) == bool(whole)
         assert path.read_text() == whole
 
