@@ -7,6 +7,7 @@ graph to dynamo (`fullgraph`), and one function of tensors to whoever captures i
 """
 
 import functools
+import gc
 import logging
 import operator
 import re
@@ -26,7 +27,10 @@ LOG = logging.getLogger("attnplug")
 
 class LayeredStep:
     """A step compiled layer by layer with the options of a CompileConfig, and captured where these
-    ask for CUDA graphs. One that dynamo cannot trace whole is compiled as the config says."""
+    ask for CUDA graphs. One that dynamo cannot trace whole is compiled as the config says.
+
+    What dynamo traced with stays behind in cycles, and holds the step's arguments: a cache, which
+    may be most of a GPU's memory. So a step that was traced ends with a collection of garbage."""
 
     def __init__(self, step: Step, config: Any, device: torch.device, sums: dict[str, Any]):
         options = torch._inductor.list_mode_options(config.mode) if config.mode else {}
@@ -35,10 +39,15 @@ class LayeredStep:
         if device.type == "cuda":
             warm_pool()
 
-        def compiled(around: Around | None = None) -> Step:
-            backend = functools.partial(compile_by_layer, options=options, around=around)
-            return torch.compile(step, backend=backend, fullgraph=True, dynamic=config.dynamic)
+        def backend(around: Around | None, *traced: Any) -> Callable[..., Any]:
+            self.is_traced = True
+            return compile_by_layer(*traced, options=options, around=around)
 
+        def compiled(around: Around | None = None) -> Step:
+            by_layer = functools.partial(backend, around)
+            return torch.compile(step, backend=by_layer, fullgraph=True, dynamic=config.dynamic)
+
+        self.is_traced = False  # since the last collection of garbage
         self.now: Step = GuardedStep(compiled) if graphs else compiled()
         self.whole = functools.partial(torch.compile, step, **config.to_dict())
 
@@ -48,12 +57,19 @@ class LayeredStep:
             self.now.begin()
 
     def __call__(self, *arguments: Any) -> torch.Tensor | None:
+        found = self._run(*arguments)
+        if self.is_traced:
+            self.is_traced = False
+            gc.collect()
+        return found
+
+    def _run(self, *arguments: Any) -> torch.Tensor | None:
         try:
             return self.now(*arguments)
         except Unsupported as why:
             LOG.warning("a decode step is compiled whole, as it has graph breaks: %s", why)
-            self.now = self.whole()
-            return self.now(*arguments)
+            self.now, self.is_traced = self.whole(), True
+        return self.now(*arguments)
 
 
 def warm_pool() -> None:

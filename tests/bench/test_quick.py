@@ -1,12 +1,14 @@
 """`attnplug bench --quick`, at tiny sizes on the CPU: what it runs, writes and says."""
 
+import functools
 import json
+import weakref
 
 import pytest
 import torch
 from typer.testing import CliRunner
 
-from attnplug.bench import command, quick
+from attnplug.bench import command, quick, timing
 from attnplug.bench.provenance import KEYS
 from attnplug.bench.rows import make_row
 from attnplug.bench.timing import quantiles, time_on_cpu
@@ -125,3 +127,16 @@ def test_a_row_has_a_peer_and_its_times_or_neither():
     shape = dict(op="x", case="op", n=1, batch=1, heads_q=1, heads_kv=1, head_dim=1, dtype="float")
     with pytest.raises(ValueError, match="come together"):
         make_row(**shape, times_us=[1.0], bytes=1, flops=1, peer="sdpa")
+
+
+def test_what_a_graph_reads_and_writes_lives_as_long_as_it(monkeypatch):
+    """Else it writes where other tensors are by then."""
+    monkeypatch.setattr(timing, "capture", lambda run, on: lambda: None)
+    for name in ("synchronize", "empty_cache"):
+        monkeypatch.setattr(torch.cuda, name, lambda: None)
+    x = torch.zeros(4)
+    replay, alive = timing.runner([functools.partial(x.add_, 1)]), weakref.ref(x)
+    del x
+    assert alive() is not None
+    del replay
+    assert alive() is None

@@ -228,6 +228,21 @@ def test_a_guarded_step_replays_where_guards_and_inputs_are_the_same(monkeypatch
     assert check(first) == (3, 37)
 
 
+def test_what_dynamo_traced_with_does_not_keep_a_cache(pieces):
+    model = attnplug.apply(model_of(), "dense")
+    ids, cache = torch.arange(3, 43)[None], attnplug.make_cache(model, 64)
+    gc.collect()
+    gc.disable()
+    try:
+        model.generate(ids, past_key_values=cache, max_new_tokens=4, compile_config=compiling())
+        assert pieces
+        buffers = [weakref.ref(layer.keys) for layer in cache.layers]
+        del cache
+        assert not any(buffer() is not None for buffer in buffers)
+    finally:
+        gc.enable()
+
+
 @pytest.mark.parametrize("kind", ["cpu", "cuda"])
 def test_processes_for_triton_start_before_the_trace(kind, monkeypatch):
     warmed = []
