@@ -69,7 +69,7 @@ def measured(name: str) -> dict[int, list[float]]:
     return times
 
 
-def read_tokens(policy: Any, n: int) -> float:
+def coded_tokens(policy: Any, n: int) -> float:
     """Keys and values that a step reads, in tokens: those it keeps, and the codes of all."""
     dim = CONFIG.hidden_size // CONFIG.num_attention_heads
     code = policy.bytes if policy.name == "sketch" else dim + 4
@@ -80,7 +80,7 @@ def read_tokens(policy: Any, n: int) -> float:
 @pytest.mark.parametrize("name", METHODS)
 def test_e2e_policies(gpu_bench, name, n):
     policy: Phase = METHODS[name]
-    nbytes, flops = work_of(model(), CONFIG, read_tokens(policy, n))
+    nbytes, flops = work_of(model(), CONFIG, coded_tokens(policy, n))
     gpu_bench.record(
         op=name,
         case="e2e-decode",

@@ -44,18 +44,19 @@ import torch
 from _models import heads_of
 from test_e2e_decode import CONFIG, profile, work_of
 from test_e2e_decode import model as random_weights
-from test_e2e_policies import fill_up_to
+from test_e2e_policies import coded_tokens, fill_up_to
 from torch._dynamo.utils import compilation_time_metrics, counters
 from transformers import Cache, DynamicCache, GenerationMixin
 from transformers.generation.configuration_utils import CompileConfig
 
 import attnplug
-from attnplug import Gather
+from attnplug import Auto, Gather
 from attnplug.bench.rows import policy_name
 from attnplug.models import captured
 from attnplug.models.decode_loop import Decoding
 from attnplug.plan import read_tokens
-from attnplug.policies import parse
+from attnplug.policies import LayerShape, parse
+from attnplug.policies.crossover import DenseBelow
 
 TOKENS = [int(n) for n in os.environ.get("ATTNPLUG_BENCH_TOKENS", "8192,32768,131072").split(",")]
 BATCHES = [int(n) for n in os.environ.get("ATTNPLUG_BENCH_BATCHES", "1").split(",")]
@@ -274,9 +275,15 @@ def kind_of(policy: str, *what: str) -> str:
 
 
 def tokens_read(policy: str, n: int, batch: int) -> float:
-    method = parse(policy).decode
-    is_far = isinstance(method, Gather) and method.serves(batch, n, model().device)
-    return read_tokens(method, n, n + TAIL) if is_far else n
+    """Keys and values that a step reads of a row, in tokens."""
+    method, device = parse(policy).decode, model().device
+    if isinstance(method, Auto):
+        shape = LayerShape(**heads_of(CONFIG), softcap=0.0, sinks=False, device=device)
+        method, _ = method.resolve("decode", shape, CONFIG.num_hidden_layers)
+    if not isinstance(method, DenseBelow) or not method.serves(batch, n, device):
+        return n
+    is_gather = isinstance(method, Gather)
+    return read_tokens(method, n, n + TAIL) if is_gather else coded_tokens(method, n)
 
 
 PREFILLS = {"mask of ones": True, "holds its pad id": True, "chunks": False}
