@@ -68,7 +68,8 @@ class LayeredStep:
             return self.now(*arguments)
         except Unsupported as why:
             LOG.warning("a decode step is compiled whole, as it has graph breaks: %s", why)
-            self.now, self.is_traced = self.whole(), True
+            self.is_traced = True
+            self.now = self.whole()
         return self.now(*arguments)
 
 
