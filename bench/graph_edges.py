@@ -7,8 +7,8 @@
 second stream: from the sixth on every graph of the process is slower. `steps` prints those of
 POLICY:BATCH:TOKENS, a layer's step over rotated caches, in both states of the driver, and one
 replay's kernels by step: the longest and the median one of each, and the gap in front. With
---graph-before another graph is captured and replayed first, which has once made sketch slower
-(docs/log/house.md). Prints lines of JSON.
+--graph-before another graph is captured and replayed first, which must change nothing: it once
+wrote where caches were (docs/log/house.md). Prints lines of JSON.
 """
 
 import argparse
