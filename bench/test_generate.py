@@ -50,13 +50,12 @@ from transformers import Cache, DynamicCache, GenerationMixin
 from transformers.generation.configuration_utils import CompileConfig
 
 import attnplug
-from attnplug import Auto, Gather
+from attnplug import Auto, Gather, Gvr, Sketch
 from attnplug.bench.rows import policy_name
 from attnplug.models import captured
 from attnplug.models.decode_loop import Decoding
 from attnplug.plan import read_tokens
 from attnplug.policies import LayerShape, parse
-from attnplug.policies.crossover import DenseBelow
 
 TOKENS = [int(n) for n in os.environ.get("ATTNPLUG_BENCH_TOKENS", "8192,32768,131072").split(",")]
 BATCHES = [int(n) for n in os.environ.get("ATTNPLUG_BENCH_BATCHES", "1").split(",")]
@@ -280,7 +279,7 @@ def tokens_read(policy: str, n: int, batch: int) -> float:
     if isinstance(method, Auto):
         shape = LayerShape(**heads_of(CONFIG), softcap=0.0, sinks=False, device=device)
         method, _ = method.resolve("decode", shape, CONFIG.num_hidden_layers)
-    if not isinstance(method, DenseBelow) or not method.serves(batch, n, device):
+    if not isinstance(method, Gather | Gvr | Sketch) or not method.serves(batch, n, device):
         return n
     is_gather = isinstance(method, Gather)
     return read_tokens(method, n, n + TAIL) if is_gather else coded_tokens(method, n)

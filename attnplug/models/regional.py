@@ -39,15 +39,17 @@ class LayeredStep:
         if device.type == "cuda":
             warm_pool()
 
-        def backend(around: Around | None, *traced: Any) -> Callable[..., Any]:
-            self.is_traced = True
-            return compile_by_layer(*traced, options=options, around=around)
+        traced: list[str] = []  # what dynamo did since the last collection of garbage
+
+        def backend(around: Around | None, graph: fx.GraphModule, inputs: Sequence[Any]):
+            traced.append("layers")
+            return compile_by_layer(graph, inputs, options=options, around=around)
 
         def compiled(around: Around | None = None) -> Step:
             by_layer = functools.partial(backend, around)
             return torch.compile(step, backend=by_layer, fullgraph=True, dynamic=config.dynamic)
 
-        self.is_traced = False  # since the last collection of garbage
+        self.traced = traced
         self.now: Step = GuardedStep(compiled) if graphs else compiled()
         self.whole = functools.partial(torch.compile, step, **config.to_dict())
 
@@ -58,8 +60,8 @@ class LayeredStep:
 
     def __call__(self, *arguments: Any) -> torch.Tensor | None:
         found = self._run(*arguments)
-        if self.is_traced:
-            self.is_traced = False
+        if self.traced:
+            self.traced.clear()
             gc.collect()
         return found
 
@@ -68,7 +70,7 @@ class LayeredStep:
             return self.now(*arguments)
         except Unsupported as why:
             LOG.warning("a decode step is compiled whole, as it has graph breaks: %s", why)
-            self.is_traced = True
+            self.traced.append("a whole step")
             self.now = self.whole()
         return self.now(*arguments)
 
