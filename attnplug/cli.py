@@ -325,9 +325,8 @@ def view(
     with _clear_errors():
         from attnplug.trace import view as module
 
-        page = out or Path(
-            f"{file}.html" if file.suffix in ("", ".html") else file.with_suffix(".html")
-        )
+        is_taken = file.suffix in ("", ".html")
+        page = out or (Path(f"{file}.html") if is_taken else file.with_suffix(".html"))
         _check_place("out", page)
         page.parent.mkdir(parents=True, exist_ok=True)
         size = module.write_page(

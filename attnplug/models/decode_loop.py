@@ -13,6 +13,7 @@ device.
 
 import copy
 import functools
+import gc
 import logging
 import threading
 import types
@@ -23,6 +24,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch._dynamo.utils import counters
 from transformers.generation.stopping_criteria import MaxLengthCriteria
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
@@ -201,10 +203,15 @@ class Decoding:
     def run(self, loop: DecodeLoop) -> Any:
         with loop.turn:
             self.notice = loop.notice(type(self.model).__name__)
+            traced = counters["stats"]["unique_graphs"]
             try:
                 return self._run(loop)
             finally:
                 self.notice.cancel()
+                if counters["stats"]["unique_graphs"] != traced:
+                    # What dynamo traced with stays behind in cycles, and holds the cache, which may
+                    # be most of a GPU's memory.
+                    gc.collect()
 
     def _run(self, loop: DecodeLoop) -> Any:
         mask = self._real_keys()

@@ -7,7 +7,6 @@ graph to dynamo (`fullgraph`), and one function of tensors to whoever captures i
 """
 
 import functools
-import gc
 import logging
 import operator
 import re
@@ -27,10 +26,7 @@ LOG = logging.getLogger("attnplug")
 
 class LayeredStep:
     """A step compiled layer by layer with the options of a CompileConfig, and captured where these
-    ask for CUDA graphs. One that dynamo cannot trace whole is compiled as the config says.
-
-    What dynamo traced with stays behind in cycles, and holds the step's arguments: a cache, which
-    may be most of a GPU's memory. So a step that was traced ends with a collection of garbage."""
+    ask for CUDA graphs. One that dynamo cannot trace whole is compiled as the config says."""
 
     def __init__(self, step: Step, config: Any, device: torch.device, sums: dict[str, Any]):
         options = torch._inductor.list_mode_options(config.mode) if config.mode else {}
@@ -39,17 +35,10 @@ class LayeredStep:
         if device.type == "cuda":
             warm_pool()
 
-        traced: list[str] = []  # what dynamo did since the last collection of garbage
-
-        def backend(around: Around | None, graph: fx.GraphModule, inputs: Sequence[Any]):
-            traced.append("layers")
-            return compile_by_layer(graph, inputs, options=options, around=around)
-
         def compiled(around: Around | None = None) -> Step:
-            by_layer = functools.partial(backend, around)
-            return torch.compile(step, backend=by_layer, fullgraph=True, dynamic=config.dynamic)
+            backend = functools.partial(compile_by_layer, options=options, around=around)
+            return torch.compile(step, backend=backend, fullgraph=True, dynamic=config.dynamic)
 
-        self.traced = traced
         self.now: Step = GuardedStep(compiled) if graphs else compiled()
         self.whole = functools.partial(torch.compile, step, **config.to_dict())
 
@@ -59,20 +48,12 @@ class LayeredStep:
             self.now.begin()
 
     def __call__(self, *arguments: Any) -> torch.Tensor | None:
-        found = self._run(*arguments)
-        if self.traced:
-            self.traced.clear()
-            gc.collect()
-        return found
-
-    def _run(self, *arguments: Any) -> torch.Tensor | None:
         try:
             return self.now(*arguments)
         except Unsupported as why:
             LOG.warning("a decode step is compiled whole, as it has graph breaks: %s", why)
-            self.traced.append("a whole step")
             self.now = self.whole()
-        return self.now(*arguments)
+            return self.now(*arguments)
 
 
 def warm_pool() -> None:

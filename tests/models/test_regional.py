@@ -228,19 +228,27 @@ def test_a_guarded_step_replays_where_guards_and_inputs_are_the_same(monkeypatch
     assert check(first) == (3, 37)
 
 
-def test_what_dynamo_traced_with_does_not_keep_a_cache(pieces):
-    model = attnplug.apply(model_of(), "dense")
-    ids, cache = torch.arange(3, 43)[None], attnplug.make_cache(model, 64)
+@pytest.mark.parametrize("backend", ["inductor", "eager"])
+def test_what_dynamo_traced_with_does_not_keep_a_cache(backend, pieces, monkeypatch):
+    collected = []
+    own = types.SimpleNamespace(collect=lambda: collected.append(gc.collect()))
+    monkeypatch.setattr(decode_loop, "gc", own)
+    model, config = attnplug.apply(model_of(), "dense"), compiling()
+    config.backend = backend
+    ids = torch.arange(3, 43)[None]
     gc.collect()
     gc.disable()
     try:
-        model.generate(ids, past_key_values=cache, max_new_tokens=4, compile_config=compiling())
-        assert pieces
-        buffers = [weakref.ref(layer.keys) for layer in cache.layers]
-        del cache
-        assert not any(buffer() is not None for buffer in buffers)
+        for _ in range(2):
+            cache = attnplug.make_cache(model, 64)
+            model.generate(ids, past_key_values=cache, max_new_tokens=4, compile_config=config)
+            buffers = [weakref.ref(layer.keys) for layer in cache.layers]
+            del cache
+            assert not any(buffer() is not None for buffer in buffers)
+            assert len(collected) == 1  # the second call traces nothing
     finally:
         gc.enable()
+    assert bool(pieces) == (backend == "inductor")
 
 
 @pytest.mark.parametrize("kind", ["cpu", "cuda"])
