@@ -32,7 +32,7 @@ tests() {
   local status=$?
   # What engines were told and said, until a call was cut, but no weights.
   tar -czf "$out/vllm-jobs.tgz" --exclude='*.safetensors' -C "$folder" .
-  grep -E "PASSED|FAILED|SKIPPED|ERROR|needles|^E  |passed|failed" "$out/vllm.log" | cut -c1-200
+  grep -E "PASSED|FAILED|SKIPPED|ERROR|needles|rows: |^E  |passed|failed" "$out/vllm.log" | cut -c1-200
   return $status
 }
 

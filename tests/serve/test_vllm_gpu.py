@@ -2,7 +2,8 @@
 Each engine is a process.
 
 Tokens are compared up to the first that differs. There the two engines must have been undecided:
-bfloat16 rounds attention by its order, and a model picks one of two equally likely tokens.
+attention is rounded by its order, and a model picks one of two equally likely tokens. The model
+with random weights answers in float16, which rounds eight times less than bfloat16.
 
 That holds for budgets that cover all keys. A model with random weights makes much of a rounding
 where few keys are read: float16 beside float32 already reads other pages, and then says something
@@ -38,12 +39,12 @@ COVERING = "momo(min_tokens=0, top_k=1024)+gather(min_tokens=0)"
 SPARSE = "momo(min_tokens=1024, top_k=8)+gather(k=8, sink=1, local=4, min_tokens=1024)"
 COVERING_GVR = "momo(min_tokens=0, top_k=1024)+gvr(k=4096, min_tokens=0)"
 SPARSE_GVR = "momo(min_tokens=1024, top_k=8)+gvr(k=256, sink=16, window=64, min_tokens=1024)"
-UNDECIDED = 0.25  # nats between two tokens, where bfloat16 may choose either
-# Rows that are the same throughout where weights are random and two tokens often as likely:
-# 7 and 9 of 15 were, on an H200, and no other left at more than 0.1 nats.
-TIED = 0.4
-# Two ranks round each projection's sum otherwise, too: 11 of 27 were, and none left at more.
-SPLIT = 0.3
+# Nats between two tokens, where either may be chosen: 0.012 was the most of 27 rows in float16, on
+# an H200. In bfloat16 one row of 27 left at 0.28 once, and stock vLLM's on two GPUs leave at 0.09.
+UNDECIDED = {"float16": 0.05, "bfloat16": 0.25}
+# Rows that are the same throughout, in float16: 24 of 27 were, and 23 of two ranks, for 26 of stock
+# vLLM's. (In bfloat16 11, and 8 for 10.)
+TIED = 0.7
 DRAW = random.Random(3)
 SHARED = [DRAW.randrange(2, 1000) for _ in range(1500)]
 
@@ -91,10 +92,10 @@ def qwen2(tmp_path_factory) -> str:
         tie_word_embeddings=False,
         bos_token_id=0,
         eos_token_id=1,
-        torch_dtype="bfloat16",
+        torch_dtype="float16",
     )
     folder = tmp_path_factory.mktemp("qwen2")
-    Qwen2ForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    Qwen2ForCausalLM(config).to(torch.float16).save_pretrained(folder)
     return str(folder)
 
 
@@ -108,8 +109,7 @@ def run(tmp_path_factory, request):
         place.with_suffix(".json").write_text(job)
         # In one process all requests are there before the first step. Else it may begin with some
         # of them, whose chunks and batches are others then, and round otherwise.
-        apart = "1" if "tensor_parallel_size" in job else "0"
-        how = {"VLLM_WORKER_MULTIPROC_METHOD": "spawn", "VLLM_ENABLE_V1_MULTIPROCESSING": apart}
+        how = {"VLLM_WORKER_MULTIPROC_METHOD": "spawn", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
         done = subprocess.run(
             [sys.executable, str(ENGINE), str(place.with_suffix(".json"))],
             env=os.environ | how,
@@ -138,9 +138,9 @@ def run(tmp_path_factory, request):
         def run(*job, **options):
             return begin(*job, **options).result()
 
-        def together(jobs, **options):
+        def together(*jobs, **options):
             """The outputs of several engines that start at once."""
-            begun = [begin(*job, **options) for job in jobs]
+            begun = [begin(*job, **own, **options) for *job, own in jobs]
             return [engine.result()[0] for engine in begun]
 
         run.together = together
@@ -150,9 +150,9 @@ def run(tmp_path_factory, request):
             pool.shutdown(wait=False, cancel_futures=True)
 
 
-def agree(found: list[dict], wanted: list[dict], exactly: float = 0.7) -> None:
+def agree(found: list[dict], wanted: list[dict], exactly: float, dtype: str = "float16") -> None:
     """Rows are the same up to a place where both tokens were as likely; most of them throughout."""
-    same = 0
+    same, gaps = 0, [0.0]
     for row, (one, other) in enumerate(zip(found, wanted, strict=True)):
         pairs = enumerate(zip(one["tokens"], other["tokens"], strict=True))
         place = next((i for i, (a, b) in pairs if a != b), None)
@@ -161,8 +161,11 @@ def agree(found: list[dict], wanted: list[dict], exactly: float = 0.7) -> None:
             continue
         best, mine = other["best"][place], str(one["tokens"][place])
         assert mine in best, f"row {row} leaves at {place} for an unlikely token"
-        gap = max(best.values()) - best[mine]
-        assert gap < UNDECIDED, f"row {row} leaves at {place}, {gap:.2f} nats apart"
+        gaps.append(max(best.values()) - best[mine])
+        assert gaps[-1] < UNDECIDED[dtype], (
+            f"row {row} leaves at {place}, {gaps[-1]:.2f} nats apart"
+        )
+    print(f"rows: {same} of {len(found)} are the same, others leave at {max(gaps):.3f} nats")
     assert same >= exactly * len(found), f"{same} of {len(found)} rows are the same"
 
 
@@ -218,9 +221,9 @@ def test_what_is_kept_is_inside_the_budget(qwen2, run, policy):
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 @pytest.mark.parametrize("policy", [COVERING])
 def test_two_ranks_give_the_tokens_of_one(qwen2, run, policy):
-    one, _ = run(qwen2, policy, **CHUNKED)
-    two, _ = run(qwen2, policy, tensor_parallel_size=2, **CHUNKED)
-    agree(two, one, exactly=SPLIT)
+    ranks = ({}, dict(tensor_parallel_size=2))
+    one, two = run.together(*((qwen2, policy, how) for how in ranks), **CHUNKED)
+    agree(two, one, exactly=TIED)
 
 
 @pytest.mark.parametrize("name", ["smollm2-135m", "gemma3-270m"])
@@ -228,9 +231,9 @@ def test_real_models_with_covering_budgets_give_the_tokens_of_flash_attention(na
     folder, tokenizer = weights(name)
     text = needle_prompt(tokenizer, 6000, haystack="prose").ids[0].tolist()
     turns = [dict(prompts=[text, text[:3000], text[:500]], tokens=24)]
-    jobs = [(folder, policy, turns) for policy in (None, COVERING)]
-    stock, found = run.together(jobs, **CHUNKED)
-    agree(found, stock, exactly=0.6)
+    jobs = [(folder, policy, turns, {}) for policy in (None, COVERING)]
+    stock, found = run.together(*jobs, **CHUNKED)
+    agree(found, stock, exactly=0.6, dtype="bfloat16")
 
 
 def test_needles_at_32k_are_found_as_often_as_by_flash_attention(run):
@@ -241,9 +244,9 @@ def test_needles_at_32k_are_found_as_often_as_by_flash_attention(run):
     ]
     turns = [dict(prompts=[needle.ids[0].tolist() for needle in made], tokens=24)]
     sparse = "momo(min_tokens=8192)+gather(min_tokens=8192)"
-    jobs = [(folder, policy, turns) for policy in (None, sparse)]
+    jobs = [(folder, policy, turns, {}) for policy in (None, sparse)]
     hits = []
-    for outputs in run.together(jobs, max_model_len=32768):
+    for outputs in run.together(*jobs, max_model_len=32768):
         replies = [tokenizer.decode(output["tokens"]) for output in outputs]
         hits.append(sum(n.found_in(reply) for n, reply in zip(made, replies, strict=True)))
     print(f"needles at 32K: stock {hits[0]} of {len(made)}, attnplug {hits[1]}")
