@@ -219,16 +219,13 @@ def shape_of(model: str) -> Shape:
     a config. Raises ArgumentError where there is none."""
     if model in SHAPES:
         return SHAPES[model]
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
     from attnplug.models import pretrained
     from attnplug.models.layers import config_heads
 
-    source = pretrained.fetch(model) if model in pretrained.names() else model
     try:
-        local = Path(source).is_dir() or not pretrained.hub_answers()
-        config = AutoConfig.from_pretrained(source, local_files_only=local)
-        config = config.get_text_config(decoder=True)
+        config = pretrained.text_config(model)
         with torch.device("meta"):
             network = AutoModelForCausalLM.from_config(config)
     except pretrained.damaged() as error:

@@ -3,7 +3,6 @@
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from rich.console import Console
@@ -13,7 +12,7 @@ from attnplug.bench.quick import PLANS, PREFILLS, Heads, Plan, measure
 from attnplug.bench.rows import Row
 from attnplug.errors import ArgumentError
 from attnplug.models.layers import config_heads
-from attnplug.models.pretrained import damaged, fetch, first_line, hub_answers, names
+from attnplug.models.pretrained import damaged, first_line, text_config
 
 
 def heads_of(model: str | None) -> Heads:
@@ -21,13 +20,8 @@ def heads_of(model: str | None) -> Heads:
     is no config, WeightsUnavailableError for a named model that cannot be had."""
     if model is None:
         return Heads()
-    from transformers import AutoConfig
-
-    source = fetch(model) if model in names() else model
     try:
-        local = Path(source).is_dir() or not hub_answers()
-        config: Any = AutoConfig.from_pretrained(source, local_files_only=local)
-        return Heads(*config_heads(config.get_text_config(decoder=True)))
+        return Heads(*config_heads(text_config(model)))
     except damaged() as error:
         raise ArgumentError(f"bench: {model!r} has no config: {first_line(error)}") from error
 

@@ -133,6 +133,18 @@ def load(
     return model.to(device).eval(), tokenizer
 
 
+def text_config(model: str) -> Any:
+    """The config of a model's text decoder: of a name of `names()`, a folder or a hub id. Raises
+    one of `damaged()` where there is none, WeightsUnavailableError for a named model that cannot be
+    had."""
+    from transformers import AutoConfig
+
+    source = fetch(model) if model in names() else model
+    local = Path(source).is_dir() or not hub_answers()
+    config = AutoConfig.from_pretrained(source, local_files_only=local)
+    return config.get_text_config(decoder=True)
+
+
 def damaged() -> tuple[type[Exception], ...]:
     """What transformers raises of a folder whose files are not what their names say, and of one
     that is not there."""
