@@ -109,8 +109,7 @@ def load(
 
     device = _device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     dtype = dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
-    source = fetch(name) if name in WEIGHTS else name
-    local = name in WEIGHTS or Path(name).is_dir() or not hub_answers()
+    source, local = _source(name)
     with _quiet_transformers():
         try:
             tokenizer = AutoTokenizer.from_pretrained(
@@ -139,10 +138,15 @@ def text_config(model: str) -> Any:
     had."""
     from transformers import AutoConfig
 
-    source = fetch(model) if model in names() else model
-    local = Path(source).is_dir() or not hub_answers()
+    source, local = _source(model)
     config = AutoConfig.from_pretrained(source, local_files_only=local)
     return config.get_text_config(decoder=True)
+
+
+def _source(name: str) -> tuple[str | Path, bool]:
+    """What transformers is to load a model from, and whether it may look on this machine only."""
+    source = fetch(name) if name in WEIGHTS else name
+    return source, Path(source).is_dir() or not hub_answers()
 
 
 def damaged() -> tuple[type[Exception], ...]:
