@@ -15,6 +15,7 @@ import copy
 import functools
 import gc
 import logging
+import sys
 import threading
 import types
 from collections import deque
@@ -30,7 +31,7 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from attnplug.models.all_reduce import one_shot_options
 from attnplug.models.cache import PlugCache, PlugLayer
-from attnplug.models.captured import CapturedStep
+from attnplug.models.captured import CapturedStep, Step
 from attnplug.models.decode_step import (
     StepBuffers,
     accept,
@@ -76,6 +77,7 @@ class DecodeLoop:
     patience: int = PATIENCE  # steps before they are compiled, where nobody asks for it
     buffers: dict[tuple[Any, ...], StepBuffers] = field(default_factory=dict)
     is_new: bool = True  # no call has decoded yet
+    hooked: str = ""  # why the last call's steps were not compiled: a user's hook
     # One call at a time: steps, buffers and fused weights are the model's, whoever calls.
     turn: threading.RLock = field(default_factory=threading.RLock, repr=False, compare=False)
 
@@ -113,9 +115,11 @@ class DecodeLoop:
         if self.step is None or self.compiled_with != wanted:
             how = config or model._default_compile_config()
             alone, sums = is_on_one_device(model), one_shot_options(model)
-            make = functools.partial(_compile, how, model.device, alone, sums)
-            waits = config is None and self.patience > 0 and model.device.type in PATIENT
-            if waits and is_capturable(model):
+            captures = model.device.type in PATIENT and is_capturable(model)
+            own = PatientStep(decode_step, lambda: decode_step, sys.maxsize)
+            spare = own if captures else decode_step
+            make = functools.partial(_compile, how, model.device, alone, sums, spare)
+            if captures and config is None and self.patience > 0:
                 self.step = PatientStep(decode_step, make, self.patience)
             else:
                 self.step = make()
@@ -124,7 +128,9 @@ class DecodeLoop:
 
     def steps(self) -> str:
         """What the last call's steps are, "" where they are as they stay."""
-        return str(self.step) if isinstance(self.step, PatientStep) else ""
+        if self.hooked:
+            return f"decode steps are not compiled: {self.hooked}, which runs at every step"
+        return str(self.step) if isinstance(self.step, (PatientStep, LayeredStep)) else ""
 
     def compile_soon(self) -> None:
         """Have the next call compile its steps, and not once that pays."""
@@ -143,7 +149,7 @@ class DecodeLoop:
 
 
 def _compile(
-    config: Any, device: torch.device, is_alone: bool, sums: dict[str, Any]
+    config: Any, device: torch.device, is_alone: bool, sums: dict[str, Any], spare: Step
 ) -> Callable[..., torch.Tensor | None]:
     if config.backend == CAPTURE and device.type == "cuda":
         return CapturedStep(decode_step)  # the model's own code: nothing is left to compile
@@ -151,7 +157,7 @@ def _compile(
     code = decode_step.__code__.replace()
     own = types.FunctionType(code, decode_step.__globals__, "decode_step")
     if config.backend == "inductor" and device.type in BY_LAYER and is_alone:
-        return LayeredStep(own, config, device, sums)
+        return LayeredStep(own, config, device, sums, spare)
     return torch.compile(own, **config.to_dict())
 
 

@@ -24,6 +24,7 @@ from attnplug.models.loop_calls import (
     unserved_call,
 )
 from attnplug.models.parallel import LOCAL, is_split, local_weights
+from attnplug.models.user_hooks import user_hooks
 
 LAYER_MAKER = "_attnplug_make_layer"
 LARGEST = "_attnplug_largest_cache"  # rows times tokens
@@ -32,6 +33,7 @@ CACHE_METHOD = "_prepare_cache_for_generation"
 STEP_METHOD = "prepare_inputs_for_generation"
 GENERATE_METHOD = "generate"
 PREFILL_METHOD = "_prefill"
+COMPILE_METHOD = "_valid_auto_compile_criteria"
 LOOP = "_attnplug_loop"
 SWITCH_METHOD = "set_attn_implementation"
 OURS = frozenset({GENERATE_METHOD, STEP_METHOD, PREFILL_METHOD})
@@ -55,6 +57,9 @@ def bind_generate(
         if hasattr(type(model), PREFILL_METHOD) and PREFILL_METHOD not in vars(model):
             put_method(model, PREFILL_METHOD, _prefill)
             names.append(PREFILL_METHOD)
+        if COMPILE_METHOD not in vars(model):
+            put_method(model, COMPILE_METHOD, _may_compile)
+            names.append(COMPILE_METHOD)
         if loop is not None:
             vars(model)[LOOP] = loop
             names.append(LOOP)
@@ -124,6 +129,8 @@ def _prepare_cache_for_generation(
     # full-attention layers are then replaced. The caller's config stays as it was.
     static = copy.copy(generation_config)
     static.cache_implementation = "static"
+    # Whose buffers would be made ahead, as many heads in each layer: right for few families.
+    static.prefill_chunk_size = None
     fresh = dict(model_kwargs)
     copies = max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
     _bound_length(model, batch_size * copies, max_cache_length + speculated)
@@ -194,6 +201,16 @@ def _prefill(
     finally:
         for layer in layers:
             layer.steps_are_prepared, layer.prefill_tokens = False, 0
+
+
+def _may_compile(model: Any, model_kwargs: dict[str, Any], generation_config: Any) -> bool:
+    """What generate asks before it compiles a step, and attnplug's loop before it compiles or
+    captures any: not where a user's hook wants to run at every step."""
+    compiles = type(model)._valid_auto_compile_criteria(model, model_kwargs, generation_config)
+    why = user_hooks(model) if compiles else ""
+    if LOOP in vars(model):
+        vars(model)[LOOP].hooked = why
+    return compiles and not why
 
 
 def _bound_length(model: Any, rows: int, length: int) -> None:

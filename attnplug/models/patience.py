@@ -59,7 +59,7 @@ class PatientStep:
         try:
             return self.now(*arguments)
         except NotReplayable as why:
-            LOG.warning("decode steps cannot be captured and are compiled: %s", why)
+            LOG.warning("decode steps cannot be captured: %s", why)
             _forget_pending(arguments[1].layers)
             return self._compile()(*arguments)
 
@@ -74,7 +74,7 @@ class PatientStep:
     def __str__(self) -> str:
         """What steps are, "" where they are compiled."""
         if not isinstance(self.now, CapturedStep):
-            return ""
+            return str(self.now) if isinstance(self.now, LayeredStep) else ""
         return (
             "decode steps replay the model's own kernels, and are compiled after "
             f"{max(self.left, 0):,} more; attnplug.warm(model, lengths) does so ahead"

@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._dynamo.exc import Unsupported
+from torch._dynamo.exc import FailOnRecompileLimitHit, Unsupported
 from torch.fx.passes.split_module import split_module
 
-from attnplug.models.captured import Around, CapturedStep, GuardedStep, Step
+from attnplug.models.captured import Around, GuardedStep, Step
 
 NUMBERED = re.compile(r".*?\.\d+(?=\.|$)")  # the outermost numbered module, a decoder layer
 LOG = logging.getLogger("attnplug")
@@ -26,9 +26,14 @@ LOG = logging.getLogger("attnplug")
 
 class LayeredStep:
     """A step compiled layer by layer with the options of a CompileConfig, and captured where these
-    ask for CUDA graphs. One that dynamo cannot trace whole is compiled as the config says."""
+    ask for CUDA graphs. One that dynamo cannot trace whole is compiled as the config says.
 
-    def __init__(self, step: Step, config: Any, device: torch.device, sums: dict[str, Any]):
+    Each kind of call (rows, padding, sampling, autocast, an adapter) costs a graph, and torch keeps
+    only so many of one function. Calls of further kinds run `spare`, which compiles nothing."""
+
+    def __init__(
+        self, step: Step, config: Any, device: torch.device, sums: dict[str, Any], spare: Step
+    ):
         options = torch._inductor.list_mode_options(config.mode) if config.mode else {}
         options = options | sums | (config.options or {})
         graphs = options.pop("triton.cudagraphs", False) and device.type == "cuda"
@@ -41,19 +46,41 @@ class LayeredStep:
 
         self.now: Step = GuardedStep(compiled) if graphs else compiled()
         self.whole = functools.partial(torch.compile, step, **config.to_dict())
+        self.spare, self.is_spared, self.spared_calls = spare, False, 0
 
     def begin(self) -> None:
         """A call of generate begins."""
-        if isinstance(self.now, CapturedStep):
-            self.now.begin()
+        self.is_spared = False
+        for step in (self.now, self.spare):
+            begin = getattr(step, "begin", None)
+            if begin is not None:
+                begin()
 
     def __call__(self, *arguments: Any) -> torch.Tensor | None:
+        if self.is_spared:
+            return self.spare(*arguments)
         try:
             return self.now(*arguments)
+        except FailOnRecompileLimitHit:
+            self.is_spared = True
+            self.spared_calls += 1
+            LOG.warning("%s", self)
+            return self.spare(*arguments)
         except Unsupported as why:
             LOG.warning("a decode step is compiled whole, as it has graph breaks: %s", why)
             self.now = self.whole()
             return self.now(*arguments)
+
+    def __str__(self) -> str:
+        """How the last call's steps ran where they were not compiled, "" where they were."""
+        if not self.is_spared:
+            return ""
+        kinds = torch._dynamo.config.recompile_limit
+        return (
+            "decode steps ran uncompiled: calls of one model may differ in rows, padding, sampling "
+            f"and adapters, and torch keeps {kinds} compiled kinds "
+            f"(torch._dynamo.config.recompile_limit); calls that ran so: {self.spared_calls:,}"
+        )
 
 
 def warm_pool() -> None:

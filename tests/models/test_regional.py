@@ -137,13 +137,40 @@ def test_inductor_compiles_the_pieces():
 def test_a_step_with_a_graph_break_is_compiled_whole(caplog):
     model = attnplug.apply(tiny_model(), "dense")  # inductor compiles each of its layers
     wanted = tokens_of(model)
-    model.model.norm.register_forward_hook(lambda *_: torch._dynamo.graph_break())
+    forward = model.model.norm.forward
+
+    def broken(hidden):
+        torch._dynamo.graph_break()
+        return forward(hidden)
+
+    model.model.norm.forward = broken
     config = CompileConfig(mode=None)
     config._compile_all_devices = True
     with caplog.at_level("WARNING", logger="attnplug"):
         assert tokens_of(model, compile_config=config) == wanted
     assert "compiled whole" in caplog.text
     assert isinstance(vars(model)[LOOP].step, regional.LayeredStep)
+
+
+def test_more_kinds_of_calls_than_torch_keeps_graphs_for_are_answered(pieces, caplog):
+    """Each with the tokens of uncompiled steps; the kinds that have a graph go on using it."""
+    model = attnplug.apply(model_of(), "dense")
+    kinds = [dict(), dict(padded=True), dict(do_sample=True), dict(do_sample=True, padded=True)]
+    wanted = [tokens_of(model, **kind, disable_compile=True) for kind in kinds]
+
+    def answers() -> list[str]:
+        found = []
+        for kind, tokens in zip(kinds, wanted, strict=True):
+            assert tokens_of(model, **kind, compile_config=compiling()) == tokens
+            found.append(attnplug.report(model).steps)
+        return found
+
+    with torch._dynamo.config.patch(recompile_limit=2):
+        assert answers()[:2] == ["", ""] and "ran uncompiled" in caplog.text
+        compiled = len(pieces)
+        texts = answers()
+        assert "calls that ran so: 4" in texts[-1] and "keeps 2 compiled kinds" in texts[-1]
+        assert texts[:2] == ["", ""] and len(pieces) == compiled
 
 
 def test_a_config_that_names_a_backend_gets_it(pieces):
@@ -255,7 +282,8 @@ def test_what_dynamo_traced_with_does_not_keep_a_cache(backend, pieces, monkeypa
 def test_processes_for_triton_start_before_the_trace(kind, monkeypatch):
     warmed = []
     monkeypatch.setattr(async_compile, "maybe_warm_pool", lambda: warmed.append(kind))
-    regional.LayeredStep(decode_loop.decode_step, CompileConfig(), torch.device(kind), {})
+    step = decode_loop.decode_step
+    regional.LayeredStep(step, CompileConfig(), torch.device(kind), {}, step)
     assert warmed == ["cuda"] * (kind == "cuda")
 
 
