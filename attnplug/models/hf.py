@@ -283,10 +283,13 @@ def stock_attention(
     # sdpa has neither softcaps nor sinks, and older transformers drops them silently.
     needs_eager = call.softcap != 0.0 or call.sinks is not None
     stock = "eager" if needs_eager else "sdpa" if binding is None else binding.stock
-    windowed = kwargs.get("sliding_window") is not None
+    # The mask of a window or a chunk is transformers' own, also where it is None: the buffer of a
+    # static layer then holds the prompt first, and sdpa's is_causal reads it from the upper left.
+    rolls = isinstance(call.state, StaticSlidingWindowLayer)
+    own = rolls or kwargs.get("sliding_window") is not None
     queries = call.q.shape[2]
     masked = call.lengths is not None or call.key_mask is not None
-    if compact and not windowed and (masked or (queries > 1 and not call.whole)):
+    if compact and not own and (masked or (queries > 1 and not call.whole)):
         mask = causal_mask(call)
     elif mask is not None:
         mask = mask[..., : call.k.shape[2]]  # a first prefill has left the empty slots out

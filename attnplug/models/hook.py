@@ -56,8 +56,9 @@ class PolicyHook(ModelHook):
                 state.defer_next = True
             if tokens > 1 and not torch.compiler.is_compiling():
                 if self.first:
-                    vars(cache)[FRESH_ARGUMENT] = _is_empty(cache, tokens)
-                kwargs[FRESH_ARGUMENT] = vars(cache).get(FRESH_ARGUMENT, False)
+                    vars(cache)[FRESH_ARGUMENT] = tokens if _is_empty(cache, tokens) else 0
+                # Layers that share another's keys may see the prompt's last queries alone (Gemma 4).
+                kwargs[FRESH_ARGUMENT] = vars(cache).get(FRESH_ARGUMENT, 0) == tokens
         return args, kwargs
 
     def _may_defer(self, module: torch.nn.Module, cache: Cache, state: Any) -> bool:

@@ -1,9 +1,11 @@
 """Finds a model's attention layers and says of each whether a policy can serve it, or why not."""
 
+import functools
 import inspect
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from types import CodeType
 from typing import Any
 
 import torch
@@ -16,6 +18,7 @@ from attnplug.models.parallel import Split, split_of
 from attnplug.ops.common.checks import DTYPES, HEAD_DIMS
 
 SLOT_ARGUMENTS = ("layer_idx", "cycle_offset")  # of Zamba's shared blocks and HRM's cycles
+IMPLEMENTATION = "_attn_implementation"  # of a config: what apply changes in those of served layers
 
 
 @dataclass(frozen=True)
@@ -76,7 +79,32 @@ def find_attention_layers(model: PreTrainedModel) -> list[AttentionLayer]:
             "(AttentionInterface), so no policy can reach it. Models such as Llama, Qwen, Mistral, "
             "Gemma, Phi, OLMo, Granite and gpt-oss do."
         )
+    asking = next((type(x.module).__name__ for x in found if asks_for_sdpa(x.module)), "")
+    if asking:
+        why = (
+            f"{asking} computes otherwise where the config's attention is not called sdpa or eager"
+        )
+        found = [replace(layer, reason=layer.reason or why) for layer in found]
     return sorted(found, key=lambda layer: layer.index)
+
+
+def asks_for_sdpa(module: torch.nn.Module) -> bool:
+    """Whether the code of a module, or of a part of it, asks if its config's attention is called
+    "sdpa": it builds a mask of its own only then (MiniMax-M3, DeepSeek-V3.2), and must find the
+    name that the model had. A model's layers share their config, so all of them are left to it."""
+    return any(_asks_for_sdpa(type(part)) for part in module.modules())
+
+
+@functools.cache
+def _asks_for_sdpa(kind: type[torch.nn.Module]) -> bool:
+    functions = [inspect.unwrap(each) for each in vars(kind).values() if inspect.isfunction(each)]
+    return any(asks(function.__code__) for function in functions)
+
+
+def asks(code: CodeType) -> bool:
+    """Whether code reads the name of a config's attention and knows that of sdpa."""
+    known = (x for each in code.co_consts for x in (each if isinstance(each, tuple) else (each,)))
+    return IMPLEMENTATION in code.co_names and "sdpa" in known
 
 
 def _is_attention(module: torch.nn.Module) -> bool:

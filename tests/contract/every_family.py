@@ -1,0 +1,166 @@
+"""Tiny random models of every causal family that transformers has, four layers each, with windows
+and chunks shorter than the prompts, and the calls that are compared."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from attnplug.models.names import CACHE
+
+KINDS = sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+WINDOW, LAYERS, VOCABULARY, NEW = 16, 4, 97, 4
+LARGEST = 3e7  # parameters
+# What a config of any family may have; a name that it lacks is left out.
+SIZES: dict[str, Any] = dict(
+    vocab_size=VOCABULARY,
+    vocab_size_per_layer_input=VOCABULARY,
+    pad_token_id=0,
+    bos_token_id=1,
+    eos_token_id=None,
+    hidden_size=128,
+    n_embd=128,
+    d_model=128,
+    lru_width=128,
+    intermediate_size=64,
+    intermediate_size_mlp=64,
+    ffn_dim=64,
+    decoder_ffn_dim=64,
+    hidden_size_per_layer_input=16,
+    num_hidden_layers=LAYERS,
+    n_layer=LAYERS,
+    decoder_layers=LAYERS,
+    num_kv_shared_layers=0,
+    num_attention_heads=2,
+    n_head=2,
+    decoder_attention_heads=2,
+    num_key_value_heads=1,
+    num_global_key_value_heads=1,
+    head_dim=64,
+    global_head_dim=64,
+    query_pre_attn_scalar=64,
+    max_position_embeddings=512,
+    n_positions=512,
+    use_sliding_window=True,
+    max_window_layers=2,
+    sliding_window=WINDOW,
+    attention_chunk_size=WINDOW,
+    attention_window_size=WINDOW,
+    q_lora_rank=32,
+    kv_lora_rank=32,
+    qk_rope_head_dim=32,
+    qk_nope_head_dim=32,
+    v_head_dim=64,
+    index_n_heads=2,
+    index_head_dim=32,
+    index_topk=8,
+    index_block_size=4,
+    index_topk_blocks=3,
+    index_local_blocks=1,
+    num_experts=2,
+    num_local_experts=2,
+    num_experts_per_tok=1,
+    n_routed_experts=4,
+    n_shared_experts=1,
+    n_group=1,
+    topk_group=1,
+    first_k_dense_replace=1,
+    moe_intermediate_size=32,
+    shared_expert_intermediate_size=32,
+    moe_num_experts=2,
+    moe_topk=1,
+    moe_num_shared_experts=1,
+    mamba_d_state=16,
+    mamba_n_heads=4,
+    mamba_d_head=64,
+    mamba_n_groups=1,
+    mamba_expand=2,
+    mamba_num_heads=4,
+    mamba_head_dim=64,
+    n_groups=1,
+    ssm_state_size=16,
+    time_step_rank=8,
+    linear_num_key_heads=2,
+    linear_num_value_heads=2,
+    linear_key_head_dim=32,
+    linear_value_head_dim=32,
+)
+
+
+def build(kind: str) -> PreTrainedModel:
+    """A tiny model of a family. Raises ValueError where its default config leads to a large one,
+    and whatever the family raises where these sizes do not go together."""
+    config = _config(kind)
+    with torch.device("meta"):
+        size = sum(each.numel() for each in AutoModelForCausalLM.from_config(config).parameters())
+    if size > LARGEST:
+        raise ValueError(f"{kind}: {size:,} parameters")
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            parameter.data.normal_(0, 0.08)
+    if model.generation_config is not None:
+        model.generation_config.eos_token_id = None
+    return model
+
+
+def _config(kind: str) -> PreTrainedConfig:
+    family = CONFIG_MAPPING[kind]
+    base = family()
+    sizes = {name: value for name, value in SIZES.items() if hasattr(base, name)}
+    if "kv_lora_rank" in sizes:  # latent attention: the rotary part has a head dimension of its own
+        sizes |= {"head_dim": 32} if "head_dim" in sizes else {}
+        sizes |= {"num_key_value_heads": 2} if "num_key_value_heads" in sizes else {}
+    for name in ("layer_types", "layers_block_type", "mlp_layer_types"):
+        given = vars(base).get(name)
+        if isinstance(given, list) and given:
+            types = list(dict.fromkeys(given))  # each type of layer, in turn
+            sizes[name] = [types[index % len(types)] for index in range(LAYERS)]
+    return family(**sizes)
+
+
+Form = Callable[[PreTrainedModel], torch.Tensor]
+
+
+def forms() -> dict[str, Form]:
+    """What is compared: prompts below and above the window, padded or not, with the caches that
+    generate makes, that a user asks for, and that a call returned."""
+    found: dict[str, Form] = {}
+    for tokens, padded in ((10, False), (10, True), (40, False), (40, True)):
+        name = f"{tokens} tokens{', padded' if padded else ''}"
+        ids = torch.randint(3, VOCABULARY, (2, tokens), generator=torch.Generator().manual_seed(1))
+        mask = torch.ones_like(ids)
+        if padded:
+            mask[0, :5] = ids[0, :5] = 0
+        found[f"{name}: forward"] = lambda model, ids=ids, mask=mask: _forward(model, ids, mask)
+        found[f"{name}: generate"] = lambda model, ids=ids, mask=mask: _scores(model, ids, mask)
+        found[f"{name}: turns"] = lambda model, ids=ids, mask=mask: _turns(model, ids, mask)
+        found[f"{name}: dynamic"] = lambda model, ids=ids, mask=mask: _scores(
+            model, ids, mask, cache_implementation="dynamic"
+        )
+    found["chunks"] = lambda model: _scores(model, ids, torch.ones_like(ids), prefill_chunk_size=7)
+    return found
+
+
+def _forward(model: Any, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    return model(ids, attention_mask=mask, use_cache=False).logits[mask.bool()]
+
+
+def _generate(model: Any, ids: torch.Tensor, mask: torch.Tensor, **options: Any) -> Any:
+    options = dict(max_new_tokens=NEW, do_sample=False, output_logits=True) | options
+    return model.generate(ids, attention_mask=mask, return_dict_in_generate=True, **options)
+
+
+def _scores(model: Any, ids: torch.Tensor, mask: torch.Tensor, **options: Any) -> torch.Tensor:
+    return torch.stack(_generate(model, ids, mask, **options).logits, 1)
+
+
+def _turns(model: Any, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """The second of two calls, on the cache that the first returned."""
+    first = _generate(model, ids, mask)
+    ids = torch.cat([first.sequences, ids[:, -3:]], 1)
+    mask = torch.cat([mask, mask.new_ones(2, ids.shape[1] - mask.shape[1])], 1)
+    return _scores(model, ids, mask, **{CACHE: first[CACHE]})

@@ -1,0 +1,89 @@
+"""Every causal family that transformers has computes under a policy what it computes without, or is
+refused; and no code of transformers asks for the attention's name where nobody has looked at it."""
+
+import inspect
+import re
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from every_family import KINDS, build, forms
+
+import attnplug
+from attnplug.models.layers import asks_for_sdpa, find_attention_layers
+
+TOLERANCE = 1e-4  # of the largest logit; what is wrong is off by a tenth and more
+MODELS = Path(inspect.getfile(transformers)).parent / "models"
+ASKS = re.compile(r"""_attn_implementation\s*(?:==|!=|in\b|not in\b)[^\n]*["']sdpa["']""")
+# Modelling files whose attention asks for "sdpa": find_attention_layers sees it and leaves all
+# layers to the model, or finds no layer that goes through transformers' attention interface.
+LEFT = {
+    "axk2",
+    "deepseek_v32",
+    "dots3_note",
+    "falcon",
+    "glm5_next",
+    "glm_moe_dsa",
+    "hy_v4",
+    "minimax_m3_vl",
+    "mistral_large4",
+}
+# And those whose model asks: whether it may leave the prompt's first queries out of layers that
+# share another's keys. attnplug's attention knows where the queries stand that it gets.
+LOOKED_AT = {"gemma4", "gemma4_unified"}
+# Families of which these sizes make no model, or only a large one.
+UNBUILT = 40
+
+
+@torch.no_grad()
+def outcome(form, model) -> torch.Tensor | Exception:
+    try:
+        return form(model)
+    except Exception as error:  # stock raises for many of these calls, and so may we
+        return error
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_logits_are_those_of_stock(kind):
+    warnings.simplefilter("ignore")
+    try:
+        model = build(kind)
+    except (ValueError, TypeError, AttributeError, KeyError, RuntimeError, ImportError) as why:
+        pytest.skip(f"no tiny model of this family: {why}")
+    wanted = {name: outcome(form, model) for name, form in forms().items()}
+    try:
+        attnplug.apply(model, "dense")
+    except attnplug.UnsupportedModelError:
+        return
+    for name, form in forms().items():
+        expected = wanted[name]
+        if isinstance(expected, Exception):
+            continue
+        found = outcome(form, model)
+        assert not isinstance(found, Exception), (name, found)
+        error = (found - expected).abs().max() / expected.abs().max()
+        assert error < TOLERANCE, (name, float(error))
+
+
+def test_who_asks_for_the_attentions_name_is_known():
+    files = MODELS.glob("*/modeling_*.py")
+    asking = {path.parent.name for path in files if ASKS.search(path.read_text())}
+    assert asking <= LEFT | LOOKED_AT
+
+
+@pytest.mark.parametrize("kind", ["minimax_m3_vl_text", "deepseek_v32", "glm_moe_dsa", "axk2"])
+def test_a_model_that_asks_for_the_name_finds_its_own(kind):
+    if kind not in KINDS:
+        pytest.skip("this transformers has no such family")
+    model = build(kind)
+    assert any(asks_for_sdpa(layer.module) for layer in find_attention_layers(model))
+    with attnplug.applied(model, "gather(min_tokens=0)"):
+        assert {
+            module.config._attn_implementation
+            for module in model.modules()
+            if hasattr(module, "config")
+        } == {"sdpa"}
+        layers = attnplug.report(model).layers
+        assert all(layer.decode == "sdpa (dense)" and layer.reason for layer in layers)
