@@ -54,7 +54,8 @@ def prefill(
     more than the prompt unless told otherwise) and grows in generate. Without `decoder` it holds
     all KV heads on each rank. `decoder` is the same model split by tensor parallelism, with a
     policy of its own; the cache then holds its heads of this rank. `generate` of the decoder (or of
-    the model) takes the prompt, the next token and this cache as `past_key_values`.
+    the model) takes the prompt, the next token and this cache as `cache`, or as `past_key_values`
+    before transformers 5.24.
 
     Raises on all ranks where one cannot take part: its own error there, RankError on the others.
     RankError is also raised where ranks were called with different things, or one has ended.

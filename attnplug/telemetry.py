@@ -8,6 +8,7 @@ from rich.table import Table
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from attnplug import api
+from attnplug.models.names import CACHE
 from attnplug.policies import picks, residency
 from attnplug.policies._certified_layer import Certificates, certified_layers
 from attnplug.policies._gather_layers import Residency
@@ -26,9 +27,9 @@ def run(
     ids = tokenizer(text[: 16 * tokens], return_tensors="pt").input_ids[:, :tokens]
     ids = ids.to(model.device)
     cache = api.make_cache(model, ids.shape[1] + steps)
-    logits = model(ids, past_key_values=cache).logits
+    logits = model(ids, **{CACHE: cache}).logits
     for _ in range(steps):
-        logits = model(logits[:, -1:].argmax(-1), past_key_values=cache).logits
+        logits = model(logits[:, -1:].argmax(-1), **{CACHE: cache}).logits
     found = []
     if near := residency(cache):
         found.append(residents(near))

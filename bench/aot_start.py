@@ -31,6 +31,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, StaticCache
 import attnplug
 import attnplug.ops  # registers what a package calls
 from attnplug.bench.provenance import provenance
+from attnplug.models.names import CACHE
 
 POLICIES = ("stock", "dense", "gather(min_tokens=0)")
 KINDS = ("package", "compile")
@@ -58,9 +59,7 @@ class Step(torch.nn.Module):
             self.model = attnplug.apply(model, policy)
             self.cache = attnplug.make_cache(self.model, SIZE)
         with torch.no_grad():
-            self.model(
-                torch.ones(1, 4, dtype=torch.int64, device=device), past_key_values=self.cache
-            )
+            self.model(torch.ones(1, 4, dtype=torch.int64, device=device), **{CACHE: self.cache})
         self.cache.reset()
         for index, layer in enumerate(self.cache.layers):
             for name, value in vars(layer).items():
@@ -69,7 +68,7 @@ class Step(torch.nn.Module):
                         self.register_buffer(f"{name}_{index}_{place}", part)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        return self.model(input_ids=ids, past_key_values=self.cache).logits
+        return self.model(input_ids=ids, **{CACHE: self.cache}).logits
 
 
 def first(device: str) -> torch.Tensor:

@@ -23,6 +23,7 @@ import attnplug
 from attnplug import Certified
 from attnplug.bench.provenance import provenance
 from attnplug.bench.rows import policy_name
+from attnplug.models.names import CACHE
 from attnplug.models.pretrained import load
 from attnplug.ops import certified_attention, dense_decode, quantize_kv
 from attnplug.policies import AttentionCall
@@ -90,7 +91,7 @@ def losses(model, cache, ids: torch.Tensor) -> torch.Tensor:
     """Of each token but the first, given all before it."""
     rows = []
     for at in range(ids.shape[1] - 1):
-        logits = model(ids[:, at : at + 1], past_key_values=cache).logits[0, -1].double()
+        logits = model(ids[:, at : at + 1], **{CACHE: cache}).logits[0, -1].double()
         rows.append(-logits.log_softmax(-1)[ids[0, at + 1]])
     return torch.stack(rows).cpu()
 
@@ -151,7 +152,7 @@ def study(context: int, steps: int, device: str, out: Path, name: str = "smollm2
         chosen = attnplug.Dense() if policy is None else Watched(**options, label=label)
         with attnplug.applied(model, attnplug.Policy(decode=chosen)):
             cache = attnplug.make_cache(model, context + steps + 8)
-            model(ids[:, :context], past_key_values=cache)
+            model(ids[:, :context], **{CACHE: cache})
             found = losses(model, cache, ids[:, context:])
         if base is None:
             base = found

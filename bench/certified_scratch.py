@@ -19,6 +19,7 @@ import attnplug
 from attnplug import Certified
 from attnplug.bench.provenance import provenance
 from attnplug.bench.rows import policy_name
+from attnplug.models.names import CACHE
 from attnplug.models.pretrained import load
 from attnplug.ops import Scratch
 from attnplug.ops.certified import certified_attention as OP
@@ -40,10 +41,10 @@ def wanted(model, ids: torch.Tensor, context: int, policy: Certified) -> list[li
     marks: list[np.ndarray] = []
     with attnplug.applied(model, attnplug.Policy(decode=policy)):
         cache = attnplug.make_cache(model, ids.shape[1] + 8)
-        model(ids[:, :context], past_key_values=cache)
+        model(ids[:, :context], **{CACHE: cache})
         OP.simulate = lambda found, *_: marks.append(found.copy())
         for at in range(context, ids.shape[1]):
-            model(ids[:, at : at + 1], past_key_values=cache)
+            model(ids[:, at : at + 1], **{CACHE: cache})
         OP.simulate = simulate
     layers = len(cache.layers)
     return [marks[layer::layers] for layer in range(layers)]

@@ -37,6 +37,7 @@ from attnplug.bench.rows import policy_name
 from attnplug.eval.measure import compare_logits, prose_window
 from attnplug.eval.stats import bootstrap_mean
 from attnplug.models.layers import config_heads
+from attnplug.models.names import CACHE
 from attnplug.models.pretrained import load
 from attnplug.ops.sketch.state import BLOCK, COORDINATES
 from attnplug.plan import read_tokens
@@ -163,7 +164,7 @@ def steps(model: Any, cache: Any, ids: torch.Tensor, method: Phase) -> tuple[tor
     probe, logits = Probe(method), []
     with attnplug.applied(model, Policy(decode=probe)):
         for token in ids[:, -STEPS:].split(1, 1):
-            out = model(token, past_key_values=cache, use_cache=True)
+            out = model(token, **{CACHE: cache}, use_cache=True)
             logits.append(out.logits[0, -1].float().cpu())
     return torch.stack(logits), probe
 
@@ -172,7 +173,7 @@ def prefilled(model: Any, ids: torch.Tensor, method: Phase) -> Any:
     """A cache with all but the last tokens."""
     with attnplug.applied(model, Policy(decode=Probe(method))):
         cache = attnplug.make_cache(model, ids.shape[1] + BLOCK)
-        model(ids[:, :-STEPS], past_key_values=cache, logits_to_keep=1)
+        model(ids[:, :-STEPS], **{CACHE: cache}, logits_to_keep=1)
     return cache
 
 

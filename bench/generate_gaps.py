@@ -23,6 +23,7 @@ import torch
 from test_generate import HEAD, TAIL, filled, prompt, seconds_of, served, warm
 
 from attnplug.models import captured, decode_loop
+from attnplug.models.names import CACHE
 
 TOKENS = 256
 
@@ -99,7 +100,7 @@ def gaps(policy: str, n: int) -> dict[str, float]:
             clock.forget()
             cache = filled(policy, n - TAIL, 1)
             mask = torch.ones_like(ids)
-            taken = seconds_of(made, ids, tokens, past_key_values=cache, attention_mask=mask)
+            taken = seconds_of(made, ids, tokens, **{CACHE: cache}, attention_mask=mask)
             del cache
         return clock.medians() | {"call": round(1e6 * taken / tokens, 1)}
 

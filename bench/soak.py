@@ -25,6 +25,7 @@ import torch
 from transformers import LogitsProcessor
 
 import attnplug
+from attnplug.models.names import CACHE
 from attnplug.testing.policy import tiny_model
 
 EXACT = {
@@ -148,7 +149,7 @@ class Soak:
         mask = inputs["attention_mask"]
         mask = torch.cat([mask, mask.new_ones(len(ids), ids.shape[1] - mask.shape[1])], 1)
         turn = {"input_ids": ids, "attention_mask": mask}
-        return turn, self.generate(turn, past_key_values=out.past_key_values).sequences
+        return turn, self.generate(turn, **{CACHE: out[CACHE]}).sequences
 
     def assisted(self) -> None:
         """A policy on the assistant, whatever it is, and an exact one on the model: rounds on."""
@@ -205,8 +206,8 @@ class Soak:
         ids = self.ids(1, 200)
         pair = [attnplug.make_cache(self.model, 256) for _ in range(2)]
         for cache in pair:
-            self.model(ids, past_key_values=cache)
-            self.model(ids[:, :1], past_key_values=cache)
+            self.model(ids, **{CACHE: cache})
+            self.model(ids[:, :1], **{CACHE: cache})
         return ids[:, :1], pair, pair[0].layers[0]
 
     @torch.no_grad()
@@ -216,13 +217,13 @@ class Soak:
         with attnplug.applied(self.model, policy):
             token, pair, layer = self.caches()
             layer.values[0, 0, self.rng.randrange(200), 0] = math.nan
-            found = self.model(token, past_key_values=pair[0]).logits
+            found = self.model(token, **{CACHE: pair[0]}).logits
             assert found.isnan().any(), f"{policy}: a NaN became a number"
         with attnplug.applied(self.model, EXACT["certified"]):
             token, pair, layer = self.caches()
             codes = layer.tier.k_codes.view(-1)
             codes[self.rng.randrange(codes.numel() // 2)] ^= 1 << self.rng.randrange(7)
-            found, wanted = (self.model(token, past_key_values=x).logits for x in pair)
+            found, wanted = (self.model(token, **{CACHE: x}).logits for x in pair)
             assert found.argmax() == wanted.argmax(), "a flipped bit changed a token"
         self.counts["faults"] += 1
 

@@ -40,6 +40,7 @@ from attnplug.bench.rows import make_row
 from attnplug.models import all_reduce
 from attnplug.models.decode_step import StepBuffers, decode_step
 from attnplug.models.generate import LOOP
+from attnplug.models.names import CACHE
 from attnplug.models.parallel import local_weights
 from attnplug.plan import read_tokens
 
@@ -270,7 +271,7 @@ class Bench:
     @torch.no_grad()
     def one_prefill(self, model: Any, ids: torch.Tensor) -> torch.Tensor:
         cache = attnplug.make_cache(model, ids.shape[1] + ROOM)
-        return model(ids, past_key_values=cache, logits_to_keep=1).logits
+        return model(ids, **{CACHE: cache}, logits_to_keep=1).logits
 
     def ttft(self, run: Any, alone: bool, label: str) -> tuple[list[float], torch.Tensor]:
         """Microseconds of each prefill but the first, and its logits. `alone`: on this rank."""

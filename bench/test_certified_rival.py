@@ -33,6 +33,7 @@ from transformers import Cache, LlamaForCausalLM, PreTrainedModel, QuantizedCach
 import attnplug
 from attnplug import Certified, Policy
 from attnplug.bench.rows import policy_name
+from attnplug.models.names import CACHE
 from attnplug.models.pretrained import load
 from attnplug.policies.certified import CertifiedLayer
 
@@ -71,13 +72,13 @@ def model_and_ids(kind: str) -> tuple[PreTrainedModel, torch.Tensor]:
 @torch.no_grad()
 def decode(model: PreTrainedModel, cache: Cache, ids: torch.Tensor, context: int) -> Run:
     """Feeds the tokens behind the context one by one."""
-    model(ids[:, :context], past_key_values=cache, logits_to_keep=1)
+    model(ids[:, :context], **{CACHE: cache}, logits_to_keep=1)
     marks = [torch.cuda.Event(enable_timing=True) for _ in range(STEPS + 1)]
     losses = []
     marks[0].record()
     for step in range(STEPS):
         at = context + step
-        logits = model(ids[:, at : at + 1], past_key_values=cache).logits[0, -1].float()
+        logits = model(ids[:, at : at + 1], **{CACHE: cache}).logits[0, -1].float()
         losses.append(-logits.log_softmax(-1)[ids[0, at + 1]])
         marks[step + 1].record()
     torch.cuda.synchronize()

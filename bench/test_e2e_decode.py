@@ -27,6 +27,7 @@ from transformers import (
 )
 
 import attnplug
+from attnplug.models.names import CACHE
 
 TOKENS = [8192, 131072]
 ROOM = 128  # cache slots past n: the steps of one measurement
@@ -103,7 +104,7 @@ class Decoder:
         inputs: dict[str, Any] = self.model.prepare_inputs_for_generation(
             self.token,
             next_sequence_length=1,
-            past_key_values=self.cache,
+            **{CACHE: self.cache},
             attention_mask=self.mask,
             position_ids=self.position,
             use_cache=True,

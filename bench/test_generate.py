@@ -54,6 +54,7 @@ from attnplug import Auto, Gather, Gvr, Sketch
 from attnplug.bench.rows import policy_name
 from attnplug.models import captured
 from attnplug.models.decode_loop import Decoding
+from attnplug.models.names import CACHE
 from attnplug.plan import read_tokens
 from attnplug.policies import LayerShape, parse
 
@@ -204,7 +205,7 @@ def times_here(policy: str, n: int, batch: int, kind: str) -> list[float]:
             warm(made, policy, n, batch)
         for number in range(ROUNDS + 1):
             cache = filled(policy, n - TAIL, batch)
-            options = dict(past_key_values=cache, attention_mask=torch.ones_like(ids))
+            options = {CACHE: cache, "attention_mask": torch.ones_like(ids)}
             options |= OURS if policy else {}
             with known_tokens() as known:
                 taken = seconds_of(made, ids, HEAD + NEW, **options)
@@ -223,7 +224,7 @@ def times_here(policy: str, n: int, batch: int, kind: str) -> list[float]:
 def warm(made: Any, policy: str, n: int, batch: int) -> None:
     """Compile steps for a cache of n tokens, most of which it holds already."""
     cache = filled(policy, n - TAIL, batch)
-    attnplug.warm(made, [n], batch, past_key_values=cache, **OPTIONS | OURS)
+    attnplug.warm(made, [n], batch, **{CACHE: cache}, **OPTIONS | OURS)
 
 
 def profile_of(made: Any, policy: str, ids: torch.Tensor) -> None:
@@ -233,7 +234,7 @@ def profile_of(made: Any, policy: str, ids: torch.Tensor) -> None:
         def step(self) -> None:
             cache = filled(policy, ids.shape[1] - TAIL, len(ids))
             mask = torch.ones_like(ids)
-            seconds_of(made, ids, 8, past_key_values=cache, attention_mask=mask, **OURS)
+            seconds_of(made, ids, 8, **{CACHE: cache}, attention_mask=mask, **OURS)
 
     profile(Decoder(), steps=1)
 

@@ -15,6 +15,7 @@ from attnplug.models.decode_loop import CAPTURE
 from attnplug.models.generate import LOOP, own_cache
 from attnplug.models.layers import find_attention_layers as layers_of
 from attnplug.models.loop_calls import unserved_model
+from attnplug.models.names import CACHE
 from attnplug.policies import Policy
 
 
@@ -100,8 +101,8 @@ def _after_one_prefill(
             batch.ids,
             attention_mask=batch.mask,
             position_ids=(batch.mask.cumsum(-1) - 1).clamp(min=0),
-            past_key_values=source,
             logits_to_keep=1,
+            **{CACHE: source},
         ).logits
     token = logits[:, -1].argmax(-1, keepdim=True)
     seen = torch.cat([batch.mask, torch.ones_like(token)], 1)
@@ -130,11 +131,11 @@ def _generate(model: Any, batch: Batch, cache: PlugCache | None = None) -> torch
     out = model.generate(
         batch.ids,
         attention_mask=batch.mask,
-        past_key_values=cache,
         max_new_tokens=batch.new_tokens,
         do_sample=False,
         num_beams=1,
         pad_token_id=batch.pad,
+        **{CACHE: cache},
         **_uncompiled(model),
     )
     return out[:, batch.ids.shape[1] :]

@@ -33,6 +33,7 @@ from attnplug.eval.fidelity import BlockMask, measure_masks
 from attnplug.eval.mass import captured_mass
 from attnplug.eval.needle import prose
 from attnplug.eval.steps import Steps, own_steps
+from attnplug.models.names import CACHE
 from attnplug.policies import Policy
 
 STRIDE, STEPS, LONG = 512, 32, 1024
@@ -132,7 +133,7 @@ class Reading:
             return
         with self._attention(), torch.inference_mode():
             cache = make_cache(model, room)
-            model(prompt, past_key_values=cache, use_cache=True, logits_to_keep=1)
+            model(prompt, use_cache=True, logits_to_keep=1, **{CACHE: cache})
             real = torch.ones_like(prompt, dtype=torch.bool)
             self.steps = Steps(model, cache, real, masked=False)
 

@@ -19,6 +19,7 @@ from attnplug.models.decode_step import (
     layers_to_prepare,
     prepare_layers,
 )
+from attnplug.models.names import CACHE
 from attnplug.models.sliding import SlidingLayer, count_on_device, window_mask
 
 
@@ -69,7 +70,7 @@ def own_steps(model: Any, prompts: Sequence[torch.Tensor], room: int) -> tuple[t
     with own_attention(model):
         prefills = [model(ids, use_cache=True, logits_to_keep=1) for ids in prompts]
     logits = torch.cat([out.logits[:, -1] for out in prefills]).float()
-    caches = [out.past_key_values for out in prefills]
+    caches = [out[CACHE] for out in prefills]
     longest = max(ids.shape[1] for ids in prompts)
     slots = torch.arange(longest, device=logits.device)
     real = torch.stack([slots >= longest - ids.shape[1] for ids in prompts])

@@ -114,12 +114,12 @@ class PlugLayer(StaticLayer):
             self.check_room(key_states.shape[2])
             self.counted += key_states.shape[2]
         cast = autocast_dtype(key_states.device)
+        held = self._buffers()[0].dtype if self.is_initialized else cast or key_states.dtype
         if cast is not None:
-            dtype = self.dtype if self.is_initialized else cast
-            return key_states.to(dtype), value_states.to(dtype)
-        if self.is_initialized and key_states.dtype != self.dtype:
+            return key_states.to(held), value_states.to(held)
+        if key_states.dtype != held:
             raise UnsupportedCallError(
-                f"the cache holds {self.dtype} and got keys of {key_states.dtype}. Use a cache in "
+                f"the cache holds {held} and got keys of {key_states.dtype}. Use a cache in "
                 "the precision that it began with: all of it inside torch.autocast, or none."
             )
         return key_states, value_states
@@ -327,12 +327,12 @@ class PlugLayer(StaticLayer):
     ) -> None:
         """`lazy_initialization`, which would allocate on the device, with buffers that `zeros`
         makes."""
-        self.dtype, self.device = key_states.dtype, key_states.device
+        self.device = key_states.device
         self.batch_size, self.num_heads = key_states.shape[:2]
         self.k_head_dim, self.v_head_dim = key_states.shape[-1], value_states.shape[-1]
         tokens = (self.batch_size, self.num_heads, self.max_cache_len)
         shapes = [(*tokens, width) for width in (self.k_head_dim, self.v_head_dim)]
-        self.keys, self.values = zeros(shapes, self.dtype, self.device)
+        self.keys, self.values = zeros(shapes, key_states.dtype, self.device)
         self.cumulative_length = self.cumulative_length.to(self.device)
         if not torch.compiler.is_compiling():  # as the base does: it cannot be traced
             for tensor in (self.keys, self.values, self.cumulative_length):

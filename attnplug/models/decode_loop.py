@@ -42,6 +42,7 @@ from attnplug.models.decode_step import (
 )
 from attnplug.models.fuse import Fusion
 from attnplug.models.hf import binding_of
+from attnplug.models.names import CACHE
 from attnplug.models.patience import PATIENCE, PatientStep, is_capturable, is_on_one_device
 from attnplug.models.regional import LayeredStep
 from attnplug.models.sliding import (
@@ -222,7 +223,7 @@ class Decoding:
     def _run(self, loop: DecodeLoop) -> Any:
         mask = self._real_keys()
         outputs = self.model._prefill(self.prompt, self.config, self.inputs)
-        self.cache: PlugCache = outputs.past_key_values
+        self.cache: PlugCache = outputs[CACHE]
         self.wanting = layers_to_prepare(self.cache)
         logits = outputs.logits[:, -1].to(dtype=torch.float32, copy=True)
         del outputs  # the logits of a whole prompt may be large
@@ -390,7 +391,7 @@ class Decoding:
         tokens: Any = self.ids[:, :end].clone(memory_format=torch.contiguous_format)
         if not self.config.return_dict_in_generate:
             return tokens
-        return GenerateDecoderOnlyOutput(sequences=tokens, past_key_values=self.cache)
+        return GenerateDecoderOnlyOutput(sequences=tokens, **{CACHE: self.cache})
 
 
 def _crops_exactly(layer: Any) -> bool:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from attnplug.models.cache import PlugCache, PlugLayer
+from attnplug.models.names import CACHE
 from attnplug.models.sliding import roll_in, sliding_layers
 
 PIECES, FEWEST = 512, 16  # of a row of logits, for a program each
@@ -95,9 +96,9 @@ def decode_step(
         input_ids=token,
         position_ids=position,
         attention_mask=masks,
-        past_key_values=cache,
         use_cache=True,
         return_dict=True,
+        **{CACHE: cache},
         **options,
     )
     position.add_(1)

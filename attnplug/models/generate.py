@@ -23,6 +23,7 @@ from attnplug.models.loop_calls import (
     unserved_arguments,
     unserved_call,
 )
+from attnplug.models.names import CACHE
 from attnplug.models.parallel import LOCAL, is_split, local_weights
 from attnplug.models.user_hooks import user_hooks
 
@@ -116,7 +117,7 @@ def _prepare_cache_for_generation(
 ) -> None:
     """What generate calls on the instance: a PlugCache where the user did not choose otherwise."""
     stock = MethodType(getattr(type(model), CACHE_METHOD), model)
-    given = model_kwargs.get("past_key_values")
+    given = model_kwargs.get(CACHE)
     speculated = _speculated(generation_config, generation_mode)
     if isinstance(given, PlugCache):
         grows = isinstance(given, GrowingCache)
@@ -143,7 +144,7 @@ def _prepare_cache_for_generation(
     if (mixed or _must_crop(generation_config, generation_mode)) and not _croppable(cache):
         stock(generation_config, model_kwargs, generation_mode, batch_size, max_cache_length)
         return
-    model_kwargs["past_key_values"] = cache
+    model_kwargs[CACHE] = cache
     _drop_full_mask(model_kwargs)
 
 
@@ -185,7 +186,7 @@ def _prefill(
     would for all; and chunks are not compiled, as a prefill in one piece is not: that of the last
     one has a length of its own."""
     stock, chunk = type(model)._prefill, generation_config.prefill_chunk_size
-    cache = model_kwargs.get("past_key_values")
+    cache = model_kwargs.get(CACHE)
     if not isinstance(cache, PlugCache):
         return stock(model, input_ids, generation_config, model_kwargs, **options)
     config = generation_config
@@ -227,7 +228,7 @@ def _bound_length(model: Any, rows: int, length: int) -> None:
 def _prepare_step(model: Any, input_ids: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
     """What generate calls on the instance before each forward pass, on the host: before a step the
     layers of a PlugCache get their chance."""
-    cache, mask = kwargs.get("past_key_values"), kwargs.get("attention_mask")
+    cache, mask = kwargs.get(CACHE), kwargs.get("attention_mask")
     # A prefill, or a chunk of one, is left alone: its tokens are not in the cache yet.
     if isinstance(cache, PlugCache) and not kwargs.get("is_first_iteration", False):
         plain = mask if isinstance(mask, torch.Tensor) and mask.dim() == 2 else None
@@ -245,11 +246,11 @@ def _drop_full_mask(model_kwargs: dict[str, Any]) -> None:
 
 
 def _static_cache(model_kwargs: dict[str, Any]) -> StaticCache:
-    cache = model_kwargs.get("past_key_values")
+    cache = model_kwargs.get(CACHE)
     if not isinstance(cache, StaticCache):
         raise UnsupportedCallError(
             f"generate prepared a {type(cache).__name__} where a StaticCache was asked for; pass "
-            "past_key_values yourself"
+            f"{CACHE} yourself"
         )
     return cache
 

@@ -23,7 +23,7 @@ from transformers.masking_utils import causal_mask_function, sdpa_mask
 from attnplug.call import AttentionCall, EdgeWriter, Serves, causal_mask
 from attnplug.errors import GradientError, PolicyError, UnsupportedCallError
 from attnplug.models.cache import PlugLayer, autocast_dtype
-from attnplug.models.names import ADDITIVE_NAME, ATTENTION_NAMES
+from attnplug.models.names import ADDITIVE_NAME, ATTENTION_NAMES, CACHE
 from attnplug.models.sync import may_sync
 
 BINDING = "_attnplug_binding"
@@ -156,11 +156,13 @@ def plug_attention(
     """transformers' attention function: runs the module's policy, or its own dense attention
     where `apply` or the mask says so. Returns `[B,T,Hq,D]` and no weights."""
     refuse_options(query, dropout, kwargs)
-    if kwargs.get("cache") is not None:
+    if kwargs.get("write_index") is not None:
         raise UnsupportedCallError(
             "this manager of continuous batching was made before attnplug.apply and knows nothing "
             "of the policy: stop it, and make another one."
         )
+    if kwargs.get("cache") is not None:
+        raise UnsupportedCallError(f"this version of transformers takes a cache as {CACHE}.")
     binding: Binding[Serves] | None = getattr(module, BINDING, None)
     state = attnplug_state
     if isinstance(state, PlugLayer) and query.shape[2] > 1:  # steps defer their write by it
@@ -237,7 +239,7 @@ def _refuse_unknown_keys(module: torch.nn.Module, query: torch.Tensor, key: torc
         raise UnsupportedCallError(
             f"{type(module).__name__} got {key.shape[2]} keys for {query.shape[2]} queries and no "
             "cache that attnplug can see, so it cannot know which keys are valid. Pass the cache "
-            "as past_key_values."
+            f"as {CACHE}."
         )
 
 

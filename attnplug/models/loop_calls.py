@@ -16,6 +16,7 @@ from transformers.generation import logits_process, stopping_criteria, utils
 from transformers.generation.configuration_utils import GenerationMode
 
 from attnplug.models.cache import PlugCache, PlugLayer
+from attnplug.models.names import CACHE
 from attnplug.models.sliding import SlidingLayer, sliding_layers
 
 STOCK: Any = utils
@@ -51,7 +52,7 @@ PROCESSORS = tuple(
 )
 CRITERIA = (stopping_criteria.MaxLengthCriteria, stopping_criteria.EosTokenCriteria)
 MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
-INPUTS = {"past_key_values", "attention_mask", "position_ids", "use_cache", "logits_to_keep"}
+INPUTS = {CACHE, "attention_mask", "position_ids", "use_cache", "logits_to_keep"}
 OUTPUTS = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
 MIXIN: Any = GenerationMixin  # which pyright takes for a protocol's
 ARGUMENTS = inspect.signature(MIXIN.generate)
@@ -156,7 +157,7 @@ def _unserved_inputs(
     positions, mask = inputs.get("position_ids"), inputs.get("attention_mask")
     if positions is None or positions.dim() != 2 or (mask is not None and mask.dim() != 2):
         return "position ids and masks of one row a sequence are served"
-    cache = inputs["past_key_values"]
+    cache = inputs[CACHE]
     if not isinstance(cache, PlugCache):
         return f"generate has a {type(cache).__name__}"
     known = PlugLayer, SlidingLayer

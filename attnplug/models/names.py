@@ -1,6 +1,10 @@
 """The names that attnplug and transformers share: of the attention function, and of the keyword
 arguments that reach it."""
 
+import inspect
+
+from transformers.masking_utils import create_causal_mask
+
 ATTENTION_NAME = "attnplug"
 # The same attention for a config whose own is eager: its model may do sums with the masks.
 ADDITIVE_NAME = "attnplug_additive"
@@ -10,6 +14,11 @@ PIECES_NAME = "attnplug_pieces"  # while a prompt runs in pieces; it has no mask
 # That of continuous batching. transformers leaves the masks out where a name has "flash" in it; the
 # second is how 5.17 and 5.18 write it.
 PAGED_NAMES = ("attnplug_flash", "paged|attnplug_flash")
-CACHE_ARGUMENTS = ("past_key_values", "layer_past")  # the latter in GPT-NeoX and GPTBigCode
+# What transformers calls the cache among a model's arguments and outputs: "past_key_values" before
+# 5.24, which takes that name too, but warns.
+CACHE = (
+    "cache" if "cache" in inspect.signature(create_causal_mask).parameters else "past_key_values"
+)
+CACHE_ARGUMENTS = (CACHE, "past_key_values", "layer_past")  # the last in GPT-NeoX and GPTBigCode
 STATE_ARGUMENT = "attnplug_state"
 FRESH_ARGUMENT = "attnplug_fresh"

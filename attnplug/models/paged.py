@@ -1,5 +1,5 @@
 """transformers' continuous batching: the only place that knows its paged cache and the arguments of
-its attention, of which there are three (5.17, 5.18, from 5.19 on).
+its attention, of which there are four (5.17, 5.18, from 5.19 on, from 5.24 on).
 
 A batch is the tokens of several requests side by side, q `[1,Hq,N,D]`. While all of them decode,
 transformers may hand over a block table; nothing is written yet then, and nothing may be read on
@@ -21,9 +21,11 @@ from transformers import AttentionInterface
 from attnplug.call import AttentionCall, PagedCall, band_mask
 from attnplug.errors import UnsupportedCallError
 from attnplug.models.hf import binding_of, refuse_options, stock_attention
-from attnplug.models.names import PAGED_NAMES
+from attnplug.models.names import CACHE, PAGED_NAMES
 
 KEPT = "_attnplug_kept"
+# From 5.24 on a module has the paged cache write its keys; before, its attention has.
+MODULES_WRITE = CACHE == "cache"
 
 
 @dataclass(frozen=True)
@@ -161,11 +163,31 @@ def adopt(cache: Any, layers: dict[int, Any], offloading: Any, on_stream: Any) -
         if pages is not None:
             method = policy.page_phase
             kept.layers[layer] = pages, method, method.page_state(pages.k)
+    if MODULES_WRITE:
+        vars(cache)["update"] = _handing_over(kept, cache, cache.update)
     for owner, name, group in _copy_methods(cache):
         vars(owner)[name] = _noting_copies(kept, getattr(owner, name), group)
     if offloading is not None:
         stock = offloading.restore_scheduled_requests
         offloading.restore_scheduled_requests = _noting_restores(kept, cache, stock, on_stream)
+
+
+def _handing_over(kept: Kept, cache: Any, stock: Callable[..., Any]) -> Callable[..., Any]:
+    """What a module calls before its attention. The attention gets the cache, and itself writes the
+    keys of a layer that a policy serves; those of other layers are written here."""
+
+    def update(
+        key_states: torch.Tensor,
+        value_states: torch.Tensor,
+        layer_idx: int,
+        kwargs: dict[str, Any],
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        kwargs["cache"] = cache
+        if layer_idx in kept.layers:
+            return key_states, value_states
+        return stock(key_states, value_states, layer_idx, kwargs)
+
+    return update
 
 
 def _noting_copies(kept: Kept, stock: Callable[..., Any], group: int | None) -> Callable[..., Any]:
@@ -348,7 +370,9 @@ def _stock_layer(
             "over a block table: pass ContinuousBatchingConfig(max_blocks_per_request=0)."
         )
     window = getattr(module, "sliding_window", None)
-    key, value = _updated(cache, call.k, call.v, int(module.layer_idx), kwargs)  # pyright: ignore[reportArgumentType]
+    key, value = call.k, call.v
+    if not MODULES_WRITE:
+        key, value = _updated(cache, key, value, int(module.layer_idx), kwargs)  # pyright: ignore[reportArgumentType]
     kind = "sliding_attention" if window else "full_attention"
     queries, keys = kwargs["cu_seq_lens_q"].tolist(), _key_ends(kwargs, kind).tolist()
     out = torch.zeros_like(call.q).transpose(1, 2)

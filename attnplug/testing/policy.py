@@ -15,6 +15,7 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, StaticCach
 from transformers.generation.configuration_utils import CompileConfig
 
 import attnplug
+from attnplug.models.names import CACHE
 from attnplug.testing.oracle import largest
 from attnplug.testing.report import Check, CheckReport, collect
 
@@ -263,7 +264,7 @@ class _Subject:
         wanted = _generate(model, one)
         for cache in _caches(model, self.tokens + NEW_TOKENS):
             with attnplug.applied(model, self.exact):
-                found = _generate(model, one, past_key_values=cache, disable_compile=True)
+                found = _generate(model, one, disable_compile=True, **{CACHE: cache})
             _same(found, wanted, f"the user's {type(cache).__name__}")
 
     # 6
@@ -350,7 +351,7 @@ def _logits(model: Any, ids: torch.Tensor, mask: torch.Tensor | None = None) -> 
 
 @torch.no_grad()
 def _step(forward: Any, ids: torch.Tensor, cache: Any) -> torch.Tensor:
-    return forward(ids.contiguous(), past_key_values=cache, use_cache=True).logits.double()
+    return forward(ids.contiguous(), use_cache=True, **{CACHE: cache}).logits.double()
 
 
 def _stepwise(model: Any, ids: torch.Tensor, cache: Any, prefill: int) -> torch.Tensor:

@@ -206,7 +206,7 @@ def test_a_cache_keeps_its_precision():
         cache = attnplug.make_cache(model, 64)
         with torch.autocast("cpu", torch.bfloat16):
             model(ids, past_key_values=cache)
-        assert cache.layers[0].dtype == torch.bfloat16
+        assert cache.layers[0].keys.dtype == torch.bfloat16
         with pytest.raises(attnplug.UnsupportedCallError, match=r"bfloat16 and got keys of .*32"):
             model(ids[:, :1], past_key_values=cache)
 
