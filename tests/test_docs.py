@@ -19,6 +19,7 @@ from transformers import PreTrainedTokenizerFast
 import attnplug
 import attnplug.models.pretrained
 from attnplug.cli import app
+from attnplug.models.names import CACHE
 from attnplug.testing import tiny_model
 
 ROOT = Path(__file__).parent.parent
@@ -60,7 +61,9 @@ def import_page(page: Path, folder: Path):
     from its file, and dataclasses look their module up, so it is a real one."""
     name = "docs_" + page.stem.replace("-", "_")
     path = folder / f"{name}.py"
-    path.write_text("\n\n".join(text for language, text in blocks(page) if language == "python"))
+    code = "\n\n".join(text for language, text in blocks(page) if language == "python")
+    # A page says `cache=` and `first.cache`, as transformers from 5.24 on does.
+    path.write_text(re.sub(r"(?<=\.)cache\b|\bcache(?==\w)", CACHE, code))
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
