@@ -57,7 +57,7 @@ class PolicyHook(ModelHook):
             if tokens > 1 and not torch.compiler.is_compiling():
                 if self.first:
                     vars(cache)[FRESH_ARGUMENT] = tokens if _is_empty(cache, tokens) else 0
-                # Layers that share another's keys may see the prompt's last queries alone (Gemma 4).
+                # Layers that share another's keys may see only the prompt's last queries (Gemma 4).
                 kwargs[FRESH_ARGUMENT] = vars(cache).get(FRESH_ARGUMENT, 0) == tokens
         return args, kwargs
 

@@ -89,10 +89,10 @@ SIZES: dict[str, Any] = dict(
 )
 
 
-def build(kind: str) -> PreTrainedModel:
+def build(kind: str, **options: Any) -> PreTrainedModel:
     """A tiny model of a family. Raises ValueError where its default config leads to a large one,
     and whatever the family raises where these sizes do not go together."""
-    config = _config(kind)
+    config = _config(kind, options)
     with torch.device("meta"):
         size = sum(each.numel() for each in AutoModelForCausalLM.from_config(config).parameters())
     if size > LARGEST:
@@ -107,10 +107,11 @@ def build(kind: str) -> PreTrainedModel:
     return model
 
 
-def _config(kind: str) -> PreTrainedConfig:
+def _config(kind: str, options: dict[str, Any]) -> PreTrainedConfig:
     family = CONFIG_MAPPING[kind]
     base = family()
-    sizes = {name: value for name, value in SIZES.items() if hasattr(base, name)}
+    known = {*vars(base), *dir(family), *family.attribute_map}
+    sizes = {name: value for name, value in SIZES.items() if name in known}
     if "kv_lora_rank" in sizes:  # latent attention: the rotary part has a head dimension of its own
         sizes |= {"head_dim": 32} if "head_dim" in sizes else {}
         sizes |= {"num_key_value_heads": 2} if "num_key_value_heads" in sizes else {}
@@ -119,7 +120,7 @@ def _config(kind: str) -> PreTrainedConfig:
         if isinstance(given, list) and given:
             types = list(dict.fromkeys(given))  # each type of layer, in turn
             sizes[name] = [types[index % len(types)] for index in range(LAYERS)]
-    return family(**sizes)
+    return family(**(sizes | options))
 
 
 Form = Callable[[PreTrainedModel], torch.Tensor]

@@ -13,6 +13,7 @@ from every_family import KINDS, build, forms
 
 import attnplug
 from attnplug.models.layers import asks_for_sdpa, find_attention_layers
+from attnplug.models.names import CACHE
 
 TOLERANCE = 1e-4  # of the largest logit; what is wrong is off by a tenth and more
 MODELS = Path(inspect.getfile(transformers)).parent / "models"
@@ -33,8 +34,6 @@ LEFT = {
 # And those whose model asks: whether it may leave the prompt's first queries out of layers that
 # share another's keys. attnplug's attention knows where the queries stand that it gets.
 LOOKED_AT = {"gemma4", "gemma4_unified"}
-# Families of which these sizes make no model, or only a large one.
-UNBUILT = 40
 
 
 @torch.no_grad()
@@ -87,3 +86,23 @@ def test_a_model_that_asks_for_the_name_finds_its_own(kind):
         } == {"sdpa"}
         layers = attnplug.report(model).layers
         assert all(layer.decode == "sdpa (dense)" and layer.reason for layer in layers)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("kept", [1, 3])
+def test_layers_that_share_keys_may_see_the_last_queries_alone(kept, padded):
+    """Gemma 4 leaves the prompt's other queries out of them, where it is asked for few logits."""
+    if "gemma4_text" not in KINDS:
+        pytest.skip("this transformers has no Gemma 4")
+    model = build("gemma4_text", num_kv_shared_layers=2)
+    ids = torch.randint(3, 97, (2, 40), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones_like(ids)
+    mask[0, : 5 * padded] = 0
+    options = dict(attention_mask=mask, logits_to_keep=kept)
+    wanted = model(ids, **options, use_cache=False).logits
+    for policy in ("dense", "momo(min_tokens=0, top_k=16)"):
+        with attnplug.applied(model, policy):
+            for cache in (attnplug.make_cache(model, 64), attnplug.make_cache(model, 40), None):
+                found = model(ids, **options, **{CACHE: cache}).logits
+                assert (found - wanted).abs().max() < TOLERANCE * wanted.abs().max()
