@@ -150,7 +150,7 @@ def plug_attention(
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
     attnplug_state: Any = None,
-    attnplug_fresh: bool = False,
+    attnplug_fresh: int = 0,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """transformers' attention function: runs the module's policy, or its own dense attention
@@ -184,7 +184,9 @@ def plug_attention(
         _refuse_unknown_keys(module, query, key)
     if binding is None or binding.policy is None or not compact or _exotic(kwargs):
         call.flush()
-        return stock_attention(module, binding, call, attention_mask, compact, kwargs)
+        return stock_attention(
+            module, binding, call, attention_mask, compact, kwargs, attnplug_fresh
+        )
     if query.dtype == torch.float64:
         raise UnsupportedCallError(
             "attnplug computes in float32, float16 or bfloat16, and this model was cast to float64 "
@@ -244,14 +246,14 @@ def _refuse_unknown_keys(module: torch.nn.Module, query: torch.Tensor, key: torc
 
 
 def _valid_part(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, state: Any, fresh: bool
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, state: Any, fresh: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Keys and values, and how many of them are valid where a static cache returned its buffer."""
     if not isinstance(state, StaticLayer) or isinstance(state, StaticSlidingWindowLayer):
         return key, value, None
-    if fresh:
+    queries = query.shape[2]
+    if fresh == queries:
         # A first prefill attends to its own tokens only: with that known, dense needs no mask.
-        queries = query.shape[2]
         return key[:, :, :queries], value[:, :, :queries], None
     return key, value, state.cumulative_length.reshape(1)
 
@@ -260,7 +262,8 @@ def _set_key_mask(call: AttentionCall, mask: torch.Tensor | None) -> bool:
     """Put a compact mask into the call. False where the mask is not a compact one."""
     if mask is None:
         return True
-    if mask.dtype != (torch.bool if call.q.shape[2] == 1 else torch.uint8) or mask.shape[1] != 1:
+    row = mask.dtype == torch.bool and call.q.shape[2] == 1
+    if not (row or mask.dtype == torch.uint8) or mask.shape[1] != 1:
         return False
     batch, keys = call.k.shape[0], call.k.shape[2]
     call.key_mask = mask[:, 0, 0, :keys].bool().expand(batch, keys)
@@ -280,6 +283,7 @@ def stock_attention(
     mask: torch.Tensor | None,
     compact: bool,
     kwargs: dict[str, Any],
+    fresh: int = 0,
 ) -> tuple[torch.Tensor, None]:
     """The model's own dense attention, given the mask that it expects."""
     # sdpa has neither softcaps nor sinks, and older transformers drops them silently.
@@ -293,6 +297,8 @@ def stock_attention(
     masked = call.lengths is not None or call.key_mask is not None
     if compact and not own and (masked or (queries > 1 and not call.whole)):
         mask = causal_mask(call)
+    elif own and mask is None and queries > 1:
+        call, mask = _last_queries(call, fresh)
     elif mask is not None:
         mask = mask[..., : call.k.shape[2]]  # a first prefill has left the empty slots out
     if stock == "sdpa":
@@ -313,6 +319,16 @@ def stock_attention(
         **kwargs,
     )
     return out, None
+
+
+def _last_queries(call: AttentionCall, fresh: int) -> tuple[AttentionCall, torch.Tensor | None]:
+    """The call and mask of a layer that shares another's keys, where the model gives it the last
+    queries of a prompt alone (Gemma 4): is_causal would take these for the first."""
+    keys = fresh if isinstance(call.state, StaticLayer) else call.k.shape[2]
+    if call.q.shape[2] >= keys:
+        return call, None
+    call = replace(call, k=call.k[:, :, :keys], v=call.v[:, :, :keys], lengths=None)
+    return call, causal_mask(call)
 
 
 def sdpa_in_bands(

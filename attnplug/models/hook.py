@@ -1,8 +1,8 @@
 """Hands an attention layer its cache state.
 
 transformers calls the attention function without the cache, but everything in the attention
-module's keyword arguments reaches it. `PolicyHook` adds this layer's cache object there, and
-whether the cache was empty before this forward pass. It is an accelerate ModelHook attached by the
+module's keyword arguments reaches it. `PolicyHook` adds this layer's cache object there, and how
+many tokens a forward pass puts into an empty cache. It is an accelerate ModelHook attached by the
 module's own forward pre-hook, because `accelerate.hooks.add_hook_to_module` replaces hooks that
 others attached and `remove_hook_from_module` removes them.
 """
@@ -27,8 +27,9 @@ from attnplug.models.sync import may_sync
 
 class PolicyHook(ModelHook):
     """Adds `attnplug_state`, the layer's cache object, and `attnplug_fresh` to the module's keyword
-    arguments. Only the model's first layer asks the device for the latter, once a prefill: a
-    sync in every layer would keep the host from running ahead."""
+    arguments: how many tokens this pass puts into a static cache that was empty, 0 if it was not or
+    nobody can tell. Only the model's first layer asks the device for it, once a prefill: a sync in
+    every layer would keep the host from running ahead."""
 
     def __init__(self, layer_index: int, *, first: bool):
         self.layer_index = layer_index
@@ -57,8 +58,7 @@ class PolicyHook(ModelHook):
             if tokens > 1 and not torch.compiler.is_compiling():
                 if self.first:
                     vars(cache)[FRESH_ARGUMENT] = tokens if _is_empty(cache, tokens) else 0
-                # Layers that share another's keys may see only the prompt's last queries (Gemma 4).
-                kwargs[FRESH_ARGUMENT] = vars(cache).get(FRESH_ARGUMENT, 0) == tokens
+                kwargs[FRESH_ARGUMENT] = vars(cache).get(FRESH_ARGUMENT, 0)
         return args, kwargs
 
     def _may_defer(self, module: torch.nn.Module, cache: Cache, state: Any) -> bool:

@@ -91,12 +91,13 @@ def test_a_model_that_asks_for_the_name_finds_its_own(kind):
 @torch.no_grad()
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("kept", [1, 3])
-def test_layers_that_share_keys_may_see_the_last_queries_alone(kept, padded):
+@pytest.mark.parametrize("tokens", [10, 40])
+def test_layers_that_share_keys_may_see_the_last_queries_alone(tokens, kept, padded):
     """Gemma 4 leaves the prompt's other queries out of them, where it is asked for few logits."""
     if "gemma4_text" not in KINDS:
         pytest.skip("this transformers has no Gemma 4")
-    model = build("gemma4_text", num_kv_shared_layers=2)
-    ids = torch.randint(3, 97, (2, 40), generator=torch.Generator().manual_seed(1))
+    model = build("gemma4_text", num_kv_shared_layers=2, global_head_dim=64)
+    ids = torch.randint(3, 97, (2, tokens), generator=torch.Generator().manual_seed(1))
     mask = torch.ones_like(ids)
     mask[0, : 5 * padded] = 0
     options = dict(attention_mask=mask, logits_to_keep=kept)
