@@ -63,7 +63,7 @@ def import_page(page: Path, folder: Path):
     path = folder / f"{name}.py"
     code = "\n\n".join(text for language, text in blocks(page) if language == "python")
     # A page says `cache=` and `first.cache`, as transformers from 5.24 on does.
-    path.write_text(re.sub(r"(?<=\.)cache\b|\bcache(?==\w)", CACHE, code))
+    path.write_text(re.sub(r"\bcache(?==\w)|(?<==first\.)cache\b", CACHE, code))
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)

@@ -112,8 +112,57 @@ def test_the_policy_shapes_the_cache(backend, monkeypatch):
     served("momo")
     assert plug.get_preferred_block_size(16) == 16
     assert plug.get_required_kv_cache_layout() is None
-    assert not plug.supports_batch_invariance() and not plug.supports_kv_cache_dtype("fp8")
-    assert not backend.PlugImpl.can_return_lse_for_decode  # vLLM then refuses context parallelism
+    assert not plug.supports_kv_cache_dtype("fp8")
+
+
+@pytest.mark.parametrize("sizes, chosen", [([128], [128]), ([96, 128], [128]), ([48], [64])])
+def test_a_size_that_flash_attention_insists_on_is_kept_where_it_is_whole_blocks(
+    backend, monkeypatch, sizes, chosen
+):
+    """As FlashAttention 4 does for heads of 256; `spec` comes with newer versions of vLLM."""
+    Layer(backend, monkeypatch, "gather(k=2, block=64)").config.model_config.max_model_len = 131072
+    of_sizes = staticmethod(lambda *spec: sizes)
+    flash = backend.FlashAttentionBackend
+    monkeypatch.setattr(flash, "get_supported_kernel_block_sizes", of_sizes)
+    monkeypatch.setattr(flash, "get_preferred_block_size", classmethod(lambda *_: sizes[-1]))
+    for spec in ((), (object(),)):
+        found = backend.PlugBackend.get_supported_kernel_block_sizes(*spec)
+        assert [getattr(size, "base", size) for size in found] == chosen
+    assert backend.PlugBackend.get_preferred_block_size(16) == chosen[0]
+
+
+def test_layouts_are_known_where_vllm_asks_outside_of_its_configuration(backend, monkeypatch):
+    layouts = pytest.importorskip("vllm.v1.kv_cache_layout", reason="older vLLM has one layout")
+    config = Layer(backend, monkeypatch, "gather").config
+    config.model_config.max_model_len = 131072
+    monkeypatch.setattr(backend, "get_current_vllm_config_or_none", lambda: None)
+    monkeypatch.delattr(backend, "get_current_vllm_config")  # which would raise
+    found = backend.PlugBackend.supported_kv_cache_layouts()
+    assert found and all(type(each) is layouts.KVCacheLayout for each in found)
+    # Axes are layers, blocks, heads, tokens, content: a head's page lies in one piece.
+    assert {each.value[3:] for each in found} == {(3, 4)}
+    config.model_config.max_model_len = 512  # no batch has a far row
+    assert backend.PlugBackend.supported_kv_cache_layouts() is None
+
+
+# What vLLM 0.20.2 to 0.33.0 asks a backend whether it can; False is said of the first line.
+SAYS_NO = {"batch_invariance", "mm_prefix", "rswa", "kv_cache_update_bypass", "dcp"}
+ASKED = SAYS_NO | set(
+    "alibi_sqrt attn_type block_size combination compute_capability dtype head_size kv_cache_dtype "
+    "non_causal non_causal_dcp pcp per_head_quant_scales sink sliding_window kv_connector "
+    "device_cpu_query_lens_mismatch".split()
+)
+
+
+def test_it_says_what_it_cannot_do(backend):
+    plug = backend.PlugBackend
+    asked = {name.removeprefix("supports_") for name in dir(plug) if name.startswith("supports_")}
+    assert asked <= ASKED, "vLLM asks something new: read what FlashAttention's yes would mean here"
+    for name in asked & SAYS_NO:
+        answer = getattr(plug, f"supports_{name}")
+        assert (answer() if callable(answer) else answer) is False
+    # vLLM then refuses decode context parallelism.
+    assert not backend.PlugImpl.supports_dcp and not backend.PlugImpl.can_return_lse_for_decode
 
 
 def test_profiling_runs_every_method_once(backend, monkeypatch):

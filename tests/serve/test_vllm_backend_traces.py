@@ -139,7 +139,7 @@ def test_the_file_has_the_text_where_there_is_a_tokenizer(backend, monkeypatch, 
     found = trace.read(tmp_path / "prompt-0001.parquet")
     assert found.text(0, 3) == " word0 word1 word2" and found.find("word63") == [(63, 64)]
     assert found.meta["policy"] == f"momo+{TRACE}" and found.meta["model"] == "up"
-    assert found.meta["versions"]["vllm"].startswith("0.2")
+    assert found.meta["versions"]["vllm"].startswith("0.")
 
 
 @pytest.mark.parametrize("name", ["../x", ".x", "", "a b", 2, -1, 0.5, ["a"], {"a": 1}, "x" * 65])

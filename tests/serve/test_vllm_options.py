@@ -179,6 +179,7 @@ def test_a_policy_that_is_none_says_so():
         ({"model_config__logits_processors": ["a:B"]}, "stream", f"add --logits-pro.* {REQUESTS}"),
         ({"model_config__runner_type": "pooling"}, "stream", "attnplug.trace.record"),
         ({"parallel_config__use_ubatching": True}, "stream", "drop --enable-dbo"),
+        ({"use_v2_model_runner": True}, "stream", "set VLLM_USE_V2_MODEL_RUNNER=0"),
     ],
 )
 def test_conflicting_options_are_refused(change, policy, message):
@@ -202,23 +203,24 @@ def test_what_does_not_conflict_starts():
     check_server(server(), read_policy("momo+gather"))
     check_server(server(cache_config__cache_dtype="bfloat16"), read_policy("momo+gather"))
     check_server(server(kv_transfer_config=object()), read_policy("momo"))
+    check_server(server(use_v2_model_runner=True), read_policy("momo+gather"))
     check_server(server(model_config__logits_processors=None), read_policy("momo"))
 
 
-@pytest.mark.parametrize("found", ["0.20.2", "0.22.1", "0.22.1+cpu"])
+@pytest.mark.parametrize("found", ["0.20.2", "0.22.1+cpu", "0.33.0"])
 def test_supported_versions(monkeypatch, found):
     monkeypatch.setattr(plugin, "version", lambda: found)
     assert plugin.unsupported() == ""
 
 
-@pytest.mark.parametrize("found", ["0.20.1", "0.23.0", "0.33.0"])
+@pytest.mark.parametrize("found", ["0.20.1", "0.34.0"])
 def test_other_versions_are_left_alone_and_told(monkeypatch, caplog, found):
     """Nothing of vLLM is imported: there is none here, and that would raise."""
     monkeypatch.setattr(plugin, "version", lambda: found)
     with caplog.at_level(logging.WARNING, logger="vllm.attnplug"):
         plugin.register()
     assert f"vLLM {found} is not supported" in caplog.text
-    assert "vllm<0.23,>=0.20.2" in caplog.text
+    assert "vllm<0.34,>=0.20.2" in caplog.text
 
 
 def test_vllm_finds_the_plugin():

@@ -34,19 +34,31 @@ def test_rows_and_runs_cover_the_batch(steps, prompts, padding, data):
         assert run.longest == max(row.queries for row in run.rows)
 
 
+@pytest.mark.parametrize("pages_first", [False, True])  # from vLLM 0.23 on
 @pytest.mark.parametrize("memory", ["NHD", "HND", "cpu"])
-def test_pages_see_every_layout_alike(memory):
+def test_pages_see_every_layout_alike(memory, pages_first):
     k, v = torch.randn(2, 7, 3, 16, 64)  # [pages, Hkv, page, D], what all of them stand for
-    whole = torch.stack([k, v])
+    whole = torch.stack([k, v], int(pages_first))
     if memory == "NHD":
         cache = whole.transpose(2, 3).contiguous()
     elif memory == "HND":
         cache = whole.contiguous().transpose(2, 3)
     else:
         cache = whole
-    found = pages(cache, heads_first=memory == "cpu")
+    found = pages(cache, heads_first=memory == "cpu", stacked=int(pages_first))
     assert torch.equal(found[0], k) and torch.equal(found[1], v)
     assert found[0].data_ptr() == cache.data_ptr()  # a view
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (0, 2, 1, 3), (1, 0, 2, 3)])
+def test_pages_see_keys_and_values_side_by_side(order):
+    """As newer vLLM has them, in whatever order of pages, heads and tokens they lie in memory."""
+    k, v = torch.randn(2, 7, 3, 16, 64)
+    lying = torch.cat([k, v], -1).permute(order).contiguous()
+    cache = lying.permute([order.index(axis) for axis in range(4)])
+    found = pages(cache, heads_first=False, stacked=1)
+    assert torch.equal(found[0], k) and torch.equal(found[1], v)
+    assert found[0].data_ptr() == lying.data_ptr() and found[1].stride(3) == 1
 
 
 @given(st.integers(1, 100), st.sampled_from([16, 32]), st.randoms(use_true_random=False))

@@ -66,6 +66,10 @@ def configuration(policy: str | dict, **changes):
             logits_processors=[REQUESTS],
             max_model_len=512,
             is_hybrid=False,
+            is_mm_prefix_lm=False,
+            rswa_window=None,
+            hf_config=types.SimpleNamespace(model_type="made-up"),
+            get_head_size_v=lambda: WIDTH,
             get_num_attention_heads=lambda _: HEADS,
             get_num_kv_heads=lambda _: KV_HEADS,
             get_head_size=lambda: WIDTH,
@@ -76,6 +80,7 @@ def configuration(policy: str | dict, **changes):
             max_cudagraph_capture_size=8,
             static_forward_context={},
         ),
+        kernel_config=types.SimpleNamespace(enable_jit_warmup=False),
         attention_config=types.SimpleNamespace(flash_attn_max_num_splits_for_cuda_graph=32),
     )
     return types.SimpleNamespace(**given | changes)
@@ -89,10 +94,23 @@ def requests_made(monkeypatch, config, tokenizer=None):
     return requests.Requests(config, torch.device("cpu"), False)
 
 
+def empty_cache() -> torch.Tensor:
+    """A layer's cache as FlashAttention has it in this version, heads outside of a page."""
+    from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend
+
+    shape_of = getattr(FlashAttentionBackend, "get_kv_cache_shape", None)
+    stacked = () if shape_of is None else shape_of(PAGES, PAGE, KV_HEADS, WIDTH)
+    if len(stacked) < 5:
+        return torch.full((PAGES, KV_HEADS, PAGE, 2 * WIDTH), torch.nan)
+    return torch.full((*stacked[:2], KV_HEADS, PAGE, WIDTH), torch.nan).transpose(2, 3)
+
+
 class Layer:
     """A layer of one row set: its backend objects, its cache, and all tokens of each row."""
 
     def __init__(self, plug, monkeypatch, policy: str | dict, tokenizer=None):
+        from vllm.v1.kv_cache_interface import FullAttentionSpec
+
         self.config = configuration(policy)
         for module in (plug, __import__("vllm.v1.attention.backends.flash_attn", fromlist=["x"])):
             for name in ("get_current_vllm_config", "get_current_vllm_config_or_none"):
@@ -105,10 +123,11 @@ class Layer:
         self.requests = requests_made(monkeypatch, self.config, tokenizer)
         layers = {NAME: self.layer}
         monkeypatch.setattr(plug, "get_layers_from_vllm_config", lambda *_: layers)
-        spec = types.SimpleNamespace(dtype=torch.float32, block_size=PAGE)
+        shape = dict(block_size=PAGE, num_kv_heads=KV_HEADS, head_size=WIDTH)
+        spec = FullAttentionSpec(dtype=torch.float32, **shape)
         self.builder = plug.PlugBuilder(spec, [NAME], self.config, torch.device("cpu"))
         self.builder.aot_schedule = False
-        self.cache = torch.full((2, PAGES, KV_HEADS, PAGE, WIDTH), torch.nan).transpose(2, 3)
+        self.cache = empty_cache()
         order = torch.randperm(PAGES - 1, generator=torch.Generator().manual_seed(2)) + 1
         self.table = order[: 2 * 32].reshape(2, 32).to(torch.int32)
         draw = torch.Generator().manual_seed(1)

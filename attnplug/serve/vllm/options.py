@@ -282,6 +282,11 @@ def _trace_conflicts(config: "VllmConfig") -> list[tuple[bool, str]]:
             f"add --logits-processors {REQUESTS} (it leaves the logits alone)",
         ),
         (
+            getattr(config, "use_v2_model_runner", False),
+            "stream: the logits processor that tells whose tokens a batch holds is one of vLLM's "
+            "model runner V1; set VLLM_USE_V2_MODEL_RUNNER=0",
+        ),
+        (
             config.parallel_config.use_ubatching,
             "stream: dual batch overlap cuts batches in two; drop --enable-dbo",
         ),

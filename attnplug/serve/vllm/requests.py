@@ -8,8 +8,9 @@ batch, of every request that comes, moves or goes, with its token ids and its sa
 In those a request may say `extra_args={"attnplug_trace": "a-name"}` (in the OpenAI server
 `vllm_xargs`): a name for its trace's file, or true or false for whether it is to have one.
 
-The option is no entry point: vLLM would load that into servers that do not use attnplug. With the
-option, newer versions also choose the model runner that has logits processors.
+The option is no entry point: vLLM would load that into servers that do not use attnplug. vLLM 0.27
+to 0.30 chooses its model runner V1 with the option, to which such processors belong. 0.32 has to be
+told: `VLLM_USE_V2_MODEL_RUNNER=0`.
 """
 
 import dataclasses

@@ -10,12 +10,13 @@ all keys.
 import dataclasses
 import json
 import os
+import types
 
 import torch
 from vllm.config import get_current_vllm_config, get_layers_from_vllm_config
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.models.utils import extract_layer_index
-from vllm.v1.attention.backend import AttentionMetadataBuilder
+from vllm.v1.attention.backend import AttentionMetadataBuilder, MultipleOf
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, CPUAttentionBackendImpl
 
 from attnplug.ops.gather.block_bounds import frame_of
@@ -48,6 +49,13 @@ def register() -> None:
             KERNELS.define(name + schema)
             KERNELS.impl(name, function, "CompositeExplicitAutograd")
     register_backend(AttentionBackendEnum.CPU_ATTN, f"{__name__}.{Backend.__name__}")
+    try:
+        from vllm.triton_utils import dispatcher
+    except ImportError:  # older vLLM has none
+        return
+    # It asks every object of every module for its __dict__, and llvmlite's library has none.
+    known = dict | types.MappingProxyType
+    dispatcher.vars = lambda value: value.__dict__ if isinstance(value.__dict__, known) else {}
 
 
 def map_slots(starts, positions, table, slots, block) -> None:
@@ -100,6 +108,10 @@ class Builder(AttentionMetadataBuilder):
 
 class Backend(CPUAttentionBackend):
     forward_includes_kv_cache_update = False
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(*_):
+        return [MultipleOf(16)]
 
     @staticmethod
     def get_impl_cls():
