@@ -40,10 +40,11 @@ if "PYTEST_XDIST_WORKER" in os.environ:
         share_kernels()
 
 if os.environ.get("TRITON_INTERPRET") == "1":
-    from interpreter import multiply_in_double, speed_up
+    from interpreter import multiply_in_double, speed_up, wrap_sums
 
     speed_up()
     multiply_in_double()
+    wrap_sums()
 
 # `device` and `device_path` are the same for every example of a test.
 CHECKS = [hypothesis.HealthCheck.function_scoped_fixture, hypothesis.HealthCheck.too_slow]

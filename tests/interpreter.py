@@ -2,8 +2,9 @@
 
 It spends its time beside the arithmetic: it looks for what it must replace in each call of a device
 function, makes the type of each value anew, and computes a check of overflow that it then drops.
-Most of the suite's time is in it, so that here it does these once or not. And it has BLAS multiply
-tiles, which on some CPUs rounds a row by its place in the tile, as no GPU does."""
+Most of the suite's time is in it, so that here it does these once or not. It has BLAS multiply
+tiles, which on some CPUs rounds a row by its place in the tile, as no GPU does. And before Triton 3.9
+it refuses a sum of integers that wraps, as it does on every GPU."""
 
 import dataclasses
 import functools
@@ -152,3 +153,18 @@ def multiply_in_double() -> None:
         return interpreter.TensorHandle(product + d.data, d.dtype.scalar)
 
     interpreter.InterpreterBuilder.create_dot = multiply_and_round
+
+
+def wrap_sums() -> None:
+    """Have the sum of a whole block of integers wrap. NumPy adds 32 bits up in 64, and a result that
+    has a shape is narrowed; of a number alone, NumPy 2 makes no array in which it does not fit.
+    Triton 3.9 narrows both."""
+    make_tensor = interpreter.ReduceScanOpInterface.to_tensor
+
+    @functools.wraps(make_tensor)
+    def narrow_first(self, result, dtype):
+        if isinstance(result, np.generic):
+            result = result.astype(interpreter._get_np_dtype(dtype))
+        return make_tensor(self, result, dtype)
+
+    interpreter.ReduceScanOpInterface.to_tensor = narrow_first

@@ -98,6 +98,22 @@ def test_the_bits_of_a_row_are_the_same_anywhere_in_a_tile():
     assert torch.allclose(found, (x.double() @ y.double()).float(), rtol=1e-6, atol=1e-6)
 
 
+@triton.jit
+def add_up(x, out, N: tl.constexpr):
+    values = tl.load(x + tl.arange(0, N))
+    tl.store(out, tl.sum(values, 0))
+    tl.store(out + 1 + tl.arange(0, 1), tl.sum(tl.reshape(values, [1, N]), 1))
+
+
+@pytest.mark.parametrize("values", [[2**31 - 1] * 7, [-(2**31)] * 3, [2**30, 2**30], [5, -7]])
+def test_sums_of_integers_wrap(values):
+    x = torch.tensor(values + [0] * (8 - len(values)), dtype=torch.int32)
+    out = torch.zeros(2, dtype=torch.int32)
+    add_up.run(grid=(1,), warmup=False, x=x, out=out, N=8)
+    wrapped = (sum(values) + 2**31) % 2**32 - 2**31
+    assert out.tolist() == [wrapped, wrapped]
+
+
 def test_no_check_is_left_out_that_would_raise():
     """The check of overflow ends in a device assert, which says nothing without `debug`."""
     assert not interpreter.interpreter_builder.options.debug
