@@ -3,8 +3,8 @@
 It spends its time beside the arithmetic: it looks for what it must replace in each call of a device
 function, makes the type of each value anew, and computes a check of overflow that it then drops.
 Most of the suite's time is in it, so that here it does these once or not. It has BLAS multiply
-tiles, which on some CPUs rounds a row by its place in the tile, as no GPU does. And before Triton 3.9
-it refuses a sum of integers that wraps, as it does on every GPU."""
+tiles, which on some CPUs rounds a row by its place in the tile, as no GPU does. And before Triton
+3.9 it refuses a sum of integers that wraps, which no GPU does."""
 
 import dataclasses
 import functools
@@ -156,9 +156,9 @@ def multiply_in_double() -> None:
 
 
 def wrap_sums() -> None:
-    """Have the sum of a whole block of integers wrap. NumPy adds 32 bits up in 64, and a result that
-    has a shape is narrowed; of a number alone, NumPy 2 makes no array in which it does not fit.
-    Triton 3.9 narrows both."""
+    """Have the sum of a whole block of integers wrap. NumPy adds 32-bit integers up in 64 bits. The
+    interpreter narrows a result that has a shape. From a single number that does not fit, NumPy 2
+    makes no array. Triton 3.9 narrows both."""
     make_tensor = interpreter.ReduceScanOpInterface.to_tensor
 
     @functools.wraps(make_tensor)
