@@ -42,6 +42,12 @@ def test_launches_pass_their_arguments_by_keyword():
     )
 
 
+def test_references_are_compiled_in_one_place():
+    """numba's own decorator raises where it can write to no folder."""
+    users = [module for module, path in HOUSE.files.items() if "numba.njit" in path.read_text()]
+    assert users == ["attnplug.ops.common.numba_cache"]
+
+
 def test_files_are_of_readable_length():
     found = source.long_files(HOUSE)
     assert found == [], f"split it, or write why at its head ({source.REASON!r} ...)"

@@ -22,7 +22,6 @@ Quantized Attention" (docs/papers.md), with the keys' metadata in bf16.
 
 from typing import NamedTuple
 
-import numba
 import numpy as np
 import torch
 
@@ -39,6 +38,7 @@ from attnplug.ops.certified.proof import (
 )
 from attnplug.ops.common.checks import BLOCKS, check_attention_inputs, check_sequence_inputs
 from attnplug.ops.common.define import define_op, refuse_gradients, require
+from attnplug.ops.common.numba_cache import njit, prange
 from attnplug.ops.common.rows import NO_MASK, rows_on_cpu
 
 GROUP = 16  # channels of a value that share scale and zero
@@ -168,7 +168,7 @@ def _allocate(
 # --- CPU: the specification ------------------------------------------------------------------
 
 
-@numba.njit(cache=True)
+@njit()
 def _bf16(x, up, scratch):
     """(bits, value) of x as bfloat16: rounded to nearest even, or up where x is positive."""
     scratch[0] = x
@@ -178,7 +178,7 @@ def _bf16(x, up, scratch):
     return bits >> 16, scratch[0]
 
 
-@numba.njit(cache=True)
+@njit()
 def _fp16(x, scratch):
     """(bits, value) of x as float16, rounded to nearest even."""
     size = abs(x)
@@ -196,7 +196,7 @@ def _fp16(x, scratch):
     return sign | ((bits & 0x7FFFFFFF) >> 13) - (112 << 10), scratch[0]
 
 
-@numba.njit(cache=True)
+@njit()
 def _product_with_transpose(rows):
     """`rows @ rows.T` without BLAS, which warns once a block where a parallel loop calls it."""
     size, width = rows.shape
@@ -209,7 +209,7 @@ def _product_with_transpose(rows):
     return found
 
 
-@numba.njit(cache=True)
+@njit()
 def _spectral_norm(errors):
     """At least the spectral norm of `errors [block, D]`: the Schatten norm ||(E E^T)^2||_F^(1/4),
     which is at most n^(1/8) times it, and what the kernel's arithmetic needs."""
@@ -229,7 +229,7 @@ def _spectral_norm(errors):
     return longest * np.sqrt(square) * CARE + MEASURED_FLOOR
 
 
-@numba.njit(cache=True)
+@njit()
 def _quantize_keys(k, seen, codes, meta, scratch, errors):
     """Keys `k [block, D]` into codes, metadata and `errors`; returns their part of (check0,
     check1)."""
@@ -265,7 +265,7 @@ def _quantize_keys(k, seen, codes, meta, scratch, errors):
     return first, second
 
 
-@numba.njit(cache=True)
+@njit()
 def _quantize_values(v, seen, codes, meta, scratch, errors):
     """Values `v [block, D]` into codes, metadata and `errors`; returns (check0's part, eta, nu)."""
     size, width = v.shape
@@ -302,14 +302,14 @@ def _quantize_values(v, seen, codes, meta, scratch, errors):
     return first, eta * CARE + MEASURED_FLOOR, nu * CARE + MEASURED_FLOOR
 
 
-@numba.njit(parallel=True, cache=True)
+@njit(parallel=True)
 def _reference(
     k, v, mask, k_codes, k_meta, v_codes, v_meta, summary, check, done, until, start, offset, block
 ):
     """Blocks done..until-1 of every row and head, in parallel; `k, v` hold the tokens from
     `offset` on."""
     batch, heads = k.shape[:2]
-    for item in numba.prange(batch * heads):
+    for item in prange(batch * heads):
         b, h = item // heads, item % heads
         hidden = mask[b * len(mask) // batch]
         scratch = np.empty(1, np.float32)

@@ -8,7 +8,6 @@ the function stands, and not at the files of what it calls. `PROOF` guards what 
 `proof.py`.
 """
 
-import numba
 import numpy as np
 
 from attnplug.ops.certified.proof import (
@@ -49,13 +48,14 @@ from attnplug.ops.certified.proof import (
     VANISHED,
     WAYS,
 )
+from attnplug.ops.common.numba_cache import njit, prange
 from attnplug.ops.common.product import add_product
 from attnplug.ops.common.reference import reference_rows
 
 PROOF = "4803b827c921d740"  # `proof.digest()` of the constants that numba compiles in here
 
 
-@numba.njit(cache=True)
+@njit()
 def explored(j, row, length, share):
     """Whether block j of a (row, KV head) is spot-checked at this length: a hash, the same on every
     device."""
@@ -68,7 +68,7 @@ def explored(j, row, length, share):
     return (x >> 8) < share * 16777216.0
 
 
-@numba.njit(cache=True)
+@njit()
 def check_words(j, k_codes, k_bits, v_codes, v_words, summary):
     """Both check words of one block, as `quantize_kv` writes them."""
     size, width = k_codes.shape
@@ -92,7 +92,7 @@ def check_words(j, k_codes, k_bits, v_codes, v_words, summary):
     return first, second
 
 
-@numba.njit(cache=True)
+@njit()
 def _scores(q, keys, seen, softcap, out):
     """out [G, n] = q keys^T, capped; -inf where not seen. q carries the scale."""
     out[:] = 0.0
@@ -105,7 +105,7 @@ def _scores(q, keys, seen, softcap, out):
                 out[g, n] = softcap * np.tanh(out[g, n] / softcap)
 
 
-@numba.njit(cache=True)
+@njit()
 def _log_sum(x):
     top = -np.inf
     for y in x:
@@ -118,7 +118,7 @@ def _log_sum(x):
     return top + np.log(total)
 
 
-@numba.njit(cache=True)
+@njit()
 def _log_squares(x):
     """The logarithm of the sum of squared exponentials."""
     top = _log_sum(x)
@@ -130,7 +130,7 @@ def _log_squares(x):
     return 2 * top + np.log(total)
 
 
-@numba.njit(cache=True)
+@njit()
 def _deviations(q, meta, softcap, delta, noise):
     """Per head of the group: what the scores of one block can be off by (delta), and the part of
     it that float32 arithmetic alone can make (noise)."""
@@ -147,7 +147,7 @@ def _deviations(q, meta, softcap, delta, noise):
         delta[g] = half * DELTA_CARE + noise[g]
 
 
-@numba.njit(cache=True)
+@njit()
 def _search(score, mass, own, coverage, least, most):
     """The largest x of a fixed grid such that blocks with score >= x are enough: `least` of them
     that cover every head's mass, or `most`. If it takes more than `most`, the smallest that do
@@ -163,7 +163,7 @@ def _search(score, mass, own, coverage, least, most):
     return low if _above(score, mass, own, low, coverage)[0] <= most else high
 
 
-@numba.njit(cache=True)
+@njit()
 def _above(score, mass, own, x, coverage):
     """(blocks with score >= x, whether they leave some head's mass short of the coverage)."""
     count, short = 0, False
@@ -177,7 +177,7 @@ def _above(score, mass, own, x, coverage):
     return count, short
 
 
-@numba.njit(cache=True)
+@njit()
 def _change(mass, root, delta, noise, moved):
     """(what the weights of a block can change by in all, and shrink by). Its tokens have `mass` and
     squares of weights whose sum has the `root`; their scores are off by `delta` at most, and as a
@@ -187,13 +187,13 @@ def _change(mass, root, delta, noise, moved):
     return change, min(change, mass * (-np.expm1(-delta) + EXPM1_SLACK))
 
 
-@numba.njit(cache=True)
+@njit()
 def _error(mass, root, summary):
     """What the quantized values of a block of such a mass can be off by."""
     return min(mass * summary[0], (root + SQUARE_FLOOR) * summary[3])
 
 
-@numba.njit(cache=True)
+@njit()
 def key_bound(tail, centre, loss, deviation):
     """The tight bound and the paper's, of one head.
 
@@ -210,7 +210,7 @@ def key_bound(tail, centre, loss, deviation):
     return tight, 2 * largest * ratio * mass * (ratio - 1) * CARE
 
 
-@numba.njit(cache=True)
+@njit()
 def _tail(logs, squares, delta, noise, moved, summary, marks, norm):
     """Sums of one head over the blocks left quantized, for `key_bound`; and of what their values
     are off by, and the largest log-mass that one of them can have. `norm` is the logarithm of the
@@ -235,7 +235,7 @@ def _tail(logs, squares, delta, noise, moved, summary, marks, norm):
     return sums, worst, reach
 
 
-@numba.njit(cache=True)
+@njit()
 def _reads_off(noise, reach, softcap):
     """e^x - 1, x being what exactly read scores can be off by: a share of the `noise` of quantized
     ones, or of the `reach` of those that are in no block."""
@@ -243,7 +243,7 @@ def _reads_off(noise, reach, softcap):
     return np.expm1(READ_SHARE * max(loudest, reach) + softcap * CAP_SLACK)
 
 
-@numba.njit(cache=True)
+@njit()
 def _hidden_norm(mass, root, wide, shown):
     """About how much of a block's weighted norms of values does not show in the norm of its output:
     NORM_SHARE of what does not at most. None is above `wide`, `shown` is what shows of all mass."""
@@ -251,7 +251,7 @@ def _hidden_norm(mass, root, wide, shown):
     return NORM_SHARE * max(min(spread, mass * (wide - shown)), 0.0)
 
 
-@numba.njit(cache=True)
+@njit()
 def _shares(logs, squares, delta, noise, moved, summary, norm, output, off, limit, share, gain):
     """Of one head, as shares of `limit`: what each block adds to the bound if it is left quantized
     (`share`), and by how much that is more than what it adds to E_round if it is read (`gain`, 0
@@ -275,7 +275,7 @@ def _shares(logs, squares, delta, noise, moved, summary, norm, output, off, limi
     return hidden
 
 
-@numba.njit(cache=True)
+@njit()
 def _needed(
     logs, squares, delta, noise, moved, summary, norm, output, off, unit, most, tolerance, marks
 ):
@@ -307,7 +307,7 @@ def _needed(
     return some
 
 
-@numba.njit(cache=True)
+@njit()
 def _choose(logs, eta, own, norm, row, length, options, marks):
     """Which blocks of a KV head are read exactly, beside those that a head needs: marks 1 keys, 3
     keys and values, 7 both for a spot check only. Returns the rungs that were climbed."""
@@ -340,7 +340,7 @@ def _choose(logs, eta, own, norm, row, length, options, marks):
     return rung
 
 
-@numba.njit(cache=True)
+@njit()
 def ranks_agree(rough, exact, marks, reach, depth):
     """(the first `depth` of the marked blocks by quantized and by exact log-mass are the same, and
     no other block can be among them). Ties go to the lower block."""
@@ -363,7 +363,7 @@ def ranks_agree(rough, exact, marks, reach, depth):
     return agree, not reach >= least
 
 
-@numba.njit(cache=True)
+@njit()
 def _values(codes, meta, out):
     """Dequantized values [block, D] of one block; `meta` [block, groups, 2] is (scale, zero)."""
     columns = codes.shape[1]
@@ -373,7 +373,7 @@ def _values(codes, meta, out):
             out[n, c] = code * meta[n, c // 16, 0] + meta[n, c // 16, 1]
 
 
-@numba.njit(cache=True)
+@njit()
 def _add(p, values, seen, extra, acc, norms):
     """acc [G, D] += p values, norms [G] += p (||v|| + extra); p [G, n] float64."""
     for n in range(values.shape[0]):
@@ -389,7 +389,7 @@ def _add(p, values, seen, extra, acc, norms):
                 acc[g, d] += p[g, n] * values[n, d]
 
 
-@numba.njit(cache=True)
+@njit()
 def _quantized_scores(q, codes, meta, seen, low, softcap):
     """Of each block, by its INT8 keys: scores [blocks, G, block]; and per head [G, blocks] the
     logarithms of the sum of exponentials and of their squares, and both of `_deviations`."""
@@ -409,7 +409,7 @@ def _quantized_scores(q, codes, meta, seen, low, softcap):
     return scores, logs, squares, delta, noise
 
 
-@numba.njit(cache=True)
+@njit()
 def _normalizers(logs, rest):
     """Per head: (the logarithm of the denominator over blocks and rest, the rest's share)."""
     group = rest.shape[0]
@@ -421,7 +421,7 @@ def _normalizers(logs, rest):
     return norm, own
 
 
-@numba.njit(cache=True)
+@njit()
 def _quantized_outputs(scores, norm, v_codes, v_meta, seen, low):
     """[blocks, G, D] float64: what each block adds to the outputs with INT4 values."""
     blocks, group, block = scores.shape
@@ -435,7 +435,7 @@ def _quantized_outputs(scores, norm, v_codes, v_meta, seen, low):
     return parts
 
 
-@numba.njit(cache=True)
+@njit()
 def _rescore(q, k, seen, low, softcap, marks, delta, scores, exact):
     """Put exact scores into the marked blocks' `scores` and `exact` [G, blocks], their
     log-masses. Whether a score was further off than its bound."""
@@ -456,7 +456,7 @@ def _rescore(q, k, seen, low, softcap, marks, delta, scores, exact):
     return wrong
 
 
-@numba.njit(cache=True)
+@njit()
 def _add_marked(scores, final, v, v_codes, v_meta, eta, seen, low, marks, acc, held):
     """Add the marked blocks to the outputs `acc` and to `held`, the weighted norms of values.
     Whether an exactly read value was further off than its bound."""
@@ -479,7 +479,7 @@ def _add_marked(scores, final, v, v_codes, v_meta, eta, seen, low, marks, acc, h
     return wrong
 
 
-@numba.njit(cache=True)
+@njit()
 def _bounds(
     tail, worst, mass, held, size, widest, reach, delta, noise, softcap, unit, tolerance, bounds
 ):
@@ -506,7 +506,7 @@ def _bounds(
     return full < np.inf and (free or full <= tolerance * size * (1 - 2 * unit) / CARE)
 
 
-@numba.njit(cache=True)
+@njit()
 def certify_group(
     q,
     k,
@@ -628,7 +628,7 @@ def certify_group(
     return wrong
 
 
-@numba.njit(cache=True)
+@njit()
 def _weights(scores, norm):
     """Softmax weights of scores [G, n] relative to the logarithms `norm` [G], in float64."""
     weights = np.empty(scores.shape)
@@ -638,7 +638,7 @@ def _weights(scores, norm):
     return weights
 
 
-@numba.njit(cache=True)
+@njit()
 def _extremes(q, k, v, seen):
     """Of exactly read tokens: the largest ||v||, and per head what arithmetic can move a score."""
     widest, noise = 0.0, np.zeros(q.shape[0])
@@ -657,14 +657,14 @@ def _extremes(q, k, v, seen):
     return widest, noise
 
 
-@numba.njit(cache=True)
+@njit()
 def rounding(widest, noise, size, unit):
     """What arithmetic alone can make of an output of norm `size`: sums of values up to `widest`
     with exact scores off by `noise`, stored in a dtype of unit roundoff `unit`."""
     return (widest * (REFERENCE_SUMS + SCORE_CARE * noise) + unit * size) * CARE + ROUND_FLOOR
 
 
-@numba.njit(cache=True)
+@njit()
 def exact_group(q, k, v, mask, low, length, scale, softcap, sinks, unit, out, lse, bounds, rung):
     """Recompute the flagged heads of one (row, KV head) from the originals."""
     again = False
@@ -692,7 +692,7 @@ def exact_group(q, k, v, mask, low, length, scale, softcap, sinks, unit, out, ls
             bounds[g, 2] = rounding(widest, noise[g] + sums, size, unit)
 
 
-@numba.njit(parallel=True, cache=True)
+@njit(parallel=True)
 def reference(
     q,
     k,
@@ -725,7 +725,7 @@ def reference(
     wrong = np.zeros(batch * kv_heads, np.int32)
     codes, meta, v_codes, v_meta, summary = tier
     k_bits, v_words, check = raw
-    for index in numba.prange(batch * kv_heads):
+    for index in prange(batch * kv_heads):
         # Of one type: in parallel it is another, and all that it is given to compiles twice.
         item = np.int64(index)
         b, h = item // kv_heads, item % kv_heads
@@ -775,7 +775,7 @@ def reference(
             marks[b, h, :n],
         ):
             wrong[item] |= SCORE
-    for index in numba.prange(batch * kv_heads):
+    for index in prange(batch * kv_heads):
         item = np.int64(index)
         b, h = item // kv_heads, item % kv_heads
         own = slice(h * group, h * group + group)

@@ -13,13 +13,13 @@ compared whenever it is read.
 
 from typing import NamedTuple
 
-import numba
 import numpy as np
 import torch
 import triton
 import triton.language as tl
 
 from attnplug.errors import ArgumentError
+from attnplug.ops.common.numba_cache import njit
 
 SETS = 16  # at least as many as programs list promoted blocks for a KV head (`Plan.chunks`)
 # Of `counters`.
@@ -115,7 +115,7 @@ def check_scratch(k: torch.Tensor, block: int, scratch: tuple[torch.Tensor | Non
 # --- CPU: what is kept, without the keeping -----------------------------------------------------
 
 
-@numba.njit(cache=True)
+@njit()
 def _place(item, of_set, keep, owner, used, now):
     """Whether the item is in a slot; if not, it may get one."""
     best = -1
@@ -130,7 +130,7 @@ def _place(item, of_set, keep, owner, used, now):
     return False
 
 
-@numba.njit(cache=True)
+@njit()
 def simulate(marks, start, block, owner, used, counters):
     """One step of every (row, KV head). `marks` [B,Hkv,N]: 0 quantized, else 1, plus 2 for values
     too, plus 4 for a spot check and nothing else."""

@@ -1,10 +1,10 @@
 """The matrix product of the numba references: several of them run in numba's own threads, where
 BLAS must not be called (OpenBLAS warns that it may hang there, and serialises)."""
 
-import numba
+from attnplug.ops.common.numba_cache import njit
 
 
-@numba.njit(cache=True, fastmath={"contract"})
+@njit(fastmath={"contract"})
 def add_product(a, b, c):
     """c += a b, float32: a `[M, K]`, b `[K, N]`, c `[M, N]`, each with unit stride in its last
     dimension. The order of the sums depends on the shapes alone. Two rows by four columns of `a`
@@ -29,7 +29,7 @@ def add_product(a, b, c):
             _add_row(a[r, i], b[i], c[r])
 
 
-@numba.njit(cache=True, fastmath={"contract"})
+@njit(fastmath={"contract"})
 def _add_row(x, b, c):
     for j in range(c.shape[0]):
         c[j] += x * b[j]

@@ -1,10 +1,10 @@
 """Online softmax of the numba references: attention of a few queries over the tiles of one row's
 keys."""
 
-import numba
 import numpy as np
 import torch
 
+from attnplug.ops.common.numba_cache import njit
 from attnplug.ops.common.product import add_product
 
 
@@ -15,7 +15,7 @@ def sinks_on_cpu(sinks: torch.Tensor | None) -> np.ndarray:
     return sinks.float().contiguous().numpy()
 
 
-@numba.njit(cache=True)
+@njit()
 def reference_rows(q, k, v, mask, position, start, window, sinks, scale, softcap, out, lse):
     """Online softmax of one block of queries `q [G, t, D]`, a group's heads, over the tiles of
     `k, v [S, D]`; `position` is that of the first query. Empty `mask`, `sinks` stand for none."""
@@ -68,7 +68,7 @@ def reference_rows(q, k, v, mask, position, start, window, sinks, scale, softcap
             out[head, t, d] = acc[r, d] / total[r] if seen else 0.0
 
 
-@numba.njit(cache=True)
+@njit()
 def reference_kept(q, k, v, kept, sinks, scale, softcap, out, lse):
     """`reference_rows` of one query `q [G, 1, D]` over the keys `kept` of k, v `[S, D]`."""
     keys = np.empty((len(kept), q.shape[2]), np.float32)

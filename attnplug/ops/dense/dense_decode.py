@@ -14,7 +14,6 @@ Gimelshein, arXiv:1805.02867; sinks as in gpt-oss.
 import functools
 from typing import NamedTuple
 
-import numba
 import numpy as np
 import torch
 import triton
@@ -25,6 +24,7 @@ from attnplug.errors import ArgumentError
 from attnplug.ops.common.checks import check_attention_inputs, check_sequence_inputs, check_sinks
 from attnplug.ops.common.define import define_op, refuse_gradients
 from attnplug.ops.common.device import early, machine
+from attnplug.ops.common.numba_cache import njit, prange
 from attnplug.ops.common.pages import capacity, page_of, table_at, whole_rows
 from attnplug.ops.common.reference import reference_rows, sinks_on_cpu
 from attnplug.ops.common.rows import NO_MASK, mask_bytes, row_span, row_step, rows_on_cpu
@@ -104,7 +104,7 @@ def _allocate(q, k, v, scale, lengths, start, key_mask, window, softcap, sinks, 
 # --- CPU: the specification ------------------------------------------------------------------
 
 
-@numba.njit(parallel=True, cache=True)
+@njit(parallel=True)
 def _reference(q, k, v, lengths, start, mask, window, sinks, scale, softcap, out, lse):
     """`reference_rows` for every block of queries of every KV head, in parallel."""
     batch, heads, queries, _ = q.shape
@@ -112,7 +112,7 @@ def _reference(q, k, v, lengths, start, mask, window, sinks, scale, softcap, out
     group = heads // kv_heads
     count = max(1, 128 // group)  # queries a block
     blocks = (queries + count - 1) // count
-    for item in numba.prange(batch * kv_heads * blocks):
+    for item in prange(batch * kv_heads * blocks):
         b = item // (kv_heads * blocks)
         h = item // blocks % kv_heads
         t = item % blocks * count

@@ -33,13 +33,13 @@ Source: Quest (Tang et al., 2024), as in "Attention Pays Its Bill" (docs/papers.
 
 from typing import Any, NamedTuple
 
-import numba
 import numpy as np
 import torch
 
 from attnplug.errors import ArgumentError
 from attnplug.ops.common.checks import BLOCKS, check_attention_inputs, check_sequence_inputs
 from attnplug.ops.common.define import define_op, refuse_gradients, require
+from attnplug.ops.common.numba_cache import njit, prange
 from attnplug.ops.common.rows import NO_MASK, mask_bytes, row_step, rows_on_cpu
 from attnplug.ops.common.sizes import cdiv, next_power_of_two
 from attnplug.ops.gather.kernels import bounds as kernels
@@ -194,7 +194,7 @@ def check_bounds(name, k, bounds, progress, block):
 # --- CPU: the specification ------------------------------------------------------------------
 
 
-@numba.njit(cache=True)
+@njit()
 def _summarise(k, mask, out):
     """Summarise keys `k [block, D]` into `out [parts, D]`; an empty `mask` hides nothing."""
     seen = 0
@@ -217,7 +217,7 @@ def _summarise(k, mask, out):
             out[0, d] /= seen
 
 
-@numba.njit(cache=True)
+@njit()
 def _summarise_band(k, mask, out):
     """The edges of the band of keys `k [block, D]`, mean and 0.8 standard deviations, `[2, D]`."""
     seen, pivot = 0, k[0]
@@ -239,7 +239,7 @@ def _summarise_band(k, mask, out):
         out[0, d], out[1, d] = pivot[d] + mean + half, pivot[d] + mean - half
 
 
-@numba.njit(cache=True)
+@njit()
 def _set_frame(wide, centre, unit):
     """The frame of a row's head, from its first block `wide [2, D]`."""
     half = (wide[0] - wide[1]) * np.float32(0.5)
@@ -251,7 +251,7 @@ def _set_frame(wide, centre, unit):
         centre[d], unit[d] = (middle, size) if usable else (0.0, 1.0)
 
 
-@numba.njit(cache=True)
+@njit()
 def encode(wide, centre, unit, nearest, codes):
     """Max and min `wide [2, D]` into `codes [2, D]`, rounded outwards, or to the nearest; returns
     their scale."""
@@ -275,7 +275,7 @@ def encode(wide, centre, unit, nearest, codes):
     return scale
 
 
-@numba.njit(cache=True)
+@njit()
 def _encode_band(wide, centre, unit, codes):
     """A band's edges `wide [2, D]` into `codes [1, D]`; returns their scale, and the width."""
     codes[:] = 0
@@ -292,13 +292,13 @@ def _encode_band(wide, centre, unit, codes):
     return scale, width / np.float32(middle.shape[0])
 
 
-@numba.njit(parallel=True, cache=True)
+@njit(parallel=True)
 def _reference(k, mask, bounds, frame, done, until, start, offset, block, band):
     """`_summarise` for blocks done..until-1 of every row and head, in parallel; `k` holds the keys
     from `offset` on. If the frame is not empty, the bounds are codes."""
     centre, unit, scale, width = frame
     batch, heads = k.shape[:2]
-    for item in numba.prange(batch * heads):
+    for item in prange(batch * heads):
         b, h = item // heads, item % heads
         hidden = mask[b * len(mask) // batch]
         for j in range(done[b], until[b]):

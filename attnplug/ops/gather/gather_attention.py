@@ -16,7 +16,6 @@ Sources: "Attention Pays Its Bill" (docs/papers.md); Flash-Decoding as in `dense
 
 from typing import Any, NamedTuple
 
-import numba
 import numpy as np
 import torch
 
@@ -29,6 +28,7 @@ from attnplug.ops.common.checks import (
 )
 from attnplug.ops.common.define import define_op, refuse_gradients
 from attnplug.ops.common.device import early, machine
+from attnplug.ops.common.numba_cache import njit, prange
 from attnplug.ops.common.pages import capacity, page_rows, table_at
 from attnplug.ops.common.reference import reference_rows, sinks_on_cpu
 from attnplug.ops.common.rows import NO_MASK, mask_bytes, row_step, rows_on_cpu
@@ -127,7 +127,7 @@ def allocate_attention(
 # --- CPU: the specification ------------------------------------------------------------------
 
 
-@numba.njit(cache=True)
+@njit()
 def kept_keys(listed, position, start, mask, block, sink, local):
     """The keys that a query at `position` reads, ascending within each block; an empty `mask` hides
     nothing."""
@@ -153,7 +153,7 @@ def kept_keys(listed, position, start, mask, block, sink, local):
     return keys[:total]
 
 
-@numba.njit(parallel=True, cache=True)
+@njit(parallel=True)
 def _reference(
     q, k, v, table, index, lengths, start, mask, block, sink, local, sinks, scale, softcap, out, lse
 ):
@@ -161,7 +161,7 @@ def _reference(
     batch, heads, queries, _ = q.shape
     kv_heads = k.shape[1]
     group = heads // kv_heads
-    for item in numba.prange(batch * kv_heads * queries):
+    for item in prange(batch * kv_heads * queries):
         b = item // (kv_heads * queries)
         h = item // queries % kv_heads
         t = item % queries

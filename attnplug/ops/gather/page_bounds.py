@@ -17,13 +17,13 @@ a page's keys copies its summaries along (`page_summaries`).
 Source: Quest (Tang et al., 2024), as in "Attention Pays Its Bill" (docs/papers.md).
 """
 
-import numba
 import numpy as np
 import torch
 
 from attnplug.errors import ArgumentError
 from attnplug.ops.common.checks import BLOCKS, check_attention_inputs
 from attnplug.ops.common.define import define_op, refuse_gradients, require
+from attnplug.ops.common.numba_cache import njit
 from attnplug.ops.common.pages import block_places
 from attnplug.ops.common.sizes import cdiv, next_power_of_two
 from attnplug.ops.gather.block_bounds import (
@@ -154,7 +154,7 @@ def rows_of_summaries(
     return found
 
 
-@numba.njit(cache=True)
+@njit()
 def _encode_blocks(wide, places, nearest, codes, scale):
     """Edges `wide [Hkv, N, 2, D]` as codes `[Hkv, blocks, 2, D]` and scales, at `places`."""
     centre, unit = np.zeros(wide.shape[3], np.float32), np.ones(wide.shape[3], np.float32)

@@ -1,15 +1,15 @@
 """The numba references of select_blocks (scores of blocks by their summaries, and the choice of the
 best) and of tiered_decode's slots. They are the specification, and the CPU path."""
 
-import numba
 import numpy as np
 
+from attnplug.ops.common.numba_cache import njit, prange
 from attnplug.ops.gather.spread import spread_scores
 
 RANKED = 32  # lists of up to so many blocks are best first, longer ones ascend
 
 
-@numba.njit(cache=True)
+@njit()
 def _bound(q, high, low):
     score = np.float32(0.0)
     for d in range(q.shape[0]):
@@ -17,7 +17,7 @@ def _bound(q, high, low):
     return score
 
 
-@numba.njit(cache=True)
+@njit()
 def _estimate(q, high, low, scale):
     score = np.float32(0.0)
     for d in range(q.shape[0]):
@@ -27,7 +27,7 @@ def _estimate(q, high, low, scale):
     return score
 
 
-@numba.njit(cache=True)
+@njit()
 def _scores(q, bounds, scale, scoring):
     """float32 scores `[blocks]` of summaries `bounds [blocks, parts, D]` for a group `q [G, D]`."""
     group, blocks = q.shape[0], bounds.shape[0]
@@ -61,7 +61,7 @@ def _scores(q, bounds, scale, scoring):
     return scores
 
 
-@numba.njit(cache=True)
+@njit()
 def _code_scores(q, codes, centre, unit, scale, width):
     """`_scores` of summaries in INT8: by bounds, `codes [blocks, 2, D]`, or by bands, whose codes
     have one part, and widths."""
@@ -90,7 +90,7 @@ def _code_scores(q, codes, centre, unit, scale, width):
     return scores
 
 
-@numba.njit(cache=True)
+@njit()
 def _best(scores, allowed, out):
     """The allowed blocks of highest score, best first, into `out [top_k]`; NaN counts as inf."""
     best = np.empty(out.shape[0], np.float32)
@@ -112,7 +112,7 @@ def _best(scores, allowed, out):
     out[count:] = -1
 
 
-@numba.njit(cache=True)
+@njit()
 def _ascend(listed):
     """Sort a list's blocks, -1 last."""
     count = 0
@@ -121,7 +121,7 @@ def _ascend(listed):
     listed[:count] = np.sort(listed[:count])
 
 
-@numba.njit(parallel=True, cache=True)
+@njit(parallel=True)
 def choose_blocks(
     q, bounds, frame, bits, mask, lengths, start, scale, block, sink, local, scoring, out
 ):
@@ -131,7 +131,7 @@ def choose_blocks(
     batch, heads, queries, _ = q.shape
     kv_heads = bounds.shape[1]
     group = heads // kv_heads
-    for item in numba.prange(batch * kv_heads * queries):
+    for item in prange(batch * kv_heads * queries):
         b = item // (kv_heads * queries)
         h = item // queries % kv_heads
         t = item % queries
@@ -165,7 +165,7 @@ def choose_blocks(
             out[b, h, t, i] += sink if out[b, h, t, i] >= 0 else 0
 
 
-@numba.njit(cache=True)
+@njit()
 def place_blocks(listed, start, edge, block, table, owner, used, counters):
     """Give slots to the blocks `listed` of one row's KV head that lie before `edge`. Returns the
     blocks that must be copied to their slots, which the table now holds."""

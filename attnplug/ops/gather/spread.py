@@ -15,11 +15,11 @@ blocks. A page of a paged cache may therefore be part of several sequences.
 The bytes of one row's head are codes `[blocks, 2, D]`, then scales `[2, D / 32, blocks]`.
 """
 
-import numba
 import numpy as np
 import torch
 
 from attnplug.ops.common.device import early
+from attnplug.ops.common.numba_cache import njit, prange
 from attnplug.ops.common.pages import capacity
 from attnplug.ops.common.rows import row_step
 from attnplug.ops.common.sizes import cdiv, next_power_of_two
@@ -47,7 +47,7 @@ def spread_parts(bounds: torch.Tensor, blocks: int) -> tuple[torch.Tensor, torch
 # --- CPU: the specification ------------------------------------------------------------------
 
 
-@numba.njit(cache=True)
+@njit()
 def _mean_and_variance(k, mask, out):
     """Of the visible keys of `k [block, D]`, into `out [2, D]`; an empty `mask` hides nothing."""
     out[:] = 0.0
@@ -69,7 +69,7 @@ def _mean_and_variance(k, mask, out):
         out[1, d] /= count
 
 
-@numba.njit(cache=True)
+@njit()
 def _encode_channels(values, codes):
     """Codes of `values [channels]` into `codes`; returns the bits of their bfloat16 scale, rounded
     up so that no code exceeds 127. Zeros and the bits of NaN where a value is not finite."""
@@ -89,12 +89,12 @@ def _encode_channels(values, codes):
     return np.int16(bits)
 
 
-@numba.njit(parallel=True, cache=True)
+@njit(parallel=True)
 def summarise_spread(k, mask, codes, scales, done, until, start, offset, block):
     """Blocks done..until-1 of every row and head, in parallel; `k` holds the keys from `offset`
     on."""
     batch, heads = k.shape[:2]
-    for item in numba.prange(batch * heads):
+    for item in prange(batch * heads):
         b, h = item // heads, item % heads
         hidden = mask[b * len(mask) // batch]
         wide = np.empty(codes.shape[3:], np.float32)
@@ -108,7 +108,7 @@ def summarise_spread(k, mask, codes, scales, done, until, start, offset, block):
                     scales[b, h, p, c, j] = _encode_channels(wide[p, own], codes[b, h, j, p, own])
 
 
-@numba.njit(cache=True)
+@njit()
 def _levels(values, top):
     """`values` as integers of 15 bits, `top / 16256` each."""
     inverse = np.float32(16256) / top if 0 < top < np.inf else np.float32(0.0)
@@ -119,7 +119,7 @@ def _levels(values, top):
     return level
 
 
-@numba.njit(cache=True)
+@njit()
 def _part_score(level, codes, bits):
     """The product of integers `level [D]` and `codes [D]` with scales of these `bits`."""
     total = np.float32(0.0)
@@ -133,7 +133,7 @@ def _part_score(level, codes, bits):
     return total
 
 
-@numba.njit(cache=True)
+@njit()
 def _log_sum_exp(x):
     """Of what is below infinity; -inf where there is nothing."""
     top = np.float32(-np.inf)
@@ -147,7 +147,7 @@ def _log_sum_exp(x):
     return top + np.log(total)
 
 
-@numba.njit(cache=True)
+@njit()
 def spread_scores(q, codes, bits, allowed, scale):
     """float32 scores `[blocks]` of candidates with codes `[blocks, 2, D]` and scales' bits
     `[2, C, blocks]`, of which `allowed` has those that the key mask lets through."""

@@ -15,7 +15,6 @@ Temporal Correlation" (docs/papers.md), section 2; Flash-Decoding as in `dense_d
 import functools
 from typing import NamedTuple
 
-import numba
 import numpy as np
 import torch
 
@@ -23,6 +22,7 @@ from attnplug.errors import ArgumentError
 from attnplug.ops.common.checks import check_attention_inputs, check_sequence_inputs, check_sinks
 from attnplug.ops.common.define import define_op, refuse_gradients, require
 from attnplug.ops.common.device import machine
+from attnplug.ops.common.numba_cache import njit, prange
 from attnplug.ops.common.pages import capacity, page_rows, table_at
 from attnplug.ops.common.reference import reference_rows, sinks_on_cpu
 from attnplug.ops.common.rows import NO_MASK, mask_bytes, row_step, rows_on_cpu
@@ -111,7 +111,7 @@ def _allocate(
 # --- CPU: the specification ------------------------------------------------------------------
 
 
-@numba.njit(cache=True)
+@njit()
 def _kept_keys(listed, position, start, mask, sink, window):
     """The keys that a query at `position` reads; an empty `mask` hides nothing."""
     window_first = max(position - window + 1, start + sink)
@@ -129,7 +129,7 @@ def _kept_keys(listed, position, start, mask, sink, window):
     return kept[:count][mask[kept[:count]]]
 
 
-@numba.njit(parallel=True, cache=True)
+@njit(parallel=True)
 def _reference(
     q, k, v, table, index, lengths, start, mask, sink, window, sinks, scale, softcap, out, lse
 ):
@@ -137,7 +137,7 @@ def _reference(
     batch, heads, queries, _ = q.shape
     kv_heads = k.shape[1]
     group = heads // kv_heads
-    for item in numba.prange(batch * kv_heads * queries):
+    for item in prange(batch * kv_heads * queries):
         b = item // (kv_heads * queries)
         h = item // queries % kv_heads
         t = item % queries

@@ -13,7 +13,6 @@ Blackwell via Temporal Correlation" (docs/papers.md), on quantized keys of its o
 
 from typing import NamedTuple
 
-import numba
 import numpy as np
 import torch
 
@@ -21,6 +20,7 @@ from attnplug.errors import ArgumentError
 from attnplug.ops.common.checks import HEAD_DIMS, check_sequence_inputs
 from attnplug.ops.common.define import define_op, refuse_gradients, require
 from attnplug.ops.common.device import machine
+from attnplug.ops.common.numba_cache import njit, prange
 from attnplug.ops.common.pages import capacity, check_table, table_at
 from attnplug.ops.common.product import add_product
 from attnplug.ops.common.rows import NO_MASK, mask_bytes, row_step, rows_on_cpu
@@ -139,7 +139,7 @@ def score_lengths(lengths, heads):
 REFERENCE_TILE = 256  # tokens that one task of the reference dequantizes at once
 
 
-@numba.njit(cache=True)
+@njit()
 def key_products(q, codes, scales, pages, tokens):
     """q . k `[G, N]` of the `tokens` `[N]` of a row for a group's heads `q [G, D]`: token n is that
     of `codes [pages, page, D]`, `scales [pages, page]` at `pages[n // page], n % page`. The order
@@ -159,7 +159,7 @@ def key_products(q, codes, scales, pages, tokens):
     return products
 
 
-@numba.njit(cache=True)
+@njit()
 def _score_tile(q, codes, scales, pages, first, mask, scores):
     """Scores `[N]` of tokens `first` and on (see `key_products`); an empty `mask` hides nothing."""
     tokens = np.arange(first, first + len(scores))
@@ -172,13 +172,13 @@ def _score_tile(q, codes, scales, pages, first, mask, scores):
             scores[n] = max(scores[n], np.inf if np.isnan(score) else score)
 
 
-@numba.njit(parallel=True, cache=True)
+@njit(parallel=True)
 def _reference(q, codes, scales, table, lengths, start, mask, sink, window, scores):
     """Every (row, KV head, tile of tokens), in parallel; `scores [B, Hkv, S]` come as -inf."""
     batch, heads, size = scores.shape
     group = q.shape[1] // heads
     tiles = (size + REFERENCE_TILE - 1) // REFERENCE_TILE
-    for item in numba.prange(batch * heads * tiles):
+    for item in prange(batch * heads * tiles):
         b, h = item // (heads * tiles), item // tiles % heads
         begin = item % tiles * REFERENCE_TILE
         first = max(begin, start[b] + sink)

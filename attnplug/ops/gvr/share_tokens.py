@@ -11,7 +11,6 @@ of another head's. A head that sees none of these tokens has N = 0.
 Sources: `score_tokens`; shares of a group as in docs/log/sketch.md.
 """
 
-import numba
 import numpy as np
 import torch
 import triton
@@ -20,6 +19,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from attnplug.ops.common.define import define_op, refuse_gradients, require
 from attnplug.ops.common.device import machine
+from attnplug.ops.common.numba_cache import njit, prange
 from attnplug.ops.common.pages import capacity, table_at
 from attnplug.ops.common.rows import mask_bytes, row_span, row_step
 from attnplug.ops.common.sizes import next_power_of_two
@@ -91,7 +91,7 @@ def _allocate(q, codes, steps, scale, sink, window, lengths, start, key_mask, so
 # --- CPU: the specification ------------------------------------------------------------------
 
 
-@numba.njit(cache=True)
+@njit()
 def _near_tokens(start, length, sink, window, mask):
     """The tokens of a row's sink and window; an empty `mask` hides nothing."""
     first = max(start + sink, length - window)
@@ -100,7 +100,7 @@ def _near_tokens(start, length, sink, window, mask):
     return near if mask.shape[0] == 0 else near[mask[near]]
 
 
-@numba.njit(cache=True)
+@njit()
 def _normalizer(logits):
     """log sum exp of a head's logits `[N]`; 0 where there are none."""
     if len(logits) == 0:
@@ -111,7 +111,7 @@ def _normalizer(logits):
     return top + np.log(total)
 
 
-@numba.njit(cache=True)
+@njit()
 def _share(logits, norms):
     """log2 sum exp of a token's `logits - norms`, a group's `[G]`."""
     top, total = -np.inf, 0.0
@@ -125,19 +125,19 @@ def _share(logits, norms):
     return (top + np.log(total)) / np.log(2.0)
 
 
-@numba.njit(cache=True)
+@njit()
 def _logits(q, codes, scales, pages, tokens, scale, softcap):
     """float64 `[G, N]` of the `tokens` of a row, as in `key_products`."""
     logits = scale * key_products(q, codes, scales, pages, tokens).astype(np.float64)
     return logits if softcap == 0 else softcap * np.tanh(logits / softcap)
 
 
-@numba.njit(parallel=True, cache=True)
+@njit(parallel=True)
 def _reference(q, codes, scales, table, lengths, start, mask, sink, window, scale, softcap, shares):
     """Every row and KV head in parallel; `shares [B, Hkv, S]` come as -inf."""
     batch, heads = shares.shape[:2]
     group = q.shape[1] // heads
-    for item in numba.prange(batch * heads):
+    for item in prange(batch * heads):
         b, h = item // heads, item % heads
         query, hidden = q[b, h * group : (h + 1) * group], mask[b * len(mask) // batch]
         keys = codes[:, h], scales[:, h], table[b]

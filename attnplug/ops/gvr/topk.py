@@ -23,12 +23,12 @@ Temporal Correlation" (docs/papers.md), section 4.
 import functools
 from typing import NamedTuple
 
-import numba
 import numpy as np
 import torch
 
 from attnplug.ops.common.define import define_op, refuse_gradients, require
 from attnplug.ops.common.device import machine
+from attnplug.ops.common.numba_cache import njit, prange
 from attnplug.ops.common.rows import row_step
 from attnplug.ops.common.sizes import cdiv, next_power_of_two
 from attnplug.ops.gvr.kernels import topk_select as select
@@ -127,7 +127,7 @@ TRIES = 16
 SAMPLE = 256
 
 
-@numba.njit(cache=True)
+@njit()
 def _guess(x, hint):
     """(least, mean, most) of the finite scores at the hint, or of a sample of the row."""
     least, most, total, count = np.inf, -np.inf, 0.0, 0
@@ -142,7 +142,7 @@ def _guess(x, hint):
     return (least, total / count, most) if count > 0 else (0.0, 0.0, 0.0)
 
 
-@numba.njit(cache=True)
+@njit()
 def _count(x, t):
     """How many scores reach t."""
     count = 0
@@ -151,7 +151,7 @@ def _count(x, t):
     return count
 
 
-@numba.njit(cache=True)
+@njit()
 def _verify(x, k, capacity, least, mean, most):
     """A threshold t with k <= |{x >= t}| <= capacity: (t, count, passes); count 0: none found.
 
@@ -191,7 +191,7 @@ def _verify(x, k, capacity, least, mean, most):
     return t, 0, passes
 
 
-@numba.njit(cache=True)
+@njit()
 def _select_row(scores, k, hint, sort, index, value, how):
     """One row `[n]`; index, value `[k]`, how `[3]`."""
     index[:], value[:] = -1, -np.inf
@@ -230,9 +230,9 @@ def _select_row(scores, k, hint, sort, index, value, how):
     how[0], how[1], how[2] = path, passes, candidates
 
 
-@numba.njit(parallel=True, cache=True)
+@njit(parallel=True)
 def _reference(scores, k, hint, lengths, sort, index, value, how):
-    for r in numba.prange(scores.shape[0]):
+    for r in prange(scores.shape[0]):
         n = min(max(lengths[r], 0), scores.shape[1])
         _select_row(scores[r, :n], k, hint[r], sort, index[r], value[r], how[r])
 

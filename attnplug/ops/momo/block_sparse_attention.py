@@ -16,13 +16,13 @@ Source: MOMO (Measure Once, Mask Once; docs/papers.md), Algorithm 1, step 3.
 
 import math
 
-import numba
 import numpy as np
 import torch
 
 from attnplug.errors import ArgumentError
 from attnplug.ops.common.checks import check_attention_inputs, check_sequence_inputs
 from attnplug.ops.common.define import define_op, refuse_gradients, require
+from attnplug.ops.common.numba_cache import njit, prange
 from attnplug.ops.common.product import add_product
 from attnplug.ops.momo.delta_correct import correct_on_cpu, launch_delta_correct
 from attnplug.ops.momo.kernels import hopper as _hopper
@@ -152,13 +152,13 @@ def _allocate(
 # ---- numba: the specification -------------------------------------------------------------------
 
 
-@numba.njit(cache=True)
+@njit()
 def _logit(x, scale, softcap):
     x *= scale
     return softcap * math.tanh(x / softcap) if softcap > 0.0 else x
 
 
-@numba.njit(cache=True)
+@njit()
 def _weigh(logits, row, best, total):
     """One online-softmax step of query `row`: logits become weights; -> decay of what came before.
     NaN never wins the maximum, and surfaces as a NaN weight."""
@@ -175,7 +175,7 @@ def _weigh(logits, row, best, total):
     return decay
 
 
-@numba.njit(cache=True)
+@njit()
 def _chosen_keys(index, local, block, sink, begin, visible):
     """Positions, ascending, of the visible keys of the sink and of the listed blocks before the
     local part."""
@@ -195,7 +195,7 @@ def _chosen_keys(index, local, block, sink, begin, visible):
     return keys[:used]
 
 
-@numba.njit(cache=True)
+@njit()
 def _query_block(q, k, v, keys, local_keys, position, scale, softcap, out, lse):
     """Queries q `[n,D]` at positions position.. over `keys` (all see them) and, causally, over
     `local_keys`."""
@@ -232,7 +232,7 @@ def _query_block(q, k, v, keys, local_keys, position, scale, softcap, out, lse):
             lse[row] = shift + np.log(total[row])
 
 
-@numba.njit(parallel=True, cache=True)
+@njit(parallel=True)
 def _reference(
     q,
     k,
@@ -255,7 +255,7 @@ def _reference(
     blocks = index.shape[2]
     out[:] = 0.0
     lse[:] = -np.inf
-    for item in numba.prange(batch * heads * blocks):
+    for item in prange(batch * heads * blocks):
         b, h, place = item // (heads * blocks), item // blocks % heads, item % blocks
         offset = length[b] - queries
         begin = max(start[b] - offset, 0) + place * query_block

@@ -11,7 +11,6 @@ followers only in part: the whole difference then adds more error than it remove
 not.
 """
 
-import numba
 import numpy as np
 import torch
 import triton
@@ -19,6 +18,7 @@ import triton.language as tl
 
 from attnplug.ops.common.checks import DTYPES
 from attnplug.ops.common.define import define_op, refuse_gradients, require
+from attnplug.ops.common.numba_cache import njit, prange
 from attnplug.ops.common.rows import row_step
 from attnplug.ops.common.sizes import cdiv, next_power_of_two
 from attnplug.ops.momo.kernels.block_sparse import unit_last
@@ -114,10 +114,10 @@ def _allocate(
 # ---- numba: the specification -------------------------------------------------------------------
 
 
-@numba.njit(parallel=True, cache=True)
+@njit(parallel=True)
 def _reference(out_sparse, out_rows, gamma, weight, first, out):
     batch, heads, queries, dim = out_sparse.shape
-    for item in numba.prange(batch * heads):
+    for item in prange(batch * heads):
         b, h = item // heads, item % heads
         for t in range(queries):
             if t < first[b]:

@@ -25,12 +25,12 @@ import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
-import numba
 import numpy as np
 import torch
 
 from attnplug.ops.common.checks import check_attention_inputs, check_sequence_inputs
 from attnplug.ops.common.define import define_op, refuse_gradients, require
+from attnplug.ops.common.numba_cache import njit, prange
 from attnplug.ops.momo.kernels import hopper as _hopper
 from attnplug.ops.momo.kernels.measure_blocks import launch_lists
 from attnplug.ops.momo.kernels.query_sparse import launch_triton
@@ -199,12 +199,12 @@ def _cpu(
     )
 
 
-@numba.njit(parallel=True, cache=True)
+@njit(parallel=True)
 def _choose(score, lse, before, rows, sink, out):
     """score `[H,R,kept]`, lse `[H,R]`, before `[H,NQ]`, out `[H,NQ,top_k]`; batch and heads in one
     axis."""
     query_blocks, top_k = out.shape[1], out.shape[2]
-    for item in numba.prange(out.shape[0] * query_blocks):
+    for item in prange(out.shape[0] * query_blocks):
         head, query_block = item // query_blocks, item % query_blocks
         edge = min(before[head, query_block], score.shape[2])
         if not (lse[head, query_block * rows : (query_block + 1) * rows] != -np.inf).any():

@@ -19,13 +19,13 @@ entries as 64-bit (index, value) keys and sorts them in registers. A segmented s
 one index. A partial sort of (rank, index) keys keeps the best, and these are sorted by index.
 """
 
-import numba
 import numpy as np
 import torch
 import triton
 import triton.language as tl
 
 from attnplug.ops.common.define import define_op, refuse_gradients, require
+from attnplug.ops.common.numba_cache import njit, prange
 from attnplug.ops.common.rows import row_step
 from attnplug.ops.common.sizes import next_power_of_two
 from attnplug.ops.momo.kernels.block_sparse import count_run
@@ -135,7 +135,7 @@ def check_before(
 # ---- numba: the specification -------------------------------------------------------------------
 
 
-@numba.njit(cache=True)
+@njit()
 def _merge_one(index, score, lse, trim, mass, normalise, sink, before, out):
     """Merge index, score `[rows, K]` with lse `[rows]` into out `[trim]`."""
     out[:] = -1
@@ -180,12 +180,12 @@ def _merge_one(index, score, lse, trim, mass, normalise, sink, before, out):
     out[: kept.size] = kept
 
 
-@numba.njit(parallel=True, cache=True)
+@njit(parallel=True)
 def _reference(index, score, lse, rows, trim, mass, normalise, sink, before, out):
     """index, score `[H,R,K]`, lse `[H,R]`, before `[H,blocks]`, out `[H,blocks,trim]`, heads and
     batch in one axis."""
     blocks = out.shape[1]
-    for item in numba.prange(index.shape[0] * blocks):
+    for item in prange(index.shape[0] * blocks):
         head, block = item // blocks, item % blocks
         span = slice(block * rows, min((block + 1) * rows, index.shape[1]))
         _merge_one(

@@ -31,8 +31,9 @@ estimated
 
 import math
 
-import numba
 import numpy as np
+
+from attnplug.ops.common.numba_cache import njit
 
 ALGORITHMS = ("exact", "tournament", "estimated")
 EXACT, TOURNAMENT, ESTIMATED = range(3)
@@ -64,7 +65,7 @@ TAIL = (
 EMPTY = 1 << 30
 
 
-@numba.njit(cache=True, inline="never")
+@njit(inline="never")
 def erfinv(ratio):
     """erfinv(1 - 2 ratio) for 0 < ratio < 1 (Giles 2012, the single-precision polynomials)."""
     w = -math.log(4.0 * ratio * (1.0 - ratio))
@@ -80,7 +81,7 @@ def erfinv(ratio):
     return y * (1.0 - 2.0 * ratio)
 
 
-@numba.njit(cache=True)
+@njit()
 def _lowest(s, t, slots):
     mu = 0
     for i in range(1, slots):
@@ -89,7 +90,7 @@ def _lowest(s, t, slots):
     return mu
 
 
-@numba.njit(cache=True)
+@njit()
 def _offer_exact(s, t, state, slots, value, block):
     """Offer to slots 0..slots-1; state[0] caches mu. Returns the loser (its index EMPTY: none)."""
     mu = int(state[0])
@@ -101,7 +102,7 @@ def _offer_exact(s, t, state, slots, value, block):
     return loser
 
 
-@numba.njit(cache=True)
+@njit()
 def _offer_tournament(s, t, leaf, value, block):
     if not (value > s[1] or (value == s[1] and block < t[1])):
         return
@@ -116,7 +117,7 @@ def _offer_tournament(s, t, leaf, value, block):
         node = up
 
 
-@numba.njit(cache=True)
+@njit()
 def _offer_estimated(s, t, state, exact_k, value, block, offered):
     # state: mu, seen, appended, finite, mean, sum of squared deviations
     state[1] += 1
@@ -139,7 +140,7 @@ def _offer_estimated(s, t, state, exact_k, value, block, offered):
     state[2] += 1
 
 
-@numba.njit(cache=True)
+@njit()
 def start_rows(algorithm, rows, top_k):
     """The empty state of `rows` rows: scores, block indices, leaves, and six numbers."""
     width = 2 * top_k if algorithm == TOURNAMENT else top_k
@@ -152,7 +153,7 @@ def start_rows(algorithm, rows, top_k):
     return s, t, leaf, np.zeros((rows, 6))
 
 
-@numba.njit(cache=True)
+@njit()
 def offer(algorithm, s, t, leaf, state, exact_k, value, block, offered):
     """Offer one block to one row; `offered` is how many blocks the row is offered in all."""
     if not np.isfinite(value):
@@ -167,7 +168,7 @@ def offer(algorithm, s, t, leaf, state, exact_k, value, block, offered):
         _offer_estimated(s, t, state, exact_k, value, block, offered)
 
 
-@numba.njit(cache=True)
+@njit()
 def write_row(algorithm, s, t, index, score):
     """The row's list in the order of its slots (the tournament's leaves), -1 and -inf if empty."""
     first = len(index) if algorithm == TOURNAMENT else 0

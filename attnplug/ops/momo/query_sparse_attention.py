@@ -23,13 +23,13 @@ Source: Measure Once, Mask Once, section 3, algorithm 1, lines 1 to 9 (docs/pape
 
 import math
 
-import numba
 import numpy as np
 import torch
 
 from attnplug.errors import ArgumentError
 from attnplug.ops.common.checks import check_attention_inputs, check_sequence_inputs
 from attnplug.ops.common.define import define_op, refuse_gradients, require
+from attnplug.ops.common.numba_cache import njit, prange
 from attnplug.ops.common.product import add_product
 from attnplug.ops.momo.kernels import hopper as _hopper
 from attnplug.ops.momo.kernels.query_sparse import launch_triton, offered_before
@@ -186,7 +186,7 @@ def run_reference(name, inputs, outputs, *, scale, gamma, block, exact_k, algori
     out.copy_(result)
 
 
-@numba.njit(parallel=True, cache=True)
+@njit(parallel=True)
 def _reference(
     q,
     k,
@@ -211,7 +211,7 @@ def _reference(
     group = heads // kv_heads
     high = max(64 // group, 1)  # rows i of one tile; its height is high * group
     tiles = (rows + high - 1) // high
-    for job in numba.prange(batch * kv_heads * tiles):
+    for job in prange(batch * kv_heads * tiles):
         b, kv, tile = job // tiles // kv_heads, job // tiles % kv_heads, job % tiles
         length, start = lengths[b], starts[b]
         base = max(length - queries, start)
@@ -245,7 +245,7 @@ def _reference(
                 write_row(algorithm, s, t, index[b, h, i], score[b, h, i])
 
 
-@numba.njit(cache=True)
+@njit()
 def _reference_tile(
     q, k, v, pos, start, mask, before, scale, block, top_k, exact_k, algorithm, softcap
 ):
@@ -288,7 +288,7 @@ def _reference_tile(
     return acc, lse, state
 
 
-@numba.njit(cache=True)
+@njit()
 def _exponentials(p, visible, mask, scale, softcap):
     """Logits to exp(logit - peak) in place, 0 where unseen. Returns peak and their sum."""
     peak, total = np.float32(-np.inf), np.float32(0.0)

@@ -8,7 +8,6 @@ over the picks i of a piece of the list; the lower ones have a share below `cut`
 taken from the scan's sums: what is left is what nobody reads. E / G calibrates that.
 """
 
-import numba
 import numpy as np
 import torch
 import triton
@@ -16,6 +15,7 @@ import triton
 from attnplug.errors import ArgumentError
 from attnplug.ops.common.define import define_op, refuse_gradients, require
 from attnplug.ops.common.device import early
+from attnplug.ops.common.numba_cache import njit, prange
 from attnplug.ops.common.reference import reference_kept
 from attnplug.ops.common.sizes import cdiv
 from attnplug.ops.common.softmax import LOG2E, base_two
@@ -117,7 +117,7 @@ def tiles_of(capacity: int, pieces: int) -> int:
 # --- CPU: the specification ------------------------------------------------------------------
 
 
-@numba.njit(parallel=True, cache=True)
+@njit(parallel=True)
 def _reference(
     q,
     k,
@@ -141,7 +141,7 @@ def _reference(
     group, rank = heads // kv_heads, 2 * fine.shape[3] + 4 * coarse.shape[3]
     cap = softcap * np.float32(LOG2E)
     none = np.empty(0, np.float32)
-    for item in numba.prange(batch * kv_heads):
+    for item in prange(batch * kv_heads):
         b, h = item // kv_heads, item % kv_heads
         heads_of = slice(h * group, (h + 1) * group)
         query = np.ascontiguousarray(q[b, heads_of])

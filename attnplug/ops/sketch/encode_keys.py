@@ -8,7 +8,6 @@ A coded block never changes until the cache is cropped. So `progress` says how m
 are done, for which start, and only what is missing is read.
 """
 
-import numba
 import numpy as np
 import torch
 import triton
@@ -16,6 +15,7 @@ import triton
 from attnplug.errors import ArgumentError
 from attnplug.ops.common.checks import DTYPES, HEAD_DIMS, check_sequence_inputs
 from attnplug.ops.common.define import define_op, refuse_gradients, require
+from attnplug.ops.common.numba_cache import njit, prange
 from attnplug.ops.common.rows import NO_MASK, mask_bytes, row_step, rows_on_cpu
 from attnplug.ops.sketch.kernels import codes as kernel_codes
 from attnplug.ops.sketch.kernels import encode as kernels
@@ -116,26 +116,26 @@ def check_codes(name, k, fine, coarse, odd, progress):
 # --- CPU: the specification ------------------------------------------------------------------
 
 
-@numba.njit(cache=True)
+@njit()
 def near_block(length, start):
     """First of the last blocks, counted from `start`, that are read exactly."""
     return max(max(length - 1 - start, 0) // BLOCK - (LOCAL - 1), 1)
 
 
-@numba.njit(cache=True)
+@njit()
 def _code(x, most):
     """The nearest code; of a NaN it is 0."""
     x = np.floor(x + np.float32(0.5))
     return np.uint8(min(x, most)) if x > 0 else np.uint8(0)
 
 
-@numba.njit(parallel=True, cache=True)
+@njit(parallel=True)
 def _reference(k, v, encoder, mask, fine, coarse, odd, done, lengths, start, offset):
     """Codes of the tokens of blocks done..near-1, for every row and KV head in parallel; k and v
     hold the tokens from `offset` on."""
     batch, heads, _, width = k.shape
     half, quarter = fine.shape[3], coarse.shape[3]
-    for item in numba.prange(batch * heads):
+    for item in prange(batch * heads):
         b, h = item // heads, item % heads
         hidden = mask[b * len(mask) // batch]
         first = start[b] + max(done[b], 1) * BLOCK

@@ -1,9 +1,9 @@
 """The arithmetic of codes, estimated scores and shares in the numba references of sketch's ops:
 float32 where the kernels compute in float32, logarithms to base 2."""
 
-import numba
 import numpy as np
 
+from attnplug.ops.common.numba_cache import njit
 from attnplug.ops.sketch.kernels import codes as kernel_codes
 
 NAMED = ("BINS", "REACH", "LARGEST", "STEPS", "FINE", "MARGIN", "LOWER", "RISE")
@@ -12,31 +12,31 @@ BINS, REACH, LARGEST, STEPS, FINE, MARGIN, LOWER, RISE = (
 )
 
 
-@numba.njit(cache=True)
+@njit()
 def exp2(x):
     """2^x, float64: numba mixes up its own exp2 of two widths."""
     return np.exp(np.float64(x) * np.log(2.0))
 
 
-@numba.njit(cache=True)
+@njit()
 def log2(x):
     return np.log(np.float64(x)) / np.log(2.0)
 
 
-@numba.njit(cache=True)
+@njit()
 def capped(s, cap):
     """cap tanh(s / cap); a cap of 0 is none."""
     return s if cap == 0 else cap * np.tanh(s / cap)
 
 
-@numba.njit(cache=True)
+@njit()
 def in_units(weights):
     """Weights `[r]` as (integers, unit), the largest REACH units."""
     unit = max(np.abs(weights).max() / np.float32(REACH), np.float32(1e-30))
     return np.rint(weights * (np.float32(1) / unit)), unit
 
 
-@numba.njit(cache=True)
+@njit()
 def unpack(fine, coarse, codes):
     """The codes of one token, in the order of the coordinates."""
     half, quarter = fine.shape[0], coarse.shape[0]
@@ -47,7 +47,7 @@ def unpack(fine, coarse, codes):
             codes[2 * half + j * quarter + i] = (coarse[i] >> (2 * j)) & 3
 
 
-@numba.njit(cache=True)
+@njit()
 def estimate(whole, unit, offset, codes):
     """The estimated score of one head and token. The sum is exact: an integer below 2^24."""
     total = np.float32(0)
@@ -56,7 +56,7 @@ def estimate(whole, unit, offset, codes):
     return total * unit + offset
 
 
-@numba.njit(cache=True)
+@njit()
 def rounded(share):
     """A share as float16 holds it."""
     if not abs(share) < 2.0**16:
@@ -65,7 +65,7 @@ def rounded(share):
     return np.rint(share / step) * step
 
 
-@numba.njit(cache=True)
+@njit()
 def bin_of(share, middle):
     """The bin of a share; what is below them all goes to bin 0."""
     y = (np.float32(share) - middle) * np.float32(STEPS)

@@ -9,7 +9,6 @@ over the pieces p of the fixed part and of the picks. The value of the rest is a
 values on estimated scores, from moments taken when the basis was fitted: no token is read for it.
 """
 
-import numba
 import numpy as np
 import torch
 import triton
@@ -17,6 +16,7 @@ import triton
 from attnplug.errors import ArgumentError
 from attnplug.ops.common.define import define_op, require
 from attnplug.ops.common.device import early
+from attnplug.ops.common.numba_cache import njit, prange
 from attnplug.ops.common.reference import sinks_on_cpu
 from attnplug.ops.common.rows import row_step
 from attnplug.ops.common.sizes import cdiv
@@ -132,7 +132,7 @@ def _allocate(
 # --- CPU: the specification ------------------------------------------------------------------
 
 
-@numba.njit(cache=True)
+@njit()
 def _rest(projected, pick_sums, sums, norm, left, v_mean, tail, is_capped, value):
     """log2 of the rest's mass, -inf for none, and its `value` by the tail 1 (mean) or 2
     (regression)."""
@@ -153,7 +153,7 @@ def _rest(projected, pick_sums, sums, norm, left, v_mean, tail, is_capped, value
     return norm + log2(rho * mass)
 
 
-@numba.njit(parallel=True, cache=True)
+@njit(parallel=True)
 def _reference(
     projected,
     fixed_out,
@@ -174,7 +174,7 @@ def _reference(
     """The output of every head, in parallel."""
     batch, heads, _, width = out.shape
     group = heads // cut.shape[1]
-    for item in numba.prange(batch * heads):
+    for item in prange(batch * heads):
         b, row = item // heads, item % heads
         value = np.zeros(width, np.float64)
         rest = _rest(

@@ -8,7 +8,6 @@ most a bin's width (2^(1/16) near the middle) better. No sort, and no pass over 
 
 from typing import NamedTuple
 
-import numba
 import numpy as np
 import torch
 import triton
@@ -17,6 +16,7 @@ from attnplug.errors import ArgumentError
 from attnplug.ops.common.checks import check_sequence_inputs
 from attnplug.ops.common.define import define_op, require
 from attnplug.ops.common.device import early, machine
+from attnplug.ops.common.numba_cache import njit, prange
 from attnplug.ops.common.rows import row_step, rows_on_cpu
 from attnplug.ops.common.sizes import cdiv
 from attnplug.ops.sketch.encode_keys import near_block
@@ -96,7 +96,7 @@ def _allocate(shares, total, middle, top_k, lengths, start):
 # --- CPU: the specification ------------------------------------------------------------------
 
 
-@numba.njit(cache=True)
+@njit()
 def edge_of(index, middle):
     """The lower edge of a bin."""
     y = index - 128.0
@@ -105,7 +105,7 @@ def edge_of(index, middle):
     return middle + y / STEPS
 
 
-@numba.njit(cache=True)
+@njit()
 def _reaching(total, wanted):
     """The highest bin that `wanted` tokens reach, and how many are above it."""
     above = 0
@@ -116,7 +116,7 @@ def _reaching(total, wanted):
     return 0, above
 
 
-@numba.njit(cache=True)
+@njit()
 def _next_hint(total, wanted):
     """The bin from which a next scan counts: the highest that so many tokens reach. Where too few
     were counted to know it, LOWER below the lowest bin that has one."""
@@ -138,11 +138,11 @@ def coming_hint(hint: torch.Tensor, known: torch.Tensor) -> torch.Tensor:
     return torch.where(hint >= 2, torch.minimum(known, limit), known)
 
 
-@numba.njit(parallel=True, cache=True)
+@njit(parallel=True)
 def _reference(shares, total, middle, top_k, lengths, start, picks, cut):
     """The list of every row and KV head, in parallel."""
     batch, heads, _ = shares.shape
-    for item in numba.prange(batch * heads):
+    for item in prange(batch * heads):
         b, h = item // heads, item % heads
         capacity = picks.shape[2]
         visible = total[b, h, 0]

@@ -8,7 +8,6 @@ over the tokens of a row's first block and of its last four, s the scores to the
 are 64 tokens each, two of the sink and eight of the last blocks.
 """
 
-import numba
 import numpy as np
 import torch
 import triton
@@ -17,6 +16,7 @@ from attnplug.errors import ArgumentError
 from attnplug.ops.common.checks import check_attention_inputs, check_sequence_inputs
 from attnplug.ops.common.define import define_op, refuse_gradients, require
 from attnplug.ops.common.device import machine
+from attnplug.ops.common.numba_cache import njit, prange
 from attnplug.ops.common.product import add_product
 from attnplug.ops.common.reference import reference_kept
 from attnplug.ops.common.rows import NO_MASK, mask_bytes, row_step, rows_on_cpu
@@ -98,7 +98,7 @@ def check_step(name, q, k, v, lengths, start, key_mask, softcap):
 # --- CPU: the specification ------------------------------------------------------------------
 
 
-@numba.njit(cache=True)
+@njit()
 def fixed_token(slot, length, start):
     """The token of a slot 0..639 of the fixed part; `length` and past it there is none."""
     if slot < BLOCK:
@@ -106,7 +106,7 @@ def fixed_token(slot, length, start):
     return start + near_block(length, start) * BLOCK + slot - BLOCK
 
 
-@numba.njit(parallel=True, cache=True)
+@njit(parallel=True)
 def _reference(
     q, k, v, queries, lengths, start, mask, scale, softcap, projected, fixed_out, fixed_lse
 ):
@@ -115,7 +115,7 @@ def _reference(
     kv_heads = k.shape[1]
     group = heads // kv_heads
     log2e = np.float32(LOG2E)
-    for item in numba.prange(batch * kv_heads):
+    for item in prange(batch * kv_heads):
         b, h = item // kv_heads, item % kv_heads
         g = slice(h * group, (h + 1) * group)
         query = np.ascontiguousarray(q[b, g])

@@ -16,7 +16,6 @@ DeepSeek's lightning indexer (DeepSeek-V3.2, 2025).
 import functools
 from typing import NamedTuple
 
-import numba
 import numpy as np
 import torch
 import triton
@@ -25,6 +24,7 @@ from attnplug.errors import ArgumentError
 from attnplug.ops.common.checks import check_sequence_inputs
 from attnplug.ops.common.define import define_op, require
 from attnplug.ops.common.device import early
+from attnplug.ops.common.numba_cache import njit, prange
 from attnplug.ops.common.rows import NO_MASK, mask_bytes, row_step, rows_on_cpu
 from attnplug.ops.common.softmax import LOG2E
 from attnplug.ops.sketch.encode_keys import check_codes, check_float, near_block
@@ -165,7 +165,7 @@ class _Cache(NamedTuple):
 # --- CPU: the specification ------------------------------------------------------------------
 
 
-@numba.njit(cache=True)
+@njit()
 def _quantile(p):
     """z with P(Z > z) = p for a standard normal Z: Abramowitz and Stegun 26.2.22."""
     t = np.sqrt(-2 * np.log(max(min(p, 1 - p), 1e-9)))
@@ -173,7 +173,7 @@ def _quantile(p):
     return z if p < 0.5 else -z
 
 
-@numba.njit(cache=True)
+@njit()
 def _place(facts, fixed_lse, rank, n_tokens, k, cap, norm):
     """Fill `norm` of a group; returns the middle of its histogram."""
     middle = -np.inf
@@ -195,7 +195,7 @@ def _place(facts, fixed_lse, rank, n_tokens, k, cap, norm):
     return np.float32(middle if abs(middle) < 1e30 else 0.0)
 
 
-@numba.njit(parallel=True, cache=True)
+@njit(parallel=True)
 def _score(
     projected,
     fixed_lse,
@@ -218,7 +218,7 @@ def _score(
     kv_heads, parts = fine.shape[1], sums.shape[2]
     rank = 2 * fine.shape[3] + 4 * coarse.shape[3]
     group = heads // kv_heads
-    for item in numba.prange(batch * kv_heads):
+    for item in prange(batch * kv_heads):
         b, h = item // kv_heads, item % kv_heads
         hidden = mask[b * len(mask) // batch]
         near = near_block(lengths[b], start[b])
@@ -261,11 +261,11 @@ def _score(
                 sums[b, h * group + g, part, 1] = moment[g]
 
 
-@numba.njit(parallel=True, cache=True)
+@njit(parallel=True)
 def _count(shares, lengths, start, middle, total):
     """The histogram of rounded shares of each row and KV head, in parallel."""
     batch, kv_heads, _ = total.shape
-    for item in numba.prange(batch * kv_heads):
+    for item in prange(batch * kv_heads):
         b, h = item // kv_heads, item % kv_heads
         total[b, h] = 0
         first = start[b] + BLOCK

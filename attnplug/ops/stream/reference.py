@@ -1,8 +1,8 @@
 """The numba references of `stream_mask`, one a search: the specification and the CPU path."""
 
-import numba
 import numpy as np
 
+from attnplug.ops.common.numba_cache import njit, prange
 from attnplug.ops.common.product import add_product
 from attnplug.ops.stream.kernels import bounds as kernels
 
@@ -11,7 +11,7 @@ WIDER = kernels.WIDER.value
 # --- search="branches" ---------------------------------------------------------------------------
 
 
-@numba.njit(cache=True)
+@njit()
 def _valid_blocks(mask, allowed, start, position, block):
     """Which blocks a query block that ends at `position` may look at, up to the last such; empty
     masks hide nothing."""
@@ -25,7 +25,7 @@ def _valid_blocks(mask, allowed, start, position, block):
     return valid[:end]
 
 
-@numba.njit(cache=True)
+@njit()
 def _score(q, k, mask, position, first):
     """Largest product of queries `q [M, D]`, at `position` on, and keys `k [N, D]`, at `first`
     on, that see each other."""
@@ -39,7 +39,7 @@ def _score(q, k, mask, position, first):
     return best
 
 
-@numba.njit(cache=True)
+@njit()
 def _first_valid(valid, a, b):
     for r in range(a, b):
         if valid[r]:
@@ -47,7 +47,7 @@ def _first_valid(valid, a, b):
     return -1
 
 
-@numba.njit(cache=True)
+@njit()
 def _before(score, r, other_score, other):
     """Whether candidate (score, r) comes before the other; r = -1 stands for none. Two that tie
     stay in the order of branch and part, in which they are offered."""
@@ -56,7 +56,7 @@ def _before(score, r, other_score, other):
     return score > other_score or (score == other_score and r < other)
 
 
-@numba.njit(cache=True)
+@njit()
 def _insert(lists, count, score, r, a, b):
     """Candidate (score, r, [a, b)) into the sorted lists of `count`, the last one may fall out."""
     scores, blocks, begins, ends = lists
@@ -71,7 +71,7 @@ def _insert(lists, count, score, r, a, b):
     return min(count + 1, blocks.shape[0])
 
 
-@numba.njit(cache=True)
+@njit()
 def _lists(size):
     return (
         np.full(size, -np.inf, np.float32),
@@ -81,7 +81,7 @@ def _lists(size):
     )
 
 
-@numba.njit(cache=True)
+@njit()
 def _refine(q, k, mask, valid, position, start, block, branches):
     """(scores, blocks) of the query block `q`, sorted, `[branches]`; `valid` ends with the last
     valid block."""
@@ -122,13 +122,13 @@ def _refine(q, k, mask, valid, position, start, block, branches):
 # --- search="bounds" -----------------------------------------------------------------------------
 
 
-@numba.njit(parallel=True, cache=True)
+@njit(parallel=True)
 def summarise(k, lengths, start, mask, block):
     """Max and min of the shown keys of every complete block, `[B, Hkv, NK, 2, D]`; NaN where one of
     them is not finite."""
     batch, heads, size, width = k.shape
     found = np.zeros((batch, heads, -(-size // block), 2, width), np.float32)
-    for item in numba.prange(batch * heads):
+    for item in prange(batch * heads):
         b, h = item // heads, item % heads
         hidden = mask[b * len(mask) // batch]
         for r in range((lengths[b] - start[b]) // block):
@@ -148,7 +148,7 @@ def summarise(k, lengths, start, mask, block):
     return found
 
 
-@numba.njit(cache=True)
+@njit()
 def _mean(q, query_block):
     """Sum of the finite values of queries `q [M, D]`, over the size of a query block."""
     mean = np.zeros(q.shape[1], np.float32)
@@ -159,7 +159,7 @@ def _mean(q, query_block):
     return mean
 
 
-@numba.njit(cache=True)
+@njit()
 def _bound(mean, high, low):
     total = np.float32(0.0)
     for d in range(mean.shape[0]):
@@ -167,7 +167,7 @@ def _bound(mean, high, low):
     return total if total == total else np.float32(np.inf)
 
 
-@numba.njit(cache=True)
+@njit()
 def _candidates(mean, summaries, valid, places):
     """The `places` blocks of highest bound among the valid ones that have summaries `[N, 2, D]`."""
     found, count = _lists(places), 0
@@ -178,7 +178,7 @@ def _candidates(mean, summaries, valid, places):
     return found[1][:count]
 
 
-@numba.njit(cache=True)
+@njit()
 def _best_of(q, k, mask, candidates, position, start, block, branches):
     """(scores, blocks) of the best `branches` of the candidates, sorted."""
     found, count = _lists(branches), 0
@@ -192,7 +192,7 @@ def _best_of(q, k, mask, candidates, position, start, block, branches):
 # --- either search -------------------------------------------------------------------------------
 
 
-@numba.njit(cache=True)
+@njit()
 def _rank(q, k, mask, summaries, valid, position, start, block, query_block, places):
     """(scores, blocks) of the query block `q`, sorted, `[places]`: of the earlier blocks of highest
     bound, and of those that not all its queries see whole."""
@@ -202,7 +202,7 @@ def _rank(q, k, mask, summaries, valid, position, start, block, query_block, pla
     return _best_of(q, k, mask, candidates, position, start, block, places)
 
 
-@numba.njit(parallel=True, cache=True)
+@njit(parallel=True)
 def search_rows(
     q,
     k,
@@ -222,7 +222,7 @@ def search_rows(
     by branches."""
     batch, heads, queries, _ = q.shape
     group, slots = heads // k.shape[1], index.shape[2]
-    for item in numba.prange(batch * heads * slots):
+    for item in prange(batch * heads * slots):
         b, h, i = item // (heads * slots), item // slots % heads, item % slots
         offset = lengths[b] - queries
         t = max(0, start[b] - offset) + i * query_block

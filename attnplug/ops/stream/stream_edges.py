@@ -15,13 +15,13 @@ Source: STREAM (Rosser et al., 2025), sections 3 and 6 (docs/papers.md).
 
 from typing import NamedTuple
 
-import numba
 import numpy as np
 import torch
 
 from attnplug.errors import ArgumentError
 from attnplug.ops.common.checks import check_attention_inputs, check_sequence_inputs
 from attnplug.ops.common.define import define_op, refuse_gradients
+from attnplug.ops.common.numba_cache import njit, prange
 from attnplug.ops.common.product import add_product
 from attnplug.ops.common.rows import NO_MASK, mask_bytes, row_step, rows_on_cpu
 from attnplug.ops.common.sizes import next_power_of_two
@@ -115,7 +115,7 @@ def _allocate(q, k, v, index, scale, weights, output, query_block, block, length
 # --- CPU: the specification ------------------------------------------------------------------
 
 
-@numba.njit(cache=True)
+@njit()
 def _products(q, k, mask, position, first):
     """q.k of queries `[M, D]`, at `position` on, and keys `[N, D]`, at `first` on, and which of
     these pairs see each other."""
@@ -128,7 +128,7 @@ def _products(q, k, mask, position, first):
     return products, seen
 
 
-@numba.njit(cache=True)
+@njit()
 def _row(q, k, v, mask, listed, position, start, scale, block, mode, weight, out, lse):
     """One query block `q [M, D]` against the blocks `listed [K]`; `k` and `v` end with its last
     position. `weight [K]`, `out [M, D]`, `lse [M]`."""
@@ -175,14 +175,14 @@ def _row(q, k, v, mask, listed, position, start, scale, block, mode, weight, out
                 lse[m] = -np.inf if total[m] == 0 else shift + np.log(total[m])
 
 
-@numba.njit(parallel=True, cache=True)
+@njit(parallel=True)
 def _reference(
     q, k, v, index, lengths, start, mask, scale, query_block, block, mode, weight, out, lse
 ):
     """Every (row, query head, query block), in parallel; `out` and `lse` come empty (0, -inf)."""
     batch, heads, queries, _ = q.shape
     group, slots = heads // k.shape[1], index.shape[2]
-    for item in numba.prange(batch * heads * slots):
+    for item in prange(batch * heads * slots):
         b, h, i = item // (heads * slots), item // slots % heads, item % slots
         offset = lengths[b] - queries
         t = max(0, start[b] - offset) + i * query_block
