@@ -11,10 +11,9 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-import triton
-import triton.language as tl
 
 from attnplug.bench.timing import time_in_turn
+from attnplug.ops.common.triton import tl, triton
 
 BYTES = 4 << 30  # or an eighth of the free memory, where that is less
 SIZE = 8192  # rows and columns of the matrices

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 import transformers
-import triton
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -35,6 +34,7 @@ from attnplug.eval.prompts import SHORTEST, digest, template_name
 from attnplug.eval.records import KEY, Record, Records
 from attnplug.eval.tasks import TASKS, Sample, make_sample
 from attnplug.models.layers import config_heads
+from attnplug.ops.common.triton import triton
 from attnplug.policies import Policy, methods, parse
 from attnplug.policies.grammar import parse_policy
 

@@ -15,7 +15,6 @@ import numpy as np
 import pyarrow
 import torch
 import transformers
-import triton
 
 import attnplug
 from attnplug import api
@@ -23,6 +22,7 @@ from attnplug.errors import ArgumentError, PolicyError, UnsupportedCallError
 from attnplug.models.hf import Binding, binding_of, tracing
 from attnplug.models.layers import AttentionLayer, find_attention_layers, unwrap
 from attnplug.models.sync import may_sync
+from attnplug.ops.common.triton import triton
 from attnplug.policies import AttentionCall, Edges, Phase, Policy
 from attnplug.trace.layout import Layout
 from attnplug.trace.tokens import token_bytes

@@ -4,7 +4,6 @@ memory in which they hand one another their records."""
 from typing import Any, NamedTuple
 
 import torch
-import triton.language as tl
 
 from attnplug.ops.certified import records
 from attnplug.ops.certified.kernels.arguments import (
@@ -18,6 +17,7 @@ from attnplug.ops.certified.kernels.arguments import (
 from attnplug.ops.certified.plan import Plan
 from attnplug.ops.certified.scratch import SETS, Scratch
 from attnplug.ops.common.sizes import cdiv, next_power_of_two
+from attnplug.ops.common.triton import tl
 
 
 class Tier(NamedTuple):

@@ -4,8 +4,6 @@ launched before the one in front of them has ended (programmatic dependent launc
 from typing import Any
 
 import torch
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from attnplug.ops.certified import plan as plans
 from attnplug.ops.certified.call import (
@@ -36,6 +34,7 @@ from attnplug.ops.common.device import machine
 from attnplug.ops.common.rows import mask_bytes, row_step
 from attnplug.ops.common.sizes import cdiv, next_power_of_two
 from attnplug.ops.common.softmax import LOG2E
+from attnplug.ops.common.triton import TensorDescriptor, gl
 
 FIRST = ("prepare", "rest", "attend")  # what reads the tier, and what is not quantized
 PHASES = (*FIRST, "weigh", "choose", "promote", "finish", "recompute", "replace")

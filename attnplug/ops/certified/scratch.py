@@ -15,11 +15,10 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-import triton
-import triton.language as tl
 
 from attnplug.errors import ArgumentError
 from attnplug.ops.common.numba_cache import njit
+from attnplug.ops.common.triton import tl, triton
 
 SETS = 16  # at least as many as programs list promoted blocks for a KV head (`Plan.chunks`)
 # Of `counters`.

@@ -6,7 +6,7 @@ compiled, and `tl.constexpr` makes two objects of itself for each comparison: 0.
 
 from typing import Any, NamedTuple
 
-import triton.language as tl
+from attnplug.ops.common.triton import tl
 
 
 class Constant(tl.constexpr):

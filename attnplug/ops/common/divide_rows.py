@@ -8,11 +8,10 @@ rule is `attnplug.policies.crossover.RowCrossover`, which says why.
 """
 
 import torch
-import triton
-import triton.language as tl
 
 from attnplug.ops.common.define import define_op, require
 from attnplug.ops.common.sizes import next_power_of_two
+from attnplug.ops.common.triton import tl, triton
 
 NAME = "divide_rows"
 

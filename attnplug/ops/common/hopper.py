@@ -4,19 +4,16 @@ which Triton has for its own kernels only."""
 
 from typing import Any
 
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language import _core
-from triton.experimental.gluon.language.nvidia.hopper import tma
+from attnplug.ops.common.triton import gl, gluon, gluon_core, tma
 
 # Triton 3.9 renamed it.
 copy_tile = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 
 
-@_core.builtin
+@gluon_core.builtin
 def reinterpret(buffer, dtype, shape, layout, _semantic: Any = None):
     """The shared memory of `buffer` seen with another dtype, shape and layout."""
-    value = _core._unwrap_if_constexpr
+    value = gluon_core._unwrap_if_constexpr
     shape = [value(n) for n in value(shape)]
     return _semantic.memdesc_reinterpret(buffer, value(dtype), shape, value(layout))
 

@@ -11,11 +11,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import triton
-import triton.language as tl
 
 from attnplug.ops.common.define import require
 from attnplug.ops.common.sizes import cdiv
+from attnplug.ops.common.triton import tl, triton
 
 
 def capacity(k: torch.Tensor, table: torch.Tensor | None) -> int:

@@ -4,10 +4,9 @@ many of its blocks have summaries ("progress"). For launchers, CPU references an
 
 import numpy as np
 import torch
-import triton
-import triton.language as tl
 
 from attnplug.ops.common.pages import capacity
+from attnplug.ops.common.triton import tl, triton
 
 # Stands for "no key mask" in a numba reference.
 NO_MASK = np.empty((1, 0), np.bool_)

@@ -3,8 +3,7 @@ serves. Source: Milakov and Gimelshein, Online normalizer calculation for softma
 arXiv:1805.02867.
 """
 
-import triton
-import triton.language as tl
+from attnplug.ops.common.triton import tl, triton
 
 LOG2E = 1.4426950408889634
 LN2 = 0.6931471805599453

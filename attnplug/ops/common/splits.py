@@ -6,12 +6,9 @@ stores its piece, and a second kernel merges the pieces by their log-sum-exps.
 Source: Dao et al., Flash-Decoding for long-context inference (2023).
 """
 
-import triton
-import triton.language as tl
-from triton.language.extra.cuda import gdc_wait
-
 from attnplug.ops.common.constants import Constant
 from attnplug.ops.common.softmax import LN2, LOG2E
+from attnplug.ops.common.triton import gdc_wait, tl, triton
 
 _LN2, _LOG2E = Constant(LN2), Constant(LOG2E)
 

@@ -16,9 +16,6 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-import triton
-import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents
 
 from attnplug.errors import ArgumentError
 from attnplug.ops.common.checks import check_attention_inputs, check_sequence_inputs, check_sinks
@@ -31,6 +28,7 @@ from attnplug.ops.common.rows import NO_MASK, mask_bytes, row_span, row_step, ro
 from attnplug.ops.common.sizes import cdiv, next_power_of_two
 from attnplug.ops.common.softmax import base_two, online_softmax, softcap
 from attnplug.ops.common.splits import merge_splits
+from attnplug.ops.common.triton import gdc_launch_dependents, tl, triton
 
 
 def dense_decode(

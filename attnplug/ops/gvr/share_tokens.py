@@ -13,9 +13,6 @@ Sources: `score_tokens`; shares of a group as in docs/log/sketch.md.
 
 import numpy as np
 import torch
-import triton
-import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from attnplug.ops.common.define import define_op, refuse_gradients, require
 from attnplug.ops.common.device import machine
@@ -24,6 +21,7 @@ from attnplug.ops.common.pages import capacity, table_at
 from attnplug.ops.common.rows import mask_bytes, row_span, row_step
 from attnplug.ops.common.sizes import next_power_of_two
 from attnplug.ops.common.softmax import base_two, online_softmax, softcap
+from attnplug.ops.common.triton import gdc_launch_dependents, gdc_wait, tl, triton
 from attnplug.ops.gvr.kernels.score import token_products
 from attnplug.ops.gvr.score_tokens import (
     REFERENCE_TILE,

@@ -13,14 +13,13 @@ not.
 
 import numpy as np
 import torch
-import triton
-import triton.language as tl
 
 from attnplug.ops.common.checks import DTYPES
 from attnplug.ops.common.define import define_op, refuse_gradients, require
 from attnplug.ops.common.numba_cache import njit, prange
 from attnplug.ops.common.rows import row_step
 from attnplug.ops.common.sizes import cdiv, next_power_of_two
+from attnplug.ops.common.triton import tl, triton
 from attnplug.ops.momo.kernels.block_sparse import unit_last
 
 NAME = "delta_correct"

@@ -21,13 +21,12 @@ one index. A partial sort of (rank, index) keys keeps the best, and these are so
 
 import numpy as np
 import torch
-import triton
-import triton.language as tl
 
 from attnplug.ops.common.define import define_op, refuse_gradients, require
 from attnplug.ops.common.numba_cache import njit, prange
 from attnplug.ops.common.rows import row_step
 from attnplug.ops.common.sizes import next_power_of_two
+from attnplug.ops.common.triton import tl, triton
 from attnplug.ops.momo.kernels.block_sparse import count_run
 
 NAME = "merge_block_rows"

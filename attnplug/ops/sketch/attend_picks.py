@@ -10,7 +10,6 @@ taken from the scan's sums: what is left is what nobody reads. E / G calibrates 
 
 import numpy as np
 import torch
-import triton
 
 from attnplug.errors import ArgumentError
 from attnplug.ops.common.define import define_op, refuse_gradients, require
@@ -19,6 +18,7 @@ from attnplug.ops.common.numba_cache import njit, prange
 from attnplug.ops.common.reference import reference_kept
 from attnplug.ops.common.sizes import cdiv
 from attnplug.ops.common.softmax import LOG2E, base_two
+from attnplug.ops.common.triton import triton
 from attnplug.ops.sketch.encode_keys import check_float
 from attnplug.ops.sketch.estimates import (
     LARGEST,

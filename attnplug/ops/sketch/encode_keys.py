@@ -10,13 +10,13 @@ are done, for which start, and only what is missing is read.
 
 import numpy as np
 import torch
-import triton
 
 from attnplug.errors import ArgumentError
 from attnplug.ops.common.checks import DTYPES, HEAD_DIMS, check_sequence_inputs
 from attnplug.ops.common.define import define_op, refuse_gradients, require
 from attnplug.ops.common.numba_cache import njit, prange
 from attnplug.ops.common.rows import NO_MASK, mask_bytes, row_step, rows_on_cpu
+from attnplug.ops.common.triton import triton
 from attnplug.ops.sketch.kernels import codes as kernel_codes
 from attnplug.ops.sketch.kernels import encode as kernels
 from attnplug.ops.sketch.state import BLOCK, CHUNK, COORDINATES

@@ -13,13 +13,13 @@ import functools
 from typing import NamedTuple
 
 import torch
-import triton
 
 from attnplug.errors import ArgumentError
 from attnplug.ops.common.define import define_op, refuse_gradients, require
 from attnplug.ops.common.device import early
 from attnplug.ops.common.rows import mask_bytes, row_step
 from attnplug.ops.common.sizes import cdiv
+from attnplug.ops.common.triton import triton
 from attnplug.ops.sketch import attend_picks as attend
 from attnplug.ops.sketch import prepare_query as prepare
 from attnplug.ops.sketch import sketch_decode as chain

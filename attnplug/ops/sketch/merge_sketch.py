@@ -11,7 +11,6 @@ values on estimated scores, from moments taken when the basis was fitted: no tok
 
 import numpy as np
 import torch
-import triton
 
 from attnplug.errors import ArgumentError
 from attnplug.ops.common.define import define_op, require
@@ -21,6 +20,7 @@ from attnplug.ops.common.reference import sinks_on_cpu
 from attnplug.ops.common.rows import row_step
 from attnplug.ops.common.sizes import cdiv
 from attnplug.ops.common.softmax import LOG2E
+from attnplug.ops.common.triton import triton
 from attnplug.ops.sketch.encode_keys import check_float
 from attnplug.ops.sketch.estimates import exp2, log2
 from attnplug.ops.sketch.kernels import merge as kernels

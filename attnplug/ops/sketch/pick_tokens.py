@@ -10,7 +10,6 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-import triton
 
 from attnplug.errors import ArgumentError
 from attnplug.ops.common.checks import check_sequence_inputs
@@ -19,6 +18,7 @@ from attnplug.ops.common.device import early, machine
 from attnplug.ops.common.numba_cache import njit, prange
 from attnplug.ops.common.rows import row_step, rows_on_cpu
 from attnplug.ops.common.sizes import cdiv
+from attnplug.ops.common.triton import triton
 from attnplug.ops.sketch.encode_keys import near_block
 from attnplug.ops.sketch.estimates import BINS, FINE, LOWER, MARGIN, RISE, STEPS, bin_of
 from attnplug.ops.sketch.kernels import pick as kernels

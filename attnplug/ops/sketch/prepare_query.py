@@ -10,7 +10,6 @@ are 64 tokens each, two of the sink and eight of the last blocks.
 
 import numpy as np
 import torch
-import triton
 
 from attnplug.errors import ArgumentError
 from attnplug.ops.common.checks import check_attention_inputs, check_sequence_inputs
@@ -22,6 +21,7 @@ from attnplug.ops.common.reference import reference_kept
 from attnplug.ops.common.rows import NO_MASK, mask_bytes, row_step, rows_on_cpu
 from attnplug.ops.common.sizes import cdiv
 from attnplug.ops.common.softmax import LOG2E, base_two
+from attnplug.ops.common.triton import triton
 from attnplug.ops.sketch.encode_keys import LOCAL, check_float, near_block
 from attnplug.ops.sketch.kernels import prepare as kernels
 from attnplug.ops.sketch.state import BLOCK

@@ -18,7 +18,6 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-import triton
 
 from attnplug.errors import ArgumentError
 from attnplug.ops.common.checks import check_sequence_inputs
@@ -27,6 +26,7 @@ from attnplug.ops.common.device import early
 from attnplug.ops.common.numba_cache import njit, prange
 from attnplug.ops.common.rows import NO_MASK, mask_bytes, row_step, rows_on_cpu
 from attnplug.ops.common.softmax import LOG2E
+from attnplug.ops.common.triton import triton
 from attnplug.ops.sketch.encode_keys import check_codes, check_float, near_block
 from attnplug.ops.sketch.estimates import (
     BINS,

@@ -7,10 +7,6 @@ query times the zeros before ("base"). Values: dequantized to fp16, as two tiles
 channels.
 """
 
-import triton
-import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
-
 from attnplug.ops.certified.kernels.tier import (
     bf16_value,
     load_key_scales,
@@ -21,6 +17,7 @@ from attnplug.ops.certified.kernels.tier import (
 from attnplug.ops.certified.kernels.tiles import capped, load_query, split_dot
 from attnplug.ops.certified.records import R
 from attnplug.ops.common.rows import row_span
+from attnplug.ops.common.triton import gdc_launch_dependents, gdc_wait, tl, triton
 
 
 @triton.jit

@@ -9,10 +9,6 @@ them for `promote`. All but the merging programs choose for the whole head, whic
 they all do it at once.
 """
 
-import triton
-import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
-
 from attnplug.ops.certified.kernels.promote import read_blocks
 from attnplug.ops.certified.kernels.search import score_of
 from attnplug.ops.certified.kernels.select import (
@@ -36,6 +32,7 @@ from attnplug.ops.certified.scratch import (
     place_item,
 )
 from attnplug.ops.common.rows import row_span
+from attnplug.ops.common.triton import gdc_launch_dependents, gdc_wait, tl, triton
 
 
 @triton.jit

@@ -1,14 +1,11 @@
 """The Triton kernels of `certified_attention` that read nothing but originals: what is not
 quantized, and what is recomputed. To the base 2."""
 
-import triton
-import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
-
 from attnplug.ops.certified.kernels.tier import quantized_blocks
 from attnplug.ops.certified.kernels.tiles import arrived, capped, load_query, split_dot
 from attnplug.ops.certified.records import R
 from attnplug.ops.common.rows import row_span
+from attnplug.ops.common.triton import gdc_launch_dependents, gdc_wait, tl, triton
 
 
 @triton.jit

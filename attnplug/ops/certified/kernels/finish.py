@@ -1,10 +1,6 @@
 """The Triton kernels of `certified_attention` that merge the pieces of a head, bound its error, say
 whether it must be recomputed, and merge it again if it was. To the base 2."""
 
-import triton
-import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
-
 from attnplug.ops.certified.kernels.rounding import (
     left_behind,
     lost_by_sums,
@@ -15,6 +11,7 @@ from attnplug.ops.certified.kernels.select import key_bound
 from attnplug.ops.certified.kernels.tier import quantized_blocks
 from attnplug.ops.certified.records import R
 from attnplug.ops.common.rows import row_span
+from attnplug.ops.common.triton import gdc_launch_dependents, gdc_wait, tl, triton
 
 
 @triton.jit

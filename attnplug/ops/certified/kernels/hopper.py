@@ -16,11 +16,6 @@ leave of the query is less than what `_prepare` allows the sum of float products
 kernels have. `attend.attend` does the same for all else.
 """
 
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import mma_v2
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
-
 from attnplug.ops.certified.kernels.hopper_tiles import (
     S_MMA,
     channels_first,
@@ -36,6 +31,7 @@ from attnplug.ops.certified.kernels.tier import quantized_blocks
 from attnplug.ops.certified.records import R
 from attnplug.ops.common.hopper import copy_tile, gdc_launch_dependents, gdc_wait
 from attnplug.ops.common.rows import row_span
+from attnplug.ops.common.triton import fence_async_shared, gl, gluon, mbarrier, mma_v2
 
 CHECK_ROW = gl.constexpr(7)  # of a tile of 8 query rows: a group has 7 heads at most
 barrier = getattr(gl, "barrier", None) or gl.thread_barrier  # Triton 3.9 and 3.6

@@ -9,9 +9,7 @@ the number stand in reverse, so that the eight lanes that read shared memory at 
 import functools
 from typing import NamedTuple
 
-import triton.language as tl
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
+from attnplug.ops.common.triton import gl, gluon, tl
 
 S_MMA = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [1, 1], instr_shape=[16, 8]))
 

@@ -1,10 +1,6 @@
 """Triton code of `certified_attention` that reads chosen blocks exactly and says what that changes;
 and the kernel that does so for a list of them. To the base 2."""
 
-import triton
-import triton.language as tl
-from triton.language.extra.cuda import gdc_wait
-
 from attnplug.ops.certified.kernels.exact import load_values
 from attnplug.ops.certified.kernels.tier import (
     bf16_value,
@@ -17,6 +13,7 @@ from attnplug.ops.certified.kernels.tiles import arrived, capped, load_query, sp
 from attnplug.ops.certified.records import R
 from attnplug.ops.certified.scratch import source, words_of
 from attnplug.ops.common.rows import row_span
+from attnplug.ops.common.triton import gdc_wait, tl, triton
 
 
 @triton.jit

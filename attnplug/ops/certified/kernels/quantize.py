@@ -3,9 +3,6 @@
 from typing import Any
 
 import torch
-import triton
-import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from attnplug.ops.certified.kernels.arguments import Rows, RowSteps
 from attnplug.ops.certified.kernels.tier import bf16_value
@@ -13,6 +10,7 @@ from attnplug.ops.certified.records import R
 from attnplug.ops.common.device import machine
 from attnplug.ops.common.rows import blocks_done, mask_bytes, note_progress, row_span, row_step
 from attnplug.ops.common.sizes import next_power_of_two
+from attnplug.ops.common.triton import gdc_launch_dependents, gdc_wait, tl, triton
 
 WAVES = 1
 

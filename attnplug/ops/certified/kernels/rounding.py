@@ -2,10 +2,8 @@
 in a step, `weigh_heads` estimates what it will be. To the base 2, but for results: they are shares
 of weighted norms of values."""
 
-import triton
-import triton.language as tl
-
 from attnplug.ops.certified.records import R
+from attnplug.ops.common.triton import tl, triton
 
 
 @triton.jit

@@ -2,10 +2,8 @@
 exactly. All heads of a KV head choose together. To the base 2; `reference._search` is the
 specification."""
 
-import triton
-import triton.language as tl
-
 from attnplug.ops.certified.records import R
+from attnplug.ops.common.triton import tl, triton
 
 FEW = tl.constexpr(8)  # blocks that one head may need and `search_few` finds
 

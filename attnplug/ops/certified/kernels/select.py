@@ -1,9 +1,6 @@
 """How `certified_attention` chooses on the device what is read exactly, and what the bounds need of
 the rest. To the base 2; `reference.py` is the specification."""
 
-import triton
-import triton.language as tl
-
 from attnplug.ops.certified.kernels.search import (
     log_masses,
     masses,
@@ -11,6 +8,7 @@ from attnplug.ops.certified.kernels.search import (
     search_one_sweep,
 )
 from attnplug.ops.certified.records import R
+from attnplug.ops.common.triton import tl, triton
 
 
 @triton.jit

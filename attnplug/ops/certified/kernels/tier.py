@@ -1,8 +1,7 @@
 """Loads of the quantized tier (`QuantizedKV`), as the Triton kernels of `certified_attention` read
 it. Key metadata come as int16 words, value metadata as int32 words of two float16."""
 
-import triton
-import triton.language as tl
+from attnplug.ops.common.triton import tl, triton
 
 
 @triton.jit

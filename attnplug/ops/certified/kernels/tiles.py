@@ -1,10 +1,8 @@
 """Tiles of queries and their products, as the Triton kernels of `certified_attention` compute them.
 Logarithms and scores are to the base 2."""
 
-import triton
-import triton.language as tl
-
 from attnplug.ops.certified.records import R
+from attnplug.ops.common.triton import tl, triton
 
 
 @triton.jit

@@ -6,10 +6,6 @@ A program has one head, so that a block's share and the search for the threshold
 registers. `choose_blocks` promotes what any head of the group needs.
 """
 
-import triton
-import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
-
 from attnplug.ops.certified.kernels.rounding import (
     left_behind,
     lost_by_sums,
@@ -28,6 +24,7 @@ from attnplug.ops.certified.kernels.select import (
 from attnplug.ops.certified.kernels.tier import quantized_blocks
 from attnplug.ops.certified.records import R
 from attnplug.ops.common.rows import row_span
+from attnplug.ops.common.triton import gdc_launch_dependents, gdc_wait, tl, triton
 
 
 @triton.jit

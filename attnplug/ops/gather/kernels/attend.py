@@ -1,13 +1,10 @@
 """The Triton kernel of gather_attention: one program attends to one piece of a row's kept keys."""
 
-import triton
-import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
-
 from attnplug.ops.common.pages import page_of
 from attnplug.ops.common.rows import note_progress, row_span
 from attnplug.ops.common.softmax import attend_tile
 from attnplug.ops.common.splits import store_piece
+from attnplug.ops.common.triton import gdc_launch_dependents, gdc_wait, tl, triton
 from attnplug.ops.gather.kernels.select import best_keys, block_of, nth_best
 from attnplug.ops.gather.kernels.slots import edge_block, look_up
 

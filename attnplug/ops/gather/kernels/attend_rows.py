@@ -1,14 +1,11 @@
 """The Triton kernel of gather_rows: pieces of far rows, which keep some blocks, and of near rows,
 which are read whole, in one launch over pages."""
 
-import triton
-import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
-
 from attnplug.ops.common.pages import page_of
 from attnplug.ops.common.rows import row_span
 from attnplug.ops.common.softmax import attend_tile
 from attnplug.ops.common.splits import store_piece
+from attnplug.ops.common.triton import gdc_launch_dependents, gdc_wait, tl, triton
 from attnplug.ops.gather.kernels.attend import attend_piece
 
 

@@ -6,10 +6,8 @@ for bands widths, float32) behind them, at `frame`. PARTS is 1 for means and for
 The codes of pages are not FRAMED: centre and unit are left unread, and a band has two parts.
 """
 
-import triton
-import triton.language as tl
-
 from attnplug.ops.common.rows import blocks_done, note_progress, row_span
+from attnplug.ops.common.triton import tl, triton
 
 # Codes are rounded outwards by at least SLACK, which is more than the rounding error of a float32
 # quotient of up to MOST; the last of the 127 codes is left for that. A block whose keys are all

@@ -1,10 +1,7 @@
 """The Triton kernel that makes one score of each block of its scores for several heads, for the
 scoring "estimate" of select_blocks."""
 
-import triton
-import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
-
+from attnplug.ops.common.triton import gdc_launch_dependents, gdc_wait, tl, triton
 from attnplug.ops.gather.kernels.select import row_limit, store_keys
 
 

@@ -1,9 +1,7 @@
 """The Triton kernel of page_bounds: one program looks at a few of the slots that were written, and
 summarises the blocks whose last key is among them."""
 
-import triton
-import triton.language as tl
-
+from attnplug.ops.common.triton import tl, triton
 from attnplug.ops.gather.kernels.bounds import refresh_blocks, summaries_at
 from attnplug.ops.gather.kernels.spread import refresh_spread, spread_at
 

@@ -3,11 +3,8 @@ them. It stores each block's score as a key, or for "estimate" one score a head,
 `combine_heads` makes a key of (`kernels/combine.py`). Pages have a kernel of their own, made of the
 same pieces (`kernels/score_pages.py`)."""
 
-import triton
-import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
-
 from attnplug.ops.common.rows import blocks_done, row_span
+from attnplug.ops.common.triton import gdc_launch_dependents, gdc_wait, tl, triton
 from attnplug.ops.gather.kernels.bounds import frame_at, refresh_blocks, summaries_at
 from attnplug.ops.gather.kernels.select import store_keys
 

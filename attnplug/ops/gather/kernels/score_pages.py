@@ -1,12 +1,9 @@
 """The Triton kernel that scores the blocks of a paged cache for select_blocks. `page_bounds` keeps
 the summaries, so that none is missing; on request the kernel makes those that a step completes."""
 
-import triton
-import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents
-
 from attnplug.ops.common.pages import place_of_block
 from attnplug.ops.common.rows import row_span
+from attnplug.ops.common.triton import gdc_launch_dependents, tl, triton
 from attnplug.ops.gather.kernels.bounds import summaries_at
 from attnplug.ops.gather.kernels.page_bounds import summarise_slot
 from attnplug.ops.gather.kernels.score import (

@@ -1,12 +1,9 @@
 """The Triton kernel that scores blocks by their spread summaries for `select_blocks`: it makes the
 missing ones, then stores a key of each block's score."""
 
-import triton
-import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
-
 from attnplug.ops.common.pages import place_of_block
 from attnplug.ops.common.rows import blocks_done, row_span
+from attnplug.ops.common.triton import gdc_launch_dependents, gdc_wait, tl, triton
 from attnplug.ops.gather.kernels.score import visible_blocks
 from attnplug.ops.gather.kernels.select import store_keys
 from attnplug.ops.gather.kernels.spread import CHANNELS, refresh_spread, spread_at

@@ -6,11 +6,8 @@ and then by block, lower is better. For a long one it is the key's upper half, a
 are many, a first level selects groups of blocks by their maxima.
 """
 
-import triton
-import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
-
 from attnplug.ops.common.rows import known_progress, row_span, store_progress
+from attnplug.ops.common.triton import gdc_launch_dependents, gdc_wait, tl, triton
 
 NONE = tl.constexpr(-0x80000000)  # the upper half of what is no candidate's key
 

@@ -1,8 +1,7 @@
 """Triton functions of the kernels that attend to kept blocks: a row's slots, which are the sink's
 blocks, then the local ones, then the list, and which block each of them holds."""
 
-import triton
-import triton.language as tl
+from attnplug.ops.common.triton import tl, triton
 
 
 @triton.jit

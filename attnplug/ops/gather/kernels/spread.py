@@ -5,10 +5,8 @@ A row's head has codes `[N, 2, D]` at `codes_at`, means before variances, and be
 scales `[2, G, N]` at `scales_at`: one for each part of a block's codes and 32 channels of them.
 """
 
-import triton
-import triton.language as tl
-
 from attnplug.ops.common.rows import blocks_done, row_span
+from attnplug.ops.common.triton import tl, triton
 
 CHANNELS = tl.constexpr(32)  # that share a scale: what one integer product takes
 LEAST = tl.constexpr(1e-30)  # the smallest scale

@@ -1,13 +1,10 @@
 """The Triton kernels of tiered_decode. One gives slots on the GPU to the blocks that a decode step
 wants; the other attends, and reads each block from where it is: ring, slot or host memory."""
 
-import triton
-import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
-
 from attnplug.ops.common.rows import row_span
 from attnplug.ops.common.softmax import attend_tile
 from attnplug.ops.common.splits import store_piece
+from attnplug.ops.common.triton import gdc_launch_dependents, gdc_wait, tl, triton
 
 
 @triton.jit

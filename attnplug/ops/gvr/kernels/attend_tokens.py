@@ -1,13 +1,10 @@
 """The kernel of gather_tokens_attention that attends: a program for each split of the kept keys."""
 
-import triton
-import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
-
 from attnplug.ops.common.pages import page_of
 from attnplug.ops.common.rows import row_span
 from attnplug.ops.common.softmax import attend_tile
 from attnplug.ops.common.splits import store_piece
+from attnplug.ops.common.triton import gdc_launch_dependents, gdc_wait, tl, triton
 
 
 @triton.jit

@@ -1,9 +1,7 @@
 """The Triton kernel of page_codes: a program codes the keys of a few written slots, of one head."""
 
-import triton
-import triton.language as tl
-
 from attnplug.ops.common.constants import Constant
+from attnplug.ops.common.triton import tl, triton
 
 # 1.5 * 2**23: adding and subtracting it rounds a small float to an integer, halves to even.
 _ROUND = Constant(12582912.0)

@@ -3,11 +3,9 @@
 g is a head of a group, d a dimension, `at` are tokens of a row.
 """
 
-import triton
-import triton.language as tl
-
 from attnplug.ops.common.pages import page_of
 from attnplug.ops.common.softmax import softcap
+from attnplug.ops.common.triton import tl, triton
 
 
 @triton.jit

@@ -4,11 +4,8 @@ programs. For `top_tokens` they also keep their best scores, as `sift` does in t
 Names as in `score`; a part is what one set of slots is kept of.
 """
 
-import triton
-import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
-
 from attnplug.ops.common.rows import row_span
+from attnplug.ops.common.triton import gdc_launch_dependents, gdc_wait, tl, triton
 from attnplug.ops.gvr.kernels.score import choosable, in_halves, token_scores
 from attnplug.ops.gvr.kernels.topk_select import clean
 from attnplug.ops.gvr.kernels.topk_sift import keep_best

@@ -10,10 +10,7 @@ number, as CUB's decoupled look-back assumes too, so no program waits for one th
 Names as in `topk_select`; `kth_bin` is the bin of the k-th score.
 """
 
-import triton
-import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
-
+from attnplug.ops.common.triton import gdc_launch_dependents, gdc_wait, tl, triton
 from attnplug.ops.gvr.kernels.topk_select import (
     COUNT_MASK,
     EDGE_LOW,

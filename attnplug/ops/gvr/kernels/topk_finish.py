@@ -10,10 +10,7 @@ dropped may be a pick, and the row is searched.
 Names as in `topk_select`.
 """
 
-import triton
-import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
-
+from attnplug.ops.common.triton import gdc_launch_dependents, gdc_wait, tl, triton
 from attnplug.ops.gvr.kernels.topk_refine import search
 from attnplug.ops.gvr.kernels.topk_select import (
     ALL,

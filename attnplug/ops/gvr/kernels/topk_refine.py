@@ -4,10 +4,7 @@ that the programs of `collect` have written, or searches the row if that list ov
 Names as in `topk_select`.
 """
 
-import triton
-import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
-
+from attnplug.ops.common.triton import gdc_launch_dependents, gdc_wait, tl, triton
 from attnplug.ops.gvr.kernels.topk_select import (
     ALL,
     BIN_LIST,

@@ -7,9 +7,7 @@ docs/methods/topk.md.
 scores: NaN is -inf, -0.0 is 0.0.
 """
 
-import triton
-import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from attnplug.ops.common.triton import gdc_launch_dependents, gdc_wait, tl, triton
 
 # ---- what kernels hand each other ---------------------------------------------------------------
 #

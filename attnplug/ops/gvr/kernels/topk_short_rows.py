@@ -18,10 +18,7 @@ differ only in the order of registers. Where nothing else decides, Triton begins
 or, from 3.7 on, with the last.
 """
 
-import triton
-import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
-
+from attnplug.ops.common.triton import gdc_launch_dependents, gdc_wait, tl, triton
 from attnplug.ops.gvr.kernels import topk_select as select
 from attnplug.ops.gvr.kernels.topk_select import (
     CANDIDATES,

@@ -9,10 +9,7 @@ kept scores reach the highest floor of the row, then what was dropped is smaller
 Names as in `topk_select`; a slot is a place for a kept score.
 """
 
-import triton
-import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
-
+from attnplug.ops.common.triton import gdc_launch_dependents, gdc_wait, tl, triton
 from attnplug.ops.gvr.kernels.topk_select import (
     LEAST,
     MOST,

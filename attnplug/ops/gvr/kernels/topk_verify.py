@@ -4,10 +4,7 @@ from the hint and counts the row's scores in the bins of that range. `collect` c
 Names as in `topk_select`; e is an element of a hint or a sample.
 """
 
-import triton
-import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
-
+from attnplug.ops.common.triton import gdc_launch_dependents, gdc_wait, tl, triton
 from attnplug.ops.gvr.kernels.topk_select import (
     EDGE_LOW,
     EDGE_SCALE,

@@ -6,11 +6,10 @@ import math
 from typing import NamedTuple
 
 import torch
-import triton
-import triton.language as tl
 
 from attnplug.ops.common.rows import row_step
 from attnplug.ops.common.sizes import cdiv, next_power_of_two
+from attnplug.ops.common.triton import tl, triton
 
 _LOG2E = math.log2(math.e)
 _LN2 = tl.constexpr(math.log(2.0))

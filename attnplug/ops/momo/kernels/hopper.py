@@ -24,15 +24,18 @@ than 87 below that maximum becomes -inf; the Triton kernels still tell such scor
 import functools
 
 import torch
-import triton
-import triton.language as tl
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from attnplug.ops.common.hopper import reinterpret
 from attnplug.ops.common.rows import row_step
+from attnplug.ops.common.triton import (
+    TensorDescriptor,
+    fence_async_shared,
+    gl,
+    gluon,
+    mbarrier,
+    tl,
+    triton,
+)
 from attnplug.ops.momo.kernels.hopper_scores import scorer
 from attnplug.ops.momo.kernels.hopper_select import keeper, selector
 from attnplug.ops.momo.kernels.hopper_tiles import (

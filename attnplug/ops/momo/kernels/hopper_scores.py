@@ -1,14 +1,7 @@
 """The consumer of the Hopper kernel (`hopper.py`) that measures without values: block scores and
 log-sum-exps, with half of the products."""
 
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    mbarrier,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
-
+from attnplug.ops.common.triton import gl, gluon, mbarrier, warpgroup_mma, warpgroup_mma_wait
 from attnplug.ops.momo.kernels.hopper_tiles import FLOOR, LN2, emit, mask, work_item
 
 

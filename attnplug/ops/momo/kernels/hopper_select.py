@@ -1,10 +1,7 @@
 """What the Hopper kernel (`hopper.py`) does with block scores, in a warpgroup of its own: the
 online top-k of query_sparse_attention, or every score to memory for measure_blocks."""
 
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier
-
+from attnplug.ops.common.triton import gl, gluon, mbarrier
 from attnplug.ops.momo.kernels.hopper_tiles import LN2, work_item
 
 MOST = gl.constexpr(65504.0)  # float16's largest

@@ -3,15 +3,8 @@ warpgroups that attend over them, and the tuples that `hopper.py` hands to every
 
 from typing import NamedTuple
 
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    mbarrier,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
-
 from attnplug.ops.common.hopper import copy_tile
+from attnplug.ops.common.triton import gl, gluon, mbarrier, warpgroup_mma, warpgroup_mma_wait
 
 LN2 = gl.constexpr(0.6931471805599453)
 FLOOR = gl.constexpr(-1e30)  # of a running maximum

@@ -2,10 +2,9 @@
 to the masses of its key blocks, and from these to its list."""
 
 import torch
-import triton
-import triton.language as tl
 
 from attnplug.ops.common.sizes import cdiv, next_power_of_two
+from attnplug.ops.common.triton import tl, triton
 
 
 @triton.jit(do_not_specialize=["R", "NQ", "kept", "first", "heads", "before_b"])

@@ -2,9 +2,7 @@
 `../online_topk.py`, which defines the three algorithms and the order of their updates. The lowest
 slot of a row's buffer is cached as (low, low_t, its place): score, block index, slot or leaf."""
 
-import triton
-import triton.language as tl
-
+from attnplug.ops.common.triton import tl, triton
 from attnplug.ops.momo.online_topk import EMPTY
 
 # The index of an empty slot. Buffers in registers and lists add the slot's distance from the last

@@ -4,11 +4,10 @@ has a faster one for the common case, `hopper.py`.)"""
 from typing import NamedTuple
 
 import torch
-import triton
-import triton.language as tl
 
 from attnplug.ops.common.rows import row_step
 from attnplug.ops.common.sizes import cdiv, next_power_of_two
+from attnplug.ops.common.triton import tl, triton
 from attnplug.ops.momo.kernels.online_topk import (
     NO_BLOCK,
     fill_lists,

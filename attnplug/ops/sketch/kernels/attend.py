@@ -1,8 +1,6 @@
 """The Triton kernel of `attend_picks`."""
 
-import triton
-import triton.language as tl
-
+from attnplug.ops.common.triton import tl, triton
 from attnplug.ops.sketch.kernels.codes import (
     LARGEST,
     begin,

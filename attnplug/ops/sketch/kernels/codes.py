@@ -8,9 +8,7 @@ order of the coordinates, and no byte changes its place. All logarithms and scor
 base 2.
 """
 
-import triton
-import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from attnplug.ops.common.triton import gdc_launch_dependents, gdc_wait, tl, triton
 
 BLOCK = tl.constexpr(128)  # tokens; the sink is the first block
 CHUNK = tl.constexpr(32)  # tokens that share a flag

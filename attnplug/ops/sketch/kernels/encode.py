@@ -1,9 +1,7 @@
 """The Triton code that makes the codes of tokens."""
 
-import triton
-import triton.language as tl
-
 from attnplug.ops.common.rows import blocks_done, note_progress, row_span
+from attnplug.ops.common.triton import tl, triton
 from attnplug.ops.sketch.kernels.codes import BLOCK, CHUNK, near_block
 
 

@@ -6,8 +6,7 @@ over coordinates is that of the bytes: k = 16 field + byte. A thread loads the w
 multiplies, and nothing goes through shared memory.
 """
 
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
+from attnplug.ops.common.triton import gl, gluon
 
 PAIRS = gl.constexpr(64)  # of neighbouring tokens in a chunk
 MMA = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [4, 1], instr_shape=[16, 8]))

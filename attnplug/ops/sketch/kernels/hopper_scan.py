@@ -11,12 +11,9 @@ Where a row of 16 bytes is two tokens (`hopper_codes.py`), the weights of even t
 odd tokens have their codes.
 """
 
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import mma_v2
-
 from attnplug.ops.common.hopper import gdc_launch_dependents, gdc_wait
 from attnplug.ops.common.rows import blocks_done, row_span
+from attnplug.ops.common.triton import gl, gluon, mma_v2
 from attnplug.ops.sketch.kernels.codes import (
     BINS,
     BLOCK,

@@ -1,10 +1,8 @@
 """The Triton kernels that bring a step of `sketch` what it reads of a cache in host memory: `stage`
 keeps the fixed part on the GPU and writes the new token to the host, `fetch` brings the picks."""
 
-import triton
-import triton.language as tl
-
 from attnplug.ops.common.rows import blocks_done, row_span
+from attnplug.ops.common.triton import tl, triton
 from attnplug.ops.sketch.kernels.codes import BLOCK, CHUNK, LOCAL, begin, near_block
 from attnplug.ops.sketch.kernels.encode import encode_chunks
 

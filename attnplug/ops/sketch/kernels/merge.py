@@ -1,9 +1,7 @@
 """The Triton kernel of `merge_sketch`."""
 
-import triton
-import triton.language as tl
-
 from attnplug.ops.common.rows import note_progress, row_span
+from attnplug.ops.common.triton import tl, triton
 from attnplug.ops.sketch.kernels.codes import begin, load_variance, near_block
 
 RATIO = tl.constexpr(4.0)  # rho is within 1/RATIO..RATIO

@@ -1,9 +1,7 @@
 """The Triton kernel of `pick_tokens`."""
 
-import triton
-import triton.language as tl
-
 from attnplug.ops.common.rows import row_span
+from attnplug.ops.common.triton import tl, triton
 from attnplug.ops.sketch.kernels.codes import (
     BINS,
     BLOCK,

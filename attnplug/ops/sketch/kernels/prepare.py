@@ -1,11 +1,8 @@
 """The Triton kernel of `prepare_query`."""
 
-import triton
-import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents
-
 from attnplug.ops.common.rows import blocks_done, row_span
 from attnplug.ops.common.softmax import attend_tile
+from attnplug.ops.common.triton import gdc_launch_dependents, tl, triton
 from attnplug.ops.sketch.kernels.codes import BINS, BLOCK, CHUNK, near_block
 from attnplug.ops.sketch.kernels.encode import encode_chunks
 

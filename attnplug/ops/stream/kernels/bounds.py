@@ -5,11 +5,9 @@ a query block. A query block's `own` blocks begin with the block of its first qu
 are the *earlier* ones, which all its queries see whole.
 """
 
-import triton
-import triton.language as tl
-
 from attnplug.ops.common.constants import Constant
 from attnplug.ops.common.rows import row_span
+from attnplug.ops.common.triton import tl, triton
 from attnplug.ops.stream.kernels.branches import (
     NONE,
     best_branches,

@@ -13,8 +13,7 @@ Names: r is a key block. What a query block may look at follows from three argum
                 `top`)
 """
 
-import triton
-import triton.language as tl
+from attnplug.ops.common.triton import tl, triton
 
 NONE = tl.constexpr(0x7FFFFFFF)  # the representative of a part without a valid block
 _LOW = tl.constexpr(0xFFFFFFFF)

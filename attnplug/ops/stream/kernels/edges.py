@@ -3,9 +3,7 @@ first real key, `top` the last position of a query block."""
 
 import math
 
-import triton
-import triton.language as tl
-
+from attnplug.ops.common.triton import tl, triton
 from attnplug.ops.stream.kernels.refine import scope
 
 SCORE, MASS, VALUE = range(3)  # the kinds of weights: MODE of the kernel, and of the reference

@@ -4,10 +4,8 @@ Names as in `branches`: r is a key block, `low` the row's first real key, `top` 
 a query block.
 """
 
-import triton
-import triton.language as tl
-
 from attnplug.ops.common.rows import row_span
+from attnplug.ops.common.triton import tl, triton
 from attnplug.ops.stream.kernels.branches import (
     NONE,
     best_branches,
