@@ -13,7 +13,6 @@ from pathlib import Path
 from numba.core.caching import FunctionCache
 from numba.core.compiler_lock import global_compiler_lock
 from numba.core.dispatcher import Dispatcher
-from triton.runtime.jit import JITFunction
 
 
 @contextlib.contextmanager
@@ -29,6 +28,8 @@ def only_one(name: str) -> Iterator[None]:
 def share_kernels() -> None:
     """Have Triton compile what another process compiles only when that one has done, and then read
     it from the disk cache."""
+    from triton.runtime.jit import JITFunction
+
     compile_now = JITFunction._do_compile
 
     @functools.wraps(compile_now)

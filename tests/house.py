@@ -44,6 +44,13 @@ class House:
         """The package's modules that a module imports anywhere in its code, inside functions and
         under TYPE_CHECKING too. The import of a name from a package is an arrow to the submodule of
         that name if there is one, else to the package."""
+        return {name for name in self._imported(module) if name in self.files} - {module}
+
+    def packages(self, module: str) -> set[str]:
+        """The packages, other people's too, that a module imports anything from."""
+        return {name.partition(".")[0] for name in self._imported(module)}
+
+    def _imported(self, module: str) -> set[str]:
         found: set[str] = set()
         for node in ast.walk(self.tree(module)):
             if isinstance(node, ast.Import):
@@ -53,7 +60,7 @@ class House:
                 for alias in node.names:
                     inner = f"{base}.{alias.name}"
                     found.add(inner if inner in self.files else base)
-        return {name for name in found if name in self.files} - {module}
+        return found
 
     def _absolute(self, module: str, node: ast.ImportFrom) -> str:
         if node.level == 0:

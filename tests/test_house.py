@@ -48,6 +48,12 @@ def test_references_are_compiled_in_one_place():
     assert users == ["attnplug.ops.common.numba_cache"]
 
 
+def test_triton_is_imported_in_one_place():
+    """Elsewhere a file could not be imported on macOS and Windows."""
+    users = [module for module in HOUSE.files if "triton" in HOUSE.packages(module)]
+    assert users == ["attnplug.ops.common.triton"]
+
+
 def test_files_are_of_readable_length():
     found = source.long_files(HOUSE)
     assert found == [], f"split it, or write why at its head ({source.REASON!r} ...)"
@@ -79,6 +85,11 @@ def test_a_longer_circle_is_found_once(tmp_path):
     assert found == [["attnplug.a", "attnplug.b", "attnplug.c"]]
     ring["c"] = "import torch"
     assert source.circles(built(tmp_path, **ring).arrows()) == []
+
+
+def test_packages_are_found(tmp_path):
+    text = "import numpy.linalg\nfrom . import b\ndef f():\n    from triton import language"
+    assert built(tmp_path, a=text, b="").packages("attnplug.a") == {"attnplug", "numpy", "triton"}
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,9 @@ import torch
 
 from attnplug.errors import ArgumentError, GradientError
 from attnplug.ops.common.first_call import announced
+from attnplug.ops.common.no_triton import refuse
 from attnplug.ops.common.threads import with_threads
+from attnplug.ops.common.triton import INSTALLED
 
 # Kept alive for the life of the process: torch forgets the ops when the Library is collected.
 LIBRARY = torch.library.Library("attnplug", "DEF")
@@ -36,7 +38,8 @@ def define_op(
     name = schema.partition("(")[0]
     LIBRARY.define(schema)
     LIBRARY.impl(name, _run(allocate, announced(with_threads(cpu), name, "numba")), "CPU")
-    LIBRARY.impl(name, _run_on_device(allocate, announced(cuda, name, "Triton")), "CUDA")
+    launch = announced(cuda, name, "Triton") if INSTALLED else refuse
+    LIBRARY.impl(name, _run_on_device(allocate, launch), "CUDA")
     torch.library.register_fake(f"attnplug::{name}", allocate, lib=LIBRARY)
     return getattr(torch.ops.attnplug, name).default
 

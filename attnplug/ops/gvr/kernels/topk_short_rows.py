@@ -18,7 +18,7 @@ differ only in the order of registers. Where nothing else decides, Triton begins
 or, from 3.7 on, with the last.
 """
 
-from attnplug.ops.common.triton import gdc_launch_dependents, gdc_wait, tl, triton
+from attnplug.ops.common.triton import INSTALLED, gdc_launch_dependents, gdc_wait, tl, triton
 from attnplug.ops.gvr.kernels import topk_select as select
 from attnplug.ops.gvr.kernels.topk_select import (
     CANDIDATES,
@@ -43,7 +43,7 @@ _PASSES = tl.constexpr(4)  # over the bins, before `pick` takes over
 _BELOW, _ABOVE = tl.constexpr(0), tl.constexpr(10)  # the bins beside the nine
 _ALL, _WHOLE_ROW = tl.constexpr(select.ALL), tl.constexpr(select.WHOLE_ROW)
 # Whether Triton begins with the last axis, not the first.
-LAST_FIRST = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 7)
+LAST_FIRST = INSTALLED and tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 7)
 _LAST_FIRST = tl.constexpr(LAST_FIRST)
 # 2**23: adding it to a small float rounds that to an integer, which the low bits then hold.
 _MAGIC = tl.constexpr(8388608.0)
