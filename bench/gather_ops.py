@@ -22,7 +22,7 @@ import torch
 from _op_rows import Rows, dense_steps, inputs, microseconds, near, sets_for
 
 from attnplug import Gather
-from attnplug.ops.common.device import machine
+from attnplug.ops.common.device import card
 from attnplug.ops.common.sizes import cdiv
 from attnplug.ops.gather import attend_plan
 from attnplug.ops.gather import block_bounds as summaries
@@ -173,7 +173,7 @@ SCORE_PLANS = [
 def attend_plans(batch: int) -> Iterator[attend_plan.Plan]:
     """Plans of attention over 4,736 keys of four KV heads a row, in pages."""
     rows = batch * KV_HEADS
-    base = attend_plan.plan_for(rows, HEADS // KV_HEADS, 4736, 16, WIDTH, 2, machine(CUDA)[0])
+    base = attend_plan.plan_for(rows, HEADS // KV_HEADS, 4736, 16, WIDTH, 2, card(CUDA).processors)
     few = [(64, 74, 4, 1), (64, 37, 4, 1), (32, 148, 4, 1), (32, 148, 2, 1), (16, 148, 2, 2)]
     piped = [(64, 74, 4, 2), (64, 37, 4, 2), (64, 37, 4, 3), (32, 74, 4, 2)]
     many = [(64, splits, 4, stages) for splits in (8, 16, 24, 37) for stages in (1, 3)]
@@ -270,7 +270,7 @@ def plan_of(layer: Layer, policy: Gather) -> decode.Plan:
         kept=policy.sink + policy.local + policy.k,
         width=WIDTH,
         itemsize=2,
-        multiprocessors=machine(CUDA)[0],
+        multiprocessors=card(CUDA).processors,
         pipelined=True,
         summary_size=layer.bounds.element_size(),
         spread=policy.scoring == "spread",

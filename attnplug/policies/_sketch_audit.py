@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import torch
 
-from attnplug.ops.common.device import machine
+from attnplug.ops.common.device import card
 from attnplug.ops.sketch.attend_picks import attend_picks
 from attnplug.ops.sketch.encode_keys import LOCAL
 from attnplug.ops.sketch.merge_sketch import merge_sketch
@@ -102,7 +102,7 @@ def _repeat(q, k, v, basis, codes, asked, rows) -> _Step:
     capped = {"softcap": asked.softcap}
     fixed = prepare_query(q, k, v, basis.queries, scale=asked.scale, **rows, **capped)
     places = k.shape[0] * k.shape[1], k.shape[2], asked.top_k, k.shape[3], k.element_size()
-    plan = plan_for(*places, machine(k.device)[0])
+    plan = plan_for(*places, card(k.device).processors)
     shares, total, sums, norm, middle = scan_sketch(
         *(fixed[0], fixed[2], *codes), top_k=asked.top_k, parts=plan.parts, **rows, **capped
     )

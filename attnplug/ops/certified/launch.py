@@ -30,7 +30,7 @@ from attnplug.ops.certified.kernels.promote import promote
 from attnplug.ops.certified.kernels.weigh import weigh_heads
 from attnplug.ops.certified.plan import INF, PREPARED, PROMOTING, Plan, capacity_for, plan_for
 from attnplug.ops.certified.scratch import Scratch
-from attnplug.ops.common.device import machine
+from attnplug.ops.common.device import card
 from attnplug.ops.common.rows import mask_bytes, row_step
 from attnplug.ops.common.sizes import cdiv, next_power_of_two
 from attnplug.ops.common.softmax import LOG2E
@@ -49,7 +49,8 @@ class _Step:
     ) -> None:
         self.inputs, self.plan = inputs, plan
         self.originals = inputs.originals()
-        multiprocessors, self.pdl = machine(inputs.q.device)
+        self.card = card(inputs.q.device)
+        self.pdl = self.card.pdl
         self.early: dict[str, Any] = {"launch_pdl": True} if self.pdl else {}
         self.batch, self.heads = inputs.q.shape[:2]
         self.kv_heads, self.size = inputs.k.shape[1:3]
@@ -64,7 +65,7 @@ class _Step:
         self.programs = programs_of(inputs, plan, readers)
         self.preparing = 0
         if plan.step == 0:
-            most = max(1, 4 * multiprocessors // (self.batch * self.kv_heads))
+            most = max(1, 4 * self.card.processors // (self.batch * self.kv_heads))
             self.preparing = min(cdiv(max(1, self.blocks), PREPARED), most)
         self.memory = memory_of(inputs, plan, self.programs, self.preparing)
         self.rows = {
@@ -152,7 +153,6 @@ class _Step:
 
     def _attend_on_hopper(self, grid: tuple[int, ...], shared: dict[str, Any]) -> None:
         tier, plan = self.inputs.tier, self.plan
-        limit = {} if plan.registers is None else {"maxnreg": plan.registers}
         attend_blocks.run(
             grid=grid,
             warmup=False,
@@ -168,7 +168,7 @@ class _Step:
             RING=plan.ring,
             CAPPED=self.math.CAPPED,
             num_warps=1,
-            **limit,
+            **self.card.limit(plan.registers),
             **shared,
         )
 
@@ -286,8 +286,7 @@ class _Step:
         }
 
     def _limits(self, registers: int | None) -> dict[str, Any]:
-        bound = {"maxnreg": registers} if registers is not None and self.pdl else {}
-        return {"num_stages": 1, **bound}
+        return {"num_stages": 1, **self.card.limit(registers)}
 
     def finish(self, out, lse, bounds, rungs, value_budget, tolerance, ranking, capacity) -> None:
         memory, telemetry = self.memory, self.inputs.telemetry
@@ -383,7 +382,7 @@ def launch(
     """Run the kernels; tensors as in `certified_attention`, on a GPU or in Triton's interpreter.
     `phases`: only the first so many, to time them."""
     batch, kv_heads, blocks = q.shape[0], k.shape[1], check.shape[2]
-    multiprocessors, hopper = machine(q.device)
+    found = card(q.device)
     capacity = max(1, capacity_for(blocks, k_max, explore))
     if plan is None:
         plan = plan_for(
@@ -394,8 +393,8 @@ def launch(
             blocks=blocks,
             block=block,
             capacity=capacity,
-            multiprocessors=multiprocessors,
-            hopper=hopper and q.dtype != torch.float32 and key_mask is None,
+            multiprocessors=found.processors,
+            hopper=found.tma and q.dtype != torch.float32 and key_mask is None,
         )
     scratch = None if owner is None else Scratch(slots, owner, used, seals, counters)
     tier = Tier(k_codes, k_meta.view(torch.int16), v_codes, v_meta, summary, check, progress)

@@ -14,7 +14,7 @@ from attnplug.ops.common.checks import (
     check_sinks,
 )
 from attnplug.ops.common.define import define_op, refuse_gradients, require
-from attnplug.ops.common.device import early, machine
+from attnplug.ops.common.device import Card, card, early
 from attnplug.ops.common.reference import reference_kept, reference_rows, sinks_on_cpu
 from attnplug.ops.common.rows import NO_MASK, mask_bytes, row_span, row_step, rows_on_cpu
 from attnplug.ops.common.softmax import LN2, LOG2E, attend_tile, base_two, online_softmax, softcap
@@ -27,14 +27,15 @@ __all__ = [
     "LN2",
     "LOG2E",
     "NO_MASK",
+    "Card",
     "attend_tile",
     "base_two",
+    "card",
     "check_attention_inputs",
     "check_sequence_inputs",
     "check_sinks",
     "define_op",
     "early",
-    "machine",
     "mask_bytes",
     "merge_splits",
     "online_softmax",

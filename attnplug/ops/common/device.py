@@ -1,26 +1,81 @@
-"""What a launcher needs to know of a device: how many multiprocessors it has, and whether it can
-launch a kernel early (programmatic dependent launch, PDL).
+"""What a launcher needs to know of a device: its `Card`. Plans derive splits, tiles and stages from
+it, and nothing else asks for a capability or for a vendor.
 
 Launchers pass Triton's own options in a dict, `**{"num_warps": 4, **dependent}`: type checkers know
 the kernel's parameters only.
 """
 
 import functools
+from typing import Any, NamedTuple
 
 import torch
 
+PLENTY = 1 << 30  # bytes of shared memory in Triton's interpreter, where nothing has to fit
+
+
+class Card(NamedTuple):
+    """What a device has. `made` derives the fields behind `shared` from those before."""
+
+    vendor: str  # "nvidia" or "amd"; "" where Triton's interpreter runs the kernels
+    capability: tuple[int, int]  # as torch gives it
+    processors: int  # multiprocessors
+    shared: int  # bytes of shared memory that a program may have
+    pdl: bool = False  # starts a kernel early (programmatic dependent launch)
+    asm: bool = False  # takes PTX inline, and a limit of the registers of a thread (maxnreg)
+    mma: bool = False  # multiplies 16-bit tiles by mma.sync, and takes bfloat16
+    wgmma: bool = False  # multiplies by warp groups: Hopper alone
+    tma: bool = False  # copies tiles to shared memory by its tensor memory accelerator
+    precision: str = "tf32x3"  # of float32 products that need more than TF32's bits
+
+    @classmethod
+    def made(cls, vendor: str, capability: tuple[int, int], processors: int, shared: int) -> "Card":
+        """The card of this vendor and capability. What ROCm calls capability 9.x is no Hopper."""
+        nvidia = vendor == "nvidia"
+        ninth = nvidia and capability >= (9, 0)
+        return cls(
+            vendor=vendor,
+            capability=capability,
+            processors=processors,
+            shared=shared,
+            pdl=ninth,
+            asm=nvidia,
+            mma=nvidia and capability >= (8, 0),
+            wgmma=nvidia and capability == (9, 0),
+            tma=ninth,
+            precision="ieee" if vendor == "amd" else "tf32x3",
+        )
+
+    def limit(self, registers: int | None) -> dict[str, Any]:
+        """The launch option that gives a thread at most so many registers, where there is one."""
+        return {"maxnreg": registers} if self.asm and registers is not None else {}
+
+
+INTERPRETED = Card.made("", (0, 0), 8, PLENTY)
+
 
 @functools.cache
-def machine(device: torch.device) -> tuple[int, bool]:
-    """(multiprocessors, whether the device has PDL); 8 and False for Triton's interpreter."""
+def card(device: torch.device) -> Card:
+    """The card that a device is; `INTERPRETED` for what is not a GPU."""
     if device.type != "cuda":
-        return 8, False
-    properties = torch.cuda.get_device_properties(device)
-    return properties.multi_processor_count, properties.major >= 9
+        return INTERPRETED
+    found = torch.cuda.get_device_properties(device)
+    nvidia = torch.version.hip is None
+    # ROCm's properties lack the second: its programs need not ask for all that there is.
+    shared = found.shared_memory_per_block
+    if nvidia:
+        shared = found.shared_memory_per_block_optin
+    capability, processors = (found.major, found.minor), found.multi_processor_count
+    return Card.made("nvidia" if nvidia else "amd", capability, processors, shared)
 
 
 def early(device: torch.device) -> tuple[bool, dict[str, bool]]:
     """Whether the device has PDL, and the launch option that starts a kernel before the one in
     front of it has ended. Such a kernel calls `gdc_wait` before it reads that one's results."""
-    pdl = machine(device)[1]
+    pdl = card(device).pdl
     return pdl, {"launch_pdl": True} if pdl else {}
+
+
+def stages_that_fit(stages: int, turn: int, beside: int, shared: int) -> int:
+    """At most `stages` of a pipeline whose turns copy `turn` bytes, `beside` so many others, so
+    that `shared` bytes are enough: Triton keeps one turn less than there are stages."""
+    return max(1, min(stages, 1 + max(0, shared - beside) // turn))

@@ -20,7 +20,7 @@ import torch
 from attnplug.errors import ArgumentError
 from attnplug.ops.common.checks import check_attention_inputs, check_sequence_inputs, check_sinks
 from attnplug.ops.common.define import define_op, refuse_gradients
-from attnplug.ops.common.device import early, machine
+from attnplug.ops.common.device import card, early
 from attnplug.ops.common.numba_cache import njit, prange
 from attnplug.ops.common.pages import capacity, page_of, table_at, whole_rows
 from attnplug.ops.common.reference import reference_rows, sinks_on_cpu
@@ -366,7 +366,7 @@ def launch_dense_decode(
             size,
             width,
             itemsize=q.element_size(),
-            multiprocessors=machine(q.device)[0],
+            multiprocessors=card(q.device).processors,
             masked=key_mask is not None,
         )
     q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k, v))

@@ -27,7 +27,7 @@ from attnplug.ops.common.checks import (
     check_sinks,
 )
 from attnplug.ops.common.define import define_op, refuse_gradients
-from attnplug.ops.common.device import early, machine
+from attnplug.ops.common.device import card, early
 from attnplug.ops.common.numba_cache import njit, prange
 from attnplug.ops.common.pages import capacity, page_rows, table_at
 from attnplug.ops.common.reference import reference_rows, sinks_on_cpu
@@ -264,7 +264,7 @@ def launch_gather_attention(
     pdl, dependent = early(q.device)
     keys = (sink + local + listed) * block
     if plan is None:
-        processors = machine(q.device)[0]
+        processors = card(q.device).processors
         shape = rows, group, keys, block, width, q.element_size(), processors
         plan = plan_for(*shape, masked=key_mask is not None)
     q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k, v))

@@ -18,7 +18,7 @@ import torch
 
 from attnplug.errors import ArgumentError
 from attnplug.ops.common.define import define_op, refuse_gradients, require
-from attnplug.ops.common.device import machine
+from attnplug.ops.common.device import card
 from attnplug.ops.common.pages import capacity
 from attnplug.ops.common.sizes import cdiv
 from attnplug.ops.gather.attend_plan import Plan as AttendPlan
@@ -256,7 +256,7 @@ def plan_of(call: Call, table: torch.Tensor | None) -> Plan:
         kept=call.sink + call.local + call.top_k,
         width=width,
         itemsize=call.q.element_size(),
-        multiprocessors=machine(call.q.device)[0],
+        multiprocessors=card(call.q.device).processors,
         pipelined=call.scoring in PIPELINED and call.key_mask is None,
         summary_size=call.bounds.element_size(),
         spread=call.scoring == "spread",

@@ -19,7 +19,7 @@ import torch
 
 from attnplug.ops.common.checks import check_sinks
 from attnplug.ops.common.define import define_op, refuse_gradients, require
-from attnplug.ops.common.device import early, machine
+from attnplug.ops.common.device import card, early
 from attnplug.ops.common.pages import capacity
 from attnplug.ops.common.rows import row_step
 from attnplug.ops.common.sizes import cdiv, next_power_of_two
@@ -134,7 +134,7 @@ def whole_of(call: Call, plan: Plan) -> Whole:
     or four where two would leave a tenth of the multiprocessors idle."""
     row_bytes = next_power_of_two(call.q.shape[3]) * call.q.element_size()
     tile = min(max(16, 16384 // row_bytes), 128)  # 16 KiB of keys
-    pairs, processors = call.q.shape[0] * call.k.shape[1], machine(call.q.device)[0]
+    pairs, processors = call.q.shape[0] * call.k.shape[1], card(call.q.device).processors
     splits = PROGRAMS * processors // pairs
     if splits * pairs < 0.9 * PROGRAMS * processors:
         splits = 2 * PROGRAMS * processors // pairs
@@ -239,7 +239,7 @@ def _launch_attend(
         LENGTH_STEP=row_step(lengths),
         NEAR_STEP=row_step(near),
         PAGE=k.shape[2],
-        ASM=q.device.type == "cuda",
+        ASM=card(q.device).asm,
         PDL=pdl and call.top_k > 0,
         **{"num_warps": attend.warps, **(dependent if call.top_k > 0 else {})},
     )

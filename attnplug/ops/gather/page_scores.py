@@ -2,7 +2,7 @@
 
 import torch
 
-from attnplug.ops.common.device import early, machine
+from attnplug.ops.common.device import card
 from attnplug.ops.common.pages import capacity
 from attnplug.ops.common.rows import row_step
 from attnplug.ops.common.sizes import cdiv, next_power_of_two
@@ -40,9 +40,8 @@ def launch_page_scores(
     batch, heads, queries, width = q.shape
     kv_heads, size = k.shape[1], capacity(k, table)
     group, rows, blocks = heads // kv_heads, batch * kv_heads * queries, cdiv(size, block)
-    chunks = cdiv(blocks, plan.chunk)
-    programs = min(chunks, max(1, PROGRAMS * machine(q.device)[0] // rows))
-    pdl, _ = early(q.device)
+    chunks, found = cdiv(blocks, plan.chunk), card(q.device)
+    programs = min(chunks, max(1, PROGRAMS * found.processors // rows))
     int8, padded_width = bounds.dtype == torch.int8, next_power_of_two(width)
     score_pages.run(
         grid=(programs + (slots is not None), kv_heads * queries, batch),
@@ -82,6 +81,6 @@ def launch_page_scores(
         LENGTH_STEP=row_step(lengths),
         PAGE=k.shape[2],
         STAGES=STAGES if int8 and padded_width == PIPELINED_BYTES else 1,
-        PDL=pdl,
-        **{"num_warps": plan.warps, "maxnreg": plan.registers},
+        PDL=found.pdl,
+        **{"num_warps": plan.warps, **found.limit(plan.registers)},
     )

@@ -30,7 +30,7 @@ import torch
 from attnplug.errors import ArgumentError
 from attnplug.ops.common.checks import check_attention_inputs, check_sequence_inputs
 from attnplug.ops.common.define import define_op, refuse_gradients, require
-from attnplug.ops.common.device import early
+from attnplug.ops.common.device import card, early
 from attnplug.ops.common.pages import capacity, table_at
 from attnplug.ops.common.rows import NO_MASK, mask_bytes, row_step, rows_on_cpu
 from attnplug.ops.common.sizes import cdiv, next_power_of_two
@@ -321,7 +321,11 @@ def launch_scores(
             LENGTH_STEP=row_step(lengths),
             START_STEP=row_step(start),
             PDL=pdl,
-            **{"num_warps": plan.warps, "maxnreg": plan.registers, **(dependent if new else {})},
+            **{
+                "num_warps": plan.warps,
+                **card(q.device).limit(plan.registers),
+                **(dependent if new else {}),
+            },
         )
     if mode == 1:
         combine_heads.run(

@@ -18,7 +18,7 @@ The bytes of one row's head are codes `[blocks, 2, D]`, then scales `[2, D / 32,
 import numpy as np
 import torch
 
-from attnplug.ops.common.device import early
+from attnplug.ops.common.device import card, early
 from attnplug.ops.common.numba_cache import njit, prange
 from attnplug.ops.common.pages import capacity
 from attnplug.ops.common.rows import row_step
@@ -224,5 +224,9 @@ def launch_spread(
         START_STEP=row_step(start),
         PAGE=0 if table is None else k.shape[2],
         PDL=pdl,
-        **{"num_warps": plan.warps, "maxnreg": plan.registers, **(dependent if new else {})},
+        **{
+            "num_warps": plan.warps,
+            **card(q.device).limit(plan.registers),
+            **(dependent if new else {}),
+        },
     )

@@ -17,7 +17,7 @@ import torch
 
 from attnplug.errors import ArgumentError
 from attnplug.ops.common.define import define_op, refuse_gradients, require
-from attnplug.ops.common.device import early, machine
+from attnplug.ops.common.device import card, early
 from attnplug.ops.common.reference import reference_rows, sinks_on_cpu
 from attnplug.ops.common.rows import NO_MASK, mask_bytes, row_step
 from attnplug.ops.common.sizes import cdiv, next_power_of_two
@@ -316,7 +316,7 @@ def launch_tiered_decode(*args, plan=None):
     group, rows, count = heads // kv_heads, batch * kv_heads, near.owner.shape[2]
     keys = (sink + local + top_k) * block
     if plan is None:
-        processors = machine(q.device)[0]
+        processors = card(q.device).processors
         plan = plan_for(rows, group, keys, block, width, q.element_size(), processors)
     q = q if q.stride(3) == 1 else q.contiguous()
     new, new_strides = new_k is not None, ((0, 0), (0, 0))

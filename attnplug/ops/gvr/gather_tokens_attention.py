@@ -21,7 +21,7 @@ import torch
 from attnplug.errors import ArgumentError
 from attnplug.ops.common.checks import check_attention_inputs, check_sequence_inputs, check_sinks
 from attnplug.ops.common.define import define_op, refuse_gradients, require
-from attnplug.ops.common.device import machine
+from attnplug.ops.common.device import card
 from attnplug.ops.common.numba_cache import njit, prange
 from attnplug.ops.common.pages import capacity, page_rows, table_at
 from attnplug.ops.common.reference import reference_rows, sinks_on_cpu
@@ -238,10 +238,10 @@ def launch_gather_tokens_attention(
     batch, heads, queries, width = q.shape
     kv_heads, size, listed = k.shape[1], capacity(k, table), index.shape[3]
     group, rows = heads // kv_heads, batch * kv_heads * queries
-    multiprocessors, pdl = machine(q.device)
+    found = card(q.device)
     if plan is None:
         keys = sink + window + listed
-        plan = plan_for(rows, group, keys, width, q.element_size(), multiprocessors)
+        plan = plan_for(rows, group, keys, width, q.element_size(), found.processors)
     q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k, v))
     index, key_mask = index.contiguous(), mask_bytes(key_mask)
     fused, partial = plan.splits == 1, out
@@ -287,12 +287,12 @@ def launch_gather_tokens_attention(
         LENGTH_STEP=row_step(lengths),
         START_STEP=row_step(start),
         PAGE=0 if table is None else k.shape[2],
-        PDL=pdl,
+        PDL=found.pdl,
         num_warps=plan.warps,
-        **({"launch_pdl": True} if pdl else {}),
+        **({"launch_pdl": True} if found.pdl else {}),
     )
     if not fused:
-        _launch_merge(partial, sinks, out, lse, plan, pdl)
+        _launch_merge(partial, sinks, out, lse, plan, found.pdl)
 
 
 def _launch_merge(partial, sinks, out, lse, plan, pdl):

@@ -19,7 +19,7 @@ import torch
 from attnplug.errors import ArgumentError
 from attnplug.ops.common.checks import HEAD_DIMS, check_sequence_inputs
 from attnplug.ops.common.define import define_op, refuse_gradients, require
-from attnplug.ops.common.device import machine
+from attnplug.ops.common.device import card
 from attnplug.ops.common.numba_cache import njit, prange
 from attnplug.ops.common.pages import capacity, check_table, table_at
 from attnplug.ops.common.product import add_product
@@ -266,7 +266,6 @@ def _kept_arguments(keep: Keep | None, plan: Plan, size: int):
         "CHUNK": sift.chunk,
         "PART": tile_of(size, sift.parts, sift.chunk),
         "ROOM": sift.room,
-        **({} if keep.registers is None else {"maxnreg": keep.registers}),
     }
 
 
@@ -312,10 +311,10 @@ def launch_score_tokens(
     if codes.stride(3) != 1:
         codes = codes.contiguous()
     key_mask = mask_bytes(key_mask)
-    multiprocessors, pdl = machine(q.device)
+    found = card(q.device)
     if plan is None:
         plans = plan_for if table is None and shares is None else plain_plan_for
-        plan = plans(batch * heads, size, width, multiprocessors)
+        plan = plans(batch * heads, size, width, found.processors)
         if table is not None:  # the codes' addresses are loaded, and no such pipeline was compared
             plan = plan._replace(stages=1)
     kept = _kept_arguments(keep, plan, size)
@@ -352,12 +351,13 @@ def launch_score_tokens(
         START_STEP=row_step(start),
         PAGE=0 if table is None else codes.shape[2],
         KEYS_FIRST=plan.keys_first,
-        HALVES=(2 - pdl) * (plan.halves and q.dtype == torch.bfloat16),
+        HALVES=(2 - found.asm) * (plan.halves and q.dtype == torch.bfloat16),
         WHOLE=plan.whole and unmasked,
-        PDL=pdl,
+        PDL=found.pdl,
         **kept,
+        **found.limit(None if keep is None else keep.registers),
         num_warps=plan.warps,
-        **({"launch_pdl": True} if pdl else {}),
+        **({"launch_pdl": True} if found.pdl else {}),
     )
 
 

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from attnplug.ops.common.define import define_op, refuse_gradients, require
-from attnplug.ops.common.device import machine
+from attnplug.ops.common.device import card
 from attnplug.ops.common.numba_cache import njit, prange
 from attnplug.ops.common.pages import capacity, table_at
 from attnplug.ops.common.rows import mask_bytes, row_span, row_step
@@ -284,7 +284,7 @@ def _launch_normalizers(
     factor, cap = base_two(scale, softcap)
     of_shares = Shares(norms, factor, cap if softcap > 0 else None)
     key_mask = mask_bytes(key_mask)
-    _, pdl = machine(q.device)
+    pdl = card(q.device).pdl
     _normalize.run(
         grid=(heads, batch),
         warmup=False,

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 
 from attnplug.ops.common.define import define_op, refuse_gradients, require
-from attnplug.ops.common.device import machine
+from attnplug.ops.common.device import card
 from attnplug.ops.common.sizes import cdiv, next_power_of_two
 from attnplug.ops.gvr import score_tokens as scoring
 from attnplug.ops.gvr import topk as ranking
@@ -198,8 +198,8 @@ def launch_top_tokens(
     rows, size = len(q) * codes.shape[1], codes.shape[2]
     if rows == 0:
         return
-    multiprocessors, pdl = machine(q.device)
-    plan = plan or plan_for(rows, size, q.shape[3], k, multiprocessors)
+    found = card(q.device)
+    plan = plan or plan_for(rows, size, q.shape[3], k, found.processors)
     if scores is None:
         scores = q.new_empty((rows, size), dtype=torch.float32)
     step = (q, codes, steps, sink, window, lengths, start, key_mask, scores)
@@ -212,7 +212,7 @@ def launch_top_tokens(
     keep = scoring.Keep(plan.sift, plan.each, slots, k, plan.registers)
     scoring.launch_score_tokens(*step, plan=plan.score, keep=keep)
     shared = 1 if lengths is None or lengths.shape[0] == 1 else codes.shape[1]
-    launch_finish(scores, k, lengths, slots, indices, values, how, plan.sift, pdl, shared)
+    launch_finish(scores, k, lengths, slots, indices, values, how, plan.sift, found.pdl, shared)
 
 
 _top_tokens = define_op(

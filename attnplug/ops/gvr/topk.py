@@ -27,7 +27,7 @@ import numpy as np
 import torch
 
 from attnplug.ops.common.define import define_op, refuse_gradients, require
-from attnplug.ops.common.device import machine
+from attnplug.ops.common.device import card
 from attnplug.ops.common.numba_cache import njit, prange
 from attnplug.ops.common.rows import row_step
 from attnplug.ops.common.sizes import cdiv, next_power_of_two
@@ -329,7 +329,7 @@ def launch_topk(scores, k, hint, lengths, sorted, indices, values, how, plan=Non
     rows, size = scores.shape
     if rows == 0:
         return
-    _, pdl = machine(scores.device)
+    pdl = card(scores.device).pdl
     if hint is not None and hint.shape[1] == 0:
         hint = None
     plan = plan or plan_for(rows, size, k)

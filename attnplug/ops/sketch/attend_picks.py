@@ -13,7 +13,7 @@ import torch
 
 from attnplug.errors import ArgumentError
 from attnplug.ops.common.define import define_op, refuse_gradients, require
-from attnplug.ops.common.device import early
+from attnplug.ops.common.device import card, early
 from attnplug.ops.common.numba_cache import njit, prange
 from attnplug.ops.common.reference import reference_kept
 from attnplug.ops.common.sizes import cdiv
@@ -283,7 +283,7 @@ def launch_attend_picks(
         TILE=TILE,
         TILES=tiles,
         CAPPED=softcap > 0,
-        ASM=q.is_cuda,
+        ASM=card(q.device).asm,
         CHAINED=chained,
         FETCHED=fetched,
         PDL=pdl,

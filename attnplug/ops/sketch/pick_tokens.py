@@ -14,7 +14,7 @@ import torch
 from attnplug.errors import ArgumentError
 from attnplug.ops.common.checks import check_sequence_inputs
 from attnplug.ops.common.define import define_op, require
-from attnplug.ops.common.device import early, machine
+from attnplug.ops.common.device import card, early
 from attnplug.ops.common.numba_cache import njit, prange
 from attnplug.ops.common.rows import row_step, rows_on_cpu
 from attnplug.ops.common.sizes import cdiv
@@ -233,7 +233,7 @@ class Notes(NamedTuple):
 def own_plan(shares: torch.Tensor) -> Plan:
     """The plan for these shares on their device."""
     batch, heads, size = shares.shape
-    return plan_for(batch * heads, size, machine(shares.device)[0])
+    return plan_for(batch * heads, size, card(shares.device).processors)
 
 
 def launch_pick_tokens(
@@ -284,14 +284,14 @@ def launch_pick_tokens(
         TILE=plan.tile,
         PIECES=triton.next_power_of_2(plan.pieces),
         CAPACITY_P=triton.next_power_of_2(capacity),
-        ASM=shares.is_cuda,
+        ASM=card(shares.device).asm,
         NEW=int(is_new),
         LENGTH_STEP=row_step(lengths),
         START_STEP=row_step(start),
         PDL=pdl,
         num_warps=plan.warps,
         **dependent,
-        maxnreg=plan.registers,
+        **card(shares.device).limit(plan.registers),
     )
 
 

@@ -14,7 +14,7 @@ import torch
 from attnplug.errors import ArgumentError
 from attnplug.ops.common.checks import check_attention_inputs, check_sequence_inputs
 from attnplug.ops.common.define import define_op, refuse_gradients, require
-from attnplug.ops.common.device import machine
+from attnplug.ops.common.device import card
 from attnplug.ops.common.numba_cache import njit, prange
 from attnplug.ops.common.product import add_product
 from attnplug.ops.common.reference import reference_kept
@@ -249,9 +249,9 @@ def launch_prepare_query(
         CODERS=coders,
         LENGTH_STEP=row_step(lengths),
         START_STEP=row_step(start),
-        PDL=machine(q.device)[1],
+        PDL=card(q.device).pdl,
         num_warps=warps or (8 if wide > 256 else 4),
-        **({} if registers is None else {"maxnreg": registers}),
+        **card(q.device).limit(registers),
     )
 
 

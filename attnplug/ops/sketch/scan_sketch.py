@@ -13,7 +13,6 @@ Source: the rules measured in docs/log/sketch.md; picking single tokens by cheap
 DeepSeek's lightning indexer (DeepSeek-V3.2, 2025).
 """
 
-import functools
 from typing import NamedTuple
 
 import numpy as np
@@ -22,7 +21,7 @@ import torch
 from attnplug.errors import ArgumentError
 from attnplug.ops.common.checks import check_sequence_inputs
 from attnplug.ops.common.define import define_op, require
-from attnplug.ops.common.device import early
+from attnplug.ops.common.device import card, early
 from attnplug.ops.common.numba_cache import njit, prange
 from attnplug.ops.common.rows import NO_MASK, mask_bytes, row_step, rows_on_cpu
 from attnplug.ops.common.softmax import LOG2E
@@ -339,11 +338,6 @@ PLAN = Plan(256, 4, 3)
 ALL_PARTS = -1  # the `fewest` with which every row has all of them
 
 
-@functools.cache
-def _on_hopper(device):
-    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
-
-
 def launch_scan_sketch(
     projected,
     fixed_lse,
@@ -376,7 +370,7 @@ def launch_scan_sketch(
     `counted` gets what `pick_tokens.Notes` says."""
     batch, kv_heads, size, _ = fine.shape
     group = projected.shape[1] // kv_heads
-    pdl, dependent = early(projected.device)
+    found, (pdl, dependent) = card(projected.device), early(projected.device)
     if not chained:
         total.zero_()
     key_mask = mask_bytes(key_mask)
@@ -416,11 +410,10 @@ def launch_scan_sketch(
     }
     grid = (parts, kv_heads, batch)
     plain = group <= 8 and key_mask is None and softcap == 0
-    if plan.hopper and plain and _on_hopper(projected.device):
+    if plan.hopper and plain and found.mma:
         asked |= {"patience": plan.patience, "EVICT": plan.evict}
-        how = {} if plan.registers is None else {"maxnreg": plan.registers}
-        warps = hopper_scan.WARPS.value
-        hopper_scan.scan.run(grid=grid, warmup=False, **asked, num_warps=warps, **how)
+        warps, limit = hopper_scan.WARPS.value, found.limit(plan.registers)
+        hopper_scan.scan.run(grid=grid, warmup=False, **asked, num_warps=warps, **limit)
         return
     kernels.scan.run(
         grid=grid,
@@ -434,7 +427,7 @@ def launch_scan_sketch(
         STAGES=plan.stages,
         REFRESH=1,
         CAPPED=softcap > 0,
-        ASM=projected.is_cuda,
+        ASM=found.asm,
         num_warps=plan.warps,
     )
 

@@ -16,7 +16,7 @@ import torch
 
 from attnplug.errors import ArgumentError
 from attnplug.ops.common.define import define_op, refuse_gradients, require
-from attnplug.ops.common.device import machine
+from attnplug.ops.common.device import card
 from attnplug.ops.sketch import attend_picks as attend
 from attnplug.ops.sketch import encode_keys as encode
 from attnplug.ops.sketch import merge_sketch as merge
@@ -290,7 +290,7 @@ def launch_sketch_decode(
     k, top_k, softcap, size = call.k, call.top_k, call.softcap, call.k.shape[2]
     if plan is None:
         rows = k.shape[0] * k.shape[1]
-        processors = machine(k.device)[0]
+        processors = card(k.device).processors
         plan = plan_for(rows, size, top_k, k.shape[3], k.element_size(), processors)
     q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (call.q, k, call.v))
     asked = (q, k, v, call.queries, call.scale, call.counted, call.start, call.key_mask, softcap)

@@ -7,7 +7,7 @@ import torch
 from attnplug.ops.certified.kernels.arguments import Rows, RowSteps
 from attnplug.ops.certified.kernels.tier import bf16_value
 from attnplug.ops.certified.records import R
-from attnplug.ops.common.device import machine
+from attnplug.ops.common.device import card
 from attnplug.ops.common.rows import blocks_done, mask_bytes, note_progress, row_span, row_step
 from attnplug.ops.common.sizes import next_power_of_two
 from attnplug.ops.common.triton import gdc_launch_dependents, gdc_wait, tl, triton
@@ -244,8 +244,8 @@ def launch_quantize_kv(
     rows = Rows(lengths, start, mask_bytes(key_mask))
     # One program a multiprocessor, which is what its registers let run at once: in most steps
     # nothing is due, and every further wave of programs would find that out after the last one.
-    multiprocessors, pdl = machine(k.device)
-    programs = max(1, min(multiprocessors * WAVES // (batch * heads), check.shape[2]))
+    found = card(k.device)
+    programs = max(1, min(found.processors * WAVES // (batch * heads), check.shape[2]))
     half = v_codes.shape[4] // 16
     shared: dict[str, Any] = {
         "progress": progress,
@@ -253,9 +253,9 @@ def launch_quantize_kv(
         "S": size,
         "BLOCK": block,
         "STEPS": RowSteps(row_step(lengths), row_step(start)),
-        "PDL": pdl,
+        "PDL": found.pdl,
     }
-    if pdl:
+    if found.pdl:
         shared["launch_pdl"] = True
     _quantize.run(
         grid=(programs, heads, batch),

@@ -21,10 +21,9 @@ A block's score is computed from its exponentials against the row's running maxi
 than 87 below that maximum becomes -inf; the Triton kernels still tell such scores apart.
 """
 
-import functools
-
 import torch
 
+from attnplug.ops.common.device import card
 from attnplug.ops.common.hopper import reinterpret
 from attnplug.ops.common.rows import row_step
 from attnplug.ops.common.triton import (
@@ -202,11 +201,6 @@ def attention_kernel(
 # ---- host ---------------------------------------------------------------------------------------
 
 
-@functools.cache
-def _is_hopper(device: torch.device) -> bool:
-    return torch.cuda.get_device_capability(device) == (9, 0)
-
-
 def _tma_reads(x: torch.Tensor) -> bool:
     """Whether x `[B,H,S,D]` can be read through a tensor descriptor: unit last stride, the others
     and the address multiples of 16 bytes."""
@@ -219,7 +213,7 @@ def serves(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
     """Whether the kernel can read these inputs, from what the host knows."""
     return (
         q.device.type == "cuda"
-        and _is_hopper(q.device)
+        and card(q.device).wgmma
         and q.dtype in (torch.float16, torch.bfloat16)
         and q.shape[3] in (64, 128)
         and _tma_reads(q)
