@@ -1,8 +1,13 @@
-"""Compile the kernels of every op for sm_90 without a GPU, and compare two trees by their PTX.
+"""Compile the kernels of every op without a GPU, and compare two trees by their PTX for sm_90.
 
-    ptx.py record OUT.json [--only OP] [--root TREE]   compile; the PTX lies in OUT.ptx/
+    ptx.py record OUT.json [--only OP] [--root TREE]   compile; the PTX lies in OUT.ptx/. Exits 1 if
+                                                       a launch wants more shared memory than an
+                                                       H200 has
     ptx.py compare A.json B.json                       exits 1 on any difference
     ptx.py bind [--only OP] [--root TREE]              microseconds of a call's Python, warm
+    ptx.py fits [--target sm_89,gfx942] [--quick]      what the default policies launch, for other
+                                                       cards: compiles and fits, or exits 1
+    ptx.py plans OUT.json [--target sm_90]             how launches are cut there; compiles nothing
 
 The public ops are called with tensors that have no memory and say that they are on a GPU; Triton's
 launches end where the kernel is compiled. Names are (op, case, ordinal of the launch, kernel), so
@@ -14,184 +19,36 @@ instructions in another order, and the same registers and memory.
 
 import argparse
 import collections
-import contextlib
 import hashlib
 import json
 import os
 import re
 import statistics
-import struct
 import sys
 import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 os.environ.setdefault("TRITON_CACHE_DIR", str(Path(tempfile.gettempdir()) / "ptx" / "cache"))
 os.environ["TRITON_DISABLE_LINE_INFO"] = "1"
 
 import _ptx_blocks  # noqa: F401 - its cases register themselves, and so do the others
+import _ptx_gpu
 import _ptx_tokens  # noqa: F401
 import torch
-import triton
-from _ptx_inputs import CASES, GPU, MADE
-from triton.backends.compiler import GPUTarget
+from _ptx_fits import fits
+from _ptx_gpu import CALLED, IMPLEMENTED, TARGETS, pretend, resources
+from _ptx_inputs import CASES, MADE
+from _ptx_plans import plans
 from triton.compiler import CompiledKernel
 from triton.runtime.jit import JITFunction
 
 LAUNCH = JITFunction.run
-SHARED = 232448  # bytes that a program may have
-PROCESSORS = 132  # of an H200
-IMPLEMENTED: dict[str, Callable[..., Any]] = {}  # by the op's name, for CUDA
-CALLED: set[str] = set()
 LAUNCHES: list[dict[str, Any]] | None = None  # those of the op that runs; None: are not noted
 TEXTS: dict[str, str] = {}  # canonical PTX by its hash
-
-# ---- a GPU that is not there ----------------------------------------------------------------
-
-
-class Fake(torch.Tensor):
-    """A meta tensor that says it is on a GPU."""
-
-    __torch_function__ = torch._C._disabled_torch_function_impl
-    device = property(lambda self: GPU)
-    is_cuda = property(lambda self: True)
-
-
-def faked(result: Any) -> Any:
-    """`result`, its tensors on the GPU that is not there."""
-    if isinstance(result, torch.Tensor):
-        return result.as_subclass(Fake)
-    if type(result) in (tuple, list):
-        return type(result)(map(faked, result))
-    if hasattr(result, "values") and hasattr(result, "indices"):
-        return SimpleNamespace(values=faked(result.values), indices=faked(result.indices))
-    return result
-
-
-def keep_fake(name: str) -> None:
-    """Have a method of tensors return tensors that say the same."""
-    method = getattr(torch.Tensor, name)
-    setattr(Fake, name, lambda *args, **kwargs: faked(method(*args, **kwargs)))
-
-
-def plain(value: Any) -> Any:
-    """A meta tensor that says so: the formulas of torch's meta device want no other."""
-    return value.as_subclass(torch.Tensor) if isinstance(value, Fake) else value
-
-
-def compute_plain(owner: Any, name: str) -> None:
-    """Have an arithmetic function or method see plain meta tensors, and return fake ones."""
-    function, target = getattr(owner, name), Fake if owner is torch.Tensor else owner
-
-    def compute(*args: Any, **kwargs: Any) -> Any:
-        result = function(*map(plain, args), **kwargs)
-        return faked(result) if any(isinstance(x, Fake) for x in args) else result
-
-    setattr(target, name, compute)
-
-
-def make_fake(name: str) -> None:
-    """Have a function of torch make a tensor on the GPU that is not there."""
-    function = getattr(torch, name)
-
-    def make(*args: Any, **kwargs: Any) -> Any:
-        on_gpu = torch.device(kwargs.get("device") or "cpu").type == "cuda"
-        if not on_gpu and not any(isinstance(x, Fake) for x in args):
-            return function(*args, **kwargs)
-        if on_gpu:
-            kwargs["device"] = "meta"
-        return faked(function(*map(plain, args), **kwargs))
-
-    setattr(torch, name, make)
-
-
-class Driver:
-    """What Triton asks of a driver before it launches."""
-
-    utils = SimpleNamespace(get_device_properties=lambda device: {"max_shared_mem": SHARED})
-
-    def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 90, 32)
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
-
-    def get_active_torch_device(self) -> torch.device:
-        return GPU
-
-
-def pretend() -> None:
-    """Stand in for the GPU in torch and Triton, before the package is imported."""
-    for name in (
-        "__getitem__", "expand", "flatten", "narrow", "new_empty", "permute", "reshape", "split",
-        "squeeze", "transpose", "unbind", "unflatten", "unsqueeze", "view",
-    ):  # fmt: skip
-        keep_fake(name)
-    for name in ("arange", "empty", "empty_like", "empty_strided", "full", "ones", "zeros"):
-        make_fake(name)
-    for name in (
-        "__add__", "__and__", "__lt__", "__mul__", "__sub__", "any", "clamp", "contiguous",
-        "cummax", "cummin", "cumsum", "flip", "gather", "int", "long", "new_full", "new_zeros",
-        "to",
-    ):  # fmt: skip
-        compute_plain(torch.Tensor, name)
-    compute_plain(torch, "where")
-    compute_plain(torch.nn.functional, "pad")
-    pretend_h200()
-    hook_launches()
-
-
-def pretend_h200() -> None:
-    """Have torch and Triton see an H200, and the package's ops run there."""
-    torch.cuda.device = lambda device: contextlib.nullcontext()  # pyright: ignore
-    properties = SimpleNamespace(
-        multi_processor_count=PROCESSORS, major=9, minor=0, name="NVIDIA H200",
-        shared_memory_per_block_optin=SHARED, L2_cache_size=60 << 20,
-    )  # fmt: skip
-    torch.cuda.get_device_properties = lambda device=None: properties  # pyright: ignore
-    torch.cuda.get_device_capability = lambda device=None: (9, 0)
-    triton.runtime.driver.set_active(Driver())  # pyright: ignore
-    hook_ops()
-
-
-def hook_ops() -> None:
-    """Have the package's ops run what they register for CUDA, past the dispatcher."""
-    implement = torch.library.Library.impl
-
-    def note(self: Any, name: Any, function: Any, key: str = "", **kwargs: Any) -> Any:
-        if self.ns == "attnplug" and key == "CUDA":
-            IMPLEMENTED[f"attnplug::{name}"] = function
-        return implement(self, name, function, key, **kwargs)
-
-    def divert(self: Any, /, *args: Any, **kwargs: Any) -> Any:
-        function = IMPLEMENTED.get(self._schema.name)
-        CALLED.add(self._schema.name)
-        return (function or self._op)(*args, **kwargs)
-
-    torch.library.Library.impl = note  # pyright: ignore
-    torch._ops.OpOverload.__call__ = divert  # pyright: ignore
-
-
-def hook_launches() -> None:
-    """Have a launch compile only, and note what it would have run."""
-    run = LAUNCH
-
-    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
-        kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
-        if LAUNCHES is not None:
-            bound = self.device_caches[0][4](*args, **kwargs)[0]
-            LAUNCHES.append(describe(self, kernel, grid, kwargs, bound))
-        return kernel
-
-    JITFunction.run = compile_only  # pyright: ignore
-
 
 # ---- what a kernel is -----------------------------------------------------------------------
 
@@ -288,28 +145,18 @@ def opcodes(text: str) -> str:
     return hashlib.sha256(repr(sorted(count.items())).encode()).hexdigest()[:16]
 
 
-def resources(cubin: bytes) -> dict[str, int]:
-    """Registers a thread and bytes of its stack (spills are in it), from the attributes of an ELF
-    file's .nv.info: 0x2f and 0x12, each with a symbol and a value."""
-    if not cubin:
-        return {}
-    offset, size, count, index = (
-        struct.unpack_from("<Q", cubin, 0x28)[0], *struct.unpack_from("<HHH", cubin, 0x3A),
-    )  # fmt: skip
-    headers = [struct.unpack_from("<IIQQQQ", cubin, offset + i * size) for i in range(count)]
-    found = {}
-    for name, _, _, _, at, length in headers:
-        start = headers[index][4] + name
-        if cubin[start : cubin.index(b"\0", start)] != b".nv.info":
-            continue
-        while length >= 4:
-            form, attribute, bytes_ = struct.unpack_from("<BBH", cubin, at)
-            step = 4 + (bytes_ if form == 4 else 0)
-            if form == 4 and attribute in (0x2F, 0x12):
-                value = struct.unpack_from("<II", cubin, at + 4)[1]
-                found["registers" if attribute == 0x2F else "stack"] = value
-            at, length = at + step, length - step
-    return found
+def hook_launches() -> None:
+    """Have a launch compile only, and note what it would have run."""
+    run = LAUNCH
+
+    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+        kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
+        if LAUNCHES is not None:
+            bound = self.device_caches[0][4](*args, **kwargs)[0]
+            LAUNCHES.append(describe(self, kernel, grid, kwargs, bound))
+        return kernel
+
+    JITFunction.run = compile_only  # pyright: ignore
 
 
 # ---- commands -------------------------------------------------------------------------------
@@ -329,7 +176,7 @@ def calls(only: str | None) -> Iterator[tuple[str, str, Callable[[], Any]]]:
 def record(path: Path, only: str | None) -> int:
     """Compile everything and write the digests, the texts beside them."""
     global LAUNCHES
-    found, failed, start = {}, [], time.monotonic()
+    found, failed, over, start = {}, [], [], time.monotonic()
     for op, case, call in calls(only):
         LAUNCHES, begin = [], time.monotonic()
         try:
@@ -338,7 +185,10 @@ def record(path: Path, only: str | None) -> int:
             failed.append(f"{op} | {case}")
             traceback.print_exc()
         for ordinal, launch in enumerate(LAUNCHES):
-            found[f"{op} | {case} | {ordinal} | {launch['kernel']}"] = launch
+            name = f"{op} | {case} | {ordinal} | {launch['kernel']}"
+            found[name] = launch
+            if launch["shared"] > _ptx_gpu.target.shared:
+                over.append(f"{name}: {launch['shared']} bytes of shared memory")
         seconds = time.monotonic() - begin
         print(f"{op:24} {case:24} {len(LAUNCHES):3} launches {seconds:6.1f} s", flush=True)
     path.write_text(json.dumps(found, indent=1) + "\n")
@@ -349,7 +199,8 @@ def record(path: Path, only: str | None) -> int:
     print(f"{len(found)} launches, {len(TEXTS)} kernels, {time.monotonic() - start:.0f} s")
     left = sorted(IMPLEMENTED.keys() - CALLED) if only is None else []
     print(f"failed: {failed or 'none'}; ops not called: {left or 'none'}")
-    return len(failed) > 0
+    print("\n".join(["over the card's limit:", *over]) if over else "all fit the card")
+    return len(failed) + len(over) > 0
 
 
 def load(path: Path) -> dict[tuple[str, ...], dict[str, Any]]:
@@ -414,9 +265,12 @@ def bind(only: str | None, repeats: int = 300) -> int:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("command", choices=("record", "compare", "bind"))
+    parser.add_argument("command", choices=("record", "compare", "bind", "fits", "plans"))
     parser.add_argument("paths", nargs="*", type=Path)
-    parser.add_argument("--only", help="one op")
+    parser.add_argument("--only", help="one op; with fits: cases that have this in their name")
+    parser.add_argument("--target", default=",".join(TARGETS), help="of fits, plans; default: all")
+    parser.add_argument("--processors", default="", help="of plans, as 28,304; default: the card's")
+    parser.add_argument("--quick", action="store_true", help="of fits: few cases")
     parser.add_argument("--root", help="the tree that has the package; default: as Python finds it")
     args = parser.parse_args()
     if args.command == "compare":
@@ -425,6 +279,12 @@ def main() -> int:
         sys.path.insert(0, args.root)
     torch.set_grad_enabled(False)
     pretend()
+    if args.command == "fits":
+        return fits(args.target.split(","), args.quick, args.only)
+    if args.command == "plans":
+        processors = [int(x) for x in args.processors.split(",") if x]
+        return plans(*args.paths, args.target.split(","), processors)
+    hook_launches()
     import attnplug
 
     print(f"attnplug from {Path(attnplug.__file__).parent}", flush=True)

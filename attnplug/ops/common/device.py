@@ -73,9 +73,3 @@ def early(device: torch.device) -> tuple[bool, dict[str, bool]]:
     front of it has ended. Such a kernel calls `gdc_wait` before it reads that one's results."""
     pdl = card(device).pdl
     return pdl, {"launch_pdl": True} if pdl else {}
-
-
-def stages_that_fit(stages: int, turn: int, beside: int, shared: int) -> int:
-    """At most `stages` of a pipeline whose turns copy `turn` bytes, `beside` so many others, so
-    that `shared` bytes are enough: Triton keeps one turn less than there are stages."""
-    return max(1, min(stages, 1 + max(0, shared - beside) // turn))

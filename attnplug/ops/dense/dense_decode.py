@@ -11,8 +11,6 @@ Sources: Dao et al., Flash-Decoding for long-context inference (2023); online so
 Gimelshein, arXiv:1805.02867; sinks as in gpt-oss.
 """
 
-import functools
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -29,6 +27,7 @@ from attnplug.ops.common.sizes import cdiv, next_power_of_two
 from attnplug.ops.common.softmax import base_two, online_softmax, softcap
 from attnplug.ops.common.splits import merge_splits
 from attnplug.ops.common.triton import gdc_launch_dependents, tl, triton
+from attnplug.ops.dense.plan import plan_for
 
 
 def dense_decode(
@@ -154,17 +153,6 @@ def _cpu(q, k, v, scale, lengths, start, key_mask, window, softcap, sinks, out, 
 
 
 # --- CUDA: attend, then reduce ---------------------------------------------------------------
-
-
-class Plan(NamedTuple):
-    """How the kernels cut the work; chosen from static shapes alone."""
-
-    rows: int  # (query, head of the group) pairs of one program
-    tile: int  # keys that a program attends to at a time
-    splits: int  # pieces that the keys are cut in
-    warps: int
-    stages: int
-    columns: int  # of the head dimension, for one program of the reduction
 
 
 @triton.jit
@@ -302,41 +290,6 @@ def _attend(
         )
 
 
-@functools.lru_cache(maxsize=1024)
-def plan_for(
-    batch: int,
-    heads: int,
-    kv_heads: int,
-    queries: int,
-    size: int,
-    width: int,
-    itemsize: int,
-    multiprocessors: int,
-    masked: bool,
-) -> Plan:
-    """The pre-tuned plan of a shape. `size` is that of the cache: its valid length is unknown."""
-    padded = next_power_of_two(width)
-    pairs = heads // kv_heads * queries
-    rows = 16 if pairs <= 16 else 64 if pairs <= 64 or padded > 128 else 128  # 32: slower than 64
-    tile = min(max(16, 16384 // (padded * itemsize)), 128)  # 16 KiB of keys
-    tiles = cdiv(size, tile)
-    programs = batch * kv_heads * cdiv(pairs, rows)
-    # One program a multiprocessor reads fastest. Two do where one would leave a tenth of the
-    # multiprocessors idle, or where there is a key mask, whose bytes a program waits for.
-    splits = (2 if masked else 1) * multiprocessors // programs
-    if splits * programs < 0.9 * multiprocessors:
-        splits = 2 * multiprocessors // programs
-    splits = max(1, min(splits, tiles))
-    return Plan(
-        rows=rows,
-        tile=tile,
-        splits=splits,
-        warps=8 if rows == 128 or itemsize == 4 else 4,
-        stages=3 if masked or tiles <= 4 * splits else 4,
-        columns=32 if batch * heads * queries <= 4096 else padded,
-    )
-
-
 def launch_dense_decode(
     q,
     k,
@@ -356,7 +309,7 @@ def launch_dense_decode(
     """Run the kernels; tensors as in `dense_decode`, on a GPU or in Triton's interpreter."""
     batch, heads, queries, width = q.shape
     kv_heads, size = k.shape[1], capacity(k, table)
-    pdl, dependent = early(q.device)
+    found, (pdl, dependent) = card(q.device), early(q.device)
     if plan is None:
         plan = plan_for(
             batch,
@@ -366,8 +319,9 @@ def launch_dense_decode(
             size,
             width,
             itemsize=q.element_size(),
-            multiprocessors=card(q.device).processors,
+            multiprocessors=found.processors,
             masked=key_mask is not None,
+            shared=found.shared,
         )
     q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k, v))
     key_mask = mask_bytes(key_mask)

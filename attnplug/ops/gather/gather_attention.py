@@ -30,6 +30,7 @@ from attnplug.ops.common.define import define_op, refuse_gradients
 from attnplug.ops.common.device import card, early
 from attnplug.ops.common.numba_cache import njit, prange
 from attnplug.ops.common.pages import capacity, page_rows, table_at
+from attnplug.ops.common.pipeline import Loop, stages_that_fit
 from attnplug.ops.common.reference import reference_rows, sinks_on_cpu
 from attnplug.ops.common.rows import NO_MASK, mask_bytes, row_step, rows_on_cpu
 from attnplug.ops.common.sizes import cdiv, next_power_of_two
@@ -279,6 +280,9 @@ def launch_gather_attention(
     page = 0 if table is None else k.shape[2]
     plain = key_mask is None and index is not None
     ahead, stages = looked_up(plan, keys, block, page, plain)
+    loop = Loop(max(16, next_power_of_two(group)), plan.tile, stages)
+    row_bytes = next_power_of_two(width) * q.element_size()
+    shared = row_bytes, q.element_size(), card(q.device).shared, key_mask is not None
     kernels.attend_kept.run(
         grid=(plan.splits, kv_heads * queries, batch),
         warmup=False,
@@ -305,7 +309,7 @@ def launch_gather_attention(
         mask_stride=0 if key_mask is None else key_mask.stride(0),
         table_stride=None if table is None else table.stride(0),
         GROUP=group,
-        ROWS=max(16, next_power_of_two(group)),
+        ROWS=loop.rows,
         D=width,
         DP=next_power_of_two(width),
         BLOCK=block,
@@ -314,7 +318,7 @@ def launch_gather_attention(
         K=listed,
         LIST=next_power_of_two(max(1, listed)),
         TILE=plan.tile,
-        STAGES=stages,
+        STAGES=stages_that_fit(loop, *shared),
         AHEAD=ahead,
         CAPPED=softcap > 0,
         FUSED=fused,

@@ -21,6 +21,7 @@ from attnplug.ops.common.checks import check_sinks
 from attnplug.ops.common.define import define_op, refuse_gradients, require
 from attnplug.ops.common.device import card, early
 from attnplug.ops.common.pages import capacity
+from attnplug.ops.common.pipeline import Loop, stages_that_fit
 from attnplug.ops.common.rows import row_step
 from attnplug.ops.common.sizes import cdiv, next_power_of_two
 from attnplug.ops.common.softmax import base_two
@@ -198,6 +199,10 @@ def _launch_attend(
     factor, cap = base_two(call.scale, call.softcap)
     keys = (call.sink + call.local + call.top_k) * call.block
     ahead, stages = looked_up(attend, keys, call.block, k.shape[2])
+    loop = Loop(max(16, next_power_of_two(group)), attend.tile, stages)
+    near_loop = Loop(loop.rows, whole.tile, whole.stages)
+    found = card(q.device)
+    shared = next_power_of_two(width) * q.element_size(), q.element_size(), found.shared
     attend_rows.run(
         grid=(places * kv_heads, batch),
         warmup=False,
@@ -221,7 +226,7 @@ def _launch_attend(
         table_stride=table.stride(0),
         KV_HEADS=kv_heads,
         GROUP=group,
-        ROWS=max(16, next_power_of_two(group)),
+        ROWS=loop.rows,
         D=width,
         DP=next_power_of_two(width),
         BLOCK=call.block,
@@ -230,16 +235,16 @@ def _launch_attend(
         K=call.top_k,
         LIST=next_power_of_two(max(1, call.top_k)),
         TILE=attend.tile,
-        STAGES=stages,
+        STAGES=stages_that_fit(loop, *shared),
         AHEAD=ahead,
         WHOLE_TILE=whole.tile,
-        WHOLE_STAGES=whole.stages,
+        WHOLE_STAGES=stages_that_fit(near_loop, *shared),
         CAPPED=call.softcap > 0,
         CHAINED=call.top_k > 0,
         LENGTH_STEP=row_step(lengths),
         NEAR_STEP=row_step(near),
         PAGE=k.shape[2],
-        ASM=card(q.device).asm,
+        ASM=found.asm,
         PDL=pdl and call.top_k > 0,
         **{"num_warps": attend.warps, **(dependent if call.top_k > 0 else {})},
     )

@@ -11,6 +11,7 @@ Source: the indexer of "Guess-Verify-Refine: Data-Aware Top-K for Sparse-Attenti
 Blackwell via Temporal Correlation" (docs/papers.md), on quantized keys of its own.
 """
 
+import functools
 from typing import NamedTuple
 
 import numpy as np
@@ -22,6 +23,7 @@ from attnplug.ops.common.define import define_op, refuse_gradients, require
 from attnplug.ops.common.device import card
 from attnplug.ops.common.numba_cache import njit, prange
 from attnplug.ops.common.pages import capacity, check_table, table_at
+from attnplug.ops.common.pipeline import BESIDE
 from attnplug.ops.common.product import add_product
 from attnplug.ops.common.rows import NO_MASK, mask_bytes, row_step, rows_on_cpu
 from attnplug.ops.common.sizes import cdiv, next_power_of_two
@@ -287,6 +289,27 @@ def plain_plan_for(rows: int, size: int, width: int, multiprocessors: int) -> Pl
     return Plan(tile, max(1, min(cdiv(size, tile), 8 * multiprocessors // rows)), 4, 3)
 
 
+@functools.lru_cache(maxsize=1024)
+def fitting(plan: Plan, group: int, width: int, itemsize: int, shared: int) -> Plan:
+    """The plan, with shorter tiles where `shared` bytes of shared memory are not enough. They hold
+    the query, codes of the turns to come, and a tile of float32 keys; 16-bit keys are widened in
+    registers."""
+    padded = next_power_of_two(width)
+    query = dot_rows(plan, group) * padded * itemsize
+    widened = padded * itemsize if itemsize == 4 else 0
+    for tile in (plan.tile, *(x for x in (128, 64, 32) if x < plan.tile)):
+        for stages in sorted({plan.stages, min(2, plan.stages)}, reverse=True):
+            codes = (stages - 1) * tile * (padded + 4)
+            if query + tile * widened + codes + BESIDE <= shared:
+                return plan._replace(tile=tile, stages=stages)
+    return plan._replace(tile=16, stages=1)
+
+
+def dot_rows(plan: Plan, group: int) -> int:
+    """Rows of a query in a product, padded."""
+    return max(8 if plan.keys_first else 16, next_power_of_two(group))
+
+
 def launch_score_tokens(
     q,
     codes,
@@ -317,6 +340,7 @@ def launch_score_tokens(
         plan = plans(batch * heads, size, width, found.processors)
         if table is not None:  # the codes' addresses are loaded, and no such pipeline was compared
             plan = plan._replace(stages=1)
+        plan = fitting(plan, group, width, q.element_size(), found.shared)
     kept = _kept_arguments(keep, plan, size)
     unmasked = table is None and width in (64, 128, 256) and whole_tiles(plan, size, kept["CHUNK"])
     score.run(
@@ -340,7 +364,7 @@ def launch_score_tokens(
         mask_stride=0 if key_mask is None else key_mask.stride(0),
         table_stride=None if table is None else table.stride(0),
         GROUP=group,
-        ROWS=max(8 if plan.keys_first else 16, next_power_of_two(group)),
+        ROWS=dot_rows(plan, group),
         D=width,
         DP=next_power_of_two(width),
         SINK=sink,

@@ -166,6 +166,14 @@ def plan_for(rows: int, size: int, width: int, k: int, multiprocessors: int) -> 
     return fewest_parts(size, k, score._replace(programs=min(score.programs, PROGRAMS)))
 
 
+def fitting(plan: Plan, q: torch.Tensor, codes: torch.Tensor, shared: int) -> Plan:
+    """The plan, where `shared` bytes of shared memory are enough for its tiles of tokens."""
+    group = q.shape[1] // codes.shape[1]
+    return plan._replace(
+        score=scoring.fitting(plan.score, group, q.shape[3], q.element_size(), shared)
+    )
+
+
 def fewest_parts(size: int, k: int, score: scoring.Plan) -> Plan | None:
     """The plan with the fewest parts that fit the registers and the slots, if there is one."""
     plans = [plan_of(k, score, each) for each in range(1, 33)]
@@ -199,7 +207,9 @@ def launch_top_tokens(
     if rows == 0:
         return
     found = card(q.device)
-    plan = plan or plan_for(rows, size, q.shape[3], k, found.processors)
+    if plan is None:
+        plan = plan_for(rows, size, q.shape[3], k, found.processors)
+        plan = plan and fitting(plan, q, codes, found.shared)
     if scores is None:
         scores = q.new_empty((rows, size), dtype=torch.float32)
     step = (q, codes, steps, sink, window, lengths, start, key_mask, scores)

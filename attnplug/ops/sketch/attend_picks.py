@@ -8,6 +8,8 @@ over the picks i of a piece of the list; the lower ones have a share below `cut`
 taken from the scan's sums: what is left is what nobody reads. E / G calibrates that.
 """
 
+import functools
+
 import numpy as np
 import torch
 
@@ -15,6 +17,7 @@ from attnplug.errors import ArgumentError
 from attnplug.ops.common.define import define_op, refuse_gradients, require
 from attnplug.ops.common.device import card, early
 from attnplug.ops.common.numba_cache import njit, prange
+from attnplug.ops.common.pipeline import Loop
 from attnplug.ops.common.reference import reference_kept
 from attnplug.ops.common.sizes import cdiv
 from attnplug.ops.common.softmax import LOG2E, base_two
@@ -219,6 +222,16 @@ def _cpu(
 # --- CUDA ------------------------------------------------------------------------------------
 
 
+@functools.cache
+def _tile(rows: int, padded: int, itemsize: int, shared: int) -> int:
+    """Picks that a program attends to at once: TILE, or as many as `shared` bytes are enough for.
+    A step's keys and values are loaded together, as in a pipeline of two stages."""
+    tile = TILE
+    while tile > 16 and Loop(rows, tile, 2).shared(padded * itemsize, itemsize) > shared:
+        tile //= 2
+    return tile
+
+
 def launch_attend_picks(
     q,
     k,
@@ -245,10 +258,11 @@ def launch_attend_picks(
     batch, heads, _, width = q.shape
     kv_heads, size = fine.shape[1:3]
     group = heads // kv_heads
-    pdl, dependent = early(q.device)
+    found, (pdl, dependent) = card(q.device), early(q.device)
     q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k, v))
     factor, cap = base_two(scale, softcap)
-    tiles = tiles_of(picks.shape[2], pieces)
+    tiles, rows = tiles_of(picks.shape[2], pieces), max(16, triton.next_power_of_2(group))
+    tile = _tile(rows, triton.next_power_of_2(width), q.element_size(), found.shared)
     kernels.attend.run(
         grid=(pieces, kv_heads, batch),
         warmup=False,
@@ -274,21 +288,21 @@ def launch_attend_picks(
         k_strides=k.stride()[:3],
         v_strides=v.stride()[:3],
         GROUP=group,
-        ROWS=max(16, triton.next_power_of_2(group)),
+        ROWS=rows,
         HEADS=max(8, triton.next_power_of_2(group)),
         D=width,
         DP=triton.next_power_of_2(width),
         R4=2 * fine.shape[3],
         R2=4 * coarse.shape[3],
-        TILE=TILE,
-        TILES=tiles,
+        TILE=tile,
+        TILES=tiles * TILE // tile,
         CAPPED=softcap > 0,
-        ASM=card(q.device).asm,
+        ASM=found.asm,
         CHAINED=chained,
         FETCHED=fetched,
         PDL=pdl,
         num_warps=warps,
-        maxnreg=REGISTERS if tiles > 1 and warps == 4 and group <= 16 else None,
+        **found.limit(REGISTERS if tiles > 1 and warps == 4 and group <= 16 else None),
         **dependent,
     )
 

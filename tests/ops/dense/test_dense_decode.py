@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from attnplug.errors import ArgumentError, GradientError
 from attnplug.ops.dense import dense_decode as op
+from attnplug.ops.dense.plan import Plan, plan_for
 
 SCALE = 0.125
 
@@ -191,7 +192,7 @@ def test_any_plan_gives_the_same(device_path, splits):
         q, (k, v) = random(0, 1, 4, 1, 64).to(device_path[0]), random(1, 2, 1, 2, 300, 64)
         k, v = k.to(device_path[0]), v.to(device_path[0])
         got = torch.full_like(q, torch.nan), q.new_full((1, 4, 1), torch.nan)
-        plan = op.Plan(rows=16, tile=32, splits=splits, warps=4, stages=3, columns=32)
+        plan = Plan(rows=16, tile=32, splits=splits, warps=4, stages=3, columns=32)
         none = (None, None, None)
         op.launch_dense_decode(q, k, v, SCALE, *none, 0, 0.0, None, *got, plan)
     got = tuple(x.cpu() for x in got)
@@ -200,12 +201,12 @@ def test_any_plan_gives_the_same(device_path, splits):
 
 def test_plan_fills_the_machine_once():
     for batch, kv_heads in [(1, 4), (8, 4), (8, 8), (1, 8), (3, 5), (20, 4)]:
-        plan = op.plan_for(batch, 4 * kv_heads, kv_heads, 1, 1 << 20, 128, 2, 132, False)
+        plan = plan_for(batch, 4 * kv_heads, kv_heads, 1, 1 << 20, 128, 2, 132, False, 232448)
         assert 0.9 * 132 <= plan.splits * batch * kv_heads <= 2 * 132
-    assert op.plan_for(1, 28, 4, 1, 1 << 20, 128, 2, 132, True).splits == 66
-    assert op.plan_for(64, 32, 8, 1, 1 << 20, 128, 2, 132, False).splits == 1
+    assert plan_for(1, 28, 4, 1, 1 << 20, 128, 2, 132, True, 232448).splits == 66
+    assert plan_for(64, 32, 8, 1, 1 << 20, 128, 2, 132, False, 232448).splits == 1
     assert (
-        op.plan_for(1, 28, 4, 1, 100, 128, 2, 132, False).splits == 2
+        plan_for(1, 28, 4, 1, 100, 128, 2, 132, False, 232448).splits == 2
     )  # no more than there are tiles
 
 
@@ -305,7 +306,7 @@ def test_ten_thousand_rows_are_repeatable():
     """Pieces cross from one kernel to the next, early launched one: no row may be torn."""
     q = random(0, 1300, 8, 1, 64, dtype=torch.float16).cuda()
     k, v = random(1, 2, 1300, 2, 300, 64, dtype=torch.float16).cuda()
-    plan = op.Plan(rows=16, tile=32, splits=5, warps=4, stages=3, columns=32)
+    plan = Plan(rows=16, tile=32, splits=5, warps=4, stages=3, columns=32)
     first = None
     for _ in range(20):
         out, lse = torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)

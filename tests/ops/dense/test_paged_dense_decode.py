@@ -11,6 +11,7 @@ from paged_cases import LAYOUTS, close, make, paged
 from attnplug.errors import ArgumentError
 from attnplug.ops import dense_decode
 from attnplug.ops.dense import dense_decode as op
+from attnplug.ops.dense.plan import Plan
 
 SCALE = 0.125
 NAMES = ("scale", "lengths", "start", "key_mask", "window", "softcap", "sinks")
@@ -51,7 +52,7 @@ def test_equals_the_rows_side_by_side(device_path, data):
     plan = None
     if draw(st.booleans()):  # tiles over several pages, and several tiles a page
         tile, splits = draw(st.sampled_from([16, 64])), draw(st.sampled_from([1, 3]))
-        plan = op.Plan(rows=16, tile=tile, splits=splits, warps=4, stages=2, columns=32)
+        plan = Plan(rows=16, tile=tile, splits=splits, warps=4, stages=2, columns=32)
     want = dense_decode(q, *pages.rows, scale=SCALE, lengths=pages.lengths, **options)
     close(attend(device_path, q, pages, plan, **options), want)
 

@@ -7,6 +7,8 @@ from typing import NamedTuple
 
 import torch
 
+from attnplug.ops.common.device import card
+from attnplug.ops.common.pipeline import Loop, loop_that_fits
 from attnplug.ops.common.rows import row_step
 from attnplug.ops.common.sizes import cdiv, next_power_of_two
 from attnplug.ops.common.triton import tl, triton
@@ -305,10 +307,13 @@ def unit_last(x: torch.Tensor) -> torch.Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def _configuration(dim: int, dtype: torch.dtype, query_block: int, block: int) -> dict[str, int]:
-    """Tile sizes and pipelining. A tile of keys lies in one key block wherever a power of two of at
-    least 16 divides the block: its address is then one scalar, the fast way. (H200, 128K tokens,
-    D=128, bf16: 430 TFLOP/s; a tile of 128 keys gathered from two blocks, 8 warps: 407.)"""
+def _configuration(
+    dim: int, dtype: torch.dtype, query_block: int, block: int, shared: int
+) -> dict[str, int]:
+    """Tile sizes and pipelining within `shared` bytes of shared memory. A tile of keys lies in one
+    key block wherever a power of two of at least 16 divides the block: its address is then one
+    scalar, the fast way. (H200, 128K tokens, D=128, bf16: 430 TFLOP/s; a tile of 128 keys gathered
+    from two blocks, 8 warps: 407.)"""
     if dtype == torch.float32:
         rows, keys, warps, stages = 64, 32, 4, 1 if dim > 128 else 2
     elif dim > 128:
@@ -321,7 +326,12 @@ def _configuration(dim: int, dtype: torch.dtype, query_block: int, block: int) -
     else:
         stages = 1  # gathered key numbers: see the unpipelined loop in the kernel
     rows = min(rows, max(16, next_power_of_two(query_block)))
-    return dict(M=rows, N=keys, num_warps=warps if rows > 32 else 4, num_stages=stages)
+    itemsize = dtype.itemsize
+    loop = loop_that_fits(
+        Loop(rows, keys, stages), next_power_of_two(dim) * itemsize, itemsize, shared
+    )
+    warps = warps if loop.rows > 32 else 4
+    return dict(M=loop.rows, N=loop.keys, num_warps=warps, num_stages=loop.stages)
 
 
 def build_lists(index, query_block, block, sink, window, lengths, start, queries, keys):
@@ -382,7 +392,8 @@ def launch_triton(
     keys, kv_heads, blocks = k.shape[2], k.shape[1], lists.shape[2]
     q, k, v = unit_last(q), unit_last(k), unit_last(v)
     mask = None if key_mask is None else unit_last(key_mask).view(torch.uint8)
-    chosen = configuration or _configuration(dim, q.dtype, query_block, block)
+    shared = card(q.device).shared
+    chosen = configuration or _configuration(dim, q.dtype, query_block, block, shared)
     spec = Spec(
         LENGTH_STEP=row_step(lengths),
         START_STEP=row_step(start),

@@ -5,6 +5,8 @@ from typing import NamedTuple
 
 import torch
 
+from attnplug.ops.common.device import card
+from attnplug.ops.common.pipeline import Loop, loop_that_fits
 from attnplug.ops.common.rows import row_step
 from attnplug.ops.common.sizes import cdiv, next_power_of_two
 from attnplug.ops.common.triton import tl, triton
@@ -331,9 +333,10 @@ def _kernel(
         fill_lists(INDEX, SCORE, exists, EXACT_K + counts[1], TOP_K)
 
 
-def configuration(head_dim, itemsize, block, top_k, algorithm, packed_rows):
-    """Tile rows and keys, warps and stages, measured on an H200 in bfloat16. `head_dim` is a power
-    of two, `packed_rows` counts the rows of all tiles of the call."""
+def configuration(head_dim, itemsize, block, top_k, algorithm, packed_rows, shared):
+    """Tile rows and keys, warps and stages, measured on an H200 in bfloat16; smaller tiles where
+    a program has fewer `shared` bytes. `head_dim` is a power of two, `packed_rows` counts the rows
+    of all tiles of the call."""
     rows, keys, warps, stages = 128, max(block, 64) if top_k else 64, 8, 3
     light = algorithm == "estimated" if top_k else head_dim == 64 or packed_rows < 128 * 2048
     if itemsize == 4:
@@ -344,7 +347,9 @@ def configuration(head_dim, itemsize, block, top_k, algorithm, packed_rows):
         rows, warps = 64, 4
     while stages > 1 and head_dim * itemsize * (rows + 2 * keys * stages) > 200_000:
         stages -= 1
-    return rows, keys, warps, stages
+    loop = Loop(rows, keys, stages)
+    loop = loop_that_fits(loop, head_dim * itemsize, itemsize, shared, block if top_k else 16)
+    return loop.rows, loop.keys, warps, loop.stages
 
 
 def launch_triton(
@@ -375,7 +380,13 @@ def launch_triton(
     tree = top_k > 0 and algorithm == "tournament"
     width = next_power_of_two(dim)
     M, N, warps, stages = configuration(
-        width, q.element_size(), block, top_k, algorithm, batch * heads * out.shape[2]
+        width,
+        q.element_size(),
+        block,
+        top_k,
+        algorithm,
+        batch * heads * out.shape[2],
+        card(q.device).shared,
     )
     exact = {"exact": top_k, "tournament": 0, "estimated": min(exact_k, top_k)}[algorithm]
     spec = Spec(
