@@ -44,6 +44,10 @@ class WeightsUnavailableError(AttnplugError, OSError):
     """The weights of a named model are neither in the cache nor to be fetched."""
 
 
+class CardError(AttnplugError, RuntimeError):
+    """A kernel wants more of a GPU than it has, such as shared memory."""
+
+
 class HostMemoryError(AttnplugError, MemoryError):
     """A cache that keeps its originals in host memory could not be given any."""
 

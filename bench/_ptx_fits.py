@@ -108,8 +108,8 @@ def _judge(ended: Running, status: int) -> bool:
     ]
     wrong += PRINTED_ERROR.findall(printed)
     if status:
-        last = printed.strip().splitlines()[-1:] or ["nothing printed"]
-        wrong.append(f"ended with {os.waitstatus_to_exitcode(status)}: {last[0]}")
+        said = [x for x in printed.splitlines() if "rror" in x] or ["nothing printed"]
+        wrong.append(f"ended with {os.waitstatus_to_exitcode(status)}: {said[-1]}")
     if not launches:
         wrong.append("launched nothing")
     largest = max((x["shared"] for x in launches), default=0)

@@ -115,6 +115,9 @@ class Driver:
         }
     )
 
+    def launcher_cls(self, *args: Any) -> None:
+        """No launcher: nothing is loaded, let alone launched."""
+
     def get_current_target(self) -> GPUTarget:
         if target.hip:
             return GPUTarget("hip", target.arch, 64)
@@ -167,6 +170,7 @@ def pretend_card() -> None:
     torch.cuda.device = lambda device: contextlib.nullcontext()  # pyright: ignore
     torch.cuda.get_device_properties = properties  # pyright: ignore
     torch.cuda.get_device_capability = lambda device=None: target.capability
+    torch.cuda.get_device_name = lambda device=None: target.name  # pyright: ignore
     triton.runtime.driver.set_active(Driver())  # pyright: ignore
     hook_ops()
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from attnplug.errors import ArgumentError, GradientError
+from attnplug.errors import ArgumentError, CardError, GradientError
 from attnplug.ops.common.first_call import announced
 from attnplug.ops.common.no_triton import refuse
 from attnplug.ops.common.threads import with_threads
@@ -39,7 +39,7 @@ def define_op(
     LIBRARY.define(schema)
     LIBRARY.impl(name, _run(allocate, announced(with_threads(cpu), name, "numba")), "CPU")
     launch = announced(cuda, name, "Triton") if INSTALLED else refuse
-    LIBRARY.impl(name, _run_on_device(allocate, launch), "CUDA")
+    LIBRARY.impl(name, _run_on_device(name, allocate, launch), "CUDA")
     torch.library.register_fake(f"attnplug::{name}", allocate, lib=LIBRARY)
     return getattr(torch.ops.attnplug, name).default
 
@@ -72,15 +72,38 @@ def _run(allocate: Callable[..., Any], fill: Callable[..., None]) -> Callable[..
     return run
 
 
-def _run_on_device(allocate: Callable[..., Any], fill: Callable[..., None]) -> Callable[..., Any]:
+def _run_on_device(
+    name: str, allocate: Callable[..., Any], fill: Callable[..., None]
+) -> Callable[..., Any]:
     run = _run(allocate, fill)
 
     def run_on_device(*args: Any) -> Any:
         # Triton launches on the current device, which need not be the tensors' one.
         with torch.cuda.device(args[0].device):
-            return run(*args)
+            try:
+                return run(*args)
+            except _out_of_resources() as error:
+                raise _card_error(name, args[0].device, error) from error
 
     return run_on_device
+
+
+def _out_of_resources() -> type[Exception]:
+    """What Triton raises where a kernel does not fit the GPU; asked for once something is raised,
+    as attnplug may be imported where Triton is not."""
+    from triton.runtime.errors import OutOfResources
+
+    return OutOfResources
+
+
+def _card_error(name: str, device: torch.device, error: Any) -> CardError:
+    what = f"bytes of {error.name}" if error.name == "shared memory" else error.name
+    card = torch.cuda.get_device_name(device)
+    return CardError(
+        f"{name}: a kernel wants {error.required:,} {what}, and {card} allows {error.limit:,}. "
+        "Smaller heads or blocks want less, and so do 16-bit inputs; `attnplug doctor` says what "
+        "this card lacks."
+    )
 
 
 def refuse_gradients(name: str, *tensors: torch.Tensor | None) -> None:

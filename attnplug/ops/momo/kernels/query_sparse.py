@@ -378,16 +378,10 @@ def launch_triton(
     q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k, v))
     (batch, heads, queries, dim), kv_heads = q.shape, k.shape[1]
     tree = top_k > 0 and algorithm == "tournament"
-    width = next_power_of_two(dim)
-    M, N, warps, stages = configuration(
-        width,
-        q.element_size(),
-        block,
-        top_k,
-        algorithm,
-        batch * heads * out.shape[2],
-        card(q.device).shared,
-    )
+    width, found = next_power_of_two(dim), card(q.device)
+    rows = batch * heads * out.shape[2]
+    shape = width, q.element_size(), block, top_k, algorithm, rows
+    M, N, warps, stages = configuration(*shape, found.shared)
     exact = {"exact": top_k, "tournament": 0, "estimated": min(exact_k, top_k)}[algorithm]
     spec = Spec(
         G=heads // kv_heads,
@@ -405,6 +399,7 @@ def launch_triton(
         HAS_START=start is not None,
         HAS_MASK=key_mask is not None,
         VALUES=values,
+        PRECISION=found.precision,
     )
     tiles = cdiv(out.shape[2] * spec.G, M)
     dummy = lse  # a tensor that the kernel does not read
