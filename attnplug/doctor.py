@@ -7,7 +7,7 @@ import shutil
 import subprocess
 import sys
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from packaging.requirements import Requirement
@@ -18,6 +18,10 @@ from attnplug.models import pretrained
 from attnplug.serve import vllm
 from attnplug.serve.vllm.options import REQUESTS
 
+if TYPE_CHECKING:
+    from attnplug.ops.common.device import Card
+
+HOPPER_SHARED = 232448  # bytes that a program of an H100 and an H200 may have
 Status = Literal["ok", "note", "fail"]
 STYLES = {"ok": "green", "note": "yellow", "fail": "red"}
 
@@ -36,6 +40,30 @@ prefill = Momo(top_k=16, min_tokens=0).attend(AttentionCall(q, k, v, 0.125))
 decode, _ = dense_decode(q[:, :, -1:].contiguous(), k, v, scale=0.125)
 print(max((prefill - want).abs().max().item(), (decode - want[:, :, -1:]).abs().max().item()))
 """
+# What a long prompt asks of a card: momo's prefill and a step of decode, for `tokens` of `width`
+# dimensions a head. Prints the largest error against exact attention of the last 128 queries, as a
+# share of the largest output.
+LONG = """
+import sys, torch
+from attnplug.ops import dense_decode
+from attnplug.policies import AttentionCall, Momo
+tokens, width = map(int, sys.argv[1:])
+device = "cuda" if torch.cuda.is_available() else "cpu"
+torch.manual_seed(0)
+q, k, v = (torch.randn(1, heads, tokens, width).to(device, torch.bfloat16) for heads in (4, 2, 2))
+last, rows = torch.arange(tokens - 128, tokens, device=device), torch.arange(tokens, device=device)
+want = torch.nn.functional.scaled_dot_product_attention(
+    q[:, :, -128:].double(), k.double(), v.double(), attn_mask=rows <= last[:, None],
+    scale=width**-0.5, enable_gqa=True).float()
+call = AttentionCall(q, k, v, width**-0.5)
+prefill = Momo(top_k=1 + tokens // 64, tail=0, min_tokens=0).attend(call)[:, :, -128:]
+decode, _ = dense_decode(q[:, :, -1:].contiguous(), k, v, scale=width**-0.5)
+errors = (prefill - want).abs().max(), (decode - want[:, :, -1:]).abs().max()
+print((max(errors) / want.abs().max()).item())
+"""
+LONG_TOKENS, LONG_WIDTHS = 16384, (128, 256)
+# bfloat16 keeps 8 bits of each weight and value.
+LONG_TOLERANCE = 2e-2
 # momo with every block listed is dense up to rounding; TF32 products on a GPU are the coarsest.
 TOLERANCE = 5e-3
 
@@ -59,6 +87,7 @@ def examine() -> list[Check]:
         _vllm(),
         *_weights(),
         _ops(),
+        *_long_prompts(),
     ]
 
 
@@ -99,9 +128,29 @@ def _gpu() -> Check:
     device = torch.cuda.get_device_properties(0)
     memory = device.total_memory / 2**30
     detail = f"{device.name}, {memory:.0f} GiB, capability {device.major}.{device.minor}"
-    if device.major < 8:
-        return Check("GPU", "note", f"{detail}; bfloat16 needs capability 8.0")
+    from attnplug.ops.common.device import card  # not where torch finds no GPU: it wants Triton
+
+    lacks = missing(card(torch.device("cuda", 0)))
+    if lacks:
+        return Check("GPU", "note", f"{detail}; lacks " + "; ".join(lacks))
     return Check("GPU", "ok", detail)
+
+
+def missing(card: "Card") -> list[str]:
+    """What a card lacks of what the kernels were tuned for, and what attnplug does there."""
+    lacks = []
+    if card.vendor == "nvidia" and not card.mma:
+        lacks.append("products of bfloat16, which need capability 8.0")
+    if not card.asm:
+        lacks.append("NVIDIA's instructions: kernels do without, and were compiled but never run")
+    if not card.pdl:
+        lacks.append("early starts (PDL): each kernel waits for the end of the one before")
+    if not card.wgmma:
+        lacks.append("Hopper's products (wgmma): momo runs its plain kernels")
+    if card.shared < HOPPER_SHARED:
+        kib = f"{card.shared // 1024} of {HOPPER_SHARED // 1024} KiB"
+        lacks.append(f"shared memory, {kib} a program: tiles are smaller, and pipelines shorter")
+    return lacks
 
 
 def _compiler() -> Check:
@@ -142,11 +191,29 @@ def _weights() -> list[Check]:
 
 
 def _ops() -> Check:
-    result = subprocess.run([sys.executable, "-c", SMOKE], capture_output=True, text=True)
+    return _run("ops", TOLERANCE, "of exact attention", SMOKE)
+
+
+def _long_prompts() -> list[Check]:
+    """Where there is a GPU, the ops on a long prompt of each head size: a card that has too little
+    shared memory for one shows it there, and not on a short prompt."""
+    if not torch.cuda.is_available():
+        return []
+    what = f"of the largest output, {LONG_TOKENS:,} tokens in bfloat16"
+    return [
+        _run(f"ops D={width}", LONG_TOLERANCE, what, LONG, str(LONG_TOKENS), str(width))
+        for width in LONG_WIDTHS
+    ]
+
+
+def _run(name: str, tolerance: float, what: str, script: str, *arguments: str) -> Check:
+    """The check that a script makes, which prints an error of momo and dense_decode."""
+    command = [sys.executable, "-c", script, *arguments]
+    result = subprocess.run(command, capture_output=True, text=True)
     if result.returncode != 0:
         lines = [line for line in result.stderr.splitlines() if line.strip()]
-        return Check("ops", "fail", f"exit {result.returncode}: {lines[-1] if lines else ''}")
+        return Check(name, "fail", f"exit {result.returncode}: {lines[-1] if lines else ''}")
     error = float(result.stdout.splitlines()[-1])
     # A NaN is a failure too: it is not below the tolerance.
-    status: Status = "ok" if error < TOLERANCE else "fail"
-    return Check("ops", status, f"momo and dense_decode within {error:.1e} of exact attention")
+    status: Status = "ok" if error < tolerance else "fail"
+    return Check(name, status, f"momo and dense_decode within {error:.1e} {what}")

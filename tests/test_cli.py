@@ -5,10 +5,12 @@ import sys
 import types
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from attnplug import doctor, trace
 from attnplug.cli import app
+from attnplug.ops.common.device import Card
 
 runner = CliRunner(env={"COLUMNS": "200", "NO_COLOR": "1"})
 
@@ -169,6 +171,39 @@ def test_doctor_fails_where_the_ops_do(monkeypatch):
 def test_doctor_fails_where_the_ops_return_nan(monkeypatch):
     monkeypatch.setattr(doctor, "SMOKE", "print('nan')")
     assert [check.status for check in doctor.examine() if check.name == "ops"] == ["fail"]
+
+
+@pytest.mark.parametrize("width", [128, 256])
+def test_doctors_long_prompt_is_exact_attention(width):
+    check = doctor._run("ops", doctor.LONG_TOLERANCE, "", doctor.LONG, "512", str(width))
+    assert check.status == "ok", check.detail
+    assert float(check.detail.split()[-1]) > 0
+
+
+def test_doctor_tries_long_prompts_on_a_gpu_alone(monkeypatch):
+    assert doctor._long_prompts() == []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(doctor, "LONG", "import sys; print(0.5 if sys.argv[2] == '256' else 1e-3)")
+    found = [(check.name, check.status) for check in doctor._long_prompts()]
+    assert found == [("ops D=128", "ok"), ("ops D=256", "fail")]
+    monkeypatch.setattr(doctor, "LONG", "raise SystemExit('CardError: wants 104,448 bytes')")
+    assert all("CardError: wants 104,448" in check.detail for check in doctor._long_prompts())
+
+
+@pytest.mark.parametrize(
+    ("card", "lacks"),
+    [
+        (("nvidia", (9, 0), 132, 232448), []),
+        (("nvidia", (10, 0), 148, 232448), ["wgmma"]),
+        (("nvidia", (8, 9), 128, 101376), ["PDL", "wgmma", "99 of 227 KiB"]),
+        (("nvidia", (7, 5), 40, 65536), ["bfloat16", "PDL", "wgmma", "64 of 227 KiB"]),
+        (("amd", (9, 4), 304, 65536), ["NVIDIA's", "PDL", "wgmma", "64 of 227 KiB"]),
+    ],
+)
+def test_doctor_says_what_a_card_lacks(card, lacks):
+    found = doctor.missing(Card.made(*card))
+    assert len(found) == len(lacks)
+    assert all(word in said for word, said in zip(lacks, found, strict=True))
 
 
 def test_doctor_names_a_package_that_is_too_old(monkeypatch):
