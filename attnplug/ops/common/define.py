@@ -14,7 +14,7 @@ from attnplug.errors import ArgumentError, CardError, GradientError
 from attnplug.ops.common.first_call import announced
 from attnplug.ops.common.no_triton import refuse
 from attnplug.ops.common.threads import with_threads
-from attnplug.ops.common.triton import INSTALLED
+from attnplug.ops.common.triton import INSTALLED, OutOfResources
 
 # Kept alive for the life of the process: torch forgets the ops when the Library is collected.
 LIBRARY = torch.library.Library("attnplug", "DEF")
@@ -82,18 +82,10 @@ def _run_on_device(
         with torch.cuda.device(args[0].device):
             try:
                 return run(*args)
-            except _out_of_resources() as error:
+            except OutOfResources as error:
                 raise _card_error(name, args[0].device, error) from error
 
     return run_on_device
-
-
-def _out_of_resources() -> type[Exception]:
-    """What Triton raises where a kernel does not fit the GPU; asked for once something is raised,
-    as attnplug may be imported where Triton is not."""
-    from triton.runtime.errors import OutOfResources
-
-    return OutOfResources
 
 
 def _card_error(name: str, device: torch.device, error: Any) -> CardError:

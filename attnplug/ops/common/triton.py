@@ -33,6 +33,7 @@ if TYPE_CHECKING or INSTALLED:
     )
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
     from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+    from triton.runtime.errors import OutOfResources
 else:
     from attnplug.ops.common.no_triton import ABSENT, language, triton
 
@@ -41,8 +42,13 @@ else:
     warpgroup_mma = warpgroup_mma_wait = TensorDescriptor = ABSENT
     gdc_launch_dependents = gdc_wait = ABSENT
 
+    class OutOfResources(Exception):
+        """Nothing raises it here."""
+
+
 __all__ = [
     "INSTALLED",
+    "OutOfResources",
     "TensorDescriptor",
     "fence_async_shared",
     "gdc_launch_dependents",

@@ -11,7 +11,6 @@ Sources: Dao et al., Flash-Decoding for long-context inference (2023); online so
 Gimelshein, arXiv:1805.02867; sinks as in gpt-oss.
 """
 
-
 import numpy as np
 import torch
 
