@@ -21,13 +21,15 @@ from attnplug.ops.certified.certified_attention import MAX_RANKING
 from attnplug.ops.certified.scratch import SETS
 from attnplug.ops.common.checks import BLOCKS
 from attnplug.policies._certified_layer import HEADS, CertifiedLayer
-from attnplug.policies.crossover import DenseBelow
+from attnplug.policies.crossover import NEVER, DenseBelow
 from attnplug.policies.dense import Dense
 
-# Caches below so many tokens keep their originals on the device and are read by `dense`: one query
-# a sequence that promotes two blocks is as fast from 64K on, on an H200
-# (bench/results/certified.json).
-CROSSOVER = {"cuda": 65536, "cpu": 4096}
+# Caches below so many tokens keep their originals on the device and are read by `dense`. On an H200
+# one query a sequence that promotes two blocks of 64 is as fast from 64K on. The default is slower
+# for one sequence at every length, and for four from 128K on (bench/results/certified.json): it
+# serves where min_tokens asks. On a CPU all options were slower at every length that was tried.
+CROSSOVER = {"cuda": 65536, "cpu": 524288}
+TIMED = {"block": 64, "k_min": 2}  # of the steps that pay: the block, and the most of k_min
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,7 +46,8 @@ class Certified(DenseBelow):
     scratch: slots of the GPU, for each row and KV head, that keep what was read of the host's
     originals. A slot has a block's keys or its values. All slots take at most a sixteenth of the
     originals. 0: none, as where no more than k_min blocks are promoted.
-    min_tokens: caches below so many tokens are dense.
+    min_tokens: caches below so many tokens are dense. None: every cache is, unless the other
+    options promote so few blocks that a step was measured to be as fast as dense.
     """
 
     block: int = 64
@@ -84,15 +87,20 @@ class Certified(DenseBelow):
         self.check_min_tokens()
 
     def measured_crossover(self, kind: str) -> int:
-        return CROSSOVER[kind]
+        timed = self.block == TIMED["block"] and self.k_min <= TIMED["k_min"]
+        return CROSSOVER[kind] if timed and self._promotes_k_min else NEVER
+
+    @property
+    def _promotes_k_min(self) -> bool:
+        """Whether a step reads k_min blocks exactly, and no others."""
+        hard = self.value_budget is None and self.tolerance is None
+        return hard and self.v_tol is None and self.coverage == 0 and self.explore == 0
 
     def slots(self, blocks: int) -> int:
         """Slots of the scratch cache of `blocks` blocks. None where k_min blocks are all that is
         promoted: reading these over the link takes less time than looking after them. At most a
         sixteenth of the originals, so that the GPU's share of the cache stays what it promises."""
-        hard = self.value_budget is None and self.tolerance is None
-        few = hard and self.v_tol is None and self.coverage == 0 and self.explore == 0
-        none = few or self.originals == "device"
+        none = self._promotes_k_min or self.originals == "device"
         return 0 if none else min(self.scratch, max(SETS, blocks // 8))
 
     def note(self, shape: LayerShape) -> str:

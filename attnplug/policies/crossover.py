@@ -10,6 +10,9 @@ from attnplug.ops.common.divide_rows import divide_rows
 from attnplug.policies.base import Phase
 from attnplug.policies.dense import Dense
 
+# The crossover of a method that no measured length speaks for: no cache has so many slots.
+NEVER = (1 << 31) - 1
+
 
 class RowCrossover(NamedTuple):
     """From where on a method pays for the rows of one decode step.
@@ -79,7 +82,8 @@ class DenseBelow(Phase):
         return self.row_crossover(device).reachable(rows, size)
 
     def measured_crossover(self, kind: str) -> int:
-        """The crossover on a kind of device, "cpu" or "cuda", with these options."""
+        """The crossover on a kind of device, "cpu" or "cuda", with these options; NEVER where the
+        method was not measured to pay at any length."""
         raise NotImplementedError(f"{type(self).__name__} has no measured_crossover")
 
     def measured_row_crossover(self, kind: str) -> int:
@@ -117,6 +121,11 @@ class DenseBelow(Phase):
     def dense_caches(self, device: torch.device) -> str:
         """Which caches a method with a cache layer of its own runs dense in, for its note."""
         rule = self.row_crossover(device)
+        if rule.row >= NEVER:
+            return (
+                "dense in every cache, as no measured length made it worth while; min_tokens asks "
+                "for it, such as min_tokens=0"
+            )
         batch = f" ({rule.least(8):,} at batch 8)" if rule.row < rule.alone else ""
         small = f" below {rule.alone:,} tokens{batch} and in those" if rule.alone else ""
         return f"dense in caches{small} that attnplug did not make for it"

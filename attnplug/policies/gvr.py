@@ -36,8 +36,9 @@ from attnplug.policies.dense import Dense
 # A cache smaller than this many times the tokens that a step keeps is read whole, and one below so
 # many tokens in any case. On an H200 a layer's step alone pays from about 64K on, but a whole model
 # of 7B is slower than dense at 128K (0.98x) and faster at 1M: its lines cross at about 150K.
+# On a CPU it was slower at every length that was tried, up to 32,768; it waits as long as sketch.
 CROSSOVER_FACTOR = 4
-CROSSOVER_FLOOR = {"cuda": 163840, "cpu": 8192}
+CROSSOVER_FLOOR = {"cuda": 163840, "cpu": 524288}
 GROUPS = ("max", "share")
 
 

@@ -270,8 +270,19 @@ def test_it_composes_with_momo():
 
 def test_note_says_what_is_where():
     shape = LayerShape(4, 2, 64, 0.0, False, torch.device("cuda"))
-    note = Certified().note(shape)
-    assert "originals on the host" in note and "65,536 tokens" in note
+    bound = Certified(tolerance=None, k_min=2, ranking=1, explore=0.0)
+    for policy in (bound, Certified(min_tokens=65536)):
+        note = policy.note(shape)
+        assert "originals on the host" in note and "dense in caches below 65,536 tokens" in note
+    assert "dense in every cache" in Certified().note(shape)
+    assert "min_tokens=0" in Certified().note(shape)
+
+
+def test_without_a_row_that_pays_every_cache_is_dense():
+    device = torch.device("cuda")
+    for policy in (Certified(), Certified(block=16, tolerance=None, explore=0.0), Certified(k_min=3)):
+        assert not any(policy.serves(rows, 1 << 20, device) for rows in (1, 4, 64))
+    assert Certified(min_tokens=0).serves(1, 64, device)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attnplug import Gather, Gvr, Sketch
+from attnplug import Certified, Gather, Gvr, Sketch
 from attnplug.policies import auto, parse
 from attnplug.policies.crossover import RowCrossover
 
@@ -104,6 +104,13 @@ def test_without_rows_of_batches_each_row_counts_alone():
     assert Gvr().row_crossover(CUDA) == (163840, 163840)
     cpu = torch.device("cpu")
     assert Gather().row_crossover(cpu) == (Gather().crossover(cpu),) * 2
+
+
+@pytest.mark.parametrize("method", [Gvr(), Certified(), Certified(tolerance=None, explore=0.0)])
+def test_on_a_cpu_what_lost_at_every_length_waits_as_long_as_sketch(method):
+    cpu = torch.device("cpu")
+    assert method.crossover(cpu) >= Sketch().crossover(cpu) == 524288
+    assert not method.serves(64, 262144, cpu)
 
 
 def rows_of(name: str) -> list[dict]:
