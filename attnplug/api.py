@@ -1,6 +1,7 @@
 """apply, remove, applied and report: a policy on a Hugging Face model and off again."""
 
 import fnmatch
+import logging
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -35,6 +36,7 @@ from attnplug.models.layers import (
     AttentionLayer,
     find_attention_layers,
     has_own_slot,
+    positions,
     takes_cache,
     unwrap,
 )
@@ -43,9 +45,11 @@ from attnplug.models.names import ADDITIVE_NAME, ATTENTION_NAME, ATTENTION_NAMES
 from attnplug.models.switch import SwitchedConfigs, switch_configs
 from attnplug.models.warmup import generate_ahead
 from attnplug.policies import Phase, Policy, parse
+from attnplug.policies.crossover import NEVER, DenseBelow
 from attnplug.reports import LayerReport, Report
 
 STATE = "_attnplug_state"
+LOG = logging.getLogger("attnplug")
 LayerKey = int | range | str
 PolicyLike = str | Phase | Policy
 Policies = PolicyLike | Mapping[LayerKey, PolicyLike]
@@ -74,7 +78,8 @@ def apply(model: Model, policy: Policies, *, fuse: bool | None = None) -> Model:
     attention. The model is changed in place and returned. `torch.compile(fullgraph=True)` and
     generate keep working. `generate` prepares a static cache where transformers can run the model
     on one, unless told otherwise. Where a policy serves no layer, the model computes as it did.
-    `report(model)` says what runs where.
+    `report(model)` says what runs where. Where a method serves only longer prompts or caches than
+    the model can read, the log `attnplug` says so, too.
 
     With `fuse`, steps of attnplug's decode loop compute q, k and v as one matrix product, and an
     MLP's gate and up as another. The weights of each move into one buffer, of which the parameters
@@ -105,7 +110,11 @@ def apply(model: Model, policy: Policies, *, fuse: bool | None = None) -> Model:
     loop = "" if keeps else _loop_text(unserved_model(target, [layer.kind for layer in layers]))
     unfused = "nothing is fused: transformers' loop decodes" if fuse and (keeps or loop) else ""
     notes = keeps, loop, _parallel(layers), _batching(plan), unfused
-    ledger = Ledger(Report(resolver.text, layer_reports, *notes), _LayerMaker(plan), bound)
+    length = _length(target, plan)
+    if length:
+        LOG.warning("%s", length)
+    found = Report(resolver.text, layer_reports, *notes, length=length)
+    ledger = Ledger(found, _LayerMaker(plan), bound)
     for layer, binding in plan:
         setattr(layer.module, BINDING, binding)
     switched = _switched(plan)
@@ -360,6 +369,37 @@ def _batching(plan: list[tuple[AttentionLayer, Binding[Policy]]]) -> str:
     """What continuous batching serves otherwise than generate does, each once."""
     notes = [note for _, x in plan if x.policy is not None for note in x.policy.batching_notes]
     return f"continuous batching: {'; '.join(dict.fromkeys(notes))}" if notes else ""
+
+
+def _length(model: PreTrainedModel, plan: list[tuple[AttentionLayer, Binding[Policy]]]) -> str:
+    """The report's line on methods that begin behind what the model can read, each once."""
+    longest = positions(model.config)
+    if longest is None:
+        return ""
+    notes: dict[str, None] = {}
+    for layer, binding in plan:
+        for slot in ("prefill", "decode"):
+            method = getattr(binding.policy, slot, None)
+            if isinstance(method, DenseBelow):
+                notes |= dict.fromkeys(_too_late(slot, method, layer.shape.device, longest))
+    told = f"this model reads {longest:,} tokens (its config's positions)"
+    return f"length: {told}: {'; '.join(notes)}" if notes else ""
+
+
+def _too_late(slot: str, method: DenseBelow, device: torch.device, longest: int) -> Iterator[str]:
+    """What to say of a method that cannot serve one row of so many tokens, if anything."""
+    rule = method.row_crossover(device)
+    if rule.alone <= longest or rule.row >= NEVER:
+        return
+    what = "prompts" if slot == "prefill" else "caches"
+    if slot == "prefill" or rule.row >= longest:
+        yield f"{method.name} never serves here, as it needs {what} of {rule.alone:,}"
+        return
+    rows = -(-(rule.alone - rule.row) // (longest - rule.row))
+    yield (
+        f"{method.name} never serves a single row, as it needs {what} of {rule.alone:,}; "
+        f"batches of {rows} rows and more reach its crossover"
+    )
 
 
 def _hooked(layer: AttentionLayer, *, first: bool) -> tuple[PolicyHook, torch.nn.Module]:

@@ -31,13 +31,19 @@ BATCHES = (1, 2, 4, 8, 16, 32, 64)
 @dataclasses.dataclass(frozen=True)
 class Shape:
     """What of a model the bill needs: layers of full attention, KV heads, head dimension, bytes of
-    weights that a step reads, and bytes an element of the cache."""
+    weights that a step reads, and bytes an element of the cache. `positions`: the most tokens that
+    the model reads, None where only its shape is known."""
 
     layers: int
     heads_kv: int
     head_dim: int
     weights: float
     itemsize: int = 2
+    positions: int | None = dataclasses.field(default=None, compare=False)
+
+    def reads(self, tokens: int) -> bool:
+        """Whether the model has positions for so many tokens."""
+        return self.positions is None or tokens <= self.positions
 
     def cached(self, tokens: float) -> float:
         """Bytes of keys and values of so many tokens."""
@@ -222,7 +228,7 @@ def shape_of(model: str) -> Shape:
     from transformers import AutoModelForCausalLM
 
     from attnplug.models import pretrained
-    from attnplug.models.layers import config_heads
+    from attnplug.models.layers import config_heads, positions
 
     try:
         config = pretrained.text_config(model)
@@ -238,7 +244,8 @@ def shape_of(model: str) -> Shape:
         count -= network.get_input_embeddings().weight.numel()
     types = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
     _, heads_kv, dim = config_heads(config)
-    return Shape(types.count("full_attention"), heads_kv, dim, 2 * count)
+    full = types.count("full_attention")
+    return Shape(full, heads_kv, dim, 2 * count, positions=positions(config))
 
 
 def read_options(context: str, batch: int, policy: str) -> tuple[list[int], Gather]:
@@ -282,18 +289,22 @@ def notes(shape: Shape, bill: Bill, policy: Gather, batch: int) -> str:
     if crossover is not None:
         pays = f"pays from {crossover:,} tokens on"
     least = policy.row_crossover(torch.device("cuda")).least(batch)
+    reads = ""
+    if shape.positions is not None:
+        never = f": {policy.name} never serves it" if least > shape.positions else ""
+        reads = f" The model reads {shape.positions:,} tokens{never}; longer contexts are left out."
     return (
         f"By bytes {policy} {pays}. attnplug runs dense in caches below "
-        f"{least:,} tokens. Bill of: {bill.source}."
+        f"{least:,} tokens.{reads} Bill of: {bill.source}."
     )
 
 
 def table(shape: Shape, bill: Bill, policy: Gather, batch: int, contexts: Iterable[int]) -> Table:
-    """Milliseconds a step and the speed-up, for each context."""
+    """Milliseconds a step and the speed-up, for each context that the model reads."""
     printed = Table(title=f"{policy}, batch {batch}")
     for title in ("tokens", "dense ms", "gather ms", "speed-up", "gather tokens/s"):
         printed.add_column(title, justify="right")
-    for tokens in contexts:
+    for tokens in filter(shape.reads, contexts):
         dense, sparse = bill.dense(shape, tokens, batch), bill.gather(shape, tokens, batch, policy)
         printed.add_row(
             f"{tokens:,}",
@@ -307,13 +318,13 @@ def table(shape: Shape, bill: Bill, policy: Gather, batch: int, contexts: Iterab
 
 def gains(shape: Shape, bill: Bill, policy: Gather) -> np.ndarray:
     """Speed-ups `[BATCHES,CONTEXTS]` of what attnplug would run: 1 where that is dense, NaN where
-    the cache does not fit."""
+    the cache does not fit or the model does not read so many tokens."""
     cuda = torch.device("cuda")
     return np.array(
         [
             [
                 math.nan
-                if not bill.fits(shape, n, b)
+                if not (bill.fits(shape, n, b) and shape.reads(n))
                 else 1.0
                 if not policy.serves(b, n, cuda)
                 else bill.speedup(shape, n, b, policy)
@@ -326,7 +337,7 @@ def gains(shape: Shape, bill: Bill, policy: Gather) -> np.ndarray:
 
 def draw_map(shape: Shape, bill: Bill, policy: Gather, path: Path) -> None:
     """Context across, batch up, the speed-up as colour and number; grey where it runs dense, empty
-    where the cache does not fit."""
+    where the cache does not fit, or is longer than what the model reads."""
     from matplotlib import colormaps
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

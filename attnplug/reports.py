@@ -25,7 +25,8 @@ class Report:
     which heads a rank holds under tensor parallelism. `batching` says what continuous batching
     serves otherwise than generate does. `fused` says which projections the last call's steps
     multiplied at once, and why not others. `steps` says when the steps of generate will be compiled
-    ("" where they are, or are not to be). `str()` gives text, `table()` a rich table."""
+    ("" where they are, or are not to be). `length` says which methods serve only prompts or caches
+    that are longer than what the model can read. `str()` gives text, `table()` a rich table."""
 
     policy: str
     layers: tuple[LayerReport, ...]
@@ -35,6 +36,7 @@ class Report:
     batching: str = ""
     fused: str = ""
     steps: str = ""
+    length: str = ""
 
     def table(self) -> Table:
         """The report as a rich table; runs of layers alike but for their index share a row."""
@@ -53,7 +55,15 @@ class Report:
         return "\n".join([*lines, *self._notes()])
 
     def _notes(self) -> list[str]:
-        notes = self.parallel, self.cache, self.loop, self.batching, self.fused, self.steps
+        notes = (
+            self.length,
+            self.parallel,
+            self.cache,
+            self.loop,
+            self.batching,
+            self.fused,
+            self.steps,
+        )
         return [note for note in notes if note]
 
     def _spans(self) -> list[tuple[str, LayerReport]]:

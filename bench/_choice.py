@@ -7,7 +7,8 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from _plots import Row
+from _plots import Row, bare
+from _served import is_served
 
 from attnplug.eval.tasks import TASKS
 
@@ -17,7 +18,7 @@ NEEDS = (
     ("decode at nearly constant cost", "gather"),
     ("decode that finds single tokens", "gvr"),
     ("the same, and nothing is dropped", "sketch"),
-    ("half the cache's GPU memory, with proof", "certified"),
+    ("half the cache's GPU memory, with proof", "certified(min_tokens=0)"),
 )
 LENGTHS = {32768: "32K", 131072: "128K", 1 << 20: "1M"}
 MODELS = {
@@ -25,7 +26,7 @@ MODELS = {
     "gemma3-270m": ("quality: Gemma 3 270M, 32K", 32768),
 }
 MEMORY_AT = 131072
-NONE = "not yet"
+NONE, DENSE = "not yet", "runs dense"
 
 
 def choice(timing: Sequence[Row], quality: Sequence[Row], pages: str) -> str:
@@ -34,10 +35,11 @@ def choice(timing: Sequence[Row], quality: Sequence[Row], pages: str) -> str:
     heads += [f"one layer's speed at {name}" for name in LENGTHS.values()]
     heads.append(f"cache memory at {LENGTHS[MEMORY_AT]}")
     lines = [heads, ["---"] * len(heads)]
-    for need, policy in NEEDS:
-        cells = [need, f"[`{policy}`]({pages}/{policy}.md)"]
+    for need, asked in NEEDS:
+        policy = bare(asked)
+        cells = [need, f"[`{asked}`]({pages}/{policy}.md)"]
         cells += [_kept(quality, policy, model, n) for model, (_, n) in MODELS.items()]
-        cells += [_speed(timing, policy, n) for n in LENGTHS]
+        cells += [_speed(timing, asked, n) for n in LENGTHS]
         lines.append([*cells, _memory(timing, policy)])
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
@@ -69,8 +71,12 @@ def memory_of(timing: Sequence[Row], policy: str, n: int) -> float | None:
     return next((row["memory"] for row in steps if row["policy"] == policy), None)
 
 
-def _speed(timing: Sequence[Row], policy: str, n: int) -> str:
+def _speed(timing: Sequence[Row], asked: str, n: int) -> str:
+    """The cell of what a user writes: its speed, or that it runs dense at that length."""
+    policy = bare(asked)
     ratio = 1.0 if policy == "dense" else speed_of(timing, policy, n)
+    if not is_served({"op": policy, "policy": asked, "batch": 1, "n": n}):
+        return DENSE
     if ratio is None:
         return NONE
     return f"**{ratio:.2f}x**" if ratio > 1 else f"{ratio:.2f}x"

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 from _plots import GRID, INK, MORE, Row, duration, grouped, natural, tokens
+from _served import served
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
@@ -38,9 +39,10 @@ def line_of(policy: str) -> str:
 
 
 def times(timing: Sequence[Row]) -> dict[str, float]:
-    """Microseconds of a policy's step, of dense's too, by its string."""
+    """Microseconds of a policy's step, of dense's too, by its string; of policies that run dense
+    at that length none."""
     found = {}
-    for row in timing:
+    for row in served(timing):
         if all(row[key] == value for key, value in TIMED.items()):
             if row["op"] == "dense_decode":
                 found["dense"] = row["p50_us"]

@@ -3,7 +3,6 @@ against length. Each is of rows alone; one without rows is not drawn."""
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from statistics import fmean
@@ -11,6 +10,7 @@ from typing import NamedTuple
 
 from _choice import is_step, memory_of, speed_of
 from _plots import COLORS, GRID, INK, PEER, PEERS, Row, bare, heads, natural, tokens
+from _served import served
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
@@ -24,15 +24,15 @@ CAPTIONS = {
 }
 DECODES = ("gather", "gvr", "sketch", "certified")
 COLOR = dict(zip(("momo", *DECODES), COLORS, strict=False)) | {"dense": INK}
+# Quality and speed are of one length, the longest that the model's texts have.
 MODEL, MODEL_NAME, MODEL_TOKENS = "gemma3-270m", "Gemma 3 270M", 32768
-SPEED_AT = 131072
 LENGTHS = (8192, 16384, 32768, 131072, 524288, 1 << 20)
 TIMES = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100)  # marked where they are shown
 # what a default's row and those of its other options share, to stand in one panel
 KIND = (
     "op", "case", "n", "batch", "heads_q", "heads_kv", "head_dim", "dtype", "peer", "gpu"
 )  # fmt: skip
-FROM_HOST = re.compile(r"originals=host.* exact (\d\.\d+)")  # share of the heads, as a row tells it
+ASKED = {"certified": "certified(min_tokens=0)"}  # its default serves no cache
 REASON = {"dense": "dense (rounding\nin another order)"}  # why a name's point is where it is
 Named = tuple[float, float, str, str]  # x and y of a point, its name, its color
 
@@ -49,14 +49,15 @@ class Panel(NamedTuple):
 
 
 def draw_story(timing: Sequence[Row], quality: Sequence[Row]) -> dict[str, Figure]:
-    """File name: figure."""
+    """File name: figure. Speeds are those of lengths at which a policy serves."""
     figures: dict[str, Figure] = {}
-    panels = [panel for panel in quality_panels(timing, quality) if panel.timed]
+    shown = served(timing)
+    panels = [panel for panel in quality_panels(shown, quality) if panel.timed]
     if panels:
         figures[QUALITY] = draw_quality_against_speed(panels)
-    lines = speed_lines(timing)
+    lines = speed_lines(shown)
     if lines:
-        figures[SPEED] = draw_speed(lines, recomputed(timing))
+        figures[SPEED] = draw_speed(lines)
     shares = memory_lines(timing)
     if shares:
         figures[MEMORY] = draw_memory(shares, [r for r in timing if is_step(r)])
@@ -89,11 +90,11 @@ def quality_panels(timing: Sequence[Row], quality: Sequence[Row]) -> list[Panel]
 
 
 def timed_alike(timing: Sequence[Row], names: Iterable[str]) -> dict[str, Row]:
-    """By policy the row of its speed at SPEED_AT: of each default, and of its other options where
-    they were timed in the same case, on the same shape and beside the same peer."""
+    """By policy the row of its speed at MODEL_TOKENS: of each default, and of its other options
+    where they were timed in the same case, on the same shape and beside the same peer."""
     found: dict[str, Row] = {}
     for name in names:
-        own = speed_row(timing, name, SPEED_AT)
+        own = speed_row(timing, name, MODEL_TOKENS)
         for row in timing if own else ():
             policy = bare(row.get("policy") or "")
             if all(row[key] == own[key] for key in KIND) and policy.startswith(name):
@@ -141,14 +142,15 @@ def draw_quality_against_speed(panels: Sequence[Panel]) -> Figure:
         axes.set_title(f"{panel.title}: {panel.what}", loc="left", fontsize=11, color=INK)
         axes.set_ylabel(f"mean of {_texts(panel.kept.values())} of {tokens(MODEL_TOKENS)} tokens")
         axes.set_xlabel(
-            f"times as fast as {_dense(rows)}: one layer, {_shape(rows)}, {tokens(SPEED_AT)} tokens"
+            f"times as fast as {_dense(rows)}: one layer, {_shape(rows)}, "
+            f"{tokens(MODEL_TOKENS)} tokens"
         )
         axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}x"))
         _plain(axes)
     figure.get_layout_engine().set(h_pad=0.1)
     figure.suptitle(
-        f"quality of {MODEL_NAME} at {tokens(MODEL_TOKENS)} tokens (bars: intervals of 0.95, where "
-        f"wider than a dot) against one layer's speed at {tokens(SPEED_AT)} tokens, "
+        f"quality of {MODEL_NAME} against one layer's speed, at {tokens(MODEL_TOKENS)} tokens\n"
+        "(bars: intervals of 0.95, where wider than a dot), "
         f"{_machines(row for panel in panels for row in panel.timed.values())}",
         fontsize=12,
     )
@@ -199,21 +201,7 @@ def _by_length(timing: Sequence[Row], policy: str) -> list[Row]:
     return [row for n in LENGTHS if (row := speed_row(timing, policy, n))]
 
 
-def recomputed(timing: Sequence[Row]) -> dict[int, str]:
-    """By length the share of heads that a step of certified's default recomputes from originals in
-    host memory, where there are any: what makes that step's time the link's."""
-    found = {}
-    for row in timing:
-        told = FROM_HOST.search(row["options"])
-        asked = (row.get("policy"), row["case"], row["batch"]) == ("certified", "op", 1)
-        if asked and told and float(told[1]) > 0:
-            found[row["n"]] = f"{float(told[1]):.0%} of them (row of {heads(row)} heads)"
-    return found
-
-
-def draw_speed(
-    panels: Mapping[str, Mapping[str, Sequence[Row]]], from_host: Mapping[int, str]
-) -> Figure:
+def draw_speed(panels: Mapping[str, Mapping[str, Sequence[Row]]]) -> Figure:
     """A line a policy with its last value at its end. Rows of another commit than most of a line's
     are hollow, and lines to them dotted."""
     figure = Figure(figsize=(7.4 * len(panels), 5), layout="constrained", facecolor="white")
@@ -230,7 +218,6 @@ def draw_speed(
         longest = max(row["n"] for row in every)
         ends = [_end(name, rows) for name, rows in lines.items()]
         _name(axes, [*ends, (longest, 1.0, "dense", INK)], at_end=True)
-        _note_recomputed(axes, lines.get("certified", ()), from_host)
         axes.set_ylabel("times as fast as dense")
         axes.set_title(
             f"{title}, {_shape(every)}, {_machines(every)}", loc="left", fontsize=11, color=INK
@@ -273,18 +260,6 @@ def _color(name: str) -> str:
     return COLOR.get(name.partition(",")[0].partition("(")[0], COLORS[0])
 
 
-def _note_recomputed(axes: Axes, rows: Sequence[Row], from_host: Mapping[int, str]) -> None:
-    """Why certified's step is as slow as the link from some length on, at its first point there."""
-    for row in [row for row in rows if row["n"] in from_host][:1]:
-        axes.annotate(
-            f"At {tokens(row['n'])} of random inputs certified\n"
-            f"recomputes heads from originals in\nhost memory: {from_host[row['n']]}",
-            (row["n"], row["ratio"]), (-26, 0), textcoords="offset points", ha="right",
-            va="center", fontsize=9.5, color=COLOR["certified"],
-            bbox=dict(facecolor="white", edgecolor="none", pad=1),
-        )  # fmt: skip
-
-
 def memory_lines(timing: Sequence[Row]) -> dict[str, dict[int, float]]:
     """Policy: one layer's cache as a share of dense's, by length."""
     dense = {n: size for n in LENGTHS if (size := memory_of(timing, "dense", n))}
@@ -313,7 +288,12 @@ def draw_memory(lines: Mapping[str, Mapping[int, float]], steps: Sequence[Row]) 
     axes.yaxis.set_major_formatter(FuncFormatter(lambda share, _: f"{share:.0%}"))
     axes.set_ylabel("share of dense's cache")
     ends = [
-        (max(line), line[max(line)], f"{policy} {line[max(line)]:.0%}", COLOR[policy])
+        (
+            max(line),
+            line[max(line)],
+            f"{ASKED.get(policy, policy)} {line[max(line)]:.0%}",
+            COLOR[policy],
+        )
         for policy, line in lines.items()
     ]
     _name(axes, ends, at_end=True)

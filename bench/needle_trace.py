@@ -31,11 +31,11 @@ BLOCK, LOCAL, DIGITS = 16, 4, 5
 BUDGETS = (8, 32)
 HELD_OUT = range(1000, 1010)
 THRESHOLD = 0.1
-SEARCHES = {"stream": "branches", "bounds": "bounds"}
+SEARCHES = {"stream": "bounds", "branches": "branches"}
 RESULTS = Path(__file__).parent / "results"
 METHODS = {
     "stream": "stream(top_k={k}, block=16)",
-    "bounds": "stream(top_k={k}, block=16, search='bounds')",
+    "branches": "stream(top_k={k}, block=16, search='branches')",
     "momo": "momo(top_k={k}, block=16, query_block=64, tail=0)",
     "gather": "gather(k={k}, sink=1, local=4)",
     "oracle": "the {k} blocks with most attention",

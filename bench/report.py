@@ -11,6 +11,9 @@ filters may say `min_tokens=0`, which is left out: a row is of the method, whate
 row whose ceiling is above 100% makes both forms exit with 1: then the probe is slower than the
 kernel.
 
+README and the plots of speed leave out a row at whose length and batch the policy runs dense of its
+own accord (bench/_served.py). In a page's table `(dense by default)` stands beside its length.
+
 A timing whose code has changed since is marked `stale` in results.md, when this program writes the
 page (bench/stale.py); `--check` leaves these marks out of the comparison, as they follow from git.
 
@@ -56,6 +59,7 @@ from _plots import (
     quality_name,
     tokens,
 )
+from _served import is_served, served
 from _story_plots import draw_story, pictures
 from _tables import Column, scores, table
 from stale import History, NoHistoryError
@@ -70,6 +74,7 @@ TIMING = (
 )  # fmt: skip
 QUALITY = ("study", "task", "model", "n", "trials", "policy")
 RUN = ("gpu", "torch", "triton", "commit", "date")
+BY_DEFAULT = " (dense by default)"  # beside a length
 STALE_MARK = re.compile(r"(?<=\]\(#runs\)) (stale|unknown)(?= \|)")
 MARKED = re.compile(
     r"(<!-- (results|scores|scratch|bounds|choice|story)\b(.*?)-->\n).*?(<!-- /\2 -->)", re.DOTALL
@@ -88,13 +93,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     main_rows = [row for row in quality if not row["study"]]
     if not options.check:
         more = draw_frontiers(quality, timing) | draw_story(timing, quality)
-        images = draw_all(timing, main_rows, options.root / "docs" / "img", more)
+        images = draw_all(served(timing), main_rows, options.root / "docs" / "img", more)
         marks = stale_marks(timing, options.root)
     results = options.root / "docs" / "reference" / "results.md"
     pages = {results: results_page(timing, main_rows, marks)}
-    for page in [options.root / "README.md", *sorted((options.root / "docs").rglob("*.md"))]:
+    readme = options.root / "README.md"
+    for page in [readme, *sorted((options.root / "docs").rglob("*.md"))]:
         if page.exists() and page not in pages:
-            pages[page] = fill_markers(page.read_text(), timing, quality, options.results)
+            shown = served(timing) if page == readme else timing
+            pages[page] = fill_markers(page.read_text(), shown, quality, options.results)
     if options.check and results.exists():
         unmarked = STALE_MARK.sub("", results.read_text())
         pages[results] = results.read_text() if unmarked == pages[results] else pages[results]
@@ -211,12 +218,14 @@ def results_page(
         "the peer's time over ours in the same run: above 1 is faster than the peer. The ceiling\n"
         "is the fraction reached of the measured memory bandwidth or matrix rate, whichever is\n"
         "nearer. Beside a run, `stale` says that code which the row depends on has changed since,\n"
-        "and `unknown` that the repository lacks its commit; both as of the day this was written.",
+        "and `unknown` that the repository lacks its commit; both as of the day this was written.\n"
+        "Beside a length, `dense by default` says that the policy runs dense there of its own\n"
+        "accord. Most of these rows ran it with `min_tokens=0`; the plots leave them out.",
     ]
     for (op, case), each in itertools.groupby(timing, key=lambda row: (row["op"], row["case"])):
         rows = list(each)
         parts.append(f"## {op}" + ("" if case == "op" else f", {case}"))
-        if has_line(rows):
+        if has_line(served(rows)):
             parts.append(f"![{op}: time and ratio against tokens](../img/{image_name(op, case)})")
         run = ("run", lambda row: f"[{runs[_run(row)]}](#runs) {marks.get(id(row), '')}".rstrip())
         parts.append(table(rows, [*TIMING_COLUMNS[2:], run]))
@@ -369,7 +378,7 @@ def _ceiling(row: Row) -> str:
 TIMING_COLUMNS: list[Column] = [
     ("op", lambda row: f"`{row['op']}`"),
     ("case", lambda row: "" if row["case"] == "op" else row["case"]),
-    ("tokens", lambda row: tokens(row["n"])),
+    ("tokens", lambda row: tokens(row["n"]) + ("" if is_served(row) else BY_DEFAULT)),
     ("batch", lambda row: str(row["batch"])),
     ("heads", heads),
     ("D", lambda row: str(row["head_dim"])),

@@ -33,7 +33,7 @@ TRACED = f"momo+stream(top_k={TOP_K})"
 WANTED = {131072: 3.0, 1048576: 15.0}  # issue 6
 LONGEST_US = {1048576: 465e3}  # issue 25: bounds are no slower than branches were
 SHAPE = test_momo.LLAMA
-OPTIONS = {"branches": f"b={BLOCK}, k={TOP_K}", "bounds": f"b={BLOCK}, k={TOP_K}, bounds"}
+OPTIONS = {"bounds": f"b={BLOCK}, k={TOP_K}", "branches": f"b={BLOCK}, k={TOP_K}, branches"}
 
 
 def scored_blocks(n: int) -> int:

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 BENCH = Path(__file__).parent.parent / "bench"
 
@@ -19,6 +20,7 @@ def report(monkeypatch):
         "stale",
         "_plots",
         "_choice",
+        "_served",
         "_tables",
         "_story_plots",
         "_frontier_plot",
@@ -337,22 +339,28 @@ def test_a_row_above_its_ceiling_fails(report, tree, capsys):
 
 
 def step(policy, n, ratio, memory, **changes):
-    row = timing(n, case="step", peer="dense", ratio=ratio, policy=policy, memory=memory)
+    row = timing(n, op=policy, case="step", peer="dense", ratio=ratio, policy=policy, memory=memory)
     return row | changes
+
+
+BOUND = "certified(tolerance=None, explore=0.0)"
 
 
 def choice_rows():
     timings = [
         step(policy, n, ratio, memory * n)
-        for policy, memory, ratio in (("dense", 8, None), ("gvr", 10, 1.5))
+        for policy, memory, ratio in (("dense", 8, None), ("gather", 10, 1.5))
         for n in (32768, 131072)
     ]
     # neither another batch, nor another peer, is what the table speaks of
-    timings += [step("gvr", 1 << 20, 9.0, 1, batch=8), step("gvr", 1 << 20, 9.0, 1, peer="cudnn")]
-    timings.insert(0, step("gvr", 131072, 9.0, 1, batch=8))
+    others = [dict(batch=8), dict(peer="cudnn")]
+    timings += [step("gather", 1 << 20, 9.0, 1, **other) for other in others]
+    timings.insert(0, step("gather", 131072, 9.0, 1, batch=8))
+    timings.append(step("certified", 131072, 0.5, 1))
     shape = dict(op="momo", policy="momo", heads_q=32, heads_kv=8, ratio=4.0)
     timings += [timing(131072, **shape), timing(131072, **shape | dict(ratio=3.0, peer="fa3"))]
-    about = dict(study="", model="gemma3-270m", n=32768, policy="gvr", dense=0.5)
+    timings.append(timing(32768, **shape | dict(ratio=1.5)))
+    about = dict(study="", model="gemma3-270m", n=32768, policy="gather", dense=0.5)
     scores = [
         QUALITY | about | dict(task="needle-prose", value=0.5, trials=50, diff_high=0.1),
         QUALITY | about | dict(task="multi-key", value=0.3, trials=50, diff_high=-0.1),
@@ -367,50 +375,114 @@ def test_which_method_when_is_made_of_one_string_each(report):
     text = "<!-- choice pages=there -->\nold\n<!-- /choice -->"
     shown = report.fill_markers(text, timings, scores)
     kept = "0.400 beside 0.500; 1 of 2 tasks worse; 50 prompts"
-    gvr = f"| [`gvr`](there/gvr.md) | not yet | {kept} | **1.50x** | **1.50x** | not yet | 125% |"
-    assert gvr in shown and "old" not in shown
-    assert "| [`momo`](there/momo.md) | not yet | not yet | not yet | **3.00x** |" in shown
-    assert "| [`gather`](there/gather.md) |" in shown
+    gather = "| [`gather`](there/gather.md) | not yet"
+    assert f"{gather} | {kept} | runs dense | **1.50x** | not yet | 125% |" in shown
+    momo = "| [`momo`](there/momo.md) | not yet | not yet"
+    assert f"{momo} | **1.50x** | **3.00x** |" in shown and "old" not in shown
+    assert "| [`gvr`](there/gvr.md) | not yet | not yet | runs dense | runs dense |" in shown
+    # the string that a user writes to be served
+    certified = "| [`certified(min_tokens=0)`](there/certified.md) | not yet | not yet"
+    assert f"{certified} | not yet | 0.50x |" in shown
 
 
 def test_the_story_is_drawn_of_what_there_is(report):
     plots = sys.modules["_story_plots"]
     timings, _ = choice_rows()
-    kept = QUALITY | dict(task="agreement", model="gemma3-270m", n=32768, policy="gvr", value=0.9)
-    figures = plots.draw_story(timings, [kept])
+    timings.append(step("gather", 1 << 19, 3.0, 10 << 19))
+    timings.append(step("dense", 1 << 19, None, 8 << 19))
+    momo = dict(task="captured-mass", model="gemma3-270m", n=32768, policy="momo", value=0.9)
+    figures = plots.draw_story(timings, [QUALITY | momo])
     assert list(figures) == [plots.QUALITY, plots.SPEED, plots.MEMORY]
     (axes,) = figures[plots.QUALITY].axes
     drawn = [line.get_xydata().tolist() for line in axes.lines]
     assert [[1.5, 0.9]] in drawn and len(drawn) == 3  # and dense's cross-hair
     (axes,) = figures[plots.MEMORY].axes
-    assert [list(line.get_ydata()) for line in axes.lines] == [[1, 1], [1.25, 1.25]]
+    assert [list(line.get_ydata()) for line in axes.lines] == [[1, 1, 1], [1.25, 1.25, 1.25]]
     text = "<!-- story images=img -->\n<!-- /story -->"
-    shown = report.fill_markers(text, timings, [kept])
+    shown = report.fill_markers(text, timings, [QUALITY | momo])
     assert shown.count("![") == 3 and "(img/story-memory.png)" in shown
     assert report.fill_markers(text, [timings[0]], []).count("Not measured yet.") == 1
 
 
+def test_no_plot_of_speed_shows_a_length_where_the_default_runs_dense(report, tree):
+    plots = sys.modules["_story_plots"]
+    lengths = [1 << power for power in (15, 17, 19)]
+    timings = [step(name, n, 2.0, 1) for name in ("gather", "certified") for n in lengths]
+    (decode,) = plots.draw_story(timings, [])[plots.SPEED].axes
+    drawn = [list(line.get_xdata()) for line in decode.lines if line.get_marker() == "o"]
+    assert [x for x in drawn if x] == [lengths[1:]]
+    asked = QUALITY | dict(task="agreement", model="gemma3-270m", n=32768, policy="gather")
+    assert plots.QUALITY not in plots.draw_story(timings, [asked])
+    (tree / "bench" / "results" / "d.json").write_text(json.dumps({"rows": timings}))
+    assert run(report, tree) == 0
+    images = {path.name for path in (tree / "docs" / "img").iterdir()}
+    assert "gather-step.png" in images and "certified-step.png" not in images
+    page = (tree / "docs" / "reference" / "results.md").read_text()
+    assert "certified-step.png" not in page
+
+
+def test_the_readme_has_no_row_where_the_default_runs_dense_and_other_pages_mark_it(report, tree):
+    timings = [
+        step("gather", 32768, 1.4, 1),
+        step("gather", 32768, 3.2, 1, batch=8),
+        step("gather", 131072, 3.4, 1),
+        step("certified", 1 << 20, 0.01, 1),
+        step("certified", 1 << 20, 1.5, 1, options="bound") | {"policy": BOUND},
+        step("gather", 32768, 1.1, 1, case="vllm-decode") | {"policy": "momo+gather"},
+        step("momo", 16384, 1.1, 1, case="vllm-ttft") | {"policy": "momo+gather"},
+        step("momo", 8192, 1.01, 1, case="vllm-ttft") | {"policy": "momo+gather"},
+    ]
+    (tree / "bench" / "results" / "d.json").write_text(json.dumps({"rows": timings}))
+    marker = "<!-- results op=gather,certified,momo peer=dense -->\n<!-- /results -->\n"
+    for page in (tree / "README.md", tree / "docs" / "momo.md"):
+        page.write_text(marker)
+    assert run(report, tree) == 0
+    told = [line.split(" | ") for line in (tree / "README.md").read_text().splitlines()]
+    lines = sorted(line[2:4] for line in told if line[0].startswith("| `"))
+    assert lines == [["128K", "1"], ["16K", "1"], ["1M", "1"], ["32K", "8"]]
+    page = (tree / "docs" / "momo.md").read_text()
+    assert page.count(" (dense by default) | ") == 4
+    assert (
+        "| `gather` | step | 32K (dense by default) | 1 |" in page
+        and "| 1M (dense by default) | 1 |" in page
+    )
+
+
+def test_no_row_of_the_readme_is_of_a_length_where_its_default_runs_dense():
+    """By the crossovers themselves, whatever wrote the table."""
+    from attnplug.policies import methods
+
+    text = (BENCH.parent / "README.md").read_text()
+    table = text.partition("<!-- results ")[2].partition("<!-- /results -->")[0]
+    lines = [line.split(" | ") for line in table.splitlines() if line.startswith("| `")]
+    cuda, units = torch.device("cuda"), {"K": 1 << 10, "M": 1 << 20}
+    told = 0
+    for op, _, length, *_ in lines:
+        method = methods().get(op.strip("| `"))
+        if hasattr(method, "crossover"):
+            assert method().serves(1, int(length[:-1]) * units[length[-1]], cuda), (op, length)
+            told += 1
+    assert told > 9
+
+
 def test_the_story_joins_rows_of_one_kind(report):
     plots = sys.modules["_story_plots"]
-    timings, _ = choice_rows()
-    other = step("gvr(k=9)", 131072, 2.0, 1)
-    timings += [other, other | dict(policy="gvr(k=8)", case="op")]
-    assert list(plots.timed_alike(timings, ["gvr", "sketch"])) == ["gvr", "gvr(k=9)"]
-    about = dict(task="agreement", model="gemma3-270m", n=32768, policy="gvr")
-    of_all, of_one = QUALITY | about, QUALITY | about | dict(study="gvr", trials=50)
-    assert plots._quality([of_one, of_all, of_one], "agreement") == {"gvr": of_all}
+    timings = [step("gather", n, 1.5, 1) for n in (32768, 131072)]
+    other = step("gather", 32768, 2.0, 1) | {"policy": "gather(k=9)"}
+    timings += [other, other | dict(policy="gather(k=8)", case="op")]
+    assert list(plots.timed_alike(timings, ["gather", "sketch"])) == ["gather", "gather(k=9)"]
+    about = dict(task="agreement", model="gemma3-270m", n=32768, policy="gather")
+    of_all, of_one = QUALITY | about, QUALITY | about | dict(study="gather", trials=50)
+    assert plots._quality([of_one, of_all, of_one], "agreement") == {"gather": of_all}
 
 
 def test_the_story_tells_rows_of_other_commits_apart(report):
     plots = sys.modules["_story_plots"]
-    timings = [step("certified", n, 0.5, 1) for n in (8192, 32768)]
-    timings.append(step("certified", 1 << 19, 0.01, 1, commit="old"))
-    told = "originals=host, link 9 MiB, tier 0.5, exact 0.312"
-    timings.append(timing(1 << 19, policy="certified", options=told))
+    timings = [step("gather", n, 2.5, 1) for n in (131072, 1 << 20)]
+    timings.append(step("gather", 1 << 19, 2.01, 1, commit="old"))
     (axes,) = plots.draw_story(timings, [])[plots.SPEED].axes
     hollow = [line for line in axes.lines if line.get_markerfacecolor() == "white"]
-    assert [line.get_xydata().tolist() for line in hollow] == [[[1 << 19, 0.01]]]
-    assert any("512K" in text.get_text() and "31%" in text.get_text() for text in axes.texts)
+    assert [line.get_xydata().tolist() for line in hollow] == [[[1 << 19, 2.01]]]
 
 
 def test_names_stand_apart_and_near(report):

@@ -150,6 +150,29 @@ def config_heads(config: PreTrainedConfig) -> tuple[int, int, int]:
     return heads, getattr(config, "num_key_value_heads", None) or heads, dim
 
 
+def positions(config: PreTrainedConfig) -> int | None:
+    """How many tokens a decoder can read, with what its config says of rope scaling; None where it
+    does not say.
+
+    A scaling's `factor` counts from `original_max_position_embeddings`. Where a linear or dynamic
+    one names no such number, it counts from `max_position_embeddings`, unless the config has a rope
+    for each kind of layer: such a config's positions are those of the whole model, scaling
+    included.
+    """
+    text = config.get_text_config(decoder=True)
+    longest = getattr(text, "max_position_embeddings", None)
+    if type(longest) is not int or longest < 1:
+        return None
+    ropes = getattr(text, "rope_parameters", None) or {}
+    each = [rope for rope in ropes.values() if isinstance(rope, dict)]
+    found = [longest]
+    for rope in each or [ropes]:
+        grows = not each and rope.get("rope_type") in ("linear", "dynamic")
+        original = rope.get("original_max_position_embeddings") or (longest if grows else 0)
+        found.append(int(original * (rope.get("factor") or 1)))
+    return max(found)
+
+
 def _heads(module: torch.nn.Module) -> tuple[int, int]:
     """Query heads and KV heads, of all ranks together."""
     config = _config(module)

@@ -36,8 +36,8 @@ class Stream(Phase):
     blocks' attention. "value": the length of what it adds to the output. of: whose blocks, those
     that the model attends to ("model"), or those that the serving method has picked ("policy"),
     which has blocks of its own. measure: on every so many-th query, how much of dense attention the
-    named blocks hold; 0 measures none. search: how the model's blocks are found, by hierarchical
-    refinement ("branches") or from all blocks' max and min ("bounds").
+    named blocks hold; 0 measures none. search: how the model's blocks are found, from all
+    blocks' max and min ("bounds") or by the paper's hierarchical refinement ("branches").
     """
 
     top_k: int = 32
@@ -46,7 +46,7 @@ class Stream(Phase):
     weights: str = "mass"
     of: str = "model"
     measure: int = 0
-    search: str = "branches"
+    search: str = "bounds"
 
     name: ClassVar[str] = "stream"
     phases: ClassVar[frozenset[str]] = frozenset({"trace"})

@@ -37,8 +37,8 @@ CERTIFIED = Case(
 )
 SKETCH = Case("sketch(k=16, min_tokens=0)", "sketch(min_tokens=0)")
 HOST_SKETCH = Case("sketch(k=16, min_tokens=0, kv='host')", "sketch(min_tokens=0, kv='host')")
-STREAM = "stream(top_k=2, block=16)"
-BOUNDS = "stream(top_k=1, block=16, query_block=16, search='bounds')"
+STREAM = "stream(top_k=1, block=16, query_block=16)"
+BRANCHES = "stream(top_k=2, block=16, search='branches')"
 CASES = {
     "dense": Case("dense", "dense"),
     "auto": Case("auto", "auto"),
@@ -72,17 +72,17 @@ CASES = {
         f"{MOMO.policy}+{HOST_SKETCH.policy}",
         f"{MOMO.exact}+{HOST_SKETCH.exact}",
     ),
-    "sketch+stream": Case(f"{SKETCH.policy}+{BOUNDS}", f"{SKETCH.exact}+{BOUNDS}"),
+    "sketch+stream": Case(f"{SKETCH.policy}+{STREAM}", f"{SKETCH.exact}+{STREAM}"),
     "momo+gather+stream": Case(
-        f"{MOMO.policy}+{GATHER.policy}+{STREAM}",
-        f"{MOMO.exact}+{GATHER.exact}+{STREAM}",
+        f"{MOMO.policy}+{GATHER.policy}+{BRANCHES}",
+        f"{MOMO.exact}+{GATHER.exact}+{BRANCHES}",
     ),
     "prefill=stream": Case(
-        "prefill=stream(top_k=2, block=16, query_block=16)",
-        "prefill=stream(top_k=8, block=16, query_block=16)",
+        f"prefill={STREAM}", "prefill=stream(top_k=8, block=16, query_block=16)"
     ),
-    "prefill=stream by bounds": Case(
-        f"prefill={BOUNDS}", "prefill=stream(top_k=8, block=16, query_block=16, search='bounds')"
+    "prefill=stream by branches": Case(
+        "prefill=stream(top_k=2, block=16, query_block=16, search='branches')",
+        "prefill=stream(top_k=8, block=16, query_block=16, search='branches')",
     ),
 }
 

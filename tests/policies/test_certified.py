@@ -280,7 +280,11 @@ def test_note_says_what_is_where():
 
 def test_without_a_row_that_pays_every_cache_is_dense():
     device = torch.device("cuda")
-    for policy in (Certified(), Certified(block=16, tolerance=None, explore=0.0), Certified(k_min=3)):
+    for policy in (
+        Certified(),
+        Certified(block=16, tolerance=None, explore=0.0),
+        Certified(k_min=3),
+    ):
         assert not any(policy.serves(rows, 1 << 20, device) for rows in (1, 4, 64))
     assert Certified(min_tokens=0).serves(1, 64, device)
 

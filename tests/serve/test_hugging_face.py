@@ -1,40 +1,40 @@
-"""`attnplug serve`: the policy is on the model that transformers' server answers with."""
+"""`attnplug serve`: the policy is on the model that answers, which goes by the names that it was
+given; bad requests are told, and a signal ends the process."""
 
 import concurrent.futures
+import contextlib
 import json
 import os
+import re
+import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.error
 import urllib.request
+from pathlib import Path
 
 import pytest
-from transformers import LlamaConfig, LlamaForCausalLM
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers.utils.import_utils import is_serve_available
 from typer.testing import CliRunner
 
 import attnplug
 from attnplug.cli import app
 from attnplug.serve import hugging_face
+from attnplug.serve.hugging_face.requests import input_problem, messages_problem, problem_of
 
-LOADED = """
-import sys
-from attnplug import api
-from attnplug.serve import hugging_face
-stock = hugging_face.apply
-def applied(model, policy):
-    print("APPLIED", policy, type(model).__name__, flush=True)
-    return stock(model, policy)
-hugging_face.apply = applied
-hugging_face.run(sys.argv[1], sys.argv[2], sys.argv[3:])
-"""
-
-
-def test_batching_is_on_unless_told_otherwise():
-    assert hugging_face.with_batching(["--port", "1"]) == ["--port", "1", "--continuous-batching"]
-    for own in ("--continuous-batching", "--no-continuous-batching"):
-        assert hugging_face.with_batching([own]) == [own]
+NEEDED = pytest.mark.skipif(not is_serve_available(), reason="pip install 'attnplug[serve]'")
+TEMPLATE = (
+    "{% for m in messages %}{% if m.role == 'robot' %}{{ raise_exception('no robots') }}"
+    "{% endif %}{{ m.content }}\n{% endfor %}"
+)
+HELLO = [dict(role="user", content="Hello")]
+ENDS_WITHIN = 20  # seconds, on a machine that others use too
 
 
 def test_a_wrong_policy_does_not_wait_for_weights():
@@ -42,70 +42,266 @@ def test_a_wrong_policy_does_not_wait_for_weights():
     assert result.exit_code == 1 and "gathr" in result.output
 
 
+def test_the_usage_names_attnplugs_own_flags():
+    shown = re.sub(r"\x1b\[[\d;]*m", "", CliRunner().invoke(app, ["serve", "--help"]).output)
+    assert "force_model" not in shown and "serve [OPTIONS] MODEL" in shown
+    for flag in ("--served-model-name", "--host", "--port", "--policy"):
+        assert flag in shown
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(reasoning="maybe"), "reasoning is 'maybe', needs on or off or auto"),
+        (dict(dtype="int3"), "dtype is 'int3', needs auto or float32"),
+        (dict(chat_template_kwargs="[1]"), "needs the JSON text of an object"),
+    ],
+)
+def test_wrong_options_are_told_before_the_weights(options, message):
+    with pytest.raises(attnplug.ArgumentError, match=message):
+        hugging_face.Options(**options)
+
+
 @pytest.mark.skipif(is_serve_available(), reason="the server's packages are here")
 def test_missing_packages_are_named():
     with pytest.raises(attnplug.UnsupportedCallError, match=r"attnplug\[serve\]"):
-        hugging_face.run("smollm2-135m", "dense", [])
+        hugging_face.run("smollm2-135m", "dense")
 
 
-def test_the_policy_is_on_what_the_server_loads(tmp_path):
-    manager = pytest.importorskip("transformers.cli.serving.model_manager").ModelManager
-    sizes = dict(hidden_size=128, intermediate_size=64, num_attention_heads=2, num_hidden_layers=1)
-    LlamaForCausalLM(LlamaConfig(vocab_size=97, **sizes)).save_pretrained(tmp_path)
-    stock = manager._load_model
-    with hugging_face.policy_on_load("gather"):
-        made = manager(device="cpu", dtype="float32")
-        model = made._load_model(f"{tmp_path}@main")
-        assert attnplug.report(model).policy == "gather"
-    assert manager._load_model is stock
+@pytest.mark.parametrize(
+    ("body", "told"),
+    [
+        (dict(temperature=-3), "temperature is -3, needs a number from 0 to 2"),
+        (dict(temperature="hot"), 'temperature is "hot", needs'),
+        (dict(temperature=True), "temperature is true, needs"),
+        (dict(top_p=0), "top_p is 0, needs"),
+        (dict(n=2), "n=2 is not served here; leave it out or give 1"),
+        (dict(logprobs=True), "logprobs=true is not served here"),
+        (dict(response_format={"type": "json_object"}), "response_format="),
+        (dict(max_tokens=0), "max_tokens is 0, needs an integer of at least 1"),
+        (dict(max_completion_tokens=2.5), "max_completion_tokens is 2.5"),
+        (dict(stop=[""]), "stop is"),
+        (dict(logit_bias={"a": 1}), "logit_bias is"),
+        (dict(generation_config="{"), "generation_config is"),
+        (dict(frequency_penalty=-1), "frequency_penalty is -1"),
+    ],
+)
+def test_what_is_not_served_is_told(body, told):
+    assert problem_of(body).startswith(told)
 
 
-def ask(port: int, model: str, text: str) -> str:
-    body = dict(
-        model=model, messages=[dict(role="user", content=text)], max_tokens=8, temperature=0.0
+def test_what_changes_nothing_is_served():
+    asked = dict(n=1, temperature=0, top_p=1, logprobs=False, stop=None, presence_penalty=0.0)
+    asked |= dict(user="me", stream_options={"include_usage": True}, max_tokens=3, seed=-1)
+    assert problem_of(asked | dict(response_format={"type": "text"}, logit_bias={"3": -1})) == ""
+    assert messages_problem(dict(messages=HELLO)) == input_problem(dict(input="Hello")) == ""
+    parts = [dict(role="user", content=[dict(type="text", text="Hello")])]
+    assert messages_problem(dict(messages=parts)) == input_problem(dict(input=parts)) == ""
+
+
+def free_port() -> int:
+    with socket.socket() as asked:
+        asked.bind(("localhost", 0))
+        return asked.getsockname()[1]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory) -> Path:
+    """A model with a token a byte, whose context is long enough to be at work for a while."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {letter: index + 1 for index, letter in enumerate(letters)}
+    tokenizer = Tokenizer(models.BPE(vocab={"<pad>": 0, **vocabulary}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>")
+    fast.chat_template = TEMPLATE
+    torch.manual_seed(0)
+    sizes = dict(hidden_size=128, intermediate_size=64, num_attention_heads=2, num_hidden_layers=2)
+    config = LlamaConfig(
+        vocab_size=300, max_position_embeddings=65536, eos_token_id=None, bos_token_id=None, **sizes
     )
-    request = urllib.request.Request(
-        f"http://localhost:{port}/v1/chat/completions",
-        json.dumps(body).encode(),
-        {"Content-Type": "application/json"},
-    )
-    with urllib.request.urlopen(request, timeout=240) as answer:
-        return json.loads(answer.read())["choices"][0]["message"]["content"]
+    folder = tmp_path_factory.mktemp("served") / "tiny"
+    LlamaForCausalLM(config).save_pretrained(folder)
+    fast.save_pretrained(folder)
+    return folder
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(not is_serve_available(), reason="pip install 'attnplug[serve]'")
-def test_clients_get_the_answers_of_generate(tmp_path):
-    """Three at once, in a process of its own; a covering budget gives stock answers."""
-    port, answers = 8177, {}
-    texts = ["Name three rivers.", "Say hello.", "The quick brown fox jumps. " * 12 + "Who jumps?"]
-    model = str(hugging_face.fetch("smollm2-135m"))
-    for policy, batching in (("dense", "--no-continuous-batching"), ("gather", "")):
-        flags = ["--device", "cpu", "--dtype", "float32", "--port", str(port), "--log-level"]
-        flags += ["error", "--cb-num-blocks", "32", "--cb-block-size", "32"]
-        flags += ["--cb-max-batch-tokens", "512", *([batching] if batching else [])]
-        command = [sys.executable, "-c", LOADED, model, f"{policy}(min_tokens=0)"]
-        command[-1] = policy if policy == "dense" else command[-1]
-        with (tmp_path / "log").open("w") as log:
-            server = subprocess.Popen([*command, *flags], stdout=log, stderr=log, env=os.environ)
-            try:
-                wait_for(port, server)
-                with concurrent.futures.ThreadPoolExecutor() as clients:
-                    asked = [clients.submit(ask, port, model, text) for text in texts]
-                    answers[policy] = [x.result() for x in asked]
-            finally:
-                server.terminate()
-                server.wait(30)
-        assert f"APPLIED {policy}" in (tmp_path / "log").read_text()
-    assert answers["gather"] == answers["dense"] and all(answers["dense"])
+class Server:
+    """`attnplug serve` in a process of its own, without a cache of the hub."""
 
+    def __init__(self, log: Path, model: str, *flags: str):
+        self.port, self.log = free_port(), log
+        command = [sys.executable, "-m", "attnplug", "serve", model, "--port", str(self.port)]
+        command += ["--device", "cpu", "--dtype", "float32", "--cb-num-blocks", "160"]
+        command += ["--cb-block-size", "32", "--cb-max-batch-tokens", "512", *flags]
+        home = dict(HF_HOME=str(log.parent / "no-home"), HF_HUB_OFFLINE="1")
+        with log.open("w") as out:
+            self.process = subprocess.Popen(command, stdout=out, stderr=out, env=os.environ | home)
 
-def wait_for(port: int, server: subprocess.Popen) -> None:
-    for _ in range(600):
-        assert server.poll() is None, "the server ended"
-        try:
-            with urllib.request.urlopen(f"http://localhost:{port}/health", timeout=1):
-                return
-        except (urllib.error.URLError, OSError):
+    def wait(self) -> None:
+        for _ in range(600):
+            assert self.process.poll() is None, self.log.read_text()
+            with contextlib.suppress(urllib.error.URLError, OSError):
+                if self.ask("/health")[0] == 200:
+                    return
             time.sleep(0.3)
-    raise AssertionError("no answer")
+        raise AssertionError(self.log.read_text())
+
+    def ask(self, path: str, **body) -> tuple[int, str]:
+        data = json.dumps(body).encode() if body else None
+        where = f"http://localhost:{self.port}{path}"
+        request = urllib.request.Request(where, data, {"Content-Type": "application/json"})
+        try:
+            with urllib.request.urlopen(request, timeout=120) as answer:
+                return answer.status, answer.read().decode()
+        except urllib.error.HTTPError as error:
+            return error.code, error.read().decode()
+
+    def chat(self, model: str, **more) -> tuple[int, str]:
+        asked = dict(model=model, messages=HELLO, max_tokens=6, temperature=0) | more
+        return self.ask("/v1/chat/completions", **asked)
+
+    def end(self, how: int) -> float:
+        """Seconds from the signal to the end of the process."""
+        begin = time.monotonic()
+        self.process.send_signal(how)
+        self.process.wait(ENDS_WITHIN)
+        return time.monotonic() - begin
+
+
+@contextlib.contextmanager
+def served(folder: Path, model: str, *flags: str):
+    server = Server(folder / "log", model, *flags)
+    try:
+        server.wait()
+        yield server
+    finally:
+        if server.process.poll() is None:
+            server.process.kill()
+            server.process.wait()
+
+
+def counted(text: str, name: str, **labels: str) -> float:
+    """A counter of /metrics, summed over what the labels leave open."""
+    total = 0.0
+    for line in text.splitlines():
+        if line.startswith((f"{name}{{", f"{name} ")):
+            if all(f'{key}="{value}"' in line for key, value in labels.items()):
+                total += float(line.rpartition(" ")[2])
+    return total
+
+
+@NEEDED
+@pytest.mark.slow
+def test_it_answers_to_its_names_tells_bad_requests_counts_and_ends(tmp_path, checkpoint):
+    model, policy = str(checkpoint), "gather(k=1, block=16, sink=1, local=1, min_tokens=40)"
+    with served(tmp_path, model, "--policy", policy, "--served-model-name", "tiny") as server:
+        log = server.log.read_text()
+        assert f"policy {policy}" in log and "layers 0-1 (full)" in log
+        assert "dense in caches below 40 tokens" in log
+        status, answer = server.chat("tiny")
+        assert status == 200 and json.loads(answer)["model"] == "tiny"
+        assert server.chat(model)[1].count('"tiny"') == 1
+        status, answer = server.chat("another")
+        assert status == 404 and "serves tiny and" in json.loads(answer)["error"]["message"]
+        status, answer = server.ask("/v1/models")
+        assert [entry["id"] for entry in json.loads(answer)["data"]] == ["tiny", model]
+        bad = [
+            dict(messages=[]), dict(messages="Hello"), dict(messages=[dict(content="Hello")]),
+            dict(temperature=-3), dict(n=2), dict(messages=[dict(role="robot", content="Hi")]),
+        ]  # fmt: skip
+        for body in bad:
+            status, answer = server.chat("tiny", **body)
+            assert status == 400 and json.loads(answer)["error"]["message"], body
+        assert server.ask("/v1/completions", model="tiny", prompt="")[0] == 400
+        assert server.ask("/v1/responses", model="tiny", input=[])[0] == 400
+        assert server.ask("/load_model", model="gpt2")[0] == 404
+
+        before = server.ask("/metrics")[1]
+        long = dict(messages=[dict(role="user", content="x" * 99)], max_tokens=9)
+        assert server.chat("tiny", **long)[0] == 200  # a prompt of 100 tokens
+        after = server.ask("/metrics")[1]
+
+        def more(name: str, **labels: str) -> float:
+            return counted(after, name, **labels) - counted(before, name, **labels)
+
+        calls = "attnplug_attention_calls_total"
+        assert more("attnplug_prompt_tokens_total") == 100
+        assert more("attnplug_generated_tokens_total") == 9
+        assert more(calls, phase="decode", served_by="gather") == 16  # 8 steps of 2 layers
+        assert more(calls, phase="decode", served_by="dense") == 0
+        assert more(calls, phase="prefill", served_by="dense") == 2
+        assert counted(before, calls, phase="decode", served_by="dense") == 20  # of 6 tokens each
+        assert more("attnplug_time_to_first_token_seconds_count") == 1
+        assert more("attnplug_requests_total", status="200") == 1
+        assert counted(before, "attnplug_requests_total", status="400") == len(bad) + 2
+        server.end(signal.SIGINT)
+        assert server.process.returncode == 0
+
+
+@NEEDED
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("batching", [True, False])
+def test_a_signal_ends_it_with_requests_in_flight(tmp_path, checkpoint, how, batching):
+    flags = [] if batching else ["--no-continuous-batching"]
+    with served(tmp_path, str(checkpoint), "--policy", "dense", *flags) as server:
+        with concurrent.futures.ThreadPoolExecutor() as clients:
+            asked = dict(max_tokens=4000)
+            kinds = [dict(stream=True), dict()]
+            found = [
+                clients.submit(attempt, server, asked | kind)
+                for kind in (kinds if batching else kinds[1:])
+            ]
+            time.sleep(4)
+            assert not any(each.done() for each in found)
+            seconds = server.end(how)
+        assert server.process.returncode == 0 and seconds < ENDS_WITHIN
+        assert threading.active_count() < 20
+
+
+def attempt(server: Server, asked: dict) -> str:
+    try:
+        return str(server.chat(str(server.process.args[4]), **asked))
+    except OSError as error:
+        return repr(error)
+
+
+@NEEDED
+@pytest.mark.slow
+def test_a_port_that_is_taken_is_told(tmp_path, checkpoint):
+    with socket.socket() as taken:
+        taken.bind(("localhost", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        command = [sys.executable, "-m", "attnplug", "serve", str(checkpoint), "--device", "cpu"]
+        found = subprocess.run(
+            [*command, "--port", str(port)], capture_output=True, text=True, timeout=240
+        )
+    assert found.returncode == 1
+    assert f"nothing can listen on localhost, port {port}" in found.stderr
+
+
+@NEEDED
+@pytest.mark.slow
+def test_clients_get_the_answers_of_generate(tmp_path):
+    """Three at once, in a process of its own; a covering budget gives stock answers. By the name
+    that the server was given, though the weights lie in attnplug's cache."""
+    answers, name = {}, "smollm2-135m"
+    texts = ["Name three rivers.", "Say hello.", "The quick brown fox jumps. " * 12 + "Who jumps?"]
+    for policy, flags in (("dense", ["--no-continuous-batching"]), ("gather(min_tokens=0)", [])):
+        with served(tmp_path, name, "--policy", policy, *flags) as server:
+            with concurrent.futures.ThreadPoolExecutor() as clients:
+                asked = [
+                    clients.submit(
+                        server.chat, name, messages=[dict(role="user", content=text)], max_tokens=8
+                    )
+                    for text in texts
+                ]
+                found = [json.loads(each.result()[1]) for each in asked]
+            answers[policy] = [each["choices"][0]["message"]["content"] for each in found]
+            assert {each["model"] for each in found} == {name}
+            assert counted(server.ask("/metrics")[1], "attnplug_generated_tokens_total") == sum(
+                each["usage"]["completion_tokens"] for each in found
+            )
+    assert answers["gather(min_tokens=0)"] == answers["dense"] and all(answers["dense"])

@@ -9,12 +9,6 @@ A search finds up to `top_k` valid blocks of high score. Lists have the total or
 descending, then block ascending). So the same inputs give the same bits on every path, wherever
 the arithmetic is exact.
 
-search="branches", hierarchical, near-linear in the context
-    `top_k` branches divide the interval from the first to the last valid block into equal parts;
-    the first ones get the remainder. ceil(log2(blocks)) times, each branch [a, b) is split at
-    a + ceil((b - a) / 2). The first valid block of a part represents it. The best `top_k` of the
-    parts are kept, by the total order and then (branch, part) ascending. A part that contains its
-    branch's representative has the same score: one new score a branch and iteration.
 search="bounds", flat
     The block of a query block's first query and those behind it are its *own*. Every earlier block
     has a bound, from the block's channelwise max and min over the keys that the masks show:
@@ -26,6 +20,12 @@ search="bounds", flat
     valid earlier blocks of highest bound, ties to the lower block, are scored, and so are the valid
     own ones. The best `top_k` of these are the list: with at most `4 top_k` valid earlier blocks
     the best of all.
+search="branches", hierarchical, near-linear in the context
+    `top_k` branches divide the interval from the first to the last valid block into equal parts;
+    the first ones get the remainder. ceil(log2(blocks)) times, each branch [a, b) is split at
+    a + ceil((b - a) / 2). The first valid block of a part represents it. The best `top_k` of the
+    parts are kept, by the total order and then (branch, part) ascending. A part that contains its
+    branch's representative has the same score: one new score a branch and iteration.
 
 Sources: STREAM (Rosser et al., 2025), appendices A and B; the bound is Quest's (Tang et al., 2024)
 (docs/papers.md).
@@ -63,7 +63,7 @@ def stream_mask(
     start: torch.Tensor | None = None,
     key_mask: torch.Tensor | None = None,
     block_mask: torch.Tensor | None = None,
-    search: str = "branches",
+    search: str = "bounds",
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The key blocks that each query head's query blocks attend to, best first (see above).
 
@@ -84,7 +84,7 @@ def stream_mask(
         key_mask: bool `[B, S]`, False where a key must not be seen.
         block_mask: bool `[B or 1, Hq or 1, NQ, NK]`, False where a query block must not see a key
             block; any strides.
-        search: "branches" or "bounds". "bounds" reads all keys once, whatever T is.
+        search: "bounds" or "branches". "bounds" reads all keys once, whatever T is.
 
     Returns:
         index: int32 `[B, Hq, NQ, top_k]`, NQ = ceil(T / query_block), NK = ceil(S / block); -1

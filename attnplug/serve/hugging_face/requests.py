@@ -1,0 +1,125 @@
+"""What a request may ask, checked before the model sees it: transformers' server passes over some
+of it in silence and ends others with an internal error."""
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+Check = tuple[Callable[[Any], bool], str]  # what a value must be, and how to say it
+
+# Fields that would change the answer and that nothing here serves, with the values that ask for
+# no change.
+UNSERVED: dict[str, tuple[Any, ...]] = {
+    "n": (1,),
+    "best_of": (1,),
+    "logprobs": (False,),
+    "top_logprobs": (0,),
+    "presence_penalty": (0,),
+    "echo": (False,),
+    "response_format": ({"type": "text"},),
+    "tool_choice": ("auto", "none"),
+    "functions": ([],),
+    "function_call": ("auto", "none"),
+    "modalities": (["text"],),
+    "audio": (),
+    "prediction": (),
+    "web_search_options": (),
+}
+
+
+def problem_of(body: Mapping[str, Any]) -> str:
+    """What is wrong with a request, in a sentence, or ""."""
+    for name, harmless in UNSERVED.items():
+        asked = body.get(name)
+        if asked is not None and asked not in harmless:
+            instead = f"; leave it out or give {json.dumps(harmless[0])}" if harmless else ""
+            return f"{name}={json.dumps(asked)} is not served here{instead}"
+    for name, (is_valid, needed) in CHECKS.items():
+        if name in body and body[name] is not None and not is_valid(body[name]):
+            return f"{name} is {json.dumps(body[name])}, needs {needed}"
+    return ""
+
+
+def messages_problem(body: Mapping[str, Any]) -> str:
+    """The same for the messages of a chat."""
+    messages = body.get("messages")
+    if not isinstance(messages, list) or not messages:
+        return "messages is missing or empty, needs a list of at least one message"
+    for place, message in enumerate(messages):
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            return f"messages[{place}] has no role, needs an object with role and content"
+        content = message.get("content")
+        if content is None and message.get("tool_calls"):
+            continue
+        parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
+        for part in parts:
+            if not isinstance(part, dict) or not isinstance(part.get("type"), str):
+                return f"messages[{place}].content has a part without a type"
+            if part["type"] != "text":
+                return f"messages[{place}].content has a part of type {part['type']!r}: only text"
+            if not isinstance(part.get("text"), str):
+                return f"messages[{place}].content is no text, needs a string or parts of text"
+    return ""
+
+
+def prompt_problem(body: Mapping[str, Any]) -> str:
+    """The same for the prompt of a text completion."""
+    prompt = body.get("prompt")
+    if not isinstance(prompt, str) or not prompt:
+        return "prompt is missing or empty, needs one string"
+    return ""
+
+
+def input_problem(body: Mapping[str, Any]) -> str:
+    """The same for the input of a response."""
+    asked = body.get("input")
+    if isinstance(asked, list):
+        return messages_problem({"messages": asked}).replace("messages", "input")
+    if not isinstance(asked, str) or not asked:
+        return "input is missing or empty, needs a string or a list of messages"
+    return ""
+
+
+def _number(value: Any) -> bool:
+    return type(value) in (int, float) and math.isfinite(value)
+
+
+def _positive(value: Any) -> bool:
+    return type(value) is int and value >= 1
+
+
+def is_object(text: Any) -> bool:
+    """Whether a value is the JSON text of an object."""
+    try:
+        return isinstance(text, str) and isinstance(json.loads(text), dict)
+    except ValueError:
+        return False
+
+
+def _is_bias(value: Any) -> bool:
+    if not isinstance(value, dict):
+        return False
+    return all(key.isdigit() and _number(bias) for key, bias in value.items())
+
+
+def _is_stop(value: Any) -> bool:
+    texts = value if isinstance(value, list) else [value]
+    return bool(texts) and all(isinstance(text, str) and text for text in texts)
+
+
+TOKENS: Check = (_positive, "an integer of at least 1")
+CHECKS: dict[str, Check] = {
+    "temperature": (lambda x: _number(x) and 0 <= x <= 2, "a number from 0 to 2"),
+    "top_p": (lambda x: _number(x) and 0 < x <= 1, "a number above 0 and at most 1"),
+    "frequency_penalty": (lambda x: _number(x) and -1 < x <= 2, "a number above -1, at most 2"),
+    "max_tokens": TOKENS,
+    "max_completion_tokens": TOKENS,
+    "max_output_tokens": TOKENS,
+    "seed": (lambda x: type(x) is int, "an integer"),
+    "stream": (lambda x: type(x) is bool, "true or false"),
+    "stop": (_is_stop, "a string, or a list of strings"),
+    "logit_bias": (_is_bias, "an object from token ids to numbers"),
+    "tools": (lambda x: isinstance(x, list), "a list"),
+    "generation_config": (is_object, "the JSON text of an object"),
+}

@@ -1,0 +1,238 @@
+"""The server of `attnplug serve`: transformers' handlers and continuous batching behind routes and
+checks of its own, from loading the model to an orderly end."""
+
+import contextlib
+import importlib.util
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from transformers.utils.import_utils import is_serve_available
+
+from attnplug.api import PolicyLike, apply, report
+from attnplug.errors import ArgumentError, UnsupportedCallError
+from attnplug.models.pretrained import WEIGHTS, fetch
+from attnplug.serve.hugging_face.requests import (
+    input_problem,
+    is_object,
+    messages_problem,
+    problem_of,
+    prompt_problem,
+)
+
+GRACE = 3.0  # seconds that each part of the server has for its end
+# Routes of transformers' server that load, drop and list models: this server has one.
+DROPPED = frozenset({"/load_model", "/reset", "/v1/models"})
+ALLOWED = {
+    "dtype": ("auto", "float32", "float16", "bfloat16"),
+    "quantization": ("bnb-4bit", "bnb-8bit"),
+    "reasoning": ("on", "off", "auto"),
+    "log_level": ("debug", "info", "warning", "error", "critical"),
+}
+
+
+@dataclass(frozen=True)
+class Options:
+    """How to serve; a field of None is transformers' own choice. `served_model_name`: by which name
+    clients may ask for the model, beside the one that it was loaded by. The fields from `device` on
+    are those of transformers' `Serve`."""
+
+    served_model_name: str | None = None
+    host: str = "localhost"
+    port: int = 8000
+    continuous_batching: bool = True
+    device: str | None = None
+    dtype: str | None = None
+    cb_block_size: int | None = None
+    cb_num_blocks: int | None = None
+    cb_max_batch_tokens: int | None = None
+    cb_max_memory_percent: float | None = None
+    quantization: str | None = None
+    trust_remote_code: bool | None = None
+    reasoning: str | None = None
+    chat_template_kwargs: str | None = None
+    default_seed: int | None = None
+    enable_cors: bool | None = None
+    log_level: str | None = None
+
+    def __post_init__(self) -> None:
+        for name, allowed in ALLOWED.items():
+            value = getattr(self, name)
+            if value is not None and value not in allowed:
+                raise ArgumentError(f"serve: {name} is {value!r}, needs {' or '.join(allowed)}")
+        if self.chat_template_kwargs is not None and not is_object(self.chat_template_kwargs):
+            raise ArgumentError("serve: chat_template_kwargs needs the JSON text of an object")
+
+    def given(self) -> dict[str, Any]:
+        """What transformers is to be told."""
+        told = asdict(self)
+        del told["served_model_name"]
+        return {name: value for name, value in told.items() if value is not None}
+
+
+def run(model: str, policy: PolicyLike, options: Options | None = None) -> None:
+    """Serve a model until SIGINT or SIGTERM. `model` is one of `pretrained.names()`, a folder or a
+    hub id. Raises UnsupportedCallError where packages of the server are missing, ArgumentError
+    where it cannot listen, and what `apply` raises for the model.
+
+    Where a step of the model still runs after the grace, the process ends without it.
+    """
+    options = options or Options()
+    if not (is_serve_available() and importlib.util.find_spec("prometheus_client")):
+        raise UnsupportedCallError(
+            "the server needs FastAPI, Uvicorn and prometheus-client: pip install 'attnplug[serve]'"
+        )
+    from transformers.cli.serve import Serve
+
+    source = str(fetch(model)) if model in WEIGHTS else model
+    names = list(dict.fromkeys(filter(None, (options.served_model_name, model))))
+    with _own_app(names, source, policy):
+        serve = Serve(force_model=source, non_blocking=True, **options.given())
+    _wait(serve, names, options)
+    if not _stop(serve):
+        print("attnplug serve: a step was still running; it was not waited for", file=sys.stderr)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)  # a thread of the model's would hold the process for as long as it likes
+
+
+@contextlib.contextmanager
+def _own_app(names: list[str], source: str, policy: PolicyLike) -> Iterator[None]:
+    """Within it, transformers' server puts the policy on the model that it loads, and gets routes
+    and checks of attnplug's."""
+    from transformers.cli.serving import server
+    from transformers.cli.serving.model_manager import ModelManager
+
+    from attnplug.serve.hugging_face.metrics import Metrics
+
+    metrics = Metrics()
+    load, build = ModelManager._load_model, server.build_server
+
+    def load_with_policy(manager: Any, *args: Any, **kwargs: Any) -> Any:
+        model = apply(load(manager, *args, **kwargs), policy)
+        print(report(model), flush=True)
+        metrics.watch(model)
+        return model
+
+    def build_own(*handlers: Any, **more: Any) -> Any:
+        app = build(*handlers, **more)
+        for handler in (*handlers, *more.values()):
+            if hasattr(handler, "_resolve_model"):
+                _adopt(handler, names, source)
+        _add_routes(app, names, metrics)
+        return app
+
+    loader: Any = ModelManager
+    loader._load_model, server.build_server = load_with_policy, build_own
+    try:
+        yield
+    finally:
+        loader._load_model, server.build_server = load, build
+
+
+def _adopt(handler: Any, names: list[str], source: str) -> None:
+    """Have one of transformers' handlers know the model by the server's names, answer by the first
+    of them, and refuse what it would not serve."""
+    from fastapi import HTTPException
+
+    checks: dict[str, Callable[[Any], str]] = {
+        "ChatCompletionHandler": messages_problem,
+        "CompletionHandler": prompt_problem,
+        "ResponseHandler": input_problem,
+    }
+    check = checks.get(type(handler).__name__, lambda body: "")
+    validate, resolve = handler._validate_request, handler._resolve_model
+
+    def validate_request(body: dict[str, Any]) -> None:
+        validate(body)
+        problem = problem_of(body) or check(body)
+        if problem:
+            raise HTTPException(400, problem)
+
+    def resolve_model(body: dict[str, Any]) -> tuple[Any, ...]:
+        asked = body.get("model")
+        if asked is not None and asked not in names:
+            raise HTTPException(404, f"no model {asked!r} here, which serves {' and '.join(names)}")
+        _, *loaded = resolve({**body, "model": source})
+        return names[0], *loaded
+
+    handler._validate_request, handler._resolve_model = validate_request, resolve_model
+
+
+def _add_routes(app: Any, names: list[str], metrics: Any) -> None:
+    """/v1/models and /metrics, errors in OpenAI's form, and a count of the answers."""
+    from fastapi import HTTPException, Request, Response
+    from fastapi.responses import JSONResponse
+    from jinja2 import TemplateError
+
+    created = int(time.time())
+    app.router.routes[:] = [x for x in app.router.routes if x.path not in DROPPED]
+
+    @app.get("/v1/models")
+    def list_models() -> dict[str, Any]:
+        about = {"object": "model", "created": created, "owned_by": "attnplug"}
+        return {"object": "list", "data": [{"id": name} | about for name in names]}
+
+    @app.get("/metrics")
+    def show_metrics() -> Response:
+        return Response(metrics.text(), media_type="text/plain; version=0.0.4")
+
+    @app.exception_handler(HTTPException)
+    async def told(_: Request, error: HTTPException) -> JSONResponse:
+        about = {"message": error.detail, "type": "invalid_request_error"}
+        return JSONResponse({"error": about}, error.status_code)
+
+    @app.exception_handler(TemplateError)
+    async def refused(_: Request, error: TemplateError) -> JSONResponse:
+        about = {"message": f"the chat template: {error}", "type": "invalid_request_error"}
+        return JSONResponse({"error": about}, 400)
+
+    @app.middleware("http")
+    async def count(request: Request, call_next: Any) -> Any:
+        response = await call_next(request)
+        if request.method == "POST":
+            metrics.requests.labels(response.status_code).inc()
+        return response
+
+
+def _wait(serve: Any, names: list[str], options: Options) -> None:
+    """Return when a signal asks for the end. Raises ArgumentError where the server cannot begin."""
+    told = threading.Event()
+    before = {
+        each: signal.signal(each, lambda *_: told.set()) for each in (signal.SIGINT, signal.SIGTERM)
+    }
+    try:
+        while not serve.server.started and serve._thread.is_alive() and not told.wait(0.05):
+            pass
+        if serve.server.started:
+            where = f"http://{options.host}:{options.port}"
+            print(f"{' and '.join(names)} at {where}/v1; {where}/metrics counts", flush=True)
+        elif not told.is_set():
+            raise ArgumentError(
+                f"serve: nothing can listen on {options.host}, port {options.port}; see above"
+            )
+        while serve._thread.is_alive() and not told.wait(0.2):
+            pass
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)
+
+
+def _stop(serve: Any) -> bool:
+    """End requests, batches and the server; False where some thread is still at work."""
+    serve.server.should_exit = True
+    batches = serve._generation_state._cb_manager
+    batching = batches is not None and batches._cb is not None
+    if batching:
+        batches._cb.stop(block=True, timeout=GRACE, hard_stop=True)
+    serve._thread.join(GRACE)
+    serve.server.force_exit = True  # an answer that is still being made is given up
+    serve._thread.join(GRACE)
+    busy = serve._thread.is_alive() or (batching and batches._cb.is_running())
+    # Without batches generate runs on a daemon thread, which nothing can stop in mid-step.
+    return not busy and not serve._generation_state._generate_managers
