@@ -33,9 +33,10 @@ def run(kernel, size):
 def refuse():
     raise ValueError("an error of a launcher")
 
-cases = {"power": run(power, 64), "small": run(product, 32), "large": run(product, 256),
-         "raises": refuse, "nothing": lambda: None}
-name, target = sys.argv[1:]
+cases = {"power": run(power, 64), "product": run(product, 32), "raises": refuse,
+         "nothing": lambda: None}
+name, target, shared = sys.argv[1:]
+_ptx_fits.TARGETS = {target: _ptx_gpu.TARGETS[target]._replace(shared=int(shared))}
 _ptx_fits.model_cases = lambda quick, only: [Case(name, cases[name])]
 _ptx_gpu.pretend()
 sys.exit(_ptx_fits.fits([target], False, None))
@@ -43,24 +44,25 @@ sys.exit(_ptx_fits.fits([target], False, None))
 
 
 @pytest.mark.parametrize(
-    ("name", "target", "said"),
+    ("name", "target", "shared", "said"),
     [
-        ("small", "sm_89", ""),
-        ("small", "gfx942", ""),
-        ("power", "sm_89", ""),
-        ("power", "gfx942", "error: "),  # AMD's assembler says so, and leaves the instruction out
-        ("large", "sm_89", "product wants "),
-        ("raises", "sm_89", "ended with 1: ValueError: an error of a launcher"),
-        ("nothing", "sm_89", "launched nothing"),
+        ("product", "sm_89", 65536, ""),
+        ("product", "gfx942", 65536, ""),
+        ("power", "sm_89", 65536, ""),
+        # AMD's assembler says so, and leaves the instruction out.
+        ("power", "gfx942", 65536, "error: "),
+        ("product", "sm_89", 1000, "of 1000 bytes of shared memory"),
+        ("raises", "sm_89", 65536, "ended with 1: ValueError: an error of a launcher"),
+        ("nothing", "sm_89", 65536, "launched nothing"),
     ],
 )
-def test_a_fault_is_named_and_ends_with_1(name, target, said, tmp_path):
+def test_a_fault_is_named_and_ends_with_1(name, target, shared, said, tmp_path):
     script = tmp_path / "cases.py"
     script.write_text(CASES)
     env = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     env |= {"PYTHONPATH": f"{BENCH.parent}:{BENCH}", "TRITON_CACHE_DIR": str(tmp_path / "cache")}
     found = subprocess.run(
-        [sys.executable, script, name, target], env=env, capture_output=True, text=True
+        [sys.executable, script, name, target, str(shared)], env=env, capture_output=True, text=True
     )
     assert found.returncode == (said != ""), found
     assert said in found.stdout and name in found.stdout, found

@@ -15,6 +15,7 @@ from attnplug.errors import ArgumentError
 from attnplug.ops.common.checks import DTYPES, HEAD_DIMS, check_sequence_inputs
 from attnplug.ops.common.define import define_op, refuse_gradients, require
 from attnplug.ops.common.numba_cache import njit, prange
+from attnplug.ops.common.device import card
 from attnplug.ops.common.rows import NO_MASK, mask_bytes, row_step, rows_on_cpu
 from attnplug.ops.common.triton import triton
 from attnplug.ops.sketch.kernels import codes as kernel_codes
@@ -229,6 +230,7 @@ def launch_encode_keys(k, v, encoder, fine, coarse, odd, progress, lengths, star
         R4=2 * fine.shape[3],
         R2=4 * coarse.shape[3],
         **steps,
+        PRECISION=card(k.device).precision,
         num_warps=4,
     )
     kernels.note.run(

@@ -16,7 +16,7 @@ import torch
 
 from attnplug.errors import ArgumentError
 from attnplug.ops.common.define import define_op, refuse_gradients, require
-from attnplug.ops.common.device import early
+from attnplug.ops.common.device import card, early
 from attnplug.ops.common.rows import mask_bytes, row_step
 from attnplug.ops.common.sizes import cdiv
 from attnplug.ops.common.triton import triton
@@ -279,6 +279,7 @@ class _OverLink:
             CODERS=prepare.ENCODERS,
             LENGTH_STEP=row_step(lengths),
             START_STEP=row_step(start),
+            PRECISION=card(q.device).precision,
             num_warps=4,
         )
 

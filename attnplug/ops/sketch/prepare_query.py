@@ -250,6 +250,7 @@ def launch_prepare_query(
         LENGTH_STEP=row_step(lengths),
         START_STEP=row_step(start),
         PDL=card(q.device).pdl,
+        PRECISION=card(q.device).precision,
         num_warps=warps or (8 if wide > 256 else 4),
         **card(q.device).limit(registers),
     )

@@ -16,6 +16,7 @@ def _coordinates(
     R: tl.constexpr,
     COUNT: tl.constexpr,
     DEPTH: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):
     """COUNT coordinates from `first` on of CHUNK tokens, in steps of their codes, [CHUNK, COUNT];
     NaN where a key is not finite."""
@@ -31,8 +32,8 @@ def _coordinates(
         weight = tl.load(
             encoder + (d0 + d)[:, None] * R + first + c[None, :], mask=inside[:, None], other=0.0
         )
-        # Three products of tf32 parts: keys of 16 bits are exact in one.
-        x = tl.dot(key, weight, x, input_precision="tf32x3")
+        # "tf32x3" is three products of tf32 parts: keys of 16 bits are exact in one.
+        x = tl.dot(key, weight, x, input_precision=PRECISION)
     return x
 
 
@@ -75,6 +76,7 @@ def encode_chunks(
     R4: tl.constexpr,
     R2: tl.constexpr,
     MASKED: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):
     """Codes of chunks begin, begin + step, ... before end of one row's KV head."""
     k_b, k_h, k_s = k_strides
@@ -90,8 +92,8 @@ def encode_chunks(
         if MASKED:
             seen = tl.load(mask_at + at) != 0
         key_at = k + b * k_b + h.to(tl.int64) * k_h + at[:, None] * k_s
-        x = _coordinates(key_at, encoder, seen, 0, D, DP, R, R4, DEPTH)
-        y = _coordinates(key_at, encoder, seen, R4, D, DP, R, R2, DEPTH)
+        x = _coordinates(key_at, encoder, seen, 0, D, DP, R, R4, DEPTH, PRECISION)
+        y = _coordinates(key_at, encoder, seen, R4, D, DP, R, R2, DEPTH, PRECISION)
         low_half, high_half = _halves(_rounded(x, 15.0))
         ab, cd = _halves(_rounded(y, 3.0))
         p0, p1 = _halves(ab)
@@ -140,6 +142,7 @@ def encode(
     R2: tl.constexpr,
     LENGTH_STEP: tl.constexpr,
     START_STEP: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):
     """One program's share of the missing codes of one row's KV head."""
     h = tl.program_id(1)
@@ -174,6 +177,7 @@ def encode(
         R4,
         R2,
         key_mask is not None,
+        PRECISION,
     )
 
 

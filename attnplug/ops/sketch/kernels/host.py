@@ -90,6 +90,7 @@ def stage(
     CODERS: tl.constexpr,
     LENGTH_STEP: tl.constexpr,
     START_STEP: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):
     """The first program of a row's KV head has the fixed part as the step reads it, with the length
     and the mask that it has for itself, but for the new token, which `prepare` puts there; and
@@ -182,6 +183,7 @@ def stage(
             R4,
             R2,
             key_mask is not None,
+            PRECISION,
         )
 
 

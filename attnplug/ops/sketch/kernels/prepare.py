@@ -176,6 +176,7 @@ def prepare(
     LENGTH_STEP: tl.constexpr,
     START_STEP: tl.constexpr,
     PDL: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):
     """One piece of the fixed part, a few columns of the projection, or in the chain the codes of a
     block that has left the fixed part. There the last program clears the chain's histogram and the
@@ -299,4 +300,5 @@ def prepare(
             R4,
             R2,
             key_mask is not None,
+            PRECISION,
         )
