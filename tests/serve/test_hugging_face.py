@@ -44,7 +44,7 @@ def test_a_wrong_policy_does_not_wait_for_weights():
 
 def test_the_usage_names_attnplugs_own_flags():
     shown = re.sub(r"\x1b\[[\d;]*m", "", CliRunner().invoke(app, ["serve", "--help"]).output)
-    assert "force_model" not in shown and "serve [OPTIONS] MODEL" in shown
+    assert "force_model" not in shown and "attnplug serve [OPTIONS]" in shown
     for flag in ("--served-model-name", "--host", "--port", "--policy"):
         assert flag in shown
 
@@ -152,7 +152,7 @@ class Server:
         where = f"http://localhost:{self.port}{path}"
         request = urllib.request.Request(where, data, {"Content-Type": "application/json"})
         try:
-            with urllib.request.urlopen(request, timeout=120) as answer:
+            with urllib.request.urlopen(request, timeout=400) as answer:
                 return answer.status, answer.read().decode()
         except urllib.error.HTTPError as error:
             return error.code, error.read().decode()
@@ -194,7 +194,7 @@ def counted(text: str, name: str, **labels: str) -> float:
 @NEEDED
 @pytest.mark.slow
 def test_it_answers_to_its_names_tells_bad_requests_counts_and_ends(tmp_path, checkpoint):
-    model, policy = str(checkpoint), "gather(k=1, block=16, sink=1, local=1, min_tokens=40)"
+    model, policy = str(checkpoint), "gather(k=1, sink=1, local=1, min_tokens=40)"
     with served(tmp_path, model, "--policy", policy, "--served-model-name", "tiny") as server:
         log = server.log.read_text()
         assert f"policy {policy}" in log and "layers 0-1 (full)" in log

@@ -227,12 +227,12 @@ def _stop(serve: Any) -> bool:
     """End requests, batches and the server; False where some thread is still at work."""
     serve.server.should_exit = True
     batches = serve._generation_state._cb_manager
-    batching = batches is not None and batches._cb is not None
-    if batching:
-        batches._cb.stop(block=True, timeout=GRACE, hard_stop=True)
+    manager = None if batches is None else batches._cb
+    if manager is not None:
+        manager.stop(block=True, timeout=GRACE, hard_stop=True)
     serve._thread.join(GRACE)
     serve.server.force_exit = True  # an answer that is still being made is given up
     serve._thread.join(GRACE)
-    busy = serve._thread.is_alive() or (batching and batches._cb.is_running())
+    busy = serve._thread.is_alive() or (manager is not None and manager.is_running())
     # Without batches generate runs on a daemon thread, which nothing can stop in mid-step.
     return not busy and not serve._generation_state._generate_managers
