@@ -6,7 +6,9 @@ that want nothing of the host in between, as those of the decode loop do. Where 
 step, a graph serves later calls of generate, too, which are about the same memory.
 """
 
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -92,6 +94,19 @@ def _place(value: Any) -> Any:
     return value.data_ptr(), value.shape, value.stride(), value.dtype
 
 
+@contextmanager
+def without_collection() -> Iterator[None]:
+    """Within it Python looks for no cycles: a CUDA graph that it finds in one, of another model or
+    another step, is destroyed, and that ends a capture that is under way."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
 ROOM = 1 << 30  # bytes, more than a step's activations and logits
 
 
@@ -127,7 +142,8 @@ def capture(step: Replay, on: Callable[[], torch.cuda.Stream]) -> Replay:
         with OnStream(current):
             graph.capture_begin(capture_error_mode="thread_local")
         try:
-            found = step()
+            with without_collection():
+                found = step()
         finally:
             graph.capture_end()
     current.wait_stream(stream)

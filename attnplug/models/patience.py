@@ -5,6 +5,7 @@ graph, at 64 tokens a call, and 10 s to compile (docs/log/house.md). So steps ar
 model has decoded as many tokens as make up for it, and before that where nobody could capture them.
 """
 
+import functools
 import logging
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
@@ -41,8 +42,9 @@ class PatientStep:
     turns out that `step` cannot be captured. `begin` starts a call."""
 
     def __init__(self, step: Step, compiled: Callable[[], Step], left: int = PATIENCE):
-        self.step, self.compiled, self.left = step, compiled, left
-        self.now: Step = CapturedStep(self._own)
+        self.compiled, self.left = compiled, left
+        # No cycle, which would have Python destroy the graph at a time of its own.
+        self.now: Step = CapturedStep(functools.partial(_own, step))
 
     def begin(self) -> None:
         """A call of generate begins."""
@@ -63,10 +65,6 @@ class PatientStep:
             _forget_pending(arguments[1].layers)
             return self._compile()(*arguments)
 
-    def _own(self, model: Any, *arguments: Any) -> torch.Tensor | None:
-        with Replayable(model.device) if is_capturing() else nullcontext():
-            return self.step(model, *arguments)
-
     def _compile(self) -> Step:
         self.now = self.compiled()
         return self.now
@@ -79,6 +77,11 @@ class PatientStep:
             "decode steps replay the model's own kernels, and are compiled after "
             f"{max(self.left, 0):,} more; attnplug.warm(model, lengths) does so ahead"
         )
+
+
+def _own(step: Step, model: Any, *arguments: Any) -> torch.Tensor | None:
+    with Replayable(model.device) if is_capturing() else nullcontext():
+        return step(model, *arguments)
 
 
 def is_capturing() -> bool:

@@ -167,3 +167,27 @@ def test_a_gpu_that_must_wait_compiles(monkeypatch, caplog):
         assert tokens_of(model, new=24) == wanted
     assert "cannot be captured" in caplog.text and "asks the device" in caplog.text
     assert isinstance(vars(model)[LOOP].step.now, regional.LayeredStep)
+
+
+@pytest.mark.gpu
+def test_graphs_that_python_finds_in_cycles_end_no_capture():
+    """As those of models that are gone are, while another model's step is captured."""
+
+    def abandon():
+        held: list[object] = [torch.cuda.CUDAGraph()]
+        held.append(held)
+        stream = torch.cuda.Stream()
+        with torch.cuda.graph(held[0], stream=stream):
+            torch.zeros(3, device="cuda")
+
+    def step():
+        cycles = [[] for _ in range(2000)]
+        for each in cycles:
+            each.append(each)
+        return torch.ones(3, device="cuda")
+
+    stream = torch.cuda.Stream()
+    for _ in range(5):
+        abandon()
+        replay = captured.capture(step, lambda: stream)
+        assert replay().tolist() == [1, 1, 1]

@@ -14,8 +14,8 @@ import torch
 from attnplug.errors import ArgumentError
 from attnplug.ops.common.checks import DTYPES, HEAD_DIMS, check_sequence_inputs
 from attnplug.ops.common.define import define_op, refuse_gradients, require
-from attnplug.ops.common.numba_cache import njit, prange
 from attnplug.ops.common.device import card
+from attnplug.ops.common.numba_cache import njit, prange
 from attnplug.ops.common.rows import NO_MASK, mask_bytes, row_step, rows_on_cpu
 from attnplug.ops.common.triton import triton
 from attnplug.ops.sketch.kernels import codes as kernel_codes
