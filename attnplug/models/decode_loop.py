@@ -391,7 +391,8 @@ class Decoding:
         tokens: Any = self.ids[:, :end].clone(memory_format=torch.contiguous_format)
         if not self.config.return_dict_in_generate:
             return tokens
-        return GenerateDecoderOnlyOutput(sequences=tokens, **{CACHE: self.cache})
+        named: dict[str, Any] = {CACHE: self.cache}
+        return GenerateDecoderOnlyOutput(sequences=tokens, **named)
 
 
 def _crops_exactly(layer: Any) -> bool:
