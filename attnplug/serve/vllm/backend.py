@@ -12,7 +12,6 @@ import functools
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-from packaging.version import Version
 from vllm.config import (
     get_current_vllm_config,
     get_current_vllm_config_or_none,
@@ -37,9 +36,8 @@ from vllm.v1.attention.backends.flash_attn import (
 from attnplug.errors import ServeError
 from attnplug.ops.common.divide_rows import divide_rows
 from attnplug.policies import Phase
-from attnplug.serve.vllm import version
 from attnplug.serve.vllm.layer import Far, LayerTraits, ServedLayer, phases_for
-from attnplug.serve.vllm.layout import Pages, pages
+from attnplug.serve.vllm.layout import flash_pages
 from attnplug.serve.vllm.options import check_server, policy_of
 from attnplug.serve.vllm.profile import most_rows, prepare
 from attnplug.serve.vllm.rows import Batch, Run, batch_of
@@ -49,9 +47,6 @@ if TYPE_CHECKING:  # writing files needs packages that serving does not
     from attnplug.serve.vllm.traces import Traced
 
 logger = init_logger("vllm.attnplug")
-# Where FlashAttention stacks keys and values in a cache of five dimensions: outside of the pages
-# before vLLM 0.23, and inside of them later.
-STACKED = 0 if Version(version() or "0") < Version("0.23") else 1
 
 
 class PlugBackend(FlashAttentionBackend):
@@ -125,10 +120,6 @@ class PlugBackend(FlashAttentionBackend):
     @staticmethod
     def get_builder_cls() -> type["PlugBuilder"]:
         return PlugBuilder
-
-
-def _pages(kv_cache: torch.Tensor) -> Pages:
-    return pages(kv_cache, heads_first=False, stacked=STACKED)
 
 
 def _config() -> Any:
@@ -374,7 +365,7 @@ class PlugImpl(FlashAttentionImpl):
 
     def _note(self, served, kv_cache, slots: torch.Tensor | None) -> None:
         if slots is not None:
-            k, _ = _pages(kv_cache)
+            k, _ = flash_pages(kv_cache)
             served.state.update(k, slots)
 
     def forward(
@@ -407,7 +398,7 @@ class PlugImpl(FlashAttentionImpl):
             self._attend(served, layer, query, key, value, kv_cache, m, output, written)
         if served.phases.trace is not None and m.causal is True:
             for traced in m.traced:  # of prompts, whose attention runs eagerly
-                cache = _pages(kv_cache)
+                cache = flash_pages(kv_cache)
                 served.trace_prompt(traced, query, key, value, cache, m.block_table)
         return output
 
@@ -420,13 +411,13 @@ class PlugImpl(FlashAttentionImpl):
         else:
             whole = layer, query, key, value, kv_cache, m.whole, output
             rows, dense = m.far.lengths.shape[0], functools.partial(super().forward, *whole)
-            steps = query[:rows], _pages(kv_cache), m.block_table, m.far
+            steps = query[:rows], flash_pages(kv_cache), m.block_table, m.far
             slots = None if written is None else written[:rows]
             served.attend_steps(*steps, output[:rows], slots=slots, dense=dense)
 
     def _attend_mixed(self, served, layer, query, key, value, kv_cache, m, output) -> None:
         """A batch with prompts, eagerly: runs of its rows, each by what serves it."""
-        batch, cache = m.batch, _pages(kv_cache)
+        batch, cache = m.batch, flash_pages(kv_cache)
         runs = list(batch.runs(served.serves_prompt))
         far = None if served.phases.decode is None else m.far
         if far is None and not any(run.sparse for run in runs):

@@ -1,7 +1,13 @@
 """Where vLLM keeps the keys and values of a layer: views of its cache, and copies of a row's."""
 
 import torch
+from packaging.version import Version
 
+from attnplug.serve.vllm import version
+
+# Where FlashAttention stacks keys and values in a cache of five dimensions: outside of the pages
+# before vLLM 0.23, and inside of them later.
+STACKED = 0 if Version(version() or "0") < Version("0.23") else 1
 Pages = tuple[torch.Tensor, torch.Tensor]
 
 
@@ -18,6 +24,11 @@ def pages(kv_cache: torch.Tensor, *, heads_first: bool, stacked: int = 0) -> Pag
         return k, v
     k, v = kv_cache.unbind(stacked)
     return (k, v) if heads_first else (k.transpose(1, 2), v.transpose(1, 2))
+
+
+def flash_pages(kv_cache: torch.Tensor) -> Pages:
+    """`pages` of a cache as FlashAttention has it in the installed vLLM."""
+    return pages(kv_cache, heads_first=False, stacked=STACKED)
 
 
 def contiguous_row(pages: torch.Tensor, row: torch.Tensor, length: int) -> torch.Tensor:
