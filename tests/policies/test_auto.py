@@ -237,7 +237,8 @@ def test_a_cache_made_in_compiled_code_does_not_look_at_memory(candidates, free)
 
 
 def test_report_says_what_was_chosen_and_why():
-    with attnplug.applied(tiny_model(), "auto") as model:
+    model = tiny_model(max_position_embeddings=131072)
+    with attnplug.applied(model, "auto"):
         assert str(attnplug.report(model)) == (
             "policy auto\nlayers 0-1 (full): prefill momo, decode dense; momo: dense in prefills "
             "below 65,536 tokens; density 6.0% at 131,072; auto: prefill by momo, faster on long "
