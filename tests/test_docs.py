@@ -95,7 +95,8 @@ def own_methods(monkeypatch):
 @pytest.fixture
 def small_world(monkeypatch):
     """`load` gives a tiny model of SmolLM2's depth and length, and torch.compile without a backend
-    gives the function itself: thirty layers take Dynamo half a minute, and the contract tests compile."""
+    gives the function itself: thirty layers take Dynamo half a minute, and the contract tests
+    compile."""
     model = tiny_model(num_hidden_layers=30, vocab_size=300, max_position_embeddings=8192)
     monkeypatch.setattr(attnplug.models.pretrained, "load", lambda name: (model, byte_tokenizer()))
     compile = torch.compile
