@@ -122,7 +122,10 @@ class SketchLayer(PlugLayer):
 
     def _make_ring(self, heads: int) -> None:
         keys = self._buffers()[0]
-        self.bind_rows(recent=keys.new_zeros((len(keys), heads, RING, keys.shape[3])))
+        recent = keys.new_zeros((len(keys), heads, RING, keys.shape[3]))
+        # With the first audit they would be new to compiled steps, which would be compiled again.
+        audits = keys.new_zeros((len(keys), heads, 3), dtype=torch.float64)
+        self.bind_rows(recent=recent, audits=audits)
 
     def _forget(self) -> None:
         self.is_fitted, self.seen, self.without_query = False, 0, 0
@@ -248,10 +251,7 @@ class SketchLayer(PlugLayer):
             self.asked,
             **{"lengths": lengths, "start": start, "key_mask": mask, "seed": self._written},
         )
-        if self.audits is None:
-            shape = *self.recent.shape[:2], 3
-            self.bind_rows(audits=self.recent.new_zeros(shape, dtype=torch.float64))
-            assert self.audits is not None
+        assert self.audits is not None  # as the ring is there
         self.audits += torch.stack([torch.ones_like(found[0]), *found], -1)
 
     @property
