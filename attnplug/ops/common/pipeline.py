@@ -4,6 +4,7 @@ A program multiplies `rows` queries by a tile of keys, and what comes of that by
 Triton keeps the tiles of one turn less than the loop has stages, and without a pipeline one tile.
 """
 
+import functools
 from typing import NamedTuple
 
 BESIDE = 1024  # bytes for sums over a row, and what is as small
@@ -29,6 +30,7 @@ class Loop(NamedTuple):
         return kept + beside + BESIDE
 
 
+@functools.lru_cache(maxsize=1024)
 def stages_that_fit(
     loop: Loop, row_bytes: int, itemsize: int, shared: int, masked: bool = False
 ) -> int:
@@ -38,6 +40,7 @@ def stages_that_fit(
     return loop.stages
 
 
+@functools.lru_cache(maxsize=1024)
 def loop_that_fits(
     loop: Loop, row_bytes: int, itemsize: int, shared: int, fewest_keys: int = 16
 ) -> Loop:
