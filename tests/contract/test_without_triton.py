@@ -62,7 +62,7 @@ def test_every_policy_gives_the_same_tokens():
 
 
 def test_every_module_is_imported():
-    assert "No module named 'triton'" in without_triton("-c", "import triton").stderr
+    assert "ModuleNotFoundError" in without_triton("-c", "import triton").stderr
     run = without_triton("-c", EVERYTHING)
     assert run.returncode == 0, run.stderr
 
@@ -70,7 +70,7 @@ def test_every_module_is_imported():
 def test_doctor_finds_nothing_amiss():
     run = without_triton("-m", "attnplug", "doctor")
     assert run.returncode == 0, run.stdout + run.stderr
-    assert "of exact attention" in " ".join(run.stdout.split())
+    assert "exact attention" in run.stdout
 
 
 @pytest.mark.gpu
