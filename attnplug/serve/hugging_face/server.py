@@ -149,10 +149,10 @@ def _adopt(handler: Any, names: list[str], source: str) -> None:
     validate, resolve = handler._validate_request, handler._resolve_model
 
     def validate_request(body: dict[str, Any]) -> None:
-        validate(body)
         problem = problem_of(body) or check(body)
         if problem:
             raise HTTPException(400, problem)
+        validate(body)
 
     def resolve_model(body: dict[str, Any]) -> tuple[Any, ...]:
         asked = body.get("model")
