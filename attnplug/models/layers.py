@@ -97,11 +97,12 @@ def asks_for_sdpa(module: torch.nn.Module) -> bool:
 
 @functools.cache
 def _asks_for_sdpa(kind: type[torch.nn.Module]) -> bool:
-    functions = [inspect.unwrap(each) for each in vars(kind).values() if inspect.isfunction(each)]
-    return any(asks(function.__code__) for function in functions)
+    own = (base for base in kind.__mro__ if base not in torch.nn.Module.__mro__)
+    functions = (each for base in own for each in vars(base).values() if inspect.isfunction(each))
+    return any(_asks(inspect.unwrap(function).__code__) for function in functions)
 
 
-def asks(code: CodeType) -> bool:
+def _asks(code: CodeType) -> bool:
     """Whether code reads the name of a config's attention and knows that of sdpa."""
     known = (x for each in code.co_consts for x in (each if isinstance(each, tuple) else (each,)))
     return IMPLEMENTATION in code.co_names and "sdpa" in known
