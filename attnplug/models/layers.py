@@ -17,7 +17,8 @@ from attnplug.models.names import CACHE_ARGUMENTS
 from attnplug.models.parallel import Split, split_of
 from attnplug.ops.common.checks import DTYPES, HEAD_DIMS
 
-SLOT_ARGUMENTS = ("layer_idx", "cycle_offset")  # of Zamba's shared blocks and HRM's cycles
+# Of Zamba's shared blocks, HRM's cycles and Dory's loops: where in the cache to put keys.
+SLOT_ARGUMENTS = ("layer_idx", "cycle_offset", "cache_offset")
 IMPLEMENTATION = "_attn_implementation"  # of a config: what apply changes in those of served layers
 
 
