@@ -89,16 +89,23 @@ SIZES: dict[str, Any] = dict(
 )
 
 
+class NoTinyModel(Exception):
+    """These sizes do not go together in a family, or lead to a large model."""
+
+
 def build(kind: str, **options: Any) -> PreTrainedModel:
-    """A tiny model of a family. Raises ValueError where its default config leads to a large one,
-    and whatever the family raises where these sizes do not go together."""
-    config = _config(kind, options)
-    with torch.device("meta"):
-        size = sum(each.numel() for each in AutoModelForCausalLM.from_config(config).parameters())
-    if size > LARGEST:
-        raise ValueError(f"{kind}: {size:,} parameters")
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config).eval()
+    """A tiny model of a family. Raises NoTinyModel."""
+    try:
+        config = _config(kind, options)
+        with torch.device("meta"):
+            empty = AutoModelForCausalLM.from_config(config)
+        size = sum(each.numel() for each in empty.parameters())
+        if size > LARGEST:
+            raise NoTinyModel(f"{size:,} parameters")
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config).eval()
+    except Exception as why:  # each family refuses sizes by an error of its own
+        raise NoTinyModel(f"{kind}: {why}") from why
     for parameter in model.parameters():
         if parameter.dim() > 1:
             parameter.data.normal_(0, 0.08)
