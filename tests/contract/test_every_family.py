@@ -1,6 +1,7 @@
 """Every causal family that transformers has computes under a policy what it computes without, or is
 refused; and no code of transformers asks for the attention's name where nobody has looked at it."""
 
+import importlib
 import inspect
 import re
 import warnings
@@ -12,27 +13,14 @@ import transformers
 from every_family import KINDS, NoTinyModel, build, forms
 
 import attnplug
-from attnplug.models.layers import asks_for_sdpa, find_attention_layers
+from attnplug.models.layers import _asks_for_sdpa, asks_for_sdpa, find_attention_layers
 from attnplug.models.names import CACHE
 
 TOLERANCE = 1e-4  # of the largest logit; what is wrong is off by a tenth and more
 MODELS = Path(inspect.getfile(transformers)).parent / "models"
 ASKS = re.compile(r"""_attn_implementation\s*(?:==|!=|in\b|not in\b)[^\n]*["']sdpa["']""")
-# Modelling files whose attention asks for "sdpa": find_attention_layers sees it and leaves all
-# layers to the model, or finds no layer that goes through transformers' attention interface.
-LEFT = {
-    "axk2",
-    "deepseek_v32",
-    "dots3_note",
-    "falcon",
-    "glm5_next",
-    "glm_moe_dsa",
-    "hy_v4",
-    "minimax_m3_vl",
-    "mistral_large4",
-}
-# And those whose model asks: whether it may leave the prompt's first queries out of layers that
-# share another's keys. attnplug's attention knows where the queries stand that it gets.
+# Modelling files in which not the attention asks, but the model: whether it may leave the prompt's
+# first queries out of layers that share another's keys. attnplug knows where the others stand.
 LOOKED_AT = {"gemma4", "gemma4_unified"}
 
 
@@ -67,9 +55,14 @@ def test_logits_are_those_of_stock(kind):
 
 
 def test_who_asks_for_the_attentions_name_is_known():
+    """Attention that asks for "sdpa" is seen and left alone; other code that asks was looked at."""
     files = MODELS.glob("*/modeling_*.py")
-    asking = {path.parent.name for path in files if ASKS.search(path.read_text())}
-    assert asking <= LEFT | LOOKED_AT
+    asking = {path.stem: path.parent.name for path in files if ASKS.search(path.read_text())}
+    for stem, family in asking.items():
+        source = importlib.import_module(f"transformers.models.{family}.{stem}")
+        kinds = [each for name, each in vars(source).items() if name.endswith("Attention")]
+        assert any(map(_asks_for_sdpa, kinds)) or family in LOOKED_AT, stem
+    assert "modeling_falcon" in asking
 
 
 @pytest.mark.parametrize("kind", ["minimax_m3_vl_text", "deepseek_v32", "glm_moe_dsa", "axk2"])
