@@ -235,7 +235,7 @@ def test_trace_writes_a_file_and_says_what_is_in_it(tmp_path):
     "found, plugins, status, detail",
     [
         (None, None, "note", "not installed"),
-        ("0.33.0", None, "note", "vLLM 0.33.0 is not supported"),
+        ("0.99.0", None, "note", "vLLM 0.99.0 is not supported"),
         ("0.20.2", "other", "note", "VLLM_PLUGINS=other leaves attnplug out"),
         ("0.20.2", None, "ok", "--attention-backend CUSTOM"),
         ("0.20.2", None, "ok", "--logits-processors attnplug.serve.vllm.requests:Requests"),
