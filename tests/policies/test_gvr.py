@@ -346,7 +346,7 @@ def test_the_report_says_what_is_read_and_where_it_is_dense():
     shape = LayerShape(4, 2, 64, 0.0, False, torch.device("cpu"))
     assert Gvr().note(shape) == (
         "reads 2,320 tokens, 1.8% of 131,072, and INT8 keys to choose them; dense in caches below "
-        "9,280 tokens and in those that attnplug did not make for it"
+        "524,288 tokens and in those that attnplug did not make for it"
     )
     model = attnplug.apply(tiny_model(), GVR)
     assert "gvr(k=24, sink=4, window=20, min_tokens=0); gvr: reads 48 tokens" in str(
