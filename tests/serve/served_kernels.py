@@ -16,19 +16,19 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
 
-import ptx
+import _ptx_gpu
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from triton.runtime.jit import JITFunction
 
-GPU, PAGE, PAGES, PROMPTS = ptx.GPU, 16, 4095, 600
+GPU, PAGE, PAGES, PROMPTS = _ptx_gpu.GPU, 16, 4095, 600
 Kernel = tuple[str, str]  # its function, and how the launch specialises it
 LAUNCHED: dict[Kernel, dict[str, Any]] = {}
 
 
 def pretend() -> None:
     """Stand in for the GPU in torch and Triton, before the package is imported."""
-    ptx.pretend_h200()
+    _ptx_gpu.pretend_card()
     torch.cuda.is_current_stream_capturing = lambda: False
     JITFunction.run = launch  # pyright: ignore
     # What a build of torch without CUDA has no device guard for; an allocator aligns to 512 bytes.
