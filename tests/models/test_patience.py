@@ -78,7 +78,8 @@ def test_a_model_on_several_devices_is_not_captured():
     model.model.norm.to("meta")
     assert not patience.is_capturable(model) and not patience.is_on_one_device(model)
     model.to_empty(device="cpu")
-    step = decode_loop._compile(model._default_compile_config(), torch.device("cpu"), False, {})
+    config, own = model._default_compile_config(), decode_loop.decode_step
+    step = decode_loop._compile(config, torch.device("cpu"), False, {}, own)
     assert not isinstance(step, regional.LayeredStep)
 
 
