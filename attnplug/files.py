@@ -15,6 +15,7 @@ import stat
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from attnplug.errors import FileError
 
@@ -109,6 +110,14 @@ def write_text(path: str | os.PathLike[str], text: str) -> None:
     """Write a text file, UTF-8."""
     with replacing(path) as part:
         part.write_text(text, encoding="utf-8", newline="\n")
+
+
+def write_figure(path: Path, figure: Any) -> None:
+    """Write a matplotlib figure in the format that the name ends in, PNG where it is none."""
+    kind = path.suffix[1:].lower()
+    known = kind in figure.canvas.get_supported_filetypes()
+    with replacing(path) as part:
+        figure.savefig(part, format=kind if known else "png")
 
 
 def make_folder(folder: Path) -> None:

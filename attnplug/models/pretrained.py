@@ -434,7 +434,7 @@ def _quiet_transformers() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def first_line(error: Exception) -> str:
+def first_line(error: BaseException) -> str:
     said = str(error).strip()
     if not said or isinstance(error, TypeError | KeyError | ZeroDivisionError):
         said = f"{type(error).__name__} {said}".strip()  # of Python's own, which names no file
