@@ -36,7 +36,8 @@ def _running_layer() -> str:
 
 def _after_fork() -> None:
     """In a forked child: another thread of the parent may hold the locks for ever."""
-    GUARD.__init__(_running_layer())
+    global GUARD
+    GUARD = _Guard(_running_layer())
 
 
 if hasattr(os, "register_at_fork"):  # Windows does not fork
