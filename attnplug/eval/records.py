@@ -34,12 +34,12 @@ class Records:
         self.path = path
         self.known: dict[tuple[Any, ...], Record] = {}
         files.make_folder(path.parent)
-        if not path.exists():
-            return
-        if not path.is_file():
-            raise FileError(f"{path} is no regular file; name another folder")
-        with files.reading(path, "samples of a study"), path.open("rb") as file:
-            *lines, torn = file.read().split(b"\n")
+        with files.reading(path, "samples of a study"):
+            if not path.exists():
+                return
+            if not path.is_file():
+                raise FileError(f"{path} is no regular file; name another folder")
+            *lines, torn = path.read_bytes().split(b"\n")
         for number, line in enumerate(lines, 1):
             try:
                 record = json.loads(line)
