@@ -175,9 +175,10 @@ def check_place(path: str | os.PathLike[str], kind: type[FileError] = FileError)
         mode = os.lstat(target).st_mode
     except FileNotFoundError:
         mode = stat.S_IFREG
-    except OSError as error:
+    except (OSError, ValueError) as error:  # ValueError: a NUL, in newer Pythons only here
+        said = _reason(error) if isinstance(error, OSError) else error
         raise kind(
-            f"{str(target)[:200]} cannot be a file ({_reason(error)}); choose another path"
+            f"{str(target)[:200]!r} cannot be a file ({said}); choose another path"
         ) from error
     if not stat.S_ISREG(mode):
         raise kind(f"{target} is no regular file; choose a path of its own")

@@ -9,6 +9,7 @@ import numpy as np
 import pyarrow.parquet as pq
 
 from attnplug.trace.layout import (
+    LONGEST,
     META,
     MOST,
     SCHEMA,
@@ -54,7 +55,8 @@ def check_meta(meta: dict[str, Any], entries: dict[bytes, bytes]) -> None:
     "".join(meta[name] for name in TEXTS).encode()  # half a surrogate pair is no text
     _need(all(_is_count(meta.get(name)) for name in COUNTS), f"{COUNTS} are not all counts")
     _need(max(meta["heads"], meta["sequences"]) <= INT16, "more heads than a column can number")
-    _need(min(meta["query_block"], meta["block"]) > 0, "a block has no tokens")
+    sizes = meta["query_block"], meta["block"]
+    _need(min(sizes) > 0 and max(sizes) <= LONGEST, "a block has no tokens, or too many")
     _need(all(isinstance(meta.get(name), dict) for name in ("options", "versions")), "no origin")
     layers = meta.get("layers")
     _need(

@@ -14,6 +14,7 @@ import pyarrow as pa
 FORMAT = 1
 MOST = 1 << 26  # tokens of a sequence and query blocks of a file
 META, TOKENS, VOCABULARY = b"attnplug.trace", b"attnplug.tokens", b"attnplug.vocabulary"
+LONGEST = 1 << 14  # tokens of a block
 SCHEMA = pa.schema(
     [
         ("sequence", pa.int16()),

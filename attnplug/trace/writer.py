@@ -17,6 +17,7 @@ from attnplug import files
 from attnplug.errors import ArgumentError, TraceFileError
 from attnplug.trace.layout import (
     FORMAT,
+    LONGEST,
     META,
     MOST,
     SCHEMA,
@@ -43,6 +44,9 @@ class Writer:
     """
 
     def __init__(self, path: str | os.PathLike[str], layout: Layout, **about: Any):
+        sizes = layout.query_block, layout.block
+        if min(sizes) < 1 or max(sizes) > LONGEST:
+            raise ArgumentError(f"trace: {layout}, blocks have 1 to {LONGEST:,} tokens")
         self._draft = files.Draft(path, TraceFileError)
         self.path = self._draft.path
         self.layout = layout
