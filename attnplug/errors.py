@@ -40,12 +40,7 @@ class RankError(AttnplugError, RuntimeError):
     the call, or has ended."""
 
 
-class FileError(ArgumentError, OSError):
-    """A file or folder cannot be read or written: a disk is full, bytes are damaged or of another
-    program, or the user may not. What was there before a write is there after it."""
-
-
-class WeightsUnavailableError(FileError):
+class WeightsUnavailableError(AttnplugError, OSError):
     """The weights of a named model are neither in the cache nor to be fetched."""
 
 
@@ -61,5 +56,5 @@ class ServeError(AttnplugError, ValueError):
     """A serving engine was asked for something that attnplug cannot do inside it."""
 
 
-class TraceFileError(FileError):
+class TraceFileError(ArgumentError):
     """A trace file is damaged, is no trace, or cannot be written where it should be."""

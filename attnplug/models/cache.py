@@ -10,11 +10,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Self
 
 import torch
-from transformers import PreTrainedConfig, StaticCache
+from transformers import Cache, PreTrainedConfig, StaticCache
 from transformers.cache_utils import StaticLayer, StaticSlidingWindowLayer
 
 from attnplug.errors import UnsupportedCallError
-from attnplug.models.edits import EditableCache, check_count
 from attnplug.models.inference_mode import is_foreign, own
 from attnplug.models.sliding import SlidingLayer
 from attnplug.models.sync import may_sync
@@ -271,7 +270,10 @@ class PlugLayer(StaticLayer):
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last `-tokens_to_remove` tokens; 0 forgets none. Positive: ValueError."""
-        check_count(tokens_to_remove)
+        if tokens_to_remove > 0:
+            raise ValueError(
+                f"crop({tokens_to_remove}): pass a negative number, the count of tokens to forget"
+            )
         self.flush()
         self.counted = max(0, self.counted + int(tokens_to_remove))
         if self.is_initialized:
@@ -360,7 +362,7 @@ class PlugLayer(StaticLayer):
 MakeLayer = Callable[[int, int], PlugLayer]  # of the layer's index and max_length
 
 
-class PlugCache(EditableCache):
+class PlugCache(Cache):
     """A static cache whose full-attention layers are PlugLayers (or a method's subclass).
 
     `layers` come from transformers' own StaticCache, so that every other kind of layer is what the

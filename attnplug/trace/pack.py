@@ -47,8 +47,7 @@ class Edges(NamedTuple):
 
 def read_layer(trace: Trace, layer: int, sequence: int, query_blocks: int) -> Edges:
     """The edges of one layer."""
-    keys = 0, trace.key_count(sequence)
-    table = trace.edges(layer, sequence=sequence, queries=(0, query_blocks), keys=keys)
+    table = trace.edges(layer, sequence=sequence)
     head, q, k, weight = (
         table.column(name).to_numpy() for name in ("head", "q_block", "k_block", "weight")
     )
