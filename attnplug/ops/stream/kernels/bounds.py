@@ -122,7 +122,8 @@ def _means(q_at, row, live, T, q_t, D: tl.constexpr, DP: tl.constexpr, QUERY_BLO
     return mean
 
 
-@triton.jit
+# None of these may want a kernel of its own: a server compiles before it serves.
+@triton.jit(do_not_specialize=["T", "S", "N", "slots"])
 def rank(
     q,
     summaries,
