@@ -11,6 +11,7 @@ import typer
 from rich.console import Console
 from typer.core import TyperGroup
 
+from attnplug import files
 from attnplug.errors import AttnplugError
 
 # torch and transformers take seconds to import: each command imports what it needs, so that
@@ -226,7 +227,7 @@ def plan(
         console.print(module.table(shape, bill, method, batch, contexts))
         console.print(module.notes(shape, bill, method, batch))
         if image is not None:
-            image.parent.mkdir(parents=True, exist_ok=True)
+            files.make_folder(image.parent)
             module.draw_map(shape, bill, method, image)
             console.print(f"map: {image}")
 
@@ -376,7 +377,7 @@ def view(
         is_taken = file.suffix in ("", ".html")
         page = out or (Path(f"{file}.html") if is_taken else file.with_suffix(".html"))
         _check_place("out", page)
-        page.parent.mkdir(parents=True, exist_ok=True)
+        files.make_folder(page.parent)
         size = module.write_page(
             file,
             page,

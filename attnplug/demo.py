@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 from transformers.generation.streamers import BaseStreamer
 
+from attnplug import files
 from attnplug.api import applied
 from attnplug.errors import ArgumentError
 from attnplug.eval.fidelity import LayerMask, measure_masks
@@ -181,7 +182,6 @@ def _answer(run: Run) -> Text:
 
 def _draw(layers: list[LayerMask], policy: Momo, path: Path) -> None:
     """Exact attention beside the mask, for the head where choosing matters most."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.colors import ListedColormap, LogNorm
     from matplotlib.figure import Figure
 
@@ -216,8 +216,8 @@ def _draw(layers: list[LayerMask], policy: Momo, path: Path) -> None:
     for axes in (left, right):
         axes.set_xlabel(f"key block ({policy.block} tokens)")
         axes.set_ylabel(f"query block ({policy.query_block} tokens)")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    FigureCanvasAgg(figure).print_png(str(path))
+    files.make_folder(path.parent)
+    files.write_figure(path, figure)
 
 
 def _telling_head(layers: list[LayerMask]) -> tuple[LayerMask, int]:

@@ -40,7 +40,12 @@ class RankError(AttnplugError, RuntimeError):
     the call, or has ended."""
 
 
-class WeightsUnavailableError(AttnplugError, OSError):
+class FileError(ArgumentError, OSError):
+    """A file or folder cannot be read or written: a disk is full, bytes are damaged or of another
+    program, or the user may not. What was there before a write is there after it."""
+
+
+class WeightsUnavailableError(FileError):
     """The weights of a named model are neither in the cache nor to be fetched."""
 
 
@@ -56,5 +61,5 @@ class ServeError(AttnplugError, ValueError):
     """A serving engine was asked for something that attnplug cannot do inside it."""
 
 
-class TraceFileError(ArgumentError):
+class TraceFileError(FileError):
     """A trace file is damaged, is no trace, or cannot be written where it should be."""

@@ -21,7 +21,8 @@ import numpy as np
 import torch
 from rich.table import Table
 
-from attnplug.errors import ArgumentError
+from attnplug import files
+from attnplug.errors import ArgumentError, FileError
 from attnplug.policies.gather import Gather
 
 CONTEXTS = tuple(1 << power for power in range(12, 21))
@@ -195,7 +196,7 @@ def _columns(rows: Iterable[Mapping[str, Any]]) -> tuple[np.ndarray, np.ndarray]
 
 
 def read_rows(paths: Iterable[Path]) -> list[Mapping[str, Any]]:
-    """The rows of benchmark files. Raises ArgumentError where one cannot be read."""
+    """The rows of benchmark files. Raises FileError where one cannot be read."""
     rows: list[Mapping[str, Any]] = []
     for path in paths:
         try:
@@ -204,10 +205,15 @@ def read_rows(paths: Iterable[Path]) -> list[Mapping[str, Any]]:
                 rows += [_checked(each["extra_info"]) for each in facts["benchmarks"]]
             else:
                 rows += map(_checked, facts["rows"])
-        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-            raise ArgumentError(
-                f"plan: {path} cannot be read as benchmark rows: {error!r}"
-            ) from error
+        except (
+            OSError,
+            ValueError,
+            LookupError,
+            TypeError,
+            AttributeError,
+            RecursionError,
+        ) as error:
+            raise FileError(f"plan: {path} cannot be read as benchmark rows: {error!r}") from error
     return rows
 
 
@@ -339,13 +345,11 @@ def draw_map(shape: Shape, bill: Bill, policy: Gather, path: Path) -> None:
     """Context across, batch up, the speed-up as colour and number; grey where it runs dense, empty
     where the cache does not fit, or is longer than what the model reads."""
     from matplotlib import colormaps
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.patches import Rectangle
 
     found, cuda = gains(shape, bill, policy), torch.device("cuda")
-    figure = Figure(figsize=(8, 4.2), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = Figure(figsize=(8, 4.2), dpi=150, layout="constrained")
     axes = figure.subplots()
     colors = colormaps["viridis"].with_extremes(bad="#ffffff")
     dense = np.array([[not policy.serves(b, n, cuda) for n in CONTEXTS] for b in BATCHES])
@@ -367,4 +371,4 @@ def draw_map(shape: Shape, bill: Bill, policy: Gather, path: Path) -> None:
     axes.set_xlabel("tokens of context; empty: the cache does not fit")
     axes.set_ylabel("sequences")
     axes.set_title(f"predicted decode speed-up of {policy} over dense")
-    figure.savefig(path, dpi=150)
+    files.write_figure(path, figure)

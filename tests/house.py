@@ -19,6 +19,18 @@ REASON = f"over {LONGEST} lines because"  # at the head of a file that has more
 HEAD = 20  # lines
 SKIPS = 8
 POSITIONAL = 0.20
+INTEGERS = {"arange", "randint", "randperm"}  # what makes integers of integers
+FACTORIES = INTEGERS | {
+    "empty",
+    "eye",
+    "full",
+    "linspace",
+    "ones",
+    "rand",
+    "randn",
+    "tensor",
+    "zeros",
+}
 
 
 @dataclass(frozen=True)
@@ -177,6 +189,23 @@ def _is_launch(call: ast.Call) -> bool:
     if isinstance(index, ast.Constant | ast.UnaryOp):
         return False
     return not isinstance(function.value, ast.Name) or function.value.id not in vars(builtins)
+
+
+def defaults(house: House) -> list[str]:
+    """Tensors that are made without a device, or without a dtype that torch would not take from
+    integers: torch.set_default_device and torch.set_default_dtype, which are the user's, would
+    decide."""
+    found = []
+    for module, path in house.files.items():
+        for node in ast.walk(house.tree(module)):
+            if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+                continue
+            of_torch = isinstance(node.func.value, ast.Name) and node.func.value.id == "torch"
+            given = {keyword.arg for keyword in node.keywords}
+            wanted = {"device"} if node.func.attr in INTEGERS else {"device", "dtype"}
+            if of_torch and node.func.attr in FACTORIES and None not in given and wanted - given:
+                found.append(f"{path.name}:{node.lineno}")
+    return found
 
 
 def share(found: list[Launch]) -> float:

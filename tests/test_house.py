@@ -54,6 +54,10 @@ def test_triton_is_imported_in_one_place():
     assert users == ["attnplug.ops.common.triton"]
 
 
+def test_tensors_take_no_defaults_of_the_user():
+    assert source.defaults(HOUSE) == [], "pass device and dtype"
+
+
 def test_files_are_of_readable_length():
     found = source.long_files(HOUSE)
     assert found == [], f"split it, or write why at its head ({source.REASON!r} ...)"
@@ -144,6 +148,20 @@ plain(a, b)
     found = list(source.launches(small, "attnplug.ops"))
     assert [(launch.positional, launch.arguments) for launch in found] == [(3, 5), (1, 4), (1, 1)]
     assert source.share(found) == 5 / 10
+
+
+def test_tensors_of_default_device_or_dtype_are_found(tmp_path):
+    text = """
+torch.empty(3, device="cpu")
+torch.empty(3, dtype=torch.int8)
+torch.arange(3, device="cpu")
+torch.arange(3)
+torch.zeros(3, **like)
+torch.full((3,), 1.0, dtype=torch.float32, device="cpu")
+x.new_zeros(3)
+np.empty(3)
+"""
+    assert source.defaults(built(tmp_path, a=text)) == ["a.py:2", "a.py:3", "a.py:5"]
 
 
 def test_a_long_file_is_found(tmp_path):

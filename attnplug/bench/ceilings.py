@@ -80,7 +80,9 @@ def ceilings() -> dict[str, float]:
     words = min(BYTES, free // 8) // 4
     source = torch.empty(words, dtype=torch.int32, device="cuda").random_()
     processors = torch.cuda.get_device_properties(source.device).multi_processor_count
-    out = torch.empty(processors * max(way.programs for way in READS), dtype=torch.int32).cuda()
+    out = torch.empty(
+        processors * max(way.programs for way in READS), dtype=torch.int32, device="cpu"
+    ).cuda()
     ways: list[tuple[Callable[[], Any], int]] = [
         (
             functools.partial(launch_read, source, out, way, processors),

@@ -8,6 +8,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from attnplug import files
 from attnplug.bench.quick import PLANS, PREFILLS, Heads, Plan, measure
 from attnplug.bench.rows import Row
 from attnplug.errors import ArgumentError
@@ -44,9 +45,9 @@ def run(heads: Heads, device: str, folder: Path, console: Console) -> list[Row]:
 
     with console.status("compiling and measuring") as status:
         rows = list(measure(heads, plan, status.update, left_out.append))
-    folder.mkdir(parents=True, exist_ok=True)
+    files.make_folder(folder)
     written = [folder / "rows.json", folder / "speed.png"]
-    written[0].write_text(json.dumps({"rows": rows}, indent=1) + "\n")
+    files.write_text(written[0], json.dumps({"rows": rows}, indent=1) + "\n")
     draw(rows, plan, written[1])
     console.print(table(rows, plan))
     for line in left_out:
@@ -94,7 +95,6 @@ def _time(us: float) -> str:
 
 def draw(rows: Sequence[Row], plan: Plan, path: Path) -> None:
     """A panel each for decode and prefill: time against tokens, both axes logarithmic."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.ticker import FuncFormatter, LogLocator
 
@@ -122,4 +122,4 @@ def draw(rows: Sequence[Row], plan: Plan, path: Path) -> None:
         if mine:
             axes.legend(fontsize=7, ncols=2, loc="upper center", bbox_to_anchor=(0.5, -0.14))
     figure.suptitle(title(rows, plan), fontsize=10)
-    FigureCanvasAgg(figure).print_png(str(path))
+    files.write_figure(path, figure)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from attnplug.errors import ArgumentError
+from attnplug.errors import ArgumentError, FileError
 from attnplug.eval.output import result_table, write_outputs
 from attnplug.eval.rows import make_rows
 from attnplug.eval.runner import MEASURES, Study, run_study
@@ -88,8 +88,15 @@ def run(model: str, study: Study, folder: Path, device: str | None, console: Con
     name = Path(model).name if Path(model).is_dir() else model
     where = f"{name} on {network.device}, {str(network.dtype).removeprefix('torch.')}"
     console.print(where, highlight=False, markup=False)
-    outcome = run_study(network, tokenizer, name, study, folder / "samples.jsonl")
-    rows = make_rows(outcome.records)
+    samples = folder / "samples.jsonl"
+    outcome = run_study(network, tokenizer, name, study, samples)
+    try:
+        rows = make_rows(outcome.records)
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        raise FileError(
+            f"{samples} has a sample of this study that attnplug did not write ({error!r}); name "
+            "another folder"
+        ) from error
     written = write_outputs(rows, outcome, folder)
     console.print(result_table(rows))
     for cell, reason in outcome.left_out.items():

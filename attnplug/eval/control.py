@@ -56,7 +56,9 @@ class RandomBlocks(Phase):
         batch, heads, tokens, _ = call.q.shape
         rows, blocks = -(-tokens // self.query_block), -(-tokens // self.block)
         seeded = torch.Generator().manual_seed(self.seed)
-        scores = torch.rand(1, heads, rows, blocks, generator=seeded).to(call.q.device)
+        scores = torch.rand(
+            1, heads, rows, blocks, generator=seeded, dtype=torch.float32, device="cpu"
+        ).to(call.q.device)
         last = torch.arange(rows, device=call.q.device)[:, None] * self.query_block
         ends = (torch.arange(blocks, device=call.q.device) + 1) * self.block
         scores = scores.masked_fill(ends > last, -1.0)

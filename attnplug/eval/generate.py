@@ -58,7 +58,7 @@ def replies(
 def _batch(model: Any, tokenizer: Any, prompts: Sequence[torch.Tensor], new_tokens: int) -> Batch:
     longest = max(ids.shape[1] for ids in prompts)
     pad = tokenizer.pad_token_id
-    ids = torch.full((len(prompts), longest), pad)
+    ids = torch.full((len(prompts), longest), pad, dtype=torch.int64, device="cpu")
     mask = torch.zeros_like(ids)
     for row, prompt in enumerate(prompts):
         ids[row, longest - prompt.shape[1] :] = prompt[0]
@@ -151,7 +151,7 @@ def _uncompiled(model: Any) -> dict[str, Any]:
 def _text(model: Any, tokenizer: Any, tokens: torch.Tensor) -> str:
     """The text of new tokens `[N]` up to the first that ends a reply."""
     ends = model.generation_config.eos_token_id
-    ends = torch.tensor([] if ends is None else ends).reshape(-1)
+    ends = torch.tensor([] if ends is None else ends, dtype=torch.int64, device="cpu").reshape(-1)
     over = torch.isin(tokens, ends).nonzero()
     whole = tokens[: int(over[0])] if len(over) else tokens
     return tokenizer.decode(whole, skip_special_tokens=True)

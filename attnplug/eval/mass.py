@@ -61,7 +61,7 @@ def block_mass(
     batch, heads, tokens, _ = q.shape
     groups = heads // k.shape[1]
     if query_blocks is None:
-        query_blocks = torch.arange(-(-tokens // query_block))
+        query_blocks = torch.arange(-(-tokens // query_block), device="cpu")
     values = torch.zeros(
         batch, heads, len(query_blocks), -(-tokens // block), dtype=dtype, device=q.device
     )

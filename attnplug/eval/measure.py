@@ -62,7 +62,7 @@ def _window(
     start, end = number * stride, number * stride + tokens - len(first)
     if end > len(whole):
         raise ArgumentError(f"window {number} ends at token {end}, the prose has {len(whole)}")
-    return torch.tensor([first + whole[start:end]])
+    return torch.tensor([first + whole[start:end]], dtype=torch.int64, device="cpu")
 
 
 def long_window(tokenizer: Any, tokens: int, number: int) -> torch.Tensor:
@@ -78,7 +78,9 @@ def topic_window(tokenizer: Any, tokens: int, number: int) -> torch.Tensor:
     end = (number + 1) * OTHER
     if end > len(plays):
         raise ArgumentError(f"window {number} ends at token {end} of the plays' {len(plays)}")
-    return torch.cat([prose_part, torch.tensor([plays[end - OTHER : end]])], 1)
+    return torch.cat(
+        [prose_part, torch.tensor([plays[end - OTHER : end]], dtype=torch.int64, device="cpu")], 1
+    )
 
 
 def _leave_a_prompt(tokens: int) -> None:

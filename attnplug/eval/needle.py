@@ -73,7 +73,9 @@ def needle_prompt(
     else:
         raise ArgumentError(f"target_tokens is {target_tokens}, more than the {haystack} text has")
     ids = frame.ids(pieces, depth)
-    return Needle(torch.tensor([ids]), answer, frame.text(pieces, depth))
+    return Needle(
+        torch.tensor([ids], dtype=torch.int64, device="cpu"), answer, frame.text(pieces, depth)
+    )
 
 
 class _Frame:

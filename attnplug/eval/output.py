@@ -7,6 +7,7 @@ from typing import Any
 
 from rich.table import Table
 
+from attnplug import files
 from attnplug.eval.rows import Row
 from attnplug.eval.runner import STOCK, Outcome
 
@@ -17,11 +18,11 @@ MISSING = "-"
 def write_outputs(rows: Sequence[Row], outcome: Outcome, folder: Path) -> list[Path]:
     """Write the rows (the quality format that `bench/report.py` reads), the Markdown tables and,
     where answers have depths, the heat map. Returns what was written."""
-    folder.mkdir(parents=True, exist_ok=True)
+    files.make_folder(folder)
     written = [folder / "rows.json", folder / "tables.md"]
     facts = {"rows": list(rows), "left_out": outcome.left_out, "stopped": outcome.stopped}
-    written[0].write_text(json.dumps(facts, indent=1) + "\n")
-    written[1].write_text(markdown(rows, outcome))
+    files.write_text(written[0], json.dumps(facts, indent=1) + "\n")
+    files.write_text(written[1], markdown(rows, outcome))
     if any(row.get("depths") for row in rows):
         written.append(folder / "heatmap.png")
         draw_heatmap(rows, written[-1])
@@ -103,7 +104,6 @@ def _markdown_table(
 def draw_heatmap(rows: Sequence[Row], path: Path) -> None:
     """Length across, depth down, the share of answers found as colour and number; a panel for each
     task and policy."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     deep = [row for row in rows if row.get("depths")]
@@ -129,7 +129,7 @@ def draw_heatmap(rows: Sequence[Row], path: Path) -> None:
     assert image is not None  # the caller checked that some row has depths
     figure.colorbar(image, ax=panels, label="share of answers found", shrink=0.8)
     figure.suptitle(deep[0]["model"], fontsize=10)
-    FigureCanvasAgg(figure).print_png(str(path))
+    files.write_figure(path, figure)
 
 
 def _panel(axes: Any, rows: dict[int, Row], lengths: Sequence[int]) -> Any:

@@ -16,9 +16,10 @@ import transformers
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from attnplug import files
 from attnplug.api import applied
 from attnplug.bench.provenance import commit
-from attnplug.errors import ArgumentError
+from attnplug.errors import ArgumentError, FileError
 from attnplug.eval.control import RandomBlocks
 from attnplug.eval.fidelity import has_block_mask
 from attnplug.eval.generate import replies
@@ -155,6 +156,8 @@ def run_study(
                         records.add(cell.run(*batch))
                         _give_memory_back()
                     bar.advance(step, done)
+            except FileError:  # a disk that is full concerns the whole study
+                raise
             except ArgumentError as error:
                 outcome.left_out[f"{task} at {length}"] = str(error)
                 bar.advance(step, study.trials_of(task))
@@ -217,11 +220,12 @@ class _Cell:
         if self.study.claims is None:
             return True
         name = digest(str([self.key(trial, policy) for trial in trials for policy in missing]))
-        self.study.claims.mkdir(parents=True, exist_ok=True)
-        try:
-            (self.study.claims / name).touch(exist_ok=False)
-        except FileExistsError:
-            return False
+        files.make_folder(self.study.claims)
+        with files.writing(self.study.claims / name):
+            try:
+                (self.study.claims / name).touch(exist_ok=False)
+            except FileExistsError:
+                return False
         return True
 
     def _check(self) -> None:

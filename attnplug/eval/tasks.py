@@ -123,7 +123,9 @@ def _filled(build: Build) -> Callable[[Any, int, float, Rngs], Prompt]:
             return encode(tokenizer, text), text, draft
 
         ids, text, draft = attempt(fit(lambda units: len(attempt(units)[0]), target))
-        return Prompt(torch.tensor([ids]), text, draft.answers, draft.depths)
+        return Prompt(
+            torch.tensor([ids], dtype=torch.int64, device="cpu"), text, draft.answers, draft.depths
+        )
 
     return make
 

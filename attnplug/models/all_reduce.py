@@ -48,7 +48,7 @@ def _shares_memory(group: Any, device: torch.device) -> bool:
     except RuntimeError as error:
         why = str(error).partition("\n")[0]
         LOG.warning("NCCL sums over the ranks of a decode step: %s", why)
-    worked = torch.tensor(int(not why), device=device)
+    worked = torch.tensor(int(not why), device=device, dtype=torch.int64)
     dist.all_reduce(worked, dist.ReduceOp.MIN, group=group)
     return bool(worked)
 

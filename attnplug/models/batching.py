@@ -154,7 +154,7 @@ def _configure(model: Any, manager: Any, asked: Any, hints: Any) -> None:
     # A batch with prompts looks at its lengths on the host, a step of decoding does not.
     config.use_cuda_graph = (False, bool(of_steps) and config.max_blocks_per_request > 0)
     if asked is None or asked.max_memory_percent is None:
-        size = torch.empty((), dtype=model.dtype).element_size()
+        size = torch.empty((), dtype=model.dtype, device="cpu").element_size()
         shares = [policy.page_phase.page_share(size) for policy in policies.values() if policy]
         config.max_memory_percent /= 1 + max(shares, default=0.0)
 

@@ -10,10 +10,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Self
 
 import torch
-from transformers import Cache, PreTrainedConfig, StaticCache
+from transformers import PreTrainedConfig, StaticCache
 from transformers.cache_utils import StaticLayer, StaticSlidingWindowLayer
 
 from attnplug.errors import UnsupportedCallError
+from attnplug.models.edits import EditableCache, check_count
 from attnplug.models.inference_mode import is_foreign, own
 from attnplug.models.sliding import SlidingLayer
 from attnplug.models.sync import may_sync
@@ -270,10 +271,7 @@ class PlugLayer(StaticLayer):
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last `-tokens_to_remove` tokens; 0 forgets none. Positive: ValueError."""
-        if tokens_to_remove > 0:
-            raise ValueError(
-                f"crop({tokens_to_remove}): pass a negative number, the count of tokens to forget"
-            )
+        check_count(tokens_to_remove)
         self.flush()
         self.counted = max(0, self.counted + int(tokens_to_remove))
         if self.is_initialized:
@@ -362,7 +360,7 @@ class PlugLayer(StaticLayer):
 MakeLayer = Callable[[int, int], PlugLayer]  # of the layer's index and max_length
 
 
-class PlugCache(Cache):
+class PlugCache(EditableCache):
     """A static cache whose full-attention layers are PlugLayers (or a method's subclass).
 
     `layers` come from transformers' own StaticCache, so that every other kind of layer is what the

@@ -367,7 +367,7 @@ class Decoding:
     def _look(self, buffers: StepBuffers) -> _Look:
         verdict, ready = buffers.verdict, None
         if verdict.is_cuda:
-            host = torch.empty((), dtype=torch.int8, pin_memory=True)
+            host = torch.empty((), dtype=torch.int8, pin_memory=True, device="cpu")
             verdict = host.copy_(verdict, non_blocking=True)
             ready = torch.cuda.Event()
             ready.record()

@@ -29,6 +29,8 @@ from attnplug.models.user_hooks import user_hooks
 
 LAYER_MAKER = "_attnplug_make_layer"
 LARGEST = "_attnplug_largest_cache"  # rows times tokens
+LENGTHS = "_attnplug_cache_lengths"  # tokens, of the caches that later calls may share
+SLACK = 4  # times the length that a call needs
 LONGEST = "_previous_max_cache_length"  # transformers' own: tokens
 CACHE_METHOD = "_prepare_cache_for_generation"
 STEP_METHOD = "prepare_inputs_for_generation"
@@ -50,8 +52,9 @@ def bind_generate(
     if make_layer is not None and hasattr(model, CACHE_METHOD):
         vars(model)[LAYER_MAKER] = make_layer
         vars(model)[LARGEST] = 0
+        vars(model)[LENGTHS] = ()
         put_method(model, CACHE_METHOD, _prepare_cache_for_generation)
-        names += [LAYER_MAKER, LARGEST, CACHE_METHOD]
+        names += [LAYER_MAKER, LARGEST, LENGTHS, CACHE_METHOD]
         if hasattr(model, STEP_METHOD):
             put_method(model, STEP_METHOD, _prepare_step)
             names.append(STEP_METHOD)
@@ -215,14 +218,18 @@ def _may_compile(model: Any, model_kwargs: dict[str, Any], generation_config: An
 
 
 def _bound_length(model: Any, rows: int, length: int) -> None:
-    """transformers makes a static cache as long as the longest one before it, which spares a
-    compilation. Not where that would take more memory than any cache so far: many short rows after
-    one long prompt."""
-    known = vars(model).get(LONGEST, -1)
+    """Have transformers make a call's cache as long as one of an earlier call, which spares a
+    capture, and where windows are cut to the cache a compilation. Not as long as the longest, as it
+    would: at most SLACK times what the call needs, and no more memory than any cache so far."""
     largest = max(vars(model)[LARGEST], rows * length)
-    if rows * known > largest:
-        del vars(model)[LONGEST]
-    vars(model)[LARGEST] = largest
+    known: tuple[int, ...] = vars(model)[LENGTHS]
+    most = min(SLACK * length, largest // rows)
+    shared = max((each for each in known if length <= each <= most), default=None)
+    if shared is None:
+        # A longer cache takes the place of those that are a little shorter: so there are few.
+        known = (*(each for each in known if each > length or SLACK * each < length), length)
+    vars(model)[LENGTHS], vars(model)[LARGEST] = known, largest
+    vars(model)[LONGEST] = length if shared is None else shared
 
 
 def _prepare_step(model: Any, input_ids: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:

@@ -85,7 +85,9 @@ class Kept:
         for pages, method, state in self.layers.values():
             if group in (None, pages.group) and blocks and state is not None:
                 size = pages.k.shape[2]
-                first = torch.tensor(blocks, device=pages.k.device)[:, None] * size
+                first = (
+                    torch.tensor(blocks, device=pages.k.device, dtype=torch.int64)[:, None] * size
+                )
                 slots = first + torch.arange(size, device=pages.k.device)
                 method.note_pages(pages.k, state, slots.flatten())
 
@@ -350,9 +352,9 @@ def _indexed(
     page = pages.k.shape[2]
     wide = max(-(-(d - c) // page) for _, _, c, d in steps)
     first = [[min(c + p * page, d - 1) for p in range(wide)] for _, _, c, d in steps]
-    table = (read[torch.tensor(first, device=read.device)] // pages.step).int()
+    table = (read[torch.tensor(first, device=read.device, dtype=torch.int64)] // pages.step).int()
     counted = [(d - c, a) for a, _, c, d in steps]
-    lengths, at = torch.tensor(counted, device=read.device).unbind(1)
+    lengths, at = torch.tensor(counted, device=read.device, dtype=torch.int64).unbind(1)
     return Batch(write, slots, table, lengths.int(), at.contiguous(), pieces, read)
 
 

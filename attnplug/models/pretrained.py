@@ -16,9 +16,9 @@ import importlib.metadata
 import json
 import os
 import socket
+import stat
 import subprocess
 import sys
-import tempfile
 import threading
 import urllib.parse
 import urllib.request
@@ -35,6 +35,7 @@ from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from safetensors import SafetensorError
 
+from attnplug import files
 from attnplug.errors import ArgumentError, WeightsUnavailableError
 
 # Part of the folder's name: a change of what the cache holds must not meet an older cache.
@@ -214,35 +215,56 @@ def fetch(name: str) -> Path:
     target = checkpoint_dir(name)
     damaged = _damaged(target)
     if target.is_dir() and not damaged:
+        _open_to_readers(target)
         return target
-    cache_dir().mkdir(parents=True, exist_ok=True)
     # The work happens beside the target, on the same file system, so that one rename publishes it:
     # a checkpoint is either whole or absent, and of two processes that race one simply loses.
     console = Console(stderr=True)
     if damaged:
         console.print(f"{target / damaged} is damaged; making {name} anew")
-    with tempfile.TemporaryDirectory(prefix=f".{name}-", dir=cache_dir()) as scratch:
-        work = Path(scratch)
-        gguf = _gguf(name, WEIGHTS[name], work, console)
-        console.print(f"converting {name} to safetensors, once, into {target}")
-        made = _convert(name, gguf, work / "checkpoint")
-        _seal(made)
-        try:
-            if damaged:
-                os.replace(target, work / "damaged")
-            os.replace(made, target)
-        except OSError:
-            if not target.is_dir():
-                raise
+    try:
+        cache_dir().mkdir(parents=True, exist_ok=True)
+        with files.scratch_folder(cache_dir(), name) as work:
+            _make(name, target, work, console)
+    except BaseException as error:
+        if isinstance(error, WeightsUnavailableError) or not _is_of_disk(error):
+            raise
+        raise WeightsUnavailableError(
+            f"{name} cannot be converted into {target} ({first_line(error)}); free some space, or "
+            "set ATTNPLUG_CACHE to a folder of your own with room, and run again"
+        ) from error
     return target
+
+
+def _make(name: str, target: Path, work: Path, console: Console) -> None:
+    """Fetch and convert a model in the folder `work` and publish it at `target`, in place of what
+    is damaged there."""
+    gguf = _gguf(name, WEIGHTS[name], work, console)
+    console.print(f"converting {name} to safetensors, once, into {target}")
+    made = _convert(name, gguf, work / "checkpoint")
+    _seal(made)
+    _open_to_readers(made)
+    files.sync_folder(made)
+    if _damaged(target):  # another process may have made it anew meanwhile
+        with contextlib.suppress(FileNotFoundError):
+            os.replace(target, work / "damaged")
+    try:
+        os.replace(made, target)
+    except OSError:
+        if not target.is_dir():
+            raise
+
+
+def _is_of_disk(error: BaseException) -> bool:
+    """Whether a disk refused something. safetensors and tokenizers, which are Rust, raise errors of
+    their own with the words that Rust has for it; the latter's is a bare Exception."""
+    return isinstance(error, OSError) or "(os error " in str(error)
 
 
 def _seal(folder: Path) -> None:
     """Note the checksum of every file of a checkpoint beside them."""
     sums = {path.name: _sha256(path) for path in sorted(folder.iterdir()) if path.name != SEAL}
-    part = folder / f"{SEAL}.{os.getpid()}"
-    part.write_text(json.dumps(sums, indent=1))
-    os.replace(part, folder / SEAL)
+    files.write_text(folder / SEAL, json.dumps(sums, indent=1))
 
 
 def _seal_older(folder: Path) -> None:
@@ -253,16 +275,33 @@ def _seal_older(folder: Path) -> None:
             _seal(folder)
 
 
+def _open_to_readers(folder: Path) -> None:
+    """Let all who can read a checkpoint's checksums, which have the permissions of the user's
+    umask, read its other files: safetensors writes for the owner alone, as it did for an older
+    attnplug. Changes nothing where the user is not the owner."""
+    with contextlib.suppress(OSError):
+        mode = (folder / SEAL).stat().st_mode
+        for path in folder.iterdir():
+            if path.stat().st_mode != mode:
+                path.chmod(stat.S_IMODE(mode))
+
+
 def _damaged(folder: Path) -> str:
-    """The first file of a sealed checkpoint that is not as it was written, or ""."""
-    if not (folder / SEAL).is_file():
-        return ""
+    """The first file of a sealed checkpoint that is not as it was written, or "". Raises
+    WeightsUnavailableError where this user may not read it."""
     try:
-        sums = json.loads((folder / SEAL).read_text())
+        if not (folder / SEAL).is_file():
+            return ""
+        sums = json.loads((folder / SEAL).read_bytes())
         wrong = (name for name, digest in sums.items() if _sha256(folder / name) != digest)
         return next(wrong, "")
-    except (OSError, ValueError, AttributeError):
+    except (ValueError, AttributeError, RecursionError):  # no JSON, or no object
         return SEAL
+    except OSError as error:
+        raise WeightsUnavailableError(
+            f"{error.filename or folder} cannot be read ({error.strerror}). Let its owner allow "
+            f"it (chmod -R a+rX {folder}), or set ATTNPLUG_CACHE to a folder of your own"
+        ) from error
 
 
 def _sha256(path: Path) -> str:
@@ -395,7 +434,7 @@ def _quiet_transformers() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def first_line(error: Exception) -> str:
+def first_line(error: BaseException) -> str:
     said = str(error).strip()
     if not said or isinstance(error, TypeError | KeyError | ZeroDivisionError):
         said = f"{type(error).__name__} {said}".strip()  # of Python's own, which names no file

@@ -4,13 +4,15 @@ transformers' own counts its tokens on the host, which a captured step leaves be
 run no code of the host. While `stepping`, this one does the same with a count on the device.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, Self
 
 import torch
 from transformers.cache_utils import StaticSlidingWindowLayer
 
+from attnplug.errors import UnsupportedCallError
+from attnplug.models.edits import check_count
 from attnplug.models.inference_mode import is_foreign, own
 
 
@@ -34,6 +36,8 @@ class SlidingLayer(StaticSlidingWindowLayer):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """As the base: write tokens, and return what their queries may see."""
         self._leave_inference_mode()
+        if not torch.compiler.is_compiling():
+            self._fit_rows(key_states, value_states)
         if not self.counts_on_device:
             return super().update(key_states, value_states, *args, **kwargs)
         assert self.keys is not None and self.values is not None  # a prefill came first
@@ -55,10 +59,64 @@ class SlidingLayer(StaticSlidingWindowLayer):
             for tensor in (self.cumulative_length, *buffers):
                 torch._dynamo.mark_static_address(tensor)
 
+    def _fit_rows(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Give an empty window, as `reset` leaves it, the batch size of new tokens."""
+        if self.is_initialized and not self.cumulative_length_int:
+            assert self.keys is not None
+            if key_states.shape[0] != self.keys.shape[0]:
+                self.is_initialized = False
+                self.lazy_initialization(key_states, value_states)
+
     def reset(self) -> None:
         self._leave_inference_mode()
         self.counts_on_device = False
         super().reset()
+
+    def check_crop(self, tokens_to_remove: int) -> None:
+        """Raise what `crop` raises, and change nothing."""
+        check_count(tokens_to_remove)
+        tokens = self.cumulative_length_int
+        if tokens_to_remove and tokens > self.max_cache_len:
+            raise UnsupportedCallError(
+                f"a sliding window of {self.max_cache_len} tokens has rolled on to {tokens}, and "
+                f"has forgotten what it held {-tokens_to_remove} tokens ago. Crop before that, or "
+                "keep a copy of the cache (copy.deepcopy) to go back to."
+            )
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the last `-tokens_to_remove` tokens; 0 forgets none. Positive: ValueError. Raises
+        UnsupportedCallError where the window has rolled."""
+        self.check_crop(tokens_to_remove)
+        if self.is_initialized and tokens_to_remove:
+            self._leave_inference_mode()
+            self.cumulative_length_int = max(0, self.cumulative_length_int + int(tokens_to_remove))
+            self.cumulative_length.fill_(self.cumulative_length_int)
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        """Give each row the content of row `beam_idx[row]`, in place."""
+        self._leave_inference_mode()
+        if self.is_initialized:
+            assert self.keys is not None and self.values is not None
+            for buffer in (self.keys, self.values):
+                buffer.copy_(buffer.index_select(0, beam_idx.to(buffer.device)))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat each row `repeats` times; allocates, as the batch grows."""
+        self._rebind(lambda buffer: buffer.repeat_interleave(repeats, 0))
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keep the rows `indices`; allocates, as the batch changes."""
+        self._rebind(lambda buffer: buffer[indices])
+
+    def _rebind(self, move: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self._leave_inference_mode()
+        if not self.is_initialized:
+            return
+        assert self.keys is not None and self.values is not None
+        self.keys, self.values = move(self.keys), move(self.values)
+        self.batch_size = self.keys.shape[0]
+        for buffer in (self.keys, self.values):
+            torch._dynamo.mark_static_address(buffer)
 
 
 def roll_in(

@@ -9,10 +9,10 @@ import torch
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from attnplug.models.generate import LARGEST, LONGEST, LOOP
+from attnplug.models.generate import LARGEST, LENGTHS, LONGEST, LOOP
 
 STEPS = 4  # tokens: the first compiled step warms up, the second is captured, the others replay
-KEPT = (LONGEST, LARGEST)  # how long the caches of later calls are made
+KEPT = (LONGEST, LENGTHS, LARGEST)  # how long the caches of later calls are made
 
 
 def generate_ahead(

@@ -133,7 +133,7 @@ def _row(call: AttentionCall, row: list[torch.Tensor], mask: torch.Tensor | None
     alone = dataclasses.replace(call, q=own[0], k=own[1], v=own[2], key_mask=None)
     out.index_copy_(2, real, _sdpa(alone, None))
     for hole in (~mask[0]).nonzero()[:, 0].tolist():
-        seen = torch.full((1,), hole + 1, device=q.device)
+        seen = torch.full((1,), hole + 1, device=q.device, dtype=torch.int64)
         masked, _ = dense_decode(
             q[:, :, hole : hole + 1], k, v, scale=call.scale, lengths=seen, key_mask=mask
         )

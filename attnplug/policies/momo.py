@@ -349,10 +349,12 @@ class Momo(DenseBelow):
     def budgets(self, call: AttentionCall) -> torch.Tensor:
         """`[NQ]` int64: how many blocks each query block of the call may list."""
         blocks = [
-            torch.full((-(-part.q.shape[2] // self.query_block),), span.top_k)
+            call.q.new_full(
+                (-(-part.q.shape[2] // self.query_block),), span.top_k, dtype=torch.int64
+            )
             for part, span in self._parts(call)
         ]
-        return torch.cat(blocks).to(call.q.device)
+        return torch.cat(blocks)
 
     def select(self, call: AttentionCall) -> MeasuredRows:
         """The query-sparse pass and the block mask measured by it."""

@@ -146,7 +146,9 @@ def make_inputs(
     random = torch.Generator().manual_seed(seed)
 
     def integers(low: Any, high: Any) -> torch.Tensor:  # in low..high, both included
-        spread = torch.rand(batch, generator=random) * (high - low + 1)
+        spread = torch.rand(batch, generator=random, dtype=torch.float32, device="cpu") * (
+            high - low + 1
+        )
         return (low + spread.floor()).clamp(low, high).long()
 
     q = _values(random, kind, (batch, heads_q, queries, head_dim), dtype)
@@ -154,7 +156,7 @@ def make_inputs(
     v = _values(random, "normal", (batch, heads_kv, keys, head_dim), dtype)
     if kind == "constant":
         k[:] = k[:, :, :1]
-    length = torch.full((batch,), keys)
+    length = torch.full((batch,), keys, dtype=torch.int64, device="cpu")
     if lengths:
         length = integers(queries, keys)
         for row in range(batch):
@@ -162,8 +164,8 @@ def make_inputs(
     start = torch.stack([integers(0, int(n) - 1)[0] for n in length]) if padding else None
     mask = None
     if key_mask:
-        mask = torch.rand(batch, keys, generator=random) < 0.8
-        mask[torch.arange(batch), length - 1] = True
+        mask = torch.rand(batch, keys, generator=random, dtype=torch.float32, device="cpu") < 0.8
+        mask[torch.arange(batch, device="cpu"), length - 1] = True
     lay = functools.partial(lay_out, layout=layout)
     made = AttentionInputs(
         lay(q),
@@ -182,10 +184,10 @@ def _values(
     random: torch.Generator, kind: str, shape: tuple[int, ...], dtype: torch.dtype
 ) -> torch.Tensor:
     if kind == "integers":
-        return torch.randint(-1, 2, shape, generator=random).to(dtype)
-    values = torch.randn(shape, generator=random)
+        return torch.randint(-1, 2, shape, generator=random, device="cpu").to(dtype)
+    values = torch.randn(shape, generator=random, dtype=torch.float32, device="cpu")
     if kind == "outliers":
-        channels = torch.randint(0, shape[-1], (2,), generator=random)
+        channels = torch.randint(0, shape[-1], (2,), generator=random, device="cpu")
         values[..., channels] *= 20
     return values.to(dtype)
 

@@ -59,7 +59,9 @@ def _visible(
 ) -> torch.Tensor:
     """Which keys each query sees, `[B,T,S]` bool."""
     batch, queries, keys = q.shape[0], q.shape[2], k.shape[2]
-    length = torch.full((1,), keys, device=q.device) if lengths is None else lengths
+    length = (
+        torch.full((1,), keys, device=q.device, dtype=torch.int64) if lengths is None else lengths
+    )
     position = length.long().reshape(-1, 1, 1) - queries
     position = position + torch.arange(queries, device=q.device)[None, :, None]
     key = torch.arange(keys, device=q.device)[None, None]

@@ -120,7 +120,7 @@ class _Subject:
 
     def ids(self, *shape: int, seed: int = 1) -> torch.Tensor:
         random = torch.Generator().manual_seed(seed)
-        return torch.randint(2, VOCABULARY, shape, generator=random).to(self.device)
+        return torch.randint(2, VOCABULARY, shape, generator=random, device="cpu").to(self.device)
 
     def lengths(self) -> list[int]:
         """Row lengths of a padded batch: one full, one odd, one short."""

@@ -13,7 +13,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 from rich.table import Table
 from rich.text import Text
 
-from attnplug import api, policies
+from attnplug import api, files, policies
 from attnplug.errors import ArgumentError
 from attnplug.models.pretrained import load
 from attnplug.policies import Policy, Stream
@@ -69,19 +69,18 @@ def traced(policy: str, method: Stream) -> Policy:
 
 
 def read_text(text: str | None, file: Path | None) -> str:
-    """The prompt, given either way. Raises ArgumentError."""
+    """The prompt, given either way. Raises ArgumentError, FileError for the file."""
     if (text is None) == (file is None):
         raise ArgumentError("give the text with --prompt TEXT or with --file PATH, one of them")
+    if file is not None:
+        with files.reading(file, "text"):
+            return file.read_text(encoding="utf-8")
+    assert text is not None  # one of them is given
     try:
-        if text is not None:
-            text.encode()  # what a terminal gave may be no text
-            return text
-        assert file is not None  # one of them is
-        return file.read_text(encoding="utf-8")
+        text.encode()  # what a terminal gave may be no text
     except UnicodeEncodeError as error:
         raise ArgumentError(f"the prompt cannot be read as text: {error}") from error
-    except (OSError, UnicodeDecodeError) as error:
-        raise ArgumentError(f"{file} cannot be read as text: {error}") from error
+    return text
 
 
 def run(

@@ -12,7 +12,9 @@ import numpy as np
 import pyarrow as pa
 
 FORMAT = 1
+MOST = 1 << 26  # tokens of a sequence and query blocks of a file
 META, TOKENS, VOCABULARY = b"attnplug.trace", b"attnplug.tokens", b"attnplug.vocabulary"
+LONGEST = 1 << 14  # tokens of a block
 SCHEMA = pa.schema(
     [
         ("sequence", pa.int16()),
@@ -46,8 +48,16 @@ def pack_ids(ids: np.ndarray) -> str:
 
 
 def unpack_ids(text: str) -> np.ndarray:
-    """The token ids of `pack_ids`, int32."""
-    return np.frombuffer(zlib.decompress(base64.b64decode(text)), "<i4").astype(np.int32)
+    """The token ids of `pack_ids`, int32. Raises ValueError where they are none, or more than
+    MOST, so that a short text cannot fill the memory."""
+    stream = zlib.decompressobj()
+    try:
+        data = stream.decompress(base64.b64decode(text), 4 * MOST + 1)
+    except zlib.error as error:
+        raise ValueError(f"token ids that are not packed ({error})") from error
+    if not stream.eof or len(data) > 4 * MOST:
+        raise ValueError("token ids without an end")
+    return np.frombuffer(data, "<i4").astype(np.int32)
 
 
 def pack_vocabulary(pieces: Mapping[int, bytes]) -> dict[str, str]:

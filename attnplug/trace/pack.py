@@ -47,7 +47,8 @@ class Edges(NamedTuple):
 
 def read_layer(trace: Trace, layer: int, sequence: int, query_blocks: int) -> Edges:
     """The edges of one layer."""
-    table = trace.edges(layer, sequence=sequence)
+    keys = 0, trace.key_count(sequence)
+    table = trace.edges(layer, sequence=sequence, queries=(0, query_blocks), keys=keys)
     head, q, k, weight = (
         table.column(name).to_numpy() for name in ("head", "q_block", "k_block", "weight")
     )

@@ -1,7 +1,7 @@
 """Reads a trace file: edges as Arrow, pandas or dense windows, and the text of the tokens."""
 
+import contextlib
 import functools
-import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +12,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from attnplug.errors import TraceFileError
+from attnplug.trace.claims import (
+    check_meta,
+    check_rows,
+    meta_of,
+    spans_of,
+    token_ids_of,
+    vocabulary_of,
+)
 from attnplug.trace.layout import (
     FORMAT,
     META,
@@ -19,10 +27,8 @@ from attnplug.trace.layout import (
     TOKENS,
     VOCABULARY,
     Checksum,
-    unpack_ids,
-    unpack_vocabulary,
 )
-from attnplug.trace.seal import AGAIN, Segment, check_segment, open_seal
+from attnplug.trace.seal import AGAIN, check_segment, open_seal
 
 if TYPE_CHECKING:
     import pandas
@@ -45,26 +51,38 @@ class Trace:
 
     def __init__(self, path: Path):
         self.path = path
-        self._source, self._segments = _open(path)
-        self._checked: set[int] = set()  # row groups whose bytes have been compared
-        self._file = pq.ParquetFile(self._source, page_checksum_verification=True)
-        self._entries = self._file.metadata.metadata or {}
-        if META not in self._entries:
+        with _refusing(path):
+            self._source = _open(path)
+            self._segments = open_seal(path, self._source)
+            self._file = pq.ParquetFile(self._source, page_checksum_verification=True)
+            self._entries = self._file.metadata.metadata or {}
+            if META not in self._entries:
+                raise TraceFileError(
+                    f"{path} is a Parquet file and no trace; attnplug trace writes one"
+                )
+            self.meta: dict[str, Any] = meta_of(self._entries)
+        self._checked: set[int] = set()  # row groups whose bytes and values have been looked at
+        self._check_format()
+        with _refusing(path):
+            check_meta(self.meta, self._entries)
+            self._edge_groups = spans_of(self._file.metadata, self.meta)
+            if len(self._segments) != max(1, len(self._edge_groups)):
+                raise ValueError("it has not a segment for each row group")
+        self._texts: dict[int, tuple[bytes, np.ndarray]] = {}
+
+    def _check_format(self) -> None:
+        number = self.meta.get("format")
+        if type(number) is not int or number != FORMAT:
             raise TraceFileError(
-                f"{path} is a Parquet file and no trace; attnplug trace writes one"
-            )
-        self.meta: dict[str, Any] = json.loads(self._entries[META])
-        if self.meta["format"] != FORMAT:
-            raise TraceFileError(
-                f"{path} has the trace format {self.meta['format']}, this attnplug reads {FORMAT}"
+                f"{self.path} has the trace format {str(number)[:20]}, this attnplug reads {FORMAT}"
             )
         columns = self._file.schema_arrow
         if not columns.equals(SCHEMA):
             found = ", ".join(f"{field.name} {field.type}" for field in columns)
             needed = ", ".join(f"{field.name} {field.type}" for field in SCHEMA)
-            raise TraceFileError(f"{path} has the columns {found}; a trace has {needed}. {AGAIN}")
-        self._edge_groups = self._spans()
-        self._texts: dict[int, tuple[bytes, np.ndarray]] = {}
+            raise TraceFileError(
+                f"{self.path} has the columns {found}; a trace has {needed}. {AGAIN}"
+            )
 
     def __repr__(self) -> str:
         meta = self.meta
@@ -218,13 +236,14 @@ class Trace:
     @functools.cached_property
     def token_ids(self) -> list[np.ndarray] | None:
         """Each sequence's token ids, int32, or None where the file has none."""
-        packed = json.loads(self._entries[TOKENS])
-        return None if packed is None else [unpack_ids(text) for text in packed]
+        with _refusing(self.path):
+            return token_ids_of(self._entries[TOKENS], self.meta)
 
     @functools.cached_property
     def vocabulary(self) -> dict[int, bytes]:
         """The bytes of the tokens that occur."""
-        return unpack_vocabulary(json.loads(self._entries[VOCABULARY]))
+        with _refusing(self.path):
+            return vocabulary_of(self._entries[VOCABULARY])
 
     def pieces(self, first: int, end: int, sequence: int = 0) -> list[bytes]:
         """The bytes of tokens `first` to `end - 1`; empty where the file has no tokens."""
@@ -267,31 +286,33 @@ class Trace:
 
     def _read_group(self, group: int) -> pa.Table:
         """A row group, whose bytes are compared with the seal before Arrow sees them."""
-        if group not in self._checked:
-            check_segment(self.path, self._source, self._segments[group])
-            self._checked.add(group)
-        return self._file.read_row_group(group)
-
-    def _spans(self) -> list[dict[str, Span]]:
-        """Smallest and largest value of each column in each row group."""
-        spans, footer = [], self._file.metadata
-        for group in range(footer.num_row_groups):
-            columns = [footer.row_group(group).column(i) for i in range(footer.num_columns)]
-            spans.append(
-                {c.path_in_schema: (c.statistics.min, c.statistics.max) for c in columns[:-1]}
-            )
-        return spans
+        with _refusing(self.path):
+            if group not in self._checked:
+                check_segment(self.path, self._source, self._segments[group])
+            table = self._file.read_row_group(group)
+            if group not in self._checked:
+                check_rows(table, self._edge_groups[group])
+                self._checked.add(group)
+            return table
 
 
-def _open(path: Path) -> tuple[pa.NativeFile, list[Segment]]:
-    """The open file and its sealed segments, one a row group."""
+@contextlib.contextmanager
+def _refusing(path: Path) -> Iterator[None]:
+    """A TraceFileError of what the disk, Arrow and `attnplug.trace.claims` raise."""
+    try:
+        yield
+    except TraceFileError:
+        raise
+    except (OSError, ValueError, pa.ArrowException) as error:
+        said = str(error)[:300]
+        raise TraceFileError(f"{path} cannot be read as a trace: {said}. {AGAIN}") from error
+
+
+def _open(path: Path) -> pa.NativeFile:
+    """The open file, which must be a regular one."""
     if path.exists() and not path.is_file():
         raise TraceFileError(f"{path} cannot be read as a trace: it is no regular file")
-    try:
-        source = pa.OSFile(str(path))
-    except (OSError, UnicodeEncodeError) as error:  # a name may be no UTF-8
-        raise TraceFileError(f"{path} cannot be read as a trace: {error}") from error
-    return source, open_seal(path, source)
+    return pa.OSFile(str(path))
 
 
 def _one(value: int | None) -> Span | None:

@@ -20,6 +20,7 @@ from typing import Any, BinaryIO
 import pyarrow.parquet as pq
 
 from attnplug.errors import TraceFileError
+from attnplug.trace.claims import segments_of
 
 MAGIC, PARQUET = b"ATPSEAL1", b"PAR1"
 TAIL = struct.Struct("<I32s8s")  # the length of the JSON, the digest, MAGIC
@@ -39,7 +40,7 @@ class Segment:
 def seal(path: Path) -> None:
     """Put a seal into a Parquet file that has none."""
     footer = pq.read_metadata(path)
-    with path.open("r+b") as file:
+    with path.open("r+b") as file:  # a draft, which the writer renames once it is sealed
         begin, tail = _footer(path, file)
         ends = [_group_begin(footer.row_group(i)) for i in range(1, footer.num_row_groups)]
         segments = _digests(file, [*ends, begin])
@@ -47,8 +48,6 @@ def seal(path: Path) -> None:
         digest = hashlib.sha256(listed + tail).digest()
         file.seek(begin)
         file.write(listed + TAIL.pack(len(listed), digest, MAGIC) + tail)
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def open_seal(path: Path, file: Any) -> list[Segment]:
@@ -63,11 +62,10 @@ def open_seal(path: Path, file: Any) -> list[Segment]:
     listed = _read(file, begin - TAIL.size - length, begin - TAIL.size)
     if hashlib.sha256(listed + tail).digest() != digest:
         raise TraceFileError(f"{path} is damaged: its footer is not what was written. {AGAIN}")
-    segments, start = [], 0
-    for end, text in json.loads(listed):
-        segments.append(Segment(start, end, bytes.fromhex(text)))
-        start = end
-    return segments
+    try:
+        return [Segment(*each) for each in segments_of(listed, begin - TAIL.size - length)]
+    except ValueError as error:
+        raise TraceFileError(f"{path} is no trace of attnplug: {error}. {AGAIN}") from error
 
 
 def check_segment(path: Path, file: Any, segment: Segment) -> None:

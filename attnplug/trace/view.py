@@ -22,6 +22,7 @@ import numpy as np
 from rich.console import Console
 from rich.progress import track
 
+from attnplug import files
 from attnplug.errors import ArgumentError
 from attnplug.trace.pack import KEY_BLOCKS, MOST_EDGES, Grid, Mask, Packer
 from attnplug.trace.reader import Trace, read
@@ -87,7 +88,7 @@ def write_page(
     bodies, about = packed
     meta = _meta(trace, sequence, packer, keys, about) | {"text": "text" in texts}
     page = _render(title or trace.meta["model"] or "trace", meta, {**texts, **bodies}, library)
-    Path(out).write_text(page, encoding="utf-8", newline="\n")
+    files.write_text(out, page)
     return len(page.encode())
 
 

@@ -3,8 +3,7 @@
 import contextlib
 import hashlib
 import os
-import stat
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
@@ -14,10 +13,13 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from attnplug import files
 from attnplug.errors import ArgumentError, TraceFileError
 from attnplug.trace.layout import (
     FORMAT,
+    LONGEST,
     META,
+    MOST,
     SCHEMA,
     TOKENS,
     VOCABULARY,
@@ -42,7 +44,11 @@ class Writer:
     """
 
     def __init__(self, path: str | os.PathLike[str], layout: Layout, **about: Any):
-        self.path = check_path(path)
+        sizes = layout.query_block, layout.block
+        if min(sizes) < 1 or max(sizes) > LONGEST:
+            raise ArgumentError(f"trace: {layout}, blocks have 1 to {LONGEST:,} tokens")
+        self._draft = files.Draft(path, TraceFileError)
+        self.path = self._draft.path
         self.layout = layout
         self.about = about
         self.steps: list[dict[str, Any]] = []
@@ -56,11 +62,11 @@ class Writer:
         self._hasher = ThreadPoolExecutor(1, "attnplug-checksum")
         self._held: list[pa.Table] = []
         self._held_rows = 0
-        self._part = _part(self.path)
         indexed: Any = [name for name in SCHEMA.names if name != "weight"]
-        with _disk(self.path):
+        with _disk(self.path), contextlib.ExitStack() as undo:
+            undo.callback(self._draft.discard)
             self._file = pq.ParquetWriter(
-                self._part,
+                self._draft.part,
                 SCHEMA,
                 compression="zstd",
                 compression_level=1,
@@ -68,6 +74,7 @@ class Writer:
                 column_encoding={"weight": "BYTE_STREAM_SPLIT"},
                 write_page_checksum=True,
             )
+            undo.pop_all()
 
     def begin(self, first: Sequence[int], queries: Sequence[int]) -> None:
         """A step begins: each sequence's token of its first real query, and its real queries."""
@@ -77,6 +84,9 @@ class Writer:
                 f"{len(self.steps[0]['first'])}; record them in files of their own"
             )
         blocks = -(-max(queries, default=0) // self.layout.query_block)
+        ends = [a + b for a, b in zip(first, queries, strict=True)]
+        if max(ends, default=0) > MOST:
+            raise ArgumentError(f"trace: a sequence has {max(ends):,} tokens, at most {MOST:,}")
         self.steps.append(
             {"first": [int(x) for x in first], "queries": [int(x) for x in queries]}
             | {"blocks": blocks}
@@ -86,7 +96,7 @@ class Writer:
     def nbytes(self) -> int:
         """About the bytes of the file so far; what is held counts as it is in memory."""
         with _disk(self.path):
-            return self._part.stat().st_size + self._held_rows * ROW
+            return self._draft.part.stat().st_size + self._held_rows * ROW
 
     @property
     def first_block(self) -> int:
@@ -125,15 +135,15 @@ class Writer:
         with _disk(self.path):
             self._file.close()
             self._hasher.shutdown()
-            seal(self._part)
-            os.replace(self._part, self.path)
+            seal(self._draft.part)
+        self._draft.publish()
 
     def discard(self) -> None:
         """Leave no file."""
         self._hasher.shutdown()
         with contextlib.suppress(OSError):
             self._file.close()
-        self._part.unlink(missing_ok=True)
+        self._draft.discard()
 
     def __enter__(self) -> Self:
         return self
@@ -202,44 +212,13 @@ class Writer:
 
 def check_path(path: str | os.PathLike[str]) -> Path:
     """Where a trace will be, links followed. Raises TraceFileError where a file cannot be made or
-    replaced there: what is no regular file is never replaced."""
-    target = Path(os.path.realpath(path))
-    for place in (target, _part(target)):
-        try:
-            mode = os.lstat(place).st_mode
-        except FileNotFoundError:
-            continue
-        except OSError as error:
-            raise TraceFileError(
-                f"{str(place)[:200]} cannot be a trace ({error.strerror}); choose another path"
-            ) from error
-        if not stat.S_ISREG(mode):
-            raise TraceFileError(f"{place} is no regular file; give the trace a path of its own")
-        if not os.access(place, os.W_OK):
-            raise TraceFileError(f"{place} may not be written; choose another path")
-    folder = target.parent
-    if not folder.is_dir():
-        raise TraceFileError(f"{folder} is no folder; make it, or choose another path")
-    if not os.access(folder, os.W_OK | os.X_OK):
-        raise TraceFileError(f"{folder} may not be written; choose another path")
-    return target
+    replaced there."""
+    return files.check_place(path, TraceFileError)
 
 
-def _part(path: Path) -> Path:
-    """Where the file is while it is written."""
-    return path.with_name(path.name + ".part")
-
-
-@contextlib.contextmanager
-def _disk(path: Path) -> Iterator[None]:
+def _disk(path: Path) -> contextlib.AbstractContextManager[None]:
     """A full disk and the like as an error that says what is left."""
-    try:
-        yield
-    except OSError as error:
-        raise TraceFileError(
-            f"the trace {path} cannot be written ({error}). What was at that path before is "
-            "there; free some space, or choose another path, and record again"
-        ) from error
+    return files.writing(path, TraceFileError)
 
 
 def _table(

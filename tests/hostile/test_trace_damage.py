@@ -1,23 +1,25 @@
 """Damaged trace files: whatever is wrong, one kind of error says so, and nothing else happens to
 the process; and paths and disks that cannot take a trace."""
 
+import hashlib
 import json
 import os
 import random
-import resource
-import signal
 import subprocess
+import sys
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from full_disk import file_size_limit
 
 import attnplug
 from attnplug import trace
 from attnplug.testing.policy import tiny_model
-from attnplug.trace.layout import META, SCHEMA
-from attnplug.trace.seal import seal
+from attnplug.trace.layout import META, SCHEMA, TOKENS, VOCABULARY
+from attnplug.trace.seal import MAGIC, TAIL, seal
 
 SEEDS = 500
 
@@ -133,9 +135,8 @@ class Ran(Exception):
 def places(tmp_path):
     (tmp_path / "folder").mkdir()
     os.mkfifo(tmp_path / "pipe")
-    (tmp_path / "part.parquet.part").mkdir()
     (tmp_path / "device").symlink_to("/dev/null")
-    yield from ("folder", "pipe", "part.parquet", "device", "none/t.parquet", "x" * 300)
+    yield from ("folder", "pipe", "device", "none/t.parquet", "x" * 300, "a\0b")
     yield "/dev/null"
 
 
@@ -174,14 +175,8 @@ def test_a_full_disk_keeps_what_was_there(tmp_path):
     """As a limit of a file's size, which any user can set."""
     path = tmp_path / "t.parquet"
     trace.synthesize(path, tokens=500)
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, limits[1]))
-    try:
+    with file_size_limit(200_000):
         full_disk(path)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-        signal.signal(signal.SIGXFSZ, handler)
 
 
 def test_a_full_tmpfs_keeps_what_was_there(tmp_path):
@@ -204,15 +199,113 @@ def test_a_full_disk_while_a_model_is_recorded(tmp_path):
     first.unlink()
     trace.synthesize(path, tokens=500)
     before = path.read_bytes()
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
-    try:
-        with pytest.raises(attnplug.TraceFileError, match="cannot be written"):
-            with trace.record(model, path), torch.no_grad():
-                model(torch.randint(2, 90, (1, 200)))
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-        signal.signal(signal.SIGXFSZ, handler)
+    with file_size_limit(1000), pytest.raises(attnplug.TraceFileError, match="cannot be written"):
+        with trace.record(model, path), torch.no_grad():
+            model(torch.randint(2, 90, (1, 200)))
     assert path.read_bytes() == before
     assert [x.name for x in tmp_path.iterdir()] == [path.name]
+
+
+def forged_seal(data: bytes, listed: bytes) -> bytes:
+    """A trace whose seal lists other segments, with a checksum that is right."""
+    begin = len(data) - 8 - int.from_bytes(data[-8:-4], "little")
+    (length,) = TAIL.unpack(data[begin - TAIL.size : begin])[:1]
+    head, tail = data[: begin - TAIL.size - length], data[begin:]
+    digest = hashlib.sha256(listed + tail).digest()
+    return head + listed + TAIL.pack(len(listed), digest, MAGIC) + tail
+
+
+LISTS = [
+    b'{"a":1}',
+    b"7",
+    b"[" * 5000 + b"]" * 5000,
+    b"xx",
+    b"\xff",
+    b'[[5,"zz"]]',
+    b"[[1]]",
+    b"[]",
+]
+LISTS += [b'[[NaN,"00"]]', b"[[1e999,2]]", b"[" + b"9" * 5000 + b"]", b"null", b'[[true,"00"]]']
+LISTS += [f'[[{end},"{"00" * 32}"]]'.encode() for end in (-1, 0, 1, 1 << 40, 1 << 62, 10**30)]
+
+
+@pytest.mark.parametrize("listed", LISTS, ids=range(len(LISTS)))
+def test_a_forged_seal_is_refused_at_once(good, listed, tmp_path):
+    (tmp_path / "t.parquet").write_bytes(forged_seal(good[0], listed))
+    with pytest.raises(attnplug.TraceFileError):
+        everything(tmp_path / "t.parquet")
+
+
+VALUES = [None, True, -1, 0, 1, 7, 1 << 31, 1 << 40, 10**18, 10**400, 0.5, float("nan"), "x", ""]
+VALUES += [[], {}, [[]], [1 << 40], [-1], ["x"], {"a": 1}, "0" * 100, "\ud800", [10**18] * 3]
+
+
+def forge(rng: random.Random, value):
+    """The same with another value somewhere, or with something left out."""
+    if isinstance(value, dict) and value and rng.random() < 0.9:
+        name = rng.choice(sorted(value))
+        if rng.random() < 0.1:
+            return {key: other for key, other in value.items() if key != name}
+        return value | {name: forge(rng, value[name])}
+    if isinstance(value, list) and value and rng.random() < 0.7:
+        at = rng.randrange(len(value))
+        return [*value[:at], forge(rng, value[at]), *value[at + 1 :]]
+    return rng.choice(VALUES)
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_forged_words_about_a_trace_are_one_class_of_error(good, part, tmp_path):
+    """What another program wrote, with seals that are right."""
+    path = tmp_path / "t.parquet"
+    path.write_bytes(good[0])
+    table, entries = pq.read_table(path), pq.read_metadata(path).metadata
+    for seed in range(part * 60, part * 60 + 60):
+        rng = random.Random(seed)
+        name = rng.choice([META, META, META, TOKENS, VOCABULARY])
+        honest = json.loads(entries[name])
+        text = json.dumps(forge(rng, honest))
+        if text == json.dumps(honest):
+            continue
+        words = {key: entries[key] for key in (META, TOKENS, VOCABULARY)} | {name: text.encode()}
+        pq.write_table(table.replace_schema_metadata(words), path, row_group_size=500)
+        seal(path)
+        try:
+            everything(path)
+        except attnplug.TraceFileError as error:
+            assert str(path) in str(error)
+        else:
+            raise AssertionError(f"seed {seed}: {text[:200]} is believed")
+
+
+@pytest.mark.parametrize("column", [name for name in SCHEMA.names if name != "weight"])
+@pytest.mark.parametrize("value", [-1, 32_000, None])
+def test_edges_that_are_none_of_the_files_are_refused(good, column, value, tmp_path):
+    if (column, value) == ("k_block", 32_000):
+        return  # a key block has no limit of its own: windows leave it out
+    path = tmp_path / "t.parquet"
+    path.write_bytes(good[0])
+    table, words = pq.read_table(path), pq.read_metadata(path).metadata
+    place = table.column_names.index(column)
+    values = [value, *table.column(column).to_pylist()[1:]]
+    table = table.set_column(place, SCHEMA.field(column), pa.array(values, SCHEMA.types[place]))
+    kept = {key: words[key] for key in (META, TOKENS, VOCABULARY)}
+    pq.write_table(table.replace_schema_metadata(kept), path, row_group_size=500)
+    seal(path)
+    with pytest.raises(attnplug.TraceFileError):
+        everything(path)
+
+
+KILLED = """
+import os, sys
+from attnplug import trace
+with trace.Writer(sys.argv[1], trace.Layout(16, 16, "mass")):
+    os.kill(os.getpid(), 9)
+"""
+
+
+def test_what_a_killed_recording_leaves_is_deleted_by_the_next(tmp_path):
+    path = tmp_path / "t.parquet"
+    assert subprocess.run([sys.executable, "-c", KILLED, str(path)]).returncode == -9
+    assert len(list(tmp_path.iterdir())) == 1
+    trace.synthesize(path, tokens=500)
+    assert list(tmp_path.iterdir()) == [path]

@@ -3,14 +3,19 @@ once, with the name that it is like."""
 
 import json
 import os
+import stat
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import tokenizers
 import torch
+from full_disk import file_size_limit
+from safetensors.torch import save_file
 from transformers import LlamaForCausalLM
 
+from attnplug import files
 from attnplug.bench.command import heads_of
 from attnplug.errors import ArgumentError, WeightsUnavailableError
 from attnplug.models import pretrained
@@ -128,3 +133,94 @@ def test_a_config_that_is_none_is_one_clear_error(tmp_path, config):
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(WeightsUnavailableError, match="no model could be loaded"):
         pretrained.load(str(tmp_path), device="cpu")
+
+
+def modes(folder: Path) -> set[int]:
+    return {stat.S_IMODE(path.stat().st_mode) for path in folder.iterdir()}
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o027, 0o002])
+def test_weights_have_the_permissions_of_the_users_umask(cache, umask):
+    before = os.umask(umask)
+    try:
+        target = pretrained.fetch(NAME)
+    finally:
+        os.umask(before)
+    assert modes(target) == {0o666 & ~umask}
+    assert stat.S_IMODE(target.stat().st_mode) == 0o777 & ~umask
+    (target / "model.safetensors").chmod(0o600)  # as an older attnplug left it
+    assert pretrained.fetch(NAME) == target
+    assert modes(target) == {0o666 & ~umask}
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="becoming another user needs root")
+@pytest.mark.parametrize("hidden", ["model.safetensors", "attnplug-checksums.json", "."])
+def test_weights_that_another_user_may_not_read_are_said_to_be_so(cache, hidden, tmp_path_factory):
+    folder, made = cache
+    target = pretrained.fetch(NAME)
+    for above in (folder, *folder.parents[:2]):
+        above.chmod(0o755)
+    (target / hidden).chmod(0o700 if hidden == "." else 0o600)
+    os.seteuid(65534)
+    try:
+        with pytest.raises(WeightsUnavailableError, match=r"Permission denied.*chmod -R a\+rX"):
+            pretrained.fetch(NAME)
+    finally:
+        os.seteuid(0)
+    assert len(made) == 1
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="becoming another user needs root")
+def test_damaged_weights_in_a_folder_of_another_user_are_one_clear_error(cache):
+    folder, _ = cache
+    truncate(pretrained.fetch(NAME) / "model.safetensors")
+    for above in (folder, *folder.parents[:2]):
+        above.chmod(0o755)
+    os.seteuid(65534)
+    try:
+        with pytest.raises(WeightsUnavailableError, match="set ATTNPLUG_CACHE to a folder of your"):
+            pretrained.fetch(NAME)
+    finally:
+        os.seteuid(0)
+
+
+@pytest.mark.parametrize("limit", [0, 20, 200, 600, 2000, 20_000, 100_000])
+def test_a_disk_that_is_full_in_the_conversion_is_one_clear_error(cache, limit, monkeypatch):
+    """Whichever file is the first that does not fit: the last of them has the most bytes."""
+    folder, _ = cache
+    plain = pretrained._convert
+
+    def convert(name, gguf, target):
+        plain(name, gguf, target)
+        words = {f"w{i}": i for i in range(2000)}
+        tokenizers.Tokenizer(tokenizers.models.WordLevel(words)).save(f"{target}/tokenizer.json")
+        save_file({"w": torch.zeros(100_000)}, target / "more.safetensors")
+        return target
+
+    monkeypatch.setattr(pretrained, "_convert", convert)
+    with file_size_limit(limit), pytest.raises(WeightsUnavailableError, match="free some space"):
+        pretrained.fetch(NAME)
+    assert list(folder.iterdir()) == []
+    assert len(list(pretrained.fetch(NAME).iterdir())) > 3
+
+
+def test_what_a_killed_conversion_leaves_is_deleted_by_the_next_run(cache):
+    folder, _ = cache
+    code = (
+        "import os; from attnplug.models import pretrained\n"
+        "pretrained._gguf = lambda name, weights, work, console: (work / 'big').write_text('x')\n"
+        "pretrained._convert = lambda *arguments: os.kill(os.getpid(), 9)\n"
+        f"pretrained.fetch({NAME!r})"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True)
+    assert run.returncode == -9 and len(list(folder.iterdir())) == 1
+    target = pretrained.fetch(NAME)
+    assert list(folder.iterdir()) == [target]
+
+
+def test_the_scratch_folder_of_a_process_that_lives_stays(cache):
+    folder, _ = cache
+    with files.scratch_folder(folder, NAME) as working:
+        target = pretrained.fetch(NAME)
+        assert {*folder.iterdir()} == {working, target}
+    assert list(folder.iterdir()) == [target]

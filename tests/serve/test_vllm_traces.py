@@ -266,16 +266,18 @@ def test_what_a_server_left_unfinished_takes_no_room(tmp_path):
     server = Server(traces_in(tmp_path), Phases(trace=STREAM))
     prompt = server.traces.prompt([7] * 65, True)
     server.step({0: prompt}, [(0, 0, 64)])
-    left = tmp_path / "prompt-0001.parquet.part"
+    (left,) = tmp_path.glob("prompt-0001.parquet.*.part")
     held = left.read_bytes()
     server.traces.drop(prompt, "the server ends")
     del server
     gc.collect()
     left.write_bytes(held)
-    other = tmp_path / "prompt-0002@rank1.parquet.part"
+    old = tmp_path / "prompt-0001.parquet.part"
+    old.write_bytes(held)  # of an older attnplug
+    other = tmp_path / "prompt-0002@rank1.parquet.0123abcd.part"
     other.write_bytes(held)  # of a process that may be at it
     traces = traces_in(tmp_path, files=1)
-    assert not left.exists() and other.exists()
+    assert not left.exists() and not old.exists() and other.exists()
     assert (traces.files, traces.nbytes, traces.full, traces.numbered) == (0, 0, "", 2)
 
 

@@ -283,9 +283,9 @@ def _cpu(
     near = [x[:, :, :count].contiguous() for x in (k_meta, v_meta)]
     tier = [k_codes, near[0].float(), v_codes, _halves(near[1]), summary]
     raw = [k_meta.view(torch.int16), v_meta, check]
-    result = torch.empty(q.shape[:2] + q.shape[3:], dtype=torch.float32)
-    counts = torch.zeros(*k.shape[:2], 2, dtype=torch.int64)
-    marks = torch.zeros(*k.shape[:2], count, dtype=torch.int32)
+    result = torch.empty(q.shape[:2] + q.shape[3:], dtype=torch.float32, device="cpu")
+    counts = torch.zeros(*k.shape[:2], 2, dtype=torch.int64, device="cpu")
+    marks = torch.zeros(*k.shape[:2], count, dtype=torch.int32, device="cpu")
     capacity = capacity_for(check.shape[2], k_max, explore)
     options = (coverage, k_min, k_max, v_tol, value_budget, explore)
     reference(

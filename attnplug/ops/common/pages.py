@@ -56,7 +56,7 @@ def page_rows(
         k, v = k[:, :, :tokens], v[:, :, :tokens]
     else:
         k, v = whole_rows(k, table, tokens), whole_rows(v, table, tokens)
-    return k.float(), v.float(), torch.arange(len(k), dtype=torch.int32)[:, None]
+    return k.float(), v.float(), torch.arange(len(k), dtype=torch.int32, device="cpu")[:, None]
 
 
 def block_places(table: torch.Tensor, blocks: int, per_page: int, most: int) -> torch.Tensor:

@@ -25,8 +25,16 @@ def rows_on_cpu(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(lengths, start) as int64 `[B]`, both within the buffer."""
     batch, size = (k if table is None else table).shape[0], capacity(k, table)
-    lengths = torch.tensor([size]) if lengths is None else lengths.to(torch.int64)
-    start = torch.tensor([0]) if start is None else start.to(torch.int64)
+    lengths = (
+        torch.tensor([size], dtype=torch.int64, device="cpu")
+        if lengths is None
+        else lengths.to(torch.int64)
+    )
+    start = (
+        torch.tensor([0], dtype=torch.int64, device="cpu")
+        if start is None
+        else start.to(torch.int64)
+    )
     lengths, start = lengths.clamp(0, size), start.clamp(0, size)
     return lengths.expand(batch).contiguous(), start.expand(batch).contiguous()
 

@@ -133,7 +133,7 @@ def _cpu(q, k, v, scale, lengths, start, key_mask, window, softcap, sinks, out, 
     lengths, start = rows_on_cpu(k, lengths, start, table)
     valid = int(lengths.max())
     k, v = (x[:, :, :valid] if table is None else whole_rows(x, table, valid) for x in (k, v))
-    result = torch.empty(out.shape, dtype=torch.float32)
+    result = torch.empty(out.shape, dtype=torch.float32, device="cpu")
     _reference(
         q.float().contiguous().numpy(),
         k.float().numpy(),

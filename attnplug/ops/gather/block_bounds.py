@@ -104,7 +104,7 @@ def frame_of(bounds: torch.Tensor, blocks: int) -> Frame:
 
 def no_frame(batch: int, heads: int) -> Frame:
     """The frame of summaries that are no codes: nothing in it."""
-    return Frame(*[torch.empty(batch, heads, 0)] * 4)
+    return Frame(*[torch.empty(batch, heads, 0, dtype=torch.float32, device="cpu")] * 4)
 
 
 def block_bounds(

@@ -196,7 +196,7 @@ def attend_on_cpu(
 ):  # fmt: skip
     lengths, start = rows_on_cpu(k, lengths, start, table)
     k, v, table = page_rows(k, v, table, int(lengths.max()))
-    result = torch.empty(out.shape, dtype=torch.float32)
+    result = torch.empty(out.shape, dtype=torch.float32, device="cpu")
     _reference(
         q.float().contiguous().numpy(),
         k.numpy(),

@@ -172,13 +172,14 @@ def summarise_on_cpu(k, bounds, slots, block, band=False):
     if len(ends) == 0:
         return
     first = ends % page - block + 1
-    at = first[:, None] + torch.arange(block)
+    at = first[:, None] + torch.arange(block, device="cpu")
     keys = k.transpose(1, 2)[ends[:, None] // page, at]  # [N, block, Hkv, D]
     row = keys.permute(2, 0, 1, 3).reshape(1, heads, len(ends) * block, width)
     places, stored, int8 = ends // block, pages * page // block, bounds.dtype == torch.int8
     row = row.float() if int8 else row
     own = empty_bounds(row, block, bounds.shape[3], dtype=row.dtype if int8 else bounds.dtype)
-    progress, start = torch.zeros((1, 2), dtype=torch.int32), torch.zeros(1, dtype=torch.long)
+    progress = torch.zeros((1, 2), dtype=torch.int32, device="cpu")
+    start = torch.zeros(1, dtype=torch.int64, device="cpu")
     refresh_on_cpu(row, None, own, progress, start, start + len(ends), block, band)
     if int8:
         codes, scale = bounds[0, :, :stored], frame_of(bounds, stored).scale[0]

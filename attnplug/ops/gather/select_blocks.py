@@ -172,7 +172,7 @@ def select_on_cpu(
     # numba compiles every layout: whole tensors are contiguous, and a part is read where it lies
     shown = bounds
     frame = no_frame(*rows)
-    bits = torch.empty((*rows, 2, 0, 0), dtype=torch.int16)
+    bits = torch.empty((*rows, 2, 0, 0), dtype=torch.int16, device="cpu")
     if bounds.dtype == torch.int8:
         frame = frame_of(bounds, blocks)
     elif bounds.dtype == torch.uint8:

@@ -201,7 +201,7 @@ def arrays_on_cpu(q, codes, steps, lengths, start, key_mask, table):
     """The arguments of a reference: (q, codes, scales, table, lengths, start, mask)."""
     lengths, start = rows_on_cpu(codes, lengths, start, table)
     if table is None:  # a contiguous cache is one page a row
-        table = torch.arange(len(q), dtype=torch.int32)[:, None]
+        table = torch.arange(len(q), dtype=torch.int32, device="cpu")[:, None]
     return (
         q[:, :, 0].float().contiguous().numpy(),
         codes.contiguous().numpy(),

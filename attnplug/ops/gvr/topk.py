@@ -240,7 +240,7 @@ def _reference(scores, k, hint, lengths, sort, index, value, how):
 def _cpu(scores, k, hint, lengths, sorted, indices, values, how):
     rows, size = scores.shape
     if lengths is None:
-        lengths = torch.full((rows,), size)
+        lengths = torch.full((rows,), size, dtype=torch.int64, device="cpu")
     _reference(
         scores.contiguous().numpy(),
         k,

@@ -303,16 +303,26 @@ def _cpu(
     lse,
 ):
     batch, keys = k.shape[0], k.shape[2]
-    length = torch.full((batch,), keys) if lengths is None else lengths.long().expand(batch)
-    begin = torch.zeros(batch).long() if start is None else start.long().expand(batch)
+    length = (
+        torch.full((batch,), keys, dtype=torch.int64, device="cpu")
+        if lengths is None
+        else lengths.long().expand(batch)
+    )
+    begin = (
+        torch.zeros(batch, dtype=torch.int64, device="cpu")
+        if start is None
+        else start.long().expand(batch)
+    )
     longest = int(length.max()) if batch else 0
     if longest > keys or (batch and int(begin.min()) < 0):
         raise ArgumentError(
             f"{NAME}: lengths go to {longest} and start from {int(begin.min())}, but k and v hold "
             f"keys 0 to {keys - 1}"
         )
-    visible = torch.ones(batch, keys, dtype=torch.bool) if key_mask is None else key_mask
-    wide = torch.empty(out.shape, dtype=torch.float32)
+    visible = (
+        torch.ones(batch, keys, dtype=torch.bool, device="cpu") if key_mask is None else key_mask
+    )
+    wide = torch.empty(out.shape, dtype=torch.float32, device="cpu")
     # Every array contiguous: numba compiles anew for each combination of layouts.
     _reference(
         q.float().contiguous().numpy(),

@@ -134,8 +134,16 @@ def _reference(out_sparse, out_rows, gamma, weight, first, out):
 
 def _first_queries(out_sparse, lengths, start, kv_length) -> np.ndarray:
     batch, queries = out_sparse.shape[0], out_sparse.shape[2]
-    length = torch.full((batch,), kv_length) if lengths is None else lengths.long().expand(batch)
-    begin = torch.zeros(batch).long() if start is None else start.long().expand(batch)
+    length = (
+        torch.full((batch,), kv_length, dtype=torch.int64, device="cpu")
+        if lengths is None
+        else lengths.long().expand(batch)
+    )
+    begin = (
+        torch.zeros(batch, dtype=torch.int64, device="cpu")
+        if start is None
+        else start.long().expand(batch)
+    )
     return (begin - (length - queries)).clamp(min=0).numpy()
 
 
@@ -145,7 +153,7 @@ def _cpu(out_sparse, out_rows, gamma, weight, lengths, start, kv_length, out):
 
 def correct_on_cpu(out_sparse, out_rows, gamma, weight, lengths, start, kv_length) -> torch.Tensor:
     """The numba reference, float32."""
-    wide = torch.empty(out_sparse.shape, dtype=torch.float32)
+    wide = torch.empty(out_sparse.shape, dtype=torch.float32, device="cpu")
     _reference(
         out_sparse.float().contiguous().numpy(),
         out_rows.float().contiguous().numpy(),

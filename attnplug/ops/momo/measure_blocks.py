@@ -174,8 +174,8 @@ def _cpu(
         return
     v = k.new_empty((*k.shape[:3], 0)) if v is None else v
     kept = max(1, k.shape[2] // block)
-    index = torch.empty((*lse.shape, kept), dtype=torch.int32)
-    score = torch.empty((*lse.shape, kept), dtype=torch.float32)
+    index = torch.empty((*lse.shape, kept), dtype=torch.int32, device="cpu")
+    score = torch.empty((*lse.shape, kept), dtype=torch.float32, device="cpu")
     run_reference(
         NAME,
         (q, k, v, lengths, start, key_mask),

@@ -203,7 +203,11 @@ def _reference(index, score, lse, rows, trim, mass, normalise, sink, before, out
 def _cpu(index, score, lse, rows, trim, merge, sink, before, out):
     if out.numel() == 0:
         return
-    limit = torch.full((1, 1), _NO_BLOCK, dtype=torch.int64) if before is None else before.long()
+    limit = (
+        torch.full((1, 1), _NO_BLOCK, dtype=torch.int64, device="cpu")
+        if before is None
+        else before.long()
+    )
     _reference(
         index.flatten(0, 1).contiguous().numpy(),
         score.flatten(0, 1).contiguous().numpy(),

@@ -160,7 +160,7 @@ def run_reference(name, inputs, outputs, *, scale, gamma, block, exact_k, algori
     batch, keys = q.shape[0], k.shape[2]
 
     def per_row(value, default):
-        value = torch.tensor([default]) if value is None else value
+        value = torch.tensor([default], dtype=torch.int64, device="cpu") if value is None else value
         return value.to(torch.int64).expand(batch).contiguous().numpy()
 
     length, first = per_row(lengths, keys), per_row(start, 0)
@@ -178,7 +178,7 @@ def run_reference(name, inputs, outputs, *, scale, gamma, block, exact_k, algori
         before = offered_before(key_mask, start, block).numpy()
         # 0 * NaN is NaN: the product must not read hidden values
         v = v.masked_fill(~key_mask[:, None, :used, None], 0.0)
-    result = torch.empty(out.shape, dtype=torch.float32)
+    result = torch.empty(out.shape, dtype=torch.float32, device="cpu")
     q, k, v = (x.contiguous().numpy() for x in (q.float(), k, v))
     options = (scale, gamma, block, exact_k, algorithm, softcap)
     arrays = (x.numpy() for x in (result, *rest))

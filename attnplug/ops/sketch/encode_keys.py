@@ -168,7 +168,11 @@ def _reference(k, v, encoder, mask, fine, coarse, odd, done, lengths, start, off
 def encode_on_cpu(k, v, encoder, fine, coarse, odd, progress, lengths, start, key_mask):
     """Make the codes that `progress` lacks; lengths and start int64 `[B]`."""
     done = torch.where(progress[:, 1] == start, progress[:, 0], 0).long()
-    near = torch.tensor([near_block(int(n), int(s)) for n, s in zip(lengths, start, strict=True)])
+    near = torch.tensor(
+        [near_block(int(n), int(s)) for n, s in zip(lengths, start, strict=True)],
+        dtype=torch.int64,
+        device="cpu",
+    )
     missing = done.clamp(min=1) < near
     if bool(missing.any()):
         first = int((start + done.clamp(min=1) * BLOCK)[missing].min())

@@ -128,7 +128,7 @@ def _allocate(*args):
 
 def _places(low: int, near: int) -> torch.Tensor:
     """The tokens of a row that the places of the fixed part are for, int64 `[640]`."""
-    place = torch.arange(FIXED)
+    place = torch.arange(FIXED, device="cpu")
     return low + place + torch.where(place < BLOCK, 0, (near - 1) * BLOCK)
 
 
@@ -141,12 +141,12 @@ def _hold(fixed: FixedPart, k, v, b: int, end: int, low: int, near: int, is_new:
         wanted = at == end - 1 if is_new else at < 0
         if (was_low, was_near + 1) == (low, near):
             own[:, BLOCK:-BLOCK] = own[:, 2 * BLOCK :].clone()
-            wanted = (at < end) & (torch.arange(FIXED) >= FIXED - BLOCK) | wanted
+            wanted = (at < end) & (torch.arange(FIXED, device="cpu") >= FIXED - BLOCK) | wanted
         elif (was_low, was_near) != (low, near):
             wanted = at < end
         place, chosen = wanted.nonzero()[:, 0], at[wanted]
         own[0, place], own[1, place] = k[b, h, chosen], v[b, h, chosen]
-        fixed.held[b, h] = torch.tensor([low, near], dtype=torch.int32)
+        fixed.held[b, h] = torch.tensor([low, near], dtype=torch.int32, device="cpu")
 
 
 def _prepare_from(fixed: FixedPart, written: torch.Tensor):
@@ -155,11 +155,19 @@ def _prepare_from(fixed: FixedPart, written: torch.Tensor):
 
     def prepare_query(q, k, v, queries, scale, lengths, start, key_mask, softcap):
         batch, size = k.shape[0], k.shape[2]
-        ends = torch.tensor([size]) if lengths is None else lengths.clamp(0, size)
-        lows = torch.tensor([0]) if start is None else start.clamp(0, size)
-        counts, mask = torch.zeros(batch, dtype=torch.int64), None
+        ends = (
+            torch.tensor([size], dtype=torch.int64, device="cpu")
+            if lengths is None
+            else lengths.clamp(0, size)
+        )
+        lows = (
+            torch.tensor([0], dtype=torch.int64, device="cpu")
+            if start is None
+            else start.clamp(0, size)
+        )
+        counts, mask = torch.zeros(batch, dtype=torch.int64, device="cpu"), None
         if key_mask is not None:
-            mask = torch.zeros((batch, FIXED), dtype=torch.bool)
+            mask = torch.zeros((batch, FIXED), dtype=torch.bool, device="cpu")
         rows = zip(ends.expand(batch).tolist(), lows.expand(batch).tolist(), strict=True)
         for b, (end, low) in enumerate(rows):
             near = near_block(end, low)
@@ -178,7 +186,7 @@ def _prepare_from(fixed: FixedPart, written: torch.Tensor):
 def _cpu(*args, count=True):
     *asked, tokens, held, out, lse = args
     call = chain.Call(*asked)
-    written = torch.zeros(len(call.k), dtype=torch.bool)
+    written = torch.zeros(len(call.k), dtype=torch.bool, device="cpu")
     if call.new_k is not None and call.counted is not None:
         at = call.counted.expand(len(call.k))
         written = (at >= 0) & (at < call.k.shape[2])

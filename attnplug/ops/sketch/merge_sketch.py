@@ -226,7 +226,7 @@ def _cpu(
     out,
     lse,
 ):
-    result = torch.empty(out.shape, dtype=torch.float32)
+    result = torch.empty(out.shape, dtype=torch.float32, device="cpu")
     read = (projected, fixed_out, fixed_lse, pick_out, pick_lse, pick_sums, sums, norm, cut, v_mean)
     _reference(
         *(x.numpy() for x in read),

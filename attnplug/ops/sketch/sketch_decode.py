@@ -202,7 +202,11 @@ def _write(call: Call, full: torch.Tensor) -> torch.Tensor | None:
                 call.k[b, :, at], call.v[b, :, at] = call.new_k[b, :, 0], call.new_v[b, :, 0]
         lengths = (lengths + 1).clamp(max=size)
     if call.recent is not None:
-        ends = torch.tensor([size]) if lengths is None else lengths.clamp(max=size)
+        ends = (
+            torch.tensor([size], dtype=torch.int64, device="cpu")
+            if lengths is None
+            else lengths.clamp(max=size)
+        )
         for b, end in enumerate(ends.expand(len(full)).tolist()):
             if end > 0:
                 call.recent[b, :, (end - 1) % call.recent.shape[2]] = call.q[b, :, 0]
@@ -213,7 +217,7 @@ def _cpu(*args, count=True, prepare_query=prepare._prepare_query):
     """The step; a cache that is elsewhere brings its own way to read the fixed part."""
     call, (out, lse) = Call(*args[:-2]), args[-2:]
     q, k, v, counted = call.q, call.k, call.v, call.counted
-    full = torch.zeros(q.shape[0], dtype=torch.bool)
+    full = torch.zeros(q.shape[0], dtype=torch.bool, device="cpu")
     if counted is not None and call.new_k is not None:
         full = (counted >= k.shape[2]).expand(q.shape[0])
     now = _write(call, full)

@@ -163,8 +163,10 @@ class _Code(NamedTuple):
 
     @classmethod
     def of(cls, fine: int, coarse: int) -> "_Code":
-        bits = torch.tensor([4] * fine + [2] * coarse)
-        return cls(2**bits - 1, torch.tensor([CLIPS[4]] * fine + [CLIPS[2]] * coarse).double())
+        bits = torch.tensor([4] * fine + [2] * coarse, dtype=torch.int64, device="cpu")
+        clips = [CLIPS[4]] * fine + [CLIPS[2]] * coarse
+        clip = torch.tensor(clips, dtype=torch.float32, device="cpu").double()
+        return cls(2**bits - 1, clip)
 
     @property
     def rank(self) -> int:
@@ -279,7 +281,7 @@ def _query_moment(cov_k, queries):
 def _directions(cov_k, cov_q, rank, ridge):
     """A `[..., D, r]`, B alike, and the standard deviations of the coordinates `[..., r]`, of
     matrices `[..., D, D]` on the CPU."""
-    eye = torch.eye(cov_k.shape[-1], dtype=torch.float64)
+    eye = torch.eye(cov_k.shape[-1], dtype=torch.float64, device="cpu")
     lower = torch.linalg.cholesky(cov_q + ridge * eye)
     values, vectors = eigh_side_by_side(lower.mT @ cov_k @ lower)
     vectors = vectors.flip(-1)[..., :rank]

@@ -226,7 +226,8 @@ def _cpu(
 ):
     lengths, start = rows_on_cpu(k, lengths, start)
     valid = max(int(lengths.max()), 0)
-    result, sums = torch.zeros(q.shape), torch.full(q.shape[:3], -torch.inf)
+    result = torch.zeros(q.shape, dtype=torch.float32, device="cpu")
+    sums = torch.full(q.shape[:3], -torch.inf, dtype=torch.float32, device="cpu")
     _reference(
         q.float().contiguous().numpy(),
         k[:, :, :valid].float().contiguous().numpy(),

@@ -163,7 +163,7 @@ def _cpu(
 ):
     lengths, start = rows_on_cpu(k, lengths, start)
     if budget is None:
-        budget = torch.full((1, 1, index.shape[2]), top_k)
+        budget = torch.full((1, 1, index.shape[2]), top_k, dtype=torch.int64, device="cpu")
     keys = k[:, :, : max(int(lengths.max()), 0)].float().contiguous().numpy()
     mask = NO_MASK if key_mask is None else key_mask.contiguous().numpy()
     allowed = np.empty((1, 1, index.shape[2], 0), np.bool_)

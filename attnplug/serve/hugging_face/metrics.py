@@ -136,7 +136,9 @@ def _count_batch(
     """A batch's prompts, pieces of prompts and steps, by what serves them on each layer."""
     steps = [x for x in batch if x.query_length == 1 and x.state.generated_len()]
     prompts = [x for x in batch if x not in steps]
-    lengths = torch.tensor([x.state.position_offset + 1 for x in steps], dtype=torch.int64)
+    lengths = torch.tensor(
+        [x.state.position_offset + 1 for x in steps], dtype=torch.int64, device="cpu"
+    )
     for policy, layers in served.items():
         prefill, decode = phases(policy)
         for each in prompts:

@@ -246,7 +246,8 @@ class PlugBuilder(FlashAttentionMetadataBuilder):
         longest = self.vllm_config.model_config.max_model_len
         if not self.rule.reachable(batch.steps, longest):
             return made
-        if batch.prompts and not self.rule.far(torch.tensor(batch.step_keys)).any():
+        keys = torch.tensor(batch.step_keys, dtype=torch.int64, device="cpu")
+        if batch.prompts and not self.rule.far(keys).any():
             return made  # it runs eagerly, and may look at lengths on the host
         near, far = self._near[: common.num_reqs], self._far.first(common.num_reqs)
         rule = {"row": self.rule.row, "alone": self.rule.alone, "steps": batch.steps}

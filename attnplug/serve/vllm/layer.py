@@ -328,7 +328,8 @@ class ServedLayer:
         table = torch.zeros(rows, -(-longest // page), dtype=torch.int32, device=k.device)
         lengths = torch.zeros(rows, dtype=torch.int32, device=k.device)
         none_far = lengths > 0
-        slots = torch.full((rows,), -1, device=k.device) if phase.notes_in_step else None
+        nowhere = torch.full((max(rows, *NOTED),), -1, dtype=torch.int64, device=k.device)
+        slots = nowhere[:rows] if phase.notes_in_step else None
         for count in range(1, rows + 1):
             some = slice(count)
             if self.rule is not None:
@@ -342,4 +343,4 @@ class ServedLayer:
                 call.slots = None
                 self._run_steps(call, none_far[some], torch.empty_like(q[some]))
         for count in NOTED:  # of a prompt's chunk, beside steps or not
-            phase.note_pages(k, state[0], torch.full((count,), -1, device=k.device))
+            phase.note_pages(k, state[0], nowhere[:count])

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from attnplug import files
 from attnplug.call import AttentionCall, Edges
 from attnplug.errors import ServeError, TraceFileError
 from attnplug.serve.vllm.options import TraceOptions
@@ -83,9 +84,8 @@ class Traces:
         numbers = [re.match(r"prompt-(\d+)", path.name) for path in self.folder.iterdir()]
         self.numbered = max((int(found[1]) for found in numbers if found), default=0)
         held = re.compile(rf"prompt-[^@]*{label}\.parquet")
-        left = re.compile(held.pattern + r"\.part")  # in the midst of a prompt, by a server before
-        for path in [path for path in self.folder.iterdir() if left.fullmatch(path.name)]:
-            path.unlink()
+        # What a server before was killed over in the midst of a prompt, an older attnplug's too.
+        files.delete_left(self.folder, rf"{held.pattern}(?:{files.PART}|\.part)")
         sizes = [x.stat().st_size for x in self.folder.iterdir() if held.fullmatch(x.name)]
         self.files, self.nbytes = len(sizes), sum(sizes)
         self.full = ""  # why nothing more is recorded

@@ -29,3 +29,59 @@ def test_torch_keeps_its_threads(threads):
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == [str(threads), "2"]
+
+
+USED = """
+import os, threading
+import torch
+import attnplug
+from attnplug.ops import dense_decode
+torch.set_num_threads(1)
+q, k = torch.randn(2, 4, 1, 64), torch.randn(2, 2, 300, 64)
+def step():
+    return dense_decode(q, k, k, scale=0.1)[0]
+def status_of_child(wanted):
+    pid = os.fork()
+    if pid == 0:
+        try:
+            os._exit(0 if torch.equal(step(), wanted) else 3)
+        except attnplug.AttnplugError as error:
+            os._exit(1 if "spawn" in str(error) else 4)
+    return os.waitpid(pid, 0)[1]
+"""
+FORKED = "\nwanted = step()\nprint(status_of_child(wanted) >> 8, status_of_child(wanted) & 0xFF)"
+FORKED_FIRST = """
+import multiprocessing
+with multiprocessing.get_context("fork").Pool(1) as pool:
+    print(int(pool.apply(step).isfinite().all()), 0)
+"""
+THREADS = """
+wanted, wrong = step(), []
+def work():
+    for _ in range(200):
+        if not torch.equal(step(), wanted):
+            wrong.append(1)
+threads = [threading.Thread(target=work) for _ in range(4)]
+for thread in threads: thread.start()
+for thread in threads: thread.join()
+print(len(wrong), status_of_child(wanted) & 0xFF)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="GNU OpenMP's refusal")
+@pytest.mark.parametrize(
+    ("layer", "code", "words"),
+    [
+        ("omp", FORKED, ["1", "0"]),  # an AttnplugError, no signal
+        ("workqueue", FORKED, ["0", "0"]),  # the same bits
+        ("omp", FORKED_FIRST, ["1", "0"]),
+        ("omp", THREADS, ["0", "0"]),
+        ("workqueue", THREADS, ["0", "0"]),
+    ],
+)
+def test_forks_and_threads_end_no_process(layer, code, words):
+    environment = os.environ | {"NUMBA_NUM_THREADS": "2", "NUMBA_THREADING_LAYER": layer}
+    command = [sys.executable, "-c", USED + code]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == words

@@ -1,0 +1,113 @@
+"""A PlugCache is a whole transformers cache, with sliding windows too: after each edit the tokens
+are those of a call that was never edited."""
+
+import copy
+
+import pytest
+import torch
+from test_sliding import GATHER, SHAPE, model_of
+from transformers import Lfm2Config, Lfm2ForCausalLM
+
+import attnplug
+from attnplug.testing.policy import tiny_model
+
+FAMILIES = ["llama", "gemma3", "gpt-oss"]
+WINDOW = 64
+
+
+def prompt(rows: int = 2, tokens: int = 30, seed: int = 1) -> torch.Tensor:
+    return torch.randint(41, 90, (rows, tokens), generator=torch.Generator().manual_seed(seed))
+
+
+def model_with(family: str, policy: str, window: int = WINDOW):
+    model = tiny_model() if family == "llama" else model_of(family, window)
+    return attnplug.apply(model, policy)
+
+
+@torch.no_grad()
+def steps(model, cache, tokens: torch.Tensor) -> torch.Tensor:
+    """The logits of tokens that are fed one by one."""
+    return torch.cat(
+        [model(token, past_key_values=cache).logits for token in tokens.split(1, 1)], 1
+    )
+
+
+@torch.no_grad()
+def filled(model, ids: torch.Tensor):
+    cache = attnplug.make_cache(model, 60)
+    model(ids, past_key_values=cache)
+    return cache
+
+
+# What is done to a cache of rows, and the rows that a cache would have without it.
+EDITS = {
+    "crop": (lambda cache: cache.crop(-7), lambda ids: ids[:, :-7]),
+    "crop of nothing": (lambda cache: cache.crop(0), lambda ids: ids),
+    "repeat": (lambda cache: cache.batch_repeat_interleave(3), lambda ids: ids[[0, 0, 0, 1, 1, 1]]),
+    "select": (lambda cache: cache.batch_select_indices(torch.tensor([1])), lambda ids: ids[1:]),
+    "reorder": (lambda cache: cache.reorder_cache(torch.tensor([1, 1])), lambda ids: ids[[1, 1]]),
+    "copy": (lambda cache: vars(cache).update(vars(copy.deepcopy(cache))), lambda ids: ids),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("edit", EDITS)
+@pytest.mark.parametrize("policy", ["dense", GATHER], ids=["dense", "gather"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_an_edited_cache_goes_on_as_if_it_had_been_so(family, policy, edit):
+    model, ids = model_with(family, policy), prompt()
+    change, without = EDITS[edit]
+    cache = filled(model, ids)
+    change(cache)
+    wanted = filled(model, without(ids))
+    assert cache.batch_size == wanted.batch_size
+    assert int(cache.get_seq_length()) == int(wanted.get_seq_length())
+    more = prompt(len(without(ids)), 9, seed=2)
+    torch.testing.assert_close(
+        steps(model, cache, more), steps(model, wanted, more), rtol=1e-4, atol=1e-4
+    )
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_cache_that_was_reset_takes_other_rows(family):
+    model = model_with(family, "dense")
+    cache = filled(model, prompt())
+    cache.reset()
+    with torch.no_grad():
+        found = model(prompt(3), past_key_values=cache).logits
+    assert torch.equal(found, model(prompt(3)).logits)
+
+
+@pytest.mark.parametrize("family", FAMILIES[1:])
+def test_a_window_that_has_rolled_refuses_a_crop_and_no_layer_has_changed(family):
+    model = model_with(family, "dense", window=8)
+    cache = filled(model, prompt())
+    lengths = [int(layer.get_seq_length()) for layer in cache.layers]
+    with pytest.raises(
+        attnplug.UnsupportedCallError, match="window of 8 tokens has rolled on to 30"
+    ):
+        cache.crop(-3)
+    with pytest.raises(ValueError, match="pass a negative number"):
+        cache.crop(3)
+    cache.crop(0)
+    assert [int(layer.get_seq_length()) for layer in cache.layers] == lengths
+
+
+def test_edits_that_a_layer_of_transformers_lacks_are_refused_in_a_sentence():
+    kinds = ["conv", "full_attention"]
+    model = Lfm2ForCausalLM(Lfm2Config(**(SHAPE | {"layer_types": kinds}))).eval()
+    model = attnplug.apply(model, "dense")
+    cache = filled(model, prompt())
+    for edit, about in (("crop", "states"), ("repeat", "no such"), ("select", "no such")):
+        with pytest.raises(attnplug.UnsupportedCallError, match=about):
+            EDITS[edit][0](cache)
+    assert int(cache.get_seq_length(1)) == 30 and cache.layers[1].keys.shape[0] == 2
+
+
+def test_one_system_prompt_serves_a_batch_of_questions():
+    model, system = model_with("gemma3", GATHER), prompt(1, 30)
+    whole = torch.cat([system.expand(3, -1), prompt(3, 9, seed=5)], 1)
+    wanted = model.generate(whole, max_new_tokens=8, do_sample=False)
+    cache = filled(model, system)
+    cache.batch_repeat_interleave(3)
+    found = model.generate(whole, past_key_values=cache, max_new_tokens=8, do_sample=False)
+    assert torch.equal(found, wanted)

@@ -1,0 +1,161 @@
+"""Files are written whole or not at all, whatever ends the writer, and with the user's permissions;
+and every writer of the package goes this way."""
+
+import ast
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from full_disk import file_size_limit
+from house import ROOT
+
+from attnplug import files
+from attnplug.errors import ArgumentError, FileError, TraceFileError, WeightsUnavailableError
+
+KILLED = """
+import os, sys
+from attnplug import files
+with files.replacing(sys.argv[1]) as part:
+    part.write_text("half")
+    os.kill(os.getpid(), 9)
+"""
+
+
+def names(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
+@pytest.mark.parametrize("size", [0, 1, 100, 4096, 99_999])
+def test_a_full_disk_keeps_what_was_there(tmp_path, size):
+    path = tmp_path / "a.txt"
+    for before in (None, "before"):
+        if before:
+            path.write_text(before)
+        with file_size_limit(size), pytest.raises(FileError, match=r"cannot be written.*at that"):
+            files.write_text(path, "x" * 100_000)
+        assert names(tmp_path) == ({"a.txt"} if before else set())
+        assert not before or path.read_text() == before
+
+
+def test_an_exception_keeps_what_was_there(tmp_path):
+    path = tmp_path / "a.txt"
+    path.write_text("before")
+    with pytest.raises(KeyboardInterrupt), files.replacing(path) as part:
+        part.write_text("half")
+        raise KeyboardInterrupt
+    assert names(tmp_path) == {"a.txt"} and path.read_text() == "before"
+
+
+def test_what_a_killed_writer_leaves_is_deleted_by_the_next(tmp_path):
+    path = tmp_path / "a.txt"
+    path.write_text("before")
+    assert subprocess.run([sys.executable, "-c", KILLED, str(path)]).returncode == -9
+    assert len(names(tmp_path)) == 2 and path.read_text() == "before"
+    files.write_text(path, "after")
+    assert names(tmp_path) == {"a.txt"} and path.read_text() == "after"
+
+
+def test_two_writers_of_one_place_do_not_meet(tmp_path):
+    path = tmp_path / "a.txt"
+    with files.replacing(path) as first:
+        first.write_text("first")
+        with files.replacing(path) as second:
+            second.write_text("second")
+        assert first.read_text() == "first" and path.read_text() == "second"
+    assert names(tmp_path) == {"a.txt"} and path.read_text() == "first"
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o027, 0o077, 0o002])
+def test_permissions_are_those_of_the_umask(tmp_path, umask):
+    before = os.umask(umask)
+    try:
+        files.write_text(tmp_path / "a", "")
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((tmp_path / "a").stat().st_mode) == 0o666 & ~umask
+
+
+def test_a_link_stays_one(tmp_path):
+    (tmp_path / "link").symlink_to(tmp_path / "a.txt")
+    files.write_text(tmp_path / "link", "x")
+    assert (tmp_path / "link").is_symlink() and (tmp_path / "a.txt").read_text() == "x"
+
+
+def test_a_place_that_can_be_no_file_is_one_class_of_error(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    (tmp_path / "file").write_text("")
+    odd = [
+        "pipe",
+        ".",
+        "none/a",
+        "file/a",
+        "loop",
+        "x" * 300,
+        "x" * 245,
+        "a\0b",
+        "\udcff",
+        "\ud800",
+    ]
+    for place in [*odd, "/dev/null"]:
+        with pytest.raises(FileError):
+            files.write_text(os.path.join(tmp_path, place), "x")
+    assert names(tmp_path) == {"pipe", "loop", "file"} and not os.path.isfile("/dev/null")
+
+
+def test_errors_of_files_are_one_family():
+    for kind in (TraceFileError, WeightsUnavailableError):
+        assert issubclass(kind, FileError)
+    assert issubclass(FileError, ArgumentError) and issubclass(FileError, OSError)
+
+
+WRITERS = {"write_bytes", "print_png", "mkdtemp", "TemporaryDirectory", "NamedTemporaryFile"}
+
+
+def writes(tree: ast.AST) -> list[str]:
+    """The calls of a module that write a file."""
+    found = []
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Call):
+            continue
+        called = node.func
+        name = called.attr if isinstance(called, ast.Attribute) else getattr(called, "id", "")
+        if name in {
+            "write_bytes",
+            "print_png",
+            "mkdtemp",
+            "TemporaryDirectory",
+            "NamedTemporaryFile",
+        }:
+            found.append(name)
+        modes = [a.value for a in node.args if isinstance(a, ast.Constant)]
+        modes += [k.value.value for k in node.keywords if isinstance(k.value, ast.Constant)]
+        if name == "open" and any(isinstance(m, str) and set(m) & set("wax+") for m in modes):
+            found.append(f"open {modes}")
+        if name in {"write_text", "savefig", "mkdir"}:
+            owner = called.value if isinstance(called, ast.Attribute) else None
+            if not (isinstance(owner, ast.Name) and owner.id in {"files", "part"}):
+                found.append(name)
+    return found
+
+
+# A file in the scratch folder of a conversion, which one rename publishes; a trace's seal, which is
+# put into the file beside; the folders that pretrained and a server of traces make, whose errors
+# are their own.
+OTHERS = {
+    "attnplug/files.py": {"mkdtemp", "mkdir", "savefig"},
+    "attnplug/models/pretrained.py": {"open ['wb']", "mkdir"},
+    "attnplug/trace/seal.py": {"open ['r+b']"},
+    "attnplug/serve/vllm/traces.py": {"mkdir"},
+}
+
+
+def test_every_file_is_written_in_one_way():
+    found = {
+        str(path.relative_to(ROOT)): set(writes(ast.parse(path.read_text())))
+        for path in sorted((ROOT / "attnplug").rglob("*.py"))
+    }
+    assert {path: calls for path, calls in found.items() if calls} == OTHERS
