@@ -50,7 +50,7 @@ def reading(path: object, what: str, kind: type[FileError] = FileError) -> Itera
         raise
     except (OSError, ValueError) as error:
         said = _reason(error) if isinstance(error, OSError) else str(error)[:200]
-        raise kind(f"{str(path)!r} cannot be read as {what}: {said}") from error
+        raise kind(f"{path} cannot be read as {what}: {said}") from error
 
 
 class Draft:

@@ -14,10 +14,12 @@ from transformers import PreTrainedConfig, StaticCache
 from transformers.cache_utils import StaticLayer, StaticSlidingWindowLayer
 
 from attnplug.errors import UnsupportedCallError
+from attnplug.models.autocast import autocast_dtype
 from attnplug.models.edits import EditableCache, check_count
 from attnplug.models.inference_mode import is_foreign, own
 from attnplug.models.sliding import SlidingLayer
 from attnplug.models.sync import may_sync
+from attnplug.models.watched import WatchedLayer
 
 RowBuffers = Mapping[str, float | None]  # name of a side buffer: what `reset` fills it with
 Shape = tuple[int, ...]
@@ -37,20 +39,15 @@ def check_room(length: int, tokens: int, size: int) -> None:
 def mark_buffer(tensor: torch.Tensor, any_length: bool) -> None:
     """Tell torch.compile that a buffer does not move, which CUDA graphs want, and, for
     `any_length`, that its third dimension has another size in other caches: code compiled once
-    serves all."""
+    serves all. Traced code cannot say it, and does not."""
+    if torch.compiler.is_compiling():
+        return
     torch._dynamo.mark_static_address(tensor)
     if any_length and tensor.dim() > 2:
         torch._dynamo.maybe_mark_dynamic(tensor, 2)
 
 
-def autocast_dtype(device: torch.device) -> torch.dtype | None:
-    """What torch.autocast has matrix products computed in here, or None outside of it."""
-    if device.type in ("cpu", "cuda") and torch.is_autocast_enabled(device.type):
-        return torch.get_autocast_dtype(device.type)
-    return None
-
-
-class PlugLayer(StaticLayer):
+class PlugLayer(WatchedLayer):
     """Keys and values `[B,Hkv,max_length,D]`, allocated once, and the number of tokens in them.
 
     Unlike its base it can be cropped (speculative decoding), reorders beams without moving (the
@@ -87,9 +84,9 @@ class PlugLayer(StaticLayer):
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         super().lazy_initialization(key_states, value_states)
-        if not torch.compiler.is_compiling():
-            for buffer in self._buffers():
-                mark_buffer(buffer, self.any_length)
+        for buffer in self._buffers():
+            mark_buffer(buffer, self.any_length)
+        self.note_writes()
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
@@ -164,7 +161,9 @@ class PlugLayer(StaticLayer):
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Put tokens into the buffers and count them; whatever writes tokens comes through here."""
-        return super().update(key_states, value_states, *args, **kwargs)
+        buffers = super().update(key_states, value_states, *args, **kwargs)
+        self.note_writes()
+        return buffers
 
     def note_buffers(self, key: torch.Tensor, value: torch.Tensor) -> None:
         """Called with what a prefill's attention got, after the `update` that returned it."""
@@ -196,6 +195,7 @@ class PlugLayer(StaticLayer):
     def flush(self) -> None:
         """Write the token that `update` has deferred, if there is one. All that writes to a layer
         comes through here first, but `reset`, which wants no such token."""
+        self.notice_edits()
         self._leave_inference_mode()
         pending = self.take_pending()
         if pending is not None:
@@ -232,9 +232,8 @@ class PlugLayer(StaticLayer):
         """Keep new side buffers under their names in `row_buffers`, at a fixed address."""
         for name, buffer in buffers.items():
             setattr(self, name, buffer)
-        if not torch.compiler.is_compiling():  # as the base does: it cannot be traced
-            for tensor in self._row_tensors(buffers):
-                mark_buffer(tensor, self.any_length)
+        for tensor in self._row_tensors(buffers):
+            mark_buffer(tensor, self.any_length)
 
     def tensors(self) -> list[torch.Tensor]:
         """Keys, values and the side buffers that are there."""
@@ -268,6 +267,7 @@ class PlugLayer(StaticLayer):
             if empty is not None:
                 for tensor in self._row_tensors([name]):
                     tensor.fill_(empty)
+        self.note_writes()
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last `-tokens_to_remove` tokens; 0 forgets none. Positive: ValueError."""
@@ -283,6 +283,7 @@ class PlugLayer(StaticLayer):
         if self.is_initialized:
             for buffer in (*self._buffers(), *self._row_tensors(self.row_buffers)):
                 buffer.copy_(buffer.index_select(0, beam_idx.to(buffer.device)))
+        self.note_writes()
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat each row `repeats` times; allocates, as the batch grows."""
@@ -332,10 +333,10 @@ class PlugLayer(StaticLayer):
         shapes = [(*tokens, width) for width in (self.k_head_dim, self.v_head_dim)]
         self.keys, self.values = zeros(shapes, key_states.dtype, self.device)
         self.cumulative_length = self.cumulative_length.to(self.device)
-        if not torch.compiler.is_compiling():  # as the base does: it cannot be traced
-            for tensor in (self.keys, self.values, self.cumulative_length):
-                mark_buffer(tensor, self.any_length)
+        for tensor in (self.keys, self.values, self.cumulative_length):
+            mark_buffer(tensor, self.any_length)
         self.is_initialized = True
+        self.note_writes()
 
     def _on_device(
         self, key_states: torch.Tensor, value_states: torch.Tensor
@@ -355,6 +356,7 @@ class PlugLayer(StaticLayer):
         self.batch_size = keys.shape[0]
         mark_buffer(self.keys, self.any_length)
         mark_buffer(self.values, self.any_length)
+        self.note_writes()
 
 
 MakeLayer = Callable[[int, int], PlugLayer]  # of the layer's index and max_length
@@ -390,6 +392,15 @@ class PlugCache(EditableCache):
         layer = next((layer for layer in self.layers if isinstance(layer, PlugLayer)), None)
         if layer is not None:
             layer.check_room(tokens)
+
+    def refresh(self) -> None:
+        """Look at all tokens again, after keys or values were edited in place: a method chooses by
+        summaries or codes that it keeps of them. A forward pass notices most edits by itself; it
+        cannot notice those between compiled or captured steps of a loop of your own, or under
+        `torch.inference_mode`. Reads the number of tokens on the host."""
+        for layer in self.layers:
+            if isinstance(layer, PlugLayer):
+                layer.refresh()
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         """As transformers asks for the sizes that a forward pass will find, before the pass."""

@@ -388,6 +388,9 @@ class Decoding:
         if end < self.length and self._is_kept():
             self.cache.crop(end - self.length)
         note_steps(self.cache.layers, fed)
+        for layer in self.cache.layers:
+            if isinstance(layer, PlugLayer):
+                layer.note_writes()  # compiled steps have written, and do not say so
         tokens: Any = self.ids[:, :end].clone(memory_format=torch.contiguous_format)
         if not self.config.return_dict_in_generate:
             return tokens

@@ -11,8 +11,9 @@ from transformers import Cache, PreTrainedModel, StaticCache
 from transformers.generation.configuration_utils import GenerationMode
 
 from attnplug.errors import UnsupportedCallError
+from attnplug.models.autocast import autocast_dtype
 from attnplug.models.batching import bind_batching
-from attnplug.models.cache import MakeLayer, PlugCache, PlugLayer, autocast_dtype
+from attnplug.models.cache import MakeLayer, PlugCache, PlugLayer
 from attnplug.models.decode_loop import DecodeLoop, Decoding
 from attnplug.models.decode_step import layers_to_prepare, prepare_layers
 from attnplug.models.growth import GrowingCache, Growth

@@ -22,7 +22,8 @@ from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from attnplug.call import AttentionCall, EdgeWriter, Serves, causal_mask
 from attnplug.errors import GradientError, PolicyError, UnsupportedCallError
-from attnplug.models.cache import PlugLayer, autocast_dtype
+from attnplug.models.autocast import autocast_dtype
+from attnplug.models.cache import PlugLayer
 from attnplug.models.names import ADDITIVE_NAME, ATTENTION_NAMES, CACHE
 from attnplug.models.sync import may_sync
 
@@ -195,6 +196,8 @@ def plug_attention(
         )
     call.trace_to = binding.trace_to
     out = binding.policy.attend(call)
+    if isinstance(state, PlugLayer):
+        state.note_writes()  # a step's op may have written the pending token
     return out.transpose(1, 2).contiguous(), None
 
 

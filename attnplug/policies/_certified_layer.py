@@ -87,6 +87,12 @@ class CertifiedLayer(PlugLayer):
         if self.scratch is not None:
             self.scratch.clear()
 
+    def renew(self) -> None:
+        if self.tier is not None:
+            self.tier.progress.zero_()
+        if self.scratch is not None:
+            self.scratch.forget(torch.zeros_like(self.cumulative_length), self.block)
+
     def continue_from(self, source: PlugLayer) -> None:
         if not isinstance(source, CertifiedLayer):
             return

@@ -76,6 +76,9 @@ class GatherLayer(PlugLayer):
             band=self.form.band,
         )
 
+    def renew(self) -> None:
+        self.progress.zero_()
+
     def crop(self, tokens_to_remove: int) -> None:
         super().crop(tokens_to_remove)
         if self.is_initialized:
@@ -128,6 +131,12 @@ class HostGatherLayer(GatherLayer, HostLayer):
         if self.near is not None:
             self._forget()
             self.near.counters.zero_()
+
+    def renew(self) -> None:
+        super().renew()
+        if self.near is not None:
+            self._forget()
+            self.crop(0)  # fills the ring
 
     def crop(self, tokens_to_remove: int) -> None:
         super().crop(tokens_to_remove)

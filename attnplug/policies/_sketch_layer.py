@@ -145,6 +145,13 @@ class SketchLayer(PlugLayer):
         if self.codes is not None:
             self.codes.progress.zero_()
 
+    def renew(self) -> None:
+        self._forget()
+        self.seen = int(self.cumulative_length)
+        if self.codes is not None:
+            self.codes.progress.zero_()
+            self._forget_hint()
+
     def crop(self, tokens_to_remove: int) -> None:
         super().crop(tokens_to_remove)
         # transformers 5.17 passes a tensor in assisted decoding.
@@ -359,6 +366,10 @@ class HostSketchLayer(SketchLayer, HostLayer):
 
     def reset(self) -> None:
         super().reset()
+        self._release_fixed()
+
+    def renew(self) -> None:
+        super().renew()
         self._release_fixed()
 
     def _write(
