@@ -42,11 +42,12 @@ from attnplug.models.layers import (
 )
 from attnplug.models.loop_calls import unserved_model
 from attnplug.models.names import ADDITIVE_NAME, ATTENTION_NAME, ATTENTION_NAMES
+from attnplug.models.served import last_served
 from attnplug.models.switch import SwitchedConfigs, switch_configs
 from attnplug.models.warmup import generate_ahead
 from attnplug.policies import Phase, Policy, parse
 from attnplug.policies.crossover import NEVER, DenseBelow
-from attnplug.reports import LayerReport, Report
+from attnplug.reports import LayerReport, Report, last_calls
 
 STATE = "_attnplug_state"
 LOG = logging.getLogger("attnplug")
@@ -173,7 +174,7 @@ def report(model: torch.nn.Module) -> Report:
                 f"{layer.name} was switched to attention {now!r} after apply, which bypasses the "
                 "policy; call attnplug.remove(model) and apply again"
             )
-    found = ledger.report
+    found = replace(ledger.report, last=last_calls(last_served(target)))
     why, fused, steps = last_call(target)
     if not (why or fused or steps):
         return found

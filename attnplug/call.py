@@ -4,7 +4,7 @@ That is the call, what a layer looks like before it runs, and what a tracing met
 Models and policies both import this file. It imports neither."""
 
 import dataclasses
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 
@@ -24,8 +24,9 @@ class AttentionCall:
     first key that it lets through, and is given for T > 1 only. `state` is the layer's static
     cache, a method's own layer where generate or `make_cache` made it, or None. `trace_to` takes
     the edges that a tracing method finds, while `attnplug.trace.record` is on. `follow` is how many
-    tokens of the prompt are known to come after these queries. The attention is causal; a policy
-    returns `[B,Hq,T,D]`.
+    tokens of the prompt are known to come after these queries. The policy leaves the name of the
+    method that has served the call in `served_by`, and where that is "dense" in another method's
+    place, the reason in `why_dense`. The attention is causal; a policy returns `[B,Hq,T,D]`.
     """
 
     q: torch.Tensor
@@ -40,6 +41,8 @@ class AttentionCall:
     state: "StaticLayer | None" = None
     trace_to: "EdgeWriter | None" = None
     follow: int = 0
+    served_by: str = ""
+    why_dense: str = ""
 
     def flush(self) -> None:
         """Write the cache layer's pending token (see `PlugLayer`). A method that reads k, v or
@@ -165,11 +168,25 @@ class EdgeWriter(Protocol):
         ...
 
 
+class Served(NamedTuple):
+    """The method that has served a layer, and why it was dense in another one's place."""
+
+    by: str
+    why: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.by} ({self.why})" if self.why else self.by
+
+
 class Serves(Protocol):
     """What an attention layer needs of its policy."""
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
         """The attention output `[B,Hq,T,D]` of one call."""
+        ...
+
+    def serves_steps(self, state: Any) -> Served:
+        """What serves decode steps over a cache layer that holds tokens."""
         ...
 
 

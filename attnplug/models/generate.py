@@ -26,6 +26,7 @@ from attnplug.models.loop_calls import (
 )
 from attnplug.models.names import CACHE
 from attnplug.models.parallel import LOCAL, is_split, local_weights
+from attnplug.models.served import forget_served, note_steps
 from attnplug.models.user_hooks import user_hooks
 
 LAYER_MAKER = "_attnplug_make_layer"
@@ -155,6 +156,7 @@ def _prepare_cache_for_generation(
 def _generate(model: Any, *args: Any, **kwargs: Any) -> Any:
     """generate, told of attnplug's loop where its arguments allow it, and with plain weights."""
     loop: DecodeLoop | None = vars(model).get(LOOP)
+    forget_served(model)
     if loop is not None:
         arguments = ARGUMENTS.bind(model, *args, **kwargs).arguments
         loop.why_not = unserved_arguments(model, arguments, OURS)
@@ -202,7 +204,9 @@ def _prefill(
         layer.steps_are_prepared = True
         layer.prefill_tokens = 0 if chunk is None else input_ids.shape[1]
     try:
-        return stock(model, input_ids, config, model_kwargs, **options)
+        outputs = stock(model, input_ids, config, model_kwargs, **options)
+        note_steps(model, cache)
+        return outputs
     finally:
         for layer in layers:
             layer.steps_are_prepared, layer.prefill_tokens = False, 0

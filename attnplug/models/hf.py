@@ -11,7 +11,7 @@ attention.
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -20,7 +20,7 @@ from transformers.cache_utils import StaticLayer, StaticSlidingWindowLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
-from attnplug.call import AttentionCall, EdgeWriter, Serves, causal_mask
+from attnplug.call import AttentionCall, EdgeWriter, Served, Serves, causal_mask
 from attnplug.errors import GradientError, PolicyError, UnsupportedCallError
 from attnplug.models.autocast import autocast_dtype
 from attnplug.models.cache import PlugLayer
@@ -36,13 +36,23 @@ PolicyT = TypeVar("PolicyT", bound=Serves, covariant=True)
 class Binding(Generic[PolicyT]):
     """What `apply` decided for one attention module: its policy, or why it stays dense or was
     chosen, and the model's own attention ("sdpa" or "eager") for the case that it stays dense.
-    `trace_to` is set while a trace is recorded, `pieces` while a prompt runs in pieces."""
+    `trace_to` is set while a trace is recorded, `pieces` while a prompt runs in pieces. `served`
+    says by "prefill" and "decode" what the last call was served by."""
 
     policy: PolicyT | None
     reason: str
     stock: str
     trace_to: EdgeWriter | None = None
     pieces: Any = None
+    served: dict[str, Served] = field(default_factory=dict, compare=False)
+
+    def note_served(self, queries: int, served: Served) -> None:
+        """Note what has served a call; with a prefill a new one begins. Traced code notes none."""
+        if torch.compiler.is_compiling():
+            return
+        if queries > 1:
+            self.served.clear()
+        self.served["decode" if queries == 1 else "prefill"] = served
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Register attnplug's names: a model that was saved whole may be read where `apply` has
@@ -185,6 +195,9 @@ def plug_attention(
         _refuse_unknown_keys(module, query, key)
     if binding is None or binding.policy is None or not compact or _exotic(kwargs):
         call.flush()
+        if binding is not None:
+            why = binding.reason if binding.policy is None else "the call has a mask of its own"
+            binding.note_served(query.shape[2], Served(binding.stock, why))
         return stock_attention(
             module, binding, call, attention_mask, compact, kwargs, attnplug_fresh
         )
@@ -198,6 +211,7 @@ def plug_attention(
     out = binding.policy.attend(call)
     if isinstance(state, PlugLayer):
         state.note_writes()  # a step's op may have written the pending token
+    binding.note_served(query.shape[2], Served(call.served_by, call.why_dense))
     return out.transpose(1, 2).contiguous(), None
 
 

@@ -51,7 +51,7 @@ class PolicyHook(ModelHook):
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         cache = next((kwargs[n] for n in CACHE_ARGUMENTS if isinstance(kwargs.get(n), Cache)), None)
         if cache is not None:
-            state = kwargs[STATE_ARGUMENT] = _state(cache, self.layer_index)
+            state = kwargs[STATE_ARGUMENT] = state_of(cache, self.layer_index)
             tokens = _hidden_states(args, kwargs).shape[1]
             if tokens == 1 and self._may_defer(module, cache, state):
                 state.defer_next = True
@@ -84,7 +84,7 @@ def _is_full_static(layer: Any) -> bool:
     return isinstance(layer, StaticLayer) and not isinstance(layer, StaticSlidingWindowLayer)
 
 
-def _state(cache: Cache, index: int) -> Any:
+def state_of(cache: Cache, index: int) -> Any:
     """The layer's cache object. A layer that shares another's keys (Gemma 3n) has none of its own:
     it gets that of the full-attention layer before it, whose length is the same."""
     if index < len(cache.layers) and isinstance(cache.layers[index], CacheLayerMixin):

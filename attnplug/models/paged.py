@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from transformers import AttentionInterface
 
-from attnplug.call import AttentionCall, PagedCall, band_mask
+from attnplug.call import AttentionCall, PagedCall, Served, band_mask
 from attnplug.errors import UnsupportedCallError
 from attnplug.models.hf import binding_of, refuse_options, stock_attention
 from attnplug.models.names import CACHE, PAGED_NAMES
@@ -253,6 +253,7 @@ def paged_attention(
     method.note_pages(pages.k, state, batch.slots)
     out = torch.zeros_like(query)
     if batch.table is not None:
+        binding.note_served(1, Served(method.name, method.pages_note(query.device)))
         _decode(method, pages, state, batch, call, out)
     for a, b, c, d in batch.pieces:
         k, v = key[:, :, a:b], value[:, :, a:b]
@@ -263,6 +264,7 @@ def paged_attention(
             )
         piece = AttentionCall(query[:, :, a:b], k, v, scale, call.softcap, s_aux)
         out[:, :, a:b] = policy.attend_prompt(piece)
+        binding.served["prefill"] = Served(piece.served_by, piece.why_dense)
     return out.transpose(1, 2).contiguous(), None
 
 

@@ -77,6 +77,11 @@ class Phase:
         """The cache layer with this method's state, or None where it needs none."""
         return None
 
+    def why_dense_steps(self, state: Any) -> str:
+        """Why dense serves steps over a cache layer in this method's place; "" where it does not.
+        Known from shapes, as compiled and captured steps run no code of the host."""
+        return ""
+
     def pages_refusal(self) -> str | None:
         """Why this method cannot decode from a paged cache, as continuous batching has it (`dense`
         then does), or None."""
@@ -85,6 +90,10 @@ class Phase:
     def page_state(self, k: torch.Tensor) -> Any:
         """What this method keeps beside one layer's pages `k [pages,Hkv,page,D]`, or None."""
         return None
+
+    def pages_note(self, device: torch.device) -> str:
+        """For `report`: which rows of steps over pages dense serves, decided on the device."""
+        return ""
 
     def page_share(self, itemsize: int) -> float:
         """The bytes of `page_state`, as a share of those of keys and values."""

@@ -22,7 +22,6 @@ from attnplug.ops.certified.scratch import SETS
 from attnplug.ops.common.checks import BLOCKS
 from attnplug.policies._certified_layer import HEADS, CertifiedLayer
 from attnplug.policies.crossover import NEVER, DenseBelow
-from attnplug.policies.dense import Dense
 
 # Caches below so many tokens keep their originals on the device and are read by `dense`. On an H200
 # one query a sequence that promotes two blocks of 64 is as fast from 64K on. The default is slower
@@ -64,6 +63,7 @@ class Certified(DenseBelow):
     min_tokens: int | None = None
 
     name: ClassVar[str] = "certified"
+    layer_type: ClassVar[type] = CertifiedLayer
     phases: ClassVar[frozenset[str]] = frozenset({"decode"})
 
     def __post_init__(self) -> None:
@@ -116,7 +116,7 @@ class Certified(DenseBelow):
     def attend(self, call: AttentionCall) -> torch.Tensor:
         layer = self._own_layer(call)
         if layer is None or layer.tier is None:
-            return Dense().attend(call)
+            return self.leave_to_dense(call)
         rows: dict[str, Any] = {
             "block": self.block,
             "lengths": call.lengths,

@@ -1,11 +1,13 @@
 """Methods that leave short calls to dense attention, which is faster there."""
 
 import dataclasses
-from typing import NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
+from transformers.cache_utils import StaticLayer
 
-from attnplug.call import PagedCall
+from attnplug.call import AttentionCall, PagedCall
+from attnplug.models.cache import PlugLayer
 from attnplug.ops.common.divide_rows import divide_rows
 from attnplug.policies.base import Phase
 from attnplug.policies.dense import Dense
@@ -95,6 +97,41 @@ class DenseBelow(Phase):
     def kept(self) -> int:
         """The most keys that a step reads of a row: a shorter row is read whole in any case."""
         return 0
+
+    def pages_note(self, device: torch.device) -> str:
+        rule = self.row_crossover(device)
+        return f"rows of fewer than {rule.row:,} tokens by dense" if rule.row else ""
+
+    layer_type: ClassVar[type] = PlugLayer  # that its steps need
+
+    def leave_to_dense(self, call: AttentionCall) -> torch.Tensor:
+        """Serve a call by dense attention in this method's place, and say why where the host runs
+        this code."""
+        if not (torch.compiler.is_compiling() or torch.jit.is_tracing()):
+            call.served_by, call.why_dense = "dense", self.why_dense(call)
+        call.flush()
+        return Dense().attend(call)
+
+    def why_dense(self, call: AttentionCall) -> str:
+        """Why this method leaves a call to dense."""
+        why = self.why_dense_steps(call.state)
+        return why or "the cache layer keeps something else, or of another layer's keys"
+
+    def why_dense_steps(self, state: Any) -> str:
+        if isinstance(state, StaticLayer) and state.is_initialized:
+            assert state.keys is not None
+            rows, size, device = len(state.keys), state.max_cache_len, state.keys.device
+            rule = self.row_crossover(device)
+            if rule.row >= NEVER:
+                return "no measured length made it worth while; min_tokens=0 asks for it"
+            if not rule.reachable(rows, size):
+                least = rule.least(rows)
+                each = f" in each of {rows} rows" if rows > 1 else ""
+                return f"room for {size:,} tokens{each}, and it serves from {least:,} on"
+        if not isinstance(state, self.layer_type):
+            kind = "no static one" if state is None else f"a {type(state).__name__}"
+            return f"its cache layer is {kind}: make the cache with attnplug.make_cache"
+        return ""
 
     def attend_pages(self, call: PagedCall) -> torch.Tensor:
         """Far rows by this method, the others by `dense`, decided on the device."""

@@ -33,7 +33,6 @@ from attnplug.ops.gather.select_blocks import MAX_BLOCKS, SCORINGS
 from attnplug.policies._gather_layers import Form, GatherLayer, HostGatherLayer
 from attnplug.policies._reads import query_positions, read_blocks
 from attnplug.policies.crossover import DenseBelow
-from attnplug.policies.dense import Dense
 
 # A cache smaller than this many times the keys that a step keeps is read whole, and one below so
 # many tokens in any case: where whole models' steps are as fast as dense's at batch 1 on two
@@ -86,6 +85,7 @@ class Gather(DenseBelow):
     bounds: str | None = None
 
     name: ClassVar[str] = "gather"
+    layer_type: ClassVar[type] = GatherLayer
     phases: ClassVar[frozenset[str]] = frozenset({"decode"})
     takes_pending: ClassVar[bool] = True
     notes_in_step: ClassVar[bool] = True
@@ -167,8 +167,7 @@ class Gather(DenseBelow):
     def attend(self, call: AttentionCall) -> torch.Tensor:
         layer = self._own_layer(call)
         if layer is None:
-            call.flush()
-            return Dense().attend(call)
+            return self.leave_to_dense(call)
         options = self._options(call)
         pending = layer.take_pending()
         if isinstance(layer, HostGatherLayer) and layer.near is not None:

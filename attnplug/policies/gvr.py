@@ -31,7 +31,6 @@ from attnplug.ops.gvr.score_tokens import score_lengths
 from attnplug.ops.gvr.topk import MAX_K
 from attnplug.policies._gvr_layer import GvrLayer
 from attnplug.policies.crossover import DenseBelow
-from attnplug.policies.dense import Dense
 
 # A cache smaller than this many times the tokens that a step keeps is read whole, and one below so
 # many tokens in any case. On an H200 a layer's step alone pays from about 64K on, but a whole model
@@ -63,6 +62,7 @@ class Gvr(DenseBelow):
     hint: bool = False
 
     name: ClassVar[str] = "gvr"
+    layer_type: ClassVar[type] = GvrLayer
     phases: ClassVar[frozenset[str]] = frozenset({"decode"})
 
     def __post_init__(self) -> None:
@@ -93,7 +93,7 @@ class Gvr(DenseBelow):
     def attend(self, call: AttentionCall) -> torch.Tensor:
         layer = self._own_layer(call)
         if layer is None:
-            return Dense().attend(call)
+            return self.leave_to_dense(call)
         where = {"lengths": call.lengths, "start": call.first_key, "key_mask": call.key_mask}
         last = layer.last if self.hint else None
         hint = None if last is None else last.picks

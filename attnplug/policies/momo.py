@@ -242,15 +242,21 @@ class Momo(DenseBelow):
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
         if self.is_short(call):
-            return Dense().attend(call)
+            return self.leave_to_dense(call)
         check_open_length(self.name, call.q.shape[2], self.query_block)
         tail = self._tail(call)
         if known_below(call.q.shape[2], tail + 1):
-            return Dense().attend(call)
+            return self.leave_to_dense(call)
         out = self._attend_as_one(call)
         if tail > 0:
             out[:, :, -tail:] = Dense().attend(last_queries(call, tail))
         return out
+
+    def why_dense(self, call: AttentionCall) -> str:
+        queries = call.q.shape[2]
+        if self.is_short(call):
+            return f"{queries:,} queries, and it serves from {self.crossover(call.q.device):,} on"
+        return f"its tail of {self.tail:,} queries is dense"
 
     def _tail(self, call: AttentionCall) -> int:
         """How many of the call's queries are dense, its last ones."""

@@ -1,10 +1,11 @@
 """A policy: which method serves the prefill, which the decode steps, and which one traces."""
 
 import dataclasses
+from typing import Any
 
 import torch
 
-from attnplug.call import AttentionCall, LayerShape
+from attnplug.call import AttentionCall, LayerShape, Served
 from attnplug.errors import PolicyError
 from attnplug.policies.base import Phase
 from attnplug.policies.dense import Dense
@@ -53,12 +54,19 @@ class Policy:
         assert phase is not None  # filled by __post_init__
         if not phase.takes_pending:
             call.flush()
+        call.served_by = phase.name
         out = phase.attend(call)
         if call.q.shape[2] > 1 and self.decode is not None:
             self.decode.note_queries(call)
         if self.trace is not None and call.trace_to is not None:
             call.trace_to.emit(call, self.trace.observe(call, phase))
         return out
+
+    def serves_steps(self, state: Any) -> Served:
+        """What serves decode steps over a cache layer that holds tokens, known from its shapes."""
+        assert self.decode is not None  # filled by __post_init__
+        why = self.decode.why_dense_steps(state)
+        return Served("dense", why) if why else Served(self.decode.name)
 
     @property
     def page_phase(self) -> Phase:
@@ -70,6 +78,9 @@ class Policy:
         """Serve a prompt of continuous batching, or a piece of one. Its other requests decide how
         it is cut, so that a method which is not exact serves prompts that come whole."""
         assert self.prefill is not None  # filled by __post_init__
+        call.served_by = self.prefill.name if call.whole else "dense"
+        if not call.whole and self.prefill != Dense():
+            call.why_dense = "a piece of a prompt, which other requests have cut"
         return (self.prefill if call.whole else Dense()).attend(call)
 
     @property

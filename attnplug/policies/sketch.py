@@ -24,7 +24,6 @@ from attnplug.ops.sketch.state import BLOCK, COORDINATES
 from attnplug.policies._sketch_audit import Asked
 from attnplug.policies._sketch_layer import HostSketchLayer, SketchLayer
 from attnplug.policies.crossover import DenseBelow
-from attnplug.policies.dense import Dense
 
 FIXED = (1 + LOCAL.value) * BLOCK  # tokens that every step reads: the sink and the last blocks
 MAX_K = 16384
@@ -61,6 +60,7 @@ class Sketch(DenseBelow):
     kv: str = "gpu"
 
     name: ClassVar[str] = "sketch"
+    layer_type: ClassVar[type] = SketchLayer
     phases: ClassVar[frozenset[str]] = frozenset({"decode"})
     takes_pending: ClassVar[bool] = True
     keeps_queries: ClassVar[bool] = True
@@ -120,8 +120,7 @@ class Sketch(DenseBelow):
             self._note_asked(call, layer)
             layer.step_by_host(call)
         if layer is None or not layer.is_fitted:
-            call.flush()
-            return Dense().attend(call)
+            return self.leave_to_dense(call)
         assert layer.codes is not None and layer.basis is not None  # is_fitted was checked
         pending = layer.take_pending()
         count = not torch.compiler.is_compiling()  # the model reads its positions off it
@@ -152,6 +151,10 @@ class Sketch(DenseBelow):
         if pending is not None and not count:
             layer.cumulative_length.add_(1)
         return out
+
+    def why_dense(self, call: AttentionCall) -> str:
+        why = "its basis is not made yet: call attnplug.policies.refit between two steps"
+        return why if self._own_layer(call) is not None else super().why_dense(call)
 
     def _own_layer(self, call: AttentionCall) -> SketchLayer | None:
         """The call's cache layer if its codes are those of the call's keys, else None: a small
