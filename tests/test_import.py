@@ -37,3 +37,25 @@ def test_every_public_name_is_there():
         assert getattr(attnplug, name).__name__ == name
     assert set(attnplug.__all__) <= set(dir(attnplug))
     assert attnplug.ops.topk and attnplug.trace.read and attnplug.plan.H200
+
+
+def test_a_package_that_is_imported_again_serves():
+    """As after an import that failed half-way, or in a notebook that reloads what was edited."""
+    code = """
+import sys
+import torch
+import attnplug.testing
+
+def tokens():
+    import attnplug
+    model = attnplug.apply(attnplug.testing.tiny_model(), "momo(min_tokens=0)+gather(min_tokens=0)")
+    return model.generate(torch.arange(3, 40)[None], max_new_tokens=3, do_sample=False).tolist()
+
+first = tokens()
+for name in [name for name in sys.modules if name.split(".")[0] == "attnplug"]:
+    del sys.modules[name]
+import attnplug.testing
+print(tokens() == first)
+"""
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert run.stdout.splitlines()[-1:] == ["True"], run.stderr

@@ -201,7 +201,9 @@ class Decoding:
         if self.pad is not None:
             self.pad = self.pad.to(self.device).reshape(())
         # One token at least, as transformers has it.
-        self.prompt, self.ids = ids, ids.new_zeros((self.rows, max(self.last, self.length + 1)))
+        # Chosen tokens are int64, so that int32 prompts come back as these.
+        size, dtype = (self.rows, max(self.last, self.length + 1)), torch.int64
+        self.prompt, self.ids = ids, ids.new_zeros(size, dtype=dtype)
         self.ids[:, : self.length] = ids
         self.greedy = not config.do_sample and len(processors) == 0
         self.looks: deque[_Look] = deque()

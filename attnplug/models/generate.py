@@ -159,8 +159,8 @@ def _generate(model: Any, *args: Any, **kwargs: Any) -> Any:
     forget_served(model)
     if loop is not None:
         arguments = ARGUMENTS.bind(model, *args, **kwargs).arguments
-        loop.why_not = unserved_arguments(model, arguments, OURS)
-        if not loop.why_not:
+        why = loop.why_not = unserved_arguments(model, arguments, OURS)
+        if not why:  # threads share the loop, and another call may have set its own since
             kwargs["custom_generate"] = _decode
     with local_weights(model):
         return type(model).generate(model, *args, **kwargs)
@@ -178,8 +178,8 @@ def _decode(
     """What generate calls once all is prepared: attnplug's loop, or transformers'."""
     loop: DecodeLoop = vars(model)[LOOP]
     call = (input_ids, logits_processor, stopping_criteria, generation_config)
-    loop.why_not = unserved_call(model, *call, model_kwargs)
-    if loop.why_not:
+    why = loop.why_not = unserved_call(model, *call, model_kwargs)
+    if why:
         return type(model)._sample(model, *call, **model_kwargs)
     return Decoding(model, *call, model_kwargs).run(loop)
 

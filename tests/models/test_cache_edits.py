@@ -6,7 +6,7 @@ import copy
 import pytest
 import torch
 from test_sliding import GATHER, SHAPE, model_of
-from transformers import Lfm2Config, Lfm2ForCausalLM
+from transformers import Lfm2Config, Lfm2ForCausalLM, StaticCache
 
 import attnplug
 from attnplug.testing.policy import tiny_model
@@ -168,3 +168,43 @@ def test_only_what_somebody_has_written_is_looked_at_again(monkeypatch):
     assert renewed == [cache.layers[1]]
     cache.refresh()
     assert renewed[1:] == list(cache.layers)
+
+
+def facts(cache) -> list[object]:
+    """What a cache says of itself, by every name that this version of transformers has for it."""
+    names = ("get_max_length", "is_compileable", "is_croppable", "is_sliding", "batch_size",
+             "is_initialized", "is_dummy", "is_linear", "has_previous_state")  # fmt: skip
+    found: list[object] = []
+    for name in names:
+        try:
+            value = getattr(cache, name, None)
+            found.append((name, value() if callable(value) else value))
+        except ValueError as error:  # of layers that have no such state
+            found.append((name, str(error)))
+    for layer in range(len(cache)):
+        found += [int(cache.get_seq_length(layer)), cache.get_mask_sizes(1, layer)]
+    return found
+
+
+@pytest.mark.parametrize("early", [False, True], ids=["lazily", "early"])
+@pytest.mark.parametrize("method", ["dense", *METHODS], ids=lambda text: text.partition("(")[0])
+@pytest.mark.parametrize("family", FAMILIES)
+@torch.no_grad()
+def test_a_cache_tells_what_stocks_static_cache_tells(family, method, early):
+    model = model_with(family, method)
+    ours, stock = attnplug.make_cache(model, 60), StaticCache(model.config, max_cache_len=60)
+    told = []
+    for cache in (ours, stock):
+        if cache is stock:
+            attnplug.remove(model)
+        if early:
+            keys = model.config.num_key_value_heads, getattr(model.config, "head_dim", None) or 64
+            cache.early_initialization(2, *keys, torch.float32, torch.device("cpu"))
+        before = facts(cache)
+        model(prompt(), past_key_values=cache)
+        logits = model(prompt(2, 1), past_key_values=cache).logits
+        cache.offload(0)
+        told.append((before, facts(cache), logits))
+    assert told[0][:2] == told[1][:2]
+    if method == "dense":
+        torch.testing.assert_close(told[0][2], told[1][2], rtol=1e-3, atol=1e-3)

@@ -16,8 +16,11 @@ from attnplug.ops.common.no_triton import refuse
 from attnplug.ops.common.threads import with_threads
 from attnplug.ops.common.triton import INSTALLED, OutOfResources
 
-# Kept alive for the life of the process: torch forgets the ops when the Library is collected.
-LIBRARY = torch.library.Library("attnplug", "DEF")
+LIBRARY = torch.library.Library("attnplug", "FRAGMENT")
+# torch forgets the ops when their Library is collected, and this module may be imported again: after
+# an import that failed half-way, or by a notebook that reloads what was edited.
+KEPT: list[torch.library.Library] = vars(torch.ops.attnplug).setdefault("_libraries", [])
+KEPT.append(LIBRARY)
 
 
 def define_op(
@@ -36,12 +39,12 @@ def define_op(
     the outputs.
     """
     name = schema.partition("(")[0]
-    LIBRARY.define(schema)
-    LIBRARY.impl(name, _run(allocate, announced(with_threads(cpu), name, "numba")), "CPU")
     launch = announced(cuda, name, "Triton") if INSTALLED else refuse
-    LIBRARY.impl(name, _run_on_device(name, allocate, launch), "CUDA")
-    torch.library.register_fake(f"attnplug::{name}", allocate, lib=LIBRARY)
-    return getattr(torch.ops.attnplug, name).default
+    kernels = {
+        "CPU": _run(allocate, announced(with_threads(cpu), name, "numba")),
+        "CUDA": _run_on_device(name, allocate, launch),
+    }
+    return _register(schema, allocate, kernels)
 
 
 def define_composite(
@@ -50,10 +53,20 @@ def define_composite(
     """Register an op that calls others and returns what they return; its overload. Compiled code
     does not look into it: what depends on sizes there is decided at run time, in one graph.
     `allocate(*args)` is the fake."""
+    return _register(schema, allocate, {"CompositeExplicitAutograd": run})
+
+
+def _register(
+    schema: str, fake: Callable[..., Any], kernels: dict[str, Callable[..., Any]]
+) -> torch._ops.OpOverload:
+    """Define an op, or give one that an earlier import has defined what this one has for it."""
     name = schema.partition("(")[0]
-    LIBRARY.define(schema)
-    LIBRARY.impl(name, run, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"attnplug::{name}", allocate, lib=LIBRARY)
+    again = hasattr(torch.ops.attnplug, name)
+    if not again:
+        LIBRARY.define(schema)
+    for key, kernel in kernels.items():
+        LIBRARY.impl(name, kernel, key, allow_override=again)
+    torch.library.register_fake(f"attnplug::{name}", fake, lib=LIBRARY, allow_override=again)
     return getattr(torch.ops.attnplug, name).default
 
 
