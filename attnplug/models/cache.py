@@ -15,7 +15,7 @@ from transformers.cache_utils import StaticLayer, StaticSlidingWindowLayer
 
 from attnplug.errors import UnsupportedCallError
 from attnplug.models.autocast import autocast_dtype
-from attnplug.models.edits import EditableCache, check_count
+from attnplug.models.edits import EditableCache, check_count, check_room
 from attnplug.models.inference_mode import is_foreign, own
 from attnplug.models.sliding import SlidingLayer
 from attnplug.models.sync import may_sync
@@ -24,16 +24,6 @@ from attnplug.models.watched import WatchedLayer
 RowBuffers = Mapping[str, float | None]  # name of a side buffer: what `reset` fills it with
 Shape = tuple[int, ...]
 MakeBuffers = Callable[[list[Shape], torch.dtype, torch.device], list[torch.Tensor]]
-
-
-def check_room(length: int, tokens: int, size: int) -> None:
-    """Raise UnsupportedCallError unless `tokens` more fit behind `length` of `size`."""
-    if length + tokens > size:
-        raise UnsupportedCallError(
-            f"the static cache holds {length} of at most {size} tokens and {tokens} more do not "
-            "fit. Make a larger one with attnplug.make_cache(model, max_length), or pass "
-            "cache_implementation='dynamic' to generate."
-        )
 
 
 def mark_buffer(tensor: torch.Tensor, any_length: bool) -> None:
@@ -352,10 +342,9 @@ class PlugLayer(WatchedLayer):
         return keys[:, :, :tokens].clone(), values[:, :, :tokens].clone()
 
     def _rebind(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        self.keys, self.values = keys, values
-        self.batch_size = keys.shape[0]
-        mark_buffer(self.keys, self.any_length)
-        mark_buffer(self.values, self.any_length)
+        self.keys, self.values, self.batch_size = keys, values, len(keys)
+        for buffer in self._buffers():
+            mark_buffer(buffer, self.any_length)
         self.note_writes()
 
 

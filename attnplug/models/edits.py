@@ -55,3 +55,13 @@ def check_count(tokens_to_remove: int) -> None:
         raise ValueError(
             f"crop({tokens_to_remove}): pass a negative number, the count of tokens to forget"
         )
+
+
+def check_room(length: int, tokens: int, size: int) -> None:
+    """Raise UnsupportedCallError unless `tokens` more fit behind `length` of `size`."""
+    if length + tokens > size:
+        raise UnsupportedCallError(
+            f"the static cache holds {length} of at most {size} tokens and {tokens} more do not "
+            "fit. Make a larger one with attnplug.make_cache(model, max_length), or pass "
+            "cache_implementation='dynamic' to generate."
+        )

@@ -15,7 +15,8 @@ from torch.utils.hooks import RemovableHandle
 from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin, StaticLayer, StaticSlidingWindowLayer
 
-from attnplug.models.cache import PlugLayer, check_room
+from attnplug.models.cache import PlugLayer
+from attnplug.models.edits import check_room
 from attnplug.models.names import (
     ATTENTION_NAMES,
     CACHE_ARGUMENTS,

@@ -17,8 +17,8 @@ from attnplug.ops.common.threads import with_threads
 from attnplug.ops.common.triton import INSTALLED, OutOfResources
 
 LIBRARY = torch.library.Library("attnplug", "FRAGMENT")
-# torch forgets the ops when their Library is collected, and this module may be imported again: after
-# an import that failed half-way, or by a notebook that reloads what was edited.
+# torch forgets the ops when their Library is collected, and this module may be imported again, by a
+# notebook that reloads what was edited or after an import that failed half-way.
 KEPT: list[torch.library.Library] = vars(torch.ops.attnplug).setdefault("_libraries", [])
 KEPT.append(LIBRARY)
 

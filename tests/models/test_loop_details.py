@@ -1,0 +1,36 @@
+"""Details of a call that stock and attnplug's loop have alike."""
+
+import torch
+
+import attnplug
+from attnplug.models import decode_loop
+from attnplug.models.generate import LOOP
+from attnplug.testing import tiny_model
+
+GATHER = "gather(k=16, block=16, sink=1, local=2, min_tokens=0)"  # all of these prompts
+
+
+def test_prompts_of_int32_come_back_as_stock_has_them():
+    model, ids = tiny_model(), torch.arange(3, 40, dtype=torch.int32)[None]
+    wanted = model.generate(ids, max_new_tokens=4, do_sample=False)
+    found = attnplug.apply(model, "dense").generate(ids, max_new_tokens=4, do_sample=False)
+    assert found.dtype == wanted.dtype == torch.int64 and torch.equal(found, wanted)
+
+
+def test_what_another_thread_says_of_its_call_changes_no_other(monkeypatch):
+    model = attnplug.apply(tiny_model(), GATHER)
+    ids = torch.arange(3, 60)[None]
+    wanted = model.generate(ids, max_new_tokens=4, do_sample=False)
+    loop = vars(model)[LOOP]
+    served = []
+
+    class Written(type(loop)):
+        """The reason that another call writes as soon as this one has written its own."""
+
+        def __setattr__(self, name, value):
+            super().__setattr__(name, "of another call" if name == "why_not" else value)
+
+    run = decode_loop.Decoding.run
+    monkeypatch.setattr(decode_loop.Decoding, "run", lambda *a: served.append(1) or run(*a))
+    monkeypatch.setattr(loop, "__class__", Written)
+    assert torch.equal(model.generate(ids, max_new_tokens=4, do_sample=False), wanted) and served
