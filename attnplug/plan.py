@@ -66,9 +66,8 @@ def read_tokens(policy: Gather, tokens: int, size: int, head_dim: int = 128) -> 
     kept = min((policy.sink + policy.local + policy.k) * policy.block, tokens)
     summaries = tokens // policy.block if policy.k else 0
     parts, codes, _ = policy.summary_form(size)
-    scales = 1 / 32 if codes == torch.uint8 else 0  # two bytes for each 32 codes of a byte
-    if codes == torch.int8 and parts == 1:  # a band's scale and width, float32
-        scales = 2 / head_dim
+    # A band's codes have a scale and a width each, float32.
+    scales = 2 / head_dim if codes == torch.int8 and parts == 1 else 0
     return kept + summaries * (parts / (2 if codes is None else 4) + scales)
 
 

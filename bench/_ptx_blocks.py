@@ -25,67 +25,39 @@ def dense_decode(op: Any) -> Cases:
 
 @cases
 def block_bounds(op: Any) -> Cases:
-    def case(
-        block, batch, heads, size, width, dtype=BF16, parts=2, int8=False, spread=False, **more
-    ):
+    def case(block, batch, heads, size, width, dtype=BF16, parts=2, int8=False, **more):
         k = new(batch, heads, size, width, dtype=dtype)
-        made = summaries(k, block, parts, int8, spread)
+        made = summaries(k, block, parts, int8)
         return lambda: op(k, *made, block=block, **more)
 
     yield "bench", case(64, 1, 4, 131072, 128, lengths=new(1))
-    yield "mean", case(64, 1, 4, 131072, 128, parts=1, lengths=new(1))
     yield "int8", case(64, 1, 4, 131072, 128, int8=True, lengths=new(1))
     yield "int8 padded", case(32, 2, 4, 4096, 128, int8=True, **padding(2, 4096))
     yield "fp16 D=80 padded", case(16, 2, 3, 1003, 80, FP16, **padding(2, 1003))
     yield "fp32 D=64 block=128", case(128, 1, 2, 1024, 64, FP32)
     yield "band", case(16, 1, 4, 131072, 128, parts=1, int8=True, lengths=new(1), band=True)
-    yield "spread", case(16, 1, 4, 131072, 128, spread=True, lengths=new(1))
-    yield "spread fp16 D=80", case(16, 2, 3, 1003, 80, FP16, spread=True, **padding(2, 1003))
 
 
 @cases
 def select_blocks(op: Any) -> Cases:
     def case(batch, heads, kv, queries, size, width, dtype=BF16, int8=False, block=64, **options):
         q, k, _ = attention(batch, heads, kv, queries, size, width, dtype)
-        scoring = options.get("scoring")
-        made = summaries(k, block, 1 if scoring == "mean" else 2, int8, scoring == "spread")
-        return lambda: op(q, k, *made, scale=0.1, block=block, **options)
+        made = summaries(k, block, int8=int8)
+        return lambda: op(q, k, *made, block=block, **options)
 
     step = {"lengths": new(1), "top_k": 8}
     yield "bench", case(1, 28, 4, 1, 131072, 128, **step)
     yield "top_k=32", case(1, 28, 4, 1, 131072, 128, **{**step, "top_k": 32})
     yield "int8", case(1, 28, 4, 1, 131072, 128, int8=True, **step)
     yield "int8 top_k=32 1M", case(1, 28, 4, 1, 1 << 20, 128, int8=True, top_k=32, lengths=new(1))
-    yield "estimate", case(1, 28, 4, 1, 131072, 128, scoring="estimate", **step)
-    yield "mean", case(1, 28, 4, 1, 131072, 128, scoring="mean", **step)
     yield "short", case(1, 28, 4, 1, 8192, 128, **step)
     yield "batch=8 512K", case(8, 28, 4, 1, 524288, 128, **step)
     yield "int8 batch=8", case(8, 28, 4, 1, 262144, 128, int8=True, **step)
     yield "top_k=100", case(1, 28, 4, 1, 65536, 128, **{**step, "top_k": 100})
-    many = {"block": 16, "top_k": 256, "sink": 8, "local": 32}
-    for width, dtype in ((128, BF16), (64, FP16), (96, BF16), (256, BF16)):
-        options = {**many, "scoring": "spread", **padding(2, 32768)}
-        yield f"spread D={width} padded", case(2, 28, 4, 1, 32768, width, dtype, **options)
     yield (
         "fp16 D=80 padded",
         case(
             2, 8, 2, 3, 2003, 80, dtype=FP16, block=16, top_k=5, sink=2, local=3, **padding(2, 2003)
-        ),
-    )
-    yield (
-        "fp32 D=64 estimate",
-        case(
-            2,
-            8,
-            2,
-            2,
-            2048,
-            64,
-            dtype=FP32,
-            block=32,
-            top_k=4,
-            scoring="estimate",
-            **padding(2, 2048),
         ),
     )
 
@@ -143,9 +115,8 @@ def gather_decode(op: Any) -> Cases:
     def case(batch, heads, kv, size, width, dtype=BF16, int8=False, **options):
         q, k, v = attention(batch, heads, kv, 1, size, width, dtype)
         options = {"scale": 0.1, "block": 64, "top_k": 8, **options}
-        scoring = options.get("scoring")
-        parts = 1 if scoring == "mean" or (scoring == "band" and int8) else 2
-        made = summaries(k, options["block"], parts, int8, scoring == "spread")
+        parts = 1 if options.get("scoring") == "band" and int8 else 2
+        made = summaries(k, options["block"], parts, int8)
         token = (new(batch, kv, 1, width, dtype=dtype) for _ in range(2))
         lengths = options.pop("lengths", new(1))
         args = (q, k, v, *token, *made, lengths)
@@ -157,8 +128,6 @@ def gather_decode(op: Any) -> Cases:
     yield "top_k=32", case(1, 28, 4, 131072, 128, top_k=32)
     yield "int8 top_k=32", case(1, 28, 4, 131072, 128, top_k=32, int8=True)
     yield "window only", case(1, 28, 4, 131072, 128, top_k=0)
-    yield "estimate", case(1, 28, 4, 131072, 128, scoring="estimate")
-    yield "mean", case(1, 28, 4, 131072, 128, scoring="mean")
     yield "batch=16 512K", case(16, 28, 4, 524288, 128, lengths=new(16))
     yield "fp16 D=80 block=16", case(2, 8, 2, 1003, 80, FP16, block=16, lengths=new(2))
     some = padding(2, 4096)
@@ -168,11 +137,9 @@ def gather_decode(op: Any) -> Cases:
     for rows in (1, 8):
         yield f"served, {rows} rows", served_step(rows, 131072, **many)
     for size in (8192, 32768, 131072, 1 << 20):
-        yield f"pages, spread {size}", case(1, 28, 4, size, 128, scoring="spread", **many)
         yield f"pages, bounds {size}", case(1, 28, 4, size, 128, int8=True, **many)
         band = {"scoring": "band", "int8": True, **many}
         yield f"default {size}", case(1, 28, 4, size, 128, **band)
-    yield "pages, spread batch=8", case(8, 28, 4, 1 << 20, 128, scoring="spread", **many)
     yield "default batch=8", case(8, 28, 4, 1 << 20, 128, scoring="band", int8=True, **many)
     for rows in (1, 8):
         yield f"one chain, {rows} rows", served_step(rows, 131072, True, **many)
@@ -180,17 +147,16 @@ def gather_decode(op: Any) -> Cases:
 
 @cases
 def page_bounds(op: Any) -> Cases:
-    def case(pages, kv, page, width, slots, dtype=BF16, wide=INT64, parts=2, spread=False, **more):
+    def case(pages, kv, page, width, slots, dtype=BF16, wide=INT64, **more):
         k = new(pages, kv, page, width, dtype=dtype)
         one_row = new(1, kv, pages * page, width, dtype=dtype)
-        bounds, _ = summaries(one_row, 16, parts, False, spread)
+        bounds, _ = summaries(one_row, 16)
         return lambda: op(k, bounds, new(slots, dtype=wide), block=16, **more)
 
     yield "a step", case(4096, 4, 16, 128, 8)
     yield "a prompt", case(512, 8, 128, 128, 16384)
     yield "band", case(4096, 4, 16, 128, 8, band=True)
-    yield "spread", case(4096, 4, 16, 128, 8, spread=True)
-    yield "fp16 D=80 mean", case(64, 2, 48, 80, 100, FP16, torch.int32, parts=1)
+    yield "fp16 D=80", case(64, 2, 48, 80, 100, FP16, torch.int32)
     yield "fp32 D=256", case(64, 4, 16, 256, 33, FP32)
 
 

@@ -41,13 +41,10 @@ def padding(batch: int, size: int, *, mask: bool = True) -> dict[str, torch.Tens
     return {**made, "key_mask": new(batch, size, dtype=torch.bool)} if mask else made
 
 
-def summaries(
-    k: torch.Tensor, block: int, parts: int = 2, int8: bool = False, spread: bool = False
-):
+def summaries(k: torch.Tensor, block: int, parts: int = 2, int8: bool = False):
     """bounds and progress of a cache."""
     (batch, heads, _, width), blocks = k.shape, -(-k.shape[2] // block)
     frame = 4 * (2 * width + blocks * (3 - parts))  # bytes
     rows = blocks + -(-frame // (parts * width)) if int8 else blocks
-    rows += -(-2 * -(-width // 32) * blocks // width) if spread else 0
-    dtype = torch.uint8 if spread else torch.int8 if int8 else k.dtype
-    return new(batch, heads, rows, parts, width, dtype=dtype), new(batch, 2)
+    made = new(batch, heads, rows, parts, width, dtype=torch.int8 if int8 else k.dtype)
+    return made, new(batch, 2)

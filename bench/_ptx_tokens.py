@@ -190,17 +190,13 @@ def tiered_decode(op: Any) -> Cases:
         )  # fmt: skip
         if token:
             options["new"] = tuple(new(*rows, 1, width, dtype=dtype) for _ in range(2))
-        int8 = options.pop("int8", False)
-        parts = 1 if options.get("scoring") == "mean" else 2
-        made = summaries(k, block, parts, int8)
+        made = summaries(k, block, int8=options.pop("int8", False))
         return lambda: op(q, k, v, *made, near, **options)
 
     yield "bench", case(1, 28, 4, 131072, 128)
     yield "top_k=8 int8", case(1, 28, 4, 131072, 128, top_k=8, int8=True)
     yield "token is there", case(1, 28, 4, 131072, 128, token=False)
     yield "window only", case(1, 28, 4, 131072, 128, top_k=0)
-    yield "estimate", case(1, 28, 4, 131072, 128, scoring="estimate")
-    yield "mean", case(1, 28, 4, 131072, 128, scoring="mean")
     yield "batch=64", case(64, 28, 4, 32768, 128, slots=64, lengths=new(64))
     yield "fp16 D=80", case(2, 8, 2, 1003, 80, FP16, block=16, top_k=5, slots=33, lengths=new(2))
     capped = {"softcap": 30.0, "sinks": new(28, dtype=FP32)}

@@ -6,6 +6,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from stale import gone
+
 from attnplug.bench.rows import policy_name
 from attnplug.deprecated import current_text
 from attnplug.eval.runner import STOCK, machine, parse_with_control
@@ -24,7 +26,7 @@ def run_of(device: str = "cpu") -> dict[str, str]:
 
 def row_policy(asked: str) -> str:
     """What rows call the policy that eval was asked: `policy_name`, where `random_blocks` is known
-    too, and the model's own attention as it is."""
-    if asked == STOCK:
+    too. The model's own attention and policies with a deleted option keep their text."""
+    if asked == STOCK or gone({"policy": asked}):
         return asked
     return policy_name(parse_with_control(current_text(asked)))

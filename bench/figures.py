@@ -25,7 +25,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from stale import read_rows
+from stale import gone, read_rows
 
 from attnplug.eval.runner import MEASURES
 from attnplug.eval.tasks import TASKS
@@ -135,9 +135,10 @@ def pages(root: Path) -> list[Path]:
 
 
 def load(folder: Path) -> Iterator[Row]:
-    """Every row of every file, `study` set."""
+    """Every row of every file but those of deleted options, `study` set."""
     for file, row in read_rows(folder):
-        yield {"study": file.parts[0] if file.parent != Path() else ""} | row
+        if not gone(row):
+            yield {"study": file.parts[0] if file.parent != Path() else ""} | row
 
 
 def problems(page: Path, text: str, rows: Sequence[Row]) -> Iterator[str]:

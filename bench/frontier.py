@@ -73,7 +73,7 @@ def own(tokens: list[int], sizes: list[int], width: int) -> list[Case]:
     """attnplug's policies at these budgets, and gather's default."""
     cases = [paged(Gather(min_tokens=0), width)]
     for k in tokens:
-        for scoring in ("bounds", "band", "spread"):
+        for scoring in ("bounds", "band"):
             cases.append(paged(Gather(k=k // 16, scoring=scoring, min_tokens=0), width))
         best = Gvr(k=k, min_tokens=0)
         told = dataclasses.replace(best, hint=True)  # which keeps its picks, for `kept_by`

@@ -4,11 +4,10 @@
                                [--shapes 1x131072,1x1048576]
 
 Checks summaries, lists and steps on odd shapes against the CPU's, and that every plan lists the
-same blocks. Then times one layer's step (append, selection, attention) under the paper's options,
-the default of before, and pages of 16 with bounds and with spread, beside `dense_decode` over the
-same cache; and for two shapes each kernel under several plans. Times are of CUDA graphs over caches
-that rotate past the L2. A variant that fails is a row with its error; the script goes on, prints a
-table as it goes, and exits with 1.
+same blocks. Then times one layer's step (append, selection, attention) under the paper's options
+and the default, beside `dense_decode` over the same cache; and for two shapes each kernel under
+several plans. Times are of CUDA graphs over caches that rotate past the L2. A variant that fails is
+a row with its error; the script goes on, prints a table as it goes, and exits with 1.
 """
 
 import argparse
@@ -33,9 +32,7 @@ from attnplug.ops.gather import select_blocks as select
 HEADS, KV_HEADS, WIDTH = 28, 4, 128
 PAPER = {"block": 128, "sink": 1, "local": 4, "scoring": "bounds", "min_tokens": 0}
 DEFAULT = Gather(min_tokens=0)
-SPREAD = Gather(scoring="spread", min_tokens=0)
 POLICIES = [
-    SPREAD,
     DEFAULT,
     Gather(k=32, **PAPER),
     Gather(k=8, **PAPER),
@@ -68,26 +65,24 @@ def apart(found: torch.Tensor, wanted: torch.Tensor) -> int:
 
 def same_summaries(found: torch.Tensor, wanted: torch.Tensor, blocks: int) -> str:
     """Of codes one in 500 may be another, where a frame's last bits decide."""
-    framed = wanted.dtype == torch.int8
-    codes = (found != wanted)[:, :, : blocks if framed else None]
+    codes = (found != wanted)[:, :, :blocks]
     share = float(codes.double().mean())
     assert share <= 2e-3, f"{share:.2%} of the codes differ"
-    if framed:
-        frames = (summaries.frame_of(x, blocks) for x in (found, wanted))
-        for name, a, b in zip(summaries.Frame._fields, *frames, strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7, equal_nan=True, msg=name)
+    frames = (summaries.frame_of(x, blocks) for x in (found, wanted))
+    for name, a, b in zip(summaries.Frame._fields, *frames, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7, equal_nan=True, msg=name)
     return f"codes {int(codes.sum())}"
 
 
 def check(scoring, dtype, width, group, tokens, padded, masked, top_k) -> dict[str, Any]:
     """Summaries, list and step on the GPU against the CPU's."""
     queries, k, v, lengths, start, mask = inputs(dtype, width, group, tokens, padded, masked)
-    q, codes = queries[:, :, -1:].contiguous(), torch.uint8 if scoring == "spread" else torch.int8
+    q = queries[:, :, -1:].contiguous()
     rows = {"lengths": lengths, "start": start, "key_mask": mask}
-    shape = {"scale": width**-0.5, "block": 16, "sink": 2, "local": 3}
+    shape = {"block": 16, "sink": 2, "local": 3}
     rows_there = {name: there(x) for name, x in rows.items()}
-    band, parts = scoring == "band", summaries.summary_parts(scoring, codes == torch.int8)
-    made = summaries.empty_bounds(k, 16, parts, dtype=codes)
+    band, parts = scoring == "band", summaries.summary_parts(scoring, True)
+    made = summaries.empty_bounds(k, 16, parts, dtype=torch.int8)
     made_there, progress = made.cuda(), torch.zeros(2, 2, dtype=torch.int32)
     progress_there = progress.cuda()
     summaries.block_bounds(k, made, progress, block=16, band=band, **rows)
@@ -109,7 +104,7 @@ def check(scoring, dtype, width, group, tokens, padded, masked, top_k) -> dict[s
     before = lengths - 1
     step = (q, k, v, *token, made, progress, before)
     step_there = tuple(x.clone().cuda() for x in step)
-    options = {**asked, "start": start, "key_mask": mask}
+    options = {**asked, "scale": width**-0.5, "start": start, "key_mask": mask}
     out, lse = decode.gather_decode(*step, **options)
     moved = {name: there(x) for name, x in options.items()}
     out_there, lse_there = decode.gather_decode(*step_there, **moved)
@@ -121,10 +116,10 @@ def check(scoring, dtype, width, group, tokens, padded, masked, top_k) -> dict[s
     return {"result": "ok: " + ", ".join(found)}
 
 
-def plans(batch: int, blocks: int, spread: bool) -> Iterator[select.Plan]:
+def plans(batch: int, blocks: int) -> Iterator[select.Plan]:
     """Plans of the score kernel and the selection behind it."""
     candidates = select.candidates_of(blocks, DEFAULT.local)
-    default = select.plan_for(batch * KV_HEADS, candidates, 256, WIDTH, 1, True, spread)
+    default = select.plan_for(batch * KV_HEADS, candidates, 256, WIDTH, 1, True)
     sizes = (8, 16, 32) if blocks > 16384 else (0, 4, 8, 16)
     for members, warps in itertools.product(sizes, (2, 4, 8, 16)):
         if max(blocks // max(members, 1), 256 * members) <= 2048 * warps:
@@ -248,7 +243,7 @@ class Layer:
         made = self.choice(policy, plan_of(self, policy).select)()[1]
         call = decode.Call(*self.args(policy))
         outputs = torch.empty_like(self.q), self.q.new_empty(self.q.shape[:3], dtype=torch.float32)
-        step = attend.Step(*self.token, self.progress, False)
+        step = attend.Step(*self.token, False)
         args = (*decode.attention(call, made, self.lengths), *outputs)
         return lambda: (attend.launch_gather_attention(*args, plan=plan, step=step), outputs[0])
 
@@ -271,9 +266,7 @@ def plan_of(layer: Layer, policy: Gather) -> decode.Plan:
         width=WIDTH,
         itemsize=2,
         multiprocessors=card(CUDA).processors,
-        pipelined=True,
         summary_size=layer.bounds.element_size(),
-        spread=policy.scoring == "spread",
     )
 
 
@@ -314,7 +307,7 @@ def time_attention(layers: list[Layer], policy: Gather, plan: attend_plan.Plan) 
 
 def time_shape(rows: Rows, batch: int, tokens: int, kernels: list[str]) -> None:
     """Dense and the policies; for the tuned shapes the named kernels of the default under their
-    plans, and the scores by spread."""
+    plans."""
     case = f"batch={batch} n={tokens}"
     layers = [Layer(batch, tokens, seed) for seed in range(sets_of(batch, tokens, tokens))]
     dense = dense_steps(layers)
@@ -325,32 +318,25 @@ def time_shape(rows: Rows, batch: int, tokens: int, kernels: list[str]) -> None:
         rows.attempt("step", case, str(policy), time_steps, layers, policy)
     if not kernels or (batch, tokens) not in TUNED:
         return
-    for policy in (DEFAULT, SPREAD):
-        for layer in layers:
-            layer.summarise(policy)
-        time_plans(rows, batch, tokens, layers, policy, kernels)
     for layer in layers:
         layer.summarise(DEFAULT)
+    time_plans(rows, batch, tokens, layers, kernels)
     for plan in attend_plans(batch) if "attend" in kernels else ():
         rows.attempt("attend", case, named(plan), time_attention, layers, DEFAULT, plan)
 
 
 def time_plans(
-    rows: Rows, batch: int, tokens: int, layers: list[Layer], policy: Gather, kernels: list[str]
+    rows: Rows, batch: int, tokens: int, layers: list[Layer], kernels: list[str]
 ) -> None:
     """The score kernel under its plans, and the list behind it, which is the same for all."""
-    base, spread = plan_of(layers[0], policy), policy == SPREAD
-    case = f"batch={batch} n={tokens}"
-    for plan in plans(batch, tokens // policy.block, spread):
-        usual = (base.select.members, base.select.select_warps)
-        if "score" in kernels and (plan.members, plan.select_warps) == usual:
-            name = f"{named(plan)}{' spread' if spread else ''}"
-            rows.attempt("score", case, name, time_scores, layers, policy, plan)
-        asked = "select" in kernels and not spread
-        if asked and plan._replace(members=0, select_warps=0) == base.select._replace(
-            members=0, select_warps=0
-        ):
-            rows.attempt("select", case, named(plan), time_choice, layers, policy, plan)
+    usual, case = plan_of(layers[0], DEFAULT).select, f"batch={batch} n={tokens}"
+    for plan in plans(batch, tokens // DEFAULT.block):
+        same_list = plan.members, plan.select_warps
+        if "score" in kernels and same_list == (usual.members, usual.select_warps):
+            rows.attempt("score", case, named(plan), time_scores, layers, DEFAULT, plan)
+        same_scores = plan._replace(members=0, select_warps=0)
+        if "select" in kernels and same_scores == usual._replace(members=0, select_warps=0):
+            rows.attempt("select", case, named(plan), time_choice, layers, DEFAULT, plan)
 
 
 def main() -> int:
@@ -368,7 +354,7 @@ def main() -> int:
         shapes = [tuple(map(int, shape.split("x"))) for shape in options.shapes.split(",")]
     checks = CHECKS if options.part in ("checks", "all") else ()
     shapes = () if options.part == "checks" else shapes
-    for scoring, facts in itertools.product(("spread", "bounds", "band"), checks):
+    for scoring, facts in itertools.product(("bounds", "band"), checks):
         case = " ".join(str(x).removeprefix("torch.") for x in facts)
         rows.attempt("check", case[:40], scoring, check, scoring, *facts)
     kernels = [] if options.part == "steps" else options.kernels.split(",")

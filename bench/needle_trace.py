@@ -72,7 +72,7 @@ def blocks_read(method: str, k: int, call: AttentionCall, at: torch.Tensor) -> t
     if method == "gather":
         shape = (*call.k.shape[:2], -(-call.k.shape[2] // BLOCK), 2, call.k.shape[3])
         index = select_blocks(
-            q, call.k, torch.zeros(shape), torch.zeros(1, 2, dtype=torch.int32), scale=call.scale,
+            q, call.k, torch.zeros(shape), torch.zeros(1, 2, dtype=torch.int32),
             block=BLOCK, top_k=k, sink=1, local=LOCAL, lengths=torch.tensor([int(at[-1]) + 1]),
         )  # fmt: skip
         return index[0].repeat_interleave(call.q.shape[1] // call.k.shape[1], 0)

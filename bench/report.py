@@ -62,7 +62,7 @@ from _plots import (
 from _served import is_served, served
 from _story_plots import draw_story, pictures
 from _tables import Column, scores, table
-from stale import History, NoHistoryError
+from stale import History, NoHistoryError, gone
 
 from attnplug.deprecated import current_text
 
@@ -127,10 +127,13 @@ def above_ceiling(timing: Sequence[Row]) -> Iterator[str]:
 
 
 def load(folder: Path) -> tuple[list[Row], list[Row]]:
-    """Timing rows and quality rows of all JSON files, each question once, in a fixed order."""
+    """Timing rows and quality rows of all JSON files, each question once, in a fixed order, but for
+    those of deleted options."""
     timing: dict[tuple[Any, ...], Row] = {}
     quality: dict[tuple[Any, ...], Row] = {}
     for _, _, row in sorted(_rows(folder), key=lambda entry: entry[:2]):
+        if gone(row):
+            continue
         if "task" in row:
             row.setdefault("study", "")
             quality[tuple(row[key] for key in QUALITY)] = row

@@ -6,7 +6,8 @@ A row depends on package files: those of its op, or of its policy with the ops t
 follow from the imports, from the op's or policy's own file on. The row is `stale` if the code of
 one of them (not its comments, docstrings or imports, nor its place) differs between the row's
 commit and HEAD. A row may also have no commit, one with "-dirty", or one that the repository does
-not have: these are listed as what they are. Rows of whole models depend on `models/` too.
+not have: these are listed as what they are. Rows of whole models depend on `models/` too. A row is
+`gone` if what it measured was deleted: it stays as history, and report.py shows it on no page.
 Eval's tasks, torch and Triton are not looked at.
 
 A shallow clone, or a tree without git, has no history to compare with: the program says so, and
@@ -45,6 +46,11 @@ NAMED_ELSEWHERE = {
 WHOLE_MODEL = ("e2e-decode", "e2e-ttft", "e2e-part", "trace")
 MODEL_FILES = frozenset({"attnplug/models/hf.py", "attnplug/models/layers.py"})
 STUDIES = {"topk": f"{OPS}/gvr/topk.py"}  # whose policies are no policies
+# Of deleted options, by key of a row: what its text holds there.
+GONE = {
+    "policy": re.compile(r"\bgather\([^)]*scoring='(spread|estimate|mean)'"),
+    "options": re.compile(r"^spread, block=16|scoring=(estimate|mean)"),
+}
 # what chooses a method but computes nothing of its rows
 NOT_FOLLOWED = {f"{POLICIES}/{name}.py" for name in ("base", "crossover", "dense")}
 NOT_FOLLOWED |= {f"{OPS}/common/checks.py"}
@@ -55,8 +61,8 @@ class NoHistoryError(RuntimeError):
 
 
 class State(NamedTuple):
-    """What is known of a row: "", "stale", "dirty", "no commit" or "unknown commit", the newest
-    commit that changed its code, and the files that changed."""
+    """What is known of a row: "", "gone", "stale", "dirty", "no commit" or "unknown commit", the
+    newest commit that changed its code, and the files that changed."""
 
     word: str
     newest: str = ""
@@ -104,6 +110,11 @@ def read_rows(folder: Path) -> Iterator[tuple[Path, Row]]:
         yield from ((path.relative_to(folder), row) for row in rows)
 
 
+def gone(row: Row) -> bool:
+    """Whether what the row measured was deleted since."""
+    return any(pattern.search(row.get(key) or "") for key, pattern in GONE.items())
+
+
 def _title(row: Row) -> str:
     if "op" in row:
         case = row["case"].partition(",")[0]
@@ -139,6 +150,8 @@ class History:
 
     def state(self, row: Row) -> State:
         """Whether older code measured this row."""
+        if gone(row):
+            return State("gone")
         commit = row.get("commit") or ""
         if commit in ("", "unknown"):
             return State("no commit")

@@ -47,14 +47,10 @@ STUDIES: Mapping[str, Options] = MappingProxyType(
             [
                 *(f"gather(k={k}, scoring='bounds', min_tokens=0)" for k in (64, 128)),
                 "gather(min_tokens=0)",
-                *(f"gather(scoring='{s}', min_tokens=0)" for s in ("bounds", "spread", "mean")),
+                "gather(scoring='bounds', min_tokens=0)",
                 *(
                     f"gather(k={k}, {LARGE_BLOCKS}, scoring='bounds', min_tokens=0)"
                     for k in (0, 8, 32, 64)
-                ),
-                *(
-                    f"gather(k=32, {LARGE_BLOCKS}, scoring='{s}', min_tokens=0)"
-                    for s in ("mean", "estimate")
                 ),
             ],
             ("needle-noise", "needle-prose", "fidelity"),

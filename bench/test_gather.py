@@ -7,7 +7,6 @@ The dense peer, cuDNN's or attnplug's own, only attends; with `dense appends` in
 writes its token, as a static cache does. Every call reads inputs that are not in the L2, and with
 `warm` in its options such that are; summaries are made before the first, as after a prefill."""
 
-import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -162,12 +161,6 @@ def test_the_default(gpu_bench, batch, n, warm):
 @pytest.mark.parametrize(("k", "batch", "n"), [s for s in SHAPES if s[1] == 1])
 def test_against_a_dense_step(gpu_bench, k, batch, n):
     run(gpu_bench, published(k), batch, n, f"k={k}", True, appends=True)
-
-
-@pytest.mark.parametrize("scoring", ["estimate", "mean"])
-def test_scorings(gpu_bench, scoring):
-    policy = dataclasses.replace(published(8), scoring=scoring)
-    run(gpu_bench, policy, 1, 131072, f"k=8, scoring={scoring}", False)
 
 
 def test_pages_of_16(gpu_bench):

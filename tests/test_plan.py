@@ -55,8 +55,6 @@ def test_bytes_are_those_of_the_cache():
     assert SHAPE.gathered(published, 1 << 17) == SHAPE.cached(kept + 512)  # INT8
     exact = dataclasses.replace(published, bounds="exact")
     assert SHAPE.gathered(exact, 1 << 17) == SHAPE.cached(kept + 1024)
-    mean = dataclasses.replace(published, scoring="mean")
-    assert SHAPE.gathered(mean, 1 << 17) == SHAPE.cached(kept + 512)
     window = dataclasses.replace(published, k=0)
     assert SHAPE.gathered(window, 1 << 17) == SHAPE.cached(5 * 128)
     assert SHAPE.gathered(published, 256) == SHAPE.cached(256 + 2)

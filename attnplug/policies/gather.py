@@ -61,17 +61,14 @@ class Gather(DenseBelow):
     first blocks that are always read. local: last blocks that are always read, the query's own
     included. scoring: how a block's summary ranks it. "band": by its keys' mean and 0.8 standard
     deviations of each channel in the query's favour. "bounds": by an upper bound of its keys'
-    scores. "spread": by the share of attention that three standard deviations above its mean score
-    would get. "estimate": by the attention it is expected to get. "mean": by its mean key.
-    min_tokens: caches below so many tokens are read whole, by `dense`. None is a multiple of the
-    keep set, but not below a floor for the kind of device, and less in a batch (`RowCrossover`).
-    kv: where keys and values live, "gpu" or "host" (memory read over the link). resident: blocks of
-    each KV head that a cache in host memory keeps on the GPU beside the last. None is 32,768 keys'
-    worth, or what a step wants where that is more. bounds: what the summaries of "bounds" and
-    "band" are kept as: "int8" codes, or "exact", the keys' own dtype. Codes of bounds are rounded
+    scores. min_tokens: caches below so many tokens are read whole, by `dense`. None is a multiple
+    of the keep set, but not below a floor for the kind of device, and less in a batch
+    (`RowCrossover`). kv: where keys and values live, "gpu" or "host" (memory read over the link).
+    resident: blocks of each KV head that a cache in host memory keeps on the GPU beside the last.
+    None is 32,768 keys' worth, or what a step wants where that is more. bounds: what the summaries
+    are kept as: "int8" codes, or "exact", the keys' own dtype. Codes of bounds are rounded
     outwards, those of a band have one width for all channels. None is "int8" in caches of many
-    tokens, and on pages for "band" alone. There a band's codes are its two edges. Those of "spread"
-    are always INT8 codes, and those of other scorings exact.
+    tokens, and on pages for "band" alone. There a band's codes are its two edges.
     """
 
     k: int = 256
@@ -142,16 +139,12 @@ class Gather(DenseBelow):
 
     def summary_form(self, tokens: int) -> Form:
         """What the summaries of a cache of so many tokens are."""
-        if self.scoring == "spread":
-            return Form(2, torch.uint8)
         int8 = self.bounds == "int8"
         if self.bounds is None:
             if tokens >= INT8_FROM:  # a statement: the size may be the compiler's symbol
                 int8 = True
-        band = self.scoring == "band"
-        coded = int8 if self.scoring == "bounds" or band else False
-        parts = summary_parts(self.scoring, coded)
-        return Form(parts, torch.int8 if coded else None, band)
+        parts = summary_parts(self.scoring, int8)
+        return Form(parts, torch.int8 if int8 else None, self.scoring == "band")
 
     def note_queries(self, call: AttentionCall) -> None:
         """After a prompt, or a piece of one: summarise the blocks that it has completed. Keys in
@@ -176,7 +169,7 @@ class Gather(DenseBelow):
             return self._attend_and_write(call, layer, pending, options)
         options["lengths"] = call.lengths
         index = self._select(call, layer, options)
-        more = {"softcap": call.softcap, "sinks": call.sinks}
+        more = {"scale": call.scale, "softcap": call.softcap, "sinks": call.sinks}
         out, _ = gather_attention(call.q, call.k, call.v, index, **more, **options)
         return out
 
@@ -196,6 +189,7 @@ class Gather(DenseBelow):
             layer.bounds,
             layer.progress,
             near,
+            scale=call.scale,
             top_k=self.k,
             scoring=self.scoring,
             lengths=layer.cumulative_length.reshape(1),
@@ -221,6 +215,7 @@ class Gather(DenseBelow):
             layer.bounds,
             layer.progress,
             layer.cumulative_length,
+            scale=call.scale,
             top_k=self.k,
             scoring=self.scoring,
             count=count,
@@ -237,26 +232,22 @@ class Gather(DenseBelow):
 
     def page_state(self, k: torch.Tensor) -> torch.Tensor | None:
         """Summaries by physical block, so that requests share them as they share pages."""
-        parts, codes, _ = self._page_form
         if k.shape[2] % self.block:
             return None
-        return empty_page_bounds(k, self.block, parts, dtype=codes)
+        return empty_page_bounds(k, self.block, dtype=self._page_codes)
 
     def page_share(self, itemsize: int) -> float:
-        parts, codes, _ = self._page_form
-        return parts / (2 * self.block) / (1 if codes is None else itemsize)
+        return 1 / self.block / (1 if self._page_codes is None else itemsize)
 
     @property
-    def _page_form(self) -> Form:
-        if self.scoring == "spread":
-            return Form(2, torch.uint8)
+    def _page_codes(self) -> torch.dtype | None:
+        """The dtype of the codes of pages' summaries, None for the keys'."""
         int8 = self.bounds == "int8" if self.scoring == "bounds" else self.bounds != "exact"
-        codes = torch.int8 if int8 and self.scoring in ("band", "bounds") else None
-        return Form(summary_parts(self.scoring, int8, True), codes, self.scoring == "band")
+        return torch.int8 if int8 else None
 
     def note_pages(self, k: torch.Tensor, state: torch.Tensor | None, slots: torch.Tensor) -> None:
         if state is not None:
-            page_bounds(k, state, slots, block=self.block, band=self._page_form.band)
+            page_bounds(k, state, slots, block=self.block, band=self.scoring == "band")
 
     def attend_far(self, call: PagedCall) -> torch.Tensor:
         out, _ = gather_decode(
@@ -345,7 +336,6 @@ class Gather(DenseBelow):
     def _options(self, call: AttentionCall) -> dict[str, Any]:
         """What gather's ops take alike, but for the lengths."""
         return {
-            "scale": call.scale,
             "block": self.block,
             "sink": self.sink,
             "local": self.local,

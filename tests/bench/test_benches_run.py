@@ -74,10 +74,10 @@ def bench(monkeypatch):
 
 
 @pytest.mark.parametrize("new", ["all", 1])
-@pytest.mark.parametrize("form", ["spread, block=16", "bounds, block=128"])
+@pytest.mark.parametrize("form", ["band, block=16", "bounds, block=128"])
 def test_block_bounds(bench, form, new):
     module, gpu_bench = bench[0]("test_block_bounds"), bench[1]
-    blocks = 512 // module.FORMS[form][0]
+    blocks = 512 // module.FORMS[form]
     module.bench(gpu_bench, 512, form, blocks if new == "all" else new)
     assert gpu_bench.rows[0]["options"].endswith("whole prompt" if new == "all" else "one block")
 

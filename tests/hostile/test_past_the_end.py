@@ -211,7 +211,7 @@ def test_summaries(device_path, length, int8):
         bounds = step.guard(empty_bounds(step.k, BLOCK, 2, dtype=torch.int8 if int8 else None))
         progress = step.guard(torch.zeros(BATCH, 2, dtype=torch.int32))
         if scores:
-            args = [step.q, step.k, bounds, progress, 0.125, BLOCK, 1, 1, 1, "bounds"]
+            args = [step.q, step.k, bounds, progress, BLOCK, 1, 1, 1, "bounds"]
             args += [step.lengths, None, None]
             op = select._select_blocks, select.allocate_index
             call(op, select.launch_select_blocks, path, device, args)
@@ -225,7 +225,7 @@ def test_summaries(device_path, length, int8):
         assert 0 <= done[0] <= SIZE // BLOCK and done[1] <= SANE // BLOCK
 
 
-@pytest.mark.parametrize("form", ["bounds", "spread", "band", "exact band", "codes"])
+@pytest.mark.parametrize("form", ["bounds", "band", "exact band", "codes"])
 @pytest.mark.parametrize(
     "lost", [2 * SIZE + 15, 2**31 + 31, 2**32 + 15, 2**63 - 1, -1, -(2**63) + 15]
 )
@@ -244,7 +244,7 @@ def test_slots_outside_of_the_pages(device_path, lost, form):
             op = codes_of_pages._page_codes, codes_of_pages._allocate
             call(op, codes_of_pages.launch_page_codes, path, device, args)
         else:
-            dtype = {"spread": torch.uint8, "band": torch.int8}.get(form)
+            dtype = torch.int8 if form == "band" else None
             band = "band" in form
             state = [guard(bounds_of_pages.empty_page_bounds(k, BLOCK, dtype=dtype))]
             op = bounds_of_pages._page_bounds, bounds_of_pages._allocate

@@ -25,7 +25,6 @@ from attnplug.policies import Dense, Gather, Gvr
 # Pages keep a band as codes, and rows as short as these exactly: of two blocks that score alike one
 # or the other is listed.
 EXACT = GATHER[:-1] + ", bounds='exact')"
-SPREAD = GATHER[:-1] + ", scoring='spread')"
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +41,7 @@ def expected():
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
-@pytest.mark.parametrize("policy", ["dense", EXACT, SPREAD, GVR])
+@pytest.mark.parametrize("policy", ["dense", EXACT, GVR])
 def test_gives_the_tokens_of_generate(policy, setting, expected):
     with attnplug.applied(llama(), policy) as model:
         assert batched(model, prompts(), **SETTINGS[setting]) == expected(model, policy)
@@ -165,7 +164,7 @@ def test_pages_that_are_no_multiple_of_blocks_run_dense():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("graphs", [None, False])
-@pytest.mark.parametrize("policy", ["dense", EXACT, SPREAD])
+@pytest.mark.parametrize("policy", ["dense", EXACT])
 def test_tokens_on_a_gpu_with_and_without_graphs(policy, graphs):
     """Batches of 3, 5 and 7 requests are padded to powers of two."""
     ids = prompts((333, 200, 40, 100, 64, 65, 127))

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 import torch
-from gather_policy_cases import BAND, EXACT, GATHER, SIZE, SPREAD, bounds_of, tokens
+from gather_policy_cases import BAND, EXACT, GATHER, SIZE, bounds_of, tokens
 from step_cases import DIM, KV_HEADS, filled, step
 from transformers.cache_utils import StaticLayer
 
@@ -31,12 +31,9 @@ def test_the_layer_is_sized_once():
     exact = EXACT.cache_layer(SIZE)
     exact.update(kv[0], kv[1])
     assert exact.bounds.shape == (1, KV_HEADS, 13, 2, DIM) and exact.bounds.dtype == torch.bfloat16
-    spread = SPREAD.cache_layer(SIZE)
-    spread.update(kv[0], kv[1])
-    assert spread.bounds.shape == (1, KV_HEADS, 14, 2, DIM) and spread.bounds.dtype == torch.uint8
-    mean = dataclasses.replace(GATHER, scoring="mean", block=128).cache_layer(SIZE)
-    mean.update(kv[0], kv[1])
-    assert mean.bounds.shape == (1, KV_HEADS, 2, 1, DIM)
+    band = dataclasses.replace(BAND, block=128).cache_layer(SIZE)
+    band.update(kv[0], kv[1])
+    assert band.bounds.shape == (1, KV_HEADS, 13, 1, DIM)
 
 
 def foreign_layers(kv: torch.Tensor) -> dict[str, StaticLayer | None]:
@@ -45,8 +42,7 @@ def foreign_layers(kv: torch.Tensor) -> dict[str, StaticLayer | None]:
         "static": StaticLayer(max_cache_len=SIZE),
         "plug": PlugLayer(max_cache_len=SIZE),
         "another block": dataclasses.replace(GATHER, block=32).cache_layer(SIZE),
-        "another scoring": dataclasses.replace(GATHER, scoring="mean").cache_layer(SIZE),
-        "spread": SPREAD.cache_layer(SIZE),
+        "another scoring": BAND.cache_layer(SIZE),
         "other bounds": EXACT.cache_layer(SIZE),
     }
     for layer in layers.values():
@@ -100,25 +96,19 @@ def test_the_report_says_what_is_read_and_where_it_is_dense():
 
 
 def test_large_caches_have_int8_bounds():
-    """And small ones, other scorings and who asks for it exact ones."""
+    """And small ones, and who asks for it, exact ones."""
     forms = {
         (16384, "bounds", None): True,
         (16383, "bounds", None): False,
-        (99999, "estimate", None): False,
-        (99999, "mean", None): False,
         (99999, "bounds", "exact"): False,
         (99, "bounds", "int8"): True,
-        (99, "mean", "int8"): False,
         (99999, "band", None): True,
         (99, "band", None): False,
     }
     for (size, scoring, bounds), int8 in forms.items():
         layer = Gather(scoring=scoring, bounds=bounds).cache_layer(size)
-        parts = 1 if scoring == "mean" or (scoring == "band" and int8) else 2
+        parts = 1 if scoring == "band" and int8 else 2
         assert layer.form == (parts, torch.int8 if int8 else None, scoring == "band")
-    for size, bounds in ((99, None), (99999, "exact")):  # spread has one form
-        layer = Gather(scoring="spread", bounds=bounds).cache_layer(size)
-        assert layer.form == (2, torch.uint8, False)
 
 
 WRONG = [
@@ -129,7 +119,7 @@ WRONG = [
     ({"block": 100}, "block=100, needs 16, 32, 64, 128"),
     ({"sink": -1}, "sink=-1, needs at least 0"),
     ({"local": 0}, "local=0, needs at least 1"),
-    ({"scoring": "max"}, "scoring='max', needs bounds, estimate, mean"),
+    ({"scoring": "max"}, "scoring='max', needs bounds, band"),
     ({"bounds": "fp8"}, "bounds='fp8', needs None, 'int8' or 'exact'"),
     ({"min_tokens": -1}, "min_tokens=-1, needs None or"),
     ({"min_tokens": "8K"}, "min_tokens='8K', needs None or"),
@@ -167,7 +157,7 @@ def test_compiled_steps_meet_caches_of_several_sizes(monkeypatch):
             assert one.layers[0].form == (2, torch.int8 if size >= 100 else None, False)
 
 
-@pytest.mark.parametrize("policy", [GATHER, EXACT, SPREAD, BAND], ids=str)
+@pytest.mark.parametrize("policy", [GATHER, EXACT, BAND], ids=str)
 def test_a_prompt_has_its_summaries_when_it_has_come(policy, device):
     """In chunks and padded on the left: those that a step would make, and no step makes more."""
     model, ids = tiny_model(device=device), torch.arange(2, 92, device=device)[None].repeat(2, 1)

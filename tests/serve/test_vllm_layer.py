@@ -121,10 +121,12 @@ def test_a_layer_that_a_method_cannot_serve_is_left_dense(change, phases, why):
     assert why in reason and bool(why) == bool(reason)
 
 
-@pytest.mark.parametrize("scoring", ["bounds", "mean", "spread"])
+@pytest.mark.parametrize("scoring", ["bounds", "band"])
 def test_gather_on_pages_is_gather_on_a_contiguous_cache(scoring):
     """Three rows in pages: one far, one near, one that pads the batch."""
-    phase = Gather(k=3, block=PAGE, sink=1, local=2, scoring=scoring, min_tokens=200)
+    phase = Gather(
+        k=3, block=PAGE, sink=1, local=2, scoring=scoring, bounds="exact", min_tokens=200
+    )
     layer, cache, lengths = served(Phases(decode=phase)), Cache(3, 320), [301, 199, 0]
     k, v = tokens(320, KV_HEADS, 2), tokens(320, KV_HEADS, 3)
     for row, length in enumerate(lengths):
@@ -138,12 +140,11 @@ def test_gather_on_pages_is_gather_on_a_contiguous_cache(scoring):
     layer.attend_steps(q, (cache.k, cache.v), cache.table, far, out)
     assert (out[1:] == 7.0).all()  # what serves those rows stays
     keys, values = (x[:301].transpose(0, 1)[None].contiguous() for x in (k, v))
-    parts, dtype = (1 if scoring == "mean" else 2), torch.uint8 if scoring == "spread" else None
-    bounds = empty_bounds(keys, PAGE, parts, dtype=dtype)
+    bounds = empty_bounds(keys, PAGE)
     progress, query = torch.zeros(1, 2, dtype=torch.int32), q[:1].unsqueeze(2)
-    common = dict(scale=0.125, block=PAGE, sink=1, local=2)
+    common = dict(block=PAGE, sink=1, local=2)
     index = select_blocks(query, keys, bounds, progress, top_k=3, scoring=scoring, **common)
-    want, _ = gather_attention(query, keys, values, index, **common)
+    want, _ = gather_attention(query, keys, values, index, scale=0.125, **common)
     assert torch.equal(out[:1], want[:, :, 0])
     whole, _ = dense_decode(query, keys, values, scale=0.125)
     assert not torch.allclose(out[:1], whole[:, :, 0], atol=1e-3)  # it left keys out
@@ -291,7 +292,7 @@ def test_a_layer_is_served_where_a_batch_can_be_long_enough():
 
 def test_the_states_share_of_memory():
     """Two bytes a channel for a block's keys and values, and a float32; two numbers for exact
-    bounds, one for means; a byte a channel and a float32 for gvr's keys."""
+    bounds; a byte a channel and a float32 for gvr's keys."""
     assert share_of_cache(Gvr(), 128, torch.bfloat16) == 132 / 512
     assert share_of_cache(Gvr(), 64, torch.float16) == Gvr().page_share(2)
     codes = 260 / (16 * 512)  # and what a cache of this size has for a frame
@@ -300,7 +301,6 @@ def test_the_states_share_of_memory():
     assert share_of_cache(bounds, 128, torch.bfloat16) == 1 / 16
     bounds = dataclasses.replace(bounds, block=128)
     assert share_of_cache(bounds, 128, torch.bfloat16) == 1 / 128
-    assert share_of_cache(Gather(block=16, scoring="mean"), 64, torch.float16) == 1 / 32
 
 
 @pytest.mark.parametrize("most", [2, 3])

@@ -61,8 +61,8 @@ def looked_up(
     plan: Plan, keys: int, block: int, page: int = 0, plain: bool = True
 ) -> tuple[int, int]:
     """(of how many slots a program looks the blocks up before its loop, padded; the stages of the
-    loop). `keys`: those of all slots; `page`: of a page, 0 without a table; `plain`: with a list,
-    and without a key mask. What does not fit looks its blocks up in each turn, and is not
+    loop). `keys`: those of all slots; `page`: of a page, 0 without a table; `plain`: without a
+    key mask. What does not fit looks its blocks up in each turn, and is not
     pipelined: of loads whose addresses are loaded Triton 3.6 makes wrong code."""
     if not plan.ahead:
         return 0, 1 if page else plan.stages

@@ -3,7 +3,7 @@
     bounds[b, h, j, 0] = max of the keys of block j,   bounds[b, h, j, 1] = their min  (elementwise)
     relu(q) . max - relu(-q) . min  >=  q . key        for every query and every key of the block
 
-or, with one part instead of two, the mean of the block's keys; or, for a band, not max and min but
+or, for a band, not max and min but
 
     mean + 0.8 sigma   and   mean - 0.8 sigma    of the block's keys, for each channel.
 
@@ -20,9 +20,6 @@ channels (those of pages: `page_bounds`):
     mean ~ centre + unit scale_j code,   its edges mean + unit width_j and mean - unit width_j
     width_j = mean over the channels of 0.8 sigma / unit
 
-Other summaries are uint8, the bytes of mean and variance of the keys of each block
-(`attnplug.ops.gather.spread`).
-
 Blocks are numbered from each row's first real token: block j is keys start + block j up to
 start + block (j + 1) - 1. Keys that the key mask hides enter nothing. A complete block does not
 change until the cache is cropped. `progress` says how many leading blocks have summaries, and the
@@ -31,7 +28,7 @@ start that they were counted from; only missing blocks are read.
 Source: Quest (Tang et al., 2024), as in "Attention Pays Its Bill" (docs/papers.md).
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -43,8 +40,6 @@ from attnplug.ops.common.numba_cache import njit, prange
 from attnplug.ops.common.rows import NO_MASK, mask_bytes, row_step, rows_on_cpu
 from attnplug.ops.common.sizes import cdiv, next_power_of_two
 from attnplug.ops.gather.kernels import bounds as kernels
-from attnplug.ops.gather.kernels.spread import refresh_all_spread
-from attnplug.ops.gather.spread import spread_parts, spread_rows, summarise_spread
 
 SLACK, MOST, LEAST, SPREAD, BAND_WIDTH = (
     x.value
@@ -59,9 +54,8 @@ def empty_bounds(
     k: torch.Tensor, block: int, parts: int = 2, *, dtype: torch.dtype | None = None
 ) -> torch.Tensor:
     """Summaries of a fresh cache `k [B, Hkv, S, D]`, zeros: `[B, Hkv, ceil(S / block), parts, D]`
-    like k. With `dtype` int8 they are codes, of bounds (2 parts) or of bands (1 part), with uint8
-    the bytes of spread summaries (2 parts). Further rows hold what these stand for (`Frame`,
-    `spread_parts`)."""
+    like k. With `dtype` int8 they are codes, of bounds (2 parts) or of bands (1 part), and further
+    rows hold what these stand for (`Frame`)."""
     batch, heads, size, width = k.shape
     dtype = k.dtype if dtype is None else dtype
     rows = summary_rows(-(-size // block), width, dtype, parts)
@@ -70,13 +64,11 @@ def empty_bounds(
 
 def summary_parts(scoring: str, int8: bool, paged: bool = False) -> int:
     """Parts of the summaries that a scoring of `select_blocks` reads."""
-    return 1 if scoring == "mean" or (scoring == "band" and int8 and not paged) else 2
+    return 1 if scoring == "band" and int8 and not paged else 2
 
 
 def summary_rows(blocks: int, width: int, dtype: torch.dtype, parts: int) -> int:
     """Rows `[parts, D]` of the summaries of so many blocks."""
-    if dtype == torch.uint8:
-        return spread_rows(blocks, width)
     if dtype != torch.int8:
         return blocks
     numbers = 2 * width + blocks * (2 if parts == 1 else 1)  # float32, of the frame
@@ -120,14 +112,14 @@ def block_bounds(
 ) -> None:
     """Bring the summaries of all complete blocks up to date, in place.
 
-    Elementwise max and min of a block's keys (`parts` 2), their mean (`parts` 1), or a band. A NaN
-    among the keys gives NaN; a block without a visible key gives 0. With INT8 codes a key that is
-    not finite gives a scale of NaN, and a width of NaN.
+    Elementwise max and min of a block's keys, or a band. A NaN among the keys gives NaN; a block
+    without a visible key gives 0. With INT8 codes a key that is not finite gives a scale of NaN,
+    and a width of NaN.
 
     Args:
         k: `[B, Hkv, S, D]`, float32, float16 or bfloat16.
-        bounds: `[B, Hkv, ceil(S / block), parts, D]` like k, or int8 or uint8 as `empty_bounds`
-            makes them; contiguous; written.
+        bounds: `[B, Hkv, ceil(S / block), parts, D]` like k, or int8 as `empty_bounds` makes
+            them; contiguous; written.
         progress: int32 `[B, 2]`, contiguous; written. Of each row: how many leading blocks have
             summaries, and the start that they are counted from; another start makes them anew.
             Begin with zeros. A caller that shortens or replaces the keys lowers the count.
@@ -135,8 +127,8 @@ def block_bounds(
         lengths: int32 or int64 `[1]` or `[B]`, valid keys. None: all S.
         start: int32 or int64 `[1]` or `[B]`, first real key of a left-padded row. None: 0.
         key_mask: bool `[B, S]`, False where a key must not be seen.
-        band: whether the summaries are bands about the keys' mean, not max and min or the mean
-            alone. INT8 codes of one part are bands.
+        band: whether the summaries are bands about the keys' mean, not max and min. INT8 codes of
+            one part are bands.
 
     Raises:
         ArgumentError: a shape, dtype, device or option does not fit.
@@ -157,10 +149,10 @@ def _allocate(k, bounds, progress, lengths, start, key_mask, block, band):
 def check_band(name, bounds, band):
     parts, int8 = bounds.shape[3], bounds.dtype == torch.int8
     if band:
-        fits = bounds.dtype != torch.uint8 and parts == (1 if int8 else 2)
+        fits = parts == (1 if int8 else 2)
         require(fits, name, "a band has two exact parts, its edges, or INT8 codes of one part")
     else:
-        require(parts == 2 or not int8, name, "INT8 codes of one part are those of a band")
+        require(parts == 2, name, "INT8 codes of one part are those of a band")
 
 
 def check_bounds(name, k, bounds, progress, block):
@@ -168,11 +160,10 @@ def check_bounds(name, k, bounds, progress, block):
     if block not in BLOCKS:
         raise ArgumentError(f"{name}: block is {block}, needs {', '.join(map(str, BLOCKS))}")
     batch, heads, size, width = k.shape
-    shape, coded = tuple(bounds.shape), bounds.dtype in (torch.int8, torch.uint8)
-    choices = (2,) if bounds.dtype == torch.uint8 else (2, 1)
+    shape, coded = tuple(bounds.shape), bounds.dtype == torch.int8
     fitting = {
         parts: (batch, heads, summary_rows(cdiv(size, block), width, bounds.dtype, parts), parts)
-        for parts in choices
+        for parts in ((2, 1) if coded else (2,))
     }
     if shape not in [(*leading, width) for leading in fitting.values()]:
         wanted = f"[B,Hkv,ceil(S/block){' and scales' if coded else ''},parts,D]"
@@ -184,7 +175,7 @@ def check_bounds(name, k, bounds, progress, block):
             f"[{batch}, 2]"
         )
     fits = coded or bounds.dtype == k.dtype
-    require(fits, name, f"bounds is {bounds.dtype} but k is {k.dtype}: needs that, int8 or uint8")
+    require(fits, name, f"bounds is {bounds.dtype} but k is {k.dtype}: needs that or int8")
     for label, tensor in (("bounds", bounds), ("progress", progress)):
         if tensor.device != k.device:
             raise ArgumentError(f"{name}: {label} is on {tensor.device}, k on {k.device}")
@@ -196,25 +187,18 @@ def check_bounds(name, k, bounds, progress, block):
 
 @njit()
 def _summarise(k, mask, out):
-    """Summarise keys `k [block, D]` into `out [parts, D]`; an empty `mask` hides nothing."""
+    """Max and min of keys `k [block, D]` into `out [2, D]`; an empty `mask` hides nothing."""
     seen = 0
     for n in range(k.shape[0]):
         if mask.shape[0] > 0 and not mask[n]:
             continue
-        for d in range(k.shape[1]):
-            x = k[n, d]
-            if out.shape[0] == 1:
-                out[0, d] = x if seen == 0 else out[0, d] + x
-            else:  # a NaN comes in and stays
-                high, low = out[0, d], out[1, d]
-                out[0, d] = x if seen == 0 or x > high or x != x else high
-                out[1, d] = x if seen == 0 or x < low or x != x else low
+        for d in range(k.shape[1]):  # a NaN comes in and stays
+            x, high, low = k[n, d], out[0, d], out[1, d]
+            out[0, d] = x if seen == 0 or x > high or x != x else high
+            out[1, d] = x if seen == 0 or x < low or x != x else low
         seen += 1
     if seen == 0:
         out[:] = 0.0
-    elif out.shape[0] == 1:
-        for d in range(k.shape[1]):
-            out[0, d] /= seen
 
 
 @njit()
@@ -304,7 +288,7 @@ def _reference(k, mask, bounds, frame, done, until, start, offset, block, band):
         for j in range(done[b], until[b]):
             first = start[b] + j * block
             part = hidden[first : first + block] if hidden.shape[0] > 0 else hidden
-            wide = np.empty((2 if band else bounds.shape[3], bounds.shape[4]), np.float32)
+            wide = np.empty((2, bounds.shape[4]), np.float32)
             keys = k[b, h, first - offset : first - offset + block]
             if band:
                 _summarise_band(keys, part, wide)
@@ -333,11 +317,6 @@ def refresh_on_cpu(k, key_mask, bounds, progress, start, until, block, band=Fals
         keys = k[:, :, first:last].float().numpy()
         mask = NO_MASK if key_mask is None else key_mask.numpy()
         spans = done.numpy(), until.numpy(), start.numpy(), first, block
-        if bounds.dtype == torch.uint8:
-            parts = (part.numpy() for part in spread_parts(bounds, blocks))
-            summarise_spread(keys, mask, *parts, *spans)
-            progress[:, 0], progress[:, 1] = torch.maximum(done, until), start
-            return
         frame = frame_of(bounds, blocks) if int8 else no_frame(*k.shape[:2])
         wide = bounds if int8 else bounds.float()  # bounds itself where it is float32
         _reference(
@@ -370,7 +349,9 @@ def launch_block_bounds(k, bounds, progress, lengths, start, key_mask, block, ba
     key_mask = mask_bytes(key_mask)
     blocks = cdiv(size, block)
     programs = max(1, min(PROGRAMS // (batch * heads), blocks))
-    arguments: dict[str, Any] = dict(
+    kernels.refresh.run(
+        grid=(programs, heads, batch),
+        warmup=False,
         k=k,
         bounds=bounds,
         progress=progress,
@@ -385,17 +366,13 @@ def launch_block_bounds(k, bounds, progress, lengths, start, key_mask, block, ba
         D=width,
         DP=next_power_of_two(width),
         BLOCK=block,
+        PARTS=bounds.shape[3],
+        INT8=bounds.dtype == torch.int8,
+        BAND=band,
         LENGTH_STEP=row_step(lengths),
         START_STEP=row_step(start),
-        num_warps=4,
+        **{"num_warps": 4},
     )
-    grid = (programs, heads, batch)
-    if bounds.dtype == torch.uint8:
-        refresh_all_spread.run(grid=grid, warmup=False, **arguments)
-    else:
-        int8 = bounds.dtype == torch.int8
-        form = {"PARTS": bounds.shape[3], "INT8": int8, "BAND": band}
-        kernels.refresh.run(grid=grid, warmup=False, **arguments, **form)
     kernels.note_refreshed.run(
         grid=(batch,),
         warmup=False,

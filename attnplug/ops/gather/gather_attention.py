@@ -14,7 +14,7 @@ the result itself (fused).
 Sources: "Attention Pays Its Bill" (docs/papers.md); Flash-Decoding as in `dense_decode`.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -38,8 +38,6 @@ from attnplug.ops.common.softmax import base_two
 from attnplug.ops.common.splits import merge_splits
 from attnplug.ops.gather.attend_plan import looked_up, plan_for
 from attnplug.ops.gather.kernels import attend as kernels
-from attnplug.ops.gather.select_blocks import Scores
-from attnplug.ops.gather.select_plan import candidates_of
 
 
 def gather_attention(
@@ -223,15 +221,11 @@ def attend_on_cpu(
 
 class Step(NamedTuple):
     """What `gather_decode` adds to a list of blocks: the token that is not in the cache yet (on
-    pages there is none), whether to count it in `lengths`, and scores to pick from where no kernel
-    has selected."""
+    pages there is none), and whether to count it in `lengths`."""
 
     new_k: torch.Tensor | None
     new_v: torch.Tensor | None
-    progress: torch.Tensor | None
     counts: bool
-    scores: Scores | None = None
-    top_k: int = 0
 
 
 def launch_gather_attention(
@@ -256,11 +250,10 @@ def launch_gather_attention(
     pieces=None,
 ):
     """Run the kernels; tensors as in `gather_attention`, on a GPU or in Triton's interpreter. With
-    a `step` they write its token and count it, and `index` may be None. With `pieces`, float32, the
-    first kernel stores them there, none for rows of length 0; nothing merges them into `out`."""
+    a `step` they write its token and count it. With `pieces`, float32, the first kernel stores them
+    there, none for rows of length 0; nothing merges them into `out`."""
     batch, heads, queries, width = q.shape
-    kv_heads, size = k.shape[1], capacity(k, table)
-    listed = _listed(index, step)
+    kv_heads, size, listed = k.shape[1], capacity(k, table), index.shape[3]
     group, rows = heads // kv_heads, batch * kv_heads * queries
     pdl, dependent = early(q.device)
     keys = (sink + local + listed) * block
@@ -269,7 +262,7 @@ def launch_gather_attention(
         shape = rows, group, keys, block, width, q.element_size(), processors
         plan = plan_for(*shape, masked=key_mask is not None)
     q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k, v))
-    index, key_mask = None if index is None else index.contiguous(), mask_bytes(key_mask)
+    index, key_mask = index.contiguous(), mask_bytes(key_mask)
     fused = plan.splits == 1 and pieces is None
     counts = step is not None and step.counts
     partial = out if pieces is None else pieces
@@ -278,8 +271,7 @@ def launch_gather_attention(
         partial = torch.empty(places, dtype=torch.float32, device=q.device)
     factor, cap = base_two(scale, softcap)
     page = 0 if table is None else k.shape[2]
-    plain = key_mask is None and index is not None
-    ahead, stages = looked_up(plan, keys, block, page, plain)
+    ahead, stages = looked_up(plan, keys, block, page, key_mask is None)
     loop = Loop(max(16, next_power_of_two(group)), plan.tile, stages)
     row_bytes = next_power_of_two(width) * q.element_size()
     shared = row_bytes, q.element_size(), card(q.device).shared, key_mask is not None
@@ -289,6 +281,8 @@ def launch_gather_attention(
         q=q,
         k=k,
         v=v,
+        new_k=None if step is None else step.new_k,
+        new_v=None if step is None else step.new_v,
         index=index,
         lengths=lengths,
         start=start,
@@ -306,6 +300,8 @@ def launch_gather_attention(
         q_strides=q.stride()[:3],
         k_strides=k.stride()[:3],
         v_strides=v.stride()[:3],
+        new_k_strides=_token_strides(step and step.new_k),
+        new_v_strides=_token_strides(step and step.new_v),
         mask_stride=0 if key_mask is None else key_mask.stride(0),
         table_stride=None if table is None else table.stride(0),
         GROUP=group,
@@ -329,7 +325,6 @@ def launch_gather_attention(
         PAGE=page,
         PDL=pdl,
         SKIP_EMPTY=pieces is not None,
-        **_step_arguments(step, rows, listed, local),
         **{"num_warps": plan.warps, **dependent},
     )
     if not fused and pieces is None:
@@ -355,30 +350,8 @@ def launch_gather_attention(
         lengths.add_(1)
 
 
-def _listed(index, step: Step | None) -> int:
-    """How many listed blocks each row has room for."""
-    if index is not None:
-        return index.shape[3]
-    assert step is not None, "blocks come from an index, or from a step's scores"
-    return step.top_k
-
-
-def _step_arguments(step: Step | None, rows: int, listed: int, local: int) -> dict[str, Any]:
-    """The kernel's arguments that only a step has."""
-    found: dict[str, Any] = dict.fromkeys(("new_k", "new_v", "scores", "best", "progress"))
-    found.update(N=0, KP=0, WIDE=0, MEMBERS=0, new_k_strides=(0, 0), new_v_strides=(0, 0))
-    if step is None:
-        return found
-    found.update(progress=step.progress)
-    if step.new_k is not None and step.new_v is not None:
-        found.update(new_k=step.new_k, new_k_strides=step.new_k.stride()[:2])
-        found.update(new_v=step.new_v, new_v_strides=step.new_v.stride()[:2])
-    if step.scores is not None:
-        blocks = step.scores.keys.numel() // rows
-        kept, wide = step.scores.widths(listed, candidates_of(blocks, local))
-        found.update(scores=step.scores.keys, best=step.scores.best, N=blocks)
-        found.update(KP=kept, WIDE=wide, MEMBERS=step.scores.plan.members)
-    return found
+def _token_strides(new: torch.Tensor | None) -> tuple[int, ...]:
+    return (0, 0) if new is None else new.stride()[:2]
 
 
 _gather_attention = define_op(

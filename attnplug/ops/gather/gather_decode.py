@@ -4,9 +4,8 @@
     index = select_blocks(q, k, ...);  out, lse = gather_attention(q, k, v, index, ...)
 
 in one chain of kernels, of which each starts before the one in front of it has ended (programmatic
-dependent launch). They score the blocks, and select unless every attending program picks its own
-block. They attend to the keep set, where they read the token from `new_k, new_v` and write it to
-the cache. They merge, and count the token.
+dependent launch). They score the blocks and select. They attend to the keep set, where they read
+the token from `new_k, new_v` and write it to the cache. They merge, and count the token.
 
 Sources: "Attention Pays Its Bill" (docs/papers.md); bounds of Quest (Tang et al., 2024).
 """
@@ -30,7 +29,6 @@ from attnplug.ops.gather.gather_attention import (
     launch_gather_attention,
 )
 from attnplug.ops.gather.select_blocks import (
-    PIPELINED,
     allocate_index,
     launch_choice,
     launch_scores,
@@ -133,11 +131,11 @@ class Call(NamedTuple):
 def selection(call: Any, lengths: torch.Tensor) -> tuple[Any, ...]:
     """The arguments of `select_blocks` in those of a decode step, in the order of its schema."""
     tensors = call.q, call.k, call.bounds, call.progress
-    choice = call.scale, call.block, call.top_k, call.sink, call.local, call.scoring
+    choice = call.block, call.top_k, call.sink, call.local, call.scoring
     return *tensors, *choice, lengths, call.start, call.key_mask
 
 
-def attention(call: Any, index: torch.Tensor | None, lengths: torch.Tensor) -> tuple[Any, ...]:
+def attention(call: Any, index: torch.Tensor, lengths: torch.Tensor) -> tuple[Any, ...]:
     """The arguments of `gather_attention` in those of a decode step, in the order of its schema."""
     blocks = call.scale, call.block, call.sink, call.local
     rows = lengths, call.start, call.key_mask
@@ -208,7 +206,6 @@ class Plan(NamedTuple):
 
     select: SelectPlan
     attend: AttendPlan
-    inline: bool  # no kernel selects: each attending program picks the block that it reads
 
 
 @functools.lru_cache(maxsize=1024)
@@ -222,24 +219,17 @@ def plan_for(
     width: int,
     itemsize: int,
     multiprocessors: int,
-    pipelined: bool,
     summary_size: int,
-    spread: bool = False,
     paged: bool = False,
     masked: bool = False,
 ) -> Plan:
     """The pre-tuned plan of a shape: `rows` (sequence, KV head) pairs keep `kept` blocks each, the
     listed ones out of `candidates` (`candidates_of`) in a full cache; a summary's element has
-    `summary_size` bytes, and `spread` says that summaries are means and variances."""
-    pipelined = pipelined and not paged
-    select = plan_selection(rows, candidates, top_k, width, summary_size, pipelined, spread)
+    `summary_size` bytes."""
+    pipelined = not paged and not masked
+    select = plan_selection(rows, candidates, top_k, width, summary_size, pipelined)
     shape = rows, group, kept * block, block, width, itemsize, multiprocessors
-    attend = plan_attention(*shape, masked)
-    alone = attend.splits * attend.tile == kept * block and block % attend.tile == 0
-    # While there are few programs and few blocks, selecting again in every program costs less than
-    # a kernel: fetching a kernel's code costs more than running it.
-    few = rows * attend.splits <= multiprocessors and top_k <= 8 and candidates <= 2048
-    return Plan(select, attend, alone and few)
+    return Plan(select, plan_attention(*shape, masked))
 
 
 def plan_of(call: Call, table: torch.Tensor | None) -> Plan:
@@ -257,9 +247,7 @@ def plan_of(call: Call, table: torch.Tensor | None) -> Plan:
         width=width,
         itemsize=call.q.element_size(),
         multiprocessors=card(call.q.device).processors,
-        pipelined=call.scoring in PIPELINED and call.key_mask is None,
         summary_size=call.bounds.element_size(),
-        spread=call.scoring == "spread",
         paged=table is not None,
         masked=call.key_mask is not None,
     )
@@ -278,18 +266,13 @@ def launch_gather_decode(*args, plan=None, count=True, table=None, slots=None, p
         x if x is None or x.stride(3) == 1 else x.contiguous() for x in (call.new_k, call.new_v)
     )
     index = q.new_empty((batch, kv_heads, 1, top_k), dtype=torch.int32)
-    step, more = Step(new_k, new_v, call.progress, count), {"new": int(table is None)}
+    step, more = Step(new_k, new_v, count), {"new": int(table is None)}
     if table is not None:
         more["table"] = table
     if top_k > 0:
         scores = launch_scores(*selection(call, lengths), plan=plan.select, slots=slots, **more)
-        if plan.inline:
-            index, step = None, step._replace(scores=scores, top_k=top_k)
-        else:
-            rows = lengths, call.start
-            launch_choice(
-                scores, k, call.progress, block, top_k, call.local, *rows, blocks, index, **more
-            )
+        rows = lengths, call.start, blocks, index
+        launch_choice(scores, k, call.progress, block, top_k, call.local, *rows, **more)
     made = {"plan": plan.attend, "step": step, "table": table, "pieces": pieces}
     launch_gather_attention(*attention(call, index, lengths), *outputs, **made)
 

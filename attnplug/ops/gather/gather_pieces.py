@@ -200,7 +200,7 @@ def note_apart(call: Call, slots: torch.Tensor | None) -> torch.Tensor | None:
     block that another row completes, if it is the row's last but one (vLLM lends blocks that are
     still to be computed). With two local blocks it is no candidate.
     """
-    apart = call.top_k == 0 or call.scoring == "spread" or call.local < 2
+    apart = call.top_k == 0 or call.local < 2
     if slots is None or not apart:
         return slots
     launch_page_bounds(call.k, call.bounds, slots, call.block, call.scoring == "band")

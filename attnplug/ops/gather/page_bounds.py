@@ -34,21 +34,19 @@ from attnplug.ops.gather.block_bounds import (
     summary_rows,
 )
 from attnplug.ops.gather.kernels.page_bounds import summarise_written
-from attnplug.ops.gather.spread import spread_parts
 
 NAME = "page_bounds"
 
 
 def empty_page_bounds(
-    k: torch.Tensor, block: int, parts: int = 2, *, dtype: torch.dtype | None = None
+    k: torch.Tensor, block: int, *, dtype: torch.dtype | None = None
 ) -> torch.Tensor:
     """Summaries of all blocks of the pages `k [pages, Hkv, page, D]`, zeros. They are those that
-    `empty_bounds` makes of one row with as many keys, `[1, Hkv, pages * page / block, parts, D]`
-    like k. With `dtype` int8 they are codes of two parts, with uint8 the bytes of spread
-    summaries."""
+    `empty_bounds` makes of one row with as many keys, `[1, Hkv, pages * page / block, 2, D]` like
+    k. With `dtype` int8 they are codes."""
     pages, heads, page, width = k.shape
     one_row = k.new_empty((1,), dtype=k.dtype).expand(1, heads, pages * page, width)
-    return empty_bounds(one_row, block, parts, dtype=dtype)
+    return empty_bounds(one_row, block, dtype=dtype)
 
 
 def page_bounds(
@@ -64,8 +62,8 @@ def page_bounds(
     Args:
         k: `[pages, Hkv, page, D]`, float32, float16 or bfloat16, the written keys in it; `page` a
             multiple of `block`. Neighbours in D next to each other.
-        bounds: `[1, Hkv, pages * page / block, parts, D]` like k, or int8 or uint8, as
-            `empty_page_bounds` makes them; contiguous; written.
+        bounds: `[1, Hkv, pages * page / block, 2, D]` like k, or int8, as `empty_page_bounds`
+            makes them; contiguous; written.
         slots: int32 or int64 `[N]`, where keys were written: page times `page`, plus the place in
             the page. Outside of the pages, negative ones too: nowhere.
         block: keys a block: 16, 32, 64 or 128.
@@ -82,8 +80,6 @@ def page_bounds(
 def _allocate(k, bounds, slots, block, band):
     check_attention_inputs(NAME, None, k)
     check_page_bounds(NAME, k, bounds, block)
-    fits = not band or (bounds.shape[3] == 2 and bounds.dtype != torch.uint8)
-    require(fits, NAME, "a band has two parts, its edges, like k or int8")
     fits = slots.dim() == 1 and slots.dtype in (torch.int32, torch.int64)
     found = f"slots is {slots.dtype} {tuple(slots.shape)}"
     require(fits, NAME, f"{found}, needs int32 or int64 [N]")
@@ -98,14 +94,13 @@ def check_page_bounds(name, k, bounds, block):
     pages, heads, page, width = k.shape
     require(page % block == 0, name, f"pages of {page} keys are no multiple of block {block}")
     found = f"bounds is {bounds.dtype}"
-    fits = bounds.dtype in (k.dtype, torch.int8, torch.uint8)
-    require(fits, name, f"{found}, pages of {k.dtype} need that, int8 or uint8")
-    rows, coded = pages * page // block, bounds.dtype != k.dtype
-    rows = summary_rows(rows, width, bounds.dtype, 2)
-    if tuple(bounds.shape) not in [(1, heads, rows, n, width) for n in ((2,) if coded else (1, 2))]:
+    fits = bounds.dtype in (k.dtype, torch.int8)
+    require(fits, name, f"{found}, pages of {k.dtype} need that or int8")
+    wanted = (1, heads, summary_rows(pages * page // block, width, bounds.dtype, 2), 2, width)
+    if tuple(bounds.shape) != wanted:
         raise ArgumentError(
-            f"{name}: bounds has shape {tuple(bounds.shape)}, needs [1,Hkv,blocks of all pages,"
-            f"parts,D] = [1, {heads}, {rows}, {2 if coded else '1 or 2'}, {width}]"
+            f"{name}: bounds has shape {tuple(bounds.shape)}, needs [1,Hkv,blocks of all pages,2,D]"
+            f" = {list(wanted)}"
         )
     require(bounds.device == k.device, name, f"bounds is on {bounds.device}, k on {k.device}")
     require(bounds.is_contiguous(), name, "bounds is not contiguous")
@@ -115,10 +110,6 @@ def page_summaries(bounds: torch.Tensor, k: torch.Tensor, block: int) -> list[to
     """Views of the summaries of the pages `k`, with page p's own at `[p]`: what must be copied
     where a page is copied."""
     pages, per_page = k.shape[0], k.shape[2] // block
-    if bounds.dtype == torch.uint8:
-        codes, scales = spread_parts(bounds, pages * per_page)
-        by_page = scales[0].unflatten(3, (pages, per_page)).movedim(3, 0)
-        return [codes[0].unflatten(1, (pages, per_page)).movedim(1, 0), by_page]
     if bounds.dtype == torch.int8:
         scale = frame_of(bounds, pages * per_page).scale[0]
         codes = bounds[0, :, : pages * per_page]
@@ -137,20 +128,14 @@ def rows_of_summaries(
     pages, heads, page, width = k.shape
     stored = pages * page // block
     places = block_places(table, blocks, page // block, stored)
-    if bounds.dtype not in (torch.int8, torch.uint8):
+    if bounds.dtype != torch.int8:
         return bounds[0][:, places].transpose(0, 1)
     rows = summary_rows(blocks, width, bounds.dtype, 2)
     found = bounds.new_zeros((len(table), heads, rows, *bounds.shape[3:]))
-    if bounds.dtype == torch.int8:
-        own = frame_of(found, blocks)
-        own.unit.fill_(1)
-        own.scale.copy_(frame_of(bounds, stored).scale[0][:, places].transpose(0, 1))
-        found[:, :, :blocks] = bounds[0][:, places].transpose(0, 1)
-        return found
-    codes, scales = spread_parts(bounds, stored)
-    own_codes, own_scales = spread_parts(found, blocks)
-    own_codes.copy_(codes[0][:, places].transpose(0, 1))
-    own_scales.copy_(scales[0][..., places].movedim(3, 0))
+    own = frame_of(found, blocks)
+    own.unit.fill_(1)
+    own.scale.copy_(frame_of(bounds, stored).scale[0][:, places].transpose(0, 1))
+    found[:, :, :blocks] = bounds[0][:, places].transpose(0, 1)
     return found
 
 
@@ -177,19 +162,13 @@ def summarise_on_cpu(k, bounds, slots, block, band=False):
     row = keys.permute(2, 0, 1, 3).reshape(1, heads, len(ends) * block, width)
     places, stored, int8 = ends // block, pages * page // block, bounds.dtype == torch.int8
     row = row.float() if int8 else row
-    own = empty_bounds(row, block, bounds.shape[3], dtype=row.dtype if int8 else bounds.dtype)
+    own = empty_bounds(row, block)
     progress = torch.zeros((1, 2), dtype=torch.int32, device="cpu")
     start = torch.zeros(1, dtype=torch.int64, device="cpu")
     refresh_on_cpu(row, None, own, progress, start, start + len(ends), block, band)
     if int8:
         codes, scale = bounds[0, :, :stored], frame_of(bounds, stored).scale[0]
         _encode_blocks(own[0].numpy(), places.numpy(), band, codes.numpy(), scale.numpy())
-    elif bounds.dtype == torch.uint8:
-        for part, new in zip(
-            spread_parts(bounds, stored), spread_parts(own, len(ends)), strict=True
-        ):
-            across = 2 if part.dtype == torch.int8 else 4
-            part.index_copy_(across, places, new)
     else:
         bounds.index_copy_(2, places, own)
 
@@ -219,8 +198,6 @@ def launch_page_bounds(k, bounds, slots, block, band=False):
         DP=next_power_of_two(width),
         BLOCK=block,
         PAGE=page,
-        PARTS=bounds.shape[3],
-        SPREAD=bounds.dtype == torch.uint8,
         BAND=band,
         INT8=bounds.dtype == torch.int8,
         EACH=each,

@@ -22,21 +22,18 @@ def launch_page_scores(
     table,
     lengths,
     slots,
-    scale,
     block,
     sink,
     local,
-    mode,
     band,
     padded,
     plan,
     keys,
     best,
-    per_head,
 ):
-    """Score the blocks of pages into `keys`, `best` and `per_head`, as `launch_scores` makes them.
-    `slots` `[B]`, or None: where this step has written its keys, whose summaries it makes then;
-    `band`: those are the edges of bands. `padded`: the rows of a product with queries."""
+    """Score the blocks of pages into `keys` and `best`, as `launch_scores` makes them. `slots`
+    `[B]`, or None: where this step has written its keys, whose summaries it makes then; `band`:
+    those are the edges of bands. `padded`: the rows of a product with queries."""
     batch, heads, queries, width = q.shape
     kv_heads, size = k.shape[1], capacity(k, table)
     group, rows, blocks = heads // kv_heads, batch * kv_heads * queries, cdiv(size, block)
@@ -54,13 +51,10 @@ def launch_page_scores(
         slots=slots,
         scores=keys,
         best=best,
-        head_scores=per_head,
-        scale=scale,
         T=queries,
         S=size,
         N=blocks,
         places=k.shape[0] * k.shape[2] // block,
-        chunks=chunks,
         programs=programs,
         q_strides=q.stride()[:3],
         k_strides=k.stride()[:3],
@@ -73,7 +67,6 @@ def launch_page_scores(
         BLOCK=block,
         SINK=sink,
         LOCAL=local,
-        SCORING=mode,
         BAND=band,
         INT8=int8,
         CHUNK=plan.chunk,

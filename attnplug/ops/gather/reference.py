@@ -4,7 +4,6 @@ best) and of tiered_decode's slots. They are the specification, and the CPU path
 import numpy as np
 
 from attnplug.ops.common.numba_cache import njit, prange
-from attnplug.ops.gather.spread import spread_scores
 
 RANKED = 32  # lists of up to so many blocks are best first, longer ones ascend
 
@@ -18,46 +17,13 @@ def _bound(q, high, low):
 
 
 @njit()
-def _estimate(q, high, low, scale):
-    score = np.float32(0.0)
-    for d in range(q.shape[0]):
-        x = q[d] * scale
-        spread = x * (high[d] - low[d]) * np.float32(0.25)
-        score += x * (high[d] + low[d]) * np.float32(0.5) + np.float32(0.5) * spread * spread
-    return score
-
-
-@njit()
-def _scores(q, bounds, scale, scoring):
-    """float32 scores `[blocks]` of summaries `bounds [blocks, parts, D]` for a group `q [G, D]`."""
-    group, blocks = q.shape[0], bounds.shape[0]
-    scores = np.full(blocks, -np.inf, np.float32)
-    if scoring == 1:
-        for g in range(group):
-            own = np.empty(blocks, np.float32)
-            for j in range(blocks):
-                own[j] = _estimate(q[g], bounds[j, 0], bounds[j, 1], scale)
-            top, total = np.float32(-np.inf), np.float32(0.0)
-            for x in own:  # a block that is not finite comes first anyway, and not alone
-                top = max(top, x) if x < np.inf else top
-            for x in own:
-                total += np.exp(x - top) if x < np.inf else np.float32(0.0)
-            for j in range(blocks):
-                scores[j] = np.logaddexp(scores[j], own[j] - top - np.log(total))
-    elif scoring == 2:
-        mean = np.zeros(q.shape[1], np.float32)
-        for g in range(group):
-            mean += q[g] / np.float32(group)
-        for j in range(blocks):
-            score = np.float32(0.0)
-            for d in range(mean.shape[0]):
-                score += mean[d] * bounds[j, 0, d]
-            scores[j] = score
-    else:
-        for j in range(blocks):
-            for g in range(group):
-                score = _bound(q[g], bounds[j, 0], bounds[j, 1])
-                scores[j] = score if score > scores[j] or score != score else scores[j]
+def _scores(q, bounds):
+    """float32 scores `[blocks]` of summaries `bounds [blocks, 2, D]` for a group `q [G, D]`."""
+    scores = np.full(bounds.shape[0], -np.inf, np.float32)
+    for j in range(bounds.shape[0]):
+        for g in range(q.shape[0]):
+            score = _bound(q[g], bounds[j, 0], bounds[j, 1])
+            scores[j] = score if score > scores[j] or score != score else scores[j]
     return scores
 
 
@@ -122,11 +88,9 @@ def _ascend(listed):
 
 
 @njit(parallel=True)
-def choose_blocks(
-    q, bounds, frame, bits, mask, lengths, start, scale, block, sink, local, scoring, out
-):
+def choose_blocks(q, bounds, frame, mask, lengths, start, block, sink, local, out):
     """Scores and choice of every (row, KV head, query), in parallel. With scales in the `frame`
-    (centre, unit, scales, widths) the bounds are codes; with `bits` they are spread summaries."""
+    (centre, unit, scales, widths) the bounds are codes."""
     centre, unit, scales, widths = frame
     batch, heads, queries, _ = q.shape
     kv_heads = bounds.shape[1]
@@ -146,10 +110,7 @@ def choose_blocks(
         shown = bounds[b, h, sink:end][allowed]
         scores = np.empty(end - sink, np.float32)
         query = q[b, h * group : h * group + group, t]
-        if scoring == 3:
-            codes, own = bounds[b, h, sink:end], bits[b, h, :, :, sink:end]
-            scores = spread_scores(query, codes, own, allowed, scale)
-        elif scales.shape[2] > 0:
+        if scales.shape[2] > 0:
             own_scales, own_widths = scales[b, h, sink:end][allowed], widths[b, h, sink:end]
             if widths.shape[2] > 0:
                 own_widths = own_widths[allowed]
@@ -157,7 +118,7 @@ def choose_blocks(
                 query, shown, centre[b, h], unit[b, h], own_scales, own_widths
             )
         else:
-            scores[allowed] = _scores(query, shown, scale, scoring)
+            scores[allowed] = _scores(query, shown)
         _best(scores, allowed, out[b, h, t])
         if out.shape[3] > RANKED:
             _ascend(out[b, h, t])

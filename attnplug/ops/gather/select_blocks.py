@@ -1,13 +1,8 @@
 """Which key blocks a decode step should read: the best of each KV head by a score of their
 summaries.
 
-    bounds     max_g relu(q_g) . max_j - relu(-q_g) . min_j          no key of block j scores higher
-    estimate   log sum_g softmax_j(e_gj),   e_gj = scale q_g . (max_j + min_j) / 2
-                                                   + sum_d (scale q_gd (max_jd - min_jd) / 4)^2 / 2
-    mean       mean_g q_g . mean_j
-    band       max_g q_g . mean_j + 0.8 sum_d |q_gd| deviation_jd
-    spread     log sum_g exp(e_gj - N_g),   e_gj = scale q_g . mean_j
-                                                   + 3 sqrt(sum_d (scale q_gd)^2 variance_jd)
+    bounds   max_g relu(q_g) . max_j - relu(-q_g) . min_j          no key of block j scores higher
+    band     max_g q_g . mean_j + 0.8 sum_d |q_gd| deviation_jd
 
 over the query heads g of the group. Candidates are the blocks between the first `sink` and the
 last `local` blocks. A block whose keys the mask hides entirely is no candidate. The best `top_k`
@@ -16,15 +11,13 @@ and comes first: the key must surface. Missing summaries are made on the way (`b
 
 Bounds and bands may be INT8 codes. The query, times the channels' units, is then rounded to 15
 bits relative to its largest element, and the products are of integers. Of a band's deviations such
-codes have one width for all channels: q_g . mean_j + width_j sum_d |q_gd| unit_d. The means and
-variances of "spread" are codes too, and N_g comes from a sample (`attnplug.ops.gather.spread`).
+codes have one width for all channels: q_g . mean_j + width_j sum_d |q_gd| unit_d.
 
 Sources: Quest (Tang et al., 2024); "Attention Pays Its Bill" (docs/papers.md).
 """
 
 from typing import NamedTuple
 
-import numpy as np
 import torch
 
 from attnplug.errors import ArgumentError
@@ -41,19 +34,14 @@ from attnplug.ops.gather.block_bounds import (
     refresh_on_cpu,
     summary_parts,
 )
-from attnplug.ops.gather.kernels.combine import combine_heads
 from attnplug.ops.gather.kernels.score import score_blocks
 from attnplug.ops.gather.kernels.select import select_best, select_many
 from attnplug.ops.gather.page_bounds import check_page_bounds, rows_of_summaries
 from attnplug.ops.gather.page_scores import launch_page_scores
 from attnplug.ops.gather.reference import RANKED, choose_blocks
 from attnplug.ops.gather.select_plan import Plan, candidates_of, plan_for
-from attnplug.ops.gather.spread import launch_spread, spread_parts
 
-SCORINGS = ("bounds", "estimate", "mean", "spread", "band")
-SPREAD = SCORINGS.index("spread")
-# Compared on a GPU with a pipelined score kernel.
-PIPELINED = ("bounds", "band", "spread")
+SCORINGS = ("bounds", "band")
 MAX_BLOCKS = 256
 
 
@@ -63,7 +51,6 @@ def select_blocks(
     bounds: torch.Tensor,
     progress: torch.Tensor | None,
     *,
-    scale: float,
     block: int,
     top_k: int,
     sink: int = 1,
@@ -83,17 +70,15 @@ def select_blocks(
         q: `[B, Hq, T, D]`, float32, float16 or bfloat16; the last T tokens of each row.
         k: `[B, Hkv, S, D]` like q, a cache that holds these tokens already. With a table pages
             `[pages, Hkv, page, D]`, `page` a multiple of `block`; S is `P * page`.
-        bounds: `[B, Hkv, ceil(S / block), 2, D]` like k, for `scoring` "mean" 1 for 2. Or codes as
-            `empty_bounds` makes them: int8 for "bounds" and, with 1 part, for "band"; uint8 for
-            "spread". Written. With a table those of all pages, as `page_bounds` keeps them; read
-            only.
+        bounds: `[B, Hkv, ceil(S / block), 2, D]` like k, or int8 codes as `empty_bounds` makes
+            them, for "band" with 1 part. Written. With a table those of all pages, as `page_bounds`
+            keeps them; read only.
         progress: int32 `[B, 2]`; written. Both as `block_bounds` keeps them. None with a table.
-        scale: factor on q.k, above 0.
         block: keys a block: 16, 32, 64 or 128.
         top_k: blocks to take, 0 to 256.
         sink: first blocks that are read anyway.
         local: last blocks that are read anyway, the query's own included; at least 1.
-        scoring: "bounds", "estimate", "mean", "spread" or "band".
+        scoring: "bounds" or "band".
         lengths: int32 or int64 `[1]` or `[B]`, valid keys. None: all S.
         start: int32 or int64 `[1]` or `[B]`, first real key of a left-padded row. None: 0.
         key_mask: bool `[B, S]`, False where a key must not be seen.
@@ -109,16 +94,15 @@ def select_blocks(
         GradientError: an input requires grad.
     """
     refuse_gradients("select_blocks", q, k)
-    options = scale, block, top_k, sink, local, scoring, lengths, start, key_mask
+    options = block, top_k, sink, local, scoring, lengths, start, key_mask
     if table is not None:
         return _select_blocks_paged(q, k, bounds, progress, table, *options)
     return _select_blocks(q, k, bounds, progress, *options)
 
 
 def allocate_index(
-    q, k, bounds, progress, scale, block, top_k, sink, local, scoring, lengths, start, key_mask,
-    table=None,
-):  # fmt: skip
+    q, k, bounds, progress, block, top_k, sink, local, scoring, lengths, start, key_mask, table=None
+):
     name = "select_blocks"
     check_attention_inputs(name, q, k, k, table)
     check_sequence_inputs(name, q, k, lengths, start, key_mask, table)
@@ -128,8 +112,6 @@ def allocate_index(
         check_page_bounds(name, k, bounds, block)
         lone = progress is None and start is None and key_mask is None
         require(lone, name, "with a table there are no progress, no start and no key_mask")
-    if not scale > 0:
-        raise ArgumentError(f"{name}: scale is {scale}, needs a number above 0")
     if not 0 <= top_k <= MAX_BLOCKS:
         raise ArgumentError(f"{name}: top_k is {top_k}, needs 0 to {MAX_BLOCKS}")
     if sink < 0:
@@ -144,11 +126,6 @@ def allocate_index(
             f"{name}: bounds has {bounds.shape[3]} parts of {bounds.dtype}, scoring {scoring!r} "
             f"needs {parts}"
         )
-    either = (k.dtype, torch.int8)
-    codes = {"bounds": either, "band": either, "spread": (torch.uint8,)}.get(scoring, (k.dtype,))
-    wanted = " or ".join(map(str, codes))
-    fits = bounds.dtype in codes
-    require(fits, name, f"bounds is {bounds.dtype}, scoring {scoring!r} needs {wanted}")
     shape = (q.shape[0], k.shape[1], q.shape[2], top_k)
     return q.new_empty(shape, dtype=torch.int32)
 
@@ -157,8 +134,8 @@ def allocate_index(
 
 
 def select_on_cpu(
-    q, k, bounds, progress, scale, block, top_k, sink, local, scoring, lengths, start, key_mask,
-    out, table=None,
+    q, k, bounds, progress, block, top_k, sink, local, scoring, lengths, start, key_mask, out,
+    table=None,
 ):  # fmt: skip
     lengths, start = rows_on_cpu(k, lengths, start, table)
     until = ((lengths - 1 - start).clamp(min=0) // block - local + 1).clamp(min=0)
@@ -172,31 +149,25 @@ def select_on_cpu(
     # numba compiles every layout: whole tensors are contiguous, and a part is read where it lies
     shown = bounds
     frame = no_frame(*rows)
-    bits = torch.empty((*rows, 2, 0, 0), dtype=torch.int16, device="cpu")
     if bounds.dtype == torch.int8:
         frame = frame_of(bounds, blocks)
-    elif bounds.dtype == torch.uint8:
-        shown, bits = spread_parts(bounds, blocks)
     elif bounds.dtype != torch.float32:
         shown = bounds[:, :, : max(int(until.max()), sink)].float()
     choose_blocks(
         q.float().contiguous().numpy(),
         shown.numpy(),
         tuple(part.contiguous().numpy() for part in frame),
-        bits.numpy(),
         NO_MASK if key_mask is None else key_mask.numpy(),
         lengths.numpy(),
         start.numpy(),
-        np.float32(scale),
         block,
         sink,
         local,
-        SCORINGS.index(scoring),
         out.numpy(),
     )
 
 
-# --- CUDA: refresh and score, then (for estimate) combine, then select -----------------------
+# --- CUDA: refresh and score, then select ----------------------------------------------------
 
 
 class Scores(NamedTuple):
@@ -206,8 +177,6 @@ class Scores(NamedTuple):
     keys: torch.Tensor
     best: torch.Tensor
     plan: Plan
-    # Kept alive with the rest: a kernel that starts early must not be given its memory.
-    heads: torch.Tensor | None = None
 
     def widths(self, top_k: int, candidates: int) -> tuple[int, int]:
         """(padded top_k, padded number of keys that the first level selects from)."""
@@ -221,7 +190,6 @@ def launch_scores(
     k,
     bounds,
     progress,
-    scale,
     block,
     top_k,
     sink,
@@ -243,42 +211,26 @@ def launch_scores(
     blocks = cdiv(size, block)
     group, rows, int8 = heads // kv_heads, batch * kv_heads * queries, bounds.dtype == torch.int8
     if plan is None:
-        plain = scoring in PIPELINED and key_mask is None and table is None
-        spread = scoring == "spread"
+        plain = key_mask is None and table is None
         candidates = candidates_of(blocks, local)
-        plan = plan_for(rows, candidates, top_k, width, bounds.element_size(), plain, spread)
+        plan = plan_for(rows, candidates, top_k, width, bounds.element_size(), plain)
     if table is not None:  # no summary is read before the length says that it is one
         plan = plan._replace(soon=False, repeat=1, stages=1)
     pdl, dependent = early(q.device)
     q, k = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k))
     key_mask = mask_bytes(key_mask)
     programs = cdiv(blocks, plan.chunk * plan.repeat)
-    chunks = programs * plan.repeat
     band = scoring == "band"
-    # The edges of bands are scored as bounds are.
-    mode = SCORINGS.index("bounds" if band and bounds.shape[3] == 2 else scoring)
     made = {"dtype": torch.int32 if top_k > RANKED else torch.int64, "device": q.device}
     keys = torch.empty(rows * blocks, **made)
     best = keys
     if plan.members:
         groups = rows * cdiv(blocks, plan.members)
         best = torch.empty(groups, **made)
-    per_head = None
-    if mode == 1:
-        places = rows * group * (blocks + chunks)
-        per_head = torch.empty(places, dtype=torch.float32, device=q.device)
     padded = max(16, next_power_of_two(group) * (2 if int8 else 1))
-    if mode == SPREAD:
-        require(slots is None, "select_blocks", "spread summaries are made by page_bounds")
-        cache = q, k, bounds, progress, lengths, start, key_mask, table
-        launch_spread(*cache, scale, block, sink, local, plan, keys, best, new)
-        return Scores(keys, best, plan)
     if table is not None:
-        how = mode, band, padded, plan
-        scored = keys, best, per_head
-        launch_page_scores(
-            q, k, bounds, table, lengths, slots, scale, block, sink, local, *how, *scored
-        )
+        how = block, sink, local, band, padded, plan
+        launch_page_scores(q, k, bounds, table, lengths, slots, *how, keys, best)
     else:
         score_blocks.run(
             grid=(programs, kv_heads * queries, batch),
@@ -292,12 +244,9 @@ def launch_scores(
             key_mask=key_mask,
             scores=keys,
             best=best,
-            head_scores=per_head,
-            scale=scale,
             T=queries,
             S=size,
             N=blocks,
-            chunks=chunks,
             q_strides=q.stride()[:3],
             k_strides=k.stride()[:3],
             mask_stride=0 if key_mask is None else key_mask.stride(0),
@@ -308,7 +257,7 @@ def launch_scores(
             BLOCK=block,
             SINK=sink,
             LOCAL=local,
-            SCORING=mode,
+            PARTS=bounds.shape[3],
             CHUNK=plan.chunk,
             MEMBERS=plan.members,
             REPEAT=plan.repeat,
@@ -327,34 +276,7 @@ def launch_scores(
                 **(dependent if new else {}),
             },
         )
-    if mode == 1:
-        combine_heads.run(
-            grid=(chunks, rows),
-            warmup=False,
-            scores=keys,
-            best=best,
-            head_scores=per_head,
-            lengths=lengths,
-            start=start,
-            T=queries,
-            S=size,
-            N=blocks,
-            chunks=chunks,
-            kv_heads=kv_heads,
-            GROUP=group,
-            ROWS=padded,
-            BLOCK=block,
-            LOCAL=local,
-            CHUNK=plan.chunk,
-            CHUNKS=next_power_of_two(chunks),
-            MEMBERS=plan.members,
-            NEW=new,
-            LENGTH_STEP=row_step(lengths),
-            START_STEP=row_step(start),
-            PDL=pdl,
-            **{"num_warps": plan.warps, **dependent},
-        )
-    return Scores(keys, best, plan, per_head)
+    return Scores(keys, best, plan)
 
 
 def launch_choice(
@@ -397,14 +319,14 @@ def launch_select_blocks(*args, plan=None, new=0, table=None):
     """Run the kernels; arguments and output as those of `select_blocks`, on a GPU or in Triton's
     interpreter."""
     *call, out = args
-    _, k, _, progress, _, block, top_k, _, local, _, lengths, start, _ = call
+    _, k, _, progress, block, top_k, _, local, _, lengths, start, _ = call
     scores = launch_scores(*call, plan=plan, new=new, table=table)
     rows = lengths, start, cdiv(capacity(k, table), block)
     launch_choice(scores, k, progress, block, top_k, local, *rows, out, new, table)
 
 
 _select_blocks = define_op(
-    "select_blocks(Tensor q, Tensor k, Tensor(a!) bounds, Tensor(b!) progress, float scale, "
+    "select_blocks(Tensor q, Tensor k, Tensor(a!) bounds, Tensor(b!) progress, "
     "int block, int top_k, int sink, int local, str scoring, Tensor? lengths, Tensor? start, "
     "Tensor? key_mask) -> Tensor",
     allocate=allocate_index,
@@ -414,7 +336,7 @@ _select_blocks = define_op(
 
 _select_blocks_paged = define_op(
     "select_blocks_paged(Tensor q, Tensor k, Tensor bounds, Tensor? progress, Tensor table, "
-    "float scale, int block, int top_k, int sink, int local, str scoring, Tensor? lengths, "
+    "int block, int top_k, int sink, int local, str scoring, Tensor? lengths, "
     "Tensor? start, Tensor? key_mask) -> Tensor",
     allocate=table_at(4, allocate_index),
     cpu=table_at(4, select_on_cpu),

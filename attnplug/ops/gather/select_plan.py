@@ -44,14 +44,12 @@ def plan_for(
     width: int,
     itemsize: int,
     pipelined: bool,
-    spread: bool = False,
 ) -> Plan:
     """The pre-tuned plan of a shape. `candidates` is how many blocks a full cache has to choose
-    from, `itemsize` that of their summaries, `spread` says that these are means and variances.
-    `pipelined` allows a pipeline: only cases compared on a GPU get one, because Triton 3.6 compiles
-    some wrong."""
+    from, `itemsize` that of their summaries. `pipelined` allows a pipeline: only cases compared on
+    a GPU get one, because Triton 3.6 compiles some wrong."""
     if top_k > RANKED:
-        return _plan_for_many(rows, candidates, width, itemsize, pipelined, spread)
+        return _plan_for_many(rows, candidates, width, itemsize, pipelined)
     total, row_bytes = rows * candidates, next_power_of_two(width) * itemsize
     int8, few, flat = itemsize == 1, total <= FEW, next_power_of_two(candidates) <= FLAT
     chunk = (32 if few else 64) * (2 if int8 else 1)
@@ -73,9 +71,7 @@ def plan_for(
     return plan._replace(repeat=2 if total <= 2**17 else 4, stages=3, registers=128)
 
 
-def _plan_for_many(
-    rows: int, candidates: int, width: int, itemsize: int, pipelined: bool, spread: bool
-) -> Plan:
+def _plan_for_many(rows: int, candidates: int, width: int, itemsize: int, pipelined: bool) -> Plan:
     """The plan of a selection by a threshold."""
     row_bytes, total, int8 = next_power_of_two(width) * itemsize, rows * candidates, itemsize == 1
     chunk = 32 if total <= FEW or not int8 else 64 if total <= 2**16 else 128
@@ -85,11 +81,10 @@ def _plan_for_many(
     plan = Plan(chunk, members, 4, 4 if candidates <= 16384 else 8, direct=candidates > 16384)
     if total <= FEW or not (pipelined and int8):
         return plan
-    if total <= 2**15 and row_bytes <= 128 and not spread:
+    if total <= 2**15 and row_bytes <= 128:
         return plan._replace(chunk=128)
-    if total <= (2**16 if spread else 2**17):
-        return plan._replace(repeat=2, stages=2, spaced=not spread)
-    if total <= 2**18 and not spread:  # two programs a multiprocessor, of as many stages as fit
+    if total <= 2**17:
+        return plan._replace(repeat=2, stages=2, spaced=True)
+    if total <= 2**18:  # two programs a multiprocessor, of as many stages as fit
         return plan._replace(repeat=8, stages=3, spaced=True)
-    # Means and variances of two tiles: without a limit two programs fit where four should.
-    return plan._replace(repeat=4, stages=2, registers=128, spaced=not spread)
+    return plan._replace(repeat=4, stages=2, registers=128, spaced=True)

@@ -4,7 +4,6 @@ what INT8 codes stand for."""
 import torch
 
 from attnplug.ops.gather.block_bounds import empty_bounds, frame_of
-from attnplug.ops.gather.spread import spread_parts
 
 # The options of gather_decode and tiered_decode, in the order of their schemas.
 OPTIONS = (
@@ -43,7 +42,7 @@ def hold_progress(progress, k, options):
 def empty(k, block, parts=2, dtype=None):
     """(summaries of a fresh cache, its progress), with garbage where no kernel has written: NaN, or
     a code that no test makes."""
-    garbage = {torch.int8: -77, torch.uint8: 179}.get(dtype, torch.nan)
+    garbage = -77 if dtype == torch.int8 else torch.nan
     bounds = empty_bounds(k, block, parts, dtype=dtype).fill_(garbage)
     return bounds, torch.zeros(k.shape[0], 2, dtype=torch.int32)
 
@@ -58,12 +57,3 @@ def decoded(bounds, blocks):
         half = (unit[:, :, None] * width[..., None])[:, :, :, None]
         said = torch.cat([said + half, said - half], 3)
     return said, worth
-
-
-def decoded_spread(bounds, blocks):
-    """The means and variances that spread summaries stand for, fp64 `[B, Hkv, blocks, 2, D]`, and
-    one code's worth in each channel."""
-    codes, bits = spread_parts(bounds, blocks)
-    scales = bits.contiguous().view(torch.bfloat16).double()  # [B, Hkv, 2, C, blocks]
-    worth = scales.permute(0, 1, 4, 2, 3).repeat_interleave(32, -1)[..., : codes.shape[-1]]
-    return codes.double() * worth, worth

@@ -10,9 +10,8 @@ from gather_cases import decoded, empty, hold_progress
 from attnplug.ops.gather import select_blocks as op
 from attnplug.ops.gather.block_bounds import summary_parts
 
-SCALE = 0.125
-NAMES = ("scale", "block", "top_k", "sink", "local", "scoring", "lengths", "start", "key_mask")
-DEFAULTS = {"scale": SCALE, "block": 16, "top_k": 2, "sink": 1, "local": 2, "scoring": "bounds"}
+NAMES = ("block", "top_k", "sink", "local", "scoring", "lengths", "start", "key_mask")
+DEFAULTS = {"block": 16, "top_k": 2, "sink": 1, "local": 2, "scoring": "bounds"}
 
 
 def select(device_path, q, k, state=None, plan=None, **options):
@@ -20,7 +19,7 @@ def select(device_path, q, k, state=None, plan=None, **options):
     progress) on the CPU, updated; a fresh cache's without."""
     device, path = device_path
     options = DEFAULTS | options
-    bounds, progress = state or fresh(k, options["block"], options["scoring"])
+    bounds, progress = state or empty(k, options["block"])
     args = [options.get(name) for name in NAMES]
     there = to_device((q, k, bounds, progress), device)
     args = to_device(args, device)
@@ -34,11 +33,6 @@ def select(device_path, q, k, state=None, plan=None, **options):
     if state is None and options["top_k"] > 0:
         hold_progress(progress, k, options)
     return out.cpu()
-
-
-def fresh(k, block, scoring="bounds"):
-    dtype = torch.uint8 if scoring == "spread" else None
-    return empty(k, block, summary_parts(scoring, False), dtype)
 
 
 def codes(k, block, scoring="bounds"):
@@ -66,7 +60,6 @@ def scores(
     h,
     t,
     *,
-    scale,
     block,
     sink,
     local,
@@ -92,18 +85,9 @@ def scores(
             continue
         keys = k[b, h, at].double()
         high, deep = edges(keys, scoring) if words is None else words[b, h, j]
-        if scoring in ("bounds", "band"):
-            above = query.clamp(min=0) @ high + query.clamp(max=0) @ deep
-            assert scoring == "band" or (query @ keys.T).max() <= above.max() + 1e-9
-            found[j] = above.max()
-        elif scoring == "mean":
-            found[j] = query.mean(0) @ keys.mean(0).to(k.dtype).double()
-        else:
-            step = scale * query
-            found[j] = step @ (high + deep) / 2 + (step**2) @ ((high - deep) / 4) ** 2 / 2
-    if scoring == "estimate" and found:
-        each = torch.stack(list(found.values()))  # [blocks, group]
-        found = dict(zip(found, each.log_softmax(0).logsumexp(1), strict=True))
+        above = query.clamp(min=0) @ high + query.clamp(max=0) @ deep
+        assert scoring == "band" or (query @ keys.T).max() <= above.max() + 1e-9
+        found[j] = above.max()
     values = {j: float(score) for j, score in found.items()}
     return values, 2e-5 * max([1.0, *map(abs, values.values())])
 
@@ -113,8 +97,8 @@ def hold(index, q, k, **options):
     out nothing that scores clearly higher; best first."""
     options = DEFAULTS | options
     assert index.shape == (k.shape[0], k.shape[1], q.shape[2], options["top_k"])
-    # Products of rounded means and squares in TF32 differ a little more.
-    loose = {"bounds": 1, "mean": 50, "band": 50, "estimate": 100}[options["scoring"]]
+    # Sums of squares differ a little more.
+    loose = {"bounds": 1, "band": 50}[options["scoring"]]
     for b, h, t in itertools.product(*map(range, index.shape[:3])):
         value, room = scores(q, k, b, h, t, **options)
         room *= loose if q.dtype == torch.float32 else 100 * loose

@@ -19,21 +19,16 @@ from attnplug.ops.gather.attend_plan import Plan as AttendPlan
 from attnplug.ops.gather.page_bounds import empty_page_bounds
 
 FORMS = {
-    "bounds": (2, None),
-    "estimate": (2, None),
-    "mean": (1, None),
-    "spread": (2, torch.uint8),
-    "band": (2, torch.int8),
+    "bounds": None,
+    "band": torch.int8,
 }
 OPTIONS = {"scale": 0.2, "block": 16, "top_k": 3, "sink": 1, "local": 2, "scoring": "bounds"}
 
 
 def empty(k, block, scoring):
     """Summaries of pages, with what no kernel writes where none has written."""
-    parts, dtype = FORMS[scoring]
-    return empty_page_bounds(k, block, parts, dtype=dtype).fill_(
-        {None: torch.nan, torch.int8: -77, torch.uint8: 179}[dtype]
-    )
+    dtype = FORMS[scoring]
+    return empty_page_bounds(k, block, dtype=dtype).fill_(torch.nan if dtype is None else -77)
 
 
 def note(device_path, k, bounds, slots, scoring, block=16):
@@ -78,14 +73,13 @@ def a_plan(draw, kept, block, top_k):
     """A plan, or None for that of the shape."""
     if draw(st.booleans()):
         return None
-    tile, inline = draw(st.sampled_from([16, 64])), False
-    splits = draw(st.sampled_from([1, 2, 5]))
-    if draw(st.booleans()) and 0 < top_k <= 8:
-        tile, splits, inline = block, kept, True
+    tile, splits = draw(st.sampled_from([16, 64])), draw(st.sampled_from([1, 2, 5]))
+    if draw(st.booleans()):  # a block a program
+        tile, splits = block, kept
     chosen = select.Plan(16, draw(st.sampled_from([0, 8])) if top_k <= 32 else 0, 4, 4)
     ahead = draw(st.booleans())
     stages = draw(st.sampled_from([1, 3])) if ahead else 1
-    return decode.Plan(chosen, AttendPlan(tile, splits, 4, stages, 64, ahead), inline)
+    return decode.Plan(chosen, AttendPlan(tile, splits, 4, stages, 64, ahead))
 
 
 @given(data=st.data())
@@ -137,7 +131,7 @@ def test_rows_that_are_served_get_gathers_output_and_the_others_keep_theirs(devi
 
 @pytest.mark.parametrize(
     "top_k, scoring",
-    [(3, "bounds"), (3, "mean"), (3, "spread"), (3, "band"), (0, "bounds"), (0, "band")],
+    [(3, "bounds"), (3, "band"), (0, "bounds"), (0, "band")],
 )
 def test_blocks_that_a_step_completes_are_summarised_in_all_rows(device_path, top_k, scoring):
     """A served row, another attention's, one whose block is not complete, and one that pads."""
@@ -171,7 +165,7 @@ def test_a_batch_without_a_served_row_is_left_as_it_is(device_path):
 
 @pytest.mark.parametrize("members", [0, 8])
 @pytest.mark.parametrize("programs", [0, 1])
-@pytest.mark.parametrize("scoring", ["bounds", "estimate", "band"])
+@pytest.mark.parametrize("scoring", ["bounds", "band"])
 def test_few_programs_score_all_chunks_of_a_long_row(
     device_path, monkeypatch, scoring, programs, members
 ):
@@ -184,7 +178,7 @@ def test_few_programs_score_all_chunks_of_a_long_row(
     options = OPTIONS | {"top_k": 5, "scoring": scoring}
     step = {"table": on.table, **options}
     want, _ = gather_decode(q, *on.kv, None, None, bounds, None, on.lengths, **step)
-    plan = decode.Plan(select.Plan(16, members, 4, 4), AttendPlan(16, 2, 4, 1, 64), False)
+    plan = decode.Plan(select.Plan(16, members, 4, 4), AttendPlan(16, 2, 4, 1, 64))
     lengths[2], out = 0, torch.full_like(q, 7.0)
     run(device_path, q, on, bounds, lengths, out, plan, **options)
     epsilon = torch.finfo(q.dtype).eps

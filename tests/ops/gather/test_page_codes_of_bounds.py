@@ -134,15 +134,15 @@ def test_a_key_that_is_not_finite_comes_first(device_path):
 def test_opcheck(device):
     pages = make(0, [130, 77], page=32).to(device)
     k = pages.kv.nan_to_num_()[0]
-    bounds = empty_page_bounds(k, BLOCK, 2, dtype=torch.int8)
+    bounds = empty_page_bounds(k, BLOCK, dtype=torch.int8)
     slots = pages.slots().to(device)
     torch.library.opcheck(op._page_bounds, (k, bounds, slots, BLOCK, True))
     q = random(1, 2, 4, 1, 64).to(device)
-    rest = 0.125, BLOCK, 3, 1, 2, "band", pages.lengths, None, None
+    rest = BLOCK, 3, 1, 2, "band", pages.lengths, None, None
     args = q, k, bounds, None, pages.table, *rest
     torch.library.opcheck(select._select_blocks_paged, args)
     found = select_blocks(
-        q, k, bounds, None, scale=0.125, block=BLOCK, top_k=3, sink=1, local=2, scoring="band",
+        q, k, bounds, None, block=BLOCK, top_k=3, sink=1, local=2, scoring="band",
         lengths=pages.lengths, table=pages.table,
     )  # fmt: skip
     assert found.shape == (2, 2, 1, 3)

@@ -9,12 +9,12 @@ from cases import dtypes, random
 from gather_cases import empty
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from select_cases import DEFAULTS, NAMES, SCALE, codes, hold, said, select
+from select_cases import DEFAULTS, NAMES, codes, hold, said, select
 
 from attnplug.errors import ArgumentError, GradientError
 from attnplug.ops.gather import select_blocks as op
 
-SCORINGS = st.sampled_from(["bounds", "estimate", "mean", "band"])
+SCORINGS = st.sampled_from(["bounds", "band"])
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])  # device_path is a constant
@@ -44,8 +44,7 @@ def test_selects_the_oracles_set(device_path, data):
     k = random(seed + 2, batch, size, kv_heads, width)
     k *= random(seed + 3, batch, size // 16 + 1, 1, 1).exp().repeat_interleave(16, 1)[:, :size]
     k = k.to(dtype).transpose(1, 2)  # blocks of different spread
-    coded = options["scoring"] in ("bounds", "band")
-    if coded and options["top_k"] and draw(st.booleans()):
+    if options["top_k"] and draw(st.booleans()):
         k = (k.float() + 20 * random(seed + 4, 1, kv_heads, 1, width)).to(dtype)
         state = codes(k, options["block"], options["scoring"])
         index = select(device_path, q, k, state, **options)
@@ -55,7 +54,7 @@ def test_selects_the_oracles_set(device_path, data):
         hold(select(device_path, q, k, **options), q, k, **options)
 
 
-@pytest.mark.parametrize("scoring", ["bounds", "estimate", "mean", "band"])
+@pytest.mark.parametrize("scoring", ["bounds", "band"])
 def test_two_levels_of_selection(device_path, scoring):
     """530 blocks: the score kernel hands on group maxima."""
     q, k = random(0, 1, 7, 1, 64), random(1, 1, 1, 530 * 16, 64)
@@ -90,7 +89,7 @@ def test_any_plan_selects_the_same(device_path, members, spaced, top_k, int8, sc
         hold(index, q, k, words=said(state[0], 50) if int8 else None, **options)
 
 
-@pytest.mark.parametrize("scoring", ["bounds", "estimate", "mean"])
+@pytest.mark.parametrize("scoring", ["bounds", "band"])
 def test_ties_go_to_the_lower_block(device_path, scoring):
     q, k = random(0, 1, 2, 1, 64), random(1, 1, 1, 16, 64).repeat(1, 1, 20, 1)
     index = select(device_path, q, k, top_k=4, scoring=scoring)
@@ -102,7 +101,7 @@ def test_a_needle_is_found(device_path):
     q, k = random(0, 1, 4, 1, 64), random(1, 1, 2, 300, 64)
     q = q[:, :1].expand(1, 4, 1, 64).contiguous()
     k[0, :, 101] = 6 * q[0, 0, 0]
-    for scoring in ("bounds", "estimate", "mean"):
+    for scoring in ("bounds", "band"):
         assert (select(device_path, q, k, top_k=1, scoring=scoring) == 101 // 16).all()
 
 
@@ -110,7 +109,7 @@ def test_left_padding_does_not_change_a_row(device_path):
     q, k = random(0, 2, 4, 1, 64), random(1, 2, 2, 330, 64)
     start = torch.tensor([0, 37])
     mask = torch.arange(330) >= start[:, None]
-    for scoring in ("bounds", "estimate", "mean"):
+    for scoring in ("bounds", "band"):
         options = {"top_k": 4, "scoring": scoring}
         both = select(device_path, q, k, start=start, key_mask=mask, **options)
         assert torch.equal(both[1:], select(device_path, q[1:], k[1:, :, 37:], **options))
@@ -142,12 +141,11 @@ def test_a_crop_is_followed_when_the_count_is_lowered(device_path):
     assert torch.equal(select(device_path, q, k, state), select(device_path, q, k))
 
 
-@pytest.mark.parametrize("scoring", ["bounds", "estimate", "mean"])
+@pytest.mark.parametrize("scoring", ["bounds", "band"])
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, under the interpreter
 def test_a_bad_key_is_selected_first(device_path, scoring, bad):
-    """So that it surfaces as in dense. Of infinite keys the mean may say so with either sign, as
-    may a single head's product: all dimensions are hit here."""
+    """So that it surfaces as in dense: all dimensions are hit here."""
     q, k = random(0, 1, 4, 1, 64), random(1, 1, 2, 300, 64)
     k[0, 1, 7 * 16 + 3] = bad
     index = select(device_path, q, k, top_k=2, scoring=scoring)
@@ -165,7 +163,7 @@ def test_hidden_keys_enter_nothing(device_path):
     mask[0, 160:176] = False
     poisoned = k.clone()
     poisoned[0, :, 101], poisoned[0, :, 150] = 1e4, torch.nan
-    for scoring in ("bounds", "estimate", "mean"):
+    for scoring in ("bounds", "band"):
         options = {"top_k": 16, "scoring": scoring, "key_mask": mask}
         index = select(device_path, q, poisoned, **options)
         assert not (index == 10).any()  # all of it is hidden
@@ -187,8 +185,8 @@ def test_opcheck(device):
     mask = torch.ones(2, 200, dtype=torch.bool, device=device)
     bounds.zero_()
     overload = torch.ops.attnplug.select_blocks.default
-    for scoring, extra in [("bounds", (None,) * 3), ("estimate", (rows, rows - 130, mask))]:
-        args = (q, k, bounds, progress, SCALE, 16, 3, 1, 2, scoring, *extra)
+    for scoring, extra in [("bounds", (None,) * 3), ("band", (rows, rows - 130, mask))]:
+        args = (q, k, bounds, progress, 16, 3, 1, 2, scoring, *extra)
         torch.library.opcheck(overload, args)
 
 
@@ -198,7 +196,7 @@ def test_compiles_without_a_break_or_a_recompilation(device):
     torch._dynamo.reset()
     q, k = random(0, 1, 4, 1, 64).to(device), random(1, 1, 2, 400, 64).to(device)
     bounds, progress = (x.to(device) for x in empty(k.cpu(), 16))
-    options = {name: DEFAULTS[name] for name in NAMES[:6]}
+    options = {name: DEFAULTS[name] for name in NAMES[:5]}
 
     @torch.compile(fullgraph=True, backend="inductor" if device == "cuda" else "aot_eager")
     def step(q, k, bounds, progress, lengths):
@@ -216,17 +214,14 @@ def test_compiles_without_a_break_or_a_recompilation(device):
 
 
 WRONG = [
-    ({"scale": 0.0}, "scale is 0.0"),
-    ({"scale": float("nan")}, "scale is nan"),
     ({"top_k": -1}, "top_k is -1, needs 0 to 256"),
     ({"top_k": 257}, "top_k is 257"),
     ({"sink": -1}, "sink is -1"),
     ({"local": 0}, "local is 0, needs at least 1"),
-    ({"scoring": "max"}, "scoring is 'max', needs bounds, estimate, mean"),
-    ({"scoring": "mean"}, "bounds has 2 parts of torch.float32, scoring 'mean' needs 1"),
+    ({"scoring": "max"}, "scoring is 'max', needs bounds, band"),
     (
-        {"scoring": "estimate", "bounds": torch.zeros(1, 2, 8, 2, 64).char()},
-        "bounds is torch.int8, scoring 'estimate' needs torch.float32",
+        {"scoring": "band", "bounds": torch.zeros(1, 2, 8, 2, 64).char()},
+        "bounds has 2 parts of torch.int8, scoring 'band' needs 1",
     ),
     ({"block": 64}, "bounds has shape"),
     ({"progress": torch.zeros(1, 2)}, "progress is torch.float32"),
@@ -263,15 +258,15 @@ def test_a_million_tokens_times_eight():
         k[b, h, at[b, h]] = q[b, 7 * h, 0]
     bounds = torch.full((8, 4, size // 128, 2, 128), torch.nan, dtype=k.dtype, device="cuda")
     progress = torch.zeros(8, 2, dtype=torch.int32, device="cuda")
-    for scoring in ("bounds", "estimate", "bounds"):
-        options = {"scale": SCALE, "block": 128, "top_k": 8, "scoring": scoring}
+    for scoring in ("bounds", "band", "bounds"):
+        options = {"block": 128, "top_k": 8, "scoring": scoring}
         index = op.select_blocks(q, k, bounds, progress, **options)
         assert torch.equal(index[:, :, 0, 0].long(), at // 128)
     assert progress.tolist() == [[size // 128 - 4, 0]] * 8
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("scoring", ["bounds", "estimate"])
+@pytest.mark.parametrize("scoring", ["bounds", "band"])
 def test_thousands_of_rows_are_repeatable(scoring):
     """Keys cross from one kernel to the next, early launched one, and counts are read and written
     by several warps: no row may be torn, with fresh summaries or kept ones."""

@@ -60,11 +60,11 @@ def run(path, cache, q, new, options, plan=None):
 
 def wanted(cache, q, bounds, progress, options):
     """(out, lse, blocks) of a cache on the GPU that holds the token."""
-    common = {x: options.get(x) for x in ("scale", "block", "sink", "local", "start", "key_mask")}
+    common = {x: options.get(x) for x in ("block", "sink", "local", "start", "key_mask")}
     common["lengths"] = cache.lengths
     choice = {x: options[x] for x in ("top_k", "scoring")}
     index = select_blocks(q, cache.k, bounds, progress, **choice, **common)
-    more = {x: options.get(x) for x in ("softcap", "sinks")}
+    more = {x: options.get(x) for x in ("scale", "softcap", "sinks")}
     return *gather_attention(q, cache.k, cache.v, index, **more, **common), index
 
 
@@ -100,7 +100,7 @@ def test_steps_are_those_of_a_cache_on_the_gpu(device_path, data):
         "top_k": draw(st.sampled_from([0, 1, 3])),
         "sink": draw(st.integers(0, 2)),
         "local": draw(st.integers(1, 3)),
-        "scoring": draw(st.sampled_from(["bounds", "estimate", "mean", "band"])),
+        "scoring": draw(st.sampled_from(["bounds", "band"])),
         "softcap": draw(st.sampled_from([0.0, 2.5])),
     }
     if draw(st.booleans()):
@@ -112,7 +112,7 @@ def test_steps_are_those_of_a_cache_on_the_gpu(device_path, data):
         options["key_mask"] = (random(seed + 3, batch, SIZE) > -0.5).to(device)
     least = max(1, options["sink"] + options["top_k"])
     slots = draw(st.integers(least, least + 4))
-    int8 = options["scoring"] in ("bounds", "band") and draw(st.booleans())
+    int8 = draw(st.booleans())
     cache = Cache(seed, batch, heads, 64, length, slots, options, device, int8)
     bounds, progress = cache.bounds.clone(), cache.progress.clone()
     for turn in range(4):

@@ -32,7 +32,7 @@ def gathered(q, k, v, scale, lengths, block):
     bounds = empty_bounds(k, block)
     progress = torch.zeros(1, 2, dtype=torch.int32)
     kept = {"block": block, "sink": 128 // block, "local": 512 // block, "lengths": lengths}
-    index = select_blocks(q, k, bounds, progress, scale=scale, top_k=TOP_K // block, **kept)
+    index = select_blocks(q, k, bounds, progress, top_k=TOP_K // block, **kept)
     return gather_attention(q, k, v, index, scale=scale, **kept)[0]
 
 

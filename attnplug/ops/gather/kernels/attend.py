@@ -1,11 +1,10 @@
 """The Triton kernel of gather_attention: one program attends to one piece of a row's kept keys."""
 
 from attnplug.ops.common.pages import page_of
-from attnplug.ops.common.rows import note_progress, row_span
+from attnplug.ops.common.rows import row_span
 from attnplug.ops.common.softmax import attend_tile
 from attnplug.ops.common.splits import store_piece
 from attnplug.ops.common.triton import gdc_launch_dependents, gdc_wait, tl, triton
-from attnplug.ops.gather.kernels.select import best_keys, block_of, nth_best
 from attnplug.ops.gather.kernels.slots import edge_block, look_up
 
 
@@ -47,9 +46,6 @@ def attend_piece(
     new_k,
     new_v,
     index,
-    scores,
-    best,
-    progress,
     key_mask,
     table,
     sinks,
@@ -60,7 +56,6 @@ def attend_piece(
     cap,
     T,
     S,
-    N,
     splits,
     places,
     q_strides,
@@ -85,9 +80,6 @@ def attend_piece(
     CAPPED: tl.constexpr,
     FUSED: tl.constexpr,
     ONE: tl.constexpr,
-    KP: tl.constexpr,
-    WIDE: tl.constexpr,
-    MEMBERS: tl.constexpr,
     CHAINED: tl.constexpr,
     PAGE: tl.constexpr,
     PDL: tl.constexpr,
@@ -115,7 +107,6 @@ def attend_piece(
         reach = tl.minimum(position, S - 1)
     own = tl.maximum(position - low, 0) // BLOCK
     edge = tl.maximum(own - LOCAL + 1, SINK)
-    limit = own - LOCAL + 1
     if table is None:
         k_at = k + b * k_b + h.to(tl.int64) * k_h
         v_at = v + b * v_b + h.to(tl.int64) * v_h
@@ -130,12 +121,6 @@ def attend_piece(
             _append(token_k, k_at, position, S, d, k_s, D)
             _append(token_v, v_at, position, S, d, v_s, D)
         scale = tl.where(length > S, float("nan"), scale)  # the cache is full: the output shows it
-    scores_at, best_at = scores, best
-    if scores is not None:
-        scores_at = scores + row * N
-        if MEMBERS > 0:
-            best_at = best + row * tl.cdiv(N, MEMBERS)
-
     top = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, DP], tl.float32)
@@ -152,16 +137,12 @@ def attend_piece(
         if slot >= KNOWN:
             if PDL and CHAINED:
                 gdc_wait()
-            if scores is not None:
-                only = nth_best(slot - KNOWN, scores_at, best_at, limit, KP, WIDE, MEMBERS)
-            elif K > 0:
+            if K > 0:
                 only = tl.load(index + row * K + slot - KNOWN, cache_modifier=".cg")
     else:
         if PDL and CHAINED:
             gdc_wait()
-        if scores is not None:
-            listed_blocks = block_of(best_keys(scores_at, best_at, limit, KP, WIDE, MEMBERS))
-        elif WHOLE:
+        if WHOLE:
             i = tl.arange(0, LIST)
             listed_blocks = tl.load(index + row * K + i, mask=i < K, other=-1, cache_modifier=".cg")
     # The loop loads keys alone where it looks nothing up, so that several tiles are on their way.
@@ -255,10 +236,6 @@ def attend_piece(
             CAPPED=CAPPED,
         )
 
-    if scores is not None:  # no selecting kernel has run, so this one notes the progress
-        if progress is not None:
-            if (h == 0) & (split == splits - 1):  # its block is a listed one, hence it has waited
-                note_progress(progress, b, low, tl.maximum(limit, 0))
     heads = kv_heads * GROUP
     store_piece(
         top=top,
@@ -289,9 +266,6 @@ def attend_kept(
     new_k,
     new_v,
     index,
-    scores,
-    best,
-    progress,
     lengths,
     start,
     key_mask,
@@ -304,7 +278,6 @@ def attend_kept(
     cap,
     T,
     S,
-    N,
     splits,
     q_strides,
     k_strides,
@@ -328,9 +301,6 @@ def attend_kept(
     CAPPED: tl.constexpr,
     FUSED: tl.constexpr,
     ONE: tl.constexpr,
-    KP: tl.constexpr,
-    WIDE: tl.constexpr,
-    MEMBERS: tl.constexpr,
     CHAINED: tl.constexpr,
     LENGTH_STEP: tl.constexpr,
     START_STEP: tl.constexpr,
@@ -340,13 +310,12 @@ def attend_kept(
 ):
     """All heads of one query and KV head against one piece of the kept keys.
 
-    The listed blocks stand in `index`; where that is None, each program picks them from `scores`
-    (of N blocks, see `best_keys`). With a new token (T = 1) the kernel reads its key and value from
-    `new_k, new_v` and writes them to the cache. ONE: each piece is one tile. CHAINED: the kernels
-    in front are those of the same decode step, and only programs that read their list wait for it.
-    Everything else was there before the first of those kernels began. With a `table`, k and v are
-    pages of PAGE keys; the token is in them already. SKIP_EMPTY: nothing is stored for a row of
-    length 0.
+    The listed blocks stand in `index`. With a new token (T = 1) the kernel reads its key and value
+    from `new_k, new_v` and writes them to the cache. ONE: each piece is one tile. CHAINED: the
+    kernels in front are those of the same decode step, and only programs that read their list wait
+    for it. Everything else was there before the first of those kernels began. With a `table`, k and
+    v are pages of PAGE keys; the token is in them already. SKIP_EMPTY: nothing is stored for a row
+    of length 0.
     """
     split = tl.program_id(0)
     t = tl.program_id(1) % T
@@ -379,9 +348,6 @@ def attend_kept(
         new_k=new_k,
         new_v=new_v,
         index=index,
-        scores=scores,
-        best=best,
-        progress=progress,
         key_mask=key_mask,
         table=table,
         sinks=sinks,
@@ -392,7 +358,6 @@ def attend_kept(
         cap=cap,
         T=T,
         S=S,
-        N=N,
         splits=splits,
         places=splits,
         q_strides=q_strides,
@@ -417,9 +382,6 @@ def attend_kept(
         CAPPED=CAPPED,
         FUSED=FUSED,
         ONE=ONE,
-        KP=KP,
-        WIDE=WIDE,
-        MEMBERS=MEMBERS,
         CHAINED=CHAINED,
         PAGE=PAGE,
         PDL=PDL,

@@ -2,8 +2,8 @@
 and gather_decode make missing summaries on the way.
 
 A row's head has its summaries at `bounds_at`. INT8 codes have their frame (centre, unit, scales and
-for bands widths, float32) behind them, at `frame`. PARTS is 1 for means and for the codes of bands.
-The codes of pages are not FRAMED: centre and unit are left unread, and a band has two parts.
+for bands widths, float32) behind them, at `frame`. PARTS is 1 for the codes of bands. The
+codes of pages are not FRAMED: centre and unit are left unread, and a band has two parts.
 """
 
 from attnplug.ops.common.rows import blocks_done, note_progress, row_span
@@ -135,11 +135,9 @@ def refresh_blocks(
         low = tl.full([KEYS, DP], float("inf"), tl.float32)
         count = tl.zeros([KEYS], tl.int32)
         pivot = tl.zeros([DP], tl.float32)
-        SUMS: tl.constexpr = PARTS == 1 or BAND
-        if SUMS:  # sums, of a band about its first key and of the squares
+        if BAND:  # sums, about the first key and of the squares
             high = tl.zeros([KEYS, DP], tl.float32)
             low = tl.zeros([KEYS, DP], tl.float32)
-        if BAND:
             one = start + j * BLOCK
             if MASKED:  # its first key that is seen: what is hidden enters nothing
                 m = tl.arange(0, BLOCK)
@@ -157,9 +155,7 @@ def refresh_blocks(
             if MASKED:
                 seen = tl.load(mask_at + at) != 0
             count += seen.to(tl.int32)
-            if PARTS == 1 and not BAND:
-                high += tl.where(seen[:, None], key, 0.0)
-            elif BAND:
+            if BAND:
                 off = tl.where(seen[:, None], key - pivot[None, :], 0.0)
                 high += off
                 low += off * off
@@ -170,34 +166,32 @@ def refresh_blocks(
                 low = tl.minimum(low, below, propagate_nan=tl.PropagateNan.ALL)
         out = bounds_at + j * (PARTS * D) + d
         seen_keys = tl.sum(count, 0)
-        if PARTS == 1 and not BAND:
-            tl.store(out, tl.sum(high, 0) / tl.maximum(seen_keys, 1), mask=in_width)
-        else:  # the reduction across keys drops a NaN
-            any_nan = tl.sum((high != high).to(tl.int32), 0) > 0
-            if BAND:
-                mean = tl.sum(high, 0) / tl.maximum(seen_keys, 1)
-                square = tl.sum(low, 0) / tl.maximum(seen_keys, 1) - mean * mean
-                half = BAND_WIDTH * tl.sqrt(tl.maximum(square, 0.0))
-                top = tl.where(seen_keys > 0, pivot + mean + half, 0.0)
-                bottom = tl.where(seen_keys > 0, pivot + mean - half, 0.0)
+        # The reduction across keys drops a NaN.
+        any_nan = tl.sum((high != high).to(tl.int32), 0) > 0
+        if BAND:
+            mean = tl.sum(high, 0) / tl.maximum(seen_keys, 1)
+            square = tl.sum(low, 0) / tl.maximum(seen_keys, 1) - mean * mean
+            half = BAND_WIDTH * tl.sqrt(tl.maximum(square, 0.0))
+            top = tl.where(seen_keys > 0, pivot + mean + half, 0.0)
+            bottom = tl.where(seen_keys > 0, pivot + mean - half, 0.0)
+        else:
+            top = tl.where(seen_keys > 0, tl.max(high, 0), 0.0)
+            bottom = tl.where(seen_keys > 0, tl.min(low, 0), 0.0)
+        if INT8:
+            top = tl.where(in_width, tl.where(any_nan, float("nan"), top), 0.0)
+            bottom = tl.where(in_width, bottom, 0.0)
+            if not FRAMED:
+                _store_codes(out, frame, j, top, bottom, d, D, FRAMED, BAND)
+            elif (done == 0) & (turn == first):
+                _set_frame(frame, top, bottom, d, D)
+                tl.debug_barrier()  # other warps read it
+            elif BAND:
+                _store_band(out, frame, j, N, top, bottom, d, D)
             else:
-                top = tl.where(seen_keys > 0, tl.max(high, 0), 0.0)
-                bottom = tl.where(seen_keys > 0, tl.min(low, 0), 0.0)
-            if INT8:
-                top = tl.where(in_width, tl.where(any_nan, float("nan"), top), 0.0)
-                bottom = tl.where(in_width, bottom, 0.0)
-                if not FRAMED:
-                    _store_codes(out, frame, j, top, bottom, d, D, FRAMED, BAND)
-                elif (done == 0) & (turn == first):
-                    _set_frame(frame, top, bottom, d, D)
-                    tl.debug_barrier()  # other warps read it
-                elif BAND:
-                    _store_band(out, frame, j, N, top, bottom, d, D)
-                else:
-                    _store_codes(out, frame, j, top, bottom, d, D, FRAMED, BAND)
-            else:
-                tl.store(out, tl.where(any_nan, float("nan"), top), mask=in_width)
-                tl.store(out + D, tl.where(any_nan, float("nan"), bottom), mask=in_width)
+                _store_codes(out, frame, j, top, bottom, d, D, FRAMED, BAND)
+        else:
+            tl.store(out, tl.where(any_nan, float("nan"), top), mask=in_width)
+            tl.store(out + D, tl.where(any_nan, float("nan"), bottom), mask=in_width)
 
 
 @triton.jit

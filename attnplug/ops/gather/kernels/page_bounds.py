@@ -3,7 +3,6 @@ summarises the blocks whose last key is among them."""
 
 from attnplug.ops.common.triton import tl, triton
 from attnplug.ops.gather.kernels.bounds import refresh_blocks, summaries_at
-from attnplug.ops.gather.kernels.spread import refresh_spread, spread_at
 
 
 @triton.jit
@@ -18,8 +17,6 @@ def summarise_slot(
     DP: tl.constexpr,
     BLOCK: tl.constexpr,
     PAGE: tl.constexpr,
-    PARTS: tl.constexpr,
-    SPREAD: tl.constexpr,
     BAND: tl.constexpr,
     INT8: tl.constexpr,
 ):
@@ -31,47 +28,28 @@ def summarise_slot(
         begin = slot // PAGE * k_p + (slot % PAGE - BLOCK + 1) * k_s
         k_at = k + h * k_h + begin
         place = slot // BLOCK
-        if SPREAD:
-            codes_at, scales_at = spread_at(bounds, h, places, D)
-            refresh_spread(
-                k_at=k_at,
-                mask_at=k,
-                codes_at=codes_at + place * (2 * D),
-                scales_at=scales_at + place,
-                begin=0,
-                end=1,
-                stride=1,
-                start=0,
-                N=places,
-                k_s=k_s,
-                D=D,
-                DP=DP,
-                BLOCK=BLOCK,
-                MASKED=False,
-            )
-        else:
-            bounds_at, frame = summaries_at(bounds, h, places, D, PARTS, INT8)
-            refresh_blocks(
-                k_at=k_at,
-                mask_at=k,
-                bounds_at=bounds_at + place * (PARTS * D),
-                frame=frame + place,  # codes have a scale each, and no frame besides
-                N=places,
-                begin=0,
-                end=1,
-                stride=1,
-                done=0,
-                start=0,
-                k_s=k_s,
-                D=D,
-                DP=DP,
-                BLOCK=BLOCK,
-                PARTS=PARTS,
-                INT8=INT8,
-                MASKED=False,
-                BAND=BAND,
-                FRAMED=False,
-            )
+        bounds_at, frame = summaries_at(bounds, h, places, D, 2, INT8)
+        refresh_blocks(
+            k_at=k_at,
+            mask_at=k,
+            bounds_at=bounds_at + place * (2 * D),
+            frame=frame + place,  # codes have a scale each, and no frame besides
+            N=places,
+            begin=0,
+            end=1,
+            stride=1,
+            done=0,
+            start=0,
+            k_s=k_s,
+            D=D,
+            DP=DP,
+            BLOCK=BLOCK,
+            PARTS=2,
+            INT8=INT8,
+            MASKED=False,
+            BAND=BAND,
+            FRAMED=False,
+        )
 
 
 @triton.jit(do_not_specialize=["count", "places"])  # of any batch, of a cache of any size
@@ -87,8 +65,6 @@ def summarise_written(
     DP: tl.constexpr,
     BLOCK: tl.constexpr,
     PAGE: tl.constexpr,
-    PARTS: tl.constexpr,
-    SPREAD: tl.constexpr,
     BAND: tl.constexpr,
     INT8: tl.constexpr,
     EACH: tl.constexpr,
@@ -108,8 +84,6 @@ def summarise_written(
             DP=DP,
             BLOCK=BLOCK,
             PAGE=PAGE,
-            PARTS=PARTS,
-            SPREAD=SPREAD,
             BAND=BAND,
             INT8=INT8,
         )

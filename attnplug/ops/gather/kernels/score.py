@@ -1,7 +1,10 @@
-"""The Triton kernel that scores blocks for select_blocks: it makes missing summaries, then scores
-them. It stores each block's score as a key, or for "estimate" one score a head, which
-`combine_heads` makes a key of (`kernels/combine.py`). Pages have a kernel of their own, made of the
-same pieces (`kernels/score_pages.py`)."""
+"""The Triton kernel that scores blocks for select_blocks: it makes missing summaries, then stores
+each block's score as a key. Pages have a kernel of their own, made of the same pieces
+(`kernels/score_pages.py`).
+
+Summaries have two parts, maxima and minima or the two edges of a band, and the score of a block is
+the upper bound that these give (PARTS 2). The INT8 codes of a row's bands have one part, the middle
+of the band, and a width (PARTS 1)."""
 
 from attnplug.ops.common.rows import blocks_done, row_span
 from attnplug.ops.common.triton import gdc_launch_dependents, gdc_wait, tl, triton
@@ -27,12 +30,11 @@ def load_summaries(
     limit,
     D: tl.constexpr,
     DP: tl.constexpr,
-    SCORING: tl.constexpr,
+    PARTS: tl.constexpr,
     INT8: tl.constexpr,
 ):
-    """(maxima, minima) `[CHUNK, DP]` of blocks j, or their means twice, and the scales and widths
-    of codes; they lie at `place`. .cg: they are read once."""
-    PARTS: tl.constexpr = 1 if SCORING == 2 or SCORING == 4 else 2
+    """(maxima, minima) `[CHUNK, DP]` of blocks j, or the middles of their bands twice, and the
+    scales and widths of codes; they lie at `place`. .cg: they are read once."""
     d = tl.arange(0, DP)
     at = bounds_at + place[:, None] * (PARTS * D) + d[None, :]
     readable = (j < limit)[:, None] & (d < D)[None, :]
@@ -44,7 +46,7 @@ def load_summaries(
     if INT8:
         at = frame + 2 * D + place
         scales = tl.load(at, mask=j < limit, other=0.0, cache_modifier=".cg")
-        if SCORING == 4:
+        if PARTS == 1:
             widths = tl.load(at + N, mask=j < limit, other=0.0, cache_modifier=".cg")
     return maxima, minima, scales, widths
 
@@ -56,7 +58,7 @@ def _digits(
     D: tl.constexpr,
     DP: tl.constexpr,
     HEADS: tl.constexpr,
-    SCORING: tl.constexpr,
+    PARTS: tl.constexpr,
     FRAMED: tl.constexpr,
 ):
     """Queries as INT8 digits, to be multiplied with codes: `query unit = quantum (128 a + b)`.
@@ -83,12 +85,12 @@ def _digits(
     first = (level + 64) >> 7
     digit = tl.where(coarse[:, None], first, level - first * 128)
     above, below = digit.to(tl.int8), digit.to(tl.int8)
-    if SCORING != 4:
+    if PARTS == 2:
         above = tl.where(level > 0, digit, 0).to(tl.int8)
         below = tl.where(level < 0, digit, 0).to(tl.int8)
     quantum = top * tl.where(coarse, 128.0 / 16256.0, 1.0 / 16256.0)
     reach = 0.0
-    if SCORING == 4:
+    if PARTS == 1:
         reach = tl.where(coarse, tl.sum(tl.abs(scaled), 1), 0.0)
     return above, below, quantum, tl.where(coarse, offset, 0.0), reach
 
@@ -97,154 +99,99 @@ def _digits(
 def prepare_query(
     query,
     frame,
-    GROUP: tl.constexpr,
     HEADS: tl.constexpr,
     D: tl.constexpr,
     DP: tl.constexpr,
-    SCORING: tl.constexpr,
+    PARTS: tl.constexpr,
     INT8: tl.constexpr,
     FRAMED: tl.constexpr = True,
 ):
     """What `block_scores` needs of the queries `[HEADS, DP]` (for codes, twice), once for all
     blocks. FRAMED: codes count from a centre, in units for each channel."""
     if INT8:
-        return _digits(query, frame, D, DP, HEADS, SCORING, FRAMED)
-    elif SCORING == 2:  # the mean over the group is a product with ones: every row holds it
-        mean = tl.sum(query.to(tl.float32), 0) / GROUP
-        query = tl.zeros([HEADS, DP], tl.float32) + mean[None, :]
-        return query, query, 1.0, 0.0, 0.0
+        return _digits(query, frame, D, DP, HEADS, PARTS, FRAMED)
     else:
         return query, query, 1.0, 0.0, 0.0
 
 
 @triton.jit
-def _code_scores(digits, codes, HEADS: tl.constexpr, CHUNK: tl.constexpr, SCORING: tl.constexpr):
+def _code_scores(digits, codes, HEADS: tl.constexpr, CHUNK: tl.constexpr, PARTS: tl.constexpr):
     """`[HEADS, CHUNK]` scores of codes. Each row sums integers: the sum is exact."""
     above, below, quantum, offset, reach = digits
     maxima, minima, scales, widths = codes
     total = tl.dot(above, maxima.T, out_dtype=tl.int32)
-    if SCORING != 4:
+    if PARTS == 2:
         total = tl.dot(below, minima.T, total, out_dtype=tl.int32)
     score = total.to(tl.float32) * quantum[:, None] * scales[None, :] + offset[:, None]
-    if SCORING == 4:
+    if PARTS == 1:
         score += reach[:, None] * widths[None, :]
     return tl.sum(tl.reshape(score, [2, HEADS, CHUNK]), 0)
 
 
 @triton.jit
-def _head_scores(query, maxima, minima, scale, SCORING: tl.constexpr):
-    """[ROWS, CHUNK] scores of blocks for every head; for "mean", row 0 is that of the mean."""
-    if SCORING == 2:
-        score = tl.dot(query, maxima.to(query.dtype).T, input_precision="ieee")
-    elif SCORING == 0:
-        zero = query * 0  # a NaN stays one
-        above = tl.where(query > 0, query, zero).to(maxima.dtype)
-        below = tl.where(query < 0, query, zero).to(maxima.dtype)
-        score = tl.dot(above, maxima.T, input_precision="ieee")
-        score = tl.dot(below, minima.T, score, input_precision="ieee")
-    else:
-        score = tl.dot(query, maxima.T, input_precision="ieee")
-        score = tl.dot(query, minima.T, score, input_precision="ieee") * (0.5 * scale)
-        scaled = query.to(tl.float32) * scale
-        spread = (maxima.to(tl.float32) - minima.to(tl.float32)) * 0.25
-        score += 0.5 * tl.dot(scaled * scaled, (spread * spread).T, input_precision="tf32")
-    return score
+def _head_scores(query, maxima, minima):
+    """`[HEADS, CHUNK]` scores of blocks for every head."""
+    zero = query * 0  # a NaN stays one
+    above = tl.where(query > 0, query, zero).to(maxima.dtype)
+    below = tl.where(query < 0, query, zero).to(maxima.dtype)
+    score = tl.dot(above, maxima.T, input_precision="ieee")
+    return tl.dot(below, minima.T, score, input_precision="ieee")
 
 
 @triton.jit
 def block_scores(
     prepared,
     summaries,
-    scale,
     GROUP: tl.constexpr,
     HEADS: tl.constexpr,
     CHUNK: tl.constexpr,
-    SCORING: tl.constexpr,
+    PARTS: tl.constexpr,
     INT8: tl.constexpr,
 ):
-    """`[CHUNK]` scores of blocks; for "estimate" `[HEADS, CHUNK]`, of every head. Takes what
+    """`[CHUNK]` scores of blocks, each that of the head which scores it highest. Takes what
     `prepare_query` and `load_summaries` return."""
     if INT8:
-        score = _code_scores(prepared, summaries, HEADS, CHUNK, SCORING)
+        score = _code_scores(prepared, summaries, HEADS, CHUNK, PARTS)
     else:
-        score = _head_scores(prepared[0], summaries[0], summaries[1], scale, SCORING)
-    if SCORING != 1:
-        score = tl.where(score == score, score, float("inf"))
-        in_group = tl.arange(0, HEADS) < GROUP
-        score = tl.max(tl.where(in_group[:, None], score, float("-inf")), 0)
-    return score
+        score = _head_scores(prepared[0], summaries[0], summaries[1])
+    score = tl.where(score == score, score, float("inf"))
+    in_group = tl.arange(0, HEADS) < GROUP
+    return tl.max(tl.where(in_group[:, None], score, float("-inf")), 0)
 
 
 @triton.jit
-def _store_heads(score, usable, j, limit, own, chunk_at, in_group, GROUP: tl.constexpr):
-    """A chunk's scores of each head, and their log-sum-exp, for combine_heads."""
-    score = tl.where(usable[None, :], score, float("-inf"))
-    at = own[:, None] + j[None, :] * GROUP
-    tl.store(at, score, mask=in_group[:, None] & (j < limit)[None, :])
-    finite = tl.where(score < float("inf"), score, float("-inf"))  # neither NaN nor inf
-    top = tl.max(finite, 1)
-    shift = tl.where(top == float("-inf"), 0.0, top)
-    total = tl.sum(tl.exp(finite - shift[:, None]), 1)
-    lse = shift + tl.log(tl.where(total > 0, total, 1.0))
-    tl.store(chunk_at, tl.where(total > 0, lse, float("-inf")), mask=in_group)
-
-
-@triton.jit
-def row_at(
-    head_scores,
-    best,
-    row,
-    N,
-    chunks,
-    g,
-    GROUP: tl.constexpr,
-    SCORING: tl.constexpr,
-    MEMBERS: tl.constexpr,
-):
-    """Where a row's scores of the heads g begin (for "estimate"), and its groups' maxima."""
-    own = best  # stands for none: a kernel's function cannot return None
-    if SCORING == 1:
-        own = head_scores + row * GROUP * (N + chunks) + g
-    best_at = best
+def maxima_at(best, row, N, MEMBERS: tl.constexpr):
+    """Where the maxima of a row's groups of MEMBERS blocks begin; without groups they are not
+    read."""
+    at = best
     if MEMBERS > 0:
-        best_at = best + row * tl.cdiv(N, MEMBERS)
-    return own, best_at
+        at = best + row * tl.cdiv(N, MEMBERS)
+    return at
 
 
 @triton.jit
 def store_chunk(
     score,
     chunk,
-    turn,
     limit,
     key_mask,
     mask_offset,
     low,
-    own,
-    scores,
-    row,
+    scores_at,
     best_at,
-    N,
-    in_group,
-    GROUP: tl.constexpr,
     BLOCK: tl.constexpr,
     SINK: tl.constexpr,
-    SCORING: tl.constexpr,
     CHUNK: tl.constexpr,
     MEMBERS: tl.constexpr,
 ):
-    """Store the scores of chunk `chunk + turn`: as keys, or of every head for combine_heads. Blocks
-    from SINK to `limit` that the key mask lets through are candidates."""
-    first = (chunk + turn) * CHUNK
+    """Store the scores of a chunk as keys. Blocks from SINK to `limit` that the key mask lets
+    through are candidates."""
+    first = chunk * CHUNK
     j = first + tl.arange(0, CHUNK)
     usable = (j >= SINK) & (j < limit)
     if key_mask is not None:
         usable = usable & visible_blocks(key_mask, mask_offset, low, j, limit, BLOCK)
-    if SCORING == 1:
-        chunk_at = own + (N + chunk + turn) * GROUP
-        _store_heads(score, usable, j, limit, own, chunk_at, in_group, GROUP)
-    else:
-        store_keys(score, first, usable, scores + row * N, best_at, limit, CHUNK, MEMBERS)
+    store_keys(score, first, usable, scores_at, best_at, limit, CHUNK, MEMBERS)
 
 
 @triton.jit
@@ -258,12 +205,9 @@ def score_blocks(
     key_mask,
     scores,
     best,
-    head_scores,
-    scale,
     T,
     S,
     N,
-    chunks,
     q_strides,
     k_strides,
     mask_stride,
@@ -274,7 +218,7 @@ def score_blocks(
     BLOCK: tl.constexpr,
     SINK: tl.constexpr,
     LOCAL: tl.constexpr,
-    SCORING: tl.constexpr,
+    PARTS: tl.constexpr,
     CHUNK: tl.constexpr,
     MEMBERS: tl.constexpr,
     REPEAT: tl.constexpr,
@@ -293,10 +237,8 @@ def score_blocks(
     INT8: the summaries are codes; their products have two rows for a head. SOON (REPEAT is 1): read
     the summaries before the length is known. SPACED: the chunks lie as far apart as there are
     programs, so that a row that is short in its room keeps as many programs busy as it has chunks.
-    BAND: the summaries are bands, exact edges, which are scored as bounds are, or codes (SCORING
-    4).
+    BAND: the summaries are bands, exact edges, which are scored as bounds are, or codes.
     """
-    PARTS: tl.constexpr = 1 if SCORING == 2 or SCORING == 4 else 2
     HEADS: tl.constexpr = ROWS // 2 if INT8 else ROWS
     q_b, q_h, q_t = q_strides
     k_b, k_h, k_s = k_strides
@@ -315,9 +257,7 @@ def score_blocks(
     bounds_at, frame = summaries_at(bounds, b * kv_heads + h, N, D, PARTS, INT8)
     length, low = row_span(lengths, start, b, S, LENGTH_STEP, START_STEP, NEW)
     done = blocks_done(progress, b, low)
-    g = tl.arange(0, HEADS)
     r = tl.arange(0, ROWS) % HEADS
-    in_group = g < GROUP
     d = tl.arange(0, DP)
     q_at = q + b * q_b + (h * GROUP + r).to(tl.int64)[:, None] * q_h + t * q_t + d[None, :]
     query = tl.load(
@@ -326,9 +266,9 @@ def score_blocks(
     j = chunk * CHUNK + tl.arange(0, CHUNK)
     score = 0.0
     if SOON:  # while the length is on its way; blocks past it count for nothing
-        summaries = load_summaries(bounds_at, frame, N, j, j, N, D, DP, SCORING, INT8)
-        prepared = prepare_query(query, frame, GROUP, HEADS, D, DP, SCORING, INT8)
-        score = block_scores(prepared, summaries, scale, GROUP, HEADS, CHUNK, SCORING, INT8)
+        summaries = load_summaries(bounds_at, frame, N, j, j, N, D, DP, PARTS, INT8)
+        prepared = prepare_query(query, frame, HEADS, D, DP, PARTS, INT8)
+        score = block_scores(prepared, summaries, GROUP, HEADS, CHUNK, PARTS, INT8)
     limit = (length - T + t - low) // BLOCK - LOCAL + 1
     # No early return when SOON: the compiler would sink the loads above below the branch.
     if SOON or chunk * CHUNK < limit:
@@ -364,63 +304,47 @@ def score_blocks(
                 )
                 tl.debug_barrier()  # other warps load what one has stored
                 if SOON:  # Score again here: were only the loads in this branch, both would unpack.
-                    summaries = load_summaries(bounds_at, frame, N, j, j, N, D, DP, SCORING, INT8)
-                    prepared = prepare_query(query, frame, GROUP, HEADS, D, DP, SCORING, INT8)
-                    score = block_scores(
-                        prepared, summaries, scale, GROUP, HEADS, CHUNK, SCORING, INT8
-                    )
+                    summaries = load_summaries(bounds_at, frame, N, j, j, N, D, DP, PARTS, INT8)
+                    prepared = prepare_query(query, frame, HEADS, D, DP, PARTS, INT8)
+                    score = block_scores(prepared, summaries, GROUP, HEADS, CHUNK, PARTS, INT8)
+        best_at = maxima_at(best, row, N, MEMBERS)
         if SOON:
-            own, best_at = row_at(head_scores, best, row, N, chunks, g, GROUP, SCORING, MEMBERS)
             store_chunk(
                 score=score,
                 chunk=chunk,
-                turn=0,
                 limit=limit,
                 key_mask=key_mask,
                 mask_offset=b * mask_stride,
                 low=low,
-                own=own,
-                scores=scores,
-                row=row,
+                scores_at=scores + row * N,
                 best_at=best_at,
-                N=N,
-                in_group=in_group,
-                GROUP=GROUP,
                 BLOCK=BLOCK,
                 SINK=SINK,
-                SCORING=SCORING,
                 CHUNK=CHUNK,
                 MEMBERS=MEMBERS,
             )
         else:
-            prepared = prepare_query(query, frame, GROUP, HEADS, D, DP, SCORING, INT8)
-            own, best_at = row_at(head_scores, best, row, N, chunks, g, GROUP, SCORING, MEMBERS)
+            prepared = prepare_query(query, frame, HEADS, D, DP, PARTS, INT8)
             turns = REPEAT
             if SPACED:  # no turn past the row's end, where a short row has one
                 turns = tl.minimum(tl.cdiv(tl.cdiv(limit, CHUNK) - chunk, apart), REPEAT)
             for i in tl.range(0, turns, num_stages=STAGES):  # pyright: ignore[reportGeneralTypeIssues]
-                blocks = (chunk + i * apart) * CHUNK + tl.arange(0, CHUNK)
+                turn = chunk + i * apart
+                blocks = turn * CHUNK + tl.arange(0, CHUNK)
                 shown = load_summaries(
-                    bounds_at, frame, N, blocks, blocks, limit, D, DP, SCORING, INT8
+                    bounds_at, frame, N, blocks, blocks, limit, D, DP, PARTS, INT8
                 )
                 store_chunk(
-                    score=block_scores(prepared, shown, scale, GROUP, HEADS, CHUNK, SCORING, INT8),
-                    chunk=chunk,
-                    turn=i * apart,
+                    score=block_scores(prepared, shown, GROUP, HEADS, CHUNK, PARTS, INT8),
+                    chunk=turn,
                     limit=limit,
                     key_mask=key_mask,
                     mask_offset=b * mask_stride,
                     low=low,
-                    own=own,
-                    scores=scores,
-                    row=row,
+                    scores_at=scores + row * N,
                     best_at=best_at,
-                    N=N,
-                    in_group=in_group,
-                    GROUP=GROUP,
                     BLOCK=BLOCK,
                     SINK=SINK,
-                    SCORING=SCORING,
                     CHUNK=CHUNK,
                     MEMBERS=MEMBERS,
                 )

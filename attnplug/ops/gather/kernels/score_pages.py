@@ -9,8 +9,8 @@ from attnplug.ops.gather.kernels.page_bounds import summarise_slot
 from attnplug.ops.gather.kernels.score import (
     block_scores,
     load_summaries,
+    maxima_at,
     prepare_query,
-    row_at,
     store_chunk,
 )
 
@@ -25,13 +25,10 @@ def score_pages(
     slots,
     scores,
     best,
-    head_scores,
-    scale,
     T,
     S,
     N,
     places,
-    chunks,
     programs,
     q_strides,
     k_strides,
@@ -44,7 +41,6 @@ def score_pages(
     BLOCK: tl.constexpr,
     SINK: tl.constexpr,
     LOCAL: tl.constexpr,
-    SCORING: tl.constexpr,
     BAND: tl.constexpr,
     INT8: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -61,7 +57,6 @@ def score_pages(
     the step has written its keys, one program more for each row and head makes the summary of the
     block that the slot completes. No program of the grid may read it: the launcher sees to that.
     """
-    PARTS: tl.constexpr = 1 if SCORING == 2 else 2
     HEADS: tl.constexpr = ROWS // 2 if INT8 else ROWS  # products of codes have two rows for a head
     q_b, q_h, q_t = q_strides
     first = tl.program_id(0)
@@ -83,8 +78,6 @@ def score_pages(
                 DP=DP,
                 BLOCK=BLOCK,
                 PAGE=PAGE,
-                PARTS=PARTS,
-                SPREAD=False,
                 BAND=BAND,
                 INT8=INT8,
             )
@@ -94,40 +87,31 @@ def score_pages(
     if first * CHUNK < limit:
         kv_heads = tl.num_programs(1) // T
         row = (b * kv_heads + h) * T + t
-        bounds_at, frame = summaries_at(bounds, h.to(tl.int64), places, D, PARTS, INT8)
-        g = tl.arange(0, HEADS)
+        bounds_at, frame = summaries_at(bounds, h.to(tl.int64), places, D, 2, INT8)
         r = tl.arange(0, ROWS) % HEADS
         d = tl.arange(0, DP)
-        in_group = g < GROUP
         q_at = q + b * q_b + (h * GROUP + r).to(tl.int64)[:, None] * q_h + t * q_t + d[None, :]
         query = tl.load(
             q_at, mask=(r < GROUP)[:, None] & (d < D)[None, :], other=0.0, cache_modifier=".cg"
         )
-        prepared = prepare_query(query, frame, GROUP, HEADS, D, DP, SCORING, INT8, False)
-        own, best_at = row_at(head_scores, best, row, N, chunks, g, GROUP, SCORING, MEMBERS)
+        prepared = prepare_query(query, frame, HEADS, D, DP, 2, INT8, False)
+        best_at = maxima_at(best, row, N, MEMBERS)
         last = tl.cdiv(limit, CHUNK)
         for chunk in tl.range(first, last, programs, num_stages=STAGES):  # pyright: ignore[reportGeneralTypeIssues]
             blocks = chunk * CHUNK + tl.arange(0, CHUNK)
             place = place_of_block(table, b, table_stride, blocks, blocks < limit, BLOCK, PAGE)
-            shown = load_summaries(bounds_at, frame, 0, blocks, place, limit, D, DP, SCORING, INT8)
+            shown = load_summaries(bounds_at, frame, 0, blocks, place, limit, D, DP, 2, INT8)
             store_chunk(
-                score=block_scores(prepared, shown, scale, GROUP, HEADS, CHUNK, SCORING, INT8),
+                score=block_scores(prepared, shown, GROUP, HEADS, CHUNK, 2, INT8),
                 chunk=chunk,
-                turn=0,
                 limit=limit,
                 key_mask=None,
                 mask_offset=0,
                 low=0,
-                own=own,
-                scores=scores,
-                row=row,
+                scores_at=scores + row * N,
                 best_at=best_at,
-                N=N,
-                in_group=in_group,
-                GROUP=GROUP,
                 BLOCK=BLOCK,
                 SINK=SINK,
-                SCORING=SCORING,
                 CHUNK=CHUNK,
                 MEMBERS=MEMBERS,
             )

@@ -1,5 +1,4 @@
 """The Triton kernels that make keys of blocks' scores and select by them, for select_blocks.
-gather_decode's attending kernel calls pieces of them.
 
 For a short list, a candidate block is an int64 key, which orders by score first, larger is better,
 and then by block, lower is better. For a long one it is the key's upper half, an int32. Where there
@@ -98,22 +97,6 @@ def best_keys(
 def block_of(key):
     """The blocks that keys name; -1 for none."""
     return tl.where(key > -0x7FFFFFFFFFFFFFFF, index_of(key), -1)
-
-
-@triton.jit
-def nth_best(
-    n, scores_at, best_at, limit, KP: tl.constexpr, WIDE: tl.constexpr, MEMBERS: tl.constexpr
-):
-    """The block of rank n among a row's keys; -1 where there are not so many."""
-    if MEMBERS == 0 and WIDE <= 64:  # by comparing all with all; from 128 on a sort is faster
-        j = tl.arange(0, WIDE)
-        at, inside = scores_at + j, j < limit
-        key = _load_keys(at, inside)
-        rank = tl.sum((_load_keys(at, inside)[None, :] > key[:, None]).to(tl.int32), 1)
-    else:
-        key = best_keys(scores_at, best_at, limit, KP, WIDE, MEMBERS)
-        rank = tl.arange(0, KP)
-    return tl.max(tl.where(rank == n, block_of(key), -1), 0)
 
 
 @triton.jit
