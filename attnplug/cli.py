@@ -67,6 +67,16 @@ def _check_place(option: str, path: Path, *, folder: bool = False, image: bool =
         raise ArgumentError(f"{option} is {path}, needs a name that ends in {', '.join(IMAGES)}")
 
 
+def _check_weights(model: str) -> None:
+    """A small model whose weights are not converted yet needs gguf: say so before they are
+    fetched."""
+    from attnplug.extras import require
+    from attnplug.models import pretrained
+
+    if model in pretrained.names() and not pretrained.checkpoint_dir(model).is_dir():
+        require("demo", f"to convert the weights of {model}, attnplug")
+
+
 @app.command()
 def demo(
     tokens: Annotated[
@@ -110,6 +120,7 @@ def report(
         parsed = policies.parse(policy)
         _check_least("steps", steps, 0)
         _check_least("tokens", tokens, 1)
+        _check_weights(model)
         network, tokenizer = load(model, dtype=torch.bfloat16, device=device)
         with api.applied(network, parsed):
             _console().print(api.report(network).table())
@@ -163,6 +174,7 @@ def eval(
         _check_place("out", out, folder=True)
         if claims is not None:
             _check_place("claims", claims, folder=True)
+        _check_weights(model)
         command.run(model, study, out, device, _console())
 
 
@@ -188,6 +200,8 @@ def bench(
             _print_error(problem)
             raise typer.Exit(2)
         _check_place("out", out, folder=True)
+        if model is not None:
+            _check_weights(model)
         command.run(command.heads_of(model), device, out, _console())
 
 
@@ -214,11 +228,14 @@ def plan(
     Reads no weights and runs nothing: a bill of bytes, fitted to measured steps of a machine."""
     with _clear_errors():
         from attnplug import plan as module
+        from attnplug.extras import require
 
         console = _console()
         if image is not None:
+            require("plot", "plan --image")
             _check_place("image", image, image=True)
         contexts, method = module.read_options(context, batch, policy)
+        _check_weights(model)
         shape, bill = module.shape_of(model), module.H200
         if rows:
             fitted = module.fit(module.read_rows(rows))
@@ -275,6 +292,7 @@ def serve(
         from attnplug.serve import hugging_face
 
         parsed = policies.parse(policy)  # a typing mistake should not wait for the weights
+        _check_weights(model)
         options = hugging_face.Options(
             served_model_name=served_model_name,
             host=host,
@@ -342,6 +360,7 @@ def record(
 
         method = Stream(top_k, block, block, weights, measure=measure, search=search)
         parsed = command.traced(policy, method)  # a typing mistake should not wait for the weights
+        _check_weights(model)
         outcome = command.run(
             model,
             command.read_text(prompt, file),

@@ -20,6 +20,7 @@ from attnplug.errors import ArgumentError
 from attnplug.eval.fidelity import LayerMask, measure_masks
 from attnplug.eval.mass import captured_mass, visible_blocks
 from attnplug.eval.needle import SHORTEST, Needle, needle_prompt
+from attnplug.extras import require
 from attnplug.models.pretrained import load
 from attnplug.policies import Momo, Policy
 
@@ -108,7 +109,8 @@ def run(
     """Run the demo and save the picture of one head's block mask to `image` (PNG).
 
     `tokens` is the prompt's length (4,096 on CPU, 8,192 on CUDA; 160 to 8,192), `top_k` momo's
-    blocks a query block. Raises ArgumentError, WeightsUnavailableError."""
+    blocks a query block. Raises ArgumentError, MissingPackageError, WeightsUnavailableError."""
+    require("demo", "attnplug demo")
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     if tokens is None:
         tokens = TOKENS["cuda" if device.startswith("cuda") else "cpu"]

@@ -14,6 +14,7 @@ from packaging.requirements import Requirement
 from rich.table import Table
 from rich.text import Text
 
+from attnplug import extras
 from attnplug.models import pretrained
 from attnplug.serve import vllm
 from attnplug.serve.vllm.options import REQUESTS
@@ -82,6 +83,7 @@ def examine() -> list[Check]:
     return [
         Check("python", "ok", f"{platform.python_version()} on {platform.platform()}"),
         *_packages(),
+        *_extras(),
         _gpu(),
         _compiler(),
         _vllm(),
@@ -120,6 +122,19 @@ def _packages() -> list[Check]:
         )
         checks.append(Check(need.name, "ok" if fits else "fail", found + wanted))
     return checks
+
+
+def _extras() -> list[Check]:
+    """What an extra brings that is not here: no fault, as a serving process needs none of it."""
+    return [
+        Check(
+            f"extra {name}",
+            "note",
+            f"{' and '.join(missing)} missing; pip install 'attnplug[{name}]'",
+        )
+        for name in extras.EXTRAS
+        if (missing := extras.missing(name))
+    ]
 
 
 def _gpu() -> Check:

@@ -49,6 +49,11 @@ class WeightsUnavailableError(FileError):
     """The weights of a named model are neither in the cache nor to be fetched."""
 
 
+class MissingPackageError(AttnplugError, ImportError):
+    """A command or a module needs a package that comes with an extra of attnplug, such as
+    `attnplug[trace]`, and that is not installed."""
+
+
 class CardError(AttnplugError, RuntimeError):
     """A kernel wants more of a GPU than it has, such as shared memory."""
 

@@ -23,6 +23,7 @@ from rich.table import Table
 
 from attnplug import files
 from attnplug.errors import ArgumentError, FileError
+from attnplug.extras import require
 from attnplug.policies.gather import Gather
 
 CONTEXTS = tuple(1 << power for power in range(12, 21))
@@ -342,7 +343,9 @@ def gains(shape: Shape, bill: Bill, policy: Gather) -> np.ndarray:
 
 def draw_map(shape: Shape, bill: Bill, policy: Gather, path: Path) -> None:
     """Context across, batch up, the speed-up as colour and number; grey where it runs dense, empty
-    where the cache does not fit, or is longer than what the model reads."""
+    where the cache does not fit, or is longer than what the model reads. Raises
+    MissingPackageError."""
+    require("plot", "the map of attnplug plan")
     from matplotlib import colormaps
     from matplotlib.figure import Figure
     from matplotlib.patches import Rectangle

@@ -12,6 +12,7 @@ from attnplug import files
 from attnplug.bench.quick import PLANS, PREFILLS, Heads, Plan, measure
 from attnplug.bench.rows import Row
 from attnplug.errors import ArgumentError
+from attnplug.extras import require
 from attnplug.models.layers import config_heads
 from attnplug.models.pretrained import damaged, first_line, text_config
 
@@ -39,7 +40,9 @@ def problem(quick: bool, device: str) -> str:
 
 
 def run(heads: Heads, device: str, folder: Path, console: Console) -> list[Row]:
-    """Measure, write `rows.json` and `speed.png` into `folder`, show the table."""
+    """Measure, write `rows.json` and `speed.png` into `folder`, show the table. Raises
+    MissingPackageError before it measures."""
+    require("plot", "attnplug bench")
     plan = PLANS[device]
     left_out: list[str] = []
 
@@ -94,7 +97,9 @@ def _time(us: float) -> str:
 
 
 def draw(rows: Sequence[Row], plan: Plan, path: Path) -> None:
-    """A panel each for decode and prefill: time against tokens, both axes logarithmic."""
+    """A panel each for decode and prefill: time against tokens, both axes logarithmic. Raises
+    MissingPackageError."""
+    require("plot", "the plot of attnplug bench")
     from matplotlib.figure import Figure
     from matplotlib.ticker import FuncFormatter, LogLocator
 

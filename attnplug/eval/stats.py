@@ -4,7 +4,12 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-from scipy import stats
+
+from attnplug.extras import require
+
+require("eval", "attnplug eval")
+
+from scipy import stats  # noqa: E402
 
 CONFIDENCE = 0.95
 RESAMPLES = 10_000

@@ -6,8 +6,8 @@ import json
 from typing import Any
 
 import numpy as np
-import pyarrow.parquet as pq
 
+from attnplug.trace.arrow import pq
 from attnplug.trace.layout import (
     LONGEST,
     META,

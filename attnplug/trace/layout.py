@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
+
+from attnplug.trace.arrow import pa
 
 FORMAT = 1
 MOST = 1 << 26  # tokens of a sequence and query blocks of a file

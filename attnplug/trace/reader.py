@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 
 from attnplug.errors import TraceFileError
+from attnplug.trace.arrow import pa, pq
 from attnplug.trace.claims import (
     check_meta,
     check_rows,

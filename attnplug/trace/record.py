@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow
 import torch
 import transformers
 
@@ -24,6 +23,7 @@ from attnplug.models.layers import AttentionLayer, find_attention_layers, unwrap
 from attnplug.models.sync import may_sync
 from attnplug.ops.common.triton import triton
 from attnplug.policies import AttentionCall, Edges, Phase, Policy
+from attnplug.trace.arrow import pa
 from attnplug.trace.layout import Layout
 from attnplug.trace.tokens import token_bytes
 from attnplug.trace.writer import Writer, check_path
@@ -104,7 +104,7 @@ def versions() -> dict[str, str]:
         "torch": torch.__version__,
         "triton": triton.__version__,
         "transformers": transformers.__version__,
-        "pyarrow": pyarrow.__version__,
+        "pyarrow": pa.__version__,
     }
 
 

@@ -17,9 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import pyarrow.parquet as pq
-
 from attnplug.errors import TraceFileError
+from attnplug.trace.arrow import pq
 from attnplug.trace.claims import segments_of
 
 MAGIC, PARQUET = b"ATPSEAL1", b"PAR1"

@@ -10,11 +10,10 @@ from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 
 from attnplug import files
 from attnplug.errors import ArgumentError, TraceFileError
+from attnplug.trace.arrow import pa, pq
 from attnplug.trace.layout import (
     FORMAT,
     LONGEST,
