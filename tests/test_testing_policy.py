@@ -1,6 +1,7 @@
 """check_policy passes dense, and names the promise that a broken policy breaks."""
 
 import dataclasses
+import logging
 
 import pytest
 import torch
@@ -48,6 +49,21 @@ def test_a_right_policy_passes():  # on every promise: tests/contract
     report = check_policy(policy, exact=policy, promises=(1, 2, 6, 8))
     assert [check.promise for check in report.checks] == [1, 1, 2, 2, 6, 8]
     assert all(check.passed for check in report.checks)
+
+
+def test_transformers_remarks_on_its_own_code_stay_away():
+    """Assisted decoding, which promise 5 has, passes options that transformers warns of."""
+    heard: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: heard.append(record.getMessage())
+    logger = logging.getLogger("transformers")
+    logging.getLogger("transformers.generation.utils").warning_once.cache_clear()
+    logger.addHandler(handler)
+    try:
+        check_policy("dense", exact="dense", promises=(5,))
+    finally:
+        logger.removeHandler(handler)
+    assert heard == []
 
 
 def test_without_an_exact_setting_two_promises_are_not_asked():

@@ -6,6 +6,7 @@ other hardware, speed) is in attnplug's own tests/contract and bench.
 
 import contextlib
 import dataclasses
+import logging
 import warnings
 from collections.abc import Collection, Iterator
 from typing import Any
@@ -79,7 +80,7 @@ def check_policy(
         if needs_exact and exact is None:
             checks.append(Check(name, None, "no exact setting was given", promise))
         else:
-            with _inductor_may_warn():
+            with _inductor_may_warn(), _assistant_may_warn():
                 checks.append(collect(name, getattr(subject, method), promise=promise))
     return CheckReport(f"check_policy({policy})", tuple(checks)).require()
 
@@ -403,6 +404,21 @@ def _inductor_may_warn() -> Iterator[None]:
         ):
             warnings.filterwarnings("ignore", message=message)
         yield
+
+
+@contextlib.contextmanager
+def _assistant_may_warn() -> Iterator[None]:
+    """transformers' assisted decoding calls `generate` in a way that transformers warns of."""
+    logger = logging.getLogger("transformers.generation.utils")
+
+    def is_news(record: logging.LogRecord) -> bool:
+        return "Passing `generation_config` together" not in record.getMessage()
+
+    logger.addFilter(is_news)
+    try:
+        yield
+    finally:
+        logger.removeFilter(is_news)
 
 
 @contextlib.contextmanager
