@@ -89,6 +89,8 @@ def apply(model: Model, policy: Policies, *, fuse: bool | None = None) -> Model:
 
     Raises PolicyError, UnsupportedModelError or AlreadyAppliedError; the model is then unchanged.
     """
+    if not isinstance(model, torch.nn.Module) and hasattr(model, "model"):
+        raise UnsupportedModelError(f"a {type(model).__name__} is not a model: use pipe.model")
     target = unwrap(model)
     if STATE in target.__dict__:
         raise AlreadyAppliedError(

@@ -3,7 +3,17 @@
 import pytest
 import torch
 from accelerate.hooks import ModelHook, add_hook_to_module
-from transformers import BertConfig, BertModel, BloomConfig, BloomForCausalLM, T5Config
+from tokenizers import Tokenizer
+from tokenizers.models import BPE
+from transformers import (
+    BertConfig,
+    BertModel,
+    BloomConfig,
+    BloomForCausalLM,
+    PreTrainedTokenizerFast,
+    T5Config,
+    pipeline,
+)
 from transformers import T5ForConditionalGeneration as T5
 
 import attnplug
@@ -158,6 +168,15 @@ def test_unsupported_models_are_refused(name):
     build, message = UNSUPPORTED[name]
     with pytest.raises(attnplug.UnsupportedModelError, match=message):
         attnplug.apply(build(), "dense")
+
+
+def test_a_pipeline_is_refused_by_the_name_of_its_model():
+    bytes_ = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(BPE({"a": 0}, [])))
+    pipe = pipeline("text-generation", model=tiny_model(), tokenizer=bytes_)
+    said = r"a TextGenerationPipeline is not a model: use pipe\.model"
+    with pytest.raises(attnplug.UnsupportedModelError, match=said):
+        attnplug.apply(pipe, "dense")
+    attnplug.remove(attnplug.apply(pipe.model, "dense"))
 
 
 def test_encoder_layers_stay_dense_and_say_so():
