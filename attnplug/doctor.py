@@ -14,6 +14,7 @@ from packaging.requirements import Requirement
 from rich.table import Table
 from rich.text import Text
 
+import attnplug
 from attnplug import extras
 from attnplug.models import pretrained
 from attnplug.serve import vllm
@@ -95,7 +96,7 @@ def examine() -> list[Check]:
 
 def table(checks: list[Check]) -> Table:
     """The checks as a rich table."""
-    shown = Table(title=f"attnplug {importlib.metadata.version('attnplug')}")
+    shown = Table(title=f"attnplug {attnplug.__version__}")
     for column in ("check", "result", "what is here"):
         shown.add_column(column)
     for check in checks:

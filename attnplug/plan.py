@@ -13,7 +13,7 @@ Source: "Attention Pays Its Bill" (docs/papers.md); c2 is ours.
 import dataclasses
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -254,16 +254,13 @@ def shape_of(model: str) -> Shape:
     return Shape(full, heads_kv, dim, 2 * count, positions=positions(config))
 
 
-def read_options(context: str, batch: int, policy: str) -> tuple[list[int], Gather]:
-    """The command's options. Raises ArgumentError, or PolicyError for the policy's text."""
+def read_options(contexts: Sequence[int], batch: int, policy: str) -> Gather:
+    """The method that the command's options name. Raises ArgumentError for numbers below 1 and a
+    method that the bill is not of, or PolicyError for the policy's text."""
     from attnplug.policies import parse
 
-    try:
-        contexts = [int(part) for part in context.split(",")]
-    except ValueError:
-        contexts = []
-    if not contexts or min(contexts) < 1:
-        raise ArgumentError(f"plan: context is {context!r}, needs numbers with commas between")
+    if min(contexts) < 1:
+        raise ArgumentError(f"plan: context is {min(contexts)}, needs at least 1")
     if batch < 1:
         raise ArgumentError(f"plan: batch is {batch}, needs at least 1")
     method = parse(policy).decode
@@ -271,7 +268,7 @@ def read_options(context: str, batch: int, policy: str) -> tuple[list[int], Gath
         raise ArgumentError(f"plan: {policy!r} does not decode with gather, which this bill is of")
     if method.kv != "gpu":
         raise ArgumentError(f"plan: {policy!r} reads the host's memory; this bill knows the GPU's")
-    return contexts, method
+    return method
 
 
 def summary(fitted: Fit) -> str:
@@ -305,19 +302,55 @@ def notes(shape: Shape, bill: Bill, policy: Gather, batch: int) -> str:
     )
 
 
+def steps(
+    shape: Shape, bill: Bill, policy: Gather, batch: int, contexts: Iterable[int]
+) -> list[dict[str, float]]:
+    """A step of each context that the model reads: `tokens`, milliseconds `dense_ms` and
+    `gather_ms`, `speedup`, and `gather_tokens_per_s` of the whole batch."""
+    found = []
+    for tokens in filter(shape.reads, contexts):
+        dense, sparse = bill.dense(shape, tokens, batch), bill.gather(shape, tokens, batch, policy)
+        found.append(
+            {
+                "tokens": tokens,
+                "dense_ms": dense * 1e3,
+                "gather_ms": sparse * 1e3,
+                "speedup": dense / sparse,
+                "gather_tokens_per_s": batch / sparse,
+            }
+        )
+    return found
+
+
+def facts(
+    shape: Shape, bill: Bill, policy: Gather, batch: int, contexts: Iterable[int]
+) -> dict[str, Any]:
+    """What `table` and `notes` tell, for a program. `pays_from` is the crossover by bytes, and
+    `serves_from` the length below which attnplug runs dense; lengths in tokens, None where the
+    method pays at none, and `positions` None where only the model's shape is known."""
+    return {
+        "policy": str(policy),
+        "batch": batch,
+        "positions": shape.positions,
+        "pays_from": bill.crossover(shape, batch, policy),
+        "serves_from": policy.row_crossover(torch.device("cuda")).least(batch),
+        "bill": bill.source,
+        "steps": steps(shape, bill, policy, batch, contexts),
+    }
+
+
 def table(shape: Shape, bill: Bill, policy: Gather, batch: int, contexts: Iterable[int]) -> Table:
     """Milliseconds a step and the speed-up, for each context that the model reads."""
     printed = Table(title=f"{policy}, batch {batch}")
     for title in ("tokens", "dense ms", "gather ms", "speed-up", "gather tokens/s"):
         printed.add_column(title, justify="right")
-    for tokens in filter(shape.reads, contexts):
-        dense, sparse = bill.dense(shape, tokens, batch), bill.gather(shape, tokens, batch, policy)
+    for step in steps(shape, bill, policy, batch, contexts):
         printed.add_row(
-            f"{tokens:,}",
-            f"{dense * 1e3:.2f}",
-            f"{sparse * 1e3:.2f}",
-            f"{dense / sparse:.2f}",
-            f"{batch / sparse:,.0f}",
+            f"{step['tokens']:,}",
+            f"{step['dense_ms']:.2f}",
+            f"{step['gather_ms']:.2f}",
+            f"{step['speedup']:.2f}",
+            f"{step['gather_tokens_per_s']:,.0f}",
         )
     return printed
 

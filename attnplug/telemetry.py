@@ -1,6 +1,7 @@
 """What `attnplug report --steps` runs: some decode steps of a model, and tables of what its cache
 layers counted meanwhile: certificates, audits, picks, blocks found on the GPU."""
 
+import dataclasses
 from importlib.resources import files
 
 import torch
@@ -17,12 +18,29 @@ from attnplug.policies._sketch_audit import Audit
 from attnplug.policies._sketch_layer import audits
 
 
+@dataclasses.dataclass(frozen=True)
+class Counted:
+    """What layers counted, a row a layer: blocks found on the GPU, picks, certificates, audits."""
+
+    residency: list[Residency]
+    picks: list[Picks]
+    certificates: list[Certificates]
+    audits: list[Audit]
+
+    def tables(self) -> list[Table]:
+        """A table of each kind that was counted; certificates have two."""
+        found = [residents(self.residency)] if self.residency else []
+        found += [picked(self.picks)] if self.picks else []
+        found += certified(self.certificates) if self.certificates else []
+        return found + ([audited(self.audits)] if self.audits else [])
+
+
 @torch.no_grad()
 def run(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, tokens: int, steps: int
-) -> list[Table]:
-    """Prefill `tokens` tokens of prose and decode `steps` more, on a model that has a policy; the
-    tables of each kind of telemetry that its layers have."""
+) -> Counted:
+    """Prefill `tokens` tokens of prose and decode `steps` more, on a model that has a policy: what
+    its layers counted meanwhile."""
     text = (files("attnplug") / "eval/data/rust_book.txt").read_text(encoding="utf-8")
     ids = tokenizer(text[: 16 * tokens], return_tensors="pt").input_ids[:, :tokens]
     ids = ids.to(model.device)
@@ -30,16 +48,7 @@ def run(
     logits = model(ids, **{CACHE: cache}).logits
     for _ in range(steps):
         logits = model(logits[:, -1:].argmax(-1), **{CACHE: cache}).logits
-    found = []
-    if near := residency(cache):
-        found.append(residents(near))
-    if read := picks(cache):
-        found.append(picked(read))
-    if proved := certified_layers(cache):
-        found += certified(proved)
-    if estimated := audits(cache):
-        found.append(audited(estimated))
-    return found
+    return Counted(residency(cache), picks(cache), certified_layers(cache), audits(cache))
 
 
 def _numbers(title: str, *columns: str) -> Table:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from attnplug.cli.options import read_lengths
 from attnplug.eval.command import Asked, make_study
 from attnplug.eval.runner import MEASURES
 from attnplug.eval.tasks import TASKS
@@ -24,6 +25,8 @@ def asked_of(arguments: list[str]) -> Asked:
     """What the command line makes of them."""
     pairs = list(zip(arguments[::2], arguments[1::2], strict=True))
     words = {name.removeprefix("--"): value for name, value in pairs if name != "--policy"}
+    if "lengths" in words:
+        words["lengths"] = read_lengths(words["lengths"])
     trials = {"trials": int(words.pop("trials"))} if "trials" in words else {}
     return Asked(tuple(value for name, value in pairs if name == "--policy"), **words, **trials)
 

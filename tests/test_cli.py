@@ -1,15 +1,21 @@
 """The attnplug command: what it prints, and one line and an exit code for what goes wrong."""
 
+import json
+import os
 import subprocess
 import sys
 import types
 
 import pytest
 import torch
+import typer
 from typer.testing import CliRunner
 
-from attnplug import doctor, trace
+import attnplug
+from attnplug import Gather, doctor, trace
+from attnplug import plan as planning
 from attnplug.cli import app
+from attnplug.cli.options import read_length, read_lengths
 from attnplug.ops.common.device import Card
 
 runner = CliRunner(env={"COLUMNS": "200", "NO_COLOR": "1"})
@@ -24,13 +30,13 @@ def test_help_names_the_commands_that_work():
     assert result.exit_code == 0
     commands = [line.split()[1] for line in result.output.splitlines() if line.startswith("│ ")]
     named = [name for name in commands if not name.startswith("-")]
-    assert named == ["demo", "report", "eval", "bench", "plan", "serve", "doctor", "trace"]
+    assert named == ["demo", "report", "plan", "eval", "bench", "serve", "doctor", "trace"]
 
 
 def test_it_runs_as_a_module():
     command = [sys.executable, "-m", "attnplug", "eval", "nothing", "--policy", "dense"]
     done = subprocess.run([*command, "--lengths", "x"], capture_output=True, text=True, check=False)
-    assert done.returncode and "lengths is 'x', needs numbers with commas between" in done.stderr
+    assert done.returncode == 2 and "'x' is not a length; write 8192, 8K or 1M" in done.stderr
 
 
 def test_report_shows_what_runs_where():
@@ -72,12 +78,14 @@ def test_report_shows_what_layers_counted(policy, headings, monkeypatch):
         (("demo", "--tokens", "99999"), "tokens is 99999, needs 160 to 8192"),
         (("demo", "--top-k", "0"), "momo: top_k=0, needs None or an integer, 1 to 1024"),
         (("eval", "m", "--policy", "momo", "--tasks", "niah"), "task is 'niah', needs one of"),
-        (("eval", "m", "--policy", "momo", "--lengths", "4K"), "lengths is '4K', needs numbers"),
         (("eval", "m", "--policy", "moomoo"), "there is no method 'moomoo'"),
         (("eval", "m"), "no policy is named; give --policy NAME or --policies all"),
         (("eval", "m", "--policies", "momo"), "policies is 'momo', needs all; --policy names one"),
         (("eval", "m", "--policies", "all", "--suite", "big"), "suite is 'big', needs one of"),
-        (("plan", "qwen2.5-7b", "--context", "8K"), "context is '8K', needs numbers with commas"),
+        (("plan", "qwen2.5-7b", "--context", "8K,-1"), "context is -1, needs at least 1"),
+        (("report", "m", "--policy", "gathr"), "gvr, momo, sketch, stream. Did you mean gather?"),
+        (("report", "m", "--policy", "momo(gama=1)"), "min_tokens. Did you mean gamma?"),
+        (("bench", "--quick", "--device", "cpu", "--lengths", "64"), "lengths is 64, needs at le"),
         (("plan", "qwen2.5-7b", "--batch", "0"), "batch is 0, needs at least 1"),
         (("plan", "qwen2.5-7b", "--policy", "momo"), "'momo' does not decode with gather"),
         (("plan", "no/such-model"), "'no/such-model' is none of qwen2.5-7b, llama-3.1-8b and has"),
@@ -151,6 +159,110 @@ def test_wrong_usage_is_exit_code_2():
     assert run("report").exit_code == 2
     assert run("demo", "--tokens", "many").exit_code == 2
     assert run("bench").exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("plan", "m", "--context", "8x"), "'8x' is not a length; write 8192, 8K or 1M"),
+        (("plan", "m", "--context", ","), "',' has no length"),
+        (("eval", "m", "--lengths", "1.5K"), "'1.5K' is not a length"),
+        (("demo", "--tokens", "many"), "'many' is not a length"),
+        (("reprot",), "No such command 'reprot'. Did you mean 'report'?"),
+        (("report", "m", "--polcy", "momo"), "--policy"),
+    ],
+)
+def test_wrong_usage_says_what_is_right(arguments, message):
+    result = run(*arguments)
+    assert result.exit_code == 2 and message in result.stderr
+
+
+def test_the_version_is_the_packages():
+    result = run("--version")
+    assert (result.exit_code, result.stdout) == (0, f"attnplug {attnplug.__version__}\n")
+
+
+def test_bare_it_greets():
+    result = run()
+    assert result.exit_code == 0 and result.stderr == ""
+    for words in ("for long prompts", "attnplug demo", "\n  report", "\n  trace"):
+        assert words in result.stdout
+
+
+def test_the_shell_completes_commands():
+    code = "from attnplug.cli import app; app(prog_name='attnplug')"
+    words = {"COMP_WORDS": "attnplug re", "COMP_CWORD": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=os.environ | words | {"_ATTNPLUG_COMPLETE": "complete_bash"},
+    )
+    assert done.stdout.split() == ["report"], done.stderr
+
+
+@pytest.mark.parametrize(
+    ("text", "tokens"),
+    [("8192", 8192), ("8K", 8192), ("128k", 131072), ("1M", 1048576), (" 2 ", 2)],
+)
+def test_lengths_are_read_as_tables_print_them(text, tokens):
+    assert read_length(text) == tokens
+    assert read_lengths(f"{text},{text}, 7") == (tokens, 7)
+
+
+def test_every_device_option_is_the_same():
+    group = typer.main.get_command(app)
+    commands = {**group.commands, **group.commands["trace"].commands}
+    devices = {
+        name: (option.default, option.help)
+        for name, command in commands.items()
+        if name != "serve"  # which takes cuda:0 and auto, as transformers' server does
+        for option in command.params
+        if option.name == "device"
+    }
+    assert set(devices) == {"demo", "report", "eval", "bench", "record"}
+    assert set(devices.values()) == {(None, "cpu or cuda; cuda where there is a GPU.")}
+
+
+def json_of(*arguments: str) -> dict:
+    result = run(*arguments, "--json")
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout)
+
+
+def test_report_is_json():
+    arguments = "report", "smollm2-135m", "--policy", "gvr(min_tokens=0)"
+    found = json_of(*arguments, "--steps", "1", "--tokens", "200", "--device", "cpu")
+    assert found["policy"] == "gvr(min_tokens=0)"
+    assert [layer["index"] for layer in found["layers"]] == list(range(30))
+    assert {layer["decode"] for layer in found["layers"]} == {"gvr(min_tokens=0)"}
+    counted = found["counted"]
+    assert len(counted["picks"]) == 30 and counted["picks"][0]["tokens"] == 201
+    assert counted["picks"][0]["overlap"] is None  # NaN before the second step
+    assert counted["residency"] == counted["certificates"] == counted["audits"] == []
+
+
+def test_plan_is_json():
+    found = json_of("plan", "qwen2.5-7b", "--context", "128K,1M", "--batch", "2")
+    assert [step["tokens"] for step in found["steps"]] == [131072, 1048576]
+    policy, shape = Gather(), planning.SHAPES["qwen2.5-7b"]
+    for step in found["steps"]:
+        wanted = planning.H200.speedup(shape, step["tokens"], 2, policy)
+        assert step["speedup"] == pytest.approx(wanted)
+        assert step["dense_ms"] / step["gather_ms"] == pytest.approx(wanted)
+    assert (found["model"], found["batch"], found["positions"]) == ("qwen2.5-7b", 2, None)
+    assert found["pays_from"] == planning.H200.crossover(shape, 2, policy)
+
+
+def test_doctor_is_json(monkeypatch):
+    checks = [doctor.Check("a", "ok", "fine"), doctor.Check("b", "fail", "broken")]
+    monkeypatch.setattr(doctor, "examine", lambda: checks)
+    result = run("doctor", "--json")
+    assert result.exit_code == 1
+    found = json.loads(result.stdout)
+    assert found["version"] == attnplug.__version__
+    assert found["checks"][1] == {"name": "b", "status": "fail", "detail": "broken"}
 
 
 def test_doctor_finds_this_machine_healthy():

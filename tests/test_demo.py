@@ -1,17 +1,50 @@
 """The demo end to end on a short prompt: both answers, what the mask read, the table, the PNG."""
 
+import dataclasses
+import io
+
 import pytest
 from matplotlib import image
 from rich.console import Console
+from typer.testing import CliRunner
 
 from attnplug import demo
+from attnplug.cli import app
 from attnplug.errors import ArgumentError
 
 
 @pytest.fixture(scope="module")
-def result(tmp_path_factory):
+def said():
+    return io.StringIO()
+
+
+@pytest.fixture(scope="module")
+def result(tmp_path_factory, said):
     path = tmp_path_factory.mktemp("demo") / "pictures" / "mask.png"
-    return demo.run(1024, top_k=4, device="cpu", image=path)
+    piped = Console(file=said, width=40)
+    return demo.run(1024, top_k=4, device="cpu", image=path, console=piped)
+
+
+def test_a_pipe_gets_a_line_a_step(result, said):
+    lines = said.getvalue().splitlines()
+    tokens = f"{result.needle.ids.shape[1]:,} tokens"
+    assert lines == [
+        "compiling kernels on a short prompt",
+        f"stock: {tokens}",
+        f"{result.policy}: {tokens}",
+        "exact attention mass inside the mask",
+        "drawing the mask",
+    ]
+
+
+def test_on_a_cpu_the_command_speaks_of_speed_before_its_table(result, monkeypatch):
+    monkeypatch.setattr(demo, "run", lambda *arguments, **options: result)
+    printed = CliRunner(env={"COLUMNS": "200"}).invoke(app, ["demo", "--device", "cpu"]).stdout
+    assert printed.startswith(demo.ON_A_CPU)
+    assert "needs a GPU" in printed.partition("which number hides")[0]
+    on_gpu = dataclasses.replace(result, device="cuda")
+    monkeypatch.setattr(demo, "run", lambda *arguments, **options: on_gpu)
+    assert demo.ON_A_CPU not in CliRunner(env={"COLUMNS": "200"}).invoke(app, ["demo"]).stdout
 
 
 def test_both_find_the_answer(result):

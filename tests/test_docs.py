@@ -159,10 +159,10 @@ def test_every_error_is_explained(error):
 
 
 def test_commands_exist():
-    commands = {command.callback.__name__ for command in app.registered_commands}
+    commands = {command.callback.__name__.replace("_", "-") for command in app.registered_commands}
     commands |= {group.name for group in app.registered_groups}
     for page in [*PROSE, *ROOT_PAGES]:
-        named = re.findall(r"(?:`|&& )attnplug ([a-z]+)", page.read_text())
+        named = re.findall(r"(?:`|&& )attnplug ([a-z-]+)", page.read_text())
         assert set(named) <= commands
 
 

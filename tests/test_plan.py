@@ -248,4 +248,4 @@ def test_the_command(tmp_path):
 )
 def test_a_policy_that_the_bill_is_not_of_is_refused(policy, message):
     with pytest.raises(ArgumentError, match=message):
-        plan.read_options("8192", 1, policy)
+        plan.read_options([8192], 1, policy)

@@ -1,5 +1,6 @@
 """What stands behind `attnplug bench --quick`: the layer's shape, the run, its table and files."""
 
+import dataclasses
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from attnplug import files
-from attnplug.bench.quick import PLANS, PREFILLS, Heads, Plan, measure
+from attnplug.bench.quick import PLANS, PREFILLS, SHORTEST, Heads, Plan, measure
 from attnplug.bench.rows import Row
 from attnplug.errors import ArgumentError
 from attnplug.extras import require
@@ -39,11 +40,21 @@ def problem(quick: bool, device: str) -> str:
     return ""
 
 
-def run(heads: Heads, device: str, folder: Path, console: Console) -> list[Row]:
+def run(
+    heads: Heads,
+    device: str,
+    folder: Path,
+    console: Console,
+    lengths: Sequence[int] | None = None,
+) -> list[Row]:
     """Measure, write `rows.json` and `speed.png` into `folder`, show the table. Raises
     MissingPackageError before it measures."""
     require("plot", "attnplug bench")
+    if lengths and min(lengths) < SHORTEST:
+        raise ArgumentError(f"lengths is {min(lengths)}, needs at least {SHORTEST} tokens")
     plan = PLANS[device]
+    if lengths:
+        plan = dataclasses.replace(plan, decode=tuple(lengths), prefill=tuple(lengths))
     left_out: list[str] = []
 
     with console.status("compiling and measuring") as status:

@@ -21,6 +21,7 @@ from attnplug.policies import AttentionCall, Phase, methods
 
 DECODES = ("dense", "gather", "gvr", "sketch", "certified")
 PREFILLS = ("momo",)
+SHORTEST = 128  # tokens that every method's cache layer is made for
 CHUNK = 65536  # tokens that a cache takes at once
 MOST_SETS = 24  # of inputs: with 8 MB, about what a step of 8K reads, they fill the L2 thrice
 CALLS = 8  # in one graph, or more

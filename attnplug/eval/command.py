@@ -26,7 +26,7 @@ class Asked:
     policies: str | None = None
     suite: str | None = None
     tasks: str | None = None
-    lengths: str | None = None
+    lengths: Sequence[int] | None = None
     trials: int | None = None
 
 
@@ -41,7 +41,7 @@ def make_study(
         every = asked.tasks.strip() == "all"
         tasks = [*TASKS, *MEASURES] if every else _split(asked.tasks)
     if asked.lengths is not None:
-        lengths = _numbers(asked.lengths)
+        lengths = list(asked.lengths)
     study = Study(
         _policies(asked),
         tasks,
@@ -74,16 +74,9 @@ def _policies(asked: Asked) -> list[str]:
     return named
 
 
-def _numbers(lengths: str) -> list[int]:
-    try:
-        return [int(word) for word in _split(lengths)]
-    except ValueError as error:
-        raise ArgumentError(f"lengths is {lengths!r}, needs numbers with commas between") from error
-
-
-def run(model: str, study: Study, folder: Path, device: str | None, console: Console) -> None:
+def run(model: str, study: Study, folder: Path, device: str | None, console: Console) -> list[Path]:
     """Load the model, run what `folder/samples.jsonl` lacks, write the outputs, show the table.
-    A local folder's name stands for the model in the rows."""
+    A local folder's name stands for the model in the rows. Returns what was written."""
     network, tokenizer = load(model, device=device)
     name = Path(model).name if Path(model).is_dir() else model
     where = f"{name} on {network.device}, {str(network.dtype).removeprefix('torch.')}"
@@ -104,6 +97,7 @@ def run(model: str, study: Study, folder: Path, device: str | None, console: Con
     if outcome.stopped:
         console.print("stopped at the time limit; the same command goes on from here")
     console.print(f"wrote {', '.join(map(str, written))}", highlight=False, markup=False)
+    return written
 
 
 def _split(text: str) -> list[str]:

@@ -2,10 +2,11 @@
 
 import ast
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from attnplug.errors import PolicyError
+from attnplug.models.pretrained import did_you_mean
 from attnplug.policies.base import SLOTS, Phase
 from attnplug.policies.policy import Policy
 
@@ -59,6 +60,12 @@ def _parse_call(text: str) -> ast.Call:
     return node
 
 
+def _ask(name: str, known: Iterable[str]) -> str:
+    """What follows a message about a name that there is not: ". Did you mean gather?", or ""."""
+    close = did_you_mean(name, known).strip()
+    return f". {close}" if close else ""
+
+
 def _keywords(call: ast.Call, text: str) -> dict[str, ast.expr]:
     """Each keyword's value. Python's parser takes a name twice, and `**` without a name."""
     named: dict[str, ast.expr] = {}
@@ -86,7 +93,7 @@ def _parse_term(node: ast.expr, text: str, methods: Mapping[str, type[Phase]]) -
     if call.func.id not in methods:
         raise PolicyError(
             f"policy {text!r}: there is no method {call.func.id!r}; there are "
-            f"{', '.join(sorted(methods))}"
+            f"{', '.join(sorted(methods))}{_ask(call.func.id, methods)}"
         )
     if call.args:
         raise PolicyError(f"policy {text!r}: options need their names, as in momo(gamma=16)")
@@ -97,7 +104,7 @@ def _parse_term(node: ast.expr, text: str, methods: Mapping[str, type[Phase]]) -
         if name not in (*known, *cls.renamed):
             raise PolicyError(
                 f"policy {text!r}: {cls.name} has no option {name!r}; it has "
-                f"{', '.join(known) or 'none'}"
+                f"{', '.join(known) or 'none'}{_ask(name, known)}"
             )
         try:
             options[name] = ast.literal_eval(value)

@@ -91,7 +91,7 @@ def test_steps_go_through_caches_by_what_a_step_reads(name, monkeypatch):
     [
         ((), "give --quick"),
         (("--quick", "--device", "abacus"), "device is 'abacus', needs cuda or cpu"),
-        (("--quick",), "torch sees no GPU here; --device cpu times"),
+        (("--quick", "--device", "cuda"), "torch sees no GPU here; --device cpu times"),
     ],
 )
 def test_what_cannot_run_is_one_line_and_exit_code_2(arguments, message, monkeypatch):

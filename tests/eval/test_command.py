@@ -38,6 +38,8 @@ def test_the_command_writes_samples_rows_tables_and_a_heat_map(tiny, tokenizer, 
     assert runner.invoke(app, command).exit_code == 0
     assert (out / "samples.jsonl").read_bytes() == samples
     assert json.loads((out / "rows.json").read_text())["rows"] == written["rows"]
+    printed = runner.invoke(app, [*command, "--json"]).stdout
+    assert json.loads(printed)["rows"] == written["rows"]
 
 
 def test_the_time_limit_leaves_a_table_and_says_so(tiny, tokenizer, tmp_path):
@@ -72,7 +74,7 @@ def test_the_default_suite_is_the_whole_table(tokenizer):
 
 
 def test_options_override_the_suite():
-    asked = Asked(["random_blocks"], "all", "default", "fidelity,needle-noise", "512", 3)
+    asked = Asked(["random_blocks"], "all", "default", "fidelity,needle-noise", (512,), 3)
     study = make_study(asked, 0, 0, None)
     assert study.policies == [*suite.all_policies(), "random_blocks"]
     assert (study.tasks, study.lengths) == (["fidelity", "needle-noise"], [512])

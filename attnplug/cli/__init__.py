@@ -1,0 +1,54 @@
+"""The `attnplug` command. An error is one line on stderr and exit code 1, wrong usage exit code 2.
+
+A command is a function of this folder. torch and transformers take seconds to import, so each
+command imports what it needs, and --help answers at once."""
+
+from typing import Annotated
+
+import typer
+from rich.table import Table
+from typer.core import TyperGroup
+
+from attnplug import __version__
+from attnplug.cli.measure import bench, demo, doctor, eval, plan, report
+from attnplug.cli.output import console
+from attnplug.cli.serve import serve
+from attnplug.cli.trace import trace
+
+__all__ = ["app"]
+
+app = typer.Typer(name="attnplug", pretty_exceptions_enable=False)
+for command in (demo, report, plan, eval, bench, serve, doctor):
+    app.command()(command)
+app.add_typer(trace, name="trace")
+
+
+@app.callback(invoke_without_command=True)
+def greet(
+    context: typer.Context,
+    version: Annotated[bool, typer.Option("--version", help="Print the version and end.")] = False,
+) -> None:
+    """attnplug swaps the attention of a Hugging Face model for long prompts: one call, no training,
+    and the weights stay as they are."""
+    if version:
+        console().print(f"attnplug {__version__}")
+    elif context.invoked_subcommand is None:
+        assert isinstance(context.command, TyperGroup)
+        console().print(*_greeting(context.command))
+    else:
+        return
+    raise typer.Exit()
+
+
+def _greeting(group: TyperGroup) -> tuple[str, Table, str]:
+    """What attnplug is, its commands, and where to begin."""
+    table = Table.grid(padding=(0, 2))
+    for name, command in group.commands.items():
+        what = (command.help or "").partition("\n\n")[0]
+        table.add_row(f"  {name}", " ".join(what.split()))
+    return (
+        " ".join((group.help or "").split()) + "\n",
+        table,
+        "\nTo begin: pip install 'attnplug[demo]' && attnplug demo\n"
+        "More about a command: attnplug plan --help",
+    )

@@ -1,0 +1,246 @@
+"""The commands that measure, count or tell: demo, report, plan, eval, bench and doctor."""
+
+import dataclasses
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from attnplug import __version__, files
+from attnplug.cli.options import (
+    Device,
+    Json,
+    Lengths,
+    Model,
+    check_least,
+    check_place,
+    check_weights,
+    default_device,
+    read_length,
+    read_lengths,
+)
+from attnplug.cli.output import clear_errors, console, print_error, print_json
+
+CONTEXTS_TEXT = "8K,32K,128K,512K,1M"
+CONTEXTS = read_lengths(CONTEXTS_TEXT)
+
+
+def demo(
+    tokens: Annotated[
+        int | None,
+        typer.Option(parser=read_length, metavar="TOKENS", help="4K on a CPU, 8K on a GPU."),
+    ] = None,
+    top_k: Annotated[int, typer.Option(help="Key blocks that momo keeps per query block.")] = 16,
+    device: Device = None,
+    image: Annotated[Path, typer.Option(help="Where to save the block mask's picture.")] = Path(
+        "attnplug-demo.png"
+    ),
+) -> None:
+    """SmolLM2 finds a number hidden in a long text: stock, and with momo's block-sparse prefill."""
+    with clear_errors():
+        from attnplug import demo as module
+
+        check_place("image", image, image=True)
+        result = module.run(tokens, top_k=top_k, device=device, image=image)
+        if result.device == "cpu":
+            console().print(module.ON_A_CPU)
+        console().print(result.table())
+        console().print(result.notes())
+
+
+def report(
+    model: Model,
+    policy: Annotated[str, typer.Option(help='Such as "momo" or "momo(gamma=32)".')] = "momo",
+    steps: Annotated[
+        int, typer.Option(help="Decode so many tokens; show what the cache's layers counted.")
+    ] = 0,
+    tokens: Annotated[
+        int,
+        typer.Option(
+            parser=read_length, metavar="TOKENS", help="Tokens of prose before those steps."
+        ),
+    ] = 512,
+    device: Device = None,
+    as_json: Json = False,
+) -> None:
+    """What a policy would do on each attention layer of a model, and why not where it would not."""
+    with clear_errors():
+        import torch
+
+        from attnplug import api, policies
+        from attnplug.models.pretrained import load
+
+        # A typing mistake should not wait for the weights.
+        parsed = policies.parse(policy)
+        check_least("steps", steps, 0)
+        check_least("tokens", tokens, 1)
+        check_weights(model)
+        network, tokenizer = load(model, dtype=torch.bfloat16, device=device)
+        with api.applied(network, parsed):
+            from attnplug import telemetry
+
+            found = api.report(network)
+            counted = telemetry.run(network, tokenizer, tokens, steps) if steps > 0 else None
+        if as_json:
+            counts = {} if counted is None else {"counted": dataclasses.asdict(counted)}
+            print_json(dataclasses.asdict(found) | counts)
+            return
+        console().print(found.table())
+        if counted is not None:
+            none = "No layer counts anything: see the notes above."
+            console().print(*counted.tables() or [none])
+
+
+def eval(
+    model: Model,
+    policy: Annotated[
+        list[str] | None, typer.Option(help='Such as "momo" or "random_blocks"; may be repeated.')
+    ] = None,
+    policies: Annotated[
+        str | None, typer.Option(help="all: dense and every method's default at every length.")
+    ] = None,
+    suite: Annotated[
+        str | None, typer.Option(help="default: the whole quality table; options below override.")
+    ] = None,
+    tasks: Annotated[
+        str | None, typer.Option(help="Names with commas between, or: all. Else two needles.")
+    ] = None,
+    lengths: Annotated[
+        Lengths | None,
+        typer.Option(
+            parser=read_lengths,
+            metavar="LENGTHS",
+            help='Prompt lengths with commas between, such as "4K,32K"; else 1K.',
+        ),
+    ] = None,
+    trials: Annotated[
+        int | None, typer.Option(help="Prompts for each task and length; else 10.")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Other prompts for another seed.")] = 0,
+    batch: Annotated[int, typer.Option(help="Prompts at once; 0: what the device takes.")] = 0,
+    limit_seconds: Annotated[
+        float | None, typer.Option(help="Begin no batch after that many seconds.")
+    ] = None,
+    claims: Annotated[
+        Path | None, typer.Option(help="Folder by which several processes share a study's batches.")
+    ] = None,
+    out: Annotated[Path, typer.Option(help="Folder for samples and results.")] = Path(
+        "attnplug-eval"
+    ),
+    device: Device = None,
+    as_json: Json = False,
+) -> None:
+    """Dense and policies on the same prompts: scores, paired statistics, tables, a heat map."""
+    with clear_errors():
+        from attnplug.eval import command
+
+        asked = command.Asked(policy or [], policies, suite, tasks, lengths, trials)
+        study = command.make_study(asked, seed, batch, limit_seconds, claims)
+        check_place("out", out, folder=True)
+        if claims is not None:
+            check_place("claims", claims, folder=True)
+        check_weights(model)
+        written = command.run(model, study, out, device, console(stderr=as_json))
+        if as_json:
+            typer.echo(written[0].read_text(), nl=False)  # rows.json
+
+
+def bench(
+    quick: Annotated[
+        bool, typer.Option("--quick", help="One layer at a few lengths: a couple of minutes.")
+    ] = False,
+    model: Annotated[
+        str | None, typer.Option(help="Whose heads; smollm2-135m, a folder or a hub id.")
+    ] = None,
+    lengths: Annotated[
+        Lengths | None,
+        typer.Option(
+            parser=read_lengths,
+            metavar="LENGTHS",
+            help='Tokens with commas between, such as "32K,1M"; else some that suit the device.',
+        ),
+    ] = None,
+    device: Device = None,
+    out: Annotated[Path, typer.Option(help="Folder for rows and plot.")] = Path("attnplug-bench"),
+) -> None:
+    """Your own speed table: decode and prefill of one layer beside torch's attention.
+
+    On a CPU it times the ops' references, at short lengths."""
+    with clear_errors():
+        from attnplug.bench import command
+
+        device = device or default_device()
+        problem = command.problem(quick, device)
+        if problem:
+            print_error(problem)
+            raise typer.Exit(2)
+        check_place("out", out, folder=True)
+        if model is not None:
+            check_weights(model)
+        command.run(command.heads_of(model), device, out, console(), lengths)
+
+
+def plan(
+    model: Annotated[
+        str, typer.Argument(help="qwen2.5-7b, llama-3.1-8b, smollm2-135m, a folder or a hub id.")
+    ],
+    context: Annotated[
+        Lengths,
+        typer.Option(
+            parser=read_lengths,
+            metavar="LENGTHS",
+            show_default=CONTEXTS_TEXT,
+            help="Tokens of context, with commas between.",
+        ),
+    ] = CONTEXTS,
+    batch: Annotated[int, typer.Option(help="Sequences that are decoded together.")] = 1,
+    policy: Annotated[str, typer.Option(help='A gather policy, such as "gather(k=8)".')] = "gather",
+    rows: Annotated[
+        list[Path] | None,
+        typer.Option(help="Benchmark JSON to fit the bill to; an H200's bill without."),
+    ] = None,
+    image: Annotated[
+        Path | None, typer.Option(help="Where to save a map over contexts and batches.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """What decode would cost with dense attention and with gather, and from which length it pays.
+
+    Reads no weights and runs nothing: a bill of bytes, fitted to measured steps of a machine."""
+    with clear_errors():
+        from attnplug import plan as module
+        from attnplug.extras import require
+
+        if image is not None:
+            require("plot", "plan --image")
+            check_place("image", image, image=True)
+        method = module.read_options(context, batch, policy)
+        check_weights(model)
+        shape, bill, said = module.shape_of(model), module.H200, console(stderr=as_json)
+        if rows:
+            fitted = module.fit(module.read_rows(rows))
+            bill = fitted.bill
+            said.print(module.summary(fitted))
+        if as_json:
+            print_json({"model": model} | module.facts(shape, bill, method, batch, context))
+        else:
+            said.print(module.table(shape, bill, method, batch, context))
+            said.print(module.notes(shape, bill, method, batch))
+        if image is not None:
+            files.make_folder(image.parent)
+            module.draw_map(shape, bill, method, image)
+            said.print(f"map: {image}")
+
+
+def doctor(as_json: Json = False) -> None:
+    """Versions, GPU, compiler, weights, and whether the ops compute the right thing here."""
+    from attnplug import doctor as module
+
+    checks = module.examine()
+    if as_json:
+        facts = [dataclasses.asdict(check) for check in checks]
+        print_json({"version": __version__, "checks": facts})
+    else:
+        console().print(module.table(checks))
+    if any(check.status == "fail" for check in checks):
+        raise typer.Exit(1)

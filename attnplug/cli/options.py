@@ -1,0 +1,72 @@
+"""Options that several commands have, and checks of what they were given."""
+
+import os
+import re
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from attnplug.errors import ArgumentError
+
+Model = Annotated[str, typer.Argument(help="smollm2-135m, gemma3-270m, a folder or a hub id.")]
+Device = Annotated[str | None, typer.Option(help="cpu or cuda; cuda where there is a GPU.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
+UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20}
+IMAGES = (".png", ".svg", ".pdf")
+
+
+def read_length(text: str | int) -> int:
+    """Tokens: "8192", or "8K" and "1M" as tables print them, 1,024 and 1,048,576 times as many."""
+    found = re.fullmatch(r"(-?\d+)([km]?)", str(text).strip().lower())
+    if found is None:
+        raise typer.BadParameter(f"{text!r} is not a length; write 8192, 8K or 1M")
+    return int(found[1]) * UNITS[found[2]]
+
+
+class Lengths(tuple[int, ...]):
+    """Several lengths. Of this type, as typer takes a list for an option that may be repeated."""
+
+
+def read_lengths(text: str | Lengths) -> Lengths:
+    """Lengths with commas between, "8K,32K,1M", each of them once."""
+    if isinstance(text, Lengths):  # a default
+        return text
+    found = [read_length(word) for word in text.split(",") if word.strip()]
+    if not found:
+        raise typer.BadParameter(f"{text!r} has no length; write 8192, 8K or 8K,128K,1M")
+    return Lengths(dict.fromkeys(found))
+
+
+def default_device() -> str:
+    """cuda where there is a GPU, else cpu."""
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def check_least(option: str, value: int, least: int) -> None:
+    """Raise ArgumentError where an option is too small."""
+    if value < least:
+        raise ArgumentError(f"{option} is {value}, needs at least {least}")
+
+
+def check_place(option: str, path: Path, *, folder: bool = False, image: bool = False) -> None:
+    """Raise ArgumentError for a place that cannot be written: it should not wait for the work."""
+    there = next(place for place in (path, *path.absolute().parents) if place.exists())
+    fits = there.is_dir() == (folder or there != path)
+    if not fits or not os.access(there, os.W_OK):
+        kind = "a folder" if folder else "a file"
+        raise ArgumentError(f"{option} is {path}, where {kind} cannot be written")
+    if image and path.suffix.lower() not in IMAGES:
+        raise ArgumentError(f"{option} is {path}, needs a name that ends in {', '.join(IMAGES)}")
+
+
+def check_weights(model: str) -> None:
+    """A small model whose weights are not converted yet needs gguf: raise MissingPackageError
+    before they are fetched."""
+    from attnplug.extras import require
+    from attnplug.models import pretrained
+
+    if model in pretrained.names() and not pretrained.checkpoint_dir(model).is_dir():
+        require("demo", f"to convert the weights of {model}, attnplug")

@@ -1,0 +1,46 @@
+"""What commands print: text and tables, JSON, and errors."""
+
+import contextlib
+import json
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import typer
+from rich.console import Console
+
+from attnplug.errors import AttnplugError
+
+
+def console(*, stderr: bool = False) -> Console:
+    """Prints what it is given: a file may be named [red].png."""
+    return Console(stderr=stderr, markup=False, highlight=False)
+
+
+def print_json(facts: Mapping[str, Any]) -> None:
+    """Print an object as JSON, and nothing else. JSON has no NaN: null stands for it."""
+    typer.echo(json.dumps(_without_nan(facts), indent=1, allow_nan=False))
+
+
+def _without_nan(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {name: _without_nan(each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_without_nan(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def print_error(error: object) -> None:
+    """One line on stderr, whatever bytes a file's name has."""
+    text = f"error: {error}".encode(errors="backslashreplace").decode()
+    Console(stderr=True, soft_wrap=True, markup=False, highlight=False).print(text, style="red")
+
+
+@contextlib.contextmanager
+def clear_errors() -> Iterator[None]:
+    """Within it an error that a user can do something about is a line and exit code 1."""
+    try:
+        yield
+    except (AttnplugError, OSError) as error:  # a disk may fill while something is written
+        print_error(error)
+        raise typer.Exit(1) from error
