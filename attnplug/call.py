@@ -132,6 +132,11 @@ class LayerShape:
     sinks: bool
     device: torch.device
 
+    @property
+    def heads(self) -> str:
+        """Query heads, KV heads and head dimension, such as "28/4x128"."""
+        return f"{self.heads_q}/{self.heads_kv}x{self.head_dim}"
+
 
 @dataclasses.dataclass(frozen=True)
 class Edges:

@@ -21,6 +21,7 @@ if "ATTNPLUG_TEST_GPUS" in os.environ and "PYTEST_XDIST_WORKER" in os.environ:
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ["ATTNPLUG_CROSSOVERS"] = "/none"  # a developer may have tuned, and defaults are tested
 # cuBLAS is deterministic only with a fixed workspace, and the tests ask for determinism.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 

@@ -16,6 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from attnplug.bench.rows import Row, make_row
 from attnplug.bench.timing import Calls, rotated_sets, time_in_turn, time_on_cpu
+from attnplug.call import LayerShape
 from attnplug.models.cache import PlugLayer
 from attnplug.policies import AttentionCall, Phase, methods
 
@@ -36,6 +37,10 @@ class Heads:
     query: int = 28
     kv: int = 4
     dim: int = 128
+
+    def shape(self, device: str) -> LayerShape:
+        """A layer of these heads."""
+        return LayerShape(self.query, self.kv, self.dim, 0.0, False, torch.device(device))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,14 +75,14 @@ def measure(
             for name in names:
                 options = {} if name == "dense" else {"min_tokens": 0}
                 policy = methods()[name](**options)
-                if lacking := _lacks_memory(heads, plan, n):
+                if lacking := lacks_memory(heads, plan, n):
                     leave_out(f"left out: {policy} at {n:,}: {lacking}")
                     continue
                 begin(f"{policy} at {n:,}")
                 yield time(heads, plan, n, name, policy, peer)
 
 
-def _lacks_memory(heads: Heads, plan: Plan, n: int) -> str:
+def lacks_memory(heads: Heads, plan: Plan, n: int) -> str:
     """Why a length does not fit the GPU's free memory, "" where it does."""
     if plan.device != "cuda":
         return ""
@@ -91,22 +96,22 @@ def _cache_bytes(heads: Heads, plan: Plan, n: int) -> int:
     return 2 * heads.kv * n * heads.dim * plan.dtype.itemsize
 
 
-def _normal(plan: Plan, seed: int) -> Callable[..., torch.Tensor]:
+def gaussian(plan: Plan, seed: int) -> Callable[..., torch.Tensor]:
     random = torch.Generator(plan.device).manual_seed(seed)
     return functools.partial(torch.randn, dtype=plan.dtype, device=plan.device, generator=random)
 
 
 def decode_call(
-    heads: Heads, plan: Plan, n: int, policy: Phase, seed: int, batch: int = 1
+    heads: Heads, plan: Plan, n: int, policy: Phase, seed: int, batch: int = 1, room: int = 0
 ) -> tuple[AttentionCall, torch.Tensor, torch.Tensor]:
     """A step's call, over a cache layer of the policy that holds n tokens of each row; and these
     tokens' keys and values `[B,Hkv,n,D]` on the device, where the layer's own may be in host
     memory."""
-    normal, scale = _normal(plan, seed), heads.dim**-0.5
+    normal, scale = gaussian(plan, seed), heads.dim**-0.5
     q = normal(batch, heads.query, 1, heads.dim)
     k, v = normal(2, batch, heads.kv, n, heads.dim)
     k[:, :, 3] = loud_key(q, heads.kv, scale)
-    layer: Any = policy.cache_layer(n) or PlugLayer(max_cache_len=n)
+    layer: Any = policy.cache_layer(n + room) or PlugLayer(max_cache_len=n + room)
     for first in range(0, n, CHUNK):
         part = slice(first, first + CHUNK)
         layer.update(k[:, :, part], v[:, :, part])
@@ -138,18 +143,19 @@ def rotated_calls(
     policy: Phase,
     rotate: Callable[[int], int] = rotated_sets,
     batch: int = 1,
+    room: int = 0,
 ) -> Iterator[tuple[AttentionCall, torch.Tensor, torch.Tensor]]:
     """`decode_call`s over as many caches as steps go through in turn, so that none is read from the
     L2: as a model's, whose weights come in between. `rotate` says how many that is by what a step
     reads; free memory bounds them. On a CPU one."""
-    first = decode_call(heads, plan, n, policy, 0, batch)
+    first = decode_call(heads, plan, n, policy, 0, batch, room)
     yield first
     if plan.device == "cuda":
         free, _ = torch.cuda.mem_get_info()
         kv_bytes = batch * _cache_bytes(heads, plan, n)
         wanted = rotate(read_bytes(policy, first[0], kv_bytes))
         for seed in range(1, min(MOST_SETS, wanted, free // (NEEDED * kv_bytes))):
-            yield decode_call(heads, plan, n, policy, seed, batch)
+            yield decode_call(heads, plan, n, policy, seed, batch, room)
 
 
 def loud_key(q: torch.Tensor, kv_heads: int, scale: float) -> torch.Tensor:
@@ -172,7 +178,7 @@ def _time_decode(heads: Heads, plan: Plan, n: int, name: str, policy: Phase, pee
 
 
 def _time_prefill(heads: Heads, plan: Plan, n: int, name: str, policy: Phase, peer: str) -> Row:
-    normal, scale = _normal(plan, 0), heads.dim**-0.5
+    normal, scale = gaussian(plan, 0), heads.dim**-0.5
     q = normal(1, heads.query, n, heads.dim)
     k, v = normal(2, 1, heads.kv, n, heads.dim)
     ours = [functools.partial(policy.attend, AttentionCall(q, k, v, scale))]

@@ -10,7 +10,7 @@ from rich.table import Table
 from typer.core import TyperGroup
 
 from attnplug import __version__
-from attnplug.cli.measure import bench, demo, doctor, eval, plan, report
+from attnplug.cli.measure import bench, demo, doctor, eval, plan, report, tune
 from attnplug.cli.output import console
 from attnplug.cli.serve import serve
 from attnplug.cli.trace import trace
@@ -18,7 +18,7 @@ from attnplug.cli.trace import trace
 __all__ = ["app"]
 
 app = typer.Typer(name="attnplug", pretty_exceptions_enable=False)
-for command in (demo, report, plan, eval, bench, serve, doctor):
+for command in (demo, report, plan, eval, bench, tune, serve, doctor):
     app.command()(command)
 app.add_typer(trace, name="trace")
 

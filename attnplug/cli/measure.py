@@ -180,6 +180,38 @@ def bench(
         command.run(command.heads_of(model), device, out, console(), lengths)
 
 
+def tune(
+    model: Annotated[
+        str | None,
+        typer.Argument(help="Whose heads; smollm2-135m, a folder or a hub id. Else Qwen2.5-7B's."),
+    ] = None,
+    method: Annotated[
+        list[str] | None, typer.Option(help="A method to measure, such as gather; all without.")
+    ] = None,
+    device: Device = None,
+    as_json: Json = False,
+) -> None:
+    """Measure from which length on each method pays on this machine, and keep it for `apply`.
+
+    A method's own crossovers were measured on an H200. Times a layer's step and prompt at a few
+    lengths, for a minute or two; `attnplug report` says where a crossover comes from."""
+    with clear_errors():
+        from attnplug.bench import command
+        from attnplug.bench import tune as module
+
+        device = device or default_device()
+        problem = command.problem(True, device)
+        if problem:
+            print_error(problem)
+            raise typer.Exit(2)
+        if model is not None:
+            check_weights(model)
+        heads = command.heads_of(model)
+        found = module.run(heads, device, method or [], console(stderr=as_json))
+        if as_json:
+            print_json(found)
+
+
 def plan(
     model: Annotated[
         str, typer.Argument(help="qwen2.5-7b, llama-3.1-8b, smollm2-135m, a folder or a hub id.")

@@ -57,6 +57,8 @@ class RoomySketch(Sketch):
     """sketch, but dense in caches that leave no room for its codes, and in those of a batch that
     have fewer tokens than its tasks were measured with."""
 
+    least_tokens: ClassVar[int] = MEASURED_TOKENS
+
     def measured_row_crossover(self, kind: str) -> int:
         return max(MEASURED_TOKENS, super().measured_row_crossover(kind))
 
@@ -70,6 +72,7 @@ class MeasuredMomo(Momo):
     is faster than dense there."""
 
     rows_as_momo: ClassVar[bool] = True
+    least_tokens: ClassVar[int] = MEASURED_TOKENS
 
     def measured_crossover(self, kind: str) -> int:
         return max(MEASURED_TOKENS, super().measured_crossover(kind))
@@ -148,7 +151,7 @@ def _against(candidate: Candidate, shape: LayerShape, layers: int) -> str:
         return refusal
     if shape.device.type == "cpu" and candidate.not_on_cpu:
         return candidate.not_on_cpu
-    tokens = method.crossover(shape.device)
+    tokens = method.on_this_machine(shape).crossover(shape.device)
     layer, free = method.cache_layer(tokens), free_memory(shape.device)
     if layer is None or free is None:
         return ""

@@ -65,6 +65,10 @@ class Phase:
         and why: for a method that only chooses. `layers` like it are on the layer's device."""
         return self, ""
 
+    def on_this_machine(self, shape: LayerShape) -> "Phase":
+        """This method with what `attnplug tune` has measured of it for such a layer."""
+        return self
+
     def refusal(self, shape: LayerShape) -> str | None:
         """Why this method cannot serve such a layer (which then stays dense), or None."""
         return None

@@ -1,19 +1,22 @@
 """Methods that leave short calls to dense attention, which is faster there."""
 
+import copy
 import dataclasses
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 from transformers.cache_utils import StaticLayer
 
-from attnplug.call import AttentionCall, PagedCall
+from attnplug.call import AttentionCall, LayerShape, PagedCall
 from attnplug.models.cache import PlugLayer
 from attnplug.ops.common.divide_rows import divide_rows
 from attnplug.policies.base import Phase
 from attnplug.policies.dense import Dense
+from attnplug.policies.tuned import Tuned, card_name, tuned
 
 # The crossover of a method that no measured length speaks for: no cache has so many slots.
 NEVER = (1 << 31) - 1
+OWN_CARD = "H200"  # that the methods' own crossovers were measured on
 
 
 class RowCrossover(NamedTuple):
@@ -62,11 +65,37 @@ class DenseBelow(Phase):
     that was measured on the kind of device."""
 
     min_tokens: int | None
+    tuned: Tuned | None = None  # no option: `on_this_machine` sets it
+    least_tokens: ClassVar[int] = 0  # whatever was measured of its speed
+
+    def on_this_machine(self, shape: LayerShape) -> "DenseBelow":
+        found = None
+        if self.min_tokens is None:
+            found = tuned(shape.device, shape.heads, str(self))
+        if found is None:
+            return self
+        least = self.least_tokens
+        made = copy.copy(self)
+        longer = found._replace(row=max(least, found.row), alone=max(least, found.alone))
+        object.__setattr__(made, "tuned", longer)
+        return made
+
+    def origin(self, device: torch.device) -> str:
+        """Where the crossover comes from, for notes, unless it was asked for."""
+        if self.min_tokens is not None:
+            return ""
+        if self.tuned is not None:
+            return f", as measured on this machine on {self.tuned.date}"
+        if device.type != "cuda" or OWN_CARD in card_name(device):
+            return ""
+        return f", as measured on an {OWN_CARD}: `attnplug tune` measures on this card"
 
     def crossover(self, device: torch.device) -> int:
         """Tokens below which dense attention runs on such a device."""
         if self.min_tokens is not None:
             return self.min_tokens
+        if self.tuned is not None:
+            return self.tuned.alone
         return self.measured_crossover("cpu" if device.type == "cpu" else "cuda")
 
     def row_crossover(self, device: torch.device) -> RowCrossover:
@@ -75,6 +104,8 @@ class DenseBelow(Phase):
         alone = self.crossover(device)
         if self.min_tokens is not None:
             return RowCrossover(alone, alone)
+        if self.tuned is not None:
+            return RowCrossover(min(self.tuned.row, alone), alone)
         row = self.measured_row_crossover("cpu" if device.type == "cpu" else "cuda")
         return RowCrossover(min(row, alone), alone)
 
@@ -165,4 +196,5 @@ class DenseBelow(Phase):
             )
         batch = f" ({rule.least(8):,} at batch 8)" if rule.row < rule.alone else ""
         small = f" below {rule.alone:,} tokens{batch} and in those" if rule.alone else ""
-        return f"dense in caches{small} that attnplug did not make for it"
+        where = self.origin(device) if rule.alone else ""
+        return f"dense in caches{small} that attnplug did not make for it{where}"

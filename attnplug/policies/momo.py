@@ -209,7 +209,8 @@ class Momo(DenseBelow):
         least = self.crossover(shape.device)
         tokens = max(131072, least)
         density = f"density {self.density(tokens):.1%} at {tokens:,}"
-        return f"dense in prefills below {least:,} tokens; {density}" if least else density
+        short = f"dense in prefills below {least:,} tokens{self.origin(shape.device)}"
+        return f"{short}; {density}" if least else density
 
     def query_grid(self) -> int:
         return self.query_block

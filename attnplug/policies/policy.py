@@ -45,6 +45,7 @@ class Policy:
         prefill, why = self.prefill.resolve("prefill", shape, layers)
         decode, more = self.decode.resolve("decode", shape, layers)
         reasons = "; ".join(filter(None, (why, more)))
+        prefill, decode = prefill.on_this_machine(shape), decode.on_this_machine(shape)
         return dataclasses.replace(self, prefill=prefill, decode=decode), reasons
 
     def attend(self, call: AttentionCall) -> torch.Tensor:

@@ -1,0 +1,206 @@
+"""`attnplug tune`: from which length on each method pays on this machine's own card.
+
+A method's step and dense's are timed in turn over caches of a few lengths, for one row and for
+eight: a layer's token is written, then attended to, as in a step of generate. Between a length at
+which the method loses and one at which it wins, the difference of the two times is taken for a
+line; the crossover is a tenth behind the place where that line is zero. Prefill methods are timed
+on whole prompts.
+"""
+
+import datetime
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from attnplug.bench.quick import CALLS, Heads, Plan, gaussian, lacks_memory, rotated_calls
+from attnplug.bench.timing import quantiles, time_in_turn, time_on_cpu
+from attnplug.call import AttentionCall, LayerShape
+from attnplug.errors import ArgumentError
+from attnplug.models.cache import PlugLayer
+from attnplug.policies import Phase, Policy, methods
+from attnplug.policies.crossover import NEVER, DenseBelow, RowCrossover
+from attnplug.policies.tuned import card_name, keep
+
+BATCH = 8
+LENGTHS = {
+    "cuda": {1: (4096, 16384, 65536, 262144), BATCH: (2048, 8192, 32768, 131072)},
+    "cpu": {1: (1024, 4096, 16384), BATCH: (512, 2048, 8192)},
+}
+PROMPTS = {"cuda": (4096, 16384, 65536), "cpu": (1024, 4096)}
+DECODES, PREFILLS = ("gather", "sketch", "gvr", "certified"), ("momo",)
+PLANS = {
+    "cuda": Plan("cuda", (), (), 9, torch.bfloat16),
+    "cpu": Plan("cpu", (), (), 3, torch.float32),
+}
+MARGIN, FARTHEST = 1.1, 4  # behind the crossing, and times the longest length beyond which it is
+STEP = 256  # tokens; a crossover is a multiple
+
+
+class Point(NamedTuple):
+    """Microseconds of a layer's step, or of its prompt, by a method and by dense: those that a
+    fifth of the samples stay below, as others may use the machine meanwhile."""
+
+    method: str
+    batch: int
+    n: int
+    us: float
+    dense_us: float
+
+
+def measure(
+    heads: Heads, device: str, begin: Callable[[str, int], None], names: Sequence[str] = ()
+) -> Iterator[Point]:
+    """Time each method of `names` (all, where there are none) against dense. `begin` is told what
+    comes next, and how many are still to come. Lengths that find no memory are left out."""
+    plan, wanted = PLANS[device], names or (*DECODES, *PREFILLS)
+    cases = [
+        (name, batch, n)
+        for name in wanted
+        for batch, lengths in (
+            LENGTHS[device].items() if name in DECODES else [(1, PROMPTS[device])]
+        )
+        for n in lengths
+    ]
+    for number, (name, batch, n) in enumerate(cases):
+        method = methods()[name](min_tokens=0)
+        begin(f"{name}, {batch} x {n:,}", len(cases) - number)
+        if method.refusal(heads.shape(plan.device)) or lacks_memory(heads, plan, batch * n):
+            continue
+        time = _time_steps if name in DECODES else _time_prompts
+        ours, dense = time(heads, plan, n, batch, method)
+        yield Point(name, batch, n, ours, dense)
+
+
+def _time_steps(heads: Heads, plan: Plan, n: int, batch: int, method: Phase) -> tuple[float, float]:
+    sides = []
+    for phase in (method, methods()["dense"]()):
+        made = list(rotated_calls(heads, plan, n, phase, batch=batch, room=1))
+        steps = [
+            functools.partial(_step, Policy(decode=phase), call, (k[:, :, :1].clone(), v[:, :, :1]))
+            for call, k, v in made
+        ]
+        each = max(1, CALLS // len(made)) if plan.device == "cuda" else 1
+        sides.append(steps * each)
+    return _times(plan, sides)
+
+
+def _step(policy: Policy, call: AttentionCall, token: tuple[torch.Tensor, torch.Tensor]) -> None:
+    """A step of generate in one layer, which writes a token; taken back."""
+    layer = call.state
+    assert isinstance(layer, PlugLayer)
+    layer.defer_next = layer.defers_write and layer.exposes_buffers
+    layer.update(*token)
+    policy.attend(call)
+    layer.cumulative_length.sub_(1)
+    layer.counted -= 1
+
+
+def _time_prompts(
+    heads: Heads, plan: Plan, n: int, batch: int, method: Phase
+) -> tuple[float, float]:
+    normal = gaussian(plan, 0)
+    q = normal(batch, heads.query, n, heads.dim)
+    k, v = normal(2, batch, heads.kv, n, heads.dim)
+    sides = [
+        [functools.partial(phase.attend, AttentionCall(q, k, v, heads.dim**-0.5))]
+        for phase in (method, methods()["dense"]())
+    ]
+    return _times(plan, sides)
+
+
+def _times(plan: Plan, sides: Sequence[Any]) -> tuple[float, float]:
+    if plan.device == "cuda":
+        found = time_in_turn(sides, graphs=[True, True], rounds=plan.rounds)
+    else:
+        found = time_on_cpu(sides, rounds=plan.rounds)
+    ours, dense = (quantiles(times)[0] for times in found)
+    return ours, dense
+
+
+def crossovers(points: Sequence[Point]) -> dict[str, dict[str, Any]]:
+    """`row` and `alone` of each method, as RowCrossover has them, and the points that they are
+    from. NEVER where no length comes near."""
+    found = {}
+    for name in dict.fromkeys(point.method for point in points):
+        own = [point for point in points if point.method == name]
+        alone = crossing([point for point in own if point.batch == 1])
+        batched = [point for point in own if point.batch == BATCH]
+        row = alone
+        if batched and alone < NEVER:
+            # Eight rows at their crossing have saved what one row at its own has.
+            each = crossing(batched)
+            row = max(0, min(alone, (BATCH * each - alone) // (BATCH - 1)))
+        measured = [[point.batch, point.n, point.us, point.dense_us] for point in own]
+        found[name] = {"row": row, "alone": alone, "points": measured}
+    return found
+
+
+def crossing(points: Sequence[Point]) -> int:
+    """Tokens from which on a method is not slower than dense, as far as was measured: the shortest
+    length where it never loses; NEVER where it loses for longer than can be told."""
+    line = sorted((point.n, point.us - point.dense_us) for point in points)
+    if not line:
+        return NEVER
+    lost = [place for place, (_, gap) in enumerate(line) if gap > 0]
+    if not lost:
+        return line[0][0]
+    last = lost[-1]
+    pair = line[last : last + 2] if last + 1 < len(line) else line[-2:]
+    if len(pair) < 2 or pair[1][1] >= pair[0][1]:  # the method falls behind
+        return NEVER
+    (n0, gap0), (n1, gap1) = pair
+    at = MARGIN * (n0 + (n1 - n0) * gap0 / (gap0 - gap1))
+    return NEVER if at > FARTHEST * line[-1][0] else -(-int(at) // STEP) * STEP
+
+
+def run(heads: Heads, device: str, names: Sequence[str], console: Console) -> dict[str, Any]:
+    """Measure, keep what was found in the user's file, and show it beside the methods' own
+    crossovers. Raises ArgumentError for a method that has none."""
+    unknown = [name for name in names if name not in (*DECODES, *PREFILLS)]
+    if unknown:
+        known = ", ".join((*DECODES, *PREFILLS))
+        raise ArgumentError(f"tune: {unknown[0]!r} has no crossover to measure; {known} have")
+    with Progress(console=console, transient=True) as bar:
+        task = bar.add_task("", total=None)
+
+        def begin(what: str, left: int) -> None:
+            total = bar.tasks[task].total or left
+            bar.update(task, description=what, total=total, completed=total - left)
+
+        found = crossovers(list(measure(heads, device, begin, names)))
+    shape, today = heads.shape(device), datetime.datetime.now(datetime.UTC).date().isoformat()
+    path = keep(shape.device, shape.heads, today, found)
+    console.print(table(shape, found))
+    console.print(f"kept in {path}, for models of these heads; apply reads it", highlight=False)
+    return found
+
+
+def table(shape: LayerShape, found: Mapping[str, Mapping[str, Any]]) -> Table:
+    """Crossovers as measured and as the methods have them: tokens of a row alone, and of each of
+    eight rows."""
+    where = "CPU" if shape.device.type == "cpu" else card_name(shape.device)
+    shown = Table(
+        title=f"from so many tokens on a method serves: {shape.heads}, {where}",
+        caption="never: it was slower than dense at every length that was measured",
+    )
+    shown.add_column("method")
+    for name in ("one row", "of eight rows", "one row by default", "of eight rows"):
+        shown.add_column(name, justify="right")
+    for name, entry in found.items():
+        own = methods()[name]()
+        assert isinstance(own, DenseBelow)  # names were checked
+        measured = RowCrossover(entry["row"], entry["alone"])
+        rules = (measured, own.row_crossover(shape.device))
+        shown.add_row(
+            name, *(_tokens(n) for rule in rules for n in (rule.alone, rule.least(BATCH)))
+        )
+    return shown
+
+
+def _tokens(count: int) -> str:
+    return "never" if count >= NEVER else f"{count:,}"

@@ -1,0 +1,87 @@
+"""Crossovers that `attnplug tune` has measured on this machine, in a file of the user's.
+
+A method's own crossovers are those of an H200. On another card dense attention takes another time
+for a token, and a method's kernels another time to start, so that it pays from another length on.
+The file has them by card, by heads, and by the versions whose kernels were timed.
+"""
+
+import contextlib
+import functools
+import json
+import os
+from collections.abc import Mapping
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import platformdirs
+import torch
+
+from attnplug import files
+from attnplug.ops.common.triton import triton
+
+PATH = "ATTNPLUG_CROSSOVERS"  # of the file, where it is not in the user's data folder
+
+
+class Tuned(NamedTuple):
+    """From so many tokens on a row pays beside others (`row`), and a row alone (`alone`), as
+    RowCrossover has them; and the day of the measurement."""
+
+    row: int
+    alone: int
+    date: str
+
+
+def crossover_file() -> Path:
+    """The file that `attnplug tune` writes: $ATTNPLUG_CROSSOVERS, or one of the user's data."""
+    named = os.environ.get(PATH)
+    return Path(named) if named else platformdirs.user_data_path("attnplug") / "crossovers.json"
+
+
+def card_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+
+
+def measured_with() -> str:
+    """The versions that the times depend on."""
+    return f"attnplug {version('attnplug')}, torch {torch.__version__}, Triton {triton.__version__}"
+
+
+def tuned(device: torch.device, heads: str, method: str) -> Tuned | None:
+    """What was measured of a method, by its text in a policy, for `heads` such as "28/4x128"; None
+    where nothing was, or with other versions. Raises FileError for a file that is damaged."""
+    path = crossover_file()
+    try:
+        stamp = path.stat().st_mtime_ns
+    except OSError:  # most users have none
+        return None
+    found = _read(path, stamp).get(card_name(device), {}).get(heads, {})
+    entry = found.get("methods", {}).get(method)
+    if entry is None or found.get("versions") != measured_with():
+        return None
+    return Tuned(int(entry["row"]), int(entry["alone"]), str(found["date"]))
+
+
+def keep(device: torch.device, heads: str, date: str, methods: Mapping[str, Any]) -> Path:
+    """Write what was measured into the file, in the place of what it says of these methods."""
+    path, known = crossover_file(), {}
+    with contextlib.suppress(FileNotFoundError):
+        known = _read(path, path.stat().st_mtime_ns)
+    of_card = dict(known.get(card_name(device), {}))
+    old = of_card.get(heads, {})
+    kept = old.get("methods", {}) if old.get("versions") == measured_with() else {}
+    entry = {"versions": measured_with(), "date": date, "methods": {**kept, **methods}}
+    of_card[heads] = entry
+    path.parent.mkdir(parents=True, exist_ok=True)
+    files.write_text(path, json.dumps({**known, card_name(device): of_card}, indent=1) + "\n")
+    return path
+
+
+@functools.lru_cache(maxsize=4)
+def _read(path: Path, stamp: int) -> dict[str, Any]:
+    """The file's content; `stamp` is when it was written, so that a new one is read again."""
+    with files.reading(path, "crossovers; delete it, and run attnplug tune again"):
+        found = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(found, dict):
+            raise ValueError("it is no table of cards")
+    return found
