@@ -93,9 +93,8 @@ class PagedCall:
     q is `[R,Hq,1,D]`, a token of each request. k, v are pages `[pages,Hkv,page,D]` that hold these
     tokens. `table` `[R,P]` int32 says which pages are whose. `lengths` `[R]` int32 counts a
     request's keys, 0 for a row that only pads the batch. `state` is what the method's `page_state`
-    made, `row_state` these rows of what its `row_state` made, or None. `slots` `[R]` says where the
-    step has written its keys, if the method is still to note them (`notes_in_step`). Nothing here
-    may be read on the host: CUDA graphs replay the step.
+    made. `slots` `[R]` says where the step has written its keys, if the method is still to note
+    them (`notes_in_step`). Nothing here may be read on the host: CUDA graphs replay the step.
     """
 
     q: torch.Tensor
@@ -107,7 +106,6 @@ class PagedCall:
     softcap: float = 0.0
     sinks: torch.Tensor | None = None
     state: Any = None
-    row_state: torch.Tensor | None = None
     slots: torch.Tensor | None = None
 
     @property

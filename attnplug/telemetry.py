@@ -85,14 +85,13 @@ def residents(rows: list[Residency]) -> Table:
 def picked(rows: list[Picks]) -> Table:
     """One row a layer of gvr's."""
     found = _numbers(
-        "tokens that the last step read, and how many of its picks were picks before",
+        "tokens that the last step read",
         "layer",
         "tokens",
         "density",
-        "overlap",
     )
     for row in rows:
-        found.add_row(str(row.layer), str(row.tokens), f"{row.density:.3f}", f"{row.overlap:.3f}")
+        found.add_row(str(row.layer), str(row.tokens), f"{row.density:.3f}")
     return found
 
 

@@ -79,7 +79,7 @@ class Layer(NamedTuple):
         from attnplug import ops
 
         q, k, v = self.qkv(batch, 1, size)
-        made = summaries(k, 16, 1, True, False)
+        made = summaries(k, 16, 1, True)
         ops.block_bounds(k, *made, block=16, lengths=new(batch), band=True)
         options = {"scale": 0.1, "block": 16, "top_k": 256, "sink": 8, "local": 32}
         ops.gather_decode(
@@ -112,15 +112,6 @@ class Layer(NamedTuple):
         ops.top_tokens(q, codes, steps, 2048, **kept)
         index = new(batch, self.kv_heads, 1, 2048)
         ops.gather_tokens_attention(q, k, v, index, scale=0.1, **kept)
-
-    def gvr_by_share(self, batch: int, size: int) -> None:
-        from attnplug import ops
-
-        q, k, _ = self.qkv(batch, 1, size)
-        codes, steps = new(*k.shape, dtype=torch.int8), new(*k.shape[:3], dtype=FP32)
-        kept = {"sink": 16, "window": 256, "lengths": new(batch)}
-        ops.score_tokens(q, codes, steps, **kept)
-        ops.share_tokens(q, codes, steps, scale=0.1, **kept)
 
     def sketch(self, batch: int, size: int) -> None:
         from attnplug import ops
@@ -189,7 +180,6 @@ class Layer(NamedTuple):
         yield Case("gather 128K, batch 8", lambda: self.gather(8, 131072))
         yield Case("gather, pages of a row", lambda: self.gather_pages(1))
         yield Case("gvr 128K, batch 8", lambda: self.gvr(8, 131072))
-        yield Case("gvr by shares, 32K", lambda: self.gvr_by_share(1, 32768))
         yield Case("sketch 128K", lambda: self.sketch(1, 131072))
         yield Case("sketch 32K, batch 8", lambda: self.sketch(8, 32768))
         yield Case("sketch 128K on the host", lambda: self.sketch_host(131072))

@@ -81,22 +81,6 @@ def score_tokens(op: Any) -> Cases:
 
 
 @cases
-def share_tokens(op: Any) -> Cases:
-    def case(batch, heads, kv, size, width, dtype=BF16, **options):
-        q = new(options.pop("rows", batch), heads, 1, width, dtype=dtype)
-        codes = new(batch, kv, size, width, dtype=torch.int8)
-        return lambda: op(q, codes, new(batch, kv, size, dtype=FP32), scale=0.1, **options)
-
-    kept = {"sink": 16, "window": 256}
-    yield "bench", case(1, 28, 4, 131072, 128, lengths=new(1), **kept)
-    yield "fp16 D=80", case(2, 8, 2, 1003, 80, FP16, lengths=new(2))
-    yield "padded", case(2, 28, 4, 4096, 128, softcap=30.0, **kept, **padding(2, 4096))
-    yield "fp32 D=256", case(1, 4, 4, 4096, 256, FP32, **kept)
-    rows = {"rows": 8, "table": new(8, 8192), "lengths": new(8), **kept}
-    yield "pages of 16", case(4096, 28, 4, 16, 128, **rows)
-
-
-@cases
 def top_tokens(op: Any) -> Cases:
     def case(batch, heads, kv, size, width, k=2048, dtype=BF16, **options):
         q = new(batch, heads, 1, width, dtype=dtype)

@@ -229,7 +229,7 @@ def _speaks_of(row: Row, figure: Figure) -> bool:
 REFERENCES = {"dense", "stock"}  # what any page's method is held against
 KNOWN = frozenset(
     "dense dense_decode momo gather gvr sketch certified stream stream_mask tiered topk "
-    "select_blocks measure_blocks score_tokens share_tokens top_tokens gather_tokens_attention "
+    "select_blocks measure_blocks score_tokens top_tokens gather_tokens_attention "
     "query_sparse_attention block_sparse_attention merge_block_rows delta_correct stock "
     "random_blocks".split()
 )

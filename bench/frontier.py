@@ -39,6 +39,7 @@ from attnplug.eval.stats import bootstrap_mean
 from attnplug.models.layers import config_heads
 from attnplug.models.names import CACHE
 from attnplug.models.pretrained import load
+from attnplug.ops import top_tokens
 from attnplug.ops.sketch.state import BLOCK, COORDINATES
 from attnplug.plan import read_tokens
 from attnplug.policies import AttentionCall, Phase
@@ -76,8 +77,7 @@ def own(tokens: list[int], sizes: list[int], width: int) -> list[Case]:
         for scoring in ("bounds", "band"):
             cases.append(paged(Gather(k=k // 16, scoring=scoring, min_tokens=0), width))
         best = Gvr(k=k, min_tokens=0)
-        told = dataclasses.replace(best, hint=True)  # which keeps its picks, for `kept_by`
-        cases.append(Case(told, policy_name(best), width + 4, best.kept))
+        cases.append(Case(best, policy_name(best), width + 4, best.kept))
         for size, tail in itertools.product(sizes, ("regression", "drop")):
             sketch = Sketch(bytes=size, k=k, tail=tail, min_tokens=0)
             silent = dataclasses.replace(sketch, audit=0)  # an audit is the host's, between steps
@@ -142,8 +142,8 @@ def kept_by(method: Phase, call: AttentionCall) -> torch.Tensor | None:
         at = torch.where(blocks[..., None] < 0, length, at).flatten(1).clamp(max=length)
         return read.scatter_(1, at, True)[:, :length]
     if isinstance(method, Gvr) and isinstance(layer, GvrLayer):
-        assert layer.last is not None
-        picks = layer.last.picks[0]
+        kept = {"sink": method.sink, "window": method.window, "lengths": call.lengths}
+        picks = top_tokens(call.q, layer.codes, layer.scales, method.k, **kept)[0]
         read[:, : method.sink], read[:, max(0, length - method.window) : length] = True, True
     elif isinstance(method, Sketch) and isinstance(layer, SketchLayer) and layer.is_fitted:
         assert layer.basis is not None and layer.codes is not None and layer.asked is not None

@@ -1,6 +1,6 @@
 """Plans of gvr's step and of topk on one GPU: whether they are right, and how long each takes.
 
-    python bench/gvr_ops.py [--seconds 115] [--part all|checks|steps|topk|kernels|fused]
+    python bench/gvr_ops.py [--seconds 115] [--part all|checks|steps|topk|kernels]
 
 Prints a JSON line a measurement: CUDA graphs of calls on caches that rotate past the L2. A variant
 that fails is a line with its error; the script goes on, and exits with 1.
@@ -21,7 +21,6 @@ from test_topk import PEERS, peer_of
 
 scoring: Any = importlib.import_module("attnplug.ops.gvr.score_tokens")
 ranking: Any = importlib.import_module("attnplug.ops.gvr.topk")
-fusing: Any = importlib.import_module("attnplug.ops.gvr.top_tokens")
 sifted: Any = importlib.import_module("attnplug.ops.gvr.kernels.topk_sifted_rows")
 attending: Any = importlib.import_module("attnplug.ops.gvr.gather_tokens_attention")
 
@@ -36,7 +35,6 @@ class Variant(NamedTuple):
     name: str
     score: Any = None  # a plan of score_tokens; None: the default
     topk: Any = None  # a plan of topk; None: the default
-    fused: Any = None  # a plan of top_tokens, in place of the two; None: the two ops
 
 
 class Layer:
@@ -71,14 +69,6 @@ class Layer:
         ranking.launch_topk(scores, K, None, self.lengths, False, *found, plan=plan)
         return found
 
-    def best(self, plan: Any) -> tuple[torch.Tensor, ...]:
-        """top_tokens' outputs, and the scores they are of."""
-        args = self.q, self.codes, self.scales, K, SINK, WINDOW, self.lengths, None, None
-        scores = torch.empty(len(self.q) * KV, self.k.shape[2], device="cuda")
-        found = fusing._allocate(*args)
-        fusing.launch_top_tokens(*args, *found, plan=plan, scores=scores)
-        return *found, scores
-
     def attend(self, picks: torch.Tensor) -> torch.Tensor:
         """Attention over the picks."""
         index = picks.view(len(self.q), KV, 1, K)
@@ -90,8 +80,6 @@ class Layer:
         return out
 
     def step(self, variant: Variant) -> torch.Tensor:
-        if variant.fused is not None:
-            return self.attend(self.best(variant.fused)[0])
         return self.attend(self.rank(self.score(variant.score), variant.topk)[0])
 
 
@@ -123,52 +111,6 @@ def score_plans(batch: int, size: int) -> Iterator[tuple[str, Any]]:
             f"{each} x {tile}/{warps}w/{stages}s",
             scoring.Plan(tile, programs, warps, stages, **NEW),
         )
-
-
-# Of top_tokens: programs of a row, parts of each, slots of a part, neighbours of it, tile, warps.
-FUSED = {
-    (1, 1 << 15): [
-        (128, 1, 64, 8, 128, 4), (64, 1, 128, 16, 128, 4), (128, 1, 64, 16, 64, 4),
-    ],
-    (1, 1 << 17): [
-        (128, 1, 64, 8, 128, 4), (128, 1, 64, 128, 128, 4), (198, 1, 32, 16, 128, 4),
-        (171, 1, 32, 8, 128, 4), (264, 1, 32, 16, 128, 4), (64, 1, 128, 16, 128, 4),
-        (99, 1, 64, 16, 256, 8),
-    ],
-    (1, 1 << 20): [
-        (128, 4, 32, 128, 128, 4), (198, 3, 32, 16, 128, 4), (512, 1, 32, 16, 128, 4),
-    ],
-    (8, 1 << 17): [
-        (24, 5, 64, 128, 128, 4), (24, 4, 64, 16, 128, 4), (96, 1, 64, 16, 128, 4),
-        (12, 10, 64, 16, 256, 8),
-    ],
-}  # fmt: skip
-
-
-def fused_plans(batch: int, size: int) -> Iterator[tuple[str, Any]]:
-    """Plans of top_tokens; the default comes first, where it is not the two ops' kernels."""
-    default = fusing.plan_for(batch * KV, size, WIDTH, K, 132)
-    if default is not None:
-        yield "fused default", default
-    score = scoring.plan_for(batch * KV, size, WIDTH, 132)
-    score = score._replace(programs=min(score.programs, fusing.PROGRAMS))
-    fewest = fusing.fewest_parts(size, K, score)
-    if fewest is not None:
-        yield "fused, fewest parts", fewest
-    for programs, each, room, chunk, tile, warps in FUSED.get((batch, size), ()):
-        score = scoring.Plan(tile, programs, warps, 3, **NEW)
-        name = f"fused {programs} x {each}, {room} slots, chunks of {chunk}, {tile}/{warps}w"
-        yield name, fusing.plan_of(K, score, each, room, chunk)
-
-
-def fused_variants(batch: int, size: int) -> list[Variant]:
-    """Also the first plan without a bound on the registers."""
-    made = [Variant(name, fused=plan) for name, plan in fused_plans(batch, size)]
-    free = [
-        Variant(f"{each.name}, free registers", fused=each.fused._replace(registers=None))
-        for each in made[:1]
-    ]
-    return [*made, *free]
 
 
 def variants(batch: int, size: int) -> list[Variant]:
@@ -276,43 +218,6 @@ def check_step(variant: Variant, batch: int, tokens: int) -> dict[str, Any]:
     return exact(scores, layer.rank(scores, variant.topk))
 
 
-def check_fused(plan: Any, batch: int, tokens: int) -> dict[str, Any]:
-    """The scores are those of score_tokens to a rounding, the picks are the best of them, and twice
-    the same."""
-    layer = Layer(batch, tokens, 3)
-    *found, scores = layer.best(plan)
-    hold_scores(scores, layer.score(plans_before(batch, tokens)[0]))
-    again = layer.best(plan)[:3]
-    assert all(torch.equal(a, b) for a, b in zip(found, again, strict=True)), "not the same twice"
-    return exact(scores, tuple(found))
-
-
-def check_fused_kind(kind: str, plan: Any, tokens: int) -> dict[str, Any]:
-    """Keys whose scores are rows of a kind: a query finds each key's scale."""
-    layer = Layer(1, tokens, 3)
-    for tensor in (layer.q, layer.codes):
-        tensor.zero_()[..., 0] = 1
-    layer.scales[0] = kind_of(kind, KV, tokens)
-    *found, scores = layer.best(plan)
-    wanted = layer.scales[0].nan_to_num(torch.inf, torch.inf, -torch.inf)
-    wanted[:, :SINK] = wanted[:, tokens - WINDOW :] = -torch.inf
-    assert torch.equal(scores, wanted), "other scores"
-    return exact(scores, tuple(found))
-
-
-def run_fused_checks(lines: Lines) -> None:
-    for tokens in (1 << 15, 1 << 17):
-        plan = fusing.plan_for(KV, tokens, WIDTH, K, 132)
-        for kind in ("normal", "heavy", "ties", "together", "padded", "odd"):
-            case = f"fused {kind} {tokens}"
-            lines.attempt("check", case, "default", check_fused_kind, kind, plan, tokens)
-    for batch, tokens in SHAPES:
-        for name, plan in fused_plans(batch, tokens):
-            case = f"fused {batch} x {tokens}"
-            lines.attempt("check", case, name, check_fused, plan, batch, tokens)
-        torch.cuda.empty_cache()
-
-
 def run_checks(lines: Lines) -> None:
     for name, plan in score_plans(1, 32768):
         lines.attempt("check", "scores", name, check_scores, plan)
@@ -342,21 +247,6 @@ def run_steps(lines: Lines, kernels: bool) -> None:
             lines.attempt("step", case, variant.name, timed, steps)
         if kernels:
             run_kernels(lines, case, layers, batch, tokens)
-        del layers
-        torch.cuda.empty_cache()
-
-
-def run_fused(lines: Lines) -> None:
-    """Steps of top_tokens, beside the two ops and dense; and top_tokens without the attention."""
-    for batch, tokens in SHAPES:
-        case, layers = f"{batch} x {tokens}", caches(batch, tokens)
-        lines.attempt("step", case, "dense", timed, dense_steps(layers))
-        for variant in (Variant("two ops"), *fused_variants(batch, tokens), Variant("two ops")):
-            steps = [functools.partial(layer.step, variant) for layer in layers]
-            lines.attempt("step", case, variant.name, timed, steps)
-        for name, plan in fused_plans(batch, tokens):
-            calls = [functools.partial(layer.best, plan) for layer in layers]
-            lines.attempt("top_tokens", case, name, timed, calls)
         del layers
         torch.cuda.empty_cache()
 
@@ -405,7 +295,7 @@ def topk_of(scores: torch.Tensor, plan: Any) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--seconds", type=float, default=115)
-    parts = ("all", "checks", "steps", "topk", "kernels", "fused")
+    parts = ("all", "checks", "steps", "topk", "kernels")
     parser.add_argument("--part", choices=parts, default="all")
     args = parser.parse_args()
     torch.set_grad_enabled(False)
@@ -413,9 +303,6 @@ def main() -> int:
     print(json.dumps({"gpu": torch.cuda.get_device_name(), "torch": torch.__version__}), flush=True)
     if args.part in ("all", "checks"):
         run_checks(lines)
-    if args.part in ("all", "fused"):
-        run_fused(lines)
-        run_fused_checks(lines)
     if args.part in ("all", "topk"):
         run_topk(lines)
     if args.part in ("all", "steps", "kernels"):

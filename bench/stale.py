@@ -48,7 +48,10 @@ MODEL_FILES = frozenset({"attnplug/models/hf.py", "attnplug/models/layers.py"})
 STUDIES = {"topk": f"{OPS}/gvr/topk.py"}  # whose policies are no policies
 # Of deleted options, by key of a row: what its text holds there.
 GONE = {
-    "policy": re.compile(r"\bgather\([^)]*scoring='(spread|estimate|mean)'"),
+    "op": re.compile("^share_tokens$"),
+    "policy": re.compile(
+        r"\bgather\([^)]*scoring='(spread|estimate|mean)'|\bgvr\([^)]*group='share'"
+    ),
     "options": re.compile(r"^spread, block=16|scoring=(estimate|mean)"),
 }
 # what chooses a method but computes nothing of its rows

@@ -16,7 +16,6 @@ from attnplug.bench.rows import policy_name
 from attnplug.ops import (
     gather_tokens_attention,
     score_tokens,
-    share_tokens,
     top_tokens,
     topk,
 )
@@ -26,12 +25,11 @@ HEADS_Q, HEADS_KV, WIDTH = 28, 4, 128
 SCALE = WIDTH**-0.5
 CALLS = 8  # in one graph
 CHUNK = 65536
-# (group, k, batch, tokens)
+# (k, batch, tokens)
 SHAPES = [
-    *(("max", 2048, 1, n) for n in (32768, 65536, 131072, 524288, 1048576)),
-    ("max", 512, 1, 131072),
-    ("max", 2048, 8, 131072),
-    *(("share", k, 1, n) for k in (512, 2048) for n in (32768, 131072, 1048576)),
+    *((2048, 1, n) for n in (32768, 65536, 131072, 524288, 1048576)),
+    (512, 1, 131072),
+    (2048, 8, 131072),
 ]
 
 
@@ -54,9 +52,9 @@ def call_of(policy: Gvr, batch: int, n: int, seed: int) -> AttentionCall:
 
 
 @pytest.mark.parametrize("peer", ["dense", "cudnn"])
-@pytest.mark.parametrize("group, k, batch, n", SHAPES)
-def test_gvr(gpu_bench, group, k, batch, n, peer):
-    policy = Gvr(k=k, min_tokens=0, group=group)
+@pytest.mark.parametrize("k, batch, n", SHAPES)
+def test_gvr(gpu_bench, k, batch, n, peer):
+    policy = Gvr(k=k, min_tokens=0)
     cache_bytes = batch * HEADS_KV * n * (5 * WIDTH + 4)
     count = min(gpu_bench.sets(cache_bytes), 4)
     calls = [call_of(policy, batch, n, seed) for seed in range(count)]
@@ -65,7 +63,7 @@ def test_gvr(gpu_bench, group, k, batch, n, peer):
     calls *= max(1, CALLS // count)
     gpu_bench(
         op="gvr", case="op", n=n, batch=batch, heads_q=HEADS_Q, heads_kv=HEADS_KV, head_dim=WIDTH,
-        dtype=torch.bfloat16, options=f"k={k}" + (", group=share" if group == "share" else ""),
+        dtype=torch.bfloat16, options=f"k={k}",
         fns=[functools.partial(policy.attend, c) for c in calls],
         peer=peer, peer_fns=[functools.partial(theirs, c) for c in calls],
         bytes=batch * (HEADS_KV * scanned + 4 * HEADS_Q * WIDTH), flops=0,
@@ -74,16 +72,13 @@ def test_gvr(gpu_bench, group, k, batch, n, peer):
 
 
 @pytest.mark.parametrize("n", [32768, 65536, 131072, 524288, 1048576])
-@pytest.mark.parametrize(
-    "part", ["score_tokens", "share_tokens", "topk", "top_tokens", "gather_tokens_attention"]
-)
+@pytest.mark.parametrize("part", ["score_tokens", "topk", "top_tokens", "gather_tokens_attention"])
 def test_part(gpu_bench, part, n):
     """An op of a step alone: scores, the top-k of the KV heads' rows, attention. Caches go
     round, so that none is read from the L2."""
     policy = Gvr(min_tokens=0)
     nbytes = {
         "score_tokens": HEADS_KV * n * (WIDTH + 8),
-        "share_tokens": HEADS_KV * n * (WIDTH + 8),
         "topk": HEADS_KV * (4 * n + 8 * policy.k),
         "top_tokens": HEADS_KV * (n * (WIDTH + 8) + 8 * policy.k),
         "gather_tokens_attention": HEADS_KV * min(policy.kept, n) * 4 * WIDTH,
@@ -92,7 +87,7 @@ def test_part(gpu_bench, part, n):
     fns = [part_of(part, policy, call_of(policy, 1, n, seed)) for seed in range(count)]
     row = {"batch": 1, "heads_q": HEADS_Q, "heads_kv": HEADS_KV, "head_dim": WIDTH}
     options, dtype = f"k={policy.k}", torch.bfloat16
-    if part in ("score_tokens", "share_tokens"):
+    if part == "score_tokens":
         options = ""
     elif part == "topk":
         row = {"batch": HEADS_KV, "heads_q": 1, "heads_kv": 1, "head_dim": 0}
@@ -115,8 +110,6 @@ def part_of(part: str, policy: Gvr, call: AttentionCall) -> Callable[[], Any]:
     scoring = functools.partial(score_tokens, *keys, **kept)
     if part == "score_tokens":
         return scoring
-    if part == "share_tokens":
-        return functools.partial(share_tokens, *keys, scale=SCALE, **kept)
     if part == "top_tokens":
         return functools.partial(top_tokens, *keys, policy.k, **kept)
     scores = scoring()

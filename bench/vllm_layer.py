@@ -143,7 +143,7 @@ class Layers:
         self.queries = [torch.randn(8, HEADS, WIDTH, **place) for _ in range(count)]
         self.outs = [torch.empty(8, HEADS, WIDTH, **place) for _ in range(count)]
         phases, there = Phases(decode=Gather()), torch.device(device, 0)
-        some = dict(scale=SCALE, softcap=0.0, sinks=None, device=there, rows=8)
+        some = dict(scale=SCALE, softcap=0.0, sinks=None, device=there)
         self.served = [ServedLayer(phases, **some) for _ in range(count)]
         self.rule = self.served[0].rule
         for served, cache in zip(self.served, self.caches, strict=True):

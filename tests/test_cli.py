@@ -51,7 +51,7 @@ def test_report_shows_what_runs_where():
     ("policy", "headings"),
     [
         ("certified(min_tokens=0)", ("E_key mean", "rung 4", "saved", "tier")),
-        ("gvr(min_tokens=0)", ("density", "overlap")),
+        ("gvr(min_tokens=0)", ("density",)),
         ("sketch(min_tokens=0)", ("audits", "of the output")),
     ],
 )

@@ -15,7 +15,6 @@ from attnplug.ops.gather.tiered_decode import ResidentBlocks, tiered_decode
 from attnplug.ops.gvr.gather_tokens_attention import gather_tokens_attention
 from attnplug.ops.gvr.page_codes import page_codes
 from attnplug.ops.gvr.score_tokens import score_tokens
-from attnplug.ops.gvr.share_tokens import share_tokens
 from attnplug.ops.gvr.top_tokens import top_tokens
 from attnplug.ops.gvr.topk import topk
 from attnplug.ops.momo.block_sparse_attention import block_sparse_attention
@@ -52,7 +51,6 @@ __all__ = [
     "query_sparse_attention",
     "score_tokens",
     "select_blocks",
-    "share_tokens",
     "sketch_decode",
     "sketch_host_decode",
     "stream_edges",

@@ -140,11 +140,6 @@ class Phase:
         length of 0 in the call are read whole, over their `near` keys, `[R]`."""
         raise NotImplementedError(f"{type(self).__name__} has no attend_rows")
 
-    def row_state(self, rows: int, kv_heads: int, device: torch.device) -> torch.Tensor | None:
-        """What this method keeps for each row of a batch over pages, `[rows,...]`, or None. Rows
-        come, go and move between steps, so that no result may depend on it."""
-        return None
-
     def check(self, option: str, valid: bool, needed: str) -> None:
         """Raise PolicyError unless the option's value is `valid`; `needed` says what is."""
         check_option(self.name, option, getattr(self, option), valid, needed)

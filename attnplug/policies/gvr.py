@@ -5,8 +5,6 @@ scores (Guess-Verify-Refine), and attends to the sink, the window and the picks:
 
     keep = tokens 0..sink-1, the last `window`, and the top k of the others by max_g q[g] . k
 
-or by their share of the attention, summed over the group.
-
 Source: "Guess-Verify-Refine" (docs/papers.md); token selection as in DeepSeek's sparse
 attention, with the model's own keys in place of a trained indexer. Prefill is another phase's
 business.
@@ -22,7 +20,6 @@ from attnplug.ops import (
     gather_tokens_attention,
     page_codes,
     score_tokens,
-    share_tokens,
     top_tokens,
     topk,
 )
@@ -38,7 +35,6 @@ from attnplug.policies.crossover import DenseBelow
 # On a CPU it was slower at every length that was tried, up to 32,768; it waits as long as sketch.
 CROSSOVER_FACTOR = 4
 CROSSOVER_FLOOR = {"cuda": 163840, "cpu": 524288}
-GROUPS = ("max", "share")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,18 +44,13 @@ class Gvr(DenseBelow):
     k: tokens that each KV head picks at each step. sink: first tokens that are always read.
     window: last tokens that are always read, the query's own included. min_tokens: caches below so
     many tokens are read whole, by `dense`. None is a multiple of what a step keeps, but not below a
-    floor for the kind of device. group: what ranks a token for the heads of a group, its largest
-    score (max) or the sum of its shares of their attention (share). hint: whether a step's top-k
-    starts from the last step's picks, as in the paper. It changes no pick, and on an H200 costs
-    more than it gains.
+    floor for the kind of device.
     """
 
     k: int = 2048
     sink: int = 16
     window: int = 256
     min_tokens: int | None = None
-    group: str = "max"
-    hint: bool = False
 
     name: ClassVar[str] = "gvr"
     layer_type: ClassVar[type] = GvrLayer
@@ -71,8 +62,6 @@ class Gvr(DenseBelow):
         self.check("sink", self.sink >= 0, "at least 0")
         self.check("window", self.window >= 1, "at least 1, the query's own token")
         self.check_min_tokens()
-        self.check("group", self.group in GROUPS, " or ".join(GROUPS))
-        self.check("hint", isinstance(self.hint, bool), "True or False")
 
     @property
     def kept(self) -> int:
@@ -88,31 +77,21 @@ class Gvr(DenseBelow):
         return f"reads {self.kept:,} tokens{density}, and INT8 keys to choose them; {dense}"
 
     def cache_layer(self, max_length: int) -> GvrLayer:
-        return GvrLayer(max_length, self.k, self.kept, self.hint)
+        return GvrLayer(max_length, self.k, self.kept)
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
         layer = self._own_layer(call)
         if layer is None:
             return self.leave_to_dense(call)
         where = {"lengths": call.lengths, "start": call.first_key, "key_mask": call.key_mask}
-        last = layer.last if self.hint else None
-        hint = None if last is None else last.picks
-        out, picks = self._step(call, PageCodes(layer.codes, layer.scales), hint, where)
-        if last is not None:
-            last.remember(picks)  # at the end: the kernels before it start one another early
-        return out
+        return self._step(call, PageCodes(layer.codes, layer.scales), where)
 
     def _step(
-        self,
-        call: AttentionCall | PagedCall,
-        keys: PageCodes,
-        hint: torch.Tensor | None,
-        where: dict[str, Any],
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The output of a step and its picks, int32 `[B,Hkv,k]`. `hint`, of the same shape, changes
-        no pick; `where` says which keys are the rows'."""
+        self, call: AttentionCall | PagedCall, keys: PageCodes, where: dict[str, Any]
+    ) -> torch.Tensor:
+        """The output of a step; `where` says which keys are the rows'."""
         options: dict[str, Any] = {"sink": self.sink, "window": self.window, **where}
-        picks = self._best(call, keys, hint, options)
+        picks = self._best(call, keys, options)
         out, _ = gather_tokens_attention(
             call.q,
             call.k,
@@ -123,28 +102,20 @@ class Gvr(DenseBelow):
             sinks=call.sinks,
             **options,
         )
-        return out, picks
+        return out
 
     def _best(
-        self,
-        call: AttentionCall | PagedCall,
-        keys: PageCodes,
-        hint: torch.Tensor | None,
-        options: dict[str, Any],
+        self, call: AttentionCall | PagedCall, keys: PageCodes, options: dict[str, Any]
     ) -> torch.Tensor:
         """The picks of a step, int32 `[B,Hkv,k]`. Where a row has fewer than k others, -inf is
-        picked too; attention passes over those."""
+        picked too; attention passes over those. Neither the scale nor the softcap changes an
+        order."""
         shape = len(call.q), call.k.shape[1], self.k
-        if self.group == "max" and hint is None and options.get("table") is None:
+        if options.get("table") is None:
             return top_tokens(call.q, *keys, self.k, **options)[0].view(shape)
-        if self.group == "share":
-            logits = {"scale": call.scale, "softcap": call.softcap}
-            scores = share_tokens(call.q, *keys, **logits, **options)
-        else:  # neither the scale nor the softcap changes an order
-            scores = score_tokens(call.q, *keys, **options)
-        last = None if hint is None else hint.flatten(0, 1)
+        scores = score_tokens(call.q, *keys, **options)
         rows = score_lengths(call.lengths, shape[1])
-        return topk(scores, self.k, hint=last, lengths=rows)[0].view(shape)
+        return topk(scores, self.k, lengths=rows)[0].view(shape)
 
     def pages_refusal(self) -> str | None:
         return None
@@ -160,19 +131,8 @@ class Gvr(DenseBelow):
         if state is not None:
             page_codes(k, *state, slots)
 
-    def row_state(self, rows: int, kv_heads: int, device: torch.device) -> torch.Tensor | None:
-        """With `hint` the last picks of each row, int32 `[rows,Hkv,k]`, which may be another
-        row's."""
-        if not self.hint:
-            return None
-        return torch.full((rows, kv_heads, self.k), -1, dtype=torch.int32, device=device)
-
     def attend_far(self, call: PagedCall) -> torch.Tensor:
-        where = {"lengths": call.lengths, "table": call.table}
-        out, picks = self._step(call, call.state, call.row_state, where)
-        if call.row_state is not None:
-            call.row_state.copy_(picks)  # at the end, as in `attend`
-        return out
+        return self._step(call, call.state, {"lengths": call.lengths, "table": call.table})
 
     def _own_layer(self, call: AttentionCall) -> GvrLayer | None:
         """The call's cache layer if its codes are those of the call's keys, else None: a small

@@ -147,9 +147,7 @@ def test_steps(bench, name, monkeypatch):
     assert (row["ceilings"] is None) == (name != "dense")
 
 
-@pytest.mark.parametrize(
-    "part", ["score_tokens", "share_tokens", "topk", "top_tokens", "gather_tokens_attention"]
-)
+@pytest.mark.parametrize("part", ["score_tokens", "topk", "top_tokens", "gather_tokens_attention"])
 def test_parts_of_gvr(bench, part):
     module, gpu_bench = bench[0]("test_gvr"), bench[1]
     module.test_part(gpu_bench, part, 2560)

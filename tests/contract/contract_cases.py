@@ -54,11 +54,6 @@ CASES = {
         family="gvr(k=128, sink=2, window=4, min_tokens=0)",
         graphs="gvr(k=64, sink=2, window=8, min_tokens=0)",
     ),
-    "gvr with a hint": Case(
-        "gvr(k=4, sink=2, window=8, min_tokens=0, hint=True)",
-        "gvr(k=512, sink=2, window=8, min_tokens=0, hint=True)",
-        graphs="gvr(k=64, sink=2, window=8, min_tokens=0, hint=True)",
-    ),
     "certified": CERTIFIED,
     "sketch": SKETCH,
     "sketch in host memory": HOST_SKETCH,
@@ -100,8 +95,6 @@ def shipped() -> list[str]:
 # The rows of single methods, by name.
 METHODS = {name: case for name, case in CASES.items() if name in shipped()}
 FAMILY = {name: case.family or case.exact for name, case in METHODS.items()}
-# Rows of methods that keep something else, or elsewhere.
-VARIANTS = {
-    name: case for name, case in CASES.items() if name.endswith((" in host memory", " with a hint"))
-}
+# Rows of methods that keep their cache elsewhere.
+VARIANTS = {name: case for name, case in CASES.items() if name.endswith(" in host memory")}
 GRAPHS = {name: case.graphs or case.exact for name, case in (METHODS | VARIANTS).items()}

@@ -11,7 +11,7 @@ from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 from transformers.generation.configuration_utils import CompileConfig
 
 import attnplug
-from attnplug.policies import certificates, picks
+from attnplug.policies import certificates
 from attnplug.testing.policy import tiny_model
 
 OPTIONS = dict(do_sample=False, return_dict_in_generate=True)
@@ -114,18 +114,6 @@ def test_the_cache_of_prompt_lookup_serves_the_next_turn(exact, device):
         options = dict(attention_mask=mask, past_key_values=cache, max_new_tokens=20, **OPTIONS)
         found.append(model.generate(tokens, **options).sequences.tolist())
     assert found[0] == found[1]
-
-
-def test_what_steps_counted_outlives_a_growth(device):
-    policy = "gvr(k=16, sink=1, window=4, min_tokens=0, hint=True)"
-    model = attnplug.apply(tiny_model(device=device), policy)
-    prompt = ids().to(device)
-    mask = torch.ones_like(prompt)
-    out = model.generate(prompt, attention_mask=mask, max_new_tokens=9, **OPTIONS)
-    before = picks(out.past_key_values)
-    out.past_key_values.reserve(400)
-    assert picks(out.past_key_values) == before
-    assert all(0 <= layer.overlap <= 1 for layer in before)
 
 
 def test_a_layer_that_grew_keeps_nothing_of_the_old_one(exact):

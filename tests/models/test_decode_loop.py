@@ -309,7 +309,6 @@ EVERY = {
     "gather": GATHER,
     "gather-default": "gather",
     "gvr": "gvr(k=16, sink=2, window=8, min_tokens=0)",
-    "gvr-hint": "gvr(k=16, sink=2, window=8, min_tokens=0, hint=True)",
     "sketch": "sketch(min_tokens=0)",
     "certified": "certified(block=16, min_tokens=0)",
 }
@@ -408,7 +407,7 @@ def test_a_long_first_call_says_what_it_does(monkeypatch, caplog):
 
 @pytest.mark.parametrize(
     "policy, ahead",
-    [("dense", True), (GATHER, True), (GVR, True), (GVR[:-1] + ", hint=True)", False),
+    [("dense", True), (GATHER, True), (GVR, True),
      ("sketch(min_tokens=0)", True), ("certified(min_tokens=0)", False)],
 )  # fmt: skip
 def test_steps_of_a_cache_that_is_seen_again_run_ahead_where_crops_are_exact(

@@ -14,7 +14,7 @@ POLICIES = [
     "gather(k=16, block=16, sink=1, local=2, min_tokens=0, kv='host')",
     "sketch(k=4096, min_tokens=0)",
     "sketch(k=4096, min_tokens=0, kv='host')",
-    "gvr(k=4096, min_tokens=0, hint=True)",
+    "gvr(k=4096, min_tokens=0)",
     "certified(min_tokens=0)",
 ]
 MODES = {

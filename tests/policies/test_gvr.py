@@ -1,7 +1,6 @@
 """gvr as a whole, and its cache layer: what methods/gvr.md says must be true."""
 
 import dataclasses
-import math
 from types import SimpleNamespace
 
 import pytest
@@ -15,32 +14,17 @@ import attnplug
 from attnplug import Dense, Gvr, PolicyError, telemetry
 from attnplug.models.cache import PlugLayer
 from attnplug.ops.gvr.score_tokens import quantize_keys
-from attnplug.policies import AttentionCall, LayerShape, gvr, picks
+from attnplug.policies import AttentionCall, LayerShape, picks
 from attnplug.policies.gvr import GvrLayer
 from attnplug.testing import oracle_attention, tiny_model
 
 GVR = Gvr(k=24, sink=4, window=20, min_tokens=0)
-SHARE = dataclasses.replace(GVR, group="share")
-HINT = dataclasses.replace(GVR, hint=True)
-POLICIES = [GVR, SHARE, HINT]
 SIZE = 200
 
 
 def tokens(seed: int, count: int, batch: int = 1, device: str = "cpu") -> torch.Tensor:
     """Keys and values of `count` new tokens, `[2,B,Hkv,count,D]`."""
     return random(seed, 2, batch, KV_HEADS, count, DIM).to(device)
-
-
-def group_score(
-    call: AttentionCall, products: torch.Tensor, near: torch.Tensor, group: str
-) -> torch.Tensor:
-    """What ranks tokens for a group, from its heads' q . k `[G,S]`."""
-    if group == "max":
-        return products.amax(0)
-    logits = products * call.scale
-    if call.softcap:
-        logits = call.softcap * torch.tanh(logits / call.softcap)
-    return (logits - logits[:, near].logsumexp(1, keepdim=True)).logsumexp(0)
 
 
 def expected(call: AttentionCall, policy: Gvr) -> torch.Tensor:
@@ -58,7 +42,7 @@ def expected(call: AttentionCall, policy: Gvr) -> torch.Tensor:
         near = (at < start + policy.sink) | (at >= length - policy.window)
         for h in range(KV_HEADS):
             query = call.q[b, h * group : h * group + group, 0].double().cpu()
-            score = group_score(call, query @ keys[b, h].T, near & visible, policy.group)
+            score = (query @ keys[b, h].T).amax(0)
             score = torch.where(visible & ~near, score, -torch.inf)
             kept[b, h, score.topk(policy.k).indices] = True
             kept[b, h] = (kept[b, h] | near) & visible
@@ -83,20 +67,11 @@ def hold(policy: Gvr, call: AttentionCall) -> None:
     assert (found - expected(call, policy)).abs().max() < 1e-5
 
 
-@pytest.mark.parametrize("policy", POLICIES, ids=str)
 @pytest.mark.parametrize("length", [1, 4, 5, 20, 24, 25, 48, 49, 130, 199, 200])
-def test_a_step_attends_to_the_keep_set(length, policy, device):
-    layer = filled(policy, tokens(0, length, batch=2, device=device))
-    hold(policy, step(layer))
-    hold(policy, step(layer, softcap=3.0, sinks=random(5, HEADS).to(device)))
-
-
-def test_shares_keep_other_tokens_than_maxima(device):
-    layer = filled(GVR, tokens(0, 190, device=device))
-    call = step(layer)
-    call.q[:, 0] *= 9  # a head with long queries
-    hold(SHARE, call)
-    assert (SHARE.attend(call) - GVR.attend(call)).abs().max() > 1e-2
+def test_a_step_attends_to_the_keep_set(length, device):
+    layer = filled(GVR, tokens(0, length, batch=2, device=device))
+    hold(GVR, step(layer))
+    hold(GVR, step(layer, softcap=3.0, sinks=random(5, HEADS).to(device)))
 
 
 def test_the_budget_is_felt(device):
@@ -111,68 +86,16 @@ def test_a_keep_set_of_everything_is_dense(length, seed):
     assert (covering.attend(call) - Dense().attend(call)).abs().max() < 2e-6
 
 
-def test_the_hint_changes_nothing(device):
-    """Steps with the picks of other steps in the layer, or with none."""
-    kv = tokens(0, 190, device=device)
-    used = filled(HINT, kv)
-    for seed in range(4):
-        found = HINT.attend(step(used, seed))
-        assert torch.equal(found, HINT.attend(step(filled(HINT, kv), seed)))
-        plain = GVR.attend(step(filled(GVR, kv), seed))
-        assert (found - plain).abs().max() < 1e-6  # the order of the picks may differ
-
-
-def test_maxima_without_a_hint_are_scored_and_picked_by_one_op(device, monkeypatch):
-    kv, found = tokens(0, 190, device=device), []
-    one, several = gvr.top_tokens, gvr.topk
-    monkeypatch.setattr(gvr, "top_tokens", lambda *a, **b: found.append(1) or one(*a, **b))
-    monkeypatch.setattr(gvr, "topk", lambda *a, **b: found.append(2) or several(*a, **b))
-    for policy in (GVR, SHARE, HINT):
-        policy.attend(step(filled(policy, kv)))
-    assert found == [1, 2, 2]
-
-
-def test_without_a_hint_no_picks_are_kept(device):
-    """Nor are those of another's layer read or written."""
-    kv = tokens(0, 190, device=device)
-    layer, other = filled(GVR, kv), filled(HINT, kv)
-    assert torch.equal(GVR.attend(step(layer)), GVR.attend(step(other)))
-    assert layer.last is None and (other.last.picks == -1).all()
-    assert len(layer.tensors()) == len(other.tensors()) - 2
-    assert GVR.row_state(3, 2, device) is None
-    assert HINT.row_state(3, 2, device).shape == (3, 2, 24)
-    [read] = picks(SimpleNamespace(layers=[layer]))
-    assert math.isnan(read.overlap) and read.density == pytest.approx(48 / 190)
-    HINT.attend(step(layer))
-    assert layer.last is None
-
-
-def test_a_layer_continues_from_the_picks_of_its_like(device):
-    kv = tokens(0, 190, device=device)
-    source, more = filled(HINT, kv), filled(HINT, kv)
-    HINT.attend(step(source))
-    more.continue_from(source)
-    assert torch.equal(more.last.picks, source.last.picks)
-    for policy in (GVR, dataclasses.replace(HINT, k=25)):
-        fresh = filled(HINT, kv)
-        fresh.continue_from(filled(policy, kv))
-        assert (fresh.last.picks == -1).all()
-    plain = filled(GVR, kv)
-    plain.continue_from(source)
-    assert plain.last is None
-
-
-@pytest.mark.parametrize("policy", POLICIES, ids=str)
-def test_left_padding_does_not_change_a_row(policy, device):
+def test_left_padding_does_not_change_a_row(device):
     kv = tokens(0, 170, batch=3, device=device)
     starts = (0, 37, 169)
     mask = torch.arange(SIZE, device=device) >= torch.tensor(starts, device=device)[:, None]
-    call = step(filled(policy, kv), mask=mask)
-    together = policy.attend(call)
+    call = step(filled(GVR, kv), mask=mask)
+    together = GVR.attend(call)
     for row, start in enumerate(starts):
-        alone = step(filled(policy, kv[:, row : row + 1, :, start:]))
+        alone = step(filled(GVR, kv[:, row : row + 1, :, start:]))
         alone.q = call.q[row : row + 1]
-        assert (policy.attend(alone) - together[row]).abs().max() < 1e-6
+        assert (GVR.attend(alone) - together[row]).abs().max() < 1e-6
 
 
 def test_a_hole_in_the_mask_is_not_read(device):
@@ -187,14 +110,13 @@ def test_a_hole_in_the_mask_is_not_read(device):
     assert torch.equal(found, GVR.attend(step(filled(GVR, kv), mask=mask)))
 
 
-@pytest.mark.parametrize("policy", POLICIES, ids=str)
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
-def test_a_bad_key_surfaces_wherever_it_is(bad, policy, device):
+def test_a_bad_key_surfaces_wherever_it_is(bad, device):
     """It ranks first, so that no budget can hide it."""
     kv = tokens(0, 190, device=device)
     kv[0, 0, 1, 77] = bad
-    call = step(filled(policy, kv))
-    found, dense = policy.attend(call), Dense().attend(call)
+    call = step(filled(GVR, kv))
+    found, dense = GVR.attend(call), Dense().attend(call)
     assert dense[:, 2:].isnan().any() and torch.equal(found.isnan(), dense.isnan())
 
 
@@ -218,7 +140,7 @@ ACTIONS = st.lists(
 def test_codes_follow_whatever_happens_to_the_cache(actions, padded):
     """Prefills in chunks, steps, crops, beams, batch changes, resets: a step gives what it gives
     with a cache made at once from the same tokens."""
-    layer, rows, seed = HINT.cache_layer(SIZE), tokens(0, 100, batch=2), 1
+    layer, rows, seed = GVR.cache_layer(SIZE), tokens(0, 100, batch=2), 1
     layer.update(rows[0], rows[1])
     pads = torch.tensor([0, 5]) if padded else torch.tensor([0, 0])
     check(layer, rows, pads, seed)
@@ -256,8 +178,8 @@ def test_codes_follow_whatever_happens_to_the_cache(actions, padded):
 
 def check(layer: GvrLayer, rows: torch.Tensor, pads: torch.Tensor, seed: int) -> None:
     mask = torch.arange(SIZE) >= pads[:, None] if bool(pads.any()) else None
-    call, fresh = (step(x, seed, mask) for x in (layer, filled(HINT, rows)))
-    assert torch.equal(HINT.attend(call), HINT.attend(fresh))
+    call, fresh = (step(x, seed, mask) for x in (layer, filled(GVR, rows)))
+    assert torch.equal(GVR.attend(call), GVR.attend(fresh))
     codes, steps = quantize_keys(rows[0])
     length = rows.shape[3]
     assert torch.equal(layer.codes[:, :, :length], codes)
@@ -266,17 +188,17 @@ def check(layer: GvrLayer, rows: torch.Tensor, pads: torch.Tensor, seed: int) ->
 
 def test_beams_are_reordered_in_place(device):
     """A CUDA graph goes on reading the old addresses."""
-    layer = filled(HINT, tokens(0, 150, batch=3, device=device))
-    HINT.attend(step(layer))
+    layer = filled(GVR, tokens(0, 150, batch=3, device=device))
+    GVR.attend(step(layer))
     addresses = [x.data_ptr() for x in layer.tensors()]
     want = [x[[2, 0, 0]] for x in layer.tensors()]
     layer.reorder_cache(torch.tensor([2, 0, 0]))
-    assert len(want) == 6 and addresses == [x.data_ptr() for x in layer.tensors()]
+    assert len(want) == 4 and addresses == [x.data_ptr() for x in layer.tensors()]
     assert all(map(torch.equal, want, layer.tensors()))
 
 
 def test_the_layer_is_sized_once():
-    layer = HINT.cache_layer(SIZE)
+    layer = GVR.cache_layer(SIZE)
     layer.crop(-3)  # of nothing, as generate may
     layer.reset()
     layer.reorder_cache(torch.tensor([0]))
@@ -287,41 +209,22 @@ def test_the_layer_is_sized_once():
     layer.update(kv[0], kv[1])
     assert layer.codes.shape == (1, KV_HEADS, SIZE, DIM) and layer.codes.dtype == torch.int8
     assert layer.scales.shape == (1, KV_HEADS, SIZE) and layer.scales.dtype == torch.float32
-    assert {x.shape for x in layer.last} == {(1, KV_HEADS, 24)}
 
 
-def test_overlap_and_density():
-    layer = filled(HINT, tokens(0, 190))
-    last = layer.last
-    assert math.isnan(last.overlap())
-    HINT.attend(step(layer, 1))
-    assert math.isnan(last.overlap())  # one step has nothing to be compared with
-    HINT.attend(step(layer, 1))
-    assert last.overlap() == 1.0
-    HINT.attend(step(layer, 2))
-    now, before = last.picks[0], last.before[0]
-    shares = [len({*a.tolist()} & {*b.tolist()}) / 24 for a, b in zip(now, before, strict=True)]
-    assert last.overlap() == pytest.approx(sum(shares) / 2) and last.overlap() < 0.9
-    short = filled(HINT, tokens(0, 30))
-    of_long, of_short = picks(SimpleNamespace(layers=[Dense(), layer, short]))
-    assert (of_long.layer, of_long.tokens, of_long.overlap) == (1, 190, last.overlap())
-    assert of_long.density == pytest.approx(48 / 190) and of_short.density == 1.0
-    layer.reset()
-    assert math.isnan(last.overlap())
+def test_density():
+    layers = [Dense(), filled(GVR, tokens(0, 190)), filled(GVR, tokens(0, 30))]
+    of_long, of_short = picks(SimpleNamespace(layers=layers))
+    assert (of_long.layer, of_long.tokens, of_short.density) == (1, 190, 1.0)
+    assert of_long.density == pytest.approx(48 / 190)
 
 
-@pytest.mark.parametrize("policy", [GVR, HINT], ids=str)
-def test_the_report_decodes_and_shows_what_was_read(byte_tokenizer, policy):
+def test_the_report_decodes_and_shows_what_was_read(byte_tokenizer):
     """What `attnplug report MODEL --policy gvr --steps 4` prints."""
 
-    with attnplug.applied(tiny_model(), policy) as model:
+    with attnplug.applied(tiny_model(), GVR) as model:
         [shown] = telemetry.run(model, byte_tokenizer, 120, 4)
     cells = {column.header: list(column.cells) for column in shown.columns}
     assert cells["tokens"] == ["124", "124"] and cells["density"] == [f"{48 / 124:.3f}"] * 2
-    if policy.hint:
-        assert all(0 < float(share) <= 1 for share in cells["overlap"])
-    else:
-        assert cells["overlap"] == ["nan", "nan"]
 
 
 def foreign_layers(kv: torch.Tensor) -> dict[str, StaticLayer | None]:
@@ -362,15 +265,7 @@ WRONG = [
     ({"sink": -1}, "sink=-1, needs at least 0"),
     ({"min_tokens": -1}, "min_tokens=-1, needs None or"),
     ({"min_tokens": "8K"}, "min_tokens='8K', needs None or"),
-    ({"group": "mean"}, "group='mean', needs max or share"),
-    ({"hint": 1}, "hint=1, needs True or False"),
-    ({"hint": "last"}, "hint='last', needs True or False"),
 ]
-
-
-def test_hint_is_read_from_a_string():
-    assert attnplug.policies.parse("gvr(k=24, hint=True)").decode == Gvr(k=24, hint=True)
-    assert str(HINT) == "gvr(k=24, sink=4, window=20, min_tokens=0, hint=True)"
 
 
 @pytest.mark.parametrize(("options", "message"), WRONG)

@@ -86,7 +86,7 @@ class Server:
             if (method := getattr(asked, slot)) is not None and method.name != "dense"
         }
         self.layer = ServedLayer(
-            Phases(**kept), scale=dim**-0.5, softcap=0.0, sinks=None, device=GPU, rows=self.rows
+            Phases(**kept), scale=dim**-0.5, softcap=0.0, sinks=None, device=GPU
         )
         shape = dict(heads=heads, kv_heads=kv_heads, head_dim=dim, dtype=torch.bfloat16, device=GPU)
         self.layer.warm_prompts(min(self.chunk, self.longest), self.longest, **shape)

@@ -33,7 +33,7 @@ class Server:
 
     def __init__(self, traces: Traces, phases: Phases, rows: int = 2, tokens: int = 240):
         self.traces = traces
-        common = dict(scale=0.125, softcap=0.0, sinks=None, device=torch.device("cpu"), rows=rows)
+        common = dict(scale=0.125, softcap=0.0, sinks=None, device=torch.device("cpu"))
         self.layers = [ServedLayer(phases, index=i, **common) for i in range(LAYERS)]
         draw = torch.Generator().manual_seed(1)
         order = torch.randperm(rows * tokens // PAGE, generator=draw)

@@ -28,7 +28,6 @@ from attnplug.ops.common.product import add_product
 from attnplug.ops.common.rows import NO_MASK, mask_bytes, row_step, rows_on_cpu
 from attnplug.ops.common.sizes import cdiv, next_power_of_two
 from attnplug.ops.gvr.kernels.score_cache import score
-from attnplug.ops.gvr.kernels.topk_sifted_rows import Sift, Slots, tile_of
 
 NAME = "score_tokens"
 
@@ -90,12 +89,8 @@ def quantize_keys(keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _allocate(q, codes, steps, sink, window, lengths, start, key_mask, table=None):
-    return allocate_scores(NAME, q, codes, steps, sink, window, lengths, start, key_mask, table)
-
-
-def allocate_scores(name, q, *args):
-    """Check what the op `name` got, and return its scores; the arguments of `score_shape`."""
-    return q.new_empty(score_shape(name, q, *args), dtype=torch.float32)
+    shape = score_shape(NAME, q, codes, steps, sink, window, lengths, start, key_mask, table)
+    return q.new_empty(shape, dtype=torch.float32)
 
 
 def score_shape(name, q, codes, steps, sink, window, lengths, start, key_mask, table):
@@ -234,43 +229,6 @@ class Plan(NamedTuple):
     whole: bool = False  # whether tiles are read without a mask, where all tokens of a tile are
 
 
-class Shares(NamedTuple):
-    """What turns a group's scores into the shares of `share_tokens`."""
-
-    norms: torch.Tensor  # `[B,Hq]` float32, log2 of each head's normalizer
-    factor: float  # on q.k, and the cap (None: off): see `base_two`
-    cap: float | None
-
-
-class Keep(NamedTuple):
-    """What has the kernel keep the best scores of each part of a row, as `sift` does."""
-
-    sift: Sift  # its parts are those of all programs of a row
-    each: int  # parts of a program, one after the other
-    slots: Slots
-    k: int  # rows that are no longer keep nothing
-    registers: int | None  # most of a thread, lest the selection's lower the programs in flight
-
-
-def whole_tiles(plan: Plan, size: int, chunk: int) -> bool:
-    """Whether tiles can be read without a mask: none reaches past the cache, or is moved there."""
-    return size % plan.tile == 0 or chunk < plan.tile
-
-
-def _kept_arguments(keep: Keep | None, plan: Plan, size: int):
-    """Those of the kernel that say what is kept."""
-    if keep is None:
-        return {"kept": None, "EACH": 1, "CHUNK": plan.tile, "PART": 0, "ROOM": 0}
-    sift = keep.sift
-    return {
-        "kept": (*keep.slots, sift.least, keep.k),
-        "EACH": keep.each,
-        "CHUNK": sift.chunk,
-        "PART": tile_of(size, sift.parts, sift.chunk),
-        "ROOM": sift.room,
-    }
-
-
 def plan_for(rows: int, size: int, width: int, multiprocessors: int) -> Plan:
     """The pre-tuned plan of a shape: `rows` (sequence, KV head) pairs of `size` tokens. With
     tokens as rows and float16 a tile is less work, so that what counts is the bytes in flight."""
@@ -280,7 +238,7 @@ def plan_for(rows: int, size: int, width: int, multiprocessors: int) -> Plan:
 
 
 def plain_plan_for(rows: int, size: int, width: int, multiprocessors: int) -> Plan:
-    """That of shares and of pages, for which no other was compared."""
+    """That of pages, for which no other was compared."""
     wide = 2 if width > 128 else 1
     if rows * size <= 2**21:  # one wave of few, long programs
         tile = 256 // wide
@@ -322,11 +280,8 @@ def launch_score_tokens(
     scores,
     plan=None,
     table=None,
-    shares=None,
-    keep=None,
 ):
-    """Run the kernel; tensors as in `score_tokens`, on a GPU or in Triton's interpreter. With
-    `shares`, scores as in `share_tokens`. With `keep` its slots are filled."""
+    """Run the kernel; tensors as in `score_tokens`, on a GPU or in Triton's interpreter."""
     (batch, _, _, width), heads, size = q.shape, codes.shape[1], capacity(codes, table)
     group = q.shape[1] // heads
     if q.stride(3) != 1:
@@ -336,13 +291,12 @@ def launch_score_tokens(
     key_mask = mask_bytes(key_mask)
     found = card(q.device)
     if plan is None:
-        plans = plan_for if table is None and shares is None else plain_plan_for
+        plans = plan_for if table is None else plain_plan_for
         plan = plans(batch * heads, size, width, found.processors)
         if table is not None:  # the codes' addresses are loaded, and no such pipeline was compared
             plan = plan._replace(stages=1)
         plan = fitting(plan, group, width, q.element_size(), found.shared)
-    kept = _kept_arguments(keep, plan, size)
-    unmasked = table is None and width in (64, 128, 256) and whole_tiles(plan, size, kept["CHUNK"])
+    unmasked = table is None and width in (64, 128, 256) and size % plan.tile == 0
     score.run(
         grid=(plan.programs, heads, batch),
         warmup=False,
@@ -353,8 +307,6 @@ def launch_score_tokens(
         start=start,
         key_mask=key_mask,
         table=table,
-        shares=None if shares is None else shares[:2],
-        cap=None if shares is None else shares.cap,
         scores=scores,
         S=size,
         programs=plan.programs,
@@ -378,8 +330,6 @@ def launch_score_tokens(
         HALVES=(2 - found.asm) * (plan.halves and q.dtype == torch.bfloat16),
         WHOLE=plan.whole and unmasked,
         PDL=found.pdl,
-        **kept,
-        **found.limit(None if keep is None else keep.registers),
         num_warps=plan.warps,
         **({"launch_pdl": True} if found.pdl else {}),
     )

@@ -341,7 +341,6 @@ class PlugImpl(FlashAttentionImpl):
                 softcap=float(self.logits_soft_cap),
                 sinks=self.sinks,
                 device=device,
-                rows=most_rows(self.config),
                 index=index,
             )
         return self._served

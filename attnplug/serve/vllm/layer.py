@@ -117,14 +117,13 @@ class ServedLayer:
         softcap: float,
         sinks: torch.Tensor | None,
         device: torch.device,
-        rows: int,
         index: int = 0,
     ):
         self.index = index
         self.phases, self.scale, self.softcap, self.sinks = phases, scale, softcap, sinks
         self.state = self.rule = None
         if phases.decode is not None:
-            self.state = LayerState(phases.decode, rows)
+            self.state = LayerState(phases.decode)
             self.rule = phases.decode.row_crossover(device)
         self.prefill_from = 0
         if phases.prefill is not None:
@@ -260,7 +259,7 @@ class ServedLayer:
         `slots` `[rows]` are where the keys were written that the method has not noted yet. Nothing
         here looks at a length on the host."""
         assert self.state is not None  # asked of a layer that decodes
-        call = self._steps_call(q, pages, table, far.lengths, *self.state.of(pages[0]))
+        call = self._steps_call(q, pages, table, far.lengths, self.state.of(pages[0]))
         call.slots = slots
         if dense is not None and far.near is not None and len(q) <= self.rows_whole:
             assert self.phases.decode is not None  # it reads whole
@@ -293,11 +292,9 @@ class ServedLayer:
         table: torch.Tensor,
         lengths: torch.Tensor,
         state: Any,
-        row_state: torch.Tensor | None,
     ) -> PagedCall:
         more: dict[str, Any] = {"softcap": self.softcap, "sinks": self.sinks, "state": state}
-        own = None if row_state is None else row_state[: len(q)]
-        return PagedCall(q.unsqueeze(2), *pages, table, lengths, self.scale, row_state=own, **more)
+        return PagedCall(q.unsqueeze(2), *pages, table, lengths, self.scale, **more)
 
     @property
     def notes_in_step(self) -> bool:
@@ -323,7 +320,7 @@ class ServedLayer:
         if phase is None:
             return
         k = torch.zeros(2, kv_heads, page, head_dim, **place)
-        state: tuple[Any, Any] = phase.page_state(k), phase.row_state(rows, kv_heads, k.device)
+        state = phase.page_state(k)
         q = torch.zeros(rows, heads, head_dim, **place)
         table = torch.zeros(rows, -(-longest // page), dtype=torch.int32, device=k.device)
         lengths = torch.zeros(rows, dtype=torch.int32, device=k.device)
@@ -334,7 +331,7 @@ class ServedLayer:
             some = slice(count)
             if self.rule is not None:
                 self.rule.divide(lengths[some])
-            call = self._steps_call(q[some], (k, k), table[some], lengths[some], *state)
+            call = self._steps_call(q[some], (k, k), table[some], lengths[some], state)
             call.slots = None if slots is None else slots[some]
             self._run_steps(call, none_far[some], torch.empty_like(q[some]))
             if count <= self.rows_whole:
@@ -343,4 +340,4 @@ class ServedLayer:
                 call.slots = None
                 self._run_steps(call, none_far[some], torch.empty_like(q[some]))
         for count in NOTED:  # of a prompt's chunk, beside steps or not
-            phase.note_pages(k, state[0], nowhere[:count])
+            phase.note_pages(k, state, nowhere[:count])

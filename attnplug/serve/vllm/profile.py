@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from vllm.logger import init_logger
 
-from attnplug.serve.vllm.state import bytes_of, share_of_cache
+from attnplug.serve.vllm.state import share_of_cache
 
 logger = init_logger("vllm.attnplug")
 
@@ -35,13 +35,11 @@ def prepare(impl: Any, dtype: torch.dtype, device: torch.device) -> None:
 def _hold(config: Any, own: dict[str, Any], served: dict[str, Any], device: torch.device) -> None:
     """Reserve the state's part of what the server's budget leaves for keys and values. What the
     profile run needs besides is in that too, so that the part is rather too large."""
-    shares, rows = {}, {}
+    shares = {}
     for name, layer in served.items():
         if layer.state is not None:
-            impl, phase = own[name], layer.phases.decode
-            shares[name] = share_of_cache(phase, impl.head_size, config.model_config.dtype)
-            meta = torch.device("meta")
-            rows[name] = bytes_of(phase.row_state(most_rows(config), impl.num_kv_heads, meta))
+            width, phase = own[name].head_size, layer.phases.decode
+            shares[name] = share_of_cache(phase, width, config.model_config.dtype)
     if not shares:
         return
     if config.cache_config.kv_cache_memory_bytes:
@@ -52,11 +50,11 @@ def _hold(config: Any, own: dict[str, Any], served: dict[str, Any], device: torc
         return
     total = torch.cuda.get_device_properties(device).total_memory
     budget = total * config.cache_config.gpu_memory_utilization
-    left = max(0.0, budget - torch.cuda.memory_allocated(device) - sum(rows.values()))
+    left = max(0.0, budget - torch.cuda.memory_allocated(device))
     each = left / (len(own) + sum(shares.values()))  # of a layer's keys and values
     for name, share in shares.items():
-        served[name].state.reserve(int(each * share) + rows[name], device)
-    held = (each * sum(shares.values()) + sum(rows.values())) / 2**30
+        served[name].state.reserve(int(each * share), device)
+    held = each * sum(shares.values()) / 2**30
     logger.info("attnplug: %.2f GiB are held beside the cache", held)
 
 

@@ -1,5 +1,5 @@
-"""What the method that decodes keeps beside a layer's pages and for a batch's rows, and the memory
-that it has in the server's budget."""
+"""What the method that decodes keeps beside a layer's pages, and the memory that it has in the
+server's budget."""
 
 from typing import Any
 
@@ -10,17 +10,16 @@ from attnplug.policies import Phase
 
 
 class LayerState:
-    """A method's state of one layer: that of the pages, by physical page, and that of the rows.
+    """A method's state of one layer's pages, by physical page.
 
     vLLM makes a layer's cache twice, a small one to try CUDA graphs with and the real one: the
     state is made anew where the cache is another. Prefix hits find the state of the pages that they
-    share, and a key that is written changes that of its page alone. A row's state belongs to a
-    place in the batch, whoever is there: no result depends on it.
+    share, and a key that is written changes that of its page alone.
     """
 
-    def __init__(self, phase: Phase, rows: int) -> None:
-        self._phase, self._rows = phase, rows
-        self._made: tuple[Any, torch.Tensor | None] | None = None
+    def __init__(self, phase: Phase) -> None:
+        self._phase = phase
+        self._made: Any = None
         self._of: tuple[int, torch.Size] | None = None
         self._reserved: torch.Tensor | None = None
 
@@ -28,24 +27,22 @@ class LayerState:
         """Hold memory while vLLM measures how much is left for its cache."""
         self._reserved = torch.empty(nbytes, dtype=torch.uint8, device=device)
 
-    def of(self, k: torch.Tensor) -> tuple[Any, torch.Tensor | None]:
-        """(state of the pages, state of the rows) with the cache that `k [pages, Hkv, page, D]` is
-        a view of."""
+    def of(self, k: torch.Tensor) -> Any:
+        """The state with the cache that `k [pages, Hkv, page, D]` is a view of."""
         place = k.data_ptr(), k.shape
-        if self._made is None or place != self._of:
+        if place != self._of:
             if k.is_cuda and torch.cuda.is_current_stream_capturing():
                 raise ServeError(
                     "attnplug in vLLM: a CUDA graph captures a cache that no step has run on; "
                     "start the server with --enforce-eager and report this"
                 )
             self._reserved = None
-            rows = self._phase.row_state(self._rows, k.shape[1], k.device)
-            self._made, self._of = (self._phase.page_state(k), rows), place
+            self._made, self._of = self._phase.page_state(k), place
         return self._made
 
     def update(self, k: torch.Tensor, slots: torch.Tensor) -> None:
         """Note that the keys at `slots` are written."""
-        self._phase.note_pages(k, self.of(k)[0], slots)
+        self._phase.note_pages(k, self.of(k), slots)
 
 
 def share_of_cache(phase: Phase, head_dim: int, dtype: torch.dtype) -> float:

@@ -1,5 +1,5 @@
-"""top_tokens against torch's stable sort of the scores, whatever the row: by the numba references,
-and by the two kernels under plans that send rows every way."""
+"""top_tokens against torch's stable sort of the scores: by the numba references, and by the
+kernels of the two ops that it is made of, whose own tests send rows every way."""
 
 import pytest
 import torch
@@ -13,7 +13,6 @@ from attnplug.ops import score_tokens, top_tokens
 from attnplug.ops.gvr import score_tokens as scoring
 from attnplug.ops.gvr import top_tokens as op
 from attnplug.ops.gvr import topk as ranking
-from attnplug.ops.gvr.kernels.topk_sifted_rows import LARGEST, Sift, tile_of
 from attnplug.ops.gvr.score_tokens import quantize_keys
 
 # The kernels mean to overflow: a range that is infinite is not used.
@@ -23,45 +22,21 @@ SINK, WINDOW = 3, 5
 NAMES = ("lengths", "start", "key_mask")
 
 
-def small(programs, each, chunk, room=16, least=12, tile=32, **new):
-    """A plan for a few hundred tokens, whose list and search are short too."""
-    sift = Sift(programs * each, room, least, 4, 1, chunk, ranked=16, searched=64)
-    return op.Plan(scoring.Plan(tile, programs, 4, 1, **new), each, sift, 80)
-
-
-NEW = {"keys_first": True, "halves": True, "whole": True}
-PLANS = {
-    "default": None,
-    "tiles": small(4, 1, 32, **NEW),
-    "chunks": small(4, 1, 8, **NEW),
-    "several parts": small(2, 2, 32, **NEW),
-    "several parts of chunks": small(3, 2, 16, **NEW),
-    "more parts than tokens need": small(9, 3, 32, **NEW),
-    "heads first": small(2, 1, 32, room=32, least=20),
-}
-
-
-def plan_named(device_path, name):
-    return None if device_path[1] == "reference" else PLANS[name]  # the reference knows no plans
-
-
-def call(device_path, q, codes, steps, k, plan=None, sink=SINK, window=WINDOW, **options):
-    """(indices, values, stats), and the scores they are of, on the CPU; by the references, or by
-    the kernels under a plan."""
+def call(device_path, q, codes, steps, k, sink=SINK, window=WINDOW, **options):
+    """(indices, values, stats), on the CPU; by the public op, or by the launcher where the op would
+    not run it."""
     device, path = device_path
     there = [x.to(device) for x in (q, codes, steps)]
     rows = [options.get(name) for name in NAMES]
     rows = [x if x is None else x.to(device) for x in rows]
-    kept = {"sink": sink, "window": window, **dict(zip(NAMES, rows, strict=True))}
-    if path == "reference" or (plan is None and device == "cuda"):
+    if path == "reference" or device == "cuda":
+        kept = {"sink": sink, "window": window, **dict(zip(NAMES, rows, strict=True))}
         found = top_tokens(*there, k, **kept, stats=True)
-        scores = score_tokens(*there, **kept)
     else:
         args = *there, k, sink, window, *rows
         found = op._allocate(*args)
-        scores = torch.empty(len(found[0]), codes.shape[2], device=device)
-        op.launch_top_tokens(*args, *found, plan=plan, scores=scores)
-    return tuple(x.cpu() for x in found), scores.cpu()
+        op.launch_top_tokens(*args, *found)
+    return tuple(x.cpu() for x in found)
 
 
 def row_lengths(lengths, heads):
@@ -90,21 +65,12 @@ def seen_scores(wanted, lengths=None, start=None, sink=SINK, window=WINDOW):
     return torch.where(seen, wanted.nan_to_num(torch.inf, torch.inf, -torch.inf), -torch.inf)
 
 
-def hold(found, scores, wanted, k, lengths=None):
-    """The scores are as wanted, and the picks theirs."""
-    for r in range(len(scores)):
-        n = scores.shape[1] if lengths is None else int(lengths[r % len(lengths)])
-        assert torch.equal(scores[r, : max(n, 0)], wanted[r, : max(n, 0)])
-    assert_exact(found, wanted, k, lengths)
-
-
 @given(data=st.data())
 def test_is_score_tokens_and_topk(device_path, data):
     draw = data.draw
     batch, heads = draw(st.integers(1, 2)), draw(st.integers(1, 2))
     size, k = draw(st.sampled_from([1, 31, 64, 200, 256, 301])), draw(st.sampled_from([1, 7, 40]))
     dtype, seed = draw(st.sampled_from(dtypes(device_path))), draw(st.integers(0, 999))
-    plan = plan_named(device_path, draw(st.sampled_from(list(PLANS))))
     options = {"sink": draw(st.sampled_from([0, 3])), "window": draw(st.sampled_from([1, 40]))}
     if draw(st.booleans()):
         rows = draw(st.sampled_from([1, batch]))
@@ -117,26 +83,31 @@ def test_is_score_tokens_and_topk(device_path, data):
         options["key_mask"] = random(seed + 1, batch, size) > -0.5
     q = random(seed, batch, 1, heads * 3, 64, dtype=dtype).transpose(1, 2)
     codes, steps = quantize_keys(random(seed + 2, batch, size, heads, 64).transpose(1, 2))
-    found, scores = call(device_path, q, codes, steps, k, plan, **options)
     lengths = row_lengths(options.get("lengths"), heads)
-    assert_exact(found, scores, k, lengths)
-    wanted = score_tokens(q, codes, steps, **options)
-    for r in range(len(scores)):
-        n = size if lengths is None else int(lengths[r % len(lengths)].clamp(0, size))
-        torch.testing.assert_close(scores[r, :n], wanted[r, :n], rtol=1e-4, atol=1e-3)
+    there = [x.to(device_path[0]) for x in (q, codes, steps)]
+    moved = {x: y.to(device_path[0]) if torch.is_tensor(y) else y for x, y in options.items()}
+    if device_path == ("cpu", "kernel"):  # its sums differ from the reference's in the last bits
+        wanted = by_kernel(q, codes, steps, **options)
+    else:
+        wanted = score_tokens(*there, **moved).cpu()
+    assert_exact(call(device_path, q, codes, steps, k, **options), wanted, k, lengths)
 
 
-@pytest.mark.parametrize("plan", list(PLANS))
+def by_kernel(q, codes, steps, sink, window, **options):
+    args = q, codes, steps, sink, window, *(options.get(name) for name in NAMES)
+    scores = scoring._allocate(*args)
+    scoring.launch_score_tokens(*args, scores)
+    return scores
+
+
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_kind_on_every_plan(device_path, kind, plan):
+def test_every_kind(device_path, kind):
     rows = make(kind, 333, 33, torch.Generator().manual_seed(3), rows=2)
-    found, scores = call(device_path, *keys_of(rows, 2), 33, plan_named(device_path, plan))
-    hold(found, scores, seen_scores(rows), 33)
+    assert_exact(call(device_path, *keys_of(rows, 2), 33), seen_scores(rows), 33)
 
 
 @pytest.mark.parametrize("spare", [-1, 0, 1])
-@pytest.mark.parametrize("plan", list(PLANS))
-def test_about_as_many_real_scores_as_picks(device_path, plan, spare):
+def test_about_as_many_real_scores_as_picks(device_path, spare):
     """-inf is picked where real scores run out."""
     generator = torch.Generator().manual_seed(5)
     rows, size, k = 3, 300, 33
@@ -144,81 +115,41 @@ def test_about_as_many_real_scores_as_picks(device_path, plan, spare):
     for r, value in enumerate((torch.randn(k + spare, generator=generator), 2.0, torch.inf)):
         at = SINK + torch.randperm(size - SINK - WINDOW, generator=generator)[: k + spare]
         wanted[r, at] = value
-    found, scores = call(device_path, *keys_of(wanted), k, plan_named(device_path, plan))
-    hold(found, scores, wanted, k)
+    assert_exact(call(device_path, *keys_of(wanted), k), wanted, k)
 
 
-@pytest.mark.parametrize("plan", list(PLANS))
-def test_rows_of_their_own_lengths(device_path, plan):
+def test_rows_of_their_own_lengths(device_path):
     """Each sequence has its own, and its KV heads share it; start and mask hide tokens of a row."""
     batch, heads, size, k = 4, 2, 300, 40
     rows = make("normal", size, k, torch.Generator().manual_seed(6), rows=batch * heads)
     lengths, start = torch.tensor([300, k, 170, 41]), torch.tensor([0, 0, 100, 9])
     mask = torch.ones(batch, size, dtype=torch.bool)
     mask[0, ::3] = False
-    found, scores = call(
-        device_path, *keys_of(rows, heads), k, plan_named(device_path, plan),
-        lengths=lengths, start=start, key_mask=mask,
-    )  # fmt: skip
+    options = {"lengths": lengths, "start": start, "key_mask": mask}
+    found = call(device_path, *keys_of(rows, heads), k, **options)
     own = lengths.repeat_interleave(heads)
     wanted = seen_scores(rows, own, start.repeat_interleave(heads))
     wanted = wanted.masked_fill(~mask.repeat_interleave(heads, 0), -torch.inf)
-    hold(found, scores, wanted, k, own)
-
-
-# ---- the ways a row can go ----------------------------------------------------------------------
-
-
-KEPT = [name for name, plan in PLANS.items() if plan is not None]
-
-
-@pytest.mark.parametrize("plan", KEPT)
-def test_the_slots_settle_a_row(device, plan):
-    """What was kept is enough, is far less than the row, and nothing is searched."""
-    size, k, plan = 600, 20, PLANS[plan]
-    rows = make("normal", size, k, torch.Generator().manual_seed(7), rows=3)
-    found, scores = call((device, "kernel"), *keys_of(rows), k, plan)
-    hold(found, scores, seen_scores(rows), k)
-    paths, _, candidates = found[2].unbind(1)
-    assert [ranking.PATHS[path] for path in paths.tolist()] == ["gvr"] * 3
-    parts, room, least = plan.sift[:3]
-    assert (candidates <= parts * room).all()
-    assert (candidates >= least * min(parts, size // plan.score.tile)).all()
-    assert parts > 4 or (candidates < size // 4).all()
-
-
-@pytest.mark.parametrize("plan", KEPT)
-def test_a_row_that_the_slots_do_not_settle_is_searched(device, plan):
-    """The first part has all of the row's best, and keeps fewer than k."""
-    size, k, plan = 900, 60, PLANS[plan]
-    rows = make("normal", size, k, torch.Generator().manual_seed(8), rows=2)
-    first = torch.arange(size) // plan.sift.chunk % plan.sift.parts == 0
-    rows[:, first] += 90
-    found, scores = call((device, "kernel"), *keys_of(rows), k, plan)
-    hold(found, scores, seen_scores(rows), k)
-    assert min(int(first[SINK : size - WINDOW].sum()), k) > plan.sift.room
-    assert [ranking.PATHS[path] for path in found[2][:, 0].tolist()] == ["radix"] * 2
+    assert_exact(found, wanted, k, own)
 
 
 def test_a_row_of_no_more_than_k_tokens(device_path):
     rows = make("normal", 200, 9, torch.Generator().manual_seed(9), rows=2)
     for length in (0, 1, 39, 40):
-        for plan in ("tiles", "several parts of chunks"):
-            lengths, plan = torch.tensor([length]), plan_named(device_path, plan)
-            found, scores = call(device_path, *keys_of(rows), 40, plan, lengths=lengths)
-            hold(found, scores, seen_scores(rows, lengths), 40, lengths)
-            assert (found[2][:, 0] == ranking.ALL).all()
+        lengths = torch.tensor([length])
+        found = call(device_path, *keys_of(rows), 40, lengths=lengths)
+        assert_exact(found, seen_scores(rows, lengths), 40, lengths)
+        assert (found[2][:, 0] == ranking.ALL).all()
 
 
 def test_signed_zeros_tie(device_path):
     """Of equals the lower index; and the kernels return no -0.0."""
     rows = torch.tensor([[0.0, -0.0, -0.0, 0.0, -1.0]]).repeat(2, 40)
-    for plan in ("tiles", "chunks"):
-        found, _ = call(device_path, *keys_of(rows), 21, plan_named(device_path, plan))
-        wanted = [i for i in range(SINK, 200) if i % 5 < 4][:21]
-        assert found[0].sort(1).values.tolist() == [wanted] * 2
-        assert (found[1] == 0).all()
-        assert device_path[1] == "reference" or not found[1].signbit().any()
+    found = call(device_path, *keys_of(rows), 21)
+    wanted = [i for i in range(SINK, 200) if i % 5 < 4][:21]
+    assert found[0].sort(1).values.tolist() == [wanted] * 2
+    assert (found[1] == 0).all()
+    assert device_path[1] == "reference" or not found[1].signbit().any()
 
 
 def test_what_lies_behind_the_length_is_not_read(device_path):
@@ -227,71 +158,19 @@ def test_what_lies_behind_the_length_is_not_read(device_path):
     for tail in (torch.nan, torch.inf):
         x = rows.clone()
         x[:, 180:] = tail
-        for plan in ("tiles", "chunks", "several parts"):
-            plan_ = plan_named(device_path, plan)
-            found, scores = call(device_path, *keys_of(x), 20, plan_, lengths=lengths)
-            hold(found, scores, seen_scores(rows, lengths), 20, lengths)
-
-
-@pytest.mark.parametrize("plan", KEPT)
-def test_nothing_is_written_past_a_row(device, plan):
-    rows = make("normal", 333, 31, torch.Generator().manual_seed(11), rows=3)
-    args = *(x.to(device) for x in keys_of(rows)), 31, SINK, WINDOW, None, None, None
-    whole = [torch.cat([x] * 3).fill_(7) for x in op._allocate(*args)]
-    scores = torch.full((9, 333), 7.0, device=device)
-    mine = [x[3:6] for x in whole]
-    op.launch_top_tokens(*args, *mine, plan=PLANS[plan], scores=scores[3:6])
-    hold([x.cpu() for x in mine], scores[3:6].cpu(), seen_scores(rows), 31)
-    for x in (*whole, scores):
-        assert (x[:3] == 7).all() and (x[6:] == 7).all()
-
-
-# ---- plans --------------------------------------------------------------------------------------
-
-
-def hold_plan(plan, k, size):
-    sift = plan.sift
-    assert sift.parts == plan.score.programs * plan.each
-    assert op.slots_of(plan) <= LARGEST
-    assert k / sift.parts < sift.least <= sift.room
-    assert tile_of(size, sift.parts, sift.chunk) <= op.PART
-    assert plan.score.tile % sift.chunk == 0
-
-
-@pytest.mark.parametrize("k", [256, 2048, 4096])
-@pytest.mark.parametrize("rows", [4, 7])
-def test_plans_fit(rows, k):
-    """Registers hold a part's tokens and a row's slots; a part keeps more than its share of k."""
-    for size in (8193, 10003, 2**15, 2**15 + 1, 2**16, 2**17):
-        hold_plan(op.plan_for(rows, size, 128, k, 132), k, size)
-
-
-@pytest.mark.parametrize(("rows", "size"), [(4, 2**17), (4, 2**20), (32, 2**17)])
-def test_plans_of_the_fewest_parts_fit(rows, size):
-    score = scoring.plan_for(rows, size, 128, 132)
-    score = score._replace(programs=min(score.programs, op.PROGRAMS))
-    hold_plan(op.fewest_parts(size, 2048, score), 2048, size)
-
-
-@pytest.mark.parametrize(
-    ("rows", "size", "k"),
-    [(4, 8192, 2048), (1, 2**17, 2048), (8, 2**17, 2048), (4, 2**17 + 1, 2048), (4, 2**16, 255)],
-)
-def test_shapes_that_the_two_ops_serve(rows, size, k):
-    assert op.plan_for(rows, size, 128, k, 132) is None
+        found = call(device_path, *keys_of(x), 20, lengths=lengths)
+        assert_exact(found, seen_scores(rows, lengths), 20, lengths)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("size", [8200, 2**15, 100003, 2**17, 2**20])
 @pytest.mark.parametrize("kind", KINDS)
 def test_full_size_of_every_kind(kind, size):
-    """The pre-tuned plans."""
     rows = make(kind, size, 2048, torch.Generator().manual_seed(12), rows=4)
     lengths = torch.tensor([size - 77])
     device_path = "cuda", "kernel"
-    found, scores = call(device_path, *keys_of(rows, 4), 2048, lengths=lengths, window=256)
-    wanted = seen_scores(rows, lengths, window=256)
-    hold(found, scores, wanted, 2048, lengths)
+    found = call(device_path, *keys_of(rows, 4), 2048, lengths=lengths, window=256)
+    assert_exact(found, seen_scores(rows, lengths, window=256), 2048, lengths)
 
 
 @pytest.mark.gpu

@@ -138,7 +138,7 @@ class Impl(CPUAttentionBackendImpl):
             rows = self.config.scheduler_config.max_num_seqs
             phases, _ = phases_for(asked, LayerTraits(self.head_size, longest, rows, device))
             more = dict(softcap=float(self.logits_soft_cap), sinks=self.sinks, device=device)
-            more |= dict(rows=rows, index=index)
+            more |= dict(index=index)
             self._served = ServedLayer(phases, scale=self.scale, **more)
         return self._served
 
@@ -219,7 +219,7 @@ class Impl(CPUAttentionBackendImpl):
         if served.state is None:
             return 0
         k, _ = cache
-        state, _ = served.state.of(k)
+        state = served.state.of(k)
         coded, checked = isinstance(state, PageCodes), 0
         block = 1 if coded else served.phases.decode.block
         for row, seen in enumerate(m.seen):

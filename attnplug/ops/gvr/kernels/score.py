@@ -4,7 +4,6 @@ g is a head of a group, d a dimension, `at` are tokens of a row.
 """
 
 from attnplug.ops.common.pages import page_of
-from attnplug.ops.common.softmax import softcap
 from attnplug.ops.common.triton import tl, triton
 
 
@@ -16,20 +15,6 @@ def _best(s, in_group, KEYS_FIRST: tl.constexpr):
         return tl.max(tl.where(in_group[None, :], s, float("-inf")), 1)
     else:
         return tl.max(tl.where(in_group[:, None], s, float("-inf")), 0)
-
-
-@triton.jit
-def _share(s, norm, in_group, factor, cap):
-    """log2 of the sum of a group's shares 2^(logit - norm), `norm [ROWS]`."""
-    y = s * factor
-    if cap is not None:
-        y = softcap(y, cap)
-    y -= norm[:, None]
-    y = tl.where(y == y, y, float("inf"))
-    y = tl.where(in_group[:, None], y, float("-inf"))
-    top = tl.max(y, 0)
-    base = tl.where(tl.abs(top) < float("inf"), top, 0.0)
-    return base + tl.log2(tl.sum(tl.exp2(y - base[None, :]), 0))
 
 
 @triton.jit
@@ -111,7 +96,6 @@ def token_scores(
     at,
     seen,
     query,
-    norm,
     codes_at,
     scales_at,
     row_table,
@@ -119,16 +103,14 @@ def token_scores(
     scales_strides,
     in_group,
     in_width,
-    factor,
-    cap,
     PAGE: tl.constexpr,
     KEYS_FIRST: tl.constexpr = False,
     WHOLE: tl.constexpr = False,
     HALVES: tl.constexpr = 0,
     unit=None,
 ):
-    """The group's scores of the tokens `at`, -inf where not `seen`; shares if there is a `norm`.
-    The others as in `token_products`."""
+    """The group's scores of the tokens `at`, -inf where not `seen`. The others as in
+    `token_products`."""
     s = token_products(
         at=at,
         seen=seen,
@@ -145,11 +127,7 @@ def token_scores(
         HALVES=HALVES,
         unit=unit,
     )
-    if norm is None:
-        score = _best(s, in_group, KEYS_FIRST)
-    else:
-        score = _share(s, norm, in_group, factor, cap)
-    return tl.where(seen, score, float("-inf"))
+    return tl.where(seen, _best(s, in_group, KEYS_FIRST), float("-inf"))
 
 
 @triton.jit

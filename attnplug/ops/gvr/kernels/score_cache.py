@@ -1,41 +1,9 @@
-"""The kernel of `score_tokens`, `share_tokens` and `top_tokens`: a row and KV head's cache, several
-programs. For `top_tokens` they also keep their best scores, as `sift` does in topk_sift.py.
-
-Names as in `score`; a part is what one set of slots is kept of.
-"""
+"""The kernel of `score_tokens`: several programs share a row and KV head's cache. Names as in
+`score`."""
 
 from attnplug.ops.common.rows import row_span
 from attnplug.ops.common.triton import gdc_launch_dependents, gdc_wait, tl, triton
 from attnplug.ops.gvr.kernels.score import choosable, in_halves, token_scores
-from attnplug.ops.gvr.kernels.topk_select import clean
-from attnplug.ops.gvr.kernels.topk_sift import keep_best
-
-
-@triton.jit
-def _keep_part(
-    out_at,
-    reach,
-    part,
-    parts,
-    row,
-    S,
-    kept,
-    CHUNK: tl.constexpr,
-    PART: tl.constexpr,
-    ROOM: tl.constexpr,
-    ASM: tl.constexpr,
-):
-    """Keep the best of a part's scores, which this program has stored at `out_at`."""
-    slot_scores, slot_index, floors, least, _ = kept
-    tl.debug_barrier()  # other warps have stored some of them
-    e = tl.arange(0, PART)
-    i = (e // CHUNK * parts + part) * CHUNK + e % CHUNK
-    # Whole groups of four, so that a thread loads them together; a chunk is stored to its end.
-    inside = (i < (reach + 3) // 4 * 4) & (i < S)
-    x = tl.load(out_at + i, mask=inside, other=float("-inf"), cache_modifier=".cg")
-    at = row * parts + part
-    outputs = (slot_scores, slot_index, floors)
-    keep_best(clean(x), i, at, least, outputs, ROOM, PART, ASM)
 
 
 @triton.jit
@@ -47,10 +15,7 @@ def score(
     start,
     key_mask,
     table,
-    shares,
-    cap,
     scores,
-    kept,
     S,
     programs,
     q_strides,
@@ -73,15 +38,9 @@ def score(
     HALVES: tl.constexpr,
     WHOLE: tl.constexpr,
     PDL: tl.constexpr,
-    EACH: tl.constexpr,
-    CHUNK: tl.constexpr,
-    PART: tl.constexpr,
-    ROOM: tl.constexpr,
 ):
-    """One of `programs` of a row and KV head: it scores every `programs`-th of their parts, which
-    are EACH times as many. With a `table`, codes and scales are those of pages of PAGE keys. With
-    `shares` the scores are shares. With `kept` = (slots' scores, slots' indices, floors, least, k)
-    it keeps the best ROOM of each part, PART tokens at most, in rows longer than k."""
+    """Every `programs`-th tile of one row and KV head. With a `table`, codes and scales are those
+    of pages of PAGE keys."""
     q_b, q_h = q_strides
     codes_b, codes_h, _ = codes_strides
     scales_b, scales_h, _ = scales_strides
@@ -102,11 +61,6 @@ def score(
     if HALVES:
         query, unit = in_halves(query)
     row = b * tl.num_programs(1) + h
-    norm = None
-    factor = None
-    if shares is not None:
-        norms, factor = shares
-        norm = tl.load(norms + row * GROUP + g, mask=g < GROUP, other=0.0, cache_modifier=".cg")
     row_table = None
     if table is None:
         codes_at = codes + b * codes_b + h.to(tl.int64) * codes_h + d[None, :]
@@ -124,43 +78,28 @@ def score(
     if table is not None:
         end = length
     none = tl.full([TILE], float("-inf"), tl.float32)
-    parts = programs * EACH
-    WIDE: tl.constexpr = TILE // CHUNK
-    if CHUNK < TILE:  # a part has every `parts`-th chunk of CHUNK tokens
-        n = n // CHUNK * CHUNK * parts + n % CHUNK
-    for each in range(0, EACH):
-        part = program + each * programs
-        # Two loops, so that a short row in a long buffer costs its own reads and -inf for the rest.
-        tiles = tl.cdiv(tl.maximum(reach - part * CHUNK, 0), parts * TILE)
-        for i in tl.range(0, tiles, num_stages=STAGES):
-            at = (part + i * parts * WIDE) * CHUNK + n
-            seen = choosable(at, length, low, mask_at, SINK, WINDOW)
-            read = at
-            if WHOLE and CHUNK < TILE:  # a tile's last chunks may lie past the cache
-                read = tl.minimum(at, S - 1)
-            best = token_scores(
-                at=read,
-                seen=seen,
-                query=query,
-                norm=norm,
-                codes_at=codes_at,
-                scales_at=scales_at,
-                row_table=row_table,
-                codes_strides=codes_strides,
-                scales_strides=scales_strides,
-                in_group=g < GROUP,
-                in_width=in_width,
-                factor=factor,
-                cap=cap,
-                PAGE=PAGE,
-                KEYS_FIRST=KEYS_FIRST,
-                WHOLE=WHOLE,
-                HALVES=HALVES,
-                unit=unit,
-            )
-            tl.store(out_at + at, best, mask=at < S)
-        if kept is not None:
-            if length > kept[4]:
-                _keep_part(out_at, reach, part, parts, row, S, kept, CHUNK, PART, ROOM, PDL)
-        for first in range((part + tiles * parts * WIDE) * CHUNK, end, parts * TILE):
-            tl.store(out_at + first + n, none, mask=first + n < S)
+    # Two loops, so that a short row in a long buffer costs its own reads and -inf for the rest.
+    tiles = tl.cdiv(tl.maximum(reach - program * TILE, 0), programs * TILE)
+    for i in tl.range(0, tiles, num_stages=STAGES):
+        at = (program + i * programs) * TILE + n
+        seen = choosable(at, length, low, mask_at, SINK, WINDOW)
+        best = token_scores(
+            at=at,
+            seen=seen,
+            query=query,
+            codes_at=codes_at,
+            scales_at=scales_at,
+            row_table=row_table,
+            codes_strides=codes_strides,
+            scales_strides=scales_strides,
+            in_group=g < GROUP,
+            in_width=in_width,
+            PAGE=PAGE,
+            KEYS_FIRST=KEYS_FIRST,
+            WHOLE=WHOLE,
+            HALVES=HALVES,
+            unit=unit,
+        )
+        tl.store(out_at + at, best, mask=at < S)
+    for first in range((program + tiles * programs) * TILE, end, programs * TILE):
+        tl.store(out_at + first + n, none, mask=first + n < S)

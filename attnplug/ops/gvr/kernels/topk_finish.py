@@ -179,11 +179,9 @@ def finish(
     WIDTH: tl.constexpr,
     LENGTH_STEP: tl.constexpr,
     PDL: tl.constexpr,
-    SHARED: tl.constexpr,
 ):
-    """Select row r from its slots; SHARED rows, one after the other, have one length. `entries`
-    `[LIST + TILE]` of each row is the room for its list, `list_index` and `list_score` those of a
-    search."""
+    """Select row r from its slots. `entries` `[LIST + TILE]` of each row is the room for its list,
+    `list_index` and `list_score` those of a search."""
     r = tl.program_id(0).to(tl.int64)
     SIZE: tl.constexpr = 512 * HALVES * WARPS
     lane = tl.arange(0, 32)[:, None, None, None, None]
@@ -199,7 +197,7 @@ def finish(
     values += r * K
     stats += r * 3
     # The kernel in front, that has filled the slots, has waited: the lengths are there.
-    n = length_of(lengths, r // SHARED, N, LENGTH_STEP)
+    n = length_of(lengths, r, N, LENGTH_STEP)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()

@@ -85,7 +85,7 @@ def launch_sifted_rows(scores, k, lengths, indices, values, how, plan: Sift, pdl
         ASM=pdl,
         num_warps=plan.warps,
     )
-    launch_finish(scores, k, lengths, slots, indices, values, how, plan, pdl)
+    _launch_finish(scores, k, lengths, slots, indices, values, how, plan, pdl)
 
 
 def _of_both(scores, k, lengths, slots, plan, pdl):
@@ -107,8 +107,8 @@ def _of_both(scores, k, lengths, slots, plan, pdl):
     }
 
 
-def launch_finish(scores, k, lengths, slots, indices, values, how, plan: Sift, pdl, shared=1):
-    """Run `finish` behind what has filled the slots; each of `lengths` is that of `shared` rows."""
+def _launch_finish(scores, k, lengths, slots, indices, values, how, plan: Sift, pdl):
+    """Run `finish` behind `sift`, which has filled the slots."""
     rows = len(scores)
     new = functools.partial(torch.empty, device=indices.device)
     capacity = max(CAPACITY, 2 * next_power_of_two(k))
@@ -131,6 +131,5 @@ def launch_finish(scores, k, lengths, slots, indices, values, how, plan: Sift, p
         CAPACITY=capacity,
         SEARCHED=plan.searched,
         WIDTH=short_rows.WIDTH,
-        SHARED=shared,
         num_warps=plan.finish_warps,
     )
