@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 
-from attnplug.deprecated import warn_renamed
-
 if TYPE_CHECKING:
     from transformers.cache_utils import StaticLayer
 
@@ -50,17 +48,6 @@ class AttentionCall:
         flush = getattr(self.state, "flush", None)
         if flush is not None:
             flush()
-
-    def settle(self) -> None:
-        """The old name of `flush`, kept for one release."""
-        warn_renamed("AttentionCall.settle", "flush")
-        self.flush()
-
-    @property
-    def sink(self) -> "EdgeWriter | None":
-        """The old name of `trace_to`, kept for one release."""
-        warn_renamed("AttentionCall.sink", "trace_to")
-        return self.trace_to
 
     @property
     def whole(self) -> bool:

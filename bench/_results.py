@@ -9,7 +9,6 @@ from typing import Any
 from stale import gone
 
 from attnplug.bench.rows import policy_name
-from attnplug.deprecated import current_text
 from attnplug.eval.runner import STOCK, machine, parse_with_control
 
 
@@ -29,4 +28,4 @@ def row_policy(asked: str) -> str:
     too. The model's own attention and policies with a deleted option keep their text."""
     if asked == STOCK or gone({"policy": asked}):
         return asked
-    return policy_name(parse_with_control(current_text(asked)))
+    return policy_name(parse_with_control(asked))

@@ -13,18 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from _results import write_rows
-from report import question, rows_of, worded_as_today
+from report import question, rows_of
 
 RESULTS = Path(__file__).resolve().parent / "results"
 
 
-def asked(row: dict[str, Any]) -> tuple[Any, ...]:
-    """What a row answers, in the words of today's options."""
-    return question(worded_as_today(row))
-
-
 def main(paths: Sequence[str]) -> None:
-    new = {asked(row): row for path in paths for row in rows_of(Path(path))[1]}
+    new = {question(row): row for path in paths for row in rows_of(Path(path))[1]}
     dirty = {row["commit"] for row in new.values() if not re.fullmatch("[0-9a-f]+", row["commit"])}
     if dirty:
         raise SystemExit(f"rows of {', '.join(sorted(dirty))}: measure them at a commit")
@@ -36,7 +31,7 @@ def main(paths: Sequence[str]) -> None:
         old = rows_of(path)[1]
         if not old or "task" in old[0]:
             continue
-        kept = [row for row in old if asked(row) not in new]
+        kept = [row for row in old if question(row) not in new]
         rows = kept + waiting.pop(path.stem, [])
         replaced += len(old) - len(kept)
         if not rows:

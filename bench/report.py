@@ -64,8 +64,6 @@ from _story_plots import draw_story, pictures
 from _tables import Column, scores, table
 from stale import History, NoHistoryError, gone
 
-from attnplug.deprecated import current_text
-
 Row = dict[str, Any]
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -154,7 +152,7 @@ def _rows(folder: Path) -> Iterable[tuple[str, str, Row]]:
     for path in sorted(folder.glob("*.json")):
         moment, rows = rows_of(path)
         for row in rows:
-            yield moment or row.get("date", ""), path.name, worded_as_today(row)
+            yield moment or row.get("date", ""), path.name, row
 
 
 def rows_of(path: Path) -> tuple[str, list[Row]]:
@@ -165,11 +163,6 @@ def rows_of(path: Path) -> tuple[str, list[Row]]:
     rows = [bench["extra_info"] for bench in content.get("benchmarks", ())]
     rows = [row for row in rows if "op" in row] + content.get("rows", [])
     return content.get("datetime", ""), rows
-
-
-def worded_as_today(row: Row) -> Row:
-    """A row with the names that its policy and options have today."""
-    return row | {key: current_text(row[key]) for key in ("policy", "options") if key in row}
 
 
 def _timing_order(row: Row) -> tuple[Any, ...]:
@@ -316,7 +309,7 @@ def hardest(rows: Sequence[Row]) -> list[Row]:
 def filters(text: str) -> dict[str, list[str]]:
     """`op=momo n=8192,32768` as {"op": ["momo"], "n": ["8192", "32768"]}."""
     found = {}
-    for term in current_text(text).split():
+    for term in text.split():
         key, equals, values = term.partition("=")
         if not equals:
             raise SystemExit(f"<!-- results{text}-->: {term!r} is not key=value")

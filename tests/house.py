@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-LOOSE = {"__init__.py", "_define.py"}  # _define is the deprecated shim of the old op module
+LOOSE = {"__init__.py"}
 LONGEST = 450
 SOURCES = {".py", ".js", ".css", ".html"}
 REASON = f"over {LONGEST} lines because"  # at the head of a file that has more
@@ -152,7 +152,7 @@ def _inside(module: str, room: str) -> bool:
 
 
 def _family(module: str, ops: str) -> str:
-    """The family of ops that a module belongs to, "" for ops itself, _define and other rooms."""
+    """The family of ops that a module belongs to, "" for ops itself and other rooms."""
     parts = module.removeprefix(ops).strip(".").split(".")
     return parts[0] if _inside(module, ops) and not parts[0].startswith("_") else ""
 

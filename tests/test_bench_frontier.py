@@ -188,7 +188,7 @@ def test_the_plot(bench):
     [
         ("sketch", "sketch"),
         ("gather(k=64)", "gather"),
-        ("gather(k=64, scoring='spread')", "gather(scoring='spread')"),
+        ("gather(k=64, scoring='bounds')", "gather(scoring='bounds')"),
         ("quest(bytes=16, k=1024)", "quest(bytes=16)"),
         ("sketch(bytes=16, k=512, tail='drop')", "sketch(bytes=16, tail='drop')"),
     ],

@@ -215,18 +215,6 @@ def test_the_table_of_bounds_is_its_files(report, tree):
     assert "without bounds" not in text and "bound / output" in text
 
 
-def test_an_option_of_an_old_name_is_the_same_policy(report, tree):
-    """A later run under the new name replaces the row, and filters know both names."""
-    texts = [f"momo({name}='exact')" for name in ("topk", "selection")]
-    for day, (text, value) in enumerate(zip(texts, (0.2, 0.8), strict=True), 1):
-        row = QUALITY | dict(policy=text, value=value, low=0.1, high=0.9, date=f"2026-01-0{day}")
-        (tree / "bench" / "results" / f"run{day}.json").write_text(json.dumps({"rows": [row]}))
-    page = tree / "docs" / "momo.md"
-    page.write_text("".join(f"<!-- scores policy={x} -->\n<!-- /scores -->\n" for x in texts))
-    run(report, tree)
-    assert page.read_text().count("| needle | 0.8 (0.1 to 0.9) |") == 2
-
-
 def test_the_output_is_a_function_of_the_input(report, tree):
     def everything():
         return {p: p.read_bytes() for p in sorted(tree.rglob("*")) if p.is_file()}
@@ -312,7 +300,6 @@ def test_a_policy_goes_by_its_string_without_a_crossover(report):
         ("momo(top_k=64, gamma=8, min_tokens=0)+gather(min_tokens=0)",
          "momo(gamma=8, top_k=64)+gather"),
         ("momo+stream(top_k=32)", "momo+stream"),
-        ("momo(topk='exact')", "momo(selection='exact')"),
         ("random_blocks(top_k=64)", None),
         ("stock", None),
     ],

@@ -111,7 +111,6 @@ def test_packages_are_found(tmp_path):
         ("ops__common__rows", "errors", ""),
         ("policies__base", "models__cache", ""),
         ("policies__base", "ops__gather__attend", ""),
-        ("ops___define", "ops__gather__attend", ""),
     ],
 )
 def test_a_forbidden_arrow_is_found(tmp_path, module, other, rule):
@@ -130,7 +129,7 @@ def test_the_door_of_ops_is_closed_from_inside(tmp_path):
 
 
 def test_a_loose_file_is_found(tmp_path):
-    small = built(tmp_path, ops__fast="", ops___define="", ops__gather__attend="")
+    small = built(tmp_path, ops__fast="", ops__gather__attend="")
     assert source.loose_files(small) == ["fast.py"]
 
 

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from attnplug import files
-from attnplug.deprecated import current_text
 from attnplug.errors import AttnplugError, FileError
 
 Record = dict[str, Any]
@@ -20,9 +19,8 @@ KEY = ("task", "model", "n", "trial", "seed", "policy", "batch", "device", "dtyp
 
 
 def key_of(record: Record) -> tuple[Any, ...]:
-    """A record's values of KEY; a policy's text as it is written today."""
-    values = {name: record[name] for name in KEY} | {"policy": current_text(record["policy"])}
-    return tuple(values.values())
+    """A record's values of KEY."""
+    return tuple(record[name] for name in KEY)
 
 
 class Records:

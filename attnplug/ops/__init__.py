@@ -1,7 +1,6 @@
 """The ops. Each is a torch.library op with a Triton kernel (CUDA), a numba reference (CPU) and a
 fake (tracing), in a file of its own name."""
 
-from attnplug import deprecated
 from attnplug.ops.certified.certified_attention import CertifiedOutput, certified_attention
 from attnplug.ops.certified.quantize_kv import QuantizedKV, quantize_kv
 from attnplug.ops.certified.scratch import Scratch
@@ -59,5 +58,3 @@ __all__ = [
     "top_tokens",
     "topk",
 ]
-
-__getattr__ = deprecated.old_names(__name__, {"Near": "attnplug.ops.ResidentBlocks"})

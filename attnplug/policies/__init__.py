@@ -10,7 +10,6 @@ from importlib.metadata import entry_points
 from transformers import Cache
 
 from attnplug.call import AttentionCall, Edges, EdgeWriter, LayerShape, Reads
-from attnplug.deprecated import old_names
 from attnplug.errors import PolicyError
 from attnplug.policies._certified_layer import Certificates, certified_layers
 from attnplug.policies._gather_layers import residency
@@ -132,6 +131,3 @@ def parse(policy: "str | Phase | Policy") -> Policy:
         f"a policy is a string, a method or a Policy, not {type(policy).__name__}; "
         f"methods are {', '.join(names())}"
     )
-
-
-__getattr__ = old_names(__name__, {"Sink": "attnplug.call.EdgeWriter"})

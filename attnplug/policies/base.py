@@ -1,13 +1,11 @@
 """What a method is: the phase protocol, and the check of its options."""
 
 import dataclasses
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
 from attnplug.call import AttentionCall, Edges, LayerShape, PagedCall, Reads
-from attnplug.deprecated import old_names
 from attnplug.errors import PolicyError
 
 if TYPE_CHECKING:
@@ -35,7 +33,6 @@ class Phase:
     # Served steps of up to so many rows run `attend_rows`, and no other method for near rows.
     rows_whole: ClassVar[int] = 0
     on_request: ClassVar[frozenset[str]] = frozenset()
-    renamed: ClassVar[Mapping[str, str]] = {}  # old option: its name now; see `renamed_option`
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
         """The attention output `[B,Hq,T,D]` of one call."""
@@ -165,13 +162,3 @@ def check_option(method: str, option: str, value: object, valid: bool, needed: s
     """Raise PolicyError naming the method, the option, the value that came and what is needed."""
     if not valid:
         raise PolicyError(f"{method}: {option}={value!r}, needs {needed}")
-
-
-__getattr__ = old_names(
-    __name__,
-    {
-        "Policy": "attnplug.policies.policy.Policy",
-        "Sink": "attnplug.call.EdgeWriter",
-        "parse_policy": "attnplug.policies.grammar.parse_policy",
-    },
-)

@@ -101,7 +101,7 @@ def _parse_term(node: ast.expr, text: str, methods: Mapping[str, type[Phase]]) -
     known = [field.name for field in dataclasses.fields(cls)]  # pyright: ignore[reportArgumentType]
     options: dict[str, Any] = {}
     for name, value in _keywords(call, text).items():
-        if name not in (*known, *cls.renamed):
+        if name not in known:
             raise PolicyError(
                 f"policy {text!r}: {cls.name} has no option {name!r}; it has "
                 f"{', '.join(known) or 'none'}{_ask(name, known)}"

@@ -17,7 +17,6 @@ from typing import Any, ClassVar
 import torch
 
 from attnplug.call import AttentionCall, LayerShape, Reads
-from attnplug.deprecated import renamed_option
 from attnplug.models.cache import PlugLayer
 from attnplug.models.sync import may_sync
 from attnplug.ops import (
@@ -66,7 +65,6 @@ LIST_BYTES = 600 << 20
 LITERALS = (bool, int, float, str, type(None))  # options that a policy's text can hold
 
 
-@renamed_option("topk", "selection")
 @dataclasses.dataclass(frozen=True)
 class Momo(DenseBelow):
     """Block-sparse prefill with a mask measured by its own query-sparse pass.

@@ -42,9 +42,9 @@ class Watch:
         monkeypatch.setattr(self.watched, "attend_pages", attend_pages)
 
     def compare(self, method, call):
-        right = empty_page_bounds(call.k, method.block, dtype=method._page_form.codes)
+        right = empty_page_bounds(call.k, method.block, dtype=method._page_codes)
         every = torch.arange(call.k.shape[0] * call.k.shape[2])
-        page_bounds(call.k, right, every, block=method.block, band=method._page_form.band)
+        page_bounds(call.k, right, every, block=method.block, band=method.scoring == "band")
         most = int(call.lengths.max()) // method.block
         if most == 0:
             return

@@ -27,7 +27,7 @@ def note(device_path, k, bounds, slots, band):
 def summaries(device_path, pages, band):
     """The pages on the device, and their codes with garbage where no kernel has written."""
     on = pages.to(device_path[0])
-    bounds = empty_page_bounds(on.kv[0], BLOCK, 2, dtype=torch.int8).fill_(-77)
+    bounds = empty_page_bounds(on.kv[0], BLOCK, dtype=torch.int8).fill_(-77)
     note(device_path, on.kv[0], bounds, on.slots(), band)
     return on, bounds
 
