@@ -397,7 +397,7 @@ QUALITY_COLUMNS: list[Column] = [
     ("score (95% interval)", lambda r: f"{r['value']:.3g} ({r['low']:.3g} to {r['high']:.3g})"),
     ("dense", lambda row: f"{row['dense']:.3g}"),
 ]
-# bench/certified_scratch.py; slots that exceed what there is to hold are no larger share
+# results/certified/scratch.json; slots that exceed what there is to hold are no larger share
 SCRATCH_COLUMNS: list[Column] = [
     ("block", lambda row: str(row["block"])),
     ("slots", lambda row: str(row["scratch"])),

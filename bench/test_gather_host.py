@@ -10,10 +10,10 @@ The whole model has the shape of Qwen2.5-7B with random bf16 weights and 1M toke
 values, 60 GB, in host memory; the allocator may take 24 GB of the GPU. No prefill runs. Its tokens
 are drawn at random, or greedy, or `drift`: their embeddings turn from token to token (cosine 0.95).
 A text's steps list again a half to four fifths of what the step before listed (docs/log/gather.md),
-and 0.86 of what eight steps listed (page_turnover.py), which random tokens do not. `steady` tokens
-come near to that: embeddings that turn less (cosine 0.99, `steadiest` 0.999) and quiet values. The
-peer is dense attention over the same cache, read from the host: one layer's, measured, times the
-layers."""
+and 0.86 of what eight steps listed (results/page-turnover.json), which random tokens do not.
+`steady` tokens come near to that: embeddings that turn less (cosine 0.99, `steadiest` 0.999) and
+quiet values. The peer is dense attention over the same cache, read from the host: one layer's,
+measured, times the layers."""
 
 import functools
 import gc
