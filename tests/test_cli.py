@@ -30,7 +30,17 @@ def test_help_names_the_commands_that_work():
     assert result.exit_code == 0
     commands = [line.split()[1] for line in result.output.splitlines() if line.startswith("│ ")]
     named = [name for name in commands if not name.startswith("-")]
-    assert named == ["demo", "report", "plan", "eval", "bench", "serve", "doctor", "trace"]
+    assert named == [
+        "demo",
+        "report",
+        "plan",
+        "eval",
+        "bench",
+        "serve",
+        "new-policy",
+        "doctor",
+        "trace",
+    ]
 
 
 def test_it_runs_as_a_module():

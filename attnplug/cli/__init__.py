@@ -11,6 +11,7 @@ from typer.core import TyperGroup
 
 from attnplug import __version__
 from attnplug.cli.measure import bench, demo, doctor, eval, plan, report, tune
+from attnplug.cli.new_policy import new_policy
 from attnplug.cli.output import console
 from attnplug.cli.serve import serve
 from attnplug.cli.trace import trace
@@ -18,7 +19,7 @@ from attnplug.cli.trace import trace
 __all__ = ["app"]
 
 app = typer.Typer(name="attnplug", pretty_exceptions_enable=False)
-for command in (demo, report, plan, eval, bench, tune, serve, doctor):
+for command in (demo, report, plan, eval, bench, tune, serve, new_policy, doctor):
     app.command()(command)
 app.add_typer(trace, name="trace")
 
