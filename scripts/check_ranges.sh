@@ -26,7 +26,11 @@ import sys
 import tomllib
 
 project = tomllib.load(open("pyproject.toml", "rb"))["project"]
-for line in project["dependencies"]:
+extras = [project["optional-dependencies"][name] for name in ("demo", "eval", "plot", "trace")]
+lines = project["dependencies"] + [line for extra in extras for line in extra]
+for line in lines:
+    if line.startswith("attnplug["):
+        continue
     requirement, _, marker = line.partition(";")
     name, low = re.match(r"([\w.-]+)>=([\w.]+)", requirement).groups()
     version = f"{low}.*" if low.count(".") < 2 else low
