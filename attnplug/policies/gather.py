@@ -39,10 +39,11 @@ from attnplug.policies.crossover import DenseBelow
 # shapes, of which that with four KV heads decides (bench/results/e2e_gather.json). A list of more
 # blocks than a kernel ranks has a higher floor: its selection takes longer, whatever the length. In
 # a cache with room for 1M tokens the lines of whole steps cross at about 50,000 tokens
-# (bench/results/gather.json).
+# (bench/results/gather.json). On a CPU the lists of the default cross dense between 16,384 and 32,768
+# tokens, one row and one thread (docs/log/gather.md).
 CROSSOVER_FACTOR = {"cuda": 10, "cpu": 2}
 CROSSOVER_FLOOR = {"cuda": 32768, "cpu": 4096}
-LONG_LIST_FLOOR = {"cuda": 65536, "cpu": 4096}
+LONG_LIST_FLOOR = {"cuda": 65536, "cpu": 32768}
 # In a batch that has paid a step's fixed price, a row costs what dense takes for so many times the
 # keys that it keeps, or less: rows of batch 1, 8 and 64 on an H200 (docs/log/gather.md). A CPU
 # serves row after row, and a batch shares nothing there.

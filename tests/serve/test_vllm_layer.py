@@ -110,8 +110,8 @@ def test_a_chunk_that_steps_beside_it_cut_short_reaches_the_crossover():
         ({}, Phases(MOMO, Gather()), ""),
         ({"left_dense": "the layer has ALiBi"}, Phases(), "the layer has ALiBi"),
         ({"head_dim": 72}, Phases(), "head dimension 72"),
-        ({"longest": 2048}, Phases(MOMO), "gather serves from 9,472 tokens on"),
-        ({"longest": 9471, "rows": 999}, Phases(MOMO), "gather serves from 9,472 tokens on"),
+        ({"longest": 2048}, Phases(MOMO), "gather serves from 32,768 tokens on"),
+        ({"longest": 32767, "rows": 999}, Phases(MOMO), "gather serves from 32,768 tokens on"),
     ],
 )
 def test_a_layer_that_a_method_cannot_serve_is_left_dense(change, phases, why):
