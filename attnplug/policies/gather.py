@@ -39,7 +39,7 @@ from attnplug.policies.crossover import DenseBelow
 # shapes, of which that with four KV heads decides (bench/results/e2e_gather.json). A list of more
 # blocks than a kernel ranks has a higher floor: its selection takes longer, whatever the length. In
 # a cache with room for 1M tokens the lines of whole steps cross at about 50,000 tokens
-# (bench/results/gather.json). On a CPU the lists of the default cross dense between 16,384 and 32,768
+# (bench/results/gather.json). On a CPU the default's lists cross dense between 16,384 and 32,768
 # tokens, one row and one thread (docs/log/gather.md).
 CROSSOVER_FACTOR = {"cuda": 10, "cpu": 2}
 CROSSOVER_FLOOR = {"cuda": 32768, "cpu": 4096}
