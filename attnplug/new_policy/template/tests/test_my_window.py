@@ -11,7 +11,7 @@ from attnplug.testing import check_policy, make_inputs, oracle_attention, tolera
 
 def test_a_step_is_attention_over_the_window():
     x = make_inputs(batch=2, heads_q=4, heads_kv=2, queries=1, keys=100)
-    visible = (torch.arange(100, device=x.q.device) >= 100 - 32).expand(2, -1)
+    visible = (torch.arange(100, dtype=torch.int64, device=x.q.device) >= 100 - 32).expand(2, -1)
     wanted = oracle_attention(x.q, x.k, x.v, scale=x.scale, key_mask=visible)[0]
     found = MyWindow(window=32).attend(AttentionCall(x.q, x.k, x.v, scale=x.scale))
     allowed = tolerance(x.q, x.k, x.v, scale=x.scale, key_mask=visible)
