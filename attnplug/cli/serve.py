@@ -19,7 +19,9 @@ def serve(
     continuous_batching: Annotated[
         bool, typer.Option(help="Requests share steps; without, each is a call of generate.")
     ] = True,
-    device: Annotated[str | None, typer.Option(help="auto, cpu, cuda or cuda:0; cuda where there is a GPU.")] = None,
+    device: Annotated[
+        str | None, typer.Option(help="auto, cpu, cuda or cuda:0; cuda where there is a GPU.")
+    ] = None,
     dtype: Annotated[str | None, typer.Option(help="auto, or such as bfloat16.")] = None,
     cb_block_size: Annotated[int | None, typer.Option(help="Tokens of a page.")] = None,
     cb_num_blocks: Annotated[int | None, typer.Option(help="Pages of the cache.")] = None,
