@@ -272,6 +272,5 @@ def merge_block_rows(op: Any) -> Cases:
 
     yield "mass", case(1, 28, 2048, 64, 8, trim=64)
     yield "mean", case(1, 28, 2048, 64, 8, trim=64, merge="mean")
-    yield "normalised", case(1, 28, 2048, 64, 8, trim=64, merge="mean_normalised")
     yield "before", case(2, 8, 100, 33, 4, trim=20, sink=1, before=new(2, 25))
     yield "few", case(1, 2, 5, 3, 2, trim=4)

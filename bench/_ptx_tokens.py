@@ -227,7 +227,7 @@ def sketch_decode(op: Any) -> Cases:
     yield "bench", case(1, 28, 4, 131072, 128)
     yield "uncounted", case(1, 28, 4, 131072, 128, count=False)
     yield "token is there", case(1, 28, 4, 131072, 128, token=False, ring=False)
-    yield "mean 16 bytes", case(1, 28, 4, 131072, 128, tail="mean", codes=16)
+    yield "drop 16 bytes", case(1, 28, 4, 131072, 128, tail="drop", codes=16)
     yield "drop 32 bytes", case(1, 28, 4, 131072, 128, tail="drop", codes=32)
     yield "batch=8 1M", case(8, 28, 4, 1048576, 128, lengths=new(8))
     yield "fp16 D=80", case(2, 8, 2, 1003, 80, FP16, top_k=100, lengths=new(2))

@@ -142,7 +142,7 @@ class Momo(DenseBelow):
         self.check("tail", self.tail >= 0, "at least 0")
         algorithms = ("joint", "exact", "tournament", "estimated")
         self.check("selection", self.selection in algorithms, ", ".join(algorithms))
-        merges = ("mass", "mean", "mean_normalised")
+        merges = ("mass", "mean")
         self.check("merge", self.merge in merges, ", ".join(merges))
         joint = self.selection == "joint"
         self.check("merge", not joint or self.merge == "mass", "'mass' where selection='joint'")

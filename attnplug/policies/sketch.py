@@ -44,12 +44,11 @@ class Sketch(DenseBelow):
 
     bytes: of codes a token and KV head, 16, 24 or 32. k: tokens that each KV head picks at each
     step, beside the first block of 128 and the last four. tail: what the tokens that are not read
-    count as: their mass and a regression of the values on the scores ("regression"), their mass and
-    the mean value ("mean"), or nothing ("drop"). min_tokens: caches below so many tokens are read
-    whole, by `dense`. None is a multiple of what a step reads, but not below a floor for the kind
-    of device. audit: after so many tokens the host estimates the error of a step, between two
-    steps; 0: never. kv: where keys and values live, "gpu" or "host" (memory read over the link);
-    the codes are on the GPU.
+    count as: their mass and a regression of the values on the scores ("regression"), or nothing
+    ("drop"). min_tokens: caches below so many tokens are read whole, by `dense`. None is a multiple
+    of what a step reads, but not below a floor for the kind of device. audit: after so many tokens
+    the host estimates the error of a step, between two steps; 0: never. kv: where keys and values
+    live, "gpu" or "host" (memory read over the link); the codes are on the GPU.
     """
 
     bytes: int = 24
@@ -94,7 +93,7 @@ class Sketch(DenseBelow):
         return None
 
     def note(self, shape: LayerShape) -> str:
-        rest = {"drop": "drops", "mean": "estimates", "regression": "estimates"}[self.tail]
+        rest = {"drop": "drops", "regression": "estimates"}[self.tail]
         dense = self.dense_caches(shape.device)
         scan = f"and {self.bytes} bytes a token to choose them, {rest} the rest"
         where = " from host memory" if self.kv == "host" else ""

@@ -15,7 +15,7 @@ OPTIONS = st.fixed_dictionaries(
         "gamma": st.sampled_from([None, 1, 2, 8, 32]),
         "top_k": st.integers(8, 128),
         "selection": st.sampled_from(["exact", "tournament", "estimated"]),
-        "merge": st.sampled_from(["mass", "mean", "mean_normalised"]),
+        "merge": st.sampled_from(["mass", "mean"]),
         "min_tokens": st.none() | st.integers(0, 10**6),
         "window": st.integers(0, 512),
     },

@@ -248,7 +248,7 @@ def test_heads_in_parts_equal_all_heads_at_once(device, monkeypatch, limit):
     assert torch.equal(MOMO.attend(c), wanted)
 
 
-@pytest.mark.parametrize("merge", ["mass", "mean", "mean_normalised"])
+@pytest.mark.parametrize("merge", ["mass", "mean"])
 def test_every_merge_attends(merge, device):
     c = call(200, device=device)
     found = dataclasses.replace(MOMO, selection="exact", merge=merge).attend(c)

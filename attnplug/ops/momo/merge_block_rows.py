@@ -3,9 +3,8 @@
 The rows r of a query block each list blocks j with scores S_r(j). The union of the listed blocks is
 ranked and its best `trim` are kept:
 
-    mass             sum over r of exp(S_r(j) - lse_r)     a row that did not list j adds 0
-    mean             mean over the rows that listed j of S_r(j)
-    mean_normalised  mean over the rows that listed j of S_r(j) - lse_r
+    mass  sum over r of exp(S_r(j) - lse_r)     a row that did not list j adds 0
+    mean  mean over the rows that listed j of S_r(j)
 
 `mean` is Algorithm 2 of the MOMO paper (Measure Once, Mask Once, appendix B; docs/papers.md).
 `mass` is the softmax mass that the listing rows give the block. On SmolLM2 it captures more (0.9126
@@ -30,7 +29,7 @@ from attnplug.ops.common.triton import tl, triton
 from attnplug.ops.momo.kernels.block_sparse import count_run
 
 NAME = "merge_block_rows"
-MERGES = ("mass", "mean", "mean_normalised")
+MERGES = ("mass", "mean")
 # One program sorts all entries of its query block in registers.
 MAX_ENTRIES = 16384
 
@@ -135,7 +134,7 @@ def check_before(
 
 
 @njit()
-def _merge_one(index, score, lse, trim, mass, normalise, sink, before, out):
+def _merge_one(index, score, lse, trim, mass, sink, before, out):
     """Merge index, score `[rows, K]` with lse `[rows]` into out `[trim]`."""
     out[:] = -1
     # Sorting values inside a run makes its sum independent of the order of the rows.
@@ -147,7 +146,7 @@ def _merge_one(index, score, lse, trim, mass, normalise, sink, before, out):
         for slot in range(index.shape[1]):
             if not sink <= index[row, slot] < before:
                 continue
-            value[0] = score[row, slot] - lse[row] if normalise else score[row, slot]
+            value[0] = score[row, slot] - lse[row] if mass else score[row, slot]
             if np.isnan(value[0]):
                 value[0] = -np.inf
             if mass:
@@ -180,7 +179,7 @@ def _merge_one(index, score, lse, trim, mass, normalise, sink, before, out):
 
 
 @njit(parallel=True)
-def _reference(index, score, lse, rows, trim, mass, normalise, sink, before, out):
+def _reference(index, score, lse, rows, trim, mass, sink, before, out):
     """index, score `[H,R,K]`, lse `[H,R]`, before `[H,blocks]`, out `[H,blocks,trim]`, heads and
     batch in one axis."""
     blocks = out.shape[1]
@@ -193,7 +192,6 @@ def _reference(index, score, lse, rows, trim, mass, normalise, sink, before, out
             lse[head, span],
             trim,
             mass,
-            normalise,
             sink,
             before[head, block],
             out[head, block],
@@ -215,7 +213,6 @@ def _cpu(index, score, lse, rows, trim, merge, sink, before, out):
         rows,
         trim,
         merge == "mass",
-        merge != "mean",
         sink,
         limit[:, None].expand(out.shape[:3]).flatten(0, 1).contiguous().numpy(),
         out.flatten(0, 1).numpy(),
@@ -254,7 +251,6 @@ def _merge_kernel(
     ROWS: tl.constexpr,
     TRIM: tl.constexpr,
     MASS: tl.constexpr,
-    NORMALISE: tl.constexpr,
     ENTRIES: tl.constexpr,
     KEEP: tl.constexpr,
 ):
@@ -269,7 +265,7 @@ def _merge_kernel(
         batch = program // BLOCKS // HEADS
         candidate &= block < tl.load(BEFORE + batch * before_b + program % BLOCKS * before_p)
     value = tl.load(SCORE + row * K + entry, mask=candidate, other=float("-inf"))
-    if NORMALISE:
+    if MASS:
         value -= tl.load(LSE + row + entry // K, mask=candidate, other=0.0)
     value = tl.where(value == value, value, float("-inf"))
     if MASS:
@@ -341,7 +337,6 @@ def launch_merge_block_rows(index, score, lse, rows, trim, merge, sink, before, 
         ROWS=rows,
         TRIM=trim,
         MASS=merge == "mass",
-        NORMALISE=merge != "mean",
         ENTRIES=entries,
         KEEP=min(entries, max(2, next_power_of_two(trim))),
         num_warps=_warps(entries),

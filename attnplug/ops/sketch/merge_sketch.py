@@ -26,7 +26,7 @@ from attnplug.ops.sketch.estimates import exp2, log2
 from attnplug.ops.sketch.kernels import merge as kernels
 
 NAME = "sketch_merge"
-TAILS = ("drop", "mean", "regression")
+TAILS = ("drop", "regression")
 COLUMNS = 32  # of the head dimension, for one program
 RATIO = kernels.RATIO.value
 
@@ -56,7 +56,7 @@ def merge_sketch(
         pick_out, pick_lse, pick_sums: of `attend_picks`.
         sums, norm: of `scan_sketch`. cut: of `pick_tokens`.
         v_mean: float32 `[B, Hkv, D]` of `fit_basis`.
-        tail: what the rest is: "regression"; "mean", its value the mean value; "drop", nothing.
+        tail: what the rest is: "regression", or "drop", nothing.
         softcap: as in `scan_sketch`.
         sinks: `[Hq]`, one more logit for each head, without a value.
 
@@ -133,23 +133,22 @@ def _allocate(
 
 
 @njit()
-def _rest(projected, pick_sums, sums, norm, left, v_mean, tail, is_capped, value):
-    """log2 of the rest's mass, -inf for none, and its `value` by the tail 1 (mean) or 2
-    (regression)."""
+def _rest(projected, pick_sums, sums, norm, left, v_mean, dropped, is_capped, value):
+    """log2 of the rest's mass, -inf for none or where it is `dropped`, and its `value`, by a
+    regression on the scores."""
     mass = sums[:, 0].sum() - pick_sums[:, 0].sum()
-    if tail == 0 or left == 0 or not mass > 0:
+    if dropped or left == 0 or not mass > 0:
         return -np.inf
     exact, guess = pick_sums[:, 2].sum(), pick_sums[:, 3].sum()
     rho = exact / guess if guess > 0 and exact > 0 else 1.0
     rho = min(max(rho, 1 / RATIO), RATIO)
+    rank = (projected.shape[0] - 2 - value.shape[0]) // 2
+    variance = max((projected[rank + 2 : 2 * rank + 2] ** 2).sum(), 1e-12)
+    u = (sums[:, 1].sum() - pick_sums[:, 1].sum()) / mass + (0.0 if is_capped else norm)
+    reach = 8 / np.sqrt(variance)
+    slope = min(max((u - projected[rank + 1]) / variance, -reach), reach)
     value[:] = v_mean
-    if tail == 2:
-        rank = (projected.shape[0] - 2 - value.shape[0]) // 2
-        variance = max((projected[rank + 2 : 2 * rank + 2] ** 2).sum(), 1e-12)
-        u = (sums[:, 1].sum() - pick_sums[:, 1].sum()) / mass + (0.0 if is_capped else norm)
-        reach = 8 / np.sqrt(variance)
-        slope = min(max((u - projected[rank + 1]) / variance, -reach), reach)
-        value += projected[2 * rank + 2 :] * slope
+    value += projected[2 * rank + 2 :] * slope
     return norm + log2(rho * mass)
 
 
@@ -165,7 +164,7 @@ def _reference(
     norm,
     cut,
     v_mean,
-    tail,
+    dropped,
     is_capped,
     sinks,
     out,
@@ -184,7 +183,7 @@ def _reference(
             norm[b, row],
             cut[b, row // group, 1],
             v_mean[b, row // group],
-            tail,
+            dropped,
             is_capped,
             value,
         )
@@ -230,7 +229,7 @@ def _cpu(
     read = (projected, fixed_out, fixed_lse, pick_out, pick_lse, pick_sums, sums, norm, cut, v_mean)
     _reference(
         *(x.numpy() for x in read),
-        TAILS.index(tail),
+        tail == "drop",
         softcap > 0,
         sinks_on_cpu(sinks),
         result.numpy(),

@@ -64,7 +64,7 @@ def sketch_decode(
             once: a step makes missing codes with few programs.
         scale: factor on q.k, commonly `D ** -0.5`.
         top_k: tokens that are read exactly beside the sink and the last blocks.
-        tail: what the rest is: "regression", "mean" or "drop" (`merge_sketch`).
+        tail: what the rest is: "regression" or "drop" (`merge_sketch`).
         lengths: int32 or int64 `[]`, `[1]` or `[B]`, contiguous: valid keys. None: all S. With
             `new` the token is not among them; with `count`, too, they are one more after the call.
         new: key and value `[B, Hkv, 1, D]` of the query's token, which are written to k, v behind

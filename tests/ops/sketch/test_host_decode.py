@@ -182,7 +182,7 @@ def test_opcheck(name, device):
     overload = getattr(torch.ops.attnplug, name).default
     new = k[:, :, -1:].clone(), v[:, :, -1:].clone()
     hint = torch.full((2, 2), 9.0, device=device)
-    more = (ring, hint, rows, 0.1, 60, "mean", rows - 790, mask, 3.0, q[0, :, 0, 0].clone())
+    more = (ring, hint, rows, 0.1, 60, "drop", rows - 790, mask, 3.0, q[0, :, 0, 0].clone())
     step = q[:, :, -1:].clone()
     asked = [(*new, *basis, *codes, *more)]
     if name == "sketch_host_decode_uncounted":

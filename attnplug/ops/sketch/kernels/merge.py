@@ -87,7 +87,6 @@ def merge(
     value, mean, along, variance = 0.0, 0.0, 0.0, 0.0
     if TAIL != "drop":
         value = tl.load(v_mean + place * D + d, mask=d < D, other=0.0)
-    if TAIL == "regression":
         variance = tl.sum(load_variance(projected, row, columns, R, RP, 1, 1), 0)
         facts = projected + row * columns
         mean = tl.load(facts + R + 1, cache_modifier=".cg")
@@ -133,12 +132,11 @@ def merge(
         rho = tl.where(known, whole_exact, 1.0) / tl.where(known, whole_guess, 1.0)
         rho = tl.minimum(tl.maximum(rho, 1 / RATIO), RATIO)
         rest = tl.where(tail, rho * mass * tl.exp2(base - shift), 0.0)
-        if TAIL == "regression":
-            u = moment / tl.where(tail, mass, 1.0) + (0.0 if CAPPED else base)
-            slope = (u - mean) / tl.maximum(variance, 1e-12)
-            # A mean of the rest outside what normal scores can have is rounding.
-            reach = 8.0 / tl.sqrt(tl.maximum(variance, 1e-12))
-            value += along * tl.minimum(tl.maximum(slope, -reach), reach)
+        u = moment / tl.where(tail, mass, 1.0) + (0.0 if CAPPED else base)
+        slope = (u - mean) / tl.maximum(variance, 1e-12)
+        # A mean of the rest outside what normal scores can have is rounding.
+        reach = 8.0 / tl.sqrt(tl.maximum(variance, 1e-12))
+        value += along * tl.minimum(tl.maximum(slope, -reach), reach)
         total += rest
         merged += tl.where(rest > 0, rest * value, 0.0)
     denominator = tl.where(total == 0, 1.0, total)
