@@ -15,7 +15,7 @@ from attnplug.call import LayerShape
 from attnplug.errors import UnsupportedModelError
 from attnplug.models.names import CACHE_ARGUMENTS
 from attnplug.models.parallel import Split, split_of
-from attnplug.ops.common.checks import DTYPES, HEAD_DIMS
+from attnplug.ops.common.checks import DTYPES, WIDE_HEAD_DIMS, why_not_width
 
 # Of Zamba's shared blocks, HRM's cycles and Dory's loops: where in the cache to put keys.
 SLOT_ARGUMENTS = ("layer_idx", "cycle_offset", "cache_offset")
@@ -273,7 +273,4 @@ def _reason(
     if any(tensor.dtype == torch.float64 for tensor in weights[:1]):
         served = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
         return f"dtype float64 is not one of {served}"
-    if shape.head_dim not in HEAD_DIMS:
-        sizes = ", ".join(map(str, HEAD_DIMS))
-        return f"head dimension {shape.head_dim} is not one of {sizes}"
-    return ""
+    return why_not_width(shape.head_dim, WIDE_HEAD_DIMS)

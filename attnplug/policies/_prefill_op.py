@@ -10,7 +10,7 @@ from typing import Any
 
 from attnplug.call import AttentionCall
 from attnplug.models.sync import without_sync
-from attnplug.ops.common.checks import check_attention_inputs, check_sequence_inputs
+from attnplug.ops.common.checks import WIDE_HEAD_DIMS, check_attention_inputs, check_sequence_inputs
 from attnplug.ops.common.define import define_composite
 from attnplug.policies.base import Phase
 from attnplug.policies.grammar import parse_policy
@@ -30,7 +30,7 @@ def _run(q, k, v, sinks, lengths, start, key_mask, scale, softcap, policy):
 
 
 def _allocate(q, k, v, sinks, lengths, start, key_mask, scale, softcap, policy):
-    check_attention_inputs(policy, q, k, v)
+    check_attention_inputs(policy, q, k, v, head_dims=WIDE_HEAD_DIMS)
     check_sequence_inputs(policy, q, k, lengths, start, key_mask)
     return q.new_empty(q.shape)
 

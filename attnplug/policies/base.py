@@ -7,6 +7,7 @@ import torch
 
 from attnplug.call import AttentionCall, Edges, LayerShape, PagedCall, Reads
 from attnplug.errors import PolicyError
+from attnplug.ops.common.checks import HEAD_DIMS, why_not_width
 
 if TYPE_CHECKING:
     from attnplug.models.cache import PlugLayer
@@ -33,6 +34,7 @@ class Phase:
     # Served steps of up to so many rows run `attend_rows`, and no other method for near rows.
     rows_whole: ClassVar[int] = 0
     on_request: ClassVar[frozenset[str]] = frozenset()
+    head_dims: ClassVar[tuple[int, ...]] = HEAD_DIMS  # that its ops have kernels for
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
         """The attention output `[B,Hq,T,D]` of one call."""
@@ -68,7 +70,8 @@ class Phase:
 
     def refusal(self, shape: LayerShape) -> str | None:
         """Why this method cannot serve such a layer (which then stays dense), or None."""
-        return None
+        unserved = why_not_width(shape.head_dim, self.head_dims)
+        return f"{self.name}: {unserved}" if unserved else None
 
     def note(self, shape: LayerShape) -> str:
         """What `report` says of this method on such a layer, such as where it runs dense."""

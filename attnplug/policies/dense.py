@@ -15,6 +15,7 @@ from attnplug.call import AttentionCall, PagedCall, causal_mask
 from attnplug.errors import UnsupportedCallError
 from attnplug.models.sync import may_sync
 from attnplug.ops import dense_decode, query_sparse_attention
+from attnplug.ops.common.checks import WIDE_HEAD_DIMS
 from attnplug.policies.base import Phase
 
 # Up to this many queries (speculative verification) splitting the keys over the GPU beats a
@@ -24,6 +25,8 @@ MAX_DECODE_QUERIES = 16
 # The flash kernel has a program for each head and so many queries. Where these are fewer than half
 # of an H200's multiprocessors, a few queries over a long cache, splitting the keys uses the others.
 TILE_QUERIES, FEW_PROGRAMS, FEW_QUERIES = 128, 66, 256
+
+FLASH_WIDTH = 256  # head dimensions that torch's flash kernels have
 
 # From so many tokens on, each row of a padded prefill is worth a call of torch's SDPA of its own,
 # without a mask, and up to so many masked tokens behind a row's first a call each. Not measured.
@@ -37,6 +40,7 @@ class Dense(Phase):
 
     name: ClassVar[str] = "dense"
     phases: ClassVar[frozenset[str]] = frozenset({"prefill", "decode"})
+    head_dims: ClassVar[tuple[int, ...]] = WIDE_HEAD_DIMS
 
     def query_grid(self) -> int:
         return 1
@@ -144,8 +148,10 @@ def _row(call: AttentionCall, row: list[torch.Tensor], mask: torch.Tensor | None
 def _sdpa(call: AttentionCall, mask: torch.Tensor | None) -> torch.Tensor:
     k, v = call.k, call.v
     groups = call.q.shape[1] // k.shape[1]
-    # With a mask, or in float32 on a GPU, enable_gqa means the math kernel: it stores all scores.
-    stored = mask is not None or (call.q.is_cuda and call.q.dtype == torch.float32)
+    # With a mask, or on a GPU in float32 or with heads that are too wide for torch's flash kernels,
+    # enable_gqa means the math kernel: it stores all scores.
+    narrow = call.q.dtype != torch.float32 and call.q.shape[3] <= FLASH_WIDTH
+    stored = mask is not None or (call.q.is_cuda and not narrow)
     if stored and groups > 1:
         k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
     return torch.nn.functional.scaled_dot_product_attention(

@@ -23,7 +23,7 @@ from attnplug.ops import (
     select_blocks,
     tiered_decode,
 )
-from attnplug.ops.common.checks import BLOCKS
+from attnplug.ops.common.checks import BLOCKS, WIDE_HEAD_DIMS
 from attnplug.ops.gather.block_bounds import summary_parts
 from attnplug.ops.gather.gather_pieces import gather_pieces, merge_pieces
 from attnplug.ops.gather.gather_rows import gather_rows
@@ -85,6 +85,7 @@ class Gather(DenseBelow):
     name: ClassVar[str] = "gather"
     layer_type: ClassVar[type] = GatherLayer
     phases: ClassVar[frozenset[str]] = frozenset({"decode"})
+    head_dims: ClassVar[tuple[int, ...]] = WIDE_HEAD_DIMS
     takes_pending: ClassVar[bool] = True
     notes_in_step: ClassVar[bool] = True
     # Far rows are faster in one chain, however many (bench/vllm_rows.py).

@@ -26,6 +26,7 @@ from attnplug.ops import (
     merge_block_rows,
     query_sparse_attention,
 )
+from attnplug.ops.common.checks import WIDE_HEAD_DIMS
 from attnplug.ops.common.define import refuse_gradients
 from attnplug.ops.momo.merge_block_rows import MAX_ENTRIES
 from attnplug.ops.momo.query_sparse_attention import MAX_EXACT
@@ -112,6 +113,7 @@ class Momo(DenseBelow):
 
     name: ClassVar[str] = "momo"
     phases: ClassVar[frozenset[str]] = frozenset({"prefill"})
+    head_dims: ClassVar[tuple[int, ...]] = WIDE_HEAD_DIMS
 
     def __post_init__(self) -> None:
         self.check_integers("block", "query_block", "exact_k", "sink", "window", "tail")

@@ -90,7 +90,7 @@ class Sketch(DenseBelow):
         rank = sum(COORDINATES[self.bytes])
         if rank > shape.head_dim:
             return f"sketch: {self.bytes} bytes are {rank} coordinates, the head {shape.head_dim}"
-        return None
+        return super().refusal(shape)
 
     def note(self, shape: LayerShape) -> str:
         rest = {"drop": "drops", "regression": "estimates"}[self.tail]

@@ -63,7 +63,7 @@ class Stream(Phase):
         self.check("search", self.search in SEARCHES, ", ".join(SEARCHES))
 
     def refusal(self, shape: LayerShape) -> str | None:
-        return "stream knows no softcap" if shape.softcap else None
+        return "stream knows no softcap" if shape.softcap else super().refusal(shape)
 
     def note(self, shape: LayerShape) -> str:
         return (

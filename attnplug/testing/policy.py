@@ -196,7 +196,7 @@ class _Subject:
 
     def serves_shapes(self) -> None:
         odd = (1, 2, 17, self.tokens - 1)
-        for heads, dim in ((1, 64), (2, 80), (4, 128), (4, 96), (2, 256)):
+        for heads, dim in ((1, 64), (2, 80), (4, 128), (4, 48), (2, 256)):
             model = self.model(num_key_value_heads=heads, head_dim=dim)
             for dtype in (torch.float32, torch.bfloat16, torch.float16):
                 model.to(dtype)

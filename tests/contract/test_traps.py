@@ -47,7 +47,7 @@ def test_a_full_rolling_window_is_not_an_empty_cache(family):
 
 @pytest.mark.parametrize("policy", [{0: "dense"}, "dense"], ids=["mapping", "head dimension"])
 def test_layers_left_dense_do_not_read_empty_slots(policy):
-    model = tiny_model() if isinstance(policy, dict) else tiny_model(head_dim=32)
+    model = tiny_model() if isinstance(policy, dict) else tiny_model(head_dim=40)
     spans = [20, 1, 1, 4, 1]
     wanted = steps(model, StaticCache(model.config, max_cache_len=64), spans)
     with attnplug.applied(model, policy):

@@ -136,7 +136,7 @@ def test_other_families_get_attnplugs_cache(family):
 
 @torch.no_grad()
 def test_a_model_without_a_served_layer_is_left_alone():
-    model = tiny_model(head_dim=32)
+    model = tiny_model(head_dim=40)
     config = model.config
     with attnplug.applied(model, "dense"):
         assert model.config is config and config._attn_implementation == "sdpa"

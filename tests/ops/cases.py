@@ -7,6 +7,10 @@ from typing import Any
 
 import torch
 
+# Head dimensions that tests draw from: below the least that a kernel's tiles are padded to, padded,
+# and powers of two.
+WIDTHS = (64, 16, 48, 80, 112, 128)
+
 
 def random(seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """Standard normal, rounded to `dtype`."""

@@ -4,7 +4,7 @@ where no key of a row is, and the same rows side by side."""
 from dataclasses import dataclass
 
 import torch
-from cases import random
+from cases import WIDTHS, random
 from hypothesis import strategies as st
 
 LAYOUTS = ("heads first", "tokens first", "among other layers")
@@ -81,7 +81,7 @@ def make(
 
 
 @st.composite
-def paged(draw, pages=(16, 32, 48), least=0, dtypes=(torch.float32,), widths=(64, 80)):
+def paged(draw, pages=(16, 32, 48), least=0, dtypes=(torch.float32,), widths=WIDTHS):
     """Rows whose lengths love the edges of pages, some of them empty, some with shared pages."""
     page, room = draw(st.sampled_from(pages)), draw(st.integers(1, 5))
     edges = st.integers(0, room).map(lambda n: n * page)

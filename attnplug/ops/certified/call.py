@@ -16,7 +16,7 @@ from attnplug.ops.certified.kernels.arguments import (
 )
 from attnplug.ops.certified.plan import Plan
 from attnplug.ops.certified.scratch import SETS, Scratch
-from attnplug.ops.common.sizes import cdiv, next_power_of_two
+from attnplug.ops.common.sizes import cdiv, next_power_of_two, padded_width
 from attnplug.ops.common.triton import tl
 
 
@@ -94,7 +94,7 @@ def shape_of(inputs: Inputs, block: int) -> Shape:
         GROUP=group,
         ROWS=max(16, next_power_of_two(group + 1)),  # a spare row sums the codes
         D=width,
-        DP=next_power_of_two(width),
+        DP=padded_width(width),
         BLOCK=block,
         HALF=half,
         HALF_P=next_power_of_two(half),

@@ -11,7 +11,8 @@ from attnplug.ops.common.define import require
 from attnplug.ops.common.pages import capacity, check_table
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-HEAD_DIMS = (64, 80, 96, 128, 256)
+HEAD_DIMS = tuple(range(16, 257, 16))
+WIDE_HEAD_DIMS = (*HEAD_DIMS, 512)  # of dense, gather and momo
 BLOCKS = (16, 32, 64, 128)  # keys a block
 
 
@@ -21,9 +22,11 @@ def check_attention_inputs(
     k: torch.Tensor,
     v: torch.Tensor | None = None,
     table: torch.Tensor | None = None,
+    *,
+    head_dims: tuple[int, ...] = HEAD_DIMS,
 ) -> None:
     """The checks every attention op makes of q `[B,Hq,T,D]` and k, v `[B,Hkv,S,D]`; with a `table`
-    of pages, k, v `[pages,Hkv,page,D]`.
+    of pages, k, v `[pages,Hkv,page,D]`. The op has kernels for `head_dims`.
 
     An op that has no q or no v passes None for it.
     """
@@ -52,13 +55,21 @@ def check_attention_inputs(
         raise ArgumentError(f"{name}: k {tuple(k.shape)} and v {tuple(v.shape)} differ in shape")
     if q is not None:
         _check_query_shape(name, q, k, table is None)
-    if k.shape[3] not in HEAD_DIMS:
-        sizes = ", ".join(map(str, HEAD_DIMS))
-        raise ArgumentError(f"{name}: head dimension {k.shape[3]} is not one of {sizes}")
+    if k.shape[3] not in head_dims:
+        raise ArgumentError(f"{name}: {why_not_width(k.shape[3], head_dims)}")
     if q is not None and q.shape[1] % k.shape[1] != 0:
         raise ArgumentError(
             f"{name}: {q.shape[1]} query heads are not a multiple of {k.shape[1]} KV heads"
         )
+
+
+def why_not_width(width: int, head_dims: tuple[int, ...] = HEAD_DIMS) -> str:
+    """Why a head dimension is not served by what serves `head_dims`, "" where it is."""
+    if width in head_dims:
+        return ""
+    if head_dims == WIDE_HEAD_DIMS:
+        return f"head dimension {width} is neither a multiple of 16 from 16 to 256 nor 512"
+    return f"head dimension {width} is not a multiple of 16 from 16 to 256"
 
 
 def _check_query_shape(name: str, q: torch.Tensor, k: torch.Tensor, rows: bool) -> None:

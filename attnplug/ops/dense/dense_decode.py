@@ -15,14 +15,19 @@ import numpy as np
 import torch
 
 from attnplug.errors import ArgumentError
-from attnplug.ops.common.checks import check_attention_inputs, check_sequence_inputs, check_sinks
+from attnplug.ops.common.checks import (
+    WIDE_HEAD_DIMS,
+    check_attention_inputs,
+    check_sequence_inputs,
+    check_sinks,
+)
 from attnplug.ops.common.define import define_op, refuse_gradients
 from attnplug.ops.common.device import card, early
 from attnplug.ops.common.numba_cache import njit, prange
 from attnplug.ops.common.pages import capacity, page_of, table_at, whole_rows
 from attnplug.ops.common.reference import reference_rows, sinks_on_cpu
 from attnplug.ops.common.rows import NO_MASK, mask_bytes, row_span, row_step, rows_on_cpu
-from attnplug.ops.common.sizes import cdiv, next_power_of_two
+from attnplug.ops.common.sizes import cdiv, next_power_of_two, padded_width
 from attnplug.ops.common.softmax import base_two, online_softmax, softcap
 from attnplug.ops.common.splits import merge_splits
 from attnplug.ops.common.triton import gdc_launch_dependents, tl, triton
@@ -82,7 +87,7 @@ def dense_decode(
 
 def _allocate(q, k, v, scale, lengths, start, key_mask, window, softcap, sinks, table=None):
     name = "dense_decode"
-    check_attention_inputs(name, q, k, v, table)
+    check_attention_inputs(name, q, k, v, table, head_dims=WIDE_HEAD_DIMS)
     check_sequence_inputs(name, q, k, lengths, start, key_mask, table)
     if window < 0:
         raise ArgumentError(f"{name}: window is {window}, needs 0 (none) or a number of keys")
@@ -352,7 +357,7 @@ def launch_dense_decode(
         table_stride=None if table is None else table.stride(0),
         GROUP=group,
         D=width,
-        DP=next_power_of_two(width),
+        DP=padded_width(width),
         ROWS=plan.rows,
         TILE=plan.tile,
         STAGES=plan.stages,

@@ -4,7 +4,7 @@ import functools
 from typing import NamedTuple
 
 from attnplug.ops.common.pipeline import Loop, stages_that_fit
-from attnplug.ops.common.sizes import cdiv, next_power_of_two
+from attnplug.ops.common.sizes import cdiv, padded_width
 
 
 class Plan(NamedTuple):
@@ -33,9 +33,11 @@ def plan_for(
 ) -> Plan:
     """The pre-tuned plan of a shape, within `shared` bytes of a card with so many multiprocessors.
     `size` is that of the cache: its valid length is unknown."""
-    padded = next_power_of_two(width)
+    padded = padded_width(width)
     pairs = heads // kv_heads * queries
     rows = 16 if pairs <= 16 else 64 if pairs <= 64 or padded > 128 else 128  # 32: slower than 64
+    if padded > 256:  # the sums of 64 rows take all registers
+        rows = min(rows, 32)
     tile = min(max(16, 16384 // (padded * itemsize)), 128)  # 16 KiB of keys
     bytes_of = padded * itemsize, itemsize
     while rows > 16 and Loop(rows, tile, 2).shared(*bytes_of, masked) > shared:

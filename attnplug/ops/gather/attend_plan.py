@@ -4,7 +4,7 @@
 import functools
 from typing import NamedTuple
 
-from attnplug.ops.common.sizes import cdiv, next_power_of_two
+from attnplug.ops.common.sizes import cdiv, next_power_of_two, padded_width
 
 MOST_AHEAD = 1024  # slots that a program looks up at once: its code grows with them
 
@@ -33,8 +33,8 @@ def plan_for(
 ) -> Plan:
     """The pre-tuned plan of a shape: `rows` (sequence, KV head, query) triples keep `keys` each, in
     blocks of `block`. `masked`: there is a key mask, which each turn must load."""
-    row_bytes = next_power_of_two(width) * itemsize
-    tile = 64 if row_bytes <= 256 else 32  # two programs for a block of 128
+    row_bytes = padded_width(width) * itemsize
+    tile = 64 if row_bytes <= 256 else 32 if row_bytes <= 1024 else 16  # a block of 128 has several
     tiles = -(-keys // tile)
     # Only cases that were compared on a GPU are pipelined: Triton 3.6 silently compiled a loop over
     # gathered keys to wrong code (block_sparse_attention).
@@ -44,7 +44,7 @@ def plan_for(
         splits=tiles,
         warps=4 if group <= 16 else 8,
         stages=2 if pipelined else 1,  # one turn: key and value load at once
-        columns=32 if rows * group <= 4096 else next_power_of_two(width),
+        columns=32 if rows * group <= 4096 else padded_width(width),
     )
     if rows * tiles <= 8 * multiprocessors:
         return plan

@@ -34,11 +34,16 @@ import numpy as np
 import torch
 
 from attnplug.errors import ArgumentError
-from attnplug.ops.common.checks import BLOCKS, check_attention_inputs, check_sequence_inputs
+from attnplug.ops.common.checks import (
+    BLOCKS,
+    WIDE_HEAD_DIMS,
+    check_attention_inputs,
+    check_sequence_inputs,
+)
 from attnplug.ops.common.define import define_op, refuse_gradients, require
 from attnplug.ops.common.numba_cache import njit, prange
 from attnplug.ops.common.rows import NO_MASK, mask_bytes, row_step, rows_on_cpu
-from attnplug.ops.common.sizes import cdiv, next_power_of_two
+from attnplug.ops.common.sizes import cdiv, padded_width
 from attnplug.ops.gather.kernels import bounds as kernels
 
 SLACK, MOST, LEAST, SPREAD, BAND_WIDTH = (
@@ -140,7 +145,7 @@ def block_bounds(
 
 def _allocate(k, bounds, progress, lengths, start, key_mask, block, band):
     name = "block_bounds"
-    check_attention_inputs(name, None, k)
+    check_attention_inputs(name, None, k, head_dims=WIDE_HEAD_DIMS)
     check_sequence_inputs(name, None, k, lengths, start, key_mask)
     check_bounds(name, k, bounds, progress, block)
     check_band(name, bounds, band)
@@ -364,7 +369,7 @@ def launch_block_bounds(k, bounds, progress, lengths, start, key_mask, block, ba
         k_strides=k.stride()[:3],
         mask_stride=0 if key_mask is None else key_mask.stride(0),
         D=width,
-        DP=next_power_of_two(width),
+        DP=padded_width(width),
         BLOCK=block,
         PARTS=bounds.shape[3],
         INT8=bounds.dtype == torch.int8,

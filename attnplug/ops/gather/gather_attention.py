@@ -22,6 +22,7 @@ import torch
 from attnplug.errors import ArgumentError
 from attnplug.ops.common.checks import (
     BLOCKS,
+    WIDE_HEAD_DIMS,
     check_attention_inputs,
     check_sequence_inputs,
     check_sinks,
@@ -33,7 +34,7 @@ from attnplug.ops.common.pages import capacity, page_rows, table_at
 from attnplug.ops.common.pipeline import Loop, stages_that_fit
 from attnplug.ops.common.reference import reference_rows, sinks_on_cpu
 from attnplug.ops.common.rows import NO_MASK, mask_bytes, row_step, rows_on_cpu
-from attnplug.ops.common.sizes import cdiv, next_power_of_two
+from attnplug.ops.common.sizes import cdiv, next_power_of_two, padded_width
 from attnplug.ops.common.softmax import base_two
 from attnplug.ops.common.splits import merge_splits
 from attnplug.ops.gather.attend_plan import looked_up, plan_for
@@ -96,7 +97,7 @@ def allocate_attention(
     q, k, v, index, scale, block, sink, local, lengths, start, key_mask, softcap, sinks, table=None
 ):
     name = "gather_attention"
-    check_attention_inputs(name, q, k, v, table)
+    check_attention_inputs(name, q, k, v, table, head_dims=WIDE_HEAD_DIMS)
     check_sequence_inputs(name, q, k, lengths, start, key_mask, table)
     batch, heads, queries, width = q.shape
     wanted = (batch, k.shape[1], queries)
@@ -273,7 +274,7 @@ def launch_gather_attention(
     page = 0 if table is None else k.shape[2]
     ahead, stages = looked_up(plan, keys, block, page, key_mask is None)
     loop = Loop(max(16, next_power_of_two(group)), plan.tile, stages)
-    row_bytes = next_power_of_two(width) * q.element_size()
+    row_bytes = padded_width(width) * q.element_size()
     shared = row_bytes, q.element_size(), card(q.device).shared, key_mask is not None
     kernels.attend_kept.run(
         grid=(plan.splits, kv_heads * queries, batch),
@@ -307,7 +308,7 @@ def launch_gather_attention(
         GROUP=group,
         ROWS=loop.rows,
         D=width,
-        DP=next_power_of_two(width),
+        DP=padded_width(width),
         BLOCK=block,
         SINK=sink,
         LOCAL=local,

@@ -17,7 +17,7 @@ from attnplug.ops.common.checks import check_sinks
 from attnplug.ops.common.define import define_op, refuse_gradients, require
 from attnplug.ops.common.device import early
 from attnplug.ops.common.rows import row_step
-from attnplug.ops.common.sizes import cdiv, next_power_of_two
+from attnplug.ops.common.sizes import cdiv, next_power_of_two, padded_width
 from attnplug.ops.common.softmax import LN2, LOG2E
 from attnplug.ops.common.splits import merge_splits
 from attnplug.ops.gather.gather_attention import allocate_attention, attend_on_cpu
@@ -230,7 +230,7 @@ def launch_merge(pieces, lengths, out, sinks, places, chained, kept_splits=None,
     of length 0, too (`merge_splits`)."""
     batch, heads, _, width = out.shape
     rows = batch * heads
-    columns = 32 if rows <= 4096 else next_power_of_two(width)
+    columns = 32 if rows <= 4096 else padded_width(width)
     pdl, dependent = early(out.device)
     merge_splits.run(
         grid=(rows, cdiv(width, columns)),

@@ -23,7 +23,7 @@ from attnplug.ops.common.device import card, early
 from attnplug.ops.common.pages import capacity
 from attnplug.ops.common.pipeline import Loop, stages_that_fit
 from attnplug.ops.common.rows import row_step
-from attnplug.ops.common.sizes import cdiv, next_power_of_two
+from attnplug.ops.common.sizes import cdiv, next_power_of_two, padded_width
 from attnplug.ops.common.softmax import base_two
 from attnplug.ops.gather.attend_plan import looked_up
 from attnplug.ops.gather.gather_attention import attend_on_cpu
@@ -133,7 +133,7 @@ class Whole(NamedTuple):
 def whole_of(call: Call, plan: Plan) -> Whole:
     """The pre-tuned plan of a shape, beside the `plan` of far rows: two programs a multiprocessor,
     or four where two would leave a tenth of the multiprocessors idle."""
-    row_bytes = next_power_of_two(call.q.shape[3]) * call.q.element_size()
+    row_bytes = padded_width(call.q.shape[3]) * call.q.element_size()
     tile = min(max(16, 16384 // row_bytes), 128)  # 16 KiB of keys
     pairs, processors = call.q.shape[0] * call.k.shape[1], card(call.q.device).processors
     splits = PROGRAMS * processors // pairs
@@ -147,7 +147,7 @@ def rows_plan(call: Call, table: torch.Tensor) -> Plan:
     twice as large a one. A row then has half as many places for pieces, which near rows leave empty
     and the merge passes."""
     plan = plan_of(call, table)
-    attend, row_bytes = plan.attend, next_power_of_two(call.q.shape[3]) * call.q.element_size()
+    attend, row_bytes = plan.attend, padded_width(call.q.shape[3]) * call.q.element_size()
     if attend.ahead or call.block >= attend.tile or row_bytes > 256:
         return plan
     splits = cdiv(attend.splits, 2)
@@ -202,7 +202,7 @@ def _launch_attend(
     loop = Loop(max(16, next_power_of_two(group)), attend.tile, stages)
     near_loop = Loop(loop.rows, whole.tile, whole.stages)
     found = card(q.device)
-    shared = next_power_of_two(width) * q.element_size(), q.element_size(), found.shared
+    shared = padded_width(width) * q.element_size(), q.element_size(), found.shared
     attend_rows.run(
         grid=(places * kv_heads, batch),
         warmup=False,
@@ -228,7 +228,7 @@ def _launch_attend(
         GROUP=group,
         ROWS=loop.rows,
         D=width,
-        DP=next_power_of_two(width),
+        DP=padded_width(width),
         BLOCK=call.block,
         SINK=call.sink,
         LOCAL=call.local,

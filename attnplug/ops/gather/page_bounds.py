@@ -21,11 +21,11 @@ import numpy as np
 import torch
 
 from attnplug.errors import ArgumentError
-from attnplug.ops.common.checks import BLOCKS, check_attention_inputs
+from attnplug.ops.common.checks import BLOCKS, WIDE_HEAD_DIMS, check_attention_inputs
 from attnplug.ops.common.define import define_op, refuse_gradients, require
 from attnplug.ops.common.numba_cache import njit
 from attnplug.ops.common.pages import block_places
-from attnplug.ops.common.sizes import cdiv, next_power_of_two
+from attnplug.ops.common.sizes import cdiv, padded_width
 from attnplug.ops.gather.block_bounds import (
     empty_bounds,
     encode,
@@ -78,7 +78,7 @@ def page_bounds(
 
 
 def _allocate(k, bounds, slots, block, band):
-    check_attention_inputs(NAME, None, k)
+    check_attention_inputs(NAME, None, k, head_dims=WIDE_HEAD_DIMS)
     check_page_bounds(NAME, k, bounds, block)
     fits = slots.dim() == 1 and slots.dtype in (torch.int32, torch.int64)
     found = f"slots is {slots.dtype} {tuple(slots.shape)}"
@@ -195,7 +195,7 @@ def launch_page_bounds(k, bounds, slots, block, band=False):
         k_strides=k.stride()[:3],
         slot_stride=slots.stride(0),
         D=width,
-        DP=next_power_of_two(width),
+        DP=padded_width(width),
         BLOCK=block,
         PAGE=page,
         BAND=band,

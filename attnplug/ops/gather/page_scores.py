@@ -5,7 +5,7 @@ import torch
 from attnplug.ops.common.device import card
 from attnplug.ops.common.pages import capacity
 from attnplug.ops.common.rows import row_step
-from attnplug.ops.common.sizes import cdiv, next_power_of_two
+from attnplug.ops.common.sizes import cdiv, padded_width
 from attnplug.ops.gather.kernels.score_pages import score_pages
 
 # Programs for each multiprocessor. More would find nothing where rows are shorter than the table
@@ -39,7 +39,7 @@ def launch_page_scores(
     group, rows, blocks = heads // kv_heads, batch * kv_heads * queries, cdiv(size, block)
     chunks, found = cdiv(blocks, plan.chunk), card(q.device)
     programs = min(chunks, max(1, PROGRAMS * found.processors // rows))
-    int8, padded_width = bounds.dtype == torch.int8, next_power_of_two(width)
+    int8 = bounds.dtype == torch.int8
     score_pages.run(
         grid=(programs + (slots is not None), kv_heads * queries, batch),
         warmup=False,
@@ -63,7 +63,7 @@ def launch_page_scores(
         GROUP=group,
         ROWS=padded,
         D=width,
-        DP=padded_width,
+        DP=padded_width(width),
         BLOCK=block,
         SINK=sink,
         LOCAL=local,
@@ -73,7 +73,7 @@ def launch_page_scores(
         MEMBERS=plan.members,
         LENGTH_STEP=row_step(lengths),
         PAGE=k.shape[2],
-        STAGES=STAGES if int8 and padded_width == PIPELINED_BYTES else 1,
+        STAGES=STAGES if int8 and padded_width(width) == PIPELINED_BYTES else 1,
         PDL=found.pdl,
         **{"num_warps": plan.warps, **found.limit(plan.registers)},
     )

@@ -21,12 +21,12 @@ from typing import NamedTuple
 import torch
 
 from attnplug.errors import ArgumentError
-from attnplug.ops.common.checks import check_attention_inputs, check_sequence_inputs
+from attnplug.ops.common.checks import WIDE_HEAD_DIMS, check_attention_inputs, check_sequence_inputs
 from attnplug.ops.common.define import define_op, refuse_gradients, require
 from attnplug.ops.common.device import card, early
 from attnplug.ops.common.pages import capacity, table_at
 from attnplug.ops.common.rows import NO_MASK, mask_bytes, row_step, rows_on_cpu
-from attnplug.ops.common.sizes import cdiv, next_power_of_two
+from attnplug.ops.common.sizes import cdiv, next_power_of_two, padded_width
 from attnplug.ops.gather.block_bounds import (
     check_bounds,
     frame_of,
@@ -104,7 +104,7 @@ def allocate_index(
     q, k, bounds, progress, block, top_k, sink, local, scoring, lengths, start, key_mask, table=None
 ):
     name = "select_blocks"
-    check_attention_inputs(name, q, k, k, table)
+    check_attention_inputs(name, q, k, k, table, head_dims=WIDE_HEAD_DIMS)
     check_sequence_inputs(name, q, k, lengths, start, key_mask, table)
     if table is None:
         check_bounds(name, k, bounds, progress, block)
@@ -253,7 +253,7 @@ def launch_scores(
             GROUP=group,
             ROWS=padded,
             D=width,
-            DP=next_power_of_two(width),
+            DP=padded_width(width),
             BLOCK=block,
             SINK=sink,
             LOCAL=local,

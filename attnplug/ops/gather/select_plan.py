@@ -3,7 +3,7 @@
 
 from typing import NamedTuple
 
-from attnplug.ops.common.sizes import next_power_of_two
+from attnplug.ops.common.sizes import next_power_of_two, padded_width
 from attnplug.ops.gather.reference import RANKED
 
 
@@ -50,7 +50,7 @@ def plan_for(
     a GPU get one, because Triton 3.6 compiles some wrong."""
     if top_k > RANKED:
         return _plan_for_many(rows, candidates, width, itemsize, pipelined)
-    total, row_bytes = rows * candidates, next_power_of_two(width) * itemsize
+    total, row_bytes = rows * candidates, padded_width(width) * itemsize
     int8, few, flat = itemsize == 1, total <= FEW, next_power_of_two(candidates) <= FLAT
     chunk = (32 if few else 64) * (2 if int8 else 1)
     chunk = max(16, min(chunk, (8192 if few else 16384) // row_bytes))
@@ -73,7 +73,7 @@ def plan_for(
 
 def _plan_for_many(rows: int, candidates: int, width: int, itemsize: int, pipelined: bool) -> Plan:
     """The plan of a selection by a threshold."""
-    row_bytes, total, int8 = next_power_of_two(width) * itemsize, rows * candidates, itemsize == 1
+    row_bytes, total, int8 = padded_width(width) * itemsize, rows * candidates, itemsize == 1
     chunk = 32 if total <= FEW or not int8 else 64 if total <= 2**16 else 128
     chunk = max(16, min(chunk, 16384 // row_bytes))
     members = 0 if candidates <= ONE_LEVEL else 8 if candidates <= 4 * ONE_LEVEL else 16

@@ -20,7 +20,7 @@ from attnplug.ops.common.define import define_op, refuse_gradients, require
 from attnplug.ops.common.device import card, early
 from attnplug.ops.common.reference import reference_rows, sinks_on_cpu
 from attnplug.ops.common.rows import NO_MASK, mask_bytes, row_step
-from attnplug.ops.common.sizes import cdiv, next_power_of_two
+from attnplug.ops.common.sizes import cdiv, next_power_of_two, padded_width
 from attnplug.ops.common.softmax import base_two
 from attnplug.ops.common.splits import merge_splits
 from attnplug.ops.gather import attend_plan
@@ -403,7 +403,7 @@ def launch_tiered_decode(*args, plan=None):
         GROUP=group,
         ROWS=max(16, next_power_of_two(group)),
         D=width,
-        DP=next_power_of_two(width),
+        DP=padded_width(width),
         BLOCK=block,
         SINK=sink,
         LOCAL=local,

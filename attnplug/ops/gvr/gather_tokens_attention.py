@@ -26,7 +26,7 @@ from attnplug.ops.common.numba_cache import njit, prange
 from attnplug.ops.common.pages import capacity, page_rows, table_at
 from attnplug.ops.common.reference import reference_rows, sinks_on_cpu
 from attnplug.ops.common.rows import NO_MASK, mask_bytes, row_step, rows_on_cpu
-from attnplug.ops.common.sizes import cdiv, next_power_of_two
+from attnplug.ops.common.sizes import cdiv, next_power_of_two, padded_width
 from attnplug.ops.common.softmax import base_two
 from attnplug.ops.common.splits import merge_splits
 from attnplug.ops.gvr.kernels.attend_tokens import attend_tokens
@@ -209,7 +209,7 @@ def plan_for(
     rows: int, group: int, keys: int, width: int, itemsize: int, multiprocessors: int
 ) -> Plan:
     """The pre-tuned plan of a shape: `rows` (sequence, KV head, query) triples keep `keys` each."""
-    padded = next_power_of_two(width)
+    padded = padded_width(width)
     tile = 64 if padded * itemsize <= 256 else 32
     tiles = -(-keys // tile)
     splits = max(1, min(tiles, 16 * multiprocessors // rows))
@@ -277,7 +277,7 @@ def launch_gather_tokens_attention(
         GROUP=group,
         ROWS=max(16, next_power_of_two(group)),
         D=width,
-        DP=next_power_of_two(width),
+        DP=padded_width(width),
         SINK=sink,
         WINDOW=window,
         K=listed,

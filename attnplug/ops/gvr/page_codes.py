@@ -15,7 +15,7 @@ import torch
 
 from attnplug.ops.common.checks import check_attention_inputs
 from attnplug.ops.common.define import define_op, refuse_gradients, require
-from attnplug.ops.common.sizes import cdiv, next_power_of_two
+from attnplug.ops.common.sizes import cdiv, padded_width
 from attnplug.ops.gvr.kernels.page_codes import code_written
 from attnplug.ops.gvr.score_tokens import quantize_keys
 
@@ -106,7 +106,7 @@ def launch_page_codes(k, codes, scales, slots):
         k_strides=k.stride()[:3],
         slot_stride=slots.stride(0),
         D=width,
-        DP=next_power_of_two(width),
+        DP=padded_width(width),
         PAGE=page,
         EACH=EACH,
         **{"num_warps": 4},

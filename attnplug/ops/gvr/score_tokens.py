@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from attnplug.errors import ArgumentError
-from attnplug.ops.common.checks import HEAD_DIMS, check_sequence_inputs
+from attnplug.ops.common.checks import check_sequence_inputs, why_not_width
 from attnplug.ops.common.define import define_op, refuse_gradients, require
 from attnplug.ops.common.device import card
 from attnplug.ops.common.numba_cache import njit, prange
@@ -26,7 +26,7 @@ from attnplug.ops.common.pages import capacity, check_table, table_at
 from attnplug.ops.common.pipeline import BESIDE
 from attnplug.ops.common.product import add_product
 from attnplug.ops.common.rows import NO_MASK, mask_bytes, row_step, rows_on_cpu
-from attnplug.ops.common.sizes import cdiv, next_power_of_two
+from attnplug.ops.common.sizes import cdiv, next_power_of_two, padded_width
 from attnplug.ops.gvr.kernels.score_cache import score
 
 NAME = "score_tokens"
@@ -95,11 +95,10 @@ def _allocate(q, codes, steps, sink, window, lengths, start, key_mask, table=Non
 
 def score_shape(name, q, codes, steps, sink, window, lengths, start, key_mask, table):
     """Check what the op `name` got, and return the shape of its scores."""
-    if q.dim() != 4 or q.shape[2] != 1 or q.shape[3] not in HEAD_DIMS:
-        raise ArgumentError(
-            f"{name}: q is {tuple(q.shape)}, needs [B,Hq,1,D] with D of "
-            f"{', '.join(map(str, HEAD_DIMS))}"
-        )
+    if q.dim() != 4 or q.shape[2] != 1:
+        raise ArgumentError(f"{name}: q is {tuple(q.shape)}, needs [B,Hq,1,D]")
+    unserved = why_not_width(q.shape[3])
+    require(not unserved, name, unserved)
     check_table(name, table, q, q.shape[0])
     rows = table is not None or codes.shape[0] == q.shape[0]
     fits = codes.dim() == 4 and rows and codes.shape[3] == q.shape[3]
@@ -252,7 +251,7 @@ def fitting(plan: Plan, group: int, width: int, itemsize: int, shared: int) -> P
     """The plan, with shorter tiles where `shared` bytes of shared memory are not enough. They hold
     the query, codes of the turns to come, and a tile of float32 keys; 16-bit keys are widened in
     registers."""
-    padded = next_power_of_two(width)
+    padded = padded_width(width)
     query = dot_rows(plan, group) * padded * itemsize
     widened = padded * itemsize if itemsize == 4 else 0
     for tile in (plan.tile, *(x for x in (128, 64, 32) if x < plan.tile)):
@@ -318,7 +317,7 @@ def launch_score_tokens(
         GROUP=group,
         ROWS=dot_rows(plan, group),
         D=width,
-        DP=next_power_of_two(width),
+        DP=padded_width(width),
         SINK=sink,
         WINDOW=window,
         TILE=plan.tile,

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from attnplug.errors import ArgumentError
-from attnplug.ops.common.checks import check_attention_inputs, check_sequence_inputs
+from attnplug.ops.common.checks import WIDE_HEAD_DIMS, check_attention_inputs, check_sequence_inputs
 from attnplug.ops.common.define import define_op, refuse_gradients, require
 from attnplug.ops.common.numba_cache import njit, prange
 from attnplug.ops.common.product import add_product
@@ -112,7 +112,7 @@ def _allocate(
     gamma,
     weight,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    check_attention_inputs(NAME, q, k, v)
+    check_attention_inputs(NAME, q, k, v, head_dims=WIDE_HEAD_DIMS)
     check_sequence_inputs(NAME, q, k, lengths, start, key_mask)
     for label, value, least in (
         ("query_block", query_block, 1),

@@ -18,7 +18,7 @@ from attnplug.ops.common.checks import DTYPES
 from attnplug.ops.common.define import define_op, refuse_gradients, require
 from attnplug.ops.common.numba_cache import njit, prange
 from attnplug.ops.common.rows import row_step
-from attnplug.ops.common.sizes import cdiv, next_power_of_two
+from attnplug.ops.common.sizes import cdiv, padded_width
 from attnplug.ops.common.triton import tl, triton
 from attnplug.ops.momo.kernels.block_sparse import unit_last
 
@@ -251,7 +251,7 @@ def launch_delta_correct(out_sparse, out_rows, gamma, weight, lengths, start, kv
         START_STEP=row_step(start),
         GAMMA=gamma,
         D=dim,
-        D_PAD=next_power_of_two(dim),
+        D_PAD=padded_width(dim),
         TILE=tile,
         num_warps=4,
     )

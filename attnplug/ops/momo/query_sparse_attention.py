@@ -27,7 +27,7 @@ import numpy as np
 import torch
 
 from attnplug.errors import ArgumentError
-from attnplug.ops.common.checks import check_attention_inputs, check_sequence_inputs
+from attnplug.ops.common.checks import WIDE_HEAD_DIMS, check_attention_inputs, check_sequence_inputs
 from attnplug.ops.common.define import define_op, refuse_gradients, require
 from attnplug.ops.common.numba_cache import njit, prange
 from attnplug.ops.common.product import add_product
@@ -93,7 +93,7 @@ def query_sparse_attention(
 def _allocate(
     q, k, v, scale, gamma, block, top_k, exact_k, algorithm, lengths, start, key_mask, softcap
 ):
-    check_attention_inputs(NAME, q, k, v)
+    check_attention_inputs(NAME, q, k, v, head_dims=WIDE_HEAD_DIMS)
     check_sequence_inputs(NAME, q, k, lengths, start, key_mask)
     require(math.isfinite(scale) and scale > 0, NAME, f"scale is {scale}, needs a positive number")
     require(softcap >= 0, NAME, f"softcap is {softcap}, needs 0 (off) or a positive number")

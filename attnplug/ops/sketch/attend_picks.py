@@ -19,7 +19,7 @@ from attnplug.ops.common.device import card, early
 from attnplug.ops.common.numba_cache import njit, prange
 from attnplug.ops.common.pipeline import Loop
 from attnplug.ops.common.reference import reference_kept
-from attnplug.ops.common.sizes import cdiv
+from attnplug.ops.common.sizes import cdiv, padded_width
 from attnplug.ops.common.softmax import LOG2E, base_two
 from attnplug.ops.common.triton import triton
 from attnplug.ops.sketch.encode_keys import check_float
@@ -262,7 +262,7 @@ def launch_attend_picks(
     q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k, v))
     factor, cap = base_two(scale, softcap)
     tiles, rows = tiles_of(picks.shape[2], pieces), max(16, triton.next_power_of_2(group))
-    tile = _tile(rows, triton.next_power_of_2(width), q.element_size(), found.shared)
+    tile = _tile(rows, padded_width(width), q.element_size(), found.shared)
     kernels.attend.run(
         grid=(pieces, kv_heads, batch),
         warmup=False,
@@ -291,7 +291,7 @@ def launch_attend_picks(
         ROWS=rows,
         HEADS=max(8, triton.next_power_of_2(group)),
         D=width,
-        DP=triton.next_power_of_2(width),
+        DP=padded_width(width),
         R4=2 * fine.shape[3],
         R2=4 * coarse.shape[3],
         TILE=tile,

@@ -12,12 +12,12 @@ import numpy as np
 import torch
 
 from attnplug.errors import ArgumentError
-from attnplug.ops.common.checks import DTYPES, HEAD_DIMS, check_sequence_inputs
+from attnplug.ops.common.checks import DTYPES, check_sequence_inputs, why_not_width
 from attnplug.ops.common.define import define_op, refuse_gradients, require
 from attnplug.ops.common.device import card
 from attnplug.ops.common.numba_cache import njit, prange
 from attnplug.ops.common.rows import NO_MASK, mask_bytes, row_step, rows_on_cpu
-from attnplug.ops.common.triton import triton
+from attnplug.ops.common.sizes import padded_width
 from attnplug.ops.sketch.kernels import codes as kernel_codes
 from attnplug.ops.sketch.kernels import encode as kernels
 from attnplug.ops.sketch.state import BLOCK, CHUNK, COORDINATES
@@ -70,9 +70,8 @@ def _allocate(k, v, encoder, fine, coarse, odd, progress, lengths, start, key_ma
         )
     require(k.shape == v.shape, NAME, f"k {tuple(k.shape)} and v {tuple(v.shape)} differ in shape")
     require(k.device == v.device, NAME, f"v is on {v.device}, k on {k.device}")
-    if k.shape[3] not in HEAD_DIMS:
-        sizes = ", ".join(map(str, HEAD_DIMS))
-        raise ArgumentError(f"{NAME}: head dimension {k.shape[3]} is not one of {sizes}")
+    unserved = why_not_width(k.shape[3])
+    require(not unserved, NAME, unserved)
     check_sequence_inputs(NAME, k, k, lengths, start, key_mask)
     check_codes(NAME, k, fine, coarse, odd, progress)
     wanted = (*k.shape[:2], k.shape[3] + 1, 2 * fine.shape[3] + 4 * coarse.shape[3])
@@ -230,7 +229,7 @@ def launch_encode_keys(k, v, encoder, fine, coarse, odd, progress, lengths, star
         v_strides=v.stride()[:3],
         mask_b=0 if key_mask is None else key_mask.stride(0),
         D=width,
-        DP=triton.next_power_of_2(width),
+        DP=padded_width(width),
         R4=2 * fine.shape[3],
         R2=4 * coarse.shape[3],
         **steps,

@@ -18,7 +18,7 @@ from attnplug.errors import ArgumentError
 from attnplug.ops.common.define import define_op, refuse_gradients, require
 from attnplug.ops.common.device import card, early
 from attnplug.ops.common.rows import mask_bytes, row_step
-from attnplug.ops.common.sizes import cdiv
+from attnplug.ops.common.sizes import cdiv, padded_width
 from attnplug.ops.common.triton import triton
 from attnplug.ops.sketch import attend_picks as attend
 from attnplug.ops.sketch import prepare_query as prepare
@@ -279,7 +279,7 @@ class _OverLink:
             GROUP=group,
             ROWS=triton.next_power_of_2(group),
             D=width,
-            DP=triton.next_power_of_2(width),
+            DP=padded_width(width),
             TILE=16 if wide else 32,
             SLOTS=triton.next_power_of_2(FIXED),
             R4=2 * fine.shape[3],
@@ -310,7 +310,7 @@ class _OverLink:
             k_strides=k.stride()[:3],
             v_strides=v.stride()[:3],
             D=width,
-            DP=triton.next_power_of_2(width),
+            DP=padded_width(width),
             TILE=FETCHED,
             PDL=pdl,
             num_warps=4,

@@ -19,7 +19,7 @@ from attnplug.ops.common.numba_cache import njit, prange
 from attnplug.ops.common.product import add_product
 from attnplug.ops.common.reference import reference_kept
 from attnplug.ops.common.rows import NO_MASK, mask_bytes, row_step, rows_on_cpu
-from attnplug.ops.common.sizes import cdiv
+from attnplug.ops.common.sizes import cdiv, padded_width
 from attnplug.ops.common.softmax import LOG2E, base_two
 from attnplug.ops.common.triton import triton
 from attnplug.ops.sketch.encode_keys import LOCAL, check_float, near_block
@@ -237,7 +237,7 @@ def launch_prepare_query(
         GROUP=group,
         ROWS=max(16, triton.next_power_of_2(group)),
         D=width,
-        DP=triton.next_power_of_2(width),
+        DP=padded_width(width),
         TILE=16 if wide > 512 else 32 if wide > 256 else 64,
         SLOTS=PIECES,
         COUNT=COLUMNS,

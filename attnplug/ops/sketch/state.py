@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 
 from attnplug.errors import ArgumentError
-from attnplug.ops.common.checks import HEAD_DIMS
+from attnplug.ops.common.checks import why_not_width
 from attnplug.ops.common.define import require
 from attnplug.ops.sketch.eigh import eigh_side_by_side
 
@@ -128,8 +128,8 @@ def fit_bases(fits: Sequence[Fit], *, size: int = 24, ridge: float = 0.1) -> lis
     Their matrices are decomposed together: the host waits for the device twice, not twice a
     cache, and each of its threads has a matrix."""
     width = fits[0].keys.shape[3]
-    if width not in HEAD_DIMS:
-        raise ArgumentError(f"fit_basis: head dimension {width} is not one of {HEAD_DIMS}")
+    unserved = why_not_width(width)
+    require(not unserved, "fit_basis", unserved)
     code = _Code.of(*coordinates("fit_basis", size, width))
     # Without autocast, which would round the moments.
     with torch.autocast(fits[0].keys.device.type, enabled=False):

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from attnplug.ops.common.sizes import cdiv, next_power_of_two
+from attnplug.ops.common.sizes import cdiv, next_power_of_two, padded_width
 from attnplug.ops.stream.kernels import bounds as kernels
 
 LISTS, WIDER = kernels.LISTS.value, kernels.WIDER.value
@@ -38,7 +38,7 @@ class RankPlan(NamedTuple):
 
 def rank_plan_for(rows: int, block: int, width: int, itemsize: int, top_k: int) -> RankPlan:
     """The plan of a shape: `rows` queries a block."""
-    key_bytes = next_power_of_two(width) * itemsize
+    key_bytes = padded_width(width) * itemsize
     blocks = max(16, min(128, 32768 // key_bytes))
     tile = max(16, min(block, 32768 // key_bytes))
     return RankPlan(blocks, 8 if WIDER * top_k > 256 else 4, tile, 8 if rows == 128 else 4)

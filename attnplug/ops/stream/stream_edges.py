@@ -24,7 +24,7 @@ from attnplug.ops.common.define import define_op, refuse_gradients
 from attnplug.ops.common.numba_cache import njit, prange
 from attnplug.ops.common.product import add_product
 from attnplug.ops.common.rows import NO_MASK, mask_bytes, row_step, rows_on_cpu
-from attnplug.ops.common.sizes import next_power_of_two
+from attnplug.ops.common.sizes import next_power_of_two, padded_width
 from attnplug.ops.common.softmax import LOG2E
 from attnplug.ops.stream.kernels.edges import MASS, SCORE, VALUE, weigh_edges
 from attnplug.ops.stream.stream_mask import BLOCKS
@@ -263,7 +263,7 @@ class Plan(NamedTuple):
 
 def plan_for(rows: int, block: int, width: int, itemsize: int) -> Plan:
     """The plan of a shape: `rows` queries a block."""
-    key_bytes = next_power_of_two(width) * itemsize
+    key_bytes = padded_width(width) * itemsize
     return Plan(max(16, min(block, 32768 // key_bytes, 64)), 8 if rows == 128 else 4)
 
 
@@ -317,7 +317,7 @@ def launch_stream_edges(
         mask_stride=0 if key_mask is None else key_mask.stride(0),
         GROUP=heads // k.shape[1],
         D=width,
-        DP=next_power_of_two(width),
+        DP=padded_width(width),
         QUERY_BLOCK=query_block,
         ROWS=rows,
         BLOCK=block,

@@ -40,7 +40,7 @@ from attnplug.errors import ArgumentError
 from attnplug.ops.common.checks import check_attention_inputs, check_sequence_inputs
 from attnplug.ops.common.define import define_op, refuse_gradients
 from attnplug.ops.common.rows import NO_MASK, mask_bytes, row_step, rows_on_cpu
-from attnplug.ops.common.sizes import cdiv, next_power_of_two
+from attnplug.ops.common.sizes import cdiv, next_power_of_two, padded_width
 from attnplug.ops.stream.bounds import RankPlan, launch_bounds
 from attnplug.ops.stream.kernels import refine as kernels
 from attnplug.ops.stream.reference import search_rows, summarise
@@ -200,7 +200,7 @@ def plan_for(
 ) -> Plan:
     """The plan of a shape: `rows` queries a block; the heads of a group look at the same blocks in
     the first iteration where they are `alike`; keys are `masked` one by one or not."""
-    key_bytes = next_power_of_two(width) * itemsize
+    key_bytes = padded_width(width) * itemsize
     room = max(1, min(256 // rows, 65536 // (rows * key_bytes)))  # 64 KiB of queries
     heads = min(next_power_of_two(group), 1 << room.bit_length() - 1) if alike else 1
     tile = max(16, min(block, 32768 // key_bytes))
@@ -256,7 +256,7 @@ def _shared(
         "budget_strides": _broadcast_strides(budget, 3),
         "GROUP": q.shape[1] // k.shape[1],
         "D": width,
-        "DP": next_power_of_two(width),
+        "DP": padded_width(width),
         "QUERY_BLOCK": query_block,
         "ROWS": min(query_block, max(16, next_power_of_two(queries))),
         "BLOCK": block,

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from attnplug.call import AttentionCall, LayerShape, PagedCall
-from attnplug.ops.common.checks import HEAD_DIMS
 from attnplug.policies import Dense, Phase
 from attnplug.policies.momo import LEAST_CHUNK, Momo
 from attnplug.serve.vllm.layout import Pages, contiguous_row
@@ -47,12 +46,16 @@ def phases_for(asked: Phases, traits: LayerTraits) -> tuple[Phases, str]:
     """The methods that serve such a layer, and why not those that were asked for."""
     if traits.left_dense:
         return Phases(), traits.left_dense
-    if traits.head_dim not in HEAD_DIMS:
-        return Phases(), f"head dimension {traits.head_dim} is not one of {HEAD_DIMS}"
     kept, reasons = {}, []
+    # What methods refuse of a layer does not depend on the number of heads.
+    shape = LayerShape(1, 1, traits.head_dim, traits.softcap, False, traits.device)
     for slot in ("prefill", "decode"):
         phase = getattr(asked, slot)
         if phase is None:
+            continue
+        refusal = phase.refusal(shape)
+        if refusal:
+            reasons.append(refusal)
             continue
         if slot == "decode":
             alone = phase.crossover(traits.device)
@@ -68,7 +71,7 @@ def phases_for(asked: Phases, traits: LayerTraits) -> tuple[Phases, str]:
                 f"{traits.longest:,}"
             )
     if asked.trace is not None:
-        why = _untraced(asked, kept, traits)
+        why = _untraced(asked, kept, shape)
         if why:
             reasons.append(why)
         else:
@@ -82,13 +85,11 @@ def _prefill_from(phase: Momo, device: torch.device) -> int:
     return crossover if phase.min_tokens is not None else int(crossover * (1 - CUT_SHORT))
 
 
-def _untraced(asked: Phases, kept: dict[str, Any], traits: LayerTraits) -> str:
+def _untraced(asked: Phases, kept: dict[str, Any], shape: LayerShape) -> str:
     """Why a layer cannot be traced, "" where it can."""
     assert asked.trace is not None  # asked of a policy that traces
     if asked.trace.of == "policy" and "prefill" not in kept:
         return "stream(of='policy') has no method to follow there"
-    # What a trace can take does not depend on the number of heads.
-    shape = LayerShape(1, 1, traits.head_dim, traits.softcap, False, traits.device)
     return asked.trace.refusal(shape) or ""
 
 

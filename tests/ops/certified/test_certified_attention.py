@@ -3,6 +3,7 @@ on the numba reference and on the Triton kernels. Faults are `test_certified_fau
 
 import pytest
 import torch
+from cases import WIDTHS
 from certified_cases import (
     INF,
     LOOSE,
@@ -47,7 +48,7 @@ def test_bounds_hold(device_path, data):
         kv_heads,
         group,
         draw(st.integers(1, 200)),
-        draw(st.sampled_from([64, 80, 128])),
+        draw(st.sampled_from(WIDTHS)),
     )
     size, batch = case.k.shape[2], case.k.shape[0]
     case.block = draw(st.sampled_from([16, 32, 64]))

@@ -7,6 +7,7 @@ from attnplug.errors import ArgumentError, GradientError
 from attnplug.ops.common import (
     DTYPES,
     HEAD_DIMS,
+    WIDE_HEAD_DIMS,
     check_attention_inputs,
     check_sequence_inputs,
     check_sinks,
@@ -22,6 +23,13 @@ Q, K = torch.zeros(2, 4, 1, 64), torch.zeros(2, 2, 9, 64)
 def test_accepts_every_dtype_and_head_dimension(dtype, width):
     q, k = torch.zeros(1, 6, 3, width, dtype=dtype), torch.zeros(1, 2, 5, width, dtype=dtype)
     check_attention_inputs("op", q, k, k)
+
+
+def test_accepts_heads_of_512_where_an_op_has_kernels_for_them():
+    k = torch.zeros(1, 2, 5, 512)
+    check_attention_inputs("op", k, k, k, head_dims=WIDE_HEAD_DIMS)
+    with pytest.raises(ArgumentError, match="272 is neither a multiple of 16 from 16 to 256 nor"):
+        check_attention_inputs("op", None, k[..., :272], head_dims=WIDE_HEAD_DIMS)
 
 
 def test_accepts_an_op_without_q_or_v():
@@ -45,7 +53,10 @@ def test_accepts_an_op_without_q_or_v():
         (Q, K, K[:, :, 1:], r"k \(2, 2, 9, 64\) and v \(2, 2, 8, 64\) differ in shape"),
         (Q[:1], K, K, "q has batch 1 but k has batch 2"),
         (torch.zeros(2, 4, 1, 80), K, K, "q has head dimension 80 but k has 64"),
-        (None, torch.zeros(2, 2, 9, 32), None, "head dimension 32 is not one of 64, 80"),
+        (None, K[..., :40], None, "head dimension 40 is not a multiple of 16 from 16 to 256"),
+        (None, torch.zeros(2, 2, 9, 272), None, "head dimension 272 is not a multiple of 16"),
+        (None, torch.zeros(2, 2, 9, 512), None, "head dimension 512 is not a multiple of 16"),
+        (None, torch.zeros(2, 2, 9, 0), None, "head dimension 0 is not a multiple of 16"),
         (Q[:, :3], K, K, "3 query heads are not a multiple of 2 KV heads"),
     ],
 )

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from cases import dtypes, hold_attention, random
+from cases import WIDTHS, dtypes, hold_attention, random
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -74,7 +74,7 @@ def test_matches_fp64(device_path, data):
     heads = kv_heads * draw(st.sampled_from([1, 3, 4, 7]))
     queries = draw(st.sampled_from([1, 1, 1, 2, 5, 19]))
     size = draw(st.integers(queries, 300))
-    width = draw(st.sampled_from([64, 80, 96, 128, 256]))
+    width = draw(st.sampled_from([*WIDTHS, 144, 256]))
     dtype, seed = draw(st.sampled_from(dtypes(device_path))), draw(st.integers(0, 999))
     options = {"scale": draw(st.sampled_from([width**-0.5, 0.5]))}
     if draw(st.booleans()):

@@ -3,7 +3,7 @@ kernels; their own tests hold those to fp64."""
 
 import pytest
 import torch
-from cases import random, to_device
+from cases import WIDTHS, random, to_device
 from gather_cases import DEFAULTS, OPTIONS, empty
 from hypothesis import given
 from hypothesis import strategies as st
@@ -110,7 +110,7 @@ def hold(got, want, atol=1e-5, summaries=True, band=False):
 def test_equals_its_parts(device_path, data):
     draw = data.draw
     batch, heads, seed = draw(st.integers(1, 2)), draw(st.integers(1, 2)), draw(st.integers(0, 99))
-    group, width = draw(st.sampled_from([1, 3])), draw(st.sampled_from([64, 80]))
+    group, width = draw(st.sampled_from([1, 3])), draw(st.sampled_from(WIDTHS))
     size = draw(st.integers(1, 300))
     rows = draw(st.sampled_from([1, batch]))
     lengths = draw(st.lists(st.integers(0, size - 1), min_size=rows, max_size=rows))

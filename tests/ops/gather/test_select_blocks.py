@@ -5,7 +5,7 @@ import itertools
 
 import pytest
 import torch
-from cases import dtypes, random
+from cases import WIDTHS, dtypes, random
 from gather_cases import empty
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -23,7 +23,7 @@ def test_selects_the_oracles_set(device_path, data):
     draw = data.draw
     batch, kv_heads = draw(st.integers(1, 2)), draw(st.integers(1, 2))
     heads, queries = kv_heads * draw(st.sampled_from([1, 3, 7])), draw(st.sampled_from([1, 1, 3]))
-    size, width = draw(st.integers(queries, 400)), draw(st.sampled_from([64, 80, 128]))
+    size, width = draw(st.integers(queries, 400)), draw(st.sampled_from(WIDTHS))
     dtype, seed = draw(st.sampled_from(dtypes(device_path))), draw(st.integers(0, 999))
     options = {
         "block": draw(st.sampled_from([16, 16, 32])),

@@ -5,6 +5,7 @@ import itertools
 
 import pytest
 import torch
+from cases import WIDTHS
 from gvr_cases import dtypes, random
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -95,7 +96,7 @@ def test_matches_fp64(device_path, data):
     draw = data.draw
     batch, kv_heads = draw(st.integers(1, 2)), draw(st.integers(1, 2))
     heads, queries = kv_heads * draw(st.sampled_from([1, 3, 7])), draw(st.sampled_from([1, 1, 3]))
-    size, width = draw(st.integers(queries, 300)), draw(st.sampled_from([64, 80, 128]))
+    size, width = draw(st.integers(queries, 300)), draw(st.sampled_from(WIDTHS))
     dtype, seed = draw(st.sampled_from(dtypes(device_path))), draw(st.integers(0, 999))
     options = {
         "scale": draw(st.sampled_from([width**-0.5, 0.5])),

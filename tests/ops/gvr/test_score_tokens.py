@@ -3,6 +3,7 @@
 import numba
 import pytest
 import torch
+from cases import WIDTHS
 from gvr_cases import dtypes, random
 from hypothesis import given
 from hypothesis import strategies as st
@@ -43,7 +44,7 @@ def test_matches_fp64(device_path, data):
     draw = data.draw
     batch, heads = draw(st.integers(1, 2)), draw(st.integers(1, 2))
     group, size = draw(st.sampled_from([1, 3, 7, 17])), draw(st.integers(1, 300))
-    width, seed = draw(st.sampled_from([64, 80, 256])), draw(st.integers(0, 999))
+    width, seed = draw(st.sampled_from([*WIDTHS, 256])), draw(st.integers(0, 999))
     dtype = draw(st.sampled_from(dtypes(device_path)))
     options = {"sink": draw(st.sampled_from([0, 3])), "window": draw(st.sampled_from([1, 40]))}
     if draw(st.booleans()):

@@ -30,10 +30,10 @@ DEFAULTS = dict(
 # heads a group, softcap, key mask.
 VARIANTS = [
     (64, torch.float32, 16, 8, 2, 2, 0.0, False),
-    (80, torch.float16, 24, 10, 1, 3, 0.0, True),
+    (48, torch.float16, 24, 10, 1, 3, 0.0, True),
     (128, torch.bfloat16, 32, 16, 2, 1, 5.0, False),
-    (96, torch.float16, 8, 64, 1, 1, 0.0, False),
-    (64, torch.bfloat16, 160, 4, 1, 4, 0.0, False),
+    (16, torch.float16, 8, 64, 1, 1, 0.0, False),
+    (112, torch.bfloat16, 160, 4, 1, 4, 0.0, False),
     (256, torch.float16, 16, 32, 1, 2, 2.0, True),
     (128, torch.bfloat16, 128, 64, 1, 2, 0.0, False),
 ]

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from cases import WIDTHS
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from momo_cases import call_op
@@ -35,7 +36,7 @@ def oracle(out_sparse, out_rows, gamma, firsts, weight):
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
-    dim=st.sampled_from([64, 80, 128]),
+    dim=st.sampled_from(WIDTHS),
     dtype=st.sampled_from([torch.float32, torch.float16, torch.bfloat16]),
     gamma=st.sampled_from([1, 4, 16]),
     weight=st.sampled_from([0.0, 0.3, 0.5, 1.0]),

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from cases import WIDTHS
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from momo_cases import attention_inputs as draw_inputs
@@ -121,7 +122,7 @@ def cases(draw, dtypes):
         kv_heads,
         queries,
         keys,
-        draw(st.sampled_from([64, 80, 256])),
+        draw(st.sampled_from([*WIDTHS, 256])),
         draw(st.sampled_from(dtypes)),
         draw(st.integers(0, 99)),
     )

@@ -5,6 +5,7 @@ import statistics
 
 import pytest
 import torch
+from cases import WIDTHS
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from momo_cases import attention_inputs as inputs
@@ -145,7 +146,7 @@ def cases(draw, dtypes):
         kv_heads,
         queries,
         keys,
-        draw(st.sampled_from([64, 80, 96, 128, 256])),
+        draw(st.sampled_from([*WIDTHS, 144, 256])),
         draw(st.sampled_from(dtypes)),
         draw(st.integers(0, 99)),
     )
@@ -182,7 +183,7 @@ def test_fuzz(device_path):
     fuzz()
 
 
-@pytest.mark.parametrize("dim", [64, 80, 96, 128, 256])
+@pytest.mark.parametrize("dim", [16, 48, 80, 128, 256])
 def test_dense_prefill(device_path, dim):
     for dtype in dtypes(device_path):
         q, k, v = inputs(1, 2, 1, 70, 150, dim, dtype)

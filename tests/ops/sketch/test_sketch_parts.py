@@ -34,7 +34,7 @@ def unpacked(codes):
     return torch.cat(fine + [(codes.coarse >> 2 * i) & 3 for i in range(4)], -1)
 
 
-@pytest.mark.parametrize("size, width", [(16, 64), (24, 128), (32, 96)])
+@pytest.mark.parametrize("size, width", [(16, 48), (24, 128), (32, 96), (24, 208)])
 def test_codes_are_the_nearest(device_path, size, width):
     q, k, v = cache(0, width=width, tokens=1300)
     basis = fit_basis(k, v, q, size=size, **ROWS)

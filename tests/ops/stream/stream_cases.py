@@ -4,6 +4,7 @@ search must; and inputs."""
 import math
 
 import torch
+from cases import WIDTHS
 from hypothesis import strategies as st
 
 from attnplug.ops.stream import stream_mask as op
@@ -183,7 +184,7 @@ def calls(draw, device_path, whole):
     queries = draw(st.sampled_from([1, 2, 15, 17, 40] if slow else [1, 2, 15, 16, 17, 40, 66]))
     size = queries + draw(st.sampled_from([0, 0, 1, 15, 64, 130]))
     dtype, seed = draw(st.sampled_from(exact)), draw(st.integers(0, 999))
-    width = draw(st.sampled_from([64, 64, 80, 128]))
+    width = draw(st.sampled_from(WIDTHS))
     options: dict = {
         "query_block": draw(st.sampled_from([16, 16, 32, 64])),
         "block": draw(st.sampled_from([16, 16, 32, 64])),

@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+from cases import WIDTHS
 from hypothesis import given
 from hypothesis import strategies as st
 from stream_cases import dtypes, random
@@ -120,7 +121,7 @@ def test_equals_the_dense_formulas(device_path, data):
         "query_block": draw(st.sampled_from([16, 32])),
         "block": draw(st.sampled_from([16, 32])),
     }
-    q, k, v = inputs(seed, batch, heads, kv_heads, queries, size, draw(st.sampled_from([64, 80])),
+    q, k, v = inputs(seed, batch, heads, kv_heads, queries, size, draw(st.sampled_from(WIDTHS)),
                      dtype)  # fmt: skip
     if draw(st.booleans()):
         rows = draw(st.lists(st.integers(queries, size), min_size=batch, max_size=batch))
@@ -140,7 +141,7 @@ def test_equals_the_dense_formulas(device_path, data):
     close(found, (weight[options["weights"]], out, lse), q, options["query_block"])
 
 
-@pytest.mark.parametrize("width", [64, 80, 96, 128, 256])
+@pytest.mark.parametrize("width", [16, 48, 80, 128, 256])
 @pytest.mark.parametrize("weights", WEIGHTS)
 def test_every_head_dimension(device_path, width, weights):
     q, k, v = inputs(width, 1, 2, 1, 17, 150, width)

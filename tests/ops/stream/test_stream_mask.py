@@ -48,7 +48,7 @@ def test_many_blocks(device_path, search, queries, blocks, top_k):
 
 @pytest.mark.parametrize(
     ("width", "query_block", "block"),
-    [(64, 128, 16), (80, 16, 128), (96, 32, 32), (128, 64, 64), (256, 16, 16)],
+    [(16, 128, 16), (48, 16, 128), (112, 32, 32), (128, 64, 64), (256, 16, 16)],
 )
 def test_every_head_dimension(device_path, search, width, query_block, block):
     q, k = pair(width, 1, 3, 1, 17, 300, width)

@@ -9,7 +9,7 @@ from attnplug.ops.certified.kernels.tier import bf16_value
 from attnplug.ops.certified.records import R
 from attnplug.ops.common.device import card
 from attnplug.ops.common.rows import blocks_done, mask_bytes, note_progress, row_span, row_step
-from attnplug.ops.common.sizes import next_power_of_two
+from attnplug.ops.common.sizes import next_power_of_two, padded_width
 from attnplug.ops.common.triton import gdc_launch_dependents, gdc_wait, tl, triton
 
 WAVES = 1
@@ -274,7 +274,7 @@ def launch_quantize_kv(
         v_strides=v.stride()[:3],
         mask_stride=0 if rows.key_mask is None else rows.key_mask.stride(0),
         D=width,
-        DP=next_power_of_two(width),
+        DP=padded_width(width),
         HALF=half,
         HALF_P=next_power_of_two(half),
         num_warps=8 if block * width > 4096 else 4,

@@ -10,7 +10,7 @@ import torch
 from attnplug.ops.common.device import card
 from attnplug.ops.common.pipeline import Loop, loop_that_fits
 from attnplug.ops.common.rows import row_step
-from attnplug.ops.common.sizes import cdiv, next_power_of_two
+from attnplug.ops.common.sizes import cdiv, next_power_of_two, padded_width
 from attnplug.ops.common.triton import tl, triton
 
 _LOG2E = math.log2(math.e)
@@ -315,7 +315,9 @@ def _configuration(
     scalar, the fast way. (H200, 128K tokens, D=128, bf16: 430 TFLOP/s; a tile of 128 keys gathered
     from two blocks, 8 warps: 407.)"""
     if dtype == torch.float32:
-        rows, keys, warps, stages = 64, 32, 4, 1 if dim > 128 else 2
+        rows, keys, warps, stages = 64, 32, 8 if dim > 256 else 4, 1 if dim > 128 else 2
+    elif dim > 256:  # the sums of 128 rows take all registers; not timed
+        rows, keys, warps, stages = 64, 32, 8, 2
     elif dim > 128:
         rows, keys, warps, stages = 128, 64, 8, 2
     else:
@@ -327,9 +329,7 @@ def _configuration(
         stages = 1  # gathered key numbers: see the unpipelined loop in the kernel
     rows = min(rows, max(16, next_power_of_two(query_block)))
     itemsize = dtype.itemsize
-    loop = loop_that_fits(
-        Loop(rows, keys, stages), next_power_of_two(dim) * itemsize, itemsize, shared
-    )
+    loop = loop_that_fits(Loop(rows, keys, stages), padded_width(dim) * itemsize, itemsize, shared)
     warps = warps if loop.rows > 32 else 4
     return dict(M=loop.rows, N=loop.keys, num_warps=warps, num_stages=loop.stages)
 
@@ -401,7 +401,7 @@ def launch_triton(
         QUERY_BLOCK=query_block,
         BLOCK=block,
         D=dim,
-        D_PAD=next_power_of_two(dim),
+        D_PAD=padded_width(dim),
         M=chosen["M"],
         N=chosen["N"],
         SPLITS=cdiv(query_block, chosen["M"]),

@@ -8,7 +8,7 @@ import torch
 from attnplug.ops.common.device import card
 from attnplug.ops.common.pipeline import Loop, loop_that_fits
 from attnplug.ops.common.rows import row_step
-from attnplug.ops.common.sizes import cdiv, next_power_of_two
+from attnplug.ops.common.sizes import cdiv, next_power_of_two, padded_width
 from attnplug.ops.common.triton import tl, triton
 from attnplug.ops.momo.kernels.online_topk import (
     NO_BLOCK,
@@ -341,6 +341,8 @@ def configuration(head_dim, itemsize, block, top_k, algorithm, packed_rows, shar
     light = algorithm == "estimated" if top_k else head_dim == 64 or packed_rows < 128 * 2048
     if itemsize == 4:
         rows = 32  # below wgmma's 64: it would keep two shared copies of an operand for tf32x3
+    elif head_dim > 256:  # the sums of 128 rows take all registers; not timed
+        rows, keys = 64, keys if top_k else 32
     elif head_dim > 128:
         rows = 128 if keys == 64 else 64
     elif keys == 64 and light:
@@ -378,7 +380,7 @@ def launch_triton(
     q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k, v))
     (batch, heads, queries, dim), kv_heads = q.shape, k.shape[1]
     tree = top_k > 0 and algorithm == "tournament"
-    width, found = next_power_of_two(dim), card(q.device)
+    width, found = padded_width(dim), card(q.device)
     rows = batch * heads * out.shape[2]
     shape = width, q.element_size(), block, top_k, algorithm, rows
     M, N, warps, stages = configuration(*shape, found.shared)
