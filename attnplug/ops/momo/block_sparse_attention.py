@@ -54,10 +54,10 @@ def block_sparse_attention(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Exact causal softmax attention over listed key blocks, the sink and a local part.
 
-    q `[B,Hq,T,D]`; k, v `[B,Hkv,S,D]`; fp32, fp16 or bf16; D in 64, 80, 96, 128, 256. index
-    `[B,Hq,ceil(T/query_block),K]` int32, K at most 8192: key blocks of `block` keys, numbered from
-    the row's `start`, in any order. Entries that are negative, listed twice, in the sink or in the
-    local part (so also the future) are ignored.
+    q `[B,Hq,T,D]`; k, v `[B,Hkv,S,D]`; fp32, fp16 or bf16; D a multiple of 16 up to 256, or 512.
+    index `[B,Hq,ceil(T/query_block),K]` int32, K at most 8192: key blocks of `block` keys, numbered
+    from the row's `start`, in any order. Entries that are negative, listed twice, in the sink or in
+    the local part (so also the future) are ignored.
 
     lengths `[1]` or `[B]`: valid tokens in k, v, of which the T queries are the last (None: S).
     start `[1]` or `[B]`: first valid key of each row; query blocks are counted from the row's first
