@@ -41,7 +41,7 @@ def digest(launches):
 
 def test_an_h200_cuts_its_work_as_it_did(tmp_path):
     now = {case: digest(found) for (_, _, case), found in plans(tmp_path, ["sm_90"]).items()}
-    assert now.keys() == BEFORE.keys() | MENDED
+    assert BEFORE.keys() | MENDED == {case for case in now if not case.startswith("heads of ")}
     assert [case for case, was in BEFORE.items() if now[case] != was] == []
 
 
