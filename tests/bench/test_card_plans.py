@@ -17,8 +17,10 @@ BEFORE = json.loads(Path(__file__).with_name("h200_plans.json").read_text())
 # In float32, heads of 256 dimensions: these asked for more than an H200 has.
 MENDED = {"Gemma-3-4B, gvr 32K float32", "top_tokens | fp32 D=256"}
 PROCESSORS = (28, 46, 58, 82, 108, 132, 170, 188, 304)
-# 64 float32 keys of 256 dimensions, which momo's blocks have, are all of 64 KiB by themselves.
+# 64 keys, which momo's blocks have, are all of 64 KiB by themselves: of 256 float32 dimensions, or
+# of 512 in 16 bits.
 BLOCKS_OF_64_KIB = {f"Gemma-3-4B, momo {n}K float32" for n in (16, 32, 128)}
+BLOCKS_OF_64_KIB |= {"heads of 512, momo 32K"}
 SHARED = {"gfx942": 65536, "sm_89": 101376, "sm_80": 166912, "sm_90": 232448}
 
 
