@@ -14,7 +14,6 @@ from attnplug.cli.options import (
     Model,
     check_least,
     check_place,
-    check_weights,
     default_device,
     read_length,
     read_lengths,
@@ -74,7 +73,6 @@ def report(
         parsed = policies.parse(policy)
         check_least("steps", steps, 0)
         check_least("tokens", tokens, 1)
-        check_weights(model)
         network, tokenizer = load(model, dtype=torch.bfloat16, device=device)
         with api.applied(network, parsed):
             from attnplug import telemetry
@@ -139,7 +137,6 @@ def eval(
         check_place("out", out, folder=True)
         if claims is not None:
             check_place("claims", claims, folder=True)
-        check_weights(model)
         written = command.run(model, study, out, device, console(stderr=as_json))
         if as_json:
             typer.echo(written[0].read_text(), nl=False)  # rows.json
@@ -175,8 +172,6 @@ def bench(
             print_error(problem)
             raise typer.Exit(2)
         check_place("out", out, folder=True)
-        if model is not None:
-            check_weights(model)
         command.run(command.heads_of(model), device, out, console(), lengths)
 
 
@@ -204,8 +199,6 @@ def tune(
         if problem:
             print_error(problem)
             raise typer.Exit(2)
-        if model is not None:
-            check_weights(model)
         heads = command.heads_of(model)
         found = module.run(heads, device, method or [], console(stderr=as_json))
         if as_json:
@@ -247,7 +240,6 @@ def plan(
             require("plot", "plan --image")
             check_place("image", image, image=True)
         method = module.read_options(context, batch, policy)
-        check_weights(model)
         shape, bill, said = module.shape_of(model), module.H200, console(stderr=as_json)
         if rows:
             fitted = module.fit(module.read_rows(rows))

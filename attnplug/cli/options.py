@@ -60,13 +60,3 @@ def check_place(option: str, path: Path, *, folder: bool = False, image: bool = 
         raise ArgumentError(f"{option} is {path}, where {kind} cannot be written")
     if image and path.suffix.lower() not in IMAGES:
         raise ArgumentError(f"{option} is {path}, needs a name that ends in {', '.join(IMAGES)}")
-
-
-def check_weights(model: str) -> None:
-    """A small model whose weights are not converted yet needs gguf: raise MissingPackageError
-    before they are fetched."""
-    from attnplug.extras import require
-    from attnplug.models import pretrained
-
-    if model in pretrained.names() and not pretrained.checkpoint_dir(model).is_dir():
-        require("demo", f"to convert the weights of {model}, attnplug")

@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from attnplug.cli.options import Model, check_weights
+from attnplug.cli.options import Model
 from attnplug.cli.output import clear_errors
 
 
@@ -52,7 +52,6 @@ def serve(
         from attnplug.serve import hugging_face
 
         parsed = policies.parse(policy)  # a typing mistake should not wait for the weights
-        check_weights(model)
         options = hugging_face.Options(
             served_model_name=served_model_name,
             host=host,

@@ -7,7 +7,7 @@ import typer
 from typer.core import TyperGroup
 
 from attnplug import files
-from attnplug.cli.options import Device, Model, check_place, check_weights, read_length
+from attnplug.cli.options import Device, Model, check_place, read_length
 from attnplug.cli.output import clear_errors, console
 
 
@@ -63,7 +63,6 @@ def record(
 
         method = Stream(top_k, block, block, weights, measure=measure, search=search)
         parsed = command.traced(policy, method)  # a typing mistake should not wait for the weights
-        check_weights(model)
         outcome = command.run(
             model,
             command.read_text(prompt, file),

@@ -14,7 +14,6 @@ device.
 import copy
 import functools
 import gc
-import logging
 import sys
 import threading
 import types
@@ -52,6 +51,7 @@ from attnplug.models.sliding import (
     stepping,
     window_mask,
 )
+from attnplug.ops.common.first_call import remark
 
 # Steps that a compiled run is ahead of what the host knows. Zero where a step is not compiled: the
 # host is then the slower of the two.
@@ -60,8 +60,6 @@ LAG = {"cuda": 2, "cpu": 0}
 BY_LAYER = frozenset({"cpu", "cuda"})
 PATIENT = frozenset({"cuda"})  # where steps that are not compiled can be captured
 CAPTURE = "cudagraphs"  # torch's name of the backend that captures and compiles nothing
-SILENT_S = 2.0  # how long a first call may take without a word
-LOG = logging.getLogger("attnplug")
 STOPPED, INVALID = 1, 2  # what a step says of itself; 0: rows go on
 
 
@@ -84,12 +82,8 @@ class DecodeLoop:
 
     def notice(self, family: str) -> threading.Timer:
         """Under way: a word on the log if a first call takes long, unless it is cancelled."""
-        text = (
-            f"the first call of this {family} compiles what no earlier process has; "
-            "attnplug.warm(model, lengths) does so ahead"
-        )
-        timer = threading.Timer(SILENT_S, LOG.warning, [text])
-        timer.daemon = True
+        ahead = "attnplug.warm(model, lengths) does it ahead"
+        timer = remark("the first call of this %s is compiling, once; %s", family, ahead)
         if self.is_new:
             timer.start()
         self.is_new = False

@@ -37,6 +37,7 @@ from safetensors import SafetensorError
 
 from attnplug import files
 from attnplug.errors import ArgumentError, WeightsUnavailableError
+from attnplug.extras import require
 
 # Part of the folder's name: a change of what the cache holds must not meet an older cache.
 FORMAT = "fp16-1"
@@ -239,6 +240,7 @@ def fetch(name: str) -> Path:
 def _make(name: str, target: Path, work: Path, console: Console) -> None:
     """Fetch and convert a model in the folder `work` and publish it at `target`, in place of what
     is damaged there."""
+    require("demo", f"to convert the weights of {name}, attnplug")
     gguf = _gguf(name, WEIGHTS[name], work, console)
     console.print(f"converting {name} to safetensors, once, into {target}")
     made = _convert(name, gguf, work / "checkpoint")

@@ -2,6 +2,7 @@
 the call to it and says why."""
 
 import copy
+import threading
 import time
 
 import pytest
@@ -15,6 +16,7 @@ import attnplug
 from attnplug.models import decode_loop, loop_calls
 from attnplug.models.decode_step import argmax
 from attnplug.models.generate import LOOP
+from attnplug.ops.common import first_call
 from attnplug.testing.policy import tiny_model
 
 GATHER = "gather(k=16, block=16, sink=1, local=2, min_tokens=0)"  # all of these prompts
@@ -390,15 +392,17 @@ def test_a_device_that_was_not_tried_keeps_transformers_loop(monkeypatch):
 
 def test_a_long_first_call_says_what_it_does(monkeypatch, caplog):
     model = attnplug.apply(tiny_model(), "dense")
-    monkeypatch.setattr(decode_loop, "SILENT_S", 0.05)
+    monkeypatch.setattr(first_call, "SILENT_S", 0.05)
+    monkeypatch.setattr(first_call, "SAID", threading.Event())
     slow = model.register_forward_pre_hook(lambda *_: time.sleep(0.2))
     call(model, max_new_tokens=2)
-    assert "compiles" in caplog.text and "attnplug.warm" in caplog.text
+    assert "is compiling, once" in caplog.text and "attnplug.warm" in caplog.text
     caplog.clear()
+    first_call.SAID.clear()
     call(model, max_new_tokens=2)
     assert caplog.text == ""
     slow.remove()
-    monkeypatch.setattr(decode_loop, "SILENT_S", 60)
+    monkeypatch.setattr(first_call, "SILENT_S", 60)
     attnplug.remove(model)
     attnplug.apply(model, "dense")
     call(model)

@@ -1,5 +1,6 @@
 """An op says what it is doing where its first call is long, and only then."""
 
+import threading
 import time
 from types import SimpleNamespace
 
@@ -12,17 +13,26 @@ from attnplug.ops.common import define, first_call
 @pytest.fixture
 def op(monkeypatch):
     monkeypatch.setattr(first_call, "SILENT_S", 0.05)
+    monkeypatch.setattr(first_call, "SAID", threading.Event())
     return first_call.announced(lambda x, seconds: time.sleep(seconds), "my_op", "numba")
 
 
 def test_a_long_first_call_says_so_for_each_dtype(op, caplog):
     for dtype in (torch.float32, torch.bfloat16):
         caplog.clear()
+        first_call.SAID.clear()
         op(torch.zeros(1, dtype=dtype), 0.4)
-        assert f"my_op in {dtype}" in caplog.text and "numba compiles" in caplog.text
+        assert "numba is compiling attnplug's my_op, once on this machine" in caplog.text
         caplog.clear()
+        first_call.SAID.clear()
         op(torch.zeros(1, dtype=dtype), 0.4)
         assert caplog.text == ""
+
+
+def test_a_process_says_it_once(op, caplog):
+    for dtype in (torch.float32, torch.bfloat16):
+        op(torch.zeros(1, dtype=dtype), 0.4)
+    assert len(caplog.records) == 1
 
 
 def test_short_calls_and_calls_that_fail_say_nothing(op, caplog):
@@ -36,11 +46,13 @@ def test_short_calls_and_calls_that_fail_say_nothing(op, caplog):
 def test_ops_are_announced(monkeypatch, caplog):
     implementations = {}
     library = SimpleNamespace(
-        define=lambda schema: None, impl=lambda name, run, key: implementations.update({key: run})
+        define=lambda schema: None,
+        impl=lambda name, run, key, **_: implementations.update({key: run}),
     )
     monkeypatch.setattr(define, "LIBRARY", library)
     monkeypatch.setattr(torch.library, "register_fake", lambda *args, **kwargs: None)
     monkeypatch.setattr(first_call, "SILENT_S", 0.05)
+    monkeypatch.setattr(first_call, "SAID", threading.Event())
     define.define_op(
         "topk(Tensor x) -> Tensor",  # a name that torch knows; nothing is registered
         allocate=torch.empty_like,
@@ -49,4 +61,4 @@ def test_ops_are_announced(monkeypatch, caplog):
     )
     assert implementations.keys() == {"CPU", "CUDA"}
     implementations["CPU"](torch.zeros(1))
-    assert "first call of topk" in caplog.text
+    assert "attnplug's topk" in caplog.text
