@@ -67,7 +67,8 @@ def measure(
         for n in lengths
     ]
     for number, (name, batch, n) in enumerate(cases):
-        method = methods()[name](min_tokens=0)
+        asked: dict[str, Any] = {"min_tokens": 0}
+        method = methods()[name](**asked)
         begin(f"{name}, {batch} x {n:,}", len(cases) - number)
         if method.refusal(heads.shape(plan.device)) or lacks_memory(heads, plan, batch * n):
             continue

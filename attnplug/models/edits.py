@@ -25,7 +25,8 @@ class EditableCache(Cache):
                     f"crop: a {type(layer).__name__} does not keep the states that its tokens have "
                     "left behind. Keep a copy of the cache (copy.deepcopy) to go back to."
                 )
-        for layer in self.layers:
+        layers: list[Any] = self.layers
+        for layer in layers:
             # crop(0) is for layers that record their past, which now keep what a pass needs.
             if tokens_to_remove or getattr(layer, "record_past", False):
                 layer.crop(tokens_to_remove)

@@ -9,6 +9,7 @@ from transformers.cache_utils import StaticLayer
 
 from attnplug.call import AttentionCall, LayerShape, PagedCall
 from attnplug.models.cache import PlugLayer
+from attnplug.models.sync import may_sync
 from attnplug.ops.common.divide_rows import divide_rows
 from attnplug.policies.base import Phase
 from attnplug.policies.dense import Dense
@@ -138,7 +139,7 @@ class DenseBelow(Phase):
     def leave_to_dense(self, call: AttentionCall) -> torch.Tensor:
         """Serve a call by dense attention in this method's place, and say why where the host runs
         this code."""
-        if not (torch.compiler.is_compiling() or torch.jit.is_tracing()):
+        if may_sync(on_gpu=False):
             call.served_by, call.why_dense = "dense", self.why_dense(call)
         call.flush()
         return Dense().attend(call)

@@ -58,12 +58,13 @@ def check_meta(meta: dict[str, Any], entries: dict[bytes, bytes]) -> None:
     sizes = meta["query_block"], meta["block"]
     _need(min(sizes) > 0 and max(sizes) <= LONGEST, "a block has no tokens, or too many")
     _need(all(isinstance(meta.get(name), dict) for name in ("options", "versions")), "no origin")
-    layers = meta.get("layers")
+    layers: Any = meta.get("layers")
     _need(
         _are_counts(layers) and layers == sorted({*layers} & {*range(INT16)}),
         "its layers are no numbers",
     )
-    tokens, sequences = meta.get("tokens"), meta["sequences"]
+    tokens: Any = meta.get("tokens")
+    sequences = meta["sequences"]
     _need(_are_counts(tokens) and len(tokens) == sequences, "its tokens are not counted")
     _check_steps(meta)
     _check_captured(meta.get("captured"))
@@ -71,12 +72,13 @@ def check_meta(meta: dict[str, Any], entries: dict[bytes, bytes]) -> None:
 
 def _check_steps(meta: dict[str, Any]) -> None:
     """Every step's blocks are those of its queries, which lie inside the sequences."""
-    steps, total = meta.get("steps"), 0
+    steps: Any = meta.get("steps")
+    total = 0
     _need(isinstance(steps, list), "it has no steps")
     for step in steps:
         _need(isinstance(step, dict) and _is_count(step.get("blocks")), "a step has no blocks")
         for name in ("first", "queries"):
-            row = step.get(name)
+            row: Any = step.get(name)
             _need(_are_counts(row) and len(row) == meta["sequences"], "a step is not counted")
         ends = [a + b for a, b in zip(step["first"], step["queries"], strict=True)]
         inside = all(end <= most for end, most in zip(ends, meta["tokens"], strict=True))

@@ -29,7 +29,7 @@ GUARD = _Guard()
 def _running_layer() -> str:
     """The name of numba's threading layer, "" where its threads have not started."""
     try:
-        return numba.threading_layer()
+        return numba.threading_layer()  # pyright: ignore[reportPrivateImportUsage]
     except ValueError:  # not initialized
         return ""
 
@@ -59,7 +59,7 @@ def _start_threads() -> str:
     threads = torch.get_num_threads()
     numba.get_num_threads()  # which starts them
     torch.set_num_threads(threads)
-    return numba.threading_layer()
+    return numba.threading_layer()  # pyright: ignore[reportPrivateImportUsage]
 
 
 def with_threads(fill: Callable[..., None]) -> Callable[..., None]:
