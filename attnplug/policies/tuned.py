@@ -72,7 +72,7 @@ def keep(device: torch.device, heads: str, date: str, methods: Mapping[str, Any]
     kept = old.get("methods", {}) if old.get("versions") == measured_with() else {}
     entry = {"versions": measured_with(), "date": date, "methods": {**kept, **methods}}
     of_card[heads] = entry
-    path.parent.mkdir(parents=True, exist_ok=True)
+    files.make_folder(path.parent)
     files.write_text(path, json.dumps({**known, card_name(device): of_card}, indent=1) + "\n")
     return path
 
