@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from attnplug.ops.common.device import card
 from attnplug.ops.common.sizes import cdiv, next_power_of_two, padded_width
 from attnplug.ops.stream.kernels import bounds as kernels
 
@@ -36,11 +37,18 @@ class RankPlan(NamedTuple):
     stages: int = 1  # of the pipeline over keys; more only after a GPU has compared it
 
 
-def rank_plan_for(rows: int, block: int, width: int, itemsize: int, top_k: int) -> RankPlan:
-    """The plan of a shape: `rows` queries a block."""
+def rank_plan_for(
+    rows: int, block: int, width: int, itemsize: int, top_k: int, shared: int
+) -> RankPlan:
+    """The plan of a shape, `rows` queries a block, within `shared` bytes of shared memory: a
+    program keeps its queries, tiles of keys (of summaries two), and their products in float32."""
     key_bytes = padded_width(width) * itemsize
     blocks = max(16, min(128, 32768 // key_bytes))
+    while blocks > 16 and 2 * blocks * key_bytes + rows * (key_bytes + 4 * blocks) > shared:
+        blocks //= 2
     tile = max(16, min(block, 32768 // key_bytes))
+    while tile > 16 and tile * key_bytes + rows * (key_bytes + 4 * tile) > shared:
+        tile //= 2
     return RankPlan(blocks, 8 if WIDER * top_k > 256 else 4, tile, 8 if rows == 128 else 4)
 
 
@@ -73,7 +81,7 @@ def launch_bounds(shared: dict[str, Any], plan: RankPlan | None = None) -> None:
     (batch, heads, slots, top_k), (kv_heads, _, width) = index.shape, k.shape[1:]
     if plan is None:
         shape = shared["ROWS"], shared["BLOCK"], width, q.element_size()
-        plan = rank_plan_for(*shape, top_k)
+        plan = rank_plan_for(*shape, top_k, card(q.device).shared)
     summaries, group = _summaries(shared), shared["GROUP"]
     chosen = q.new_empty((batch, heads, slots, WIDER * top_k), dtype=torch.int32)
     together = min(next_power_of_two(group), LISTS)
