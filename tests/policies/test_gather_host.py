@@ -402,7 +402,7 @@ def test_the_report_decodes_and_shows_the_hit_rate(byte_tokenizer):
     """What `attnplug report MODEL --policy "gather(kv='host')" --steps 4` prints."""
 
     with attnplug.applied(tiny_model(), HOST) as model:
-        [shown] = telemetry.run(model, byte_tokenizer, 120, 4)
+        [shown] = telemetry.run(model, byte_tokenizer, 120, 4).tables()
     cells = {column.header: list(column.cells) for column in shown.columns}
     assert cells["layer"] == ["0", "1"] and cells["wanted"] == ["24", "24"]
     assert cells["hit rate"] == [f"{int(found) / 24:.3f}" for found in cells["found"]]

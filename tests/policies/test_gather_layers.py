@@ -60,7 +60,7 @@ def test_the_crossover_grows_with_the_keep_set():
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
     assert Gather(k=8).crossover(cpu) == 4096 and Gather(k=8).crossover(cuda) == 32768
     kept = (8 + 32 + 256) * 16
-    assert Gather().crossover(cuda) == 65536 and Gather().crossover(cpu) == 2 * kept
+    assert Gather().crossover(cuda) == 65536 and Gather().crossover(cpu) == 32768
     assert Gather(block=64).crossover(cuda) == 10 * (8 + 32 + 256) * 64
     published = Gather(k=32, block=128, sink=1, local=4)  # keeps as many keys
     assert published.crossover(cuda) == 10 * kept

@@ -222,7 +222,7 @@ def test_the_report_decodes_and_shows_what_was_read(byte_tokenizer):
     """What `attnplug report MODEL --policy gvr --steps 4` prints."""
 
     with attnplug.applied(tiny_model(), GVR) as model:
-        [shown] = telemetry.run(model, byte_tokenizer, 120, 4)
+        [shown] = telemetry.run(model, byte_tokenizer, 120, 4).tables()
     cells = {column.header: list(column.cells) for column in shown.columns}
     assert cells["tokens"] == ["124", "124"] and cells["density"] == [f"{48 / 124:.3f}"] * 2
 
