@@ -308,7 +308,7 @@ def test_it_is_audited_and_reported(byte_tokenizer):
     shown = []
     for policy in policies:
         with attnplug.applied(tiny_model(), policy) as model:
-            [table] = telemetry.run(model, byte_tokenizer, 1000, 8)
+            [table] = telemetry.run(model, byte_tokenizer, 1000, 8).tables()
             shown.append([list(column.cells) for column in table.columns])
     assert shown[0] == shown[1] and shown[0][0] == ["0", "1"]
     with attnplug.applied(tiny_model(), policies[1]) as model:
