@@ -168,6 +168,8 @@ class PlugLayer(WatchedLayer):
     def take_pending(self) -> tuple[torch.Tensor, torch.Tensor] | None:
         """The token that `update` has deferred, for an op that will write and count it."""
         pending, self.pending = self.pending, None
+        if pending is not None:
+            self.versions = None  # who takes it writes it, and calls `note_writes` if at all
         return pending
 
     def _leave_inference_mode(self) -> None:

@@ -408,7 +408,7 @@ WRONG = [
     ({"bytes": 20}, "bytes=20, needs 16, 24, 32"),
     ({"k": 0}, "k=0, needs 1 to 16384"),
     ({"k": True}, "k=True, needs an integer"),
-    ({"tail": "half"}, "tail='half', needs drop, mean, regression"),
+    ({"tail": "half"}, "tail='half', needs drop, regression"),
     ({"min_tokens": -1}, "min_tokens=-1, needs None or"),
 ]
 
