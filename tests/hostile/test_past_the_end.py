@@ -357,7 +357,7 @@ LAYERS = {
     "dense": lambda: PlugLayer(max_cache_len=SIZE),
     "gather": lambda: GatherLayer(SIZE, BLOCK, Form(2, torch.int8)),
     "gather-host": lambda: HostGatherLayer(SIZE, BLOCK, Form(2, None), 1, 3, lambda *_: True),
-    "gvr": lambda: GvrLayer(SIZE, 8, 12, True),
+    "gvr": lambda: GvrLayer(SIZE, 8, 12),
     "sketch-host": lambda: HostSketchLayer(SIZE, 24, lambda *_: True),
 }
 
@@ -372,6 +372,7 @@ def test_a_layer_appends_within_its_buffers(name, tokens, length):
     layer.update(*random(0, 2, BATCH, HEADS, 20, WIDTH))
     layer.keys, layer.values = guard.all((layer.keys, layer.values))
     layer._rebind_rows(guard)
+    layer.note_writes()
     before = layer.keys.clone(), layer.values.clone()
     layer.cumulative_length.fill_(length)
     with pytest.raises((RuntimeError, IndexError)):

