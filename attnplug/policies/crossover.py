@@ -87,7 +87,7 @@ class DenseBelow(Phase):
             return ""
         if self.tuned is not None:
             return f", as measured on this machine on {self.tuned.date}"
-        if not torch.cuda.is_available() or device.type != "cuda" or OWN_CARD in card_name(device):
+        if device.type != "cuda" or card_name(device) == "cuda" or OWN_CARD in card_name(device):
             return ""
         return f", as measured on an {OWN_CARD}: `attnplug tune` measures on this card"
 

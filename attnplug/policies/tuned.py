@@ -39,7 +39,10 @@ def crossover_file() -> Path:
 
 
 def card_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    """What the file calls a device."""
+    if device.type == "cuda" and torch.cuda.is_available():
+        return torch.cuda.get_device_name(device)
+    return device.type
 
 
 def measured_with() -> str:
