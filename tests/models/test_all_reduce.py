@@ -45,7 +45,7 @@ def host(monkeypatch):
     monkeypatch.setattr(memory, "empty", lambda size, dtype, device: None)
     monkeypatch.setattr(memory, "rendezvous", rendezvous)
     tensor = torch.tensor
-    monkeypatch.setattr(torch, "tensor", lambda value, device=None: tensor(value))
+    monkeypatch.setattr(torch, "tensor", lambda value, device=None, dtype=None: tensor(value))
     return done
 
 
