@@ -17,6 +17,16 @@ def row_step(tensor: torch.Tensor | None) -> int:
     return 0 if tensor is None or tensor.shape[0] == 1 else tensor.stride(0)
 
 
+def rows_as_given(
+    batch: int, size: int, lengths: torch.Tensor | None, start: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(lengths, start) as int64 `[B]` on a CPU; without them rows have all of `size` keys."""
+    row = {"dtype": torch.int64, "device": "cpu"}
+    lengths = torch.full((1,), size, **row) if lengths is None else lengths.long()
+    start = torch.zeros(1, **row) if start is None else start.long()
+    return lengths.expand(batch), start.expand(batch)
+
+
 def rows_on_cpu(
     k: torch.Tensor,
     lengths: torch.Tensor | None,
@@ -25,18 +35,8 @@ def rows_on_cpu(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(lengths, start) as int64 `[B]`, both within the buffer."""
     batch, size = (k if table is None else table).shape[0], capacity(k, table)
-    lengths = (
-        torch.tensor([size], dtype=torch.int64, device="cpu")
-        if lengths is None
-        else lengths.to(torch.int64)
-    )
-    start = (
-        torch.tensor([0], dtype=torch.int64, device="cpu")
-        if start is None
-        else start.to(torch.int64)
-    )
-    lengths, start = lengths.clamp(0, size), start.clamp(0, size)
-    return lengths.expand(batch).contiguous(), start.expand(batch).contiguous()
+    lengths, start = rows_as_given(batch, size, lengths, start)
+    return lengths.clamp(0, size).contiguous(), start.clamp(0, size).contiguous()
 
 
 def mask_bytes(key_mask: torch.Tensor | None) -> torch.Tensor | None:

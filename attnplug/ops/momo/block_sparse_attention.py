@@ -24,6 +24,7 @@ from attnplug.ops.common.checks import WIDE_HEAD_DIMS, check_attention_inputs, c
 from attnplug.ops.common.define import define_op, refuse_gradients, require
 from attnplug.ops.common.numba_cache import njit, prange
 from attnplug.ops.common.product import add_product
+from attnplug.ops.common.rows import rows_as_given
 from attnplug.ops.momo.delta_correct import correct_on_cpu, launch_delta_correct
 from attnplug.ops.momo.kernels import hopper as _hopper
 from attnplug.ops.momo.kernels.block_sparse import build_lists, launch_triton
@@ -303,16 +304,7 @@ def _cpu(
     lse,
 ):
     batch, keys = k.shape[0], k.shape[2]
-    length = (
-        torch.full((batch,), keys, dtype=torch.int64, device="cpu")
-        if lengths is None
-        else lengths.long().expand(batch)
-    )
-    begin = (
-        torch.zeros(batch, dtype=torch.int64, device="cpu")
-        if start is None
-        else start.long().expand(batch)
-    )
+    length, begin = rows_as_given(batch, keys, lengths, start)
     longest = int(length.max()) if batch else 0
     if longest > keys or (batch and int(begin.min()) < 0):
         raise ArgumentError(

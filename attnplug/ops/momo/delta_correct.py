@@ -17,7 +17,7 @@ import torch
 from attnplug.ops.common.checks import DTYPES
 from attnplug.ops.common.define import define_op, refuse_gradients, require
 from attnplug.ops.common.numba_cache import njit, prange
-from attnplug.ops.common.rows import row_step
+from attnplug.ops.common.rows import row_step, rows_as_given
 from attnplug.ops.common.sizes import cdiv, padded_width
 from attnplug.ops.common.triton import tl, triton
 from attnplug.ops.momo.kernels.block_sparse import unit_last
@@ -134,16 +134,7 @@ def _reference(out_sparse, out_rows, gamma, weight, first, out):
 
 def _first_queries(out_sparse, lengths, start, kv_length) -> np.ndarray:
     batch, queries = out_sparse.shape[0], out_sparse.shape[2]
-    length = (
-        torch.full((batch,), kv_length, dtype=torch.int64, device="cpu")
-        if lengths is None
-        else lengths.long().expand(batch)
-    )
-    begin = (
-        torch.zeros(batch, dtype=torch.int64, device="cpu")
-        if start is None
-        else start.long().expand(batch)
-    )
+    length, begin = rows_as_given(batch, kv_length, lengths, start)
     return (begin - (length - queries)).clamp(min=0).numpy()
 
 
