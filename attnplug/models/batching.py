@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from transformers.generation.continuous_batching import ContinuousBatchingManager
 
 from attnplug.errors import UnsupportedCallError
-from attnplug.models.hf import binding_of
+from attnplug.models.hf import bindings_of
 from attnplug.models.instance_method import put_method
 from attnplug.models.names import ATTENTION_NAMES
 from attnplug.models.paged import KEPT, adopt, paged_name, register_paged_names
@@ -133,12 +133,8 @@ def _init_continuous_batching(model: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _policies(model: PreTrainedModel) -> dict[int, Any]:
     """The policy of each layer, None for one that is left to the model."""
-    found = {}
-    for module in model.modules():
-        binding = binding_of(module)
-        if binding is not None:
-            found[module.layer_idx] = binding.policy
-    return found
+    bound: dict[Any, Any] = bindings_of(model)
+    return {module.layer_idx: binding.policy for module, binding in bound.items()}
 
 
 def _configure(model: Any, manager: Any, asked: Any, hints: Any) -> None:

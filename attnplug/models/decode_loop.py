@@ -40,7 +40,7 @@ from attnplug.models.decode_step import (
     prepare_layers,
 )
 from attnplug.models.fuse import Fusion
-from attnplug.models.hf import binding_of
+from attnplug.models.hf import bindings_of
 from attnplug.models.names import CACHE
 from attnplug.models.patience import PATIENCE, PatientStep, is_capturable, is_on_one_device
 from attnplug.models.regional import LayeredStep
@@ -256,8 +256,7 @@ class Decoding:
         `crop` brings back to what they were, and no trace file."""
         if self._is_kept() and not all(_crops_exactly(layer) for layer in self.cache.layers):
             return False
-        bindings = map(binding_of, self.model.modules())
-        return all(each is None or each.trace_to is None for each in bindings)
+        return all(each.trace_to is None for each in bindings_of(self.model).values())
 
     def _is_kept(self) -> bool:
         """Whether anybody sees the cache again."""

@@ -66,6 +66,11 @@ def binding_of(module: torch.nn.Module) -> Binding[Any] | None:
     return getattr(module, BINDING, None)
 
 
+def bindings_of(model: torch.nn.Module) -> dict[torch.nn.Module, Binding[Any]]:
+    """What `apply` decided, for each attention module of a model that it has seen."""
+    return {m: binding for m in model.modules() if (binding := binding_of(m)) is not None}
+
+
 @contextmanager
 def tracing(writers: Mapping[torch.nn.Module, EdgeWriter]) -> Iterator[None]:
     """Within it, each of these modules with a policy hands the edges of its calls to its writer.

@@ -25,6 +25,7 @@ from attnplug.models.hf import (
     Binding,
     as_autocast,
     binding_of,
+    bindings_of,
     refuse_options,
     stock_attention,
 )
@@ -248,7 +249,7 @@ def in_pieces(model: PreTrainedModel, run: Run) -> Iterator[None]:
     those of some of the prompt's tokens."""
     # A name without a mask function: transformers then makes no mask, of these positions or others.
     AttentionInterface.register(PIECES_NAME, attend_in_pieces)
-    bound = {m: b for m in model.modules() if (b := binding_of(m)) is not None}
+    bound = bindings_of(model)
     configs = {id(c): c for m in model.modules() if _is_served(c := vars(m).get("config"))}
     names = {key: vars(config)[ATTENTION] for key, config in configs.items()}
     plugged = [layer for layer in run.cache.layers if isinstance(layer, PlugLayer)]

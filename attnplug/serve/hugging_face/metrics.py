@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 
-from attnplug.models.hf import binding_of
+from attnplug.models.hf import bindings_of
 from attnplug.policies import Phase, Policy
 from attnplug.policies.crossover import DenseBelow
 
@@ -49,8 +49,7 @@ class Metrics:
         """Count what a model with a policy serves, in continuous batches and by generate."""
         served = Tally(
             "dense" if binding.policy is None else binding.policy
-            for module in model.modules()
-            if (binding := binding_of(module)) is not None
+            for binding in bindings_of(model).values()
         )
         begin, generate = model.init_continuous_batching, model.generate
 
