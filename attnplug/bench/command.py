@@ -29,7 +29,7 @@ def heads_of(model: str | None) -> Heads:
         raise ArgumentError(f"bench: {model!r} has no config: {first_line(error)}") from error
 
 
-def problem(quick: bool, device: str) -> str:
+def problem(device: str, *, quick: bool = True) -> str:
     """Why this cannot be measured here, "" if it can."""
     if not quick:
         return "give --quick; the whole benches are bench/ of attnplug's repository"

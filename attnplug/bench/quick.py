@@ -8,7 +8,7 @@ times, and nothing of quality is in them."""
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -166,9 +166,21 @@ def loud_key(q: torch.Tensor, kv_heads: int, scale: float) -> torch.Tensor:
     return (13 * middle / least).to(q.dtype)
 
 
+def repeats(plan: Plan, sets: int) -> int:
+    """How often a graph's calls go through so many sets of inputs."""
+    return max(1, CALLS // sets) if plan.device == "cuda" else 1
+
+
+def times_of(plan: Plan, sides: Sequence[Calls]) -> list[list[float]]:
+    """Microseconds a call of every side, a sample a round, the sides in turn."""
+    if plan.device == "cuda":
+        return time_in_turn(sides, graphs=[True] * len(sides), rounds=plan.rounds)
+    return time_on_cpu(sides, rounds=plan.rounds)
+
+
 def _time_decode(heads: Heads, plan: Plan, n: int, name: str, policy: Phase, peer: str) -> Row:
     made = list(rotated_calls(heads, plan, n, policy))
-    each = max(1, CALLS // len(made)) if plan.device == "cuda" else 1
+    each = repeats(plan, len(made))
     ours = [functools.partial(policy.attend, call) for call, _, _ in made] * each
     theirs = [
         functools.partial(attend_by_torch, peer, c.q, k, v, c.scale, False) for c, k, v in made
@@ -201,10 +213,7 @@ def _row(
 ) -> Row:
     """`nbytes` and `work` (FLOPs a query head and channel) are dense attention's, also where a
     method does less. So only dense, on a GPU, has a share of the ceiling."""
-    if plan.device == "cuda":
-        times, peer_times = time_in_turn([ours, theirs], graphs=[True, True], rounds=plan.rounds)
-    else:
-        times, peer_times = time_on_cpu([ours, theirs], rounds=plan.rounds)
+    times, peer_times = times_of(plan, [ours, theirs])
     return make_row(
         op="dense_decode" if name == "dense" else name,
         case="op",

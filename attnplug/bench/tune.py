@@ -7,6 +7,7 @@ line; the crossover is a tenth behind the place where that line is zero. Prefill
 on whole prompts.
 """
 
+import dataclasses
 import datetime
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,8 +18,17 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from attnplug.bench.quick import CALLS, Heads, Plan, gaussian, lacks_memory, rotated_calls
-from attnplug.bench.timing import quantiles, time_in_turn, time_on_cpu
+from attnplug.bench.quick import (
+    PLANS,
+    Heads,
+    Plan,
+    gaussian,
+    lacks_memory,
+    repeats,
+    rotated_calls,
+    times_of,
+)
+from attnplug.bench.timing import quantiles
 from attnplug.call import AttentionCall, LayerShape
 from attnplug.errors import ArgumentError
 from attnplug.models.cache import PlugLayer
@@ -33,17 +43,14 @@ LENGTHS = {
 }
 PROMPTS = {"cuda": (4096, 16384, 65536), "cpu": (1024, 4096)}
 DECODES, PREFILLS = ("gather", "sketch", "gvr", "certified"), ("momo",)
-PLANS = {
-    "cuda": Plan("cuda", (), (), 9, torch.bfloat16),
-    "cpu": Plan("cpu", (), (), 3, torch.float32),
-}
+ROUNDS = 9
 MARGIN, FARTHEST = 1.1, 4  # behind the crossing, and times the longest length beyond which it is
 STEP = 256  # tokens; a crossover is a multiple
 
 
 class Point(NamedTuple):
-    """Microseconds of a layer's step, or of its prompt, by a method and by dense: those that a
-    fifth of the samples stay below, as others may use the machine meanwhile."""
+    """Microseconds of a layer's step, or of its prompt, by a method and by dense: the fifth part
+    of the samples took less, as other programs may slow the rest."""
 
     method: str
     batch: int
@@ -58,6 +65,7 @@ def measure(
     """Time each method of `names` (all, where there are none) against dense. `begin` is told what
     comes next, and how many are still to come. Lengths that find no memory are left out."""
     plan, wanted = PLANS[device], names or (*DECODES, *PREFILLS)
+    plan = dataclasses.replace(plan, rounds=min(ROUNDS, plan.rounds))
     cases = [
         (name, batch, n)
         for name in wanted
@@ -85,8 +93,7 @@ def _time_steps(heads: Heads, plan: Plan, n: int, batch: int, method: Phase) -> 
             functools.partial(_step, Policy(decode=phase), call, (k[:, :, :1].clone(), v[:, :, :1]))
             for call, k, v in made
         ]
-        each = max(1, CALLS // len(made)) if plan.device == "cuda" else 1
-        sides.append(steps * each)
+        sides.append(steps * repeats(plan, len(made)))
     return _times(plan, sides)
 
 
@@ -115,11 +122,7 @@ def _time_prompts(
 
 
 def _times(plan: Plan, sides: Sequence[Any]) -> tuple[float, float]:
-    if plan.device == "cuda":
-        found = time_in_turn(sides, graphs=[True, True], rounds=plan.rounds)
-    else:
-        found = time_on_cpu(sides, rounds=plan.rounds)
-    ours, dense = (quantiles(times)[0] for times in found)
+    ours, dense = (quantiles(times)[0] for times in times_of(plan, sides))
     return ours, dense
 
 
@@ -184,9 +187,9 @@ def run(heads: Heads, device: str, names: Sequence[str], console: Console) -> di
 def table(shape: LayerShape, found: Mapping[str, Mapping[str, Any]]) -> Table:
     """Crossovers as measured and as the methods have them: tokens of a row alone, and of each of
     eight rows."""
-    where = "CPU" if shape.device.type == "cpu" else card_name(shape.device)
+    where = card_name(shape.device) if shape.device.type == "cuda" else "CPU"
     shown = Table(
-        title=f"from so many tokens on a method serves: {shape.heads}, {where}",
+        title=f"tokens from which on a method serves: {shape.heads}, {where}",
         caption="never: it was slower than dense at every length that was measured",
     )
     shown.add_column("method")

@@ -15,8 +15,9 @@ from attnplug.cli.options import (
     check_least,
     check_place,
     default_device,
-    read_length,
+    lengths_option,
     read_lengths,
+    tokens_option,
 )
 from attnplug.cli.output import clear_errors, console, print_error, print_json
 
@@ -25,10 +26,7 @@ CONTEXTS = read_lengths(CONTEXTS_TEXT)
 
 
 def demo(
-    tokens: Annotated[
-        int | None,
-        typer.Option(parser=read_length, metavar="TOKENS", help="4K on a CPU, 8K on a GPU."),
-    ] = None,
+    tokens: Annotated[int | None, tokens_option("4K on a CPU, 8K on a GPU.")] = None,
     top_k: Annotated[int, typer.Option(help="Key blocks that momo keeps per query block.")] = 16,
     device: Device = None,
     image: Annotated[Path, typer.Option(help="Where to save the block mask's picture.")] = Path(
@@ -51,14 +49,9 @@ def report(
     model: Model,
     policy: Annotated[str, typer.Option(help='Such as "momo" or "momo(gamma=32)".')] = "momo",
     steps: Annotated[
-        int, typer.Option(help="Decode so many tokens; show what the cache's layers counted.")
+        int, typer.Option(help="Tokens to decode, to show what the cache's layers count.")
     ] = 0,
-    tokens: Annotated[
-        int,
-        typer.Option(
-            parser=read_length, metavar="TOKENS", help="Tokens of prose before those steps."
-        ),
-    ] = 512,
+    tokens: Annotated[int, tokens_option("Tokens of prose before these steps.")] = 512,
     device: Device = None,
     as_json: Json = False,
 ) -> None:
@@ -105,11 +98,7 @@ def eval(
     ] = None,
     lengths: Annotated[
         Lengths | None,
-        typer.Option(
-            parser=read_lengths,
-            metavar="LENGTHS",
-            help='Prompt lengths with commas between, such as "4K,32K"; else 1K.',
-        ),
+        lengths_option('Prompt lengths with commas between, such as "4K,32K"; else 1K.'),
     ] = None,
     trials: Annotated[
         int | None, typer.Option(help="Prompts for each task and length; else 10.")
@@ -151,11 +140,7 @@ def bench(
     ] = None,
     lengths: Annotated[
         Lengths | None,
-        typer.Option(
-            parser=read_lengths,
-            metavar="LENGTHS",
-            help='Tokens with commas between, such as "32K,1M"; else some that suit the device.',
-        ),
+        lengths_option('Tokens, with commas: "32K,1M"; else some that suit the device.'),
     ] = None,
     device: Device = None,
     out: Annotated[Path, typer.Option(help="Folder for rows and plot.")] = Path("attnplug-bench"),
@@ -167,12 +152,16 @@ def bench(
         from attnplug.bench import command
 
         device = device or default_device()
-        problem = command.problem(quick, device)
-        if problem:
-            print_error(problem)
-            raise typer.Exit(2)
+        _refuse(command.problem(device, quick=quick))
         check_place("out", out, folder=True)
         command.run(command.heads_of(model), device, out, console(), lengths)
+
+
+def _refuse(problem: str) -> None:
+    """End with exit code 2, as wrong usage does, where there is a problem."""
+    if problem:
+        print_error(problem)
+        raise typer.Exit(2)
 
 
 def tune(
@@ -195,10 +184,7 @@ def tune(
         from attnplug.bench import tune as module
 
         device = device or default_device()
-        problem = command.problem(True, device)
-        if problem:
-            print_error(problem)
-            raise typer.Exit(2)
+        _refuse(command.problem(device))
         heads = command.heads_of(model)
         found = module.run(heads, device, method or [], console(stderr=as_json))
         if as_json:
@@ -211,12 +197,7 @@ def plan(
     ],
     context: Annotated[
         Lengths,
-        typer.Option(
-            parser=read_lengths,
-            metavar="LENGTHS",
-            show_default=CONTEXTS_TEXT,
-            help="Tokens of context, with commas between.",
-        ),
+        lengths_option("Tokens of context, with commas between.", show_default=CONTEXTS_TEXT),
     ] = CONTEXTS,
     batch: Annotated[int, typer.Option(help="Sequences that are decoded together.")] = 1,
     policy: Annotated[str, typer.Option(help='A gather policy, such as "gather(k=8)".')] = "gather",

@@ -3,7 +3,7 @@
 import os
 import re
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -36,6 +36,16 @@ def read_lengths(text: str | Lengths) -> Lengths:
     if not found:
         raise typer.BadParameter(f"{text!r} has no length; write 8192, 8K or 8K,128K,1M")
     return Lengths(dict.fromkeys(found))
+
+
+def tokens_option(what: str) -> Any:
+    """An option that is a number of tokens."""
+    return typer.Option(parser=read_length, metavar="TOKENS", help=what)
+
+
+def lengths_option(what: str, **more: Any) -> Any:
+    """An option that is several lengths."""
+    return typer.Option(parser=read_lengths, metavar="LENGTHS", help=what, **more)
 
 
 def default_device() -> str:

@@ -33,7 +33,7 @@ def _without_nan(value: Any) -> Any:
 def print_error(error: object) -> None:
     """One line on stderr, whatever bytes a file's name has."""
     text = f"error: {error}".encode(errors="backslashreplace").decode()
-    Console(stderr=True, soft_wrap=True, markup=False, highlight=False).print(text, style="red")
+    console(stderr=True).print(text, style="red", soft_wrap=True)
 
 
 @contextlib.contextmanager

@@ -7,7 +7,7 @@ import typer
 from typer.core import TyperGroup
 
 from attnplug import files
-from attnplug.cli.options import Device, Model, check_place, read_length
+from attnplug.cli.options import Device, Model, check_place, tokens_option
 from attnplug.cli.output import clear_errors, console
 
 
@@ -40,19 +40,11 @@ def record(
     block: Annotated[int, typer.Option(help="Tokens a block: 16, 32, 64 or 128.")] = 64,
     weights: Annotated[str, typer.Option(help="score, mass or value.")] = "mass",
     measure: Annotated[
-        int, typer.Option(help="Measure what the edges hold on every so many-th query; 0: don't.")
+        int, typer.Option(help="At every n-th query measure what the edges hold; 0: do not.")
     ] = 0,
     search: Annotated[str, typer.Option(help="bounds or branches.")] = "bounds",
-    max_tokens: Annotated[
-        int,
-        typer.Option(parser=read_length, metavar="TOKENS", help="Cut the text to so many tokens."),
-    ] = 0,
-    new_tokens: Annotated[
-        int,
-        typer.Option(
-            parser=read_length, metavar="TOKENS", help="Generate so many tokens, traced too."
-        ),
-    ] = 0,
+    max_tokens: Annotated[int, tokens_option("Cut the text to this length; 0: do not.")] = 0,
+    new_tokens: Annotated[int, tokens_option("Tokens to generate, which are traced, too.")] = 0,
     compare: Annotated[bool, typer.Option(help="Run it untraced first, and compare.")] = False,
     device: Device = None,
 ) -> None:

@@ -13,7 +13,7 @@ from attnplug.models.sync import may_sync
 from attnplug.ops.common.divide_rows import divide_rows
 from attnplug.policies.base import Phase
 from attnplug.policies.dense import Dense
-from attnplug.policies.tuned import Tuned, card_name, tuned
+from attnplug.policies.tuned import Tuned, card_name, lookup
 
 # The crossover of a method that no measured length speaks for: no cache has so many slots.
 NEVER = (1 << 31) - 1
@@ -68,17 +68,16 @@ class DenseBelow(Phase):
     min_tokens: int | None
     tuned: Tuned | None = None  # no option: `on_this_machine` sets it
     least_tokens: ClassVar[int] = 0  # whatever was measured of its speed
+    layer_type: ClassVar[type] = PlugLayer  # that its steps need
 
     def on_this_machine(self, shape: LayerShape) -> "DenseBelow":
-        found = None
-        if self.min_tokens is None:
-            found = tuned(shape.device, shape.heads, str(self))
+        asked = self.min_tokens is not None
+        found = None if asked else lookup(shape.device, shape.heads, str(self))
         if found is None:
             return self
-        least = self.least_tokens
+        row, alone = (max(self.least_tokens, tokens) for tokens in (found.row, found.alone))
         made = copy.copy(self)
-        longer = found._replace(row=max(least, found.row), alone=max(least, found.alone))
-        object.__setattr__(made, "tuned", longer)
+        object.__setattr__(made, "tuned", found._replace(row=row, alone=alone))
         return made
 
     def origin(self, device: torch.device) -> str:
@@ -87,7 +86,8 @@ class DenseBelow(Phase):
             return ""
         if self.tuned is not None:
             return f", as measured on this machine on {self.tuned.date}"
-        if device.type != "cuda" or card_name(device) == "cuda" or OWN_CARD in card_name(device):
+        card = card_name(device)
+        if card == device.type or OWN_CARD in card:  # the first where there is no card
             return ""
         return f", as measured on an {OWN_CARD}: `attnplug tune` measures on this card"
 
@@ -133,8 +133,6 @@ class DenseBelow(Phase):
     def pages_note(self, device: torch.device) -> str:
         rule = self.row_crossover(device)
         return f"rows of fewer than {rule.row:,} tokens by dense" if rule.row else ""
-
-    layer_type: ClassVar[type] = PlugLayer  # that its steps need
 
     def leave_to_dense(self, call: AttentionCall) -> torch.Tensor:
         """Serve a call by dense attention in this method's place, and say why where the host runs

@@ -5,7 +5,6 @@ for a token, and a method's kernels another time to start, so that it pays from 
 The file has them by card, by heads, and by the versions whose kernels were timed.
 """
 
-import contextlib
 import functools
 import json
 import os
@@ -50,15 +49,10 @@ def measured_with() -> str:
     return f"attnplug {version('attnplug')}, torch {torch.__version__}, Triton {triton.__version__}"
 
 
-def tuned(device: torch.device, heads: str, method: str) -> Tuned | None:
+def lookup(device: torch.device, heads: str, method: str) -> Tuned | None:
     """What was measured of a method, by its text in a policy, for `heads` such as "28/4x128"; None
     where nothing was, or with other versions. Raises FileError for a file that is damaged."""
-    path = crossover_file()
-    try:
-        stamp = path.stat().st_mtime_ns
-    except OSError:  # most users have none
-        return None
-    found = _read(path, stamp).get(card_name(device), {}).get(heads, {})
+    found = _known().get(card_name(device), {}).get(heads, {})
     entry = found.get("methods", {}).get(method)
     if entry is None or found.get("versions") != measured_with():
         return None
@@ -67,9 +61,7 @@ def tuned(device: torch.device, heads: str, method: str) -> Tuned | None:
 
 def keep(device: torch.device, heads: str, date: str, methods: Mapping[str, Any]) -> Path:
     """Write what was measured into the file, in the place of what it says of these methods."""
-    path, known = crossover_file(), {}
-    with contextlib.suppress(FileNotFoundError):
-        known = _read(path, path.stat().st_mtime_ns)
+    path, known = crossover_file(), _known()
     of_card = dict(known.get(card_name(device), {}))
     old = of_card.get(heads, {})
     kept = old.get("methods", {}) if old.get("versions") == measured_with() else {}
@@ -78,6 +70,16 @@ def keep(device: torch.device, heads: str, date: str, methods: Mapping[str, Any]
     files.make_folder(path.parent)
     files.write_text(path, json.dumps({**known, card_name(device): of_card}, indent=1) + "\n")
     return path
+
+
+def _known() -> dict[str, Any]:
+    """What the file has; nothing where there is none, as most users have none."""
+    path = crossover_file()
+    try:
+        stamp = path.stat().st_mtime_ns
+    except OSError:
+        return {}
+    return _read(path, stamp)
 
 
 @functools.lru_cache(maxsize=4)

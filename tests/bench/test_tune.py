@@ -106,13 +106,13 @@ def test_apply_reads_what_was_kept_for_these_heads(file):
 
 
 def test_what_was_measured_with_other_versions_or_heads_is_left_alone(file, monkeypatch):
-    assert tuned.tuned(CPU, "4/2x64", "gather") is None
+    assert tuned.lookup(CPU, "4/2x64", "gather") is None
     tuned.keep(CPU, "4/2x64", "2026-01-02", {"gather": ENTRY})
-    assert tuned.tuned(CPU, "4/2x64", "gather") == (300, 700, "2026-01-02")
-    assert tuned.tuned(CPU, "4/4x64", "gather") is None
-    assert tuned.tuned(CPU, "4/2x64", "gather(k=8)") is None
+    assert tuned.lookup(CPU, "4/2x64", "gather") == (300, 700, "2026-01-02")
+    assert tuned.lookup(CPU, "4/4x64", "gather") is None
+    assert tuned.lookup(CPU, "4/2x64", "gather(k=8)") is None
     monkeypatch.setattr(tuned, "measured_with", lambda: "another torch")
-    assert tuned.tuned(CPU, "4/2x64", "gather") is None
+    assert tuned.lookup(CPU, "4/2x64", "gather") is None
     tuned.keep(CPU, "4/2x64", "2026-01-03", {"gvr": ENTRY})
     kept = json.loads(file.read_text())["cpu"]["4/2x64"]
     assert set(kept["methods"]) == {"gvr"} and kept["versions"] == "another torch"
