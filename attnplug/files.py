@@ -95,8 +95,8 @@ class Draft:
 
 @contextlib.contextmanager
 def replacing(path: str | os.PathLike[str], kind: type[FileError] = FileError) -> Iterator[Path]:
-    """Where the block is to write the file; it has its name `path` after the block, and after an
-    exception what was there before is there. Raises `kind` instead of OSError."""
+    """Where the block is to write the file, which has its name `path` after the block. An exception
+    leaves the old file in its place. Raises `kind` instead of OSError."""
     draft = Draft(path, kind)
     try:
         with writing(draft.path, kind):

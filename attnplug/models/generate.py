@@ -231,7 +231,7 @@ def _bound_length(model: Any, rows: int, length: int) -> None:
     most = min(SLACK * length, largest // rows)
     shared = max((each for each in known if length <= each <= most), default=None)
     if shared is None:
-        # A longer cache takes the place of those that are a little shorter: so there are few.
+        # A longer cache replaces the caches that are a little shorter, so that there are few.
         known = (*(each for each in known if each > length or SLACK * each < length), length)
     vars(model)[LENGTHS], vars(model)[LARGEST] = known, largest
     vars(model)[LONGEST] = length if shared is None else shared
