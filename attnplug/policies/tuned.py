@@ -56,7 +56,7 @@ def lookup(device: torch.device, heads: str, method: str) -> Tuned | None:
     entry = found.get("methods", {}).get(method)
     if entry is None or found.get("versions") != measured_with():
         return None
-    return Tuned(int(entry["row"]), int(entry["alone"]), str(found["date"]))
+    return Tuned(entry["row"], entry["alone"], found["date"])
 
 
 def keep(device: torch.device, heads: str, date: str, methods: Mapping[str, Any]) -> Path:
@@ -87,6 +87,18 @@ def _read(path: Path, stamp: int) -> dict[str, Any]:
     """The file's content; `stamp` is when it was written, so that a new one is read again."""
     with files.reading(path, "crossovers; delete it, and run attnplug tune again"):
         found = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(found, dict):
-            raise ValueError("it is no table of cards")
+        if not _is_table(found):
+            raise ValueError("it is not what attnplug tune writes")
     return found
+
+
+def _is_table(found: Any) -> bool:
+    """Whether each card has entries of heads, and each entry what `lookup` and `keep` read."""
+    try:
+        entries = [entry for card in found.values() for entry in card.values()]
+        methods = [method for entry in entries for method in entry["methods"].values()]
+        texts = [entry[name] for entry in entries for name in ("versions", "date")]
+        counts = [method[name] for method in methods for name in ("row", "alone")]
+    except (AttributeError, LookupError, TypeError):
+        return False
+    return all(type(x) is str for x in texts) and all(type(x) is int and x >= 0 for x in counts)

@@ -118,7 +118,20 @@ def test_what_was_measured_with_other_versions_or_heads_is_left_alone(file, monk
     assert set(kept["methods"]) == {"gvr"} and kept["versions"] == "another torch"
 
 
-@pytest.mark.parametrize("text", ["{", "[]", "nonsense"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{",
+        "[]",
+        "nonsense",
+        '{"cpu": 3}',
+        '{"cpu": {"4/2x64": []}}',
+        '{"cpu": {"4/2x64": {"versions": "1", "date": "1"}}}',
+        '{"cpu": {"4/2x64": {"versions": "1", "date": 1, "methods": {}}}}',
+        '{"cpu": {"4/2x64": {"versions": "1", "date": "1", "methods": {"gather": {"row": -1}}}}}',
+        '{"x": {"y": {"versions": "1", "date": "1", "methods": {"z": {"row": 1, "alone": "1"}}}}}',
+    ],
+)
 def test_a_damaged_file_is_named(file, text):
     file.parent.mkdir()
     file.write_text(text)
