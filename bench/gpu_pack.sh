@@ -8,7 +8,8 @@
 # rows_gpu.sh. attnplug must be importable. WORK's compressed libraries are not made again.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-python3 -m pip download --quiet --no-deps --dest .whl gguf==0.19.0 platformdirs==4.14.5
+python3 -m pip download --quiet --no-deps --dest .whl gguf==0.19.0 platformdirs==4.14.5 \
+  plotly==7.1.0 narwhals==2.29.0
 for model in smollm2-135m gemma3-270m; do
   python bench/carry_weights.py split "$model"
 done

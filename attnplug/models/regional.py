@@ -42,7 +42,8 @@ class LayeredStep:
 
         def compiled(around: Around | None = None) -> Step:
             backend = functools.partial(compile_by_layer, options=options, around=around)
-            return torch.compile(step, backend=backend, fullgraph=True, dynamic=config.dynamic)
+            made = torch.compile(step, backend=backend, fullgraph=True, dynamic=config.dynamic)
+            return functools.partial(_with_constant_floats, made)
 
         self.now: Step = GuardedStep(compiled) if graphs else compiled()
         self.whole = functools.partial(torch.compile, step, **config.to_dict())
@@ -81,6 +82,14 @@ class LayeredStep:
             f"and adapters, and torch keeps {kinds} compiled kinds "
             f"(torch._dynamo.config.recompile_limit); calls that ran so: {self.spared_calls:,}"
         )
+
+
+def _with_constant_floats(step: Step, *arguments: Any) -> torch.Tensor | None:
+    """Floats of the model, such as an attention's scale, are constants of a graph. Dynamo makes
+    an input of a float that has changed between two calls, and torch 2.11 cannot compile a piece
+    that has such an input."""
+    with torch._dynamo.config.patch(specialize_float=True):
+        return step(*arguments)
 
 
 def warm_pool() -> None:

@@ -29,7 +29,7 @@ from attnplug.ops import (
 from attnplug.ops.common.checks import WIDE_HEAD_DIMS
 from attnplug.ops.common.define import refuse_gradients
 from attnplug.ops.momo.merge_block_rows import MAX_ENTRIES
-from attnplug.ops.momo.query_sparse_attention import MAX_EXACT
+from attnplug.ops.momo.query_sparse_attention import MAX_EXACT, is_too_wide
 from attnplug.policies._measured_rows import MeasuredRows, joined
 from attnplug.policies._prefill_op import METHODS, prefill_rows
 from attnplug.policies._prompt_parts import (
@@ -242,7 +242,7 @@ class Momo(DenseBelow):
         return self._crossover(kind, self._most_blocks)
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
-        if self.is_short(call):
+        if self.is_short(call) or is_too_wide(call.q):
             return self.leave_to_dense(call)
         check_open_length(self.name, call.q.shape[2], self.query_block)
         tail = self._tail(call)
@@ -257,6 +257,8 @@ class Momo(DenseBelow):
         queries = call.q.shape[2]
         if self.is_short(call):
             return f"{queries:,} queries, and it serves from {self.crossover(call.q.device):,} on"
+        if is_too_wide(call.q):
+            return f"heads of {call.q.shape[3]} in float32 do not fit its kernels, 16-bit ones do"
         return f"its tail of {self.tail:,} queries is dense"
 
     def _tail(self, call: AttentionCall) -> int:

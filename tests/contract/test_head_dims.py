@@ -41,6 +41,30 @@ def test_heads_of_512_are_served_by_what_has_kernels_for_them(name, device):
         assert torch.equal(generate(model, device), wanted)
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["dense", "momo+gather"])
+def test_heads_of_512_in_16_bits(name, device):
+    model = tiny_model(head_dim=512, device=device, dtype=torch.bfloat16)
+    ids = torch.randint(4, 60, (1, 120), generator=torch.Generator().manual_seed(8)).to(device)
+    wanted = model(ids).logits
+    with attnplug.applied(model, CASES[name].exact):
+        found = model(ids).logits
+        served = attnplug.report(model).last
+    assert name.split("+")[0] in str(served)
+    assert (found - wanted).abs().max() < 0.05 * wanted.abs().max()
+
+
+@pytest.mark.gpu
+@torch.no_grad()
+def test_momo_leaves_float32_heads_of_512_to_dense_on_a_gpu_and_says_so():
+    model = tiny_model(head_dim=512, device="cuda")
+    ids = torch.randint(4, 60, (1, 300), device="cuda")
+    wanted = model(ids).logits
+    with attnplug.applied(model, CASES["momo"].exact):
+        assert torch.allclose(model(ids).logits, wanted, rtol=1e-3, atol=1e-4)
+        assert "heads of 512 in float32" in str(attnplug.report(model).last)
+
+
 @pytest.mark.parametrize("name", ["gvr", "certified", "sketch", "prefill=stream"])
 def test_heads_of_512_stay_dense_and_say_so_under_the_others(name, device):
     model = tiny_model(head_dim=512, device=device)

@@ -41,6 +41,12 @@ BLOCKS = (16, 32, 64, 128)
 MAX_EXACT = 64
 
 
+def is_too_wide(q: torch.Tensor) -> bool:
+    """Whether tiles of such heads are more than the shared memory of any card, where they list key
+    blocks: those of 512 channels in float32."""
+    return q.is_cuda and q.dtype == torch.float32 and q.shape[3] > 256
+
+
 def query_sparse_attention(
     q: torch.Tensor,
     k: torch.Tensor,

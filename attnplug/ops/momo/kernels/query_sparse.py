@@ -341,6 +341,7 @@ def configuration(head_dim, itemsize, block, top_k, algorithm, packed_rows, shar
     light = algorithm == "estimated" if top_k else head_dim == 64 or packed_rows < 128 * 2048
     if itemsize == 4:
         rows = 32  # below wgmma's 64: it would keep two shared copies of an operand for tf32x3
+        keys = keys if top_k or head_dim <= 256 else 32
     elif head_dim > 256:  # the sums of 128 rows take all registers; not timed
         rows, keys = 64, keys if top_k else 32
     elif head_dim > 128:
