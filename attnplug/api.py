@@ -128,7 +128,7 @@ def apply(model: Model, policy: Policies, *, fuse: bool | None = None) -> Model:
         may = fuse is not False and not (keeps or loop)
         fusion = Fusion.of(target, asked=bool(fuse)) if may else None
         ours = None if loop else DecodeLoop(fusion=fusion)
-        ledger.methods = bind_generate(target, None if keeps else ledger.make_layer, ours)
+        ledger.methods = bind_generate(target, None if keeps else ledger.make_layer, ours, bound)
     ledger.compiled = _take_compiled(target)
     target.__dict__[STATE] = ledger
     return model

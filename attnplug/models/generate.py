@@ -29,6 +29,7 @@ from attnplug.models.parallel import LOCAL, is_split, local_weights
 from attnplug.models.served import forget_served, note_steps
 from attnplug.models.user_hooks import user_hooks
 
+BOUND = "_attnplug_bound"  # the modules whose attention a policy may serve
 LAYER_MAKER = "_attnplug_make_layer"
 LARGEST = "_attnplug_largest_cache"  # rows times tokens
 LENGTHS = "_attnplug_cache_lengths"  # tokens, of the caches that later calls may share
@@ -45,12 +46,16 @@ OURS = frozenset({GENERATE_METHOD, STEP_METHOD, PREFILL_METHOD})
 
 
 def bind_generate(
-    model: PreTrainedModel, make_layer: MakeLayer | None, loop: DecodeLoop | None
+    model: PreTrainedModel,
+    make_layer: MakeLayer | None,
+    loop: DecodeLoop | None,
+    bound: list[torch.nn.Module],
 ) -> list[str]:
     """Give this instance refusals, its own cache preparation unless make_layer is None, and with it
-    attnplug's decode loop if there is one. Returns the names of the attributes that were set, which
-    `unbind_generate` deletes again."""
-    names = []
+    attnplug's decode loop if there is one. `bound` are its attention modules. Returns the names of
+    the attributes that were set, which `unbind_generate` deletes again."""
+    vars(model)[BOUND] = bound
+    names = [BOUND]
     if make_layer is not None and hasattr(model, CACHE_METHOD):
         vars(model)[LAYER_MAKER] = make_layer
         vars(model)[LARGEST] = 0
@@ -156,7 +161,7 @@ def _prepare_cache_for_generation(
 def _generate(model: Any, *args: Any, **kwargs: Any) -> Any:
     """generate, told of attnplug's loop where its arguments allow it, and with plain weights."""
     loop: DecodeLoop | None = vars(model).get(LOOP)
-    forget_served(model)
+    forget_served(vars(model)[BOUND])
     if loop is not None:
         arguments = ARGUMENTS.bind(model, *args, **kwargs).arguments
         why = loop.why_not = unserved_arguments(model, arguments, OURS)
@@ -205,7 +210,7 @@ def _prefill(
         layer.prefill_tokens = 0 if chunk is None else input_ids.shape[1]
     try:
         outputs = stock(model, input_ids, config, model_kwargs, **options)
-        note_steps(model, cache)
+        note_steps(vars(model)[BOUND], cache)
         return outputs
     finally:
         for layer in layers:

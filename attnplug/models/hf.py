@@ -26,6 +26,7 @@ from attnplug.models.autocast import autocast_dtype
 from attnplug.models.cache import PlugLayer
 from attnplug.models.names import ADDITIVE_NAME, ATTENTION_NAMES, CACHE
 from attnplug.models.sync import may_sync
+from attnplug.models.walk import all_modules
 
 BINDING = "_attnplug_binding"
 BAND = 1024  # queries of a sliding-window layer that attend together; fewer fill no GPU
@@ -63,12 +64,12 @@ class Binding(Generic[PolicyT]):
 
 def binding_of(module: torch.nn.Module) -> Binding[Any] | None:
     """What `apply` decided for an attention module, None where it has not been applied."""
-    return getattr(module, BINDING, None)
+    return vars(module).get(BINDING)
 
 
 def bindings_of(model: torch.nn.Module) -> dict[torch.nn.Module, Binding[Any]]:
     """What `apply` decided, for each attention module of a model that it has seen."""
-    return {m: binding for m in model.modules() if (binding := binding_of(m)) is not None}
+    return {m: binding for m in all_modules(model) if (binding := binding_of(m)) is not None}
 
 
 @contextmanager

@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 from attnplug.models.cache import PlugLayer
 from attnplug.models.captured import CapturedStep, Step
 from attnplug.models.regional import LayeredStep
+from attnplug.models.walk import all_tensors
 
 PATIENCE = 4096  # steps of a model before they are compiled
 OWN = "transformers."  # models whose code is known to do nothing on the host from step to step
@@ -27,7 +28,7 @@ LOG = logging.getLogger("attnplug")
 
 def is_on_one_device(model: torch.nn.Module) -> bool:
     """A graph that is captured on one GPU has no kernels of another."""
-    return len({each.device for each in (*model.parameters(), *model.buffers())}) == 1
+    return len({each.device for each in all_tensors(model)}) == 1
 
 
 def is_capturable(model: torch.nn.Module) -> bool:

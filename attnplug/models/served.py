@@ -5,26 +5,29 @@ code of the host, so that it is asked what their methods will do with the cache 
 filled: that follows from shapes alone.
 """
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 
 from attnplug.call import Served
-from attnplug.models.hf import bindings_of
+from attnplug.models.hf import Binding, binding_of, bindings_of
 from attnplug.models.hook import state_of
 
 
-def forget_served(model: torch.nn.Module) -> None:
+def forget_served(bound: Iterable[torch.nn.Module]) -> None:
     """Nothing has been served since."""
-    for binding in bindings_of(model).values():
-        binding.served.clear()
+    for module in bound:
+        binding = binding_of(module)
+        if binding is not None:
+            binding.served.clear()
 
 
-def note_steps(model: torch.nn.Module, cache: Any) -> None:
+def note_steps(bound: Iterable[Any], cache: Any) -> None:
     """Note what is going to serve the steps over a cache that holds a prompt."""
-    bound: dict[Any, Any] = bindings_of(model)
-    for module, binding in bound.items():
-        if binding.policy is not None:
+    for module in bound:
+        binding: Binding[Any] | None = binding_of(module)
+        if binding is not None and binding.policy is not None:
             state = state_of(cache, module.layer_idx)
             binding.served["decode"] = binding.policy.serves_steps(state)
 

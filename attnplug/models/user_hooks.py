@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch.nn.modules import module as registry
 
+from attnplug.models.walk import all_modules
+
 # Whose hooks prepare inputs and outputs alike at every step, and are there when steps are traced.
 KNOWN = frozenset({"torch", "transformers", "accelerate", "attnplug"})
 OF_MODULE = ("_forward_pre_hooks", "_forward_hooks")
@@ -24,8 +26,9 @@ def user_hooks(model: torch.nn.Module) -> str:
     as a reason not to compile or capture steps; "" without one."""
     if any(map(_is_users, chain.from_iterable(getattr(registry, x).values() for x in GLOBAL))):
         return "all modules of torch have a forward hook"
-    for name, module in model.named_modules():
+    for module in all_modules(model):
         if any(map(_is_users, _hooks(module))):
+            name = next(name for name, each in model.named_modules() if each is module)
             return f"{name or type(module).__name__} has a forward hook"
     return ""
 
@@ -34,7 +37,7 @@ def _hooks(module: torch.nn.Module) -> Iterator[Any]:
     """The forward hooks of a module: torch's, and accelerate's in the place of a forward."""
     for name in OF_MODULE:
         yield from getattr(module, name).values()
-    hook = getattr(module, "_hf_hook", None)
+    hook = vars(module).get("_hf_hook")
     parts: Iterable[Any] = getattr(hook, "hooks", () if hook is None else (hook,))
     yield from parts
 

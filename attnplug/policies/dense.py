@@ -47,9 +47,10 @@ class Dense(Phase):
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
         queries = call.q.shape[2]
-        if known_below(queries, MAX_DECODE_QUERIES + 1) or _leaves_a_gpu_idle(call):
-            return _decode(call)
         plain = call.whole and call.softcap == 0.0 and call.sinks is None
+        few = known_below(queries, MAX_DECODE_QUERIES + 1) or _leaves_a_gpu_idle(call)
+        if few and (not plain or call.key_mask is not None or known_below(queries, 2)):
+            return _decode(call)
         if plain and call.key_mask is None:
             return _sdpa(call, None)
         looks = plain and may_sync(call.q.is_cuda)
