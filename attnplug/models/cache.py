@@ -15,6 +15,7 @@ from transformers.cache_utils import StaticLayer, StaticSlidingWindowLayer
 
 from attnplug.errors import UnsupportedCallError
 from attnplug.models.autocast import autocast_dtype
+from attnplug.models.buffers import count_on, mark_buffer
 from attnplug.models.edits import EditableCache, check_count, check_room
 from attnplug.models.inference_mode import is_foreign, own
 from attnplug.models.sliding import SlidingLayer
@@ -24,17 +25,6 @@ from attnplug.models.watched import WatchedLayer
 RowBuffers = Mapping[str, float | None]  # name of a side buffer: what `reset` fills it with
 Shape = tuple[int, ...]
 MakeBuffers = Callable[[list[Shape], torch.dtype, torch.device], list[torch.Tensor]]
-
-
-def mark_buffer(tensor: torch.Tensor, any_length: bool) -> None:
-    """Tell torch.compile that a buffer does not move, which CUDA graphs want, and, for
-    `any_length`, that its third dimension has another size in other caches: code compiled once
-    serves all. Traced code cannot say it, and does not."""
-    if torch.compiler.is_compiling():
-        return
-    torch._dynamo.mark_static_address(tensor)
-    if any_length and tensor.dim() > 2:
-        torch._dynamo.maybe_mark_dynamic(tensor, 2)
 
 
 class PlugLayer(WatchedLayer):
@@ -73,6 +63,7 @@ class PlugLayer(WatchedLayer):
     layers_behind: int = 0  # full-attention layers of its device that come after it
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        count_on(self, key_states.device)
         super().lazy_initialization(key_states, value_states)
         for buffer in self._buffers():
             mark_buffer(buffer, self.any_length)
@@ -151,9 +142,23 @@ class PlugLayer(WatchedLayer):
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Put tokens into the buffers and count them; whatever writes tokens comes through here."""
-        buffers = super().update(key_states, value_states, *args, **kwargs)
+        tokens = key_states.shape[2]
+        if self._knows_only(tokens):
+            if not self.is_initialized:
+                self.lazy_initialization(key_states, value_states)
+            buffers = self._buffers()  # of which a copy is faster than index_copy_
+            buffers[0][:, :, :tokens].copy_(key_states)
+            buffers[1][:, :, :tokens].copy_(value_states)
+            self.cumulative_length.fill_(tokens)
+        else:
+            buffers = super().update(key_states, value_states, *args, **kwargs)
         self.note_writes()
         return buffers
+
+    def _knows_only(self, tokens: int) -> bool:
+        """Whether the host knows of no tokens but so many, counted and not yet written."""
+        steps = self.uncounted or self.captured
+        return not (torch.compiler.is_compiling() or steps) and self.counted == tokens
 
     def note_buffers(self, key: torch.Tensor, value: torch.Tensor) -> None:
         """Called with what a prefill's attention got, after the `update` that returned it."""
@@ -324,6 +329,7 @@ class PlugLayer(WatchedLayer):
         tokens = (self.batch_size, self.num_heads, self.max_cache_len)
         shapes = [(*tokens, width) for width in (self.k_head_dim, self.v_head_dim)]
         self.keys, self.values = zeros(shapes, key_states.dtype, self.device)
+        count_on(self, self.device)
         self.cumulative_length = self.cumulative_length.to(self.device)
         for tensor in (self.keys, self.values, self.cumulative_length):
             mark_buffer(tensor, self.any_length)

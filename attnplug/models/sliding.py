@@ -12,6 +12,7 @@ import torch
 from transformers.cache_utils import StaticSlidingWindowLayer
 
 from attnplug.errors import UnsupportedCallError
+from attnplug.models.buffers import count_on
 from attnplug.models.edits import check_count
 from attnplug.models.inference_mode import is_foreign, own
 
@@ -30,6 +31,10 @@ class SlidingLayer(StaticSlidingWindowLayer):
         made = cls.__new__(cls)
         vars(made).update(vars(layer))
         return made
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        count_on(self, key_states.device)
+        super().lazy_initialization(key_states, value_states)
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any

@@ -1,0 +1,23 @@
+"""Tensors of a cache that stay where they are."""
+
+import torch
+from transformers.cache_utils import StaticLayer
+
+
+def mark_buffer(tensor: torch.Tensor, any_length: bool) -> None:
+    """Tell torch.compile that a buffer does not move, which CUDA graphs want, and, for
+    `any_length`, that its third dimension has another size in other caches: code compiled once
+    serves all. Traced code cannot say it, and does not."""
+    if torch.compiler.is_compiling():
+        return
+    torch._dynamo.mark_static_address(tensor)
+    if any_length and tensor.dim() > 2:
+        torch._dynamo.maybe_mark_dynamic(tensor, 2)
+
+
+def count_on(layer: StaticLayer, device: torch.device) -> None:
+    """Have a layer count its tokens on a device. transformers copies the count from the host, which
+    waits for all that the GPU has been given: in a prefill that is the layers before."""
+    count = layer.cumulative_length
+    if count.is_cpu and device.type == "cuda" and not torch.compiler.is_compiling():
+        layer.cumulative_length = torch.full((), int(count), dtype=count.dtype, device=device)
