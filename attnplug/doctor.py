@@ -106,8 +106,12 @@ def table(checks: list[Check]) -> Table:
 
 def _packages() -> list[Check]:
     """Each run-time dependency of the installed attnplug against the version that it asks for."""
-    checks = []
-    for text in importlib.metadata.requires("attnplug") or []:
+    checks: list[Check] = []
+    try:
+        needed = importlib.metadata.requires("attnplug") or []
+    except importlib.metadata.PackageNotFoundError:
+        return [Check("attnplug", "note", "runs from a folder; what it requires was not checked")]
+    for text in needed:
         need = Requirement(text)
         if need.marker is not None and not need.marker.evaluate({"extra": ""}):
             continue

@@ -1,5 +1,6 @@
 """The attnplug command: what it prints, and one line and an exit code for what goes wrong."""
 
+import importlib.metadata
 import json
 import os
 import subprocess
@@ -17,6 +18,7 @@ from attnplug import plan as planning
 from attnplug.cli import app
 from attnplug.cli.options import read_length, read_lengths
 from attnplug.ops.common.device import Card
+from attnplug.policies import tuned
 
 runner = CliRunner(env={"COLUMNS": "200", "NO_COLOR": "1"})
 
@@ -351,6 +353,15 @@ def test_trace_writes_a_file_and_says_what_is_in_it(tmp_path):
     for words in (f"{found.meta['edges']:,}", "attention that they hold", "the trace adds"):
         assert words in result.output
     assert f"attnplug trace view {out}" in result.output.replace("\n", "")
+
+
+def test_doctor_runs_where_attnplug_is_a_folder_on_the_path(monkeypatch):
+    def missing(name):
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "requires", missing)
+    assert [(check.name, check.status) for check in doctor._packages()] == [("attnplug", "note")]
+    assert f"attnplug {attnplug.__version__}," in tuned.measured_with()
 
 
 @pytest.mark.parametrize(

@@ -4,12 +4,12 @@ import datetime
 import functools
 import os
 import subprocess
-from importlib.metadata import version
 from pathlib import Path
 from shutil import which
 
 import torch
 
+from attnplug import __version__
 from attnplug.ops.common.triton import triton
 
 # A row of results has these keys; tables, docs and checks read exactly these.
@@ -31,7 +31,7 @@ def commit() -> str:
         return subprocess.run(
             command, cwd=folder, capture_output=True, text=True, check=True
         ).stdout.strip()
-    return version("attnplug")
+    return __version__
 
 
 @functools.cache

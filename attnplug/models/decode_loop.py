@@ -18,8 +18,8 @@ import sys
 import threading
 import types
 from collections import deque
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -223,17 +223,14 @@ class Decoding:
         self.wanting = layers_to_prepare(self.cache)
         logits = outputs.logits[:, -1].to(dtype=torch.float32, copy=True)
         del outputs  # the logits of a whole prompt may be large
-        compiles = self.model._valid_auto_compile_criteria(self.inputs, self.config)
+        steps = self.last > self.length + 1  # else the prompt gives the only token
+        compiles = steps and self.model._valid_auto_compile_criteria(self.inputs, self.config)
         self.lag = LAG.get(self.device.type, 0) if compiles and self._may_overrun() else 0
         shape = self._shape(mask)
         buffers = loop.take(*shape)
         try:
             self._begin(buffers, mask)
-            with (
-                loop.fused(self.model),
-                self.model._optimize_model_for_decode(),
-                stepping(self.cache.layers),
-            ):
+            with self._steps(loop) if steps else nullcontext():
                 step = decode_step
                 if compiles:
                     step = loop.compiled(self.model, self.config.compile_config)
@@ -241,6 +238,16 @@ class Decoding:
         finally:
             loop.give_back(buffers, *shape)
         return self._result(end)
+
+    @contextmanager
+    def _steps(self, loop: DecodeLoop) -> Iterator[None]:
+        """Within it model and cache are as steps want them."""
+        with (
+            loop.fused(self.model),
+            self.model._optimize_model_for_decode(),
+            stepping(self.cache.layers),
+        ):
+            yield
 
     def _shape(self, mask: torch.Tensor | None) -> tuple[Any, ...]:
         """What `StepBuffers.empty` takes."""

@@ -68,6 +68,7 @@ class Group:
     def __init__(self, owner: torch.nn.Module, path: str, names: tuple[str, ...]):
         self.owner, self.path, self.names = owner, path, names
         self.parts: tuple[Part, ...] = ()
+        self.seen: tuple[Any, ...] = ()  # of the projections, when they were last packed
         self.widths: list[int] = []
         self.weight: Any = None
         self.bias: Any = None
@@ -75,8 +76,25 @@ class Group:
 
     def modules(self) -> list[Any]:
         """The projections themselves, out of the adapters that may be about them (PEFT's)."""
-        found = [getattr(self.owner, name) for name in self.names]
+        found = [self.owner._modules[name] for name in self.names]
         return [getattr(module, "base_layer", module) for module in found]
+
+    def look(self) -> tuple[Any, ...]:
+        """What a user's change to a packed group would show in: an address, a shape, a class, a
+        hook or another forward."""
+        return tuple(
+            (
+                id(module),
+                type(module),
+                "_hf_hook" in vars(module),
+                vars(module).get("forward"),
+                *(
+                    None if each is None else (each.data_ptr(), each.shape, type(each))
+                    for each in vars(module)["_parameters"].values()
+                ),
+            )
+            for module in self.modules()
+        )
 
     def refusal(self) -> str:
         """Why these cannot be one product; "" where they can."""
@@ -175,12 +193,16 @@ class Fusion:
     @torch.no_grad()
     def pack(self, model: torch.nn.Module) -> None:
         """Pack what can be and note the rest; a look at addresses where nothing has moved."""
+        before = {id(group): group.seen for group in self.fused}
         self.fused, self.refused = [], Counter()
         device = next(model.parameters()).device
         if not self.asked and device.type not in FASTER:
             return
         moved = False
         for group in self.groups:
+            if id(group) in before and group.look() == before[id(group)]:
+                self.fused.append(group)
+                continue
             gathers = not all(keeps_parts(model, f"{group.path}.{name}") for name in group.names)
             why = "the ranks gather what a projection gives" if gathers else group.refusal()
             try:
@@ -190,6 +212,7 @@ class Fusion:
             if why:
                 self.refused[why] += 1
             else:
+                group.seen = group.look()
                 self.fused.append(group)
         if moved:
             follow_local_weights(model)

@@ -9,14 +9,13 @@ import functools
 import json
 import os
 from collections.abc import Mapping
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import platformdirs
 import torch
 
-from attnplug import files
+from attnplug import __version__, files
 from attnplug.ops.common.triton import triton
 
 PATH = "ATTNPLUG_CROSSOVERS"  # of the file, where it is not in the user's data folder
@@ -46,7 +45,7 @@ def card_name(device: torch.device) -> str:
 
 def measured_with() -> str:
     """The versions that the times depend on."""
-    return f"attnplug {version('attnplug')}, torch {torch.__version__}, Triton {triton.__version__}"
+    return f"attnplug {__version__}, torch {torch.__version__}, Triton {triton.__version__}"
 
 
 def lookup(device: torch.device, heads: str, method: str) -> Tuned | None:

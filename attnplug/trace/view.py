@@ -14,7 +14,6 @@ import json
 import math
 import os
 from collections.abc import Iterable, Iterator, Mapping
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ import numpy as np
 from rich.console import Console
 from rich.progress import track
 
-from attnplug import files
+from attnplug import __version__, files
 from attnplug.errors import ArgumentError
 from attnplug.trace.pack import KEY_BLOCKS, MOST_EDGES, Grid, Mask, Packer
 from attnplug.trace.reader import Trace, read
@@ -268,7 +267,7 @@ def _part(name: str) -> str:
 
 
 def _render(title: str, meta: dict[str, Any], data: Mapping[str, str], library: str) -> str:
-    meta["versions"] = {**meta["versions"], "attnplug": version("attnplug")}
+    meta["versions"] = {**meta["versions"], "attnplug": __version__}
     elements = (
         f'<script type="application/octet-stream" id="{name}">{body}</script>'
         for name, body in data.items()

@@ -1,5 +1,6 @@
 """Details of a call that stock and attnplug's loop have alike."""
 
+import pytest
 import torch
 
 import attnplug
@@ -34,3 +35,19 @@ def test_what_another_thread_says_of_its_call_changes_no_other(monkeypatch):
     monkeypatch.setattr(decode_loop.Decoding, "run", lambda *a: served.append(1) or run(*a))
     monkeypatch.setattr(loop, "__class__", Written)
     assert torch.equal(model.generate(ids, max_new_tokens=4, do_sample=False), wanted) and served
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("policy", ["dense", "momo+gather", "auto"])
+def test_a_first_prompt_does_not_wait_for_the_gpu(policy):
+    model = attnplug.apply(tiny_model(device="cuda"), policy)
+    ids = torch.randint(4, 60, (1, 40), device="cuda")
+    with torch.no_grad():
+        model(ids, past_key_values=attnplug.make_cache(model, 64))  # compiles
+        cache = attnplug.make_cache(model, 64)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            model(ids, past_key_values=cache)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    assert int(cache.layers[0].cumulative_length) == 40
