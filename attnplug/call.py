@@ -179,6 +179,10 @@ class Serves(Protocol):
         """What serves decode steps over a cache layer that holds tokens."""
         ...
 
+    def rounds(self) -> int:
+        """Drafts a round, where steps only draft and a dense pass verifies them; else 0."""
+        ...
+
 
 def causal_mask(call: AttentionCall) -> torch.Tensor:
     """`[B or 1,1,T,S]` bool: which keys each query sees, from lengths and key mask."""

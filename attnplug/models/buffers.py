@@ -3,6 +3,8 @@
 import torch
 from transformers.cache_utils import StaticLayer
 
+from attnplug.models.sync import may_sync
+
 
 def mark_buffer(tensor: torch.Tensor, any_length: bool) -> None:
     """Tell torch.compile that a buffer does not move, which CUDA graphs want, and, for
@@ -21,3 +23,18 @@ def count_on(layer: StaticLayer, device: torch.device) -> None:
     count = layer.cumulative_length
     if count.is_cpu and device.type == "cuda" and not torch.compiler.is_compiling():
         layer.cumulative_length = torch.full((), int(count), dtype=count.dtype, device=device)
+
+
+def prompt_on_gpu(
+    layer: StaticLayer, key_states: torch.Tensor, value_states: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What a prefill that just wrote these tokens attends to, in the GPU's own memory where a
+    layer's buffers are the host's: the new tokens where there are no others."""
+    keys, values = layer.keys, layer.values
+    assert keys is not None and values is not None  # the tokens are in them
+    if not may_sync(key_states.is_cuda):
+        return keys.clone(), values.clone()
+    tokens = int(layer.cumulative_length)
+    if tokens == key_states.shape[2]:
+        return key_states, value_states
+    return keys[:, :, :tokens].clone(), values[:, :, :tokens].clone()

@@ -61,6 +61,8 @@ class PlugLayer(WatchedLayer):
     prefill_tokens: int = 0  # of the prefill that generate feeds in chunks now, all of them
     steps_are_prepared: bool = False  # generate is at its prompt: prepare_steps comes before a step
     layers_behind: int = 0  # full-attention layers of its device that come after it
+    round_part: str = ""  # "draft" or "verify" while generate decodes in rounds
+    no_rounds: str = ""  # why it does not
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         count_on(self, key_states.device)
@@ -272,7 +274,12 @@ class PlugLayer(WatchedLayer):
         self.flush()
         self.counted = max(0, self.counted + int(tokens_to_remove))
         if self.is_initialized:
-            self.cumulative_length.add_(tokens_to_remove).clamp_(min=0)
+            self.take_back(-tokens_to_remove)
+
+    def take_back(self, tokens: int | torch.Tensor) -> None:
+        """`crop` by a count `[]` that may be the device's own, also in captured code: nothing is
+        pending, and the host's count stays at least that of the tokens."""
+        self.cumulative_length.sub_(tokens).clamp_(min=0)
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         """Give each row the content of row `beam_idx[row]`, in place."""
@@ -335,19 +342,6 @@ class PlugLayer(WatchedLayer):
             mark_buffer(tensor, self.any_length)
         self.is_initialized = True
         self.note_writes()
-
-    def _on_device(
-        self, key_states: torch.Tensor, value_states: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """What a prefill that just wrote these tokens attends to, in the GPU's own memory where
-        the buffers are the host's: the new tokens where there are no others."""
-        keys, values = self._buffers()
-        if not may_sync(key_states.is_cuda):
-            return keys.clone(), values.clone()
-        tokens = int(self.cumulative_length)
-        if tokens == key_states.shape[2]:
-            return key_states, value_states
-        return keys[:, :, :tokens].clone(), values[:, :, :tokens].clone()
 
     def _rebind(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         self.keys, self.values, self.batch_size = keys, values, len(keys)

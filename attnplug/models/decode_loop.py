@@ -44,6 +44,7 @@ from attnplug.models.hf import bindings_of
 from attnplug.models.names import CACHE
 from attnplug.models.patience import PATIENCE, PatientStep, is_capturable, is_on_one_device
 from attnplug.models.regional import LayeredStep
+from attnplug.models.rounds import RoundSteps, drafts_of
 from attnplug.models.sliding import (
     SlidingLayer,
     note_steps,
@@ -77,6 +78,7 @@ class DecodeLoop:
     buffers: dict[tuple[Any, ...], StepBuffers] = field(default_factory=dict)
     is_new: bool = True  # no call has decoded yet
     hooked: str = ""  # why the last call's steps were not compiled: a user's hook
+    rounds: RoundSteps = field(default_factory=RoundSteps)
     # One call at a time: steps, buffers and fused weights are the model's, whoever calls.
     turn: threading.RLock = field(default_factory=threading.RLock, repr=False, compare=False)
 
@@ -123,6 +125,8 @@ class DecodeLoop:
 
     def steps(self) -> str:
         """What the last call's steps are, "" where they are as they stay."""
+        if self.rounds.tally.rounds:
+            return str(self.rounds.tally)
         if self.hooked:
             return f"decode steps are not compiled: {self.hooked}, which runs at every step"
         return str(self.step) if isinstance(self.step, (PatientStep, LayeredStep)) else ""
@@ -225,8 +229,9 @@ class Decoding:
         del outputs  # the logits of a whole prompt may be large
         steps = self.last > self.length + 1  # else the prompt gives the only token
         compiles = steps and self.model._valid_auto_compile_criteria(self.inputs, self.config)
+        drafts = drafts_of(self, mask) if steps else 0
         self.lag = LAG.get(self.device.type, 0) if compiles and self._may_overrun() else 0
-        shape = self._shape(mask)
+        shape = self._shape(mask, ends=not drafts)
         buffers = loop.take(*shape)
         try:
             self._begin(buffers, mask)
@@ -234,7 +239,9 @@ class Decoding:
                 step = decode_step
                 if compiles:
                     step = loop.compiled(self.model, self.config.compile_config)
-                end = self._decode(step, buffers, logits)
+                loop.rounds.begin()
+                decode = self._decode if not drafts else loop.rounds.of(self, drafts, compiles)
+                end = decode(step, buffers, logits)
         finally:
             loop.give_back(buffers, *shape)
         return self._result(end)
@@ -249,14 +256,14 @@ class Decoding:
         ):
             yield
 
-    def _shape(self, mask: torch.Tensor | None) -> tuple[Any, ...]:
-        """What `StepBuffers.empty` takes."""
+    def _shape(self, mask: torch.Tensor | None, ends: bool) -> tuple[Any, ...]:
+        """What `StepBuffers.empty` takes; a step looks for the tokens that end a row if `ends`."""
         room = None if mask is None else self.cache.room
         windows = sliding_layers(self.cache.layers)
         window = windows[0].max_cache_len if windows else 0
-        ends = 0 if self.ends is None else len(self.ends)
+        count = len(self.ends) if ends and self.ends is not None else 0
         positions = len(self.inputs["position_ids"])
-        return self.rows, positions, room, window, ends, self.device
+        return self.rows, positions, room, window, count, self.device
 
     def _may_overrun(self) -> bool:
         """Whether steps past the end leave no trace: a cache that nobody sees again, or layers that
@@ -299,7 +306,7 @@ class Decoding:
     ) -> int:
         """Decode until all rows have ended. Returns the final length; what later steps have made is
         still there."""
-        options = {name: self.inputs[name] for name in ("logits_to_keep",) if name in self.inputs}
+        options = self.step_options
         if isinstance(step, (LayeredStep, CapturedStep, PatientStep)):
             step.begin()
         self._choose(logits, buffers)
@@ -315,6 +322,11 @@ class Decoding:
             self.notice.cancel()  # from here on tokens come
             if found is not None:
                 self._choose(found, buffers)
+
+    @property
+    def step_options(self) -> dict[str, Any]:
+        """What a step hands to the model beside its tensors."""
+        return {name: self.inputs[name] for name in ("logits_to_keep",) if name in self.inputs}
 
     def _choose(self, logits: torch.Tensor, buffers: StepBuffers) -> None:
         """The next tokens from logits `[B,V]`, into the buffers."""
@@ -332,6 +344,10 @@ class Decoding:
 
     def _note_token(self, buffers: StepBuffers) -> None:
         self.ids[:, self.length].copy_(buffers.token[:, 0])
+        self.count_token()
+
+    def count_token(self) -> None:
+        """The row has a token more; a limit may have something to say."""
         self.length += 1
         for limit in self.limits:
             known = limit.max_position_embeddings
@@ -380,10 +396,17 @@ class Decoding:
 
     def _restore_random(self, look: _Look) -> None:
         if look.random is not None and look.length < self.length:
-            if self.device.type == "cuda":
-                torch.cuda.set_rng_state(look.random, self.device)
-            else:
-                torch.set_rng_state(look.random)
+            self.set_random(look.random)
+
+    def random_state(self) -> torch.Tensor:
+        return _random_state(self.device)
+
+    def set_random(self, state: torch.Tensor) -> None:
+        """Have the generator that samples be in a state that it had."""
+        if self.device.type == "cuda":
+            torch.cuda.set_rng_state(state, self.device)
+        else:
+            torch.set_rng_state(state)
 
     def _result(self, end: int) -> Any:
         fed = self.length - self.prompt.shape[1] - 1  # the last token chosen is not

@@ -17,6 +17,7 @@ from attnplug.models.cache import MakeLayer, PlugCache, PlugLayer
 from attnplug.models.decode_loop import DecodeLoop, Decoding
 from attnplug.models.decode_step import layers_to_prepare, prepare_layers
 from attnplug.models.growth import GrowingCache, Growth
+from attnplug.models.hf import binding_of
 from attnplug.models.instance_method import put_method
 from attnplug.models.loop_calls import (
     ARGUMENTS,
@@ -128,7 +129,7 @@ def _prepare_cache_for_generation(
     """What generate calls on the instance: a PlugCache where the user did not choose otherwise."""
     stock = MethodType(getattr(type(model), CACHE_METHOD), model)
     given = model_kwargs.get(CACHE)
-    speculated = _speculated(generation_config, generation_mode)
+    speculated = _speculated(generation_config, generation_mode) + _drafted(model, batch_size)
     if isinstance(given, PlugCache):
         grows = isinstance(given, GrowingCache)
         given.reserve(max_cache_length + (speculated if grows else 0))
@@ -282,6 +283,12 @@ def _speculated(generation_config: Any, generation_mode: Any) -> int:
         return 0
     counts = (generation_config.prompt_lookup_num_tokens, generation_config.num_assistant_tokens)
     return 1 + max(count or 0 for count in counts)
+
+
+def _drafted(model: Any, rows: int) -> int:
+    """Tokens that a round may write past the final length before it takes them back."""
+    policies = [b.policy for m in vars(model)[BOUND] if (b := binding_of(m)) is not None]
+    return max((each.rounds() for each in policies if each is not None and rows == 1), default=0)
 
 
 def _croppable(cache: Cache) -> bool:

@@ -217,7 +217,8 @@ def plug_attention(
     out = binding.policy.attend(call)
     if isinstance(state, PlugLayer):
         state.note_writes()  # a step's op may have written the pending token
-    binding.note_served(query.shape[2], Served(call.served_by, call.why_dense))
+    if not (isinstance(state, PlugLayer) and state.round_part):  # `generate` has noted its steps
+        binding.note_served(query.shape[2], Served(call.served_by, call.why_dense))
     return out.transpose(1, 2).contiguous(), None
 
 

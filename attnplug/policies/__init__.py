@@ -23,6 +23,7 @@ from attnplug.policies.base import SLOTS, Phase, check_option
 from attnplug.policies.certified import Certified as Certified
 from attnplug.policies.dense import Dense as Dense
 from attnplug.policies.dense import apply_sinks
+from attnplug.policies.exact import Exact as Exact
 from attnplug.policies.gather import Gather as Gather
 from attnplug.policies.grammar import parse_policy
 from attnplug.policies.gvr import Gvr as Gvr

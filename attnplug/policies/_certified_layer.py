@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import torch
 from transformers import Cache
 
+from attnplug.models.buffers import prompt_on_gpu
 from attnplug.models.cache import PlugLayer, RowBuffers, Shape
 from attnplug.models.host_memory import host_zeros
 from attnplug.ops import QuantizedKV, Scratch
@@ -78,7 +79,7 @@ class CertifiedLayer(PlugLayer):
         on_device = self.tier is None or self.originals == "device" or not keys.is_cuda
         if on_device or queries == 1:
             return keys, values
-        return self._on_device(key_states, value_states)
+        return prompt_on_gpu(self, key_states, value_states)
 
     def reset(self) -> None:
         super().reset()

@@ -79,11 +79,10 @@ class GatherLayer(PlugLayer):
     def renew(self) -> None:
         self.progress.zero_()
 
-    def crop(self, tokens_to_remove: int) -> None:
-        super().crop(tokens_to_remove)
-        if self.is_initialized:
-            whole = (self.cumulative_length - self.progress[:, 1]).clamp(min=0) // self.block
-            self.progress[:, 0] = torch.minimum(self.progress[:, 0], whole)
+    def take_back(self, tokens: int | torch.Tensor) -> None:
+        super().take_back(tokens)
+        whole = (self.cumulative_length - self.progress[:, 1]).clamp(min=0) // self.block
+        self.progress[:, 0] = torch.minimum(self.progress[:, 0], whole)
 
 
 class HostGatherLayer(GatherLayer, HostLayer):

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from attnplug.models.buffers import prompt_on_gpu
 from attnplug.models.cache import PlugLayer, Shape
 from attnplug.models.host_memory import host_rows
 
@@ -37,7 +38,7 @@ class HostLayer(PlugLayer):
         keys, values = super().update(key_states, value_states, *args, **kwargs)
         queries = key_states.shape[2]
         if self.on_host and queries > 1 and keys.is_cuda:
-            keys, values = self._on_device(key_states, value_states)
+            keys, values = prompt_on_gpu(self, key_states, value_states)
         self.given = (keys, values) if queries > 1 else None
         return keys, values
 

@@ -7,6 +7,7 @@ import torch
 
 from attnplug.call import AttentionCall, LayerShape, Served
 from attnplug.errors import PolicyError
+from attnplug.models.cache import PlugLayer
 from attnplug.policies.base import Phase
 from attnplug.policies.dense import Dense
 
@@ -51,7 +52,8 @@ class Policy:
     def attend(self, call: AttentionCall) -> torch.Tensor:
         """Run the phase that the static shape of the queries asks for, and let the tracing method
         look on where someone records."""
-        phase = self.decode if call.q.shape[2] == 1 else self.prefill
+        verifies = isinstance(call.state, PlugLayer) and call.state.round_part == "verify"
+        phase = self.decode if call.q.shape[2] == 1 or verifies else self.prefill
         assert phase is not None  # filled by __post_init__
         if not phase.takes_pending:
             call.flush()
@@ -68,6 +70,11 @@ class Policy:
         assert self.decode is not None  # filled by __post_init__
         why = self.decode.why_dense_steps(state)
         return Served("dense", why) if why else Served(self.decode.name)
+
+    def rounds(self) -> int:
+        """Drafts a round, where steps only draft and a dense pass verifies them; else 0."""
+        assert self.decode is not None  # filled by __post_init__
+        return self.decode.rounds()
 
     @property
     def page_phase(self) -> Phase:

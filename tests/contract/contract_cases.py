@@ -44,6 +44,10 @@ CASES = {
     "auto": Case("auto", "auto"),
     "momo": MOMO,
     "gather": GATHER,
+    "exact": Case(
+        "exact(draft='gather(k=1, block=16, sink=1, local=2)', m=3, min_tokens=0)",
+        "exact(draft='gather(k=8, block=16, sink=1, local=2)', m=3, min_tokens=0)",
+    ),
     "gather in host memory": Case(
         "gather(k=1, block=16, sink=1, local=2, min_tokens=0, kv='host', resident=2)",
         "gather(k=8, block=16, sink=1, local=2, min_tokens=0, kv='host', resident=9)",

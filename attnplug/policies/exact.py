@@ -1,0 +1,115 @@
+"""exact: dense's own tokens, for less than dense's time: a sparse method drafts, dense verifies.
+
+Steps of a sparse method choose m tokens, and one pass with dense attention over the last token and
+all of them says what dense would have chosen after each: it reads the cache once for m + 1 tokens.
+Drafts up to the first that is wrong are accepted, which dense replaces by its own. So each token is
+the argmax, or the seeded sample, of a dense pass over the tokens before it. (Self-speculation with
+sparse attention, as TriForce, arXiv 2404.11912, and Vegas, arXiv 2602.07223, have it.)
+
+A round costs m draft steps and one pass, and gives 1 + a tokens where a drafts are accepted. It
+pays where a cache weighs about as much as the weights do: steps read both.
+"""
+
+import dataclasses
+from typing import Any, ClassVar
+
+import torch
+
+from attnplug.call import AttentionCall, LayerShape
+from attnplug.errors import PolicyError
+from attnplug.models.cache import PlugLayer
+from attnplug.ops.common.checks import WIDE_HEAD_DIMS
+from attnplug.policies.base import Phase
+from attnplug.policies.crossover import NEVER, DenseBelow
+from attnplug.policies.dense import MAX_DECODE_QUERIES, Dense
+
+# Tokens of a row from which on a call was faster than dense's (H200, Qwen2.5-7B's shape).
+CROSSOVER = {"cuda": NEVER, "cpu": NEVER}
+
+
+@dataclasses.dataclass(frozen=True)
+class Exact(DenseBelow):
+    """Decode: drafts by a sparse method, verified by dense attention in `generate`'s loop.
+
+    draft: the method that drafts, a term of a policy string such as "gather(k=64)"; it must keep
+    its cache on the GPU. m: drafts a round. min_tokens: caches with room for fewer tokens are
+    decoded by dense steps; None is the crossover that was measured on the kind of device.
+
+    Rounds are made for one row without padding, on a model whose layers all have full attention,
+    in the loop that attnplug runs for `generate`. Elsewhere (batches, beams, loops of your own,
+    continuous batching, vLLM) each step is dense, and `report(model)` says why. In float32 the
+    tokens are dense's. In 16 bits a pass over m + 1 tokens and one over a single token may round
+    otherwise, so that two tokens whose logits are equal but for rounding may change places.
+    """
+
+    draft: str = "gather"
+    m: int = 6
+    min_tokens: int | None = None
+
+    name: ClassVar[str] = "exact"
+    phases: ClassVar[frozenset[str]] = frozenset({"decode"})
+    head_dims: ClassVar[tuple[int, ...]] = WIDE_HEAD_DIMS
+    takes_pending: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        most = MAX_DECODE_QUERIES - 1
+        self.check_integers("m")
+        self.check("m", 1 <= self.m <= most, f"1 to {most}")
+        self.check_min_tokens()
+        object.__setattr__(self, "drafter", self._drafter())
+
+    def _drafter(self) -> Phase:
+        """The method that drafts, which serves caches of any length: this one has decided."""
+        from attnplug.policies import parse  # which imports this module
+
+        self.check("draft", isinstance(self.draft, str), "a method's name, such as 'gather'")
+        if self.draft.partition("(")[0].strip() == self.name:
+            raise PolicyError("exact: draft='exact' would draft by itself; gather is a draft")
+        found = parse(self.draft).decode
+        drafts = isinstance(found, DenseBelow) and found.drafts and not parse(self.draft).trace
+        self.check("draft", drafts, "a method that drafts: gather or gvr, with kv='gpu'")
+        assert isinstance(found, DenseBelow)
+        return found if found.min_tokens is not None else dataclasses.replace(found, min_tokens=0)
+
+    drafter: ClassVar[Any]  # of each policy its own; no option
+
+    def rounds(self) -> int:
+        return self.m
+
+    @property
+    def layer_type(self) -> type:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """The cache layer that drafts need."""
+        return self.drafter.layer_type
+
+    def measured_crossover(self, kind: str) -> int:
+        return CROSSOVER[kind]
+
+    def refusal(self, shape: LayerShape) -> str | None:
+        return super().refusal(shape) or self.drafter.refusal(shape)
+
+    def note(self, shape: LayerShape) -> str:
+        rounds = f"{self.drafter.name} drafts {self.m} tokens a round, dense verifies them"
+        return f"{rounds}; {self.dense_caches(shape.device)}"
+
+    def cache_layer(self, max_length: int) -> PlugLayer | None:
+        return self.drafter.cache_layer(max_length)
+
+    def note_queries(self, call: AttentionCall) -> None:
+        self.drafter.note_queries(call)
+
+    def attend(self, call: AttentionCall) -> torch.Tensor:
+        layer = call.state
+        part = layer.round_part if isinstance(layer, PlugLayer) else ""
+        if part == "verify":
+            call.flush()
+            return Dense().attend(call)
+        if part == "draft":
+            if not self.drafter.takes_pending:
+                call.flush()
+            return self.drafter.attend(call)
+        return self.leave_to_dense(call)
+
+    def why_dense(self, call: AttentionCall) -> str:
+        why = super().why_dense_steps(call.state)
+        why = why or (call.state.no_rounds if isinstance(call.state, PlugLayer) else "")
+        return why or "drafts are made in generate's loop only"

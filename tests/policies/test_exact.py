@@ -1,0 +1,288 @@
+"""exact: its tokens are dense's, whatever drafts, and so is all that a call leaves behind."""
+
+import pytest
+import torch
+
+import attnplug
+from attnplug import PolicyError
+from attnplug.models import rounds
+from attnplug.policies.exact import Exact
+from attnplug.testing import tiny_model
+
+SHORT = "gather(k=1, block=16, sink=1, local=1)"  # often wrong
+FAR = "gather(k=0, block=16, sink=0, local=1)"  # a window of 16 tokens: nearly always wrong
+DRAFTS = ["gather", SHORT, FAR, "gvr(k=16, sink=1, window=1)"]
+SAMPLED = dict(do_sample=True, temperature=0.8, top_p=0.9)
+NEW = 24
+
+
+def ids_of(tokens=150, rows=1, seed=1):
+    return torch.randint(4, 60, (rows, tokens), generator=torch.Generator().manual_seed(seed))
+
+
+def call(model, ids=None, new=NEW, **options):
+    ids = ids_of() if ids is None else ids
+    torch.manual_seed(11)
+    options = dict(do_sample=False) | options
+    out = model.generate(ids.to(model.device), max_new_tokens=new, **options)
+    tokens = getattr(out, "sequences", out)
+    return tokens[:, ids.shape[1] :].tolist(), out
+
+
+def exact(draft, m, more=""):
+    return f"{more}exact(draft={draft!r}, m={m}, min_tokens=0)"
+
+
+def tally(model):
+    return vars(model)["_attnplug_loop"].rounds.tally
+
+
+@pytest.fixture
+def model(device):
+    made = tiny_model(device=device)
+    made.generation_config.pad_token_id = 0
+    return made
+
+
+@pytest.mark.parametrize("options", [{}, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("m", [1, 4, 15])
+@pytest.mark.parametrize("draft", DRAFTS)
+def test_tokens_are_denses(model, draft, m, options):
+    with attnplug.applied(model, "dense"):
+        wanted, _ = call(model, **options)
+        after = torch.rand(3, device=model.device)
+    with attnplug.applied(model, exact(draft, m)):
+        for _ in range(2):
+            assert call(model, **options)[0] == wanted
+            assert torch.equal(torch.rand(3, device=model.device), after)
+        assert tally(model).rounds > 0
+        assert "rounds of" in str(attnplug.report(model))
+        last = attnplug.report(model).last
+        assert {(each.prefill, each.decode) for each in last} == {("dense", "exact")}
+
+
+def test_a_draft_that_covers_the_text_is_accepted_whole(model):
+    with attnplug.applied(model, exact("gather", 5)):
+        call(model, new=25)
+        found = tally(model)
+    assert found.accepted == found.drafted and found.rounds == 4  # 1 + 4 x (5 + 1)
+
+
+def test_a_draft_that_is_wrong_costs_rounds_and_no_token(model):
+    with attnplug.applied(model, exact(FAR, 5)):
+        call(model, new=25)
+        assert tally(model).rounds > 12
+
+
+@pytest.mark.parametrize("options", [{}, SAMPLED], ids=["greedy", "sampled"])
+def test_a_row_ends_inside_a_round(model, options):
+    with attnplug.applied(model, "dense"):
+        free, _ = call(model, **options)
+    for end in (2, 3, 4, 9):
+        stops = dict(eos_token_id=free[0][end], pad_token_id=0)
+        with attnplug.applied(model, "dense"):
+            wanted, _ = call(model, **stops, **options)
+            after = torch.rand(2, device=model.device)
+        with attnplug.applied(model, exact("gather", 5)):
+            assert call(model, **stops, **options)[0] == wanted
+            assert torch.equal(torch.rand(2, device=model.device), after)
+
+
+@pytest.mark.parametrize("new", [1, 2, 3, 7])
+def test_few_tokens(model, new):
+    with attnplug.applied(model, "dense"):
+        wanted, _ = call(model, new=new)
+    with attnplug.applied(model, exact(SHORT, 6)):
+        assert call(model, new=new)[0] == wanted
+
+
+@pytest.mark.parametrize("draft", [SHORT, "gather(k=2, block=16, bounds='int8')", DRAFTS[-1]])
+def test_what_a_call_leaves_in_its_cache_is_what_dense_would_have_left(model, draft):
+    ids, later = ids_of(), ids_of(20, seed=4)
+    with attnplug.applied(model, "dense"):
+        wanted, first = call(model, ids, return_dict_in_generate=True)
+        longer = torch.cat([first.sequences, later.to(model.device)], 1).cpu()
+        again, _ = call(model, longer, past_key_values=first.past_key_values)
+        stock = first.past_key_values.layers
+    with attnplug.applied(model, exact(draft, 5)):
+        found, out = call(model, ids, return_dict_in_generate=True)
+        assert found == wanted
+        mine = out.past_key_values.layers
+        for a in mine:
+            assert int(a.cumulative_length) == ids.shape[1] + NEW - 1 and a.round_part == ""
+        assert call(model, longer, past_key_values=out.past_key_values)[0] == again
+        tokens = longer.shape[1]
+        for a, b in zip(mine, stock, strict=True):
+            assert torch.allclose(a.keys[:, :, :tokens], b.keys[:, :, :tokens], atol=1e-4)
+
+
+def test_summaries_are_those_of_a_call_without_drafts(model):
+    kept = {}
+    for policy in (exact("gather(k=2, block=16, sink=1, local=1)", 5), "dense"):
+        with attnplug.applied(model, policy):
+            _, out = call(model, new=40, return_dict_in_generate=True)
+            kept[policy] = out.past_key_values
+    mine, stock = kept.values()
+    for layer, plain in zip(mine.layers, stock.layers, strict=True):
+        done = int(layer.progress[0, 0])
+        assert done >= 150 // 16
+        fresh = type(layer)(layer.max_cache_len, layer.block, layer.form)
+        tokens = int(layer.cumulative_length)
+        fresh.update(plain.keys[:, :, :tokens].clone(), plain.values[:, :, :tokens].clone())
+        fresh.summarise(None, None)
+        assert torch.allclose(layer.bounds[:, :, :done], fresh.bounds[:, :, :done], atol=1e-4)
+
+
+def test_momo_serves_the_prompt_and_never_a_verification(model, monkeypatch):
+    momo = "momo(gamma=8, block=16, query_block=16, top_k=8, tail=8, min_tokens=0)"
+    with attnplug.applied(model, f"{momo}+dense"):
+        wanted, _ = call(model)
+    seen = []
+    attend = attnplug.Momo.attend
+    monkeypatch.setattr(attnplug.Momo, "attend", lambda *a: seen.append(a[1].q.shape) or attend(*a))
+    with attnplug.applied(model, exact(SHORT, 5, f"{momo}+")):
+        assert call(model)[0] == wanted
+    assert seen and all(shape[2] == 150 for shape in seen)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(repetition_penalty=1.3),
+        dict(num_beams=2),
+        dict(prompt_lookup_num_tokens=3),
+        dict(use_cache=False),
+    ],
+    ids=str,
+)
+def test_calls_without_rounds_are_denses(model, options):
+    with attnplug.applied(model, "dense"):
+        wanted, _ = call(model, **options)
+    with attnplug.applied(model, exact(FAR, 5)):
+        assert call(model, **options)[0] == wanted
+        assert tally(model).rounds == 0
+
+
+@pytest.mark.parametrize(
+    "options", [dict(min_new_tokens=20), dict(suppress_tokens=[7, 9])], ids=str
+)
+def test_processors_that_look_at_lengths_alone(model, options):
+    with attnplug.applied(model, "dense"):
+        free, _ = call(model)
+        ends = dict(eos_token_id=free[0][4])
+        wanted, _ = call(model, **ends, **options)
+    with attnplug.applied(model, exact(SHORT, 5)):
+        assert call(model, **ends, **options)[0] == wanted
+        assert tally(model).rounds > 0
+
+
+NONE = {"rows": "2 rows", "padded": "a padded row", "short room": "a round wants 5 behind"}
+
+
+@pytest.mark.parametrize("what", NONE)
+def test_what_has_no_rounds_decodes_by_dense(model, what):
+    ids, options = ids_of(rows=2 if what == "rows" else 1), {}
+    if what == "padded":
+        options["attention_mask"] = torch.ones_like(ids)
+        options["attention_mask"][0, :9] = 0
+        options["attention_mask"] = options["attention_mask"].to(model.device)
+    with attnplug.applied(model, "dense"):
+        wanted, _ = call(model, ids, **options)
+    with attnplug.applied(model, exact(FAR, 5)):
+        if what == "short room":
+            options["past_key_values"] = attnplug.make_cache(model, 150 + NEW)
+        assert call(model, ids, **options)[0] == wanted
+        assert tally(model).rounds == 0
+        assert all(NONE[what] in each.decode for each in attnplug.report(model).last)
+
+
+def test_a_sliding_window_has_no_rounds(device):
+    from transformers import Gemma3ForCausalLM, Gemma3TextConfig
+
+    config = Gemma3TextConfig(
+        vocab_size=97, hidden_size=64, intermediate_size=96, num_hidden_layers=4, head_dim=32,
+        num_attention_heads=4, num_key_value_heads=2, sliding_window=32, sliding_window_pattern=2,
+        pad_token_id=0, bos_token_id=1, eos_token_id=None,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = Gemma3ForCausalLM(config).to(device).eval()
+    with attnplug.applied(model, "dense"):
+        wanted, _ = call(model)
+    with attnplug.applied(model, exact(FAR, 5)):
+        assert call(model)[0] == wanted and tally(model).rounds == 0
+
+
+def test_a_loop_of_your_own_is_denses(model):
+    ids = ids_of().to(model.device)
+    with attnplug.applied(model, exact(FAR, 5)), torch.no_grad():
+        cache = attnplug.make_cache(model, 200)
+        model(ids[:, :-1], past_key_values=cache)
+        found = model(ids[:, -1:], past_key_values=cache).logits
+        assert "drafts are made in generate's loop only" in str(attnplug.report(model).last)
+    with torch.no_grad():
+        assert torch.allclose(found[:, -1], model(ids).logits[:, -1], atol=1e-4)
+
+
+def test_a_hostile_step_changes_no_token(model, monkeypatch):
+    with attnplug.applied(model, "dense"):
+        wanted, _ = call(model)
+    step = rounds.Rounds._draft
+
+    def other(self, options):
+        step(self, options)
+        self.feed.tokens[:, 1:] = (self.feed.tokens[:, 1:] + 1) % 60
+
+    monkeypatch.setattr(rounds.Rounds, "_draft", other)
+    with attnplug.applied(model, exact("gather", 5)):
+        assert call(model)[0] == wanted
+        assert tally(model).accepted == 0
+
+
+def test_a_row_that_torch_could_not_sample_from_raises(model):
+    with torch.no_grad():
+        model.lm_head.weight[:] = float("nan")
+    with attnplug.applied(model, exact("gather", 3)), pytest.raises(RuntimeError, match="nan"):
+        call(model, **SAMPLED)
+
+
+@pytest.mark.parametrize("compile_mode", [None, "default"])
+def test_compiled_steps_draft_too(model, compile_mode, device):
+    from transformers import CompileConfig
+
+    options = {}
+    if compile_mode:
+        options["compile_config"] = CompileConfig(mode=compile_mode)
+        options["compile_config"]._compile_all_devices = True
+    with attnplug.applied(model, "dense"):
+        wanted, _ = call(model)
+    with attnplug.applied(model, exact(SHORT, 3)):
+        assert call(model, **options)[0] == wanted
+        assert call(model, **options)[0] == wanted
+        assert tally(model).rounds > 0
+
+
+@pytest.mark.parametrize(
+    "options, match",
+    [
+        (dict(draft="dense"), "a method that drafts"),
+        (dict(draft="exact"), "draft by itself"),
+        (dict(draft="momo"), "a method that drafts"),
+        (dict(draft="gather(kv='host')"), "kv='gpu'"),
+        (dict(draft="gather(k=-1)"), "k=-1"),
+        (dict(draft="gathr"), "Did you mean gather"),
+        (dict(draft=3), "a method's name"),
+        (dict(m=0), "1 to 15"),
+        (dict(m=16), "1 to 15"),
+        (dict(m=2.0), "an integer"),
+        (dict(min_tokens=-1), "at least 0"),
+    ],
+)
+def test_bad_options(options, match):
+    with pytest.raises(PolicyError, match=match):
+        Exact(**options)
+
+
+def test_its_text_is_read_back():
+    policy = attnplug.policies.parse("momo+exact(draft='gather(k=64)', m=4)")
+    assert attnplug.policies.parse(str(policy)) == policy
+    assert policy.decode.drafter == attnplug.Gather(k=64, min_tokens=0)
