@@ -23,7 +23,7 @@ def absolute(text: str, repository: str, tag: str) -> str:
 
 if __name__ == "__main__":
     urls = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"]
-    package = (ROOT / "attnplug/__init__.py").read_text()
+    package = (ROOT / "attnplug/version.py").read_text()
     version = re.search(r'^__version__ = "(.+)"$', package, re.MULTILINE)
     assert version is not None
     readme = (ROOT / "README.md").read_text()

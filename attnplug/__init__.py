@@ -27,6 +27,7 @@ from attnplug.errors import (
     UnsupportedModelError,
     WeightsUnavailableError,
 )
+from attnplug.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from attnplug.api import applied, apply, make_cache, remove, report, warm
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
         Auto,
         Certified,
         Dense,
+        Exact,
         Gather,
         Gvr,
         Momo,
@@ -44,8 +46,6 @@ if TYPE_CHECKING:
     )
     from attnplug.reports import LayerReport, Report
 
-__version__ = "0.1.0"
-
 __all__ = [
     "AlreadyAppliedError",
     "ArgumentError",
@@ -54,6 +54,7 @@ __all__ = [
     "CardError",
     "Certified",
     "Dense",
+    "Exact",
     "FileError",
     "Gather",
     "GradientError",

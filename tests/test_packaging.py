@@ -51,7 +51,7 @@ def test_the_address_is_the_same_in_both_places():
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     assert citation["repository-code"] == ADDRESS
     assert citation["license"] == PROJECT["license"]
-    assert "version" not in citation  # attnplug/__init__.py has it
+    assert "version" not in citation  # attnplug/version.py has it
 
 
 def test_the_version_stands_in_one_place():

@@ -9,8 +9,8 @@ from shutil import which
 
 import torch
 
-from attnplug import __version__
 from attnplug.ops.common.triton import triton
+from attnplug.version import __version__
 
 # A row of results has these keys; tables, docs and checks read exactly these.
 KEYS = (

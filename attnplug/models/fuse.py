@@ -291,7 +291,8 @@ def _is_laid(tensor: torch.Tensor, tensors: list[torch.Tensor]) -> bool:
     index = next(index for index, each in enumerate(tensors) if each is tensor)
     before = sum(each.numel() for each in tensors[:index])
     whole = sum(each.numel() for each in tensors) * tensor.element_size()
-    return tensor.storage_offset() == before and tensor.untyped_storage().nbytes() == whole
+    nbytes = tensor.untyped_storage().nbytes()
+    return bool(tensor.storage_offset() == before and nbytes == whole)
 
 
 def _is_packed(tensors: list[torch.Tensor]) -> bool:

@@ -92,7 +92,8 @@ def drafts_of(call: Any, mask: torch.Tensor | None) -> int:
     """Drafts a round of a call of `Decoding`; 0 where each of its tokens is a step, and where that
     is so although its policy makes drafts, each layer notes why. `mask` is None where no row is
     padded."""
-    served = {m: b for m, b in bindings_of(call.model).items() if b.policy is not None}
+    bound: dict[Any, Any] = bindings_of(call.model)
+    served = {module: x for module, x in bound.items() if x.policy is not None}
     counts = {binding.policy.rounds() for binding in served.values()}
     if counts <= {0}:
         return 0

@@ -36,11 +36,6 @@ class Phase:
     on_request: ClassVar[frozenset[str]] = frozenset()
     head_dims: ClassVar[tuple[int, ...]] = HEAD_DIMS  # that its ops have kernels for
 
-    @property
-    def drafts(self) -> bool:
-        """Whether its steps may draft for `exact`, which takes tokens back on the device."""
-        return False
-
     def rounds(self) -> int:
         """Drafts a round, where this method decodes in rounds of drafts and a verification; 0 where
         each token is a step."""

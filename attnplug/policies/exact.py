@@ -4,7 +4,7 @@ Steps of a sparse method choose m tokens, and one pass with dense attention over
 all of them says what dense would have chosen after each: it reads the cache once for m + 1 tokens.
 Drafts up to the first that is wrong are accepted, which dense replaces by its own. So each token is
 the argmax, or the seeded sample, of a dense pass over the tokens before it. (Self-speculation with
-sparse attention, as TriForce, arXiv 2404.11912, and Vegas, arXiv 2602.07223, have it.)
+sparse attention: TriForce, arXiv:2404.11912.)
 
 A round costs m draft steps and one pass, and gives 1 + a tokens where a drafts are accepted. It
 pays where a cache weighs about as much as the weights do: steps read both.
@@ -16,15 +16,20 @@ from typing import Any, ClassVar
 import torch
 
 from attnplug.call import AttentionCall, LayerShape
-from attnplug.errors import PolicyError
 from attnplug.models.cache import PlugLayer
 from attnplug.ops.common.checks import WIDE_HEAD_DIMS
 from attnplug.policies.base import Phase
 from attnplug.policies.crossover import NEVER, DenseBelow
 from attnplug.policies.dense import MAX_DECODE_QUERIES, Dense
+from attnplug.policies.gather import Gather
+from attnplug.policies.grammar import parse_policy
+from attnplug.policies.gvr import Gvr
 
 # Tokens of a row from which on a call was faster than dense's (H200, Qwen2.5-7B's shape).
 CROSSOVER = {"cuda": NEVER, "cpu": NEVER}
+
+# What may draft: its cache layer takes tokens back on the device, and nothing else remembers them.
+DRAFTS: dict[str, type[Phase]] = {"gather": Gather, "gvr": Gvr}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,17 +63,12 @@ class Exact(DenseBelow):
         self.check_min_tokens()
         object.__setattr__(self, "drafter", self._drafter())
 
-    def _drafter(self) -> Phase:
+    def _drafter(self) -> DenseBelow:
         """The method that drafts, which serves caches of any length: this one has decided."""
-        from attnplug.policies import parse  # which imports this module
-
         self.check("draft", isinstance(self.draft, str), "a method's name, such as 'gather'")
-        if self.draft.partition("(")[0].strip() == self.name:
-            raise PolicyError("exact: draft='exact' would draft by itself; gather is a draft")
-        found = parse(self.draft).decode
-        drafts = isinstance(found, DenseBelow) and found.drafts and not parse(self.draft).trace
-        self.check("draft", drafts, "a method that drafts: gather or gvr, with kv='gpu'")
-        assert isinstance(found, DenseBelow)
+        found: Any = parse_policy(self.draft, DRAFTS).decode
+        on_gpu = not isinstance(found, Gather) or found.kv == "gpu"
+        self.check("draft", on_gpu, "a cache on the GPU, kv='gpu'")
         return found if found.min_tokens is not None else dataclasses.replace(found, min_tokens=0)
 
     drafter: ClassVar[Any]  # of each policy its own; no option

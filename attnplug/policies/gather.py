@@ -107,10 +107,6 @@ class Gather(DenseBelow):
             self.check("resident", enough, f"an integer, at least sink + k = {self.sink + self.k}")
 
     @property
-    def drafts(self) -> bool:
-        return self.kv == "gpu"
-
-    @property
     def kept(self) -> int:
         """The most keys that a step reads of a row, summaries aside."""
         return (self.sink + self.local + self.k) * self.block

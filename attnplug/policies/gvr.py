@@ -68,10 +68,6 @@ class Gvr(DenseBelow):
         """The most tokens that a step reads, of a row that is long enough."""
         return self.sink + self.window + self.k
 
-    @property
-    def drafts(self) -> bool:
-        return True
-
     def measured_crossover(self, kind: str) -> int:
         return max(CROSSOVER_FLOOR[kind], CROSSOVER_FACTOR * self.kept)
 

@@ -15,8 +15,9 @@ from typing import Any, NamedTuple
 import platformdirs
 import torch
 
-from attnplug import __version__, files
+from attnplug import files
 from attnplug.ops.common.triton import triton
+from attnplug.version import __version__
 
 PATH = "ATTNPLUG_CROSSOVERS"  # of the file, where it is not in the user's data folder
 

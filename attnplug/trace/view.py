@@ -21,10 +21,11 @@ import numpy as np
 from rich.console import Console
 from rich.progress import track
 
-from attnplug import __version__, files
+from attnplug import files
 from attnplug.errors import ArgumentError
 from attnplug.trace.pack import KEY_BLOCKS, MOST_EDGES, Grid, Mask, Packer
 from attnplug.trace.reader import Trace, read
+from attnplug.version import __version__
 
 SCRIPTS = ("data.js", "colors.js", "map.js", "heads.js", "panel.js", "app.js")
 USUAL = 0.7  # of the bytes of edges, what gzip leaves of most traces

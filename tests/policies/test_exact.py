@@ -264,9 +264,10 @@ def test_compiled_steps_draft_too(model, compile_mode, device):
 @pytest.mark.parametrize(
     "options, match",
     [
-        (dict(draft="dense"), "a method that drafts"),
-        (dict(draft="exact"), "draft by itself"),
-        (dict(draft="momo"), "a method that drafts"),
+        (dict(draft="dense"), "there are gather, gvr"),
+        (dict(draft="exact"), "there are gather, gvr"),
+        (dict(draft="momo"), "there are gather, gvr"),
+        (dict(draft="gather+gvr"), "keep one"),
         (dict(draft="gather(kv='host')"), "kv='gpu'"),
         (dict(draft="gather(k=-1)"), "k=-1"),
         (dict(draft="gathr"), "Did you mean gather"),
