@@ -178,7 +178,8 @@ def tune(
     """Measure from which length on each method pays on this machine, and keep it for `apply`.
 
     A method's own crossovers were measured on an H200. Times a layer's step and prompt at a few
-    lengths, for a minute or two; `attnplug report` says where a crossover comes from."""
+    lengths, which takes some minutes where kernels must be compiled; `attnplug report` says where a
+    crossover comes from."""
     with clear_errors():
         from attnplug.bench import command
         from attnplug.bench import tune as module
