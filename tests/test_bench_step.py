@@ -1,8 +1,13 @@
-"""The bench of a decode step builds what the loop of generate has today."""
+"""The benches of decode steps and of whole calls run what generate has today."""
 
 import importlib
+import json
+import subprocess
+import sys
 from argparse import Namespace
 from pathlib import Path
+
+import pytest
 
 from attnplug.models import decode_loop
 
@@ -18,3 +23,24 @@ def test_a_step_of_the_bench_begins(monkeypatch):
     stepper.fill(30)
     assert stepper.logits().shape == (step_7b.SMALL["vocab_size"],)
     assert [int(x) for x in (stepper.buffers.position, stepper.buffers.slot)] == [30, 30]
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["whole_calls.py", "--tokens", "20", "--new", "1,3", "--policies", "stock;dense;momo"],
+        ["exact_steps.py", "--tokens", "200", "--m", "2", "--accepted", "1"],
+    ],
+    ids=lambda command: command[0],
+)
+def test_benches_of_calls_run_on_a_small_model(command, tmp_path):
+    out = tmp_path / "rows.jsonl"
+    options = ["--small", "--out", str(out)]
+    done = subprocess.run(
+        [sys.executable, *command, *options], cwd=BENCH, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    assert len(rows) == (6 if "whole" in command[0] else 3)
+    if "exact" in command[0]:
+        assert rows[-1]["rounds"] > 0 and rows[-1]["accepted"] >= rows[-1]["rounds"] - 1

@@ -1,0 +1,112 @@
+"""exact's time a token over a long cache, beside dense's and its draft's: Qwen2.5-7B's shape.
+
+    python bench/exact_steps.py --tokens 131072,1048576 --m 4,6,8 --accepted 3,4,6 --out rows.jsonl
+
+Random weights say nothing of acceptance, so that it is imposed: each round accepts so many drafts,
+whatever they are, and a row says so. Caches are filled with random keys, as a prompt of a million
+tokens takes minutes. A time a token is the difference of a long call and a short one.
+`--small` is for a try on a CPU.
+"""
+
+import argparse
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from whole_calls import CONFIG, SMALL, built, say, seconds
+
+import attnplug
+from attnplug.models import rounds
+from attnplug.models.generate import LOOP
+
+PROMPT, SHORT, LONG = 20, 40, 110  # tokens of a call's own prompt, and new ones
+
+
+@contextmanager
+def accepting(count: int) -> Iterator[None]:
+    """Within it each round accepts so many drafts."""
+    own = rounds.settle
+
+    def settle(cache: Any, tokens: Any, found: Any, token: Any, position: Any, chosen: Any) -> None:
+        imposed = torch.cat([tokens[0, 1:], chosen[-1:]])  # what dense would have had to choose
+        imposed[count:] = torch.where(imposed[count:] == 7, 8, 7)
+        own(cache, tokens, found, token, position, imposed)
+
+    rounds.settle = settle
+    try:
+        yield
+    finally:
+        rounds.settle = own
+
+
+def filled(model: Any, tokens: int) -> Any:
+    cache = attnplug.make_cache(model, tokens + PROMPT + LONG + 32)
+    heads, width = model.config.num_key_value_heads, model.model.layers[0].self_attn.head_dim
+    empty = torch.empty((1, heads, 0, width), dtype=model.dtype, device=model.device)
+    for layer in cache.layers:
+        layer.lazy_initialization(empty, empty)
+        for buffer in layer._buffers():
+            buffer[:, :, :tokens].normal_()
+        layer.cumulative_length.fill_(tokens)
+        layer.counted, layer.exposes_buffers = tokens, True
+        if hasattr(layer, "summarise"):
+            layer.summarise(None, None)
+    return cache
+
+
+@torch.inference_mode()
+def a_token(model: Any, tokens: int) -> float:
+    """Milliseconds of a token."""
+    cache = filled(model, tokens)
+
+    def call(new: int) -> float:
+        ids = torch.randint(10, 100, (1, tokens + PROMPT), device=model.device)
+        options: dict[str, Any] = {"max_new_tokens": new, "min_new_tokens": new, "do_sample": False}
+        options["past_key_values"] = cache
+        took = seconds(lambda: model.generate(ids, **options), model.device)
+        cache.crop(tokens - int(cache.layers[0].cumulative_length))
+        return took
+
+    call(3)
+    few, many = (min(call(new) for _ in range(2)) for new in (SHORT, LONG))
+    return (many - few) / (LONG - SHORT) * 1e3
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--tokens", default="131072,1048576")
+    parser.add_argument("--draft", default="gather")
+    parser.add_argument("--m", default="4,6,8")
+    parser.add_argument("--accepted", default="3,4,6", help="of each m")
+    parser.add_argument("--small", action="store_true")
+    parser.add_argument("--out", type=Path)
+    asked = parser.parse_args()
+    lengths, ms, accepted = (
+        [int(x) for x in text.split(",")] for text in (asked.tokens, asked.m, asked.accepted)
+    )
+    device = "cpu" if asked.small else "cuda"
+    model = built(SMALL if asked.small else CONFIG, device)
+    about = {"case": "exact", "torch": torch.__version__}
+    about["gpu"] = torch.cuda.get_device_name() if device == "cuda" else "cpu"
+    for tokens in lengths:
+        policies = [("dense", None), (f"{asked.draft}(min_tokens=0)", None)]
+        for m, count in zip(ms, accepted, strict=True):
+            policies.append((f"exact(draft={asked.draft!r}, m={m}, min_tokens=0)", count))
+        for policy, count in policies:
+            with attnplug.applied(model, policy), accepting(count or 0):
+                row = {
+                    "policy": policy,
+                    "n": tokens,
+                    "ms_a_token": round(a_token(model, tokens), 3),
+                }
+                tally = vars(model)[LOOP].rounds.tally
+                row |= {"imposed": count, "rounds": tally.rounds, "accepted": tally.accepted}
+            say(asked.out, row | about)
+            gc.collect()
+
+
+if __name__ == "__main__":
+    main()

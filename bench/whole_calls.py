@@ -1,0 +1,126 @@
+"""What a user pays for whole calls of generate, through the public API alone.
+
+    python bench/whole_calls.py --tokens 128,1024,8192,100000 --new 1,128 --out rows.jsonl \
+        --policies 'stock;dense;auto;momo+gather' [--warm] [--batch 8] [--root OTHER_TREE]
+
+A model of Qwen2.5-7B's shape with random bf16 weights. Each call has another prompt, as a user's
+has. `first_s` is the first call of its kind after `apply`, and `call_s` the median of the later
+ones; nothing is left out of a call. `--root` measures another tree's attnplug with this script: run
+both in turn on one machine. `--small` is for a try on a CPU.
+"""
+
+import argparse
+import gc
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+CONFIG = Qwen2Config(
+    hidden_size=3584, num_hidden_layers=28, num_attention_heads=28, num_key_value_heads=4,
+    intermediate_size=18944, vocab_size=152064, max_position_embeddings=1 << 20,
+    rope_parameters={"rope_type": "default", "rope_theta": 1e6}, tie_word_embeddings=False,
+)  # fmt: skip
+SMALL = Qwen2Config(
+    hidden_size=64, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
+    intermediate_size=96, vocab_size=200, max_position_embeddings=4096,
+)  # fmt: skip
+FEW = 32768  # tokens up to which a cell has three calls
+
+
+class Calls:
+    """Calls of one model, each with a prompt that no other has."""
+
+    def __init__(self, model: Any, batch: int):
+        self.model, self.batch, self.seed = model, batch, 0
+
+    def __call__(self, tokens: int, new: int) -> float:
+        """Seconds of a call."""
+        self.seed += 1
+        device = self.model.device
+        seeded = torch.Generator(device).manual_seed(self.seed)
+        size, top = (self.batch, tokens), self.model.config.vocab_size - 10
+        ids = torch.randint(10, top, size, device=device, generator=seeded)
+        options = {"max_new_tokens": new, "min_new_tokens": new, "do_sample": False}
+        return seconds(lambda: self.model.generate(ids, **options), device)
+
+
+def seconds(work: Callable[[], Any], device: torch.device) -> float:
+    def wait() -> None:
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+
+    wait()
+    begin = time.perf_counter()
+    work()
+    wait()
+    return time.perf_counter() - begin
+
+
+def built(config: Qwen2Config, device: str) -> Any:
+    from _models import random_model
+
+    model = random_model(Qwen2ForCausalLM, config, device)
+    model.generation_config.pad_token_id, model.generation_config.eos_token_id = 0, None
+    return model
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--tokens", default="128,1024,8192,32768,100000")
+    parser.add_argument("--new", default="1,16,128,512")
+    parser.add_argument("--policies", default="stock;dense;auto;momo+gather")
+    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--warm", action="store_true")
+    parser.add_argument("--small", action="store_true")
+    parser.add_argument("--root", type=Path)
+    parser.add_argument("--out", type=Path)
+    asked = parser.parse_args()
+    if asked.root:
+        sys.path.insert(0, str(asked.root))
+    import attnplug  # of --root
+
+    lengths, news = ([int(x) for x in text.split(",")] for text in (asked.tokens, asked.new))
+    device = "cpu" if asked.small else "cuda"
+    model = built(SMALL if asked.small else CONFIG, device)
+    call = Calls(model, asked.batch)
+    name = torch.cuda.get_device_name() if device == "cuda" else "cpu"
+    about = {"case": "call", "batch": asked.batch, "warm": asked.warm, "gpu": name}
+    about |= {"torch": torch.__version__, "root": str(asked.root or "")}
+    for policy in asked.policies.split(";"):
+        if policy != "stock":
+            attnplug.apply(model, policy)
+        if asked.warm and policy != "stock":
+            took = seconds(
+                lambda: attnplug.warm(model, lengths=lengths, batch=asked.batch), model.device
+            )
+            say(asked.out, {"policy": policy, "warm_s": round(took, 2)} | about)
+        for tokens in lengths:
+            for new in news:
+                first = call(tokens, new)
+                times = [call(tokens, new) for _ in range(3 if tokens <= FEW else 2)]
+                row = {"policy": policy, "n": tokens, "new": new, "first_s": round(first, 4)}
+                row |= {"call_s": round(statistics.median(times), 4), "times_s": times}
+                say(asked.out, row | about)
+        if policy != "stock":
+            attnplug.remove(model)
+        torch.compiler.reset()
+        gc.collect()
+
+
+def say(path: Path | None, row: dict[str, Any]) -> None:
+    line = json.dumps(row)
+    print(line, flush=True)
+    if path:
+        with path.open("a") as file:
+            print(line, file=file)
+
+
+if __name__ == "__main__":
+    main()
