@@ -2,9 +2,10 @@
 
     python bench/exact_steps.py --tokens 131072,1048576 --m 4,6,8 --accepted 3,4,6 --out rows.jsonl
 
-Random weights say nothing of acceptance, so that it is imposed: each round accepts so many drafts,
-whatever they are, and a row says so. Caches are filled with random keys, as a prompt of a million
-tokens takes minutes. A time a token is the difference of a long call and a short one.
+Random weights say nothing of acceptance, so that the bench imposes it: a round accepts the number
+of drafts that --accepted gives, whatever they are, and a row says so. Caches are filled with random
+keys, as a prompt of a million tokens takes minutes. A time a token is the difference of a long call
+and a short one.
 `--small` is for a try on a CPU.
 """
 
@@ -27,7 +28,7 @@ PROMPT, SHORT, LONG = 20, 40, 110  # tokens of a call's own prompt, and new ones
 
 @contextmanager
 def accepting(count: int) -> Iterator[None]:
-    """Within it each round accepts so many drafts."""
+    """Within it every round accepts `count` drafts."""
     own = rounds.settle
 
     def settle(cache: Any, tokens: Any, found: Any, token: Any, position: Any, chosen: Any) -> None:

@@ -10,11 +10,6 @@ if compgen -G ".whl/*.whl" >/dev/null; then
   "${PYTHON:-python3}" -m pip install -q --no-index --no-deps --no-compile --no-cache-dir \
     --upgrade --target /tmp/site .whl/*.whl || exit
 fi
-if ! "${PYTHON:-python3}" -c 'import gguf, platformdirs' 2>/dev/null &&
-  ! compgen -G ".carry/*/*.part*-of-*" >/dev/null; then
-  echo "gguf and platformdirs are missing: carry .whl, which bench/gpu_pack.sh makes" >&2
-  exit 2
-fi
 if [ -f .peers/flashinfer.tar.xz ] && [ ! -d /tmp/site/flashinfer ]; then
   mkdir -p /tmp/site
   tar -xJf .peers/flashinfer.tar.xz -C /tmp/site || exit # bench/flashinfer_pack.sh
@@ -27,4 +22,8 @@ if [ -d /tmp/attnplug ] || compgen -G ".carry/*/*.part*-of-*" >/dev/null; then
       "${PYTHON:-python3}" bench/carry_weights.py join "$piece" || exit
     fi
   done
+fi
+if ! "${PYTHON:-python3}" -c 'import gguf, platformdirs' 2>/dev/null; then
+  echo "gguf and platformdirs are missing: carry .whl, which bench/gpu_pack.sh makes" >&2
+  exit 2
 fi

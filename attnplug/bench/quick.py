@@ -167,7 +167,7 @@ def loud_key(q: torch.Tensor, kv_heads: int, scale: float) -> torch.Tensor:
 
 
 def repeats(plan: Plan, sets: int) -> int:
-    """How often a graph's calls go through so many sets of inputs."""
+    """How many times a graph calls each of its sets of inputs."""
     return max(1, CALLS // sets) if plan.device == "cuda" else 1
 
 

@@ -158,7 +158,7 @@ class PlugLayer(WatchedLayer):
         return buffers
 
     def _knows_only(self, tokens: int) -> bool:
-        """Whether the host knows of no tokens but so many, counted and not yet written."""
+        """Whether all that the layer counts are the `tokens` that it is about to write."""
         steps = self.uncounted or self.captured
         return not (torch.compiler.is_compiling() or steps) and self.counted == tokens
 

@@ -228,6 +228,7 @@ class Decoding:
         logits = outputs.logits[:, -1].to(dtype=torch.float32, copy=True)
         del outputs  # the logits of a whole prompt may be large
         steps = self.last > self.length + 1  # else the prompt gives the only token
+        self.bound = bindings_of(self.model) if steps else {}
         compiles = steps and self.model._valid_auto_compile_criteria(self.inputs, self.config)
         drafts = drafts_of(self, mask) if steps else 0
         self.lag = LAG.get(self.device.type, 0) if compiles and self._may_overrun() else 0
@@ -270,7 +271,7 @@ class Decoding:
         `crop` brings back to what they were, and no trace file."""
         if self._is_kept() and not all(_crops_exactly(layer) for layer in self.cache.layers):
             return False
-        return all(each.trace_to is None for each in bindings_of(self.model).values())
+        return all(each.trace_to is None for each in self.bound.values())
 
     def _is_kept(self) -> bool:
         """Whether anybody sees the cache again."""

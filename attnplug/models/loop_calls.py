@@ -31,8 +31,9 @@ OWN_METHODS = (
     "_update_model_kwargs_for_generation",
     "_has_unfinished_sequences",
 )
-# They compute scores from scores and token ids on the device: no state, no look from the host.
-PROCESSORS = tuple(
+# They compute scores on the device, without a state or a look from the host, from scores and how
+# many tokens there are; and the last one from which tokens these are.
+OF_LENGTH = tuple(
     getattr(logits_process, name)
     for name in (
         "EpsilonLogitsWarper",
@@ -42,7 +43,6 @@ PROCESSORS = tuple(
         "MinLengthLogitsProcessor",
         "MinNewTokensLengthLogitsProcessor",
         "MinPLogitsWarper",
-        "RepetitionPenaltyLogitsProcessor",
         "SuppressTokensAtBeginLogitsProcessor",
         "SuppressTokensLogitsProcessor",
         "TemperatureLogitsWarper",
@@ -51,6 +51,7 @@ PROCESSORS = tuple(
         "TypicalLogitsWarper",
     )
 )
+PROCESSORS = (*OF_LENGTH, logits_process.RepetitionPenaltyLogitsProcessor)
 CRITERIA = (stopping_criteria.MaxLengthCriteria, stopping_criteria.EosTokenCriteria)
 MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
 INPUTS = {CACHE, "attention_mask", "position_ids", "use_cache", "logits_to_keep"}

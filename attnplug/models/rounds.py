@@ -14,37 +14,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from transformers.generation import logits_process
 
 from attnplug.call import Served
 from attnplug.models.cache import PlugCache, PlugLayer
 from attnplug.models.captured import Step
 from attnplug.models.decode_step import StepBuffers, argmax, due_layers, prepare_layers
-from attnplug.models.hf import bindings_of
 from attnplug.models.hook import state_of
+from attnplug.models.loop_calls import OF_LENGTH
 from attnplug.models.names import CACHE
 from attnplug.models.patience import PatientStep, is_capturable
-
-# Processors that look at scores and at how many tokens there are, not at which ones.
-OF_LENGTH = tuple(
-    getattr(logits_process, name)
-    for name in (
-        "EpsilonLogitsWarper",
-        "EtaLogitsWarper",
-        "ForcedEOSTokenLogitsProcessor",
-        "InfNanRemoveLogitsProcessor",
-        "LogitNormalization",
-        "MinLengthLogitsProcessor",
-        "MinNewTokensLengthLogitsProcessor",
-        "MinPLogitsWarper",
-        "SuppressTokensAtBeginLogitsProcessor",
-        "SuppressTokensLogitsProcessor",
-        "TemperatureLogitsWarper",
-        "TopKLogitsWarper",
-        "TopPLogitsWarper",
-        "TypicalLogitsWarper",
-    )
-)
 
 
 @dataclass
@@ -92,8 +70,7 @@ def drafts_of(call: Any, mask: torch.Tensor | None) -> int:
     """Drafts a round of a call of `Decoding`; 0 where each of its tokens is a step, and where that
     is so although its policy makes drafts, each layer notes why. `mask` is None where no row is
     padded."""
-    bound: dict[Any, Any] = bindings_of(call.model)
-    served = {module: x for module, x in bound.items() if x.policy is not None}
+    served = {module: x for module, x in call.bound.items() if x.policy is not None}
     counts = {binding.policy.rounds() for binding in served.values()}
     if counts <= {0}:
         return 0
@@ -143,8 +120,7 @@ def verify_step(
     """Take back what the drafts have fed, and feed the last token with all drafts. Where `greedy`,
     settle the round; else return the logits `[m+1,V]` in float32."""
     drafts = tokens.shape[1] - 1
-    for layer in cache.layers:
-        layer.take_back(drafts)  # pyright: ignore[reportAttributeAccessIssue]
+    _take_back(cache.layers, drafts)
     position.sub_(drafts)
     places = torch.arange(drafts + 1, device=tokens.device, dtype=position.dtype)
     outputs = model(
@@ -174,8 +150,7 @@ def settle(
     and have the caches hold these alone. Nothing is read on the host."""
     drafts = tokens.shape[1] - 1
     accepted = (chosen[:-1] == tokens[0, 1:]).int().cumprod(0).sum(dtype=torch.int64)
-    for layer in cache.layers:
-        layer.take_back(drafts - accepted)  # pyright: ignore[reportAttributeAccessIssue]
+    _take_back(cache.layers, drafts - accepted)
     position.add_(accepted + 1)
     token.copy_(chosen.gather(0, accepted.reshape(1))[:, None])
     found[0].copy_(accepted)
@@ -316,8 +291,8 @@ class Rounds:
         for token in chosen[:count]:
             call.ids[:, call.length].fill_(token)
             call.count_token()
-        for layer in self.layers if count < len(chosen) else ():
-            layer.take_back(len(chosen) - count)
+        if count < len(chosen):
+            _take_back(self.layers, len(chosen) - count)
         self.noise.forget_before(call.length - 1)
         return call.length >= call.last or chosen[count - 1] in ends
 
@@ -330,6 +305,11 @@ class Rounds:
         shares = scores.softmax(-1)
         chosen = (shares / self.noise.of(place, shares)).argmax(-1)
         return torch.where(shares.max() < torch.inf, chosen, -1)
+
+
+def _take_back(layers: Iterable[Any], tokens: int | torch.Tensor) -> None:
+    for layer in layers:
+        layer.take_back(tokens)
 
 
 def _set_part(layers: Iterable[PlugLayer], part: str) -> None:

@@ -101,7 +101,6 @@ class Exact(DenseBelow):
         layer = call.state
         part = layer.round_part if isinstance(layer, PlugLayer) else ""
         if part == "verify":
-            call.flush()
             return Dense().attend(call)
         if part == "draft":
             if not self.drafter.takes_pending:
