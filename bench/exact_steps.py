@@ -22,6 +22,7 @@ from whole_calls import CONFIG, SMALL, built, say, seconds
 import attnplug
 from attnplug.models import rounds
 from attnplug.models.generate import LOOP
+from attnplug.models.names import CACHE
 
 PROMPT, SHORT, LONG = 20, 40, 110  # tokens of a call's own prompt, and new ones
 
@@ -66,7 +67,7 @@ def a_token(model: Any, tokens: int) -> float:
     def call(new: int) -> float:
         ids = torch.randint(10, 100, (1, tokens + PROMPT), device=model.device)
         options: dict[str, Any] = {"max_new_tokens": new, "min_new_tokens": new, "do_sample": False}
-        options["past_key_values"] = cache
+        options[CACHE] = cache
         took = seconds(lambda: model.generate(ids, **options), model.device)
         cache.crop(tokens - int(cache.layers[0].cumulative_length))
         return took
