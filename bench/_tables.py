@@ -10,6 +10,22 @@ from _plots import Row, tokens
 
 Column = tuple[str, Callable[[Row], str]]
 
+OPEN_ROWS = 8  # results.md folds a longer table
+# What of a row's setting is said once above a table whose rows share it, and how.
+SETTINGS = {
+    "op": "{}",
+    "case": "{}",
+    "policy": "{}",
+    "options": "{}",
+    "batch": "batch {}",
+    "heads": "{} heads",
+    "D": "D {}",
+    "dtype": "{}",
+    "GPU": "{}",
+    "model": "{}",
+    "trials": "{} trials",
+}
+
 
 def table(rows: Sequence[Row], columns: Sequence[Column]) -> str:
     """A Markdown table."""
@@ -17,6 +33,28 @@ def table(rows: Sequence[Row], columns: Sequence[Column]) -> str:
     lines.append("|" + "|".join(" --- " for _ in columns) + "|")
     lines += ["| " + " | ".join(show(row) for _, show in columns) + " |" for row in rows]
     return "\n".join(lines)
+
+
+def constants(rows: Sequence[Row], columns: Sequence[Column]) -> tuple[str, list[Column]]:
+    """What all rows share of their setting, in words, and the columns in which they differ."""
+    told, kept = [], []
+    for title, show in columns:
+        values = {show(row) for row in rows}
+        if title in SETTINGS and len(values) == 1:
+            told += [SETTINGS[title].format(value) for value in values if value]
+        elif values != {""}:
+            kept.append((title, show))
+    return f"Setting: {', '.join(told)}." if told else "", kept
+
+
+def folded(rows: Sequence[Row], columns: Sequence[Column], name: str) -> list[str]:
+    """What all rows share, and their table, behind a line to click on where it is long."""
+    shared, columns = constants(rows, columns)
+    parts = [shared] if shared else []
+    if len(rows) <= OPEN_ROWS:
+        return [*parts, table(rows, columns)]
+    summary = f'<details markdown="1"><summary>{len(rows)} {name}</summary>'
+    return [*parts, summary, table(rows, columns), "</details>"]
 
 
 def scores(rows: Sequence[Row], show: str, across: str) -> str:

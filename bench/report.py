@@ -61,7 +61,7 @@ from _plots import (
 )
 from _served import is_served, served
 from _story_plots import draw_story, pictures
-from _tables import Column, scores, table
+from _tables import Column, constants, folded, scores, table
 from stale import History, NoHistoryError, gone
 
 Row = dict[str, Any]
@@ -224,10 +224,13 @@ def results_page(
         if has_line(served(rows)):
             parts.append(f"![{op}: time and ratio against tokens](../img/{image_name(op, case)})")
         run = ("run", lambda row: f"[{runs[_run(row)]}](#runs) {marks.get(id(row), '')}".rstrip())
-        parts.append(table(rows, [*TIMING_COLUMNS[2:], run]))
+        told = {"op", "case"}  # the heading says these
+        parts += folded(rows, [c for c in [*TIMING_COLUMNS, run] if c[0] not in told], "rows")
     for model, each in itertools.groupby(quality, key=lambda row: row["model"]):
         parts += [f"## Quality, {model}", f"![scores beside dense](../img/{quality_name(model)})"]
-        parts.append(table(list(each), [c for c in QUALITY_COLUMNS if c[0] != "model"]))
+        columns = [c for c in QUALITY_COLUMNS if c[0] != "model"]
+        for task, scored in itertools.groupby(each, key=lambda row: row["task"]):
+            parts += folded(list(scored), columns, f"rows of {task}")
     if runs:
         named = [dict(zip(RUN, run, strict=True), run=number) for run, number in runs.items()]
         columns = [(key, lambda row, key=key: str(row[key])) for key in ("run", *RUN)]
@@ -285,7 +288,7 @@ def fill_markers(
             body = scores(rows, show, across)
         else:
             rows = hardest(rows) if columns is TIMING_COLUMNS else rows
-            body = table(rows, _titled(titles, columns) or _varying(rows, columns))
+            body = _whole(rows, _titled(titles, columns), columns)
         if image and rows:
             body = f"![{Path(image).stem}]({image})\n\n{body}"
         return f"{match[1]}\n{body}\n\n{match[4]}"
@@ -339,24 +342,26 @@ def _titled(titles: Sequence[str], columns: Sequence[Column]) -> list[Column]:
     return [(title, known[title]) for title in titles]
 
 
-def _varying(rows: Sequence[Row], columns: Sequence[Column]) -> list[Column]:
-    """The columns that say something: not empty throughout, nor a dtype or size all rows share."""
-    kept = []
-    for title, show in columns:
-        values = {show(row) for row in rows}
-        # of a peer's time the ratio tells; beside other runs of the same peer it would be another
-        dull = (
-            values == {""}
-            or title == "peer's time"
-            or (title in ("dtype", "D", "options", "case", "GPU") and len(values) == 1)
-        )
-        if not dull or title in ("op", "n"):
-            kept.append((title, show))
-    return kept
+def _whole(rows: Sequence[Row], asked: Sequence[Column], known: Sequence[Column]) -> str:
+    """A page's table: the columns that were asked for, or else those that say something, under a
+    line of what all rows share."""
+    if asked:
+        return table(rows, asked)
+    # Of a peer's time the ratio tells; beside other runs of the same peer it would be another.
+    shared, columns = constants(rows, [c for c in known if c[0] != "peer's time"])
+    return f"{shared}\n\n{table(rows, columns)}" if shared else table(rows, columns)
+
+
+def _interval(median: str, low: str, high: str) -> str:
+    """`7.5 us (6.75 to 9)`: the unit once, where all three have it."""
+    unit = median.partition(" ")[2]
+    if all(text.partition(" ")[2] == unit for text in (low, high)):
+        low, high = (text.partition(" ")[0] for text in (low, high))
+    return f"{median} ({low} to {high})"
 
 
 def _time(row: Row) -> str:
-    return f"{duration(row['p50_us'])} ({duration(row['p20_us'])} to {duration(row['p80_us'])})"
+    return _interval(*(duration(row[key]) for key in ("p50_us", "p20_us", "p80_us")))
 
 
 def _ratio(row: Row) -> str:
@@ -375,17 +380,17 @@ TIMING_COLUMNS: list[Column] = [
     ("op", lambda row: f"`{row['op']}`"),
     ("case", lambda row: "" if row["case"] == "op" else row["case"]),
     ("tokens", lambda row: tokens(row["n"]) + ("" if is_served(row) else BY_DEFAULT)),
+    ("ratio", _ratio),
+    ("time", _time),
+    ("peer", lambda row: PEERS.get(row["peer"], row["peer"] or "")),
+    ("peer's time", lambda row: duration(row["peer_p50_us"]) if row["peer"] else ""),
+    ("policy", lambda row: f"`{row['policy']}`" if row.get("policy") else ""),
+    ("options", lambda row: row["options"]),
     ("batch", lambda row: str(row["batch"])),
     ("heads", heads),
     ("D", lambda row: str(row["head_dim"])),
     ("dtype", lambda row: row["dtype"]),
-    ("options", lambda row: row["options"]),
-    ("policy", lambda row: f"`{row['policy']}`" if row.get("policy") else ""),
     ("GPU", lambda row: re.sub(r".*?([A-Z]+\d+).*", r"\1", row["gpu"])),
-    ("time", _time),
-    ("peer", lambda row: PEERS.get(row["peer"], row["peer"] or "")),
-    ("peer's time", lambda row: duration(row["peer_p50_us"]) if row["peer"] else ""),
-    ("ratio", _ratio),
     ("ceiling", _ceiling),
 ]
 QUALITY_COLUMNS: list[Column] = [

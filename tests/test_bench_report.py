@@ -79,17 +79,16 @@ def run(report, tree, *more):
 def test_the_results_page_holds_every_row_once(report, tree):
     assert run(report, tree) == 0
     page = (tree / "docs" / "reference" / "results.md").read_text()
-    line = "| 8K | 1 | 28/4 | 128 | bfloat16 |  |  | H200 | 7.5 us (6.75 us to 9 us) | cuDNN SDPA |"
-    assert f"{line} 15 us | **2.00x** | 81% | [1](#runs) |" in page
-    assert "| 8K | 8 | 28/4 | 128 | bfloat16 |  |  | H200 | 20 us (18 us to 24 us) |" in page
-    assert "| 0.75x | 81% | [2](#runs) |" in page
+    line = "| 8K | **2.00x** | 7.5 us (6.75 to 9) | cuDNN SDPA | 15 us | 1 | 81% | [1](#runs) |"
+    assert f"\n{line}\n" in page
+    assert "\nSetting: 28/4 heads, D 128, bfloat16, H200.\n" in page  # and not one by one
+    assert "| 8K | 0.75x | 20 us (18 to 24) | cuDNN SDPA | 15 us | 8 | 81% | [2](#runs) |" in page
     assert "99" not in page  # the older answer to the same question
-    assert (
-        "| 1M | 1 | 28/4 | 128 | bfloat16 | k=8, gamma=16 |  | H200 | 4 s (3.6 s to 4.8 s) |  |  |"
-        in page
-    )
+    assert "\nSetting: k=8, gamma=16, batch 1, 28/4 heads, D 128, bfloat16, H200.\n" in page
+    assert "| 1M | 4 s (3.6 to 4.8) | 81% | [2](#runs) |" in page
     assert "| 1 | H200 | 2.11 | 3.6 | def | 2026-01-03 |" in page
-    assert "| needle | 4K | 20 | `momo(gamma=16)` | 0.9 (0.7 to 0.98) | 0.95 |" in page
+    assert "\nSetting: 20 trials, `momo(gamma=16)`.\n" in page
+    assert "| needle | 4K | 0.9 (0.7 to 0.98) | 0.95 |" in page
     assert page.index("## dense_decode") < page.index("## momo") < page.index("## Quality, smollm2")
 
 
@@ -117,11 +116,13 @@ def test_plots_are_drawn_where_there_is_a_line_to_draw(report, tree):
 def test_markers_are_filled_by_their_filters_and_nothing_else_moves(report, tree):
     run(report, tree)
     text = (tree / "README.md").read_text()
-    assert text.startswith("Before.\n<!-- results op=dense_decode heads=28/4 batch=1 -->\n\n| op |")
+    assert text.startswith(
+        "Before.\n<!-- results op=dense_decode heads=28/4 batch=1 -->\n\nSetting: `dense_"
+    )
     assert text.endswith("|\n\n<!-- /results -->\nAfter.\n") and "old" not in text
-    assert text.count("`dense_decode`") == 2 and "momo" not in text
-    assert "dtype" not in text  # all rows share it
-    assert "| needle | smollm2 |" in (tree / "docs" / "momo.md").read_text()
+    assert text.count("`dense_decode`") == 1 and "momo" not in text
+    assert "dtype" not in text and text.count("bfloat16") == 1  # all rows share it
+    assert "| needle | 4K |" in (tree / "docs" / "momo.md").read_text()
 
 
 def test_a_table_may_join_filters_and_name_its_columns(report, tree):
@@ -427,14 +428,14 @@ def test_the_readme_has_no_row_where_the_default_runs_dense_and_other_pages_mark
         page.write_text(marker)
     assert run(report, tree) == 0
     told = [line.split(" | ") for line in (tree / "README.md").read_text().splitlines()]
-    lines = sorted(line[2:4] for line in told if line[0].startswith("| `"))
+    (titles,) = (line for line in told if line[0] == "| op")
+    columns = titles.index("tokens"), titles.index("batch")
+    lines = sorted([line[c] for c in columns] for line in told if line[0].startswith("| `"))
     assert lines == [["128K", "1"], ["16K", "1"], ["1M", "1"], ["32K", "8"]]
     page = (tree / "docs" / "momo.md").read_text()
     assert page.count(" (dense by default) | ") == 4
-    assert (
-        "| `gather` | step | 32K (dense by default) | 1 |" in page
-        and "| 1M (dense by default) | 1 |" in page
-    )
+    assert "| `gather` | step | 32K (dense by default) | **1.40x** |" in page
+    assert "| 1M (dense by default) | 0.01x |" in page
 
 
 def test_no_policy_serves_where_a_committed_row_is_slower_than_dense(report):
