@@ -30,6 +30,7 @@ PEERS = {
     "stock": "stock transformers",
     "torch.topk": "torch.topk",
     "dense": "dense",
+    "vllm": "vLLM",
 }
 COUNTED = re.compile(r", (link|tier|exact|hits|promoted|GPU memory) [^,]*")
 MAX_PANELS = 2

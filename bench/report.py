@@ -335,7 +335,7 @@ def _passes(row: Row, wanted: dict[str, list[str]]) -> bool:
 
 def _titled(titles: Sequence[str], columns: Sequence[Column]) -> list[Column]:
     """The columns of these titles, in their order."""
-    known = dict(columns)
+    known = dict([*columns, *CALL_COLUMNS])
     unknown = set(titles) - set(known)
     if unknown:
         raise SystemExit(f"<!-- results -->: no column {', '.join(sorted(unknown))}")
@@ -392,6 +392,19 @@ TIMING_COLUMNS: list[Column] = [
     ("dtype", lambda row: row["dtype"]),
     ("GPU", lambda row: re.sub(r".*?([A-Z]+\d+).*", r"\1", row["gpu"])),
     ("ceiling", _ceiling),
+]
+# Whole calls in a reader's words, for a table that asks for these columns.
+CALLS = {
+    "generate": "a new token in `generate`",
+    "generate-prefill": "the first token in `generate`",
+    "e2e-ttft": "the first token, without a cache",
+    "vllm-ttft": "the first token in vLLM",
+    "vllm-load": "{batch} requests in vLLM",
+}
+MODELS = {"28/4": "Qwen2.5-7B", "32/8": "Llama-3.1-8B"}  # whose shapes whole calls are timed in
+CALL_COLUMNS: list[Column] = [
+    ("what", lambda row: CALLS[row["case"]].format(**row)),
+    ("shape", lambda row: MODELS[heads(row)]),
 ]
 QUALITY_COLUMNS: list[Column] = [
     ("task", lambda row: row["task"]),
