@@ -34,7 +34,8 @@ Row = dict[str, Any]
 
 ROOT = Path(__file__).resolve().parent.parent
 GENERATED = re.compile(
-    r"<!-- (results|scores|scratch|bounds|choice|story|op|capabilities)\b(.*?)-->.*?<!-- /\1 -->",
+    r"<!-- (results|numbers|scores|scratch|bounds|choice|story|op|capabilities)\b(.*?)-->"
+    r".*?<!-- /\1 -->",
     re.DOTALL,
 )
 QUOTED = re.compile(r"<!-- quoted\b(.*?)-->(.*?)<!-- /quoted -->", re.DOTALL)

@@ -1,5 +1,6 @@
 """Tables and plots from bench/results/*.json: docs/reference/results.md, docs/img/*.png, and what
-stands between `<!-- results FILTERS -->` and `<!-- /results -->`, or `<!-- scores FILTERS -->` and
+stands between `<!-- results FILTERS -->` and `<!-- /results -->`, `<!-- numbers FILTERS -->` and
+`<!-- /numbers -->` (each row's ratio, in large), or `<!-- scores FILTERS -->` and
 `<!-- /scores -->` (quality rows, a line a task and policy, a column a length), in README.md and in
 docs.
 
@@ -44,6 +45,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
+from _calls import CALL_COLUMNS, numbers
 from _choice import choice
 from _frontier_plot import draw_frontiers
 from _plots import (
@@ -75,7 +77,8 @@ RUN = ("gpu", "torch", "triton", "commit", "date")
 BY_DEFAULT = " (dense by default)"  # beside a length
 STALE_MARK = re.compile(r"(?<=\]\(#runs\)) (stale|unknown)(?= \|)")
 MARKED = re.compile(
-    r"(<!-- (results|scores|scratch|bounds|choice|story)\b(.*?)-->\n).*?(<!-- /\2 -->)", re.DOTALL
+    r"(<!-- (results|numbers|scores|scratch|bounds|choice|story)\b(.*?)-->\n).*?(<!-- /\2 -->)",
+    re.DOTALL,
 )
 
 
@@ -286,6 +289,8 @@ def fill_markers(
             body = "Not measured yet."
         elif pivot:
             body = scores(rows, show, across)
+        elif match[2] == "numbers":
+            body = numbers(rows, TIMING_COLUMNS)
         else:
             rows = hardest(rows) if columns is TIMING_COLUMNS else rows
             body = _whole(rows, _titled(titles, columns), columns)
@@ -392,19 +397,6 @@ TIMING_COLUMNS: list[Column] = [
     ("dtype", lambda row: row["dtype"]),
     ("GPU", lambda row: re.sub(r".*?([A-Z]+\d+).*", r"\1", row["gpu"])),
     ("ceiling", _ceiling),
-]
-# Whole calls in a reader's words, for a table that asks for these columns.
-CALLS = {
-    "generate": "a new token in `generate`",
-    "generate-prefill": "the first token in `generate`",
-    "e2e-ttft": "the first token, without a cache",
-    "vllm-ttft": "the first token in vLLM",
-    "vllm-load": "{batch} requests in vLLM",
-}
-MODELS = {"28/4": "Qwen2.5-7B", "32/8": "Llama-3.1-8B"}  # whose shapes whole calls are timed in
-CALL_COLUMNS: list[Column] = [
-    ("what", lambda row: CALLS[row["case"]].format(**row)),
-    ("shape", lambda row: MODELS[heads(row)]),
 ]
 QUALITY_COLUMNS: list[Column] = [
     ("task", lambda row: row["task"]),

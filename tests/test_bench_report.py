@@ -21,6 +21,7 @@ def report(monkeypatch):
         "report",
         "stale",
         "_plots",
+        "_calls",
         "_choice",
         "_served",
         "_tables",
@@ -147,6 +148,15 @@ def test_a_table_may_have_a_picture_where_it_has_rows(report, tree):
     assert "\n![some-picture](img/some-picture.png)\n\n| task |" in shown
     none = report.fill_markers(text.format("task=kl"), [], rows)
     assert "![" not in none and "Not measured yet." in none
+
+
+def test_numbers_of_the_first_page_are_rows_in_large(report):
+    call = timing(131072, case="generate", policy="sketch", op="sketch", peer="dense")
+    text = "<!-- numbers case=generate -->\nold\n<!-- /numbers -->"
+    shown = report.fill_markers(text, [call, timing(8192)], [])
+    number = "<strong>1.50x</strong> as fast: a new token in <code>generate</code> at 128K tokens: "
+    assert number + "<code>sketch</code> beside dense, Qwen2.5-7B on an H200</div>" in shown
+    assert shown.count("<strong>") == 1 and "old" not in shown
 
 
 def test_scores_have_a_line_a_policy_and_a_column_a_length(report, tree):

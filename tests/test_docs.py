@@ -54,7 +54,7 @@ def blocks(page: Path) -> list[tuple[str, str]]:
 def prose(page: Path) -> str:
     """The page without its fenced blocks and generated tables."""
     text = FENCED.sub("", page.read_text())
-    return re.sub(r"<!-- (results|choice)\b.*?<!-- /\1 -->", "", text, flags=re.DOTALL)
+    return re.sub(r"<!-- (results|numbers|choice)\b.*?<!-- /\1 -->", "", text, flags=re.DOTALL)
 
 
 def import_page(page: Path, folder: Path):

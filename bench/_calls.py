@@ -1,0 +1,37 @@
+"""Whole calls in a reader's words: columns of README's table, and the numbers of the first page."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from _plots import Row, heads
+from _tables import Column
+
+CALLS = {
+    "generate": "a new token in `generate`",
+    "generate-prefill": "the first token in `generate`",
+    "e2e-ttft": "the first token, without a cache",
+    "vllm-ttft": "the first token in vLLM",
+    "vllm-load": "{batch} requests in vLLM",
+}
+MODELS = {"28/4": "Qwen2.5-7B", "32/8": "Llama-3.1-8B"}  # whose shapes whole calls are timed in
+CALL_COLUMNS: list[Column] = [
+    ("what", lambda row: CALLS[row["case"]].format(**row)),
+    ("shape", lambda row: MODELS[heads(row)]),
+]
+
+
+def numbers(rows: Sequence[Row], columns: Sequence[Column]) -> str:
+    """The ratios of whole calls in large, and in words what each is of."""
+    known = dict([*columns, *CALL_COLUMNS])
+    boxes = []
+    for row in rows:
+        told = {
+            title: re.sub("`(.*?)`", r"<code>\1</code>", show(row)) for title, show in known.items()
+        }
+        boxes.append(
+            f"<div><strong>{row['ratio']:.2f}x</strong> as fast: {told['what']} at {told['tokens']} tokens: "
+            f"{told['policy']} beside {told['peer']}, {told['shape']} on an {told['GPU']}</div>"
+        )
+    return "\n".join(['<div class="numbers">', *boxes, "</div>"])
