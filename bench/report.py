@@ -211,6 +211,7 @@ def results_page(
     marks = marks or {}
     runs = _runs(timing)
     parts = [
+        "---\nsearch:\n  exclude: true\n---",  # its tables would bury the pages that explain
         "# Results",
         "Written by `python bench/report.py` from `bench/results/*.json`: edit those, not this.\n"
         "Times are medians of device time (20th to 80th percentile in brackets). The ratio is\n"
