@@ -31,6 +31,7 @@ from attnplug.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from attnplug.api import applied, apply, make_cache, remove, report, warm
+    from attnplug.loading import Loading, on_load
     from attnplug.long_prompt import Prefilled, prefill
     from attnplug.policies import (
         Auto,
@@ -61,6 +62,7 @@ __all__ = [
     "Gvr",
     "HostMemoryError",
     "LayerReport",
+    "Loading",
     "MissingPackageError",
     "Momo",
     "NotAppliedError",
@@ -79,6 +81,7 @@ __all__ = [
     "applied",
     "apply",
     "make_cache",
+    "on_load",
     "prefill",
     "remove",
     "report",
@@ -89,6 +92,7 @@ __all__ = [
 _API = ("applied", "apply", "make_cache", "remove", "report", "warm")
 _HOMES = {
     **dict.fromkeys(_API, "attnplug.api"),
+    **dict.fromkeys(("Loading", "on_load"), "attnplug.loading"),
     **dict.fromkeys(("Prefilled", "prefill"), "attnplug.long_prompt"),
     **dict.fromkeys(("LayerReport", "Report"), "attnplug.reports"),
 }

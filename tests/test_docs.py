@@ -2,6 +2,7 @@
 of every method stands on the method's page, and no figure is quoted outside the results."""
 
 import dataclasses
+import importlib
 import importlib.util
 import re
 import sys
@@ -191,6 +192,20 @@ def test_the_lengths_from_which_a_method_pays_are_its_crossovers(page):
         assert any(f"[`{name}`]" in row and length in row for row in rows), (name, length)
         told += 1
     assert told > 3
+
+
+@pytest.mark.parametrize(
+    "module", ["", ".policies", ".testing", ".trace", ".models.pretrained"], ids=lambda name: name
+)
+def test_every_public_name_is_in_the_api_reference(module):
+    """The methods stand there as names of attnplug, the ops on a page of their own."""
+    page = named("api.md").read_text()
+    listed = re.findall(r"^::: attnplug([\w.]*)\.(\w+)$", page, re.MULTILINE)
+    assert len(listed) == len(set(listed))
+    own = {name for home, name in listed if home == module}
+    public = set(importlib.import_module(f"attnplug{module}").__all__)
+    assert own <= public
+    assert public <= own | {name for home, name in listed if home == ""}
 
 
 def test_every_op_stands_in_the_reference():

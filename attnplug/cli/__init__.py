@@ -13,6 +13,7 @@ from attnplug import __version__
 from attnplug.cli.measure import bench, demo, doctor, eval, plan, report, tune
 from attnplug.cli.new_policy import new_policy
 from attnplug.cli.output import console
+from attnplug.cli.run import run
 from attnplug.cli.serve import serve
 from attnplug.cli.trace import trace
 
@@ -21,6 +22,8 @@ __all__ = ["app"]
 app = typer.Typer(name="attnplug", pretty_exceptions_enable=False)
 for command in (demo, report, plan, eval, bench, tune, serve, new_policy, doctor):
     app.command()(command)
+# What follows -- is another program's: none of it is ours to read.
+app.command(context_settings={"allow_extra_args": True})(run)
 app.add_typer(trace, name="trace")
 
 

@@ -1,0 +1,191 @@
+"""on_load and `attnplug run`: a policy on models that a program loads by itself."""
+
+import json
+import logging
+import subprocess
+import sys
+
+import pytest
+import torch
+from test_docs import byte_tokenizer
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    ResNetConfig,
+    ResNetModel,
+    pipeline,
+)
+
+import attnplug
+from attnplug.errors import ArgumentError, NotAppliedError, PolicyError
+from attnplug.program import find
+from attnplug.testing import tiny_model
+
+POLICY = "momo(min_tokens=0)+gather(min_tokens=0)"
+IDS = torch.arange(2, 82)[None]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    """A model with a tokenizer, in a folder."""
+    folder = tmp_path_factory.mktemp("model")
+    tiny_model(vocab_size=300, max_position_embeddings=2048).save_pretrained(folder)
+    tokenizer = byte_tokenizer()
+    tokenizer.eos_token = "<pad>"
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def policy_of(model):
+    try:
+        return attnplug.report(model).policy
+    except NotAppliedError:
+        return None
+
+
+def test_a_model_that_is_loaded_meanwhile_has_the_policy_and_keeps_it(checkpoint):
+    own = vars(PreTrainedModel)["from_pretrained"]
+    with attnplug.on_load(POLICY):
+        auto = AutoModelForCausalLM.from_pretrained(checkpoint)
+        direct = LlamaForCausalLM.from_pretrained(checkpoint)
+        whole, told = LlamaForCausalLM.from_pretrained(checkpoint, output_loading_info=True)
+        pipe = pipeline("text-generation", str(checkpoint))
+        assert "missing_keys" in told
+    assert vars(PreTrainedModel)["from_pretrained"] is own
+    for model in (auto, direct, whole, pipe.model):
+        assert policy_of(model) == POLICY
+    stock = AutoModelForCausalLM.from_pretrained(checkpoint)
+    assert policy_of(stock) is None
+    options = dict(max_new_tokens=4, do_sample=False)
+    assert torch.equal(auto.generate(IDS, **options), stock.generate(IDS, **options))
+    attnplug.remove(auto)
+
+
+def test_it_lasts_until_it_is_closed_and_the_newest_decides(checkpoint):
+    outer = attnplug.on_load("momo")
+    with attnplug.on_load("gather"):
+        assert policy_of(AutoModelForCausalLM.from_pretrained(checkpoint)) == "gather"
+    assert policy_of(AutoModelForCausalLM.from_pretrained(checkpoint)) == "momo"
+    outer.close()
+    outer.close()
+    assert policy_of(AutoModelForCausalLM.from_pretrained(checkpoint)) is None
+
+
+def test_a_string_names_the_policy_of_one_model(checkpoint):
+    named = dict(attn_implementation="attnplug:momo+gather(k=8)")
+    for policy in (None, "dense"):
+        with attnplug.on_load(policy):
+            for load in (AutoModelForCausalLM.from_pretrained, LlamaForCausalLM.from_pretrained):
+                assert policy_of(load(checkpoint, **named)) == "momo+gather(k=8)"
+                assert policy_of(load(checkpoint)) == policy
+            other = AutoModelForCausalLM.from_pretrained(checkpoint, attn_implementation="eager")
+            assert policy_of(other) == policy
+    model = AutoModelForCausalLM.from_pretrained(checkpoint)
+    assert model.config._attn_implementation == "sdpa"
+    with pytest.raises(ValueError, match="attnplug:momo"):
+        AutoModelForCausalLM.from_pretrained(checkpoint, attn_implementation="attnplug:momo")
+
+
+def test_mappings_and_mistakes(checkpoint):
+    with pytest.raises(PolicyError, match="Did you mean momo"):
+        attnplug.on_load("momoo")
+    with attnplug.on_load({0: "momo"}):
+        assert policy_of(AutoModelForCausalLM.from_pretrained(checkpoint)) == "{0: momo}"
+        with pytest.raises(PolicyError, match="no method"):
+            AutoModelForCausalLM.from_pretrained(checkpoint, attn_implementation="attnplug:mo")
+    with attnplug.on_load({99: "momo"}), pytest.raises(PolicyError, match="no attention layer"):
+        AutoModelForCausalLM.from_pretrained(checkpoint)
+
+
+def test_a_model_that_cannot_be_served_stays_and_the_log_says_why(tmp_path, caplog):
+    config = ResNetConfig(embedding_size=8, hidden_sizes=[8], depths=[1], num_channels=1)
+    ResNetModel(config).save_pretrained(tmp_path)
+    with attnplug.on_load("momo"), caplog.at_level(logging.WARNING, "attnplug"):
+        model = AutoModel.from_pretrained(tmp_path)
+    assert policy_of(model) is None
+    assert "ResNetModel stays as it is: " in caplog.text
+
+
+PROGRAM = """
+import sys
+import torch
+from transformers import AutoModelForCausalLM
+import beside
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1])
+model.generate(torch.arange(2, 82)[None], max_new_tokens=2, do_sample=False)
+import attnplug
+print(attnplug.report(model).policy, beside.VALUE, sys.argv[2:], __name__)
+raise SystemExit(3)
+"""
+
+
+def attnplug_run(*words, policy=POLICY, cwd=None):
+    command = [sys.executable, "-m", "attnplug", "run", "--policy", policy, "--", *map(str, words)]
+    return subprocess.run(command, capture_output=True, text=True, cwd=cwd)
+
+
+def test_a_program_runs_as_python_runs_it(checkpoint, tmp_path):
+    (tmp_path / "program.py").write_text(PROGRAM)
+    (tmp_path / "beside.py").write_text("VALUE = 7\n")
+    asked = (checkpoint, "--policy", "its own", "--help")
+    by_name = attnplug_run(tmp_path / "program.py", *asked)
+    as_module = attnplug_run("-m", "program", *asked, cwd=tmp_path)
+    for done in (by_name, as_module):
+        said = f"{POLICY} 7 ['--policy', 'its own', '--help'] __main__\n"
+        assert (done.stdout, done.returncode) == (said, 3), done.stderr
+        assert f"attnplug on LlamaForCausalLM: policy {POLICY}\n" in done.stderr
+
+
+def test_a_programs_own_error_keeps_its_traceback(tmp_path):
+    (tmp_path / "program.py").write_text("open('/nowhere/file')\n")
+    done = attnplug_run(tmp_path / "program.py")
+    assert done.returncode == 1 and "Traceback" in done.stderr and "/nowhere/file" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "name a program after --"),
+        (["-m"], "name a program after --"),
+        (["-m", "no.such.module"], "no module 'no.such.module'"),
+        (["no-such-program"], "no program 'no-such-program'"),
+        (["sh"], "not a Python program"),
+    ],
+)
+def test_what_is_no_python_program_is_refused(words, message):
+    with pytest.raises(ArgumentError, match=message):
+        find(words)
+
+
+def test_lm_evaluation_harness_runs_under_a_policy(checkpoint, tmp_path):
+    """Its own command line, on a tiny task: the answers are those of the harness without a policy,
+    as the budgets cover these prompts."""
+    rows = [{"q": "a b c " * 20 + str(i), "choices": ["yes", "no"], "a": i % 2} for i in range(4)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    task = {
+        "task": "attnplug_tiny",
+        "dataset_path": "json",
+        "dataset_kwargs": {"data_files": {"test": str(tmp_path / "rows.jsonl")}},
+        "test_split": "test",
+        "output_type": "multiple_choice",
+        "doc_to_text": "{{q}}",
+        "doc_to_choice": "{{choices}}",
+        "doc_to_target": "{{a}}",
+        "metric_list": [{"metric": "acc", "aggregation": "mean", "higher_is_better": True}],
+    }
+    (tmp_path / "tiny.yaml").write_text(json.dumps(task))  # JSON is YAML
+    harness = ["--model", "hf", "--model_args", f"pretrained={checkpoint}", "--device", "cpu"]
+    harness += ["--tasks", "attnplug_tiny", "--include_path", str(tmp_path), "--log_samples"]
+    scores = []
+    for name, policy in (("served", POLICY), ("dense", "dense")):
+        out = tmp_path / name
+        done = attnplug_run("-m", "lm_eval", *harness, "--output_path", out, policy=policy)
+        assert done.returncode == 0, done.stderr
+        assert f"policy {policy}\n" in done.stderr and "attnplug_tiny" in done.stdout
+        (samples,) = out.rglob("samples_*.jsonl")
+        found = [json.loads(line) for line in samples.read_text().splitlines()]
+        scores.append([float(each[0]) for row in found for each in row["filtered_resps"]])
+    assert len(scores[0]) == 8
+    torch.testing.assert_close(torch.tensor(scores[0]), torch.tensor(scores[1]))
