@@ -15,13 +15,9 @@ import hashlib
 import importlib.metadata
 import json
 import os
-import socket
 import stat
 import subprocess
 import sys
-import threading
-import urllib.parse
-import urllib.request
 import warnings
 import zipfile
 from collections.abc import Iterable, Iterator
@@ -38,12 +34,13 @@ from safetensors import SafetensorError
 from attnplug import files
 from attnplug.errors import ArgumentError, WeightsUnavailableError
 from attnplug.extras import require
+from attnplug.models.hub import hub_answers
+from attnplug.models.variants import VARIANTS
 
 # Part of the folder's name: a change of what the cache holds must not meet an older cache.
 FORMAT = "fp16-1"
 CHUNK = 1 << 20
 SEAL = "attnplug-checksums.json"
-PROBE_SECONDS = 3.0
 
 
 @dataclass(frozen=True)
@@ -103,7 +100,8 @@ def load(
 ) -> tuple[Any, Any]:
     """A causal language model in eval mode, and its tokenizer (padding on the left).
 
-    `name` is one of `names()`, or anything that `AutoModelForCausalLM.from_pretrained` takes.
+    `name` is one of `names()`, a variant of such a model (`attnplug.models.variants`, such as
+    "gemma3-270m@64k"), or anything that `AutoModelForCausalLM.from_pretrained` takes.
     `device` defaults to CUDA when there is one, else CPU; `dtype` to bfloat16 on CUDA and float32
     elsewhere. Raises `WeightsUnavailableError` when the weights are neither here nor to be had, and
     `ArgumentError` for a device that is not here."""
@@ -112,22 +110,25 @@ def load(
     device = _device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     dtype = dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
     source, local = _source(name)
+    variant = VARIANTS.get(name)
     with _quiet_transformers():
         try:
             tokenizer = AutoTokenizer.from_pretrained(
                 source, padding_side="left", local_files_only=local
             )
-            model: Any = AutoModelForCausalLM.from_pretrained(
-                source, dtype=dtype, local_files_only=local
+            model: Any = (
+                AutoModelForCausalLM.from_pretrained(source, dtype=dtype, local_files_only=local)
+                if variant is None
+                else variant.load(Path(source), dtype)
             )
         except damaged() as error:
-            if name in WEIGHTS:
+            if _base(name) in WEIGHTS:
                 raise WeightsUnavailableError(
                     f"the converted weights in {source} cannot be read ({first_line(error)}); "
                     "delete that folder and run again"
                 ) from error
             raise _no_model(name, error) from error
-    if name in WEIGHTS:
+    if _base(name) in WEIGHTS:
         _seal_older(Path(source))
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
@@ -141,14 +142,23 @@ def text_config(model: str) -> Any:
     from transformers import AutoConfig
 
     source, local = _source(model)
-    config = AutoConfig.from_pretrained(source, local_files_only=local)
+    if model in VARIANTS:
+        config = VARIANTS[model].config(Path(source))
+    else:
+        config = AutoConfig.from_pretrained(source, local_files_only=local)
     return config.get_text_config(decoder=True)
 
 
 def _source(name: str) -> tuple[str | Path, bool]:
     """What transformers is to load a model from, and whether it may look on this machine only."""
-    source = fetch(name) if name in WEIGHTS else name
+    base = _base(name)
+    source = fetch(base) if base in WEIGHTS else name
     return source, Path(source).is_dir() or not hub_answers()
+
+
+def _base(name: str) -> str:
+    """The model whose checkpoint a variant is made of; of other names the name."""
+    return VARIANTS[name].base if name in VARIANTS else name
 
 
 def damaged() -> tuple[type[Exception], ...]:
@@ -163,8 +173,9 @@ def damaged() -> tuple[type[Exception], ...]:
 def _no_model(name: str, error: Exception) -> WeightsUnavailableError:
     return WeightsUnavailableError(
         f"no model could be loaded from {name!r}: {first_line(error)}."
-        f"{did_you_mean(name, names())} Give a folder with a transformers checkpoint, a Hugging "
-        f"Face model id (with network, or in its cache), or one of {', '.join(names())}"
+        f"{did_you_mean(name, [*names(), *VARIANTS])} Give a folder with a transformers "
+        f"checkpoint, a Hugging Face model id (with network, or in its cache), or one of "
+        f"{', '.join(names())}"
     )
 
 
@@ -172,30 +183,6 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     """A question after the closest of the names that are known, "" where none is like it."""
     close = difflib.get_close_matches(name.lower(), list(known), 1, cutoff=0.7)
     return f" Did you mean {close[0]}?" if close else ""
-
-
-def hub_answers() -> bool:
-    """Whether the Hugging Face hub can be reached, in PROBE_SECONDS at most: its own client tries
-    for most of a minute. True behind a proxy, which only that client knows to use."""
-    from huggingface_hub import constants
-
-    if constants.HF_HUB_OFFLINE:
-        return False
-    endpoint = urllib.parse.urlsplit(constants.ENDPOINT)
-    if urllib.request.getproxies().get(endpoint.scheme):
-        return True
-    place = endpoint.hostname, endpoint.port or (80 if endpoint.scheme == "http" else 443)
-    reached = threading.Event()
-
-    def probe() -> None:
-        with contextlib.suppress(OSError), socket.create_connection(place, PROBE_SECONDS):
-            reached.set()
-
-    # In a thread: looking the name up has no time limit of its own.
-    thread = threading.Thread(target=probe, daemon=True)
-    thread.start()
-    thread.join(PROBE_SECONDS)
-    return reached.is_set()
 
 
 def _device(device: str | torch.device) -> torch.device:
