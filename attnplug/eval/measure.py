@@ -32,6 +32,7 @@ from attnplug.errors import ArgumentError
 from attnplug.eval.fidelity import BlockMask, measure_masks
 from attnplug.eval.mass import captured_mass
 from attnplug.eval.needle import prose
+from attnplug.eval.served import ServedBy, note_served
 from attnplug.eval.steps import Steps, own_steps
 from attnplug.models.names import CACHE
 from attnplug.policies import Policy
@@ -129,6 +130,7 @@ class Reading:
 
     def __init__(self, model: Any, ids: torch.Tensor, policy: Policy | None, steps: int) -> None:
         self.model, self.policy, self.tokens = model, policy, ids[:, -steps:]
+        self.served: dict[str, str] = {}
         prompt, room = ids[:, :-steps], ids.shape[1]
         if policy is None:
             _, self.steps = own_steps(model, prompt.split(1), room)
@@ -136,6 +138,7 @@ class Reading:
         with self._attention(), torch.inference_mode():
             cache = make_cache(model, room)
             model(prompt, use_cache=True, logits_to_keep=1, **{CACHE: cache})
+            self._note()
             real = torch.ones_like(prompt, dtype=torch.bool)
             self.steps = Steps(model, cache, real, masked=False)
 
@@ -146,16 +149,29 @@ class Reading:
         """Logits `[B,end-first,V]` (float32, the model's device) of the next steps."""
         with self._attention():
             tokens = self.tokens[:, first:end].split(1, dim=1)
-            return torch.stack([self.steps.logits(token) for token in tokens], 1)
+            logits = torch.stack([self.steps.logits(token) for token in tokens], 1)
+            self._note()
+            return logits
+
+    def _note(self) -> None:
+        if self.policy is not None:
+            note_served({"": self.served}, "", self.model)
 
 
 def compare_decodes(
-    model: Any, ids: torch.Tensor, policies: Mapping[str, Policy | None], steps: int
+    model: Any,
+    ids: torch.Tensor,
+    policies: Mapping[str, Policy | None],
+    steps: int,
+    served: ServedBy | None = None,
 ) -> dict[str, list[dict[str, float]]]:
     """For each policy by its name, and each window of `ids` `[B,T]`: the measures above of its last
-    `steps` steps against the model's own, and its loss `nll`. None is the model's own."""
+    `steps` steps against the model's own, and its loss `nll`. None is the model's own. `served`
+    takes who served each."""
     dense = Reading(model, ids, None, steps)
     others = {n: Reading(model, ids, policy, steps) for n, policy in policies.items() if policy}
+    if served is not None:
+        served |= {name: reading.served for name, reading in others.items()}
     parts: dict[str, list[dict[str, torch.Tensor]]] = {name: [] for name in policies}
     for first in range(0, steps, CHUNK):
         end = min(first + CHUNK, steps)

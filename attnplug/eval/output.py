@@ -10,6 +10,7 @@ from rich.table import Table
 from attnplug import files
 from attnplug.eval.rows import Row
 from attnplug.eval.runner import STOCK, Outcome
+from attnplug.eval.served import ALL
 
 BINS = tuple(f"{i / 10:.1f}" for i in range(10))
 MISSING = "-"
@@ -34,6 +35,8 @@ COLUMNS: tuple[tuple[str, Callable[[Row], str]], ...] = (
     ("tokens", lambda row: f"{row['n']:,}"),
     ("trials", lambda row: str(row["trials"])),
     ("policy", lambda row: row["policy"]),
+    ("served by", lambda row: _served(row)),
+    ("keys a step", lambda row: _keys(row)),
     ("dense", lambda row: f"{row['dense']:.3g}"),
     ("value (95% interval)", lambda row: _span(row, "value", "low", "high")),
     ("policy - dense", lambda row: _span(row, "diff", "diff_low", "diff_high")),
@@ -41,7 +44,24 @@ COLUMNS: tuple[tuple[str, Callable[[Row], str]], ...] = (
     ("McNemar p", lambda row: f"{row['p_value']:.2g}" if _paired(row) else MISSING),
 )
 
-SHOWN = ("task", "tokens", "policy", "dense", "value (95% interval)", "McNemar p")
+SHOWN = ("task", "tokens", "policy", "served by", "keys a step", "dense", "value (95% interval)")
+
+
+def _served(row: Row) -> str:
+    """Who served the prefill and the steps: "momo, then gather", or one name for both."""
+    if row["policy"] == STOCK:
+        return MISSING
+    by = [row.get("served", {}).get(phase) for phase in ("prefill", "decode")]
+    return ", then ".join(dict.fromkeys(filter(None, by))) or MISSING
+
+
+def _keys(row: Row) -> str:
+    """The most keys that a step reads where the decode method serves it; "all" is dense."""
+    decode = "dense" if row["policy"] == STOCK else row.get("served", {}).get("decode")
+    keys = ALL if decode == "dense" else row.get("keys")
+    if decode is None or keys is None:
+        return MISSING
+    return keys if keys == ALL else f"{keys:,}"
 
 
 def _paired(row: Row) -> bool:

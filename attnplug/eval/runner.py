@@ -33,6 +33,7 @@ from attnplug.eval.measure import (
 from attnplug.eval.own_attention import own_attention
 from attnplug.eval.prompts import SHORTEST, digest, template_name
 from attnplug.eval.records import KEY, Record, Records
+from attnplug.eval.served import ServedBy, keys_read, note_served
 from attnplug.eval.tasks import TASKS, Sample, make_sample
 from attnplug.models.layers import config_heads
 from attnplug.ops.common.triton import triton
@@ -259,15 +260,18 @@ class _Cell:
             make_sample(self.tokenizer, self.task, self.length, trial, self.study.seed)
             for trial in trials
         ]
+        served: ServedBy = {}
         texts = replies(
             self.model,
             self.tokenizer,
             [sample.ids for sample in samples],
             {policy: self.policies.get(policy) for policy in missing},
             TASKS[self.task].new_tokens,
+            served,
         )
         return [
-            self.record(sample.trial, policy, sample.ids, sample.text) | _scored(sample, reply)
+            self.record(sample.trial, policy, sample.ids, sample.text, served.get(policy))
+            | _scored(sample, reply)
             for policy in missing
             for sample, reply in zip(samples, texts[policy], strict=True)
         ]
@@ -281,14 +285,16 @@ class _Cell:
         """Windows have one length each: they are read together."""
         steps = DECODES[self.task].steps
         windows = [self.window(trial) for trial in trials]
+        served: ServedBy = {}
         values = compare_decodes(
             self.model,
             torch.cat(windows).to(self.model.device),
             {name: self.policies.get(name) for name in missing},
             steps,
+            served,
         )
         return [
-            self.record(trial, name, ids, str(ids[0].tolist()))
+            self.record(trial, name, ids, str(ids[0].tolist()), served.get(name))
             | {"steps": steps, "values": values[name][row]}
             for row, (trial, ids) in enumerate(zip(trials, windows, strict=True))
             for name in missing
@@ -303,6 +309,10 @@ class _Cell:
             if self.task == "perplexity":
                 with own_attention(self.model) if policy is None else applied(self.model, policy):
                     record["values"] = {"nll": window_nll(self.model, on_device)}
+                    if policy is not None:
+                        served: ServedBy = {}
+                        note_served(served, name, self.model)
+                        record["served"] = served.get(name, {})
             elif policy and has_block_mask(policy.prefill):
                 mask: Any = policy.prefill
                 record["values"], record["layers"] = mask_values(self.model, on_device, mask)
@@ -310,12 +320,21 @@ class _Cell:
                 record["values"] = {}  # nothing to compare: no block mask
             yield record
 
-    def record(self, trial: int, policy: str, ids: torch.Tensor, text: str) -> Record:
-        """What every record says: its key, and where its prompt came from."""
+    def record(
+        self,
+        trial: int,
+        policy: str,
+        ids: torch.Tensor,
+        text: str,
+        served: dict[str, str] | None = None,
+    ) -> Record:
+        """What every record says: its key, where its prompt came from, and who served it."""
         return dict(zip(KEY, self.key(trial, policy), strict=True)) | {
             "tokens": ids.shape[1],
             "prompt_hash": digest(text),
             "tokenizer": f"{type(self.tokenizer).__name__}-{len(self.tokenizer)}",
+            "served": served or {},
+            "keys": keys_read(self.policies.get(policy), ids.shape[1]),
             "template": template_name(self.tokenizer) if self.task in TASKS else "plain",
             **machine(self.model.device.type),
         }

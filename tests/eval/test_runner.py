@@ -13,6 +13,7 @@ from attnplug.errors import ArgumentError, PolicyError
 from attnplug.eval.control import RandomBlocks
 from attnplug.eval.generate import replies
 from attnplug.eval.measure import DECODES, prose_window
+from attnplug.eval.output import COLUMNS
 from attnplug.eval.rows import make_rows
 from attnplug.eval.runner import STOCK, Outcome, Study, commit, run_study
 from attnplug.eval.tasks import make_sample
@@ -245,3 +246,32 @@ def test_the_control_lists_earlier_blocks_once_and_needs_no_registration():
 def test_a_study_that_cannot_be_is_refused(options, message):
     with pytest.raises(ArgumentError, match=message):
         study(**options)
+
+
+def test_rows_say_who_served_and_how_many_keys_a_step_read(tiny, tokenizer, tmp_path):
+    forced = str(parse("momo(min_tokens=0)+gather(k=1, sink=1, local=2, min_tokens=0)"))
+    covers = "gather(k=64, min_tokens=0)"
+    policies = [forced, covers, "gather", Nearsighted()]
+    tasks = ["needle-noise", "fidelity", "perplexity"]
+    rows = make_rows(run(tiny, tokenizer, tmp_path / "s", policies=policies, tasks=tasks).records)
+    told = {(row["policy"], row["task"]): row for row in rows}
+    shown = dict(COLUMNS)
+
+    def cells(policy, task):
+        row = told[policy, task]
+        return shown["served by"](row), shown["keys a step"](row)
+
+    for task in ("needle-noise", "kl"):
+        assert cells(forced, task) == ("momo, then gather", "64")
+        assert cells(covers, task) == ("dense, then gather", "all")
+        assert cells("gather", task) == ("dense", "all")  # below its crossover
+        assert cells("nearsighted", task) == ("nearsighted", "-")
+    assert cells(forced, "perplexity") == ("momo", "-")  # no step came
+    assert cells(STOCK, "needle-noise") == ("-", "all")
+
+
+def test_samples_of_before_have_rows_without_it(tiny, tokenizer, tmp_path):
+    records = run(tiny, tokenizer, tmp_path / "s.jsonl").records
+    older = [{key: r[key] for key in r if key not in ("served", "keys")} for r in records]
+    (row,) = (row for row in make_rows(older) if row["policy"] == CONTROL)
+    assert [dict(COLUMNS)[name](row) for name in ("served by", "keys a step")] == ["-", "-"]
