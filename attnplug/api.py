@@ -84,8 +84,8 @@ def apply(model: Model, policy: Policies, *, fuse: bool | None = None) -> Model:
 
     With `fuse`, steps of attnplug's decode loop compute q, k and v as one matrix product, and an
     MLP's gate and up as another. The weights of each move into one buffer, of which the parameters
-    are views. No memory is added. A wide product may round otherwise than narrow ones. None, the
-    default, has a CUDA model do so from its first call of generate on; True moves weights at once.
+    are views. No memory is added. A wide product may round otherwise than narrow ones. With None,
+    the default, weights on CUDA move at the first call of generate; True moves them at once.
 
     Raises PolicyError, UnsupportedModelError or AlreadyAppliedError; the model is then unchanged.
     """

@@ -46,7 +46,7 @@ def prefill(
     decoder: torch.nn.Module | None = None,
     max_length: int | None = None,
 ) -> Prefilled:
-    """Compute one prompt `[B,T]` (int64) on all ranks of a mesh, each two pieces of its sequence.
+    """Compute one prompt `[B,T]` (int64) on all ranks of a mesh; each rank takes two pieces of it.
 
     Every rank calls it with the same arguments. `model` is whole on each of them and has a policy
     whose prefill is dense or momo. Rows have no padding: `attention_mask`, if given, is all ones.

@@ -31,8 +31,8 @@ def numbers(rows: Sequence[Row], columns: Sequence[Column]) -> str:
             title: re.sub("`(.*?)`", r"<code>\1</code>", show(row)) for title, show in known.items()
         }
         boxes.append(
-            f"<div><strong>{row['ratio']:.2f}x</strong> as fast: {told['what']} at "
-            f"{told['tokens']} tokens: {told['policy']} beside {told['peer']}, "
+            f"<div><strong>{row['ratio']:.2f}x</strong> speed-up of {told['what']} at "
+            f"{told['tokens']} tokens, by {told['policy']} beside {told['peer']}, "
             f"{told['shape']} on an {told['GPU']}</div>"
         )
     return "\n".join(['<div class="numbers">', *boxes, "</div>"])

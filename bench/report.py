@@ -213,7 +213,8 @@ def results_page(
     parts = [
         "---\nsearch:\n  exclude: true\n---",  # its tables would bury the pages that explain
         "# Results",
-        "Written by `python bench/report.py` from `bench/results/*.json`: edit those, not this.\n"
+        "Every timing and every score that is committed, written by `python bench/report.py` from\n"
+        "`bench/results/*.json`.\n"
         "Times are medians of device time (20th to 80th percentile in brackets). The ratio is\n"
         "the peer's time over ours in the same run: above 1 is faster than the peer. The ceiling\n"
         "is the fraction reached of the measured memory bandwidth or matrix rate, whichever is\n"
