@@ -38,7 +38,7 @@ def run(path: Path) -> nbformat.NotebookNode:
         record_timing=False,
         resources={"metadata": {"path": str(path.parent)}},
     )
-    client.execute()
+    client.execute(cleanup_kc=True)  # the kernel ends, and its sockets
     notebook.metadata = about  # and not the version of the Python that ran it
     return notebook
 
