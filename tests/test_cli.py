@@ -43,6 +43,7 @@ def test_help_names_the_commands_that_work():
         "new-policy",
         "doctor",
         "run",
+        "vllm",
         "trace",
     ]
 

@@ -16,6 +16,7 @@ from attnplug.cli.output import console
 from attnplug.cli.run import run
 from attnplug.cli.serve import serve
 from attnplug.cli.trace import trace
+from attnplug.cli.vllm import vllm
 
 __all__ = ["app"]
 
@@ -24,6 +25,8 @@ for command in (demo, report, plan, eval, bench, tune, serve, new_policy, doctor
     app.command()(command)
 # What follows -- is another program's: none of it is ours to read.
 app.command(context_settings={"allow_extra_args": True})(run)
+# Options that are not ours are vLLM's.
+app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(vllm)
 app.add_typer(trace, name="trace")
 
 

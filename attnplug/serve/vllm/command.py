@@ -1,0 +1,32 @@
+"""The command that starts vLLM's server with a policy."""
+
+import json
+import shutil
+from collections.abc import Sequence
+
+from attnplug.errors import ArgumentError, ServeError
+from attnplug.serve.vllm import unsupported
+from attnplug.serve.vllm.options import KEY, REQUESTS, read_policy
+
+OURS = ("--attention-backend", "--additional-config", "--logits-processors")
+
+
+def server_command(model: str, policy: str, options: Sequence[str]) -> list[str]:
+    """The words of `vllm serve MODEL` under a policy, with vLLM's own options behind them.
+
+    Raises PolicyError, ServeError for what vLLM cannot serve or where it is not installed, and
+    ArgumentError where the options set what the policy sets."""
+    asked = read_policy(policy)
+    for option in options:
+        name = option.replace("_", "-").partition("=")[0]
+        if any(name == ours or name.startswith(f"{ours}.") for ours in OURS):
+            raise ArgumentError(f"vllm: {name} is what --policy sets; start `vllm serve` yourself")
+    if reason := unsupported():
+        raise ServeError(reason)
+    program = shutil.which("vllm")
+    if program is None:
+        raise ServeError("vLLM is installed, but there is no program vllm on the PATH")
+    words = [program, "serve", model, OURS[0], "CUSTOM", OURS[1], json.dumps({KEY: policy})]
+    if asked.trace is not None:
+        words += [OURS[2], REQUESTS]
+    return [*words, *options]
