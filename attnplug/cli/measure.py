@@ -114,6 +114,10 @@ def eval(
     out: Annotated[Path, typer.Option(help="Folder for samples and results.")] = Path(
         "attnplug-eval"
     ),
+    plot: Annotated[
+        str | None,
+        typer.Option(help="frontier: KL against keys a step, of the task fidelity."),
+    ] = None,
     device: Device = None,
     as_json: Json = False,
 ) -> None:
@@ -123,10 +127,11 @@ def eval(
 
         asked = command.Asked(policy or [], policies, suite, tasks, lengths, trials)
         study = command.make_study(asked, seed, batch, limit_seconds, claims)
+        command.check_plot(plot, study)
         check_place("out", out, folder=True)
         if claims is not None:
             check_place("claims", claims, folder=True)
-        written = command.run(model, study, out, device, console(stderr=as_json))
+        written = command.run(model, study, out, device, console(stderr=as_json), plot)
         if as_json:
             typer.echo(written[0].read_text(), nl=False)  # rows.json
 

@@ -7,11 +7,13 @@ from pathlib import Path
 from rich.console import Console
 
 from attnplug.errors import ArgumentError, FileError
+from attnplug.eval.frontier import draw_frontier
 from attnplug.eval.output import result_table, write_outputs
 from attnplug.eval.rows import make_rows
 from attnplug.eval.runner import MEASURES, Study, run_study
 from attnplug.eval.suite import SUITES, Suite, all_policies
 from attnplug.eval.tasks import TASKS
+from attnplug.extras import require
 from attnplug.models.pretrained import load
 
 # What is asked where neither a suite nor an option says it.
@@ -74,7 +76,25 @@ def _policies(asked: Asked) -> list[str]:
     return named
 
 
-def run(model: str, study: Study, folder: Path, device: str | None, console: Console) -> list[Path]:
+def check_plot(plot: str | None, study: Study) -> None:
+    """Raise ArgumentError where a study has no rows for the plot that is asked for."""
+    if plot is None:
+        return
+    require("plot", "eval --plot")
+    if plot != "frontier":
+        raise ArgumentError(f"plot is {plot!r}, needs frontier")
+    if "fidelity" not in study.tasks:
+        raise ArgumentError("plot: the frontier is drawn of the task fidelity: add it to --tasks")
+
+
+def run(
+    model: str,
+    study: Study,
+    folder: Path,
+    device: str | None,
+    console: Console,
+    plot: str | None = None,
+) -> list[Path]:
     """Load the model, run what `folder/samples.jsonl` lacks, write the outputs, show the table.
     A local folder's name stands for the model in the rows. Returns what was written."""
     network, tokenizer = load(model, device=device)
@@ -92,6 +112,8 @@ def run(model: str, study: Study, folder: Path, device: str | None, console: Con
         ) from error
     written = write_outputs(rows, outcome, folder)
     console.print(result_table(rows))
+    if plot is not None:
+        written.append(draw_frontier(rows, folder / f"{plot}.png"))
     for cell, reason in outcome.left_out.items():
         console.print(f"left out: {cell}: {reason}", highlight=False, markup=False)
     if outcome.stopped:
