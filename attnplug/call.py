@@ -116,6 +116,13 @@ class LayerShape:
     softcap: float
     sinks: bool
     device: torch.device
+    positions: int | None = None  # tokens that the model reads; None where that is not known
+
+    @property
+    def told_tokens(self) -> int:
+        """At how many tokens a note tells what a method reads: 131,072, or all that the model
+        reads."""
+        return min(131072, self.positions or 131072)
 
     @property
     def heads(self) -> str:

@@ -19,7 +19,7 @@ from attnplug.cli.options import (
     read_lengths,
     tokens_option,
 )
-from attnplug.cli.output import clear_errors, console, print_error, print_json
+from attnplug.cli.output import clear_errors, console, print_error, print_json, quiet_log
 
 CONTEXTS_TEXT = "8K,32K,128K,512K,1M"
 CONTEXTS = read_lengths(CONTEXTS_TEXT)
@@ -67,7 +67,7 @@ def report(
         check_least("steps", steps, 0)
         check_least("tokens", tokens, 1)
         network, tokenizer = load(model, dtype=torch.bfloat16, device=device)
-        with api.applied(network, parsed):
+        with quiet_log(), api.applied(network, parsed):
             from attnplug import telemetry
 
             found = api.report(network)

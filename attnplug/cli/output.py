@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import logging
 import math
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -34,6 +35,18 @@ def print_error(error: object) -> None:
     """One line on stderr, whatever bytes a file's name has."""
     text = f"error: {error}".encode(errors="backslashreplace").decode()
     console(stderr=True).print(text, style="red", soft_wrap=True)
+
+
+@contextlib.contextmanager
+def quiet_log() -> Iterator[None]:
+    """Within it the log of attnplug gives no warnings: a report prints the same."""
+    log = logging.getLogger("attnplug")
+    level = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        log.setLevel(level)
 
 
 @contextlib.contextmanager

@@ -196,6 +196,7 @@ def _shape(module: torch.nn.Module, weights: list[torch.Tensor], split: Split | 
         softcap=softcap or 0.0,
         sinks=hasattr(module, "sinks"),
         device=_device(module, weights),
+        positions=positions(config),
     )
 
 

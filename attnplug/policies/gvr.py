@@ -72,7 +72,8 @@ class Gvr(DenseBelow):
         return max(CROSSOVER_FLOOR[kind], CROSSOVER_FACTOR * self.kept)
 
     def note(self, shape: LayerShape) -> str:
-        density = f", {self.kept / 131072:.1%} of 131,072"
+        tokens = shape.told_tokens
+        density = f", {min(1.0, self.kept / tokens):.1%} of {tokens:,}"
         dense = self.dense_caches(shape.device)
         return f"reads {self.kept:,} tokens{density}, and INT8 keys to choose them; {dense}"
 

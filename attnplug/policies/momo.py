@@ -207,9 +207,11 @@ class Momo(DenseBelow):
 
     def note(self, shape: LayerShape) -> str:
         least = self.crossover(shape.device)
-        tokens = max(131072, least)
+        tokens = max(shape.told_tokens, least)
         density = f"density {self.density(tokens):.1%} at {tokens:,}"
         short = f"dense in prefills below {least:,} tokens{self.origin(shape.device)}"
+        if tokens > (shape.positions or tokens):
+            return short  # it never serves this model
         return f"{short}; {density}" if least else density
 
     def query_grid(self) -> int:
