@@ -105,7 +105,8 @@ def _after_one_prefill(
     """New tokens `[B,N]` of policies that differ in their decode only."""
     # The first that keeps a prompt's queries, if there is one, hands them on with its cache.
     first = max(policies.values(), key=lambda policy: policy.decode.keeps_queries)
-    length = batch.ids.shape[1] + batch.new_tokens
+    drafts = max(policy.rounds() for policy in policies.values())  # behind the last token
+    length = batch.ids.shape[1] + batch.new_tokens + drafts
     with applied(model, first):
         source = make_cache(model, length)
         logits = model(

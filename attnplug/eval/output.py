@@ -37,6 +37,7 @@ COLUMNS: tuple[tuple[str, Callable[[Row], str]], ...] = (
     ("policy", lambda row: row["policy"]),
     ("served by", lambda row: _served(row)),
     ("keys a step", lambda row: _keys(row)),
+    ("drafts accepted", lambda row: f"{row['accepted']:.2f}" if "accepted" in row else MISSING),
     ("dense", lambda row: f"{row['dense']:.3g}"),
     ("value (95% interval)", lambda row: _span(row, "value", "low", "high")),
     ("policy - dense", lambda row: _span(row, "diff", "diff_low", "diff_high")),

@@ -91,8 +91,15 @@ def _task_values(pairs: Sequence[Pair]) -> Row:
         "dense_solved": fmean(solved[0]),
         "solved": fmean(solved[1]),
         **test._asdict(),
+        **_accepted([record for _, record in pairs]),
         "depths": depth_counts([record for _, record in pairs]),
     }
+
+
+def _accepted(records: Sequence[Record]) -> Row:
+    """The share of a method's drafts that dense accepted, where it decodes in rounds of drafts."""
+    found = [r["served"]["accepted"] for r in records if "accepted" in r.get("served", {})]
+    return {"accepted": fmean(found)} if found else {}
 
 
 def depth_counts(records: Sequence[Record]) -> dict[str, list[int]]:

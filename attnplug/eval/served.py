@@ -4,10 +4,12 @@ from collections import Counter
 from typing import Any
 
 from attnplug.api import report
+from attnplug.models.generate import LOOP
 from attnplug.policies import Dense, Policy
 
 ALL = "all"
-ServedBy = dict[str, dict[str, str]]  # by a policy's name: "prefill" and "decode", and by whom
+# By a policy's name: "prefill" and "decode" and by whom, and "accepted", the share of its drafts.
+ServedBy = dict[str, dict[str, Any]]
 
 
 def note_served(served: ServedBy | None, name: str, model: Any) -> None:
@@ -21,6 +23,10 @@ def note_served(served: ServedBy | None, name: str, model: Any) -> None:
         parts = [f"{method} in {count} of {by.total()} layers" for method, count in by.items()]
         if by:
             served.setdefault(name, {})[phase] = ", ".join(parts) if len(by) > 1 else next(iter(by))
+    loop = vars(model).get(LOOP)
+    if loop is not None and loop.rounds.tally.drafted:
+        tally = loop.rounds.tally
+        served.setdefault(name, {})["accepted"] = tally.accepted / tally.drafted
 
 
 def keys_read(policy: Policy | None, tokens: int) -> int | str | None:

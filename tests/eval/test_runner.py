@@ -275,3 +275,17 @@ def test_samples_of_before_have_rows_without_it(tiny, tokenizer, tmp_path):
     older = [{key: r[key] for key in r if key not in ("served", "keys")} for r in records]
     (row,) = (row for row in make_rows(older) if row["policy"] == CONTROL)
     assert [dict(COLUMNS)[name](row) for name in ("served by", "keys a step")] == ["-", "-"]
+
+
+def test_rows_of_exact_say_what_share_of_drafts_dense_accepted(tiny, tokenizer, tmp_path):
+    drafts = ("gather(k=64)", "gather(k=0, sink=0, local=1)")
+    policies = [str(parse(f"exact(draft={draft!r}, m=3, min_tokens=0)")) for draft in drafts]
+    options = dict(policies=policies, trials=2)
+    rows = {
+        row["policy"]: row
+        for row in make_rows(run(tiny, tokenizer, tmp_path / "s", **options).records)
+    }
+    all_read, few_read = (rows[policy]["accepted"] for policy in policies)
+    assert all_read == 1.0 and 0.0 <= few_read < 1.0
+    shown = dict(COLUMNS)["drafts accepted"]
+    assert shown(rows[policies[0]]) == "1.00" and shown(rows[STOCK]) == "-"
