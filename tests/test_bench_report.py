@@ -154,8 +154,10 @@ def test_numbers_of_the_first_page_are_rows_in_large(report):
     call = timing(131072, case="generate", policy="sketch", op="sketch", peer="dense")
     text = "<!-- numbers case=generate -->\nold\n<!-- /numbers -->"
     shown = report.fill_markers(text, [call, timing(8192)], [])
-    number = "<strong>1.50x</strong> speed-up of a new token in <code>generate</code> at 128K tokens, by "
-    assert number + "<code>sketch</code> beside dense, Qwen2.5-7B on an H200</div>" in shown
+    number = "<strong>1.50x</strong> speed-up of a new token in <code>generate</code> at 128K "
+    assert (
+        number + "tokens, by <code>sketch</code> beside dense, Qwen2.5-7B on an H200</div>" in shown
+    )
     assert shown.count("<strong>") == 1 and "old" not in shown
 
 

@@ -24,7 +24,7 @@ PROCESSES = {
 REMOTE_CODE = {
     "cli/serve.py": "attnplug serve --trust-remote-code, which is off unless it is given"
 }
-NETWORK = {"models/pretrained.py": "asks whether the Hub can be reached"}
+NETWORK = {"models/hub.py": "asks whether the Hub can be reached"}
 
 
 def looks(tree: ast.AST) -> Iterator[tuple[int, str]]:
