@@ -210,9 +210,8 @@ class Momo(DenseBelow):
         tokens = max(shape.told_tokens, least)
         density = f"density {self.density(tokens):.1%} at {tokens:,}"
         short = f"dense in prefills below {least:,} tokens{self.origin(shape.device)}"
-        if tokens > (shape.positions or tokens):
-            return short  # it never serves this model
-        return f"{short}; {density}" if least else density
+        told = density if tokens <= (shape.positions or tokens) else ""  # it never serves the model
+        return "; ".join(filter(None, (short if least else "", told)))
 
     def query_grid(self) -> int:
         return self.query_block
