@@ -13,7 +13,7 @@ def on_load(policy: Policies | None = None, *, fuse: bool | None = None) -> Load
     their policies. `from_pretrained(..., attn_implementation="attnplug:momo+gather")` names the
     policy of one model, also where `policy` is None and other models stay as they are. A model that
     `apply` cannot serve, such as an encoder, stays as it is, and the log `attnplug` says why.
-    `policy` and `fuse` are those of `apply`.
+    `policy` and `fuse` mean what they mean in `apply`.
 
     Raises PolicyError: here for a text, and in from_pretrained for what does not fit the model.
     """

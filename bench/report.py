@@ -350,8 +350,8 @@ def _titled(titles: Sequence[str], columns: Sequence[Column]) -> list[Column]:
 
 
 def _whole(rows: Sequence[Row], asked: Sequence[Column], known: Sequence[Column]) -> str:
-    """A page's table: the columns that were asked for, or else those that say something, under a
-    line of what all rows share."""
+    """A page's table: the columns that were asked for, or else every column in which rows differ,
+    under a line of what all rows share."""
     if asked:
         return table(rows, asked)
     # Of a peer's time the ratio tells; beside other runs of the same peer it would be another.

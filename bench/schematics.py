@@ -18,7 +18,7 @@ from _schematic_panel import DECIDES, EXACT, HATCH, MEASURED, QUIET, ROUGH, UNRE
 
 
 def scores(count: int, seed: int, peaks: Sequence[int]) -> list[float]:
-    """Invented scores from 0.1 to 1: low ones, and those of the peaks high."""
+    """Invented scores from 0.1 to 1: low, but high at the peaks."""
     low = [0.12 + 0.38 * ((i * i * 31 + i * 17 + seed) % 97) / 97 for i in range(count)]
     return [0.6 + 0.8 * low[i] if i in peaks else low[i] for i in range(count)]
 

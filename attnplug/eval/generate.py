@@ -9,7 +9,7 @@ import torch
 from transformers.generation.configuration_utils import CompileConfig
 
 from attnplug.api import applied, make_cache
-from attnplug.eval.served import ServedBy, note_served
+from attnplug.eval.served import Served, ServedBy, who_served
 from attnplug.eval.steps import own_steps
 from attnplug.models.cache import PlugCache
 from attnplug.models.decode_loop import CAPTURE
@@ -41,6 +41,7 @@ def replies(
     """Replies to prompts `[1,T]` for each policy by its name; None is the model without one.
     `served` takes who served each."""
     batch = _batch(model, tokenizer, prompts, new_tokens)
+    noted: ServedBy = {} if served is None else served
     texts: dict[str, list[str]] = {}
 
     def prefill_of(name: str) -> str:
@@ -50,9 +51,12 @@ def replies(
     for prefill, group in groupby(sorted(policies, key=prefill_of), key=prefill_of):
         names = list(group)
         if prefill and len(names) > 1:
-            tokens = _after_one_prefill(model, batch, {n: policies[n] for n in names}, served)
+            tokens = _after_one_prefill(model, batch, {n: policies[n] for n in names}, noted)
         else:
-            tokens = {name: _alone(model, batch, policies[name], name, served) for name in names}
+            tokens = {
+                name: _alone(model, batch, policies[name], noted.setdefault(name, {}))
+                for name in names
+            }
         for name in names:
             texts[name] = [_text(model, tokenizer, row) for row in tokens[name].cpu()]
     return {name: texts[name] for name in policies}
@@ -73,13 +77,13 @@ def _alone(
     model: Any,
     batch: Batch,
     policy: Policy | None,
-    name: str = "",
-    served: ServedBy | None = None,
+    served: Served | None = None,
 ) -> torch.Tensor:
     if policy is not None:
         with applied(model, policy, fuse=False):  # only attention differs from the model's own
             tokens = _generate(model, batch)
-            note_served(served, name, model)
+            if served is not None:
+                served |= who_served(model)
             return tokens
     if own_cache(model) or unserved_model(model, [each.kind for each in layers_of(model)]):
         parts = [_generate(model, part) for part in _rows(batch)]
@@ -100,7 +104,7 @@ def _own_greedy(model: Any, batch: Batch) -> torch.Tensor:
 
 
 def _after_one_prefill(
-    model: Any, batch: Batch, policies: Mapping[str, Any], served: ServedBy | None
+    model: Any, batch: Batch, policies: Mapping[str, Any], served: ServedBy
 ) -> dict[str, torch.Tensor]:
     """New tokens `[B,N]` of policies that differ in their decode only."""
     # The first that keeps a prompt's queries, if there is one, hands them on with its cache.
@@ -116,8 +120,7 @@ def _after_one_prefill(
             logits_to_keep=1,
             **{CACHE: source},
         ).logits
-        for name in policies:
-            note_served(served, name, model)
+        prefilled = who_served(model)
     token = logits[:, -1].argmax(-1, keepdim=True)
     seen = torch.cat([batch.mask, torch.ones_like(token)], 1)
     then = Batch(torch.cat([batch.ids, token], 1), seen, batch.new_tokens - 1, batch.pad)
@@ -127,7 +130,7 @@ def _after_one_prefill(
             cache = make_cache(model, length)
             cache.adopt(source)
             tokens[name] = torch.cat([token, _generate(model, then, cache)], 1)
-            note_served(served, name, model)
+            served[name] = prefilled | who_served(model)
     return tokens
 
 

@@ -32,7 +32,7 @@ from attnplug.errors import ArgumentError
 from attnplug.eval.fidelity import BlockMask, measure_masks
 from attnplug.eval.mass import captured_mass
 from attnplug.eval.needle import prose
-from attnplug.eval.served import ServedBy, note_served
+from attnplug.eval.served import Served, ServedBy, who_served
 from attnplug.eval.steps import Steps, own_steps
 from attnplug.models.names import CACHE
 from attnplug.policies import Policy
@@ -130,7 +130,7 @@ class Reading:
 
     def __init__(self, model: Any, ids: torch.Tensor, policy: Policy | None, steps: int) -> None:
         self.model, self.policy, self.tokens = model, policy, ids[:, -steps:]
-        self.served: dict[str, str] = {}
+        self.served: Served = {}
         prompt, room = ids[:, :-steps], ids.shape[1]
         if policy is None:
             _, self.steps = own_steps(model, prompt.split(1), room)
@@ -138,7 +138,7 @@ class Reading:
         with self._attention(), torch.inference_mode():
             cache = make_cache(model, room)
             model(prompt, use_cache=True, logits_to_keep=1, **{CACHE: cache})
-            self._note()
+            self.served |= who_served(model)
             real = torch.ones_like(prompt, dtype=torch.bool)
             self.steps = Steps(model, cache, real, masked=False)
 
@@ -150,12 +150,9 @@ class Reading:
         with self._attention():
             tokens = self.tokens[:, first:end].split(1, dim=1)
             logits = torch.stack([self.steps.logits(token) for token in tokens], 1)
-            self._note()
+            if self.policy is not None:
+                self.served |= who_served(self.model)
             return logits
-
-    def _note(self) -> None:
-        if self.policy is not None:
-            note_served({"": self.served}, "", self.model)
 
 
 def compare_decodes(

@@ -33,7 +33,7 @@ from attnplug.eval.measure import (
 from attnplug.eval.own_attention import own_attention
 from attnplug.eval.prompts import SHORTEST, digest, template_name
 from attnplug.eval.records import KEY, Record, Records
-from attnplug.eval.served import ServedBy, keys_read, note_served
+from attnplug.eval.served import Served, ServedBy, keys_read, who_served
 from attnplug.eval.tasks import TASKS, Sample, make_sample
 from attnplug.models.layers import config_heads
 from attnplug.ops.common.triton import triton
@@ -310,9 +310,7 @@ class _Cell:
                 with own_attention(self.model) if policy is None else applied(self.model, policy):
                     record["values"] = {"nll": window_nll(self.model, on_device)}
                     if policy is not None:
-                        served: ServedBy = {}
-                        note_served(served, name, self.model)
-                        record["served"] = served.get(name, {})
+                        record["served"] = who_served(self.model)
             elif policy and has_block_mask(policy.prefill):
                 mask: Any = policy.prefill
                 record["values"], record["layers"] = mask_values(self.model, on_device, mask)
@@ -326,7 +324,7 @@ class _Cell:
         policy: str,
         ids: torch.Tensor,
         text: str,
-        served: dict[str, str] | None = None,
+        served: Served | None = None,
     ) -> Record:
         """What every record says: its key, where its prompt came from, and who served it."""
         return dict(zip(KEY, self.key(trial, policy), strict=True)) | {

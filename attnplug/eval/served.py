@@ -8,30 +8,29 @@ from attnplug.models.generate import LOOP
 from attnplug.policies import Dense, Policy
 
 ALL = "all"
-# By a policy's name: "prefill" and "decode" and by whom, and "accepted", the share of its drafts.
-ServedBy = dict[str, dict[str, Any]]
+# "prefill" and "decode" and by whom, and "accepted", the share of drafts that dense accepted.
+Served = dict[str, Any]
+ServedBy = dict[str, Served]  # by a policy's name
 
 
-def note_served(served: ServedBy | None, name: str, model: Any) -> None:
-    """Note who has served the last call of a model that has the policy of that name. A phase that
-    did not come keeps what was noted before."""
-    if served is None:
-        return
+def who_served(model: Any) -> Served:
+    """Who has served the phases of the last call of a model with a policy."""
     layers = report(model).last
+    found: Served = {}
     for phase in ("prefill", "decode"):
         by = Counter(text.partition(" (")[0] for layer in layers if (text := getattr(layer, phase)))
         parts = [f"{method} in {count} of {by.total()} layers" for method, count in by.items()]
         if by:
-            served.setdefault(name, {})[phase] = ", ".join(parts) if len(by) > 1 else next(iter(by))
+            found[phase] = ", ".join(parts) if len(by) > 1 else next(iter(by))
     loop = vars(model).get(LOOP)
     if loop is not None and loop.rounds.tally.drafted:
-        tally = loop.rounds.tally
-        served.setdefault(name, {})["accepted"] = tally.accepted / tally.drafted
+        found["accepted"] = loop.rounds.tally.accepted / loop.rounds.tally.drafted
+    return found
 
 
 def keys_read(policy: Policy | None, tokens: int) -> int | str | None:
-    """The most keys that a step of a policy's decode method reads of so many, ALL where that is all
-    of them; None where the method does not say (its `kept`)."""
+    """The most keys that a step of a policy's decode method reads of `tokens` keys: ALL where its
+    budget covers them, None where the method does not say (its property `kept`)."""
     if policy is None or isinstance(policy.decode, Dense):
         return ALL
     kept = getattr(policy.decode, "kept", 0) or None

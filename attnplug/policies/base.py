@@ -105,7 +105,7 @@ class Phase:
         return ""
 
     def page_share(self, itemsize: int) -> float:
-        """The bytes of `page_state`, as a share of those of keys and values."""
+        """The bytes of `page_state`, as a share of the bytes of keys and values."""
         return 0.0
 
     def note_pages(self, k: torch.Tensor, state: Any, slots: torch.Tensor) -> None:

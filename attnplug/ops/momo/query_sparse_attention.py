@@ -42,8 +42,8 @@ MAX_EXACT = 64
 
 
 def is_too_wide(q: torch.Tensor) -> bool:
-    """Whether the kernels that list key blocks have no tiles for q's heads on a GPU: those of 512
-    channels in float32 take more shared memory than any card has."""
+    """Whether the kernels that list key blocks have no tiles for q's heads on a GPU: tiles of 512
+    float32 channels take more shared memory than any card has."""
     return q.is_cuda and q.dtype == torch.float32 and q.shape[3] > 256
 
 

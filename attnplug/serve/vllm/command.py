@@ -8,7 +8,8 @@ from attnplug.errors import ArgumentError, ServeError
 from attnplug.serve.vllm import unsupported
 from attnplug.serve.vllm.options import KEY, REQUESTS, read_policy
 
-OURS = ("--attention-backend", "--additional-config", "--logits-processors")
+BACKEND, CONFIG, PROCESSORS = "--attention-backend", "--additional-config", "--logits-processors"
+OURS = (BACKEND, CONFIG, PROCESSORS)
 
 
 def server_command(model: str, policy: str, options: Sequence[str]) -> list[str]:
@@ -26,7 +27,7 @@ def server_command(model: str, policy: str, options: Sequence[str]) -> list[str]
     program = shutil.which("vllm")
     if program is None:
         raise ServeError("vLLM is installed, but there is no program vllm on the PATH")
-    words = [program, "serve", model, OURS[0], "CUSTOM", OURS[1], json.dumps({KEY: policy})]
+    words = [program, "serve", model, BACKEND, "CUSTOM", CONFIG, json.dumps({KEY: policy})]
     if asked.trace is not None:
-        words += [OURS[2], REQUESTS]
+        words += [PROCESSORS, REQUESTS]
     return [*words, *options]
