@@ -32,6 +32,7 @@ from attnplug.models.generate import (
 )
 from attnplug.models.hf import BINDING, Binding, register_names
 from attnplug.models.hook import PolicyHook
+from attnplug.models.layer_kernels import LayerKernels
 from attnplug.models.layers import (
     AttentionLayer,
     find_attention_layers,
@@ -85,7 +86,9 @@ def apply(model: Model, policy: Policies, *, fuse: bool | None = None) -> Model:
     With `fuse`, steps of attnplug's decode loop compute q, k and v as one matrix product, and an
     MLP's gate and up as another. The weights of each move into one buffer, of which the parameters
     are views. No memory is added. A wide product may round otherwise than narrow ones. With None,
-    the default, weights on CUDA move at the first call of generate; True moves them at once.
+    the default, weights on CUDA move at the first call of generate; True moves them at once. Unless
+    it is False, norms, rotary embeddings and gated activations are a kernel each on CUDA while
+    generate runs, rounded as the model's own code rounds them.
 
     Raises PolicyError, UnsupportedModelError or AlreadyAppliedError; the model is then unchanged.
     """
@@ -128,7 +131,9 @@ def apply(model: Model, policy: Policies, *, fuse: bool | None = None) -> Model:
         may = fuse is not False and not (keeps or loop)
         fusion = Fusion.of(target, asked=bool(fuse)) if may else None
         ours = None if loop else DecodeLoop(fusion=fusion)
-        ledger.methods = bind_generate(target, None if keeps else ledger.make_layer, ours, bound)
+        kernels = None if fuse is False else LayerKernels()
+        make = None if keeps else ledger.make_layer
+        ledger.methods = bind_generate(target, make, ours, bound, kernels)
     ledger.compiled = _take_compiled(target)
     target.__dict__[STATE] = ledger
     return model
@@ -177,11 +182,11 @@ def report(model: torch.nn.Module) -> Report:
                 "policy; call attnplug.remove(model) and apply again"
             )
     found = replace(ledger.report, last=last_calls(last_served(target)))
-    why, fused, steps = last_call(target)
-    if not (why or fused or steps):
+    why, fused, steps, kernels = last_call(target)
+    if not (why or fused or steps or kernels):
         return found
     loop, fused = _loop_text(why) or found.loop, fused or found.fused
-    return replace(found, loop=loop, fused=fused, steps=steps)
+    return replace(found, loop=loop, fused=fused, steps=steps, kernels=kernels)
 
 
 def _loop_text(why: str) -> str:

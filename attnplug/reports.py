@@ -42,11 +42,12 @@ class Report:
     transformers' own loop, always or in the last call ("" where it is attnplug's). `parallel` says
     which heads a rank holds under tensor parallelism. `batching` says what continuous batching
     serves otherwise than generate does. `fused` says which projections the last call's steps
-    multiplied at once, and why not others. `steps` says when the steps of generate will be compiled
-    ("" where they are, or are not to be). `length` says which methods serve only prompts or caches
-    that are longer than what the model can read. `last` says for each layer what has really served
-    the last call: of generate, of a forward pass (compiled code of your own aside), or of
-    continuous batching. `str()` gives text, `table()` a rich table."""
+    multiplied at once, and why not others. `kernels` counts the norms, rotary embeddings and
+    activations that had a kernel each, after the first call on a GPU. `steps` says when the steps
+    of generate will be compiled ("" where they are, or are not to be). `length` says which methods
+    serve only prompts or caches that are longer than what the model can read. `last` says for each
+    layer what has really served the last call: of generate, of a forward pass (compiled code of
+    your own aside), or of continuous batching. `str()` gives text, `table()` a rich table."""
 
     policy: str
     layers: tuple[LayerReport, ...]
@@ -55,6 +56,7 @@ class Report:
     parallel: str = ""
     batching: str = ""
     fused: str = ""
+    kernels: str = ""
     steps: str = ""
     length: str = ""
     last: tuple[LastCall, ...] = ()
@@ -84,6 +86,7 @@ class Report:
             self.loop,
             self.batching,
             self.fused,
+            self.kernels,
             self.steps,
         )
         return [note for note in notes if note]

@@ -157,11 +157,28 @@ class Layer(NamedTuple):
         index, _ = ops.stream_mask(q, k, search=search)
         ops.stream_edges(q, k, v, index, scale=0.1)
 
+    def elementwise(self, batch: int, tokens: int) -> None:
+        from attnplug.ops.layer import gated, rms_norm, rotate
+
+        hidden = self.heads * self.width
+        x = new(batch, tokens, hidden, dtype=self.dtype)
+        rms_norm(x, new(hidden, dtype=self.dtype), 1e-6)
+        heads = new(batch, tokens, self.heads, self.width, dtype=self.dtype)
+        rms_norm(heads, new(self.width, dtype=self.dtype), 1e-6, unit_offset=True)
+        q, k, _ = self.qkv(batch, tokens, tokens)
+        cos = new(1, tokens, self.width, dtype=self.dtype)
+        rotate(q, k, cos, cos)
+        for activation in ("silu", "gelu_tanh"):
+            wide = new(batch, tokens, 4 * hidden, dtype=self.dtype)
+            gated(wide, wide, activation)
+
     # ---- the cases --------------------------------------------------------------------------
 
     def few(self) -> Iterator[Case]:
         """Those that have been over a limit, or may be."""
         yield Case("dense decode, 32K", lambda: self.decode(1, 32768))
+        yield Case("norms, rotary, activations", lambda: self.elementwise(1, 32768))
+        yield Case("norms, rotary, activations of a step", lambda: self.elementwise(8, 1))
         yield Case("dense decode, pages", self.decode_pages)
         yield Case("dense chunk of 32K", lambda: self.flash(1, 2048, 32768, lengths=new(1)))
         yield Case("momo 32K", lambda: self.momo(32768, 128, 16))

@@ -14,7 +14,7 @@ device.
 import copy
 import functools
 import gc
-import sys
+import math
 import threading
 import types
 from collections import deque
@@ -41,6 +41,7 @@ from attnplug.models.decode_step import (
 )
 from attnplug.models.fuse import Fusion
 from attnplug.models.hf import bindings_of
+from attnplug.models.layer_kernels import has_quick_steps
 from attnplug.models.names import CACHE
 from attnplug.models.patience import PATIENCE, PatientStep, is_capturable, is_on_one_device
 from attnplug.models.regional import LayeredStep
@@ -74,7 +75,7 @@ class DecodeLoop:
     fusion: Fusion | None = None
     step: Callable[..., torch.Tensor | None] | None = None
     compiled_with: Any = None
-    patience: int = PATIENCE  # steps before they are compiled, where nobody asks for it
+    patience: float = PATIENCE  # steps before they are compiled, where nobody asks for it
     buffers: dict[tuple[Any, ...], StepBuffers] = field(default_factory=dict)
     is_new: bool = True  # no call has decoded yet
     hooked: str = ""  # why the last call's steps were not compiled: a user's hook
@@ -113,11 +114,12 @@ class DecodeLoop:
             how = config or model._default_compile_config()
             alone, sums = is_on_one_device(model), one_shot_options(model)
             captures = model.device.type in PATIENT and is_capturable(model)
-            own = PatientStep(decode_step, lambda: decode_step, sys.maxsize)
+            own = PatientStep(decode_step, lambda: decode_step, math.inf)
             spare = own if captures else decode_step
             make = functools.partial(_compile, how, model.device, alone, sums, spare)
             if captures and config is None and self.patience > 0:
-                self.step = PatientStep(decode_step, make, self.patience)
+                left = math.inf if has_quick_steps(model) else self.patience
+                self.step = PatientStep(decode_step, make, left)
             else:
                 self.step = make()
             self.compiled_with = wanted

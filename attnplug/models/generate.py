@@ -19,6 +19,7 @@ from attnplug.models.decode_step import layers_to_prepare, prepare_layers
 from attnplug.models.growth import GrowingCache, Growth
 from attnplug.models.hf import binding_of
 from attnplug.models.instance_method import put_method
+from attnplug.models.layer_kernels import KERNELS, LayerKernels, layer_kernels
 from attnplug.models.loop_calls import (
     ARGUMENTS,
     MIXIN,
@@ -51,12 +52,17 @@ def bind_generate(
     make_layer: MakeLayer | None,
     loop: DecodeLoop | None,
     bound: list[torch.nn.Module],
+    kernels: LayerKernels | None,
 ) -> list[str]:
     """Give this instance refusals, its own cache preparation unless make_layer is None, and with it
-    attnplug's decode loop if there is one. `bound` are its attention modules. Returns the names of
-    the attributes that were set, which `unbind_generate` deletes again."""
+    attnplug's decode loop if there is one, and kernels of its layers if there are any. `bound` are
+    its attention modules. Returns the names of the attributes that were set, which
+    `unbind_generate` deletes again."""
     vars(model)[BOUND] = bound
     names = [BOUND]
+    if kernels is not None:
+        vars(model)[KERNELS] = kernels
+        names.append(KERNELS)
     if make_layer is not None and hasattr(model, CACHE_METHOD):
         vars(model)[LAYER_MAKER] = make_layer
         vars(model)[LARGEST] = 0
@@ -95,18 +101,19 @@ def own_cache(model: PreTrainedModel) -> str:
     return ""
 
 
-def last_call(model: PreTrainedModel) -> tuple[str, str, str]:
+def last_call(model: PreTrainedModel) -> tuple[str, str, str, str]:
     """Of the last call of generate, why it decoded with transformers' loop, "" where it did not,
-    what its steps have fused, "" where nobody asked them to, and when they will be compiled, ""
-    where they are or are not to be."""
+    what its steps have fused, "" where nobody asked them to, when they will be compiled, "" where
+    they are or are not to be, and which of its layers' parts have kernels."""
     loop: DecodeLoop | None = vars(model).get(LOOP)
+    kernels = str(vars(model).get(KERNELS) or "")
     if loop is None:
-        return "", "", ""
+        return "", "", "", kernels
     if getattr(vars(model).get(GENERATE_METHOD), "function", None) is not _generate:
-        return "generate was replaced since; remove the policy and apply it", "", ""
+        return "generate was replaced since; remove the policy and apply it", "", "", ""
     if loop.why_not:
-        return loop.why_not, "", ""
-    return "", "" if loop.fusion is None else str(loop.fusion), loop.steps()
+        return loop.why_not, "", "", kernels
+    return "", "" if loop.fusion is None else str(loop.fusion), loop.steps(), kernels
 
 
 def unbind_generate(model: PreTrainedModel, names: list[str]) -> None:
@@ -210,7 +217,8 @@ def _prefill(
         layer.steps_are_prepared = True
         layer.prefill_tokens = 0 if chunk is None else input_ids.shape[1]
     try:
-        outputs = stock(model, input_ids, config, model_kwargs, **options)
+        with layer_kernels(model):
+            outputs = stock(model, input_ids, config, model_kwargs, **options)
         note_steps(vars(model)[BOUND], cache)
         return outputs
     finally:

@@ -18,7 +18,7 @@ from transformers.generation.configuration_utils import GenerationMode
 from attnplug.models.cache import PlugCache, PlugLayer
 from attnplug.models.names import CACHE
 from attnplug.models.sliding import SlidingLayer, sliding_layers
-from attnplug.models.walk import all_tensors
+from attnplug.models.walk import devices_of
 
 STOCK: Any = utils
 DEVICES = frozenset({"cpu", "cuda"})  # where the loop has been seen to give transformers' tokens
@@ -170,7 +170,7 @@ def _unserved_inputs(
         return "the cache has sliding windows only"
     if len({layer.max_cache_len for layer in sliding_layers(cache.layers)}) > 1:
         return "its sliding windows are of several sizes"
-    if {tensor.device for tensor in all_tensors(model)} != {ids.device}:
+    if devices_of(model) != {ids.device}:
         return "the prompt and all of the model are not on one device"
     if config._eos_token_tensor is not None and config._pad_token_tensor is None:
         return "there is no pad_token_id"

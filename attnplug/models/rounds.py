@@ -8,7 +8,7 @@ same `e` for a draft and for its verification: what comes out is dense's own sam
 and the random state ends where dense's would.
 """
 
-import sys
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -197,7 +197,7 @@ class RoundSteps:
         verify: Step = verify_step
         if compiles and device.type == "cuda" and is_capturable(call.model):
             if self.verify is None:
-                self.verify = PatientStep(verify_step, lambda: verify_step, sys.maxsize)
+                self.verify = PatientStep(verify_step, lambda: verify_step, math.inf)
             self.verify.begin()
             verify = self.verify
 

@@ -1,7 +1,5 @@
-"""All modules and tensors of a model, without their names: torch builds a name for each module that
-it walks past, and `generate` looks at all of them several times a call."""
-
-from collections.abc import Iterator
+"""All modules of a model, and where its tensors are, without names: torch builds a name for each
+module that it walks past, and `generate` looks at all of them several times a call."""
 
 import torch
 
@@ -19,10 +17,10 @@ def all_modules(model: torch.nn.Module) -> list[torch.nn.Module]:
     return list(found)
 
 
-def all_tensors(model: torch.nn.Module) -> Iterator[torch.Tensor]:
-    """Parameters and buffers, a shared one as often as it is there."""
+def devices_of(model: torch.nn.Module) -> set[torch.device]:
+    """Where parameters and buffers are."""
+    found: set[torch.device] = set()
     for module in all_modules(model):
         for tensors in (module._parameters, module._buffers):
-            for tensor in tensors.values():
-                if tensor is not None:
-                    yield tensor
+            found.update(tensor.device for tensor in tensors.values() if tensor is not None)
+    return found

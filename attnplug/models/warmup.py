@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from attnplug.models.generate import LARGEST, LENGTHS, LONGEST, LOOP
+from attnplug.models.layer_kernels import has_quick_steps
 
 STEPS = 4  # tokens: the first compiled step warms up, the second is captured, the others replay
 KEPT = (LONGEST, LENGTHS, LARGEST)  # how long the caches of later calls are made
@@ -19,8 +20,8 @@ def generate_ahead(
     model: Any, lengths: Sequence[int], batch: int, padded: bool, options: dict[str, Any]
 ) -> dict[int, float]:
     """Seconds of a call of generate for each prompt length, as the first to come; their steps are
-    compiled. Leaves random state and the size of later caches as they were."""
-    if LOOP in vars(model):
+    compiled if that will pay. Leaves random state and the size of later caches as they were."""
+    if LOOP in vars(model) and not has_quick_steps(model):
         vars(model)[LOOP].compile_soon()
     kept = {name: vars(model)[name] for name in KEPT if name in vars(model)}
     columns = SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
@@ -29,7 +30,7 @@ def generate_ahead(
     console = Console(stderr=True)
     with torch.random.fork_rng(devices=places), Progress(*columns, console=console) as bar:
         for length in lengths:
-            task = bar.add_task(f"{length:,} tokens: compiling where needed", total=1)
+            task = bar.add_task(f"{length:,} tokens: compiling what is missing", total=1)
             begun = time.perf_counter()
             _call(model, length, batch, padded, options)
             seconds[length] = time.perf_counter() - begun

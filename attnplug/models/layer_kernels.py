@@ -1,0 +1,237 @@
+"""One kernel each for a decoder layer's norms, rotary embedding and gated activation, while
+`generate` prefills and while it captures steps (ops/layer has what that saves).
+
+A module is served where its code is, instruction for instruction, code that is known here: Llama's
+or Gemma's, which most families repeat. The kernels stand in for `forward` on the instance and only
+within `on`, so that hooks run, adapters multiply, and nothing is left behind. They leave a call to
+the model's own code where torch traces it, records gradients, or brings tensors of another kind.
+"""
+
+import importlib
+import inspect
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from types import CodeType, FunctionType, MethodType
+from typing import Any
+
+import torch
+from transformers.activations import ACT2FN
+
+from attnplug.models.walk import all_modules
+from attnplug.ops.common.triton import INSTALLED
+from attnplug.ops.layer import gated, rms_norm, rotate
+
+LLAMA = "transformers.models.llama.modeling_llama"
+GEMMA = "transformers.models.gemma.modeling_gemma"
+ROTATE, HALF = "apply_rotary_pos_emb", "rotate_half"  # in the globals of a family's file
+DTYPES = frozenset({torch.float16, torch.bfloat16, torch.float32})
+ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+KERNELS = "_attnplug_kernels"  # on the model
+DEVICES = {"cuda"}
+KINDS = NORMS, TURNS, GATES = "norms", "rotary embeddings", "activations"
+Forward = Callable[..., Any]
+
+
+@dataclass
+class LayerKernels:
+    """The modules of a model that have kernels here, each with the forward that stands in for its
+    own, found at the first call; and `counts`, by what they are."""
+
+    forwards: list[tuple[torch.nn.Module, Forward]] = field(default_factory=list)
+    attentions: list[torch.nn.Module] = field(default_factory=list)
+    counts: Counter[str] = field(default_factory=Counter)
+    is_found: bool = False
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy of the model has modules of its own."""
+        return LayerKernels, ()
+
+    def serves(self, model: torch.nn.Module) -> bool:
+        """Whether norms, rotary embeddings and activations have kernels, which makes the model's
+        own steps as fast as compiled ones (docs/log/house.md)."""
+        if not INSTALLED or model.device.type not in DEVICES or _is_compiled(model):
+            return False
+        if not self.is_found:
+            self.find(model)
+        return len(self.counts) == len(KINDS)
+
+    def find(self, model: torch.nn.Module) -> None:
+        known = _Known()
+        for module in all_modules(model):
+            code = _code(type(module).forward)
+            if code in known.norms:
+                self._add(NORMS, module, _norm(module, known.norms[code]))
+            elif code == known.mlp and _activation(module):
+                self._add(GATES, module, _mlp(module, _activation(module)))
+            elif known.rotates(type(module).forward):
+                self.attentions.append(module)
+                self.counts[TURNS] += 1
+        self.is_found = True
+
+    def _add(self, name: str, module: torch.nn.Module, forward: Forward) -> None:
+        self.forwards.append((module, forward))
+        self.counts[name] += 1
+
+    @contextmanager
+    def on(self, model: torch.nn.Module) -> Iterator[None]:
+        """Within it the kernels stand in. A module whose forward somebody else has replaced, and a
+        model that is compiled, keep their own code."""
+        if not INSTALLED or model.device.type not in DEVICES or _is_compiled(model):
+            yield
+            return
+        if not self.is_found:
+            self.find(model)
+        turned = _turned()
+        taken: list[torch.nn.Module] = []
+        try:
+            for module, forward in self.forwards:
+                if "forward" not in vars(module):
+                    vars(module)["forward"] = forward
+                    taken.append(module)
+            for module in self.attentions:
+                if "forward" not in vars(module):
+                    vars(module)["forward"] = MethodType(turned(type(module).forward), module)
+                    taken.append(module)
+            yield
+        finally:
+            for module in taken:
+                vars(module).pop("forward", None)
+
+    def __str__(self) -> str:
+        """One line for `report`, "" before the first call on a GPU."""
+        counts = ", ".join(f"{count} {name}" for name, count in self.counts.items())
+        return f"a kernel each for {counts}" if counts else ""
+
+
+def layer_kernels(model: torch.nn.Module) -> AbstractContextManager[None]:
+    """Within it the kernels of a model stand in, where `apply` has given it any."""
+    kernels: LayerKernels | None = vars(model).get(KERNELS)
+    return nullcontext() if kernels is None else kernels.on(model)
+
+
+def has_quick_steps(model: torch.nn.Module) -> bool:
+    """Whether a model's own steps, captured, need not be compiled."""
+    kernels: LayerKernels | None = vars(model).get(KERNELS)
+    return kernels is not None and kernels.serves(model)
+
+
+def _is_compiled(model: torch.nn.Module) -> bool:
+    return model._compiled_call_impl is not None or "forward" in vars(model)
+
+
+class _Known:
+    """The code that has kernels: of norms, each with whether its weight is an offset from 1, of an
+    MLP, and of a rotary embedding."""
+
+    def __init__(self) -> None:
+        llama, gemma = map(importlib.import_module, (LLAMA, GEMMA))
+        self.norms = {
+            _code(llama.LlamaRMSNorm.forward): False,
+            _code(gemma.GemmaRMSNorm.forward): True,
+        }
+        self.mlp = _code(llama.LlamaMLP.forward)
+        self.turn, self.half = _code(vars(llama)[ROTATE]), _code(vars(llama)[HALF])
+
+    def rotates(self, forward: Forward) -> bool:
+        """Whether an attention's forward rotates by the known functions."""
+        inner = inspect.unwrap(forward)
+        if not isinstance(inner, FunctionType) or ROTATE not in inner.__code__.co_names:
+            return False
+        turn, half = inner.__globals__.get(ROTATE), inner.__globals__.get(HALF)
+        return _code(turn) == self.turn and _code(half) == self.half
+
+
+def _code(function: Any) -> tuple[Any, ...] | None:
+    """What a function does, without its name, place and annotations; None of what is no function
+    of Python."""
+    inner = inspect.unwrap(function) if callable(function) else None
+    if not isinstance(inner, FunctionType):
+        return None
+    code: CodeType = inner.__code__
+    constants = tuple(each for each in code.co_consts if each != inner.__doc__)
+    return code.co_code, constants, code.co_names, code.co_varnames, inner.__defaults__
+
+
+def _activation(module: Any) -> str:
+    """The kernel's name for an MLP's activation, "" where there is none."""
+    kind = type(getattr(module, "act_fn", None))
+    return next((name for key, name in ACTIVATIONS.items() if kind is type(ACT2FN[key])), "")
+
+
+def _is_plain(x: torch.Tensor, *others: torch.Tensor) -> bool:
+    """Whether tensors may go to a kernel: plain ones of one dtype on the current GPU, whose last
+    dimension is contiguous, of a call that nobody traces, casts or differentiates."""
+    kind = x.device.type
+    if type(x) is not torch.Tensor or kind not in DEVICES or x.dtype not in DTYPES:
+        return False
+    if torch.compiler.is_compiling() or torch.is_autocast_enabled(kind) or x.numel() == 0:
+        return False
+    if kind == "cuda" and x.get_device() != torch.cuda.current_device():
+        return False
+    records = torch.is_grad_enabled()
+    for each in (x, *others):
+        if each.dtype != x.dtype or each.device != x.device or each.stride(-1) != 1:
+            return False
+        if records and each.requires_grad:
+            return False
+    return True
+
+
+def _norm(module: Any, unit_offset: bool) -> Forward:
+    own = MethodType(type(module).forward, module)
+
+    def forward(hidden_states: torch.Tensor) -> torch.Tensor:
+        weight = module.weight
+        if type(weight) is not torch.nn.Parameter or not _is_plain(hidden_states, weight):
+            return own(hidden_states)
+        eps = module.eps if unit_offset else module.variance_epsilon
+        return rms_norm(hidden_states, weight, eps, unit_offset)
+
+    return forward
+
+
+def _mlp(module: Any, activation: str) -> Forward:
+    own = MethodType(type(module).forward, module)
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        if not _is_plain(x):
+            return own(x)
+        gate, up = module.gate_proj(x), module.up_proj(x)
+        if gate.shape == up.shape and _is_plain(gate, up):
+            return module.down_proj(gated(gate, up, activation))
+        return module.down_proj(module.act_fn(gate) * up)
+
+    return forward
+
+
+def _turned() -> Callable[[Forward], Forward]:
+    """A function that gives an attention's forward whose rotary embedding is the kernel: the same
+    code with the names of its file as they are now, but for that one."""
+    made: dict[Forward, Forward] = {}
+
+    def turned(forward: Forward) -> Forward:
+        if forward not in made:
+            inner: Any = inspect.unwrap(forward)
+            names = {**inner.__globals__, ROTATE: _rotary(inner.__globals__[ROTATE])}
+            copy = FunctionType(
+                inner.__code__, names, inner.__name__, inner.__defaults__, inner.__closure__
+            )
+            copy.__kwdefaults__ = inner.__kwdefaults__
+            made[forward] = copy
+        return made[forward]
+
+    return turned
+
+
+def _rotary(own: Forward) -> Forward:
+    def turn(q: Any, k: Any, cos: Any, sin: Any, unsqueeze_dim: int = 1) -> Any:
+        served = unsqueeze_dim == 1 and q.dim() == 4 and q.shape[-1] == cos.shape[-1]
+        if not (served and cos.is_contiguous() and sin.is_contiguous()):
+            return own(q, k, cos, sin, unsqueeze_dim)
+        if q.shape[-1] % 2 or not _is_plain(q, k, cos, sin):
+            return own(q, k, cos, sin, unsqueeze_dim)
+        return rotate(q, k, cos, sin)
+
+    return turn

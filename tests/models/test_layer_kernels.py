@@ -1,0 +1,131 @@
+"""Kernels of a layer's norms, rotary embeddings and activations: which modules have them, and that
+a call of generate is the model's own."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from fuse_cases import FAMILIES, family, tokens_of
+from torch import nn
+from transformers.models.qwen2 import modeling_qwen2
+
+import attnplug
+from attnplug.models import layer_kernels
+from attnplug.models.layer_kernels import GATES, KERNELS, NORMS, TURNS, LayerKernels
+from attnplug.testing import tiny_model
+
+pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp")  # interpreted
+
+
+def found_in(model) -> LayerKernels:
+    kernels = LayerKernels()
+    kernels.find(model)
+    return kernels
+
+
+def forwards_of(model):
+    return [module for module in model.modules() if "forward" in vars(module)]
+
+
+def test_a_llama_has_all_three():
+    assert found_in(tiny_model()).counts == {NORMS: 5, TURNS: 2, GATES: 2}
+    gelu = found_in(tiny_model(hidden_act="gelu_pytorch_tanh"))
+    assert gelu.counts == {NORMS: 5, TURNS: 2, GATES: 2}
+
+
+def test_an_unknown_activation_and_other_code_stay_the_models():
+    assert found_in(tiny_model(hidden_act="relu")).counts == {NORMS: 5, TURNS: 2}
+
+    class Own(type(tiny_model().model.norm)):
+        def forward(self, hidden_states):
+            return super().forward(hidden_states) + 0
+
+    model = tiny_model()
+    model.model.norm.__class__ = Own
+    assert found_in(model).counts[NORMS] == 4
+
+
+def test_a_replaced_rotary_function_stays(monkeypatch):
+    assert found_in(family("Qwen2")).counts[TURNS] == 2
+    monkeypatch.setattr(modeling_qwen2, "rotate_half", lambda x: x)
+    assert TURNS not in found_in(family("Qwen2")).counts
+
+
+def test_nothing_is_left_on_the_model(device):
+    model = tiny_model(device=device)
+    with attnplug.applied(model, "dense"):
+        tokens_of(model)
+        assert not forwards_of(model)
+        copied = copy.deepcopy(model)
+        assert vars(copied)[KERNELS].forwards == []
+        assert isinstance(pickle.loads(pickle.dumps(vars(model)[KERNELS])), LayerKernels)
+    assert KERNELS not in vars(model)
+    with attnplug.applied(model, "dense", fuse=False):
+        assert KERNELS not in vars(model)
+
+
+def test_other_threads_calls_are_the_models_own(monkeypatch):
+    """Within `on`, what is traced, differentiated, cast or of a CPU runs the model's own code."""
+    model = tiny_model()
+    kernels = found_in(model)
+    ids = torch.arange(3, 30)[None]
+    wanted = model(ids).logits
+    for name in ("rms_norm", "rotate", "gated"):
+        monkeypatch.setattr(layer_kernels, name, None)  # which nobody may call
+    turned = layer_kernels._turned()
+    for module, forward in kernels.forwards:
+        vars(module)["forward"] = forward
+    for module in kernels.attentions:
+        vars(module)["forward"] = turned(type(module).forward).__get__(module)
+    found = model(ids).logits
+    assert torch.equal(found, wanted)
+    found.sum().backward()
+    assert all(each.grad is not None for each in model.parameters())
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_tokens_are_the_models_own(device, name, dtype, monkeypatch):
+    monkeypatch.setattr(layer_kernels, "DEVICES", {"cuda", "cpu"})  # the interpreter's, too
+    called = []
+    for kernel in ("rms_norm", "rotate", "gated"):
+        own = getattr(layer_kernels, kernel)
+        monkeypatch.setattr(
+            layer_kernels,
+            kernel,
+            lambda *a, own=own, kernel=kernel: called.append(kernel) or own(*a),
+        )
+    model = family(name, device).to(dtype)
+    with attnplug.applied(model, "dense", fuse=False):
+        wanted = tokens_of(model)
+    assert not called
+    with attnplug.applied(model, "dense"):
+        found = tokens_of(model)
+        text = attnplug.report(model).kernels
+    assert called and "a kernel each for" in text
+    if dtype == torch.float32:
+        assert found == wanted
+
+
+def test_hooks_gradients_and_compilation_see_the_model(device, monkeypatch):
+    monkeypatch.setattr(layer_kernels, "DEVICES", {"cuda", "cpu"})
+    model = attnplug.apply(tiny_model(device=device), "dense")
+    ids = torch.arange(3, 30, device=device)[None]
+    wanted = tokens_of(model)
+    seen = []
+    handle = model.model.norm.register_forward_hook(lambda *_: seen.append(1))
+    assert tokens_of(model) == wanted and seen
+    handle.remove()
+    with torch.no_grad():
+        eager = model(ids).logits
+        compiled = torch.compile(model, backend="eager", fullgraph=True)(ids).logits
+    torch.testing.assert_close(compiled, eager)
+    attnplug.remove(model)
+    with layer_kernels.LayerKernels().on(model):
+        model(ids).logits.sum().backward()
+    assert all(each.grad is not None for each in model.parameters())
+    scaled = copy.deepcopy(model)
+    nn.init.constant_(scaled.model.norm.weight, 3.0)
+    with torch.no_grad(), layer_kernels.LayerKernels().on(scaled):
+        torch.testing.assert_close(scaled(ids).logits, model(ids).logits * 3, rtol=1e-4, atol=1e-4)
