@@ -85,10 +85,9 @@ def apply(model: Model, policy: Policies, *, fuse: bool | None = None) -> Model:
 
     With `fuse`, steps of attnplug's decode loop compute q, k and v as one matrix product, and an
     MLP's gate and up as another. The weights of each move into one buffer, of which the parameters
-    are views. No memory is added. A wide product may round otherwise than narrow ones. With None,
+    are views, which adds no memory; a wide product may round otherwise than narrow ones. With None,
     the default, weights on CUDA move at the first call of generate; True moves them at once. Unless
-    it is False, norms, rotary embeddings and gated activations are a kernel each on CUDA while
-    generate runs, rounded as the model's own code rounds them.
+    it is False, norms, rotary embeddings and gated activations are a kernel each in generate.
 
     Raises PolicyError, UnsupportedModelError or AlreadyAppliedError; the model is then unchanged.
     """
@@ -131,9 +130,8 @@ def apply(model: Model, policy: Policies, *, fuse: bool | None = None) -> Model:
         may = fuse is not False and not (keeps or loop)
         fusion = Fusion.of(target, asked=bool(fuse)) if may else None
         ours = None if loop else DecodeLoop(fusion=fusion)
-        kernels = None if fuse is False else LayerKernels()
-        make = None if keeps else ledger.make_layer
-        ledger.methods = bind_generate(target, make, ours, bound, kernels)
+        made = None if keeps else ledger.make_layer, ours, bound
+        ledger.methods = bind_generate(target, *made, None if fuse is False else LayerKernels())
     ledger.compiled = _take_compiled(target)
     target.__dict__[STATE] = ledger
     return model
