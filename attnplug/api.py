@@ -127,9 +127,8 @@ def apply(model: Model, policy: Policies, *, fuse: bool | None = None) -> Model:
         hooked = [x for x in layers if id(x.config) in switched and has_own_slot(x.module)]
         ledger.hooks = [_hooked(layer, first=layer is hooked[0]) for layer in hooked]
         ledger.configs = switch_configs(target, switched)
-        may = fuse is not False and not (keeps or loop)
-        fusion = Fusion.of(target, asked=bool(fuse)) if may else None
-        ours = None if loop else DecodeLoop(fusion=fusion)
+        plain = keeps or loop or fuse is False
+        ours = None if loop else DecodeLoop(fusion=None if plain else Fusion.of(target, bool(fuse)))
         made = None if keeps else ledger.make_layer, ours, bound
         ledger.methods = bind_generate(target, *made, None if fuse is False else LayerKernels())
     ledger.compiled = _take_compiled(target)
