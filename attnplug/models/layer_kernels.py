@@ -42,6 +42,7 @@ class LayerKernels:
     forwards: list[tuple[torch.nn.Module, Forward]] = field(default_factory=list)
     attentions: list[torch.nn.Module] = field(default_factory=list)
     counts: Counter[str] = field(default_factory=Counter)
+    turned: dict[Forward, Any] = field(default_factory=dict)  # by an attention's own forward
     is_found: bool = False
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -83,7 +84,6 @@ class LayerKernels:
             return
         if not self.is_found:
             self.find(model)
-        turned = _turned()
         taken: list[torch.nn.Module] = []
         try:
             for module, forward in self.forwards:
@@ -92,12 +92,29 @@ class LayerKernels:
                     taken.append(module)
             for module in self.attentions:
                 if "forward" not in vars(module):
-                    vars(module)["forward"] = MethodType(turned(type(module).forward), module)
+                    vars(module)["forward"] = MethodType(self._turned(type(module)), module)
                     taken.append(module)
             yield
         finally:
             for module in taken:
                 vars(module).pop("forward", None)
+
+    def _turned(self, attention: Any) -> Forward:
+        """An attention's forward whose rotary embedding is the kernel: the same code, with the
+        names of its file as they are now but for that one. The same object while they are, as
+        dynamo guards what it compiles by it."""
+        own: Any = inspect.unwrap(attention.forward)
+        names: dict[str, Any] = own.__globals__
+        made = self.turned.get(own)
+        used = [name for name in own.__code__.co_names if name != ROTATE]
+        if made is None or any(made.__globals__.get(x) is not names.get(x) for x in used):
+            changed = {**names, ROTATE: _rotary(names[ROTATE])}
+            made = FunctionType(
+                own.__code__, changed, own.__name__, own.__defaults__, own.__closure__
+            )
+            made.__kwdefaults__ = own.__kwdefaults__
+            self.turned[own] = made
+        return made
 
     def __str__(self) -> str:
         """One line for `report`, "" before the first call on a GPU."""
@@ -204,25 +221,6 @@ def _mlp(module: Any, activation: str) -> Forward:
         return module.down_proj(module.act_fn(gate) * up)
 
     return forward
-
-
-def _turned() -> Callable[[Forward], Forward]:
-    """A function that gives an attention's forward whose rotary embedding is the kernel: the same
-    code with the names of its file as they are now, but for that one."""
-    made: dict[Forward, Forward] = {}
-
-    def turned(forward: Forward) -> Forward:
-        if forward not in made:
-            inner: Any = inspect.unwrap(forward)
-            names = {**inner.__globals__, ROTATE: _rotary(inner.__globals__[ROTATE])}
-            copy = FunctionType(
-                inner.__code__, names, inner.__name__, inner.__defaults__, inner.__closure__
-            )
-            copy.__kwdefaults__ = inner.__kwdefaults__
-            made[forward] = copy
-        return made[forward]
-
-    return turned
 
 
 def _rotary(own: Forward) -> Forward:

@@ -6,7 +6,7 @@ import pickle
 
 import pytest
 import torch
-from fuse_cases import FAMILIES, family, tokens_of
+from fuse_cases import FAMILIES, family, layer_of, tokens_of
 from torch import nn
 from transformers.models.qwen2 import modeling_qwen2
 
@@ -65,23 +65,36 @@ def test_nothing_is_left_on_the_model(device):
         assert KERNELS not in vars(model)
 
 
-def test_other_threads_calls_are_the_models_own(monkeypatch):
-    """Within `on`, what is traced, differentiated, cast or of a CPU runs the model's own code."""
+def test_a_call_that_records_gradients_is_the_models_own(monkeypatch):
+    """Another thread may train while one generates."""
     model = tiny_model()
     kernels = found_in(model)
     ids = torch.arange(3, 30)[None]
     wanted = model(ids).logits
     for name in ("rms_norm", "rotate", "gated"):
         monkeypatch.setattr(layer_kernels, name, None)  # which nobody may call
-    turned = layer_kernels._turned()
-    for module, forward in kernels.forwards:
-        vars(module)["forward"] = forward
-    for module in kernels.attentions:
-        vars(module)["forward"] = turned(type(module).forward).__get__(module)
-    found = model(ids).logits
+    monkeypatch.setattr(layer_kernels, "DEVICES", {"cpu"})
+    with kernels.on(model):
+        assert len(forwards_of(model)) == 9
+        found = model(ids).logits
     assert torch.equal(found, wanted)
     found.sum().backward()
     assert all(each.grad is not None for each in model.parameters())
+
+
+def test_a_forward_is_made_once_and_follows_its_file(monkeypatch):
+    """What somebody changes in a family's file after `apply` counts."""
+    monkeypatch.setattr(layer_kernels, "DEVICES", {"cpu"})
+    model, kernels = family("Qwen2"), LayerKernels()
+
+    def forward():
+        with kernels.on(model):
+            return layer_of(model).forward.__func__
+
+    first = forward()
+    assert forward() is first and first is not type(layer_of(model)).forward
+    monkeypatch.setattr(modeling_qwen2, "ALL_ATTENTION_FUNCTIONS", {})
+    assert forward().__globals__["ALL_ATTENTION_FUNCTIONS"] == {}
 
 
 @pytest.mark.parametrize("name", FAMILIES)
