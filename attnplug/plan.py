@@ -1,40 +1,43 @@
-"""The bill: what a decode step costs with dense attention and with `gather`, before it is run.
+"""The bill: what a decode step costs with dense attention and with a sparse method, before it is
+run.
 
     t_dense(n, B)  = (W + B A_d(n)) / beta + c0,        A_d = 2 L Hkv D bytes n
-    t_gather(n, B) = (W + B A_g(n)) / beta + c0 + c1 + c2 k,   A_g = the keep set and the summaries
+    t_sparse(n, B) = (W + B A_s(n)) / beta + c0 + c1 + c2 k,   A_s = what is kept, and its index
 
 W are the weights that a step reads, A the cache that one sequence of n tokens reads, both in bytes;
-beta is the bandwidth, c0 what a step takes beside reading, c1 what gather adds to that and c2 what
-128 keys of its list add: k counts blocks of 128 here. beta and c0 come from measured dense steps
-alone, the others from gather's.
-Source: "Attention Pays Its Bill" (docs/papers.md); c2 is ours.
+beta is the bandwidth, c0 what a step takes beside reading, c1 what the method adds to that and c2
+what 128 keys of gather's list add: k counts blocks of 128 here. beta and c0 come from measured
+dense steps alone, the others from the method's. On several GPUs each reads its share of W and A.
+Source: "Attention Pays Its Bill" (docs/papers.md); c2, other methods than gather and GPUs are ours.
 """
 
 import dataclasses
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from rich.table import Table
 
-from attnplug import files
 from attnplug.errors import ArgumentError, FileError
-from attnplug.extras import require
 from attnplug.policies.gather import Gather
+from attnplug.policies.gvr import Gvr
+from attnplug.policies.sketch import Sketch
 
+Sparse = Gather | Gvr | Sketch  # the methods that the bill knows
+METHODS = "gather", "gvr", "sketch"
 CONTEXTS = tuple(1 << power for power in range(12, 21))
-BATCHES = (1, 2, 4, 8, 16, 32, 64)
 
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
     """What of a model the bill needs: layers of full attention, KV heads, head dimension, bytes of
     weights that a step reads, and bytes an element of the cache. `positions`: the most tokens that
-    the model reads, None where only its shape is known."""
+    the model reads, None where only its shape is known. `gpus`: how many share the model, of which
+    heads and weights are the share of one."""
 
     layers: int
     heads_kv: int
@@ -42,6 +45,7 @@ class Shape:
     weights: float
     itemsize: int = 2
     positions: int | None = dataclasses.field(default=None, compare=False)
+    gpus: int = 1
 
     def reads(self, tokens: int) -> bool:
         """Whether the model has positions for so many tokens."""
@@ -51,20 +55,33 @@ class Shape:
         """Bytes of keys and values of so many tokens."""
         return 2 * self.layers * self.heads_kv * self.head_dim * self.itemsize * tokens
 
-    def gathered(self, policy: Gather, tokens: int) -> float:
+    def read(self, policy: Sparse, tokens: int) -> float:
         """Bytes that a step of `policy` reads of one sequence."""
         return self.cached(read_tokens(policy, tokens, tokens, self.head_dim))
 
+    def of_rank(self, gpus: int) -> "Shape":
+        """What one of several GPUs has of the model: its KV heads and its part of the weights.
+        Raises ArgumentError where the heads cannot be dealt out."""
+        if gpus < 1 or self.heads_kv % gpus:
+            raise ArgumentError(f"plan: {self.heads_kv} KV heads cannot be dealt to {gpus} GPUs")
+        each = self.heads_kv // gpus
+        return dataclasses.replace(self, heads_kv=each, weights=self.weights / gpus, gpus=gpus)
 
-def listed(policy: Gather) -> float:
-    """How many times 128 keys a KV head's list names."""
-    return policy.k * policy.block / 128
+
+def listed(policy: Sparse) -> float:
+    """How many times 128 keys a KV head's list of blocks names."""
+    return policy.k * policy.block / 128 if isinstance(policy, Gather) else 0.0
 
 
-def read_tokens(policy: Gather, tokens: int, size: int, head_dim: int = 128) -> float:
+def read_tokens(policy: Sparse, tokens: int, size: int, head_dim: int = 128) -> float:
     """Tokens whose keys and values are as many bytes as what a step of `policy` reads of one
-    sequence of `tokens`, in a cache with room for `size`: the keep set, and the summaries."""
-    kept = min((policy.sink + policy.local + policy.k) * policy.block, tokens)
+    sequence of `tokens`, in a cache with room for `size`: what is kept, and the summaries or codes
+    that choose it, for a cache in 16 bits."""
+    kept, element = min(policy.kept, tokens), 4 * head_dim  # bytes of a token's key and value
+    if isinstance(policy, Gvr):  # an INT8 key and its scale, float32
+        return kept + tokens * (head_dim + 4) / element
+    if isinstance(policy, Sketch):
+        return kept + tokens * policy.bytes / element
     summaries = tokens // policy.block if policy.k else 0
     parts, codes, _ = policy.summary_form(size)
     # A band's codes have a scale and a width each, float32.
@@ -78,15 +95,21 @@ SHAPES = {
 }
 
 
+class Extra(NamedTuple):
+    """Seconds that a method adds to a step, and for each 128 keys of its list."""
+
+    step: float
+    each: float = 0.0
+
+
 @dataclasses.dataclass(frozen=True)
 class Bill:
-    """Of one machine: bytes a second, seconds a step beside reading, gather's extra seconds, those
-    of each 128 keys that it lists, and bytes of memory, where they are known."""
+    """Of one machine: bytes a second, seconds a step beside reading, by method its extra seconds
+    and those of each 128 keys that it lists, and bytes of memory, where they are known."""
 
     bandwidth: float
     fixed: float
-    extra: float = 0.0
-    each: float = 0.0
+    extras: Mapping[str, Extra] = dataclasses.field(default_factory=dict)
     source: str = ""
     memory: float = math.inf
 
@@ -94,39 +117,47 @@ class Bill:
         """Seconds of a step with dense attention."""
         return (shape.weights + batch * shape.cached(tokens)) / self.bandwidth + self.fixed
 
-    def gather(self, shape: Shape, tokens: int, batch: int, policy: Gather) -> float:
-        """Seconds of a step with `policy`, were it to run at every length."""
-        read = shape.weights + batch * shape.gathered(policy, tokens)
-        return read / self.bandwidth + self.fixed + self.extra + self.each * listed(policy)
+    def sparse(self, shape: Shape, tokens: int, batch: int, policy: Sparse) -> float:
+        """Seconds of a step with `policy`, were it to run at every length. Raises ArgumentError
+        where no step of its method was measured."""
+        if policy.name not in self.extras:
+            raise ArgumentError(f"plan: no step of {policy.name} is among {self.source}")
+        extra = self.extras[policy.name]
+        read = shape.weights + batch * shape.read(policy, tokens)
+        return read / self.bandwidth + self.fixed + extra.step + extra.each * listed(policy)
 
-    def speedup(self, shape: Shape, tokens: int, batch: int, policy: Gather) -> float:
-        return self.dense(shape, tokens, batch) / self.gather(shape, tokens, batch, policy)
+    def speedup(self, shape: Shape, tokens: int, batch: int, policy: Sparse) -> float:
+        return self.dense(shape, tokens, batch) / self.sparse(shape, tokens, batch, policy)
 
     def fits(self, shape: Shape, tokens: int, batch: int) -> bool:
         """Whether weights and cache are no more than the memory. Activations come on top."""
         return shape.weights + batch * shape.cached(tokens) <= self.memory
 
-    def crossover(self, shape: Shape, batch: int, policy: Gather) -> int | None:
-        """The fewest tokens, a multiple of the block, from which on gather is faster; None where
-        that is beyond 16M tokens. Past the keep set dense grows faster, so there is one point."""
-        low, high = 0, (1 << 24) // policy.block
-        if self.speedup(shape, high * policy.block, batch, policy) <= 1:
+    def crossover(self, shape: Shape, batch: int, policy: Sparse) -> int | None:
+        """The fewest tokens, a multiple of the block, from which on `policy` is faster; None where
+        that is beyond 16M tokens. Past what is kept dense grows faster, so there is one point."""
+        block = policy.block if isinstance(policy, Gather) else 1
+        low, high = 0, (1 << 24) // block
+        if self.speedup(shape, high * block, batch, policy) <= 1:
             return None
         while high - low > 1:
             middle = (low + high) // 2
-            if self.speedup(shape, middle * policy.block, batch, policy) > 1:
+            if self.speedup(shape, middle * block, batch, policy) > 1:
                 high = middle
             else:
                 low = middle
-        return high * policy.block
+        return high * block
 
 
-# Fitted to bench/results/e2e_decode.json and e2e_gather.json.
+# Fitted to e2e_decode.json, e2e_gather.json, gvr.json and sketch.json of bench/results.
 H200 = Bill(
     4.5843e12,
     1.9227e-3,
-    0.33867e-3,
-    5.2701e-6,
+    {
+        "gather": Extra(0.33867e-3, 5.2701e-6),
+        "gvr": Extra(1.3858e-3),
+        "sketch": Extra(0.76003e-3),
+    },
     source="one NVIDIA H200, compiled decode",
     memory=141e9,
 )
@@ -135,18 +166,20 @@ H200 = Bill(
 @dataclasses.dataclass(frozen=True)
 class Fit:
     """A bill and how well it tells the rows: R2 on the dense ones (None for two, which every line
-    passes through), and for every batch size the mean relative error of a fit without it (none
-    where too few rows are left)."""
+    passes through), for every batch size the mean relative error of a fit without it (none where
+    too few rows are left), and for every method the mean relative error of its own rows."""
 
     bill: Bill
     r2: float | None
     held_out: dict[int, float]
+    errors: dict[str, float]
 
 
 def fit(rows: Iterable[Mapping[str, Any]]) -> Fit:
     """Fit a bill to end-to-end decode rows of one machine, as `bench` writes them (`case`, `op`,
-    `batch`, `bytes`, `p50_us`, and of gather's `policy`). Raises ArgumentError with fewer than two
-    dense lengths, or where a gather row does not name its policy."""
+    `batch`, `bytes`, `p50_us`, and of a method's `policy`). Rows of a method that keeps its cache
+    in host memory are left out. Raises ArgumentError with fewer than two dense lengths, or where a
+    gather row does not name its policy."""
     steps = [row for row in rows if row["case"] == "e2e-decode"]
     dense = [row for row in steps if row["op"] == "dense_decode"]
     if len({row["bytes"] for row in dense}) < 2:
@@ -164,29 +197,49 @@ def fit(rows: Iterable[Mapping[str, Any]]) -> Fit:
             line = np.polyfit(*_columns(left), 1)
             read, seconds = _columns([row for row in dense if row["batch"] == batch])
             held_out[batch] = float(np.abs(np.polyval(line, read) / seconds - 1).mean())
-    sparse = [row for row in steps if row["op"] == "gather"]
-    extra, each = _gathers(sparse, slope, fixed) if sparse else (0.0, 0.0)
-    source = f"{len(dense)} dense and {len(sparse)} gather rows"
-    return Fit(Bill(float(1 / slope), float(fixed), extra, each, source), r2, held_out)
+    extras, errors, counts = {}, {}, [f"{len(dense)} dense"]
+    for name in METHODS:
+        sparse = [(row, method) for row, method in _rows_of(name, steps) if on_gpu(method)]
+        if sparse:
+            extras[name], errors[name] = _extra(sparse, slope, fixed)
+            counts.append(f"{len(sparse)} {name}")
+    source = f"{', '.join(counts[:-1])} and {counts[-1]} rows" if extras else f"{counts[0]} rows"
+    return Fit(Bill(float(1 / slope), float(fixed), extras, source), r2, held_out, errors)
 
 
-def _gathers(rows: list[Mapping[str, Any]], slope: float, fixed: float) -> tuple[float, float]:
-    """gather's extra seconds, and those of each 128 keys that it lists, which rows of one budget
-    cannot tell apart."""
+def on_gpu(method: Sparse) -> bool:
+    """Whether a method keeps keys and values on the GPU, whose memory the bill is of."""
+    return getattr(method, "kv", "gpu") == "gpu"
+
+
+def _rows_of(
+    name: str, steps: Iterable[Mapping[str, Any]]
+) -> Iterator[tuple[Mapping[str, Any], Sparse]]:
+    """A method's rows, each with the method and its options."""
     from attnplug.policies import parse
 
-    read, seconds = _columns(rows)
-    rest = seconds - slope * read - fixed
-    if not all("policy" in row for row in rows):
-        raise ArgumentError("plan: a gather row has no policy, which says how much its step lists")
-    policies = [parse(row["policy"]).decode for row in rows]
-    blocks = [listed(policy) for policy in policies if isinstance(policy, Gather)]
-    if len(blocks) < len(rows):
-        raise ArgumentError("plan: a gather row's policy does not decode with gather")
-    if len(set(blocks)) < 2:
-        return float(rest.mean()), 0.0
-    each, extra = np.polyfit(blocks, rest, 1)
-    return float(extra), float(each)
+    for row in steps:
+        if row["op"] != name:
+            continue
+        if "policy" not in row:
+            raise ArgumentError(f"plan: a {name} row has no policy, which says what its step reads")
+        method = parse(row["policy"]).decode
+        if not isinstance(method, Gather | Gvr | Sketch) or method.name != name:
+            raise ArgumentError(f"plan: a {name} row's policy does not decode with {name}")
+        yield row, method
+
+
+def _extra(
+    rows: list[tuple[Mapping[str, Any], Sparse]], slope: float, fixed: float
+) -> tuple[Extra, float]:
+    """A method's extra seconds, and those of each 128 keys that it lists, which rows of one budget
+    cannot tell apart; and by how much they miss its rows, in the mean."""
+    read, seconds = _columns(row for row, _ in rows)
+    told, lists = slope * read + fixed, np.array([listed(method) for _, method in rows])
+    rest = seconds - told
+    each, step = np.polyfit(lists, rest, 1) if len(set(lists)) > 1 else (0.0, rest.mean())
+    error = np.abs((told + step + each * lists) / seconds - 1).mean()
+    return Extra(float(step), float(each)), float(error)
 
 
 def _columns(rows: Iterable[Mapping[str, Any]]) -> tuple[np.ndarray, np.ndarray]:
@@ -254,7 +307,7 @@ def shape_of(model: str) -> Shape:
     return Shape(full, heads_kv, dim, 2 * count, positions=positions(config))
 
 
-def read_options(contexts: Sequence[int], batch: int, policy: str) -> Gather:
+def read_options(contexts: Sequence[int], batch: int, policy: str) -> Sparse:
     """The method that the command's options name. Raises ArgumentError for numbers below 1 and a
     method that the bill is not of, or PolicyError for the policy's text."""
     from attnplug.policies import parse
@@ -264,9 +317,10 @@ def read_options(contexts: Sequence[int], batch: int, policy: str) -> Gather:
     if batch < 1:
         raise ArgumentError(f"plan: batch is {batch}, needs at least 1")
     method = parse(policy).decode
-    if not isinstance(method, Gather):
-        raise ArgumentError(f"plan: {policy!r} does not decode with gather, which this bill is of")
-    if method.kv != "gpu":
+    if not isinstance(method, Gather | Gvr | Sketch):
+        known = ", ".join(METHODS)
+        raise ArgumentError(f"plan: {policy!r} decodes with none of {known}, which the bill is of")
+    if not on_gpu(method):
         raise ArgumentError(f"plan: {policy!r} reads the host's memory; this bill knows the GPU's")
     return method
 
@@ -276,16 +330,19 @@ def summary(fitted: Fit) -> str:
     bill = fitted.bill
     text = (
         f"fitted to {bill.source}: {bill.bandwidth / 1e12:.2f} TB/s, {bill.fixed * 1e3:.2f} ms "
-        f"beside reading, gather {bill.extra * 1e3:+.2f} ms "
-        f"and {bill.each * 1e6:.1f} us for each 128 listed keys; "
+        "beside reading; "
     )
+    for name, extra in bill.extras.items():
+        text += f"{name} {extra.step * 1e3:+.2f} ms"
+        text += f" and {extra.each * 1e6:.1f} us for each 128 listed keys" if extra.each else ""
+        text += f" ({fitted.errors[name]:.1%} off its rows); "
     text += "no evidence of the fit" if fitted.r2 is None else f"R2 {fitted.r2:.4f}"
     for batch, error in fitted.held_out.items():
         text += f"; batch {batch} left out: {error:.1%} off"
     return text
 
 
-def notes(shape: Shape, bill: Bill, policy: Gather, batch: int) -> str:
+def notes(shape: Shape, bill: Bill, policy: Sparse, batch: int) -> str:
     """From where on it pays, and what the bill leaves out."""
     crossover = bill.crossover(shape, batch, policy)
     pays = "does not pay at any length up to 16M tokens"
@@ -296,6 +353,11 @@ def notes(shape: Shape, bill: Bill, policy: Gather, batch: int) -> str:
     if shape.positions is not None:
         never = f": {policy.name} never serves it" if least > shape.positions else ""
         reads = f" The model reads {shape.positions:,} tokens{never}; longer contexts are left out."
+    if shape.gpus > 1:
+        reads += (
+            f" Each of {shape.gpus} GPUs reads its heads and its part of the weights; what they "
+            "take to sum is counted as part of a step beside reading."
+        )
     return (
         f"By bytes {policy} {pays}. attnplug runs dense in caches below "
         f"{least:,} tokens.{reads} Bill of: {bill.source}."
@@ -303,27 +365,27 @@ def notes(shape: Shape, bill: Bill, policy: Gather, batch: int) -> str:
 
 
 def steps(
-    shape: Shape, bill: Bill, policy: Gather, batch: int, contexts: Iterable[int]
+    shape: Shape, bill: Bill, policy: Sparse, batch: int, contexts: Iterable[int]
 ) -> list[dict[str, float]]:
     """A step of each context that the model reads: `tokens`, milliseconds `dense_ms` and
-    `gather_ms`, `speedup`, and `gather_tokens_per_s` of the whole batch."""
+    `METHOD_ms`, `speedup`, and `METHOD_tokens_per_s` of the whole batch."""
     found = []
     for tokens in filter(shape.reads, contexts):
-        dense, sparse = bill.dense(shape, tokens, batch), bill.gather(shape, tokens, batch, policy)
+        dense, sparse = bill.dense(shape, tokens, batch), bill.sparse(shape, tokens, batch, policy)
         found.append(
             {
                 "tokens": tokens,
                 "dense_ms": dense * 1e3,
-                "gather_ms": sparse * 1e3,
+                f"{policy.name}_ms": sparse * 1e3,
                 "speedup": dense / sparse,
-                "gather_tokens_per_s": batch / sparse,
+                f"{policy.name}_tokens_per_s": batch / sparse,
             }
         )
     return found
 
 
 def facts(
-    shape: Shape, bill: Bill, policy: Gather, batch: int, contexts: Iterable[int]
+    shape: Shape, bill: Bill, policy: Sparse, batch: int, contexts: Iterable[int]
 ) -> dict[str, Any]:
     """What `table` and `notes` tell, for a program. `pays_from` is the crossover by bytes, and
     `serves_from` the length below which attnplug runs dense; lengths in tokens, None where the
@@ -331,6 +393,7 @@ def facts(
     return {
         "policy": str(policy),
         "batch": batch,
+        "gpus": shape.gpus,
         "positions": shape.positions,
         "pays_from": bill.crossover(shape, batch, policy),
         "serves_from": policy.row_crossover(torch.device("cuda")).least(batch),
@@ -339,71 +402,19 @@ def facts(
     }
 
 
-def table(shape: Shape, bill: Bill, policy: Gather, batch: int, contexts: Iterable[int]) -> Table:
+def table(shape: Shape, bill: Bill, policy: Sparse, batch: int, contexts: Iterable[int]) -> Table:
     """Milliseconds a step and the speed-up, for each context that the model reads."""
-    printed = Table(title=f"{policy}, batch {batch}")
-    for title in ("tokens", "dense ms", "gather ms", "speed-up", "gather tokens/s"):
+    on = f", each of {shape.gpus} GPUs" if shape.gpus > 1 else ""
+    printed = Table(title=f"{policy}, batch {batch}{on}")
+    name = policy.name
+    for title in ("tokens", "dense ms", f"{name} ms", "speed-up", f"{name} tokens/s"):
         printed.add_column(title, justify="right")
     for step in steps(shape, bill, policy, batch, contexts):
         printed.add_row(
             f"{step['tokens']:,}",
             f"{step['dense_ms']:.2f}",
-            f"{step['gather_ms']:.2f}",
+            f"{step[f'{name}_ms']:.2f}",
             f"{step['speedup']:.2f}",
-            f"{step['gather_tokens_per_s']:,.0f}",
+            f"{step[f'{name}_tokens_per_s']:,.0f}",
         )
     return printed
-
-
-def gains(shape: Shape, bill: Bill, policy: Gather) -> np.ndarray:
-    """Speed-ups `[BATCHES,CONTEXTS]` of what attnplug would run: 1 where that is dense, NaN where
-    the cache does not fit or the model does not read so many tokens."""
-    cuda = torch.device("cuda")
-    return np.array(
-        [
-            [
-                math.nan
-                if not (bill.fits(shape, n, b) and shape.reads(n))
-                else 1.0
-                if not policy.serves(b, n, cuda)
-                else bill.speedup(shape, n, b, policy)
-                for n in CONTEXTS
-            ]
-            for b in BATCHES
-        ]
-    )
-
-
-def draw_map(shape: Shape, bill: Bill, policy: Gather, path: Path) -> None:
-    """Context across, batch up, the speed-up as colour and number; grey where it runs dense, empty
-    where the cache does not fit, or is longer than what the model reads. Raises
-    MissingPackageError."""
-    require("plot", "the map of attnplug plan")
-    from matplotlib import colormaps
-    from matplotlib.figure import Figure
-    from matplotlib.patches import Rectangle
-
-    found, cuda = gains(shape, bill, policy), torch.device("cuda")
-    figure = Figure(figsize=(8, 4.2), dpi=150, layout="constrained")
-    axes = figure.subplots()
-    colors = colormaps["viridis"].with_extremes(bad="#ffffff")
-    dense = np.array([[not policy.serves(b, n, cuda) for n in CONTEXTS] for b in BATCHES])
-    shown = np.where(dense, np.nan, np.log2(found))
-    axes.imshow(shown, origin="lower", cmap=colors, aspect="auto")
-    for (row, column), gain in np.ndenumerate(found):
-        if np.isnan(gain):
-            continue
-        if dense[row, column]:
-            square = Rectangle((column - 0.5, row - 0.5), 1, 1, color="#d4d4d4")
-            axes.add_patch(square)
-        bright = not dense[row, column] and np.log2(gain) < 0.6 * np.nanmax(shown)
-        color = "#ff9e80" if gain < 1 else "w" if bright else "k"
-        label = "dense" if dense[row, column] else f"{gain:.2f}"
-        axes.text(column, row, label, ha="center", va="center", color=color)
-    names = [f"{n // 1024}K" if n < 1 << 20 else f"{n >> 20}M" for n in CONTEXTS]
-    axes.set_xticks(range(len(CONTEXTS)), names)
-    axes.set_yticks(range(len(BATCHES)), [str(b) for b in BATCHES])
-    axes.set_xlabel("tokens of context; empty: the cache does not fit")
-    axes.set_ylabel("sequences")
-    axes.set_title(f"predicted decode speed-up of {policy} over dense")
-    files.write_figure(path, figure)

@@ -20,6 +20,7 @@ from test_e2e_decode import CONFIG, ROOM, STEPS, WARMUP, Decoder, model, time_st
 
 import attnplug
 from attnplug.bench.rows import policy_name
+from attnplug.plan import read_tokens
 from attnplug.policies import Phase, methods, refit
 
 LENGTHS = [32768, 131072, 1048576]
@@ -69,18 +70,11 @@ def measured(name: str) -> dict[int, list[float]]:
     return times
 
 
-def coded_tokens(policy: Any, n: int) -> float:
-    """Keys and values that a step reads, in tokens: those it keeps, and the codes of all."""
-    dim = CONFIG.hidden_size // CONFIG.num_attention_heads
-    code = policy.bytes if policy.name == "sketch" else dim + 4
-    return min(policy.kept, n) + n * code / (4 * dim)
-
-
 @pytest.mark.parametrize("n", LENGTHS)
 @pytest.mark.parametrize("name", METHODS)
 def test_e2e_policies(gpu_bench, name, n):
     policy: Phase = METHODS[name]
-    nbytes, flops = work_of(model(), CONFIG, coded_tokens(policy, n))
+    nbytes, flops = work_of(model(), CONFIG, read_tokens(policy, n, n))
     gpu_bench.record(
         op=name,
         case="e2e-decode",

@@ -44,7 +44,7 @@ import torch
 from _models import heads_of
 from test_e2e_decode import CONFIG, profile, work_of
 from test_e2e_decode import model as random_weights
-from test_e2e_policies import coded_tokens, fill_up_to
+from test_e2e_policies import fill_up_to
 from torch._dynamo.utils import compilation_time_metrics, counters
 from transformers import Cache, DynamicCache, GenerationMixin
 from transformers.generation.configuration_utils import CompileConfig
@@ -282,8 +282,7 @@ def tokens_read(policy: str, n: int, batch: int) -> float:
         method, _ = method.resolve("decode", shape, CONFIG.num_hidden_layers)
     if not isinstance(method, Gather | Gvr | Sketch) or not method.serves(batch, n, device):
         return n
-    is_gather = isinstance(method, Gather)
-    return read_tokens(method, n, n + TAIL) if is_gather else coded_tokens(method, n)
+    return read_tokens(method, n, n + TAIL)
 
 
 PREFILLS = {"mask of ones": True, "holds its pad id": True, "chunks": False}

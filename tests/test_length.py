@@ -7,7 +7,7 @@ from transformers import Gemma3TextConfig, LlamaConfig, MambaConfig, Qwen2Config
 from typer.testing import CliRunner
 
 import attnplug
-from attnplug import plan
+from attnplug import plan, plan_map
 from attnplug.cli import app
 from attnplug.models.layers import positions
 from attnplug.testing import tiny_model
@@ -87,6 +87,6 @@ def test_plan_prints_no_speedup_behind_what_the_model_reads(tmp_path):
     assert "The model reads 32,768 tokens: gather never serves it" in words
     shape = plan.shape_of(str(tmp_path))
     assert "never" not in plan.notes(shape, plan.H200, attnplug.Gather(min_tokens=32768), 1)
-    gains = plan.gains(shape, plan.H200, attnplug.Gather(min_tokens=0))
+    gains = plan_map.gains(shape, plan.H200, attnplug.Gather(min_tokens=0))
     last = plan.CONTEXTS.index(32768)
     assert (gains[:, : last + 1] > 0).all() and (gains[:, last + 1 :] != gains[:, last + 1 :]).all()

@@ -10,14 +10,16 @@ import torch
 from transformers import Gemma3TextConfig, LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
-from attnplug import Gather, plan
+from attnplug import Gather, Gvr, Sketch, plan, plan_map
 from attnplug.cli import app
 from attnplug.errors import ArgumentError
 
 SHAPE = plan.Shape(layers=3, heads_kv=2, head_dim=64, weights=1e9)
-BILL = plan.Bill(2e12, 1e-3, 2e-4)
+EXTRA = 2e-4
+BILL = plan.Bill(2e12, 1e-3, {name: plan.Extra(EXTRA) for name in plan.METHODS})
 RESULTS = Path(__file__).parent.parent / "bench/results"
-ROWS = [RESULTS / "e2e_decode.json", RESULTS / "e2e_gather.json"]
+FILES = ("e2e_decode", "e2e_gather", "gvr", "sketch")
+ROWS = [RESULTS / f"{name}.json" for name in FILES]
 
 
 def row(op: str, batch: int, nbytes: float, seconds: float) -> dict:
@@ -40,7 +42,7 @@ def rows(bill: plan.Bill, batches=(1, 4), noise: float = 0.0) -> list[dict]:
         for n in (1 << 14, 1 << 17, 1 << 20):
             for op, read, extra in (
                 ("dense_decode", SHAPE.cached(n), 0.0),
-                ("gather", SHAPE.gathered(Gather(), n), bill.extra),
+                ("gather", SHAPE.read(Gather(), n), EXTRA),
             ):
                 nbytes = SHAPE.weights + batch * read
                 seconds = nbytes / bill.bandwidth + bill.fixed + extra
@@ -52,22 +54,52 @@ def test_bytes_are_those_of_the_cache():
     assert SHAPE.cached(10) == 10 * 3 * 2 * 2 * 64 * 2
     published = Gather(k=8, block=128, sink=1, local=4, scoring="bounds")
     kept = (1 + 4 + 8) * 128
-    assert SHAPE.gathered(published, 1 << 17) == SHAPE.cached(kept + 512)  # INT8
+    assert SHAPE.read(published, 1 << 17) == SHAPE.cached(kept + 512)  # INT8
     exact = dataclasses.replace(published, bounds="exact")
-    assert SHAPE.gathered(exact, 1 << 17) == SHAPE.cached(kept + 1024)
+    assert SHAPE.read(exact, 1 << 17) == SHAPE.cached(kept + 1024)
     window = dataclasses.replace(published, k=0)
-    assert SHAPE.gathered(window, 1 << 17) == SHAPE.cached(5 * 128)
-    assert SHAPE.gathered(published, 256) == SHAPE.cached(256 + 2)
+    assert SHAPE.read(window, 1 << 17) == SHAPE.cached(5 * 128)
+    assert SHAPE.read(published, 256) == SHAPE.cached(256 + 2)
     kept = (8 + 32 + 256) * 16
-    assert SHAPE.gathered(Gather(scoring="bounds"), 1 << 17) == SHAPE.cached(kept + 4096)
+    assert SHAPE.read(Gather(scoring="bounds"), 1 << 17) == SHAPE.cached(kept + 4096)
+
+
+def test_methods_that_keep_codes_read_them_all():
+    codes = SHAPE.cached(1 << 17) / 4 / 64  # a byte of each token and KV head
+    kept = SHAPE.cached(Gvr().kept) + codes * (64 + 4)
+    assert SHAPE.read(Gvr(), 1 << 17) == pytest.approx(kept)
+    assert SHAPE.read(Sketch(bytes=16), 1 << 17) == pytest.approx(
+        SHAPE.cached(Sketch().kept) + codes * 16
+    )
+
+
+def test_a_rank_has_its_share():
+    halves = SHAPE.of_rank(2)
+    assert (halves.heads_kv, halves.weights, halves.gpus) == (1, 5e8, 2)
+    assert halves.read(Gvr(), 1 << 17) == SHAPE.read(Gvr(), 1 << 17) / 2
+    assert "Each of 2 GPUs" in plan.notes(halves, BILL, Gather(), 1)
+    for gpus in (0, 3, 4):
+        with pytest.raises(ArgumentError, match="2 KV heads cannot be dealt"):
+            SHAPE.of_rank(gpus)
+
+
+@pytest.mark.parametrize("policy", [Gvr(), Sketch()])
+def test_every_method_has_a_crossover(policy):
+    n = BILL.crossover(SHAPE, 8, policy)
+    assert BILL.speedup(SHAPE, n, 8, policy) > 1 >= BILL.speedup(SHAPE, n - 1, 8, policy)
+
+
+def test_a_bill_without_a_methods_steps_says_so():
+    with pytest.raises(ArgumentError, match="no step of gvr is among 6 dense and 6 gather rows"):
+        plan.fit(rows(BILL)).bill.sparse(SHAPE, 1 << 17, 1, Gvr())
 
 
 def test_the_bill_is_the_equation():
     n, batch, policy = 1 << 17, 4, Gather()
     dense = (1e9 + batch * SHAPE.cached(n)) / 2e12 + 1e-3
-    gather = (1e9 + batch * SHAPE.gathered(policy, n)) / 2e12 + 1e-3 + 2e-4
+    gather = (1e9 + batch * SHAPE.read(policy, n)) / 2e12 + 1e-3 + 2e-4
     assert BILL.dense(SHAPE, n, batch) == pytest.approx(dense)
-    assert BILL.gather(SHAPE, n, batch, policy) == pytest.approx(gather)
+    assert BILL.sparse(SHAPE, n, batch, policy) == pytest.approx(gather)
     assert BILL.speedup(SHAPE, n, batch, policy) == pytest.approx(dense / gather)
 
 
@@ -84,7 +116,7 @@ def test_the_crossover_is_where_it_begins_to_pay(batch, k):
 
 
 def test_it_never_pays_where_the_extra_is_more_than_the_cache():
-    bill = plan.Bill(1e18, 1e-3, 1e-2)
+    bill = plan.Bill(1e18, 1e-3, {"gather": plan.Extra(1e-2)})
     assert bill.crossover(SHAPE, 1, Gather()) is None
     assert "does not pay at any length" in plan.notes(SHAPE, bill, Gather(), 1)
 
@@ -97,7 +129,9 @@ def test_the_notes_name_the_crossover_of_the_batch(batch, tokens):
 def test_a_fit_finds_the_bill():
     fitted = plan.fit(rows(BILL))
     found = fitted.bill
-    assert (found.bandwidth, found.fixed, found.extra) == pytest.approx((2e12, 1e-3, 2e-4))
+    assert (found.bandwidth, found.fixed) == pytest.approx((2e12, 1e-3))
+    assert found.extras["gather"] == pytest.approx((EXTRA, 0)) and set(found.extras) == {"gather"}
+    assert fitted.errors["gather"] == pytest.approx(0, abs=1e-9)
     assert fitted.r2 == pytest.approx(1) and fitted.held_out == pytest.approx(
         {1: 0, 4: 0}, abs=1e-9
     )
@@ -107,7 +141,7 @@ def test_gather_rows_move_nothing_but_the_extra():
     slow = [dict(r, p50_us=r["p50_us"] * (3 if r["op"] == "gather" else 1)) for r in rows(BILL)]
     fitted = plan.fit(slow).bill
     assert (fitted.bandwidth, fitted.fixed) == pytest.approx((2e12, 1e-3))
-    assert fitted.extra > 10 * BILL.extra
+    assert fitted.extras["gather"].step > 10 * EXTRA
 
 
 def test_two_budgets_tell_what_128_listed_keys_cost():
@@ -120,9 +154,9 @@ def test_two_budgets_tell_what_128_listed_keys_cost():
         for policy, listed in (budgets.items() if r["op"] == "gather" else [("dense", 0)])
     ]
     bill = plan.fit(more).bill
-    assert (bill.extra, bill.each) == pytest.approx((BILL.extra, 3e-6))
-    wide, narrow = (bill.gather(SHAPE, 1 << 17, 1, Gather(k=k)) for k in (256, 64))
-    read = SHAPE.gathered(Gather(k=256), 1 << 17) - SHAPE.gathered(Gather(k=64), 1 << 17)
+    assert bill.extras["gather"] == pytest.approx((EXTRA, 3e-6))
+    wide, narrow = (bill.sparse(SHAPE, 1 << 17, 1, Gather(k=k)) for k in (256, 64))
+    read = SHAPE.read(Gather(k=256), 1 << 17) - SHAPE.read(Gather(k=64), 1 << 17)
     assert wide - narrow == pytest.approx(24 * 3e-6 + read / bill.bandwidth)
 
 
@@ -151,8 +185,9 @@ def test_the_h200s_bill_is_that_of_the_committed_rows():
     found = plan.fit(plan.read_rows(ROWS)).bill
     assert found.bandwidth == pytest.approx(plan.H200.bandwidth, rel=1e-3)
     assert found.fixed == pytest.approx(plan.H200.fixed, rel=1e-3)
-    assert found.extra == pytest.approx(plan.H200.extra, rel=1e-2)
-    assert found.each == pytest.approx(plan.H200.each, rel=1e-2)
+    assert found.extras.keys() == plan.H200.extras.keys()
+    for name, extra in found.extras.items():
+        assert extra == pytest.approx(plan.H200.extras[name], rel=1e-2), name
 
 
 def test_two_rows_are_no_evidence():
@@ -163,10 +198,10 @@ def test_two_rows_are_no_evidence():
 
 def test_the_map_knows_where_it_runs_dense_and_what_fits():
     shape, policy = plan.SHAPES["llama-3.1-8b"], Gather(k=8)
-    found = plan.gains(shape, plan.H200, policy)
+    found = plan_map.gains(shape, plan.H200, policy)
     rule = policy.row_crossover(torch.device("cuda"))
     for (row, column), gain in np.ndenumerate(found):
-        n, batch = plan.CONTEXTS[column], plan.BATCHES[row]
+        n, batch = plan.CONTEXTS[column], plan_map.BATCHES[row]
         if shape.weights + batch * shape.cached(n) > 141e9:
             assert np.isnan(gain)
         elif not rule.reachable(batch, n):
@@ -242,9 +277,24 @@ def test_the_command(tmp_path):
     assert result.exit_code == 0 and "2.00 TB/s" in result.output and "R2 1.0000" in result.output
 
 
+def test_the_command_for_other_methods_and_gpus():
+    runner = CliRunner(env={"COLUMNS": "200", "NO_COLOR": "1"})
+    arguments = ["plan", "llama-3.1-8b", "--policy", "momo+sketch", "--gpus", "4", "--json"]
+    result = runner.invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert found["gpus"] == 4 and found["steps"][-1]["sketch_ms"] < found["steps"][-1]["dense_ms"]
+    result = runner.invoke(app, [*arguments[:-2], "3"])
+    assert result.exit_code != 0 and "8 KV heads cannot be dealt to 3 GPUs" in result.output
+
+
 @pytest.mark.parametrize(
     ("policy", "message"),
-    [("momo", "does not decode with gather"), ("gather(kv='host')", "reads the host's memory")],
+    [
+        ("momo", "decodes with none of gather, gvr, sketch"),
+        ("gather(kv='host')", "reads the host's memory"),
+        ("sketch(kv='host')", "reads the host's memory"),
+    ],
 )
 def test_a_policy_that_the_bill_is_not_of_is_refused(policy, message):
     with pytest.raises(ArgumentError, match=message):

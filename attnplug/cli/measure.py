@@ -206,7 +206,10 @@ def plan(
         lengths_option("Tokens of context, with commas between.", show_default=CONTEXTS_TEXT),
     ] = CONTEXTS,
     batch: Annotated[int, typer.Option(help="Sequences that are decoded together.")] = 1,
-    policy: Annotated[str, typer.Option(help='A gather policy, such as "gather(k=8)".')] = "gather",
+    policy: Annotated[
+        str, typer.Option(help='A policy that decodes with gather, gvr or sketch: "gather(k=8)".')
+    ] = "gather",
+    gpus: Annotated[int, typer.Option(help="GPUs that share the model by its heads.")] = 1,
     rows: Annotated[
         list[Path] | None,
         typer.Option(help="Benchmark JSON to fit the bill to; an H200's bill without."),
@@ -216,18 +219,20 @@ def plan(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """What decode would cost with dense attention and with gather, and from which length it pays.
+    """What decode would cost, dense and with a sparse method, and from which length that pays.
 
     Reads no weights and runs nothing: a bill of bytes, fitted to measured steps of a machine."""
     with clear_errors():
         from attnplug import plan as module
         from attnplug.extras import require
+        from attnplug.plan_map import draw_map
 
         if image is not None:
             require("plot", "plan --image")
             check_place("image", image, image=True)
         method = module.read_options(context, batch, policy)
-        shape, bill, said = module.shape_of(model), module.H200, console(stderr=as_json)
+        shape, bill = module.shape_of(model).of_rank(gpus), module.H200
+        said = console(stderr=as_json)
         if rows:
             fitted = module.fit(module.read_rows(rows))
             bill = fitted.bill
@@ -239,7 +244,7 @@ def plan(
             said.print(module.notes(shape, bill, method, batch))
         if image is not None:
             files.make_folder(image.parent)
-            module.draw_map(shape, bill, method, image)
+            draw_map(shape, bill, method, image)
             said.print(f"map: {image}")
 
 
