@@ -25,6 +25,15 @@ def count_on(layer: StaticLayer, device: torch.device) -> None:
         layer.cumulative_length = torch.full((), int(count), dtype=count.dtype, device=device)
 
 
+def count_down(counts: list[torch.Tensor], tokens: int | torch.Tensor) -> None:
+    """Take `tokens` from counts `[]` of a device, down to 0, all of them by one kernel."""
+    if isinstance(tokens, torch.Tensor):
+        torch._foreach_add_(counts, tokens, alpha=-1)  # pyright: ignore[reportPrivateImportUsage]
+    else:
+        torch._foreach_sub_(counts, tokens)  # pyright: ignore[reportPrivateImportUsage]
+    torch._foreach_clamp_min_(counts, 0)  # pyright: ignore[reportPrivateImportUsage]
+
+
 def prompt_on_gpu(
     layer: StaticLayer, key_states: torch.Tensor, value_states: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:

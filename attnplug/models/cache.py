@@ -15,7 +15,7 @@ from transformers.cache_utils import StaticLayer, StaticSlidingWindowLayer
 
 from attnplug.errors import UnsupportedCallError
 from attnplug.models.autocast import autocast_dtype
-from attnplug.models.buffers import count_on, mark_buffer
+from attnplug.models.buffers import count_down, count_on, mark_buffer
 from attnplug.models.edits import EditableCache, check_count, check_room
 from attnplug.models.inference_mode import is_foreign, own
 from attnplug.models.sliding import SlidingLayer
@@ -279,7 +279,13 @@ class PlugLayer(WatchedLayer):
     def take_back(self, tokens: int | torch.Tensor) -> None:
         """`crop` by a count `[]` that may be the device's own, also in captured code: nothing is
         pending, and the host's count stays at least that of the tokens."""
-        self.cumulative_length.sub_(tokens).clamp_(min=0)
+        self.take_back_all([self], tokens)
+
+    @classmethod
+    def take_back_all(cls, layers: Sequence["PlugLayer"], tokens: int | torch.Tensor) -> None:
+        """`take_back` of layers of this class that hold the same tokens, in few launches: a
+        subclass that counts more than tokens overrides this."""
+        count_down([layer.cumulative_length for layer in layers], tokens)
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         """Give each row the content of row `beam_idx[row]`, in place."""

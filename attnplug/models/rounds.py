@@ -9,7 +9,7 @@ and the random state ends where dense's would.
 """
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -238,13 +238,13 @@ class Rounds:
         the last."""
         call, tokens, options = self.call, self.feed.tokens, self.call.step_options
         self.buffers.token.copy_(self._choose(logits, call.length)[:, None])
-        ended = self._note([int(self.buffers.token)])
+        ended = self._note([int(self.buffers.token)], self.buffers.token[0])
         try:
             while not ended:
                 prepare_layers(due_layers(call.wanting, call.length - 1), call.length - 1, None)
                 tokens[:, :1].copy_(self.buffers.token)
                 self._draft(options)
-                ended = self._note(self._verify(dict.fromkeys(options, 0)))
+                ended = self._note(self._verify(dict.fromkeys(options, 0)), self.feed.found[1:])
         finally:
             _set_part(self.layers, "")
         if call.config.do_sample:
@@ -280,16 +280,16 @@ class Rounds:
         self.tally.accepted += accepted
         return own[: accepted + 1]
 
-    def _note(self, chosen: list[int]) -> bool:
-        """Append tokens up to the first that ends the row; whether any does. The caches take back
-        what was fed for those behind it."""
+    def _note(self, chosen: list[int], held: torch.Tensor) -> bool:
+        """Append tokens, which the device has in `held`, up to the first that ends the row; whether
+        any does. The caches take back what was fed for those behind it."""
         call, ends = self.call, self.ends
         count = next((i + 1 for i, x in enumerate(chosen) if x in ends), len(chosen))
         count = min(count, call.last - call.length)
         if -1 in chosen[:count]:
             raise RuntimeError("probability tensor contains either `inf`, `nan` or element < 0")
-        for token in chosen[:count]:
-            call.ids[:, call.length].fill_(token)
+        call.ids[:, call.length : call.length + count].copy_(held[:count])
+        for _ in range(count):
             call.count_token()
         if count < len(chosen):
             _take_back(self.layers, len(chosen) - count)
@@ -307,9 +307,10 @@ class Rounds:
         return torch.where(shares.max() < torch.inf, chosen, -1)
 
 
-def _take_back(layers: Iterable[Any], tokens: int | torch.Tensor) -> None:
-    for layer in layers:
-        layer.take_back(tokens)
+def _take_back(layers: Sequence[Any], tokens: int | torch.Tensor) -> None:
+    """Of layers that hold the same tokens."""
+    for kind in {type(layer) for layer in layers}:
+        kind.take_back_all([layer for layer in layers if type(layer) is kind], tokens)
 
 
 def _set_part(layers: Iterable[PlugLayer], part: str) -> None:

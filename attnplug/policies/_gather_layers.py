@@ -2,7 +2,7 @@
 values in host memory with what steps read most on the GPU."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -79,10 +79,15 @@ class GatherLayer(PlugLayer):
     def renew(self) -> None:
         self.progress.zero_()
 
-    def take_back(self, tokens: int | torch.Tensor) -> None:
-        super().take_back(tokens)
-        whole = (self.cumulative_length - self.progress[:, 1]).clamp(min=0) // self.block
-        self.progress[:, 0] = torch.minimum(self.progress[:, 0], whole)
+    @classmethod
+    def take_back_all(cls, layers: Sequence[PlugLayer], tokens: int | torch.Tensor) -> None:
+        super().take_back_all(layers, tokens)
+        own = [layer for layer in layers if isinstance(layer, GatherLayer)]
+        held = (own[0].cumulative_length - own[0].progress[:, 1]).clamp(min=0)
+        for block in {each.block for each in own}:
+            done = [each.progress[:, 0] for each in own if each.block == block]
+            whole = (held // block).to(torch.int32)
+            torch._foreach_minimum_(done, [whole] * len(done))  # pyright: ignore[reportPrivateImportUsage]
 
 
 class HostGatherLayer(GatherLayer, HostLayer):
