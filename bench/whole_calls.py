@@ -5,8 +5,10 @@
 
 A model of Qwen2.5-7B's shape with random bf16 weights. Each call has another prompt, as a user's
 has. `first_s` is the first call of its kind after `apply`, and `call_s` the median of the later
-ones; nothing is left out of a call. `--root` measures another tree's attnplug with this script: run
-both in turn on one machine. `--small` is for a try on a CPU.
+ones, of which `--calls` sets the number: short ones want a dozen, as the host is what they wait
+for. Nothing is left out of a call. `--profile` says how long each kernel of a call ran, in all.
+`--root` measures another tree's attnplug with this script: run both in turn on one machine.
+`--small` is for a try on a CPU.
 """
 
 import argparse
@@ -20,6 +22,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 CONFIG = Qwen2Config(
@@ -32,6 +36,7 @@ SMALL = Qwen2Config(
     intermediate_size=96, vocab_size=200, max_position_embeddings=4096,
 )  # fmt: skip
 FEW = 32768  # tokens up to which a cell has three calls
+SHOWN = 30  # kernels of a profile
 
 
 class Calls:
@@ -63,6 +68,19 @@ def seconds(work: Callable[[], Any], device: torch.device) -> float:
     return time.perf_counter() - begin
 
 
+def kernels(work: Callable[[], Any]) -> None:
+    """Print the milliseconds and the launches of each kernel of a call, the longest first."""
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as seen:
+        work()
+    found: dict[str, list[float]] = {}
+    for event in seen.events() or ():
+        if event.device_type == DeviceType.CUDA:
+            found.setdefault(event.name, []).append(event.device_time_total / 1e3)
+    print(f"{sum(map(sum, found.values())):9.2f} ms in all")
+    for name, times in sorted(found.items(), key=lambda each: -sum(each[1]))[:SHOWN]:
+        print(f"{sum(times):9.2f} ms {len(times):6} {name[:120]}", flush=True)
+
+
 def built(config: Qwen2Config, device: str) -> Any:
     from _models import random_model
 
@@ -78,6 +96,8 @@ def main() -> None:
     parser.add_argument("--policies", default="stock;dense;auto;momo+gather")
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--warm", action="store_true")
+    parser.add_argument("--calls", type=int)
+    parser.add_argument("--profile", action="store_true")
     parser.add_argument("--small", action="store_true")
     parser.add_argument("--root", type=Path)
     parser.add_argument("--out", type=Path)
@@ -104,10 +124,13 @@ def main() -> None:
         for tokens in lengths:
             for new in news:
                 first = call(tokens, new)
-                times = [call(tokens, new) for _ in range(3 if tokens <= FEW else 2)]
+                later = asked.calls or (3 if tokens <= FEW else 2)
+                times = [call(tokens, new) for _ in range(later)]
                 row = {"policy": policy, "n": tokens, "new": new, "first_s": round(first, 4)}
                 row |= {"call_s": round(statistics.median(times), 4), "times_s": times}
                 say(asked.out, row | about)
+                if asked.profile:
+                    kernels(lambda: call(tokens, new))  # noqa: B023 - called here
         if policy != "stock":
             attnplug.remove(model)
         torch.compiler.reset()
