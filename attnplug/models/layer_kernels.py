@@ -30,7 +30,7 @@ DTYPES = frozenset({torch.float16, torch.bfloat16, torch.float32})
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 KERNELS = "_attnplug_kernels"  # on the model
 DEVICES = {"cuda"}
-KINDS = NORMS, TURNS, GATES = "norms", "rotary embeddings", "activations"
+NORMS, TURNS, GATES = "norms", "rotary embeddings", "activations"
 Forward = Callable[..., Any]
 
 
@@ -50,23 +50,29 @@ class LayerKernels:
         return LayerKernels, ()
 
     def serves(self, model: torch.nn.Module) -> bool:
-        """Whether norms, rotary embeddings and activations have kernels, which makes the model's
-        own steps as fast as compiled ones (docs/log/house.md)."""
+        """Whether each layer's norms, rotary embedding and activation have kernels, which makes the
+        model's own steps as fast as compiled ones (docs/log/house.md)."""
         if not INSTALLED or model.device.type not in DEVICES or _is_compiled(model):
             return False
         if not self.is_found:
             self.find(model)
-        return len(self.counts) == len(KINDS)
+        layers = self.counts[TURNS]
+        return 0 < layers <= self.counts[GATES] and layers < self.counts[NORMS]
 
     def find(self, model: torch.nn.Module) -> None:
         known = _Known()
-        for module in all_modules(model):
-            code = _code(type(module).forward)
-            if code in known.norms:
-                self._add(NORMS, module, _norm(module, known.norms[code]))
-            elif code == known.mlp and _activation(module):
+        modules = all_modules(model)
+        kinds = {type(module) for module in modules}
+        offsets = {kind: known.norm(kind) for kind in kinds}
+        gating, rotating = set(filter(known.gates, kinds)), set(filter(known.rotates, kinds))
+        for module in modules:
+            kind = type(module)
+            offset = offsets[kind]
+            if offset is not None:
+                self._add(NORMS, module, _norm(module, offset))
+            elif kind in gating and _activation(module):
                 self._add(GATES, module, _mlp(module, _activation(module)))
-            elif known.rotates(type(module).forward):
+            elif kind in rotating:
                 self.attentions.append(module)
                 self.counts[TURNS] += 1
         self.is_found = True
@@ -139,25 +145,37 @@ def _is_compiled(model: torch.nn.Module) -> bool:
 
 
 class _Known:
-    """The code that has kernels: of norms, each with whether its weight is an offset from 1, of an
-    MLP, and of a rotary embedding."""
+    """The code that has kernels. What is no function of Python, as hub kernels make of some, is
+    like nothing that is known."""
 
     def __init__(self) -> None:
-        llama, gemma = map(importlib.import_module, (LLAMA, GEMMA))
-        self.norms = {
-            _code(llama.LlamaRMSNorm.forward): False,
-            _code(gemma.GemmaRMSNorm.forward): True,
-        }
-        self.mlp = _code(llama.LlamaMLP.forward)
-        self.turn, self.half = _code(vars(llama)[ROTATE]), _code(vars(llama)[HALF])
+        self.llama, self.gemma = map(importlib.import_module, (LLAMA, GEMMA))
 
-    def rotates(self, forward: Forward) -> bool:
+    def norm(self, kind: type) -> bool | None:
+        """Whether a norm's weight is an offset from 1; None of what is no known norm."""
+        if _same(kind.forward, self.llama.LlamaRMSNorm.forward):
+            return False
+        own = self.gemma.GemmaRMSNorm
+        parts = (getattr(kind, "_norm", None), own._norm), (kind.forward, own.forward)
+        return True if all(_same(*each) for each in parts) else None
+
+    def gates(self, kind: type) -> bool:
+        """Whether these are MLPs of `down(act(gate(x)) * up(x))`."""
+        return _same(kind.forward, self.llama.LlamaMLP.forward)
+
+    def rotates(self, kind: type) -> bool:
         """Whether an attention's forward rotates by the known functions."""
-        inner = inspect.unwrap(forward)
+        inner = inspect.unwrap(kind.forward)
         if not isinstance(inner, FunctionType) or ROTATE not in inner.__code__.co_names:
             return False
-        turn, half = inner.__globals__.get(ROTATE), inner.__globals__.get(HALF)
-        return _code(turn) == self.turn and _code(half) == self.half
+        own = vars(self.llama)
+        return all(_same(inner.__globals__.get(x), own[x]) for x in (ROTATE, HALF))
+
+
+def _same(function: Any, other: Any) -> bool:
+    """Whether two functions of Python do the same, instruction for instruction."""
+    codes = _code(function), _code(other)
+    return None not in codes and codes[0] == codes[1]
 
 
 def _code(function: Any) -> tuple[Any, ...] | None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from fuse_cases import FAMILIES, family, layer_of, tokens_of
 from torch import nn
+from transformers.models.llama import modeling_llama
 from transformers.models.qwen2 import modeling_qwen2
 
 import attnplug
@@ -50,6 +51,34 @@ def test_a_replaced_rotary_function_stays(monkeypatch):
     assert found_in(family("Qwen2")).counts[TURNS] == 2
     monkeypatch.setattr(modeling_qwen2, "rotate_half", lambda x: x)
     assert TURNS not in found_in(family("Qwen2")).counts
+
+
+def test_a_norm_that_calls_other_code_stays():
+    model = family("Gemma")
+    assert found_in(model).counts[NORMS] == 5
+
+    class Own(type(model.model.norm)):
+        def _norm(self, x):
+            return x * torch.rsqrt(x.pow(2).sum(-1, keepdim=True) + self.eps)
+
+    model.model.norm.__class__ = Own
+    assert found_in(model).counts[NORMS] == 4
+
+
+def test_what_is_no_function_is_unknown(monkeypatch):
+    """As where hub kernels have wrapped it, in Llama's file and in the family's."""
+    for module in (modeling_llama, modeling_qwen2):
+        monkeypatch.setattr(module, "apply_rotary_pos_emb", nn.Identity())
+    assert TURNS not in found_in(family("Qwen2")).counts
+
+
+def test_steps_of_models_that_kernels_serve_in_part_are_compiled(monkeypatch):
+    monkeypatch.setattr(layer_kernels, "DEVICES", {"cpu"})
+    assert LayerKernels().serves(tiny_model())
+    assert not LayerKernels().serves(tiny_model(hidden_act="relu"))
+    mixed = tiny_model()
+    mixed.model.layers[1].mlp = nn.Identity()
+    assert not LayerKernels().serves(mixed)
 
 
 def test_nothing_is_left_on_the_model(device):
