@@ -14,9 +14,13 @@ from transformers.models.qwen2 import modeling_qwen2
 import attnplug
 from attnplug.models import layer_kernels
 from attnplug.models.layer_kernels import GATES, KERNELS, NORMS, TURNS, LayerKernels
+from attnplug.ops.common.triton import INSTALLED
 from attnplug.testing import tiny_model
 
-pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp")  # interpreted
+pytestmark = [
+    pytest.mark.skipif(not INSTALLED, reason="kernels are Triton's"),
+    pytest.mark.filterwarnings("ignore:overflow encountered in exp"),  # numpy's, in the interpreter
+]
 
 
 def found_in(model) -> LayerKernels:
