@@ -16,9 +16,8 @@ and by the environment, as a whole run is long:
 
 - test_tokens: time a token. The cache holds n - TAIL random tokens already, so no long prefill
   runs: the call feeds the TAIL. A token costs (time from the HEAD-th token on the host to the last)
-  / NEW, for a call's first steps look at guards, may be captured, and are audited. Our steps are
-  compiled ahead by attnplug.warm, or are the model's own, as a session's first are. Each policy has
-  a process of its own, where no other has left memory in pieces.
+  / NEW, for a call's first steps look at guards, may be captured, and are audited. attnplug.warm
+  comes before. Each policy has a process of its own, where no other has left memory in pieces.
 - test_first: the first call of a process on an empty compile cache, of a second process on the same
   cache, and then calls of ten other lengths. Each is a process of its own.
 - test_prefill: time to first token, with a mask of ones, and with a prompt that holds its pad id,
@@ -153,11 +152,6 @@ def seconds_of(made: Any, ids: torch.Tensor, tokens: int, **options: Any) -> flo
     return taken
 
 
-OWN_STEPS = "steps not compiled yet"
-# A config that is asked for has steps compiled at once.
-KINDS = {"compiled": ""} | ({} if OURS else {"own": OWN_STEPS})
-
-
 @contextmanager
 def counted_captures() -> Iterator[list[str]]:
     """A word for each graph that steps are captured as: a call on memory that an earlier one had
@@ -177,10 +171,10 @@ def counted_captures() -> Iterator[list[str]]:
 
 
 @functools.cache
-def token_times(policy: str, n: int, batch: int, kind: str = "") -> list[float]:
+def token_times(policy: str, n: int, batch: int) -> list[float]:
     """`times_here` of a process of its own."""
-    times = of_a_process("times_here", policy, n, batch, kind)
-    print(f"{policy or 'stock'} {n} x {batch} {kind}: {[round(t) for t in times]} us", flush=True)
+    times = of_a_process("times_here", policy, n, batch)
+    print(f"{policy or 'stock'} {n} x {batch}: {[round(t) for t in times]} us", flush=True)
     return times
 
 
@@ -196,12 +190,12 @@ def of_a_process(name: str, *arguments: Any, **environment: str) -> Any:
     return json.loads(found)
 
 
-def times_here(policy: str, n: int, batch: int, kind: str) -> list[float]:
+def times_here(policy: str, n: int, batch: int) -> list[float]:
     """Microseconds a token of each round, the first call of all left out."""
     ids = prompt(n, batch)
     times = []
     with served(policy) as made, counted_captures() as graphs:
-        if policy and kind != OWN_STEPS:
+        if policy:
             warm(made, policy, n, batch)
         for number in range(ROUNDS + 1):
             cache = filled(policy, n - TAIL, batch)
@@ -215,14 +209,14 @@ def times_here(policy: str, n: int, batch: int, kind: str) -> list[float]:
                 print(f"call {1e3 * taken:.0f} ms, {len(graphs)} captures so far")
         if policy:
             assert attnplug.report(made).loop == "", attnplug.report(made).loop
-            assert (attnplug.report(made).steps != "") == (kind == OWN_STEPS)
+            assert attnplug.report(made).steps == "", attnplug.report(made).steps
         if policy and os.environ.get("ATTNPLUG_BENCH_PROFILE"):
             profile_of(made, policy, ids)
     return times
 
 
 def warm(made: Any, policy: str, n: int, batch: int) -> None:
-    """Compile steps for a cache of n tokens, most of which it holds already."""
+    """Run ahead what steps over a cache of n tokens compile, most of which it holds already."""
     cache = filled(policy, n - TAIL, batch)
     attnplug.warm(made, [n], batch, **{CACHE: cache}, **OPTIONS | OURS)
 
@@ -242,9 +236,8 @@ def profile_of(made: Any, policy: str, ids: torch.Tensor) -> None:
 @pytest.mark.parametrize("batch", BATCHES)
 @pytest.mark.parametrize("n", TOKENS)
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
-def test_tokens(gpu_bench, kind, policy, n, batch):
-    times = token_times(policy, n, batch, kind)
+def test_tokens(gpu_bench, policy, n, batch):
+    times = token_times(policy, n, batch)
     nbytes, flops = work_of(model(), CONFIG, tokens_read(policy, n, batch), batch)
     record(
         gpu_bench,
@@ -253,7 +246,7 @@ def test_tokens(gpu_bench, kind, policy, n, batch):
         case="generate",
         n=n,
         batch=batch,
-        options=kind_of(policy, KIND, kind),
+        options=kind_of(policy, KIND),
         times_us=times,
         peer=PEER or "stock",
         peer_times_us=token_times(PEER, n, batch),
