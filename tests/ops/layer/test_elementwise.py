@@ -77,7 +77,7 @@ def test_rotated_as_the_model_rotates(device, dtype, rows, heads, tokens, width,
     wanted, found = apply_rotary_pos_emb(q, k, cos, sin), rotate(q, k, cos, sin)
     for own, ours in zip(wanted, found, strict=True):
         if device == "cpu" and dtype == torch.bfloat16:  # the interpreter cuts where it rounds
-            hold(ours, own)
+            hold(ours, own, around_zero=0.06)
         else:
             assert torch.equal(ours, own)
     assert torch.equal(q, before[0]) and torch.equal(k, before[1])
