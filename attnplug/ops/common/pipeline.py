@@ -11,11 +11,13 @@ BESIDE = 1024  # bytes for sums over a row, and what is as small
 
 
 class Loop(NamedTuple):
-    """The tiles of a program, and the stages of its pipeline."""
+    """The tiles of a program, the stages of its pipeline, and whether it keeps the tiles of all of
+    them, as the compiler was seen to do for some loops over float32."""
 
     rows: int
     keys: int
     stages: int
+    keeps_all: bool = False
 
     def shared(self, row_bytes: int, itemsize: int, masked: bool = False) -> int:
         """Bytes of shared memory at most: queries and keys have `row_bytes`, padded to a power of
@@ -25,7 +27,8 @@ class Loop(NamedTuple):
         """
         tile = self.keys * row_bytes
         turn = 2 * tile + 8 * self.keys  # and the pages of the keys
-        kept = turn // 2 if self.stages == 1 else turn * (self.stages - 1)
+        turns = self.stages if self.keeps_all else self.stages - 1
+        kept = turn // 2 if self.stages == 1 else turn * turns
         beside = self.rows * (row_bytes + self.keys * itemsize) + masked * tile
         return kept + beside + BESIDE
 

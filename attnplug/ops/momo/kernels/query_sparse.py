@@ -350,7 +350,7 @@ def configuration(head_dim, itemsize, block, top_k, algorithm, packed_rows, shar
         rows, warps = 64, 4
     while stages > 1 and head_dim * itemsize * (rows + 2 * keys * stages) > 200_000:
         stages -= 1
-    loop = Loop(rows, keys, stages)
+    loop = Loop(rows, keys, stages, keeps_all=itemsize == 4)
     loop = loop_that_fits(loop, head_dim * itemsize, itemsize, shared, block if top_k else 16)
     return loop.rows, loop.keys, warps, loop.stages
 
