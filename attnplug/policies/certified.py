@@ -20,6 +20,8 @@ from attnplug.ops import certified_attention, quantize_kv
 from attnplug.ops.certified.certified_attention import MAX_RANKING
 from attnplug.ops.certified.scratch import SETS
 from attnplug.ops.common.checks import BLOCKS
+from attnplug.ops.common.device import card
+from attnplug.ops.common.sizes import padded_width
 from attnplug.policies._certified_layer import HEADS, CertifiedLayer
 from attnplug.policies.crossover import NEVER, DenseBelow
 
@@ -28,6 +30,9 @@ from attnplug.policies.crossover import NEVER, DenseBelow
 # for one sequence at every length, and for four from 128K on (bench/results/certified.json): it
 # serves where min_tokens asks. On a CPU all options were slower at every length that was tried.
 CROSSOVER = {"cuda": 65536, "cpu": 524288}
+# Bytes of shared memory for each element of a head, padded, that its kernels took in 16 bits on
+# NVIDIA's cards (bench/ptx.py fits): for each key of a block, and whatever the block.
+QUANTIZING, PREPARING = 10, 416
 TIMED = {"block": 64, "k_min": 2}  # of the steps that pay: the block, and the most of k_min
 
 
@@ -85,6 +90,16 @@ class Certified(DenseBelow):
         self.check("originals", self.originals in ("host", "device"), "'host' or 'device'")
         self.check("scratch", 0 <= self.scratch <= 4096, "0 to 4096")
         self.check_min_tokens()
+
+    def refusal(self, shape: LayerShape) -> str | None:
+        why, found = super().refusal(shape), card(shape.device)
+        wanted = padded_width(shape.head_dim) * max(QUANTIZING * self.block, PREPARING)
+        if why or found.vendor != "nvidia" or wanted <= found.shared:
+            return why
+        return (
+            f"certified: heads of {shape.head_dim} in blocks of {self.block} keys take {wanted:,} "
+            f"bytes of shared memory in 16 bits, and this card gives a program {found.shared:,}"
+        )
 
     def measured_crossover(self, kind: str) -> int:
         timed = self.block == TIMED["block"] and self.k_min <= TIMED["k_min"]

@@ -11,7 +11,8 @@ import attnplug
 from attnplug import Certified, Dense, HostMemoryError, PolicyError, telemetry
 from attnplug.models import host_memory
 from attnplug.models.cache import PlugLayer
-from attnplug.policies import AttentionCall, LayerShape, certificates
+from attnplug.ops.common.device import Card
+from attnplug.policies import AttentionCall, LayerShape, certificates, certified
 from attnplug.policies.certified import CertifiedLayer
 from attnplug.testing import oracle_attention, tiny_model
 
@@ -313,3 +314,24 @@ def test_without_a_row_that_pays_every_cache_is_dense():
 def test_refuses(options, message):
     with pytest.raises(PolicyError, match=message):
         Certified(**options)
+
+
+@pytest.mark.parametrize(
+    ("capability", "shared", "served"),
+    [
+        ((8, 9), 101376, (64, 128)),
+        ((8, 0), 166912, (64, 128, 256)),
+        ((9, 0), 232448, (64, 128, 256)),
+    ],
+)
+def test_a_card_without_the_shared_memory_is_refused_and_named(
+    monkeypatch, capability, shared, served
+):
+    """A 4090, an A100 and an H200, as bench/ptx.py compiles for them."""
+    found = Card.made("nvidia", capability, 128, shared)
+    monkeypatch.setattr(certified, "card", lambda device: found)
+    for width in (64, 128, 256):
+        shape = LayerShape(8, 2, width, 0.0, False, torch.device("cuda"))
+        why = Certified().refusal(shape)
+        assert (why is None) == (width in served)
+        assert why is None or (f"heads of {width}" in why and f"{shared:,}" in why)
