@@ -229,8 +229,12 @@ def model_cases(quick: bool, only: str | None) -> Iterator[Case]:
         for case in Layer(*heads, BF16).few():
             if only is None or only in f"{name}, {case.name}":
                 yield case._replace(name=f"{name}, {case.name}")
-    if quick:
-        layer = Layer(*MODELS["Gemma-3-4B"], FP32)
-        name = "Gemma-3-4B, gvr 16K float32"
-        if only is None or only in name:
-            yield Case(name, lambda: layer.gvr(1, 16384))
+    if quick:  # and what was over a limit in float32
+        largest, usual = (Layer(*MODELS[name], FP32) for name in ("Gemma-3-4B", "Qwen2.5-7B"))
+        size = 1, 2048, 32768
+        for case in (
+            Case("Gemma-3-4B, gvr 16K float32", lambda: largest.gvr(1, 16384)),
+            Case("Qwen2.5-7B, chunk of 32K float32", lambda: usual.flash(*size, lengths=new(1))),
+        ):
+            if only is None or only in case.name:
+                yield case

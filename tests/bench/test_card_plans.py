@@ -70,7 +70,9 @@ def bytes_of(launch):
         far = launch["TILE"], *size, launch["STAGES"]
         return max(loop_bytes(launch["ROWS"], *x) for x in (near, far))
     if kernel in ("_kernel", "_attend_kernel"):
-        return loop_bytes(launch["M"], launch["N"], *size, launch["num_stages"])
+        stages = launch["num_stages"]
+        kept = kernel == "_kernel" and size[1] == 4 and stages > 1  # the tiles of all stages
+        return loop_bytes(launch["M"], launch["N"], *size, stages + kept)
     if kernel == "attend" and "TILES" in launch:
         return loop_bytes(launch["ROWS"], launch["TILE"], *size, 2)
     return None
