@@ -32,7 +32,6 @@ from attnplug.models.generate import (
 )
 from attnplug.models.hf import BINDING, Binding, register_names
 from attnplug.models.hook import PolicyHook
-from attnplug.models.layer_kernels import LayerKernels
 from attnplug.models.layers import (
     AttentionLayer,
     find_attention_layers,
@@ -127,10 +126,10 @@ def apply(model: Model, policy: Policies, *, fuse: bool | None = None) -> Model:
         hooked = [x for x in layers if id(x.config) in switched and has_own_slot(x.module)]
         ledger.hooks = [_hooked(layer, first=layer is hooked[0]) for layer in hooked]
         ledger.configs = switch_configs(target, switched)
-        plain = keeps or loop or fuse is False
-        ours = None if loop else DecodeLoop(fusion=None if plain else Fusion.of(target, bool(fuse)))
-        made = None if keeps else ledger.make_layer, ours, bound
-        ledger.methods = bind_generate(target, *made, None if fuse is False else LayerKernels())
+        may = fuse is not False and not (keeps or loop)
+        ours = None if loop else DecodeLoop(fusion=Fusion.of(target, bool(fuse)) if may else None)
+        make = None if keeps else ledger.make_layer
+        ledger.methods = bind_generate(target, make, ours, bound, has_kernels=fuse is not False)
     ledger.compiled = _take_compiled(target)
     target.__dict__[STATE] = ledger
     return model

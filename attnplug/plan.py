@@ -104,8 +104,8 @@ class Extra(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Bill:
-    """Of one machine: bytes a second, seconds a step beside reading, by method its extra seconds
-    and those of each 128 keys that it lists, and bytes of memory, where they are known."""
+    """Of one machine: bytes a second, seconds that a step takes beside reading, what each method
+    adds to that, and bytes of memory (infinite where nobody said)."""
 
     bandwidth: float
     fixed: float
@@ -199,7 +199,7 @@ def fit(rows: Iterable[Mapping[str, Any]]) -> Fit:
             held_out[batch] = float(np.abs(np.polyval(line, read) / seconds - 1).mean())
     extras, errors, counts = {}, {}, [f"{len(dense)} dense"]
     for name in METHODS:
-        sparse = [(row, method) for row, method in _rows_of(name, steps) if on_gpu(method)]
+        sparse = [(row, method) for row, method in _rows_of(name, steps) if _on_gpu(method)]
         if sparse:
             extras[name], errors[name] = _extra(sparse, slope, fixed)
             counts.append(f"{len(sparse)} {name}")
@@ -207,7 +207,7 @@ def fit(rows: Iterable[Mapping[str, Any]]) -> Fit:
     return Fit(Bill(float(1 / slope), float(fixed), extras, source), r2, held_out, errors)
 
 
-def on_gpu(method: Sparse) -> bool:
+def _on_gpu(method: Sparse) -> bool:
     """Whether a method keeps keys and values on the GPU, whose memory the bill is of."""
     return getattr(method, "kv", "gpu") == "gpu"
 
@@ -232,8 +232,8 @@ def _rows_of(
 def _extra(
     rows: list[tuple[Mapping[str, Any], Sparse]], slope: float, fixed: float
 ) -> tuple[Extra, float]:
-    """A method's extra seconds, and those of each 128 keys that it lists, which rows of one budget
-    cannot tell apart; and by how much they miss its rows, in the mean."""
+    """What a method adds to a step, and the mean relative error of that on its own rows. Rows whose
+    lists all have one length cannot tell the part of the list from the rest."""
     read, seconds = _columns(row for row, _ in rows)
     told, lists = slope * read + fixed, np.array([listed(method) for _, method in rows])
     rest = seconds - told
@@ -320,7 +320,7 @@ def read_options(contexts: Sequence[int], batch: int, policy: str) -> Sparse:
     if not isinstance(method, Gather | Gvr | Sketch):
         known = ", ".join(METHODS)
         raise ArgumentError(f"plan: {policy!r} decodes with none of {known}, which the bill is of")
-    if not on_gpu(method):
+    if not _on_gpu(method):
         raise ArgumentError(f"plan: {policy!r} reads the host's memory; this bill knows the GPU's")
     return method
 

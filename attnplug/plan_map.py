@@ -15,7 +15,7 @@ BATCHES = (1, 2, 4, 8, 16, 32, 64)
 
 def gains(shape: Shape, bill: Bill, policy: Sparse) -> np.ndarray:
     """Speed-ups `[BATCHES,CONTEXTS]` of what attnplug would run: 1 where that is dense, NaN where
-    the cache does not fit or the model does not read so many tokens."""
+    the cache does not fit or is longer than what the model can read."""
     cuda = torch.device("cuda")
     return np.array(
         [

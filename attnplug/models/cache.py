@@ -274,7 +274,7 @@ class PlugLayer(WatchedLayer):
         self.flush()
         self.counted = max(0, self.counted + int(tokens_to_remove))
         if self.is_initialized:
-            self.take_back(-tokens_to_remove)
+            self.take_back(-int(tokens_to_remove))
 
     def take_back(self, tokens: int | torch.Tensor) -> None:
         """`crop` by a count `[]` that may be the device's own, also in captured code: nothing is

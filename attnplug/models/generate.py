@@ -52,17 +52,14 @@ def bind_generate(
     make_layer: MakeLayer | None,
     loop: DecodeLoop | None,
     bound: list[torch.nn.Module],
-    kernels: LayerKernels | None,
+    has_kernels: bool,
 ) -> list[str]:
     """Give this instance refusals, its own cache preparation unless make_layer is None, and with it
-    attnplug's decode loop if there is one, and kernels of its layers if there are any. `bound` are
-    its attention modules. Returns the names of the attributes that were set, which
+    attnplug's decode loop if there is one, and kernels of its layers if it `has_kernels`. `bound`
+    are its attention modules. Returns the names of the attributes that were set, which
     `unbind_generate` deletes again."""
     vars(model)[BOUND] = bound
     names = [BOUND]
-    if kernels is not None:
-        vars(model)[KERNELS] = kernels
-        names.append(KERNELS)
     if make_layer is not None and hasattr(model, CACHE_METHOD):
         vars(model)[LAYER_MAKER] = make_layer
         vars(model)[LARGEST] = 0
@@ -78,6 +75,9 @@ def bind_generate(
         if COMPILE_METHOD not in vars(model):
             put_method(model, COMPILE_METHOD, _may_compile)
             names.append(COMPILE_METHOD)
+        if has_kernels:
+            vars(model)[KERNELS] = LayerKernels()
+            names.append(KERNELS)
         if loop is not None:
             vars(model)[LOOP] = loop
             names.append(LOOP)

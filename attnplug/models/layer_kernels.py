@@ -52,12 +52,17 @@ class LayerKernels:
     def serves(self, model: torch.nn.Module) -> bool:
         """Whether each layer's norms, rotary embedding and activation have kernels, which makes the
         model's own steps as fast as compiled ones (docs/log/house.md)."""
-        if not INSTALLED or model.device.type not in DEVICES or _is_compiled(model):
+        layers = self.counts[TURNS] if self._ready(model) else 0
+        return 0 < layers <= self.counts[GATES] and layers < self.counts[NORMS]
+
+    def _ready(self, model: torch.nn.Module) -> bool:
+        """Whether kernels can run for a model where it is; its modules are found then."""
+        compiled = model._compiled_call_impl is not None or "forward" in vars(model)
+        if not INSTALLED or model.device.type not in DEVICES or compiled:
             return False
         if not self.is_found:
             self.find(model)
-        layers = self.counts[TURNS]
-        return 0 < layers <= self.counts[GATES] and layers < self.counts[NORMS]
+        return True
 
     def find(self, model: torch.nn.Module) -> None:
         known = _Known()
@@ -85,11 +90,9 @@ class LayerKernels:
     def on(self, model: torch.nn.Module) -> Iterator[None]:
         """Within it the kernels stand in. A module whose forward somebody else has replaced, and a
         model that is compiled, keep their own code."""
-        if not INSTALLED or model.device.type not in DEVICES or _is_compiled(model):
+        if not self._ready(model):
             yield
             return
-        if not self.is_found:
-            self.find(model)
         taken: list[torch.nn.Module] = []
         try:
             for module, forward in self.forwards:
@@ -138,10 +141,6 @@ def has_quick_steps(model: torch.nn.Module) -> bool:
     """Whether a model's own steps, captured, need not be compiled."""
     kernels: LayerKernels | None = vars(model).get(KERNELS)
     return kernels is not None and kernels.serves(model)
-
-
-def _is_compiled(model: torch.nn.Module) -> bool:
-    return model._compiled_call_impl is not None or "forward" in vars(model)
 
 
 class _Known:

@@ -3,7 +3,7 @@ values in host memory with what steps read most on the GPU."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, cast
 
 import torch
 from transformers import Cache
@@ -82,7 +82,7 @@ class GatherLayer(PlugLayer):
     @classmethod
     def take_back_all(cls, layers: Sequence[PlugLayer], tokens: int | torch.Tensor) -> None:
         super().take_back_all(layers, tokens)
-        own = [layer for layer in layers if isinstance(layer, GatherLayer)]
+        own = cast(Sequence[GatherLayer], layers)
         held = (own[0].cumulative_length - own[0].progress[:, 1]).clamp(min=0)
         for block in {each.block for each in own}:
             done = [each.progress[:, 0] for each in own if each.block == block]

@@ -30,8 +30,8 @@ from attnplug.policies.crossover import NEVER, DenseBelow
 # for one sequence at every length, and for four from 128K on (bench/results/certified.json): it
 # serves where min_tokens asks. On a CPU all options were slower at every length that was tried.
 CROSSOVER = {"cuda": 65536, "cpu": 524288}
-# Bytes of shared memory for each element of a head, padded, that its kernels took in 16 bits on
-# NVIDIA's cards (bench/ptx.py fits): for each key of a block, and whatever the block.
+# Bytes of shared memory that its kernels take in 16 bits on NVIDIA's cards, for each element of a
+# padded head (bench/ptx.py fits): QUANTIZING times the keys of a block, and PREPARING at least.
 QUANTIZING, PREPARING = 10, 416
 TIMED = {"block": 64, "k_min": 2}  # of the steps that pay: the block, and the most of k_min
 

@@ -85,6 +85,14 @@ def test_steps_of_models_that_kernels_serve_in_part_are_compiled(monkeypatch):
     assert not LayerKernels().serves(mixed)
 
 
+def test_a_norm_of_nothing_runs_the_models_own_code(monkeypatch):
+    monkeypatch.setattr(layer_kernels, "DEVICES", {"cpu"})
+    monkeypatch.setattr(layer_kernels, "rms_norm", None)  # which nobody may call
+    norm = tiny_model().model.norm
+    with torch.no_grad():
+        assert layer_kernels._norm(norm, False)(torch.empty(2, 0, 64)).shape == (2, 0, 64)
+
+
 def test_nothing_is_left_on_the_model(device):
     model = tiny_model(device=device)
     with attnplug.applied(model, "dense"):

@@ -34,15 +34,13 @@ def hold(found, wanted, places=3, around_zero=1e-6):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", [LlamaRMSNorm, GemmaRMSNorm])
 @given(
-    shape=st.sampled_from([(1, 1), (2, 3), (1, 37), (3, 4, 5), (2, 0)]),
+    shape=st.sampled_from([(1, 1), (2, 3), (1, 37), (3, 4, 5)]),
     width=st.sampled_from([1, 16, 80, 96, 128, 576, 2304, 5120]),
 )
 def test_a_norm_is_the_models_own(device, dtype, kind, shape, width):
     norm = kind(width, eps=1e-5).to(device, dtype)
     nn.init.normal_(norm.weight)
     x = random(*shape, width, dtype=dtype, device=device, scale=3.0)
-    if not x.numel():
-        return  # `layer_kernels` leaves nothing to the model's own code
     offset = kind is GemmaRMSNorm
     hold(rms_norm(x, norm.weight.data, 1e-5, offset), norm(x).detach())
 
