@@ -105,7 +105,7 @@ class Extra(NamedTuple):
 @dataclasses.dataclass(frozen=True)
 class Bill:
     """Of one machine: bytes a second, seconds that a step takes beside reading, what each method
-    adds to that, and bytes of memory (infinite where nobody said)."""
+    adds to that, and bytes of memory (infinite where unknown)."""
 
     bandwidth: float
     fixed: float

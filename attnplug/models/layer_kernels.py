@@ -93,15 +93,13 @@ class LayerKernels:
         if not self._ready(model):
             yield
             return
+        kinds = {kind: self._turned(kind) for kind in set(map(type, self.attentions))}
+        turning = [(each, MethodType(kinds[type(each)], each)) for each in self.attentions]
         taken: list[torch.nn.Module] = []
         try:
-            for module, forward in self.forwards:
+            for module, forward in (*self.forwards, *turning):
                 if "forward" not in vars(module):
                     vars(module)["forward"] = forward
-                    taken.append(module)
-            for module in self.attentions:
-                if "forward" not in vars(module):
-                    vars(module)["forward"] = MethodType(self._turned(type(module)), module)
                     taken.append(module)
             yield
         finally:
