@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import torch
 from transformers import PreTrainedModel
 
+from attnplug.binding import LayerMaker, Plan, all_or_none, bind, picks_tokens, switched_names
 from attnplug.errors import (
     AlreadyAppliedError,
     ArgumentError,
@@ -20,7 +21,7 @@ from attnplug.errors import (
     UnsupportedModelError,
 )
 from attnplug.models.batching import end_batching
-from attnplug.models.cache import MakeLayer, PlugCache, PlugLayer
+from attnplug.models.cache import MakeLayer, PlugCache
 from attnplug.models.decode_loop import DecodeLoop
 from attnplug.models.fuse import Fusion
 from attnplug.models.generate import (
@@ -32,6 +33,7 @@ from attnplug.models.generate import (
 )
 from attnplug.models.hf import BINDING, Binding, register_names
 from attnplug.models.hook import PolicyHook
+from attnplug.models.indexed import bind_indexed, unbind_indexed
 from attnplug.models.layers import (
     AttentionLayer,
     find_attention_layers,
@@ -41,7 +43,7 @@ from attnplug.models.layers import (
     unwrap,
 )
 from attnplug.models.loop_calls import unserved_model
-from attnplug.models.names import ADDITIVE_NAME, ATTENTION_NAME, ATTENTION_NAMES
+from attnplug.models.names import ATTENTION_NAMES
 from attnplug.models.served import last_served
 from attnplug.models.switch import SwitchedConfigs, switch_configs
 from attnplug.models.warmup import generate_ahead
@@ -65,6 +67,7 @@ class Ledger:
     make_layer: MakeLayer
     bound: list[torch.nn.Module]
     hooks: list[tuple[PolicyHook, torch.nn.Module]] = field(default_factory=list)
+    indexed: list[torch.nn.Module] = field(default_factory=list)
     configs: SwitchedConfigs | None = None
     methods: list[str] = field(default_factory=list)
     compiled: dict[str, Any] = field(default_factory=dict)
@@ -105,7 +108,9 @@ def apply(model: Model, policy: Policies, *, fuse: bool | None = None) -> Model:
             f"a part of this model already has a policy; {_where_applied(target)}"
         )
     on = Counter(layer.shape.device for layer in layers if not layer.reason)
-    plan = [(x, _bind(target, x, resolver.policy_for(x), on[x.shape.device])) for x in layers]
+    plan = all_or_none(
+        [(x, bind(target, x, resolver.policy_for(x), on[x.shape.device])) for x in layers]
+    )
     resolver.check_all_used(layers)
     register_names()
     keeps = _keeps_cache(target, plan)
@@ -118,14 +123,17 @@ def apply(model: Model, policy: Policies, *, fuse: bool | None = None) -> Model:
     if length:
         LOG.warning("%s", length)
     found = Report(resolver.text, layer_reports, *notes, length=length)
-    ledger = Ledger(found, _LayerMaker(plan), bound)
+    ledger = Ledger(found, LayerMaker(plan), bound)
     for layer, binding in plan:
         setattr(layer.module, BINDING, binding)
-    switched = _switched(plan)
+    switched = switched_names(plan)
     if switched:
         hooked = [x for x in layers if id(x.config) in switched and has_own_slot(x.module)]
         ledger.hooks = [_hooked(layer, first=layer is hooked[0]) for layer in hooked]
         ledger.configs = switch_configs(target, switched)
+        ledger.indexed = [x.module for x, binding in plan if picks_tokens(x, binding)]
+        for module in ledger.indexed:
+            bind_indexed(module)
         may = fuse is not False and not (keeps or loop)
         ours = None if loop else DecodeLoop(fusion=Fusion.of(target, bool(fuse)) if may else None)
         make = None if keeps else ledger.make_layer
@@ -146,6 +154,8 @@ def remove(model: Model) -> Model:
     vars(target).update(ledger.compiled)
     if ledger.configs is not None:
         ledger.configs.restore(target)
+    for module in ledger.indexed:
+        unbind_indexed(module)
     for hook, module in ledger.hooks:
         hook.detach_hook(module)
     for module in ledger.bound:
@@ -303,38 +313,7 @@ def _matches(key: LayerKey, layer: AttentionLayer) -> bool:
     )
 
 
-def _bind(
-    model: PreTrainedModel, layer: AttentionLayer, policy: Policy | None, layers: int
-) -> Binding[Policy]:
-    """What serves a layer, one of so many `layers` on its device."""
-    stock = _stock_attention(model, layer)
-    if layer.reason:
-        return Binding(None, layer.reason, stock)
-    if policy is None:
-        return Binding(None, "the policy mapping names no policy for it", stock)
-    policy, chosen = policy.resolve(layer.shape, layers)
-    for phase in (policy.prefill, policy.decode):
-        refusal = phase.refusal(layer.shape) if phase is not None else None
-        if refusal:
-            return Binding(None, refusal, stock)
-    untraced = policy.trace.refusal(layer.shape) if policy.trace is not None else None
-    if untraced:
-        reasons = "; ".join(filter(None, (chosen, f"not traced: {untraced}")))
-        return Binding(replace(policy, trace=None), reasons, stock)
-    return Binding(policy, chosen, stock)
-
-
-def _stock_attention(model: PreTrainedModel, layer: AttentionLayer) -> str:
-    """Which of the model's own dense attentions serves a layer that a policy does not."""
-    if layer.shape.softcap or layer.shape.sinks:
-        return "eager"  # sdpa has neither
-    implementation = layer.config._attn_implementation
-    if implementation in ("sdpa", "eager"):
-        return implementation
-    return "sdpa" if getattr(model, "_supports_sdpa", False) else "eager"
-
-
-def _keeps_cache(model: PreTrainedModel, plan: list[tuple[AttentionLayer, Binding[Policy]]]) -> str:
+def _keeps_cache(model: PreTrainedModel, plan: Plan) -> str:
     """What the report says where generate prepares transformers' own cache, "" where ours."""
     if all(binding.policy is None for _, binding in plan):
         return "no layer has a policy: the model and its generate are transformers' own"
@@ -369,13 +348,13 @@ def _report(layer: AttentionLayer, binding: Binding[Policy], *, static: bool) ->
     )
 
 
-def _batching(plan: list[tuple[AttentionLayer, Binding[Policy]]]) -> str:
+def _batching(plan: Plan) -> str:
     """What continuous batching serves otherwise than generate does, each once."""
     notes = [note for _, x in plan if x.policy is not None for note in x.policy.batching_notes]
     return f"continuous batching: {'; '.join(dict.fromkeys(notes))}" if notes else ""
 
 
-def _length(model: PreTrainedModel, plan: list[tuple[AttentionLayer, Binding[Policy]]]) -> str:
+def _length(model: PreTrainedModel, plan: Plan) -> str:
     """The report's line on methods that begin behind what the model can read, each once."""
     longest = positions(model.config)
     if longest is None:
@@ -412,38 +391,8 @@ def _hooked(layer: AttentionLayer, *, first: bool) -> tuple[PolicyHook, torch.nn
     return hook, layer.module
 
 
-def _switched(plan: list[tuple[AttentionLayer, Binding[Policy]]]) -> dict[int, str]:
-    """The attention's new name for each config, by id, that has a layer with a policy."""
-    served = {id(layer.config) for layer, binding in plan if binding.policy is not None}
-    eager = {id(layer.config) for layer, binding in plan if binding.stock == "eager"}
-    return {key: ADDITIVE_NAME if key in eager else ATTENTION_NAME for key in served}
-
-
 def _take_compiled(model: PreTrainedModel) -> dict[str, Any]:
     """Take off the model what generate keeps of its own: its compiled decode step and the length of
     its static caches. A step compiled with a policy must not outlive it, nor one without."""
     kept = ("_compiled_call", "_last_compile_config", LONGEST)
     return {name: vars(model).pop(name) for name in kept if name in vars(model)}
-
-
-class _LayerMaker:
-    """Makes a layer's cache: its decode method's own where it has one."""
-
-    def __init__(self, plan: list[tuple[AttentionLayer, Binding[Policy]]]):
-        self.policies = {layer.index: binding.policy for layer, binding in plan}
-        self.heads = {layer.index: layer.shape.heads_q for layer, _ in plan}
-        full = [layer for layer, _ in plan if layer.kind == "full"]
-        self.behind: dict[int, int] = {}
-        for layer in full:
-            alike = (x for x in full if x.shape.device == layer.shape.device)
-            self.behind[layer.index] = sum(x.index > layer.index for x in alike)
-
-    def __call__(self, index: int, max_length: int) -> PlugLayer:
-        policy = self.policies.get(index)
-        if policy is not None and policy.decode is not None:
-            layer = policy.decode.cache_layer(max_length)
-            if layer is not None:
-                layer.query_heads = self.heads[index]
-                layer.layers_behind = self.behind.get(index, 0)
-                return layer
-        return PlugLayer(max_cache_len=max_length)

@@ -74,6 +74,29 @@ class AttentionCall:
 
 
 @dataclasses.dataclass
+class LatentCall:
+    """The work of a layer that attends to picked latents, in one forward pass.
+
+    q is `[B,Hq,S,Dk+P]`: the part that meets the latents' keys, then the rotated one. latents are
+    `[B,T,R]` and rope `[B,T,P]`, one for all heads. up `[Hq,Dk+Dv,R]` makes a head's keys and
+    values of a latent. picks `[B,S,K]` int32 are the tokens that each query reads, -1 for none.
+    sinks `[Hq]`, lengths `[1]` and key_mask `[B,T]` are as in `AttentionCall`. A method returns
+    `[B,S,Hq,Dv]`, and leaves its name in `served_by`.
+    """
+
+    q: torch.Tensor
+    latents: torch.Tensor
+    rope: torch.Tensor
+    up: torch.Tensor
+    picks: torch.Tensor
+    scale: float
+    sinks: torch.Tensor | None = None
+    lengths: torch.Tensor | None = None
+    key_mask: torch.Tensor | None = None
+    served_by: str = ""
+
+
+@dataclasses.dataclass
 class PagedCall:
     """One decode step of several requests over one layer's pages, as continuous batching has it.
 
@@ -117,6 +140,7 @@ class LayerShape:
     sinks: bool
     device: torch.device
     positions: int | None = None  # tokens that the model reads; None where that is not known
+    indexed: bool = False  # the model picks the tokens that the layer reads
 
     @property
     def told_tokens(self) -> int:

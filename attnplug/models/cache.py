@@ -434,10 +434,12 @@ class PlugCache(EditableCache):
 
 def _ours(layer: Any, index: int, make_layer: MakeLayer) -> Any:
     """What stands in a PlugCache for a layer of transformers' static cache."""
-    if type(layer) is StaticLayer:
-        return _adopt(layer, make_layer(index, layer.max_cache_len))
     if type(layer) is StaticSlidingWindowLayer:
         return SlidingLayer.taking_over(layer)
+    if type(layer) is StaticLayer or hasattr(layer, "update_indexer"):
+        made = make_layer(index, layer.max_cache_len)
+        same = hasattr(made, "update_indexer") or type(layer) is StaticLayer
+        return _adopt(layer, made) if same else layer
     return layer
 
 

@@ -24,7 +24,7 @@ from attnplug.call import AttentionCall, EdgeWriter, Served, Serves, causal_mask
 from attnplug.errors import GradientError, PolicyError, UnsupportedCallError
 from attnplug.models.autocast import autocast_dtype
 from attnplug.models.cache import PlugLayer
-from attnplug.models.names import ADDITIVE_NAME, ATTENTION_NAMES, CACHE
+from attnplug.models.names import ADDITIVE_NAME, ATTENTION_NAME, CACHE
 from attnplug.models.sync import may_sync
 from attnplug.models.walk import all_modules
 
@@ -92,9 +92,14 @@ def tracing(writers: Mapping[torch.nn.Module, EdgeWriter]) -> Iterator[None]:
 
 def register_names() -> None:
     """Make transformers know attnplug's names (idempotent; the registries are its own)."""
-    for name in ATTENTION_NAMES:
-        AttentionInterface.register(name, plug_attention)
-        AttentionMaskInterface.register(name, plug_mask)
+    for name, (attention, mask) in SERVES.items():
+        AttentionInterface.register(name, attention)
+        AttentionMaskInterface.register(name, mask)
+
+
+def stock_function(module: torch.nn.Module, stock: str) -> Any:
+    """The model's own dense attention, "sdpa" or "eager"."""
+    return sdpa_attention_forward if stock == "sdpa" else _eager_function(module)
 
 
 def plug_mask(
@@ -400,3 +405,10 @@ def _additive(mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | N
         return mask
     zero = torch.zeros((), dtype=dtype, device=mask.device)
     return torch.where(mask, zero, torch.finfo(dtype).min)
+
+
+# By the name in a config: the attention function and the mask function.
+SERVES: dict[str, tuple[Any, Any]] = {
+    ATTENTION_NAME: (plug_attention, plug_mask),
+    ADDITIVE_NAME: (plug_attention, plug_mask),
+}

@@ -13,12 +13,14 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from attnplug.call import LayerShape
 from attnplug.errors import UnsupportedModelError
+from attnplug.models.indexed import why_not_indexed
 from attnplug.models.names import CACHE_ARGUMENTS
 from attnplug.models.parallel import Split, split_of
 from attnplug.ops.common.checks import DTYPES, WIDE_HEAD_DIMS, why_not_width
 
 # Of Zamba's shared blocks, HRM's cycles and Dory's loops: where in the cache to put keys.
 SLOT_ARGUMENTS = ("layer_idx", "cycle_offset", "cache_offset")
+INDEXED = "indexed"  # the kind of a layer whose model picks the tokens that it reads
 IMPLEMENTATION = "_attn_implementation"  # of a config: what apply changes in those of served layers
 
 
@@ -80,7 +82,9 @@ def find_attention_layers(model: PreTrainedModel) -> list[AttentionLayer]:
             "(AttentionInterface), so no policy can reach it. Models such as Llama, Qwen, Mistral, "
             "Gemma, Phi, OLMo, Granite and gpt-oss do."
         )
-    asking = next((type(x.module).__name__ for x in found if asks_for_sdpa(x.module)), "")
+    indexed = {type(x.module) for x in found if x.shape.indexed}  # which ask of their picks alone
+    others = (x.module for x in found if type(x.module) not in indexed)
+    asking = next((type(module).__name__ for module in others if asks_for_sdpa(module)), "")
     if asking:
         why = (
             f"{asking} computes otherwise where the config's attention is not called sdpa or eager"
@@ -129,6 +133,8 @@ def _describe(name: str, module: torch.nn.Module, model: PreTrainedModel) -> Att
     split = split_of(model, name, *_heads(module))
     shape = _shape(module, weights, split)
     kind = _kind(module, index)
+    if kind == INDEXED and split is None:
+        shape = replace(shape, indexed=not why_not_indexed(module))
     reason = _reason(module, kind, shape, weights)
     return AttentionLayer(index, name, module, _config(module), kind, shape, reason, split)
 
@@ -175,15 +181,23 @@ def positions(config: PreTrainedConfig) -> int | None:
     return max(found)
 
 
+def _own_config(module: torch.nn.Module) -> PreTrainedConfig:
+    """The config of the module's own layer, where a config says other numbers of each layer."""
+    config, index = _config(module), _index(module)
+    if getattr(config, "is_heterogeneous", False) and index >= 0:
+        return config.per_layer_config[index]
+    return config
+
+
 def _heads(module: torch.nn.Module) -> tuple[int, int]:
     """Query heads and KV heads, of all ranks together."""
-    config = _config(module)
+    config = _own_config(module)
     heads = getattr(config, "num_attention_heads", 0)
     return heads, getattr(config, "num_key_value_heads", None) or heads
 
 
 def _shape(module: torch.nn.Module, weights: list[torch.Tensor], split: Split | None) -> LayerShape:
-    config = _config(module)
+    config = _own_config(module)
     heads, heads_kv = _heads(module)
     hidden = getattr(config, "hidden_size", 0)
     head_dim = getattr(module, "head_dim", None) or getattr(config, "head_dim", None)
@@ -229,6 +243,7 @@ def _kind(module: torch.nn.Module, index: int) -> str:
         return str(types[index]).removesuffix("_attention")
     if getattr(module, "sliding_window", None) is not None:
         return "sliding"
+    config = _own_config(module)
     uses_window = getattr(config, "use_sliding_window", True)
     if uses_window and getattr(config, "sliding_window", None) is not None:
         return "sliding"
@@ -260,18 +275,21 @@ def _reason(
         return f"attnplug has no kernels for the device {shape.device.type}"
     if kind in ("sliding", "chunked"):
         return f"{kind} attention reads few keys already"
-    if kind != "full":
+    if kind not in ("full", INDEXED):
         return f"attnplug has no kernel for {kind} attention"
     if not module.is_causal:
         return "attention is not causal"
-    if hasattr(module, "kv_lora_rank"):
-        return "multi-head latent attention"
-    value_dim = getattr(module, "v_head_dim", None) or shape.head_dim
-    if value_dim != shape.head_dim:
-        return f"keys of {shape.head_dim} and values of {value_dim} channels"
+    if kind == INDEXED and not shape.indexed:
+        return why_not_indexed(module) or "its heads are split over several processes"
+    if not shape.indexed:
+        if hasattr(module, "kv_lora_rank"):
+            return "multi-head latent attention"
+        value_dim = getattr(module, "v_head_dim", None) or shape.head_dim
+        if value_dim != shape.head_dim:
+            return f"keys of {shape.head_dim} and values of {value_dim} channels"
     if not takes_cache(module):
         return "its cache argument has a name that attnplug does not know"
     if any(tensor.dtype == torch.float64 for tensor in weights[:1]):
         served = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
         return f"dtype float64 is not one of {served}"
-    return why_not_width(shape.head_dim, WIDE_HEAD_DIMS)
+    return "" if shape.indexed else why_not_width(shape.head_dim, WIDE_HEAD_DIMS)

@@ -64,7 +64,7 @@ def unserved_model(model: PreTrainedModel, kinds: Iterable[str]) -> str:
     """Why no call of this model's generate takes the loop; `kinds` are those of its attention
     layers."""
     kinds = {*kinds}
-    others = sorted(kinds - {"full", "sliding"})
+    others = sorted(kinds - {"full", "sliding", "indexed"})
     if others:
         return f"the caches of its {others[0]} layers are counted on the host"
     family = type(model)

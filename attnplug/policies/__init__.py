@@ -31,6 +31,7 @@ from attnplug.policies.momo import Momo as Momo
 from attnplug.policies.policy import Policy
 from attnplug.policies.sketch import Sketch as Sketch
 from attnplug.policies.stream import Stream as Stream
+from attnplug.policies.trained import Trained as Trained
 
 _METHODS: dict[str, type[Phase]] = {
     cls.name: cls

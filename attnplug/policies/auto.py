@@ -119,6 +119,7 @@ class Auto(Phase):
 
     name: ClassVar[str] = "auto"
     phases: ClassVar[frozenset[str]] = frozenset({"prefill", "decode"})
+    takes_trained: ClassVar[bool] = True
     keeps_queries: ClassVar[bool] = True  # as sketch does, where it is chosen
 
     def __post_init__(self) -> None:

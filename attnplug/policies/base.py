@@ -5,14 +5,14 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from attnplug.call import AttentionCall, Edges, LayerShape, PagedCall, Reads
+from attnplug.call import AttentionCall, Edges, LatentCall, LayerShape, PagedCall, Reads
 from attnplug.errors import PolicyError
 from attnplug.ops.common.checks import HEAD_DIMS, why_not_width
 
 if TYPE_CHECKING:
     from attnplug.models.cache import PlugLayer
 
-SLOTS = frozenset({"prefill", "decode", "trace"})
+SLOTS = frozenset({"prefill", "decode", "trace", "trained"})
 MOST = 1 << 23  # of an option: blocks of 128 tokens, and 32 bits
 
 
@@ -20,15 +20,16 @@ class Phase:
     """One method: a frozen dataclass of options with `attend`. Subclass it and register it with
     `attnplug.policies.register`.
 
-    `phases` names what it can serve, of "prefill" (T > 1), "decode" (T = 1) and "trace" (look on
-    while another serves). `on_request` names what it serves only where a policy says so by the
-    phase's name. A phase holds no tensors: what it must remember lives in the cache layer that
-    `cache_layer` makes.
+    `phases` names what it can serve, of "prefill" (T > 1), "decode" (T = 1), "trace" (look on
+    while another serves) and "trained" (layers whose model picks what they read). `on_request`
+    names what it serves only where a policy says so by the phase's name. A phase holds no tensors:
+    what it must remember lives in the cache layer that `cache_layer` makes.
     """
 
     name: ClassVar[str]
     phases: ClassVar[frozenset[str]]
     takes_pending: ClassVar[bool] = False  # writes the cache layer's pending token, or flushes it
+    takes_trained: ClassVar[bool] = False  # layers with an indexer are `trained`'s, unasked
     keeps_queries: ClassVar[bool] = False  # its cache layer keeps a prefill's last queries
     notes_in_step: ClassVar[bool] = False  # `begin_far` notes the keys at a call's slots
     # Served steps of up to so many rows run `attend_rows`, and no other method for near rows.
@@ -44,6 +45,10 @@ class Phase:
     def attend(self, call: AttentionCall) -> torch.Tensor:
         """The attention output `[B,Hq,T,D]` of one call."""
         raise NotImplementedError(f"{type(self).__name__} has no attend")
+
+    def attend_latents(self, call: LatentCall) -> torch.Tensor:
+        """The attention output `[B,S,Hq,Dv]` of a layer whose model picks what it reads."""
+        raise NotImplementedError(f"{type(self).__name__} has no attend_latents")
 
     def observe(self, call: AttentionCall, served: "Phase") -> Edges | None:
         """The edges of a call that the phase `served` has served; None where there are none to

@@ -1,20 +1,25 @@
-"""A policy: which method serves the prefill, which the decode steps, and which one traces."""
+"""A policy: which method serves the prefill, which the decode steps, which one traces, and which
+serves layers whose model picks what they read."""
 
 import dataclasses
 from typing import Any
 
 import torch
 
-from attnplug.call import AttentionCall, LayerShape, Served
+from attnplug.call import AttentionCall, LatentCall, LayerShape, Served
 from attnplug.errors import PolicyError
 from attnplug.models.cache import PlugLayer
 from attnplug.policies.base import Phase
 from attnplug.policies.dense import Dense
+from attnplug.policies.trained import Trained
+
+OPTIONAL = frozenset({"trace", "trained"})
 
 
 @dataclasses.dataclass(frozen=True)
 class Policy:
-    """A composition of methods: one for prefill, one for decode, optionally one that traces.
+    """A composition of methods: one for prefill, one for decode, optionally one that traces, and
+    one for layers whose model picks the tokens that they read.
 
     >>> str(Policy(prefill=Momo(gamma=32)))
     'momo(gamma=32)'
@@ -23,12 +28,13 @@ class Policy:
     prefill: Phase | None = None
     decode: Phase | None = None
     trace: Phase | None = None
+    trained: Phase | None = None
 
     def __post_init__(self) -> None:
-        for slot in ("prefill", "decode", "trace"):
+        for slot in ("prefill", "decode", "trace", "trained"):
             phase = getattr(self, slot)
             if phase is None:
-                object.__setattr__(self, slot, None if slot == "trace" else Dense())
+                object.__setattr__(self, slot, None if slot in OPTIONAL else Dense())
             elif not isinstance(phase, Phase):
                 raise PolicyError(
                     f"Policy: {slot} is {phase!r}, needs a method such as attnplug.Dense()"
@@ -43,11 +49,35 @@ class Policy:
         """The policy with the methods that serve such a layer in the place of those that only
         choose, and why. `layers` like it are on its device."""
         assert self.prefill is not None and self.decode is not None  # filled by __post_init__
+        if shape.indexed:
+            return self._resolve_indexed()
         prefill, why = self.prefill.resolve("prefill", shape, layers)
         decode, more = self.decode.resolve("decode", shape, layers)
         reasons = "; ".join(filter(None, (why, more)))
         prefill, decode = prefill.on_this_machine(shape), decode.on_this_machine(shape)
         return dataclasses.replace(self, prefill=prefill, decode=decode), reasons
+
+    def _resolve_indexed(self) -> tuple["Policy", str]:
+        """The policy of a layer whose model picks what it reads."""
+        served, why = self.trained, ""
+        if served is None and (self.prefill.takes_trained or self.decode.takes_trained):  # pyright: ignore[reportOptionalMemberAccess]
+            served, why = Trained(), "auto: the model picks what the layer reads"
+        if served is None:
+            return self, ""
+        if self.trace is not None:
+            why = "; ".join(filter(None, (why, "not traced: the model's picks have no blocks")))
+        return Policy(prefill=served, decode=served), why
+
+    @property
+    def attends_latents(self) -> bool:
+        """Whether both methods serve a layer whose model picks what it reads."""
+        own = (type(each).attend_latents for each in (self.prefill, self.decode))
+        return all(each is not Phase.attend_latents for each in own)
+
+    def attend_latents(self, call: LatentCall) -> torch.Tensor:
+        """Run the method of a layer whose model picks what it reads."""
+        assert self.prefill is not None  # filled by __post_init__
+        return self.prefill.attend_latents(call)
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
         """Run the phase that the static shape of the queries asks for, and let the tracing method
@@ -112,12 +142,11 @@ class Policy:
         prefill, decode = self.prefill, self.decode
         assert prefill is not None and decode is not None  # filled by __post_init__
         slots = {"prefill": prefill, "decode": decode}
-        if self.trace is not None:
-            slots["trace"] = self.trace
+        slots |= {s: getattr(self, s) for s in OPTIONAL if getattr(self, s) is not None}
         served = [prefill] if prefill == decode else [prefill, decode]
         named = [phase for phase in served if phase.name != "dense"]
         asked = any(slot in phase.on_request for slot, phase in slots.items())
         if asked or (len(served) > 1 and any(len(phase.phases) > 1 for phase in named)):
             return ", ".join(f"{slot}={phase}" for slot, phase in slots.items())
-        traced = [] if self.trace is None else [self.trace]
-        return "+".join(map(str, [*named, *traced] or served[:1]))
+        besides = [phase for phase in (self.trace, self.trained) if phase is not None]
+        return "+".join(map(str, [*named, *besides] or served[:1]))

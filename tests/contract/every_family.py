@@ -12,7 +12,7 @@ from attnplug.models.names import CACHE
 
 KINDS = sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 WINDOW, LAYERS, VOCABULARY, NEW = 16, 4, 97, 4
-LARGEST = 3e7  # parameters
+LARGEST = 1e8  # parameters
 # What a config of any family may have; a name that it lacks is left out.
 SIZES: dict[str, Any] = dict(
     vocab_size=VOCABULARY,
@@ -53,7 +53,7 @@ SIZES: dict[str, Any] = dict(
     qk_rope_head_dim=32,
     qk_nope_head_dim=32,
     v_head_dim=64,
-    index_n_heads=2,
+    index_n_heads=16,  # of fewer, relu leaves many tokens a score of exactly 0: ties
     index_head_dim=32,
     index_topk=8,
     index_block_size=4,

@@ -1,0 +1,277 @@
+"""Layers that were trained to read few tokens (DeepSeek-V3.2's sparse attention and its heirs).
+
+An indexer scores the cached tokens for each query, and attention over latents reads the best of
+them. transformers computes the scores `[B,S,heads,T]`, a mask `[B,S,T]`, and keys and values of all
+heads for the whole cache. Here an op picks without keeping the scores, and another one attends to
+the picked latents as they lie in the cache.
+
+A model's own code runs but for three places, on the instance: the end of the indexer's `forward`,
+from the scores on (the part is recognised by its text, and a layer with another one is left to the
+model); `expand_kv`, which hands the latents on as they are; and the attention function, which is
+registered under a name of its own so that the model passes it the picks.
+"""
+
+import ast
+import inspect
+import textwrap
+from collections.abc import Callable
+from types import FunctionType
+from typing import Any
+
+import torch
+from transformers.cache_utils import StaticLayer
+
+from attnplug.call import LatentCall, Served
+from attnplug.errors import UnsupportedCallError
+from attnplug.models.cache import PlugLayer
+from attnplug.models.hf import (
+    SERVES,
+    binding_of,
+    plug_attention,
+    plug_mask,
+    refuse_options,
+    stock_function,
+)
+from attnplug.models.instance_method import put_method
+from attnplug.models.names import CACHE_ARGUMENTS, INDEXED_NAME
+from attnplug.ops.latent import index_topk
+
+Forward = Callable[..., torch.Tensor]
+
+# The end of an indexer's forward, as ast.unparse writes it.
+SCORES = "scores = torch.matmul(q.float(), k.transpose(-1, -2).float().unsqueeze(1))"
+TAIL = """scores = F.relu(scores)
+{weights}
+index_scores = torch.matmul(weights.unsqueeze(-2), scores).squeeze(-2)
+if attention_mask.dtype == torch.bool:
+    index_scores = index_scores.masked_fill(~attention_mask, float('-inf'))
+else:
+    index_scores = index_scores + attention_mask
+topk = min(self.index_topk, index_scores.shape[-1])
+return index_scores.topk(topk, dim=-1).indices.to(torch.int32)"""
+PICKING: dict[type[torch.nn.Module], Forward] = {}  # of an indexer's class: its forward, with ours
+
+
+def why_not_indexed(module: torch.nn.Module) -> str:
+    """Why the picks of such a module cannot be served; "" where they can."""
+    kind = type(module).__name__
+    if not (hasattr(module, "expand_kv") and hasattr(module, "kv_lora_rank")):
+        return f"{kind} picks tokens, but not for attention over latents"
+    projection: Any = module.kv_b_proj
+    if type(projection) is not torch.nn.Linear or projection.bias is not None:
+        return f"the latents of {kind} are expanded by a {type(projection).__name__}"
+    indexer = getattr(module, "indexer", None)
+    if indexer is not None and picking_forward(type(indexer)) is None:
+        return f"{type(indexer).__name__} picks in a way that attnplug does not know"
+    return ""
+
+
+def picking_forward(kind: type[torch.nn.Module]) -> Forward | None:
+    """The forward of an indexer's class whose end, from the scores on, is `_pick`; None where the
+    class's own ends otherwise."""
+    if kind not in PICKING:
+        made = _with_our_end(inspect.unwrap(kind.forward))
+        if made is None:
+            return None
+        PICKING[kind] = made
+    return PICKING[kind]
+
+
+def _with_our_end(forward: Any) -> Forward | None:
+    try:
+        source = textwrap.dedent(inspect.getsource(forward))
+    except OSError:  # a module without its source
+        return None
+    function = ast.parse(source).body[0]
+    assert isinstance(function, ast.FunctionDef)
+    texts = [ast.unparse(statement) for statement in function.body]
+    begin = next((i for i, text in enumerate(texts) if text.startswith("scores = ")), None)
+    names = inspect.signature(forward).parameters.keys()
+    cache = next((name for name in CACHE_ARGUMENTS if name in names), None)
+    if begin is None or cache is None or len(texts) < begin + 3:
+        return None
+    weights = texts[begin + 2]
+    known = texts[begin] in (SCORES, f"{SCORES} * self.softmax_scale")
+    tail = "\n".join(texts[begin + 1 :])
+    if not (known and weights.startswith("weights = ") and tail == TAIL.format(weights=weights)):
+        return None
+    scale = "1.0" if texts[begin] == SCORES else "self.softmax_scale"
+    end = f"{weights}\nreturn pick_tokens(self, q, k, weights, {scale}, attention_mask, {cache})"
+    function.body[begin:] = ast.parse(end).body
+    function.decorator_list = []
+    function.returns = None
+    for argument in (*function.args.args, *function.args.kwonlyargs):
+        argument.annotation = None
+    tree = ast.fix_missing_locations(ast.Module([function], []))
+    space: dict[str, Any] = {}
+    exec(compile(tree, f"<attnplug: {forward.__qualname__}>", "exec"), space)
+    code = space[function.name].__code__
+    globals_of = {**forward.__globals__, "pick_tokens": pick_tokens}
+    made = FunctionType(code, globals_of, function.name, forward.__defaults__)
+    made.__kwdefaults__ = forward.__kwdefaults__
+    return made
+
+
+def bind_indexed(module: torch.nn.Module) -> None:
+    """Have an attention module, and its indexer, leave picks and latents to attnplug."""
+    put_method(module, "expand_kv", _keep_latents)
+    indexer = getattr(module, "indexer", None)
+    if indexer is not None:
+        put_method(indexer, "forward", _indexer_forward)
+
+
+def unbind_indexed(module: torch.nn.Module) -> None:
+    """Undo `bind_indexed`."""
+    vars(module).pop("expand_kv", None)
+    indexer = getattr(module, "indexer", None)
+    if indexer is not None:
+        vars(indexer).pop("forward", None)
+
+
+def _keep_latents(
+    module: torch.nn.Module, latents: torch.Tensor, rope: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return latents, rope
+
+
+def _indexer_forward(indexer: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.Tensor:
+    made = PICKING.get(type(indexer)) or picking_forward(type(indexer))  # None: read from a file
+    assert made is not None  # bind_indexed was told that it can be served
+    with torch.no_grad():
+        return made(indexer, *args, **kwargs)
+
+
+def pick_tokens(
+    indexer: Any,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    weights: torch.Tensor,
+    scale: float,
+    mask: torch.Tensor,
+    cache: Any,
+) -> torch.Tensor:
+    """The picks `[B,S,K]` int32 of an indexer's queries `[B,S,H,D]`, with weights `[B,S,H]`, among
+    its keys `[B,T,D]`. `mask` `[B,S,T]` is one of the user's own, or `index_mask`'s."""
+    mask = mask[:, None]
+    if not _is_compact(mask, q.shape[1]):
+        scores = torch.einsum("bsht,bsh->bst", (_products(q, k) * scale).relu(), weights)
+        hidden = ~mask if mask.dtype == torch.bool else mask < 0
+        scores = scores.masked_fill(hidden[:, 0, :, : k.shape[1]], float("-inf"))
+        return scores.topk(min(indexer.index_topk, k.shape[1]), -1).indices.to(torch.int32)
+    lengths = None if cache is None else lengths_of(cache.layers[indexer.layer_idx])
+    return index_topk(
+        q,
+        weights,
+        k,
+        indexer.index_topk,
+        scale=scale,
+        lengths=lengths,
+        key_mask=_key_mask(mask, *k.shape[:2]),
+    )
+
+
+def _products(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    return torch.einsum("bshd,btd->bsht", q.float(), k.float())
+
+
+def lengths_of(layer: Any) -> torch.Tensor | None:
+    """How many tokens of a static layer are valid, `[1]` on its device; None of another layer, all
+    of whose tokens are."""
+    return layer.cumulative_length.reshape(1) if isinstance(layer, StaticLayer) else None
+
+
+def index_mask(
+    batch_size: int, q_length: int, kv_length: int, *args: Any, **kwargs: Any
+) -> torch.Tensor:
+    """transformers' mask function for a model with an indexer, which takes its mask apart and so
+    needs one always: of a plain causal mask real keys `[B,1,1,T]`, or ones `[1,1,1,1]` where all
+    are, uint8 for several queries and bool for one (see `hf`). Other masks are transformers'."""
+    mask = plug_mask(batch_size, q_length, kv_length, *args, **kwargs)
+    if mask is None:
+        kind = torch.bool if q_length == 1 else torch.uint8
+        return torch.ones((1, 1, 1, 1), dtype=kind, device=kwargs.get("device"))
+    return mask
+
+
+def _is_compact(mask: torch.Tensor, queries: int) -> bool:
+    """Whether a mask `[B,1,S,T]` is `index_mask`'s of a plain causal one."""
+    return mask.dtype == (torch.bool if queries == 1 else torch.uint8)
+
+
+def _key_mask(mask: torch.Tensor, rows: int, tokens: int) -> torch.Tensor | None:
+    """Which of the keys are real, `[B,T]`, of a compact mask `[B,1,1,T]`; None where all are."""
+    if mask.shape[-1] == 1:
+        return None
+    return mask[:, 0, 0, :tokens].bool().expand(rows, tokens)
+
+
+def attend_indexed(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    indices: torch.Tensor | None = None,
+    s_aux: torch.Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """transformers' attention function of a model with indexers. `key` and `value` are latents
+    `[B,1,T,R]` and rotated keys `[B,1,T,P]` where there are `indices` `[B,S,K]`; other layers of
+    the model are `plug_attention`'s. Returns `[B,S,Hq,Dv]` and no weights."""
+    binding = binding_of(module)
+    served = binding is not None and binding.policy is not None
+    if not served or indices is None or attention_mask is None:
+        mask = None if attention_mask is None or attention_mask.shape[-1] == 1 else attention_mask
+        return plug_attention(
+            module, query, key, value, mask, dropout, scaling, s_aux=s_aux, **kwargs
+        )
+    refuse_options(query, dropout, kwargs)
+    if not _is_compact(attention_mask, query.shape[2]):
+        binding.note_served(query.shape[2], Served(binding.stock, "the call has a mask of its own"))
+        expanded = type(module).expand_kv(module, key, value)  # pyright: ignore[reportAttributeAccessIssue]
+        mask = _picked_mask(indices, attention_mask)
+        stock = stock_function(module, binding.stock)
+        return stock(module, query, *expanded, mask, scaling=scaling, s_aux=s_aux, **kwargs)
+    state = kwargs.get("attnplug_state")
+    lengths = lengths_of(state)
+    if lengths is not None and kwargs.get("attnplug_fresh") == query.shape[2]:
+        key, value, lengths = key[:, :, : query.shape[2]], value[:, :, : query.shape[2]], None
+    call = LatentCall(
+        query,
+        latents=key[:, 0],
+        rope=value[:, 0],
+        up=_up(module, query.shape[1]),
+        picks=indices,
+        scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
+        sinks=s_aux,
+        lengths=lengths,
+        key_mask=_key_mask(attention_mask, len(key), key.shape[2]),
+    )
+    out = binding.policy.attend_latents(call)
+    if not (isinstance(state, PlugLayer) and state.round_part):
+        binding.note_served(query.shape[2], Served(call.served_by))
+    return out, None
+
+
+def _up(module: Any, heads: int) -> torch.Tensor:
+    """What makes a head's keys and values of latents, `[Hq,Dk+Dv,R]`."""
+    projection = module.kv_b_proj
+    if type(projection) is not torch.nn.Linear:
+        raise UnsupportedCallError(
+            f"kv_b_proj became a {type(projection).__name__} after apply, and its latents are read "
+            "by its weight: call attnplug.remove(model) and apply again."
+        )
+    return projection.weight.view(heads, -1, projection.weight.shape[1])
+
+
+def _picked_mask(picks: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """The mask of the user's own with what was not picked hidden, `[B,1,S,T]`."""
+    hidden = torch.ones_like(mask, dtype=torch.bool).scatter(-1, picks.long()[:, None], False)
+    if mask.dtype == torch.bool:
+        return mask & ~hidden
+    return mask.masked_fill(hidden, torch.finfo(mask.dtype).min)
+
+
+SERVES[INDEXED_NAME] = attend_indexed, index_mask

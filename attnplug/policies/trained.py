@@ -1,0 +1,95 @@
+"""trained: the sparsity that a model was trained with, at the cost of what it reads.
+
+DeepSeek-V3.2's indexer scores a cache's tokens for each query, and its attention reads the best
+2,048 of them. So do GLM-5, dots.note, A.X K2, Hunyuan 4 and Mistral Large 4. There is nothing to
+approximate: the picks are the model's own, and the output is that of dense attention over them. A
+query reads picks and index keys, where transformers computes masks and expanded keys of all tokens.
+
+With W_k and W_v, a head's parts of the matrix that expands a latent c to key and value, and the
+rotated parts q', k' of query and key:
+
+    scores_t = scale ((W_k^T q) . c_t + q' . k'_t)        out = W_v sum_t softmax(scores)_t c_t
+
+so that the latents are read as they lie in the cache, once for all heads. (DeepSeek-V2, 2024, and
+DeepSeek-V3.2, 2025.)
+"""
+
+import dataclasses
+from typing import ClassVar
+
+import torch
+
+from attnplug.call import LatentCall, LayerShape
+from attnplug.models.cache import PlugLayer
+from attnplug.ops.latent import latent_attention
+from attnplug.policies._indexed_layer import IndexedLayer
+from attnplug.policies.base import Phase
+
+SLAB = 4096  # queries whose latents are there at a time: `[4096,Hq,R]`, 0.5 GiB for 128 heads
+
+
+@dataclasses.dataclass(frozen=True)
+class Trained(Phase):
+    """Prefill and decode of layers whose model picks the tokens that they read.
+
+    `"trained"` serves these layers and leaves others to what the policy says besides
+    ("momo+gather+trained"); `auto` takes it wherever a layer has an indexer. It has no options: how
+    many tokens a query reads is the model's config (`index_topk`).
+    """
+
+    name: ClassVar[str] = "trained"
+    phases: ClassVar[frozenset[str]] = frozenset({"trained"})
+    on_request: ClassVar[frozenset[str]] = frozenset({"prefill", "decode"})
+
+    def refusal(self, shape: LayerShape) -> str | None:
+        return None if shape.indexed else "trained: the layer has no indexer"
+
+    def cache_layer(self, max_length: int) -> PlugLayer:
+        return IndexedLayer(max_cache_len=max_length)
+
+    def pages_refusal(self) -> str | None:
+        return "has no pages: transformers batches no model with an indexer continuously"
+
+    def attend_latents(self, call: LatentCall) -> torch.Tensor:
+        call.served_by = self.name
+        queries = call.q.shape[2]
+        if queries <= SLAB:
+            return _attend(call)
+        out = []
+        for begin in range(0, queries, SLAB):
+            end = min(begin + SLAB, queries)
+            out.append(_attend(_slab(call, begin, end)))
+        return torch.cat(out, 1)
+
+
+def _slab(call: LatentCall, begin: int, end: int) -> LatentCall:
+    """The queries from `begin` to `end` as a call of their own: the last of fewer tokens."""
+    behind = call.q.shape[2] - end
+    part = dataclasses.replace(call, q=call.q[:, :, begin:end], picks=call.picks[:, begin:end])
+    if call.lengths is not None:
+        part.lengths = call.lengths - behind
+        return part
+    tokens = call.latents.shape[1] - behind
+    part.latents, part.rope = call.latents[:, :tokens], call.rope[:, :tokens]
+    part.key_mask = None if call.key_mask is None else call.key_mask[:, :tokens]
+    return part
+
+
+def _attend(call: LatentCall) -> torch.Tensor:
+    """`[B,S,Hq,Dv]` of `[B,Hq,S,Dk+P]`."""
+    rotated = call.rope.shape[2]
+    keys = call.q.shape[3] - rotated
+    plain, turned = call.q.split([keys, rotated], -1)
+    up = call.up.to(plain.dtype)
+    mixed = latent_attention(
+        (plain @ up[:, :keys]).transpose(1, 2),
+        turned.transpose(1, 2),
+        call.latents,
+        call.rope,
+        call.picks,
+        scale=call.scale,
+        sinks=call.sinks,
+        lengths=call.lengths,
+        key_mask=call.key_mask,
+    )
+    return (mixed.transpose(1, 2) @ up[:, keys:].transpose(1, 2)).transpose(1, 2).contiguous()

@@ -1,0 +1,66 @@
+"""Tiny models whose layers pick their tokens by an indexer, of every family that has them."""
+
+from typing import Any
+
+import torch
+import transformers
+from every_family import KINDS, SIZES, build
+from transformers import PreTrainedModel
+
+FAMILIES = [
+    kind
+    for kind in ("deepseek_v32", "glm_moe_dsa", "axk2", "dots3_note_text", "hy_v4")
+    if kind in KINDS
+]
+HAS_MISTRAL = hasattr(transformers, "MistralLarge4ForConditionalGeneration")
+# Latents that layers share, picks that they share, and layers without rotary embedding.
+MISTRAL: list[dict[str, Any]] = [
+    {},
+    {
+        "kv_source_layers": [0, 1, 1, 1],
+        "indexer_types": ["full", "shared", "full", "shared"],
+        "no_rope_layers": [1, 0, 0, 0],
+    },
+]
+
+
+def tiny_mistral(**options: Any) -> PreTrainedModel:
+    """Mistral Large 4 with a text model of four layers."""
+    from transformers import (
+        MistralLarge4Config,
+        MistralLarge4ForConditionalGeneration,
+        PixtralVisionConfig,
+    )
+
+    kind = MistralLarge4Config.sub_configs["text_config"]
+    known = {*vars(kind()), *dir(kind), *kind.attribute_map}
+    lists = {"layer_types", "mlp_layer_types", "indexer_types"}
+    sizes = {name: value for name, value in SIZES.items() if name in known - lists}
+    rope = {"rope_type": "default", "rope_theta": 10000.0}
+    sizes |= {"num_key_value_heads": 2, "head_dim": 32, "rope_parameters": rope}
+    vision = PixtralVisionConfig(
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        head_dim=16,
+        image_size=32,
+        patch_size=16,
+    )
+    config = MistralLarge4Config(text_config=kind(**(sizes | options)), vision_config=vision)
+    torch.manual_seed(0)
+    model = MistralLarge4ForConditionalGeneration(config).eval()
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            parameter.data.normal_(0, 0.08)
+    model.generation_config.eos_token_id, model.generation_config.pad_token_id = None, 0
+    return model
+
+
+def models() -> dict[str, Any]:
+    """By its name, what makes a tiny model."""
+    made: dict[str, Any] = {kind: lambda kind=kind: build(kind) for kind in FAMILIES}
+    if HAS_MISTRAL:
+        for index, options in enumerate(MISTRAL):
+            made[f"mistral_large4-{index}"] = lambda options=options: tiny_mistral(**options)
+    return made
