@@ -242,6 +242,8 @@ def plan_for(
     rows = max(16, min(most, next_power_of_two(pairs)))
     plan = Plan(rows, 64, 1, 8 if rows > 16 else 4, 2, 0)
     channels = sum(padded_channels(x) for x in widths)
+    if itemsize == 4 and channels > 256:  # the products' operands alone are more than registers
+        plan = Plan(16, 16, 1, 8, 1, 0)
     while shared_bytes(plan, channels, itemsize) > shared:
         if plan.stages > 2:
             plan = plan._replace(stages=plan.stages - 1)

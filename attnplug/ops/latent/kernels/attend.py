@@ -9,7 +9,7 @@ from attnplug.ops.common.triton import gdc_launch_dependents, gdc_wait, tl, trit
 
 @triton.jit
 def _tokens_of(i, picks_at, mask_at, slots, limit, TILE: tl.constexpr):
-    """(the tokens of tile i, which of them may be read): entries of a list, or neighbours."""
+    """The tokens of tile i, entries of a list or neighbours; -1 for what may not be read."""
     slot = i * TILE + tl.arange(0, TILE)
     if picks_at is not None:
         token = tl.load(picks_at + slot, mask=slot < slots, other=-1)
@@ -19,14 +19,14 @@ def _tokens_of(i, picks_at, mask_at, slots, limit, TILE: tl.constexpr):
         seen = token <= limit
     if mask_at is not None:
         seen = seen & (tl.load(mask_at + token, mask=seen, other=0) != 0)
-    return token, seen
+    return tl.where(seen, token, -1)
 
 
 @triton.jit
-def _rows_of(at, token, stride, seen, WIDTH: tl.constexpr, PADDED: tl.constexpr):
-    """`[TILE, PADDED]`, the channels of tokens; 0 where not `seen`."""
+def _rows_of(at, token, stride, WIDTH: tl.constexpr, PADDED: tl.constexpr):
+    """`[TILE, PADDED]`, the channels of tokens; 0 for the token -1."""
     d = tl.arange(0, PADDED)
-    wanted = seen[:, None]
+    wanted = (token >= 0)[:, None]
     if WIDTH != PADDED:
         wanted = wanted & (d < WIDTH)[None, :]
     return tl.load(at + token.to(tl.int64)[:, None] * stride + d[None, :], mask=wanted, other=0.0)
@@ -122,17 +122,21 @@ def attend_latents(
     acc = tl.zeros([ROWS, RP], tl.float32)
     # A turn looks the next turn's tokens up. Where the loads of a turn take addresses from a load
     # of the same turn, Triton 3.6 made wrong code of the pipeline (block_sparse_attention).
-    token, seen = _tokens_of(first, picks_at, mask_at, slots, limit, TILE)
+    LOOKED_UP: tl.constexpr = picks is not None or key_mask is not None
+    token = _tokens_of(first, picks_at, mask_at, slots, limit, TILE)
     for i in tl.range(first, end, num_stages=STAGES):
-        latent = _rows_of(latents_at, token, latents_t, seen, R, RP)
-        turned = _rows_of(rope_at, token, rope_t, seen, P, PP)
+        if not LOOKED_UP:
+            token = _tokens_of(i, None, None, slots, limit, TILE)
+        latent = _rows_of(latents_at, token, latents_t, R, RP)
+        turned = _rows_of(rope_at, token, rope_t, P, PP)
         s = tl.dot(qr, turned.T, input_precision=PRECISION)
         s = tl.dot(ql, latent.T, s, input_precision=PRECISION) * scale
-        if picks is not None:
-            s = tl.where(seen[None, :], s, float("-inf"))
-        else:
-            s = tl.where(seen[None, :] & (token[None, :] <= position[:, None]), s, float("-inf"))
-        token, seen = _tokens_of(i + 1, picks_at, mask_at, slots, limit, TILE)
+        seen = (token >= 0)[None, :]
+        if picks is None:
+            seen = seen & (token[None, :] <= position[:, None])
+        s = tl.where(seen, s, float("-inf"))
+        if LOOKED_UP:
+            token = _tokens_of(i + 1, picks_at, mask_at, slots, limit, TILE)
         p, decay, top, total = online_softmax(s, top, total)
         p = p.to(latent.dtype)
         acc = tl.dot(p, latent, acc * decay[:, None], input_precision=PRECISION)
