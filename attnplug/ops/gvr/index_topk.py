@@ -24,7 +24,7 @@ import torch
 from attnplug.errors import ArgumentError
 from attnplug.ops.common.checks import DTYPES, check_shared_cache_inputs, why_not_width
 from attnplug.ops.common.define import define_op, refuse_gradients, require
-from attnplug.ops.common.device import card, early
+from attnplug.ops.common.device import Card, card, early
 from attnplug.ops.common.numba_cache import njit, prange
 from attnplug.ops.common.pipeline import BESIDE
 from attnplug.ops.common.product import add_product
@@ -206,11 +206,19 @@ def slab_for(batch: int, queries: int, size: int, workspace: int) -> Slab:
     return Slab(1, most)
 
 
+def shared_bytes(plan: Plan, width: int, itemsize: int, wgmma: bool) -> int:
+    """Bytes of shared memory of a program at most: its queries, tiles of keys, and sums over heads.
+    Cards that multiply by warp groups keep the tiles of a turn more, and so do float32 products,
+    which also keep their queries twice."""
+    columns = plan.queries * plan.heads * (2 if itemsize == 4 else 1)
+    turns = plan.stages if wgmma or itemsize == 4 else max(1, plan.stages - 1)
+    sums = 4 * plan.tile * plan.queries
+    return (columns + turns * plan.tile) * padded_width(width) * itemsize + sums + BESIDE
+
+
 @functools.lru_cache(maxsize=1024)
-def plan_for(
-    slab: Slab, heads: int, size: int, width: int, itemsize: int, processors: int, shared: int
-) -> Plan:
-    """The plan of a shape, with smaller tiles where `shared` bytes are not enough for them."""
+def plan_for(slab: Slab, heads: int, size: int, width: int, itemsize: int, on: Card) -> Plan:
+    """The plan of a shape, with smaller tiles where the card's shared memory is not enough."""
     block = max(16, min(128 if itemsize == 2 else 64, next_power_of_two(heads)))
     if slab.queries == 1:  # memory decides: key tiles in flight
         plan = Plan(128, 1, 1, 4, 4, block)
@@ -220,24 +228,24 @@ def plan_for(
         plan = Plan(128, together, 1, 8, 3, block)
     if itemsize == 4:
         plan = plan._replace(tile=64, stages=2)
-    row = padded_width(width) * itemsize
-    while True:
-        columns = plan.queries * plan.heads
-        if (columns + max(1, plan.stages - 1) * plan.tile) * row + BESIDE <= shared:
-            break
+    while shared_bytes(plan, width, itemsize, on.wgmma) > on.shared:
         if plan.stages > 2:
             plan = plan._replace(stages=plan.stages - 1)
-        elif plan.queries > 1 and columns > 64:
+        elif plan.queries > 1 and plan.queries * plan.heads > 64:
             plan = plan._replace(queries=plan.queries // 2)
         elif plan.tile > 16:
             plan = plan._replace(tile=plan.tile // 2)
         elif plan.heads > 16:
             plan = plan._replace(heads=plan.heads // 2)
+        elif plan.queries > 1:
+            plan = plan._replace(queries=plan.queries // 2)
+        elif plan.stages > 1:
+            plan = plan._replace(stages=1)
         else:
             break
     blocks = slab.rows * cdiv(slab.queries, plan.queries)
-    programs = min(cdiv(size, plan.tile), (2 if slab.queries == 1 else 4) * processors // blocks)
-    return plan._replace(programs=max(1, programs))
+    wanted = (2 if slab.queries == 1 else 4) * on.processors // blocks
+    return plan._replace(programs=max(1, min(cdiv(size, plan.tile), wanted)))
 
 
 def launch_index_topk(
@@ -253,10 +261,9 @@ def launch_index_topk(
     if k >= size:
         _launch_pack(None, None, lengths, key_mask, picks, queries, size)
         return
-    found = card(q.device)
     slab = slab_for(batch, queries, size, workspace)
     if plan is None:
-        plan = plan_for(slab, heads, size, width, q.element_size(), found.processors, found.shared)
+        plan = plan_for(slab, heads, size, width, q.element_size(), card(q.device))
     seen = tokens_seen(lengths, batch, queries, size, q.device)
     scores = torch.empty((slab.rows * slab.queries, size), dtype=torch.float32, device=q.device)
     for b in range(0, batch, slab.rows):

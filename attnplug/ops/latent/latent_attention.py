@@ -24,7 +24,7 @@ import torch
 from attnplug.errors import ArgumentError
 from attnplug.ops.common.checks import DTYPES, check_shared_cache_inputs
 from attnplug.ops.common.define import define_op, refuse_gradients, require
-from attnplug.ops.common.device import card, early
+from attnplug.ops.common.device import Card, card, early
 from attnplug.ops.common.numba_cache import njit, prange
 from attnplug.ops.common.pipeline import BESIDE
 from attnplug.ops.common.product import add_product
@@ -215,11 +215,16 @@ def padded_channels(width: int) -> int:
     return max(16, next_power_of_two(width))
 
 
-def shared_bytes(plan: Plan, channels: int, itemsize: int) -> int:
-    """Bytes of shared memory of a program at most: its queries, the tiles of all turns but one that
-    are under way, and the weights of a tile."""
-    tiles = max(1, plan.stages - 1) * plan.tile
-    return (plan.rows + tiles) * channels * itemsize + plan.rows * plan.tile * itemsize + BESIDE
+def shared_bytes(plan: Plan, widths: tuple[int, int], itemsize: int, wgmma: bool) -> int:
+    """Bytes of shared memory of a program at most: its queries, tiles of tokens, and the weights of
+    a tile. Warp groups, which multiply 64 rows, keep the tiles of a turn more, and so do float32
+    products, which also keep their queries twice."""
+    row = sum(padded_channels(x) for x in widths) * itemsize
+    rows = plan.rows * (2 if itemsize == 4 else 1)
+    longer = itemsize == 4 or (wgmma and plan.rows >= 64)
+    turns = plan.stages if longer else max(1, plan.stages - 1)
+    weights = 0 if longer else plan.rows * plan.tile * itemsize  # else in registers
+    return (rows + turns * plan.tile) * row + weights + BESIDE
 
 
 @functools.lru_cache(maxsize=1024)
@@ -231,20 +236,18 @@ def plan_for(
     listed: bool,
     widths: tuple[int, int],
     itemsize: int,
-    processors: int,
-    shared: int,
+    on: Card,
 ) -> Plan:
     """The plan of a shape: each query has `slots` picks if `listed`, else tokens of the cache;
-    `widths` are those of the latent and the rope. Smaller tiles where `shared` bytes are not
-    enough."""
+    `widths` are those of the latent and the rope. Smaller tiles where the card's shared memory is
+    not enough."""
     pairs = heads if listed else queries * heads
-    most = 16 if listed and batch * queries * cdiv(heads, 64) < processors // 2 else 64
+    most = 16 if listed and batch * queries * cdiv(heads, 64) < on.processors // 2 else 64
     rows = max(16, min(most, next_power_of_two(pairs)))
     plan = Plan(rows, 64, 1, 8 if rows > 16 else 4, 2, 0)
-    channels = sum(padded_channels(x) for x in widths)
-    if itemsize == 4 and channels > 256:  # the products' operands alone are more than registers
+    if itemsize == 4 and widths[0] > 256:  # the products' operands alone are more than registers
         plan = Plan(16, 16, 1, 8, 1, 0)
-    while shared_bytes(plan, channels, itemsize) > shared:
+    while shared_bytes(plan, widths, itemsize, on.wgmma) > on.shared:
         if plan.stages > 2:
             plan = plan._replace(stages=plan.stages - 1)
         elif plan.rows > 32:
@@ -258,7 +261,7 @@ def plan_for(
         else:
             break
     blocks = batch * program_blocks(plan, queries, heads, listed)
-    splits = max(1, min(cdiv(slots, plan.tile), processors // max(1, blocks)))
+    splits = max(1, min(cdiv(slots, plan.tile), on.processors // max(1, blocks)))
     few = batch * queries * heads <= 4096
     return plan._replace(splits=splits, columns=32 if few else padded_channels(widths[0]))
 
@@ -282,7 +285,7 @@ def launch_latent_attention(
     slots = picks.shape[2] if listed else size
     if plan is None:
         shape = batch, queries, heads, slots, listed, (width, turned), q_latent.element_size()
-        plan = plan_for(*shape, found.processors, found.shared)
+        plan = plan_for(*shape, found)
     q_latent, q_rope = (x if x.stride(3) == 1 else x.contiguous() for x in (q_latent, q_rope))
     key_mask = mask_bytes(key_mask)
     fused, partial = plan.splits == 1, out

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from attnplug.errors import ArgumentError, GradientError
 from attnplug.ops import index_topk
+from attnplug.ops.common.device import Card
 from attnplug.ops.gvr import index_topk as op
 from attnplug.ops.gvr import topk as ranking
 
@@ -180,6 +181,24 @@ def test_plans(device_path, heads, queries, together):
     plan = op.Plan(32, together, 3, 4, 2, 16 if heads < 64 else 64)
     found = call(device_path, q, weights, keys, 30, plan=plan)
     assert_best(found, exact(q, weights, keys), visible(q, keys), 30)
+
+
+CARDS = {
+    "4090": Card.made("nvidia", (8, 9), 128, 101376),
+    "H200": Card.made("nvidia", (9, 0), 132, 232448),
+    "MI300X": Card.made("amd", (9, 4), 304, 65536),
+}
+
+
+@pytest.mark.parametrize("name", CARDS)
+@pytest.mark.parametrize("itemsize", [2, 4])
+@pytest.mark.parametrize("width", [48, 128, 256])
+def test_plans_fit_every_card(name, itemsize, width):
+    for slab in (op.Slab(1, 1), op.Slab(8, 1), op.Slab(1, 512), op.Slab(2, 9)):
+        for heads in (1, 20, 64, 200):
+            plan = op.plan_for(slab, heads, 32768, width, itemsize, CARDS[name])
+            asked = op.shared_bytes(plan, width, itemsize, CARDS[name].wgmma)
+            assert asked <= CARDS[name].shared and plan.programs >= 1
 
 
 def test_views(device_path):
