@@ -37,6 +37,7 @@ os.environ["TRITON_DISABLE_LINE_INFO"] = "1"
 
 import _ptx_blocks  # noqa: F401 - its cases register themselves, and so do the others
 import _ptx_gpu
+import _ptx_latent  # noqa: F401
 import _ptx_tokens  # noqa: F401
 import torch
 from _ptx_fits import fits

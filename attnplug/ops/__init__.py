@@ -12,10 +12,12 @@ from attnplug.ops.gather.page_bounds import page_bounds
 from attnplug.ops.gather.select_blocks import select_blocks
 from attnplug.ops.gather.tiered_decode import ResidentBlocks, tiered_decode
 from attnplug.ops.gvr.gather_tokens_attention import gather_tokens_attention
+from attnplug.ops.gvr.index_topk import index_topk
 from attnplug.ops.gvr.page_codes import page_codes
 from attnplug.ops.gvr.score_tokens import score_tokens
 from attnplug.ops.gvr.top_tokens import top_tokens
 from attnplug.ops.gvr.topk import topk
+from attnplug.ops.latent.latent_attention import latent_attention
 from attnplug.ops.momo.block_sparse_attention import block_sparse_attention
 from attnplug.ops.momo.delta_correct import delta_correct
 from attnplug.ops.momo.measure_blocks import measure_blocks
@@ -42,6 +44,8 @@ __all__ = [
     "gather_attention",
     "gather_decode",
     "gather_tokens_attention",
+    "index_topk",
+    "latent_attention",
     "measure_blocks",
     "merge_block_rows",
     "page_bounds",

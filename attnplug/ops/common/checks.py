@@ -91,7 +91,24 @@ def check_sequence_inputs(
     """The checks of the per-sequence tensors: `lengths` and `start`, [1] or [B], and `key_mask`
     [B,S] bool. An op that has no q passes None for it."""
     first, model = ("k", k) if q is None else ("q", q)
-    rows, size = model.shape[0], capacity(k, table)
+    shape = model.shape[0], capacity(k, table)
+    _check_rows(name, first, model.device, shape, "S", lengths, start, key_mask)
+
+
+def check_shared_cache_inputs(
+    name: str,
+    label: str,
+    cache: torch.Tensor,
+    lengths: torch.Tensor | None,
+    key_mask: torch.Tensor | None,
+) -> None:
+    """`check_sequence_inputs` of a cache `[B,T,...]` that all heads share, the argument `label`."""
+    _check_rows(name, label, cache.device, tuple(cache.shape[:2]), "T", lengths, None, key_mask)
+
+
+def _check_rows(name, first, device, shape, size_name, lengths, start, key_mask):
+    """The checks for rows of a cache of `shape`, on the device of the argument `first`."""
+    rows, size = shape
     for label, tensor in (("lengths", lengths), ("start", start)):
         if tensor is None:
             continue
@@ -101,18 +118,19 @@ def check_sequence_inputs(
             raise ArgumentError(
                 f"{name}: {label} has shape {tuple(tensor.shape)}, needs [1] or [B] = [{rows}]"
             )
-        if tensor.device != model.device:
-            raise ArgumentError(f"{name}: {label} is on {tensor.device}, {first} on {model.device}")
+        if tensor.device != device:
+            raise ArgumentError(f"{name}: {label} is on {tensor.device}, {first} on {device}")
     if key_mask is None:
         return
     if key_mask.dtype != torch.bool:
         raise ArgumentError(f"{name}: key_mask is {key_mask.dtype}, needs bool")
     if tuple(key_mask.shape) != (rows, size):
         raise ArgumentError(
-            f"{name}: key_mask has shape {tuple(key_mask.shape)}, needs [B,S] = [{rows}, {size}]"
+            f"{name}: key_mask has shape {tuple(key_mask.shape)}, needs [B,{size_name}] = "
+            f"[{rows}, {size}]"
         )
-    if key_mask.device != model.device:
-        raise ArgumentError(f"{name}: key_mask is on {key_mask.device}, {first} on {model.device}")
+    if key_mask.device != device:
+        raise ArgumentError(f"{name}: key_mask is on {key_mask.device}, {first} on {device}")
 
 
 def check_sinks(name: str, q: torch.Tensor, sinks: torch.Tensor) -> None:

@@ -36,7 +36,8 @@ def store_piece(
     """Store what piece `split` of `splits` gives for the query-head pairs `row`, of `rows` in all.
 
     `top`, `total` and `acc` are the state of the online softmax. Stored to `partial`, for
-    `merge_splits`; or if FUSED (there is one piece) as `out` and natural log-sum-exp.
+    `merge_splits`; or if FUSED (there is one piece) as `out` and natural log-sum-exp, unless `lse`
+    is None.
     `partial` holds `[rows, splits, D]` outputs, then `[rows, splits]` log-sum-exps in base 2.
     """
     empty = total == 0
@@ -47,7 +48,8 @@ def store_piece(
         if sinks is not None:
             logit = tl.load(sinks + head, mask=in_group, other=float("-inf")).to(tl.float32)
             divisor += tl.exp2(logit * _LOG2E - base)
-        tl.store(lse + row, result * _LN2, mask=in_group)
+        if lse is not None:
+            tl.store(lse + row, result * _LN2, mask=in_group)
         out_at = out + row[:, None] * D + d[None, :]
     else:
         row = row * splits + split

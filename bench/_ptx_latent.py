@@ -1,0 +1,47 @@
+"""Cases of bench/ptx.py: the ops of models that are sparse by training."""
+
+from typing import Any
+
+from _ptx_inputs import BF16, FP16, FP32, INT64, Cases, cases, new, padding
+
+
+@cases
+def index_topk(op: Any) -> Cases:
+    def case(batch, queries, heads, size, width, k=2048, dtype=BF16, **options):
+        q = new(batch, queries, heads, width, dtype=dtype)
+        weights = new(batch, queries, heads, dtype=FP32)
+        keys = new(batch, size, width, dtype=dtype)
+        return lambda: op(q, weights, keys, k, scale=0.1, **options)
+
+    yield "step 32K", case(1, 1, 64, 32768, 128, lengths=new(1, dtype=INT64))
+    yield "step 512K", case(1, 1, 64, 524288, 128, lengths=new(1, dtype=INT64))
+    yield "batch=8", case(8, 1, 64, 131072, 128, lengths=new(1, dtype=INT64))
+    yield "prefill", case(1, 512, 64, 32768, 128, lengths=new(1, dtype=INT64))
+    mask = padding(2, 16384)["key_mask"]
+    yield "padded", case(2, 100, 64, 16384, 128, lengths=new(1, dtype=INT64), key_mask=mask)
+    yield "all are picked", case(2, 9, 64, 1024, 128, lengths=new(1, dtype=INT64))
+    yield "fp16 D=48 H=6", case(2, 33, 6, 1003, 48, 100, FP16)
+    yield "H=200", case(1, 4, 200, 4096, 64, 500)
+    yield "fp32", case(1, 64, 64, 4096, 128, 500, FP32)
+    yield "fp32 step D=256", case(2, 1, 16, 4096, 256, 500, FP32)
+
+
+@cases
+def latent_attention(op: Any) -> Cases:
+    def case(batch, queries, heads, size, picked=0, widths=(512, 64), dtype=BF16, **options):
+        q = [new(batch, queries, heads, width, dtype=dtype) for width in widths]
+        cache = [new(batch, size, width, dtype=dtype) for width in widths]
+        picks = new(batch, queries, picked) if picked else None
+        return lambda: op(*q, *cache, picks, scale=0.1, **options)
+
+    yield "step", case(1, 1, 128, 131072, 2048, lengths=new(1, dtype=INT64))
+    yield "batch=8", case(8, 1, 128, 131072, 2048, lengths=new(1, dtype=INT64))
+    yield "prefill", case(1, 4096, 128, 32768, 2048, lengths=new(1, dtype=INT64))
+    yield "dense step", case(1, 1, 128, 131072, lengths=new(1, dtype=INT64))
+    yield "dense prefill", case(1, 4096, 128, 32768, lengths=new(1, dtype=INT64))
+    mask = {"lengths": new(1, dtype=INT64), "key_mask": padding(2, 4096)["key_mask"]}
+    yield "padded", case(2, 64, 128, 4096, 1024, **mask)
+    yield "dense padded", case(2, 64, 16, 4096, **mask)
+    yield "fp16 R=48 P=4", case(2, 9, 6, 1003, 100, (48, 4), FP16)
+    yield "fp32", case(1, 64, 16, 4096, 512, dtype=FP32)
+    yield "fp32 dense step", case(1, 1, 16, 4096, dtype=FP32)
