@@ -34,7 +34,9 @@ from attnplug.models.hf import (
 )
 from attnplug.models.instance_method import put_method
 from attnplug.models.names import CACHE_ARGUMENTS, INDEXED_NAME
-from attnplug.ops.latent import index_topk
+from attnplug.ops import index_topk
+from attnplug.ops.common.checks import why_not_width
+from attnplug.ops.latent.latent_attention import WIDEST_LATENT, WIDEST_ROPE
 
 Forward = Callable[..., torch.Tensor]
 
@@ -60,10 +62,13 @@ def why_not_indexed(module: torch.nn.Module) -> str:
     projection: Any = module.kv_b_proj
     if type(projection) is not torch.nn.Linear or projection.bias is not None:
         return f"the latents of {kind} are expanded by a {type(projection).__name__}"
+    widths = module.kv_lora_rank, module.qk_rope_head_dim
+    if widths[0] > WIDEST_LATENT or widths[1] > WIDEST_ROPE:
+        return f"latents of {widths[0]} and {widths[1]} channels are wider than attnplug's kernels"
     indexer = getattr(module, "indexer", None)
     if indexer is not None and picking_forward(type(indexer)) is None:
         return f"{type(indexer).__name__} picks in a way that attnplug does not know"
-    return ""
+    return "" if indexer is None else why_not_width(indexer.head_dim)
 
 
 def picking_forward(kind: type[torch.nn.Module]) -> Forward | None:

@@ -21,7 +21,7 @@ import torch
 
 from attnplug.call import LatentCall, LayerShape
 from attnplug.models.cache import PlugLayer
-from attnplug.ops.latent import latent_attention
+from attnplug.ops import latent_attention
 from attnplug.policies._indexed_layer import IndexedLayer
 from attnplug.policies.base import Phase
 

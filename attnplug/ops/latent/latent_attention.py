@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from attnplug.errors import ArgumentError
-from attnplug.ops.common.checks import DTYPES, check_shared_cache_inputs
+from attnplug.ops.common.checks import DTYPES, check_shared_cache_inputs, check_sinks
 from attnplug.ops.common.define import define_op, refuse_gradients, require
 from attnplug.ops.common.device import Card, card, early
 from attnplug.ops.common.numba_cache import njit, prange
@@ -46,6 +46,7 @@ def latent_attention(
     picks: torch.Tensor | None = None,
     *,
     scale: float,
+    sinks: torch.Tensor | None = None,
     lengths: torch.Tensor | None = None,
     key_mask: torch.Tensor | None = None,
 ) -> torch.Tensor:
@@ -53,13 +54,14 @@ def latent_attention(
 
     Args:
         q_latent: `[B,S,H,R]`, float32, float16 or bfloat16, any strides; R up to 512.
-        q_rope: `[B,S,H,P]` like q_latent; P up to 64.
+        q_rope: `[B,S,H,P]` like q_latent; P from 0, where nothing is rotated, up to 64.
         latents: `[B,T,R]` like q_latent, any strides of rows and tokens. T is the size of the
             cache.
         rope: `[B,T,P]` like q_latent, any strides of rows and tokens.
         picks: int32 `[B,S,K]`, each query's tokens, none twice, such as `index_topk` picks. -1 is
             skipped, and so is a token that the query does not see. None: all that it sees.
         scale: factor on the scores.
+        sinks: `[H]`, one more logit for each head, without a value.
         lengths: int32 or int64 `[1]` or `[B]`, valid tokens, the S queries being the last of them.
             None: all T. Query s sees the tokens up to `lengths - S + s`, its own. Slots from
             `lengths` on are not read.
@@ -72,11 +74,13 @@ def latent_attention(
         ArgumentError: a shape, stride, dtype or device does not fit.
         GradientError: an input requires grad.
     """
-    refuse_gradients(NAME, q_latent, q_rope, latents, rope)
-    return _latent_attention(q_latent, q_rope, latents, rope, picks, scale, lengths, key_mask)
+    refuse_gradients(NAME, q_latent, q_rope, latents, rope, sinks)
+    return _latent_attention(
+        q_latent, q_rope, latents, rope, picks, scale, sinks, lengths, key_mask
+    )
 
 
-def _allocate(q_latent, q_rope, latents, rope, picks, scale, lengths, key_mask):
+def _allocate(q_latent, q_rope, latents, rope, picks, scale, sinks, lengths, key_mask):
     require(q_latent.dim() == 4, NAME, f"q_latent has {q_latent.dim()} dimensions, needs [B,S,H,R]")
     dtype, known = q_latent.dtype, q_latent.dtype in DTYPES
     require(known, NAME, f"q_latent is {dtype}, needs float32, float16 or bfloat16")
@@ -86,13 +90,12 @@ def _allocate(q_latent, q_rope, latents, rope, picks, scale, lengths, key_mask):
     require(heads >= 1, NAME, "q_latent has no heads")
     turned = q_rope.shape[-1] if q_rope.dim() == 4 else 0
     _check_like(q_latent, "q_rope", q_rope, "[B,S,H,P]", (batch, queries, heads, turned))
-    least = 1 <= turned <= WIDEST_ROPE
-    require(least, NAME, f"q_rope has {turned} channels, needs 1 to {WIDEST_ROPE}")
+    require(turned <= WIDEST_ROPE, NAME, f"q_rope has {turned} channels, needs 0 to {WIDEST_ROPE}")
     size = latents.shape[1] if latents.dim() == 3 else 0
     _check_like(q_latent, "latents", latents, "[B,T,R]", (batch, size, width))
     _check_like(q_latent, "rope", rope, "[B,T,P]", (batch, size, turned))
     for label, tensor in (("latents", latents), ("rope", rope)):
-        whole = tensor.stride(2) == 1 or tensor.shape[2] == 1
+        whole = tensor.stride(2) == 1 or tensor.shape[2] <= 1
         require(whole, NAME, f"{label} has stride {tensor.stride(2)} in its channels, needs 1")
     fits = queries <= size
     require(fits, NAME, f"q_latent has {queries} queries, more than latents' {size} tokens")
@@ -104,6 +107,8 @@ def _allocate(q_latent, q_rope, latents, rope, picks, scale, lengths, key_mask):
             )
         here = picks.device == q_latent.device
         require(here, NAME, f"picks is on {picks.device}, q_latent on {q_latent.device}")
+    if sinks is not None:
+        check_sinks(NAME, q_latent.transpose(1, 2), sinks)
     check_shared_cache_inputs(NAME, "latents", latents, lengths, key_mask)
     return q_latent.new_empty((batch, queries, heads, width))
 
@@ -122,12 +127,14 @@ def _check_like(model, label, tensor, names, shape):
 
 
 @njit()
-def _attend(query, keys, tokens, width, out):
+def _attend(query, keys, tokens, sinks, width, out):
     """Online softmax of query `[H, R + P]`, scaled, over keys `[T, R + P]`, whose first `width`
-    channels are the values."""
+    channels are the values, and over `sinks` `[H]` without a value, -inf for none."""
     heads, tile = query.shape[0], 128
-    top = np.full(heads, -np.inf, np.float32)
+    top = sinks.copy()
     total = np.zeros(heads, np.float32)
+    for h in range(heads):
+        total[h] = 1.0 if top[h] > -np.inf else 0.0
     acc = np.zeros((heads, width), np.float32)
     for first in range(0, tokens.shape[0], tile):
         chosen = keys[tokens[first : first + tile]]
@@ -154,7 +161,7 @@ def _attend(query, keys, tokens, width, out):
 
 
 @njit(parallel=True)
-def _reference(query, keys, picks, listed, lengths, mask, width, out):
+def _reference(query, keys, picks, listed, lengths, mask, sinks, width, out):
     """Every (row, query) in parallel: over its picks if these are `listed`, else over all."""
     batch, queries = query.shape[:2]
     for item in prange(batch * queries):
@@ -173,16 +180,18 @@ def _reference(query, keys, picks, listed, lengths, mask, width, out):
             tokens = tokens[:kept]
         if shown.shape[0] > 0:
             tokens = tokens[shown[tokens]]
-        _attend(query[b, s], keys[b], tokens, width, out[b, s])
+        _attend(query[b, s], keys[b], tokens, sinks, width, out[b, s])
 
 
-def _cpu(q_latent, q_rope, latents, rope, picks, scale, lengths, key_mask, out):
+def _cpu(q_latent, q_rope, latents, rope, picks, scale, sinks, lengths, key_mask, out):
     batch, size, width = latents.shape
     lengths, _ = rows_as_given(batch, size, lengths, None)
     lengths = lengths.clamp(0, size).contiguous()
     most = int(lengths.max()) if batch else 0
     result = torch.empty(out.shape, dtype=torch.float32, device="cpu")
     nothing = torch.empty((1, 1, 0), dtype=torch.int32, device="cpu")
+    if sinks is None:
+        sinks = torch.full((q_latent.shape[2],), float("-inf"), device="cpu")
     _reference(
         (torch.cat((q_latent, q_rope), -1).float() * scale).numpy(),
         torch.cat((latents[:, :most], rope[:, :most]), -1).float().numpy(),
@@ -190,6 +199,7 @@ def _cpu(q_latent, q_rope, latents, rope, picks, scale, lengths, key_mask, out):
         picks is not None,
         lengths.numpy(),
         NO_MASK if key_mask is None else key_mask.contiguous().numpy(),
+        sinks.float().contiguous().numpy(),
         width,
         result.numpy(),
     )
@@ -274,7 +284,7 @@ def program_blocks(plan: Plan, queries: int, heads: int, listed: bool) -> int:
 
 
 def launch_latent_attention(
-    q_latent, q_rope, latents, rope, picks, scale, lengths, key_mask, out, plan=None
+    q_latent, q_rope, latents, rope, picks, scale, sinks, lengths, key_mask, out, plan=None
 ):
     """Run the kernels; tensors as in `latent_attention`, on a GPU or in Triton's interpreter."""
     batch, queries, heads, width = q_latent.shape
@@ -303,6 +313,7 @@ def launch_latent_attention(
         picks=picks.contiguous() if listed else None,
         lengths=lengths,
         key_mask=key_mask,
+        sinks=sinks,
         partial=partial,
         out=out,
         scale=scale * LOG2E,
@@ -330,21 +341,21 @@ def launch_latent_attention(
         **{"num_warps": plan.warps, **dependent},
     )
     if not fused:
-        _launch_merge(partial, out, plan, pdl, dependent)
+        _launch_merge(partial, sinks, out, plan, pdl, dependent)
 
 
-def _launch_merge(partial, out, plan, pdl, dependent):
+def _launch_merge(partial, sinks, out, plan, pdl, dependent):
     """Merge the pieces in `partial` into `out`."""
     batch, queries, heads, width = out.shape
     merge_splits.run(
         grid=(batch * queries * heads, cdiv(width, plan.columns)),
         warmup=False,
         partial=partial,
-        sinks=None,
+        sinks=sinks,
         out=out,
         lse=None,
         heads=heads,
-        T=queries,
+        T=1,  # of a row of pieces: heads are next to each other here, and have queries around them
         splits=plan.splits,
         D=width,
         COLUMNS=plan.columns,
@@ -356,7 +367,7 @@ def _launch_merge(partial, out, plan, pdl, dependent):
 
 _latent_attention = define_op(
     f"{NAME}(Tensor q_latent, Tensor q_rope, Tensor latents, Tensor rope, Tensor? picks, "
-    "float scale, Tensor? lengths, Tensor? key_mask) -> Tensor",
+    "float scale, Tensor? sinks, Tensor? lengths, Tensor? key_mask) -> Tensor",
     allocate=_allocate,
     cpu=_cpu,
     cuda=launch_latent_attention,

@@ -39,15 +39,15 @@ def some_picks(seed, batch, queries, size, count):
     return order.masked_fill((order >= size) | (order % 7 == 3), -1).int()
 
 
-def call(device_path, tensors, picks=None, lengths=None, key_mask=None, plan=None):
+def call(device_path, tensors, picks=None, lengths=None, key_mask=None, plan=None, sinks=None):
     """out on the CPU; by the public op, or by the launcher where the op would not run it."""
     device, path = device_path
-    moved = [x if x is None else x.to(device) for x in (*tensors, picks, lengths, key_mask)]
-    *tensors, picks, lengths, key_mask = moved
+    given = *tensors, picks, sinks, lengths, key_mask
+    *tensors, picks, sinks, lengths, key_mask = (x if x is None else x.to(device) for x in given)
     if path == "reference" or (device == "cuda" and plan is None):
-        rows = {"lengths": lengths, "key_mask": key_mask}
+        rows = {"sinks": sinks, "lengths": lengths, "key_mask": key_mask}
         return latent_attention(*tensors, picks, scale=SCALE, **rows).cpu()
-    args = *tensors, picks, SCALE, lengths, key_mask
+    args = *tensors, picks, SCALE, sinks, lengths, key_mask
     out = op._allocate(*args)
     op.launch_latent_attention(*args, out, plan=plan)
     return out.cpu()
@@ -67,18 +67,22 @@ def visible(tensors, picks=None, lengths=None, key_mask=None):
     return seen
 
 
-def exact(tensors, seen, dtype=torch.float64):
+def exact(tensors, seen, dtype=torch.float64, sinks=None):
     q_latent, q_rope, latents, rope = (x.to(dtype) for x in tensors)
     s = torch.einsum("bshr,btr->bsht", q_latent, latents)
     s = (s + torch.einsum("bshp,btp->bsht", q_rope, rope)) * SCALE
-    p = s.masked_fill(~seen[:, :, None], -torch.inf).softmax(-1).nan_to_num(0.0)
+    s = s.masked_fill(~seen[:, :, None], -torch.inf)
+    if sinks is not None:
+        more = sinks.to(dtype)[:, None].expand(*s.shape[:3], 1)
+        s = torch.cat([s, more], -1)
+    p = s.softmax(-1)[..., : seen.shape[2]].nan_to_num(0.0)
     return torch.einsum("bsht,btr->bshr", p, latents)
 
 
-def assert_close(found, tensors, seen):
+def assert_close(found, tensors, seen, sinks=None):
     """Four times what the same formula errs by in the inputs' own precision."""
-    wanted = exact(tensors, seen)
-    plain = exact(tensors, seen, tensors[0].dtype)
+    wanted = exact(tensors, seen, sinks=sinks)
+    plain = exact(tensors, seen, tensors[0].dtype, sinks)
     assert found.dtype == tensors[0].dtype and found.shape == tensors[0].shape
     error = (found.double() - wanted).abs().max()
     assert error <= 4 * (plain.double() - wanted).abs().max() + 2e-6
@@ -89,7 +93,7 @@ def assert_close(found, tensors, seen):
 def test_is_the_softmax_over_what_is_read(device_path, data):
     draw = data.draw
     batch, queries = draw(st.integers(1, 2)), draw(st.sampled_from([1, 2, 5]))
-    heads, turned = draw(st.sampled_from([1, 2, 6, 20])), draw(st.sampled_from([1, 4, 16]))
+    heads, turned = draw(st.sampled_from([1, 2, 6, 20])), draw(st.sampled_from([0, 1, 4, 16]))
     width = draw(st.sampled_from([16, 40, 64]))
     size = queries + draw(st.sampled_from([0, 1, 63, 100]))
     seed, dtype = draw(st.integers(0, 999)), draw(st.sampled_from(dtypes(device_path)))
@@ -104,8 +108,9 @@ def test_is_the_softmax_over_what_is_read(device_path, data):
         options["lengths"] = torch.tensor(lengths)
     if draw(st.booleans()):
         options["key_mask"] = random(seed + 5, batch, size) > draw(st.sampled_from([-0.5, 9]))
-    found = call(device_path, tensors, **options)
-    assert_close(found, tensors, visible(tensors, **options))
+    sinks = random(seed + 6, heads) if draw(st.booleans()) else None
+    found = call(device_path, tensors, **options, sinks=sinks)
+    assert_close(found, tensors, visible(tensors, **options), sinks)
 
 
 @pytest.mark.parametrize("listed", [False, True])
@@ -118,8 +123,9 @@ def test_plans(device_path, listed, splits, rows, tile):
     tensors = inputs(20, 2, 7, 20, 150, 48, 8)
     picks = some_picks(21, 2, 7, 150, 90) if listed else None
     options = {"picks": picks, "lengths": torch.tensor([150, 30])}
-    found = call(device_path, tensors, plan=op.Plan(rows, tile, splits, 4, 2, 16), **options)
-    assert_close(found, tensors, visible(tensors, **options))
+    plan, sinks = op.Plan(rows, tile, splits, 4, 2, 16), random(22, 20)
+    found = call(device_path, tensors, plan=plan, sinks=sinks, **options)
+    assert_close(found, tensors, visible(tensors, **options), sinks)
 
 
 @pytest.mark.parametrize("listed", [False, True])
@@ -230,7 +236,7 @@ def test_opcheck(device):
     lengths, mask = torch.tensor([30], device=device), torch.ones(2, 40, device=device) > 0
     for listed in (None, picks):
         for extra in ((None, None), (lengths, mask)):
-            torch.library.opcheck(op._latent_attention, (*tensors, listed, SCALE, *extra))
+            torch.library.opcheck(op._latent_attention, (*tensors, listed, SCALE, None, *extra))
 
 
 def test_no_queries_and_no_rows(device):
@@ -247,7 +253,8 @@ WRONG = [
     ({"q_latent": torch.zeros(1, 3, 0, 16)}, "q_latent has no heads"),
     ({"q_rope": torch.zeros(1, 3, 4)}, r"q_rope is torch.float32 \(1, 3, 4\), needs"),
     ({"q_rope": torch.zeros(1, 3, 2, 4).half()}, "q_rope is torch.float16"),
-    ({"q_rope": torch.zeros(1, 3, 2, 65)}, "q_rope has 65 channels, needs 1 to 64"),
+    ({"q_rope": torch.zeros(1, 3, 2, 65)}, "q_rope has 65 channels, needs 0 to 64"),
+    ({"sinks": torch.zeros(3)}, r"sinks has shape \(3,\), needs \[Hq\] = \[2\]"),
     ({"latents": torch.zeros(1, 40, 17)}, r"latents is torch.float32 \(1, 40, 17\), needs"),
     ({"latents": torch.zeros(1, 16, 40).mT}, "latents has stride 40 in its channels, needs 1"),
     ({"rope": torch.zeros(1, 39, 4)}, r"rope is torch.float32 \(1, 39, 4\), needs"),

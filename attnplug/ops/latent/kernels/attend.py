@@ -51,6 +51,7 @@ def attend_latents(
     picks,
     lengths,
     key_mask,
+    sinks,
     partial,
     out,
     scale,
@@ -128,8 +129,10 @@ def attend_latents(
         if not LOOKED_UP:
             token = _tokens_of(i, None, None, slots, limit, TILE)
         latent = _rows_of(latents_at, token, latents_t, R, RP)
-        turned = _rows_of(rope_at, token, rope_t, P, PP)
-        s = tl.dot(qr, turned.T, input_precision=PRECISION)
+        s = tl.zeros([ROWS, TILE], tl.float32)
+        if P > 0:
+            turned = _rows_of(rope_at, token, rope_t, P, PP)
+            s = tl.dot(qr, turned.T, input_precision=PRECISION)
         s = tl.dot(ql, latent.T, s, input_precision=PRECISION) * scale
         seen = (token >= 0)[None, :]
         if picks is None:
@@ -146,7 +149,7 @@ def attend_latents(
         top=top,
         total=total,
         acc=acc,
-        sinks=None,
+        sinks=sinks,
         partial=partial,
         out=out,
         lse=None,
