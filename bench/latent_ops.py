@@ -7,13 +7,15 @@ Prints a JSON line a measurement, the first of them the card and the versions. S
 of calls on caches that rotate past the L2, long calls are timed by events. `bytes_per_s` counts
 what a method must read once, `flop_per_s` the products of the tokens that a query sees or has
 picked. Each plan is held against the reference before it is timed. What fails is a line with its
-error; the script goes on, and exits with 1.
+error; the script goes on, and exits with 1. Kernels are compiled in parallel, before all lines.
 """
 
 import argparse
+import contextlib
 import functools
 import json
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -52,12 +54,16 @@ from attnplug.ops.common.device import card
 from attnplug.ops.gvr import index_topk as indexing
 from attnplug.ops.latent import latent_attention as attending
 
+WARMERS = 12  # processes that compile
+WARMING = False  # whether this is one of them: what would be timed is called once
+
 
 class Lines:
-    """A JSON line a measurement, on the screen and in a file."""
+    """A JSON line a measurement, on the screen and in a file. A warmer runs its `share` of them."""
 
-    def __init__(self, seconds: float, out: Path | None):
+    def __init__(self, seconds: float, out: Path | None, share: int | None = None):
         self.end, self.failed = time.monotonic() + seconds, 0
+        self.share, self.asked = share, 0
         self.file = out.open("w") if out else None
         self.add(
             gpu=torch.cuda.get_device_name(), torch=torch.__version__, triton=triton.__version__
@@ -70,6 +76,9 @@ class Lines:
             print(text, file=self.file, flush=True)
 
     def attempt(self, what: str, case: str, variant: str, run: Callable[..., Any], *args: Any):
+        self.asked += 1
+        if self.share not in (None, self.asked % WARMERS):
+            return
         line: dict[str, Any] = {"what": what, "case": case, "variant": variant}
         begin = time.monotonic()
         if begin > self.end:
@@ -128,6 +137,8 @@ def check_latent_at(shape, count, more):
 def by_events(call: Callable[[], Any]) -> dict[str, float]:
     """The median of few calls: for those that take milliseconds."""
     call()
+    if WARMING:
+        return {"p50_us": 1.0}
     times = []
     for _ in range(5):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -137,6 +148,11 @@ def by_events(call: Callable[[], Any]) -> dict[str, float]:
         end.synchronize()
         times.append(begin.elapsed_time(end) * 1e3)
     return {"p50_us": statistics.median(times)}
+
+
+def in_graphs(calls: list[Callable[[], Any]]) -> dict[str, float]:
+    """The time of a step: at least four calls in a graph."""
+    return by_events(calls[0]) if WARMING else microseconds(calls * -(-4 // len(calls)))
 
 
 def rates(found: dict[str, float], read: float, flops: float) -> dict[str, float]:
@@ -150,7 +166,7 @@ def time_index_step(batch: int, tokens: int, plan=None) -> dict[str, float]:
     lengths = length_of(tokens)
     calls = [functools.partial(run_index, x, PICKS, plan, lengths) for x in sets]
     flops = 2.0 * batch * tokens * INDEX_WIDTH * INDEX_HEADS
-    return rates(microseconds(calls * -(-4 // len(calls))), read, flops)
+    return rates(in_graphs(calls), read, flops)
 
 
 def time_scores_step(batch: int, tokens: int, plan=None) -> dict[str, float]:
@@ -164,7 +180,7 @@ def time_scores_step(batch: int, tokens: int, plan=None) -> dict[str, float]:
         functools.partial(launch, *x, length_of(tokens), None, SCALE_OF_INDEX, *last) for x in sets
     ]
     flops = 2.0 * batch * tokens * INDEX_WIDTH * INDEX_HEADS
-    return rates(microseconds(calls * -(-4 // len(calls))), read, flops)
+    return rates(in_graphs(calls), read, flops)
 
 
 def index_plan(inputs) -> Any:
@@ -204,7 +220,7 @@ def time_latent(batch: int, queries: int, tokens: int, count: int, plan=None) ->
         functools.partial(run_latent, x, p, plan, lengths) for x, p in zip(made, picks, strict=True)
     ]
     flops = 2.0 * batch * queries * HEADS * taken * (2 * LATENT + ROPE)
-    found = by_events(calls[0]) if queries > 1 else microseconds(calls * -(-4 // len(calls)))
+    found = by_events(calls[0]) if queries > 1 else in_graphs(calls)
     return rates(found, read, flops)
 
 
@@ -246,15 +262,16 @@ def run_times(lines: Lines) -> None:
         case = f"{batch} x {tokens}"
         lines.attempt("index step", case, "default", time_index_step, batch, tokens)
         lines.attempt("scores step", case, "default", time_scores_step, batch, tokens)
-        if batch * tokens <= 1 << 18:
+        if batch * tokens <= 1 << 18 and not WARMING:
             lines.attempt("index step", case, "transformers", time_stock_index, batch, tokens)
     for batch, tokens in ((1, 1 << 15), (1, 1 << 17), (8, 1 << 15), (8, 1 << 17)):
         case = f"{batch} x {tokens}"
         lines.attempt("step", case, "picks", time_latent, batch, 1, tokens, PICKS)
         if batch == 1:
             lines.attempt("step", case, "dense", time_latent, batch, 1, tokens, 0)
-            lines.attempt("step", case, "transformers", time_stock, batch, tokens)
-            torch.cuda.empty_cache()
+            if not WARMING:
+                lines.attempt("step", case, "transformers", time_stock, batch, tokens)
+                torch.cuda.empty_cache()
     case = "4096 of 32768"
     lines.attempt("index prefill", case, "default", time_index_prefill, 4096, 1 << 15)
     lines.attempt("prefill", case, "picks", time_latent, 1, 4096, 1 << 15, PICKS)
@@ -327,14 +344,28 @@ def run_plans(lines: Lines) -> None:
             lines.attempt("plan of " + kind, f"{queries} of {tokens}", name, checked, right, timed)
 
 
+def warm(part: str, seconds: float) -> None:
+    """Compile the kernels of all lines, in processes that share Triton's cache on disk."""
+    command = [sys.executable, __file__, "--part", part, "--seconds", str(seconds), "--share"]
+    with contextlib.ExitStack() as stack:
+        for share in range(WARMERS):
+            quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+            stack.enter_context(subprocess.Popen([*command, str(share)], **quiet))
+
+
 def main() -> int:
+    global WARMING
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
     parser.add_argument("--seconds", type=float, default=115)
     parser.add_argument("--part", choices=("all", "checks", "times", "plans"), default="all")
     parser.add_argument("--out", type=Path, help="also write the lines to this file")
+    parser.add_argument("--share", type=int, help="compile this share of the lines only")
     args = parser.parse_args()
     torch.set_grad_enabled(False)
-    lines = Lines(args.seconds, args.out)
+    begin, WARMING = time.monotonic(), args.share is not None
+    if not WARMING:
+        warm(args.part, args.seconds / 2)
+    lines = Lines(args.seconds - (time.monotonic() - begin), args.out, args.share)
     for part, run in (("checks", run_checks), ("times", run_times), ("plans", run_plans)):
         if args.part in ("all", part):
             run(lines)
