@@ -143,7 +143,7 @@ def run_latent(tensors, picks=None, plan=None, lengths=None, key_mask=None) -> t
     if plan is None:
         rows = {"lengths": lengths, "key_mask": key_mask}
         return latent_attention(*tensors, picks, scale=SCALE, **rows)
-    args = *tensors, picks, SCALE, lengths, key_mask
+    args = *tensors, picks, SCALE, None, lengths, key_mask
     out = attending._allocate(*args)
     attending.launch_latent_attention(*args, out, plan=plan)
     return out

@@ -438,15 +438,13 @@ def _ours(layer: Any, index: int, make_layer: MakeLayer) -> Any:
         return SlidingLayer.taking_over(layer)
     if type(layer) is StaticLayer or hasattr(layer, "update_indexer"):
         made = make_layer(index, layer.max_cache_len)
-        same = hasattr(made, "update_indexer") or type(layer) is StaticLayer
-        return _adopt(layer, made) if same else layer
+        if type(layer) is StaticLayer or hasattr(made, "update_indexer"):
+            return _adopt(layer, made)
     return layer
 
 
 def _adopt(old: StaticLayer, new: PlugLayer) -> PlugLayer:
-    """Initialise the new layer where the old one already was (generate does so early for chunked
-    prefill), so that no allocation happens inside a compiled region."""
-    if old.is_initialized:
-        assert old.keys is not None and old.values is not None
+    """Initialise the new layer where the old one was: nothing is allocated in a compiled region."""
+    if old.keys is not None and old.values is not None:
         new.lazy_initialization(old.keys[:, :, :0], old.values[:, :, :0])
     return new

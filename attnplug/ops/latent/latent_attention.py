@@ -184,14 +184,14 @@ def _reference(query, keys, picks, listed, lengths, mask, sinks, width, out):
 
 
 def _cpu(q_latent, q_rope, latents, rope, picks, scale, sinks, lengths, key_mask, out):
-    batch, size, width = latents.shape
+    (batch, size, width), heads = latents.shape, q_latent.shape[2]
     lengths, _ = rows_as_given(batch, size, lengths, None)
     lengths = lengths.clamp(0, size).contiguous()
     most = int(lengths.max()) if batch else 0
     result = torch.empty(out.shape, dtype=torch.float32, device="cpu")
     nothing = torch.empty((1, 1, 0), dtype=torch.int32, device="cpu")
     if sinks is None:
-        sinks = torch.full((q_latent.shape[2],), float("-inf"), device="cpu")
+        sinks = torch.full((heads,), float("-inf"), dtype=torch.float32, device="cpu")
     _reference(
         (torch.cat((q_latent, q_rope), -1).float() * scale).numpy(),
         torch.cat((latents[:, :most], rope[:, :most]), -1).float().numpy(),

@@ -1,0 +1,154 @@
+"""Models that are sparse by training, through the public API: whole calls of generate, and a step
+beside transformers' own.
+
+    python bench/trained_calls.py --tokens 32768,131072 [--family deepseek_v32] --out rows.jsonl
+
+Three layers of a family at its real widths, with few experts and random bf16 weights. `call` rows
+are seconds of generate for 1 and for 65 new tokens under `trained`, prompt and all, the median of
+later calls and the first one. `step` rows are a token over a cache of `tokens` tokens: ours is the
+difference of these calls; transformers' is a forward pass over its dynamic cache, which random
+latents fill, as its own prefill of such a prompt asks for scores of queries by heads by tokens.
+`--prefill` lists lengths at which transformers' prefill is tried, too. `--small` is for a CPU.
+"""
+
+import argparse
+import json
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, DynamicCache
+
+import attnplug
+from attnplug.models.names import CACHE
+
+NEW = 65
+SMALL = {
+    "hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 2, "kv_lora_rank": 32,
+    "q_lora_rank": 32, "qk_rope_head_dim": 16, "qk_nope_head_dim": 32, "v_head_dim": 32,
+    "index_n_heads": 4, "index_head_dim": 32, "index_topk": 64, "intermediate_size": 64,
+    "moe_intermediate_size": 32,
+}  # fmt: skip
+
+
+def make(family: str, small: bool, device: str) -> Any:
+    kind = CONFIG_MAPPING[family]
+    options: dict[str, Any] = {
+        "num_hidden_layers": 3, "n_routed_experts": 8, "num_experts_per_tok": 4, "n_group": 1,
+        "topk_group": 1, "first_k_dense_replace": 1, "vocab_size": 4096, "pad_token_id": 0,
+        "max_position_embeddings": 1 << 18,
+    }  # fmt: skip
+    config = kind(**options | (SMALL if small else {}))
+    torch.manual_seed(0)
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+    model.generation_config.eos_token_id = None
+    return model
+
+
+def wait(device: str) -> float:
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+class Bench:
+    def __init__(self, model: Any, family: str, device: str, out: Path):
+        self.model, self.device, self.file = model, device, out.open("a")
+        self.about = {
+            "family": family,
+            "card": torch.cuda.get_device_name() if device == "cuda" else "cpu",
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+        }
+
+    def row(self, **values: Any) -> None:
+        line = json.dumps(self.about | values)
+        print(line, flush=True)
+        print(line, file=self.file, flush=True)
+
+    def prompt(self, tokens: int, seed: int) -> torch.Tensor:
+        made = torch.Generator(self.device).manual_seed(seed)
+        return torch.randint(1, 4096, (1, tokens), generator=made, device=self.device)
+
+    def call(self, tokens: int, new: int, seed: int) -> float:
+        ids = self.prompt(tokens, seed)
+        begin = wait(self.device)
+        self.model.generate(
+            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=new
+        )
+        return wait(self.device) - begin
+
+    def calls(self, tokens: int) -> None:
+        """Rows of `trained`, and what a step of it takes."""
+        median = {}
+        for new in (1, NEW):
+            first = self.call(tokens, new, 1)
+            later = [self.call(tokens, new, seed) for seed in range(2, 5)]
+            median[new] = statistics.median(later)
+            peak = torch.cuda.max_memory_allocated() / 2**30 if self.device == "cuda" else None
+            self.row(
+                case="call", policy="trained", n=tokens, new=new, first_s=first,
+                call_s=median[new], peak_gib=peak,
+            )  # fmt: skip
+        step = (median[NEW] - median[1]) / (NEW - 1)
+        self.row(case="step", policy="trained", n=tokens, step_ms=1e3 * step)
+
+    def filled(self, tokens: int) -> DynamicCache:
+        """transformers' cache with random latents, rotated keys and index keys."""
+        config, cache = self.model.config, DynamicCache(config=self.model.config)
+        options = {"device": self.device, "dtype": torch.bfloat16}
+        for index in range(config.num_hidden_layers):
+            latents = torch.randn(1, 1, tokens, config.kv_lora_rank, **options)
+            rope = torch.randn(1, 1, tokens, config.qk_rope_head_dim, **options)
+            cache.update(latents, rope, index)
+            cache.update_indexer(torch.randn(1, tokens, config.index_head_dim, **options), index)
+        return cache
+
+    def stock_step(self, tokens: int) -> None:
+        """A forward pass of one token over a full cache, eager, as generate runs it there."""
+        cache, took = self.filled(tokens), []
+        ids = self.prompt(1, 1)
+        for _ in range(6):
+            begin = wait(self.device)
+            with torch.no_grad():
+                self.model(ids, use_cache=True, **{CACHE: cache})
+            took.append(wait(self.device) - begin)
+        self.row(case="step", policy="stock", n=tokens, step_ms=1e3 * statistics.median(took[1:]))
+
+    def stock_prefill(self, tokens: int) -> None:
+        try:
+            self.call(tokens, 1, 1)
+            seconds = statistics.median([self.call(tokens, 1, seed) for seed in (2, 3)])
+            self.row(case="call", policy="stock", n=tokens, new=1, call_s=seconds)
+        except torch.cuda.OutOfMemoryError as error:
+            self.row(case="call", policy="stock", n=tokens, new=1, failed=str(error)[:120])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--tokens", default="32768,131072")
+    parser.add_argument("--prefill", default="2048,8192,32768")
+    parser.add_argument("--family", default="deepseek_v32")
+    parser.add_argument("--out", type=Path, default=Path("/dev/null"))
+    parser.add_argument("--small", action="store_true")
+    asked = parser.parse_args()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    bench = Bench(make(asked.family, asked.small, device), asked.family, device, asked.out)
+    lengths = [int(each) for each in asked.tokens.split(",")]
+    for tokens in lengths:
+        bench.stock_step(tokens)
+    shorter = [int(each) for each in asked.prefill.split(",") if each]
+    for tokens in shorter:
+        bench.stock_prefill(tokens)
+    with attnplug.applied(bench.model, "trained"):
+        for tokens in dict.fromkeys([*shorter, *lengths]):
+            bench.calls(tokens)
+        print(attnplug.report(bench.model).loop, attnplug.report(bench.model).last)
+
+
+if __name__ == "__main__":
+    main()
