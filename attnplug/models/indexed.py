@@ -51,6 +51,7 @@ else:
     index_scores = index_scores + attention_mask
 topk = min(self.index_topk, index_scores.shape[-1])
 return index_scores.topk(topk, dim=-1).indices.to(torch.int32)"""
+PICK_METHOD = "_attnplug_pick_tokens"  # of an indexer
 PICKING: dict[type[torch.nn.Module], Forward] = {}  # of an indexer's class: its forward, with ours
 
 
@@ -72,7 +73,7 @@ def why_not_indexed(module: torch.nn.Module) -> str:
 
 
 def picking_forward(kind: type[torch.nn.Module]) -> Forward | None:
-    """The forward of an indexer's class whose end, from the scores on, is `_pick`; None where the
+    """The forward of an indexer's class whose end, from the scores on, is `pick_tokens`; None where the
     class's own ends otherwise."""
     if kind not in PICKING:
         made = _with_our_end(inspect.unwrap(kind.forward))
@@ -101,7 +102,7 @@ def _with_our_end(forward: Any) -> Forward | None:
     if not (known and weights.startswith("weights = ") and tail == TAIL.format(weights=weights)):
         return None
     scale = "1.0" if texts[begin] == SCORES else "self.softmax_scale"
-    end = f"{weights}\nreturn pick_tokens(self, q, k, weights, {scale}, attention_mask, {cache})"
+    end = f"{weights}\nreturn self.{PICK_METHOD}(q, k, weights, {scale}, attention_mask, {cache})"
     function.body[begin:] = ast.parse(end).body
     function.decorator_list = []
     function.returns = None
@@ -111,8 +112,7 @@ def _with_our_end(forward: Any) -> Forward | None:
     space: dict[str, Any] = {}
     exec(compile(tree, f"<attnplug: {forward.__qualname__}>", "exec"), space)
     code = space[function.name].__code__
-    globals_of = {**forward.__globals__, "pick_tokens": pick_tokens}
-    made = FunctionType(code, globals_of, function.name, forward.__defaults__)
+    made = FunctionType(code, forward.__globals__, function.name, forward.__defaults__)
     made.__kwdefaults__ = forward.__kwdefaults__
     return made
 
@@ -123,6 +123,7 @@ def bind_indexed(module: torch.nn.Module) -> None:
     indexer = getattr(module, "indexer", None)
     if indexer is not None:
         put_method(indexer, "forward", _indexer_forward)
+        put_method(indexer, PICK_METHOD, pick_tokens)
 
 
 def unbind_indexed(module: torch.nn.Module) -> None:
@@ -130,7 +131,8 @@ def unbind_indexed(module: torch.nn.Module) -> None:
     vars(module).pop("expand_kv", None)
     indexer = getattr(module, "indexer", None)
     if indexer is not None:
-        vars(indexer).pop("forward", None)
+        for name in ("forward", PICK_METHOD):
+            vars(indexer).pop(name, None)
 
 
 def _keep_latents(
