@@ -206,11 +206,14 @@ def slab_for(batch: int, queries: int, size: int, workspace: int) -> Slab:
     return Slab(1, most)
 
 
-def shared_bytes(plan: Plan, width: int, itemsize: int, wgmma: bool) -> int:
+def shared_bytes(plan: Plan, heads: int, width: int, itemsize: int, wgmma: bool) -> int:
     """Bytes of shared memory of a program at most: its queries, tiles of keys, and sums over heads.
     Cards that multiply by warp groups keep the tiles of a turn more, and so do float32 products,
-    which also keep their queries twice."""
+    which also keep their queries twice. Where heads come in blocks, a second is beside the first.
+    """
     columns = plan.queries * plan.heads * (2 if itemsize == 4 else 1)
+    if heads > plan.heads:
+        columns *= 2
     turns = plan.stages if wgmma or itemsize == 4 else max(1, plan.stages - 1)
     sums = 4 * plan.tile * plan.queries
     return (columns + turns * plan.tile) * padded_width(width) * itemsize + sums + BESIDE
@@ -228,7 +231,9 @@ def plan_for(slab: Slab, heads: int, size: int, width: int, itemsize: int, on: C
         plan = Plan(128, together, 1, 8, 3, block)
     if itemsize == 4:
         plan = plan._replace(tile=64, stages=2)
-    while shared_bytes(plan, width, itemsize, on.wgmma) > on.shared:
+    if heads > block:  # a pipeline would keep the queries of all blocks and turns
+        plan = plan._replace(stages=1)
+    while shared_bytes(plan, heads, width, itemsize, on.wgmma) > on.shared:
         if plan.stages > 2:
             plan = plan._replace(stages=plan.stages - 1)
         elif plan.queries > 1 and plan.queries * plan.heads > 64:
@@ -236,7 +241,7 @@ def plan_for(slab: Slab, heads: int, size: int, width: int, itemsize: int, on: C
         elif plan.tile > 16:
             plan = plan._replace(tile=plan.tile // 2)
         elif plan.heads > 16:
-            plan = plan._replace(heads=plan.heads // 2)
+            plan = plan._replace(heads=plan.heads // 2, stages=1)
         elif plan.queries > 1:
             plan = plan._replace(queries=plan.queries // 2)
         elif plan.stages > 1:

@@ -86,10 +86,9 @@ def score_index(
     head = tl.arange(0, HEADS)
     w_at = weights + b * w_b + (first + own).to(tl.int64)[:, None] * w_s
     in_slab = own < queries
-    if BLOCKS == 1:
-        query, there = _load_queries(q_at, c % HEADS, q_h, live, H, D, DP)
-        wanted = in_slab[:, None] & (head < H)[None, :]
-        weight = tl.load(w_at + head[None, :] * w_h, mask=wanted, other=0.0)
+    query, there = _load_queries(q_at, c % HEADS, q_h, live, H, D, DP)
+    wanted = in_slab[:, None] & (head < H)[None, :]
+    weight = tl.load(w_at + head[None, :] * w_h, mask=wanted, other=0.0)
 
     position = length - S + first + own
     reach = length - S + first + tl.minimum(here + QUERIES, queries)  # tokens that the last sees
@@ -104,16 +103,13 @@ def score_index(
             mask=(n < reach)[:, None] & (d < D)[None, :],
             other=0.0,
         )
-        if BLOCKS == 1:
-            x = _head_sums(key, query, weight, there, scale, PADDED, PRECISION)
-        else:
-            x = tl.zeros([TILE, QUERIES], tl.float32)
-            for block in range(BLOCKS):
-                h = block * HEADS + head
-                query, there = _load_queries(q_at, block * HEADS + c % HEADS, q_h, live, H, D, DP)
-                wanted = in_slab[:, None] & (h < H)[None, :]
-                weight = tl.load(w_at + h[None, :] * w_h, mask=wanted, other=0.0)
-                x += _head_sums(key, query, weight, there, scale, PADDED, PRECISION)
+        x = _head_sums(key, query, weight, there, scale, PADDED, PRECISION)
+        for block in tl.range(1, BLOCKS, num_stages=1):
+            h = block * HEADS + head
+            others, real = _load_queries(q_at, block * HEADS + c % HEADS, q_h, live, H, D, DP)
+            wanted = in_slab[:, None] & (h < H)[None, :]
+            theirs = tl.load(w_at + h[None, :] * w_h, mask=wanted, other=0.0)
+            x += _head_sums(key, others, theirs, real, scale, PADDED, PRECISION)
         # -inf is the score of what may not be picked. A NaN is picked, and surfaces in attention.
         x = tl.where(x == x, tl.maximum(x, _LOWEST), float("inf"))
         if key_mask is not None:
