@@ -129,8 +129,8 @@ def tiered_decode(
         ArgumentError: a shape, dtype, device or option does not fit.
         GradientError: an input requires grad.
     """
-    refuse_gradients(NAME, q, k, v, sinks)
     new_k, new_v = (None, None) if new is None else new
+    refuse_gradients(NAME, q, k, v, new_k, new_v, sinks)
     tensors = q, k, v, new_k, new_v, bounds, progress, *near, lengths
     options = scale, block, top_k, sink, local, scoring, start, key_mask, softcap, sinks
     return _tiered_decode(*tensors, *options)
@@ -184,6 +184,8 @@ def _allocate(*args):
                 f"{NAME}: new_{label} is {new.dtype} {tuple(new.shape)}, needs {q.dtype} "
                 f"[B,Hkv,1,D] = {[*rows, 1, width]}"
             )
+        there = new is None or new.device == q.device
+        require(there, NAME, f"new_{label} is not on {q.device}, where q is")
         require(cache.stride(3) == 1, NAME, f"{label} has a stride of {cache.stride(3)} in D")
     _check_near(call)
     return outputs
