@@ -177,15 +177,13 @@ def _allocate(*args):
     index = allocate_index(*selection(call, call.lengths))
     outputs = allocate_attention(*attention(call, index, call.lengths))
     require(q.shape[2] == 1, NAME, f"q has {q.shape[2]} queries a row, needs 1")
-    rows, width = tuple(k.shape[:2]), k.shape[3]
+    wanted = (*k.shape[:2], 1, k.shape[3]), q.dtype, q.device
     for label, cache, new in (("k", k, call.new_k), ("v", call.v, call.new_v)):
-        if new is not None and (tuple(new.shape) != (*rows, 1, width) or new.dtype != q.dtype):
+        if new is not None and (tuple(new.shape), new.dtype, new.device) != wanted:
             raise ArgumentError(
-                f"{NAME}: new_{label} is {new.dtype} {tuple(new.shape)}, needs {q.dtype} "
-                f"[B,Hkv,1,D] = {[*rows, 1, width]}"
+                f"{NAME}: new_{label} is {new.dtype} {tuple(new.shape)} on {new.device}, needs "
+                f"{q.dtype} [B,Hkv,1,D] = {list(wanted[0])} on {q.device}"
             )
-        there = new is None or new.device == q.device
-        require(there, NAME, f"new_{label} is not on {q.device}, where q is")
         require(cache.stride(3) == 1, NAME, f"{label} has a stride of {cache.stride(3)} in D")
     _check_near(call)
     return outputs
