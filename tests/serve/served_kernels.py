@@ -1,10 +1,11 @@
 """python served_kernels.py JOB: which kernels requests in vLLM would compile, found without a GPU.
 
-JOB is JSON {"policy", "heads", "kv_heads", "dim", "chunk", "longest", "rows", "prompts"}. A layer is
-warmed as vLLM's profile run warms it, and then serves so many drawn prompts and all numbers of
-steps. Tensors are fakes that say they are on an H200, and a launch ends where Triton would look for
-its kernel. Prints one JSON line: how many kernels were warmed, and of each that was not the request
-that wants it and in what its arguments differ from those of the warm one that is most alike.
+JOB is JSON {"policy", "heads", "kv_heads", "dim", "chunk", "longest", "rows", "prompts"}. A layer
+is warmed as vLLM's profile run warms it, and then serves so many drawn prompts and all numbers of
+steps. Tensors are fakes that say they are on an H200, and a launch ends where Triton would look
+for its kernel. Prints one JSON line: how many kernels were warmed, and of each that was not the
+request that wants it and in what its arguments differ from those of the warm one that is most
+alike.
 """
 
 import json
