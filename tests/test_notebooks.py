@@ -14,6 +14,7 @@ from real_models import real_folder
 ROOT = Path(__file__).resolve().parent.parent
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 MOST_BYTES = 150_000  # of a notebook's outputs
+LONG = pytest.mark.long
 
 
 @pytest.fixture(params=NOTEBOOKS, ids=lambda path: path.stem)
@@ -46,7 +47,15 @@ def test_both_are_here():
     assert [path.stem for path in NOTEBOOKS] == ["first-steps", "write-a-policy"]
 
 
+# The second is a study of a real model. Tests of docs, eval and testing run what it is made of.
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    "path",
+    [
+        pytest.param(path, id=path.stem, marks=() if path.stem == "first-steps" else LONG)
+        for path in NOTEBOOKS
+    ],
+)
 def test_it_runs_and_its_asserts_hold(path, notebooks, monkeypatch):
     real_folder("smollm2-135m")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # tests on a GPU are marked

@@ -10,8 +10,13 @@ from typing import Any
 
 from attnplug.call import AttentionCall
 from attnplug.models.sync import without_sync
-from attnplug.ops.common.checks import WIDE_HEAD_DIMS, check_attention_inputs, check_sequence_inputs
-from attnplug.ops.common.define import define_composite
+from attnplug.ops.common.checks import (
+    WIDE_HEAD_DIMS,
+    check_attention_inputs,
+    check_sequence_inputs,
+    check_sinks,
+)
+from attnplug.ops.common.define import define_composite, refuse_gradients
 from attnplug.policies.base import Phase
 from attnplug.policies.grammar import parse_policy
 
@@ -24,15 +29,23 @@ def _parsed(text: str) -> Any:
 
 
 def _run(q, k, v, sinks, lengths, start, key_mask, scale, softcap, policy):
+    _check(policy, q, k, v, sinks, lengths, start, key_mask)
     rows = dict(sinks=sinks, lengths=lengths, start=start, key_mask=key_mask)
     with without_sync():
         return _parsed(policy)._attend_rows(AttentionCall(q, k, v, scale, softcap, **rows))
 
 
 def _allocate(q, k, v, sinks, lengths, start, key_mask, scale, softcap, policy):
+    _check(policy, q, k, v, sinks, lengths, start, key_mask)
+    return q.new_empty(q.shape)
+
+
+def _check(policy, q, k, v, sinks, lengths, start, key_mask):
+    refuse_gradients(policy, q, k, v, sinks)
     check_attention_inputs(policy, q, k, v, head_dims=WIDE_HEAD_DIMS)
     check_sequence_inputs(policy, q, k, lengths, start, key_mask)
-    return q.new_empty(q.shape)
+    if sinks is not None:
+        check_sinks(policy, q, sinks)
 
 
 prefill_rows = define_composite(

@@ -130,6 +130,14 @@ def _config(kind: str, options: dict[str, Any]) -> PreTrainedConfig:
     return family(**(sizes | options))
 
 
+# Each kind of call once, with each length, and with and without padding: what CI compares.
+FEW = {
+    "10 tokens, padded: generate",
+    "40 tokens: forward",
+    "40 tokens, padded: turns",
+    "10 tokens: dynamic",
+    "chunks",
+}
 Form = Callable[[PreTrainedModel], torch.Tensor]
 
 

@@ -8,6 +8,7 @@ first one's.
 """
 
 import functools
+import itertools
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -155,11 +156,21 @@ def call(op: Any, launch: Callable[..., Any], path: str, device: str, args: list
     return outputs[0] if outputs else None
 
 
-@pytest.mark.parametrize("top_k, local", [(1, 1), (0, 3), (40, 1)])
-@pytest.mark.parametrize("form", ["bounds", "codes", "band codes"])
-@pytest.mark.parametrize("length", LENGTHS)
-def test_gather_decode(device_path, length, form, top_k, local):
+FORMS = list(itertools.product(("bounds", "codes", "band codes"), ((1, 1), (0, 3), (40, 1))))
+
+
+def in_turn(lengths: list[int], *choices: Any, end: int = SIZE) -> list[Any]:
+    """Every length with one of the choices, every choice with a length past the end, one past what
+    32 bits hold and one below zero."""
+    turn = itertools.cycle(choices)
+    some = [(length, choice) for choice in choices for length in (end, 2**32 + 3, -1)]
+    return list(dict.fromkeys([*((length, next(turn)) for length in lengths), *some]))
+
+
+@pytest.mark.parametrize("length, chosen", in_turn(LENGTHS, *FORMS))
+def test_gather_decode(device_path, length, chosen):
     device, path = device_path
+    form, (top_k, local) = chosen
 
     def attend(step: Step) -> torch.Tensor:
         dtype, parts = torch.int8 if "codes" in form else None, 1 if "band" in form else 2
@@ -257,13 +268,15 @@ def test_slots_outside_of_the_pages(device_path, lost, form):
     assert any(x.any() for x in kept[0])
 
 
-@pytest.mark.parametrize("page", [16, 48, 64])
-@pytest.mark.parametrize("far", [False, True])
-@pytest.mark.parametrize("length", LENGTHS)
-def test_gather_rows(device_path, monkeypatch, length, far, page):
+ROWS = list(itertools.product((16, 48, 64), (False, True)))
+
+
+@pytest.mark.parametrize("length, chosen", in_turn(LENGTHS, *ROWS))
+def test_gather_rows(device_path, monkeypatch, length, chosen):
     """It writes the summary of the block that a slot completes, and its output. A row as long as
     its table reads no page behind the table, whose last row it is."""
     device, path = device_path
+    page, far = chosen
     size = -(-SIZE // page) * page
     dtype = torch.int32 if -(2**31) <= length < 2**31 and length % 2 else torch.int64
     found = []
@@ -320,13 +333,18 @@ def test_certified(device_path, length):
     assert out[1].isfinite().all()
 
 
-@pytest.mark.parametrize("length", [1279, 1280, 1287, 2**31 + 5, 2**32 + 3, -1, -(2**63)])
-@pytest.mark.parametrize("appends", [False, True])
-@pytest.mark.parametrize("host", [False, True])
-def test_sketch(device_path, length, appends, host):
+KEPT = list(itertools.product((False, True), (False, True)))
+
+
+@pytest.mark.parametrize(
+    "length, chosen",
+    in_turn([1279, 1280, 1287, 2**31 + 5, 2**32 + 3, -1, -(2**63)], *KEPT, end=1280),
+)
+def test_sketch(device_path, length, chosen):
     """encode_keys writes codes, and so does a whole step, which may write its token as well, of a
     cache on the GPU or in host memory."""
     device, path = device_path
+    appends, host = chosen
     step = Step(device, length, size=1280)
     many = random(5, BATCH, HEADS * GROUP, 40, WIDTH).to(device)
     basis = fit_basis(step.k, step.v, many, size=24)

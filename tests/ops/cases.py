@@ -6,7 +6,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from hypothesis import settings
 
+# For what takes the interpreter a second an example: a third of the profile's.
+FEW = settings(max_examples=settings.default.max_examples // 3)
 # Head dimensions that tests draw from: below the least that a kernel's tiles are padded to, padded,
 # and powers of two.
 WIDTHS = (64, 16, 48, 80, 112, 128)

@@ -44,8 +44,9 @@ def model(device):
     return made
 
 
-@pytest.mark.parametrize("options", [{}, SAMPLED], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("m", [1, 4, 15])
+@pytest.mark.parametrize(
+    ("m", "options"), [(1, {}), (4, {}), (15, {}), (4, SAMPLED)], ids=["1", "4", "15", "4, sampled"]
+)
 @pytest.mark.parametrize("draft", DRAFTS)
 def test_tokens_are_denses(model, draft, m, options):
     with attnplug.applied(model, "dense"):

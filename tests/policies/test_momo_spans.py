@@ -161,15 +161,6 @@ def test_the_op_of_compiled_code_refuses_gradients_and_wrong_inputs(monkeypatch)
         MOMO.attend(AttentionCall(c.q.clone().requires_grad_(), c.k, c.v, 0.125))
 
 
-def test_opcheck(device):
-    """Of the op that compiled code calls, whose parts are ops with checks of their own."""
-    c = call(device)
-    start = torch.tensor([0, PADDING], dtype=torch.int32, device=device)
-    for rows in ((None, None, None), (torch.tensor([TOKENS], device=device), start, None)):
-        args = c.q, c.k, c.v, None, *rows, 0.125, 0.0, str(MOMO)
-        torch.library.opcheck(torch.ops.attnplug.prefill_rows.default, args)
-
-
 def test_a_padded_row_lists_as_if_it_were_alone(device):
     c = padded(device)
     alone = AttentionCall(*(x[1:2, :, PADDING:] for x in (c.q, c.k, c.v)), c.scale)

@@ -390,7 +390,14 @@ def test_a_cache_that_compiled_code_has_filled_is_dense_until_the_host_makes_a_b
         assert layer.codes.progress[0, 0] == 2
 
 
-@pytest.mark.parametrize("length, k", [(1024, 32), (2048, 64), (4096, 128)])
+@pytest.mark.parametrize(
+    "length, k",
+    [
+        (1024, 32),
+        pytest.param(2048, 64, marks=pytest.mark.long),
+        pytest.param(4096, 128, marks=pytest.mark.long),
+    ],
+)
 def test_it_finds_what_a_small_model_is_asked_for(length, k):
     """SmolLM2, one fact in prose, that dense finds; budgets of 3% of the context."""
     model, tokenizer = real_model("smollm2-135m")

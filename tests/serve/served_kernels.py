@@ -1,10 +1,11 @@
 """python served_kernels.py JOB: which kernels requests in vLLM would compile, found without a GPU.
 
-JOB is JSON {"policy", "heads", "kv_heads", "dim", "chunk", "longest", "rows"}. A layer is warmed as
-vLLM's profile run warms it, and then serves drawn prompts and all numbers of steps. Tensors are
-fakes that say they are on an H200, and a launch ends where Triton would look for its kernel. Prints
-one JSON line: how many kernels were warmed, and of each that was not the request that wants it and
-in what its arguments differ from those of the warm one that is most alike.
+JOB is JSON {"policy", "heads", "kv_heads", "dim", "chunk", "longest", "rows", "prompts"}. A layer
+is warmed as vLLM's profile run warms it, and then serves so many drawn prompts and all numbers of
+steps. Tensors are fakes that say they are on an H200, and a launch ends where Triton would look
+for its kernel. Prints one JSON line: how many kernels were warmed, and of each that was not the
+request that wants it and in what its arguments differ from those of the warm one that is most
+alike.
 """
 
 import json
@@ -21,7 +22,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from triton.runtime.jit import JITFunction
 
-GPU, PAGE, PAGES, PROMPTS = _ptx_gpu.GPU, 16, 4095, 600
+GPU, PAGE, PAGES = _ptx_gpu.GPU, 16, 4095
 Kernel = tuple[str, str]  # its function, and how the launch specialises it
 LAUNCHED: dict[Kernel, dict[str, Any]] = {}
 
@@ -132,7 +133,7 @@ class Server:
         return f"{count} steps" + (" beside a prompt" if beside_a_prompt else "")
 
 
-def missing(server: Server, warmed: set[Kernel]) -> dict[Kernel, str]:
+def missing(server: Server, warmed: set[Kernel], prompts: int) -> dict[Kernel, str]:
     """The kernels that were not warmed, by the first request that wants each."""
     found: dict[Kernel, str] = {}
 
@@ -141,7 +142,7 @@ def missing(server: Server, warmed: set[Kernel]) -> dict[Kernel, str]:
             found.setdefault(kernel, what)
 
     draw = random.Random(0)
-    for _ in range(PROMPTS):
+    for _ in range(prompts):
         note(server.prompt(draw))
     if server.layer.phases.decode is not None:
         for count in range(1, server.rows + 1):
@@ -165,9 +166,11 @@ def difference(kernel: Kernel, warmed: set[Kernel]) -> str:
 def main() -> None:
     pretend()
     with FakeTensorMode():
-        server = Server(**json.loads(sys.argv[1]))
+        job = json.loads(sys.argv[1])
+        prompts = job.pop("prompts")
+        server = Server(**job)
         warmed = set(LAUNCHED)
-        wanted = missing(server, warmed)
+        wanted = missing(server, warmed, prompts)
     lacking = [f"{k[0]} for {what}: {difference(k, warmed)}" for k, what in wanted.items()]
     print(json.dumps({"warmed": len(warmed), "missing": lacking}))
 

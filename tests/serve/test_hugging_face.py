@@ -241,8 +241,7 @@ def test_it_answers_to_its_names_tells_bad_requests_counts_and_ends(tmp_path, ch
 
 @NEEDED
 @pytest.mark.slow
-@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
-@pytest.mark.parametrize("batching", [True, False])
+@pytest.mark.parametrize(("how", "batching"), [(signal.SIGINT, True), (signal.SIGTERM, False)])
 def test_a_signal_ends_it_with_requests_in_flight(tmp_path, checkpoint, how, batching):
     flags = [] if batching else ["--no-continuous-batching"]
     with served(tmp_path, str(checkpoint), "--policy", "dense", *flags) as server:

@@ -26,6 +26,7 @@ def kernels(policy: str, shape: dict[str, int]) -> dict:
     return json.loads(run.stdout.splitlines()[-1])
 
 
+@pytest.mark.parametrize("prompts", [150, pytest.param(600, marks=pytest.mark.long)])
 @pytest.mark.parametrize(
     "policy, shape",
     [
@@ -37,7 +38,7 @@ def kernels(policy: str, shape: dict[str, int]) -> dict:
         ("stream", SMALL),
     ],
 )
-def test_requests_find_their_kernels_warm(policy, shape):
-    found = kernels(policy, shape)
+def test_requests_find_their_kernels_warm(policy, shape, prompts):
+    found = kernels(policy, shape | {"prompts": prompts})
     assert not found["missing"], "\n".join(found["missing"])
     assert found["warmed"] >= 9

@@ -160,8 +160,8 @@ def _allocate(
     block,
 ):
     name = "quantize_kv"
-    check_attention_inputs(name, k, k, v)
-    check_sequence_inputs(name, k, k, lengths, start, key_mask)
+    check_attention_inputs(name, None, k, v)
+    check_sequence_inputs(name, None, k, lengths, start, key_mask)
     check_tier(name, k, (k_codes, k_meta, v_codes, v_meta, summary, check, progress), block)
 
 

@@ -13,7 +13,7 @@ Source: Flash-Decoding, as in `attnplug.ops.common.splits`.
 
 import torch
 
-from attnplug.ops.common.checks import check_sinks
+from attnplug.ops.common.checks import DTYPES, check_sinks
 from attnplug.ops.common.define import define_op, refuse_gradients, require
 from attnplug.ops.common.device import early
 from attnplug.ops.common.rows import row_step
@@ -134,6 +134,8 @@ def _allocate(q, k, v, bounds, table, lengths, slots, *choice, plan=None):
 
 
 def _allocate_merge(pieces, lengths, out, sinks, chained):
+    fits = out.dim() == 4 and out.dtype in DTYPES
+    require(fits, MERGE, f"out is {out.dtype} {tuple(out.shape)}, needs a float [B,Hq,1,D]")
     batch, heads, queries, width = out.shape
     each = batch * heads * (width + 1)
     fits = pieces.dtype == torch.float32 and pieces.dim() == 1 and pieces.is_contiguous()

@@ -129,8 +129,8 @@ def tiered_decode(
         ArgumentError: a shape, dtype, device or option does not fit.
         GradientError: an input requires grad.
     """
-    refuse_gradients(NAME, q, k, v, sinks)
     new_k, new_v = (None, None) if new is None else new
+    refuse_gradients(NAME, q, k, v, new_k, new_v, sinks)
     tensors = q, k, v, new_k, new_v, bounds, progress, *near, lengths
     options = scale, block, top_k, sink, local, scoring, start, key_mask, softcap, sinks
     return _tiered_decode(*tensors, *options)
@@ -177,12 +177,12 @@ def _allocate(*args):
     index = allocate_index(*selection(call, call.lengths))
     outputs = allocate_attention(*attention(call, index, call.lengths))
     require(q.shape[2] == 1, NAME, f"q has {q.shape[2]} queries a row, needs 1")
-    rows, width = tuple(k.shape[:2]), k.shape[3]
+    wanted = (*k.shape[:2], 1, k.shape[3]), q.dtype, q.device
     for label, cache, new in (("k", k, call.new_k), ("v", call.v, call.new_v)):
-        if new is not None and (tuple(new.shape) != (*rows, 1, width) or new.dtype != q.dtype):
+        if new is not None and (tuple(new.shape), new.dtype, new.device) != wanted:
             raise ArgumentError(
-                f"{NAME}: new_{label} is {new.dtype} {tuple(new.shape)}, needs {q.dtype} "
-                f"[B,Hkv,1,D] = {[*rows, 1, width]}"
+                f"{NAME}: new_{label} is {new.dtype} {tuple(new.shape)} on {new.device}, needs "
+                f"{q.dtype} [B,Hkv,1,D] = {list(wanted[0])} on {q.device}"
             )
         require(cache.stride(3) == 1, NAME, f"{label} has a stride of {cache.stride(3)} in D")
     _check_near(call)

@@ -11,13 +11,14 @@ Source: the INT8 keys of `score_tokens`, as in "Guess-Verify-Refine" (docs/paper
 
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from attnplug.ops.common.checks import check_attention_inputs
 from attnplug.ops.common.define import define_op, refuse_gradients, require
+from attnplug.ops.common.numba_cache import njit, prange
 from attnplug.ops.common.sizes import cdiv, padded_width
 from attnplug.ops.gvr.kernels.page_codes import code_written
-from attnplug.ops.gvr.score_tokens import quantize_keys
 
 NAME = "page_codes"
 EACH = 16  # slots of one program
@@ -79,10 +80,30 @@ def _allocate(k, codes, scales, slots):
 # --- CPU: the specification ------------------------------------------------------------------
 
 
+@njit(parallel=True)
+def _reference(keys, slots, codes, scales):
+    """Code `keys [N,Hkv,D]` into their slots, which are in parallel."""
+    page = codes.shape[2]
+    for n in prange(len(slots)):
+        p, i = slots[n] // page, slots[n] % page
+        for h in range(keys.shape[1]):
+            key = keys[n, h]
+            largest = np.float32(0)
+            for x in key:
+                largest = max(largest, abs(x)) if x == x else np.float32(np.nan)
+                if largest != largest:  # a maximum may pass over NaN
+                    break
+            scale = largest / np.float32(127)
+            usable = 0 < scale < np.inf  # not of zeros, nor of what is not finite
+            for d in range(len(key)):
+                codes[p, h, i, d] = np.int8(np.rint(key[d] / scale)) if usable else 0
+            scales[p, h, i] = scale
+
+
 def _cpu(k, codes, scales, slots):
     slots = slots[(slots >= 0) & (slots < k.shape[0] * k.shape[2])].long()
-    at = slots // k.shape[2], slice(None), slots % k.shape[2]
-    codes[at], scales[at] = quantize_keys(k[at])
+    keys = k[slots // k.shape[2], :, slots % k.shape[2]].float()
+    _reference(keys.numpy(), slots.numpy(), codes.numpy(), scales.numpy())
 
 
 # --- CUDA ------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from attnplug.errors import ArgumentError
-from attnplug.ops.common.checks import check_sequence_inputs, why_not_width
+from attnplug.ops.common.checks import DTYPES, check_sequence_inputs, why_not_width
 from attnplug.ops.common.define import define_op, refuse_gradients, require
 from attnplug.ops.common.device import card
 from attnplug.ops.common.numba_cache import njit, prange
@@ -97,6 +97,7 @@ def score_shape(name, q, codes, steps, sink, window, lengths, start, key_mask, t
     """Check what the op `name` got, and return the shape of its scores."""
     if q.dim() != 4 or q.shape[2] != 1:
         raise ArgumentError(f"{name}: q is {tuple(q.shape)}, needs [B,Hq,1,D]")
+    require(q.dtype in DTYPES, name, f"q is {q.dtype}, needs float32, float16 or bfloat16")
     unserved = why_not_width(q.shape[3])
     require(not unserved, name, unserved)
     check_table(name, table, q, q.shape[0])

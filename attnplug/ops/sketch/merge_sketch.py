@@ -13,7 +13,8 @@ import numpy as np
 import torch
 
 from attnplug.errors import ArgumentError
-from attnplug.ops.common.define import define_op, require
+from attnplug.ops.common.checks import DTYPES, check_sinks
+from attnplug.ops.common.define import define_op, refuse_gradients, require
 from attnplug.ops.common.device import early
 from attnplug.ops.common.numba_cache import njit, prange
 from attnplug.ops.common.reference import sinks_on_cpu
@@ -66,7 +67,12 @@ def merge_sketch(
 
     Raises:
         ArgumentError: a shape, dtype, device or option does not fit.
+        GradientError: an input requires grad.
     """
+    refuse_gradients(
+        NAME, q, projected, fixed_out, fixed_lse, pick_out, pick_lse, pick_sums, sums, norm, cut,
+        v_mean, sinks,
+    )  # fmt: skip
     return _merge_sketch(
         q,
         projected,
@@ -101,8 +107,12 @@ def _allocate(
     softcap,
     sinks,
 ):
-    batch, heads, queries, width = q.shape
-    require(queries == 1, NAME, f"q has {queries} queries a row, needs 1")
+    if q.dim() != 4 or q.shape[2] != 1 or q.dtype not in DTYPES:
+        raise ArgumentError(
+            f"{NAME}: q is {q.dtype} {tuple(q.shape)}, needs float32, float16 or bfloat16 "
+            "[B,Hq,1,D]"
+        )
+    batch, heads, _, width = q.shape
     if tail not in TAILS:
         raise ArgumentError(f"{NAME}: tail is {tail!r}, needs one of {', '.join(TAILS)}")
     rows, fixed, pieces = (batch, heads), fixed_lse.shape[-1], pick_lse.shape[-1]
@@ -124,8 +134,8 @@ def _allocate(
         NAME,
         f"{heads} query heads are not a multiple of {cut.shape[1]} KV heads",
     )
-    if sinks is not None and tuple(sinks.shape) != (heads,):
-        raise ArgumentError(f"{NAME}: sinks has shape {tuple(sinks.shape)}, needs [Hq] = [{heads}]")
+    if sinks is not None:
+        check_sinks(NAME, q, sinks)
     return q.new_empty(q.shape), q.new_empty((*rows, 1), dtype=torch.float32)
 
 

@@ -13,7 +13,7 @@ import torch
 
 from attnplug.errors import ArgumentError
 from attnplug.ops.common.checks import check_sequence_inputs
-from attnplug.ops.common.define import define_op, require
+from attnplug.ops.common.define import define_op, refuse_gradients, require
 from attnplug.ops.common.device import card, early
 from attnplug.ops.common.numba_cache import njit, prange
 from attnplug.ops.common.rows import row_step, rows_on_cpu
@@ -62,7 +62,9 @@ def pick_tokens(
 
     Raises:
         ArgumentError: a shape, dtype, device or option does not fit.
+        GradientError: an input requires grad.
     """
+    refuse_gradients(NAME, shares, middle)
     return _pick_tokens(shares, total, middle, top_k, lengths, start)
 
 

@@ -20,7 +20,7 @@ import torch
 
 from attnplug.errors import ArgumentError
 from attnplug.ops.common.checks import check_sequence_inputs
-from attnplug.ops.common.define import define_op, require
+from attnplug.ops.common.define import define_op, refuse_gradients, require
 from attnplug.ops.common.device import card, early
 from attnplug.ops.common.numba_cache import njit, prange
 from attnplug.ops.common.rows import NO_MASK, mask_bytes, row_step, rows_on_cpu
@@ -75,7 +75,7 @@ def scan_sketch(
 
     Returns:
         shares float16 `[B, Hkv, S]`, written for candidates, at least -126, -inf for a hidden one.
-            What is written for others means nothing.
+            Of others -inf; in a chain what is written for them means nothing.
         total int32 `[B, Hkv, 256]`: how many visible candidates there are (bin 0), and how many in
             each other bin; bins that cannot hold the k-th may miss some.
         sums float32 `[B, Hq, parts, 2]`: Z and U of each part. NaN where a key or value of the part
@@ -85,7 +85,9 @@ def scan_sketch(
 
     Raises:
         ArgumentError: a shape, dtype, device or option does not fit.
+        GradientError: an input requires grad.
     """
+    refuse_gradients(NAME, projected, fixed_lse)
     return _scan_sketch(
         projected,
         fixed_lse,
@@ -297,7 +299,7 @@ def _cpu(
 ):
     lengths, start = rows_on_cpu(fine, lengths, start)
     done = torch.where(progress[:, 1] == start, progress[:, 0], 0)
-    wide = shares.float()
+    wide = torch.full_like(shares, -torch.inf, dtype=torch.float32)
     _score(
         projected.numpy(),
         fixed_lse.numpy(),
@@ -432,11 +434,17 @@ def launch_scan_sketch(
     )
 
 
+def _launch_alone(*args):
+    """Outside of a chain, where the caller may read all shares."""
+    args[-5].fill_(-torch.inf)
+    launch_scan_sketch(*args)
+
+
 _scan_sketch = define_op(
     f"{NAME}(Tensor projected, Tensor fixed_lse, Tensor fine, Tensor coarse, Tensor odd, "
     "Tensor progress, int top_k, int parts, Tensor? lengths, Tensor? start, Tensor? key_mask, "
     "float softcap) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     allocate=_allocate,
     cpu=_cpu,
-    cuda=launch_scan_sketch,
+    cuda=_launch_alone,
 )

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 
 from attnplug.errors import ArgumentError
+from attnplug.ops.common.checks import check_sinks
 from attnplug.ops.common.define import define_op, refuse_gradients, require
 from attnplug.ops.common.device import card
 from attnplug.ops.sketch import attend_picks as attend
@@ -151,8 +152,7 @@ def _allocate(*args):
     known = ", ".join(merge.TAILS)
     require(call.tail in merge.TAILS, NAME, f"tail is {call.tail!r}, needs one of {known}")
     if call.sinks is not None:
-        found = tuple(call.sinks.shape)
-        require(found == (heads,), NAME, f"sinks has shape {found}, needs [Hq] = [{heads}]")
+        check_sinks(NAME, q, call.sinks)
     _check_new(call)
     return q.new_empty(q.shape), q.new_empty((batch, heads, 1), dtype=torch.float32)
 

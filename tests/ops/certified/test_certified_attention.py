@@ -7,7 +7,6 @@ from cases import WIDTHS
 from certified_cases import (
     INF,
     LOOSE,
-    OPTIONS,
     Case,
     adversary,
     attend,
@@ -22,8 +21,8 @@ from certified_cases import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attnplug.errors import ArgumentError, GradientError
-from attnplug.ops import QuantizedKV, Scratch, dense_decode, quantize_kv
+from attnplug.errors import ArgumentError
+from attnplug.ops import QuantizedKV, dense_decode, quantize_kv
 from attnplug.ops.certified import certified_attention as op
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, in the interpreter
@@ -332,22 +331,6 @@ def test_the_tighter_bound_saves_recomputations():
     assert (fields["saved"] == 1).all() and (fields["head"] == 0).all()
 
 
-def test_opcheck(device):
-    case = gaussian(0, size=70)
-    q, k, v = (x.to(device) for x in (case.q, case.k, case.v))
-    rows = torch.tensor([60, 70], device=device)
-    mask = torch.ones(2, 70, dtype=torch.bool, device=device)
-    telemetry = torch.zeros(2, 2, 2, 16, dtype=torch.float64, device=device)
-    plain = (None, None, None, 0.0, None, None)
-    full = (rows, rows - 60, mask, 3.0, q[0, :, 0, 0], telemetry)
-    overload = torch.ops.attnplug.certified_attention.default
-    scratch = Scratch.empty(2, 2, 16, 16, 64, torch.float32, device)
-    for extra, kept in ((plain, [None] * 5), (full, scratch)):
-        args = (q, k, v, *case.tier(device), 0.125, 16, *OPTIONS.values(), *extra)
-        args += tuple(kept)
-        torch.library.opcheck(overload, args)
-
-
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # inductor's own, torch 2.11
 def test_compiles_without_a_break_or_a_recompilation(device):
     torch._dynamo.reset()
@@ -404,11 +387,3 @@ def test_originals_on_another_device_are_refused():
     gone = torch.empty(1, 1, 64, 64, device="meta")
     with pytest.raises(ArgumentError, match="k is on meta but q is on cpu"):
         op.certified_attention(torch.zeros(1, 1, 1, 64), gone, k, tier, scale=0.1, block=16)
-
-
-def test_refuses_gradients():
-    k = torch.zeros(1, 1, 64, 64)
-    q = torch.zeros(1, 1, 1, 64, requires_grad=True)
-    tier = QuantizedKV.empty(1, 1, 64, 64, 16, "cpu")
-    with pytest.raises(GradientError, match="certified_attention"):
-        op.certified_attention(q, k, k, tier, scale=0.1, block=16)

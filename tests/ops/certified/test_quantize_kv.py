@@ -6,7 +6,7 @@ from cases import WIDTHS
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attnplug.errors import ArgumentError, GradientError
+from attnplug.errors import ArgumentError
 from attnplug.ops.certified import quantize_kv as op
 
 
@@ -149,15 +149,6 @@ def test_memory_is_at_most_56_percent_of_fp16():
         assert tier.nbytes() <= most * (2 * 8 * 8192 * 128 * 2)
 
 
-def test_opcheck(device):
-    k, v = random(0, 2, 2, 2, 50, 64).to(device)
-    rows = torch.tensor([50, 33], device=device)
-    mask = torch.ones(2, 50, dtype=torch.bool, device=device)
-    for extra in ((None, None, None), (rows, rows - 33, mask)):
-        tier = op.QuantizedKV.empty(2, 2, 50, 64, 16, device)
-        torch.library.opcheck(torch.ops.attnplug.quantize_kv.default, (k, v, *tier, *extra, 16))
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -180,10 +171,3 @@ def test_refuses(change, message):
         tier = tier._replace(**{name: wrong})
     with pytest.raises(ArgumentError, match="^quantize_kv: .*" + message):
         op.quantize_kv(**({"k": k, "v": k, "tier": tier, "block": 16} | change))
-
-
-def test_refuses_gradients():
-    k = torch.zeros(1, 1, 64, 64, requires_grad=True)
-    tier = op.QuantizedKV.empty(1, 1, 64, 64, 16, "cpu")
-    with pytest.raises(GradientError, match="quantize_kv"):
-        op.quantize_kv(k, k, tier, block=16)

@@ -44,12 +44,6 @@ def test_rows_are_divided_as_the_rule_says(device_path, data):
     assert torch.equal(far, lengths * chosen) and torch.equal(near, lengths * ~chosen)
 
 
-def test_opcheck(device):
-    lengths = torch.tensor([5, 0, 300], dtype=torch.int32, device=device)
-    made = lengths.clone(), lengths.clone(), torch.zeros(3, dtype=torch.bool, device=device)
-    torch.library.opcheck(module._divide_rows, (lengths, *made, 100, 200, 2))
-
-
 @pytest.mark.parametrize(
     "change, message",
     [

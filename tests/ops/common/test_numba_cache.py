@@ -37,8 +37,8 @@ NOWHERE = "/proc/nowhere"  # no process can make a folder there, and root's neit
 def lines_of(folder: Path, before: str = "", **environment: str) -> list[str]:
     (folder / "sums.py").write_text(SUMS)
     shutil.copy(numba_cache.__file__, folder)  # alone, it is imported at once
-    environment = {**os.environ, "PYTHONPATH": str(folder), **environment}
-    environment.pop("XDG_CACHE_HOME", None)
+    others = {k: v for k, v in os.environ.items() if k not in ("XDG_CACHE_HOME", "NUMBA_CACHE_DIR")}
+    environment = {**others, "PYTHONPATH": str(folder), **environment}
     run = subprocess.run(
         [sys.executable, "-B", "-c", RUN.format(before=before)],
         **{"capture_output": True, "text": True, "check": True, "env": environment},

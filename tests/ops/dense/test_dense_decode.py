@@ -6,7 +6,7 @@ from cases import WIDTHS, dtypes, hold_attention, random
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from attnplug.errors import ArgumentError, GradientError
+from attnplug.errors import ArgumentError
 from attnplug.ops.dense import dense_decode as op
 from attnplug.ops.dense.plan import Plan, plan_for
 
@@ -210,15 +210,6 @@ def test_plan_fills_the_machine_once():
     )  # no more than there are tiles
 
 
-def test_opcheck(device):
-    q, (k, v) = random(0, 2, 4, 1, 64).to(device), random(1, 2, 2, 2, 50, 64).to(device)
-    rows = torch.tensor([30, 40], device=device)
-    mask = torch.ones(2, 50, dtype=torch.bool, device=device)
-    overload = torch.ops.attnplug.dense_decode.default
-    for extra in [(None, None, None, 0, 0.0, None), (rows, rows - 20, mask, 7, 3.0, q[0, :, 0, 0])]:
-        torch.library.opcheck(overload, (q, k, v, SCALE, *extra))
-
-
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # inductor's own, torch 2.11
 def test_compiles_without_a_break_or_a_recompilation(device):
     torch._dynamo.reset()
@@ -259,12 +250,6 @@ def test_refuses(change, message):
     inputs["v"] = inputs["k"]
     with pytest.raises(ArgumentError, match="^dense_decode: .*" + message):
         op.dense_decode(**(inputs | change))
-
-
-def test_refuses_gradients():
-    q, k = torch.zeros(1, 4, 1, 64, requires_grad=True), torch.zeros(1, 2, 9, 64)
-    with pytest.raises(GradientError, match="dense_decode"):
-        op.dense_decode(q, k, k, scale=1.0)
 
 
 @pytest.mark.gpu

@@ -69,19 +69,6 @@ def test_what_a_row_has_not_is_not_read(device_path, layout):
     close((out, lse), dense_decode(q, *pages.rows, scale=SCALE, lengths=pages.lengths))
 
 
-def test_opcheck(device):
-    pages = make(0, [130, 77], layout="tokens first").to(device)
-    pages.kv.nan_to_num_()
-    pages.table.clamp_(min=0)  # without lengths all of it is read
-    q, mask = random(1, 2, 4, 1, 64).to(device), torch.ones(2, 144, dtype=torch.bool, device=device)
-    start = torch.tensor([0, 3], device=device)
-    for rest in [
-        (None, None, None, 0, 0.0, None),
-        (pages.lengths, start, mask, 5, 2.0, q[0, :, 0, 0]),
-    ]:
-        torch.library.opcheck(op._dense_decode_paged, (q, *pages.kv, pages.table, SCALE, *rest))
-
-
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # inductor's own, torch 2.11
 def test_compiles_without_a_break_or_a_recompilation(device):
     torch._dynamo.reset()

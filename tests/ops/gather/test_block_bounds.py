@@ -8,7 +8,7 @@ from gather_cases import decoded, empty
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from attnplug.errors import ArgumentError, GradientError
+from attnplug.errors import ArgumentError
 from attnplug.ops.gather import block_bounds as op
 
 BLOCK = 16
@@ -279,20 +279,6 @@ def test_a_nan_key_makes_a_nan_bound(device_path, at):
     assert odd[0, 1, 1, :, 5].all() and odd.sum() == 2
 
 
-def test_opcheck(device):
-    k = random(0, 2, 2, 50, 64).to(device)
-    bounds, progress = (x.to(device) for x in empty(k.cpu(), BLOCK))
-    rows = torch.tensor([30, 40], device=device)
-    mask = torch.ones(2, 50, dtype=torch.bool, device=device)
-    overload = torch.ops.attnplug.block_bounds.default
-    bounds.zero_()
-    for extra in [(None, None, None), (rows, rows - 20, mask)]:
-        for band in (False, True):
-            torch.library.opcheck(overload, (k, bounds, progress, *extra, BLOCK, band))
-        codes = op.empty_bounds(k, BLOCK, 1, dtype=torch.int8)
-        torch.library.opcheck(overload, (k, codes, progress, *extra, BLOCK, True))
-
-
 K = torch.zeros(2, 2, 40, 64)
 WRONG = [
     ({"block": 48}, "block is 48, needs 16, 32, 64, 128"),
@@ -323,12 +309,6 @@ def test_refuses(change, message):
     inputs["progress"] = torch.zeros(2, 2, dtype=torch.int32)
     with pytest.raises(ArgumentError, match="^block_bounds: .*" + message):
         op.block_bounds(**(inputs | change))
-
-
-def test_refuses_gradients():
-    bounds, progress = empty(K, BLOCK)
-    with pytest.raises(GradientError, match="block_bounds"):
-        op.block_bounds(K.clone().requires_grad_(), bounds, progress, block=16)
 
 
 @pytest.mark.gpu

@@ -9,7 +9,7 @@ from cases import WIDTHS, attend_over, dtypes, hold_attention, random, random_li
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from attnplug.errors import ArgumentError, GradientError
+from attnplug.errors import ArgumentError
 from attnplug.ops import dense_decode
 from attnplug.ops.gather import gather_attention as op
 from attnplug.ops.gather.attend_plan import Plan, looked_up, plan_for
@@ -226,16 +226,6 @@ def test_a_large_keep_set_is_not_looked_up_at_once():
     assert looked_up(plan, 37 * 128, 16, plain=False) == (0, 1)
 
 
-def test_opcheck(device):
-    q, (k, v) = random(0, 2, 4, 1, 64).to(device), random(1, 2, 2, 2, 90, 64).to(device)
-    index = torch.tensor([2, -1], dtype=torch.int32, device=device).expand(2, 2, 1, 2)
-    rows = torch.tensor([60, 90], device=device)
-    mask = torch.ones(2, 90, dtype=torch.bool, device=device)
-    overload = torch.ops.attnplug.gather_attention.default
-    for extra in [(None, None, None, 0.0, None), (rows, rows - 60, mask, 3.0, q[0, :, 0, 0])]:
-        torch.library.opcheck(overload, (q, k, v, index, SCALE, 16, 1, 2, *extra))
-
-
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # inductor's own, torch 2.11
 def test_compiles_without_a_break_or_a_recompilation(device):
     torch._dynamo.reset()
@@ -278,12 +268,6 @@ def test_refuses(change, message):
     inputs["v"] = inputs["k"]
     with pytest.raises(ArgumentError, match="^gather_attention: .*" + message):
         op.gather_attention(**(inputs | DEFAULTS | change))
-
-
-def test_refuses_gradients():
-    q, k = torch.zeros(1, 4, 1, 64, requires_grad=True), torch.zeros(1, 2, 40, 64)
-    with pytest.raises(GradientError, match="gather_attention"):
-        op.gather_attention(q, k, k, INDEX, scale=1.0, block=16)
 
 
 @pytest.mark.gpu

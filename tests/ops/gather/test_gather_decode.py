@@ -8,7 +8,7 @@ from gather_cases import DEFAULTS, OPTIONS, empty
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attnplug.errors import ArgumentError, GradientError
+from attnplug.errors import ArgumentError
 from attnplug.ops import gather_attention, select_blocks
 from attnplug.ops.gather import gather_attention as attend
 from attnplug.ops.gather import gather_decode as op
@@ -230,20 +230,6 @@ def test_bad_numbers_of_the_token_surface(device_path, where):
     assert out.isnan().any(-1)[0, :, 0].nonzero().flatten().tolist() == heads
 
 
-def test_opcheck(device):
-    cache = Cache(0, 2, 2, 200, 64, [130, 77]).copy(device)
-    for tensor in (cache.k, cache.v, cache.bounds):
-        tensor.nan_to_num_()
-    q, new = random(1, 2, 4, 1, 64).to(device), random(2, 2, 2, 2, 1, 64).to(device)
-    mask = torch.ones(2, 200, dtype=torch.bool, device=device)
-    rows = torch.tensor([0, 9], device=device)
-    for extra in [(None, None, 0.0, None), (rows, mask, 3.0, q[0, :, 0, 0])]:
-        args = (q, cache.k, cache.v, *new, cache.bounds, cache.progress, cache.lengths)
-        options = (0.125, 16, 3, 1, 2, "bounds")
-        for overload in (op._gather_decode, op._gather_decode_uncounted):
-            torch.library.opcheck(overload, (*args, *options, *extra))
-
-
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # inductor's own, torch 2.11
 def test_compiles_without_a_break_or_a_recompilation(device):
     """Step after step on one cache, which the compiled code writes in place."""
@@ -292,13 +278,6 @@ def test_refuses(change, message):
     inputs = {"q": torch.zeros(1, 4, 1, 64), **new, **cache.tensors()} | DEFAULTS | change
     with pytest.raises(ArgumentError, match=message):
         op.gather_decode(**inputs)
-
-
-def test_refuses_gradients():
-    cache = Cache(0, 1, 2, 100, 64, [40]).tensors()
-    q, new = torch.zeros(1, 4, 1, 64, requires_grad=True), torch.zeros(1, 2, 1, 64)
-    with pytest.raises(GradientError, match="gather_decode"):
-        op.gather_decode(q=q, new_k=new, new_v=new, **cache, **DEFAULTS)
 
 
 SHIPPED = [

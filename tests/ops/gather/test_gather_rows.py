@@ -132,17 +132,6 @@ def test_the_reference_follows_no_far_row_to_where_near_says(monkeypatch):
     assert [lengths[1] <= 40 for lengths in asked] == [True]
 
 
-def test_opcheck(device):
-    pages = make(0, [130, 77], page=32).to(device)
-    pages.kv.nan_to_num_()
-    q, (k, v) = random(1, 2, 4, 1, 64).to(device), pages.kv
-    bounds = empty(k, 16, "bounds").fill_(0)
-    lengths = pages.lengths * torch.tensor([1, 0], device=device)
-    at = bounds, pages.table, lengths, pages.lengths, torch.zeros_like(q)
-    more = random(2, 4).to(device), torch.tensor([31, -1], device=device)
-    torch.library.opcheck(op._gather_rows, (q, k, v, *at, *more, 0.125, 16, 3, 1, 2, "bounds", 0.0))
-
-
 @pytest.mark.parametrize(
     "change, message",
     [

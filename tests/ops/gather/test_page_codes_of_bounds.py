@@ -6,9 +6,8 @@ from cases import random
 from paged_cases import make
 from test_paged_gather import chosen
 
-from attnplug.ops import page_bounds, select_blocks
+from attnplug.ops import page_bounds
 from attnplug.ops.gather import page_bounds as op
-from attnplug.ops.gather import select_blocks as select
 from attnplug.ops.gather.block_bounds import frame_of
 from attnplug.ops.gather.page_bounds import empty_page_bounds, page_summaries, rows_of_summaries
 
@@ -129,20 +128,3 @@ def test_a_key_that_is_not_finite_comes_first(device_path):
     q = random(0, 1, 4, 1, 64).to(device_path[0])
     index = chosen(device_path, q, on, bounds, **options)
     assert 6 in index[0, 1, 0]
-
-
-def test_opcheck(device):
-    pages = make(0, [130, 77], page=32).to(device)
-    k = pages.kv.nan_to_num_()[0]
-    bounds = empty_page_bounds(k, BLOCK, dtype=torch.int8)
-    slots = pages.slots().to(device)
-    torch.library.opcheck(op._page_bounds, (k, bounds, slots, BLOCK, True))
-    q = random(1, 2, 4, 1, 64).to(device)
-    rest = BLOCK, 3, 1, 2, "band", pages.lengths, None, None
-    args = q, k, bounds, None, pages.table, *rest
-    torch.library.opcheck(select._select_blocks_paged, args)
-    found = select_blocks(
-        q, k, bounds, None, block=BLOCK, top_k=3, sink=1, local=2, scoring="band",
-        lengths=pages.lengths, table=pages.table,
-    )  # fmt: skip
-    assert found.shape == (2, 2, 1, 3)

@@ -3,7 +3,7 @@ tests hold to fp64; and the summaries of pages."""
 
 import pytest
 import torch
-from cases import dtypes, random
+from cases import FEW, dtypes, random
 from hypothesis import given
 from hypothesis import strategies as st
 from paged_cases import LAYOUTS, close, make, paged
@@ -152,6 +152,7 @@ def whole_step(device_path, q, pages, bounds, **options):
     return [x.cpu() for x in found]
 
 
+@FEW
 @given(data=st.data())
 def test_summaries_follow_what_is_written(device_path, data):
     """Writes in pieces of any size, -1 among them; then another sequence takes the pages."""
@@ -209,32 +210,6 @@ def test_a_nan_key_comes_first(device_path):
         options = {"block": 16, "top_k": 2, "sink": 1, "local": 2, "scoring": scoring}
         index = chosen(device_path, q.to(device_path[0]), on, bounds, **options)
         assert 6 in index[0, 1, 0] and 6 not in index[0, 0, 0, :0]
-
-
-def test_opcheck(device):
-    pages = make(0, [130, 77], page=32).to(device)
-    pages.kv.nan_to_num_()
-    q = random(1, 2, 4, 1, 64).to(device)
-    k, v = pages.kv
-    for scoring in SCORINGS:
-        bounds = garbage(k, 16).fill_(0)
-        slots, band = pages.slots().to(device), scoring == "band"
-        torch.library.opcheck(summarise._page_bounds, (k, bounds, slots, 16, band))
-        rest = 16, 3, 1, 2, scoring
-        none = None, None
-        torch.library.opcheck(
-            select._select_blocks_paged,
-            (q, k, bounds, None, pages.table, *rest, pages.lengths, *none),
-        )
-        torch.library.opcheck(
-            decode._gather_decode_paged,
-            (q, k, v, bounds, None, pages.table, pages.lengths, 0.125, *rest, *none, 0.0, None),
-        )
-    index = torch.zeros(2, 2, 1, 3, dtype=torch.int32, device=device)
-    torch.library.opcheck(
-        attend._gather_attention_paged,
-        (q, k, v, index, pages.table, 0.125, 16, 1, 2, pages.lengths, *none, 0.0, None),
-    )
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # inductor's own, torch 2.11

@@ -194,15 +194,6 @@ def test_a_bad_key_surfaces_from_slots_and_ring(device_path, bad):
             assert out[0, 2:].isnan().any() and out[0, :2].isfinite().all()
 
 
-def test_opcheck():
-    cache = Cache(5, 1, 2, 64, 170, 5, DEFAULTS)
-    q, new = random(1, 1, 4, 1, 64), random(2, 2, 1, 2, 1, 64)
-    cache.k, cache.v = cache.k.nan_to_num(), cache.v.nan_to_num()
-    args = [DEFAULTS.get(name) for name in OPTIONS]
-    there = (q, cache.k, cache.v, *new, cache.bounds, cache.progress, *cache.near, cache.lengths)
-    torch.library.opcheck(op._tiered_decode, (*there, *args))
-
-
 def test_refuses():
     cache = Cache(5, 1, 2, 64, 170, 5, DEFAULTS)
     q, new = random(1, 1, 4, 1, 64), random(2, 2, 1, 2, 1, 64)

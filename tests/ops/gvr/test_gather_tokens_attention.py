@@ -10,7 +10,7 @@ from gvr_cases import dtypes, random
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from attnplug.errors import ArgumentError, GradientError
+from attnplug.errors import ArgumentError
 from attnplug.ops import dense_decode
 from attnplug.ops.gvr import gather_tokens_attention as op
 from attnplug.testing import oracle_attention, plain_attention
@@ -184,16 +184,6 @@ def test_plans_fill_the_machine():
     assert op.plan_for(4096, 7, 2320, 128, 2, 132).splits == 1
 
 
-def test_opcheck(device):
-    q, (k, v) = random(0, 2, 4, 1, 64).to(device), random(1, 2, 2, 2, 90, 64).to(device)
-    index = torch.tensor([22, -1], dtype=torch.int32, device=device).expand(2, 2, 1, 2)
-    rows = torch.tensor([60, 90], device=device)
-    mask = torch.ones(2, 90, dtype=torch.bool, device=device)
-    overload = torch.ops.attnplug.gather_tokens_attention.default
-    for extra in [(None, None, None, 0.0, None), (rows, rows - 60, mask, 3.0, q[0, :, 0, 0])]:
-        torch.library.opcheck(overload, (q, k, v, index, SCALE, 4, 20, *extra))
-
-
 INDEX = torch.zeros(1, 2, 1, 3, dtype=torch.int32)
 WRONG = [
     ({"index": INDEX.long()}, r"index is torch.int64 \(1, 2, 1, 3\), needs int32"),
@@ -214,12 +204,6 @@ def test_refuses(change, message):
     inputs["v"] = inputs["k"]
     with pytest.raises(ArgumentError, match="^gather_tokens_attention: .*" + message):
         op.gather_tokens_attention(**(inputs | DEFAULTS | change))
-
-
-def test_refuses_gradients():
-    q, k = torch.zeros(1, 4, 1, 64, requires_grad=True), torch.zeros(1, 2, 40, 64)
-    with pytest.raises(GradientError, match="gather_tokens_attention"):
-        op.gather_tokens_attention(q, k, k, INDEX, scale=1.0)
 
 
 @pytest.mark.gpu

@@ -3,7 +3,7 @@ tests hold to fp64; and the INT8 keys of pages."""
 
 import pytest
 import torch
-from cases import dtypes, random, random_lists
+from cases import FEW, dtypes, random, random_lists
 from hypothesis import given
 from hypothesis import strategies as st
 from paged_cases import LAYOUTS, close, make, paged
@@ -153,6 +153,7 @@ def test_what_a_row_has_not_is_not_read(device_path, layout):
     assert (out[0] == 0).all() and (lse[0] == -torch.inf).all()
 
 
+@FEW
 @given(data=st.data())
 def test_codes_follow_what_is_written(device_path, data):
     """Writes in pieces of any size, -1 among them; then another sequence takes the pages."""
@@ -217,21 +218,6 @@ def test_a_hint_of_another_row_changes_no_pick(device_path):
     found = attended(device_path, q, on, index, **options)
     close(found, gather_tokens_attention(q.cpu(), *pages.rows, index, lengths=pages.lengths,
                                          **options))  # fmt: skip
-
-
-def test_opcheck(device):
-    pages = make(0, [96, 96], page=32).to(device)  # past a length a score is unspecified
-    pages.kv.nan_to_num_()
-    k, v = pages.kv
-    q, state = random(1, 2, 4, 1, 64).to(device), empty_page_codes(k)
-    torch.library.opcheck(coding._page_codes, (k, *state, pages.slots().to(device)))
-    none, index = (None, None), torch.zeros(2, 2, 1, 3, dtype=torch.int32, device=device)
-    rows = pages.lengths, *none
-    torch.library.opcheck(scoring._score_tokens_paged, (q, *state, pages.table, 3, 5, *rows))
-    torch.library.opcheck(
-        attend._gather_tokens_attention_paged,
-        (q, k, v, index, pages.table, 0.125, 3, 5, *rows, 0.0, None),
-    )
 
 
 K = torch.zeros(5, 2, 32, 64)

@@ -8,7 +8,7 @@ from gvr_cases import dtypes, random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attnplug.errors import ArgumentError, GradientError
+from attnplug.errors import ArgumentError
 from attnplug.ops.gvr import score_tokens as op
 
 NAMES = ("sink", "window", "lengths", "start", "key_mask")
@@ -138,15 +138,6 @@ def test_what_lies_behind_the_length_is_not_read(device_path):
     assert (found[:, 3:195] > -torch.inf).all()
 
 
-def test_opcheck(device):
-    codes, steps = (x.to(device) for x in op.quantize_keys(random(0, 2, 2, 90, 64)))
-    q, rows = random(1, 2, 4, 1, 64).to(device), torch.tensor([60, 90], device=device)
-    mask = torch.ones(2, 90, dtype=torch.bool, device=device)
-    overload = torch.ops.attnplug.score_tokens.default
-    for extra in [(None, None, None), (rows, rows - 60, mask)]:
-        torch.library.opcheck(overload, (q, codes, steps, 3, 5, *extra))
-
-
 CODES = torch.zeros(1, 2, 40, 64, dtype=torch.int8)
 WRONG = [
     ({"codes": CODES.float()}, "codes is torch.float32"),
@@ -167,9 +158,3 @@ def test_refuses(change, message):
     inputs = {"q": torch.zeros(1, 4, 1, 64), "codes": CODES, "steps": torch.zeros(1, 2, 40)}
     with pytest.raises(ArgumentError, match="^score_tokens: .*" + message):
         op.score_tokens(**(inputs | change))
-
-
-def test_refuses_gradients():
-    q = torch.zeros(1, 4, 1, 64, requires_grad=True)
-    with pytest.raises(GradientError, match="score_tokens"):
-        op.score_tokens(q, CODES, torch.zeros(1, 2, 40))

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from topk_cases import KINDS, assert_exact, make
 
-from attnplug.errors import ArgumentError, GradientError
+from attnplug.errors import ArgumentError
 from attnplug.ops import score_tokens, top_tokens
 from attnplug.ops.gvr import score_tokens as scoring
 from attnplug.ops.gvr import top_tokens as op
@@ -206,14 +206,6 @@ def test_compiles_as_one_graph(device):
         assert torch.equal(mine, wanted)
 
 
-def test_opcheck(device):
-    codes, steps = (x.to(device) for x in quantize_keys(random(0, 2, 2, 90, 64)))
-    q, rows = random(1, 2, 4, 1, 64).to(device), torch.tensor([60, 90], device=device)
-    mask = torch.ones(2, 90, dtype=torch.bool, device=device)
-    for extra in [(None, None, None), (rows, rows - 60, mask)]:
-        torch.library.opcheck(op._top_tokens, (q, codes, steps, 7, SINK, WINDOW, *extra))
-
-
 CODES = torch.zeros(1, 2, 40, 64, dtype=torch.int8)
 WRONG = [
     ({"codes": CODES.float()}, "codes is torch.float32"),
@@ -242,9 +234,3 @@ def test_refuses_more_tokens_than_topk():
     steps = torch.empty(1, 1, size, device="meta")
     with pytest.raises(ArgumentError, match="top_tokens: codes has 4194305 tokens"):
         top_tokens(inputs[0], inputs[1].to(torch.int8), steps, 9)
-
-
-def test_refuses_gradients():
-    q = torch.zeros(1, 4, 1, 64, requires_grad=True)
-    with pytest.raises(GradientError, match="top_tokens"):
-        top_tokens(q, CODES, torch.zeros(1, 2, 40), 9)

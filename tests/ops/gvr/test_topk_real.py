@@ -12,7 +12,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 # The kernels mean to overflow: a range that is infinite is not used.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
-STEPS = 1000
+STEPS = 400
 
 
 @pytest.fixture(scope="module", params=["smollm2-135m", "gemma3-270m"])
@@ -46,7 +46,7 @@ def decode_scores(request):
 
 
 def test_real_decode_steps(device_path, decode_scores):
-    """Every one of 1,000 steps equals the stable sort, with the picks of the step before it as the
+    """Every one of 400 steps equals the stable sort, with the picks of the step before it as the
     hint."""
     k, size = 64, decode_scores.shape[2]
     few = device_path == ("cpu", "kernel")  # the interpreter takes its time

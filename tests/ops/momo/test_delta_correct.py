@@ -112,14 +112,6 @@ def test_strides_are_honoured(device_path):
     assert torch.equal(call(device_path, out_sparse, out_rows, 8), want)
 
 
-def test_opcheck(device):
-    out_sparse = torch.randn(2, 2, 20, 64, device=device)
-    out_rows = torch.randn(2, 2, 3, 64, device=device)
-    lengths, start = (torch.tensor([x], device=device) for x in (30, 12))
-    for extra in ((None, None), (lengths, start)):
-        torch.library.opcheck(op._OP, (out_sparse, out_rows, 8, 0.5, *extra, 20))
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -233,14 +233,6 @@ def test_strides_and_expanded_rows(device_path):
         assert torch.allclose(got.float(), want.float(), atol=1e-6)
 
 
-def test_opcheck():
-    q, k, v = draw_inputs(1, 2, 1, 40, 48, 64)
-    before = first_local(q, k, DEFAULTS)
-    for values in (v, None):
-        args = (q, k, values, before, 0.125, *DEFAULTS.values())
-        torch.library.opcheck(torch.ops.attnplug.measure_blocks.default, args)
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -222,15 +222,6 @@ def test_full_size(device, rows, names):
         assert_best(kept(line), ranks(index[at], score[at], lse[at], "mass"), names, slack=1e-5)
 
 
-def test_opcheck(device):
-    index = torch.randint(-1, 9, (1, 2, 6, 4), dtype=torch.int32, device=device)
-    score, lse = torch.randn(1, 2, 6, 4, device=device), torch.zeros(1, 2, 6, device=device)
-    for merge in op.MERGES:
-        torch.library.opcheck(op._OP, (index, score, lse, 4, 5, merge, 0, None))
-    before = torch.tensor([[3, 7]], dtype=torch.int32, device=device)
-    torch.library.opcheck(op._OP, (index, score, lse, 4, 5, "mass", 2, before))
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [

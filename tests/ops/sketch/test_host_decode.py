@@ -141,17 +141,18 @@ def test_a_budget_that_covers_all_is_dense(device_path, length, seed, capped):
     assert (lse.double() - want_lse).abs().max() <= 3e-5
 
 
-@pytest.mark.parametrize("where", ["q", "k", "v"])
-@pytest.mark.parametrize("token", [0, 400, 1250])  # sink, coded and not picked, local
+@pytest.mark.parametrize(
+    ("where", "token"),  # coded and not picked, sink, local: what differs from a cache on the GPU
+    [("k", 400), ("v", 400), ("k", 0), ("v", 1250)],
+)
 def test_a_nan_surfaces(device_path, where, token):
     tensors = dict(zip("qkv", cache(0), strict=True))
     basis, _ = coded(*tensors.values())
-    tensors[where][0, 1, -1 if where == "q" else token, 3] = torch.nan
+    tensors[where][0, 1, token, 3] = torch.nan
     codes = empty_codes(tensors["k"], 24)
     out, _ = step(device_path, *tensors.values(), basis, codes, fixed=nothing_held(tensors["k"]))
     lost = out.isnan().any(-1)[..., 0]
-    heads = slice(3, 6) if where != "q" else slice(1, 2)
-    assert lost[0, heads].all() and int(lost.sum()) == heads.stop - heads.start
+    assert lost[0, 3:6].all() and int(lost.sum()) == 3
 
 
 def test_a_full_row_and_one_of_no_length(device_path):
@@ -169,27 +170,6 @@ def test_a_full_row_and_one_of_no_length(device_path):
     fixed.held[1] = -1  # its tokens came without the op
     found = step(device_path, q, k, v, basis, codes, fixed=fixed, **options)
     same(device_path, found, step(device_path, q, k, v, basis, codes, **options))
-
-
-@pytest.mark.parametrize("name", ["sketch_host_decode", "sketch_host_decode_uncounted"])
-def test_opcheck(name, device):
-    q, k, v = (x.to(device) for x in cache(0, tokens=900))
-    basis, codes = coded(q, k, v)
-    fixed = FixedPart.empty(k)
-    mask = torch.ones(2, 900, dtype=torch.bool, device=device)
-    rows = torch.tensor([800, 890], device=device)
-    ring = torch.zeros(2, 6, 8, 64, device=device)
-    overload = getattr(torch.ops.attnplug, name).default
-    new = k[:, :, -1:].clone(), v[:, :, -1:].clone()
-    hint = torch.full((2, 2), 9.0, device=device)
-    more = (ring, hint, rows, 0.1, 60, "drop", rows - 790, mask, 3.0, q[0, :, 0, 0].clone())
-    step = q[:, :, -1:].clone()
-    asked = [(*new, *basis, *codes, *more)]
-    if name == "sketch_host_decode_uncounted":
-        plain = (None, None, None, 0.1, 60, "regression", None, None, 0.0, None)
-        asked.append((None, None, *basis, *codes, *plain))
-    for rest in asked:
-        torch.library.opcheck(overload, (step, k, v, *rest, *fixed))
 
 
 def test_a_step_is_seven_launches(monkeypatch):

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from stream_cases import dtypes, random
 
-from attnplug.errors import ArgumentError, GradientError
+from attnplug.errors import ArgumentError
 from attnplug.ops import stream_mask
 from attnplug.ops.stream import stream_edges as op
 
@@ -226,18 +226,6 @@ def test_a_bad_query_surfaces_in_what_it_sees(device_path):
         assert out[0, 0, 1:].isfinite().all() and lse[0, 0, 1:].isfinite().all()
 
 
-def test_opcheck(device):
-    q, k, v = (x.to(device) for x in inputs(0, 2, 4, 2, 20, 60))
-    index = lists(0, 2, 4, 2, 4, 3).to(device)
-    overload = torch.ops.attnplug.stream_edges.default
-    row = torch.tensor([50, 60], device=device)
-    mask = torch.ones(2, 60, dtype=torch.bool, device=device)
-    torch.library.opcheck(
-        overload, (q, k, v, index, 0.1, "value", True, 16, 16, row, row - 50, mask)
-    )
-    torch.library.opcheck(overload, (q, k, v, index, 0.1, "score", False, 16, 16, None, None, None))
-
-
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # inductor's own, torch 2.11
 def test_compiles_without_a_break(device):
     torch._dynamo.reset()
@@ -273,10 +261,3 @@ def test_refuses(change, message):
     given = {"q": torch.zeros(1, 4, 40, 64), "k": k, "v": k, "index": index}
     with pytest.raises(ArgumentError, match="^stream_edges: .*" + message):
         op.stream_edges(**(given | DEFAULTS | change))
-
-
-def test_refuses_gradients():
-    q, k = torch.zeros(1, 2, 1, 64, requires_grad=True), torch.zeros(1, 2, 40, 64)
-    index = torch.zeros(1, 2, 1, 1, dtype=torch.int32)
-    with pytest.raises(GradientError, match="stream_edges"):
-        op.stream_edges(q, k, k, index, **DEFAULTS)
