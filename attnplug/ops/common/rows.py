@@ -78,6 +78,35 @@ def row_span(
 
 
 @triton.jit
+def span_of(rows, b, STEPS: tl.constexpr, NEW: tl.constexpr = 0, BYPASS_L1: tl.constexpr = 1):
+    """(length, first real key) of row b, int32. NEW tokens are not counted in `rows.lengths` yet; a
+    length of S + NEW then says that the cache is full, and one of 0 where NEW is 1 that the length
+    is negative. Whatever `rows.lengths` holds, int64 too, the length is 0 to S + NEW.
+
+    BYPASS_L1 is set because another kernel may have counted a token just before: an L1 line may be
+    older. A kernel that starts only when the ones in front of it have ended may clear it.
+    """
+    length = rows.S
+    if rows.lengths is not None:
+        length = _load_number(rows.lengths + b * STEPS.LENGTH, BYPASS_L1)
+        # Before int64 becomes int32: a length past 2^31 would wrap around to a place in the cache.
+        length = tl.maximum(tl.minimum(length, rows.S), -NEW).to(tl.int32) + NEW
+    low = 0
+    if rows.start is not None:
+        low = _load_number(rows.start + b * STEPS.START, BYPASS_L1)
+        low = tl.maximum(tl.minimum(low, rows.S), 0).to(tl.int32)
+    return length, low
+
+
+@triton.jit
+def shown(rows, b, at, seen):
+    """Which of the keys `at` of row b that are `seen` its key mask lets through."""
+    if rows.key_mask is not None:
+        seen = seen & (tl.load(rows.key_mask + b * rows.mask_b + at, mask=seen, other=0) != 0)
+    return seen
+
+
+@triton.jit
 def _load_number(at, BYPASS_L1: tl.constexpr):
     # A flag and not the modifier itself: Triton 3.6 takes no string as a default.
     if BYPASS_L1:
