@@ -78,7 +78,6 @@ def certified_attention(
     k_min: int = 0,
     k_max: int = 1024,
     v_tol: float | None = None,
-    value_budget: float | None = None,
     ranking: int = 0,
     explore: float = 0.0001,
     lengths: torch.Tensor | None = None,
@@ -107,8 +106,6 @@ def certified_attention(
         k_max: at most so many blocks for each head by need, and for each KV head by coverage.
         v_tol: a block is read with exact values where mass times value error is above this, in
             units of the values. None: none is for that.
-        value_budget: a hard limit on E_val: blocks are promoted until it holds, or the head is
-            recomputed. None: none.
         ranking: depth to which the promoted blocks must rank alike by exact and by quantized mass,
             0 (no check) to 4. A head that fails is recomputed exactly.
         explore: share of the blocks that are read exactly at random, against silent faults.
@@ -134,7 +131,7 @@ def certified_attention(
         GradientError: an input requires grad.
     """
     refuse_gradients("certified_attention", q, k, v, sinks)
-    limits = [float("inf") if x is None else x for x in (v_tol, value_budget, tolerance)]
+    limits = [float("inf") if x is None else x for x in (v_tol, tolerance)]
     return CertifiedOutput(
         *_certified_attention(
             q,
@@ -177,7 +174,6 @@ def _allocate(
     k_min,
     k_max,
     v_tol,
-    value_budget,
     tolerance,
     ranking,
     explore,
@@ -206,7 +202,6 @@ def _allocate(
         ("k_min", k_min, k_min >= max(ranking, 0), "at least ranking"),
         ("k_max", k_max, max(k_min, 1) <= k_max <= 1024, "k_min to 1024"),
         ("v_tol", v_tol, v_tol >= 0, "at least 0"),
-        ("value_budget", value_budget, value_budget >= 0, "at least 0"),
         ("tolerance", tolerance, tolerance >= 0, "at least 0"),
         ("ranking", ranking, 0 <= ranking <= MAX_RANKING, f"0 to {MAX_RANKING}"),
         ("explore", explore, 0 <= explore <= 1, "0 to 1"),
@@ -254,7 +249,6 @@ def _cpu(
     k_min,
     k_max,
     v_tol,
-    value_budget,
     tolerance,
     ranking,
     explore,
@@ -287,7 +281,7 @@ def _cpu(
     counts = torch.zeros(*k.shape[:2], 2, dtype=torch.int64, device="cpu")
     marks = torch.zeros(*k.shape[:2], count, dtype=torch.int32, device="cpu")
     capacity = capacity_for(check.shape[2], k_max, explore)
-    options = (coverage, k_min, k_max, v_tol, value_budget, explore)
+    options = (coverage, k_min, k_max, v_tol, explore)
     reference(
         q[:, :, 0].float().contiguous().numpy(),
         k[:, :, :valid].float().contiguous().numpy(),
@@ -355,7 +349,7 @@ def _record(telemetry, bounds, rungs, tokens, tail, whole, limit):
 _certified_attention = define_op(
     "certified_attention(Tensor q, Tensor k, Tensor v, Tensor k_codes, Tensor k_meta, "
     "Tensor v_codes, Tensor v_meta, Tensor summary, Tensor check, Tensor progress, float scale, "
-    "int block, float coverage, int k_min, int k_max, float v_tol, float value_budget, "
+    "int block, float coverage, int k_min, int k_max, float v_tol, "
     "float tolerance, int ranking, float explore, Tensor? lengths, "
     "Tensor? start, Tensor? key_mask, float softcap, Tensor? sinks, Tensor(a!)? telemetry, "
     "Tensor(b!)? slots, Tensor(c!)? owner, Tensor(d!)? used, Tensor(e!)? seals, "

@@ -205,7 +205,7 @@ class _Step:
             SHAPE=self.shape,
             SPLITS=self.programs.SPLITS,
             TILE=min(every, plans.WEIGHED),
-            HELD=plans.held_blocks(every, 1, False),
+            HELD=plans.held_blocks(every, 1),
             num_warps=plans.CHOOSING.warps,
             **self.rows,
         )
@@ -216,14 +216,11 @@ class _Step:
             self.shape.GROUP,
             one_sweep=one_sweep,
             coverage=choice.coverage,
-            value_budget=choice.value_budget,
             k_min=choice.least,
             tolerance=tolerance,
             explore=choice.explore,
         )
-        finite = choice._replace(
-            v_tol=min(choice.v_tol, 1e30), value_budget=min(choice.value_budget, 1e30)
-        )
+        finite = choice._replace(v_tol=min(choice.v_tol, 1e30))
         merging = 0 if search.NEEDS else self.shape.GROUP
         programs = self.programs.READERS + self.programs.CHUNKS + merging
         # Behind the pass it is not launched early: that made the whole step slower
@@ -288,7 +285,7 @@ class _Step:
     def _limits(self, registers: int | None) -> dict[str, Any]:
         return {"num_stages": 1, **self.card.limit(registers)}
 
-    def finish(self, out, lse, bounds, rungs, value_budget, tolerance, ranking, capacity) -> None:
+    def finish(self, out, lse, bounds, rungs, tolerance, ranking, capacity) -> None:
         memory, telemetry = self.memory, self.inputs.telemetry
         readers = self.programs.READERS
         finish.run(
@@ -311,7 +308,6 @@ class _Step:
             changes=memory.changes,
             flags=memory.flags,
             read_digest=memory.read_digest,
-            value_budget=value_budget,
             tolerance=tolerance,
             cap=self.scales["cap"],
             **self.units,
@@ -375,7 +371,7 @@ class _Step:
 
 def launch(
     q, k, v, k_codes, k_meta, v_codes, v_meta, summary, check, progress, scale, block, coverage,
-    k_min, k_max, v_tol, value_budget, tolerance, ranking, explore, lengths, start,
+    k_min, k_max, v_tol, tolerance, ranking, explore, lengths, start,
     key_mask, softcap, sinks, telemetry, slots, owner, used, seals, counters, out, lse, bounds,
     rungs, plan=None, phases=PHASES,
 ):  # fmt: skip  # in the order of the op's schema
@@ -402,17 +398,17 @@ def launch(
     q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k, v))
     inputs = Inputs(q, k, v, tier, rows, sinks, telemetry, scratch)
     one_sweep = coverage == 0 and k_min <= 4 and blocks <= 8192
-    one_sweep = one_sweep and value_budget == tolerance == INF
+    one_sweep = one_sweep and tolerance == INF
     inline = plan.inline_readers > 0 and one_sweep and scratch is None and explore == 0
     inline = inline and v_tol >= 1e30
     readers = max(plan.inline_readers, next_power_of_two(k_min)) if inline else 0
     step = _Step(inputs, block, scale, softcap, plan, readers)
-    choice = Choice(coverage, k_min, k_max, v_tol, value_budget, explore)
+    choice = Choice(coverage, k_min, k_max, v_tol, explore)
     arguments = {
         "weigh": (choice, tolerance),
         "choose": (choice, one_sweep, ranking, tolerance),
         "promote": (ranking,),
-        "finish": (out, lse, bounds, rungs, value_budget, tolerance, ranking, capacity),
+        "finish": (out, lse, bounds, rungs, tolerance, ranking, capacity),
         "recompute": (rungs,),
         "replace": (out, lse, bounds, rungs),
     }

@@ -18,7 +18,6 @@ OPTIONS = {
     "k_min": 2,
     "k_max": 128,
     "v_tol": 0.05,
-    "value_budget": INF,
     "tolerance": INF,
     "ranking": 1,
     "explore": 0.02,

@@ -65,7 +65,6 @@ class Choice(NamedTuple):
     least: Any  # k_min
     most: Any  # k_max
     v_tol: Any
-    value_budget: Any
     explore: Any
 
 
@@ -78,7 +77,6 @@ class Search(NamedTuple):
     COVERS: bool  # the coverage is above 0
     PROMOTES: bool  # by coverage or number
     NEEDS: bool  # by need: there is a tolerance, and `weigh_heads` ran
-    BUDGETED: bool  # there is a value budget
     EXPLORES: bool  # blocks are spot-checked
 
 

@@ -147,7 +147,6 @@ def choose_blocks(
         head_at=scores.logs + group * GROUP * N,
         N=N,
         logs_at=logs_at,
-        summary_at=summary_at,
         norm=shown,
         rest_mass=rest_mass,
         choice=choice,

@@ -80,7 +80,6 @@ def finish(
     changes,
     flags,
     read_digest,
-    value_budget,
     tolerance,
     cap,
     unit_p,
@@ -249,7 +248,7 @@ def finish(
     limit = tolerance * (size * (1 - 2 * unit) / R.CARE)
     free = (tolerance == float("inf")) | (seen == 0) | (wide <= R.VANISHED)
     limit = tl.where(free, float("inf"), limit)
-    fits = fits & (key + value + around <= limit) & (value <= value_budget)
+    fits = fits & (key + value + around <= limit)
     rung = climbed | tl.where(worthy > 0, R.VALUES, 0)
     rung |= tl.where(agree, 0, R.RANKING) | tl.where(safe, 0, R.BOUNDARY)
     rung |= tl.where(fits | (blocks == 0), 0, R.BOUND) | tl.where(

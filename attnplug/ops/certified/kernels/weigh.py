@@ -172,7 +172,6 @@ def weigh_heads(
         one = tl.arange(0, 1)
         x = search(
             logs_at=needs_at + one * 0,
-            summary_at=summary_at,
             norm=one * 0.0,
             rest_mass=one * 0.0 + (1 - left),
             coverage=one * 0.0,
@@ -183,7 +182,6 @@ def weigh_heads(
             GP=1,
             TILE=TILE,
             HELD=HELD,
-            BUDGET=False,
             COVERS=True,
         )
     hopeful = (norm > float("-inf")) & (limit > 0) & (limit < float("inf")) & (left - gains <= 1)
