@@ -26,7 +26,7 @@ from attnplug.ops.common.device import card
 from attnplug.ops.common.numba_cache import njit, prange
 from attnplug.ops.common.pages import capacity, page_of, table_at, whole_rows
 from attnplug.ops.common.reference import reference_rows, sinks_on_cpu
-from attnplug.ops.common.rows import NO_MASK, mask_bytes, rows_on_cpu, span_of
+from attnplug.ops.common.rows import NO_MASK, mask_bytes, row_span, rows_on_cpu
 from attnplug.ops.common.sizes import cdiv
 from attnplug.ops.common.softmax import base_two, online_softmax, softcap
 from attnplug.ops.common.splits import launch_merge, pieces_of
@@ -210,7 +210,7 @@ def _attend(
     query = tl.load(q_at + d[None, :], mask=in_rows[:, None] & in_width[None, :], other=0.0)
 
     # BYPASS_L1=0: this kernel starts only when the ones in front of it have ended.
-    length, low = span_of(rows, b, STEPS, BYPASS_L1=0)
+    length, low = row_span(rows, b, STEPS, BYPASS_L1=0)
     position = length - q.T + t
     if WINDOWED:
         low = tl.maximum(low, length - q.T + block * ROWS // GROUP - window + 1)

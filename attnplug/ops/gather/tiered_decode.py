@@ -326,8 +326,9 @@ def launch_tiered_decode(*args, plan=None):
     if plan is None:
         cut = batch * kv_heads, shape.GROUP, keep.keys, block, shape.D, q.element_size()
         plan = plan_for(*cut, card(q.device).processors)
-    q, new_k, new_v = (
-        x if x is None or x.stride(3) == 1 else x.contiguous() for x in (q, call.new_k, call.new_v)
+    q = q if q.stride(3) == 1 else q.contiguous()
+    new_k, new_v = (
+        x if x is None or x.stride(3) == 1 else x.contiguous() for x in (call.new_k, call.new_v)
     )
     token, new = token_of(new_k, new_v), int(new_k is not None)
     pdl, dependent = early(q.device)

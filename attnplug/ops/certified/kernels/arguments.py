@@ -4,21 +4,6 @@ compile-time constants, as Triton takes them."""
 from typing import Any, NamedTuple
 
 
-class Rows(NamedTuple):
-    """Pointers to what is a row's own; None where all rows are alike."""
-
-    lengths: Any
-    start: Any
-    key_mask: Any  # bytes
-
-
-class RowSteps(NamedTuple):
-    """What a row adds to the addresses of its entries in `Rows`, 0 where all share one."""
-
-    length: int
-    start: int
-
-
 class Shape(NamedTuple):
     """What of a call's shape the kernels are compiled for."""
 
@@ -56,6 +41,17 @@ class Splits(NamedTuple):
 
     out: Any
     lse: Any
+
+
+class Promotion(NamedTuple):
+    """What the kernels that choose and read promoted blocks leave one another: see records.py."""
+
+    counts: Any
+    block_list: Any
+    promoted_sums: Any
+    changes: Any  # or the pieces of a recomputation, which replace them
+    flags: Any
+    read_digest: Any
 
 
 class Choice(NamedTuple):

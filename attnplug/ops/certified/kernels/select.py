@@ -38,13 +38,12 @@ def key_bound(change, under, moved, centre, loss):
 
 
 @triton.jit
-def query_norms(q, q_strides, b, first_head, scale, GP: tl.constexpr, SHAPE: tl.constexpr):
+def query_norms(q, b, first_head, scale, GP: tl.constexpr, SHAPE: tl.constexpr):
     """At least the norms of the queries [GP] of a KV head's group, times the scale's size, to the
     base e."""
-    q_b, q_h = q_strides
     g = tl.arange(0, GP)
     d = tl.arange(0, SHAPE.DP)
-    at = q + b * q_b + (first_head + g).to(tl.int64)[:, None] * q_h + d[None, :]
+    at = q.at + b * q.b + (first_head + g).to(tl.int64)[:, None] * q.h + d[None, :]
     mask = (g < SHAPE.GROUP)[:, None] & (d < SHAPE.D)[None, :]
     query = tl.load(at, mask=mask, other=0.0).to(tl.float32) * scale
     widest = tl.max(tl.abs(query), 1)  # squares relative to it: its own may vanish

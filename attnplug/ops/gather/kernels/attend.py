@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 from attnplug.ops.common.pages import page_of
-from attnplug.ops.common.rows import shown, span_of
+from attnplug.ops.common.rows import row_span, shown
 from attnplug.ops.common.softmax import attend_tile
 from attnplug.ops.common.splits import store_piece
 from attnplug.ops.common.triton import gdc_launch_dependents, gdc_wait, tl, triton
@@ -104,7 +104,7 @@ def attend_piece(
     edge = tl.maximum(own - LOCAL + 1, SINK)
     k_at, v_at = begin_of(cache, b, h)
     token_k, token_v = None, None
-    if NEW == 1:
+    if token is not None:
         token_k = token.k + b * token.k_b + h * token.k_h
         token_v = token.v + b * token.v_b + h * token.v_h
         if split == 0:
@@ -281,7 +281,7 @@ def attend_kept(
             gdc_wait()  # for the list, and for all else that the kernels in front have written
         gdc_launch_dependents()
     NEW: tl.constexpr = 0 if token is None else 1
-    length, low = span_of(rows, b, STEPS, NEW)
+    length, low = row_span(rows, b, STEPS, NEW)
     if SKIP_EMPTY:
         if length <= 0:
             if PDL and CHAINED:

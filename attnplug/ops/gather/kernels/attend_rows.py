@@ -2,7 +2,7 @@
 which are read whole, in one launch over pages."""
 
 from attnplug.ops.common.pages import page_of
-from attnplug.ops.common.rows import span_of
+from attnplug.ops.common.rows import row_span
 from attnplug.ops.common.softmax import attend_tile
 from attnplug.ops.common.splits import store_piece
 from attnplug.ops.common.triton import gdc_launch_dependents, gdc_wait, tl, triton
@@ -174,9 +174,9 @@ def attend_rows(
     kept_b = number // (splits * KV_HEADS)
     has_whole, has_kept = whole_b < batch, kept_b < batch
     whole_b, kept_b = tl.minimum(whole_b, batch - 1), tl.minimum(kept_b, batch - 1)
-    length, low = span_of(rows, kept_b.to(tl.int64), STEPS)
-    other, _ = span_of(rows, whole_b.to(tl.int64), STEPS)
-    whole_length, _ = span_of(
+    length, low = row_span(rows, kept_b.to(tl.int64), STEPS)
+    other, _ = row_span(rows, whole_b.to(tl.int64), STEPS)
+    whole_length, _ = row_span(
         Rows(near, None, None, None, rows.S), whole_b.to(tl.int64), NEAR_STEPS
     )
     if has_whole & (other <= 0):  # its keys were there before the first kernel of the step began

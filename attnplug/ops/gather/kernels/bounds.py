@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from attnplug.ops.common.rows import blocks_done, note_progress, span_of
+from attnplug.ops.common.rows import blocks_done, note_progress, row_span
 from attnplug.ops.common.sizes import padded_width
 from attnplug.ops.common.triton import tl, triton
 
@@ -233,7 +233,7 @@ def refresh(
     """One program's share of the missing blocks of one row's head, which has room for N."""
     h = tl.program_id(1)
     b = tl.program_id(2).to(tl.int64)
-    length, low = span_of(rows, b, STEPS)
+    length, low = row_span(rows, b, STEPS)
     until = tl.maximum(length - low, 0) // FORM.BLOCK
     mask_at = rows.key_mask
     if rows.key_mask is not None:
@@ -260,5 +260,5 @@ def refresh(
 def note_refreshed(rows, progress, BLOCK: tl.constexpr, STEPS: tl.constexpr):
     """Note for one row that `refresh` has ended: all its complete blocks have summaries."""
     b = tl.program_id(0)
-    length, low = span_of(rows, b, STEPS)
+    length, low = row_span(rows, b, STEPS)
     note_progress(progress, b, low, tl.maximum(length - low, 0) // BLOCK)

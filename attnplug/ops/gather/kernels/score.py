@@ -8,7 +8,7 @@ of the band, and a width (PARTS 1)."""
 
 from typing import NamedTuple
 
-from attnplug.ops.common.rows import blocks_done, span_of
+from attnplug.ops.common.rows import blocks_done, row_span
 from attnplug.ops.common.triton import gdc_launch_dependents, gdc_wait, tl, triton
 from attnplug.ops.gather.kernels.bounds import frame_at, refresh_blocks, summaries_at
 from attnplug.ops.gather.kernels.select import store_keys
@@ -232,7 +232,7 @@ def score_blocks(
     kv_heads = tl.num_programs(1) // q.T
     row = (b * kv_heads + h) * q.T + t
     bounds_at, frame = summaries_at(bounds, b * kv_heads + h, N, FORM)
-    length, low = span_of(rows, b, STEPS, NEW)
+    length, low = row_span(rows, b, STEPS, NEW)
     done = blocks_done(progress, b, low)
     r = tl.arange(0, ROWS) % HEADS
     d = tl.arange(0, FORM.DP)

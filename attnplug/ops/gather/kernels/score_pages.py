@@ -2,7 +2,7 @@
 the summaries, so that none is missing; on request the kernel makes those that a step completes."""
 
 from attnplug.ops.common.pages import place_of_block
-from attnplug.ops.common.rows import span_of
+from attnplug.ops.common.rows import row_span
 from attnplug.ops.common.triton import gdc_launch_dependents, tl, triton
 from attnplug.ops.gather.kernels.bounds import summaries_at
 from attnplug.ops.gather.kernels.page_bounds import summarise_slot
@@ -61,7 +61,7 @@ def score_pages(
             slot = tl.load(slots + b * slot_stride).to(tl.int64)
             summarise_slot(cache, bounds, slot, h.to(tl.int64), places, PAGE, FORM)
             return
-    length, _ = span_of(rows, b, STEPS)
+    length, _ = row_span(rows, b, STEPS)
     limit = (length - q.T + t) // BLOCK - LOCAL + 1
     if first * CHUNK < limit:
         kv_heads = tl.num_programs(1) // q.T

@@ -5,7 +5,7 @@ and then by block, lower is better. For a long one it is the key's upper half, a
 are many, a first level selects groups of blocks by their maxima.
 """
 
-from attnplug.ops.common.rows import known_progress, span_of, store_progress
+from attnplug.ops.common.rows import known_progress, row_span, store_progress
 from attnplug.ops.common.triton import gdc_launch_dependents, gdc_wait, tl, triton
 
 NONE = tl.constexpr(-0x80000000)  # the upper half of what is no candidate's key
@@ -112,7 +112,7 @@ def row_limit(
 ):
     """(sequence of the row, its start, end of the query's candidates, end of the last query's)."""
     b = row // (kv_heads * T)
-    length, low = span_of(rows, b, STEPS, NEW)
+    length, low = row_span(rows, b, STEPS, NEW)
     limit = (length - T + row.to(tl.int32) % T - low) // BLOCK - LOCAL + 1
     last = tl.maximum((length - 1 - low) // BLOCK - LOCAL + 1, 0)
     return b, low, limit, last

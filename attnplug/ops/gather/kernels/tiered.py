@@ -1,7 +1,7 @@
 """The Triton kernels of tiered_decode. One gives slots on the GPU to the blocks that a decode step
 wants; the other attends, and reads each block from where it is: ring, slot or host memory."""
 
-from attnplug.ops.common.rows import shown, span_of
+from attnplug.ops.common.rows import row_span, shown
 from attnplug.ops.common.softmax import attend_tile
 from attnplug.ops.common.splits import store_piece
 from attnplug.ops.common.triton import gdc_launch_dependents, gdc_wait, tl, triton
@@ -43,7 +43,7 @@ def place_blocks(
     SINK: tl.constexpr = KEEP.SINK
     K: tl.constexpr = KEEP.K
     b = row // heads
-    length, low = span_of(rows, b, STEPS, NEW)
+    length, low = row_span(rows, b, STEPS, NEW)
     # The ring has this block and later ones.
     edge = tl.maximum(length - 1 - low, 0) // BLOCK - KEEP.LOCAL + 1
     m = tl.arange(0, MP)
@@ -167,7 +167,7 @@ def attend_tiered(
         gdc_launch_dependents()
     W: tl.constexpr = LOCAL * BLOCK
     NEW: tl.constexpr = 0 if token is None else 1
-    length, low = span_of(rows, b, STEPS, NEW)
+    length, low = row_span(rows, b, STEPS, NEW)
     row = b * tl.num_programs(1) + h
     g = tl.arange(0, ROWS)
     d = tl.arange(0, DP)
@@ -188,7 +188,7 @@ def attend_tiered(
     ring_at = near.ring + row * (2 * W * D)
     slots_at = near.slots + row * SLOTS * (2 * BLOCK * D)
     token_k, token_v = None, None
-    if NEW == 1:
+    if token is not None:
         token_k = token.k + b * token.k_b + h * token.k_h
         token_v = token.v + b * token.v_b + h * token.v_h
         if split == splits - 1:

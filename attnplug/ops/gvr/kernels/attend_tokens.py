@@ -1,7 +1,7 @@
 """The kernel of gather_tokens_attention that attends: a program for each split of the kept keys."""
 
 from attnplug.ops.common.pages import page_of
-from attnplug.ops.common.rows import shown, span_of
+from attnplug.ops.common.rows import row_span, shown
 from attnplug.ops.common.softmax import attend_tile
 from attnplug.ops.common.splits import store_piece
 from attnplug.ops.common.triton import gdc_launch_dependents, gdc_wait, tl, triton
@@ -49,7 +49,7 @@ def attend_tokens(
     if PDL:
         gdc_wait()  # for the list, and for whatever else the kernels before have written
         gdc_launch_dependents()
-    length, low = span_of(rows, b, STEPS)
+    length, low = row_span(rows, b, STEPS)
     position = length - q.T + t
     window_first = tl.maximum(position - WINDOW + 1, low + SINK)
     index_at = index + ((b * tl.num_programs(1)) + tl.program_id(1)) * K

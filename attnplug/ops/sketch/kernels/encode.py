@@ -1,6 +1,6 @@
 """The Triton code that makes the codes of tokens."""
 
-from attnplug.ops.common.rows import blocks_done, note_progress, span_of
+from attnplug.ops.common.rows import blocks_done, note_progress, row_span
 from attnplug.ops.common.triton import tl, triton
 from attnplug.ops.sketch.kernels.codes import BLOCK, CHUNK, near_block
 
@@ -129,7 +129,7 @@ def encode(
     """One program's share of the missing codes of one row's KV head."""
     h = tl.program_id(1)
     b = tl.program_id(2).to(tl.int64)
-    length, low = span_of(rows, b, STEPS)
+    length, low = row_span(rows, b, STEPS)
     done = tl.maximum(blocks_done(codes.progress, b, low), 1)
     mask_at = rows.key_mask
     if rows.key_mask is not None:
@@ -159,5 +159,5 @@ def encode(
 @triton.jit
 def note(rows, progress, STEPS: tl.constexpr):
     b = tl.program_id(0)
-    length, low = span_of(rows, b, STEPS)
+    length, low = row_span(rows, b, STEPS)
     note_progress(progress, b, low, near_block(length, low))

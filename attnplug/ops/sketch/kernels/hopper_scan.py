@@ -12,7 +12,7 @@ odd tokens have their codes.
 """
 
 from attnplug.ops.common.hopper import gdc_launch_dependents, gdc_wait
-from attnplug.ops.common.rows import blocks_done, span_of
+from attnplug.ops.common.rows import blocks_done, row_span
 from attnplug.ops.common.triton import gl, gluon, mma_v2
 from attnplug.ops.sketch.kernels.codes import (
     BINS,
@@ -277,7 +277,7 @@ def scan(
     b = gl.program_id(2).to(gl.int64)
     place = b * gl.num_programs(1) + h
     row = place * GROUP
-    length, low = span_of(rows, b, STEPS, NEW)
+    length, low = row_span(rows, b, STEPS, NEW)
     near = near_block(gl.minimum(length, rows.S), low)
     used = parts_of(near, scanned.parts, fewest)
     if part >= used:

@@ -1,7 +1,7 @@
 """The Triton kernels that bring a step of `sketch` what it reads of a cache in host memory: `stage`
 keeps the fixed part on the GPU and writes the new token to the host, `fetch` brings the picks."""
 
-from attnplug.ops.common.rows import blocks_done, span_of
+from attnplug.ops.common.rows import blocks_done, row_span
 from attnplug.ops.common.triton import tl, triton
 from attnplug.ops.common.views import begin_of
 from attnplug.ops.sketch.kernels.codes import BLOCK, CHUNK, LOCAL, begin, near_block
@@ -87,7 +87,7 @@ def stage(
     b = tl.program_id(2).to(tl.int64)
     place = b * tl.num_programs(1) + h
     NEW: tl.constexpr = 0 if token is None else 1
-    length, low = span_of(rows, b, STEPS, NEW)
+    length, low = row_span(rows, b, STEPS, NEW)
     room = length <= rows.S
     now = tl.minimum(length, rows.S)
     near = near_block(now, low)
@@ -110,7 +110,7 @@ def stage(
                 inside = (slot < FIXED) & (at < rows.S)
                 shown = tl.load(mask_at + at, mask=inside, other=0)
                 tl.store(fixed_mask + b * FIXED + slot, shown, mask=slot < FIXED)
-        if NEW:
+        if token is not None:
             written = d < tl.where(room & (length > 0), D, 0)
             token_k = token.k + b * token.k_b + h * token.k_h
             token_v = token.v + b * token.v_b + h * token.v_h

@@ -1,6 +1,6 @@
 """The Triton kernel of `merge_sketch`."""
 
-from attnplug.ops.common.rows import note_progress, span_of
+from attnplug.ops.common.rows import note_progress, row_span
 from attnplug.ops.common.triton import tl, triton
 from attnplug.ops.sketch.kernels.codes import begin, load_variance, near_block
 
@@ -145,5 +145,5 @@ def merge(
 
 @triton.jit
 def _note(rows, progress, b, STEPS: tl.constexpr, NEW: tl.constexpr):
-    length, low = span_of(rows, b, STEPS, NEW)
+    length, low = row_span(rows, b, STEPS, NEW)
     note_progress(progress, b, low, near_block(tl.minimum(length, rows.S), low))

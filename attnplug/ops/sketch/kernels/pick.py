@@ -1,6 +1,6 @@
 """The Triton kernel of `pick_tokens`."""
 
-from attnplug.ops.common.rows import span_of
+from attnplug.ops.common.rows import row_span
 from attnplug.ops.common.triton import tl, triton
 from attnplug.ops.sketch.kernels.codes import (
     BINS,
@@ -243,7 +243,7 @@ def pick(
     h = tl.program_id(1)
     b = tl.program_id(2).to(tl.int64)
     place = b * tl.num_programs(1) + h
-    length, low = span_of(rows, b, STEPS, NEW)
+    length, low = row_span(rows, b, STEPS, NEW)
     since = low + BLOCK
     until = low + near_block(tl.minimum(length, rows.S), low) * BLOCK
     eights = (until - since) // EIGHT

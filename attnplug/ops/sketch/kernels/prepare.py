@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from attnplug.ops.common.rows import blocks_done, shown, span_of
+from attnplug.ops.common.rows import blocks_done, row_span, shown
 from attnplug.ops.common.softmax import attend_tile
 from attnplug.ops.common.triton import gdc_launch_dependents, tl, triton
 from attnplug.ops.common.views import begin_of
@@ -95,7 +95,7 @@ def _attend_piece(
     NEW: tl.constexpr = 0 if token is None else 1
     k_at, v_at = begin_of(cache, b, h)
     new_k, new_v = k_at, v_at
-    if NEW:
+    if token is not None:
         new_k = token.k + b * token.k_b + h * token.k_h
         new_v = token.v + b * token.v_b + h * token.v_h
     row = place * GROUP
@@ -184,7 +184,7 @@ def prepare(
     b = tl.program_id(2).to(tl.int64)
     place = b * tl.num_programs(1) + h
     NEW: tl.constexpr = 0 if token is None else 1
-    length, low = span_of(rows, b, STEPS, NEW)
+    length, low = row_span(rows, b, STEPS, NEW)
     room = length <= rows.S
     if NEW:
         scale = tl.where(room, scale, float("nan"))  # the cache is full: the output shows it
@@ -223,7 +223,7 @@ def prepare(
             i = tl.arange(0, MARKS)
             mark_at = marks + place * mark_count + i
             tl.store(mark_at, tl.zeros([MARKS], tl.int64), mask=i < mark_count)
-        if NEW:
+        if token is not None:
             # A negative length has no place in the cache, and neither has a token too many.
             written = d < tl.where(room & (length > 0), D, 0)
             key = tl.load(token.k + b * token.k_b + h * token.k_h + d, mask=written)

@@ -1,6 +1,6 @@
 """The Triton kernel of `scan_sketch`."""
 
-from attnplug.ops.common.rows import blocks_done, span_of
+from attnplug.ops.common.rows import blocks_done, row_span
 from attnplug.ops.common.triton import tl, triton
 from attnplug.ops.sketch.kernels.codes import (
     BINS,
@@ -66,7 +66,7 @@ def scan(
     b = tl.program_id(2).to(tl.int64)
     place = b * tl.num_programs(1) + h
     row = place * GROUP
-    length, low = span_of(rows, b, STEPS, NEW)
+    length, low = row_span(rows, b, STEPS, NEW)
     near = near_block(tl.minimum(length, rows.S), low)
     n_tokens = (near - 1) * BLOCK
     PER: tl.constexpr = TILE // BLOCK  # blocks a tile

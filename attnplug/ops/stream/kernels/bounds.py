@@ -6,7 +6,7 @@ are the *earlier* ones, which all its queries see whole.
 """
 
 from attnplug.ops.common.constants import Constant
-from attnplug.ops.common.rows import span_of
+from attnplug.ops.common.rows import row_span
 from attnplug.ops.common.triton import tl, triton
 from attnplug.ops.common.views import Rows
 from attnplug.ops.stream.kernels.branches import (
@@ -41,7 +41,7 @@ def summarise(
     r = tl.program_id(0)
     h = tl.program_id(1).to(tl.int64)
     b = tl.program_id(2).to(tl.int64)
-    length, low = span_of(rows, b, STEPS)
+    length, low = row_span(rows, b, STEPS)
     begin = low + r * BLOCK
     if begin + BLOCK <= length:
         d = tl.arange(0, DP)

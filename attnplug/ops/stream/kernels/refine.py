@@ -6,7 +6,7 @@ a query block.
 
 from typing import Any, NamedTuple
 
-from attnplug.ops.common.rows import span_of
+from attnplug.ops.common.rows import row_span
 from attnplug.ops.common.triton import tl, triton
 from attnplug.ops.stream.kernels.branches import (
     NONE,
@@ -63,7 +63,7 @@ def scope(
     """(first query, position less query, first real key, last position, branches) of a query
     block; no branches where it is past the row's end."""
     QUERY_BLOCK: tl.constexpr = SEARCH.QUERY_BLOCK
-    length, low = span_of(rows, b, STEPS)
+    length, low = row_span(rows, b, STEPS)
     offset = length - T
     t = tl.maximum(low - offset, 0) + program * QUERY_BLOCK
     top = offset + tl.minimum(t + QUERY_BLOCK, T) - 1
