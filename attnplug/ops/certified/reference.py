@@ -51,7 +51,7 @@ from attnplug.ops.common.numba_cache import njit, prange
 from attnplug.ops.common.product import add_product
 from attnplug.ops.common.reference import reference_rows
 
-PROOF = "4803b827c921d740"  # `proof.digest()` of the constants that numba compiles in here
+PROOF = "0b1f27b8e9e9414a"  # `proof.digest()` of the constants that numba compiles in here
 
 
 @njit()

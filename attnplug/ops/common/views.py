@@ -3,6 +3,7 @@ tensors and numbers as one argument, and as one constant a NamedTuple of constan
 the latter, as all that a kernel is compiled for, have names in capitals.
 """
 
+import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -133,6 +134,11 @@ def shape_of(
     q: torch.Tensor, k: torch.Tensor, table: torch.Tensor | None = None, rows: int = 0
 ) -> Shape:
     """`rows`: of a tile of queries; by default the least that a product takes."""
-    group, width = q.shape[1] // k.shape[1], q.shape[3]
+    (_, heads, _, width), (_, kv_heads, page, _) = q.shape, k.shape
+    return _shape(heads // kv_heads, rows, width, 0 if table is None else page)
+
+
+@functools.lru_cache(maxsize=1024)  # of a few shapes; each step of each layer asks
+def _shape(group: int, rows: int, width: int, page: int) -> Shape:
     rows = rows or max(16, next_power_of_two(group))
-    return Shape(group, rows, width, padded_width(width), 0 if table is None else k.shape[2])
+    return Shape(group, rows, width, padded_width(width), page)

@@ -206,12 +206,9 @@ def _launch_attend(
     size, found, shape = capacity(k, table), card(q.device), shape_of(q, k, table)
     keep = Keep.of(call.block, call.sink, call.local, call.top_k)
     ahead, stages = looked_up(attend, keep.keys, call.block, shape.PAGE)
-
-    def fitting(tile: int, stages: int) -> int:
-        row_bytes = shape.DP * q.element_size()
-        loop = Loop(shape.ROWS, tile, stages)
-        return stages_that_fit(loop, row_bytes, q.element_size(), found.shared)
-
+    shared = shape.DP * q.element_size(), q.element_size(), found.shared
+    stages = stages_that_fit(Loop(shape.ROWS, attend.tile, stages), *shared)
+    near_stages = stages_that_fit(Loop(shape.ROWS, whole.tile, whole.stages), *shared)
     attend_rows.run(
         grid=(places * k.shape[1], q.shape[0]),
         warmup=False,
@@ -229,8 +226,8 @@ def _launch_attend(
         SHAPE=shape,
         KV_HEADS=k.shape[1],
         KEEP=keep,
-        TURNS=Turns(attend.tile, fitting(attend.tile, stages), ahead),
-        WHOLE_TURNS=Turns(whole.tile, fitting(whole.tile, whole.stages)),
+        TURNS=Turns(attend.tile, stages, ahead),
+        WHOLE_TURNS=Turns(whole.tile, near_stages),
         STEPS=steps_of(lengths),
         NEAR_STEPS=steps_of(near),
         CAPPED=call.softcap > 0,

@@ -1,6 +1,7 @@
 """Triton functions of the kernels that attend to kept blocks: a row's slots, which are the sink's
 blocks, then the local ones, then the list, and which block each of them holds."""
 
+import functools
 from typing import NamedTuple
 
 from attnplug.ops.common.sizes import next_power_of_two
@@ -17,6 +18,7 @@ class Keep(NamedTuple):
     LIST: int  # K, padded
 
     @classmethod
+    @functools.lru_cache(maxsize=1024)
     def of(cls, block: int, sink: int, local: int, listed: int) -> "Keep":
         return cls(block, sink, local, listed, next_power_of_two(max(1, listed)))
 
