@@ -284,7 +284,6 @@ def certified_attention(op: Any) -> Cases:
     yield "default scratch", case(*bench, **one, slots=256)
     yield "paper scratch", case(*bench, **one, **PAPER, slots=256)
     yield "bound scratch", case(*bench, **one, **BOUND, slots=128)
-    yield "value_budget", case(*bench, **one, value_budget=0.1, coverage=0.5)
     yield "few blocks", case(1, 28, 4, 1000, 128, **one)
     yield "bound few blocks", case(1, 28, 4, 1000, 128, **one, **BOUND | {"ranking": 0})
     yield "many blocks", case(1, 28, 4, 1 << 20, 128, **one)

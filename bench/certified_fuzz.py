@@ -35,7 +35,7 @@ SETTINGS = {
     "tolerance=0.5": {"tolerance": 0.5, "explore": 0.0},
     "everything quantized": NONE,
     "some promoted": NONE | {"coverage": 0.6, "k_min": 1, "k_max": 3, "ranking": 1},
-    "values": NONE | {"v_tol": 0.02, "k_min": 1, "value_budget": 0.2},
+    "values": NONE | {"v_tol": 0.02, "k_min": 1},
 }
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 BATCH, HEADS = 32, 8

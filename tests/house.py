@@ -14,6 +14,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 LOOSE = {"__init__.py"}
 LONGEST = 450
+MOST = 30  # parameters of a function
 SOURCES = {".py", ".js", ".css", ".html"}
 REASON = f"over {LONGEST} lines because"  # at the head of a file that has more
 HEAD = 20  # lines
@@ -223,6 +224,19 @@ def long_files(house: House) -> list[str]:
         head = " ".join(" ".join(lines[:HEAD]).split()).lower()
         if len(lines) > LONGEST and REASON not in head:
             found.append(f"{path.relative_to(house.root)}: {len(lines)} lines")
+    return found
+
+
+def long_signatures(house: House) -> list[str]:
+    """Functions of more than MOST parameters."""
+    found = []
+    for module, path in house.files.items():
+        for node in ast.walk(house.tree(module)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                given = node.args
+                count = len(given.posonlyargs) + len(given.args) + len(given.kwonlyargs)
+                if count > MOST:
+                    found.append(f"{path.relative_to(house.root)}: {node.name} has {count}")
     return found
 
 

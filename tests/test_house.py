@@ -63,6 +63,11 @@ def test_files_are_of_readable_length():
     assert found == [], f"split it, or write why at its head ({source.REASON!r} ...)"
 
 
+def test_functions_take_few_parameters():
+    found = source.long_signatures(HOUSE)
+    assert found == [], "what travels together is one NamedTuple (attnplug/ops/common/views.py)"
+
+
 def test_the_formatter_is_rarely_switched_off():
     found = source.skips(HOUSE)
     assert len(found) <= source.SKIPS, f"{len(found)} lines switch it off: {found[:10]} ..."
@@ -172,6 +177,13 @@ def test_a_long_file_is_found(tmp_path):
     script = tmp_path / "attnplug/page.js"
     script.write_text(body + body)
     assert source.long_files(small) == ["b.py: 451 lines", "page.js: 900 lines"]
+
+
+def test_a_long_signature_is_found(tmp_path):
+    names = [f"x{i}" for i in range(source.MOST)]
+    few, many = ", ".join(names), ", ".join([*names[:10], "/", *names[10:20], "*", *names[20:]])
+    text = f"def few({few}): ...\nasync def many({many}, last): ...\n"
+    assert source.long_signatures(built(tmp_path, a=text)) == ["a.py: many has 31"]
 
 
 def test_a_switched_off_formatter_is_found(tmp_path):

@@ -73,7 +73,7 @@ def why_not_indexed(module: torch.nn.Module) -> str:
 
 
 def picking_forward(kind: type[torch.nn.Module]) -> Forward | None:
-    """The forward of an indexer's class whose end, from the scores on, is `pick_tokens`; None where the
+    """The forward of an indexer's class, but from the scores on `pick_tokens`; None where the
     class's own ends otherwise."""
     if kind not in PICKING:
         made = _with_our_end(inspect.unwrap(kind.forward))

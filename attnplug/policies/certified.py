@@ -44,7 +44,7 @@ class Certified(DenseBelow):
     share of its output's norm. A head whose bound is not is recomputed exactly. None: no such
     limit. coverage, k_min: blocks are read exactly until they hold this share of the attention, and
     at least so many. k_max: at most so many for each of these. v_tol: a block whose mass times
-    value error is above it is read with exact values. value_budget: a hard limit on E_val.
+    value error is above it is read with exact values.
     ranking: to which depth quantized and exact blocks must rank alike, else the head is recomputed.
     explore: share of the blocks that is spot-checked. originals: "host" or "device".
     scratch: slots of the GPU, for each row and KV head, that keep what was read of the host's
@@ -60,7 +60,6 @@ class Certified(DenseBelow):
     k_min: int = 0
     k_max: int = 1024
     v_tol: float | None = None
-    value_budget: float | None = None
     ranking: int = 0
     explore: float = 0.0001
     originals: str = "host"
@@ -75,7 +74,7 @@ class Certified(DenseBelow):
         self.check_integers("block", "k_min", "k_max", "ranking", "scratch")
         for option in ("coverage", "explore"):
             self.check(option, type(getattr(self, option)) in (int, float), "a number")
-        for option in ("tolerance", "v_tol", "value_budget"):
+        for option in ("tolerance", "v_tol"):
             kind = type(getattr(self, option))
             self.check(option, kind in (int, float, type(None)), "None or a number")
         self.check("block", self.block in BLOCKS, ", ".join(map(str, BLOCKS)))
@@ -83,7 +82,7 @@ class Certified(DenseBelow):
         self.check("ranking", 0 <= self.ranking <= MAX_RANKING, f"0 to {MAX_RANKING}")
         self.check("k_min", self.k_min >= self.ranking, "at least ranking")
         self.check("k_max", max(self.k_min, 1) <= self.k_max <= 1024, "k_min to 1024")
-        for option in ("tolerance", "v_tol", "value_budget"):
+        for option in ("tolerance", "v_tol"):
             value = getattr(self, option)
             self.check(option, value is None or value >= 0, "None or at least 0")
         self.check("explore", 0 <= self.explore <= 1, "0 to 1")
@@ -108,8 +107,8 @@ class Certified(DenseBelow):
     @property
     def _promotes_k_min(self) -> bool:
         """Whether a step reads k_min blocks exactly, and no others."""
-        hard = self.value_budget is None and self.tolerance is None
-        return hard and self.v_tol is None and self.coverage == 0 and self.explore == 0
+        none = self.tolerance is None and self.v_tol is None
+        return none and self.coverage == 0 and self.explore == 0
 
     def slots(self, blocks: int) -> int:
         """Slots of the scratch cache of `blocks` blocks. None where k_min blocks are all that is
@@ -149,7 +148,6 @@ class Certified(DenseBelow):
             k_min=self.k_min,
             k_max=self.k_max,
             v_tol=self.v_tol,
-            value_budget=self.value_budget,
             tolerance=self.tolerance,
             ranking=self.ranking,
             explore=self.explore,

@@ -10,14 +10,16 @@ from attnplug.ops.certified.kernels.arguments import (
     Arithmetic,
     BlockScores,
     Programs,
-    Rows,
+    Promotion,
     Shape,
     Splits,
 )
 from attnplug.ops.certified.plan import Plan
 from attnplug.ops.certified.scratch import SETS, Scratch
+from attnplug.ops.common.rows import mask_bytes
 from attnplug.ops.common.sizes import cdiv, next_power_of_two, padded_width
 from attnplug.ops.common.triton import tl
+from attnplug.ops.common.views import Cache, Query, Rows, cache_of, query_of, rows_of
 
 
 class Tier(NamedTuple):
@@ -32,31 +34,86 @@ class Tier(NamedTuple):
     progress: torch.Tensor
 
 
-class Inputs(NamedTuple):
-    """The tensors of a call, as kernels read them."""
+class Call(NamedTuple):
+    """The arguments of the op, in the order of its schema."""
 
     q: torch.Tensor
     k: torch.Tensor
     v: torch.Tensor
+    k_codes: torch.Tensor
+    k_meta: torch.Tensor
+    v_codes: torch.Tensor
+    v_meta: torch.Tensor
+    summary: torch.Tensor
+    check: torch.Tensor
+    progress: torch.Tensor
+    scale: float
+    block: int
+    coverage: float
+    k_min: int
+    k_max: int
+    v_tol: float
+    tolerance: float
+    ranking: int
+    explore: float
+    lengths: torch.Tensor | None
+    start: torch.Tensor | None
+    key_mask: torch.Tensor | None
+    softcap: float
+    sinks: torch.Tensor | None
+    telemetry: torch.Tensor | None
+    slots: torch.Tensor | None
+    owner: torch.Tensor | None
+    used: torch.Tensor | None
+    seals: torch.Tensor | None
+    counters: torch.Tensor | None
+
+    @property
+    def tier(self) -> "Tier":
+        return Tier(*self[3:10])
+
+    @property
+    def scratch(self) -> Scratch | None:
+        return None if self.owner is None else Scratch(*self[25:])
+
+
+class CertifiedOutput(NamedTuple):
+    """What `certified_attention` returns."""
+
+    out: torch.Tensor  # [B,Hq,1,D]
+    lse: torch.Tensor  # float32 [B,Hq,1]
+    bounds: torch.Tensor  # float32 [B,Hq,6]
+    rungs: torch.Tensor  # int32 [B,Hq]
+
+
+class Inputs(NamedTuple):
+    """What kernels are given of a call."""
+
+    q: Query
+    cache: Cache
     tier: Tier
     rows: Rows
     sinks: torch.Tensor | None
     telemetry: torch.Tensor | None
     scratch: Scratch | None
 
+    @classmethod
+    def of(cls, call: Call) -> "Inputs":
+        q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in call[:3])
+        rows = rows_of(k.shape[2], call.lengths, call.start, mask_bytes(call.key_mask))
+        tier = call.tier._replace(k_meta=call.k_meta.view(torch.int16))
+        rest = call.sinks, call.telemetry, call.scratch
+        return cls(query_of(q), cache_of(k, v), tier, rows, *rest)
+
+    @property
+    def shapes(self) -> tuple[int, int, int, int]:
+        """(rows, query heads, KV heads, blocks)."""
+        batch, heads = self.q.at.shape[:2]
+        return batch, heads, self.cache.k.shape[1], self.tier.check.shape[2]
+
     def originals(self) -> dict[str, Any]:
         """What a kernel that reads originals is given."""
-        mask = self.rows.key_mask
-        return {
-            "q": self.q,
-            "k": self.k,
-            "v": self.v,
-            "rows": self.rows,
-            "q_strides": self.q.stride()[:2],
-            "k_strides": self.k.stride()[:3],
-            "v_strides": self.v.stride()[:3],
-            "mask_stride": 0 if mask is None else mask.stride(0),
-        }
+        return {"q": self.q, "cache": self.cache, "rows": self.rows}
 
 
 class Memory(NamedTuple):
@@ -66,14 +123,9 @@ class Memory(NamedTuple):
     splits: Splits  # of the first pass, [B Hq, splits + 1]
     merged: torch.Tensor  # their sum
     left_sums: torch.Tensor
-    counts: torch.Tensor
     head_lse: torch.Tensor
     needs: torch.Tensor
-    block_list: torch.Tensor
-    promoted_sums: torch.Tensor
-    changes: torch.Tensor  # of promotion, or the pieces of a recomputation, which replace it
-    flags: torch.Tensor
-    read_digest: torch.Tensor
+    promotion: Promotion
     rest_norms: torch.Tensor
     exact_lse: torch.Tensor  # of those pieces
     exact_norms: torch.Tensor
@@ -88,7 +140,8 @@ def arithmetic_of(q: torch.Tensor, capped: bool) -> Arithmetic:
 
 
 def shape_of(inputs: Inputs, block: int) -> Shape:
-    width, group = inputs.q.shape[3], inputs.q.shape[1] // inputs.k.shape[1]
+    q, k = inputs.q.at, inputs.cache.k
+    width, group = q.shape[3], q.shape[1] // k.shape[1]
     half = inputs.tier.v_codes.shape[4] // 16
     return Shape(
         GROUP=group,
@@ -117,7 +170,7 @@ def programs_of(inputs: Inputs, plan: Plan, readers: int) -> Programs:
 
 def memory_of(inputs: Inputs, plan: Plan, programs: Programs, preparing: int) -> Memory:
     """`preparing`: programs of `prepare` for each KV head, 0 for none."""
-    device = inputs.q.device
+    device, width = inputs.q.at.device, inputs.q.at.shape[3]
 
     def floats(*shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=torch.float32, device=device)
@@ -125,8 +178,8 @@ def memory_of(inputs: Inputs, plan: Plan, programs: Programs, preparing: int) ->
     def integers(*shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=torch.int32, device=device)
 
-    (batch, query_heads, _, width), kv_heads = inputs.q.shape, inputs.k.shape[1]
-    heads, groups, blocks = batch * query_heads, batch * kv_heads, inputs.tier.check.shape[2]
+    batch, query_heads, kv_heads, blocks = inputs.shapes
+    heads, groups = batch * query_heads, batch * kv_heads
     readers = programs.READERS or plan.list_readers
     listed = 1 if programs.READERS else groups * programs.CHUNKS * programs.OWN
     return Memory(
@@ -134,14 +187,16 @@ def memory_of(inputs: Inputs, plan: Plan, programs: Programs, preparing: int) ->
         splits=Splits(floats(heads, plan.splits + 1, width), floats(heads, plan.splits + 1)),
         merged=floats(heads, width),
         left_sums=floats(heads, records.LEFT_FIELDS.value, programs.CHUNKS),
-        counts=integers(groups, records.COUNT_FIELDS.value, programs.CHUNKS),
         head_lse=floats(heads, records.HEAD_FIELDS.value),
         needs=floats(heads, max(1, blocks)),
-        block_list=integers(listed, records.LIST_FIELDS.value),
-        promoted_sums=floats(heads, records.PROMOTED_FIELDS.value, readers),
-        changes=floats(heads, max(readers, plan.pieces), width),
-        flags=integers(groups, records.FLAG_FIELDS.value),
-        read_digest=integers(groups),
+        promotion=Promotion(
+            counts=integers(groups, records.COUNT_FIELDS.value, programs.CHUNKS),
+            block_list=integers(listed, records.LIST_FIELDS.value),
+            promoted_sums=floats(heads, records.PROMOTED_FIELDS.value, readers),
+            changes=floats(heads, max(readers, plan.pieces), width),
+            flags=integers(groups, records.FLAG_FIELDS.value),
+            read_digest=integers(groups),
+        ),
         rest_norms=floats(heads, records.REST_FIELDS.value),
         exact_lse=floats(heads, plan.pieces),
         exact_norms=floats(heads, plan.pieces, records.EXACT_FIELDS.value),

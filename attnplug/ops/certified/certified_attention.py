@@ -12,12 +12,11 @@ bound, or is the exact output. docs/methods/certified-bounds.md has the proofs. 
 tighter one.
 """
 
-from typing import NamedTuple
-
 import numpy as np
 import torch
 
 from attnplug.errors import ArgumentError
+from attnplug.ops.certified.call import Call, CertifiedOutput
 from attnplug.ops.certified.launch import launch
 from attnplug.ops.certified.plan import capacity_for
 from attnplug.ops.certified.proof import (
@@ -56,15 +55,6 @@ RUNGS = {
 MAX_RANKING = RANKS.value
 
 
-class CertifiedOutput(NamedTuple):
-    """What `certified_attention` returns."""
-
-    out: torch.Tensor  # [B,Hq,1,D]
-    lse: torch.Tensor  # float32 [B,Hq,1]
-    bounds: torch.Tensor  # float32 [B,Hq,6]
-    rungs: torch.Tensor  # int32 [B,Hq]
-
-
 def certified_attention(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -78,7 +68,6 @@ def certified_attention(
     k_min: int = 0,
     k_max: int = 1024,
     v_tol: float | None = None,
-    value_budget: float | None = None,
     ranking: int = 0,
     explore: float = 0.0001,
     lengths: torch.Tensor | None = None,
@@ -107,8 +96,6 @@ def certified_attention(
         k_max: at most so many blocks for each head by need, and for each KV head by coverage.
         v_tol: a block is read with exact values where mass times value error is above this, in
             units of the values. None: none is for that.
-        value_budget: a hard limit on E_val: blocks are promoted until it holds, or the head is
-            recomputed. None: none.
         ranking: depth to which the promoted blocks must rank alike by exact and by quantized mass,
             0 (no check) to 4. A head that fails is recomputed exactly.
         explore: share of the blocks that are read exactly at random, against silent faults.
@@ -134,7 +121,7 @@ def certified_attention(
         GradientError: an input requires grad.
     """
     refuse_gradients("certified_attention", q, k, v, sinks)
-    limits = [float("inf") if x is None else x for x in (v_tol, value_budget, tolerance)]
+    limits = [float("inf") if x is None else x for x in (v_tol, tolerance)]
     return CertifiedOutput(
         *_certified_attention(
             q,
@@ -160,62 +147,31 @@ def certified_attention(
     )
 
 
-def _allocate(
-    q,
-    k,
-    v,
-    k_codes,
-    k_meta,
-    v_codes,
-    v_meta,
-    summary,
-    check,
-    progress,
-    scale,
-    block,
-    coverage,
-    k_min,
-    k_max,
-    v_tol,
-    value_budget,
-    tolerance,
-    ranking,
-    explore,
-    lengths,
-    start,
-    key_mask,
-    softcap,
-    sinks,
-    telemetry,
-    slots,
-    owner,
-    used,
-    seals,
-    counters,
-):
+def _allocate(*args):
+    call = Call(*args)
+    q, k, telemetry = call.q, call.k, call.telemetry
     name = "certified_attention"
-    check_attention_inputs(name, q, k, v)
-    check_sequence_inputs(name, q, k, lengths, start, key_mask)
-    check_tier(name, k, (k_codes, k_meta, v_codes, v_meta, summary, check, progress), block)
-    check_scratch(k, block, (slots, owner, used, seals, counters))
+    check_attention_inputs(name, q, k, call.v)
+    check_sequence_inputs(name, q, k, call.lengths, call.start, call.key_mask)
+    check_tier(name, k, call.tier, call.block)
+    check_scratch(k, call.block, call[25:])
     batch, heads, queries, width = q.shape
     require(queries == 1, name, f"q has {queries} queries, needs 1: certified serves decode")
-    for label, value, valid, needed in (
-        ("scale", scale, 0 <= scale < float("inf"), "at least 0 and finite"),
-        ("coverage", coverage, 0 <= coverage <= 1, "0 to 1"),
-        ("k_min", k_min, k_min >= max(ranking, 0), "at least ranking"),
-        ("k_max", k_max, max(k_min, 1) <= k_max <= 1024, "k_min to 1024"),
-        ("v_tol", v_tol, v_tol >= 0, "at least 0"),
-        ("value_budget", value_budget, value_budget >= 0, "at least 0"),
-        ("tolerance", tolerance, tolerance >= 0, "at least 0"),
-        ("ranking", ranking, 0 <= ranking <= MAX_RANKING, f"0 to {MAX_RANKING}"),
-        ("explore", explore, 0 <= explore <= 1, "0 to 1"),
-        ("softcap", softcap, softcap >= 0, "0 (off) or a positive cap"),
+    for label, valid, needed in (
+        ("scale", 0 <= call.scale < float("inf"), "at least 0 and finite"),
+        ("coverage", 0 <= call.coverage <= 1, "0 to 1"),
+        ("k_min", call.k_min >= max(call.ranking, 0), "at least ranking"),
+        ("k_max", max(call.k_min, 1) <= call.k_max <= 1024, "k_min to 1024"),
+        ("v_tol", call.v_tol >= 0, "at least 0"),
+        ("tolerance", call.tolerance >= 0, "at least 0"),
+        ("ranking", 0 <= call.ranking <= MAX_RANKING, f"0 to {MAX_RANKING}"),
+        ("explore", 0 <= call.explore <= 1, "0 to 1"),
+        ("softcap", call.softcap >= 0, "0 (off) or a positive cap"),
     ):
         if not valid:
-            raise ArgumentError(f"{name}: {label} is {value}, needs {needed}")
-    if sinks is not None:
-        check_sinks(name, q, sinks)
+            raise ArgumentError(f"{name}: {label} is {getattr(call, label)}, needs {needed}")
+    if call.sinks is not None:
+        check_sinks(name, q, call.sinks)
     if telemetry is not None:
         shape, group = tuple(telemetry.shape), heads // k.shape[1]
         good = len(shape) == 4 and shape[:2] == (batch, k.shape[1]) and shape[2] >= group
@@ -237,57 +193,25 @@ def _allocate(
 # --- CPU: `reference.py` is the specification ---------------------------------------------------
 
 
-def _cpu(
-    q,
-    k,
-    v,
-    k_codes,
-    k_meta,
-    v_codes,
-    v_meta,
-    summary,
-    check,
-    progress,
-    scale,
-    block,
-    coverage,
-    k_min,
-    k_max,
-    v_tol,
-    value_budget,
-    tolerance,
-    ranking,
-    explore,
-    lengths,
-    start,
-    key_mask,
-    softcap,
-    sinks,
-    telemetry,
-    slots,
-    owner,
-    used,
-    seals,
-    counters,
-    out,
-    lse,
-    bounds,
-    rungs,
-):
-    lengths, start = rows_on_cpu(k, lengths, start)
+def _cpu(*args):
+    call, (out, lse, bounds, rungs) = Call(*args[:-4]), args[-4:]
+    q, k, v, block, tolerance = call.q, call.k, call.v, call.block, call.tolerance
+    lengths, start = rows_on_cpu(k, call.lengths, call.start)
     complete = (lengths - start).clamp(min=0) // block
-    blocks = torch.where(progress[:, 1] == start, torch.minimum(progress[:, 0], complete), 0).long()
+    blocks = torch.where(
+        call.progress[:, 1] == start, torch.minimum(call.progress[:, 0], complete), 0
+    ).long()
     valid, count = int(lengths.max()), int(blocks.max())
     start = torch.minimum(start, lengths)  # a row of padding only
     # All contiguous: numba would compile the whole for every other layout.
-    near = [x[:, :, :count].contiguous() for x in (k_meta, v_meta)]
-    tier = [k_codes, near[0].float(), v_codes, _halves(near[1]), summary]
-    raw = [k_meta.view(torch.int16), v_meta, check]
+    near = [x[:, :, :count].contiguous() for x in (call.k_meta, call.v_meta)]
+    tier = [call.k_codes, near[0].float(), call.v_codes, _halves(near[1]), call.summary]
+    raw = [call.k_meta.view(torch.int16), call.v_meta, call.check]
     result = torch.empty(q.shape[:2] + q.shape[3:], dtype=torch.float32, device="cpu")
     counts = torch.zeros(*k.shape[:2], 2, dtype=torch.int64, device="cpu")
     marks = torch.zeros(*k.shape[:2], count, dtype=torch.int32, device="cpu")
-    capacity = capacity_for(check.shape[2], k_max, explore)
-    options = (coverage, k_min, k_max, v_tol, value_budget, explore)
+    capacity = capacity_for(call.check.shape[2], call.k_max, call.explore)
+    options = (call.coverage, call.k_min, call.k_max, call.v_tol, call.explore)
     reference(
         q[:, :, 0].float().contiguous().numpy(),
         k[:, :, :valid].float().contiguous().numpy(),
@@ -297,11 +221,11 @@ def _cpu(
         blocks.numpy(),
         lengths.numpy(),
         start.numpy(),
-        NO_MASK if key_mask is None else key_mask.contiguous().numpy(),
-        np.float32(scale),
-        np.float32(softcap),
-        sinks_on_cpu(sinks),
-        ranking,
+        NO_MASK if call.key_mask is None else call.key_mask.contiguous().numpy(),
+        np.float32(call.scale),
+        np.float32(call.softcap),
+        sinks_on_cpu(call.sinks),
+        call.ranking,
         capacity,
         tolerance,
         torch.finfo(q.dtype).eps / 2,
@@ -314,13 +238,14 @@ def _cpu(
         marks.numpy(),
     )
     out.copy_(result.unsqueeze(2))
-    if owner is not None:
-        state = (x.numpy() for x in (marks, start, owner, used, counters))
+    scratch = call.scratch
+    if scratch is not None:
+        state = (x.numpy() for x in (marks, start, scratch.owner, scratch.used, scratch.counters))
         simulate(next(state), next(state), block, *state)
-    if telemetry is not None:
+    if call.telemetry is not None:
         tail = lengths - start - blocks * block
         limit = tolerance * result.norm(dim=-1) if tolerance < float("inf") else tolerance
-        _record(telemetry, bounds, rungs, counts * block, tail, lengths - start, limit)
+        _record(call.telemetry, bounds, rungs, counts * block, tail, lengths - start, limit)
 
 
 def _halves(words: torch.Tensor) -> torch.Tensor:
@@ -355,7 +280,7 @@ def _record(telemetry, bounds, rungs, tokens, tail, whole, limit):
 _certified_attention = define_op(
     "certified_attention(Tensor q, Tensor k, Tensor v, Tensor k_codes, Tensor k_meta, "
     "Tensor v_codes, Tensor v_meta, Tensor summary, Tensor check, Tensor progress, float scale, "
-    "int block, float coverage, int k_min, int k_max, float v_tol, float value_budget, "
+    "int block, float coverage, int k_min, int k_max, float v_tol, "
     "float tolerance, int ranking, float explore, Tensor? lengths, "
     "Tensor? start, Tensor? key_mask, float softcap, Tensor? sinks, Tensor(a!)? telemetry, "
     "Tensor(b!)? slots, Tensor(c!)? owner, Tensor(d!)? used, Tensor(e!)? seals, "

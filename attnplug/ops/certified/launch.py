@@ -7,8 +7,9 @@ import torch
 
 from attnplug.ops.certified import plan as plans
 from attnplug.ops.certified.call import (
+    Call,
+    CertifiedOutput,
     Inputs,
-    Tier,
     arithmetic_of,
     memory_of,
     programs_of,
@@ -16,8 +17,6 @@ from attnplug.ops.certified.call import (
 )
 from attnplug.ops.certified.kernels.arguments import (
     Choice,
-    Rows,
-    RowSteps,
     Splits,
 )
 from attnplug.ops.certified.kernels.attend import attend, prepare
@@ -29,12 +28,11 @@ from attnplug.ops.certified.kernels.hopper_tiles import layouts
 from attnplug.ops.certified.kernels.promote import promote
 from attnplug.ops.certified.kernels.weigh import weigh_heads
 from attnplug.ops.certified.plan import INF, PREPARED, PROMOTING, Plan, capacity_for, plan_for
-from attnplug.ops.certified.scratch import Scratch
 from attnplug.ops.common.device import card
-from attnplug.ops.common.rows import mask_bytes, row_step
 from attnplug.ops.common.sizes import cdiv, next_power_of_two
 from attnplug.ops.common.softmax import LOG2E
 from attnplug.ops.common.triton import TensorDescriptor, gl
+from attnplug.ops.common.views import steps_of
 
 FIRST = ("prepare", "rest", "attend")  # what reads the tier, and what is not quantized
 PHASES = (*FIRST, "weigh", "choose", "promote", "finish", "recompute", "replace")
@@ -48,19 +46,18 @@ class _Step:
         self, inputs: Inputs, block: int, scale: float, softcap: float, plan: Plan, readers: int
     ) -> None:
         self.inputs, self.plan = inputs, plan
+        q = inputs.q.at
         self.originals = inputs.originals()
-        self.card = card(inputs.q.device)
+        self.card = card(q.device)
         self.pdl = self.card.pdl
         self.early: dict[str, Any] = {"launch_pdl": True} if self.pdl else {}
-        self.batch, self.heads = inputs.q.shape[:2]
-        self.kv_heads, self.size = inputs.k.shape[1:3]
-        self.blocks = inputs.tier.check.shape[2]
+        self.batch, self.heads, self.kv_heads, self.blocks = inputs.shapes
         self.shape = shape_of(inputs, block)
-        self.math = arithmetic_of(inputs.q, softcap > 0)
+        self.math = arithmetic_of(q, softcap > 0)
         self.scales = {"scale": scale * LOG2E, "cap": softcap * LOG2E}  # to the base 2
-        unit = torch.finfo(inputs.q.dtype).eps / 2
+        unit = torch.finfo(q.dtype).eps / 2
         # Unit roundoffs: of probabilities and values in products, and of the output.
-        unit_p = unit if inputs.q.dtype == torch.float32 else 2.0**-11
+        unit_p = unit if q.dtype == torch.float32 else 2.0**-11
         self.units = {"unit_p": unit_p, "unit": unit}
         self.programs = programs_of(inputs, plan, readers)
         self.preparing = 0
@@ -68,11 +65,8 @@ class _Step:
             most = max(1, 4 * self.card.processors // (self.batch * self.kv_heads))
             self.preparing = min(cdiv(max(1, self.blocks), PREPARED), most)
         self.memory = memory_of(inputs, plan, self.programs, self.preparing)
-        self.rows = {
-            "S": self.size,
-            "STEPS": RowSteps(row_step(inputs.rows.lengths), row_step(inputs.rows.start)),
-            "PDL": self.pdl,
-        }
+        steps = steps_of(inputs.rows.lengths, inputs.rows.start)
+        self.common = {"STEPS": steps, "PDL": self.pdl}
 
     def prepare(self) -> None:
         if self.preparing == 0:
@@ -88,11 +82,10 @@ class _Step:
             **self.scales,
             N=self.blocks,
             programs=self.preparing,
-            q_strides=self.originals["q_strides"],
             SHAPE=self.shape,
             TILE=PREPARED,
             MATH=self.math,
-            **self.rows,
+            **self.common,
             num_warps=4,
             **self.early,
         )
@@ -104,7 +97,7 @@ class _Step:
             **self.originals,
             progress=self.inputs.tier.progress,
             metadata_faults=self.memory.metadata_faults,
-            flags=self.memory.flags,
+            flags=self.memory.promotion.flags,
             splits=self.memory.splits,
             rest_norms=self.memory.rest_norms,
             **self.scales,
@@ -114,7 +107,7 @@ class _Step:
             TILE=min(self.shape.BLOCK, 64 if self.shape.D <= 128 else 32),
             PROGRAMS=next_power_of_two(max(1, self.preparing)),
             MATH=self.math,
-            **self.rows,
+            **self.common,
             num_warps=4,
             num_stages=1,
             **self.early,
@@ -127,14 +120,13 @@ class _Step:
             "rows": self.inputs.rows,
             "scores": self.memory.scores,
             "splits": self.memory.splits,
-            "flags": self.memory.flags,
+            "flags": self.memory.promotion.flags,
             **self.scales,
             "N": self.blocks,
             "count": self.plan.splits,
-            "q_strides": self.originals["q_strides"],
             "SHAPE": self.shape,
             "CHECKED": self.plan.checked,
-            **self.rows,
+            **self.common,
             **self.early,
         }
         if self.plan.step > 0:
@@ -144,7 +136,6 @@ class _Step:
             grid=grid,
             warmup=False,
             tier=self.inputs.tier,
-            mask_stride=self.originals["mask_stride"],
             STAGES=self.plan.stages,
             MATH=self.math,
             num_warps=self.plan.warps,
@@ -201,13 +192,12 @@ class _Step:
             N=self.blocks,
             pieces=self.plan.splits + 1,
             kv_heads=self.kv_heads,
-            q_strides=self.originals["q_strides"],
             SHAPE=self.shape,
             SPLITS=self.programs.SPLITS,
             TILE=min(every, plans.WEIGHED),
-            HELD=plans.held_blocks(every, 1, False),
+            HELD=plans.held_blocks(every, 1),
             num_warps=plans.CHOOSING.warps,
-            **self.rows,
+            **self.common,
         )
 
     def choose(self, choice: Choice, one_sweep: bool, ranking: int, tolerance: float) -> None:
@@ -216,14 +206,11 @@ class _Step:
             self.shape.GROUP,
             one_sweep=one_sweep,
             coverage=choice.coverage,
-            value_budget=choice.value_budget,
             k_min=choice.least,
             tolerance=tolerance,
             explore=choice.explore,
         )
-        finite = choice._replace(
-            v_tol=min(choice.v_tol, 1e30), value_budget=min(choice.value_budget, 1e30)
-        )
+        finite = choice._replace(v_tol=min(choice.v_tol, 1e30))
         merging = 0 if search.NEEDS else self.shape.GROUP
         programs = self.programs.READERS + self.programs.CHUNKS + merging
         # Behind the pass it is not launched early: that made the whole step slower
@@ -238,7 +225,6 @@ class _Step:
             left_sums=self.memory.left_sums,
             head_lse=self.memory.head_lse,
             needs=self.memory.needs,
-            read_digest=self.memory.read_digest,
             choice=finite,
             pieces=self.plan.splits + 1,
             GP=next_power_of_two(self.shape.GROUP),
@@ -269,11 +255,7 @@ class _Step:
             **self.originals,
             "tier": self.inputs.tier,
             "scores": self.memory.scores,
-            "counts": self.memory.counts,
-            "block_list": self.memory.block_list,
-            "promoted_sums": self.memory.promoted_sums,
-            "changes": self.memory.changes,
-            "flags": self.memory.flags,
+            "promotion": self.memory.promotion,
             "scratch": scratch,
             **self.scales,
             "N": self.blocks,
@@ -282,22 +264,19 @@ class _Step:
             "PROGRAMS": self.programs,
             "DEPTH": ranking,
             "MATH": self.math,
-            **self.rows,
+            **self.common,
         }
 
     def _limits(self, registers: int | None) -> dict[str, Any]:
         return {"num_stages": 1, **self.card.limit(registers)}
 
-    def finish(self, out, lse, bounds, rungs, value_budget, tolerance, ranking, capacity) -> None:
+    def finish(self, found, tolerance, ranking, capacity) -> None:
         memory, telemetry = self.memory, self.inputs.telemetry
         readers = self.programs.READERS
         finish.run(
             grid=(self.heads, self.batch),
             warmup=False,
-            out=out,
-            lse=lse,
-            bounds=bounds,
-            rungs=rungs,
+            found=found,
             telemetry=telemetry,
             sinks=self.inputs.sinks,
             progress=self.inputs.tier.progress,
@@ -305,13 +284,8 @@ class _Step:
             merged=memory.merged,
             rest_norms=memory.rest_norms,
             left_sums=memory.left_sums,
-            counts=memory.counts,
             head_lse=memory.head_lse,
-            promoted_sums=memory.promoted_sums,
-            changes=memory.changes,
-            flags=memory.flags,
-            read_digest=memory.read_digest,
-            value_budget=value_budget,
+            promotion=memory.promotion,
             tolerance=tolerance,
             cap=self.scales["cap"],
             **self.units,
@@ -325,7 +299,7 @@ class _Step:
             LISTED=readers == 0,
             KV=next_power_of_two(self.kv_heads),
             DEPTH=ranking,
-            **self.rows,
+            **self.common,
             num_warps=4,
             **self.early,
         )
@@ -338,7 +312,7 @@ class _Step:
             **self.originals,
             rungs=rungs,
             telemetry=telemetry,
-            pieces=Splits(self.memory.changes, self.memory.exact_lse),
+            pieces=Splits(self.memory.promotion.changes, self.memory.exact_lse),
             exact_norms=self.memory.exact_norms,
             **self.scales,
             count=self.plan.pieces,
@@ -346,75 +320,63 @@ class _Step:
             SHAPE=self.shape,
             TILE=EXACT_TILE,
             MATH=self.math,
-            **self.rows,
+            **self.common,
             num_warps=4,
             **self.early,
         )
 
-    def replace(self, out, lse, bounds, rungs) -> None:
+    def replace(self, found) -> None:
         replace.run(
             grid=(self.heads, self.batch),
             warmup=False,
-            out=out,
-            lse=lse,
-            bounds=bounds,
-            rungs=rungs,
+            found=found,
             sinks=self.inputs.sinks,
             rows=self.inputs.rows,
-            pieces=Splits(self.memory.changes, self.memory.exact_lse),
+            pieces=Splits(self.memory.promotion.changes, self.memory.exact_lse),
             exact_norms=self.memory.exact_norms,
             **self.units,
             count=self.plan.pieces,
             SHAPE=self.shape,
             COUNT=next_power_of_two(self.plan.pieces),
-            **self.rows,
+            **self.common,
             num_warps=4,
             **self.early,
         )
 
 
-def launch(
-    q, k, v, k_codes, k_meta, v_codes, v_meta, summary, check, progress, scale, block, coverage,
-    k_min, k_max, v_tol, value_budget, tolerance, ranking, explore, lengths, start,
-    key_mask, softcap, sinks, telemetry, slots, owner, used, seals, counters, out, lse, bounds,
-    rungs, plan=None, phases=PHASES,
-):  # fmt: skip  # in the order of the op's schema
-    """Run the kernels; tensors as in `certified_attention`, on a GPU or in Triton's interpreter.
-    `phases`: only the first so many, to time them."""
-    batch, kv_heads, blocks = q.shape[0], k.shape[1], check.shape[2]
-    found = card(q.device)
-    capacity = max(1, capacity_for(blocks, k_max, explore))
+def launch(*args, plan=None, phases=PHASES):
+    """Run the kernels; arguments and outputs as those of `certified_attention`, on a GPU or in
+    Triton's interpreter. `phases`: only the first so many, to time them."""
+    call, found = Call(*args[:-4]), CertifiedOutput(*args[-4:])
+    inputs, device = Inputs.of(call), card(call.q.device)
+    batch, heads, kv_heads, blocks = inputs.shapes
+    capacity = max(1, capacity_for(blocks, call.k_max, call.explore))
     if plan is None:
         plan = plan_for(
             batch=batch,
             kv_heads=kv_heads,
-            group=q.shape[1] // kv_heads,
-            width=q.shape[3],
+            group=heads // kv_heads,
+            width=call.q.shape[3],
             blocks=blocks,
-            block=block,
+            block=call.block,
             capacity=capacity,
-            multiprocessors=found.processors,
-            hopper=found.tma and q.dtype != torch.float32 and key_mask is None,
+            multiprocessors=device.processors,
+            hopper=device.tma and call.q.dtype != torch.float32 and call.key_mask is None,
         )
-    scratch = None if owner is None else Scratch(slots, owner, used, seals, counters)
-    tier = Tier(k_codes, k_meta.view(torch.int16), v_codes, v_meta, summary, check, progress)
-    rows = Rows(lengths, start, mask_bytes(key_mask))
-    q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k, v))
-    inputs = Inputs(q, k, v, tier, rows, sinks, telemetry, scratch)
-    one_sweep = coverage == 0 and k_min <= 4 and blocks <= 8192
-    one_sweep = one_sweep and value_budget == tolerance == INF
-    inline = plan.inline_readers > 0 and one_sweep and scratch is None and explore == 0
-    inline = inline and v_tol >= 1e30
+    k_min, tolerance, ranking = call.k_min, call.tolerance, call.ranking
+    one_sweep = call.coverage == 0 and k_min <= 4 and blocks <= 8192 and tolerance == INF
+    inline = plan.inline_readers > 0 and one_sweep and call.scratch is None and call.explore == 0
+    inline = inline and call.v_tol >= 1e30
     readers = max(plan.inline_readers, next_power_of_two(k_min)) if inline else 0
-    step = _Step(inputs, block, scale, softcap, plan, readers)
-    choice = Choice(coverage, k_min, k_max, v_tol, value_budget, explore)
+    step = _Step(inputs, call.block, call.scale, call.softcap, plan, readers)
+    choice = Choice(call.coverage, k_min, call.k_max, call.v_tol, call.explore)
     arguments = {
         "weigh": (choice, tolerance),
         "choose": (choice, one_sweep, ranking, tolerance),
         "promote": (ranking,),
-        "finish": (out, lse, bounds, rungs, value_budget, tolerance, ranking, capacity),
-        "recompute": (rungs,),
-        "replace": (out, lse, bounds, rungs),
+        "finish": (found, tolerance, ranking, capacity),
+        "recompute": (found.rungs,),
+        "replace": (found,),
     }
     for phase in phases:
         getattr(step, phase)(*arguments.get(phase, ()))

@@ -105,11 +105,11 @@ def _power_of_two(n: int) -> int:
     return 1 << n.bit_length() - 1
 
 
-def held_blocks(blocks: int, heads: int, again: bool) -> int:
+def held_blocks(blocks: int, heads: int) -> int:
     """How large a tile holds the masses of so many blocks (a power of two) and heads in a program's
-    registers, with their scores; 0: none does. `again`: it is not the only search."""
+    registers, with their scores; 0: none does."""
     tile = max(1024, blocks)
-    return tile if tile * (heads + 1) <= (HELD // 2 if again else HELD) else 0
+    return tile if tile * (heads + 1) <= HELD else 0
 
 
 def search_for(
@@ -119,21 +119,18 @@ def search_for(
     one_sweep: bool,
     coverage: float,
     k_min: int,
-    value_budget: float,
     tolerance: float,
     explore: float,
 ) -> Search:
     """How `choose_blocks` searches so many blocks for the heads of a group."""
     every = max(16, next_power_of_two(blocks))
-    again = value_budget < INF
     heads = next_power_of_two(group)
     return Search(
         TILE=every if one_sweep else min(every, CHOOSING.tile),
-        HELD=0 if one_sweep else held_blocks(every, heads, again),
+        HELD=0 if one_sweep else held_blocks(every, heads),
         ONE_SWEEP=one_sweep,
         COVERS=coverage > 0,
         PROMOTES=coverage > 0 or k_min > 0,
         NEEDS=tolerance < INF,
-        BUDGETED=value_budget < INF,
         EXPLORES=explore > 0,
     )

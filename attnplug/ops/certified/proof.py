@@ -100,9 +100,6 @@ NORM_SHARE = 0.6
 # A block that adds more than what all may add has to be read in any case, by how much it does:
 # counted as this, it leaves the sum of the others its bits. Below 2, where the search begins.
 MOST_NEEDED = 1.9
-BUDGET_SHARE = (
-    0.9375  # of the value budget is what the choice aims at: sums of float32 fit the rest
-)
 # The search for a threshold, in powers of two.
 DEEPEST, WAYS, ROUNDS = -40.0, 8, 4
 

@@ -34,7 +34,6 @@ CHAIN_SLACK = Constant(proof.CHAIN_SLACK)
 CHAIN_TOKENS = Constant(proof.CHAIN_TOKENS)
 CHAIN_EXTRA = Constant(proof.CHAIN_EXTRA)
 LOG_FLOOR = Constant(proof.LOG_FLOOR)
-BUDGET_SHARE = Constant(proof.BUDGET_SHARE)
 DEEPEST = Constant(proof.DEEPEST)
 WAYS = Constant(proof.WAYS)  # thresholds that a round of the search tries
 ROUNDS = Constant(proof.ROUNDS)

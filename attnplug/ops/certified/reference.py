@@ -13,7 +13,6 @@ import numpy as np
 from attnplug.ops.certified.proof import (
     BOUND,
     BOUNDARY,
-    BUDGET_SHARE,
     CAP_SLACK,
     CAPACITY,
     CARE,
@@ -52,7 +51,7 @@ from attnplug.ops.common.numba_cache import njit, prange
 from attnplug.ops.common.product import add_product
 from attnplug.ops.common.reference import reference_rows
 
-PROOF = "4803b827c921d740"  # `proof.digest()` of the constants that numba compiles in here
+PROOF = "0b1f27b8e9e9414a"  # `proof.digest()` of the constants that numba compiles in here
 
 
 @njit()
@@ -312,7 +311,7 @@ def _choose(logs, eta, own, norm, row, length, options, marks):
     """Which blocks of a KV head are read exactly, beside those that a head needs: marks 1 keys, 3
     keys and values, 7 both for a spot check only. Returns the rungs that were climbed."""
     group, blocks = logs.shape
-    coverage, least, most, v_tol, budget, explore = options
+    coverage, least, most, v_tol, explore = options
     mass = np.exp(logs - norm.reshape(-1, 1))
     score, worth = np.empty(blocks, np.float32), np.empty(blocks, np.float32)
     for j in range(blocks):
@@ -326,12 +325,6 @@ def _choose(logs, eta, own, norm, row, length, options, marks):
     marks[:] = np.maximum(marks, (score >= x).astype(np.int32))
     rung = 0
     x = np.log(v_tol + LOG_FLOOR) / np.log(2.0)
-    if budget < np.inf:  # enough: what is promoted leaves at most the budget, with some room
-        share = mass * eta.reshape(1, -1)
-        own = np.empty(group, np.float32)
-        for g in range(group):
-            own[g] = BUDGET_SHARE * budget - share[g].sum()
-        x = min(x, _search(worth, share, own, 0.0, 0, blocks + 1))
     for j in range(blocks):
         if worth[j] >= x:
             marks[j], rung = 3, VALUES
@@ -622,8 +615,7 @@ def certify_group(
         )
         agree, safe = ranks_agree(logs[g], exact[g], marks, reach, depth)
         rung[g] = climbed | (0 if agree else RANKING) | (0 if safe else BOUNDARY)
-        fits = within and bounds[g, 1] <= options[4]
-        rung[g] |= 0 if fits or blocks == 0 else BOUND
+        rung[g] |= 0 if within or blocks == 0 else BOUND
         rung[g] |= CAPACITY if counts[0] > capacity else 0
     return wrong
 

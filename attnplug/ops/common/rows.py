@@ -47,34 +47,32 @@ def mask_bytes(key_mask: torch.Tensor | None) -> torch.Tensor | None:
 
 
 @triton.jit
-def row_span(
-    lengths,
-    start,
-    b,
-    S,
-    LENGTH_STEP: tl.constexpr,
-    START_STEP: tl.constexpr,
-    NEW: tl.constexpr = 0,
-    BYPASS_L1: tl.constexpr = 1,
-):
-    """(length, first real key) of row b, int32; the steps are `row_step` of the two tensors. NEW
-    tokens are not counted in `lengths` yet; a length of S + NEW then says that the cache is full,
-    and one of 0 where NEW is 1 that `lengths` is negative. Whatever `lengths` holds, int64 too, the
-    length is 0 to S + NEW.
+def row_span(rows, b, STEPS: tl.constexpr, NEW: tl.constexpr = 0, BYPASS_L1: tl.constexpr = 1):
+    """(length, first real key) of row b, int32. NEW tokens are not counted in `rows.lengths` yet; a
+    length of S + NEW then says that the cache is full, and one of 0 where NEW is 1 that the length
+    is negative. Whatever `rows.lengths` holds, int64 too, the length is 0 to S + NEW.
 
     BYPASS_L1 is set because another kernel may have counted a token just before: an L1 line may be
     older. A kernel that starts only when the ones in front of it have ended may clear it.
     """
-    length = S
-    if lengths is not None:
-        length = _load_number(lengths + b * LENGTH_STEP, BYPASS_L1)
+    length = rows.S
+    if rows.lengths is not None:
+        length = _load_number(rows.lengths + b * STEPS.LENGTH, BYPASS_L1)
         # Before int64 becomes int32: a length past 2^31 would wrap around to a place in the cache.
-        length = tl.maximum(tl.minimum(length, S), -NEW).to(tl.int32) + NEW
+        length = tl.maximum(tl.minimum(length, rows.S), -NEW).to(tl.int32) + NEW
     low = 0
-    if start is not None:
-        low = _load_number(start + b * START_STEP, BYPASS_L1)
-        low = tl.maximum(tl.minimum(low, S), 0).to(tl.int32)
+    if rows.start is not None:
+        low = _load_number(rows.start + b * STEPS.START, BYPASS_L1)
+        low = tl.maximum(tl.minimum(low, rows.S), 0).to(tl.int32)
     return length, low
+
+
+@triton.jit
+def shown(rows, b, at, seen):
+    """Which of the keys `at` of row b that are `seen` its key mask lets through."""
+    if rows.key_mask is not None:
+        seen = seen & (tl.load(rows.key_mask + b * rows.mask_b + at, mask=seen, other=0) != 0)
+    return seen
 
 
 @triton.jit

@@ -6,9 +6,16 @@ stores its piece, and a second kernel merges the pieces by their log-sum-exps.
 Source: Dao et al., Flash-Decoding for long-context inference (2023).
 """
 
+from typing import Any
+
+import torch
+
 from attnplug.ops.common.constants import Constant
+from attnplug.ops.common.device import early
+from attnplug.ops.common.sizes import cdiv, next_power_of_two
 from attnplug.ops.common.softmax import LN2, LOG2E
 from attnplug.ops.common.triton import gdc_wait, tl, triton
+from attnplug.ops.common.views import Output
 
 _LN2, _LOG2E = Constant(LN2), Constant(LOG2E)
 
@@ -18,10 +25,7 @@ def store_piece(
     top,
     total,
     acc,
-    sinks,
-    partial,
-    out,
-    lse,
+    output,
     head,
     row,
     rows,
@@ -31,30 +35,29 @@ def store_piece(
     split,
     splits,
     D: tl.constexpr,
-    FUSED: tl.constexpr,
 ):
     """Store what piece `split` of `splits` gives for the query-head pairs `row`, of `rows` in all.
 
-    `top`, `total` and `acc` are the state of the online softmax. Stored to `partial`, for
-    `merge_splits`; or if FUSED (there is one piece) as `out` and natural log-sum-exp, unless `lse`
-    is None.
-    `partial` holds `[rows, splits, D]` outputs, then `[rows, splits]` log-sum-exps in base 2.
+    `top`, `total` and `acc` are the state of the online softmax. Stored to `output.pieces`, for
+    `merge_splits`; or without them (there is one piece) as `out` and natural log-sum-exp, unless
+    `lse` is None.
+    The pieces are `[rows, splits, D]` outputs, then `[rows, splits]` log-sum-exps in base 2.
     """
     empty = total == 0
     divisor = tl.where(empty, 1.0, total)
     base = tl.where(top == float("-inf"), 0.0, top)
     result = tl.where(empty, float("-inf"), base + tl.log2(divisor))
-    if FUSED:
-        if sinks is not None:
-            logit = tl.load(sinks + head, mask=in_group, other=float("-inf")).to(tl.float32)
+    if output.pieces is None:
+        if output.sinks is not None:
+            logit = tl.load(output.sinks + head, mask=in_group, other=float("-inf")).to(tl.float32)
             divisor += tl.exp2(logit * _LOG2E - base)
-        if lse is not None:
-            tl.store(lse + row, result * _LN2, mask=in_group)
-        out_at = out + row[:, None] * D + d[None, :]
+        if output.lse is not None:
+            tl.store(output.lse + row, result * _LN2, mask=in_group)
+        out_at = output.out + row[:, None] * D + d[None, :]
     else:
         row = row * splits + split
-        tl.store(partial + rows * splits * D + row, result, mask=in_group)
-        out_at = partial + row[:, None] * D + d[None, :]
+        tl.store(output.pieces + rows * splits * D + row, result, mask=in_group)
+        out_at = output.pieces + row[:, None] * D + d[None, :]
     tl.store(
         out_at,
         (acc / divisor[:, None]).to(out_at.dtype.element_ty),
@@ -62,12 +65,39 @@ def store_piece(
     )
 
 
+def pieces_of(out: torch.Tensor, splits: int) -> torch.Tensor:
+    """Temporary memory for `splits` pieces of each row of `out [B, Hq, T, D]`."""
+    batch, heads, queries, width = out.shape
+    elements = batch * heads * queries * splits * (width + 1)
+    return torch.empty(elements, dtype=torch.float32, device=out.device)
+
+
+def launch_merge(
+    output: Output, splits: int, columns: int, chained: bool = True, **more: Any
+) -> None:
+    """Merge the `splits` pieces of each row into `output.out`, a program for so many columns of the
+    head dimension. Unless it is `chained` to the kernel in front, it starts when that has ended.
+    `more` are arguments of `merge_splits`."""
+    batch, heads, queries, width = output.out.shape
+    pdl, dependent = early(output.out.device) if chained else (False, {})
+    merge_splits.run(
+        grid=(batch * heads * queries, cdiv(width, columns)),
+        warmup=False,
+        output=output,
+        heads=heads,
+        T=queries,
+        splits=splits,
+        D=width,
+        COLUMNS=columns,
+        SPLITS=next_power_of_two(splits),
+        PDL=pdl,
+        **{"num_warps": 4, **dependent, **more},
+    )
+
+
 @triton.jit
 def merge_splits(
-    partial,
-    sinks,
-    out,
-    lse,
+    output,
     heads,
     T,
     splits,
@@ -86,14 +116,14 @@ def merge_splits(
 
     With `lengths` `[counters]` it also counts the decode step's token in them: all kernels that
     read them have ended. With `row_lengths` `[B]`, ROW_STEP apart, rows of length 0 keep what is in
-    `out`, and their pieces need not be there. With `whole_splits` these are merged as well: they
-    have that many pieces, the others `kept_splits`. `lse` may be None.
+    `output.out`, and their pieces need not be there. With `whole_splits` these are merged as well:
+    they have that many pieces, the others `kept_splits`. `output.lse` may be None.
     """
     row = tl.program_id(0).to(tl.int64)
     d = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     j = tl.arange(0, SPLITS)
     in_splits = j < splits
-    lse_at = partial + tl.num_programs(0).to(tl.int64) * splits * D
+    lse_at = output.pieces + tl.num_programs(0).to(tl.int64) * splits * D
     length = 1
     if row_lengths is not None:  # there before the first kernel of the step began
         length = tl.load(row_lengths + row // (heads * T) * ROW_STEP, cache_modifier=".cg")
@@ -109,7 +139,7 @@ def merge_splits(
         lse_at + row * splits + j, mask=in_splits, other=float("-inf"), cache_modifier=".cg"
     )
     piece = tl.load(
-        partial + (row * splits + j)[:, None] * D + d[None, :],
+        output.pieces + (row * splits + j)[:, None] * D + d[None, :],
         mask=in_splits[:, None] & (d < D)[None, :],
         other=0.0,
         cache_modifier=".cg",
@@ -122,14 +152,14 @@ def merge_splits(
     total = tl.sum(weight, 0)
     denominator = tl.where(total == 0, 1.0, total)
     result = tl.where(total == 0, float("-inf"), shift + tl.log2(denominator))
-    if sinks is not None:
-        sink = tl.load(sinks + row // T % heads).to(tl.float32)
+    if output.sinks is not None:
+        sink = tl.load(output.sinks + row // T % heads).to(tl.float32)
         denominator += tl.exp2(sink * _LOG2E - shift)
     merged = tl.sum(piece * weight[:, None], 0) / denominator
-    tl.store(out + row * D + d, merged.to(out.dtype.element_ty), mask=d < D)
+    tl.store(output.out + row * D + d, merged.to(output.out.dtype.element_ty), mask=d < D)
     if tl.program_id(1) == 0:
-        if lse is not None:
-            tl.store(lse + row, result * _LN2)
+        if output.lse is not None:
+            tl.store(output.lse + row, result * _LN2)
         if lengths is not None:
             if row < counters:
                 tl.atomic_add(lengths + row, 1, sem="relaxed")

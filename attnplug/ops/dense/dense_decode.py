@@ -22,15 +22,24 @@ from attnplug.ops.common.checks import (
     check_sinks,
 )
 from attnplug.ops.common.define import define_op, refuse_gradients
-from attnplug.ops.common.device import card, early
+from attnplug.ops.common.device import card
 from attnplug.ops.common.numba_cache import njit, prange
 from attnplug.ops.common.pages import capacity, page_of, table_at, whole_rows
 from attnplug.ops.common.reference import reference_rows, sinks_on_cpu
-from attnplug.ops.common.rows import NO_MASK, mask_bytes, row_span, row_step, rows_on_cpu
-from attnplug.ops.common.sizes import cdiv, next_power_of_two, padded_width
+from attnplug.ops.common.rows import NO_MASK, mask_bytes, row_span, rows_on_cpu
+from attnplug.ops.common.sizes import cdiv
 from attnplug.ops.common.softmax import base_two, online_softmax, softcap
-from attnplug.ops.common.splits import merge_splits
+from attnplug.ops.common.splits import launch_merge, pieces_of
 from attnplug.ops.common.triton import gdc_launch_dependents, tl, triton
+from attnplug.ops.common.views import (
+    Output,
+    begin_of,
+    cache_of,
+    query_of,
+    rows_of,
+    shape_of,
+    steps_of,
+)
 from attnplug.ops.dense.plan import plan_for
 
 
@@ -60,7 +69,7 @@ def dense_decode(
             pages `[pages, Hkv, page, D]`, and S is `P * page`.
         scale: factor on q.k, commonly `D ** -0.5`.
         lengths: int32 or int64 `[1]` or `[B]`, tokens that are valid in k and v, the T queries
-            being the last of them: query t stands at `length - T + t`. None: all S. Slots from
+            being the last of them: query t stands at `length - q.T + t`. None: all S. Slots from
             `length` on are never read.
         start: int32 or int64 `[1]` or `[B]`, first real key of a left-padded row. None: 0.
         key_mask: bool `[B, S]`, False where a key must not be seen.
@@ -162,42 +171,27 @@ def _cpu(q, k, v, scale, lengths, start, key_mask, window, softcap, sinks, out, 
 @triton.jit
 def _attend(
     q,
-    k,
-    v,
-    lengths,
-    start,
-    key_mask,
-    table,
-    partial,
+    cache,
+    rows,
+    pieces,
     scale,
     cap,
     window,
-    T,
-    S,
     splits,
-    q_strides,
-    k_strides,
-    v_strides,
-    mask_stride,
-    table_stride,
-    GROUP: tl.constexpr,
-    D: tl.constexpr,
-    DP: tl.constexpr,
-    ROWS: tl.constexpr,
+    SHAPE: tl.constexpr,
     TILE: tl.constexpr,
     STAGES: tl.constexpr,
+    STEPS: tl.constexpr,
     CAPPED: tl.constexpr,
     WINDOWED: tl.constexpr,
-    LENGTH_STEP: tl.constexpr,
-    START_STEP: tl.constexpr,
-    PAGE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One block of rows of one KV head against one split of the keys it sees. DP is D padded to a
-    power of two. PAGE: keys a page of a table."""
-    q_b, q_h, q_t = q_strides
-    k_b, k_h, k_s = k_strides
-    v_b, v_h, v_s = v_strides
+    """One block of rows of one KV head against one split of the keys it sees."""
+    GROUP: tl.constexpr = SHAPE.GROUP
+    ROWS: tl.constexpr = SHAPE.ROWS
+    D: tl.constexpr = SHAPE.D
+    DP: tl.constexpr = SHAPE.DP
+    PAGE: tl.constexpr = SHAPE.PAGE
     split = tl.program_id(0) % splits
     block = tl.program_id(0) // splits
     h = tl.program_id(1)
@@ -210,48 +204,49 @@ def _attend(
     t = r // GROUP
     head = h * GROUP + r % GROUP
     d = tl.arange(0, DP)
-    in_rows = r < T * GROUP
+    in_rows = r < q.T * GROUP
     in_width = d < D
-    q_at = q + b * q_b + head.to(tl.int64)[:, None] * q_h + t.to(tl.int64)[:, None] * q_t
+    q_at = q.at + b * q.b + head.to(tl.int64)[:, None] * q.h + t.to(tl.int64)[:, None] * q.t
     query = tl.load(q_at + d[None, :], mask=in_rows[:, None] & in_width[None, :], other=0.0)
 
     # BYPASS_L1=0: this kernel starts only when the ones in front of it have ended.
-    length, low = row_span(lengths, start, b, S, LENGTH_STEP, START_STEP, BYPASS_L1=0)
-    position = length - T + t
+    length, low = row_span(rows, b, STEPS, BYPASS_L1=0)
+    position = length - q.T + t
     if WINDOWED:
-        low = tl.maximum(low, length - T + block * ROWS // GROUP - window + 1)
-    high = length - T + tl.minimum((block * ROWS + ROWS - 1) // GROUP, T - 1) + 1
+        low = tl.maximum(low, length - q.T + block * ROWS // GROUP - window + 1)
+    high = length - q.T + tl.minimum((block * ROWS + ROWS - 1) // GROUP, q.T - 1) + 1
     tiles = tl.maximum(tl.cdiv(high - low, TILE), 0)
     first = split * tiles // splits
     last = (split + 1) * tiles // splits
 
     n = tl.arange(0, TILE)
-    pages, row_table = 0, table
-    if table is None:
-        k_at = k + b * k_b + h.to(tl.int64) * k_h + n.to(tl.int64)[:, None] * k_s + d[None, :]
-        v_at = v + b * v_b + h.to(tl.int64) * v_h + n.to(tl.int64)[:, None] * v_s + d[None, :]
+    k_at, v_at = begin_of(cache, b, h)
+    pages, row_table = 0, cache.table
+    if cache.table is None:
+        k_at = k_at + n.to(tl.int64)[:, None] * cache.k_s + d[None, :]
+        v_at = v_at + n.to(tl.int64)[:, None] * cache.v_s + d[None, :]
     else:
-        k_at = k + h.to(tl.int64) * k_h + d[None, :]
-        v_at = v + h.to(tl.int64) * v_h + d[None, :]
-        row_table = table + b * table_stride
+        k_at = k_at + d[None, :]
+        v_at = v_at + d[None, :]
+        row_table = cache.table + b * cache.table_b
         here = low + first * TILE + n
         pages = page_of(row_table, here, here < high, PAGE)
     top = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, DP], tl.float32)
-    visible, mask_at = 0, key_mask
-    if key_mask is not None:
-        mask_at = key_mask + b * mask_stride + low + n
+    visible, mask_at = 0, rows.key_mask
+    if rows.key_mask is not None:
+        mask_at = rows.key_mask + b * rows.mask_b + low + n
         visible = tl.load(mask_at + first * TILE, mask=low + first * TILE + n < high, other=0)
     for i in tl.range(first, last, num_stages=STAGES):  # pyright: ignore[reportGeneralTypeIssues]
         at = low + i * TILE
         readable = at + n < high
         loadable = readable[:, None] & in_width[None, :]
-        if table is None:
-            key = tl.load(k_at + at.to(tl.int64) * k_s, mask=loadable, other=0.0)
+        if cache.table is None:
+            key = tl.load(k_at + at.to(tl.int64) * cache.k_s, mask=loadable, other=0.0)
         else:
             in_page = ((at + n) % PAGE).to(tl.int64)
-            key_at = k_at + (pages * k_b + in_page * k_s)[:, None]
+            key_at = k_at + (pages * cache.k_b + in_page * cache.k_s)[:, None]
             key = tl.load(key_at, mask=loadable, other=0.0)
         s = tl.dot(query, key.T, input_precision="ieee") * scale
         if CAPPED:
@@ -259,20 +254,20 @@ def _attend(
         seen = readable[None, :] & ((at + n)[None, :] <= position[:, None])
         if WINDOWED:
             seen = seen & ((at + n)[None, :] > position[:, None] - window)
-        if key_mask is not None:
+        if rows.key_mask is not None:
             seen = seen & (visible != 0)[None, :]
         s = tl.where(seen, s, float("-inf"))
         p, decay, top, total = online_softmax(s, top, total)
-        if table is None:
-            value = tl.load(v_at + at.to(tl.int64) * v_s, mask=loadable, other=0.0)
+        if cache.table is None:
+            value = tl.load(v_at + at.to(tl.int64) * cache.v_s, mask=loadable, other=0.0)
         else:
             in_page = ((at + n) % PAGE).to(tl.int64)
-            value_at = v_at + (pages * v_b + in_page * v_s)[:, None]
+            value_at = v_at + (pages * cache.v_b + in_page * cache.v_s)[:, None]
             value = tl.load(value_at, mask=loadable, other=0.0)
             # A tile ahead, as with the mask below: the keys' addresses need not wait for them.
             following = at + TILE + n
             pages = page_of(row_table, following, following < high, PAGE)
-        if key_mask is not None:
+        if rows.key_mask is not None:
             value = tl.where((visible != 0)[:, None], value, 0.0)  # 0 times a hidden NaN is NaN
             # A tile ahead: bytes cannot be copied asynchronously, the turn hides their latency.
             visible = tl.load(mask_at + at - low + TILE, mask=at + TILE + n < high, other=0)
@@ -280,15 +275,15 @@ def _attend(
 
     # Not `store_piece`: a split without keys leaves its outputs unwritten, and stores -inf alone.
     heads = tl.num_programs(1) * GROUP
-    slot = ((b * heads + head) * T + t) * splits + split
+    slot = ((b * heads + head) * q.T + t) * splits + split
     empty = total == 0
     divisor = tl.where(empty, 1.0, total)
-    lse_at = partial + tl.num_programs(2).to(tl.int64) * heads * T * splits * D
+    lse_at = pieces + tl.num_programs(2).to(tl.int64) * heads * q.T * splits * D
     base = tl.where(top == float("-inf"), 0.0, top)
     tl.store(lse_at + slot, tl.where(empty, float("-inf"), base + tl.log2(divisor)), mask=in_rows)
     if last > first:
         tl.store(
-            partial + slot[:, None] * D + d[None, :],
+            pieces + slot[:, None] * D + d[None, :],
             acc / divisor[:, None],
             mask=in_rows[:, None] & in_width[None, :],
         )
@@ -313,7 +308,7 @@ def launch_dense_decode(
     """Run the kernels; tensors as in `dense_decode`, on a GPU or in Triton's interpreter."""
     batch, heads, queries, width = q.shape
     kv_heads, size = k.shape[1], capacity(k, table)
-    found, (pdl, dependent) = card(q.device), early(q.device)
+    found = card(q.device)
     if plan is None:
         plan = plan_for(
             batch,
@@ -329,62 +324,30 @@ def launch_dense_decode(
         )
     q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k, v))
     key_mask = mask_bytes(key_mask)
-    rows, group = batch * heads * queries, heads // kv_heads
-    partial = torch.empty(rows * plan.splits * (width + 1), dtype=torch.float32, device=q.device)
+    output = Output(pieces_of(out, plan.splits), out, lse, sinks)
     factor, cap = base_two(scale, softcap)
-    blocks = (group * queries + plan.rows - 1) // plan.rows
+    blocks = cdiv(heads // kv_heads * queries, plan.rows)
     _attend.run(
         grid=(plan.splits * blocks, kv_heads, batch),
         warmup=False,
-        q=q,
-        k=k,
-        v=v,
-        lengths=lengths,
-        start=start,
-        key_mask=key_mask,
-        table=table,
-        partial=partial,
+        q=query_of(q),
+        cache=cache_of(k, v, table),
+        rows=rows_of(size, lengths, start, key_mask),
+        pieces=output.pieces,
         scale=factor,
         cap=cap,
         window=window,
-        T=queries,
-        S=size,
         splits=plan.splits,
-        q_strides=q.stride()[:3],
-        k_strides=k.stride()[:3],
-        v_strides=v.stride()[:3],
-        mask_stride=0 if key_mask is None else key_mask.stride(0),
-        table_stride=None if table is None else table.stride(0),
-        GROUP=group,
-        D=width,
-        DP=padded_width(width),
-        ROWS=plan.rows,
+        SHAPE=shape_of(q, k, table, plan.rows),
         TILE=plan.tile,
         STAGES=plan.stages,
+        STEPS=steps_of(lengths, start),
         CAPPED=softcap > 0,
         WINDOWED=window > 0,
-        LENGTH_STEP=row_step(lengths),
-        START_STEP=row_step(start),
-        PAGE=0 if table is None else k.shape[2],
-        PDL=pdl,
+        PDL=found.pdl,
         **{"num_warps": plan.warps},
     )
-    merge_splits.run(
-        grid=(rows, cdiv(width, plan.columns)),
-        warmup=False,
-        partial=partial,
-        sinks=sinks,
-        out=out,
-        lse=lse,
-        heads=heads,
-        T=queries,
-        splits=plan.splits,
-        D=width,
-        COLUMNS=plan.columns,
-        SPLITS=next_power_of_two(plan.splits),
-        PDL=pdl,
-        **{"num_warps": 4, **dependent},
-    )
+    launch_merge(output, plan.splits, plan.columns)
 
 
 _dense_decode = define_op(

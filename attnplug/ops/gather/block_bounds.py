@@ -42,8 +42,9 @@ from attnplug.ops.common.checks import (
 )
 from attnplug.ops.common.define import define_op, refuse_gradients, require
 from attnplug.ops.common.numba_cache import njit, prange
-from attnplug.ops.common.rows import NO_MASK, mask_bytes, row_step, rows_on_cpu
-from attnplug.ops.common.sizes import cdiv, padded_width
+from attnplug.ops.common.rows import NO_MASK, mask_bytes, rows_on_cpu
+from attnplug.ops.common.sizes import cdiv
+from attnplug.ops.common.views import cache_of, rows_of, steps_of
 from attnplug.ops.gather.kernels import bounds as kernels
 
 SLACK, MOST, LEAST, SPREAD, BAND_WIDTH = (
@@ -349,47 +350,26 @@ def _cpu(k, bounds, progress, lengths, start, key_mask, block, band):
 
 def launch_block_bounds(k, bounds, progress, lengths, start, key_mask, block, band=False):
     """Run the kernels; tensors as in `block_bounds`, on a GPU or in Triton's interpreter."""
-    batch, heads, size, width = k.shape
+    batch, heads, size, _ = k.shape
     k = k if k.stride(3) == 1 else k.contiguous()
-    key_mask = mask_bytes(key_mask)
     blocks = cdiv(size, block)
     programs = max(1, min(PROGRAMS // (batch * heads), blocks))
+    both = {
+        "rows": rows_of(size, lengths, start, mask_bytes(key_mask)),
+        "progress": progress,
+        "STEPS": steps_of(lengths, start),
+    }
     kernels.refresh.run(
         grid=(programs, heads, batch),
         warmup=False,
-        k=k,
+        cache=cache_of(k, None),
         bounds=bounds,
-        progress=progress,
-        lengths=lengths,
-        start=start,
-        key_mask=key_mask,
-        S=size,
         N=blocks,
         programs=programs,
-        k_strides=k.stride()[:3],
-        mask_stride=0 if key_mask is None else key_mask.stride(0),
-        D=width,
-        DP=padded_width(width),
-        BLOCK=block,
-        PARTS=bounds.shape[3],
-        INT8=bounds.dtype == torch.int8,
-        BAND=band,
-        LENGTH_STEP=row_step(lengths),
-        START_STEP=row_step(start),
-        **{"num_warps": 4},
+        FORM=kernels.Form.of(bounds, block, band),
+        **{"num_warps": 4, **both},
     )
-    kernels.note_refreshed.run(
-        grid=(batch,),
-        warmup=False,
-        progress=progress,
-        lengths=lengths,
-        start=start,
-        S=size,
-        BLOCK=block,
-        LENGTH_STEP=row_step(lengths),
-        START_STEP=row_step(start),
-        **{"num_warps": 1},
-    )
+    kernels.note_refreshed.run(grid=(batch,), warmup=False, BLOCK=block, **{"num_warps": 1, **both})
 
 
 _block_bounds = define_op(

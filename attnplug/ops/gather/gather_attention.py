@@ -33,12 +33,21 @@ from attnplug.ops.common.numba_cache import njit, prange
 from attnplug.ops.common.pages import capacity, page_rows, table_at
 from attnplug.ops.common.pipeline import Loop, stages_that_fit
 from attnplug.ops.common.reference import reference_rows, sinks_on_cpu
-from attnplug.ops.common.rows import NO_MASK, mask_bytes, row_step, rows_on_cpu
-from attnplug.ops.common.sizes import cdiv, next_power_of_two, padded_width
+from attnplug.ops.common.rows import NO_MASK, mask_bytes, rows_on_cpu
 from attnplug.ops.common.softmax import base_two
-from attnplug.ops.common.splits import merge_splits
+from attnplug.ops.common.splits import launch_merge, pieces_of
+from attnplug.ops.common.views import (
+    Output,
+    cache_of,
+    query_of,
+    rows_of,
+    shape_of,
+    steps_of,
+    token_of,
+)
 from attnplug.ops.gather.attend_plan import looked_up, plan_for
-from attnplug.ops.gather.kernels import attend as kernels
+from attnplug.ops.gather.kernels.attend import Turns, attend_kept
+from attnplug.ops.gather.kernels.slots import Keep
 
 
 def gather_attention(
@@ -253,106 +262,59 @@ def launch_gather_attention(
     """Run the kernels; tensors as in `gather_attention`, on a GPU or in Triton's interpreter. With
     a `step` they write its token and count it. With `pieces`, float32, the first kernel stores them
     there, none for rows of length 0; nothing merges them into `out`."""
-    batch, heads, queries, width = q.shape
-    kv_heads, size, listed = k.shape[1], capacity(k, table), index.shape[3]
-    group, rows = heads // kv_heads, batch * kv_heads * queries
+    (batch, _, queries, width), kv_heads = q.shape, k.shape[1]
+    keep = Keep.of(block, sink, local, index.shape[3])
     pdl, dependent = early(q.device)
-    keys = (sink + local + listed) * block
-    if plan is None:
-        processors = card(q.device).processors
-        shape = rows, group, keys, block, width, q.element_size(), processors
-        plan = plan_for(*shape, masked=key_mask is not None)
     q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k, v))
     index, key_mask = index.contiguous(), mask_bytes(key_mask)
+    shape, masked = shape_of(q, k, table), key_mask is not None
+    found = card(q.device)
+    if plan is None:
+        cut = batch * kv_heads * queries, shape.GROUP, keep.keys, block, width, q.element_size()
+        plan = plan_for(*cut, found.processors, masked)
     fused = plan.splits == 1 and pieces is None
     counts = step is not None and step.counts
-    partial = out if pieces is None else pieces
+    stored = pieces
     if not fused and pieces is None:
-        places = rows * group * plan.splits * (width + 1)
-        partial = torch.empty(places, dtype=torch.float32, device=q.device)
+        stored = pieces_of(out, plan.splits)
+    output = Output(stored, out, lse, sinks)
     factor, cap = base_two(scale, softcap)
-    page = 0 if table is None else k.shape[2]
-    ahead, stages = looked_up(plan, keys, block, page, key_mask is None)
-    loop = Loop(max(16, next_power_of_two(group)), plan.tile, stages)
-    row_bytes = padded_width(width) * q.element_size()
-    shared = row_bytes, q.element_size(), card(q.device).shared, key_mask is not None
-    kernels.attend_kept.run(
+    ahead, stages = looked_up(plan, keep.keys, block, shape.PAGE, not masked)
+    row_bytes = shape.DP * q.element_size()
+    shared = row_bytes, q.element_size(), found.shared, masked
+    turns = Turns(
+        TILE=plan.tile,
+        STAGES=stages_that_fit(Loop(shape.ROWS, plan.tile, stages), *shared),
+        AHEAD=ahead,
+        ONE=plan.splits * plan.tile == keep.keys,
+    )
+    attend_kept.run(
         grid=(plan.splits, kv_heads * queries, batch),
         warmup=False,
-        q=q,
-        k=k,
-        v=v,
-        new_k=None if step is None else step.new_k,
-        new_v=None if step is None else step.new_v,
+        q=query_of(q),
+        cache=cache_of(k, v, table),
+        rows=rows_of(capacity(k, table), lengths, start, key_mask),
+        token=None if step is None else token_of(step.new_k, step.new_v),
         index=index,
-        lengths=lengths,
-        start=start,
-        key_mask=key_mask,
-        table=table,
-        sinks=sinks,
-        partial=partial,
-        out=out,
-        lse=lse,
+        output=output,
         scale=factor,
         cap=cap,
-        T=queries,
-        S=size,
         splits=plan.splits,
-        q_strides=q.stride()[:3],
-        k_strides=k.stride()[:3],
-        v_strides=v.stride()[:3],
-        new_k_strides=_token_strides(step and step.new_k),
-        new_v_strides=_token_strides(step and step.new_v),
-        mask_stride=0 if key_mask is None else key_mask.stride(0),
-        table_stride=None if table is None else table.stride(0),
-        GROUP=group,
-        ROWS=loop.rows,
-        D=width,
-        DP=padded_width(width),
-        BLOCK=block,
-        SINK=sink,
-        LOCAL=local,
-        K=listed,
-        LIST=next_power_of_two(max(1, listed)),
-        TILE=plan.tile,
-        STAGES=stages_that_fit(loop, *shared),
-        AHEAD=ahead,
+        SHAPE=shape,
+        KEEP=keep,
+        TURNS=turns,
+        STEPS=steps_of(lengths, start),
         CAPPED=softcap > 0,
-        FUSED=fused,
-        ONE=plan.splits * plan.tile == keys,
-        CHAINED=step is not None and listed > 0,
-        LENGTH_STEP=row_step(lengths),
-        START_STEP=row_step(start),
-        PAGE=page,
+        CHAINED=step is not None and keep.K > 0,
         PDL=pdl,
         SKIP_EMPTY=pieces is not None,
         **{"num_warps": plan.warps, **dependent},
     )
     if not fused and pieces is None:
-        merge_splits.run(
-            grid=(rows * group, cdiv(width, plan.columns)),
-            warmup=False,
-            partial=partial,
-            sinks=sinks,
-            out=out,
-            lse=lse,
-            heads=heads,
-            T=queries,
-            splits=plan.splits,
-            D=width,
-            COLUMNS=plan.columns,
-            SPLITS=next_power_of_two(plan.splits),
-            PDL=pdl,
-            lengths=lengths if counts else None,
-            counters=lengths.shape[0] if counts else 0,
-            **{"num_warps": 4, **dependent},
-        )
+        counted = {"lengths": lengths, "counters": lengths.shape[0]} if counts else {}
+        launch_merge(output, plan.splits, plan.columns, **counted)
     elif counts:
         lengths.add_(1)
-
-
-def _token_strides(new: torch.Tensor | None) -> tuple[int, ...]:
-    return (0, 0) if new is None else new.stride()[:2]
 
 
 _gather_attention = define_op(

@@ -11,15 +11,17 @@ summaries of the blocks that the step completes, in all rows: `page_bounds` need
 Source: Flash-Decoding, as in `attnplug.ops.common.splits`.
 """
 
+from typing import Any
+
 import torch
 
 from attnplug.ops.common.checks import DTYPES, check_sinks
 from attnplug.ops.common.define import define_op, refuse_gradients, require
-from attnplug.ops.common.device import early
 from attnplug.ops.common.rows import row_step
-from attnplug.ops.common.sizes import cdiv, next_power_of_two, padded_width
+from attnplug.ops.common.sizes import padded_width
 from attnplug.ops.common.softmax import LN2, LOG2E
-from attnplug.ops.common.splits import merge_splits
+from attnplug.ops.common.splits import launch_merge
+from attnplug.ops.common.views import Output
 from attnplug.ops.gather.gather_attention import allocate_attention, attend_on_cpu
 from attnplug.ops.gather.gather_decode import (
     Call,
@@ -224,36 +226,16 @@ def launch_merge_pieces(pieces, lengths, out, sinks, chained):
     batch, heads, _, width = out.shape
     if batch * heads > 0:
         splits = pieces.shape[0] // (batch * heads * (width + 1))
-        launch_merge(pieces, lengths, out, sinks, splits, chained)
+        merge_rows(Output(pieces, out, None, sinks), lengths, splits, chained)
 
 
-def launch_merge(pieces, lengths, out, sinks, places, chained, kept_splits=None, whole_splits=None):
+def merge_rows(output: Output, lengths: torch.Tensor, places: int, chained: bool, **more: Any):
     """Merge the pieces of each row, which has `places` for them; with `whole_splits` those of rows
     of length 0, too (`merge_splits`)."""
-    batch, heads, _, width = out.shape
-    rows = batch * heads
-    columns = 32 if rows <= 4096 else padded_width(width)
-    pdl, dependent = early(out.device)
-    merge_splits.run(
-        grid=(rows, cdiv(width, columns)),
-        warmup=False,
-        partial=pieces,
-        sinks=sinks,
-        out=out,
-        lse=None,
-        heads=heads,
-        T=1,
-        splits=places,
-        D=width,
-        COLUMNS=columns,
-        SPLITS=next_power_of_two(places),
-        PDL=pdl and chained,
-        row_lengths=lengths,
-        ROW_STEP=row_step(lengths),
-        kept_splits=kept_splits,
-        whole_splits=whole_splits,
-        **{"num_warps": 4, **(dependent if chained else {})},
-    )
+    batch, heads, _, width = output.out.shape
+    columns = 32 if batch * heads <= 4096 else padded_width(width)
+    more |= {"row_lengths": lengths, "ROW_STEP": row_step(lengths)}
+    launch_merge(output, places, columns, chained, **more)
 
 
 _gather_pieces = define_op(

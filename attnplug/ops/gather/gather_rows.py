@@ -22,21 +22,31 @@ from attnplug.ops.common.define import define_op, refuse_gradients, require
 from attnplug.ops.common.device import card, early
 from attnplug.ops.common.pages import capacity
 from attnplug.ops.common.pipeline import Loop, stages_that_fit
-from attnplug.ops.common.rows import row_step
-from attnplug.ops.common.sizes import cdiv, next_power_of_two, padded_width
+from attnplug.ops.common.sizes import cdiv, padded_width
 from attnplug.ops.common.softmax import base_two
+from attnplug.ops.common.splits import pieces_of
+from attnplug.ops.common.views import (
+    Output,
+    cache_of,
+    query_of,
+    rows_of,
+    shape_of,
+    steps_of,
+)
 from attnplug.ops.gather.attend_plan import looked_up
 from attnplug.ops.gather.gather_attention import attend_on_cpu
 from attnplug.ops.gather.gather_decode import Call, Plan, attention, plan_of, selection
 from attnplug.ops.gather.gather_pieces import (
     check_step,
-    launch_merge,
     merge_on_cpu,
+    merge_rows,
     note_apart,
     pieces_on_cpu,
     step_of,
 )
+from attnplug.ops.gather.kernels.attend import Turns
 from attnplug.ops.gather.kernels.attend_rows import attend_rows
+from attnplug.ops.gather.kernels.slots import Keep
 from attnplug.ops.gather.select_blocks import launch_choice, launch_scores
 
 NAME = "gather_rows"
@@ -173,11 +183,10 @@ def launch_gather_rows(
         rows = lengths, None, blocks, index
         launch_choice(scores, k, None, call.block, top_k, call.local, *rows, table=table)
     places = max(plan.attend.splits, whole.splits)
-    size = batch * q.shape[1] * places * (q.shape[3] + 1)
-    pieces = torch.empty(size, dtype=torch.float32, device=q.device)
-    _launch_attend(call, table, near, index, pieces, plan, whole, places)
-    splits = plan.attend.splits, whole.splits
-    launch_merge(pieces, lengths, out, sinks, places, True, *splits)
+    output = Output(pieces_of(out, places), out, None, sinks)
+    _launch_attend(call, table, near, index, output, plan, whole, places)
+    more = {"kept_splits": plan.attend.splits, "whole_splits": whole.splits}
+    merge_rows(output, lengths, places, True, **more)
     del scores  # until here: a kernel that starts early must not be given its memory
 
 
@@ -186,64 +195,43 @@ def _launch_attend(
     table: torch.Tensor,
     near: torch.Tensor,
     index: torch.Tensor,
-    pieces: torch.Tensor,
+    output: Output,
     plan: Plan,
     whole: Whole,
     places: int,
 ) -> None:
-    q, k, v, lengths = call.q, call.k, call.v, call.lengths
-    batch, heads, _, width = q.shape
-    kv_heads, attend = k.shape[1], plan.attend
-    group = heads // kv_heads
+    q, k, lengths, attend = call.q, call.k, call.lengths, plan.attend
     pdl, dependent = early(q.device)
     factor, cap = base_two(call.scale, call.softcap)
-    keys = (call.sink + call.local + call.top_k) * call.block
-    ahead, stages = looked_up(attend, keys, call.block, k.shape[2])
-    loop = Loop(max(16, next_power_of_two(group)), attend.tile, stages)
-    near_loop = Loop(loop.rows, whole.tile, whole.stages)
-    found = card(q.device)
-    shared = padded_width(width) * q.element_size(), q.element_size(), found.shared
+    size, found, shape = capacity(k, table), card(q.device), shape_of(q, k, table)
+    keep = Keep.of(call.block, call.sink, call.local, call.top_k)
+    ahead, stages = looked_up(attend, keep.keys, call.block, shape.PAGE)
+    shared = shape.DP * q.element_size(), q.element_size(), found.shared
+    stages = stages_that_fit(Loop(shape.ROWS, attend.tile, stages), *shared)
+    near_stages = stages_that_fit(Loop(shape.ROWS, whole.tile, whole.stages), *shared)
     attend_rows.run(
-        grid=(places * kv_heads, batch),
+        grid=(places * k.shape[1], q.shape[0]),
         warmup=False,
-        q=q,
-        k=k,
-        v=v,
-        index=index,
-        lengths=lengths,
+        q=query_of(q),
+        cache=cache_of(k, call.v, table),
+        rows=rows_of(size, lengths),
         near=near,
-        table=table,
-        partial=pieces,
+        index=index,
+        output=output,
         scale=factor,
         cap=cap,
-        S=capacity(k, table),
         splits=attend.splits,
         whole_splits=whole.splits,
         places=places,
-        q_strides=q.stride()[:3],
-        k_strides=k.stride()[:3],
-        v_strides=v.stride()[:3],
-        table_stride=table.stride(0),
-        KV_HEADS=kv_heads,
-        GROUP=group,
-        ROWS=loop.rows,
-        D=width,
-        DP=padded_width(width),
-        BLOCK=call.block,
-        SINK=call.sink,
-        LOCAL=call.local,
-        K=call.top_k,
-        LIST=next_power_of_two(max(1, call.top_k)),
-        TILE=attend.tile,
-        STAGES=stages_that_fit(loop, *shared),
-        AHEAD=ahead,
-        WHOLE_TILE=whole.tile,
-        WHOLE_STAGES=stages_that_fit(near_loop, *shared),
+        SHAPE=shape,
+        KV_HEADS=k.shape[1],
+        KEEP=keep,
+        TURNS=Turns(attend.tile, stages, ahead),
+        WHOLE_TURNS=Turns(whole.tile, near_stages),
+        STEPS=steps_of(lengths),
+        NEAR_STEPS=steps_of(near),
         CAPPED=call.softcap > 0,
         CHAINED=call.top_k > 0,
-        LENGTH_STEP=row_step(lengths),
-        NEAR_STEP=row_step(near),
-        PAGE=k.shape[2],
         ASM=found.asm,
         PDL=pdl and call.top_k > 0,
         **{"num_warps": attend.warps, **(dependent if call.top_k > 0 else {})},

@@ -25,7 +25,8 @@ from attnplug.ops.common.checks import BLOCKS, WIDE_HEAD_DIMS, check_attention_i
 from attnplug.ops.common.define import define_op, refuse_gradients, require
 from attnplug.ops.common.numba_cache import njit
 from attnplug.ops.common.pages import block_places
-from attnplug.ops.common.sizes import cdiv, padded_width
+from attnplug.ops.common.sizes import cdiv
+from attnplug.ops.common.views import cache_of
 from attnplug.ops.gather.block_bounds import (
     empty_bounds,
     encode,
@@ -33,6 +34,7 @@ from attnplug.ops.gather.block_bounds import (
     refresh_on_cpu,
     summary_rows,
 )
+from attnplug.ops.gather.kernels.bounds import Form
 from attnplug.ops.gather.kernels.page_bounds import summarise_written
 
 NAME = "page_bounds"
@@ -180,27 +182,22 @@ MANY = 1024  # slots from which a program looks at several
 
 def launch_page_bounds(k, bounds, slots, block, band=False):
     """Run the kernel; tensors as in `page_bounds`, on a GPU or in Triton's interpreter."""
-    pages, heads, page, width = k.shape
+    pages, heads, page, _ = k.shape
     count, each = len(slots), 1 if len(slots) < MANY else block
     if count == 0:
         return
     summarise_written.run(
         grid=(cdiv(count, each), heads),
         warmup=False,
-        k=k,
+        cache=cache_of(k, None),
         bounds=bounds,
         slots=slots,
         count=count,
         places=pages * page // block,
-        k_strides=k.stride()[:3],
         slot_stride=slots.stride(0),
-        D=width,
-        DP=padded_width(width),
-        BLOCK=block,
         PAGE=page,
-        BAND=band,
-        INT8=bounds.dtype == torch.int8,
         EACH=each,
+        FORM=Form.of(bounds, block, band, framed=False),
         **{"num_warps": 4},
     )
 

@@ -1,11 +1,11 @@
 """The launcher that scores the blocks of a paged cache, for `select_blocks` and `gather_pieces`."""
 
-import torch
-
 from attnplug.ops.common.device import card
 from attnplug.ops.common.pages import capacity
-from attnplug.ops.common.rows import row_step
-from attnplug.ops.common.sizes import cdiv, padded_width
+from attnplug.ops.common.sizes import cdiv
+from attnplug.ops.common.views import cache_of, query_of, rows_of, shape_of, steps_of
+from attnplug.ops.gather.kernels.bounds import Form
+from attnplug.ops.gather.kernels.score import Chunks
 from attnplug.ops.gather.kernels.score_pages import score_pages
 
 # Programs for each multiprocessor. More would find nothing where rows are shorter than the table
@@ -34,46 +34,32 @@ def launch_page_scores(
     """Score the blocks of pages into `keys` and `best`, as `launch_scores` makes them. `slots`
     `[B]`, or None: where this step has written its keys, whose summaries it makes then; `band`:
     those are the edges of bands. `padded`: the rows of a product with queries."""
-    batch, heads, queries, width = q.shape
-    kv_heads, size = k.shape[1], capacity(k, table)
-    group, rows, blocks = heads // kv_heads, batch * kv_heads * queries, cdiv(size, block)
-    chunks, found = cdiv(blocks, plan.chunk), card(q.device)
-    programs = min(chunks, max(1, PROGRAMS * found.processors // rows))
-    int8 = bounds.dtype == torch.int8
+    (batch, _, queries, _), kv_heads = q.shape, k.shape[1]
+    blocks, found = cdiv(capacity(k, table), block), card(q.device)
+    programs = max(1, PROGRAMS * found.processors // (batch * kv_heads * queries))
+    programs = min(cdiv(blocks, plan.chunk), programs)
+    form = Form.of(bounds, block, band, framed=False)
+    stages = STAGES if form.INT8 and form.DP == PIPELINED_BYTES else 1
     score_pages.run(
         grid=(programs + (slots is not None), kv_heads * queries, batch),
         warmup=False,
-        q=q,
-        k=k,
+        q=query_of(q),
+        cache=cache_of(k, None, table),
+        rows=rows_of(capacity(k, table), lengths),
         bounds=bounds,
-        lengths=lengths,
-        table=table,
         slots=slots,
         scores=keys,
         best=best,
-        T=queries,
-        S=size,
         N=blocks,
         places=k.shape[0] * k.shape[2] // block,
         programs=programs,
-        q_strides=q.stride()[:3],
-        k_strides=k.stride()[:3],
-        table_stride=table.stride(0),
         slot_stride=None if slots is None else slots.stride(0),
-        GROUP=group,
-        ROWS=padded,
-        D=width,
-        DP=padded_width(width),
-        BLOCK=block,
+        SHAPE=shape_of(q, k, table, padded),
         SINK=sink,
         LOCAL=local,
-        BAND=band,
-        INT8=int8,
-        CHUNK=plan.chunk,
-        MEMBERS=plan.members,
-        LENGTH_STEP=row_step(lengths),
-        PAGE=k.shape[2],
-        STAGES=STAGES if int8 and padded_width(width) == PIPELINED_BYTES else 1,
+        FORM=form,
+        CHUNKS=Chunks(plan.chunk, plan.members, STAGES=stages),
+        STEPS=steps_of(lengths),
         PDL=found.pdl,
         **{"num_warps": plan.warps, **found.limit(plan.registers)},
     )

@@ -25,8 +25,9 @@ from attnplug.ops.common.checks import WIDE_HEAD_DIMS, check_attention_inputs, c
 from attnplug.ops.common.define import define_op, refuse_gradients, require
 from attnplug.ops.common.device import card, early
 from attnplug.ops.common.pages import capacity, table_at
-from attnplug.ops.common.rows import NO_MASK, mask_bytes, row_step, rows_on_cpu
-from attnplug.ops.common.sizes import cdiv, next_power_of_two, padded_width
+from attnplug.ops.common.rows import NO_MASK, mask_bytes, rows_on_cpu
+from attnplug.ops.common.sizes import cdiv, next_power_of_two
+from attnplug.ops.common.views import cache_of, query_of, rows_of, steps_of
 from attnplug.ops.gather.block_bounds import (
     check_bounds,
     frame_of,
@@ -34,7 +35,8 @@ from attnplug.ops.gather.block_bounds import (
     refresh_on_cpu,
     summary_parts,
 )
-from attnplug.ops.gather.kernels.score import score_blocks
+from attnplug.ops.gather.kernels.bounds import Form
+from attnplug.ops.gather.kernels.score import Chunks, score_blocks
 from attnplug.ops.gather.kernels.select import select_best, select_many
 from attnplug.ops.gather.page_bounds import check_page_bounds, rows_of_summaries
 from attnplug.ops.gather.page_scores import launch_page_scores
@@ -206,10 +208,9 @@ def launch_scores(
     """Make missing summaries and score the blocks. `new` tokens are neither in the cache nor
     counted by `lengths` yet; a chain of kernels then begins, of which each may start early. With
     `slots` the summaries of the blocks of pages that they complete are made too."""
-    batch, heads, queries, width = q.shape
-    kv_heads, size = k.shape[1], capacity(k, table)
-    blocks = cdiv(size, block)
-    group, rows, int8 = heads // kv_heads, batch * kv_heads * queries, bounds.dtype == torch.int8
+    (batch, _, queries, width), kv_heads = q.shape, k.shape[1]
+    size = capacity(k, table)
+    group, rows, blocks = q.shape[1] // kv_heads, batch * kv_heads * queries, cdiv(size, block)
     if plan is None:
         plain = key_mask is None and table is None
         candidates = candidates_of(blocks, local)
@@ -218,57 +219,39 @@ def launch_scores(
         plan = plan._replace(soon=False, repeat=1, stages=1)
     pdl, dependent = early(q.device)
     q, k = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k))
-    key_mask = mask_bytes(key_mask)
-    programs = cdiv(blocks, plan.chunk * plan.repeat)
-    band = scoring == "band"
+    band, form = scoring == "band", Form.of(bounds, block, scoring == "band")
     made = {"dtype": torch.int32 if top_k > RANKED else torch.int64, "device": q.device}
     keys = torch.empty(rows * blocks, **made)
     best = keys
     if plan.members:
         groups = rows * cdiv(blocks, plan.members)
         best = torch.empty(groups, **made)
-    padded = max(16, next_power_of_two(group) * (2 if int8 else 1))
+    padded = max(16, next_power_of_two(group) * (2 if form.INT8 else 1))
     if table is not None:
         how = block, sink, local, band, padded, plan
         launch_page_scores(q, k, bounds, table, lengths, slots, *how, keys, best)
     else:
         score_blocks.run(
-            grid=(programs, kv_heads * queries, batch),
+            grid=(cdiv(blocks, plan.chunk * plan.repeat), kv_heads * queries, batch),
             warmup=False,
-            q=q,
-            k=k,
+            q=query_of(q),
+            cache=cache_of(k, None),
+            rows=rows_of(size, lengths, start, mask_bytes(key_mask)),
             bounds=bounds,
             progress=progress,
-            lengths=lengths,
-            start=start,
-            key_mask=key_mask,
             scores=keys,
             best=best,
-            T=queries,
-            S=size,
             N=blocks,
-            q_strides=q.stride()[:3],
-            k_strides=k.stride()[:3],
-            mask_stride=0 if key_mask is None else key_mask.stride(0),
             GROUP=group,
             ROWS=padded,
-            D=width,
-            DP=padded_width(width),
-            BLOCK=block,
             SINK=sink,
             LOCAL=local,
-            PARTS=bounds.shape[3],
-            CHUNK=plan.chunk,
-            MEMBERS=plan.members,
-            REPEAT=plan.repeat,
-            STAGES=plan.stages,
-            SOON=plan.soon,
-            SPACED=plan.spaced,
-            BAND=band,
-            INT8=int8,
+            FORM=form,
+            CHUNKS=Chunks(
+                plan.chunk, plan.members, plan.repeat, plan.stages, plan.soon, plan.spaced
+            ),
+            STEPS=steps_of(lengths, start),
             NEW=new,
-            LENGTH_STEP=row_step(lengths),
-            START_STEP=row_step(start),
             PDL=pdl,
             **{
                 "num_warps": plan.warps,
@@ -284,21 +267,19 @@ def launch_choice(
 ):
     """Select from what `launch_scores` left, into `out [B,Hkv,T,top_k]`."""
     batch, kv_heads, queries, _ = out.shape
-    plan, size, rows = scores.plan, capacity(k, table), batch * kv_heads * queries
+    plan = scores.plan
     kept, wide = scores.widths(top_k, candidates_of(blocks, local))
     pdl, dependent = early(k.device)
     select, more = (select_best, {}) if top_k <= RANKED else (select_many, {"DIRECT": plan.direct})
     select.run(
-        grid=(rows,),
+        grid=(batch * kv_heads * queries,),
         warmup=False,
         scores=scores.keys,
         best=scores.best,
         progress=progress,
-        lengths=lengths,
-        start=start,
+        rows=rows_of(capacity(k, table), lengths, start),
         out=out,
         T=queries,
-        S=size,
         N=blocks,
         kv_heads=kv_heads,
         BLOCK=block,
@@ -307,9 +288,8 @@ def launch_choice(
         KP=kept,
         WIDE=wide,
         MEMBERS=plan.members,
+        STEPS=steps_of(lengths, start),
         NEW=new,
-        LENGTH_STEP=row_step(lengths),
-        START_STEP=row_step(start),
         PDL=pdl,
         **{"num_warps": plan.select_warps, **more, **dependent},
     )

@@ -10,7 +10,7 @@ Slots are given by a clock: its hand passes by those whose block was wanted sinc
 Sources: "Attention Pays Its Bill" (docs/papers.md); Corbato, A Paging Experiment (1968).
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -19,14 +19,24 @@ from attnplug.errors import ArgumentError
 from attnplug.ops.common.define import define_op, refuse_gradients, require
 from attnplug.ops.common.device import card, early
 from attnplug.ops.common.reference import reference_rows, sinks_on_cpu
-from attnplug.ops.common.rows import NO_MASK, mask_bytes, row_step
-from attnplug.ops.common.sizes import cdiv, next_power_of_two, padded_width
+from attnplug.ops.common.rows import NO_MASK, mask_bytes
+from attnplug.ops.common.sizes import cdiv, next_power_of_two
 from attnplug.ops.common.softmax import base_two
-from attnplug.ops.common.splits import merge_splits
+from attnplug.ops.common.splits import launch_merge, pieces_of
+from attnplug.ops.common.views import (
+    Output,
+    cache_of,
+    query_of,
+    rows_of,
+    shape_of,
+    steps_of,
+    token_of,
+)
 from attnplug.ops.gather import attend_plan
 from attnplug.ops.gather.gather_attention import allocate_attention, kept_keys
 from attnplug.ops.gather.gather_decode import attention, selection
 from attnplug.ops.gather.kernels import tiered as kernels
+from attnplug.ops.gather.kernels.slots import Keep
 from attnplug.ops.gather.reference import place_blocks
 from attnplug.ops.gather.select_blocks import (
     allocate_index,
@@ -308,133 +318,71 @@ def launch_tiered_decode(*args, plan=None):
     """Run the kernels; arguments and outputs as those of `tiered_decode`, on a GPU or in Triton's
     interpreter."""
     call, (out, lse) = Call(*args[:-2]), args[-2:]
-    q, k, v, new_k, new_v = call[:5]
-    near, lengths, start = call.near, call.lengths, call.start
-    block, top_k, sink, local = call.block, call.top_k, call.sink, call.local
-    batch, heads, _, width = q.shape
-    kv_heads, size, blocks = k.shape[1], k.shape[2], cdiv(k.shape[2], block)
-    group, rows, count = heads // kv_heads, batch * kv_heads, near.owner.shape[2]
-    keys = (sink + local + top_k) * block
+    q, k, near, lengths, start = call.q, call.k, call.near, call.lengths, call.start
+    block, top_k, sink = call.block, call.top_k, call.sink
+    batch, kv_heads, size = q.shape[0], k.shape[1], k.shape[2]
+    blocks, count = cdiv(size, block), near.owner.shape[2]
+    shape, keep = shape_of(q, k), Keep.of(block, sink, call.local, top_k)
     if plan is None:
-        processors = card(q.device).processors
-        plan = plan_for(rows, group, keys, block, width, q.element_size(), processors)
+        cut = batch * kv_heads, shape.GROUP, keep.keys, block, shape.D, q.element_size()
+        plan = plan_for(*cut, card(q.device).processors)
     q = q if q.stride(3) == 1 else q.contiguous()
-    new, new_strides = new_k is not None, ((0, 0), (0, 0))
-    if new_k is not None and new_v is not None:
-        new_k, new_v = (x if x.stride(3) == 1 else x.contiguous() for x in (new_k, new_v))
-        new_strides = new_k.stride()[:2], new_v.stride()[:2]
+    new_k, new_v = (
+        x if x is None or x.stride(3) == 1 else x.contiguous() for x in (call.new_k, call.new_v)
+    )
+    token, new = token_of(new_k, new_v), int(new_k is not None)
     pdl, dependent = early(q.device)
     index = torch.empty((batch, kv_heads, 1, top_k), dtype=torch.int32, device=q.device)
-    place = torch.empty((rows, sink + top_k), dtype=torch.int32, device=q.device)
+    place = torch.empty((batch * kv_heads, sink + top_k), dtype=torch.int32, device=q.device)
     # Kernels start early: what one of them reads must not be given to another before the last.
     scores = None
     if top_k > 0:
-        scores = launch_scores(*selection(call, lengths), new=int(new))
-        progress, more = call.progress, {"new": int(new)}
-        launch_choice(
-            scores, k, progress, block, top_k, local, lengths, start, blocks, index, **more
-        )
-    wide = next_power_of_two(max(1, sink + top_k))
+        scores = launch_scores(*selection(call, lengths), new=new)
+        where = lengths, start, blocks, index
+        launch_choice(scores, k, call.progress, block, top_k, call.local, *where, new=new)
+    both: dict[str, Any] = {
+        "index": index,
+        "near": near,
+        "rows": rows_of(size, lengths, start, mask_bytes(call.key_mask)),
+        "place": place,
+        "SLOTS": count,
+        "KEEP": keep,
+        "MP": next_power_of_two(max(1, sink + top_k)),
+        "STEPS": steps_of(lengths, start),
+        "PDL": pdl,
+        **dependent,
+    }
     kernels.place_blocks.run(
-        grid=(rows,),
+        grid=(batch * kv_heads,),
         warmup=False,
-        index=index,
-        table=near.table,
-        owner=near.owner,
-        used=near.used,
-        counters=near.counters,
-        lengths=lengths,
-        start=start,
-        place=place,
-        S=size,
         N=blocks,
-        SLOTS=count,
         heads=kv_heads,
-        BLOCK=block,
-        SINK=sink,
-        LOCAL=local,
-        K=top_k,
-        MP=wide,
         RP=next_power_of_two(count),
-        NEW=int(new),
+        NEW=new,
         CHAINED=top_k > 0,
-        LENGTH_STEP=row_step(lengths),
-        START_STEP=row_step(start),
-        PDL=pdl,
-        **{"num_warps": 4, **dependent},
+        **{"num_warps": 4, **both},
     )
     fused = plan.splits == 1
-    partial = out
-    if not fused:
-        places = rows * group * plan.splits * (width + 1)
-        partial = torch.empty(places, dtype=torch.float32, device=q.device)
-    key_mask = mask_bytes(call.key_mask)
+    output = Output(None if fused else pieces_of(out, plan.splits), out, lse, call.sinks)
     factor, cap = base_two(call.scale, call.softcap)
     kernels.attend_tiered.run(
         grid=(plan.splits, kv_heads, batch),
         warmup=False,
-        q=q,
-        k=k,
-        v=v,
-        new_k=new_k,
-        new_v=new_v,
-        ring=near.ring,
-        slots=near.slots,
-        index=index,
-        place=place,
-        lengths=lengths,
-        start=start,
-        key_mask=key_mask,
-        sinks=call.sinks,
-        partial=partial,
-        out=out,
-        lse=lse,
+        q=query_of(q),
+        cache=cache_of(k, call.v),
+        token=token,
+        output=output,
         scale=factor,
         cap=cap,
-        S=size,
-        SLOTS=count,
         splits=plan.splits,
-        q_strides=q.stride()[:2],
-        k_strides=k.stride()[:3],
-        v_strides=v.stride()[:3],
-        new_k_strides=new_strides[0],
-        new_v_strides=new_strides[1],
-        mask_stride=0 if key_mask is None else key_mask.stride(0),
-        GROUP=group,
-        ROWS=max(16, next_power_of_two(group)),
-        D=width,
-        DP=padded_width(width),
-        BLOCK=block,
-        SINK=sink,
-        LOCAL=local,
-        K=top_k,
-        MP=wide,
+        SHAPE=shape,
         TILE=plan.tile,
         STAGES=plan.stages,
         CAPPED=call.softcap > 0,
-        FUSED=fused,
-        LENGTH_STEP=row_step(lengths),
-        START_STEP=row_step(start),
-        PDL=pdl,
-        **{"num_warps": plan.warps, **dependent},
+        **{"num_warps": plan.warps, **both},
     )
     if not fused:
-        merge_splits.run(
-            grid=(rows * group, cdiv(width, plan.columns)),
-            warmup=False,
-            partial=partial,
-            sinks=call.sinks,
-            out=out,
-            lse=lse,
-            heads=heads,
-            T=1,
-            splits=plan.splits,
-            D=width,
-            COLUMNS=plan.columns,
-            SPLITS=next_power_of_two(plan.splits),
-            PDL=pdl,
-            **{"num_warps": 4, **dependent},
-        )
+        launch_merge(output, plan.splits, plan.columns)
     del scores
 
 

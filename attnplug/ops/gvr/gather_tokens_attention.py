@@ -21,14 +21,15 @@ import torch
 from attnplug.errors import ArgumentError
 from attnplug.ops.common.checks import check_attention_inputs, check_sequence_inputs, check_sinks
 from attnplug.ops.common.define import define_op, refuse_gradients, require
-from attnplug.ops.common.device import card
+from attnplug.ops.common.device import card, early
 from attnplug.ops.common.numba_cache import njit, prange
 from attnplug.ops.common.pages import capacity, page_rows, table_at
 from attnplug.ops.common.reference import reference_rows, sinks_on_cpu
-from attnplug.ops.common.rows import NO_MASK, mask_bytes, row_step, rows_on_cpu
-from attnplug.ops.common.sizes import cdiv, next_power_of_two, padded_width
+from attnplug.ops.common.rows import NO_MASK, mask_bytes, rows_on_cpu
+from attnplug.ops.common.sizes import padded_width
 from attnplug.ops.common.softmax import base_two
-from attnplug.ops.common.splits import merge_splits
+from attnplug.ops.common.splits import launch_merge, pieces_of
+from attnplug.ops.common.views import Output, cache_of, query_of, rows_of, shape_of, steps_of
 from attnplug.ops.gvr.kernels.attend_tokens import attend_tokens
 
 NAME = "gather_tokens_attention"
@@ -235,86 +236,40 @@ def launch_gather_tokens_attention(
     table=None,
 ):
     """Run the kernels; tensors as in `gather_tokens_attention`, on a GPU or in the interpreter."""
-    batch, heads, queries, width = q.shape
-    kv_heads, size, listed = k.shape[1], capacity(k, table), index.shape[3]
-    group, rows = heads // kv_heads, batch * kv_heads * queries
-    found = card(q.device)
+    (batch, _, queries, width), kv_heads, listed = q.shape, k.shape[1], index.shape[3]
+    shape, found = shape_of(q, k, table), card(q.device)
     if plan is None:
-        keys = sink + window + listed
-        plan = plan_for(rows, group, keys, width, q.element_size(), found.processors)
+        cut = batch * kv_heads * queries, shape.GROUP, sink + window + listed
+        plan = plan_for(*cut, width, q.element_size(), found.processors)
     q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k, v))
     index, key_mask = index.contiguous(), mask_bytes(key_mask)
-    fused, partial = plan.splits == 1, out
-    if not fused:
-        elements = rows * group * plan.splits * (width + 1)
-        partial = torch.empty(elements, dtype=torch.float32, device=q.device)
+    fused = plan.splits == 1
+    output = Output(None if fused else pieces_of(out, plan.splits), out, lse, sinks)
     factor, cap = base_two(scale, softcap)
+    pdl, dependent = early(q.device)
     attend_tokens.run(
         grid=(plan.splits, kv_heads * queries, batch),
         warmup=False,
-        q=q,
-        k=k,
-        v=v,
+        q=query_of(q),
+        cache=cache_of(k, v, table),
+        rows=rows_of(capacity(k, table), lengths, start, key_mask),
         index=index,
-        lengths=lengths,
-        start=start,
-        key_mask=key_mask,
-        table=table,
-        sinks=sinks,
-        partial=partial,
-        out=out,
-        lse=lse,
+        output=output,
         scale=factor,
         cap=cap,
-        T=queries,
-        S=size,
         splits=plan.splits,
-        q_strides=q.stride()[:3],
-        k_strides=k.stride()[:3],
-        v_strides=v.stride()[:3],
-        mask_stride=0 if key_mask is None else key_mask.stride(0),
-        table_stride=None if table is None else table.stride(0),
-        GROUP=group,
-        ROWS=max(16, next_power_of_two(group)),
-        D=width,
-        DP=padded_width(width),
+        SHAPE=shape,
         SINK=sink,
         WINDOW=window,
         K=listed,
         TILE=plan.tile,
+        STEPS=steps_of(lengths, start),
         CAPPED=softcap > 0,
-        FUSED=fused,
-        LENGTH_STEP=row_step(lengths),
-        START_STEP=row_step(start),
-        PAGE=0 if table is None else k.shape[2],
-        PDL=found.pdl,
-        num_warps=plan.warps,
-        **({"launch_pdl": True} if found.pdl else {}),
+        PDL=pdl,
+        **{"num_warps": plan.warps, **dependent},
     )
     if not fused:
-        _launch_merge(partial, sinks, out, lse, plan, found.pdl)
-
-
-def _launch_merge(partial, sinks, out, lse, plan, pdl):
-    """Merge the splits in `partial` into `out` and `lse`."""
-    batch, heads, queries, width = out.shape
-    merge_splits.run(
-        grid=(batch * heads * queries, cdiv(width, plan.columns)),
-        warmup=False,
-        partial=partial,
-        sinks=sinks,
-        out=out,
-        lse=lse,
-        heads=heads,
-        T=queries,
-        splits=plan.splits,
-        D=width,
-        COLUMNS=plan.columns,
-        SPLITS=next_power_of_two(plan.splits),
-        PDL=pdl,
-        num_warps=4,
-        **({"launch_pdl": True} if pdl else {}),
-    )
+        launch_merge(output, plan.splits, plan.columns)
 
 
 _gather_tokens_attention = define_op(

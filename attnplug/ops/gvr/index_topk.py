@@ -28,8 +28,9 @@ from attnplug.ops.common.device import Card, card, early
 from attnplug.ops.common.numba_cache import njit, prange
 from attnplug.ops.common.pipeline import BESIDE
 from attnplug.ops.common.product import add_product
-from attnplug.ops.common.rows import NO_MASK, mask_bytes, row_step, rows_as_given
+from attnplug.ops.common.rows import NO_MASK, mask_bytes, rows_as_given
 from attnplug.ops.common.sizes import cdiv, next_power_of_two, padded_width
+from attnplug.ops.common.views import rows_of, steps_of
 from attnplug.ops.gvr import topk as ranking
 from attnplug.ops.gvr.kernels.score_index import pack_picks, score_index
 
@@ -310,19 +311,16 @@ def _launch_scores(q, weights, keys, lengths, key_mask, scale, first, scores, pl
         q=q,
         weights=weights,
         keys=keys,
-        lengths=lengths,
-        key_mask=key_mask,
+        tokens=rows_of(keys.shape[1], lengths, None, key_mask),
         scores=scores,
         scale=scale,
         first=first,
         queries=here,
         S=queries,
-        T=keys.shape[1],
         programs=plan.programs,
         q_strides=q.stride()[:3],
         weights_strides=weights.stride(),
         keys_strides=keys.stride()[:2],
-        mask_stride=0 if key_mask is None else key_mask.stride(0),
         H=heads,
         HEADS=plan.heads,
         QUERIES=plan.queries,
@@ -330,7 +328,7 @@ def _launch_scores(q, weights, keys, lengths, key_mask, scale, first, scores, pl
         DP=padded_width(width),
         TILE=plan.tile,
         STAGES=plan.stages,
-        LENGTH_STEP=row_step(lengths),
+        STEPS=steps_of(lengths),
         PRECISION=card(q.device).precision,
         PDL=pdl,
         **{"num_warps": plan.warps, **dependent},
@@ -358,15 +356,12 @@ def _launch_pack(indices, values, lengths, key_mask, picks, queries, size):
         warmup=False,
         indices=indices,
         values=values,
-        lengths=lengths,
-        key_mask=key_mask,
+        tokens=rows_of(size, lengths, None, key_mask),
         picks=picks,
         S=queries,
-        T=size,
         K=k,
-        mask_stride=0 if key_mask is None else key_mask.stride(0),
         KP=padded,
-        LENGTH_STEP=row_step(lengths),
+        STEPS=steps_of(lengths),
         PDL=pdl,
         **{"num_warps": min(8, max(1, padded // 256)), **dependent},
     )

@@ -25,8 +25,9 @@ from attnplug.ops.common.numba_cache import njit, prange
 from attnplug.ops.common.pages import capacity, check_table, table_at
 from attnplug.ops.common.pipeline import BESIDE
 from attnplug.ops.common.product import add_product
-from attnplug.ops.common.rows import NO_MASK, mask_bytes, row_step, rows_on_cpu
+from attnplug.ops.common.rows import NO_MASK, mask_bytes, rows_on_cpu
 from attnplug.ops.common.sizes import cdiv, next_power_of_two, padded_width
+from attnplug.ops.common.views import query_of, rows_of, shape_of, steps_of
 from attnplug.ops.gvr.kernels.score_cache import score
 
 NAME = "score_tokens"
@@ -288,7 +289,6 @@ def launch_score_tokens(
         q = q.contiguous()
     if codes.stride(3) != 1:
         codes = codes.contiguous()
-    key_mask = mask_bytes(key_mask)
     found = card(q.device)
     if plan is None:
         plans = plan_for if table is None else plain_plan_for
@@ -300,32 +300,22 @@ def launch_score_tokens(
     score.run(
         grid=(plan.programs, heads, batch),
         warmup=False,
-        q=q,
+        q=query_of(q),
         codes=codes,
         scales=steps,
-        lengths=lengths,
-        start=start,
-        key_mask=key_mask,
+        rows=rows_of(size, lengths, start, mask_bytes(key_mask)),
         table=table,
         scores=scores,
-        S=size,
         programs=plan.programs,
-        q_strides=q.stride()[:2],
         codes_strides=codes.stride()[:3],
         scales_strides=steps.stride(),
-        mask_stride=0 if key_mask is None else key_mask.stride(0),
         table_stride=None if table is None else table.stride(0),
-        GROUP=group,
-        ROWS=dot_rows(plan, group),
-        D=width,
-        DP=padded_width(width),
+        SHAPE=shape_of(q, codes, table, dot_rows(plan, group)),
         SINK=sink,
         WINDOW=window,
         TILE=plan.tile,
         STAGES=plan.stages,
-        LENGTH_STEP=row_step(lengths),
-        START_STEP=row_step(start),
-        PAGE=0 if table is None else codes.shape[2],
+        STEPS=steps_of(lengths, start),
         KEYS_FIRST=plan.keys_first,
         HALVES=(2 - found.asm) * (plan.halves and q.dtype == torch.bfloat16),
         WHOLE=plan.whole and unmasked,

@@ -28,10 +28,11 @@ from attnplug.ops.common.device import Card, card, early
 from attnplug.ops.common.numba_cache import njit, prange
 from attnplug.ops.common.pipeline import BESIDE
 from attnplug.ops.common.product import add_product
-from attnplug.ops.common.rows import NO_MASK, mask_bytes, row_step, rows_as_given
+from attnplug.ops.common.rows import NO_MASK, mask_bytes, rows_as_given
 from attnplug.ops.common.sizes import cdiv, next_power_of_two
 from attnplug.ops.common.softmax import LOG2E
-from attnplug.ops.common.splits import merge_splits
+from attnplug.ops.common.splits import launch_merge, pieces_of
+from attnplug.ops.common.views import Output, rows_of, steps_of
 from attnplug.ops.latent.kernels.attend import attend_latents
 
 NAME = "latent_attention"
@@ -252,7 +253,7 @@ def plan_for(
     `widths` are those of the latent and the rope. Smaller tiles where the card's shared memory is
     not enough."""
     pairs = heads if listed else queries * heads
-    most = 16 if listed and batch * queries * cdiv(heads, 64) < on.processors // 2 else 64
+    most = 32 if listed and batch * queries * cdiv(heads, 64) < on.processors // 2 else 64
     rows = max(16, min(most, next_power_of_two(pairs)))
     plan = Plan(rows, 64, 1, 8 if rows > 16 else 4, 2, 0)
     if itemsize == 4 and widths[0] > 256:  # the products' operands alone are more than registers
@@ -298,10 +299,9 @@ def launch_latent_attention(
         plan = plan_for(*shape, found)
     q_latent, q_rope = (x if x.stride(3) == 1 else x.contiguous() for x in (q_latent, q_rope))
     key_mask = mask_bytes(key_mask)
-    fused, partial = plan.splits == 1, out
-    if not fused:
-        elements = batch * queries * heads * plan.splits * (width + 1)
-        partial = torch.empty(elements, dtype=torch.float32, device=out.device)
+    merged = out.view(batch * queries, heads, 1, width)  # as other families lay their outputs out
+    pieces = None if plan.splits == 1 else pieces_of(merged, plan.splits)
+    output = Output(pieces, merged, None, sinks)
     pdl, dependent = early(out.device)
     attend_latents.run(
         grid=(program_blocks(plan, queries, heads, listed), plan.splits, batch),
@@ -311,21 +311,16 @@ def launch_latent_attention(
         latents=latents,
         rope=rope,
         picks=picks.contiguous() if listed else None,
-        lengths=lengths,
-        key_mask=key_mask,
-        sinks=sinks,
-        partial=partial,
-        out=out,
+        tokens=rows_of(size, lengths, None, key_mask),
+        output=output,
         scale=scale * LOG2E,
         S=queries,
-        T=size,
         K=slots if listed else 0,
         splits=plan.splits,
         q_latent_strides=q_latent.stride()[:3],
         q_rope_strides=q_rope.stride()[:3],
         latents_strides=latents.stride()[:2],
         rope_strides=rope.stride()[:2],
-        mask_stride=0 if key_mask is None else key_mask.stride(0),
         H=heads,
         ROWS=plan.rows,
         R=width,
@@ -334,35 +329,13 @@ def launch_latent_attention(
         PP=padded_channels(turned),
         TILE=plan.tile,
         STAGES=plan.stages,
-        FUSED=fused,
-        LENGTH_STEP=row_step(lengths),
+        STEPS=steps_of(lengths),
         PRECISION=found.precision,
         PDL=pdl,
         **{"num_warps": plan.warps, **dependent},
     )
-    if not fused:
-        _launch_merge(partial, sinks, out, plan, pdl, dependent)
-
-
-def _launch_merge(partial, sinks, out, plan, pdl, dependent):
-    """Merge the pieces in `partial` into `out`."""
-    batch, queries, heads, width = out.shape
-    merge_splits.run(
-        grid=(batch * queries * heads, cdiv(width, plan.columns)),
-        warmup=False,
-        partial=partial,
-        sinks=sinks,
-        out=out,
-        lse=None,
-        heads=heads,
-        T=1,  # of a row of pieces: heads are next to each other here, and have queries around them
-        splits=plan.splits,
-        D=width,
-        COLUMNS=plan.columns,
-        SPLITS=next_power_of_two(plan.splits),
-        PDL=pdl,
-        **{"num_warps": 4, **dependent},
-    )
+    if pieces is not None:
+        launch_merge(output, plan.splits, plan.columns)
 
 
 _latent_attention = define_op(

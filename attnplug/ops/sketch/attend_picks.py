@@ -19,9 +19,10 @@ from attnplug.ops.common.device import card, early
 from attnplug.ops.common.numba_cache import njit, prange
 from attnplug.ops.common.pipeline import Loop
 from attnplug.ops.common.reference import reference_kept
-from attnplug.ops.common.sizes import cdiv, padded_width
+from attnplug.ops.common.sizes import cdiv
 from attnplug.ops.common.softmax import LOG2E, base_two
 from attnplug.ops.common.triton import triton
+from attnplug.ops.common.views import cache_of, query_of, shape_of
 from attnplug.ops.sketch.encode_keys import check_float
 from attnplug.ops.sketch.estimates import (
     LARGEST,
@@ -34,7 +35,9 @@ from attnplug.ops.sketch.estimates import (
     unpack,
 )
 from attnplug.ops.sketch.kernels import attend as kernels
+from attnplug.ops.sketch.kernels.codes import Code, Pieces, projection_of
 from attnplug.ops.sketch.prepare_query import check_step
+from attnplug.ops.sketch.state import Codes
 
 NAME = "sketch_attend"
 TILE = 64  # picks of one step
@@ -255,45 +258,32 @@ def launch_attend_picks(
     """Run the kernel; tensors as in `attend_picks`, on a GPU or in Triton's interpreter. `chained`:
     the kernel in front is `pick`, or `fetched` with it: one that has put keys and values side by
     side in the order of the picks."""
-    batch, heads, _, width = q.shape
-    kv_heads, size = fine.shape[1:3]
-    group = heads // kv_heads
+    batch, kv_heads, size = fine.shape[:3]
     found, (pdl, dependent) = card(q.device), early(q.device)
     q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k, v))
     factor, cap = base_two(scale, softcap)
-    tiles, rows = tiles_of(picks.shape[2], pieces), max(16, triton.next_power_of_2(group))
-    tile = _tile(rows, padded_width(width), q.element_size(), found.shared)
+    shape, tiles = shape_of(q, fine), tiles_of(picks.shape[2], pieces)
+    tile = _tile(shape.ROWS, shape.DP, q.element_size(), found.shared)
+    few = tiles > 1 and warps == 4 and shape.GROUP <= 16
     kernels.attend.run(
         grid=(pieces, kv_heads, batch),
         warmup=False,
-        q=q,
-        k=k,
-        v=v,
-        projected=projected,
-        fine=fine,
-        coarse=coarse,
+        q=query_of(q),
+        cache=cache_of(k, v),
+        projected=projection_of(projected),
+        codes=Codes(fine, coarse, None, None),
         picks=picks,
         cut=cut,
         norm=norm,
-        pick_out=pick_out,
-        pick_lse=pick_lse,
+        pieces=Pieces(pick_out, pick_lse, pieces),
         pick_sums=pick_sums,
         scale=factor,
         cap=cap,
         S=size,
         capacity=picks.shape[2],
-        pieces=pieces,
-        columns=projected.shape[2],
-        q_strides=q.stride()[:2],
-        k_strides=k.stride()[:3],
-        v_strides=v.stride()[:3],
-        GROUP=group,
-        ROWS=rows,
-        HEADS=max(8, triton.next_power_of_2(group)),
-        D=width,
-        DP=padded_width(width),
-        R4=2 * fine.shape[3],
-        R2=4 * coarse.shape[3],
+        SHAPE=shape,
+        HEADS=max(8, triton.next_power_of_2(shape.GROUP)),
+        CODE=Code.of(fine, coarse),
         TILE=tile,
         TILES=tiles * TILE // tile,
         CAPPED=softcap > 0,
@@ -302,7 +292,7 @@ def launch_attend_picks(
         FETCHED=fetched,
         PDL=pdl,
         num_warps=warps,
-        **found.limit(REGISTERS if tiles > 1 and warps == 4 and group <= 16 else None),
+        **found.limit(REGISTERS if few else None),
         **dependent,
     )
 

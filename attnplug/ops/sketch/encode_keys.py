@@ -16,11 +16,13 @@ from attnplug.ops.common.checks import DTYPES, check_sequence_inputs, why_not_wi
 from attnplug.ops.common.define import define_op, refuse_gradients, require
 from attnplug.ops.common.device import card
 from attnplug.ops.common.numba_cache import njit, prange
-from attnplug.ops.common.rows import NO_MASK, mask_bytes, row_step, rows_on_cpu
+from attnplug.ops.common.rows import NO_MASK, mask_bytes, rows_on_cpu
 from attnplug.ops.common.sizes import padded_width
+from attnplug.ops.common.views import cache_of, rows_of, steps_of
 from attnplug.ops.sketch.kernels import codes as kernel_codes
 from attnplug.ops.sketch.kernels import encode as kernels
-from attnplug.ops.sketch.state import BLOCK, CHUNK, COORDINATES
+from attnplug.ops.sketch.kernels.codes import Code
+from attnplug.ops.sketch.state import BLOCK, CHUNK, COORDINATES, Codes
 
 NAME = "encode_keys"
 LOCAL = kernel_codes.LOCAL.value
@@ -205,46 +207,27 @@ def launch_encode_keys(k, v, encoder, fine, coarse, odd, progress, lengths, star
     """Run the kernels; tensors as in `encode_keys`, on a GPU or in Triton's interpreter."""
     batch, heads, size, width = k.shape
     k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (k, v))
-    key_mask = mask_bytes(key_mask)
     # Enough programs to fill a GPU when a whole prompt is new, few where nothing is.
     programs = max(1, min(1024 // (batch * heads), odd.shape[2]))
-    steps = {"LENGTH_STEP": row_step(lengths), "START_STEP": row_step(start)}
+    rows, steps = rows_of(size, lengths, start, mask_bytes(key_mask)), steps_of(lengths, start)
     kernels.encode.run(
         grid=(programs, heads, batch),
         warmup=False,
-        k=k,
-        v=v,
+        cache=cache_of(k, v),
+        rows=rows,
         encoder=encoder,
-        fine=fine,
-        coarse=coarse,
-        odd=odd,
-        progress=progress,
-        lengths=lengths,
-        start=start,
-        key_mask=key_mask,
-        S=size,
+        codes=Codes(fine, coarse, odd, progress),
         chunks=odd.shape[2],
         programs=programs,
-        k_strides=k.stride()[:3],
-        v_strides=v.stride()[:3],
-        mask_b=0 if key_mask is None else key_mask.stride(0),
         D=width,
         DP=padded_width(width),
-        R4=2 * fine.shape[3],
-        R2=4 * coarse.shape[3],
-        **steps,
+        CODE=Code.of(fine, coarse),
+        STEPS=steps,
         PRECISION=card(k.device).precision,
         num_warps=4,
     )
     kernels.note.run(
-        grid=(batch,),
-        warmup=False,
-        progress=progress,
-        lengths=lengths,
-        start=start,
-        S=size,
-        **steps,
-        num_warps=1,
+        grid=(batch,), warmup=False, rows=rows, progress=progress, STEPS=steps, num_warps=1
     )
 
 

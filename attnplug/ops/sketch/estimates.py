@@ -6,8 +6,8 @@ import numpy as np
 from attnplug.ops.common.numba_cache import njit
 from attnplug.ops.sketch.kernels import codes as kernel_codes
 
-NAMED = ("BINS", "REACH", "LARGEST", "STEPS", "FINE", "MARGIN", "LOWER", "RISE")
-BINS, REACH, LARGEST, STEPS, FINE, MARGIN, LOWER, RISE = (
+NAMED = ("BINS", "REACH", "LARGEST", "OCTAVE", "FINE", "MARGIN", "LOWER", "RISE")
+BINS, REACH, LARGEST, OCTAVE, FINE, MARGIN, LOWER, RISE = (
     getattr(kernel_codes, name).value for name in NAMED
 )
 
@@ -68,7 +68,7 @@ def rounded(share):
 @njit()
 def bin_of(share, middle):
     """The bin of a share; what is below them all goes to bin 0."""
-    y = (np.float32(share) - middle) * np.float32(STEPS)
+    y = (np.float32(share) - middle) * np.float32(OCTAVE)
     far = abs(y) - np.float32(FINE)
     if far > 0:
         y = np.sign(y) * (np.float32(FINE) + far * np.float32(0.125))

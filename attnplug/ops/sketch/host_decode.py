@@ -17,15 +17,17 @@ import torch
 from attnplug.errors import ArgumentError
 from attnplug.ops.common.define import define_op, refuse_gradients, require
 from attnplug.ops.common.device import card, early
-from attnplug.ops.common.rows import mask_bytes, row_step
+from attnplug.ops.common.rows import mask_bytes
 from attnplug.ops.common.sizes import cdiv, padded_width
 from attnplug.ops.common.triton import triton
+from attnplug.ops.common.views import cache_of, query_of, rows_of, shape_of, steps_of, token_of
 from attnplug.ops.sketch import attend_picks as attend
 from attnplug.ops.sketch import prepare_query as prepare
 from attnplug.ops.sketch import sketch_decode as chain
 from attnplug.ops.sketch.encode_keys import near_block
 from attnplug.ops.sketch.kernels import host as kernels
-from attnplug.ops.sketch.state import BLOCK
+from attnplug.ops.sketch.kernels.codes import Code
+from attnplug.ops.sketch.state import BLOCK, Codes
 
 NAME = "sketch_host_decode"
 FIXED = kernels.FIXED.value
@@ -242,51 +244,30 @@ class _OverLink:
 
     def _stage(self, q, k, v, new, recent, encoder, codes, lengths, start, key_mask):
         batch, heads, size, width = k.shape
-        (new_k, new_v), (fine, coarse, odd, progress) = new, codes
-        group = q.shape[1] // heads
-        key_mask = mask_bytes(key_mask)
+        fine, coarse, odd, _ = codes
         wide = width * k.element_size() > 512
         kernels.stage.run(
             grid=(1 + prepare.ENCODERS, heads, batch),
             warmup=False,
-            q=q,
-            k=k,
-            v=v,
-            new_k=new_k,
-            new_v=new_v,
+            q=query_of(q),
+            cache=cache_of(k, v),
+            rows=rows_of(size, lengths, start, mask_bytes(key_mask)),
+            token=token_of(*new),
             recent=recent,
             fixed=self.fixed.tokens,
             held=self.fixed.held,
-            lengths=lengths,
-            start=start,
-            key_mask=key_mask,
             fixed_lengths=self.lengths,
             fixed_mask=mask_bytes(self.mask),
             encoder=encoder,
-            fine=fine,
-            coarse=coarse,
-            odd=odd,
-            progress=progress,
-            S=size,
+            codes=Codes(*codes),
             chunks=odd.shape[2],
-            q_strides=q.stride()[:2],
-            k_strides=k.stride()[:3],
-            v_strides=v.stride()[:3],
-            new_k_strides=(0, 0) if new_k is None else new_k.stride()[:2],
-            new_v_strides=(0, 0) if new_v is None else new_v.stride()[:2],
-            mask_b=0 if key_mask is None else key_mask.stride(0),
             RING=1 if recent is None else recent.shape[2],
-            GROUP=group,
-            ROWS=triton.next_power_of_2(group),
-            D=width,
-            DP=padded_width(width),
+            SHAPE=shape_of(q, k, rows=triton.next_power_of_2(q.shape[1] // heads)),
             TILE=16 if wide else 32,
             SLOTS=triton.next_power_of_2(FIXED),
-            R4=2 * fine.shape[3],
-            R2=4 * coarse.shape[3],
+            CODE=Code.of(fine, coarse),
             CODERS=prepare.ENCODERS,
-            LENGTH_STEP=row_step(lengths),
-            START_STEP=row_step(start),
+            STEPS=steps_of(lengths, start),
             PRECISION=card(q.device).precision,
             num_warps=4,
         )
@@ -301,14 +282,11 @@ class _OverLink:
         kernels.fetch.run(
             grid=(cdiv(capacity, FETCHED), heads, batch),
             warmup=False,
-            k=k,
-            v=v,
+            cache=cache_of(k, v),
             picks=picks,
             near=self.near,
             S=size,
             capacity=capacity,
-            k_strides=k.stride()[:3],
-            v_strides=v.stride()[:3],
             D=width,
             DP=padded_width(width),
             TILE=FETCHED,

@@ -18,13 +18,14 @@ from attnplug.ops.common.define import define_op, refuse_gradients, require
 from attnplug.ops.common.device import early
 from attnplug.ops.common.numba_cache import njit, prange
 from attnplug.ops.common.reference import sinks_on_cpu
-from attnplug.ops.common.rows import row_step
 from attnplug.ops.common.sizes import cdiv
 from attnplug.ops.common.softmax import LOG2E
 from attnplug.ops.common.triton import triton
+from attnplug.ops.common.views import Output, rows_of, steps_of
 from attnplug.ops.sketch.encode_keys import check_float
 from attnplug.ops.sketch.estimates import exp2, log2
 from attnplug.ops.sketch.kernels import merge as kernels
+from attnplug.ops.sketch.kernels.codes import Scanned, pieces_of, projection_of
 
 NAME = "sketch_merge"
 TAILS = ("drop", "regression")
@@ -280,52 +281,40 @@ def launch_merge_sketch(
     batch, heads, _, width = q.shape
     pdl, dependent = early(q.device)
     progress, lengths, start, size = note or (None, None, None, 0)
-    rank = (projected.shape[2] - 2 - width) // 2
-    fixed, pieces, parts = fixed_lse.shape[2], pick_lse.shape[2], sums.shape[2]
+    rank, parts = (projected.shape[2] - 2 - width) // 2, sums.shape[2]
+    fixed, picked = pieces_of(fixed_out, fixed_lse), pieces_of(pick_out, pick_lse)
     kernels.merge.run(
         grid=(batch * heads, cdiv(width, columns)),
         warmup=False,
-        projected=projected,
-        fixed_out=fixed_out,
-        fixed_lse=fixed_lse,
-        pick_out=pick_out,
-        pick_lse=pick_lse,
+        projected=projection_of(projected),
+        fixed=fixed,
+        picked=picked,
         pick_sums=pick_sums,
-        sums=sums,
-        norm=norm,
+        scanned=Scanned(sums=sums, norm=norm, parts=parts),
         cut=cut,
         v_mean=v_mean,
-        sinks=sinks,
-        out=out,
-        lse=lse,
+        output=Output(None, out, lse, sinks),
+        rows=rows_of(size, lengths, start),
         progress=progress,
-        lengths=lengths,
-        start=start,
         counted=counted,
         hint=hint,
         heads=heads,
         group=heads // cut.shape[1],
-        S=size,
         counts=batch if counted is None else counted.shape[0],
-        parts=parts,
-        pieces=pieces,
-        fixed=fixed,
-        columns=projected.shape[2],
         D=width,
         COLUMNS=columns,
         R=rank,
         RP=triton.next_power_of_2(rank),
-        FIXED=triton.next_power_of_2(fixed),
-        PIECES=triton.next_power_of_2(pieces),
+        FIXED=triton.next_power_of_2(fixed.number),
+        PIECES=triton.next_power_of_2(picked.number),
         PARTS=triton.next_power_of_2(parts),
         TAIL=tail,
         CAPPED=softcap > 0,
         BATCH=batch,
         NEW=int(is_new),
         CHAINED=note is not None,
+        STEPS=steps_of(lengths, start),
         PDL=pdl,
-        LENGTH_STEP=row_step(lengths),
-        START_STEP=row_step(start),
         num_warps=4,
         **dependent,
     )

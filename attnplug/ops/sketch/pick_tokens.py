@@ -16,12 +16,14 @@ from attnplug.ops.common.checks import check_sequence_inputs
 from attnplug.ops.common.define import define_op, refuse_gradients, require
 from attnplug.ops.common.device import card, early
 from attnplug.ops.common.numba_cache import njit, prange
-from attnplug.ops.common.rows import row_step, rows_on_cpu
+from attnplug.ops.common.rows import rows_on_cpu
 from attnplug.ops.common.sizes import cdiv
 from attnplug.ops.common.triton import triton
+from attnplug.ops.common.views import rows_of, steps_of
 from attnplug.ops.sketch.encode_keys import near_block
-from attnplug.ops.sketch.estimates import BINS, FINE, LOWER, MARGIN, RISE, STEPS, bin_of
+from attnplug.ops.sketch.estimates import BINS, FINE, LOWER, MARGIN, OCTAVE, RISE, bin_of
 from attnplug.ops.sketch.kernels import pick as kernels
+from attnplug.ops.sketch.kernels.codes import Scanned
 from attnplug.ops.sketch.state import BLOCK
 
 NAME = "sketch_pick"
@@ -104,7 +106,7 @@ def edge_of(index, middle):
     y = index - 128.0
     if abs(y) > FINE:
         y = (1.0 if y > 0 else -1.0) * (FINE + (abs(y) - FINE) * 8)
-    return middle + y / STEPS
+    return middle + y / OCTAVE
 
 
 @njit()
@@ -266,19 +268,13 @@ def launch_pick_tokens(
     kernels.pick.run(
         grid=(plan.pieces, heads, batch),
         warmup=False,
-        shares=shares,
-        total=total,
-        middle=middle,
+        scanned=Scanned(shares, total, middle=middle),
+        notes=notes,
+        rows=rows_of(size, lengths, start),
         hint=hint,
-        counted=notes.counted,
-        listed=notes.listed,
-        lengths=lengths,
-        start=start,
-        marks=notes.marks,
         picks=picks,
         cut=cut,
         k=top_k,
-        S=size,
         pieces=plan.pieces,
         capacity=capacity,
         EIGHTS=EIGHTS,
@@ -288,8 +284,7 @@ def launch_pick_tokens(
         CAPACITY_P=triton.next_power_of_2(capacity),
         ASM=card(shares.device).asm,
         NEW=int(is_new),
-        LENGTH_STEP=row_step(lengths),
-        START_STEP=row_step(start),
+        STEPS=steps_of(lengths, start),
         PDL=pdl,
         num_warps=plan.warps,
         **dependent,

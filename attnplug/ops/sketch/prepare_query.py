@@ -18,13 +18,15 @@ from attnplug.ops.common.device import card
 from attnplug.ops.common.numba_cache import njit, prange
 from attnplug.ops.common.product import add_product
 from attnplug.ops.common.reference import reference_kept
-from attnplug.ops.common.rows import NO_MASK, mask_bytes, row_step, rows_on_cpu
-from attnplug.ops.common.sizes import cdiv, padded_width
+from attnplug.ops.common.rows import NO_MASK, mask_bytes, rows_on_cpu
+from attnplug.ops.common.sizes import cdiv
 from attnplug.ops.common.softmax import LOG2E, base_two
 from attnplug.ops.common.triton import triton
+from attnplug.ops.common.views import cache_of, query_of, rows_of, shape_of, steps_of, token_of
 from attnplug.ops.sketch.encode_keys import LOCAL, check_float, near_block
 from attnplug.ops.sketch.kernels import prepare as kernels
-from attnplug.ops.sketch.state import BLOCK
+from attnplug.ops.sketch.kernels.codes import Code, pieces_of, projection_of
+from attnplug.ops.sketch.state import BLOCK, Codes
 
 NAME = "sketch_prepare"
 PIECE = kernels.PIECE.value  # tokens
@@ -186,73 +188,47 @@ def launch_prepare_query(
     """Run the kernel; tensors as in `prepare_query`, on a GPU or in Triton's interpreter. In the
     chain also clear `total` and `marks`, make the missing codes, and write the token `new` to the
     cache and the query to the ring `recent`."""
-    batch, heads, _, width = q.shape
-    kv_heads, size = k.shape[1], k.shape[2]
-    group, columns = heads // kv_heads, queries.shape[3]
+    batch, kv_heads, size, width = k.shape
     q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k, v))
     new_k, new_v = (x if x is None or x.stride(3) == 1 else x.contiguous() for x in new)
-    key_mask = mask_bytes(key_mask)
-    fine, coarse, odd, progress = codes
-    column_programs = cdiv(columns, COLUMNS)
-    wide = width * q.element_size()
+    fine, coarse, odd, _ = codes
     coders = 0 if encoder is None else ENCODERS
+    programs = kernels.Programs(PIECES, cdiv(queries.shape[3], COLUMNS), coders)
+    wide, found = width * q.element_size(), card(q.device)
     factor, cap = base_two(scale, softcap)
     kernels.prepare.run(
-        grid=(PIECES + column_programs + coders + (total is not None), kv_heads, batch),
+        grid=(sum(programs) + (total is not None), kv_heads, batch),
         warmup=False,
-        q=q,
-        k=k,
-        v=v,
-        new_k=new_k,
-        new_v=new_v,
+        q=query_of(q),
+        cache=cache_of(k, v),
+        rows=rows_of(size, lengths, start, mask_bytes(key_mask)),
+        token=token_of(new_k, new_v),
         recent=recent,
         queries=queries,
-        lengths=lengths,
-        start=start,
-        key_mask=key_mask,
-        projected=projected,
-        fixed_out=fixed_out,
-        fixed_lse=fixed_lse,
+        projected=projection_of(projected),
+        fixed=pieces_of(fixed_out, fixed_lse),
         total=total,
         marks=marks,
         encoder=encoder,
-        fine=fine,
-        coarse=coarse,
-        odd=odd,
-        progress=progress,
+        codes=Codes(*codes),
         q_scale=scale * LOG2E,
         scale=factor,
         cap=cap,
-        S=size,
-        columns=columns,
         chunks=0 if odd is None else odd.shape[2],
         mark_count=0 if marks is None else marks.shape[2],
-        q_strides=q.stride()[:2],
-        k_strides=k.stride()[:3],
-        v_strides=v.stride()[:3],
-        new_k_strides=(0, 0) if new_k is None else new_k.stride()[:2],
-        new_v_strides=(0, 0) if new_v is None else new_v.stride()[:2],
-        mask_b=0 if key_mask is None else key_mask.stride(0),
         RING=1 if recent is None else recent.shape[2],
-        GROUP=group,
-        ROWS=max(16, triton.next_power_of_2(group)),
-        D=width,
-        DP=padded_width(width),
+        SHAPE=shape_of(q, k),
         TILE=16 if wide > 512 else 32 if wide > 256 else 64,
-        SLOTS=PIECES,
+        PROGRAMS=programs,
         COUNT=COLUMNS,
         MARKS=1 if marks is None else triton.next_power_of_2(marks.shape[2]),
         CAPPED=softcap > 0,
-        R4=0 if fine is None else 2 * fine.shape[3],
-        R2=0 if coarse is None else 4 * coarse.shape[3],
-        COLUMN_PROGRAMS=column_programs,
-        CODERS=coders,
-        LENGTH_STEP=row_step(lengths),
-        START_STEP=row_step(start),
-        PDL=card(q.device).pdl,
-        PRECISION=card(q.device).precision,
+        CODE=None if fine is None else Code.of(fine, coarse),
+        STEPS=steps_of(lengths, start),
+        PDL=found.pdl,
+        PRECISION=found.precision,
         num_warps=warps or (8 if wide > 256 else 4),
-        **card(q.device).limit(registers),
+        **found.limit(registers),
     )
 
 

@@ -23,9 +23,10 @@ from attnplug.ops.common.checks import check_sequence_inputs
 from attnplug.ops.common.define import define_op, refuse_gradients, require
 from attnplug.ops.common.device import card, early
 from attnplug.ops.common.numba_cache import njit, prange
-from attnplug.ops.common.rows import NO_MASK, mask_bytes, row_step, rows_on_cpu
+from attnplug.ops.common.rows import NO_MASK, mask_bytes, rows_on_cpu
 from attnplug.ops.common.softmax import LOG2E
 from attnplug.ops.common.triton import triton
+from attnplug.ops.common.views import rows_of, steps_of
 from attnplug.ops.sketch.encode_keys import check_codes, check_float, near_block
 from attnplug.ops.sketch.estimates import (
     BINS,
@@ -40,7 +41,8 @@ from attnplug.ops.sketch.estimates import (
 )
 from attnplug.ops.sketch.kernels import hopper_scan
 from attnplug.ops.sketch.kernels import scan as kernels
-from attnplug.ops.sketch.state import BLOCK, CHUNK
+from attnplug.ops.sketch.kernels.codes import Code, Scanned, pieces_of, projection_of
+from attnplug.ops.sketch.state import BLOCK, CHUNK, Codes
 
 NAME = "sketch_scan"
 
@@ -375,38 +377,24 @@ def launch_scan_sketch(
     found, (pdl, dependent) = card(projected.device), early(projected.device)
     if not chained:
         total.zero_()
-    key_mask = mask_bytes(key_mask)
+    fixed = pieces_of(None, fixed_lse)
     asked = {
-        "projected": projected,
-        "fixed_lse": fixed_lse,
-        "fine": fine,
-        "coarse": coarse,
-        "odd": odd,
-        "progress": progress,
-        "lengths": lengths,
-        "start": start,
+        "projected": projection_of(projected),
+        "fixed": fixed,
+        "codes": Codes(fine, coarse, odd, progress),
+        "rows": rows_of(size, lengths, start, mask_bytes(key_mask)),
         "hint": hint,
         "counted": counted,
-        "shares": shares,
-        "total": total,
-        "sums": sums,
-        "norm": norm,
-        "middle": middle,
+        "scanned": Scanned(shares, total, sums, norm, middle, parts),
         "k": top_k,
-        "S": size,
         "chunks": odd.shape[2],
-        "parts": parts,
         "fewest": fewest,
-        "pieces": fixed_lse.shape[2],
-        "columns": projected.shape[2],
         "GROUP": group,
-        "R4": 2 * fine.shape[3],
-        "R2": 4 * coarse.shape[3],
-        "PIECES": triton.next_power_of_2(fixed_lse.shape[2]),
+        "CODE": Code.of(fine, coarse),
+        "PIECES": triton.next_power_of_2(fixed.number),
         "CHECKED": not chained,
         "NEW": int(is_new),
-        "LENGTH_STEP": row_step(lengths),
-        "START_STEP": row_step(start),
+        "STEPS": steps_of(lengths, start),
         "PDL": pdl,
         **dependent,
     }
@@ -421,9 +409,7 @@ def launch_scan_sketch(
         grid=grid,
         warmup=False,
         **asked,
-        key_mask=key_mask,
         cap=softcap * LOG2E,
-        mask_b=0 if key_mask is None else key_mask.stride(0),
         HEADS=max(8, triton.next_power_of_2(group)),
         TILE=plan.tile,
         STAGES=plan.stages,

@@ -10,21 +10,6 @@ from attnplug.ops.common.sizes import cdiv, next_power_of_two, padded_width
 from attnplug.ops.stream.kernels import bounds as kernels
 
 LISTS, WIDER = kernels.LISTS.value, kernels.WIDER.value
-# What the first kernel takes of the arguments that all share.
-OF_KEYS = (
-    "k",
-    "S",
-    "lengths",
-    "start",
-    "key_mask",
-    "k_strides",
-    "mask_stride",
-    "D",
-    "DP",
-    "BLOCK",
-    "LENGTH_STEP",
-    "START_STEP",
-)
 
 
 class RankPlan(NamedTuple):
@@ -52,22 +37,21 @@ def rank_plan_for(
     return RankPlan(blocks, 8 if WIDER * top_k > 256 else 4, tile, 8 if rows == 128 else 4)
 
 
-def _without(shared: dict[str, Any], *names: str) -> dict[str, Any]:
-    return {name: value for name, value in shared.items() if name not in names}
-
-
 def _summaries(shared: dict[str, Any]) -> torch.Tensor:
     """Max and min of the shown keys of every complete block, `[B, Hkv, NK, 2, D]` like k; max is
     NaN where one of them is not finite. The other blocks are not written."""
-    k = shared["k"]
+    k, shape, block = shared["cache"].k, shared["SHAPE"], shared["SEARCH"].BLOCK
     batch, kv_heads, size, width = k.shape
-    blocks = cdiv(size, shared["BLOCK"])
+    blocks = cdiv(size, block)
     summaries = k.new_empty((batch, kv_heads, blocks, 2, width))
     kernels.summarise.run(
         grid=(blocks, kv_heads, batch),
         warmup=False,
+        **{name: shared[name] for name in ("cache", "rows", "STEPS")},
         summaries=summaries,
-        **{name: shared[name] for name in OF_KEYS},
+        D=width,
+        DP=shape.DP,
+        BLOCK=block,
         num_warps=4,
     )
     return summaries
@@ -77,23 +61,31 @@ def launch_bounds(shared: dict[str, Any], plan: RankPlan | None = None) -> None:
     """Run the kernels with the arguments that both searches `share`, on a GPU or in Triton's
     interpreter. They need memory for two numbers of k's dtype a block and channel, and for WIDER
     int32 a place of a list."""
-    q, k, index = shared["q"], shared["k"], shared["index"]
-    (batch, heads, slots, top_k), (kv_heads, _, width) = index.shape, k.shape[1:]
+    q, rows, shape, index = (shared[name] for name in ("q", "rows", "SHAPE", "index"))
+    (batch, heads, slots, top_k), kv_heads = index.shape, shared["cache"].k.shape[1]
     if plan is None:
-        shape = shared["ROWS"], shared["BLOCK"], width, q.element_size()
-        plan = rank_plan_for(*shape, top_k, card(q.device).shared)
-    summaries, group = _summaries(shared), shared["GROUP"]
-    chosen = q.new_empty((batch, heads, slots, WIDER * top_k), dtype=torch.int32)
+        of_plan = shape.ROWS, shared["SEARCH"].BLOCK, shape.D, q.at.element_size()
+        plan = rank_plan_for(*of_plan, top_k, card(index.device).shared)
+    summaries, group = _summaries(shared), shape.GROUP
+    chosen = index.new_empty((batch, heads, slots, WIDER * top_k))
     together = min(next_power_of_two(group), LISTS)
-    unranked = "k", "index", "score", "key_mask", "before", "k_strides", "mask_stride", "KP"
     kernels.rank.run(
         grid=(cdiv(slots, LISTS // together), kv_heads * cdiv(group, together), batch),
         warmup=False,
-        **_without(shared, *unranked),
+        **{
+            name: shared[name]
+            for name in ("after", "allowed", "budget", "SHAPE", "SEARCH", "STEPS")
+        },
+        q=q.at,
         summaries=summaries,
         chosen=chosen,
+        lengths=rows.lengths,
+        start=rows.start,
+        T=q.T,
+        S=rows.S,
         N=summaries.shape[2],
         slots=slots,
+        q_strides=(q.b, q.h, q.t),
         TILE=plan.blocks,
         CP=max(2, next_power_of_two(WIDER * top_k)),
         HEADS=together,
@@ -102,7 +94,7 @@ def launch_bounds(shared: dict[str, Any], plan: RankPlan | None = None) -> None:
     kernels.rescore.run(
         grid=(slots, heads, batch),
         warmup=False,
-        **_without(shared, "before"),
+        **{name: value for name, value in shared.items() if name != "before"},
         chosen=chosen,
         TILE=plan.tile,
         STAGES=plan.stages,

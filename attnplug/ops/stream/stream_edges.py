@@ -23,10 +23,12 @@ from attnplug.ops.common.checks import check_attention_inputs, check_sequence_in
 from attnplug.ops.common.define import define_op, refuse_gradients
 from attnplug.ops.common.numba_cache import njit, prange
 from attnplug.ops.common.product import add_product
-from attnplug.ops.common.rows import NO_MASK, mask_bytes, row_step, rows_on_cpu
+from attnplug.ops.common.rows import NO_MASK, mask_bytes, rows_on_cpu
 from attnplug.ops.common.sizes import next_power_of_two, padded_width
 from attnplug.ops.common.softmax import LOG2E
+from attnplug.ops.common.views import cache_of, query_of, rows_of, shape_of, steps_of
 from attnplug.ops.stream.kernels.edges import MASS, SCORE, VALUE, weigh_edges
+from attnplug.ops.stream.kernels.refine import Search
 from attnplug.ops.stream.stream_mask import BLOCKS
 
 NAME = "stream_edges"
@@ -297,35 +299,21 @@ def launch_stream_edges(
     weigh_edges.run(
         grid=(index.shape[2], heads, batch),
         warmup=False,
-        q=q,
-        k=k,
-        v=v,
+        q=query_of(q),
+        cache=cache_of(k, v),
+        rows=rows_of(k.shape[2], lengths, start, key_mask),
         index=index,
-        lengths=lengths,
-        start=start,
-        key_mask=key_mask,
         weight=weight,
         out=out,
         lse=lse,
         scale=scale * LOG2E,
-        T=queries,
-        S=k.shape[2],
         K=index.shape[3],
-        q_strides=q.stride()[:3],
-        k_strides=k.stride()[:3],
-        v_strides=v.stride()[:3],
-        mask_stride=0 if key_mask is None else key_mask.stride(0),
-        GROUP=heads // k.shape[1],
-        D=width,
-        DP=padded_width(width),
-        QUERY_BLOCK=query_block,
-        ROWS=rows,
-        BLOCK=block,
+        SHAPE=shape_of(q, k, rows=rows),
+        SEARCH=Search(query_block, block, 1, 1),  # each query block is looked at
         TILE=plan.tile,
         MODE=WEIGHTS.index(weights),
         OUTPUT=output,
-        LENGTH_STEP=row_step(lengths),
-        START_STEP=row_step(start),
+        STEPS=steps_of(lengths, start),
         num_warps=plan.warps,
         num_stages=1,
     )

@@ -39,10 +39,12 @@ import torch
 from attnplug.errors import ArgumentError
 from attnplug.ops.common.checks import check_attention_inputs, check_sequence_inputs
 from attnplug.ops.common.define import define_op, refuse_gradients
-from attnplug.ops.common.rows import NO_MASK, mask_bytes, row_step, rows_on_cpu
+from attnplug.ops.common.rows import NO_MASK, mask_bytes, rows_on_cpu
 from attnplug.ops.common.sizes import cdiv, next_power_of_two, padded_width
+from attnplug.ops.common.views import cache_of, query_of, rows_of, shape_of, steps_of
 from attnplug.ops.stream.bounds import RankPlan, launch_bounds
 from attnplug.ops.stream.kernels import refine as kernels
+from attnplug.ops.stream.kernels.refine import Allowed, Budget, Search
 from attnplug.ops.stream.reference import search_rows, summarise
 
 NAME = "stream_mask"
@@ -231,39 +233,23 @@ def _shared(
     q, k, query_block, block, top_k, budget, lengths, start, key_mask, block_mask, index, score
 ):
     """The kernels' arguments that do not depend on the search or its plan."""
-    queries, width = q.shape[2:]
     q, k = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k))
     after, before = _nearest_keys(key_mask)
-    key_mask = mask_bytes(key_mask)
+    strides = _broadcast_strides(block_mask, 4)
+    rows = min(query_block, max(16, next_power_of_two(q.shape[2])))
     return {
-        "q": q,
-        "k": k,
+        "q": query_of(q),
+        "cache": cache_of(k, None),
+        "rows": rows_of(k.shape[2], lengths, start, mask_bytes(key_mask)),
         "index": index,
         "score": score,
-        "lengths": lengths,
-        "start": start,
-        "key_mask": key_mask,
         "after": after,
         "before": before,
-        "block_mask": None if block_mask is None else block_mask.view(torch.uint8),
-        "budget": budget,
-        "T": queries,
-        "S": k.shape[2],
-        "q_strides": q.stride()[:3],
-        "k_strides": k.stride()[:3],
-        "mask_stride": 0 if key_mask is None else key_mask.stride(0),
-        "allowed_strides": _broadcast_strides(block_mask, 4),
-        "budget_strides": _broadcast_strides(budget, 3),
-        "GROUP": q.shape[1] // k.shape[1],
-        "D": width,
-        "DP": padded_width(width),
-        "QUERY_BLOCK": query_block,
-        "ROWS": min(query_block, max(16, next_power_of_two(queries))),
-        "BLOCK": block,
-        "K": top_k,
-        "KP": max(2, next_power_of_two(top_k)),
-        "LENGTH_STEP": row_step(lengths),
-        "START_STEP": row_step(start),
+        "allowed": Allowed(None if block_mask is None else block_mask.view(torch.uint8), *strides),
+        "budget": None if budget is None else Budget(budget, *_broadcast_strides(budget, 3)),
+        "SHAPE": shape_of(q, k, rows=rows),
+        "SEARCH": Search(query_block, block, top_k, max(2, next_power_of_two(top_k))),
+        "STEPS": steps_of(lengths, start),
     }
 
 
@@ -299,11 +285,17 @@ def launch_stream_mask(
 
 
 def _launch_branches(shared, plan: Plan | None):
-    q, k, index, group = (shared[name] for name in ("q", "k", "index", "GROUP"))
+    k, index, group, budget = (
+        shared["cache"].k,
+        shared["index"],
+        shared["SHAPE"].GROUP,
+        shared["budget"],
+    )
     if plan is None:
-        alike = all(x is None or x.shape[1] == 1 for x in (shared["budget"], shared["block_mask"]))
-        shape = shared["ROWS"], group, shared["BLOCK"], q.shape[3], q.element_size()
-        plan = plan_for(*shape, alike, masked=shared["key_mask"] is not None)
+        of_heads = (budget and budget.at, shared["allowed"].at)
+        alike = all(x is None or x.shape[1] == 1 for x in of_heads)
+        shape = shared["SHAPE"].ROWS, group, shared["SEARCH"].BLOCK, k.shape[3], k.element_size()
+        plan = plan_for(*shape, alike, masked=shared["rows"].key_mask is not None)
     batch, heads, slots, _ = index.shape
     kernels.seed.run(
         grid=(slots, k.shape[1] * cdiv(group, plan.heads), batch),

@@ -18,7 +18,6 @@ OPTIONS = {
     "k_min": 2,
     "k_max": 128,
     "v_tol": 0.05,
-    "value_budget": INF,
     "tolerance": INF,
     "ranking": 1,
     "explore": 0.02,
@@ -94,7 +93,7 @@ def attend(device_path, case: Case, tier=None, telemetry=None, scratch=None, pla
         found = op.CertifiedOutput(*torch.ops.attnplug.certified_attention(*args))
     else:
         found = op.CertifiedOutput(*op._allocate(*args))
-        op.launch(*args, *found, plan or Plan(splits=3, pieces=2))
+        op.launch(*args, *found, plan=plan or Plan(splits=3, pieces=2))
     return op.CertifiedOutput(*(x.cpu() for x in found))
 
 

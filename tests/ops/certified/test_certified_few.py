@@ -59,7 +59,7 @@ def test_readers_must_read_the_blocks_that_are_left_out_of_the_sums(device_path,
     finish = launcher._Step.finish
 
     def other_block(step, *arguments):
-        step.memory.read_digest[1] += 1  # the second KV head of the first row
+        step.memory.promotion.read_digest[1] += 1  # the second KV head of the first row
         finish(step, *arguments)
 
     monkeypatch.setattr(launcher._Step, "finish", other_block)

@@ -16,7 +16,7 @@ SETTINGS = [
     LOOSE,
     LOOSE | {"coverage": 0.6, "k_min": 1, "k_max": 3},
     {"ranking": 0, "explore": 0.2},
-    {"tolerance": 0.05, "value_budget": 0.2},
+    {"tolerance": 0.05},
     LOOSE | {"tolerance": 0.2},
 ]
 

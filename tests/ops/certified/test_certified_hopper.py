@@ -15,7 +15,8 @@ from attnplug.ops.certified import launch as launcher
 from attnplug.ops.certified import plan as plans
 from attnplug.ops.certified import records
 from attnplug.ops.certified.kernels import hopper, hopper_tiles
-from attnplug.ops.certified.kernels.arguments import BlockScores, Rows, RowSteps, Shape, Splits
+from attnplug.ops.certified.kernels.arguments import BlockScores, Shape, Splits
+from attnplug.ops.common.views import Query, Rows, RowSteps
 
 FILES = [hopper_tiles.__file__, hopper.__file__]
 LOG2E = 1.4426950408889634
@@ -57,19 +58,17 @@ def attended(block, step, size, ring=2, softcap=0.0, fault=None, width=128):
     run(
         program,
         (SPLITS, KV_HEADS, 1),
-        Pointer(q.float().flatten().numpy()),
+        Query(Pointer(q.float().flatten().numpy()), HEADS * width, width, width, 1),
         **{name: (Lines if name in LINES else Pointer)(x) for name, x in words.items()},
         progress=None,
-        rows=Rows(None, None, None),
+        rows=Rows(None, None, None, None, size),
         scores=BlockScores(*(pointers[name] for name in BlockScores._fields)),
         splits=Splits(pointers["partial"], pointers["partial_lse"]),
         flags=pointers["flags"],
         scale=width**-0.5 * LOG2E,
         cap=softcap * LOG2E,
-        S=size,
         N=blocks,
         count=SPLITS,
-        q_strides=(HEADS * width, width),
         SHAPE=Shape(HEADS // KV_HEADS, 16, width, width, block, width // 32, width // 32),
         STEP=step,
         LAYOUTS=hopper_tiles.Layouts(*[None] * len(hopper_tiles.Layouts._fields)),
@@ -220,7 +219,7 @@ def beside(case, tier, plan, **options):
     more = [*rows, None, case.more.get("softcap", 0.0), None, *[None] * 6]
     args = [*inputs, *tier, case.scale, case.block, *(OPTIONS | options).values(), *more]
     found = op.CertifiedOutput(*op._allocate(*args))
-    launcher.launch(*args, *found, plan)
+    launcher.launch(*args, *found, plan=plan)
     return op.CertifiedOutput(*(x.cpu() for x in found))
 
 

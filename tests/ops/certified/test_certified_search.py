@@ -18,7 +18,6 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, in
 def found_by(
     x_at,
     logs,
-    summary,
     norm,
     own,
     goal,
@@ -30,14 +29,12 @@ def found_by(
     GP: tl.constexpr,
     TILE: tl.constexpr,
     HELD: tl.constexpr,
-    BUDGET: tl.constexpr,
 ):
     """The threshold of one KV head."""
     g = tl.arange(0, GP)
     there = g < GROUP
     x = search(
         logs_at=logs + g * N,
-        summary_at=summary,
         norm=tl.load(norm + g, mask=there, other=0.0),
         rest_mass=tl.load(own + g, mask=there, other=1.0),
         coverage=tl.load(goal + g, mask=there, other=0.0),
@@ -48,7 +45,6 @@ def found_by(
         GP=GP,
         TILE=TILE,
         HELD=HELD,
-        BUDGET=BUDGET,
         COVERS=True,
     )
     tl.store(x_at, x)
@@ -64,7 +60,6 @@ SEARCHES = {  # blocks, of how many, heads, (least, most), coverage, what is odd
     "eight heads": (1500, 2048, 7, (0, 1024), 0.4, None),
     "not reached": (2048, 2048, 3, (1, 8), 1.0, None),
     "few": (2048, 2048, 4, (40, 256), 0.0, None),
-    "value budget": (1500, 1500, 4, (0, 1501), 0.0, "budget"),
     # More alike than may be promoted: none is. Just above what the last round begins with, and
     # between its second threshold and its third.
     "alike": (1300, 1300, 2, (1, 128), 0.5, EDGE + CELL / 2),
@@ -75,8 +70,7 @@ SEARCHES = {  # blocks, of how many, heads, (least, most), coverage, what is odd
 
 
 def masses(blocks, heads, odd):
-    """Log-masses [heads, N], which are 1 with the own shares, summary [N, 4], norms and own shares
-    [heads]."""
+    """Log-masses [heads, N], which are 1 with the own shares, norms and own shares [heads]."""
     random = np.random.default_rng(blocks + heads)
     own = 2.0 ** -random.integers(3, 8, heads).astype(np.float32)
     share = random.lognormal(0, 1, (heads, blocks))
@@ -86,36 +80,30 @@ def masses(blocks, heads, odd):
         logs[:, 7:700] = odd
     if odd == "nan":
         logs[1, 1050] = np.nan
-    if odd == "budget":
-        own = -(2.0 ** random.integers(-4, -1, heads).astype(np.float32))
-    eta = 2.0 ** random.integers(-6, 3, (blocks, 4)).astype(np.float32)
-    return logs, eta, np.zeros(heads, np.float32), own
+    return logs, np.zeros(heads, np.float32), own
 
 
 @pytest.mark.parametrize(
     ("blocks", "size", "heads", "counts", "coverage", "odd"), SEARCHES.values(), ids=SEARCHES
 )
 def test_a_search_is_the_references(device, blocks, size, heads, counts, coverage, odd):
-    logs, eta, norm, own = masses(size, heads, odd)
+    logs, norm, own = masses(size, heads, odd)
     least, most = counts
-    rows = [torch.from_numpy(x).to(device) for x in (logs, eta, norm, own)]
+    rows = [torch.from_numpy(x).to(device) for x in (logs, norm, own)]
     goal = torch.full((heads,), coverage, device=device)
     every, width = triton.next_power_of_2(size), triton.next_power_of_2(heads)
-    held = plans.held_blocks(every, width, False)
+    held = plans.held_blocks(every, width)
     assert held > 0
     found = []
     for tile, in_registers in ((512, held), (512, 0), (64, 0)):
         x = torch.full((1,), torch.nan, device=device)
         found_by[(1,)](
             x, *rows, goal, least, most, blocks, size, heads, width,
-            max(16, min(every, tile)), in_registers, odd == "budget", num_warps=8,
+            max(16, min(every, tile)), in_registers, num_warps=8,
         )  # fmt: skip
         found.append(float(x))
     mass = np.exp2(logs[:, :blocks])
     score = np.log2(np.nanmax(mass, 0, initial=0.0) + np.float32(1e-37)).astype(np.float32)
-    if odd == "budget":
-        mass = mass * eta[:blocks, 0]
-        score = score + np.log2(eta[:blocks, 0])
     want = reference._search(score, mass, own, coverage, least, most)
     chosen = [score >= x for x in (*found, want)]
     assert all((one == chosen[-1]).all() for one in chosen)
@@ -168,8 +156,6 @@ COVERS = [
     LOOSE | {"coverage": 0.95},
     LOOSE | {"tolerance": 0.5},
     LOOSE | {"tolerance": 0.28, "coverage": 0.3, "k_min": 1},
-    LOOSE | {"value_budget": 0.05},
-    {"coverage": 0.6, "value_budget": 0.02, "explore": 0.1},
 ]
 
 
@@ -196,19 +182,16 @@ def test_both_searches_choose_alike(device_path, options, monkeypatch):
     tail = 600 % case.block  # tokens that are read exactly in any case
     assert (held[4][:, :, 0, op.TELEMETRY.index("key_tokens")] > tail).all()
     whole = held[4][:, :, 0, op.TELEMETRY.index("value_tokens")]
-    reads = {"value_budget", "tolerance"} & set(options) or "v_tol" not in options
-    assert (whole > tail).all() == bool(reads)
+    assert (whole > tail).all() == ("tolerance" in options)
     if "tolerance" in options:
         assert (held[3] & op.RUNGS["needed"]).any()
 
 
 @pytest.mark.parametrize("heads", [1, 2, 4, 8, 16, 32])
-@pytest.mark.parametrize(("again", "words"), [(False, 80), (True, 40)])
-def test_what_is_held_has_room(heads, again, words):
-    """So many words of a thread at most, of 255 registers."""
+def test_what_is_held_has_room(heads):
+    """80 words of a thread at most, of 255 registers."""
     threads = 32 * plans.CHOOSING.warps
     for blocks in (16, 1024, 2048, 4096, 8192, 16384):
-        tile = plans.held_blocks(blocks, heads, again)
-        assert tile in (0, max(1024, blocks)) and tile * (heads + 1) <= words * threads
-    assert plans.held_blocks(2048, 4, again) == 2048
-    assert plans.held_blocks(4096, 4, again) == (0 if again else 4096)
+        tile = plans.held_blocks(blocks, heads)
+        assert tile in (0, max(1024, blocks)) and tile * (heads + 1) <= 80 * threads
+    assert plans.held_blocks(4096, 4) == 4096

@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from attnplug.ops.common import base_two, mask_bytes, row_step, rows_on_cpu
+from attnplug.ops.common import base_two, mask_bytes, row_step, rows_of, rows_on_cpu, steps_of
 from attnplug.ops.common.rows import blocks_done, note_progress, row_span
 
 
@@ -38,18 +38,9 @@ def test_a_mask_is_bytes_with_contiguous_rows():
 
 
 @triton.jit
-def _spans(
-    lengths,
-    start,
-    out,
-    S,
-    LENGTH_STEP: tl.constexpr,
-    START_STEP: tl.constexpr,
-    NEW: tl.constexpr,
-    BYPASS_L1: tl.constexpr,
-):
+def _spans(rows, out, STEPS: tl.constexpr, NEW: tl.constexpr, BYPASS_L1: tl.constexpr):
     b = tl.program_id(0)
-    length, low = row_span(lengths, start, b, S, LENGTH_STEP, START_STEP, NEW, BYPASS_L1)
+    length, low = row_span(rows, b, STEPS, NEW, BYPASS_L1)
     tl.store(out + b * 2, length)
     tl.store(out + b * 2 + 1, low)
 
@@ -65,8 +56,8 @@ def test_a_kernel_reads_the_rows_that_the_reference_does(device, new, bypass):
     for rows in ((lengths, start), (lengths[:1], None), (None, start[::2].expand(2))):
         out = torch.full((3, 2), -7, dtype=torch.int32, device=device)
         batch = 3 if rows[1] is None or len(rows[1]) == 3 else 2
-        steps = map(row_step, rows)
-        _spans[(batch,)](*rows, out, 10, *steps, NEW=new, BYPASS_L1=bypass)
+        given = rows_of(10, *rows)
+        _spans[(batch,)](given, out, STEPS=steps_of(*rows), NEW=new, BYPASS_L1=bypass)
         k = torch.zeros(batch, 1, 10, 64)
         wanted = rows_on_cpu(k, *(x if x is None else x.cpu() for x in rows))
         # Without `lengths` the whole buffer is valid, and there is no token to come.
@@ -82,7 +73,8 @@ def test_no_length_leads_out_of_the_buffer(device, new):
     wanted |= {x: 10 + new for x in (11, 2**31 - 1, 2**31 + 5, 2**32 + 3, 2**63 - 1)}
     lengths = torch.tensor(list(wanted), device=device)
     out = torch.full((len(lengths), 2), -7, dtype=torch.int32, device=device)
-    _spans[(len(lengths),)](lengths, lengths, out, 10, 1, 1, NEW=new, BYPASS_L1=0)
+    rows, steps = rows_of(10, lengths, lengths), steps_of(lengths, lengths)
+    _spans[(len(lengths),)](rows, out, STEPS=steps, NEW=new, BYPASS_L1=0)
     assert out[:, 0].tolist() == list(wanted.values())
     k = torch.zeros(len(lengths), 1, 10, 64)
     both = rows_on_cpu(k, lengths.cpu(), lengths.cpu())

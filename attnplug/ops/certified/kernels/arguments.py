@@ -4,21 +4,6 @@ compile-time constants, as Triton takes them."""
 from typing import Any, NamedTuple
 
 
-class Rows(NamedTuple):
-    """Pointers to what is a row's own; None where all rows are alike."""
-
-    lengths: Any
-    start: Any
-    key_mask: Any  # bytes
-
-
-class RowSteps(NamedTuple):
-    """What a row adds to the addresses of its entries in `Rows`, 0 where all share one."""
-
-    length: int
-    start: int
-
-
 class Shape(NamedTuple):
     """What of a call's shape the kernels are compiled for."""
 
@@ -58,6 +43,17 @@ class Splits(NamedTuple):
     lse: Any
 
 
+class Promotion(NamedTuple):
+    """What the kernels that choose and read promoted blocks leave one another: see records.py."""
+
+    counts: Any
+    block_list: Any
+    promoted_sums: Any
+    changes: Any  # or the pieces of a recomputation, which replace them
+    flags: Any
+    read_digest: Any
+
+
 class Choice(NamedTuple):
     """How many blocks are read exactly, as in `certified_attention`; numbers a kernel is given."""
 
@@ -65,7 +61,6 @@ class Choice(NamedTuple):
     least: Any  # k_min
     most: Any  # k_max
     v_tol: Any
-    value_budget: Any
     explore: Any
 
 
@@ -78,7 +73,6 @@ class Search(NamedTuple):
     COVERS: bool  # the coverage is above 0
     PROMOTES: bool  # by coverage or number
     NEEDS: bool  # by need: there is a tolerance, and `weigh_heads` ran
-    BUDGETED: bool  # there is a value budget
     EXPLORES: bool  # blocks are spot-checked
 
 

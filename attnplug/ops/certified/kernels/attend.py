@@ -29,10 +29,8 @@ def prepare(
     metadata_faults,
     scale,
     cap,
-    S,
     N,
     programs,
-    q_strides,
     SHAPE: tl.constexpr,
     TILE: tl.constexpr,
     MATH: tl.constexpr,
@@ -50,7 +48,7 @@ def prepare(
     QK: tl.constexpr = MATH.QK
     h = tl.program_id(1)
     b = tl.program_id(2).to(tl.int64)
-    length, low = row_span(rows.lengths, rows.start, b, S, STEPS.length, STEPS.start)
+    length, low = row_span(rows, b, STEPS)
     blocks = quantized_blocks(tier.progress, b, length, low, SHAPE.BLOCK)
     r = tl.arange(0, SHAPE.ROWS)
     d = tl.arange(0, SHAPE.DP)
@@ -58,7 +56,7 @@ def prepare(
     in_width = d < D
     in_group = r < GROUP
     head = h * GROUP + r
-    query = load_query(q, q_strides, b, h, GROUP, SHAPE)
+    query = load_query(q, b, h, GROUP, SHAPE)
     query = query.to(tl.float32) * scale
     size = tl.abs(query.to(QK).to(tl.float32)) * R.QUERY_CARE  # at least |query|
     weight = tl.where(in_width, 1 + 2 * (d // 2), 0)
@@ -113,11 +111,8 @@ def attend(
     flags,
     scale,
     cap,
-    S,
     N,
     count,
-    q_strides,
-    mask_stride,
     SHAPE: tl.constexpr,
     STAGES: tl.constexpr,
     MATH: tl.constexpr,
@@ -141,7 +136,7 @@ def attend(
     split = tl.program_id(0)
     h = tl.program_id(1)
     b = tl.program_id(2).to(tl.int64)
-    length, low = row_span(rows.lengths, rows.start, b, S, STEPS.length, STEPS.start)
+    length, low = row_span(rows, b, STEPS)
     blocks = quantized_blocks(tier.progress, b, length, low, BLOCK)
     COLUMNS: tl.constexpr = SHAPE.HALF * 16
     CP: tl.constexpr = HALF_P * 16
@@ -153,14 +148,14 @@ def attend(
     in_group = r < GROUP
     head = h * GROUP + r
     row = b * tl.num_programs(1) * GROUP + head
-    query = load_query(q, q_strides, b, h, GROUP, SHAPE)
+    query = load_query(q, b, h, GROUP, SHAPE)
     top = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     acc_low = tl.zeros([ROWS, CP], tl.float32)
     acc_high = tl.zeros([ROWS, CP], tl.float32)
     mask_at = rows.key_mask
     if rows.key_mask is not None:
-        mask_at = rows.key_mask + b * mask_stride
+        mask_at = rows.key_mask + b * rows.mask_b
     first = split * blocks // count
     last = (split + 1) * blocks // count
     checks_row = r == ROWS - 1  # a spare row of the product sums the codes

@@ -38,34 +38,23 @@ from attnplug.ops.common.triton import gdc_launch_dependents, gdc_wait, tl, trit
 @triton.jit
 def choose_blocks(
     q,
-    k,
-    v,
+    cache,
     tier,
     rows,
     scores,
     splits,
     merged,
     left_sums,
-    counts,
     head_lse,
     needs,
-    block_list,
-    promoted_sums,
-    changes,
-    flags,
-    read_digest,
+    promotion,
     scratch,
     choice,
     scale,
     cap,
-    S,
     N,
     pieces,
     SLOTS,
-    q_strides,
-    k_strides,
-    v_strides,
-    mask_stride,
     SHAPE: tl.constexpr,
     GP: tl.constexpr,
     SEARCH: tl.constexpr,
@@ -99,7 +88,7 @@ def choose_blocks(
         of_head = head_norm(splits.lse, row, pieces, PROGRAMS.SPLITS)
         merge_head(merged, splits, row, pieces, of_head, SHAPE.D, SHAPE.DP)
         return
-    length, low = row_span(rows.lengths, rows.start, b, S, STEPS.length, STEPS.start)
+    length, low = row_span(rows, b, STEPS)
     blocks = quantized_blocks(tier.progress, b, length, low, BLOCK)
     g = tl.arange(0, GP)
     in_heads = g < GROUP
@@ -111,7 +100,7 @@ def choose_blocks(
     if READERS > 0:  # loaded before anything has to wait for anything, also for how many blocks
         until = tl.where(chunk < 0, N, 0)
         asked = tl.where(chunk < 0, GROUP, 0)
-        query = load_query(q, q_strides, b, h, asked, SHAPE)
+        query = load_query(q, b, h, asked, SHAPE)
         asked_for = every < until
         eta_every = tl.load(
             summary_at + every * R.SUMMARY_FIELDS + R.ETA, mask=asked_for, other=0.0
@@ -119,7 +108,7 @@ def choose_blocks(
     numbers = chunk + tl.arange(0, PROGRAMS.WAYS) * CHUNKS
     ways = numbers < SLOTS
     holder, last_use, now = numbers, numbers, 0
-    mine, clock, clock_at, owner_at, used_at = ways, numbers, k, k, k
+    mine, clock, clock_at, owner_at, used_at = ways, numbers, cache.k, cache.k, cache.k
     if scratch is not None:
         of_set = tl.arange(0, SETS)
         mine = of_set % CHUNKS == chunk
@@ -147,7 +136,6 @@ def choose_blocks(
         head_at=scores.logs + group * GROUP * N,
         N=N,
         logs_at=logs_at,
-        summary_at=summary_at,
         norm=shown,
         rest_mass=rest_mass,
         choice=choice,
@@ -177,7 +165,7 @@ def choose_blocks(
             promoted = packed & 65535
             reader = chunk + READERS
             if reader == READERS - 1:  # the one that has least to do
-                tl.store(read_digest + group, set_digest(every, values, keys))
+                tl.store(promotion.read_digest + group, set_digest(every, values, keys))
             if reader < promoted:
                 ranked = (packed >> 16 & 15) == promoted
                 if not (ranked & (2 * (packed >> 20) == promoted * (promoted + 1))):
@@ -186,14 +174,11 @@ def choose_blocks(
                 name = every * R.NAME_STEP + values.to(tl.int32) * R.NAME_VALUES
                 read_blocks(
                     query,
-                    k=k,
-                    v=v,
+                    cache=cache,
                     tier=tier,
-                    key_mask=rows.key_mask,
+                    rows=rows,
                     scores=scores,
-                    promoted_sums=promoted_sums,
-                    changes=changes,
-                    flags=flags,
+                    promotion=promotion,
                     scratch=None,
                     scale=scale,
                     cap=cap,
@@ -210,9 +195,6 @@ def choose_blocks(
                     step=READERS,
                     own_blocks=(rank, name),
                     block_lists=(None, rank, rank),
-                    k_strides=k_strides,
-                    v_strides=v_strides,
-                    mask_stride=mask_stride,
                     SHAPE=SHAPE,
                     PROGRAMS=PROGRAMS,
                     DEPTH=DEPTH,
@@ -232,7 +214,7 @@ def choose_blocks(
     square_at = scores.squares + row_g[None, :] * N + j[:, None]
     square = tl.load(square_at, mask=mask, other=float("-inf"))
     eta = tl.load(summary_at + j * R.SUMMARY_FIELDS + R.ETA, mask=there, other=0.0)
-    moved = query_norms(q, q_strides, b, h * GROUP, scale, GP, SHAPE)
+    moved = query_norms(q, b, h * GROUP, scale, GP, SHAPE)
     mass = tl.exp2(log - shown[None, :])
     root = tl.exp2(square * 0.5 - shown[None, :]) + R.SQUARE_FLOOR
     keys, values, worthy, spot = marked(
@@ -281,7 +263,7 @@ def choose_blocks(
     tl.store(at + R.ALL_NORM * CHUNKS, widest, mask=in_heads)
     promoted = tl.sum(keys.to(tl.int32), 0)
     whole = tl.sum(values.to(tl.int32), 0)
-    at = counts + group * (R.COUNT_FIELDS * CHUNKS) + chunk
+    at = promotion.counts + group * (R.COUNT_FIELDS * CHUNKS) + chunk
     tl.store(at + R.COUNT_KEYS * CHUNKS, promoted)
     tl.store(at + R.COUNT_VALUES * CHUNKS, whole)
     tl.store(at + R.COUNT_WORTHY * CHUNKS, tl.sum(worthy.to(tl.int32), 0))
@@ -295,7 +277,7 @@ def choose_blocks(
         name = (
             j * R.NAME_STEP + spot.to(tl.int32) * R.NAME_SPOT + values.to(tl.int32) * R.NAME_VALUES
         )
-        list_at = block_list + (group * CHUNKS + chunk) * (OWN * R.LIST_FIELDS)
+        list_at = promotion.block_list + (group * CHUNKS + chunk) * (OWN * R.LIST_FIELDS)
         if scratch is None:
             tl.store(list_at + (rank - 1) * R.LIST_FIELDS + R.LIST_NAME, name, mask=keys)
         else:

@@ -35,7 +35,6 @@ def attend_exactly(
     mask_at,
     SHAPE: tl.constexpr,
     TILE: tl.constexpr,
-    MASKED: tl.constexpr,
     MATH: tl.constexpr,
     TOGETHER: tl.constexpr,
 ):
@@ -57,7 +56,7 @@ def attend_exactly(
     high = tl.zeros([ROWS, CP], tl.float32)
     for at in range(begin, end, TILE):
         seen = at + n < end
-        if MASKED:
+        if mask_at is not None:
             seen = seen & (tl.load(mask_at + at + n, mask=seen, other=0) != 0)
         tokens = at + n
         key = tl.load(
@@ -94,8 +93,7 @@ def attend_exactly(
 @triton.jit
 def attend_rest(
     q,
-    k,
-    v,
+    cache,
     progress,
     rows,
     metadata_faults,
@@ -104,13 +102,8 @@ def attend_rest(
     rest_norms,
     scale,
     cap,
-    S,
     count,
     programs,
-    q_strides,
-    k_strides,
-    v_strides,
-    mask_stride,
     SHAPE: tl.constexpr,
     TILE: tl.constexpr,
     PROGRAMS: tl.constexpr,
@@ -135,7 +128,7 @@ def attend_rest(
     tl.store(flags + group * R.FLAG_FIELDS + R.FLAG_CHECK, fault)
     if PDL:
         gdc_launch_dependents()
-    length, low = row_span(rows.lengths, rows.start, b, S, STEPS.length, STEPS.start)
+    length, low = row_span(rows, b, STEPS)
     blocks = quantized_blocks(progress, b, length, low, SHAPE.BLOCK)
     GROUP: tl.constexpr = SHAPE.GROUP
     ROWS: tl.constexpr = SHAPE.ROWS
@@ -146,19 +139,17 @@ def attend_rest(
     c = tl.arange(0, CP)
     in_group = r < GROUP
     row = group.to(tl.int32) * GROUP + r
-    query = load_query(q, q_strides, b, h, GROUP, SHAPE)
-    mask_at = k
+    query = load_query(q, b, h, GROUP, SHAPE)
+    mask_at = rows.key_mask
     if rows.key_mask is not None:
-        mask_at = rows.key_mask + b * mask_stride
-    k_b, k_h, k_s = k_strides
-    v_b, v_h, v_s = v_strides
-    FITS: tl.constexpr = SHAPE.DP <= 128 and k.dtype.element_ty.primitive_bitwidth == 16
+        mask_at = rows.key_mask + b * rows.mask_b
+    FITS: tl.constexpr = SHAPE.DP <= 128 and cache.k.dtype.element_ty.primitive_bitwidth == 16
     top, total, acc_low, acc_high, norms, widest, reach = attend_exactly(
         query,
-        k_at=k + b * k_b + h.to(tl.int64) * k_h,
-        v_at=v + b * v_b + h.to(tl.int64) * v_h,
-        k_s=k_s,
-        v_s=v_s,
+        k_at=cache.k + b * cache.k_b + h.to(tl.int64) * cache.k_h,
+        v_at=cache.v + b * cache.v_b + h.to(tl.int64) * cache.v_h,
+        k_s=cache.k_s,
+        v_s=cache.v_s,
         begin=low + blocks * SHAPE.BLOCK,
         end=length,
         scale=scale,
@@ -166,7 +157,6 @@ def attend_rest(
         mask_at=mask_at,
         SHAPE=SHAPE,
         TILE=TILE,
-        MASKED=rows.key_mask is not None,
         MATH=MATH,
         TOGETHER=PDL and FITS,
     )
@@ -188,8 +178,7 @@ def attend_rest(
 @triton.jit
 def recompute(
     q,
-    k,
-    v,
+    cache,
     rows,
     rungs,
     telemetry,
@@ -197,13 +186,8 @@ def recompute(
     exact_norms,
     scale,
     cap,
-    S,
     count,
     telemetry_rows,
-    q_strides,
-    k_strides,
-    v_strides,
-    mask_stride,
     SHAPE: tl.constexpr,
     TILE: tl.constexpr,
     MATH: tl.constexpr,
@@ -227,25 +211,23 @@ def recompute(
     row = (b * tl.num_programs(1) * GROUP + head).to(tl.int64)
     if tl.max(tl.load(rungs + row, mask=in_group, other=0) & (R.HEAD | R.ROW), 0) == 0:
         return
-    length, low = row_span(rows.lengths, rows.start, b, S, STEPS.length, STEPS.start)
+    length, low = row_span(rows, b, STEPS)
     COLUMNS: tl.constexpr = SHAPE.HALF * 16
     CP: tl.constexpr = SHAPE.HALF_P * 16
     c = tl.arange(0, CP)
-    query = load_query(q, q_strides, b, h, GROUP, SHAPE)
-    mask_at = k
+    query = load_query(q, b, h, GROUP, SHAPE)
+    mask_at = rows.key_mask
     if rows.key_mask is not None:
-        mask_at = rows.key_mask + b * mask_stride
-    k_b, k_h, k_s = k_strides
-    v_b, v_h, v_s = v_strides
+        mask_at = rows.key_mask + b * rows.mask_b
     tiles = tl.cdiv(tl.maximum(length - low, 0), TILE)
     begin = low + split * tiles // count * TILE
     end = tl.minimum(low + (split + 1) * tiles // count * TILE, length)
     top, total, acc_low, acc_high, _norms, widest, reach = attend_exactly(
         query,
-        k_at=k + b * k_b + h.to(tl.int64) * k_h,
-        v_at=v + b * v_b + h.to(tl.int64) * v_h,
-        k_s=k_s,
-        v_s=v_s,
+        k_at=cache.k + b * cache.k_b + h.to(tl.int64) * cache.k_h,
+        v_at=cache.v + b * cache.v_b + h.to(tl.int64) * cache.v_h,
+        k_s=cache.k_s,
+        v_s=cache.v_s,
         begin=begin,
         end=end,
         scale=scale,
@@ -253,7 +235,6 @@ def recompute(
         mask_at=mask_at,
         SHAPE=SHAPE,
         TILE=TILE,
-        MASKED=rows.key_mask is not None,
         MATH=MATH,
         TOGETHER=False,
     )

@@ -63,10 +63,7 @@ def _rounding(widest, noise, sums, size, unit):
 
 @triton.jit
 def finish(
-    out,
-    lse,
-    bounds,
-    rungs,
+    found,
     telemetry,
     sinks,
     progress,
@@ -74,18 +71,12 @@ def finish(
     merged,
     rest_norms,
     left_sums,
-    counts,
     head_lse,
-    promoted_sums,
-    changes,
-    flags,
-    read_digest,
-    value_budget,
+    promotion,
     tolerance,
     cap,
     unit_p,
     unit,
-    S,
     capacity,
     splits,
     kv_heads,
@@ -113,10 +104,10 @@ def finish(
     b = tl.program_id(1).to(tl.int64)
     row = b * tl.num_programs(0) + head
     group = b * kv_heads + head // GROUP
-    length, low = row_span(rows.lengths, rows.start, b, S, STEPS.length, STEPS.start)
+    length, low = row_span(rows, b, STEPS)
     blocks = quantized_blocks(progress, b, length, low, BLOCK)
     i = tl.arange(0, CHUNKS)
-    at = counts + group * (R.COUNT_FIELDS * CHUNKS) + i
+    at = promotion.counts + group * (R.COUNT_FIELDS * CHUNKS) + i
     promoted_i = tl.load(at + R.COUNT_KEYS * CHUNKS)
     whole_i = tl.load(at + R.COUNT_VALUES * CHUNKS)
     worthy_i = tl.load(at + R.COUNT_WORTHY * CHUNKS)
@@ -133,7 +124,7 @@ def finish(
     noise = tl.load(at + R.ALL_NOISE * CHUNKS)
     widest = tl.load(at + R.ALL_NORM * CHUNKS)
     p = tl.arange(0, PIECES)
-    at = promoted_sums + row * (R.PROMOTED_FIELDS * PIECES) + p
+    at = promotion.promoted_sums + row * (R.PROMOTED_FIELDS * PIECES) + p
     exact = tl.load(at + R.PROMOTED_LSE * PIECES)
     held = tl.load(at + R.PROMOTED_NORM * PIECES)
     value = tl.load(at + R.PROMOTED_ERROR * PIECES)
@@ -142,7 +133,7 @@ def finish(
     rough_rank, rough_block, exact_rank, exact_block = exact, exact, exact, exact
     if DEPTH > 0:
         rough_rank, rough_block, exact_rank, exact_block = _load_ranks(
-            promoted_sums + row * (R.PROMOTED_FIELDS * PIECES), PIECES, DEPTH
+            promotion.promoted_sums + row * (R.PROMOTED_FIELDS * PIECES), PIECES, DEPTH
         )
     rest_norm = tl.load(rest_norms + row * R.REST_FIELDS + R.REST_NORM)
     rest_widest = tl.load(rest_norms + row * R.REST_FIELDS + R.REST_WIDEST)
@@ -153,19 +144,19 @@ def finish(
     acc = tl.load(merged + row * D + d, mask=d < D, other=0.0)
     h = tl.arange(0, KV)
     in_row = h < kv_heads
-    flag_at = flags + (b * kv_heads + h) * R.FLAG_FIELDS
+    flag_at = promotion.flags + (b * kv_heads + h) * R.FLAG_FIELDS
     score_wrong = tl.load(flag_at + R.FLAG_SCORE, mask=in_row, other=0)
     check_wrong = tl.load(flag_at + R.FLAG_CHECK, mask=in_row, other=0)
     if not LISTED:
         digest = ((b * kv_heads + h[:, None]) * R.COUNT_FIELDS + R.COUNT_DIGEST) * CHUNKS
-        at = counts + digest + i[None, :]
+        at = promotion.counts + digest + i[None, :]
         summed = tl.sum(tl.load(at, mask=in_row[:, None], other=0), 1)
-        read = tl.load(read_digest + b * kv_heads + h, mask=in_row, other=0)
+        read = tl.load(promotion.read_digest + b * kv_heads + h, mask=in_row, other=0)
         check_wrong = tl.maximum(check_wrong, (summed != read).to(tl.int32))
     sink = float("-inf")
     if sinks is not None:
         sink = tl.load(sinks + head).to(tl.float32) * R.LOG2E
-    part_at = changes + (row * PIECES + p)[:, None] * D + d[None, :]
+    part_at = promotion.changes + (row * PIECES + p)[:, None] * D + d[None, :]
     part = tl.load(part_at, mask=(d < D)[None, :], other=0.0)
 
     promoted = tl.sum(promoted_i, 0)
@@ -204,9 +195,9 @@ def finish(
     acc = acc / divisor
     acc = tl.where(seen == 0, 0.0, acc)
     size = tl.sqrt(tl.sum(acc * acc, 0))
-    tl.store(out + row * D + d, acc.to(out.dtype.element_ty), mask=d < D)
+    tl.store(found.out + row * D + d, acc.to(found.out.dtype.element_ty), mask=d < D)
     result = tl.where(seen == 0, float("-inf"), shift + tl.log2(tl.where(seen == 0, 1.0, seen)))
-    tl.store(lse + row, result * R.LN2)
+    tl.store(found.lse + row, result * R.LN2)
 
     ratio = here / divisor
     mass_rest = tl.exp2(rest - shift) / divisor
@@ -249,7 +240,7 @@ def finish(
     limit = tolerance * (size * (1 - 2 * unit) / R.CARE)
     free = (tolerance == float("inf")) | (seen == 0) | (wide <= R.VANISHED)
     limit = tl.where(free, float("inf"), limit)
-    fits = fits & (key + value + around <= limit) & (value <= value_budget)
+    fits = fits & (key + value + around <= limit)
     rung = climbed | tl.where(worthy > 0, R.VALUES, 0)
     rung |= tl.where(agree, 0, R.RANKING) | tl.where(safe, 0, R.BOUNDARY)
     rung |= tl.where(fits | (blocks == 0), 0, R.BOUND) | tl.where(
@@ -259,8 +250,8 @@ def finish(
     wrong = tl.max(score_wrong, 0) * R.SCORE + tl.max(check_wrong, 0) * R.CHECK
     rung |= wrong | tl.where(wrong > 0, R.ROW, 0)
     again = (rung & (R.HEAD | R.ROW)) > 0
-    tl.store(rungs + row, rung)
-    at = bounds + row * R.BOUND_FIELDS
+    tl.store(found.rungs + row, rung)
+    at = found.bounds + row * R.BOUND_FIELDS
     tl.store(at + R.BOUND_KEY, tl.where(again, 0.0, key))
     tl.store(at + R.BOUND_VALUE, tl.where(again, 0.0, value))
     tl.store(at + R.BOUND_ROUND, around)
@@ -311,17 +302,13 @@ def _record(at, rung, again, key, value, around, saved, key_tokens, value_tokens
 
 @triton.jit
 def replace(
-    out,
-    lse,
-    bounds,
-    rungs,
+    found,
     sinks,
     rows,
     pieces,
     exact_norms,
     unit_p,
     unit,
-    S,
     count,
     SHAPE: tl.constexpr,
     COUNT: tl.constexpr,
@@ -337,9 +324,9 @@ def replace(
     head = tl.program_id(0)
     b = tl.program_id(1).to(tl.int64)
     row = b * tl.num_programs(0) + head
-    if tl.load(rungs + row) & (R.HEAD | R.ROW) == 0:
+    if tl.load(found.rungs + row) & (R.HEAD | R.ROW) == 0:
         return
-    length, low = row_span(rows.lengths, rows.start, b, S, STEPS.length, STEPS.start)
+    length, low = row_span(rows, b, STEPS)
     p = tl.arange(0, COUNT)
     there = p < count
     part_lse = tl.load(pieces.lse + row * count + p, mask=there, other=float("-inf"))
@@ -366,9 +353,9 @@ def replace(
         acc += tl.sum(part * tl.exp2(one_lse - shift)[:, None], 0)
     acc = acc / tl.where(total == 0, 1.0, total)
     acc = tl.where(seen == 0, 0.0, acc)
-    tl.store(out + row * D + d, acc.to(out.dtype.element_ty), mask=d < D)
+    tl.store(found.out + row * D + d, acc.to(found.out.dtype.element_ty), mask=d < D)
     result = tl.where(seen == 0, float("-inf"), shift + tl.log2(tl.where(seen == 0, 1.0, seen)))
-    tl.store(lse + row, result * R.LN2)
+    tl.store(found.lse + row, result * R.LN2)
     at = exact_norms + (row * count + p) * R.EXACT_FIELDS
     widest = tl.max(tl.load(at + R.EXACT_WIDEST, mask=there, other=0.0), 0)
     noise = tl.max(tl.load(at + R.EXACT_REACH, mask=there & ~empty, other=0.0), 0)
@@ -377,4 +364,4 @@ def replace(
     sums = 2 * unit_p + chain * R.CHAIN_SLACK
     size = tl.sqrt(tl.sum(acc * acc, 0))
     around = _rounding(widest, noise, sums, size, unit)
-    tl.store(bounds + row * R.BOUND_FIELDS + R.BOUND_ROUND, around)
+    tl.store(found.bounds + row * R.BOUND_FIELDS + R.BOUND_ROUND, around)

@@ -162,10 +162,8 @@ def attend_blocks(
     flags,
     scale,
     cap,
-    S,
     N,
     count,
-    q_strides,
     SHAPE: gl.constexpr,
     STEP: gl.constexpr,
     LAYOUTS: gl.constexpr,
@@ -187,7 +185,6 @@ def attend_blocks(
     SL: gl.constexpr = LAYOUTS.scores
     VL: gl.constexpr = LAYOUTS.value_words
     PL: gl.constexpr = LAYOUTS.eight_blocks
-    q_b, q_h = q_strides
     split = gl.program_id(0)
     h = gl.program_id(1)
     b = gl.program_id(2).to(gl.int64)
@@ -198,7 +195,7 @@ def attend_blocks(
     QUARTER: gl.constexpr = gl.DistributedLinearLayout([], [[1], [2], [0], [0], [0]], [], [], [4])
     if PDL:
         gdc_launch_dependents()
-    length, low = row_span(rows.lengths, rows.start, b, S, STEPS.length, STEPS.start)
+    length, low = row_span(rows, b, STEPS)
     blocks = quantized_blocks(progress, b, length, low, BLOCK)
     first = split * blocks // count
     last = (split + 1) * blocks // count
@@ -209,7 +206,7 @@ def attend_blocks(
     in_group = r < GROUP
     rx = gl.arange(0, 8, layout=gl.SliceLayout(1, XL))
     dx = gl.arange(0, D, layout=gl.SliceLayout(0, XL))
-    q_at = q + b * q_b + (h * GROUP + rx).to(gl.int64)[:, None] * q_h + dx[None, :]
+    q_at = q.at + b * q.b + (h * GROUP + rx).to(gl.int64)[:, None] * q.h + dx[None, :]
     shown = (rx < GROUP)[:, None] & (dx >= 0)[None, :]
     query = gl.load(q_at, mask=shown, other=0.0).to(gl.float32) * scale
 

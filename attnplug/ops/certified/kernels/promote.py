@@ -71,14 +71,11 @@ def _sealed(word, item, place, seals_at):
 @triton.jit
 def read_blocks(
     query,
-    k,
-    v,
+    cache,
     tier,
-    key_mask,
+    rows,
     scores,
-    promoted_sums,
-    changes,
-    flags,
+    promotion,
     scratch,
     scale,
     cap,
@@ -95,9 +92,6 @@ def read_blocks(
     step,
     own_blocks,
     block_lists,
-    k_strides,
-    v_strides,
-    mask_stride,
     SHAPE: tl.constexpr,
     PROGRAMS: tl.constexpr,
     DEPTH: tl.constexpr,
@@ -119,12 +113,10 @@ def read_blocks(
     PARTS: tl.constexpr = MATH.PARTS
     rank, name = own_blocks
     block_list, ends, listed = block_lists
-    k_b, k_h, k_s = k_strides
-    v_b, v_h, v_s = v_strides
     r = tl.arange(0, ROWS)
     in_group = r < SHAPE.GROUP
     row = group * SHAPE.GROUP + r
-    at = promoted_sums + row * (R.PROMOTED_FIELDS * pieces) + piece
+    at = promotion.promoted_sums + row * (R.PROMOTED_FIELDS * pieces) + piece
     COLUMNS: tl.constexpr = SHAPE.HALF * 16
     CP: tl.constexpr = SHAPE.HALF_P * 16
     d = tl.arange(0, SHAPE.DP)
@@ -133,10 +125,10 @@ def read_blocks(
     in_width = d < D
     query = arrived(query, PDL)
     scaled = query.to(tl.float32) * scale
-    k_at = k + b * k_b + h.to(tl.int64) * k_h
-    v_at = v + b * v_b + h.to(tl.int64) * v_h
+    k_at = cache.k + b * cache.k_b + h.to(tl.int64) * cache.k_h
+    v_at = cache.v + b * cache.v_b + h.to(tl.int64) * cache.v_h
     summary_at = tier.summary + group * N * R.SUMMARY_FIELDS
-    slots_at, owner_at, seals_at = k, k, k
+    slots_at, owner_at, seals_at = cache.k, cache.k, cache.k
     if scratch is not None:
         slots_at = scratch.slots + group * SLOTS * (BLOCK * D)
         owner_at = scratch.owner + group * SLOTS
@@ -171,17 +163,17 @@ def read_blocks(
         tokens = low + block * BLOCK + n
         item = 2 * (low + block * BLOCK)
         seen = tokens >= 0
-        if key_mask is not None:
-            seen = tl.load(key_mask + b * mask_stride + tokens) != 0
+        if rows.key_mask is not None:
+            seen = tl.load(rows.key_mask + b * rows.mask_b + tokens) != 0
         bits = load_key_scales(tier.k_meta, place, SHAPE)
         codes = load_key_codes(tier.k_codes, place, SHAPE)
         loadable = seen[:, None] & in_width[None, :]
         if scratch is None:
-            key_at = k_at + tokens.to(tl.int64)[:, None] * k_s + d[None, :]
+            key_at = k_at + tokens.to(tl.int64)[:, None] * cache.k_s + d[None, :]
             key = tl.load(key_at, mask=loadable, other=0.0)
         else:
             rows_at, row_0, row_step = source(
-                key_place, slots_at, k_at, low + block * BLOCK, k_s, BLOCK * D, D
+                key_place, slots_at, k_at, low + block * BLOCK, cache.k_s, BLOCK * D, D
             )
             key_at = rows_at + (row_0 + n).to(tl.int64)[:, None] * row_step + d[None, :]
             # Not .cg: a thread has 32 bytes, loaded by two instructions, and without the L1 each of
@@ -279,10 +271,10 @@ def read_blocks(
         acc_high = split_dot(change, value_high.to(PV), acc_high * decay[:, None], PV, PARTS)
         if whole > 0:
             if scratch is None:
-                new_low, new_high = load_values(v_at, tokens, v_s, seen, SHAPE)
+                new_low, new_high = load_values(v_at, tokens, cache.v_s, seen, SHAPE)
             else:
                 rows_at, row_0, row_step = source(
-                    value_place, slots_at, v_at, low + block * BLOCK, v_s, BLOCK * D, D
+                    value_place, slots_at, v_at, low + block * BLOCK, cache.v_s, BLOCK * D, D
                 )
                 new_low, new_high = load_values(rows_at, row_0 + n, row_step, seen, SHAPE)
             new_low, new_high = arrived(new_low, PDL), arrived(new_high, PDL)
@@ -307,7 +299,7 @@ def read_blocks(
             acc_low = split_dot(p, error_low.to(PV), acc_low, PV, PARTS)
             acc_high = split_dot(p, error_high.to(PV), acc_high, PV, PARTS)
 
-    tl.store(flags + group * R.FLAG_FIELDS + R.FLAG_SCORE, 1, mask=tl.max(wrong, 0) > 0)
+    tl.store(promotion.flags + group * R.FLAG_FIELDS + R.FLAG_SCORE, 1, mask=tl.max(wrong, 0) > 0)
     empty = total == 0
     divisor = tl.where(empty, 1.0, total)
     lse = tl.where(top == float("-inf"), 0.0, top) + tl.log2(divisor)
@@ -323,7 +315,7 @@ def read_blocks(
         _store_rank(at, 1, pieces, rough1, rough_block1, exact1, exact_block1, in_group)
         _store_rank(at, 2, pieces, rough2, rough_block2, exact2, exact_block2, in_group)
         _store_rank(at, 3, pieces, rough3, rough_block3, exact3, exact_block3, in_group)
-    out_at = changes + (row * pieces + piece)[:, None] * D + c[None, :]
+    out_at = promotion.changes + (row * pieces + piece)[:, None] * D + c[None, :]
     mask = in_group[:, None] & (c < COLUMNS)[None, :]
     tl.store(out_at, acc_low, mask=mask)
     tl.store(out_at + COLUMNS, acc_high, mask=mask & (c + COLUMNS < D)[None, :])
@@ -332,26 +324,16 @@ def read_blocks(
 @triton.jit
 def promote(
     q,
-    k,
-    v,
+    cache,
     tier,
     rows,
     scores,
-    counts,
-    block_list,
-    promoted_sums,
-    changes,
-    flags,
+    promotion,
     scratch,
     scale,
     cap,
-    S,
     N,
     SLOTS,
-    q_strides,
-    k_strides,
-    v_strides,
-    mask_stride,
     SHAPE: tl.constexpr,
     PROGRAMS: tl.constexpr,
     PIECES: tl.constexpr,
@@ -367,24 +349,21 @@ def promote(
     h = tl.program_id(1)
     b = tl.program_id(2).to(tl.int64)
     group = b * tl.num_programs(1) + h
-    query = load_query(q, q_strides, b, h, SHAPE.GROUP, SHAPE)
+    query = load_query(q, b, h, SHAPE.GROUP, SHAPE)
     CHUNKS: tl.constexpr = PROGRAMS.CHUNKS
-    counts_at = counts + group * (R.COUNT_FIELDS * CHUNKS) + R.COUNT_KEYS * CHUNKS
+    counts_at = promotion.counts + group * (R.COUNT_FIELDS * CHUNKS) + R.COUNT_KEYS * CHUNKS
     listed = tl.load(counts_at + tl.arange(0, CHUNKS))
     count = tl.sum(listed, 0)
     if piece >= count:
         return
-    _length, low = row_span(rows.lengths, rows.start, b, S, STEPS.length, STEPS.start)
+    _length, low = row_span(rows, b, STEPS)
     read_blocks(
         query,
-        k=k,
-        v=v,
+        cache=cache,
         tier=tier,
-        key_mask=rows.key_mask,
+        rows=rows,
         scores=scores,
-        promoted_sums=promoted_sums,
-        changes=changes,
-        flags=flags,
+        promotion=promotion,
         scratch=scratch,
         scale=scale,
         cap=cap,
@@ -400,10 +379,7 @@ def promote(
         count=count,
         step=PIECES,
         own_blocks=(listed, listed),
-        block_lists=(block_list, tl.cumsum(listed, 0), listed),
-        k_strides=k_strides,
-        v_strides=v_strides,
-        mask_stride=mask_stride,
+        block_lists=(promotion.block_list, tl.cumsum(listed, 0), listed),
         SHAPE=SHAPE,
         PROGRAMS=PROGRAMS,
         DEPTH=DEPTH,

@@ -4,13 +4,13 @@ from typing import Any
 
 import torch
 
-from attnplug.ops.certified.kernels.arguments import Rows, RowSteps
 from attnplug.ops.certified.kernels.tier import bf16_value
 from attnplug.ops.certified.records import R
 from attnplug.ops.common.device import card
-from attnplug.ops.common.rows import blocks_done, mask_bytes, note_progress, row_span, row_step
+from attnplug.ops.common.rows import blocks_done, mask_bytes, note_progress, row_span
 from attnplug.ops.common.sizes import next_power_of_two, padded_width
 from attnplug.ops.common.triton import gdc_launch_dependents, gdc_wait, tl, triton
+from attnplug.ops.common.views import cache_of, rows_of, steps_of
 
 WAVES = 1
 
@@ -106,8 +106,8 @@ def _spectral_norm(low, high, TWO: tl.constexpr):
 
 @triton.jit
 def _quantize(
-    k,
-    v,
+    cache,
+    rows,
     k_codes,
     k_meta,
     v_codes,
@@ -115,13 +115,8 @@ def _quantize(
     summary,
     check,
     progress,
-    rows,
-    S,
     N,
     programs,
-    k_strides,
-    v_strides,
-    mask_stride,
     D: tl.constexpr,
     DP: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -136,7 +131,7 @@ def _quantize(
         gdc_launch_dependents()
     h = tl.program_id(1)
     b = tl.program_id(2).to(tl.int64)
-    length, low = row_span(rows.lengths, rows.start, b, S, STEPS.length, STEPS.start)
+    length, low = row_span(rows, b, STEPS)
     until = tl.maximum(length - low, 0) // BLOCK
     d = tl.arange(0, DP)
     n = tl.arange(0, BLOCK)
@@ -144,20 +139,18 @@ def _quantize(
     c = tl.arange(0, 16)
     in_width = d < D
     COLUMNS: tl.constexpr = HALF * 16
-    k_b, k_h, k_s = k_strides
-    v_b, v_h, v_s = v_strides
-    k_at = k + b * k_b + h.to(tl.int64) * k_h + d[None, :]
+    k_at = cache.k + b * cache.k_b + h.to(tl.int64) * cache.k_h + d[None, :]
     channel = g[:, None] * 16 + c[None, :]
-    v_at = v + b * v_b + h.to(tl.int64) * v_h + channel[None, :, :]
+    v_at = cache.v + b * cache.v_b + h.to(tl.int64) * cache.v_h + channel[None, :, :]
     for j in range(blocks_done(progress, b, low) + tl.program_id(0), until, programs):
         at = low + j * BLOCK + n
         seen = at >= 0
         if rows.key_mask is not None:
-            seen = tl.load(rows.key_mask + b * mask_stride + at) != 0
+            seen = tl.load(rows.key_mask + b * rows.mask_b + at) != 0
         tokens = at.to(tl.int64)
         block = (b * tl.num_programs(1) + h) * N + j
         loadable = seen[:, None] & in_width[None, :]
-        key = tl.load(k_at + tokens[:, None] * k_s, mask=loadable, other=0.0).to(tl.float32)
+        key = tl.load(k_at + tokens[:, None] * cache.k_s, mask=loadable, other=0.0).to(tl.float32)
         codes, scale_bits, zero_bits, error, first, second = _quantize_key_tile(
             key, seen, in_width, d
         )
@@ -169,7 +162,7 @@ def _quantize(
 
         low_groups = g < HALF
         high_groups = low_groups & (g + HALF < D // 16)
-        token_at = v_at + tokens[:, None, None] * v_s
+        token_at = v_at + tokens[:, None, None] * cache.v_s
         low_mask = seen[:, None, None] & low_groups[None, :, None]
         high_mask = seen[:, None, None] & high_groups[None, :, None]
         low_value = tl.load(token_at, mask=low_mask, other=0.0).to(tl.float32)
@@ -213,13 +206,13 @@ def _quantize(
 
 
 @triton.jit
-def _note(progress, rows, S, BLOCK: tl.constexpr, STEPS: tl.constexpr, PDL: tl.constexpr):
+def _note(progress, rows, BLOCK: tl.constexpr, STEPS: tl.constexpr, PDL: tl.constexpr):
     """Row b's complete blocks are done."""
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
     b = tl.program_id(0)
-    length, low = row_span(rows.lengths, rows.start, b, S, STEPS.length, STEPS.start)
+    length, low = row_span(rows, b, STEPS)
     note_progress(progress, b, low, tl.maximum(length - low, 0) // BLOCK)
 
 
@@ -241,7 +234,7 @@ def launch_quantize_kv(
     """Run the kernels; tensors as in `quantize_kv`, on a GPU or in Triton's interpreter."""
     batch, heads, size, width = k.shape
     k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (k, v))
-    rows = Rows(lengths, start, mask_bytes(key_mask))
+    rows = rows_of(size, lengths, start, mask_bytes(key_mask))
     # One program a multiprocessor, which is what its registers let run at once: in most steps
     # nothing is due, and every further wave of programs would find that out after the last one.
     found = card(k.device)
@@ -250,9 +243,8 @@ def launch_quantize_kv(
     shared: dict[str, Any] = {
         "progress": progress,
         "rows": rows,
-        "S": size,
         "BLOCK": block,
-        "STEPS": RowSteps(row_step(lengths), row_step(start)),
+        "STEPS": steps_of(lengths, start),
         "PDL": found.pdl,
     }
     if found.pdl:
@@ -260,8 +252,7 @@ def launch_quantize_kv(
     _quantize.run(
         grid=(programs, heads, batch),
         warmup=False,
-        k=k,
-        v=v,
+        cache=cache_of(k, v),
         k_codes=k_codes,
         k_meta=k_meta.view(torch.int16),
         v_codes=v_codes,
@@ -270,9 +261,6 @@ def launch_quantize_kv(
         check=check,
         N=check.shape[2],
         programs=programs,
-        k_strides=k.stride()[:3],
-        v_strides=v.stride()[:3],
-        mask_stride=0 if rows.key_mask is None else rows.key_mask.stride(0),
         D=width,
         DP=padded_width(width),
         HALF=half,

@@ -28,16 +28,10 @@ def score_of(mass):
 
 
 @triton.jit
-def masses(log, summary_at, norm, j, blocks, BUDGET: tl.constexpr):
-    """(score [TILE], mass [TILE, GP]) of some blocks; for the value budget both times eta."""
-    there = j < blocks
+def masses(log, norm, j, blocks):
+    """(score [TILE], mass [TILE, GP]) of some blocks."""
     mass = tl.exp2(log - norm[None, :])
-    score = score_of(mass)
-    if BUDGET:
-        eta = tl.load(summary_at + j * R.SUMMARY_FIELDS + R.ETA, mask=there, other=0.0)
-        score += tl.log2(eta + R.LOG_FLOOR)
-        mass = mass * eta[:, None]
-    return tl.where(there, score, float("-inf")), mass
+    return tl.where(j < blocks, score_of(mass), float("-inf")), mass
 
 
 @triton.jit
@@ -78,7 +72,6 @@ def _narrower(
 @triton.jit
 def _search_tiles(
     logs_at,
-    summary_at,
     norm,
     rest_mass,
     coverage,
@@ -88,7 +81,6 @@ def _search_tiles(
     in_group,
     GP: tl.constexpr,
     TILE: tl.constexpr,
-    BUDGET: tl.constexpr,
     COVERS: tl.constexpr,
 ):
     """Any number of blocks, read again in every round. Without COVERS the coverage is 0, which all
@@ -108,7 +100,7 @@ def _search_tiles(
         for first in range(0, blocks, TILE):
             log = ahead
             ahead = log_masses(logs_at, first + TILE + i, blocks, in_group)
-            score, mass = masses(log, summary_at, norm, first + i, blocks, BUDGET)
+            score, mass = masses(log, norm, first + i, blocks)
             keep = score[:, None] >= (low + step * (way + 1))[None, :]
             counts += keep.to(tl.int32)
             lowest_i += (score >= low).to(tl.int32)
@@ -149,7 +141,6 @@ def _above(score, mass, x, TILE: tl.constexpr, GP: tl.constexpr):
 @triton.jit
 def _search_held(
     logs_at,
-    summary_at,
     norm,
     rest_mass,
     coverage,
@@ -159,14 +150,13 @@ def _search_held(
     in_group,
     GP: tl.constexpr,
     TILE: tl.constexpr,
-    BUDGET: tl.constexpr,
 ):
     """All blocks in one tile of registers: loaded once, and summed by the threads that hold them
     before anything crosses lanes. With thresholds as a dimension of the tile its layout changed in
     every round, which took three quarters of the time."""
     i = tl.arange(0, TILE)
     log = log_masses(logs_at, i, blocks, in_group)
-    score, mass = masses(log, summary_at, norm, i, blocks, BUDGET)
+    score, mass = masses(log, norm, i, blocks)
     low, high = _whole_range(norm)
     lowest = tl.sum((score >= low).to(tl.int32), 0)
     for _ in range(R.ROUNDS):
@@ -200,7 +190,6 @@ def _search_held(
 @triton.jit
 def search(
     logs_at,
-    summary_at,
     norm,
     rest_mass,
     coverage,
@@ -211,16 +200,14 @@ def search(
     GP: tl.constexpr,
     TILE: tl.constexpr,
     HELD: tl.constexpr,
-    BUDGET: tl.constexpr,
     COVERS: tl.constexpr,
 ):
     """`reference._search`, of up to HELD blocks in registers or in tiles of TILE. `norm` [GP] is
     what log-masses are relative to, `rest_mass` [GP] what each head has outside the blocks, and
-    `coverage` [GP] what it must have. BUDGET: masses are m eta, as in `masses`."""
+    `coverage` [GP] what it must have."""
     if HELD > 0 and COVERS:
         x = _search_held(
             logs_at=logs_at,
-            summary_at=summary_at,
             norm=norm,
             rest_mass=rest_mass,
             coverage=coverage,
@@ -230,12 +217,10 @@ def search(
             in_group=in_group,
             GP=GP,
             TILE=HELD,
-            BUDGET=BUDGET,
         )
     else:
         x = _search_tiles(
             logs_at=logs_at,
-            summary_at=summary_at,
             norm=norm,
             rest_mass=rest_mass,
             coverage=coverage,
@@ -245,7 +230,6 @@ def search(
             in_group=in_group,
             GP=GP,
             TILE=TILE,
-            BUDGET=BUDGET,
             COVERS=COVERS,
         )
     return x

@@ -2,8 +2,6 @@
 the rest. To the base 2; `reference.py` is the specification."""
 
 from attnplug.ops.certified.kernels.search import (
-    log_masses,
-    masses,
     search,
     search_one_sweep,
 )
@@ -40,13 +38,12 @@ def key_bound(change, under, moved, centre, loss):
 
 
 @triton.jit
-def query_norms(q, q_strides, b, first_head, scale, GP: tl.constexpr, SHAPE: tl.constexpr):
+def query_norms(q, b, first_head, scale, GP: tl.constexpr, SHAPE: tl.constexpr):
     """At least the norms of the queries [GP] of a KV head's group, times the scale's size, to the
     base e."""
-    q_b, q_h = q_strides
     g = tl.arange(0, GP)
     d = tl.arange(0, SHAPE.DP)
-    at = q + b * q_b + (first_head + g).to(tl.int64)[:, None] * q_h + d[None, :]
+    at = q.at + b * q.b + (first_head + g).to(tl.int64)[:, None] * q.h + d[None, :]
     mask = (g < SHAPE.GROUP)[:, None] & (d < SHAPE.D)[None, :]
     query = tl.load(at, mask=mask, other=0.0).to(tl.float32) * scale
     widest = tl.max(tl.abs(query), 1)  # squares relative to it: its own may vanish
@@ -185,7 +182,6 @@ def choose(
     head_at,
     N,
     logs_at,
-    summary_at,
     norm,
     rest_mass,
     choice,
@@ -215,7 +211,6 @@ def choose(
     elif SEARCH.PROMOTES:
         key_threshold = search(
             logs_at=logs_at,
-            summary_at=summary_at,
             norm=norm,
             rest_mass=rest_mass,
             coverage=coverage,
@@ -226,7 +221,6 @@ def choose(
             GP=GP,
             TILE=SEARCH.TILE,
             HELD=SEARCH.HELD,
-            BUDGET=False,
             COVERS=SEARCH.COVERS,
         )
         scores, order = key_threshold, key_threshold
@@ -234,28 +228,4 @@ def choose(
         key_threshold = tl.min(norm * 0, 0) + float("inf")
         scores, order = key_threshold, key_threshold
     value_threshold = tl.log2(choice.v_tol + R.LOG_FLOOR)
-    if SEARCH.BUDGETED:
-        total = tl.zeros([GP], tl.float32)
-        for first in range(0, blocks, SEARCH.TILE):
-            j = first + tl.arange(0, SEARCH.TILE)
-            log = log_masses(logs_at, j, blocks, in_group)
-            total += tl.sum(masses(log, summary_at, norm, j, blocks, True)[1], 0)
-        # What is promoted holds all but the budget: total - held <= R.BUDGET_SHARE * budget.
-        budget_threshold = search(
-            logs_at=logs_at,
-            summary_at=summary_at,
-            norm=norm,
-            rest_mass=tl.core.to_tensor(choice.value_budget) * R.BUDGET_SHARE - total,
-            coverage=tl.zeros([GP], tl.float32),
-            least=0,
-            most=blocks + 1,
-            blocks=blocks,
-            in_group=in_group,
-            GP=GP,
-            TILE=SEARCH.TILE,
-            HELD=SEARCH.HELD,
-            BUDGET=True,
-            COVERS=True,
-        )
-        value_threshold = tl.minimum(value_threshold, budget_threshold)
     return key_threshold, value_threshold, scores, order

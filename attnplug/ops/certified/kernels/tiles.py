@@ -37,10 +37,9 @@ def capped(s, cap):
 
 
 @triton.jit
-def load_query(q, q_strides, b, h, heads, SHAPE: tl.constexpr):
+def load_query(q, b, h, heads, SHAPE: tl.constexpr):
     """Queries [ROWS, DP] of so many heads of a KV head's group."""
-    q_b, q_h = q_strides
     r = tl.arange(0, SHAPE.ROWS)
     d = tl.arange(0, SHAPE.DP)
-    at = q + b * q_b + (h * SHAPE.GROUP + r).to(tl.int64)[:, None] * q_h + d[None, :]
+    at = q.at + b * q.b + (h * SHAPE.GROUP + r).to(tl.int64)[:, None] * q.h + d[None, :]
     return tl.load(at, mask=(r < heads)[:, None] & (d < SHAPE.D)[None, :], other=0.0)

@@ -87,11 +87,9 @@ def weigh_heads(
     unit_p,
     unit,
     most,
-    S,
     N,
     pieces,
     kv_heads,
-    q_strides,
     SHAPE: tl.constexpr,
     SPLITS: tl.constexpr,
     TILE: tl.constexpr,
@@ -116,8 +114,8 @@ def weigh_heads(
     needs_at = needs + block_at
     summary_at = tier.summary + group * N * R.SUMMARY_FIELDS
     first = _load_blocks(scores, summary_at, block_at, n, n < N)
-    moved = tl.sum(query_norms(q, q_strides, b, head, scale, 1, SHAPE), 0)
-    length, low = row_span(rows.lengths, rows.start, b, S, STEPS.length, STEPS.start)
+    moved = tl.sum(query_norms(q, b, head, scale, 1, SHAPE), 0)
+    length, low = row_span(rows, b, STEPS)
     blocks = quantized_blocks(tier.progress, b, length, low, SHAPE.BLOCK)
     noise = tl.where(n < blocks, first[3], 0.0)
     wide = tl.where(n < blocks, first[4] + first[5], 0.0)
@@ -172,7 +170,6 @@ def weigh_heads(
         one = tl.arange(0, 1)
         x = search(
             logs_at=needs_at + one * 0,
-            summary_at=summary_at,
             norm=one * 0.0,
             rest_mass=one * 0.0 + (1 - left),
             coverage=one * 0.0,
@@ -183,7 +180,6 @@ def weigh_heads(
             GP=1,
             TILE=TILE,
             HELD=HELD,
-            BUDGET=False,
             COVERS=True,
         )
     hopeful = (norm > float("-inf")) & (limit > 0) & (limit < float("inf")) & (left - gains <= 1)

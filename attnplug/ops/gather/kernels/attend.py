@@ -1,11 +1,23 @@
 """The Triton kernel of gather_attention: one program attends to one piece of a row's kept keys."""
 
+from typing import NamedTuple
+
 from attnplug.ops.common.pages import page_of
-from attnplug.ops.common.rows import row_span
+from attnplug.ops.common.rows import row_span, shown
 from attnplug.ops.common.softmax import attend_tile
 from attnplug.ops.common.splits import store_piece
 from attnplug.ops.common.triton import gdc_launch_dependents, gdc_wait, tl, triton
+from attnplug.ops.common.views import begin_of
 from attnplug.ops.gather.kernels.slots import edge_block, look_up
+
+
+class Turns(NamedTuple):
+    """How a program goes through its piece."""
+
+    TILE: int  # keys of a turn
+    STAGES: int
+    AHEAD: int = 0  # slots that are looked up before the first turn, padded; 0: in each turn
+    ONE: bool = False  # there is one turn
 
 
 @triton.jit
@@ -37,90 +49,69 @@ def attend_piece(
     b,
     row,
     kv_heads,
-    rows,
+    total_rows,
     length,
     low,
     q,
-    k,
-    v,
-    new_k,
-    new_v,
+    cache,
+    rows,
+    token,
     index,
-    key_mask,
-    table,
-    sinks,
-    partial,
-    out,
-    lse,
+    output,
     scale,
     cap,
-    T,
-    S,
     splits,
     places,
-    q_strides,
-    k_strides,
-    v_strides,
-    new_k_strides,
-    new_v_strides,
-    mask_stride,
-    table_stride,
-    GROUP: tl.constexpr,
-    ROWS: tl.constexpr,
-    D: tl.constexpr,
-    DP: tl.constexpr,
-    BLOCK: tl.constexpr,
-    SINK: tl.constexpr,
-    LOCAL: tl.constexpr,
-    K: tl.constexpr,
-    LIST: tl.constexpr,
-    TILE: tl.constexpr,
-    STAGES: tl.constexpr,
-    AHEAD: tl.constexpr,
+    SHAPE: tl.constexpr,
+    KEEP: tl.constexpr,
+    TURNS: tl.constexpr,
     CAPPED: tl.constexpr,
-    FUSED: tl.constexpr,
-    ONE: tl.constexpr,
     CHAINED: tl.constexpr,
-    PAGE: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Piece `split` of `splits` of a row that is not empty, stored among `places`: query t and KV
     head h of sequence b (int64), the `row`-th of all. What else is given is that of `attend_kept`
     and `attend_rows`."""
-    q_b, q_h, q_t = q_strides
-    k_b, k_h, k_s = k_strides
-    v_b, v_h, v_s = v_strides
-    NEW: tl.constexpr = 0 if new_k is None else 1
+    GROUP: tl.constexpr = SHAPE.GROUP
+    ROWS: tl.constexpr = SHAPE.ROWS
+    D: tl.constexpr = SHAPE.D
+    DP: tl.constexpr = SHAPE.DP
+    PAGE: tl.constexpr = SHAPE.PAGE
+    BLOCK: tl.constexpr = KEEP.BLOCK
+    SINK: tl.constexpr = KEEP.SINK
+    LOCAL: tl.constexpr = KEEP.LOCAL
+    K: tl.constexpr = KEEP.K
+    LIST: tl.constexpr = KEEP.LIST
+    TILE: tl.constexpr = TURNS.TILE
+    AHEAD: tl.constexpr = TURNS.AHEAD
+    ONE: tl.constexpr = TURNS.ONE
+    NEW: tl.constexpr = 0 if token is None else 1
     g = tl.arange(0, ROWS)
     d = tl.arange(0, DP)
     n = tl.arange(0, TILE)
     head = h * GROUP + g
     in_group = g < GROUP
     in_width = d < D
-    q_at = q + b * q_b + head.to(tl.int64)[:, None] * q_h + t * q_t + d[None, :]
+    q_at = q.at + b * q.b + head.to(tl.int64)[:, None] * q.h + t * q.t + d[None, :]
     query = tl.load(
         q_at, mask=in_group[:, None] & in_width[None, :], other=0.0, cache_modifier=".cg"
     )
-    position = length - T + t
+    position = length - q.T + t
     reach = position
     if NEW == 1:
-        reach = tl.minimum(position, S - 1)
+        reach = tl.minimum(position, rows.S - 1)
     own = tl.maximum(position - low, 0) // BLOCK
     edge = tl.maximum(own - LOCAL + 1, SINK)
-    if table is None:
-        k_at = k + b * k_b + h.to(tl.int64) * k_h
-        v_at = v + b * v_b + h.to(tl.int64) * v_h
-    else:
-        k_at = k + h.to(tl.int64) * k_h
-        v_at = v + h.to(tl.int64) * v_h
-    token_k, token_v = new_k, new_v
-    if NEW == 1:
-        token_k = new_k + b * new_k_strides[0] + h * new_k_strides[1]
-        token_v = new_v + b * new_v_strides[0] + h * new_v_strides[1]
+    k_at, v_at = begin_of(cache, b, h)
+    token_k, token_v = None, None
+    if token is not None:
+        token_k = token.k + b * token.k_b + h * token.k_h
+        token_v = token.v + b * token.v_b + h * token.v_h
         if split == 0:
-            _append(token_k, k_at, position, S, d, k_s, D)
-            _append(token_v, v_at, position, S, d, v_s, D)
-        scale = tl.where(length > S, float("nan"), scale)  # the cache is full: the output shows it
+            _append(token_k, k_at, position, rows.S, d, cache.k_s, D)
+            _append(token_v, v_at, position, rows.S, d, cache.v_s, D)
+        # The cache is full: the output shows it.
+        scale = tl.where(length > rows.S, float("nan"), scale)
     top = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, DP], tl.float32)
@@ -133,7 +124,7 @@ def attend_piece(
     only, listed_blocks = 0, 0
     if ONE and WHOLE:  # one block: only a program whose block is a listed one waits
         slot = split * TILE // BLOCK
-        only = edge_block(slot, own, SINK, LOCAL)
+        only = edge_block(slot, own, KEEP)
         if slot >= KNOWN:
             if PDL and CHAINED:
                 gdc_wait()
@@ -150,8 +141,8 @@ def attend_piece(
     begins, visible = 0, 0
     if AHEAD > 0:
         row_table = None
-        if table is not None:
-            row_table = table + b * table_stride
+        if cache.table is not None:
+            row_table = cache.table + b * cache.table_b
         begins, visible = look_up(
             slot=first * PER + tl.arange(0, AHEAD),
             listed_at=index + row * K,
@@ -160,19 +151,16 @@ def attend_piece(
             edge=edge,
             reach=reach,
             low=low,
-            BLOCK=BLOCK,
-            SINK=SINK,
-            LOCAL=LOCAL,
-            K=K,
+            KEEP=KEEP,
             PAGE=PAGE,
         )
-    for i in tl.range(first, last, num_stages=STAGES):  # pyright: ignore[reportGeneralTypeIssues]
+    for i in tl.range(first, last, num_stages=TURNS.STAGES):  # pyright: ignore[reportGeneralTypeIssues]
         pages, in_page = 0, 0
         if AHEAD > 0:
             mine = (i - first) * PER + n // BLOCK
             at = tl.gather(begins, mine, 0)
             seen = n % BLOCK < tl.gather(visible, mine, 0)
-            if table is None:
+            if cache.table is None:
                 at += n % BLOCK
             else:
                 pages = (at // (PAGE // BLOCK)).to(tl.int64)
@@ -184,14 +172,14 @@ def attend_piece(
                 if ONE:
                     j = only
                 else:
-                    j = edge_block(slot, own, SINK, LOCAL)
+                    j = edge_block(slot, own, KEEP)
                     if K > 0:
                         mine = tl.arange(0, LIST) == slot - KNOWN
                         listed = tl.max(tl.where(mine, listed_blocks, -1), 0)
                         j = tl.where(slot < KNOWN, j, listed)
             else:
                 slot = place // BLOCK
-                j = edge_block(slot, own, SINK, LOCAL)
+                j = edge_block(slot, own, KEEP)
                 in_list = (slot >= KNOWN) & (slot < KNOWN + K)
                 if K > 0:
                     listed = tl.load(index + row * K + slot - KNOWN, mask=in_list, other=-1)
@@ -201,23 +189,25 @@ def attend_piece(
             until = tl.where((slot < KNOWN) | (j < edge), reach, -0x7FFFFFFF)
             until = tl.where((slot < SINK) | (j >= SINK), until, -0x7FFFFFFF)
             at = low + j * BLOCK + place % BLOCK
-            seen = at <= until
-            if key_mask is not None:
-                seen = seen & (tl.load(key_mask + b * mask_stride + at, mask=seen, other=0) != 0)
-            if table is not None:
-                pages = page_of(table + b * table_stride, at, seen, PAGE)
+            seen = shown(rows, b, at, at <= until)
+            if cache.table is not None:
+                pages = page_of(cache.table + b * cache.table_b, at, seen, PAGE)
                 in_page = (at % PAGE).to(tl.int64)
         loadable = seen[:, None] & in_width[None, :]
         # .cg: nothing is read twice, and an L1 line may be older than the last token.
         key = tl.load(
-            _token_at(k_at, token_k, at, position, pages, in_page, k_b, k_s, table)[:, None]
+            _token_at(
+                k_at, token_k, at, position, pages, in_page, cache.k_b, cache.k_s, cache.table
+            )[:, None]
             + d[None, :],
             mask=loadable,
             other=0.0,
             cache_modifier=".cg",
         )
         value = tl.load(
-            _token_at(v_at, token_v, at, position, pages, in_page, v_b, v_s, table)[:, None]
+            _token_at(
+                v_at, token_v, at, position, pages, in_page, cache.v_b, cache.v_s, cache.table
+            )[:, None]
             + d[None, :],
             mask=loadable,
             other=0.0,
@@ -241,92 +231,57 @@ def attend_piece(
         top=top,
         total=total,
         acc=acc,
-        sinks=sinks,
-        partial=partial,
-        out=out,
-        lse=lse,
+        output=output,
         head=head,
-        row=(b * heads + head) * T + t,
-        rows=rows,
+        row=(b * heads + head) * q.T + t,
+        rows=total_rows,
         d=d,
         in_group=in_group,
         in_width=in_width,
         split=split,
         splits=places,
         D=D,
-        FUSED=FUSED,
     )
 
 
 @triton.jit
 def attend_kept(
     q,
-    k,
-    v,
-    new_k,
-    new_v,
+    cache,
+    rows,
+    token,
     index,
-    lengths,
-    start,
-    key_mask,
-    table,
-    sinks,
-    partial,
-    out,
-    lse,
+    output,
     scale,
     cap,
-    T,
-    S,
     splits,
-    q_strides,
-    k_strides,
-    v_strides,
-    new_k_strides,
-    new_v_strides,
-    mask_stride,
-    table_stride,
-    GROUP: tl.constexpr,
-    ROWS: tl.constexpr,
-    D: tl.constexpr,
-    DP: tl.constexpr,
-    BLOCK: tl.constexpr,
-    SINK: tl.constexpr,
-    LOCAL: tl.constexpr,
-    K: tl.constexpr,
-    LIST: tl.constexpr,
-    TILE: tl.constexpr,
-    STAGES: tl.constexpr,
-    AHEAD: tl.constexpr,
+    SHAPE: tl.constexpr,
+    KEEP: tl.constexpr,
+    TURNS: tl.constexpr,
+    STEPS: tl.constexpr,
     CAPPED: tl.constexpr,
-    FUSED: tl.constexpr,
-    ONE: tl.constexpr,
     CHAINED: tl.constexpr,
-    LENGTH_STEP: tl.constexpr,
-    START_STEP: tl.constexpr,
-    PAGE: tl.constexpr,
     PDL: tl.constexpr,
     SKIP_EMPTY: tl.constexpr = 0,
 ):
     """All heads of one query and KV head against one piece of the kept keys.
 
-    The listed blocks stand in `index`. With a new token (T = 1) the kernel reads its key and value
-    from `new_k, new_v` and writes them to the cache. ONE: each piece is one tile. CHAINED: the
-    kernels in front are those of the same decode step, and only programs that read their list wait
-    for it. Everything else was there before the first of those kernels began. With a `table`, k and
-    v are pages of PAGE keys; the token is in them already. SKIP_EMPTY: nothing is stored for a row
-    of length 0.
+    The listed blocks stand in `index`. With a new `token` (T = 1) the kernel reads its key and
+    value from there and writes them to the cache. CHAINED: the kernels in front are those of the
+    same decode step, and only programs that read their list wait for it. Everything else was there
+    before the first of those kernels began. In pages the token is already. SKIP_EMPTY: nothing is
+    stored for a row of length 0.
     """
     split = tl.program_id(0)
-    t = tl.program_id(1) % T
-    h = tl.program_id(1) // T
+    t = tl.program_id(1) % q.T
+    h = tl.program_id(1) // q.T
     b = tl.program_id(2).to(tl.int64)
     if PDL:
         if not CHAINED:
             gdc_wait()  # for the list, and for all else that the kernels in front have written
         gdc_launch_dependents()
-    NEW: tl.constexpr = 0 if new_k is None else 1
-    length, low = row_span(lengths, start, b, S, LENGTH_STEP, START_STEP, NEW)
+    NEW: tl.constexpr = 0 if token is None else 1
+    length, low = row_span(rows, b, STEPS, NEW)
     if SKIP_EMPTY:
         if length <= 0:
             if PDL and CHAINED:
@@ -338,51 +293,24 @@ def attend_kept(
         h=h,
         b=b,
         row=b * tl.num_programs(1) + tl.program_id(1),
-        kv_heads=tl.num_programs(1) // T,
-        rows=tl.num_programs(2).to(tl.int64) * (tl.num_programs(1) * GROUP),
+        kv_heads=tl.num_programs(1) // q.T,
+        total_rows=tl.num_programs(2).to(tl.int64) * (tl.num_programs(1) * SHAPE.GROUP),
         length=length,
         low=low,
         q=q,
-        k=k,
-        v=v,
-        new_k=new_k,
-        new_v=new_v,
+        cache=cache,
+        rows=rows,
+        token=token,
         index=index,
-        key_mask=key_mask,
-        table=table,
-        sinks=sinks,
-        partial=partial,
-        out=out,
-        lse=lse,
+        output=output,
         scale=scale,
         cap=cap,
-        T=T,
-        S=S,
         splits=splits,
         places=splits,
-        q_strides=q_strides,
-        k_strides=k_strides,
-        v_strides=v_strides,
-        new_k_strides=new_k_strides,
-        new_v_strides=new_v_strides,
-        mask_stride=mask_stride,
-        table_stride=table_stride,
-        GROUP=GROUP,
-        ROWS=ROWS,
-        D=D,
-        DP=DP,
-        BLOCK=BLOCK,
-        SINK=SINK,
-        LOCAL=LOCAL,
-        K=K,
-        LIST=LIST,
-        TILE=TILE,
-        STAGES=STAGES,
-        AHEAD=AHEAD,
+        SHAPE=SHAPE,
+        KEEP=KEEP,
+        TURNS=TURNS,
         CAPPED=CAPPED,
-        FUSED=FUSED,
-        ONE=ONE,
         CHAINED=CHAINED,
-        PAGE=PAGE,
         PDL=PDL,
     )

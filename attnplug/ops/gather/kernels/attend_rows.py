@@ -6,6 +6,7 @@ from attnplug.ops.common.rows import row_span
 from attnplug.ops.common.softmax import attend_tile
 from attnplug.ops.common.splits import store_piece
 from attnplug.ops.common.triton import gdc_launch_dependents, gdc_wait, tl, triton
+from attnplug.ops.common.views import Rows
 from attnplug.ops.gather.kernels.attend import attend_piece
 
 
@@ -53,61 +54,55 @@ def _attend_whole(
     h,
     b,
     length,
-    rows,
+    total_rows,
     q,
-    k,
-    v,
-    table,
-    partial,
+    cache,
+    output,
     scale,
     cap,
     splits,
     places,
-    q_strides,
-    k_strides,
-    v_strides,
-    table_stride,
+    SHAPE: tl.constexpr,
     KV_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    ROWS: tl.constexpr,
-    D: tl.constexpr,
-    DP: tl.constexpr,
-    TILE: tl.constexpr,
-    STAGES: tl.constexpr,
+    TURNS: tl.constexpr,
     CAPPED: tl.constexpr,
-    PAGE: tl.constexpr,
     ASM: tl.constexpr,
 ):
     """Piece `split` of `splits` of all keys of a row, as `dense_decode` cuts and adds them up. A
     row without keys, which pads a batch, gives pieces of weight 0."""
-    q_b, q_h, _ = q_strides
-    k_p, k_h, k_s = k_strides
-    v_p, v_h, v_s = v_strides
+    GROUP: tl.constexpr = SHAPE.GROUP
+    ROWS: tl.constexpr = SHAPE.ROWS
+    D: tl.constexpr = SHAPE.D
+    DP: tl.constexpr = SHAPE.DP
+    PAGE: tl.constexpr = SHAPE.PAGE
+    TILE: tl.constexpr = TURNS.TILE
     g = tl.arange(0, ROWS)
     d = tl.arange(0, DP)
     n = tl.arange(0, TILE)
     head = h * GROUP + g
     in_group = g < GROUP
     in_width = d < D
-    q_at = q + b * q_b + head.to(tl.int64)[:, None] * q_h + d[None, :]
+    q_at = q.at + b * q.b + head.to(tl.int64)[:, None] * q.h + d[None, :]
     query = tl.load(q_at, mask=in_group[:, None] & in_width[None, :], other=0.0)
     tiles = tl.cdiv(length, TILE)
     first = split * tiles // splits
     last = (split + 1) * tiles // splits
-    row_table = table + b * table_stride
-    k_at = k + h.to(tl.int64) * k_h + d[None, :]
-    v_at = v + h.to(tl.int64) * v_h + d[None, :]
+    row_table = cache.table + b * cache.table_b
+    k_at = cache.k + h.to(tl.int64) * cache.k_h + d[None, :]
+    v_at = cache.v + h.to(tl.int64) * cache.v_h + d[None, :]
     top = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, DP], tl.float32)
-    for i in tl.range(first, last, num_stages=STAGES):  # pyright: ignore[reportGeneralTypeIssues]
+    for i in tl.range(first, last, num_stages=TURNS.STAGES):  # pyright: ignore[reportGeneralTypeIssues]
         at = i * TILE + n
         seen = at < length
         loadable = seen[:, None] & in_width[None, :]
         pages = _pages_of_tile(row_table, i * TILE, length, TILE, PAGE, ASM)
         in_page = (at % PAGE).to(tl.int64)
-        key = tl.load(k_at + (pages * k_p + in_page * k_s)[:, None], mask=loadable, other=0.0)
-        value = tl.load(v_at + (pages * v_p + in_page * v_s)[:, None], mask=loadable, other=0.0)
+        key_at = k_at + (pages * cache.k_b + in_page * cache.k_s)[:, None]
+        value_at = v_at + (pages * cache.v_b + in_page * cache.v_s)[:, None]
+        key = tl.load(key_at, mask=loadable, other=0.0)
+        value = tl.load(value_at, mask=loadable, other=0.0)
         top, total, acc = attend_tile(
             query=query,
             key=key,
@@ -124,69 +119,47 @@ def _attend_whole(
         top=top,
         total=total,
         acc=acc,
-        sinks=None,
-        partial=partial,
-        out=partial,
-        lse=partial,
+        output=output,
         head=head,
         row=b * (KV_HEADS * GROUP) + head,
-        rows=rows,
+        rows=total_rows,
         d=d,
         in_group=in_group,
         in_width=in_width,
         split=split,
         splits=places,
         D=D,
-        FUSED=False,
     )
 
 
 @triton.jit
 def attend_rows(
     q,
-    k,
-    v,
-    index,
-    lengths,
+    cache,
+    rows,
     near,
-    table,
-    partial,
+    index,
+    output,
     scale,
     cap,
-    S,
     splits,
     whole_splits,
     places,
-    q_strides,
-    k_strides,
-    v_strides,
-    table_stride,
+    SHAPE: tl.constexpr,
     KV_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    ROWS: tl.constexpr,
-    D: tl.constexpr,
-    DP: tl.constexpr,
-    BLOCK: tl.constexpr,
-    SINK: tl.constexpr,
-    LOCAL: tl.constexpr,
-    K: tl.constexpr,
-    LIST: tl.constexpr,
-    TILE: tl.constexpr,
-    STAGES: tl.constexpr,
-    AHEAD: tl.constexpr,
-    WHOLE_TILE: tl.constexpr,
-    WHOLE_STAGES: tl.constexpr,
+    KEEP: tl.constexpr,
+    TURNS: tl.constexpr,
+    WHOLE_TURNS: tl.constexpr,
+    STEPS: tl.constexpr,
+    NEAR_STEPS: tl.constexpr,
     CAPPED: tl.constexpr,
     CHAINED: tl.constexpr,
-    LENGTH_STEP: tl.constexpr,
-    NEAR_STEP: tl.constexpr,
-    PAGE: tl.constexpr,
     ASM: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """All heads of one KV head against one piece of a row: of its kept keys where `lengths` has it
-    (`attend_kept`), of all keys where it has 0 and `near` the row's length. A row has `places` for
-    pieces, of which a far row fills `splits`, and another `whole_splits`.
+    """All heads of one KV head against one piece of a row: of its kept keys where `rows` has its
+    length (`attend_kept`), of all keys where `rows` has 0 and `near` the length. A row has `places`
+    for pieces, of which a far row fills `splits`, and another `whole_splits`.
 
     Programs are numbered through once over the pieces of far rows and once over those of near ones,
     and serve whichever of their two is there, or both. So the programs of near rows, which read the
@@ -196,43 +169,34 @@ def attend_rows(
     if PDL:
         gdc_launch_dependents()
     batch = tl.num_programs(1)
-    rows = batch.to(tl.int64) * (KV_HEADS * GROUP)
+    total_rows = batch.to(tl.int64) * (KV_HEADS * SHAPE.GROUP)
     whole_b = number // (whole_splits * KV_HEADS)
     kept_b = number // (splits * KV_HEADS)
     has_whole, has_kept = whole_b < batch, kept_b < batch
     whole_b, kept_b = tl.minimum(whole_b, batch - 1), tl.minimum(kept_b, batch - 1)
-    length, low = row_span(lengths, None, kept_b.to(tl.int64), S, LENGTH_STEP, 0)
-    other, _ = row_span(lengths, None, whole_b.to(tl.int64), S, LENGTH_STEP, 0)
-    whole_length, _ = row_span(near, None, whole_b.to(tl.int64), S, NEAR_STEP, 0)
+    length, low = row_span(rows, kept_b.to(tl.int64), STEPS)
+    other, _ = row_span(rows, whole_b.to(tl.int64), STEPS)
+    whole_length, _ = row_span(
+        Rows(near, None, None, None, rows.S), whole_b.to(tl.int64), NEAR_STEPS
+    )
     if has_whole & (other <= 0):  # its keys were there before the first kernel of the step began
         _attend_whole(
             split=number % whole_splits,
             h=number // whole_splits % KV_HEADS,
             b=whole_b.to(tl.int64),
             length=whole_length,
-            rows=rows,
+            total_rows=total_rows,
             q=q,
-            k=k,
-            v=v,
-            table=table,
-            partial=partial,
+            cache=cache,
+            output=output,
             scale=scale,
             cap=cap,
             splits=whole_splits,
             places=places,
-            q_strides=q_strides,
-            k_strides=k_strides,
-            v_strides=v_strides,
-            table_stride=table_stride,
+            SHAPE=SHAPE,
             KV_HEADS=KV_HEADS,
-            GROUP=GROUP,
-            ROWS=ROWS,
-            D=D,
-            DP=DP,
-            TILE=WHOLE_TILE,
-            STAGES=WHOLE_STAGES,
+            TURNS=WHOLE_TURNS,
             CAPPED=CAPPED,
-            PAGE=PAGE,
             ASM=ASM,
         )
     if has_kept & (length > 0):
@@ -244,51 +208,24 @@ def attend_rows(
             b=kept_b.to(tl.int64),
             row=kept_b.to(tl.int64) * KV_HEADS + h,
             kv_heads=KV_HEADS,
-            rows=rows,
+            total_rows=total_rows,
             length=length,
             low=low,
             q=q,
-            k=k,
-            v=v,
-            new_k=None,
-            new_v=None,
+            cache=cache,
+            rows=rows,
+            token=None,
             index=index,
-            key_mask=None,
-            table=table,
-            sinks=None,
-            partial=partial,
-            out=partial,
-            lse=partial,
+            output=output,
             scale=scale,
             cap=cap,
-            T=1,
-            S=S,
             splits=splits,
             places=places,
-            q_strides=q_strides,
-            k_strides=k_strides,
-            v_strides=v_strides,
-            new_k_strides=(0, 0),
-            new_v_strides=(0, 0),
-            mask_stride=0,
-            table_stride=table_stride,
-            GROUP=GROUP,
-            ROWS=ROWS,
-            D=D,
-            DP=DP,
-            BLOCK=BLOCK,
-            SINK=SINK,
-            LOCAL=LOCAL,
-            K=K,
-            LIST=LIST,
-            TILE=TILE,
-            STAGES=STAGES,
-            AHEAD=AHEAD,
+            SHAPE=SHAPE,
+            KEEP=KEEP,
+            TURNS=TURNS,
             CAPPED=CAPPED,
-            FUSED=False,
-            ONE=False,
             CHAINED=CHAINED,
-            PAGE=PAGE,
             PDL=PDL,
         )
     if PDL:

@@ -2,11 +2,15 @@
 and gather_decode make missing summaries on the way.
 
 A row's head has its summaries at `bounds_at`. INT8 codes have their frame (centre, unit, scales and
-for bands widths, float32) behind them, at `frame`. PARTS is 1 for the codes of bands. The
-codes of pages are not FRAMED: centre and unit are left unread, and a band has two parts.
+for bands widths, float32) behind them, at `frame`.
 """
 
+from typing import NamedTuple
+
+import torch
+
 from attnplug.ops.common.rows import blocks_done, note_progress, row_span
+from attnplug.ops.common.sizes import padded_width
 from attnplug.ops.common.triton import tl, triton
 
 # Codes are rounded outwards by at least SLACK, which is more than the rounding error of a float32
@@ -17,9 +21,30 @@ BAND_WIDTH = tl.constexpr(0.8)  # standard deviations on either side of the mean
 SPREAD = tl.constexpr(8.0)  # units lie within this factor of their mean over the channels
 
 
+class Form(NamedTuple):
+    """What summaries a kernel is compiled for."""
+
+    D: int
+    DP: int  # D, padded
+    BLOCK: int  # keys of a block
+    PARTS: int  # of a summary: two, or one of the codes of a row's bands
+    INT8: bool  # they are codes
+    BAND: bool  # by mean and standard deviation, not max and min
+    FRAMED: bool  # codes have a frame; those of pages leave its centre and unit unread
+
+    @classmethod
+    def of(cls, bounds: torch.Tensor, block: int, band: bool, framed: bool = True) -> "Form":
+        parts, width = bounds.shape[3:]
+        int8 = bounds.dtype == torch.int8
+        return cls(width, padded_width(width), block, parts, int8, band, framed)
+
+
 @triton.jit
-def summaries_at(bounds, row, N, D: tl.constexpr, PARTS: tl.constexpr, INT8: tl.constexpr):
+def summaries_at(bounds, row, N, FORM: tl.constexpr):
     """(where the summaries of one row's head begin, where the frame of N blocks' codes does)."""
+    D: tl.constexpr = FORM.D
+    PARTS: tl.constexpr = FORM.PARTS
+    INT8: tl.constexpr = FORM.INT8
     if INT8:
         NUMBERS: tl.constexpr = 2 if PARTS == 1 else 1  # of a block in the frame
         at = bounds + row * (N + tl.cdiv(4 * (2 * D + NUMBERS * N), PARTS * D)) * (PARTS * D)
@@ -92,6 +117,7 @@ def _store_band(out, frame, j, N, high, low, d, D: tl.constexpr):
 @triton.jit
 def refresh_blocks(
     k_at,
+    k_s,
     mask_at,
     bounds_at,
     frame,
@@ -101,24 +127,23 @@ def refresh_blocks(
     stride,
     done,
     start,
-    k_s,
-    D: tl.constexpr,
-    DP: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PARTS: tl.constexpr,
-    INT8: tl.constexpr,
-    MASKED: tl.constexpr,
-    BAND: tl.constexpr = False,
-    FRAMED: tl.constexpr = True,
+    FORM: tl.constexpr,
 ):
     """Summarise blocks begin, begin + stride, ... before end of one row's head, which has room for
-    N, whose blocks begin at key `start`, and of which `done` have summaries. BAND: by mean and
-    standard deviation, not max and min.
+    N, whose blocks begin at key `start`, and of which `done` have summaries. `mask_at`: where the
+    row's key mask begins, or None.
 
     KEYS keys at a time enter elementwise, and the reduction across them comes at the end: this runs
     once in a block's life and must not make the kernels that call it large. INT8 and FRAMED: the
     first block is read twice, first for the frame that its codes need.
     """
+    D: tl.constexpr = FORM.D
+    DP: tl.constexpr = FORM.DP
+    BLOCK: tl.constexpr = FORM.BLOCK
+    INT8: tl.constexpr = FORM.INT8
+    BAND: tl.constexpr = FORM.BAND
+    FRAMED: tl.constexpr = FORM.FRAMED
+    MASKED: tl.constexpr = mask_at is not None
     KEYS: tl.constexpr = 8
     d = tl.arange(0, DP)
     n = tl.arange(0, KEYS)
@@ -164,7 +189,7 @@ def refresh_blocks(
                 below = tl.where(seen[:, None], key, float("inf"))
                 high = tl.maximum(high, above, propagate_nan=tl.PropagateNan.ALL)
                 low = tl.minimum(low, below, propagate_nan=tl.PropagateNan.ALL)
-        out = bounds_at + j * (PARTS * D) + d
+        out = bounds_at + j * (FORM.PARTS * D) + d
         seen_keys = tl.sum(count, 0)
         # The reduction across keys drops a NaN.
         any_nan = tl.sum((high != high).to(tl.int32), 0) > 0
@@ -196,39 +221,28 @@ def refresh_blocks(
 
 @triton.jit
 def refresh(
-    k,
+    cache,
+    rows,
     bounds,
     progress,
-    lengths,
-    start,
-    key_mask,
-    S,
     N,
     programs,
-    k_strides,
-    mask_stride,
-    D: tl.constexpr,
-    DP: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PARTS: tl.constexpr,
-    INT8: tl.constexpr,
-    BAND: tl.constexpr,
-    LENGTH_STEP: tl.constexpr,
-    START_STEP: tl.constexpr,
+    FORM: tl.constexpr,
+    STEPS: tl.constexpr,
 ):
     """One program's share of the missing blocks of one row's head, which has room for N."""
-    k_b, k_h, k_s = k_strides
     h = tl.program_id(1)
     b = tl.program_id(2).to(tl.int64)
-    length, low = row_span(lengths, start, b, S, LENGTH_STEP, START_STEP)
-    until = tl.maximum(length - low, 0) // BLOCK
-    mask_at = k
-    if key_mask is not None:
-        mask_at = key_mask + b * mask_stride
-    bounds_at, frame = summaries_at(bounds, b * tl.num_programs(1) + h, N, D, PARTS, INT8)
+    length, low = row_span(rows, b, STEPS)
+    until = tl.maximum(length - low, 0) // FORM.BLOCK
+    mask_at = rows.key_mask
+    if rows.key_mask is not None:
+        mask_at = rows.key_mask + b * rows.mask_b
+    bounds_at, frame = summaries_at(bounds, b * tl.num_programs(1) + h, N, FORM)
     done = blocks_done(progress, b, low)
     refresh_blocks(
-        k_at=k + b * k_b + h.to(tl.int64) * k_h,
+        k_at=cache.k + b * cache.k_b + h.to(tl.int64) * cache.k_h,
+        k_s=cache.k_s,
         mask_at=mask_at,
         bounds_at=bounds_at,
         frame=frame,
@@ -238,28 +252,13 @@ def refresh(
         stride=programs,
         done=done,
         start=low,
-        k_s=k_s,
-        D=D,
-        DP=DP,
-        BLOCK=BLOCK,
-        PARTS=PARTS,
-        INT8=INT8,
-        MASKED=key_mask is not None,
-        BAND=BAND,
+        FORM=FORM,
     )
 
 
 @triton.jit
-def note_refreshed(
-    progress,
-    lengths,
-    start,
-    S,
-    BLOCK: tl.constexpr,
-    LENGTH_STEP: tl.constexpr,
-    START_STEP: tl.constexpr,
-):
+def note_refreshed(rows, progress, BLOCK: tl.constexpr, STEPS: tl.constexpr):
     """Note for one row that `refresh` has ended: all its complete blocks have summaries."""
     b = tl.program_id(0)
-    length, low = row_span(lengths, start, b, S, LENGTH_STEP, START_STEP)
+    length, low = row_span(rows, b, STEPS)
     note_progress(progress, b, low, tl.maximum(length - low, 0) // BLOCK)

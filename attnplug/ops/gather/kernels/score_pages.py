@@ -18,36 +18,22 @@ from attnplug.ops.gather.kernels.score import (
 @triton.jit(do_not_specialize=["places"])  # one kernel for caches of all sizes
 def score_pages(
     q,
-    k,
+    cache,
+    rows,
     bounds,
-    lengths,
-    table,
     slots,
     scores,
     best,
-    T,
-    S,
     N,
     places,
     programs,
-    q_strides,
-    k_strides,
-    table_stride,
     slot_stride,
-    GROUP: tl.constexpr,
-    ROWS: tl.constexpr,
-    D: tl.constexpr,
-    DP: tl.constexpr,
-    BLOCK: tl.constexpr,
+    SHAPE: tl.constexpr,
     SINK: tl.constexpr,
     LOCAL: tl.constexpr,
-    BAND: tl.constexpr,
-    INT8: tl.constexpr,
-    CHUNK: tl.constexpr,
-    MEMBERS: tl.constexpr,
-    LENGTH_STEP: tl.constexpr,
-    PAGE: tl.constexpr,
-    STAGES: tl.constexpr,
+    FORM: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    STEPS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Every `programs`-th chunk of blocks of one query and KV head, up to the row's own length: a
@@ -57,61 +43,54 @@ def score_pages(
     the step has written its keys, one program more for each row and head makes the summary of the
     block that the slot completes. No program of the grid may read it: the launcher sees to that.
     """
-    HEADS: tl.constexpr = ROWS // 2 if INT8 else ROWS  # products of codes have two rows for a head
-    q_b, q_h, q_t = q_strides
+    GROUP: tl.constexpr = SHAPE.GROUP
+    ROWS: tl.constexpr = SHAPE.ROWS
+    PAGE: tl.constexpr = SHAPE.PAGE
+    BLOCK: tl.constexpr = FORM.BLOCK
+    CHUNK: tl.constexpr = CHUNKS.CHUNK
+    # Products of codes have two rows for a head.
+    HEADS: tl.constexpr = ROWS // 2 if FORM.INT8 else ROWS
     first = tl.program_id(0)
-    t = tl.program_id(1) % T
-    h = tl.program_id(1) // T
+    t = tl.program_id(1) % q.T
+    h = tl.program_id(1) // q.T
     b = tl.program_id(2).to(tl.int64)
     if PDL:
         gdc_launch_dependents()  # the next kernel waits for the end of this grid
     if slots is not None:
         if first == programs:
-            summarise_slot(
-                k=k,
-                bounds=bounds,
-                slot=tl.load(slots + b * slot_stride).to(tl.int64),
-                h=h.to(tl.int64),
-                places=places,
-                k_strides=k_strides,
-                D=D,
-                DP=DP,
-                BLOCK=BLOCK,
-                PAGE=PAGE,
-                BAND=BAND,
-                INT8=INT8,
-            )
+            slot = tl.load(slots + b * slot_stride).to(tl.int64)
+            summarise_slot(cache, bounds, slot, h.to(tl.int64), places, PAGE, FORM)
             return
-    length, _ = row_span(lengths, None, b, S, LENGTH_STEP, 0)
-    limit = (length - T + t) // BLOCK - LOCAL + 1
+    length, _ = row_span(rows, b, STEPS)
+    limit = (length - q.T + t) // BLOCK - LOCAL + 1
     if first * CHUNK < limit:
-        kv_heads = tl.num_programs(1) // T
-        row = (b * kv_heads + h) * T + t
-        bounds_at, frame = summaries_at(bounds, h.to(tl.int64), places, D, 2, INT8)
+        kv_heads = tl.num_programs(1) // q.T
+        row = (b * kv_heads + h) * q.T + t
+        bounds_at, frame = summaries_at(bounds, h.to(tl.int64), places, FORM)
         r = tl.arange(0, ROWS) % HEADS
-        d = tl.arange(0, DP)
-        q_at = q + b * q_b + (h * GROUP + r).to(tl.int64)[:, None] * q_h + t * q_t + d[None, :]
+        d = tl.arange(0, FORM.DP)
+        q_at = q.at + b * q.b + (h * GROUP + r).to(tl.int64)[:, None] * q.h + t * q.t + d[None, :]
         query = tl.load(
-            q_at, mask=(r < GROUP)[:, None] & (d < D)[None, :], other=0.0, cache_modifier=".cg"
+            q_at, mask=(r < GROUP)[:, None] & (d < FORM.D)[None, :], other=0.0, cache_modifier=".cg"
         )
-        prepared = prepare_query(query, frame, HEADS, D, DP, 2, INT8, False)
-        best_at = maxima_at(best, row, N, MEMBERS)
+        prepared = prepare_query(query, frame, HEADS, FORM)
+        best_at = maxima_at(best, row, N, CHUNKS.MEMBERS)
         last = tl.cdiv(limit, CHUNK)
-        for chunk in tl.range(first, last, programs, num_stages=STAGES):  # pyright: ignore[reportGeneralTypeIssues]
+        for chunk in tl.range(first, last, programs, num_stages=CHUNKS.STAGES):  # pyright: ignore[reportGeneralTypeIssues]
             blocks = chunk * CHUNK + tl.arange(0, CHUNK)
-            place = place_of_block(table, b, table_stride, blocks, blocks < limit, BLOCK, PAGE)
-            shown = load_summaries(bounds_at, frame, 0, blocks, place, limit, D, DP, 2, INT8)
+            place = place_of_block(
+                cache.table, b, cache.table_b, blocks, blocks < limit, BLOCK, PAGE
+            )
+            shown = load_summaries(bounds_at, frame, 0, blocks, place, limit, FORM)
             store_chunk(
-                score=block_scores(prepared, shown, GROUP, HEADS, CHUNK, 2, INT8),
+                score=block_scores(prepared, shown, GROUP, HEADS, CHUNK, FORM),
                 chunk=chunk,
                 limit=limit,
-                key_mask=None,
-                mask_offset=0,
+                mask_at=None,
                 low=0,
                 scores_at=scores + row * N,
                 best_at=best_at,
                 BLOCK=BLOCK,
                 SINK=SINK,
-                CHUNK=CHUNK,
-                MEMBERS=MEMBERS,
+                CHUNKS=CHUNKS,
             )

@@ -101,21 +101,18 @@ def block_of(key):
 
 @triton.jit
 def row_limit(
-    lengths,
-    start,
+    rows,
     row,
     T,
-    S,
     kv_heads,
     BLOCK: tl.constexpr,
     LOCAL: tl.constexpr,
+    STEPS: tl.constexpr,
     NEW: tl.constexpr,
-    LENGTH_STEP: tl.constexpr,
-    START_STEP: tl.constexpr,
 ):
     """(sequence of the row, its start, end of the query's candidates, end of the last query's)."""
     b = row // (kv_heads * T)
-    length, low = row_span(lengths, start, b, S, LENGTH_STEP, START_STEP, NEW)
+    length, low = row_span(rows, b, STEPS, NEW)
     limit = (length - T + row.to(tl.int32) % T - low) // BLOCK - LOCAL + 1
     last = tl.maximum((length - 1 - low) // BLOCK - LOCAL + 1, 0)
     return b, low, limit, last
@@ -147,11 +144,9 @@ def select_best(
     scores,
     best,
     progress,
-    lengths,
-    start,
+    rows,
     out,
     T,
-    S,
     N,
     kv_heads,
     BLOCK: tl.constexpr,
@@ -160,9 +155,8 @@ def select_best(
     KP: tl.constexpr,
     WIDE: tl.constexpr,
     MEMBERS: tl.constexpr,
+    STEPS: tl.constexpr,
     NEW: tl.constexpr,
-    LENGTH_STEP: tl.constexpr,
-    START_STEP: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """The best K of one row's keys. The first program of a sequence notes which blocks have
@@ -170,19 +164,7 @@ def select_best(
     row = tl.program_id(0).to(tl.int64)
     if PDL:
         gdc_launch_dependents()
-    b, low, limit, last = row_limit(
-        lengths=lengths,
-        start=start,
-        row=row,
-        T=T,
-        S=S,
-        kv_heads=kv_heads,
-        BLOCK=BLOCK,
-        LOCAL=LOCAL,
-        NEW=NEW,
-        LENGTH_STEP=LENGTH_STEP,
-        START_STEP=START_STEP,
-    )
+    b, low, limit, last = row_limit(rows, row, T, kv_heads, BLOCK, LOCAL, STEPS, NEW)
     notes = row % (kv_heads * T) == 0
     done = _wait_for_scores(progress, notes, b, low, PDL)
     if progress is None:
@@ -302,11 +284,9 @@ def select_many(
     scores,
     best,
     progress,
-    lengths,
-    start,
+    rows,
     out,
     T,
-    S,
     N,
     kv_heads,
     BLOCK: tl.constexpr,
@@ -315,9 +295,8 @@ def select_many(
     KP: tl.constexpr,
     WIDE: tl.constexpr,
     MEMBERS: tl.constexpr,
+    STEPS: tl.constexpr,
     NEW: tl.constexpr,
-    LENGTH_STEP: tl.constexpr,
-    START_STEP: tl.constexpr,
     PDL: tl.constexpr,
     DIRECT: tl.constexpr = False,
 ):
@@ -329,19 +308,7 @@ def select_many(
     row = tl.program_id(0).to(tl.int64)
     if PDL:
         gdc_launch_dependents()
-    b, low, limit, last = row_limit(
-        lengths=lengths,
-        start=start,
-        row=row,
-        T=T,
-        S=S,
-        kv_heads=kv_heads,
-        BLOCK=BLOCK,
-        LOCAL=LOCAL,
-        NEW=NEW,
-        LENGTH_STEP=LENGTH_STEP,
-        START_STEP=START_STEP,
-    )
+    b, low, limit, last = row_limit(rows, row, T, kv_heads, BLOCK, LOCAL, STEPS, NEW)
     notes = row % (kv_heads * T) == 0
     done = _wait_for_scores(progress, notes, b, low, PDL)
     if progress is None:

@@ -1,36 +1,28 @@
 """The Triton kernels of tiered_decode. One gives slots on the GPU to the blocks that a decode step
 wants; the other attends, and reads each block from where it is: ring, slot or host memory."""
 
-from attnplug.ops.common.rows import row_span
+from attnplug.ops.common.rows import row_span, shown
 from attnplug.ops.common.softmax import attend_tile
 from attnplug.ops.common.splits import store_piece
 from attnplug.ops.common.triton import gdc_launch_dependents, gdc_wait, tl, triton
+from attnplug.ops.common.views import begin_of
 
 
 @triton.jit
 def place_blocks(
     index,
-    table,
-    owner,
-    used,
-    counters,
-    lengths,
-    start,
+    near,
+    rows,
     place,
-    S,
     N,
     SLOTS,
     heads,
-    BLOCK: tl.constexpr,
-    SINK: tl.constexpr,
-    LOCAL: tl.constexpr,
-    K: tl.constexpr,
+    KEEP: tl.constexpr,
     MP: tl.constexpr,
     RP: tl.constexpr,
     NEW: tl.constexpr,
     CHAINED: tl.constexpr,
-    LENGTH_STEP: tl.constexpr,
-    START_STEP: tl.constexpr,
+    STEPS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Slots of the blocks that one row's KV head wants, the sink's and the listed. `place` gets the
@@ -47,11 +39,13 @@ def place_blocks(
         gdc_launch_dependents()
         if CHAINED:
             gdc_wait()
+    BLOCK: tl.constexpr = KEEP.BLOCK
+    SINK: tl.constexpr = KEEP.SINK
+    K: tl.constexpr = KEEP.K
     b = row // heads
-    length, low = row_span(lengths, start, b, S, LENGTH_STEP, START_STEP, NEW)
-    edge = (
-        tl.maximum(length - 1 - low, 0) // BLOCK - LOCAL + 1
-    )  # the ring has this block and later ones
+    length, low = row_span(rows, b, STEPS, NEW)
+    # The ring has this block and later ones.
+    edge = tl.maximum(length - 1 - low, 0) // BLOCK - KEEP.LOCAL + 1
     m = tl.arange(0, MP)
     r = tl.arange(0, RP)
     j = m  # block
@@ -61,12 +55,13 @@ def place_blocks(
         j = tl.where(m < SINK, m, tl.load(at, mask=inside, other=-1, cache_modifier=".cg"))
     wanted = (m < SINK + K) & (j >= 0) & (j < edge)
     first = low + j * BLOCK
-    table_at, owner_at, used_at = table + row * N, owner + row * SLOTS, used + row * SLOTS
+    table_at, owner_at = near.table + row * N, near.owner + row * SLOTS
+    used_at = near.used + row * SLOTS
     slot = tl.load(table_at + j, mask=wanted, other=0, cache_modifier=".cg")
     slot_owner = tl.load(owner_at + slot, mask=wanted, other=-1, cache_modifier=".cg")
-    hand = tl.load(counters + row * 3 + 2, cache_modifier=".cg").to(tl.int32)
-    wanted_before = tl.load(counters + row * 3, cache_modifier=".cg")
-    hits_before = tl.load(counters + row * 3 + 1, cache_modifier=".cg")
+    hand = tl.load(near.counters + row * 3 + 2, cache_modifier=".cg").to(tl.int32)
+    wanted_before = tl.load(near.counters + row * 3, cache_modifier=".cg")
+    hits_before = tl.load(near.counters + row * 3 + 1, cache_modifier=".cg")
     hit = wanted & (slot_owner == first)
     miss = wanted & (slot_owner != first)
     needed = tl.sum(miss.to(tl.int32), 0)
@@ -92,9 +87,9 @@ def place_blocks(
     tl.store(table_at + j, free, mask=miss)
     tl.store(owner_at + free, first, mask=miss)
     tl.store(place_at + m, tl.where(hit, slot, tl.where(miss, -2 - free, -1)), mask=m < SINK + K)
-    tl.store(counters + row * 3, wanted_before + tl.sum(wanted.to(tl.int64), 0))
-    tl.store(counters + row * 3 + 1, hits_before + tl.sum(hit.to(tl.int64), 0))
-    tl.store(counters + row * 3 + 2, ((hand + last + 1) % SLOTS).to(tl.int64))
+    tl.store(near.counters + row * 3, wanted_before + tl.sum(wanted.to(tl.int64), 0))
+    tl.store(near.counters + row * 3 + 1, hits_before + tl.sum(hit.to(tl.int64), 0))
+    tl.store(near.counters + row * 3 + 2, ((hand + last + 1) % SLOTS).to(tl.int64))
 
 
 @triton.jit
@@ -135,62 +130,44 @@ def _token_at(
 @triton.jit
 def attend_tiered(
     q,
-    k,
-    v,
-    new_k,
-    new_v,
-    ring,
-    slots,
+    cache,
+    rows,
+    token,
+    near,
     index,
     place,
-    lengths,
-    start,
-    key_mask,
-    sinks,
-    partial,
-    out,
-    lse,
+    output,
     scale,
     cap,
-    S,
     SLOTS,
     splits,
-    q_strides,
-    k_strides,
-    v_strides,
-    new_k_strides,
-    new_v_strides,
-    mask_stride,
-    GROUP: tl.constexpr,
-    ROWS: tl.constexpr,
-    D: tl.constexpr,
-    DP: tl.constexpr,
-    BLOCK: tl.constexpr,
-    SINK: tl.constexpr,
-    LOCAL: tl.constexpr,
-    K: tl.constexpr,
+    SHAPE: tl.constexpr,
+    KEEP: tl.constexpr,
     MP: tl.constexpr,
     TILE: tl.constexpr,
     STAGES: tl.constexpr,
+    STEPS: tl.constexpr,
     CAPPED: tl.constexpr,
-    FUSED: tl.constexpr,
-    LENGTH_STEP: tl.constexpr,
-    START_STEP: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """All heads of one query and KV head against one piece of the kept keys, in the order of
     `attend_kept`: sink, local, listed. A fetched block is written to its slot on the way."""
-    q_b, q_h = q_strides
-    k_b, k_h, k_s = k_strides
-    v_b, v_h, v_s = v_strides
+    GROUP: tl.constexpr = SHAPE.GROUP
+    ROWS: tl.constexpr = SHAPE.ROWS
+    D: tl.constexpr = SHAPE.D
+    DP: tl.constexpr = SHAPE.DP
+    BLOCK: tl.constexpr = KEEP.BLOCK
+    SINK: tl.constexpr = KEEP.SINK
+    LOCAL: tl.constexpr = KEEP.LOCAL
+    K: tl.constexpr = KEEP.K
     split = tl.program_id(0)
     h = tl.program_id(1)
     b = tl.program_id(2).to(tl.int64)
     if PDL:
         gdc_launch_dependents()
     W: tl.constexpr = LOCAL * BLOCK
-    NEW: tl.constexpr = 0 if new_k is None else 1
-    length, low = row_span(lengths, start, b, S, LENGTH_STEP, START_STEP, NEW)
+    NEW: tl.constexpr = 0 if token is None else 1
+    length, low = row_span(rows, b, STEPS, NEW)
     row = b * tl.num_programs(1) + h
     g = tl.arange(0, ROWS)
     d = tl.arange(0, DP)
@@ -199,26 +176,26 @@ def attend_tiered(
     head = h * GROUP + g
     in_group = g < GROUP
     in_width = d < D
-    q_at = q + b * q_b + head.to(tl.int64)[:, None] * q_h + d[None, :]
+    q_at = q.at + b * q.b + head.to(tl.int64)[:, None] * q.h + d[None, :]
     query = tl.load(
         q_at, mask=in_group[:, None] & in_width[None, :], other=0.0, cache_modifier=".cg"
     )
     position = length - 1
-    reach = tl.minimum(position, S - 1)
+    reach = tl.minimum(position, rows.S - 1)
     ring_first = tl.maximum(position - low, 0) // BLOCK - LOCAL + 1  # first block of the ring
     edge = tl.maximum(ring_first, SINK)
-    k_at = k + b * k_b + h.to(tl.int64) * k_h
-    v_at = v + b * v_b + h.to(tl.int64) * v_h
-    ring_at = ring + row * (2 * W * D)
-    slots_at = slots + row * SLOTS * (2 * BLOCK * D)
-    token_k, token_v = new_k, new_v
-    if NEW == 1:
-        token_k = new_k + b * new_k_strides[0] + h * new_k_strides[1]
-        token_v = new_v + b * new_v_strides[0] + h * new_v_strides[1]
+    k_at, v_at = begin_of(cache, b, h)
+    ring_at = near.ring + row * (2 * W * D)
+    slots_at = near.slots + row * SLOTS * (2 * BLOCK * D)
+    token_k, token_v = None, None
+    if token is not None:
+        token_k = token.k + b * token.k_b + h * token.k_h
+        token_v = token.v + b * token.v_b + h * token.v_h
         if split == splits - 1:
-            _append(token_k, k_at, ring_at, position, S, W, d, k_s, D)
-            _append(token_v, v_at, ring_at + W * D, position, S, W, d, v_s, D)
-        scale = tl.where(length > S, float("nan"), scale)  # the cache is full: the output shows it
+            _append(token_k, k_at, ring_at, position, rows.S, W, d, cache.k_s, D)
+            _append(token_v, v_at, ring_at + W * D, position, rows.S, W, d, cache.v_s, D)
+        # The cache is full: the output shows it.
+        scale = tl.where(length > rows.S, float("nan"), scale)
     TILES: tl.constexpr = (SINK + LOCAL + K) * BLOCK // TILE
     first = split * TILES // splits
     last = (split + 1) * TILES // splits
@@ -273,7 +250,7 @@ def attend_tiered(
             in_ring=in_ring,
             in_slot=placed >= 0,
             W=W,
-            s_stride=k_s,
+            s_stride=cache.k_s,
             D=D,
         )
         key = tl.load(key_at[:, None] + d[None, :], mask=loadable, other=0.0, cache_modifier=".cg")
@@ -288,7 +265,7 @@ def attend_tiered(
             in_ring=in_ring,
             in_slot=placed >= 0,
             W=W,
-            s_stride=v_s,
+            s_stride=cache.v_s,
             D=D,
         )
         value = tl.load(
@@ -298,8 +275,8 @@ def attend_tiered(
         fetched = fetched[:, None] & in_width[None, :]
         tl.store(slot_at + offset[:, None] * D + d[None, :], key, mask=fetched)
         tl.store(slot_at + (BLOCK + offset)[:, None] * D + d[None, :], value, mask=fetched)
-        if key_mask is not None:  # after the load: the slot also holds keys that a mask hides
-            seen = seen & (tl.load(key_mask + b * mask_stride + at, mask=seen, other=0) != 0)
+        if rows.key_mask is not None:  # after the load: the slot also holds keys that a mask hides
+            seen = shown(rows, b, at, seen)
             value = tl.where(seen[:, None], value, tl.zeros_like(value))
         top, total, acc = attend_tile(
             query=query,
@@ -321,10 +298,7 @@ def attend_tiered(
         top=top,
         total=total,
         acc=acc,
-        sinks=sinks,
-        partial=partial,
-        out=out,
-        lse=lse,
+        output=output,
         head=head,
         row=b * heads + head,
         rows=tl.num_programs(2).to(tl.int64) * heads,
@@ -334,5 +308,4 @@ def attend_tiered(
         split=split,
         splits=splits,
         D=D,
-        FUSED=FUSED,
     )

@@ -1,10 +1,11 @@
 """The kernel of gather_tokens_attention that attends: a program for each split of the kept keys."""
 
 from attnplug.ops.common.pages import page_of
-from attnplug.ops.common.rows import row_span
+from attnplug.ops.common.rows import row_span, shown
 from attnplug.ops.common.softmax import attend_tile
 from attnplug.ops.common.splits import store_piece
 from attnplug.ops.common.triton import gdc_launch_dependents, gdc_wait, tl, triton
+from attnplug.ops.common.views import begin_of
 
 
 @triton.jit
@@ -19,56 +20,37 @@ def _places(at, page, page_stride, key_stride, PAGE: tl.constexpr):
 @triton.jit
 def attend_tokens(
     q,
-    k,
-    v,
+    cache,
+    rows,
     index,
-    lengths,
-    start,
-    key_mask,
-    table,
-    sinks,
-    partial,
-    out,
-    lse,
+    output,
     scale,
     cap,
-    T,
-    S,
     splits,
-    q_strides,
-    k_strides,
-    v_strides,
-    mask_stride,
-    table_stride,
-    GROUP: tl.constexpr,
-    ROWS: tl.constexpr,
-    D: tl.constexpr,
-    DP: tl.constexpr,
+    SHAPE: tl.constexpr,
     SINK: tl.constexpr,
     WINDOW: tl.constexpr,
     K: tl.constexpr,
     TILE: tl.constexpr,
+    STEPS: tl.constexpr,
     CAPPED: tl.constexpr,
-    FUSED: tl.constexpr,
-    LENGTH_STEP: tl.constexpr,
-    START_STEP: tl.constexpr,
-    PAGE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """All heads of one query and KV head against one split of the kept keys. With a `table`, k and
-    v are pages of PAGE keys."""
-    q_b, q_h, q_t = q_strides
-    k_b, k_h, k_s = k_strides
-    v_b, v_h, v_s = v_strides
+    """All heads of one query and KV head against one split of the kept keys."""
+    GROUP: tl.constexpr = SHAPE.GROUP
+    ROWS: tl.constexpr = SHAPE.ROWS
+    D: tl.constexpr = SHAPE.D
+    DP: tl.constexpr = SHAPE.DP
+    PAGE: tl.constexpr = SHAPE.PAGE
     split = tl.program_id(0)
-    t = tl.program_id(1) % T
-    h = tl.program_id(1) // T
+    t = tl.program_id(1) % q.T
+    h = tl.program_id(1) // q.T
     b = tl.program_id(2).to(tl.int64)
     if PDL:
         gdc_wait()  # for the list, and for whatever else the kernels before have written
         gdc_launch_dependents()
-    length, low = row_span(lengths, start, b, S, LENGTH_STEP, START_STEP)
-    position = length - T + t
+    length, low = row_span(rows, b, STEPS)
+    position = length - q.T + t
     window_first = tl.maximum(position - WINDOW + 1, low + SINK)
     index_at = index + ((b * tl.num_programs(1)) + tl.program_id(1)) * K
 
@@ -78,14 +60,10 @@ def attend_tokens(
     head = h * GROUP + g
     in_group = g < GROUP
     in_width = d < D
-    q_at = q + b * q_b + head.to(tl.int64)[:, None] * q_h + t * q_t + d[None, :]
+    q_at = q.at + b * q.b + head.to(tl.int64)[:, None] * q.h + t * q.t + d[None, :]
     query = tl.load(q_at, mask=in_group[:, None] & in_width[None, :], other=0.0)
-    if table is None:
-        k_at = k + b * k_b + h.to(tl.int64) * k_h + d[None, :]
-        v_at = v + b * v_b + h.to(tl.int64) * v_h + d[None, :]
-    else:
-        k_at = k + h.to(tl.int64) * k_h + d[None, :]
-        v_at = v + h.to(tl.int64) * v_h + d[None, :]
+    k_at, v_at = begin_of(cache, b, h)
+    k_at, v_at = k_at + d[None, :], v_at + d[None, :]
     top = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, DP], tl.float32)
@@ -104,14 +82,15 @@ def attend_tokens(
         until = tl.where(in_list, window_first - 1, position)
         since = tl.where(slot < SINK, low, low + SINK)
         seen = (at >= since) & (at <= until) & (slot < SINK + WINDOW + K)
-        if key_mask is not None:
-            seen = seen & (tl.load(key_mask + b * mask_stride + at, mask=seen, other=0) != 0)
+        seen = shown(rows, b, at, seen)
         loadable = seen[:, None] & in_width[None, :]
         page = 0
-        if table is not None:
-            page = page_of(table + b * table_stride, at, seen, PAGE)
-        key = tl.load(k_at + _places(at, page, k_b, k_s, PAGE), mask=loadable, other=0.0)
-        value = tl.load(v_at + _places(at, page, v_b, v_s, PAGE), mask=loadable, other=0.0)
+        if cache.table is not None:
+            page = page_of(cache.table + b * cache.table_b, at, seen, PAGE)
+        key_at = k_at + _places(at, page, cache.k_b, cache.k_s, PAGE)
+        key = tl.load(key_at, mask=loadable, other=0.0)
+        value_at = v_at + _places(at, page, cache.v_b, cache.v_s, PAGE)
+        value = tl.load(value_at, mask=loadable, other=0.0)
         top, total, acc = attend_tile(
             query=query,
             key=key,
@@ -125,23 +104,19 @@ def attend_tokens(
             CAPPED=CAPPED,
         )
 
-    heads = (tl.num_programs(1) // T) * GROUP
+    heads = (tl.num_programs(1) // q.T) * GROUP
     store_piece(
         top=top,
         total=total,
         acc=acc,
-        sinks=sinks,
-        partial=partial,
-        out=out,
-        lse=lse,
+        output=output,
         head=head,
-        row=(b * heads + head) * T + t,
-        rows=tl.num_programs(2).to(tl.int64) * heads * T,
+        row=(b * heads + head) * q.T + t,
+        rows=tl.num_programs(2).to(tl.int64) * heads * q.T,
         d=d,
         in_group=in_group,
         in_width=in_width,
         split=split,
         splits=splits,
         D=D,
-        FUSED=FUSED,
     )

@@ -11,37 +11,30 @@ def score(
     q,
     codes,
     scales,
-    lengths,
-    start,
-    key_mask,
+    rows,
     table,
     scores,
-    S,
     programs,
-    q_strides,
     codes_strides,
     scales_strides,
-    mask_stride,
     table_stride,
-    GROUP: tl.constexpr,
-    ROWS: tl.constexpr,
-    D: tl.constexpr,
-    DP: tl.constexpr,
+    SHAPE: tl.constexpr,
     SINK: tl.constexpr,
     WINDOW: tl.constexpr,
     TILE: tl.constexpr,
     STAGES: tl.constexpr,
-    LENGTH_STEP: tl.constexpr,
-    START_STEP: tl.constexpr,
-    PAGE: tl.constexpr,
+    STEPS: tl.constexpr,
     KEYS_FIRST: tl.constexpr,
     HALVES: tl.constexpr,
     WHOLE: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Every `programs`-th tile of one row and KV head. With a `table`, codes and scales are those
-    of pages of PAGE keys."""
-    q_b, q_h = q_strides
+    of pages."""
+    GROUP: tl.constexpr = SHAPE.GROUP
+    ROWS: tl.constexpr = SHAPE.ROWS
+    D: tl.constexpr = SHAPE.D
+    DP: tl.constexpr = SHAPE.DP
     codes_b, codes_h, _ = codes_strides
     scales_b, scales_h, _ = scales_strides
     program = tl.program_id(0)
@@ -50,12 +43,12 @@ def score(
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    length, low = row_span(lengths, start, b, S, LENGTH_STEP, START_STEP)
+    length, low = row_span(rows, b, STEPS)
     g = tl.arange(0, ROWS)
     d = tl.arange(0, DP)
     n = tl.arange(0, TILE)
     in_width = d < D
-    q_at = q + b * q_b + (h * GROUP + g).to(tl.int64)[:, None] * q_h + d[None, :]
+    q_at = q.at + b * q.b + (h * GROUP + g).to(tl.int64)[:, None] * q.h + d[None, :]
     query = tl.load(q_at, mask=(g < GROUP)[:, None] & in_width[None, :], other=0.0)
     unit = None
     if HALVES:
@@ -70,11 +63,11 @@ def score(
         scales_at = scales + h.to(tl.int64) * scales_h
         row_table = table + b * table_stride
     mask_at = None
-    if key_mask is not None:
-        mask_at = key_mask + b * mask_stride
-    out_at = scores + row * S
-    reach = tl.minimum(tl.maximum(length - WINDOW, 0), S)
-    end = S
+    if rows.key_mask is not None:
+        mask_at = rows.key_mask + b * rows.mask_b
+    out_at = scores + row * rows.S
+    reach = tl.minimum(tl.maximum(length - WINDOW, 0), rows.S)
+    end = rows.S
     if table is not None:
         end = length
     none = tl.full([TILE], float("-inf"), tl.float32)
@@ -94,12 +87,12 @@ def score(
             scales_strides=scales_strides,
             in_group=g < GROUP,
             in_width=in_width,
-            PAGE=PAGE,
+            PAGE=SHAPE.PAGE,
             KEYS_FIRST=KEYS_FIRST,
             WHOLE=WHOLE,
             HALVES=HALVES,
             unit=unit,
         )
-        tl.store(out_at + at, best, mask=at < S)
+        tl.store(out_at + at, best, mask=at < rows.S)
     for first in range((program + tiles * programs) * TILE, end, programs * TILE):
-        tl.store(out_at + first + n, none, mask=first + n < S)
+        tl.store(out_at + first + n, none, mask=first + n < rows.S)

@@ -39,19 +39,16 @@ def score_index(
     q,
     weights,
     keys,
-    lengths,
-    key_mask,
+    tokens,
     scores,
     scale,
     first,
     queries,
     S,
-    T,
     programs,
     q_strides,
     weights_strides,
     keys_strides,
-    mask_stride,
     H: tl.constexpr,
     HEADS: tl.constexpr,
     QUERIES: tl.constexpr,
@@ -59,7 +56,7 @@ def score_index(
     DP: tl.constexpr,
     TILE: tl.constexpr,
     STAGES: tl.constexpr,
-    LENGTH_STEP: tl.constexpr,
+    STEPS: tl.constexpr,
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -73,7 +70,7 @@ def score_index(
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    length, _ = row_span(lengths, None, b, T, LENGTH_STEP, 0)
+    length, _ = row_span(tokens, b, STEPS)
     BLOCKS: tl.constexpr = (H + HEADS - 1) // HEADS
     PADDED: tl.constexpr = H % HEADS != 0
     # Pair c of a product is head c % HEADS of its block and of query c // HEADS.
@@ -94,7 +91,7 @@ def score_index(
     reach = length - S + first + tl.minimum(here + QUERIES, queries)  # tokens that the last sees
     keys_at = keys + b * k_b
     row = b * queries + own
-    scores_at = scores + row[None, :] * T
+    scores_at = scores + row[None, :] * tokens.S
     d = tl.arange(0, DP)
     for i in tl.range(tl.program_id(0), tl.cdiv(reach, TILE), programs, num_stages=STAGES):
         n = i * TILE + tl.arange(0, TILE)
@@ -112,8 +109,8 @@ def score_index(
             x += _head_sums(key, others, theirs, real, scale, PADDED, PRECISION)
         # -inf is the score of what may not be picked. A NaN is picked, and surfaces in attention.
         x = tl.where(x == x, tl.maximum(x, _LOWEST), float("inf"))
-        if key_mask is not None:
-            shown = tl.load(key_mask + b * mask_stride + n, mask=n < reach, other=0) != 0
+        if tokens.key_mask is not None:
+            shown = tl.load(tokens.key_mask + b * tokens.mask_b + n, mask=n < reach, other=0) != 0
             x = tl.where(shown[:, None], x, float("-inf"))
         seen = (n[:, None] <= position[None, :]) & in_slab[None, :]
         tl.store(scores_at + n[:, None], x, mask=seen)
@@ -123,15 +120,12 @@ def score_index(
 def pack_picks(
     indices,
     values,
-    lengths,
-    key_mask,
+    tokens,
     picks,
     S,
-    T,
     K,
-    mask_stride,
     KP: tl.constexpr,
-    LENGTH_STEP: tl.constexpr,
+    STEPS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """One row of picks, left-packed and filled up with -1: those of `indices [K]` whose values are
@@ -147,11 +141,12 @@ def pack_picks(
         kept = (token >= 0) & (value > float("-inf"))
     else:
         b = row // S
-        length, _ = row_span(lengths, None, b, T, LENGTH_STEP, 0)
+        length, _ = row_span(tokens, b, STEPS)
         token = place
         kept = (place < K) & (place <= length - S + (row - b * S).to(tl.int32))
-        if key_mask is not None:
-            kept = kept & (tl.load(key_mask + b * mask_stride + place, mask=kept, other=0) != 0)
+        if tokens.key_mask is not None:
+            at = tokens.key_mask + b * tokens.mask_b + place
+            kept = kept & (tl.load(at, mask=kept, other=0) != 0)
     before = tl.cumsum(kept.to(tl.int32), 0)
     total = tl.max(before, 0)
     tl.store(picks + row * K + before - 1, token, mask=kept)

@@ -49,21 +49,16 @@ def attend_latents(
     latents,
     rope,
     picks,
-    lengths,
-    key_mask,
-    sinks,
-    partial,
-    out,
+    tokens,
+    output,
     scale,
     S,
-    T,
     K,
     splits,
     q_latent_strides,
     q_rope_strides,
     latents_strides,
     rope_strides,
-    mask_stride,
     H: tl.constexpr,
     ROWS: tl.constexpr,
     R: tl.constexpr,
@@ -72,8 +67,7 @@ def attend_latents(
     PP: tl.constexpr,
     TILE: tl.constexpr,
     STAGES: tl.constexpr,
-    FUSED: tl.constexpr,
-    LENGTH_STEP: tl.constexpr,
+    STEPS: tl.constexpr,
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -86,7 +80,7 @@ def attend_latents(
     if PDL:
         gdc_wait()  # for the picks, and for whatever else the kernels before have written
         gdc_launch_dependents()
-    length, _ = row_span(lengths, None, b, T, LENGTH_STEP, 0)
+    length, _ = row_span(tokens, b, STEPS)
     g = tl.arange(0, ROWS)
     if picks is not None:
         BLOCKS: tl.constexpr = (H + ROWS - 1) // ROWS
@@ -108,8 +102,8 @@ def attend_latents(
     qr = _queries_of(q_rope + b * q_rope_b, query, head, q_rope_strides, live, P, PP)
     latents_at, rope_at = latents + b * latents_b, rope + b * rope_b
     mask_at = None
-    if key_mask is not None:
-        mask_at = key_mask + b * mask_stride
+    if tokens.key_mask is not None:
+        mask_at = tokens.key_mask + b * tokens.mask_b
     picks_at = None
     slots = limit + 1
     if picks is not None:
@@ -123,7 +117,7 @@ def attend_latents(
     acc = tl.zeros([ROWS, RP], tl.float32)
     # A turn looks the next turn's tokens up. Where the loads of a turn take addresses from a load
     # of the same turn, Triton 3.6 made wrong code of the pipeline (block_sparse_attention).
-    LOOKED_UP: tl.constexpr = picks is not None or key_mask is not None
+    LOOKED_UP: tl.constexpr = picks is not None or tokens.key_mask is not None
     token = _tokens_of(first, picks_at, mask_at, slots, limit, TILE)
     for i in tl.range(first, end, num_stages=STAGES):
         if not LOOKED_UP:
@@ -149,10 +143,7 @@ def attend_latents(
         top=top,
         total=total,
         acc=acc,
-        sinks=sinks,
-        partial=partial,
-        out=out,
-        lse=None,
+        output=output,
         head=head,
         row=(b * S + query) * H + head,
         rows=tl.num_programs(2).to(tl.int64) * S * H,
@@ -162,5 +153,4 @@ def attend_latents(
         split=split,
         splits=splits,
         D=R,
-        FUSED=FUSED,
     )

@@ -1,6 +1,7 @@
 """The Triton kernel of `attend_picks`."""
 
 from attnplug.ops.common.triton import tl, triton
+from attnplug.ops.common.views import begin_of
 from attnplug.ops.sketch.kernels.codes import (
     LARGEST,
     begin,
@@ -23,23 +24,21 @@ def query_facts(
     projected,
     norm,
     row,
-    columns,
     GROUP: tl.constexpr,
     HEADS: tl.constexpr,
-    R4: tl.constexpr,
-    R2: tl.constexpr,
+    CODE: tl.constexpr,
     CAPPED: tl.constexpr,
 ):
     """What scores of codes are made of: the unit of the weights, those of the fine and those of the
     coarse coordinates, and what is added to a score, less the `norm` where none is capped."""
+    R4: tl.constexpr = CODE.R4
+    R2: tl.constexpr = CODE.R2
     g = tl.arange(0, HEADS)
     RP: tl.constexpr = 64 if R4 + R2 <= 64 else 128
-    unit = load_unit(projected, row, columns, R4 + R2, RP, GROUP, HEADS)
-    fine_weights = load_weights(
-        projected, row, columns, 0, R4, 32 if R4 < 32 else R4, GROUP, HEADS, unit
-    )
-    coarse_weights = load_weights(projected, row, columns, R4, R2, R2, GROUP, HEADS, unit)
-    facts = projected + (row + g).to(tl.int64) * columns + R4 + R2
+    unit = load_unit(projected, row, R4 + R2, RP, GROUP, HEADS)
+    fine_weights = load_weights(projected, row, 0, R4, 32 if R4 < 32 else R4, GROUP, HEADS, unit)
+    coarse_weights = load_weights(projected, row, R4, R2, R2, GROUP, HEADS, unit)
+    facts = projected.at + (row + g).to(tl.int64) * projected.columns + R4 + R2
     offset = tl.load(facts, mask=g < GROUP, other=0.0, cache_modifier=".cg")
     base = tl.load(norm + row + g, mask=g < GROUP, other=float("inf"), cache_modifier=".cg")
     shift = offset if CAPPED else offset - base
@@ -49,33 +48,21 @@ def query_facts(
 @triton.jit
 def attend(
     q,
-    k,
-    v,
+    cache,
     projected,
-    fine,
-    coarse,
+    codes,
     picks,
     cut,
     norm,
-    pick_out,
-    pick_lse,
+    pieces,
     pick_sums,
     scale,
     cap,
     S,
     capacity,
-    pieces,
-    columns,
-    q_strides,
-    k_strides,
-    v_strides,
-    GROUP: tl.constexpr,
-    ROWS: tl.constexpr,
+    SHAPE: tl.constexpr,
     HEADS: tl.constexpr,
-    D: tl.constexpr,
-    DP: tl.constexpr,
-    R4: tl.constexpr,
-    R2: tl.constexpr,
+    CODE: tl.constexpr,
     TILE: tl.constexpr,
     TILES: tl.constexpr,
     CAPPED: tl.constexpr,
@@ -88,6 +75,12 @@ def attend(
     the chain `pick` has waited for the scan before this kernel starts, so that all that is not of
     `pick` can be read at once. Keys and values that have been FETCHED lie in the order of the
     picks, their codes where the cache has them."""
+    GROUP: tl.constexpr = SHAPE.GROUP
+    ROWS: tl.constexpr = SHAPE.ROWS
+    D: tl.constexpr = SHAPE.D
+    DP: tl.constexpr = SHAPE.DP
+    R4: tl.constexpr = CODE.R4
+    R2: tl.constexpr = CODE.R2
     piece = tl.program_id(0)
     h = tl.program_id(1)
     b = tl.program_id(2).to(tl.int64)
@@ -97,17 +90,14 @@ def attend(
     d = tl.arange(0, DP)
     in_group = r < GROUP
     in_width = d < D
-    q_b, q_h = q_strides
-    q_at = q + b * q_b + (h * GROUP + r).to(tl.int64)[:, None] * q_h + d[None, :]
+    q_at = q.at + b * q.b + (h * GROUP + r).to(tl.int64)[:, None] * q.h + d[None, :]
     query = tl.load(q_at, mask=in_group[:, None] & in_width[None, :], other=0.0)
     if not CHAINED:
         begin(PDL)
-    k_b, k_h, k_s = k_strides
-    v_b, v_h, v_s = v_strides
-    k_at = k + b * k_b + h.to(tl.int64) * k_h + d[None, :]
-    v_at = v + b * v_b + h.to(tl.int64) * v_h + d[None, :]
+    k_at, v_at = begin_of(cache, b, h)
+    k_at, v_at = k_at + d[None, :], v_at + d[None, :]
     unit, fine_weights, coarse_weights, base, shift = query_facts(
-        projected, norm, row, columns, GROUP, HEADS, R4, R2, CAPPED
+        projected, norm, row, GROUP, HEADS, CODE, CAPPED
     )
     # The same for the rows of the exact product.
     base_r = tl.load(norm + row + r, mask=in_group, other=float("inf"), cache_modifier=".cg")
@@ -136,14 +126,18 @@ def attend(
         )
         seen = (at >= 0) & (at < S)
         loadable = seen[:, None] & in_width[None, :]
-        key = tl.load(k_at + own[:, None] * k_s, mask=loadable, other=0.0)
-        value = tl.load(v_at + own[:, None] * v_s, mask=loadable, other=0.0)
+        key = tl.load(k_at + own[:, None] * cache.k_s, mask=loadable, other=0.0)
+        value = tl.load(v_at + own[:, None] * cache.v_s, mask=loadable, other=0.0)
         code = (place * S + at)[:, None]
         fine_bytes = tl.load(
-            fine + code * (R4 // 2) + tl.arange(0, R4 // 2)[None, :], mask=seen[:, None], other=0
+            codes.fine + code * (R4 // 2) + tl.arange(0, R4 // 2)[None, :],
+            mask=seen[:, None],
+            other=0,
         )
         coarse_bytes = tl.load(
-            coarse + code * (R2 // 4) + tl.arange(0, R2 // 4)[None, :], mask=seen[:, None], other=0
+            codes.coarse + code * (R2 // 4) + tl.arange(0, R2 // 4)[None, :],
+            mask=seen[:, None],
+            other=0,
         )
         guess = estimated(
             unpack_fine(fine_bytes, ASM),
@@ -179,11 +173,11 @@ def attend(
         top = best
 
     store_partial(
-        top, total, acc, pick_out, pick_lse, (row + r) * pieces + piece, d, in_group, in_width, D
+        top, total, acc, pieces, (row + r) * pieces.number + piece, d, in_group, in_width, D
     )
     g = tl.arange(0, HEADS)
-    sums = pick_sums + ((row + g) * pieces + piece) * SUMS
+    sums = pick_sums + ((row + g) * pieces.number + piece) * SUMS
     tl.store(sums, mass, mask=g < GROUP)
     tl.store(sums + 1, moment, mask=g < GROUP)
-    tl.store(pick_sums + ((row + r) * pieces + piece) * SUMS + 2, exact_low, mask=in_group)
+    tl.store(pick_sums + ((row + r) * pieces.number + piece) * SUMS + 2, exact_low, mask=in_group)
     tl.store(sums + 3, guess_low, mask=g < GROUP)

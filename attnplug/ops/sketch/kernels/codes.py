@@ -8,6 +8,10 @@ order of the coordinates, and no byte changes its place. All logarithms and scor
 base 2.
 """
 
+from typing import Any, NamedTuple
+
+import torch
+
 from attnplug.ops.common.triton import gdc_launch_dependents, gdc_wait, tl, triton
 
 BLOCK = tl.constexpr(128)  # tokens; the sink is the first block
@@ -21,14 +25,59 @@ ROUND = tl.constexpr(12582912.0)  # 1.5 * 2^23: added to a number it leaves an i
 PART = tl.constexpr(16)
 LEAST = tl.constexpr(4)
 LARGEST = tl.constexpr(100.0)  # share of a token, log2, past which it counts no more
-# Bins of the histogram of shares: STEPS a factor of 2 within FINE bins of the middle, an eighth of
+# Bins of the histogram of shares: OCTAVE a factor of 2 within FINE bins of the middle, an eighth of
 # that beyond.
 BINS = tl.constexpr(256)
-STEPS = tl.constexpr(16.0)
+OCTAVE = tl.constexpr(16.0)
 FINE = tl.constexpr(96.0)
 MARGIN = tl.constexpr(2)  # times k: so many tokens a step means the next one to count
 LOWER = tl.constexpr(2)  # bins by which the hint goes down where too few were counted to know
 RISE = tl.constexpr(1)  # bins by which it goes up in a step, at most
+
+
+class Code(NamedTuple):
+    """How many coordinates a token's code has."""
+
+    R4: int  # of 4 bits
+    R2: int  # of 2 bits
+
+    @classmethod
+    def of(cls, fine: torch.Tensor, coarse: torch.Tensor) -> "Code":
+        return cls(2 * fine.shape[3], 4 * coarse.shape[3])
+
+
+class Projection(NamedTuple):
+    """What `prepare_query` makes of the queries, a row of so many columns each."""
+
+    at: Any
+    columns: Any
+
+
+class Scanned(NamedTuple):
+    """What the scan leaves, as `scan_sketch` returns it. A kernel is given what it reads of it."""
+
+    shares: Any = None
+    total: Any = None
+    sums: Any = None
+    norm: Any = None
+    middle: Any = None
+    parts: Any = None  # of a row's sums
+
+
+class Pieces(NamedTuple):
+    """Attention to pieces of a row's tokens, and its log-sum-exps to the base 2."""
+
+    out: Any
+    lse: Any
+    number: Any  # of a row's pieces
+
+
+def projection_of(projected: torch.Tensor) -> Projection:
+    return Projection(projected, projected.shape[2])
+
+
+def pieces_of(out: torch.Tensor | None, lse: torch.Tensor) -> Pieces:
+    return Pieces(out, lse, lse.shape[2])
 
 
 @triton.jit
@@ -131,9 +180,8 @@ def in_units(weight, unit):
 
 @triton.jit
 def load_weights(
-    weights,
+    projected,
     row,
-    columns,
     first,
     R: tl.constexpr,
     RP: tl.constexpr,
@@ -144,7 +192,7 @@ def load_weights(
     """The weights [RP, HEADS] of R coordinates from `first` on in units, int8."""
     i = tl.arange(0, RP)
     g = tl.arange(0, HEADS)
-    at = weights + (row + g).to(tl.int64)[None, :] * columns + first + i[:, None]
+    at = projected.at + (row + g).to(tl.int64)[None, :] * projected.columns + first + i[:, None]
     weight = tl.load(
         at, mask=(i < R)[:, None] & (g < GROUP)[None, :], other=0.0, cache_modifier=".cg"
     )
@@ -153,18 +201,12 @@ def load_weights(
 
 @triton.jit
 def load_unit(
-    weights,
-    row,
-    columns,
-    R: tl.constexpr,
-    RP: tl.constexpr,
-    GROUP: tl.constexpr,
-    HEADS: tl.constexpr,
+    projected, row, R: tl.constexpr, RP: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr
 ):
     """What one unit of the weights is, [HEADS]."""
     i = tl.arange(0, RP)
     g = tl.arange(0, HEADS)
-    at = weights + (row + g).to(tl.int64)[None, :] * columns + i[:, None]
+    at = projected.at + (row + g).to(tl.int64)[None, :] * projected.columns + i[:, None]
     weight = tl.load(
         at, mask=(i < R)[:, None] & (g < GROUP)[None, :], other=0.0, cache_modifier=".cg"
     )
@@ -173,18 +215,13 @@ def load_unit(
 
 @triton.jit
 def load_variance(
-    projected,
-    row,
-    columns,
-    R: tl.constexpr,
-    RP: tl.constexpr,
-    GROUP: tl.constexpr,
-    HEADS: tl.constexpr,
+    projected, row, R: tl.constexpr, RP: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr
 ):
     """Variance [HEADS] of the estimated scores, of which the projection holds R components."""
     i = tl.arange(0, RP)
     g = tl.arange(0, HEADS)
-    at = projected + (row + g).to(tl.int64)[None, :] * columns + R + 2 + i[:, None]
+    first = projected.at + R + 2
+    at = first + (row + g).to(tl.int64)[None, :] * projected.columns + i[:, None]
     part = tl.load(
         at, mask=(i < R)[:, None] & (g < GROUP)[None, :], other=0.0, cache_modifier=".cg"
     )
@@ -239,7 +276,7 @@ def share(e, ASM: tl.constexpr):
 @triton.jit
 def place_of(h, middle):
     """Where a share `h` is in the histogram, in bins from the middle, -128 to 127."""
-    y = (h.to(tl.float32) - middle) * STEPS
+    y = (h.to(tl.float32) - middle) * OCTAVE
     far = tl.abs(y) - FINE
     y = tl.where(far > 0, tl.where(y > 0, 1.0, -1.0) * (FINE + far * 0.125), y)
     return tl.minimum(tl.maximum(y, -128.0), 127.0)
@@ -263,7 +300,7 @@ def edge_of(index, middle):
     y = (index - 128).to(tl.float32)
     far = tl.abs(y) - FINE
     y = tl.where(far > 0, tl.where(y > 0, 1.0, -1.0) * (FINE + far * 8), y)
-    return middle + y / STEPS
+    return middle + y / OCTAVE
 
 
 @triton.jit

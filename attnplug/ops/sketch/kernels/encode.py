@@ -53,12 +53,9 @@ def _halves(x):
 
 @triton.jit
 def encode_chunks(
-    k,
-    v,
+    cache,
     encoder,
-    fine,
-    coarse,
-    odd,
+    codes,
     mask_at,
     begin,
     end,
@@ -69,18 +66,15 @@ def encode_chunks(
     h,
     S,
     chunks,
-    k_strides,
-    v_strides,
     D: tl.constexpr,
     DP: tl.constexpr,
-    R4: tl.constexpr,
-    R2: tl.constexpr,
-    MASKED: tl.constexpr,
+    CODE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Codes of chunks begin, begin + step, ... before end of one row's KV head."""
-    k_b, k_h, k_s = k_strides
-    v_b, v_h, v_s = v_strides
+    """Codes of chunks begin, begin + step, ... before end of one row's KV head. `mask_at`: where
+    the row's key mask begins, or None."""
+    R4: tl.constexpr = CODE.R4
+    R2: tl.constexpr = CODE.R2
     n = tl.arange(0, CHUNK)
     R: tl.constexpr = R4 + R2
     DEPTH: tl.constexpr = 32
@@ -89,9 +83,9 @@ def encode_chunks(
     for chunk in tl.range(begin, end, step, num_stages=1):  # pyright: ignore[reportGeneralTypeIssues]
         at = (low + chunk * CHUNK + n).to(tl.int64)
         seen = at >= 0
-        if MASKED:
+        if mask_at is not None:
             seen = tl.load(mask_at + at) != 0
-        key_at = k + b * k_b + h.to(tl.int64) * k_h + at[:, None] * k_s
+        key_at = cache.k + b * cache.k_b + h.to(tl.int64) * cache.k_h + at[:, None] * cache.k_s
         x = _coordinates(key_at, encoder, seen, 0, D, DP, R, R4, DEPTH, PRECISION)
         y = _coordinates(key_at, encoder, seen, R4, D, DP, R, R2, DEPTH, PRECISION)
         low_half, high_half = _halves(_rounded(x, 15.0))
@@ -100,14 +94,14 @@ def encode_chunks(
         p2, p3 = _halves(cd)
         slot = (place * S + at)[:, None]
         tl.store(
-            fine + slot * (R4 // 2) + tl.arange(0, R4 // 2)[None, :],
+            codes.fine + slot * (R4 // 2) + tl.arange(0, R4 // 2)[None, :],
             (low_half | (high_half << 4)).to(tl.uint8),
         )
         tl.store(
-            coarse + slot * (R2 // 4) + tl.arange(0, R2 // 4)[None, :],
+            codes.coarse + slot * (R2 // 4) + tl.arange(0, R2 // 4)[None, :],
             (p0 | (p1 << 2) | (p2 << 4) | (p3 << 6)).to(tl.uint8),
         )
-        value_at = v + b * v_b + h.to(tl.int64) * v_h + at[:, None] * v_s
+        value_at = cache.v + b * cache.v_b + h.to(tl.int64) * cache.v_h + at[:, None] * cache.v_s
         wrong = 0
         for d0 in tl.range(0, DP, DEPTH, num_stages=1):  # pyright: ignore[reportGeneralTypeIssues]
             shown = seen[:, None] & (d0 + d < D)[None, :]
@@ -115,74 +109,55 @@ def encode_chunks(
             key = tl.load(key_at + (d0 + d)[None, :], mask=shown, other=0.0).to(tl.float32)
             finite = (tl.abs(value) < float("inf")) & (tl.abs(key) < float("inf"))
             wrong = tl.maximum(wrong, tl.max(tl.max(1 - finite.to(tl.int32), 1), 0))
-        tl.store(odd + place * chunks + chunk, wrong.to(tl.uint8))
+        tl.store(codes.odd + place * chunks + chunk, wrong.to(tl.uint8))
 
 
 @triton.jit
 def encode(
-    k,
-    v,
+    cache,
+    rows,
     encoder,
-    fine,
-    coarse,
-    odd,
-    progress,
-    lengths,
-    start,
-    key_mask,
-    S,
+    codes,
     chunks,
     programs,
-    k_strides,
-    v_strides,
-    mask_b,
     D: tl.constexpr,
     DP: tl.constexpr,
-    R4: tl.constexpr,
-    R2: tl.constexpr,
-    LENGTH_STEP: tl.constexpr,
-    START_STEP: tl.constexpr,
+    CODE: tl.constexpr,
+    STEPS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """One program's share of the missing codes of one row's KV head."""
     h = tl.program_id(1)
     b = tl.program_id(2).to(tl.int64)
-    length, low = row_span(lengths, start, b, S, LENGTH_STEP, START_STEP)
-    done = tl.maximum(blocks_done(progress, b, low), 1)
-    mask_at = odd
-    if key_mask is not None:
-        mask_at = key_mask + b * mask_b
+    length, low = row_span(rows, b, STEPS)
+    done = tl.maximum(blocks_done(codes.progress, b, low), 1)
+    mask_at = rows.key_mask
+    if rows.key_mask is not None:
+        mask_at = rows.key_mask + b * rows.mask_b
     PER: tl.constexpr = BLOCK // CHUNK
     encode_chunks(
-        k,
-        v,
-        encoder,
-        fine,
-        coarse,
-        odd,
-        mask_at,
-        done * PER + tl.program_id(0),
-        near_block(length, low) * PER,
-        programs,
-        low,
-        b * tl.num_programs(1) + h,
-        b,
-        h,
-        S,
-        chunks,
-        k_strides,
-        v_strides,
-        D,
-        DP,
-        R4,
-        R2,
-        key_mask is not None,
-        PRECISION,
+        cache=cache,
+        encoder=encoder,
+        codes=codes,
+        mask_at=mask_at,
+        begin=done * PER + tl.program_id(0),
+        end=near_block(length, low) * PER,
+        step=programs,
+        low=low,
+        place=b * tl.num_programs(1) + h,
+        b=b,
+        h=h,
+        S=rows.S,
+        chunks=chunks,
+        D=D,
+        DP=DP,
+        CODE=CODE,
+        PRECISION=PRECISION,
     )
 
 
 @triton.jit
-def note(progress, lengths, start, S, LENGTH_STEP: tl.constexpr, START_STEP: tl.constexpr):
+def note(rows, progress, STEPS: tl.constexpr):
     b = tl.program_id(0)
-    length, low = row_span(lengths, start, b, S, LENGTH_STEP, START_STEP)
+    length, low = row_span(rows, b, STEPS)
     note_progress(progress, b, low, near_block(length, low))

@@ -250,89 +250,77 @@ def _below(index, centre):
 @gluon.jit
 def scan(
     projected,
-    fixed_lse,
-    fine,
-    coarse,
-    odd,
-    progress,
-    lengths,
-    start,
+    fixed,
+    codes,
+    rows,
     hint,
     counted,
-    shares,
-    total,
-    sums,
-    norm,
-    middle,
+    scanned,
     k,
-    S,
     chunks,
-    parts,
     fewest,
-    pieces,
-    columns,
     patience,
     GROUP: gl.constexpr,
-    R4: gl.constexpr,
-    R2: gl.constexpr,
+    CODE: gl.constexpr,
     PIECES: gl.constexpr,
     CHECKED: gl.constexpr,
     EVICT: gl.constexpr,
     NEW: gl.constexpr,
-    LENGTH_STEP: gl.constexpr,
-    START_STEP: gl.constexpr,
+    STEPS: gl.constexpr,
     PDL: gl.constexpr,
 ):
     """One part of the candidates of one row's KV head, as `scan.scan`."""
+    R4: gl.constexpr = CODE.R4
+    R2: gl.constexpr = CODE.R2
     part = gl.program_id(0)
     h = gl.program_id(1)
     b = gl.program_id(2).to(gl.int64)
     place = b * gl.num_programs(1) + h
     row = place * GROUP
-    length, low = row_span(lengths, start, b, S, LENGTH_STEP, START_STEP, NEW)
-    near = near_block(gl.minimum(length, S), low)
-    used = parts_of(near, parts, fewest)
+    length, low = row_span(rows, b, STEPS, NEW)
+    near = near_block(gl.minimum(length, rows.S), low)
+    used = parts_of(near, scanned.parts, fewest)
     if part >= used:
         if PDL:
             _begin()
         heads = gl.arange(0, 8, layout=COLUMN)
-        idle = sums + ((row + heads) * parts + part) * 2
+        idle = scanned.sums + ((row + heads) * scanned.parts + part) * 2
         gl.store(idle, gl.full([8], 0.0, gl.float32, COLUMN), mask=heads < GROUP)
         gl.store(idle + 1, gl.full([8], 0.0, gl.float32, COLUMN), mask=heads < GROUP)
         return
     first = part * (near - 1) // used  # blocks after the sink
     last = (part + 1) * (near - 1) // used
     some = last > first
-    slot = place * S + low + BLOCK
+    slot = place * rows.S + low + BLOCK
     F: gl.constexpr = R4 // 2  # bytes of a token
     C: gl.constexpr = R2 // 4
     m = gl.arange(0, 32, layout=gl.SliceLayout(1, WORDS))
     word = gl.arange(0, 4, layout=gl.SliceLayout(0, WORDS))
     m = m // 8 * 16 + m % 8
-    fine_at = fine.to(gl.pointer_type(gl.int32), bitcast=True) + slot * (F // 4)
+    fine_at = codes.fine.to(gl.pointer_type(gl.int32), bitcast=True) + slot * (F // 4)
     fine_at += m[:, None] * (F // 2) + word[None, :]
-    coarse_at = coarse.to(gl.pointer_type(gl.int32), bitcast=True) + slot * (C // 4)
+    coarse_at = codes.coarse.to(gl.pointer_type(gl.int32), bitcast=True) + slot * (C // 4)
     coarse_at += m[:, None] * (C // 2) + word[None, :]
     # The kernel in front may make codes of the blocks from `done` on. Others it does not touch, but
     # the last of those can share 32 bytes with them, which would stay in the L1 as they were.
-    done = blocks_done(progress, b, low)
+    done = blocks_done(codes.progress, b, low)
     soon = some & (1 + gl.minimum(first + CHUNKS, last) < done)
     ahead = load_step(fine_at, coarse_at, first, soon, F, C, EVICT)
     floor = 1
     if hint is not None:  # of the step before
         floor = lowest_counted(gl.load(hint + place, cache_modifier=".cg"))
-    flags = odd + place * chunks
+    flags = codes.odd + place * chunks
     bad = _any_odd(flags, 1 + first, gl.minimum(1 + last, done)) > 0
     if PDL:
         _begin()
     if some & (soon == 0):
         ahead = load_step(fine_at, coarse_at, first, some, F, C, EVICT)
 
-    projected += row * columns
-    fine_weights = _weights(projected, columns, 0, 2, F, GROUP)
-    coarse_weights = _weights(projected, columns, R4, 4, C, GROUP)
+    columns, row_at = projected.columns, projected.at + row * projected.columns
+    fine_weights = _weights(row_at, columns, 0, 2, F, GROUP)
+    coarse_weights = _weights(row_at, columns, R4, 4, C, GROUP)
     g = gl.arange(0, 8, layout=PER_HEAD)
-    facts = projected + g * columns + R4 + R2
+    facts = row_at + g * columns + R4 + R2
     in_group = g < GROUP
     offset = gl.load(facts, mask=in_group, other=0.0, cache_modifier=".cg")
     mean = gl.load(facts + 1, mask=in_group, other=0.0, cache_modifier=".cg")
@@ -346,8 +334,8 @@ def scan(
     )
     j = gl.arange(0, PIECES, layout=gl.SliceLayout(1, ROWS))
     known = gl.load(
-        fixed_lse + (row + g)[None, :] * pieces + j[:, None],
-        mask=in_group[None, :] & (j < pieces)[:, None],
+        fixed.lse + (row + g)[None, :] * fixed.number + j[:, None],
+        mask=in_group[None, :] & (j < fixed.number)[:, None],
         other=float("-inf"),
         cache_modifier=".cg",
     )
@@ -365,8 +353,8 @@ def scan(
     # that size leaves of it. Heads that pad the group have no share of anything.
     shift = gl.where(in_group, gl.fma(unit, -12582912.0, offset - base), float("-inf"))
     if part == 0:
-        gl.store(norm + row + g, offset - gl.fma(unit, 12582912.0, shift), mask=in_group)
-        gl.store(middle + place, centre)
+        gl.store(scanned.norm + row + g, offset - gl.fma(unit, 12582912.0, shift), mask=in_group)
+        gl.store(scanned.middle + place, centre)
     shift = gl.convert_layout(shift, COLUMN)
     unit = gl.convert_layout(unit, COLUMN)
 
@@ -377,10 +365,10 @@ def scan(
     looks = (floor == 1) & (last - first >= patience * CHUNKS)
     due = gl.where(looks, first + CHUNKS, last)
     bins = gl.arange(0, BINS, layout=FLAT)
-    total += place * BINS
-    shares += slot
+    total = scanned.total + place * BINS
+    shares = scanned.shares + slot
     if counted is not None:
-        counted += place * (S // NOTED)
+        counted += place * (rows.S // NOTED)
     for block in range(first, last, CHUNKS):
         f0, c0, f1, c1, f2, c2, f3, c3 = ahead
         after = gl.minimum(block + CHUNKS, last - 1)
@@ -441,6 +429,6 @@ def scan(
         bad = bad | (done < near) & (near > 1)
     poison = gl.where(bad, float("nan"), 0.0)
     g = gl.arange(0, 8, layout=COLUMN)
-    sums += ((row + g) * parts + part) * 2
+    sums = scanned.sums + ((row + g) * scanned.parts + part) * 2
     gl.store(sums, gl.sum(mass, 0) + poison, mask=g < GROUP)
     gl.store(sums + 1, gl.sum(moment, 0), mask=g < GROUP)

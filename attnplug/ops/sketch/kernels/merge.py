@@ -8,15 +8,16 @@ RATIO = tl.constexpr(4.0)  # rho is within 1/RATIO..RATIO
 
 
 @triton.jit
-def _pieces(out, lse, row, pieces, d, D: tl.constexpr, PIECES: tl.constexpr):
+def _load_pieces(pieces, row, d, D: tl.constexpr, PIECES: tl.constexpr):
     """Log-sum-exps [PIECES] and outputs [PIECES, columns] of a head's pieces."""
     j = tl.arange(0, PIECES)
+    number = pieces.number
     piece_lse = tl.load(
-        lse + row * pieces + j, mask=j < pieces, other=float("-inf"), cache_modifier=".cg"
+        pieces.lse + row * number + j, mask=j < number, other=float("-inf"), cache_modifier=".cg"
     )
     piece = tl.load(
-        out + (row * pieces + j)[:, None] * D + d[None, :],
-        mask=(j < pieces)[:, None] & (d < D)[None, :],
+        pieces.out + (row * number + j)[:, None] * D + d[None, :],
+        mask=(j < number)[:, None] & (d < D)[None, :],
         other=0.0,
         cache_modifier=".cg",
     )
@@ -26,31 +27,20 @@ def _pieces(out, lse, row, pieces, d, D: tl.constexpr, PIECES: tl.constexpr):
 @triton.jit
 def merge(
     projected,
-    fixed_out,
-    fixed_lse,
-    pick_out,
-    pick_lse,
+    fixed,
+    picked,
     pick_sums,
-    sums,
-    norm,
+    scanned,
     cut,
     v_mean,
-    sinks,
-    out,
-    lse,
+    output,
+    rows,
     progress,
-    lengths,
-    start,
     counted,
     hint,
     heads,
     group,
-    S,
     counts,
-    parts,
-    pieces,
-    fixed,
-    columns,
     D: tl.constexpr,
     COLUMNS: tl.constexpr,
     R: tl.constexpr,
@@ -63,9 +53,8 @@ def merge(
     BATCH: tl.constexpr,
     NEW: tl.constexpr,
     CHAINED: tl.constexpr,
+    STEPS: tl.constexpr,
     PDL: tl.constexpr,
-    LENGTH_STEP: tl.constexpr,
-    START_STEP: tl.constexpr,
 ):
     """A slice of one head's output: pieces read exactly, and what the others are estimated as. In
     the chain also note which blocks have codes now, keep the next step's `hint`, and count the new
@@ -77,18 +66,19 @@ def merge(
     row = tl.program_id(0).to(tl.int64)
     place = row // group
     d = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    near_lse, near = _pieces(fixed_out, fixed_lse, row, fixed, d, D, FIXED)
-    base = tl.load(norm + row, cache_modifier=".cg")
+    near_lse, near = _load_pieces(fixed, row, d, D, FIXED)
+    base = tl.load(scanned.norm + row, cache_modifier=".cg")
     i = tl.arange(0, PARTS)
-    at = sums + (row * parts + i) * 2
+    parts = scanned.parts
+    at = scanned.sums + (row * parts + i) * 2
     mass = tl.sum(tl.load(at, mask=i < parts, other=0.0, cache_modifier=".cg"), 0)
     moment = tl.sum(tl.load(at + 1, mask=i < parts, other=0.0, cache_modifier=".cg"), 0)
     poison = mass * 0  # NaN where a code may hide one
     value, mean, along, variance = 0.0, 0.0, 0.0, 0.0
     if TAIL != "drop":
         value = tl.load(v_mean + place * D + d, mask=d < D, other=0.0)
-        variance = tl.sum(load_variance(projected, row, columns, R, RP, 1, 1), 0)
-        facts = projected + row * columns
+        variance = tl.sum(load_variance(projected, row, R, RP, 1, 1), 0)
+        facts = projected.at + row * projected.columns
         mean = tl.load(facts + R + 1, cache_modifier=".cg")
         along = tl.load(facts + 2 * R + 2 + d, mask=d < D, other=0.0, cache_modifier=".cg")
     if CHAINED:
@@ -96,7 +86,7 @@ def merge(
             if progress is not None:
                 if row < counts:  # the program that counts a length is the only one that reads it
                     for b in range(row, BATCH, counts):
-                        _note(progress, lengths, start, b, S, NEW, LENGTH_STEP, START_STEP)
+                        _note(rows, progress, b, STEPS, NEW)
             if counted is not None:
                 if row < counts:
                     before = tl.load(counted + row, cache_modifier=".cg")
@@ -107,12 +97,12 @@ def merge(
     left = tl.load(cut + place * 3 + 1, cache_modifier=".cg")
     coming = tl.load(cut + place * 3 + 2, cache_modifier=".cg")
     j = tl.arange(0, PIECES)
-    at = pick_sums + (row * pieces + j) * 4
-    picked_mass = tl.load(at, mask=j < pieces, other=0.0, cache_modifier=".cg")
-    picked_moment = tl.load(at + 1, mask=j < pieces, other=0.0, cache_modifier=".cg")
-    exact = tl.load(at + 2, mask=j < pieces, other=0.0, cache_modifier=".cg")
-    guess = tl.load(at + 3, mask=j < pieces, other=0.0, cache_modifier=".cg")
-    pick_lses, picked = _pieces(pick_out, pick_lse, row, pieces, d, D, PIECES)
+    at = pick_sums + (row * picked.number + j) * 4
+    picked_mass = tl.load(at, mask=j < picked.number, other=0.0, cache_modifier=".cg")
+    picked_moment = tl.load(at + 1, mask=j < picked.number, other=0.0, cache_modifier=".cg")
+    exact = tl.load(at + 2, mask=j < picked.number, other=0.0, cache_modifier=".cg")
+    guess = tl.load(at + 3, mask=j < picked.number, other=0.0, cache_modifier=".cg")
+    pick_lses, pick_outs = _load_pieces(picked, row, d, D, PIECES)
     top = tl.maximum(tl.max(near_lse, 0), tl.max(pick_lses, 0))
     mass -= tl.sum(picked_mass, 0)
     moment -= tl.sum(picked_moment, 0)
@@ -125,7 +115,7 @@ def merge(
     weight_near = tl.exp2(near_lse - shift)
     weight_picked = tl.exp2(pick_lses - shift)
     total = tl.sum(weight_near, 0) + tl.sum(weight_picked, 0) + poison
-    merged = tl.sum(near * weight_near[:, None], 0) + tl.sum(picked * weight_picked[:, None], 0)
+    merged = tl.sum(near * weight_near[:, None], 0) + tl.sum(pick_outs * weight_picked[:, None], 0)
     if TAIL != "drop":
         whole_exact, whole_guess = tl.sum(exact, 0), tl.sum(guess, 0)
         known = (whole_guess > 0) & (whole_exact > 0)
@@ -141,27 +131,19 @@ def merge(
         merged += tl.where(rest > 0, rest * value, 0.0)
     denominator = tl.where(total == 0, 1.0, total)
     result = tl.where(total == 0, float("-inf"), shift + tl.log2(denominator))
-    if sinks is not None:
-        sink = tl.load(sinks + row % heads).to(tl.float32)
+    if output.sinks is not None:
+        sink = tl.load(output.sinks + row % heads).to(tl.float32)
         denominator += tl.exp2(sink * 1.4426950408889634 - shift)
-    tl.store(out + row * D + d, (merged / denominator).to(out.dtype.element_ty), mask=d < D)
+    merged = (merged / denominator).to(output.out.dtype.element_ty)
+    tl.store(output.out + row * D + d, merged, mask=d < D)
     if tl.program_id(1) == 0:
-        tl.store(lse + row, result * 0.6931471805599453)
+        tl.store(output.lse + row, result * 0.6931471805599453)
         if hint is not None:
             if row % group == 0:
                 tl.store(hint + place, coming)
 
 
 @triton.jit
-def _note(
-    progress,
-    lengths,
-    start,
-    b,
-    S,
-    NEW: tl.constexpr,
-    LENGTH_STEP: tl.constexpr,
-    START_STEP: tl.constexpr,
-):
-    length, low = row_span(lengths, start, b, S, LENGTH_STEP, START_STEP, NEW)
-    note_progress(progress, b, low, near_block(tl.minimum(length, S), low))
+def _note(rows, progress, b, STEPS: tl.constexpr, NEW: tl.constexpr):
+    length, low = row_span(rows, b, STEPS, NEW)
+    note_progress(progress, b, low, near_block(tl.minimum(length, rows.S), low))

@@ -10,8 +10,8 @@ from attnplug.ops.sketch.kernels.codes import (
     LOWER,
     MARGIN,
     NOTED,
+    OCTAVE,
     RISE,
-    STEPS,
     begin,
     bin_of,
     edge_of,
@@ -90,8 +90,8 @@ def levels(share, seen, threshold, centre):
     least = (threshold - 128).to(tl.float32)
     if (least > -FINE) & (least < FINE):  # there a place is so many steps from the middle
         y = share.to(tl.float32) - centre
-        higher = y >= (least + 1) * (1 / STEPS)
-        level = y >= least * (1 / STEPS)
+        higher = y >= (least + 1) * (1 / OCTAVE)
+        level = y >= least * (1 / OCTAVE)
     else:
         y = place_of(share, centre)
         higher = y >= least + 1
@@ -216,19 +216,13 @@ def _list_tile(picks, n, both, above, equal, room, ASM: tl.constexpr):
 
 @triton.jit
 def pick(
-    shares,
-    total,
-    middle,
+    scanned,
+    notes,
+    rows,
     hint,
-    counted,
-    listed,
-    lengths,
-    start,
-    marks,
     picks,
     cut,
     k,
-    S,
     pieces,
     capacity,
     EIGHTS: tl.constexpr,
@@ -238,21 +232,20 @@ def pick(
     CAPACITY_P: tl.constexpr,
     ASM: tl.constexpr,
     NEW: tl.constexpr,
-    LENGTH_STEP: tl.constexpr,
-    START_STEP: tl.constexpr,
+    STEPS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """The picks of one piece of the candidates of one row's KV head, in the order of the cache;
     their place in the list is where the pieces before this one end. A piece has LEAST to EIGHTS
     times eight tokens. If it has more than TILE, and the scan has counted enough, only those eights
-    are read of which it may have counted a token, listed first in `listed`."""
+    are read of which it may have counted a token, listed first in `notes.listed`."""
     piece = tl.program_id(0)
     h = tl.program_id(1)
     b = tl.program_id(2).to(tl.int64)
     place = b * tl.num_programs(1) + h
-    length, low = row_span(lengths, start, b, S, LENGTH_STEP, START_STEP, NEW)
+    length, low = row_span(rows, b, STEPS, NEW)
     since = low + BLOCK
-    until = low + near_block(tl.minimum(length, S), low) * BLOCK
+    until = low + near_block(tl.minimum(length, rows.S), low) * BLOCK
     eights = (until - since) // EIGHT
     per = tl.maximum(tl.cdiv(eights, pieces * 4) * 4, LEAST)  # whole bytes of `counted`
     first = piece * per
@@ -260,27 +253,29 @@ def pick(
     if (piece > 0) & (count <= 0):
         return
     EACH: tl.constexpr = TILE // EIGHT
-    own = shares + place * S + since + first * EIGHT
+    own = scanned.shares + place * rows.S + since + first * EIGHT
     hinted = 1
     if hint is not None:  # of the step before
         hinted = lowest_counted(tl.load(hint + place, cache_modifier=".cg"))
     begin(PDL)
     direct = per <= EACH
-    if counted is None:
+    listed = notes.listed
+    if notes.counted is None:
         direct = per > 0
         listed = picks  # not read
     n, share, seen = _shares_of(own, listed, 0, tl.where(direct, count, 0), 1, TILE)
-    centre = tl.load(middle + place, cache_modifier=".cg")
-    marks += place * (pieces + SHARED)
+    centre = tl.load(scanned.middle + place, cache_modifier=".cg")
+    marks = notes.marks + place * (pieces + SHARED)
+    shares_at = scanned.shares + place * rows.S
     visible, wanted, reached, threshold, above, complete = threshold_of(
-        total, hinted, shares + place * S, marks + pieces, place, centre, k, since, until
+        scanned.total, hinted, shares_at, marks + pieces, place, centre, k, since, until
     )
-    if counted is not None:
+    if notes.counted is not None:
         if direct == 0:
-            listed += place * (S // EIGHT) + first
+            listed += place * (rows.S // EIGHT) + first
             direct = complete == 0
             if complete:
-                bytes_at = counted + place * (S // NOTED) + first // (NOTED // EIGHT)
+                bytes_at = notes.counted + place * (rows.S // NOTED) + first // (NOTED // EIGHT)
                 count = _list_eights(bytes_at, listed, count, EIGHTS)
             n, share, seen = _shares_of(own, listed, 0, count, direct, TILE)
 

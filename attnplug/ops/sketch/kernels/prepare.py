@@ -1,12 +1,23 @@
 """The Triton kernel of `prepare_query`."""
 
-from attnplug.ops.common.rows import blocks_done, row_span
+from typing import NamedTuple
+
+from attnplug.ops.common.rows import blocks_done, row_span, shown
 from attnplug.ops.common.softmax import attend_tile
 from attnplug.ops.common.triton import gdc_launch_dependents, tl, triton
+from attnplug.ops.common.views import begin_of
 from attnplug.ops.sketch.kernels.codes import BINS, BLOCK, CHUNK, near_block
 from attnplug.ops.sketch.kernels.encode import encode_chunks
 
 PIECE = tl.constexpr(64)  # tokens of one piece
+
+
+class Programs(NamedTuple):
+    """Of a row's KV head, in this order; where there is a chain one more comes last."""
+
+    PIECES: int  # that attend to a piece of the fixed part each
+    COLUMNS: int  # that project queries
+    CODERS: int  # that make codes
 
 
 @triton.jit
@@ -15,17 +26,18 @@ def _project(
     queries,
     projected,
     place,
-    columns,
     first,
     scale,
-    GROUP: tl.constexpr,
-    ROWS: tl.constexpr,
-    D: tl.constexpr,
-    DP: tl.constexpr,
+    SHAPE: tl.constexpr,
     COUNT: tl.constexpr,
 ):
     """COUNT columns of the projection of a group's queries."""
+    GROUP: tl.constexpr = SHAPE.GROUP
+    ROWS: tl.constexpr = SHAPE.ROWS
+    D: tl.constexpr = SHAPE.D
+    DP: tl.constexpr = SHAPE.DP
     DEPTH: tl.constexpr = 128 if DP > 128 else DP  # one read of them all
+    columns = projected.columns
     r = tl.arange(0, ROWS)
     c = first + tl.arange(0, COUNT)
     d = tl.arange(0, DEPTH)
@@ -41,7 +53,7 @@ def _project(
             other=0.0,
         )
         acc = tl.dot(query, matrix, acc, input_precision="ieee")
-    at = projected + (place * GROUP + r)[:, None] * columns + c[None, :]
+    at = projected.at + (place * GROUP + r)[:, None] * columns + c[None, :]
     tl.store(at, acc * scale, mask=(r < GROUP)[:, None] & (c < columns)[None, :])
 
 
@@ -57,33 +69,36 @@ def _token_at(cache, new, at, position, s_stride, NEW: tl.constexpr):
 @triton.jit
 def _attend_piece(
     q_at,
-    k,
-    v,
-    new_k,
-    new_v,
-    mask_at,
-    fixed_out,
-    fixed_lse,
+    cache,
+    rows,
+    token,
+    output,
     piece,
-    row,
+    b,
+    h,
+    place,
     length,
     low,
     scale,
     cap,
-    k_s,
-    v_s,
-    GROUP: tl.constexpr,
-    ROWS: tl.constexpr,
-    D: tl.constexpr,
-    DP: tl.constexpr,
+    SHAPE: tl.constexpr,
     TILE: tl.constexpr,
     SLOTS: tl.constexpr,
     CAPPED: tl.constexpr,
-    MASKED: tl.constexpr,
-    NEW: tl.constexpr,
 ):
-    """A group's queries against one piece of the tokens that are read exactly. With NEW the last
-    one is still in `new_k, new_v`."""
+    """A group's queries against one piece of the tokens that are read exactly. The last one
+    may be a `token` that is not in the cache yet."""
+    GROUP: tl.constexpr = SHAPE.GROUP
+    ROWS: tl.constexpr = SHAPE.ROWS
+    D: tl.constexpr = SHAPE.D
+    DP: tl.constexpr = SHAPE.DP
+    NEW: tl.constexpr = 0 if token is None else 1
+    k_at, v_at = begin_of(cache, b, h)
+    new_k, new_v = k_at, v_at
+    if token is not None:
+        new_k = token.k + b * token.k_b + h * token.k_h
+        new_v = token.v + b * token.v_b + h * token.v_h
+    row = place * GROUP
     r = tl.arange(0, ROWS)
     d = tl.arange(0, DP)
     in_group = r < GROUP
@@ -95,30 +110,26 @@ def _attend_piece(
     for i in tl.range(0, PIECE // TILE, num_stages=1):  # pyright: ignore[reportGeneralTypeIssues]
         slot = piece * PIECE + i * TILE + tl.arange(0, TILE)
         at = low + slot + tl.where(slot < BLOCK, 0, (near_block(length, low) - 1) * BLOCK)
-        seen = at < length
-        if MASKED:
-            seen = seen & (tl.load(mask_at + at, mask=seen, other=0) != 0)
+        seen = shown(rows, b, at, at < length)
         loadable = seen[:, None] & in_width[None, :]
-        key_at = _token_at(k, new_k, at, length - 1, k_s, NEW)
-        value_at = _token_at(v, new_v, at, length - 1, v_s, NEW)
+        key_at = _token_at(k_at, new_k, at, length - 1, cache.k_s, NEW)
+        value_at = _token_at(v_at, new_v, at, length - 1, cache.v_s, NEW)
         key = tl.load(key_at[:, None] + d[None, :], mask=loadable, other=0.0)
         value = tl.load(value_at[:, None] + d[None, :], mask=loadable, other=0.0)
         top, total, acc = attend_tile(query, key, value, seen, top, total, acc, scale, cap, CAPPED)
-    store_partial(
-        top, total, acc, fixed_out, fixed_lse, (row + r) * SLOTS + piece, d, in_group, in_width, D
-    )
+    store_partial(top, total, acc, output, (row + r) * SLOTS + piece, d, in_group, in_width, D)
 
 
 @triton.jit
-def store_partial(top, total, acc, out, lse, place, d, in_group, in_width, D: tl.constexpr):
+def store_partial(top, total, acc, pieces, place, d, in_group, in_width, D: tl.constexpr):
     """The result of a piece, its log-sum-exp to the base 2."""
     empty = total == 0
     divisor = tl.where(empty, 1.0, total)
     base = tl.where(top == float("-inf"), 0.0, top)
     result = tl.where(empty, float("-inf"), base + tl.log2(divisor))
-    tl.store(lse + place, result, mask=in_group)
+    tl.store(pieces.lse + place, result, mask=in_group)
     tl.store(
-        out + place[:, None] * D + d[None, :],
+        pieces.out + place[:, None] * D + d[None, :],
         acc / divisor[:, None],
         mask=in_group[:, None] & in_width[None, :],
     )
@@ -127,54 +138,31 @@ def store_partial(top, total, acc, out, lse, place, d, in_group, in_width, D: tl
 @triton.jit
 def prepare(
     q,
-    k,
-    v,
-    new_k,
-    new_v,
+    cache,
+    rows,
+    token,
     recent,
     queries,
-    lengths,
-    start,
-    key_mask,
     projected,
-    fixed_out,
-    fixed_lse,
+    fixed,
     total,
     marks,
     encoder,
-    fine,
-    coarse,
-    odd,
-    progress,
+    codes,
     q_scale,
     scale,
     cap,
-    S,
-    columns,
     chunks,
     mark_count,
-    q_strides,
-    k_strides,
-    v_strides,
-    new_k_strides,
-    new_v_strides,
-    mask_b,
     RING: tl.constexpr,
-    GROUP: tl.constexpr,
-    ROWS: tl.constexpr,
-    D: tl.constexpr,
-    DP: tl.constexpr,
+    SHAPE: tl.constexpr,
     TILE: tl.constexpr,
-    SLOTS: tl.constexpr,
+    PROGRAMS: tl.constexpr,
     COUNT: tl.constexpr,
     MARKS: tl.constexpr,
     CAPPED: tl.constexpr,
-    R4: tl.constexpr,
-    R2: tl.constexpr,
-    COLUMN_PROGRAMS: tl.constexpr,
-    CODERS: tl.constexpr,
-    LENGTH_STEP: tl.constexpr,
-    START_STEP: tl.constexpr,
+    CODE: tl.constexpr,
+    STEPS: tl.constexpr,
     PDL: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -184,74 +172,49 @@ def prepare(
     ring of RING queries a head."""
     if PDL:
         gdc_launch_dependents()
+    GROUP: tl.constexpr = SHAPE.GROUP
+    ROWS: tl.constexpr = SHAPE.ROWS
+    D: tl.constexpr = SHAPE.D
+    DP: tl.constexpr = SHAPE.DP
+    SLOTS: tl.constexpr = PROGRAMS.PIECES
+    CODERS: tl.constexpr = PROGRAMS.CODERS
+    BEFORE: tl.constexpr = SLOTS + PROGRAMS.COLUMNS
     part = tl.program_id(0)
     h = tl.program_id(1)
     b = tl.program_id(2).to(tl.int64)
     place = b * tl.num_programs(1) + h
-    NEW: tl.constexpr = 0 if new_k is None else 1
-    length, low = row_span(lengths, start, b, S, LENGTH_STEP, START_STEP, NEW)
-    room = length <= S
+    NEW: tl.constexpr = 0 if token is None else 1
+    length, low = row_span(rows, b, STEPS, NEW)
+    room = length <= rows.S
     if NEW:
         scale = tl.where(room, scale, float("nan"))  # the cache is full: the output shows it
-        length = tl.minimum(length, S)
-    q_b, q_h = q_strides
+        length = tl.minimum(length, rows.S)
     r = tl.arange(0, ROWS)
-    q_at = q + b * q_b + (h * GROUP + r).to(tl.int64)[:, None] * q_h
-    k_b, k_h, k_s = k_strides
-    v_b, v_h, v_s = v_strides
-    mask_at = q
-    if key_mask is not None:
-        mask_at = key_mask + b * mask_b
+    q_at = q.at + b * q.b + (h * GROUP + r).to(tl.int64)[:, None] * q.h
     if part < SLOTS:
-        k_at = k + b * k_b + h.to(tl.int64) * k_h
-        v_at = v + b * v_b + h.to(tl.int64) * v_h
-        token_k, token_v = k, v
-        if NEW:
-            token_k = new_k + b * new_k_strides[0] + h * new_k_strides[1]
-            token_v = new_v + b * new_v_strides[0] + h * new_v_strides[1]
         _attend_piece(
-            q_at,
-            k_at,
-            v_at,
-            token_k,
-            token_v,
-            mask_at,
-            fixed_out,
-            fixed_lse,
-            part,
-            place * GROUP,
-            length,
-            low,
-            scale,
-            cap,
-            k_s,
-            v_s,
-            GROUP,
-            ROWS,
-            D,
-            DP,
-            TILE,
-            SLOTS,
-            CAPPED,
-            key_mask is not None,
-            NEW,
+            q_at=q_at,
+            cache=cache,
+            rows=rows,
+            token=token,
+            output=fixed,
+            piece=part,
+            b=b,
+            h=h,
+            place=place,
+            length=length,
+            low=low,
+            scale=scale,
+            cap=cap,
+            SHAPE=SHAPE,
+            TILE=TILE,
+            SLOTS=SLOTS,
+            CAPPED=CAPPED,
         )
-    elif part < SLOTS + COLUMN_PROGRAMS:
-        _project(
-            q_at,
-            queries,
-            projected,
-            place,
-            columns,
-            (part - SLOTS) * COUNT,
-            q_scale,
-            GROUP,
-            ROWS,
-            D,
-            DP,
-            COUNT,
-        )
-    elif part == SLOTS + COLUMN_PROGRAMS + CODERS:
+    elif part < BEFORE:
+        first = (part - SLOTS) * COUNT
+        _project(q_at, queries, projected, place, first, q_scale, SHAPE, COUNT)
+    elif part == BEFORE + CODERS:
         d = tl.arange(0, DP)
         if total is not None:
             bins = tl.arange(0, BINS)
@@ -260,45 +223,43 @@ def prepare(
             i = tl.arange(0, MARKS)
             mark_at = marks + place * mark_count + i
             tl.store(mark_at, tl.zeros([MARKS], tl.int64), mask=i < mark_count)
-        if NEW:
+        if token is not None:
             # A negative length has no place in the cache, and neither has a token too many.
             written = d < tl.where(room & (length > 0), D, 0)
-            key = tl.load(new_k + b * new_k_strides[0] + h * new_k_strides[1] + d, mask=written)
-            value = tl.load(new_v + b * new_v_strides[0] + h * new_v_strides[1] + d, mask=written)
+            key = tl.load(token.k + b * token.k_b + h * token.k_h + d, mask=written)
+            value = tl.load(token.v + b * token.v_b + h * token.v_h + d, mask=written)
             end = (length - 1).to(tl.int64)
-            tl.store(k + b * k_b + h.to(tl.int64) * k_h + end * k_s + d, key, mask=written)
-            tl.store(v + b * v_b + h.to(tl.int64) * v_h + end * v_s + d, value, mask=written)
+            k_at = cache.k + b * cache.k_b + h.to(tl.int64) * cache.k_h
+            tl.store(k_at + end * cache.k_s + d, key, mask=written)
+            v_at = cache.v + b * cache.v_b + h.to(tl.int64) * cache.v_h
+            tl.store(v_at + end * cache.v_s + d, value, mask=written)
         if recent is not None:
-            shown = (r < tl.where(length > 0, GROUP, 0))[:, None] & (d < D)[None, :]
-            query = tl.load(q_at + d[None, :], mask=shown, other=0.0)
+            shown_d = (r < tl.where(length > 0, GROUP, 0))[:, None] & (d < D)[None, :]
+            query = tl.load(q_at + d[None, :], mask=shown_d, other=0.0)
             ring = (place * GROUP + r)[:, None] * RING + (length - 1) % RING
-            tl.store(recent + ring * D + d[None, :], query, mask=shown)
+            tl.store(recent + ring * D + d[None, :], query, mask=shown_d)
     elif CODERS > 0:
         PER: tl.constexpr = BLOCK // CHUNK
-        done = tl.maximum(blocks_done(progress, b, low), 1)
+        done = tl.maximum(blocks_done(codes.progress, b, low), 1)
+        mask_at = rows.key_mask
+        if rows.key_mask is not None:
+            mask_at = rows.key_mask + b * rows.mask_b
         encode_chunks(
-            k,
-            v,
-            encoder,
-            fine,
-            coarse,
-            odd,
-            mask_at,
-            done * PER + part - SLOTS - COLUMN_PROGRAMS,
-            near_block(length, low) * PER,
-            CODERS,
-            low,
-            place,
-            b,
-            h,
-            S,
-            chunks,
-            k_strides,
-            v_strides,
-            D,
-            DP,
-            R4,
-            R2,
-            key_mask is not None,
-            PRECISION,
+            cache=cache,
+            encoder=encoder,
+            codes=codes,
+            mask_at=mask_at,
+            begin=done * PER + part - BEFORE,
+            end=near_block(length, low) * PER,
+            step=CODERS,
+            low=low,
+            place=place,
+            b=b,
+            h=h,
+            S=rows.S,
+            chunks=chunks,
+            D=D,
+            DP=DP,
+            CODE=CODE,
+            PRECISION=PRECISION,
         )

@@ -30,34 +30,19 @@ from attnplug.ops.sketch.kernels.codes import (
 @triton.jit
 def scan(
     projected,
-    fixed_lse,
-    fine,
-    coarse,
-    odd,
-    progress,
-    lengths,
-    start,
-    key_mask,
+    fixed,
+    codes,
+    rows,
     hint,
     counted,
-    shares,
-    total,
-    sums,
-    norm,
-    middle,
+    scanned,
     k,
     cap,
-    S,
     chunks,
-    parts,
     fewest,
-    pieces,
-    columns,
-    mask_b,
     GROUP: tl.constexpr,
     HEADS: tl.constexpr,
-    R4: tl.constexpr,
-    R2: tl.constexpr,
+    CODE: tl.constexpr,
     TILE: tl.constexpr,
     STAGES: tl.constexpr,
     PIECES: tl.constexpr,
@@ -66,54 +51,53 @@ def scan(
     CHECKED: tl.constexpr,
     ASM: tl.constexpr,
     NEW: tl.constexpr,
-    LENGTH_STEP: tl.constexpr,
-    START_STEP: tl.constexpr,
+    STEPS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """One part of the candidates of one row's KV head: shares, their histogram, and for each head
     the sums of the estimated weights 2^(s - norm) and of weight times s - norm (times s if capped).
     In the chain also, in `counted`, a bit for every eight candidates: whether any may be counted.
     """
+    R4: tl.constexpr = CODE.R4
+    R2: tl.constexpr = CODE.R2
     begin(PDL)
     part = tl.program_id(0)
     h = tl.program_id(1)
     b = tl.program_id(2).to(tl.int64)
     place = b * tl.num_programs(1) + h
     row = place * GROUP
-    length, low = row_span(lengths, start, b, S, LENGTH_STEP, START_STEP, NEW)
-    near = near_block(tl.minimum(length, S), low)
+    length, low = row_span(rows, b, STEPS, NEW)
+    near = near_block(tl.minimum(length, rows.S), low)
     n_tokens = (near - 1) * BLOCK
     PER: tl.constexpr = TILE // BLOCK  # blocks a tile
-    used = parts_of(near, parts, fewest)
+    used = parts_of(near, scanned.parts, fewest)
     if part >= used:
         heads = tl.arange(0, HEADS)
-        idle = sums + ((row + heads) * parts + part) * 2
+        idle = scanned.sums + ((row + heads) * scanned.parts + part) * 2
         tl.store(idle, tl.zeros([HEADS], tl.float32), mask=heads < GROUP)
         tl.store(idle + 1, tl.zeros([HEADS], tl.float32), mask=heads < GROUP)
         return
     first = part * (near - 1) // used  # blocks after the sink
     last = (part + 1) * (near - 1) // used
     own_tokens = (last - first) * BLOCK
-    total += place * BINS
+    total = scanned.total + place * BINS
     bins = tl.arange(0, BINS)
 
     n = tl.arange(0, TILE)
     g = tl.arange(0, HEADS)
     in_group = g < GROUP
     RP: tl.constexpr = 64 if R4 + R2 <= 64 else 128
-    unit = load_unit(projected, row, columns, R4 + R2, RP, GROUP, HEADS)
-    fine_weights = load_weights(
-        projected, row, columns, 0, R4, 32 if R4 < 32 else R4, GROUP, HEADS, unit
-    )
-    coarse_weights = load_weights(projected, row, columns, R4, R2, R2, GROUP, HEADS, unit)
-    facts = projected + (row + g).to(tl.int64) * columns + R4 + R2
+    unit = load_unit(projected, row, R4 + R2, RP, GROUP, HEADS)
+    fine_weights = load_weights(projected, row, 0, R4, 32 if R4 < 32 else R4, GROUP, HEADS, unit)
+    coarse_weights = load_weights(projected, row, R4, R2, R2, GROUP, HEADS, unit)
+    facts = projected.at + (row + g).to(tl.int64) * projected.columns + R4 + R2
     offset = tl.load(facts, mask=in_group, other=0.0, cache_modifier=".cg")
     mean = tl.load(facts + 1, mask=in_group, other=0.0, cache_modifier=".cg")
-    variance = load_variance(projected, row, columns, R4 + R2, RP, GROUP, HEADS)
+    variance = load_variance(projected, row, R4 + R2, RP, GROUP, HEADS)
     j = tl.arange(0, PIECES)
     known = tl.load(
-        fixed_lse + (row + g).to(tl.int64)[None, :] * pieces + j[:, None],
-        mask=in_group[None, :] & (j < pieces)[:, None],
+        fixed.lse + (row + g).to(tl.int64)[None, :] * fixed.number + j[:, None],
+        mask=in_group[None, :] & (j < fixed.number)[:, None],
         other=float("-inf"),
         cache_modifier=".cg",
     )
@@ -121,23 +105,23 @@ def scan(
     centre = tl.max(tl.where(in_group, likely, float("-inf")), 0)
     centre = tl.where(tl.abs(centre) < 1e30, centre, 0.0)
     if part == 0:
-        tl.store(norm + row + g, base, mask=in_group)
-        tl.store(middle + place, centre)
+        tl.store(scanned.norm + row + g, base, mask=in_group)
+        tl.store(scanned.middle + place, centre)
     # Heads that pad the group have no share of anything.
     base = tl.where(in_group, base, float("inf"))
     shift = offset if CAPPED else offset - base
 
     since = low + BLOCK + first * BLOCK
-    slot = place * S + since + n
-    fine_at = fine + slot[:, None] * (R4 // 2) + tl.arange(0, R4 // 2)[None, :]
-    coarse_at = coarse + slot[:, None] * (R2 // 4) + tl.arange(0, R2 // 4)[None, :]
-    shares_at = shares + slot
+    slot = place * rows.S + since + n
+    fine_at = codes.fine + slot[:, None] * (R4 // 2) + tl.arange(0, R4 // 2)[None, :]
+    coarse_at = codes.coarse + slot[:, None] * (R2 // 4) + tl.arange(0, R2 // 4)[None, :]
+    shares_at = scanned.shares + slot
     counted_at = counted
     if counted is not None:
-        counted_at += place * (S // NOTED) + first * (BLOCK // NOTED)
-    mask_at = key_mask
-    if key_mask is not None:
-        mask_at = key_mask + b * mask_b + since + n
+        counted_at += place * (rows.S // NOTED) + first * (BLOCK // NOTED)
+    mask_at = rows.key_mask
+    if rows.key_mask is not None:
+        mask_at = rows.key_mask + b * rows.mask_b + since + n
     mass = tl.zeros([TILE, HEADS], tl.float32)
     moment = tl.zeros([TILE, HEADS], tl.float32)
     visible = tl.zeros([TILE], tl.int32)
@@ -155,7 +139,7 @@ def scan(
         else:
             fine_bytes = tl.load(fine_at + at * (R4 // 2), mask=seen[:, None], other=0)
             coarse_bytes = tl.load(coarse_at + at * (R2 // 4), mask=seen[:, None], other=0)
-        if key_mask is not None:
+        if rows.key_mask is not None:
             seen = seen & (tl.load(mask_at + at, mask=seen, other=0) != 0)
         s = estimated(
             unpack_fine(fine_bytes, ASM),
@@ -166,7 +150,7 @@ def scan(
             shift,
         )
         limit = LARGEST
-        if PER > 1 or key_mask is not None:
+        if PER > 1 or rows.key_mask is not None:
             limit = tl.where(seen, LARGEST, float("-inf"))[:, None]
         if CAPPED:
             e = exp2(tl.minimum(capped(s, cap, CAPPED) - base[None, :], limit), ASM)
@@ -193,15 +177,15 @@ def scan(
 
     tl.atomic_add(total, tl.sum(visible, 0), sem="relaxed")
     wrong = tl.zeros([BINS], tl.int32)
-    flags = odd + place * chunks
+    flags = codes.odd + place * chunks
     end = (1 + last) * (BLOCK // CHUNK)
     for j in range((1 + first) * (BLOCK // CHUNK), end, BINS):
         there = j + bins < end
         wrong |= (tl.load(flags + j + bins, mask=there, other=0) != 0).to(tl.int32)
     bad = tl.max(wrong, 0) > 0
     if CHECKED:
-        bad = bad | (blocks_done(progress, b, low) < near) & (near > 1)
+        bad = bad | (blocks_done(codes.progress, b, low) < near) & (near > 1)
     poison = tl.where(bad, float("nan"), 0.0)
-    sums += ((row + g) * parts + part) * 2
+    sums = scanned.sums + ((row + g) * scanned.parts + part) * 2
     tl.store(sums, tl.sum(mass, 0) + poison, mask=in_group)
     tl.store(sums + 1, tl.sum(moment, 0), mask=in_group)

@@ -8,6 +8,7 @@ are the *earlier* ones, which all its queries see whole.
 from attnplug.ops.common.constants import Constant
 from attnplug.ops.common.rows import row_span
 from attnplug.ops.common.triton import tl, triton
+from attnplug.ops.common.views import Rows
 from attnplug.ops.stream.kernels.branches import (
     NONE,
     best_branches,
@@ -26,28 +27,21 @@ _FULL = Constant(0x7FFFFFFFFFFFFFFF)
 
 @triton.jit
 def summarise(
-    k,
+    cache,
+    rows,
     summaries,
-    lengths,
-    start,
-    key_mask,
-    S,
-    k_strides,
-    mask_stride,
     D: tl.constexpr,
     DP: tl.constexpr,
     BLOCK: tl.constexpr,
-    LENGTH_STEP: tl.constexpr,
-    START_STEP: tl.constexpr,
+    STEPS: tl.constexpr,
 ):
     """Max and min of the shown keys of one block, if it is complete; NaN as its max where one of
     them is not finite."""
     KEYS: tl.constexpr = 16
-    k_b, k_h, k_s = k_strides
     r = tl.program_id(0)
     h = tl.program_id(1).to(tl.int64)
     b = tl.program_id(2).to(tl.int64)
-    length, low = row_span(lengths, start, b, S, LENGTH_STEP, START_STEP)
+    length, low = row_span(rows, b, STEPS)
     begin = low + r * BLOCK
     if begin + BLOCK <= length:
         d = tl.arange(0, DP)
@@ -57,10 +51,11 @@ def summarise(
         for i in range(0, BLOCK, KEYS):
             at = begin + i + tl.arange(0, KEYS)
             seen = at < length
-            if key_mask is not None:
-                seen = tl.load(key_mask + b * mask_stride + at) != 0
+            if rows.key_mask is not None:
+                seen = tl.load(rows.key_mask + b * rows.mask_b + at) != 0
             inside = seen[:, None] & (d < D)[None, :]
-            key_at = k + b * k_b + h * k_h + at.to(tl.int64)[:, None] * k_s + d[None, :]
+            key_at = cache.k + b * cache.k_b + h * cache.k_h
+            key_at = key_at + at.to(tl.int64)[:, None] * cache.k_s + d[None, :]
             key = tl.load(key_at, mask=inside, other=0.0).to(tl.float32)
             high = tl.maximum(high, tl.where(inside, key, float("-inf")))
             small = tl.minimum(small, tl.where(inside, key, float("inf")))
@@ -131,32 +126,30 @@ def rank(
     lengths,
     start,
     after,
-    block_mask,
+    allowed,
     budget,
     T,
     S,
     N,
     slots,
     q_strides,
-    allowed_strides,
-    budget_strides,
-    GROUP: tl.constexpr,
-    D: tl.constexpr,
-    DP: tl.constexpr,
-    QUERY_BLOCK: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    SHAPE: tl.constexpr,
+    SEARCH: tl.constexpr,
     TILE: tl.constexpr,
-    K: tl.constexpr,
     CP: tl.constexpr,
-    LENGTH_STEP: tl.constexpr,
-    START_STEP: tl.constexpr,
+    STEPS: tl.constexpr,
     HEADS: tl.constexpr,
 ):
     """The earlier blocks of highest bound, WIDER for each place of a list, ascending, of HEADS
     heads of a group and LISTS / HEADS query blocks. TILE blocks are compared at a time."""
     q_b, q_h, q_t = q_strides
-    allowed_b, allowed_h, allowed_q, allowed_k = allowed_strides
+    GROUP: tl.constexpr = SHAPE.GROUP
+    ROWS: tl.constexpr = SHAPE.ROWS
+    D: tl.constexpr = SHAPE.D
+    DP: tl.constexpr = SHAPE.DP
+    QUERY_BLOCK: tl.constexpr = SEARCH.QUERY_BLOCK
+    BLOCK: tl.constexpr = SEARCH.BLOCK
+    K: tl.constexpr = SEARCH.K
     b = tl.program_id(2).to(tl.int64)
     CHUNKS: tl.constexpr = (GROUP + HEADS - 1) // HEADS
     kv = tl.program_id(1) // CHUNKS
@@ -168,19 +161,7 @@ def rank(
     h = (kv * GROUP + tl.where(exists, g, 0)).to(tl.int64)
     i = tl.where(exists, i, 0)
     t, offset, low, top, branches = scope(
-        program=i,
-        h=h,
-        b=b,
-        lengths=lengths,
-        start=start,
-        budget=budget,
-        T=T,
-        S=S,
-        budget_strides=budget_strides,
-        QUERY_BLOCK=QUERY_BLOCK,
-        K=K,
-        LENGTH_STEP=LENGTH_STEP,
-        START_STEP=START_STEP,
+        i, h, b, Rows(lengths, start, None, None, S), budget, T, SEARCH, STEPS
     )
     live = exists & (branches > 0)
     own = tl.where(live, (offset + t - low) // BLOCK, 0)
@@ -188,10 +169,10 @@ def rank(
     mean = _means(q + b * q_b + h * q_h, t, live, T, q_t, D, DP, QUERY_BLOCK, ROWS)
     positive = tl.maximum(mean, 0.0)
     negative = tl.minimum(mean, 0.0)
-    allowed_at = block_mask
-    if block_mask is not None:
-        to_block = b * allowed_b + h * allowed_h + i.to(tl.int64) * allowed_q
-        allowed_at = (block_mask + to_block)[:, None]
+    allowed_at = allowed.at
+    if allowed.at is not None:
+        to_block = b * allowed.b + h * allowed.h + i.to(tl.int64) * allowed.q
+        allowed_at = (allowed.at + to_block)[:, None]
     after_at = after
     if after is not None:
         after_at = after + b * S
@@ -207,7 +188,7 @@ def rank(
         small = tl.load(at + D, mask=(r < until) & (d < D), other=0.0)
         s = _exact_product(positive, high) + _exact_product(negative, small)
         r = r + tl.zeros([LISTS, TILE], tl.int32)
-        limits = (allowed_k, low, top[:, None])
+        limits = (allowed.k, low, top[:, None])
         valid = valid_blocks(r, r < own[:, None], allowed_at, after_at, limits, BLOCK)
         key = pack(tl.where(s == s, s, float("inf")), r)
         kept = _keep(kept, tl.where(valid, key, _EMPTY))
@@ -219,86 +200,61 @@ def rank(
 @triton.jit
 def rescore(
     q,
-    k,
+    cache,
+    rows,
     chosen,
     index,
     score,
-    lengths,
-    start,
-    key_mask,
     after,
-    block_mask,
+    allowed,
     budget,
-    T,
-    S,
-    q_strides,
-    k_strides,
-    mask_stride,
-    allowed_strides,
-    budget_strides,
-    GROUP: tl.constexpr,
-    D: tl.constexpr,
-    DP: tl.constexpr,
-    QUERY_BLOCK: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    SHAPE: tl.constexpr,
+    SEARCH: tl.constexpr,
     TILE: tl.constexpr,
-    K: tl.constexpr,
-    KP: tl.constexpr,
-    LENGTH_STEP: tl.constexpr,
-    START_STEP: tl.constexpr,
     STAGES: tl.constexpr,
+    STEPS: tl.constexpr,
 ):
     """The list of one query block and head: the best of what `rank` has chosen and of its own
     blocks, KP of them at a time."""
-    q_b, q_h, q_t = q_strides
-    k_b, k_h, k_s = k_strides
-    allowed_b, allowed_h, allowed_q, allowed_k = allowed_strides
+    GROUP: tl.constexpr = SHAPE.GROUP
+    ROWS: tl.constexpr = SHAPE.ROWS
+    D: tl.constexpr = SHAPE.D
+    DP: tl.constexpr = SHAPE.DP
+    QUERY_BLOCK: tl.constexpr = SEARCH.QUERY_BLOCK
+    BLOCK: tl.constexpr = SEARCH.BLOCK
+    K: tl.constexpr = SEARCH.K
+    KP: tl.constexpr = SEARCH.KP
     program = tl.program_id(0)
     h = tl.program_id(1).to(tl.int64)
     b = tl.program_id(2).to(tl.int64)
-    t, offset, low, top, branches = scope(
-        program=program,
-        h=h,
-        b=b,
-        lengths=lengths,
-        start=start,
-        budget=budget,
-        T=T,
-        S=S,
-        budget_strides=budget_strides,
-        QUERY_BLOCK=QUERY_BLOCK,
-        K=K,
-        LENGTH_STEP=LENGTH_STEP,
-        START_STEP=START_STEP,
-    )
+    t, offset, low, top, branches = scope(program, h, b, rows, budget, q.T, SEARCH, STEPS)
     i = tl.arange(0, KP)
     line = (b * tl.num_programs(1) + h) * tl.num_programs(0) + program
     key = pack(tl.full([KP], float("-inf"), tl.float32), tl.full([KP], NONE, tl.int32))
     if branches > 0:
-        allowed_at = block_mask
-        if block_mask is not None:
-            to_block = b * allowed_b + h * allowed_h + program.to(tl.int64) * allowed_q
-            allowed_at = block_mask + to_block
-        mask_at = key_mask
+        allowed_at = allowed.at
+        if allowed.at is not None:
+            to_block = b * allowed.b + h * allowed.h + program.to(tl.int64) * allowed.q
+            allowed_at = allowed.at + to_block
+        mask_at = rows.key_mask
         after_at = after
-        if key_mask is not None:
-            mask_at = key_mask + b * mask_stride
-            after_at = after + b * S
-        limits = (allowed_k, low, top)
+        if rows.key_mask is not None:
+            mask_at = rows.key_mask + b * rows.mask_b
+            after_at = after + b * rows.S
+        limits = (allowed.k, low, top)
         m = tl.arange(0, ROWS)
         d = tl.arange(0, DP)
         row = t + m
-        live = (m < QUERY_BLOCK) & (row < T)
+        live = (m < QUERY_BLOCK) & (row < q.T)
         query = tl.load(
-            q + b * q_b + h * q_h + row.to(tl.int64)[:, None] * q_t + d[None, :],
+            q.at + b * q.b + h * q.h + row.to(tl.int64)[:, None] * q.t + d[None, :],
             mask=live[:, None] & (d < D)[None, :],
             other=0.0,
         )
         position = tl.where(live, offset + row, -1)
-        k_at = k + b * k_b + h // GROUP * k_h
+        k_at = cache.k + b * cache.k_b + h // GROUP * cache.k_h
         PARTS: tl.constexpr = BLOCK // TILE
-        floor = tl.where(t + ROWS <= T, offset + t, -1)
+        floor = tl.where(t + ROWS <= q.T, offset + t, -1)
         if ROWS != QUERY_BLOCK:
             floor = -1
         own = (offset + t - low) // BLOCK
@@ -325,7 +281,7 @@ def rescore(
                     begin=tile % PARTS * TILE,
                     low=low,
                     top=top,
-                    k_s=k_s,
+                    k_s=cache.k_s,
                     D=D,
                     DP=DP,
                     BLOCK=BLOCK,

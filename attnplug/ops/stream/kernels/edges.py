@@ -32,75 +32,50 @@ def _logits(query, position, k_at, mask_at, at, top, k_s, D: tl.constexpr, DP: t
 @triton.jit
 def weigh_edges(
     q,
-    k,
-    v,
+    cache,
+    rows,
     index,
-    lengths,
-    start,
-    key_mask,
     weight,
     out,
     lse,
     scale,
-    T,
-    S,
     K,
-    q_strides,
-    k_strides,
-    v_strides,
-    mask_stride,
-    GROUP: tl.constexpr,
-    D: tl.constexpr,
-    DP: tl.constexpr,
-    QUERY_BLOCK: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    SHAPE: tl.constexpr,
+    SEARCH: tl.constexpr,
     TILE: tl.constexpr,
     MODE: tl.constexpr,
     OUTPUT: tl.constexpr,
-    LENGTH_STEP: tl.constexpr,
-    START_STEP: tl.constexpr,
+    STEPS: tl.constexpr,
 ):
     """The edges of one query block and head: first the softmax's sums, if the weights or the output
     need them, then the weight of each block."""
-    q_b, q_h, q_t = q_strides
-    k_b, k_h, k_s = k_strides
-    v_b, v_h, v_s = v_strides
+    GROUP: tl.constexpr = SHAPE.GROUP
+    ROWS: tl.constexpr = SHAPE.ROWS
+    D: tl.constexpr = SHAPE.D
+    DP: tl.constexpr = SHAPE.DP
+    QUERY_BLOCK: tl.constexpr = SEARCH.QUERY_BLOCK
+    BLOCK: tl.constexpr = SEARCH.BLOCK
     program = tl.program_id(0)
     h = tl.program_id(1).to(tl.int64)
     b = tl.program_id(2).to(tl.int64)
-    t, offset, low, top, alive = scope(
-        program=program,
-        h=h,
-        b=b,
-        lengths=lengths,
-        start=start,
-        budget=None,
-        T=T,
-        S=S,
-        budget_strides=None,
-        QUERY_BLOCK=QUERY_BLOCK,
-        K=1,
-        LENGTH_STEP=LENGTH_STEP,
-        START_STEP=START_STEP,
-    )
+    t, offset, low, top, alive = scope(program, h, b, rows, None, q.T, SEARCH, STEPS)
     last = tl.where(alive > 0, (top - low) // BLOCK, -1)
     m = tl.arange(0, ROWS)
     d = tl.arange(0, DP)
     n = tl.arange(0, TILE)
     row = t + m
-    live = (m < QUERY_BLOCK) & (row < T)
+    live = (m < QUERY_BLOCK) & (row < q.T)
     query = tl.load(
-        q + b * q_b + h * q_h + row.to(tl.int64)[:, None] * q_t + d[None, :],
+        q.at + b * q.b + h * q.h + row.to(tl.int64)[:, None] * q.t + d[None, :],
         mask=live[:, None] & (d < D)[None, :],
         other=0.0,
     )
     position = tl.where(live, offset + row, -1)
-    k_at = k + b * k_b + h // GROUP * k_h
-    v_at = v + b * v_b + h // GROUP * v_h
-    mask_at = key_mask
-    if key_mask is not None:
-        mask_at = key_mask + b * mask_stride
+    k_at = cache.k + b * cache.k_b + h // GROUP * cache.k_h
+    v_at = cache.v + b * cache.v_b + h // GROUP * cache.v_h
+    mask_at = rows.key_mask
+    if rows.key_mask is not None:
+        mask_at = rows.key_mask + b * rows.mask_b
     edge = ((b * tl.num_programs(1) + h) * tl.num_programs(0) + program) * K
     high = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
@@ -111,7 +86,7 @@ def weigh_edges(
             if (r >= 0) & (r <= last):
                 for begin in range(0, BLOCK, TILE):
                     at = low + r * BLOCK + begin + n
-                    s, seen, _ = _logits(query, position, k_at, mask_at, at, top, k_s, D, DP)
+                    s, seen, _ = _logits(query, position, k_at, mask_at, at, top, cache.k_s, D, DP)
                     s = s * scale
                     best = tl.maximum(high, tl.max(s, 1))
                     shift = tl.where(best == float("-inf"), 0.0, best)
@@ -122,7 +97,7 @@ def weigh_edges(
                     total = total * decay + tl.sum(p, 1)
                     if OUTPUT:
                         value = tl.load(
-                            v_at + at.to(tl.int64)[:, None] * v_s + d[None, :],
+                            v_at + at.to(tl.int64)[:, None] * cache.v_s + d[None, :],
                             mask=seen[:, None] & (d < D)[None, :],
                             other=0.0,
                         )
@@ -132,7 +107,7 @@ def weigh_edges(
     empty = total == 0
     sums = tl.where(high == float("-inf"), 0.0, high) + tl.log2(tl.where(empty, 1.0, total))
     if OUTPUT:
-        out_row = (b * tl.num_programs(1) + h) * T + row
+        out_row = (b * tl.num_programs(1) + h) * q.T + row
         tl.store(lse + out_row, tl.where(empty, float("-inf"), sums * _LN2), mask=live)
         result = acc / tl.where(empty, 1.0, total)[:, None]
         tl.store(
@@ -147,7 +122,7 @@ def weigh_edges(
         if (r >= 0) & (r <= last):
             for begin in range(0, BLOCK, TILE):
                 at = low + r * BLOCK + begin + n
-                s, seen, pairs = _logits(query, position, k_at, mask_at, at, top, k_s, D, DP)
+                s, seen, pairs = _logits(query, position, k_at, mask_at, at, top, cache.k_s, D, DP)
                 if MODE == _SCORE:
                     best = tl.maximum(best, tl.max(tl.where(s == s, s, float("-inf")), 1))
                 else:
@@ -157,7 +132,7 @@ def weigh_edges(
                         gain += tl.sum(column, 0)
                     else:
                         value = tl.load(
-                            v_at + at.to(tl.int64)[:, None] * v_s + d[None, :],
+                            v_at + at.to(tl.int64)[:, None] * cache.v_s + d[None, :],
                             mask=seen[:, None] & (d < D)[None, :],
                             other=0.0,
                         ).to(tl.float32)

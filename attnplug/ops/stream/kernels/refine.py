@@ -4,6 +4,8 @@ Names as in `branches`: r is a key block, `low` the row's first real key, `top` 
 a query block.
 """
 
+from typing import Any, NamedTuple
+
 from attnplug.ops.common.rows import row_span
 from attnplug.ops.common.triton import tl, triton
 from attnplug.ops.stream.kernels.branches import (
@@ -19,33 +21,56 @@ from attnplug.ops.stream.kernels.branches import (
 )
 
 
+class Search(NamedTuple):
+    """What lists the kernels are compiled for."""
+
+    QUERY_BLOCK: int  # queries that share a list
+    BLOCK: int  # keys of a listed block
+    K: int  # places of a list
+    KP: int  # K, padded
+
+
+class Budget(NamedTuple):
+    """How long the lists are, `[B, Hq, NQ]` and its strides."""
+
+    at: Any
+    b: Any
+    h: Any
+    q: Any
+
+
+class Allowed(NamedTuple):
+    """The block mask's bytes `[B, Hq, NQ, NK]` and its strides; `at` is None where all are."""
+
+    at: Any
+    b: Any
+    h: Any
+    q: Any
+    k: Any
+
+
 @triton.jit
 def scope(
     program,
     h,
     b,
-    lengths,
-    start,
+    rows,
     budget,
     T,
-    S,
-    budget_strides,
-    QUERY_BLOCK: tl.constexpr,
-    K: tl.constexpr,
-    LENGTH_STEP: tl.constexpr,
-    START_STEP: tl.constexpr,
+    SEARCH: tl.constexpr,
+    STEPS: tl.constexpr,
 ):
     """(first query, position less query, first real key, last position, branches) of a query
     block; no branches where it is past the row's end."""
-    length, low = row_span(lengths, start, b, S, LENGTH_STEP, START_STEP)
+    QUERY_BLOCK: tl.constexpr = SEARCH.QUERY_BLOCK
+    length, low = row_span(rows, b, STEPS)
     offset = length - T
     t = tl.maximum(low - offset, 0) + program * QUERY_BLOCK
     top = offset + tl.minimum(t + QUERY_BLOCK, T) - 1
-    branches = K
+    branches = SEARCH.K
     if budget is not None:
-        budget_b, budget_h, budget_q = budget_strides
-        branches = tl.load(budget + b * budget_b + h * budget_h + program * budget_q).to(tl.int32)
-        branches = tl.maximum(tl.minimum(branches, K), 0)
+        at = budget.at + b * budget.b + h * budget.h + program * budget.q
+        branches = tl.maximum(tl.minimum(tl.load(at).to(tl.int32), SEARCH.K), 0)
     return t, offset, low, top, tl.where(t < T, branches, 0)
 
 
@@ -91,44 +116,33 @@ def row_maxima(
 @triton.jit
 def seed(
     q,
-    k,
+    cache,
+    rows,
     index,
     score,
-    lengths,
-    start,
-    key_mask,
     after,
     before,
-    block_mask,
+    allowed,
     budget,
-    T,
-    S,
-    q_strides,
-    k_strides,
-    mask_stride,
-    allowed_strides,
-    budget_strides,
-    GROUP: tl.constexpr,
-    D: tl.constexpr,
-    DP: tl.constexpr,
-    QUERY_BLOCK: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    SHAPE: tl.constexpr,
+    SEARCH: tl.constexpr,
     TILE: tl.constexpr,
-    K: tl.constexpr,
-    KP: tl.constexpr,
-    LENGTH_STEP: tl.constexpr,
-    START_STEP: tl.constexpr,
     STAGES: tl.constexpr,
+    STEPS: tl.constexpr,
     HEADS: tl.constexpr,
 ):
     """Compute the scores that the first iteration needs, of a key tile for HEADS heads of a group
     at once: all heads begin with the same branches. The scores of the branches go to `score`. The
     scores of their other parts go to `index` as bits; `refine` reads them before it writes its
     result there."""
-    q_b, q_h, q_t = q_strides
-    k_b, k_h, k_s = k_strides
-    allowed_b, allowed_h, allowed_q, allowed_k = allowed_strides
+    GROUP: tl.constexpr = SHAPE.GROUP
+    ROWS: tl.constexpr = SHAPE.ROWS
+    D: tl.constexpr = SHAPE.D
+    DP: tl.constexpr = SHAPE.DP
+    QUERY_BLOCK: tl.constexpr = SEARCH.QUERY_BLOCK
+    BLOCK: tl.constexpr = SEARCH.BLOCK
+    K: tl.constexpr = SEARCH.K
+    KP: tl.constexpr = SEARCH.KP
     program = tl.program_id(0)
     b = tl.program_id(2).to(tl.int64)
     CHUNKS: tl.constexpr = (GROUP + HEADS - 1) // HEADS
@@ -136,51 +150,37 @@ def seed(
     g = tl.program_id(1) % CHUNKS * HEADS
     h = (kv * GROUP + g).to(tl.int64)
     heads = tl.num_programs(1) // CHUNKS * GROUP
-    t, offset, low, top, branches = scope(
-        program=program,
-        h=h,
-        b=b,
-        lengths=lengths,
-        start=start,
-        budget=budget,
-        T=T,
-        S=S,
-        budget_strides=budget_strides,
-        QUERY_BLOCK=QUERY_BLOCK,
-        K=K,
-        LENGTH_STEP=LENGTH_STEP,
-        START_STEP=START_STEP,
-    )
+    t, offset, low, top, branches = scope(program, h, b, rows, budget, q.T, SEARCH, STEPS)
     if branches > 0:
-        to_block = b * allowed_b + h * allowed_h + program.to(tl.int64) * allowed_q
-        allowed_at = block_mask
-        if block_mask is not None:
-            allowed_at = block_mask + to_block
-        mask_at = key_mask
+        to_block = b * allowed.b + h * allowed.h + program.to(tl.int64) * allowed.q
+        allowed_at = allowed.at
+        if allowed.at is not None:
+            allowed_at = allowed.at + to_block
+        mask_at = rows.key_mask
         after_at = after
         before_at = before
-        if key_mask is not None:
-            mask_at = key_mask + b * mask_stride
-            after_at = after + b * S
-            before_at = before + b * S
-        limits = (allowed_k, low, top)
+        if rows.key_mask is not None:
+            mask_at = rows.key_mask + b * rows.mask_b
+            after_at = after + b * rows.S
+            before_at = before + b * rows.S
+        limits = (allowed.k, low, top)
         first, width = interval(allowed_at, after_at, before_at, limits, BLOCK)
         rep, other = start_branches(first, width, branches, allowed_at, after_at, limits, BLOCK, KP)
         m = tl.arange(0, HEADS * ROWS)
         d = tl.arange(0, DP)
         row = t + m % ROWS
-        live = (g + m // ROWS < GROUP) & (m % ROWS < QUERY_BLOCK) & (row < T)
-        q_row = b * q_b + (h + m // ROWS) * q_h + row.to(tl.int64) * q_t
+        live = (g + m // ROWS < GROUP) & (m % ROWS < QUERY_BLOCK) & (row < q.T)
+        q_row = b * q.b + (h + m // ROWS) * q.h + row.to(tl.int64) * q.t
         query = tl.load(
-            q + q_row[:, None] + d[None, :], mask=live[:, None] & (d < D)[None, :], other=0.0
+            q.at + q_row[:, None] + d[None, :], mask=live[:, None] & (d < D)[None, :], other=0.0
         )
         position = tl.where(live, offset + row, -1)
-        k_at = k + b * k_b + kv.to(tl.int64) * k_h
+        k_at = cache.k + b * cache.k_b + kv.to(tl.int64) * cache.k_h
         i = tl.arange(0, KP)
         own = tl.arange(0, HEADS)
         out = ((b * heads + h + own) * tl.num_programs(0) + program) * K
         PARTS: tl.constexpr = BLOCK // TILE
-        floor = tl.where(t + ROWS <= T, offset + t, -1)
+        floor = tl.where(t + ROWS <= q.T, offset + t, -1)
         if ROWS != QUERY_BLOCK:
             floor = -1
         best = tl.full([HEADS * ROWS], float("-inf"), tl.float32)
@@ -199,7 +199,7 @@ def seed(
                 begin=tile % PARTS * TILE,
                 low=low,
                 top=top,
-                k_s=k_s,
+                k_s=cache.k_s,
                 D=D,
                 DP=DP,
                 BLOCK=BLOCK,
@@ -217,75 +217,50 @@ def seed(
 @triton.jit
 def refine(
     q,
-    k,
+    cache,
+    rows,
     index,
     score,
-    lengths,
-    start,
-    key_mask,
     after,
     before,
-    block_mask,
+    allowed,
     budget,
-    T,
-    S,
-    q_strides,
-    k_strides,
-    mask_stride,
-    allowed_strides,
-    budget_strides,
-    GROUP: tl.constexpr,
-    D: tl.constexpr,
-    DP: tl.constexpr,
-    QUERY_BLOCK: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    SHAPE: tl.constexpr,
+    SEARCH: tl.constexpr,
     TILE: tl.constexpr,
-    K: tl.constexpr,
-    KP: tl.constexpr,
-    LENGTH_STEP: tl.constexpr,
-    START_STEP: tl.constexpr,
     STAGES: tl.constexpr,
+    STEPS: tl.constexpr,
 ):
     """The selection of one query block and head. It ends when every branch is one block: a further
     iteration would change nothing."""
-    q_b, q_h, q_t = q_strides
-    k_b, k_h, k_s = k_strides
-    allowed_b, allowed_h, allowed_q, allowed_k = allowed_strides
+    GROUP: tl.constexpr = SHAPE.GROUP
+    ROWS: tl.constexpr = SHAPE.ROWS
+    D: tl.constexpr = SHAPE.D
+    DP: tl.constexpr = SHAPE.DP
+    QUERY_BLOCK: tl.constexpr = SEARCH.QUERY_BLOCK
+    BLOCK: tl.constexpr = SEARCH.BLOCK
+    K: tl.constexpr = SEARCH.K
+    KP: tl.constexpr = SEARCH.KP
     program = tl.program_id(0)
     h = tl.program_id(1).to(tl.int64)
     b = tl.program_id(2).to(tl.int64)
-    t, offset, low, top, branches = scope(
-        program=program,
-        h=h,
-        b=b,
-        lengths=lengths,
-        start=start,
-        budget=budget,
-        T=T,
-        S=S,
-        budget_strides=budget_strides,
-        QUERY_BLOCK=QUERY_BLOCK,
-        K=K,
-        LENGTH_STEP=LENGTH_STEP,
-        START_STEP=START_STEP,
-    )
+    t, offset, low, top, branches = scope(program, h, b, rows, budget, q.T, SEARCH, STEPS)
     i = tl.arange(0, KP)
     out = ((b * tl.num_programs(1) + h) * tl.num_programs(0) + program) * K + i
     key = pack(tl.full([KP], float("-inf"), tl.float32), tl.full([KP], NONE, tl.int32))
     if branches > 0:
-        to_block = b * allowed_b + h * allowed_h + program.to(tl.int64) * allowed_q
-        allowed_at = block_mask
-        if block_mask is not None:
-            allowed_at = block_mask + to_block
-        mask_at = key_mask
+        to_block = b * allowed.b + h * allowed.h + program.to(tl.int64) * allowed.q
+        allowed_at = allowed.at
+        if allowed.at is not None:
+            allowed_at = allowed.at + to_block
+        mask_at = rows.key_mask
         after_at = after
         before_at = before
-        if key_mask is not None:
-            mask_at = key_mask + b * mask_stride
-            after_at = after + b * S
-            before_at = before + b * S
-        limits = (allowed_k, low, top)
+        if rows.key_mask is not None:
+            mask_at = rows.key_mask + b * rows.mask_b
+            after_at = after + b * rows.S
+            before_at = before + b * rows.S
+        limits = (allowed.k, low, top)
         first, width = interval(allowed_at, after_at, before_at, limits, BLOCK)
         rep, other = start_branches(first, width, branches, allowed_at, after_at, limits, BLOCK, KP)
         # `seed` has written no score where a branch, or its other part, has no valid block.
@@ -296,16 +271,16 @@ def refine(
         m = tl.arange(0, ROWS)
         d = tl.arange(0, DP)
         row = t + m
-        live = (m < QUERY_BLOCK) & (row < T)
+        live = (m < QUERY_BLOCK) & (row < q.T)
         query = tl.load(
-            q + b * q_b + h * q_h + row.to(tl.int64)[:, None] * q_t + d[None, :],
+            q.at + b * q.b + h * q.h + row.to(tl.int64)[:, None] * q.t + d[None, :],
             mask=live[:, None] & (d < D)[None, :],
             other=0.0,
         )
         position = tl.where(live, offset + row, -1)
-        k_at = k + b * k_b + h // GROUP * k_h
+        k_at = cache.k + b * cache.k_b + h // GROUP * cache.k_h
         PARTS: tl.constexpr = BLOCK // TILE
-        floor = tl.where(t + ROWS <= T, offset + t, -1)
+        floor = tl.where(t + ROWS <= q.T, offset + t, -1)
         if ROWS != QUERY_BLOCK:
             floor = -1
         splits = 1
@@ -329,7 +304,7 @@ def refine(
                     begin=tile % PARTS * TILE,
                     low=low,
                     top=top,
-                    k_s=k_s,
+                    k_s=cache.k_s,
                     D=D,
                     DP=DP,
                     BLOCK=BLOCK,
