@@ -60,7 +60,7 @@ class CheckReport:
         return "\n".join([self.subject, *(f"  {check}" for check in self.checks)])
 
 
-def collect(name: str, check: Callable[..., None], *args: Any, promise: int = 0) -> Check:
+def collect(name: str, check: Callable[..., object], *args: Any, promise: int = 0) -> Check:
     """Run `check(*args)`: what it raises is why it failed."""
     try:
         check(*args)

@@ -353,7 +353,6 @@ WRONG = [
     ({"block": 48}, "block is 48, needs 16, 32, 64, 128"),
     ({"telemetry": torch.zeros(1, 2, 3)}, "telemetry is torch.float32"),
     ({"tier": QuantizedKV.empty(1, 1, 64, 64, 32, "cpu")}, "k_codes is torch.int8"),
-    ({"lengths": torch.tensor([1.0])}, "lengths is torch.float32"),
 ]
 
 

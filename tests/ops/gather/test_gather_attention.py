@@ -255,7 +255,6 @@ WRONG = [
     ({"local": 0}, "local is 0, needs at least 1"),
     ({"softcap": float("nan")}, "softcap is nan"),
     ({"sinks": torch.zeros(3)}, r"sinks has shape \(3,\)"),
-    ({"lengths": torch.tensor([1.0])}, "lengths is torch.float32"),
     ({"q": torch.zeros(1, 4, 1, 32)}, "q has head dimension 32 but k has 64"),
 ]
 

@@ -213,7 +213,6 @@ WRONG = [
     ({"q": torch.zeros(1, 4, 2, 64)}, r"q is \(1, 4, 2, 64\), needs \[B,Hq,1,D\]"),
     ({"window": 0}, "window is 0"),
     ({"sink": -1}, "sink is -1"),
-    ({"lengths": torch.tensor([1.0])}, "lengths is torch.float32"),
     ({"k": 0}, "k is 0, needs 1 to 4096"),
     ({"k": 4097}, "k is 4097"),
 ]
