@@ -17,6 +17,7 @@ PLANNED = re.compile(
     r"^(\w*(TILE|STAGES|ROWS|CHUNK|PARTS?|ROOM|RING|REPEAT|AHEAD|COLUMNS|SPLITS)\w*"
     r"|splits|programs|parts|pieces|places|whole_splits|num_warps|num_stages|maxnreg|launch_pdl)$"
 )
+BUNDLES = ("cache", "rows", "SHAPE", "TURNS", "WHOLE_TURNS", "CHUNKS", "scanned")
 OF_SPEC = ("M", "N", "DP", "D_PAD", "BLOCK")
 
 
@@ -50,12 +51,24 @@ def _calls(ops: Any, everything: bool) -> Iterator[tuple[str, Any]]:
             yield f"{op} | {name}", call
 
 
+def _unbundled(kwargs: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """A launch's arguments, and what of them the bundles of `ops/common/views.py` hold."""
+    for name, value in kwargs.items():
+        if name == "q" and isinstance(value, tuple):
+            yield name, value.at  # pyright: ignore
+        elif name in BUNDLES and isinstance(value, tuple):
+            prefix = "WHOLE_" if name == "WHOLE_TURNS" else ""
+            yield from ((prefix + field, x) for field, x in value._asdict().items())  # pyright: ignore
+        else:
+            yield name, value
+
+
 def _note_only(launches: list[dict[str, Any]]) -> Any:
     """What a launch does instead: note what a plan has decided."""
 
     def run(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
         noted: dict[str, Any] = {"kernel": self.fn.__name__, "grid": [int(x) for x in grid]}
-        for name, value in kwargs.items():
+        for name, value in _unbundled(kwargs):
             if name in ("q", "Q") and isinstance(value, torch.Tensor):
                 noted |= {"itemsize": value.element_size(), "width": value.shape[-1]}
             elif PLANNED.match(name) and isinstance(value, int | bool):
