@@ -7,7 +7,6 @@ within `on`, so that hooks run, adapters multiply, and nothing is left behind. T
 the model's own code where torch traces it, records gradients, or brings tensors of another kind.
 """
 
-import importlib
 import inspect
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -19,12 +18,11 @@ from typing import Any
 import torch
 from transformers.activations import ACT2FN
 
+from attnplug.models import known_code
 from attnplug.models.walk import all_modules
 from attnplug.ops.common.triton import INSTALLED
 from attnplug.ops.layer import gated, rms_norm, rotate
 
-LLAMA = "transformers.models.llama.modeling_llama"
-GEMMA = "transformers.models.gemma.modeling_gemma"
 ROTATE, HALF = "apply_rotary_pos_emb", "rotate_half"  # in the globals of a family's file
 DTYPES = frozenset({torch.float16, torch.bfloat16, torch.float32})
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
@@ -37,13 +35,14 @@ Forward = Callable[..., Any]
 @dataclass
 class LayerKernels:
     """The modules of a model that have kernels here, each with the forward that stands in for its
-    own, found at the first call; and `counts`, by what they are."""
+    own, and `counts`, by what they are. They are found at the first call, and again where a module
+    or a class is not what it was: whoever changes a model between two calls gets his change."""
 
     forwards: list[tuple[torch.nn.Module, Forward]] = field(default_factory=list)
     attentions: list[torch.nn.Module] = field(default_factory=list)
     counts: Counter[str] = field(default_factory=Counter)
     turned: dict[Forward, Any] = field(default_factory=dict)  # by an attention's own forward
-    is_found: bool = False
+    looked: Any = None  # what the modules and their classes were when they were found
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy of the model has modules of its own."""
@@ -60,16 +59,22 @@ class LayerKernels:
         compiled = model._compiled_call_impl is not None or "forward" in vars(model)
         if not INSTALLED or model.device.type not in DEVICES or compiled:
             return False
-        if not self.is_found:
+        if self.looked is None or self.looked != self._look():
             self.find(model)
         return True
 
+    def _look(self) -> Any:
+        """All that decides which kernel a module has; compared by identity."""
+        modules = [*(module for module, _ in self.forwards), *self.attentions]
+        kinds = {kind: _pieces(kind) for kind in set(map(type, modules))}
+        return kinds, [(type(module), _acts(module)) for module in modules]
+
     def find(self, model: torch.nn.Module) -> None:
-        known = _Known()
+        self.forwards, self.attentions, self.counts = [], [], Counter()
         modules = all_modules(model)
         kinds = {type(module) for module in modules}
-        offsets = {kind: known.norm(kind) for kind in kinds}
-        gating, rotating = set(filter(known.gates, kinds)), set(filter(known.rotates, kinds))
+        offsets = {kind: _norm_offset(kind) for kind in kinds}
+        gating, rotating = set(filter(_gates, kinds)), set(filter(_rotates, kinds))
         for module in modules:
             kind = type(module)
             offset = offsets[kind]
@@ -80,7 +85,7 @@ class LayerKernels:
             elif kind in rotating:
                 self.attentions.append(module)
                 self.counts[TURNS] += 1
-        self.is_found = True
+        self.looked = self._look()
 
     def _add(self, name: str, module: torch.nn.Module, forward: Forward) -> None:
         self.forwards.append((module, forward))
@@ -141,36 +146,33 @@ def has_quick_steps(model: torch.nn.Module) -> bool:
     return kernels is not None and kernels.serves(model)
 
 
-class _Known:
-    """The code that has kernels. What is no function of Python, as hub kernels make of some, is
-    like nothing that is known."""
+def _norm_offset(kind: type) -> bool | None:
+    """Whether a norm's weight is an offset from 1; None of what is no known norm."""
+    if _same(kind.forward, known_code.llama_norm):
+        return False
+    own = getattr(kind, "_norm", None)
+    gemma = _same(kind.forward, known_code.gemma_norm) and _same(own, known_code.gemma_norm_of)
+    return True if gemma else None
 
-    def __init__(self) -> None:
-        self.llama, self.gemma = map(importlib.import_module, (LLAMA, GEMMA))
 
-    def norm(self, kind: type) -> bool | None:
-        """Whether a norm's weight is an offset from 1; None of what is no known norm."""
-        if _same(kind.forward, self.llama.LlamaRMSNorm.forward):
-            return False
-        own = self.gemma.GemmaRMSNorm
-        parts = (getattr(kind, "_norm", None), own._norm), (kind.forward, own.forward)
-        return True if all(_same(*each) for each in parts) else None
+def _gates(kind: type) -> bool:
+    """Whether these are MLPs of `down(act(gate(x)) * up(x))`."""
+    return _same(kind.forward, known_code.llama_mlp)
 
-    def gates(self, kind: type) -> bool:
-        """Whether these are MLPs of `down(act(gate(x)) * up(x))`."""
-        return _same(kind.forward, self.llama.LlamaMLP.forward)
 
-    def rotates(self, kind: type) -> bool:
-        """Whether an attention's forward rotates by the known functions."""
-        inner = inspect.unwrap(kind.forward)
-        if not isinstance(inner, FunctionType) or ROTATE not in inner.__code__.co_names:
-            return False
-        own = vars(self.llama)
-        return all(_same(inner.__globals__.get(x), own[x]) for x in (ROTATE, HALF))
+def _rotates(kind: type) -> bool:
+    """Whether an attention's forward rotates by the known functions."""
+    inner = inspect.unwrap(kind.forward)
+    if not isinstance(inner, FunctionType) or ROTATE not in inner.__code__.co_names:
+        return False
+    names = inner.__globals__
+    rotates = _same(names.get(ROTATE), known_code.apply_rotary_pos_emb)
+    return rotates and _same(names.get(HALF), known_code.rotate_half)
 
 
 def _same(function: Any, other: Any) -> bool:
-    """Whether two functions of Python do the same, instruction for instruction."""
+    """Whether two functions do the same, instruction for instruction. What is no function of
+    Python, as hub kernels make of some, is like nothing that is known."""
     codes = _code(function), _code(other)
     return None not in codes and codes[0] == codes[1]
 
@@ -186,8 +188,27 @@ def _code(function: Any) -> tuple[Any, ...] | None:
     return code.co_code, constants, code.co_names, code.co_varnames, inner.__defaults__
 
 
+def _pieces(kind: type) -> tuple[Any, ...]:
+    """The functions of a class, and of its file, by which it is known."""
+    names = getattr(inspect.unwrap(kind.forward), "__globals__", {})
+    return kind.forward, getattr(kind, "_norm", None), names.get(ROTATE), names.get(HALF)
+
+
+def _acts(module: Any) -> tuple[Any, ...]:
+    """An MLP's activation, and what else runs where it is called."""
+    act = getattr(module, "act_fn", None)
+    if not isinstance(act, torch.nn.Module):
+        return (act,)
+    hooks = (*act._forward_hooks.values(), *act._forward_pre_hooks.values())
+    return act, type(act), type(act).forward, vars(act).get("forward"), hooks
+
+
 def _activation(module: Any) -> str:
-    """The kernel's name for an MLP's activation, "" where there is none."""
+    """The kernel's name for an MLP's activation, "" where there is none, and where a hook or a
+    forward of its own wants to see the call."""
+    _, *called = _acts(module)
+    if any(called[2:]):
+        return ""
     kind = type(getattr(module, "act_fn", None))
     return next((name for key, name in ACTIVATIONS.items() if kind is type(ACT2FN[key])), "")
 

@@ -324,7 +324,7 @@ def test_certified(device_path, length):
     real = torch.zeros(BATCH, HEADS, scratch.owner.shape[2], BLOCK, WIDTH)
     scratch = scratch._replace(slots=real)  # in the interpreter too
     telemetry = torch.zeros(BATCH, HEADS, 32, len(certified.TELEMETRY), dtype=torch.float64)
-    args = [step.q, step.k, step.v, *tier, 0.125, BLOCK, 0.9, 1, 2, 0.05, 1e30, 1e30, 1, 0.3]
+    args = [step.q, step.k, step.v, *tier, 0.125, BLOCK, 0.9, 1, 2, 0.05, 1e30, 1, 0.3]
     args += [step.lengths, None, None, 0.0, None, step.guard(telemetry), *step.guard.all(scratch)]
     launch = functools.partial(certified.launch, plan=Plan(splits=3, pieces=2))
     op = torch.ops.attnplug.certified_attention, certified._allocate

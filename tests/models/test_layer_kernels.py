@@ -162,6 +162,57 @@ def test_tokens_are_the_models_own(device, name, dtype, monkeypatch):
         assert found == wanted
 
 
+def negate(module, x):
+    return -x
+
+
+def mlp_of(model):
+    return model.model.layers[0].mlp
+
+
+def subclass(module):
+    module.__class__ = type("Own", (type(module),), {"forward": negate})
+
+
+CHANGES = {
+    "class of an mlp": lambda model, patch: subclass(mlp_of(model)),
+    "class of a norm": lambda model, patch: subclass(model.model.norm),
+    "code of a class": lambda model, patch: patch.setattr(type(mlp_of(model)), "forward", negate),
+    "activation": lambda model, patch: setattr(mlp_of(model), "act_fn", nn.Tanh()),
+    "hook on the activation": lambda model, patch: mlp_of(model).act_fn.register_forward_hook(
+        lambda *call: -call[-1]
+    ),
+    "forward of the activation": lambda model, patch: setattr(
+        mlp_of(model).act_fn, "forward", torch.tanh
+    ),
+    "function of the file": lambda model, patch: patch.setattr(
+        modeling_llama, "rotate_half", lambda x: x
+    ),
+    "rotation of the file": lambda model, patch: patch.setattr(
+        modeling_llama, "apply_rotary_pos_emb", lambda q, k, *rest, **options: (q, k)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+@pytest.mark.parametrize("is_before", [True, False], ids=["before apply", "between calls"])
+def test_a_change_of_the_model_counts(device, name, is_before, monkeypatch):
+    monkeypatch.setattr(layer_kernels, "DEVICES", {"cuda", "cpu"})
+    model = tiny_model(device=device)
+    stock = copy.deepcopy(model)
+    attnplug.apply(model, "dense")
+    first = tokens_of(model)
+    if is_before:
+        attnplug.remove(model)
+    for each in (model, stock):
+        CHANGES[name](each, monkeypatch)
+    wanted = tokens_of(stock)
+    assert wanted != first
+    if is_before:
+        attnplug.apply(model, "dense")
+    assert tokens_of(model) == wanted
+
+
 def test_hooks_gradients_and_compilation_see_the_model(device, monkeypatch):
     monkeypatch.setattr(layer_kernels, "DEVICES", {"cuda", "cpu"})
     model = attnplug.apply(tiny_model(device=device), "dense")

@@ -395,6 +395,31 @@ def sketch(call: Callable[..., Any], name: str, *ungraded: str) -> Contract:
     return Contract(call, (f"sketch_{name}",), link(name), (f"sketch_{name}",), ungraded)
 
 
+# --- sparse by training ----------------------------------------------------------------------
+
+
+def indexed() -> Iterator[Inputs]:
+    inputs = {
+        "q": random(0, 2, 3, 4, 16),
+        "weights": random(1, 2, 3, 4),
+        "keys": random(2, 2, 50, 16),
+    }
+    rows = rows_of(50)
+    del rows["start"]
+    yield inputs | rows | {"k": 9, "scale": 0.2}
+    yield inputs | {"k": 60, "scale": 0.2}
+
+
+def latent() -> Iterator[Inputs]:
+    inputs = {"q_latent": random(0, 2, 3, 4, 16), "q_rope": random(1, 2, 3, 4, 8)}
+    inputs |= {"latents": random(2, 2, 50, 16), "rope": random(3, 2, 50, 8), "scale": 0.2}
+    rows = rows_of(50)
+    del rows["start"]
+    picks = torch.arange(9, dtype=torch.int32).repeat(2, 3, 1)
+    yield inputs | rows | {"picks": picks, "sinks": SINKS}
+    yield inputs
+
+
 PARTS = ("select_blocks", "gather_attention")
 STEP = {
     "ungraded": ("encoder", "queries", "v_mean", "recent", "hint", "fixed"),
@@ -440,5 +465,7 @@ CONTRACTS = (
     own(ops.delta_correct, delta_correct),
     own(ops.stream_mask, stream_mask),
     own(ops.stream_edges, stream_edges),
+    own(ops.index_topk, indexed),
+    own(ops.latent_attention, latent),
     Contract(call_prefill_rows, ("prefill_rows",), prefill_rows, ("momo",)),
 )  # fmt: skip

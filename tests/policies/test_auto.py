@@ -12,7 +12,7 @@ import torch
 
 import attnplug
 from attnplug import Auto, Dense, Gather, Momo, Policy, PolicyError, Sketch
-from attnplug.api import _LayerMaker
+from attnplug.binding import LayerMaker
 from attnplug.eval.tasks import TASKS
 from attnplug.models.hf import Binding
 from attnplug.models.layers import find_attention_layers
@@ -184,7 +184,7 @@ def test_layers_that_come_after_are_those_of_the_same_device_and_kind():
     elsewhere = dataclasses.replace(found[2].shape, device=CUDA)
     found[2] = dataclasses.replace(found[2], shape=elsewhere)
     found[3] = dataclasses.replace(found[3], kind="sliding")
-    make = _LayerMaker([(layer, Binding(parse("gather"), "", "sdpa")) for layer in found])
+    make = LayerMaker([(layer, Binding(parse("gather"), "", "sdpa")) for layer in found])
     assert [make(index, 64).layers_behind for index in (0, 1, 2, 4)] == [2, 1, 0, 0]
 
 

@@ -7,7 +7,7 @@ from gvr_cases import dtypes, random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attnplug.errors import ArgumentError, GradientError
+from attnplug.errors import ArgumentError
 from attnplug.ops import index_topk
 from attnplug.ops.common.device import Card
 from attnplug.ops.gvr import index_topk as op
@@ -288,13 +288,6 @@ def test_compiles_as_one_graph(device):
     assert torch.equal(compiled(q), index_topk(q, weights, keys, 9, scale=1.0))
 
 
-def test_opcheck(device):
-    q, weights, keys = (x.to(device) for x in inputs(16, 2, 3, 2, 90, 16))
-    lengths, mask = torch.tensor([60], device=device), torch.ones(2, 90, device=device) > 0
-    for extra in ((None, None), (lengths, mask)):
-        torch.library.opcheck(op._index_topk, (q, weights, keys, 7, 0.5, *extra))
-
-
 def test_no_queries_and_no_rows(device):
     for batch, queries in ((0, 1), (2, 0)):
         q, weights, keys = (x.to(device) for x in inputs(17, batch, queries, 2, 20, 16))
@@ -338,9 +331,3 @@ def test_refuses_more_tokens_than_topk():
     keys = torch.empty(1, ranking.MAX_SCORES + 1, 16, device="meta")
     with pytest.raises(ArgumentError, match="index_topk: keys has 4194305 tokens a row"):
         index_topk(q, weights, keys, 9, scale=1.0)
-
-
-def test_refuses_gradients():
-    q = torch.zeros(1, 3, 2, 16, requires_grad=True)
-    with pytest.raises(GradientError, match="index_topk"):
-        index_topk(q, torch.zeros(1, 3, 2), KEYS, 9, scale=1.0)

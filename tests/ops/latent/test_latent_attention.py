@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attnplug.errors import ArgumentError, GradientError
+from attnplug.errors import ArgumentError
 from attnplug.ops import latent_attention
 from attnplug.ops.common.device import Card
 from attnplug.ops.latent import latent_attention as op
@@ -230,15 +230,6 @@ def test_compiles_as_one_graph(device, listed):
     assert torch.equal(compiled(*tensors), latent_attention(*tensors, picks, scale=SCALE))
 
 
-def test_opcheck(device):
-    tensors = [x.to(device) for x in inputs(82, 2, 3, 2, 40, 16, 4)]
-    picks = some_picks(83, 2, 3, 40, 9).to(device)
-    lengths, mask = torch.tensor([30], device=device), torch.ones(2, 40, device=device) > 0
-    for listed in (None, picks):
-        for extra in ((None, None), (lengths, mask)):
-            torch.library.opcheck(op._latent_attention, (*tensors, listed, SCALE, None, *extra))
-
-
 def test_no_queries_and_no_rows(device):
     for batch, queries in ((0, 1), (2, 0)):
         tensors = [x.to(device) for x in inputs(84, batch, queries, 2, 20, 16, 4)]
@@ -279,11 +270,3 @@ def test_refuses(change, message):
 def test_refuses_fewer_tokens_than_queries():
     with pytest.raises(ArgumentError, match="q_latent has 3 queries, more than latents' 2 tokens"):
         latent_attention(*inputs(91, 1, 3, 2, 2, 16, 4), scale=1.0)
-
-
-@pytest.mark.parametrize("part", [0, 1, 2, 3])
-def test_refuses_gradients(part):
-    tensors = inputs(92, 1, 3, 2, 40, 16, 4)
-    tensors[part].requires_grad_()
-    with pytest.raises(GradientError, match="latent_attention"):
-        latent_attention(*tensors, scale=1.0)
