@@ -44,6 +44,7 @@ if TYPE_CHECKING:
         Policy,
         Sketch,
         Stream,
+        Trained,
     )
     from attnplug.reports import LayerReport, Report
 
@@ -75,6 +76,7 @@ __all__ = [
     "Sketch",
     "Stream",
     "TraceFileError",
+    "Trained",
     "UnsupportedCallError",
     "UnsupportedModelError",
     "WeightsUnavailableError",

@@ -98,7 +98,7 @@ def test_report_shows_what_layers_counted(policy, headings, monkeypatch):
         (("eval", "m", "--policies", "momo"), "policies is 'momo', needs all; --policy names one"),
         (("eval", "m", "--policies", "all", "--suite", "big"), "suite is 'big', needs one of"),
         (("plan", "qwen2.5-7b", "--context", "8K,-1"), "context is -1, needs at least 1"),
-        (("report", "m", "--policy", "gathr"), "gvr, momo, sketch, stream. Did you mean gather?"),
+        (("report", "m", "--policy", "gathr"), "sketch, stream, trained. Did you mean gather?"),
         (("report", "m", "--policy", "momo(gama=1)"), "min_tokens. Did you mean gamma?"),
         (("bench", "--quick", "--device", "cpu", "--lengths", "64"), "lengths is 64, needs at le"),
         (("plan", "qwen2.5-7b", "--batch", "0"), "batch is 0, needs at least 1"),
