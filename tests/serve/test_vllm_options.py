@@ -98,6 +98,7 @@ def test_no_policy_is_an_error_with_an_example(monkeypatch):
         ({"policy": "gather", "layers": {"0": "gvr"}}, "different decode methods, gather and gvr"),
         ("certified", "certified is not served; use vLLM's own quantized cache"),
         ("sketch", "sketch is not served; use gather or gvr"),
+        ("momo+trained", "trained is not served; use vLLM's own kernels for models with an"),
         ("auto", "use the methods by name"),
         ("prefill=stream", "stream is not served; use it as what looks on, such as 'momo"),
         ("gather+stream(of='policy')", "follows the method that serves prefill"),

@@ -28,6 +28,7 @@ INSTEAD = {
     "sketch": "gather or gvr, whose ops read vLLM's pages",
     "auto": "the methods by name, such as 'momo+gather'",
     "stream": "it as what looks on, such as 'momo+stream'; momo serves prefill",
+    "trained": "vLLM's own kernels for models with an indexer, without attnplug",
 }
 
 
@@ -200,6 +201,8 @@ def phases_of(policy: str) -> Phases:
             raise _unserved(phase)
     if trace is not None and type(trace) is not Stream:
         raise _unserved(trace)
+    if parsed.trained is not None:
+        raise _unserved(parsed.trained)
     if isinstance(decode, Gather):
         _check_gather(decode)
     return Phases(
