@@ -26,6 +26,7 @@ from attnplug.errors import UnsupportedCallError
 from attnplug.models.cache import PlugLayer
 from attnplug.models.hf import (
     SERVES,
+    as_autocast,
     binding_of,
     plug_attention,
     plug_mask,
@@ -55,7 +56,7 @@ PICK_METHOD = "_attnplug_pick_tokens"  # of an indexer
 PICKING: dict[type[torch.nn.Module], Forward] = {}  # of an indexer's class: its forward, with ours
 
 
-def why_not_indexed(module: torch.nn.Module) -> str:
+def why_not_indexed(module: Any) -> str:
     """Why the picks of such a module cannot be served; "" where they can."""
     kind = type(module).__name__
     if not (hasattr(module, "expand_kv") and hasattr(module, "kv_lora_rank")):
@@ -167,7 +168,7 @@ def pick_tokens(
         return scores.topk(min(indexer.index_topk, k.shape[1]), -1).indices.to(torch.int32)
     lengths = None if cache is None else lengths_of(cache.layers[indexer.layer_idx])
     return index_topk(
-        q,
+        q.to(k.dtype),  # autocast, and norms that are kept in float32, mix precisions
         weights,
         k,
         indexer.index_topk,
@@ -228,8 +229,8 @@ def attend_indexed(
     `[B,1,T,R]` and rotated keys `[B,1,T,P]` where there are `indices` `[B,S,K]`; other layers of
     the model are `plug_attention`'s. Returns `[B,S,Hq,Dv]` and no weights."""
     binding = binding_of(module)
-    served = binding is not None and binding.policy is not None
-    if not served or indices is None or attention_mask is None:
+    policy = None if binding is None else binding.policy
+    if binding is None or policy is None or indices is None or attention_mask is None:
         mask = None if attention_mask is None or attention_mask.shape[-1] == 1 else attention_mask
         return plug_attention(
             module, query, key, value, mask, dropout, scaling, s_aux=s_aux, **kwargs
@@ -242,6 +243,7 @@ def attend_indexed(
         stock = stock_function(module, binding.stock)
         return stock(module, query, *expanded, mask, scaling=scaling, s_aux=s_aux, **kwargs)
     state = kwargs.get("attnplug_state")
+    query, key, value = as_autocast(query, key, value, state)
     lengths = lengths_of(state)
     if lengths is not None and kwargs.get("attnplug_fresh") == query.shape[2]:
         key, value, lengths = key[:, :, : query.shape[2]], value[:, :, : query.shape[2]], None
@@ -256,7 +258,7 @@ def attend_indexed(
         lengths=lengths,
         key_mask=_key_mask(attention_mask, len(key), key.shape[2]),
     )
-    out = binding.policy.attend_latents(call)
+    out = policy.attend_latents(call)
     if not (isinstance(state, PlugLayer) and state.round_part):
         binding.note_served(query.shape[2], Served(call.served_by))
     return out, None

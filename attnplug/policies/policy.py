@@ -71,6 +71,7 @@ class Policy:
     @property
     def attends_latents(self) -> bool:
         """Whether both methods serve a layer whose model picks what it reads."""
+        assert self.prefill is not None and self.decode is not None  # filled by __post_init__
         own = (type(each).attend_latents for each in (self.prefill, self.decode))
         return all(each is not Phase.attend_latents for each in own)
 

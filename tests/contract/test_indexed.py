@@ -225,6 +225,21 @@ def test_weights_that_change_after_apply_are_refused(model):
 
 
 @torch.no_grad()
+def test_autocast(model):
+    """bfloat16 within autocast, with and without a cache: as near to float32 as transformers is."""
+    ids = ids_of()
+    exact = model(ids).logits
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        stock = model(ids).logits
+    attnplug.apply(model, "trained")
+    cache = attnplug.make_cache(model, 40)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        for options in ({"use_cache": False}, {"use_cache": True, CACHE: cache}):
+            found = model(ids, **options).logits
+            assert (found - exact).norm() < 2 * (stock - exact).norm()
+
+
+@torch.no_grad()
 def test_compiled_in_one_graph(model):
     ids = ids_of(1, 9)
     wanted = model(ids).logits
