@@ -16,7 +16,7 @@ Plan = list[tuple[AttentionLayer, Binding[Policy]]]
 def bind(
     model: PreTrainedModel, layer: AttentionLayer, policy: Policy | None, layers: int
 ) -> Binding[Policy]:
-    """What serves a layer, one of so many `layers` on its device."""
+    """What serves a layer. `layers` like it are on its device."""
     stock = _stock_attention(model, layer)
     if layer.reason:
         return Binding(None, layer.reason, stock)

@@ -1,7 +1,7 @@
 """What kernels of a layer stand in for: the code that Llama and Gemma have in transformers, and
 most families after them. A module's code is compared with it instruction for instruction, so that
-it is written here as it is there. transformers' own functions would not do: whoever replaces them,
-for all models of a process, would change both sides of the comparison.
+it is written here as it is there. transformers' own functions would not do: a user who replaces
+them, for all models of a process, would change both sides of the comparison.
 """
 
 from typing import Any

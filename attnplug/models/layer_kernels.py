@@ -36,7 +36,8 @@ Forward = Callable[..., Any]
 class LayerKernels:
     """The modules of a model that have kernels here, each with the forward that stands in for its
     own, and `counts`, by what they are. They are found at the first call, and again where a module
-    or a class is not what it was: whoever changes a model between two calls gets his change."""
+    or a class is not what it was, so that a model which is changed between two calls is served as
+    it is now."""
 
     forwards: list[tuple[torch.nn.Module, Forward]] = field(default_factory=list)
     attentions: list[torch.nn.Module] = field(default_factory=list)
@@ -194,22 +195,29 @@ def _pieces(kind: type) -> tuple[Any, ...]:
     return kind.forward, getattr(kind, "_norm", None), names.get(ROTATE), names.get(HALF)
 
 
-def _acts(module: Any) -> tuple[Any, ...]:
-    """An MLP's activation, and what else runs where it is called."""
-    act = getattr(module, "act_fn", None)
-    if not isinstance(act, torch.nn.Module):
-        return (act,)
+def _acts(module: torch.nn.Module) -> tuple[Any, ...]:
+    """An MLP's activation, with its class and that one's code, and what users have put around it.
+    Looked up as torch keeps it: each call of generate asks every module, and most have none."""
+    act = module._modules.get("act_fn")
+    if act is None:
+        return ()
+    return act, type(act), type(act).forward, *_around(act)
+
+
+def _around(act: torch.nn.Module) -> tuple[Any, ...]:
+    """The hooks of a module, and a forward of its own."""
+    own = vars(act).get("forward")
     hooks = (*act._forward_hooks.values(), *act._forward_pre_hooks.values())
-    return act, type(act), type(act).forward, vars(act).get("forward"), hooks
+    return hooks if own is None else (own, *hooks)
 
 
-def _activation(module: Any) -> str:
+def _activation(module: torch.nn.Module) -> str:
     """The kernel's name for an MLP's activation, "" where there is none, and where a hook or a
     forward of its own wants to see the call."""
-    _, *called = _acts(module)
-    if any(called[2:]):
+    act = module._modules.get("act_fn")
+    if act is None or _around(act):
         return ""
-    kind = type(getattr(module, "act_fn", None))
+    kind = type(act)
     return next((name for key, name in ACTIVATIONS.items() if kind is type(ACT2FN[key])), "")
 
 
