@@ -15,7 +15,7 @@ from attnplug.policies._certified_layer import Certificates, certified_layers
 from attnplug.policies._gather_layers import Residency
 from attnplug.policies._gvr_layer import Picks
 from attnplug.policies._sketch_audit import Audit
-from attnplug.policies._sketch_layer import audits
+from attnplug.policies._sketch_layer import audit
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +48,7 @@ def run(
     logits = model(ids, **{CACHE: cache}).logits
     for _ in range(steps):
         logits = model(logits[:, -1:].argmax(-1), **{CACHE: cache}).logits
-    return Counted(residency(cache), picks(cache), certified_layers(cache), audits(cache))
+    return Counted(residency(cache), picks(cache), certified_layers(cache), audit(cache))
 
 
 def _numbers(title: str, *columns: str) -> Table:

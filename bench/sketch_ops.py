@@ -1,17 +1,20 @@
 """The kernels of `sketch` on one GPU: right against their references, and how long each takes.
 
-    python bench/sketch_ops.py --out rows.jsonl [--part steps|checks|kernels] [--seconds 150]
+    python bench/sketch_ops.py --out rows.jsonl [--part basis|steps|checks|kernels] [--seconds 150]
 
 Checks every op of the chain on a few odd shapes against its CPU reference, then times the whole
 chain, and each kernel of it under a few plans, beside `dense_decode` over the same cache: CUDA
 graphs of calls on caches that rotate past the L2. Each call of the chain has a query of its own,
 which correlates by 0.9 with the one before on that cache, and the hint that one left. A variant
 that fails is a row with its error; the script goes on, prints a short table last, and exits with 1.
+`--part basis` times what a prompt's basis and codes cost a model of 28 layers.
 """
 
 import argparse
 import functools
+import statistics
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -27,7 +30,7 @@ from attnplug.ops.sketch import pick_tokens as pick
 from attnplug.ops.sketch import prepare_query as prepare
 from attnplug.ops.sketch import scan_sketch as scan
 from attnplug.ops.sketch import sketch_decode as decode
-from attnplug.ops.sketch.state import empty_codes, fit_basis
+from attnplug.ops.sketch.state import Fit, empty_codes, fit_bases, fit_basis
 
 HEADS, KV_HEADS, WIDTH, TOP_K = 28, 4, 128, 2048
 SHAPES = [(1, 1 << 15), (1, 1 << 17), (1, 1 << 20), (8, 1 << 17), (8, 1 << 20), (1, 1 << 19)]
@@ -256,6 +259,36 @@ def time_kernels(rows: Rows, batch: int, tokens: int) -> dict[str, str]:
     return {"result": "done"}
 
 
+def time_basis(batch: int, tokens: int) -> dict[str, Any]:
+    """Bases and codes of 28 layers, from nothing: how long the host takes to ask for them (which is
+    less where it does not wait), and how long it is until they are there. The medians of five."""
+    shape, layers = (batch, KV_HEADS, tokens, WIDTH), 28
+    fits, codes = [], []
+    for _ in range(layers):
+        k, v = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+        q = torch.randn(batch, HEADS, 520, WIDTH, device="cuda", dtype=torch.bfloat16)
+        fits.append(Fit(k, v, q, torch.tensor([tokens], device="cuda")))
+        codes.append(empty_codes(k, 24))
+    asked, whole_times = [], []
+    for _ in range(6):
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        for of, basis, code in zip(fits, fit_bases(fits), codes, strict=True):
+            code.progress.zero_()
+            encode.encode_keys(of.keys, of.values, basis.encoder, *code, lengths=of.lengths)
+        asked.append(time.perf_counter() - begin)
+        torch.cuda.synchronize()
+        whole_times.append(time.perf_counter() - begin)
+    host, there = (1e3 * statistics.median(x[1:]) for x in (asked, whole_times))
+    first = 1e3 * whole_times[0]
+    return {
+        "host_ms": host,
+        "ms": there,
+        "first_ms": first,
+        "result": f"host {host:.1f} ms, there after {there:.1f} ms, at first {first:.0f} ms",
+    }
+
+
 def alone(
     layers: list[Layer], plan: decode.Plan, kernel: str, more: dict[str, Any] | None = None
 ) -> dict[str, float]:
@@ -299,12 +332,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--seconds", type=float, default=150)
-    parts = ("all", "steps", "checks", "kernels")
+    parts = ("all", "basis", "steps", "checks", "kernels")
     parser.add_argument("--part", choices=parts, default="all")
     args = parser.parse_args()
     rows = Rows(args.out, args.seconds)
     torch.set_grad_enabled(False)
     print(torch.cuda.get_device_name(), torch.__version__, flush=True)
+    if args.part in ("basis", "all"):
+        for shape in ((1, 100_000), (1, 1 << 17), (8, 1 << 14)):
+            rows.attempt("basis", f"batch={shape[0]} n={shape[1]}", "", time_basis, *shape)
     # The steps first: a check takes long, because the CPU computes it too.
     if args.part in ("steps", "all"):
         for shape in SHAPES:

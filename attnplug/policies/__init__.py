@@ -15,7 +15,7 @@ from attnplug.policies._certified_layer import Certificates, certified_layers
 from attnplug.policies._gather_layers import residency
 from attnplug.policies._gvr_layer import picks
 from attnplug.policies._sketch_audit import Audit
-from attnplug.policies._sketch_layer import audits, refit
+from attnplug.policies._sketch_layer import audit, audits, refit
 
 # A row a method: this import registers and exports it ("X as X" is what tools take for an export).
 from attnplug.policies.auto import Auto as Auto
@@ -47,6 +47,7 @@ __all__ = [
     "Policy",
     "Reads",
     "apply_sinks",
+    "audit",
     "certificates",
     "check_option",
     "methods",

@@ -44,9 +44,10 @@ class SketchLayer(PlugLayer):
 
     `audits` `[B,Hq,3]` float64 counts audits and sums their two results, see `audit_step`.
 
-    The host makes the basis (`refit`), never a captured or compiled step: after a prefill, where
-    `note_queries` has it; before steps of generate, which calls `prepare_steps`; in a step that is
-    not compiled. It counts the tokens on the host for that, `seen`; compiled code does not count.
+    The basis is made between steps (`refit`), never in a captured or compiled one: after a prefill,
+    where `note_queries` has it; before steps of generate, which calls `prepare_steps`; in a step
+    that is not compiled. The host starts that work and does not wait for it. It counts the tokens
+    for that, `seen`; compiled code does not count.
     Codes follow `progress`: what shortens a row lowers it, what moves rows moves them along, and a
     new basis begins it anew. Caches that the method does not serve (`serves`: rows, slots, device)
     have neither: dense reads them whole.
@@ -240,14 +241,16 @@ class SketchLayer(PlugLayer):
         if self._is_due():
             self.refit(call.first_key, call.key_mask)
 
+    def _can_audit(self) -> bool:
+        return self.is_fitted and self.asked is not None and self.recent is not None
+
     def _audit_is_due(self) -> bool:
-        known = self.is_fitted and self.asked is not None and self.recent is not None
-        return self.audit > 0 and known and self._written >= self.audit_due
+        return self.audit > 0 and self._can_audit() and self._written >= self.audit_due
 
     def _audit(self, start: torch.Tensor | None, mask: torch.Tensor | None) -> None:
         """Estimate the error of the last step: its query is in the ring, its token in the cache."""
         assert self.codes is not None and self.basis is not None
-        assert self.asked is not None and self.recent is not None  # _audit_is_due has looked
+        assert self.asked is not None and self.recent is not None  # _can_audit has looked
         self.audit_due = self._written + self.audit
         lengths = self.cumulative_length.reshape(1)
         found = audit_step(
@@ -297,15 +300,17 @@ class SketchLayer(PlugLayer):
         if not self.is_initialized or not self._has_work(tokens):
             return None
         audit, fit = self._audit_is_due(), self._is_due()
-        keys = self._buffers()[0]
-        start = None
-        if mask is not None:
-            mask = mask.bool().to(keys.device)[:, : self.max_cache_len]
-            start = mask.int().argmax(-1).to(torch.int32)
-            mask = self.mask_of_buffer(mask)
+        start, mask = self._rows_of(mask)
         if audit:
             self._audit(start, mask)
         return (start, mask) if fit else None
+
+    def _rows_of(self, mask: torch.Tensor | None) -> Rows:
+        """(start, mask), as `refit` takes them, of a model's mask `[B,T]`."""
+        if mask is None:
+            return None, None
+        mask = mask.bool().to(self._buffers()[0].device)[:, : self.max_cache_len]
+        return mask.int().argmax(-1).to(torch.int32), self.mask_of_buffer(mask)
 
     def refit(self, start: torch.Tensor | None, mask: torch.Tensor | None) -> None:
         """Make the basis of the tokens that are in the cache and the queries that were kept, and
@@ -416,6 +421,16 @@ def refit(cache: Cache, attention_mask: torch.Tensor | None = None) -> None:
     for layer in layers:
         layer.due, layer.seen = 0, max(layer.seen, int(layer.cumulative_length))
     SketchLayer.prepare_steps(layers, 0, attention_mask)
+
+
+def audit(cache: Cache, attention_mask: torch.Tensor | None = None) -> list[Audit]:
+    """Estimate the error of the last step in every layer of sketch's that has made one, now, and
+    return what all audits of the cache have found. `attention_mask` `[B,T]` is the model's, where
+    it hides anything. For between two steps: each layer repeats its step."""
+    for layer in cache.layers:
+        if isinstance(layer, SketchLayer) and layer.is_initialized and layer._can_audit():
+            layer._audit(*layer._rows_of(attention_mask))
+    return audits(cache)
 
 
 def audits(cache: Cache) -> list[Audit]:

@@ -94,7 +94,7 @@ SKETCH = Candidate(
 )
 GATHER = Candidate(
     Gather(),
-    "faster than sketch, but nothing audits what it misses",
+    "faster than sketch, but nothing tells what it misses",
     "its pages of 16 were not timed on a CPU",
 )
 MEASURED_MOMO = Candidate(

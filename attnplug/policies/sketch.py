@@ -47,14 +47,15 @@ class Sketch(DenseBelow):
     count as: their mass and a regression of the values on the scores ("regression"), or nothing
     ("drop"). min_tokens: caches below so many tokens are read whole, by `dense`. None is a multiple
     of what a step reads, but not below a floor for the kind of device. audit: after so many tokens
-    the host estimates the error of a step, between two steps; 0: never. kv: where keys and values
-    live, "gpu" or "host" (memory read over the link); the codes are on the GPU.
+    the error of a step is estimated, between two steps; 0: only where `attnplug.policies.audit`
+    asks for it. kv: where keys and values live, "gpu" or "host" (memory read over the link); the
+    codes are on the GPU.
     """
 
     bytes: int = 24
     k: int = 2048
     tail: str = "regression"
-    audit: int = 1024
+    audit: int = 0
     min_tokens: int | None = None
     kv: str = "gpu"
 

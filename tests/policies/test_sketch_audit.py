@@ -5,6 +5,7 @@ import torch
 from step_cases import random
 
 import attnplug
+from attnplug import policies
 from attnplug.ops.sketch.encode_keys import encode_keys
 from attnplug.ops.sketch.sketch_decode import sketch_decode
 from attnplug.ops.sketch.state import empty_codes, fit_basis
@@ -120,3 +121,29 @@ def test_an_audit_changes_no_output():
                 steps.append(model(steps[-1].argmax(-1), past_key_values=cache).logits)
         found.append(torch.cat(steps, 1))
     assert torch.equal(*found)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("padded", [False, True])
+def test_an_audit_for_the_asking(padded):
+    """By default nothing is audited; one call audits the last step of each layer that has made one,
+    with the tokens that the mask leaves."""
+    ids = torch.randint(2, 90, (2, 900), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones(2, 901, dtype=torch.long)
+    if padded:
+        mask[0, :40] = 0
+    with attnplug.applied(tiny_model(), "sketch(k=8, tail='drop', min_tokens=0)") as model:
+        cache = attnplug.make_cache(model, 940)
+        assert policies.audit(cache) == []
+        model(ids, attention_mask=mask[:, :900], past_key_values=cache)
+        model(ids[:, :1], attention_mask=mask, past_key_values=cache)
+        assert certificates(cache) == []
+        state = torch.get_rng_state()
+        rows = policies.audit(cache, mask)
+        assert torch.equal(state, torch.get_rng_state())
+    assert (
+        [(row.layer, row.audits) for row in rows]
+        == [(0, 1), (1, 1)]
+        == [(row.layer, row.audits) for row in certificates(cache)]
+    )
+    assert all(0 < row.relative < 2 for row in rows)

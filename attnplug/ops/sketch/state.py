@@ -6,10 +6,13 @@ The keys of a KV head in the coordinates that its queries weigh, the best rank r
     C + ridge (tr C / D) I = L L^T      L^T C_k L = W S W^T, S descending
     A = L W_r      B = L^-T W_r         q.k ~ q.k_mean + (q B).((k - k_mean) A)
 
-A coordinate x has the standard deviation sqrt(S); the leading ones are rounded to 4 bits, clipped
-at 3.64 of it, the others to 2 bits, clipped at 1.49. What the codes stand for is called x^ here.
-Sources: Loki (Singhania et al., arXiv:2406.02542) for low-rank keys; the weighing by queries, the
-bits and the clips are measured (docs/log/sketch.md).
+W_r is found by subspace iteration, which is products and Cholesky factors of all layers' matrices
+in one batch: a GPU's eigensolvers take such matrices one after the other, and the host waits. A
+coordinate x has the standard deviation sqrt(S); the leading ones are rounded to 4 bits, clipped at
+3.64 of it, the others to 2 bits, clipped at 1.49. What the codes stand for is called x^ here.
+Sources: Loki (Singhania et al., arXiv:2406.02542) for low-rank keys; Golub and Van Loan, Matrix
+Computations, 8.2.4, for the iteration; the weighing by queries, the bits, the clips and the number
+of turns are measured (docs/log/sketch.md).
 """
 
 from collections.abc import Sequence
@@ -20,12 +23,14 @@ import torch
 from attnplug.errors import ArgumentError
 from attnplug.ops.common.checks import why_not_width
 from attnplug.ops.common.define import require
-from attnplug.ops.sketch.eigh import eigh_side_by_side
 
 BLOCK, CHUNK = 128, 32
 CLIPS = {4: 3.64, 2: 1.49}  # standard deviations
 COORDINATES = {16: (16, 32), 24: (32, 32), 32: (32, 64)}  # bytes: of 4 bits, of 2 bits
 SAMPLE = 16384  # tokens of a row that `fit_basis` reads at most, evenly spaced
+PIECE = 256  # tokens whose products are summed in float32, the sums of pieces in float64
+TURNS = 8  # of the subspace iteration, each by the square of the matrix
+FLOOR = 1e-6  # added to its eigenvalues, in parts of their sum: what is smaller has no order
 STEP_ROWS = 1 << 16  # tokens, of all rows and KV heads, that it widens to float32 at a time
 
 
@@ -113,8 +118,8 @@ def fit_basis(
 
     Moments are of at most 16,384 tokens of a row, evenly spaced. Tokens that are not finite are
     left out; so is a row's first block, the sink, where there are at least two more. A row without
-    tokens gives finite numbers, and queries of zeros the principal directions of the keys. The
-    matrices of a KV head are decomposed on the CPU: the host waits for the device.
+    tokens gives finite numbers, and queries of zeros the principal directions of the keys. All is
+    made on the keys' device, and the host never waits for it.
 
     Raises:
         ArgumentError: `size` or a head dimension does not fit.
@@ -124,49 +129,45 @@ def fit_basis(
 
 
 def fit_bases(fits: Sequence[Fit], *, size: int = 24, ridge: float = 0.1) -> list[Basis]:
-    """`fit_basis` of several caches whose rows and heads are as many, such as a model's layers'.
-    Their matrices are decomposed together: the host waits for the device twice, not twice a
-    cache, and each of its threads has a matrix."""
-    width = fits[0].keys.shape[3]
+    """`fit_basis` of several caches on one device, whose rows and heads are as many, such as a
+    model's layers'. Their matrices are decomposed in one batch."""
+    device, width = fits[0].keys.device, fits[0].keys.shape[3]
     unserved = why_not_width(width)
     require(not unserved, "fit_basis", unserved)
-    code = _Code.of(*coordinates("fit_basis", size, width))
+    code = _Code.of(*coordinates("fit_basis", size, width), device)
     # Without autocast, which would round the moments.
-    with torch.autocast(fits[0].keys.device.type, enabled=False):
+    with torch.autocast(device.type, enabled=False):
         seen = [_Seen.of(fit) for fit in fits]
-        found = _directions(
-            torch.stack([each.cov_k.cpu() for each in seen]),
-            torch.stack([each.cov_q.cpu() for each in seen]),
-            code.rank,
-            ridge,
-        )
+        cov_k, cov_q = (torch.stack([getattr(x, of) for x in seen]) for of in ("cov_k", "cov_q"))
+        found = _directions(cov_k, cov_q, code.rank, ridge)
         coded = [
-            _coded(fit, each, code, *(x.to(each.cov_k.device) for x in parts))
+            _coded(fit, each, code, *parts)
             for fit, each, *parts in zip(fits, seen, *found, strict=True)
         ]
-        roots = _roots(torch.stack([each.cov_xx.cpu() for each in coded]))
+        roots = _roots(
+            *(torch.stack([getattr(x, of) for x in coded]) for of in ("mean_x", "cov_xx"))
+        )
         return [
-            Basis(
-                each.encoder,
-                _query_map(of, each, root.to(of.k_mean.device)),
-                of.v_mean.float().contiguous(),
-            )
+            Basis(each.encoder, _query_map(of, each, root), of.v_mean.float().contiguous())
             for of, each, root in zip(seen, coded, roots, strict=True)
         ]
 
 
 class _Code(NamedTuple):
-    """The code of each coordinate, on the CPU."""
+    """The code of each coordinate."""
 
-    most: torch.Tensor  # [r], its largest code
-    clip: torch.Tensor  # [r], in standard deviations
+    most: torch.Tensor  # float64 [r], its largest code
+    clip: torch.Tensor  # float64 [r], in standard deviations
 
     @classmethod
-    def of(cls, fine: int, coarse: int) -> "_Code":
-        bits = torch.tensor([4] * fine + [2] * coarse, dtype=torch.int64, device="cpu")
-        clips = [CLIPS[4]] * fine + [CLIPS[2]] * coarse
-        clip = torch.tensor(clips, dtype=torch.float32, device="cpu").double()
-        return cls(2**bits - 1, clip)
+    def of(cls, fine: int, coarse: int, device: torch.device) -> "_Code":
+        # Made there: a copy from the host's pageable memory would wait for the device.
+        is_fine = torch.arange(fine + coarse, device=device) < fine
+
+        def either(of_fine: float, of_coarse: float) -> torch.Tensor:
+            return is_fine.double() * (of_fine - of_coarse) + of_coarse
+
+        return cls(either(15.0, 3.0), either(CLIPS[4], CLIPS[2]))
 
     @property
     def rank(self) -> int:
@@ -202,8 +203,7 @@ class _Coded(NamedTuple):
 
 
 def _coded(fit, seen, code, a, b, deviation):
-    most, clip = (x.to(deviation.device) for x in code)
-    reach = clip * deviation
+    most, reach = code.most, code.clip * deviation
     level, step = -reach, 2 * reach / most
     inverse = a / step[..., None, :]
     bias = -(seen.k_mean[..., None, :] @ inverse)[..., 0, :] - level / step
@@ -222,7 +222,7 @@ def _sampled(keys, lengths, start, key_mask):
     end = rows + tokens if lengths is None else rows + lengths.long().clamp(max=tokens)[:, None]
     first = torch.where(end - low >= 3 * BLOCK, low + BLOCK, low)
     count = (end - first).clamp(min=0)
-    most = min(tokens, SAMPLE)
+    most = min(-(-tokens // PIECE) * PIECE, SAMPLE)
     place = torch.arange(most, device=keys.device)[None]
     at = first + torch.where(count > most, place * count // most, place)
     weight = at < end
@@ -233,7 +233,7 @@ def _sampled(keys, lengths, start, key_mask):
 def _parts(keys, values, at, weight):
     """(keys, values, weight) of some tokens at a time, float32, `[B, Hkv, n, D]` and `[..., n]`;
     what is not to count is 0."""
-    step = max(1024, STEP_ROWS // (keys.shape[0] * keys.shape[1]))
+    step = max(1, STEP_ROWS // (keys.shape[0] * keys.shape[1] * PIECE)) * PIECE
     for first in range(0, at.shape[1], step):
         part = slice(first, first + step)
         place = at[:, None, part, None].expand(-1, keys.shape[1], -1, keys.shape[3])
@@ -260,8 +260,15 @@ def _moments(keys, values, at, weight):
     cov = keys.new_zeros((*shape, shape[2]), dtype=torch.float64)
     for k, _, counts in _parts(keys, values, at, weight):
         centred = (k - k_mean.float()[:, :, None]) * counts[..., None]
-        cov += centred.transpose(2, 3) @ centred
+        cov += _product(centred, centred)
     return k_mean, v_mean, cov / count[..., None]
+
+
+def _product(a, b):
+    """The sum over tokens of a b^T, of `[B, Hkv, n, r]` and `[B, Hkv, n, D]`: n is whole pieces,
+    which a GPU takes side by side."""
+    left, right = (x.unflatten(2, (-1, PIECE)) for x in (a, b))
+    return (left.mT @ right).sum(2, dtype=torch.float64)
 
 
 def _query_moment(cov_k, queries):
@@ -280,16 +287,50 @@ def _query_moment(cov_k, queries):
 
 def _directions(cov_k, cov_q, rank, ridge):
     """A `[..., D, r]`, B alike, and the standard deviations of the coordinates `[..., r]`, of
-    matrices `[..., D, D]` on the CPU."""
-    eye = torch.eye(cov_k.shape[-1], dtype=torch.float64, device="cpu")
-    lower = torch.linalg.cholesky(cov_q + ridge * eye)
-    values, vectors = eigh_side_by_side(lower.mT @ cov_k @ lower)
-    vectors = vectors.flip(-1)[..., :rank]
-    variance = values.flip(-1)[..., :rank].clamp(min=0)
+    matrices `[..., D, D]`."""
+    lower = _cholesky(cov_q, ridge)
+    variance, vectors = leading_directions(lower.mT @ cov_k @ lower, rank)
     # A coordinate that does not vary has codes of no meaning, and a step that keeps it finite.
     smallest = (1e-6 * variance[..., :1].sqrt()).clamp(min=1e-12)
     b = torch.linalg.solve_triangular(lower.mT, vectors, upper=True)
     return lower @ vectors, b, torch.maximum(variance.sqrt(), smallest)
+
+
+def leading_directions(m: torch.Tensor, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(eigenvalues `[..., rank]`, orthonormal eigenvectors `[..., D, rank]`) of the largest
+    eigenvalues of symmetric matrices `m [..., D, D]` without negative ones, float64, about
+    descending. Neighbours whose eigenvalues are nearly equal may be mixed, and the eigenvalue is
+    what `m` has in the direction that was found.
+
+    Subspace iteration, X <- orthonormal(M^2 X): the part of a wrong direction falls by the square
+    of the ratio of the eigenvalues at each turn. Nothing waits for the device."""
+    width = m.shape[-1]
+    eye = torch.eye(width, dtype=m.dtype, device=m.device)
+    total = m.diagonal(dim1=-2, dim2=-1).sum(-1)[..., None, None].clamp(min=1e-300)
+    shifted = m / total + FLOOR * eye
+    square = shifted @ shifted
+    # Columns that are unlike one another and like no axis, as eigenvectors are in neither.
+    at = torch.arange(1, width + 1, dtype=m.dtype, device=m.device)
+    x = torch.cos(2.39996 * at[:, None] * at[None, :rank])
+    for _ in range(TURNS):
+        x = _orthonormal(square @ x)
+    x = _orthonormal(x)
+    return ((m @ x) * x).sum(-2).clamp(min=0), x
+
+
+def _orthonormal(x):
+    """The columns of `[..., D, r]` made orthonormal from the first to the last, by Cholesky's
+    factor of their products. Columns of one length first: the factor is as good as they are
+    unlike."""
+    x = x / x.norm(dim=-2, keepdim=True).clamp(min=1e-300)
+    upper = _cholesky(x.mT @ x, 1e-15 * x.shape[-1]).mT
+    return torch.linalg.solve_triangular(upper, x, upper=True, left=False)
+
+
+def _cholesky(matrix, ridge):
+    """The lower factor of `matrix + ridge I`, not checked, as the host would wait for that."""
+    eye = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
+    return torch.linalg.cholesky_ex(matrix + ridge * eye, check_errors=False)[0]
 
 
 def _coded_moments(keys, values, at, weight, encoder, level, step, most, v_mean):
@@ -305,8 +346,8 @@ def _coded_moments(keys, values, at, weight, encoder, level, step, most, v_mean)
         code = torch.minimum(code.clamp(min=0), most.float())
         x = (level.float()[..., None, :] + code * step.float()[..., None, :]) * counts[..., None]
         x_sum += x.sum(2, dtype=torch.float64)
-        xx += x.mT @ x
-        xv += x.mT @ ((v - v_mean.float()[:, :, None]) * counts[..., None])
+        xx += _product(x, x)
+        xv += _product(x, (v - v_mean.float()[:, :, None]) * counts[..., None])
         count += counts.sum(2, dtype=torch.float64)
     count = count.clamp(min=1)[..., None]
     mean = x_sum / count
@@ -315,10 +356,13 @@ def _coded_moments(keys, values, at, weight, encoder, level, step, most, v_mean)
     return mean, cov, xv / count[..., None]
 
 
-def _roots(cov_xx):
-    """Components of matrices `[..., r, r]` on the CPU, whose squares add up to them."""
-    values, vectors = eigh_side_by_side(cov_xx)
-    return vectors * values.clamp(min=0).sqrt()[..., None, :]
+def _roots(mean_x, cov_xx):
+    """Components of covariances `[..., r, r]`, whose squares add up to them: Cholesky's factors, in
+    units of each coordinate's root mean square, of which 1e-3 is added to the variances. So a
+    coordinate that does not vary cannot end the factor, nor products rounded to TF32."""
+    unit = (cov_xx.diagonal(dim1=-2, dim2=-1) + mean_x.square()).clamp(min=0).sqrt()
+    unit = unit.clamp(min=1e-300)
+    return unit[..., None] * _cholesky(cov_xx / unit[..., None] / unit[..., None, :], 1e-3)
 
 
 def _query_map(seen, coded, root):
