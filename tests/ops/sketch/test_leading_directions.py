@@ -129,4 +129,4 @@ def test_a_gpus_basis_is_a_cpus(device):
         found = (asked @ queries[..., :48]) @ codes.mT + asked @ queries[..., 48:49]
         scores = asked @ k.mT
         errors.append((found - scores).square().mean() / scores.var())
-    assert errors[0] < 0.02 and abs(errors[1] / errors[0] - 1) < 0.02
+    assert errors[0] < 0.05 and abs(errors[1] / errors[0] - 1) < 0.02
