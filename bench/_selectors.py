@@ -22,8 +22,9 @@ from typing import ClassVar
 
 import torch
 
+from attnplug.ops.sketch.basis import CLIPS
 from attnplug.ops.sketch.kernels.codes import LOCAL
-from attnplug.ops.sketch.state import BLOCK, CLIPS, COORDINATES
+from attnplug.ops.sketch.state import BLOCK, COORDINATES
 from attnplug.policies import AttentionCall, Phase
 
 NAMES = {

@@ -13,7 +13,8 @@ from attnplug.ops.sketch import pick_tokens as pick
 from attnplug.ops.sketch import prepare_query as prepare
 from attnplug.ops.sketch import scan_sketch as scan
 from attnplug.ops.sketch import sketch_decode as decode
-from attnplug.ops.sketch.state import empty_codes, fit_basis
+from attnplug.ops.sketch.basis import fit_basis
+from attnplug.ops.sketch.state import empty_codes
 
 # dtype, head dimension, group, bytes, tokens, padded, masked, softcap
 CHECKS = [

@@ -30,7 +30,8 @@ from attnplug.ops.sketch import pick_tokens as pick
 from attnplug.ops.sketch import prepare_query as prepare
 from attnplug.ops.sketch import scan_sketch as scan
 from attnplug.ops.sketch import sketch_decode as decode
-from attnplug.ops.sketch.state import Fit, empty_codes, fit_bases, fit_basis
+from attnplug.ops.sketch.basis import Fit, fit_bases, fit_basis
+from attnplug.ops.sketch.state import empty_codes
 
 HEADS, KV_HEADS, WIDTH, TOP_K = 28, 4, 128, 2048
 SHAPES = [(1, 1 << 15), (1, 1 << 17), (1, 1 << 20), (8, 1 << 17), (8, 1 << 20), (1, 1 << 19)]

@@ -12,17 +12,10 @@ from transformers.cache_utils import StaticLayer
 from attnplug.call import AttentionCall
 from attnplug.models.cache import PlugLayer, RowBuffers
 from attnplug.models.sync import may_sync
+from attnplug.ops.sketch.basis import Fit, fit_bases
 from attnplug.ops.sketch.encode_keys import encode_keys
 from attnplug.ops.sketch.host_decode import FixedPart
-from attnplug.ops.sketch.state import (
-    BLOCK,
-    Basis,
-    Codes,
-    Fit,
-    empty_basis,
-    empty_codes,
-    fit_bases,
-)
+from attnplug.ops.sketch.state import BLOCK, Basis, Codes, empty_basis, empty_codes
 from attnplug.policies._host_layer import HostLayer
 from attnplug.policies._sketch_audit import Asked, Audit, audit_step
 

@@ -33,7 +33,8 @@ from attnplug.ops.gvr import page_codes as codes_of_pages
 from attnplug.ops.sketch import encode_keys as encode
 from attnplug.ops.sketch import host_decode as sketch_host
 from attnplug.ops.sketch import sketch_decode as sketch
-from attnplug.ops.sketch.state import empty_codes, fit_basis
+from attnplug.ops.sketch.basis import fit_basis
+from attnplug.ops.sketch.state import empty_codes
 from attnplug.policies._gather_layers import Form, GatherLayer, HostGatherLayer
 from attnplug.policies._gvr_layer import GvrLayer
 from attnplug.policies._sketch_layer import HostSketchLayer

@@ -19,11 +19,12 @@ from attnplug.ops.gather.page_bounds import empty_page_bounds
 from attnplug.ops.gvr.page_codes import empty_page_codes
 from attnplug.ops.gvr.score_tokens import quantize_keys
 from attnplug.ops.sketch.attend_picks import attend_picks
+from attnplug.ops.sketch.basis import fit_basis
 from attnplug.ops.sketch.merge_sketch import merge_sketch
 from attnplug.ops.sketch.pick_tokens import pick_tokens
 from attnplug.ops.sketch.prepare_query import prepare_query
 from attnplug.ops.sketch.scan_sketch import scan_sketch
-from attnplug.ops.sketch.state import Basis, Codes, empty_codes, fit_basis
+from attnplug.ops.sketch.state import Basis, Codes, empty_codes
 
 Inputs = dict[str, Any]
 

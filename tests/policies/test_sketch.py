@@ -15,8 +15,9 @@ import attnplug
 from attnplug import Dense, PolicyError, Sketch
 from attnplug.eval import needle_prompt
 from attnplug.models.cache import PlugLayer
+from attnplug.ops.sketch.basis import fit_basis
 from attnplug.ops.sketch.encode_keys import encode_keys
-from attnplug.ops.sketch.state import Basis, empty_codes, fit_basis
+from attnplug.ops.sketch.state import Basis, empty_codes
 from attnplug.policies import AttentionCall, LayerShape, refit
 from attnplug.policies._sketch_layer import FEW, LATE, QUERIES, RING, SOON, SketchLayer
 from attnplug.testing import oracle_attention, plain_attention, tiny_model

@@ -6,9 +6,10 @@ from step_cases import random
 
 import attnplug
 from attnplug import policies
+from attnplug.ops.sketch.basis import fit_basis
 from attnplug.ops.sketch.encode_keys import encode_keys
 from attnplug.ops.sketch.sketch_decode import sketch_decode
-from attnplug.ops.sketch.state import empty_codes, fit_basis
+from attnplug.ops.sketch.state import empty_codes
 from attnplug.policies import certificates
 from attnplug.policies._sketch_audit import Asked, Audit, audit_step
 from attnplug.testing import oracle_attention, tiny_model

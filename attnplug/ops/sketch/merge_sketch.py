@@ -2,7 +2,7 @@
 
     Z_t = sum over parts of Z - sum over picks' pieces of Z        u = mean of s^ over the rest
     rho = sum E / sum G, within 1/4..4
-    v_t = v_mean + Cov(v, s^) (u - mean s^) / Var(s^)
+    v_t = v_mean + Cov(v, s^) (u - mean s) / Var(s)
     out = (sum_p 2^lse_p out_p + rho Z_t 2^N v_t) / (sum_p 2^lse_p + rho Z_t 2^N)
 
 over the pieces p of the fixed part and of the picks. The value of the rest is a regression of

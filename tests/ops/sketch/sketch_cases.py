@@ -6,8 +6,9 @@ from attnplug.ops.sketch import host_decode as host
 from attnplug.ops.sketch import pick_tokens as pick
 from attnplug.ops.sketch import scan_sketch as scan
 from attnplug.ops.sketch import sketch_decode as op
+from attnplug.ops.sketch.basis import fit_basis
 from attnplug.ops.sketch.encode_keys import encode_keys
-from attnplug.ops.sketch.state import Basis, Codes, empty_codes, fit_basis
+from attnplug.ops.sketch.state import Basis, Codes, empty_codes
 
 DEFAULTS = {"scale": 0.125, "top_k": 60, "tail": "regression", "softcap": 0.0}
 PICKING = pick.Plan(2, tile=1024, warps=4)

@@ -4,7 +4,7 @@ no input ends its Cholesky factors."""
 import pytest
 import torch
 
-from attnplug.ops.sketch.state import _roots, fit_basis, leading_directions
+from attnplug.ops.sketch.basis import fit_basis, leading_directions
 
 D, RANK = 128, 64
 
@@ -61,24 +61,6 @@ def test_nearly_uncorrelated_where_eigenvalues_differ():
     assert off.abs().max() < 0.1
 
 
-@pytest.mark.parametrize("noise", [0.0, 1e-4])
-def test_roots_add_up_to_the_variance(noise):
-    """Also where a coordinate does not vary, and where rounded products leave the covariance of no
-    sign."""
-    torch.manual_seed(1)
-    x = torch.randn(400, 48, dtype=torch.float64) * torch.logspace(0, -4, 48).double()
-    x[:, 3] = 0.25
-    mean, cov = x.mean(0), x.mT @ x / 400
-    unit = cov.diagonal().sqrt()
-    error = torch.randn(48, 48, dtype=torch.float64) * noise * unit[:, None] * unit
-    cov = cov - mean[:, None] * mean + (error + error.mT) / 2
-    root = _roots(mean, cov)
-    q = torch.randn(48, dtype=torch.float64)
-    wanted = q @ cov @ q + 1e-3 * (q * unit).square().sum()
-    assert root.isfinite().all()
-    assert abs((q @ root).square().sum() - wanted) <= (1e-6 + 50 * noise) * wanted
-
-
 @pytest.mark.parametrize("keys", ["none", "one token", "all alike", "long"])
 def test_a_basis_of_odd_keys_is_finite(keys, device):
     torch.manual_seed(2)
@@ -98,6 +80,7 @@ def test_a_basis_of_odd_keys_is_finite(keys, device):
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 def test_the_host_waits_for_nothing():
     k, v = torch.randn(2, 2, 3, 5000, 128, device="cuda", dtype=torch.bfloat16)
     q = torch.randn(2, 6, 512, 128, device="cuda", dtype=torch.bfloat16)
@@ -105,8 +88,8 @@ def test_the_host_waits_for_nothing():
     rows = {"lengths": mask.sum(1), "start": mask.sum(1) * 0, "key_mask": mask}
     fit_basis(k, v, q, **rows)  # what a library sets up at its first call
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
     try:
+        torch.cuda.set_sync_debug_mode("error")
         fit_basis(k, v, q, **rows)
     finally:
         torch.cuda.set_sync_debug_mode("default")

@@ -11,8 +11,9 @@ import attnplug.ops.gather.select_blocks as select_module
 from attnplug.eval.capture import capture_layers
 from attnplug.ops import gather_attention, select_blocks
 from attnplug.ops.gather.block_bounds import empty_bounds
+from attnplug.ops.sketch.basis import fit_basis
 from attnplug.ops.sketch.sketch_decode import sketch_decode
-from attnplug.ops.sketch.state import empty_codes, fit_basis
+from attnplug.ops.sketch.state import empty_codes
 from attnplug.testing import oracle_attention
 
 TOKENS, STEPS, TOP_K = 2560, 2, 256
