@@ -7,6 +7,10 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from _plots import Row, tokens
+from studies import FLOOR
+
+from attnplug.eval.runner import STOCK
+from attnplug.eval.tasks import TASKS
 
 Column = tuple[str, Callable[[Row], str]]
 
@@ -25,6 +29,15 @@ SETTINGS = {
     "model": "{}",
     "trials": "{} trials",
 }
+
+
+BEYOND = "beyond the model"
+
+
+def beyond_model(row: Row) -> bool:
+    """Whether the model's own attention answers so little of the row's task that what a policy
+    scores says nothing about the policy."""
+    return row["task"] in TASKS and row["dense"] < FLOOR
 
 
 def table(rows: Sequence[Row], columns: Sequence[Column]) -> str:
@@ -57,10 +70,12 @@ def folded(rows: Sequence[Row], columns: Sequence[Column], name: str) -> list[st
     return [*parts, summary, table(rows, columns), "</details>"]
 
 
-def scores(rows: Sequence[Row], show: str, across: str) -> str:
+def scores(rows: Sequence[Row], show: str, across: str, floor: bool = False) -> str:
     """A Markdown table with a line for each model, task and policy, and a column for each length
     (`across` "n"), or with a column for each task and a line for each of the rest ("task"). `show`
-    is a value whose interval is `low` to `high` or `SHOW_low` to `SHOW_high`."""
+    is a value whose interval is `low` to `high` or `SHOW_low` to `SHOW_high`. `floor`: a cell says
+    so where the model's own attention scores below FLOOR, in place of a value; that attention's own
+    value stands."""
     if across not in ("n", "task"):
         raise SystemExit(f"<!-- scores -->: across={across} is neither n nor task")
     keys = [key for key in ("model", "n", "task", "policy") if key != across]
@@ -82,6 +97,8 @@ def scores(rows: Sequence[Row], show: str, across: str) -> str:
     def cell(row: Row | None) -> str:
         if row is None or show not in row:
             return ""
+        if floor and row["policy"] != STOCK and beyond_model(row):
+            return BEYOND
         trials = "" if row["trials"] == usual[row[across]] else f", {row['trials']} samples"
         value, *span = (0.0 if abs(row[key]) < 1e-12 else row[key] for key in (show, low, high))
         digits = 3 if abs(value) < 10 else 4  # of a perplexity, the second decimal
@@ -101,7 +118,10 @@ def scores(rows: Sequence[Row], show: str, across: str) -> str:
     exceptions = any(row["trials"] != usual[row[across]] for row in shown)
     titles = {head: tokens(head) if across == "n" else head for head in heads}
     columns += [(titles[head], lambda line, head=head: cell(line[""].get(head))) for head in heads]
-    return f"{table(whole, columns)}\n\n{_samples(usual, titles, exceptions)}"
+    told = [_samples(usual, titles, exceptions)]
+    if floor and any(map(beyond_model, shown)):
+        told.append(f"{BEYOND.capitalize()}: its own attention (`stock`) scores below {FLOOR}.")
+    return f"{table(whole, columns)}\n\n{' '.join(told)}"
 
 
 def _usual(numbers: Iterable[int]) -> int:
