@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -114,6 +115,8 @@ def scores(rows: Sequence[Row], show: str, across: str, floor: bool = False) -> 
         for key in keys
         if len({line[key] for line in whole}) > 1 or key in ("task", "policy")
     ]
+    if floor:  # a comparison of what users write
+        columns.append(("served by", lambda line: _servers(line[""].values())))
     columns = [c for c in columns if c[0] != "policy" or len({x["policy"] for x in whole}) > 1]
     exceptions = any(row["trials"] != usual[row[across]] for row in shown)
     titles = {head: tokens(head) if across == "n" else head for head in heads}
@@ -122,6 +125,21 @@ def scores(rows: Sequence[Row], show: str, across: str, floor: bool = False) -> 
     if floor and any(map(beyond_model, shown)):
         told.append(f"{BEYOND.capitalize()}: its own attention (`stock`) scores below {FLOOR}.")
     return f"{table(whole, columns)}\n\n{' '.join(told)}"
+
+
+def _servers(rows: Iterable[Row]) -> str:
+    """Of a line's rows, which are of one policy; of rows without steps where others have these, the
+    others say it."""
+    found = dict.fromkeys(filter(None, map(served_by, rows)))
+    kept = [text for text in found if not any(other.startswith(f"{text}, ") for other in found)]
+    return "; ".join(kept)
+
+
+def served_by(row: Row) -> str:
+    """Who served the layers that a policy can serve, prefill and steps."""
+    by = [row.get("served", {}).get(phase, "") for phase in ("prefill", "decode")]
+    own = [re.findall(r"(?:^|, )(?!sdpa|eager)([\w-]+)", text) for text in by]
+    return ", then ".join(dict.fromkeys(" and ".join(names) for names in own if names))
 
 
 def _usual(numbers: Iterable[int]) -> int:

@@ -4,9 +4,9 @@
 #   bash bench/eval_long.sh SECONDS [MODEL,... [options of attnplug eval]]
 #
 # Models take the GPUs by turns: gemma3-270m@64k the first, @128k the second, gemma3-270m (32K) the
-# first again. Of each, dense alone is asked first; tasks that the model itself cannot do at its
-# length are then left out, and the others run in the study's order. $OUT gets as-written-MODEL.jsonl
-# and .log, also where SECONDS end it. Then, for each model:
+# first again. Of a model without samples dense alone is asked first; tasks that the model itself
+# cannot do at its length are then left out, and the others run in the study's order. $OUT gets
+# as-written-MODEL.jsonl and .log, also where SECONDS end it. Then, for each model:
 #   python bench/eval_rows.py as-written-MODEL $OUT/as-written-MODEL.jsonl --study as-written
 # What bench/results/samples has is not run again (FRESH=1 asks everything anew), so that the next
 # call goes on. PROCESSES (2) share a GPU through MPS. Weights come in pieces (gpu_join.sh); name the
@@ -53,11 +53,14 @@ study() { # MODEL
     python3 -c "import lzma, sys; sys.stdout.buffer.write(lzma.open(sys.argv[1]).read())" \
       "$packed" >"$known" || return
   fi
-  share "$1" "$name" "$folder" "$known" look
-  local looked=$?
-  cp "$folder/$name".{jsonl,log} "$out/" || return
-  [ $looked -eq 0 ] || return
-  share "$1" "$name" "$out" "$folder/$name.jsonl" "$folder/$name.jsonl"
+  if [ ! -s "$known" ]; then
+    share "$1" "$name" "$folder" "$known" look
+    local looked=$?
+    cp "$folder/$name".{jsonl,log} "$out/" || return
+    [ $looked -eq 0 ] || return
+    known=$folder/$name.jsonl
+  fi
+  share "$1" "$name" "$out" "$known" "$known"
 }
 
 lane() { # GPU

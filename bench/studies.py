@@ -127,7 +127,7 @@ STUDIES: Mapping[str, Options] = MappingProxyType(
                 *("gvr(min_tokens=0)", "certified(min_tokens=0)", "gvr", "certified", "exact"),
             ],
             (
-                *("needle-prose", "multi-key", "fidelity", "needle-noise", "long-decode"),
+                *("fidelity", "needle-prose", "multi-key", "long-decode", "needle-noise"),
                 *("perplexity", "variable-tracking", "topic-change"),
             ),
             (65536, 131072, 32768),
