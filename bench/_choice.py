@@ -9,6 +9,7 @@ from typing import Any
 
 from _plots import Row, bare
 from _served import is_served
+from _tables import beyond_model
 
 from attnplug.eval.tasks import TASKS
 
@@ -25,13 +26,24 @@ MODELS = {
     "smollm2-135m": ("quality: SmolLM2-135M, 8K", 8192),
     "gemma3-270m": ("quality: Gemma 3 270M, 32K", 32768),
 }
+# Of the study as-written, whose rows are of the very string; a column where it has rows.
+LONG_MODELS = {
+    "gemma3-270m@64k": ("quality: Gemma 3 270M@64k, 64K", 65536),
+    "gemma3-270m@128k": ("quality: Gemma 3 270M@128k, 128K", 131072),
+}
 MEMORY_AT = 131072
 NONE, DENSE = "not yet", "runs dense"
 
 
 def choice(timing: Sequence[Row], quality: Sequence[Row], pages: str) -> str:
     """The table in Markdown; `pages` is the way to the pages of methods."""
-    heads = ["for", "policy", *(title for title, _ in MODELS.values())]
+    written = [row for row in quality if row["study"] == "as-written"]
+    longer = {
+        model: about
+        for model, about in LONG_MODELS.items()
+        if any((row["model"], row["n"]) == (model, about[1]) for row in written)
+    }
+    heads = ["for", "policy", *(title for title, _ in (MODELS | longer).values())]
     heads += [f"one layer's speed at {name}" for name in LENGTHS.values()]
     heads.append(f"cache memory at {LENGTHS[MEMORY_AT]}")
     lines = [heads, ["---"] * len(heads)]
@@ -39,6 +51,7 @@ def choice(timing: Sequence[Row], quality: Sequence[Row], pages: str) -> str:
         policy = bare(asked)
         cells = [need, f"[`{asked}`]({pages}/{policy}.md)"]
         cells += [_kept(quality, policy, model, n) for model, (_, n) in MODELS.items()]
+        cells += [_written(written, asked, model, n) for model, (_, n) in longer.items()]
         cells += [_speed(timing, asked, n) for n in LENGTHS]
         lines.append([*cells, _memory(timing, policy)])
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
@@ -94,12 +107,34 @@ def _kept(quality: Sequence[Row], policy: str, model: str, n: int) -> str:
     dense on the same prompts (an interval of 0.95 all below zero)."""
     if policy == "dense":
         return "the reference"
+    return _score(_tasks([row for row in quality if not row["study"]], policy, model, n))
+
+
+def _written(written: Sequence[Row], asked: str, model: str, n: int) -> str:
+    """The same of what a user writes, over the tasks that the model can do; where its default
+    leaves all of them to dense, that."""
+    if asked == "dense":
+        return "the reference"
+    found = _tasks(written, asked, model, n)
+    able = {task: row for task, row in found.items() if not beyond_model(row)}
+    method = bare(asked).partition("(")[0]
+    if able and not any(method in str(row.get("served", "")) for row in able.values()):
+        return DENSE
+    return _score(able)
+
+
+def _tasks(quality: Sequence[Row], policy: str, model: str, n: int) -> dict[str, Row]:
+    """A policy's row of each task, that of most prompts."""
     found: dict[str, Row] = {}
     for row in quality:
-        asked = (row["policy"], row["model"], row["n"], row["study"]) == (policy, model, n, "")
+        asked = (row["policy"], row["model"], row["n"]) == (policy, model, n)
         if asked and row["task"] in TASKS:
             best: Any = found.get(row["task"])
             found[row["task"]] = row if best is None or row["trials"] > best["trials"] else best
+    return found
+
+
+def _score(found: dict[str, Row]) -> str:
     if not found:
         return NONE
     ours, dense = (

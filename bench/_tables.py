@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from _plots import Row, tokens
+from studies import FLOOR
+
+from attnplug.eval.runner import STOCK
+from attnplug.eval.tasks import TASKS
 
 Column = tuple[str, Callable[[Row], str]]
 
@@ -25,6 +30,15 @@ SETTINGS = {
     "model": "{}",
     "trials": "{} trials",
 }
+
+
+BEYOND = "beyond the model"
+
+
+def beyond_model(row: Row) -> bool:
+    """Whether the model's own attention answers so little of the row's task that what a policy
+    scores says nothing about the policy."""
+    return row["task"] in TASKS and row["dense"] < FLOOR
 
 
 def table(rows: Sequence[Row], columns: Sequence[Column]) -> str:
@@ -57,10 +71,12 @@ def folded(rows: Sequence[Row], columns: Sequence[Column], name: str) -> list[st
     return [*parts, summary, table(rows, columns), "</details>"]
 
 
-def scores(rows: Sequence[Row], show: str, across: str) -> str:
+def scores(rows: Sequence[Row], show: str, across: str, floor: bool = False) -> str:
     """A Markdown table with a line for each model, task and policy, and a column for each length
     (`across` "n"), or with a column for each task and a line for each of the rest ("task"). `show`
-    is a value whose interval is `low` to `high` or `SHOW_low` to `SHOW_high`."""
+    is a value whose interval is `low` to `high` or `SHOW_low` to `SHOW_high`. `floor`: a cell says
+    so where the model's own attention scores below FLOOR, in place of a value; that attention's own
+    value stands."""
     if across not in ("n", "task"):
         raise SystemExit(f"<!-- scores -->: across={across} is neither n nor task")
     keys = [key for key in ("model", "n", "task", "policy") if key != across]
@@ -82,6 +98,8 @@ def scores(rows: Sequence[Row], show: str, across: str) -> str:
     def cell(row: Row | None) -> str:
         if row is None or show not in row:
             return ""
+        if floor and row["policy"] != STOCK and beyond_model(row):
+            return BEYOND
         trials = "" if row["trials"] == usual[row[across]] else f", {row['trials']} samples"
         value, *span = (0.0 if abs(row[key]) < 1e-12 else row[key] for key in (show, low, high))
         digits = 3 if abs(value) < 10 else 4  # of a perplexity, the second decimal
@@ -97,11 +115,31 @@ def scores(rows: Sequence[Row], show: str, across: str) -> str:
         for key in keys
         if len({line[key] for line in whole}) > 1 or key in ("task", "policy")
     ]
+    if floor:  # a comparison of what users write
+        columns.append(("served by", lambda line: _servers(line[""].values())))
     columns = [c for c in columns if c[0] != "policy" or len({x["policy"] for x in whole}) > 1]
     exceptions = any(row["trials"] != usual[row[across]] for row in shown)
     titles = {head: tokens(head) if across == "n" else head for head in heads}
     columns += [(titles[head], lambda line, head=head: cell(line[""].get(head))) for head in heads]
-    return f"{table(whole, columns)}\n\n{_samples(usual, titles, exceptions)}"
+    told = [_samples(usual, titles, exceptions)]
+    if floor and any(map(beyond_model, shown)):
+        told.append(f"{BEYOND.capitalize()}: its own attention (`stock`) scores below {FLOOR}.")
+    return f"{table(whole, columns)}\n\n{' '.join(told)}"
+
+
+def _servers(rows: Iterable[Row]) -> str:
+    """Of a line's rows, which are of one policy; of rows without steps where others have these, the
+    others say it."""
+    found = dict.fromkeys(filter(None, map(served_by, rows)))
+    kept = [text for text in found if not any(other.startswith(f"{text}, ") for other in found)]
+    return "; ".join(kept)
+
+
+def served_by(row: Row) -> str:
+    """Who served the layers that a policy can serve, prefill and steps."""
+    by = [row.get("served", {}).get(phase, "") for phase in ("prefill", "decode")]
+    own = [re.findall(r"(?:^|, )(?!sdpa|eager)([\w-]+)", text) for text in by]
+    return ", then ".join(dict.fromkeys(" and ".join(names) for names in own if names))
 
 
 def _usual(numbers: Iterable[int]) -> int:

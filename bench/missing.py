@@ -24,11 +24,13 @@ from typing import Any, NamedTuple
 
 from _plots import tokens
 from _results import row_policy
+from _tables import beyond_model
 from report import load
 from stale import History, NoHistoryError
-from studies import STUDIES
+from studies import BOTH, STUDIES, Options
 
 from attnplug.eval.measure import DECODES
+from attnplug.eval.runner import STOCK
 from attnplug.eval.suite import SUITES, all_policies
 from attnplug.policies import methods, parse
 
@@ -36,7 +38,6 @@ Row = dict[str, Any]
 
 ROOT = Path(__file__).resolve().parent.parent
 SUITE = SUITES["default"]
-LONGEST = {"smollm2-135m": 8192, "gemma3-270m": 32768}
 # a measure's rows have names of their own
 MEASURED = {"captured-mass": ("captured-mass", "captured-mass-of-oracle")} | {
     name: tuple(
@@ -87,6 +88,8 @@ class Cell(NamedTuple):
     where: str
     trials: int
     answers: Callable[[Row], bool]
+    # the rows of the model's own attention: below FLOOR there is nothing to ask
+    stock: Callable[[Row], bool] | None = None
 
 
 def main(results: Path = ROOT / "bench" / "results", root: Path = ROOT) -> int:
@@ -116,7 +119,9 @@ def judged(
     for cell in cells():
         rows = [row for row in (quality if cell.trials else timing) if cell.answers(row)]
         enough = [row for row in rows if row.get("trials", 0) >= cell.trials]
-        if not rows:
+        if cell.stock and any(beyond_model(row) for row in quality if cell.stock(row)):
+            yield cell, ""
+        elif not rows:
             yield cell, "missing"
         elif not enough:
             yield cell, "few"
@@ -128,9 +133,9 @@ def judged(
 def cells() -> Iterator[Cell]:
     """All that is asked."""
     for policy, task, model, n in itertools.product(
-        map(row_policy, all_policies()), SUITE.tasks, LONGEST, SUITE.lengths
+        map(row_policy, all_policies()), SUITE.tasks, BOTH, SUITE.lengths
     ):
-        if n > LONGEST[model] or not applies(policy, task):
+        if n > BOTH[model] or not applies(policy, task):
             continue
         for name in MEASURED.get(task, (task,)):
             asked = {"policy": policy, "task": name, "model": model, "n": n}
@@ -139,18 +144,27 @@ def cells() -> Iterator[Cell]:
     for op, case, lengths in TIMED:
         for n in lengths:
             yield Cell(op, tokens(n), case, 0, of_default(op, case, n))
-    for mask, (model, n) in itertools.product(MASKS, LONGEST.items()):
+    for mask, (model, n) in itertools.product(MASKS, BOTH.items()):
         yield Cell(mask, tokens(n), model, 1, of_mask(mask, model, n))
     for name, options in STUDIES.items():
-        for policy, task, model, n in itertools.product(
-            map(row_policy, options.policies), options.tasks, LONGEST, options.lengths
-        ):
-            if n > LONGEST[model]:
-                continue
+        yield from cells_of_study(name, options)
+
+
+def cells_of_study(name: str, options: Options) -> Iterator[Cell]:
+    """What a comparison of options asks. Its tasks that a model cannot do are not asked of
+    policies."""
+    named = str if options.as_asked else row_policy
+    for policy, task, model in itertools.product(
+        map(named, options.policies), options.tasks, options.models
+    ):
+        for n in options.lengths_of(model):
             measure = MEASURED.get(task, (task,))[0]
-            asked = {"study": name, "policy": policy, "task": measure, "model": model, "n": n}
+            about = {"study": name, "task": measure, "model": model, "n": n}
             case = f"{policy} {task} {tokens(n)}"
-            yield Cell(f"study {name}", case, model, options.trials, asking(asked))
+            trials = options.trials or SUITE.fewer.get(task, SUITE.trials)
+            answers = asking(about | {"policy": policy})
+            stock = asking(about | {"policy": STOCK})
+            yield Cell(f"study {name}", case, model, trials, answers, stock)
 
 
 @functools.cache

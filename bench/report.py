@@ -23,7 +23,8 @@ heads=28/4`; none means every row, and `*` in a value stands for anything. `op=a
 rows of either, in that order (`? op=b` those of b where there are any), and `columns=op,ratio`
 those columns of a table. `study=NAME` takes the quality rows of that study, else those of none.
 `show=diff` gives scores their distance from dense, `across=task` a column for each task instead of
-each length, `image=FILE` a picture above the table. Files are pytest-benchmark's JSON (rows in
+each length, `floor=yes` says in a cell that the model's own attention cannot do its task, and
+`image=FILE` gives a picture above the table. Files are pytest-benchmark's JSON (rows in
 `extra_info`) or `{"rows": [...]}` with quality rows (`task, model, n, trials, dense, policy, value,
 low, high`). Where two rows ask the same question, the later one stands.
 Between `<!-- choice pages=docs/methods -->` and `<!-- /choice -->` stands the table of methods,
@@ -275,6 +276,7 @@ def fill_markers(
         pivot = match[2] == "scores"
         (show,) = terms[0].pop("show", ["value"]) if pivot else ("",)
         (across,) = terms[0].pop("across", ["n"]) if pivot else ("",)
+        (floor,) = terms[0].pop("floor", ["no"]) if pivot else ("",)
         (image,) = terms[0].pop("image", [""])
         titles = terms[0].pop("columns", [])
         rows, columns = (
@@ -290,7 +292,7 @@ def fill_markers(
         if not rows:
             body = "Not measured yet."
         elif pivot:
-            body = scores(rows, show, across)
+            body = scores(rows, show, across, floor == "yes")
         elif match[2] == "numbers":
             body = numbers(rows, TIMING_COLUMNS)
         else:

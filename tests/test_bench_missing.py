@@ -62,6 +62,22 @@ def test_a_cell_says_what_is_wrong_with_its_best_row(missing):
     assert words(missing, [], [mask])["mean-pooling", "8K", "smollm2-135m"] == ""
 
 
+def test_what_users_write_is_asked_by_its_string_and_only_of_what_the_model_can_do(missing):
+    about = dict(study="as-written", task="multi-key", model="gemma3-270m@128k", n=131072)
+    row = about | dict(policy="gvr", trials=50, dense=0.5)
+    where = "study as-written", "gemma3-270m@128k"
+
+    def word(policy, rows):
+        return words(missing, [], rows)[where[0], f"{policy} multi-key 128K", where[1]]
+
+    assert word("gvr", []) == "missing" and word("gvr", [row]) == ""
+    assert word("gvr(min_tokens=0)", [row]) == "missing"
+    assert word("gvr", [row | dict(trials=12)]) == "few"
+    stock = row | dict(policy="stock", trials=12, dense=0.1)
+    assert word("gvr", [stock]) == "" and word("sketch", [stock | dict(dense=0.3)]) == "missing"
+    assert word("gvr", [stock | dict(n=65536)]) == "missing"
+
+
 def test_it_ends_with_1_while_something_is_missing(missing, tmp_path, capsys):
     (tmp_path / "a.json").write_text(json.dumps({"rows": []}))
     assert missing.main(tmp_path, tmp_path) == 1

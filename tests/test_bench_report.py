@@ -387,6 +387,50 @@ def test_which_method_when_is_made_of_one_string_each(report):
     assert f"{certified} | not yet | 0.50x |" in shown
 
 
+def written(policy, task, value, dense, served, **changes):
+    row = dict(study="as-written", model="gemma3-270m@64k", n=65536, trials=50, served=served)
+    row |= dict(policy=policy, task=task, value=value, dense=dense, diff_high=0.1)
+    return QUALITY | row | changes
+
+
+SPARSE = {"prefill": "sdpa in 15 of 18 layers, dense in 3 of 18 layers"}
+SPARSE["decode"] = SPARSE["prefill"].replace("dense", "gather")
+
+
+def test_which_method_when_has_longer_prompts_where_they_were_measured(report):
+    timings, scores = choice_rows()
+    text = "<!-- choice pages=there -->\nold\n<!-- /choice -->"
+    assert "64K" not in report.fill_markers(text, timings, scores)
+    dense = SPARSE | {"decode": SPARSE["prefill"]}
+    scores += [
+        written("gather", "multi-key", 0.5, 0.6, SPARSE),
+        written("gather", "needle-noise", 0.1, 0.1, SPARSE),  # beyond the model: no claim
+        written("gvr", "multi-key", 0.6, 0.6, dense),
+        written("gvr(min_tokens=0)", "multi-key", 0.2, 0.6, SPARSE),
+    ]
+    shown = report.fill_markers(text, timings, scores)
+    assert "quality: Gemma 3 270M@64k, 64K" in shown and "@128k" not in shown
+    assert "1 of 2 tasks worse; 50 prompts | 0.500 beside 0.600; 0 of 1 tasks worse; 50" in shown
+    assert "| [`gvr`](there/gvr.md) | not yet | not yet | runs dense | runs dense |" in shown
+
+
+def test_a_table_says_who_served_and_what_the_model_cannot_do(report):
+    rows = [
+        written("stock", "needle-noise", 0.1, 0.1, {}),
+        written("gather", "needle-noise", 0.3, 0.1, SPARSE),
+        written("gather", "multi-key", 0.5, 0.6, SPARSE),
+        written("gather", "perplexity", 9.0, 9.0, {"prefill": SPARSE["prefill"]}),  # has no steps
+        written("gvr", "multi-key", 0.6, 0.6, {"prefill": "momo", "decode": "momo"}),
+    ]
+    text = "<!-- scores study=as-written across=task{} -->\n<!-- /scores -->"
+    shown = report.fill_markers(text.format(" floor=yes"), [], rows)
+    assert "| `stock` |  |  | 0.1 (0.7 to 0.98) |  |" in shown
+    assert "| `gather` | dense, then gather | 0.5 (0.7 to 0.98) | beyond the model | 9" in shown
+    assert "| `gvr` | momo | 0.6 (0.7 to 0.98) |  |  |" in shown
+    assert "Beyond the model: its own attention (`stock`) scores below 0.2." in shown
+    assert "eyond" not in report.fill_markers(text.format(""), [], rows)
+
+
 def test_the_story_is_drawn_of_what_there_is(report):
     plots = sys.modules["_story_plots"]
     timings, _ = choice_rows()

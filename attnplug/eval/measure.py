@@ -43,24 +43,32 @@ MARGIN = 1.0
 CHUNK = 32  # steps whose distributions are compared at once: a vocabulary is large in float64
 
 
-@lru_cache(maxsize=4)
-def _prose_tokens(tokenizer: Any) -> tuple[list[int], list[int]]:
-    """The special tokens that a text starts with, and the prose's tokens."""
-    whole = tokenizer("\n\n".join(prose()), add_special_tokens=False, verbose=False).input_ids
-    return tokenizer("").input_ids, whole
+@lru_cache(maxsize=8)
+def _prose_tokens(tokenizer: Any, long: bool = False) -> list[int]:
+    """The prose's tokens. `long`: and then those of what the long prose adds, so that a window
+    which ends before these has the same tokens in either."""
+    if not long:
+        return _plain_tokens(tokenizer, "\n\n".join(prose()))
+    more = "\n\n".join(prose(long=True)[len(prose()) :])
+    return _prose_tokens(tokenizer) + _plain_tokens(tokenizer, f"\n\n{more}")
+
+
+def _plain_tokens(tokenizer: Any, text: str) -> list[int]:
+    return tokenizer(text, add_special_tokens=False, verbose=False).input_ids
 
 
 def prose_window(tokenizer: Any, tokens: int, number: int) -> torch.Tensor:
     """Window `number` of the prose, `[1,tokens]`, STRIDE tokens after the one before, led by the
     tokenizer's special tokens. Raises ArgumentError past the prose's end."""
-    first, whole = _prose_tokens(tokenizer)
-    return _window(first, whole, tokens, number, min(STRIDE, tokens // 2))
+    return _window(tokenizer, tokens, number, min(STRIDE, tokens // 2))
 
 
-def _window(
-    first: list[int], whole: list[int], tokens: int, number: int, stride: int
-) -> torch.Tensor:
+def _window(tokenizer: Any, tokens: int, number: int, stride: int) -> torch.Tensor:
+    first = tokenizer("").input_ids  # the special tokens that a text starts with
     start, end = number * stride, number * stride + tokens - len(first)
+    whole = _prose_tokens(tokenizer)
+    if end > len(whole):
+        whole = _prose_tokens(tokenizer, long=True)
     if end > len(whole):
         raise ArgumentError(f"window {number} ends at token {end}, the prose has {len(whole)}")
     return torch.tensor([first + whole[start:end]], dtype=torch.int64, device="cpu")
@@ -69,7 +77,7 @@ def _window(
 def long_window(tokenizer: Any, tokens: int, number: int) -> torch.Tensor:
     """As `prose_window`, LONG tokens after the one before: no step is measured twice."""
     _leave_a_prompt(tokens)
-    return _window(*_prose_tokens(tokenizer), tokens, number, LONG)
+    return _window(tokenizer, tokens, number, LONG)
 
 
 def topic_window(tokenizer: Any, tokens: int, number: int) -> torch.Tensor:
@@ -92,7 +100,7 @@ def _leave_a_prompt(tokens: int) -> None:
 @lru_cache(maxsize=4)
 def _plays_tokens(tokenizer: Any) -> list[int]:
     text = files("attnplug.eval").joinpath("data/plays.txt").read_text(encoding="utf-8")
-    return tokenizer(text, add_special_tokens=False, verbose=False).input_ids
+    return _plain_tokens(tokenizer, text)
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,10 @@
 """Needle prompts: one sentence with a magic number, hidden in a long text, and the question for it.
 
 Two haystacks: "noise" repeats five short sentences (RULER's niah_single_1), "prose" is a run of
-English paragraphs (chapters of a textbook, see data/NOTICE.md), at a random place of it. Everything
-follows from the seed."""
+English paragraphs (chapters of a textbook and of manuals, see data/NOTICE.md), at a random place of
+it. Everything follows from the seed."""
 
+import lzma
 import random
 import re
 from collections.abc import Iterator
@@ -17,6 +18,9 @@ import torch
 from attnplug.errors import ArgumentError
 from attnplug.eval.prompts import LOW, SHORTEST, encode, render
 
+# Longer prompts read the guides too, as the book alone would soon repeat itself. Shorter ones read
+# what they always did, so that samples of all versions stay comparable.
+BOOK_PROMPT = 32768
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 CITIES = (
     "Paris London Berlin Madrid Rome Vienna Lisbon Dublin Oslo Athens Cairo Tokyo Delhi Lima "
@@ -61,7 +65,7 @@ def needle_prompt(
     frame = _Frame(tokenizer, city, answer)
     budget = target_tokens - len(frame.ids([], 0.0))
     pieces: list[str] = []
-    for piece in _pieces(haystack, rng):
+    for piece in _pieces(haystack, rng, target_tokens):
         # The pieces are counted one by one, which can only overcount what they cost joined.
         cost = _cost(tokenizer, piece)
         if cost > budget:
@@ -110,17 +114,22 @@ def _beginning(tokenizer: Any, piece: str, budget: int) -> list[str]:
     return [" ".join(sentences)] if sentences else []
 
 
-def _pieces(haystack: str, rng: random.Random) -> Iterator[str]:
+def _pieces(haystack: str, rng: random.Random, target_tokens: int) -> Iterator[str]:
     if haystack == "noise":
         while True:
             yield NOISE
-    text = prose()
+    text = prose(target_tokens > BOOK_PROMPT)
     start = rng.randrange(len(text))
     yield from (text[(start + i) % len(text)] for i in range(len(text)))
 
 
 @cache
-def prose() -> tuple[str, ...]:
-    """The paragraphs of the prose haystack, about 68,000 SmolLM2 tokens in all."""
-    text = files("attnplug.eval").joinpath("data/rust_book.txt").read_text(encoding="utf-8")
+def prose(long: bool = False) -> tuple[str, ...]:
+    """The paragraphs of the prose haystack, about 73,000 tokens in all. `long`: followed by those
+    of the guides, about 310,000 tokens, of which no paragraph is there twice."""
+    data = files("attnplug.eval").joinpath("data")
+    text = data.joinpath("rust_book.txt").read_text(encoding="utf-8")
+    if long:
+        guides = lzma.decompress(data.joinpath("rust_guides.txt.xz").read_bytes())
+        text = f"{text.strip()}\n\n{guides.decode()}"
     return tuple(text.strip().split("\n\n"))

@@ -8,9 +8,8 @@ from contextlib import contextmanager
 from typing import Any
 
 from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.masking_utils import sdpa_mask
 
-from attnplug.models.hf import sdpa_in_bands
+from attnplug.models.hf import rowwise_mask, sdpa_in_bands
 from attnplug.models.names import OWN_NAME
 
 
@@ -23,7 +22,7 @@ def own_attention(model: Any) -> Iterator[None]:
         yield
         return
     AttentionInterface.register(OWN_NAME, sdpa_in_bands)
-    AttentionMaskInterface.register(OWN_NAME, sdpa_mask)
+    AttentionMaskInterface.register(OWN_NAME, rowwise_mask)
     config._attn_implementation = OWN_NAME
     try:
         yield

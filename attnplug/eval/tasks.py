@@ -1,7 +1,7 @@
 """Long-context tasks in the style of RULER (Hsieh et al., 2024), written anew and offline.
 
-Each builder turns random numbers, a depth and a number of filler units into a draft; `make_sample`
-finds the number of units that fills 90 to 100% of the target. Scoring is strict: an answer counts
+Each builder turns random numbers, a depth and a filler into a draft; `make_sample` finds the number
+of the filler's units that fills 90 to 100% of the target. Scoring is strict: an answer counts
 where the reply has it as a whole number or word, the score is the share of the answers, and a
 sample is solved only with all of them."""
 
@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from attnplug.errors import ArgumentError
-from attnplug.eval.needle import CITIES, NOISE, SHORTEST, needle_prompt, prose
+from attnplug.eval.needle import BOOK_PROMPT, CITIES, NOISE, SHORTEST, needle_prompt, prose
 from attnplug.eval.prompts import depth_of, digest, encode, fit, generator, render
 
 ZETA_ALPHA = 2.0
@@ -43,8 +43,16 @@ class Prompt(NamedTuple):
     depths: tuple[float, ...]
 
 
+class Filler(NamedTuple):
+    """How many units (sentences, words) fill a prompt, and whether it is one that reads the long
+    prose."""
+
+    units: int
+    long: bool
+
+
 Rngs = Callable[[], Rng]  # every call starts the sample's random numbers anew
-Build = Callable[[Rng, float, int], Draft]
+Build = Callable[[Rng, float, Filler], Draft]
 
 
 @dataclass(frozen=True)
@@ -118,7 +126,7 @@ def _filled(build: Build) -> Callable[[Any, int, float, Rngs], Prompt]:
 
     def make(tokenizer: Any, target: int, depth: float, rngs: Rngs) -> Prompt:
         def attempt(units: int) -> tuple[list[int], str, Draft]:
-            draft = build(rngs(), depth, units)
+            draft = build(rngs(), depth, Filler(units, target > BOOK_PROMPT))
             text = render(tokenizer, draft.user, draft.lead)
             return encode(tokenizer, text), text, draft
 
@@ -130,41 +138,41 @@ def _filled(build: Build) -> Callable[[Any, int, float, Rngs], Prompt]:
     return make
 
 
-def _multi_key(rng: Rng, depth: float, units: int) -> Draft:
+def _multi_key(rng: Rng, depth: float, filler: Filler) -> Draft:
     keys, values = _pairs(rng, 4)
     spots = _spread(depth, 4)
-    text = _hide(_facts(keys, values), spots, _sentences(rng, units))
+    text = _hide(_facts(keys, values), spots, _sentences(rng, filler))
     asked = f"the special magic number for {keys[0]}"
     return _number_draft(text, asked, "is", values[:1], spots[:1])
 
 
-def _multi_value(rng: Rng, depth: float, units: int) -> Draft:
+def _multi_value(rng: Rng, depth: float, filler: Filler) -> Draft:
     keys, values = _pairs(rng, 4)
     spots = _spread(depth, 4)
-    text = _hide(_facts([keys[0]] * 4, values), spots, _sentences(rng, units))
+    text = _hide(_facts([keys[0]] * 4, values), spots, _sentences(rng, filler))
     return _number_draft(
         text, f"all four special magic numbers for {keys[0]}", "are", values, spots
     )
 
 
 def _queries(count: int) -> Build:
-    def build(rng: Rng, depth: float, units: int) -> Draft:
+    def build(rng: Rng, depth: float, filler: Filler) -> Draft:
         keys, values = _pairs(rng, count)
         spots = _spread(depth, count)
-        text = _hide(_facts(keys, values), spots, _sentences(rng, units))
+        text = _hide(_facts(keys, values), spots, _sentences(rng, filler))
         named = f"{', '.join(keys[:-1])} and {keys[-1]}"
         return _number_draft(text, f"the special magic numbers for {named}", "are", values, spots)
 
     return build
 
 
-def _variable_tracking(rng: Rng, depth: float, units: int) -> Draft:
+def _variable_tracking(rng: Rng, depth: float, filler: Filler) -> Draft:
     names = _words(rng, 5, 5, upper=True)
     value = str(rng.integers(10_000, 100_000))
     chain = [f"VAR {names[0]} = {value}."]
     chain += [f"VAR {new} = VAR {old}." for old, new in pairwise(names)]
     spots = tuple((step + depth) / 5 for step in range(5))
-    text = _hide(chain, spots, [NOISE] * units)
+    text = _hide(chain, spots, [NOISE] * filler.units)
     user = (
         "Memorize and track the chain of variable assignments that is hidden in this text.\n"
         f"{text}\nFind all variables that are assigned the value {value} in the text above, "
@@ -174,12 +182,12 @@ def _variable_tracking(rng: Rng, depth: float, units: int) -> Draft:
     return Draft(user, lead, tuple(names), spots)
 
 
-def _common_words(rng: Rng, depth: float, units: int) -> Draft:
-    vocabulary = _vocabulary()
-    if COMMON + units > len(vocabulary):
-        raise ArgumentError(f"needs {COMMON + units} words, the prose has {len(vocabulary)}")
+def _common_words(rng: Rng, depth: float, filler: Filler) -> Draft:
+    vocabulary, count = _vocabulary(filler.long), COMMON + filler.units
+    if count > len(vocabulary):
+        raise ArgumentError(f"needs {count} words, the prose has {len(vocabulary)}")
     order = rng.permutation(len(vocabulary))
-    words = [vocabulary[i] for i in order[: COMMON + units]]
+    words = [vocabulary[i] for i in order[:count]]
     entries = words[:COMMON] * COMMON_TIMES + words[COMMON:] * OTHER_TIMES
     shuffled = [entries[i] for i in rng.permutation(len(entries))]
     listed = " ".join(f"{number}. {word}" for number, word in enumerate(shuffled, 1))
@@ -192,8 +200,8 @@ def _common_words(rng: Rng, depth: float, units: int) -> Draft:
     return Draft(user, lead, tuple(words[:COMMON]))
 
 
-def _frequent_words(rng: Rng, depth: float, units: int) -> Draft:
-    total = 120 + 10 * units
+def _frequent_words(rng: Rng, depth: float, filler: Filler) -> Draft:
+    total = 120 + 10 * filler.units
     counts = []  # of ranks 1, 2, ...: a zeta distribution, its first rank being the noise "..."
     norm = sum(rank**-ZETA_ALPHA for rank in range(1, 10_000))
     while not counts or counts[-1] > 1:
@@ -265,24 +273,24 @@ def _hide(facts: Sequence[str], spots: Sequence[float], filler: Sequence[str]) -
     return " ".join(piece for _, piece in sorted(placed, key=lambda pair: pair[0]))
 
 
-def _sentences(rng: Rng, units: int) -> list[str]:
+def _sentences(rng: Rng, filler: Filler) -> list[str]:
     """A run of the prose's sentences from a random place, around its end."""
-    sentences = _prose_sentences()
-    if units > len(sentences):
-        raise ArgumentError(f"needs {units} sentences, the prose has {len(sentences)}")
+    sentences = _prose_sentences(filler.long)
+    if filler.units > len(sentences):
+        raise ArgumentError(f"needs {filler.units} sentences, the prose has {len(sentences)}")
     start = int(rng.integers(len(sentences)))
-    return [sentences[(start + i) % len(sentences)] for i in range(units)]
+    return [sentences[(start + i) % len(sentences)] for i in range(filler.units)]
 
 
 @cache
-def _prose_sentences() -> tuple[str, ...]:
-    return tuple(s for paragraph in prose() for s in re.split(r"(?<=[.!?]) ", paragraph))
+def _prose_sentences(long: bool) -> tuple[str, ...]:
+    return tuple(s for paragraph in prose(long) for s in re.split(r"(?<=[.!?]) ", paragraph))
 
 
 @cache
-def _vocabulary() -> tuple[str, ...]:
+def _vocabulary(long: bool) -> tuple[str, ...]:
     """The different lower-case words of the prose, 4 letters or more."""
-    return tuple(sorted(set(re.findall(r"\b[a-z]{4,}\b", " ".join(prose())))))
+    return tuple(sorted(set(re.findall(r"\b[a-z]{4,}\b", " ".join(prose(long))))))
 
 
 def _words(rng: Rng, count: int, letters: int, upper: bool = False) -> list[str]:

@@ -10,6 +10,7 @@ from attnplug.eval.measure import (
     LONG,
     OTHER,
     STEPS,
+    STRIDE,
     Reading,
     compare_decodes,
     compare_logits,
@@ -18,6 +19,7 @@ from attnplug.eval.measure import (
     topic_window,
     window_nll,
 )
+from attnplug.eval.needle import prose
 from attnplug.eval.output import markdown, write_outputs
 from attnplug.eval.rows import make_rows
 from attnplug.eval.runner import Outcome, machine
@@ -31,6 +33,18 @@ def test_windows_slide_by_the_stride(tokenizer):
     assert one.shape == (1, 1500) and torch.equal(one[0, 512:], two[0, : 1500 - 512])
     with pytest.raises(ArgumentError, match="the prose has"):
         prose_window(tokenizer, 1500, 1000)
+
+
+def test_windows_go_on_in_the_guides_where_the_book_ends(tokenizer):
+    book = tokenizer("\n\n".join(prose()), add_special_tokens=False, verbose=False).input_ids
+    number = len(book) // STRIDE  # begins in the book, and ends beyond it
+    window = prose_window(tokenizer, 1500, number)
+    left = len(book) - number * STRIDE
+    assert window[0, :left].tolist() == book[-left:]
+    first = prose(long=True)[len(prose())]  # paragraph of the guides
+    assert tokenizer.decode(window[0, left:]).strip().startswith(first[:40])
+    two = prose_window(tokenizer, 1500, number + 1)
+    assert torch.equal(window[0, STRIDE:], two[0, : 1500 - STRIDE])
 
 
 def test_long_windows_measure_no_step_twice(tokenizer):

@@ -82,3 +82,6 @@ def test_the_prose_is_plain_ascii_with_its_notice():
     text = prose()
     assert len(text) > 900 and all(paragraph.isascii() for paragraph in text)
     assert 200_000 < sum(map(len, text)) < 400_000
+    longer = prose(long=True)
+    assert longer[: len(text)] == text and len(set(longer)) == len(longer)
+    assert sum(map(len, longer)) > 1_400_000 and all(p.isascii() for p in longer)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig
+from transformers.masking_utils import sliding_window_causal_mask_function
 
 import attnplug
 from attnplug.eval import generate
@@ -90,6 +91,26 @@ def test_a_models_own_windows_are_read_in_bands(window, device, monkeypatch):
     with torch.no_grad():
         assert torch.equal(model(ids).logits, wanted)
     assert not calls
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("offset", [0, 7])
+def test_a_long_window_s_mask_is_made_of_few_queries_at_a_time(padded, offset, device, monkeypatch):
+    """The same mask, one for all rows where none is padded."""
+    real = torch.ones(2, 97, dtype=torch.bool, device=device)
+    real[1, :30] = False
+    options = dict(
+        batch_size=2, q_length=90, kv_length=97, q_offset=offset, local_size=8, device=device,
+        mask_function=sliding_window_causal_mask_function(8),
+        attention_mask=real if padded else None,
+    )  # fmt: skip
+    wanted = hf.sdpa_mask(**options)
+    made, keep = [], hf.sdpa_mask
+    monkeypatch.setattr(hf, "MASK_ROWS", 16)
+    monkeypatch.setattr(hf, "sdpa_mask", lambda **o: made.append(o["q_length"]) or keep(**o))
+    found = hf.rowwise_mask(**options)
+    assert torch.equal(found, wanted) and found.shape == (2, 1, 90, 97)
+    assert max(made) == 16 and (found.stride(0) == 0) != padded
 
 
 @pytest.mark.parametrize("own", ["eager", "attnplug"])

@@ -7,6 +7,7 @@ from collections import Counter
 import pytest
 
 from attnplug.errors import ArgumentError
+from attnplug.eval.needle import BOOK_PROMPT, prose
 from attnplug.eval.prompts import DEPTHS, depth_of, fit
 from attnplug.eval.tasks import TASKS, Sample, make_sample
 
@@ -140,6 +141,16 @@ def test_without_a_chat_template_the_prompt_is_plain(tokenizer, monkeypatch):
     assert "<|im_start|>" not in sample.text and sample.text.endswith("mentioned in the text is")
 
 
+def test_a_prompt_beyond_the_book_s_reads_the_guides_too_and_repeats_nothing(tokenizer):
+    for task in ("needle-prose", "multi-key"):
+        book, longer = (make_sample(tokenizer, task, n, seed=1) for n in (BOOK_PROMPT, 40_000))
+        read = [set(paragraphs) for paragraphs in (prose(), prose(long=True))]
+        guides = read[1] - read[0]
+        assert any(paragraph in longer.text for paragraph in guides)
+        assert not any(paragraph in book.text for paragraph in guides)
+        assert not [p for p in read[1] if len(p) > 100 and longer.text.count(p) > 1]
+
+
 def test_fit_finds_the_units_and_refuses_the_impossible():
     for cost, frame in ((1, 0), (7, 100), (33, 250)):
         units = fit(lambda n, cost=cost, frame=frame: frame + cost * n, 1000)
@@ -155,7 +166,7 @@ def test_fit_finds_the_units_and_refuses_the_impossible():
     [
         (("niah", 1024), "task is 'niah'"),
         (("multi-key", 100), "target is 100"),
-        (("multi-key", 200_000), "multi-key: needs .* sentences, the prose has"),
+        (("multi-key", 500_000), "multi-key: needs .* sentences, the prose has"),
     ],
 )
 def test_what_cannot_be_built_is_refused(tokenizer, arguments, message):

@@ -1,0 +1,80 @@
+#!/usr/bin/env bash
+# What users write, on prompts of 64K and 128K tokens (the study as-written of bench/studies.py), on a
+# machine with GPUs of 140 GB:
+#   bash bench/eval_long.sh SECONDS [MODEL,... [options of attnplug eval]]
+#
+# Models take the GPUs by turns: gemma3-270m@64k the first, @128k the second, gemma3-270m (32K) the
+# first again. Of a model without samples dense alone is asked first; tasks that the model itself
+# cannot do at its length are then left out, and the others run in the study's order. $OUT gets
+# as-written-MODEL.jsonl and .log, also where SECONDS end it. Then, for each model:
+#   python bench/eval_rows.py as-written-MODEL $OUT/as-written-MODEL.jsonl --study as-written
+# What bench/results/samples has is not run again (FRESH=1 asks everything anew), so that the next
+# call goes on. PROCESSES (2) share a GPU through MPS. Weights come in pieces (gpu_join.sh); name the
+# commit in ATTNPLUG_COMMIT where there is no git. Options replace those of the study.
+set -uo pipefail
+cd "$(dirname "$0")/.."
+seconds=$1 out=${OUT:-/tmp}
+IFS=, read -ra models <<<"${2:-gemma3-270m@64k,gemma3-270m@128k,gemma3-270m}"
+more=("${@:3}")
+# shellcheck source=bench/gpu_join.sh
+source bench/gpu_join.sh
+export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True
+gpus=$(nvidia-smi --list-gpus 2>/dev/null | wc -l)
+if [ "$gpus" -gt 0 ]; then
+  export CUDA_MPS_PIPE_DIRECTORY=/tmp/mps CUDA_MPS_LOG_DIRECTORY=/tmp/mps-log
+  mkdir -p /tmp/mps /tmp/mps-log
+  nvidia-cuda-mps-control -d || echo "no MPS: processes take turns" >&2
+  trap 'echo quit | nvidia-cuda-mps-control' EXIT
+fi
+# Converted once, and not by every process.
+python3 -c 'import sys; from attnplug.models.pretrained import fetch; fetch(sys.argv[1])' \
+  "${models[0]%@*}" || exit
+
+# What a process holds of the GPU grows with the batch's masks: at 128K two prompts' take 34 GB.
+options() { # MODEL look|SAMPLES
+  python3 bench/studies.py as-written "$1" "$2"
+  case $1 in *@128k) printf '%s\n' --batch 2 ;; esac
+}
+
+share() { # MODEL NAME OUT KNOWN look|SAMPLES
+  local asked left=$((seconds - SECONDS))
+  [ $left -gt 0 ] || { echo "not begun: $1" >&2 && return 1; } # 0 would be no limit
+  mapfile -t asked < <(options "$1" "$5")
+  OUT=$3 KNOWN=$4 timeout --kill-after=20 "$left" bash bench/eval_shares.sh "${PROCESSES:-2}" \
+    "$2" "$1" "${asked[@]}" "${more[@]}"
+}
+
+study() { # MODEL
+  local name=as-written-${1//@/-} folder
+  folder=$(mktemp -d)
+  local packed=bench/results/samples/$name.jsonl.xz known=$folder/known
+  : >"$known"
+  if [ -z "${FRESH:-}" ] && [ -f "$packed" ]; then
+    python3 -c "import lzma, sys; sys.stdout.buffer.write(lzma.open(sys.argv[1]).read())" \
+      "$packed" >"$known" || return
+  fi
+  if [ ! -s "$known" ]; then
+    share "$1" "$name" "$folder" "$known" look
+    local looked=$?
+    cp "$folder/$name".{jsonl,log} "$out/" || return
+    [ $looked -eq 0 ] || return
+    known=$folder/$name.jsonl
+  fi
+  share "$1" "$name" "$out" "$known" "$known"
+}
+
+lane() { # GPU
+  local i failed=0
+  for ((i = $1; i < ${#models[@]}; i += gpus > 0 ? gpus : 1)); do
+    CUDA_VISIBLE_DEVICES=$1 study "${models[i]}" || failed=1
+  done
+  return $failed
+}
+
+ids=() failed=0
+for ((gpu = 0; gpu < (gpus > 0 ? gpus : 1); gpu++)); do
+  lane "$gpu" &
+  ids+=($!)
+done
+for id in "${ids[@]}"; do wait "$id" || failed=1; done
+exit $failed
