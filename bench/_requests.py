@@ -112,14 +112,13 @@ class Request:
     autocast: bool
     inference: bool
     hook: bool
-    compiled: bool
     compared: bool
 
     def kinds(self) -> Iterator[str]:
         decade = 10 ** int(math.log10(self.tokens))
         yield f"rows {self.rows}"
         yield f"tokens {decade:,} to {10 * decade:,}"
-        names = ("padded", "stream", "autocast", "hook", "compiled", "compared")
+        names = ("padded", "stream", "autocast", "hook", "compared")
         yield from (name for name in names if getattr(self, name))
         yield "sampled" if self.sampler else "greedy"
         yield "inference mode" if self.inference else "no grad"
@@ -136,7 +135,6 @@ def draw(
     longest: int,
     adapters: tuple[str, ...],
     *,
-    gpu: bool = False,
     compared: bool = False,
 ) -> Request:
     """The request of a number: always the same."""
@@ -164,7 +162,6 @@ def draw(
         rng.random() < 0.2,
         rng.random() < 0.5,
         rng.random() < 0.1,
-        gpu and rng.random() < 0.1,
         compared,
     )
 
@@ -202,9 +199,19 @@ class After(StoppingCriteria):
 
 
 class Requests:
-    """Two models of the same weights with a policy each, and stock."""
+    """Two models of the same weights with a policy each, and stock. `compiled` has the second
+    compile its steps, on a GPU, where a step of these models would else be captured as it is."""
 
-    def __init__(self, device: str, longest: int, seed: int, halfway: int, out: Path | None):
+    def __init__(
+        self,
+        device: str,
+        longest: int,
+        seed: int,
+        *,
+        halfway: int,
+        compiled: bool = False,
+        out: Path | None = None,
+    ):
         self.device, self.longest, self.seed = device, longest, seed
         self.halfway, self.out = halfway, out
         make = functools.partial(tiny_model, device=device, max_position_embeddings=2 * longest)
@@ -212,6 +219,9 @@ class Requests:
         self.adapters: tuple[str, ...] = ()
         for name in ADAPTERS[:-1]:
             self.add_adapter(name)
+        self.compiled = compiled and device == "cuda"
+        if self.compiled:
+            self.models[1].generation_config.compile_config = CompileConfig()
         self.policies = list(POLICIES)
         for model, name in zip(self.models, self.policies, strict=True):
             attnplug.apply(model, POLICIES[name][0])
@@ -242,8 +252,9 @@ class Requests:
                     break
                 if number >= self.halfway and ADAPTERS[-1] not in self.adapters:
                     self.change()
-                options = {"gpu": self.device == "cuda", "compared": index % COMPARED == 0}
-                self.serve(draw(number, self.seed, self.longest, self.adapters, **options))
+                compared = index % COMPARED == 0
+                drawn = draw(number, self.seed, self.longest, self.adapters, compared=compared)
+                self.serve(drawn)
                 if self.counts["answered"] % SETTLED == 0:
                     self.settle()
                 elif self.counts["answered"] % TOLD == 0:
@@ -268,7 +279,9 @@ class Requests:
         self.hold_form(request, prompt["input_ids"], found, stream)
         if request.compared:
             self.hold_tokens(request, prompt, found)
-        self.counts.update([*request.kinds(), f"policy {name}", "answered"])
+        kinds = [*request.kinds(), f"policy {name}", "answered"]
+        compiled = self.compiled and request.model == 1
+        self.counts.update([*kinds, "compiled"] if compiled else kinds)
 
     def prompt(self, request: Request) -> dict[str, torch.Tensor]:
         random = torch.Generator(self.device).manual_seed(request.number)
@@ -288,8 +301,6 @@ class Requests:
             options["streamer"] = stream
         elif request.cancel:
             options["stopping_criteria"] = [After(request.tokens + request.cancel)]
-        if request.compiled and model is not self.stock:
-            options["compile_config"] = CompileConfig()
         with contextlib.ExitStack() as stack:
             stack.enter_context(torch.inference_mode() if request.inference else torch.no_grad())
             if request.autocast:

@@ -5,12 +5,12 @@
 
 With `--requests`, a server's day: two models with a policy each that answer requests of mixed kinds
 (rows 1 to 8, 100 to 100,000 tokens, sampled, padded, streamed, cancelled, adapters, own end tokens,
-autocast, inference mode, hooks, compiled steps), which `_requests.py` draws. In the middle the
-policies change places and an adapter comes. Fails where a request is lost, an answer of any has
-another form than it should, each fiftieth has other tokens than stock's (but for ties, which are
-counted), or the memory between two requests rises from the second quarter of the soak to the last
-by more than a hundredth. Each process writes its counts as it goes beside `--out`, so that a soak
-that is cut leaves them.
+autocast, inference mode, hooks), which `_requests.py` draws. Of the first process one model's steps
+are compiled. In the middle the policies change places and an adapter comes. Fails where a request
+is lost, an answer of any has another form than it should, each fiftieth has other tokens than
+stock's (but for ties, which are counted), or the memory between two requests rises from the second
+quarter of the soak to the last by more than a hundredth. Each process writes its counts as it goes
+beside `--out`, so that a soak that is cut leaves them.
 
 Without, rounds of random policies applied and removed, lengths, batches, padding, samplers,
 assistants, interrupts, memory that runs out in a prefill, caches that go on for turns, NaN in a
@@ -343,8 +343,8 @@ def requests(options: argparse.Namespace) -> dict[str, Any]:
 def part(options: argparse.Namespace) -> None:
     """One process of `requests`."""
     index, count = map(int, options.part.split("/"))
-    halfway = options.requests // 2
-    soak = Requests(options.device, options.longest, options.seed, halfway, options.out)
+    more = {"halfway": options.requests // 2, "compiled": index == 0, "out": options.out}
+    soak = Requests(options.device, options.longest, options.seed, **more)
     soak.run(range(index, options.requests, count), options.seconds)
 
 

@@ -25,7 +25,7 @@ def requests(monkeypatch):
 
 def test_ten_thousand_requests_are_of_all_kinds(requests):
     drawn = [
-        requests.draw(number, 0, 100_000, requests.ADAPTERS, gpu=True, compared=number % 50 == 0)
+        requests.draw(number, 0, 100_000, requests.ADAPTERS, compared=number % 50 == 0)
         for number in range(10_000)
     ]
     kinds = Counter(kind for request in drawn for kind in request.kinds())
@@ -36,7 +36,7 @@ def test_ten_thousand_requests_are_of_all_kinds(requests):
         assert 2_500 < kinds[f"tokens {decade}"] < 4_200
     assert all(request.cancel < request.new for request in drawn)
     assert not any(request.compared and (request.sampler or request.cancel) for request in drawn)
-    assert drawn[7] == requests.draw(7, 0, 100_000, requests.ADAPTERS, gpu=True)
+    assert drawn[7] == requests.draw(7, 0, 100_000, requests.ADAPTERS)
 
 
 def test_requests_are_served_compared_and_counted(requests, monkeypatch, tmp_path):
