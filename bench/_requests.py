@@ -21,6 +21,7 @@ from transformers.generation.configuration_utils import CompileConfig
 from transformers.generation.streamers import BaseStreamer
 
 import attnplug
+from attnplug import files
 from attnplug.testing.policy import PAD, VOCABULARY, tiny_model
 
 # Two policies, each on a model of its own, and the tokens up to which each is exact. They change
@@ -378,7 +379,7 @@ class Requests:
 
     def write(self) -> None:
         if self.out is not None:
-            self.out.write_text(json.dumps(self.facts(), indent=1) + "\n")
+            files.write_text(self.out, json.dumps(self.facts()))  # which another process reads
 
     def facts(self) -> dict[str, Any]:
         cuda = self.device == "cuda"

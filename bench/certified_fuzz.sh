@@ -4,30 +4,29 @@
 #     bash bench/certified_fuzz.sh [certified_fuzz.py's arguments]
 #
 # PROCESSES (18: each compiles the kernels of one dtype, width and group) share the GPU for at most
-# SECONDS_EACH (150). $OUT gets what each of them counted, as it goes, and certified-fuzz.json, all
-# of it added up. The exit status is 1 for a violated bound, one that the tolerance does not allow,
-# a process that ended otherwise, or fewer than HEAD_STEPS (1,000,000).
+# SECONDS_EACH (150). $OUT gets certified-fuzz.json, what all of them counted. The exit status is 1
+# for a violated bound, one that the tolerance does not allow, a process that ended otherwise, or
+# fewer than HEAD_STEPS (1,000,000).
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit
 # shellcheck source=bench/gpu_join.sh
 source bench/gpu_join.sh
-out="${OUT:-/tmp}" processes="${PROCESSES:-18}" seconds="${SECONDS_EACH:-150}"
+out="${OUT:-/tmp}" work="$(mktemp -d)" processes="${PROCESSES:-18}" seconds="${SECONDS_EACH:-150}"
 steps="${HEAD_STEPS:-1000000}"
 export OMP_NUM_THREADS=1
 pids=() parts=()
 for ((index = 0; index < processes; index++)); do
-  parts+=("$out/certified-fuzz.part-$index.json")
-  rm -f "${parts[index]}"
+  parts+=("$work/$index.json")
   timeout $((seconds + 60)) "${PYTHON:-python3}" bench/certified_fuzz.py \
     --device "${DEVICE:-cuda}" --head-steps "$steps" --seconds "$seconds" \
     --part "$index/$processes" --out "${parts[index]}" "$@" \
-    >"$out/certified-fuzz.part-$index.log" 2>&1 &
+    >"$work/$index.log" 2>&1 &
   pids+=($!)
 done
 status=0
 for index in "${!pids[@]}"; do
   if ! wait "${pids[index]}"; then
-    echo "process $index:" && tail -n 3 "$out/certified-fuzz.part-$index.log"
+    echo "process $index:" && tail -n 3 "$work/$index.log"
     status=1
   fi
 done

@@ -9,8 +9,8 @@ autocast, inference mode, hooks), which `_requests.py` draws. Of the first proce
 are compiled. In the middle the policies change places and an adapter comes. Fails where a request
 is lost, an answer of any has another form than it should, each fiftieth has other tokens than
 stock's (but for ties, which are counted), or the memory between two requests rises from the second
-quarter of the soak to the last by more than a hundredth. Each process writes its counts as it goes
-beside `--out`, so that a soak that is cut leaves them.
+quarter of the soak to the last by more than a hundredth. The counts of all processes are written
+as they go, so that a soak that is cut leaves them.
 
 Without, rounds of random policies applied and removed, lengths, batches, padding, samplers,
 assistants, interrupts, memory that runs out in a prefill, caches that go on for turns, NaN in a
@@ -304,13 +304,9 @@ def provenance(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def requests(options: argparse.Namespace) -> dict[str, Any]:
-    """All processes' requests: each takes every so many, and writes a file beside `--out`."""
-    folder = options.out.parent if options.out else Path(tempfile.mkdtemp())
-    folder.mkdir(parents=True, exist_ok=True)
-    count = options.processes
-    paths = [folder / f"soak-requests.part-{index}.json" for index in range(count)]
-    for path in paths:
-        path.unlink(missing_ok=True)
+    """All processes' requests: each takes every so many, and writes its counts as it goes."""
+    folder, count = Path(tempfile.mkdtemp(prefix="soak-")), options.processes
+    paths = [folder / f"part-{index}.json" for index in range(count)]
     given = {"requests": options.requests, "seconds": options.seconds, "seed": options.seed}
     given |= {"longest": options.longest, "device": options.device}
     command = [sys.executable, __file__, *(f"--{name}={value}" for name, value in given.items())]
@@ -322,22 +318,30 @@ def requests(options: argparse.Namespace) -> dict[str, Any]:
         for index, (path, log) in enumerate(zip(paths, logs, strict=True))
     ]
     begun, ends = time.monotonic(), options.seconds + PATIENCE
-    while any(each.poll() is None for each in run) and time.monotonic() - begun < ends:
-        time.sleep(min(10, options.seconds / 20))
-        counts = [json.loads(path.read_text())["counts"] for path in paths if path.exists()]
-        answered = sum(each.get("answered", 0) for each in counts)
-        print(f"{time.monotonic() - begun:.0f} s: {answered} answered", flush=True)
-    for each in run:  # a process that hangs
-        if each.poll() is None:
-            each.kill()
-    parts = [json.loads(path.read_text()) for path in paths if path.exists()]
-    facts = provenance(options) | joined(parts, options.requests)
-    for index, (each, log) in enumerate(zip(run, logs, strict=True)):
+    try:
+        while any(each.poll() is None for each in run) and time.monotonic() - begun < ends:
+            time.sleep(min(10, options.seconds / 20))
+            facts = joined_so_far(options, paths)
+            answered = facts["counts"].get("answered", 0)
+            print(f"{time.monotonic() - begun:.0f} s: {answered} answered", flush=True)
+            if options.out:
+                options.out.write_text(json.dumps(facts, indent=1) + "\n")
+    finally:
+        for each in run:  # a process that hangs
+            if each.poll() is None:
+                each.kill()
+    facts = joined_so_far(options, paths)
+    for index, (each, path, log) in enumerate(zip(run, paths, logs, strict=True)):
         log.close()
-        if each.wait() or index >= len(parts):
+        if each.wait() or not path.exists():
             said = Path(log.name).read_text().strip()[-2000:]
             facts["wrong"].append(f"process {index} ended with {each.returncode}: {said}")
     return facts
+
+
+def joined_so_far(options: argparse.Namespace, paths: list[Path]) -> dict[str, Any]:
+    parts = [json.loads(path.read_text()) for path in paths if path.exists()]
+    return provenance(options) | joined(parts, options.requests)
 
 
 def part(options: argparse.Namespace) -> None:
