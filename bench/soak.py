@@ -1,12 +1,23 @@
-"""One process, many policies, everything that a long day brings: random policies applied and
-removed, lengths, batches, padding, samplers, assistants, interrupts, memory that runs out in a
-prefill, caches that go on for turns, NaN in a cache, flipped bits in certified's tier.
+"""Two soaks of one process or several, with everything that a long day brings.
 
+    python bench/soak.py --requests 10000 --processes 4 --seconds 500 --out soak-requests.json
     python bench/soak.py --seconds 540 --seed 0 --longest 200000 --out soak.json
 
-Counts what was seen, prints it and writes it to --out. Fails at the first exact policy whose greedy
-tokens are not stock's (but for ties, which are counted), at a NaN or a flipped bit that does not
-show, and where the memory after a round rises by more than a hundredth above the first rounds'.
+With `--requests`, a server's day: two models with a policy each that answer requests of mixed kinds
+(rows 1 to 8, 100 to 100,000 tokens, sampled, padded, streamed, cancelled, adapters, own end tokens,
+autocast, inference mode, hooks), which `_requests.py` draws. Of the first process one model's steps
+are compiled. In the middle the policies change places and an adapter comes. Fails where a request
+is lost, an answer of any has another form than it should, each fiftieth has other tokens than
+stock's (but for ties, which are counted), or the memory between two requests rises from the second
+quarter of the soak to the last by more than a hundredth. The counts of all processes are written
+as they go, so that a soak that is cut leaves them.
+
+Without, rounds of random policies applied and removed, lengths, batches, padding, samplers,
+assistants, interrupts, memory that runs out in a prefill, caches that go on for turns, NaN in a
+cache, flipped bits in certified's tier. Counts what was seen, prints it and writes it to --out.
+Fails at the first exact policy whose greedy tokens are not stock's (but for ties, which are
+counted), at a NaN or a flipped bit that does not show, and where the memory after a round rises by
+more than a hundredth above the first rounds'.
 """
 
 import argparse
@@ -16,12 +27,16 @@ import gc
 import json
 import math
 import random
+import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from _requests import Requests, bytes_in_use, joined
 from transformers import LogitsProcessor
 
 import attnplug
@@ -55,6 +70,7 @@ SAMPLERS: list[dict[str, Any]] = [
     {"prompt_lookup_num_tokens": 3},
 ]
 NEW = 8
+PATIENCE = 90  # seconds that a process of requests gets for its last one
 WARM, LAST = slice(5, 15), slice(-10, None)  # rounds whose memory is compared
 TIE = 1e-4  # of the largest logit
 # Scores of a batch that stock may have to store: in float32, with groups of heads or a mask, its
@@ -249,7 +265,7 @@ class Soak:
         print(f"round {done}: {_name(kind)}, {time.monotonic() - begin:.1f} s", flush=True)
         torch._dynamo.reset()  # each round compiles and captures anew
         gc.collect()
-        self.memory.append(_bytes_in_use(self.device))
+        self.memory.append(bytes_in_use(self.device))
         self.counts["rounds"] += 1
 
     def hold_memory(self) -> None:
@@ -278,42 +294,98 @@ def _name(kind: Any) -> str:
     return kind.__name__
 
 
-def _bytes_in_use(device: str) -> int:
-    """Of a GPU what torch has given away; of a CPU the tensors that Python can reach."""
-    if device == "cuda":
-        torch.cuda.synchronize()
-        return torch.cuda.memory_allocated()
-    tensors = [x for x in gc.get_objects() if issubclass(type(x), torch.Tensor)]
-    storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}
-    return sum(storages.values())
+def provenance(options: argparse.Namespace) -> dict[str, Any]:
+    return {
+        "seed": options.seed,
+        "torch": torch.__version__,
+        "device": torch.cuda.get_device_name() if options.device == "cuda" else "cpu",
+        "longest": options.longest,
+    }
+
+
+def requests(options: argparse.Namespace) -> dict[str, Any]:
+    """All processes' requests: each takes every so many, and writes its counts as it goes."""
+    folder, count = Path(tempfile.mkdtemp(prefix="soak-")), options.processes
+    paths = [folder / f"part-{index}.json" for index in range(count)]
+    given = {"requests": options.requests, "seconds": options.seconds, "seed": options.seed}
+    given |= {"longest": options.longest, "device": options.device}
+    command = [sys.executable, __file__, *(f"--{name}={value}" for name, value in given.items())]
+    logs = [path.with_suffix(".log").open("w") for path in paths]
+    run = [
+        subprocess.Popen(
+            [*command, f"--part={index}/{count}", f"--out={path}"], stdout=log, stderr=log
+        )
+        for index, (path, log) in enumerate(zip(paths, logs, strict=True))
+    ]
+    begun, ends = time.monotonic(), options.seconds + PATIENCE
+    try:
+        while any(each.poll() is None for each in run) and time.monotonic() - begun < ends:
+            time.sleep(min(10, options.seconds / 20))
+            facts = joined_so_far(options, paths)
+            answered = facts["counts"].get("answered", 0)
+            print(f"{time.monotonic() - begun:.0f} s: {answered} answered", flush=True)
+            if options.out:
+                options.out.write_text(json.dumps(facts, indent=1) + "\n")
+    finally:
+        for each in run:  # a process that hangs
+            if each.poll() is None:
+                each.kill()
+    facts = joined_so_far(options, paths)
+    for index, (each, path, log) in enumerate(zip(run, paths, logs, strict=True)):
+        log.close()
+        if each.wait() or not path.exists():
+            said = Path(log.name).read_text().strip()[-2000:]
+            facts["wrong"].append(f"process {index} ended with {each.returncode}: {said}")
+    return facts
+
+
+def joined_so_far(options: argparse.Namespace, paths: list[Path]) -> dict[str, Any]:
+    parts = [json.loads(path.read_text()) for path in paths if path.exists()]
+    return provenance(options) | joined(parts, options.requests)
+
+
+def part(options: argparse.Namespace) -> None:
+    """One process of `requests`."""
+    index, count = map(int, options.part.split("/"))
+    more = {"halfway": options.requests // 2, "compiled": index == 0, "out": options.out}
+    soak = Requests(options.device, options.longest, options.seed, **more)
+    soak.run(range(index, options.requests, count), options.seconds)
+
+
+def rounds(options: argparse.Namespace) -> dict[str, Any]:
+    soak = Soak(options.device, options.longest, options.seed)
+    begin = time.monotonic()
+    while time.monotonic() - begin < options.seconds:
+        soak.round()
+    soak.hold_memory()
+    return provenance(options) | {
+        "seconds": round(time.monotonic() - begin),
+        "counts": dict(sorted(soak.counts.items())),
+        "memory": soak.memory[:: max(1, len(soak.memory) // 100)],
+    }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
     parser.add_argument("--seconds", type=float, default=540)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--longest", type=int, default=200_000)
+    parser.add_argument("--requests", type=int, help="of a server's day; without, rounds")
+    parser.add_argument("--processes", type=int, default=1)
+    parser.add_argument("--part", help="of a server's day, what a process of several is: 0/4")
+    parser.add_argument("--longest", type=int, help="tokens: 200,000, or 100,000 of a request")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
+    options.longest = options.longest or (100_000 if options.requests else 200_000)
     torch.manual_seed(options.seed)
-    soak = Soak(options.device, options.longest, options.seed)
-    begin = time.monotonic()
-    while time.monotonic() - begin < options.seconds:
-        soak.round()
-    soak.hold_memory()
-    facts = {
-        "seed": options.seed,
-        "seconds": round(time.monotonic() - begin),
-        "torch": torch.__version__,
-        "device": torch.cuda.get_device_name() if options.device == "cuda" else "cpu",
-        "longest": options.longest,
-        "counts": dict(sorted(soak.counts.items())),
-        "memory": soak.memory[:: max(1, len(soak.memory) // 100)],
-    }
+    if options.part:
+        part(options)
+        return
+    facts = requests(options) if options.requests else rounds(options)
     print(json.dumps(facts, indent=1))
     if options.out:
         options.out.write_text(json.dumps(facts, indent=1) + "\n")
+    sys.exit(bool(facts.get("wrong")))
 
 
 if __name__ == "__main__":

@@ -6,7 +6,9 @@ that want nothing of the host in between, as those of the decode loop do. Where 
 step, a graph serves later calls of generate, too, which are about the same memory.
 """
 
+import functools
 import gc
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -59,25 +61,21 @@ class GuardedStep(CapturedStep):
     has come to the same memory. Later steps replay and ask nobody."""
 
     def __init__(self, compiled: Callable[[Around], Step]):
-        super().__init__(compiled(self._around))
+        super().__init__(compiled(functools.partial(_around, weakref.ref(self))))
         self.about: tuple[Any, ...] = ()  # what the captured run is about
         self.seen: tuple[Any, ...] = ()  # and the last one
         self.outputs: Any = None  # of the run that has been captured
 
-    def _around(self, graph: Callable[..., Any]) -> Callable[..., Any]:
-        """What dynamo is to run in the place of a graph."""
-
-        def run(*inputs: Any) -> Any:
-            self.seen = run, *map(_place, inputs)
-            if self.replay is not None and self.seen == self.about:
-                self.replay()
-                return self.outputs
-            found = graph(*inputs)
-            if self.replay is None:  # the last such run is the one that is captured
-                self.about, self.outputs = self.seen, found
-            return found
-
-        return run
+    def run(self, graph: Callable[..., Any], inputs: tuple[Any, ...], key: Any) -> Any:
+        """In the place of a graph, which `key` names, that dynamo's guards have chosen."""
+        self.seen = key, *map(_place, inputs)
+        if self.replay is not None and self.seen == self.about:
+            self.replay()
+            return self.outputs
+        found = graph(*inputs)
+        if self.replay is None:  # the last such run is the one that is captured
+            self.about, self.outputs = self.seen, found
+        return found
 
     def begin(self) -> None:
         self.first = True
@@ -86,6 +84,18 @@ class GuardedStep(CapturedStep):
         if not self.first and self.seen != self.about:
             self.replay = self.outputs = None
         return super().__call__(*arguments)
+
+
+def _around(owner: Callable[[], GuardedStep | None], graph: Callable[..., Any]) -> Any:
+    """What dynamo is to run in the place of a graph. torch keeps it for good, and so it must not
+    keep the step, whose CUDA graph has memory."""
+
+    def run(*inputs: Any) -> Any:
+        step = owner()
+        assert step is not None  # which alone runs what is compiled
+        return step.run(graph, inputs, run)
+
+    return run
 
 
 def _place(value: Any) -> Any:

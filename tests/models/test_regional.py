@@ -358,3 +358,21 @@ def test_a_captured_step_keeps_no_cache_alive(monkeypatch):
     del cache
     gc.collect()
     assert seen() is None
+
+
+def test_a_removed_policy_leaves_no_captured_graph(monkeypatch):
+    """torch keeps every backend and what it compiled."""
+    model, config = attnplug.apply(model_of(), "dense"), compiling()
+    tokens_of(model, compile_config=config, new=1)
+    step = guarded()
+    monkeypatch.setattr(captured, "capture", Replays(step))
+    monkeypatch.setattr(vars(model)[LOOP].compiled(model, config), "now", step)
+    ids = torch.arange(3, 43)[None]
+    model.generate(ids, max_new_tokens=9, do_sample=False, compile_config=config)
+    replay = weakref.ref(step.replay)  # as long as its graph
+    assert replay() is not None
+    monkeypatch.undo()
+    attnplug.remove(model)
+    del step
+    gc.collect()
+    assert replay() is None
