@@ -20,7 +20,7 @@ more=("${@:3}")
 source bench/gpu_join.sh
 export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True
 gpus=$(nvidia-smi --list-gpus 2>/dev/null | wc -l)
-if [ "$gpus" -gt 0 ]; then
+if [ "$gpus" -gt 0 ] && [ -z "${CUDA_MPS_PIPE_DIRECTORY:-}" ]; then
   export CUDA_MPS_PIPE_DIRECTORY=/tmp/mps CUDA_MPS_LOG_DIRECTORY=/tmp/mps-log
   mkdir -p /tmp/mps /tmp/mps-log
   nvidia-cuda-mps-control -d || echo "no MPS: processes take turns" >&2

@@ -25,9 +25,9 @@ from attnplug.ops.common.define import require
 from attnplug.ops.sketch.state import BLOCK, Basis, coordinates
 
 CLIPS = {4: 3.64, 2: 1.49}  # standard deviations
-SAMPLE = 16384  # tokens of a row that `fit_basis` reads at most, evenly spaced
+SAMPLE = 8192  # tokens of a row that `fit_basis` reads at most, evenly spaced
 PIECE = 256  # tokens whose products are summed in float32, the sums of pieces in float64
-AT_ONCE = 1 << 18  # tokens, of all layers, rows and KV heads, that are widened to float32 together
+AT_ONCE = 1 << 19  # tokens, of all layers, rows and KV heads, that are widened to float32 together
 TURNS = 8  # of the subspace iteration, each by the square of the matrix
 FLOOR = 1e-6  # added to its eigenvalues, in parts of their sum: what is smaller has no order
 
@@ -80,7 +80,7 @@ def fit_basis(
         key_mask: bool `[B, S]`, False where a key must not be seen.
         ridge: of the queries' second moment, in parts of its mean eigenvalue.
 
-    Moments are of at most 16,384 tokens of a row, evenly spaced. Tokens that are not finite are
+    Moments are of at most 8,192 tokens of a row, evenly spaced. Tokens that are not finite are
     left out; so is a row's first block, the sink, where there are at least two more. A row without
     tokens gives finite numbers, and queries of zeros the principal directions of the keys. All is
     made on the keys' device, and the host never waits for it.
