@@ -3,9 +3,11 @@
 import importlib.metadata
 import json
 import os
+import re
 import subprocess
 import sys
 import types
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ import typer
 from typer.testing import CliRunner
 
 import attnplug
+import attnplug.cli
 from attnplug import Gather, doctor, trace
 from attnplug import plan as planning
 from attnplug.cli import app
@@ -52,6 +55,16 @@ def test_it_runs_as_a_module():
     command = [sys.executable, "-m", "attnplug", "eval", "nothing", "--policy", "dense"]
     done = subprocess.run([*command, "--lengths", "x"], capture_output=True, text=True, check=False)
     assert done.returncode == 2 and "'x' is not a length; write 8192, 8K or 1M" in done.stderr
+
+
+def test_an_option_with_a_metavar_has_its_name():
+    """Else typer 0.27 names it by the metavar, and `--lengths` is no option."""
+    named = []
+    for path in Path(attnplug.cli.__file__).parent.glob("*.py"):
+        for found in re.finditer(r"typer\.Option\(([^()]*)metavar=", path.read_text()):
+            assert re.match(r"name,|[\"']--", found[1]), f"{path.name}: {found[0]}"
+            named.append(found[0])
+    assert len(named) == 2  # tokens_option and lengths_option
 
 
 def test_report_shows_what_runs_where():

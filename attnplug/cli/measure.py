@@ -26,7 +26,7 @@ CONTEXTS = read_lengths(CONTEXTS_TEXT)
 
 
 def demo(
-    tokens: Annotated[int | None, tokens_option("4K on a CPU, 8K on a GPU.")] = None,
+    tokens: Annotated[int | None, tokens_option("--tokens", "4K on a CPU, 8K on a GPU.")] = None,
     top_k: Annotated[int, typer.Option(help="Key blocks that momo keeps per query block.")] = 16,
     device: Device = None,
     image: Annotated[Path, typer.Option(help="Where to save the block mask's picture.")] = Path(
@@ -51,7 +51,7 @@ def report(
     steps: Annotated[
         int, typer.Option(help="Tokens to decode, to show what the cache's layers count.")
     ] = 0,
-    tokens: Annotated[int, tokens_option("Tokens of prose before these steps.")] = 512,
+    tokens: Annotated[int, tokens_option("--tokens", "Tokens of prose before these steps.")] = 512,
     device: Device = None,
     as_json: Json = False,
 ) -> None:
@@ -98,7 +98,9 @@ def eval(
     ] = None,
     lengths: Annotated[
         Lengths | None,
-        lengths_option('Prompt lengths with commas between, such as "4K,32K"; else 1K.'),
+        lengths_option(
+            "--lengths", 'Prompt lengths with commas between, such as "4K,32K"; else 1K.'
+        ),
     ] = None,
     trials: Annotated[
         int | None, typer.Option(help="Prompts for each task and length; else 10.")
@@ -145,7 +147,9 @@ def bench(
     ] = None,
     lengths: Annotated[
         Lengths | None,
-        lengths_option('Tokens, with commas: "32K,1M"; else some that suit the device.'),
+        lengths_option(
+            "--lengths", 'Tokens, with commas: "32K,1M"; else some that suit the device.'
+        ),
     ] = None,
     device: Device = None,
     out: Annotated[Path, typer.Option(help="Folder for rows and plot.")] = Path("attnplug-bench"),
@@ -203,7 +207,9 @@ def plan(
     ],
     context: Annotated[
         Lengths,
-        lengths_option("Tokens of context, with commas between.", show_default=CONTEXTS_TEXT),
+        lengths_option(
+            "--context", "Tokens of context, with commas between.", show_default=CONTEXTS_TEXT
+        ),
     ] = CONTEXTS,
     batch: Annotated[int, typer.Option(help="Sequences that are decoded together.")] = 1,
     policy: Annotated[

@@ -38,14 +38,15 @@ def read_lengths(text: str | Lengths) -> Lengths:
     return Lengths(dict.fromkeys(found))
 
 
-def tokens_option(what: str) -> Any:
-    """An option that is a number of tokens."""
-    return typer.Option(parser=read_length, metavar="TOKENS", help=what)
+def tokens_option(name: str, what: str) -> Any:
+    """An option that is a number of tokens. typer 0.27 takes a metavar for the option's own name
+    where none is given."""
+    return typer.Option(name, parser=read_length, metavar="TOKENS", help=what)
 
 
-def lengths_option(what: str, **more: Any) -> Any:
-    """An option that is several lengths."""
-    return typer.Option(parser=read_lengths, metavar="LENGTHS", help=what, **more)
+def lengths_option(name: str, what: str, **more: Any) -> Any:
+    """An option that is several lengths, named as for `tokens_option`."""
+    return typer.Option(name, parser=read_lengths, metavar="LENGTHS", help=what, **more)
 
 
 def default_device() -> str:

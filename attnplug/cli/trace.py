@@ -43,8 +43,12 @@ def record(
         int, typer.Option(help="At every n-th query measure what the edges hold; 0: do not.")
     ] = 0,
     search: Annotated[str, typer.Option(help="bounds or branches.")] = "bounds",
-    max_tokens: Annotated[int, tokens_option("Cut the text to this length; 0: do not.")] = 0,
-    new_tokens: Annotated[int, tokens_option("Tokens to generate, which are traced, too.")] = 0,
+    max_tokens: Annotated[
+        int, tokens_option("--max-tokens", "Cut the text to this length; 0: do not.")
+    ] = 0,
+    new_tokens: Annotated[
+        int, tokens_option("--new-tokens", "Tokens to generate, which are traced, too.")
+    ] = 0,
     compare: Annotated[bool, typer.Option(help="Run it untraced first, and compare.")] = False,
     device: Device = None,
 ) -> None:
