@@ -22,8 +22,11 @@ if [ -z "$sanitizer" ]; then
   exit 2
 fi
 tests=(tests/hostile/test_past_the_end*.py)
-python3 -m pytest -n0 -q -m gpu --collect-only "${tests[@]}" "$@" 2>/dev/null |
-  grep '::' >"$work/tests.txt"
+if ! python3 -m pytest -n0 -q -m gpu --collect-only "${tests[@]}" "$@" >"$work/found.txt" 2>&1; then
+  tail -n 30 "$work/found.txt" >&2 # a file that cannot be imported must not be left out
+  exit 2
+fi
+grep '::' "$work/found.txt" >"$work/tests.txt"
 count="$(wc -l <"$work/tests.txt")"
 echo "$count tests, $processes processes, $("$sanitizer" --version | tail -1)"
 [ "$count" -gt 0 ] || exit 2

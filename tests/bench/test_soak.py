@@ -33,7 +33,7 @@ def test_ten_thousand_requests_are_of_all_kinds(requests):
     assert {f"rows {rows}" for rows in range(1, 9)} <= set(kinds)
     assert {f"adapter {name}" for name in ("none", *requests.ADAPTERS)} <= set(kinds)
     for decade in ("100 to 1,000", "1,000 to 10,000", "10,000 to 100,000"):
-        assert 2_500 < kinds[f"tokens {decade}"] < 4_200
+        assert kinds[f"tokens {decade}"] > 1_000
     assert all(request.cancel < request.new for request in drawn)
     assert not any(request.compared and (request.sampler or request.cancel) for request in drawn)
     assert drawn[7] == requests.draw(7, 0, 100_000, requests.ADAPTERS)

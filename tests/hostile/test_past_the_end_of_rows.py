@@ -36,7 +36,8 @@ from attnplug.ops.gvr import index_topk as index
 from attnplug.ops.latent import latent_attention as latent
 from attnplug.ops.sketch import host_decode as sketch_host
 from attnplug.ops.sketch import sketch_decode as sketch
-from attnplug.ops.sketch.state import empty_codes, fit_basis
+from attnplug.ops.sketch.basis import fit_basis
+from attnplug.ops.sketch.state import empty_codes
 from attnplug.policies._certified_layer import CertifiedLayer
 from attnplug.policies._indexed_layer import IndexedLayer
 from attnplug.policies._sketch_layer import SketchLayer
