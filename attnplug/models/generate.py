@@ -19,7 +19,7 @@ from attnplug.models.decode_step import layers_to_prepare, prepare_layers
 from attnplug.models.growth import GrowingCache, Growth
 from attnplug.models.hf import binding_of
 from attnplug.models.instance_method import put_method
-from attnplug.models.layer_kernels import KERNELS, LayerKernels, layer_kernels
+from attnplug.models.layer_kernels import KERNELS, LayerKernels, prompt_kernels
 from attnplug.models.loop_calls import (
     ARGUMENTS,
     MIXIN,
@@ -217,7 +217,7 @@ def _prefill(
         layer.steps_are_prepared = True
         layer.prefill_tokens = 0 if chunk is None else input_ids.shape[1]
     try:
-        with layer_kernels(model):
+        with prompt_kernels(model, input_ids, config, model_kwargs):
             outputs = stock(model, input_ids, config, model_kwargs, **options)
         note_steps(vars(model)[BOUND], cache)
         return outputs
