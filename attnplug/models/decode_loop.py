@@ -232,7 +232,7 @@ class Decoding:
         outputs = self.model._prefill(self.prompt, self.config, self.inputs)
         self.cache = outputs[CACHE]
         self.wanting = layers_to_prepare(self.cache)
-        logits = outputs.logits[:, -1].to(dtype=torch.float32, copy=True)
+        logits = outputs.logits[:, -1].to(self.device, torch.float32, copy=True)
         del outputs  # the logits of a whole prompt may be large
         self.bound = bindings_of(self.model) if steps else {}
         compiles = steps and self.model._valid_auto_compile_criteria(self.inputs, self.config)

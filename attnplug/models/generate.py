@@ -3,6 +3,7 @@ prepares, the loop that it decodes with, and refusals of what would lose the pol
 
 import copy
 import functools
+import inspect
 from types import MethodType
 from typing import Any, NoReturn
 
@@ -195,6 +196,9 @@ def _decode(
     if why:
         return type(model)._sample(model, *call, **model_kwargs)
     return Decoding(model, *call, model_kwargs).run(loop)
+
+
+_decode.__signature__ = inspect.signature(MIXIN._sample)  # else made anew in each call
 
 
 def _prefill(

@@ -8,7 +8,6 @@ from typing import Any, Self
 
 import torch
 
-from attnplug.models.autocast import autocast_dtype
 from attnplug.models.cache import PlugCache, PlugLayer
 
 # Rows times tokens of a prompt up to which keys and values are lent: those of some models are views
@@ -35,14 +34,9 @@ class LentLayer(PlugLayer):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if self.is_initialized or key_states.shape[2] != self.max_cache_len:
             return super().update(key_states, value_states, *args, **kwargs)
-        cast = autocast_dtype(key_states.device)
-        if cast is not None:
-            key_states, value_states = key_states.to(cast), value_states.to(cast)
         self.keys, self.values, self.device = key_states, value_states, key_states.device
-        self.batch_size, self.num_heads = key_states.shape[:2]
-        self.k_head_dim, self.v_head_dim = key_states.shape[-1], value_states.shape[-1]
-        self.cumulative_length, self.counted = self.count, self.max_cache_len
-        self.is_initialized = True
+        self.cumulative_length = self.count.to(self.device)
+        self.counted, self.is_initialized = self.max_cache_len, True
         return key_states, value_states
 
     def known_length(self, tokens: int) -> int:

@@ -19,10 +19,9 @@ def all_modules(model: torch.nn.Module) -> list[torch.nn.Module]:
 
 def devices_of(model: torch.nn.Module) -> set[torch.device]:
     """Where parameters and buffers are."""
-    found: set[torch.device] = set()
+    tensors: list[torch.Tensor | None] = []
     for module in all_modules(model):
-        for tensors in (module._parameters, module._buffers):
-            for tensor in tensors.values() if tensors else ():
-                if tensor is not None:
-                    found.add(tensor.device)
-    return found
+        tensors.extend(module._parameters.values())
+        if module._buffers:
+            tensors.extend(module._buffers.values())
+    return {tensor.device for tensor in tensors if tensor is not None}
