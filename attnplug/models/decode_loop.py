@@ -42,7 +42,6 @@ from attnplug.models.decode_step import (
 from attnplug.models.fuse import Fusion
 from attnplug.models.hf import bindings_of
 from attnplug.models.layer_kernels import has_quick_steps
-from attnplug.models.lent import lend
 from attnplug.models.names import CACHE
 from attnplug.models.patience import PATIENCE, PatientStep, is_capturable, is_on_one_device
 from attnplug.models.regional import LayeredStep
@@ -225,15 +224,12 @@ class Decoding:
 
     def _run(self, loop: DecodeLoop) -> Any:
         mask = self._real_keys()
-        self.cache: PlugCache = self.inputs[CACHE]
-        steps = self.last > self.length + 1  # else the prompt gives the only token
-        if not steps and not self._is_kept() and self.config.prefill_chunk_size is None:
-            lend(self.cache, self.prompt)
         outputs = self.model._prefill(self.prompt, self.config, self.inputs)
-        self.cache = outputs[CACHE]
+        self.cache: PlugCache = outputs[CACHE]
         self.wanting = layers_to_prepare(self.cache)
         logits = outputs.logits[:, -1].to(self.device, torch.float32, copy=True)
         del outputs  # the logits of a whole prompt may be large
+        steps = self.last > self.length + 1  # else the prompt gives the only token
         self.bound = bindings_of(self.model) if steps else {}
         compiles = steps and self.model._valid_auto_compile_criteria(self.inputs, self.config)
         drafts = drafts_of(self, mask) if steps else 0
