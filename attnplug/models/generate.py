@@ -210,7 +210,7 @@ def _decode(
     return Decoding(model, *call, model_kwargs).run(loop)
 
 
-_decode.__signature__ = inspect.signature(MIXIN._sample)  # else made anew in each call
+vars(_decode)["__signature__"] = inspect.signature(MIXIN._sample)  # else made anew in each call
 
 
 def _prefill(
