@@ -13,7 +13,7 @@ from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from attnplug.models.cache import PlugCache, PlugLayer
 from attnplug.models.growth import GrowingCache, Growth
-from attnplug.models.loop_calls import MODES
+from attnplug.models.loop_calls import DEVICES, MODES
 
 # Rows times tokens of a prompt up to which keys and values are lent: those of some models are views
 # of all that a fused projection has made, which longer prompts have no memory for in every layer.
@@ -70,6 +70,8 @@ class Prompt:
         if kept or config.max_new_tokens != 1 or rows * tokens > MOST:
             return None
         if mode not in MODES or config.prefill_chunk_size is not None:
+            return None
+        if device.type not in DEVICES:  # such as meta, where weights are elsewhere
             return None
         return cls(rows, tokens, device)
 
