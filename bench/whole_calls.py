@@ -7,12 +7,15 @@ A model of Qwen2.5-7B's shape with random bf16 weights. Each call has another pr
 has. `first_s` is the first call of its kind after `apply`, and `call_s` the median of the later
 ones, of which `--calls` sets the number: short ones want a dozen, as the host is what they wait
 for. Nothing is left out of a call. `--profile` says how long each kernel of a call ran, in all.
-`--root` measures another tree's attnplug with this script: run both in turn on one machine.
-`--small` is for a try on a CPU.
+`--beside` gives each policy a model of its own, of the same weights, and takes their calls in turn:
+a host whose speed changes within seconds is then the same for all. `--root` measures another tree's
+attnplug with this script: run both in turn on one machine. `--small` is for a try on a CPU.
 """
 
 import argparse
+import copy
 import gc
+import itertools
 import json
 import statistics
 import sys
@@ -89,15 +92,38 @@ def built(config: Qwen2Config, device: str) -> Any:
     return model
 
 
+def beside(first: Any, policies: list[str], asked: argparse.Namespace, about: dict) -> None:
+    """A model with each policy, all of the same weights, and their calls in turn."""
+    import attnplug
+
+    models = [first, *(copy.deepcopy(first) for _ in policies[1:])]  # steps fuse their weights
+    calls = {}
+    for policy, model in zip(policies, models, strict=True):
+        calls[policy] = Calls(model, asked.batch)
+        if policy != "stock":
+            attnplug.apply(model, policy)
+    for tokens, new in itertools.product(asked.tokens, asked.new):
+        firsts = {policy: call(tokens, new) for policy, call in calls.items()}
+        times: dict[str, list[float]] = {policy: [] for policy in policies}
+        for _ in range(asked.calls or (3 if tokens <= FEW else 2)):
+            for policy, call in calls.items():
+                times[policy].append(call(tokens, new))
+        for policy, each in times.items():
+            row = {"policy": policy, "n": tokens, "new": new, "first_s": round(firsts[policy], 4)}
+            row |= {"call_s": round(statistics.median(each), 4), "times_s": each, "beside": True}
+            say(asked.out, row | about)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--tokens", default="128,1024,8192,32768,100000")
-    parser.add_argument("--new", default="1,16,128,512")
+    parser.add_argument("--tokens", type=counts, default="128,1024,8192,32768,100000")
+    parser.add_argument("--new", type=counts, default="1,16,128,512")
     parser.add_argument("--policies", default="stock;dense;auto;momo+gather")
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--warm", action="store_true")
     parser.add_argument("--calls", type=int)
     parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--beside", action="store_true")
     parser.add_argument("--small", action="store_true")
     parser.add_argument("--root", type=Path)
     parser.add_argument("--out", type=Path)
@@ -106,23 +132,27 @@ def main() -> None:
         sys.path.insert(0, str(asked.root))
     import attnplug  # of --root
 
-    lengths, news = ([int(x) for x in text.split(",")] for text in (asked.tokens, asked.new))
     device = "cpu" if asked.small else "cuda"
     model = built(SMALL if asked.small else CONFIG, device)
     call = Calls(model, asked.batch)
     name = torch.cuda.get_device_name() if device == "cuda" else "cpu"
     about = {"case": "call", "batch": asked.batch, "warm": asked.warm, "gpu": name}
     about |= {"torch": torch.__version__, "root": str(asked.root or "")}
+    if asked.beside:
+        if asked.warm or asked.profile:
+            parser.error("--beside takes neither --warm nor --profile")
+        beside(model, asked.policies.split(";"), asked, about)
+        return
     for policy in asked.policies.split(";"):
         if policy != "stock":
             attnplug.apply(model, policy)
         if asked.warm and policy != "stock":
             took = seconds(
-                lambda: attnplug.warm(model, lengths=lengths, batch=asked.batch), model.device
+                lambda: attnplug.warm(model, lengths=asked.tokens, batch=asked.batch), model.device
             )
             say(asked.out, {"policy": policy, "warm_s": round(took, 2)} | about)
-        for tokens in lengths:
-            for new in news:
+        for tokens in asked.tokens:
+            for new in asked.new:
                 first = call(tokens, new)
                 later = asked.calls or (3 if tokens <= FEW else 2)
                 times = [call(tokens, new) for _ in range(later)]
@@ -135,6 +165,10 @@ def main() -> None:
             attnplug.remove(model)
         torch.compiler.reset()
         gc.collect()
+
+
+def counts(text: str) -> list[int]:
+    return [int(each) for each in text.split(",")]
 
 
 def say(path: Path | None, row: dict[str, Any]) -> None:

@@ -29,9 +29,19 @@ def test_a_step_of_the_bench_begins(monkeypatch):
     "command",
     [
         ["whole_calls.py", "--tokens", "20", "--new", "1,3", "--policies", "stock;dense;momo"],
+        [
+            "whole_calls.py",
+            "--tokens",
+            "20",
+            "--new",
+            "1,3",
+            "--policies",
+            "stock;dense",
+            "--beside",
+        ],
         ["exact_steps.py", "--tokens", "200", "--m", "2", "--accepted", "1"],
     ],
-    ids=lambda command: command[0],
+    ids=lambda command: "".join((command[0], *command[7:])),
 )
 def test_benches_of_calls_run_on_a_small_model(command, tmp_path):
     out = tmp_path / "rows.jsonl"
@@ -41,6 +51,6 @@ def test_benches_of_calls_run_on_a_small_model(command, tmp_path):
     )
     assert done.returncode == 0, done.stderr[-2000:]
     rows = [json.loads(line) for line in out.read_text().splitlines()]
-    assert len(rows) == (6 if "whole" in command[0] else 3)
+    assert len(rows) == (3 if "exact" in command[0] else 4 if "--beside" in command else 6)
     if "exact" in command[0]:
         assert rows[-1]["rounds"] > 0 and rows[-1]["accepted"] >= rows[-1]["rounds"] - 1

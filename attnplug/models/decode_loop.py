@@ -227,7 +227,7 @@ class Decoding:
         outputs = self.model._prefill(self.prompt, self.config, self.inputs)
         self.cache: PlugCache = outputs[CACHE]
         self.wanting = layers_to_prepare(self.cache)
-        logits = outputs.logits[:, -1].to(dtype=torch.float32, copy=True)
+        logits = outputs.logits[:, -1].to(self.device, torch.float32, copy=True)
         del outputs  # the logits of a whole prompt may be large
         steps = self.last > self.length + 1  # else the prompt gives the only token
         self.bound = bindings_of(self.model) if steps else {}

@@ -3,6 +3,7 @@ prepares, the loop that it decodes with, and refusals of what would lose the pol
 
 import copy
 import functools
+import inspect
 from types import MethodType
 from typing import Any, NoReturn
 
@@ -19,7 +20,8 @@ from attnplug.models.decode_step import layers_to_prepare, prepare_layers
 from attnplug.models.growth import GrowingCache, Growth
 from attnplug.models.hf import binding_of
 from attnplug.models.instance_method import put_method
-from attnplug.models.layer_kernels import KERNELS, LayerKernels, layer_kernels
+from attnplug.models.layer_kernels import KERNELS, LayerKernels, prompt_kernels
+from attnplug.models.lent import Prompt
 from attnplug.models.loop_calls import (
     ARGUMENTS,
     MIXIN,
@@ -144,17 +146,26 @@ def _prepare_cache_for_generation(
     if given is not None or chosen or generation_config.use_cache is False:
         stock(generation_config, model_kwargs, generation_mode, batch_size, max_cache_length)
         return
+    growth = Growth(model.config.get_text_config(decoder=True), vars(model)[LAYER_MAKER])
+    copies = max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
+    rows = batch_size * copies
+    alone = Prompt.of(generation_config, generation_mode, rows, max_cache_length, model.device)
+    fresh = dict(model_kwargs)
+    if alone is not None:
+        stock(generation_config, fresh, generation_mode, batch_size, max_cache_length)
+        lent = alone.cache_like(fresh.pop(CACHE, None), growth)
+        if lent is not None:
+            model_kwargs[CACHE] = lent
+            _drop_full_mask(model_kwargs)
+            return
     # The stock method sizes the static cache (beams, max_cache_len, earlier calls); its
     # full-attention layers are then replaced. The caller's config stays as it was.
     static = copy.copy(generation_config)
     static.cache_implementation = "static"
     # Whose buffers would be made ahead, as many heads in each layer: right for few families.
     static.prefill_chunk_size = None
-    fresh = dict(model_kwargs)
-    copies = max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
-    _bound_length(model, batch_size * copies, max_cache_length + speculated)
+    _bound_length(model, rows, max_cache_length + speculated)
     stock(static, fresh, generation_mode, batch_size, max_cache_length + speculated)
-    growth = Growth(model.config.get_text_config(decoder=True), vars(model)[LAYER_MAKER])
     cache = GrowingCache.begin(_static_cache(fresh), growth)
     # Rolling windows cannot be cropped, which assisted decoding needs, and take one precision only,
     # where autocast mixes two.
@@ -162,6 +173,8 @@ def _prepare_cache_for_generation(
     if (mixed or _must_crop(generation_config, generation_mode)) and not _croppable(cache):
         stock(generation_config, model_kwargs, generation_mode, batch_size, max_cache_length)
         return
+    if alone is not None:
+        alone.lend_to(cache)
     model_kwargs[CACHE] = cache
     _drop_full_mask(model_kwargs)
 
@@ -197,6 +210,9 @@ def _decode(
     return Decoding(model, *call, model_kwargs).run(loop)
 
 
+vars(_decode)["__signature__"] = inspect.signature(MIXIN._sample)  # else made anew in each call
+
+
 def _prefill(
     model: Any, input_ids: torch.Tensor, generation_config: Any, model_kwargs: Any, **options: Any
 ) -> Any:
@@ -217,7 +233,7 @@ def _prefill(
         layer.steps_are_prepared = True
         layer.prefill_tokens = 0 if chunk is None else input_ids.shape[1]
     try:
-        with layer_kernels(model):
+        with prompt_kernels(model, input_ids, config, model_kwargs):
             outputs = stock(model, input_ids, config, model_kwargs, **options)
         note_steps(vars(model)[BOUND], cache)
         return outputs

@@ -220,7 +220,8 @@ def plug_attention(
         raise UnsupportedCallError(f"this version of transformers takes a cache as {CACHE}.")
     binding: Binding[Serves] | None = getattr(module, BINDING, None)
     state = attnplug_state
-    if isinstance(state, PlugLayer) and query.shape[2] > 1:  # steps defer their write by it
+    ours = isinstance(state, PlugLayer)
+    if ours and query.shape[2] > 1:  # steps defer their write by it
         state.note_buffers(key, value)
     query, key, value = as_autocast(query, key, value, state)
     key, value, lengths = _valid_part(query, key, value, state, attnplug_fresh)
@@ -232,7 +233,7 @@ def plug_attention(
         softcap=softcap or 0.0,
         sinks=s_aux,
         lengths=lengths,
-        state=state if isinstance(state, StaticLayer) else None,
+        state=state if ours or isinstance(state, StaticLayer) else None,
     )
     compact = _set_key_mask(call, attention_mask)
     if state is None and compact and not _exotic(kwargs):
@@ -253,9 +254,9 @@ def plug_attention(
         )
     call.trace_to = binding.trace_to
     out = binding.policy.attend(call)
-    if isinstance(state, PlugLayer):
+    if ours:
         state.note_writes()  # a step's op may have written the pending token
-    if not (isinstance(state, PlugLayer) and state.round_part):  # `generate` has noted its steps
+    if not (ours and state.round_part):  # `generate` has noted its steps
         binding.note_served(query.shape[2], Served(call.served_by, call.why_dense))
     return out.transpose(1, 2).contiguous(), None
 
@@ -311,9 +312,11 @@ def _valid_part(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, state: Any, fresh: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Keys and values, and how many of them are valid where a static cache returned its buffer."""
+    queries = query.shape[2]
+    if fresh and fresh == queries == key.shape[2]:
+        return key, value, None
     if not isinstance(state, StaticLayer) or isinstance(state, StaticSlidingWindowLayer):
         return key, value, None
-    queries = query.shape[2]
     if fresh == queries:
         # A first prefill attends to its own tokens only: with that known, dense needs no mask.
         return key[:, :, :queries], value[:, :, :queries], None

@@ -50,7 +50,12 @@ class PolicyHook(ModelHook):
     def pre_forward(
         self, module: torch.nn.Module, *args: Any, **kwargs: Any
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        cache = next((kwargs[n] for n in CACHE_ARGUMENTS if isinstance(kwargs.get(n), Cache)), None)
+        return self._before_forward(module, args, kwargs)
+
+    def _before_forward(
+        self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        cache = _cache_in(kwargs)
         if cache is not None:
             state = kwargs[STATE_ARGUMENT] = state_of(cache, self.layer_index)
             tokens = _hidden_states(args, kwargs).shape[1]
@@ -71,10 +76,12 @@ class PolicyHook(ModelHook):
         config = getattr(module, "config", None)
         return own and getattr(config, "_attn_implementation", None) in ATTENTION_NAMES
 
-    def _before_forward(
-        self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        return self.pre_forward(module, *args, **kwargs)
+
+def _cache_in(kwargs: dict[str, Any]) -> Cache | None:
+    for name in CACHE_ARGUMENTS:
+        if isinstance(kwargs.get(name), Cache):
+            return kwargs[name]
+    return None
 
 
 def _hidden_states(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
@@ -88,8 +95,9 @@ def _is_full_static(layer: Any) -> bool:
 def state_of(cache: Cache, index: int) -> Any:
     """The layer's cache object. A layer that shares another's keys (Gemma 3n) has none of its own:
     it gets that of the full-attention layer before it, whose length is the same."""
-    if index < len(cache.layers) and isinstance(cache.layers[index], CacheLayerMixin):
-        return cache.layers[index]
+    layer = cache.layers[index] if index < len(cache.layers) else None
+    if isinstance(layer, CacheLayerMixin):
+        return layer
     before = [layer for layer in cache.layers[:index] if _is_full_static(layer)]
     return before[-1] if before else cache
 

@@ -5,6 +5,7 @@ by its exact type, a method that a model's class has of its own or an argument o
 transformers, keeps transformers' loop.
 """
 
+import functools
 import inspect
 from collections.abc import Iterable, Mapping
 from types import SimpleNamespace
@@ -118,13 +119,19 @@ def _mode(
 ) -> GenerationMode:
     """The generation mode that a call comes to, as generate finds it from its options, the config
     that it was given, and the model's."""
-    fields = vars(GenerationConfig()) | GenerationConfig._get_default_generation_params()
+    fields = dict(_defaults())
     for source in (model.generation_config, config):
         if source is not None:
             fields |= {name: value for name, value in vars(source).items() if value is not None}
     fields |= {name: value for name, value in options.items() if name in fields}
     merged: Any = SimpleNamespace(**fields)
     return GenerationConfig.get_generation_mode(merged)
+
+
+@functools.cache
+def _defaults() -> dict[str, Any]:
+    """What a generation config says where nobody has set it."""
+    return vars(GenerationConfig()) | GenerationConfig._get_default_generation_params()
 
 
 def unserved_call(
@@ -170,7 +177,9 @@ def _unserved_inputs(
         return "the cache has sliding windows only"
     if len({layer.max_cache_len for layer in sliding_layers(cache.layers)}) > 1:
         return "its sliding windows are of several sizes"
-    if devices_of(model) != {ids.device}:
+    # A prompt that gives the only token has no steps, which are what must find all in one place.
+    steps = ids.shape[1] + 1 < config.max_length
+    if steps and devices_of(model) != {ids.device}:
         return "the prompt and all of the model are not on one device"
     if config._eos_token_tensor is not None and config._pad_token_tensor is None:
         return "there is no pad_token_id"

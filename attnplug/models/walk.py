@@ -7,20 +7,21 @@ import torch
 def all_modules(model: torch.nn.Module) -> list[torch.nn.Module]:
     """The modules of `model.modules()`, each once, in that order."""
     found: dict[torch.nn.Module, None] = {}
-    waiting = [model]
+    waiting: list[torch.nn.Module | None] = [model]
     while waiting:
         module = waiting.pop()
-        if module not in found:
+        if module is not None and module not in found:
             found[module] = None
-            parts = module._modules.values()
-            waiting.extend(part for part in reversed(parts) if part is not None)
+            if module._modules:
+                waiting.extend(reversed(module._modules.values()))
     return list(found)
 
 
 def devices_of(model: torch.nn.Module) -> set[torch.device]:
     """Where parameters and buffers are."""
-    found: set[torch.device] = set()
+    tensors: list[torch.Tensor | None] = []
     for module in all_modules(model):
-        for tensors in (module._parameters, module._buffers):
-            found.update(tensor.device for tensor in tensors.values() if tensor is not None)
-    return found
+        tensors.extend(module._parameters.values())
+        if module._buffers:
+            tensors.extend(module._buffers.values())
+    return {tensor.device for tensor in tensors if tensor is not None}

@@ -51,6 +51,11 @@ class WatchedLayer(StaticLayer):
             self.renew()
         self.note_writes()
 
+    def holds_more(self, rows: int, device: torch.device) -> bool:
+        """Whether the layer has more than keys and values, or other ones than the model gives it,
+        where it holds so many rows on a device. A subclass that has not says so."""
+        return True
+
     def flush(self) -> None:
         """Write the token that waits for its attention."""
 

@@ -101,6 +101,9 @@ class SketchLayer(PlugLayer):
         """Whether a cache with these buffers is to have codes; dense reads one that has none."""
         return self.serves(len(keys), self.max_cache_len, keys.device)
 
+    def holds_more(self, rows: int, device: torch.device) -> bool:
+        return self.serves(rows, self.max_cache_len, device)
+
     def _serves_its_rows(self) -> bool:
         """Whether steps read the codes; fewer rows than the cache began with may leave it to
         dense."""

@@ -48,11 +48,10 @@ class Dense(Phase):
     def attend(self, call: AttentionCall) -> torch.Tensor:
         queries = call.q.shape[2]
         plain = call.whole and call.softcap == 0.0 and call.sinks is None
-        few = known_below(queries, MAX_DECODE_QUERIES + 1) or _leaves_a_gpu_idle(call)
-        if few and (not plain or call.key_mask is not None or known_below(queries, 2)):
-            return _decode(call)
         if plain and call.key_mask is None:
-            return _sdpa(call, None)
+            return _decode(call) if known_below(queries, 2) else _sdpa(call, None)
+        if known_below(queries, MAX_DECODE_QUERIES + 1) or _leaves_a_gpu_idle(call):
+            return _decode(call)
         looks = plain and may_sync(call.q.is_cuda)
         rows = _row_by_row(call) if looks and not known_below(queries, ROW_TOKENS) else None
         if rows is not None:
@@ -147,22 +146,22 @@ def _row(call: AttentionCall, row: list[torch.Tensor], mask: torch.Tensor | None
 
 
 def _sdpa(call: AttentionCall, mask: torch.Tensor | None) -> torch.Tensor:
-    k, v = call.k, call.v
-    groups = call.q.shape[1] // k.shape[1]
+    q, k, v = call.q, call.k, call.v
+    groups = q.shape[1] // k.shape[1]
     # With a mask, or on a GPU in float32 or with heads that are too wide for torch's flash kernels,
     # enable_gqa means the math kernel: it stores all scores.
-    narrow = call.q.dtype != torch.float32 and call.q.shape[3] <= FLASH_WIDTH
-    stored = mask is not None or (call.q.is_cuda and not narrow)
+    narrow = q.dtype != torch.float32 and q.shape[3] <= FLASH_WIDTH
+    stored = mask is not None or (q.is_cuda and not narrow)
     if stored and groups > 1:
         k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
     return torch.nn.functional.scaled_dot_product_attention(
-        call.q,
+        q,
         k,
         v,
         attn_mask=mask,
         is_causal=mask is None,
         scale=call.scale,
-        enable_gqa=bool(k.shape[1] != call.q.shape[1]),  # torch.jit.trace's sizes are tensors
+        enable_gqa=bool(k.shape[1] != q.shape[1]),  # torch.jit.trace's sizes are tensors
     )
 
 

@@ -157,8 +157,8 @@ class Momo(DenseBelow):
         object.__setattr__(self, "_text", str(self) if known and plain else None)
 
     def measured_crossover(self, kind: str) -> int:
-        near, far = (self._crossover(kind, self._blocks(place)) for place in (0, NEAR))
-        return near if near <= NEAR else far  # that long a prompt has queries of both budgets
+        near = self._crossover(kind, self._blocks(0))  # a longer prompt has queries of both budgets
+        return near if near <= NEAR else self._crossover(kind, self._blocks(NEAR))
 
     def _crossover(self, kind: str, blocks: int) -> int:
         """That of queries which all list so many blocks."""

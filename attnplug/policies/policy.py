@@ -8,7 +8,6 @@ import torch
 
 from attnplug.call import AttentionCall, LatentCall, LayerShape, Served
 from attnplug.errors import PolicyError
-from attnplug.models.cache import PlugLayer
 from attnplug.policies.base import Phase
 from attnplug.policies.dense import Dense
 from attnplug.policies.trained import Trained
@@ -83,7 +82,7 @@ class Policy:
     def attend(self, call: AttentionCall) -> torch.Tensor:
         """Run the phase that the static shape of the queries asks for, and let the tracing method
         look on where someone records."""
-        verifies = isinstance(call.state, PlugLayer) and call.state.round_part == "verify"
+        verifies = getattr(call.state, "round_part", "") == "verify"  # of a PlugLayer
         phase = self.decode if call.q.shape[2] == 1 or verifies else self.prefill
         assert phase is not None  # filled by __post_init__
         if not phase.takes_pending:

@@ -23,12 +23,12 @@ TOKENS, NEW = 100, 6
 ENDS = ("model.embed_tokens", "model.norm", "model.rotary_emb", "lm_head")
 
 
-def tokens_of(model, policy: str = "") -> list[list[int]]:
+def tokens_of(model, policy: str = "", new: int = NEW) -> list[list[int]]:
     """What a model generates, one row of two padded on the left."""
     ids = torch.randint(2, 97, (2, TOKENS), generator=torch.Generator().manual_seed(3))
     mask = torch.ones_like(ids)
     mask[1, :17] = 0
-    options: Any = dict(max_new_tokens=NEW, do_sample=False, eos_token_id=None, pad_token_id=0)
+    options: Any = dict(max_new_tokens=new, do_sample=False, eos_token_id=None, pad_token_id=0)
     first = next((p.device for p in model.parameters() if not p.is_meta), torch.device("cpu"))
     inputs = ids.to(first), mask.to(first)
 
@@ -77,6 +77,7 @@ def test_offloaded_layers_give_the_same_tokens(way, wanted, tmp_path):
     assert before and next(model.model.layers[1].self_attn.parameters()).is_meta
     for policy in POLICIES:
         assert tokens_of(model, policy) == wanted[policy]
+        assert tokens_of(model, policy, new=1) == [row[:1] for row in wanted[policy]]
     after = hooks_of(model)
     assert after.keys() == before.keys()
     assert all(after[name] is hook for name, hook in before.items())

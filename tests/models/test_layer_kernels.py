@@ -23,6 +23,11 @@ pytestmark = [
 ]
 
 
+@pytest.fixture(autouse=True)
+def all_prompts_are_long(monkeypatch):
+    monkeypatch.setattr(layer_kernels, "SHORT", 0)
+
+
 def found_in(model) -> LayerKernels:
     kernels = LayerKernels()
     kernels.find(model)
@@ -211,6 +216,49 @@ def test_a_change_of_the_model_counts(device, name, is_before, monkeypatch):
     if is_before:
         attnplug.apply(model, "dense")
     assert tokens_of(model) == wanted
+
+
+@pytest.fixture
+def called(monkeypatch):
+    """The kernels that a prefill runs, where a CPU has kernels, too."""
+    monkeypatch.setattr(layer_kernels, "DEVICES", {"cuda", "cpu"})
+    seen, own = [], layer_kernels.rms_norm
+    monkeypatch.setattr(layer_kernels, "rms_norm", lambda *a: seen.append(1) or own(*a))
+    return seen
+
+
+def test_short_prompts_have_the_models_own_code(device, monkeypatch, called):
+    numbers = 2 * 30 * 64  # two rows of 30 tokens, 64 numbers each
+    model = tiny_model(device=device)
+    wanted = tokens_of(model, new=1)
+    attnplug.apply(model, "dense")
+    for short, runs in ((numbers, True), (numbers + 1, False)):
+        monkeypatch.setattr(layer_kernels, "SHORT", short)
+        called.clear()
+        assert tokens_of(model, new=1) == wanted and bool(called) == runs
+    monkeypatch.setattr(layer_kernels, "SHORT", numbers)
+    called.clear()
+    assert tokens_of(model, new=1, prefill_chunk_size=20) == wanted and not called
+    embeds = model.get_input_embeddings()(torch.arange(3, 33, device=device).repeat(2, 1))
+    model.generate(inputs_embeds=embeds.detach(), max_new_tokens=1)
+    assert called
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_change_after_a_short_prompt_counts(device, name, monkeypatch, called):
+    """It comes between a short prompt, whose modules nobody looks at, and a long one."""
+    model = tiny_model(device=device)
+    stock = copy.deepcopy(model)
+    attnplug.apply(model, "dense")
+    monkeypatch.setattr(layer_kernels, "SHORT", 2 * 30 * 64)
+    first = tokens_of(model, new=1)
+    assert called
+    assert tokens_of(model, tokens=20) == tokens_of(stock, tokens=20)
+    for each in (model, stock):
+        CHANGES[name](each, monkeypatch)
+    for tokens in (20, 30):  # short, long
+        assert tokens_of(model, tokens=tokens) == tokens_of(stock, tokens=tokens)
+    assert tokens_of(stock) != first
 
 
 def test_hooks_gradients_and_compilation_see_the_model(device, monkeypatch):
