@@ -11,6 +11,7 @@ from _tables import Column
 CALLS = {
     "generate": "a new token in `generate`",
     "generate-prefill": "the first token in `generate`",
+    "call": "a whole call of `generate`, {options}",
     "e2e-ttft": "the first token, without a cache",
     "vllm-ttft": "the first token in vLLM",
     "vllm-load": "{batch} requests in vLLM",

@@ -10,6 +10,7 @@ for. Nothing is left out of a call. `--profile` says how long each kernel of a c
 `--beside` gives each policy a model of its own, of the same weights, and takes their calls in turn:
 a host whose speed changes within seconds is then the same for all. `--root` measures another tree's
 attnplug with this script: run both in turn on one machine. `--small` is for a try on a CPU.
+`call_rows.py` makes rows of results of what `--out` got.
 """
 
 import argparse
@@ -131,13 +132,18 @@ def main() -> None:
     if asked.root:
         sys.path.insert(0, str(asked.root))
     import attnplug  # of --root
+    from attnplug.bench.provenance import provenance
 
     device = "cpu" if asked.small else "cuda"
     model = built(SMALL if asked.small else CONFIG, device)
     call = Calls(model, asked.batch)
-    name = torch.cuda.get_device_name() if device == "cuda" else "cpu"
-    about = {"case": "call", "batch": asked.batch, "warm": asked.warm, "gpu": name}
-    about |= {"torch": torch.__version__, "root": str(asked.root or "")}
+    about = {
+        "case": "call",
+        "batch": asked.batch,
+        "warm": asked.warm,
+        "root": str(asked.root or ""),
+    }
+    about |= provenance()
     if asked.beside:
         if asked.warm or asked.profile:
             parser.error("--beside takes neither --warm nor --profile")
