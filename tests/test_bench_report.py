@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from attnplug.cli.options import read_length
 from attnplug.policies import methods, parse
 
 BENCH = Path(__file__).parent.parent / "bench"
@@ -511,14 +512,15 @@ def test_no_row_of_the_readme_is_of_a_length_where_its_default_runs_dense():
     text = (BENCH.parent / "README.md").read_text()
     table = text.partition("<!-- results ")[2].partition("<!-- /results -->")[0]
     lines = [line.split(" | ") for line in table.splitlines() if line.startswith("| `")]
-    cuda, units = torch.device("cuda"), {"K": 1 << 10, "M": 1 << 20}
-    told = 0
+    cuda, told = torch.device("cuda"), 0
     for policy, what, length, *_ in lines:
         parsed = parse(policy.strip("| `"))
-        method = parsed.prefill if "first token" in what else parsed.decode
+        prompt = "first token" in what or "1 new token" in what
+        method = parsed.prefill if prompt else parsed.decode
         rows = int(what.split()[0]) if "requests" in what else 1
         if hasattr(method, "crossover"):
-            assert method.serves(rows, int(length[:-1]) * units[length[-1]], cuda), (policy, length)
+            tokens = read_length(length.replace(",", ""))
+            assert method.serves(rows, tokens, cuda), (policy, length)
             told += 1
     assert told > 5
 

@@ -1,0 +1,46 @@
+"""Rows of whole calls: what they are compared with."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "bench"))
+from call_rows import rows_of_calls
+
+RUN = {"gpu": "H", "torch": "2", "triton": "3", "commit": "c", "date": "d", "root": ""}
+
+
+def call(policy, times, **more):
+    about = {"n": 8, "batch": 1, "new": 1, "warm": False, "call_s": times[0], "times_s": times}
+    return about | RUN | {"policy": policy} | more
+
+
+def test_calls_are_compared_with_stock_or_else_with_dense():
+    rows = rows_of_calls(
+        [
+            call("stock", [2.0, 4.0, 3.0]),
+            call("dense", [1.5, 1.5, 1.5]),
+            call("momo(top_k=8)+gather", [1.0, 1.0, 1.0]),
+            call("dense", [1.0], new=128),
+            call("auto", [0.5], new=128),
+        ]
+    )
+    assert [(r["op"], r["options"], r["peer"]) for r in rows] == [
+        ("dense", "1 new token", "stock"),
+        ("momo", "1 new token", "stock"),
+        ("auto", "128 new tokens", "dense"),
+    ]
+    assert [row["ratio"] for row in rows] == [2.0, 3.0, 2.0]
+    assert rows[0]["p50_us"] == 1.5e6 and rows[0]["peer_p50_us"] == 3e6
+
+
+@pytest.mark.parametrize(
+    "more", [{"commit": "e"}, {"gpu": "A"}, {"root": "old"}, {"batch": 8}, {"warm": True}]
+)
+def test_calls_that_are_not_alike_make_no_row(more):
+    assert rows_of_calls([call("stock", [2.0]), call("dense", [1.0], **more)]) == []
+
+
+def test_a_line_that_is_no_call_makes_none():
+    assert rows_of_calls([{"policy": "dense", "warm_s": 3.0} | RUN]) == []
