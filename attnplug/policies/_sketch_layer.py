@@ -400,7 +400,8 @@ def refit_layers(layers: Iterable[tuple[SketchLayer, *Rows]]) -> None:
     alike: dict[Any, list[tuple[SketchLayer, *Rows]]] = {}
     for number, (layer, start, mask) in enumerate(layers):
         keys = layer._buffers()[0]
-        kind = *keys.shape[:2], keys.shape[3], layer.size, keys.device.type
+        heads = None if layer.recent is None else layer.recent.shape[1]
+        kind = *keys.shape[:2], keys.shape[3], keys.dtype, keys.device, heads, layer.size
         alike.setdefault(number if layer.on_host else kind, []).append((layer, start, mask))
     for group in alike.values():
         fits = [layer._fit(start, mask) for layer, start, mask in group]

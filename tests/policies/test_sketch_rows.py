@@ -1,11 +1,14 @@
 """When sketch's codes and basis are made: for how many rows, and how often."""
 
+import copy
+
 import pytest
 import torch
 from step_cases import DIM, KV_HEADS, random, step
 
 import attnplug
 from attnplug import Dense, Sketch
+from attnplug.models.cache import PlugCache
 from attnplug.policies import _sketch_layer as sketch_layer
 from attnplug.policies import audits
 from attnplug.testing import tiny_model
@@ -74,7 +77,7 @@ def test_generate_in_chunks_makes_the_basis_once_and_of_all(fitted):
 
 @pytest.mark.parametrize("chunk", [None, 128])
 def test_generate_makes_the_bases_of_all_layers_together(chunk, monkeypatch):
-    """At its first step, so that the host waits for the device once; one token needs none."""
+    """At its first step, as a GPU takes as long for one of them; one token needs none."""
     calls, fit = [], sketch_layer.fit_bases
     monkeypatch.setattr(
         sketch_layer, "fit_bases", lambda fits, **o: calls.append(len(fits)) or fit(fits, **o)
@@ -93,3 +96,26 @@ def test_generate_makes_the_bases_of_all_layers_together(chunk, monkeypatch):
     assert calls == [layers, *[1] * layers]
     sketch_layer.refit(cache)
     assert calls[-1] == layers
+
+
+def test_layers_that_are_not_alike_are_fitted_apart(monkeypatch):
+    """One cache has other query heads, another dtype, and a layer that has kept no queries."""
+    calls, fit = [], sketch_layer.fit_bases
+    monkeypatch.setattr(
+        sketch_layer, "fit_bases", lambda fits, **o: calls.append(len(fits)) or fit(fits, **o)
+    )
+    layers = []
+    for heads, dtype in ((4, torch.float32), (8, torch.float32), (4, torch.float16), (0, None)):
+        layer = Sketch(bytes=16, k=4, min_tokens=0).cache_layer(900)
+        k, v = torch.randn(2, 1, 2, 800, 64, generator=torch.Generator().manual_seed(heads))
+        dtype = dtype or torch.float32
+        layer.update(k.to(dtype), v.to(dtype))
+        if heads:
+            layer._make_ring(heads)
+            layer.recent.normal_(generator=torch.Generator().manual_seed(1))
+        layers += [layer, copy.deepcopy(layer)]
+    sketch_layer.refit(PlugCache(layers=layers))
+    assert calls == [2, 2, 2, 2] and all(layer.is_fitted for layer in layers)
+    for one, two in zip(layers[::2], layers[1::2], strict=True):
+        assert all(map(torch.equal, one.basis, two.basis))
+        assert all(x.isfinite().all() and x.abs().sum() > 0 for x in one.basis)

@@ -94,8 +94,8 @@ def fit_basis(
 
 @torch.no_grad()
 def fit_bases(fits: Sequence[Fit], *, size: int = 24, ridge: float = 0.1) -> list[Basis]:
-    """`fit_basis` of several caches on one device, whose rows and heads are as many, such as a
-    model's layers': rows of theirs are taken together, for a GPU takes as long for one."""
+    """`fit_basis` of several caches that differ in their length at most, such as those of a model's
+    layers: their rows are taken together, for a GPU takes as long for one."""
     keys = fits[0].keys
     unserved = why_not_width(keys.shape[3])
     require(not unserved, "fit_basis", unserved)
