@@ -1,4 +1,5 @@
-"""The cache layer of an indexed layer: latents, rotated keys, and the indexer's own keys."""
+"""The cache layer of an indexed layer: latents and rotated keys, or keys and values, and the
+indexer's own keys."""
 
 from typing import Any, ClassVar
 
@@ -12,7 +13,8 @@ class IndexedLayer(PlugLayer):
     """`keys` are latents `[B,1,max_length,R]`, `values` the rotated parts of keys
     `[B,1,max_length,P]`, and `indexer_keys` `[B,max_length,D]` what an indexer scores. A layer that
     takes another's picks has none of these, and one that reads another's latents has them alone
-    (`has_index_only`). (The contract of transformers' StaticIndexedLayer.)"""
+    (`has_index_only`). Where an indexer picks blocks, keys and values are those of every layer.
+    (The contract of transformers' StaticIndexedLayer, and of its sparse layer of MiniMax-M3.)"""
 
     row_buffers: ClassVar[RowBuffers] = {"indexer_keys": None}
     indexer_keys: torch.Tensor | None = None
@@ -23,7 +25,12 @@ class IndexedLayer(PlugLayer):
         """Index keys behind the last token are never read."""
         return True
 
-    def update_indexer(self, indexer_key_states: torch.Tensor) -> torch.Tensor:
+    def update_index(self, keys: torch.Tensor, behind: int = 0) -> torch.Tensor:
+        """`update_indexer` as MiniMax-M3 has it, for `[B,1,S,D]`. `behind` of the tokens that
+        `update` has counted come later."""
+        return self.update_indexer(keys[:, 0], behind)[:, None]
+
+    def update_indexer(self, indexer_key_states: torch.Tensor, behind: int = 0) -> torch.Tensor:
         """Write the keys `[B,S,D]` of the tokens that `update` has just counted, and return the
         whole buffer."""
         rows, tokens, width = indexer_key_states.shape
@@ -38,7 +45,9 @@ class IndexedLayer(PlugLayer):
             )
         keys = self.indexer_keys
         assert keys is not None
-        slots = torch.arange(tokens, device=keys.device) + (self.cumulative_length - tokens)
+        slots = torch.arange(tokens, device=keys.device) + (
+            self.cumulative_length - (tokens + behind)
+        )
         keys.index_copy_(1, slots, indexer_key_states.to(keys.dtype))
         return keys
 
