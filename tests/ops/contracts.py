@@ -129,6 +129,10 @@ def gather_attention() -> Iterator[Inputs]:
     asked = {"q": token(), "index": index, "scale": 0.125, "block": 16, "sink": 1, "local": 2}
     yield asked | keys(90) | rows_of(90) | CAPPED
     yield asked | keys(90)
+    picks = torch.tensor([[4, 0, -1], [1, 3, 2], [5, -1, -1]], dtype=torch.int32).repeat(2, 2, 1, 1)
+    yield (
+        asked | {"q": token().repeat(1, 1, 3, 1), "index": picks, "sink": 0, "local": 0} | keys(90)
+    )
     yield asked | pages_of(96, 32)
 
 

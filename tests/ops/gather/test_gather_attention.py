@@ -82,7 +82,7 @@ def test_matches_fp64(device_path, data):
         "scale": draw(st.sampled_from([width**-0.5, 0.5])),
         "block": draw(st.sampled_from([16, 32, 64, 128])),
         "sink": draw(st.integers(0, 2)),
-        "local": draw(st.integers(1, 3)),
+        "local": draw(st.integers(0, 3)),
         "softcap": draw(st.sampled_from([0.0, 0.0, 2.5])),
     }
     if draw(st.booleans()):
@@ -97,7 +97,8 @@ def test_matches_fp64(device_path, data):
         options["sinks"] = 3 * random(seed + 2, heads, dtype=dtype)
     q = random(seed, batch, queries, heads, width, dtype=dtype).transpose(1, 2)
     k, v = random(seed + 3, 2, batch, size, kv_heads, width, dtype=dtype).transpose(2, 3)
-    index = lists(seed + 4, k, queries, draw(st.sampled_from([0, 1, 5])), options["block"])
+    least = [0] if options["sink"] + options["local"] > 0 else []  # something must be read
+    index = lists(seed + 4, k, queries, draw(st.sampled_from([*least, 1, 5])), options["block"])
     clean = q, k, v, index
     kept = keep(q, k, index, **options)  # nothing but the kept keys may be read
     unread = ~kept.any(2)[..., None]
@@ -252,7 +253,8 @@ WRONG = [
     ({"index": INDEX[0]}, "index is"),
     ({"block": 256}, "block is 256, needs 16, 32, 64, 128"),
     ({"sink": -1}, "sink is -1"),
-    ({"local": 0}, "local is 0, needs at least 1"),
+    ({"local": -1}, "local is -1, needs at least 0"),
+    ({"sink": 0, "local": 0, "index": INDEX[..., :0]}, "sink and local are 0 and index lists no"),
     ({"softcap": float("nan")}, "softcap is nan"),
     ({"sinks": torch.zeros(3)}, r"sinks has shape \(3,\)"),
     ({"q": torch.zeros(1, 4, 1, 32)}, "q has head dimension 32 but k has 64"),
