@@ -2,9 +2,9 @@
 
 An indexer takes the best score of each block of 128 keys, and attention reads the best 16 blocks of
 a query. transformers computes float32 scores `[B,heads,S,T]` for that, and for sdpa a mask of
-`[B,Hq,S,T]`. Under the name of attnplug's attention no mask is built, and the picks come to the
-attention function, where an op reads these blocks alone. A long prompt goes through the indexer's
-own code in slabs of queries, so that no tensor grows with S times T.
+`[B,Hq,S,T]`. Here an op takes the blocks' best scores without keeping the others, for a slab of
+queries at a time. Under the name of attnplug's attention no mask is built: the picks come to the
+attention function, where an op reads these blocks alone. No tensor grows with S times T.
 
 transformers counts blocks from the cache's first slot and a query's keys by its position id, while
 the causal mask is over slots. Where rows are padded on the left the two differ, and a query may be
@@ -13,10 +13,10 @@ the same weight. So it is here.
 """
 
 import inspect
+import sys
 from typing import Any
 
 import torch
-from transformers.cache_utils import StaticLayer
 
 from attnplug.call import AttentionCall, PickedBlocks, Served
 from attnplug.errors import UnsupportedCallError
@@ -24,9 +24,11 @@ from attnplug.models import known_blocks
 from attnplug.models.cache import PlugLayer
 from attnplug.models.hf import Binding, as_autocast, stock_function
 from attnplug.models.known_code import same_code
+from attnplug.ops import block_maxima
 from attnplug.ops.common.checks import BLOCKS, why_not_width
+from attnplug.ops.common.sizes import cdiv
 
-WORKSPACE = 256 << 20  # bytes of an indexer's scores at a time, of which it makes a few copies
+WORKSPACE = 64 << 20  # bytes of the blocks' scores at a time
 PICKS = "block_indices"  # by which name an attention function is handed the picks
 
 
@@ -50,26 +52,7 @@ def why_not_blocks(module: Any) -> str:
     if indexer.block_size not in BLOCKS:
         served = ", ".join(map(str, BLOCKS))
         return f"{kind.__name__} picks blocks of {indexer.block_size} keys, not of {served}"
-    return why_not_width(module.head_dim)
-
-
-class _Parts:
-    """What an indexer is given in the place of a cache while a prompt goes through it in parts:
-    `layers[index].update_index` adds the keys of a part to those of the layer, or keeps them by
-    itself where there is no cache. `behind` tokens of the prompt come after the part."""
-
-    def __init__(self, index: int, layer: Any):
-        self.layers = {index: self}
-        self.layer, self.behind = layer, 0
-        self.keys: torch.Tensor | None = None
-
-    def update_index(self, keys: torch.Tensor) -> torch.Tensor:
-        if isinstance(self.layer, PlugLayer):
-            return self.layer.update_index(keys, behind=self.behind)  # pyright: ignore[reportAttributeAccessIssue]
-        if self.layer is not None:
-            return self.layer.update_index(keys)
-        self.keys = keys if self.keys is None else torch.cat([self.keys, keys], -2)
-        return self.keys
+    return why_not_width(module.head_dim) or why_not_width(indexer.head_dim)
 
 
 def pick_blocks(
@@ -79,35 +62,39 @@ def pick_blocks(
     cache: Any,
     position_ids: torch.Tensor,
 ) -> torch.Tensor:
-    """The picks `[B,H,S,K]` of an indexer by its own forward, of as many queries at a time as have
-    `WORKSPACE` bytes of scores."""
-    forward, index = type(indexer).forward, indexer.layer_idx
-    rows, tokens = hidden_states.shape[:2]
-    layer = None if cache is None else cache.layers[index]
-    slab = max(1, WORKSPACE // (4 * rows * indexer.num_heads * _slots(layer, tokens)))
+    """The picks `[B,H,S,K]` of an indexer: its forward (see known_blocks.py), but that an op takes
+    the place of scores and their maxima, for a slab of queries at a time."""
+    rows, tokens, _ = hidden_states.shape
+    rotate = sys.modules[type(indexer).__module__].apply_rotary_pos_emb  # pyright: ignore[reportAttributeAccessIssue]
+    shape = rows, tokens, -1, indexer.head_dim
     with torch.no_grad():
+        q = indexer.q_norm(indexer.q_proj(hidden_states).view(shape)).transpose(1, 2)
+        k = indexer.k_norm(indexer.k_proj(hidden_states).view(shape)).transpose(1, 2)
+        q, k = rotate(q, k, *(each[..., : indexer.head_dim] for each in position_embeddings))
+        if cache is not None:
+            k = cache.layers[indexer.layer_idx].update_index(k)
+        q = q.to(k.dtype)  # autocast mixes precisions
+        slab = max(1, WORKSPACE // (4 * rows * q.shape[1] * cdiv(k.shape[2], indexer.block_size)))
         if tokens <= slab:
-            return forward(indexer, hidden_states, position_embeddings, cache, position_ids)
-        parts, found = _Parts(index, layer), []
+            return _best_blocks(indexer, q, k, position_ids)
+        found = []
         for begin in range(0, tokens, slab):
             here = slice(begin, min(begin + slab, tokens))
-            parts.behind = tokens - here.stop
-            turns = tuple(each[:, here] for each in position_embeddings)
-            found.append(
-                forward(indexer, hidden_states[:, here], turns, parts, position_ids[:, here])
-            )
-    most = max(each.shape[3] for each in found)  # the first parts may see fewer blocks
-    pad = torch.nn.functional.pad
-    return torch.cat([pad(each, (0, most - each.shape[3]), value=-1) for each in found], 2)
+            found.append(_best_blocks(indexer, q[:, :, here], k, position_ids[:, here]))
+        return torch.cat(found, 2)
 
 
-def _slots(layer: Any, tokens: int) -> int:
-    """How many keys an indexer scores at most, known from shapes."""
-    if layer is None:
-        return tokens
-    if isinstance(layer, StaticLayer):
-        return layer.max_cache_len
-    return layer.get_seq_length()  # the layer's update has counted the new ones
+def _best_blocks(
+    indexer: Any, q: torch.Tensor, k: torch.Tensor, position_ids: torch.Tensor
+) -> torch.Tensor:
+    """The end of an indexer's forward, from the maxima of the blocks on."""
+    scores = block_maxima(q, k[:, 0], position_ids, block=indexer.block_size)
+    if indexer.local_blocks > 0:
+        back = torch.arange(indexer.local_blocks, device=q.device)
+        local = (position_ids[..., None] // indexer.block_size - back).clamp(min=0)
+        scores.scatter_(-1, local[:, None].expand(-1, q.shape[1], -1, -1), float("inf"))
+    best, index = scores.topk(min(indexer.topk_blocks, scores.shape[-1]), -1)
+    return index.masked_fill(best == float("-inf"), -1)
 
 
 def attend_blocks(

@@ -25,12 +25,11 @@ class IndexedLayer(PlugLayer):
         """Index keys behind the last token are never read."""
         return True
 
-    def update_index(self, keys: torch.Tensor, behind: int = 0) -> torch.Tensor:
-        """`update_indexer` as MiniMax-M3 has it, for `[B,1,S,D]`. `behind` of the tokens that
-        `update` has counted come later."""
-        return self.update_indexer(keys[:, 0], behind)[:, None]
+    def update_index(self, keys: torch.Tensor) -> torch.Tensor:
+        """`update_indexer` as MiniMax-M3 has it, for `[B,1,S,D]`."""
+        return self.update_indexer(keys[:, 0])[:, None]
 
-    def update_indexer(self, indexer_key_states: torch.Tensor, behind: int = 0) -> torch.Tensor:
+    def update_indexer(self, indexer_key_states: torch.Tensor) -> torch.Tensor:
         """Write the keys `[B,S,D]` of the tokens that `update` has just counted, and return the
         whole buffer."""
         rows, tokens, width = indexer_key_states.shape
@@ -45,9 +44,7 @@ class IndexedLayer(PlugLayer):
             )
         keys = self.indexer_keys
         assert keys is not None
-        slots = torch.arange(tokens, device=keys.device) + (
-            self.cumulative_length - (tokens + behind)
-        )
+        slots = torch.arange(tokens, device=keys.device) + (self.cumulative_length - tokens)
         keys.index_copy_(1, slots, indexer_key_states.to(keys.dtype))
         return keys
 

@@ -61,7 +61,7 @@ def test_prompts_and_steps(model, name, small, monkeypatch):
     ids = ids_of(2, TOKENS)
     wanted = model(ids).logits
     if small:
-        monkeypatch.setattr("attnplug.models.picked_blocks.WORKSPACE", 4 * 2 * 2 * 120 * 7)
+        monkeypatch.setattr("attnplug.models.picked_blocks.WORKSPACE", 4 * 2 * 2 * 8 * 7)
         monkeypatch.setattr("attnplug.policies.trained.SLAB", 11)
     attnplug.apply(model, "trained")
     cache = CACHES[name](model)
