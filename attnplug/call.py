@@ -13,11 +13,11 @@ if TYPE_CHECKING:
 
 
 class PickedBlocks(NamedTuple):
-    """The key blocks that a layer's model has picked: int32 `[B,Hkv,T,K]`, none twice, -1 for none,
-    of `block` keys each, counted from the first slot of the cache."""
+    """The key blocks that a layer's model has picked: `blocks` int32 `[B,Hkv,T,K]`, none twice, -1
+    for none, of `size` keys each, counted from the first slot of the cache."""
 
-    index: torch.Tensor
-    block: int
+    blocks: torch.Tensor
+    size: int
 
 
 @dataclasses.dataclass

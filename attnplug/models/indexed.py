@@ -245,7 +245,7 @@ def attend_indexed(
     binding = binding_of(module)
     policy = None if binding is None else binding.policy
     refuse_missing_picks(module, block_indices)
-    if block_indices is not None and policy is not None and attention_mask is not None:
+    if block_indices is not None and binding is not None and attention_mask is not None:
         refuse_options(query, dropout, kwargs)
         call = _block_call(query, key, value, scaling, attention_mask, kwargs)
         own = None if _is_compact(attention_mask, query.shape[2]) else attention_mask

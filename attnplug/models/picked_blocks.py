@@ -118,6 +118,7 @@ def attend_blocks(
         return stock(module, call.q, call.k, call.v, made, scaling=call.scale, **kwargs)[0], None
     call.q, call.k, call.v = as_autocast(call.q, call.k, call.v, call.state)
     call.picked = PickedBlocks(index.to(torch.int32), module.indexer.block_size)
+    assert binding.policy is not None  # all layers of a model have one, or none has the name
     out = binding.policy.attend(call)
     if not (isinstance(call.state, PlugLayer) and call.state.round_part):
         binding.note_served(queries, Served(call.served_by))

@@ -120,7 +120,7 @@ class Plan(NamedTuple):
     tile: int  # keys that are multiplied at a time
     programs: int  # that share the blocks of those queries
     warps: int
-    stages: int
+    stages: int  # 1 where a block is several tiles
 
 
 def shared_bytes(plan: Plan, width: int, itemsize: int) -> int:
@@ -136,16 +136,19 @@ def plan_for(
     batch: int, pairs: int, size: int, block: int, width: int, itemsize: int, on: Card
 ) -> Plan:
     """The plan of a shape: `pairs` of a query and a head, in each of `batch` rows."""
-    most = 128 if itemsize == 2 else 32
+    # In float32 more rows, or more keys at a time, are more than a thread's registers hold.
+    most = 128 if itemsize == 2 else 16
     rows = max(16, min(most, next_power_of_two(pairs)))
     plan = Plan(rows, min(block, 128 if itemsize == 2 else 32), 1, 4 if rows <= 64 else 8, 3)
+    if plan.tile < block:
+        plan = plan._replace(stages=1)
     while shared_bytes(plan, width, itemsize) > on.shared:
         if plan.stages > 2:
             plan = plan._replace(stages=plan.stages - 1)
         elif plan.rows > 64:
             plan = plan._replace(rows=plan.rows // 2)
         elif plan.tile > 16:
-            plan = plan._replace(tile=plan.tile // 2)
+            plan = plan._replace(tile=plan.tile // 2, stages=1)
         elif plan.rows > 16:
             plan = plan._replace(rows=plan.rows // 2)
         elif plan.stages > 1:

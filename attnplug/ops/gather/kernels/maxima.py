@@ -4,6 +4,35 @@ from attnplug.ops.common.triton import gdc_launch_dependents, gdc_wait, tl, trit
 
 
 @triton.jit
+def _of_tile(
+    x,
+    keys_at,
+    keys_t,
+    first,
+    position,
+    reach,
+    best,
+    unknown,
+    D: tl.constexpr,
+    DP: tl.constexpr,
+    TILE: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """`best` with the scores of the keys from `first` on, and whether one was NaN."""
+    d = tl.arange(0, DP)
+    n = first + tl.arange(0, TILE)
+    key = tl.load(
+        keys_at + n.to(tl.int64)[:, None] * keys_t + d[None, :],
+        mask=(n < reach)[:, None] & (d < D)[None, :],
+        other=0.0,
+    )
+    s = tl.dot(x, key.T, input_precision=PRECISION)
+    s = tl.where(n[None, :] <= position[:, None], s, float("-inf"))
+    unknown = tl.maximum(unknown, tl.max((s != s).to(tl.int32), 1))
+    return tl.maximum(best, tl.max(s, 1)), unknown
+
+
+@triton.jit
 def best_of_blocks(
     q,
     keys,
@@ -52,17 +81,27 @@ def best_of_blocks(
     for j in tl.range(first, seen, programs, num_stages=STAGES):
         best = tl.full([ROWS], float("-inf"), tl.float32)
         unknown = tl.zeros([ROWS], tl.int32)
-        for part in tl.static_range(BLOCK // TILE):
-            n = j * BLOCK + part * TILE + tl.arange(0, TILE)
-            key = tl.load(
-                keys_at + n.to(tl.int64)[:, None] * keys_t + d[None, :],
-                mask=(n < reach)[:, None] & (d < D)[None, :],
-                other=0.0,
+        if TILE == BLOCK:  # which the pipeline of this loop takes
+            best, unknown = _of_tile(
+                x,
+                keys_at,
+                keys_t,
+                j * BLOCK,
+                position,
+                reach,
+                best,
+                unknown,
+                D,
+                DP,
+                TILE,
+                PRECISION,
             )
-            s = tl.dot(x, key.T, input_precision=PRECISION)
-            s = tl.where(n[None, :] <= position[:, None], s, float("-inf"))
-            best = tl.maximum(best, tl.max(s, 1))
-            unknown = tl.maximum(unknown, tl.max((s != s).to(tl.int32), 1))
+        else:
+            for part in tl.range(0, BLOCK // TILE, num_stages=1):
+                n = j * BLOCK + part * TILE
+                best, unknown = _of_tile(
+                    x, keys_at, keys_t, n, position, reach, best, unknown, D, DP, TILE, PRECISION
+                )
         # As torch's amax: the maximum of numbers of which one is NaN is NaN.
         tl.store(out_at + j, tl.where(unknown > 0, float("nan"), best), mask=live)
     passed = tl.cdiv(tl.maximum(seen - first, 0), programs) * programs
