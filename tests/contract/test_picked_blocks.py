@@ -31,8 +31,8 @@ def model():
     return tiny_minimax()
 
 
-def near(found: torch.Tensor, wanted: torch.Tensor) -> bool:
-    return bool((found - wanted).abs().max() < TOLERANCE * wanted.abs().max())
+def near(found: torch.Tensor, wanted: torch.Tensor, tolerance: float = TOLERANCE) -> bool:
+    return bool((found - wanted).abs().max() < tolerance * wanted.abs().max())
 
 
 def padded(hidden: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -274,3 +274,47 @@ def test_full_layers_of_the_model_take_what_the_policy_says_besides():
     layers = attnplug.report(model).layers
     assert [layer.prefill for layer in layers] == ["momo", "trained"] * 2
     assert torch.equal(new_tokens(model, ids), wanted)
+
+
+@torch.no_grad()
+def test_the_model_with_images():
+    """MiniMax-M3 as its checkpoint names it, asked for text."""
+    from transformers import MiniMaxM3SparseForConditionalGeneration, MiniMaxM3VLConfig
+
+    vision = {
+        "hidden_size": 64,
+        "intermediate_size": 64,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "image_size": 56,
+    }
+    text = tiny_minimax().config.to_dict()
+    config = MiniMaxM3VLConfig(text_config=text, vision_config=vision, projector_hidden_size=128)
+    torch.manual_seed(0)
+    model = MiniMaxM3SparseForConditionalGeneration(config).eval()
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            parameter.data.normal_(0, 0.08)
+    model.generation_config.eos_token_id, model.generation_config.pad_token_id = None, 0
+    ids = ids_of(2, TOKENS)
+    wanted = new_tokens(model, ids)
+    attnplug.apply(model, "trained")
+    assert {layer.decode for layer in attnplug.report(model).layers} == {"trained"}
+    assert torch.equal(new_tokens(model, ids), wanted)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("hidden", [0, 40])
+@torch.no_grad()
+def test_on_a_gpu(hidden):
+    """In float32: the tokens of transformers there, and its logits in chunks and steps."""
+    model = tiny_minimax().cuda()
+    ids, mask = (each.cuda() for each in padded(hidden))
+    wanted = new_tokens(model, ids, attention_mask=mask, max_new_tokens=20)
+    logits = model(ids[1:]).logits
+    attnplug.apply(model, "trained")
+    assert torch.equal(new_tokens(model, ids, attention_mask=mask, max_new_tokens=20), wanted)
+    cache = attnplug.make_cache(model, 120)
+    for begin, end in ((0, 47), (47, 85), (85, 86), (86, TOKENS)):
+        found = model(ids[1:, begin:end], use_cache=True, **{CACHE: cache}).logits
+        assert near(found, logits[:, begin:end], 1e-4)  # its products round otherwise

@@ -27,7 +27,7 @@ def maxima(q, keys, positions, block, dtype=torch.float64):
     """The scores of all keys, and their maxima."""
     scores = torch.einsum("bhsd,btd->bhst", q.to(dtype), keys.to(dtype))
     size = keys.shape[1]
-    unseen = torch.arange(size) > positions[:, None, :, None]
+    unseen = torch.arange(size, device=q.device) > positions[:, None, :, None]
     scores = scores.masked_fill(unseen, -torch.inf)
     scores = torch.nn.functional.pad(scores, (0, -size % block), value=-torch.inf)
     return scores.unflatten(-1, (-1, block)).amax(-1)
@@ -98,6 +98,21 @@ def test_plans_fit_the_card(itemsize, shared):
                 plan = op.plan_for(1, pairs, 131072, block, width, itemsize, on)
                 assert op.shared_bytes(plan, width, itemsize) <= shared
                 assert block % plan.tile == 0 and plan.programs >= 1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("batch", "queries", "size"), [(1, 1, 131072), (8, 1, 40001), (1, 700, 20000)]
+)
+def test_minimax_sizes(batch, queries, size):
+    """A step, steps and a part of a prompt at MiniMax-M3's widths."""
+    q = random(0, batch, 4, queries, 128, dtype=torch.bfloat16).cuda()
+    keys = random(1, batch, size, 128, dtype=torch.bfloat16).cuda()
+    positions = torch.arange(size - queries, size, device="cuda").expand(batch, -1)
+    found = op.block_maxima(q, keys, positions, block=128)
+    wanted = maxima(q, keys, positions, 128)
+    assert torch.equal(found == -torch.inf, wanted == -torch.inf)
+    assert (found - wanted).abs().nan_to_num().max() < 1e-4
 
 
 GOOD = {

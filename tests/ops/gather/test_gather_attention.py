@@ -271,6 +271,33 @@ def test_refuses(change, message):
         op.gather_attention(**(inputs | DEFAULTS | change))
 
 
+@pytest.mark.parametrize("masked", [False, True])
+def test_lists_are_all_that_a_prompt_reads(device_path, masked):
+    """Each query of a prompt has a list of its own: blocks that a model has picked."""
+    q, (k, v) = random(0, 2, 6, 33, 32), random(1, 2, 2, 2, 90, 32)
+    index = lists(2, k, 33, 3)
+    options = {"sink": 0, "local": 0, "lengths": torch.tensor([80])}
+    if masked:
+        options["key_mask"] = random(3, 2, 90) > -0.5
+    hold(attend(device_path, q, k, v, index, **options), q, k, v, index, **options)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize(("batch", "queries"), [(1, 90), (1, 1), (8, 1)])
+def test_minimax_sizes(batch, queries, masked):
+    """A part of a prompt, a step and steps at MiniMax-M3's widths: 16 blocks of 128 keys."""
+    size, scale = 9000, 128**-0.5
+    q = random(0, batch, 64, queries, 128, dtype=torch.bfloat16)
+    k, v = random(1, 2, batch, 4, size, 128, dtype=torch.bfloat16)
+    index = lists(2, k, queries, 16, 128)
+    options = {"sink": 0, "local": 0, "block": 128, "scale": scale}
+    options["lengths"] = torch.tensor([size - 77])
+    if masked:
+        options["key_mask"] = random(3, batch, size) > -0.5
+    hold(attend(("cuda", "kernel"), q, k, v, index, **options), q, k, v, index, **options)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("splits", [1, 26])
 def test_a_million_tokens_times_eight(splits):
