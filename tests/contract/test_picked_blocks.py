@@ -14,6 +14,7 @@ from attnplug.call import AttentionCall, PickedBlocks
 from attnplug.models.indexed import why_not_indexed
 from attnplug.models.layers import find_attention_layers
 from attnplug.models.names import CACHE
+from attnplug.models.picked_blocks import pick_blocks
 from attnplug.policies import Trained
 
 pytestmark = pytest.mark.skipif(M3 not in KINDS, reason="this transformers has no such family")
@@ -51,6 +52,26 @@ def test_a_query_reads_a_part_of_its_blocks(model):
     for layer in model.model.layers:
         layer.self_attn.indexer.topk_blocks = 6
     assert not near(model(ids).logits[:, 40:], wanted[:, 40:])
+
+
+@pytest.mark.parametrize("local", [0, 1, 2])
+@pytest.mark.parametrize("small", [False, True])
+@torch.no_grad()
+def test_picks_are_the_models_own(small, local, monkeypatch):
+    """Also by position ids that lag behind the slots, as those of padded rows do."""
+    if small:
+        monkeypatch.setattr("attnplug.models.picked_blocks.WORKSPACE", 4 * 2 * 2 * 6 * 7)
+    model = tiny_minimax(index_local_blocks=local, index_topk_blocks=3)
+    indexer = model.model.layers[1].self_attn.indexer
+    generator = torch.Generator().manual_seed(3)
+    hidden = torch.randn(2, TOKENS, 128, generator=generator)
+    places = torch.arange(TOKENS).expand(2, -1).clone()
+    places[1] = (places[1] - 40).clamp(min=0)
+    turns = model.model.rotary_emb(hidden, position_ids=places)
+    wanted = indexer(hidden, turns, None, places)
+    found = pick_blocks(indexer, hidden, turns, None, places)
+    assert (wanted == -1).any() and (wanted >= 0).any()
+    assert torch.equal(found.sort(-1).values, wanted.sort(-1).values)
 
 
 @pytest.mark.parametrize("small", [False, True])
