@@ -12,6 +12,14 @@ if TYPE_CHECKING:
     from transformers.cache_utils import StaticLayer
 
 
+class PickedBlocks(NamedTuple):
+    """The key blocks that a layer's model has picked: `blocks` int32 `[B,Hkv,T,K]`, none twice, -1
+    for none, of `size` keys each, counted from the first slot of the cache."""
+
+    blocks: torch.Tensor
+    size: int
+
+
 @dataclasses.dataclass
 class AttentionCall:
     """One attention layer's work in one forward pass, as a policy sees it.
@@ -22,9 +30,10 @@ class AttentionCall:
     first key that it lets through, and is given for T > 1 only. `state` is the layer's static
     cache, a method's own layer where generate or `make_cache` made it, or None. `trace_to` takes
     the edges that a tracing method finds, while `attnplug.trace.record` is on. `follow` is how many
-    tokens of the prompt are known to come after these queries. The policy leaves the name of the
-    method that has served the call in `served_by`, and where that is "dense" in another method's
-    place, the reason in `why_dense`. The attention is causal; a policy returns `[B,Hq,T,D]`.
+    tokens of the prompt are known to come after these queries. `picked` are the blocks that the
+    model itself has picked, where it does. The policy leaves the name of the method that has served
+    the call in `served_by`, and where that is "dense" in another method's place, the reason in
+    `why_dense`. The attention is causal; a policy returns `[B,Hq,T,D]`.
     """
 
     q: torch.Tensor
@@ -39,6 +48,7 @@ class AttentionCall:
     state: "StaticLayer | None" = None
     trace_to: "EdgeWriter | None" = None
     follow: int = 0
+    picked: PickedBlocks | None = None
     served_by: str = ""
     why_dense: str = ""
 

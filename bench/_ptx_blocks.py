@@ -83,6 +83,13 @@ def gather_attention(op: Any) -> Cases:
     )
     yield "fp32 D=64", case(1, 4, 4, 2, 1024, 64, 3, FP32, block=128)
     yield "D=256", case(1, 16, 8, 1, 8192, 256, 8, lengths=new(1))
+    picks = {"block": 128, "sink": 0, "local": 0, "lengths": new(1, dtype=INT64)}  # MiniMax-M3's
+    yield "picks of a step", case(1, 64, 4, 1, 131072, 128, 16, **picks)
+    yield "picks of steps", case(8, 64, 4, 1, 131072, 128, 16, **picks)
+    yield "picks of a prompt", case(1, 64, 4, 4096, 131072, 128, 16, **picks)
+    mask = {"key_mask": padding(2, 32768)["key_mask"]}
+    yield "padded picks of a prompt", case(2, 64, 4, 4096, 32768, 128, 16, **picks, **mask)
+    yield "fp32 picks of a prompt", case(1, 64, 4, 512, 4096, 128, 16, FP32, **picks)
 
 
 def served_step(rows: int, room: int, chain: bool = False, **options) -> Any:

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from _ptx_inputs import BF16, FP16, FP32, INT64, Cases, cases, new, padding
+from _ptx_inputs import BF16, FP16, FP32, INT32, INT64, Cases, cases, new, padding
 
 
 @cases
@@ -24,6 +24,23 @@ def index_topk(op: Any) -> Cases:
     yield "H=200", case(1, 4, 200, 4096, 64, 500)
     yield "fp32", case(1, 64, 64, 4096, 128, 500, FP32)
     yield "fp32 step D=256", case(2, 1, 16, 4096, 256, 500, FP32)
+
+
+@cases
+def block_maxima(op: Any) -> Cases:
+    def case(batch, queries, heads, size, width, block=128, dtype=BF16, kind=INT64):
+        q = new(batch, queries, heads, width, dtype=dtype).transpose(1, 2)
+        keys, positions = new(batch, size, width, dtype=dtype), new(batch, queries, dtype=kind)
+        return lambda: op(q, keys, positions, block=block)
+
+    yield "step 32K", case(1, 1, 4, 32768, 128)
+    yield "step 512K", case(1, 1, 4, 524288, 128)
+    yield "batch=8", case(8, 1, 4, 131072, 128)
+    yield "prefill", case(1, 4096, 4, 131072, 128)
+    yield "fp16 D=48 H=6", case(2, 33, 6, 1003, 48, 16, FP16, INT32)
+    yield "D=256", case(1, 512, 4, 4096, 256)
+    yield "fp32", case(1, 64, 4, 4096, 128, 64, FP32)
+    yield "fp32 D=256", case(1, 64, 4, 4096, 256, 128, FP32)
 
 
 @cases

@@ -7,7 +7,8 @@ Three layers of a family at its real widths, with few experts and random bf16 we
 are seconds of generate for 1 and for 65 new tokens under `trained`, prompt and all, the median of
 later calls and the first one. `step` rows are a token over a cache of `tokens` tokens: ours is the
 difference of these calls; transformers' is a forward pass over its dynamic cache, which random
-latents fill, as its own prefill of such a prompt asks for scores of queries by heads by tokens.
+numbers fill, as its own prefill of such a prompt asks for scores of queries by heads by tokens.
+`--family minimax_m3_vl_text` has layers that pick blocks.
 `--prefill` lists lengths at which transformers' prefill is tried, too. `--small` is for a CPU.
 """
 
@@ -32,16 +33,27 @@ SMALL = {
     "index_n_heads": 4, "index_head_dim": 32, "index_topk": 64, "intermediate_size": 64,
     "moe_intermediate_size": 32,
 }  # fmt: skip
+M3 = "minimax_m3_vl_text"
+LATENT = {"n_routed_experts": 8, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
+BLOCKS = {
+    "layer_types": ["minimax_m3_sparse"] * 3, "mlp_layer_types": ["dense", "sparse", "sparse"],
+    "num_local_experts": 8, "bos_token_id": 1, "eos_token_id": None,
+}  # fmt: skip
+SMALL_BLOCKS = {
+    "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
+    "index_n_heads": 2, "index_head_dim": 32, "index_block_size": 16, "index_topk_blocks": 2,
+    "intermediate_size": 32, "dense_intermediate_size": 64, "shared_intermediate_size": 32,
+}  # fmt: skip
 
 
 def make(family: str, small: bool, device: str) -> Any:
     kind = CONFIG_MAPPING[family]
+    own, smaller = (BLOCKS, SMALL_BLOCKS) if family == M3 else (LATENT, SMALL)
     options: dict[str, Any] = {
-        "num_hidden_layers": 3, "n_routed_experts": 8, "num_experts_per_tok": 4, "n_group": 1,
-        "topk_group": 1, "first_k_dense_replace": 1, "vocab_size": 4096, "pad_token_id": 0,
-        "max_position_embeddings": 1 << 18,
+        "num_hidden_layers": 3, "num_experts_per_tok": 4, "vocab_size": 4096, "pad_token_id": 0,
+        "max_position_embeddings": 1 << 18, **own,
     }  # fmt: skip
-    config = kind(**options | (SMALL if small else {}))
+    config = kind(**options | (smaller if small else {}))
     torch.manual_seed(0)
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
@@ -98,10 +110,17 @@ class Bench:
         self.row(case="step", policy="trained", n=tokens, step_ms=1e3 * step)
 
     def filled(self, tokens: int) -> DynamicCache:
-        """transformers' cache with random latents, rotated keys and index keys."""
+        """transformers' cache with random latents and rotated keys, or keys and values, and index
+        keys."""
         config, cache = self.model.config, DynamicCache(config=self.model.config)
         options = {"device": self.device, "dtype": torch.bfloat16}
         for index in range(config.num_hidden_layers):
+            if config.model_type == M3:
+                shape = 1, config.num_key_value_heads, tokens, config.head_dim
+                cache.update(torch.randn(shape, **options), torch.randn(shape, **options), index)
+                keys = torch.randn(1, 1, tokens, config.index_head_dim, **options)
+                cache.layers[index].update_index(keys)
+                continue
             latents = torch.randn(1, 1, tokens, config.kv_lora_rank, **options)
             rope = torch.randn(1, 1, tokens, config.qk_rope_head_dim, **options)
             cache.update(latents, rope, index)

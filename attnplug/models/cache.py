@@ -407,10 +407,8 @@ class PlugCache(EditableCache):
 
     @classmethod
     def from_static(cls, cache: StaticCache, make_layer: MakeLayer) -> Self:
-        """Replace the full-attention and sliding-window layers of a fresh static cache.
-
-        `make_layer(index, max_length)` makes the full-attention layer for that index.
-        """
+        """Replace the full-attention layers of a fresh static cache by what `make_layer(index,
+        max_length)` makes, and its sliding windows by ours."""
         return cls(layers=[_ours(layer, i, make_layer) for i, layer in enumerate(cache.layers)])
 
     @classmethod
@@ -436,9 +434,10 @@ def _ours(layer: Any, index: int, make_layer: MakeLayer) -> Any:
     """What stands in a PlugCache for a layer of transformers' static cache."""
     if type(layer) is StaticSlidingWindowLayer:
         return SlidingLayer.taking_over(layer)
-    if type(layer) is StaticLayer or hasattr(layer, "update_indexer"):
+    indexed = hasattr(layer, "update_indexer") or hasattr(layer, "update_index")
+    if type(layer) is StaticLayer or indexed:
         made = make_layer(index, layer.max_cache_len)
-        if type(layer) is StaticLayer or hasattr(made, "update_indexer"):
+        if not indexed or hasattr(made, "update_indexer"):  # an IndexedLayer has both
             return _adopt(layer, made)
     return layer
 

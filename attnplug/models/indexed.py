@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import StaticLayer
 
-from attnplug.call import LatentCall, Served
+from attnplug.call import AttentionCall, LatentCall, Served
 from attnplug.errors import UnsupportedCallError
 from attnplug.models.cache import PlugLayer
 from attnplug.models.hf import (
@@ -35,6 +35,13 @@ from attnplug.models.hf import (
 )
 from attnplug.models.instance_method import put_method
 from attnplug.models.names import CACHE_ARGUMENTS, INDEXED_NAME
+from attnplug.models.picked_blocks import (
+    attend_blocks,
+    pick_blocks,
+    picks_blocks,
+    refuse_missing_picks,
+    why_not_blocks,
+)
 from attnplug.ops import index_topk
 from attnplug.ops.common.checks import why_not_width
 from attnplug.ops.latent.latent_attention import WIDEST_LATENT, WIDEST_ROPE
@@ -59,6 +66,8 @@ PICKING: dict[type[torch.nn.Module], Forward] = {}  # of an indexer's class: its
 def why_not_indexed(module: Any) -> str:
     """Why the picks of such a module cannot be served; "" where they can."""
     kind = type(module).__name__
+    if picks_blocks(module):
+        return why_not_blocks(module)
     if not (hasattr(module, "expand_kv") and hasattr(module, "kv_lora_rank")):
         return f"{kind} picks tokens, but not for attention over latents"
     projection: Any = module.kv_b_proj
@@ -120,6 +129,9 @@ def _with_our_end(forward: Any) -> Forward | None:
 
 def bind_indexed(module: torch.nn.Module) -> None:
     """Have an attention module, and its indexer, leave picks and latents to attnplug."""
+    if picks_blocks(module):
+        put_method(module.indexer, "forward", pick_blocks)  # pyright: ignore[reportArgumentType]
+        return
     put_method(module, "expand_kv", _keep_latents)
     indexer = getattr(module, "indexer", None)
     if indexer is not None:
@@ -223,13 +235,21 @@ def attend_indexed(
     scaling: float | None = None,
     indices: torch.Tensor | None = None,
     s_aux: torch.Tensor | None = None,
+    block_indices: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """transformers' attention function of a model with indexers. `key` and `value` are latents
-    `[B,1,T,R]` and rotated keys `[B,1,T,P]` where there are `indices` `[B,S,K]`; other layers of
-    the model are `plug_attention`'s. Returns `[B,S,Hq,Dv]` and no weights."""
+    `[B,1,T,R]` and rotated keys `[B,1,T,P]` where there are `indices` `[B,S,K]`. With
+    `block_indices` `[B,Hkv,S,K]` they are keys and values, and other layers of the model are
+    `plug_attention`'s. Returns `[B,S,Hq,Dv]` and no weights."""
     binding = binding_of(module)
     policy = None if binding is None else binding.policy
+    refuse_missing_picks(module, block_indices)
+    if block_indices is not None and binding is not None and attention_mask is not None:
+        refuse_options(query, dropout, kwargs)
+        call = _block_call(query, key, value, scaling, attention_mask, kwargs)
+        own = None if _is_compact(attention_mask, query.shape[2]) else attention_mask
+        return attend_blocks(module, binding, call, block_indices, own, kwargs)
     if binding is None or policy is None or indices is None or attention_mask is None:
         mask = None if attention_mask is None or attention_mask.shape[-1] == 1 else attention_mask
         return plug_attention(
@@ -262,6 +282,31 @@ def attend_indexed(
     if not (isinstance(state, PlugLayer) and state.round_part):
         binding.note_served(query.shape[2], Served(call.served_by))
     return out, None
+
+
+def _block_call(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scaling: float | None,
+    mask: torch.Tensor,
+    kwargs: dict[str, Any],
+) -> AttentionCall:
+    """The call of a layer that attends to picked blocks."""
+    state = kwargs.get("attnplug_state")
+    lengths = lengths_of(state)
+    if isinstance(state, PlugLayer) and kwargs.get("attnplug_fresh") == query.shape[2]:
+        key, value, lengths = key[:, :, : query.shape[2]], value[:, :, : query.shape[2]], None
+    compact = _is_compact(mask, query.shape[2])
+    return AttentionCall(
+        query,
+        key,
+        value,
+        scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
+        lengths=lengths,
+        key_mask=_key_mask(mask, len(key), key.shape[2]) if compact else None,
+        state=state if isinstance(state, StaticLayer) else None,
+    )
 
 
 def _up(module: Any, heads: int) -> torch.Tensor:

@@ -4,9 +4,29 @@ it is written here as it is there. transformers' own functions would not do: a u
 them, for all models of a process, would change both sides of the comparison.
 """
 
+import inspect
+from types import CodeType, FunctionType
 from typing import Any
 
 import torch
+
+
+def same_code(function: Any, other: Any) -> bool:
+    """Whether two functions do the same, instruction for instruction. What is no function of
+    Python, as hub kernels make of some, is like nothing that is known."""
+    codes = _code(function), _code(other)
+    return None not in codes and codes[0] == codes[1]
+
+
+def _code(function: Any) -> tuple[Any, ...] | None:
+    """What a function does, without its name, place and annotations; None of what is no function
+    of Python."""
+    inner = inspect.unwrap(function) if callable(function) else None
+    if not isinstance(inner, FunctionType):
+        return None
+    code: CodeType = inner.__code__
+    constants = tuple(each for each in code.co_consts if each != inner.__doc__)
+    return code.co_code, constants, code.co_names, code.co_varnames, inner.__defaults__
 
 
 def llama_norm(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:

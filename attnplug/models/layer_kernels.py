@@ -13,13 +13,14 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from types import CodeType, FunctionType, MethodType
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
 from transformers.activations import ACT2FN
 
 from attnplug.models import known_code
+from attnplug.models.known_code import same_code
 from attnplug.models.walk import all_modules
 from attnplug.ops.common.triton import INSTALLED
 from attnplug.ops.layer import gated, rms_norm, rotate
@@ -168,16 +169,18 @@ def has_quick_steps(model: torch.nn.Module) -> bool:
 
 def _norm_offset(kind: type) -> bool | None:
     """Whether a norm's weight is an offset from 1; None of what is no known norm."""
-    if _same(kind.forward, known_code.llama_norm):
+    if same_code(kind.forward, known_code.llama_norm):
         return False
     own = getattr(kind, "_norm", None)
-    gemma = _same(kind.forward, known_code.gemma_norm) and _same(own, known_code.gemma_norm_of)
+    gemma = same_code(kind.forward, known_code.gemma_norm) and same_code(
+        own, known_code.gemma_norm_of
+    )
     return True if gemma else None
 
 
 def _gates(kind: type) -> bool:
     """Whether these are MLPs of `down(act(gate(x)) * up(x))`."""
-    return _same(kind.forward, known_code.llama_mlp)
+    return same_code(kind.forward, known_code.llama_mlp)
 
 
 def _rotates(kind: type) -> bool:
@@ -186,26 +189,8 @@ def _rotates(kind: type) -> bool:
     if not isinstance(inner, FunctionType) or ROTATE not in inner.__code__.co_names:
         return False
     names = inner.__globals__
-    rotates = _same(names.get(ROTATE), known_code.apply_rotary_pos_emb)
-    return rotates and _same(names.get(HALF), known_code.rotate_half)
-
-
-def _same(function: Any, other: Any) -> bool:
-    """Whether two functions do the same, instruction for instruction. What is no function of
-    Python, as hub kernels make of some, is like nothing that is known."""
-    codes = _code(function), _code(other)
-    return None not in codes and codes[0] == codes[1]
-
-
-def _code(function: Any) -> tuple[Any, ...] | None:
-    """What a function does, without its name, place and annotations; None of what is no function
-    of Python."""
-    inner = inspect.unwrap(function) if callable(function) else None
-    if not isinstance(inner, FunctionType):
-        return None
-    code: CodeType = inner.__code__
-    constants = tuple(each for each in code.co_consts if each != inner.__doc__)
-    return code.co_code, constants, code.co_names, code.co_varnames, inner.__defaults__
+    rotates = same_code(names.get(ROTATE), known_code.apply_rotary_pos_emb)
+    return rotates and same_code(names.get(HALF), known_code.rotate_half)
 
 
 def _pieces(kind: type) -> tuple[Any, ...]:

@@ -21,6 +21,7 @@ from attnplug.ops.common.checks import DTYPES, WIDE_HEAD_DIMS, why_not_width
 # Of Zamba's shared blocks, HRM's cycles and Dory's loops: where in the cache to put keys.
 SLOT_ARGUMENTS = ("layer_idx", "cycle_offset", "cache_offset")
 INDEXED = "indexed"  # the kind of a layer whose model picks the tokens that it reads
+PICKING_KINDS = ("indexed", "minimax_m3_sparse")  # as configs call it
 IMPLEMENTATION = "_attn_implementation"  # of a config: what apply changes in those of served layers
 
 
@@ -240,7 +241,8 @@ def _kind(module: torch.nn.Module, index: int) -> str:
     config = _config(module)
     types = getattr(config, "layer_types", None)
     if types and index >= 0:
-        return str(types[index]).removesuffix("_attention")
+        kind = str(types[index]).removesuffix("_attention")
+        return INDEXED if kind in PICKING_KINDS else kind
     if getattr(module, "sliding_window", None) is not None:
         return "sliding"
     config = _own_config(module)

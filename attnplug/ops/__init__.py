@@ -6,6 +6,7 @@ from attnplug.ops.certified.quantize_kv import QuantizedKV, quantize_kv
 from attnplug.ops.certified.scratch import Scratch
 from attnplug.ops.dense.dense_decode import dense_decode
 from attnplug.ops.gather.block_bounds import block_bounds
+from attnplug.ops.gather.block_maxima import block_maxima
 from attnplug.ops.gather.gather_attention import gather_attention
 from attnplug.ops.gather.gather_decode import gather_decode
 from attnplug.ops.gather.page_bounds import page_bounds
@@ -36,6 +37,7 @@ __all__ = [
     "ResidentBlocks",
     "Scratch",
     "block_bounds",
+    "block_maxima",
     "block_sparse_attention",
     "certified_attention",
     "delta_correct",

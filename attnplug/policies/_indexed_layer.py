@@ -1,4 +1,5 @@
-"""The cache layer of an indexed layer: latents, rotated keys, and the indexer's own keys."""
+"""The cache layer of an indexed layer: latents and rotated keys, or keys and values, and the
+indexer's own keys."""
 
 from typing import Any, ClassVar
 
@@ -12,7 +13,8 @@ class IndexedLayer(PlugLayer):
     """`keys` are latents `[B,1,max_length,R]`, `values` the rotated parts of keys
     `[B,1,max_length,P]`, and `indexer_keys` `[B,max_length,D]` what an indexer scores. A layer that
     takes another's picks has none of these, and one that reads another's latents has them alone
-    (`has_index_only`). (The contract of transformers' StaticIndexedLayer.)"""
+    (`has_index_only`). Where an indexer picks blocks, keys and values are those of every layer.
+    (The contract of transformers' StaticIndexedLayer, and of its sparse layer of MiniMax-M3.)"""
 
     row_buffers: ClassVar[RowBuffers] = {"indexer_keys": None}
     indexer_keys: torch.Tensor | None = None
@@ -22,6 +24,10 @@ class IndexedLayer(PlugLayer):
     def crops_exactly(self) -> bool:
         """Index keys behind the last token are never read."""
         return True
+
+    def update_index(self, keys: torch.Tensor) -> torch.Tensor:
+        """`update_indexer` as MiniMax-M3 has it, for `[B,1,S,D]`."""
+        return self.update_indexer(keys[:, 0])[:, None]
 
     def update_indexer(self, indexer_key_states: torch.Tensor) -> torch.Tensor:
         """Write the keys `[B,S,D]` of the tokens that `update` has just counted, and return the

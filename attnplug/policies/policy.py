@@ -64,7 +64,7 @@ class Policy:
         if served is None:
             return self, ""
         if self.trace is not None:
-            why = "; ".join(filter(None, (why, "not traced: the model's picks have no blocks")))
+            why = "; ".join(filter(None, (why, "not traced: the model picks what the layer reads")))
         return Policy(prefill=served, decode=served), why
 
     @property

@@ -10,8 +10,9 @@ rotated parts q', k' of query and key:
 
     scores_t = scale ((W_k^T q) . c_t + q' . k'_t)        out = W_v sum_t softmax(scores)_t c_t
 
-so that the latents are read as they lie in the cache, once for all heads. (DeepSeek-V2, 2024, and
-DeepSeek-V3.2, 2025.)
+so that the latents are read as they lie in the cache, once for all heads. MiniMax-M3's indexer
+picks blocks of plain keys and values for each KV head, which the op of `gather` reads.
+(DeepSeek-V2, 2024, DeepSeek-V3.2, 2025, and MiniMax-M3, 2026.)
 """
 
 import dataclasses
@@ -19,18 +20,19 @@ from typing import ClassVar
 
 import torch
 
-from attnplug.call import LatentCall, LayerShape
+from attnplug.call import AttentionCall, LatentCall, LayerShape
 from attnplug.models.cache import PlugLayer
-from attnplug.ops import latent_attention
+from attnplug.ops import gather_attention, latent_attention
 from attnplug.policies._indexed_layer import IndexedLayer
 from attnplug.policies.base import Phase
 
 SLAB = 4096  # queries whose latents are there at a time: `[4096,Hq,R]`, 0.5 GiB for 128 heads
+PROGRAMS = 65535  # of queries and KV heads: CUDA starts no more along a grid's second dimension
 
 
 @dataclasses.dataclass(frozen=True)
 class Trained(Phase):
-    """Prefill and decode of layers whose model picks the tokens that they read.
+    """Prefill and decode of layers whose model picks the tokens, or blocks, that they read.
 
     `"trained"` serves these layers and leaves others to what the policy says besides
     ("momo+gather+trained"); `auto` takes it wherever a layer has an indexer. It has no options: how
@@ -50,6 +52,23 @@ class Trained(Phase):
     def pages_refusal(self) -> str | None:
         return "has no pages: transformers batches no model with an indexer continuously"
 
+    def attend(self, call: AttentionCall) -> torch.Tensor:
+        """Over the blocks that the model has picked."""
+        assert call.picked is not None  # another layer is refused
+        queries = call.q.shape[2]
+        slab = max(1, min(SLAB, PROGRAMS // call.k.shape[1]))
+        if queries <= slab:
+            out, seen = _attend_blocks(call, 0, queries)
+        else:
+            parts = [
+                _attend_blocks(call, begin, min(begin + slab, queries))
+                for begin in range(0, queries, slab)
+            ]
+            out, seen = (torch.cat(each, 2) for each in zip(*parts, strict=True))
+        if call.key_mask is None:
+            return out
+        return torch.where(seen[..., None], out, _mean_value(call))
+
     def attend_latents(self, call: LatentCall) -> torch.Tensor:
         call.served_by = self.name
         queries = call.q.shape[2]
@@ -60,6 +79,45 @@ class Trained(Phase):
             end = min(begin + SLAB, queries)
             out.append(_attend(_slab(call, begin, end)))
         return torch.cat(out, 1)
+
+
+def _attend_blocks(call: AttentionCall, begin: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out `[B,Hq,T,D]`, whether a query sees a key `[B,Hq,T]`) of the queries from `begin` to
+    `end`, as a call of their own: the last of fewer tokens."""
+    assert call.picked is not None
+    behind, size = call.q.shape[2] - end, call.k.shape[2]
+    lengths, mask = call.lengths, call.key_mask
+    if lengths is not None:
+        lengths = lengths - behind
+    else:
+        size -= behind
+    out, lse = gather_attention(
+        call.q[:, :, begin:end],
+        call.k[:, :, :size],
+        call.v[:, :, :size],
+        call.picked.blocks[:, :, begin:end],
+        scale=call.scale,
+        block=call.picked.size,
+        sink=0,
+        local=0,
+        lengths=lengths,
+        key_mask=None if mask is None else mask[:, :size],
+    )
+    return out, lse != float("-inf")
+
+
+def _mean_value(call: AttentionCall) -> torch.Tensor:
+    """`[B,Hq,1,D]`: what a query gives that sees no key, as its picks are padding. transformers'
+    mask hides all keys alike then, so that they have equal weights: all that the cache holds, or
+    in a static cache of its own all slots."""
+    values = call.v.float()
+    if call.lengths is not None and isinstance(call.state, PlugLayer):
+        there = torch.arange(values.shape[2], device=values.device) < call.lengths
+        mean = values.masked_fill(~there[:, None], 0).sum(2, keepdim=True) / call.lengths
+    else:
+        mean = values.mean(2, keepdim=True)
+    group = call.q.shape[1] // call.v.shape[1]
+    return mean.to(call.q.dtype).repeat_interleave(group, 1)
 
 
 def _slab(call: LatentCall, begin: int, end: int) -> LatentCall:

@@ -1,4 +1,5 @@
-"""Tiny models whose layers pick their tokens by an indexer, of every family that has them."""
+"""Tiny models whose layers pick their tokens, or blocks of them, by an indexer, of every family
+that has them."""
 
 from typing import Any
 
@@ -22,6 +23,30 @@ MISTRAL: list[dict[str, Any]] = [
         "no_rope_layers": [1, 0, 0, 0],
     },
 ]
+# Blocks that each KV head picks: layers among full ones, and no block that is always there.
+M3 = "minimax_m3_vl_text"
+SPARSE = "minimax_m3_sparse"
+MINIMAX: list[dict[str, Any]] = [
+    {},
+    {"layer_types": ["full_attention", SPARSE, "full_attention", SPARSE], "index_local_blocks": 0},
+    {"index_local_blocks": 2, "num_attention_heads": 2},
+]
+
+
+def tiny_minimax(**options: Any) -> PreTrainedModel:
+    """MiniMax-M3's text model, which reads 2 of its blocks of 16 tokens."""
+    sizes: dict[str, Any] = {
+        "layer_types": [SPARSE] * 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "index_n_heads": 2,
+        "index_block_size": 16,
+        "index_topk_blocks": 2,
+        "dense_intermediate_size": 64,
+        "shared_intermediate_size": 64,
+    }
+    return build(M3, **(sizes | options))
 
 
 def tiny_mistral(**options: Any) -> PreTrainedModel:
@@ -60,6 +85,9 @@ def tiny_mistral(**options: Any) -> PreTrainedModel:
 def models() -> dict[str, Any]:
     """By its name, what makes a tiny model."""
     made: dict[str, Any] = {kind: lambda kind=kind: build(kind) for kind in FAMILIES}
+    if M3 in KINDS:
+        for index, options in enumerate(MINIMAX):
+            made[f"minimax_m3-{index}"] = lambda options=options: tiny_minimax(**options)
     if HAS_MISTRAL:
         for index, options in enumerate(MISTRAL):
             made[f"mistral_large4-{index}"] = lambda options=options: tiny_mistral(**options)

@@ -34,9 +34,15 @@ def new_tokens(model, ids, **options) -> torch.Tensor:
     return model.generate(ids, **options)
 
 
-@pytest.fixture
-def model():
-    return MADE["glm_moe_dsa" if "glm_moe_dsa" in MADE else next(iter(MADE))]()
+@pytest.fixture(params=["glm_moe_dsa", "minimax_m3-0"])
+def model(request):
+    if request.param not in MADE:
+        pytest.skip("this transformers has no such family")
+    return MADE[request.param]()
+
+
+latents = pytest.mark.parametrize("model", ["glm_moe_dsa"], indirect=True)
+blocks = pytest.mark.parametrize("model", ["minimax_m3-0"], indirect=True)
 
 
 @pytest.mark.parametrize("name", MADE)
@@ -185,6 +191,7 @@ def test_a_long_prefill_is_attended_to_in_slabs(model, monkeypatch):
     assert (found - wanted[:, 10:]).abs().max() < TOLERANCE * wanted.abs().max()
 
 
+@latents
 def test_an_indexer_that_ends_otherwise_is_left_to_the_model(model):
     module = next(x.module for x in find_attention_layers(model) if x.module.indexer is not None)
     known = type(module.indexer)
@@ -202,6 +209,7 @@ def test_an_indexer_that_ends_otherwise_is_left_to_the_model(model):
     assert {layer.prefill for layer in attnplug.report(model).layers} == {"sdpa (dense)"}
 
 
+@latents
 def test_weights_that_are_no_plain_matrix_are_refused(model):
     class Quantized(torch.nn.Linear):
         pass
@@ -213,6 +221,7 @@ def test_weights_that_are_no_plain_matrix_are_refused(model):
     assert any("Quantized" in reason for reason in reasons)
 
 
+@latents
 @torch.no_grad()
 def test_weights_that_change_after_apply_are_refused(model):
     class Adapted(torch.nn.Linear):
@@ -249,6 +258,7 @@ def test_compiled_in_one_graph(model):
     assert (found - wanted).abs().max() < TOLERANCE * wanted.abs().max()
 
 
+@latents
 @torch.no_grad()
 def test_no_tensor_of_queries_by_keys(model):
     """In a prefill of 2,048 tokens transformers keeps 2,048 x 2,048 scores of 16 heads; the largest

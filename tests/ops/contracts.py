@@ -129,6 +129,10 @@ def gather_attention() -> Iterator[Inputs]:
     asked = {"q": token(), "index": index, "scale": 0.125, "block": 16, "sink": 1, "local": 2}
     yield asked | keys(90) | rows_of(90) | CAPPED
     yield asked | keys(90)
+    picks = torch.tensor([[4, 0, -1], [1, 3, 2], [5, -1, -1]], dtype=torch.int32).repeat(2, 2, 1, 1)
+    yield (
+        asked | {"q": token().repeat(1, 1, 3, 1), "index": picks, "sink": 0, "local": 0} | keys(90)
+    )
     yield asked | pages_of(96, 32)
 
 
@@ -411,6 +415,12 @@ def indexed() -> Iterator[Inputs]:
     yield inputs | {"k": 60, "scale": 0.2}
 
 
+def block_maxima() -> Iterator[Inputs]:
+    inputs = {"q": random(0, 2, 4, 3, 16), "keys": random(1, 2, 50, 16), "block": 16}
+    yield inputs | {"positions": torch.tensor([[47, 48, 49], [-1, 3, 60]])}
+    yield inputs | {"positions": torch.tensor([[0, 1, 2]], dtype=torch.int32).expand(2, -1)}
+
+
 def latent() -> Iterator[Inputs]:
     inputs = {"q_latent": random(0, 2, 3, 4, 16), "q_rope": random(1, 2, 3, 4, 8)}
     inputs |= {"latents": random(2, 2, 50, 16), "rope": random(3, 2, 50, 8), "scale": 0.2}
@@ -467,6 +477,7 @@ CONTRACTS = (
     own(ops.stream_mask, stream_mask),
     own(ops.stream_edges, stream_edges),
     own(ops.index_topk, indexed),
+    own(ops.block_maxima, block_maxima),
     own(ops.latent_attention, latent),
     Contract(call_prefill_rows, ("prefill_rows",), prefill_rows, ("momo",)),
 )  # fmt: skip

@@ -78,7 +78,7 @@ def gather_attention(
         scale: factor on q.k, commonly `D ** -0.5`.
         block: keys a block: 16, 32, 64 or 128.
         sink: first blocks that are always read.
-        local: last blocks that are always read, the query's own included; at least 1.
+        local: last blocks that are always read, the query's own included. 0: the list alone says.
         lengths: int32 or int64 `[1]` or `[B]`, valid keys, the T queries being the last of them.
             None: all S. Slots from `length` on are never read.
         start: int32 or int64 `[1]` or `[B]`, first real key of a left-padded row. None: 0.
@@ -121,8 +121,10 @@ def allocate_attention(
         raise ArgumentError(f"{name}: block is {block}, needs {', '.join(map(str, BLOCKS))}")
     if sink < 0:
         raise ArgumentError(f"{name}: sink is {sink}, needs at least 0")
-    if local < 1:
-        raise ArgumentError(f"{name}: local is {local}, needs at least 1, the query's own block")
+    if local < 0:
+        raise ArgumentError(f"{name}: local is {local}, needs at least 0")
+    if sink + local + index.shape[3] == 0:
+        raise ArgumentError(f"{name}: sink and local are 0 and index lists no block")
     if not softcap >= 0:
         raise ArgumentError(f"{name}: softcap is {softcap}, needs 0 (off) or a positive cap")
     if sinks is not None:

@@ -82,7 +82,7 @@ def test_matches_fp64(device_path, data):
         "scale": draw(st.sampled_from([width**-0.5, 0.5])),
         "block": draw(st.sampled_from([16, 32, 64, 128])),
         "sink": draw(st.integers(0, 2)),
-        "local": draw(st.integers(1, 3)),
+        "local": draw(st.integers(0, 3)),
         "softcap": draw(st.sampled_from([0.0, 0.0, 2.5])),
     }
     if draw(st.booleans()):
@@ -97,7 +97,8 @@ def test_matches_fp64(device_path, data):
         options["sinks"] = 3 * random(seed + 2, heads, dtype=dtype)
     q = random(seed, batch, queries, heads, width, dtype=dtype).transpose(1, 2)
     k, v = random(seed + 3, 2, batch, size, kv_heads, width, dtype=dtype).transpose(2, 3)
-    index = lists(seed + 4, k, queries, draw(st.sampled_from([0, 1, 5])), options["block"])
+    least = [0] if options["sink"] + options["local"] > 0 else []  # something must be read
+    index = lists(seed + 4, k, queries, draw(st.sampled_from([*least, 1, 5])), options["block"])
     clean = q, k, v, index
     kept = keep(q, k, index, **options)  # nothing but the kept keys may be read
     unread = ~kept.any(2)[..., None]
@@ -252,7 +253,8 @@ WRONG = [
     ({"index": INDEX[0]}, "index is"),
     ({"block": 256}, "block is 256, needs 16, 32, 64, 128"),
     ({"sink": -1}, "sink is -1"),
-    ({"local": 0}, "local is 0, needs at least 1"),
+    ({"local": -1}, "local is -1, needs at least 0"),
+    ({"sink": 0, "local": 0, "index": INDEX[..., :0]}, "sink and local are 0 and index lists no"),
     ({"softcap": float("nan")}, "softcap is nan"),
     ({"sinks": torch.zeros(3)}, r"sinks has shape \(3,\)"),
     ({"q": torch.zeros(1, 4, 1, 32)}, "q has head dimension 32 but k has 64"),
@@ -267,6 +269,33 @@ def test_refuses(change, message):
     inputs["v"] = inputs["k"]
     with pytest.raises(ArgumentError, match="^gather_attention: .*" + message):
         op.gather_attention(**(inputs | DEFAULTS | change))
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_lists_are_all_that_a_prompt_reads(device_path, masked):
+    """Each query of a prompt has a list of its own: blocks that a model has picked."""
+    q, (k, v) = random(0, 2, 6, 33, 32), random(1, 2, 2, 2, 90, 32)
+    index = lists(2, k, 33, 3)
+    options = {"sink": 0, "local": 0, "lengths": torch.tensor([80])}
+    if masked:
+        options["key_mask"] = random(3, 2, 90) > -0.5
+    hold(attend(device_path, q, k, v, index, **options), q, k, v, index, **options)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize(("batch", "queries"), [(1, 90), (1, 1), (8, 1)])
+def test_minimax_sizes(batch, queries, masked):
+    """A part of a prompt, a step and steps at MiniMax-M3's widths: 16 blocks of 128 keys."""
+    size, scale = 9000, 128**-0.5
+    q = random(0, batch, 64, queries, 128, dtype=torch.bfloat16)
+    k, v = random(1, 2, batch, 4, size, 128, dtype=torch.bfloat16)
+    index = lists(2, k, queries, 16, 128)
+    options = {"sink": 0, "local": 0, "block": 128, "scale": scale}
+    options["lengths"] = torch.tensor([size - 77])
+    if masked:
+        options["key_mask"] = random(3, batch, size) > -0.5
+    hold(attend(("cuda", "kernel"), q, k, v, index, **options), q, k, v, index, **options)
 
 
 @pytest.mark.gpu
