@@ -16,6 +16,27 @@ def sinks_on_cpu(sinks: torch.Tensor | None) -> np.ndarray:
 
 
 @njit()
+def add_tile(s, values, top, total, acc):
+    """A step of online softmax: scores `s [R, n]` of a tile, which it overwrites, and its values
+    `[n, W]` go into each row's largest score `top`, its `total` and its sum `acc [R, W]`. -inf is a
+    score of weight 0."""
+    for r in range(s.shape[0]):
+        best = top[r]
+        for i in range(s.shape[1]):
+            best = max(best, s[r, i])
+        shift = np.float32(0.0) if best == -np.inf else best
+        decay = np.exp(top[r] - shift)
+        top[r] = best
+        total[r] *= decay
+        for d in range(acc.shape[1]):
+            acc[r, d] *= decay
+        for i in range(s.shape[1]):
+            s[r, i] = np.exp(s[r, i] - shift)
+            total[r] += s[r, i]
+    add_product(s, values, acc)
+
+
+@njit()
 def reference_rows(q, k, v, mask, position, start, window, sinks, scale, softcap, out, lse):
     """Online softmax of one block of queries `q [G, t, D]`, a group's heads, over the tiles of
     `k, v [S, D]`; `position` is that of the first query. Empty `mask`, `sinks` stand for none."""
@@ -37,7 +58,6 @@ def reference_rows(q, k, v, mask, position, start, window, sinks, scale, softcap
         add_product(scaled, keys, s)
         for r in range(group * queries):
             here = position + r % queries
-            best = top[r]
             for i in range(size):
                 n = n0 + i
                 hidden = mask.shape[0] > 0 and not mask[n]
@@ -47,17 +67,7 @@ def reference_rows(q, k, v, mask, position, start, window, sinks, scale, softcap
                     s[r, i] = -np.inf
                 elif softcap > 0:
                     s[r, i] = softcap * np.tanh(s[r, i] / softcap)
-                best = max(best, s[r, i])
-            shift = np.float32(0.0) if best == -np.inf else best
-            decay = np.exp(top[r] - shift)
-            top[r] = best
-            total[r] *= decay
-            for d in range(width):
-                acc[r, d] *= decay
-            for i in range(size):
-                s[r, i] = np.exp(s[r, i] - shift)
-                total[r] += s[r, i]
-        add_product(s, values, acc)
+        add_tile(s, values, top, total, acc)
     for r in range(group * queries):
         head, t = r // queries, r % queries
         seen = total[r] != 0

@@ -28,6 +28,7 @@ from attnplug.ops.common.device import Card, card, early
 from attnplug.ops.common.numba_cache import njit, prange
 from attnplug.ops.common.pipeline import BESIDE
 from attnplug.ops.common.product import add_product
+from attnplug.ops.common.reference import add_tile
 from attnplug.ops.common.rows import NO_MASK, mask_bytes, rows_as_given
 from attnplug.ops.common.sizes import cdiv, next_power_of_two
 from attnplug.ops.common.softmax import LOG2E
@@ -139,23 +140,9 @@ def _attend(query, keys, tokens, sinks, width, out):
     acc = np.zeros((heads, width), np.float32)
     for first in range(0, tokens.shape[0], tile):
         chosen = keys[tokens[first : first + tile]]
-        size = chosen.shape[0]
-        s = np.zeros((heads, size), np.float32)
+        s = np.zeros((heads, chosen.shape[0]), np.float32)
         add_product(query, np.ascontiguousarray(chosen.T), s)
-        for h in range(heads):
-            best = top[h]
-            for i in range(size):
-                best = max(best, s[h, i])
-            shift = np.float32(0.0) if best == -np.inf else best
-            decay = np.exp(top[h] - shift)
-            top[h] = best
-            total[h] *= decay
-            for r in range(width):
-                acc[h, r] *= decay
-            for i in range(size):
-                s[h, i] = np.exp(s[h, i] - shift)
-                total[h] += s[h, i]
-        add_product(s, np.ascontiguousarray(chosen[:, :width]), acc)
+        add_tile(s, np.ascontiguousarray(chosen[:, :width]), top, total, acc)
     for h in range(heads):
         for r in range(width):
             out[h, r] = acc[h, r] / total[h] if total[h] != 0 else 0.0
