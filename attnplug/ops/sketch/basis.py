@@ -198,7 +198,8 @@ def _sampled(fits: list[Fit]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]
     sums = k.sum(-1, dtype=torch.float32) + v.sum(-1, dtype=torch.float32)
     counts = weight[:, None] & sums.isfinite()
     hidden = ~counts[..., None]
-    return (*(x.masked_fill_(hidden, 0.0).float() for x in (k, v)), counts.float())
+    k, v = (x.masked_fill_(hidden, 0.0).float() for x in (k, v))
+    return k, v, counts.float()
 
 
 def _sums(x):
