@@ -97,8 +97,8 @@ class LayerMaker:
         return PlugLayer(max_cache_len=max_length)
 
     def holds_more(self, rows: int, max_length: int, device: torch.device) -> bool:
-        """Whether any layer of a cache of so many rows and tokens has more than keys and values:
-        one of each method is asked."""
+        """Whether any layer of a cache with `rows` rows and room for `max_length` tokens keeps more
+        than keys and values. One layer of each method is asked."""
         served = {id(p.decode): index for index, p in self.policies.items() if p is not None}
         layers = [self(index, max_length) for index in served.values()]
         return any(x.holds_more(rows, device) for x in layers if type(x) is not PlugLayer)

@@ -46,7 +46,7 @@ SAMPLERS: list[dict[str, Any]] = [
 ]
 SHORTEST, ROWS, NEW = 100, 8, 16
 TOKENS = 1  # times the longest prompt: what a batch of rows may have
-COMPARED = 50  # each request of so many is compared with stock
+COMPARED = 50  # one request in 50 is compared with stock
 SETTLED, TOLD = 100, 20  # so often is the memory looked at, and are the counts written
 SCORES = 1 << 30  # of a batch: what more than one process may store at once on a GPU
 CHUNK = 512  # queries of a prompt that would have more
@@ -107,7 +107,7 @@ class Request:
     padded: int  # of the first row
     sampler: dict[str, Any] | None
     stream: bool
-    cancel: int  # after so many tokens; 0 is not cancelled
+    cancel: int  # the number of tokens after which the client cancels; 0: it does not
     adapter: str
     ends: tuple[int, ...]
     autocast: bool
@@ -411,7 +411,9 @@ def bytes_in_use(device: str) -> int:
     if device == "cuda":
         torch.cuda.synchronize()
         return torch.cuda.memory_allocated()
-    tensors = [x for x in gc.get_objects() if issubclass(type(x), torch.Tensor)]
+    # Those that dynamo has traced with, fake or functional, have no memory.
+    plain = [x for x in gc.get_objects() if type(x) in (torch.Tensor, nn.Parameter)]
+    tensors = [x for x in plain if not torch._is_functional_tensor(x)]
     storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}
     return sum(storages.values())
 

@@ -45,8 +45,8 @@ CHUNK = 32  # steps whose distributions are compared at once: a vocabulary is la
 
 @lru_cache(maxsize=8)
 def _prose_tokens(tokenizer: Any, long: bool = False) -> list[int]:
-    """The prose's tokens. `long`: and then those of what the long prose adds, so that a window
-    which ends before these has the same tokens in either."""
+    """The tokens of the prose. With `long` the tokens of the long prose's additions follow, so that
+    a window which ends before them is the same with and without `long`."""
     if not long:
         return _plain_tokens(tokenizer, "\n\n".join(prose()))
     more = "\n\n".join(prose(long=True)[len(prose()) :])

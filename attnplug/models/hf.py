@@ -174,11 +174,11 @@ def rowwise_mask(
     if small or kwargs.get("local_size") is None or kv_length < kwargs["local_size"]:
         return make(0, q_length)
     part = make(0, MASK_ROWS)
-    alike = part.stride(0) == 0  # one mask for all rows of the batch, which have no padding
-    mask = part.new_empty(1 if alike else batch_size, 1, q_length, kv_length)
-    for first in range(0, q_length, MASK_ROWS):
-        end = min(first + MASK_ROWS, q_length)
-        mask[:, :, first:end] = make(first, end)[: len(mask)]
+    rows = 1 if part.stride(0) == 0 else batch_size  # one mask for all rows that have no padding
+    mask = part.new_empty(rows, 1, q_length, kv_length)
+    mask[:, :, :MASK_ROWS] = part[:rows]
+    for first in range(MASK_ROWS, q_length, MASK_ROWS):
+        mask[:, :, first : first + MASK_ROWS] = make(first, min(first + MASK_ROWS, q_length))[:rows]
     return mask.expand(batch_size, -1, -1, -1)
 
 

@@ -21,7 +21,7 @@ from attnplug.ops.common.checks import DTYPES, WIDE_HEAD_DIMS, why_not_width
 # Of Zamba's shared blocks, HRM's cycles and Dory's loops: where in the cache to put keys.
 SLOT_ARGUMENTS = ("layer_idx", "cycle_offset", "cache_offset")
 INDEXED = "indexed"  # the kind of a layer whose model picks the tokens that it reads
-PICKING_KINDS = ("indexed", "minimax_m3_sparse")  # as configs call it
+PICKING_KINDS = (INDEXED, "minimax_m3_sparse")  # as configs call it
 IMPLEMENTATION = "_attn_implementation"  # of a config: what apply changes in those of served layers
 
 

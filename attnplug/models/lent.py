@@ -15,15 +15,15 @@ from attnplug.models.cache import PlugCache, PlugLayer
 from attnplug.models.growth import GrowingCache, Growth
 from attnplug.models.loop_calls import DEVICES, MODES
 
-# Rows times tokens of a prompt up to which keys and values are lent: those of some models are views
-# of all that a fused projection has made, which longer prompts have no memory for in every layer.
+# The largest prompt, in rows times tokens, whose keys and values are lent. In some models they are
+# views of a whole fused projection, and a longer prompt has no memory for that in every layer.
 MOST = 1024
 
 
 class LentLayer(PlugLayer):
     """A layer that its prompt fills: `keys` and `values` are the tensors that it is given, and
-    `count` is how many tokens these are. More do not fit, and a `GrowingCache` makes room for them
-    as for those of any layer."""
+    `count` is how many tokens these are. There is no room for further tokens; a `GrowingCache`
+    makes some when they come, as it does in any layer."""
 
     count: torch.Tensor
 
@@ -64,8 +64,8 @@ class Prompt:
 
     @classmethod
     def of(cls, config: Any, mode: Any, rows: int, tokens: int, device: Any) -> Self | None:
-        """The prompt of a call that `generate` prepares, of which so many tokens come into the
-        cache; None of another call."""
+        """The prompt of the call that `generate` prepares, where it brings `rows` rows of `tokens`
+        tokens into the cache and gives the only new token; else None."""
         kept = config.return_dict_in_generate or config.is_assistant
         if kept or config.max_new_tokens != 1 or rows * tokens > MOST:
             return None

@@ -52,8 +52,9 @@ class WatchedLayer(StaticLayer):
         self.note_writes()
 
     def holds_more(self, rows: int, device: torch.device) -> bool:
-        """Whether the layer has more than keys and values, or other ones than the model gives it,
-        where it holds so many rows on a device. A subclass that has not says so."""
+        """Whether the layer, with `rows` rows on `device`, keeps more than keys and values, or
+        other keys and values than the model hands it. A subclass for which neither is true
+        overrides this."""
         return True
 
     def flush(self) -> None:

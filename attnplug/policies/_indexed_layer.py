@@ -13,7 +13,7 @@ class IndexedLayer(PlugLayer):
     """`keys` are latents `[B,1,max_length,R]`, `values` the rotated parts of keys
     `[B,1,max_length,P]`, and `indexer_keys` `[B,max_length,D]` what an indexer scores. A layer that
     takes another's picks has none of these, and one that reads another's latents has them alone
-    (`has_index_only`). Where an indexer picks blocks, keys and values are those of every layer.
+    (`has_index_only`). Where an indexer picks blocks, `keys` and `values` are plain ones.
     (The contract of transformers' StaticIndexedLayer, and of its sparse layer of MiniMax-M3.)"""
 
     row_buffers: ClassVar[RowBuffers] = {"indexer_keys": None}

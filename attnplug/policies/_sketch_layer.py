@@ -99,7 +99,7 @@ class SketchLayer(PlugLayer):
 
     def wants_codes(self, keys: torch.Tensor) -> bool:
         """Whether a cache with these buffers is to have codes; dense reads one that has none."""
-        return self.serves(len(keys), self.max_cache_len, keys.device)
+        return self.holds_more(len(keys), keys.device)
 
     def holds_more(self, rows: int, device: torch.device) -> bool:
         return self.serves(rows, self.max_cache_len, device)

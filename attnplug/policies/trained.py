@@ -58,16 +58,17 @@ class Trained(Phase):
         queries = call.q.shape[2]
         slab = max(1, min(SLAB, PROGRAMS // call.k.shape[1]))
         if queries <= slab:
-            out, seen = _attend_blocks(call, 0, queries)
+            out, lse = _attend_blocks(call, 0, queries)
         else:
             parts = [
                 _attend_blocks(call, begin, min(begin + slab, queries))
                 for begin in range(0, queries, slab)
             ]
-            out, seen = (torch.cat(each, 2) for each in zip(*parts, strict=True))
+            out, lse = (torch.cat(each, 2) for each in zip(*parts, strict=True))
         if call.key_mask is None:
             return out
-        return torch.where(seen[..., None], out, _mean_value(call))
+        sees = lse > float("-inf")
+        return torch.where(sees[..., None], out, _mean_value(call))
 
     def attend_latents(self, call: LatentCall) -> torch.Tensor:
         call.served_by = self.name
@@ -82,8 +83,8 @@ class Trained(Phase):
 
 
 def _attend_blocks(call: AttentionCall, begin: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out `[B,Hq,T,D]`, whether a query sees a key `[B,Hq,T]`) of the queries from `begin` to
-    `end`, as a call of their own: the last of fewer tokens."""
+    """(out `[B,Hq,T,D]`, lse `[B,Hq,T]`) of the queries from `begin` to `end`, as a call of their
+    own: the last of fewer tokens."""
     assert call.picked is not None
     behind, size = call.q.shape[2] - end, call.k.shape[2]
     lengths, mask = call.lengths, call.key_mask
@@ -91,7 +92,7 @@ def _attend_blocks(call: AttentionCall, begin: int, end: int) -> tuple[torch.Ten
         lengths = lengths - behind
     else:
         size -= behind
-    out, lse = gather_attention(
+    return gather_attention(
         call.q[:, :, begin:end],
         call.k[:, :, :size],
         call.v[:, :, :size],
@@ -103,7 +104,6 @@ def _attend_blocks(call: AttentionCall, begin: int, end: int) -> tuple[torch.Ten
         lengths=lengths,
         key_mask=None if mask is None else mask[:, :size],
     )
-    return out, lse != float("-inf")
 
 
 def _mean_value(call: AttentionCall) -> torch.Tensor:

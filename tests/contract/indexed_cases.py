@@ -6,6 +6,7 @@ from typing import Any
 import torch
 import transformers
 from every_family import KINDS, SIZES, build
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
 FAMILIES = [
@@ -73,13 +74,30 @@ def tiny_mistral(**options: Any) -> PreTrainedModel:
         patch_size=16,
     )
     config = MistralLarge4Config(text_config=kind(**(sizes | options)), vision_config=vision)
+    return drawn(MistralLarge4ForConditionalGeneration, config)
+
+
+def drawn(kind: type[PreTrainedModel], config: Any) -> PreTrainedModel:
+    """A model with weights that are large enough for its layers to matter."""
     torch.manual_seed(0)
-    model = MistralLarge4ForConditionalGeneration(config).eval()
+    model = kind(config).eval()
     for parameter in model.parameters():
         if parameter.dim() > 1:
             parameter.data.normal_(0, 0.08)
     model.generation_config.eos_token_id, model.generation_config.pad_token_id = None, 0
     return model
+
+
+class Largest(TorchDispatchMode):
+    """Within it `found` is the size in bytes of the largest tensor that an op has returned."""
+
+    found = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        if isinstance(out, torch.Tensor):
+            self.found = max(self.found, out.untyped_storage().nbytes())
+        return out
 
 
 def models() -> dict[str, Any]:

@@ -7,8 +7,7 @@ import io
 import pytest
 import torch
 from every_family import build, forms
-from indexed_cases import models
-from torch.utils._python_dispatch import TorchDispatchMode
+from indexed_cases import Largest, models
 from transformers import AutoModelForCausalLM
 
 import attnplug
@@ -263,15 +262,6 @@ def test_compiled_in_one_graph(model):
 def test_no_tensor_of_queries_by_keys(model):
     """In a prefill of 2,048 tokens transformers keeps 2,048 x 2,048 scores of 16 heads; the largest
     tensor here is the scores' workspace, whose size is fixed."""
-
-    class Largest(TorchDispatchMode):
-        found = 0
-
-        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            out = function(*args, **(kwargs or {}))
-            if isinstance(out, torch.Tensor):
-                self.found = max(self.found, out.untyped_storage().nbytes())
-            return out
 
     ids = ids_of(1, 2048)
     with Largest() as stock:

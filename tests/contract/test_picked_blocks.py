@@ -4,9 +4,8 @@ where a query reads a part of its blocks."""
 import pytest
 import torch
 from every_family import KINDS
-from indexed_cases import M3, SPARSE, tiny_minimax
+from indexed_cases import M3, SPARSE, Largest, drawn, tiny_minimax
 from test_indexed import TOLERANCE, ids_of, new_tokens
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache, StaticCache
 
 import attnplug
@@ -213,15 +212,6 @@ def test_compiled_steps(model):
 
 @torch.no_grad()
 def test_no_tensor_of_queries_by_keys(model, monkeypatch):
-    class Largest(TorchDispatchMode):
-        found = 0
-
-        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            out = function(*args, **(kwargs or {}))
-            if isinstance(out, torch.Tensor):
-                self.found = max(self.found, out.untyped_storage().nbytes())
-            return out
-
     ids = ids_of(1, 2048)
     with Largest() as stock:
         wanted = model.model(ids, use_cache=False).last_hidden_state
@@ -311,12 +301,7 @@ def test_the_model_with_images():
     }
     text = tiny_minimax().config.to_dict()
     config = MiniMaxM3VLConfig(text_config=text, vision_config=vision, projector_hidden_size=128)
-    torch.manual_seed(0)
-    model = MiniMaxM3SparseForConditionalGeneration(config).eval()
-    for parameter in model.parameters():
-        if parameter.dim() > 1:
-            parameter.data.normal_(0, 0.08)
-    model.generation_config.eos_token_id, model.generation_config.pad_token_id = None, 0
+    model = drawn(MiniMaxM3SparseForConditionalGeneration, config)
     ids = ids_of(2, TOKENS)
     wanted = new_tokens(model, ids)
     attnplug.apply(model, "trained")

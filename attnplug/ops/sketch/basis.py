@@ -94,8 +94,9 @@ def fit_basis(
 
 @torch.no_grad()
 def fit_bases(fits: Sequence[Fit], *, size: int = 24, ridge: float = 0.1) -> list[Basis]:
-    """`fit_basis` of several caches that differ in their length at most, such as those of a model's
-    layers: their rows are taken together, for a GPU takes as long for one."""
+    """`fit_basis` of several caches that have the same shape, dtype and device, except that their
+    lengths may differ, such as the layers of a model. Their rows are fitted together, because a GPU
+    takes about as long for one row as for many."""
     keys = fits[0].keys
     unserved = why_not_width(keys.shape[3])
     require(not unserved, "fit_basis", unserved)
@@ -171,8 +172,9 @@ def _most(tokens: int) -> int:
 
 
 def _sampled(fits: list[Fit]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Keys and values of the tokens that moments are of, float32 `[R, Hkv, n, D]`, and `[R, Hkv,
-    n]`, 1 for those that count. What does not is 0 throughout."""
+    """(keys, values, counts) of the tokens that the moments are taken over: float32 `[R, Hkv, n,
+    D]` twice, and `[R, Hkv, n]`, 1 where a token counts. Keys and values that do not count are
+    0."""
     keys = fits[0].keys
     device, (_, heads, _, width) = keys.device, keys.shape
     rows, sizes = sum(len(fit.keys) for fit in fits), [fit.keys.shape[2] for fit in fits]
