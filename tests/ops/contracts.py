@@ -25,6 +25,7 @@ from attnplug.ops.sketch.pick_tokens import pick_tokens
 from attnplug.ops.sketch.prepare_query import prepare_query
 from attnplug.ops.sketch.scan_sketch import scan_sketch
 from attnplug.ops.sketch.state import Basis, Codes, empty_codes
+from attnplug.policies import _prefill_op
 
 Inputs = dict[str, Any]
 
@@ -384,7 +385,7 @@ def prefill_rows() -> Iterator[Inputs]:
 
 
 def call_prefill_rows(**asked: Any) -> torch.Tensor:
-    return torch.ops.attnplug.prefill_rows(**asked)
+    return _prefill_op.prefill_rows(**asked)
 
 
 def own(
