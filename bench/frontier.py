@@ -11,17 +11,20 @@ what the step reads (`captured-attention`), and |out - dense| / |dense| over the
 (`kl`). A value is a mean over steps and layers, its interval a bootstrap over windows.
 
 Adds quality rows of the study `frontier` to bench/results/frontier.json, one a policy and question,
-after each window. They hold each window's value in `samples`, so that `--first 4` in another call
-of the same commit adds windows to them. `bytes` is what is scanned for a token and KV head, `read`
-the tokens that are read, `step_bytes` what one KV head's step reads of both in bfloat16.
-bench/report.py draws them, with the time of a policy's step beside, where a row of the same
-`policy` has one."""
+after each window. With `--policy` they are of these decode methods in place of the list, anybody's
+whose package is installed; what a method reads that this file does not know is not asked, so that
+it has no `captured-attention`. Rows hold each window's value in `samples`, so that `--first 4` in
+another call of the same commit adds windows to them. `bytes` is what is scanned for a token and KV
+head, `read` the tokens that are read, `step_bytes` what one KV head's step reads of both in
+bfloat16. bench/report.py draws them, with the time of a policy's step beside, where a row of the
+same `policy` has one."""
 
 import argparse
 import copy
 import dataclasses
 import itertools
 import json
+import math
 import time
 from collections import defaultdict
 from pathlib import Path
@@ -42,7 +45,7 @@ from attnplug.models.pretrained import load
 from attnplug.ops import top_tokens
 from attnplug.ops.sketch.state import BLOCK, COORDINATES
 from attnplug.plan import read_tokens
-from attnplug.policies import AttentionCall, Phase
+from attnplug.policies import AttentionCall, Phase, parse
 from attnplug.policies._gvr_layer import GvrLayer
 from attnplug.policies._sketch_audit import _repeat
 from attnplug.policies._sketch_layer import SketchLayer
@@ -85,6 +88,17 @@ def own(tokens: list[int], sizes: list[int], width: int) -> list[Case]:
     return cases
 
 
+def named(texts: list[str]) -> list[Case]:
+    """The decode methods of these policies; a method that says no budget cannot be placed."""
+    cases = []
+    for text in texts:
+        method = parse(text).decode
+        if not method.kept:
+            raise SystemExit(f"{text}: {method.name} does not say how many keys a step reads")
+        cases.append(Case(method, policy_name(text), 0.0, method.kept))
+    return cases
+
+
 def emulated(tokens: list[int], sizes: list[int]) -> list[Case]:
     """The literature's at the same budgets; fresh, as they keep what they know of a text."""
     cases = []
@@ -96,6 +110,7 @@ def emulated(tokens: list[int], sizes: list[int]) -> list[Case]:
 
 
 KINDS = ("bounds", "mean", "double", "loki")
+KNOWN = (Selector, Gather, Gvr, Sketch, Dense)  # methods whose reads `kept_by` can tell
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,13 +140,16 @@ class Probe(Phase):
         out = self.inner.attend(call)
         dense, kept = Dense().attend(call), kept_by(self.inner, call)
         error = float((out - dense).float().norm() / dense.float().norm())
-        mass = 1.0 if kept is None else float((shares(call) * kept[:, None]).sum(-1).mean())
+        mass = 1.0 if isinstance(self.inner, KNOWN) else math.nan
+        if kept is not None:
+            mass = float((shares(call) * kept[:, None]).sum(-1).mean())
         self.found.append((mass, error))
         return out
 
 
 def kept_by(method: Phase, call: AttentionCall) -> torch.Tensor | None:
-    """Which tokens the step that has just run has read, bool `[Hkv,n]`; None: all."""
+    """Which tokens the step that has just run has read, bool `[Hkv,n]`; None: all, or the method is
+    not of KNOWN."""
     length, layer = valid(call), call.state
     if isinstance(method, Selector):
         return method.kept(call)
@@ -197,7 +215,8 @@ def window(
         logits, probe = steps(model, cache, ids, case.method)
         mass, error = torch.tensor(probe.found).mean(0).tolist()
         values = (mass, error, compare_logits(dense, logits)["kl"])
-        found |= {(case.name, task): x for task, x in zip(DENSE, values, strict=True)}
+        told = zip(DENSE, values, strict=True)
+        found |= {(case.name, task): x for task, x in told if not math.isnan(x)}
         print(f"{case.name:48s} mass {mass:.4f} error {error:.4f} kl {values[2]:.5f}", flush=True)
         del cache
     return found
@@ -232,6 +251,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--tokens", type=int, default=32768)
     parser.add_argument("--read", type=int, nargs="+", default=[1024, 2048])
     parser.add_argument("--bytes", type=int, nargs="+", default=[16, 24])
+    parser.add_argument("--policy", action="append", default=[])
     parser.add_argument("--windows", type=int, default=4)
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -248,6 +268,8 @@ def main(arguments: list[str] | None = None) -> None:
     for number in range(options.first, options.first + options.windows):
         ids = prose_window(tokenizer, options.tokens, number).to(options.device)
         both = own(options.read, sizes, width), emulated(options.read, sizes)
+        if options.policy:
+            both = named(options.policy), []
         for key, value in window(model, ids, *both).items():
             samples[key][number] = value
         add(samples, {case.name: case for part in both for case in part}, about, options.out)

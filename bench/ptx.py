@@ -4,6 +4,7 @@
                                                        a launch wants more shared memory than an
                                                        H200 has
     ptx.py compare A.json B.json                       exits 1 on any difference
+    ptx.py digest RECORD.json bench/kernels.json       what stale.py compares: a whole record, short
     ptx.py bind [--only OP] [--root TREE]              microseconds of a call's Python, warm
     ptx.py fits [--target sm_89,gfx942] [--quick]      what the default policies launch, for other
                                                        cards: compiles and fits, or exits 1
@@ -40,6 +41,7 @@ import _ptx_gpu
 import _ptx_latent  # noqa: F401
 import _ptx_tokens  # noqa: F401
 import torch
+from _kernel_digests import write_digests
 from _ptx_fits import fits
 from _ptx_gpu import CALLED, IMPLEMENTED, TARGETS, pretend, resources
 from _ptx_inputs import CASES, MADE
@@ -47,6 +49,7 @@ from _ptx_plans import plans
 from triton.compiler import CompiledKernel
 from triton.runtime.jit import JITFunction
 
+ROOT = Path(__file__).resolve().parent.parent
 LAUNCH = JITFunction.run
 LAUNCHES: list[dict[str, Any]] | None = None  # those of the op that runs; None: are not noted
 TEXTS: dict[str, str] = {}  # canonical PTX by its hash
@@ -266,7 +269,7 @@ def bind(only: str | None, repeats: int = 300) -> int:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("command", choices=("record", "compare", "bind", "fits", "plans"))
+    parser.add_argument("command", choices=("record", "compare", "digest", "bind", "fits", "plans"))
     parser.add_argument("paths", nargs="*", type=Path)
     parser.add_argument("--only", help="one op; with fits: cases that have this in their name")
     parser.add_argument("--target", default=",".join(TARGETS), help="of fits, plans; default: all")
@@ -278,6 +281,8 @@ def main() -> int:
         return compare(*args.paths)
     if args.root:
         sys.path.insert(0, args.root)
+    if args.command == "digest":
+        return write_digests(*args.paths, Path(args.root or ROOT))
     torch.set_grad_enabled(False)
     pretend()
     if args.command == "fits":

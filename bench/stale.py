@@ -3,12 +3,17 @@
     python bench/stale.py            # a table: rows, their commit, what changed since
 
 A row depends on package files: those of its op, or of its policy with the ops that it calls. They
-follow from the imports, from the op's or policy's own file on. The row is `stale` if the code of
-one of them (not its comments, docstrings or imports, nor its place) differs between the row's
-commit and HEAD. A row may also have no commit, one with "-dirty", or one that the repository does
-not have: these are listed as what they are. Rows of whole models depend on `models/` too. A row is
-`gone` if what it measured was deleted: it stays as history, and report.py shows it on no page.
-Eval's tasks, torch and Triton are not looked at.
+follow from the imports, from the op's or policy's own file on. If the code of one of them (not its
+comments, docstrings or imports, nor its place) differs between the row's commit and HEAD, the row
+is `stale`, unless it was measured on a GPU and the kernels are known to be the same: what each op
+compiles to for an H200 and how it is launched, in bench/kernels.json of both commits (or in
+bench/kernels/COMMIT.json, for commits that were before that file), the defaults of the row's
+policies, and the code of the few ops that torch computes. `bench/ptx.py` writes these files.
+
+A row may also have no commit, one with "-dirty", or one that the repository does not have: these
+are listed as what they are. A row is `gone` if what it measured was deleted: it stays as history,
+and report.py shows it on no page. The host's code of a whole model, eval's tasks, torch and the
+GPU's own compiler are not looked at where the kernels are known.
 
 A shallow clone, or a tree without git, has no history to compare with: the program says so, and
 exits 0.
@@ -18,6 +23,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import hashlib
 import itertools
 import json
 import re
@@ -26,6 +32,8 @@ import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from _kernel_digests import same
 
 Row = dict[str, Any]
 
@@ -54,6 +62,8 @@ GONE = {
     ),
     "options": re.compile(r"^spread, block=16|scoring=(estimate|mean)"),
 }
+# what torch computes on a GPU, so that no kernel shows its change
+OF_TORCH = frozenset(f"{OPS}/sketch/{name}.py" for name in ("basis", "encode_keys", "state"))
 # what chooses a method but computes nothing of its rows
 NOT_FOLLOWED = {f"{POLICIES}/{name}.py" for name in ("base", "crossover", "dense")}
 NOT_FOLLOWED |= {f"{OPS}/common/checks.py"}
@@ -163,10 +173,41 @@ class History:
         if not self._has(commit):
             return State("unknown commit")
         changed = self._changed(commit) & dependencies(self.root, row)
+        if changed and row.get("gpu", "none").startswith("NVIDIA") and self._compiles(commit, row):
+            changed &= OF_TORCH
         if not changed:
             return State("")
         files = tuple(sorted(changed, key=lambda path: (f"{OPS}/common/" in path, path)))
         return State("stale", self._newest(commit, files), files)
+
+    def _compiles(self, commit: str, row: Row) -> bool:
+        """Whether the row's kernels and defaults are known, and today's are the same."""
+        ran, now = self._kernels(commit), self._kernels("HEAD")
+        files = dependencies(self.root, row)
+        ops = {op for op, path in _exports(self.root).items() if path in files}
+        policies = re.findall(r"[\w-]+", _bare(row.get("policy") or ""))
+        return bool(ran and now) and same(ran, now, ops, policies)
+
+    @functools.cache  # noqa: B019
+    def _kernels(self, commit: str) -> dict[str, Any] | None:
+        """What was written of the kernels at this commit; None: nothing, or of other code."""
+        kept = self.root / "bench" / "kernels" / f"{commit[:7]}.json"
+        if kept.is_file():
+            return json.loads(kept.read_text())
+        try:
+            found = json.loads(self._git("show", f"{commit}:bench/kernels.json"))
+        except subprocess.CalledProcessError:
+            return None
+        return found if found["code"] == self._ops_code(commit) else None
+
+    @functools.cache  # noqa: B019
+    def _ops_code(self, commit: str) -> str:
+        """What `ops_code` gives for the tree of this commit."""
+        listed = self._git("ls-tree", "-r", commit, "--", OPS).splitlines()
+        files = [line.split(maxsplit=3)[2:] for line in listed if line.endswith(".py")]
+        blobs = [blob for blob, path in files if "reference" not in Path(path).name]
+        self._read(blobs)
+        return digest_of(self._codes[blob] for blob in blobs)
 
     @functools.cache  # noqa: B019
     def _newest(self, commit: str, files: tuple[str, ...]) -> str:
@@ -214,6 +255,16 @@ class History:
         return subprocess.run(
             asked, cwd=self.root, capture_output=True, text=True, check=True
         ).stdout
+
+
+def digest_of(codes: Iterable[str]) -> str:
+    return hashlib.sha256("\n".join(codes).encode()).hexdigest()[:16]
+
+
+def ops_code(root: Path) -> str:
+    """A digest of the code of all ops in this folder, but for the CPU's references."""
+    paths = sorted((root / OPS).rglob("*.py"), key=Path.as_posix)
+    return digest_of(code(path.read_text()) for path in paths if "reference" not in path.name)
 
 
 def code(source: str) -> str:

@@ -1,5 +1,6 @@
 """bench/frontier.py: selectors that are what they say, rows that add up, and their plot."""
 
+import dataclasses
 import importlib
 import itertools
 import json
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 from attnplug import Dense, Gather, Sketch
-from attnplug.policies import AttentionCall
+from attnplug.policies import AttentionCall, Phase
 from attnplug.testing import tiny_model
 
 BENCH = Path(__file__).parent.parent / "bench"
@@ -135,6 +136,37 @@ def test_a_window_of_a_model(bench):
     for name in (own[1].name, own[2].name):
         assert 0.5 < found[name, "captured-attention"] <= best + 1e-3
         assert found[name, "output-error"] > 1e-3 and found[name, "kl"] > 1e-6
+
+
+@dataclasses.dataclass(frozen=True)
+class Last(Phase):
+    """Somebody's method: the last tokens."""
+
+    window: int = 64
+
+    name = "last"
+    phases = frozenset({"decode"})
+
+    @property
+    def kept(self) -> int:
+        return self.window
+
+    def attend(self, call):
+        last = torch.arange(call.k.shape[2]) >= call.lengths - self.window
+        return Dense().attend(dataclasses.replace(call, key_mask=last[None]))
+
+
+@torch.no_grad()
+def test_anybodys_method_is_placed_by_what_it_says_it_reads(bench):
+    frontier = bench("frontier")
+    with pytest.raises(SystemExit, match="dense does not say how many keys"):
+        frontier.named(["dense"])
+    [case] = frontier.named(["gather(k=4, min_tokens=0)"])
+    assert (case.name, case.read) == ("gather(k=4)", case.method.kept)
+    ids = torch.randint(2, 90, (1, 300), generator=torch.Generator().manual_seed(0))
+    found = frontier.window(tiny_model(), ids, [frontier.Case(Last(), "last", 0.0, 64)], [])
+    assert set(found) == {("last", "output-error"), ("last", "kl")}
+    assert found["last", "output-error"] > 1e-3
 
 
 def test_windows_of_one_commit_are_put_together(bench, tmp_path):

@@ -33,5 +33,5 @@ def keys_read(policy: Policy | None, tokens: int) -> int | str | None:
     budget covers them, None where the method does not say (its property `kept`)."""
     if policy is None or isinstance(policy.decode, Dense):
         return ALL
-    kept = getattr(policy.decode, "kept", 0) or None
+    kept = policy.decode.kept or None
     return ALL if kept is not None and kept >= tokens else kept

@@ -37,6 +37,12 @@ class Phase:
     on_request: ClassVar[frozenset[str]] = frozenset()
     head_dims: ClassVar[tuple[int, ...]] = HEAD_DIMS  # that its ops have kernels for
 
+    @property
+    def kept(self) -> int:
+        """The most keys that a decode step reads of a row, as `attnplug eval` shows beside a score;
+        0 where the method does not say. A shorter row is read whole in any case."""
+        return 0
+
     def rounds(self) -> int:
         """Drafts a round, where this method decodes in rounds of drafts and a verification; 0 where
         each token is a step."""

@@ -125,11 +125,6 @@ class DenseBelow(Phase):
         of a row alone where no batch was measured."""
         return self.measured_crossover(kind)
 
-    @property
-    def kept(self) -> int:
-        """The most keys that a step reads of a row: a shorter row is read whole in any case."""
-        return 0
-
     def pages_note(self, device: torch.device) -> str:
         rule = self.row_crossover(device)
         return f"rows of fewer than {rule.row:,} tokens by dense" if rule.row else ""

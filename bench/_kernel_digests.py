@@ -1,0 +1,67 @@
+"""`bench/ptx.py digest`: what an H200 runs for each op, in a few characters a case, so that
+bench/stale.py can tell a row whose kernels changed from a row whose helpers moved."""
+
+import dataclasses
+import hashlib
+import json
+import re
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+REGISTER = re.compile(r"(%[a-z]+|\$L?_*\w*):\d+")
+LAUNCHED = ("grid", "shared", "warps", "maxnreg", "pdl")
+
+
+def write_digests(recorded: Path, written: Path, root: Path) -> int:
+    """Write {"code", "triton", "ops": {op: {case: digest}}, "defaults": {policy: {option:
+    default}}} of what `record` wrote for the tree at `root`, whose package is imported.
+
+    A case's digest is over its launches: their instructions in any order, without the names of
+    registers and labels, the values they are given, and how they are cut and launched.
+    """
+    import triton
+    from stale import ops_code
+
+    from attnplug.policies import methods
+
+    cases: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for name, launch in json.loads(recorded.read_text()).items():
+        op, case, *_ = name.split(" | ")
+        cases[op, case].append(_launch(launch, recorded.with_suffix(".ptx")))
+    ops: dict[str, dict[str, str]] = defaultdict(dict)
+    for (op, case), launches in sorted(cases.items()):
+        ops[op][case] = _short("\n".join(launches))
+    defaults = {name: _defaults(method) for name, method in sorted(methods().items())}
+    found = {"code": ops_code(root), "triton": triton.__version__}
+    found |= {"ops": ops, "defaults": defaults}
+    written.write_text(json.dumps(found, indent=1) + "\n")
+    return 0
+
+
+def _launch(launch: dict[str, Any], texts: Path) -> str:
+    text = (texts / f"{launch['ptx'][:16]}.ptx").read_text()
+    lines = sorted(REGISTER.sub(r"\1", line) for line in text.split("\n"))
+    given = sorted(each.partition(" = ")[2] for each in launch["passed"])
+    return _short("\n".join([*lines, *given, *(f"{x}={launch[x]}" for x in LAUNCHED)]))
+
+
+def _defaults(method: Any) -> dict[str, str]:
+    return {each.name: repr(each.default) for each in dataclasses.fields(method)}
+
+
+def same(ran: dict[str, Any], now: dict[str, Any], ops: set[str], policies: list[str]) -> bool:
+    """Whether both compile the same in every case that both have of these ops, as far as there were
+    any then, and give these policies' options the same defaults."""
+    if ran["triton"] != now["triton"] or not ops & ran["ops"].keys():
+        return False
+    pairs = [(ran["ops"][op], now["ops"].get(op, {})) for op in ops & ran["ops"].keys()]
+    pairs += [(ran["defaults"][x], now["defaults"][x]) for x in policies if x in ran["defaults"]]
+    return all(
+        bool(old.keys() & new.keys()) and all(old[key] == new[key] for key in old.keys() & new)
+        for old, new in pairs
+    )
+
+
+def _short(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
