@@ -232,9 +232,11 @@ class Decoding:
         steps = self.last > self.length + 1  # else the prompt gives the only token
         self.bound = bindings_of(self.model) if steps else {}
         compiles = steps and self.model._valid_auto_compile_criteria(self.inputs, self.config)
-        drafts = drafts_of(self, mask) if steps else 0
+        drafts = drafts_of(self, mask is not None) if steps else 0
+        if drafts and self.rows > 1 and mask is None:
+            mask = torch.ones_like(self.prompt, dtype=torch.bool)  # rounds leave holes
         self.lag = LAG.get(self.device.type, 0) if compiles and self._may_overrun() else 0
-        shape = self._shape(mask, ends=not drafts)
+        shape = self._shape(mask, drafts)
         buffers = loop.take(*shape)
         try:
             self._begin(buffers, mask)
@@ -259,23 +261,24 @@ class Decoding:
         ):
             yield
 
-    def _shape(self, mask: torch.Tensor | None, ends: bool) -> tuple[Any, ...]:
-        """What `StepBuffers.empty` takes; a step looks for the tokens that end a row if `ends`."""
+    def _shape(self, mask: torch.Tensor | None, drafts: int) -> tuple[Any, ...]:
+        """What `StepBuffers.empty` takes. Steps that only draft look for no token that ends a row,
+        and rows go on from places of their own."""
         room = None if mask is None else self.cache.room
         windows = sliding_layers(self.cache.layers)
         window = windows[0].max_cache_len if windows else 0
-        count = len(self.ends) if ends and self.ends is not None else 0
-        positions = len(self.inputs["position_ids"])
+        count = len(self.ends) if not drafts and self.ends is not None else 0
+        positions = self.rows if drafts else len(self.inputs["position_ids"])
         return self.rows, positions, room, window, count, self.device
 
     def _may_overrun(self) -> bool:
         """Whether steps past the end leave no trace: a cache that nobody sees again, or layers that
         `crop` brings back to what they were, and no trace file."""
-        if self._is_kept() and not all(_crops_exactly(layer) for layer in self.cache.layers):
+        if self.is_kept() and not all(_crops_exactly(layer) for layer in self.cache.layers):
             return False
         return all(each.trace_to is None for each in self.bound.values())
 
-    def _is_kept(self) -> bool:
+    def is_kept(self) -> bool:
         """Whether anybody sees the cache again."""
         given = getattr(self.cache, "_is_user_defined", False)
         return bool(self.config.return_dict_in_generate or given)
@@ -413,7 +416,7 @@ class Decoding:
 
     def _result(self, end: int) -> Any:
         fed = self.length - self.prompt.shape[1] - 1  # the last token chosen is not
-        if end < self.length and self._is_kept():
+        if end < self.length and self.is_kept():
             self.cache.crop(end - self.length)
         note_steps(self.cache.layers, fed)
         for layer in self.cache.layers:

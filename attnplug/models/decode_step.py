@@ -67,6 +67,10 @@ class StepBuffers:
                 torch._dynamo.mark_static_address(tensor)
         return made
 
+    def verified(self) -> tuple[torch.Tensor | None, ...]:
+        """Those that a pass over drafts reads and writes: token, position, slot, mask, rows."""
+        return self.token, self.position, self.slot, self.mask, self.unfinished
+
 
 def decode_step(
     model: Any,

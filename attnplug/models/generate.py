@@ -138,7 +138,7 @@ def _prepare_cache_for_generation(
     """What generate calls on the instance: a PlugCache where the user did not choose otherwise."""
     stock = MethodType(getattr(type(model), CACHE_METHOD), model)
     given = model_kwargs.get(CACHE)
-    speculated = _speculated(generation_config, generation_mode) + _drafted(model, batch_size)
+    speculated = _speculated(generation_config, generation_mode) + _drafted(model)
     if isinstance(given, PlugCache):
         grows = isinstance(given, GrowingCache)
         given.reserve(max_cache_length + (speculated if grows else 0))
@@ -309,10 +309,10 @@ def _speculated(generation_config: Any, generation_mode: Any) -> int:
     return 1 + max(count or 0 for count in counts)
 
 
-def _drafted(model: Any, rows: int) -> int:
+def _drafted(model: Any) -> int:
     """Tokens that a round may write past the final length before it takes them back."""
     policies = [b.policy for m in vars(model)[BOUND] if (b := binding_of(m)) is not None]
-    return max((each.rounds() for each in policies if each is not None and rows == 1), default=0)
+    return max((each.rounds() for each in policies if each is not None), default=0)
 
 
 def _croppable(cache: Cache) -> bool:

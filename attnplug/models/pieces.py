@@ -31,11 +31,11 @@ from attnplug.models.hf import (
 )
 from attnplug.models.names import ATTENTION_NAMES, PIECES_NAME
 from attnplug.models.switch import ATTENTION
+from attnplug.models.walk import has_moving_rope
 
 # torch 2.13 has a new name for it, and warns of the old one.
 ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 EAGER_SCORES = 1 << 28  # that eager attention may hold at a time, of all heads
-MOVING_ROPE = ("dynamic", "longrope")  # rotary embeddings that depend on the longest position
 
 
 @dataclasses.dataclass(frozen=True)
@@ -255,7 +255,7 @@ def in_pieces(model: PreTrainedModel, run: Run) -> Iterator[None]:
     plugged = [layer for layer in run.cache.layers if isinstance(layer, PlugLayer)]
     try:
         with ExitStack() as hooks:
-            for module in filter(_moves, model.modules()):
+            for module in filter(has_moving_rope, model.modules()):
                 hooks.enter_context(_whole_positions(module, run.pieces.cuts[-1]))
             for config in configs.values():
                 vars(config)[ATTENTION] = PIECES_NAME
@@ -275,13 +275,6 @@ def in_pieces(model: PreTrainedModel, run: Run) -> Iterator[None]:
 
 def _is_served(config: Any) -> bool:
     return getattr(config, "_attn_implementation", None) in ATTENTION_NAMES
-
-
-def _moves(module: torch.nn.Module) -> bool:
-    """Whether a rotary embedding's frequencies depend on the longest position that it is given."""
-    kind = getattr(module, "rope_type", None)
-    kinds = kind.values() if isinstance(kind, dict) else [kind]
-    return any(isinstance(name, str) and name in MOVING_ROPE for name in kinds)
 
 
 @contextmanager

@@ -6,6 +6,11 @@ and the caches take back what was fed for the others. So each token is the argma
 a dense pass over the same tokens. A sample is `argmax(p / e)` as everywhere in this loop, with the
 same `e` for a draft and for its verification: what comes out is dense's own sample for that seed,
 and the random state ends where dense's would.
+
+Rows of a batch accept different numbers of drafts. All of them then keep the slots of the whole
+round, and a key mask hides what a row did not accept: a row's tokens stay in order, with holes
+between them, at their own positions. When the slots run out, each row's tokens are moved together.
+One row without padding has no mask, and its layers take back what was not accepted.
 """
 
 import math
@@ -23,6 +28,9 @@ from attnplug.models.hook import state_of
 from attnplug.models.loop_calls import OF_LENGTH
 from attnplug.models.names import CACHE
 from attnplug.models.patience import PatientStep, is_capturable
+from attnplug.models.walk import all_modules, has_moving_rope
+
+KEPT = 32  # draws of a sampled call that are at hand; others are drawn again
 
 
 @dataclass
@@ -30,51 +38,52 @@ class Tally:
     """What the rounds of a call came to."""
 
     rounds: int = 0
+    verified: int = 0  # the same, counted for each row that went on
     drafted: int = 0
     accepted: int = 0
 
     def __str__(self) -> str:
         if not self.rounds:
             return ""
-        each = self.drafted // self.rounds
+        each = self.drafted // self.verified
+        row = "" if self.verified == self.rounds else " and row"
         return (
             f"{self.rounds:,} rounds of {each} drafts, of which dense accepted "
-            f"{self.accepted / self.rounds:.2f} a round"
+            f"{self.accepted / self.verified:.2f} a round{row}"
         )
 
 
 @dataclass
 class Feed:
-    """What a verification is given and leaves, at fixed addresses: the last token and the drafts
-    behind it `[1,m+1]`, and how many drafts dense accepts, then its own tokens `[m+2]`."""
+    """What a verification is given and leaves, at fixed addresses: each row's last token and the
+    drafts behind it `[B,m+1]`, and how many drafts dense accepts, then its own tokens `[B,m+2]`."""
 
     tokens: torch.Tensor
     found: torch.Tensor
 
     @property
-    def place(self) -> tuple[int, torch.device]:
-        """How many drafts there are, and where."""
-        return self.tokens.shape[1] - 1, self.tokens.device
+    def place(self) -> tuple[int, int, torch.device]:
+        """How many rows and drafts there are, and where."""
+        return len(self.tokens), self.tokens.shape[1] - 1, self.tokens.device
 
     @classmethod
     @torch.inference_mode(False)  # it serves calls outside of it, too
-    def empty(cls, drafts: int, device: torch.device) -> "Feed":
+    def empty(cls, rows: int, drafts: int, device: torch.device) -> "Feed":
         zeros = torch.zeros
         return cls(
-            zeros((1, drafts + 1), dtype=torch.int64, device=device),
-            zeros(drafts + 2, dtype=torch.int64, device=device),
+            zeros((rows, drafts + 1), dtype=torch.int64, device=device),
+            zeros((rows, drafts + 2), dtype=torch.int64, device=device),
         )
 
 
-def drafts_of(call: Any, mask: torch.Tensor | None) -> int:
+def drafts_of(call: Any, masked: bool) -> int:
     """Drafts a round of a call of `Decoding`; 0 where each of its tokens is a step, and where that
-    is so although its policy makes drafts, each layer notes why. `mask` is None where no row is
-    padded."""
+    is so although its policy makes drafts, each layer notes why. `masked`: a row is padded."""
     served = {module: x for module, x in call.bound.items() if x.policy is not None}
     counts = {binding.policy.rounds() for binding in served.values()}
     if counts <= {0}:
         return 0
-    why = "layers of several policies" if len(counts) > 1 else _why_not(call, mask, max(counts))
+    why = "layers of several policies" if len(counts) > 1 else _why_not(call, masked, max(counts))
     for module, binding in served.items():
         state = state_of(call.cache, module.layer_idx)
         why = why or binding.policy.serves_steps(state).why
@@ -88,15 +97,16 @@ def drafts_of(call: Any, mask: torch.Tensor | None) -> int:
     return 0 if why else max(counts)
 
 
-def _why_not(call: Any, mask: torch.Tensor | None, drafts: int) -> str:
+def _why_not(call: Any, masked: bool, drafts: int) -> str:
     """Why a call is not decoded in rounds, whatever its policy."""
     layers = call.cache.layers
-    if call.rows > 1:
-        return f"{call.rows} rows, and drafts are made for one"
-    if mask is not None:
-        return "a padded row"
+    if (call.rows > 1 or masked) and call.is_kept():
+        what = f"{call.rows} rows" if call.rows > 1 else "a padded row"
+        return f"the cache of {what} is seen again, and rounds leave holes in it"
     if not all(isinstance(layer, PlugLayer) for layer in layers):
         return "a sliding window takes no token back"
+    if any(map(has_moving_rope, all_modules(call.model))):
+        return "its rotary embeddings depend on the longest position"
     strange = [type(each).__name__ for each in call.processors if type(each) not in OF_LENGTH]
     if strange:
         return f"{strange[0]} looks at the tokens before"
@@ -114,27 +124,37 @@ def verify_step(
     found: torch.Tensor,
     token: torch.Tensor,
     position: torch.Tensor,
+    slot: torch.Tensor,
+    mask: torch.Tensor | None,
+    going: torch.Tensor,
     greedy: bool,
     options: dict[str, Any],
 ) -> torch.Tensor | None:
-    """Take back what the drafts have fed, and feed the last token with all drafts. Where `greedy`,
-    settle the round; else return the logits `[m+1,V]` in float32."""
+    """Take back what the drafts have fed, and feed the last tokens with all drafts. Where `greedy`,
+    settle the round; else return the logits `[B,m+1,V]` in float32."""
     drafts = tokens.shape[1] - 1
     _take_back(cache.layers, drafts)
     position.sub_(drafts)
     places = torch.arange(drafts + 1, device=tokens.device, dtype=position.dtype)
+    masks: dict[str, torch.Tensor] = {}
+    if mask is not None:
+        mask.index_fill_(3, slot, True)
+        masks = {"attention_mask": mask.view(torch.uint8)}  # as `plug_mask` has it
+        slot.add_(1)
     outputs = model(
         input_ids=tokens,
         position_ids=position + places,
         use_cache=True,
         return_dict=True,
+        **masks,
         **{CACHE: cache},
         **options,
     )
-    logits = outputs.logits[0].to(dtype=torch.float32, copy=True)
+    logits = outputs.logits.to(dtype=torch.float32, copy=True)
     if not greedy:
         return logits
-    settle(cache, tokens, found, token, position, argmax(logits))
+    chosen = argmax(logits.flatten(0, 1)).unflatten(0, tokens.shape)
+    settle(cache, tokens, found, token, position, slot, mask, going, chosen)
     return None
 
 
@@ -144,36 +164,74 @@ def settle(
     found: torch.Tensor,
     token: torch.Tensor,
     position: torch.Tensor,
+    slot: torch.Tensor,
+    mask: torch.Tensor | None,
+    going: torch.Tensor,
     chosen: torch.Tensor,
 ) -> None:
-    """Accept the drafts that equal what dense has `chosen` `[m+1]` before the first that does not,
-    and have the caches hold these alone. Nothing is read on the host."""
-    drafts = tokens.shape[1] - 1
-    accepted = (chosen[:-1] == tokens[0, 1:]).int().cumprod(0).sum(dtype=torch.int64)
-    _take_back(cache.layers, drafts - accepted)
-    position.add_(accepted + 1)
-    token.copy_(chosen.gather(0, accepted.reshape(1))[:, None])
-    found[0].copy_(accepted)
-    found[1:].copy_(chosen)
+    """Accept the drafts that equal what dense has `chosen` `[B,m+1]` before the first that does
+    not, and have the caches hold or show these alone. Rows that are not `going` `[B]` stay where
+    they ended. Nothing is read on the host."""
+    fed = tokens.shape[1]
+    same = chosen[:, :-1] == tokens[:, 1:]
+    accepted = same.int().cumprod(1).sum(1, keepdim=True, dtype=torch.int64)
+    if mask is None:
+        _take_back(cache.layers, (fed - 1 - accepted).reshape(()))
+    else:
+        places = torch.arange(fed, device=tokens.device)
+        mask[:, 0, 0].scatter_(1, (slot - fed + places).expand_as(tokens), places <= accepted)
+    position.add_((accepted + 1) * going[:, None])
+    token.copy_(chosen.gather(1, accepted))
+    found[:, :1].copy_(accepted)
+    found[:, 1:].copy_(chosen)
+
+
+def close_holes(
+    layers: Sequence[PlugLayer], mask: torch.Tensor, begin: int, end: int, keep: int
+) -> None:
+    """Move each row's tokens in the slots from `begin` to `end` together: its last `keep` come to
+    the slots from `begin` on, behind holes where it has fewer. `mask` is `[B,S]`."""
+    real = mask[:, begin:end]
+    order = real.to(torch.uint8).sort(dim=-1, stable=True).indices[:, end - begin - keep :]
+
+    def moved(buffer: torch.Tensor) -> torch.Tensor:
+        places = order[:, None, :, None].expand(*buffer.shape[:2], keep, buffer.shape[3])
+        return buffer[:, :, begin:end].gather(2, places)
+
+    kept = [[moved(buffer) for buffer in layer.tensors()[:2]] for layer in layers]
+    shown = real.gather(1, order)
+    mask[:, begin:end] = False
+    mask[:, begin : begin + keep] = shown
+    _take_back(layers, end - begin)
+    for layer, tokens in zip(layers, kept, strict=True):
+        layer.update(*tokens)
 
 
 @dataclass
 class Noise:
-    """The `e` of `argmax(p / e)` for each token of a sampled call, drawn once and in their order,
-    and the random state behind each."""
+    """The `e` of `argmax(p / e)` for the tokens at each place of the rows of a sampled call, as one
+    draw for all rows gives them, place by place from the first on. `states` are the random states
+    before these draws, from which a draw can be had again: rows come to a place at different
+    times."""
 
-    state: Callable[[], torch.Tensor]
-    drawn: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+    call: Any
+    states: dict[int, torch.Tensor]
+    drawn: dict[int, torch.Tensor] = field(default_factory=dict)
 
-    def of(self, place: int, shares: torch.Tensor) -> torch.Tensor:
+    def of(self, places: Sequence[int], shares: torch.Tensor) -> torch.Tensor:
+        """`e` `[B,V]` for shares of the tokens at a place of each row."""
+        if len(set(places)) == 1:
+            return self._draw(places[0], shares)
+        return torch.stack([self._draw(place, shares)[row] for row, place in enumerate(places)])
+
+    def _draw(self, place: int, like: torch.Tensor) -> torch.Tensor:
         if place not in self.drawn:
-            noise = torch.empty_like(shares).exponential_(1)
-            self.drawn[place] = noise, self.state()
-        return self.drawn[place][0]
-
-    def forget_before(self, place: int) -> None:
-        for old in [each for each in self.drawn if each < place]:
-            del self.drawn[old]
+            self.call.set_random(self.states[place])
+            self.drawn[place] = torch.empty_like(like).exponential_(1)
+            self.states[place + 1] = self.call.random_state()
+            for old in list(self.drawn)[:-KEPT]:
+                del self.drawn[old]
+        return self.drawn[place]
 
 
 @dataclass
@@ -191,11 +249,11 @@ class RoundSteps:
     def of(self, call: Any, drafts: int, compiles: bool) -> Callable[..., int]:
         """What decodes a call of `Decoding` in rounds, given a step, its buffers and the prompt's
         logits."""
-        device = call.device
-        if self.feed is None or self.feed.place != (drafts, device):
-            self.feed = Feed.empty(drafts, device)
+        place = call.rows, drafts, call.device
+        if self.feed is None or self.feed.place != place:
+            self.feed = Feed.empty(*place)
         verify: Step = verify_step
-        if compiles and device.type == "cuda" and is_capturable(call.model):
+        if compiles and call.device.type == "cuda" and is_capturable(call.model):
             if self.verify is None:
                 self.verify = PatientStep(verify_step, lambda: verify_step, math.inf)
             self.verify.begin()
@@ -223,33 +281,49 @@ class Rounds:
         self.call, self.buffers, self.feed = call, buffers, feed
         self.draft, self.verify = draft, verify
         self.drafts = feed.tokens.shape[1] - 1
-        self.noise = Noise(call.random_state)
         self.tally = tally
         begin = getattr(draft, "begin", None)
         if begin is not None:
             begin()
         self.ends = set() if call.ends is None else set(call.ends.tolist())
         self.layers: list[PlugLayer] = list(call.cache.layers)
+        self.lengths = [call.length] * call.rows
+        self.going = set(range(call.rows))
+        self.held = call.length  # slots of the cache, where a mask tells which of them count
+        states = {call.length: call.random_state()} if call.config.do_sample else {}
+        self.noise = Noise(call, states)
         # Processors are told how many tokens there are by this one's width.
-        self.prefix = call.ids.new_zeros((1, call.last + self.drafts + 1))
+        self.prefix = call.ids.new_zeros((call.rows, call.last + self.drafts + 1))
 
     def run(self, logits: torch.Tensor) -> int:
-        """Decode until the row ends; returns the final length. The cache then holds all tokens but
-        the last."""
+        """Decode until all rows have ended; returns the final length. The cache of one row without
+        padding then holds all tokens but the last."""
         call, tokens, options = self.call, self.feed.tokens, self.call.step_options
-        self.buffers.token.copy_(self._choose(logits, call.length)[:, None])
-        ended = self._note([int(self.buffers.token)], self.buffers.token[0])
+        self.buffers.token.copy_(self._choose(logits, 0)[:, None])
+        self._note([[token] for token in self.buffers.token[:, 0].tolist()], self.buffers.token)
         try:
-            while not ended:
+            while self.going:
                 prepare_layers(due_layers(call.wanting, call.length - 1), call.length - 1, None)
+                self._make_room()
                 tokens[:, :1].copy_(self.buffers.token)
                 self._draft(options)
-                ended = self._note(self._verify(dict.fromkeys(options, 0)), self.feed.found[1:])
+                self._note(self._verify(dict.fromkeys(options, 0)), self.feed.found[:, 1:])
         finally:
             _set_part(self.layers, "")
         if call.config.do_sample:
-            call.set_random(self.noise.drawn[call.length - 1][1])
+            call.set_random(self.noise.states[call.length])
         return call.length
+
+    def _make_room(self) -> None:
+        """Close the holes where the cache has no slots for another round."""
+        mask, begin = self.buffers.mask, self.call.prompt.shape[1]
+        room = min(layer.max_cache_len for layer in self.layers)
+        if mask is None or self.held + self.drafts + 1 <= room:
+            return
+        keep = max(self.lengths[row] for row in self.going) - 1 - begin
+        close_holes(self.layers, mask[:, 0, 0], begin, self.held, keep)
+        self.held = begin + keep
+        self.buffers.slot.fill_(self.held)
 
     def _draft(self, options: dict[str, Any]) -> None:
         call = self.call
@@ -260,51 +334,65 @@ class Rounds:
             )
             call.notice.cancel()  # from here on tokens come
             if found is not None:
-                self.buffers.token.copy_(self._choose(found, call.length + place)[:, None])
+                self.buffers.token.copy_(self._choose(found, place)[:, None])
             self.feed.tokens[:, place + 1].copy_(self.buffers.token[:, 0])
 
-    def _verify(self, options: dict[str, Any]) -> list[int]:
-        """The round's tokens; the cache holds all of them but the last."""
-        call, feed = self.call, self.feed
-        state = feed.tokens, feed.found, self.buffers.token, self.buffers.position
+    def _verify(self, options: dict[str, Any]) -> list[list[int]]:
+        """The round's tokens of each row that goes on; the cache holds all of them but the last."""
+        call, feed, buffers = self.call, self.feed, self.buffers
+        state = feed.tokens, feed.found, *buffers.verified()
         _set_part(self.layers, "verify")
         logits = self.verify(call.model, call.cache, *state, call.greedy, options)
         if logits is not None:
-            chosen = [
-                self._choose(row[None], call.length + place) for place, row in enumerate(logits)
-            ]
-            settle(call.cache, *state, torch.cat(chosen))
-        accepted, *own = feed.found.tolist()
+            chosen = [self._choose(logits[:, place], place) for place in range(self.drafts + 1)]
+            settle(call.cache, *state, torch.stack(chosen, 1))
+        self.held += self.drafts + 1
+        rounds = [own[: accepted + 1] for accepted, *own in feed.found.tolist()]
         self.tally.rounds += 1
-        self.tally.drafted += self.drafts
-        self.tally.accepted += accepted
-        return own[: accepted + 1]
+        self.tally.verified += len(self.going)
+        self.tally.drafted += self.drafts * len(self.going)
+        self.tally.accepted += sum(len(rounds[row]) - 1 for row in self.going)
+        return rounds
 
-    def _note(self, chosen: list[int], held: torch.Tensor) -> bool:
-        """Append tokens, which the device has in `held`, up to the first that ends the row; whether
-        any does. The caches take back what was fed for those behind it."""
+    def _note(self, chosen: list[list[int]], held: torch.Tensor) -> None:
+        """Append tokens of the rows that go on, which the device has in `held`, up to the first
+        that ends a row. The cache of one row takes back what was fed for the others."""
         call, ends = self.call, self.ends
-        count = next((i + 1 for i, x in enumerate(chosen) if x in ends), len(chosen))
-        count = min(count, call.last - call.length)
-        if -1 in chosen[:count]:
-            raise RuntimeError("probability tensor contains either `inf`, `nan` or element < 0")
-        call.ids[:, call.length : call.length + count].copy_(held[:count])
-        for _ in range(count):
+        for row in sorted(self.going):
+            new, length = chosen[row], self.lengths[row]
+            count = next((i + 1 for i, x in enumerate(new) if x in ends), len(new))
+            count = min(count, call.last - length)
+            if -1 in new[:count]:
+                raise RuntimeError("probability tensor contains either `inf`, `nan` or element < 0")
+            call.ids[row, length : length + count].copy_(held[row, :count])
+            self.lengths[row] += count
+            if self.lengths[row] >= call.last or new[count - 1] in ends:
+                self.going.discard(row)
+                self.buffers.unfinished[row] = False
+                if call.pad is not None:
+                    call.ids[row, self.lengths[row] :] = call.pad
+            if self.buffers.mask is None and count < len(new):
+                _take_back(self.layers, len(new) - count)
+        for _ in range(max(self.lengths) - call.length):
             call.count_token()
-        if count < len(chosen):
-            _take_back(self.layers, len(chosen) - count)
-        self.noise.forget_before(call.length - 1)
-        return call.length >= call.last or chosen[count - 1] in ends
 
-    def _choose(self, logits: torch.Tensor, place: int) -> torch.Tensor:
-        """The token `[1]` at a place of the row from its logits `[1,V]`; -1 where torch.multinomial
-        would refuse them."""
-        scores = self.call.processors(self.prefix[:, :place], logits)
+    def _choose(self, logits: torch.Tensor, ahead: int) -> torch.Tensor:
+        """The tokens `[B]` so many places `ahead` of what each row has from its logits `[B,V]`; -1
+        where torch.multinomial would refuse them. Rows that have ended choose for another row's
+        place, and nobody looks."""
+        process, rows = self.call.processors, range(len(logits))
+        any_place = min(self.lengths[row] for row in self.going)
+        places = [ahead + (self.lengths[row] if row in self.going else any_place) for row in rows]
+        if len(set(places)) == 1:
+            scores = process(self.prefix[:, : places[0]], logits)
+        else:
+            each = [process(self.prefix[:1, : places[row]], logits[row : row + 1]) for row in rows]
+            scores = torch.cat(each)
         if not self.call.config.do_sample:
             return scores.argmax(-1)
         shares = scores.softmax(-1)
-        chosen = (shares / self.noise.of(place, shares)).argmax(-1)
-        return torch.where(shares.max() < torch.inf, chosen, -1)
+        chosen = (shares / self.noise.of(places, shares)).argmax(-1)
+        return torch.where(shares.amax(-1) < torch.inf, chosen, -1)
 
 
 def _take_back(layers: Sequence[Any], tokens: int | torch.Tensor) -> None:

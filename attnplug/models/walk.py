@@ -3,6 +3,8 @@ module that it walks past, and `generate` looks at all of them several times a c
 
 import torch
 
+MOVING_ROPE = ("dynamic", "longrope")
+
 
 def all_modules(model: torch.nn.Module) -> list[torch.nn.Module]:
     """The modules of `model.modules()`, each once, in that order."""
@@ -25,3 +27,10 @@ def devices_of(model: torch.nn.Module) -> set[torch.device]:
         if module._buffers:
             tensors.extend(module._buffers.values())
     return {tensor.device for tensor in tensors if tensor is not None}
+
+
+def has_moving_rope(module: torch.nn.Module) -> bool:
+    """Whether a rotary embedding's frequencies depend on the longest position that it is given."""
+    kind = getattr(module, "rope_type", None)
+    kinds = kind.values() if isinstance(kind, dict) else [kind]
+    return any(isinstance(name, str) and name in MOVING_ROPE for name in kinds)

@@ -177,16 +177,102 @@ def test_processors_that_look_at_lengths_alone(model, options):
         assert tally(model).rounds > 0
 
 
-NONE = {"rows": "2 rows", "padded": "a padded row", "short room": "a round wants 5 behind"}
+def rows_of(what, model):
+    """Prompts of several rows, the options of their call, and its tokens under dense."""
+    ids, options = ids_of(rows=1 if what == "one padded row" else 3), {}
+    if what != "rows":
+        mask = torch.ones_like(ids)
+        for row, padded in enumerate((9, 0, 40)[: len(ids)]):
+            mask[row, :padded] = 0
+        options["attention_mask"] = mask.to(model.device)
+    return ids, options
+
+
+ROWS = ["rows", "padded rows", "one padded row"]
+
+
+@pytest.mark.parametrize("options", [{}, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("draft", [SHORT, DRAFTS[-1]])
+@pytest.mark.parametrize("what", ROWS)
+def test_rows_get_denses_tokens_each_at_its_own_pace(model, what, draft, options):
+    ids, more = rows_of(what, model)
+    with attnplug.applied(model, "dense"):
+        wanted, _ = call(model, ids, **more, **options)
+        after = torch.rand(3, device=model.device)
+    with attnplug.applied(model, exact(draft, 4)):
+        for _ in range(2):
+            assert call(model, ids, **more, **options)[0] == wanted
+            assert torch.equal(torch.rand(3, device=model.device), after)
+        found = tally(model)
+        assert 0 < found.accepted < found.drafted
+        assert {each.decode for each in attnplug.report(model).last} == {"exact"}
+
+
+@pytest.mark.parametrize("options", [{}, SAMPLED], ids=["greedy", "sampled"])
+def test_rows_end_one_after_another(model, options):
+    ids, more = rows_of("padded rows", model)
+    with attnplug.applied(model, "dense"):
+        free, _ = call(model, ids, **more, **options)
+    ends = [free[0][2], free[1][9], free[2][15]]
+    stops = dict(eos_token_id=ends, pad_token_id=0) | more | options
+    with attnplug.applied(model, "dense"):
+        wanted, _ = call(model, ids, **stops)
+        after = torch.rand(2, device=model.device)
+    assert len({row.index(0) if 0 in row else len(row) for row in wanted}) > 1
+    with attnplug.applied(model, exact(SHORT, 5)):
+        assert call(model, ids, **stops)[0] == wanted
+        assert torch.equal(torch.rand(2, device=model.device), after)
+
+
+@pytest.mark.parametrize("draft", [FAR, "gvr(k=16, sink=1, window=1)"])
+def test_holes_are_closed_where_the_cache_has_no_more_slots(model, draft, monkeypatch):
+    """Each round takes six slots of a cache that has room for the tokens and a round."""
+    closed, close = [], rounds.close_holes
+    note = lambda *a: closed.append(a[2:]) or close(*a)  # noqa: E731
+    monkeypatch.setattr(rounds, "close_holes", note)
+    ids, more = rows_of("padded rows", model)
+    with attnplug.applied(model, "dense"):
+        wanted, _ = call(model, ids, new=60, **more)
+    with attnplug.applied(model, exact(draft, 5)):
+        assert call(model, ids, new=60, **more)[0] == wanted
+    assert len(closed) > 1
+    for begin, end, keep in closed:
+        assert begin == 150 and 0 < keep < 60 and end > begin + keep
+
+
+def test_many_draws_back_a_row_still_has_its_own(model, monkeypatch):
+    """A row that falls behind the others draws again what they had."""
+    monkeypatch.setattr(rounds, "KEPT", 1)
+    test_rows_get_denses_tokens_each_at_its_own_pace(model, "rows", SHORT, SAMPLED)
+
+
+@pytest.mark.parametrize("what", ROWS)
+def test_a_cache_of_rows_that_is_seen_again_has_no_holes(model, what):
+    ids, options = rows_of(what, model)
+    options["return_dict_in_generate"] = True
+    with attnplug.applied(model, "dense"):
+        wanted, stock = call(model, ids, **options)
+    with attnplug.applied(model, exact(FAR, 5)):
+        found, out = call(model, ids, **options)
+        assert found == wanted and tally(model).rounds == 0
+        last = attnplug.report(model).last
+    assert all("rounds leave holes in it" in each.decode for each in last)
+    for a, b in zip(out.past_key_values.layers, stock.past_key_values.layers, strict=True):
+        tokens = ids.shape[1] + NEW - 1
+        assert torch.allclose(a.keys[:, :, :tokens], b.keys[:, :, :tokens], atol=1e-4)
+
+
+NONE = {
+    "short room": "a round wants 5 behind",
+    "moving rope": "rotary embeddings depend on the longest position",
+}
 
 
 @pytest.mark.parametrize("what", NONE)
 def test_what_has_no_rounds_decodes_by_dense(model, what):
-    ids, options = ids_of(rows=2 if what == "rows" else 1), {}
-    if what == "padded":
-        options["attention_mask"] = torch.ones_like(ids)
-        options["attention_mask"][0, :9] = 0
-        options["attention_mask"] = options["attention_mask"].to(model.device)
+    ids, options = ids_of(), {}
+    if what == "moving rope":
+        model.model.rotary_emb.rope_type = "dynamic"
     with attnplug.applied(model, "dense"):
         wanted, _ = call(model, ids, **options)
     with attnplug.applied(model, exact(FAR, 5)):
