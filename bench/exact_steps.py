@@ -1,6 +1,7 @@
 """exact's time a token over a long cache, beside dense's and its draft's: Qwen2.5-7B's shape.
 
     python bench/exact_steps.py --tokens 131072,1048576 --m 4,6,8 --accepted 3,4,6 --out rows.jsonl
+    python bench/exact_steps.py --rows 8 --tokens 32768,131072 --out rows.jsonl
 
 Random weights say nothing of acceptance, so that the bench imposes it: a round accepts the number
 of drafts that --accepted gives, whatever they are, and a row says so. Caches are filled with random
@@ -21,6 +22,7 @@ from whole_calls import CONFIG, SMALL, built, say, seconds
 
 import attnplug
 from attnplug.models import rounds
+from attnplug.models.decode_loop import Decoding
 from attnplug.models.generate import LOOP
 from attnplug.models.names import CACHE
 
@@ -29,25 +31,28 @@ PROMPT, SHORT, LONG = 20, 40, 110  # tokens of a call's own prompt, and new ones
 
 @contextmanager
 def accepting(count: int) -> Iterator[None]:
-    """Within it every round accepts `count` drafts."""
-    own = rounds.settle
+    """Within it every round accepts `count` drafts of each row, and the caches that this bench has
+    filled count as generate's own, which nobody sees again."""
+    own, kept = rounds.settle, Decoding.is_kept
 
-    def settle(cache: Any, tokens: Any, found: Any, token: Any, position: Any, chosen: Any) -> None:
-        imposed = torch.cat([tokens[0, 1:], chosen[-1:]])  # what dense would have had to choose
-        imposed[count:] = torch.where(imposed[count:] == 7, 8, 7)
-        own(cache, tokens, found, token, position, imposed)
+    def settle(cache: Any, tokens: torch.Tensor, *state: Any) -> None:
+        *state, chosen = state
+        # what dense would have had to choose
+        imposed = torch.cat([tokens[:, 1:], chosen[:, -1:]], 1)
+        imposed[:, count:] = torch.where(imposed[:, count:] == 7, 8, 7)
+        own(cache, tokens, *state, imposed)
 
-    rounds.settle = settle
+    rounds.settle, Decoding.is_kept = settle, lambda self: False
     try:
         yield
     finally:
-        rounds.settle = own
+        rounds.settle, Decoding.is_kept = own, kept
 
 
-def filled(model: Any, tokens: int) -> Any:
+def filled(model: Any, rows: int, tokens: int) -> Any:
     cache = attnplug.make_cache(model, tokens + PROMPT + LONG + 32)
     heads, width = model.config.num_key_value_heads, model.model.layers[0].self_attn.head_dim
-    empty = torch.empty((1, heads, 0, width), dtype=model.dtype, device=model.device)
+    empty = torch.empty((rows, heads, 0, width), dtype=model.dtype, device=model.device)
     for layer in cache.layers:
         layer.lazy_initialization(empty, empty)
         for buffer in layer._buffers():
@@ -60,12 +65,12 @@ def filled(model: Any, tokens: int) -> Any:
 
 
 @torch.inference_mode()
-def a_token(model: Any, tokens: int) -> float:
-    """Milliseconds of a token."""
-    cache = filled(model, tokens)
+def a_token(model: Any, rows: int, tokens: int) -> float:
+    """Milliseconds of a token of all rows."""
+    cache = filled(model, rows, tokens)
 
     def call(new: int) -> float:
-        ids = torch.randint(10, 100, (1, tokens + PROMPT), device=model.device)
+        ids = torch.randint(10, 100, (rows, tokens + PROMPT), device=model.device)
         options: dict[str, Any] = {"max_new_tokens": new, "min_new_tokens": new, "do_sample": False}
         options[CACHE] = cache
         took = seconds(lambda: model.generate(ids, **options), model.device)
@@ -80,6 +85,7 @@ def a_token(model: Any, tokens: int) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--tokens", default="131072,1048576")
+    parser.add_argument("--rows", type=int, default=1)
     parser.add_argument("--draft", default="gather")
     parser.add_argument("--m", default="4,6,8")
     parser.add_argument("--accepted", default="3,4,6", help="of each m")
@@ -102,7 +108,8 @@ def main() -> None:
                 row = {
                     "policy": policy,
                     "n": tokens,
-                    "ms_a_token": round(a_token(model, tokens), 3),
+                    "batch": asked.rows,
+                    "ms_a_token": round(a_token(model, asked.rows, tokens), 3),
                 }
                 tally = vars(model)[LOOP].rounds.tally
                 row |= {"imposed": count, "rounds": tally.rounds, "accepted": tally.accepted}
