@@ -67,7 +67,9 @@ class StepBuffers:
                 torch._dynamo.mark_static_address(tensor)
         return made
 
-    def verified(self) -> tuple[torch.Tensor | None, ...]:
+    def verified(
+        self,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor]:
         """Those that a pass over drafts reads and writes: token, position, slot, mask, rows."""
         return self.token, self.position, self.slot, self.mask, self.unfinished
 
