@@ -48,6 +48,7 @@ from attnplug.models.regional import LayeredStep
 from attnplug.models.rounds import RoundSteps, drafts_of
 from attnplug.models.sliding import (
     SlidingLayer,
+    in_rounds,
     note_steps,
     sliding_layers,
     stepping,
@@ -240,7 +241,7 @@ class Decoding:
         buffers = loop.take(*shape)
         try:
             self._begin(buffers, mask)
-            with self._steps(loop) if steps else nullcontext():
+            with self._steps(loop, mask, drafts) if steps else nullcontext():
                 step = decode_step
                 if compiles:
                     step = loop.compiled(self.model, self.config.compile_config)
@@ -252,12 +253,15 @@ class Decoding:
         return self._result(end)
 
     @contextmanager
-    def _steps(self, loop: DecodeLoop) -> Iterator[None]:
+    def _steps(self, loop: DecodeLoop, mask: torch.Tensor | None, drafts: int) -> Iterator[None]:
         """Within it model and cache are as steps want them."""
+        layers = self.cache.layers
+        real = window_mask(layers, mask, self.rows) if drafts else None
         with (
             loop.fused(self.model),
             self.model._optimize_model_for_decode(),
-            stepping(self.cache.layers),
+            stepping(layers),
+            in_rounds(layers, real, drafts + 1),
         ):
             yield
 
@@ -266,7 +270,7 @@ class Decoding:
         and rows go on from places of their own."""
         room = None if mask is None else self.cache.room
         windows = sliding_layers(self.cache.layers)
-        window = windows[0].max_cache_len if windows else 0
+        window = windows[0].max_cache_len if windows and not drafts else 0
         count = len(self.ends) if not drafts and self.ends is not None else 0
         positions = self.rows if drafts else len(self.inputs["position_ids"])
         return self.rows, positions, room, window, count, self.device

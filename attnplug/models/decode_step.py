@@ -10,7 +10,7 @@ import torch
 
 from attnplug.models.cache import PlugCache, PlugLayer
 from attnplug.models.names import CACHE
-from attnplug.models.sliding import roll_in, sliding_layers
+from attnplug.models.sliding import roll_in, round_of, sliding_layers
 
 PIECES, FEWEST = 512, 16  # of a row of logits, for a program each
 
@@ -95,9 +95,12 @@ def decode_step(
     if mask is not None:
         mask.index_fill_(3, slot, True)
     masks: Any = mask
-    if window is not None:  # a mask for each type of layer, as generate's compiled steps give it
+    drafted = round_of(cache.layers)
+    if drafted is not None:
+        masks = masks_by_type(mask, drafted.mask(1))
+    elif window is not None:
         roll_in(window, True, sliding_layers(cache.layers)[0].cumulative_length, 3)
-        masks = {"full_attention": mask, "sliding_attention": window}
+        masks = masks_by_type(mask, window)
     outputs = model(
         input_ids=token,
         position_ids=position,
@@ -109,11 +112,19 @@ def decode_step(
     )
     position.add_(1)
     slot.add_(1)
+    if drafted is not None:
+        drafted.place.add_(1)
     logits = outputs.logits[:, -1].to(dtype=torch.float32, copy=True)
     if not greedy:
         return logits
     accept(argmax(logits), token, unfinished, verdict, ends, pad)
     return None
+
+
+def masks_by_type(full: torch.Tensor | None, window: torch.Tensor) -> dict[str, Any]:
+    """A mask for each type of layer, as generate's compiled steps give it to a model that names
+    its layers' types."""
+    return {"full_attention": full, "sliding_attention": window}
 
 
 def argmax(logits: torch.Tensor) -> torch.Tensor:

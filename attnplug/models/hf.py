@@ -240,7 +240,7 @@ def plug_attention(
         _refuse_unknown_keys(module, query, key)
     if binding is None or binding.policy is None or not compact or _exotic(kwargs):
         call.flush()
-        if binding is not None:
+        if binding is not None and getattr(state, "round", None) is None:
             why = binding.reason if binding.policy is None else "the call has a mask of its own"
             binding.note_served(query.shape[2], Served(binding.stock, why))
         return stock_attention(

@@ -23,11 +23,18 @@ import torch
 from attnplug.call import Served
 from attnplug.models.cache import PlugCache, PlugLayer
 from attnplug.models.captured import Step
-from attnplug.models.decode_step import StepBuffers, argmax, due_layers, prepare_layers
+from attnplug.models.decode_step import (
+    StepBuffers,
+    argmax,
+    due_layers,
+    masks_by_type,
+    prepare_layers,
+)
 from attnplug.models.hook import state_of
 from attnplug.models.loop_calls import OF_LENGTH
 from attnplug.models.names import CACHE
 from attnplug.models.patience import PatientStep, is_capturable
+from attnplug.models.sliding import round_of, sliding_layers
 from attnplug.models.walk import all_modules, has_moving_rope
 
 KEPT = 32  # draws of a sampled call that are at hand; others are drawn again
@@ -100,18 +107,21 @@ def drafts_of(call: Any, masked: bool) -> int:
 def _why_not(call: Any, masked: bool, drafts: int) -> str:
     """Why a call is not decoded in rounds, whatever its policy."""
     layers = call.cache.layers
+    windows = sliding_layers(layers)
     if (call.rows > 1 or masked) and call.is_kept():
         what = f"{call.rows} rows" if call.rows > 1 else "a padded row"
         return f"the cache of {what} is seen again, and rounds leave holes in it"
-    if not all(isinstance(layer, PlugLayer) for layer in layers):
-        return "a sliding window takes no token back"
+    if windows and call.is_kept():
+        return "the cache is seen again, and a sliding window takes no token back"
+    if any(each.cumulative_length_int < each.max_cache_len for each in windows):
+        return "the prompt does not fill a sliding window"
     if any(map(has_moving_rope, all_modules(call.model))):
         return "its rotary embeddings depend on the longest position"
     strange = [type(each).__name__ for each in call.processors if type(each) not in OF_LENGTH]
     if strange:
         return f"{strange[0]} looks at the tokens before"
     # The last pass feeds at most the last token but one, and drafts behind it.
-    room = min(layer.max_cache_len for layer in layers)
+    room = min(layer.max_cache_len for layer in full_layers(call.cache))
     if room < call.last - 1 + drafts:
         return f"room for {room:,} tokens, and a round wants {drafts} behind the last"
     return ""
@@ -133,20 +143,23 @@ def verify_step(
     """Take back what the drafts have fed, and feed the last tokens with all drafts. Where `greedy`,
     settle the round; else return the logits `[B,m+1,V]` in float32."""
     drafts = tokens.shape[1] - 1
-    _take_back(cache.layers, drafts)
+    _take_back(full_layers(cache), drafts)
     position.sub_(drafts)
     places = torch.arange(drafts + 1, device=tokens.device, dtype=position.dtype)
-    masks: dict[str, torch.Tensor] = {}
+    masks: Any = None
     if mask is not None:
         mask.index_fill_(3, slot, True)
-        masks = {"attention_mask": mask.view(torch.uint8)}  # as `plug_mask` has it
         slot.add_(1)
+        masks = mask.view(torch.uint8)  # as `plug_mask` has it
+    drafted = round_of(cache.layers)
+    if drafted is not None:
+        masks = masks_by_type(masks, drafted.mask(drafts + 1))
     outputs = model(
         input_ids=tokens,
         position_ids=position + places,
+        attention_mask=masks,
         use_cache=True,
         return_dict=True,
-        **masks,
         **{CACHE: cache},
         **options,
     )
@@ -176,10 +189,13 @@ def settle(
     same = chosen[:, :-1] == tokens[:, 1:]
     accepted = same.int().cumprod(1).sum(1, keepdim=True, dtype=torch.int64)
     if mask is None:
-        _take_back(cache.layers, (fed - 1 - accepted).reshape(()))
+        _take_back(full_layers(cache), (fed - 1 - accepted).reshape(()))
     else:
         places = torch.arange(fed, device=tokens.device)
         mask[:, 0, 0].scatter_(1, (slot - fed + places).expand_as(tokens), places <= accepted)
+    drafted = round_of(cache.layers)
+    if drafted is not None:
+        drafted.settle(sliding_layers(cache.layers), accepted + 1)
     position.add_((accepted + 1) * going[:, None])
     token.copy_(chosen.gather(1, accepted))
     found[:, :1].copy_(accepted)
@@ -286,7 +302,7 @@ class Rounds:
         if begin is not None:
             begin()
         self.ends = set() if call.ends is None else set(call.ends.tolist())
-        self.layers: list[PlugLayer] = list(call.cache.layers)
+        self.layers = full_layers(call.cache)
         self.lengths = [call.length] * call.rows
         self.going = set(range(call.rows))
         self.held = call.length  # slots of the cache, where a mask tells which of them count
@@ -395,7 +411,12 @@ class Rounds:
         return torch.where(shares.amax(-1) < torch.inf, chosen, -1)
 
 
-def _take_back(layers: Sequence[Any], tokens: int | torch.Tensor) -> None:
+def full_layers(cache: PlugCache) -> list[PlugLayer]:
+    """Those that are no sliding windows."""
+    return [layer for layer in cache.layers if isinstance(layer, PlugLayer)]
+
+
+def _take_back(layers: Sequence[PlugLayer], tokens: int | torch.Tensor) -> None:
     """Of layers that hold the same tokens."""
     for kind in {type(layer) for layer in layers}:
         kind.take_back_all([layer for layer in layers if type(layer) is kind], tokens)

@@ -1,11 +1,14 @@
 """A sliding-window layer of a static cache whose steps count on the device.
 
 transformers' own counts its tokens on the host, which a captured step leaves behind: its replays
-run no code of the host. While `stepping`, this one does the same with a count on the device.
+run no code of the host. While `stepping`, this one does the same with a count on the device. While
+generate decodes in rounds, a round's tokens stay beside the windows until it is known which of them
+are accepted (`Round`).
 """
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
@@ -17,13 +20,60 @@ from attnplug.models.edits import check_count
 from attnplug.models.inference_mode import is_foreign, own
 
 
+@dataclass
+class Round:
+    """What the full windows of a model, of W tokens each, are told of a round of M tokens: which of
+    their keys are `real` `[B,1,1,W]` (bool), how many tokens the round has fed, `place` `[]`, and
+    which of a window's keys and then of the round's its tokens see, `seen` `[M,W+M]` (bool)."""
+
+    real: torch.Tensor
+    place: torch.Tensor
+    seen: torch.Tensor
+
+    @classmethod
+    @torch.inference_mode(False)  # captured steps and later calls outside of it read it
+    def of(cls, real: torch.Tensor, tokens: int) -> "Round":
+        window, device = real.shape[-1], real.device
+        key = torch.arange(window + tokens, device=device)
+        token = torch.arange(tokens, device=device)[:, None]
+        seen = (key > token) & (key <= token + window)
+        return cls(real.clone(), torch.zeros((), dtype=torch.int64, device=device), seen)
+
+    def mask(self, tokens: int) -> torch.Tensor:
+        """Which keys the next token, or all of a round's, may see, `[B,1,tokens,W+M]`."""
+        own = self.real.new_ones(*self.real.shape[:3], len(self.seen))
+        seen = self.seen if tokens > 1 else self.seen.index_select(0, self.place.reshape(1))
+        return torch.cat([self.real, own], -1) & seen
+
+    def moved(self, held: torch.Tensor, new: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
+        """What a window holds along its last dimension but one, once it has moved on `by` tokens
+        `[B,1]` of the round."""
+        places = torch.arange(held.shape[-2], device=held.device) + by
+        index = places[:, None, :, None].expand(*held.shape)
+        return torch.cat([held, new], -2).gather(-2, index)
+
+    def settle(self, layers: Iterable["SlidingLayer"], by: torch.Tensor) -> None:
+        """Have all windows take in the round's first `by` tokens `[B,1]`, and begin another."""
+        for layer in layers:
+            assert layer.keys is not None and layer.values is not None and layer.fed is not None
+            for held, new in zip((layer.keys, layer.values), layer.fed, strict=True):
+                held.copy_(self.moved(held, new, by))
+        real = self.real.mT
+        own = real.new_ones(*real.shape[:2], len(self.seen), 1)
+        self.real.copy_(self.moved(real, own, by).mT)
+        self.place.zero_()
+
+
 class SlidingLayer(StaticSlidingWindowLayer):
     """The last `max_cache_len` tokens, oldest first: keys and values `[B,Hkv,max_cache_len,D]`.
 
     While `counts_on_device`, tokens come one at a time, `cumulative_length` is how many the window
-    holds, and `cumulative_length_int` stands still."""
+    holds, and `cumulative_length_int` stands still. While there is a `round`, the window does, too,
+    and the tokens of the round are in `fed`, keys and values `[B,Hkv,M,D]`."""
 
     counts_on_device = False
+    round: Round | None = None
+    fed: tuple[torch.Tensor, torch.Tensor] | None = None
 
     @classmethod
     def taking_over(cls, layer: StaticSlidingWindowLayer) -> Self:
@@ -43,6 +93,8 @@ class SlidingLayer(StaticSlidingWindowLayer):
         self._leave_inference_mode()
         if not torch.compiler.is_compiling():
             self._fit_rows(key_states, value_states)
+        if self.round is not None:
+            return self._feed(self.round, key_states, value_states)
         if not self.counts_on_device:
             return super().update(key_states, value_states, *args, **kwargs)
         assert self.keys is not None and self.values is not None  # a prefill came first
@@ -50,6 +102,18 @@ class SlidingLayer(StaticSlidingWindowLayer):
         roll_in(self.values, value_states, self.cumulative_length, 2)
         self.cumulative_length.add_(1).clamp_(max=self.max_cache_len)
         return self.keys, self.values
+
+    def _feed(
+        self, round: Round, key_states: torch.Tensor, value_states: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keep tokens of a round, one or all; returns the window's keys and values and its own."""
+        assert self.keys is not None and self.values is not None and self.fed is not None
+        for fed, new in zip(self.fed, (key_states, value_states), strict=True):
+            if new.shape[2] == 1:
+                fed.index_copy_(2, round.place.reshape(1), new)
+            else:
+                fed.copy_(new)
+        return torch.cat([self.keys, self.fed[0]], 2), torch.cat([self.values, self.fed[1]], 2)
 
     def _leave_inference_mode(self) -> None:
         """Have tensors that the caller may write: copies, in the first turn outside of it."""
@@ -71,6 +135,14 @@ class SlidingLayer(StaticSlidingWindowLayer):
             if key_states.shape[0] != self.keys.shape[0]:
                 self.is_initialized = False
                 self.lazy_initialization(key_states, value_states)
+
+    @torch.inference_mode(False)
+    def empty_round(self, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Room for the keys and values of a round."""
+        assert self.keys is not None and self.values is not None
+        shapes = [(*held.shape[:2], tokens, held.shape[3]) for held in (self.keys, self.values)]
+        keys, values = map(self.keys.new_zeros, shapes)
+        return keys, values
 
     def reset(self) -> None:
         self._leave_inference_mode()
@@ -159,6 +231,29 @@ def stepping(layers: Iterable[Any]) -> Iterator[None]:
     finally:
         for layer in sliding_layers(layers):
             layer.counts_on_device = False
+
+
+@contextmanager
+def in_rounds(layers: Iterable[Any], real: torch.Tensor | None, tokens: int) -> Iterator[None]:
+    """Within it these layers' windows, which are full, take tokens in rounds of so many. `real`
+    `[B,1,1,W]` are the real keys in a window, None without any."""
+    windows = sliding_layers(layers)
+    if real is None:
+        yield
+        return
+    shared = Round.of(real, tokens)
+    try:
+        for layer in windows:
+            layer.round, layer.fed = shared, layer.empty_round(tokens)
+        yield
+    finally:
+        for layer in windows:
+            layer.round = layer.fed = None
+
+
+def round_of(layers: Iterable[Any]) -> Round | None:
+    """The round that windows among these layers are in; they share it."""
+    return next((layer.round for layer in layers if isinstance(layer, SlidingLayer)), None)
 
 
 def note_steps(layers: Iterable[Any], steps: int) -> None:

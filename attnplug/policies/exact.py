@@ -41,10 +41,10 @@ class Exact(DenseBelow):
     its cache on the GPU. m: drafts a round. min_tokens: caches with room for fewer tokens are
     decoded by dense steps; None is the crossover that was measured on the kind of device.
 
-    Rounds are made in the loop that attnplug runs for `generate`, on a model whose layers all have
-    full attention. Each row of a batch accepts its own number of drafts. Elsewhere (beams, loops of
-    your own, continuous batching, vLLM, a batch whose cache the caller sees again) each step is
-    dense, and `report(model)` says why. In float32 the tokens are dense's. In 16 bits a pass over
+    Rounds are made in the loop that attnplug runs for `generate`, where layers have full attention
+    or sliding windows that the prompt fills. Each row of a batch accepts its own number of drafts.
+    Elsewhere (beams, loops of your own, continuous batching, vLLM, a batch or windows whose cache
+    the caller sees again) each step is dense, and `report(model)` says why. In float32 the tokens are dense's. In 16 bits a pass over
     m + 1 tokens and one over a single token may round otherwise, so that two tokens whose logits
     are equal but for rounding may change places.
     """

@@ -283,7 +283,9 @@ def test_what_has_no_rounds_decodes_by_dense(model, what):
         assert all(NONE[what] in each.decode for each in attnplug.report(model).last)
 
 
-def test_a_sliding_window_has_no_rounds(device):
+@pytest.fixture
+def hybrid(device):
+    """Gemma 3 with windows of 32 tokens in every other layer."""
     from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
     config = Gemma3TextConfig(
@@ -292,11 +294,36 @@ def test_a_sliding_window_has_no_rounds(device):
         pad_token_id=0, bos_token_id=1, eos_token_id=None,
     )  # fmt: skip
     torch.manual_seed(0)
-    model = Gemma3ForCausalLM(config).to(device).eval()
-    with attnplug.applied(model, "dense"):
-        wanted, _ = call(model)
-    with attnplug.applied(model, exact(FAR, 5)):
-        assert call(model)[0] == wanted and tally(model).rounds == 0
+    return Gemma3ForCausalLM(config).to(device).eval()
+
+
+@pytest.mark.parametrize("options", [{}, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("what", ["one row", *ROWS])
+def test_windows_take_in_what_is_accepted(hybrid, what, options):
+    ids, more = (ids_of(), {}) if what == "one row" else rows_of(what, hybrid)
+    with attnplug.applied(hybrid, "dense"):
+        wanted, _ = call(hybrid, ids, new=45, **more, **options)
+        after = torch.rand(3, device=hybrid.device)
+    with attnplug.applied(hybrid, exact(SHORT, 5)):
+        for _ in range(2):
+            assert call(hybrid, ids, new=45, **more, **options)[0] == wanted
+            assert torch.equal(torch.rand(3, device=hybrid.device), after)
+        assert 0 < tally(hybrid).accepted < tally(hybrid).drafted
+        last = attnplug.report(hybrid).last
+        assert {each.decode for each in last[1::2]} == {"exact"}
+        assert all("sliding" in each.prefill for each in last[::2])
+
+
+def test_windows_that_are_kept_or_not_full_have_no_rounds(hybrid):
+    for why, ids, options in (
+        ("a sliding window takes no token back", ids_of(), dict(return_dict_in_generate=True)),
+        ("the prompt does not fill a sliding window", ids_of(20), {}),
+    ):
+        with attnplug.applied(hybrid, "dense"):
+            wanted, _ = call(hybrid, ids, **options)
+        with attnplug.applied(hybrid, exact(FAR, 5)):
+            assert call(hybrid, ids, **options)[0] == wanted and tally(hybrid).rounds == 0
+            assert all(why in each.decode for each in attnplug.report(hybrid).last[1::2])
 
 
 def test_a_loop_of_your_own_is_denses(model):
@@ -332,11 +359,12 @@ def test_a_row_that_torch_could_not_sample_from_raises(model):
         call(model, **SAMPLED)
 
 
+@pytest.mark.parametrize("what", ["model", "hybrid"])
 @pytest.mark.parametrize("compile_mode", [None, "default"])
-def test_compiled_steps_draft_too(model, compile_mode, device):
+def test_compiled_steps_draft_too(model, hybrid, what, compile_mode):
     from transformers import CompileConfig
 
-    options = {}
+    model, options = hybrid if what == "hybrid" else model, {}
     if compile_mode:
         options["compile_config"] = CompileConfig(mode=compile_mode)
         options["compile_config"]._compile_all_devices = True
