@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 REGISTER = re.compile(r"(%[a-z]+|\$L?_*\w*):\d+")
+NUMBER = re.compile(r"(?<=^input )\d+ ")  # a tensor by the order in which a file's cases made it
 LAUNCHED = ("grid", "shared", "warps", "maxnreg", "pdl")
 
 
@@ -42,7 +43,7 @@ def write_digests(recorded: Path, written: Path, root: Path) -> int:
 def _launch(launch: dict[str, Any], texts: Path) -> str:
     text = (texts / f"{launch['ptx'][:16]}.ptx").read_text()
     lines = sorted(REGISTER.sub(r"\1", line) for line in text.split("\n"))
-    given = sorted(each.partition(" = ")[2] for each in launch["passed"])
+    given = sorted(NUMBER.sub("", each.partition(" = ")[2]) for each in launch["passed"])
     return _short("\n".join([*lines, *given, *(f"{x}={launch[x]}" for x in LAUNCHED)]))
 
 
@@ -51,11 +52,11 @@ def _defaults(method: Any) -> dict[str, str]:
 
 
 def same(ran: dict[str, Any], now: dict[str, Any], ops: set[str], policies: list[str]) -> bool:
-    """Whether both compile the same in every case that both have of these ops, as far as there were
-    any then, and give these policies' options the same defaults."""
-    if ran["triton"] != now["triton"] or not ops & ran["ops"].keys():
+    """Whether both compile the same in every case that both have of these ops, and give these
+    policies' options the same defaults. False where one of the ops was not looked at."""
+    if ran["triton"] != now["triton"] or not ops or not ops <= ran["ops"].keys():
         return False
-    pairs = [(ran["ops"][op], now["ops"].get(op, {})) for op in ops & ran["ops"].keys()]
+    pairs = [(ran["ops"][op], now["ops"].get(op, {})) for op in ops]
     pairs += [(ran["defaults"][x], now["defaults"][x]) for x in policies if x in ran["defaults"]]
     return all(
         bool(old.keys() & new.keys()) and all(old[key] == new[key] for key in old.keys() & new)

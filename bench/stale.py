@@ -65,7 +65,9 @@ GONE = {
 # what torch computes on a GPU, so that no kernel shows its change
 OF_TORCH = frozenset(f"{OPS}/sketch/{name}.py" for name in ("basis", "encode_keys", "state"))
 # what chooses a method but computes nothing of its rows
-NOT_FOLLOWED = {f"{POLICIES}/{name}.py" for name in ("base", "crossover", "dense")}
+NOT_FOLLOWED = {
+    f"{POLICIES}/{name}.py" for name in ("base", "crossover", "dense", "grammar", "policy")
+}
 NOT_FOLLOWED |= {f"{OPS}/common/checks.py"}
 
 
@@ -184,9 +186,16 @@ class History:
         """Whether the row's kernels and defaults are known, and today's are the same."""
         ran, now = self._kernels(commit), self._kernels("HEAD")
         files = dependencies(self.root, row)
-        ops = {op for op, path in _exports(self.root).items() if path in files}
+        ops = {op for op, path in _exports(self.root).items() if path in files and op.islower()}
+        ops = {op for op in ops if self._had(commit, op)}
         policies = re.findall(r"[\w-]+", _bare(row.get("policy") or ""))
         return bool(ran and now) and same(ran, now, ops, policies)
+
+    @functools.cache  # noqa: B019
+    def _had(self, commit: str, op: str) -> bool:
+        """Whether there was an op of this name at this commit."""
+        asked = ["git", "grep", "-q", "-w", op, commit, "--", f"{OPS}/__init__.py"]
+        return subprocess.run(asked, cwd=self.root, capture_output=True).returncode == 0
 
     @functools.cache  # noqa: B019
     def _kernels(self, commit: str) -> dict[str, Any] | None:
