@@ -1,13 +1,18 @@
 """`bench/ptx.py digest`: what an H200 runs for each op, in a few characters a case, so that
-bench/stale.py can tell a row whose kernels changed from a row whose helpers moved."""
+bench/stale.py can tell a row whose kernels changed from a row whose helpers moved. What torch
+computes has no kernel of ours: there it is the torch ops that run, in their order."""
 
 import dataclasses
 import hashlib
+import importlib.util
 import json
 import re
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 REGISTER = re.compile(r"(%[a-z]+|\$L?_*\w*):\d+")
 NUMBER = re.compile(r"(?<=^input )\d+ ")  # a tensor by the order in which a file's cases made it
@@ -33,6 +38,9 @@ def write_digests(recorded: Path, written: Path, root: Path) -> int:
     ops: dict[str, dict[str, str]] = defaultdict(dict)
     for (op, case), launches in sorted(cases.items()):
         ops[op][case] = _short("\n".join(launches))
+    bases = _torch_ops_of_bases()
+    if bases:
+        ops["fit_bases"] = {"two layers": bases}
     defaults = {name: _defaults(method) for name, method in sorted(methods().items())}
     found = {"code": ops_code(root), "triton": triton.__version__}
     found |= {"ops": ops, "defaults": defaults}
@@ -45,6 +53,36 @@ def _launch(launch: dict[str, Any], texts: Path) -> str:
     lines = sorted(REGISTER.sub(r"\1", line) for line in text.split("\n"))
     given = sorted(NUMBER.sub("", each.partition(" = ")[2]) for each in launch["passed"])
     return _short("\n".join([*lines, *given, *(f"{x}={launch[x]}" for x in LAUNCHED)]))
+
+
+class _Noted(TorchDispatchMode):
+    """Notes the torch ops that run, with the shapes of what they make and the numbers they get."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        leaves = torch.utils._pytree.tree_leaves
+        made = [f"{x.dtype}{list(x.shape)}" for x in leaves(found) if isinstance(x, torch.Tensor)]
+        given = [str(x) for x in leaves((args, kwargs)) if not isinstance(x, torch.Tensor)]
+        self.lines.append(f"{func} {given} {made}")
+        return found
+
+
+def _torch_ops_of_bases() -> str:
+    """A digest of what fits sketch's bases; "" in a tree that has no such function."""
+    name = "attnplug.ops.sketch.basis"
+    if importlib.util.find_spec(name) is None:
+        return ""
+    module = importlib.import_module(name)
+    draw = torch.Generator().manual_seed(0)
+    shapes = (1, 2, 300, 64), (1, 2, 300, 64), (1, 4, 16, 64)
+    fits = [module.Fit(*(torch.randn(x, generator=draw) for x in shapes)) for _ in range(2)]
+    with _Noted() as noted:
+        module.fit_bases(fits)
+    return _short("\n".join(noted.lines))
 
 
 def _defaults(method: Any) -> dict[str, str]:

@@ -7,8 +7,8 @@ follow from the imports, from the op's or policy's own file on. If the code of o
 comments, docstrings or imports, nor its place) differs between the row's commit and HEAD, the row
 is `stale`, unless it was measured on a GPU and the kernels are known to be the same: what each op
 compiles to for an H200 and how it is launched, in bench/kernels.json of both commits (or in
-bench/kernels/COMMIT.json, for commits that were before that file), the defaults of the row's
-policies, and the code of the few ops that torch computes. `bench/ptx.py` writes these files.
+bench/kernels/COMMIT.json, for commits that were before that file), the torch ops that fit sketch's
+bases, and the defaults of the row's policies. `bench/ptx.py digest` writes these files.
 
 A row may also have no commit, one with "-dirty", or one that the repository does not have: these
 are listed as what they are. A row is `gone` if what it measured was deleted: it stays as history,
@@ -62,8 +62,7 @@ GONE = {
     ),
     "options": re.compile(r"^spread, block=16|scoring=(estimate|mean)"),
 }
-# what torch computes on a GPU, so that no kernel shows its change
-OF_TORCH = frozenset(f"{OPS}/sketch/{name}.py" for name in ("basis", "encode_keys", "state"))
+OF_TORCH = {"fit_bases": f"{OPS}/sketch/basis.py"}  # what no kernel of ours computes
 # what chooses a method but computes nothing of its rows
 NOT_FOLLOWED = {
     f"{POLICIES}/{name}.py" for name in ("base", "crossover", "dense", "grammar", "policy")
@@ -176,7 +175,7 @@ class History:
             return State("unknown commit")
         changed = self._changed(commit) & dependencies(self.root, row)
         if changed and row.get("gpu", "none").startswith("NVIDIA") and self._compiles(commit, row):
-            changed &= OF_TORCH
+            return State("")
         if not changed:
             return State("")
         files = tuple(sorted(changed, key=lambda path: (f"{OPS}/common/" in path, path)))
@@ -186,7 +185,8 @@ class History:
         """Whether the row's kernels and defaults are known, and today's are the same."""
         ran, now = self._kernels(commit), self._kernels("HEAD")
         files = dependencies(self.root, row)
-        ops = {op for op, path in _exports(self.root).items() if path in files and op.islower()}
+        known = {**_exports(self.root), **OF_TORCH}
+        ops = {op for op, path in known.items() if path in files and op.islower()}
         ops = {op for op in ops if self._had(commit, op)}
         policies = re.findall(r"[\w-]+", _bare(row.get("policy") or ""))
         return bool(ran and now) and same(ran, now, ops, policies)
@@ -194,7 +194,7 @@ class History:
     @functools.cache  # noqa: B019
     def _had(self, commit: str, op: str) -> bool:
         """Whether there was an op of this name at this commit."""
-        asked = ["git", "grep", "-q", "-w", op, commit, "--", f"{OPS}/__init__.py"]
+        asked = ["git", "grep", "-q", "-w", op, commit, "--", OPS]
         return subprocess.run(asked, cwd=self.root, capture_output=True).returncode == 0
 
     @functools.cache  # noqa: B019
