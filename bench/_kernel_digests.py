@@ -94,12 +94,11 @@ def same(ran: dict[str, Any], now: dict[str, Any], ops: set[str], policies: list
     policies' options the same defaults. False where one of the ops was not looked at."""
     if ran["triton"] != now["triton"] or not ops or not ops <= ran["ops"].keys():
         return False
-    pairs = [(ran["ops"][op], now["ops"].get(op, {})) for op in ops]
-    pairs += [(ran["defaults"][x], now["defaults"][x]) for x in policies if x in ran["defaults"]]
-    return all(
-        bool(old.keys() & new.keys()) and all(old[key] == new[key] for key in old.keys() & new)
-        for old, new in pairs
-    )
+    cases = [(ran["ops"][op], now["ops"].get(op, {})) for op in ops]
+    if not all(old.keys() & new.keys() for old, new in cases):
+        return False
+    pairs = [(ran["defaults"][x], now["defaults"][x]) for x in policies if x in ran["defaults"]]
+    return all(old[key] == new[key] for old, new in cases + pairs for key in old.keys() & new)
 
 
 def _short(text: str) -> str:
