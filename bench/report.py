@@ -15,8 +15,9 @@ kernel.
 README and the plots of speed leave out a row at whose length and batch the policy runs dense of its
 own accord (bench/_served.py). In a page's table `(dense by default)` stands beside its length.
 
-A timing whose code has changed since is marked `stale` in results.md, when this program writes the
-page (bench/stale.py); `--check` leaves these marks out of the comparison, as they follow from git.
+A timing whose kernels have changed since is marked `stale` in results.md, when this program writes
+the page (bench/stale.py), and ends it with an error if it stands in README; `--check` leaves these
+marks out of the comparison, as they follow from git.
 
 FILTERS is any number of key=value[,value...], such as `op=dense_decode batch=1 n=8192,131072
 heads=28/4`; none means every row, and `*` in a value stands for anything. `op=a | op=b` takes the
@@ -115,8 +116,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"{'stale' if options.check else 'wrote'} {page.relative_to(options.root)}")
     for image in images:
         print(f"drew docs/img/{image}")
-    wrong = list(above_ceiling(timing))
-    print("".join(f"above its ceiling: {told}\n" for told in wrong), end="")
+    wrong = [f"above its ceiling: {told}" for told in above_ceiling(timing)]
+    if readme.exists() and shows_stale(readme.read_text(), served(timing), marks):
+        wrong.append("README.md shows rows that are stale: measure them again, or take them out")
+    print("".join(f"{told}\n" for told in wrong), end="")
     return 1 if wrong or (options.check and stale) else 0
 
 
@@ -205,6 +208,15 @@ def stale_marks(timing: Sequence[Row], root: Path) -> dict[int, str]:
     return {row: words[word] for row, word in states.items() if word in words}
 
 
+def shows_stale(text: str, timing: Sequence[Row], marks: dict[int, str]) -> bool:
+    """Whether a page's tables of timings would be others without the rows that are marked."""
+    fresh = [row for row in timing if id(row) not in marks]
+    try:
+        return fill_markers(text, timing, []) != fill_markers(text, fresh, [])
+    except SystemExit:  # a table of which nothing is left
+        return True
+
+
 def results_page(
     timing: Sequence[Row], quality: Sequence[Row], marks: dict[int, str] | None = None
 ) -> str:
@@ -219,8 +231,9 @@ def results_page(
         "Times are medians of device time (20th to 80th percentile in brackets). The ratio is\n"
         "the peer's time over ours in the same run: above 1 is faster than the peer. The ceiling\n"
         "is the fraction reached of the measured memory bandwidth or matrix rate, whichever is\n"
-        "nearer. Beside a run, `stale` says that code which the row depends on has changed since,\n"
-        "and `unknown` that the repository lacks its commit; both as of the day this was written.\n"
+        "nearer. Beside a run, `stale` says that the kernels which were timed, or the policy's\n"
+        "defaults, have changed since, as far as is known (`bench/stale.py`), and `unknown` that the\n"
+        "repository lacks its commit; both as of the day this was written.\n"
         "Beside a length, `dense by default` says that the policy runs dense there of its own\n"
         "accord. Most of these rows ran it with `min_tokens=0`; the plots leave them out.",
     ]

@@ -22,7 +22,7 @@ ROW = dict(op="scan", case="op", n=1, commit="")
 def stale(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "bench"))
     yield importlib.import_module("stale")
-    for name in ("report", "stale", "_plots", "_results"):
+    for name in ("report", "stale", "_plots", "_results", "_kernel_digests"):
         sys.modules.pop(name, None)
 
 
@@ -100,6 +100,83 @@ def test_words_imports_and_places_are_no_code(stale, house):
     assert stale.History(house).state(row).files == ("attnplug/ops/one/walk.py",)
 
 
+GPU_ROW = ROW | {"gpu": "NVIDIA H200", "policy": "near"}
+
+
+def kernels(stale, folder, case="a1", default="8", code=None):
+    """bench/kernels.json of the tree in this folder."""
+    found = {"code": code or stale.ops_code(folder), "triton": "3.8.0"}
+    found |= {"ops": {"scan": {"bench": case}}, "defaults": {"near": {"k": default}}}
+    write(folder, {"bench/kernels.json": json.dumps(found)})
+
+
+def test_a_row_of_a_gpu_is_stale_once_its_kernels_or_defaults_change(stale, house):
+    def word(**row):
+        stale._reached.cache_clear()
+        return stale.History(house).state(GPU_ROW | {"commit": first} | row).word
+
+    kernels(stale, house)
+    first = commit(house)
+    changed = (house / KERNEL).read_text().replace("return x\n", "y = x\n    return y\n")
+    write(house, {KERNEL: changed})
+    commit(house)
+    assert word() == "stale"  # nobody has looked at today's kernels
+    kernels(stale, house)
+    commit(house)
+    assert word() == "" and word(gpu="none") == "stale" and word(op="sort") == ""
+    kernels(stale, house, default="16")
+    commit(house)
+    assert word() == "stale" and word(policy="far") == ""
+    kernels(stale, house, case="b2")
+    commit(house)
+    assert word() == "stale"
+    kernels(stale, house, code="of another tree")
+    commit(house)
+    assert word() == "stale"
+
+
+def test_kernels_of_commits_before_the_file_lie_beside_it(stale, house):
+    first = commit(house)
+    changed = (house / KERNEL).read_text().replace("x * 2", "2 * x")
+    kernels(stale, house)
+    (house / "bench" / "kernels").mkdir()
+    (house / "bench/kernels.json").rename(house / "bench" / "kernels" / f"{first[:7]}.json")
+    write(house, {KERNEL: changed})
+    kernels(stale, house)
+    commit(house)
+    assert stale.History(house).state(GPU_ROW | {"commit": first}).word == ""
+    other = {"triton": "3.9.0", "ops": {"scan": {"bench": "a1"}}, "defaults": {}}
+    write(house, {f"bench/kernels/{first[:7]}.json": json.dumps(other)})
+    assert stale.History(house).state(GPU_ROW | {"commit": first}).word == "stale"
+
+
+def test_a_digest_is_of_instructions_in_any_order_and_of_what_they_are_given(stale, tmp_path):
+    digests = importlib.import_module("_kernel_digests")
+    launch = dict(kernel="k", grid=[4], shared=64, warps=4, maxnreg=None, pdl=False)
+    launch["passed"] = ["%r:1 = 0.125", "%rd:2 = input 3 from 0"]
+    text = "add.s32 %r:1, %r:2, 7;\nmul.f32 %f:1, %f:2, %f:3;\n"
+
+    def found(text=text, **changed):
+        tmp_path.joinpath("r.ptx").mkdir(exist_ok=True)
+        tmp_path.joinpath("r.ptx", "0123456789abcdef.ptx").write_text(text)
+        record = launch | {"ptx": "0123456789abcdef00"} | changed
+        tmp_path.joinpath("r.json").write_text(json.dumps({"dense_decode | bench | 0 | k": record}))
+        digests.write_digests(tmp_path / "r.json", tmp_path / "out.json", ROOT)
+        return json.loads(tmp_path.joinpath("out.json").read_text())
+
+    first = found()
+    assert first["code"] == stale.ops_code(ROOT) and first["defaults"]["gather"]["k"] == "256"
+    assert found("mul.f32 %f:9, %f:1, %f:2;\nadd.s32 %r:3, %r:0, 7;\n") == first
+    assert found(passed=["%rd:9 = input 5 from 0", "%r:4 = 0.125"]) == first
+    other = [
+        found(text.replace(" 7;", " 8;")), found(grid=[5]), found(warps=8),
+        found(passed=["%r:1 = 0.25", "%rd:2 = input 3 from 0"]),
+        found(passed=["%r:1 = 0.125", "%rd:2 = input 3 from 4"]),
+    ]  # fmt: skip
+    assert all(each["ops"]["dense_decode"] != first["ops"]["dense_decode"] for each in other)
+    assert all(each["ops"]["fit_bases"] == first["ops"]["fit_bases"] for each in other)
+
+
 @pytest.mark.parametrize(
     ("named", "word"),
     [
@@ -142,6 +219,18 @@ def test_the_page_of_results_marks_what_older_code_measured(stale, house):
     marked, unmarked = report.results_page(rows, [], marks), report.results_page(rows, [])
     assert marked.count("(#runs) stale |") == marked.count("(#runs) unknown |") == 1
     assert marked != unmarked and report.STALE_MARK.sub("", marked) == unmarked
+
+
+def test_readme_shows_no_row_that_is_stale(stale):
+    report = importlib.import_module("report")
+    timing, _ = report.load(ROOT / "bench" / "results")
+    marks = report.stale_marks(timing, ROOT)
+    if not marks:
+        pytest.skip("without history nothing is marked")
+    text, shown = (ROOT / "README.md").read_text(), report.served(timing)
+    assert not report.shows_stale(text, shown, marks)
+    one = next(row for row in shown if row["op"] == "dense" and row["case"] == "call")
+    assert report.shows_stale(text, shown, {id(one): "stale"})
 
 
 def ran_a_policy(stale, row):
