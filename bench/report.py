@@ -231,8 +231,8 @@ def results_page(
         "Times are medians of device time (20th to 80th percentile in brackets). The ratio is\n"
         "the peer's time over ours in the same run: above 1 is faster than the peer. The ceiling\n"
         "is the fraction reached of the measured memory bandwidth or matrix rate, whichever is\n"
-        "nearer. Beside a run, `stale` says that the kernels which were timed, or the policy's\n"
-        "defaults, have changed since, as far as is known (`bench/stale.py`), and `unknown` that the\n"
+        "nearer. Beside a run, `stale` says that the kernels which were timed or the policy's\n"
+        "defaults have changed since, or may have (`bench/stale.py`), and `unknown` that the\n"
         "repository lacks its commit; both as of the day this was written.\n"
         "Beside a length, `dense by default` says that the policy runs dense there of its own\n"
         "accord. Most of these rows ran it with `min_tokens=0`; the plots leave them out.",
