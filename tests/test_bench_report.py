@@ -522,7 +522,7 @@ def test_no_row_of_the_readme_is_of_a_length_where_its_default_runs_dense():
             tokens = read_length(length.replace(",", ""))
             assert method.serves(rows, tokens, cuda), (policy, length)
             told += 1
-    assert told > 5
+    assert told > 3
 
 
 def test_the_story_joins_rows_of_one_kind(report):
