@@ -80,6 +80,7 @@ class Policy:
     @property
     def attends_all_latents(self) -> bool:
         """Whether both methods serve a layer whose cache keeps latents, and read all of them."""
+        assert self.prefill is not None and self.decode is not None  # filled by __post_init__
         own = (type(each).attend_all_latents for each in (self.prefill, self.decode))
         return all(each is not Phase.attend_all_latents for each in own)
 
