@@ -36,6 +36,7 @@ from attnplug.models.latents import (
     attend_latents,
     bind_latents,
     has_latents,
+    lengths_of,
     unbind_latents,
     up_of,
     why_not_expanded,
@@ -47,6 +48,13 @@ from attnplug.models.picked_blocks import (
     picks_blocks,
     refuse_missing_picks,
     why_not_blocks,
+)
+from attnplug.models.picked_pools import (
+    attend_pools,
+    bind_pools,
+    picks_pools,
+    unbind_pools,
+    why_not_pools,
 )
 from attnplug.ops import index_topk
 from attnplug.ops.common.checks import why_not_width
@@ -73,6 +81,8 @@ def why_not_indexed(module: Any) -> str:
     kind = type(module).__name__
     if picks_blocks(module):
         return why_not_blocks(module)
+    if picks_pools(module):
+        return why_not_pools(module)
     if not has_latents(module):
         return f"{kind} picks tokens, but not for attention over latents"
     unexpanded = why_not_expanded(module)
@@ -131,6 +141,9 @@ def _with_our_end(forward: Any) -> Forward | None:
 
 def bind_indexed(module: torch.nn.Module) -> None:
     """Have an attention module, and its indexer, leave picks and latents to attnplug."""
+    if picks_pools(module):
+        bind_pools(module)
+        return
     if picks_blocks(module):
         put_method(module.indexer, "forward", pick_blocks)  # pyright: ignore[reportArgumentType]
         return
@@ -143,6 +156,9 @@ def bind_indexed(module: torch.nn.Module) -> None:
 
 def unbind_indexed(module: torch.nn.Module) -> None:
     """Undo `bind_indexed`."""
+    if picks_pools(module):
+        unbind_pools(module)
+        return
     unbind_latents(module)
     indexer = getattr(module, "indexer", None)
     if indexer is not None:
@@ -190,12 +206,6 @@ def _products(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
     return torch.einsum("bshd,btd->bsht", q.float(), k.float())
 
 
-def lengths_of(layer: Any) -> torch.Tensor | None:
-    """How many tokens of a static layer are valid, `[1]` on its device; None of another layer, all
-    of whose tokens are."""
-    return layer.cumulative_length.reshape(1) if isinstance(layer, StaticLayer) else None
-
-
 def index_mask(
     batch_size: int, q_length: int, kv_length: int, *args: Any, **kwargs: Any
 ) -> torch.Tensor:
@@ -241,6 +251,9 @@ def attend_indexed(
     binding = binding_of(module)
     policy = None if binding is None else binding.policy
     refuse_missing_picks(module, block_indices)
+    if picks_pools(module) and policy is not None and attention_mask is not None:
+        given = attention_mask, dropout, scaling
+        return attend_pools(module, binding, query, key, value, *given, kwargs)
     if block_indices is not None and binding is not None and attention_mask is not None:
         refuse_options(query, dropout, kwargs)
         call = _block_call(query, key, value, scaling, attention_mask, kwargs)
