@@ -251,7 +251,7 @@ def attend_indexed(
     binding = binding_of(module)
     policy = None if binding is None else binding.policy
     refuse_missing_picks(module, block_indices)
-    if picks_pools(module) and policy is not None and attention_mask is not None:
+    if picks_pools(module) and binding and policy and attention_mask is not None:
         given = attention_mask, dropout, scaling
         return attend_pools(module, binding, query, key, value, *given, kwargs)
     if block_indices is not None and binding is not None and attention_mask is not None:

@@ -109,8 +109,9 @@ def pick_pools(
         gates = F.linear(hidden_states, indexer.index_kpool_compress_gate)
         packed = torch.cat([k, gates, attention_mask.to(k.dtype)[..., None]], -1)
         length: int | torch.Tensor = queries
-        layer = None if cache is None else cache.layers[indexer.layer_idx]
-        if layer is not None:
+        layer = None
+        if cache is not None:
+            layer = cache.layers[indexer.layer_idx]
             packed = cache.update_indexer(packed, indexer.layer_idx)
             length = layer.get_seq_length()
         hidden = hidden_states.to(indexer.weights_proj.weight.dtype)

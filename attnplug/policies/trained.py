@@ -11,8 +11,8 @@ rotated parts q', k' of query and key:
     scores_t = scale ((W_k^T q) . c_t + q' . k'_t)        out = W_v sum_t softmax(scores)_t c_t
 
 so that the latents are read as they lie in the cache, once for all heads. MiniMax-M3's indexer
-picks blocks of plain keys and values for each KV head, which the op of `gather` reads.
-(DeepSeek-V2, 2024, DeepSeek-V3.2, 2025, and MiniMax-M3, 2026.)
+picks blocks of plain keys and values for each KV head, which the op of `gather` reads. GLM-5.3's
+picks pools of tokens. (DeepSeek-V2, 2024, DeepSeek-V3.2, 2025, MiniMax-M3 and GLM-5.3, 2026.)
 """
 
 import dataclasses
