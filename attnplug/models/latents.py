@@ -30,9 +30,11 @@ from attnplug.models.hf import (
 from attnplug.models.instance_method import put_method
 from attnplug.models.known_latents import ends_as_known, expands_as_known
 from attnplug.models.names import LATENT_NAME
+from attnplug.models.user_hooks import is_hooked
 from attnplug.ops.latent.latent_attention import WIDEST_LATENT, WIDEST_ROPE
 
 EXPAND = "expand_kv"  # the method that makes keys and values of latents
+HOOKED = "kv_b_proj has a forward hook"
 
 
 def has_latents(module: Any) -> bool:
@@ -46,6 +48,8 @@ def why_not_expanded(module: Any) -> str:
     projection: Any = module.kv_b_proj
     if type(projection) is not torch.nn.Linear or projection.bias is not None:
         return f"the latents of {kind} are expanded by a {type(projection).__name__}"
+    if projection.weight.is_meta and hasattr(projection, "_hf_hook"):
+        return f"the weight of {kind}'s kv_b_proj is on its device only while that runs"
     widths = module.kv_lora_rank, module.qk_rope_head_dim
     if widths[0] > WIDEST_LATENT or widths[1] > WIDEST_ROPE:
         return f"latents of {widths[0]} and {widths[1]} channels are wider than attnplug's kernels"
@@ -119,8 +123,10 @@ def attend_latents(
     compact = set_key_mask(call, attention_mask)
     if state is None and compact and not is_exotic(kwargs):
         refuse_unknown_keys(module, query, key)
-    if not compact or is_exotic(kwargs):
-        binding.note_served(query.shape[2], Served(binding.stock, "the call has a mask of its own"))
+    why = "" if compact and not is_exotic(kwargs) else "the call has a mask of its own"
+    why = why or (HOOKED if is_hooked(module.kv_b_proj) else "")  # pyright: ignore[reportArgumentType]
+    if why:
+        binding.note_served(query.shape[2], Served(binding.stock, why))
         call.k, call.v = type(module).expand_kv(module, key, value)  # pyright: ignore[reportAttributeAccessIssue]
         return stock_attention(
             module, binding, call, attention_mask, compact, kwargs, attnplug_fresh
@@ -156,6 +162,8 @@ def up_of(module: Any, heads: int) -> torch.Tensor:
             f"kv_b_proj became a {type(projection).__name__} after apply, and its latents are read "
             "by its weight: call attnplug.remove(model) and apply again."
         )
+    if is_hooked(projection):
+        raise UnsupportedCallError(f"{HOOKED}, and its latents are read by its weight: take it off")
     return projection.weight.view(heads, -1, projection.weight.shape[1])
 
 

@@ -4,6 +4,7 @@ the cache."""
 import copy
 import io
 
+import accelerate
 import pytest
 import torch
 from every_family import FEW, KINDS, build, forms
@@ -317,6 +318,33 @@ def test_weights_that_are_no_plain_matrix_are_refused(model):
     first.kv_b_proj.__class__ = Other
     with pytest.raises(attnplug.UnsupportedCallError, match="kv_b_proj became a Other"):
         model(ids_of())
+
+
+@torch.no_grad()
+def test_a_hook_on_what_expands_latents_is_honoured(model):
+    """The layer then runs the model's own attention, and `report` says so."""
+    ids, seen = ids_of(), []
+    attnplug.apply(model, "dense")
+    wanted = new_tokens(model, ids)
+    projection = find_attention_layers(model)[1].module.kv_b_proj
+    handle = projection.register_forward_hook(lambda module, inputs, output: seen.append(output))
+    assert torch.equal(new_tokens(model, ids), wanted)
+    assert len(seen) == 6
+    by = [call.decode for call in attnplug.report(model).last]
+    assert by == ["dense", "sdpa (kv_b_proj has a forward hook)", "dense", "dense"]
+    handle.remove()
+    seen.clear()
+    assert torch.equal(new_tokens(model, ids), wanted) and not seen
+
+
+@torch.no_grad()
+def test_offloaded_weights_are_left_to_the_model(model):
+    ids = ids_of()
+    wanted = model(ids).logits
+    accelerate.cpu_offload(model, torch.device("cpu"))
+    attnplug.apply(model, "dense")
+    assert all("only while that runs" in x.reason for x in attnplug.report(model).layers)
+    assert near(model(ids).logits, wanted)
 
 
 def test_continuous_batching_is_refused(model):
