@@ -27,7 +27,7 @@ def bind(
     if layer.shape.indexed and not policy.attends_latents:
         why = "the model picks the tokens that it reads: the policy 'trained' serves it"
         return Binding(None, why, stock)
-    if layer.shape.latent and not policy.attends_all_latents:
+    if layer.shape.reads_latents and not policy.attends_all_latents:
         return Binding(None, "multi-head latent attention, which 'dense' alone serves", stock)
     for phase in (policy.prefill, policy.decode):
         refusal = phase.refusal(layer.shape) if phase is not None else None
@@ -47,7 +47,7 @@ def picks_tokens(layer: AttentionLayer, binding: Binding[Policy]) -> bool:
 
 def keeps_latents(layer: AttentionLayer, binding: Binding[Policy]) -> bool:
     """Whether a layer that reads all of its latents has a method that serves it."""
-    return layer.shape.latent > 0 and binding.policy is not None
+    return layer.shape.reads_latents and binding.policy is not None
 
 
 def all_or_none(plan: Plan) -> Plan:

@@ -157,9 +157,12 @@ class LayerShape:
     device: torch.device
     positions: int | None = None  # tokens that the model reads; None where that is not known
     indexed: bool = False  # the model picks the tokens that the layer reads
-    # Numbers that the cache keeps of a token for all heads, where these are latents that the layer
-    # reads all of; else 0.
-    latent: int = 0
+    latent: int = 0  # numbers that the cache keeps of a token for all heads, where it keeps latents
+
+    @property
+    def reads_latents(self) -> bool:
+        """Whether the layer keeps latents and reads all of them."""
+        return self.latent > 0 and not self.indexed
 
     @property
     def told_tokens(self) -> int:

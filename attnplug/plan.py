@@ -316,15 +316,11 @@ def _kept_otherwise(network: torch.nn.Module, types: Sequence[str]) -> tuple[int
     from attnplug.models.latents import has_latents, numbers_a_token
     from attnplug.models.picked_blocks import picks_blocks
 
-    full, shared = types.count("full_attention"), 0
     modules = list(network.modules())
     latent = [each for each in modules if has_latents(each)]
-    if latent:
-        full = 0
-        shared += sum(numbers_a_token(each) for each in latent)
-    full += sum(map(picks_blocks, modules))
-    indexers = (getattr(each, "indexer", None) for each in modules)
-    return full, shared + sum(each.head_dim for each in indexers if each is not None)
+    blocks: list[Any] = [each for each in modules if picks_blocks(each)]
+    full = (0 if latent else types.count("full_attention")) + len(blocks)
+    return full, sum(map(numbers_a_token, latent)) + sum(x.indexer.head_dim for x in blocks)
 
 
 def check_served(shape: Shape, policy: Sparse) -> None:

@@ -31,6 +31,7 @@ from attnplug.models.instance_method import put_method
 from attnplug.models.known_latents import ends_as_known, expands_as_known
 from attnplug.models.names import LATENT_NAME
 from attnplug.models.user_hooks import is_hooked
+from attnplug.ops.common.sizes import cdiv
 from attnplug.ops.latent.latent_attention import WIDEST_LATENT, WIDEST_ROPE
 
 EXPAND = "expand_kv"  # the method that makes keys and values of latents
@@ -65,8 +66,16 @@ def why_not_latents(module: Any) -> str:
 
 
 def numbers_a_token(module: Any) -> int:
-    """How many numbers such a layer's cache keeps of a token."""
-    return module.kv_lora_rank + module.qk_rope_head_dim
+    """How many numbers the cache keeps of a token for such a layer: a latent and a rotated key,
+    unless those are another layer's, and what an indexer of its own scores."""
+    own = getattr(module, "kv_a_proj_with_mqa", None) is not None
+    kept = module.kv_lora_rank + module.qk_rope_head_dim if own else 0
+    indexer = getattr(module, "indexer", None)
+    if indexer is None:
+        return kept
+    pool = getattr(indexer, "index_kpool", 0)  # tokens whose keys come with gates, and share a key
+    width = indexer.head_dim
+    return kept + (2 * width + 1 + cdiv(width, pool) if pool else width)
 
 
 def bind_latents(module: torch.nn.Module) -> None:

@@ -136,7 +136,8 @@ def _describe(name: str, module: torch.nn.Module, model: PreTrainedModel) -> Att
     shape = _shape(module, weights, split)
     kind = _kind(module, index)
     if kind == INDEXED and split is None:
-        shape = replace(shape, indexed=not why_not_indexed(module))
+        latent = numbers_a_token(module) if has_latents(module) else 0
+        shape = replace(shape, indexed=not why_not_indexed(module), latent=latent)
     elif has_latents(module) and split is None and not why_not_latents(module):
         shape = replace(shape, latent=numbers_a_token(module))
     reason = _reason(module, kind, shape, weights)
@@ -286,7 +287,7 @@ def _reason(
         return "attention is not causal"
     if kind == INDEXED and not shape.indexed:
         return why_not_indexed(module) or "its heads are split over several processes"
-    if not (shape.indexed or shape.latent):
+    if not (shape.indexed or shape.reads_latents):
         if has_latents(module):
             return why_not_latents(module) or "its heads are split over several processes"
         if hasattr(module, "kv_lora_rank"):
@@ -299,4 +300,8 @@ def _reason(
     if any(tensor.dtype == torch.float64 for tensor in weights[:1]):
         served = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
         return f"dtype float64 is not one of {served}"
-    return "" if shape.indexed or shape.latent else why_not_width(shape.head_dim, WIDE_HEAD_DIMS)
+    return (
+        ""
+        if shape.indexed or shape.reads_latents
+        else why_not_width(shape.head_dim, WIDE_HEAD_DIMS)
+    )

@@ -50,10 +50,10 @@ class Dense(Phase):
         return 1
 
     def refusal(self, shape: LayerShape) -> str | None:
-        return None if shape.latent else super().refusal(shape)
+        return None if shape.reads_latents else super().refusal(shape)
 
     def note(self, shape: LayerShape) -> str:
-        return f"keeps latents, {shape.latent:,} numbers a token" if shape.latent else ""
+        return f"keeps latents, {shape.latent:,} numbers a token" if shape.reads_latents else ""
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
         queries = call.q.shape[2]

@@ -50,7 +50,7 @@ class Policy:
         assert self.prefill is not None and self.decode is not None  # filled by __post_init__
         if shape.indexed:
             return self._resolve_indexed()
-        if shape.latent and self.trace is not None:
+        if shape.reads_latents and self.trace is not None:
             policy, why = dataclasses.replace(self, trace=None).resolve(shape, layers)
             return policy, "; ".join(filter(None, (why, "not traced: the layer keeps latents")))
         prefill, why = self.prefill.resolve("prefill", shape, layers)

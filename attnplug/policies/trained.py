@@ -47,6 +47,9 @@ class Trained(Phase):
     def refusal(self, shape: LayerShape) -> str | None:
         return None if shape.indexed else "trained: the layer has no indexer"
 
+    def note(self, shape: LayerShape) -> str:
+        return f"keeps latents, {shape.latent:,} numbers a token" if shape.latent else ""
+
     def cache_layer(self, max_length: int) -> PlugLayer:
         return IndexedLayer(max_cache_len=max_length)
 
