@@ -300,8 +300,6 @@ def _reason(
     if any(tensor.dtype == torch.float64 for tensor in weights[:1]):
         served = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
         return f"dtype float64 is not one of {served}"
-    return (
-        ""
-        if shape.indexed or shape.reads_latents
-        else why_not_width(shape.head_dim, WIDE_HEAD_DIMS)
-    )
+    if shape.indexed or shape.reads_latents:
+        return ""
+    return why_not_width(shape.head_dim, WIDE_HEAD_DIMS)
