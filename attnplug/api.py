@@ -12,7 +12,15 @@ from typing import Any, TypeVar
 import torch
 from transformers import PreTrainedModel
 
-from attnplug.binding import LayerMaker, Plan, all_or_none, bind, picks_tokens, switched_names
+from attnplug.binding import (
+    LayerMaker,
+    Plan,
+    all_or_none,
+    bind,
+    keeps_latents,
+    picks_tokens,
+    switched_names,
+)
 from attnplug.errors import (
     AlreadyAppliedError,
     ArgumentError,
@@ -34,6 +42,7 @@ from attnplug.models.generate import (
 from attnplug.models.hf import BINDING, Binding, register_names
 from attnplug.models.hook import PolicyHook
 from attnplug.models.indexed import bind_indexed, unbind_indexed
+from attnplug.models.latents import bind_latents, unbind_latents
 from attnplug.models.layers import (
     AttentionLayer,
     find_attention_layers,
@@ -68,6 +77,7 @@ class Ledger:
     bound: list[torch.nn.Module]
     hooks: list[tuple[PolicyHook, torch.nn.Module]] = field(default_factory=list)
     indexed: list[torch.nn.Module] = field(default_factory=list)
+    latent: list[torch.nn.Module] = field(default_factory=list)
     configs: SwitchedConfigs | None = None
     methods: list[str] = field(default_factory=list)
     compiled: dict[str, Any] = field(default_factory=dict)
@@ -134,6 +144,9 @@ def apply(model: Model, policy: Policies, *, fuse: bool | None = None) -> Model:
         ledger.indexed = [x.module for x, binding in plan if picks_tokens(x, binding)]
         for module in ledger.indexed:
             bind_indexed(module)
+        ledger.latent = [x.module for x, binding in plan if keeps_latents(x, binding)]
+        for module in ledger.latent:
+            bind_latents(module)
         may = fuse is not False and not (keeps or loop)
         ours = None if loop else DecodeLoop(fusion=Fusion.of(target, bool(fuse)) if may else None)
         make = None if keeps else ledger.make_layer
@@ -156,6 +169,8 @@ def remove(model: Model) -> Model:
         ledger.configs.restore(target)
     for module in ledger.indexed:
         unbind_indexed(module)
+    for module in ledger.latent:
+        unbind_latents(module)
     for hook, module in ledger.hooks:
         hook.detach_hook(module)
     for module in ledger.bound:
@@ -337,7 +352,8 @@ def _report(layer: AttentionLayer, binding: Binding[Policy], *, static: bool) ->
         return LayerReport(layer.index, layer.name, layer.kind, dense, dense, binding.reason)
     prefill, decode = binding.policy.prefill, binding.policy.decode
     assert prefill is not None and decode is not None  # filled by Policy
-    notes = [f"{p.name}: {p.note(layer.shape)}" for p in (prefill, decode) if p.note(layer.shape)]
+    told = [f"{p.name}: {p.note(layer.shape)}" for p in (prefill, decode) if p.note(layer.shape)]
+    notes = list(dict.fromkeys(told))
     if not static and type(decode).cache_layer is not Phase.cache_layer:
         notes.append(f"{decode.name}: runs dense, its state needs a static cache")
     if binding.policy.trace is not None:

@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 from attnplug.models.cache import PlugLayer
 from attnplug.models.hf import Binding
 from attnplug.models.layers import INDEXED, AttentionLayer
-from attnplug.models.names import ADDITIVE_NAME, ATTENTION_NAME, INDEXED_NAME
+from attnplug.models.names import ADDITIVE_NAME, ATTENTION_NAME, INDEXED_NAME, LATENT_NAME
 from attnplug.policies import Policy
 
 Plan = list[tuple[AttentionLayer, Binding[Policy]]]
@@ -27,6 +27,8 @@ def bind(
     if layer.shape.indexed and not policy.attends_latents:
         why = "the model picks the tokens that it reads: the policy 'trained' serves it"
         return Binding(None, why, stock)
+    if layer.shape.reads_latents and not policy.attends_all_latents:
+        return Binding(None, "multi-head latent attention, which 'dense' alone serves", stock)
     for phase in (policy.prefill, policy.decode):
         refusal = phase.refusal(layer.shape) if phase is not None else None
         if refusal:
@@ -41,6 +43,11 @@ def bind(
 def picks_tokens(layer: AttentionLayer, binding: Binding[Policy]) -> bool:
     """Whether a layer whose model picks what it reads has the method that serves it."""
     return layer.shape.indexed and binding.policy is not None
+
+
+def keeps_latents(layer: AttentionLayer, binding: Binding[Policy]) -> bool:
+    """Whether a layer that reads all of its latents has a method that serves it."""
+    return layer.shape.reads_latents and binding.policy is not None
 
 
 def all_or_none(plan: Plan) -> Plan:
@@ -70,6 +77,8 @@ def switched_names(plan: Plan) -> dict[int, str]:
     served = {id(layer.config) for layer, binding in plan if binding.policy is not None}
     if any(picks_tokens(layer, binding) for layer, binding in plan):
         return dict.fromkeys(served, INDEXED_NAME)
+    if any(keeps_latents(layer, binding) for layer, binding in plan):
+        return dict.fromkeys(served, LATENT_NAME)
     eager = {id(layer.config) for layer, binding in plan if binding.stock == "eager"}
     return {key: ADDITIVE_NAME if key in eager else ATTENTION_NAME for key in served}
 

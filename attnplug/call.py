@@ -85,11 +85,12 @@ class AttentionCall:
 
 @dataclasses.dataclass
 class LatentCall:
-    """The work of a layer that attends to picked latents, in one forward pass.
+    """The work of a layer that attends to latents, in one forward pass.
 
     q is `[B,Hq,S,Dk+P]`: the part that meets the latents' keys, then the rotated one. latents are
     `[B,T,R]` and rope `[B,T,P]`, one for all heads. up `[Hq,Dk+Dv,R]` makes a head's keys and
-    values of a latent. picks `[B,S,K]` int32 are the tokens that each query reads, -1 for none.
+    values of a latent. picks `[B,S,K]` int32 are the tokens that each query reads, -1 for none, or
+    None where it reads all that it sees.
     sinks `[Hq]`, lengths `[1]` and key_mask `[B,T]` are as in `AttentionCall`. A method returns
     `[B,S,Hq,Dv]`, and leaves its name in `served_by`.
     """
@@ -98,12 +99,17 @@ class LatentCall:
     latents: torch.Tensor
     rope: torch.Tensor
     up: torch.Tensor
-    picks: torch.Tensor
+    picks: torch.Tensor | None
     scale: float
     sinks: torch.Tensor | None = None
     lengths: torch.Tensor | None = None
     key_mask: torch.Tensor | None = None
     served_by: str = ""
+
+    @property
+    def whole(self) -> bool:
+        """Whether the queries are the whole sequence (a first prefill), known from shapes."""
+        return self.lengths is None and self.q.shape[2] == self.latents.shape[1]
 
 
 @dataclasses.dataclass
@@ -151,6 +157,12 @@ class LayerShape:
     device: torch.device
     positions: int | None = None  # tokens that the model reads; None where that is not known
     indexed: bool = False  # the model picks the tokens that the layer reads
+    latent: int = 0  # numbers that the cache keeps of a token for all heads, where it keeps latents
+
+    @property
+    def reads_latents(self) -> bool:
+        """Whether the layer keeps latents and reads all of them."""
+        return self.latent > 0 and not self.indexed
 
     @property
     def told_tokens(self) -> int:

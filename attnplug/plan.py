@@ -37,7 +37,8 @@ class Shape:
     """What of a model the bill needs: layers of full attention, KV heads, head dimension, bytes of
     weights that a step reads, and bytes an element of the cache. `positions`: the most tokens that
     the model reads, None where only its shape is known. `gpus`: how many share the model, of which
-    heads and weights are the share of one."""
+    heads and weights are the share of one. `shared`: numbers that all layers together keep of a
+    token for no head of its own, which are latents and the keys of indexers. Each GPU has these."""
 
     layers: int
     heads_kv: int
@@ -46,14 +47,16 @@ class Shape:
     itemsize: int = 2
     positions: int | None = dataclasses.field(default=None, compare=False)
     gpus: int = 1
+    shared: int = 0
 
     def reads(self, tokens: int) -> bool:
         """Whether the model has positions for so many tokens."""
         return self.positions is None or tokens <= self.positions
 
     def cached(self, tokens: float) -> float:
-        """Bytes of keys and values of so many tokens."""
-        return 2 * self.layers * self.heads_kv * self.head_dim * self.itemsize * tokens
+        """Bytes that the cache keeps of so many tokens."""
+        numbers = 2 * self.layers * self.heads_kv * self.head_dim + self.shared
+        return numbers * self.itemsize * tokens
 
     def read(self, policy: Sparse, tokens: int) -> float:
         """Bytes that a step of `policy` reads of one sequence."""
@@ -62,9 +65,9 @@ class Shape:
     def of_rank(self, gpus: int) -> "Shape":
         """What one of several GPUs has of the model: its KV heads and its part of the weights.
         Raises ArgumentError where the heads cannot be dealt out."""
-        if gpus < 1 or self.heads_kv % gpus:
+        if gpus < 1 or (self.layers and self.heads_kv % gpus):
             raise ArgumentError(f"plan: {self.heads_kv} KV heads cannot be dealt to {gpus} GPUs")
-        each = self.heads_kv // gpus
+        each = max(1, self.heads_kv // gpus)
         return dataclasses.replace(self, heads_kv=each, weights=self.weights / gpus, gpus=gpus)
 
 
@@ -303,8 +306,30 @@ def shape_of(model: str) -> Shape:
         count -= network.get_input_embeddings().weight.numel()
     types = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
     _, heads_kv, dim = config_heads(config)
-    full = types.count("full_attention")
-    return Shape(full, heads_kv, dim, 2 * count, positions=positions(config))
+    full, shared = _kept_otherwise(network, types)
+    return Shape(full, heads_kv, dim, 2 * count, positions=positions(config), shared=shared)
+
+
+def _kept_otherwise(network: torch.nn.Module, types: Sequence[str]) -> tuple[int, int]:
+    """How many layers keep keys and values of their own, and the numbers that others, and indexers,
+    keep of a token."""
+    from attnplug.models.latents import has_latents, numbers_a_token
+    from attnplug.models.picked_blocks import picks_blocks
+
+    modules = list(network.modules())
+    latent = [each for each in modules if has_latents(each)]
+    blocks: list[Any] = [each for each in modules if picks_blocks(each)]
+    full = (0 if latent else types.count("full_attention")) + len(blocks)
+    return full, sum(map(numbers_a_token, latent)) + sum(x.indexer.head_dim for x in blocks)
+
+
+def check_served(shape: Shape, policy: Sparse) -> None:
+    """Raise ArgumentError where no layer of the model is one that a method of the bill serves."""
+    if not shape.layers:
+        raise ArgumentError(
+            f"plan: {policy.name} serves no layer of this model, whose cache keeps latents: "
+            f"{shape.cached(1):,.0f} bytes a token, of all layers and for all heads together"
+        )
 
 
 def read_options(contexts: Sequence[int], batch: int, policy: str) -> Sparse:

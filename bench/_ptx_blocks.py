@@ -20,6 +20,7 @@ def dense_decode(op: Any) -> Cases:
     yield "padded", case(2, 28, 4, 1, 4096, 128, **padding(2, 4096), **capped)
     yield "window", case(1, 28, 4, 1, 32768, 128, lengths=new(1), window=1024, **capped)
     yield "many queries", case(1, 28, 4, 128, 8192, 128, lengths=new(1))
+    yield "D=192", case(1, 128, 128, 9, 8192, 192, **padding(1, 8192))  # of latents, expanded
     yield "D=256", case(1, 16, 8, 1, 8192, 256, lengths=new(1))
 
 
@@ -214,6 +215,9 @@ def query_sparse_attention(op: Any) -> Cases:
         args = attention(batch, heads, kv, queries, size, width, dtype)
         return lambda: op(*args, scale=0.1, **options)
 
+    latents = dict(gamma=1, top_k=0, exact_k=0)  # dense, of latents that are expanded
+    yield "D=192", case(1, 128, 128, 4096, 8192, 192, **latents, lengths=new(1, dtype=INT64))
+    yield "D=192 padded", case(2, 128, 128, 4096, 4096, 192, **latents, **padding(2, 4096))
     yield "bench", case(1, 28, 4, 32768, 32768, 128)
     yield "pack=2", case(1, 24, 4, 8192, 8192, 128, exact_k=4)
     yield "pack=4 lengths", case(2, 32, 8, 8192, 8192, 128, lengths=new(2))

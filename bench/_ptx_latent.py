@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import torch
 from _ptx_inputs import BF16, FP16, FP32, INT32, INT64, Cases, cases, new, padding
 
 
@@ -21,6 +22,10 @@ def index_topk(op: Any) -> Cases:
     yield "padded", case(2, 100, 64, 16384, 128, lengths=new(1, dtype=INT64), key_mask=mask)
     yield "all are picked", case(2, 9, 64, 1024, 128, lengths=new(1, dtype=INT64))
     yield "fp16 D=48 H=6", case(2, 33, 6, 1003, 48, 100, FP16)
+    pools = {"lengths": new(16, dtype=INT64), "key_mask": new(16, 8192, dtype=torch.bool)}
+    yield "prompt over pools", case(16, 2048, 32, 8192, 128, 128, **pools)  # GLM-5.3's
+    pools = {"lengths": new(1, dtype=INT64), "key_mask": new(1, 8192, dtype=torch.bool)}
+    yield "step over pools", case(1, 1, 32, 8192, 128, 128, **pools)
     yield "H=200", case(1, 4, 200, 4096, 64, 500)
     yield "fp32", case(1, 64, 64, 4096, 128, 500, FP32)
     yield "fp32 step D=256", case(2, 1, 16, 4096, 256, 500, FP32)
@@ -58,6 +63,9 @@ def latent_attention(op: Any) -> Cases:
     yield "dense prefill", case(1, 4096, 128, 32768, lengths=new(1, dtype=INT64))
     mask = {"lengths": new(1, dtype=INT64), "key_mask": padding(2, 4096)["key_mask"]}
     yield "padded", case(2, 64, 128, 4096, 1024, **mask)
+    wide = {"widths": (512, 0), "lengths": new(1, dtype=INT64)}  # GLM-5.3's, which rotates nothing
+    yield "step without rope", case(1, 1, 64, 131072, 2063, **wide)
+    yield "prefill without rope", case(1, 4096, 64, 32768, 2063, **wide)
     yield "dense padded", case(2, 64, 16, 4096, **mask)
     yield "fp16 R=48 P=4", case(2, 9, 6, 1003, 100, (48, 4), FP16)
     yield "fp32", case(1, 64, 16, 4096, 512, dtype=FP32)

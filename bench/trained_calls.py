@@ -8,7 +8,8 @@ are seconds of generate for 1 and for 65 new tokens under `trained`, prompt and 
 later calls and the first one. `step` rows are a token over a cache of `tokens` tokens: ours is the
 difference of these calls; transformers' is a forward pass over its dynamic cache, which random
 numbers fill, as its own prefill of such a prompt asks for scores of queries by heads by tokens.
-`--family minimax_m3_vl_text` has layers that pick blocks.
+`--family minimax_m3_vl_text` has layers that pick blocks. `--family deepseek_v3` has no indexer, so
+that `dense` reads its latents.
 `--prefill` lists lengths at which transformers' prefill is tried, too. `--small` is for a CPU.
 """
 
@@ -124,7 +125,9 @@ class Bench:
             latents = torch.randn(1, 1, tokens, config.kv_lora_rank, **options)
             rope = torch.randn(1, 1, tokens, config.qk_rope_head_dim, **options)
             cache.update(latents, rope, index)
-            cache.update_indexer(torch.randn(1, tokens, config.index_head_dim, **options), index)
+            if hasattr(cache.layers[index], "update_indexer"):
+                keys = torch.randn(1, tokens, config.index_head_dim, **options)
+                cache.update_indexer(keys, index)
         return cache
 
     def stock_step(self, tokens: int) -> None:

@@ -238,6 +238,7 @@ def plan(
             check_place("image", image, image=True)
         method = module.read_options(context, batch, policy)
         shape, bill = module.shape_of(model).of_rank(gpus), module.H200
+        module.check_served(shape, method)
         said = console(stderr=as_json)
         if rows:
             fitted = module.fit(module.read_rows(rows))

@@ -17,6 +17,7 @@ from transformers.generation.continuous_batching import ContinuousBatchingManage
 from attnplug.errors import UnsupportedCallError
 from attnplug.models.hf import bindings_of
 from attnplug.models.instance_method import put_method
+from attnplug.models.latents import EXPAND
 from attnplug.models.names import ATTENTION_NAMES
 from attnplug.models.paged import KEPT, adopt, paged_name, register_paged_names
 from attnplug.models.switch import ATTENTION
@@ -107,6 +108,12 @@ def _init_continuous_batching(model: Any, *args: Any, **kwargs: Any) -> Any:
     _settle(model)
     if SESSION in vars(model):
         raise UnsupportedCallError("continuous batching runs on this model already: stop it first")
+    latent = next((type(x).__name__ for x in bindings_of(model) if EXPAND in vars(x)), "")
+    if latent:
+        raise UnsupportedCallError(
+            f"transformers' continuous batching has pages of keys and values, and the cache of "
+            f"{latent} keeps latents"
+        )
     kept = vars(model).get(CACHED)
     if kept is not None and not getattr(kept, SESSION, False):
         raise UnsupportedCallError(

@@ -224,7 +224,7 @@ def plug_attention(
     if ours and query.shape[2] > 1:  # steps defer their write by it
         state.note_buffers(key, value)
     query, key, value = as_autocast(query, key, value, state)
-    key, value, lengths = _valid_part(query, key, value, state, attnplug_fresh)
+    key, value, lengths = valid_part(query, key, value, state, attnplug_fresh)
     call = AttentionCall(
         query,
         key,
@@ -235,10 +235,10 @@ def plug_attention(
         lengths=lengths,
         state=state if ours or isinstance(state, StaticLayer) else None,
     )
-    compact = _set_key_mask(call, attention_mask)
-    if state is None and compact and not _exotic(kwargs):
-        _refuse_unknown_keys(module, query, key)
-    if binding is None or binding.policy is None or not compact or _exotic(kwargs):
+    compact = set_key_mask(call, attention_mask)
+    if state is None and compact and not is_exotic(kwargs):
+        refuse_unknown_keys(module, query, key)
+    if binding is None or binding.policy is None or not compact or is_exotic(kwargs):
         call.flush()
         if binding is not None and getattr(state, "round", None) is None:
             why = binding.reason if binding.policy is None else "the call has a mask of its own"
@@ -292,7 +292,7 @@ def as_autocast(
     return query.to(cast), key.to(cast), value.to(cast)
 
 
-def _refuse_unknown_keys(module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor) -> None:
+def refuse_unknown_keys(module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor) -> None:
     """Without a cache in sight, causal attention can only be over the queries' own keys."""
     if key.shape[2] != query.shape[2] and getattr(module, "is_causal", True):
         if not hasattr(module, BINDING):
@@ -308,7 +308,7 @@ def _refuse_unknown_keys(module: torch.nn.Module, query: torch.Tensor, key: torc
         )
 
 
-def _valid_part(
+def valid_part(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, state: Any, fresh: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Keys and values, and how many of them are valid where a static cache returned its buffer."""
@@ -323,7 +323,7 @@ def _valid_part(
     return key, value, state.cumulative_length.reshape(1)
 
 
-def _set_key_mask(call: AttentionCall, mask: torch.Tensor | None) -> bool:
+def set_key_mask(call: AttentionCall, mask: torch.Tensor | None) -> bool:
     """Put a compact mask into the call. False where the mask is not a compact one."""
     if mask is None:
         return True
@@ -337,7 +337,7 @@ def _set_key_mask(call: AttentionCall, mask: torch.Tensor | None) -> bool:
     return True
 
 
-def _exotic(kwargs: dict[str, Any]) -> bool:
+def is_exotic(kwargs: dict[str, Any]) -> bool:
     return kwargs.get("position_bias") is not None or kwargs.get("is_causal") is False
 
 

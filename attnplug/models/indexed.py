@@ -22,18 +22,25 @@ import torch
 from transformers.cache_utils import StaticLayer
 
 from attnplug.call import AttentionCall, LatentCall, Served
-from attnplug.errors import UnsupportedCallError
 from attnplug.models.cache import PlugLayer
 from attnplug.models.hf import (
     SERVES,
     as_autocast,
     binding_of,
-    plug_attention,
     plug_mask,
     refuse_options,
     stock_function,
 )
 from attnplug.models.instance_method import put_method
+from attnplug.models.latents import (
+    attend_latents,
+    bind_latents,
+    has_latents,
+    lengths_of,
+    unbind_latents,
+    up_of,
+    why_not_expanded,
+)
 from attnplug.models.names import CACHE_ARGUMENTS, INDEXED_NAME
 from attnplug.models.picked_blocks import (
     attend_blocks,
@@ -42,9 +49,15 @@ from attnplug.models.picked_blocks import (
     refuse_missing_picks,
     why_not_blocks,
 )
+from attnplug.models.picked_pools import (
+    attend_pools,
+    bind_pools,
+    picks_pools,
+    unbind_pools,
+    why_not_pools,
+)
 from attnplug.ops import index_topk
 from attnplug.ops.common.checks import why_not_width
-from attnplug.ops.latent.latent_attention import WIDEST_LATENT, WIDEST_ROPE
 
 Forward = Callable[..., torch.Tensor]
 
@@ -68,14 +81,13 @@ def why_not_indexed(module: Any) -> str:
     kind = type(module).__name__
     if picks_blocks(module):
         return why_not_blocks(module)
-    if not (hasattr(module, "expand_kv") and hasattr(module, "kv_lora_rank")):
+    if picks_pools(module):
+        return why_not_pools(module)
+    if not has_latents(module):
         return f"{kind} picks tokens, but not for attention over latents"
-    projection: Any = module.kv_b_proj
-    if type(projection) is not torch.nn.Linear or projection.bias is not None:
-        return f"the latents of {kind} are expanded by a {type(projection).__name__}"
-    widths = module.kv_lora_rank, module.qk_rope_head_dim
-    if widths[0] > WIDEST_LATENT or widths[1] > WIDEST_ROPE:
-        return f"latents of {widths[0]} and {widths[1]} channels are wider than attnplug's kernels"
+    unexpanded = why_not_expanded(module)
+    if unexpanded:
+        return unexpanded
     indexer = getattr(module, "indexer", None)
     if indexer is not None and picking_forward(type(indexer)) is None:
         return f"{type(indexer).__name__} picks in a way that attnplug does not know"
@@ -129,10 +141,13 @@ def _with_our_end(forward: Any) -> Forward | None:
 
 def bind_indexed(module: torch.nn.Module) -> None:
     """Have an attention module, and its indexer, leave picks and latents to attnplug."""
+    if picks_pools(module):
+        bind_pools(module)
+        return
     if picks_blocks(module):
         put_method(module.indexer, "forward", pick_blocks)  # pyright: ignore[reportArgumentType]
         return
-    put_method(module, "expand_kv", _keep_latents)
+    bind_latents(module)
     indexer = getattr(module, "indexer", None)
     if indexer is not None:
         put_method(indexer, "forward", _indexer_forward)
@@ -141,17 +156,14 @@ def bind_indexed(module: torch.nn.Module) -> None:
 
 def unbind_indexed(module: torch.nn.Module) -> None:
     """Undo `bind_indexed`."""
-    vars(module).pop("expand_kv", None)
+    if picks_pools(module):
+        unbind_pools(module)
+        return
+    unbind_latents(module)
     indexer = getattr(module, "indexer", None)
     if indexer is not None:
         for name in ("forward", PICK_METHOD):
             vars(indexer).pop(name, None)
-
-
-def _keep_latents(
-    module: torch.nn.Module, latents: torch.Tensor, rope: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    return latents, rope
 
 
 def _indexer_forward(indexer: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -192,12 +204,6 @@ def pick_tokens(
 
 def _products(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
     return torch.einsum("bshd,btd->bsht", q.float(), k.float())
-
-
-def lengths_of(layer: Any) -> torch.Tensor | None:
-    """How many tokens of a static layer are valid, `[1]` on its device; None of another layer, all
-    of whose tokens are."""
-    return layer.cumulative_length.reshape(1) if isinstance(layer, StaticLayer) else None
 
 
 def index_mask(
@@ -245,6 +251,9 @@ def attend_indexed(
     binding = binding_of(module)
     policy = None if binding is None else binding.policy
     refuse_missing_picks(module, block_indices)
+    if picks_pools(module) and binding and policy and attention_mask is not None:
+        given = attention_mask, dropout, scaling
+        return attend_pools(module, binding, query, key, value, *given, kwargs)
     if block_indices is not None and binding is not None and attention_mask is not None:
         refuse_options(query, dropout, kwargs)
         call = _block_call(query, key, value, scaling, attention_mask, kwargs)
@@ -252,7 +261,7 @@ def attend_indexed(
         return attend_blocks(module, binding, call, block_indices, own, kwargs)
     if binding is None or policy is None or indices is None or attention_mask is None:
         mask = None if attention_mask is None or attention_mask.shape[-1] == 1 else attention_mask
-        return plug_attention(
+        return attend_latents(
             module, query, key, value, mask, dropout, scaling, s_aux=s_aux, **kwargs
         )
     refuse_options(query, dropout, kwargs)
@@ -271,7 +280,7 @@ def attend_indexed(
         query,
         latents=key[:, 0],
         rope=value[:, 0],
-        up=_up(module, query.shape[1]),
+        up=up_of(module, query.shape[1]),
         picks=indices,
         scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
         sinks=s_aux,
@@ -307,17 +316,6 @@ def _block_call(
         key_mask=_key_mask(mask, len(key), key.shape[2]) if compact else None,
         state=state if isinstance(state, StaticLayer) else None,
     )
-
-
-def _up(module: Any, heads: int) -> torch.Tensor:
-    """What makes a head's keys and values of latents, `[Hq,Dk+Dv,R]`."""
-    projection = module.kv_b_proj
-    if type(projection) is not torch.nn.Linear:
-        raise UnsupportedCallError(
-            f"kv_b_proj became a {type(projection).__name__} after apply, and its latents are read "
-            "by its weight: call attnplug.remove(model) and apply again."
-        )
-    return projection.weight.view(heads, -1, projection.weight.shape[1])
 
 
 def _picked_mask(picks: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:

@@ -14,6 +14,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from attnplug.call import LayerShape
 from attnplug.errors import UnsupportedModelError
 from attnplug.models.indexed import why_not_indexed
+from attnplug.models.latents import has_latents, numbers_a_token, why_not_latents
 from attnplug.models.names import CACHE_ARGUMENTS
 from attnplug.models.parallel import Split, split_of
 from attnplug.ops.common.checks import DTYPES, WIDE_HEAD_DIMS, why_not_width
@@ -135,7 +136,10 @@ def _describe(name: str, module: torch.nn.Module, model: PreTrainedModel) -> Att
     shape = _shape(module, weights, split)
     kind = _kind(module, index)
     if kind == INDEXED and split is None:
-        shape = replace(shape, indexed=not why_not_indexed(module))
+        latent = numbers_a_token(module) if has_latents(module) else 0
+        shape = replace(shape, indexed=not why_not_indexed(module), latent=latent)
+    elif has_latents(module) and split is None and not why_not_latents(module):
+        shape = replace(shape, latent=numbers_a_token(module))
     reason = _reason(module, kind, shape, weights)
     return AttentionLayer(index, name, module, _config(module), kind, shape, reason, split)
 
@@ -283,7 +287,9 @@ def _reason(
         return "attention is not causal"
     if kind == INDEXED and not shape.indexed:
         return why_not_indexed(module) or "its heads are split over several processes"
-    if not shape.indexed:
+    if not (shape.indexed or shape.reads_latents):
+        if has_latents(module):
+            return why_not_latents(module) or "its heads are split over several processes"
         if hasattr(module, "kv_lora_rank"):
             return "multi-head latent attention"
         value_dim = getattr(module, "v_head_dim", None) or shape.head_dim
@@ -294,4 +300,6 @@ def _reason(
     if any(tensor.dtype == torch.float64 for tensor in weights[:1]):
         served = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
         return f"dtype float64 is not one of {served}"
-    return "" if shape.indexed else why_not_width(shape.head_dim, WIDE_HEAD_DIMS)
+    if shape.indexed or shape.reads_latents:
+        return ""
+    return why_not_width(shape.head_dim, WIDE_HEAD_DIMS)

@@ -27,10 +27,15 @@ def user_hooks(model: torch.nn.Module) -> str:
     if any(map(_is_users, chain.from_iterable(getattr(registry, x).values() for x in GLOBAL))):
         return "all modules of torch have a forward hook"
     for module in all_modules(model):
-        if any(map(_is_users, _hooks(module))):
+        if is_hooked(module):
             name = next(name for name, each in model.named_modules() if each is module)
             return f"{name or type(module).__name__} has a forward hook"
     return ""
+
+
+def is_hooked(module: torch.nn.Module) -> bool:
+    """Whether a user's hook runs when this module does."""
+    return any(map(_is_users, _hooks(module)))
 
 
 def _hooks(module: torch.nn.Module) -> Iterator[Any]:

@@ -13,11 +13,13 @@ class IndexedLayer(PlugLayer):
     """`keys` are latents `[B,1,max_length,R]`, `values` the rotated parts of keys
     `[B,1,max_length,P]`, and `indexer_keys` `[B,max_length,D]` what an indexer scores. A layer that
     takes another's picks has none of these, and one that reads another's latents has them alone
-    (`has_index_only`). Where an indexer picks blocks, `keys` and `values` are plain ones.
+    (`has_index_only`). Where an indexer picks blocks, `keys` and `values` are plain ones. Where it
+    picks pools of tokens, `pool_keys` `[B,pools+1,D]` are made of `indexer_keys` as they come.
     (The contract of transformers' StaticIndexedLayer, and of its sparse layer of MiniMax-M3.)"""
 
-    row_buffers: ClassVar[RowBuffers] = {"indexer_keys": None}
+    row_buffers: ClassVar[RowBuffers] = {"indexer_keys": None, "pool_keys": None}
     indexer_keys: torch.Tensor | None = None
+    pool_keys: torch.Tensor | None = None
     has_index_only = False  # its tokens are counted by the indexer's update
 
     @property
@@ -59,6 +61,7 @@ class IndexedLayer(PlugLayer):
         self.bind_rows(indexer_keys=theirs.new_zeros(shape))
         assert self.indexer_keys is not None
         self.indexer_keys[:, :tokens] = theirs[:, :tokens]
+        self.pool_keys = None  # made anew when the next tokens come
 
     def renew(self) -> None:
         """Edited latents leave the index keys as they are: they come from hidden states."""

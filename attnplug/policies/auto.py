@@ -127,6 +127,8 @@ class Auto(Phase):
         self.check("quality", known, " or ".join(map(repr, CANDIDATES)))
 
     def resolve(self, slot: str, shape: LayerShape, layers: int) -> tuple[Phase, str]:
+        if shape.reads_latents:
+            return Dense(), f"auto: {slot} by dense, which alone reads latents"
         against = []
         for each in CANDIDATES[self.quality][slot]:
             reason = _against(each, shape, layers)

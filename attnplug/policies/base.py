@@ -56,6 +56,11 @@ class Phase:
         """The attention output `[B,S,Hq,Dv]` of a layer whose model picks what it reads."""
         raise NotImplementedError(f"{type(self).__name__} has no attend_latents")
 
+    def attend_all_latents(self, call: LatentCall) -> torch.Tensor:
+        """The attention output `[B,S,Hq,Dv]` of a layer whose cache keeps latents, over all that a
+        query sees."""
+        raise NotImplementedError(f"{type(self).__name__} has no attend_all_latents")
+
     def observe(self, call: AttentionCall, served: "Phase") -> Edges | None:
         """The edges of a call that the phase `served` has served; None where there are none to
         tell. Must leave the call's tensors as they are."""

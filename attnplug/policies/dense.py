@@ -6,16 +6,18 @@ device. Decode is `dense_decode`, which reads only the valid part of a static ca
 """
 
 import dataclasses
+import sys
 from typing import Any, ClassVar
 
 import torch
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from attnplug.call import AttentionCall, PagedCall, causal_mask
+from attnplug.call import AttentionCall, LatentCall, LayerShape, PagedCall, causal_mask
 from attnplug.errors import UnsupportedCallError
 from attnplug.models.sync import may_sync
 from attnplug.ops import dense_decode, query_sparse_attention
 from attnplug.ops.common.checks import WIDE_HEAD_DIMS
+from attnplug.policies._absorbed import attend_absorbed, attend_expanded, expanded_width
 from attnplug.policies.base import Phase
 
 # Up to this many queries (speculative verification) splitting the keys over the GPU beats a
@@ -33,6 +35,8 @@ FLASH_WIDTH = 256  # head dimensions that torch's flash kernels have
 ROW_TOKENS = 8192
 MOST_HOLES = 16
 
+LATENT_SLAB = 4096  # queries whose latents are there at a time
+
 
 @dataclasses.dataclass(frozen=True)
 class Dense(Phase):
@@ -44,6 +48,12 @@ class Dense(Phase):
 
     def query_grid(self) -> int:
         return 1
+
+    def refusal(self, shape: LayerShape) -> str | None:
+        return None if shape.reads_latents else super().refusal(shape)
+
+    def note(self, shape: LayerShape) -> str:
+        return f"keeps latents, {shape.latent:,} numbers a token" if shape.reads_latents else ""
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
         queries = call.q.shape[2]
@@ -59,6 +69,15 @@ class Dense(Phase):
         if plain and call.q.device.type == "cpu":
             return _sdpa(call, causal_mask(call))
         return _flash(call)
+
+    def attend_all_latents(self, call: LatentCall) -> torch.Tensor:
+        """A step, and a few queries over a longer cache, read the latents as they lie; keys and
+        values are expanded for a prompt, and for so many queries that it is less work."""
+        call.served_by, width = self.name, expanded_width(call)
+        least = 2 if call.whole else _expanding_pays(call)
+        if width is None or known_below(call.q.shape[2], least):
+            return attend_absorbed(call, LATENT_SLAB)
+        return attend_expanded(call, width, self.attend)
 
     def pages_refusal(self) -> str | None:
         return None
@@ -90,6 +109,15 @@ def check_open_length(method: str, tokens: int, query_block: int) -> None:
             f"torch.export: {method} needs more than one block of {query_block} queries in a "
             f"program; declare the length as torch.export.Dim(name, min={query_block + 1})"
         )
+
+
+def _expanding_pays(call: LatentCall) -> int:
+    """From how many queries over a longer cache on it is fewer products to expand the cache than
+    to meet latents, which are wider than keys and values: R (D + Dv) a token of the cache against
+    2 R - D - Dv a query and token."""
+    expanded, latent = call.up.shape[1:]
+    saved = 2 * latent - expanded
+    return -(-latent * expanded // saved) if saved > 0 else sys.maxsize
 
 
 def _leaves_a_gpu_idle(call: AttentionCall) -> bool:

@@ -50,6 +50,9 @@ class Policy:
         assert self.prefill is not None and self.decode is not None  # filled by __post_init__
         if shape.indexed:
             return self._resolve_indexed()
+        if shape.reads_latents and self.trace is not None:
+            policy, why = dataclasses.replace(self, trace=None).resolve(shape, layers)
+            return policy, "; ".join(filter(None, (why, "not traced: the layer keeps latents")))
         prefill, why = self.prefill.resolve("prefill", shape, layers)
         decode, more = self.decode.resolve("decode", shape, layers)
         reasons = "; ".join(filter(None, (why, more)))
@@ -73,6 +76,19 @@ class Policy:
         assert self.prefill is not None and self.decode is not None  # filled by __post_init__
         own = (type(each).attend_latents for each in (self.prefill, self.decode))
         return all(each is not Phase.attend_latents for each in own)
+
+    @property
+    def attends_all_latents(self) -> bool:
+        """Whether both methods serve a layer whose cache keeps latents, and read all of them."""
+        assert self.prefill is not None and self.decode is not None  # filled by __post_init__
+        own = (type(each).attend_all_latents for each in (self.prefill, self.decode))
+        return all(each is not Phase.attend_all_latents for each in own)
+
+    def attend_all_latents(self, call: LatentCall) -> torch.Tensor:
+        """Run the method that the static shape of the queries asks for."""
+        phase = self.decode if call.q.shape[2] == 1 else self.prefill
+        assert phase is not None  # filled by __post_init__
+        return phase.attend_all_latents(call)
 
     def attend_latents(self, call: LatentCall) -> torch.Tensor:
         """Run the method of a layer whose model picks what it reads."""

@@ -11,8 +11,8 @@ rotated parts q', k' of query and key:
     scores_t = scale ((W_k^T q) . c_t + q' . k'_t)        out = W_v sum_t softmax(scores)_t c_t
 
 so that the latents are read as they lie in the cache, once for all heads. MiniMax-M3's indexer
-picks blocks of plain keys and values for each KV head, which the op of `gather` reads.
-(DeepSeek-V2, 2024, DeepSeek-V3.2, 2025, and MiniMax-M3, 2026.)
+picks blocks of plain keys and values for each KV head, which the op of `gather` reads. GLM-5.3's
+picks pools of tokens. (DeepSeek-V2, 2024, DeepSeek-V3.2, 2025, MiniMax-M3 and GLM-5.3, 2026.)
 """
 
 import dataclasses
@@ -22,7 +22,8 @@ import torch
 
 from attnplug.call import AttentionCall, LatentCall, LayerShape
 from attnplug.models.cache import PlugLayer
-from attnplug.ops import gather_attention, latent_attention
+from attnplug.ops import gather_attention
+from attnplug.policies._absorbed import attend_absorbed
 from attnplug.policies._indexed_layer import IndexedLayer
 from attnplug.policies.base import Phase
 
@@ -45,6 +46,9 @@ class Trained(Phase):
 
     def refusal(self, shape: LayerShape) -> str | None:
         return None if shape.indexed else "trained: the layer has no indexer"
+
+    def note(self, shape: LayerShape) -> str:
+        return f"keeps latents, {shape.latent:,} numbers a token" if shape.latent else ""
 
     def cache_layer(self, max_length: int) -> PlugLayer:
         return IndexedLayer(max_cache_len=max_length)
@@ -72,14 +76,7 @@ class Trained(Phase):
 
     def attend_latents(self, call: LatentCall) -> torch.Tensor:
         call.served_by = self.name
-        queries = call.q.shape[2]
-        if queries <= SLAB:
-            return _attend(call)
-        out = []
-        for begin in range(0, queries, SLAB):
-            end = min(begin + SLAB, queries)
-            out.append(_attend(_slab(call, begin, end)))
-        return torch.cat(out, 1)
+        return attend_absorbed(call, SLAB)
 
 
 def _attend_blocks(call: AttentionCall, begin: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -118,36 +115,3 @@ def _mean_value(call: AttentionCall) -> torch.Tensor:
         mean = values.mean(2, keepdim=True)
     group = call.q.shape[1] // call.v.shape[1]
     return mean.to(call.q.dtype).repeat_interleave(group, 1)
-
-
-def _slab(call: LatentCall, begin: int, end: int) -> LatentCall:
-    """The queries from `begin` to `end` as a call of their own: the last of fewer tokens."""
-    behind = call.q.shape[2] - end
-    part = dataclasses.replace(call, q=call.q[:, :, begin:end], picks=call.picks[:, begin:end])
-    if call.lengths is not None:
-        part.lengths = call.lengths - behind
-        return part
-    tokens = call.latents.shape[1] - behind
-    part.latents, part.rope = call.latents[:, :tokens], call.rope[:, :tokens]
-    part.key_mask = None if call.key_mask is None else call.key_mask[:, :tokens]
-    return part
-
-
-def _attend(call: LatentCall) -> torch.Tensor:
-    """`[B,S,Hq,Dv]` of `[B,Hq,S,Dk+P]`."""
-    rotated = call.rope.shape[2]
-    keys = call.q.shape[3] - rotated
-    plain, turned = call.q.split([keys, rotated], -1)
-    up = call.up.to(plain.dtype)
-    mixed = latent_attention(
-        (plain @ up[:, :keys]).transpose(1, 2),
-        turned.transpose(1, 2),
-        call.latents,
-        call.rope,
-        call.picks,
-        scale=call.scale,
-        sinks=call.sinks,
-        lengths=call.lengths,
-        key_mask=call.key_mask,
-    )
-    return (mixed.transpose(1, 2) @ up[:, keys:].transpose(1, 2)).transpose(1, 2).contiguous()

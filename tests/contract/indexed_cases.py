@@ -33,6 +33,46 @@ MINIMAX: list[dict[str, Any]] = [
     {"index_local_blocks": 2, "num_attention_heads": 2},
 ]
 
+# Pools of tokens, beside linear layers: picks that layers share, and no tail.
+HAS_GLM5 = hasattr(transformers, "Glm5NextForConditionalGeneration")
+PICKING, LINEAR = "indexed_attention", "linear_attention"
+GLM5: list[dict[str, Any]] = [
+    {},
+    {"layer_types": [PICKING, LINEAR] * 2, "index_kpool_always_select_tail": False},
+]
+
+
+def tiny_glm5(**options: Any) -> PreTrainedModel:
+    """GLM-5.3, whose queries read 4 of the pools of 4 tokens, and the tokens behind the last."""
+    from transformers import Glm5NextConfig, Glm5NextForConditionalGeneration
+
+    kind = Glm5NextConfig.sub_configs["text_config"]
+    known = {*vars(kind()), *dir(kind), *kind.attribute_map} - {"layer_types", "mlp_layer_types"}
+    sizes = {name: value for name, value in SIZES.items() if name in known}
+    sizes |= {
+        "num_key_value_heads": 2,
+        "qk_rope_head_dim": 0,
+        "index_topk": 16,
+        "index_kpool": 4,
+        "layer_types": [PICKING, LINEAR, PICKING, PICKING],
+        "indexer_types": ["full", "full", "full", "shared"],
+        "mlp_layer_types": ["dense", "sparse"] * 2,
+        "linear_head_dim": 16,
+        "linear_num_heads": 2,
+    }
+    vision = {
+        "depth": 1,
+        "hidden_size": 32,
+        "num_heads": 2,
+        "intermediate_size": 32,
+        "out_hidden_size": 128,
+        "projection_intermediate_size": 32,
+    }
+    config = Glm5NextConfig(
+        text_config=sizes | options, vision_config=vision, image_token_id=1, video_token_id=2
+    )
+    return drawn(Glm5NextForConditionalGeneration, config)
+
 
 def tiny_minimax(**options: Any) -> PreTrainedModel:
     """MiniMax-M3's text model, which reads 2 of its blocks of 16 tokens."""
@@ -109,4 +149,7 @@ def models() -> dict[str, Any]:
     if HAS_MISTRAL:
         for index, options in enumerate(MISTRAL):
             made[f"mistral_large4-{index}"] = lambda options=options: tiny_mistral(**options)
+    if HAS_GLM5:
+        for index, options in enumerate(GLM5):
+            made[f"glm5_next-{index}"] = lambda options=options: tiny_glm5(**options)
     return made

@@ -3,6 +3,7 @@ ops that keep neither scores nor masks of queries by keys."""
 
 import copy
 import io
+import re
 
 import pytest
 import torch
@@ -17,6 +18,8 @@ from attnplug.models.names import CACHE
 from attnplug.ops.gvr.index_topk import WORKSPACE
 from attnplug.policies._indexed_layer import IndexedLayer
 
+# That the cache keeps of a token, with an indexer and without; of shared latents index keys alone.
+NUMBERS = {"glm5_next": {32, 105}, "mistral_large4": {0, 32, 64, 96}, "minimax_m3": set()}
 TOLERANCE = 1e-5  # of the largest logit
 MADE = models()
 pytestmark = pytest.mark.skipif(not MADE, reason="this transformers has no such family")
@@ -54,6 +57,8 @@ def test_every_family_computes_what_transformers_does(name):
     indexed = [layer for layer in layers if layer.kind == "indexed"]
     assert indexed
     assert all(layer.prefill == layer.decode == "trained" for layer in indexed)
+    numbers = {int(x) for layer in indexed for x in re.findall(r"latents, (\d+)", layer.reason)}
+    assert numbers <= NUMBERS.get(name.partition("-")[0], {64, 96})
     for form, call in forms().items():
         error = (call(model) - wanted[form]).abs().max() / wanted[form].abs().max()
         assert error < TOLERANCE, (form, float(error))
