@@ -319,8 +319,8 @@ class Rounds:
         self._note([[token] for token in self.buffers.token[:, 0].tolist()], self.buffers.token)
         try:
             while self.going:
-                prepare_layers(due_layers(call.wanting, call.length - 1), call.length - 1, None)
                 self._make_room()
+                self._prepare_layers()
                 tokens[:, :1].copy_(self.buffers.token)
                 self._draft(options)
                 self._note(self._verify(dict.fromkeys(options, 0)), self.feed.found[:, 1:])
@@ -329,6 +329,13 @@ class Rounds:
         if call.config.do_sample:
             call.set_random(self.noise.states[call.length])
         return call.length
+
+    def _prepare_layers(self) -> None:
+        """What layers want of the host, between rounds."""
+        mask, held = self.buffers.mask, self.call.length - 1
+        if mask is not None:
+            held, mask = self.held, mask[:, 0, 0, : self.held].long()
+        prepare_layers(due_layers(self.call.wanting, held), held, mask)
 
     def _make_room(self) -> None:
         """Close the holes where the cache has no slots for another round."""

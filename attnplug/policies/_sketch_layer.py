@@ -3,7 +3,7 @@ last queries, of which the basis is made; and the audits of its steps. Keys and 
 GPU, or in host memory."""
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 from transformers import Cache
@@ -20,7 +20,7 @@ from attnplug.policies._host_layer import HostLayer
 from attnplug.policies._sketch_audit import Asked, Audit, audit_step
 
 QUERIES = 512  # last ones of each head, that a basis is made of
-SPARE = 8  # and more, which are still there where generate takes steps back
+SPARE = 16  # and more, which are still there where generate takes steps back
 RING = QUERIES + SPARE
 FEW = 64  # a basis of fewer queries is made again after as many steps
 SOON, LATE = 512, 2048  # a basis is made again after as many tokens as it was made of, within
@@ -28,9 +28,9 @@ Rows = tuple[torch.Tensor | None, torch.Tensor | None]  # start and mask, as `re
 
 
 class SketchLayer(PlugLayer):
-    """Keys and values, `codes` of `size` bytes a token, the `basis`, and `recent`, the last 520
-    queries of each head `[B,Hq,520,D]`, a query at its position modulo 520. A basis is made of the
-    last 512, so that a crop of eight steps leaves all that it needs.
+    """Keys and values, `codes` of `size` bytes a token, the `basis`, and `recent`, the last 528
+    queries of each head `[B,Hq,528,D]`, a query at its position modulo 528. A basis is made of the
+    last 512, so that a crop of 16 steps leaves all that it needs.
 
     `hint` `[B,Hkv]` float32 is what the last step left for the scan of the next one, 0 where the
     tokens have changed since (`sketch_decode`).
@@ -149,15 +149,17 @@ class SketchLayer(PlugLayer):
             self.codes.progress.zero_()
             self._forget_hint()
 
-    def crop(self, tokens_to_remove: int) -> None:
-        super().crop(tokens_to_remove)
-        # transformers 5.17 passes a tensor in assisted decoding.
-        self.seen = max(0, self.seen + int(tokens_to_remove))
-        if self.codes is not None:
-            done, start = self.codes.progress.unbind(1)
-            whole = (self.cumulative_length - start).clamp(min=0) // BLOCK
-            done.copy_(torch.minimum(done, whole))
-            self._forget_hint()
+    @classmethod
+    def take_back_all(cls, layers: Sequence[PlugLayer], tokens: int | torch.Tensor) -> None:
+        super().take_back_all(layers, tokens)
+        for layer in cast(Sequence[SketchLayer], layers):
+            if isinstance(tokens, int):
+                layer.seen = max(0, layer.seen - tokens)
+            if layer.codes is not None:
+                done, start = layer.codes.progress.unbind(1)
+                whole = (layer.cumulative_length - start).clamp(min=0) // BLOCK
+                done.copy_(torch.minimum(done, whole))
+                layer._forget_hint()
 
     def _forget_hint(self) -> None:
         if self.hint is not None:
@@ -229,8 +231,8 @@ class SketchLayer(PlugLayer):
 
     def step_by_host(self, call: AttentionCall) -> None:
         """Audit the step before, and make the basis anew, where they are due and the host may wait
-        for the device."""
-        if not may_sync(call.q.is_cuda):
+        for the device. Not of tokens that only draft."""
+        if self.round_part or not may_sync(call.q.is_cuda):
             return
         if self.pending is not None and self._audit_is_due():
             self._audit(call.first_key, call.key_mask)

@@ -24,13 +24,14 @@ from attnplug.policies.dense import MAX_DECODE_QUERIES, Dense
 from attnplug.policies.gather import Gather
 from attnplug.policies.grammar import parse_policy
 from attnplug.policies.gvr import Gvr
+from attnplug.policies.sketch import Sketch
 
 # Tokens of a row from which on a token takes no longer than dense's if three drafts of six are
 # accepted, between measured 131,072 and 1,048,576 (bench/exact-steps-h200.json).
 CROSSOVER = {"cuda": 524288, "cpu": NEVER}
 
 # What may draft: its cache layer takes tokens back on the device, and nothing else remembers them.
-DRAFTS: dict[str, type[Phase]] = {"gather": Gather, "gvr": Gvr}
+DRAFTS: dict[str, type[Phase]] = {"gather": Gather, "gvr": Gvr, "sketch": Sketch}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,8 +70,9 @@ class Exact(DenseBelow):
         """The method that drafts, which serves caches of any length: this one has decided."""
         self.check("draft", isinstance(self.draft, str), "a method's name, such as 'gather'")
         found: Any = parse_policy(self.draft, DRAFTS).decode
-        on_gpu = not isinstance(found, Gather) or found.kv == "gpu"
+        on_gpu = getattr(found, "kv", "gpu") == "gpu"
         self.check("draft", on_gpu, "a cache on the GPU, kv='gpu'")
+        self.check("draft", not getattr(found, "audit", 0), "a sketch without audits")
         return found if found.min_tokens is not None else dataclasses.replace(found, min_tokens=0)
 
     drafter: ClassVar[Any]  # of each policy its own; no option

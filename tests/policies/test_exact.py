@@ -11,7 +11,9 @@ from attnplug.testing import tiny_model
 
 SHORT = "gather(k=1, block=16, sink=1, local=1)"  # often wrong
 FAR = "gather(k=0, block=16, sink=0, local=1)"  # a window of 16 tokens: nearly always wrong
-DRAFTS = ["gather", SHORT, FAR, "gvr(k=16, sink=1, window=1)"]
+GVR = "gvr(k=16, sink=1, window=1)"
+SKETCH = "sketch(k=4, bytes=16, tail='drop')"
+DRAFTS = ["gather", SHORT, FAR, GVR, SKETCH]
 SAMPLED = dict(do_sample=True, temperature=0.8, top_p=0.9)
 NEW = 24
 
@@ -97,7 +99,7 @@ def test_few_tokens(model, new):
         assert call(model, new=new)[0] == wanted
 
 
-@pytest.mark.parametrize("draft", [SHORT, "gather(k=2, block=16, bounds='int8')", DRAFTS[-1]])
+@pytest.mark.parametrize("draft", [SHORT, "gather(k=2, block=16, bounds='int8')", GVR, SKETCH])
 def test_what_a_call_leaves_in_its_cache_is_what_dense_would_have_left(model, draft):
     ids, later = ids_of(), ids_of(20, seed=4)
     with attnplug.applied(model, "dense"):
@@ -177,9 +179,9 @@ def test_processors_that_look_at_lengths_alone(model, options):
         assert tally(model).rounds > 0
 
 
-def rows_of(what, model):
-    """Prompts of several rows, the options of their call, and its tokens under dense."""
-    ids, options = ids_of(rows=1 if what == "one padded row" else 3), {}
+def rows_of(what, model, tokens=150):
+    """Prompts of several rows, and the options of their call."""
+    ids, options = ids_of(tokens, rows=1 if what == "one padded row" else 3), {}
     if what != "rows":
         mask = torch.ones_like(ids)
         for row, padded in enumerate((9, 0, 40)[: len(ids)]):
@@ -192,7 +194,7 @@ ROWS = ["rows", "padded rows", "one padded row"]
 
 
 @pytest.mark.parametrize("options", [{}, SAMPLED], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("draft", [SHORT, DRAFTS[-1]])
+@pytest.mark.parametrize("draft", [SHORT, GVR])
 @pytest.mark.parametrize("what", ROWS)
 def test_rows_get_denses_tokens_each_at_its_own_pace(model, what, draft, options):
     ids, more = rows_of(what, model)
@@ -206,6 +208,20 @@ def test_rows_get_denses_tokens_each_at_its_own_pace(model, what, draft, options
         found = tally(model)
         assert 0 < found.accepted < found.drafted
         assert {each.decode for each in attnplug.report(model).last} == {"exact"}
+
+
+@pytest.mark.parametrize("options", [{}, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("what", ["one row", "padded rows"])
+def test_sketch_drafts_over_a_text_that_it_does_not_read_whole(model, what, options):
+    """Its basis is made between rounds, of accepted tokens, and its ring outlasts 15 drafts."""
+    ids, more = (ids_of(900), {}) if what == "one row" else rows_of(what, model, 900)
+    with attnplug.applied(model, "dense"):
+        wanted, _ = call(model, ids, **more, **options)
+        after = torch.rand(3, device=model.device)
+    with attnplug.applied(model, exact(SKETCH, 15)):
+        assert call(model, ids, **more, **options)[0] == wanted
+        assert torch.equal(torch.rand(3, device=model.device), after)
+        assert 0 < tally(model).accepted < tally(model).drafted
 
 
 @pytest.mark.parametrize("options", [{}, SAMPLED], ids=["greedy", "sampled"])
@@ -224,7 +240,7 @@ def test_rows_end_one_after_another(model, options):
         assert torch.equal(torch.rand(2, device=model.device), after)
 
 
-@pytest.mark.parametrize("draft", [FAR, "gvr(k=16, sink=1, window=1)"])
+@pytest.mark.parametrize("draft", [FAR, GVR])
 def test_holes_are_closed_where_the_cache_has_no_more_slots(model, draft, monkeypatch):
     """Each round takes six slots of a cache that has room for the tokens and a round."""
     closed, close = [], rounds.close_holes
@@ -379,11 +395,13 @@ def test_compiled_steps_draft_too(model, hybrid, what, compile_mode):
 @pytest.mark.parametrize(
     "options, match",
     [
-        (dict(draft="dense"), "there are gather, gvr"),
-        (dict(draft="exact"), "there are gather, gvr"),
-        (dict(draft="momo"), "there are gather, gvr"),
+        (dict(draft="dense"), "there are gather, gvr, sketch"),
+        (dict(draft="exact"), "there are gather, gvr, sketch"),
+        (dict(draft="momo"), "there are gather, gvr, sketch"),
         (dict(draft="gather+gvr"), "keep one"),
         (dict(draft="gather(kv='host')"), "kv='gpu'"),
+        (dict(draft="sketch(kv='host')"), "kv='gpu'"),
+        (dict(draft="sketch(audit=64)"), "without audits"),
         (dict(draft="gather(k=-1)"), "k=-1"),
         (dict(draft="gathr"), "Did you mean gather"),
         (dict(draft=3), "a method's name"),
