@@ -116,7 +116,8 @@ class Far(NamedTuple):
 
 
 class ServedLayer:
-    """The methods of one layer and what they keep beside its pages."""
+    """The methods of one layer and what they keep beside its pages. `why` says what was left
+    dense."""
 
     def __init__(
         self,
@@ -127,8 +128,9 @@ class ServedLayer:
         sinks: torch.Tensor | None,
         device: torch.device,
         index: int = 0,
+        why: str = "",
     ):
-        self.index = index
+        self.index, self.why = index, why
         self.phases, self.scale, self.softcap, self.sinks = phases, scale, softcap, sinks
         self.state = self.rule = None
         if phases.decode is not None:
@@ -150,8 +152,8 @@ class ServedLayer:
         self,
         row: Row,
         q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
         pages: Pages,
         table: torch.Tensor,
         out: torch.Tensor,
@@ -182,16 +184,17 @@ class ServedLayer:
         self,
         row: Row,
         q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
         pages: Pages,
         table: torch.Tensor,
     ) -> AttentionCall:
         """One row of several queries. q `[tokens, Hq, D]`, k and v `[tokens, Hkv, D]` are the
-        batch's. A row that begins its request is read from them; of a later chunk the keys come
-        from `pages`, through the block table `[rows, blocks]`, by one copy."""
+        batch's. A row that begins its request is read from them; of a later chunk, or where they
+        are not given, the keys come from `pages`, through the block table `[rows, blocks]`, by one
+        copy."""
         tokens = slice(row.first, row.first + row.queries)
-        if row.queries == row.seen:
+        if row.queries == row.seen and k is not None and v is not None:
             keys, values = (x[tokens].transpose(0, 1)[None] for x in (k, v))
         else:
             keys, values = (contiguous_row(x, table[row.index], row.seen) for x in pages)
