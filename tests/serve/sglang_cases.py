@@ -1,9 +1,9 @@
-"""A small engine around the stand-ins: requests with shared prefixes, batches as SGLang's scheduler
-makes them, and CUDA graphs as its runners capture and replay them."""
+"""A small engine around stand-ins, or around SGLang's own classes: requests with shared prefixes,
+batches as SGLang's scheduler makes them, and CUDA graphs as its runners capture and replay them."""
 
 from typing import Any
 
-import sglang_stand_in as stand_in
+import sglang_stand_in
 import torch
 
 from attnplug.serve.paged.phases import read_policy
@@ -18,23 +18,30 @@ class Server:
     that equal prefixes are equal pages. Request r has pool row r + 1."""
 
     def __init__(
-        self, policy: Any, page_size: int = 32, requests: int = 6, layers: int = LAYERS, **changes
+        self,
+        policy: Any,
+        page_size: int = 32,
+        requests: int = 6,
+        layers: int = LAYERS,
+        kit: Any = sglang_stand_in,
+        **changes,
     ):
+        self.kit = kit
         self.page = page_size
         self.attentions = [
-            stand_in.RadixAttention(HEADS, WIDTH, WIDTH**-0.5, KV_HEADS, i) for i in range(layers)
+            kit.RadixAttention(HEADS, WIDTH, WIDTH**-0.5, KV_HEADS, i) for i in range(layers)
         ]
         for name, value in changes.pop("layer", {}).items():
             setattr(self.attentions[0], name, value)
         size = 40 * 64
-        pool = stand_in.MHATokenToKVPool(size, page_size, layers, KV_HEADS, WIDTH, torch.float32)
-        self.requests = stand_in.ReqToTokenPool(requests, LONGEST)
-        self.runner = stand_in.model_runner(
+        pool = kit.token_pool(size, page_size, layers, KV_HEADS, WIDTH, torch.float32)
+        self.requests = kit.request_pool(requests, LONGEST)
+        self.runner = kit.model_runner(
             self.attentions, pool, self.requests, page_size=page_size, context=LONGEST
         )
         self.policy = read_policy(policy, SGLANG)
-        server = stand_in.server_args(**changes)
-        made = backend_class(stand_in.FlashAttentionBackend)
+        server = kit.server_args(**changes)
+        made = backend_class(kit.FlashAttentionBackend)
         self.backend = made(self.runner, server, self.policy)
         order = torch.randperm(size // page_size, generator=torch.Generator().manual_seed(3))
         self.free = (order + 1).tolist()  # page 0 is nobody's
@@ -83,7 +90,7 @@ class Server:
         loc = [self._slots(r, self.seen[r], self.seen[r] + n) for r, n in parts]
         seen = [self.seen[r] + n for r, n in parts]
         fields = dict(
-            forward_mode=stand_in.ForwardMode[mode],
+            forward_mode=self.kit.ForwardMode[mode],
             batch_size=len(parts),
             req_pool_indices=torch.tensor([r + 1 for r, _ in parts]),
             seq_lens=torch.tensor(seen),
@@ -96,7 +103,7 @@ class Server:
                 extend_seq_lens_cpu=[n for _, n in parts],
                 extend_prefix_lens_cpu=[self.seen[r] for r, _ in parts],
             )
-        return stand_in.ForwardBatch(**fields)
+        return self.kit.forward_batch(**fields)
 
     def inputs(self, parts: list[tuple[int, int]], layer: int) -> list[torch.Tensor]:
         return [
@@ -156,9 +163,10 @@ class Graph:
     def __init__(self, server: Server, rows: int):
         self.server, backend = server, server.backend
         fill = backend.get_cuda_graph_seq_len_fill_value()
-        self.batch = stand_in.ForwardBatch(
-            stand_in.ForwardMode.DECODE,
-            rows,
+        kit = server.kit
+        self.batch = kit.forward_batch(
+            forward_mode=kit.ForwardMode.DECODE,
+            batch_size=rows,
             req_pool_indices=torch.zeros(rows, dtype=torch.int64),
             seq_lens=torch.full((rows,), fill),
             out_cache_loc=torch.zeros(rows, dtype=torch.int64),
@@ -192,9 +200,9 @@ class Graph:
             inputs = server.inputs(parts, layer)
             for buffer, new in zip((self.q, self.k, self.v), inputs, strict=True):
                 buffer[layer, :count] = new.view(count, *buffer.shape[2:])
-        view = stand_in.ForwardBatch(
-            stand_in.ForwardMode.DECODE,
-            static.batch_size,
+        view = server.kit.forward_batch(
+            forward_mode=server.kit.ForwardMode.DECODE,
+            batch_size=static.batch_size,
             req_pool_indices=static.req_pool_indices,
             seq_lens=static.seq_lens,
             out_cache_loc=live.out_cache_loc,  # not padded

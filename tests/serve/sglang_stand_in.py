@@ -1,6 +1,6 @@
 """Stand-ins for what SGLang gives an attention backend, with SGLang's own names of fields and
-methods: those that attnplug reads, and no others (test_sglang_source compares them with SGLang's
-sources, where these are installed). FlashAttention's kernel is torch's attention here."""
+methods: those that attnplug reads, and no others. test_sglang_real runs the same batches over
+SGLang's own classes, where these are installed. FlashAttention's kernel is torch's attention."""
 
 import dataclasses
 import enum
@@ -212,6 +212,9 @@ class FlashAttentionBackend:
         if forward_batch._attn_output is not None:
             made = forward_batch._attn_output.view(made.shape).copy_(made)
         return made.view(-1, layer.tp_q_head_num * layer.v_head_dim)
+
+
+token_pool, request_pool, forward_batch = MHATokenToKVPool, ReqToTokenPool, ForwardBatch
 
 
 def server_args(**changes: Any) -> types.SimpleNamespace:
