@@ -16,7 +16,6 @@ from typing import Any
 from packaging.specifiers import SpecifierSet
 
 SUPPORTED = SpecifierSet("==0.5.23")  # whose sources the backend was written against
-BACKEND = "attnplug"
 logger = logging.getLogger("sglang.attnplug")
 
 
@@ -51,6 +50,8 @@ def register() -> None:
         add_attention_backend_choices,
     )
     from sglang.srt.layers.attention.attention_registry import register_attention_backend
+
+    from attnplug.serve.sglang.options import BACKEND
 
     register_attention_backend(BACKEND)(create)
     if BACKEND not in ATTENTION_BACKEND_CHOICES:

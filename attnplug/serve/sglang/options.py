@@ -15,7 +15,6 @@ import torch
 from attnplug.errors import ServeError
 from attnplug.policies import Gather, Phase
 from attnplug.serve.paged.phases import VARIABLE, Engine, ServedPolicy, read_policy, unserved
-from attnplug.serve.sglang import BACKEND
 
 SGLANG = Engine(
     "SGLang",
@@ -32,6 +31,7 @@ SGLANG = Engine(
         "trained": "SGLang's own kernels for models with an indexer, without attnplug",
     },
 )
+BACKEND = "attnplug"  # what --attention-backend calls it
 POOLS = ("MHATokenToKVPool", "SWAKVPool")  # whose pages hold keys and values as they are
 CARDS = (8, 9)  # major compute capabilities for which SGLang has FlashAttention 3
 OWN = "use SGLang's own --attention-backend fa3"
@@ -186,7 +186,7 @@ def check_card(capability: tuple[int, int]) -> None:
     if major not in CARDS:
         raise SGLANG.error(
             f"dense rows are SGLang's FlashAttention 3's, which has no kernels for compute "
-            f"capability {major}.{minor}; use a GPU of 8.x or 9.x, or SGLang's own backend"
+            f"capability {major}.{minor}; use an Ampere, Ada or Hopper GPU, or SGLang's own backend"
         )
 
 
