@@ -133,6 +133,7 @@ def test_conflicting_options_are_refused(change, message):
 
 def test_what_does_not_conflict_starts():
     check_server(stand_in.server_args(), policy())
+    check_server(stand_in.server_args(cuda_graph_config=None), policy())
     split = dict(prefill_attention_backend="attnplug", decode_attention_backend="fa3")
     check_server(stand_in.server_args(**split), policy("momo"))
     both = dict(attention_backend=None) | dict.fromkeys(split, "attnplug")

@@ -77,6 +77,7 @@ def _conflicts(server: Any, policy: ServedPolicy) -> list[tuple[Any, str]]:
 
 
 def _unserved_modes(server: Any) -> list[tuple[Any, str]]:
+    graphs = server.cuda_graph_config
     return [
         (
             server.speculative_algorithm is not None,
@@ -112,7 +113,7 @@ def _unserved_modes(server: Any) -> list[tuple[Any, str]]:
             "drop --enable-torch-compile",
         ),
         (
-            server.cuda_graph_config.prefill.backend == "full",
+            graphs is not None and graphs.prefill.backend == "full",
             "a full CUDA graph of prefill records attention, and momo looks at lengths on the "
             "host; use --cuda-graph-backend-prefill breakable",
         ),
