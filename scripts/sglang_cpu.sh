@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # attnplug over SGLang's own classes on a CPU: makes a virtual environment in FOLDER and runs the tests
-# that are marked sglang.
+# that are marked sglang, with the newest SGLang and the oldest that attnplug serves.
 #
 #     bash scripts/sglang_cpu.sh FOLDER [pytest arguments]
 #
@@ -19,4 +19,8 @@ if [ ! -x "$folder/bin/python" ]; then
   "${install[@]}" -e '.[test]' aiohttp fastapi ipython psutil pydantic pyzmq requests
   "${install[@]}" --no-deps -r scripts/sglang_cpu.txt
 fi
-exec "$folder/bin/python" -m pytest -m sglang tests/serve --numprocesses 0 "$@"
+for version in 0.5.23 0.5.22; do
+  own="$folder/$version"
+  [ -d "$own/sglang" ] || "$folder/bin/pip" install --quiet --no-compile --no-deps --target "$own" "sglang==$version"
+  PYTHONPATH="$own" "$folder/bin/python" -m pytest -m sglang tests/serve --numprocesses 0 "$@"
+done

@@ -129,7 +129,7 @@ class FlashAttentionBackend:
         self.token_to_kv_pool = model_runner.token_to_kv_pool
         self.max_num_pages = -(-self.max_context_len // self.page_size)
         self.fa_skip_kv_cache = False
-        self.local_attn_builder = None
+        self.has_local_attention = False
         self.forward_metadata: Any = None
         self.served: list[str] = []  # which calls it had, and with how many queries
 

@@ -190,20 +190,20 @@ def test_prompts_come_first_and_steps_behind(given):
     )
 
 
-@pytest.mark.parametrize("found", ["0.5.23", "0.5.23+cu130"])
-def test_the_supported_version(monkeypatch, found):
+@pytest.mark.parametrize("found", ["0.5.22", "0.5.23", "0.5.23+cu130"])
+def test_supported_versions(monkeypatch, found):
     monkeypatch.setattr(plugin, "version", lambda: found)
     assert plugin.unsupported() == ""
 
 
-@pytest.mark.parametrize("found", [None, "0.5.22", "0.5.24", "0.6.0"])
+@pytest.mark.parametrize("found", [None, "0.5.21", "0.5.24", "0.6.0"])
 def test_other_versions_are_left_alone_and_told(monkeypatch, caplog, found):
     """Nothing of SGLang is imported: there is none here, and that would raise."""
     monkeypatch.setattr(plugin, "version", lambda: found)
     with caplog.at_level(logging.WARNING, logger="sglang.attnplug"):
         plugin.register()
     told = "SGLang is not installed" if found is None else f"SGLang {found} is not supported"
-    assert told in caplog.text and "sglang==0.5.23" in caplog.text
+    assert told in caplog.text and "sglang<0.5.24,>=0.5.22" in caplog.text
 
 
 def test_sglang_finds_the_plugin():

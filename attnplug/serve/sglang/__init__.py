@@ -15,7 +15,8 @@ from typing import Any
 
 from packaging.specifiers import SpecifierSet
 
-SUPPORTED = SpecifierSet("==0.5.23")  # whose sources the backend was written against
+# Tests run both. Older ones want a transformers that attnplug does not take.
+SUPPORTED = SpecifierSet(">=0.5.22,<0.5.24")
 logger = logging.getLogger("sglang.attnplug")
 
 
@@ -45,17 +46,14 @@ def register() -> None:
     if reason:
         logger.warning("attnplug stays out: %s", reason)
         return
-    from sglang.srt.arg_groups.choices import (
-        ATTENTION_BACKEND_CHOICES,
-        add_attention_backend_choices,
-    )
+    from sglang.srt.arg_groups import choices
     from sglang.srt.layers.attention.attention_registry import register_attention_backend
 
     from attnplug.serve.sglang.options import BACKEND
 
     register_attention_backend(BACKEND)(create)
-    if BACKEND not in ATTENTION_BACKEND_CHOICES:
-        add_attention_backend_choices([BACKEND])
+    if BACKEND not in choices.ATTENTION_BACKEND_CHOICES:
+        choices.add_attention_backend_choices([BACKEND])
 
 
 def create(runner: Any) -> Any:

@@ -89,13 +89,13 @@ class PlugAttention(Base):
 
     def _left_dense(self, layer: Any) -> str:
         """Why FlashAttention must serve the layer, "" where it need not."""
-        window, local = layer.sliding_window_size, self.local_attn_builder is not None
+        window = layer.sliding_window_size
         capped = layer.logit_cap and layer.logit_capping_method != "tanh"
         reasons = {
             "no decoder self-attention": layer.attn_type.value != "decoder",
             "another sequence's keys": layer.is_cross_attention,
             "a sliding window": window is not None and window > -1,
-            "attention in chunks": layer.use_irope and local,
+            "attention in chunks": layer.use_irope and self.has_local_attention,
             "values of another width than its keys": layer.v_head_dim != layer.head_dim,
             "a temperature by position": layer.xai_temperature_len > 0,
             "positions inside of attention": layer.pos_encoding_mode != "NONE",
@@ -306,8 +306,11 @@ class PlugAttention(Base):
 
     def _pages(self, layer: Any) -> Pages:
         """Keys and values of a layer's pages, `[pages, Hkv, page, D]`."""
-        k, v = self.get_paged_mha_kv_cache(layer)
-        return k.transpose(1, 2), v.transpose(1, 2)
+        k, v = self.token_to_kv_pool.get_kv_buffer(layer.layer_id)
+        if k.dim() == 4:  # heads outside of a page
+            return k, v
+        k, v = (x.unflatten(0, (-1, self.page_size)).transpose(1, 2) for x in (k, v))
+        return k, v
 
     def _write(self, k, v, layer, forward_batch, save_kv_cache: bool) -> None:
         """Write a batch's keys and values to the pages, unless something has done so before."""
