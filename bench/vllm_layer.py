@@ -132,8 +132,8 @@ class Layers:
 
     def __init__(self, count: int, layout: str = "HND", device: str = "cuda") -> None:
         from attnplug.policies import Gather
-        from attnplug.serve.vllm.layer import ServedLayer
-        from attnplug.serve.vllm.options import Phases
+        from attnplug.serve.paged.layer import ServedLayer
+        from attnplug.serve.paged.phases import Phases
 
         place: dict[str, Any] = {"dtype": torch.bfloat16, "device": device}
         pages, heads_first = 8 * LONGEST // PAGE, layout == "HND"
@@ -166,7 +166,7 @@ class Layers:
 
     def served_step(self, batch: Batch) -> Step:
         """The step as attnplug's backend runs it, in this tree or an older one."""
-        from attnplug.serve.vllm.layer import Far, ServedLayer
+        from attnplug.serve.paged.layer import Far, ServedLayer
 
         near_lengths = batch.lengths - batch.far_lengths
         far = Far(batch.far_lengths, batch.chosen)

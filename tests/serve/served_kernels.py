@@ -75,8 +75,8 @@ class Server:
 
     def __init__(self, policy: str, heads: int, kv_heads: int, dim: int, **room: int):
         from attnplug.policies import parse
-        from attnplug.serve.vllm.layer import ServedLayer
-        from attnplug.serve.vllm.options import Phases
+        from attnplug.serve.paged.layer import ServedLayer
+        from attnplug.serve.paged.phases import Phases
 
         self.heads, self.kv_heads, self.dim = heads, kv_heads, dim
         self.chunk, self.longest, self.rows = room["chunk"], room["longest"], room["rows"]
@@ -97,7 +97,7 @@ class Server:
 
     def prompt(self, draw: random.Random) -> str:
         """Serve a chunk behind a few steps, or in front of none."""
-        from attnplug.serve.vllm.rows import Row
+        from attnplug.serve.paged.rows import Row
 
         beside = draw.choice([0, draw.randrange(self.rows), self.rows - 1])
         whole = self.chunk - beside
@@ -120,7 +120,7 @@ class Server:
         return f"{row}"
 
     def steps(self, count: int, beside_a_prompt: bool) -> str:
-        from attnplug.serve.vllm.layer import Far
+        from attnplug.serve.paged.layer import Far
 
         q, out = (new(count + 100, self.heads, self.dim)[:count] for _ in range(2))
         lengths, near = (new(self.rows, dtype=torch.int32) for _ in range(2))

@@ -10,11 +10,10 @@ from attnplug import Gather, Gvr, Momo, PolicyError, Stream
 from attnplug.errors import ServeError
 from attnplug.policies import names
 from attnplug.serve import vllm as plugin
+from attnplug.serve.paged.phases import VARIABLE, Phases
 from attnplug.serve.vllm.options import (
     KEY,
     REQUESTS,
-    VARIABLE,
-    Phases,
     TraceOptions,
     check_server,
     phases_of,

@@ -11,9 +11,10 @@ import torch
 from attnplug import Momo, Stream, trace
 from attnplug.errors import ServeError
 from attnplug.policies import AttentionCall, Dense
-from attnplug.serve.vllm.layer import ServedLayer
-from attnplug.serve.vllm.options import Phases, TraceOptions
-from attnplug.serve.vllm.rows import batch_of
+from attnplug.serve.paged.layer import ServedLayer
+from attnplug.serve.paged.phases import Phases
+from attnplug.serve.paged.rows import batch_of
+from attnplug.serve.vllm.options import TraceOptions
 from attnplug.serve.vllm.traces import Prompt, Traces
 from attnplug.trace.view import write_page
 

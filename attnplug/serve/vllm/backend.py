@@ -36,11 +36,11 @@ from vllm.v1.attention.backends.flash_attn import (
 from attnplug.errors import ServeError
 from attnplug.ops.common.divide_rows import divide_rows
 from attnplug.policies import Phase
-from attnplug.serve.vllm.layer import Far, LayerTraits, ServedLayer, phases_for
+from attnplug.serve.paged.layer import Far, LayerTraits, ServedLayer, phases_for
+from attnplug.serve.paged.rows import Batch, Run, batch_of
 from attnplug.serve.vllm.layout import flash_pages
 from attnplug.serve.vllm.options import check_server, policy_of
 from attnplug.serve.vllm.profile import most_rows, prepare
-from attnplug.serve.vllm.rows import Batch, Run, batch_of
 
 if TYPE_CHECKING:  # writing files needs packages that serving does not
     from attnplug.serve.vllm.requests import Requests

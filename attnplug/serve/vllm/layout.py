@@ -1,14 +1,14 @@
-"""Where vLLM keeps the keys and values of a layer: views of its cache, and copies of a row's."""
+"""Where vLLM keeps the keys and values of a layer: views of its cache."""
 
 import torch
 from packaging.version import Version
 
+from attnplug.serve.paged.pages import Pages
 from attnplug.serve.vllm import version
 
 # Where FlashAttention stacks keys and values in a cache of five dimensions: outside of the pages
 # before vLLM 0.23, and inside of them later.
 STACKED = 0 if Version(version() or "0") < Version("0.23") else 1
-Pages = tuple[torch.Tensor, torch.Tensor]
 
 
 def pages(kv_cache: torch.Tensor, *, heads_first: bool, stacked: int = 0) -> Pages:
@@ -29,11 +29,3 @@ def pages(kv_cache: torch.Tensor, *, heads_first: bool, stacked: int = 0) -> Pag
 def flash_pages(kv_cache: torch.Tensor) -> Pages:
     """`pages` of a cache as FlashAttention has it in the installed vLLM."""
     return pages(kv_cache, heads_first=False, stacked=STACKED)
-
-
-def contiguous_row(pages: torch.Tensor, row: torch.Tensor, length: int) -> torch.Tensor:
-    """A copy `[1, Hkv, length, D]` of one row's keys or values, from `pages [pages, Hkv, page, D]`
-    through its block table `row`, int32 `[blocks]`."""
-    # Heads outside of pages: one copy brings a head's tokens into order.
-    taken = pages.transpose(0, 1).index_select(1, row[: -(-length // pages.shape[2])])
-    return taken.flatten(1, 2)[None, :, :length]

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from vllm.logger import init_logger
 
-from attnplug.serve.vllm.state import share_of_cache
+from attnplug.serve.paged.state import share_of_cache
 
 logger = init_logger("vllm.attnplug")
 

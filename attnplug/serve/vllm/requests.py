@@ -27,9 +27,9 @@ from vllm.tokenizers import cached_tokenizer_from_config
 from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor
 from vllm.v1.sample.logits_processor.builtin import process_dict_updates
 
+from attnplug.serve.paged.rows import Batch
 from attnplug.serve.vllm import version
-from attnplug.serve.vllm.options import ServedPolicy, policy_of
-from attnplug.serve.vllm.rows import Batch
+from attnplug.serve.vllm.options import TracedPolicy, policy_of
 from attnplug.serve.vllm.traces import NAME, Prompt, Traced, Traces
 from attnplug.trace.record import versions
 
@@ -116,7 +116,7 @@ def _asked(params: SamplingParams, default: bool) -> bool | str:
     )
 
 
-def _traces(config: VllmConfig, policy: ServedPolicy) -> Traces:
+def _traces(config: VllmConfig, policy: TracedPolicy) -> Traces:
     parallel, tokenizer = config.parallel_config, cached_tokenizer_from_config(config.model_config)
     if not isinstance(tokenizer, PreTrainedTokenizerBase):
         tokenizer = None  # there is none, or one of a kind whose tokens' bytes are not known

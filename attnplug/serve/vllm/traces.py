@@ -20,8 +20,8 @@ import numpy as np
 from attnplug import files
 from attnplug.call import AttentionCall, Edges
 from attnplug.errors import ServeError, TraceFileError
+from attnplug.serve.paged.rows import Batch, Row
 from attnplug.serve.vllm.options import TraceOptions
-from attnplug.serve.vllm.rows import Batch, Row
 from attnplug.trace.record import Recording
 
 logger = logging.getLogger("vllm.attnplug")

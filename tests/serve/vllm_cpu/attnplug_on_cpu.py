@@ -23,11 +23,12 @@ from attnplug.ops.gather.block_bounds import frame_of
 from attnplug.ops.gather.page_bounds import rows_of_summaries
 from attnplug.ops.gvr.page_codes import PageCodes
 from attnplug.ops.gvr.score_tokens import quantize_keys
-from attnplug.serve.vllm.layer import Far, LayerTraits, ServedLayer, phases_for
-from attnplug.serve.vllm.layout import contiguous_row, pages
+from attnplug.serve.paged.layer import Far, LayerTraits, ServedLayer, phases_for
+from attnplug.serve.paged.pages import contiguous_row
+from attnplug.serve.paged.rows import Batch, Row, batch_of
+from attnplug.serve.vllm.layout import pages
 from attnplug.serve.vllm.options import check_server, policy_of
 from attnplug.serve.vllm.requests import requests_of
-from attnplug.serve.vllm.rows import Batch, Row, batch_of
 
 KERNELS = torch.library.Library("_C", "FRAGMENT")
 

@@ -12,9 +12,9 @@ from attnplug.policies import Phase
 class LayerState:
     """A method's state of one layer's pages, by physical page.
 
-    vLLM makes a layer's cache twice, a small one to try CUDA graphs with and the real one: the
-    state is made anew where the cache is another. Prefix hits find the state of the pages that they
-    share, and a key that is written changes that of its page alone.
+    An engine may make a layer's cache twice, a small one to try CUDA graphs with and the real one:
+    the state is made anew where the cache is another. Prefix hits find the state of the pages that
+    they share, and a key that is written changes that of its page alone.
     """
 
     def __init__(self, phase: Phase) -> None:
@@ -24,7 +24,7 @@ class LayerState:
         self._reserved: torch.Tensor | None = None
 
     def reserve(self, nbytes: int, device: torch.device) -> None:
-        """Hold memory while vLLM measures how much is left for its cache."""
+        """Hold memory while the engine measures how much is left for its cache."""
         self._reserved = torch.empty(nbytes, dtype=torch.uint8, device=device)
 
     def of(self, k: torch.Tensor) -> Any:
@@ -33,8 +33,8 @@ class LayerState:
         if place != self._of:
             if k.is_cuda and torch.cuda.is_current_stream_capturing():
                 raise ServeError(
-                    "attnplug in vLLM: a CUDA graph captures a cache that no step has run on; "
-                    "start the server with --enforce-eager and report this"
+                    "attnplug: a CUDA graph captures a cache that no step has run on; start the "
+                    "server without CUDA graphs and report this"
                 )
             self._reserved = None
             self._made, self._of = self._phase.page_state(k), place

@@ -36,10 +36,8 @@ class Run:
 
 @dataclasses.dataclass(frozen=True)
 class Batch:
-    """What a batch's metadata says on the host. Rows with one query come first, and see
-    `step_keys` keys: vLLM reorders batches so. `prompts` are the others. vLLM sets
-    first chunks last: one of a single token is among them where a longer row is in front of it, and
-    among the steps elsewhere."""
+    """What a batch's metadata says on the host. Rows with one query, which see `step_keys` keys,
+    are neighbours; `prompts` are the others."""
 
     step_keys: tuple[int, ...]
     prompts: tuple[Row, ...]
@@ -61,7 +59,9 @@ class Batch:
 
 def batch_of(starts: list[int], seen: list[int]) -> Batch:
     """The batch whose row i has queries `starts[i]` to `starts[i + 1] - 1` and `seen[i]` keys. Rows
-    without queries, which pad a batch, count as steps: kernels look at their lengths."""
+    with one query come first, as vLLM reorders batches, and count as steps. Those without queries,
+    which pad a batch, do too: kernels look at their lengths. vLLM sets first chunks last: one of a
+    single token is among the prompts where a longer row is in front of it."""
     rows = [
         Row(i, first, last - first, keys)
         for i, (first, last, keys) in enumerate(zip(starts, starts[1:], seen, strict=False))

@@ -1,28 +1,24 @@
-"""One attention layer's work on vLLM's pages, for any of its attention backends: which rows a
+"""One attention layer's work on an engine's pages, for any of its attention backends: which rows a
 method serves, prompts by momo, steps by gather or gvr, and which prompts stream looks on at. It
 knows tensors, and not the engine."""
 
 import dataclasses
 import itertools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from attnplug.call import AttentionCall, LayerShape, PagedCall
+from attnplug.call import AttentionCall, Edges, LayerShape, PagedCall
 from attnplug.policies import Dense, Phase
 from attnplug.policies.momo import LEAST_CHUNK, Momo
-from attnplug.serve.vllm.layout import Pages, contiguous_row
-from attnplug.serve.vllm.options import Phases
-from attnplug.serve.vllm.rows import Row
-from attnplug.serve.vllm.state import LayerState
+from attnplug.serve.paged.pages import Pages, contiguous_row
+from attnplug.serve.paged.phases import Phases
+from attnplug.serve.paged.rows import Row
+from attnplug.serve.paged.state import LayerState
 
-if TYPE_CHECKING:  # writing files needs packages that serving does not
-    from attnplug.serve.vllm.traces import Traced
-
-
-# vLLM fills a batch with as much of a prompt as the steps beside it leave: a chunk that has the
-# measured crossover's keys alone must not fall below it. There momo is 1.5 times as fast as
+# An engine fills a batch with as much of a prompt as the steps beside it leave: a chunk that has
+# the measured crossover's keys alone must not fall below it. There momo is 1.5 times as fast as
 # FlashAttention-3, at 12,288 keys 1.2 times, at 8,192 0.90 times (bench/results/momo.json).
 CUT_SHORT = 0.25
 
@@ -67,7 +63,7 @@ def phases_for(asked: Phases, traits: LayerTraits) -> tuple[Phases, str]:
             kept[slot] = phase
         else:
             reasons.append(
-                f"{phase.name} serves from {alone:,} tokens on, --max-model-len is "
+                f"{phase.name} serves from {alone:,} tokens on, requests have up to "
                 f"{traits.longest:,}"
             )
     if asked.trace is not None:
@@ -93,6 +89,18 @@ def _untraced(asked: Phases, kept: dict[str, Any], shape: LayerShape) -> str:
     return asked.trace.refusal(shape) or ""
 
 
+class TracedRow(Protocol):
+    """A row of a batch that is recorded while it is computed."""
+
+    @property
+    def row(self) -> Row: ...
+
+    @property
+    def recorded(self) -> bool: ...
+
+    def emit(self, layer: int, call: AttentionCall, edges: Edges | None) -> None: ...
+
+
 class Far(NamedTuple):
     """Which rows of a batch the method that decodes serves: bool `chosen` `[rows]`, and int32
     `lengths` `[rows]`, the keys of those rows and 0 for others, whose keys are in `near`."""
@@ -108,7 +116,8 @@ class Far(NamedTuple):
 
 
 class ServedLayer:
-    """The methods of one layer and what they keep beside its pages."""
+    """The methods of one layer and what they keep beside its pages. `why` says what was left
+    dense."""
 
     def __init__(
         self,
@@ -119,8 +128,9 @@ class ServedLayer:
         sinks: torch.Tensor | None,
         device: torch.device,
         index: int = 0,
+        why: str = "",
     ):
-        self.index = index
+        self.index, self.why = index, why
         self.phases, self.scale, self.softcap, self.sinks = phases, scale, softcap, sinks
         self.state = self.rule = None
         if phases.decode is not None:
@@ -142,8 +152,8 @@ class ServedLayer:
         self,
         row: Row,
         q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
         pages: Pages,
         table: torch.Tensor,
         out: torch.Tensor,
@@ -155,7 +165,7 @@ class ServedLayer:
 
     def trace_prompt(
         self,
-        traced: "Traced",
+        traced: TracedRow,
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
@@ -174,16 +184,17 @@ class ServedLayer:
         self,
         row: Row,
         q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
         pages: Pages,
         table: torch.Tensor,
     ) -> AttentionCall:
         """One row of several queries. q `[tokens, Hq, D]`, k and v `[tokens, Hkv, D]` are the
-        batch's. A row that begins its request is read from them; of a later chunk the keys come
-        from `pages`, through the block table `[rows, blocks]`, by one copy."""
+        batch's. A row that begins its request is read from them; of a later chunk, or where they
+        are not given, the keys come from `pages`, through the block table `[rows, blocks]`, by one
+        copy."""
         tokens = slice(row.first, row.first + row.queries)
-        if row.queries == row.seen:
+        if row.queries == row.seen and k is not None and v is not None:
             keys, values = (x[tokens].transpose(0, 1)[None] for x in (k, v))
         else:
             keys, values = (contiguous_row(x, table[row.index], row.seen) for x in pages)
@@ -321,7 +332,7 @@ class ServedLayer:
         if phase is None:
             return
         k = torch.zeros(2, kv_heads, page, head_dim, **place)
-        state = phase.page_state(k)
+        state: Any = phase.page_state(k)
         q = torch.zeros(rows, heads, head_dim, **place)
         table = torch.zeros(rows, -(-longest // page), dtype=torch.int32, device=k.device)
         lengths = torch.zeros(rows, dtype=torch.int32, device=k.device)

@@ -5,8 +5,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attnplug.serve.vllm.layout import contiguous_row, pages
-from attnplug.serve.vllm.rows import Row, batch_of
+from attnplug.serve.paged.pages import contiguous_row
+from attnplug.serve.paged.rows import Row, batch_of
+from attnplug.serve.vllm.layout import pages
 
 STEPS, PROMPTS = st.lists(st.just(1), max_size=4), st.lists(st.integers(2, 9), max_size=5)
 

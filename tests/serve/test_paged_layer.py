@@ -20,10 +20,10 @@ from attnplug.ops.gather.page_bounds import page_summaries
 from attnplug.ops.gvr.score_tokens import quantize_keys
 from attnplug.policies import AttentionCall
 from attnplug.policies.momo import LEAST_CHUNK
-from attnplug.serve.vllm.layer import Far, LayerTraits, ServedLayer, phases_for
-from attnplug.serve.vllm.options import Phases
-from attnplug.serve.vllm.rows import Row
-from attnplug.serve.vllm.state import share_of_cache
+from attnplug.serve.paged.layer import Far, LayerTraits, ServedLayer, phases_for
+from attnplug.serve.paged.phases import Phases
+from attnplug.serve.paged.rows import Row
+from attnplug.serve.paged.state import share_of_cache
 
 CPU = torch.device("cpu")
 HEADS, KV_HEADS, WIDTH, PAGE = 4, 2, 64, 16
