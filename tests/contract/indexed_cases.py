@@ -68,13 +68,7 @@ def tiny_qwen(**options: Any) -> PreTrainedModel:
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "head_dim": 32,
-        "indexer_n_heads": 16,  # as `index_n_heads` in every_family
-        "indexer_kv_heads": 1,
         "indexer_head_dim": 48,
-        "indexer_budget": 8,
-        "indexer_compress_ratio": 4,
-        "hc_count": 2,
-        "hc_lowrank": 16,
     }
     return build(QWEN, **(sizes | options))
 

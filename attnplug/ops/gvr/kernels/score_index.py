@@ -149,13 +149,11 @@ def pack_picks(
         kept = (token >= 0) & (value > float("-inf"))
     else:
         b = row // S
-        if seen is not None:
-            until = tl.load(seen + row, cache_modifier=".cg").to(tl.int32)
-        else:
-            length, _ = row_span(tokens, b, STEPS)
-            until = length - S + (row - b * S).to(tl.int32) + 1
+        length, _ = row_span(tokens, b, STEPS)
         token = place
-        kept = (place < K) & (place < until)
+        kept = (place < K) & (place <= length - S + (row - b * S).to(tl.int32))
+        if seen is not None:
+            kept = (place < K) & (place < tl.load(seen + row, cache_modifier=".cg"))
         if tokens.key_mask is not None:
             at = tokens.key_mask + b * tokens.mask_b + place
             kept = kept & (tl.load(at, mask=kept, other=0) != 0)
