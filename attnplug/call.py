@@ -20,7 +20,7 @@ class PickedBlocks(NamedTuple):
     size: int
 
 
-class PickedPools(NamedTuple):
+class PickedCompressed(NamedTuple):
     """The blocks of `size` tokens that a layer's model has picked by their compressed keys:
     `blocks` int32 `[B,T,K]`, for all KV heads, none twice, -1 for none. They are blocks of the
     tokens that are no padding, of which a query sees the first `seen` `[B,T]`; it reads the tokens
@@ -75,7 +75,7 @@ class AttentionCall:
     state: "StaticLayer | None" = None
     trace_to: "EdgeWriter | None" = None
     follow: int = 0
-    picked: PickedBlocks | PickedPools | None = None
+    picked: PickedBlocks | PickedCompressed | None = None
     served_by: str = ""
     why_dense: str = ""
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import StaticLayer
 
-from attnplug.call import AttentionCall, LatentCall, PickedPools, Served
+from attnplug.call import AttentionCall, LatentCall, PickedCompressed, Served
 from attnplug.errors import UnsupportedCallError
 from attnplug.models.cache import PlugLayer
 from attnplug.models.compact import index_mask, is_compact, key_mask, lengths_of
@@ -38,12 +38,12 @@ from attnplug.models.picked_blocks import (
     refuse_missing_picks,
     why_not_blocks,
 )
-from attnplug.models.picked_pools import (
-    attend_pools,
-    bind_pools,
-    picks_pools,
-    unbind_pools,
-    why_not_pools,
+from attnplug.models.picked_compressed import (
+    attend_compressed,
+    bind_compressed,
+    picks_compressed,
+    unbind_compressed,
+    why_not_compressed,
 )
 from attnplug.models.rewritten import Forward, body_of, rewritten
 from attnplug.ops import index_topk
@@ -70,8 +70,8 @@ def why_not_indexed(module: Any) -> str:
     kind = type(module).__name__
     if picks_blocks(module):
         return why_not_blocks(module)
-    if picks_pools(module):
-        return why_not_pools(module)
+    if picks_compressed(module):
+        return why_not_compressed(module)
     if not (hasattr(module, "expand_kv") and hasattr(module, "kv_lora_rank")):
         return f"{kind} picks tokens, but not for attention over latents"
     projection: Any = module.kv_b_proj
@@ -122,8 +122,8 @@ def bind_indexed(module: torch.nn.Module) -> None:
     if picks_blocks(module):
         put_method(module.indexer, "forward", pick_blocks)  # pyright: ignore[reportArgumentType]
         return
-    if picks_pools(module):
-        bind_pools(module)
+    if picks_compressed(module):
+        bind_compressed(module)
         return
     put_method(module, "expand_kv", _keep_latents)
     indexer = getattr(module, "indexer", None)
@@ -134,8 +134,8 @@ def bind_indexed(module: torch.nn.Module) -> None:
 
 def unbind_indexed(module: torch.nn.Module) -> None:
     """Undo `bind_indexed`."""
-    if picks_pools(module):
-        unbind_pools(module)
+    if picks_compressed(module):
+        unbind_compressed(module)
     vars(module).pop("expand_kv", None)
     indexer = getattr(module, "indexer", None)
     if indexer is not None:
@@ -200,19 +200,19 @@ def attend_indexed(
     indices: torch.Tensor | None = None,
     s_aux: torch.Tensor | None = None,
     block_indices: torch.Tensor | None = None,
-    picked_pools: PickedPools | None = None,
+    picked_compressed: PickedCompressed | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """transformers' attention function of a model with indexers. `key` and `value` are latents
     `[B,1,T,R]` and rotated keys `[B,1,T,P]` where there are `indices` `[B,S,K]`. With
-    `block_indices` `[B,Hkv,S,K]` or `picked_pools` they are keys and values, and other layers of
+    `block_indices` `[B,Hkv,S,K]` or `picked_compressed` they are keys and values, and other layers of
     the model are `plug_attention`'s. Returns `[B,S,Hq,Dv]` and no weights."""
     binding = binding_of(module)
     policy = None if binding is None else binding.policy
-    if picked_pools is not None and binding is not None and attention_mask is not None:
+    if picked_compressed is not None and binding is not None and attention_mask is not None:
         refuse_options(query, dropout, kwargs)
         call = _block_call(query, key, value, scaling, attention_mask, kwargs)
-        return attend_pools(binding, call, picked_pools), None
+        return attend_compressed(binding, call, picked_compressed), None
     refuse_missing_picks(module, block_indices)
     if block_indices is not None and binding is not None and attention_mask is not None:
         refuse_options(query, dropout, kwargs)

@@ -66,7 +66,9 @@ class IndexedLayer(PlugLayer):
     def indexer_position_ids(self, ids: torch.Tensor | None) -> None:
         """Positions are kept as `turns`."""
 
-    def update_pools(self, keys: torch.Tensor, turns: torch.Tensor, ratio: int) -> torch.Tensor:
+    def update_compressed(
+        self, keys: torch.Tensor, turns: torch.Tensor, ratio: int
+    ) -> torch.Tensor:
         """Write the index keys `[B,S,D]` and turns `[1 or B,S,P]` of tokens that `update` is about
         to count, and return how many there are with them, `[1]`. `pooled` has room for a block of
         every `ratio` tokens."""
@@ -101,13 +103,13 @@ class IndexedLayer(PlugLayer):
         if rows != len(held) and int(self.cumulative_length) > 0:
             self._fit_rows(held[:1].expand(rows, -1, -1, -1), held)
 
-    def pools_made(
+    def compressed_made(
         self, shown: torch.Tensor | None, before: torch.Tensor, ratio: int
     ) -> torch.Tensor:
         """How many leading blocks of each row, `[B]`, are in `pooled` as they are with `shown`
         `[B,max_length]`, None for all, where the layer had `before` tokens. Takes `shown` for the
         mask that `pooled` is made under from now on."""
-        assert self.shown is not None  # update_pools was called
+        assert self.shown is not None  # update_compressed was called
         old = torch.arange(self.max_cache_len, device=before.device) < before
         if shown is None:
             other, done = ~self.shown & old, before // ratio
@@ -117,9 +119,9 @@ class IndexedLayer(PlugLayer):
             self.shown.copy_(shown)
         return torch.where(other.any(-1), 0, done)
 
-    def forget_pools(self) -> None:
+    def forget_compressed(self) -> None:
         """Have all compressed keys made anew, as tokens come that have none."""
-        assert self.shown is not None  # update_pools was called
+        assert self.shown is not None  # update_compressed was called
         self.shown.fill_(False)
 
     def adopt(self, source: StaticLayer) -> None:

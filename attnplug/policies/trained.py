@@ -21,7 +21,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from attnplug.call import AttentionCall, LatentCall, LayerShape, PickedBlocks, PickedPools
+from attnplug.call import AttentionCall, LatentCall, LayerShape, PickedBlocks, PickedCompressed
 from attnplug.models.cache import PlugLayer
 from attnplug.ops import gather_attention, gather_tokens_attention, latent_attention
 from attnplug.policies._indexed_layer import IndexedLayer
@@ -56,8 +56,8 @@ class Trained(Phase):
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
         """Over the blocks that the model has picked."""
-        if isinstance(call.picked, PickedPools):
-            return _attend_pools(call, call.picked)
+        if isinstance(call.picked, PickedCompressed):
+            return _attend_compressed(call, call.picked)
         assert call.picked is not None  # another layer is refused
         queries = call.q.shape[2]
         slab = max(1, min(SLAB, PROGRAMS // call.k.shape[1]))
@@ -86,7 +86,7 @@ class Trained(Phase):
         return torch.cat(out, 1)
 
 
-def _attend_pools(call: AttentionCall, picked: PickedPools) -> torch.Tensor:
+def _attend_compressed(call: AttentionCall, picked: PickedCompressed) -> torch.Tensor:
     """Over the tokens of picked blocks, for a slab of queries at a time: a query that sees none
     gives 0."""
     (rows, _, queries, _), heads = call.q.shape, call.k.shape[1]

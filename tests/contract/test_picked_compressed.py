@@ -12,7 +12,7 @@ from test_picked_blocks import CACHES, near, padded
 from transformers import StaticCache
 
 import attnplug
-from attnplug.call import PickedPools
+from attnplug.call import PickedCompressed
 from attnplug.models.indexed import why_not_indexed
 from attnplug.models.layers import find_attention_layers
 from attnplug.models.names import CACHE
@@ -49,13 +49,13 @@ def test_tokens_of_picks():
     """Blocks in any order, the tokens behind the last complete block, through slots."""
     blocks = torch.tensor([[[2, 0], [1, -1], [-1, -1]]], dtype=torch.int32)
     seen = torch.tensor([[11, 6, 3]])
-    found = PickedPools(blocks, seen, None, 3, 8)
+    found = PickedCompressed(blocks, seen, None, 3, 8)
     wanted = [[6, 7, 8, 0, 1, 2, 9, 10], [3, 4, 5, *[-1] * 5], [-1] * 8]
     assert found.tokens(0, 3).tolist() == [wanted]
-    moved = PickedPools(blocks, seen, torch.arange(5, 25, dtype=torch.int32)[None], 3, 9)
+    moved = PickedCompressed(blocks, seen, torch.arange(5, 25, dtype=torch.int32)[None], 3, 9)
     wanted = [[x if x < 0 else x + 5 for x in (*row, -1)] for row in wanted[1:]]
     assert moved.tokens(1, 3).tolist() == [wanted]
-    one = PickedPools(blocks, seen, None, 1, 2)
+    one = PickedCompressed(blocks, seen, None, 1, 2)
     assert one.tokens(0, 1).tolist() == [[[2, 0]]]
 
 

@@ -21,8 +21,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from attnplug.call import AttentionCall, PickedPools, Served
-from attnplug.models import known_pools
+from attnplug.call import AttentionCall, PickedCompressed, Served
+from attnplug.models import known_compressed
 from attnplug.models.cache import PlugLayer
 from attnplug.models.compact import is_compact, key_mask, lengths_of
 from attnplug.models.hf import Binding, as_autocast
@@ -34,7 +34,7 @@ from attnplug.ops import index_topk, pool_keys
 from attnplug.ops.common.checks import why_not_width
 from attnplug.ops.gvr.topk import MAX_K
 
-PICK_METHOD = "_attnplug_pick_pools"  # of an attention module
+PICK_METHOD = "_attnplug_pick_compressed"  # of an attention module
 # How an attention's forward begins, as ast.unparse writes it.
 PICK = "selected_token_mask = self.indexer(hidden_states, position_embeddings, attention_mask, {})"
 MASK = """if attention_mask.dtype == torch.bool:
@@ -42,7 +42,7 @@ MASK = """if attention_mask.dtype == torch.bool:
 else:
     attention_mask = attention_mask.masked_fill(~selected_token_mask, \
 torch.finfo(attention_mask.dtype).min)"""
-OURS = f"""attention_mask, kwargs['picked_pools'] = self.{PICK_METHOD}(
+OURS = f"""attention_mask, kwargs['picked_compressed'] = self.{PICK_METHOD}(
     hidden_states, position_embeddings, attention_mask, {{}}
 )"""
 ATTENDING: dict[type[torch.nn.Module], Forward] = {}  # by an attention's class: its forward, ours
@@ -63,7 +63,7 @@ class Held(NamedTuple):
 class Rows(NamedTuple):
     """What each row of a call shows. `seen` int64 `[B,S]` counts the tokens that a query sees,
     `until` `[B]` the complete blocks, and `since` `[B]` says from which on they are to be made.
-    `slots` is as in `PickedPools`."""
+    `slots` is as in `PickedCompressed`."""
 
     seen: torch.Tensor
     since: torch.Tensor
@@ -71,24 +71,24 @@ class Rows(NamedTuple):
     slots: torch.Tensor | None
 
 
-def picks_pools(module: Any) -> bool:
+def picks_compressed(module: Any) -> bool:
     """Whether an attention module has an indexer of compressed keys, one for a block of tokens."""
     indexer = getattr(module, "indexer", None)
     return hasattr(indexer, "compress_ratio") and hasattr(indexer, "token_budget")
 
 
-def why_not_pools(module: Any) -> str:
+def why_not_compressed(module: Any) -> str:
     """Why the picks of such a module cannot be served; "" where they can."""
     indexer, kind, norm = module.indexer, type(module.indexer), type(module.indexer.k_layernorm)
     code = sys.modules[kind.__module__]
-    known = same_code(kind.forward, known_pools.forward)
+    known = same_code(kind.forward, known_compressed.forward)
     for name, mine in (
-        ("apply_rotary_pos_emb", known_pools.apply_rotary_pos_emb),
+        ("apply_rotary_pos_emb", known_compressed.apply_rotary_pos_emb),
         ("rotate_half", rotate_half),
     ):
         known = known and same_code(getattr(code, name, None), mine)
     known = known and same_code(norm.forward, gemma_norm)
-    known = known and same_code(norm._norm, known_pools.norm)
+    known = known and same_code(norm._norm, known_compressed.norm)
     if not known or indexer.k_layernorm.group_size is not None:
         return f"{kind.__name__} picks in a way that attnplug does not know"
     if "forward" in vars(module) or attending_forward(type(module)) is None:
@@ -99,7 +99,7 @@ def why_not_pools(module: Any) -> str:
 
 
 def attending_forward(kind: type[torch.nn.Module]) -> Forward | None:
-    """The forward of an attention's class, but that it has its picks from `pick_pools`; None where
+    """The forward of an attention's class, but that it has its picks from `pick_compressed`; None where
     the class's own begins otherwise."""
     if kind not in ATTENDING:
         forward = inspect.unwrap(kind.forward)
@@ -111,31 +111,31 @@ def attending_forward(kind: type[torch.nn.Module]) -> Forward | None:
     return ATTENDING[kind]
 
 
-def bind_pools(module: torch.nn.Module) -> None:
+def bind_compressed(module: torch.nn.Module) -> None:
     """Have an attention module leave picks to attnplug."""
     put_method(module, "forward", _attend)
-    put_method(module, PICK_METHOD, pick_pools)
+    put_method(module, PICK_METHOD, pick_compressed)
 
 
-def unbind_pools(module: torch.nn.Module) -> None:
-    """Undo `bind_pools`."""
+def unbind_compressed(module: torch.nn.Module) -> None:
+    """Undo `bind_compressed`."""
     for name in ("forward", PICK_METHOD):
         vars(module).pop(name, None)
 
 
 def _attend(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
     made = ATTENDING.get(type(module)) or attending_forward(type(module))  # None: read from a file
-    assert made is not None  # bind_pools was told that it can be served
+    assert made is not None  # bind_compressed was told that it can be served
     return made(module, *args, **kwargs)
 
 
-def pick_pools(
+def pick_compressed(
     module: Any,
     hidden_states: torch.Tensor,
     position_embeddings: tuple[torch.Tensor, torch.Tensor],
     mask: torch.Tensor,
     cache: Any,
-) -> tuple[torch.Tensor, PickedPools | None]:
+) -> tuple[torch.Tensor, PickedCompressed | None]:
     """The mask and the picks of a layer's attention. A mask of the user's own comes back with what
     the model did not pick hidden, and without picks."""
     indexer, tokens = module.indexer, hidden_states.shape[1]
@@ -166,7 +166,9 @@ def pick_pools(
         scale=indexer.index_head_dim**-0.5,
         seen=rows.seen // ratio,
     )
-    return mask, PickedPools(blocks, rows.seen, rows.slots, ratio, indexer.token_budget + ratio - 1)
+    return mask, PickedCompressed(
+        blocks, rows.seen, rows.slots, ratio, indexer.token_budget + ratio - 1
+    )
 
 
 def _hold(
@@ -175,9 +177,9 @@ def _hold(
     """The index keys of all tokens, after those `new` `[B,S,D]` are in the cache."""
     rows, tokens, width = new.shape
     layer = None if cache is None else cache.layers[indexer.layer_idx]
-    if layer is not None and hasattr(layer, "update_pools"):
+    if layer is not None and hasattr(layer, "update_compressed"):
         own = torch.cat([x[:, -tokens:] for x in turns], -1)
-        length = layer.update_pools(new, own, indexer.compress_ratio)
+        length = layer.update_compressed(new, own, indexer.compress_ratio)
         cos, sin = layer.turns.chunk(2, -1)
         return Held(layer, layer.indexer_keys, layer.pooled, cos, sin, length)
     keys, before = new, lengths_of(layer)
@@ -194,7 +196,7 @@ def _queries_and_keys(
     indexer: Any, hidden_states: torch.Tensor, turns: tuple[torch.Tensor, torch.Tensor]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Queries `[B,S,H,D]`, rotated, and keys `[B,S,D]` of new tokens: the beginning of an indexer's
-    forward (see known_pools.py)."""
+    forward (see known_compressed.py)."""
     rows, tokens, _ = hidden_states.shape
     heads, width = indexer.index_n_heads, indexer.index_head_dim
     rotate = sys.modules[type(indexer).__module__].apply_rotary_pos_emb  # pyright: ignore[reportAttributeAccessIssue]
@@ -222,7 +224,7 @@ def _rows(held: Held, shown: torch.Tensor | None, tokens: int, ratio: int) -> Ro
         slots = slots[:, :size].int()
     if held.layer is None:
         return Rows(seen, torch.zeros_like(until), until, slots)
-    return Rows(seen, held.layer.pools_made(shown, before, ratio).expand(rows), until, slots)
+    return Rows(seen, held.layer.compressed_made(shown, before, ratio).expand(rows), until, slots)
 
 
 def _mask_with_picks(
@@ -231,7 +233,7 @@ def _mask_with_picks(
     """A mask of the user's own with what the model does not pick under it hidden, by the model's
     own code: blocks may be others for each query."""
     if held.layer is not None:
-        held.layer.forget_pools()
+        held.layer.forget_compressed()
     cache = SimpleNamespace(update_indexer=lambda new, index: held.keys)  # has them already
     turns = tuple(x[:, : int(held.length)] for x in (held.cos, held.sin))
     indexer = module.indexer
@@ -241,7 +243,9 @@ def _mask_with_picks(
     return mask.masked_fill(~picked, torch.finfo(mask.dtype).min)
 
 
-def attend_pools(binding: Binding[Any], call: AttentionCall, picked: PickedPools) -> torch.Tensor:
+def attend_compressed(
+    binding: Binding[Any], call: AttentionCall, picked: PickedCompressed
+) -> torch.Tensor:
     """Attention over the picks of a layer, `[B,T,Hq,D]`: they are tokens that the mask shows."""
     call.q, call.k, call.v = as_autocast(call.q, call.k, call.v, call.state)
     call.key_mask, call.picked = None, picked
