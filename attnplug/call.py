@@ -20,6 +20,33 @@ class PickedBlocks(NamedTuple):
     size: int
 
 
+class PickedCompressed(NamedTuple):
+    """The blocks of `size` tokens that a layer's model has picked by their compressed keys:
+    `blocks` int32 `[B,T,K]`, for all KV heads, none twice, -1 for none. They are blocks of the
+    tokens that are no padding, of which a query sees the first `seen` `[B,T]`; it reads the tokens
+    of its blocks, and those behind its last complete block. `slots` int32 `[B,S]` says where such
+    a token lies, None where n lies in slot n. No query reads more than `most` tokens."""
+
+    blocks: torch.Tensor
+    seen: torch.Tensor
+    slots: torch.Tensor | None
+    size: int
+    most: int
+
+    def tokens(self, begin: int, end: int) -> torch.Tensor:
+        """The slots that the queries from `begin` to `end` read, int32 `[B,end - begin,most]`, -1
+        for none."""
+        blocks, seen = self.blocks[:, begin:end], self.seen[:, begin:end, None]
+        within = torch.arange(self.size, device=blocks.device)
+        listed = torch.where(blocks[..., None] < 0, -1, blocks[..., None] * self.size + within)
+        tail = seen // self.size * self.size + within[:-1]
+        found = torch.cat((listed.flatten(2), torch.where(tail < seen, tail, -1)), 2)
+        if self.slots is not None:
+            at = found.clamp(min=0).flatten(1)
+            found = torch.where(found < 0, -1, self.slots.gather(1, at).view(found.shape))
+        return torch.nn.functional.pad(found, (0, self.most - found.shape[2]), value=-1).int()
+
+
 @dataclasses.dataclass
 class AttentionCall:
     """One attention layer's work in one forward pass, as a policy sees it.
@@ -30,7 +57,7 @@ class AttentionCall:
     first key that it lets through, and is given for T > 1 only. `state` is the layer's static
     cache, a method's own layer where generate or `make_cache` made it, or None. `trace_to` takes
     the edges that a tracing method finds, while `attnplug.trace.record` is on. `follow` is how many
-    tokens of the prompt are known to come after these queries. `picked` are the blocks that the
+    tokens of the prompt are known to come after these queries. `picked` is what the
     model itself has picked, where it does. The policy leaves the name of the method that has served
     the call in `served_by`, and where that is "dense" in another method's place, the reason in
     `why_dense`. The attention is causal; a policy returns `[B,Hq,T,D]`.
@@ -48,7 +75,7 @@ class AttentionCall:
     state: "StaticLayer | None" = None
     trace_to: "EdgeWriter | None" = None
     follow: int = 0
-    picked: PickedBlocks | None = None
+    picked: PickedBlocks | PickedCompressed | None = None
     served_by: str = ""
     why_dense: str = ""
 

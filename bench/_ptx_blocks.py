@@ -181,6 +181,9 @@ def gather_tokens_attention(op: Any) -> Cases:
     yield "padded", case(2, 28, 4, 1, 4096, 128, 512, **capped, **padding(2, 4096))
     yield "fused", case(2, 28, 4, 1, 4096, 128, 31, sink=0, window=1, **capped, **padding(2, 4096))
     yield "fp32 D=64", case(1, 4, 4, 1, 1024, 64, 64, FP32)
+    for queries in (1, 64):
+        listed = case(1, 24, 2, queries, 32768, 256, 2051, sink=0, window=0, lengths=new(1))
+        yield f"list alone T={queries}", listed
     for page in (16, 128):
         _, k, v = attention(65536 // page, 28, 4, 1, page, 128, BF16)
         q, index = new(8, 28, 1, 128, dtype=BF16), new(8, 4, 1, 2048)

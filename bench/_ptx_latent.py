@@ -29,6 +29,28 @@ def index_topk(op: Any) -> Cases:
     yield "H=200", case(1, 4, 200, 4096, 64, 500)
     yield "fp32", case(1, 64, 64, 4096, 128, 500, FP32)
     yield "fp32 step D=256", case(2, 1, 16, 4096, 256, 500, FP32)
+    yield "seen step", case(1, 1, 4, 32768, 128, 512, seen=new(1, 1, dtype=INT64))
+    yield "seen prefill", case(2, 512, 4, 8192, 128, 512, seen=new(2, 512, dtype=INT64))
+    yield "seen, all are picked", case(2, 9, 4, 500, 128, 512, seen=new(2, 9, dtype=INT64))
+
+
+@cases
+def pool_keys(op: Any) -> Cases:
+    def case(batch, size, width, turned, ratio=4, dtype=BF16, slots=False):
+        keys, pooled = (
+            new(batch, size, width, dtype=dtype),
+            new(batch, size // ratio, width, dtype=dtype),
+        )
+        cos, sin = new(2, batch, size, turned, dtype=dtype)
+        ends = new(batch, dtype=INT64), new(batch, dtype=INT64)
+        options = {"slots": new(batch, size) if slots else None, "ratio": ratio, "eps": 1e-6}
+        weight = new(width, dtype=dtype)
+        return lambda: op(pooled, keys, cos, sin, weight, *ends, **options)
+
+    yield "128K", case(1, 131072, 128, 64)
+    yield "padded", case(8, 32768, 128, 64, slots=True)
+    yield "fp16 D=48 P=12", case(2, 1003, 48, 12, 3, FP16)
+    yield "fp32 all turned", case(1, 4096, 256, 256, 16, FP32)
 
 
 @cases

@@ -8,8 +8,9 @@ are seconds of generate for 1 and for 65 new tokens under `trained`, prompt and 
 later calls and the first one. `step` rows are a token over a cache of `tokens` tokens: ours is the
 difference of these calls; transformers' is a forward pass over its dynamic cache, which random
 numbers fill, as its own prefill of such a prompt asks for scores of queries by heads by tokens.
-`--family minimax_m3_vl_text` has layers that pick blocks. `--family deepseek_v3` has no indexer, so
-that `dense` reads its latents.
+`--family minimax_m3_vl_text` has layers that pick blocks, and `qwen4_exp_text` layers that pick
+blocks by compressed keys, one of them between two of linear attention. `--family deepseek_v3` has
+no indexer, so that `dense` reads its latents.
 `--prefill` lists lengths at which transformers' prefill is tried, too. `--small` is for a CPU.
 """
 
@@ -34,7 +35,7 @@ SMALL = {
     "index_n_heads": 4, "index_head_dim": 32, "index_topk": 64, "intermediate_size": 64,
     "moe_intermediate_size": 32,
 }  # fmt: skip
-M3 = "minimax_m3_vl_text"
+M3, QWEN = "minimax_m3_vl_text", "qwen4_exp_text"
 LATENT = {"n_routed_experts": 8, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
 BLOCKS = {
     "layer_types": ["minimax_m3_sparse"] * 3, "mlp_layer_types": ["dense", "sparse", "sparse"],
@@ -45,11 +46,25 @@ SMALL_BLOCKS = {
     "index_n_heads": 2, "index_head_dim": 32, "index_block_size": 16, "index_topk_blocks": 2,
     "intermediate_size": 32, "dense_intermediate_size": 64, "shared_intermediate_size": 32,
 }  # fmt: skip
+# Widths of the indexer as engines have them: no config of transformers says them.
+POOLS = {
+    "layer_types": ["linear_attention", "indexed_attention", "linear_attention"],
+    "num_attention_heads": 24, "num_key_value_heads": 2, "head_dim": 256, "num_experts": 8,
+    "indexer_n_heads": 4, "indexer_kv_heads": 1, "indexer_head_dim": 128, "indexer_budget": 2048,
+    "indexer_compress_ratio": 4,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25},
+}  # fmt: skip
+SMALL_POOLS = {
+    "hidden_size": 64, "num_attention_heads": 4, "head_dim": 32, "indexer_head_dim": 32,
+    "indexer_budget": 64, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32,
+    "linear_num_key_heads": 2, "linear_num_value_heads": 2, "hc_lowrank": 16,
+}  # fmt: skip
+OPTIONS = {M3: (BLOCKS, SMALL_BLOCKS), QWEN: (POOLS, SMALL_POOLS)}  # of others (LATENT, SMALL)
 
 
 def make(family: str, small: bool, device: str) -> Any:
     kind = CONFIG_MAPPING[family]
-    own, smaller = (BLOCKS, SMALL_BLOCKS) if family == M3 else (LATENT, SMALL)
+    own, smaller = OPTIONS.get(family, (LATENT, SMALL))
     options: dict[str, Any] = {
         "num_hidden_layers": 3, "num_experts_per_tok": 4, "vocab_size": 4096, "pad_token_id": 0,
         "max_position_embeddings": 1 << 18, **own,
@@ -112,22 +127,29 @@ class Bench:
 
     def filled(self, tokens: int) -> DynamicCache:
         """transformers' cache with random latents and rotated keys, or keys and values, and index
-        keys."""
+        keys. Linear attention keeps no tokens, and begins anew."""
         config, cache = self.model.config, DynamicCache(config=self.model.config)
         options = {"device": self.device, "dtype": torch.bfloat16}
         for index in range(config.num_hidden_layers):
-            if config.model_type == M3:
+            if config.layer_types[index] == "linear_attention":
+                continue
+            if config.model_type in OPTIONS:
                 shape = 1, config.num_key_value_heads, tokens, config.head_dim
                 cache.update(torch.randn(shape, **options), torch.randn(shape, **options), index)
+            if config.model_type == M3:
                 keys = torch.randn(1, 1, tokens, config.index_head_dim, **options)
                 cache.layers[index].update_index(keys)
                 continue
-            latents = torch.randn(1, 1, tokens, config.kv_lora_rank, **options)
-            rope = torch.randn(1, 1, tokens, config.qk_rope_head_dim, **options)
-            cache.update(latents, rope, index)
+            width = getattr(config, "indexer_head_dim", None) or config.index_head_dim
+            if config.model_type == QWEN:
+                positions = torch.arange(tokens, device=self.device).expand(3, 1, -1)
+                cache.layers[index].indexer_position_ids = positions
+            else:
+                latents = torch.randn(1, 1, tokens, config.kv_lora_rank, **options)
+                rope = torch.randn(1, 1, tokens, config.qk_rope_head_dim, **options)
+                cache.update(latents, rope, index)
             if hasattr(cache.layers[index], "update_indexer"):
-                keys = torch.randn(1, tokens, config.index_head_dim, **options)
-                cache.update_indexer(keys, index)
+                cache.update_indexer(torch.randn(1, tokens, width, **options), index)
         return cache
 
     def stock_step(self, tokens: int) -> None:

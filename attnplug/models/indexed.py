@@ -11,23 +11,19 @@ model); `expand_kv`, which hands the latents on as they are; and the attention f
 registered under a name of its own so that the model passes it the picks.
 """
 
-import ast
 import inspect
-import textwrap
-from collections.abc import Callable
-from types import FunctionType
 from typing import Any
 
 import torch
 from transformers.cache_utils import StaticLayer
 
-from attnplug.call import AttentionCall, LatentCall, Served
+from attnplug.call import AttentionCall, LatentCall, PickedCompressed, Served
 from attnplug.models.cache import PlugLayer
+from attnplug.models.compact import index_mask, is_compact, key_mask, lengths_of
 from attnplug.models.hf import (
     SERVES,
     as_autocast,
     binding_of,
-    plug_mask,
     refuse_options,
     stock_function,
 )
@@ -36,7 +32,6 @@ from attnplug.models.latents import (
     attend_latents,
     bind_latents,
     has_latents,
-    lengths_of,
     unbind_latents,
     up_of,
     why_not_expanded,
@@ -49,6 +44,13 @@ from attnplug.models.picked_blocks import (
     refuse_missing_picks,
     why_not_blocks,
 )
+from attnplug.models.picked_compressed import (
+    attend_compressed,
+    bind_compressed,
+    picks_compressed,
+    unbind_compressed,
+    why_not_compressed,
+)
 from attnplug.models.picked_pools import (
     attend_pools,
     bind_pools,
@@ -56,10 +58,9 @@ from attnplug.models.picked_pools import (
     unbind_pools,
     why_not_pools,
 )
+from attnplug.models.rewritten import Forward, body_of, rewritten
 from attnplug.ops import index_topk
 from attnplug.ops.common.checks import why_not_width
-
-Forward = Callable[..., torch.Tensor]
 
 # The end of an indexer's forward, as ast.unparse writes it.
 SCORES = "scores = torch.matmul(q.float(), k.transpose(-1, -2).float().unsqueeze(1))"
@@ -83,6 +84,8 @@ def why_not_indexed(module: Any) -> str:
         return why_not_blocks(module)
     if picks_pools(module):
         return why_not_pools(module)
+    if picks_compressed(module):
+        return why_not_compressed(module)
     if not has_latents(module):
         return f"{kind} picks tokens, but not for attention over latents"
     unexpanded = why_not_expanded(module)
@@ -106,13 +109,10 @@ def picking_forward(kind: type[torch.nn.Module]) -> Forward | None:
 
 
 def _with_our_end(forward: Any) -> Forward | None:
-    try:
-        source = textwrap.dedent(inspect.getsource(forward))
-    except OSError:  # a module without its source
+    found = body_of(forward)
+    if found is None:
         return None
-    function = ast.parse(source).body[0]
-    assert isinstance(function, ast.FunctionDef)
-    texts = [ast.unparse(statement) for statement in function.body]
+    function, texts = found
     begin = next((i for i, text in enumerate(texts) if text.startswith("scores = ")), None)
     names = inspect.signature(forward).parameters.keys()
     cache = next((name for name in CACHE_ARGUMENTS if name in names), None)
@@ -125,18 +125,7 @@ def _with_our_end(forward: Any) -> Forward | None:
         return None
     scale = "1.0" if texts[begin] == SCORES else "self.softmax_scale"
     end = f"{weights}\nreturn self.{PICK_METHOD}(q, k, weights, {scale}, attention_mask, {cache})"
-    function.body[begin:] = ast.parse(end).body
-    function.decorator_list = []
-    function.returns = None
-    for argument in (*function.args.args, *function.args.kwonlyargs):
-        argument.annotation = None
-    tree = ast.fix_missing_locations(ast.Module([function], []))
-    space: dict[str, Any] = {}
-    exec(compile(tree, f"<attnplug: {forward.__qualname__}>", "exec"), space)
-    code = space[function.name].__code__
-    made = FunctionType(code, forward.__globals__, function.name, forward.__defaults__)
-    made.__kwdefaults__ = forward.__kwdefaults__
-    return made
+    return rewritten(forward, function, slice(begin, None), end)
 
 
 def bind_indexed(module: torch.nn.Module) -> None:
@@ -146,6 +135,9 @@ def bind_indexed(module: torch.nn.Module) -> None:
         return
     if picks_blocks(module):
         put_method(module.indexer, "forward", pick_blocks)  # pyright: ignore[reportArgumentType]
+        return
+    if picks_compressed(module):
+        bind_compressed(module)
         return
     bind_latents(module)
     indexer = getattr(module, "indexer", None)
@@ -159,6 +151,8 @@ def unbind_indexed(module: torch.nn.Module) -> None:
     if picks_pools(module):
         unbind_pools(module)
         return
+    if picks_compressed(module):
+        unbind_compressed(module)
     unbind_latents(module)
     indexer = getattr(module, "indexer", None)
     if indexer is not None:
@@ -185,7 +179,7 @@ def pick_tokens(
     """The picks `[B,S,K]` int32 of an indexer's queries `[B,S,H,D]`, with weights `[B,S,H]`, among
     its keys `[B,T,D]`. `mask` `[B,S,T]` is one of the user's own, or `index_mask`'s."""
     mask = mask[:, None]
-    if not _is_compact(mask, q.shape[1]):
+    if not is_compact(mask, q.shape[1]):
         scores = torch.einsum("bsht,bsh->bst", (_products(q, k) * scale).relu(), weights)
         hidden = ~mask if mask.dtype == torch.bool else mask < 0
         scores = scores.masked_fill(hidden[:, 0, :, : k.shape[1]], float("-inf"))
@@ -198,37 +192,12 @@ def pick_tokens(
         indexer.index_topk,
         scale=scale,
         lengths=lengths,
-        key_mask=_key_mask(mask, *k.shape[:2]),
+        key_mask=key_mask(mask, *k.shape[:2]),
     )
 
 
 def _products(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
     return torch.einsum("bshd,btd->bsht", q.float(), k.float())
-
-
-def index_mask(
-    batch_size: int, q_length: int, kv_length: int, *args: Any, **kwargs: Any
-) -> torch.Tensor:
-    """transformers' mask function for a model with an indexer, which takes its mask apart and so
-    needs one always: of a plain causal mask real keys `[B,1,1,T]`, or ones `[1,1,1,1]` where all
-    are, uint8 for several queries and bool for one (see `hf`). Other masks are transformers'."""
-    mask = plug_mask(batch_size, q_length, kv_length, *args, **kwargs)
-    if mask is None:
-        kind = torch.bool if q_length == 1 else torch.uint8
-        return torch.ones((1, 1, 1, 1), dtype=kind, device=kwargs.get("device"))
-    return mask
-
-
-def _is_compact(mask: torch.Tensor, queries: int) -> bool:
-    """Whether a mask `[B,1,S,T]` is `index_mask`'s of a plain causal one."""
-    return mask.dtype == (torch.bool if queries == 1 else torch.uint8)
-
-
-def _key_mask(mask: torch.Tensor, rows: int, tokens: int) -> torch.Tensor | None:
-    """Which of the keys are real, `[B,T]`, of a compact mask `[B,1,1,T]`; None where all are."""
-    if mask.shape[-1] == 1:
-        return None
-    return mask[:, 0, 0, :tokens].bool().expand(rows, tokens)
 
 
 def attend_indexed(
@@ -242,14 +211,19 @@ def attend_indexed(
     indices: torch.Tensor | None = None,
     s_aux: torch.Tensor | None = None,
     block_indices: torch.Tensor | None = None,
+    picked_compressed: PickedCompressed | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """transformers' attention function of a model with indexers. `key` and `value` are latents
     `[B,1,T,R]` and rotated keys `[B,1,T,P]` where there are `indices` `[B,S,K]`. With
-    `block_indices` `[B,Hkv,S,K]` they are keys and values, and other layers of the model are
-    `plug_attention`'s. Returns `[B,S,Hq,Dv]` and no weights."""
+    `block_indices` `[B,Hkv,S,K]` or `picked_compressed` they are keys and values, and other layers
+    of the model are `plug_attention`'s. Returns `[B,S,Hq,Dv]` and no weights."""
     binding = binding_of(module)
     policy = None if binding is None else binding.policy
+    if picked_compressed is not None and binding is not None and attention_mask is not None:
+        refuse_options(query, dropout, kwargs)
+        call = _block_call(query, key, value, scaling, attention_mask, kwargs)
+        return attend_compressed(binding, call, picked_compressed), None
     refuse_missing_picks(module, block_indices)
     if picks_pools(module) and binding and policy and attention_mask is not None:
         given = attention_mask, dropout, scaling
@@ -257,7 +231,7 @@ def attend_indexed(
     if block_indices is not None and binding is not None and attention_mask is not None:
         refuse_options(query, dropout, kwargs)
         call = _block_call(query, key, value, scaling, attention_mask, kwargs)
-        own = None if _is_compact(attention_mask, query.shape[2]) else attention_mask
+        own = None if is_compact(attention_mask, query.shape[2]) else attention_mask
         return attend_blocks(module, binding, call, block_indices, own, kwargs)
     if binding is None or policy is None or indices is None or attention_mask is None:
         mask = None if attention_mask is None or attention_mask.shape[-1] == 1 else attention_mask
@@ -265,7 +239,7 @@ def attend_indexed(
             module, query, key, value, mask, dropout, scaling, s_aux=s_aux, **kwargs
         )
     refuse_options(query, dropout, kwargs)
-    if not _is_compact(attention_mask, query.shape[2]):
+    if not is_compact(attention_mask, query.shape[2]):
         binding.note_served(query.shape[2], Served(binding.stock, "the call has a mask of its own"))
         expanded = type(module).expand_kv(module, key, value)  # pyright: ignore[reportAttributeAccessIssue]
         mask = _picked_mask(indices, attention_mask)
@@ -285,7 +259,7 @@ def attend_indexed(
         scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
         sinks=s_aux,
         lengths=lengths,
-        key_mask=_key_mask(attention_mask, len(key), key.shape[2]),
+        key_mask=key_mask(attention_mask, len(key), key.shape[2]),
     )
     out = policy.attend_latents(call)
     if not (isinstance(state, PlugLayer) and state.round_part):
@@ -301,19 +275,19 @@ def _block_call(
     mask: torch.Tensor,
     kwargs: dict[str, Any],
 ) -> AttentionCall:
-    """The call of a layer that attends to picked blocks."""
+    """The call of a layer that attends to picked keys and values."""
     state = kwargs.get("attnplug_state")
     lengths = lengths_of(state)
     if isinstance(state, PlugLayer) and kwargs.get("attnplug_fresh") == query.shape[2]:
         key, value, lengths = key[:, :, : query.shape[2]], value[:, :, : query.shape[2]], None
-    compact = _is_compact(mask, query.shape[2])
+    compact = is_compact(mask, query.shape[2])
     return AttentionCall(
         query,
         key,
         value,
         scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
         lengths=lengths,
-        key_mask=_key_mask(mask, len(key), key.shape[2]) if compact else None,
+        key_mask=key_mask(mask, len(key), key.shape[2]) if compact else None,
         state=state if isinstance(state, StaticLayer) else None,
     )
 

@@ -157,12 +157,6 @@ def attend_latents(
     return out, None
 
 
-def lengths_of(layer: Any) -> torch.Tensor | None:
-    """How many tokens of a static layer are valid, `[1]` on its device; None of another layer, all
-    of whose tokens are."""
-    return layer.cumulative_length.reshape(1) if isinstance(layer, StaticLayer) else None
-
-
 def up_of(module: Any, heads: int) -> torch.Tensor:
     """What makes a head's keys and values of latents, `[Hq,Dk+Dv,R]`."""
     projection = module.kv_b_proj

@@ -18,13 +18,13 @@ from torch.nn import functional as F
 from attnplug.call import LatentCall, Served
 from attnplug.errors import UnsupportedCallError
 from attnplug.models.cache import PlugLayer
+from attnplug.models.compact import lengths_of
 from attnplug.models.hf import Binding, as_autocast, refuse_options
 from attnplug.models.instance_method import put_method
 from attnplug.models.known_latents import expands_as_known
 from attnplug.models.known_pools import picks_as_known, reads_as_known
 from attnplug.models.latents import (
     bind_latents,
-    lengths_of,
     unbind_latents,
     up_of,
     why_not_expanded,

@@ -15,6 +15,7 @@ from attnplug.ops.gather.tiered_decode import ResidentBlocks, tiered_decode
 from attnplug.ops.gvr.gather_tokens_attention import gather_tokens_attention
 from attnplug.ops.gvr.index_topk import index_topk
 from attnplug.ops.gvr.page_codes import page_codes
+from attnplug.ops.gvr.pool_keys import pool_keys
 from attnplug.ops.gvr.score_tokens import score_tokens
 from attnplug.ops.gvr.top_tokens import top_tokens
 from attnplug.ops.gvr.topk import topk
@@ -52,6 +53,7 @@ __all__ = [
     "merge_block_rows",
     "page_bounds",
     "page_codes",
+    "pool_keys",
     "quantize_kv",
     "query_sparse_attention",
     "score_tokens",

@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 import torch
 from transformers.cache_utils import StaticLayer
 
+from attnplug.errors import UnsupportedCallError
 from attnplug.models.cache import PlugLayer, RowBuffers
 
 
@@ -15,11 +16,21 @@ class IndexedLayer(PlugLayer):
     takes another's picks has none of these, and one that reads another's latents has them alone
     (`has_index_only`). Where an indexer picks blocks, `keys` and `values` are plain ones. Where it
     picks pools of tokens, `pool_keys` `[B,pools+1,D]` are made of `indexer_keys` as they come.
+
+    Where it picks blocks by compressed keys, these are `pooled` `[B,J,D]`. `turns`
+    `[B,max_length,P]` are the cosines and sines of all tokens, and `shown` `[B,max_length]` is the
+    mask that `pooled` was made under, all False where it was not.
     (The contract of transformers' StaticIndexedLayer, and of its sparse layer of MiniMax-M3.)"""
 
-    row_buffers: ClassVar[RowBuffers] = {"indexer_keys": None, "pool_keys": None}
+    row_buffers: ClassVar[RowBuffers] = dict.fromkeys(
+        ("indexer_keys", "pool_keys", "turns", "pooled", "shown")
+    )
     indexer_keys: torch.Tensor | None = None
     pool_keys: torch.Tensor | None = None
+    turns: torch.Tensor | None = None
+    pooled: torch.Tensor | None = None
+    shown: torch.Tensor | None = None
+    pool_size = 1  # tokens of a compressed key
     has_index_only = False  # its tokens are counted by the indexer's update
 
     @property
@@ -50,18 +61,100 @@ class IndexedLayer(PlugLayer):
         keys.index_copy_(1, slots, indexer_key_states.to(keys.dtype))
         return keys
 
+    @property
+    def indexer_position_ids(self) -> None:
+        """None: Qwen4-Exp's model would have each call rotate all tokens that they are kept of."""
+        return None
+
+    @indexer_position_ids.setter
+    def indexer_position_ids(self, ids: torch.Tensor | None) -> None:
+        """Positions are kept as `turns`."""
+
+    def update_compressed(
+        self, keys: torch.Tensor, turns: torch.Tensor, ratio: int
+    ) -> torch.Tensor:
+        """Write the index keys `[B,S,D]` and turns `[1 or B,S,P]` of tokens that `update` is about
+        to count, and return how many there are with them, `[1]`. `pooled` has room for a block of
+        every `ratio` tokens."""
+        self.flush()
+        rows, tokens, width = keys.shape
+        before = torch.zeros(1, dtype=torch.int64, device=keys.device)
+        if self.is_initialized:
+            self._admit_rows(rows, tokens)
+            before = self.cumulative_length.reshape(1)
+        if self.indexer_keys is None or len(self.indexer_keys) != rows:
+            size, self.pool_size = self.max_cache_len, ratio
+            kind = torch.promote_types(keys.dtype, turns.dtype)  # autocast mixes precisions
+            self.bind_rows(
+                indexer_keys=keys.new_zeros(rows, size, width),
+                turns=turns.new_zeros(rows, size, turns.shape[2]),
+                pooled=turns.new_zeros((rows, size // ratio, width), dtype=kind),
+                shown=keys.new_zeros(rows, size, dtype=torch.bool),
+            )
+        assert self.indexer_keys is not None and self.turns is not None
+        slots = torch.arange(tokens, device=keys.device) + before
+        self.indexer_keys.index_copy_(1, slots, keys.to(self.indexer_keys.dtype))
+        self.turns.index_copy_(1, slots, turns.to(self.turns.dtype).expand(rows, -1, -1))
+        return before + tokens
+
+    def _admit_rows(self, rows: int, tokens: int) -> None:
+        """Raise UnsupportedCallError where the host knows that so many tokens of so many rows do
+        not fit."""
+        if torch.compiler.is_compiling():
+            return
+        self.check_room(tokens)
+        held = self._buffers()[0]
+        if rows != len(held) and int(self.cumulative_length) > 0:
+            self._fit_rows(held[:1].expand(rows, -1, -1, -1), held)
+
+    def compressed_made(
+        self, shown: torch.Tensor | None, before: torch.Tensor, ratio: int
+    ) -> torch.Tensor:
+        """How many leading blocks of each row, `[B]`, are in `pooled` as they are with `shown`
+        `[B,max_length]`, None for all, where the layer had `before` tokens. Takes `shown` for the
+        mask that `pooled` is made under from now on."""
+        assert self.shown is not None  # update_compressed was called
+        old = torch.arange(self.max_cache_len, device=before.device) < before
+        if shown is None:
+            other, done = ~self.shown & old, before // ratio
+            self.shown.fill_(True)
+        else:
+            other, done = (shown != self.shown) & old, (shown & old).sum(-1) // ratio
+            self.shown.copy_(shown)
+        return torch.where(other.any(-1), 0, done)
+
+    def forget_compressed(self) -> None:
+        """Have all compressed keys made anew, as tokens come that have none."""
+        assert self.shown is not None  # update_compressed was called
+        self.shown.fill_(False)
+
     def adopt(self, source: StaticLayer) -> None:
         super().adopt(source)
         self.has_index_only = getattr(source, "has_index_only", False)
+        self.pool_size = getattr(source, "pool_size", 1)
         theirs = getattr(source, "indexer_keys", None)
         if theirs is None or not source.is_initialized:
             return
         tokens = int(source.cumulative_length)
-        shape = (theirs.shape[0], self.max_cache_len, theirs.shape[2])
-        self.bind_rows(indexer_keys=theirs.new_zeros(shape))
-        assert self.indexer_keys is not None
-        self.indexer_keys[:, :tokens] = theirs[:, :tokens]
+        if getattr(source, "indexer_position_ids", None) is not None and tokens > 0:
+            raise UnsupportedCallError(
+                "the cache was filled without the policy 'trained' and lacks the rotary embedding "
+                "of its tokens. Give a fresh cache."
+            )
+        for name in ("indexer_keys", "turns", "pooled", "shown"):
+            theirs = getattr(source, name, None)
+            if theirs is not None:
+                self._adopt_rows(name, theirs, tokens)
         self.pool_keys = None  # made anew when the next tokens come
+
+    def _adopt_rows(self, name: str, theirs: torch.Tensor, tokens: int) -> None:
+        """Take over a side buffer, with what it has of so many tokens."""
+        per = self.pool_size if name == "pooled" else 1  # tokens of an entry
+        room = self.max_cache_len // per
+        mine = theirs.new_zeros(theirs.shape[0], room, *theirs.shape[2:])
+        held = min(room, tokens // per)
+        mine[:, :held] = theirs[:, :held]
+        self.bind_rows(**{name: mine})
 
     def renew(self) -> None:
         """Edited latents leave the index keys as they are: they come from hidden states."""

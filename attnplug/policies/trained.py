@@ -11,23 +11,26 @@ rotated parts q', k' of query and key:
     scores_t = scale ((W_k^T q) . c_t + q' . k'_t)        out = W_v sum_t softmax(scores)_t c_t
 
 so that the latents are read as they lie in the cache, once for all heads. MiniMax-M3's indexer
-picks blocks of plain keys and values for each KV head, which the op of `gather` reads. GLM-5.3's
-picks pools of tokens. (DeepSeek-V2, 2024, DeepSeek-V3.2, 2025, MiniMax-M3 and GLM-5.3, 2026.)
+picks blocks of plain keys and values for each KV head, which the op of `gather` reads. Qwen4-Exp's
+picks blocks of 4 tokens by their compressed keys, which `gvr`'s op reads token by token, and
+GLM-5.3's pools of 16 tokens. (DeepSeek-V2, 2024, DeepSeek-V3.2, 2025, MiniMax-M3, Qwen4-Exp and
+GLM-5.3, 2026.)
 """
 
 import dataclasses
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
-from attnplug.call import AttentionCall, LatentCall, LayerShape
+from attnplug.call import AttentionCall, LatentCall, LayerShape, PickedBlocks, PickedCompressed
 from attnplug.models.cache import PlugLayer
-from attnplug.ops import gather_attention
+from attnplug.ops import gather_attention, gather_tokens_attention
 from attnplug.policies._absorbed import attend_absorbed
 from attnplug.policies._indexed_layer import IndexedLayer
 from attnplug.policies.base import Phase
 
 SLAB = 4096  # queries whose latents are there at a time: `[4096,Hq,R]`, 0.5 GiB for 128 heads
+LISTS = 64 << 20  # bytes of lists of picked tokens that are there at a time
 PROGRAMS = 65535  # of queries and KV heads: CUDA starts no more along a grid's second dimension
 
 
@@ -58,6 +61,8 @@ class Trained(Phase):
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
         """Over the blocks that the model has picked."""
+        if isinstance(call.picked, PickedCompressed):
+            return _attend_compressed(call, call.picked)
         assert call.picked is not None  # another layer is refused
         queries = call.q.shape[2]
         slab = max(1, min(SLAB, PROGRAMS // call.k.shape[1]))
@@ -79,28 +84,51 @@ class Trained(Phase):
         return attend_absorbed(call, SLAB)
 
 
+def _attend_compressed(call: AttentionCall, picked: PickedCompressed) -> torch.Tensor:
+    """Over the tokens of picked blocks, for a slab of queries at a time: a query that sees none
+    gives 0."""
+    (rows, _, queries, _), heads = call.q.shape, call.k.shape[1]
+    each = 8 * rows * max(2, heads) * picked.most  # bytes of a query's list while it is made
+    slab = max(1, min(SLAB, PROGRAMS // heads, LISTS // each))
+    out = []
+    for begin in range(0, queries, slab):
+        end = min(begin + slab, queries)
+        q, k, v, lengths, _ = _part(call, begin, end)
+        index = picked.tokens(begin, end)[:, None].expand(-1, heads, -1, -1)
+        options = {"scale": call.scale, "sink": 0, "window": 0, "lengths": lengths}
+        out.append(gather_tokens_attention(q, k, v, index, **options)[0])
+    return out[0] if len(out) == 1 else torch.cat(out, 2)
+
+
 def _attend_blocks(call: AttentionCall, begin: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out `[B,Hq,T,D]`, lse `[B,Hq,T]`) of the queries from `begin` to `end`, as a call of their
-    own: the last of fewer tokens."""
-    assert call.picked is not None
-    behind, size = call.q.shape[2] - end, call.k.shape[2]
-    lengths, mask = call.lengths, call.key_mask
-    if lengths is not None:
-        lengths = lengths - behind
-    else:
-        size -= behind
+    """(out `[B,Hq,T,D]`, lse `[B,Hq,T]`) of the queries from `begin` to `end`."""
+    assert isinstance(call.picked, PickedBlocks)
+    q, k, v, lengths, mask = _part(call, begin, end)
     return gather_attention(
-        call.q[:, :, begin:end],
-        call.k[:, :, :size],
-        call.v[:, :, :size],
+        q,
+        k,
+        v,
         call.picked.blocks[:, :, begin:end],
         scale=call.scale,
         block=call.picked.size,
         sink=0,
         local=0,
         lengths=lengths,
-        key_mask=None if mask is None else mask[:, :size],
+        key_mask=mask,
     )
+
+
+def _part(call: AttentionCall, begin: int, end: int) -> tuple[Any, ...]:
+    """q, k, v, lengths and key mask of the queries from `begin` to `end`, as a call of their own:
+    the last of fewer tokens."""
+    behind, size = call.q.shape[2] - end, call.k.shape[2]
+    lengths, mask = call.lengths, call.key_mask
+    if lengths is not None:
+        lengths = lengths - behind
+    else:
+        size -= behind
+    k, v = call.k[:, :, :size], call.v[:, :, :size]
+    return call.q[:, :, begin:end], k, v, lengths, None if mask is None else mask[:, :size]
 
 
 def _mean_value(call: AttentionCall) -> torch.Tensor:

@@ -90,6 +90,29 @@ def tiny_minimax(**options: Any) -> PreTrainedModel:
     return build(M3, **(sizes | options))
 
 
+# Blocks of tokens by their compressed keys, for all KV heads.
+QWEN = "qwen4_exp_text"
+POOLED = "indexed_attention"
+QWENS: list[dict[str, Any]] = [
+    {},
+    {"layer_types": [POOLED] * 4},
+    {"layer_types": [POOLED, "linear_attention", "linear_attention", POOLED]},
+    {"indexer_compress_ratio": 3, "indexer_budget": 9, "num_attention_heads": 2},
+]
+
+
+def tiny_qwen(**options: Any) -> PreTrainedModel:
+    """Qwen4-Exp's text model, which reads 2 of its blocks of 4 tokens and those behind the last."""
+    sizes: dict[str, Any] = {
+        "layer_types": ["linear_attention", POOLED] * 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "indexer_head_dim": 48,
+    }
+    return build(QWEN, **(sizes | options))
+
+
 def tiny_mistral(**options: Any) -> PreTrainedModel:
     """Mistral Large 4 with a text model of four layers."""
     from transformers import (
@@ -146,6 +169,9 @@ def models() -> dict[str, Any]:
     if M3 in KINDS:
         for index, options in enumerate(MINIMAX):
             made[f"minimax_m3-{index}"] = lambda options=options: tiny_minimax(**options)
+    if QWEN in KINDS:
+        for index, options in enumerate(QWENS):
+            made[f"qwen4_exp-{index}"] = lambda options=options: tiny_qwen(**options)
     if HAS_MISTRAL:
         for index, options in enumerate(MISTRAL):
             made[f"mistral_large4-{index}"] = lambda options=options: tiny_mistral(**options)

@@ -414,6 +414,25 @@ def indexed() -> Iterator[Inputs]:
     del rows["start"]
     yield inputs | rows | {"k": 9, "scale": 0.2}
     yield inputs | {"k": 60, "scale": 0.2}
+    seen = torch.tensor([[0, 20, 50], [7, 8, 8]])
+    yield inputs | {"k": 9, "scale": 0.2, "seen": seen}
+
+
+def pool_keys() -> Iterator[Inputs]:
+    turns = random(1, 2, 50, 8)
+    inputs = {
+        "pooled": random(2, 2, 12, 16),
+        "keys": random(0, 2, 50, 16),
+        "cos": turns.cos(),
+        "sin": turns.sin(),
+        "weight": random(3, 16),
+        "since": torch.tensor([0, 5]),
+        "until": torch.tensor([9, 6]),
+        "ratio": 4,
+        "eps": 1e-6,
+    }
+    yield inputs | {"slots": torch.arange(50, dtype=torch.int32).repeat(2, 1)}
+    yield inputs
 
 
 def block_maxima() -> Iterator[Inputs]:
@@ -478,6 +497,7 @@ CONTRACTS = (
     own(ops.stream_mask, stream_mask),
     own(ops.stream_edges, stream_edges),
     own(ops.index_topk, indexed),
+    own(ops.pool_keys, pool_keys, ungraded=("pooled",)),
     own(ops.block_maxima, block_maxima),
     own(ops.latent_attention, latent),
     Contract(call_prefill_rows, ("prefill_rows",), prefill_rows, ("momo",)),

@@ -61,7 +61,8 @@ def gather_tokens_attention(
             the sink, the window or the padding, and tokens after the query.
         scale: factor on q.k, commonly `D ** -0.5`.
         sink: so many first real tokens are always read.
-        window: so many last tokens are always read, the query's own included; at least 1.
+        window: so many last tokens are always read, the query's own included. 0: the list alone
+            says.
         lengths: int32 or int64 `[1]` or `[B]`, valid keys, the T queries being the last of them.
             None: all S. Slots from `length` on are never read.
         start: int32 or int64 `[1]` or `[B]`, first real key of a left-padded row. None: 0.
@@ -99,7 +100,9 @@ def _allocate(
         )
     require(index.device == q.device, NAME, f"index is on {index.device}, q on {q.device}")
     require(sink >= 0, NAME, f"sink is {sink}, needs at least 0")
-    require(window >= 1, NAME, f"window is {window}, needs at least 1, the query's own token")
+    require(window >= 0, NAME, f"window is {window}, needs at least 0")
+    most = sink + window + index.shape[3]
+    require(most > 0, NAME, "sink and window are 0 and index lists no token")
     require(softcap >= 0, NAME, f"softcap is {softcap}, needs 0 (off) or a positive cap")
     if sinks is not None:
         check_sinks(NAME, q, sinks)

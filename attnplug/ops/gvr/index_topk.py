@@ -48,6 +48,7 @@ def index_topk(
     scale: float,
     lengths: torch.Tensor | None = None,
     key_mask: torch.Tensor | None = None,
+    seen: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The k tokens that an indexer scores highest, for each of the last S tokens.
 
@@ -62,6 +63,8 @@ def index_topk(
             None: all T. Query s sees the tokens up to `lengths - S + s`, its own. Slots from
             `lengths` on are not read.
         key_mask: bool `[B,T]`, False where a token must not be seen.
+        seen: int32 or int64 `[B,S]`, how many leading tokens each query sees, in the place of
+            lengths and key_mask: for keys that are not one a query.
 
     Returns:
         picks int32 `[B,S,min(k,T)]`: each query's tokens, none twice, and -1 at the end where it
@@ -73,10 +76,10 @@ def index_topk(
         GradientError: an input requires grad.
     """
     refuse_gradients(NAME, q, weights, keys)
-    return _index_topk(q, weights, keys, k, scale, lengths, key_mask)
+    return _index_topk(q, weights, keys, k, scale, lengths, key_mask, seen)
 
 
-def _allocate(q, weights, keys, k, scale, lengths, key_mask):
+def _allocate(q, weights, keys, k, scale, lengths, key_mask, seen=None):
     require(q.dim() == 4, NAME, f"q has {q.dim()} dimensions, needs [B,S,H,D]")
     require(q.dtype in DTYPES, NAME, f"q is {q.dtype}, needs float32, float16 or bfloat16")
     batch, queries, heads, width = q.shape
@@ -96,14 +99,28 @@ def _allocate(q, weights, keys, k, scale, lengths, key_mask):
         )
     require(keys.stride(2) == 1, NAME, f"keys has stride {keys.stride(2)} in D, needs 1")
     size = keys.shape[1]
-    require(queries <= size, NAME, f"q has {queries} queries, more than keys' {size} tokens")
+    fits = queries <= size or seen is not None
+    require(fits, NAME, f"q has {queries} queries, more than keys' {size} tokens")
     most = ranking.MAX_SCORES
     require(size <= most, NAME, f"keys has {size} tokens a row, at most {most} are allowed")
     require(1 <= k <= ranking.MAX_K, NAME, f"k is {k}, needs 1 to {ranking.MAX_K}")
     for label, tensor in (("weights", weights), ("keys", keys)):
         require(tensor.device == q.device, NAME, f"{label} is on {tensor.device}, q on {q.device}")
     check_shared_cache_inputs(NAME, "keys", keys, lengths, key_mask)
+    if seen is not None:
+        _check_seen(q, seen, lengths is None and key_mask is None)
     return q.new_empty((batch, queries, min(k, size)), dtype=torch.int32)
+
+
+def _check_seen(q, seen, alone):
+    require(alone, NAME, "seen stands in the place of lengths and key_mask")
+    fits = seen.dtype in (torch.int32, torch.int64)
+    if not fits or tuple(seen.shape) != tuple(q.shape[:2]):
+        raise ArgumentError(
+            f"{NAME}: seen is {seen.dtype} {tuple(seen.shape)}, needs int32 or int64 [B,S] = "
+            f"{list(q.shape[:2])}"
+        )
+    require(seen.device == q.device, NAME, f"seen is on {seen.device}, q on {q.device}")
 
 
 # --- CPU: the specification ------------------------------------------------------------------
@@ -148,30 +165,34 @@ def _pick_best(scores, seen, picks):
 
 
 @njit(parallel=True)
-def _reference(q, weights, keys, lengths, mask, scale, picks):
-    """Every (row, query) in parallel; keys are `[B, D, T]`."""
+def _reference(q, weights, keys, seen, mask, scale, picks):
+    """Every (row, query) in parallel; keys are `[B, D, T]`, and `seen` `[B, S]` counts leading
+    tokens."""
     batch, queries = q.shape[:2]
     for item in prange(batch * queries):
         b, s = item // queries, item % queries
-        count = max(lengths[b] - queries + s + 1, 0)
+        count = seen[b, s]
         shown = mask[b * len(mask) // batch]
-        seen = np.arange(count)
+        tokens = np.arange(count)
         if shown.shape[0] > 0:
-            seen = np.flatnonzero(shown[:count])
+            tokens = np.flatnonzero(shown[:count])
         scores = np.empty(count, np.float32)
-        if seen.shape[0] > picks.shape[2]:
+        if tokens.shape[0] > picks.shape[2]:
             _score_tokens(q[b, s] * scale, weights[b, s], keys[b], count, scores)
-        _pick_best(scores, seen, picks[b, s])
+        _pick_best(scores, tokens, picks[b, s])
 
 
-def _cpu(q, weights, keys, k, scale, lengths, key_mask, picks):
+def _cpu(q, weights, keys, k, scale, lengths, key_mask, seen, picks):
     batch, size, _ = keys.shape
-    lengths, _ = rows_as_given(batch, size, lengths, None)
+    if seen is None:
+        lengths, _ = rows_as_given(batch, size, lengths, None)
+        behind = torch.arange(1 - q.shape[1], 1, device="cpu")
+        seen = lengths.clamp(0, size)[:, None] + behind
     _reference(
         q.float().contiguous().numpy(),
         weights.contiguous().numpy(),
         keys.float().transpose(1, 2).contiguous().numpy(),
-        lengths.clamp(0, size).contiguous().numpy(),
+        seen.long().clamp(0, size).contiguous().numpy(),
         NO_MASK if key_mask is None else key_mask.contiguous().numpy(),
         np.float32(scale),
         picks.numpy(),
@@ -255,7 +276,7 @@ def plan_for(slab: Slab, heads: int, size: int, width: int, itemsize: int, on: C
 
 
 def launch_index_topk(
-    q, weights, keys, k, scale, lengths, key_mask, picks, plan=None, workspace=WORKSPACE
+    q, weights, keys, k, scale, lengths, key_mask, seen, picks, plan=None, workspace=WORKSPACE
 ):
     """Run the kernels; tensors as in `index_topk`, on a GPU or in Triton's interpreter."""
     batch, queries, heads, width = q.shape
@@ -264,13 +285,14 @@ def launch_index_topk(
         return
     q = q if q.stride(3) == 1 else q.contiguous()
     key_mask = mask_bytes(key_mask)
+    seen = None if seen is None else seen.long().clamp(0, size).contiguous()
     if k >= size:
-        _launch_pack(None, None, lengths, key_mask, picks, queries, size)
+        _launch_pack(None, None, lengths, key_mask, picks, queries, size, seen)
         return
     slab = slab_for(batch, queries, size, workspace)
     if plan is None:
         plan = plan_for(slab, heads, size, width, q.element_size(), card(q.device))
-    seen = tokens_seen(lengths, batch, queries, size, q.device)
+    ends = tokens_seen(lengths, batch, queries, size, q.device) if seen is None else seen
     scores = torch.empty((slab.rows * slab.queries, size), dtype=torch.float32, device=q.device)
     for b in range(0, batch, slab.rows):
         rows = slice(b, min(batch, b + slab.rows))
@@ -279,10 +301,11 @@ def launch_index_topk(
         for first in range(0, queries, slab.queries):
             some = slice(first, min(queries, first + slab.queries))
             here = scores[: (rows.stop - b) * (some.stop - first)]
-            _launch_scores(*inputs, mask, scale, first, here, plan)
-            own = seen
-            if seen is not None and seen.dim() == 2:
-                own = seen[rows, some].reshape(-1)
+            each = None if seen is None else seen[rows]
+            _launch_scores(*inputs, mask, scale, first, here, plan, each)
+            own = ends
+            if ends is not None and ends.dim() == 2:
+                own = ends[rows, some].reshape(-1)
             _launch_topk(here, k, own, mask is not None, picks[rows, some].view(-1, k))
 
 
@@ -300,7 +323,7 @@ def tokens_seen(lengths, batch, queries, size, device):
     return (behind[None, :] + last).expand(batch, queries)
 
 
-def _launch_scores(q, weights, keys, lengths, key_mask, scale, first, scores, plan):
+def _launch_scores(q, weights, keys, lengths, key_mask, scale, first, scores, plan, seen):
     """Score the slab of queries that begins at query `first`."""
     batch, queries, heads, width = q.shape
     here = len(scores) // batch
@@ -312,6 +335,7 @@ def _launch_scores(q, weights, keys, lengths, key_mask, scale, first, scores, pl
         weights=weights,
         keys=keys,
         tokens=rows_of(keys.shape[1], lengths, None, key_mask),
+        seen=seen,
         scores=scores,
         scale=scale,
         first=first,
@@ -344,10 +368,10 @@ def _launch_topk(scores, k, seen, masked, picks):
         return
     indices = torch.empty_like(picks)
     ranking.launch_topk(scores, k, None, seen, False, indices, values, how)
-    _launch_pack(indices, values, None, None, picks, 1, scores.shape[1])
+    _launch_pack(indices, values, None, None, picks, 1, scores.shape[1], None)
 
 
-def _launch_pack(indices, values, lengths, key_mask, picks, queries, size):
+def _launch_pack(indices, values, lengths, key_mask, picks, queries, size, seen):
     pdl, dependent = early(picks.device)
     k = picks.shape[-1]
     padded = max(2, next_power_of_two(k))
@@ -357,6 +381,7 @@ def _launch_pack(indices, values, lengths, key_mask, picks, queries, size):
         indices=indices,
         values=values,
         tokens=rows_of(size, lengths, None, key_mask),
+        seen=seen,
         picks=picks,
         S=queries,
         K=k,
@@ -369,7 +394,7 @@ def _launch_pack(indices, values, lengths, key_mask, picks, queries, size):
 
 _index_topk = define_op(
     f"{NAME}(Tensor q, Tensor weights, Tensor keys, int k, float scale, Tensor? lengths, "
-    "Tensor? key_mask) -> Tensor",
+    "Tensor? key_mask, Tensor? seen) -> Tensor",
     allocate=_allocate,
     cpu=_cpu,
     cuda=launch_index_topk,

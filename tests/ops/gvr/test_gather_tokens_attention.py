@@ -101,7 +101,7 @@ def test_matches_fp64(device_path, data):
     options = {
         "scale": draw(st.sampled_from([width**-0.5, 0.5])),
         "sink": draw(st.sampled_from([0, 1, 16])),
-        "window": draw(st.sampled_from([1, 7, 64])),
+        "window": draw(st.sampled_from([0, 1, 7, 64])),
         "softcap": draw(st.sampled_from([0.0, 0.0, 2.5])),
     }
     if draw(st.booleans()):
@@ -116,7 +116,8 @@ def test_matches_fp64(device_path, data):
         options["sinks"] = 3 * random(seed + 2, heads, dtype=dtype)
     q = random(seed, batch, queries, heads, width, dtype=dtype).transpose(1, 2)
     k, v = random(seed + 3, 2, batch, size, kv_heads, width, dtype=dtype).transpose(2, 3)
-    index = lists(seed + 4, k, queries, draw(st.sampled_from([0, 1, 50])))
+    least = int(options["sink"] + options["window"] == 0)  # an op that reads nothing refuses
+    index = lists(seed + 4, k, queries, draw(st.sampled_from([least, 1, 50])))
     clean = q, k, v, index
     unread = ~keep(q, k, index, **options).any(2)[..., None]  # nothing else may be read
     k, v = k.masked_fill(unread, torch.nan), v.masked_fill(unread, torch.nan)
@@ -189,7 +190,7 @@ WRONG = [
     ({"index": INDEX.long()}, r"index is torch.int64 \(1, 2, 1, 3\), needs int32"),
     ({"index": INDEX[:, :1]}, r"index is .* needs int32 \[B,Hkv,T,K\] = \[1, 2, 1, K\]"),
     ({"sink": -1}, "sink is -1"),
-    ({"window": 0}, "window is 0, needs at least 1"),
+    ({"window": -1}, "window is -1, needs at least 0"),
     ({"softcap": float("nan")}, "softcap is nan"),
     ({"sinks": torch.zeros(3)}, r"sinks has shape \(3,\)"),
     ({"q": torch.zeros(1, 4, 1, 32)}, "q has head dimension 32 but k has 64"),

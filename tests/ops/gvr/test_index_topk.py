@@ -19,16 +19,17 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 SCALE = 0.25
 
 
-def call(device_path, q, weights, keys, k, scale=SCALE, lengths=None, key_mask=None, **launch):
+def call(
+    device_path, q, weights, keys, k, scale=SCALE, lengths=None, key_mask=None, seen=None, **launch
+):
     """Picks on the CPU; by the public op, or by the launcher where the op would not run it."""
     device, path = device_path
-    moved = [x if x is None else x.to(device) for x in (q, weights, keys, lengths, key_mask)]
-    q, weights, keys, lengths, key_mask = moved
+    given = q, weights, keys, lengths, key_mask, seen
+    q, weights, keys, lengths, key_mask, seen = (x if x is None else x.to(device) for x in given)
     if path == "reference" or (device == "cuda" and not launch):
-        return index_topk(
-            q, weights, keys, k, scale=scale, lengths=lengths, key_mask=key_mask
-        ).cpu()
-    args = q, weights, keys, k, scale, lengths, key_mask
+        options = {"lengths": lengths, "key_mask": key_mask, "seen": seen}
+        return index_topk(q, weights, keys, k, scale=scale, **options).cpu()
+    args = q, weights, keys, k, scale, lengths, key_mask, seen
     picks = op._allocate(*args).fill_(77777)
     op.launch_index_topk(*args, picks, **launch)
     return picks.cpu()
@@ -113,6 +114,19 @@ def test_picks_score_as_the_best_do(device_path, dtype):
     best = scores.masked_fill(chosen | ~seen, -torch.inf).amax(2)
     assert (seen | ~chosen).all() and (chosen.sum(2) == 40).all()
     assert (best - worst <= allowed).all()
+
+
+@pytest.mark.parametrize("k", [9, 60])
+@pytest.mark.parametrize("slab", [2, 100])
+def test_counts_of_what_a_query_sees(device_path, k, slab):
+    """In the place of lengths: more queries than keys, and counts that do not ascend."""
+    q, weights, keys = inputs(20, 2, 30, 4, 25, 16)
+    seen = torch.randint(-3, 29, (2, 30), generator=torch.Generator().manual_seed(1))
+    launch = {} if device_path[1] == "reference" else {"workspace": slab * 25 * 4}
+    for kind in (torch.int64, torch.int32):
+        found = call(device_path, q, weights, keys, k, seen=seen.to(kind), **launch)
+        shown = torch.arange(25) < seen[..., None]
+        assert_best(found, exact(q, weights, keys), shown, k)
 
 
 def test_of_equal_scores_the_earlier_token(device_path):
@@ -314,6 +328,13 @@ WRONG = [
     ({"key_mask": torch.zeros(1, 39) > 0}, r"key_mask has shape \(1, 39\), needs \[B,T\]"),
     ({"key_mask": torch.zeros(1, 40, device="meta") > 0}, "key_mask is on meta, keys on cpu"),
     ({"weights": torch.zeros(1, 3, 2, device="meta")}, "weights is on meta, q on cpu"),
+    ({"seen": torch.zeros(1, 3)}, "seen is torch.float32"),
+    ({"seen": torch.zeros(1, 2).long()}, r"\(1, 2\), needs int32 or int64 \[B,S\] = \[1, 3\]"),
+    ({"seen": torch.zeros(1, 3, device="meta").long()}, "seen is on meta, q on cpu"),
+    (
+        {"seen": torch.zeros(1, 3).long(), "lengths": torch.tensor([1])},
+        "seen stands in the place of lengths",
+    ),
 ]
 
 

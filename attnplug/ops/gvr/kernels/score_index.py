@@ -40,6 +40,7 @@ def score_index(
     weights,
     keys,
     tokens,
+    seen,
     scores,
     scale,
     first,
@@ -62,7 +63,8 @@ def score_index(
 ):
     """QUERIES neighbours of the slab's `queries`, which begin at query `first`, score every
     `programs`-th tile of the tokens that one of them sees. HEADS heads are multiplied at a time.
-    Scores of tokens behind a query's own are not written."""
+    Scores of tokens behind a query's own are not written. `seen` `[B, S]`, where it is given, says
+    how many a query sees."""
     q_b, q_s, q_h = q_strides
     w_b, w_s, w_h = weights_strides
     k_b, k_t = keys_strides
@@ -87,8 +89,13 @@ def score_index(
     wanted = in_slab[:, None] & (head < H)[None, :]
     weight = tl.load(w_at + head[None, :] * w_h, mask=wanted, other=0.0)
 
-    position = length - S + first + own
-    reach = length - S + first + tl.minimum(here + QUERIES, queries)  # tokens that the last sees
+    if seen is not None:
+        count = tl.load(seen + b * S + first + own, mask=in_slab, other=0, cache_modifier=".cg")
+        position = count.to(tl.int32) - 1
+        reach = tl.max(position, 0) + 1
+    else:
+        position = length - S + first + own
+        reach = length - S + first + tl.minimum(here + QUERIES, queries)  # what the last sees
     keys_at = keys + b * k_b
     row = b * queries + own
     scores_at = scores + row[None, :] * tokens.S
@@ -112,8 +119,8 @@ def score_index(
         if tokens.key_mask is not None:
             shown = tl.load(tokens.key_mask + b * tokens.mask_b + n, mask=n < reach, other=0) != 0
             x = tl.where(shown[:, None], x, float("-inf"))
-        seen = (n[:, None] <= position[None, :]) & in_slab[None, :]
-        tl.store(scores_at + n[:, None], x, mask=seen)
+        written = (n[:, None] <= position[None, :]) & in_slab[None, :]
+        tl.store(scores_at + n[:, None], x, mask=written)
 
 
 @triton.jit
@@ -121,6 +128,7 @@ def pack_picks(
     indices,
     values,
     tokens,
+    seen,
     picks,
     S,
     K,
@@ -144,6 +152,8 @@ def pack_picks(
         length, _ = row_span(tokens, b, STEPS)
         token = place
         kept = (place < K) & (place <= length - S + (row - b * S).to(tl.int32))
+        if seen is not None:
+            kept = (place < K) & (place < tl.load(seen + row, cache_modifier=".cg"))
         if tokens.key_mask is not None:
             at = tokens.key_mask + b * tokens.mask_b + place
             kept = kept & (tl.load(at, mask=kept, other=0) != 0)

@@ -1,0 +1,43 @@
+"""A model's own code with a part exchanged: where the part is, statement for statement, what
+attnplug knows."""
+
+import ast
+import inspect
+import textwrap
+from collections.abc import Callable
+from types import FunctionType
+from typing import Any
+
+Forward = Callable[..., Any]
+
+
+def body_of(forward: Any) -> tuple[ast.FunctionDef, list[str]] | None:
+    """A function and the texts of its statements, as ast.unparse writes them; None of a module
+    without its source."""
+    try:
+        source = textwrap.dedent(inspect.getsource(forward))
+    except OSError:
+        return None
+    function = ast.parse(source).body[0]
+    assert isinstance(function, ast.FunctionDef)
+    return function, [ast.unparse(statement) for statement in function.body]
+
+
+def rewritten(forward: Any, function: ast.FunctionDef, part: slice, code: str) -> Forward:
+    """`forward`, whose source is `function`, with `code` in the place of a part of its
+    statements."""
+    function.body[part] = ast.parse(code).body
+    function.decorator_list = []
+    function.returns = None
+    for argument in (*function.args.args, *function.args.kwonlyargs):
+        argument.annotation = None
+    if function.args.kwarg is not None:
+        function.args.kwarg.annotation = None
+    tree = ast.fix_missing_locations(ast.Module([function], []))
+    space: dict[str, Any] = {}
+    exec(compile(tree, f"<attnplug: {forward.__qualname__}>", "exec"), space)
+    made = FunctionType(
+        space[function.name].__code__, forward.__globals__, function.name, forward.__defaults__
+    )
+    made.__kwdefaults__ = forward.__kwdefaults__
+    return made
