@@ -121,7 +121,7 @@ class Layer(NamedTuple):
         q, k, v = self.qkv(batch, 1, size)
         basis, made = sketched(batch, self.kv_heads, size, self.width)
         ops.encode_keys(k, v, basis[0], *made, lengths=new(batch))
-        recent = new(batch, self.heads, 528, self.width, dtype=self.dtype)
+        recent = new(batch, self.heads, 520, self.width, dtype=self.dtype)
         hint = new(batch, self.kv_heads, dtype=FP32)
         ops.sketch_decode(
             *(q, k, v, *basis, *made),

@@ -219,7 +219,7 @@ def sketch_decode(op: Any) -> Cases:
         if token:
             options["new"] = tuple(new(batch, kv, 1, width, dtype=dtype) for _ in range(2))
         if ring:
-            options["recent"] = new(batch, heads, 528, width, dtype=dtype)
+            options["recent"] = new(batch, heads, 520, width, dtype=dtype)
             options["hint"] = new(batch, kv, dtype=FP32)
         basis, made = sketched(batch, kv, size, width, codes)
         return lambda: op(q, k, v, *basis, *made, **options)
@@ -246,7 +246,7 @@ def sketch_host_decode(op: Any) -> Cases:
         options = {"scale": 0.1, "lengths": new(1), **options}
         if token:
             options["new"] = tuple(new(batch, kv, 1, width, dtype=dtype) for _ in range(2))
-            options["recent"] = new(batch, heads, 528, width, dtype=dtype)
+            options["recent"] = new(batch, heads, 520, width, dtype=dtype)
             options["hint"] = new(batch, kv, dtype=FP32)
         fixed = FixedPart(new(batch, kv, 2, 640, width, dtype=dtype), new(batch, kv, 2))
         basis, made = sketched(batch, kv, size, width)

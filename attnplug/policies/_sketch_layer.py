@@ -20,7 +20,7 @@ from attnplug.policies._host_layer import HostLayer
 from attnplug.policies._sketch_audit import Asked, Audit, audit_step
 
 QUERIES = 512  # last ones of each head, that a basis is made of
-SPARE = 16  # and more, which are still there where generate takes steps back
+SPARE = 8  # and more, which are still there where generate takes steps back
 RING = QUERIES + SPARE
 FEW = 64  # a basis of fewer queries is made again after as many steps
 SOON, LATE = 512, 2048  # a basis is made again after as many tokens as it was made of, within
@@ -28,9 +28,9 @@ Rows = tuple[torch.Tensor | None, torch.Tensor | None]  # start and mask, as `re
 
 
 class SketchLayer(PlugLayer):
-    """Keys and values, `codes` of `size` bytes a token, the `basis`, and `recent`, the last 528
-    queries of each head `[B,Hq,528,D]`, a query at its position modulo 528. A basis is made of the
-    last 512, so that a crop of 16 steps leaves all that it needs.
+    """Keys and values, `codes` of `size` bytes a token, the `basis`, and `recent`, the last 520
+    queries of each head `[B,Hq,520,D]`, a query at its position modulo 520. A basis is made of the
+    last 512, so that a crop of eight steps leaves all that it needs.
 
     `hint` `[B,Hkv]` float32 is what the last step left for the scan of the next one, 0 where the
     tokens have changed since (`sketch_decode`).

@@ -18,6 +18,7 @@ import torch
 from attnplug.call import AttentionCall, LayerShape
 from attnplug.models.cache import PlugLayer
 from attnplug.ops.common.checks import WIDE_HEAD_DIMS
+from attnplug.policies._sketch_layer import SPARE
 from attnplug.policies.base import Phase
 from attnplug.policies.crossover import NEVER, DenseBelow
 from attnplug.policies.dense import MAX_DECODE_QUERIES, Dense
@@ -72,7 +73,9 @@ class Exact(DenseBelow):
         found: Any = parse_policy(self.draft, DRAFTS).decode
         on_gpu = getattr(found, "kv", "gpu") == "gpu"
         self.check("draft", on_gpu, "a cache on the GPU, kv='gpu'")
-        self.check("draft", not getattr(found, "audit", 0), "a sketch without audits")
+        if isinstance(found, Sketch):
+            self.check("draft", found.audit == 0, "a sketch without audits")
+            self.check("m", self.m <= SPARE, f"1 to {SPARE} where sketch drafts")
         return found if found.min_tokens is not None else dataclasses.replace(found, min_tokens=0)
 
     drafter: ClassVar[Any]  # of each policy its own; no option
