@@ -25,7 +25,7 @@ REMOTE_CODE = {
     "cli/serve.py": "attnplug serve --trust-remote-code, which is off unless it is given"
 }
 # What is compiled there, and why it is nobody's text but that of a class which runs already.
-COMPILES = {"models/indexed.py": "an indexer's own forward, from its file, with another end"}
+COMPILES = {"models/rewritten.py": "an indexer's own forward, from its file, with another end"}
 NETWORK = {"models/hub.py": "asks whether the Hub can be reached"}
 
 

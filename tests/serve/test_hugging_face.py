@@ -220,7 +220,11 @@ def test_it_answers_to_its_names_tells_bad_requests_counts_and_ends(tmp_path, ch
         before = server.ask("/metrics")[1]
         long = dict(messages=[dict(role="user", content="x" * 99)], max_tokens=9)
         assert server.chat("tiny", **long)[0] == 200  # a prompt of 100 tokens
+        # A step's tokens go to the client first, and are counted by the loop's thread behind it.
+        wanted, until = counted(before, "attnplug_generated_tokens_total") + 9, time.time() + 20
         after = server.ask("/metrics")[1]
+        while counted(after, "attnplug_generated_tokens_total") < wanted and time.time() < until:
+            after = server.ask("/metrics")[1]
 
         def more(name: str, **labels: str) -> float:
             return counted(after, name, **labels) - counted(before, name, **labels)
