@@ -16,8 +16,8 @@ README and the plots of speed leave out a row at whose length and batch the poli
 own accord (bench/_served.py). In a page's table `(dense by default)` stands beside its length.
 
 A timing whose kernels have changed since is marked `stale` in results.md, when this program writes
-the page (bench/stale.py), and ends it with an error if it stands in README; `--check` leaves these
-marks out of the comparison, as they follow from git.
+the page (bench/stale.py), and ends it with an error if it stands in README or on the docs' first
+page; `--check` leaves these marks out of the comparison, as they follow from git.
 
 FILTERS is any number of key=value[,value...], such as `op=dense_decode batch=1 n=8192,131072
 heads=28/4`; none means every row, and `*` in a value stands for anything. `op=a | op=b` takes the
@@ -117,8 +117,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for image in images:
         print(f"drew docs/img/{image}")
     wrong = [f"above its ceiling: {told}" for told in above_ceiling(timing)]
-    if readme.exists() and shows_stale(readme.read_text(), served(timing), marks):
-        wrong.append("README.md shows rows that are stale: measure them again, or take them out")
+    for page in (readme, options.root / "docs" / "index.md"):
+        if page.exists() and shows_stale(page.read_text(), served(timing), marks):
+            wrong.append(f"{page.name} shows rows that are stale: measure again, or take them out")
     print("".join(f"{told}\n" for told in wrong), end="")
     return 1 if wrong or (options.check and stale) else 0
 

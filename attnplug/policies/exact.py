@@ -45,10 +45,11 @@ class Exact(DenseBelow):
 
     Rounds are made in the loop that attnplug runs for `generate`, where layers have full attention
     or sliding windows that the prompt fills. Each row of a batch accepts its own number of drafts.
-    Elsewhere (beams, loops of your own, continuous batching, vLLM, a batch or windows whose cache
-    the caller sees again) each step is dense, and `report(model)` says why. In float32 the tokens
-    are dense's. In 16 bits a pass over m + 1 tokens and one over a single token may round
-    otherwise, so that two tokens whose logits are equal but for rounding may change places.
+    Elsewhere (beams, loops of your own, continuous batching, a batch or windows whose cache the
+    caller sees again) each step is dense, and `report(model)` says why; engines refuse exact. In
+    float32 the tokens are dense's. In 16 bits a pass over m + 1 tokens and one over a single token
+    may round otherwise, so that two tokens whose logits are equal but for rounding may change
+    places.
     """
 
     draft: str = "gather"
