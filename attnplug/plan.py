@@ -314,13 +314,16 @@ def _kept_otherwise(network: torch.nn.Module, types: Sequence[str]) -> tuple[int
     """How many layers keep keys and values of their own, and the numbers that others, and indexers,
     keep of a token."""
     from attnplug.models.latents import has_latents, numbers_a_token
+    from attnplug.models import picked_compressed as compressed
     from attnplug.models.picked_blocks import picks_blocks
 
     modules = list(network.modules())
     latent = [each for each in modules if has_latents(each)]
     blocks: list[Any] = [each for each in modules if picks_blocks(each)]
-    full = (0 if latent else types.count("full_attention")) + len(blocks)
-    return full, sum(map(numbers_a_token, latent)) + sum(x.indexer.head_dim for x in blocks)
+    pooled = [each for each in modules if compressed.picks_compressed(each)]
+    full = (0 if latent else types.count("full_attention")) + len(blocks) + len(pooled)
+    beside = sum(map(numbers_a_token, latent)) + sum(x.indexer.head_dim for x in blocks)
+    return full, beside + sum(map(compressed.numbers_a_token, pooled))
 
 
 def check_served(shape: Shape, policy: Sparse) -> None:

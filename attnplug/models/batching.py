@@ -20,6 +20,7 @@ from attnplug.models.instance_method import put_method
 from attnplug.models.latents import EXPAND
 from attnplug.models.names import ATTENTION_NAMES
 from attnplug.models.paged import KEPT, adopt, paged_name, register_paged_names
+from attnplug.models.picked_compressed import PICK_METHOD
 from attnplug.models.switch import ATTENTION
 
 INIT_METHOD = "init_continuous_batching"
@@ -108,12 +109,13 @@ def _init_continuous_batching(model: Any, *args: Any, **kwargs: Any) -> Any:
     _settle(model)
     if SESSION in vars(model):
         raise UnsupportedCallError("continuous batching runs on this model already: stop it first")
-    latent = next((type(x).__name__ for x in bindings_of(model) if EXPAND in vars(x)), "")
-    if latent:
-        raise UnsupportedCallError(
-            f"transformers' continuous batching has pages of keys and values, and the cache of "
-            f"{latent} keeps latents"
-        )
+    for module in bindings_of(model):
+        kept = "latents" if EXPAND in vars(module) else "compressed keys"
+        if EXPAND in vars(module) or PICK_METHOD in vars(module):
+            raise UnsupportedCallError(
+                f"transformers' continuous batching has pages of keys and values, and the cache of "
+                f"{type(module).__name__} keeps {kept}"
+            )
     kept = vars(model).get(CACHED)
     if kept is not None and not getattr(kept, SESSION, False):
         raise UnsupportedCallError(

@@ -153,6 +153,7 @@ def unbind_indexed(module: torch.nn.Module) -> None:
         return
     if picks_compressed(module):
         unbind_compressed(module)
+        return
     unbind_latents(module)
     indexer = getattr(module, "indexer", None)
     if indexer is not None:

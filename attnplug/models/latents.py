@@ -74,7 +74,7 @@ def numbers_a_token(module: Any) -> int:
     if indexer is None:
         return kept
     pool = getattr(indexer, "index_kpool", 0)  # tokens whose keys come with gates, and share a key
-    width = indexer.head_dim
+    width = getattr(indexer, "head_dim", 0)  # an unknown indexer's layer is refused
     return kept + (2 * width + 1 + cdiv(width, pool) if pool else width)
 
 

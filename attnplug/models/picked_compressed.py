@@ -30,8 +30,10 @@ from attnplug.models.instance_method import put_method
 from attnplug.models.known_code import gemma_norm, rotate_half, same_code
 from attnplug.models.names import CACHE_ARGUMENTS
 from attnplug.models.rewritten import Forward, body_of, rewritten
+from attnplug.models.walk import MOVING_ROPE
 from attnplug.ops import index_topk, pool_keys
 from attnplug.ops.common.checks import why_not_width
+from attnplug.ops.common.sizes import cdiv
 from attnplug.ops.gvr.topk import MAX_K
 
 PICK_METHOD = "_attnplug_pick_compressed"  # of an attention module
@@ -93,9 +95,21 @@ def why_not_compressed(module: Any) -> str:
         return f"{kind.__name__} picks in a way that attnplug does not know"
     if "forward" in vars(module) or attending_forward(type(module)) is None:
         return f"{type(module).__name__} takes its picks in a way that attnplug does not know"
+    rope = getattr(module.config, "rope_parameters", None) or {}
+    if rope.get("rope_type") in MOVING_ROPE:
+        return f"the rotary embedding of {kind.__name__} depends on the longest position"
     if indexer.block_topk > MAX_K:
         return f"{kind.__name__} picks {indexer.block_topk} blocks, more than {MAX_K}"
     return why_not_width(module.head_dim) or why_not_width(indexer.index_head_dim)
+
+
+def numbers_a_token(module: Any) -> int:
+    """How many numbers the cache keeps of a token beside its keys and values: its index key, its
+    cosines and sines, and its share of a compressed key."""
+    width, ratio = module.indexer.index_head_dim, module.indexer.compress_ratio
+    rope = module.config.rope_parameters or {}
+    turned = int(module.head_dim * rope.get("partial_rotary_factor", 1.0))
+    return width + 2 * turned + cdiv(width, ratio)
 
 
 def attending_forward(kind: type[torch.nn.Module]) -> Forward | None:

@@ -159,6 +159,7 @@ def _pool_keys(
     made = _make_keys(indexer, packed, real, length, begin, new)
     slots = begin[:, None] + torch.arange(new, device=packed.device)
     slots = slots.clamp(max=pools)  # behind the last pool is one that nobody reads
+    made = made.to(layer.pool_keys.dtype)  # autocast sums in float32
     layer.pool_keys.scatter_(1, slots.long()[..., None].expand(-1, -1, width), made)
     return layer.pool_keys[:, :pools]
 

@@ -33,11 +33,10 @@ from attnplug.models.decode_step import (
 from attnplug.models.hook import state_of
 from attnplug.models.loop_calls import OF_LENGTH
 from attnplug.models.names import CACHE
+from attnplug.models.noise import Noise
 from attnplug.models.patience import PatientStep, is_capturable
 from attnplug.models.sliding import round_of, sliding_layers
 from attnplug.models.walk import all_modules, has_moving_rope
-
-KEPT = 32  # draws of a sampled call that are at hand; others are drawn again
 
 
 @dataclass
@@ -115,8 +114,16 @@ def _why_not(call: Any, masked: bool, drafts: int) -> str:
         return "the cache is seen again, and a sliding window takes no token back"
     if any(each.cumulative_length_int < each.max_cache_len for each in windows):
         return "the prompt does not fill a sliding window"
-    if any(map(has_moving_rope, all_modules(call.model))):
+    modules = all_modules(call.model)
+    if any(map(has_moving_rope, modules)):
         return "its rotary embeddings depend on the longest position"
+    # Drafts are fed behind the last token, twice a round's behind that of a row that has ended.
+    known = getattr(call.model.config.get_text_config(), "max_position_embeddings", None)
+    learned = not any(hasattr(module, "rope_type") for module in modules)
+    if learned and known is not None and known < call.last + 2 * drafts:
+        return f"its {known:,} learned positions end with the call's"
+    if call.rows > 1 and call.device.type != "cpu" and _copies_experts(call.model):
+        return f"its experts' weights would be copied for {drafts + 1} tokens of each row"
     strange = [type(each).__name__ for each in call.processors if type(each) not in OF_LENGTH]
     if strange:
         return f"{strange[0]} looks at the tokens before"
@@ -125,6 +132,12 @@ def _why_not(call: Any, masked: bool, drafts: int) -> str:
     if room < call.last - 1 + drafts:
         return f"room for {room:,} tokens, and a round wants {drafts} behind the last"
     return ""
+
+
+def _copies_experts(model: Any) -> bool:
+    """Whether transformers runs a decode step's experts by `batched_mm`, which copies the weights
+    of each token's."""
+    return "grouped_mm" in model.get_experts_implementation().values()
 
 
 def verify_step(
@@ -197,7 +210,7 @@ def settle(
     if drafted is not None:
         drafted.settle(sliding_layers(cache.layers), accepted + 1)
     position.add_((accepted + 1) * going[:, None])
-    token.copy_(chosen.gather(1, accepted))
+    token.copy_(chosen.gather(1, accepted).clamp(min=0))  # -1, which is looked at, is no token
     found[:, :1].copy_(accepted)
     found[:, 1:].copy_(chosen)
 
@@ -214,40 +227,12 @@ def close_holes(
         places = order[:, None, :, None].expand(*buffer.shape[:2], keep, buffer.shape[3])
         return buffer[:, :, begin:end].gather(2, places)
 
-    kept = [[moved(buffer) for buffer in layer.tensors()[:2]] for layer in layers]
     shown = real.gather(1, order)
     mask[:, begin:end] = False
     mask[:, begin : begin + keep] = shown
-    _take_back(layers, end - begin)
-    for layer, tokens in zip(layers, kept, strict=True):
-        layer.update(*tokens)
-
-
-@dataclass
-class Noise:
-    """The `e` of `argmax(p / e)` for the tokens at each place of the rows of a sampled call, as one
-    draw for all rows gives them, place by place from the first on. `states` are the random states
-    before these draws, from which a draw can be had again: rows come to a place at different
-    times."""
-
-    call: Any
-    states: dict[int, torch.Tensor]
-    drawn: dict[int, torch.Tensor] = field(default_factory=dict)
-
-    def of(self, places: Sequence[int], shares: torch.Tensor) -> torch.Tensor:
-        """`e` `[B,V]` for shares of the tokens at a place of each row."""
-        if len(set(places)) == 1:
-            return self._draw(places[0], shares)
-        return torch.stack([self._draw(place, shares)[row] for row, place in enumerate(places)])
-
-    def _draw(self, place: int, like: torch.Tensor) -> torch.Tensor:
-        if place not in self.drawn:
-            self.call.set_random(self.states[place])
-            self.drawn[place] = torch.empty_like(like).exponential_(1)
-            self.states[place + 1] = self.call.random_state()
-            for old in list(self.drawn)[:-KEPT]:
-                del self.drawn[old]
-        return self.drawn[place]
+    _take_back(layers, end - begin)  # which leaves all tokens where they are
+    for layer in layers:
+        layer.update(*map(moved, layer.tensors()[:2]))
 
 
 @dataclass
@@ -332,10 +317,12 @@ class Rounds:
 
     def _prepare_layers(self) -> None:
         """What layers want of the host, between rounds."""
-        mask, held = self.buffers.mask, self.call.length - 1
-        if mask is not None:
-            held, mask = self.held, mask[:, 0, 0, : self.held].long()
-        prepare_layers(due_layers(self.call.wanting, held), held, mask)
+        mask = self.buffers.mask
+        held = self.call.length - 1 if mask is None else self.held
+        due = due_layers(self.call.wanting, held)
+        if due and mask is not None:
+            mask = mask[:, 0, 0, :held].long()
+        prepare_layers(due, held, mask)
 
     def _make_room(self) -> None:
         """Close the holes where the cache has no slots for another round."""
@@ -357,7 +344,7 @@ class Rounds:
             )
             call.notice.cancel()  # from here on tokens come
             if found is not None:
-                self.buffers.token.copy_(self._choose(found, place)[:, None])
+                self.buffers.token.copy_(self._choose(found, place).clamp(min=0)[:, None])
             self.feed.tokens[:, place + 1].copy_(self.buffers.token[:, 0])
 
     def _verify(self, options: dict[str, Any]) -> list[list[int]]:
@@ -398,19 +385,22 @@ class Rounds:
                 _take_back(self.layers, len(new) - count)
         for _ in range(max(self.lengths) - call.length):
             call.count_token()
+        self.noise.forget_before(
+            min((self.lengths[row] for row in self.going), default=call.length)
+        )
 
     def _choose(self, logits: torch.Tensor, ahead: int) -> torch.Tensor:
         """The tokens `[B]` so many places `ahead` of what each row has from its logits `[B,V]`; -1
         where torch.multinomial would refuse them. Rows that have ended choose for another row's
         place, and nobody looks."""
-        process, rows = self.call.processors, range(len(logits))
+        rows = range(len(logits))
         any_place = min(self.lengths[row] for row in self.going)
         places = [ahead + (self.lengths[row] if row in self.going else any_place) for row in rows]
-        if len(set(places)) == 1:
-            scores = process(self.prefix[:, : places[0]], logits)
-        else:
-            each = [process(self.prefix[:1, : places[row]], logits[row : row + 1]) for row in rows]
-            scores = torch.cat(each)
+        # Of all rows each time: kernels that round by the number of rows give what dense's give.
+        of = {place: self.call.processors(self.prefix[:, :place], logits) for place in set(places)}
+        (scores, *others) = of.values()
+        if others:
+            scores = torch.stack([of[place][row] for row, place in enumerate(places)])
         if not self.call.config.do_sample:
             return scores.argmax(-1)
         shares = scores.softmax(-1)

@@ -78,7 +78,9 @@ def attend_expanded(call: LatentCall, width: int, attend: Attend) -> torch.Tenso
     batch, heads, _, keys = call.q.shape
     values = call.up.shape[1] - (keys - call.rope.shape[2])
     a_head = batch * call.latents.shape[1] * 2 * width * call.latents.element_size()
-    group = heads if a_head * heads <= EXPANDED else max(1, EXPANDED // a_head)
+    group = heads
+    while group > 1 and a_head * group > EXPANDED:  # halves: compiled code is guarded by each
+        group //= 2
     parts = []
     for begin in range(0, heads, group):
         few = slice(begin, begin + group)

@@ -45,6 +45,11 @@ class IndexedLayer(PlugLayer):
     def update_indexer(self, indexer_key_states: torch.Tensor) -> torch.Tensor:
         """Write the keys `[B,S,D]` of the tokens that `update` has just counted, and return the
         whole buffer."""
+        if self.turns is not None:
+            raise UnsupportedCallError(
+                "the cache was filled under the policy 'trained', which is not applied any more, "
+                "and lacks the position ids that the model asks for. Give a fresh cache."
+            )
         rows, tokens, width = indexer_key_states.shape
         if not self.is_initialized:
             self.has_index_only = True

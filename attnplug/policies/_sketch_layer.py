@@ -198,7 +198,7 @@ class SketchLayer(PlugLayer):
         compiling = torch.compiler.is_compiling()
         if self.recent is None and not compiling:
             self._make_ring(call.q.shape[1])
-        self._keep_queries(call)
+        self.keep_queries(call)
         self._forget_hint()
         mask = self.mask_of_buffer(call.key_mask)
         # Traced code must not look at the counts.
@@ -209,7 +209,7 @@ class SketchLayer(PlugLayer):
         elif self.is_fitted:
             self._encode(call.start, mask)
 
-    def _keep_queries(self, call: AttentionCall) -> None:
+    def keep_queries(self, call: AttentionCall) -> None:
         """Write the last queries of a call to the ring; what stands for padding is zero there."""
         recent, count = self.ring(call.q), min(call.q.shape[2], QUERIES)
         if recent is None:

@@ -18,7 +18,7 @@ import torch
 from attnplug.call import AttentionCall, LayerShape
 from attnplug.models.cache import PlugLayer
 from attnplug.ops.common.checks import WIDE_HEAD_DIMS
-from attnplug.policies._sketch_layer import SPARE
+from attnplug.policies._sketch_layer import SPARE, SketchLayer
 from attnplug.policies.base import Phase
 from attnplug.policies.crossover import NEVER, DenseBelow
 from attnplug.policies.dense import MAX_DECODE_QUERIES, Dense
@@ -102,8 +102,16 @@ class Exact(DenseBelow):
     def cache_layer(self, max_length: int) -> PlugLayer | None:
         return self.drafter.cache_layer(max_length)
 
+    @property
+    def keeps_queries(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.drafter.keeps_queries
+
     def note_queries(self, call: AttentionCall) -> None:
-        self.drafter.note_queries(call)
+        layer = call.state
+        if not (isinstance(layer, PlugLayer) and layer.round_part):
+            self.drafter.note_queries(call)
+        elif isinstance(layer, SketchLayer):  # steps summarise what is accepted
+            layer.keep_queries(call)
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
         layer = call.state

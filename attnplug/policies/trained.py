@@ -90,14 +90,17 @@ def _attend_compressed(call: AttentionCall, picked: PickedCompressed) -> torch.T
     (rows, _, queries, _), heads = call.q.shape, call.k.shape[1]
     each = 8 * rows * max(2, heads) * picked.most  # bytes of a query's list while it is made
     slab = max(1, min(SLAB, PROGRAMS // heads, LISTS // each))
-    out = []
-    for begin in range(0, queries, slab):
-        end = min(begin + slab, queries)
+
+    def part(begin: int, end: int) -> torch.Tensor:
         q, k, v, lengths, _ = _part(call, begin, end)
         index = picked.tokens(begin, end)[:, None].expand(-1, heads, -1, -1)
         options = {"scale": call.scale, "sink": 0, "window": 0, "lengths": lengths}
-        out.append(gather_tokens_attention(q, k, v, index, **options)[0])
-    return out[0] if len(out) == 1 else torch.cat(out, 2)
+        return gather_tokens_attention(q, k, v, index, **options)[0]
+
+    if queries <= slab:  # a loop would have compiled code know the number of queries
+        return part(0, queries)
+    begins = range(0, queries, slab)
+    return torch.cat([part(begin, min(begin + slab, queries)) for begin in begins], 2)
 
 
 def _attend_blocks(call: AttentionCall, begin: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:

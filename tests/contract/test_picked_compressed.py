@@ -5,6 +5,7 @@ import itertools
 
 import pytest
 import torch
+import torch._dynamo.testing
 from every_family import KINDS
 from indexed_cases import POOLED, QWEN, Largest, drawn, tiny_qwen
 from test_indexed import ids_of, new_tokens
@@ -16,6 +17,8 @@ from attnplug.call import PickedCompressed
 from attnplug.models.indexed import why_not_indexed
 from attnplug.models.layers import find_attention_layers
 from attnplug.models.names import CACHE
+from attnplug.plan import _kept_otherwise
+from attnplug.policies._indexed_layer import IndexedLayer
 
 pytestmark = pytest.mark.skipif(QWEN not in KINDS, reason="this transformers has no such family")
 TOKENS = 90  # 22 blocks of 4, of which a query reads 2
@@ -275,6 +278,46 @@ def test_what_is_left_to_the_model():
 
     assert "picks 5000 blocks, more than 4096" in why(indexer_budget=20000)
     assert "head dimension 40 is not a multiple of 16" in why(indexer_head_dim=40)
+    moving = dict(rope_type="dynamic", rope_theta=1e4, factor=2.0)
+    assert "depends on the longest position" in why(rope_parameters=moving)
+
+
+@torch.no_grad()
+def test_a_cache_does_not_go_on_without_the_policy(model):
+    ids = ids_of(1, 20)
+    with attnplug.applied(model, "trained"):
+        cache = attnplug.make_cache(model, 40)
+        model(ids, **{CACHE: cache})
+    with pytest.raises(attnplug.UnsupportedCallError, match="'trained', which is not applied"):
+        model(ids[:, :1], **{CACHE: cache})
+
+
+def test_what_its_cache_keeps_is_in_the_bill(model):
+    kept, beside = _kept_otherwise(model, model.config.layer_types)
+    attnplug.apply(model, "trained")
+    cache = attnplug.make_cache(model, 64)
+    with torch.no_grad():
+        model(ids_of(1, 20), **{CACHE: cache})
+    layers = [layer for layer in cache.layers if isinstance(layer, IndexedLayer)]
+    side = [x for layer in layers for x in (layer.indexer_keys, layer.turns, layer.pooled)]
+    assert kept == len(layers) > 0
+    assert beside * 64 == sum(x.numel() for x in side)
+
+
+def test_continuous_batching_is_refused(model):
+    attnplug.apply(model, "trained")
+    with pytest.raises(attnplug.UnsupportedCallError, match="keeps compressed keys"):
+        model.init_continuous_batching()
+
+
+@torch.no_grad()
+def test_compiled_prompts_of_many_lengths_are_one_graph(model):
+    attnplug.apply(model, "trained")
+    counter = torch._dynamo.testing.CompileCounterWithBackend("eager")
+    compiled = torch.compile(model, fullgraph=True, backend=counter)
+    for tokens in (40, 45, 53, 61):
+        compiled(ids_of(1, tokens), use_cache=True)
+    assert counter.frame_count <= 2
 
 
 @pytest.mark.parametrize("part", ["indexer", "k_layernorm", "attention", "rotary"])

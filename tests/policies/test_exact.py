@@ -5,7 +5,7 @@ import torch
 
 import attnplug
 from attnplug import PolicyError
-from attnplug.models import rounds
+from attnplug.models import decode_loop, noise, rounds
 from attnplug.policies.exact import Exact
 from attnplug.testing import tiny_model
 
@@ -259,7 +259,7 @@ def test_holes_are_closed_where_the_cache_has_no_more_slots(model, draft, monkey
 
 def test_many_draws_back_a_row_still_has_its_own(model, monkeypatch):
     """A row that falls behind the others draws again what they had."""
-    monkeypatch.setattr(rounds, "KEPT", 1)
+    monkeypatch.setattr(noise, "KEPT", 1)
     test_rows_get_denses_tokens_each_at_its_own_pace(model, "rows", SHORT, SAMPLED)
 
 
@@ -277,6 +277,21 @@ def test_a_cache_of_rows_that_is_seen_again_has_no_holes(model, what):
     for a, b in zip(out.past_key_values.layers, stock.past_key_values.layers, strict=True):
         tokens = ids.shape[1] + NEW - 1
         assert torch.allclose(a.keys[:, :, :tokens], b.keys[:, :, :tokens], atol=1e-4)
+
+
+def test_a_draft_that_is_no_number_is_no_token(model, monkeypatch):
+    """Dense's pass is sound, and says what comes."""
+    with attnplug.applied(model, "dense"):
+        wanted, _ = call(model, **SAMPLED)
+    step = decode_loop.decode_step
+
+    def broken(*args):
+        logits = step(*args)
+        return logits if logits is None else torch.full_like(logits, torch.nan)
+
+    monkeypatch.setattr(decode_loop, "decode_step", broken)
+    with attnplug.applied(model, exact("gather", 3)):
+        assert call(model, **SAMPLED)[0] == wanted and tally(model).accepted == 0
 
 
 NONE = {
@@ -329,6 +344,25 @@ def test_windows_take_in_what_is_accepted(hybrid, what, options):
         last = attnplug.report(hybrid).last
         assert {each.decode for each in last[1::2]} == {"exact"}
         assert all("sliding" in each.prefill for each in last[::2])
+
+
+def test_learned_positions_end_no_process(device):
+    """A verification is fed behind the last token, where GPT-2 has no position."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(
+        vocab_size=97, n_positions=150 + NEW, n_embd=64, n_layer=2, n_head=4, pad_token_id=0,
+        bos_token_id=1, eos_token_id=None,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    gpt2 = GPT2LMHeadModel(config).to(device).eval()
+    with attnplug.applied(gpt2, "dense"):
+        wanted, _ = call(gpt2)
+    with attnplug.applied(gpt2, exact(FAR, 5)):
+        assert call(gpt2)[0] == wanted and tally(gpt2).rounds == 0
+        assert "learned positions end" in attnplug.report(gpt2).last[0].decode
+        few, _ = call(gpt2, new=8)
+        assert few[0] == wanted[0][:8] and tally(gpt2).rounds > 0
 
 
 def test_windows_that_are_kept_or_not_full_have_no_rounds(hybrid):
