@@ -6,8 +6,8 @@ A row depends on package files: those of its op, or of its policy with the ops t
 follow from the imports, from the op's or policy's own file on. If the code of one of them (not its
 comments, docstrings or imports, nor its place) differs between the row's commit and HEAD, the row
 is `stale`, unless it was measured on a GPU and the kernels are known to be the same: what each op
-compiles to for an H200 and how it is launched, in bench/kernels.json of both commits (or in
-bench/kernels/COMMIT.json, for commits that were before that file), the torch ops that fit sketch's
+compiles to for an H200 and how it is launched, in bench/compiled.json of both commits (or in
+bench/compiled/COMMIT.json, for commits that were before that file), the torch ops that fit sketch's
 bases, and the defaults of the row's policies. `bench/ptx.py digest` writes these files.
 
 A row may also have no commit, one with "-dirty", or one that the repository does not have: these
@@ -200,11 +200,11 @@ class History:
     @functools.cache  # noqa: B019
     def _kernels(self, commit: str) -> dict[str, Any] | None:
         """What was written of the kernels at this commit; None: nothing, or of other code."""
-        kept = self.root / "bench" / "kernels" / f"{commit[:7]}.json"
+        kept = self.root / "bench" / "compiled" / f"{commit[:7]}.json"
         if kept.is_file():
             return json.loads(kept.read_text())
         try:
-            found = json.loads(self._git("show", f"{commit}:bench/kernels.json"))
+            found = json.loads(self._git("show", f"{commit}:bench/compiled.json"))
         except subprocess.CalledProcessError:
             return None
         return found if found["code"] == self._ops_code(commit) else None

@@ -104,10 +104,10 @@ GPU_ROW = ROW | {"gpu": "NVIDIA H200", "policy": "near"}
 
 
 def kernels(stale, folder, case="a1", default="8", code=None):
-    """bench/kernels.json of the tree in this folder."""
+    """bench/compiled.json of the tree in this folder."""
     found = {"code": code or stale.ops_code(folder), "triton": "3.8.0"}
     found |= {"ops": {"scan": {"bench": case}}, "defaults": {"near": {"k": default}}}
-    write(folder, {"bench/kernels.json": json.dumps(found)})
+    write(folder, {"bench/compiled.json": json.dumps(found)})
 
 
 def test_a_row_of_a_gpu_is_stale_once_its_kernels_or_defaults_change(stale, house):
@@ -139,14 +139,14 @@ def test_kernels_of_commits_before_the_file_lie_beside_it(stale, house):
     first = commit(house)
     changed = (house / KERNEL).read_text().replace("x * 2", "2 * x")
     kernels(stale, house)
-    (house / "bench" / "kernels").mkdir()
-    (house / "bench/kernels.json").rename(house / "bench" / "kernels" / f"{first[:7]}.json")
+    (house / "bench" / "compiled").mkdir()
+    (house / "bench/compiled.json").rename(house / "bench" / "compiled" / f"{first[:7]}.json")
     write(house, {KERNEL: changed})
     kernels(stale, house)
     commit(house)
     assert stale.History(house).state(GPU_ROW | {"commit": first}).word == ""
     other = {"triton": "3.9.0", "ops": {"scan": {"bench": "a1"}}, "defaults": {}}
-    write(house, {f"bench/kernels/{first[:7]}.json": json.dumps(other)})
+    write(house, {f"bench/compiled/{first[:7]}.json": json.dumps(other)})
     assert stale.History(house).state(GPU_ROW | {"commit": first}).word == "stale"
 
 
