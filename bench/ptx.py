@@ -4,7 +4,7 @@
                                                        a launch wants more shared memory than an
                                                        H200 has
     ptx.py compare A.json B.json                       exits 1 on any difference
-    ptx.py digest RECORD.json bench/compiled.json       what stale.py compares: a whole record, short
+    ptx.py digest RECORD.json bench/compiled.json      what stale.py compares: a whole record, short
     ptx.py bind [--only OP] [--root TREE]              microseconds of a call's Python, warm
     ptx.py fits [--target sm_89,gfx942] [--quick]      what the default policies launch, for other
                                                        cards: compiles and fits, or exits 1
