@@ -313,8 +313,8 @@ def shape_of(model: str) -> Shape:
 def _kept_otherwise(network: torch.nn.Module, types: Sequence[str]) -> tuple[int, int]:
     """How many layers keep keys and values of their own, and the numbers that others, and indexers,
     keep of a token."""
-    from attnplug.models.latents import has_latents, numbers_a_token
     from attnplug.models import picked_compressed as compressed
+    from attnplug.models.latents import has_latents, numbers_a_token
     from attnplug.models.picked_blocks import picks_blocks
 
     modules = list(network.modules())
