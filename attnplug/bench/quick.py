@@ -128,7 +128,7 @@ def decode_call(
 def read_bytes(policy: Phase, call: AttentionCall, kv_bytes: int) -> int:
     """Bytes that one step reads of a cache whose keys and values have `kv_bytes`, at most: those of
     all tokens, or of the tokens that the policy keeps and all that its layer has beside them."""
-    kept: int | None = getattr(policy, "kept", None)
+    kept = policy.kept or None
     layer = call.state
     if kept is None or not isinstance(layer, PlugLayer):
         return kv_bytes

@@ -33,6 +33,7 @@ from attnplug.ops.gather import gather_pieces as halves
 from attnplug.ops.gather import page_bounds as bounds_of_pages
 from attnplug.ops.gather.block_bounds import empty_bounds
 from attnplug.ops.gvr import index_topk as index
+from attnplug.ops.gvr import pool_keys as pools
 from attnplug.ops.latent import latent_attention as latent
 from attnplug.ops.sketch import host_decode as sketch_host
 from attnplug.ops.sketch import sketch_decode as sketch
@@ -203,6 +204,29 @@ def test_latents_and_index_keys_are_read_within_their_buffers(device_path, monke
         assert ((picks >= -1) & (picks < SIZE)).all()
         found.append([each[1].cpu() for each in outputs])
     assert all(map(torch.equal, *found)) and found[0][1].isfinite().all()
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+def test_pool_keys(device_path, monkeypatch, length):
+    """Blocks behind the cache's last are not written, nor their tokens read."""
+    device, path = device_path
+    guard, ratio = Guarded(device), 4
+    blocks = SIZE // ratio
+    pooled = guard(torch.full((BATCH, blocks, WIDTH), 5.0))
+    tensors = random(0, BATCH, SIZE, WIDTH), *random(1, 2, BATCH, SIZE, 16), random(3, WIDTH)
+    since = guard(torch.zeros(BATCH, dtype=torch.int64))
+    until = guard(torch.tensor([length // ratio, blocks - 1]))
+    args = [pooled, *guard.all(tensors), since, until, ratio, 1e-6, None]
+    if path == "kernel" and device == "cpu":
+        guard.watch(monkeypatch)
+        pools.launch_pool_keys(*args)
+    else:
+        pools._pool_keys(*args)
+    guard.check()
+    monkeypatch.undo()
+    written = min(max(0, length // ratio), blocks)
+    assert (pooled[0, written:] == 5).all() and (pooled[1, -1] == 5).all()
+    assert (pooled[0, :written] != 5).any(-1).all() and pooled.isfinite().all()
 
 
 LAYERS = {
