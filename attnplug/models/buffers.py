@@ -34,6 +34,16 @@ def count_down(counts: list[torch.Tensor], tokens: int | torch.Tensor) -> None:
     torch._foreach_clamp_min_(counts, 0)  # pyright: ignore[reportPrivateImportUsage]
 
 
+def lower_progress(progresses: list[torch.Tensor], length: torch.Tensor, block: int) -> None:
+    """Have no more blocks done than `length` `[]` tokens fill, in each of `progresses` `[B,2]`,
+    int32: how many leading blocks are done, and the first token that they are counted from. A few
+    kernels for all."""
+    starts = torch.stack([each[:, 1] for each in progresses])
+    whole = ((length - starts).clamp(min=0) // block).to(starts.dtype)
+    done = [each[:, 0] for each in progresses]
+    torch._foreach_minimum_(done, list(whole))  # pyright: ignore[reportPrivateImportUsage]
+
+
 def prompt_on_gpu(
     layer: StaticLayer, key_states: torch.Tensor, value_states: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:

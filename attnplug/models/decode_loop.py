@@ -303,8 +303,9 @@ class Decoding:
         for buffer, value in ((buffers.ends, self.ends), (buffers.pad, self.pad)):
             if buffer is not None and value is not None:
                 buffer.copy_(value)
-        window = window_mask(self.cache.layers, mask, self.rows)
-        if window is not None and buffers.window is not None:
+        if buffers.window is not None:
+            window = window_mask(self.cache.layers, mask, self.rows)
+            assert window is not None  # the buffer is of these windows
             buffers.window.copy_(window)
         if mask is not None and buffers.mask is not None:
             buffers.mask.fill_(False)

@@ -48,9 +48,10 @@ class Binding(Generic[PolicyT]):
     pieces: Any = None
     served: dict[str, Served] = field(default_factory=dict, compare=False)
 
-    def note_served(self, queries: int, served: Served) -> None:
-        """Note what has served a call; with a prefill a new one begins. Traced code notes none."""
-        if torch.compiler.is_compiling():
+    def note_served(self, queries: int, served: Served, state: Any = None) -> None:
+        """Note what has served a call; with a prefill a new one begins. Traced code notes none, nor
+        does a layer whose cache `state` is in a round of generate's, which has noted its steps."""
+        if torch.compiler.is_compiling() or getattr(state, "round_part", ""):
             return
         if queries > 1:
             self.served.clear()
@@ -256,8 +257,7 @@ def plug_attention(
     out = binding.policy.attend(call)
     if ours:
         state.note_writes()  # a step's op may have written the pending token
-    if not (ours and state.round_part):  # `generate` has noted its steps
-        binding.note_served(query.shape[2], Served(call.served_by, call.why_dense))
+    binding.note_served(query.shape[2], Served(call.served_by, call.why_dense), state)
     return out.transpose(1, 2).contiguous(), None
 
 

@@ -263,8 +263,7 @@ def attend_indexed(
         key_mask=key_mask(attention_mask, len(key), key.shape[2]),
     )
     out = policy.attend_latents(call)
-    if not (isinstance(state, PlugLayer) and state.round_part):
-        binding.note_served(query.shape[2], Served(call.served_by))
+    binding.note_served(query.shape[2], Served(call.served_by), state)
     return out, None
 
 

@@ -13,7 +13,6 @@ from transformers.cache_utils import StaticLayer
 
 from attnplug.call import AttentionCall, LatentCall, Served
 from attnplug.errors import UnsupportedCallError
-from attnplug.models.cache import PlugLayer
 from attnplug.models.hf import (
     SERVES,
     as_autocast,
@@ -152,8 +151,7 @@ def attend_latents(
         key_mask=call.key_mask,
     )
     out = binding.policy.attend_all_latents(latent)
-    if not (isinstance(state, PlugLayer) and state.round_part):
-        binding.note_served(query.shape[2], Served(latent.served_by))
+    binding.note_served(query.shape[2], Served(latent.served_by), state)
     return out, None
 
 

@@ -21,7 +21,6 @@ import torch
 from attnplug.call import AttentionCall, PickedBlocks, Served
 from attnplug.errors import UnsupportedCallError
 from attnplug.models import known_blocks
-from attnplug.models.cache import PlugLayer
 from attnplug.models.hf import Binding, as_autocast, stock_function
 from attnplug.models.known_code import same_code
 from attnplug.ops import block_maxima
@@ -120,8 +119,7 @@ def attend_blocks(
     call.picked = PickedBlocks(index.to(torch.int32), module.indexer.block_size)
     assert binding.policy is not None  # all layers of a model have one, or none has the name
     out = binding.policy.attend(call)
-    if not (isinstance(call.state, PlugLayer) and call.state.round_part):
-        binding.note_served(queries, Served(call.served_by))
+    binding.note_served(queries, Served(call.served_by), call.state)
     return out.transpose(1, 2).contiguous(), None
 
 

@@ -6,12 +6,12 @@ for each query of each row, in a loop in Python, and attends to the whole cache 
 T. Here a cache layer keeps them as they complete, and ops score them and read the picked tokens.
 
 Blocks are of the tokens that a row's mask shows, so that padding moves them. A layer remembers the
-mask that its compressed keys were made under: where a call's mask differs in what was there before,
-the row's are made anew, on the device.
+mask that its compressed keys were made under: where a call's mask differs at an earlier token,
+all compressed keys of the row are made anew, on the device.
 
 transformers keeps all position ids in the first of these layers and has each call compute the
 rotary embedding of all tokens. attnplug's layers say that they have none, keep cosines and sines
-themselves, and are handed those of new tokens alone.
+themselves, and are handed the embedding of new tokens alone.
 """
 
 import inspect
@@ -23,7 +23,6 @@ import torch
 
 from attnplug.call import AttentionCall, PickedCompressed, Served
 from attnplug.models import known_compressed
-from attnplug.models.cache import PlugLayer
 from attnplug.models.compact import is_compact, key_mask, lengths_of
 from attnplug.models.hf import Binding, as_autocast
 from attnplug.models.instance_method import put_method
@@ -265,6 +264,5 @@ def attend_compressed(
     call.key_mask, call.picked = None, picked
     assert binding.policy is not None  # all layers of a model have one, or none has the name
     out = binding.policy.attend(call)
-    if not (isinstance(call.state, PlugLayer) and call.state.round_part):
-        binding.note_served(call.q.shape[2], Served(call.served_by))
+    binding.note_served(call.q.shape[2], Served(call.served_by), call.state)
     return out.transpose(1, 2).contiguous()

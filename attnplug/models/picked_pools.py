@@ -1,7 +1,7 @@
 """Layers whose model picks pools of tokens (GLM-5.3's sparse attention over latents).
 
 A pool is 16 tokens, counted from a row's first real one, with one key that is a weighted mean of
-theirs. An indexer picks the best pools among those that are complete, and a query also reads the
+theirs. An indexer picks the best of the complete pools, and a query also reads the
 tokens behind the last complete one. transformers makes the keys of all pools anew at every step,
 and of the picks a mask `[B,1,S,T]`. Here a pool's key is kept in the cache when its tokens come, an
 op picks without keeping scores, and another one attends to the latents of the picks.
@@ -17,7 +17,6 @@ from torch.nn import functional as F
 
 from attnplug.call import LatentCall, Served
 from attnplug.errors import UnsupportedCallError
-from attnplug.models.cache import PlugLayer
 from attnplug.models.compact import lengths_of
 from attnplug.models.hf import Binding, as_autocast, refuse_options
 from attnplug.models.instance_method import put_method
@@ -38,7 +37,7 @@ MOST = 4096  # tokens that index_topk picks
 
 
 def picks_pools(module: Any) -> bool:
-    """Whether an attention module reads picks of pools, its own or those of a layer before."""
+    """Whether an attention module reads picked pools, which it or a layer before it has picked."""
     return hasattr(module, MASK_METHOD)
 
 
@@ -195,8 +194,8 @@ def _best_pools(
     real: Real,
     length: int | torch.Tensor,
 ) -> torch.Tensor:
-    """The pools `[B,S,K]` that score highest for queries `[B,S,H,D]`, -1 for none, of those that
-    are complete and real."""
+    """The complete pools of real tokens `[B,S,K]` that score highest for queries `[B,S,H,D]`, -1
+    for none."""
     (rows, queries), (pools, width) = q.shape[:2], keys.shape[1:]
     size, device = indexer.index_kpool, q.device
     ends = real.first[:, None] + (torch.arange(pools, device=device) + 1) * size
@@ -274,6 +273,5 @@ def attend_pools(
     )
     assert binding.policy is not None  # all layers of a model have one, or none has the name
     out = binding.policy.attend_latents(call)
-    if not (isinstance(state, PlugLayer) and state.round_part):
-        binding.note_served(queries, Served(call.served_by))
+    binding.note_served(queries, Served(call.served_by), state)
     return out, None

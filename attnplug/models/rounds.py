@@ -94,9 +94,8 @@ def drafts_of(call: Any, masked: bool) -> int:
         state = state_of(call.cache, module.layer_idx)
         why = why or binding.policy.serves_steps(state).why
         why = why or ("its trace is recorded" if binding.trace_to is not None else "")
-    for layer in call.cache.layers:
-        if isinstance(layer, PlugLayer):
-            layer.no_rounds = why
+    for layer in full_layers(call.cache):
+        layer.no_rounds = why
     for binding in served.values() if why else ():
         if binding.policy.rounds():
             binding.served["decode"] = Served("dense", why)
@@ -390,9 +389,9 @@ class Rounds:
         )
 
     def _choose(self, logits: torch.Tensor, ahead: int) -> torch.Tensor:
-        """The tokens `[B]` so many places `ahead` of what each row has from its logits `[B,V]`; -1
-        where torch.multinomial would refuse them. Rows that have ended choose for another row's
-        place, and nobody looks."""
+        """The tokens `[B]` that come `ahead` places behind the end of each row, from its logits
+        `[B,V]`; -1 where torch.multinomial would refuse them. Rows that have ended choose for
+        another row's place, and their tokens are not used."""
         rows = range(len(logits))
         any_place = min(self.lengths[row] for row in self.going)
         places = [ahead + (self.lengths[row] if row in self.going else any_place) for row in rows]

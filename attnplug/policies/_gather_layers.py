@@ -8,6 +8,7 @@ from typing import Any, ClassVar, NamedTuple, cast
 import torch
 from transformers import Cache
 
+from attnplug.models.buffers import lower_progress
 from attnplug.models.cache import PlugLayer, RowBuffers
 from attnplug.ops import ResidentBlocks, block_bounds
 from attnplug.ops.gather.block_bounds import empty_bounds
@@ -83,11 +84,9 @@ class GatherLayer(PlugLayer):
     def take_back_all(cls, layers: Sequence[PlugLayer], tokens: int | torch.Tensor) -> None:
         super().take_back_all(layers, tokens)
         own = cast(Sequence[GatherLayer], layers)
-        held = (own[0].cumulative_length - own[0].progress[:, 1]).clamp(min=0)
         for block in {each.block for each in own}:
-            done = [each.progress[:, 0] for each in own if each.block == block]
-            whole = (held // block).to(torch.int32)
-            torch._foreach_minimum_(done, [whole] * len(done))  # pyright: ignore[reportPrivateImportUsage]
+            progresses = [each.progress for each in own if each.block == block]
+            lower_progress(progresses, own[0].cumulative_length, block)
 
 
 class HostGatherLayer(GatherLayer, HostLayer):

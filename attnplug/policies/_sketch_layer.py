@@ -10,6 +10,7 @@ from transformers import Cache
 from transformers.cache_utils import StaticLayer
 
 from attnplug.call import AttentionCall
+from attnplug.models.buffers import lower_progress
 from attnplug.models.cache import PlugLayer, RowBuffers
 from attnplug.models.sync import may_sync
 from attnplug.ops.sketch.basis import Fit, fit_bases
@@ -152,14 +153,14 @@ class SketchLayer(PlugLayer):
     @classmethod
     def take_back_all(cls, layers: Sequence[PlugLayer], tokens: int | torch.Tensor) -> None:
         super().take_back_all(layers, tokens)
-        for layer in cast(Sequence[SketchLayer], layers):
-            if isinstance(tokens, int):
-                layer.seen = max(0, layer.seen - tokens)
-            if layer.codes is not None:
-                done, start = layer.codes.progress.unbind(1)
-                whole = (layer.cumulative_length - start).clamp(min=0) // BLOCK
-                done.copy_(torch.minimum(done, whole))
-                layer._forget_hint()
+        own = cast(Sequence[SketchLayer], layers)
+        for layer in own if isinstance(tokens, int) else ():
+            layer.seen = max(0, layer.seen - tokens)
+        coded = [layer.codes for layer in own if layer.codes is not None]
+        if coded:
+            lower_progress([codes.progress for codes in coded], own[0].cumulative_length, BLOCK)
+            hints = [layer.hint for layer in own if layer.hint is not None]
+            torch._foreach_zero_(hints)  # pyright: ignore[reportPrivateImportUsage]
 
     def _forget_hint(self) -> None:
         if self.hint is not None:
