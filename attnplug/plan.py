@@ -54,7 +54,7 @@ class Shape:
         return self.positions is None or tokens <= self.positions
 
     def cached(self, tokens: float) -> float:
-        """Bytes that the cache keeps of so many tokens."""
+        """Bytes that the cache keeps of `tokens` tokens."""
         numbers = 2 * self.layers * self.heads_kv * self.head_dim + self.shared
         return numbers * self.itemsize * tokens
 

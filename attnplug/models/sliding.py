@@ -235,8 +235,8 @@ def stepping(layers: Iterable[Any]) -> Iterator[None]:
 
 @contextmanager
 def in_rounds(layers: Iterable[Any], real: torch.Tensor | None, tokens: int) -> Iterator[None]:
-    """Within it these layers' windows, which are full, take tokens in rounds of so many. `real`
-    `[B,1,1,W]` are the real keys in a window, None without any."""
+    """Within it these layers' windows, which are full, take `tokens` a round. `real` `[B,1,1,W]`
+    says which keys of a window are real; None where the model has no windows."""
     windows = sliding_layers(layers)
     if real is None:
         yield
@@ -252,7 +252,7 @@ def in_rounds(layers: Iterable[Any], real: torch.Tensor | None, tokens: int) -> 
 
 
 def round_of(layers: Iterable[Any]) -> Round | None:
-    """The round that windows among these layers are in; they share it."""
+    """The round that the windows among these layers share; None outside of rounds."""
     return next((layer.round for layer in layers if isinstance(layer, SlidingLayer)), None)
 
 

@@ -103,8 +103,7 @@ class IndexedLayer(PlugLayer):
         return before + tokens
 
     def _admit_rows(self, rows: int, tokens: int) -> None:
-        """Raise UnsupportedCallError where the host knows that so many tokens of so many rows do
-        not fit."""
+        """Raise UnsupportedCallError where the host knows that `tokens` of `rows` do not fit."""
         if torch.compiler.is_compiling():
             return
         self.check_room(tokens)
@@ -153,7 +152,7 @@ class IndexedLayer(PlugLayer):
         self.pool_keys = None  # made anew when the next tokens come
 
     def _adopt_rows(self, name: str, theirs: torch.Tensor, tokens: int) -> None:
-        """Take over a side buffer, with what it has of so many tokens."""
+        """Take over a side buffer, with its entries for the first `tokens` tokens."""
         per = self.pool_size if name == "pooled" else 1  # tokens of an entry
         room = self.max_cache_len // per
         mine = theirs.new_zeros(theirs.shape[0], room, *theirs.shape[2:])

@@ -61,7 +61,7 @@ def gather_tokens_attention(
             the sink, the window or the padding, and tokens after the query.
         scale: factor on q.k, commonly `D ** -0.5`.
         sink: so many first real tokens are always read.
-        window: so many last tokens are always read, the query's own included. 0: the list alone
+        window: this many last tokens are always read, the query's own included. 0: the list alone
             says.
         lengths: int32 or int64 `[1]` or `[B]`, valid keys, the T queries being the last of them.
             None: all S. Slots from `length` on are never read.

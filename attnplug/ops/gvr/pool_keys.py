@@ -52,7 +52,7 @@ def pool_keys(
             than T where no block begins behind it.
         weight: `[D]`, of one of these dtypes, what the norm adds to 1.
         since, until: int64 `[B]`, the first block that is written, and the one after the last. No
-            more than J are, nor those that T has no tokens for.
+            block from J on is written, nor a block that reaches behind T tokens.
         ratio: tokens a block, 1 to 256.
         eps: of the norm.
         slots: int32 `[B,N]`, where each row's n-th token lies; N at least the tokens of the blocks
