@@ -2,42 +2,27 @@
 
 import pytest
 import torch
+from exact_cases import (
+    DRAFTS,
+    FAR,
+    GVR,
+    NEW,
+    ROWS,
+    SAMPLED,
+    SHORT,
+    SKETCH,
+    call,
+    exact,
+    ids_of,
+    rows_of,
+    tally,
+)
 
 import attnplug
 from attnplug import PolicyError
 from attnplug.models import decode_loop, noise, rounds
 from attnplug.policies.exact import Exact
 from attnplug.testing import tiny_model
-
-SHORT = "gather(k=1, block=16, sink=1, local=1)"  # often wrong
-FAR = "gather(k=0, block=16, sink=0, local=1)"  # a window of 16 tokens: nearly always wrong
-GVR = "gvr(k=16, sink=1, window=1)"
-SKETCH = "sketch(k=4, bytes=16, tail='drop')"
-DRAFTS = ["gather", SHORT, FAR, GVR, SKETCH]
-SAMPLED = dict(do_sample=True, temperature=0.8, top_p=0.9)
-NEW = 24
-
-
-def ids_of(tokens=150, rows=1, seed=1):
-    return torch.randint(4, 60, (rows, tokens), generator=torch.Generator().manual_seed(seed))
-
-
-def call(model, ids=None, new=NEW, **options):
-    ids = ids_of() if ids is None else ids
-    torch.manual_seed(11)
-    options = dict(do_sample=False) | options
-    out = model.generate(ids.to(model.device), max_new_tokens=new, **options)
-    tokens = getattr(out, "sequences", out)
-    return tokens[:, ids.shape[1] :].tolist(), out
-
-
-def exact(draft, m, more=""):
-    m = min(m, 8) if draft == SKETCH else m  # its ring has no more
-    return f"{more}exact(draft={draft!r}, m={m}, min_tokens=0)"
-
-
-def tally(model):
-    return vars(model)["_attnplug_loop"].rounds.tally
 
 
 @pytest.fixture
@@ -178,20 +163,6 @@ def test_processors_that_look_at_lengths_alone(model, options):
     with attnplug.applied(model, exact(SHORT, 5)):
         assert call(model, **ends, **options)[0] == wanted
         assert tally(model).rounds > 0
-
-
-def rows_of(what, model, tokens=150):
-    """Prompts of several rows, and the options of their call."""
-    ids, options = ids_of(tokens, rows=1 if what == "one padded row" else 3), {}
-    if what != "rows":
-        mask = torch.ones_like(ids)
-        for row, padded in enumerate((9, 0, 40)[: len(ids)]):
-            mask[row, :padded] = 0
-        options["attention_mask"] = mask.to(model.device)
-    return ids, options
-
-
-ROWS = ["rows", "padded rows", "one padded row"]
 
 
 @pytest.mark.parametrize("options", [{}, SAMPLED], ids=["greedy", "sampled"])
