@@ -32,6 +32,7 @@ from attnplug.models.all_reduce import one_shot_options
 from attnplug.models.cache import PlugCache, PlugLayer
 from attnplug.models.captured import CapturedStep, Step
 from attnplug.models.decode_step import (
+    REFUSED,
     StepBuffers,
     accept,
     decode_step,
@@ -227,13 +228,15 @@ class Decoding:
         mask = self._real_keys()
         outputs = self.model._prefill(self.prompt, self.config, self.inputs)
         self.cache: PlugCache = outputs[CACHE]
-        self.wanting = layers_to_prepare(self.cache)
         logits = outputs.logits[:, -1].to(self.device, torch.float32, copy=True)
         del outputs  # the logits of a whole prompt may be large
-        steps = self.last > self.length + 1  # else the prompt gives the only token
-        self.bound = bindings_of(self.model) if steps else {}
-        compiles = steps and self.model._valid_auto_compile_criteria(self.inputs, self.config)
-        drafts = drafts_of(self, mask is not None) if steps else 0
+        loop.rounds.begin()
+        if self.last <= self.length + 1:  # the prompt gives the only token
+            return self._result(self._only_token(logits))
+        self.wanting = layers_to_prepare(self.cache)
+        self.bound = bindings_of(self.model)
+        compiles = self.model._valid_auto_compile_criteria(self.inputs, self.config)
+        drafts = drafts_of(self, mask is not None)
         if drafts and self.rows > 1 and mask is None:
             mask = torch.ones_like(self.prompt, dtype=torch.bool)  # rounds leave holes
         self.lag = LAG.get(self.device.type, 0) if compiles and self._may_overrun() else 0
@@ -241,11 +244,10 @@ class Decoding:
         buffers = loop.take(*shape)
         try:
             self._begin(buffers, mask)
-            with self._steps(loop, mask, drafts) if steps else nullcontext():
+            with self._steps(loop, mask, drafts):
                 step = decode_step
                 if compiles:
                     step = loop.compiled(self.model, self.config.compile_config)
-                loop.rounds.begin()
                 decode = self._decode if not drafts else loop.rounds.of(self, drafts, compiles)
                 end = decode(step, buffers, logits)
         finally:
@@ -339,19 +341,32 @@ class Decoding:
         """What a step hands to the model beside its tensors."""
         return {name: self.inputs[name] for name in ("logits_to_keep",) if name in self.inputs}
 
+    def _only_token(self, logits: torch.Tensor) -> int:
+        """Choose the call's only token; returns the final length."""
+        chosen, valid = self._chosen(logits)
+        if valid is not None and not valid:
+            raise RuntimeError(REFUSED)
+        self.ids[:, self.length].copy_(chosen)
+        self.count_token()
+        return self.length
+
     def _choose(self, logits: torch.Tensor, buffers: StepBuffers) -> None:
         """The next tokens from logits `[B,V]`, into the buffers."""
-        scores = self.processors(self.ids[:, : self.length], logits)
+        chosen, valid = self._chosen(logits)
         state = (buffers.unfinished, buffers.verdict, buffers.ends, buffers.pad)
+        accept(chosen, buffers.token, *state)
+        if valid is not None:
+            buffers.verdict.copy_(torch.where(valid, buffers.verdict, INVALID))
+
+    def _chosen(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The next tokens `[B]` from logits `[B,V]`; of a sample also whether torch.multinomial
+        would take its shares, as a tensor."""
+        scores = self.processors(self.ids[:, : self.length], logits)
         if not self.config.do_sample:
-            accept(scores.argmax(-1), buffers.token, *state)
-            return
+            return scores.argmax(-1), None
         shares = scores.softmax(-1)
         chosen = (shares / torch.empty_like(shares).exponential_(1)).argmax(-1)
-        accept(chosen, buffers.token, *state)
-        # What torch.multinomial refuses; softmax gives nothing negative.
-        valid = shares.max() < torch.inf
-        buffers.verdict.copy_(torch.where(valid, buffers.verdict, INVALID))
+        return chosen, shares.max() < torch.inf  # softmax gives nothing negative
 
     def _note_token(self, buffers: StepBuffers) -> None:
         self.ids[:, self.length].copy_(buffers.token[:, 0])
@@ -385,9 +400,7 @@ class Decoding:
             look = self.looks.popleft()
             verdict = look.read()
             if verdict == INVALID:
-                raise RuntimeError(
-                    "probability tensor contains either `inf`, `nan` or element < 0"
-                )  # as torch.multinomial says it
+                raise RuntimeError(REFUSED)
             if verdict == STOPPED:
                 self._restore_random(look)
                 return look.length

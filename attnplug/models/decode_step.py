@@ -13,6 +13,8 @@ from attnplug.models.names import CACHE
 from attnplug.models.sliding import roll_in, round_of, sliding_layers
 
 PIECES, FEWEST = 512, 16  # of a row of logits, for a program each
+# Where no token can be drawn, as torch.multinomial says it.
+REFUSED = "probability tensor contains either `inf`, `nan` or element < 0"
 
 
 @dataclass

@@ -24,6 +24,7 @@ from attnplug.call import Served
 from attnplug.models.cache import PlugCache, PlugLayer
 from attnplug.models.captured import Step
 from attnplug.models.decode_step import (
+    REFUSED,
     StepBuffers,
     argmax,
     due_layers,
@@ -372,7 +373,7 @@ class Rounds:
             count = next((i + 1 for i, x in enumerate(new) if x in ends), len(new))
             count = min(count, call.last - length)
             if -1 in new[:count]:
-                raise RuntimeError("probability tensor contains either `inf`, `nan` or element < 0")
+                raise RuntimeError(REFUSED)
             call.ids[row, length : length + count].copy_(held[row, :count])
             self.lengths[row] += count
             if self.lengths[row] >= call.last or new[count - 1] in ends:

@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -17,6 +18,7 @@ from attnplug.policies.tuned import Tuned, card_name, lookup
 
 # The crossover of a method that no measured length speaks for: no cache has so many slots.
 NEVER = (1 << 31) - 1
+DENSE = Dense()
 OWN_CARD = "H200"  # that the methods' own crossovers were measured on
 
 
@@ -129,13 +131,17 @@ class DenseBelow(Phase):
         rule = self.row_crossover(device)
         return f"rows of fewer than {rule.row:,} tokens by dense" if rule.row else ""
 
-    def leave_to_dense(self, call: AttentionCall) -> torch.Tensor:
-        """Serve a call by dense attention in this method's place, and say why where the host runs
+    def leave_to_dense(
+        self, call: AttentionCall, why: Callable[[], str] | None = None
+    ) -> torch.Tensor:
+        """Serve a call by dense attention in this method's place, and say `why` where the host runs
         this code."""
         if may_sync(on_gpu=False):
-            call.served_by, call.why_dense = "dense", self.why_dense(call)
-        call.flush()
-        return Dense().attend(call)
+            call.served_by = "dense"
+            call.why_dense = self.why_dense(call) if why is None else why()
+        if self.takes_pending:  # else it is written
+            call.flush()
+        return DENSE.attend(call)
 
     def why_dense(self, call: AttentionCall) -> str:
         """Why this method leaves a call to dense."""
@@ -162,14 +168,14 @@ class DenseBelow(Phase):
         """Far rows by this method, the others by `dense`, decided on the device."""
         rule = self.row_crossover(call.q.device)
         if call.state is None or not rule.reachable(len(call.table), call.room):
-            return Dense().attend_pages(call)
+            return DENSE.attend_pages(call)
         if rule.alone <= self.kept:
             return self.attend_far(call)
         near_lengths, far_lengths, far = rule.divide(call.lengths)
         # No near row is longer than one that would be far alone.
         table = call.table[:, : -(-rule.alone // call.k.shape[2])]
         near = dataclasses.replace(call, table=table, lengths=near_lengths)
-        out = Dense().attend_pages(near)
+        out = DENSE.attend_pages(near)
         distant = dataclasses.replace(call, lengths=far_lengths)
         self.end_far(self.begin_far(distant), distant, far, out)
         return out

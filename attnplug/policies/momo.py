@@ -108,6 +108,9 @@ class Momo(DenseBelow):
     min_tokens: int | None = None
 
     _text: ClassVar[str | None] = None  # of each policy its own; no option
+    _measured: ClassVar[
+        dict[str, int]
+    ] = {}  # the crossover by kind of device, of each policy its own
     # Of this class alone: a subclass whose rows are cut and attended to as momo's says so again.
     rows_as_momo: ClassVar[bool] = True
 
@@ -155,8 +158,15 @@ class Momo(DenseBelow):
         known = vars(type(self)).get("rows_as_momo", False)
         plain = all(type(value) in LITERALS for value in vars(self).values())
         object.__setattr__(self, "_text", str(self) if known and plain else None)
+        # Every layer of every call asks for it.
+        object.__setattr__(
+            self, "_measured", {kind: self._pays_from(kind) for kind in ("cpu", "cuda")}
+        )
 
     def measured_crossover(self, kind: str) -> int:
+        return self._measured[kind]
+
+    def _pays_from(self, kind: str) -> int:
         near = self._crossover(kind, self._blocks(0))  # a longer prompt has queries of both budgets
         return near if near <= NEAR else self._crossover(kind, self._blocks(NEAR))
 
@@ -169,12 +179,12 @@ class Momo(DenseBelow):
         equation 9 is 1 less this). It counts the listed blocks, the sink and the window. It also
         counts the tail and the dense rows of a correction, if there is one, both spread over all
         queries."""
-        dense = self.tail + (0 if self.delta is None else self._measured(tokens))
+        dense = self.tail + (0 if self.delta is None else self._measured_queries(tokens))
         listed = sum(span.queries(tokens) * span.top_k for span in self.spans()) / tokens
         read = self.block * (listed + self.sink) + self.window + dense
         return min(1.0, read / tokens)
 
-    def _measured(self, tokens: int) -> float:
+    def _measured_queries(self, tokens: int) -> float:
         """How many of a prompt's queries are measured."""
         return sum(span.queries(tokens) / span.gamma for span in self.spans())
 
@@ -243,24 +253,24 @@ class Momo(DenseBelow):
         return self._crossover(kind, self._most_blocks)
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
-        if self.is_short(call) or is_too_wide(call.q):
-            return self.leave_to_dense(call)
-        check_open_length(self.name, call.q.shape[2], self.query_block)
+        queries, width = call.q.shape[2:]
+        if self.is_short(call):
+            least = self.crossover(call.q.device)
+            return self.leave_to_dense(
+                call, lambda: f"{queries:,} queries, and it serves from {least:,} on"
+            )
+        if is_too_wide(call.q):
+            return self.leave_to_dense(
+                call, lambda: f"heads of {width} in float32 do not fit its kernels, 16-bit ones do"
+            )
+        check_open_length(self.name, queries, self.query_block)
         tail = self._tail(call)
-        if known_below(call.q.shape[2], tail + 1):
-            return self.leave_to_dense(call)
+        if known_below(queries, tail + 1):
+            return self.leave_to_dense(call, lambda: f"its tail of {self.tail:,} queries is dense")
         out = self._attend_as_one(call)
         if tail > 0:
             out[:, :, -tail:] = Dense().attend(last_queries(call, tail))
         return out
-
-    def why_dense(self, call: AttentionCall) -> str:
-        queries = call.q.shape[2]
-        if self.is_short(call):
-            return f"{queries:,} queries, and it serves from {self.crossover(call.q.device):,} on"
-        if is_too_wide(call.q):
-            return f"heads of {call.q.shape[3]} in float32 do not fit its kernels, 16-bit ones do"
-        return f"its tail of {self.tail:,} queries is dense"
 
     def _tail(self, call: AttentionCall) -> int:
         """How many of the call's queries are dense, its last ones."""
