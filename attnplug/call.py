@@ -94,9 +94,13 @@ class AttentionCall:
     @property
     def first_key(self) -> torch.Tensor | None:
         """The first real key of each row, int32 `[B]`, or None for 0: blocks count from there. A
-        decode step is told the mask and not where it begins."""
+        decode step is told the mask and not where it begins, which generate's loop leaves in the
+        cache layer."""
         if self.start is not None or self.key_mask is None:
             return self.start
+        known: torch.Tensor | None = getattr(self.state, "first_key", None)
+        if known is not None:
+            return known
         return self.key_mask.to(torch.uint8).argmax(-1).to(torch.int32)
 
     @property

@@ -140,7 +140,7 @@ class Stepper:
     @torch.no_grad()
     def logits(self) -> torch.Tensor:
         """Of the first step `[V]`, uncompiled and unfused."""
-        buffers = vars(self.buffers).values()
+        buffers = self.buffers.stepped()
         found = decode_step(self.model, self.cache, *buffers, False, OPTIONS)
         assert found is not None
         self.reset()
@@ -151,7 +151,7 @@ class Stepper:
         for layer in self.cache.layers:
             if isinstance(layer, PlugLayer):
                 layer.prepare_step(self.n, None)
-        self.step(self.model, self.cache, *vars(self.buffers).values(), True, OPTIONS)
+        self.step(self.model, self.cache, *self.buffers.stepped(), True, OPTIONS)
 
 
 def times_of(stepper: Stepper) -> list[float]:

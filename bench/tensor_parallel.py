@@ -202,7 +202,7 @@ class Bench:
             def step() -> torch.Tensor:
                 for layer in cache.layers:
                     layer.prepare_step(self.asked.tokens, None)
-                state = vars(buffers).values()
+                state = buffers.stepped()
                 logits = forward(model, cache, *state, False, dict(logits_to_keep=1))
                 assert logits is not None
                 buffers.token.copy_(logits.argmax(-1, keepdim=True))

@@ -38,7 +38,7 @@ class Steps:
         made.position.copy_(real.sum(-1, keepdim=True))
         made.slot.fill_(self.tokens)
         if made.mask is not None:
-            made.mask[:, 0, 0, : self.tokens] = real
+            made.show(real)
         if made.window is not None and window is not None:
             made.window.copy_(window)
         count_on_device(cache.layers)
@@ -58,7 +58,7 @@ class Steps:
             mask[:, -1] = 1  # the step's own token
         prepare_layers(due, self.tokens, mask)
         self.tokens += 1
-        found = self.step(self.model, self.cache, *vars(made).values(), False, {})
+        found = self.step(self.model, self.cache, *made.stepped(), False, {})
         assert found is not None  # it was not asked to choose
         return found.clone()  # a replay writes it where the last one did
 

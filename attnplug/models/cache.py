@@ -61,6 +61,8 @@ class PlugLayer(WatchedLayer):
     prefill_tokens: int = 0  # of the prefill that generate feeds in chunks now, all of them
     steps_are_prepared: bool = False  # generate is at its prompt: prepare_steps comes before a step
     layers_behind: int = 0  # full-attention layers of its device that come after it
+    # The first real key of each row [B] (int32), where generate's loop steps and some are hidden.
+    first_key: torch.Tensor | None = None
     round_part: str = ""  # "draft" or "verify" while generate decodes in rounds
     no_rounds: str = ""  # why it does not
 

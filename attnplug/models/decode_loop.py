@@ -244,7 +244,7 @@ class Decoding:
         buffers = loop.take(*shape)
         try:
             self._begin(buffers, mask)
-            with self._steps(loop, mask, drafts):
+            with self._steps(loop, buffers, mask, drafts):
                 step = decode_step
                 if compiles:
                     step = loop.compiled(self.model, self.config.compile_config)
@@ -255,7 +255,9 @@ class Decoding:
         return self._result(end)
 
     @contextmanager
-    def _steps(self, loop: DecodeLoop, mask: torch.Tensor | None, drafts: int) -> Iterator[None]:
+    def _steps(
+        self, loop: DecodeLoop, buffers: StepBuffers, mask: torch.Tensor | None, drafts: int
+    ) -> Iterator[None]:
         """Within it model and cache are as steps want them."""
         layers = self.cache.layers
         real = window_mask(layers, mask, self.rows) if drafts else None
@@ -263,6 +265,7 @@ class Decoding:
             loop.fused(self.model),
             self.model._optimize_model_for_decode(),
             stepping(layers),
+            buffers.told_to(layers),
             in_rounds(layers, real, drafts + 1),
         ):
             yield
@@ -310,8 +313,7 @@ class Decoding:
             assert window is not None  # the buffer is of these windows
             buffers.window.copy_(window)
         if mask is not None and buffers.mask is not None:
-            buffers.mask.fill_(False)
-            buffers.mask[:, 0, 0, : mask.shape[1]] = mask
+            buffers.show(mask)
             self.masked = mask.shape[1]
 
     def _decode(
@@ -331,7 +333,7 @@ class Decoding:
             if end is not None:
                 return end
             self._prepare_layers(due, buffers)
-            found = step(self.model, self.cache, *vars(buffers).values(), self.greedy, options)
+            found = step(self.model, self.cache, *buffers.stepped(), self.greedy, options)
             self.notice.cancel()  # from here on tokens come
             if found is not None:
                 self._choose(found, buffers)

@@ -2,7 +2,8 @@
 needs nothing of the host."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +23,8 @@ class StepBuffers:
     """What a step reads and writes, at fixed addresses: last token `[B,1]`, its position `[1|B,1]`,
     its slot in the cache `[1]`, which keys are real `[B,1,1,S]` (bool) or None, which of those in a
     sliding window `[B,1,1,W]` (bool) or None, which rows go on `[B]` (bool), its verdict `[]`
-    (int8), and where rows end the tokens that end them `[E]` and the one that follows `[]`."""
+    (int8), and where rows end the tokens that end them `[E]` and the one that follows `[]`. Layers
+    read the first real key of each row `[B]` (int32), or None without a mask, while steps run."""
 
     token: torch.Tensor
     position: torch.Tensor
@@ -33,6 +35,7 @@ class StepBuffers:
     verdict: torch.Tensor
     ends: torch.Tensor | None
     pad: torch.Tensor | None
+    first_key: torch.Tensor | None
 
     @classmethod
     @torch.inference_mode(False)  # they serve calls outside of it, too
@@ -63,11 +66,36 @@ class StepBuffers:
             verdict=torch.zeros((), dtype=torch.int8, device=device),
             ends=torch.zeros(ends, dtype=torch.long, device=device) if ends else None,
             pad=torch.zeros((), dtype=torch.long, device=device) if ends else None,
+            first_key=None if mask is None else torch.zeros(rows, dtype=torch.int32, device=device),
         )
         for tensor in vars(made).values():
             if tensor is not None:
                 torch._dynamo.mark_static_address(tensor)
         return made
+
+    def stepped(self) -> tuple[torch.Tensor | None, ...]:
+        """Those that `decode_step` takes, in its order."""
+        *taken, _ = vars(self).values()
+        return tuple(taken)
+
+    def show(self, real: torch.Tensor) -> None:
+        """Have the mask hide all keys but those of `real` `[B,T]` (bool), the sequence so far."""
+        assert self.mask is not None and self.first_key is not None
+        self.mask.fill_(False)
+        self.mask[:, 0, 0, : real.shape[1]] = real
+        self.first_key.copy_(real.to(torch.uint8).argmax(-1))
+
+    @contextmanager
+    def told_to(self, layers: Iterable[Any]) -> Iterator[None]:
+        """Within it these cache layers know each row's first real key."""
+        own = [layer for layer in layers if isinstance(layer, PlugLayer)]
+        try:
+            for layer in own:
+                layer.first_key = self.first_key
+            yield
+        finally:
+            for layer in own:
+                layer.first_key = None
 
     def verified(
         self,

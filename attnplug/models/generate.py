@@ -235,7 +235,8 @@ def _prefill(
     try:
         with prompt_kernels(model, input_ids, config, model_kwargs):
             outputs = stock(model, input_ids, config, model_kwargs, **options)
-        note_steps(vars(model)[BOUND], cache)
+        if generation_config.max_new_tokens != 1:  # else no step comes
+            note_steps(vars(model)[BOUND], cache)
         return outputs
     finally:
         for layer in layers:

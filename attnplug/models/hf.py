@@ -333,7 +333,7 @@ def set_key_mask(call: AttentionCall, mask: torch.Tensor | None) -> bool:
     batch, keys = call.k.shape[0], call.k.shape[2]
     call.key_mask = mask[:, 0, 0, :keys].bool().expand(batch, keys)
     if call.q.shape[2] > 1:
-        call.start = call.key_mask.int().argmax(-1).to(torch.int32)
+        call.start = call.first_key
     return True
 
 

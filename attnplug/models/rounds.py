@@ -338,7 +338,7 @@ class Rounds:
         self.feed.drafted.fill_(drafts)
         for place in range(drafts):
             found = self.draft(
-                call.model, call.cache, *vars(self.buffers).values(), call.greedy, options
+                call.model, call.cache, *self.buffers.stepped(), call.greedy, options
             )
             call.notice.cancel()  # from here on tokens come
             if found is not None:
