@@ -43,6 +43,7 @@ from attnplug.models.decode_step import (
 from attnplug.models.fuse import Fusion
 from attnplug.models.hf import bindings_of
 from attnplug.models.layer_kernels import has_quick_steps
+from attnplug.models.look import Look
 from attnplug.models.names import CACHE
 from attnplug.models.patience import PATIENCE, PatientStep, is_capturable, is_on_one_device
 from attnplug.models.regional import LayeredStep
@@ -170,14 +171,8 @@ class _Look:
     after it."""
 
     length: int
-    verdict: torch.Tensor
-    ready: Any
+    verdict: Look
     random: torch.Tensor | None
-
-    def read(self) -> int:
-        if self.ready is not None:
-            self.ready.synchronize()
-        return int(self.verdict)
 
 
 class Decoding:
@@ -400,7 +395,7 @@ class Decoding:
         done = self.length >= self.last
         while self.looks and (done or len(self.looks) > lag):
             look = self.looks.popleft()
-            verdict = look.read()
+            verdict = look.verdict.read()
             if verdict == INVALID:
                 raise RuntimeError(REFUSED)
             if verdict == STOPPED:
@@ -409,16 +404,9 @@ class Decoding:
         return self.length if done else None
 
     def _look(self, buffers: StepBuffers) -> _Look:
-        verdict, ready = buffers.verdict, None
-        if verdict.is_cuda:
-            host = torch.empty((), dtype=torch.int8, pin_memory=True, device="cpu")
-            verdict = host.copy_(verdict, non_blocking=True)
-            ready = torch.cuda.Event()
-            ready.record()
-        else:
-            verdict = verdict.clone()
+        verdict = Look.at(buffers.verdict)
         sampled = self.config.do_sample and self.lag > 0
-        return _Look(self.length, verdict, ready, _random_state(self.device) if sampled else None)
+        return _Look(self.length, verdict, _random_state(self.device) if sampled else None)
 
     def _restore_random(self, look: _Look) -> None:
         if look.random is not None and look.length < self.length:

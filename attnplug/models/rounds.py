@@ -7,6 +7,9 @@ a dense pass over the same tokens. A sample is `argmax(p / e)` as everywhere in 
 same `e` for a draft and for its verification: what comes out is dense's own sample for that seed,
 and the random state ends where dense's would.
 
+Where nothing of the host is wanted between two rounds, the first draft of the next one runs while
+the host reads what the last one has come to.
+
 Rows of a batch accept different numbers of drafts. All of them then keep the slots of the whole
 round, and a key mask hides what a row did not accept: a row's tokens stay in order, with holes
 between them, at their own positions. When the slots run out, each row's tokens are moved together.
@@ -14,7 +17,7 @@ One row without padding has no mask, and its layers take back what was not accep
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,12 +35,14 @@ from attnplug.models.decode_step import (
     prepare_layers,
 )
 from attnplug.models.hook import state_of
+from attnplug.models.look import Look
 from attnplug.models.loop_calls import OF_LENGTH
 from attnplug.models.names import CACHE
 from attnplug.models.noise import Noise
 from attnplug.models.pace import Pace, Tally
 from attnplug.models.patience import PatientStep, is_capturable
 from attnplug.models.sliding import round_of, sliding_layers
+from attnplug.models.slots import close_holes, full_layers, take_back
 from attnplug.models.walk import all_modules, has_moving_rope
 
 
@@ -143,7 +148,7 @@ def verify_step(
     before where this one has made fewer. Where `greedy`, settle the round; else return the logits
     `[B,m+1,V]` in float32."""
     fed = tokens.shape[1]
-    _take_back(full_layers(cache), drafted)
+    take_back(full_layers(cache), drafted)
     position.sub_(drafted)
     places = torch.arange(fed, device=tokens.device, dtype=position.dtype)
     masks: Any = None
@@ -193,11 +198,11 @@ def settle(
     accepted = same.int().cumprod(1).sum(1, keepdim=True, dtype=torch.int64)
     accepted = torch.minimum(accepted, drafted)
     if mask is None:
-        _take_back(full_layers(cache), (fed - 1 - accepted).reshape(()))
+        take_back(full_layers(cache), (fed - 1 - accepted).reshape(()))
     else:
         places = torch.arange(fed, device=tokens.device)
         mask[:, 0, 0].scatter_(1, (slot - fed + places).expand_as(tokens), places <= accepted)
-        _take_back(full_layers(cache), fed - 1 - drafted)
+        take_back(full_layers(cache), fed - 1 - drafted)
         slot.sub_(fed - 1 - drafted)
     beside = round_of(cache.layers)
     if beside is not None:
@@ -206,26 +211,6 @@ def settle(
     token.copy_(chosen.gather(1, accepted).clamp(min=0))  # -1, which is looked at, is no token
     found[:, :1].copy_(accepted)
     found[:, 1 : known + 1].copy_(chosen)
-
-
-def close_holes(
-    layers: Sequence[PlugLayer], mask: torch.Tensor, begin: int, end: int, keep: int
-) -> None:
-    """Move each row's tokens in the slots from `begin` to `end` together: its last `keep` come to
-    the slots from `begin` on, behind holes where it has fewer. `mask` is `[B,S]`."""
-    real = mask[:, begin:end]
-    order = real.to(torch.uint8).sort(dim=-1, stable=True).indices[:, end - begin - keep :]
-
-    def moved(buffer: torch.Tensor) -> torch.Tensor:
-        places = order[:, None, :, None].expand(*buffer.shape[:2], keep, buffer.shape[3])
-        return buffer[:, :, begin:end].gather(2, places)
-
-    shown = real.gather(1, order)
-    mask[:, begin:end] = False
-    mask[:, begin : begin + keep] = shown
-    _take_back(layers, end - begin)  # which leaves all tokens where they are
-    for layer in layers:
-        layer.update(*map(moved, layer.tensors()[:2]))
 
 
 @dataclass
@@ -283,11 +268,13 @@ class Rounds:
             begin()
         self.ends = set() if call.ends is None else set(call.ends.tolist())
         self.layers = full_layers(call.cache)
+        self.room = min(layer.max_cache_len for layer in self.layers)
         self.lengths = [call.length] * call.rows
         self.going = set(range(call.rows))
         self.held = call.length  # slots of the cache, where a mask tells which of them count
         states = {call.length: call.random_state()} if call.config.do_sample else {}
         self.noise = Noise(call, states)
+        self.unread: tuple[int, Look] | None = None  # drafts of a round, and what came of them
         # Processors are told how many tokens there are by this one's width.
         self.prefix = call.ids.new_zeros((call.rows, call.last + self.most + 1))
 
@@ -302,10 +289,20 @@ class Rounds:
                 self._make_room()
                 self._prepare_layers()
                 tokens[:, :1].copy_(self.buffers.token)
+                drafted = 0
+                if self.unread is not None:
+                    self._draft(drafted, options)
+                    drafted = 1
+                    self._read()
+                    if not self.going:
+                        take_back(self.layers, drafted)
+                        break
                 drafts = self.most if self.pace is None else self.pace.next()
-                self._draft(drafts, options)
-                chosen = self._verify(drafts, dict.fromkeys(options, 0))
-                self._note(chosen, self.feed.found[:, 1:])
+                for place in range(drafted, drafts):
+                    self._draft(place, options)
+                self._verify(drafts, dict.fromkeys(options, 0))
+                if not self._goes_ahead():
+                    self._read()
         finally:
             _set_part(self.layers, "")
         if call.config.do_sample:
@@ -324,38 +321,50 @@ class Rounds:
     def _make_room(self) -> None:
         """Close the holes where the cache has no slots for another round."""
         mask, begin = self.buffers.mask, self.call.prompt.shape[1]
-        room = min(layer.max_cache_len for layer in self.layers)
-        if mask is None or self.held + self.most + 1 <= room:
+        if mask is None or self.held + self.most + 1 <= self.room:
             return
         keep = max(self.lengths[row] for row in self.going) - 1 - begin
         close_holes(self.layers, mask[:, 0, 0], begin, self.held, keep)
         self.held = begin + keep
         self.buffers.slot.fill_(self.held)
 
-    def _draft(self, drafts: int, options: dict[str, Any]) -> None:
+    def _goes_ahead(self) -> bool:
+        """Whether the next round begins before the host knows what this one has come to: no row can
+        end by its length, no holes are to be closed, and no layer and no sample wants the host."""
+        call, fed = self.call, self.most + 1
+        longest = max(self.lengths[row] for row in self.going)
+        roomy = self.buffers.mask is None or self.held + fed <= self.room
+        return call.greedy and not call.wanting and roomy and longest + fed < call.last
+
+    def _draft(self, place: int, options: dict[str, Any]) -> None:
         call = self.call
         _set_part(self.layers, "draft")
-        self.feed.drafted.fill_(drafts)
-        for place in range(drafts):
-            found = self.draft(
-                call.model, call.cache, *self.buffers.stepped(), call.greedy, options
-            )
-            call.notice.cancel()  # from here on tokens come
-            if found is not None:
-                self.buffers.token.copy_(self._choose(found, place).clamp(min=0)[:, None])
-            self.feed.tokens[:, place + 1].copy_(self.buffers.token[:, 0])
+        found = self.draft(call.model, call.cache, *self.buffers.stepped(), call.greedy, options)
+        call.notice.cancel()  # from here on tokens come
+        if found is not None:
+            self.buffers.token.copy_(self._choose(found, place).clamp(min=0)[:, None])
+        self.feed.tokens[:, place + 1].copy_(self.buffers.token[:, 0])
 
-    def _verify(self, drafts: int, options: dict[str, Any]) -> list[list[int]]:
-        """The round's tokens of each row that goes on; the cache holds all of them but the last."""
+    def _verify(self, drafts: int, options: dict[str, Any]) -> None:
+        """Have dense judge the round's drafts. `_read` notes what has come of it."""
         call, feed, buffers = self.call, self.feed, self.buffers
         state = feed.tokens, feed.drafted, feed.found, *buffers.verified()
         _set_part(self.layers, "verify")
+        feed.drafted.fill_(drafts)
         logits = self.verify(call.model, call.cache, *state, call.greedy, options)
         if logits is not None:
             chosen = [self._choose(logits[:, place], place) for place in range(drafts + 1)]
             settle(call.cache, *state, torch.stack(chosen, 1))
         self.held += drafts + 1
-        rounds = [own[: accepted + 1] for accepted, *own in feed.found.tolist()]
+        self.unread = drafts, Look.at(feed.found)
+
+    def _read(self) -> None:
+        """Note the last round's tokens of each row that goes on. The cache holds all of them but
+        the last."""
+        assert self.unread is not None  # a round has been verified
+        drafts, look = self.unread
+        self.unread = None
+        rounds = [own[: accepted + 1] for accepted, *own in look.read()]
         self.tally.rounds += 1
         self.tally.verified += len(self.going)
         self.tally.drafted += drafts * len(self.going)
@@ -363,7 +372,7 @@ class Rounds:
         if self.pace is not None:
             for row in sorted(self.going):
                 self.pace.note(len(rounds[row]) - 1, drafts)
-        return rounds
+        self._note(rounds, self.feed.found[:, 1:])
 
     def _note(self, chosen: list[list[int]], held: torch.Tensor) -> None:
         """Append tokens of the rows that go on, which the device has in `held`, up to the first
@@ -383,7 +392,7 @@ class Rounds:
                 if call.pad is not None:
                     call.ids[row, self.lengths[row] :] = call.pad
             if self.buffers.mask is None and count < len(new):
-                _take_back(self.layers, len(new) - count)
+                take_back(self.layers, len(new) - count)
         for _ in range(max(self.lengths) - call.length):
             call.count_token()
         self.noise.forget_before(
@@ -407,17 +416,6 @@ class Rounds:
         shares = scores.softmax(-1)
         chosen = (shares / self.noise.of(places, shares)).argmax(-1)
         return torch.where(shares.amax(-1) < torch.inf, chosen, -1)
-
-
-def full_layers(cache: PlugCache) -> list[PlugLayer]:
-    """Those that are no sliding windows."""
-    return [layer for layer in cache.layers if isinstance(layer, PlugLayer)]
-
-
-def _take_back(layers: Sequence[PlugLayer], tokens: int | torch.Tensor) -> None:
-    """Of layers that hold the same tokens."""
-    for kind in {type(layer) for layer in layers}:
-        kind.take_back_all([layer for layer in layers if type(layer) is kind], tokens)
 
 
 def _set_part(layers: Iterable[PlugLayer], part: str) -> None:

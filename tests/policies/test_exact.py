@@ -79,6 +79,31 @@ def test_a_row_ends_inside_a_round(model, options):
             assert torch.equal(torch.rand(2, device=model.device), after)
 
 
+@pytest.mark.parametrize("draft", [SHORT, FAR])
+def test_a_round_begins_before_the_host_has_read_the_last_one(model, draft, monkeypatch):
+    """What it has fed for a row that has ended is taken back."""
+    order = []
+    for name in ("_draft", "_verify", "_read"):
+        step = getattr(rounds.Rounds, name)
+        note = lambda self, *a, n=name, f=step: order.append(n) or f(self, *a)  # noqa: E731
+        monkeypatch.setattr(rounds.Rounds, name, note)
+    ids = ids_of()
+    with attnplug.applied(model, "dense"):
+        free, _ = call(model, ids, new=60)
+    for end in (7, 8, 9, 10, 11, 30):
+        stops = dict(eos_token_id=free[0][end], pad_token_id=0, return_dict_in_generate=True)
+        with attnplug.applied(model, "dense"):
+            wanted, out = call(model, ids, new=60, **stops)
+            tokens = int(out.past_key_values.layers[0].cumulative_length)
+        with attnplug.applied(model, exact(draft, 3)):
+            order.clear()
+            found, out = call(model, ids, new=60, **stops)
+        assert found == wanted
+        assert order[:5] == ["_draft"] * 3 + ["_verify", "_draft"] and order[5] == "_read"
+        for layer in out.past_key_values.layers:
+            assert int(layer.cumulative_length) == tokens == len(ids[0]) + len(found[0]) - 1
+
+
 @pytest.mark.parametrize("new", [1, 2, 3, 7])
 def test_few_tokens(model, new):
     with attnplug.applied(model, "dense"):
@@ -431,9 +456,9 @@ def test_bad_options(options, match):
 
 def drafts_of_rounds(model, monkeypatch, policy, ids=None, **options):
     """How many drafts each round of a call made, which gives dense's tokens."""
-    made, step = [], rounds.Rounds._draft
-    note = lambda self, drafts, *a: made.append(drafts) or step(self, drafts, *a)  # noqa: E731
-    monkeypatch.setattr(rounds.Rounds, "_draft", note)
+    made, judge = [], rounds.Rounds._verify
+    note = lambda self, drafts, *a: made.append(drafts) or judge(self, drafts, *a)  # noqa: E731
+    monkeypatch.setattr(rounds.Rounds, "_verify", note)
     with attnplug.applied(model, "dense"):
         wanted, _ = call(model, ids, new=60, **options)
     with attnplug.applied(model, policy):
@@ -447,13 +472,13 @@ def drafts_of_rounds(model, monkeypatch, policy, ids=None, **options):
 def test_auto_drafts_as_many_as_are_accepted(model, monkeypatch):
     """A draft that reads all is right each time, one that is always wrong hardly ever."""
     assert drafts_of_rounds(model, monkeypatch, exact("gather", "auto"))[-2:] == [8, 8]
-    step = rounds.Rounds._draft
+    judge = rounds.Rounds._verify
 
     def wrong(self, *args):
-        step(self, *args)
         self.feed.tokens[:, 1:] = 96  # which dense chooses now and then
+        judge(self, *args)
 
-    monkeypatch.setattr(rounds.Rounds, "_draft", wrong)
+    monkeypatch.setattr(rounds.Rounds, "_verify", wrong)
     made = drafts_of_rounds(model, monkeypatch, exact("gather", "auto"))
     assert made[0] == 5 and set(made[12:]) == {1}
 
@@ -463,14 +488,14 @@ def test_what_a_round_has_not_drafted_is_not_accepted(model, monkeypatch):
     with attnplug.applied(model, "dense"):
         _, text = call(model, new=60)
     monkeypatch.setattr(pace.Pace, "next", lambda self: 1)
-    step = rounds.Rounds._draft
+    judge = rounds.Rounds._verify
 
     def fill(self, drafts, options):
-        step(self, drafts, options)
         more = text[0, self.lengths[0] + drafts :][: self.most - drafts]
         self.feed.tokens[0, drafts + 1 : drafts + 1 + len(more)] = more
+        judge(self, drafts, options)
 
-    monkeypatch.setattr(rounds.Rounds, "_draft", fill)
+    monkeypatch.setattr(rounds.Rounds, "_verify", fill)
     assert drafts_of_rounds(model, monkeypatch, exact("gather", "auto")) == [1] * 30
 
 
