@@ -19,6 +19,7 @@ from torch import nn
 from transformers import StoppingCriteria
 from transformers.generation.configuration_utils import CompileConfig
 from transformers.generation.streamers import BaseStreamer
+from triton import knobs
 
 import attnplug
 from attnplug import files
@@ -229,6 +230,8 @@ class Requests:
         for model, name in zip(self.models, self.policies, strict=True):
             attnplug.apply(model, POLICIES[name][0])
         self.counts, self.memory, self.host = Counter[str](), list[int](), list[int]()
+        self.kernels, self.loaded = list[int](), 0
+        knobs.runtime.jit_post_compile_hook = self._count_kernel
         self.faults: list[str] = []
         self.begun = time.monotonic()
 
@@ -376,8 +379,13 @@ class Requests:
         gc.collect()
         self.memory.append(bytes_in_use(self.device))
         self.host.append(_resident())
+        self.kernels.append(self.loaded)
         self.write()
         print(f"{self.counts['answered']} answered, {self.memory[-1]:,} bytes", flush=True)
+
+    def _count_kernel(self, **about: Any) -> None:
+        """Triton has compiled a kernel, or read one from its cache: it keeps their texts."""
+        self.loaded += 1
 
     def write(self) -> None:
         if self.out is not None:
@@ -394,6 +402,7 @@ class Requests:
             "most memory": most,
             "reserved": torch.cuda.memory_reserved() if cuda else 0,
             "host memory": self.host,
+            "kernels": self.kernels,
         }
 
 
@@ -418,14 +427,22 @@ def bytes_in_use(device: str) -> int:
     return sum(storages.values())
 
 
-def rise(memory: list[int], slack: int = SLACK) -> str:
+def rise(memory: list[int]) -> str:
     """What is wrong with a memory's samples, "" where they are flat: the last quarter may have a
-    hundredth, or the slack, more than the second."""
+    hundredth, or SLACK, more than the second."""
     if len(memory) < 8:
         return ""
     quarter = len(memory) // 4
     low, high = max(memory[quarter : 2 * quarter]), max(memory[-quarter:])
-    return "" if high <= max(1.01 * low, low + slack) else f"{low:,} to {high:,} bytes"
+    return "" if high <= max(1.01 * low, low + SLACK) else f"{low:,} to {high:,} bytes"
+
+
+def late_rise(memory: list[int], kernels: list[int]) -> str:
+    """The same of a host's memory, in which Triton keeps each kernel that it has compiled: of the
+    samples since the last of them."""
+    since = [held for held, count in zip(memory, kernels, strict=True) if count == kernels[-1]]
+    low, high = since[0], max(since)
+    return "" if high <= 1.01 * low else f"{low:,} to {high:,} bytes since the last kernel"
 
 
 def joined(parts: list[dict[str, Any]], asked: int) -> dict[str, Any]:
@@ -439,9 +456,10 @@ def joined(parts: list[dict[str, Any]], asked: int) -> dict[str, Any]:
     if counts["begun"] < asked:
         wrong.append(f"{counts['begun']} of {asked} requests were begun in this time")
     for number, part in enumerate(parts):
-        for name, slack in (("memory", SLACK), ("host memory", 256 * SLACK)):
-            if text := rise(part[name], slack):
-                wrong.append(f"{name} of process {number}: {text}")
+        if text := rise(part["memory"]):
+            wrong.append(f"memory of process {number}: {text}")
+        if text := part["memory"] and late_rise(part["host memory"], part["kernels"]):
+            wrong.append(f"host memory of process {number}: {text}")
     return {
         "seconds": max((part["seconds"] for part in parts), default=0),
         "requests": asked,
@@ -453,4 +471,5 @@ def joined(parts: list[dict[str, Any]], asked: int) -> dict[str, Any]:
         "reserved": [part["reserved"] for part in parts],
         "memory": [part["memory"] for part in parts],
         "host memory": [part["host memory"] for part in parts],
+        "kernels": [part["kernels"] for part in parts],
     }

@@ -105,4 +105,6 @@ def test_a_memory_that_rises_is_seen(requests):
     flat = [1 << 30, 5 << 30, *[2 << 30] * 10]
     assert requests.rise(flat) == ""
     assert requests.rise([*flat, *(x << 28 for x in range(8, 16))])
-    assert requests.rise([size << 20 for size in range(100, 120)], slack=1 << 30) == ""
+    host, kernels = [size << 30 for size in (3, 4, 5, 5)], [100, 200, 300, 300]
+    assert requests.late_rise(host, kernels) == ""
+    assert requests.late_rise([*host, 6 << 30], [*kernels, 300])
