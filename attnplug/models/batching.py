@@ -21,6 +21,7 @@ from attnplug.models.latents import EXPAND
 from attnplug.models.names import ATTENTION_NAMES
 from attnplug.models.paged import KEPT, adopt, paged_name, register_paged_names
 from attnplug.models.picked_compressed import PICK_METHOD
+from attnplug.models.picked_entries import ATTEND_METHOD
 from attnplug.models.switch import ATTENTION
 
 INIT_METHOD = "init_continuous_batching"
@@ -111,7 +112,7 @@ def _init_continuous_batching(model: Any, *args: Any, **kwargs: Any) -> Any:
         raise UnsupportedCallError("continuous batching runs on this model already: stop it first")
     for module in bindings_of(model):
         kept = "latents" if EXPAND in vars(module) else "compressed keys"
-        if EXPAND in vars(module) or PICK_METHOD in vars(module):
+        if not vars(module).keys().isdisjoint({EXPAND, PICK_METHOD, ATTEND_METHOD}):
             raise UnsupportedCallError(
                 f"transformers' continuous batching has pages of keys and values, and the cache of "
                 f"{type(module).__name__} keeps {kept}"

@@ -22,7 +22,14 @@ from typing import Any, ClassVar
 
 import torch
 
-from attnplug.call import AttentionCall, LatentCall, LayerShape, PickedBlocks, PickedCompressed
+from attnplug.call import (
+    AttentionCall,
+    LatentCall,
+    LayerShape,
+    PickedBlocks,
+    PickedCompressed,
+    PickedEntries,
+)
 from attnplug.models.cache import PlugLayer
 from attnplug.ops import gather_attention, gather_tokens_attention
 from attnplug.policies._absorbed import attend_absorbed
@@ -51,6 +58,9 @@ class Trained(Phase):
         return None if shape.indexed else "trained: the layer has no indexer"
 
     def note(self, shape: LayerShape) -> str:
+        if shape.entries:
+            window, rate, _ = shape.entries
+            return f"keeps {window:,} tokens" + (f" and an entry for every {rate}" if rate else "")
         return f"keeps latents, {shape.latent:,} numbers a token" if shape.latent else ""
 
     def cache_layer(self, max_length: int) -> PlugLayer:
@@ -80,8 +90,10 @@ class Trained(Phase):
         return torch.where(sees[..., None], out, _mean_value(call))
 
     def attend_latents(self, call: LatentCall) -> torch.Tensor:
-        call.served_by = self.name
-        return attend_absorbed(call, SLAB)
+        call.served_by, slab = self.name, SLAB
+        if isinstance(call.picks, PickedEntries):
+            slab = max(1, min(SLAB, LISTS // (8 * len(call.q) * call.picks.most)))
+        return attend_absorbed(call, slab)
 
 
 def _attend_compressed(call: AttentionCall, picked: PickedCompressed) -> torch.Tensor:
