@@ -225,8 +225,14 @@ def attend_entries(
     rows, queries, rate = len(q), q.shape[2], entry_sizes(module).rate
     index: int = module.layer_idx
     layer: Any = None if cache is None else cache.layers[index]
+    static, held = isinstance(layer, StaticLayer), kv
+    if static and not hasattr(layer, "store_compression_weights"):
+        raise UnsupportedCallError(
+            f"a {type(layer).__name__} keeps no entries: pass attnplug.make_cache(model, length) "
+            "or a DynamicCache(config=model.config)"
+        )
     if cache is not None:
-        kv = cache.update(kv, kv, index)[0]
+        kv, held = cache.update(kv, kv, index)
     entries, picks = kv[:, :, :0], None
     seen = position_ids.new_zeros((1, queries))
     if module.compressor is not None:
@@ -235,7 +241,6 @@ def attend_entries(
         complete = _complete(entries[:, 0], rate, layer)
         # One query is not told by its position, and reads what there is.
         seen = _seen(position_ids, rate, complete) if queries > 1 else seen + complete
-    static = isinstance(layer, StaticLayer)
     length = layer.cumulative_length if static else getattr(layer, "cumulative_length", queries)
     compact = is_compact(mask, queries)
     if compact and not static:  # a row of a mask of the user's own is of the window's keys
@@ -252,7 +257,7 @@ def attend_entries(
     if not compact:
         return _attend_masked(module, binding.stock, q, kv, entries, picked, mask, static)
     if static and queries == 1:
-        latents = layer.keys[:, 0]  # entries and window, as they lie
+        latents = held[:, 0]  # entries and window, as they lie
     else:
         latents = torch.cat((entries.to(kv.dtype), kv), 2)[:, 0]
     call = LatentCall(

@@ -4,13 +4,11 @@ import copy
 
 from transformers import PreTrainedConfig, StaticCache
 
-# Of layers that read compressed entries, for which transformers has no static layer.
-ENTRY_TYPES = frozenset({"heavily_compressed_attention", "compressed_sparse_attention"})
-
 
 def has_no_static_layers(config: PreTrainedConfig) -> bool:
-    """Whether transformers cannot make the static cache of a config, and `static_cache` can."""
-    return not ENTRY_TYPES.isdisjoint(getattr(config, "layer_types", None) or ())
+    """Whether a config is of layers that read compressed entries, for which transformers has no
+    static layers."""
+    return hasattr(config, "compress_rates")
 
 
 def static_cache(config: PreTrainedConfig, max_length: int) -> StaticCache:

@@ -66,8 +66,8 @@ class EntriesLayer(PlugLayer):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Count tokens `[B,1,S,D]`, and return the window that the last of them sees, or the window
-        before them and themselves, the newest last."""
+        """Count tokens `[B,1,S,D]`. Returns the window that a single one sees, and `keys`, in which
+        it is last; or the window before several ones and themselves, twice."""
         if kwargs:  # which the model's own code hands on, and attnplug's does not
             raise UnsupportedCallError(
                 "the cache was made under the policy 'trained', which is not applied any more, and "
@@ -83,8 +83,7 @@ class EntriesLayer(PlugLayer):
         every = torch.cat((window, key_states), 2)
         window.copy_(every[:, :, self.tokens :])
         self.cumulative_length.add_(self.tokens)
-        seen = window if self.tokens == 1 else every
-        return seen, seen
+        return (window, self.keys) if self.tokens == 1 else (every, every)
 
     def store_compression_weights(
         self, name: str, kv: torch.Tensor, gate: torch.Tensor
