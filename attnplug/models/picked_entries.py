@@ -125,8 +125,8 @@ def _digest(function: Any) -> str:
 
 
 def _is_known(function: Any) -> bool:
-    name = getattr(inspect.unwrap(function), "__qualname__", "")
-    return inspect.isfunction(function) and KNOWN.get(name) == _digest(function)
+    name = getattr(inspect.unwrap(function), "__qualname__", "") if function else ""
+    return name in KNOWN and KNOWN[name] == _digest(function)
 
 
 def forward_of(kind: type[torch.nn.Module]) -> Forward | None:
@@ -324,7 +324,8 @@ def entries_mask(
         given |= {"mask_function": mask_function, "use_vmap": use_vmap}
         return eager_mask(batch_size, q_length, kv_length, q_offset, kv_offset, **given)  # pyright: ignore[reportArgumentType]
     given.pop("local_size", None)
-    return index_mask(batch_size, q_length, kv_offset + kv_length, q_offset, **given)
+    slots = max(2, kv_offset + kv_length)  # a mask of one says that all are real
+    return index_mask(batch_size, q_length, slots, q_offset, **given)
 
 
 def _is_window(mask_function: Any) -> bool:

@@ -24,7 +24,7 @@ from attnplug.policies._entries_layer import EntriesLayer
 
 pytestmark = pytest.mark.skipif(V4 not in KINDS, reason="this transformers has no such family")
 TOKENS = 90
-PARTS = ((0, 1), (1, 47), (47, 85), (85, 86), (86, 87), (87, TOKENS))
+PARTS = ((0, 1), (1, 6), (6, 47), (47, 85), (85, 86), (86, 87), (87, TOKENS))
 
 
 @pytest.fixture(params=range(len(V4S)))
@@ -349,8 +349,9 @@ def test_compiled_steps(model, masked):
 
 
 @torch.no_grad()
-def test_no_tensor_of_queries_by_keys(model, monkeypatch):
+def test_no_tensor_of_queries_by_keys(monkeypatch):
     """transformers keeps a mask of 2,048 x 2,048, and scores of each head."""
+    model = tiny_v4(hc_mult=2, index_n_heads=8)  # else streams and queries are larger
     ids = ids_of(1, 2048)
     with Largest() as stock:
         model.model(ids, use_cache=False)
@@ -505,7 +506,8 @@ def test_what_its_cache_keeps_is_in_the_bill(mixed):
     with torch.no_grad():
         mixed(ids_of(1, 20), **{CACHE: cache})
     side = [x for layer in cache.layers for x in (layer.keys[:, :, :-17], layer.index_entries)]
-    assert beside * 64 == sum(x.numel() for x in side if x is not None)
+    side = [x[..., :16, :] for x in side if x is not None]  # one more is complete for nobody
+    assert beside * 64 == sum(x.numel() for x in side)
 
 
 def test_continuous_batching_is_refused(mixed):
