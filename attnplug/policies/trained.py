@@ -13,8 +13,9 @@ rotated parts q', k' of query and key:
 so that the latents are read as they lie in the cache, once for all heads. MiniMax-M3's indexer
 picks blocks of plain keys and values for each KV head, which the op of `gather` reads. Qwen4-Exp's
 picks blocks of 4 tokens by their compressed keys, which `gvr`'s op reads token by token, and
-GLM-5.3's pools of 16 tokens. (DeepSeek-V2, 2024, DeepSeek-V3.2, 2025, MiniMax-M3, Qwen4-Exp and
-GLM-5.3, 2026.)
+GLM-5.3's pools of 16 tokens. DeepSeek-V4 reads a window and compressed entries, which are latents
+themselves. (DeepSeek-V2, 2024, DeepSeek-V3.2, 2025, MiniMax-M3, Qwen4-Exp, GLM-5.3 and DeepSeek-V4,
+2026.)
 """
 
 import dataclasses
