@@ -19,6 +19,7 @@ position ids, but for one query of a heavily compressed layer, which sees all: a
 import hashlib
 import inspect
 import sys
+from types import MethodType
 from typing import Any
 
 import torch
@@ -29,12 +30,13 @@ from attnplug.call import EntrySizes, LatentCall, PickedEntries, Served
 from attnplug.errors import UnsupportedCallError
 from attnplug.models.compact import index_mask, is_compact, key_mask
 from attnplug.models.hf import SERVES, binding_of, refuse_options, stock_function
-from attnplug.models.instance_method import put_method
+from attnplug.models.instance_method import InstanceMethod, put_method
 from attnplug.models.names import ENTRIES_NAME
 from attnplug.models.rewritten import Forward, body_of, rewritten
 from attnplug.models.walk import has_moving_rope
 from attnplug.ops import index_topk
 from attnplug.ops.common.checks import why_not_width
+from attnplug.ops.common.sizes import cdiv
 from attnplug.ops.gvr.topk import MAX_K
 from attnplug.ops.latent.latent_attention import WIDEST_LATENT
 
@@ -86,7 +88,7 @@ def entry_sizes(module: Any) -> EntrySizes:
 def numbers_a_token(module: Any) -> int:
     """How many numbers the cache keeps of a token, beside the windows: its share of entries."""
     sizes = entry_sizes(module)
-    return -(-(module.head_dim + sizes.index_width) // sizes.rate) if sizes.rate else 0
+    return cdiv(module.head_dim + sizes.index_width, sizes.rate) if sizes.rate else 0
 
 
 def why_not_entries(module: Any) -> str:
@@ -95,7 +97,10 @@ def why_not_entries(module: Any) -> str:
     indexer = getattr(compressor, "indexer", None)
     for part in _parts(module):
         kind = type(part)
-        if "forward" in vars(part) or forward_of(kind) is None:
+        own = vars(part).get(_slot(part))
+        if own is not None and getattr(own, "__func__", None) is not kind.forward:
+            return f"somebody has replaced the forward of this {kind.__name__}"
+        if forward_of(kind) is None:
             return f"{kind.__name__} computes in a way that attnplug does not know"
         if has_moving_rope(getattr(part, "rotary_emb", part)):
             return f"the rotary embedding of {kind.__name__} depends on the longest position"
@@ -114,6 +119,11 @@ def _parts(module: Any) -> list[Any]:
     """The modules whose forward has an end of ours."""
     found = [module, module.compressor, getattr(module.compressor, "indexer", None)]
     return [part for part in found if part is not None]
+
+
+def _slot(part: Any) -> str:
+    """Where a module keeps its forward: accelerate's hooks put their own in front of it."""
+    return "_old_forward" if hasattr(part, "_hf_hook") else "forward"
 
 
 def _digest(function: Any) -> str:
@@ -149,7 +159,7 @@ def forward_of(kind: type[torch.nn.Module]) -> Forward | None:
 def bind_entries(module: torch.nn.Module) -> None:
     """Have an attention module, its compressor and its indexer leave their ends to attnplug."""
     for part in _parts(module):
-        put_method(part, "forward", _forward)
+        vars(part)[_slot(part)] = InstanceMethod(_forward, part, "forward")
     put_method(module, ATTEND_METHOD, attend_entries)
     if entry_sizes(module).index_width:
         put_method(module.compressor.indexer, PICK_METHOD, pick_entries)  # pyright: ignore[reportAttributeAccessIssue]
@@ -158,8 +168,10 @@ def bind_entries(module: torch.nn.Module) -> None:
 def unbind_entries(module: torch.nn.Module) -> None:
     """Undo `bind_entries`."""
     for part in _parts(module):
-        for name in ("forward", ATTEND_METHOD, PICK_METHOD):
+        for name in (_slot(part), ATTEND_METHOD, PICK_METHOD):
             vars(part).pop(name, None)
+        if hasattr(part, "_hf_hook"):
+            part._old_forward = MethodType(type(part).forward, part)
 
 
 def _forward(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:

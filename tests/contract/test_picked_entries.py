@@ -4,6 +4,7 @@ lengths where windows have moved on and a query reads a part of its entries."""
 import copy
 import io
 
+import accelerate
 import pytest
 import torch
 import torch._dynamo.testing
@@ -457,6 +458,27 @@ def test_caches_of_others(mixed):
         windows(ids, **{CACHE: static})
 
 
+@pytest.mark.parametrize("offloads", [False, True])
+@torch.no_grad()
+def test_accelerates_hooks(mixed, offloads):
+    """As a device map puts them in front of each module; with offloads, weights come and go."""
+    ids = ids_of(2, 40)
+    wanted = new_tokens(mixed, ids)
+    if offloads:
+        accelerate.cpu_offload(mixed, "cpu")
+    else:
+        accelerate.hooks.attach_execution_device_hook(mixed, "cpu")
+    parts = [m for m in mixed.modules() if hasattr(m, "_hf_hook")]
+    before = [(m.forward, m._old_forward) for m in parts]
+    assert any(type(m).__name__ == "DeepseekV4Indexer" for m in parts)
+    attnplug.apply(mixed, "trained")
+    assert torch.equal(new_tokens(mixed, ids), wanted)
+    assert {call.decode for call in attnplug.report(mixed).last} == {"trained"}
+    attnplug.remove(mixed)
+    assert [(m.forward, m._old_forward) for m in parts] == before
+    assert torch.equal(new_tokens(mixed, ids), wanted)
+
+
 def test_what_is_left_to_the_model():
     def why(**options) -> str:
         built = tiny_v4(**options)
@@ -508,6 +530,33 @@ def test_what_its_cache_keeps_is_in_the_bill(mixed):
     side = [x for layer in cache.layers for x in (layer.keys[:, :, :-17], layer.index_entries)]
     side = [x[..., :16, :] for x in side if x is not None]  # one more is complete for nobody
     assert beside * 64 == sum(x.numel() for x in side)
+
+
+@torch.no_grad()
+def test_a_forward_that_somebody_replaced_is_left_alone(mixed):
+    ids = ids_of(1, 20)
+    compressor = mixed.model.layers[2].self_attn.compressor
+    own = compressor.forward
+    compressor.forward = lambda *args: own(*args)
+    wanted = mixed(ids).logits
+    attnplug.apply(mixed, "trained")
+    reasons = {layer.reason for layer in attnplug.report(mixed).layers}
+    assert any("somebody has replaced the forward" in reason for reason in reasons)
+    assert torch.equal(mixed(ids).logits, wanted)
+
+
+@torch.inference_mode()
+def test_inference_mode_is_left_between_turns(mixed):
+    ids = ids_of(1, TOKENS)
+    wanted = mixed(ids).logits
+    attnplug.apply(mixed, "trained")
+    cache = attnplug.make_cache(mixed, 120)
+    mixed(ids[:, :50], use_cache=True, **{CACHE: cache})
+    with torch.inference_mode(False), torch.no_grad():
+        found = mixed(ids.clone()[:, 50:80], use_cache=True, **{CACHE: cache}).logits
+    assert near(found, wanted[:, 50:80])
+    found = mixed(ids[:, 80:], use_cache=True, **{CACHE: cache}).logits
+    assert near(found, wanted[:, 80:])
 
 
 def test_continuous_batching_is_refused(mixed):
