@@ -224,7 +224,7 @@ def make_cache(model: torch.nn.Module, max_length: int) -> PlugCache:
         raise ArgumentError(
             f"make_cache: max_length={max_length!r}, needs an integer of at least 1"
         )
-    why = own_cache(target)
+    why = own_cache(target, ledger.indexed)
     if why:
         raise UnsupportedModelError(f"{why}; leave the cache to the model with use_cache=True")
     return PlugCache.for_config(target.config, max_length, ledger.make_layer)
@@ -334,7 +334,7 @@ def _keeps_cache(model: PreTrainedModel, plan: Plan) -> str:
         return "no layer has a policy: the model and its generate are transformers' own"
     # A static cache helps nobody where some layer cannot be told how much of it is valid.
     deaf = [layer.name for layer, _ in plan if not takes_cache(layer.module)]
-    why = own_cache(model)
+    why = own_cache(model, [layer.module for layer, binding in plan if binding.policy])
     if deaf and not why:
         why = f"{deaf[0]} takes it by a name that attnplug does not know"
     return f"generate keeps transformers' dynamic cache: {why}" if why else ""

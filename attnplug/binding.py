@@ -8,8 +8,15 @@ from transformers import PreTrainedModel
 from attnplug.models.cache import PlugLayer
 from attnplug.models.hf import Binding
 from attnplug.models.layers import INDEXED, AttentionLayer
-from attnplug.models.names import ADDITIVE_NAME, ATTENTION_NAME, INDEXED_NAME, LATENT_NAME
+from attnplug.models.names import (
+    ADDITIVE_NAME,
+    ATTENTION_NAME,
+    ENTRIES_NAME,
+    INDEXED_NAME,
+    LATENT_NAME,
+)
 from attnplug.policies import Policy
+from attnplug.policies._entries_layer import EntriesLayer
 
 Plan = list[tuple[AttentionLayer, Binding[Policy]]]
 
@@ -75,6 +82,8 @@ def _stock_attention(model: PreTrainedModel, layer: AttentionLayer) -> str:
 def switched_names(plan: Plan) -> dict[int, str]:
     """The attention's new name for each config, by id, that has a layer with a policy."""
     served = {id(layer.config) for layer, binding in plan if binding.policy is not None}
+    if any(layer.shape.entries for layer, binding in plan if picks_tokens(layer, binding)):
+        return dict.fromkeys(served, ENTRIES_NAME)
     if any(picks_tokens(layer, binding) for layer, binding in plan):
         return dict.fromkeys(served, INDEXED_NAME)
     if any(keeps_latents(layer, binding) for layer, binding in plan):
@@ -89,6 +98,7 @@ class LayerMaker:
     def __init__(self, plan: Plan):
         self.policies = {layer.index: binding.policy for layer, binding in plan}
         self.heads = {layer.index: layer.shape.heads_q for layer, _ in plan}
+        self.entries = {layer.index: layer.shape.entries for layer, _ in plan}
         full = [layer for layer, _ in plan if layer.kind == "full"]
         self.behind: dict[int, int] = {}
         for layer in full:
@@ -99,6 +109,9 @@ class LayerMaker:
         policy = self.policies.get(index)
         if policy is not None and policy.decode is not None:
             layer = policy.decode.cache_layer(max_length)
+            sizes = self.entries.get(index)
+            if sizes is not None:
+                layer = EntriesLayer(max_length, sizes)
             if layer is not None:
                 layer.query_heads = self.heads[index]
                 layer.layers_behind = self.behind.get(index, 0)

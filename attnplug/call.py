@@ -47,6 +47,57 @@ class PickedCompressed(NamedTuple):
         return torch.nn.functional.pad(found, (0, self.most - found.shape[2]), value=-1).int()
 
 
+class EntrySizes(NamedTuple):
+    """What a layer reads beside other tokens' keys: a `window` of tokens, and an entry for each
+    `rate` tokens, 0: none, by keys of `index_width` channels, 0: all."""
+
+    window: int
+    rate: int
+    index_width: int
+
+
+class PickedEntries(NamedTuple):
+    """What a layer's queries read of `size` latents, of which the first `entries` are compressed
+    entries and the last is the newest of `length` tokens, as many as fit before it: each query the
+    last `window` tokens up to its own, of those that `shown` `[B,N]` shows (None: all), and the
+    entries in `picks` int32 `[B,S,K]`, -1 for none (None: the first `seen` `[B,S]`)."""
+
+    picks: torch.Tensor | None
+    seen: torch.Tensor
+    entries: int
+    window: int
+    length: int | torch.Tensor
+    size: int
+    shown: torch.Tensor | None
+
+    @property
+    def most(self) -> int:
+        """How many latents a query reads at most."""
+        return self.window + (self.entries if self.picks is None else self.picks.shape[2])
+
+    def entries_of(self, begin: int, end: int) -> torch.Tensor:
+        """The entries that the queries from `begin` to `end` read, `[B,end - begin,K]`, -1 for
+        none."""
+        if self.picks is not None:
+            return self.picks[:, begin:end]
+        each = torch.arange(self.entries, device=self.seen.device)
+        return torch.where(each < self.seen[:, begin:end, None], each, -1)
+
+    def listed(self, begin: int, end: int) -> torch.Tensor:
+        """The latents that the queries from `begin` to `end` read, int32 `[B,end - begin,most]`,
+        -1 for none."""
+        rows, queries = self.seen.shape
+        device = self.seen.device
+        own = torch.arange(begin - queries, end - queries, device=device) + self.length
+        token = own[:, None] - torch.arange(self.window, device=device)
+        place = torch.where(token < 0, -1, token + (self.size - self.length))
+        place = place.expand(rows, -1, -1)
+        if self.shown is not None:
+            shown = self.shown.index_select(1, token.clamp(min=0).flatten())
+            place = torch.where(shown.view(place.shape), place, -1)
+        return torch.cat((self.entries_of(begin, end), place), 2).int()
+
+
 @dataclasses.dataclass
 class AttentionCall:
     """One attention layer's work in one forward pass, as a policy sees it.
@@ -120,9 +171,9 @@ class LatentCall:
 
     q is `[B,Hq,S,Dk+P]`: the part that meets the latents' keys, then the rotated one. latents are
     `[B,T,R]` and rope `[B,T,P]`, one for all heads. up `[Hq,Dk+Dv,R]` makes a head's keys and
-    values of a latent. picks `[B,S,K]` int32 are the tokens that each query reads, -1 for none, or
-    None where it reads all that it sees.
-    sinks `[Hq]`, lengths `[1]` and key_mask `[B,T]` are as in `AttentionCall`. A method returns
+    values of a latent, and is `[0]` where the latents are these. picks `[B,S,K]` int32 are the
+    tokens that each query reads, -1 for none, or None where it reads all that it sees. sinks
+    `[Hq]`, lengths `[1]` and key_mask `[B,T]` are as in `AttentionCall`. A method returns
     `[B,S,Hq,Dv]`, and leaves its name in `served_by`.
     """
 
@@ -130,7 +181,7 @@ class LatentCall:
     latents: torch.Tensor
     rope: torch.Tensor
     up: torch.Tensor
-    picks: torch.Tensor | None
+    picks: torch.Tensor | PickedEntries | None
     scale: float
     sinks: torch.Tensor | None = None
     lengths: torch.Tensor | None = None
@@ -188,6 +239,7 @@ class LayerShape:
     device: torch.device
     positions: int | None = None  # tokens that the model reads; None where that is not known
     indexed: bool = False  # the model picks the tokens that the layer reads
+    entries: EntrySizes | None = None  # of a layer that reads a window and compressed entries
     latent: int = 0  # numbers that the cache keeps of a token for all heads, where it keeps latents
 
     @property

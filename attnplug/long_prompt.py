@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from transformers import PreTrainedModel, StaticCache
+from transformers import PreTrainedModel
 
 from attnplug.api import Ledger, ledger_of
 from attnplug.errors import (
@@ -24,6 +24,7 @@ from attnplug.models.layers import AttentionLayer, find_attention_layers, has_ow
 from attnplug.models.names import ATTENTION_NAMES
 from attnplug.models.parallel import tensor_parallel_group
 from attnplug.models.pieces import Kept, NotesQueries, Pieces, Run, in_pieces
+from attnplug.models.static import static_cache
 from attnplug.policies import Policy
 
 ROOM = 1024  # tokens that the cache has room for behind the prompt unless told otherwise
@@ -274,4 +275,4 @@ def _empty_cache(decoder: PreTrainedModel, length: int) -> PlugCache:
     """As generate would prepare it for the decoder."""
     config = decoder.config.get_text_config(decoder=True)
     growth = Growth(config, ledger_of(decoder).make_layer)
-    return GrowingCache.begin(StaticCache(config, max_cache_len=length), growth)
+    return GrowingCache.begin(static_cache(config, length), growth)

@@ -313,17 +313,19 @@ def shape_of(model: str) -> Shape:
 def _kept_otherwise(network: torch.nn.Module, types: Sequence[str]) -> tuple[int, int]:
     """How many layers keep keys and values of their own, and the numbers that others, and indexers,
     keep of a token."""
-    from attnplug.models import picked_compressed as compressed
+    from attnplug.models import picked_compressed, picked_entries
     from attnplug.models.latents import has_latents, numbers_a_token
     from attnplug.models.picked_blocks import picks_blocks
 
     modules = list(network.modules())
     latent = [each for each in modules if has_latents(each)]
     blocks: list[Any] = [each for each in modules if picks_blocks(each)]
-    pooled = [each for each in modules if compressed.picks_compressed(each)]
+    pooled = [each for each in modules if picked_compressed.picks_compressed(each)]
     full = (0 if latent else types.count("full_attention")) + len(blocks) + len(pooled)
     beside = sum(map(numbers_a_token, latent)) + sum(x.indexer.head_dim for x in blocks)
-    return full, beside + sum(map(compressed.numbers_a_token, pooled))
+    beside += sum(map(picked_compressed.numbers_a_token, pooled))
+    entries = [each for each in modules if picked_entries.reads_entries(each)]
+    return full, beside + sum(map(picked_entries.numbers_a_token, entries))
 
 
 def check_served(shape: Shape, policy: Sparse) -> None:

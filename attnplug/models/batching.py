@@ -21,12 +21,19 @@ from attnplug.models.latents import EXPAND
 from attnplug.models.names import ATTENTION_NAMES
 from attnplug.models.paged import KEPT, adopt, paged_name, register_paged_names
 from attnplug.models.picked_compressed import PICK_METHOD
+from attnplug.models.picked_entries import ATTEND_METHOD
 from attnplug.models.switch import ATTENTION
 
 INIT_METHOD = "init_continuous_batching"
 SESSION = "_attnplug_batching"
 CACHED = "_cached_continuous_batching_manager"
 MISSING = object()
+# By a method that a policy has put on an attention module: what its cache keeps.
+NO_PAGES = {
+    EXPAND: "latents",
+    PICK_METHOD: "compressed keys",
+    ATTEND_METHOD: "windows and entries",
+}
 MOST_BLOCKS = 4096  # of a request in a block table, where neither user nor workload says how many
 
 
@@ -110,8 +117,8 @@ def _init_continuous_batching(model: Any, *args: Any, **kwargs: Any) -> Any:
     if SESSION in vars(model):
         raise UnsupportedCallError("continuous batching runs on this model already: stop it first")
     for module in bindings_of(model):
-        kept = "latents" if EXPAND in vars(module) else "compressed keys"
-        if EXPAND in vars(module) or PICK_METHOD in vars(module):
+        kept = next((what for name, what in NO_PAGES.items() if name in vars(module)), "")
+        if kept:
             raise UnsupportedCallError(
                 f"transformers' continuous batching has pages of keys and values, and the cache of "
                 f"{type(module).__name__} keeps {kept}"

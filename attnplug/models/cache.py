@@ -19,6 +19,7 @@ from attnplug.models.buffers import count_down, count_on, mark_buffer
 from attnplug.models.edits import EditableCache, check_count, check_room
 from attnplug.models.inference_mode import is_foreign, own
 from attnplug.models.sliding import SlidingLayer
+from attnplug.models.static import static_cache
 from attnplug.models.sync import may_sync
 from attnplug.models.watched import WatchedLayer
 
@@ -416,7 +417,7 @@ class PlugCache(EditableCache):
     @classmethod
     def for_config(cls, config: PreTrainedConfig, max_length: int, make_layer: MakeLayer) -> Self:
         """An empty cache of `max_length` tokens for a model's config."""
-        return cls.from_static(StaticCache(config, max_cache_len=max_length), make_layer)
+        return cls.from_static(static_cache(config, max_length), make_layer)
 
     def adopt(self, source: "PlugCache") -> None:
         """Take over what a cache of the same model holds, so that one prefill serves the decodes of

@@ -4,6 +4,7 @@ prepares, the loop that it decodes with, and refusals of what would lose the pol
 import copy
 import functools
 import inspect
+from collections.abc import Iterable
 from types import MethodType
 from typing import Any, NoReturn
 
@@ -30,7 +31,9 @@ from attnplug.models.loop_calls import (
 )
 from attnplug.models.names import CACHE
 from attnplug.models.parallel import LOCAL, is_split, local_weights
+from attnplug.models.picked_entries import reads_entries
 from attnplug.models.served import forget_served, note_steps
+from attnplug.models.static import has_no_static_layers, static_cache
 from attnplug.models.user_hooks import user_hooks
 
 BOUND = "_attnplug_bound"  # the modules whose attention a policy may serve
@@ -91,11 +94,13 @@ def bind_generate(
     return [*names, SWITCH_METHOD]
 
 
-def own_cache(model: PreTrainedModel) -> str:
-    """Why generate must prepare transformers' own cache for this model, and a static one would be
-    silently wrong; "" where a static cache serves it as well."""
+def own_cache(model: PreTrainedModel, served: Iterable[torch.nn.Module] = ()) -> str:
+    """Why generate must prepare transformers' own cache for this model, whose attention modules
+    `served` have a policy, and a static one would be silently wrong; "" where a static cache serves
+    it as well."""
     family = type(model).__name__
-    if not getattr(model, "_can_compile_fullgraph", False):
+    entries = any(map(reads_entries, served))  # attnplug's layers do what transformers' cannot
+    if not (entries or getattr(model, "_can_compile_fullgraph", False)):
         return f"transformers runs no {family} on a static cache"
     supports = getattr(model, "_supports_default_dynamic_cache", None)
     if supports is not None and not supports():
@@ -165,8 +170,12 @@ def _prepare_cache_for_generation(
     # Whose buffers would be made ahead, as many heads in each layer: right for few families.
     static.prefill_chunk_size = None
     _bound_length(model, rows, max_cache_length + speculated)
-    stock(static, fresh, generation_mode, batch_size, max_cache_length + speculated)
-    cache = GrowingCache.begin(_static_cache(fresh), growth)
+    if has_no_static_layers(growth.config):
+        own = static_cache(growth.config, vars(model)[LONGEST])
+    else:
+        stock(static, fresh, generation_mode, batch_size, max_cache_length + speculated)
+        own = _static_cache(fresh)
+    cache = GrowingCache.begin(own, growth)
     # Rolling windows cannot be cropped, which assisted decoding needs, and take one precision only,
     # where autocast mixes two.
     mixed = autocast_dtype(model.device) is not None

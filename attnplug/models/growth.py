@@ -11,6 +11,7 @@ from transformers.cache_utils import StaticLayer, StaticSlidingWindowLayer
 
 from attnplug.errors import UnsupportedCallError
 from attnplug.models.cache import MakeLayer, PlugCache, PlugLayer
+from attnplug.models.static import static_cache
 
 LEAST_GROWTH = 64  # tokens: an assistant model asks for a few more in every round
 
@@ -69,7 +70,7 @@ class GrowingCache(PlugCache):
             super().reserve(length)
             return
         size = max(length, had + max(had // 4, LEAST_GROWTH))
-        static = StaticCache(self.growth.config, max_cache_len=size)
+        static = static_cache(self.growth.config, size)
         longer = PlugCache.from_static(static, self.growth.layer)
         pairs = list(zip(self.layers, longer.layers, strict=True))
         windows = [_longer_window(*pair) for pair in pairs]  # raises before anything has moved

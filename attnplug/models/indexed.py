@@ -51,6 +51,12 @@ from attnplug.models.picked_compressed import (
     unbind_compressed,
     why_not_compressed,
 )
+from attnplug.models.picked_entries import (
+    bind_entries,
+    reads_entries,
+    unbind_entries,
+    why_not_entries,
+)
 from attnplug.models.picked_pools import (
     attend_pools,
     bind_pools,
@@ -86,6 +92,8 @@ def why_not_indexed(module: Any) -> str:
         return why_not_pools(module)
     if picks_compressed(module):
         return why_not_compressed(module)
+    if reads_entries(module):
+        return why_not_entries(module)
     if not has_latents(module):
         return f"{kind} picks tokens, but not for attention over latents"
     unexpanded = why_not_expanded(module)
@@ -139,6 +147,9 @@ def bind_indexed(module: torch.nn.Module) -> None:
     if picks_compressed(module):
         bind_compressed(module)
         return
+    if reads_entries(module):
+        bind_entries(module)
+        return
     bind_latents(module)
     indexer = getattr(module, "indexer", None)
     if indexer is not None:
@@ -153,6 +164,9 @@ def unbind_indexed(module: torch.nn.Module) -> None:
         return
     if picks_compressed(module):
         unbind_compressed(module)
+        return
+    if reads_entries(module):
+        unbind_entries(module)
         return
     unbind_latents(module)
     indexer = getattr(module, "indexer", None)

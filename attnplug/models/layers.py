@@ -17,6 +17,7 @@ from attnplug.models.indexed import why_not_indexed
 from attnplug.models.latents import has_latents, numbers_a_token, why_not_latents
 from attnplug.models.names import CACHE_ARGUMENTS
 from attnplug.models.parallel import Split, split_of
+from attnplug.models.picked_entries import entry_sizes, reads_entries
 from attnplug.ops.common.checks import DTYPES, WIDE_HEAD_DIMS, why_not_width
 
 # Of Zamba's shared blocks, HRM's cycles and Dory's loops: where in the cache to put keys.
@@ -137,7 +138,8 @@ def _describe(name: str, module: torch.nn.Module, model: PreTrainedModel) -> Att
     kind = _kind(module, index)
     if kind == INDEXED and split is None:
         latent = numbers_a_token(module) if has_latents(module) else 0
-        shape = replace(shape, indexed=not why_not_indexed(module), latent=latent)
+        sizes = entry_sizes(module) if reads_entries(module) else None
+        shape = replace(shape, indexed=not why_not_indexed(module), latent=latent, entries=sizes)
     elif has_latents(module) and split is None and not why_not_latents(module):
         shape = replace(shape, latent=numbers_a_token(module))
     reason = _reason(module, kind, shape, weights)
@@ -242,6 +244,8 @@ def _hooked_devices(module: torch.nn.Module) -> Iterator[torch.device]:
 
 def _kind(module: torch.nn.Module, index: int) -> str:
     """ "full", "sliding", "chunked" and so on, as the config's layer types say it."""
+    if reads_entries(module):
+        return INDEXED
     config = _config(module)
     types = getattr(config, "layer_types", None)
     if types and index >= 0:

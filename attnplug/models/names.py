@@ -10,7 +10,8 @@ ATTENTION_NAME = "attnplug"
 ADDITIVE_NAME = "attnplug_additive"
 INDEXED_NAME = "attnplug_indexed"  # of a model whose layers pick their tokens by an indexer
 LATENT_NAME = "attnplug_latent"  # of a model whose layers attend to latents, all of them
-ATTENTION_NAMES = (ATTENTION_NAME, ADDITIVE_NAME, INDEXED_NAME, LATENT_NAME)
+ENTRIES_NAME = "attnplug_entries"  # of a model whose layers read windows and compressed entries
+ATTENTION_NAMES = (ATTENTION_NAME, ADDITIVE_NAME, INDEXED_NAME, LATENT_NAME, ENTRIES_NAME)
 OWN_NAME = "attnplug_own"  # of a model without a policy, in an evaluation: windows in bands
 PIECES_NAME = "attnplug_pieces"  # while a prompt runs in pieces; it has no mask function
 # That of continuous batching. transformers leaves the masks out where a name has "flash" in it; the

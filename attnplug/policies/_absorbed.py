@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import torch
 
-from attnplug.call import AttentionCall, LatentCall
+from attnplug.call import AttentionCall, LatentCall, PickedEntries
 from attnplug.ops import latent_attention
 from attnplug.ops.common.checks import WIDE_HEAD_DIMS
 
@@ -33,7 +33,7 @@ def attend_absorbed(call: LatentCall, slab: int) -> torch.Tensor:
 def _slab(call: LatentCall, begin: int, end: int) -> LatentCall:
     """The queries from `begin` to `end` as a call of their own: the last of fewer tokens."""
     behind = call.q.shape[2] - end
-    picks = None if call.picks is None else call.picks[:, begin:end]
+    picks = _listed(call, begin, end)
     part = dataclasses.replace(call, q=call.q[:, :, begin:end], picks=picks)
     if call.lengths is not None:
         part.lengths = call.lengths - behind
@@ -44,23 +44,33 @@ def _slab(call: LatentCall, begin: int, end: int) -> LatentCall:
     return part
 
 
+def _listed(call: LatentCall, begin: int, end: int) -> torch.Tensor | None:
+    """The latents that the queries from `begin` to `end` read."""
+    if isinstance(call.picks, PickedEntries):
+        return call.picks.listed(begin, end)
+    return None if call.picks is None else call.picks[:, begin:end]
+
+
 def _attend(call: LatentCall) -> torch.Tensor:
     """`[B,S,Hq,Dv]` of `[B,Hq,S,Dk+P]`."""
     rotated = call.rope.shape[2]
     keys = call.q.shape[3] - rotated
     plain, turned = call.q.split([keys, rotated], -1)
     up = call.up.to(plain.dtype)
+    bare = up.numel() == 0
     mixed = latent_attention(
-        (plain @ up[:, :keys]).transpose(1, 2),
+        (plain if bare else plain @ up[:, :keys]).transpose(1, 2),
         turned.transpose(1, 2),
         call.latents,
         call.rope,
-        call.picks,
+        _listed(call, 0, call.q.shape[2]),
         scale=call.scale,
         sinks=call.sinks,
         lengths=call.lengths,
         key_mask=call.key_mask,
     )
+    if bare:
+        return mixed
     return (mixed.transpose(1, 2) @ up[:, keys:].transpose(1, 2)).transpose(1, 2).contiguous()
 
 

@@ -13,8 +13,9 @@ rotated parts q', k' of query and key:
 so that the latents are read as they lie in the cache, once for all heads. MiniMax-M3's indexer
 picks blocks of plain keys and values for each KV head, which the op of `gather` reads. Qwen4-Exp's
 picks blocks of 4 tokens by their compressed keys, which `gvr`'s op reads token by token, and
-GLM-5.3's pools of 16 tokens. (DeepSeek-V2, 2024, DeepSeek-V3.2, 2025, MiniMax-M3, Qwen4-Exp and
-GLM-5.3, 2026.)
+GLM-5.3's pools of 16 tokens. DeepSeek-V4 reads a window and compressed entries, which are latents
+themselves. (DeepSeek-V2, 2024, DeepSeek-V3.2, 2025, MiniMax-M3, Qwen4-Exp, GLM-5.3 and DeepSeek-V4,
+2026.)
 """
 
 import dataclasses
@@ -22,7 +23,14 @@ from typing import Any, ClassVar
 
 import torch
 
-from attnplug.call import AttentionCall, LatentCall, LayerShape, PickedBlocks, PickedCompressed
+from attnplug.call import (
+    AttentionCall,
+    LatentCall,
+    LayerShape,
+    PickedBlocks,
+    PickedCompressed,
+    PickedEntries,
+)
 from attnplug.models.cache import PlugLayer
 from attnplug.ops import gather_attention, gather_tokens_attention
 from attnplug.policies._absorbed import attend_absorbed
@@ -51,6 +59,9 @@ class Trained(Phase):
         return None if shape.indexed else "trained: the layer has no indexer"
 
     def note(self, shape: LayerShape) -> str:
+        if shape.entries:
+            window, rate, _ = shape.entries
+            return f"keeps {window:,} tokens" + (f" and an entry for every {rate}" if rate else "")
         return f"keeps latents, {shape.latent:,} numbers a token" if shape.latent else ""
 
     def cache_layer(self, max_length: int) -> PlugLayer:
@@ -80,8 +91,10 @@ class Trained(Phase):
         return torch.where(sees[..., None], out, _mean_value(call))
 
     def attend_latents(self, call: LatentCall) -> torch.Tensor:
-        call.served_by = self.name
-        return attend_absorbed(call, SLAB)
+        call.served_by, slab = self.name, SLAB
+        if isinstance(call.picks, PickedEntries):
+            slab = max(1, min(SLAB, LISTS // (8 * len(call.q) * call.picks.most)))
+        return attend_absorbed(call, slab)
 
 
 def _attend_compressed(call: AttentionCall, picked: PickedCompressed) -> torch.Tensor:

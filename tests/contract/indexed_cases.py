@@ -113,6 +113,38 @@ def tiny_qwen(**options: Any) -> PreTrainedModel:
     return build(QWEN, **(sizes | options))
 
 
+# Windows of tokens and compressed entries: layers of each kind among sliding ones, and rates that
+# the window is no multiple of.
+V4 = "deepseek_v4"
+SLIDING = "sliding_attention"
+HEAVY, SPARSE4 = "heavily_compressed_attention", "compressed_sparse_attention"
+V4S: list[dict[str, Any]] = [
+    {},
+    {"layer_types": [HEAVY] * 4},
+    {"layer_types": [SPARSE4] * 4, "index_topk": 1},
+    {"compress_rates": {SPARSE4: 3, HEAVY: 7}, "sliding_window": 5, "num_attention_heads": 4},
+]
+
+
+def tiny_v4(**options: Any) -> PreTrainedModel:
+    """DeepSeek-V4, whose sparse layers read 3 of their entries of 4 tokens, its heavy ones all of
+    8, and all of its layers a window of 16."""
+    sizes: dict[str, Any] = {
+        "layer_types": [SLIDING, SPARSE4, HEAVY, SPARSE4],
+        "compress_rates": {SPARSE4: 4, HEAVY: 8},
+        "index_topk": 3,
+        "o_groups": 2,
+        "o_lora_rank": 32,
+    }
+    model = build(V4, **(sizes | options))
+    for name, weight in [*model.named_parameters(), *model.named_buffers()]:
+        if name.endswith("sinks"):
+            weight.data.normal_()
+        elif name.endswith("tid2eid"):
+            weight.data.random_(model.config.n_routed_experts)
+    return model
+
+
 def tiny_mistral(**options: Any) -> PreTrainedModel:
     """Mistral Large 4 with a text model of four layers."""
     from transformers import (
@@ -172,6 +204,9 @@ def models() -> dict[str, Any]:
     if QWEN in KINDS:
         for index, options in enumerate(QWENS):
             made[f"qwen4_exp-{index}"] = lambda options=options: tiny_qwen(**options)
+    if V4 in KINDS:
+        for index, options in enumerate(V4S):
+            made[f"deepseek_v4-{index}"] = lambda options=options: tiny_v4(**options)
     if HAS_MISTRAL:
         for index, options in enumerate(MISTRAL):
             made[f"mistral_large4-{index}"] = lambda options=options: tiny_mistral(**options)
