@@ -263,6 +263,11 @@ class Serves(Protocol):
         """Drafts a round, where steps only draft and a dense pass verifies them; else 0."""
         ...
 
+    @property
+    def varies_rounds(self) -> bool:
+        """Whether rounds make fewer drafts where few were accepted."""
+        ...
+
 
 def causal_mask(call: AttentionCall) -> torch.Tensor:
     """`[B or 1,1,T,S]` bool: which keys each query sees, from lengths and key mask."""

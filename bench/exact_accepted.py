@@ -1,6 +1,6 @@
 """How many drafts dense accepts: exact on a small real model, greedy and sampled, float32.
 
-    python bench/exact_accepted.py [--model smollm2-135m] [--tokens 4000] [--new 96] [--m 6]
+    python bench/exact_accepted.py [--model smollm2-135m] [--tokens 4000] [--new 96] [--m 6|auto]
 
 The prompt is a window of the prose that attnplug's eval reads. Each line is one draft: rounds,
 accepted drafts a round, and whether all tokens are dense's. A CPU will do: acceptance is no matter
@@ -26,14 +26,14 @@ def main() -> None:
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--tokens", type=int, default=4000)
     parser.add_argument("--new", type=int, default=96)
-    parser.add_argument("--m", type=int, default=6)
+    parser.add_argument("--m", type=lambda x: int(x) if x.isdigit() else x, default=6)
     asked = parser.parse_args()
     model, tokenizer = load(asked.model, device="cpu", dtype=torch.float32)
     ids = prose_window(tokenizer, asked.tokens, 0).reshape(1, -1)
     for options in ({"do_sample": False}, SAMPLED):
         wanted = _tokens(model, "dense", ids, asked.new, options)[0]
         for draft in DRAFTS:
-            policy = f"exact(draft={draft!r}, m={asked.m}, min_tokens=0)"
+            policy = f"exact(draft={draft!r}, m={asked.m!r}, min_tokens=0)"
             found, tally = _tokens(model, policy, ids, asked.new, options)
             row = {
                 "model": asked.model,
@@ -43,6 +43,7 @@ def main() -> None:
                 "m": asked.m,
                 "sampled": options["do_sample"],
                 "rounds": tally.rounds,
+                "drafted": tally.drafted,
                 "accepted": round(tally.accepted / max(1, tally.rounds), 2),
                 "tokens_of_dense": found == wanted,
             }

@@ -2,6 +2,7 @@
 
     python bench/exact_steps.py --tokens 131072,1048576 --m 4,6,8 --accepted 3,4,6 --out rows.jsonl
     python bench/exact_steps.py --rows 8 --tokens 32768,131072 --out rows.jsonl
+    python bench/exact_steps.py --m auto,auto --accepted 1,8 --out rows.jsonl
 
 Random weights say nothing of acceptance, so that the bench imposes it: a round accepts the number
 of drafts that --accepted gives, whatever they are, and a row says so. Caches are filled with random
@@ -92,9 +93,9 @@ def main() -> None:
     parser.add_argument("--small", action="store_true")
     parser.add_argument("--out", type=Path)
     asked = parser.parse_args()
-    lengths, ms, accepted = (
-        [int(x) for x in text.split(",")] for text in (asked.tokens, asked.m, asked.accepted)
-    )
+    texts = asked.tokens, asked.accepted
+    lengths, accepted = ([int(x) for x in text.split(",")] for text in texts)
+    ms = [int(x) if x.isdigit() else x for x in asked.m.split(",")]
     device = "cpu" if asked.small else "cuda"
     model = built(SMALL if asked.small else CONFIG, device)
     about = {"case": "exact", "torch": torch.__version__}
@@ -102,7 +103,7 @@ def main() -> None:
     for tokens in lengths:
         policies = [("dense", None), (f"{asked.draft}(min_tokens=0)", None)]
         for m, count in zip(ms, accepted, strict=True):
-            policies.append((f"exact(draft={asked.draft!r}, m={m}, min_tokens=0)", count))
+            policies.append((f"exact(draft={asked.draft!r}, m={m!r}, min_tokens=0)", count))
         for policy, count in policies:
             with attnplug.applied(model, policy), accepting(count or 0):
                 row = {

@@ -34,42 +34,25 @@ from attnplug.models.hook import state_of
 from attnplug.models.loop_calls import OF_LENGTH
 from attnplug.models.names import CACHE
 from attnplug.models.noise import Noise
+from attnplug.models.pace import Pace, Tally
 from attnplug.models.patience import PatientStep, is_capturable
 from attnplug.models.sliding import round_of, sliding_layers
 from attnplug.models.walk import all_modules, has_moving_rope
 
 
 @dataclass
-class Tally:
-    """What the rounds of a call came to."""
-
-    rounds: int = 0
-    verified: int = 0  # the same, counted for each row that went on
-    drafted: int = 0
-    accepted: int = 0
-
-    def __str__(self) -> str:
-        if not self.rounds:
-            return ""
-        each = self.drafted // self.verified
-        row = "" if self.verified == self.rounds else " and row"
-        return (
-            f"{self.rounds:,} rounds of {each} drafts, of which dense accepted "
-            f"{self.accepted / self.verified:.2f} a round{row}"
-        )
-
-
-@dataclass
 class Feed:
     """What a verification is given and leaves, at fixed addresses: each row's last token and the
-    drafts behind it `[B,m+1]`, and how many drafts dense accepts, then its own tokens `[B,m+2]`."""
+    drafts behind it `[B,m+1]`, how many of these the round has made `[]`, and how many dense
+    accepts, then its own tokens `[B,m+2]`."""
 
     tokens: torch.Tensor
+    drafted: torch.Tensor
     found: torch.Tensor
 
     @property
     def place(self) -> tuple[int, int, torch.device]:
-        """How many rows and drafts there are, and where."""
+        """How many rows and drafts there are room for, and where."""
         return len(self.tokens), self.tokens.shape[1] - 1, self.tokens.device
 
     @classmethod
@@ -78,13 +61,15 @@ class Feed:
         zeros = torch.zeros
         return cls(
             zeros((rows, drafts + 1), dtype=torch.int64, device=device),
+            zeros((), dtype=torch.int64, device=device),
             zeros((rows, drafts + 2), dtype=torch.int64, device=device),
         )
 
 
 def drafts_of(call: Any, masked: bool) -> int:
-    """Drafts a round of a call of `Decoding`; 0 where each of its tokens is a step, and where that
-    is so although its policy makes drafts, each layer notes why. `masked`: a row is padded."""
+    """The most drafts a round of a call of `Decoding`; 0 where each of its tokens is a step, and
+    where that is so although its policy makes drafts, each layer notes why. `masked`: a row is
+    padded."""
     served = {module: x for module, x in call.bound.items() if x.policy is not None}
     counts = {binding.policy.rounds() for binding in served.values()}
     if counts <= {0}:
@@ -143,6 +128,7 @@ def verify_step(
     model: Any,
     cache: PlugCache,
     tokens: torch.Tensor,
+    drafted: torch.Tensor,
     found: torch.Tensor,
     token: torch.Tensor,
     position: torch.Tensor,
@@ -152,20 +138,22 @@ def verify_step(
     greedy: bool,
     options: dict[str, Any],
 ) -> torch.Tensor | None:
-    """Take back what the drafts have fed, and feed the last tokens with all drafts. Where `greedy`,
-    settle the round; else return the logits `[B,m+1,V]` in float32."""
-    drafts = tokens.shape[1] - 1
-    _take_back(full_layers(cache), drafts)
-    position.sub_(drafts)
-    places = torch.arange(drafts + 1, device=tokens.device, dtype=position.dtype)
+    """Take back what the drafts have fed, and feed the last tokens with all drafts, those of rounds
+    before where this one has made fewer. Where `greedy`, settle the round; else return the logits
+    `[B,m+1,V]` in float32."""
+    fed = tokens.shape[1]
+    _take_back(full_layers(cache), drafted)
+    position.sub_(drafted)
+    places = torch.arange(fed, device=tokens.device, dtype=position.dtype)
     masks: Any = None
     if mask is not None:
-        mask.index_fill_(3, slot, True)
-        slot.add_(1)
+        slot.sub_(drafted)
+        mask.index_fill_(3, slot + places, True)
+        slot.add_(fed)
         masks = mask.view(torch.uint8)  # as `plug_mask` has it
-    drafted = round_of(cache.layers)
-    if drafted is not None:
-        masks = masks_by_type(masks, drafted.mask(drafts + 1))
+    beside = round_of(cache.layers)
+    if beside is not None:
+        masks = masks_by_type(masks, beside.mask(fed))
     outputs = model(
         input_ids=tokens,
         position_ids=position + places,
@@ -179,13 +167,14 @@ def verify_step(
     if not greedy:
         return logits
     chosen = argmax(logits.flatten(0, 1)).unflatten(0, tokens.shape)
-    settle(cache, tokens, found, token, position, slot, mask, going, chosen)
+    settle(cache, tokens, drafted, found, token, position, slot, mask, going, chosen)
     return None
 
 
 def settle(
     cache: PlugCache,
     tokens: torch.Tensor,
+    drafted: torch.Tensor,
     found: torch.Tensor,
     token: torch.Tensor,
     position: torch.Tensor,
@@ -194,24 +183,28 @@ def settle(
     going: torch.Tensor,
     chosen: torch.Tensor,
 ) -> None:
-    """Accept the drafts that equal what dense has `chosen` `[B,m+1]` before the first that does
-    not, and have the caches hold or show these alone. Rows that are not `going` `[B]` stay where
-    they ended. Nothing is read on the host."""
-    fed = tokens.shape[1]
-    same = chosen[:, :-1] == tokens[:, 1:]
+    """Accept the drafts of this round that equal what dense has `chosen` behind the last token and
+    them `[B,drafted+1]`, or more, before the first that does not, and have the caches hold or show
+    these alone. Rows that are not `going` `[B]` stay where they ended. Nothing is read on the
+    host."""
+    fed, known = tokens.shape[1], chosen.shape[1]
+    same = chosen[:, :-1] == tokens[:, 1:known]
     accepted = same.int().cumprod(1).sum(1, keepdim=True, dtype=torch.int64)
+    accepted = torch.minimum(accepted, drafted)
     if mask is None:
         _take_back(full_layers(cache), (fed - 1 - accepted).reshape(()))
     else:
         places = torch.arange(fed, device=tokens.device)
         mask[:, 0, 0].scatter_(1, (slot - fed + places).expand_as(tokens), places <= accepted)
-    drafted = round_of(cache.layers)
-    if drafted is not None:
-        drafted.settle(sliding_layers(cache.layers), accepted + 1)
+        _take_back(full_layers(cache), fed - 1 - drafted)
+        slot.sub_(fed - 1 - drafted)
+    beside = round_of(cache.layers)
+    if beside is not None:
+        beside.settle(sliding_layers(cache.layers), accepted + 1)
     position.add_((accepted + 1) * going[:, None])
     token.copy_(chosen.gather(1, accepted).clamp(min=0))  # -1, which is looked at, is no token
     found[:, :1].copy_(accepted)
-    found[:, 1:].copy_(chosen)
+    found[:, 1 : known + 1].copy_(chosen)
 
 
 def close_holes(
@@ -280,7 +273,9 @@ class Rounds:
     ):
         self.call, self.buffers, self.feed = call, buffers, feed
         self.draft, self.verify = draft, verify
-        self.drafts = feed.tokens.shape[1] - 1
+        self.most = feed.tokens.shape[1] - 1
+        varies = any(each.policy.varies_rounds for each in call.bound.values() if each.policy)
+        self.pace = Pace(self.most) if varies else None
         self.tally = tally
         begin = getattr(draft, "begin", None)
         if begin is not None:
@@ -293,7 +288,7 @@ class Rounds:
         states = {call.length: call.random_state()} if call.config.do_sample else {}
         self.noise = Noise(call, states)
         # Processors are told how many tokens there are by this one's width.
-        self.prefix = call.ids.new_zeros((call.rows, call.last + self.drafts + 1))
+        self.prefix = call.ids.new_zeros((call.rows, call.last + self.most + 1))
 
     def run(self, logits: torch.Tensor) -> int:
         """Decode until all rows have ended; returns the final length. The cache of one row without
@@ -306,8 +301,10 @@ class Rounds:
                 self._make_room()
                 self._prepare_layers()
                 tokens[:, :1].copy_(self.buffers.token)
-                self._draft(options)
-                self._note(self._verify(dict.fromkeys(options, 0)), self.feed.found[:, 1:])
+                drafts = self.most if self.pace is None else self.pace.next()
+                self._draft(drafts, options)
+                chosen = self._verify(drafts, dict.fromkeys(options, 0))
+                self._note(chosen, self.feed.found[:, 1:])
         finally:
             _set_part(self.layers, "")
         if call.config.do_sample:
@@ -327,17 +324,18 @@ class Rounds:
         """Close the holes where the cache has no slots for another round."""
         mask, begin = self.buffers.mask, self.call.prompt.shape[1]
         room = min(layer.max_cache_len for layer in self.layers)
-        if mask is None or self.held + self.drafts + 1 <= room:
+        if mask is None or self.held + self.most + 1 <= room:
             return
         keep = max(self.lengths[row] for row in self.going) - 1 - begin
         close_holes(self.layers, mask[:, 0, 0], begin, self.held, keep)
         self.held = begin + keep
         self.buffers.slot.fill_(self.held)
 
-    def _draft(self, options: dict[str, Any]) -> None:
+    def _draft(self, drafts: int, options: dict[str, Any]) -> None:
         call = self.call
         _set_part(self.layers, "draft")
-        for place in range(self.drafts):
+        self.feed.drafted.fill_(drafts)
+        for place in range(drafts):
             found = self.draft(
                 call.model, call.cache, *vars(self.buffers).values(), call.greedy, options
             )
@@ -346,21 +344,24 @@ class Rounds:
                 self.buffers.token.copy_(self._choose(found, place).clamp(min=0)[:, None])
             self.feed.tokens[:, place + 1].copy_(self.buffers.token[:, 0])
 
-    def _verify(self, options: dict[str, Any]) -> list[list[int]]:
+    def _verify(self, drafts: int, options: dict[str, Any]) -> list[list[int]]:
         """The round's tokens of each row that goes on; the cache holds all of them but the last."""
         call, feed, buffers = self.call, self.feed, self.buffers
-        state = feed.tokens, feed.found, *buffers.verified()
+        state = feed.tokens, feed.drafted, feed.found, *buffers.verified()
         _set_part(self.layers, "verify")
         logits = self.verify(call.model, call.cache, *state, call.greedy, options)
         if logits is not None:
-            chosen = [self._choose(logits[:, place], place) for place in range(self.drafts + 1)]
+            chosen = [self._choose(logits[:, place], place) for place in range(drafts + 1)]
             settle(call.cache, *state, torch.stack(chosen, 1))
-        self.held += self.drafts + 1
+        self.held += drafts + 1
         rounds = [own[: accepted + 1] for accepted, *own in feed.found.tolist()]
         self.tally.rounds += 1
         self.tally.verified += len(self.going)
-        self.tally.drafted += self.drafts * len(self.going)
+        self.tally.drafted += drafts * len(self.going)
         self.tally.accepted += sum(len(rounds[row]) - 1 for row in self.going)
+        if self.pace is not None:
+            for row in sorted(self.going):
+                self.pace.note(len(rounds[row]) - 1, drafts)
         return rounds
 
     def _note(self, chosen: list[list[int]], held: torch.Tensor) -> None:

@@ -43,6 +43,11 @@ class Phase:
         0 where the method does not say. A shorter row is read whole in any case."""
         return 0
 
+    @property
+    def varies_rounds(self) -> bool:
+        """Whether a round makes as many drafts as were of use lately, and `rounds` at the most."""
+        return False
+
     def rounds(self) -> int:
         """Drafts a round, where this method decodes in rounds of drafts and a verification; 0 where
         each token is a step."""

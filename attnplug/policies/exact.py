@@ -31,6 +31,10 @@ from attnplug.policies.sketch import Sketch
 # accepted, between measured 131,072 and 1,048,576 (bench/exact-steps-h200.json).
 CROSSOVER = {"cuda": 524288, "cpu": NEVER}
 
+# Drafts a round with m="auto", at the most. A verification takes as long for fewer, and sketch's
+# ring has no more.
+AUTO_MOST = SPARE
+
 # What may draft: its cache layer takes tokens back on the device, and nothing else remembers them.
 DRAFTS: dict[str, type[Phase]] = {"gather": Gather, "gvr": Gvr, "sketch": Sketch}
 
@@ -40,8 +44,9 @@ class Exact(DenseBelow):
     """Decode: drafts by a sparse method, verified by dense attention in `generate`'s loop.
 
     draft: the method that drafts, a term of a policy string such as "gather(k=64)"; it must keep
-    its cache on the GPU. m: drafts a round. min_tokens: caches with room for fewer tokens are
-    decoded by dense steps; None is the crossover that was measured on the kind of device.
+    its cache on the GPU. m: drafts a round, or "auto", which chooses from 1 to 8 for each round by
+    how many were accepted before. min_tokens: caches with room for fewer tokens are decoded by
+    dense steps; None is the crossover that was measured on the kind of device.
 
     Rounds are made in the loop that attnplug runs for `generate`, where layers have full attention
     or sliding windows that the prompt fills. Each row of a batch accepts its own number of drafts.
@@ -53,7 +58,7 @@ class Exact(DenseBelow):
     """
 
     draft: str = "gather"
-    m: int = 6
+    m: int | str = 6
     min_tokens: int | None = None
 
     name: ClassVar[str] = "exact"
@@ -63,8 +68,8 @@ class Exact(DenseBelow):
 
     def __post_init__(self) -> None:
         most = MAX_DECODE_QUERIES - 1
-        self.check_integers("m")
-        self.check("m", 1 <= self.m <= most, f"1 to {most}")
+        count = type(self.m) is int and 1 <= self.m <= most
+        self.check("m", count or self.m == "auto", f"an integer from 1 to {most}, or 'auto'")
         self.check_min_tokens()
         object.__setattr__(self, "drafter", self._drafter())
 
@@ -76,13 +81,17 @@ class Exact(DenseBelow):
         self.check("draft", on_gpu, "a cache on the GPU, kv='gpu'")
         if isinstance(found, Sketch):
             self.check("draft", found.audit == 0, "a sketch without audits")
-            self.check("m", self.m <= SPARE, f"1 to {SPARE} where sketch drafts")
+            self.check("m", self.rounds() <= SPARE, f"1 to {SPARE} where sketch drafts")
         return found if found.min_tokens is not None else dataclasses.replace(found, min_tokens=0)
 
     drafter: ClassVar[Any]  # of each policy its own; no option
 
     def rounds(self) -> int:
-        return self.m
+        return AUTO_MOST if isinstance(self.m, str) else self.m
+
+    @property
+    def varies_rounds(self) -> bool:
+        return self.m == "auto"
 
     @property
     def layer_type(self) -> type:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -96,7 +105,8 @@ class Exact(DenseBelow):
         return super().refusal(shape) or self.drafter.refusal(shape)
 
     def note(self, shape: LayerShape) -> str:
-        rounds = f"{self.drafter.name} drafts {self.m} tokens a round, dense verifies them"
+        most = f"up to {self.rounds()}" if self.varies_rounds else self.m
+        rounds = f"{self.drafter.name} drafts {most} tokens a round, dense verifies them"
         return f"{rounds}; {self.dense_caches(shape.device)}"
 
     def cache_layer(self, max_length: int) -> PlugLayer | None:

@@ -123,6 +123,12 @@ class Policy:
         return self.decode.rounds()
 
     @property
+    def varies_rounds(self) -> bool:
+        """Whether rounds make fewer drafts where few were accepted."""
+        assert self.decode is not None  # filled by __post_init__
+        return self.decode.varies_rounds
+
+    @property
     def page_phase(self) -> Phase:
         """The method that decodes from a paged cache."""
         assert self.decode is not None  # filled by __post_init__

