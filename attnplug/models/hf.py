@@ -257,7 +257,8 @@ def plug_attention(
     out = binding.policy.attend(call)
     if ours:
         state.note_writes()  # a step's op may have written the pending token
-    binding.note_served(query.shape[2], Served(call.served_by, call.why_dense), state)
+    queries = 1 if call.is_step else query.shape[2]
+    binding.note_served(queries, Served(call.served_by, call.why_dense), state)
     return out.transpose(1, 2).contiguous(), None
 
 
