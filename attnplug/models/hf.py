@@ -220,8 +220,7 @@ def plug_attention(
     if kwargs.get("cache") is not None:
         raise UnsupportedCallError(f"this version of transformers takes a cache as {CACHE}.")
     binding: Binding[Serves] | None = getattr(module, BINDING, None)
-    state = attnplug_state
-    ours = isinstance(state, PlugLayer)
+    state, ours = attnplug_state, isinstance(attnplug_state, PlugLayer)
     if ours and query.shape[2] > 1:  # steps defer their write by it
         state.note_buffers(key, value)
     query, key, value = as_autocast(query, key, value, state)
