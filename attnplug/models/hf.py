@@ -4,8 +4,7 @@ function registered under one name, and the way back to the model's own attentio
 The mask function keeps a plain causal mask small: None where nothing is padded, else which keys
 are real, `[B,1,1,S]`: uint8 for several queries, so that no mask of a user's is taken for it, and
 bool for one, whose row it is. Everything else (sliding windows, packed sequences, custom masks)
-stays the 4-dimensional mask of transformers, and layers that get one run the model's own
-attention.
+stays transformers' 4-dimensional mask, and layers that get one run the model's own attention.
 """
 
 import sys
@@ -220,7 +219,8 @@ def plug_attention(
     if kwargs.get("cache") is not None:
         raise UnsupportedCallError(f"this version of transformers takes a cache as {CACHE}.")
     binding: Binding[Serves] | None = getattr(module, BINDING, None)
-    state, ours = attnplug_state, isinstance(attnplug_state, PlugLayer)
+    state = attnplug_state
+    ours = isinstance(state, PlugLayer)
     if ours and query.shape[2] > 1:  # steps defer their write by it
         state.note_buffers(key, value)
     query, key, value = as_autocast(query, key, value, state)
