@@ -36,6 +36,13 @@ def union_of(picks: torch.Tensor) -> torch.Tensor:
     return union.masked_fill(again, -1).unsqueeze(2)
 
 
+def divide(union: torch.Tensor, edge: torch.Tensor, most: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """What of a union is from `edge` on `[1 or B]`, `most` entries or fewer, `[B,Hkv,1,most]`, and
+    the others `[B,Hkv,1,T*K]`. The first query reads the former in any case, others may not."""
+    late = union >= edge.clamp(min=0).view(-1, 1, 1, 1)
+    return torch.where(late, union, -1).topk(most, -1).values, union.masked_fill(late, -1)
+
+
 def as_one(q: torch.Tensor) -> torch.Tensor:
     """Queries `[B,Hq,T,D]` as the heads of one, `[B,Hq*T,1,D]`."""
     return q.reshape(q.shape[0], -1, 1, q.shape[3])

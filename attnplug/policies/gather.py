@@ -30,7 +30,7 @@ from attnplug.ops.gather.gather_rows import gather_rows
 from attnplug.ops.gather.page_bounds import empty_page_bounds
 from attnplug.ops.gather.reference import RANKED
 from attnplug.ops.gather.select_blocks import MAX_BLOCKS, SCORINGS
-from attnplug.policies._few_queries import as_one, is_few, merge, union_of
+from attnplug.policies._few_queries import as_one, divide, is_few, merge, union_of
 from attnplug.policies._gather_layers import Form, GatherLayer, HostGatherLayer
 from attnplug.policies._reads import query_positions, read_blocks
 from attnplug.policies.crossover import DenseBelow
@@ -190,20 +190,19 @@ class Gather(DenseBelow):
         """Each of a few queries reads its own sink and last blocks, and all of them the blocks that
         any has picked."""
         options["lengths"] = call.lengths
-        union = self._picks(call, layer, options)
         # The last queries may be in another block than the first, and pick its first local one.
-        shared = union == self._first_local(call)[:, None, None]
-        picked = torch.where(shared, union, -1).amax(-1, keepdim=True)
+        picks = self._picks(call, layer, options)
+        late, early = divide(picks, self._first_local(call), 1)
         more = {"scale": call.scale, "softcap": call.softcap}
-        picked = picked.expand(-1, -1, call.q.shape[2], -1)
-        near = gather_attention(call.q, call.k, call.v, picked, **more, **options)
-        union, options["sink"], options["local"] = union.masked_fill(shared, -1), 0, 0
-        far = gather_attention(as_one(call.q), call.k, call.v, union, **more, **options)
+        late = late.expand(-1, -1, call.q.shape[2], -1)
+        near = gather_attention(call.q, call.k, call.v, late, **more, **options)
+        options["sink"] = options["local"] = 0
+        far = gather_attention(as_one(call.q), call.k, call.v, early, **more, **options)
         return merge(near, far, call.sinks)
 
     def _first_local(self, call: AttentionCall) -> torch.Tensor:
         """The first of the last blocks that the first query reads in any case, `[1 or B,1]`."""
-        return (query_positions(call, 64) // self.block - self.local + 1).clamp(min=0)
+        return query_positions(call, 64) // self.block - self.local + 1
 
     def _attend_on_host(
         self,
@@ -357,7 +356,7 @@ class Gather(DenseBelow):
         return read_blocks(
             call,
             index,
-            self._first_local(call),
+            self._first_local(call).clamp(min=0),
             query_block=64,  # a few queries are one block
             block=self.block,
             sink=self.sink,
