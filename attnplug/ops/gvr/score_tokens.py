@@ -222,7 +222,7 @@ def _cpu(q, codes, steps, sink, window, lengths, start, key_mask, scores, table=
             arrays_on_cpu(q[:, :, t : t + 1], codes, steps, lengths, start, key_mask, table)
         )
         arrays[4] = arrays[4] - (queries - 1 - t)  # the tokens up to this query's
-        own = torch.full((*rows, scores.shape[1]), -torch.inf, device="cpu")
+        own = torch.full((*rows, scores.shape[1]), -torch.inf, dtype=torch.float32, device="cpu")
         _reference(*arrays, sink, window, own.numpy())
         scores.view(*rows, queries, -1)[:, :, t] = own
 
@@ -308,6 +308,8 @@ def launch_score_tokens(
         plan = plans(batch * heads, size, width, found.processors)
         if table is not None:  # the codes' addresses are loaded, and no such pipeline was compared
             plan = plan._replace(stages=1)
+        if queries > 1:  # float32 products of more rows would leave the registers
+            plan = plan._replace(warps=8, tile=32 if q.element_size() == 4 else plan.tile)
         plan = fitting(plan, group, width, q.element_size(), found.shared)
     unmasked = table is None and width in (64, 128, 256) and size % plan.tile == 0
     score.run(
