@@ -101,9 +101,8 @@ def _allocate(q, codes, steps, sink, window, lengths, start, key_mask, table=Non
 def score_shape(name, q, codes, steps, sink, window, lengths, start, key_mask, table, queries=1):
     """Check what the op `name` got, and return the shape of a query's scores."""
     if q.dim() != 4 or not 1 <= q.shape[2] <= queries:
-        raise ArgumentError(
-            f"{name}: q is {tuple(q.shape)}, needs [B,Hq,T,D], T at least 1 and at most {queries}"
-        )
+        needed = "[B,Hq,1,D]" if queries == 1 else f"[B,Hq,T,D] with T from 1 to {queries}"
+        raise ArgumentError(f"{name}: q is {tuple(q.shape)}, needs {needed}")
     require(q.dtype in DTYPES, name, f"q is {q.dtype}, needs float32, float16 or bfloat16")
     unserved = why_not_width(q.shape[3])
     require(not unserved, name, unserved)

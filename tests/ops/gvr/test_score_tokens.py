@@ -165,7 +165,11 @@ WRONG = [
     ({"codes": CODES.float()}, "codes is torch.float32"),
     ({"codes": CODES[:, :, :, :32]}, "needs int8"),
     ({"steps": torch.zeros(1, 2, 39)}, r"steps is torch.float32 \(1, 2, 39\), needs"),
-    ({"q": torch.zeros(1, 4, 2, 64)}, r"q is \(1, 4, 2, 64\), needs \[B,Hq,1,D\]"),
+    ({"q": torch.zeros(1, 4, 17, 64)}, r"q is \(1, 4, 17, 64\), needs \[B,Hq,T,D\] with T from"),
+    (
+        {"q": torch.zeros(1, 4, 2, 64), "table": torch.zeros(1, 1, dtype=torch.int32)},
+        r"needs \[B,Hq,1,D\]",
+    ),
     ({"q": torch.zeros(1, 3, 1, 64)}, "codes is"),
     ({"window": 0}, "window is 0"),
     ({"sink": -1}, "sink is -1"),
