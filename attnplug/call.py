@@ -111,7 +111,8 @@ class AttentionCall:
     tokens of the prompt are known to come after these queries. `picked` is what the
     model itself has picked, where it does. The policy leaves the name of the method that has served
     the call in `served_by`, and where that is "dense" in another method's place, the reason in
-    `why_dense`. The attention is causal; a policy returns `[B,Hq,T,D]`.
+    `why_dense`; `is_step` says whether it was the method that decodes. The attention is causal; a
+    policy returns `[B,Hq,T,D]`.
     """
 
     q: torch.Tensor
@@ -129,6 +130,7 @@ class AttentionCall:
     picked: PickedBlocks | PickedCompressed | None = None
     served_by: str = ""
     why_dense: str = ""
+    is_step: bool = False
 
     def flush(self) -> None:
         """Write the cache layer's pending token (see `PlugLayer`). A method that reads k, v or

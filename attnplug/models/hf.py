@@ -4,8 +4,7 @@ function registered under one name, and the way back to the model's own attentio
 The mask function keeps a plain causal mask small: None where nothing is padded, else which keys
 are real, `[B,1,1,S]`: uint8 for several queries, so that no mask of a user's is taken for it, and
 bool for one, whose row it is. Everything else (sliding windows, packed sequences, custom masks)
-stays the 4-dimensional mask of transformers, and layers that get one run the model's own
-attention.
+stays transformers' 4-dimensional mask, and layers that get one run the model's own attention.
 """
 
 import sys
@@ -257,7 +256,8 @@ def plug_attention(
     out = binding.policy.attend(call)
     if ours:
         state.note_writes()  # a step's op may have written the pending token
-    binding.note_served(query.shape[2], Served(call.served_by, call.why_dense), state)
+    queries = 1 if call.is_step else query.shape[2]
+    binding.note_served(queries, Served(call.served_by, call.why_dense), state)
     return out.transpose(1, 2).contiguous(), None
 
 

@@ -57,6 +57,11 @@ class Phase:
         """The attention output `[B,Hq,T,D]` of one call."""
         raise NotImplementedError(f"{type(self).__name__} has no attend")
 
+    def serves_few(self, call: AttentionCall) -> bool:
+        """Whether this method serves a call of a few queries over a cache, in the place of the
+        method of the prefill."""
+        return False
+
     def attend_latents(self, call: LatentCall) -> torch.Tensor:
         """The attention output `[B,S,Hq,Dv]` of a layer whose model picks what it reads."""
         raise NotImplementedError(f"{type(self).__name__} has no attend_latents")

@@ -30,6 +30,7 @@ from attnplug.ops.gather.gather_rows import gather_rows
 from attnplug.ops.gather.page_bounds import empty_page_bounds
 from attnplug.ops.gather.reference import RANKED
 from attnplug.ops.gather.select_blocks import MAX_BLOCKS, SCORINGS
+from attnplug.policies._few_queries import as_one, divide, is_few, merge, union_of
 from attnplug.policies._gather_layers import Form, GatherLayer, HostGatherLayer
 from attnplug.policies._reads import query_positions, read_blocks
 from attnplug.policies.crossover import DenseBelow
@@ -164,6 +165,8 @@ class Gather(DenseBelow):
         if layer is None:
             return self.leave_to_dense(call)
         options = self._options(call)
+        if call.q.shape[2] > 1 and self.k > 0:
+            return self._attend_few(call, layer, options)
         pending = layer.take_pending()
         if isinstance(layer, HostGatherLayer) and layer.near is not None:
             return self._attend_on_host(call, layer, layer.near, pending, options)
@@ -174,6 +177,32 @@ class Gather(DenseBelow):
         more = {"scale": call.scale, "softcap": call.softcap, "sinks": call.sinks}
         out, _ = gather_attention(call.q, call.k, call.v, index, **more, **options)
         return out
+
+    def serves_few(self, call: AttentionCall) -> bool:
+        """The queries' picks may be as many times the keys of one query's: so must the cache be."""
+        if self.kv == "host" or not is_few(call) or self._own_layer(call) is None:
+            return False
+        return self.serves(len(call.q), call.k.shape[2] // call.q.shape[2], call.q.device)
+
+    def _attend_few(
+        self, call: AttentionCall, layer: GatherLayer, options: dict[str, Any]
+    ) -> torch.Tensor:
+        """Each of a few queries reads its own sink and last blocks, and all of them the blocks that
+        any has picked."""
+        options["lengths"] = call.lengths
+        # The last queries may be in another block than the first, and pick its first local one.
+        picks = self._picks(call, layer, options)
+        late, early = divide(picks, self._first_local(call), 1)
+        more = {"scale": call.scale, "softcap": call.softcap}
+        late = late.expand(-1, -1, call.q.shape[2], -1)
+        near = gather_attention(call.q, call.k, call.v, late, **more, **options)
+        options["sink"] = options["local"] = 0
+        far = gather_attention(as_one(call.q), call.k, call.v, early, **more, **options)
+        return merge(near, far, call.sinks)
+
+    def _first_local(self, call: AttentionCall) -> torch.Tensor:
+        """The first of the last blocks that the first query reads in any case, `[1 or B,1]`."""
+        return query_positions(call, 64) // self.block - self.local + 1
 
     def _attend_on_host(
         self,
@@ -323,16 +352,15 @@ class Gather(DenseBelow):
         layer = self._own_layer(call)
         if layer is None:
             return None
-        index = self._select(call, layer, self._options(call) | {"lengths": call.lengths})
-        local = query_positions(call, 1) // self.block - self.local + 1
+        index = self._picks(call, layer, self._options(call) | {"lengths": call.lengths})
         return read_blocks(
             call,
             index,
-            local.clamp(min=0),
-            query_block=64,  # one query is a block of any size
+            self._first_local(call).clamp(min=0),
+            query_block=64,  # a few queries are one block
             block=self.block,
             sink=self.sink,
-            most=self.local,
+            most=self.local + (call.q.shape[2] > 1),
         )
 
     def _options(self, call: AttentionCall) -> dict[str, Any]:
@@ -345,12 +373,20 @@ class Gather(DenseBelow):
             "key_mask": call.key_mask,
         }
 
+    def _picks(
+        self, call: AttentionCall, layer: GatherLayer, options: dict[str, Any]
+    ) -> torch.Tensor:
+        """The distant blocks that each KV head reads for all queries, int32 `[B,Hkv,1,T*k]`."""
+        picks = self._select(call, layer, options)
+        return union_of(picks) if self.k > 0 else picks[:, :, :1]
+
     def _select(
         self, call: AttentionCall, layer: GatherLayer, options: dict[str, Any]
     ) -> torch.Tensor:
-        """The distant blocks that each KV head reads, int32 `[B,Hkv,1,k]`."""
+        """The distant blocks that each query picks for a KV head, int32 `[B,Hkv,T,k]`."""
         if self.k == 0:
-            return call.q.new_empty((*call.k.shape[:2], 1, 0), dtype=torch.int32)
+            rows, queries = len(call.q), call.q.shape[2]
+            return call.q.new_empty((rows, call.k.shape[1], queries, 0), dtype=torch.int32)
         return select_blocks(
             call.q,
             call.k,

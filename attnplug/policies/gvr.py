@@ -26,6 +26,7 @@ from attnplug.ops import (
 from attnplug.ops.gvr.page_codes import PageCodes, empty_page_codes
 from attnplug.ops.gvr.score_tokens import score_lengths
 from attnplug.ops.gvr.topk import MAX_K
+from attnplug.policies._few_queries import as_one, divide, is_few, merge, union_of
 from attnplug.policies._gvr_layer import GvrLayer
 from attnplug.policies.crossover import DenseBelow
 
@@ -85,7 +86,36 @@ class Gvr(DenseBelow):
         if layer is None:
             return self.leave_to_dense(call)
         where = {"lengths": call.lengths, "start": call.first_key, "key_mask": call.key_mask}
+        if call.q.shape[2] > 1:
+            return self._attend_few(call, layer, where)
         return self._step(call, PageCodes(layer.codes, layer.scales), where)
+
+    def serves_few(self, call: AttentionCall) -> bool:
+        """The queries' picks may be as many times the keys of one query's: so must the cache be."""
+        if not is_few(call) or self._own_layer(call) is None:
+            return False
+        return self.serves(len(call.q), call.k.shape[2] // call.q.shape[2], call.q.device)
+
+    def _attend_few(
+        self, call: AttentionCall, layer: GvrLayer, where: dict[str, Any]
+    ) -> torch.Tensor:
+        """Each of a few queries reads its own sink and window, and all of them the tokens that any
+        has picked."""
+        assert call.lengths is not None  # of a static cache
+        (rows, _, queries, _), heads = call.q.shape, call.k.shape[1]
+        options: dict[str, Any] = {"sink": self.sink, "window": self.window, **where}
+        scores = score_tokens(call.q, layer.codes, layer.scales, **options)
+        best, values = topk(scores, self.k, lengths=score_lengths(call.lengths, heads * queries))
+        best = torch.where(values == -torch.inf, -1, best)  # what a query has not picked
+        union = union_of(best.view(rows, heads, queries, self.k))
+        # Later queries may pick what is in the window of the first.
+        late, early = divide(union, call.lengths - queries - self.window + 1, queries - 1)
+        more = {"scale": call.scale, "softcap": call.softcap}
+        late = late.expand(-1, -1, queries, -1)
+        near = gather_tokens_attention(call.q, call.k, call.v, late, **more, **options)
+        options["sink"] = options["window"] = 0
+        far = gather_tokens_attention(as_one(call.q), call.k, call.v, early, **more, **options)
+        return merge(near, far, call.sinks)
 
     def _step(
         self, call: AttentionCall | PagedCall, keys: PageCodes, where: dict[str, Any]

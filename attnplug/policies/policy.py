@@ -98,14 +98,15 @@ class Policy:
     def attend(self, call: AttentionCall) -> torch.Tensor:
         """Run the phase that the static shape of the queries asks for, and let the tracing method
         look on where someone records."""
+        assert self.prefill is not None and self.decode is not None  # filled by __post_init__
         verifies = getattr(call.state, "round_part", "") == "verify"  # of a PlugLayer
-        phase = self.decode if call.q.shape[2] == 1 or verifies else self.prefill
-        assert phase is not None  # filled by __post_init__
+        call.is_step = call.q.shape[2] == 1 or verifies or self.decode.serves_few(call)
+        phase = self.decode if call.is_step else self.prefill
         if not phase.takes_pending:
             call.flush()
         call.served_by = phase.name
         out = phase.attend(call)
-        if call.q.shape[2] > 1 and self.decode is not None:
+        if call.q.shape[2] > 1:
             self.decode.note_queries(call)
         if self.trace is not None and call.trace_to is not None:
             call.trace_to.emit(call, self.trace.observe(call, phase))

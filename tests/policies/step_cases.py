@@ -23,11 +23,19 @@ def filled(policy: Any, kv: torch.Tensor, size: int = 200) -> Any:
     return layer
 
 
-def step(layer: StaticLayer, seed: int = 0, mask: torch.Tensor | None = None, **options):
-    """The call of a decode step whose token is in the layer already."""
+def step(
+    layer: StaticLayer,
+    seed: int = 0,
+    mask: torch.Tensor | None = None,
+    queries: int = 1,
+    **options: Any,
+) -> AttentionCall:
+    """The call of a decode step, or of a few queries, whose tokens are in the layer already."""
     keys, values = layer.keys, layer.values
     assert keys is not None and values is not None
-    q = random(seed, keys.shape[0], HEADS, 1, DIM).to(keys.device)
+    q = random(seed, keys.shape[0], HEADS, queries, DIM).to(keys.device)
+    if queries > 1 and mask is not None:
+        options["start"] = mask.int().argmax(-1).to(torch.int32)
     lengths = layer.cumulative_length.reshape(1)
     return AttentionCall(
         q, keys, values, DIM**-0.5, lengths=lengths, key_mask=mask, state=layer, **options

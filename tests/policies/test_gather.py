@@ -40,49 +40,58 @@ def ranked(query: torch.Tensor, words: dict[int, torch.Tensor]) -> list[int]:
     return sorted(worth, key=lambda j: -worth[j])
 
 
+def kept_blocks(
+    call: AttentionCall, policy: Gather, b: int, h: int, visible: torch.Tensor
+) -> list[list[int]]:
+    """The blocks that each query reads: its own first and last, and those that any has picked."""
+    assert isinstance(call.state, GatherLayer)
+    length, queries, group = int(call.lengths), call.q.shape[2], HEADS // KV_HEADS
+    start, said = int(visible.int().argmax()), bounds_of(call.state)
+    near, picked = [], set()
+    for t in range(queries):
+        own = (length - queries + t - start) // policy.block
+        words = {}
+        for j in range(policy.sink, own - policy.local + 1 if policy.k else 0):
+            at = start + torch.arange(j * policy.block, (j + 1) * policy.block)
+            keys = call.k[b, h, at[visible[at]]].double().cpu()
+            if len(keys):
+                words[j] = said[b, h, j]
+                assert_right(words[j], keys, call.state.form)
+        query = call.q[b, h * group : h * group + group, t].double().cpu()
+        picked.update(ranked(query, words)[: policy.k])
+        near.append([*range(policy.sink), *range(max(own - policy.local + 1, 0), own + 1)])
+    return [[*blocks, *picked] for blocks in near]
+
+
 def expected(call: AttentionCall, policy: Gather) -> torch.Tensor:
     """fp64 attention over the keep set that the summaries tell, which are to be right."""
-    length = int(call.lengths)
-    group, kept = HEADS // KV_HEADS, torch.zeros(*call.k.shape[:3], dtype=torch.bool)
-    assert isinstance(call.state, GatherLayer)
-    said = bounds_of(call.state)
+    length, queries, group = int(call.lengths), call.q.shape[2], HEADS // KV_HEADS
+    kept = torch.zeros(queries, *call.k.shape[:3], dtype=torch.bool)
     for b in range(call.k.shape[0]):
         visible = torch.arange(call.k.shape[2]) < length
         if call.key_mask is not None:
             visible = visible & call.key_mask[b].cpu()
         start = int(visible.int().argmax())
-        own = (length - 1 - start) // policy.block
         for h in range(KV_HEADS):
-            query = call.q[b, h * group : h * group + group, 0].double().cpu()
-            words = {}
-            for j in range(policy.sink, own - policy.local + 1 if policy.k else 0):
-                at = start + torch.arange(j * policy.block, (j + 1) * policy.block)
-                keys = call.k[b, h, at[visible[at]]].double().cpu()
-                if len(keys):
-                    words[j] = said[b, h, j]
-                    assert_right(words[j], keys, call.state.form)
-            chosen = ranked(query, words)[: policy.k]
-            for j in [
-                *range(policy.sink),
-                *range(max(own - policy.local + 1, 0), own + 1),
-                *chosen,
-            ]:
-                kept[b, h, start + j * policy.block : start + (j + 1) * policy.block] = True
-        kept[b] &= visible
-    parts = [
-        oracle_attention(
-            call.q[:, h * group : h * group + group].cpu(),
+            for t, blocks in enumerate(kept_blocks(call, policy, b, h, visible)):
+                for j in blocks:
+                    begin = start + j * policy.block
+                    kept[t, b, h, begin : begin + policy.block] = True
+        kept[:, b] &= visible
+    out = torch.empty(call.q.shape, dtype=torch.float64)
+    for t, h in itertools.product(range(queries), range(KV_HEADS)):
+        heads = slice(h * group, h * group + group)
+        out[:, heads, t : t + 1], _ = oracle_attention(
+            call.q[:, heads, t : t + 1].cpu(),
             call.k[:, h : h + 1].cpu(),
             call.v[:, h : h + 1].cpu(),
             scale=call.scale,
             softcap=call.softcap,
-            sinks=None if call.sinks is None else call.sinks.cpu()[h * group : h * group + group],
-            lengths=call.lengths.cpu(),
-            key_mask=kept[:, h],
-        )[0]
-        for h in range(KV_HEADS)
-    ]
-    return torch.cat(parts, 1)
+            sinks=None if call.sinks is None else call.sinks.cpu()[heads],
+            lengths=call.lengths.cpu() - queries + 1 + t,
+            key_mask=kept[t, :, h],
+        )
+    return out
 
 
 def hold(policy: Gather, call: AttentionCall) -> None:

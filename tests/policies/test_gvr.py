@@ -1,6 +1,7 @@
 """gvr as a whole, and its cache layer: what methods/gvr.md says must be true."""
 
 import dataclasses
+import itertools
 from types import SimpleNamespace
 
 import pytest
@@ -28,38 +29,40 @@ def tokens(seed: int, count: int, batch: int = 1, device: str = "cpu") -> torch.
 
 
 def expected(call: AttentionCall, policy: Gvr) -> torch.Tensor:
-    """fp64 attention over the keep set that the rounded keys tell."""
-    length = int(call.lengths)
-    group, kept = HEADS // KV_HEADS, torch.zeros(*call.k.shape[:3], dtype=torch.bool)
+    """fp64 attention over the keep sets that the rounded keys tell: of each query its own first and
+    last tokens, and what any query has picked."""
+    length, queries = int(call.lengths), call.q.shape[2]
+    group, out = HEADS // KV_HEADS, torch.empty(call.q.shape, dtype=torch.float64)
     codes, steps = (x.cpu() for x in quantize_keys(call.k))
     keys = codes.double() * steps.double()[..., None]
     at = torch.arange(call.k.shape[2])
-    for b in range(call.k.shape[0]):
-        visible = at < length
+    for b, h in itertools.product(range(call.k.shape[0]), range(KV_HEADS)):
+        heads = slice(h * group, h * group + group)
+        real = torch.ones_like(at, dtype=torch.bool)
         if call.key_mask is not None:
-            visible = visible & call.key_mask[b].cpu()
-        start = int(visible.int().argmax())
-        near = (at < start + policy.sink) | (at >= length - policy.window)
-        for h in range(KV_HEADS):
-            query = call.q[b, h * group : h * group + group, 0].double().cpu()
-            score = (query @ keys[b, h].T).amax(0)
-            score = torch.where(visible & ~near, score, -torch.inf)
-            kept[b, h, score.topk(policy.k).indices] = True
-            kept[b, h] = (kept[b, h] | near) & visible
-    parts = [
-        oracle_attention(
-            call.q[:, h * group : h * group + group].cpu(),
-            call.k[:, h : h + 1].cpu(),
-            call.v[:, h : h + 1].cpu(),
-            scale=call.scale,
-            softcap=call.softcap,
-            sinks=None if call.sinks is None else call.sinks.cpu()[h * group : h * group + group],
-            lengths=call.lengths.cpu(),
-            key_mask=kept[:, h],
-        )[0]
-        for h in range(KV_HEADS)
-    ]
-    return torch.cat(parts, 1)
+            real = call.key_mask[b].cpu()
+        start = int((real & (at < length)).int().argmax())
+        near, picked = [], torch.zeros_like(real)
+        for t in range(queries):
+            visible = real & (at < length - queries + 1 + t)
+            last = at >= length - queries + 1 + t - policy.window
+            near.append(visible & ((at < start + policy.sink) | last))
+            score = (call.q[b, heads, t].double().cpu() @ keys[b, h].T).amax(0)
+            score = torch.where(visible & ~near[t], score, -torch.inf)
+            best = score.topk(policy.k)
+            picked[best.indices[best.values > -torch.inf]] = True
+        for t in range(queries):
+            out[b : b + 1, heads, t : t + 1], _ = oracle_attention(
+                call.q[b : b + 1, heads, t : t + 1].cpu(),
+                call.k[b : b + 1, h : h + 1].cpu(),
+                call.v[b : b + 1, h : h + 1].cpu(),
+                scale=call.scale,
+                softcap=call.softcap,
+                sinks=None if call.sinks is None else call.sinks.cpu()[heads],
+                lengths=call.lengths.cpu() - queries + 1 + t,
+                key_mask=(near[t] | (picked & real))[None],
+            )
+    return out
 
 
 def hold(policy: Gvr, call: AttentionCall) -> None:

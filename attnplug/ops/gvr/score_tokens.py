@@ -31,6 +31,7 @@ from attnplug.ops.common.views import query_of, rows_of, shape_of, steps_of
 from attnplug.ops.gvr.kernels.score_cache import score
 
 NAME = "score_tokens"
+MOST_QUERIES = 16  # of a row, which a program holds
 
 
 def score_tokens(
@@ -45,16 +46,18 @@ def score_tokens(
     key_mask: torch.Tensor | None = None,
     table: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The scores of the cached tokens for one decode step.
+    """The scores of the cached tokens for one decode step, or for each of a few queries.
 
     Args:
-        q: `[B,Hq,1,D]`, float32, float16 or bfloat16.
+        q: `[B,Hq,T,D]`, float32, float16 or bfloat16; the last T tokens of each row, up to 16. With
+            a table T is 1.
         codes: int8 `[B,Hkv,S,D]`, Hkv dividing Hq; see `quantize_keys`. With a table pages
             `[pages,Hkv,page,D]`, and S is `P * page`.
         steps: float32 `[B,Hkv,S]`, each key's quantization scale: the value of code 1. With a table
             `[pages,Hkv,page]`.
         sink: the first so many real tokens of each row get -inf.
-        window: the last so many tokens get -inf, the query's own included.
+        window: the last so many tokens before a query get -inf, and those behind it, its own
+            included.
         lengths: int32 or int64 `[1]` or `[B]`, valid tokens. None: all S. Others are not read.
         start: int32 or int64 `[1]` or `[B]`, first real token of a left-padded row. None: 0.
         key_mask: bool `[B,S]`, False where a token must not be seen.
@@ -62,9 +65,9 @@ def score_tokens(
             codes and scales of pages.
 
     Returns:
-        scores `[B * Hkv, S]` float32. With a table what lies past a row's length is unspecified,
-        because a table has room for the longest row that an engine takes. `topk` with the rows'
-        lengths does not read it.
+        scores `[B * Hkv * T, S]` float32. With a table what lies past a row's length is
+        unspecified, because a table has room for the longest row that an engine takes. `topk` with
+        the rows' lengths does not read it.
 
     Raises:
         ArgumentError: a shape, dtype, device or option does not fit.
@@ -90,14 +93,16 @@ def quantize_keys(keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _allocate(q, codes, steps, sink, window, lengths, start, key_mask, table=None):
-    shape = score_shape(NAME, q, codes, steps, sink, window, lengths, start, key_mask, table)
-    return q.new_empty(shape, dtype=torch.float32)
+    options = sink, window, lengths, start, key_mask, table
+    rows, size = score_shape(NAME, q, codes, steps, *options, MOST_QUERIES if table is None else 1)
+    return q.new_empty((rows * q.shape[2], size), dtype=torch.float32)
 
 
-def score_shape(name, q, codes, steps, sink, window, lengths, start, key_mask, table):
-    """Check what the op `name` got, and return the shape of its scores."""
-    if q.dim() != 4 or q.shape[2] != 1:
-        raise ArgumentError(f"{name}: q is {tuple(q.shape)}, needs [B,Hq,1,D]")
+def score_shape(name, q, codes, steps, sink, window, lengths, start, key_mask, table, queries=1):
+    """Check what the op `name` got, and return the shape of a query's scores."""
+    if q.dim() != 4 or not 1 <= q.shape[2] <= queries:
+        needed = "[B,Hq,1,D]" if queries == 1 else f"[B,Hq,T,D] with T from 1 to {queries}"
+        raise ArgumentError(f"{name}: q is {tuple(q.shape)}, needs {needed}")
     require(q.dtype in DTYPES, name, f"q is {q.dtype}, needs float32, float16 or bfloat16")
     unserved = why_not_width(q.shape[3])
     require(not unserved, name, unserved)
@@ -210,9 +215,15 @@ def arrays_on_cpu(q, codes, steps, lengths, start, key_mask, table):
 
 
 def _cpu(q, codes, steps, sink, window, lengths, start, key_mask, scores, table=None):
-    scores.fill_(-torch.inf)
-    arrays = arrays_on_cpu(q, codes, steps, lengths, start, key_mask, table)
-    _reference(*arrays, sink, window, scores.view(len(q), codes.shape[1], -1).numpy())
+    rows, queries = (len(q), codes.shape[1]), q.shape[2]
+    for t in range(queries):
+        arrays = list(
+            arrays_on_cpu(q[:, :, t : t + 1], codes, steps, lengths, start, key_mask, table)
+        )
+        arrays[4] = arrays[4] - (queries - 1 - t)  # the tokens up to this query's
+        own = torch.full((*rows, scores.shape[1]), -torch.inf, dtype=torch.float32, device="cpu")
+        _reference(*arrays, sink, window, own.numpy())
+        scores.view(*rows, queries, -1)[:, :, t] = own
 
 
 # --- CUDA ------------------------------------------------------------------------------------
@@ -284,7 +295,8 @@ def launch_score_tokens(
 ):
     """Run the kernel; tensors as in `score_tokens`, on a GPU or in Triton's interpreter."""
     (batch, _, _, width), heads, size = q.shape, codes.shape[1], capacity(codes, table)
-    group = q.shape[1] // heads
+    queries = q.shape[2]
+    group = q.shape[1] // heads * queries
     if q.stride(3) != 1:
         q = q.contiguous()
     if codes.stride(3) != 1:
@@ -295,6 +307,8 @@ def launch_score_tokens(
         plan = plans(batch * heads, size, width, found.processors)
         if table is not None:  # the codes' addresses are loaded, and no such pipeline was compared
             plan = plan._replace(stages=1)
+        if queries > 1:  # float32 products of more rows would leave the registers
+            plan = plan._replace(warps=8, tile=32 if q.element_size() == 4 else plan.tile)
         plan = fitting(plan, group, width, q.element_size(), found.shared)
     unmasked = table is None and width in (64, 128, 256) and size % plan.tile == 0
     score.run(
@@ -320,6 +334,7 @@ def launch_score_tokens(
         HALVES=(2 - found.asm) * (plan.halves and q.dtype == torch.bfloat16),
         WHOLE=plan.whole and unmasked,
         PDL=found.pdl,
+        QUERIES=queries,
         num_warps=plan.warps,
         **({"launch_pdl": True} if found.pdl else {}),
     )

@@ -66,6 +66,28 @@ def test_matches_fp64(device_path, data):
     assert ((found.double() - want)[seen].abs() <= 1e-4 + 1e-5 * want[seen].abs()).all()
 
 
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("queries", [2, 5, 16])
+@pytest.mark.parametrize("group", [1, 3, 7])
+def test_each_of_a_few_queries_matches_fp64(device_path, group, queries, masked):
+    """As in a step of its own, whose row ends with it."""
+    batch, heads, size, width = 2, 2, 290, 64
+    options = {"lengths": torch.tensor([size - 20])}
+    if masked:
+        options["lengths"] = torch.tensor([size, 150])
+        options["start"] = torch.tensor([31, 140], dtype=torch.int32)
+        options["key_mask"] = random(3, batch, size) > -0.5
+    q = random(0, batch, queries, heads * group, width).transpose(1, 2)
+    codes, steps = op.quantize_keys(random(1, batch, size, heads, width).transpose(1, 2))
+    found = score(device_path, q, codes, steps, **options).view(batch * heads, queries, size)
+    for t in range(queries):
+        own = options | {"lengths": options["lengths"] - (queries - 1 - t)}
+        want = oracle(q[:, :, t : t + 1], codes, steps, **own)
+        assert torch.equal(found[:, t] == -torch.inf, want == -torch.inf)
+        seen = want != -torch.inf
+        assert ((found[:, t].double() - want)[seen].abs() <= 1e-4 + 1e-5 * want[seen].abs()).all()
+
+
 def by_matrix_product(q, codes, steps, sink, window):
     """What the CPU path computed before it was numba: one float32 product of all keys."""
     heads, size = codes.shape[1:3]
@@ -143,7 +165,11 @@ WRONG = [
     ({"codes": CODES.float()}, "codes is torch.float32"),
     ({"codes": CODES[:, :, :, :32]}, "needs int8"),
     ({"steps": torch.zeros(1, 2, 39)}, r"steps is torch.float32 \(1, 2, 39\), needs"),
-    ({"q": torch.zeros(1, 4, 2, 64)}, r"q is \(1, 4, 2, 64\), needs \[B,Hq,1,D\]"),
+    ({"q": torch.zeros(1, 4, 17, 64)}, r"q is \(1, 4, 17, 64\), needs \[B,Hq,T,D\] with T from"),
+    (
+        {"q": torch.zeros(1, 4, 2, 64), "table": torch.zeros(1, 1, dtype=torch.int32)},
+        r"needs \[B,Hq,1,D\]",
+    ),
     ({"q": torch.zeros(1, 3, 1, 64)}, "codes is"),
     ({"window": 0}, "window is 0"),
     ({"sink": -1}, "sink is -1"),

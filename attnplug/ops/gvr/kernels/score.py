@@ -8,7 +8,7 @@ from attnplug.ops.common.triton import tl, triton
 
 
 @triton.jit
-def _best(s, in_group, KEYS_FIRST: tl.constexpr):
+def best_of(s, in_group, KEYS_FIRST: tl.constexpr):
     """The largest score of a group's heads."""
     s = tl.where(s == s, s, float("inf"))
     if KEYS_FIRST:
@@ -127,7 +127,7 @@ def token_scores(
         HALVES=HALVES,
         unit=unit,
     )
-    return tl.where(seen, _best(s, in_group, KEYS_FIRST), float("-inf"))
+    return tl.where(seen, best_of(s, in_group, KEYS_FIRST), float("-inf"))
 
 
 @triton.jit

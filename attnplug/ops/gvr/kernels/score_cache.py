@@ -3,7 +3,13 @@
 
 from attnplug.ops.common.rows import row_span
 from attnplug.ops.common.triton import gdc_launch_dependents, gdc_wait, tl, triton
-from attnplug.ops.gvr.kernels.score import choosable, in_halves, token_scores
+from attnplug.ops.gvr.kernels.score import (
+    best_of,
+    choosable,
+    in_halves,
+    token_products,
+    token_scores,
+)
 
 
 @triton.jit
@@ -28,9 +34,10 @@ def score(
     HALVES: tl.constexpr,
     WHOLE: tl.constexpr,
     PDL: tl.constexpr,
+    QUERIES: tl.constexpr = 1,
 ):
     """Every `programs`-th tile of one row and KV head. With a `table`, codes and scales are those
-    of pages."""
+    of pages. A tile is read once for all QUERIES, each of which has a row of scores."""
     GROUP: tl.constexpr = SHAPE.GROUP
     ROWS: tl.constexpr = SHAPE.ROWS
     D: tl.constexpr = SHAPE.D
@@ -48,8 +55,12 @@ def score(
     d = tl.arange(0, DP)
     n = tl.arange(0, TILE)
     in_width = d < D
-    q_at = q.at + b * q.b + (h * GROUP + g).to(tl.int64)[:, None] * q.h + d[None, :]
-    query = tl.load(q_at, mask=(g < GROUP)[:, None] & in_width[None, :], other=0.0)
+    if QUERIES == 1:
+        q_at = q.at + b * q.b + (h * GROUP + g).to(tl.int64)[:, None] * q.h + d[None, :]
+    else:
+        head = (h * GROUP + g % GROUP).to(tl.int64)
+        q_at = q.at + b * q.b + (head * q.h + g // GROUP * q.t)[:, None] + d[None, :]
+    query = tl.load(q_at, mask=(g < QUERIES * GROUP)[:, None] & in_width[None, :], other=0.0)
     unit = None
     if HALVES:
         query, unit = in_halves(query)
@@ -65,7 +76,7 @@ def score(
     mask_at = None
     if rows.key_mask is not None:
         mask_at = rows.key_mask + b * rows.mask_b
-    out_at = scores + row * rows.S
+    out_at = scores + row * QUERIES * rows.S
     reach = tl.minimum(tl.maximum(length - WINDOW, 0), rows.S)
     end = rows.S
     if table is not None:
@@ -76,23 +87,47 @@ def score(
     for i in tl.range(0, tiles, num_stages=STAGES):
         at = (program + i * programs) * TILE + n
         seen = choosable(at, length, low, mask_at, SINK, WINDOW)
-        best = token_scores(
-            at=at,
-            seen=seen,
-            query=query,
-            codes_at=codes_at,
-            scales_at=scales_at,
-            row_table=row_table,
-            codes_strides=codes_strides,
-            scales_strides=scales_strides,
-            in_group=g < GROUP,
-            in_width=in_width,
-            PAGE=SHAPE.PAGE,
-            KEYS_FIRST=KEYS_FIRST,
-            WHOLE=WHOLE,
-            HALVES=HALVES,
-            unit=unit,
-        )
-        tl.store(out_at + at, best, mask=at < rows.S)
+        if QUERIES == 1:
+            best = token_scores(
+                at=at,
+                seen=seen,
+                query=query,
+                codes_at=codes_at,
+                scales_at=scales_at,
+                row_table=row_table,
+                codes_strides=codes_strides,
+                scales_strides=scales_strides,
+                in_group=g < GROUP,
+                in_width=in_width,
+                PAGE=SHAPE.PAGE,
+                KEYS_FIRST=KEYS_FIRST,
+                WHOLE=WHOLE,
+                HALVES=HALVES,
+                unit=unit,
+            )
+            tl.store(out_at + at, best, mask=at < rows.S)
+        else:
+            s = token_products(
+                at=at,
+                seen=seen,
+                query=query,
+                codes_at=codes_at,
+                scales_at=scales_at,
+                row_table=row_table,
+                codes_strides=codes_strides,
+                scales_strides=scales_strides,
+                in_width=in_width,
+                PAGE=SHAPE.PAGE,
+                KEYS_FIRST=KEYS_FIRST,
+                WHOLE=WHOLE,
+                HALVES=HALVES,
+                unit=unit,
+            )
+            for t in tl.static_range(QUERIES):
+                best = best_of(s, g // GROUP == t, KEYS_FIRST)
+                before = seen & (at < length - (QUERIES - 1 - t) - WINDOW)
+                shown = tl.where(before, best, float("-inf"))
+                tl.store(out_at + t * rows.S + at, shown, mask=at < rows.S)
     for first in range((program + tiles * programs) * TILE, end, programs * TILE):
-        tl.store(out_at + first + n, none, mask=first + n < rows.S)
+        for t in tl.static_range(QUERIES):
+            tl.store(out_at + t * rows.S + first + n, none, mask=first + n < rows.S)
