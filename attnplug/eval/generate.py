@@ -154,12 +154,12 @@ def _generate(model: Any, batch: Batch, cache: PlugCache | None = None) -> torch
         num_beams=1,
         pad_token_id=batch.pad,
         **{CACHE: cache},
-        **_uncompiled(model),
+        **uncompiled(model),
     )
     return out[:, batch.ids.shape[1] :]
 
 
-def _uncompiled(model: Any) -> dict[str, Any]:
+def uncompiled(model: Any) -> dict[str, Any]:
     """Options of generate that leave each step the model's own code, captured on a GPU."""
     if model.device.type == "cuda" and vars(model).get(LOOP) is not None:
         return {"compile_config": CompileConfig(backend=CAPTURE)}
