@@ -122,7 +122,7 @@ def eval(
     ),
     plot: Annotated[
         str | None,
-        typer.Option(help="frontier: KL against keys a step, of the task fidelity."),
+        typer.Option(help="frontier: KL against bytes a step, of the task fidelity."),
     ] = None,
     device: Device = None,
     as_json: Json = False,
