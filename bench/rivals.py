@@ -23,6 +23,7 @@ Decode, each beside the first `sink` keys and the last `window`:
 that policy, what it scans to choose keys included. bench/rival_prefills.py has the prefills."""
 
 import dataclasses
+import functools
 from typing import ClassVar, NamedTuple
 
 import torch
@@ -83,6 +84,13 @@ def attend_kept(call: AttentionCall, rows: Rows, kept: torch.Tensor) -> torch.Te
     return out.flatten(1, 2)[:, :, None].to(call.q.dtype)
 
 
+@functools.cache
+def reads_of(policy: str, tokens: int, head_dim: int, room: int) -> StepReads | None:
+    """What a step of a policy reads."""
+    method = parse(policy).decode
+    return None if method is None else method.step_reads(tokens, head_dim, room)
+
+
 @dataclasses.dataclass(frozen=True)
 class Rival(Phase):
     """Decode over the first `sink` keys, the last `window`, and those of a subclass. With `like`,
@@ -100,7 +108,7 @@ class Rival(Phase):
         for option in integers:
             self.check(option, getattr(self, option) >= (option not in ("sink", "k")), "at least 1")
         if self.like:
-            said = parse(self.like).decode.step_reads(1 << 20, 128)  # pyright: ignore[reportOptionalMemberAccess]
+            said = reads_of(self.like, 1 << 20, 128, 0)
             self.check("like", said is not None, "a policy that says what its steps read")
 
     def refusal(self, shape: LayerShape) -> str | None:
@@ -125,7 +133,7 @@ class Rival(Phase):
     def step_reads(self, tokens: int, head_dim: int, room: int = 0) -> StepReads:
         keys, scanned = self.unlike, self.scanned(tokens, head_dim)
         if self.like:
-            reads = parse(self.like).decode.step_reads(tokens, head_dim, room)  # pyright: ignore[reportOptionalMemberAccess]
+            reads = reads_of(self.like, tokens, head_dim, room)
             assert reads is not None  # __post_init__ has asked
             keys = reads.keys + int((reads.scanned - scanned) / (4 * head_dim))
             self.check("like", keys > self.always, "a policy that reads more than what is scanned")
@@ -186,10 +194,10 @@ class Selector(Rival):
         rows, heads = rows_of(call), call.k.shape[1]
         near = (self.fixed(rows, self.window) & rows.seen)[:, None].expand(-1, heads, -1)
         scores = self.scores(call, rows).masked_fill(near | ~rows.seen[:, None], -torch.inf)
-        # Stable, as keys of one page are equal: the first of them come first.
-        best, index = scores.sort(dim=-1, descending=True, stable=True)
-        count = self.budget(call) - self.always
-        best, index = best[..., :count], index[..., :count]
+        # Keys of one page are equal: the first of them come first.
+        place = torch.arange(scores.shape[-1], device=scores.device)
+        count = max(0, self.budget(call) - self.always)  # a short cache is read whole
+        best, index = (scores.double() - 1e-12 * place).topk(count, -1)
         kept = near.scatter(2, index, best > -torch.inf) | near
         return attend_kept(call, rows, kept)
 
