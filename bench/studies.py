@@ -150,8 +150,8 @@ STUDIES: Mapping[str, Options] = MappingProxyType(
                 *("pooled_blocks", "vertical_slash"),
             ],
             ("fidelity", "needle-prose", "multi-key"),
-            (65536, 32768),
-            models=MappingProxyType({"gemma3-270m@64k": 65536, "gemma3-270m": 32768}),
+            (65536, 32768, 8192),
+            models=MappingProxyType({"gemma3-270m@64k": 65536} | BOTH),
             as_asked=True,
         ),
     }

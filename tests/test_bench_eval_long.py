@@ -53,7 +53,7 @@ def test_each_gpu_looks_first_and_then_asks_what_the_model_can_do(tmp_path, stud
     calls = (tmp_path / "calls").read_text().splitlines()
     for gpu, (model, n) in enumerate(models.items()):
         look, asked = (call for call in calls if call.startswith(f"{gpu} "))
-        assert all(f" {model} " in call and f"--lengths {n} " in call for call in (look, asked))
+        assert all(f" {model} " in call and f"--lengths {n}" in call for call in (look, asked))
         assert look.count("--policy") == 1 and "--trials 12" in look and "needle-prose" in look
         one = "gvr(min_tokens=0)" if study == "as-written" else "quest(like='sketch')"
         assert one in asked and "needle-noise" not in asked and "needle-prose" in asked

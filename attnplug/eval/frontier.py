@@ -20,6 +20,7 @@ def draw_frontier(rows: Sequence[Row], path: Path) -> Path:
     budgets. Left and low is better. Rows that dense served, or whose method reads all keys or does
     not say what it reads, are left out. Raises ArgumentError where none is left."""
     from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator, NullFormatter
 
     lines: dict[str, list[Row]] = defaultdict(list)
     for row in rows:
@@ -35,6 +36,10 @@ def draw_frontier(rows: Sequence[Row], path: Path) -> Path:
     axes = figure.subplots()
     ends = [(name, _draw(axes, points)) for name, points in lines.items()]
     axes.set_xscale("log", base=2)
+    read = [row["bytes"] for points in lines.values() for row in points]
+    if max(read) < 4 * min(read):  # too narrow for powers of two
+        axes.xaxis.set_major_locator(MaxNLocator(6))
+    axes.xaxis.set_minor_formatter(NullFormatter())
     axes.xaxis.set_major_formatter(lambda size, _: f"{size / 1e6:,.3g}")
     axes.set_yscale("log")
     axes.set_xlabel("MB that a step reads, scanned summaries or codes included")

@@ -49,6 +49,18 @@ def test_a_line_is_a_method_through_its_budgets(tmp_path, monkeypatch):
     assert names == [f"{method}, 4,096 tokens" for method in methods]
 
 
+@pytest.mark.parametrize("sizes", [(900, 910), (100, 6400)])
+def test_sizes_are_told_along_the_axis(tmp_path, monkeypatch, sizes):
+    figures = []
+    monkeypatch.setattr("attnplug.files.write_figure", lambda _, figure: figures.append(figure))
+    rows = [row(f"mine(window={size})", size, 0.1) for size in sizes]
+    draw_frontier(rows, tmp_path / "frontier.png")
+    figures[0].draw_without_rendering()
+    axis = figures[0].axes[0].xaxis
+    low, high = axis.get_view_interval()
+    assert 2 <= sum(low <= at <= high for at in axis.get_ticklocs()) <= 12
+
+
 def test_without_a_point_it_says_what_is_needed(tmp_path):
     with pytest.raises(ArgumentError, match="give --tasks fidelity"):
         draw_frontier(ROWS[6:], tmp_path / "frontier.png")
