@@ -4,9 +4,9 @@
 #
 # STUDY is as-written where nothing else is said: what users write, on prompts of 64K and 128K tokens.
 # Models take the GPUs by turns: gemma3-270m@64k the first, @128k the second, gemma3-270m (32K) the
-# first again; of another study name its models. Of a model without samples dense alone is asked first; tasks that the model itself
-# cannot do at its length are then left out, and the others run in the study's order. $OUT gets
-# STUDY-MODEL.jsonl and .log, also where SECONDS end it. Then, for each model:
+# first again; of another study name its models. Of a model without samples dense alone is asked first;
+# tasks that the model itself cannot do at its length are then left out, and the others run in the
+# study's order. $OUT gets STUDY-MODEL.jsonl and .log, also where SECONDS end it. Then, for each model:
 #   python bench/eval_rows.py STUDY-MODEL $OUT/STUDY-MODEL.jsonl --study STUDY
 # What bench/results/samples has is not run again (FRESH=1 asks everything anew), so that the next
 # call goes on. PROCESSES (2) share a GPU through MPS. Weights come in pieces (gpu_join.sh); name the
