@@ -121,3 +121,10 @@ def test_what_cannot_be_is_said_before_the_weights_or_with_the_task(checkpoint, 
         run_harness(model, tokenizer, "tiny", Harness(["dense"], [task], [512]))
     outcome = run_harness(model, tokenizer, "tiny", Harness(["dense"], [task], [1 << 20]))
     assert outcome.left_out == {"1,048,576 tokens": "the model has 2048 positions"}
+
+
+def test_where_the_harness_is_missing_one_line_says_what_brings_it(monkeypatch):
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    result = runner.invoke(app, ["eval", "m", "--policy", "gather", "--harness", "arc_easy"])
+    wanted = "attnplug eval --harness needs lm_eval; pip install 'attnplug[harness]'"
+    assert result.exit_code == 1 and wanted in result.stderr
